@@ -1,9 +1,10 @@
-//! `nibble bench attention`: how many operations a second the GPU's attention makes, forward and backward.
+//! `nibble bench attention`: flops per second of the GPU's attention, forward and backward.
 //!
-//! By the project's rules of timing: sustained, back-to-back calls on a chip that has reached its power limit, or, with `--quick`,
-//! single calls with the L2 flushed before each; random data. Counted are the multiply-adds that a causal mask leaves, half of
-//! the square: along queries' heads one product forward and three backward, along values' heads one and two. What the backward pass makes
-//! twice counts once. With `--documents` the same of packed documents beside it, of both the tiles of 128 queries by 128 keys that hold a pair.
+//! By the project's rules of timing: sustained, back-to-back calls on a chip at its power limit, or, with `--quick`, single calls with the
+//! L2 flushed before each; random data. Flops count the unmasked half of the causal scores: along the head dimension of queries, one
+//! product forward and three backward; along that of values, one and two. Products that the backward pass computes twice count once.
+//! `--documents` compares packed documents with a single one per sequence; its flops count the tiles of 128 queries x 128 keys that hold a
+//! pair.
 
 use super::gpu::{Bench, COOL_DOWN, put_sustained, wanted};
 use nibble_command::error::Result;
@@ -16,29 +17,29 @@ use nibble_formats::{Purpose, Stream};
 use serde_json::{Value, json};
 use std::fmt;
 
-/// The GPU's attention in BF16, causal, forward and backward: back to back until the chip is at its power limit.
+/// The GPU's causal BF16 attention, forward and backward: back-to-back calls on a chip at its power limit.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Backward counts each product once, also where P and dS are made twice. Half a minute, --quick a few seconds.\n\n\
+    after_help = "The backward rate counts each product once, even where P and dS are computed twice. Takes half a minute; --quick, a few seconds.\n\n\
     Examples:\n  \
     nibble bench attention --only 192\n  \
     nibble bench attention --documents 1024\n  \
     nibble bench attention --quick --json attention.json"
 )]
 pub struct Args {
-    /// Only those whose name contains this, in either case.
+    /// Only cases whose name contains NAME, ignoring case; repeatable.
     #[arg(long, value_name = "NAME")]
     only: Vec<String>,
-    /// Single calls alone, on a chip that has not reached its power limit.
+    /// Only single calls, on a chip below its power limit.
     #[arg(long)]
     quick: bool,
-    /// Sequences of 8192 tokens packed with documents of so many, beside the same without documents. Counted are whole tiles of 128 queries by 128
-    /// keys, of which some query sees some key.
+    /// Also measures sequences of 8192 tokens packed with documents of TOKENS each, against one document per sequence. Flops count whole
+    /// tiles of 128 queries x 128 keys in which some query sees some key.
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     documents: Option<u32>,
 }
 
-/// A call that is timed.
+/// A timed call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct AttentionShape {
     sequences: usize,
@@ -59,26 +60,26 @@ impl fmt::Display for AttentionShape {
 }
 
 impl AttentionShape {
-    /// Operations forward and backward, of those pairs that a causal mask leaves.
+    /// Flops forward and backward, of the unmasked pairs.
     fn flops(&self) -> [f64; 2] {
         self.flops_of((self.seq_len as f64).powi(2) / 2.0)
     }
 
-    /// The same of whole tiles, where documents have so many tokens.
+    /// Flops forward and backward of whole tiles, for documents of `document` tokens.
     fn flops_of_tiles(&self, document: usize) -> [f64; 2] {
         let tiles = self.seq_len.div_ceil(TILE);
         let visited = (0..tiles).map(|tile| tile + 1 - start(tile * TILE, document) / TILE).sum::<usize>();
         self.flops_of((visited * TILE * TILE) as f64)
     }
 
-    /// Of so many pairs a head of a sequence.
+    /// Flops for `pairs` pairs per head of a sequence.
     fn flops_of(&self, pairs: f64) -> [f64; 2] {
         let pairs = (self.sequences * self.heads) as f64 * pairs;
         let (head, value) = (self.head_dim as f64, self.value_dim as f64);
         [2.0 * pairs * (head + value), 2.0 * pairs * (3.0 * head + 2.0 * value)]
     }
 
-    /// The windows of documents of so many tokens.
+    /// The attention windows of documents of `document` tokens.
     fn windows(&self, cuda: &Cuda, document: usize) -> CoreResult<Windows<Cuda>> {
         let starts: Vec<i32> =
             (0..self.sequences * self.seq_len).map(|i| start(i % self.seq_len, document) as i32).collect();
@@ -87,16 +88,16 @@ impl AttentionShape {
     }
 }
 
-/// Queries, or keys, of a tile that counts.
+/// Queries, and keys, of a counted tile.
 const TILE: usize = 128;
 
-/// Where the document of a token begins.
+/// Start of a token's document.
 fn start(token: usize, document: usize) -> usize {
     token / document * document
 }
 
-/// Heads of 128 as in the configurations of whole models, of 64, and of 192 with values of 128 as DeepSeek-V3 has them. Packed: of each way through the
-/// backward pass.
+/// Heads of 128 as in the configurations of whole models, of 64, and of 192 with values of 128 as in DeepSeek-V3. With `packed`, one shape
+/// per path of the backward pass.
 fn shapes(packed: bool) -> Vec<AttentionShape> {
     let of = |(sequences, seq_len, heads, kv_heads, head_dim, value_dim)| AttentionShape {
         sequences,
@@ -128,11 +129,11 @@ fn shapes(packed: bool) -> Vec<AttentionShape> {
     sizes.iter().copied().map(of).collect()
 }
 
-/// A call's time.
+/// Times of a call.
 #[derive(Debug, Clone, Copy)]
 struct Time {
     ms: f64,
-    /// None where single calls alone were asked for.
+    /// `None` under `--quick`.
     sustained: Option<Sustained>,
 }
 
@@ -179,7 +180,7 @@ pub fn run(args: &Args) -> Result<Value> {
     Ok(json!({ "machine": header, "attention": measured }))
 }
 
-/// Documents of so many tokens beside one a sequence.
+/// Measures documents of `document` tokens against one document per sequence.
 fn packed(
     bench: &Bench,
     shapes: &[AttentionShape],
@@ -188,7 +189,7 @@ fn packed(
     how: &str,
 ) -> Result<Vec<Value>> {
     say!(
-        "attention, BF16, documents of {document} tokens beside one a sequence ({how}); TFLOP/s of whole tiles"
+        "attention, BF16, documents of {document} tokens against one per sequence ({how}); TFLOP/s of whole tiles"
     );
     say!("{:<36} {:>25} {:>34}", "", "forward: ms, and of one", "backward: ms, and of one");
     let mut measured = Vec::new();
@@ -223,7 +224,7 @@ fn packed(
     Ok(measured)
 }
 
-/// Forward and backward.
+/// Times of forward and backward.
 fn times(
     bench: &Bench,
     shape: &AttentionShape,

@@ -1,9 +1,9 @@
-//! What measurements have in common: the sizes that they are asked for, the middle of their figures, and the width of their tables.
+//! Helpers of measurements: parsed sizes, medians, and the width of tables.
 
-/// Columns that the GPU's tables fit.
+/// Width of the GPU's tables.
 pub const WIDTH: usize = 140;
 
-/// Positive sizes with an x or × between them. `expected`: their names and an example.
+/// Parses positive sizes separated by x or ×. `expected`: their names and an example.
 pub fn parse_sizes<const N: usize>(text: &str, expected: &str) -> std::result::Result<[usize; N], String> {
     let sizes: Option<Vec<usize>> =
         text.split(['x', '×']).map(|n| n.parse().ok().filter(|n| *n > 0)).collect();
@@ -11,7 +11,7 @@ pub fn parse_sizes<const N: usize>(text: &str, expected: &str) -> std::result::R
     sizes.ok_or_else(|| format!("`{text}` is not {expected} say"))
 }
 
-/// The middle value; the mean of the two middle ones of an even number, NaN of none.
+/// The median; for an even number of values the mean of the middle two, NaN for none.
 pub fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     let middle = values.len() / 2;

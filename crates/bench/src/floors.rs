@@ -1,4 +1,4 @@
-//! The least that each operation of a step could take on this device: the floor under its time.
+//! Floors: the least time of each operation of a step on this device.
 
 use nibble_command::device::Peaks;
 use nibble_train::plan::{Call, Work};
@@ -8,14 +8,14 @@ use std::collections::BTreeMap;
 /// All calls of an operation in a step.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Floor {
-    /// Sum of what each call takes at least: the larger of its bytes at the memory's speed and its flops at the tensor cores'.
+    /// Sum over calls of the least time: the larger of bytes / memory rate and flops / tensor-core rate.
     pub ms: f64,
     calls: usize,
     work: Work,
 }
 
 impl Floor {
-    /// What it is made of, for a program to read.
+    /// Its components, as JSON.
     pub fn figures(&self) -> Value {
         let Work { read, written, flops } = self.work;
         json!({
@@ -25,7 +25,7 @@ impl Floor {
     }
 }
 
-/// The floors of a step's operations, and what they were measured by.
+/// The floors of a step's operations, and the rates they are based on.
 #[derive(Debug)]
 pub struct Floors {
     pub peaks: Peaks,
@@ -44,14 +44,14 @@ impl Floors {
         Self { peaks, by_op }
     }
 
-    /// None of what is no operation, such as copies and fills.
+    /// `None` for what is not an operation, such as copies and fills.
     pub fn get(&self, op: &str) -> Option<&Floor> {
         self.by_op.get(op)
     }
 }
 
-/// The least milliseconds of one call. F32 counts at the rate of BF16, of whose parts the tensor cores make such products:
-/// nothing is faster.
+/// The least milliseconds of one call. F32 products count at the BF16 rate, as tensor cores compute them from BF16 parts, which
+/// is a lower bound.
 fn ms(work: &Work, peaks: &Peaks) -> f64 {
     let Work { read, written, flops } = *work;
     let multiplying = (flops.f32 + flops.bf16) / peaks.bf16 + flops.fp8 / peaks.fp8;

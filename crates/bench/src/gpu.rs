@@ -1,4 +1,4 @@
-//! A GPU that is measured: its stopwatch, its memory's rates, and what the tables of such measurements share.
+//! A measured GPU: its stopwatch and memory rates, and helpers of such measurements.
 
 use super::figures::median;
 use nibble_command::error::{Error, Result};
@@ -9,13 +9,13 @@ use nibble_cuda::{Cuda, probe};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
-/// Calls timed from the host.
+/// Number of calls timed from the host.
 const ISSUED_CALLS: usize = 15;
 
-/// Between a sustained run and the next burst, so that each starts on a chip in the same state.
+/// Pause between a sustained run and the next burst, so that each starts on a chip in the same state.
 pub const COOL_DOWN: Duration = Duration::from_millis(300);
 
-/// A GPU, its stopwatch and its memory's rates.
+/// A GPU, its stopwatch and its memory rates.
 pub struct Bench {
     pub cuda: Cuda,
     pub stopwatch: Stopwatch,
@@ -23,7 +23,7 @@ pub struct Bench {
 }
 
 impl Bench {
-    /// The first GPU there is; `otherwise` is what to do without one.
+    /// Opens the first GPU; `otherwise` says what to do without one.
     pub fn open(otherwise: &str) -> Result<Self> {
         let cuda = nibble_command::gpu::open(otherwise)?;
         let stopwatch = Stopwatch::new(cuda.device())?;
@@ -36,7 +36,7 @@ impl Bench {
         Ok(1e3 * f64::from(self.stopwatch.burst_ms(|| work(&self.cuda))?))
     }
 
-    /// The same from the host: from asking for it to its being done.
+    /// Microseconds of a call measured on the host, from issue to completion.
     pub fn issued_us(&self, work: impl Fn(&Cuda) -> CoreResult<()>) -> CoreResult<f64> {
         let device = self.cuda.device();
         let mut times = Vec::new();
@@ -50,7 +50,7 @@ impl Bench {
         Ok(median(times))
     }
 
-    /// Says what it is measured on.
+    /// Prints the GPU and its rates.
     pub fn header(&self) -> Value {
         let (info, found) = (self.cuda.device().info(), probe());
         let version =
@@ -65,7 +65,7 @@ impl Bench {
     }
 }
 
-/// Puts a sustained time into an object for a program to read: `NAME_ms`, and `NAME_draw` where something says what the GPU drew.
+/// Adds a sustained time to a JSON object: `NAME_ms`, and `NAME_draw` if the power draw is known.
 pub fn put_sustained(object: &mut Value, name: &str, s: &Sustained) {
     object[format!("{name}_ms")] = json!({ "median": s.median_ms, "min": s.min_ms, "max": s.max_ms });
     if let Some(draw) = s.draw {
@@ -73,10 +73,10 @@ pub fn put_sustained(object: &mut Value, name: &str, s: &Sustained) {
     }
 }
 
-/// Those whose names contain one of `only`, in either case, or all.
+/// The items whose names contain one of `only`, ignoring case, or all.
 ///
 /// # Errors
-/// With the names there are, where none does.
+/// If no name matches; lists the names.
 pub fn wanted<T>(mut all: Vec<T>, only: &[String], name: impl Fn(&T) -> String) -> Result<Vec<T>> {
     let parts: Vec<String> = only.iter().map(|part| part.to_lowercase()).collect();
     let names: Vec<String> = all.iter().map(&name).collect();

@@ -1,5 +1,5 @@
-//! `nibble bench grouped`: the three products of a layer of experts, forward and backward, with everything that their format asks for,
-//! format against format.
+//! `nibble bench grouped`: the three products of an expert layer, forward and backward, including all quantization, format against
+//! format.
 
 use super::experts::by_op;
 use super::figures::parse_sizes;
@@ -13,9 +13,9 @@ use nibble_cuda::measure::timing::Sustained;
 use nibble_formats::{Codec, Format, Rounding};
 use serde_json::{Value, json};
 
-/// What a group's rows are a multiple of.
+/// Multiple of a group's rows.
 const ALIGN: usize = 128;
-/// Passes whose operations are timed one by one.
+/// Passes that are profiled by operation.
 const PROFILES: usize = 5;
 /// torchao's published shape, of Llama 4's experts.
 const SHAPE: ProductDims = ProductDims { m: 128_000, n: 8192, k: 5120 };
@@ -24,19 +24,19 @@ const SHAPE: ProductDims = ProductDims { m: 128_000, n: 8192, k: 5120 };
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "Y = X·Wᵀ, dX = dY·W, dW = dYᵀ·X. X, W and dY are given in BF16, and each is quantized along every contraction that it \
-    takes part in; dW is BF16. Formats that tensor cores do not take are decoded to BF16 first, and that counts, too.\n\n\
+    takes part in; dW is BF16. Formats without tensor-core support are decoded to BF16 first; the time includes that.\n\n\
     Examples:\n  \
     nibble bench grouped --format mxfp8-e4m3 --groups 1,2,4,8\n  \
     nibble bench grouped --shapes 32768x16384x5120,32768x5120x8192 --groups 16"
 )]
 pub struct Args {
-    /// Rows of all groups × outputs × inputs of an expert; 128000x8192x5120 where left out.
+    /// Rows of all groups × outputs × inputs of an expert. Default: 128000x8192x5120.
     #[arg(long, value_name = "MxNxK", value_delimiter = ',', value_parser = parse_shape)]
     shapes: Vec<ProductDims>,
-    /// Numbers of groups, which share the rows evenly.
+    /// Numbers of groups; rows are divided evenly among groups.
     #[arg(long, value_name = "N", value_delimiter = ',', default_values_t = [1, 2, 4, 8])]
     groups: Vec<usize>,
-    /// Formats beside BF16.
+    /// Formats to measure besides BF16.
     #[arg(long = "format", value_name = "FORMAT", value_delimiter = ',', default_values_t = [Format::E4m3, Format::Mxfp8E4m3])]
     formats: Vec<Format>,
 }
@@ -46,7 +46,7 @@ fn parse_shape(text: &str) -> Result<ProductDims, String> {
     Ok(ProductDims { m, n, k })
 }
 
-/// What is given: all BF16.
+/// The inputs, all BF16.
 struct Given<B: Kernels> {
     x: Tensor<B>,
     w: Tensor<B>,
@@ -118,7 +118,7 @@ pub fn run(args: &Args) -> Result<Value> {
         if groups == 0 || !shape.m.is_multiple_of(groups * ALIGN) {
             let rows = shape.m;
             return Err(Error::usage(format!(
-                "--groups: {rows} rows in {groups} groups: a group needs a multiple of {ALIGN} rows"
+                "--groups: {rows} rows do not divide into {groups} groups of a multiple of {ALIGN} rows"
             )));
         }
     }

@@ -1,6 +1,6 @@
-//! `nibble bench`: how fast a training step is beside what the processor could do, each operation's vectorised code beside
-//! its scalar specification, and the GPU's conversions, products, attention and expert layers beside the speed of its memory and tensor
-//! cores. And how many bytes the exchange between ranks carries, and how long it takes.
+//! `nibble bench`: measures training steps against the processor's peak, each operation's vectorised code against
+//! its scalar specification, and the GPU's conversions, products, attention and expert layers against the rates of its memory and tensor
+//! cores; also the bytes and the time of the all-to-all between ranks.
 
 mod attention;
 mod exchange;
@@ -30,7 +30,7 @@ use std::path::PathBuf;
 #[command(
     subcommand_value_name = "WHAT",
     subcommand_help_heading = "What to measure",
-    after_help = "Each has options of its own: nibble bench gemm --help.\n\n\
+    after_help = "Each measurement has its own options: nibble bench gemm --help.\n\n\
     Examples:\n  \
     nibble bench\n  \
     nibble bench step shakespeare --set data.source=tinyshakespeare.txt\n  \
@@ -46,7 +46,7 @@ use std::path::PathBuf;
 pub struct Args {
     #[command(subcommand)]
     what: Option<What>,
-    /// Also writes the figures here.
+    /// Also writes the figures to this JSON file.
     #[arg(long, value_name = "OUT", global = true)]
     json: Option<PathBuf>,
     #[command(flatten)]
@@ -56,7 +56,7 @@ pub struct Args {
 #[derive(Debug, clap::Subcommand)]
 enum What {
     Step(step::Args),
-    /// The CPU's operations, one thread: scalar and vectorised code in turns; bytes are those read and written.
+    /// The CPU's operations on one thread: scalar and vectorised code in turns; GB/s counts bytes read and written.
     Ops,
     /// Both `step` and `ops`: what `nibble bench` alone measures, of `tiny`.
     All(step::Args),
@@ -69,7 +69,7 @@ enum What {
 }
 
 impl What {
-    /// What a file of its figures bears.
+    /// The mark of the file of figures.
     fn mark(&self) -> Mark {
         Mark::Figures(match self {
             Self::Step(_) => "nibble bench step",
@@ -94,10 +94,10 @@ impl What {
     }
 }
 
-/// Measures what the arguments name, prints it, and writes the figures where they say.
+/// Runs the selected measurements, prints them, and writes the figures if requested.
 ///
 /// # Errors
-/// A usage error where a device or a configuration is not there; what the measured work returns.
+/// A usage error for a missing device or configuration; errors of the measured work.
 pub fn run(args: Args) -> Result<()> {
     let what = args.what.unwrap_or_else(|| What::All(step::Args::default()));
     let mut outputs = Outputs::new(args.force, what.inputs()?);
@@ -120,7 +120,7 @@ pub fn run(args: Args) -> Result<()> {
     Ok(())
 }
 
-/// What the scripts of `benchmarks/peers` printed into files of this name.
+/// The outputs of the scripts of `benchmarks/peers` in files of this name.
 #[cfg(test)]
 fn printed(name: &str) -> String {
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../benchmarks");

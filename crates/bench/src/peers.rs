@@ -1,18 +1,18 @@
-//! Whose figures stand beside ours, and where they are from. They are constants: nothing of others runs here.
+//! The projects that ours is compared with, and the sources of their figures. The figures are constants: no other project's code runs here.
 
-/// The machine and the days of all of them.
+/// Machine and dates of all these figures.
 pub const MEASURED: &str = "an NVIDIA H200 (700 W, driver 580.159, CUDA 13.0) on 2026-11-21 and 22";
 
-/// Whose kernel.
+/// A project.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Who {
-    /// As the table names it.
+    /// Its name in the table.
     pub name: &'static str,
     /// Repository and commit, or release, and what it does.
     pub source: &'static str,
-    /// A released kernel of a project; otherwise what a compiler or an afternoon gives.
+    /// Whether it is a project's released kernel, rather than compiler output or a quickly written one.
     pub published: bool,
-    /// What measures it again, under `benchmarks/peers`; and what of it that leaves out.
+    /// The script under `benchmarks/peers` that measures it, and what the script leaves out.
     pub script: Option<(&'static str, &'static str)>,
 }
 

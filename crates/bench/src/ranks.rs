@@ -1,9 +1,9 @@
-//! What the ranks of a measurement tell: one of them for all, and the slowest's time.
+//! Output of measurements on several ranks: one rank prints, and the slowest rank's time counts.
 
 use nibble_command::device::{Device, On};
 use nibble_command::error::Result;
 
-/// Says it once for all ranks.
+/// Prints a line once for all ranks.
 macro_rules! tell {
     ($on:expr, $($text:tt)*) => {
         if $on.is_first() {
@@ -13,7 +13,7 @@ macro_rules! tell {
 }
 pub(crate) use tell;
 
-/// The most that any rank has of it.
+/// The maximum over all ranks.
 pub(crate) fn slowest<B: Device>(on: &On<'_, B>, seconds: f64) -> Result<f64> {
     Ok(on.on_all_ranks(seconds)?.into_iter().fold(f64::NEG_INFINITY, f64::max))
 }

@@ -1,4 +1,4 @@
-//! What each scope of recomputation saves, and what it costs.
+//! The memory that each scope of recomputation saves, and its time.
 
 use super::figures::median;
 use super::ranks::{slowest, tell};
@@ -11,21 +11,21 @@ use nibble_train::trainer::Trainer;
 use serde_json::{Value, json};
 use std::time::Instant;
 
-/// Steps of one configuration under the default, nothing made again, each scope alone, and all of them.
+/// Measures steps of one configuration with the default scopes, with none, with each scope alone, and with all.
 pub fn run<B: Device>(on: &On<'_, B>, config: &Config, steps: usize) -> Result<Value> {
     let names = |scopes: &[Scope]| scopes.iter().map(|scope| scope.name()).collect::<Vec<_>>().join(", ");
     let mut choices = vec![
         (format!("default ({})", names(&Scope::DEFAULT)), Scope::DEFAULT.to_vec()),
         ("nothing".to_owned(), Vec::new()),
     ];
-    // Of what the model has.
+    // Only scopes that the model has.
     let has = |scope: &Scope| *scope != Scope::MlaUp || config.model.kv_rank > 0;
     let scopes: Vec<Scope> = Scope::ALL.into_iter().filter(has).collect();
     choices.extend(scopes.iter().map(|scope| (scope.name().to_owned(), vec![*scope])));
     choices.push(("all".to_owned(), scopes));
     tell!(
         on,
-        "{}, made again in the backward pass; kept: by a forward pass; peak: of activations and copies",
+        "{}, by scopes recomputed in the backward pass; kept: activations saved; peak: activations and copies",
         config.recipe
     );
     tell!(on, "    {:<24} {:>12} {:>12} {:>12}", "train.recompute", "kept", "peak", "ms a step");
@@ -44,16 +44,16 @@ pub fn run<B: Device>(on: &On<'_, B>, config: &Config, steps: usize) -> Result<V
     Ok(json!({ "recipe": config.recipe, "recompute": rows }))
 }
 
-/// What a step takes.
+/// Cost of a step.
 struct Cost {
-    /// By the ledger.
+    /// Bytes of saved activations, by the ledger.
     kept_bytes: usize,
-    /// Of the activations' arena.
+    /// Peak bytes of the activations' arena.
     peak_bytes: usize,
     step_seconds: f64,
 }
 
-/// Steps after two that are not measured.
+/// Measures steps, after two warm-up steps.
 fn measure<B: Device>(on: &On<'_, B>, config: &Config, steps: usize) -> Result<Cost> {
     let mut trainer = Trainer::new(on.b, on.mesh, config)?;
     for _ in 0..2 {

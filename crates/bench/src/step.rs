@@ -1,4 +1,4 @@
-//! Training steps beside the floor, and where their time goes.
+//! Training steps against their floor, and where their time goes.
 
 use super::floors::Floors;
 use super::ranks::{slowest, tell};
@@ -21,15 +21,16 @@ use std::time::Instant;
 /// Training steps: tokens a second under each recipe, and where the time goes.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "The floor is the products' arithmetic divided by the rate that the processor reaches at nothing but multiply-adds, \
-    measured in the same run; on a GPU, by its maker's dense BF16 rate.\n\n\
-    On a GPU, where CUPTI is found, one step is traced. Beside each operation's time stands its floor, summed over its calls: \
-    the larger of its bytes (each operand read once, each result written once, no padding of experts' rows) divided by what the \
-    memory copies, measured in the same run, and of its products' flops divided by the dense BF16 or FP8 rate. Operands that the \
-    cache still holds may be read faster than that: an operation can reach more than all of its floor.\n\n\
-    With `run.ranks` and `run.dp` the ranks are threads, each with a GPU of its own, or they divide the processor's threads among them. A step takes as long \
-    as on the slowest rank. The peak rate is that of all ranks together, and so are the bytes a parameter; what else is printed is the first one's. \
-    Operations have no floors then: what a rank has to do depends on what it is sent. A line tells of the messages, and of what nothing hides of them.\n\n\
+    after_help = "The floor of a step is the flops of its products divided by the peak rate: on a CPU, its rate of pure multiply-adds, \
+    measured in the same run; on a GPU, its dense BF16 rate by the data sheet.\n\n\
+    On a GPU, if CUPTI is found, one step is traced, and each operation's time is printed beside its floor. The floor, summed over calls, is \
+    the larger of bytes / copy rate (each operand read once, each result written once, without padding of experts' rows; the rate is measured \
+    in the same run) and flops / dense BF16 or FP8 rate. Operands that are still in the cache may be read faster: an operation can exceed \
+    100 % of its floor.\n\n\
+    With `run.ranks` and `run.dp` the ranks are threads, each with its own GPU or an equal share of the CPU's threads. A step's time is \
+    that of the slowest rank. The peak rate and the bytes per parameter are of all ranks together; all other figures are of rank 0. \
+    Operations have no floors then, as a rank's work depends on the rows that it receives. A line reports the messages, and the part of them that \
+    no computation hides.\n\n\
     Examples:\n  \
     nibble bench step --recipe mxfp4-hopper --steps 20\n  \
     nibble bench step --recipe bf16 --recompute\n  \
@@ -41,29 +42,29 @@ pub struct Args {
     /// Configuration of the step: a built-in one or the path of a TOML file.
     #[arg(value_name = "CONFIG", default_value = CONFIG)]
     config: String,
-    /// Changes a value of the configuration.
+    /// Sets a configuration key; repeatable.
     #[arg(long = "set", value_name = "KEY=VALUE")]
     overrides: Vec<String>,
-    /// Recipes to measure; where left out, all built-in ones but those that study a format.
+    /// Recipe to measure; repeatable. Default: all built-in ones except studies.
     #[arg(long = "recipe", value_name = "RECIPE")]
     recipes: Vec<String>,
-    /// Steps measured under each recipe, after two that are not.
+    /// Steps measured under each recipe, after two warm-up steps.
     #[arg(long, value_name = "N", default_value_t = STEPS)]
     steps: usize,
-    /// Seconds of steps before those that are measured: a GPU is clocked lower once it is warm.
+    /// Seconds of steps before the measured ones: a warm GPU is clocked lower.
     #[arg(long, value_name = "SECONDS", default_value_t = 0.0, value_parser = seconds)]
     warm_up: f64,
-    /// What each scope of train.recompute saves and costs, instead of where the time goes.
+    /// Measures what each scope of train.recompute saves and costs instead of where the time goes.
     #[arg(long)]
     recompute: bool,
-    /// With --json: also each kernel, copy, fill and message of the traced step, with when it began and how long it took.
+    /// With --json: also each kernel, copy, fill and message of the traced step, with its start and duration.
     #[arg(long)]
     spans: bool,
     #[command(flatten)]
     device: DeviceArg,
 }
 
-/// Seconds, of which there is an end.
+/// Parses a bounded number of seconds.
 fn seconds(text: &str) -> Result<f64, String> {
     const MOST: f64 = 3600.0;
     let seconds = text.parse::<f64>().ok().filter(|seconds| (0.0..=MOST).contains(seconds));
@@ -74,7 +75,7 @@ const CONFIG: &str = "tiny";
 const STEPS: usize = 8;
 
 impl Args {
-    /// The files that are read.
+    /// The files that it reads.
     pub(crate) fn inputs(&self) -> Result<Vec<PathBuf>> {
         let config = Config::load(&self.config, &self.device.after(self.overrides.clone()))?;
         let recipes = self.recipes.iter().filter(|name| name.ends_with(".toml")).map(PathBuf::from);
@@ -116,9 +117,9 @@ pub fn run(args: &Args) -> Result<Value> {
 /// Steps of a configuration under some recipes.
 struct Steps<'a> {
     args: &'a Args,
-    /// One a recipe.
+    /// One configuration per recipe.
     configs: Vec<Config>,
-    /// Of a step.
+    /// Flops of a step.
     flops: f64,
 }
 
@@ -150,14 +151,14 @@ impl Work for Steps<'_> {
     }
 }
 
-/// What all ranks reach together at F32 and BF16 products, flops a second.
+/// Peak rates of all ranks together for F32 and BF16 products, in flops per second.
 fn rates<B: Device>(on: &On<'_, B>) -> Result<Option<[f64; 2]>> {
     let Some([f32, bf16]) = on.b.rates() else { return Ok(None) };
     let all = |rate| Ok::<_, Error>(on.on_all_ranks(rate)?.iter().sum());
     Ok(Some([all(f32)?, all(bf16)?]))
 }
 
-/// One recipe: prints its line and its profile.
+/// Measures one recipe: prints its line and its profile.
 fn one<B: Device>(
     on: &On<'_, B>,
     config: &Config,
@@ -167,12 +168,12 @@ fn one<B: Device>(
 ) -> Result<Value> {
     let b = on.b;
     let mut trainer = Trainer::new(b, on.mesh, config)?;
-    // The first step is recorded, where the backend can.
+    // The first step is recorded, if the backend can.
     let (first, launched) = b.logged(|| Ok(trainer.train_step()))?;
     first?;
     trainer.train_step()?;
     let warm = Instant::now();
-    // All ranks take as many steps.
+    // All ranks take the same number of steps.
     while slowest(on, args.warm_up - warm.elapsed().as_secs_f64())? > 0.0 {
         pass(&mut trainer, 1)?;
     }
@@ -216,9 +217,9 @@ fn one<B: Device>(
         tell!(on, "    {note}");
     }
     let recipe = trainer.recipe().clone();
-    // The memory is measured in room that the run took.
+    // Frees the run's memory, in which the memory rate is measured.
     drop(trainer);
-    // What one of several ranks has to do depends on what it is sent.
+    // With several ranks there are no floors, as a rank's work depends on the rows it receives.
     let floors = match timeline {
         Some(_) if on.mesh.all.world() == 1 => floors(b, config, &recipe, traced_at),
         _ => None,
@@ -239,14 +240,14 @@ fn one<B: Device>(
     }))
 }
 
-/// A step, as the first rank's device did it; none where nothing can say.
+/// A trace of a step on rank 0's device; `None` if the device cannot be traced.
 fn traced<B: Device>(
     on: &On<'_, B>,
     trainer: &mut Trainer<'_, B>,
     launched: &[Launched],
 ) -> Result<Option<Timeline>> {
-    // What traces stops every device of the process while it begins: none may wait for another one's messages then. Its first step is slower, which the
-    // other ranks wait for: of several ranks the second one is told.
+    // Tracing stops every device of the process when it begins, so no device may be waiting for another's messages then. The first traced
+    // step is slower, and the other ranks wait for it; so with several ranks, the second traced step is reported.
     let mut timeline = None;
     for _ in 0..on.mesh.all.world().min(2) {
         on.on_all_ranks(0.0)?;
@@ -266,7 +267,7 @@ fn traced<B: Device>(
             Ok(None) => {}
             Err(why) => tell!(on, "    no timeline: {why}"),
         }
-        // Of a step that nothing traces the others wait for this rank's part too.
+        // Even if tracing failed, the other ranks wait for this rank's part of the step.
         match done {
             Some(done) => drop(done?),
             None if on.mesh.all.world() > 1 => {
@@ -279,7 +280,7 @@ fn traced<B: Device>(
     Ok(timeline)
 }
 
-/// What each operation of this step takes at least; none where the device's peaks are not known.
+/// Floors of this step's operations; `None` if the device's peaks are unknown.
 fn floors<B: Device>(b: &B, config: &Config, recipe: &Recipe, step: u64) -> Option<Floors> {
     let found = b.peaks().map_err(Error::from).and_then(|peaks| {
         let Some(peaks) = peaks else { return Ok(None) };
@@ -291,9 +292,9 @@ fn floors<B: Device>(b: &B, config: &Config, recipe: &Recipe, step: u64) -> Opti
     })
 }
 
-/// Says what went between host and device in a step.
+/// Prints the traffic between host and device in a step.
 fn tell_traffic<B: Device>(on: &On<'_, B>, traffic: Traffic, each: impl Fn(u64) -> f64) {
-    // Ranks that are threads meet in the host's memory.
+    // Rank threads exchange data through host memory.
     let ranks =
         if on.mesh.all.world() == 1 { "" } else { " of the first rank, with what it sends and receives" };
     tell!(
@@ -308,7 +309,7 @@ fn tell_traffic<B: Device>(on: &On<'_, B>, traffic: Traffic, each: impl Fn(u64) 
     );
 }
 
-/// Takes steps, each issued before the record of the one before it has been read; the seconds of all of them.
+/// Takes steps, each issued before the previous step's record has been read; returns the total seconds.
 fn pass<B: Device>(trainer: &mut Trainer<'_, B>, steps: usize) -> Result<f64> {
     let start = Instant::now();
     for _ in 0..steps {
@@ -321,7 +322,7 @@ fn pass<B: Device>(trainer: &mut Trainer<'_, B>, steps: usize) -> Result<f64> {
     Ok(start.elapsed().as_secs_f64())
 }
 
-/// Where the time of a step goes that is issued operation by operation, as a recording does not tell; and its seconds.
+/// Profiles a step issued operation by operation (a graph replay has no times by operation); also returns its seconds.
 fn profile<B: Device>(on: &On<'_, B>, trainer: &mut Trainer<'_, B>) -> Result<(Vec<Value>, f64)> {
     let start = Instant::now();
     let (done, profile) = on.b.profiled(|| Ok(trainer.eager_step()))?;
@@ -340,7 +341,7 @@ fn profile<B: Device>(on: &On<'_, B>, trainer: &mut Trainer<'_, B>) -> Result<(V
     }
     tell!(
         on,
-        "    {:<20} {:>5.1} %  (data, host copies, bookkeeping; of a step issued one by one, {:.2} ms)",
+        "    {:<20} {:>5.1} %  (data, host copies, bookkeeping; of a step issued op by op, {:.2} ms)",
         "outside operations",
         100.0 * rest.max(0.0) / total,
         1e3 * total
@@ -348,7 +349,7 @@ fn profile<B: Device>(on: &On<'_, B>, trainer: &mut Trainer<'_, B>) -> Result<(V
     Ok((ops, total))
 }
 
-/// Where the memory is: bytes a parameter, of all ranks together, and what a step makes and drops, beside what a forward pass keeps by the
+/// Prints memory use: bytes per parameter, over all ranks, and a step's temporaries against the saved activations by the
 /// ledger.
 fn memory<B: Device>(on: &On<'_, B>, trainer: &mut Trainer<'_, B>) -> Result<Value> {
     let RunMemory { weights, gradients, moments, activations } = trainer.memory();

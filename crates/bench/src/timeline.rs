@@ -1,4 +1,4 @@
-//! What a device did in a step, by operation, and the gaps between.
+//! A device's timeline of a step, by operation, with the gaps between.
 
 use super::floors::Floors;
 use nibble_command::device::Peaks;
@@ -8,23 +8,23 @@ use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// A step's spans, added up.
+/// Sums of a step's spans.
 pub struct Timeline {
     /// Nanoseconds from the first span's beginning to the last one's end.
     total_ns: u64,
-    /// Nanoseconds of it in which nothing ran.
+    /// Nanoseconds in which nothing ran.
     idle_ns: u64,
-    /// Messages between ranks: their nanoseconds, those beside which nothing else ran, and how many kernels they were.
+    /// Messages between ranks: their nanoseconds, the exposed part during which nothing else ran, and the number of kernels.
     exchange: (u64, u64, usize),
-    /// Operation, kernel, nanoseconds, number; the longest first.
+    /// Operation, kernel, nanoseconds, launches; longest first.
     kernels: Vec<(&'static str, &'static str, u64, usize)>,
-    /// As they were, in order of time.
+    /// The spans, in order of time.
     spans: Vec<Span>,
 }
 
 impl Timeline {
-    /// Adds up spans that are in order of time. Where two overlap, the later one counts from the end of the earlier; messages between ranks run
-    /// beside all else, and are added up by themselves.
+    /// Sums spans, given in order of time. If two overlap, the later one counts from the end of the earlier. Messages between ranks overlap
+    /// with everything else and are summed separately.
     pub fn of(spans: &[Span]) -> Self {
         let (messages, work): (Vec<&Span>, Vec<&Span>) =
             spans.iter().partition(|span| span.what.op == EXCHANGE);
@@ -60,7 +60,7 @@ impl Timeline {
         }
     }
 
-    /// Each span, from the first one's beginning.
+    /// The spans, relative to the start of the first.
     pub fn spans(&self) -> Value {
         let begin = self.spans.first().map_or(0, |span| span.start_ns);
         let us = |ns: u64| ns as f64 / 1e3;
@@ -83,8 +83,8 @@ impl Timeline {
         ops
     }
 
-    /// Prints the operations that take a hundredth of a step or more, beside their floors where those are known, and gives all
-    /// of it for a program to read.
+    /// Prints the operations that take at least 1 % of a step, with their floors if known; returns all figures as
+    /// JSON.
     pub fn tell(&self, floors: Option<&Floors>) -> Value {
         let share = |ns: u64| 100.0 * ns as f64 / self.total_ns.max(1) as f64;
         if floors.is_some() {
@@ -113,7 +113,7 @@ impl Timeline {
         let (sent, alone, messages) = self.exchange;
         if messages > 0 {
             say!(
-                "    {:<20} {:>5.1} %  {:>8.3} ms beside which nothing ran, of {:.3} ms in {messages} kernels, waiting for others included",
+                "    {:<20} {:>5.1} %  {:>8.3} ms exposed, of {:.3} ms in {messages} kernels, including waits for other ranks",
                 "messages (NCCL)",
                 share(alone),
                 ms(alone),
@@ -147,12 +147,12 @@ fn ms(ns: u64) -> f64 {
     ns as f64 / 1e6
 }
 
-/// Per cent of the floor that a time reaches: 100 where nothing could be faster.
+/// Floor over time, in per cent: 100 = as fast as possible.
 fn reached(floor_ms: f64, ns: u64) -> f64 {
     100.0 * floor_ms / ms(ns.max(1))
 }
 
-/// Prints the sum of the floors and what they were measured by; puts them all into `figures`.
+/// Prints the sum of the floors and the rates they are based on; adds them to `figures`.
 fn tell_floors(floors: &Floors, ops: &[(&'static str, u64, usize)], total_ns: u64, figures: &mut Value) {
     let of_op = |&(op, ns, n): &(&'static str, u64, usize)| {
         let mut figures = json!({ "op": op, "ms": ms(ns), "kernels": n });

@@ -1,24 +1,24 @@
-//! Attention: which heads the tensor cores take, and what the backward pass holds of each query meanwhile.
+//! Attention: which heads run on the tensor cores, and what the backward pass stores per query.
 //!
-//! Where each long head has its own keys, one kernel computes the gradients of keys and values and stores the gradients of scores, in at
-//! most 512 MiB; some heads later it computes the gradients of queries from what is stored. Elsewhere the backward pass computes the
-//! scores twice, once for keys and values and once for queries. Every sum has one owner and one order.
+//! If no heads share keys and the heads are long, one kernel computes the gradients of keys and values and stores the gradients of scores
+//! (at most 512 MiB); some heads later it computes the gradients of queries from them. Otherwise the backward pass computes the scores
+//! twice: once for keys and values, once for queries. Every sum has one owner and one order.
 
 use crate::Temporary;
 use nibble_core::ops::AttentionBackward;
 use nibble_core::{Backend, DType, Error, Result};
 use std::fmt;
 
-/// Elements of heads that the tensor cores' kernels are built for: of queries and keys, and of values.
+/// Head sizes with tensor-core kernels: (queries and keys, values).
 pub const HEADS: [(usize, usize); 3] = [(64, 64), (128, 128), (192, 128)];
 
-/// The backward pass pads a head's queries to a multiple of this: the tiles of every kernel divide it.
+/// The backward pass pads a head's queries to a multiple of this, which the tiles of every kernel divide.
 pub const PADDED_QUERIES: usize = 128;
 
-/// Elements of a head at most, of queries and keys or of values: four tiles of such heads must fit a multiprocessor.
+/// Largest head, of queries and keys or of values: four tiles of such heads must fit a multiprocessor.
 pub const HEAD_LIMIT: usize = 256;
 
-/// Refuses heads that no kernel takes.
+/// Refuses heads without a kernel.
 ///
 /// # Errors
 /// [`Error::Shape`] beyond [`HEAD_LIMIT`].
@@ -31,12 +31,12 @@ pub fn check_heads(op: &'static str, (head_dim, value_dim): (usize, usize)) -> R
     Ok(())
 }
 
-/// Which cores attend.
+/// Which cores compute attention.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum AttentionPath {
     /// The tensor cores.
     TensorCores,
-    /// The ordinary cores, many times slower.
+    /// The CUDA cores, many times slower.
     OrdinaryCores {
         /// Why, in words.
         why: String,
@@ -44,7 +44,7 @@ pub enum AttentionPath {
 }
 
 impl AttentionPath {
-    /// For heads of queries and keys, and of values.
+    /// The path for `heads`: (queries and keys, values).
     pub fn of(dtype: DType, heads: (usize, usize)) -> Self {
         let of = |(head, value)| match head == value {
             true => format!("{head}"),
@@ -69,35 +69,34 @@ impl fmt::Display for AttentionPath {
     }
 }
 
-/// Queries of all heads as the backward pass lists them, each head's padded: of `heads` heads and sequences of `seq_len` tokens.
+/// Queries of all heads in the backward pass's lists, each head padded: `heads` heads, sequences of `seq_len` tokens.
 pub const fn padded_queries(sequences: usize, heads: usize, seq_len: usize) -> usize {
     sequences * seq_len.next_multiple_of(PADDED_QUERIES) * heads
 }
 
-/// How the backward pass goes about it in one kernel, which stores dS, the gradients of scores, where its products meet: dk and dv are made some
-/// heads ahead of dq.
+/// The backward pass in one kernel, which stores dS, the gradients of scores: dk and dv of a head are computed some heads ahead of its dq.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StoredScoreGrads {
-    /// How many heads.
+    /// Heads by which dk and dv are ahead.
     pub ahead: usize,
-    /// How many heads' dS there is room for: at least as many.
+    /// Heads whose dS fit in memory: at least `ahead`.
     pub slots: usize,
-    /// Bytes of a head's.
+    /// Bytes of one head's dS.
     pub slot_bytes: usize,
 }
 
 impl StoredScoreGrads {
-    /// Of what all slots may take.
+    /// Limit of the bytes of all slots.
     const BYTES: usize = 512 << 20;
     /// Keys of a CTA of dk and dv.
     const KEYS: usize = 128;
     /// Queries of a block of dS, each with all keys up to its last query.
     const BLOCK: usize = 256;
-    /// CTAs of dk and dv that run while the one with the most queries of a head does: what the 132 multiprocessors of an H100 need.
+    /// CTAs of dk and dv that run while the CTA with the most queries of a head runs: fills the 132 multiprocessors of an H100.
     const CTAS_AHEAD: usize = 211;
 
-    /// For BF16 heads of queries and keys, and of values. None where the tensor cores take none such, where another way is faster (short heads, and
-    /// heads that share keys), and where dS of long sequences would take too much memory: then two kernels make it, each by itself.
+    /// For BF16 heads, `heads` = (queries and keys, values). None for heads without a tensor-core kernel, where two kernels are faster
+    /// (short heads, heads that share keys), and where dS of long sequences takes too much memory: then each kernel computes dS itself.
     pub fn of(
         heads: (usize, usize),
         sequences: usize,
@@ -117,13 +116,13 @@ impl StoredScoreGrads {
         fits.then_some(Self { ahead, slots, slot_bytes })
     }
 
-    /// Of all slots.
+    /// Bytes of all slots.
     pub const fn bytes(&self) -> usize {
         self.slots * self.slot_bytes
     }
 }
 
-/// What the backward pass takes beside its gradients: two numbers a query, and dS where it is stored.
+/// Temporary memory of the backward pass: two numbers per query, and dS if it is stored.
 pub fn backward_temporaries<B: Backend>(op: &AttentionBackward<'_, B>) -> Vec<Temporary> {
     let (sequences, heads) = (op.q.rows / op.seq_len, op.q.cols / op.head_dim);
     let bytes = padded_queries(sequences, heads, op.seq_len) * size_of::<f32>();
@@ -155,7 +154,7 @@ mod tests {
         assert_eq!(of((64, 64), 1, [8, 8], 4096), None);
         assert_eq!(of((192, 192), 1, [8, 8], 4096), None);
         assert_eq!(of((128, 128), 1, [8, 8], usize::MAX), None);
-        // 16 blocks of 256 queries, the i-th with i blocks of 256 keys, 2 bytes each.
+        // 16 blocks of 256 queries, the i-th with i blocks of 256 keys, 2 bytes per score.
         let stored = StoredScoreGrads::of((192, 128), 4, [128, 128], 4096).unwrap();
         assert_eq!(stored.bytes(), 12 * 136 * 256 * 256 * 2);
         let one = StoredScoreGrads::of((192, 128), 1, [1, 1], 1).unwrap();

@@ -6,68 +6,68 @@ use nibble_core::ops::{
 use nibble_core::{Backend, DType, Groups, Operand, PermuteMap, Plain, Result, Tensor};
 use std::ops::Range;
 
-/// Lines of bytes that are copied to longer or shorter ones; what a longer one has more is zeros.
+/// Rows of bytes that are copied to longer or shorter rows; longer rows end with zeros.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Lines {
-    /// How many.
+    /// Number of rows.
     pub count: usize,
-    /// Bytes of a line before.
+    /// Bytes of a source row.
     pub from: usize,
-    /// And after.
+    /// Bytes of a target row.
     pub to: usize,
-    /// The bits that count of the last byte of a line before.
+    /// Mask of the bits that count in the last byte of a source row.
     pub last: u32,
 }
 
-/// Some rows of a cross-entropy, by their targets.
+/// Inputs of a cross-entropy of some rows, besides the logits.
 #[derive(Debug)]
 pub struct TargetRows<'a, B: Backend> {
     /// The target of each row.
     pub targets: &'a B::Buf<i32>,
-    /// What has the factor of the gradient; none where there is none.
+    /// Holds the factor of the gradient; none without a gradient.
     pub control: Option<&'a B::Buf<f32>>,
     /// Counts targets at or past the vocabulary.
     pub bad_ids: &'a B::Buf<u64>,
-    /// The type of the tokens, by which the kernel is chosen.
+    /// The type of the tokens, which selects the kernel.
     pub tokens: DType,
 }
 
-/// What the sequences of this crate are made of. `nibble-cuda` launches it. `nibble-dry` counts its memory: for a kernel that only writes what
-/// it is given there is nothing to do.
+/// The kernels and operations that the sequences of this crate issue. `nibble-cuda` launches them. `nibble-dry` counts their memory;
+/// a kernel that only writes to its arguments does nothing there.
 ///
-/// A sequence is a function of this crate that issues several kernels or operations and makes what they need in between. It is here because the
-/// order in which it takes and drops memory is part of the choice.
+/// A sequence is a function of this crate that issues several kernels or operations and allocates their intermediate results. It is here
+/// because the order of its allocations and frees is part of the choice.
 pub trait GpuKernels: Backend {
-    /// Quantizes, with what it counts added to `counts`, or to counts of its own.
+    /// Quantizes, and adds its counts to `counts`, or to new counters.
     fn quantize_counting(
         &self,
         op: Quantize<'_, Self>,
         counts: Option<&Counts<Self>>,
     ) -> Result<Emitted<Self>>;
-    /// Decodes.
+    /// Dequantizes.
     fn decode(&self, op: Dequantize<'_, Self>) -> Result<Tensor<Self>>;
-    /// Converts rows that are whole blocks.
+    /// Transcodes rows of whole blocks.
     fn transcode_whole_blocks(&self, op: Transcode<'_, Self>) -> Result<Transcoded<Self>>;
-    /// Sorts.
+    /// Sorts slots by group.
     fn plan(&self, op: PlanPermute<'_, Self>) -> Result<PermuteMap<Self>>;
-    /// Multiplies into D. Products of nothing are zeros.
+    /// Multiplies into D. An empty contraction gives zeros.
     fn multiply(&self, product: ProductArgs<'_, Self>, d: &mut Tensor<Self>) -> Result<()>;
-    /// The losses of each shard from those of its tokens.
+    /// Sums the losses of each shard's tokens.
     fn sum_losses(&self, loss: &Self::Buf<f32>, shard_nats: &Self::Buf<f64>) -> Result<()>;
 
-    /// A handle of its own to the tensor's bytes: copied first, if another one shares them.
+    /// Makes the handle the only one to its bytes: copies them first if another handle shares them.
     fn make_sole(&self, x: &mut Tensor<Self>) -> Result<()>;
-    /// Some rows of a matrix, where they lie.
+    /// A view of some rows of a matrix.
     fn rows_of(&self, x: &Tensor<Self>, rows: Range<usize>) -> Result<Tensor<Self>>;
-    /// Some values of a buffer, where they lie.
+    /// A view of some values of a buffer.
     fn part_of<T: Plain>(&self, x: &Self::Buf<T>, range: Range<usize>) -> Result<Self::Buf<T>>;
 
-    /// Kernel: lines of bytes to longer or shorter ones.
+    /// Kernel: copies rows of bytes to longer or shorter rows.
     fn recut(&self, lines: &Lines, from: &Self::Buf<u8>, to: &Self::Buf<u8>) -> Result<()>;
-    /// Kernel: the first result of [`Swiglu`] by its path.
+    /// Kernel: the first result of [`Swiglu`] on its path.
     fn swiglu_kernel(&self, op: &Swiglu<'_, Self>, path: &SwigluPath, out: &SwigluOut<Self>) -> Result<()>;
-    /// Kernel: the first result of [`SwigluBackward`] by its path, from `h`, which is plain or as the path reads it. `parts` are of the gate
-    /// weights' gradients.
+    /// Kernel: the first result of [`SwigluBackward`] on its path, from `h`, which is plain or in the form that the path reads. `parts`
+    /// holds partial gradients of the gate weights.
     fn swiglu_backward_kernel(
         &self,
         op: &SwigluBackward<'_, Self>,
@@ -76,7 +76,7 @@ pub trait GpuKernels: Backend {
         parts: Option<&Self::Buf<f32>>,
         out: &SwigluGrads<Self>,
     ) -> Result<()>;
-    /// Kernel: cross-entropy of some rows, and the gradient of their logits where there is a place for it.
+    /// Kernel: cross-entropy of some rows, and the gradient of their logits if `dlogits` is given.
     fn target_rows(
         &self,
         rows: &TargetRows<'_, Self>,
@@ -84,8 +84,8 @@ pub trait GpuKernels: Backend {
         loss: &Self::Buf<f32>,
         dlogits: Option<&Tensor<Self>>,
     ) -> Result<()>;
-    /// Kernel: starts and lengths of groups of `each` rows that begin `apart` rows from each other.
+    /// Kernel: lists starts and lengths of groups of `each` rows that begin `apart` rows from each other.
     fn list_groups(&self, groups: &Groups<Self>, each: usize, apart: usize) -> Result<()>;
-    /// Kernel: rounds a sum to a BF16 gradient, or adds it there.
+    /// Kernel: rounds a sum to a BF16 gradient, or adds it to the gradient.
     fn round_sum(&self, sum: &Tensor<Self>, grad: &Tensor<Self>, accumulate: bool) -> Result<()>;
 }

@@ -1,4 +1,4 @@
-//! The head's products and loss, chunk by chunk: which planes are made of which tensor, which products follow, and what lives when.
+//! The head's products and loss, chunk by chunk: which tensors are quantized, which products follow, and the lifetime of each buffer.
 
 use crate::GpuKernels;
 pub use crate::gpu_kernels::TargetRows;
@@ -11,16 +11,16 @@ use nibble_core::{Backend, DType, DeviceKind, Error, Groups, Operand, Result, Te
 
 const OP: &str = "head_loss";
 
-/// Tokens a chunk of [`HeadLoss`] that suit a device of this kind and a head of `vocab` rows. A CPU has as many as its caches
-/// like: what is packed of the weight pays, and a row of logits is soon read again. A GPU has as many as fill the products, as
-/// far as logits and gradients leave memory to others.
+/// Tokens per chunk of [`HeadLoss`] for this kind of device and a head of `vocab` rows. On a CPU, a chunk is large enough to amortize
+/// packing the weight, and small enough that the logits are still cached when they are read again. On a GPU, it is large enough to fill
+/// the products, within a memory limit for logits and gradients.
 pub fn chunk(kind: DeviceKind, vocab: usize) -> usize {
     /// Tokens on a CPU.
     const OF_A_CPU: usize = 512;
-    /// Tokens on a GPU: with fewer, each chunk's trip to the weight's gradient and back costs more than its products hide.
+    /// Tokens on a GPU: with fewer, reading and writing dW in each chunk costs more than its products hide.
     const OF_A_GPU: usize = 8192;
-    /// Logits in F32 and their gradients in BF16 take no more than this on a GPU; where the gradients are quantized, both their
-    /// planes lie where the logits were.
+    /// Limit of the F32 logits and their BF16 gradients on a GPU. If the gradients are quantized, their row and column tensors reuse the
+    /// memory of the logits.
     const GPU_BYTES: usize = 15 << 29;
     /// Rows of a product's tile.
     const TILE: usize = 128;
@@ -61,7 +61,7 @@ pub fn head_loss<B: GpuKernels>(b: &B, op: HeadLoss<'_, B>) -> Result<HeadLossOu
         };
         let dlogits = Tensor::unwritten(b, dtype, rows, vocab)?;
         b.target_rows(&rows_of, &logits, &loss, Some(&dlogits))?;
-        // Gives their memory back before the planes of their gradient are allocated.
+        // Frees the logits before the quantized gradients are allocated.
         drop(logits);
         let dlogits = of_dlogits.factors(b, dlogits)?;
         gradients.add(b, chunk, &dlogits, &x)?;
@@ -82,21 +82,21 @@ fn dense<B: GpuKernels>(
     b.multiply(product, d)
 }
 
-/// Makes the operands of the products from a tensor, chunk by chunk, and counts.
+/// Quantizes a tensor, chunk by chunk, into the operands of the products, and counts.
 struct Quantizer<'a, B: Backend> {
     rows: Option<Codec>,
     cols: Option<Codec>,
     counts: Option<&'a Counts<B>>,
 }
 
-/// A matrix as it is multiplied along its rows and down its columns.
+/// A matrix as an operand of a product along its rows, and of one down its columns.
 struct Factors<B: Backend> {
     rows: Operand<B>,
     cols: Operand<B>,
 }
 
 impl<B: GpuKernels> Quantizer<'_, B> {
-    /// The factors of a chunk. The chunk itself is kept only if a product takes it as it is.
+    /// The operands of a chunk. The chunk itself stays alive only if a product reads it unquantized.
     fn factors(&self, b: &B, x: Tensor<B>) -> Result<Factors<B>> {
         if let (Some(rows), true) = (self.rows, self.rows == self.cols) {
             let both = self.quantize(b, &x, rows, Planes::Both)?;
@@ -118,7 +118,7 @@ impl<B: GpuKernels> Quantizer<'_, B> {
     }
 }
 
-/// What is needed only for gradients.
+/// State for the gradients.
 struct Gradients<'a, B: Backend> {
     wt: &'a Operand<B>,
     /// The gradient of all tokens.
@@ -126,12 +126,12 @@ struct Gradients<'a, B: Backend> {
     /// The gradient of the weight, by shard.
     dw: &'a Tensor<B>,
     accumulate: bool,
-    /// The sum of a shard that takes several chunks, `[vocab, d]`: a dw in BF16 would be rounded after each chunk.
+    /// The F32 sum of a shard that takes several chunks, `[vocab, d]`: a BF16 dw would be rounded after each chunk.
     sum: Option<Tensor<B>>,
     groups: Grouped<B>,
 }
 
-/// The groups of each kind of chunk, by its number of shards and the tokens of each.
+/// The groups of each kind of chunk. The key is its number of shards and the tokens of each.
 type Grouped<B> = Vec<((usize, usize), Groups<B>)>;
 
 impl<'a, B: GpuKernels> Gradients<'a, B> {
@@ -150,7 +150,7 @@ impl<'a, B: GpuKernels> Gradients<'a, B> {
         Ok(Self { wt, dx, dw, accumulate, sum, groups })
     }
 
-    /// Computes a chunk's dx, and adds its part of dw.
+    /// Computes a chunk's dx, and adds its share of dw.
     fn add(&mut self, b: &B, chunk: &HeadLossChunk, dlogits: &Factors<B>, x: &Factors<B>) -> Result<()> {
         let (vocab, d) = (self.wt.cols(), self.wt.rows());
         let mut dx = b.rows_of(self.dx, chunk.tokens.clone())?;
@@ -179,13 +179,13 @@ impl<'a, B: GpuKernels> Gradients<'a, B> {
     }
 }
 
-/// Shards, and tokens of each.
+/// The number of shards, and the tokens of each.
 fn key_of(chunk: &HeadLossChunk) -> (usize, usize) {
     (chunk.shards.len(), chunk.tokens_each())
 }
 
-/// The groups of all chunks, whose columns end with a whole block. They are made on the device, because nothing is uploaded here; and before
-/// there are logits, so that the next chunk's logits fit where those of the previous one were.
+/// The groups of all chunks; their columns end with a whole block. They are computed on the device, because nothing is uploaded here, and
+/// before the first logits, so that the logits of each chunk reuse the memory of the previous chunk's.
 fn groups_of<B: GpuKernels>(b: &B, chunks: &[HeadLossChunk], block: usize) -> Result<Grouped<B>> {
     let mut all = Grouped::<B>::new();
     for (count, each) in chunks.iter().map(key_of) {
@@ -196,12 +196,12 @@ fn groups_of<B: GpuKernels>(b: &B, chunks: &[HeadLossChunk], block: usize) -> Re
         let groups = Groups {
             start: b.alloc(count + 1)?,
             len: b.alloc(count)?,
-            // Nothing reads them.
+            // No kernel reads row ids here.
             row_id: b.alloc(0)?,
             num_groups: count,
             align: 1,
             capacity: count * apart,
-            // Only where groups lie one after the other, without padding in between.
+            // Set only if groups are contiguous, without padding.
             rows_each: (apart == each).then_some(each),
         };
         b.list_groups(&groups, each, apart)?;

@@ -1,9 +1,9 @@
-//! What an op takes on a GPU: which path, and which temporaries in which order. Pure functions of shapes, formats and groups, generic
-//! over the backend whose buffers the arguments are, so that they can be asked where there is no GPU.
+//! How an op runs on a GPU: its path, and its temporaries in order of allocation. Pure functions of shapes, formats and groups, generic
+//! over the backend of the arguments' buffers, so that they can be called without a GPU.
 //!
-//! An op has three forms: what is asked (`nibble-core`'s arguments; of a product, `ProductDesc`), what is chosen here (`ProductPath`,
-//! `QuantizePath` and so on), and what `nibble-cuda` launches. `nibble-dry` counts the memory of the same choice, and the commands
-//! explain it. None of them asks a condition a second time.
+//! An op has three forms: what is asked (`nibble-core`'s arguments; for a product, `ProductDesc`), what is chosen here (`ProductPath`,
+//! `QuantizePath` and so on), and what `nibble-cuda` launches. `nibble-dry` counts the memory of the same choice, and commands explain it.
+//! No condition is evaluated in two places.
 
 pub mod attention;
 mod gpu_kernels;
@@ -22,17 +22,17 @@ pub use gpu_kernels::GpuKernels;
 
 use std::fmt;
 
-/// Memory that an operation takes beside its results and gives back before it returns.
+/// Memory that an operation allocates besides its results, and frees before it returns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Temporary {
-    /// What it is for.
+    /// Its purpose.
     pub what: &'static str,
     /// How large it is.
     pub bytes: usize,
 }
 
 impl Temporary {
-    /// So many bytes.
+    /// `bytes` bytes.
     pub const fn new(what: &'static str, bytes: usize) -> Self {
         Self { what, bytes }
     }

@@ -1,4 +1,4 @@
-//! Quantization: which kernels make the planes, and what they take on the way.
+//! Quantization: which kernels run, and their temporary memory.
 
 use crate::Temporary;
 use nibble_core::formats::{BlockAxis, Codec, Element, Format, Rounding, ScaleKind, WHOLE_LINE, hadamard};
@@ -6,33 +6,33 @@ use nibble_core::ops::{Numbers, Planes, Quantize, Stored, Taken};
 use nibble_core::{Backend, DType, Grouping};
 use std::fmt;
 
-/// Rows and columns of a cta's square; the block of FP8.
+/// Rows and columns of a CTA's tile; the block of FP8.
 pub const TILE: usize = 128;
-/// Columns that a lane of the kernel takes at a time which transforms rows, and how many of those a row may have.
+/// Columns per lane and step in the kernel that transforms rows; [`MOST_UNITS`] such units are the longest row.
 pub const UNIT_COLS: usize = 64;
 /// See [`UNIT_COLS`].
 pub const MOST_UNITS: usize = 768;
 
-/// What an instance of one of the fast kernels is made for.
+/// What an instance of the fast kernels is built for.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct FastKernels {
-    /// The numbers that are read.
+    /// The input type.
     pub input: DType,
     /// The format.
     pub format: Format,
-    /// What its codes stand for.
+    /// The element of its codes.
     pub element: Element,
-    /// A power of two or an F32 a block.
+    /// One scale per block: a power of two or an F32.
     pub kind: ScaleKind,
     /// How values are rounded.
     pub rounding: Rounding,
-    /// With a transform of this length, which is for one plane at a time.
+    /// The length of the transform; with a transform, the kernel writes rows or columns, not both.
     pub hadamard: Option<usize>,
 }
 
 impl FastKernels {
-    /// Those that recipes ask for: activations and gradients are BF16, and where their scales are powers of two they may be
-    /// rounded stochastically and transformed; weights are F32.
+    /// The instances that recipes need: activations and gradients are BF16, and with power-of-two scales they may be rounded
+    /// stochastically and transformed; weights are F32.
     pub fn all() -> impl Iterator<Item = Self> {
         let formats = [
             (Format::Mxfp4, Element::E2M1, ScaleKind::E8M0),
@@ -63,12 +63,12 @@ impl FastKernels {
         formats.into_iter().flat_map(of)
     }
 
-    /// Weights are not rounded randomly, and have no tiles of MXFP4.
+    /// Whether 2-D blocks are built: weights are not rounded stochastically, and MXFP4 has no 2-D blocks.
     pub fn has_tiles(&self) -> bool {
         self.format.spec().tiles && self.rounding == Rounding::NearestEven && self.hadamard.is_none()
     }
 
-    /// Whether there are ones that lift what they have quantized: of MXFP4, along the rows without a transform, and down the columns with one.
+    /// Whether the kernel can lift what it quantizes: MXFP4, along rows without a transform, down columns with one.
     pub fn lifts(&self, planes: Planes) -> bool {
         let has_planes = match planes {
             Planes::Rows => self.hadamard.is_none(),
@@ -78,7 +78,7 @@ impl FastKernels {
         self.format == Format::Mxfp4 && has_planes
     }
 
-    /// Whether there is one that writes rows into messages: of activations and gradients as they are.
+    /// Whether a kernel writes rows straight into all-to-all buffers: activations and gradients without a transform.
     pub fn packs(&self) -> bool {
         self.input == DType::Bf16 && self.hadamard.is_none()
     }
@@ -89,7 +89,7 @@ pub fn has_fast_kernels(format: Format) -> bool {
     FastKernels::all().any(|kernels| kernels.format == format)
 }
 
-/// What the general kernel decodes as it quantizes: formats whose products multiply BF16 numbers, rounded as recipes do.
+/// What the general kernel can decode as it quantizes: formats whose products multiply BF16, with the roundings of recipes.
 pub const DECODED: [(Format, &[Rounding]); 6] = [
     (Format::Nvfp4, &[Rounding::NearestEven, Rounding::Stochastic]),
     (Format::Nvfp4In128, &[Rounding::NearestEven, Rounding::Stochastic]),
@@ -99,14 +99,14 @@ pub const DECODED: [(Format, &[Rounding]); 6] = [
     (Format::Mxfp8E5m2, &[Rounding::NearestEven]),
 ];
 
-/// What decides about the kernels and their launches.
+/// What determines the kernels and their launches.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct QuantizeDesc {
-    /// The numbers that are read.
+    /// The input type.
     pub input: DType,
     /// Format, rule and rounding.
     pub codec: Codec,
-    /// Which planes.
+    /// Rows, columns, both, or 2-D blocks.
     pub planes: Planes,
     /// Rows of one matrix.
     pub rows: usize,
@@ -114,49 +114,49 @@ pub struct QuantizeDesc {
     pub cols: usize,
     /// Matrices.
     pub stack: usize,
-    /// Rows of a column plane.
+    /// Rows of the column-wise result.
     pub capacity: usize,
     /// Groups of rows; some rows may be padding.
     pub groups: Option<Grouping>,
-    /// Whether a fast kernel is told which rows are padding.
+    /// Whether a fast kernel reads which rows are padding.
     pub ragged: bool,
-    /// The length of a transform that comes first.
+    /// The length of a transform that precedes quantization.
     pub hadamard: Option<usize>,
-    /// The numbers of the products that alone read it.
+    /// The numbers that products multiply, if only products read the result.
     pub only_for: Option<Numbers>,
 }
 
-/// The scales of rows as a kernel that also writes columns leaves them, block by block, and as they are to be.
+/// Layout of row scales that a kernel for rows and columns stores block by block, before a second kernel makes them row-major.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RowScales {
-    /// Lines of codes.
+    /// Rows of codes.
     pub lines: usize,
-    /// Blocks of a line.
+    /// Blocks per row.
     pub blocks: usize,
-    /// From one block to the next, a multiple of 128 lines.
+    /// Records from one block to the next, a multiple of 128 rows.
     pub stride: usize,
-    /// Blocks that the kernel writes: those of whole squares.
+    /// Blocks that the kernel writes, with padding to whole tiles.
     pub written: usize,
-    /// Of a block.
+    /// Bytes of a record.
     pub bytes: usize,
 }
 
 impl RowScales {
-    /// Bytes that it takes until they are at their places.
+    /// Temporary bytes, until the second kernel is done.
     pub const fn total_bytes(&self) -> usize {
         self.written * self.stride * self.bytes
     }
 }
 
 impl QuantizeDesc {
-    /// Of an operation.
+    /// The description of an operation.
     pub fn of<B: Backend>(op: &Quantize<'_, B>) -> Self {
         let has_cols = matches!(op.planes, Planes::Cols | Planes::Both);
-        // Without a scale of each matrix the rows of all are alike.
+        // Without tensor scales, the rows of all matrices of a stack are quantized alike.
         let is_one = op.planes == Planes::Rows && !op.codec.scale_kind().has_tensor_scale();
         let stack = if is_one { 1 } else { op.stack };
         let rows = op.x.rows / stack.max(1);
-        // A dense column plane ends with a whole block, a ragged one where its groups' capacity does.
+        // Dense columns end with a whole block, ragged ones at the capacity of their groups.
         let dense_capacity = rows.next_multiple_of(op.codec.format().column_step());
         let capacity = if has_cols && op.groups.is_none() { dense_capacity } else { rows };
         Self {
@@ -174,12 +174,12 @@ impl QuantizeDesc {
         }
     }
 
-    /// What a block's record holds.
+    /// The scales in a block's record.
     pub fn kind(&self) -> ScaleKind {
         self.codec.scale_kind()
     }
 
-    /// What products make of it that alone read it.
+    /// The form that products take, if only products read the result.
     fn asked_for(&self) -> Taken {
         let axis = match self.planes {
             Planes::Rows | Planes::Both => BlockAxis::Row,
@@ -191,17 +191,17 @@ impl QuantizeDesc {
         numbers.map_or(Taken::AsIs, |numbers| numbers.takes(stored))
     }
 
-    /// Whether the general kernel decodes what it quantizes.
+    /// Whether the general kernel decodes as it quantizes.
     fn is_decoded(&self) -> bool {
         let (format, rounding) = (self.codec.format(), self.codec.rounding());
-        // Draws are for eight neighbours of a row.
+        // A draw of random bits covers eight neighbours of a row.
         let takes_shape = !rounding.is_random() || self.cols.is_multiple_of(8);
         let is_built = DECODED.iter().any(|(of, roundings)| *of == format && roundings.contains(&rounding));
         let is_wanted = self.asked_for() == Taken::Decoded;
         is_wanted && is_built && takes_shape && self.codec.scaling().is_default_in_blocks()
     }
 
-    /// The fast kernels that do it, if they are built and take the shape. They choose scales by their rule alone, and none of them decodes.
+    /// The fast kernels, if they are built and take the shape. They choose scales by the rule alone, and never decode.
     fn fast_kernels(&self) -> Option<FastKernels> {
         if !self.codec.scaling().is_default() || self.is_decoded() {
             return None;
@@ -215,14 +215,14 @@ impl QuantizeDesc {
                 self.cols.is_multiple_of(TILE) && units <= MOST_UNITS && self.rows * units < 1 << 30
             }
             Planes::Rows => true,
-            // Blocks of 32 of both planes are counted by lanes that all have columns.
+            // The lanes that count blocks of 32, for rows and columns at once, must all have columns.
             Planes::Both if format.spec().block == 32 => {
                 self.capacity.is_multiple_of(32) && self.cols.is_multiple_of(32)
             }
             Planes::Cols | Planes::Both => self.capacity.is_multiple_of(format.spec().block),
             Planes::Tiles => wanted.has_tiles() && self.rows.is_multiple_of(16),
         };
-        // Of codes of less than a byte the kernels take whole blocks, the general one the others.
+        // With codes of less than a byte, fast kernels take only whole blocks.
         let (by_rows, by_cols) = (self.planes != Planes::Cols, self.planes != Planes::Rows);
         let ends_short = by_rows && !self.cols.is_multiple_of(format.spec().block)
             || by_cols && self.rows != self.capacity;
@@ -232,27 +232,27 @@ impl QuantizeDesc {
     }
 }
 
-/// Where a transform is made.
+/// Where a transform is computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TransformMade {
-    /// In memory in F32, by a kernel of its own.
+    /// In F32 in memory, by a kernel of its own.
     First,
-    /// By the general kernel as it reads.
+    /// By the general kernel as it loads.
     AsItReads,
 }
 
-/// The way of a quantization.
+/// The path of a quantization.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct QuantizePath {
-    /// What is asked.
+    /// The request.
     pub asked: QuantizeDesc,
-    /// Where a transform is made; none where there is none, or where the kernel that quantizes makes it.
+    /// Where a transform is computed; none without one, or if the fast kernel does it.
     pub transform: Option<TransformMade>,
-    /// What is left to do once a transform has been made.
+    /// What remains after the transform.
     pub last: QuantizeDesc,
-    /// The fast kernels that do that; none where the general one does.
+    /// The fast kernels for `last`; none: the general kernel.
     pub kernels: Option<FastKernels>,
-    /// In what form numbers are written: as codes, unless products alone read them and there is a kernel that makes at once what those take.
+    /// The form of the result: codes, unless only products read it and a kernel makes at once the form that they take.
     pub taken: Taken,
 }
 
@@ -262,7 +262,7 @@ impl QuantizePath {
         Self::of(QuantizeDesc::of(op))
     }
 
-    /// The path of what is asked.
+    /// The path of a request.
     pub fn of(asked: QuantizeDesc) -> Self {
         let (transform, last, kernels) = match (asked.hadamard, asked.fast_kernels()) {
             (Some(_), None) => {
@@ -270,7 +270,7 @@ impl QuantizePath {
                 let last = QuantizeDesc { input: DType::F32, rows, hadamard: None, ..asked };
                 let kernels = last.fast_kernels();
                 let is_general = kernels.is_none();
-                // Where lines have one scale, their maxima are measured of a transform in memory.
+                // Formats with one scale per row or column measure maxima on the transformed matrix, in memory.
                 let by_line = asked.codec.format().spec().block == WHOLE_LINE;
                 let reads = is_general && asked.planes == Planes::Cols && !by_line;
                 let transform = if reads { TransformMade::AsItReads } else { TransformMade::First };
@@ -286,15 +286,15 @@ impl QuantizePath {
         Self { asked, transform, last, kernels, taken }
     }
 
-    /// Whether a kernel writes these rows straight into messages; otherwise they are quantized and then packed.
+    /// Whether a kernel writes these rows straight into all-to-all buffers; otherwise they are quantized and then packed.
     pub fn packs(&self) -> bool {
         let is_whole = self.transform.is_none() && self.asked.planes == Planes::Rows;
         is_whole && self.kernels.is_some_and(|kernels| kernels.packs())
     }
 
-    /// The scales of the rows, whose padding to whole squares is written as well, where they come to their places by a second kernel. The fast
-    /// kernels leave those of neighbouring rows together. The general one leaves record bytes as words: in their places every four bytes are a
-    /// sector of their own to the L2. That pays for MX formats; NVFP4, with twice as many records, loses more by the second kernel.
+    /// The row scales, with padding to whole tiles, if a second kernel moves them to their places. The fast kernels store the scales of
+    /// neighbouring rows together. The general kernel stores four record bytes as a word: in their places, every four bytes would be an L2
+    /// sector of their own. That pays for MX formats; NVFP4, with twice as many records, loses more by the second kernel.
     pub fn row_scales(&self) -> Option<RowScales> {
         let QuantizeDesc { codec, planes, rows, cols, capacity, .. } = self.last;
         let (block, kind) = (codec.format().spec().block, codec.scale_kind());
@@ -321,7 +321,7 @@ impl QuantizePath {
         })
     }
 
-    /// What it takes beside planes and counts, in this order, and until it is done.
+    /// Temporary memory besides results and counts, in order of allocation.
     pub fn temporaries(&self) -> Vec<Temporary> {
         let QuantizeDesc { stack, rows, cols, .. } = self.last;
         if self.asked.rows == 0 || cols == 0 {
@@ -339,7 +339,7 @@ impl QuantizePath {
 }
 
 impl QuantizeDesc {
-    /// What is measured before values are encoded under a scale for a line or for a tensor.
+    /// What is measured before values are encoded, for formats with one scale per row or column, or with tensor scales.
     fn measured(&self) -> Vec<Temporary> {
         let by_line = self.codec.format().spec().block == WHOLE_LINE;
         if !by_line && !self.kind().has_tensor_scale() {

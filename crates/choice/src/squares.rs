@@ -3,15 +3,15 @@
 use crate::Temporary;
 use nibble_core::ops::ChunkSums;
 
-/// Sums of a level that become one of the next.
+/// Sums of one level that are added to one sum of the next.
 pub const GROUP: usize = 2048;
 
-/// Sums of the next level.
+/// Number of sums of the next level.
 pub fn next_level(sums: usize) -> usize {
     sums.div_ceil(GROUP).max(1)
 }
 
-/// What each level takes, until the next one has been made of it: the sums of tensors that have more than one a part. The last level is empty.
+/// Memory of each level, until the next one is computed: the sums of tensors with more than one sum per part. The last level is empty.
 pub fn levels(tensors: &[ChunkSums]) -> Vec<Temporary> {
     let mut open: Vec<(usize, usize)> = tensors.iter().map(|tensor| (tensor.parts, tensor.chunks)).collect();
     open.retain(|&(parts, _)| parts > 0);

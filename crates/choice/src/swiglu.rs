@@ -1,4 +1,4 @@
-//! `swiglu` and its backward pass on a GPU, by their paths.
+//! `swiglu` and its backward pass on a GPU, by path.
 
 use crate::GpuKernels;
 pub use crate::swiglu_path::{FUSED_RULES, HSource, SwigluBackwardPath, SwigluPath, TILE, check_size};
@@ -7,7 +7,7 @@ use nibble_core::ops::{
 };
 use nibble_core::{DType, Groups, Operand, Result};
 
-/// `swiglu` on a GPU. What no kernel writes itself is quantized afterwards, when what it is made of is the only other thing there.
+/// `swiglu` on a GPU. What no kernel writes directly is quantized afterwards, when only its input and the results are in memory.
 pub fn swiglu<B: GpuKernels>(b: &B, op: &Swiglu<'_, B>) -> Result<SwigluOut<B>> {
     let (path, rows, f) = (SwigluPath::of(op), op.h.rows, op.h.cols / 2);
     let first = match path {
@@ -30,7 +30,7 @@ pub fn swiglu<B: GpuKernels>(b: &B, op: &Swiglu<'_, B>) -> Result<SwigluOut<B>> 
     Ok(SwigluOut { a, h: op.save_h.map(save).transpose()? })
 }
 
-/// The form asked for, from a plain matrix.
+/// A plain matrix in the form asked for.
 fn emitted<B: GpuKernels>(
     b: &B,
     x: Emitted<B>,
@@ -50,7 +50,7 @@ pub fn swiglu_backward<B: GpuKernels>(b: &B, op: &SwigluBackward<'_, B>) -> Resu
     let (path, (rows, f)) = (SwigluBackwardPath::of(op), op.da.shape());
     match path {
         SwigluBackwardPath::Fused { codec, parts, .. } => {
-            // The kernel writes `a` whether or not it is wanted.
+            // The kernel always writes `a`.
             let a = Some(Emit::block(codec, Planes::Cols));
             let grads = SwigluBackward { a, ..*op }.result(b)?;
             let parts = b.alloc(parts)?;

@@ -1,4 +1,4 @@
-//! The ways of `swiglu` and its backward pass: one kernel for what recipes ask for, every other form by way of plain matrices.
+//! The paths of `swiglu` and its backward pass: one kernel for the forms in recipes; plain matrices, then quantization, for other forms.
 
 use nibble_core::formats::{Codec, Format, Rounding, ScaleLayout, ScaleRule};
 use nibble_core::ops::{Emit, Planes, Swiglu, SwigluBackward};
@@ -8,10 +8,10 @@ use std::fmt;
 /// Rows and columns of a tile of the kernels, E4M3's block.
 pub const TILE: usize = 128;
 
-/// The rules of E4M3 scales that kernels which make more than one thing are built for: those of the recipes.
+/// The scale rules for which fused E4M3 kernels are built: those of the recipes.
 pub const FUSED_RULES: [ScaleRule; 2] = [ScaleRule::Amax, ScaleRule::Rceil];
 
-/// Whether a codec is E4M3 as such kernels write it, with scales by the rule alone.
+/// Whether the fused kernels can write this codec: E4M3, with scales by the rule alone.
 fn is_fused_e4m3(codec: Codec) -> bool {
     codec.format() == Format::E4m3
         && codec.rounding() == Rounding::NearestEven
@@ -19,7 +19,7 @@ fn is_fused_e4m3(codec: Codec) -> bool {
         && codec.scaling().is_default()
 }
 
-/// The plain matrix that a form is made from. Quantization sees F32, not what BF16 would leave of it.
+/// The type of the plain matrix that a form is made from. Quantization reads F32, without a rounding to BF16 first.
 fn plain_form(emit: Emit) -> DType {
     match emit {
         Emit::Plain(dtype) => dtype,
@@ -27,13 +27,13 @@ fn plain_form(emit: Emit) -> DType {
     }
 }
 
-/// Rows of a column plane of E4M3 in whole tiles; `None` where groups do not start with a tile.
+/// Rows of E4M3 columns, in whole tiles; `None` if groups do not start at a tile.
 fn tiled_capacity<B: Backend>(rows: usize, groups: Option<&Groups<B>>) -> Option<usize> {
     let whole = groups.is_none_or(|g| rows.is_multiple_of(TILE) && g.align.is_multiple_of(TILE));
     whole.then(|| rows.next_multiple_of(TILE))
 }
 
-/// Sizes that the kernels' arithmetic in 32 bits can take, of h `[rows, 2f]`.
+/// Refuses sizes beyond the kernels' 32-bit arithmetic, for h `[rows, 2f]`.
 ///
 /// # Errors
 /// [`Error::Shape`] naming the size that is too large.
@@ -42,7 +42,7 @@ pub fn check_size(op: &'static str, rows: usize, f: usize) -> Result<()> {
     if f >= 1 << 29 {
         return Err(Error::shape(op, "columns of h", f.saturating_mul(2), "below 2^30"));
     }
-    // Tasks are counted below 2^31, of eight columns or more.
+    // There are fewer than 2^31 tasks, of at least eight columns each.
     if rows.saturating_mul(f.div_ceil(8)) >= 1 << 31 {
         let got = format!("{rows} · {}", 2 * f);
         return Err(Error::shape(op, "rows · columns of h", got, "below 2^35"));
@@ -50,29 +50,29 @@ pub fn check_size(op: &'static str, rows: usize, f: usize) -> Result<()> {
     Ok(())
 }
 
-/// The way of [`Swiglu`].
+/// The path of [`Swiglu`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum SwigluPath {
-    /// One kernel writes MXFP4 rows of h, if they are kept, and `a`: E4M3 rows, or BF16 where there is no codec.
+    /// One kernel writes MXFP4 rows of h, if h is saved, and `a`: E4M3 rows, or BF16 without a codec.
     Rows {
-        /// Of `a`.
+        /// Codec of `a`.
         codec: Option<Codec>,
-        /// Of h.
+        /// Codec of h.
         save_h: Option<Codec>,
     },
-    /// One kernel writes rows and columns of `a` in E4M3; then h is quantized, if it is kept.
+    /// One kernel writes rows and columns of `a` in E4M3; then h is quantized, if it is saved.
     RowsCols {
-        /// Of `a`.
+        /// Codec of `a`.
         codec: Codec,
-        /// Rows of the column plane.
+        /// Rows of the column-wise result.
         capacity: usize,
     },
-    /// `a` in this type, which is quantized where that is wanted; then h, if it is kept.
+    /// A plain `a` of this type, quantized if a block format is asked for; then h is quantized, if it is saved.
     Plain(DType),
 }
 
 impl SwigluPath {
-    /// For this operation.
+    /// The path of an operation.
     pub fn of<B: Backend>(op: &Swiglu<'_, B>) -> Self {
         let (rows, f) = (op.h.rows, op.h.cols / 2);
         let fits = |unit: usize, rows| {
@@ -117,7 +117,7 @@ impl fmt::Display for SwigluPath {
     }
 }
 
-/// What the kernel of the backward pass reads h from.
+/// The form in which the kernel of the backward pass reads h.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HSource {
     /// MXFP4 rows.
@@ -138,42 +138,42 @@ impl HSource {
     }
 }
 
-/// The way of [`SwigluBackward`].
+/// The path of [`SwigluBackward`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum SwigluBackwardPath {
-    /// One kernel writes both planes of dh and the columns of `a`, in E4M3, and parts of the gate weights' gradients.
+    /// One kernel writes rows and columns of dh and columns of `a`, all in E4M3, and partial gradients of the gate weights.
     Fused {
-        /// Where h is read from.
+        /// The form of h.
         source: HSource,
-        /// Of dh and `a`.
+        /// Codec of dh and `a`.
         codec: Codec,
-        /// Rows of the column planes.
+        /// Rows of the column-wise results.
         capacity: usize,
-        /// Parts of all gate weights' gradients.
+        /// Number of partial gradients of all gate weights.
         parts: usize,
     },
-    /// Plain dh and `a`, which are quantized where that is wanted.
+    /// Plain dh and `a`, quantized if block formats are asked for.
     Plain {
         /// Whether h is decoded to F32 first.
         decoded: bool,
-        /// dh before it is quantized.
+        /// Type of dh before it is quantized.
         dh: DType,
-        /// `a` before it is quantized, if it is wanted.
+        /// Type of `a` before it is quantized, if it is wanted.
         a: Option<DType>,
     },
 }
 
 impl SwigluBackwardPath {
-    /// For this operation.
+    /// The path of an operation.
     pub fn of<B: Backend>(op: &SwigluBackward<'_, B>) -> Self {
         let (rows, f) = op.da.shape();
         let (dh, wanted) = (plain_form(op.dh), op.a.map(plain_form));
-        // Where da is BF16 the kernel of plain matrices reads h as it was saved.
+        // With a BF16 da, the kernel for plain matrices reads h as it was saved.
         let is_saved = HSource::of(op.h) == Some(HSource::Saved);
         let as_saved = is_saved && f.is_multiple_of(32) && op.da.dtype() == DType::Bf16;
         let decoded = matches!(op.h, Operand::Block(_)) && !as_saved;
         let plain = Self::Plain { decoded, dh, a: wanted };
-        // The kernel of all planes always writes `a`: where it is not wanted it is dropped.
+        // The fused kernel always writes `a`, which is dropped if it is not wanted.
         let a = op.a.unwrap_or(match op.dh {
             Emit::Block { codec, planes: Planes::Both, .. } => Emit::block(codec, Planes::Cols),
             Emit::Block { .. } => Emit::Plain(DType::Bf16),

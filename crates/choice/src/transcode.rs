@@ -1,4 +1,4 @@
-//! Conversions of codes: which go by way of whole blocks.
+//! Transcodes: which need rows extended to whole blocks.
 
 use crate::GpuKernels;
 pub use crate::gpu_kernels::Lines;
@@ -7,15 +7,15 @@ use nibble_core::formats::{BlockAxis, Format};
 use nibble_core::ops::{Transcode, Transcoded};
 use nibble_core::{BlockScaled, Result};
 
-/// Columns up to the end of a block of MXFP4, where rows end inside one: its kernels take whole blocks, so that such rows are extended by zeros and
-/// what is made of them is cut. None where the kernels take the rows as they are.
+/// Columns up to the end of the last MXFP4 block, if rows end inside one. The kernels take whole MXFP4 blocks, so such rows are extended by
+/// zeros, and the result is cut. None if the kernels take the rows as they are.
 pub fn whole_cols(from: Format, to: Format, cols: usize) -> Option<usize> {
     let whole = cols.next_multiple_of(Format::Mxfp4.spec().block);
     ([from, to].contains(&Format::Mxfp4) && whole != cols).then_some(whole)
 }
 
 impl Lines {
-    /// Cut, or of whole bytes.
+    /// Rows that are cut, or that end with a whole byte.
     const fn whole(count: usize, from: usize, to: usize) -> Self {
         Self { count, from, to, last: 0xFF }
     }
@@ -27,13 +27,13 @@ impl Lines {
     }
 }
 
-/// `transcode` on a GPU. Rows that end inside a block of MXFP4 are extended by zeros, and what is made of those is cut off.
+/// `transcode` on a GPU. Rows that end inside an MXFP4 block are extended by zeros, and the result is cut.
 pub fn transcode<B: GpuKernels>(b: &B, op: Transcode<'_, B>) -> Result<Transcoded<B>> {
     let x = op.x;
     let Some(whole) = whole_cols(x.format, op.to, x.cols) else { return b.transcode_whole_blocks(op) };
     let (axis, [from, to]) = (op.axis, [x.cols, whole].map(|cols| x.format.row_code_bytes(cols)));
     let extended = Lines { last: last_byte(x.format, x.cols), ..Lines::whole(x.rows, from, to) };
-    // As many scales: E4M3's blocks end where MXFP4's do.
+    // The number of scales stays: blocks of E4M3 end where blocks of MXFP4 do.
     let extended = BlockScaled { cols: whole, codes: extended.recut(b, &x.codes)?, ..x.clone() };
     let made = b.transcode_whole_blocks(Transcode { x: &extended, ..op })?;
     let out = match axis {
@@ -58,7 +58,7 @@ fn cut_matrices<B: GpuKernels>(b: &B, q: BlockScaled<B>, rows: usize) -> Result<
     Ok(BlockScaled { rows: q.stack * rows, codes, ..q })
 }
 
-/// The first `cols` columns: of codes the first lines, of scales so many of each block.
+/// The first `cols` columns: the first rows of codes, and the first scales of each block.
 fn cut_columns<B: GpuKernels>(b: &B, q: BlockScaled<B>, cols: usize) -> Result<BlockScaled<B>> {
     let line = q.format.row_code_bytes(q.rows);
     let codes = Lines::whole(1, q.cols * line, cols * line).recut(b, &q.codes)?;
@@ -68,7 +68,7 @@ fn cut_columns<B: GpuKernels>(b: &B, q: BlockScaled<B>, cols: usize) -> Result<B
     Ok(BlockScaled { cols, codes, scales, ..q })
 }
 
-/// The bits of a line's last byte that are codes, of so many codes.
+/// Mask of the code bits in the last byte of a row of `codes` codes.
 fn last_byte(format: Format, codes: usize) -> u32 {
     let bits = codes * format.spec().code_bits as usize % 8;
     if bits == 0 { 0xFF } else { (1 << bits) - 1 }

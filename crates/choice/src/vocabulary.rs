@@ -1,24 +1,24 @@
-//! The ends of a model: tokens sorted by id, and losses summed by shard.
+//! Embedding gradients and losses: tokens sorted by id, and losses summed by shard.
 
 use crate::{GpuKernels, Temporary};
 use nibble_core::ops::{CrossEntropy, EmbedBackward, PlanPermute};
 use nibble_core::{Backend, Error, Result};
 
-/// The most bits of a digit: `plan_permute` takes 2 to this power of groups.
+/// Most bits of a digit: `plan_permute` takes 2 to this power of groups.
 pub const DIGIT_BITS: u32 = 12;
 /// Words of a task of `embed_backward`.
 pub const TASK_WORDS: usize = 4;
 
-/// A digit that `embed_backward` sorts tokens by.
+/// A radix digit that `embed_backward` sorts tokens by.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Digit {
     /// Its lowest bit.
     pub shift: u32,
-    /// How many values it has.
+    /// Number of its values.
     pub values: usize,
 }
 
-/// The digits that tell so many keys apart, and one more that is past all of them, the lowest first. For each, tokens are sorted by a `plan_permute`.
+/// The radix digits, lowest first, that distinguish `keys` keys and one value past them. A `plan_permute` sorts the tokens by each digit.
 pub fn digits(keys: u32) -> impl Iterator<Item = Digit> {
     let bits = (32 - keys.leading_zeros()).max(1);
     let each = bits.div_ceil(bits.div_ceil(DIGIT_BITS));
@@ -28,8 +28,8 @@ pub fn digits(keys: u32) -> impl Iterator<Item = Digit> {
     })
 }
 
-/// The tokens sorted by so many keys, those with the same key in their order: a plan for each digit. `list(digit, order, values, tokens)` writes
-/// each token's value of the digit, in an order if there is one, and without one the tokens as they are.
+/// A stable radix sort of the tokens by `keys` keys, one plan per digit. `list(digit, order, values, tokens)` writes each token's value
+/// of the digit: in `order`, if there is one; otherwise in token order, and then it also writes the unsorted tokens.
 pub fn sorted_tokens<B: GpuKernels>(
     b: &B,
     tokens: usize,
@@ -40,7 +40,7 @@ pub fn sorted_tokens<B: GpuKernels>(
     for digit in digits(keys) {
         let (values, as_they_are) = (b.alloc(tokens)?, b.alloc(tokens)?);
         list(digit, order.as_ref(), &values, &as_they_are)?;
-        // Each token is a slot of its value's group. The plan's rows then list the tokens in the order of their values.
+        // Each token is a slot of its value's group, so the plan's rows list the tokens in the order of their values.
         let plan = PlanPermute {
             expert: &values,
             token_id: &order.unwrap_or(as_they_are),
@@ -55,28 +55,28 @@ pub fn sorted_tokens<B: GpuKernels>(
     order.ok_or_else(|| Error::shape("embed_backward", "rows of grad", keys, "at least one id"))
 }
 
-/// What `embed_backward` sums, once so many tokens are sorted.
+/// What `embed_backward` sums after it has sorted the tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EmbedTasks {
-    /// The most runs of tokens with one id that take several chunks: such a run has more tokens than one chunk.
+    /// Most runs of tokens with one id that take several chunks; such a run has more tokens than a chunk.
     pub most_runs: usize,
-    /// Rows of sums of chunks: two for each 64 tokens, so that every run of several chunks has its own.
+    /// Rows of partial sums: two per 64 tokens, so that every run of several chunks has its own.
     pub rows: usize,
 }
 
 impl EmbedTasks {
-    /// None where there is nothing to add.
+    /// None if there is nothing to add.
     pub fn of<B: Backend>(op: &EmbedBackward<'_, B>) -> Option<Self> {
         let ((tokens, d), rows) = (op.dy.shape(), op.grad.rows);
         (tokens * d * rows > 0).then(|| Self::new::<B>(tokens))
     }
 
-    /// Of so many tokens.
+    /// For `tokens` tokens.
     pub const fn new<B: Backend>(tokens: usize) -> Self {
         Self { most_runs: tokens.div_ceil(EmbedBackward::<B>::CHUNK), rows: tokens.div_ceil(32) }
     }
 
-    /// What they take, in this order, for `tokens` rows of `d` columns: the tasks of chunks and of runs, and the sums. Beside them are two counters.
+    /// Temporary memory for `tokens` rows of `d` columns, in order: tasks of chunks, tasks of runs, partial sums. Two counters are extra.
     pub const fn temporaries(&self, tokens: usize, d: usize) -> [Temporary; 3] {
         [
             Temporary::new("chunks", TASK_WORDS * tokens * size_of::<i32>()),
@@ -86,12 +86,12 @@ impl EmbedTasks {
     }
 }
 
-/// Chunks of a shard's losses, each of which is summed by itself.
+/// Chunks of a shard's losses; each chunk is summed by itself.
 pub const fn chunks_of_losses<B: Backend>(tokens: usize, shards: usize) -> usize {
     (tokens / if shards == 0 { 1 } else { shards }).div_ceil(CrossEntropy::<B>::CHUNK)
 }
 
-/// What the sum of losses by shard takes.
+/// Temporary memory of the sums of losses by shard.
 pub const fn losses_temporary<B: Backend>(tokens: usize, shards: usize) -> Temporary {
     Temporary::new("sums of losses", shards * chunks_of_losses::<B>(tokens, shards) * size_of::<f64>())
 }

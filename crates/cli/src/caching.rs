@@ -1,4 +1,4 @@
-//! Tells people how far the making of a token cache has come, and what the sources of a run give to it.
+//! Shows the progress of building token caches, and what each source contributes to a run.
 
 use indicatif::{ProgressBar, ProgressStyle};
 use nibble_command::console::thousands;
@@ -10,18 +10,18 @@ use std::io::IsTerminal;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// A bar where people watch; else nothing but that somebody is waited for, or that a cache was damaged.
+/// A progress bar on a terminal; elsewhere only notes that another process is waited for, or that a cache was damaged.
 pub struct ReadingBar {
     bar: Option<ProgressBar>,
     what: String,
-    /// The number of the signal that came, 0 before.
+    /// Number of the signal received; 0 = none yet.
     stop: Option<&'static AtomicUsize>,
-    /// Whether it has been told that somebody is waited for.
+    /// Whether the wait for another process has been reported.
     has_told: bool,
 }
 
 impl ReadingBar {
-    /// One that says what is read, and ends it when a signal has come.
+    /// A bar titled `what`; reading stops once `stop` holds a signal.
     pub fn new(what: String, stop: Option<&'static AtomicUsize>) -> Self {
         Self { bar: None, what, stop, has_told: false }
     }
@@ -51,13 +51,13 @@ impl Watch for ReadingBar {
 
     fn waits(&mut self) -> bool {
         if !std::mem::replace(&mut self.has_told, true) {
-            warn!("another process makes the same token cache; waiting for it");
+            warn!("another process is building the same token cache; waiting for it");
         }
         self.goes_on()
     }
 
     fn damaged(&mut self, file: &Path, why: &str) {
-        warn!("{}: {why}; the token cache is made anew", file.display());
+        warn!("{}: {why}; rebuilding the token cache", file.display());
     }
 }
 
@@ -69,7 +69,7 @@ impl Drop for ReadingBar {
     }
 }
 
-/// Makes the token caches that the data of a configuration need, until a signal comes.
+/// Builds the token caches that a configuration's data need; a signal stops it.
 ///
 /// # Errors
 /// For data that cannot be read.
@@ -78,7 +78,7 @@ pub fn make(config: &Config, stop: Option<&'static AtomicUsize>) -> Result<Vec<G
     Ok(Dataset::prepare(config, &mut ReadingBar::new(what, stop))?)
 }
 
-/// [`make`] for a run, and says what its sources give to it where there is more to say than their names.
+/// [`make`] for a run; also prints what each source contributes, where that is more than its name.
 ///
 /// # Errors
 /// As [`make`].

@@ -1,4 +1,4 @@
-//! A trained model, from the path of its run or of one of its checkpoints.
+//! A trained model, opened by the path of a run, of a checkpoint, or of a Hugging Face folder.
 
 use nibble_command::device::{Device, On};
 use nibble_command::error::{Error, Result};
@@ -13,11 +13,11 @@ use nibble_train::tokenizer::{SharedTokenizer, Symbols, TOKENIZER_FILE, Tokenize
 use nibble_train::trainer::Trainer;
 use std::path::Path;
 
-/// A trained model, wherever it is.
+/// A trained model.
 pub enum Trained {
-    /// Of a run.
+    /// A checkpoint of a run.
     Checkpoint(Box<Checkpoint>),
-    /// A folder as the Hugging Face family of tools writes it.
+    /// A Hugging Face model folder.
     Folder(Box<Pretrained>),
 }
 
@@ -33,7 +33,7 @@ impl Trained {
         }
     }
 
-    /// Its checkpoint, if it is one of a run.
+    /// The checkpoint; `None` for a folder.
     pub fn checkpoint(&self) -> Option<&Checkpoint> {
         match self {
             Self::Checkpoint(checkpoint) => Some(checkpoint),
@@ -41,10 +41,10 @@ impl Trained {
         }
     }
 
-    /// What a configuration says, so that text is made of the tokens of a folder's model.
+    /// Overrides under which text is encoded with a folder's own tokenizer; empty for a checkpoint.
     ///
     /// # Errors
-    /// If it has none that can be read.
+    /// If the folder has no tokenizer that can be read.
     pub fn tokens(&self) -> Result<Vec<String>> {
         let Self::Folder(folder) = self else { return Ok(Vec::new()) };
         match folder.tokenizer()? {
@@ -53,7 +53,7 @@ impl Trained {
             Some(_) => Ok(vec!["data.source=prompt".into()]),
             None => {
                 let why = format!(
-                    "{}: has no {TOKENIZER_FILE}, which says what its tokens are",
+                    "{}: has no {TOKENIZER_FILE}, expected the tokenizer of its model",
                     folder.path().display()
                 );
                 Err(Error::usage(why))
@@ -61,8 +61,8 @@ impl Trained {
         }
     }
 
-    /// The configuration that it was trained with, or that begins with it, changed by `overrides`, for one rank, and for this machine's device where they
-    /// name none.
+    /// The configuration of the checkpoint, or one that starts from the folder, changed by `overrides`: for one rank, and on this machine's
+    /// device unless `overrides` name another.
     pub fn config(&self, overrides: &[String]) -> Result<Config> {
         match self {
             Self::Checkpoint(checkpoint) => config(checkpoint, overrides),
@@ -70,7 +70,7 @@ impl Trained {
         }
     }
 
-    /// What stands before texts that it is scored on.
+    /// The token placed before texts that the model is scored on.
     pub fn beginning(&self, config: &Config) -> Result<Beginning> {
         Ok(match self {
             Self::Checkpoint(_) => Beginning::of_run(config)?,
@@ -78,7 +78,7 @@ impl Trained {
         })
     }
 
-    /// The recipe that it was trained under, as it was then, of a folder BF16; or another, if `overrides` name one.
+    /// The recipe that `overrides` name; otherwise the stored recipe of the run, or BF16 for a folder.
     pub fn recipe(&self, config: &Config, overrides: &[String]) -> Result<Recipe> {
         match self {
             Self::Checkpoint(checkpoint) => recipe(checkpoint, config, overrides),
@@ -86,7 +86,7 @@ impl Trained {
         }
     }
 
-    /// The model, to look at; without data.
+    /// Loads the model for evaluation, without data.
     pub fn load<'a, B: Device>(
         &self,
         on: &On<'a, B>,
@@ -102,12 +102,12 @@ impl Trained {
     }
 }
 
-/// Whether these are the tokens of the built-in language, which brings its data along.
+/// Whether this is the tokenizer of the built-in language, which needs no data source.
 fn is_symbols(tokenizer: &SharedTokenizer) -> bool {
     tokenizer.to_json() == Symbols.to_json()
 }
 
-/// The configuration that begins with the model of a folder. Its data are those of its tokenizer, where nothing else is said.
+/// A configuration that starts from a folder's model. Without a data source, only a model of the built-in language is accepted.
 fn of_folder(folder: &Pretrained, overrides: &[String]) -> Result<Config> {
     folder.notes.iter().for_each(|note| warn!("warning: {note}"));
     let usual = Config::default().data.seq_len;
@@ -125,15 +125,15 @@ fn of_folder(folder: &Pretrained, overrides: &[String]) -> Result<Config> {
     if !says_data && !has_data {
         let path = folder.path().display();
         return Err(Error::usage(format!(
-            "{path} says nothing of data: name some, such as --set data.source=book.txt"
+            "{path} is a model folder and names no data: add a source, such as --set data.source=book.txt"
         )));
     }
     let overrides = [&begins[..], overrides, &["run.ranks=1".into(), "run.dp=1".into()]].concat();
     Ok(Config::asked("", Path::new("folder.toml"), &overrides)?)
 }
 
-/// Opens a checkpoint's directory, or the newest whole checkpoint of a run's directory. Damaged ones that are passed
-/// over are told on standard error.
+/// Opens a checkpoint's directory, or the newest whole checkpoint of a run's directory. Damaged checkpoints are skipped
+/// with a warning.
 ///
 /// # Errors
 /// If there is none.
@@ -157,21 +157,21 @@ pub fn open(path: &Path) -> Result<Checkpoint> {
     }
 }
 
-/// The configuration a checkpoint was trained with, changed by `overrides`, for one rank, and for this machine's device where they
-/// name none.
+/// The configuration of a checkpoint changed by `overrides`: for one rank, and on this machine's device unless `overrides` name
+/// another.
 fn config(checkpoint: &Checkpoint, overrides: &[String]) -> Result<Config> {
     let one_rank = ["run.device=auto", "run.ranks=1", "run.dp=1"].map(String::from);
     let overrides = [&one_rank[..], overrides, &one_rank[1..]].concat();
     let changed = Config::of_checkpoint(checkpoint, &overrides);
     let trained = Config::of_checkpoint(checkpoint, &[])?;
-    // A vocabulary too small for a text is its tokens' kind, said in other words.
+    // If the vocabulary is too small for the text, the error should name the source, not the vocabulary.
     let source = match &changed {
         Ok(config) => Some(config.data.source.clone()),
         Err(_) => overrides.iter().rev().find_map(|o| Some(o.split_once("data.source=")?.1.to_owned())),
     };
     match source {
         Some(now) if kind(&now) != kind(&trained.data.source) => Err(Error::usage(format!(
-            "`data.source`: {now} is {}, and the model was trained on {}: their tokens have nothing in common",
+            "`data.source`: {now} is {}, and the model was trained on {}: they share no vocabulary",
             kind(&now),
             kind(&trained.data.source)
         ))),
@@ -179,7 +179,7 @@ fn config(checkpoint: &Checkpoint, overrides: &[String]) -> Result<Config> {
     }
 }
 
-/// What a source's tokens are.
+/// The kind of a source's tokens, in words.
 fn kind(source: &str) -> &'static str {
     match source {
         SYNTHETIC => "the built-in language",
@@ -188,7 +188,7 @@ fn kind(source: &str) -> &'static str {
     }
 }
 
-/// The recipe that a checkpoint was trained under, as it was then; or another, if `overrides` name one.
+/// The recipe that `overrides` name, or else the recipe stored with the run.
 fn recipe(checkpoint: &Checkpoint, config: &Config, overrides: &[String]) -> Result<Recipe> {
     let names_one = |o: &String| o.split('=').next().is_some_and(|key| key.trim() == "recipe");
     match overrides.iter().any(names_one) {

@@ -1,4 +1,4 @@
-//! `nibble data`: what is in files of data.
+//! `nibble data`: inspects data files.
 
 use crate::caching::ReadingBar;
 use nibble_command::console::{bytes, thousands};
@@ -11,7 +11,8 @@ use std::path::Path;
 
 /// Says what is in files of data
 ///
-/// Kinds of files, documents, tokens, how long they are, and some of them. The files are read as `nibble train` would read them, and nothing is written.
+/// File kinds, document and token counts, a histogram of document lengths, and sample documents. Files are read as `nibble train` reads
+/// them; nothing is written.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:\n  \
     nibble data book.txt\n  \
@@ -22,21 +23,21 @@ pub struct Args {
     /// Files, folders and globs.
     #[arg(value_name = "FILE", required = true)]
     files: Vec<String>,
-    /// Goes on behind a row that cannot be read, and tells every one of them. Ends with exit code 1 if there are any.
+    /// Continues after a row that cannot be read, and reports each one. Exit code 1 if there are any.
     #[arg(long)]
     check: bool,
-    /// Lists the tokens of the documents that are shown, each with its id.
+    /// Lists the tokens of the sample documents, each with its id.
     #[arg(long)]
     tokens: bool,
-    /// The tokenizer of texts, as data.tokenizer: a tokenizer.json, or a folder that has one. Left out: bytes.
+    /// Tokenizer for texts, as data.tokenizer: a tokenizer.json, or a folder that contains one. Default: bytes.
     #[arg(long, value_name = "PATH")]
     tokenizer: Option<String>,
-    /// Changes a value of the configuration, such as data.text_key; may be given many times.
+    /// Sets a configuration key, such as data.text_key; repeatable.
     #[arg(long = "set", value_name = "KEY=VALUE")]
     overrides: Vec<String>,
 }
 
-/// Files that are listed one by one.
+/// Most files listed one by one.
 const MOST_FILES: usize = 12;
 
 pub fn run(args: Args) -> Result<()> {
@@ -46,7 +47,7 @@ pub fn run(args: Args) -> Result<()> {
     let source = format!("data.source={}", quoted(&files[0]));
     let set: Vec<String> = overrides.iter().cloned().chain([source]).chain(named).collect();
     let config = Config::asked("", Path::new("data.toml"), &set)?;
-    // Of ids nothing is known where nobody says how many there are.
+    // Without a vocabulary size or tokenizer, token ids have no upper bound.
     let says_ids = |set: &String| {
         ["model.vocab_size", "data.tokenizer"].iter().any(|key| set.trim_start().starts_with(key))
     };
@@ -77,7 +78,7 @@ fn told(config: &Config, survey: &Survey, tokens: bool) -> Result<()> {
         |count: u64, one: &str| format!("{} {one}{}", thousands(count), if count == 1 { "" } else { "s" });
     let tokenizer = config.tokenizer()?.filter(|tokenizer| tokenizer.has_text());
     let known = tokenizer.as_ref().map_or(0, |tokenizer| tokenizer.vocab_size() as u64);
-    // Ids of a tokenizer that nobody has named are no bytes.
+    // Token ids without a named tokenizer are not bytes.
     let is_named = !survey.has_ids || config.unit() != "byte";
     let is_known = is_named && u64::from(survey.largest_id) < known;
     let unit = if is_known { config.unit() } else { "token" };
@@ -91,10 +92,10 @@ fn told(config: &Config, survey: &Survey, tokens: bool) -> Result<()> {
     if survey.tokens > 0 && survey.unlearnt == survey.tokens {
         say!("nothing to learn: no token is a target");
     } else if survey.unlearnt > 0 {
-        say!("of prompts, which are not learnt: {}", count(survey.unlearnt, unit));
+        say!("in prompts, excluded from the loss: {}", count(survey.unlearnt, unit));
     }
     if survey.left_out.empty > 0 {
-        say!("without a token: {}", count(survey.left_out.empty, "document"));
+        say!("empty: {}", count(survey.left_out.empty, "document"));
     }
     if survey.left_out.rows > 0 {
         say!("left out: {}", count(survey.left_out.rows, "row"));
@@ -120,10 +121,10 @@ fn told(config: &Config, survey: &Survey, tokens: bool) -> Result<()> {
     Ok(())
 }
 
-/// Tokens of a document that are listed.
+/// Most tokens listed per document.
 const LISTED: usize = 40;
 
-/// A line for each token: its id, and what the vocabulary has for it, where that is known.
+/// One line per token: its id and, if the tokenizer is known, its vocabulary entry.
 fn listed(ids: &[i32], tokenizer: Option<&dyn Tokenizer>) -> Vec<String> {
     let line = |id: &i32| match tokenizer.and_then(|tokenizer| tokenizer.token(*id)) {
         Some(piece) => format!("{id:>8}  {piece:?}"),
@@ -132,7 +133,7 @@ fn listed(ids: &[i32], tokenizer: Option<&dyn Tokenizer>) -> Vec<String> {
     ids.iter().take(LISTED).map(line).collect()
 }
 
-/// Characters of a document that are shown.
+/// Most characters shown per document.
 const SHOWN: usize = 200;
 
 fn shortened(text: &str) -> String {
@@ -142,10 +143,10 @@ fn shortened(text: &str) -> String {
     }
 }
 
-/// Columns of the longest bar.
+/// Width of the longest bar in columns.
 const BAR: u64 = 40;
 
-/// How many documents there are of each length, in powers of two.
+/// Prints the number of documents by length, in powers of two.
 fn histogram(survey: &Survey, unit: &str) {
     let most = survey.lengths.iter().copied().max().unwrap_or(0).max(1);
     if survey.documents < 2 {

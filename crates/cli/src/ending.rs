@@ -1,9 +1,9 @@
 //! A signal ends every command but `train` at once, after its unfinished files are removed.
 
-/// From now on SIGINT, SIGTERM and SIGHUP remove the unfinished files of this process, and then end it as they would have.
+/// From now on, SIGINT, SIGTERM and SIGHUP first remove this process's unfinished files, and then have their default effect.
 ///
 /// # Errors
-/// If the system takes no handler or gives no thread.
+/// If the system refuses a handler or a thread.
 #[cfg(unix)]
 pub fn leave_nothing_unfinished() -> std::io::Result<()> {
     use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
@@ -15,7 +15,7 @@ pub fn leave_nothing_unfinished() -> std::io::Result<()> {
     let wait = move || {
         if let Some(signal) = signals.forever().next() {
             nibble_train::files::remove_unfinished();
-            // It ends the process; where it cannot, the exit code tells as much.
+            // This ends the process; if it fails, the exit code names the signal.
             let _ = emulate_default_handler(signal);
             std::process::exit(128 + signal);
         }
@@ -23,7 +23,7 @@ pub fn leave_nothing_unfinished() -> std::io::Result<()> {
     std::thread::Builder::new().name("ending".into()).spawn(wait).map(drop)
 }
 
-/// Nothing: there are no such signals.
+/// Does nothing: this system has no such signals.
 #[cfg(not(unix))]
 pub fn leave_nothing_unfinished() -> std::io::Result<()> {
     Ok(())

@@ -1,4 +1,4 @@
-//! `nibble export`: a checkpoint, or a model as published, as a folder that the Hugging Face family of tools reads.
+//! `nibble export`: writes a checkpoint, or converts a published model, as a Hugging Face folder.
 
 use crate::checkpoint::Trained;
 use nibble_command::console::bytes;
@@ -8,42 +8,42 @@ use nibble_cpu::Cpu;
 use nibble_train::export::{ExportType, Exported, Original, export};
 use std::path::PathBuf;
 
-/// Writes a checkpoint as a folder for `transformers` and others
+/// Writes a checkpoint as a Hugging Face model folder
 ///
 /// config.json, weights in safetensors with an index, the tokenizer.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "The model is read and written piece by piece: a large one takes no more memory than a small one. The folder has its name when \
-    all of it is on the disk. With --dtype fp8-block linear layers and experts are E4M3 codes with a scale for each block of 128 by 128, as \
-    DeepSeek-V3 is published.\n\n\
+    after_help = "The model is streamed: memory use does not grow with its size. The folder gets its name when all of it is on the disk. \
+    With --dtype fp8-block, linear layers and experts are E4M3 codes with one scale per block of 128 x 128, as DeepSeek-V3 is \
+    published.\n\n\
     Examples:\n  \
     nibble export runs/tiny my-model\n  \
     nibble export runs/tiny/checkpoints/step-00000200 my-model --dtype f32\n  \
     nibble export DeepSeek-V3 in-bf16"
 )]
 pub struct Args {
-    /// Directory of a run (its newest whole checkpoint is taken), of one checkpoint, or of a model that is to be in another type.
+    /// Directory of a run (its newest whole checkpoint is used), of one checkpoint, or of a Hugging Face model to convert to another type.
     #[arg(value_name = "RUN_OR_MODEL")]
     path: PathBuf,
-    /// The folder to make, which is not there yet, or empty.
+    /// Folder to create; it must not exist yet, or be empty.
     #[arg(value_name = "FOLDER")]
     folder: PathBuf,
     /// Type of the weights.
     #[arg(long, value_name = "TYPE", default_value = "bf16")]
     dtype: Type,
-    /// MiB of values in a file, at most; 0 = all in one.
+    /// Maximum MiB of values per file; 0 = one file.
     #[arg(long, value_name = "MIB", default_value_t = 5120)]
     file_mib: usize,
 }
 
-/// Type of the weights, as the command line says it.
+/// Type of the weights on the command line.
 #[derive(Debug, Clone, Copy, clap::ValueEnum)]
 enum Type {
     /// As the run has them.
     F32,
     /// Rounded to nearest.
     Bf16,
-    /// Codes and scales of blocks.
+    /// E4M3 codes, one scale per block of 128 x 128.
     Fp8Block,
 }
 

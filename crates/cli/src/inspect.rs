@@ -1,4 +1,4 @@
-//! `nibble inspect`: one training step laid open in a file, for comparison with another implementation.
+//! `nibble inspect`: writes the tensors of one training step to a file, for comparison with another implementation.
 
 use nibble_command::changes::Changes;
 use nibble_command::console::bytes;
@@ -16,9 +16,9 @@ use std::path::PathBuf;
 /// Weights, tokens, chosen experts, logits, gradients.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "All tensors are F32; weights have the names of a checkpoint, gradients `grad.` before them. The model's \
-    sizes go beside OUT, into a file with the ending .json. With `run.ranks` they are those of all ranks, with the bits of one. \
-    `benchmarks/peers/parity.py` holds both to plain PyTorch.\n\n\
+    after_help = "All tensors are F32. Weights have their checkpoint names, gradients the prefix `grad.`. The model's sizes go to a .json file \
+    beside OUT. With `run.ranks`, tensors of all ranks are gathered; they equal those of one rank bit for bit. \
+    `benchmarks/peers/parity.py` compares both files with plain PyTorch.\n\n\
     Examples:\n  \
     nibble inspect tiny --recipe f32 --out step.safetensors\n  \
     python3 benchmarks/peers/parity.py step.safetensors --model step.json"
@@ -32,7 +32,8 @@ pub struct Args {
     /// The file to write, in the safetensors format.
     #[arg(long, value_name = "OUT")]
     out: PathBuf,
-    /// Also the tokens of the steps that follow, of so many steps in all: `ids.K` and `targets.K` of the K-th after it, and `starts.K` where documents are kept apart.
+    /// Number of steps whose tokens are written: beside the first step's, `ids.K` and `targets.K` of the K-th step after it, and `starts.K`
+    /// where documents are masked from one another.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     steps: u64,
     #[command(flatten)]
@@ -46,7 +47,7 @@ pub fn run(args: Args) -> Result<()> {
     let config = Config::load(&args.config, &args.changes.overrides())?;
     let mut outputs = Outputs::new(args.force, config.files(&args.config));
     let out = outputs.named(&args.out, &TENSORS)?;
-    // Beside a device or a pipe there is no place.
+    // A device or a pipe has no folder for the sizes.
     let beside = (!out.is_direct()).then(|| outputs.named(&args.out.with_extension("json"), &SIZES));
     let beside = beside
         .transpose()
@@ -66,7 +67,7 @@ pub fn run(args: Args) -> Result<()> {
     Ok(())
 }
 
-/// What one step lays open.
+/// The result of inspecting a step.
 struct Seen {
     tensors: Inspection,
     /// The model's sizes, a JSON object.

@@ -1,5 +1,5 @@
-//! `nibble`: train, evaluate and sample language models, mixtures of experts and dense ones, whose activations are stored in MXFP4, quantize
-//! files, and look at what the machine and the recipes do. One file a subcommand; this one only chooses.
+//! `nibble`: trains, evaluates and samples MoE and dense language models whose activations are stored in MXFP4, quantizes files, and
+//! inspects the machine and the recipes. One file per subcommand; this one only dispatches.
 
 mod caching;
 mod checkpoint;
@@ -33,11 +33,11 @@ use std::process::ExitCode;
 #[global_allocator]
 static ALLOCATOR: allocation::Telling = allocation::Telling;
 
-/// Of the thread that runs the command: as large as the first thread's is at most on most systems. That one grows where it lies, and
-/// the process is killed where it cannot; this one is there from the start or is refused with an error.
+/// Stack of the thread that runs the command: the usual limit of the main thread's stack. The main thread's stack grows on demand, and
+/// the process is killed where it cannot; this one is allocated at the start, or refused with an error.
 const STACK_BYTES: usize = 8 << 20;
 
-/// Trains language models with activations in four bits and products in eight
+/// Trains language models with 4-bit stored activations and 8-bit matrix products
 #[derive(Debug, Parser)]
 #[command(name = "nibble", version, propagate_version = true, help_template = HELP)]
 struct Cli {
@@ -67,16 +67,16 @@ enum Command {
     Environment,
 }
 
-/// As clap has it, without empty lines around its parts. The whole of it fits a screen of 24 lines; a test counts them.
+/// Clap's template without empty lines between its parts. The help fits a screen of 24 lines; a test counts them.
 const HELP: &str = "{about-with-newline}{usage-heading} {usage}\nCommands:\n{subcommands}\nOptions:\n{options}\n\
     Examples: nibble train, a first run of ten seconds; nibble train --help";
 
-/// What a process is told besides its arguments, and what it tells besides its output.
+/// The environment variables and the exit codes.
 fn surroundings() -> String {
     format!(
         "Environment variables:\n{}\n\
-         Exit codes: 0 done, 1 the run failed, 2 the request cannot be followed as it stands,\n\
-         130, 143, 129 a run was stopped by SIGINT (Ctrl-C), SIGTERM, SIGHUP.",
+         Exit codes: 0 done, 1 the run failed, 2 the request cannot be carried out as given,\n\
+         130, 143, 129 stopped by SIGINT (Ctrl-C), SIGTERM, SIGHUP.",
         env::help()
     )
 }
@@ -84,25 +84,25 @@ fn surroundings() -> String {
 fn main() -> ExitCode {
     error::keep_panics();
     allocation::tell_aborts();
-    // SAFETY: a limit on the size of files makes a write fail then, and the error is told, instead of ending the process without a word.
+    // SAFETY: with SIGXFSZ ignored, a write beyond the file size limit fails and is reported, instead of killing the process silently.
     #[cfg(unix)]
     unsafe {
         libc::signal(libc::SIGXFSZ, libc::SIG_IGN)
     };
     for (name, value) in nibble_cuda::env::OF_NCCL {
         if std::env::var_os(name).is_none() {
-            // SAFETY: there is one thread yet, so nobody reads the environment meanwhile.
+            // SAFETY: there is only one thread yet, so nobody reads the environment meanwhile.
             unsafe { std::env::set_var(name, value) };
         }
     }
     match std::thread::Builder::new().name("nibble".into()).stack_size(STACK_BYTES).spawn(command) {
-        // What panics outside of a command is no less a defect.
+        // A panic outside of a command is a defect, too.
         Ok(thread) => thread.join().unwrap_or_else(|_| ended(Err(error::panicked()))),
         Err(why) => ended(Err(nibble_core::Error::not_started(why).into())),
     }
 }
 
-/// The command that the arguments ask for, from its first line to its exit code.
+/// Parses the arguments and runs the command.
 fn command() -> ExitCode {
     let cli = match options::parse::<Cli>() {
         Ok(cli) => cli,
@@ -121,7 +121,7 @@ fn command() -> ExitCode {
     ended(error::catch(|| run(cli).and_then(|()| console::require_said())))
 }
 
-/// Tells of an error, and gives the exit code.
+/// Prints an error, and returns the exit code.
 fn ended(done: Result<()>) -> ExitCode {
     let Err(error) = done else { return ExitCode::SUCCESS };
     error.tell();
@@ -129,7 +129,7 @@ fn ended(done: Result<()>) -> ExitCode {
 }
 
 fn run(cli: Cli) -> Result<()> {
-    // Those that show the variables show whatever there is.
+    // The commands that list the variables accept any bytes in them.
     if !matches!(cli.command, Command::Environment | Command::Doctor(_)) {
         env::require_text()?;
     }

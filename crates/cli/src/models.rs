@@ -1,4 +1,4 @@
-//! `nibble models`: the models that people have, and what each takes of a GPU that trains the whole of it.
+//! `nibble models`: published models, and the memory that each needs on a GPU that trains it in full.
 
 use nibble_command::console::{bytes, thousands};
 use nibble_command::error::{Error, Result};
@@ -10,16 +10,16 @@ use nibble_train::plan::{Fit, GPUS, Gpu, RECIPES, Trial, fits_whole, overrides};
 use nibble_train::recompute::Scope;
 use nibble_train::spec::ModelSpec;
 
-/// Lists the models that people have, and on which GPU each trains
+/// Lists published models and the GPU on which each trains
 ///
-/// Published models with their parameters, and the recipe and recomputation with which one GPU of 80 GB or of 141 GB
-/// trains the whole of each; then a small model of each family. All of it is predicted, and needs no GPU.
+/// Published models with their parameter counts, and the recipe and recomputation with which one GPU of 80 GB or of 141 GB
+/// trains each in full; then a small model of each family. Everything is predicted; no GPU is needed.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:\n  \
     nibble models\n  \
     nibble models llama-3-8b")]
 pub struct Args {
-    /// What this model takes under each recipe, with more and more made again: a built-in configuration, or the path of a TOML file.
+    /// Prints this model's memory under each recipe, with more and more recomputed: a built-in configuration, or the path of a TOML file.
     #[arg(value_name = "CONFIG")]
     config: Option<String>,
 }
@@ -31,7 +31,7 @@ pub fn run(args: Args) -> Result<()> {
     }
 }
 
-/// What is said of a model, whatever it runs on.
+/// What is printed of a model, independent of the device.
 struct Told {
     family: &'static str,
     parameters: String,
@@ -52,8 +52,8 @@ fn told(config: &Config) -> Result<Told> {
 /// The list.
 fn all() -> Result<()> {
     let [small, .., large] = &GPUS;
-    say!("published models, and with what one GPU trains the whole of each:");
-    let title = ["name", "family", "parameters", "a token meets", small.name, large.name];
+    say!("published models, and the recipe with which one GPU trains each in full:");
+    let title = ["name", "family", "parameters", "active", small.name, large.name];
     say!("{}", row(title.map(String::from)));
     let mut noted = Vec::new();
     for name in published_models() {
@@ -66,24 +66,24 @@ fn all() -> Result<()> {
     for (i, scopes) in noted.iter().enumerate() {
         say!("({}): with {}", i + 1, overrides(&[Scope::setting(scopes)]));
     }
-    say!("tried: {}; then each with more and more made again.", RECIPES.join(", "));
-    say!("state N x: weights, moments and gradients alone take N times what the GPU has.");
-    say!("small models of their families, which train in seconds:");
+    say!("tried: {}; then each with more and more recomputed.", RECIPES.join(", "));
+    say!("state N x: weights, moments and gradients alone take N times the GPU's memory.");
+    say!("a small model of each family, which trains in seconds:");
     for name in tiny_models() {
         say!("{name:<21}  {:>8}", told(&Config::load(name, &[])?)?.parameters);
     }
     say!("look at one: nibble models NAME, or nibble train NAME --dry-run=gpu");
-    say!("begin with published weights: nibble train NAME --from FOLDER");
+    say!("start from published weights: nibble train NAME --from FOLDER");
     Ok(())
 }
 
-/// A row of the list, of at most 100 columns.
+/// A row of the list, at most 100 columns wide.
 fn row([name, family, parameters, active, small, large]: [String; 6]) -> String {
     let row = format!("{name:<16}  {family:<11}  {parameters:>15}  {active:>14}  {small:<16}  {large}");
     row.trim_end().to_owned()
 }
 
-/// What a GPU can do with a model. What is made again besides what its configuration says is a note of the list.
+/// The cell of a model and a GPU. Recomputation beyond the configuration's becomes a numbered note below the list.
 fn cell(fit: &Fit, gpu: &Gpu, own: &[Scope], noted: &mut Vec<Vec<Scope>>) -> String {
     let times = |bytes: usize| format!("{:.2} x", bytes as f64 / gpu.bytes as f64);
     match fit {
@@ -107,8 +107,8 @@ fn one(name: &str) -> Result<()> {
     let config = Config::load(name, &[])?;
     let Told { family, parameters, active } = told(&config)?;
     let (sequences, tokens) = (config.train.batch_size, config.data.seq_len);
-    say!("{name}: {family}, {parameters} parameters, of which a token meets {active}");
-    say!("memory of one GPU that trains the whole of it, {sequences} x {tokens} tokens a micro-batch:");
+    say!("{name}: {family}, {parameters} parameters, {active} active per token");
+    say!("memory of one GPU that trains all of it, {sequences} x {tokens} tokens per micro-batch:");
     let trials = Trial::all(&config);
     let lists: Vec<String> = trials.iter().map(|trial| Scope::list(&trial.recompute)).collect();
     let width = lists.iter().map(String::len).max().unwrap_or(0).max(KEY.len());
@@ -118,7 +118,7 @@ fn one(name: &str) -> Result<()> {
     };
     line(KEY, RECIPES.map(String::from).to_vec());
     for (trials, list) in trials.chunks(RECIPES.len()).zip(lists.iter().step_by(RECIPES.len())) {
-        // Not every recipe can be followed with every batch.
+        // Some recipes do not support the batch.
         let size = |trial: &Trial| trial.bytes(&config).map_or("-".into(), |size| bytes(size as u64));
         line(list, trials.iter().map(size).collect());
     }

@@ -1,14 +1,14 @@
-//! The command line as it is written, and what to write instead of options that there are elsewhere.
+//! Parses the command line, and suggests replacements for commands and options of other tools.
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Command, Error, Parser};
 use nibble_train::config::of_option;
 use std::path::Path;
 
-/// The command line.
+/// Parses the command line.
 ///
 /// # Errors
-/// What is wrong with it; also where it is help that was asked for.
+/// A mistake in it, or a request for help or version.
 pub fn parse<C: Parser>() -> Result<C, Error> {
     let words: Vec<String> = std::env::args_os().map(|word| word.to_string_lossy().into_owned()).collect();
     if let Some(why) = separated(&words) {
@@ -27,15 +27,15 @@ fn separated(words: &[String]) -> Option<String> {
     is_meant.then(|| format!("--dry-run {value}: write --dry-run={value}"))
 }
 
-/// What commands of elsewhere are here.
+/// Commands of other tools, with what to use instead.
 const COMMANDS: &[(&str, &[&str])] = &[
     (
-        "models of Hugging Face's tools are read as they are (nibble train CONFIG --from FOLDER); nibble export RUN FOLDER writes such a folder, and \
-         nibble quantize IN OUT --format FORMAT a file in a block format. There is no GGUF, and no other checkpoint format",
+        "Hugging Face models are read directly (nibble train CONFIG --from FOLDER); nibble export RUN FOLDER writes such a folder, and \
+         nibble quantize IN OUT --format FORMAT a file in a block format. GGUF and other checkpoint formats are not supported",
         &["convert", "merge", "save", "push", "gguf", "to-hf"],
     ),
     (
-        "write nibble train CONFIG --from FOLDER: every weight is trained; there are no adapters, and no training by preferences or rewards",
+        "write nibble train CONFIG --from FOLDER: every weight is trained; there are no adapters (LoRA), and no training by preferences or rewards",
         &["finetune", "fine-tune", "tune", "sft", "lora", "qlora", "dpo", "grpo", "rlhf", "pretrain", "fit"],
     ),
     ("write nibble train RUN --resume", &["resume", "continue", "restart"]),
@@ -53,7 +53,7 @@ const COMMANDS: &[(&str, &[&str])] = &[
     ),
     ("write nibble quantize IN OUT --format FORMAT", &["quant", "compress", "dequantize", "pack"]),
     (
-        "nibble models lists published models; nothing is downloaded: huggingface-cli download NAME --local-dir FOLDER does, and --from takes the folder",
+        "nibble models lists published models; nothing is downloaded: get one by huggingface-cli download NAME --local-dir FOLDER, and pass the folder to --from",
         &["download", "pull", "fetch", "list", "ls"],
     ),
     ("write nibble bench", &["benchmark", "profile", "perf", "speed"]),
@@ -67,7 +67,7 @@ const COMMANDS: &[(&str, &[&str])] = &[
     ),
 ];
 
-/// What to write instead of a command that there is not, or of an unknown option of one that takes keys of the configuration.
+/// What to write instead of an unknown command, or of an unknown option of a command that takes `--set`.
 fn instead(error: &Error, words: &[String], all: &Command) -> Option<String> {
     if let (ErrorKind::InvalidSubcommand, Some(ContextValue::String(command))) =
         (error.kind(), error.get(ContextKind::InvalidSubcommand))
@@ -88,7 +88,7 @@ fn instead(error: &Error, words: &[String], all: &Command) -> Option<String> {
     Some(format!("unexpected argument '{option}': {advice}"))
 }
 
-/// What was given with an option, after `=` or as the next word.
+/// The value of an option, after `=` or as the next word.
 fn value_of<'w>(option: &str, words: &'w [String]) -> Option<&'w str> {
     let at = words.iter().position(|word| word.split('=').next() == Some(option))?;
     match words[at].split_once('=') {

@@ -1,4 +1,4 @@
-//! `nibble plot`: the losses of runs, from their metrics.
+//! `nibble plot`: draws the losses of runs from their metrics.
 
 use crate::run_files::{self, RunFiles};
 use nibble_command::error::{Error, Result};
@@ -10,17 +10,19 @@ use std::path::{Path, PathBuf};
 
 /// Draws the losses of runs into an SVG file
 ///
-/// Training and held-out losses of one run, or of several beside one another; of more than six held-out losses alone, with their names in a column.
+/// Training and held-out losses of one run, or of several in one chart; for more than six runs only held-out losses, with a legend column.
 #[derive(Debug, clap::Args)]
-#[command(after_help = "A run need not be at its end: its own loss.svg is drawn at every evaluation.\n\n\
+#[command(
+    after_help = "The run may still be in progress: its own loss.svg is redrawn at every evaluation.\n\n\
     Examples:\n  \
     nibble plot runs/tiny\n  \
-    nibble plot runs/tiny runs/tiny-2 --output both.svg")]
+    nibble plot runs/tiny runs/tiny-2 --output both.svg"
+)]
 pub struct Args {
     /// Directories of runs.
     #[arg(value_name = "RUN", required = true)]
     runs: Vec<PathBuf>,
-    /// The file to draw. Left out: loss.svg in the directory of a run alone, losses.svg here for several.
+    /// SVG file to write. Default: loss.svg in the directory of a single run, losses.svg here for several.
     #[arg(long, value_name = "OUT")]
     output: Option<PathBuf>,
     #[command(flatten)]

@@ -1,4 +1,4 @@
-//! Which processes have worked on a run, when, and on what machine: a line each in the run's directory.
+//! The processes that have worked on a run, when, and on what machine: one line per process in the run's directory.
 
 use nibble_train::files::{MOST_TEXT, read_text};
 use nibble_train::trainer::PROCESSES_FILE;
@@ -12,9 +12,9 @@ use std::time::SystemTime;
 pub struct Process {
     /// Seconds since 1970 when it began.
     pub began: u64,
-    /// Steps that had been done then.
+    /// Steps done at that time.
     pub step: u64,
-    /// What it computed on.
+    /// Its device.
     pub device: String,
     /// The host's processor.
     pub processor: String,
@@ -23,7 +23,7 @@ pub struct Process {
 }
 
 impl Process {
-    /// This process, which begins to compute now.
+    /// This process, starting now.
     pub fn now(step: u64, device: &str) -> Self {
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let version = env!("CARGO_PKG_VERSION").to_owned();
@@ -31,10 +31,10 @@ impl Process {
         Self { began: now.as_secs(), step, device, processor, version }
     }
 
-    /// Adds its line to those of the run in this directory.
+    /// Appends its line to the file of the run in this directory.
     ///
     /// # Errors
-    /// What the system says.
+    /// From the system.
     pub fn note(&self, dir: &Path) -> std::io::Result<()> {
         let Self { began, step, device, processor, version } = self;
         let line = json!({ "began": began, "step": step, "device": device, "processor": processor, "version": version });
@@ -42,7 +42,7 @@ impl Process {
         file.write_all(format!("{line}\n").as_bytes())
     }
 
-    /// Those of the run in this directory, the first one first. What cannot be read is left out: an older run has none.
+    /// The processes of the run in this directory, in order. Unreadable lines are skipped, and an older run has no file.
     pub fn of_run(dir: &Path) -> Vec<Self> {
         let text = read_text(&dir.join(PROCESSES_FILE), MOST_TEXT).unwrap_or_default();
         let text_of = |line: &Value, key: &str| Some(line[key].as_str()?.to_owned());

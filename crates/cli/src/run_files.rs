@@ -1,4 +1,4 @@
-//! What a run has left in its directory.
+//! The files in a run's directory.
 
 use nibble_command::error::{Error, Result};
 use nibble_command::warn;
@@ -13,16 +13,16 @@ use nibble_train::trainer::{
 };
 use std::path::{Path, PathBuf};
 
-/// The files of a run that say what it was and how it went.
+/// A run's configuration, recipe and metrics.
 pub struct RunFiles {
     pub dir: PathBuf,
     pub config: Config,
     pub recipe_name: String,
-    /// The recipe that the run began with, or why it is not known.
+    /// The recipe that the run began with, or why it is unknown.
     pub recipe: std::result::Result<Recipe, String>,
-    /// Lines of the metrics, those of steps and those of evaluations.
+    /// The metrics of steps and of evaluations.
     pub metrics: Vec<Metrics>,
-    /// What is wrong with the files, a sentence each.
+    /// Faults in the files, one sentence each.
     pub faults: Vec<String>,
 }
 
@@ -32,10 +32,10 @@ pub fn paths(dir: &Path) -> [PathBuf; 6] {
 }
 
 impl RunFiles {
-    /// Reads the run in a directory. What is wrong with its metrics is told on standard error, too.
+    /// Reads the run in a directory. Faults in its files are also warnings on standard error.
     ///
     /// # Errors
-    /// If there is no run, or none that has done a step.
+    /// If there is no run, or it has done no step.
     pub fn read(dir: &Path) -> Result<Self> {
         let path = dir.join(METRICS_FILE);
         if !path.exists() {
@@ -46,7 +46,7 @@ impl RunFiles {
         }
         let (config, other_config) = stored_config(dir, &[])?;
         let recipe = recipe(dir, &config).map(|recipe| recipe.in_run(config.run_size()));
-        // A recipe that is no longer there has the name that the configuration gives it.
+        // If the recipe cannot be read, the configuration's name for it is used.
         let recipe_name =
             recipe.as_ref().map_or_else(|_| config.recipe.clone(), |recipe| recipe.name.clone());
         let file = read_metrics(&path)?;
@@ -56,10 +56,10 @@ impl RunFiles {
         Ok(Self { dir: dir.to_owned(), config, recipe_name, recipe, metrics, faults })
     }
 
-    /// Its losses under this title.
+    /// The run's losses, titled `title`.
     ///
     /// # Errors
-    /// If it has none yet.
+    /// If there is no loss yet.
     pub fn curve(&self, title: &str) -> Result<LossCurve> {
         let is_synthetic = self.config.is_synthetic();
         let entropy = if is_synthetic { Dataset::of(&self.config)?.entropy() } else { None };
@@ -73,7 +73,7 @@ impl RunFiles {
     }
 }
 
-/// The recipe as the run has stored it; of an older run, the one that its configuration names now.
+/// The recipe stored with the run; for an older run, the recipe that its configuration names.
 fn recipe(dir: &Path, config: &Config) -> std::result::Result<Recipe, String> {
     let path = dir.join(RECIPE_FILE);
     match files::read_text(&path, files::MOST_TEXT) {

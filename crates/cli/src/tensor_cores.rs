@@ -1,14 +1,14 @@
-//! What of a run a GPU makes on its ordinary cores, many times slower: said before it begins, by the path that each product takes.
+//! Products of a run that a GPU computes off its tensor cores, many times slower; reported before the run begins.
 
 use nibble_core::Recipe;
 use nibble_train::config::Config;
 use nibble_train::plan::{OffTensorCores, off_tensor_cores};
 
-/// What the tensor cores do not take, and why: empty where they have everything.
+/// The products off the tensor cores, and why; empty if there are none.
 pub fn missed(config: &Config, recipe: &Recipe) -> Vec<String> {
     match off_tensor_cores(config, recipe) {
         Ok(found) => found.iter().map(in_words).collect(),
-        // The prediction of memory has said the same, or will.
+        // The memory prediction reports the same error.
         Err(why) => vec![why.to_string()],
     }
 }

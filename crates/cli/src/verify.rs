@@ -1,4 +1,4 @@
-//! `nibble verify`: every operation held to its specification on this machine, with what this binary carries.
+//! `nibble verify`: checks every operation of this binary against its specification on this machine.
 //!
 //! With a Hopper GPU: the CUDA backend against the CPU, which is its specification. With `--cpu`: the CPU's vectorised
 //! and threaded code against its scalar specification on one thread. The cases are the conformance suite's: sizes of real
@@ -21,7 +21,7 @@ use std::sync::{Mutex, PoisonError};
 use std::thread::{self, Builder};
 use std::time::Instant;
 
-/// Holds every operation to its specification here
+/// Checks every operation against its specification here
 ///
 /// Conversions bit for bit, products within their bounds.
 #[derive(Debug, clap::Args)]
@@ -34,20 +34,19 @@ use std::time::Instant;
     nibble verify --cpu --json verified.json"
 )]
 pub struct Args {
-    /// The CPU's vectorised code against its scalar specification, instead of the GPU against the CPU.
+    /// Checks the CPU's vectorised code against its scalar specification, instead of the GPU against the CPU.
     #[arg(long)]
     cpu: bool,
-    /// Operations to verify; all of them where left out.
+    /// Operation to verify; repeatable. Default: all.
     #[arg(long, value_name = "OP")]
     only: Vec<String>,
-    /// Cases that are compared at once, each on threads of the CPU and a stream of the GPU of its own; 0: one for every two threads, at most 16, and with
-    /// --cpu one.
+    /// Cases compared concurrently, each on its own CPU threads and GPU stream; 0: one per two threads, at most 16; with --cpu one.
     #[arg(long, value_name = "N", default_value_t = 0)]
     jobs: usize,
     /// Also converts at least N random elements in every format, there and back, and compares each bit.
     #[arg(long, value_name = "N", default_value_t = 0)]
     random: u64,
-    /// Also writes the results here.
+    /// Also writes the results to this JSON file.
     #[arg(long, value_name = "OUT")]
     json: Option<PathBuf>,
     #[command(flatten)]
@@ -56,7 +55,7 @@ pub struct Args {
 
 const MARK: Mark = Mark::Figures("nibble verify");
 
-/// Threads of the CPU that a job has where the number of jobs is not asked for, and the most jobs.
+/// CPU threads per job if `--jobs` is 0, and the most jobs.
 const THREADS_A_JOB: usize = 2;
 const MOST_JOBS: usize = 16;
 
@@ -84,7 +83,7 @@ pub fn run(args: Args) -> Result<()> {
     verify(&args, (threads, jobs), &pair, &tests, json)
 }
 
-/// The tests that were asked for.
+/// The tests that `--only` selects.
 fn chosen<A, B>(tests: &[Test<A, B>], only: &[String]) -> Result<Vec<Test<A, B>>> {
     if let Some(unknown) = only.iter().find(|name| tests.iter().all(|(op, _)| op != name)) {
         let known: Vec<_> = tests.iter().map(|(op, _)| *op).collect();
@@ -97,7 +96,7 @@ fn chosen<A, B>(tests: &[Test<A, B>], only: &[String]) -> Result<Vec<Test<A, B>>
     Ok(tests.iter().copied().filter(|(op, _)| wanted(op)).collect())
 }
 
-/// Runs the tests one after the other, the cases of each on a pair for each job at once. `pair`: one with so many threads.
+/// Runs the tests one after the other; the cases of each test run concurrently, on one pair per job. `pair` makes a pair of n threads.
 fn verify<A: Kernels, B: Kernels>(
     args: &Args,
     (threads, jobs): (usize, usize),
@@ -106,7 +105,7 @@ fn verify<A: Kernels, B: Kernels>(
     json: Option<Output>,
 ) -> Result<()> {
     let pairs = (0..jobs).map(|_| pair((threads / jobs).max(1))).collect::<Result<Vec<_>>>()?;
-    // Random elements come one matrix after the other, each on all threads.
+    // Random elements are converted one matrix at a time, each on all threads.
     let pair = pair(threads)?;
     let cases = || pairs.iter().chain([&pair]).map(Pair::cases).sum::<usize>();
     say!("{}, against {}; jobs: {jobs}", pair.b.name(), pair.a.name());
@@ -114,7 +113,7 @@ fn verify<A: Kernels, B: Kernels>(
     let mut held = |op: &str, test: &dyn Fn() -> Result<Option<String>>| {
         let (before, begun) = (cases(), Instant::now());
         let report = test()?;
-        // What there is no memory for has not been compared.
+        // A case that ran out of memory was not compared.
         if let Some(why) = report.as_ref().filter(|report| report.contains("out of memory")) {
             return Err(Error::Failed(format!("{op}: {why}")));
         }
@@ -147,11 +146,11 @@ fn verify<A: Kernels, B: Kernels>(
     if failed == 0 { Ok(()) } else { Err(Error::Failed(format!("{failed} of {count} operations differ"))) }
 }
 
-/// One test on every pair at once, each case on one of them. A pair whose case fails leaves the others to the rest. What they say is returned as it
-/// came, what several say alike once: a device that failed under one of them fails under all.
+/// Runs one test on all pairs concurrently, each case on one pair. A pair whose case fails leaves the remaining cases to the other pairs.
+/// Returns the reports in the order in which they arrived, without duplicates: a device that fails under one pair fails under all.
 ///
 /// # Errors
-/// Where the system has no room for a thread.
+/// If the system starts no thread.
 fn at_once<A: Kernels, B: Kernels>(pairs: &[Pair<A, B>], test: fn(&Pair<A, B>)) -> Result<Option<String>> {
     let cases = Cases::default();
     let reports = Mutex::new(Vec::new());
@@ -171,12 +170,12 @@ fn at_once<A: Kernels, B: Kernels>(pairs: &[Pair<A, B>], test: fn(&Pair<A, B>)) 
     Ok((!reports.is_empty()).then(|| reports.join("\n")))
 }
 
-/// What a test that failed says; `None` if it passed. The command's own panic hook prints nothing.
+/// The panic message of a failed test; `None` if it passed. The command's own panic hook prints nothing.
 fn report_of(test: impl FnOnce()) -> Option<String> {
     let payload = catch_unwind(AssertUnwindSafe(test)).err()?;
     let text = payload.downcast_ref::<String>().cloned();
     let text = text.or_else(|| payload.downcast_ref::<&str>().map(ToString::to_string));
-    Some(text.unwrap_or_else(|| "a panic without a word".to_owned()))
+    Some(text.unwrap_or_else(|| "a panic without a message".to_owned()))
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
-//! What happens where the system refuses memory: an error that says for what, and never an abort.
+//! Out-of-memory handling: an error that says what needed the memory, never a bare abort.
 //!
-//! A buffer of a tensor that gets no memory ends its op with an error that names the arena and the sizes that need the most. Any other
-//! allocation that is refused ends the process with an error: what was being done, and how many bytes were asked for. The program's
+//! If a tensor's buffer gets no memory, its op returns an error that names the arena and the sizes that need the most. Any other
+//! refused allocation ends the process with an error: the current phase and the number of bytes. The program's
 //! allocator does that here, unless the caller is within `may_be_refused` of [`nibble_core::allocation`].
 
 use nibble_core::allocation::{takes_refusals, with_phase};
@@ -10,12 +10,12 @@ use std::cell::Cell;
 use std::io::Write;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// The system's allocator. What it refuses ends the process with an error, unless whoever asks takes that for an answer
+/// The system's allocator. A refused allocation ends the process with an error, unless the caller handles refusals
 /// ([`nibble_core::allocation::may_be_refused`]).
 #[derive(Debug)]
 pub struct Telling;
 
-// SAFETY: every method passes its arguments on to the system's allocator, and gives what that gives or does not return.
+// SAFETY: every method passes its arguments on to the system's allocator, and returns its result or does not return.
 unsafe impl GlobalAlloc for Telling {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         // SAFETY: as the caller says.
@@ -48,22 +48,17 @@ fn given(memory: *mut u8, bytes: usize) -> *mut u8 {
 
 #[cold]
 fn refused(bytes: usize) -> ! {
-    end(|to, phase| {
-        write!(
-            to,
-            "out of memory: {phase}: {bytes} bytes were asked for, and the system gives this process no more"
-        )
-    })
+    end(|to, phase| write!(to, "out of memory: {phase}: the system refused this process {bytes} bytes"))
 }
 
-/// Ends the process because the system has refused what nothing can go on without. Takes no memory, and unfinished files go.
+/// Ends the process after a refusal from which it cannot recover. Allocates nothing, and removes unfinished files.
 pub(crate) fn end(why: impl FnOnce(&mut &mut [u8], &str) -> std::io::Result<()>) -> ! {
     static ENDS: AtomicBool = AtomicBool::new(false);
     thread_local! {
         static ENDS_HERE: Cell<bool> = const { Cell::new(false) };
     }
     if ENDS_HERE.replace(true) {
-        // Removing a file whose name is long takes memory.
+        // Removing a file with a long name allocates.
         exit();
     }
     if ENDS.swap(true, Ordering::Relaxed) {
@@ -74,7 +69,7 @@ pub(crate) fn end(why: impl FnOnce(&mut &mut [u8], &str) -> std::io::Result<()>)
     }
     let mut text = [0; 512];
     let mut room = &mut text[..];
-    // What there is no room for is left away.
+    // Text beyond the buffer is cut off.
     let _ = room.write_all(b"error: ").and_then(|()| {
         with_phase(|phase, _| why(&mut room, if phase.is_empty() { "starting" } else { phase }))
     });
@@ -86,30 +81,27 @@ pub(crate) fn end(why: impl FnOnce(&mut &mut [u8], &str) -> std::io::Result<()>)
     exit()
 }
 
-/// From now on an abort ends the process with an error and exit code 1, too: the system's own library aborts where it finds no memory for
-/// what a thread needs.
+/// From now on, an abort also ends the process with an error and exit code 1: libc aborts when it finds no memory for a thread's
+/// data.
 pub fn tell_aborts() {
     #[cfg(unix)]
     {
         extern "C" fn aborted(_: libc::c_int) {
             end(|to, phase| {
-                write!(
-                    to,
-                    "{phase}: the process gave up, probably out of memory; the line before this one says why"
-                )
+                write!(to, "{phase}: the process aborted, probably out of memory; the line above says why")
             })
         }
         let handler: extern "C" fn(libc::c_int) = aborted;
-        // SAFETY: the handler takes no memory, waits for nobody, and does not return.
+        // SAFETY: the handler allocates nothing, waits for nothing, and does not return.
         unsafe { libc::signal(libc::SIGABRT, handler as libc::sighandler_t) };
     }
 }
 
-/// Undoes [`tell_aborts`]: a fault that kills the process must end it there and then.
+/// Undoes [`tell_aborts`], so that an injected kill ends the process at once.
 #[cfg(debug_assertions)]
 pub(crate) fn leave_aborts() {
     #[cfg(unix)]
-    // SAFETY: the default action is one that the system knows.
+    // SAFETY: the default action is always valid.
     unsafe {
         libc::signal(libc::SIGABRT, libc::SIG_DFL)
     };
@@ -117,7 +109,7 @@ pub(crate) fn leave_aborts() {
 
 #[cfg(unix)]
 fn write_aside(text: &[u8]) {
-    // SAFETY: reads so many bytes of a slice. The standard library's handle may be in use by this very thread.
+    // SAFETY: reads `text.len()` bytes of a slice. (The standard library's handle may be locked by this very thread.)
     unsafe { libc::write(libc::STDERR_FILENO, text.as_ptr().cast(), text.len()) };
 }
 
@@ -128,7 +120,7 @@ fn write_aside(text: &[u8]) {
 
 #[cfg(unix)]
 fn exit() -> ! {
-    // SAFETY: ends the process. Handlers that run at an ordinary end may take memory, or wait for this thread.
+    // SAFETY: ends the process. Exit handlers are skipped, as they may allocate or wait for this thread.
     unsafe { libc::_exit(1) }
 }
 

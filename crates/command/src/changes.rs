@@ -1,11 +1,11 @@
-//! What the command line changes in a configuration.
+//! Overrides of a configuration from the command line.
 
 use nibble_train::config::DeviceChoice;
 
-/// `--set`, and the two keys that have an option of their own.
+/// `--set`, and the two keys with their own options.
 #[derive(Debug, clap::Args)]
 pub struct Changes {
-    /// Changes a value of the configuration; may be given many times.
+    /// Sets a configuration key; repeatable.
     #[arg(long = "set", value_name = "KEY=VALUE")]
     overrides: Vec<String>,
     /// Precision recipe: a built-in one (see `nibble recipe`) or the path of a TOML file.
@@ -16,7 +16,7 @@ pub struct Changes {
 }
 
 impl Changes {
-    /// All of them as overrides, those with options of their own last.
+    /// All of them as overrides; keys with their own options come last.
     pub fn overrides(self) -> Vec<String> {
         let mut overrides = self.overrides;
         overrides.extend(self.recipe.map(|name| format!("recipe={name}")));
@@ -27,20 +27,20 @@ impl Changes {
 /// `--device`, short for `--set run.device=...`.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct DeviceArg {
-    /// Where to compute: auto (a Hopper GPU for each rank if there are so many to use, else the CPU), cpu, cuda, or cuda:N.
+    /// Device: auto (a Hopper GPU for each rank if enough are usable, else the CPU), cpu, cuda, or cuda:N.
     #[arg(long, value_name = "DEVICE")]
     pub device: Option<DeviceChoice>,
 }
 
 impl DeviceArg {
-    /// The overrides, this one last.
+    /// Appends this override to `overrides`.
     pub fn after(&self, mut overrides: Vec<String>) -> Vec<String> {
         overrides.extend(self.device.map(|device| format!("run.device={device}")));
         overrides
     }
 }
 
-/// What the last of these overrides that sets a key sets it to.
+/// The value of a key by the last override that sets it.
 pub fn set_to<'o>(overrides: &'o [String], key: &str) -> Option<&'o str> {
     let value =
         |set: &'o String| set.split_once('=').filter(|(name, _)| name.trim() == key).map(|(_, value)| value);

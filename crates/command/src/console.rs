@@ -1,12 +1,12 @@
-//! Lines for people, and numbers as people read them. Such lines go through `say!` and `warn!`, which never panic, and show control
-//! characters instead of sending them to a terminal.
+//! Printed lines and number formatting. Lines go through `say!` and `warn!`, which never panic, and escape control
+//! characters.
 
 use crate::error::{Error, Result};
 use nibble_core::{readable, visible};
 use std::io::{ErrorKind, Write};
 use std::sync::OnceLock;
 
-/// Why a line did not get out, the first of them.
+/// The first error of writing a line.
 static LOST: OnceLock<std::io::Error> = OnceLock::new();
 
 /// Prints a line to standard output, as [`line()`] does.
@@ -21,30 +21,30 @@ macro_rules! warn {
     ($($arg:tt)*) => { $crate::console::aside(format_args!($($arg)*)) };
 }
 
-/// Prints a line, in which what a terminal would obey is shown instead. The command goes on if it does not get out, and
-/// [`require_said`] tells at its end.
+/// Prints a line with control characters escaped. If writing fails, the command continues, and
+/// [`require_said`] reports the error at its end.
 pub fn line(text: std::fmt::Arguments<'_>) {
     let text = visible(format_args!("{text}\n"));
     keep(std::io::stdout().write_all(text.as_bytes()));
 }
 
-/// Prints a line to standard error likewise; of very long names, which others may have given, their beginnings. Where that takes none, nobody is left to be told.
+/// Prints a line to standard error likewise; very long names, which may come from files, are cut. Write errors are ignored.
 pub fn aside(text: std::fmt::Arguments<'_>) {
     let text = visible(format_args!("{}\n", readable(&text.to_string())));
     let _ = std::io::stderr().write_all(text.as_bytes());
 }
 
-/// Remembers that a line did not get out.
+/// Records a failed write, for [`require_said`].
 pub fn keep(written: std::io::Result<()>) {
     if let Err(error) = written {
         let _ = LOST.set(error);
     }
 }
 
-/// Checks that every line got out. A reader that has gone away (`nibble recipe | head -1`) wanted no more of them.
+/// Checks that every line was written. A closed pipe (`nibble recipe | head -1`) is no error.
 ///
 /// # Errors
-/// What the system said, of a full disk say.
+/// From the system, for example on a full disk.
 pub fn require_said() -> Result<()> {
     match LOST.get() {
         Some(error) if error.kind() != ErrorKind::BrokenPipe => {
@@ -54,15 +54,15 @@ pub fn require_said() -> Result<()> {
     }
 }
 
-/// Bytes of a text that come a few at a time, on their way to a terminal: characters are shown when they are whole, and none is obeyed.
+/// Escapes a stream of text bytes for a terminal: a character is shown once it is complete, and control characters are escaped.
 #[derive(Debug, Default)]
 pub struct Shown {
-    /// The beginning of a character.
+    /// The first bytes of an incomplete character.
     begun: Vec<u8>,
 }
 
 impl Shown {
-    /// What these bytes make whole. A byte that belongs to no character is shown as `\x9b`.
+    /// Adds bytes; returns the text completed by them. A byte that belongs to no character is shown as `\x9b`.
     pub fn next(&mut self, bytes: &[u8]) -> String {
         self.begun.extend_from_slice(bytes);
         let all = std::mem::take(&mut self.begun);

@@ -1,5 +1,5 @@
-//! The environment variables of the command and of the CPU, and a list of all. Those of the GPU are read in
-//! [`nibble_cuda::env`], and in no third place.
+//! The environment variables of the command and of the CPU, and a list of all. Those of the GPU are read only in
+//! [`nibble_cuda::env`].
 
 use crate::error::{Error, Result};
 use nibble_core::Result as CoreResult;
@@ -9,65 +9,65 @@ use nibble_train::config::MOST_THREADS;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// What all of them begin with.
+/// Prefix of all variables.
 const PREFIX: &str = "NIBBLE_";
 const THREADS: &str = "NIBBLE_THREADS";
 const ISA: &str = "NIBBLE_ISA";
 /// Rank of a process that `nibble launch` started.
 pub const RANK: &str = "NIBBLE_RANK";
-/// How many processes it started, on all hosts.
+/// Number of processes that it started, on all hosts.
 pub const WORLD_SIZE: &str = "NIBBLE_WORLD_SIZE";
 /// Rank among the processes of the host.
 pub const LOCAL_RANK: &str = "NIBBLE_LOCAL_RANK";
-/// How many processes are on the host.
+/// Number of processes on the host.
 pub const LOCAL_WORLD_SIZE: &str = "NIBBLE_LOCAL_WORLD_SIZE";
 /// HOST:PORT where ranks meet.
 pub const RENDEZVOUS: &str = "NIBBLE_RENDEZVOUS";
-/// The secret by which ranks know each other.
+/// The secret that authenticates ranks.
 pub const SECRET: &str = "NIBBLE_SECRET";
-/// A file that holds it.
+/// A file with the secret.
 pub const SECRET_FILE: &str = "NIBBLE_SECRET_FILE";
 /// Seconds after a failure within which all ranks end.
 pub const DEADLINE: &str = "NIBBLE_DEADLINE";
-/// Seconds until all ranks have come.
+/// Seconds within which all ranks must join.
 pub const JOIN_DEADLINE: &str = "NIBBLE_JOIN_DEADLINE";
-/// Seconds until rows that ranks on GPUs wait for have arrived.
+/// Seconds within which rows from other GPUs must arrive.
 pub const EXCHANGE_DEADLINE: &str = "NIBBLE_EXCHANGE_DEADLINE";
-/// The folder of `nibble launch` for its ranks' last words.
+/// The folder of `nibble launch` for its ranks' status and errors.
 pub const LAUNCH_DIR: &str = "NIBBLE_LAUNCH_DIR";
-/// What goes wrong, in builds for tests.
+/// Faults to inject, in test builds.
 pub const FAULT: &str = "NIBBLE_FAULT";
 #[cfg(debug_assertions)]
 const SIGNAL_WINDOW: &str = "NIBBLE_SIGNAL_WINDOW";
 
 /// Name and meaning of each of these.
 const VARIABLES: &[(&str, &str)] = &[
-    (THREADS, "worker threads where the configuration has run.threads = 0; 0 or unset: one a core"),
-    (ISA, "instruction set: portable, avx2, avx512, avx512bf16, or scalar for the specification"),
+    (THREADS, "worker threads if the configuration has run.threads = 0; 0 or unset: one per core"),
+    (ISA, "instruction set: portable, avx2, avx512, avx512bf16, or scalar (the specification)"),
     (RANK, "rank of a process; nibble launch sets it, and the next three"),
     (WORLD_SIZE, "number of ranks"),
-    (LOCAL_RANK, "rank among those of its host"),
+    (LOCAL_RANK, "rank within its host"),
     (LOCAL_WORLD_SIZE, "number of ranks on its host"),
     (RENDEZVOUS, "HOST:PORT where ranks meet, as --rendezvous; mpirun needs it, nibble launch sets it"),
-    (SECRET, "the secret by which ranks know each other, 16 characters or more"),
-    (SECRET_FILE, "a file of mode 600 that holds the secret, where NIBBLE_SECRET is not set"),
-    (DEADLINE, "seconds after a failure within which all ranks have ended, 2 to 86400; unset: 30"),
-    (JOIN_DEADLINE, "seconds in which all ranks must come at the start, 2 to 86400; unset: 300"),
+    (SECRET, "shared secret that authenticates the ranks of a run, 16 characters or more"),
+    (SECRET_FILE, "file of mode 600 with the secret, if NIBBLE_SECRET is not set"),
+    (DEADLINE, "seconds within which all ranks end after a failure, 2 to 86400; unset: 30"),
+    (JOIN_DEADLINE, "seconds within which all ranks must join at the start, 2 to 86400; unset: 300"),
     (
         EXCHANGE_DEADLINE,
-        "seconds in which rows from ranks on other GPUs must arrive, 2 to 86400; unset: 600, as a rank may have kernels to compile",
+        "seconds within which rows from other GPUs must arrive, 2 to 86400; unset: 600, as a rank may have kernels to compile",
     ),
-    (LAUNCH_DIR, "where a rank leaves what nibble launch tells of it; nibble launch sets it"),
+    (LAUNCH_DIR, "folder in which a rank leaves its status and last error for nibble launch, which sets it"),
     ("NIBBLE_TORCHRUN", "how the tests call torchrun; the command does not read it"),
     ("NIBBLE_MPIRUN", "how the tests call Open MPI's mpirun; the command does not read it"),
     ("NIBBLE_TESTDATA", "where the tests find golden vectors and data; the command does not read it"),
-    ("NIBBLE_EXHAUSTIVE", "1: the tests take the whole of their lists; the command does not read it"),
-    ("NIBBLE_FUZZ_SECONDS", "for how long each fuzz test makes inputs; the command does not read it"),
+    ("NIBBLE_EXHAUSTIVE", "1: the tests run their full lists of cases; the command does not read it"),
+    ("NIBBLE_FUZZ_SECONDS", "seconds that each fuzz test runs; the command does not read it"),
     ("NIBBLE_BLESS", "1: the golden-loss test rewrites its files; the command does not read it"),
     #[cfg(debug_assertions)]
-    (FAULT, "builds for tests alone: what goes wrong at which point of a run, as in kill@file-written:3"),
+    (FAULT, "test builds only: the fault to inject and its place, as in kill@file-written:3"),
     #[cfg(debug_assertions)]
-    (SIGNAL_WINDOW, "builds for tests alone: for how many seconds a second signal is the first one's echo"),
+    (SIGNAL_WINDOW, "test builds only: seconds within which a second signal counts as the first one's echo"),
 ];
 
 /// The names of the instruction sets, and the scalar specification.
@@ -79,7 +79,7 @@ const CODE: [(&str, Isa, CodePath); 5] = [
     ("scalar", Isa::Portable, CodePath::Scalar),
 ];
 
-/// What the variables say.
+/// The values of the variables.
 #[derive(Debug, Clone, Copy)]
 pub struct Env {
     threads: usize,
@@ -91,7 +91,7 @@ impl Env {
     /// Reads the variables.
     ///
     /// # Errors
-    /// A value that makes no sense, or an instruction set that this machine lacks.
+    /// An invalid value, or an instruction set that this machine lacks.
     pub fn read() -> Result<Self> {
         let threads = match std::env::var(THREADS) {
             Err(_) => 0,
@@ -107,13 +107,13 @@ impl Env {
         Ok(Self { threads, isa, path })
     }
 
-    /// Worker threads over all ranks; `configured` comes first, 0 leaves it to the environment.
+    /// Worker threads over all ranks: `configured`, or if that is 0 the environment's.
     pub fn threads(&self, configured: usize) -> usize {
         let cores = || std::thread::available_parallelism().map_or(1, usize::from);
         [configured, self.threads].into_iter().find(|n| *n > 0).unwrap_or_else(cores)
     }
 
-    /// A backend of so many threads.
+    /// A CPU backend of `threads` threads.
     pub fn cpu(&self, threads: usize) -> CoreResult<Cpu> {
         Cpu::with(threads, self.isa, self.path)
     }
@@ -141,13 +141,13 @@ pub fn all() -> impl Iterator<Item = (&'static str, &'static str)> {
     VARIABLES.iter().copied().chain(nibble_cuda::env::HELP.iter().copied())
 }
 
-/// A variable of this process; nothing where it is not set. What is no Unicode has been refused by [`require_text`] where it counts.
+/// A variable of this process; `None` if it is not set. [`require_text`] has refused values that are not Unicode.
 #[must_use]
 pub fn var(name: &str) -> Option<String> {
     std::env::var(name).ok()
 }
 
-/// Refuses the first of the variables of Nibble that is read as text and is none.
+/// Refuses the first of Nibble's text variables that is not UTF-8.
 ///
 /// # Errors
 /// [`Error::Usage`] naming it.
@@ -156,7 +156,7 @@ pub fn require_text() -> Result<()> {
     require_text_of(own)
 }
 
-/// Refuses the first of these variables that is no text.
+/// Refuses the first of these variables that is not UTF-8.
 ///
 /// # Errors
 /// [`Error::Usage`] naming it.
@@ -168,7 +168,7 @@ pub(crate) fn require_text_of(names: impl IntoIterator<Item = &'static str>) -> 
     }
 }
 
-/// Variables that may hold any bytes: paths, and what the tests alone read.
+/// Variables that may hold any bytes: paths, and variables that only tests read.
 const IN_ANY_BYTES: &[&str] = &[
     LAUNCH_DIR,
     "NIBBLE_TORCHRUN",
@@ -179,12 +179,12 @@ const IN_ANY_BYTES: &[&str] = &[
     "NIBBLE_BLESS",
 ];
 
-/// A path that a variable holds; nothing where it is not set.
+/// A variable as a path; `None` if it is not set.
 pub(crate) fn path(name: &str) -> Option<PathBuf> {
     std::env::var_os(name).map(PathBuf::from)
 }
 
-/// What a variable holds, for people; of a secret, that it is set.
+/// A variable's value for printing; for a secret, only that it is set.
 #[must_use]
 pub fn shown(name: &str) -> String {
     match std::env::var_os(name) {
@@ -194,11 +194,11 @@ pub fn shown(name: &str) -> String {
     }
 }
 
-/// Asks for the faults that the variable lists for this rank, `ACTION@POINT:COUNT` or `RANK/ACTION@POINT:COUNT` between commas; there are none in
-/// a build without debug assertions.
+/// Arms the faults that the variable lists for this rank: comma-separated `ACTION@POINT:COUNT` or `RANK/ACTION@POINT:COUNT`. Builds without
+/// debug assertions have no faults.
 ///
 /// # Errors
-/// A fault that does not exist.
+/// An unknown fault.
 #[cfg(debug_assertions)]
 pub fn arm_faults(rank: usize) -> Result<()> {
     use nibble_train::fault;
@@ -211,7 +211,7 @@ pub fn arm_faults(rank: usize) -> Result<()> {
     Ok(())
 }
 
-/// For how long after a signal a second one is the same request: it was sent to the process and to its group.
+/// Time after a signal within which a second one is the same request, sent to the process and to its group.
 #[must_use]
 pub fn signal_window() -> Duration {
     const WINDOW: Duration = Duration::from_secs(3);
@@ -227,7 +227,7 @@ pub fn help() -> String {
     all().map(|(name, meaning)| format!("  {name:<23} {meaning}\n")).collect()
 }
 
-/// A warning for each variable that is set, looks as if meant for Nibble, and is read by nobody.
+/// A warning for each variable that is set, has Nibble's prefix, and is unknown.
 pub fn unknown() -> Vec<String> {
     let names = std::env::vars_os().map(|(name, _)| name.to_string_lossy().into_owned());
     let known = |n: &String| all().any(|(known, _)| known == n);

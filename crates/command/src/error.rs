@@ -1,7 +1,7 @@
-//! What a command ends with when it does not succeed: a message, and whose fault it was.
+//! Errors of commands: a message, and an exit code.
 //!
-//! Exit codes: 0 done, 1 the run failed, 2 the request cannot be followed as it stands; 130, 143 and 129 a run that SIGINT, SIGTERM or
-//! SIGHUP stopped. Libraries know no exit codes.
+//! Exit codes: 0 done, 1 the run failed, 2 the request cannot be carried out as given; 130, 143 and 129 a run stopped by SIGINT, SIGTERM
+//! or SIGHUP. Libraries know no exit codes.
 
 use crate::allocation;
 use std::fmt;
@@ -15,15 +15,15 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// Why a command did not succeed.
 #[derive(Debug)]
 pub enum Error {
-    /// The request cannot be followed as it stands: exit code 2.
+    /// The request cannot be carried out as given: exit code 2.
     Usage(String),
     /// The run failed: exit code 1.
     Failed(String),
-    /// Another rank failed, and this is its echo: exit code 1, and never reported where the cause is known.
+    /// A consequence of another rank's failure: exit code 1; not reported if the cause is known.
     Echo(String),
-    /// A signal stopped the run, which has said so: exit code 128 and its number.
+    /// A signal stopped the run, which has reported it: exit code 128 + signal.
     Stopped(usize),
-    /// Another process tells why: this exit code.
+    /// Another process reports the error: this exit code.
     Told(u8),
 }
 
@@ -38,12 +38,12 @@ impl Error {
         move |source| nibble_train::Error::Io { path: path.to_owned(), source }.into()
     }
 
-    /// What the process ends with.
+    /// Exit code of the process.
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Usage(_) => 2,
             Self::Failed(_) | Self::Echo(_) => 1,
-            // Signals have numbers below 65.
+            // Signal numbers are below 65.
             Self::Stopped(signal) => 128 + *signal as u8,
             Self::Told(code) => *code,
         }
@@ -88,7 +88,7 @@ impl From<nibble_core::Error> for Error {
 /// The first panic of the process: message and place.
 static PANIC: Mutex<Option<String>> = Mutex::new(None);
 
-/// Keeps what the first panic says, from now on, instead of printing it.
+/// From now on, stores the first panic's message instead of printing it.
 pub fn keep_panics() {
     panic::set_hook(Box::new(|info| {
         let payload = info.payload();
@@ -103,13 +103,12 @@ pub fn keep_panics() {
     }));
 }
 
-/// Runs a command. A panic, which only a defect of Nibble can cause, becomes an error like any other.
+/// Runs a command. A panic, which only a defect of Nibble can cause, becomes an error.
 pub fn catch(command: impl FnOnce() -> Result<()>) -> Result<()> {
     panic::catch_unwind(AssertUnwindSafe(command)).unwrap_or_else(|_| Err(panicked()))
 }
 
-/// Whether this is how the standard library ends a thread that has begun and finds no memory for its signal handler: a panic from which
-/// nothing can unwind.
+/// Whether this is the standard library's panic of a new thread without memory for its signal stack, which cannot unwind.
 fn is_refused_thread(message: &str) -> bool {
     ["failed to allocate an alternative stack", "failed to set up alternative stack"]
         .iter()
@@ -119,7 +118,7 @@ fn is_refused_thread(message: &str) -> bool {
 /// The error of a thread that panicked.
 pub fn panicked() -> Error {
     let first = PANIC.lock().unwrap_or_else(PoisonError::into_inner);
-    let what = first.as_deref().unwrap_or("a thread ended without a word");
+    let what = first.as_deref().unwrap_or("a thread ended without a message");
     Error::Failed(format!("internal error, a defect of nibble: {what}"))
 }
 

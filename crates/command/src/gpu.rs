@@ -1,12 +1,12 @@
-//! The GPU that a command runs on.
+//! The GPU of a command that needs one.
 
 use crate::error::{Error, Result};
 use nibble_cuda::{Cuda, probe};
 
-/// Opens the first GPU that the kernels run on, if they can be compiled.
+/// Opens the first GPU that supports the kernels, if they can be compiled.
 ///
 /// # Errors
-/// A usage error that says what was found instead, if there is none; `otherwise` is what to do without one.
+/// A usage error that says what was found, if there is no such GPU; `otherwise` says what to do without one.
 pub fn open(otherwise: &str) -> Result<Cuda> {
     match probe().usable().next().filter(|_| probe().nvrtc.is_ok()) {
         Some(gpu) => Ok(Cuda::new(gpu.ordinal)?),

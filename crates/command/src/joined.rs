@@ -1,7 +1,7 @@
-//! A rank that is a process: it finds the others, computes among them, and ends with them.
+//! Ranks as processes: a rank joins the others, computes with them, and ends with them.
 //!
-//! All of them are clients of one hub. `nibble launch` has the hub in its own process; where another launcher started the ranks, it is in
-//! the first rank's. One process prints the run's error: the launcher, or else rank 0, or rank 1 where the hub was lost with rank 0.
+//! All ranks are clients of one hub, which runs in the process of `nibble launch`, or under another launcher in rank 0's process. One
+//! process prints the run's error: the launcher, or else rank 0, or rank 1 if the hub was lost with rank 0.
 //!
 //! Under `nibble launch` each rank keeps a small file with its step and phase up to date. The file survives a SIGKILL, so the message
 //! says where the kill struck, and not where the rank was at its last heartbeat.
@@ -21,16 +21,16 @@ use std::io::ErrorKind;
 use std::net::TcpListener;
 use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 
-/// How this process was started among others.
+/// A process that is one rank of several.
 #[derive(Debug)]
 pub struct Process {
-    /// By whom, and as which rank.
+    /// Its launcher and rank.
     pub launched: Launched,
     secret: Secret,
     limits: Limits,
 }
 
-/// This process's place among others, once it is known.
+/// This process as a rank, once that is known.
 static THIS: OnceLock<Option<Process>> = OnceLock::new();
 
 /// This rank's connection to the hub, while it has one.
@@ -39,14 +39,14 @@ static CLIENT: RwLock<Option<Client>> = RwLock::new(None);
 /// Where the ranks of a run meet.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct RendezvousArg {
-    /// Where ranks that are processes meet, HOST:PORT on the first rank's host, where their launcher gives no such address (mpirun) or a
-    /// network is chosen.
+    /// Address HOST:PORT on rank 0's host where ranks that are processes meet; needed where their launcher gives none (mpirun), or to
+    /// choose a network.
     #[arg(long, value_name = "HOST:PORT")]
     rendezvous: Option<String>,
 }
 
 impl RendezvousArg {
-    /// Finds out whether this process is a rank among others. To be asked before anything else is done.
+    /// Determines whether this process is one rank of several. Must be called before anything else.
     ///
     /// # Errors
     /// [`Error::Usage`] for environment variables that do not fit together, and for ranks without a secret.
@@ -61,21 +61,21 @@ impl RendezvousArg {
     }
 }
 
-/// This process's place among others; none where it is alone, or has not [begun](RendezvousArg::begin) as one of several.
+/// This process as a rank of several; `None` if it is alone, or before [`begin`](RendezvousArg::begin).
 pub fn this() -> Option<&'static Process> {
     THIS.get().and_then(Option::as_ref)
 }
 
-/// Whether this process speaks for all: it is alone, or the first rank.
+/// Whether this process prints for all ranks: it is alone, or rank 0.
 pub fn is_first() -> bool {
     rank() == 0
 }
 
-/// This process's rank among others; 0 of one that is alone.
+/// This process's rank; 0 if it is alone.
 pub fn rank() -> usize {
     match THIS.get() {
         Some(process) => process.as_ref().map_or(0, |process| process.launched.rank),
-        // What is wrong with the variables is told where the rank begins.
+        // Invalid variables are reported by `begin`.
         None => launched::rank(env::var),
     }
 }
@@ -85,7 +85,7 @@ impl Process {
         let text = launched::secret(env::var, launched::read_secret)?;
         let mut text = text.ok_or_else(|| launched::missing_secret(&launched))?;
         if let Meeting::First { ports, .. } = &launched.meeting {
-            // They follow from the run: another run of the same secret has another one.
+            // The ports follow from the run, so another run with the same secret gets a different derived secret.
             text += &format!(" {ports:?}");
         }
         let secret = Secret::from_text(&text);
@@ -93,10 +93,10 @@ impl Process {
         Ok(Self { launched, secret: secret.map_err(Error::usage)?, limits: Limits { deadline, join } })
     }
 
-    /// The number of ranks as an override: the launcher's.
+    /// The launcher's number of ranks, as an override.
     ///
     /// # Errors
-    /// [`Error::Usage`] where one of these overrides asks for another.
+    /// [`Error::Usage`] if one of these overrides sets another number.
     pub fn ranks(&self, overrides: &[String]) -> Result<String> {
         let Launched { launcher, world, .. } = self.launched;
         let is_other = |asked: &str| asked.trim().parse() != Ok(world);
@@ -108,14 +108,14 @@ impl Process {
         }
     }
 
-    /// Divides a run that had another number of ranks among these: with as many replicas as there were, or as few as divide the ranks. Then what
-    /// divided layers and experts before still does.
+    /// Divides a run that had another number of ranks among these. The number of replicas becomes its greatest common divisor with the
+    /// ranks, so whatever it divided before, it still divides.
     pub fn divide(&self, run: &mut RunConfig) {
         run.ranks = self.launched.world;
         run.dp = common_divisor(run.dp, run.ranks);
     }
 
-    /// The hub, where it is this process's to have it, and the addresses at which it may be.
+    /// Starts the hub if this process hosts it; also returns the addresses at which the hub may be.
     fn meet(&self) -> Result<(Option<Hub>, Vec<String>)> {
         let (host, ports) = match &self.launched.meeting {
             Meeting::At(address) => return Ok((None, vec![address.clone()])),
@@ -147,16 +147,16 @@ impl Process {
         let why = taken.map_or_else(String::new, |why| format!(": {why}"));
         let tried = ports.iter().map(u16::to_string).collect::<Vec<_>>().join(", ");
         Err(Error::usage(format!(
-            "rank 0 cannot listen on {host}, where the ranks are to meet, port {tried}{why}; another process does: start rank 0 once, \
+            "rank 0 cannot listen on {host}, where the ranks are to meet, port {tried}{why}; another process listens there: start rank 0 once, \
              or choose another port by --rendezvous HOST:PORT"
         )))
     }
 
-    /// Runs `body` as this rank among the others. `agreed` is what all of them must have the same before they begin, lines of TOML; what else must be
-    /// is compared by who needs it.
+    /// Runs `body` as this rank. `agreed`: lines of TOML that must be equal on all ranks before they begin; other
+    /// agreements are checked where they are needed.
     ///
     /// # Errors
-    /// What ends the run, of whichever rank; told already where another process tells it.
+    /// The error that ends the run, from any rank; [`Error::Told`] if another process prints it.
     pub fn run<T>(
         &'static self,
         run: &RunConfig,
@@ -192,13 +192,13 @@ impl Process {
         };
         drop(axes);
         if let Some(hub) = hub {
-            // The others still need it: to leave, or to hear why they end. What they end with is what this rank does.
+            // The other ranks still need the hub, to leave or to hear why the run ends. This rank has the same outcome.
             let _ = hub.wait();
         }
         done
     }
 
-    /// Leaves the others, in peace or with an error.
+    /// Leaves the run, or reports this rank's error to the hub.
     fn conclude<T>(&self, done: Result<T>) -> Result<T> {
         let client = CLIENT.write().unwrap_or_else(PoisonError::into_inner).take();
         let Some(client) = client else { return done };
@@ -220,11 +220,11 @@ impl Process {
         }
     }
 
-    /// The run's failure, as this process ends with it: said here, or by another.
+    /// This process's error for the run's failure: printed here, or by another process.
     fn told(&self, failure: &Failure, hub_is_there: bool) -> Error {
         let speaker = match (self.launched.launcher, hub_is_there) {
             (Launcher::Nibble, true) => None,
-            // This rank has lost its own connection: it says so to the launcher.
+            // This rank has lost its connection and reports that to the launcher itself.
             (Launcher::Nibble, false) if launcher_is_there() => Some(self.launched.rank),
             (Launcher::Nibble, false) | (_, true) => Some(0),
             // The hub was in the first rank's process.
@@ -239,23 +239,23 @@ impl Process {
     }
 }
 
-/// The file in the launcher's folder in which a rank leaves what it ends with.
+/// The file in the launcher's folder with a rank's last error.
 pub fn word_of(rank: usize) -> String {
     format!("rank-{rank}")
 }
 
-/// The file there that says what a rank does.
+/// The file in the launcher's folder with a rank's status.
 pub fn status_of(rank: usize) -> String {
     format!("status-{rank}")
 }
 
-/// The file there in which the first rank leaves the name of the run's folder.
+/// The file in the launcher's folder in which rank 0 leaves the run's folder.
 pub const RUN: &str = "run";
 
-/// The process that has started this one.
+/// The parent process.
 static PARENT: OnceLock<u32> = OnceLock::new();
 
-/// Whether the process that has started this one is still there: another one takes its place otherwise.
+/// Whether the original parent still exists; otherwise another process has become the parent.
 fn launcher_is_there() -> bool {
     let parent = parent();
     *PARENT.get_or_init(|| parent) == parent
@@ -271,7 +271,7 @@ fn parent() -> u32 {
     0
 }
 
-/// Leaves a text for `nibble launch`, if that has started this process and is there: in this file of its folder.
+/// Writes a text to this file in the folder of `nibble launch`, if that started this process and still exists.
 fn leave(file: &str, text: &str) -> bool {
     if !launcher_is_there() {
         return false;
@@ -280,13 +280,13 @@ fn leave(file: &str, text: &str) -> bool {
     dir.is_some_and(|dir| std::fs::write(dir.join(file), text).is_ok())
 }
 
-/// Leaves what this rank ends with for `nibble launch` to tell. False if there is nobody who would.
+/// Leaves this rank's error for `nibble launch` to print. False if there is no launcher to print it.
 fn leave_word(text: &str) -> bool {
     leave(&word_of(rank()), text)
 }
 
 impl Error {
-    /// Tells of it, unless that is done: on standard error, or to the launcher, which tells the errors of all ranks.
+    /// Reports the error, unless that is done: on standard error, or to the launcher, which prints the errors of all ranks.
     pub fn tell(&self) {
         if !matches!(self, Self::Stopped(_) | Self::Told(_)) && !leave_word(&self.to_string()) {
             warn!("error: {self}");
@@ -294,7 +294,7 @@ impl Error {
     }
 }
 
-/// Leaves the folder of the run for `nibble launch`, which goes on with that run once it has begun.
+/// Tells `nibble launch` the run's folder, so a restart resumes that run.
 pub fn leave_run(dir: &str) {
     leave(RUN, dir);
 }
@@ -307,7 +307,7 @@ fn common_divisor(a: usize, b: usize) -> usize {
     if b == 0 { a } else { common_divisor(b, a % b) }
 }
 
-/// Ends this process, whatever else it is doing: what runs at an ordinary end may wait for that.
+/// Ends this process at once, without exit handlers, which may wait for other threads.
 fn exit_now(code: u8) -> ! {
     #[cfg(unix)]
     // SAFETY: ends the process.
@@ -318,7 +318,7 @@ fn exit_now(code: u8) -> ! {
     std::process::exit(code.into())
 }
 
-/// What this process does, for the others.
+/// The status of this process.
 fn status() -> Status {
     let phase = allocation::with_phase(|text, part| if part.is_empty() { text } else { part }.to_owned());
     Status { step: allocation::step(), phase }
@@ -327,7 +327,7 @@ fn status() -> Status {
 /// The name of this host.
 pub(crate) fn host() -> String {
     let mut name = [0u8; 256];
-    // SAFETY: the system writes no more than so many bytes, and the last one is kept for the end of the text.
+    // SAFETY: the system writes at most the given number of bytes, and the last byte stays the terminating zero.
     #[cfg(unix)]
     unsafe {
         libc::gethostname(name.as_mut_ptr().cast(), name.len() - 1)
@@ -336,10 +336,10 @@ pub(crate) fn host() -> String {
     String::from_utf8_lossy(&name[..end]).into_owned()
 }
 
-/// Where this process says what it does, for `nibble launch` to find whatever becomes of the process.
+/// The status file of this process, which `nibble launch` can read even after a kill.
 static STATUS: OnceLock<File> = OnceLock::new();
 
-/// From now on this process says there what it does.
+/// From now on, this process keeps its status file up to date.
 fn leave_status() {
     let dir = env::path(env::LAUNCH_DIR);
     let file = dir.and_then(|dir| File::create(dir.join(status_of(rank()))).ok());
@@ -349,7 +349,7 @@ fn leave_status() {
     }
 }
 
-/// Overwrites it in one write of one length: it is never half of one.
+/// Overwrites the status file by one write of a fixed length, so it is never torn.
 fn write_status() {
     const BYTES: usize = 320;
     let Status { step, phase } = status();
@@ -362,26 +362,26 @@ fn write_status() {
     }
 }
 
-/// What a rank did last, as it has left it in the launcher's folder.
+/// The last status of a rank, by its status file.
 pub fn left_status(text: &str) -> Option<Status> {
     let (step, phase) = text.split_once('\n')?;
     Some(Status { step: step.parse().ok(), phase: phase.trim_end().to_owned() })
 }
 
-/// Does something with this rank's connection, while there is one.
+/// Calls `what` with this rank's connection, if there is one.
 fn with_client(what: impl FnOnce(&Client)) {
     if let Some(client) = &*CLIENT.read().unwrap_or_else(PoisonError::into_inner) {
         what(client);
     }
 }
 
-/// Cuts this rank's connection, for tests of faults.
+/// Cuts this rank's connection, for fault tests.
 #[cfg(debug_assertions)]
 fn disconnect() {
     with_client(Client::disconnect);
 }
 
-/// What this rank gives to the others goes through the hub.
+/// The link over which this rank sends rows to others, through the hub.
 #[derive(Debug)]
 struct Wire;
 
@@ -397,17 +397,17 @@ impl Link for Wire {
     }
 
     fn fail(&self, why: &str) {
-        // Whether it is the user's mistake is known where the rank ends, whose exit code says it.
+        // Whether it is a usage error is known only where the rank ends, by its exit code.
         with_client(|client| {
             client.fail(why, false);
         });
     }
 
-    /// The rank leaves when its work is done, and it has no more to give then.
+    /// Nothing to do: the rank leaves the hub after its work, when there is nothing more to send.
     fn leave(&self) {}
 }
 
-/// What this rank hears of the others.
+/// Receives what the hub tells this rank.
 struct Hearing {
     arrivals: Arrivals,
     process: &'static Process,
@@ -433,7 +433,7 @@ impl Ears for Hearing {
         self.arrivals.failed(&failure.to_string());
     }
 
-    /// This rank cannot be reached: what it does takes longer than the others may wait.
+    /// This rank is stuck: its current work takes longer than the others may wait.
     fn overdue(&self, failure: &Failure) {
         let error = self.process.told(failure, true);
         error.tell();

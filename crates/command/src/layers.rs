@@ -1,4 +1,4 @@
-//! A layer of each kind under a recipe, and what a backend sees of it.
+//! Runs a layer of each kind under a recipe, and records its conversions.
 
 use crate::env::Env;
 use crate::error::Result;
@@ -14,17 +14,18 @@ pub fn each_kind() -> impl Iterator<Item = Layer> {
     [LayerKind::Expert, LayerKind::Linear, LayerKind::Head].into_iter().filter_map(of_kind)
 }
 
-/// The first layer of this kind in a model with experts and a head of its own; of dense ones the first that shares its input with no other.
+/// The first layer of this kind in a model with experts and an untied head; for dense layers, the first that shares its input with no other
+/// layer.
 pub fn of_kind(kind: LayerKind) -> Option<Layer> {
     let model = ModelSpec::new(&ModelConfig { tie_embeddings: false, ..ModelConfig::default() });
     let alone = model.blocks().next().and_then(|block| block.attn.out().layer());
     alone.into_iter().chain(model.recipe_layers()).find(|layer| layer.kind == kind)
 }
 
-/// Every change of representation in one layer, forward and backward, as a backend sees them at a point of a run (step / steps).
+/// Every change of representation in one layer, forward and backward, as recorded by a backend at a point of a run (step / steps).
 ///
 /// # Errors
-/// A CPU that cannot be had as the environment asks for it; what the layer returns.
+/// If the environment's settings for the CPU are invalid; from the layer.
 pub fn changes(recipe: &Recipe, layer: &Layer, progress: f64) -> Result<Vec<Change>> {
     let env = Env::read()?;
     let recorder = Recorder::eager(env.cpu(env.threads(0))?);

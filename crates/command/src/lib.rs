@@ -2,19 +2,19 @@
 //!
 //! | module | what |
 //! | --- | --- |
-//! | [`device`] | what a command computes on: chosen by the configuration and by what there is, opened here and nowhere else |
+//! | [`device`] | a command's device: chosen by the configuration and by what is available; opened only here |
 //! | [`ranks`] | ranks as threads |
 //! | [`launched`] | which launcher started this process, as which rank, and where the ranks meet |
-//! | [`joined`] | ranks as processes: how one finds the others, and ends with them |
-//! | [`links`] | how fast messages go between ranks, and which links are slow |
+//! | [`joined`] | ranks as processes: how they find each other, and end together |
+//! | [`links`] | bandwidth and latency between ranks, and which links are slow |
 //! | [`gpu`] | the GPU of a command that needs one |
 //! | [`changes`] | options that change a configuration |
-//! | [`layers`] | a layer of each kind under a recipe, and what a backend sees of it |
+//! | [`layers`] | a layer of each kind under a recipe, and its recorded conversions |
 //! | [`env`](mod@env) | the environment variables of the command and of the CPU |
-//! | [`allocation`] | what happens where the system refuses memory |
-//! | [`output`] | files that a command was asked to write: what they may replace |
-//! | [`console`] | lines for people |
-//! | [`error`] | what a command ends with |
+//! | [`allocation`] | out-of-memory errors |
+//! | [`output`] | output files, and what they may replace |
+//! | [`console`] | printed lines |
+//! | [`error`] | errors and exit codes |
 
 pub mod allocation;
 pub mod changes;

@@ -1,9 +1,9 @@
-//! How fast messages go from each rank to each other one, and which of these links are slow: `nibble doctor --links`, and `--check-links`
-//! before a run. Messages go through `Comm`, on any backend.
+//! Bandwidth and latency between all pairs of ranks, and which links are slow: `nibble doctor --links`, and `--check-links` before a run.
+//! Messages go through `Comm`, on any backend.
 //!
-//! Ranks are paired in rounds, each with one partner at most, so no rank carries two messages at once. In a round first one of the two
-//! sends and then the other: a rate is of one direction, and is measured at the receiver. All pairs of a round send at the same time, as
-//! in a run: what they share there, such as a network card, they share here too.
+//! Ranks are paired in rounds, each with at most one partner, so no rank carries two messages at once. In a round first one rank of a pair
+//! sends and then the other; the rate of each direction is measured at the receiver. All pairs of a round send at the same time, so links
+//! share resources such as a network card, as they do in a run.
 
 use crate::device::{Device, On};
 use crate::error::Result;
@@ -13,16 +13,16 @@ use std::fmt;
 use std::ops::Range;
 use std::time::Instant;
 
-/// What is measured, and so how long it takes and how much memory: two buffers of a message.
+/// Sizes of the measurement, which decide its duration. Memory: two buffers of one message.
 #[derive(Debug, Clone, Copy)]
 struct Effort {
-    /// Of a message that a rate is taken of.
+    /// Bytes of a message whose rate is measured.
     bytes: usize,
-    /// Those of a window, one after the other.
+    /// Messages of a window, back to back.
     messages: usize,
-    /// The fastest of these windows counts: whatever disturbs one makes it slower.
+    /// Number of windows. The fastest counts, since disturbances only slow a window down.
     windows: usize,
-    /// Small messages there and back, of which a latency is the mean.
+    /// Round trips of small messages, averaged to the latency.
     pings: usize,
 }
 
@@ -30,7 +30,7 @@ impl Effort {
     fn on(kind: DeviceKind) -> Self {
         let (bytes, messages) = match kind {
             DeviceKind::Gpu => (64 << 20, 8),
-            // Rows of ranks on CPUs are copied, and may all go through one socket.
+            // Rows of CPU ranks are copied, and may all go through one socket.
             DeviceKind::Host => (1 << 20, 4),
         };
         Self { bytes, messages, windows: 3, pings: 50 }
@@ -39,11 +39,11 @@ impl Effort {
 
 /// Bytes of a small message.
 const SMALL: usize = 16;
-/// Room for what a rank tells of itself.
+/// Bytes for the names of a rank's host and device.
 const WORD_BYTES: usize = 256;
 /// A link is slow if its rate is below this share of the median of its kind.
 const SLOW: f64 = 0.5;
-/// Slow links that are told of one by one, at most.
+/// Most slow links that are listed.
 const MOST_TOLD: usize = 8;
 
 /// A rank's end of its links.
@@ -51,16 +51,16 @@ const MOST_TOLD: usize = 8;
 pub struct End {
     /// The name of its host.
     pub host: String,
-    /// Its device, told apart from others of the host.
+    /// Its device, by a name unique on the host.
     pub device: String,
 }
 
-/// Which links are compared with one another.
+/// Classes of links, each compared among its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// Both ends are on one host.
     Within,
-    /// They are on two.
+    /// The ends are on two hosts.
     Between,
 }
 
@@ -73,16 +73,16 @@ impl fmt::Display for Kind {
     }
 }
 
-/// What a slow link was compared with, in bytes a second.
+/// What a slow link was compared with, in bytes per second.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Against {
-    /// The median of all links of its kind: it has less than half of that.
+    /// The median of all links of its kind; the link has less than half of it.
     Median(Kind, f64),
-    /// What its two devices reach at least, if they are joined as their maker meant.
+    /// The least rate of its two devices if they are connected as designed.
     Least(f64),
 }
 
-/// A link that is slow.
+/// A slow link.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Slow {
     /// The rank that sends.
@@ -95,13 +95,13 @@ pub struct Slow {
     pub against: Against,
 }
 
-/// All links of some ranks.
+/// The measured links between ranks.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Links {
-    /// Of the ranks' devices.
+    /// Kind of the ranks' devices.
     kind: DeviceKind,
     ends: Vec<End>,
-    /// Bytes a second that a rank's device reaches at least with another of its host; 0 where that is not known.
+    /// Least bytes per second between each rank's device and others of its host; 0 if unknown.
     least: Vec<f64>,
     /// Bytes a second, `[from, to]`.
     rates: Vec<f64>,
@@ -109,8 +109,8 @@ pub struct Links {
     latencies: Vec<f64>,
 }
 
-/// Measures all links between these ranks, which call this together. Every rank gets the same. On a GPU it takes 128 MiB of memory for two messages, on
-/// a host 2 MiB a rank and what its communicator copies.
+/// Measures all links between the ranks. Collective; every rank gets the same result. Memory: on a GPU 128 MiB for two messages, on a
+/// host 2 MiB per rank and the communicator's copies.
 ///
 /// # Errors
 /// From the device and the other ranks.
@@ -119,7 +119,7 @@ pub fn measure<B: Device>(b: &B, comm: &dyn Comm<B>) -> CoreResult<Links> {
     let ends = introduced(b, comm)?;
     let effort = Effort::on(b.kind());
     let mut line = Line::new(b, comm, effort.bytes)?;
-    // Of each other rank: seconds of a message from it, and of a small one either way.
+    // Per other rank: seconds of a message from it, and the latency.
     let mut own = vec![[0.0; 2]; ranks];
     for round in rounds(ranks) {
         let partner = partner(round, me, ranks);
@@ -128,7 +128,7 @@ pub fn measure<B: Device>(b: &B, comm: &dyn Comm<B>) -> CoreResult<Links> {
         let turns = if is_lower { [sends, receives] } else { [receives, sends] };
         let mut took = [0.0; 2];
         for (turn, (to, from)) in turns.into_iter().enumerate() {
-            // The first message between two ranks joins them.
+            // The first message between two ranks sets up their connection.
             line.message(effort.bytes, to, from)?;
             let mut best = f64::INFINITY;
             for _ in 0..effort.windows {
@@ -143,7 +143,7 @@ pub fn measure<B: Device>(b: &B, comm: &dyn Comm<B>) -> CoreResult<Links> {
             (0..effort.pings).flat_map(|_| turns).try_for_each(|(to, from)| line.message(SMALL, to, from))
         })?;
         if let Some(partner) = partner {
-            // This rank receives in the second turn if it is the lower one.
+            // The lower rank receives in the second turn.
             own[partner] = [took[usize::from(is_lower)], there_and_back / (2 * effort.pings) as f64];
         }
     }
@@ -163,7 +163,7 @@ pub fn measure<B: Device>(b: &B, comm: &dyn Comm<B>) -> CoreResult<Links> {
     })
 }
 
-/// Measures the links of a run's ranks, which do this together. The first one says what was found, for all: two lines, and a warning for each slow link.
+/// Measures the links of a run's ranks. Collective; rank 0 prints a line per kind of link, and a warning for each slow link.
 ///
 /// # Errors
 /// From the device and the other ranks.
@@ -181,22 +181,22 @@ pub fn check<B: Device>(on: &On<'_, B>) -> Result<()> {
     Ok(())
 }
 
-/// The rounds in which each rank meets every other one once.
+/// The rounds, in which each rank is paired with every other rank once.
 fn rounds(ranks: usize) -> Range<usize> {
-    // Of a power of two, nobody meets anybody in the first.
+    // If the number of ranks is a power of two, round 0 pairs no ranks.
     usize::from(ranks.is_power_of_two())..ranks
 }
 
-/// Whom a rank meets in a round; nobody where it would be itself.
+/// The partner of a rank in a round; `None` if it would be the rank itself.
 ///
-/// A power of two of ranks, in equal blocks on their hosts, meets within hosts in some rounds and between them in others: so links of one kind have the same
-/// to share.
+/// With a power of two of ranks, in equal blocks on their hosts, a round pairs ranks either only within hosts or only between hosts, so
+/// links of one kind share resources equally.
 fn partner(round: usize, rank: usize, ranks: usize) -> Option<usize> {
     let other = if ranks.is_power_of_two() { rank ^ round } else { (round + ranks - rank) % ranks };
     Some(other).filter(|other| *other != rank)
 }
 
-/// What all ranks tell of themselves, in order.
+/// Gathers the hosts and devices of all ranks, in order.
 fn introduced<B: Device>(b: &B, comm: &dyn Comm<B>) -> CoreResult<Vec<End>> {
     let mut word = format!("{}\n{}", joined::host(), b.which()).into_bytes();
     word.resize(WORD_BYTES, 0);
@@ -213,12 +213,12 @@ fn introduced<B: Device>(b: &B, comm: &dyn Comm<B>) -> CoreResult<Vec<End>> {
     Ok(all.chunks(WORD_BYTES).map(end).collect())
 }
 
-/// A rank's end of whatever link is measured.
+/// A rank's end of the link being measured.
 struct Line<'a, B: Device> {
     b: &'a B,
     comm: &'a dyn Comm<B>,
     sent: B::Buf<u8>,
-    /// While a message is under way another buffer stands in its place.
+    /// The received message; while a message is in flight, another buffer takes its place.
     came: B::Buf<u8>,
     /// Read to wait for the device.
     one: B::Buf<u8>,
@@ -229,7 +229,7 @@ impl<'a, B: Device> Line<'a, B> {
         Ok(Self { b, comm, sent: b.zeros(bytes)?, came: b.zeros(bytes)?, one: b.zeros(1)? })
     }
 
-    /// A message to a rank, or from one; a rank without either takes part all the same.
+    /// Sends a message to a rank, or receives one. Collective: a rank that does neither still takes part.
     fn message(&mut self, bytes: usize, to: Option<usize>, from: Option<usize>) -> CoreResult<()> {
         let rows = |of| (0..self.comm.world()).map(|rank| usize::from(Some(rank) == of)).collect::<Vec<_>>();
         let (sent, came) = (self.sent.clone(), std::mem::replace(&mut self.came, self.one.clone()));
@@ -238,15 +238,15 @@ impl<'a, B: Device> Line<'a, B> {
         Ok(())
     }
 
-    /// Waits for all that was issued.
+    /// Waits for all issued work.
     fn settle(&self) -> CoreResult<()> {
         self.b.download(&self.one)?;
         self.comm.check()
     }
 
-    /// Seconds until this is done, begun by all ranks together.
+    /// Seconds of `work`, started by all ranks together.
     fn timed(&mut self, work: impl FnOnce(&mut Self) -> CoreResult<()>) -> CoreResult<f64> {
-        /// A clock may not have moved.
+        /// The clock may not have advanced.
         const LEAST: f64 = 1e-9;
         self.settle()?;
         self.comm.barrier()?;
@@ -263,12 +263,12 @@ impl Links {
         &self.ends
     }
 
-    /// Bytes a second from one rank to another; 0 to itself.
+    /// Bytes per second from one rank to another; 0 to itself.
     pub fn rate(&self, from: usize, to: usize) -> f64 {
         self.rates[from * self.ends.len() + to]
     }
 
-    /// Seconds that a message of 16 bytes takes between two ranks, issued when the one before has arrived; 0 to itself.
+    /// Seconds of a 16-byte message between two ranks, each issued once the previous one has arrived; 0 to itself.
     pub fn latency(&self, rank: usize, other: usize) -> f64 {
         self.latencies[rank * self.ends.len() + other]
     }
@@ -284,8 +284,9 @@ impl Links {
         all.filter(|(from, to)| from != to && self.kind(*from, *to) == kind).collect()
     }
 
-    /// The slow ones, the slowest first: those with less than half the median of their kind, where there are two pairs or more of that kind, and those within
-    /// a host that do not reach what their devices do. Ranks on CPUs have none: what they send is copied by their hosts, and no pair has a link of its own.
+    /// The slow links, slowest first: links with less than half the median of their kind, if there are at least two pairs of that kind, and
+    /// links within a host below the least rate of their devices. Ranks on CPUs have no slow links: their rows are copied by the host, and
+    /// no pair has its own link.
     pub fn slow(&self) -> Vec<Slow> {
         let mut slow = Vec::new();
         if self.kind == DeviceKind::Host {
@@ -293,7 +294,7 @@ impl Links {
         }
         for kind in [Kind::Within, Kind::Between] {
             let links = self.of(kind);
-            // A pair is two links, one each way.
+            // A pair has two links, one per direction.
             let median = (links.len() > 2).then(|| self.median(&links));
             slow.extend(links.into_iter().filter_map(|(from, to)| {
                 let rate = self.rate(from, to);
@@ -310,7 +311,7 @@ impl Links {
         slow
     }
 
-    /// Of some links, of which there is one.
+    /// The median rate of these links, at least one.
     fn median(&self, links: &[(usize, usize)]) -> f64 {
         let mut rates: Vec<f64> = links.iter().map(|(from, to)| self.rate(*from, *to)).collect();
         rates.sort_by(f64::total_cmp);
@@ -318,7 +319,7 @@ impl Links {
         (rates[(len - 1) / 2] + rates[len / 2]) / 2.0
     }
 
-    /// For people: a line for each kind of links that there is.
+    /// One printable line per kind of link.
     pub fn summary(&self) -> Vec<String> {
         let of = |kind| {
             let links = self.of(kind);
@@ -339,7 +340,7 @@ impl Links {
         [Kind::Within, Kind::Between].into_iter().filter_map(of).collect()
     }
 
-    /// For people: a line for each slow link, the slowest first, and one for how many more there are.
+    /// One printable line per slow link, slowest first, and one for the number of further slow links.
     pub fn warnings(&self) -> Vec<String> {
         let slow = self.slow();
         let mut lines: Vec<String> = slow.iter().take(MOST_TOLD).map(|slow| self.told(slow)).collect();
@@ -363,15 +364,15 @@ impl Links {
         format!("the link from {} to {} carries {:.1} GB/s, {why}", end(from), end(to), rate / GIGA)
     }
 
-    /// For people: two tables, from the rank of a line to that of a column.
+    /// Two printable tables, from the row's rank to the column's rank.
     pub fn tables(&self) -> Vec<String> {
         let rates = self.table(&|from, to| self.rate(from, to) / GIGA);
         let latencies = self.table(&|rank, other| self.latency(rank, other) * MICRO);
         let title = |text: &str| vec![text.to_owned()];
         [
-            title("GB/s from the rank of a line to that of a column, one direction at a time:"),
+            title("GB/s from a row's rank to a column's rank, one direction at a time:"),
             rates,
-            title("latency between them in µs, a message of 16 bytes:"),
+            title("latency between two ranks in µs, for a message of 16 bytes:"),
             latencies,
         ]
         .concat()

@@ -1,19 +1,19 @@
-//! Ranks as threads, all of them ending together.
+//! Ranks as threads, which all end together.
 
 use crate::error::{Error, Result, panicked};
 use nibble_core::{Axes, Error as CoreError, Peers};
 use nibble_cpu::HostComm;
 use nibble_train::config::RunConfig;
 
-/// Runs `body` on every rank and returns the first rank's result. It is given the rank's number and what joins it to the others.
+/// Runs `body` on every rank, with the rank's number and communicators, and returns the result of rank 0.
 ///
 /// # Errors
-/// The error of the rank that failed first in its own right; the others only echo it.
+/// The original error of the rank that failed; errors of other ranks that only echo it are dropped.
 pub fn on_ranks<T: Send>(
     run: &RunConfig,
     body: impl Fn(usize, &Axes<HostComm>) -> Result<T> + Sync,
 ) -> Result<T> {
-    // The communicators are moved into the thread: dropped there by a panic, they tell the others.
+    // The communicators are moved into the thread: a panic drops them, which aborts the other ranks.
     let rank = |axes: Axes<HostComm>| {
         let done = body(Peers::rank(&axes.all), &axes);
         if let Err(error) = &done {
@@ -23,7 +23,7 @@ pub fn on_ranks<T: Send>(
     };
     let results: Vec<Result<T>> = std::thread::scope(|scope| {
         let ranks = HostComm::mesh(run.mesh()).into_iter();
-        // Where a thread cannot be started its communicators are dropped, which tells the others too.
+        // If a thread cannot be started, its communicators are dropped, which also aborts the other ranks.
         let start = |axes| {
             std::thread::Builder::new().spawn_scoped(scope, || rank(axes)).map_err(CoreError::not_started)
         };
@@ -33,7 +33,7 @@ pub fn on_ranks<T: Send>(
     first_cause(results)
 }
 
-/// The first rank's result, or the error that caused the others.
+/// The result of rank 0, or the error that caused the others.
 fn first_cause<T>(results: Vec<Result<T>>) -> Result<T> {
     let mut first = None;
     let mut error = None;

@@ -1,14 +1,14 @@
-//! Where two configurations differ, by the names of their keys.
+//! The differences between two configurations, by key.
 
 use crate::failure::cut;
 use std::collections::BTreeMap;
 
-/// So many differences are named, and the others counted.
+/// Most differences that are named; further ones are counted.
 const NAMED: usize = 8;
-/// The longest value that is shown, in bytes.
+/// Longest value shown, in bytes.
 const VALUE: usize = 80;
 
-/// `train.lr: 0.1 here, 0.2 on rank 0`, and so for each key. `None` where the texts are the same.
+/// `train.lr: 0.1 here, 0.2 on rank 0`, for each differing key. `None` if the texts are equal.
 pub fn differences(here: &str, there: &str, whose: &str) -> Option<String> {
     if here == there {
         return None;
@@ -30,14 +30,14 @@ pub fn differences(here: &str, there: &str, whose: &str) -> Option<String> {
         .collect();
     let others = differing.len().saturating_sub(NAMED);
     Some(match (differing.is_empty(), others) {
-        // Comments, the order of keys, white space.
-        (true, _) => "the same keys and values in another text".to_owned(),
+        // They differ in comments, in the order of keys or in white space.
+        (true, _) => "the same keys and values, written differently".to_owned(),
         (false, 0) => differing.join("; "),
         (false, _) => format!("{}; and {others} more", differing[..NAMED].join("; ")),
     })
 }
 
-/// The values of a TOML text by key and table. A line that sets nothing belongs to the value before it.
+/// The values of a TOML text by table and key. A line without a key continues the value before it.
 fn keys(text: &str) -> BTreeMap<String, String> {
     let (mut values, mut table, mut last) =
         (BTreeMap::<String, String>::new(), String::new(), None::<String>);
@@ -67,7 +67,7 @@ fn keys(text: &str) -> BTreeMap<String, String> {
     values
 }
 
-/// Whether the last value is a list that has not ended, as far as brackets tell.
+/// Whether the last value is an unfinished list, by its brackets.
 fn continues(last: &Option<String>, values: &BTreeMap<String, String>) -> bool {
     let value = last.as_ref().and_then(|key| values.get(key));
     value.is_some_and(|value| {
@@ -112,6 +112,6 @@ mod tests {
     #[test]
     fn other_texts_of_the_same_values_are_found() {
         let said = differences("# one\na = 1\n", "a = 1\n", "rank 0").unwrap();
-        assert_eq!(said, "the same keys and values in another text");
+        assert_eq!(said, "the same keys and values, written differently");
     }
 }

@@ -10,9 +10,9 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A text that is no secret.
+    /// A text too short for a secret.
     #[error(
-        "a secret of {bytes} bytes is too short: at least {least} bytes are expected; `openssl rand -hex 32` makes one"
+        "a secret of {bytes} bytes is too short, expected at least {least} bytes; `openssl rand -hex 32` makes one"
     )]
     ShortSecret {
         /// Its length, without the white space around it.
@@ -23,8 +23,8 @@ pub enum Error {
     /// The system gave no random bytes.
     #[error("the system gives no random bytes: {0}")]
     Random(getrandom::Error),
-    /// A text of [`Join`](crate::Join) is longer than a handshake takes.
-    #[error("the {what} has {bytes} bytes; at most {most} are expected")]
+    /// A text of [`Join`](crate::Join) is too long for a handshake.
+    #[error("the {what} has {bytes} bytes, expected at most {most}")]
     TooLong {
         /// Which text.
         what: &'static str,
@@ -34,7 +34,7 @@ pub enum Error {
         most: usize,
     },
     /// A run without ranks.
-    #[error("a run of 0 ranks: at least 1 is expected")]
+    #[error("a run of 0 ranks, expected at least 1")]
     NoRanks,
     /// A socket or a thread could not be made.
     #[error("{what}: {source}")]
@@ -47,18 +47,18 @@ pub enum Error {
     /// No hub of this run was found.
     #[error("{}", unmet(*waited, tries))]
     Unmet {
-        /// How long was waited; `None` where the only address gave an answer that waiting does not change.
+        /// Time waited; `None` if the only address gave a final answer.
         waited: Option<Duration>,
-        /// The addresses, and what the last try of each met.
+        /// The addresses, and the result of the last try of each.
         tries: Vec<(String, Refusal)>,
     },
-    /// The run failed before all ranks had come, or this rank was refused.
+    /// The run failed before all ranks had joined, or this rank was refused.
     #[error(transparent)]
     Failed(#[from] Failure),
 }
 
 impl Error {
-    /// Whether the request cannot be followed as it stands.
+    /// Whether it is a usage error.
     pub fn is_user_error(&self) -> bool {
         match self {
             Self::Random(_) | Self::System { .. } => false,
@@ -68,17 +68,17 @@ impl Error {
     }
 }
 
-/// What a rank met at an address in place of its hub.
+/// Why an address is not the rank's hub.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
-    /// No connection, or one that was closed before the hub had said what it is.
+    /// No connection, or one that was closed before a greeting.
     #[error("there is no answer: {0}")]
     NoAnswer(String),
-    /// Something listens that is no hub.
-    #[error("what answers is no hub of a Nibble run")]
+    /// Another program listens.
+    #[error("another program answers, not a Nibble hub")]
     NoHub,
     /// A hub with another secret.
-    #[error("the secret is another: each rank of a run is given the one that its hub has")]
+    #[error("the hub has another secret: give all ranks of a run the same one")]
     OtherSecret,
     /// A hub of another version of this protocol.
     #[error(
@@ -108,7 +108,7 @@ fn unmet(waited: Option<Duration>, tries: &[(String, Refusal)]) -> String {
     if tries.is_empty() {
         text += ": no address was given";
     }
-    // Of several ports most are nobody's. Who answers is told first.
+    // Most of several ports are unused, so those that answered come first.
     let (silent, answers): (Vec<_>, Vec<_>) =
         tries.iter().partition(|(_, refusal)| matches!(refusal, Refusal::NoAnswer(_)));
     for (i, (address, refusal)) in answers.iter().chain(silent.first()).enumerate() {
@@ -116,9 +116,9 @@ fn unmet(waited: Option<Duration>, tries: &[(String, Refusal)]) -> String {
     }
     match silent.len().saturating_sub(1) {
         0 => {}
-        1 => text += "; nor is there at one other",
+        1 => text += "; nor at one other address",
         others => {
-            let _ = write!(text, "; nor is there at {others} others");
+            let _ = write!(text, "; nor at {others} other addresses");
         }
     }
     text
@@ -141,12 +141,12 @@ mod tests {
         assert_eq!(
             unmet(vec![silent(), Refusal::NoHub, silent(), silent()]),
             format!(
-                "{begin} b what answers is no hub of a Nibble run; at a there is no answer: refused; nor is there at 2 others"
+                "{begin} b another program answers, not a Nibble hub; at a there is no answer: refused; nor at 2 other addresses"
             )
         );
         assert!(
             unmet(vec![silent(), silent()])
-                .ends_with("a there is no answer: refused; nor is there at one other")
+                .ends_with("a there is no answer: refused; nor at one other address")
         );
     }
 }

@@ -1,37 +1,37 @@
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// What a rank does.
+/// Status of a rank.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Status {
     /// The step under way, once there is one.
     pub step: Option<u64>,
-    /// What the rank is about, such as `forward exchange`; empty where nobody has said.
+    /// The current phase, such as `forward exchange`; empty if unknown.
     pub phase: String,
 }
 
-/// Why a run has failed. Its `Display` is the one message that every rank ends with.
+/// Why a run has failed. Its `Display` is the message with which every rank ends.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Failure {
-    /// The rank that failed, where it was one.
+    /// The rank that failed, if it was a rank.
     pub rank: Option<usize>,
-    /// The host of that rank; empty where it is unknown.
+    /// The host of that rank; empty if unknown.
     pub host: String,
-    /// The last that was heard of what the rank did.
+    /// The rank's last known status.
     pub status: Status,
     /// What happened: `its connection was lost`.
     pub cause: String,
-    /// Whether the request cannot be followed as it stands, so that starting it again is of no use.
+    /// Whether it is a usage error, so a restart is of no use.
     pub is_user_error: bool,
 }
 
-/// The longest cause that travels, in bytes.
+/// Longest cause in a message, in bytes.
 pub(crate) const CAUSE: usize = 16 << 10;
-/// The longest name of a host, a phase or a call that travels, in bytes.
+/// Longest name of a host, a phase or a call in a message, in bytes.
 pub(crate) const NAME: usize = 1 << 10;
 
 impl Status {
-    /// With a phase that fits into a message.
+    /// Cuts the phase to fit into a message.
     pub(crate) fn cut(mut self) -> Self {
         cut(&mut self.phase, NAME);
         self
@@ -39,7 +39,7 @@ impl Status {
 }
 
 impl Failure {
-    /// With texts that fit into a message.
+    /// Cuts the texts to fit into a message.
     pub(crate) fn cut(mut self) -> Self {
         cut(&mut self.host, NAME);
         cut(&mut self.cause, CAUSE);
@@ -47,7 +47,7 @@ impl Failure {
     }
 }
 
-/// Shortens a text to so many bytes, and a mark that it was longer.
+/// Cuts a text to `bytes` bytes, and appends a mark that it was longer.
 pub(crate) fn cut(text: &mut String, bytes: usize) {
     if text.len() > bytes {
         // A text begins with a whole character.
@@ -106,8 +106,8 @@ mod tests {
             Failure { rank: None, status, ..failure() }.to_string(),
             "host a, step 0: its connection was lost"
         );
-        let cause = "rank 3 of 4 has not come".to_owned();
-        assert_eq!(Failure { cause, ..Failure::default() }.to_string(), "rank 3 of 4 has not come");
+        let cause = "rank 3 of 4 has not joined".to_owned();
+        assert_eq!(Failure { cause, ..Failure::default() }.to_string(), "rank 3 of 4 has not joined");
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! The protocol without sockets, for tests: any bytes as each message, on each side, in each state; and handshakes made by hand.
+//! The protocol without sockets, for tests: arbitrary bytes as any message, on either side, in any state; and handmade handshakes.
 
 use crate::client::find::{accept, entry, hello};
 use crate::client::inbox::{Inbox, Tell};
@@ -10,34 +10,34 @@ use bytes::Bytes;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// What a rank answers to a hub's first message; `None` if that is none.
+/// A rank's answer to a hub's greeting; `None` if that is invalid.
 pub fn rank_enters(first: &[u8], secret: &Secret, join: &Join) -> Option<Vec<u8>> {
     let entry = entry(&hello(Bytes::copy_from_slice(first)).ok()?, secret, join).ok()?;
     Some(encoded(&entry))
 }
 
-/// A hub's first message, with a nonce of ours.
+/// A hub's greeting with a given nonce.
 pub fn hub_greets(nonce: [u8; 32]) -> Vec<u8> {
     encoded(&Hello { magic: MAGIC, protocol: PROTOCOL, nonce })
 }
 
-/// What a hub that greeted so answers to an entry, and whether the rank is let in; `None` if that is none.
+/// The hub's answer to an entry, and whether the rank is admitted; `None` if the entry is invalid.
 pub fn hub_answers(nonce: [u8; 32], secret: &Secret, entry: &[u8]) -> Option<(Vec<u8>, bool)> {
     let (answer, join) = judge(secret, &nonce, Bytes::copy_from_slice(entry))?;
     Some((encoded(&answer), join.is_some()))
 }
 
-/// What a hub says once all have come.
+/// The hub's message once all ranks have joined.
 pub fn hub_says_all_here(host_0: &str) -> Vec<u8> {
     encoded(&Down::AllHere { host_0: host_0.to_owned() })
 }
 
-/// What a hub says of rank 0.
+/// The hub's heartbeat, with the status of rank 0.
 pub fn hub_is_alive(status_0: Status) -> Vec<u8> {
     encoded(&Down::Alive(status_0))
 }
 
-/// Of a hub's message: the failure that it tells.
+/// The failure in a hub's message, if it has one.
 pub fn failure_in(message: &[u8]) -> Option<Failure> {
     match crate::message::decode_whole(Bytes::copy_from_slice(message)) {
         Ok(Down::Failed(failure)) => Some(failure),
@@ -45,7 +45,7 @@ pub fn failure_in(message: &[u8]) -> Option<Failure> {
     }
 }
 
-/// What a rank says once, by its number; and the bytes that may follow.
+/// A rank's message by its variant number, with `bytes` bytes announced.
 pub fn rank_says(which: u8, number: usize, text: &str, bytes: u64) -> Vec<u8> {
     let status = Status { step: Some(number as u64), phase: text.to_owned() };
     encoded(&match which % 5 {
@@ -57,7 +57,7 @@ pub fn rank_says(which: u8, number: usize, text: &str, bytes: u64) -> Vec<u8> {
     })
 }
 
-/// What a hub says once, by its number; and the bytes that may follow.
+/// A hub's message by its variant number, with `bytes` bytes announced.
 pub fn hub_says(which: u8, number: usize, text: &str, bytes: u64) -> Vec<u8> {
     let status = Status { step: Some(number as u64), phase: text.to_owned() };
     encoded(&match which % 7 {
@@ -78,11 +78,11 @@ fn first(call: &str, bytes: u64) -> Piece {
 }
 
 fn encoded<M: serde::Serialize>(message: &M) -> Vec<u8> {
-    // Our messages hold nothing that cannot be written.
+    // All messages can be encoded.
     encode(message, &[]).unwrap_or_default().to_vec()
 }
 
-/// Any bytes as each message of a handshake, on the side that reads it.
+/// Feeds arbitrary bytes as each message of a handshake to the side that reads it.
 pub fn handshake(bytes: &[u8], secret: &Secret, join: &Join) {
     let frame = Bytes::copy_from_slice(bytes);
     let _ = hello(frame.clone());
@@ -96,7 +96,7 @@ pub fn handshake(bytes: &[u8], secret: &Secret, join: &Join) {
     }
 }
 
-/// A hub without sockets, whose ranks say what they are told to say.
+/// A hub without sockets, whose ranks are scripted.
 pub struct HubSide {
     room: Room,
     queues: Vec<Arc<Queue<Down>>>,
@@ -105,7 +105,7 @@ pub struct HubSide {
 }
 
 impl HubSide {
-    /// A run of `world` ranks, of which the first `here` have come.
+    /// A run of `world` ranks, of which the first `here` have joined.
     pub fn new(world: usize, here: usize, limits: Limits) -> Self {
         let now = Instant::now();
         let mut hub = Self { room: Room::new(world, limits, now), queues: Vec::new(), now, limits };
@@ -113,7 +113,7 @@ impl HubSide {
         hub
     }
 
-    /// A rank comes. The failure that it is told, if it is refused.
+    /// A rank joins. Returns the failure if it is refused.
     pub fn enter(&mut self, join: Join) -> Option<Failure> {
         self.queues.push(Arc::new(Queue::new()));
         let queue = self.queues.last().map(Arc::clone)?;
@@ -135,17 +135,17 @@ impl HubSide {
         self.room.ended(self.now, rank, how);
     }
 
-    /// Whoever hosts the hub ends the run.
+    /// The hub's host fails the run.
     pub fn fail(&mut self, failure: Failure) {
         self.room.fail(self.now, failure);
     }
 
-    /// So many sixteenths of a deadline pass.
+    /// `sixteenths` sixteenths of a deadline pass.
     pub fn pass(&mut self, sixteenths: u32) {
         self.pass_time(self.limits.deadline / 16 * sixteenths);
     }
 
-    /// So much time passes.
+    /// Time passes.
     pub fn pass_time(&mut self, time: Duration) {
         self.now += time;
         while self.room.due().is_some_and(|due| due <= self.now) {
@@ -158,12 +158,12 @@ impl HubSide {
         self.room.failure()
     }
 
-    /// Whether its owner stops waiting, had all connections been closed.
+    /// Whether the owner would stop waiting if all connections were closed.
     pub fn is_over(&self) -> bool {
         self.room.open_until().is_some()
     }
 
-    /// The frames that wait for the one that came as the `number`-th, in the order in which they are written. They are taken.
+    /// Takes the frames queued for the `number`-th rank to join, in the order in which they are written.
     pub fn told(&self, number: usize) -> Vec<Vec<u8>> {
         let next = || {
             let frame = self.queues.get(number)?.take()??;
@@ -173,19 +173,19 @@ impl HubSide {
     }
 }
 
-/// A rank without sockets, whose hub says what it is told to say.
+/// A rank without sockets, whose hub is scripted.
 pub struct RankSide(Inbox);
 
 impl RankSide {
-    /// A rank that the hub has let in.
+    /// A rank that the hub has admitted.
     pub fn new(world: usize, hub_is_rank_0: bool, ears: Arc<dyn Ears>) -> Self {
         Self(Inbox::new(world, hub_is_rank_0, ears))
     }
 
-    /// The hub sends a frame. What is wrong with it, if it is no message.
+    /// The hub sends a frame.
     ///
     /// # Errors
-    /// Then the rank gives the hub up.
+    /// If the frame is not a valid message; the rank then gives up on the hub.
     pub fn hear(&mut self, frame: &[u8]) -> Result<(), String> {
         let tell = self.0.hear(Bytes::copy_from_slice(frame));
         let ears = self.0.ears();
@@ -205,7 +205,7 @@ impl RankSide {
     }
 }
 
-/// A rank of `world`, all of one mind.
+/// A rank of `world`, with the same settings for all ranks.
 pub fn rank_of(rank: usize, world: usize) -> Join {
     Join {
         version: "nibble 1".into(),

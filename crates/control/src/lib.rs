@@ -13,13 +13,13 @@
 //! * **Admission.** Rank and hub prove to each other that they know the run's [`Secret`]; neither sends it. The hub refuses another
 //!   version, mesh or number of ranks by name.
 //! * **Failure.** Heartbeats go both ways. The first [`Failure`] is the run's: a rank's own error, a lost connection, half a deadline of
-//!   silence, or a process that the launcher sees end. The hub tells it to all, pending collectives return it, and the ranks end. A rank
+//!   silence, or a process that the launcher sees end. The hub tells all ranks, pending collectives return it, and the ranks end. A rank
 //!   that has not ended after the other half of the deadline ends itself by force.
 //! * **Rows** of bytes travel from rank to rank through the hub, in order. Ranks on CPUs exchange tensors this way, which suits tests and
 //!   small machines.
 //! * **Restart.** A restarted run has a new hub and a new secret.
 //!
-//! A connection is authenticated when it begins, and not encrypted: whoever can change packets between two hosts can change a run.
+//! A connection is authenticated when it begins, but not encrypted: anyone who can change packets between two hosts can change a run.
 
 mod client;
 mod differences;
@@ -46,7 +46,7 @@ pub use secret::Secret;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// The lock. Where a thread panicked with it, the run's failure still has to be told.
+/// Locks a mutex. A poisoned lock is used anyway, as the run's failure must still be reported.
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,11 +1,12 @@
 use std::time::Duration;
 
-/// How long is waited for what. Each is at least 10 ms and at most a year: what is less or more is taken for that.
+/// Timeouts. Each is clamped to at least 10 ms and at most a year.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// How long after a failure every rank has ended. A rank or a hub that is silent for half of it has failed; the other half is for ending.
+    /// Time within which every rank ends after a failure. A rank or hub that is silent for half of it has failed; the other half is for
+    /// ending.
     pub deadline: Duration,
-    /// Until all ranks have come, from the hub's start; and until a rank has found the hub, from its own.
+    /// Time within which all ranks must join, from the hub's start, and within which a rank must find the hub, from its own start.
     pub join: Duration,
 }
 
@@ -17,41 +18,41 @@ impl Default for Limits {
 }
 
 impl Limits {
-    /// Times that can be added to any other, and be waited for without haste.
+    /// Clamps the times, so that sums do not overflow and waits are not too short.
     pub(crate) fn within_bounds(self) -> Self {
         let bounded =
             |time: Duration| time.clamp(Duration::from_millis(10), Duration::from_secs(365 * 24 * 3600));
         Self { deadline: bounded(self.deadline), join: bounded(self.join) }
     }
 
-    /// After so long without a word the other side is taken for dead.
+    /// Silence after which the other side counts as dead.
     pub(crate) fn silence(&self) -> Duration {
         self.deadline / 2
     }
 
-    /// After so long a launcher that has heard of a failure ends by force who is left: what remains of the deadline behind the silence that is a failure,
-    /// the beat until it hears of it, and a little for the processes to go.
+    /// Time after a launcher hears of a failure until it kills the remaining ranks: the deadline less the silence that counts as a failure,
+    /// less a heartbeat until the launcher hears of it, less a margin for the processes to end.
     pub fn ending(&self) -> Duration {
         self.deadline * 5 / 16
     }
 
-    /// A word at least so often.
+    /// Longest interval between heartbeats.
     pub(crate) fn beat(&self) -> Duration {
         self.deadline / 8
     }
 
-    /// After a connection was lost, until the cause is named: for who knows better.
+    /// Time after a lost connection until the cause is fixed, in which a better reason may arrive.
     pub(crate) fn grace(&self) -> Duration {
         self.deadline / 16
     }
 
-    /// For a stranger to prove that it belongs to the run.
+    /// Time for a stranger to authenticate.
     pub(crate) fn handshake(&self) -> Duration {
         self.silence().min(Duration::from_secs(10))
     }
 }
 
-/// As messages have it: `300 s`, `0.5 s`.
+/// Formats a time for messages: `300 s`, `0.5 s`.
 pub(crate) fn seconds(time: Duration) -> String {
     format!("{} s", time.as_secs_f64())
 }

@@ -13,52 +13,52 @@ use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::time::{Instant, timeout_at};
 use tokio_util::codec::{FramedRead, FramedWrite, LengthDelimitedCodec};
 
-/// What comes in.
+/// Incoming frames.
 pub type Incoming = FramedRead<OwnedReadHalf, LengthDelimitedCodec>;
-/// What goes out.
+/// Outgoing frames.
 pub type Outgoing = FramedWrite<OwnedWriteHalf, LengthDelimitedCodec>;
 
-/// A connection in two directions.
+/// A bidirectional connection.
 pub struct Line {
     pub incoming: Incoming,
     pub outgoing: Outgoing,
 }
 
 impl Line {
-    /// A connection whose other side may be anybody: its frames are small.
+    /// A connection to an unauthenticated peer, with small frames.
     pub fn new(stream: TcpStream) -> Self {
-        // A small message waits for no other. Without it everything works as well.
+        // Sends small messages at once. Failure to set this is harmless.
         let _ = stream.set_nodelay(true);
         let (read, write) = stream.into_split();
         let [incoming, outgoing] = [codec(SMALL_FRAME), codec(SMALL_FRAME)];
         Self { incoming: FramedRead::new(read, incoming), outgoing: FramedWrite::new(write, outgoing) }
     }
 
-    /// The other side has proved what it is: frames may be of rows.
+    /// Allows frames of rows, once the peer is authenticated.
     pub fn trust(mut self) -> Self {
         self.incoming.decoder_mut().set_max_frame_length(FRAME);
         self.outgoing.encoder_mut().set_max_frame_length(FRAME);
         self
     }
 
-    /// Sends one message, and waits until the system has taken it.
+    /// Sends one message, and waits until the system has accepted it.
     pub async fn send<M: Serialize>(&mut self, message: &M) -> io::Result<()> {
         self.outgoing.send(encode(message, &[])?).await
     }
 }
 
-/// What was met in place of a frame.
+/// Why there is no next frame.
 #[derive(Debug)]
 pub enum Lost {
-    /// The end of the connection, in order or not.
+    /// The connection ended, cleanly or not.
     Closed,
-    /// No word until the time given.
+    /// Nothing arrived in time.
     Silent,
-    /// A frame that is too long: what follows cannot be read.
+    /// A frame is too long, so nothing after it can be read.
     Unreadable(String),
 }
 
-/// The next frame, before a time.
+/// The next frame, if it arrives before `until`.
 pub async fn next(incoming: &mut Incoming, until: Instant) -> Result<Bytes, Lost> {
     match timeout_at(until, incoming.next()).await {
         Err(_) => Err(Lost::Silent),
@@ -71,7 +71,7 @@ pub async fn next(incoming: &mut Incoming, until: Instant) -> Result<Bytes, Lost
     }
 }
 
-/// Writes what is queued and, at least so often, that this side is alive; until the queue is closed and empty.
+/// Writes queued frames, and heartbeats at a given interval, until the queue is closed and empty.
 pub async fn write_all<M: Serialize>(
     mut outgoing: Outgoing,
     queue: &Queue<M>,

@@ -1,4 +1,4 @@
-//! What travels: one message a frame, and after the message the bytes of rows, if it has any.
+//! Messages: one per frame, followed by the bytes of rows, if any.
 
 use crate::failure::{Failure, NAME, Status, cut};
 use crate::secret::{Nonce, Proof};
@@ -7,15 +7,15 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tokio_util::codec::LengthDelimitedCodec;
 
-/// How a hub's first message begins.
+/// First bytes of a hub's first message.
 pub const MAGIC: [u8; 8] = *b"nibble\0c";
-/// To be raised when a message changes.
+/// Version of the protocol; raise it when a message changes.
 pub const PROTOCOL: u16 = 1;
-/// The longest frame before the other side has proved what it is, in bytes.
+/// Longest frame before authentication, in bytes.
 pub const SMALL_FRAME: usize = 64 << 10;
-/// The longest frame, in bytes: rows, and what is said of them.
+/// Longest frame, in bytes: rows and their message.
 pub const FRAME: usize = PIECE + SMALL_FRAME;
-/// So many bytes of rows travel in one frame at most, so that nothing else waits long.
+/// Most bytes of rows in one frame, so that other messages do not wait long.
 pub const PIECE: usize = 1 << 20;
 
 /// The hub's first message.
@@ -37,61 +37,61 @@ pub struct Entry {
 /// The hub's answer to that.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 pub enum Answer {
-    /// The client has proved its knowledge of the secret; so does the hub.
+    /// The client has authenticated; `proof` authenticates the hub.
     Welcome { proof: Proof },
-    /// It has not.
+    /// The client has not authenticated.
     Stranger,
 }
 
-/// What a rank says to the hub.
+/// Messages from a rank to the hub.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 pub enum Up {
-    /// It is alive, and does this.
+    /// Heartbeat with the rank's status.
     Alive(Status),
-    /// For another rank.
+    /// Rows for another rank.
     Rows { to: usize, piece: Piece },
-    /// It has failed.
+    /// The rank has failed.
     Failed { status: Status, cause: String, is_user_error: bool },
-    /// Its work is done.
+    /// The rank's work is done.
     Leave,
 }
 
-/// What the hub says to a rank.
+/// Messages from the hub to a rank.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 pub enum Down {
-    /// It is alive, and this is what rank 0 does.
+    /// Heartbeat with the status of rank 0.
     Alive(Status),
-    /// All have come. Where rank 0 is.
+    /// All ranks have joined; `host_0` is the host of rank 0.
     AllHere { host_0: String },
-    /// From another rank.
+    /// Rows from another rank.
     Rows { from: usize, piece: Piece },
-    /// Another rank has left in peace.
+    /// Another rank has left without an error.
     Left(usize),
     /// The run has failed.
     Failed(Failure),
-    /// The rank's own leave has been heard.
+    /// Confirms the rank's own leave.
     Goodbye,
 }
 
-/// What the bytes after a message are.
+/// The kind of the bytes after a message.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 pub enum Piece {
-    /// The first of some rows, `bytes` in all.
+    /// The first piece of rows of `bytes` bytes in all.
     First { circle: u32, number: u64, call: String, bytes: u64 },
-    /// Those that follow.
+    /// A following piece.
     More,
 }
 
-/// What a rank gives to one other rank in the `number`-th collective of a circle of ranks.
+/// The bytes that a rank sends to one other rank in the `number`-th collective of a circle of ranks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rows {
     /// Which circle of ranks.
     pub circle: u32,
-    /// Which collective of that circle, in its order.
+    /// Number of the collective in that circle.
     pub number: u64,
-    /// The collective's name, for messages. What is longer than 1 KiB is cut.
+    /// The collective's name, for messages; cut at 1 KiB.
     pub call: String,
-    /// What is given.
+    /// The data.
     pub bytes: Vec<u8>,
 }
 
@@ -108,12 +108,12 @@ impl<M> From<M> for Frame<M> {
     }
 }
 
-/// Frames of at most so many bytes, each after its length.
+/// Codec of length-prefixed frames of at most `most` bytes.
 pub fn codec(most: usize) -> LengthDelimitedCodec {
     LengthDelimitedCodec::builder().max_frame_length(most).new_codec()
 }
 
-/// The bytes of a message and what follows it.
+/// Encodes a message and the bytes after it.
 pub fn encode<M: Serialize>(message: &M, body: &[u8]) -> std::io::Result<Bytes> {
     let head = postcard::to_stdvec(message).map_err(std::io::Error::other)?;
     let mut bytes = BytesMut::with_capacity(head.len() + body.len());
@@ -122,7 +122,7 @@ pub fn encode<M: Serialize>(message: &M, body: &[u8]) -> std::io::Result<Bytes> 
     Ok(bytes.freeze())
 }
 
-/// The message of a frame and what follows it. What is wrong, if it is none.
+/// Decodes a frame into its message and the bytes after it; the error says what is wrong.
 pub fn decode<M: DeserializeOwned>(mut frame: Bytes) -> Result<Frame<M>, String> {
     let (message, rest) = postcard::take_from_bytes(&frame).map_err(|error| error.to_string())?;
     let body = rest.len();
@@ -130,7 +130,7 @@ pub fn decode<M: DeserializeOwned>(mut frame: Bytes) -> Result<Frame<M>, String>
     Ok(Frame { message, body: frame })
 }
 
-/// A message that nothing may follow.
+/// Decodes a frame of only a message.
 pub fn decode_whole<M: DeserializeOwned>(frame: Bytes) -> Result<M, String> {
     let frame = decode(frame)?;
     match frame.body.len() {
@@ -154,22 +154,22 @@ pub fn pieces(rows: Rows) -> impl Iterator<Item = Frame<Piece>> {
     })
 }
 
-/// How much of some rows is still to come. The hub's check of a rank that sends, and half of putting rows together.
+/// Bytes of rows that are still to arrive. The hub uses it to check a sender, and [`Assembly`] to reassemble rows.
 #[derive(Debug, Default)]
 pub struct Flow {
     left: u64,
 }
 
 impl Flow {
-    /// Takes a piece of so many bytes. What is wrong, if it does not fit what came before.
+    /// Accepts a piece of `bytes` bytes; the error says why it does not fit the pieces before.
     pub fn take(&mut self, piece: &Piece, bytes: usize) -> Result<(), String> {
         let bytes = bytes as u64;
         let left = match piece {
             Piece::First { .. } if self.left > 0 => {
                 return Err(format!("{} bytes of rows are missing", self.left));
             }
-            Piece::More if self.left == 0 => return Err("bytes of no rows".to_owned()),
-            // Else a rank could send as many frames as it likes without a byte.
+            Piece::More if self.left == 0 => return Err("bytes that belong to no rows".to_owned()),
+            // Otherwise a rank could send any number of empty frames.
             _ if bytes == 0 && !matches!(piece, Piece::First { bytes: 0, .. }) => {
                 return Err("a piece without bytes".to_owned());
             }
@@ -187,7 +187,7 @@ impl Flow {
     }
 }
 
-/// Puts the pieces of one rank together.
+/// Reassembles the pieces of one rank.
 #[derive(Debug, Default)]
 pub struct Assembly {
     flow: Flow,
@@ -195,11 +195,11 @@ pub struct Assembly {
 }
 
 impl Assembly {
-    /// The rows, once they are whole. What is wrong, if a piece does not fit.
+    /// Adds a piece; returns the rows once they are complete. The error says why a piece does not fit.
     pub fn take(&mut self, piece: Piece, body: &[u8]) -> Result<Option<Rows>, String> {
         self.flow.take(&piece, body.len())?;
         if let Piece::First { circle, number, call, bytes } = piece {
-            // What has not come yet takes no memory on the sender's word alone.
+            // No memory is allocated merely because a sender has announced bytes.
             let room = usize::try_from(bytes).unwrap_or(usize::MAX).min(PIECE);
             self.rows = Some(Rows { circle, number, call, bytes: Vec::with_capacity(room) });
         }
@@ -250,7 +250,7 @@ mod tests {
                 .try_for_each(|(n, body)| flow.take(&n.checked_sub(1).map_or(Piece::More, first), *body))
         };
         assert_eq!(taken(&[(5, 2), (0, 2), (1, 0), (2, 1)]), Ok(()));
-        assert_eq!(taken(&[(0, 1)]).unwrap_err(), "bytes of no rows");
+        assert_eq!(taken(&[(0, 1)]).unwrap_err(), "bytes that belong to no rows");
         assert_eq!(taken(&[(5, 2), (5, 2)]).unwrap_err(), "2 bytes of rows are missing");
         assert_eq!(taken(&[(5, 2), (0, 3)]).unwrap_err(), "3 bytes where 2 are left of some rows");
         assert_eq!(taken(&[(5, 5)]).unwrap_err(), "5 bytes where 4 are left of some rows");

@@ -4,11 +4,11 @@ use std::collections::VecDeque;
 use std::sync::Mutex;
 use tokio::sync::Notify;
 
-/// What waits to be written to a connection. Any thread adds to it and never waits; it has no bound, so that no rank waits for another that
+/// The outgoing queue of a connection. Any thread may add to it without blocking. It is unbounded, so no rank waits for another that
 /// does not read.
 pub struct Queue<M> {
     waiting: Mutex<Waiting<M>>,
-    /// One task reads.
+    /// Wakes the one reading task.
     ready: Notify,
 }
 
@@ -19,28 +19,28 @@ struct Waiting<M> {
 }
 
 impl<M> Queue<M> {
-    /// Without anything.
+    /// An empty queue.
     pub fn new() -> Self {
         let waiting = Waiting { urgent: VecDeque::new(), ordered: VecDeque::new(), is_closed: false };
         Self { waiting: Mutex::new(waiting), ready: Notify::new() }
     }
 
-    /// After all that was added so.
+    /// Adds a frame at the end.
     pub fn push(&self, frame: impl Into<Frame<M>>) {
         self.change(|waiting| waiting.ordered.push_back(frame.into()));
     }
 
-    /// The same for several, which stay together.
+    /// Adds several frames at the end, contiguously.
     pub fn extend(&self, frames: impl Iterator<Item = Frame<M>>) {
         self.change(|waiting| waiting.ordered.extend(frames));
     }
 
-    /// Before all that was added otherwise.
+    /// Adds an urgent message ahead of all ordinary frames.
     pub fn push_urgent(&self, message: M) {
         self.change(|waiting| waiting.urgent.push_back(message.into()));
     }
 
-    /// A last message, in place of what waits in order.
+    /// Replaces all ordinary frames by a last message, and closes the queue.
     pub fn finish(&self, message: M) {
         self.change(|waiting| {
             waiting.ordered.clear();
@@ -49,7 +49,7 @@ impl<M> Queue<M> {
         });
     }
 
-    /// A message in place of what waits in order.
+    /// Replaces all ordinary frames by a message.
     pub fn interrupt(&self, message: M) {
         self.change(|waiting| {
             waiting.ordered.clear();
@@ -57,7 +57,7 @@ impl<M> Queue<M> {
         });
     }
 
-    /// The next frame, as soon as there is one; none once the queue is closed and empty. May be dropped while it waits.
+    /// Waits for the next frame; `None` once the queue is closed and empty. Cancel-safe.
     pub async fn next(&self) -> Option<Frame<M>> {
         loop {
             if let Some(next) = self.take() {
@@ -67,7 +67,7 @@ impl<M> Queue<M> {
         }
     }
 
-    /// The next frame, or that there will be none; `None` where one has to wait for it.
+    /// The next frame, or `Some(None)` if the queue is closed and empty; `None` if there is no frame yet.
     pub fn take(&self) -> Option<Option<Frame<M>>> {
         let mut waiting = locked(&self.waiting);
         let next = waiting.urgent.pop_front().or_else(|| waiting.ordered.pop_front());

@@ -3,19 +3,19 @@ use hmac::{Hmac, Mac};
 use sha2::Sha256;
 use std::fmt;
 
-/// What all processes of a run share, and nobody else knows. It is never sent, and `Debug` shows nothing of it.
+/// The shared secret of a run's processes. It is never sent, and `Debug` does not show it.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Secret(Vec<u8>);
 
-/// The shortest secret, in bytes of its text.
+/// Shortest secret text, in bytes.
 const LEAST: usize = 16;
 
-/// Random bytes that are used once.
+/// Random bytes, used once.
 pub(crate) type Nonce = [u8; 32];
-/// What nobody without the secret can make.
+/// A proof of knowledge of the secret.
 pub(crate) type Proof = [u8; 32];
 
-/// Who proves: what one side has shown is of no use to the other.
+/// The proving side: a proof of one side is not valid for the other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Side {
     Client,
@@ -23,16 +23,16 @@ pub(crate) enum Side {
 }
 
 impl Secret {
-    /// A new one, of 32 random bytes.
+    /// A new secret of 32 random bytes.
     ///
     /// # Errors
-    /// If the system gives no random bytes.
+    /// If the system provides no random bytes.
     pub fn random() -> Result<Self> {
         let text: String = nonce()?.iter().map(|byte| format!("{byte:02x}")).collect();
         Ok(Self(text.into_bytes()))
     }
 
-    /// What a file or a variable of the environment holds. White space around it does not count.
+    /// A secret from a file or an environment variable; surrounding white space is ignored.
     ///
     /// # Errors
     /// If it has fewer than 16 bytes.
@@ -44,17 +44,17 @@ impl Secret {
         }
     }
 
-    /// What [`Secret::from_text`] reads: for a child's environment or for a file that others cannot read.
+    /// Text that [`Secret::from_text`] reads back, for a child's environment or a private file.
     pub fn to_text(&self) -> String {
         String::from_utf8_lossy(&self.0).into_owned()
     }
 
-    /// Proves knowledge of the secret, and binds it to this connection's nonces and to what is said.
+    /// A proof of knowledge of the secret, bound to this connection's nonces and to the message.
     pub(crate) fn prove(&self, side: Side, hub: &Nonce, client: &Nonce, said: &[u8]) -> Proof {
         self.mac(side, hub, client, said).finalize().into_bytes().into()
     }
 
-    /// Whether the other side knows the secret. Takes the same time wherever a wrong proof begins to differ.
+    /// Whether a proof is valid. Compares in constant time.
     pub(crate) fn proves(&self, side: Side, hub: &Nonce, client: &Nonce, said: &[u8], proof: &Proof) -> bool {
         self.mac(side, hub, client, said).verify_slice(proof).is_ok()
     }
@@ -64,7 +64,7 @@ impl Secret {
             Side::Client => b"nibble rank v1\0\0",
             Side::Hub => b"nibble hub v1\0\0\0",
         };
-        // HMAC takes a key of any length.
+        // HMAC accepts keys of any length.
         let mac = Hmac::<Sha256>::new_from_slice(&self.0).expect("a key of any length");
         mac.chain_update(label).chain_update(hub).chain_update(client).chain_update(said)
     }
@@ -76,7 +76,7 @@ impl fmt::Debug for Secret {
     }
 }
 
-/// 32 random bytes of the system.
+/// 32 random bytes from the system.
 pub(crate) fn nonce() -> Result<Nonce> {
     let mut nonce = [0; 32];
     getrandom::fill(&mut nonce).map_err(Error::Random)?;

@@ -1,8 +1,8 @@
-/// What a backend's result of an operation owes to the CPU specification.
+/// How closely a backend's result of an operation must agree with the CPU specification.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Agreement {
     /// The same bits on every input (NaN compared as NaN).
     Bitwise,
-    /// At most so large a relative L2 error; the same bits on inputs whose partial sums are exact.
+    /// A relative L2 error of at most this; the same bits on inputs whose partial sums are exact.
     RelL2(f64),
 }

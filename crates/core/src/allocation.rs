@@ -1,9 +1,9 @@
-//! What the process is doing, readable at any moment without taking memory or waiting; and who can go on where the system refuses memory.
+//! The status of the process, readable at any moment without allocating or waiting; and which code can handle a failed allocation.
 //!
-//! The status has a phase ("step 12", "reading FILE"), the part of it (forward, backward, an exchange in either, reduce, gather,
+//! The status has a phase ("step 12", "reading FILE"), a part of the phase (forward, backward, an all-to-all in either, reduce, gather,
 //! optimizer, checkpoint, evaluation) and the number of the step. A part that fails stays set, so that a message can name it.
 //!
-//! Code that can handle refused memory runs within [`may_be_refused`]. Everywhere else a refusal ends the process with an error.
+//! Code that can handle a failed allocation runs within [`may_be_refused`]. Everywhere else such a failure ends the process with an error.
 
 use crate::visible::Visible;
 use std::cell::Cell;
@@ -15,7 +15,7 @@ thread_local! {
     static MAY_BE_REFUSED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Asks for memory in a way that takes a refusal for an answer. Elsewhere a refusal ends the `nibble` command.
+/// Runs code that handles failed allocations. Outside of it, a failed allocation ends the `nibble` command.
 pub fn may_be_refused<R>(ask: impl FnOnce() -> R) -> R {
     struct Before(bool);
     impl Drop for Before {
@@ -33,7 +33,7 @@ pub fn takes_refusals() -> bool {
     MAY_BE_REFUSED.get()
 }
 
-/// What the process is doing, in a place of its own: telling of it takes no memory.
+/// The status, in a fixed buffer: to read it allocates nothing.
 #[derive(Clone, Copy)]
 struct Phase {
     text: [u8; 240],
@@ -43,12 +43,12 @@ struct Phase {
 
 static PHASE: Mutex<Phase> = Mutex::new(Phase { text: [0; 240], len: 0, part: "" });
 
-/// The step under way; [`NO_STEP`] before the first.
+/// The current step; [`NO_STEP`] before the first.
 static STEP: AtomicU64 = AtomicU64::new(NO_STEP);
 const NO_STEP: u64 = u64::MAX;
 
 impl Write for Phase {
-    /// What there is no room for is left away.
+    /// Drops text beyond the buffer's capacity.
     fn write_str(&mut self, text: &str) -> fmt::Result {
         for c in text.chars() {
             let Some(room) = self.text[self.len..].get_mut(..c.len_utf8()) else { return Err(fmt::Error) };
@@ -62,10 +62,10 @@ fn phase_now() -> MutexGuard<'static, Phase> {
     PHASE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Told of each change.
+/// Called on each change of the status.
 static ON_CHANGE: OnceLock<fn()> = OnceLock::new();
 
-/// From now on `told` is called whenever the process says what it does, on the thread that says it; it may ask what that is. The first to ask is told.
+/// Calls `told` on each change of the status, on the thread that makes the change; `told` may read the status. Only the first call counts.
 pub fn on_change(told: fn()) {
     let _ = ON_CHANGE.set(told);
 }
@@ -76,7 +76,7 @@ fn changed() {
     }
 }
 
-/// Says what the process does from now on, for whoever tells what went wrong: `phase(format_args!("reading {path}"))`. It has no part yet.
+/// Sets the phase, for error messages: `phase(format_args!("reading {path}"))`. Clears the part.
 pub fn phase(what: fmt::Arguments<'_>) {
     let mut phase = phase_now();
     (phase.len, phase.part) = (0, "");
@@ -86,14 +86,14 @@ pub fn phase(what: fmt::Arguments<'_>) {
     changed();
 }
 
-/// Says in which part of its phase the process is from now on: "forward"; an empty text is none.
+/// Sets the part of the phase, as "forward"; an empty text is none.
 pub fn part(what: &'static str) {
     phase_now().part = what;
     changed();
 }
 
-/// Does something that is a part of its own, as "reduce", and then is in the part that it was in. Where it fails it stays in this one, so that
-/// whoever tells of the failure can say where it was.
+/// Runs `work` as a part, as "reduce", and restores the previous part. If `work` fails, its part stays set, so that the error message can
+/// name it.
 ///
 /// # Errors
 /// What `work` returns.
@@ -105,7 +105,7 @@ pub fn in_part<R, E>(what: &'static str, work: impl FnOnce() -> Result<R, E>) ->
     Ok(done)
 }
 
-/// Does something beside what the process does, such as to find out more of an error: whatever it says of itself, the process is where it was then.
+/// Runs `work`, for example to find out more about an error, and restores the status: what `work` sets does not last.
 pub fn aside<R>(work: impl FnOnce() -> R) -> R {
     let Phase { text, len, part } = *phase_now();
     let done = work();
@@ -114,8 +114,8 @@ pub fn aside<R>(work: impl FnOnce() -> R) -> R {
     done
 }
 
-/// Gives to `tell` what the process is doing, and in which part of that it is: empty texts where nothing is known, or where a thread is saying it
-/// just now. Takes no memory, and waits for nobody.
+/// Passes the phase and its part to `tell`: empty texts if nothing is known, or while another thread writes the status. Does not allocate
+/// or wait.
 pub fn with_phase<R>(tell: impl FnOnce(&str, &'static str) -> R) -> R {
     match PHASE.try_lock() {
         Ok(phase) => tell(std::str::from_utf8(&phase.text[..phase.len]).unwrap_or_default(), phase.part),
@@ -123,13 +123,13 @@ pub fn with_phase<R>(tell: impl FnOnce(&str, &'static str) -> R) -> R {
     }
 }
 
-/// Says which training step is issued from now on, from 0, as messages count them; none outside of a run's steps.
+/// Sets the training step that is being issued, counted from 0 as in messages; none outside of a run's steps.
 pub fn set_step(step: Option<u64>) {
     STEP.store(step.unwrap_or(NO_STEP), Ordering::Relaxed);
     changed();
 }
 
-/// The training step that was issued last, from 0. Waits for nobody.
+/// The training step that was issued last, from 0. Does not wait.
 #[must_use]
 pub fn step() -> Option<u64> {
     Some(STEP.load(Ordering::Relaxed)).filter(|step| *step != NO_STEP)
@@ -145,7 +145,7 @@ mod tests {
         with_phase(|text, part| assert_eq!((text, part), (r"reading a\u{1b}b", "")));
         phase(format_args!("reading {}", "é".repeat(300)));
         with_phase(|text, _| assert!(text.starts_with("reading éé") && (238..=240).contains(&text.len())));
-        // What it does within.
+        // The part that is set inside.
         let part_now = || with_phase(|_, part| part);
         part("forward");
         assert_eq!(in_part("reduce", || Ok::<_, ()>(part_now())), Ok("reduce"));

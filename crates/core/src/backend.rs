@@ -13,44 +13,44 @@ impl Plain for f32 {}
 impl Plain for f64 {}
 impl Plain for half::bf16 {}
 
-/// Bytes a backend's allocator holds.
+/// The memory that a backend's allocator holds.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct MemoryStats {
     /// Bytes in live buffers now.
     pub live_bytes: usize,
-    /// The most there ever were.
+    /// Peak of `live_bytes`.
     pub peak_bytes: usize,
-    /// What the device has altogether, where it says.
+    /// The device's total, if it is known.
     pub total_bytes: Option<usize>,
 }
 
-/// A device's memory, and how much of it is not to be had.
+/// A device's memory, and how much of it other processes hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Room {
-    /// What the device has, or what this process may use of it where that is less.
+    /// The device's memory, or this process's limit if that is less.
     pub total_bytes: usize,
-    /// What others than this process hold of that.
+    /// Bytes of `total_bytes` that other processes hold.
     pub others_bytes: usize,
 }
 
 impl Room {
-    /// Bytes that this process may have in all, those that it holds among them.
+    /// Bytes that this process may hold in all, including what it holds now.
     pub fn bytes(&self) -> usize {
         self.total_bytes.saturating_sub(self.others_bytes)
     }
 }
 
-/// Where a backend computes: how its operations use memory, and whose memory that is.
+/// The kind of device: how operations use memory, and who shares that memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DeviceKind {
-    /// On the host: ranks share its memory.
+    /// The host: ranks share its memory.
     Host,
-    /// On a GPU: a rank has one of its own.
+    /// A GPU: each rank has its own.
     Gpu,
 }
 
 impl DeviceKind {
-    /// How the scales of blocks down the columns lie, as kernels write them and products read them best.
+    /// The layout of scales of blocks down columns, as kernels write it and products read it best.
     pub fn column_scales(self) -> ScaleLayout {
         match self {
             Self::Host => ScaleLayout::RowMajor,
@@ -59,48 +59,48 @@ impl DeviceKind {
     }
 }
 
-/// Values of a buffer that follow one another.
+/// Consecutive values of a buffer.
 #[derive(Debug, Clone)]
 pub struct ValueRun<'a, B: Backend, T: Plain> {
     /// The buffer.
     pub buf: &'a B::Buf<T>,
-    /// Which of its values.
+    /// The range of values.
     pub range: Range<usize>,
 }
 
-/// Where lines of values lie in a buffer: at equal distances.
+/// Rows of values in a buffer, at a constant stride.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Lines {
-    /// Index of the first line's first value.
+    /// Index of the first row's first value.
     pub first: usize,
-    /// Values from the beginning of one line to that of the next.
+    /// Values from the start of one row to the start of the next.
     pub stride: usize,
 }
 
-/// One of the copies of [`Backend::copy_many`].
+/// One copy of [`Backend::copy_many`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LineCopy {
-    /// The number of the buffer that is read, and where the lines lie there.
+    /// Index of the source buffer, and its rows.
     pub from: (usize, Lines),
-    /// The same of the one that is written.
+    /// Index of the target buffer, and its rows.
     pub to: (usize, Lines),
-    /// How many lines.
+    /// Number of rows.
     pub lines: usize,
-    /// Bytes of each.
+    /// Bytes per row.
     pub len: usize,
 }
 
 impl LineCopy {
-    /// One line of bytes.
+    /// One row of bytes.
     pub fn line(from: (usize, usize), to: (usize, usize), len: usize) -> Self {
         let lie = |(buffer, first)| (buffer, Lines { first, stride: len });
         Self { from: lie(from), to: lie(to), lines: 1, len }
     }
 
-    /// The buffers that it is of.
+    /// The source and target buffers.
     ///
     /// # Errors
-    /// [`crate::Error::Shape`] where one is not there.
+    /// [`crate::Error::Shape`] if there is no such buffer.
     pub fn buffers<'b, Buf>(&self, from: &'b [Buf], to: &'b mut [Buf]) -> Result<(&'b Buf, &'b mut Buf)> {
         let expected = format!("of {} and {} buffers", from.len(), to.len());
         match (from.get(self.from.0), to.get_mut(self.to.0)) {
@@ -111,7 +111,7 @@ impl LineCopy {
 }
 
 impl Lines {
-    /// Checks that so many lines of so many values lie within a buffer of `values`, and no two overlap.
+    /// Checks that `lines` rows of `len` values lie within a buffer of `values`, and do not overlap.
     ///
     /// # Errors
     /// [`Error::Shape`] naming `op`.
@@ -129,46 +129,46 @@ impl Lines {
 
 /// Memory and order only; nothing numeric.
 ///
-/// A buffer is reference counted: a clone shares the bytes, and a write through a shared handle first makes a copy of
-/// its own, so that no operation can change a tensor somebody else holds.
+/// A buffer is reference counted. A clone shares the bytes; a write through a shared handle copies the bytes first, so that no operation
+/// changes a tensor that another owner holds.
 pub trait Backend: Clone + Debug + Send + Sync + Sized + 'static {
     /// A typed buffer on the device.
     type Buf<T: Plain>: Clone + Debug + Send + Sync;
-    /// Memory that work done over and over shares: see [`Backend::within`].
+    /// Memory that repeated work reuses: see [`Backend::within`].
     type Arena: Clone + Debug + Send + Sync;
-    /// A download under way.
+    /// A download in flight.
     type Pending<T: Plain>: Debug + Send;
     /// Work recorded by [`Backend::record`].
     type Recording: Debug + Send;
-    /// Values on the host where [`Backend::copy_out`] brings them at the full speed of the link.
+    /// Host memory to which [`Backend::copy_out`] copies at the full bandwidth of the link: pinned, on a GPU.
     type Host: AsRef<[f32]> + AsMut<[f32]> + Debug + Send + Sync;
 
-    /// The backend and its device, for people.
+    /// Name of the backend and its device, for messages.
     fn name(&self) -> String;
-    /// Where it computes.
+    /// The kind of device.
     fn kind(&self) -> DeviceKind;
     /// A buffer of zeros.
     fn zeros<T: Plain>(&self, len: usize) -> Result<Self::Buf<T>>;
-    /// A few zeros, for what an operation counts. A device that zeroes many at once cuts them from those.
+    /// A few zeroed counters of an operation. A device may cut them from a larger buffer that it zeroes at once.
     fn counters(&self, len: usize) -> Result<Self::Buf<u64>>;
-    /// A buffer of unspecified values, for what an operation overwrites entirely.
+    /// An uninitialized buffer, for an operation that overwrites all of it.
     fn alloc<T: Plain>(&self, len: usize) -> Result<Self::Buf<T>>;
     /// A buffer with these values.
     fn upload<T: Plain>(&self, values: &[T]) -> Result<Self::Buf<T>>;
-    /// The values of a buffer, waiting for everything that writes it.
+    /// Downloads a buffer, after everything that writes it.
     fn download<T: Plain>(&self, buf: &Self::Buf<T>) -> Result<Vec<T>>;
     /// Number of values.
     fn len<T: Plain>(buf: &Self::Buf<T>) -> usize;
     /// Identity of the underlying allocation: equal exactly when two handles share bytes.
     fn buffer_id<T: Plain>(buf: &Self::Buf<T>) -> u64;
-    /// What the allocator holds.
+    /// Memory that the allocator holds.
     fn memory(&self) -> MemoryStats;
-    /// The device's memory as its system tells it, now or when the device was opened; none where nothing tells.
+    /// The device's memory as the system reports it, now or when the device was opened; none if it reports nothing.
     fn room(&self) -> Option<Room>;
-    /// What went between host and device so far.
+    /// Bytes moved between host and device so far.
     fn traffic(&self) -> Traffic;
 
-    /// Overwrites the values from index `at` on, at the buffer's address. The slice may be reused when this returns.
+    /// Overwrites the values from index `at` on, at the buffer's address. `values` may be reused when this returns.
     ///
     /// # Errors
     /// [`crate::Error::Shape`] if they do not fit.
@@ -184,21 +184,21 @@ pub trait Backend: Clone + Debug + Send + Sync + Sized + 'static {
         to: &mut Self::Buf<T>,
         at: usize,
     ) -> Result<()>;
-    /// Copies lines of values, so many of so many each, to where they lie in another buffer, at that buffer's address, on the device.
+    /// Copies rows of values, `(number, length)`, to rows of another buffer, at that buffer's address, on the device.
     ///
     /// # Errors
-    /// [`crate::Error::Shape`] if either has no such lines, or its lines overlap.
+    /// [`crate::Error::Shape`] if either has no such rows, or its rows overlap.
     fn copy_lines<T: Plain>(
         &self,
         from: (&Self::Buf<T>, Lines),
         to: (&mut Self::Buf<T>, Lines),
         lines_and_len: (usize, usize),
     ) -> Result<()>;
-    /// Copies lines of bytes between several buffers, at the addresses of those that are written: as [`Backend::copy_lines`] for each copy, but all at once
-    /// where that is faster. No two of them write the same bytes.
+    /// Copies rows of bytes between several buffers, at the target buffers' addresses: as [`Backend::copy_lines`] for each copy, but
+    /// together where that is faster. No two copies write the same bytes.
     ///
     /// # Errors
-    /// Those of [`Backend::copy_lines`]; [`crate::Error::Shape`] for a buffer that is not there.
+    /// Those of [`Backend::copy_lines`]; [`crate::Error::Shape`] if there is no such buffer.
     fn copy_many(&self, from: &[Self::Buf<u8>], to: &mut [Self::Buf<u8>], copies: &[LineCopy]) -> Result<()> {
         copies.iter().try_for_each(|copy| {
             let (source, target) = copy.buffers(from, to)?;
@@ -207,55 +207,55 @@ pub trait Backend: Clone + Debug + Send + Sync + Sized + 'static {
     }
     /// Sets every byte of the buffer to 0, at its address.
     fn clear<T: Plain>(&self, buf: &mut Self::Buf<T>) -> Result<()>;
-    /// Begins to bring values of this range to the host, as they are after everything issued so far. Does not wait.
+    /// Starts a download of these values, as they are after everything issued so far. Asynchronous.
     ///
     /// # Errors
     /// [`crate::Error::Shape`] if the buffer has no such range.
     fn begin_download<T: Plain>(&self, buf: &Self::Buf<T>, range: Range<usize>) -> Result<Self::Pending<T>>;
-    /// The values of [`Backend::begin_download`], waiting for them.
+    /// Waits for a download of [`Backend::begin_download`], and returns its values.
     fn finish_download<T: Plain>(&self, pending: Self::Pending<T>) -> Result<Vec<T>>;
-    /// Copies these runs of values to the host, one behind the other, beside the work that other threads issue meanwhile: it waits for
-    /// none of that, and none of that waits for it. So the caller owes that nothing issued and not yet done writes these values, and
-    /// that nothing is issued that does before this returns. It waits once for all of them: many short runs take hardly longer than one.
+    /// Copies these runs of values to the host, one after the other, concurrently with work that other threads issue: neither waits for the
+    /// other. The caller guarantees that no work that writes these values is in flight or is issued before this returns. There is one
+    /// wait for all runs, so many short runs take hardly longer than one.
     ///
     /// # Errors
     /// [`crate::Error::Shape`] if a buffer has no such values, or `to` is not as long as all runs are; [`crate::Error::Device`] while
     /// work is recorded.
     fn copy_out<T: Plain>(&self, from: &[ValueRun<'_, Self, T>], to: &mut [T]) -> Result<()>;
-    /// Zeros on the host. Making them takes far longer than a copy to them: keep them.
+    /// Zeros in host memory for [`Backend::copy_out`]. Allocation takes far longer than a copy: reuse it.
     ///
     /// # Errors
-    /// [`crate::Error::Device`] if the host has no such memory to give.
+    /// [`crate::Error::Device`] if the host has no such memory left.
     fn host_values(&self, len: usize) -> Result<Self::Host>;
     /// The same bytes as values of another type, sharing the allocation.
     ///
     /// # Errors
-    /// [`crate::Error::Shape`] unless they are a whole number of them.
+    /// [`crate::Error::Shape`] unless the bytes are a whole number of `U`.
     fn reinterpret<T: Plain, U: Plain>(&self, buf: &Self::Buf<T>) -> Result<Self::Buf<U>>;
 
-    /// An empty arena. It grows as it must, without moving anything, and gives its memory back when it and every buffer in it
-    /// are gone. `name` is what messages call it.
+    /// An empty arena. It grows on demand, without moving anything, and frees its memory when it and every buffer in it are dropped. `name`
+    /// is its name in messages.
     fn arena(&self, name: &'static str) -> Result<Self::Arena>;
-    /// Runs `work`; what it allocates lies in the arena, where the lifetimes of what is there already leave room. Work that
-    /// allocates and frees the same sizes in the same order, and finds the arena as it was, finds the same addresses. One
-    /// thread at a time works within arenas of a backend, and what others allocate meanwhile lies there, too (see
-    /// [`crate::Scope`]). Inside another `within` the inner arena counts; the outer one is back afterwards, also after a panic.
+    /// Runs `work` with allocations from the arena. Work that allocates and frees the same sizes in the same order, and finds the arena in
+    /// the same state, gets the same addresses. Only one thread at a time may be within an arena of a backend; what other threads allocate
+    /// meanwhile comes from that arena, too (see [`crate::Scope`]). Calls nest: the inner arena is used, and the outer one is restored
+    /// afterwards, also after a panic.
     ///
     /// # Errors
     /// What `work` returns; [`crate::Error::Device`] while another thread works within an arena.
     fn within<R>(&self, arena: &Self::Arena, work: impl FnOnce() -> Result<R>) -> Result<R>;
-    /// What lies in the arena now, the most that ever did, and as `total_bytes` the memory it takes.
+    /// Memory of the arena: live and peak bytes, and as `total_bytes` the memory that backs it.
     fn arena_memory(&self, arena: &Self::Arena) -> MemoryStats;
 
-    /// Whether work can be recorded here.
+    /// Whether the backend can record work.
     fn can_record(&self) -> bool;
-    /// Records what `work` issues, without executing it: no value on the device changes. `work` runs once, and neither uploads
-    /// nor downloads. What it allocates must lie within an arena, which the recording keeps.
+    /// Records the work that `work` issues, without executing it: no value on the device changes. `work` runs once; it must not upload or
+    /// download. It must allocate from an arena, which the recording keeps alive.
     ///
     /// # Errors
-    /// What `work` returns; [`crate::Error::Device`] where nothing can be recorded, or for what cannot be.
+    /// What `work` returns; [`crate::Error::Device`] if the backend cannot record, or cannot record this work.
     fn record(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<Self::Recording>;
-    /// Issues recorded work, on the very buffers that it was recorded with. Their arena is its own meanwhile: what it dropped, or
-    /// was dropped since, is overwritten, whoever in the arena was given that memory.
+    /// Issues recorded work on the buffers that it was recorded with. It owns the arena meanwhile: memory that was freed in the recording,
+    /// or since, is overwritten, whatever the arena has allocated there.
     fn replay(&self, recording: &Self::Recording) -> Result<()>;
 }

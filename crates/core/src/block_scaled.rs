@@ -9,36 +9,35 @@
 //! * Codes of less than a byte are packed from the lowest bit on. Each row of codes (each column of `Col`) begins at a byte.
 //! * A row or column that ends inside a block is extended by zeros. `Col` stores these zeros: it rounds the number of rows up to a block.
 //! * Some formats have one scale per row (`e4m3-row`). In `Col` their scales are per column and group of rows: an expert, or a shard of
-//!   dense tokens. So ranks need not agree on a scale. The scale is written once per 128 rows, because groups begin at multiples of 128;
-//!   products read it as that of a block of 128.
+//!   dense tokens. So ranks need not agree on a scale. The scale is stored once per 128 rows, because groups begin at multiples of 128;
+//!   products read it as the scale of a block of 128.
 //! * A block that holds a NaN or an infinity has a NaN scale and zero codes, and is counted. Formats without block scales mark the
 //!   tensor's scale.
-//! * A tensor that only products read may hold what those products take in place of codes (`Taken`). Every other op refuses such a tensor
-//!   by name. What is saved for the backward pass or sent to another rank always has codes.
+//! * A tensor that only products read may hold, in place of codes, the numbers that those products take (`Taken`). Every other op refuses
+//!   such a tensor by name. Tensors that are saved for the backward pass or sent to another rank always have codes.
 
 use crate::ops::{Stored, Taken};
 use crate::{Backend, DType, Error, Result, Tensor};
 use nibble_formats::{BlockAxis, Format, Scale, ScaleKind, ScaleLayout, ScalePlane, ScaleRule};
 
-/// A quantized matrix: a plane of codes and a plane of scales of a logical row-major X `[rows, cols]`.
+/// A quantized matrix: the codes and the scales of a logical row-major X `[rows, cols]`.
 ///
 /// * `Row`: codes `[rows][cols]`, scales `[rows][⌈cols/block⌉]`.
-/// * `Col`: stored transposed, codes `[cols][capacity]`, scales `[cols][⌈capacity/block⌉]`, so that the contraction
-///   down the rows is contiguous. `rows` is the row capacity. Where a line has one scale, a column has one for each group of rows (for all
-///   where there are none), written for each 128 of them ([`Format::record_len`]).
+/// * `Col`: stored transposed, codes `[cols][capacity]`, scales `[cols][⌈capacity/block⌉]`, so that the contraction down the rows is
+///   contiguous. `rows` is the row capacity. In a format with one scale per row, a column has one scale per group of rows (one in all
+///   without groups), stored once per 128 rows ([`Format::record_len`]).
 /// * `Tile`: codes `[rows][cols]`, scales `[⌈rows/block⌉][⌈cols/block⌉]`.
 ///
-/// Codes of less than a byte lie one after the other from the lowest bit on. A block's scales are a record of
-/// [`ScaleKind::bytes`] bytes, whatever they are made of. `stack` equal matrices may lie one under the
-/// other (expert weights): blocks never cross from one to the next, and `Tile` scales are
-/// `[stack][⌈rows/stack/block⌉][⌈cols/block⌉]`.
+/// Codes of less than a byte are packed from the lowest bit on. A block's scales are a record of [`ScaleKind::bytes`] bytes, whatever
+/// their types. `stack` equal matrices may be stacked (expert weights): blocks never cross from one matrix to the next, and `Tile`
+/// scales are `[stack][⌈rows/stack/block⌉][⌈cols/block⌉]`.
 #[derive(Debug, Clone)]
 pub struct BlockScaled<B: Backend> {
     /// The element format and block length.
     pub format: Format,
-    /// Along what a block runs.
+    /// The direction of a block.
     pub axis: BlockAxis,
-    /// How the scales were chosen; with the format, what they are ([`BlockScaled::scale_kind`]).
+    /// How the scales were chosen. Together with the format it determines their type ([`BlockScaled::scale_kind`]).
     pub rule: ScaleRule,
     /// Rows of the logical matrix, all matrices of the stack together.
     pub rows: usize,
@@ -50,25 +49,25 @@ pub struct BlockScaled<B: Backend> {
     pub codes: B::Buf<u8>,
     /// The scales, as bytes.
     pub scales: B::Buf<u8>,
-    /// Where blocks share one more scale ([`ScaleKind::has_tensor_scale`]): that of each row of the logical matrix. Rows that were
-    /// quantized together have the same, and take it along where they travel.
+    /// The tensor scale of each row of the logical matrix, for formats with tensor scales ([`ScaleKind::has_tensor_scale`]). Rows that were
+    /// quantized together have the same one, and keep it through an all-to-all.
     pub tensor_scale: Option<B::Buf<f32>>,
-    /// The order of the scales: those of rows and tiles are row-major, so that they travel with their rows; those of columns lie as the
-    /// backend's products read them best.
+    /// The layout of the scales. Those of rows and tiles are row-major, so that they move with their rows. Those of columns have the layout
+    /// that the backend's products read best.
     pub scale_layout: ScaleLayout,
-    /// Of columns: so many neighbours, from every multiple of it on, have the same scales, as those made of blocks along rows do;
-    /// products that know it are faster. 1 where nothing is known.
+    /// For `Col`: every aligned run of this many columns has identical scales, as columns made of blocks along rows have. Products use it
+    /// to run faster. 1 if unknown.
     pub shared_cols: usize,
-    /// In what form its numbers lie in `codes`: not as codes where nothing but products reads it ([`Quantize::only_for`](crate::ops::Quantize::only_for)).
-    /// Lifted ones have the scales of [`Format::LIFTED`] in `scales`, decoded ones those that their codes had.
+    /// The form of the numbers in `codes`: codes, unless only products read the tensor ([`only_for`](crate::ops::Quantize::only_for)).
+    /// Lifted numbers have the scales of [`Format::LIFTED`] in `scales`, decoded ones those of their codes.
     pub taken: Taken,
 }
 
 impl<B: Backend> BlockScaled<B> {
-    /// A tensor whose planes the next operation overwrites. `rows` are those of all `stack` matrices.
+    /// Allocates a tensor that the next operation overwrites. `rows` are those of all `stack` matrices.
     ///
     /// # Errors
-    /// What the backend returns where it has no memory left.
+    /// What the backend returns if it is out of memory.
     pub fn unwritten(
         b: &B,
         stored: (Format, ScaleRule),
@@ -78,11 +77,11 @@ impl<B: Backend> BlockScaled<B> {
         Self::unwritten_as(b, stored, axis, shape, Taken::AsIs)
     }
 
-    /// The same in the form that products take. For a format that they lift, [`Taken::Lifted`]; for [`Taken::Decoded`] one whose blocks run along
-    /// lines.
+    /// [`BlockScaled::unwritten`] in the form that products take. [`Taken::Lifted`] needs a format that they lift, [`Taken::Decoded`]
+    /// blocks along rows or columns.
     ///
     /// # Errors
-    /// What the backend returns where it has no memory left.
+    /// What the backend returns if it is out of memory.
     pub fn unwritten_as(
         b: &B,
         (format, rule): (Format, ScaleRule),
@@ -95,7 +94,7 @@ impl<B: Backend> BlockScaled<B> {
             BlockAxis::Col => b.kind().column_scales(),
             BlockAxis::Row | BlockAxis::Tile => ScaleLayout::RowMajor,
         };
-        // Of rows without values a GPU writes nothing.
+        // For rows without values, a GPU writes no scales.
         let tensor_scale = || if cols == 0 { b.upload(&vec![1.0; rows]) } else { b.alloc(rows) };
         let stored = Stored { format, rule, axis };
         let [codes, scales] = stored.plane_bytes((rows, cols, stack), taken, scale_layout);
@@ -115,15 +114,15 @@ impl<B: Backend> BlockScaled<B> {
         })
     }
 
-    /// Bytes of its planes of codes and of scales, as they follow from its shape and form.
+    /// Bytes of codes and of scales, by shape and form.
     pub fn expected_bytes(&self) -> [usize; 2] {
         Stored::block(self).plane_bytes((self.rows, self.cols, self.stack), self.taken, self.scale_layout)
     }
 
-    /// Whether its codes are there.
+    /// Refuses a tensor without codes.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if they lie in the form that products take.
+    /// [`Error::Unsupported`] if it holds the numbers that products take instead.
     pub fn check_has_codes(&self, op: &'static str) -> Result<()> {
         if self.taken == Taken::AsIs {
             return Ok(());
@@ -135,13 +134,13 @@ impl<B: Backend> BlockScaled<B> {
         ))
     }
 
-    /// Bytes of the code plane for this format, axis and shape.
+    /// Bytes of the codes for this format, axis and shape.
     pub fn code_bytes(format: Format, axis: BlockAxis, rows: usize, cols: usize) -> usize {
         code_bytes(format, axis, (rows, cols))
     }
 
-    /// Rows and columns of the matrix of scales for this format, axis and shape: lines of codes (of `Tile`: tiles down all
-    /// matrices), and blocks of a line.
+    /// Rows and columns of the matrix of scales for this format, axis and shape: rows of codes (for `Tile`, blocks down all matrices), and
+    /// blocks per row.
     pub fn scale_shape(
         format: Format,
         axis: BlockAxis,
@@ -158,7 +157,7 @@ impl<B: Backend> BlockScaled<B> {
         lines * blocks
     }
 
-    /// Rows and columns of the matrix of its codes' scales.
+    /// Rows and columns of the matrix of scales.
     pub fn shape_of_scales(&self) -> (usize, usize) {
         Self::scale_shape(self.format, self.axis, self.rows, self.cols, self.stack)
     }
@@ -169,15 +168,15 @@ impl<B: Backend> BlockScaled<B> {
         B::len(&self.codes) + B::len(&self.scales) + tensor_scale
     }
 
-    /// What a block's record of scales holds.
+    /// The scales in a block's record.
     pub fn scale_kind(&self) -> ScaleKind {
         self.format.scale_kind(self.rule)
     }
 
-    /// The records of scales on the host, line after line whatever their layout. A NaN's bits are those of [`ScaleKind::nan`].
+    /// The records of scales on the host, row after row whatever their layout. A NaN has the bits of [`ScaleKind::nan`].
     ///
     /// # Errors
-    /// [`Error::Shape`] if the plane does not have the bytes that its layout asks for; what the backend reports.
+    /// [`Error::Shape`] if the buffer does not have the bytes of its layout; what the backend reports.
     pub fn records(&self, b: &B) -> Result<Vec<Scale>> {
         self.check_has_codes("records")?;
         let (kind, (lines, blocks)) = (self.scale_kind(), self.shape_of_scales());
@@ -191,17 +190,17 @@ impl<B: Backend> BlockScaled<B> {
         Ok((0..lines * blocks).map(record).map(|s| if kind.is_nan(s) { kind.nan() } else { s }).collect())
     }
 
-    /// Bytes of the plane of scales, in its form and with the padding of its layout.
+    /// Bytes of the scales, in this form and with the padding of their layout.
     pub fn scale_bytes(&self) -> usize {
         self.expected_bytes()[1]
     }
 
-    /// Identity of the code plane's allocation.
+    /// Identity of the allocation of codes.
     pub fn buffer_id(&self) -> u64 {
         B::buffer_id(&self.codes)
     }
 
-    /// Rows that travel carry whole blocks, their scales beside them.
+    /// Checks that rows can be sent: a row must hold whole blocks, with their scales.
     ///
     /// # Errors
     /// [`Error::Shape`] naming `argument` unless blocks run along the row; [`Error::Unsupported`] unless the scales are row-major.
@@ -258,8 +257,8 @@ fn scale_shape(
 }
 
 impl Stored {
-    /// Bytes of the planes of codes and of scales of a matrix, or of `stack` under each other, whose numbers lie in this form and whose scales in this
-    /// layout. Decoded ones are BF16 numbers, row by row whatever the axis, and keep the scales of their codes.
+    /// Bytes of codes and of scales for `stack` matrices, in the form `taken` and this layout of scales. Decoded numbers are BF16, row by
+    /// row whatever the axis, and keep the scales of their codes.
     pub fn plane_bytes(
         self,
         (rows, cols, stack): (usize, usize, usize),
@@ -281,7 +280,7 @@ impl Stored {
     }
 }
 
-/// Something a product or a permutation takes: plain or block-scaled rows. A clone shares the buffers.
+/// An argument of a product or a permutation: plain or block-scaled rows. A clone shares the buffers.
 #[derive(Debug, Clone)]
 pub enum Operand<B: Backend> {
     /// F32 or BF16.
@@ -323,7 +322,7 @@ impl<B: Backend> Operand<B> {
         }
     }
 
-    /// The format's name.
+    /// The format.
     pub fn format(&self) -> Format {
         match self {
             Self::Plain(t) => match t.dtype() {
@@ -358,7 +357,7 @@ impl<B: Backend> Operand<B> {
         }
     }
 
-    /// How one of its rows lies in a message.
+    /// The record of one of its rows.
     pub fn row_kind(&self) -> RowKind {
         match self {
             Self::Plain(t) => RowKind { format: self.format(), rule: ScaleRule::Amax, cols: t.cols },
@@ -368,7 +367,7 @@ impl<B: Backend> Operand<B> {
 }
 
 impl Stored {
-    /// Of an operand.
+    /// The record of an operand's rows.
     pub fn of<B: Backend>(x: &Operand<B>) -> Self {
         match x {
             Operand::Plain(x) => Self::plain(x.dtype()),
@@ -376,25 +375,25 @@ impl Stored {
         }
     }
 
-    /// Of a quantized matrix.
+    /// The record of a quantized matrix's rows.
     pub fn block<B: Backend>(x: &BlockScaled<B>) -> Self {
         Self { format: x.format, rule: x.rule, axis: x.axis }
     }
 }
 
-/// How one row of a tensor lies in a message: codes, then scales, then the tensor's scale where there is one, padded to 16 bytes.
+/// The record of one row in an all-to-all: codes, then scales, then the tensor scale if there is one, padded to 16 bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RowKind {
     /// Plain or block format; blocks run along the row.
     pub format: Format,
-    /// Which kind of scale (ignored for plain formats).
+    /// Determines the type of scales (ignored for plain formats).
     pub rule: ScaleRule,
     /// Elements of a row.
     pub cols: usize,
 }
 
 impl RowKind {
-    /// Whether the format has such scales.
+    /// Checks that the format has scales of this rule.
     ///
     /// # Errors
     /// [`Error::Unsupported`] if it does not.
@@ -406,15 +405,15 @@ impl RowKind {
         Ok(())
     }
 
-    /// What a block's record of scales holds.
+    /// The scales in a block's record.
     pub fn scale_kind(&self) -> ScaleKind {
         if self.format.is_block() { self.format.scale_kind(self.rule) } else { ScaleKind::NONE }
     }
 
-    /// So many such rows, yet to be written.
+    /// Allocates `rows` such rows, to be overwritten.
     ///
     /// # Errors
-    /// What the backend returns where it has no memory left.
+    /// What the backend returns if it is out of memory.
     pub fn unwritten<B: Backend>(&self, b: &B, rows: usize) -> Result<Operand<B>> {
         let plain = |dtype| Tensor::unwritten(b, dtype, rows, self.cols).map(Operand::Plain);
         match self.format {
@@ -432,7 +431,7 @@ impl RowKind {
         self.row_bytes() != self.code_bytes() + self.scale_bytes() + self.tensor_scale_bytes()
     }
 
-    /// Rows of a block format that came with these planes.
+    /// Rows of a block format with these codes and scales.
     pub fn block_rows<B: Backend>(
         &self,
         rows: usize,
@@ -466,7 +465,7 @@ impl RowKind {
         self.scale_kind().bytes() * self.format.scales_per_row(self.cols)
     }
 
-    /// Bytes of the scale that its tensor's blocks share.
+    /// Bytes of the tensor scale.
     pub fn tensor_scale_bytes(&self) -> usize {
         if self.scale_kind().has_tensor_scale() { size_of::<f32>() } else { 0 }
     }

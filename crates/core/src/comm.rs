@@ -1,25 +1,25 @@
-//! What ranks need from each other, and how they are arranged.
+//! Collectives between ranks, and the mesh of ranks.
 //!
-//! [`Comm`] has an all-to-all of counts and of rows of bytes, sums by a tree of which each rank gets its part, gathers, a barrier, and
-//! `abort`. Rows, sums and gathers of parts are asynchronous: they return a [`Transfer`] that owns its buffers and is awaited later.
+//! [`Comm`] has an all-to-all of counts and of rows of bytes, reduce-scatters by a balanced tree, gathers, a barrier, and `abort`. The
+//! all-to-all of rows, reduce-scatters and gathers of parts are asynchronous: they return a [`Transfer`] that owns its buffers.
 //!
 //! A [`Mesh`] has a communicator for each axis along which something is sharded. A caller that asks for a rank names the axis.
 //!
 //! | axis | ranks | what is exchanged |
 //! |---|---|---|
-//! | `all` | every rank | losses, loads, reports; gradients of what every rank holds: attention, norms, routers, embedding |
+//! | `all` | every rank | losses, loads, reports; gradients of replicated weights: attention, norms, routers, embedding |
 //! | `ep` | those that shard the experts of a layer | tokens to experts and back |
 //! | `dp` | those that hold the same experts | gradients of experts |
 //!
 //! In Megatron's and torchtitan's words: dense parameters are data-parallel over all ranks; experts are expert-parallel over `ep`, with
-//! `dp` replicas. Tokens are divided among all ranks in order, so the tokens of a replica are consecutive, and so are its parts of a
+//! `dp` replicas. Tokens are divided among all ranks in order, so the tokens of a replica are consecutive, and so are its shards of a
 //! micro-batch.
 //!
-//! If a rank fails, panics or leaves, pending and later calls of all others return an error, along every axis. A collective that was cut
-//! short may have left anything in its buffers: whoever reads a result asks [`Comm::check`] before believing it. So no metrics,
-//! checkpoint or held-out loss comes from such numbers.
+//! If a rank fails, panics or leaves, pending and later calls of all other ranks return an error, along every axis. A collective that was
+//! interrupted may leave anything in its buffers, so a caller checks [`Comm::check`] before it uses a result. So no metrics, checkpoint
+//! or held-out loss comes from such numbers.
 //!
-//! Three kinds of parallelism are not built. Each has a place here:
+//! Three kinds of parallelism are not built, but have a place here:
 //!
 //! * Pipeline ranks would be a fourth, outermost axis. Each rank would own a range of blocks, and micro-batches would travel between
 //!   ranges.
@@ -39,17 +39,17 @@ pub trait Comm<B: Backend>: Debug + Send + Sync {
     fn rank(&self) -> usize;
     /// Number of ranks.
     fn world(&self) -> usize;
-    /// Tells all ranks how many rows go where. `send` has as many counts, n, for each rank, those for rank `p` from `p · n` on; the
-    /// answer is every rank's, in rank order: `[world, world · n]`. A rank's own line of it says what it sends, and column `p` what
-    /// comes to rank `p`, so that its host learns both by one read.
+    /// All-gather of row counts. `send` holds n counts per rank; those for rank `p` begin at `p · n`. The result is
+    /// `[world, world · n]`: row `r` is what rank `r` sends, and the columns of `p` are what rank `p` receives, so that a host learns both
+    /// with one read.
     fn counts(&self, b: &B, send: &B::Buf<i32>) -> Result<B::Buf<i32>>;
-    /// Begins to send rows of `row_bytes` bytes, `send_rows[p]` of them to rank `p`, in order; the `recv_rows[p]` rows from each rank, in rank
-    /// order, become the first of `into`, which the transfer brings. Both buffers may be longer: what is beyond these rows is not sent, and stays
-    /// as it is. Does not wait for others: several transfers may be under way, and other collectives may be called meanwhile.
+    /// Starts an all-to-all of rows of `row_bytes` bytes: `send_rows[p]` rows go to rank `p`, in order. The `recv_rows[p]` rows from each
+    /// rank, in rank order, become the first rows of `into`, which the transfer returns. Both buffers may be longer: further rows are not
+    /// sent, and not changed. Asynchronous: several transfers may be in flight, and other collectives may be called meanwhile.
     ///
     /// # Errors
-    /// Those of the backend and of other ranks; for rows that the buffers have no room for, here; for rows that come otherwise than `recv_rows`
-    /// says, where the transfer is waited for.
+    /// Those of the backend and of other ranks; for rows beyond the buffers' capacity, here; for received rows that differ from
+    /// `recv_rows`, when the transfer is awaited.
     fn begin_all_to_all_v(
         &self,
         b: &B,
@@ -59,18 +59,18 @@ pub trait Comm<B: Backend>: Debug + Send + Sync {
         recv_rows: &[usize],
         into: B::Buf<u8>,
     ) -> Result<Transfer<B, B::Buf<u8>>>;
-    /// Begins sums over ranks, each by a balanced tree, ((0+1)+(2+3))…, of which each rank gets its part. Does not wait for others: several
-    /// transfers may be under way, and other collectives may be called meanwhile. All ranks give as many sums, with the same parts.
+    /// Starts reduce-scatters over ranks, by a balanced tree, ((0+1)+(2+3))…; each rank gets its part. Asynchronous: several transfers may
+    /// be in flight, and other collectives may be called meanwhile. All ranks pass the same number of sums, with the same parts.
     ///
     /// # Errors
-    /// Those of the backend and of other ranks; for parts that the values or `into` do not have, here or where the transfer is waited for.
+    /// Those of the backend and of other ranks; for parts out of range of the values or `into`, here or when the transfer is awaited.
     fn begin_reduce_scatter_tree(&self, b: &B, sums: Vec<TreeSum<B>>) -> Result<Transfer<B>>;
-    /// Begins to bring parts together on every rank: the bytes of rank `p` go to `parts[p]` of `into`, to its ranges one after the other. Bytes of
-    /// `into` that are in nobody's part stay as they are. All ranks give the same parts. Waits for others as little as
-    /// [`Comm::begin_reduce_scatter_tree`]. Where `into` has another handle, what it brings lies in a copy.
+    /// Starts a gather of parts to every rank: the bytes of rank `p` go to the ranges `parts[p]` of `into`, one after the other. Bytes of
+    /// `into` outside all parts do not change. All ranks pass the same parts. Asynchronous, as [`Comm::begin_reduce_scatter_tree`]. If
+    /// another handle shares `into`, the result is a copy.
     ///
     /// # Errors
-    /// Those of the backend and of other ranks; for parts that `mine` or `into` does not have, here or where the transfer is waited for.
+    /// Those of the backend and of other ranks; for parts out of range of `mine` or `into`, here or when the transfer is awaited.
     fn begin_all_gather_parts(
         &self,
         b: &B,
@@ -78,43 +78,43 @@ pub trait Comm<B: Backend>: Debug + Send + Sync {
         parts: &[Vec<Range<usize>>],
         into: B::Buf<u8>,
     ) -> Result<Transfer<B, B::Buf<u8>>>;
-    /// Every rank's values one after the other, in rank order. All ranks send the same number.
+    /// Every rank's values, in rank order. All ranks send the same number of values.
     fn all_gather(&self, b: &B, values: &B::Buf<f32>) -> Result<B::Buf<f32>>;
     /// [`Comm::all_gather`] of F64, bit for bit.
     fn all_gather_f64(&self, b: &B, values: &B::Buf<f64>) -> Result<B::Buf<f64>>;
     /// Waits for all ranks.
     fn barrier(&self) -> Result<()>;
-    /// Tells all ranks that this one failed; their pending and later calls return this error.
+    /// Reports to all ranks that this one failed; their pending and later calls return this error.
     fn abort(&self, why: &str);
-    /// Whether a rank has failed, without waiting for anybody. Ask it after reading what a collective gave and before believing it: a collective that
-    /// was cut short may have left anything.
+    /// Whether a rank has failed, without waiting. Call it after reading the result of a collective and before using it: an interrupted
+    /// collective may leave anything.
     ///
     /// # Errors
     /// [`Error::Comm`] if one has.
     fn check(&self) -> Result<()> {
         Ok(())
     }
-    /// How long this rank has waited for others, in all of its collectives so far, along every axis of the mesh.
+    /// Time that this rank has waited for others, in all of its collectives so far, along every axis of the mesh.
     fn waited(&self) -> Duration {
         Duration::ZERO
     }
-    /// How many of the ranks run on this rank's host, itself among them.
+    /// Number of ranks on this rank's host, itself included.
     fn host_ranks(&self) -> usize {
         self.world()
     }
-    /// Whether an exchange is to be taken for as large as there is room for, whatever comes: where memory is predicted.
+    /// Whether an all-to-all counts as filled to its capacity, whatever arrives: for predictions of memory.
     fn fills_room(&self) -> bool {
         false
     }
 }
 
-/// The ranks of a communicator as their hosts know each other, whatever carries their rows: by this a device's communicator comes about, and ends.
+/// The ranks of a communicator on the host side, whatever transport carries their rows: used to create and to end a device's communicator.
 pub trait Peers: Debug + Send + Sync {
     /// This rank, from 0.
     fn rank(&self) -> usize;
     /// Number of ranks.
     fn world(&self) -> usize;
-    /// Every rank's bytes, in rank order. Waits for all ranks, which call this in the same order among their collectives.
+    /// Every rank's bytes, in rank order. Waits for all ranks; all call this in the same order among their collectives.
     ///
     /// # Errors
     /// [`Error::Comm`] for a rank that has failed or left.
@@ -132,36 +132,36 @@ pub trait Peers: Debug + Send + Sync {
     fn host_ranks(&self) -> usize;
 }
 
-/// What [`Comm::begin_reduce_scatter_tree`] sums.
+/// A sum of [`Comm::begin_reduce_scatter_tree`].
 #[derive(Debug)]
 pub struct TreeSum<B: Backend> {
-    /// This rank's.
+    /// This rank's values.
     pub values: B::Buf<f32>,
-    /// Which of them go to each rank; a part may be empty.
+    /// The range of values for each rank; it may be empty.
     pub parts: Vec<Range<usize>>,
-    /// Where the sum of this rank's part goes: as long as that.
+    /// Buffer for the sum of this rank's part, of the part's length.
     pub into: B::Buf<f32>,
 }
 
-/// Messages under way, which bring `T`: sums, if nothing else is said. It owns every buffer that they read and write until it is waited for, so that how
-/// long memory is held depends on when the rank waits, and not on how fast another one is.
+/// A collective in flight, which returns `T` (sums, by default). It owns every buffer that it reads and writes until it is awaited, so that
+/// the lifetime of memory depends on when the rank waits, and not on the speed of another rank.
 ///
-/// Dropped without that, it keeps nobody from going on: the other ranks get what is theirs.
+/// If it is dropped instead, the other ranks still get their data.
 #[must_use = "what is under way is waited for"]
 pub struct Transfer<B: Backend, T = Vec<<B as Backend>::Buf<f32>>>(Box<Finish<B, T>>);
 
 type Finish<B, T> = dyn FnOnce(&B) -> Result<T> + Send;
 
 impl<B: Backend, T> Transfer<B, T> {
-    /// One that `finish` completes. It owns the buffers, and when it is dropped it must see to it that nothing reads or writes them any more.
+    /// A transfer that `finish` completes. `finish` owns the buffers; when it is dropped, nothing may read or write them any more.
     pub fn new(finish: impl FnOnce(&B) -> Result<T> + Send + 'static) -> Self {
         Self(Box::new(finish))
     }
 
-    /// What they bring, in the buffers it was to go to. What is issued on the device after this comes after them.
+    /// Waits, and returns the results in the buffers that were passed in. Device work that is issued afterwards runs after the transfer.
     ///
     /// # Errors
-    /// From the backend and other ranks, as a call that is pending has them.
+    /// From the backend and other ranks, as from a pending call.
     pub fn wait(self, b: &B) -> Result<T> {
         (self.0)(b)
     }
@@ -173,30 +173,30 @@ impl<B: Backend, T> Debug for Transfer<B, T> {
     }
 }
 
-/// The ranks of a run, by what is divided among them: a communicator for each axis. Whoever asks for a rank or a number of ranks says along
-/// which axis.
+/// The ranks of a run, with a communicator for each axis along which something is sharded. A caller that asks for a rank or a number of
+/// ranks names the axis.
 ///
-/// There are dp · ep ranks; rank = dp rank · ep + ep rank. Of every layer with experts, the ep ranks of one replica hold all of them, each its
-/// part; the dp replicas hold the same. With all else that is trained, each rank computes. F32 masters and moments are divided among the ranks
-/// that compute with the same weights: each keeps its rows. The tokens of a batch are divided among all ranks, in order, so that a replica's are
-/// consecutive.
+/// There are dp · ep ranks; rank = dp rank · ep + ep rank. The experts of every layer are sharded over the ep ranks of a replica; the dp
+/// replicas hold the same experts. All other weights are replicated on every rank. F32 masters and moments are sharded over the ranks
+/// that hold the same weights: each rank keeps its rows. The tokens of a batch are divided among all ranks, in order, so that the tokens
+/// of a replica are consecutive.
 #[derive(Debug)]
 pub struct Mesh<'a, B: Backend> {
-    /// Every rank. Each has its own part of a batch, so losses, loads, reports and the gradients of what each rank computes with meet here; so do
-    /// the values that a checkpoint writes.
+    /// Every rank. Each has its own shards of a batch, so losses, loads, reports and the gradients of replicated weights are reduced here;
+    /// checkpoints gather values here.
     pub all: &'a dyn Comm<B>,
-    /// The ranks that a layer's experts are divided among: rows go to their experts over it.
+    /// The ranks that shard a layer's experts: dispatch and combine.
     pub ep: &'a dyn Comm<B>,
-    /// The ranks that compute with the same experts: their gradients meet here, and before a step their weights.
+    /// The ranks that hold the same experts: their gradients are reduced here, and before a step their weights are gathered.
     pub dp: &'a dyn Comm<B>,
 }
 
-/// How many ranks there are along each axis of a [`Mesh`].
+/// The number of ranks along each axis of a [`Mesh`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct MeshShape {
     /// Replicas of the experts.
     pub dp: usize,
-    /// Ranks that experts are divided among.
+    /// Ranks that shard the experts.
     pub ep: usize,
 }
 
@@ -204,22 +204,22 @@ impl MeshShape {
     /// One rank.
     pub const ONE: Self = Self { dp: 1, ep: 1 };
 
-    /// All of them.
+    /// Number of ranks.
     pub fn ranks(&self) -> usize {
         self.dp * self.ep
     }
 
-    /// Where a rank stands along both axes: (dp rank, ep rank).
+    /// Position of a rank along both axes: (dp rank, ep rank).
     pub fn place(&self, rank: usize) -> (usize, usize) {
         (rank / self.ep, rank % self.ep)
     }
 
-    /// The ranks of a replica, which divide its experts.
+    /// The ranks of a replica, which shard its experts.
     pub fn replica(&self, dp_rank: usize) -> Vec<usize> {
         (0..self.ep).map(|e| dp_rank * self.ep + e).collect()
     }
 
-    /// The ranks that hold the same experts, one of each replica.
+    /// The ranks that hold the same experts, one per replica.
     pub fn same_experts(&self, ep_rank: usize) -> Vec<usize> {
         (0..self.dp).map(|d| d * self.ep + ep_rank).collect()
     }
@@ -232,12 +232,12 @@ impl fmt::Display for MeshShape {
 }
 
 impl<'a, B: Backend> Mesh<'a, B> {
-    /// Experts divided among all ranks: no two hold the same.
+    /// Experts sharded over all ranks: no two ranks hold the same.
     pub fn new(all: &'a dyn Comm<B>) -> Self {
         Self { all, ep: all, dp: &SoloComm }
     }
 
-    /// How many ranks there are along each axis.
+    /// The number of ranks along each axis.
     pub fn shape(&self) -> MeshShape {
         MeshShape { dp: self.dp.world(), ep: self.ep.world() }
     }
@@ -262,14 +262,14 @@ impl<'a, B: Backend> From<&'a dyn Comm<B>> for Mesh<'a, B> {
 pub struct Axes<C> {
     /// Every rank.
     pub all: C,
-    /// The ranks that experts are divided among.
+    /// The ranks that shard the experts.
     pub ep: C,
     /// The ranks that hold the same experts.
     pub dp: C,
 }
 
 impl<C> Axes<C> {
-    /// The mesh that they make.
+    /// The mesh of these communicators.
     pub fn mesh<B: Backend>(&self) -> Mesh<'_, B>
     where
         C: Comm<B>,
@@ -357,7 +357,7 @@ impl<B: Backend> Comm<B> for SoloComm {
     fn abort(&self, _: &str) {}
 }
 
-/// Checks that the part of a rank alone is everything: there is nobody to have another.
+/// Checks that the only rank's part is everything.
 fn all_of(call: &'static str, parts: &[Range<usize>], len: usize) -> Result<()> {
     match parts {
         [all] if *all == (0..len) => Ok(()),

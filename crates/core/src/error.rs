@@ -20,12 +20,12 @@ pub enum Error {
         /// What the operation takes.
         expected: String,
     },
-    /// What no input can cause, only a mistake in Nibble.
+    /// An internal error: no input causes it.
     #[error("internal error, a defect of nibble: {place}: {what}")]
     Defect {
         /// The layer or the operation.
         place: &'static str,
-        /// What cannot be.
+        /// What should be impossible.
         what: &'static str,
     },
     /// A combination of format, axis or type for which there is no kernel.
@@ -35,7 +35,7 @@ pub enum Error {
         op: &'static str,
         /// The format asked for.
         format: String,
-        /// Why not, and what would be.
+        /// Why not, and what is supported instead.
         why: String,
     },
     /// More routed rows than the buffers hold.
@@ -47,7 +47,7 @@ pub enum Error {
         op: &'static str,
         /// Rows that arrived, padding included.
         needed: usize,
-        /// Rows there is room for.
+        /// Rows of the buffers.
         capacity: usize,
     },
     /// A kernel did not compile.
@@ -66,14 +66,14 @@ pub enum Error {
         /// The device's answer.
         why: String,
     },
-    /// The device has no room for what is asked of it.
+    /// The device is out of memory.
     #[error("out of memory in {place}, which was asked for {bytes} bytes: {why}")]
     OutOfMemory {
         /// The arena, or the device's pool.
         place: String,
         /// Bytes asked for.
         bytes: usize,
-        /// What there is and what is free, and the device's answer.
+        /// Total and free memory, and the device's answer.
         why: String,
     },
     /// A collective failed, or another rank did.
@@ -112,7 +112,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// A thread that the system does not start: there are too many, or no memory for its stack.
+    /// The system did not start a thread: there are too many, or no memory for its stack.
     #[must_use]
     pub fn not_started(why: std::io::Error) -> Self {
         Self::Device {
@@ -150,10 +150,10 @@ pub(crate) fn expect_eq<T: PartialEq + std::fmt::Debug>(
     Err(Error::shape(op, argument, format!("{got:?}"), format!("{expected:?}")))
 }
 
-/// The range, if `len` values have it.
+/// Returns the range if it lies within `len` values.
 ///
 /// # Errors
-/// [`Error::Shape`] of the argument `range` if they do not.
+/// [`Error::Shape`] of the argument `range` if it does not.
 pub fn check_range(op: &'static str, len: usize, range: Range<usize>) -> Result<Range<usize>> {
     if range.start > range.end || range.end > len {
         return Err(Error::shape(op, "range", format!("{range:?}"), format!("within 0..{len}")));
@@ -161,7 +161,7 @@ pub fn check_range(op: &'static str, len: usize, range: Range<usize>) -> Result<
     Ok(range)
 }
 
-/// Checks that every range is within so many values of its own, and that all ranges together are as many values as there is room for.
+/// Checks that every range lies within its own number of values, and that all ranges together have `room` values.
 ///
 /// # Errors
 /// [`Error::Shape`] naming `op`.

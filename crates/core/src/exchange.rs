@@ -1,46 +1,46 @@
-//! How many rows travel between the ranks that shard the experts of a layer.
+//! The all-to-alls between the ranks that shard the experts of a layer: capacity, row counts and overflow.
 //!
-//! Buffers have a fixed capacity, so memory has a bound whatever a router chooses ([`ExchangeRoom`]). The host reads the number of rows
-//! once for each plan, because the transport wants to know how many to send and to expect ([`RowPlan`]). Later ops compute on the rows
-//! that came and on no others.
+//! Buffers have a fixed capacity, so memory is bounded whatever a router chooses ([`ExchangeRoom`]). The host reads the row counts once per
+//! plan, because the transport needs the numbers of rows to send and to receive ([`RowPlan`]). Later ops compute only on the rows that
+//! were received.
 //!
-//! If one rank is sent more than its capacity, every rank sees that in the same counts, and none sends rows of that layer.
+//! If more rows go to a rank than its capacity, every rank sees this in the same counts, and no rank sends rows of that layer.
 
 use crate::{Backend, Comm, Error, Result, Transfer};
 
-/// Room for the rows of an exchange, the same on every rank.
+/// The capacity of an all-to-all, the same on every rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ExchangeRoom {
-    /// Tokens that a rank is sent.
+    /// Tokens that a rank receives.
     pub tokens: usize,
-    /// Slots of them whose experts are there.
+    /// Slots of received tokens whose experts are on the rank.
     pub slots: usize,
-    /// Tokens that a rank sends, each counted once for every rank that it goes to: as many as there can be.
+    /// Most tokens that a rank sends, each counted once per receiving rank.
     pub sent: usize,
     /// Slots of a rank's own tokens.
     pub own_slots: usize,
 }
 
 impl ExchangeRoom {
-    /// For ranks of `tokens` tokens each, of `top_k` slots, whose experts are divided among `world` ranks, `experts_each` of them each. A rank
-    /// has room for `factor` times the slots of a balanced exchange, but not for more than there can be.
+    /// For `world` ranks of `tokens` tokens with `top_k` slots each, and `experts_each` experts per rank. The capacity is `factor` times
+    /// the slots of a balanced all-to-all, but at most what is possible.
     pub fn new(tokens: usize, top_k: usize, (world, experts_each): (usize, usize), factor: f64) -> Self {
         let own_slots = tokens * top_k;
         let (all, most) = (world * tokens, world * tokens * top_k.min(experts_each));
-        // A number past the largest becomes the largest.
+        // The cast saturates.
         let slots = ((factor * own_slots as f64).ceil() as usize).min(most);
         Self { tokens: slots.min(all), slots, sent: tokens * top_k.min(world), own_slots }
     }
 }
 
-/// One way of rows between ranks.
+/// A direction of rows between ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Leg {
-    /// A row for each token, to every rank that has one of its experts.
+    /// Dispatch: a row per token, to every rank that has one of its experts.
     Tokens,
-    /// And back: a row for each token and rank.
+    /// Combine: a row per token and rank.
     TokensBack,
-    /// Back, a row for each slot.
+    /// Combine: a row per slot.
     SlotsBack,
 }
 
@@ -51,7 +51,7 @@ pub struct PendingRows<B: Backend> {
     room: ExchangeRoom,
 }
 
-/// How many rows go between this rank and each that has experts, itself among them.
+/// Numbers of rows between this rank and each rank that shards the experts, itself included.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RowPlan {
     tokens_to: Vec<usize>,
@@ -63,8 +63,8 @@ pub struct RowPlan {
 }
 
 impl RowPlan {
-    /// Tells all ranks how many rows this one sends: `send` is what [`AssignRanks`](crate::ops::AssignRanks) has counted, for each rank the
-    /// tokens that go there, then the slots. The host reads it in [`RowPlan::finish`], once, and nothing else.
+    /// Sends this rank's row counts to all ranks. `send` holds the counts of [`AssignRanks`](crate::ops::AssignRanks): for each rank, the
+    /// tokens that go there, then the slots. The host reads the result in [`RowPlan::finish`], once, and nothing else.
     ///
     /// # Errors
     /// From the backend and other ranks.
@@ -81,7 +81,7 @@ impl RowPlan {
     /// Waits for the counts.
     ///
     /// # Errors
-    /// [`Error::Comm`] for counts that are none, [`Error::Shape`] where a slot has no expert; from the backend.
+    /// [`Error::Comm`] for invalid counts, [`Error::Shape`] if a slot has no expert; from the backend.
     pub fn finish<B: Backend>(b: &B, comm: &dyn Comm<B>, pending: PendingRows<B>) -> Result<Self> {
         let table = b.finish_download(pending.counts)?;
         comm.check()?;
@@ -89,7 +89,7 @@ impl RowPlan {
         Ok(if comm.fills_room() { plan } else { plan.fitted() })
     }
 
-    /// With no more room than is needed, one token at least; where it is not enough, with all there is.
+    /// Shrinks the capacity to what is needed, at least one token; an overflow leaves it as it is.
     fn fitted(mut self) -> Self {
         if self.overflow.is_none() {
             self.room.tokens = self.tokens_from.iter().sum::<usize>().max(1);
@@ -98,12 +98,12 @@ impl RowPlan {
         self
     }
 
-    /// For how many tokens, and slots of them, that are sent to this rank there is a place from here on.
+    /// Capacity of this rank from here on: tokens received, and slots of them.
     pub fn places(&self) -> (usize, usize) {
         (self.room.tokens, self.room.slots)
     }
 
-    /// From every rank's tokens and slots to every rank, `[world, world, 2]`.
+    /// From the counts of tokens and slots between all ranks, `[world, world, 2]`.
     fn of(table: &[i32], (rank, world): (usize, usize), room: ExchangeRoom) -> Result<Self> {
         let error = |why| Error::Comm { call: "counts", rank, why };
         if table.len() != 2 * world * world {
@@ -116,7 +116,7 @@ impl RowPlan {
         let to = |from: usize, what| -> Vec<usize> { (0..world).map(|to| between(from, to, what)).collect() };
         let from =
             |to: usize, what| -> Vec<usize> { (0..world).map(|from| between(from, to, what)).collect() };
-        // Rows of slots go the other way: back.
+        // Rows of slots go back, in the opposite direction.
         let (slots_from, slots_to) = (to(rank, 1), from(rank, 1));
         let placed: usize = slots_from.iter().sum();
         if placed != room.own_slots {
@@ -128,13 +128,13 @@ impl RowPlan {
         Ok(Self { tokens_to: to(rank, 0), tokens_from: from(rank, 0), slots_to, slots_from, room, overflow })
     }
 
-    /// The most slots that a rank would be sent, where that is more than it has room for. Every rank that divides the experts sees the same.
-    /// Nothing is sent then: what arrives is zeros or whatever the memory held, and whoever asked must ask again with more room.
+    /// The most slots sent to any rank, if they exceed the capacity. Every rank that shards the experts sees the same number. Nothing is
+    /// sent then: the received rows are undefined, and the step must be retried with more capacity.
     pub fn overflow(&self) -> Option<usize> {
         self.overflow
     }
 
-    /// How many rows there is room for, of those that a leg brings.
+    /// Capacity, in rows, of a direction.
     pub fn capacity(&self, leg: Leg) -> usize {
         match leg {
             Leg::Tokens => self.room.tokens,
@@ -143,11 +143,11 @@ impl RowPlan {
         }
     }
 
-    /// Begins to send rows of `row_bytes` bytes, by the rank they go to. Those that come, rank by rank, become the first of `into`, whose bytes
-    /// behind them stay as they are. Where there is an [overflow](Self::overflow) nothing travels, and `into` is brought as it is.
+    /// Starts the all-to-all of rows of `row_bytes` bytes, sorted by the receiving rank. The rows received, rank by rank, become the first
+    /// rows of `into`; its bytes after them do not change. On [overflow](Self::overflow) nothing is sent, and `into` is returned as it is.
     ///
     /// # Errors
-    /// From the backend and other ranks, here or where the transfer is waited for.
+    /// From the backend and other ranks, here or when the transfer is awaited.
     pub fn begin_exchange<B: Backend>(
         &self,
         b: &B,
@@ -196,7 +196,7 @@ mod tests {
         assert_eq!((&plan.tokens_to[..], &plan.tokens_from[..]), (&[1, 3][..], &[1, 5][..]));
         assert_eq!((&plan.slots_from[..], &plan.slots_to[..]), (&[2, 4][..], &[2, 6][..]));
         assert_eq!([Leg::Tokens, Leg::TokensBack, Leg::SlotsBack].map(|leg| plan.capacity(leg)), [9, 20, 6]);
-        // Rank 0 is sent 2 + 6 slots, rank 1 4 + 8: both ranks know.
+        // Rank 0 receives 2 + 6 slots, rank 1 4 + 8: both ranks know.
         assert_eq!(plan.overflow(), None);
         for (rank, own_slots) in [(0, 6), (1, 14)] {
             let room = ExchangeRoom { own_slots, ..room(11) };

@@ -6,15 +6,15 @@ pub fn round_up(n: usize, align: usize) -> usize {
     n.div_ceil(align) * align
 }
 
-/// Ragged rows: which rows belong to which expert (or shard), kept on the device.
+/// Ragged rows: which rows belong to which expert (or shard). The lists are on the device.
 ///
 /// Group `g` owns rows `start[g] .. start[g] + len[g]`; rows up to `start[g+1]` are padding. Every start is a
 /// multiple of `align`.
 #[derive(Debug, Clone)]
 pub struct Groups<B: Backend> {
-    /// First row of each group, and the end of the last one's padding: `num_groups + 1` values.
+    /// First row of each group, and the end of the last group's padding: `num_groups + 1` values.
     pub start: B::Buf<i32>,
-    /// Rows of each group that count.
+    /// Rows of each group, without padding.
     pub len: B::Buf<i32>,
     /// For each row, global token · k + slot; −1 for padding. `capacity` values.
     pub row_id: B::Buf<i32>,
@@ -24,7 +24,7 @@ pub struct Groups<B: Backend> {
     pub align: usize,
     /// Rows the buffers hold.
     pub capacity: usize,
-    /// Rows of every group, where the host knows that they are all the same: of shards.
+    /// Rows of every group, if the host knows that all have the same number: shards.
     pub rows_each: Option<usize>,
 }
 
@@ -57,25 +57,25 @@ impl<B: Backend> Groups<B> {
     }
 }
 
-/// What a choice depends on of an operation's groups.
+/// What a choice of kernel needs to know of an operation's groups.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Grouping {
-    /// How many there are.
+    /// Number of groups.
     pub count: usize,
-    /// What their starts are multiples of.
+    /// Every start is a multiple of this.
     pub align: usize,
-    /// Rows of every group, where the host knows that they are all the same.
+    /// Rows of every group, if the host knows that all have the same number.
     pub rows_each: Option<usize>,
 }
 
 impl Grouping {
-    /// Of these groups.
+    /// The description of these groups.
     pub fn of<B: Backend>(groups: &Groups<B>) -> Self {
         Self { count: groups.num_groups, align: groups.align, rows_each: groups.rows_each }
     }
 }
 
-/// The order that brings received rows to their experts, and back.
+/// The order that sorts received rows by expert, and back.
 #[derive(Debug, Clone)]
 pub struct PermuteMap<B: Backend> {
     /// The expert-sorted, padded rows: sorted by (expert, global token, slot).
@@ -84,32 +84,31 @@ pub struct PermuteMap<B: Backend> {
     pub source_row: B::Buf<i32>,
     /// For each expert-sorted row, received token · k + slot; −1 for padding. `capacity` values.
     pub row_slot: B::Buf<i32>,
-    /// For each occupied (received token, slot), in that order, its expert-sorted row; −1 behind them. `num_slots` values.
+    /// For each occupied (received token, slot), in that order, its expert-sorted row; −1 after them. `num_slots` values.
     pub slot_row: B::Buf<i32>,
-    /// Number of occupied (received token, slot) pairs that the plan was told of.
+    /// Number of occupied (received token, slot) pairs that the plan expects.
     pub num_slots: usize,
-    /// Whether all of them found a row.
+    /// Whether all of them have a row.
     pub occupancy: Occupancy<B>,
 }
 
-/// What a plan found to sort, still on the device. Where it does not fit, all groups are empty and all rows padding: whoever
-/// plans asks [`Occupancy::verify`] at a moment when waiting costs nothing, such as the end of a step.
+/// What a plan found to sort, still on the device. If it does not fit, all groups are empty and all rows are padding. The caller of a plan
+/// calls [`Occupancy::verify`] when waiting costs nothing, such as at the end of a step.
 #[derive(Debug, Clone)]
 pub struct Occupancy<B: Backend> {
     /// Rows that the groups need, padding included; occupied (received token, slot) pairs. Two values.
     pub found: B::Buf<i32>,
-    /// The pairs the plan was told of.
+    /// Pairs that the plan expects.
     pub num_slots: usize,
-    /// The rows there are.
+    /// Rows of the buffers.
     pub capacity: usize,
 }
 
 impl<B: Backend> Occupancy<B> {
-    /// Reads it from the device, waiting for the plan.
+    /// Reads the numbers from the device; waits for the plan.
     ///
     /// # Errors
-    /// [`Error::Capacity`] if the rows did not fit; [`Error::Shape`] if there were more or fewer occupied slots than
-    /// the plan was told of.
+    /// [`Error::Capacity`] if the rows did not fit; [`Error::Shape`] if there were more or fewer occupied slots than the plan expects.
     pub fn verify(&self, b: &B) -> Result<()> {
         const OP: &str = "plan_permute";
         let found = b.download(&self.found)?;

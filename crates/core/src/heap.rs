@@ -1,4 +1,4 @@
-//! Which offset of a growing range of memory each allocation gets: arithmetic only, for the arenas of every backend.
+//! Offsets of allocations in a growing range of memory: arithmetic only, for the arenas of every backend.
 //!
 //! A run has one arena each for weights, gradients and moments. Copies of weights and activations share a fourth, which is empty between
 //! two steps; evaluations use it as well. The same allocations in the same order get the same addresses. So each step issues the same ops
@@ -9,14 +9,14 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Every offset that a [`Heap`] gives is a multiple of this, in bytes.
+/// Every offset of a [`Heap`] is a multiple of this, in bytes.
 pub const HEAP_ALIGN: usize = 256;
 
-/// A deterministic allocator of offsets: best fit, the lowest offset among equals, else at the end.
+/// A deterministic allocator of offsets: best fit, at the lowest offset among equals, else at the end.
 ///
-/// What it answers depends on the live blocks alone and not on how they came about: a hole is what lies free between live
-/// blocks, and everything above the highest of them counts as one hole larger than all others, however far the heap once
-/// reached. So the same allocations and frees, begun with the same live blocks, give the same offsets again.
+/// An offset depends only on the live blocks, not on their history. A hole is free space between live blocks; everything above the highest
+/// live block counts as one hole, larger than all others, however far the heap once reached. So the same allocations and frees from the
+/// same live blocks give the same offsets.
 ///
 /// ```
 /// # use nibble_core::Heap;
@@ -29,9 +29,9 @@ pub const HEAP_ALIGN: usize = 256;
 #[derive(Debug, Clone, Default)]
 pub struct Heap {
     capacity: usize,
-    /// Holes below `top`: start and end. No two touch, and none touches `top`.
+    /// Holes below `top`: start and end. No two are adjacent, and none is adjacent to `top`.
     holes: BTreeMap<usize, usize>,
-    /// The same: bytes and start. A deep model's activations leave a hole a layer and more.
+    /// The same holes: bytes and start. A deep model's activations leave more than one hole per layer.
     by_size: BTreeSet<(usize, usize)>,
     /// End of the highest live block.
     top: usize,
@@ -40,18 +40,18 @@ pub struct Heap {
     peak: usize,
 }
 
-/// Bytes that a block takes: an empty one takes an offset of its own, too.
+/// Bytes of a block, rounded up; an empty block has an offset of its own, too.
 fn rounded(bytes: usize) -> Option<usize> {
     bytes.max(1).checked_next_multiple_of(HEAP_ALIGN)
 }
 
 impl Heap {
-    /// An empty heap that may reach so many bytes.
+    /// An empty heap of at most `capacity` bytes.
     pub fn new(capacity: usize) -> Self {
         Self { capacity, ..Self::default() }
     }
 
-    /// The offset of a block of so many bytes, or `None` where it would reach beyond the capacity.
+    /// The offset of a block of `bytes` bytes, or `None` if it would exceed the capacity.
     pub fn alloc(&mut self, bytes: usize) -> Option<usize> {
         let size = rounded(bytes)?;
         let offset = match self.best_hole(size) {
@@ -72,7 +72,7 @@ impl Heap {
         Some(offset)
     }
 
-    /// The smallest hole of at least so many bytes, and of equals the lowest: its bytes and its start.
+    /// The smallest hole of at least `size` bytes, the lowest among equals: its bytes and its start.
     fn best_hole(&self, size: usize) -> Option<(usize, usize)> {
         self.by_size.range((size, 0)..).next().copied()
     }
@@ -89,17 +89,17 @@ impl Heap {
         self.by_size.remove(&(end - start, start));
     }
 
-    /// The largest block that finds a place, rounded.
+    /// The largest block that fits, rounded.
     fn room(&self) -> usize {
         (self.capacity - self.top).max(self.by_size.last().map_or(0, |(bytes, _)| *bytes))
     }
 
-    /// Takes a block back, by the offset and the bytes of its allocation.
+    /// Frees a block, by the offset and the bytes of its allocation.
     ///
     /// # Panics
     /// In debug builds if no such block can be live.
     pub fn free(&mut self, offset: usize, bytes: usize) {
-        // What was allocated could be rounded.
+        // The size of a live block can be rounded.
         let Some(size) = rounded(bytes) else { return };
         let end = offset + size;
         // The hole below the block, and the first above it.
@@ -122,58 +122,57 @@ impl Heap {
             to = end;
         }
         match to == self.top {
-            // What lies free below the end is no hole.
+            // Free space at the end is no hole.
             true => self.top = from,
             false => self.open(from, to),
         }
     }
 
-    /// Where a block of so many bytes would end if no hole took it; `None` beyond the end of all addresses.
+    /// Where a block of `bytes` bytes would end if it used no hole; `None` beyond the address space.
     pub fn end_with(&self, bytes: usize) -> Option<usize> {
         self.top.checked_add(rounded(bytes)?)
     }
 
-    /// Lets the heap reach so many bytes, if that is more than before. Answers do not change but for those that were `None`.
+    /// Raises the capacity, if `capacity` is more. Only answers that were `None` change.
     pub fn raise_capacity(&mut self, capacity: usize) {
         self.capacity = self.capacity.max(capacity);
     }
 
-    /// Bytes in live blocks, as they were asked for.
+    /// Bytes of live blocks, as requested.
     pub fn live(&self) -> usize {
         self.live
     }
 
-    /// The most there ever were.
+    /// Peak of the live bytes.
     pub fn peak(&self) -> usize {
         self.peak
     }
 
-    /// The highest end that a block ever had: what must be backed by memory.
+    /// The highest end of any block so far: what must be backed by memory.
     pub fn extent(&self) -> usize {
         self.extent
     }
 }
 
-/// Heaps one after the other, for memory that cannot grow at its place: segments never move and never go away. A block lies in
-/// the first that has room for it, so that where it lies depends on the live blocks alone: later segments do not change what the
-/// earlier ones answer.
+/// Consecutive heaps, for memory that cannot grow in place: segments never move and are never freed. A block goes into the first segment
+/// with enough room, so that its place depends only on the live blocks: later segments do not change the answers of earlier ones.
 #[derive(Debug, Clone, Default)]
 pub struct Segments {
     heaps: Vec<Heap>,
-    /// The room of every segment, as leaves of a tree whose nodes have the larger of their two: node `i` has `2 i` and `2 i + 1`.
+    /// The largest free block of every segment: leaves of a binary tree of maxima, in which node `i` has the children `2 i` and `2 i + 1`.
     room: Vec<usize>,
     capacity: usize,
 }
 
 impl Segments {
-    /// The smallest segment, in bytes. Each new one is as large as all before it, up to [`Segments::LARGEST_STEP`], and holds at
-    /// least what was asked for.
+    /// The smallest segment, in bytes. Each new segment is as large as all before it, up to [`Segments::LARGEST_STEP`], and at least as
+    /// large as the request.
     pub const SMALLEST: usize = 1 << 20;
-    /// The largest segment that is larger than what it was made for.
+    /// The largest segment, unless one request is larger.
     pub const LARGEST_STEP: usize = 1 << 30;
 
-    /// Segment and offset of a block of so many bytes; `None` beyond the end of all addresses. A segment that was not there
-    /// before is as long as [`Segments::capacity`] says.
+    /// Segment and offset of a block of `bytes` bytes; `None` beyond the address space. The size of a new segment is
+    /// [`Segments::capacity`].
     pub fn alloc(&mut self, bytes: usize) -> Option<(usize, usize)> {
         let size = rounded(bytes)?;
         let segment = match self.first_with(size) {
@@ -190,7 +189,7 @@ impl Segments {
         Some((segment, offset))
     }
 
-    /// The first segment that has room for so many bytes, rounded.
+    /// The first segment with a free block of `size` bytes, rounded.
     fn first_with(&self, size: usize) -> Option<usize> {
         let leaves = self.room.len() / 2;
         self.room.get(1).filter(|room| **room >= size)?;
@@ -201,7 +200,7 @@ impl Segments {
         Some(node - leaves)
     }
 
-    /// Brings the tree up to date with a segment.
+    /// Updates the tree for a segment.
     fn note_room(&mut self, segment: usize) {
         if segment >= self.room.len() / 2 {
             let leaves = self.heaps.len().next_power_of_two();
@@ -217,16 +216,16 @@ impl Segments {
         }
     }
 
-    /// Takes a block back.
+    /// Frees a block.
     ///
     /// # Panics
-    /// As [`Heap::free`]; for a segment that is not there.
+    /// As [`Heap::free`]; if there is no such segment.
     pub fn free(&mut self, (segment, offset): (usize, usize), bytes: usize) {
         self.heaps[segment].free(offset, bytes);
         self.note_room(segment);
     }
 
-    /// Forgets the last segment and what was placed in it: there is no memory for it.
+    /// Undoes the last segment and its blocks: there is no memory for it.
     pub fn forget_last(&mut self) {
         if let Some(heap) = self.heaps.pop() {
             self.capacity -= heap.capacity;
@@ -242,12 +241,12 @@ impl Segments {
     /// Bytes of a segment.
     ///
     /// # Panics
-    /// For a segment that is not there.
+    /// If there is no such segment.
     pub fn capacity(&self, segment: usize) -> usize {
         self.heaps[segment].capacity
     }
 
-    /// What must be backed by memory, in all segments.
+    /// Bytes to be backed by memory, in all segments.
     pub fn extent(&self) -> usize {
         self.heaps.iter().map(Heap::extent).sum()
     }
@@ -258,14 +257,14 @@ mod tests {
     use super::*;
     use nibble_formats::{Purpose, Stream};
 
-    /// Allocates and frees at random; gives every offset in turn, and checks each against the intervals that are live.
+    /// Allocates and frees at random; returns every offset in order, and checks each against the live intervals.
     fn random_walk(heap: &mut Heap, seed: u64, steps: u64) -> Vec<usize> {
         let draw = Stream::new(seed, Purpose::Data, 1, 0);
         let mut live: Vec<(usize, usize)> = Vec::new();
         let mut offsets = Vec::new();
         for step in 0..steps {
             let [kind, size, which, _] = draw.block(step).map(|word| word as usize);
-            // Grows to about 60 blocks, and goes on there.
+            // Grows to about 60 blocks, and stays there.
             if kind % 120 >= live.len() {
                 let bytes = size % (1 << ((size >> 20) % 18));
                 let offset = heap.alloc(bytes).unwrap();
@@ -293,7 +292,7 @@ mod tests {
             let mut heap = Heap::new(usize::MAX);
             let first = random_walk(&mut heap, seed, 2000);
             let extent = heap.extent();
-            // The second time it has been as far already, and answers all the same.
+            // The second time the heap has been larger before, and still gives the same offsets.
             assert_eq!(random_walk(&mut heap, seed, 2000), first, "seed {seed}");
             assert_eq!(heap.extent(), extent);
             assert_eq!(random_walk(&mut Heap::new(usize::MAX), seed, 2000), first, "seed {seed}, a new heap");
@@ -332,7 +331,7 @@ mod tests {
         assert_eq!(heap.alloc(2049), Some(sizes.iter().sum()), "none fits: at the end");
     }
 
-    /// Where blocks lie, by looking at all that is free.
+    /// The place of a block, by a scan of all free space.
     fn place_by_scan(live: &[(usize, usize)], size: usize) -> usize {
         let mut live = live.to_vec();
         live.sort_unstable();
@@ -401,8 +400,8 @@ mod tests {
         assert_eq!(segments.alloc(usize::MAX), None);
     }
 
-    /// A training step: what the layers keep piles up and is taken down from the other end, temporaries of many sizes come
-    /// and go in between, and gradients stay.
+    /// A training step: saved activations are stacked and popped from the other end, temporaries of many sizes come and go in between, and
+    /// gradients stay.
     #[test]
     fn a_training_step_needs_little_more_than_what_it_holds_at_once() {
         let mut heap = Heap::new(usize::MAX);

@@ -8,9 +8,9 @@ macro_rules! methods {
     )*};
 }
 
-/// Every operation of a backend: a method for each row of [`for_each_op!`]. None has a default, so a backend that lacks one does not compile.
+/// Every operation of a backend: one method per row of [`for_each_op!`]. None has a default, so an incomplete backend does not compile.
 ///
-/// The arguments that a method gets have passed their `check`: callers use the `run` of the arguments.
+/// Arguments have passed their `check`: callers use the arguments' `run`.
 pub trait Kernels: Backend {
     for_each_op! { [methods] () Self }
 }

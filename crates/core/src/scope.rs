@@ -1,12 +1,12 @@
-//! Which arena a backend's allocations lie in at the moment.
+//! The arena that a backend allocates from.
 
 use crate::{Error, Result};
 use std::fmt::Debug;
 use std::sync::{Mutex, PoisonError};
 use std::thread::{self, ThreadId};
 
-/// The arena that [`Backend::within`](crate::Backend::within) chose, if any. One to a backend: while one thread works within
-/// an arena, what any thread allocates from the backend lies there, those of a thread pool included.
+/// The arena that [`Backend::within`](crate::Backend::within) chose, if any. A backend has one: while one thread works within an arena, all
+/// threads that allocate from the backend allocate there, including those of a thread pool.
 #[derive(Debug)]
 pub struct Scope<A> {
     current: Mutex<Option<(A, ThreadId)>>,
@@ -24,11 +24,11 @@ impl<A: Clone + Debug> Scope<A> {
         self.lock().as_ref().map(|(arena, _)| arena.clone())
     }
 
-    /// Runs `work` with this arena as the current one; afterwards it is the one of before, also where `work` panics.
+    /// Runs `work` with this arena as the current one; restores the previous one afterwards, also if `work` panics.
     ///
     /// # Errors
-    /// What `work` returns; [`Error::Device`] while another thread works within an arena. It is not waited for: ranks that
-    /// wait for each other within arenas would never end.
+    /// What `work` returns; [`Error::Device`] while another thread works within an arena. There is no waiting: ranks that wait for each
+    /// other within arenas would deadlock.
     pub fn run<R>(&self, arena: &A, work: impl FnOnce() -> Result<R>) -> Result<R> {
         let mut current = self.lock();
         let me = thread::current().id();
@@ -44,12 +44,12 @@ impl<A: Clone + Debug> Scope<A> {
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Option<(A, ThreadId)>> {
-        // The value is replaced whole: it is sound after a panic, too.
+        // The value is replaced as a whole, so it is valid after a panic, too.
         self.current.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Puts the outer arena back.
+/// Restores the outer arena.
 struct Restored<'a, A: Clone + Debug> {
     scope: &'a Scope<A>,
     outer: Option<(A, ThreadId)>,

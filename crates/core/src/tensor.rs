@@ -62,7 +62,7 @@ impl<B: Backend> Tensor<B> {
         Ok(Self { data, rows, cols })
     }
 
-    /// A tensor that the next operation overwrites.
+    /// Allocates a tensor that the next operation overwrites.
     ///
     /// # Errors
     /// [`Error::Shape`] for more elements than can be counted.
@@ -78,10 +78,10 @@ impl<B: Backend> Tensor<B> {
         Ok(Self { data, rows, cols })
     }
 
-    /// One of the same type and shape that the next operation overwrites.
+    /// Allocates a tensor of the same type and shape, which the next operation overwrites.
     ///
     /// # Errors
-    /// What the backend returns where it has no memory left.
+    /// What the backend returns if it is out of memory.
     pub fn unwritten_like(&self, b: &B) -> Result<Self> {
         Self::unwritten(b, self.dtype(), self.rows, self.cols)
     }
@@ -117,10 +117,10 @@ impl<B: Backend> Tensor<B> {
         Ok(Self { data, rows, cols })
     }
 
-    /// The tensor whose elements' bytes these are, in the same buffer.
+    /// The tensor with these bytes as elements, in the same buffer.
     ///
     /// # Errors
-    /// [`Error::Shape`] unless they are those of `rows · cols` elements.
+    /// [`Error::Shape`] unless there are bytes for `rows · cols` elements.
     pub fn of_bytes(b: &B, bytes: &B::Buf<u8>, dtype: DType, (rows, cols): (usize, usize)) -> Result<Self> {
         let data = match dtype {
             DType::F32 => Data::F32(b.reinterpret(bytes)?),
@@ -129,7 +129,7 @@ impl<B: Backend> Tensor<B> {
         Self::new(data, rows, cols)
     }
 
-    /// The elements' bytes, in the same buffer.
+    /// The bytes of the elements, in the same buffer.
     ///
     /// # Errors
     /// From the backend.
@@ -166,7 +166,7 @@ impl<B: Backend> Tensor<B> {
         }
     }
 
-    /// The same elements under another shape.
+    /// The same elements with another shape.
     ///
     /// # Errors
     /// [`Error::Shape`] if the number of elements differs.

@@ -1,30 +1,30 @@
-//! What goes between host and device, counted.
+//! Counts of copies between host and device.
 
 use std::ops::Sub;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// What went between host and device since the backend was made. A difference of two is what lies between them.
+/// Copies between host and device since the backend was created. The difference of two values is the traffic in between.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Traffic {
     /// Copies from the host to the device.
     pub uploads: u64,
-    /// Their bytes.
+    /// Bytes of these uploads.
     pub upload_bytes: u64,
     /// Copies from the device to the host.
     pub downloads: u64,
-    /// Their bytes.
+    /// Bytes of these downloads.
     pub download_bytes: u64,
-    /// How often the host waited for the device: once for each [`Backend::download`](crate::Backend::download) and
+    /// Waits of the host for the device: one per [`Backend::download`](crate::Backend::download) and
     /// [`Backend::finish_download`](crate::Backend::finish_download).
     pub waits: u64,
-    /// Writes through a handle that another one shared, each of which copied the whole buffer first.
+    /// Writes through a shared handle; each copied the whole buffer first.
     pub copies_on_write: u64,
 }
 
 impl Sub for Traffic {
     type Output = Self;
 
-    /// What came after `earlier`.
+    /// The traffic after `earlier`.
     fn sub(self, earlier: Self) -> Self {
         Self {
             uploads: self.uploads - earlier.uploads,
@@ -49,29 +49,29 @@ pub struct TrafficCounter {
 }
 
 impl TrafficCounter {
-    /// A copy of so many bytes to the device.
+    /// Counts a copy of `bytes` bytes to the device.
     pub fn upload(&self, bytes: usize) {
         self.uploads.fetch_add(1, Ordering::Relaxed);
         self.upload_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
-    /// A copy of so many bytes to the host.
+    /// Counts a copy of `bytes` bytes to the host.
     pub fn download(&self, bytes: usize) {
         self.downloads.fetch_add(1, Ordering::Relaxed);
         self.download_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
-    /// The host waited for the device.
+    /// Counts a wait of the host for the device.
     pub fn wait(&self) {
         self.waits.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// A buffer was copied for a write.
+    /// Counts a copy of a buffer for a write.
     pub fn copy_on_write(&self) {
         self.copies_on_write.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// All of it so far.
+    /// The traffic so far.
     pub fn so_far(&self) -> Traffic {
         let [uploads, upload_bytes, downloads, download_bytes, waits, copies_on_write] = [
             &self.uploads,

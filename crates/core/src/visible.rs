@@ -1,17 +1,17 @@
-//! Text of others, such as names of tensors and files, on its way to a terminal.
+//! Untrusted text, such as names of tensors and files, for output to a terminal.
 
 use std::borrow::Cow;
 use std::fmt::{self, Write};
 
-/// Whether a terminal would obey this character, or the eye not see it: control characters but line breaks and tabs, and
-/// those that turn the direction of writing.
+/// Whether a terminal would obey this character, or a reader not see it: control characters except line breaks and tabs, and characters
+/// that change the direction of writing.
 fn is_hidden(c: char) -> bool {
     let turns =
         matches!(c, '\u{061C}' | '\u{200E}'..='\u{200F}' | '\u{202A}'..='\u{202E}' | '\u{2066}'..='\u{2069}');
     turns || (c.is_control() && !matches!(c, '\n' | '\t'))
 }
 
-/// Writes text to `to` with each character that a terminal would obey as an escape: `\u{1b}`.
+/// Writes text to `to`, with each character that a terminal would obey as an escape: `\u{1b}`.
 #[derive(Debug)]
 pub struct Visible<W> {
     to: W,
@@ -39,21 +39,21 @@ impl<W: Write> Write for Visible<W> {
 #[must_use]
 pub fn visible(text: fmt::Arguments<'_>) -> String {
     let mut shown = String::new();
-    // A string takes whatever it is given, and what is formatted is text that is there.
+    // Writing to a string cannot fail.
     let _ = Visible::new(&mut shown).write_fmt(text);
     shown
 }
 
-/// Characters of a name or a value that a message repeats of a longer one.
+/// Most characters of a name or a value that a message repeats.
 const REPEATED: usize = 100;
 
-/// The longest name of a message; paths of files are no longer.
+/// The longest name in a message; file paths are no longer.
 const LONGEST_NAME: usize = 4096;
 
 /// Bytes of the longest message.
 const LONGEST_MESSAGE: usize = 64 << 10;
 
-/// A value of others as a message repeats it: of a long one its beginning, and how long it is.
+/// An untrusted value as a message repeats it: a long value is cut, and its length is given.
 #[must_use]
 pub fn shortened(value: &str) -> Cow<'_, str> {
     match value.char_indices().nth(REPEATED).filter(|_| value.chars().nth(2 * REPEATED).is_some()) {
@@ -62,7 +62,7 @@ pub fn shortened(value: &str) -> Cow<'_, str> {
     }
 }
 
-/// A message whose names are no longer than a path can be, and which is no longer than people read: of what is longer its beginning stands there.
+/// A message with names no longer than a path can be, and no longer than people read: what is longer is cut.
 #[must_use]
 pub fn readable(message: &str) -> Cow<'_, str> {
     if message.len() <= LONGEST_NAME {
@@ -101,7 +101,7 @@ mod tests {
         }
         let name = "é".repeat(1 << 20);
         let text = readable(&format!("m.safetensors: has no tensor `{name}`\nsecond line")).into_owned();
-        // With its quotes.
+        // The number counts its quotes.
         let end = "... (1048578 characters)\nsecond line";
         assert!(text.starts_with("m.safetensors: has no tensor `é") && text.ends_with(end), "{text}");
         let spaced = readable(&"word ".repeat(1 << 20)).into_owned();

@@ -1,4 +1,4 @@
-//! The CUDA backend's memory: what [`Backend`] asks of it. Operations are in [`ops`](crate::ops).
+//! The CUDA backend's memory: the methods of [`Backend`]. Operations are in [`ops`](crate::ops).
 
 use crate::device::arena::{Arena, Entered};
 pub use crate::device::buf::Buf;
@@ -15,7 +15,7 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
-/// The operations so far, each between two events; `None` while nobody asks for times.
+/// The operations timed so far, each with the events before and after it; `None` while nobody asks for times.
 pub(crate) type Marks = Mutex<Option<Vec<(&'static str, Event, Event)>>>;
 
 /// One GPU as a backend.
@@ -27,7 +27,7 @@ pub struct Cuda {
 }
 
 impl Cuda {
-    /// Opens a GPU by the driver's number.
+    /// Opens the GPU with this number of the driver.
     ///
     /// # Errors
     /// [`nibble_core::Error::Device`] where there is no driver, no such GPU, no Hopper, or no NVRTC.
@@ -35,7 +35,7 @@ impl Cuda {
         Device::open(ordinal).map(Self::on)
     }
 
-    /// On an opened device.
+    /// The backend on an opened device.
     pub fn on(device: Device) -> Self {
         Self { device, marks: Arc::default(), trial: ProductTrial::default() }
     }
@@ -45,17 +45,17 @@ impl Cuda {
         &self.device
     }
 
-    /// The same device by a handle whose products run as `trial` says.
+    /// A handle of the same device whose products run with the settings of `trial`.
     pub fn with_trial(&self, trial: ProductTrial) -> Self {
         Self { trial, ..self.clone() }
     }
 
-    /// How products on the tensor cores are run.
+    /// The settings of products on the tensor cores.
     pub(crate) const fn trial(&self) -> &ProductTrial {
         &self.trial
     }
 
-    /// What is being timed.
+    /// The operations that are being timed.
     pub(crate) fn marks(&self) -> &Marks {
         &self.marks
     }

@@ -1,4 +1,4 @@
-//! Dense products by cuBLASLt, as a reference: D = A·Bᵀ of BF16 or of E4M3 with one scale a tensor, D in BF16.
+//! Dense products by cuBLASLt, as a reference: D = A·Bᵀ of BF16, or of E4M3 with one scale per tensor; D is BF16.
 
 use crate::driver::failed;
 use crate::{Buffer, Device};
@@ -11,7 +11,7 @@ use std::ffi::c_void;
 use std::marker::PhantomData;
 
 const OP: &str = "cublaslt gemm";
-/// What NVIDIA advises for Hopper.
+/// The workspace size that NVIDIA advises for Hopper.
 const WORKSPACE_BYTES: usize = 32 << 20;
 
 /// `CUBLAS_OP_T`, an int in the library's interface.
@@ -33,7 +33,7 @@ unsafe fn set<V: Copy>(desc: sys::cublasLtMatmulDesc_t, attribute: Attribute, va
     named("cublasLtMatmulDescSetAttribute", done)
 }
 
-/// What A and B hold.
+/// The element type of A and B.
 pub trait Element: Pod {
     /// Whether it is E4M3.
     const IS_FP8: bool;
@@ -43,13 +43,13 @@ impl Element for bf16 {
     const IS_FP8: bool = false;
 }
 
-/// A code of E4M3.
+/// An E4M3 code.
 impl Element for u8 {
     const IS_FP8: bool = true;
 }
 
-/// A dense product of fixed sizes, with the algorithm the library advises. Sums are F32. For E4M3 they are the tensor
-/// cores' own sums, with fewer bits ("fast accumulation"), and A and B have a scale each, which is 1.
+/// A dense product of fixed sizes, with the algorithm that the library advises. Sums are F32. For E4M3 they are the
+/// tensor cores' own sums, with fewer bits ("fast accumulation"), and A and B have one scale each, which is 1.
 #[derive(Debug)]
 pub struct Gemm<T: Element> {
     handle: sys::cublasLtHandle_t,
@@ -57,7 +57,7 @@ pub struct Gemm<T: Element> {
     layouts: [sys::cublasLtMatrixLayout_t; 3],
     algo: sys::cublasLtMatmulAlgo_t,
     workspace: Buffer<u8>,
-    /// The scales of A and B, which every call reads; none for BF16.
+    /// The scales of A and B, which every call reads; `None` for BF16.
     _scales: [Option<Buffer<f32>>; 2],
     element: PhantomData<T>,
     m: usize,
@@ -110,7 +110,7 @@ impl<T: Element> Gemm<T> {
             )?;
             let [b, a, d] = layouts;
             let found = result::get_matmul_algo_heuristic(handle, desc, b, a, d, d, preference);
-            // Used no further; its loss would be a leak of a few bytes.
+            // Not used again; a failure leaks a few bytes.
             let _ = result::destroy_matmul_pref(preference);
             let algo = named("cublasLtMatmulAlgoGetHeuristic", found)?.algo;
             Ok(Self {
@@ -128,7 +128,7 @@ impl<T: Element> Gemm<T> {
         }
     }
 
-    /// Runs on the device's stream.
+    /// Issues the product on the device's stream.
     pub fn run(&self, a: &Buffer<T>, b: &Buffer<T>, d: &mut Buffer<bf16>) -> Result<()> {
         let Self { m, n, k, .. } = *self;
         for (argument, got, expected) in [("a", a.len(), m * k), ("b", b.len(), n * k), ("d", d.len(), m * n)]

@@ -1,4 +1,4 @@
-//! The environment variables this crate and its tests read, all of them here.
+//! All environment variables that this crate and its tests read.
 
 use std::path::PathBuf;
 
@@ -30,10 +30,10 @@ pub const HELP: &[(&str, &str)] = &[
     ),
 ];
 
-/// Variables that NCCL reads, and what a program that has ranks on GPUs sets them to before it has a second thread, unless they are set.
+/// Variables that NCCL reads, with the values that a program with ranks on GPUs sets before it starts a second thread, unless they are set.
 ///
-/// NVLink multicast is of no use here, where every message has one receiver, and a library that only looks for it can fail where the host does not
-/// allow it. Between ranks of one process messages go through NCCL's own memory: this crate's is not mapped on the other GPUs.
+/// NVLink multicast is useless here, since every message has one receiver, and NCCL's probe for it can fail on hosts that do not allow it.
+/// Messages between ranks of one process go through NCCL's own buffers: this crate's memory is not mapped on the other GPUs.
 pub const OF_NCCL: [(&str, &str); 2] = [("NCCL_NVLS_ENABLE", "0"), ("NCCL_P2P_DIRECT_DISABLE", "1")];
 
 fn path(name: &str) -> Option<PathBuf> {
@@ -60,17 +60,17 @@ pub fn csrc() -> Option<PathBuf> {
     path("NIBBLE_CSRC")
 }
 
-/// `NIBBLE_REQUIRE_GPU` is `1`.
+/// Whether `NIBBLE_REQUIRE_GPU` is `1`.
 pub fn require_gpu() -> bool {
     std::env::var_os("NIBBLE_REQUIRE_GPU").is_some_and(|value| value == "1")
 }
 
-/// `NIBBLE_UPDATE` is set.
+/// Whether `NIBBLE_UPDATE` is set.
 pub fn update() -> bool {
     std::env::var_os("NIBBLE_UPDATE").is_some()
 }
 
-/// The words of `NIBBLE_ONLY`; none where it is not set.
+/// The words of `NIBBLE_ONLY`; empty if it is not set.
 pub fn only() -> Vec<String> {
     let words = std::env::var("NIBBLE_ONLY").unwrap_or_default();
     words.split_whitespace().map(str::to_owned).collect()

@@ -1,6 +1,6 @@
 //! The CUDA backend.
 //!
-//! CUDA is found at run time: this crate builds, links and loads where there is none, and [`probe()`] says what it found. Kernels are
+//! CUDA is found at run time: this crate builds, links and loads without it, and [`probe()`] reports what is installed. Kernels are
 //! CUDA C++ templates in `csrc/`, embedded in the binary, compiled by NVRTC to `sm_90a` cubins on first use and cached on disk by
 //! content. From the bottom up:
 //!
@@ -18,23 +18,23 @@
 //! | [`comm`] | ranks on GPUs: collectives by NCCL, which is loaded when there are such ranks |
 //! | [`ops`] | a folder for related ops, a file for one or a few: description → configuration → launch |
 //!
-//! **Nothing waits.** Everything is issued on one stream, and memory is freed in its order. Sizes of ragged groups, counts of blocks and
-//! overflow flags stay on the device until the end of a step. An upload waits only behind megabytes of earlier uploads. A second stream
+//! **Asynchronous.** Everything is issued on one stream, and memory is freed in stream order. Sizes of ragged groups, counts of blocks
+//! and overflow flags stay on the device until the end of a step. An upload waits only for megabytes of earlier uploads. A second stream
 //! copies to the host.
 //!
 //! **Same addresses.** `within(arena, …)` gives the same allocations the same addresses each time. Such work can be recorded without
 //! being executed (no uploads, no downloads, no memory outside an arena) and replayed as a whole.
 //!
-//! **The CPU's bits**, for every conversion, on every input; of a NaN, that it is one. So sums that a GPU forms in parallel have an order
-//! that both follow. Functions such as `exp` and `sigmoid` have twins in `csrc/math/` of the same IEEE operations; where the hardware has
-//! an approximation, one corrected step makes it exact. NVRTC runs with `--fmad=false`, and subnormals are preserved. Products on tensor
-//! cores keep fewer bits than F32: they owe a relative error (`FP8_AGREEMENT`, `BF16_AGREEMENT`), the CPU's bits where sums are exact,
-//! and the same bits in every run.
+//! **The CPU's bits**, for every conversion and every input, except that NaNs only match as NaNs. So parallel sums have an order that CPU
+//! and GPU share. Functions such as `exp` and `sigmoid` have twins in `csrc/math/` with the same IEEE operations; where the hardware only
+//! approximates, one corrected step makes the result exact. NVRTC runs with `--fmad=false`, and subnormals are preserved. Products on
+//! tensor cores keep fewer bits than F32: they guarantee a relative error (`FP8_AGREEMENT`, `BF16_AGREEMENT`), the CPU's bits where sums
+//! are exact, and the same bits in every run.
 //!
-//! **A format** is a header in `csrc/formats/`: a struct with its block, its scale, and how sixteen values become codes and back, and a
-//! line that declares it. The build script makes of these lines what launches look up (`ops/convert/units.rs`), and the header that
-//! includes them. The general kernels are templates over that. Kernels for MXFP4 and FP8 blocks are templates over the element. They
-//! choose scales by the rule alone; any other `Scaling` goes through the general kernel.
+//! **A format** is a header in `csrc/formats/`: a struct with its block, its scale, and the conversion of sixteen values to codes and
+//! back, and a line that declares it. From these lines the build script generates the table that launches use (`ops/convert/units.rs`),
+//! and the header that includes them all. The general kernels are templates over the struct. Kernels for MXFP4 and FP8 blocks are
+//! templates over the element. They support default scales only; any other `Scaling` goes through the general kernel.
 
 pub mod backend;
 pub mod comm;

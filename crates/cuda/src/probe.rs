@@ -1,4 +1,4 @@
-//! What CUDA there is on this machine. Asking never fails and never panics.
+//! What CUDA is installed on this machine. Asking never fails and never panics.
 
 use crate::compile::jit::Nvrtc;
 use crate::driver::symbols;
@@ -10,11 +10,11 @@ use std::sync::OnceLock;
 /// One GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GpuInfo {
-    /// The driver's number of it.
+    /// The driver's number for it.
     pub ordinal: usize,
     /// As the driver names it.
     pub name: String,
-    /// What it is told apart by: `GPU-`, and 32 hexadecimal digits in five parts.
+    /// Its unique id: `GPU-`, and 32 hexadecimal digits in five parts.
     pub uuid: String,
     /// Compute capability, (9, 0) for Hopper.
     pub compute_capability: (u32, u32),
@@ -28,14 +28,14 @@ pub struct GpuInfo {
     pub shared_bytes_per_cta: usize,
 }
 
-/// The answer of [`probe`].
+/// The result of [`probe`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Probe {
-    /// The newest CUDA the driver speaks, (13, 0) say; or why there is no driver to use.
+    /// The newest CUDA version that the driver supports, (13, 0) for example; or why no driver can be used.
     pub driver: Result<(u32, u32), String>,
-    /// NVRTC's version, or why there is none to use.
+    /// NVRTC's version, or why it cannot be used.
     pub nvrtc: Result<(u32, u32), String>,
-    /// Why there is no cuBLASLt to use, if so.
+    /// Why cuBLASLt cannot be used, if so.
     pub cublaslt: Result<(), String>,
     /// The GPUs, in the driver's order.
     pub gpus: Vec<GpuInfo>,
@@ -79,7 +79,7 @@ impl fmt::Display for Probe {
     }
 }
 
-/// Looks once; later calls return the same answer.
+/// Probes once; later calls return the same result.
 pub fn probe() -> &'static Probe {
     static PROBE: OnceLock<Probe> = OnceLock::new();
     PROBE.get_or_init(|| {
@@ -99,11 +99,11 @@ fn cublaslt() -> Result<(), String> {
     symbols::missing("libcublasLt.so", unsafe { sys::culib() }, symbols::CUBLASLT)
 }
 
-/// The oldest CUDA that a driver must speak: 12.8 brought `cuEventElapsedTime_v2`. The next of the calls made here is
-/// `cuFuncGetParamInfo`, of 12.4.
+/// The oldest CUDA version that a driver must support: 12.8 introduced `cuEventElapsedTime_v2`. The next newest call
+/// made here is `cuFuncGetParamInfo`, from 12.4.
 const OLDEST_DRIVER: (u32, u32) = (12, 8);
 
-/// What a driver speaks, by the number it gives: 13000 for 13.0. Refused where it lacks a call: `cudarc` panics at that call.
+/// The CUDA version that a driver supports, from its number: 13000 for 13.0. An error if a call is missing: `cudarc` would panic there.
 fn spoken(number: u32) -> Result<(u32, u32), String> {
     let version = (number / 1000, number % 1000 / 10);
     if version >= OLDEST_DRIVER {
@@ -115,7 +115,8 @@ fn spoken(number: u32) -> Result<(u32, u32), String> {
     ))
 }
 
-/// Whether `libcuda` can be loaded, has all that is called and is new enough; every other call into `cudarc::driver` panics where it is not.
+/// Whether `libcuda` can be loaded, has every function that is called, and is new enough; otherwise every other call into `cudarc::driver`
+/// panics.
 fn driver_version() -> Result<(u32, u32), String> {
     // SAFETY: loading the driver library runs its initialisers, which are made for that.
     if !unsafe { sys::is_culib_present() } {
@@ -123,7 +124,7 @@ fn driver_version() -> Result<(u32, u32), String> {
     }
     // SAFETY: as above; the library was just found.
     let library = unsafe { sys::culib() };
-    // A driver that is too old may lack functions: its version says more than their names.
+    // A driver that is too old may lack functions: its version is a clearer error than their names.
     symbols::missing("libcuda.so", library, symbols::DRIVER_VERSION)?;
     let mut version = 0;
     // SAFETY: writes one int.
@@ -161,7 +162,7 @@ fn gpu(ordinal: usize) -> Result<GpuInfo, cudarc::driver::DriverError> {
     })
 }
 
-/// As NVIDIA's tools write it.
+/// The UUID as NVIDIA's tools write it.
 fn uuid(bytes: [u8; 16]) -> String {
     let mut text = String::from("GPU");
     for (i, byte) in bytes.into_iter().enumerate() {

@@ -17,12 +17,12 @@ impl fmt::Debug for Dry {
 }
 
 impl Dry {
-    /// The most bytes that ever lived outside arenas.
+    /// Peak bytes outside arenas.
     pub fn pooled_peak(&self) -> usize {
         self.inner.memory.pooled_peak()
     }
 
-    /// Whether more was asked for than any device has ([`Dry::MOST_BYTES`]).
+    /// Whether more memory was requested than any device has ([`Dry::MOST_BYTES`]).
     pub fn has_overflowed(&self) -> bool {
         self.inner.memory.has_overflowed()
     }

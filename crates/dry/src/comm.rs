@@ -1,4 +1,4 @@
-//! Ranks by their number.
+//! Simulated ranks.
 
 use crate::Dry;
 use crate::memory::{Buf, InPlace};
@@ -7,8 +7,8 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::PoisonError;
 
-/// One rank among several that are not there. Every rank is sent as many tokens and slots as every other, as a balanced router
-/// would have it: that is what travels. What memory holds is the room that an exchange has, whatever comes.
+/// One rank of a simulated mesh. Traffic is that of a balanced router: all ranks receive the same number of tokens and slots. Memory is
+/// that of the full capacity of an all-to-all, whatever arrives.
 #[derive(Debug, Clone, Copy)]
 pub struct DryComm {
     /// This rank.
@@ -17,20 +17,20 @@ pub struct DryComm {
     pub world: usize,
     /// Tokens of this rank.
     pub tokens: usize,
-    /// Slots a token.
+    /// Slots per token.
     pub top_k: usize,
 }
 
 impl Dry {
-    /// Bytes that have been sent to other ranks since this device was made, by collective. Each goes where it is wanted at once: a ring sends as
-    /// many in all.
+    /// Bytes sent to other ranks since this device was created, by collective. Each rank sends directly to the receiver; a ring sends the
+    /// same total.
     pub fn sent(&self) -> BTreeMap<&'static str, u64> {
         self.inner.sent.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
 
 impl DryComm {
-    /// Notes what goes to each of the other ranks, of which `bytes` tells.
+    /// Records what is sent to the other ranks: `bytes` for each of them.
     fn send(&self, b: &Dry, call: &'static str, bytes: impl Fn(usize) -> usize) {
         let others = (0..self.world).filter(|rank| *rank != self.rank);
         let all: usize = others.map(bytes).sum();
@@ -53,7 +53,7 @@ impl Comm<Dry> for DryComm {
         self.world
     }
 
-    /// Counts of tokens and slots for each rank, as the exchange asks of them.
+    /// Counts of tokens and slots for each rank, for the all-to-all.
     fn counts(&self, b: &Dry, send: &Buf<i32>) -> Result<Buf<i32>> {
         let (world, slots) = (self.world, self.tokens * self.top_k);
         self.send(b, "counts", |_| send.len() * size_of::<i32>());
@@ -63,7 +63,7 @@ impl Comm<Dry> for DryComm {
         let mut table = Vec::with_capacity(world * send.len());
         for from in 0..world {
             for to in 0..world {
-                // What is left over goes to the ranks after the sender, so that all receive the same.
+                // The remainder goes to the ranks after the sender, so that all receive the same.
                 let left = usize::from((to + world - from) % world < slots % world);
                 let slots = slots / world + left;
                 table.extend([slots.min(self.tokens), slots].map(|n| n as i32));
@@ -74,7 +74,7 @@ impl Comm<Dry> for DryComm {
         Ok(counts)
     }
 
-    /// What is sent lies here until the rows are waited for.
+    /// What is sent stays in memory until the transfer is awaited.
     fn begin_all_to_all_v(
         &self,
         b: &Dry,
@@ -92,7 +92,7 @@ impl Comm<Dry> for DryComm {
         }))
     }
 
-    /// What the ranks send lies here until it is added, and what is sent until then.
+    /// What is received stays in memory until it is added, and what is sent until then.
     fn begin_reduce_scatter_tree(&self, b: &Dry, sums: Vec<TreeSum<Dry>>) -> Result<Transfer<Dry>> {
         self.send(b, "reduce_scatter_tree", |rank| {
             let parts = sums.iter().filter_map(|sum| sum.parts.get(rank));
@@ -107,7 +107,7 @@ impl Comm<Dry> for DryComm {
         }))
     }
 
-    /// Both buffers lie here until they are waited for.
+    /// Both buffers stay in memory until the transfer is awaited.
     fn begin_all_gather_parts(
         &self,
         b: &Dry,

@@ -1,4 +1,4 @@
-//! What the sequences of `nibble-choice` are made of, by shape alone.
+//! The kernels of `nibble-choice`'s sequences, by shape alone.
 
 use crate::memory::{Buf, InPlace};
 use crate::{Dry, Multiplied, Slow, ops};

@@ -1,4 +1,4 @@
-//! What a host takes beside results.
+//! Temporary memory of operations on a host.
 
 use crate::memory::InPlace;
 use crate::{Dry, ops};
@@ -7,7 +7,7 @@ use nibble_core::ops::*;
 use nibble_core::{BlockScaled, DType, Operand, Result, Tensor};
 
 impl Dry {
-    /// A BF16 operand in F32, where the other one is.
+    /// A BF16 operand widened to F32, if the other operand is F32.
     fn widened(&self, x: &Operand<Self>, other: &Operand<Self>) -> Result<Option<Tensor<Self>>> {
         match (x.format(), other.format()) {
             (Format::Bf16, Format::F32) => Tensor::unwritten(self, DType::F32, x.rows(), x.cols()).map(Some),
@@ -15,14 +15,14 @@ impl Dry {
         }
     }
 
-    /// The quantized operand that is lifted beside the other one; none where it is not.
+    /// The quantized operand, if it is lifted next to the other one.
     fn taken_lifted<'x>(x: &'x Operand<Self>, other: &Operand<Self>) -> Option<&'x BlockScaled<Self>> {
         let (Operand::Block(q), stored) = (x, Stored::of(x)) else { return None };
         let numbers = Numbers::of(stored, Stored::of(other));
         (numbers.takes(stored) == Taken::Lifted).then_some(q)
     }
 
-    /// What a first operand is lifted to, if it is so beside the second. Beside the plane it counts.
+    /// The first operand lifted, if a product with the second lifts it. The lift has counters, too.
     fn lifted_first(&self, a: &Operand<Self>, b: &Operand<Self>) -> Result<Option<BlockScaled<Self>>> {
         let Some(q) = Self::taken_lifted(a, b) else { return Ok(None) };
         let out = BlockScaled::unwritten(self, Format::LIFTED, q.axis, (q.rows, q.cols, q.stack))?;
@@ -30,7 +30,7 @@ impl Dry {
         Ok(Some(out))
     }
 
-    /// The same of a second one of so many matrices: of its rows squares, which are not counted.
+    /// The second operand lifted, for `matrices` matrices: its rows to 2-D blocks, without counters.
     fn lifted_second(
         &self,
         b: &Operand<Self>,
@@ -55,7 +55,7 @@ impl Dry {
         Ok(())
     }
 
-    /// It has room for logits and their gradients from the first chunk to the last, and quantizes copies.
+    /// Holds logits and their gradients from the first chunk to the last, and quantizes copies.
     pub(crate) fn head_loss_on_host(&self, mut op: HeadLoss<'_, Self>) -> Result<HeadLossOut<Self>> {
         let (out, longest) = (op.result(self)?, op.longest_chunk());
         let ((tokens, d), vocab, dtype) = (op.x.shape(), op.w.rows(), op.x.dtype());
@@ -66,14 +66,14 @@ impl Dry {
         if let Some(grad) = &mut op.grad {
             grad.dw.make_own(self)?;
             let dlogits = Tensor::unwritten(self, dtype, longest, vocab)?;
-            // A shard in several chunks has a sum of its own, unless that is the gradient itself.
+            // A shard in several chunks has a sum of its own, unless the sum is the gradient itself.
             let is_cut = longest < tokens / op.shards.max(1);
             let apart = is_cut && (grad.accumulate || grad.dw.dtype() == DType::Bf16);
             let chain = apart.then(|| Tensor::unwritten(self, DType::F32, vocab, d)).transpose()?;
             beside = Some((dlogits, chain));
         }
         let of_w = HeadProducts { w: op.w, wt: op.grad.as_ref().map(|grad| grad.wt), codecs: op.codecs };
-        // What one chunk takes the next of the same length takes again; of a weight what the first one took stays.
+        // A chunk reuses the memory of the previous chunk of the same length; what the first chunk lifts of a weight stays.
         chunks.dedup();
         let mut of_weights = Vec::new();
         for rows in chunks {
@@ -82,7 +82,7 @@ impl Dry {
         Ok(out)
     }
 
-    /// The planes of a chunk, and what its products lift.
+    /// The quantized tensors of a chunk, and what its products lift.
     fn head_chunk_on_host(
         &self,
         of: &HeadProducts<'_>,
@@ -98,7 +98,7 @@ impl Dry {
         let mut dense = |planes: &HeadPlanes, w: &Operand<Self>| -> Result<()> {
             let Some(a) = &planes.rows else { return Ok(()) };
             let _a = self.lifted_first(a, w)?;
-            // Another chunk has it already.
+            // Another chunk has lifted it already.
             if first {
                 of_weights.extend(self.lifted_second(w, a, 1)?);
             }
@@ -116,7 +116,7 @@ impl Dry {
         Ok(())
     }
 
-    /// Planes of a matrix by rows and by columns, as far as they are wanted; a copy of it where one is plain beside something quantized.
+    /// A matrix in rows and in columns, as far as they are wanted; plain next to a quantized operand, it is a copy.
     fn head_planes(
         &self,
         (rows, cols, dtype): (usize, usize, DType),
@@ -148,14 +148,14 @@ impl Dry {
     }
 }
 
-/// What the products of a head take beside x and the logits' gradients.
+/// Arguments of a head's products besides x and the logits' gradients.
 struct HeadProducts<'a> {
     w: &'a Operand<Dry>,
     wt: Option<&'a Operand<Dry>>,
     codecs: HeadCodecs,
 }
 
-/// A matrix of a chunk as products take it.
+/// A matrix of a chunk in the forms that products take.
 struct HeadPlanes {
     rows: Option<Operand<Dry>>,
     cols: Option<Operand<Dry>>,

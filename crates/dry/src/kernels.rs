@@ -1,4 +1,4 @@
-//! The operations: what each must do is noted, if somebody asks, and then the buffers are made that it makes.
+//! The operations: each records its work, if it is collected, and allocates its results.
 
 use crate::{Call, Dry, op_work, ops};
 use nibble_core::ops::*;

@@ -1,15 +1,15 @@
-//! A backend that computes nothing. Its buffers have a type, a length and a place in an arena, and no bytes. Its ops return what the real
-//! ones return, by the same function (`result()`), and take the temporaries that a real backend takes: those of a GPU, and their order,
-//! are what `nibble-choice` tells both `nibble-cuda` and this crate. Whatever runs over a backend runs over this one, in the time it
-//! takes to count.
+//! A backend that computes nothing. Its buffers have a type, a length and an offset in an arena, but no bytes. Its ops return what the real
+//! ops return, by the same function (`result()`), and allocate the same temporaries: for GPUs, `nibble-choice` determines these and their
+//! order for both `nibble-cuda` and this crate. Any code that is generic over the backend runs on this one, in the time that counting
+//! takes.
 //!
-//! [`Backend::arena_memory`](nibble_core::Backend::arena_memory) says what the work needs, holes included: places are given by the same
-//! arithmetic ([`nibble_core::Heap`], [`nibble_core::Segments`]).
+//! [`Backend::arena_memory`](nibble_core::Backend::arena_memory) returns the memory that the work needs, holes included: offsets come from
+//! the same arithmetic ([`nibble_core::Heap`], [`nibble_core::Segments`]).
 //!
-//! Downloads give zeros, so code that decides by computed values needs help. The all-to-all reads how many rows go where; [`DryComm`]
-//! says so, and records how many bytes go to other ranks ([`Dry::sent`]).
+//! Downloads return zeros, so code that branches on computed values needs help. The all-to-all reads row counts; [`DryComm`] supplies them,
+//! and records the bytes sent to other ranks ([`Dry::sent`]).
 //!
-//! [`Dry::counted`] says what each op of some work must move and multiply ([`Work`]): the floor under its time.
+//! [`Dry::counted`] returns what each op of some work must move and multiply ([`Work`]): a lower bound of its time.
 
 mod backend;
 mod comm;
@@ -35,7 +35,7 @@ use noted::Noted;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
-/// A device of a kind, as large as it must be.
+/// A simulated device, as large as needed.
 #[derive(Clone)]
 pub struct Dry {
     inner: Arc<Inner>,
@@ -45,13 +45,13 @@ struct Inner {
     kind: DeviceKind,
     memory: Arc<Memory>,
     scope: Scope<Arena>,
-    /// Of a GPU: words that counters are cut from.
+    /// On a GPU: the zeroed words that counters are cut from.
     counters: Mutex<Option<Counters>>,
-    /// The operations issued, while somebody counts.
+    /// The operations issued, while they are collected.
     calls: Noted<Call>,
-    /// What a GPU's ordinary cores are left with, while somebody asks.
+    /// What runs on a GPU's CUDA cores, while it is collected.
     slow: Noted<Slow>,
-    /// The products that a GPU is asked for, while somebody asks.
+    /// The products that a GPU is asked for, while they are collected.
     products: Noted<Multiplied>,
     /// Bytes sent to other ranks, by collective.
     sent: Mutex<BTreeMap<&'static str, u64>>,
@@ -59,15 +59,15 @@ struct Inner {
 }
 
 impl Dry {
-    /// The most bytes that may live at once: a pebibyte, which no device has. Sizes of mistakes stop here.
+    /// Limit of live bytes: a pebibyte, which no device has. It stops sizes that are mistakes.
     pub const MOST_BYTES: usize = 1 << 50;
 
-    /// A device of this kind.
+    /// A device of this kind, of unknown memory.
     pub fn new(kind: DeviceKind) -> Self {
         Self::telling(kind, None)
     }
 
-    /// A device of this kind that says it has so much memory. What is allocated on it has no end all the same.
+    /// A device of this kind that reports this much memory. Allocations are not limited by it.
     pub fn with_room(kind: DeviceKind, room: Room) -> Self {
         Self::telling(kind, Some(room))
     }
@@ -80,17 +80,17 @@ impl Dry {
         Self { inner: Arc::new(inner) }
     }
 
-    /// Temporaries, in this order, for as long as the caller keeps them.
+    /// Allocates temporaries, in this order; the caller frees them.
     pub(crate) fn hold(&self, temporaries: impl IntoIterator<Item = Temporary>) -> Result<Vec<Buf<u8>>> {
         temporaries.into_iter().map(|temporary| self.buf(temporary.bytes)).collect()
     }
 
-    /// Temporaries of a GPU for a moment.
+    /// Allocates temporaries of a GPU, and frees them.
     pub(crate) fn while_on_gpu(&self, temporaries: impl IntoIterator<Item = Temporary>) -> Result<()> {
         if self.is_gpu() { self.hold(temporaries).map(drop) } else { Ok(()) }
     }
 
-    /// Whether it stands for a GPU.
+    /// Whether it simulates a GPU.
     pub(crate) fn is_gpu(&self) -> bool {
         self.inner.kind == DeviceKind::Gpu
     }

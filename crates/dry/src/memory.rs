@@ -1,4 +1,4 @@
-//! Buffers without bytes, and where they would lie.
+//! Buffers without bytes, and their offsets.
 
 use crate::Dry;
 use nibble_core::{Data, DeviceKind, Error, Heap, MemoryStats, Plain, Result, Segments, Tensor};
@@ -7,22 +7,22 @@ use std::marker::PhantomData;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// A GPU's arena is backed in pieces of so many bytes.
+/// Granularity of the memory that backs a GPU's arena, in bytes.
 const PIECE: usize = 64 << 20;
 
-/// Words zeroed at a time, of a GPU: what counters are cut from.
+/// Words that a GPU zeroes at once: counters are cut from these.
 const COUNTERS: usize = 6 << 10;
 
-/// Live bytes of the whole device, and the identities given.
+/// Live bytes of the whole device, and the identities given out.
 #[derive(Debug, Default)]
 pub(crate) struct Memory {
     live: AtomicUsize,
     peak: AtomicUsize,
-    /// Of these, outside every arena.
+    /// Live bytes outside every arena.
     pooled: AtomicUsize,
     pooled_peak: AtomicUsize,
     ids: AtomicU64,
-    /// Whether more was asked for than any device has.
+    /// Whether more memory was requested than any device has.
     overflowed: AtomicBool,
 }
 
@@ -59,18 +59,18 @@ impl Memory {
         Error::Device { call: "allocating".into(), why }
     }
 
-    /// Whether that was said.
+    /// Whether `overflowed` is set.
     pub fn has_overflowed(&self) -> bool {
         self.overflowed.load(Ordering::Relaxed)
     }
 
-    /// The most bytes that ever lived outside arenas.
+    /// Peak bytes outside arenas.
     pub fn pooled_peak(&self) -> usize {
         self.pooled_peak.load(Ordering::Relaxed)
     }
 }
 
-/// Places of an arena, and no memory.
+/// Offsets of an arena, without memory.
 #[derive(Clone)]
 pub struct Arena {
     shared: Arc<Shared>,
@@ -87,11 +87,11 @@ struct State {
     peak: usize,
 }
 
-/// How the real arenas lay blocks out.
+/// The layout of the real arenas.
 enum Places {
     /// One range of addresses.
     Range(Heap),
-    /// Segments of the host's memory.
+    /// Segments of host memory.
     Segments(Segments),
 }
 
@@ -104,7 +104,7 @@ impl Arena {
         Self { shared: Arc::new(Shared { name, state: Mutex::new(State { places, live: 0, peak: 0 }) }) }
     }
 
-    /// None beyond the end of all addresses.
+    /// None beyond the address space.
     fn take(&self, bytes: usize) -> Option<(usize, usize)> {
         let mut state = self.shared.lock();
         let place = match &mut state.places {
@@ -137,7 +137,7 @@ impl Arena {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Nothing panics between two changes that belong together.
+        // No code panics between two changes that belong together.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -148,20 +148,20 @@ impl fmt::Debug for Arena {
     }
 }
 
-/// What the handles to one buffer share.
+/// State that the handles to one buffer share.
 pub(crate) struct Storage {
     id: u64,
     bytes: usize,
     home: Home,
     memory: Arc<Memory>,
-    /// What a communicator or a plan of rows put there.
+    /// Values that a communicator or a plan of rows has set.
     values: Option<Vec<u8>>,
 }
 
 enum Home {
     Pool,
     Arena(Arena, (usize, usize)),
-    /// Cut from words that live elsewhere.
+    /// Cut from the words of another storage.
     Within(#[expect(dead_code, reason = "kept, not read")] Arc<Storage>),
 }
 
@@ -178,7 +178,7 @@ impl Drop for Storage {
     }
 }
 
-/// A buffer by its type and length. A clone shares it; a write through a shared handle first takes the room of a copy.
+/// A buffer by its type and length. A clone shares it; a write through a shared handle first allocates a copy.
 pub struct Buf<T: Plain> {
     storage: Arc<Storage>,
     len: usize,
@@ -194,22 +194,22 @@ impl<T: Plain> Buf<T> {
         self.storage.id
     }
 
-    /// What a download finds: zeros, unless more is known.
+    /// The values of a download: zeros, unless they are known.
     pub(crate) fn values(&self) -> Vec<T> {
         self.known().unwrap_or_else(|| vec![bytemuck::Zeroable::zeroed(); self.len])
     }
 
-    /// What a communicator or a plan of rows has said.
+    /// Values that a communicator or a plan of rows has set.
     pub(crate) fn known(&self) -> Option<Vec<T>> {
         self.storage.values.as_deref().map(bytemuck::pod_collect_to_vec)
     }
 
-    /// So many of its values.
+    /// The first `len` values.
     pub(crate) fn part(&self, len: usize) -> Self {
         Self { len, ..self.clone() }
     }
 
-    /// Tells what a download finds in a buffer that nobody else has.
+    /// Sets the values of a download, for a buffer without other handles.
     pub(crate) fn tell(&mut self, values: &[T]) {
         if let Some(storage) = Arc::get_mut(&mut self.storage) {
             storage.values = Some(bytemuck::cast_slice(values).to_vec());
@@ -218,7 +218,7 @@ impl<T: Plain> Buf<T> {
 
     /// The same bytes as values of another type.
     pub(crate) fn reinterpreted<U: Plain>(&self) -> Result<Buf<U>> {
-        // It was possible to count them when they were allocated.
+        // Their number was checked at allocation.
         let (bytes, each) = (self.len * size_of::<T>(), size_of::<U>());
         if !bytes.is_multiple_of(each) {
             return Err(Error::shape("reinterpret", "bytes", bytes, format!("a multiple of {each}")));
@@ -239,7 +239,7 @@ impl<T: Plain> fmt::Debug for Buf<T> {
     }
 }
 
-/// Words that counters are cut from, and how many were.
+/// Words that counters are cut from, and the number in use.
 pub(crate) struct Counters {
     words: Arc<Storage>,
     used: usize,
@@ -281,16 +281,16 @@ impl Dry {
         Ok(Buf { storage, len, element: PhantomData })
     }
 
-    /// Whoever works within an arena has counters of its own.
+    /// Work within an arena has counters of its own.
     pub(crate) fn forget_counters(&self) {
         let left = self.inner.counters.lock().unwrap_or_else(PoisonError::into_inner).take();
         drop(left);
     }
 }
 
-/// What is written in place.
+/// Tensors and buffers that are written in place.
 pub(crate) trait InPlace {
-    /// A copy, where another handle shares the bytes.
+    /// Copies, if another handle shares the bytes.
     fn make_own(&mut self, dry: &Dry) -> Result<()>;
 }
 

@@ -1,8 +1,8 @@
-//! What is noted of some work, while somebody asks for it.
+//! Records of some work, while they are collected.
 
 use std::sync::{Mutex, PoisonError};
 
-/// A list that is there while somebody collects it.
+/// A list that exists while it is collected.
 #[derive(Debug)]
 pub(crate) struct Noted<T>(Mutex<Option<Vec<T>>>);
 
@@ -13,7 +13,7 @@ impl<T> Default for Noted<T> {
 }
 
 impl<T> Noted<T> {
-    /// Runs `work` and says what was noted, in order. Inside another such call the outer one is not told of what the inner one is.
+    /// Runs `work` and returns the records, in order. Nested calls: the outer one gets no records of the inner one.
     pub fn collect<R, E>(&self, work: impl FnOnce() -> Result<R, E>) -> Result<(R, Vec<T>), E> {
         let outer = self.replace(Some(Vec::new()));
         let done = work();
@@ -21,12 +21,12 @@ impl<T> Noted<T> {
         Ok((done?, noted))
     }
 
-    /// Whether somebody collects.
+    /// Whether records are collected.
     pub fn is_asked(&self) -> bool {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).is_some()
     }
 
-    /// How much was noted since somebody began to collect.
+    /// Number of records so far.
     pub fn len(&self) -> usize {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map_or(0, Vec::len)
     }

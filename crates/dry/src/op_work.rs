@@ -1,7 +1,7 @@
-//! What each operation must do: what it reads, by whole operands or by rows; what it writes in place; what it multiplies. Its results count
-//! as written, of ragged rows those that belong to a group.
+//! What each operation must do: what it reads, by whole operands or by rows; what it writes in place; what it multiplies. Results count as
+//! written; of ragged rows only those that belong to a group.
 //!
-//! An operation of whole operands that multiplies nothing needs no line here. Any other has a function of its name.
+//! An operation on whole operands without products needs no function here. Any other has a function of its name.
 
 use crate::Dry;
 use crate::memory::Buf;
@@ -10,10 +10,10 @@ use nibble_core::formats::{Codec, Format};
 use nibble_core::ops::*;
 use nibble_core::{DType, Tensor, for_each_op};
 
-/// What an operation must do, its results aside.
+/// What an operation must do, without its results.
 pub struct Counted {
     pub work: Work,
-    /// The rows of its results that count, all where it is not said.
+    /// Number of rows of its results that count; none: all.
     pub rows: Option<usize>,
 }
 
@@ -29,7 +29,7 @@ impl From<Work> for Counted {
     }
 }
 
-/// Every operand is read and everything in place is written, once and whole. A function of the same name outside hides the one here.
+/// Default: every operand is read, and everything in place is written, as a whole and once. A function of the same name outside hides it.
 mod whole_operands {
     use super::*;
 
@@ -68,7 +68,7 @@ pub fn permute(op: &Permute<'_, Dry>) -> Counted {
     Counted { work: Work::reads_rows(rows, &[op.rows, &op.map.source_row]), rows }
 }
 
-/// Each message once, or once for each of its rows where they are fewer.
+/// Each record once, or once per row if there are fewer rows.
 pub fn unpack_permute(op: &UnpackPermute<'_, Dry>) -> Counted {
     let (rows, record) = (op.map.num_slots, op.kind.row_bytes());
     let work = Work::reads_rows(Some(rows * record), &[op.bytes]);
@@ -79,7 +79,7 @@ pub fn unpermute(op: &Unpermute<'_, Dry>) -> Counted {
     Work::reads_rows(Some(op.map.num_slots), &[op.rows, &op.map.slot_row]).into()
 }
 
-/// To ragged rows or from them: the shorter list says how many there are.
+/// To or from ragged rows: the shorter list determines their number.
 pub fn gather_scalars(op: &GatherScalars<'_, Dry>) -> Counted {
     let read = Some(op.values.len().min(op.index.len()));
     Counted { work: Work::reads_rows(read, &[op.values, op.index]), rows: Some(op.values.len()) }
@@ -89,7 +89,7 @@ pub fn combine_slots(op: &CombineSlots<'_, Dry>) -> Counted {
     Work::reads(&[&op.index, &op.plus]).and_reads(op.index.map(Buf::len), &[op.rows]).into()
 }
 
-/// As if each row there is were of a slot, where there are fewer rows than slots.
+/// If there are fewer rows than slots, each row counts as one slot's.
 pub fn combine_tree(op: &CombineTree<'_, Dry>) -> Counted {
     let rows = op.index.len().min(op.rows.rows);
     Work::reads(&[op.index, op.leaf, &op.plus]).and_reads(Some(rows), &[op.rows]).into()
@@ -99,7 +99,7 @@ pub fn pack_rows(op: &PackRows<'_, Dry>) -> Counted {
     Work::reads_rows(Some(op.index.len()), &[op.rows, op.index]).into()
 }
 
-/// Each row once, whatever the number of its messages.
+/// Each row once, whatever the number of its records.
 pub fn quantize_pack(op: &QuantizePack<'_, Dry>) -> Counted {
     quantize(&op.quantize).work.and_reads(None, &[op.place]).into()
 }
@@ -141,7 +141,7 @@ pub fn grouped_wgrad(op: &GroupedWgrad<'_, Dry>) -> Counted {
         .into()
 }
 
-/// A row of the table for each token, and no row twice.
+/// A row of the table per token, but no row twice.
 pub fn embed(op: &Embed<'_, Dry>) -> Counted {
     Work::reads(&[op.ids]).and_reads(Some(op.ids.len()), &[op.table]).into()
 }
@@ -190,7 +190,7 @@ pub fn assemble_kv_backward(op: &AssembleKvBackward<'_, Dry>) -> Counted {
     Work::reads(&[op.dk, op.dv, op.positions]).and_reads(Some(op.positions.seq_len), &[op.table]).into()
 }
 
-/// As if each query saw all of its sequence up to its own: what windows hide is not known here.
+/// As if each query saw all keys of its sequence up to its own: the effect of windows is not known here.
 pub fn attention(op: &Attention<'_, Dry>) -> Counted {
     let pairs = causal_pairs(op.q.rows, op.seq_len);
     let flops = attends(op.q, (op.head_dim, op.value_dim), [pairs; 2]);
@@ -204,22 +204,22 @@ pub fn attention_decode(op: &AttentionDecode<'_, Dry>) -> Counted {
     Work { flops, ..Work::reads(&[q, sinks]).and_reads(Some(*len), &[k, v]) }.into()
 }
 
-/// Five products where the forward pass has two: the scores are made again; dq and dk are along their heads, dP and dv along values'.
+/// Five products where the forward pass has two, as scores are recomputed: scores, dq and dk of size head_dim, dP and dv of value_dim.
 pub fn attention_backward(op: &AttentionBackward<'_, Dry>) -> Counted {
     let pairs = causal_pairs(op.q.rows, op.seq_len);
     let flops = attends(op.q, (op.head_dim, op.value_dim), [3.0 * pairs, 2.0 * pairs]);
     whole_operands::attention_backward(op).with_flops(flops)
 }
 
-/// Two a multiply-add, of BF16 or F32: pairs of a query and a key times elements, of products along heads of q and k and of those along
-/// heads of v.
+/// Two flops per multiply-add, of BF16 or F32. `keys` and `values` are the pairs of a query and a key in products along heads of q and k,
+/// and along heads of v.
 fn attends(q: &Tensor<Dry>, (head_dim, value_dim): (usize, usize), [keys, values]: [f64; 2]) -> Flops {
     let heads = (q.cols / head_dim.max(1)) as f64;
     let type_of = plain(q.dtype());
     Flops::of((type_of, type_of), 2.0 * heads * (keys * head_dim as f64 + values * value_dim as f64))
 }
 
-/// The half of each sequence's square that a causal mask leaves.
+/// Half of each sequence's square: what a causal mask leaves.
 fn causal_pairs(tokens: usize, seq_len: usize) -> f64 {
     tokens as f64 * seq_len as f64 / 2.0
 }
@@ -231,7 +231,7 @@ fn plain(dtype: DType) -> Format {
     }
 }
 
-/// The head's operands and its products; the logits never exist.
+/// The head's operands and its products; the logits are never stored.
 pub fn head_loss(op: &HeadLoss<'_, Dry>) -> Counted {
     let ((tokens, d), vocab) = (op.x.shape(), op.w.rows());
     let sizes = [tokens, vocab, d];
@@ -254,7 +254,7 @@ pub fn begin_step(op: &BeginStep<'_, Dry>) -> Counted {
     Work::reads_rows(read, &[op.inputs]).writes(written, &[control]).writes(None, &[&*op.table]).into()
 }
 
-/// Ids, targets and beginnings of documents are copied; the rows' numbers are made.
+/// Ids, targets and document starts are copied; row numbers are computed.
 pub fn begin_micro_batch(op: &BeginMicroBatch<'_, Dry>) -> Counted {
     let [ids, targets, starts, row_id]: [&Buf<i32>; 4] = [op.ids, op.targets, op.starts, op.row_id];
     Work::reads(&[ids, targets, starts]).writes(None, &[ids, targets, starts, row_id]).into()
@@ -279,7 +279,7 @@ pub fn close_squares(op: &CloseSquares<'_, Dry>) -> Counted {
     Work::reads(&[]).and_reads(chunks, &[op.sums]).writes(of(|tensor| tensor.parts), &[&*op.into]).into()
 }
 
-/// One of the two places of the ring of reports.
+/// One of the two slots of the ring of reports.
 pub fn end_step(op: &EndStep<'_, Dry>) -> Counted {
     let report = Some(op.reports.len() / 2);
     Work::reads(&[op.squares, op.order, op.tables]).writes(report, &[&*op.reports]).into()

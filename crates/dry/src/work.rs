@@ -10,35 +10,34 @@ use std::ops::{Add, AddAssign};
 /// An operation that was issued.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Call {
-    /// Its name, such as `gemm`: the method of `Kernels`. One that another one is made of counts as the outer.
+    /// Its name, such as `gemm`: the method of `Kernels`. An operation inside another counts as the outer one.
     pub op: &'static str,
     /// What it must do.
     pub work: Work,
 }
 
-/// The least that an operation must do, whoever does it: every operand read once, every result written once, and its
-/// products.
+/// The least that an operation must do on any backend: every operand read once, every result written once, and its products.
 ///
-/// Scales count with their codes, as do index lists that are read a row each. Group starts and the counts of a
-/// conversion are too few. A gradient that is added to is read and written.
+/// Scales count with their codes, and so do index lists with an entry per row. Group starts and the counts of a conversion are too few to
+/// count. A gradient that is added to is read and written.
 ///
-/// Of ragged rows only those count that belong to a group: tokens · `top_k` of a router, and none of the padding, also
-/// where an operation promises zeros there. Of a matrix whose blocks run down the columns it is the same share of its
-/// bytes. An expert's weights count whether or not a row met it.
+/// Of ragged rows, only those that belong to a group count: tokens · `top_k` of a router. Padding does not count, even if an operation
+/// promises zeros there. A matrix with blocks down the columns counts with the same share of its bytes. An expert's weights count whether
+/// or not a row reached the expert.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Work {
     /// Bytes read.
     pub read: u64,
     /// Bytes written.
     pub written: u64,
-    /// Two a multiply-add of products and attention; what is done to each element beside them is not counted.
+    /// Two per multiply-add of products and attention; elementwise work is not counted.
     pub flops: Flops,
 }
 
-/// Flops, by the wider type of the two that are multiplied.
+/// Flops, by the wider type of both operands.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Flops {
-    /// F32, or BF16 beside F32.
+    /// F32, or BF16 next to F32.
     pub f32: f64,
     /// BF16.
     pub bf16: f64,
@@ -47,7 +46,7 @@ pub struct Flops {
 }
 
 impl Flops {
-    /// So many products of these two types.
+    /// `flops` in products of these two types.
     pub(crate) fn of((a, b): (Format, Format), flops: f64) -> Self {
         let none = Self::default();
         match (a, b) {
@@ -57,7 +56,7 @@ impl Flops {
         }
     }
 
-    /// Of all types together.
+    /// The sum over all types.
     #[must_use]
     pub fn total(&self) -> f64 {
         self.f32 + self.bf16 + self.fp8
@@ -81,23 +80,23 @@ impl AddAssign for Work {
 }
 
 impl Work {
-    /// Reads these, all of them.
+    /// Reads these operands as a whole.
     pub(crate) fn reads(operands: &[&dyn Bytes]) -> Self {
         Self::default().and_reads(None, operands)
     }
 
-    /// Reads so many rows of each of these.
+    /// Reads `rows` rows of each operand.
     pub(crate) fn reads_rows(rows: Option<usize>, operands: &[&dyn Bytes]) -> Self {
         Self::default().and_reads(rows, operands)
     }
 
-    /// And so many rows of each of these, all where it is not said.
+    /// Also reads `rows` rows of each operand; none: all.
     pub(crate) fn and_reads(mut self, rows: Option<usize>, operands: &[&dyn Bytes]) -> Self {
         self.read += operands.iter().map(|x| x.bytes_of(rows)).sum::<u64>();
         self
     }
 
-    /// Writes so many rows of each of these in place.
+    /// Writes `rows` rows of each operand in place.
     pub(crate) fn writes(mut self, rows: Option<usize>, operands: &[&dyn Bytes]) -> Self {
         self.written += operands.iter().map(|x| x.bytes_of(rows)).sum::<u64>();
         self
@@ -110,16 +109,16 @@ impl Work {
     }
 }
 
-/// What is made of buffers.
+/// Values stored in buffers.
 pub(crate) trait Bytes {
-    /// Bytes of so many rows of it, of all where it is not said. More rows than there are count as all.
+    /// Bytes of `rows` rows; none: all. More rows than there are count as all.
     fn bytes_of(&self, rows: Option<usize>) -> u64;
 }
 
-/// The share of `bytes` that `rows` of `all` rows have.
+/// The share of `bytes` for `rows` of `all` rows.
 fn share(bytes: usize, rows: Option<usize>, all: usize) -> u64 {
     match rows {
-        // No more than `bytes`.
+        // At most `bytes`.
         Some(rows) if rows < all => (bytes as u128 * rows as u128 / all as u128) as u64,
         _ => bytes as u64,
     }
@@ -138,14 +137,14 @@ impl Bytes for Tensor<Dry> {
 }
 
 impl Bytes for BlockScaled<Dry> {
-    /// As the format has it, without the padding of a layout.
+    /// By format, without the padding of a layout.
     fn bytes_of(&self, rows: Option<usize>) -> u64 {
         let Self { axis, rows: all, cols, stack, .. } = *self;
         let of = |format, kind: ScaleKind| Self::num_scales(format, axis, all, cols, stack) * kind.bytes();
         let scales = match self.taken {
             Taken::AsIs => of(self.format, self.scale_kind()),
             Taken::Lifted => of(Format::LIFTED.0, Format::LIFTED.0.scale_kind(Format::LIFTED.1)),
-            // No product reads those of decoded numbers.
+            // No product reads the scales of decoded numbers.
             Taken::Decoded => 0,
         };
         let tensor_scale = self.tensor_scale.as_ref().map_or(0, |s| size_of::<f32>() * s.len());
@@ -193,7 +192,7 @@ impl Bytes for () {
     }
 }
 
-/// A part of what an operation returns, as the list of results calls it; counters are too few to count.
+/// A field of a result, by its kind in the list of results; counters are too few to count.
 macro_rules! part {
     (counts, $x:expr, $rows:ident) => {
         0
@@ -240,7 +239,7 @@ impl Bytes for PermuteMap<Dry> {
     }
 }
 
-/// Rows that belong to a group, as far as it is known: of shards, and of what [`PlanPermute`] made.
+/// Number of rows that belong to a group, if it is known: for shards, and for groups from [`PlanPermute`].
 pub(crate) fn rows_of(groups: &Groups<Dry>) -> Option<usize> {
     match groups.rows_each {
         Some(each) => Some(each * groups.num_groups),
@@ -249,10 +248,10 @@ pub(crate) fn rows_of(groups: &Groups<Dry>) -> Option<usize> {
 }
 
 impl Dry {
-    /// Runs `work` and says which operations it issued, in order, and what each must do.
+    /// Runs `work` and returns the operations that it issued, in order, with what each must do.
     ///
     /// # Errors
-    /// What `work` returns. Inside another such call the outer one is not told of what the inner one is.
+    /// What `work` returns. Nested calls: the outer one gets no operations of the inner one.
     pub fn counted<R, E>(&self, work: impl FnOnce() -> Result<R, E>) -> Result<(R, Vec<Call>), E> {
         self.inner.calls.collect(work)
     }

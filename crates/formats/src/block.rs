@@ -1,4 +1,4 @@
-//! One quantization block: its scale, what its arithmetic is told, and the arithmetic of formats whose blocks have one number.
+//! One quantization block: its scale, the parameters of its arithmetic, and the arithmetic of formats with one scale per block.
 
 use crate::e8m0::{self, ScaleRule};
 use crate::element::Element;
@@ -9,14 +9,14 @@ use crate::scaling::Scaling;
 /// The scale of a block as its values are encoded.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct BlockScale {
-    /// What is stored.
+    /// The stored record.
     pub record: Scale,
-    /// What values are multiplied by before they are encoded, before any position's own factor; NaN if the block held a NaN or an infinity.
+    /// Factor of values when they are encoded, before factors by position; NaN if the block held a NaN or an infinity.
     pub inv: f32,
 }
 
 impl BlockScale {
-    /// Whether this marks a block that held a NaN or an infinity.
+    /// Whether it marks a block that held a NaN or an infinity.
     #[inline]
     pub const fn is_nan(self) -> bool {
         self.inv.is_nan()
@@ -28,47 +28,47 @@ impl BlockScale {
         BlockScale { record: Scale::byte(byte), inv: e8m0::inv(byte) }
     }
 
-    /// A single: values are multiplied by f32(1 / scale).
+    /// An F32 scale: values are multiplied by f32(1 / scale).
     #[inline]
     const fn single(scale: f32) -> BlockScale {
         BlockScale { record: Scale::single(scale), inv: 1.0 / scale }
     }
 }
 
-/// What a block's arithmetic is told of the tensor: the facts of its format, and what was asked for.
+/// Parameters of a block's arithmetic: facts of its format, and the choices of its codec.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BlockParams {
-    /// What codes stand for.
+    /// The element of the codes.
     pub element: Element,
     /// The scale rule.
     pub rule: ScaleRule,
     /// The rounding of the elements.
     pub rounding: Rounding,
-    /// What a block's record holds.
+    /// The scales in a block's record.
     pub kind: ScaleKind,
     /// How scales are chosen within the rule.
     pub scaling: Scaling,
-    /// Values of a block.
+    /// Values per block.
     pub block: usize,
-    /// Bits of the tensor's multipliers, of encoding and of decoding.
+    /// Bits of the factors of the tensor scale, for encoding and for decoding.
     pub(crate) tensor: [u32; 2],
 }
 
 impl BlockParams {
-    /// What values are multiplied by for the tensor's sake when they are encoded.
+    /// Factor of values by the tensor scale, when they are encoded.
     #[inline]
     pub const fn tensor_inv(&self) -> f32 {
         f32::from_bits(self.tensor[0])
     }
 
-    /// The scale that all blocks of the tensor share; 1 where the format has none.
+    /// The tensor scale; 1 if the format has none.
     #[inline]
     pub const fn tensor_scale(&self) -> f32 {
         f32::from_bits(self.tensor[1])
     }
 
-    /// The scale, one power of two or one single, of a block whose largest magnitude is `amax`; NaN if that is NaN or infinite.
-    /// For formats whose block has one such number only.
+    /// The scale, one power of two or one F32, of a block whose largest magnitude is `amax`; NaN if `amax` is NaN or infinite. Only for
+    /// formats with one such scale per block.
     #[inline]
     pub fn scale_of(&self, amax: f32) -> BlockScale {
         match (self.rule, amax.is_finite()) {
@@ -82,26 +82,26 @@ impl BlockParams {
     }
 }
 
-/// The arithmetic of a format on one block. Where the defaults serve, a value's code depends on its block's scale alone; a format whose
-/// values have factors of their own by position, or rules of their own, overrides them.
+/// The arithmetic of a format on one block. With the defaults, a value's code depends only on its block's scale. A format whose values have
+/// factors by position, or rules of their own, overrides them.
 ///
-/// [`scaled`](Self::scaled) and [`multiplier`](Self::multiplier) define what happens to one value. The methods of several values do the
-/// same to the first values of a block at once; they are overridden for speed alone.
+/// [`scaled`](Self::scaled) and [`multiplier`](Self::multiplier) define the arithmetic of one value. The methods for several values apply
+/// it to the first values of a block at once; they are overridden only for speed.
 pub trait BlockCodec: std::fmt::Debug + Sync {
-    /// The scale of a block of finite values, the largest magnitude of which is to be taken for `amax`: with [`Headroom`](crate::Headroom) a larger one.
+    /// The scale of a block of finite values, for the largest magnitude `amax`, which includes [`Headroom`](crate::Headroom).
     fn scale(&self, params: &BlockParams, x: &[f32], amax: f32) -> BlockScale;
 
-    /// Value `i` of a block, in the units of its element: what is rounded to a code.
+    /// Value `i` of a block in units of its element: the number that is rounded to a code.
     fn scaled(&self, _params: &BlockParams, x: f32, _i: usize, scale: BlockScale) -> f32 {
         x * scale.inv
     }
 
-    /// What the element of value `i` of a block is multiplied by when it is decoded, the tensor's scale aside.
+    /// Factor of the element of value `i` of a block when it is decoded, without the tensor scale.
     fn multiplier(&self, params: &BlockParams, i: usize, record: Scale) -> f32 {
         params.kind.multiplier(record, i, params.block)
     }
 
-    /// Whether [`multiplier`](Self::multiplier) is the product of the numbers of its levels: so where it is not overridden.
+    /// Whether [`multiplier`](Self::multiplier) is the product of the numbers of its levels: true unless it is overridden.
     fn decodes_by_levels(&self) -> bool {
         true
     }
@@ -123,24 +123,24 @@ pub trait BlockCodec: std::fmt::Debug + Sync {
         }
     }
 
-    /// The same scale with the record under which a finite block's codes are decoded, where that is corrected ([`Correction`](crate::Correction)).
-    /// `r`: sixteen random bits of the block.
+    /// The scale with the record for decoding a finite block's codes, if it is corrected ([`Correction`](crate::Correction)). `r`: sixteen
+    /// random bits of the block.
     fn corrected(&self, _params: &BlockParams, _x: &[f32], scale: BlockScale, _r: u16) -> BlockScale {
         scale
     }
 
-    /// For what is to be taken for the largest magnitude of a tensor: what its values are multiplied by when they are encoded, and when they are decoded.
+    /// Factors for encoding and for decoding the values of a tensor with the largest magnitude `amax` (which may include headroom).
     fn tensor_scale(&self, _params: &BlockParams, _amax: f32) -> [f32; 2] {
         [1.0, 1.0]
     }
 
-    /// What that magnitude becomes: the largest code times the largest scale that a block takes.
+    /// What this magnitude is scaled to: the largest code times the largest block scale.
     fn tensor_most(&self, params: &BlockParams) -> f32 {
         params.element.max()
     }
 }
 
-/// One number a block, which follows from its largest magnitude: a power of two or a single ([`BlockParams::scale_of`]).
+/// One number per block, from its largest magnitude: a power of two or an F32 ([`BlockParams::scale_of`]).
 #[derive(Debug)]
 pub(crate) struct OneNumber;
 
@@ -150,7 +150,7 @@ impl BlockCodec for OneNumber {
     }
 }
 
-/// Largest magnitude of a block, 0 for an empty one; `None` where a value is NaN or infinite.
+/// Largest magnitude of a block, 0 for an empty one; `None` if a value is NaN or infinite.
 #[inline]
 pub fn amax(x: &[f32]) -> Option<f32> {
     // As integers, magnitudes order as their bits do, with infinity and the NaNs above all others.

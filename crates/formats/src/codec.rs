@@ -1,5 +1,5 @@
-//! Blocks to codes and back. Scalar, and the specification that every faster path is held to: [`Codec::quantize_block`] handles one
-//! block, and asks the format's record and its `BlockCodec` for everything.
+//! Blocks to codes and back. Scalar: the specification for every faster path. [`Codec::quantize_block`] handles one block, with the
+//! format's record and its `BlockCodec`.
 
 use crate::block::{BlockParams, BlockScale, amax};
 use crate::e8m0::ScaleRule;
@@ -11,8 +11,8 @@ use crate::rounding::Rounding;
 use crate::scale::{Scale, ScaleKind};
 use crate::scaling::{Correction, Scaling};
 
-/// How blocks of a format are made: format, scale rule and rounding, known to go together; and the scale of the tensor where the format
-/// has one, which is 1 until [`Codec::for_tensor`] or [`Codec::under`] says another.
+/// How blocks of a format are quantized: format, scale rule and rounding, checked to be compatible; and the tensor scale if the format has
+/// one. It is 1 until [`Codec::for_tensor`] or [`Codec::under`] sets it.
 ///
 /// ```
 /// use nibble_formats::{Codec, Format, Rounding, Scale, ScaleRule};
@@ -36,8 +36,8 @@ impl Codec {
     /// A codec of a block format.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for a plain format or a rule the format does not know;
-    /// [`Error::Value`] for a dither above half a step.
+    /// [`Error::Unsupported`] for a plain format or a rule that the format does not have; [`Error::Value`] for a dither above half a
+    /// step.
     pub fn new(format: Format, rule: ScaleRule, rounding: Rounding) -> Result<Codec> {
         let spec = format.spec();
         let unsupported =
@@ -55,10 +55,10 @@ impl Codec {
         Ok(Codec { format, params: BlockParams { element, rule, rounding, kind, scaling, block, tensor } })
     }
 
-    /// The same codec with scales chosen so.
+    /// The same codec with this scaling.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for what decides nothing here ([`Scaling::check`]), and for a correction of what is not rounded to nearest even.
+    /// [`Error::Unsupported`] for a choice that decides nothing here ([`Scaling::check`]), or a correction unless rounding is nearest-even.
     pub fn with(self, scaling: Scaling) -> Result<Codec> {
         scaling.check(self.format, self.params.rule)?;
         if scaling.correction != Correction::None && self.params.rounding != Rounding::NearestEven {
@@ -79,7 +79,7 @@ impl Codec {
         self.format
     }
 
-    /// What the arithmetic of its blocks is told.
+    /// The parameters of its blocks' arithmetic.
     pub const fn params(&self) -> &BlockParams {
         &self.params
     }
@@ -99,12 +99,12 @@ impl Codec {
         self.params.rounding
     }
 
-    /// Whether random bits are consumed: by the rounding of the elements, or by that of corrected scales, never by both.
+    /// Whether it needs random bits: to round either elements or corrected scales, never both.
     pub fn draws(&self) -> bool {
         self.params.rounding.is_random() || self.params.scaling.draws()
     }
 
-    /// The stream of a tensor's bits with the purpose that they have here.
+    /// The stream of a tensor's random bits, with the codec's purpose.
     pub fn drawn_from(&self, stream: Stream) -> Stream {
         match self.params.scaling.correction {
             Correction::None => stream,
@@ -117,13 +117,13 @@ impl Codec {
         self.params.scaling
     }
 
-    /// What a block's record holds.
+    /// The scales in a block's record.
     pub const fn scale_kind(&self) -> ScaleKind {
         self.params.kind
     }
 
-    /// The same codec for a tensor whose largest magnitude is `amax`, which seems larger by the headroom; NaN marks all of it. Without a scale of the
-    /// tensor, itself.
+    /// The same codec for a tensor whose largest magnitude is `amax`, before headroom; NaN marks the whole tensor. Unchanged if the format
+    /// has no tensor scale.
     pub fn for_tensor(self, amax: f32) -> Codec {
         if !self.params.kind.has_tensor_scale() {
             return self;
@@ -132,12 +132,12 @@ impl Codec {
         self.under_multipliers(self.format.spec().codec.tensor_scale(&self.params, amax))
     }
 
-    /// What the largest magnitude of a tensor, with the headroom, is multiplied to.
+    /// What the largest magnitude of a tensor, with headroom, is scaled to.
     pub fn tensor_most(&self) -> f32 {
         self.format.spec().codec.tensor_most(&self.params)
     }
 
-    /// The same codec for a tensor of this scale, as it was stored.
+    /// The same codec for a tensor with this stored tensor scale.
     pub fn under(self, tensor_scale: f32) -> Codec {
         self.under_multipliers([1.0 / tensor_scale, tensor_scale])
     }
@@ -147,13 +147,13 @@ impl Codec {
         Codec { params: BlockParams { tensor, ..self.params }, ..self }
     }
 
-    /// The same codec for a tensor that turned out to hold a NaN or an infinity: the scale that is stored is NaN.
+    /// The same codec for a tensor that turned out to hold a NaN or an infinity: the stored scale is NaN.
     pub fn marked(self) -> Codec {
         self.under_multipliers([self.tensor_inv(), f32::NAN])
     }
 
-    /// The largest magnitude that [`Codec::for_tensor`] takes of these values: of the finite ones. Where blocks have no record that could
-    /// be marked, a NaN or an infinity among them makes it NaN.
+    /// The largest finite magnitude of these values, for [`Codec::for_tensor`]. If blocks have no record to mark, a NaN or an infinity
+    /// makes it NaN.
     pub fn tensor_amax(&self, x: impl Iterator<Item = f32>) -> f32 {
         let marks_all = self.params.kind.levels().is_empty();
         x.fold(0.0, |amax: f32, x| match x.is_finite() {
@@ -164,32 +164,32 @@ impl Codec {
         })
     }
 
-    /// What values are multiplied by for the tensor's sake when they are encoded.
+    /// Factor of values by the tensor scale, when they are encoded.
     #[inline]
     pub const fn tensor_inv(&self) -> f32 {
         self.params.tensor_inv()
     }
 
-    /// The scale that all blocks of the tensor share; 1 where the format has none.
+    /// The tensor scale; 1 if the format has none.
     #[inline]
     pub const fn tensor_scale(&self) -> f32 {
         self.params.tensor_scale()
     }
 
-    /// As [`BlockParams::scale_of`], with the headroom.
+    /// As [`BlockParams::scale_of`], with headroom.
     #[inline]
     pub fn scale_of(&self, amax: f32) -> BlockScale {
         self.params.scale_of(self.params.scaling.headroom.over(amax))
     }
 
-    /// The code of value `i` of a block. `r`: sixteen random bits, used by the random roundings only.
+    /// The code of value `i` of a block. `r`: sixteen random bits, used only by stochastic roundings.
     #[inline]
     pub fn encode(&self, x: f32, i: usize, scale: BlockScale, r: u16) -> u8 {
         let scaled = self.format.spec().codec.scaled(&self.params, x, i, scale);
         self.params.element.encode_rounded(scaled, self.params.rounding, r)
     }
 
-    /// The value of the code of value `i` of a block: f32(element · scales), times the tensor's scale.
+    /// The value of code `i` of a block: f32(element · scales), times the tensor scale.
     #[inline]
     pub fn decode(&self, code: u8, i: usize, record: Scale) -> f32 {
         let multiplier = self.format.spec().codec.multiplier(&self.params, i, record);
@@ -197,8 +197,8 @@ impl Codec {
         if self.params.kind.has_tensor_scale() { value * self.tensor_scale() } else { value }
     }
 
-    /// The scale of a block of values whose largest magnitude is `amax`; none where one of them is NaN or infinite. That block is marked,
-    /// and so is one that is longer than the shares of its scales.
+    /// The scale of a block with the largest magnitude `amax`; `None` if a value is NaN or infinite, and then the block is marked. A block
+    /// longer than the shares of its scales is marked, too.
     pub fn block_scale(&self, x: &[f32], amax: Option<f32>) -> BlockScale {
         let has_shares = self.params.kind.levels().len() > 1;
         match amax {
@@ -210,20 +210,19 @@ impl Codec {
         }
     }
 
-    /// The scale of a finite block with the record under which its codes are decoded: where [`Correction`] asks for another than values are
-    /// encoded under. `r`: sixteen random bits of the block's first element.
+    /// The scale of a finite block with the record for decoding its codes, which [`Correction`] may change. `r`: sixteen random bits of the
+    /// block's first element.
     pub fn corrected(&self, x: &[f32], scale: BlockScale, r: u16) -> BlockScale {
         self.format.spec().codec.corrected(&self.params, x, scale, r)
     }
 
-    /// Quantizes one block (of any length: short blocks are zero-extended, tiles are passed whole). One of several scales, each for its
-    /// share of the block, cannot be longer than that: it is marked.
+    /// Quantizes one block of any length: short blocks are extended by zeros, and tiles are passed as a whole. If the scales are for shares
+    /// of the block, the block cannot be longer than the format's: a longer block is marked.
     ///
-    /// Writes one code a byte: `codes[i]` for `x[i]`; codes past the end of `x` become 0, and values
-    /// past the end of `codes` count for the scale only. `rand(i)` gives sixteen random bits for
-    /// element `i` and is called by the random roundings only; where the scale is corrected, for the first one alone. A NaN or infinity anywhere makes the
-    /// scale NaN and all codes 0. Returns the record and whether it marks the block (which some rules
-    /// also do to a finite block that they cannot hold).
+    /// Writes one code per byte: `codes[i]` for `x[i]`. Codes past the end of `x` become 0; values past the end of `codes` count only for
+    /// the scale. `rand(i)` returns sixteen random bits for element `i`. It is called only by stochastic roundings, and for a corrected
+    /// scale only for the first element. A NaN or infinity anywhere makes the scale NaN and all codes 0. Returns the record and whether it
+    /// marks the block (some rules also mark a finite block that is out of range).
     pub fn quantize_block(
         &self,
         x: &[f32],
@@ -273,7 +272,7 @@ mod tests {
         }
     }
 
-    /// Written out by hand: −4, −3.75 … 3.75 under scale 1 (amax 4 gives it under every rule).
+    /// By hand: −4, −3.75 … 3.75 with scale 1 (amax 4 gives it under every rule).
     #[test]
     fn a_block_of_quarters_by_hand() {
         let x: [f32; 32] = std::array::from_fn(|i| i as f32 * 0.25 - 4.0);
@@ -296,12 +295,12 @@ mod tests {
         let (scale, _) = codec(Format::Mxfp4, ScaleRule::Floor).quantize_block(&x, |_| 0, &mut codes);
         assert_eq!((scale, codes), (Scale::byte(127), [7, 15, 2, 1, 8]));
         let (scale, _) = codec(Format::Mxfp4, ScaleRule::Rceil).quantize_block(&x, |_| 0, &mut codes);
-        // 3.5 ties up to 4 (even code 6), 0.25 ties down to 0
+        // 3.5 ties up to 4 (even code 6), 0.25 ties down to 0.
         assert_eq!((scale, codes), (Scale::byte(128), [6, 14, 1, 0, 8]));
     }
 
-    /// By hand: amax 3 of an FP8 block. 3/448 as a single; 3 itself becomes the largest code. As a
-    /// power of two, 2⁻⁷ (448 · 2⁻⁸ = 1.75 < 3 ≤ 3.5): 3 · 2⁷ = 384.
+    /// By hand: amax 3 of an FP8 block. 3/448 as F32; 3 itself becomes the largest code. As a power of two, 2⁻⁷
+    /// (448 · 2⁻⁸ = 1.75 < 3 ≤ 3.5): 3 · 2⁷ = 384.
     #[test]
     fn fp8_blocks_by_hand() {
         let x = [3.0, -1.5, 0.0, 1e-9];
@@ -360,7 +359,7 @@ mod tests {
                         x[at] = bad;
                         let mut codes = [9; 32];
                         let codec = codec(format, rule);
-                        // The tensor's scale carries it where blocks have none.
+                        // The tensor scale marks it if blocks have no scales.
                         let codec = codec.for_tensor(codec.tensor_amax(x.iter().copied()));
                         let (scale, nonfinite) = codec.quantize_block(&x, |_| 0, &mut codes);
                         let marked = codec.scale_kind().is_nan(scale) || codec.tensor_scale().is_nan();
@@ -381,7 +380,7 @@ mod tests {
         assert_eq!((scale, nonfinite, codes), (Scale::byte(0xFF), true, [0]));
     }
 
-    /// Exponents of values for which the scales have all of their bits, without a tensor's scale.
+    /// Exponents of values for which scales have all of their bits, without a tensor scale.
     fn reach(format: Format, rule: ScaleRule) -> std::ops::Range<i32> {
         match format.scale_kind(rule).levels().first().map(|level| level.number) {
             Some(ScaleNumber::E4m3) => -4..8,
@@ -403,7 +402,7 @@ mod tests {
                     let x: [f32; 32] = std::array::from_fn(|i| (i as f32 - 15.5) * 0.37 * unit);
                     let codec = codec.for_tensor(codec.tensor_amax(x.into_iter()));
                     let (block, mut codes) = (format.spec().block.min(32), [0; 32]);
-                    // Half the step of the top binade relative to amax, with room for a scale up to 2× coarse.
+                    // Half the step of the top binade relative to amax, for a scale up to 2× too coarse.
                     let bound = 16.0 * 0.37 * unit * 0.5f32.powi(codec.element().mantissa_bits() as i32);
                     for (x, codes) in x.chunks(block).zip(codes.chunks_mut(block)) {
                         let (scale, _) = codec.quantize_block(x, |_| 0, codes);

@@ -1,9 +1,9 @@
 //! Delayed scaling: the scale of a tensor follows from the largest magnitudes of earlier steps, so that one pass quantizes the tensor and
-//! measures it for the steps to come.
+//! measures it for later steps.
 //!
-//! A history holds the magnitudes of the last steps. The largest or the latest of these, times 2^margin, is what the next step expects. A
-//! step that found only zeros, or a value that is not finite, changes neither history nor scale. Given the same magnitudes, the scale is
-//! that of TransformerEngine's kernel for many tensors.
+//! A history holds the magnitudes of the last steps. The next step expects the largest or the latest of these, times 2^margin. A step with
+//! only zeros, or with a value that is not finite, changes neither history nor scale. For the same magnitudes, the scale is that of
+//! TransformerEngine's multi-tensor kernel.
 //!
 //! The first step differs. TransformerEngine begins with a scale of 1, which flushes small gradients to zero for the first steps. Here a
 //! tensor without a history is measured before it is quantized. Forward passes without a backward pass always measure: an evaluation
@@ -15,18 +15,18 @@ use crate::error::{Error, Result, find_by_name};
 use std::fmt;
 use std::str::FromStr;
 
-/// Which magnitude of a history decides.
+/// Which magnitude of a history determines the scale.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum AmaxOf {
-    /// The largest.
+    /// The largest magnitude.
     #[default]
     Max,
-    /// That of the step before.
+    /// The magnitude of the previous step.
     MostRecent,
 }
 
 impl AmaxOf {
-    /// Each of them.
+    /// Both choices.
     pub const ALL: [AmaxOf; 2] = [AmaxOf::Max, AmaxOf::MostRecent];
 
     /// Its name in recipes.
@@ -52,10 +52,10 @@ impl FromStr for AmaxOf {
     }
 }
 
-/// How the scale of a step follows from the steps before it.
+/// How the scale of a step follows from earlier steps.
 ///
-/// What is remembered of a tensor is a record of F32: the magnitude that is expected (0 where none is known yet), the place in the history
-/// that is written next, and the history, a ring.
+/// A tensor's record is a list of F32: the expected magnitude (0 if unknown), the index in the history that is written next, and the
+/// history, a ring buffer.
 ///
 /// ```
 /// use nibble_formats::{AmaxOf, DelayedScaling};
@@ -70,11 +70,11 @@ impl FromStr for AmaxOf {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct DelayedScaling {
-    /// Magnitudes that are remembered.
+    /// Number of magnitudes in the history.
     pub history: u32,
-    /// Which of them decides.
+    /// Which magnitude determines the scale.
     pub amax: AmaxOf,
-    /// Powers of two between what is expected and the largest number.
+    /// Powers of two between the expected magnitude and the largest number.
     pub margin: u32,
 }
 
@@ -89,17 +89,17 @@ impl DelayedScaling {
     pub const LONGEST: u32 = 1 << 16;
     /// The largest margin.
     pub const WIDEST: u32 = 16;
-    /// Place in a record of the magnitude that is expected.
+    /// Index of the expected magnitude in a record.
     pub const EXPECTED: usize = 0;
-    /// Place of the index, into the history, of what is written next.
+    /// Index, in a record, of the position in the history that is written next.
     pub const NEXT: usize = 1;
-    /// Place of the history.
+    /// Index of the history's first value.
     pub const HISTORY: usize = 2;
 
-    /// One of these numbers.
+    /// Checks these numbers.
     ///
     /// # Errors
-    /// [`Error::Value`] for a history of no or of too many steps, or too wide a margin.
+    /// [`Error::Value`] for an empty or too long history, or too wide a margin.
     pub fn new(history: u32, amax: AmaxOf, margin: u32) -> Result<Self> {
         let value =
             |argument, got: u32, expected| Err(Error::Value { argument, got: got.to_string(), expected });
@@ -112,12 +112,12 @@ impl DelayedScaling {
         Ok(Self { history, amax, margin })
     }
 
-    /// F32 of a record.
+    /// F32 values of a record.
     pub const fn record_len(&self) -> usize {
         Self::HISTORY + self.history as usize
     }
 
-    /// What a step's largest magnitude makes of a record, which has [`record_len`](Self::record_len) values.
+    /// Adds a step's largest magnitude to a record, which has [`record_len`](Self::record_len) values.
     pub fn push(&self, record: &mut [f32], amax: f32) {
         if !(amax > 0.0 && amax.is_finite()) {
             return;
@@ -200,7 +200,7 @@ mod tests {
         assert_eq!(DelayedScaling::default().to_string(), "delayed, max of 1024 steps");
     }
 
-    /// Random walks of magnitudes and the multipliers that `make_delayed.py` found for them, which writes TransformerEngine's update out.
+    /// Random walks of magnitudes and the factors that `make_delayed.py`, a transcript of TransformerEngine's update, computed for them.
     #[test]
     fn multipliers_are_those_of_a_walk_made_elsewhere() {
         let text = include_str!("../tests/vectors/delayed.txt");
@@ -220,7 +220,7 @@ mod tests {
             let (scaling, codec, record) = walk.as_mut().unwrap();
             let [amax, scale] = [0, 1].map(|i| f32::from_bits(u32::from_str_radix(words[i], 16).unwrap()));
             scaling.push(record, amax);
-            // There a scale is 1 until something is known.
+            // There, a scale is 1 until a magnitude is known.
             let known = record[DelayedScaling::EXPECTED] > 0.0;
             let inv =
                 if known { codec.for_tensor(record[DelayedScaling::EXPECTED]).tensor_inv() } else { 1.0 };

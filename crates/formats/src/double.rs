@@ -1,6 +1,6 @@
-//! Logarithm, exponential, powers, sine and cosine in F64 from nothing but IEEE +, ·, / and shifts of exponents: for tables made
-//! on the host, whose bits must not depend on the system's library. Accurate to about 1e-15 relative, which leaves one
-//! value in some hundred million differently rounded in F32 than the exact one.
+//! Logarithm, exponential, powers, sine and cosine in F64, from only IEEE +, ·, / and shifts of exponents: for tables computed on the host,
+//! whose bits must not depend on the system's library. Accurate to about 1e-15 relative: rounded to F32, about one value in a hundred
+//! million differs from the exact one.
 
 use std::f64::consts::{LN_2, LOG2_E, PI};
 

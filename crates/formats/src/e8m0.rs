@@ -6,7 +6,7 @@
 use crate::element::Element;
 use crate::error::{Error, Result, find_by_name};
 
-/// The byte that stands for NaN.
+/// The byte of NaN.
 pub const NAN: u8 = 0xFF;
 
 /// The value of a scale byte, 2^(b − 127); NaN for 0xFF.
@@ -35,7 +35,7 @@ pub const fn inv(b: u8) -> f32 {
 /// With E the exponent field of `amax`, M its 23 mantissa bits, `max` and `emax` of the element:
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ScaleRule {
-    /// A scale that brings amax to the largest element, as near as the format's scales allow; F32 scales of FP8 blocks are max(amax / max, 2⁻¹²⁶).
+    /// Maps amax to the largest element, as nearly as the format's scales allow; F32 scales of FP8 blocks are max(amax / max, 2⁻¹²⁶).
     Amax,
     /// E8M0, b = E − emax (the OCP rule); elements may saturate.
     Floor,
@@ -44,13 +44,13 @@ pub enum ScaleRule {
     Rceil,
     /// E8M0, b = E + (M ≠ 0) − emax; codes above 2^emax stay unused.
     Ceil,
-    /// E8M0, amax rounded to the element's precision (ties up), then as `Floor`. Rounds amax in the
-    /// last half step below 2¹²⁸ up to it, and then gives NaN.
+    /// E8M0, amax rounded to the element's precision (ties up), then as `Floor`. An amax in the last half step below 2¹²⁸ rounds up to
+    /// 2¹²⁸, which gives NaN.
     Even,
-    /// The largest magnitude of the tensor decides an F32 scale that all its blocks share; where they have scales of their own, that is the
-    /// unit of those.
+    /// One F32 tensor scale, from the tensor's largest magnitude. If blocks have scales of their own, these are relative to the tensor
+    /// scale.
     TensorAmax,
-    /// HiFloat4 as Ascend's operators have it: blocks that its scales do not reach, zeros among them, are marked NaN.
+    /// HiFloat4 as in Ascend's operators: blocks out of range of its scales, including blocks of zeros, are marked NaN.
     Cann,
 }
 
@@ -97,7 +97,7 @@ impl std::str::FromStr for ScaleRule {
 /// The scale byte of a block whose largest magnitude is `amax` (its sign is ignored), clamped to
 /// 0..=254; 0xFF for a NaN or infinite `amax`. Zero gives 0.
 ///
-/// Asked for a byte, a rule that makes other scales gives the one of [`ScaleRule::Rceil`], the power of two that takes its place.
+/// A rule with other scales gives the byte of [`ScaleRule::Rceil`], the power of two that replaces its scale.
 #[inline]
 pub const fn encode(rule: ScaleRule, element: Element, amax: f32) -> u8 {
     let bits = amax.to_bits() & 0x7FFF_FFFF;
@@ -113,8 +113,8 @@ pub const fn encode(rule: ScaleRule, element: Element, amax: f32) -> u8 {
     if exponent == 255 {
         return NAN;
     }
-    // Subnormal magnitudes have no leading bit: byte 0 takes 2⁻¹²⁷ · max in their units, of which only elements with emax 0 have less
-    // than all of them.
+    // Subnormal magnitudes have no leading bit. In their units, byte 0 reaches 2⁻¹²⁷ · max, which is below the largest subnormal only for
+    // elements with emax 0.
     let (most, one) = match exponent {
         0 => ((0x80_0000 | element.max().to_bits() & 0x7F_FFFF) >> 1, 0x40_0000),
         _ => (element.max().to_bits() & 0x7F_FFFF, 0),
@@ -124,7 +124,7 @@ pub const fn encode(rule: ScaleRule, element: Element, amax: f32) -> u8 {
         ScaleRule::Ceil => mantissa > one,
         ScaleRule::Rceil | ScaleRule::Amax | ScaleRule::TensorAmax | ScaleRule::Cann => mantissa > most,
     };
-    // Elements that end below 2 saturate in the last binade: there is no larger scale.
+    // Elements whose max is below 2 saturate in the last binade: there is no larger scale.
     let b = exponent + up as i32 - element.emax();
     if b < 0 {
         0

@@ -1,13 +1,13 @@
 //! Element formats: small numbers without a scale of their own (E2M1, E2M3, E3M2, E4M3FN, E5M2, INT8, S1P2).
 //!
-//! All are floats with subnormals, so one description (mantissa bits, bias, largest code) drives one encoder. INT8 and S1P2 have
-//! equal steps throughout: they are floats with one exponent bit. INT8 alone is stored in two's complement, the others as sign and magnitude. A magnitude is first written as `floor_code + fraction` of a code step;
-//! each rounding only decides whether to step up. [`Element::encode`] is the same for nearest-even,
-//! done on the bits without that split because it is the hot one.
+//! All are floats with subnormals, so one description (mantissa bits, bias, largest code) drives one encoder. INT8 and S1P2 have equal
+//! steps throughout: they are floats with one exponent bit. Only INT8 is stored in two's complement; the others are sign and magnitude. A
+//! magnitude is first written as `floor_code + fraction` of a code step; each rounding only decides whether to step up. [`Element::encode`]
+//! gives the same result for nearest-even, directly on the bits, because it is the hot path.
 
 use crate::rounding::Rounding;
 
-/// A small number that a code of 4, 6 or 8 bits stands for.
+/// The small number of a code of 4, 6 or 8 bits.
 ///
 /// | element | bits S/E/M, bias | largest | smallest | specials |
 /// |---|---|---|---|---|
@@ -29,7 +29,7 @@ use crate::rounding::Rounding;
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Element(&'static ElementFacts);
 
-/// What tells one element from another.
+/// The facts of an element.
 #[derive(PartialEq, Eq, Hash)]
 pub(crate) struct ElementFacts {
     name: &'static str,
@@ -38,14 +38,14 @@ pub(crate) struct ElementFacts {
     bias: i32,
     max_code: u8,
     nan_code: u8,
-    /// Whether the first code above `max_code` is infinity, instead of a NaN as the rest.
+    /// Whether the first code above `max_code` is infinity, instead of a NaN like the rest.
     has_infinity: bool,
-    /// Whether negative codes are two's complement, instead of a sign and a magnitude.
+    /// Whether negative codes are two's complement, instead of sign and magnitude.
     twos_complement: bool,
 }
 
 impl ElementFacts {
-    /// A sign, an exponent and a mantissa, with subnormals, and numbers to the last code: no NaN, no infinity.
+    /// Sign, exponent and mantissa, with subnormals, and numbers up to the last code: no NaN, no infinity.
     pub(crate) const fn float(name: &'static str, code_bits: u32, mantissa_bits: u32, bias: i32) -> Self {
         let max_code = (1u8 << (code_bits - 1)) - 1;
         let (nan_code, has_infinity, twos_complement) = (0, false, false);
@@ -72,9 +72,9 @@ impl ElementFacts {
 struct Split {
     /// The largest code whose value does not exceed the magnitude.
     floor_code: u32,
-    /// Fraction of the step to the next code, in units of 2⁻³², cut off.
+    /// Fraction of the step to the next code, in units of 2⁻³², truncated.
     fraction_q32: u32,
-    /// Something non-zero was cut off.
+    /// Whether something non-zero was truncated.
     sticky: bool,
 }
 
@@ -95,7 +95,7 @@ impl Element {
     /// Sign and quarters, to 1.75 (E1M2).
     pub const S1P2: Element = Element::of(&ElementFacts::float("s1p2", 4, 2, 1));
 
-    /// An element of these facts; its name is its own.
+    /// An element of these facts; its name must be unique.
     pub(crate) const fn of(facts: &'static ElementFacts) -> Element {
         Element(facts)
     }
@@ -146,33 +146,33 @@ impl Element {
         self.facts().max_code
     }
 
-    /// What a NaN is cast to: E4M3 and E5M2 have a NaN (0x7F is used, whatever the sign); the others have
-    /// none and give 0, because a block with a NaN carries it in its scale.
+    /// The code of a NaN: E4M3 and E5M2 have a NaN (0x7F, whatever the sign); the others have none and give 0, because a block with a NaN
+    /// has a NaN scale.
     #[inline]
     pub const fn nan_code(self) -> u8 {
         self.facts().nan_code
     }
 
-    /// Whether negative codes are two's complement, instead of a sign and a magnitude.
+    /// Whether negative codes are two's complement, instead of sign and magnitude.
     #[inline]
     pub const fn is_twos_complement(self) -> bool {
         self.facts().twos_complement
     }
 
-    /// Whether the code above [`max_code`](Self::max_code) is infinity; those above it, or all, are NaN.
+    /// Whether the code above [`max_code`](Self::max_code) is infinity; the other codes above it are NaN.
     #[inline]
     pub const fn has_infinity(self) -> bool {
         self.facts().has_infinity
     }
 
-    /// Whether a code stands for zero, of either sign; bits above the code's are not looked at.
+    /// Whether a code is zero, of either sign; bits above the code's are ignored.
     #[inline]
     pub const fn is_zero(self, code: u8) -> bool {
         let magnitude = if self.facts().twos_complement { 0xFF } else { (1u8 << (self.code_bits() - 1)) - 1 };
         code & magnitude == 0
     }
 
-    /// The code of a magnitude's code with the sign of `x`.
+    /// A magnitude's code, with the sign of `x`.
     #[inline]
     const fn signed(self, magnitude: u8, x: f32) -> u8 {
         let negative = x.to_bits() >> 31;
@@ -183,8 +183,8 @@ impl Element {
         }
     }
 
-    /// The nearest code, ties to the even code; magnitudes beyond [`max`](Self::max), infinities
-    /// too, saturate; the sign of zero is kept; a NaN gives [`nan_code`](Self::nan_code).
+    /// The nearest code, ties to the even code. Magnitudes beyond [`max`](Self::max), and infinities, saturate; the sign of zero is kept; a
+    /// NaN gives [`nan_code`](Self::nan_code).
     #[inline]
     pub const fn encode(self, x: f32) -> u8 {
         let magnitude = x.to_bits() & 0x7FFF_FFFF;
@@ -221,15 +221,14 @@ impl Element {
         f32::from_bits(((127 + exponent) as u32) << 23)
     }
 
-    /// Stochastic rounding with sixteen random bits: the magnitude goes up iff
-    /// `r < ⌊fraction · 2¹⁶⌋`, `fraction` being how far it lies from the code below towards the next.
-    /// Representable values never move; saturation, NaN and zero as [`encode`](Self::encode).
+    /// Stochastic rounding with sixteen random bits: the magnitude is rounded up iff `r < ⌊fraction · 2¹⁶⌋`, where `fraction` is its
+    /// distance from the code below, in steps. Representable values never change; saturation, NaN and zero as in [`encode`](Self::encode).
     #[inline]
     pub fn encode_sr(self, x: f32, r: u16) -> u8 {
         self.encode_by(x, |s| u32::from(r) < s.fraction_q32 >> 16)
     }
 
-    /// Encodes with any rounding; `r` is used by the random ones only.
+    /// Encodes with any rounding; only stochastic roundings use `r`.
     #[inline]
     pub fn encode_rounded(self, x: f32, rounding: Rounding, r: u16) -> u8 {
         const HALF: i64 = 1 << 31;
@@ -246,7 +245,7 @@ impl Element {
         }
     }
 
-    /// Encodes by the decision `up` on the split magnitude.
+    /// Encodes by `up`, the decision for the split magnitude.
     #[inline]
     fn encode_by(self, x: f32, up: impl FnOnce(&Split) -> bool) -> u8 {
         let magnitude = x.to_bits() & 0x7FFF_FFFF;
@@ -271,7 +270,7 @@ impl Element {
         let exponent = field.max(1) as i32;
         let min_exponent = 128 - self.bias(); // exponent field of the smallest normal element
         let base = (exponent - min_exponent).max(0);
-        // Steps are 2^(exponent − 127 − m) for normal elements and those of the smallest normal below.
+        // Steps are 2^(exponent − 127 − m) for normal elements, and the step of the smallest normal below it.
         let below = (min_exponent - exponent).max(0) as u32;
         let shift = (23 - self.mantissa_bits() + below).min(60); // at 60 nothing but sticky is left
         let steps = (significand >> shift) as u32;
@@ -285,12 +284,12 @@ impl Element {
         Split { floor_code, fraction_q32, sticky }
     }
 
-    /// The value of a code; bits above the code's are not looked at.
+    /// The value of a code; bits above the code's are ignored.
     #[inline]
     pub const fn decode(self, code: u8) -> f32 {
         let facts = self.facts();
         let m = facts.mantissa_bits;
-        // Of subnormals, and of integers, all of which are.
+        // The step of subnormals, and of integers, which are all subnormal.
         let step = f32::from_bits(((128 - facts.bias - m as i32) as u32) << 23);
         if facts.twos_complement {
             return code as i8 as f32 * step;

@@ -1,27 +1,27 @@
 //! The one error type of this crate.
 
-/// What a caller asked for that the number formats cannot do.
+/// A request that the number formats cannot satisfy.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A name that no variant of the enum bears; `expected` lists those that exist.
+    /// A name without a variant; `expected` lists the known names.
     #[error("unknown {what} `{got}`: expected one of {expected}")]
     UnknownName {
-        /// What was being named, e.g. `format`.
+        /// What the name is of, e.g. `format`.
         what: &'static str,
         /// The name given.
         got: String,
-        /// The names there are, separated by commas.
+        /// The known names, separated by commas.
         expected: String,
     },
-    /// A combination of format, scale rule and rounding that has no meaning.
+    /// An invalid combination of format, scale rule and rounding.
     #[error("format `{format}` does not go with {with}: {why}")]
     Unsupported {
         /// Name of the format.
         format: &'static str,
-        /// The other half of the combination.
+        /// The rest of the combination.
         with: String,
-        /// What would be possible.
+        /// What is possible.
         why: String,
     },
     /// An argument of the wrong length or shape.
@@ -49,7 +49,7 @@ pub enum Error {
 /// Result of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Finds the variant whose `Display` is `name`, or says which names exist.
+/// Finds the variant whose `Display` is `name`; the error lists the known names.
 pub(crate) fn find_by_name<T: Copy + std::fmt::Display>(
     what: &'static str,
     all: &[T],

@@ -1,21 +1,21 @@
-//! What folds exactly: whether the codes of a block, multiplied by the block's scales, are BF16 numbers.
+//! Exact folding: whether the codes of a block, multiplied by the block's scales, are BF16 numbers.
 //!
-//! They are if no product has more than eight significant bits. That is computed of the format's record, so that a new format has its
-//! answer without being named.
+//! They are if no product has more than eight significant bits. This is computed from the format's record, so that a new format needs no
+//! entry here.
 
 use crate::e8m0::ScaleRule;
 use crate::format::Format;
 use crate::scale::ScaleNumber;
 
 impl Format {
-    /// Whether every code times its block's scales is a BF16 number, as far as BF16's exponents reach. A tensor's scale is not among them:
-    /// it multiplies a product's sums. Of values that are more than that product nothing is known: no.
+    /// Whether every code times its block's scales is a BF16 number, within the range of BF16's exponents. Tensor scales are not included:
+    /// they multiply a product's sums. False for formats whose values are more than this product.
     pub fn folds_into_bf16(self, rule: ScaleRule) -> bool {
         let Some(element) = self.spec().element.filter(|_| self.spec().codec.decodes_by_levels()) else {
             return false;
         };
         let of_scales: Vec<u32> = self.scale_kind(rule).levels().iter().map(|l| numbers(l.number)).collect();
-        // Significands are odd integers below 2^bits; the largest product has the most bits, and all others have no more.
+        // Significands are odd integers below 2^bits; the largest product has the most bits.
         let codes = (0..=element.max_code()).map(|code| significand(element.decode(code)));
         let largest = codes.max().unwrap_or(0);
         let product =
@@ -34,7 +34,7 @@ fn numbers(number: ScaleNumber) -> u32 {
     }
 }
 
-/// The odd integer that a finite magnitude is a power of two times; 0 of zero.
+/// The odd integer of a finite magnitude, which is this integer times a power of two; 0 for zero.
 fn significand(x: f32) -> u64 {
     let bits = x.to_bits() & 0x7FFF_FFFF;
     let (exponent, mantissa) = (bits >> 23, bits & 0x7F_FFFF);
@@ -49,11 +49,11 @@ mod tests {
 
     #[test]
     fn significands_by_hand() {
-        // Seven bits of an integer; times three of a scale they would be too many.
+        // An integer of seven bits; times a scale's three bits it would have too many.
         assert_eq!((significand(127.0 / 64.0), significand(0.0), significand(6.0)), (127, 0, 3));
     }
 
-    /// By brute force: what is said to fold does under every record that is tried, and of what is not some value does not.
+    /// By brute force: formats that fold do so under every record that is tried, and formats that do not have a value that does not.
     #[test]
     fn a_bf16_holds_what_is_said_to_fold_and_nothing_else() {
         for format in Format::ALL.into_iter().filter(|format| format.is_block()) {

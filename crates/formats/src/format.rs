@@ -1,4 +1,4 @@
-//! The formats a tensor can be stored in: the table of their records, and what follows from a record.
+//! The formats of tensors: the table of their records, and what follows from a record.
 
 use crate::e8m0::ScaleRule;
 use crate::error::{Error, find_by_name};
@@ -12,17 +12,17 @@ use crate::{fp8, hif4, mx, nvfp4};
 const F32: FormatSpec = FormatSpec { name: "f32", code_bits: 32, ..PLAIN };
 const BF16: FormatSpec = FormatSpec { name: "bf16", code_bits: 16, ..PLAIN };
 
-/// Makes the enum, the list of all and the record of each from one table.
+/// Generates the enum, the list of all formats and the record of each, from one table.
 macro_rules! formats {
     ($($(#[$doc:meta])* $name:ident = $record:path,)*) => {
-        /// How a tensor is stored.
+        /// The storage format of a tensor.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         pub enum Format {
             $($(#[$doc])* $name,)*
         }
 
         impl Format {
-            /// Every format; whatever handles formats iterates this.
+            /// Every format; code that handles formats iterates over this.
             pub const ALL: [Format; [$(Format::$name),*].len()] = [$(Format::$name),*];
 
             /// The format's record.
@@ -45,15 +45,15 @@ formats! {
     E4m3 = fp8::E4M3,
     /// FP8 E5M2 in blocks of 128 (1×128, or 128×128 tiles), scale F32 or a power of two.
     E5m2 = fp8::E5M2,
-    /// FP8 E4M3 under one scale a row of the contraction.
+    /// FP8 E4M3 with one scale per row of the contraction.
     E4m3Row = fp8::E4M3_ROW,
-    /// FP8 E5M2 under one scale a row of the contraction.
+    /// FP8 E5M2 with one scale per row of the contraction.
     E5m2Row = fp8::E5M2_ROW,
-    /// FP8 E4M3 under one scale a tensor.
+    /// FP8 E4M3 with one scale per tensor.
     E4m3Tensor = fp8::E4M3_TENSOR,
-    /// FP8 E5M2 under one scale a tensor.
+    /// FP8 E5M2 with one scale per tensor.
     E5m2Tensor = fp8::E5M2_TENSOR,
-    /// OCP MXFP4: E2M1 in blocks of 32 with an E8M0 scale; two codes a byte.
+    /// OCP MXFP4: E2M1 in blocks of 32 with an E8M0 scale; two codes per byte.
     Mxfp4 = mx::MXFP4,
     /// OCP MXFP6 with E2M3; four codes in three bytes.
     Mxfp6E2m3 = mx::MXFP6_E2M3,
@@ -65,11 +65,11 @@ formats! {
     Mxfp8E5m2 = mx::MXFP8_E5M2,
     /// OCP MXINT8: sixty-fourths in two's complement.
     Mxint8 = mx::MXINT8,
-    /// NVFP4: E2M1 in blocks of 16, or 16×16, with an E4M3 scale, under an F32 scale of the tensor or none.
+    /// NVFP4: E2M1 in blocks of 16, or 16×16, with an E4M3 scale, with or without an F32 tensor scale.
     Nvfp4 = nvfp4::NVFP4,
-    /// NVFP4 in double blocks: E2M1 in blocks of 16 with an E4M3 scale, under a power of two for each 128.
+    /// NVFP4 in double blocks: E2M1 in blocks of 16 with an E4M3 scale, and a power of two per 128 values.
     Nvfp4In128 = nvfp4::NVFP4_128,
-    /// HiFloat4: quarters in blocks of 64 under three levels of scales.
+    /// HiFloat4: quarters in blocks of 64 with three levels of scales.
     Hif4 = hif4::HIF4,
 }
 
@@ -79,8 +79,8 @@ impl Format {
         self.spec().name
     }
 
-    /// Whether a tensor's scale may be that of earlier steps ([`DelayedScaling`](crate::DelayedScaling)): where it has one, and its blocks
-    /// none beside it.
+    /// Whether the tensor scale may be delayed ([`DelayedScaling`](crate::DelayedScaling)): if there is one, and blocks have no other
+    /// scales.
     pub fn may_be_delayed(self) -> bool {
         let whole = |rule: &ScaleRule| {
             let kind = self.scale_kind(*rule);
@@ -94,17 +94,17 @@ impl Format {
         self.spec().element.is_some()
     }
 
-    /// Bytes of the codes of one row of `cols` values; a last byte that is not full counts whole.
+    /// Bytes of the codes of one row of `cols` values, rounded up.
     pub const fn row_code_bytes(self, cols: usize) -> usize {
         packed_bytes(self.spec().code_bits, cols)
     }
 
-    /// Scales of one row of `cols` values (a short last block has one too); 0 for plain formats.
+    /// Scales of one row of `cols` values, one also for a short last block; 0 for plain formats.
     pub const fn scales_per_row(self, cols: usize) -> usize {
         if self.is_block() { cols.div_ceil(self.spec().block) } else { 0 }
     }
 
-    /// The rounding that the format is defined with under a rule: Ascend's convention rounds to even where HiFloat4's authors do not.
+    /// The rounding that the format is defined with under a rule. For HiFloat4, Ascend's convention rounds to even, the authors' does not.
     pub fn rounding(self, rule: ScaleRule) -> Rounding {
         match rule {
             ScaleRule::Cann => Rounding::NearestEven,
@@ -112,13 +112,13 @@ impl Format {
         }
     }
 
-    /// What a block's record of scales holds under a rule.
+    /// The scales in a block's record, under a rule.
     pub fn scale_kind(self, rule: ScaleRule) -> ScaleKind {
         (self.spec().scales)(rule)
     }
 
-    /// Values of a line along this axis that a record of scales stands for: a block; of columns of a format with one scale a line 128, since
-    /// groups of rows start at multiples of that and have a scale each.
+    /// Values along this axis per record of scales: a block. For columns of a format with one scale per row, 128: groups of rows start at
+    /// multiples of 128, and each group has a scale.
     pub const fn record_len(self, axis: BlockAxis) -> usize {
         match axis {
             BlockAxis::Col if self.spec().block == WHOLE_LINE => 128,
@@ -126,7 +126,7 @@ impl Format {
         }
     }
 
-    /// What the contraction of a column plane is rounded up to, and groups of rows start at multiples of: what a record stands for.
+    /// Multiple to which the rows of columns are padded, and at which groups of rows start: the values of a record.
     pub const fn column_step(self) -> usize {
         self.record_len(BlockAxis::Col)
     }

@@ -1,5 +1,5 @@
-//! FP8 in blocks of 128, and under one scale a row or one a tensor: the last two as TransformerEngine's current scaling and torchao's rows have it: values are multiplied by
-//! max/amax, and what is stored is its reciprocal. (Blocks of 128 store amax/max, which has other bits.)
+//! FP8 in blocks of 128, and with one scale per row or per tensor. The last two follow torchao (rows) and TransformerEngine's current
+//! scaling: values are multiplied by max/amax, and its reciprocal is stored. (Blocks of 128 store amax/max, which has other bits.)
 
 use crate::block::{BlockCodec, BlockParams, BlockScale};
 use crate::e8m0::ScaleRule::{self, Amax, Ceil, Even, Floor, Rceil, TensorAmax};
@@ -11,11 +11,11 @@ use crate::spec::{FormatSpec, PLAIN, WHOLE_LINE};
 const BLOCKS: FormatSpec =
     FormatSpec { code_bits: 8, block: 128, rules: &[Amax, Rceil, Floor, Ceil, Even], tiles: true, ..PLAIN };
 
-/// Under one scale a row.
+/// One scale per row.
 const ROW: FormatSpec =
     FormatSpec { block: WHOLE_LINE, rules: &[Amax, Rceil], tiles: false, codec: &Line, ..BLOCKS };
 
-/// Under one scale a tensor. Blocks are what is counted, and groups' starts are multiples of; they store nothing.
+/// One scale per tensor. Blocks store nothing; they are the unit of counts, and groups start at multiples of them.
 const TENSOR: FormatSpec =
     FormatSpec { rules: &[TensorAmax], scales: |_| ScaleKind::NONE.under_tensor(), codec: &Tensor, ..BLOCKS };
 
@@ -28,7 +28,7 @@ pub(crate) const E4M3_TENSOR: FormatSpec =
 pub(crate) const E5M2_TENSOR: FormatSpec =
     FormatSpec { name: "e5m2-tensor", element: Some(Element::E5M2), ..TENSOR };
 
-/// A scale for a whole line of codes; a row of an operand as products contract it.
+/// One scale per row of codes: a row of an operand along the contraction.
 #[derive(Debug)]
 struct Line;
 
@@ -37,13 +37,13 @@ impl BlockCodec for Line {
         if params.rule != ScaleRule::Amax || amax.is_nan() {
             return params.scale_of(amax);
         }
-        // Divided in F64 as there, with the floor that keeps rows of zeros finite.
+        // Divided in F64, as in torchao, with the floor that keeps rows of zeros finite.
         let inv = (f64::from(params.element.max()) / f64::from(amax.max(1e-12))) as f32;
         BlockScale { record: Scale::single(1.0 / inv), inv }
     }
 }
 
-/// A scale for a whole tensor.
+/// One scale per tensor.
 #[derive(Debug)]
 struct Tensor;
 
@@ -67,7 +67,7 @@ impl BlockCodec for Tensor {
 mod tests {
     use crate::{Codec, Format, Rounding, Scale, ScaleRule};
 
-    /// amax 3: values are multiplied by f32(448/3), and the reciprocal of that is kept, which is not f32(3/448).
+    /// amax 3: values are multiplied by f32(448/3), whose reciprocal is stored; it differs from f32(3/448).
     #[test]
     fn the_reciprocal_of_the_multiplier_is_kept() {
         let x = [3.0, -1.5, 0.0, 1e-9];

@@ -1,7 +1,7 @@
 //! The Hadamard transform along blocks of a contraction, and its random signs.
 //!
-//! y = x·H/√n with H in Sylvester order, H\[i\]\[j\] = (−1)^popcount(i & j). H/√n is its own inverse
-//! and orthogonal: applied to both operands of a product along the contraction, it leaves the product.
+//! y = x·H/√n with H in Sylvester order, H\[i\]\[j\] = (−1)^popcount(i & j). H/√n is orthogonal and its own inverse: applied to both
+//! operands of a product along the contraction, it does not change the product.
 
 use crate::error::{Error, Result};
 use crate::philox::Stream;
@@ -9,7 +9,7 @@ use crate::philox::Stream;
 /// Lengths of a transform block.
 pub const LENGTHS: [usize; 4] = [16, 32, 64, 128];
 
-/// f32(1/√n), the one factor of a normalised transform.
+/// f32(1/√n), the only factor of a normalised transform.
 ///
 /// # Errors
 /// [`Error::Shape`] for an `n` that is not one of [`LENGTHS`].
@@ -29,7 +29,7 @@ pub fn inv_sqrt_len(n: usize) -> Result<f32> {
 /// multiplication by f32(1/√n).
 ///
 /// # Errors
-/// [`Error::Shape`] for an `n` that is not one of [`LENGTHS`], or an `x` that is not whole blocks.
+/// [`Error::Shape`] for an `n` that is not one of [`LENGTHS`], or an `x` that is not a whole number of blocks.
 pub fn hadamard(x: &mut [f32], n: usize) -> Result<()> {
     let factor = inv_sqrt_len(n)?;
     check_whole_blocks(x.len(), n)?;

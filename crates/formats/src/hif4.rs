@@ -1,10 +1,11 @@
-//! HiFloat4: quarters to 1.75 (S1P2) in blocks of 64, under an E6M2 scale, one more octave for each eighth of the block, and another for
-//! each sixteenth. One record is four bytes: the E6M2 byte, eight bits, sixteen bits, the first share in the lowest.
+//! HiFloat4: quarters up to 1.75 (S1P2) in blocks of 64, with an E6M2 scale, an optional octave per eighth of the block, and another per
+//! sixteenth. A record is four bytes: the E6M2 byte, eight bits, sixteen bits; the first share has the lowest bit.
 //!
-//! The scales follow from the largest magnitudes of the shares: a share gets an octave from one of two thresholds on. What values are multiplied by
-//! is BF16 of the scale's reciprocal, which is up to 0.2 % off; under the thresholds that saturate nothing it is the F32 number. There are two conventions. Under the rule `amax` a block of zeros has the
-//! smallest scale, larger blocks saturate, and elements are rounded from the exact product. Under `cann`, Ascend's, what does not fit the
-//! E6M2 numbers (zeros too) is marked NaN, and the product is rounded to BF16 before the element is.
+//! The scales follow from the largest magnitudes of the shares: from a threshold on, a share gets an octave. Values are multiplied by
+//! the BF16 reciprocal of the scale, which is up to 0.2 % off; with the thresholds that saturate nothing, by the F32 reciprocal. There are
+//! two conventions. Under the rule `amax`, a block of zeros has the smallest scale, larger blocks saturate, and elements are rounded from
+//! the exact product. Under `cann`, Ascend's rule, blocks that E6M2 cannot scale (zeros, too) are marked NaN, and the product is rounded
+//! to BF16 before the element is.
 
 use crate::block::{BlockCodec, BlockParams, BlockScale};
 use crate::e8m0::ScaleRule;
@@ -30,7 +31,7 @@ pub(crate) const HIF4: FormatSpec = FormatSpec {
 #[derive(Debug)]
 struct Hif4;
 
-/// BF16 of one seventh.
+/// One seventh in BF16.
 const SEVENTH: f64 = 73.0 / 512.0;
 /// The smallest and the largest E6M2 number.
 const LEAST: f64 = 1.0 / (1u64 << 48) as f64;
@@ -40,7 +41,7 @@ impl BlockCodec for Hif4 {
     fn scale(&self, params: &BlockParams, x: &[f32], amax: f32) -> BlockScale {
         let wanted = if params.rule == ScaleRule::Cann {
             let wanted = to_bits(f64::from(bf16::from_f32(amax)) * SEVENTH, 8);
-            // Half a step above the largest number is NaN's.
+            // From half a step above the largest number on, the byte would be NaN.
             if !(LEAST..1.625 * 32768.0).contains(&wanted) {
                 return BlockScale { record: ScaleKind::HIF4.nan(), inv: f32::NAN };
             }
@@ -84,26 +85,26 @@ impl BlockCodec for Hif4 {
     }
 }
 
-/// The reciprocal of the octaves that value `i` has beyond E6M2's.
+/// The reciprocal of the octaves of value `i` beyond those of E6M2.
 #[inline]
 fn shift(record: Scale, i: usize) -> f64 {
     let octaves = (record.0 >> (8 + i / 8) & 1) + (record.0 >> (16 + i / 4) & 1);
     1.0 / f64::from(1u32 << octaves)
 }
 
-/// x · inv · shift, exact but for the last bit ([`to_odd`]).
+/// x · inv · shift, exact except for the last bit ([`to_odd`]).
 #[inline]
 fn by_product(x: f32, inv: f32, shift: f64) -> f32 {
     to_odd(f64::from(x) * f64::from(inv) * shift)
 }
 
-/// The same with the first product rounded to BF16, as Ascend's operators have it.
+/// The same with the first product rounded to BF16, as in Ascend's operators.
 #[inline]
 fn by_bf16(x: f32, inv: f32, shift: f64) -> f32 {
     (f64::from(bf16::from_f32(x * inv).to_f32()) * shift) as f32
 }
 
-/// The largest magnitude of each four values of a block, 0 where there are none.
+/// The largest magnitude of every four values of a block, 0 where there are no values.
 fn quad_maxima(x: &[f32]) -> [f32; 16] {
     let mut extended = [0.0; 64];
     let whole = x.first_chunk().unwrap_or_else(|| {
@@ -114,7 +115,7 @@ fn quad_maxima(x: &[f32]) -> [f32; 16] {
     std::array::from_fn(|i| f32::from_bits(quads[i].iter().fold(0, |a, x| a.max(x.to_bits() & 0x7FFF_FFFF))))
 }
 
-/// A positive number rounded to so many significant bits, ties to even.
+/// A positive number rounded to `significant` bits, ties to even.
 fn to_bits(x: f64, significant: u32) -> f64 {
     if x <= 0.0 || !x.is_finite() {
         return x;
@@ -131,12 +132,12 @@ fn e6m2_byte(x: f64) -> u32 {
     exponent << 2 | (bits >> 50 & 3) as u32
 }
 
-/// A number cut to a single whose last bit is set where something was cut off, so that rounding it again rounds the number itself.
+/// A number truncated to F32, with the last bit set if it was inexact (round to odd), so that rounding it again rounds the number itself.
 #[inline]
 fn to_odd(x: f64) -> f32 {
     let nearest = x as f32;
     let back = f64::from(nearest);
-    // Towards zero; the last bit says that there was more.
+    // Towards zero; the last bit marks a remainder.
     let (beyond, inexact) = (back.abs() > x.abs(), back != x);
     f32::from_bits((nearest.to_bits() - u32::from(beyond)) | u32::from(inexact))
 }
@@ -145,7 +146,7 @@ fn to_odd(x: f64) -> f32 {
 mod tests {
     use crate::{Codec, Format, Rounding, Scale, ScaleRule};
 
-    /// The block of the format's description: its scales and codes were worked out by hand.
+    /// The block of the format's description: its scales and codes were computed by hand.
     fn block() -> [f32; 64] {
         let mut x = [0.0; 64];
         x[..16].copy_from_slice(&[
@@ -184,7 +185,7 @@ mod tests {
         }
     }
 
-    /// An element just above and below a tie, by less than a single can say after the multiplication.
+    /// An element just above and below a tie, by less than F32 can represent after the multiplication.
     #[test]
     fn elements_are_rounded_once() {
         let mut x = [0.0f32; 64];

@@ -1,8 +1,8 @@
-//! Where blocks lie and where their scales are stored.
+//! Directions of blocks, and layouts of their scales.
 
 use crate::error::{Error, Result};
 
-/// Along what the values of a block lie, in a logical row-major matrix.
+/// The direction of a block's values, in a logical row-major matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum BlockAxis {
     /// 1 × B along the contiguous axis.
@@ -49,7 +49,7 @@ pub const TILE_COLS: usize = 4;
 /// Order of a matrix of scales `[rows][cols]`, cols counting blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum ScaleLayout {
-    /// `[rows][cols]`, dense; travels with rows.
+    /// `[rows][cols]`, dense; moves with rows.
     #[default]
     RowMajor,
     /// `[cols][rows]`, the stride between columns padded to 16 bytes.

@@ -1,12 +1,12 @@
-//! The numbers of Nibble, bit by bit: small floats, block scales, rounding, the lift that makes four-bit operands exact on eight-bit
-//! units, counter-based random numbers, the Hadamard transform, and elementary functions whose bits do not depend on the machine.
+//! The numbers of Nibble, bit by bit: small floats, block scales, rounding, the lift that makes four-bit operands exact on eight-bit units,
+//! counter-based random numbers, the Hadamard transform, and elementary functions whose bits do not depend on the machine.
 //!
-//! Nothing here knows of threads, devices or files. Every function is scalar and is the specification that faster versions elsewhere are
-//! compared with, bit for bit.
+//! The crate has no threads, devices or files. Every function is scalar, and is the specification that faster versions elsewhere must match
+//! bit for bit.
 //!
 //! A format is one record ([`FormatSpec`]) and one codec for a block ([`BlockCodec`]), in one file, and a row of the table in
-//! `format.rs`. Everything else asks records and codecs and names no format: sizes of buffers, messages, quantization, decoding, the
-//! command line, tests.
+//! `format.rs`. All other code reads records and codecs and names no format: sizes of buffers, all-to-all records, quantization, decoding,
+//! the command line, tests.
 //!
 //! | part of a format | file | says |
 //! |---|---|---|
@@ -15,7 +15,7 @@
 //! | scales | `scale.rs` | [`ScaleKind`]: the hierarchy of scales that a block stores, and what its bytes mean |
 //! | scale choice | `scaling.rs` | [`Scaling`]: how scales are chosen within a rule |
 //! | arithmetic | `block.rs` | [`BlockCodec`]: a block's scale, the value that is rounded, and the multiplier of a code |
-//! | entry | `codec.rs` | [`Codec`]: what callers hold; format, rule and rounding, known to go together |
+//! | entry | `codec.rs` | [`Codec`]: what callers hold; format, rule and rounding, checked to be compatible |
 
 pub mod block;
 pub mod codec;

@@ -1,9 +1,9 @@
 //! Changes of the power-of-two scale under a code: short blocks of small elements onto E4M3, and E4M3 codes to a larger scale.
 //!
-//! Four MX blocks of a row, or 128 rows of one block of 32 columns, share one E4M3 scale. That scale lies below the largest of theirs, by
-//! as many octaves as the element's largest number allows within 448: 2⁶ for E2M1 (6 · 2⁶ = 384). A code is exact while its block's scale
-//! lies no further below the largest than [`Lift::octaves`]. Beyond that it rounds to nearest-even into the subnormals, and at last to a
-//! signed zero.
+//! Four MX blocks of a row, or 128 rows of one block of 32 columns, share one E4M3 scale. This scale is below the largest of their scales
+//! by as many octaves as the element's largest number can be raised within 448: 2⁶ for E2M1 (6 · 2⁶ = 384). A code is exact while its
+//! block's scale is no more than [`Lift::octaves`] below the largest. Beyond that, it is rounded to nearest even among the subnormals, and
+//! finally to a signed zero.
 //!
 //! | element | headroom | exact within |
 //! |---|---|---|
@@ -20,7 +20,7 @@ use crate::scale::ScaleKind;
 /// Values that share the scale of a lifted block.
 pub const LIFTED_BLOCK: usize = 128;
 
-/// An element whose codes E4M3 holds under another power of two.
+/// An element whose codes E4M3 can hold, with another power of two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Lift {
     element: Element,
@@ -29,17 +29,17 @@ pub struct Lift {
 }
 
 impl Lift {
-    /// Of MXFP4's element.
+    /// For MXFP4's element.
     pub const E2M1: Lift = match Lift::of(Element::E2M1) {
         Some(lift) => lift,
         None => panic!("E4M3 holds E2M1"),
     };
 
-    /// Of an element all of whose codes are numbers that E4M3 holds: of four significant bits or fewer, the largest no larger than 448. None of
-    /// others.
+    /// For an element all of whose codes are E4M3 numbers: at most four significant bits, and none above 448. None for other
+    /// elements.
     pub const fn of(element: Element) -> Option<Lift> {
         let most = Element::E4M3;
-        // A NaN, or an integer with more than its sign and magnitude.
+        // Excludes elements with a NaN, and integers in two's complement.
         let numbers = element.nan_code() == 0 && !element.is_twos_complement();
         let (largest, least) = (element.max(), element.decode(1));
         if !numbers || element.mantissa_bits() > most.mantissa_bits() || largest > most.max() {
@@ -56,12 +56,12 @@ impl Lift {
         Some(Lift { element, headroom_log2, octaves })
     }
 
-    /// What is lifted.
+    /// The source element.
     pub const fn element(self) -> Element {
         self.element
     }
 
-    /// Octaves by which a lifted scale lies below the largest source scale.
+    /// Octaves from the largest source scale down to the lifted scale.
     pub const fn headroom_log2(self) -> u8 {
         self.headroom_log2
     }
@@ -71,16 +71,16 @@ impl Lift {
         self.octaves
     }
 
-    /// The scale byte shared by lifted blocks: the largest source byte other than 0xFF, minus the headroom,
-    /// not below 0 (0 too where there is none).
+    /// The scale byte of a lifted block: the largest source byte other than 0xFF, minus the headroom, but at least 0 (0 also if there is no
+    /// such byte).
     pub fn target(self, bytes: impl Iterator<Item = u8>) -> u8 {
         shift_target(bytes).saturating_sub(self.headroom_log2)
     }
 
-    /// A code under the scale byte `source` as an E4M3 code under the scale byte `target`, and whether its value changed.
+    /// A code with the scale byte `source` as an E4M3 code with the scale byte `target`, and whether its value changed.
     ///
-    /// Zeros keep their sign. A NaN source (0xFF) gives 0x7F, which counts as unchanged. Total over all
-    /// targets: one further below `source` than the headroom (which [`target`](Self::target) never makes) saturates.
+    /// Zeros keep their sign. A NaN source (0xFF) gives 0x7F, which counts as unchanged. Defined for all targets: a target further below
+    /// `source` than the headroom (which [`target`](Self::target) never returns) saturates.
     #[inline]
     pub fn code(self, code: u8, source: u8, target: u8) -> (u8, bool) {
         if source == e8m0::NAN || target == e8m0::NAN {
@@ -89,8 +89,8 @@ impl Lift {
         rescale(self.element.decode(code), i32::from(source) - i32::from(target))
     }
 
-    /// [`code`](Self::code) of all codes of six bits at once (of four bits the upper two are not looked at), with bit `c` of the mask set where
-    /// code `c` changed: a block's whole conversion is one look-up in this table.
+    /// [`code`](Self::code) of all six-bit codes at once (for four-bit codes the upper two bits are ignored). Bit `c` of the mask is set if
+    /// code `c` changes, so one look-up per code converts a block.
     pub fn table(self, source: u8, target: u8) -> ([u8; 64], u64) {
         let mut changed = 0;
         let table = std::array::from_fn(|c| {
@@ -103,11 +103,11 @@ impl Lift {
 }
 
 impl Format {
-    /// What blocks along lines are lifted to: E4M3 in blocks of [`LIFTED_BLOCK`] under powers of two.
+    /// The target of a lift: E4M3 in blocks of [`LIFTED_BLOCK`] with power-of-two scales.
     pub const LIFTED: (Format, ScaleRule) = (Format::E4m3, ScaleRule::Rceil);
 
-    /// How the codes of a plane become E4M3 under one power of two for [`LIFTED_BLOCK`] values: where blocks run along lines, shorter ones of a
-    /// whole number in [`LIFTED_BLOCK`], under powers of two alone, and E4M3 holds the element. None where they do not.
+    /// The lift to E4M3 with one power of two per [`LIFTED_BLOCK`] values. It exists for shorter blocks along rows or columns whose length
+    /// divides [`LIFTED_BLOCK`], with only power-of-two scales, and an element that E4M3 can hold; otherwise none.
     pub fn lift(self, rule: ScaleRule, axis: BlockAxis) -> Option<Lift> {
         let spec = self.spec();
         let shorter = spec.block < LIFTED_BLOCK && LIFTED_BLOCK.is_multiple_of(spec.block);
@@ -117,15 +117,14 @@ impl Format {
     }
 }
 
-/// The scale byte shared by E4M3 rows that become columns: the largest byte other than 0xFF, 0 where
-/// there is none.
+/// The scale byte shared by E4M3 rows that become columns: the largest byte other than 0xFF, or 0 without
+/// one.
 pub fn shift_target(bytes: impl Iterator<Item = u8>) -> u8 {
     bytes.filter(|&b| b != e8m0::NAN).max().unwrap_or(0)
 }
 
-/// An E4M3 code whose scale grows by `octaves` powers of two: the exponent goes down, nearest-even
-/// into the subnormals, at last a signed zero. A NaN stays the same NaN. Also whether the value
-/// changed.
+/// An E4M3 code whose scale grows by `octaves` powers of two: the exponent decreases, with rounding to nearest even among the subnormals,
+/// and finally to a signed zero. A NaN stays the same NaN. Also returns whether the value changed.
 #[inline]
 pub fn shift_e4m3(code: u8, octaves: u32) -> (u8, bool) {
     let value = Element::E4M3.decode(code);
@@ -135,8 +134,8 @@ pub fn shift_e4m3(code: u8, octaves: u32) -> (u8, bool) {
     rescale(value, -(octaves.min(64) as i32))
 }
 
-/// [`shift_e4m3`] from the scale byte `source` to `target`; a NaN source (0xFF) gives 0x7F. A
-/// `target` below `source` raises the exponent instead, saturating.
+/// [`shift_e4m3`] from the scale byte `source` to `target`; a NaN source (0xFF) gives 0x7F. A `target` below `source` raises the exponent
+/// instead, and saturates.
 #[inline]
 pub fn shift_code(code: u8, source: u8, target: u8) -> (u8, bool) {
     let value = Element::E4M3.decode(code);
@@ -149,8 +148,8 @@ pub fn shift_code(code: u8, source: u8, target: u8) -> (u8, bool) {
     rescale(value, i32::from(source) - i32::from(target))
 }
 
-/// `value · 2^octaves` as E4M3. Past ±32 octaves nothing differs any more: every non-zero E2M1 or
-/// E4M3 value has long saturated or vanished.
+/// `value · 2^octaves` as E4M3. Beyond ±32 octaves the result is constant: every non-zero E2M1 or E4M3 value has saturated or
+/// vanished.
 #[inline]
 fn rescale(value: f32, octaves: i32) -> (u8, bool) {
     let octaves = octaves.clamp(-32, 32);

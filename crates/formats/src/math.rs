@@ -11,7 +11,7 @@ use std::f32::consts::LOG2_E;
 /// 1.5 · 2²³: adding it to a small float rounds that to the nearest integer, which then sits in the
 /// low mantissa bits.
 const ROUND_TO_INTEGER: f32 = 12_582_912.0;
-/// ln 2 cut to few bits, so that a multiple of it by an exponent is exact, and what that leaves.
+/// ln 2 truncated to few bits, so that its product with an exponent is exact; and the remainder.
 const LN2_HIGH: f32 = 0.693_359_4;
 const LN2_LOW: f32 = -2.121_944_4e-4;
 

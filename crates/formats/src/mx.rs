@@ -1,4 +1,4 @@
-//! The OCP MX family: blocks of 32 under a power of two.
+//! The OCP MX family: blocks of 32 with a power-of-two scale.
 
 use crate::e8m0::ScaleRule::{Ceil, Even, Floor, Rceil};
 use crate::element::Element;

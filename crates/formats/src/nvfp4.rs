@@ -1,21 +1,22 @@
-//! NVFP4: E2M1 in blocks of 16 under an E4M3 scale, under an F32 scale of the tensor or by itself.
+//! NVFP4: E2M1 in blocks of 16 with an E4M3 scale, with or without an F32 tensor scale.
 //!
-//! Under a scale of the tensor the scales are TransformerEngine's: of a tensor whose largest magnitude is A, S = 2688/A (2688 = 6 · 448), so
-//! that the largest block's scale is the largest E4M3 number; of a block, amax · (S · f32(1/6)). By itself a block has torchao's, amax / 6. Both
-//! as E4M3, subnormals and zero included. Every operation is rounded to F32.
+//! With a tensor scale, the scales are TransformerEngine's. For a tensor with the largest magnitude A, S = 2688/A (2688 = 6 · 448), so that
+//! the largest block's scale is the largest E4M3 number; a block's scale is amax · (S · f32(1/6)). Without a tensor scale, a block has
+//! torchao's scale, amax / 6. Both are rounded to E4M3, subnormals and zero included. Every operation is rounded to F32.
 //!
-//! Codes are decoded by A/2688. Below A = 2688 · 2^-128, where S is the largest F32 number and no more 2688/A, that no longer undoes S, and all values come
-//! back smaller, as theirs do. With headroom A is that much larger, as the largest magnitude of a block is: so a scale has its room up to the largest
-//! block of the tensor.
+//! Codes are decoded with A/2688. Below A = 2688 · 2^-128, S is the largest F32 number instead of 2688/A. Then A/2688 does not undo S, and
+//! all values are decoded too small, as in TransformerEngine. Headroom enlarges A by the same factor as the largest magnitude of a block,
+//! so that a scale has its headroom up to the largest block of the tensor.
 //!
-//! With two candidates (Four Over Six, arXiv 2512.02010) a block has that scale or the one under which its largest magnitude is 4, amax · (S / 4), which is
-//! rounded once: a quarter is exact. For that S is 1536/A (1536 = 6 · 256). Values are compared as they are rounded to nearest even, whatever the rounding: so the
-//! choice is a function of the values, and random rounding under the chosen scale is what it is under either.
+//! With two candidates (Four Over Six, arXiv 2512.02010), a block has this scale or the one that maps its largest magnitude to 4,
+//! amax · (S / 4), which is rounded once because a quarter is exact. S is then 1536/A (1536 = 6 · 256). The candidates are compared with
+//! rounding to nearest even, whatever the rounding. So the choice is a function of the values, and stochastic rounding with the chosen
+//! scale is the same as without a choice.
 //!
-//! **Double blocks** (Chen et al., "TetraJet-v2", arXiv 2510.27527) have a scale for each 128 values in place of the tensor's: of the largest magnitude A
-//! of those, A / 2688. Theirs is an F32 number; ours is rounded up to a power of two, as [`Outer::Power`] has it for a tensor, so that a BF16 number
-//! holds what codes stand for. Blocks of 16 under it are as they are under a tensor's scale. A record is of 128 values: the power of two in its lowest byte,
-//! then seven bits for each 16, which is as much as eight bytes of E4M3.
+//! **Double blocks** (Chen et al., "TetraJet-v2", arXiv 2510.27527) have a scale per 128 values instead of a tensor scale: A / 2688 for the
+//! largest magnitude A of these values. In the paper it is an F32 number. Here it is rounded up to a power of two, as by [`Outer::Power`]
+//! for a tensor, so that the decoded values are BF16 numbers. Blocks of 16 are scaled as with a tensor scale. A record is for 128 values:
+//! the power of two in its lowest byte, then seven bits per block of 16, in all as many as eight bytes of E4M3.
 
 use crate::block::{self, BlockCodec, BlockParams, BlockScale};
 use crate::e8m0::{self, ScaleRule, ScaleRule::Amax, ScaleRule::TensorAmax};
@@ -60,7 +61,7 @@ struct Nvfp4;
 impl BlockCodec for Nvfp4 {
     fn scale(&self, params: &BlockParams, x: &[f32], amax: f32) -> BlockScale {
         let tensor_inv = params.tensor_inv();
-        // A product with f32(1/6) may round up to a tie that the quotient lies below.
+        // A product with f32(1/6) may round up to a tie that the quotient is below.
         let wanted = match (params.kind.has_tensor_scale(), params.scaling.correction) {
             (true, Correction::None) => amax * (tensor_inv * (1.0 / 6.0)),
             (true, Correction::MsEden) => amax * (tensor_inv * (Correction::CLIP / 6.0)),
@@ -77,7 +78,7 @@ impl BlockCodec for Nvfp4 {
 
     fn corrected(&self, params: &BlockParams, x: &[f32], scale: BlockScale, r: u16) -> BlockScale {
         let of_code = Element::E4M3.decode(scale.record.0 as u8);
-        // What a scale of zero takes decodes to zero.
+        // With a scale of zero, all values decode to zero.
         if params.scaling.correction == Correction::None || of_code == 0.0 {
             return scale;
         }
@@ -105,7 +106,7 @@ impl BlockCodec for Nvfp4 {
     }
 
     fn tensor_most(&self, params: &BlockParams) -> f32 {
-        // What is left above the scales of 6 is for those of 4, or for corrections.
+        // The range above the scales of 6 is for the scales of 4, or for corrections.
         match (params.scaling.candidates, params.scaling.correction) {
             (_, Correction::MsEden) => 6.0 * 256.0 / Correction::CLIP,
             (Candidates::Six, Correction::None) => 6.0 * 448.0,
@@ -114,7 +115,7 @@ impl BlockCodec for Nvfp4 {
     }
 }
 
-/// Blocks of 16 under a power of two for 128 values.
+/// Blocks of 16 with a power of two per 128 values.
 #[derive(Debug)]
 struct DoubleBlocks;
 
@@ -122,7 +123,7 @@ impl DoubleBlocks {
     /// Values of an inner block.
     const INNER: usize = 16;
 
-    /// What values of inner block `i` are multiplied by.
+    /// Factor of the values of inner block `i`, when they are encoded.
     fn inverse(scale: BlockScale, i: usize) -> f32 {
         let byte = (scale.record.0 >> (8 + 7 * i)) as u8 & 0x7F;
         inverse_of(byte, scale.inv)
@@ -139,7 +140,7 @@ impl BlockCodec for DoubleBlocks {
         let inv = e8m0::inv(power);
         let mut record = u64::from(power);
         for (i, x) in x.chunks(Self::INNER).enumerate() {
-            // Values are finite: so the caller says.
+            // The caller guarantees finite values.
             let amax = params.scaling.headroom.over(block::amax(x).unwrap_or(f32::NAN));
             record |= nearest_scale(amax * (inv * (1.0 / 6.0)), inv).record.0 << (8 + 7 * i);
         }
@@ -158,24 +159,25 @@ impl BlockCodec for DoubleBlocks {
     }
 }
 
-/// The E4M3 number nearest to what is wanted.
+/// The E4M3 number nearest to `wanted`.
 fn nearest_scale(wanted: f32, tensor_inv: f32) -> BlockScale {
     let byte = Element::E4M3.encode(wanted);
     BlockScale { record: Scale::byte(byte), inv: inverse_of(byte, tensor_inv) }
 }
 
-/// What values are multiplied by under an E4M3 scale.
+/// Factor of values for an E4M3 scale.
 fn inverse_of(byte: u8, tensor_inv: f32) -> f32 {
     let value = Element::E4M3.decode(byte) * (1.0 / tensor_inv);
-    // A scale of zero takes what is not zero to the largest code, which decodes as zero.
-    // The smaller of NaN and a number would be the number.
+    // A scale of zero takes non-zero values to the largest code, which decodes to zero.
+    // `min` of NaN and a number would be the number.
     if value.is_nan() { value } else { (1.0 / value).min(f32::MAX) }
 }
 
-/// What is lost of a block's values under a scale, in units that the scale of 6 gives both candidates: a sum of whole numbers, which has no order.
+/// The error of a block's values with a scale, in units that the scale of 6 sets for both candidates: a sum of integers.
 ///
-/// Of a value x with the code c: r = (|x · S| − c · scale) · 2^−e, where 2^e is the power of two of the scale of 6, or 2^−9 below it. Its share is
-/// r² · 2^20, or |r| · 2^20, cut to a whole number of at most 2^24 − 1. Every operation is rounded to F32; c · scale and the powers are exact.
+/// For a value x with the code c: r = (|x · S| − c · scale) · 2^−e, where 2^e is the power of two of the scale of 6, at least 2^−9. Its
+/// share is r² · 2^20, or |r| · 2^20, truncated to an integer of at most 2^24 − 1. Every operation is rounded to F32; c · scale and the
+/// powers are exact.
 fn error(params: &BlockParams, x: &[f32], scale: BlockScale, six: Scale) -> u64 {
     const ONE: f32 = (1 << 20) as f32;
     const MOST: f32 = ((1 << 24) - 1) as f32;
@@ -191,8 +193,8 @@ fn error(params: &BlockParams, x: &[f32], scale: BlockScale, six: Scale) -> u64 
     x.iter().map(share).sum()
 }
 
-/// Σ v² / Σ v·c of the values v = x · inv and their codes c; 1 where all codes are zero. Every operation is rounded to F32. The sums are of sixteen
-/// numbers, the i-th of every sixteen one after the other, and then of pairs that lie 8, 4, 2 and 1 apart.
+/// Σ v² / Σ v·c of the values v = x · inv and their codes c; 1 if all codes are zero. Every operation is rounded to F32. There are sixteen
+/// partial sums; the i-th adds the i-th of every sixteen values in order. They are reduced in pairs at distances 8, 4, 2 and 1.
 fn eden_factor(x: &[f32], inv: f32) -> f32 {
     let (mut squares, mut products) = ([0.0f32; 16], [0.0f32; 16]);
     for sixteen in x.chunks(16) {
@@ -215,15 +217,15 @@ fn sum_of_halves(mut x: [f32; 16]) -> f32 {
     x[0]
 }
 
-/// The E2M1 number nearest to a magnitude, ties to the even code: the value of [`Element::encode`]'s code, without branches.
+/// The E2M1 number nearest to a magnitude, ties to the even code: the value of the code of [`Element::encode`], without branches.
 #[inline]
 fn nearest_code(x: f32) -> f32 {
-    // The last place of such a number is worth the step between codes.
+    // The unit in the last place of this number is the step between codes.
     let far = if x < 2.0 { 4_194_304.0 } else { 8_388_608.0 } * if x < 4.0 { 1.0 } else { 2.0 };
     (x.min(6.0) + far) - far
 }
 
-/// The least power of two that is no less than a positive number, and a normal one.
+/// The least power of two that is at least a positive number, and normal.
 fn power_above(x: f32) -> f32 {
     f32::from_bits((x.to_bits() + 0x7F_FFFF) & 0xFF80_0000).max(f32::MIN_POSITIVE)
 }

@@ -1,5 +1,5 @@
-//! Codes of less than a byte, one after the other from the lowest bit on: two of 4 bits a byte, the even one in the low nibble; four of
-//! 6 bits in three bytes. What is left of a last byte is 0.
+//! Codes of less than a byte, packed from the lowest bit on: two 4-bit codes per byte, the even one in the low nibble; four 6-bit codes in
+//! three bytes. Unused bits of the last byte are 0.
 
 use crate::error::{Error, Result};
 
@@ -8,7 +8,7 @@ pub const fn packed_bytes(bits: u32, codes: usize) -> usize {
     if bits.is_multiple_of(8) { codes * (bits / 8) as usize } else { (codes * bits as usize).div_ceil(8) }
 }
 
-/// Packs codes (one a byte, bits above `bits` ignored).
+/// Packs codes (one per byte; bits above `bits` are ignored).
 ///
 /// # Errors
 /// [`Error::Shape`] unless `packed` holds [`packed_bytes`], and `bits` are 1 to 8.
@@ -30,10 +30,10 @@ pub fn pack_codes(bits: u32, codes: &[u8], packed: &mut [u8]) -> Result<()> {
     Ok(())
 }
 
-/// Eight codes take as many bytes as a code has bits.
+/// Packs eight codes into as many bytes as a code has bits.
 fn pack_eights<const BITS: usize>(codes: &[u8], packed: &mut [u8]) {
     let word = |codes: &[u8; 8]| {
-        // Neighbours move together: two of them, then pairs, then fours.
+        // Fold neighbours: single codes, then pairs, then fours.
         let fold =
             |word: u64, lanes: u32, low: u64| (word & low) | (word & !low) >> (lanes * (8 - BITS as u32));
         let word = u64::from_le_bytes(*codes) & lanes(8, BITS as u32);
@@ -51,7 +51,7 @@ fn pack_eights<const BITS: usize>(codes: &[u8], packed: &mut [u8]) {
     }
 }
 
-/// Masks of the lowest `bits` of each lane of so many.
+/// Mask of the lowest `bits` bits of each lane of `lane` bits.
 const fn lanes(lane: u32, bits: u32) -> u64 {
     let (mut mask, mut at) = (0, 0);
     while at < 64 {
@@ -104,7 +104,7 @@ fn unpack_eights<const BITS: usize>(packed: &[u8], codes: &mut [u8]) {
     }
 }
 
-/// Code `i` of packed ones, of 1 to 8 bits.
+/// Code `i` of packed codes of 1 to 8 bits.
 #[inline]
 pub fn packed_code(bits: u32, packed: &[u8], i: usize) -> u8 {
     if bits == 8 {

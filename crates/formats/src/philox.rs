@@ -1,8 +1,8 @@
 //! Randomness as a function: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
 //!
-//! The key is the run's seed. The counter holds a purpose (rounding, signs, initialization, data, sampling, scales), a site (FNV-1a of
-//! the tensor's name), the step, and the index of the element in the *logical* tensor. The step may lie on the device, so that recorded
-//! work gets new bits at each replay.
+//! The key is the run's seed. The counter holds a purpose (rounding, signs, initialization, data, sampling, scales), a site (FNV-1a of the
+//! tensor's name), the step, and the index of the element in the *logical* tensor. The step may be on the device, so that recorded work
+//! gets new bits at each replay.
 //!
 //! There is no generator state to save. The bits do not depend on threads, ranks, recomputation or resumes: an expert's initial weights
 //! and the random bits of its copies are the same on whichever rank it lives. The order of training windows is such a function too
@@ -38,7 +38,7 @@ pub const fn fnv1a32(name: &str) -> u32 {
     hash
 }
 
-/// What random numbers are for; different purposes never share bits.
+/// What random numbers are used for; different purposes never share bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u16)]
 pub enum Purpose {
@@ -52,7 +52,7 @@ pub enum Purpose {
     Data = 3,
     /// Sampling of tokens in generation.
     Sample = 4,
-    /// Scales of blocks that are rounded at random, by the element that a block begins with.
+    /// Scales of blocks that are stochastically rounded, by the first element of the block.
     Scale = 5,
 }
 
@@ -70,11 +70,11 @@ impl Purpose {
 pub struct Stream {
     /// Seed of the run: the Philox key, low word first.
     pub seed: u64,
-    /// What for.
+    /// Purpose.
     pub purpose: Purpose,
     /// [`fnv1a32`] of the tensor's canonical name.
     pub site: u32,
-    /// Training step; 0 where the bits do not change with it.
+    /// Training step; 0 if the bits do not change with the step.
     pub step: u32,
 }
 
@@ -98,7 +98,7 @@ impl Stream {
         half_word(&self.block(e / 8), (e % 8) as usize)
     }
 
-    /// Fills `out` with the sixteen bits of elements `start..`, one block of Philox for eight of them.
+    /// Fills `out` with the sixteen bits of elements `start..`, one Philox block per eight elements.
     pub fn fill_u16(&self, start: u64, out: &mut [u16]) {
         let mut q = u64::MAX; // no element lies in this block: e / 8 < 2⁶¹
         let mut words = [0; 4];
@@ -179,7 +179,7 @@ pub fn normal_from_bits(bits: u32) -> f32 {
     if bits >> 31 == 1 { -lower } else { lower }
 }
 
-/// Polynomial with the highest coefficient first, one multiplication and one addition a step, unfused.
+/// Polynomial with the highest coefficient first, one multiplication and one addition per term, unfused.
 #[inline]
 fn horner(coefficients: &[f64], x: f64) -> f64 {
     coefficients.iter().skip(1).fold(coefficients[0], |sum, c| sum * x + c)

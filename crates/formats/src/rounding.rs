@@ -1,12 +1,11 @@
-//! How a value between two codes is decided.
+//! Rounding of a value between two codes.
 
 use crate::error::{Error, Result};
 
-/// How an element between two codes is rounded. All of them saturate and keep the sign of zero;
-/// scales are never rounded randomly.
+/// How an element between two codes is rounded. All roundings saturate and keep the sign of zero.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum Rounding {
-    /// To the nearest code, ties to the even one.
+    /// To the nearest code, ties to the even code.
     #[default]
     NearestEven,
     /// To the nearest code, ties away from zero.
@@ -36,12 +35,12 @@ impl Rounding {
         Ok(Rounding::Dither { delta_q16: (delta * 65536.0) as u16 })
     }
 
-    /// Whether random bits are consumed.
+    /// Whether it needs random bits.
     pub const fn is_random(self) -> bool {
         matches!(self, Rounding::Stochastic | Rounding::Dither { .. })
     }
 
-    /// Rejects a δ above one half, which would step over a neighbouring code.
+    /// Rejects a δ above one half, which would skip a neighbouring code.
     pub(crate) fn check(self) -> Result<()> {
         match self {
             Rounding::Dither { delta_q16 } if delta_q16 > 0x8000 => {

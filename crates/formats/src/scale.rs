@@ -1,17 +1,17 @@
-//! What a block stores beside its codes: a record of one number, or of a hierarchy of numbers.
+//! Scales of a block: a record of one number, or of a hierarchy of numbers.
 //!
-//! A [`ScaleKind`] is a list of levels. Each level is some numbers of one kind ([`ScaleNumber`]) for equal shares of the block. The
-//! blocks of a tensor may share an F32 scale besides. A record is at most eight bytes. Buffers of scales are bytes everywhere; only the
-//! [`ScaleKind`] knows what they mean: how many bytes a record has, what a value at a position is multiplied by, and which record marks a
-//! NaN or padding. So a new hierarchy is a new list of levels and nothing else.
+//! A [`ScaleKind`] is a list of levels. Each level is some numbers of one kind ([`ScaleNumber`]) for equal shares of the block. In
+//! addition, the blocks of a tensor may share an F32 scale. A record is at most eight bytes. Buffers of scales are bytes everywhere; only
+//! [`ScaleKind`] knows their meaning: the bytes of a record, the factor of a value by its position, and the records of NaN and of padding.
+//! So a new hierarchy is only a new list of levels.
 //!
-//! The F32 that a tensor's blocks share is stored once per row (`BlockScaled::tensor_scale` in the crate `core`), so rows take it along
-//! when they are sent.
+//! The tensor scale is stored once per row (`BlockScaled::tensor_scale` in the crate `core`), so it moves with rows that are
+//! sent.
 
 use crate::e8m0;
 use crate::element::Element;
 
-/// The record of one block, its bytes read as a little-endian number. A [`ScaleKind`] says what they mean.
+/// The record of one block, its bytes read as a little-endian number. A [`ScaleKind`] defines their meaning.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub struct Scale(pub u64);
 
@@ -21,22 +21,22 @@ impl Scale {
         Scale(byte as u64)
     }
 
-    /// A record of one single.
+    /// A record of one F32.
     pub const fn single(value: f32) -> Scale {
         Scale(value.to_bits() as u64)
     }
 }
 
-/// A kind of number that scales are made of.
+/// A kind of number in a hierarchy of scales.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ScaleNumber {
     /// A power of two, 2^(byte − 127); 0xFF is NaN.
     E8m0,
-    /// An IEEE single.
+    /// F32.
     F32,
     /// FP8 E4M3 without its sign; 0x7F is NaN.
     E4m3,
-    /// The same without room for the sign: seven bits.
+    /// E4M3 in seven bits, without the sign bit.
     UnsignedE4m3,
     /// Six exponent bits (bias 48) and two mantissa bits, no zero, no subnormals; 0xFF is NaN.
     E6m2,
@@ -67,7 +67,7 @@ impl ScaleNumber {
         }
     }
 
-    /// The bits that stand for NaN; `Bit` has none.
+    /// The bits of NaN; `Bit` has none.
     const fn nan(self) -> u32 {
         match self {
             ScaleNumber::F32 => f32::NAN.to_bits(),
@@ -95,16 +95,16 @@ const fn e6m2(byte: u8) -> f32 {
     f32::from_bits(exponent << 23 | ((byte & 3) as u32) << 21)
 }
 
-/// One level of a hierarchy: `count` numbers a block, each for an equal share of its values.
+/// One level of a hierarchy: `count` numbers per block, each for an equal share of its values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ScaleLevel {
-    /// What it is made of.
+    /// The kind of number.
     pub number: ScaleNumber,
     /// Numbers in a block's record.
     pub count: u32,
 }
 
-/// A hierarchy of scales: the levels of a block's record from its lowest bit on, and whether all blocks share one F32 besides.
+/// A hierarchy of scales: the levels of a block's record from its lowest bit on, and whether all blocks of a tensor also share one F32.
 ///
 /// ```
 /// use nibble_formats::{Scale, ScaleKind};
@@ -124,25 +124,25 @@ const fn level(number: ScaleNumber, count: u32) -> ScaleLevel {
 }
 
 impl ScaleKind {
-    /// One power of two a block, a byte.
+    /// One power of two per block, a byte.
     pub const E8M0: ScaleKind = ScaleKind::of(&[level(ScaleNumber::E8m0, 1)]);
-    /// One single a block.
+    /// One F32 per block.
     pub const F32: ScaleKind = ScaleKind::of(&[level(ScaleNumber::F32, 1)]);
-    /// One E4M3 number a block, a byte.
+    /// One E4M3 number per block, a byte.
     pub const E4M3: ScaleKind = ScaleKind::of(&[level(ScaleNumber::E4m3, 1)]);
-    /// One E6M2 number, eight bits for an eighth of the block each, sixteen for a sixteenth each: four bytes.
+    /// One E6M2 number, one bit per eighth of the block, one bit per sixteenth: four bytes.
     pub const HIF4: ScaleKind = ScaleKind::of(&[
         level(ScaleNumber::E6m2, 1),
         level(ScaleNumber::Bit, 8),
         level(ScaleNumber::Bit, 16),
     ]);
-    /// One power of two, and a number of seven bits for an eighth of the block each: eight bytes.
+    /// One power of two, and a seven-bit number per eighth of the block: eight bytes.
     pub const POWER_AND_E4M3: ScaleKind =
         ScaleKind::of(&[level(ScaleNumber::E8m0, 1), level(ScaleNumber::UnsignedE4m3, 8)]);
-    /// Nothing of a block's own.
+    /// No scale per block.
     pub const NONE: ScaleKind = ScaleKind::of(&[]);
 
-    /// These levels, at most 64 bits of them.
+    /// These levels, at most 64 bits in all.
     pub const fn of(levels: &'static [ScaleLevel]) -> ScaleKind {
         let (mut bits, mut i) = (0, 0);
         while i < levels.len() {
@@ -153,17 +153,17 @@ impl ScaleKind {
         ScaleKind { levels, bytes: bits.div_ceil(8) as usize, tensor: false }
     }
 
-    /// The same with an F32 that all blocks of a tensor share.
+    /// The same with a tensor scale: an F32 that all blocks of a tensor share.
     pub const fn under_tensor(self) -> ScaleKind {
         ScaleKind { tensor: true, ..self }
     }
 
-    /// Whether all blocks of a tensor share an F32 scale besides.
+    /// Whether all blocks of a tensor share an F32 scale.
     pub const fn has_tensor_scale(self) -> bool {
         self.tensor
     }
 
-    /// The levels, that of the lowest bits first.
+    /// The levels, from the lowest bits on.
     pub const fn levels(self) -> &'static [ScaleLevel] {
         self.levels
     }
@@ -174,7 +174,7 @@ impl ScaleKind {
         self.bytes
     }
 
-    /// What the code of value `i` of a block of `block` is multiplied by, the tensor's scale aside: the product of its levels.
+    /// Factor of the code of value `i` of a block of `block`, without the tensor scale: the product of its levels.
     #[inline]
     pub fn multiplier(self, record: Scale, i: usize, block: usize) -> f32 {
         if let [ScaleLevel { number, count: 1 }] = self.levels {
@@ -220,7 +220,7 @@ impl ScaleKind {
             .is_some_and(|first| first.number.decode(number_at(record, 0, first.number.bits())).is_nan())
     }
 
-    /// The record of padding: every number the smallest there is.
+    /// The record of padding: the smallest of every number.
     pub const fn least(self) -> Scale {
         match self.levels {
             [first, ..] => Scale(first.number.least() as u64),
@@ -229,10 +229,10 @@ impl ScaleKind {
     }
 }
 
-/// A plane of records, for reading.
+/// A buffer of records, for reading.
 #[derive(Clone, Copy, Debug)]
 pub struct ScalePlane<'a> {
-    /// What they are.
+    /// The kind of the records.
     pub kind: ScaleKind,
     /// The records, one after the other.
     pub bytes: &'a [u8],
@@ -244,7 +244,7 @@ impl<'a> ScalePlane<'a> {
         Self { kind: ScaleKind::E8M0, bytes }
     }
 
-    /// Records that it holds.
+    /// Number of records.
     pub const fn len(self) -> usize {
         match self.bytes.len().checked_div(self.kind.bytes) {
             Some(records) => records,
@@ -252,7 +252,7 @@ impl<'a> ScalePlane<'a> {
         }
     }
 
-    /// Whether it holds none.
+    /// Whether there are no records.
     pub const fn is_empty(self) -> bool {
         self.len() == 0
     }
@@ -271,17 +271,17 @@ impl<'a> ScalePlane<'a> {
         }
     }
 
-    /// What a block under record `i` is multiplied by, of a kind with one number a block.
+    /// The factor of record `i`, for a kind with one number per block.
     #[inline(always)]
     pub fn value(self, i: usize) -> f32 {
         self.kind.multiplier(self.get(i), 0, 1)
     }
 }
 
-/// A plane of records, for writing.
+/// A buffer of records, for writing.
 #[derive(Debug)]
 pub struct ScalePlaneMut<'a> {
-    /// What they are.
+    /// The kind of the records.
     pub kind: ScaleKind,
     /// The records, one after the other.
     pub bytes: &'a mut [u8],
@@ -298,13 +298,13 @@ impl ScalePlaneMut<'_> {
         }
     }
 
-    /// Writes the same record everywhere.
+    /// Writes the same record to all.
     pub fn fill(&mut self, record: Scale) {
         (0..self.bytes.len() / self.kind.bytes.max(1)).for_each(|i| self.set(i, record));
     }
 }
 
-/// The number of so many bits that begins at bit `at` of a record.
+/// The number of `bits` bits at bit `at` of a record.
 #[inline]
 const fn number_at(record: Scale, at: u32, bits: u32) -> u32 {
     (record.0 >> at) as u32 & u32::MAX >> (32 - bits)

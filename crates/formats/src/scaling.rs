@@ -1,33 +1,33 @@
-//! What may be asked of a format's scales beside its rule: keys of their own, each for the formats that have the choice.
+//! Choices of a format's scales besides the rule. Each has its own key, for the formats that have the choice.
 
 use crate::error::{Error, Result, find_by_name};
 
-/// How scales are chosen within a rule. The default gives the bits that the format has by itself.
+/// How scales are chosen within a rule. The default gives the format's own bits.
 ///
 /// ```
 /// use nibble_formats::{Codec, Format, Headroom, Rounding, ScaleRule, Scaling};
 /// let codec = Codec::new(Format::Mxfp4, ScaleRule::Floor, Rounding::Stochastic)?;
 /// let roomy = codec.with(Scaling { headroom: Headroom::new(1.375)?, ..Scaling::default() })?;
-/// // 7 is above the largest code, 6, of the scale 1; with room it is chosen as 9.625 is.
+/// // 7 is above the largest code, 6, of the scale 1; with headroom, the scale is that of 9.625.
 /// assert_eq!([codec, roomy].map(|codec| codec.scale_of(7.0).inv), [1.0, 0.5]);
 /// # Ok::<(), nibble_formats::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub struct Scaling {
-    /// What a largest magnitude, of a block or a tensor, is multiplied by before a scale is chosen from it.
+    /// Factor of the largest magnitude, of a block or a tensor, before a scale is chosen from it.
     pub headroom: Headroom,
-    /// From where on shares of a block get another octave.
+    /// Magnitudes from which on shares of a block get another octave.
     pub thresholds: Thresholds,
-    /// The scales of which a block takes the best.
+    /// The scales among which a block takes the best.
     pub candidates: Candidates,
-    /// What the tensor's scale is rounded to.
+    /// Rounding of the tensor scale.
     pub outer: Outer,
-    /// What a block's scale is multiplied by once its values are rounded.
+    /// Factor of a block's scale once its values are rounded.
     pub correction: Correction,
 }
 
-/// A factor from 1 to 2 in sixteenths, by which a largest magnitude seems larger when a scale is chosen from it, a block's or that of a tensor above it: one
-/// F32 multiplication, which ends at the largest number.
+/// A factor from 1 to 2 in sixteenths. It multiplies the largest magnitude of a block or tensor when a scale is chosen from it, in one F32
+/// multiplication that saturates at the largest number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Headroom(pub(crate) u8);
 
@@ -37,7 +37,7 @@ impl Headroom {
     /// The largest: the factor is 2.
     pub const MOST: Headroom = Headroom(32);
 
-    /// A factor.
+    /// Headroom of this factor.
     ///
     /// # Errors
     /// [`Error::Value`] unless it is one of 1, 1.0625, 1.125 .. 2.
@@ -50,7 +50,7 @@ impl Headroom {
         Err(Error::Value { argument: "headroom", got: factor.to_string(), expected })
     }
 
-    /// The least factor in sixteenths that is no less than this one, of 1 to 2.
+    /// The least headroom with at least this factor, from 1 to 2.
     pub(crate) const fn reaching(factor: f64) -> Headroom {
         let sixteenths = (factor * 16.0) as u8;
         Headroom(sixteenths + ((sixteenths as f64) < factor * 16.0) as u8)
@@ -61,7 +61,7 @@ impl Headroom {
         self.0 as f32 / 16.0
     }
 
-    /// A finite magnitude with this room above it; what is not finite is as it was.
+    /// A finite magnitude with headroom; other values stay as they are.
     #[inline]
     pub fn over(self, amax: f32) -> f32 {
         if amax.is_finite() { (amax * self.factor()).clamp(-f32::MAX, f32::MAX) } else { amax }
@@ -80,7 +80,7 @@ impl std::fmt::Display for Headroom {
     }
 }
 
-/// Makes an enum whose variants have names, with a default.
+/// Defines an enum whose variants have names, with a default.
 macro_rules! named {
     ($what:literal, $(#[$doc:meta])* $enum:ident { $(#[$first_doc:meta])* $first:ident = $first_name:literal, $($(#[$more:meta])* $variant:ident = $name:literal,)* }) => {
         $(#[$doc])*
@@ -93,7 +93,7 @@ macro_rules! named {
         }
 
         impl $enum {
-            /// Every one, the default first.
+            /// Every variant, the default first.
             pub const ALL: &'static [$enum] = &[$enum::$first, $($enum::$variant),*];
 
             /// The name, as recipes spell it.
@@ -123,13 +123,13 @@ macro_rules! named {
 
 named! {
     "thresholds",
-    /// From which magnitude on, in units of a block's first scale, an eighth of a HiFloat4 block gets an octave, and a sixteenth: of an eighth
-    /// that has one the first number, of the others the second.
+    /// Thresholds at which shares of a HiFloat4 block get an octave, as magnitudes in units of the block's first scale. An eighth gets one
+    /// from the first threshold on; a sixteenth from the first one on if its eighth has one, otherwise from the second on.
     Thresholds {
-        /// 4 and 2, as the format's authors have them: a share's largest magnitudes below 4 may saturate at 3.5.
+        /// 4 and 2, as the format's authors define them: magnitudes just below 4 may saturate at 3.5.
         FourTwo = "4,2",
-        /// 3.5 and 1.75, which are the largest code with one octave and with none: no share saturates. So that nothing else has a bias, values are
-        /// then multiplied by the reciprocal of their scale in F32, where the authors have BF16.
+        /// 3.5 and 1.75, the largest code with one octave and with none: no share saturates. To avoid any other bias, values are then
+        /// multiplied by the F32 reciprocal of their scale, where the authors use BF16.
         OfLargestCode = "3.5,1.75",
     }
 }
@@ -144,7 +144,7 @@ impl Thresholds {
         }
     }
 
-    /// Whether values are multiplied by the scale's reciprocal as an F32 number, rather than as a BF16 number.
+    /// Whether values are multiplied by the scale's reciprocal in F32, instead of in BF16.
     #[inline]
     pub const fn divides(self) -> bool {
         matches!(self, Thresholds::OfLargestCode)
@@ -153,21 +153,21 @@ impl Thresholds {
 
 named! {
     "candidates",
-    /// The scales that an NVFP4 block is tried with. Four Over Six (Cook et al., arXiv 2512.02010) takes the largest magnitude to 6 or to 4, and keeps
-    /// what loses less.
+    /// The scales that are tried for an NVFP4 block. Four Over Six (Cook et al., arXiv 2512.02010) maps the largest magnitude to 6 or to 4,
+    /// and keeps the scale with the smaller error.
     Candidates {
         /// One: the largest magnitude becomes 6.
         Six = "6",
-        /// Of both the one with the smaller sum of squared errors; 6 where they are equal.
+        /// The scale with the smaller sum of squared errors; 6 if they are equal.
         FourOrSixMse = "4/6-mse",
-        /// Of both the one with the smaller sum of absolute errors; 6 where they are equal.
+        /// The scale with the smaller sum of absolute errors; 6 if they are equal.
         FourOrSixMae = "4/6-mae",
     }
 }
 
 named! {
     "outer",
-    /// What the scale that a tensor's blocks share is rounded to, where they have scales of their own beside it.
+    /// Rounding of the tensor scale, for formats whose blocks also have scales of their own.
     Outer {
         /// To an F32.
         Tensor = "tensor",
@@ -178,39 +178,40 @@ named! {
 
 named! {
     "correction",
-    /// What is multiplied into the scale of an NVFP4 block once its values are rounded.
+    /// Factor of an NVFP4 block's scale once its values are rounded.
     ///
-    /// **MS-EDEN** (Panferov et al., "Quartet II", arXiv 2601.22813) takes a tensor after a random Hadamard transform whose signs are drawn each time.
-    /// A block's scale is the E4M3 number nearest to [`CLIP`](Correction::CLIP) · amax / 6 over the tensor's scale, under which the largest values saturate a
-    /// little: of normal values that loses least. The tensor's scale is CLIP · amax / (6 · 256), which leaves room above the largest block's.
-    /// Of the values v in units of their scale and their codes c, the nearest ones, the block is corrected by
+    /// **MS-EDEN** (Panferov et al., "Quartet II", arXiv 2601.22813) applies to a tensor after a random Hadamard transform with new signs
+    /// each time. A block's scale is the E4M3 number nearest to [`CLIP`](Correction::CLIP) · amax / 6 over the tensor scale, so the largest
+    /// values saturate a little: this minimizes the error of normal values. The tensor scale is CLIP · amax / (6 · 256), which leaves range
+    /// above the largest block's scale. With the values v in units of their scale, and their nearest codes c, the block is corrected by
     ///
     /// ```text
-    /// S = Σ v² / Σ v·c        S · scale is rounded to E4M3 at random, up or down so that its mean is S · scale
+    /// S = Σ v² / Σ v·c        S · scale is stochastically rounded to E4M3, so that its mean is S · scale
     /// ```
     ///
-    /// So ⟨v, S·c⟩ = ⟨v, v⟩ whatever the signs: along the tensor's own direction nothing is lost on average. What is left stands across it, and has the mean
-    /// zero over rotations; Hadamard transforms with random signs come close to those. Sums are over the block, as the authors' fused kernels have them
-    /// (`rht128_eden`); over a transform's blocks together, as in their emulation, the sums would be of numbers in different units. There the tensor's scale
-    /// is made of the corrected scales; here of the values, as in the emulation, and values are encoded under scales that are E4M3 already.
+    /// So ⟨v, S·c⟩ = ⟨v, v⟩ whatever the signs: along the tensor's own direction nothing is lost on average. The remaining error is
+    /// orthogonal to it, and has mean zero over rotations; Hadamard transforms with random signs approximate these. Sums are over the
+    /// block, as in the authors' fused kernels (`rht128_eden`); in their emulation they are over all blocks of a transform, which would mix
+    /// numbers in different units. In the kernels the tensor scale is computed from the corrected scales; here, as in the emulation, from
+    /// the values, which are encoded with scales that are already E4M3.
     Correction {
-        /// Nothing.
+        /// No correction.
         None = "none",
-        /// What makes a tensor under fresh signs unbiased.
+        /// Makes the quantization of a tensor unbiased over new signs.
         MsEden = "ms-eden",
     }
 }
 
 impl Correction {
-    /// By how much a block's scale is smaller than the one under which nothing saturates, but for the rounding of that: 0.93 · 17/16.
+    /// A block's scale relative to the one with which nothing saturates, before rounding: 0.93 · 17/16.
     pub const CLIP: f32 = 0.93 * 17.0 / 16.0;
 }
 
 impl Scaling {
-    /// The choices by the names that recipes have for them.
+    /// The names of the choices in recipes.
     pub const KEYS: [&'static str; 5] = ["headroom", "thresholds", "candidates", "outer", "correction"];
 
-    /// What is not as it is by default: the names of such choices, with their values.
+    /// The choices that differ from the defaults: names and values.
     pub fn chosen(&self) -> impl Iterator<Item = (&'static str, String)> {
         let values = |of: &Scaling| {
             let Scaling { headroom, thresholds, candidates, outer, correction } = of;
@@ -225,22 +226,22 @@ impl Scaling {
             .map(|(key, (is, _))| (key, is))
     }
 
-    /// The same in words: a correction's name says that it is one.
+    /// The same in words: a correction is named by its value alone.
     pub fn in_words(&self) -> impl Iterator<Item = String> {
         self.chosen().map(|(key, value)| if key == "correction" { value } else { format!("{key} {value}") })
     }
 
-    /// Whether scales consume random bits.
+    /// Whether scales need random bits.
     pub fn draws(&self) -> bool {
         self.correction != Correction::None
     }
 
-    /// Whether it is the default, under which formats have their bits by themselves.
+    /// Whether it is the default, which gives a format's own bits.
     pub fn is_default(&self) -> bool {
         *self == Scaling::default()
     }
 
-    /// Whether blocks choose their scales as they do by default; that of the tensor may be another.
+    /// Whether blocks choose their scales by default; the choice for the tensor scale may differ.
     pub fn is_default_in_blocks(&self) -> bool {
         Scaling { outer: Outer::default(), ..*self }.is_default()
     }

@@ -1,4 +1,4 @@
-//! Which scalings a format has under a rule.
+//! The scalings that a format has under a rule.
 
 use crate::e8m0::ScaleRule;
 use crate::element::Element;
@@ -8,17 +8,18 @@ use crate::scale::ScaleNumber;
 use crate::scaling::{Headroom, Scaling, Thresholds};
 
 impl Scaling {
-    /// What makes stochastic rounding unbiased, with `dither:0.5`: the least room in which no code saturates, as long as a block's scale is one of
-    /// the normal numbers of its kind. None for plain formats, rules that a format does not know, and `cann`, which rounds products before codes.
+    /// The scaling that makes stochastic rounding, and `dither:0.5`, unbiased: the least headroom with which no code saturates, as long as
+    /// a block's scale is a normal number of its kind. None for plain formats, rules that a format does not have, and `cann`, which rounds
+    /// products before codes.
     ///
-    /// Scales that are rounded to nearest with m mantissa bits come out too small by a factor of 1 + 2^-(m+1) at most. HiFloat4's scale is rounded before,
-    /// to eight bits, and made with a seventh that is a BF16 number: together 1.125 · 512/511 · (1 + 2^-9), for which 1.125 is too little and the next
-    /// sixteenth is enough. The rules of powers of two follow from the largest element: `floor` leaves magnitudes below 2^(emax + 1), `even` below that
-    /// less half a step. Where F32 operations stand between a magnitude and its code, their last bits may lie above the largest code.
+    /// A scale that is rounded to nearest with m mantissa bits is too small by a factor of at most 1 + 2^-(m+1). HiFloat4's scale is first
+    /// rounded to eight bits, and computed with a BF16 seventh: together 1.125 · 512/511 · (1 + 2^-9), for which 1.125 is too little and
+    /// the next sixteenth is enough. Power-of-two rules follow from the largest element: `floor` leaves magnitudes below 2^(emax + 1),
+    /// `even` half a step less. If F32 operations precede the code, their last bits may exceed the largest code.
     pub fn unbiased(format: Format, rule: ScaleRule) -> Option<Scaling> {
         let spec = format.spec();
         let element = spec.element.filter(|_| spec.rules.contains(&rule) && rule != ScaleRule::Cann)?;
-        // Of a hierarchy the finest number: those above it are powers of two that are rounded up, or there is none.
+        // Of a hierarchy, the finest number: the numbers above it are powers of two that are rounded up, or there are none.
         let numbers = format.scale_kind(rule).levels().iter().map(|level| level.number);
         let headroom = match numbers.rev().find(|number| *number != ScaleNumber::Bit) {
             Some(ScaleNumber::E4m3 | ScaleNumber::UnsignedE4m3) => Headroom(17),
@@ -30,7 +31,7 @@ impl Scaling {
         Some(Scaling { headroom, thresholds, ..Scaling::default() })
     }
 
-    /// Refuses by its name what decides nothing for a format under a rule, or cannot be.
+    /// Refuses, by name, a choice that decides nothing for a format under a rule, or that is impossible.
     ///
     /// # Errors
     /// [`Error::Unsupported`].
@@ -86,7 +87,7 @@ impl Scaling {
     }
 }
 
-/// What a rule of powers of two leaves of a block's largest magnitude at most, over the largest element; 1 where less.
+/// The most that a power-of-two rule leaves of a block's largest magnitude, relative to the largest element; at least 1.
 fn reach(rule: ScaleRule, element: Element) -> f64 {
     let binade = f64::from(element.emax()).exp2();
     let below = match rule {

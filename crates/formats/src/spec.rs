@@ -1,7 +1,7 @@
 //! The record of facts that makes a format. Every general path reads these facts: the CPU's (`cpu/src/ops/convert/quantize/general.rs`),
 //! the GPU's (`cuda/csrc/kernels/convert/quantize_units.cuh`), and the choice of the numbers that a product multiplies. So a new format
-//! needs no other code on the CPU, and on a GPU a header in `cuda/csrc/formats`. Fast paths exist beside the general ones for the formats
-//! that train most; `nibble doctor` says of each format which path it takes.
+//! needs no other code on the CPU, and on a GPU a header in `cuda/csrc/formats`. Formats that are trained most also have fast paths;
+//! `nibble doctor` prints the path of each format.
 
 use crate::block::{BlockCodec, OneNumber};
 use crate::e8m0::ScaleRule;
@@ -9,31 +9,31 @@ use crate::element::Element;
 use crate::rounding::Rounding;
 use crate::scale::ScaleKind;
 
-/// The block of formats whose blocks are as long as a line.
+/// The block length of formats with one scale per row or column.
 pub const WHOLE_LINE: usize = usize::MAX;
 
-/// The facts about a format that everything else iterates over, and its codec.
+/// The facts about a format, which all other code reads, and its codec.
 #[derive(Clone, Copy, Debug)]
 pub struct FormatSpec {
     /// Name in recipes and on the command line.
     pub name: &'static str,
     /// Element format of the codes; `None` for plain formats.
     pub element: Option<Element>,
-    /// Bits a value's code (or the plain value) takes.
+    /// Bits of a value's code (or of the plain value).
     pub code_bits: u32,
-    /// Values along the contraction that share a record of scales; 1 for plain formats, [`WHOLE_LINE`] for all of them.
+    /// Values along the contraction that share a record of scales; 1 for plain formats, [`WHOLE_LINE`] for all values of a row.
     pub block: usize,
-    /// The scale rules that make sense, the default first; empty for plain formats.
+    /// The valid scale rules, the default first; empty for plain formats.
     pub rules: &'static [ScaleRule],
-    /// The rounding that the format is defined with ([`Format::rounding`](crate::Format::rounding) says what a rule makes of it).
+    /// The rounding that the format is defined with ([`Format::rounding`](crate::Format::rounding) applies a rule to it).
     pub rounding: Rounding,
-    /// Whether 2-D `block` × `block` tiles may share a scale.
+    /// Whether 2-D blocks, `block` × `block`, may share a scale.
     pub tiles: bool,
     /// Whether shares of a block get octaves by [`Thresholds`](crate::Thresholds).
     pub has_thresholds: bool,
-    /// Whether a block may be tried with several scales ([`Candidates`](crate::Candidates)).
+    /// Whether a block may choose among several scales ([`Candidates`](crate::Candidates)).
     pub has_candidates: bool,
-    /// Whether a block's scale may be corrected by what rounding lost ([`Correction`](crate::Correction)).
+    /// Whether a block's scale may be corrected by the rounding error ([`Correction`](crate::Correction)).
     pub has_correction: bool,
     /// The hierarchy of scales under one of the rules.
     pub scales: fn(ScaleRule) -> ScaleKind,
@@ -47,13 +47,13 @@ fn powers_or_singles(rule: ScaleRule) -> ScaleKind {
 }
 
 impl FormatSpec {
-    /// The scale rule used when nothing else is asked for.
+    /// The default scale rule.
     pub fn default_rule(&self) -> Option<ScaleRule> {
         self.rules.first().copied()
     }
 }
 
-/// What plain formats have in common, and the records of others begin with.
+/// The record of plain formats, on which other records build.
 pub(crate) const PLAIN: FormatSpec = FormatSpec {
     name: "",
     element: None,

@@ -60,7 +60,7 @@ pub enum Error {
     },
     /// Something that the device has no room for.
     #[error(
-        "{when}: {source}\n{sizes}Less memory: a smaller train.batch_size, with train.grad_accum larger for as many tokens; \
+        "{when}: {source}\n{sizes}Less memory: a smaller train.batch_size, with a larger train.grad_accum for the same tokens; \
          more scopes in train.recompute; train.grad_dtype=bf16, train.moment_dtype=bf16; a shorter data.seq_len"
     )]
     OutOfMemory {
@@ -172,7 +172,7 @@ fn what_is_left(held_out: bool) -> &'static str {
     match held_out {
         false => "No weight has changed since the step before, and checkpoints are of earlier steps",
         true => {
-            "If there is a checkpoint of this step, it holds the weights that give this loss; earlier ones are what they were"
+            "If there is a checkpoint of this step, it holds the weights that give this loss; earlier ones are intact"
         }
     }
 }

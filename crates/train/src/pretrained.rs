@@ -63,7 +63,7 @@ impl Pretrained {
         let mut notes = Vec::new();
         if !keys.is_empty() {
             notes.push(format!(
-                "{}: nothing here reads {}; if they change what the model computes, it is another model here",
+                "{}: nothing here reads {}; if these keys change what the model computes, it computes something else here",
                 file.display(),
                 keys.join(", ")
             ));
@@ -71,7 +71,7 @@ impl Pretrained {
         if model.tie_embeddings && has_own_head(path, &model)? {
             model.tie_embeddings = false;
             notes.push(format!(
-                "{}: tie_word_embeddings is true, and {HEAD} is another tensor than {EMBEDDING}: both are kept, and no longer tied",
+                "{}: tie_word_embeddings is true, but {HEAD} differs from {EMBEDDING}: both are loaded, and no longer tied",
                 file.display()
             ));
         }
@@ -156,7 +156,7 @@ fn check_quantization(json: &ConfigJson) -> Result<()> {
         && is("fmt", json!("e4m3"));
     match known {
         true => Ok(()),
-        false => Err(json.error(KEY, format!("is {table}; of quantized weights those of quant_method \"fp8\" in blocks of 128 by 128 can be read"))),
+        false => Err(json.error(KEY, format!("is {table}, expected quant_method \"fp8\" with blocks of 128 by 128, the only quantized weights that can be read"))),
     }
 }
 
@@ -222,7 +222,7 @@ impl Initial {
 const KEY: &str = "train.init_from";
 
 /// What does not need it.
-const GOES_ON: &str = "a run that began with it goes on without it: nibble train RUN_DIR --resume";
+const GOES_ON: &str = "a run that started from it resumes without it: nibble train RUN_DIR --resume";
 
 /// The path that a run stores of what `train.init_from` names: of a run its newest whole checkpoint.
 ///

@@ -449,7 +449,7 @@ fn the_presets_for_a_gpu_have_the_sizes_they_are_named_for() -> Outcome {
 #[test]
 fn random_tokens_need_a_vocabulary_and_devices_a_name() {
     let why = complaint("", &["data.source=random"]);
-    assert!(why.contains("`model.vocab_size`") && why.contains("name one"), "{why}");
+    assert!(why.contains("`model.vocab_size`") && why.contains("set it, or data.tokenizer"), "{why}");
     let why = complaint("[run]\ndevice = \"gpu\"", &[]);
     assert!(why.contains("run.device") && why.contains("run.toml:2") && why.contains("cuda:0"), "{why}");
     let why = complaint("", &["run.device=cuda:1", "run.ranks=2"]);
@@ -484,7 +484,7 @@ fn a_way_to_combine_is_decided_where_a_run_begins_and_kept() -> Outcome {
         match one.map_err(|why| why.to_string()) {
             Ok(_) => assert_eq!(way, Combine::Tree),
             Err(why) => {
-                assert!(why.starts_with("`train.combine`: is \"tree\", and model.top_k = 33"), "{why}")
+                assert!(why.starts_with("`train.combine`: is \"tree\", but model.top_k = 33"), "{why}")
             }
         }
     }
@@ -498,7 +498,7 @@ fn a_way_to_combine_is_decided_where_a_run_begins_and_kept() -> Outcome {
         assert_eq!(two.begun_on(DeviceKind::Host, &rounds).train.combine, None);
         assert!(check_recipe(&two, &rounds).is_ok() && check_recipe(&asked, &rounds).is_ok());
         let why = check_recipe(&tree, &rounds).unwrap_err().to_string();
-        let says = ["`train.combine`: is \"tree\", and recipe rounds has expert.combine.", "take slots"];
+        let says = ["`train.combine`: is \"tree\", but recipe rounds has expert.combine.", "use \"slots\""];
         assert!(says.iter().all(|part| why.contains(part)), "{why}");
         assert!(check_recipe(&tree, &plain).is_ok());
     }

@@ -1,5 +1,5 @@
-//! `nibble bench exchange`: the bytes of a layer's exchange between ranks, and the error of its sums, counted; with
-//! `--ranks` the exchange itself, timed.
+//! `nibble bench exchange`: the bytes of a layer's all-to-all between ranks, and the error of its sums; with
+//! `--ranks`, its time.
 
 mod routing;
 mod sums;
@@ -23,29 +23,31 @@ use traffic::Traffic;
 const COLS: usize = 7168;
 /// Experts of the layer.
 const EXPERTS: usize = 256;
-/// Experts of a token.
+/// Experts per token.
 const TOP_K: usize = 8;
 /// Numbers of ranks that divide the experts.
 const RANKS: [usize; 3] = [2, 4, 8];
-/// Tokens of all ranks, for which experts are drawn.
+/// Tokens of all ranks, whose experts are sampled.
 const TOKENS: usize = 8192;
 
-/// What the exchange between ranks costs: bytes a token, and the error of its sums; with --ranks, its time.
+/// The all-to-all between ranks: bytes per token and the error of its sums; with --ranks, its time.
 #[derive(Debug, clap::Args)]
-#[command(after_help = "A token has 7168 columns and 8 of 256 experts, which 2, 4 or 8 ranks divide. Its \
-    experts are drawn. In a balanced routing each is as likely as another. In a zipf routing expert e has \
-    weight 1 / (e + 1), so the first rank has the busiest. `slots` and `tree` are values of train.combine. \
-    `all` counts what ranks send to themselves, `leaves` does not.\n\n\
-    The last table sums rows of normal numbers both ways, on the CPU, and compares with sums in F64.\n\n\
-    With --ranks nothing of this is counted. That many ranks send rows to each other, and each stage is timed: to \
-    the format that travels, into messages, the messages alone, and back to rows in the order of experts. A row goes to \
-    one rank. Skewed splits send half as many again to the first rank. On CPUs rows go through the host's memory, and \
-    the figures are of no link; take few rows there.\n\n\
+#[command(
+    after_help = "A token has 7168 columns and 8 of 256 experts, which are divided among 2, 4 or 8 ranks. Its experts are \
+    sampled: with equal probability under balanced routing; under zipf routing expert e has weight 1 / (e + 1), \
+    so rank 0 has the busiest experts. `slots` and `tree` are values of train.combine. \
+    `all` includes what ranks send to themselves, `leaves` does not.\n\n\
+    The last table sums rows of normal numbers both ways on the CPU and compares with F64 sums.\n\n\
+    With --ranks, N ranks send rows to each other instead, and each stage is timed: quantize and pack into \
+    messages, the all-to-all alone, unpack into rows in the order of experts. Each row goes to one rank. \
+    Skewed splits send half as many again to rank 0. On CPUs rows go through host memory, so the figures \
+    are of no link; use few rows there.\n\n\
     Examples:\n  \
     nibble bench exchange\n  \
     nibble bench exchange --recipe bf16 --json exchange.json\n  \
     nibble bench exchange --ranks 2 --device cuda\n  \
-    nibble bench exchange --ranks 2 --device cpu --rows 256 --cols 512 --splits equal")]
+    nibble bench exchange --ranks 2 --device cpu --rows 256 --cols 512 --splits equal"
+)]
 pub struct Args {
     /// Precision recipe: a built-in one (see `nibble recipe`) or the path of a TOML file.
     #[arg(long, value_name = "RECIPE", default_value = "mxfp4-hopper")]
@@ -55,26 +57,26 @@ pub struct Args {
 }
 
 impl Args {
-    /// The files that are read.
+    /// The files that it reads.
     pub(crate) fn inputs(&self) -> Vec<PathBuf> {
         let path = self.recipe.ends_with(".toml").then(|| PathBuf::from(&self.recipe));
         path.into_iter().collect()
     }
 }
 
-/// How rows travel.
+/// Row formats of each direction.
 #[derive(Debug, Clone, Copy)]
 struct Rows {
-    /// To their experts, forward and backward.
+    /// Dispatched rows, forward and backward.
     dispatch: [RowKind; 2],
-    /// And back, forward and backward.
+    /// Combined rows, forward and backward.
     combine: [RowKind; 2],
-    /// The same up a tree, which sums plain rows alone.
+    /// Combined rows of the tree, which only sums plain rows.
     tree: RowKind,
 }
 
 impl Rows {
-    /// As a recipe says, its overrides aside.
+    /// The formats of a recipe, without its overrides.
     fn of(recipe: &Recipe) -> Self {
         let section = recipe.of(LayerKind::Expert);
         let kind = |format, rule| RowKind { format, rule, cols: COLS };
@@ -111,7 +113,7 @@ pub fn run(args: &Args) -> Result<Value> {
         }
     );
     if recipe.quantized_combine().is_some() {
-        say!("a run under it takes slots; `tree` is of rows that come back in {}", tree.format);
+        say!("a run under this recipe uses slots; `tree` is for rows combined in {}", tree.format);
     }
     let counted = Traffic::each(rows);
     counted.iter().for_each(Traffic::table);

@@ -1,13 +1,13 @@
-//! Routings that are drawn: which experts each token has.
+//! Sampled routings: the experts of each token.
 
 use nibble_formats::{Purpose, Stream};
 
-/// How likely experts are.
+/// Probabilities of experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Routing {
-    /// Every expert as likely as another.
+    /// Equal probabilities.
     Balanced,
-    /// Expert e with weight 1 / (e + 1): the first rank has the busiest.
+    /// Expert e has weight 1 / (e + 1), so rank 0 has the busiest experts.
     Zipf,
 }
 
@@ -47,7 +47,7 @@ impl Routing {
                     at -= weight;
                     at < 0.0
                 };
-                // Rounding may leave a little behind the last one.
+                // Rounding may leave a remainder beyond the last expert.
                 let last = || left.iter().rposition(|weight| *weight > 0.0).unwrap_or(0);
                 let expert = left.iter().position(passed).unwrap_or_else(last);
                 left[expert] = 0.0;

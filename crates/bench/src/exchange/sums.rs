@@ -1,4 +1,4 @@
-//! The error of either way to sum a token's rows.
+//! The errors of both ways to sum a token's rows.
 
 use super::routing::Routing;
 use super::{COLS, EXPERTS};
@@ -9,12 +9,12 @@ use nibble_cpu::Cpu;
 use nibble_formats::{Purpose, Stream};
 use serde_json::{Value, json};
 
-/// Rows a token.
+/// Rows per token.
 pub const TOP_KS: [usize; 3] = [2, 4, 8];
 /// Tokens whose rows are summed.
 const TOKENS: usize = 32;
 
-/// Relative L2 errors of sums in BF16, against those of the same rows in F64.
+/// Relative L2 errors of BF16 sums, against F64 sums of the same rows.
 #[derive(Debug, Clone, Copy)]
 pub struct Errors {
     pub top_k: usize,
@@ -23,7 +23,7 @@ pub struct Errors {
 }
 
 impl Errors {
-    /// Of rows of normal numbers, whose experts are drawn.
+    /// Errors for rows of normal numbers with sampled experts.
     pub fn of(b: &Cpu, top_k: usize) -> Result<Self> {
         let slots = TOKENS * top_k;
         let stream = Stream::new(1, Purpose::Init, top_k as u32, 0);
@@ -38,7 +38,7 @@ impl Errors {
         Ok(Self { top_k, slots: error(in_order)?, tree: error(up_a_tree)? })
     }
 
-    /// How many times the error of slots a tree's is.
+    /// The tree's error over that of slots.
     pub fn ratio(&self) -> f64 {
         self.tree / self.slots
     }
@@ -60,7 +60,7 @@ fn exact_sums(rows: &[f32], top_k: usize) -> Vec<f64> {
     sums
 }
 
-/// The norm of what differs by that of what is exact.
+/// Norm of the difference over norm of the exact values.
 fn relative(values: &[f32], exact: &[f64]) -> f64 {
     let wrong: f64 = values.iter().zip(exact).map(|(v, e)| (f64::from(*v) - e).powi(2)).sum();
     (wrong / exact.iter().map(|e| e * e).sum::<f64>()).sqrt()

@@ -1,4 +1,4 @@
-//! Bytes a token by leg, for either way to combine.
+//! Bytes per token by leg, for both ways to combine.
 
 use super::routing::Routing;
 use super::{EXPERTS, RANKS, Rows, TOKENS, TOP_K};
@@ -6,18 +6,18 @@ use nibble_command::say;
 use nibble_train::moe::{Combine, ExchangeBytes, SlotCounts};
 use serde_json::{Value, json};
 
-/// What a drawn routing makes some ranks send.
+/// Traffic of a sampled routing on some ranks.
 #[derive(Debug, Clone, Copy)]
 pub struct Traffic {
     routing: Routing,
     ranks: usize,
-    /// All that is sent.
+    /// All traffic.
     all: Sent,
-    /// Without what ranks send to themselves.
+    /// Traffic without what ranks send to themselves.
     leaving: Sent,
 }
 
-/// Slots of all ranks, and bytes of either way to combine.
+/// Slots of all ranks, and bytes of both ways to combine.
 #[derive(Debug, Clone, Copy)]
 struct Sent {
     counts: SlotCounts,
@@ -32,7 +32,7 @@ impl Sent {
         Self { counts, slots, tree }
     }
 
-    /// Slots : tree, of the legs of combine alone and of all.
+    /// Ratio slots : tree, of the combine legs and of all legs.
     fn ratios(&self) -> [f64; 2] {
         let of = |bytes: fn(&ExchangeBytes) -> usize| bytes(&self.slots) as f64 / bytes(&self.tree) as f64;
         [of(combined), of(ExchangeBytes::total)]
@@ -54,12 +54,12 @@ impl Sent {
     }
 }
 
-/// Bytes of the legs of combine.
+/// Bytes of the combine legs.
 fn combined(bytes: &ExchangeBytes) -> usize {
     bytes.combine + bytes.combine_backward
 }
 
-/// What the legs of combine are of all bytes.
+/// Share of the combine legs in all bytes.
 fn share(bytes: &ExchangeBytes) -> f64 {
     combined(bytes) as f64 / bytes.total() as f64
 }
@@ -69,7 +69,7 @@ fn a_token(n: usize) -> f64 {
 }
 
 impl Traffic {
-    /// Of every routing on every number of ranks.
+    /// The traffic of every routing on every number of ranks.
     pub fn each(rows: Rows) -> Vec<Self> {
         let of = |routing: Routing| {
             let experts = routing.draw(TOKENS, TOP_K, EXPERTS);
@@ -78,7 +78,7 @@ impl Traffic {
         Routing::ALL.into_iter().flat_map(of).collect()
     }
 
-    /// Of the experts of each (token, slot); ranks have equal shares of experts and tokens, in order.
+    /// The traffic for the experts of each (token, slot); ranks have equal, contiguous shares of experts and tokens.
     fn of(routing: Routing, experts: &[i32], ranks: usize, rows: Rows) -> Self {
         let experts_each = EXPERTS / ranks;
         let mut leaving = SlotCounts { top_k: TOP_K, ..SlotCounts::default() };

@@ -1,4 +1,4 @@
-//! At which sizes each recipe's experts are faster than BF16's.
+//! The sizes from which each recipe's experts are faster than BF16's.
 
 use super::super::gpu::Bench;
 use super::layer::{Layer, LayerShape};
@@ -54,7 +54,7 @@ pub fn run(bench: &Bench) -> Result<Value> {
     Ok(Value::Array(figures))
 }
 
-/// From how many rows on a recipe is faster than BF16.
+/// Number of rows from which a recipe is faster than BF16.
 fn faster_from(speeds: &[f64]) -> String {
     let slower = speeds.iter().rposition(|speed| *speed <= 1.0);
     match slower {

@@ -1,5 +1,5 @@
-//! What each fused conversion of the MXFP4 recipe's expert layer saves: its kernel beside the sequence of separate ones that
-//! does the same, at the first shape's sizes.
+//! What each fused conversion of the MXFP4 recipe's expert layer saves: the fused kernel against the equivalent sequence of
+//! separate kernels, at the first shape's sizes.
 
 use super::super::gpu::Bench;
 use super::super::kernels::cases::kernels;
@@ -13,7 +13,7 @@ use nibble_core::{Recipe, Result as CoreResult};
 use nibble_cuda::Cuda;
 use serde_json::{Value, json};
 
-/// The MXFP4 recipe with rows that are permuted in BF16 and quantized then.
+/// The MXFP4 recipe with rows permuted in BF16 and quantized afterwards.
 const LATE: &str = r#"
 extends = "mxfp4-hopper"
 [expert]
@@ -25,14 +25,14 @@ dgrad.dy = { format = "e4m3", scale = "rceil" }
 wgrad.dy = { format = "e4m3", scale = "rceil" }
 "#;
 
-/// Whether of the layer's input or of what is inside the experts.
+/// The width of a part: that of the layer's input, or that inside the experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Width {
     Hidden,
     Inner,
 }
 
-/// A part: what it buys in words, its kernel as `bench kernels` names it, and at which width.
+/// A part: its benefit in words, its kernel's name in `bench kernels`, and its width.
 const PARTS: [(&str, &str, Width); 6] = [
     ("x's rows lifted, not quantized twice", "MXFP4 → E4M3 rows (lift)", Width::Hidden),
     ("x's columns lifted, not quantized twice", "MXFP4 → E4M3 columns (lift)", Width::Hidden),
@@ -82,14 +82,14 @@ fn late() -> CoreResult<Recipe> {
     Recipe::parse("mxfp4-hopper, BF16 dispatch", LATE)
 }
 
-/// Milliseconds of a burst of a whole layer.
+/// Burst milliseconds of a whole layer.
 fn layer_ms(bench: &Bench, shape: super::LayerShape, recipe: CoreResult<Recipe>) -> CoreResult<f64> {
     let recipe = recipe?;
     let mut layer = Layer::new(&bench.cuda, &recipe, shape, false)?;
     Ok(f64::from(bench.stopwatch.burst_ms(|| layer.step())?))
 }
 
-/// Microseconds fused and apart, and what the separate kernels are.
+/// Microseconds fused and separate, and the separate kernels in words.
 fn times(bench: &Bench, name: &str, width: Width) -> CoreResult<(f64, f64, &'static str)> {
     let shape = SHAPES[0];
     let cols = if width == Width::Hidden { shape.hidden } else { shape.inner };

@@ -1,4 +1,4 @@
-//! A layer with random weights on random rows, ready for a forward and a backward pass.
+//! An expert layer with random weights and inputs, ready for a forward and a backward pass.
 
 use super::super::gemm::cases::Load;
 use super::super::kernels::operands::normal;
@@ -17,26 +17,26 @@ use std::sync::Arc;
 const NAME: &str = "mlp";
 const EXPERTS: &str = "mlp.experts";
 
-/// What is timed.
+/// The size of a timed layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LayerShape {
     pub name: &'static str,
     pub experts: usize,
-    /// 0: the experts alone, on rows that are sorted already.
+    /// Experts per token; 0 = the experts alone, on sorted rows.
     pub top_k: usize,
-    /// Tokens; rows where there is no router.
+    /// Tokens, or rows if there is no router.
     pub tokens: usize,
     pub hidden: usize,
     pub inner: usize,
 }
 
 impl LayerShape {
-    /// Rows that the experts multiply.
+    /// Rows of the experts' products.
     pub fn rows(&self) -> usize {
         self.tokens * self.top_k.max(1)
     }
 
-    /// Of the products, forward and backward; the router's aside.
+    /// Flops of the products, forward and backward, without the router.
     pub fn flop(&self) -> f64 {
         18.0 * self.rows() as f64 * self.hidden as f64 * self.inner as f64
     }
@@ -54,12 +54,12 @@ impl LayerShape {
     }
 }
 
-/// Bytes that a forward pass leaves for the backward pass.
+/// Bytes that a forward pass saves for the backward pass.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Kept {
-    /// By the ledger: every buffer that is held, the caller's among them.
+    /// By the ledger: every saved buffer, including the caller's.
     pub listed: usize,
-    /// By the allocator: what the forward pass added, its output aside.
+    /// By the allocator: live bytes added by the forward pass, without its output.
     pub live: usize,
 }
 
@@ -86,10 +86,10 @@ pub struct Layer<'a, B: Kernels> {
 }
 
 impl<'a, B: Kernels> Layer<'a, B> {
-    /// Random weights, with the copies that a step makes of them. `remake_x`: a whole layer's rows are made again in the
+    /// A layer with random weights and their per-step copies. `remake_x`: a whole layer's rows are recomputed in the
     /// backward pass.
     pub fn new(b: &'a B, recipe: &'a Recipe, shape: LayerShape, remake_x: bool) -> Result<Self> {
-        // As many shards as a run has by default.
+        // The default number of shards of a run.
         let shards = Shards::new(b, 4, shape.tokens / 4, 0)?;
         let cx =
             Cx { training: true, seed: 3, ..Cx::inference(b, Mesh::new(&SoloComm), recipe, shards, 0.0) };
@@ -135,7 +135,7 @@ impl<'a, B: Kernels> Layer<'a, B> {
         }
     }
 
-    /// What a forward pass keeps.
+    /// Bytes that a forward pass saves.
     pub fn kept(&self) -> Result<Kept> {
         let cx = &self.cx;
         cx.counted.borrow_mut().truncate(0);
@@ -156,17 +156,17 @@ impl<'a, B: Kernels> Layer<'a, B> {
         };
         let mut ledger = Ledger::default();
         saved.ledger(&mut ledger);
-        // Counts are the step's, not the layer's.
+        // Quantization counts belong to the step, not to the layer.
         cx.counted.borrow_mut().truncate(0);
         let live = cx.b.memory().live_bytes.saturating_sub(before + y.bytes());
         Ok(Kept { listed: ledger.bytes(), live })
     }
 }
 
-/// A routing of one expert a row: uneven groups, in order.
+/// A routing of one expert per row: uneven groups, in order.
 fn uneven<B: Backend>(b: &B, shape: LayerShape) -> Result<Routing<B>> {
     let load = match shape.tokens / shape.experts {
-        // Multiples of 128 would leave most experts without a row.
+        // Multiples of 128 would leave most experts without rows.
         0..128 => Load::Odd(shape.experts),
         _ => Load::Uneven(shape.experts),
     };
@@ -176,7 +176,7 @@ fn uneven<B: Backend>(b: &B, shape: LayerShape) -> Result<Routing<B>> {
     chosen(b, &expert, &weight)
 }
 
-/// A routing of these experts and weights, one a slot, without what losses are taken of.
+/// A routing of these experts and weights, one per slot, without the inputs of the router's losses.
 pub fn chosen<B: Backend>(b: &B, expert: &[i32], weight: &[f32]) -> Result<Routing<B>> {
     Ok(Routing {
         expert: b.upload(expert)?,
@@ -188,7 +188,7 @@ pub fn chosen<B: Backend>(b: &B, expert: &[i32], weight: &[f32]) -> Result<Routi
     })
 }
 
-/// Sorted BF16 rows as they would have come under the recipe: quantized here, where nothing travels.
+/// Sorted BF16 rows in the format in which the recipe would dispatch them; quantized here, as nothing is dispatched.
 fn arrived<B: Kernels>(
     cx: &Cx<'_, B>,
     (tensor, to): (&'static str, &Precision),

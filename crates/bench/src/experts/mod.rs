@@ -1,5 +1,5 @@
-//! `nibble bench experts`: the expert layer, forward and backward, under each recipe: its time, where it goes, what it keeps,
-//! what each fused conversion saves, and at which sizes a recipe is faster than BF16.
+//! `nibble bench experts`: the expert layer, forward and backward, under each recipe: time by operation, saved activations,
+//! the benefit of each fused conversion, and the sizes from which a recipe is faster than BF16.
 
 mod break_even;
 mod fusions;
@@ -18,11 +18,11 @@ use nibble_cuda::{Cuda, OpTime};
 use nibble_testkit::shapes::MoeShape;
 use serde_json::{Value, json};
 
-/// The recipes, the one that the others are compared with first.
+/// The recipes; the first is the baseline.
 pub const RECIPES: [&str; 4] = ["bf16", "fp8-block", "fp8-flow", MXFP4];
-/// The one whose parts are looked at.
+/// The recipe whose fusions are measured.
 const MXFP4: &str = "mxfp4-hopper";
-/// The same, with a whole layer's rows made again in the backward pass rather than kept.
+/// The same recipe, with a whole layer's rows recomputed in the backward pass instead of saved.
 const REMADE: &str = "mxfp4-remade";
 
 const V3: MoeShape = MoeShape::DEEPSEEK_V3;
@@ -65,7 +65,7 @@ pub const SHAPES: [LayerShape; 4] = [
     },
 ];
 
-/// Passes whose operations are timed one by one.
+/// Passes that are profiled by operation.
 const PROFILES: usize = 7;
 
 /// One layer under one recipe.
@@ -73,7 +73,7 @@ const PROFILES: usize = 7;
 pub struct Measured {
     pub shape: LayerShape,
     pub recipe: &'static str,
-    /// Or why there are none.
+    /// The figures, or why there are none.
     pub figures: Result<Figures, String>,
 }
 
@@ -81,17 +81,17 @@ pub struct Measured {
 #[derive(Debug, Clone)]
 pub struct Figures {
     pub burst_ms: f64,
-    /// None where bursts alone were asked for.
+    /// `None` under `--quick`.
     pub sustained: Option<Sustained>,
-    /// The same from a recorded graph.
+    /// Sustained time of the recorded graph.
     pub graph: Option<Sustained>,
     pub kept: Kept,
-    /// Of all calls of an operation together.
+    /// Milliseconds by operation, summed over its calls.
     pub ops: Vec<(&'static str, f64)>,
 }
 
 impl Figures {
-    /// The time that counts: sustained, if there is one.
+    /// The sustained time if there is one, otherwise the burst.
     pub fn ms(&self) -> f64 {
         self.sustained.map_or(self.burst_ms, |s| f64::from(s.median_ms))
     }
@@ -100,16 +100,16 @@ impl Figures {
 /// The expert layer on the GPU, forward and backward, under each recipe. About two minutes.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Its time and where it goes, what it keeps, what each fused conversion saves, and from which sizes on it is faster \
-    than BF16; the last two where no name is given.\n\n\
+    after_help = "Measures its time by operation, its saved activations, what each fused conversion saves, and the sizes from which it is faster \
+    than BF16; the last two only without --only.\n\n\
     Example:\n  \
     nibble bench experts --quick --only V3 --only Qwen3"
 )]
 pub struct Args {
-    /// Only those whose name contains this, in either case.
+    /// Only layers whose name contains NAME, ignoring case; repeatable.
     #[arg(long, value_name = "NAME")]
     only: Vec<String>,
-    /// Bursts alone, on a chip that has not reached its power limit.
+    /// Only bursts, on a chip below its power limit.
     #[arg(long)]
     quick: bool,
 }
@@ -165,11 +165,11 @@ fn measured(bench: &Bench, shape: LayerShape, recipe: &str, quick: bool) -> Core
     let sustained = if quick { None } else { Some(bench.stopwatch.sustained(|| layer.step())?) };
     let mut runs = Vec::new();
     for _ in 0..PROFILES {
-        // The device is kept behind the host.
+        // Issued ahead, so that the device lags behind the host.
         layer.step()?;
         runs.push(bench.cuda.profiled(|| layer.step())?.1);
     }
-    // A pass that cannot be recorded is still timed.
+    // A pass that cannot be recorded is still timed without a graph.
     let graph = match quick {
         true => None,
         false => as_graph(bench, &mut layer)
@@ -179,7 +179,7 @@ fn measured(bench: &Bench, shape: LayerShape, recipe: &str, quick: bool) -> Core
     Ok(Figures { burst_ms, sustained, graph, kept, ops: by_op(&runs) })
 }
 
-/// Both passes recorded once and issued as a whole: what the host's part costs.
+/// Both passes recorded as one graph, which shows the cost of issuing from the host.
 fn as_graph(bench: &Bench, layer: &mut Layer<'_, Cuda>) -> CoreResult<Sustained> {
     let cuda = &bench.cuda;
     let arena = cuda.arena("expert layer")?;
@@ -187,7 +187,7 @@ fn as_graph(bench: &Bench, layer: &mut Layer<'_, Cuda>) -> CoreResult<Sustained>
     bench.stopwatch.sustained(|| cuda.replay(&recording))
 }
 
-/// The median of each call's times, summed by operation, in the order of their first calls.
+/// Medians of each call's times, summed by operation, in the order of first calls.
 pub fn by_op(runs: &[Vec<OpTime>]) -> Vec<(&'static str, f64)> {
     let mut sums: Vec<(&'static str, f64)> = Vec::new();
     for (i, first) in runs.first().into_iter().flatten().enumerate() {

@@ -1,5 +1,5 @@
-//! What other projects' expert layers take, forward and backward, measured on [`MEASURED`](crate::peers::MEASURED) by the
-//! same rules; of two runs the faster.
+//! Times of other projects' expert layers, forward and backward, measured on [`MEASURED`](crate::peers::MEASURED) by the
+//! same rules; the faster of two runs.
 
 use crate::peers::Who;
 
@@ -7,12 +7,12 @@ use crate::peers::Who;
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Peer {
     pub name: &'static str,
-    /// As [`super::SHAPES`] names it.
+    /// Its name in [`super::SHAPES`].
     pub shape: &'static str,
     /// Milliseconds: the median of the sustained windows.
     pub sustained_ms: Option<f64>,
     pub burst_ms: f64,
-    /// MiB that a forward pass adds, its output aside.
+    /// MiB that a forward pass adds, without its output.
     pub kept_mib: f64,
 }
 
@@ -31,7 +31,7 @@ const MANY: &str = "128 experts, sorted rows";
 const LAYER: &str = "128 experts, top-8";
 const QWEN: &str = "Qwen3-30B, top-8";
 
-/// Whose layers they are; the layers' names begin with theirs.
+/// The projects; layer names begin with the project's name.
 pub const WHO: [Who; 3] = [
     Who {
         name: "PyTorch",
@@ -48,7 +48,7 @@ pub const WHO: [Who; 3] = [
     Who { name: "SonicMoE", source: "sonic-moe 0.1.2.post1, autotuned", published: true, script: None },
 ];
 
-/// Everybody.
+/// All measured layers.
 pub const PEERS: [Peer; 11] = [
     peer("PyTorch 2.11 BF16, grouped_mm, torch.compile", EXPERTS, Some(14.0), 13.61, 384.0),
     peer("torchao 0.18 FP8, a scale a row", EXPERTS, Some(11.7), 11.66, 384.0),

@@ -1,4 +1,4 @@
-//! The tables, and the same figures for a program to read.
+//! The tables, and the same figures as JSON.
 
 use super::layer::LayerShape;
 use super::peers::{PEERS, Peer, WHO};
@@ -13,7 +13,7 @@ const MIB: f64 = (1 << 20) as f64;
 /// Width of a recipe's or a peer's name.
 const NAME: usize = 46;
 
-/// Prints one shape's tables, which fit 140 columns: totals with peers, and the time by operation.
+/// Prints one shape's tables, at most 140 columns wide: totals with peers, and the time by operation.
 pub fn table(shape: LayerShape, rows: &[Measured]) {
     let LayerShape { name, experts, tokens, hidden, inner, .. } = shape;
     say!("");
@@ -84,7 +84,7 @@ fn peer_line(shape: LayerShape, peer: &Peer) -> String {
     )
 }
 
-/// Milliseconds of each operation, a recipe a column.
+/// Milliseconds of each operation, one column per recipe.
 fn ops(rows: &[Measured]) -> Vec<String> {
     let timed: Vec<(&str, &Figures)> =
         rows.iter().filter_map(|row| Some((row.recipe, row.figures.as_ref().ok()?))).collect();
@@ -109,11 +109,11 @@ fn ops(rows: &[Measured]) -> Vec<String> {
     lines
 }
 
-/// Says what the columns are.
+/// Explains the columns.
 pub fn legend() {
     for line in [
         "low, high: the fastest and the slowest of three windows; graph: the same recorded once; TF/s: 18 x rows x H x I / time;",
-        "x bf16: bf16's time / the recipe's; remade: the layer's rows are made again in the backward pass rather than kept;",
+        "x bf16: bf16's time / the recipe's; remade: the layer's rows are recomputed in the backward pass instead of saved;",
         "kept: what the ledger lists, the caller's rows among them; added: what the forward pass added to the allocator's live bytes,",
         "its output aside. Weights' copies are made once a step and are not in these times. Bursts are single calls, the L2 flushed before",
         "each, on a chip below its power limit; what each part buys and the speeds by rows an expert are bursts alone. Other projects':",
@@ -127,7 +127,7 @@ pub fn legend() {
     }
 }
 
-/// What the table says of other projects.
+/// Figures of other projects.
 pub fn peers() -> Value {
     let peer = |p: &Peer| {
         json!({
@@ -137,7 +137,7 @@ pub fn peers() -> Value {
     PEERS.iter().map(peer).collect()
 }
 
-/// Everything, an object a layer and recipe.
+/// All figures, one object per layer and recipe.
 pub fn figures(all: &[Measured]) -> Value {
     all.iter().map(figure).collect()
 }

@@ -1,4 +1,4 @@
-//! A product's operands, made on the device, and the call that is timed.
+//! A product's operands on the device, and the timed call.
 
 use super::super::kernels::operands::{codec, normal};
 use super::super::kernels::traffic::Block;
@@ -8,13 +8,13 @@ use nibble_core::{BlockScaled, DType, Groups, Kernels, Operand, Result, Tensor};
 use nibble_formats::{BlockAxis, Purpose, Rounding, Stream};
 use nibble_testkit::shapes::RaggedRows;
 
-/// What every group's start is a multiple of.
+/// Alignment of every group's start.
 const ALIGN: usize = 128;
 
 /// A product on prepared operands.
 pub type Call<B> = Box<dyn FnMut(&B) -> Result<()>>;
 
-/// Makes random operands. Not for the library's products, which are not the backend's.
+/// Prepares random operands. Not for the library's products, which do not go through the backend.
 pub fn prepare<B: Kernels>(b: &B, product: &ProductCase) -> Result<Call<B>> {
     let groups = groups(b, &product.load.lengths(product.rows))?;
     if product.pass.is_wgrad() {
@@ -78,7 +78,7 @@ fn gradient<B: Kernels>(b: &B, product: &ProductCase, groups: Groups<B>) -> Resu
     }))
 }
 
-/// No more rows than these groups need, as in systems that know the sizes on the host.
+/// Groups with exactly the rows they need, as in systems that know the sizes on the host.
 fn groups<B: Kernels>(b: &B, lengths: &[usize]) -> Result<Groups<B>> {
     let mut ragged = RaggedRows::new(lengths, ALIGN);
     ragged.capacity = ragged.start.last().map_or(0, |end| *end as usize);
@@ -86,7 +86,7 @@ fn groups<B: Kernels>(b: &B, lengths: &[usize]) -> Result<Groups<B>> {
     ragged.upload(b)
 }
 
-/// How x and dy are quantized, if they are.
+/// Block format of x and dy, if they are quantized.
 fn block(operands: Operands) -> Option<Block> {
     match operands {
         Operands::Bf16 | Operands::Library | Operands::LibraryFp8 => None,
@@ -115,13 +115,13 @@ fn lifted<B: Kernels>(
     Ok(Transcode { x, to, axis, rule, groups: Some(groups) }.run(b)?.out)
 }
 
-/// Of a stack of weights in MXFP4, that plane of both which a forward product takes.
+/// Lifts a stack of MXFP4 weights to tiles, and returns the orientation that a forward product takes.
 fn tiles<B: Kernels>(b: &B, x: &BlockScaled<B>) -> Result<BlockScaled<B>> {
     let Block { format: to, rule } = Block::E4M3;
     Ok(Transcode { x, to, axis: BlockAxis::Tile, rule, groups: None }.run(b)?.out)
 }
 
-/// A stack of weights, quantized from F32 as a training step does it.
+/// A stack of weights, quantized from F32 as in a training step.
 fn weight<B: Kernels>(b: &B, product: &ProductCase, stack: usize) -> Result<Operand<B>> {
     let (rows, cols) = (stack * product.n, product.k);
     let std = 1.0 / (cols as f32).sqrt();

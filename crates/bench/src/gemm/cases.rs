@@ -1,4 +1,4 @@
-//! The products that are timed: of which layers, over which groups, in which formats.
+//! The timed products: their layers, groups and formats.
 
 use super::super::kernels::operands::uneven;
 use nibble_testkit::shapes::{MoeShape, Spread};
@@ -8,7 +8,7 @@ use nibble_testkit::shapes::{MoeShape, Spread};
 pub enum Pass {
     /// y = x·Wᵀ.
     Fprop,
-    /// dx = dy·W: the same kernel, of the other sizes.
+    /// dx = dy·W: the same kernel with the sizes exchanged.
     Dgrad,
     /// dW = dyᵀ·x, overwriting.
     Wgrad,
@@ -32,27 +32,28 @@ impl Pass {
     }
 }
 
-/// In what formats the operands come.
+/// Formats of the operands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Operands {
     /// Both BF16.
     Bf16,
-    /// The same, dense, by NVIDIA's library.
+    /// BF16, dense, by NVIDIA's library.
     Library,
-    /// E4M3 with one scale a tensor, dense, by NVIDIA's library.
+    /// E4M3 with one scale per tensor, dense, by NVIDIA's library.
     LibraryFp8,
-    /// E4M3, power-of-two scales, as the MXFP4 recipe has them: weights in 128 × 128 tiles; of the columns that a weight
-    /// gradient takes, x's 32 neighbours share their scales.
+    /// E4M3 with power-of-two scales, as in the MXFP4 recipe: weights in 128 × 128 tiles; in the column blocks of a weight
+    /// gradient, each aligned run of 32 columns of x has identical scales.
     Fp8,
-    /// E4M3, F32 scales, quantized from BF16: weights in 128 × 128 tiles, each column with a scale of its own.
+    /// E4M3 with F32 scales, quantized from BF16: weights in 128 × 128 tiles; in column blocks each column has its own scales.
     Fp8F32,
     /// As [`Operands::Fp8`], with 1 × 128 blocks of the weights too.
     Fp8Vector,
-    /// As [`Operands::Fp8`] from x in MXFP4: its lift is timed too, and for a weight gradient the turn of dy's rows.
+    /// As [`Operands::Fp8`] from x in MXFP4; the time includes its lift, and for a weight gradient the conversion of dy from row to column
+    /// blocks.
     Mxfp4,
     /// As [`Operands::Fp8`] from weights in MXFP4, lifted to 128 × 128 tiles beforehand.
     Mxfp4Weights,
-    /// The same, the lift of both planes timed too.
+    /// The same; the time includes the lift in both orientations.
     Mxfp4WeightsLift,
 }
 
@@ -71,33 +72,33 @@ impl Operands {
         }
     }
 
-    /// Whether it is not the backend's.
+    /// Whether NVIDIA's library computes it instead of the backend.
     pub fn is_library(self) -> bool {
         matches!(self, Self::Library | Self::LibraryFp8)
     }
 
-    /// Whether the product itself multiplies E4M3.
+    /// Whether the product multiplies E4M3 codes.
     pub fn is_fp8(self) -> bool {
         !matches!(self, Self::Bf16 | Self::Library)
     }
 }
 
-/// How the rows are divided.
+/// Distribution of the rows over groups.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Load {
     /// One group: the dense product.
     Dense,
-    /// Multiples of 128 from half the mean to one and a half, as the published figures have them.
+    /// Multiples of 128 between 0.5 and 1.5 times the mean, as in the published figures.
     Uneven(usize),
-    /// The same, no multiples of anything.
+    /// The same range, without a common multiple.
     Odd(usize),
-    /// As many each.
+    /// Equal sizes.
     Equal(usize),
     /// Group g has a share proportional to 1 / (g + 1).
     Zipf(usize),
-    /// One has all rows but one in each other group.
+    /// One group has all rows except one row in each other group.
     OneTakesAll(usize),
-    /// All rows in the last.
+    /// All rows in the last group.
     OneFull(usize),
 }
 
@@ -134,7 +135,7 @@ pub struct ProductCase {
     pub pass: Pass,
     pub operands: Operands,
     pub load: Load,
-    /// All groups together.
+    /// Rows of all groups together.
     pub rows: usize,
     /// Columns of D; rows of a gradient.
     pub n: usize,
@@ -143,7 +144,7 @@ pub struct ProductCase {
 }
 
 impl ProductCase {
-    /// What the table's first columns say of it.
+    /// The table's first columns.
     pub fn columns(&self) -> [String; 5] {
         let (pass, size) = (self.pass.name().to_owned(), format!("{}x{}", self.n, self.k));
         [pass, size, self.rows.to_string(), self.load.name(), self.operands.name().to_owned()]
@@ -153,7 +154,7 @@ impl ProductCase {
         self.columns().join(" ")
     }
 
-    /// The sizes of a dense product of as many operations in one group of the mean size.
+    /// The sizes of the equivalent dense product; for a weight gradient, of one group of the mean size.
     pub fn dense_sizes(&self) -> [usize; 3] {
         if self.pass.is_wgrad() {
             let groups = self.load.lengths(self.rows).len();
@@ -170,7 +171,7 @@ pub struct Section {
     pub products: Vec<ProductCase>,
 }
 
-/// Of all groups together, unless a product's name says otherwise.
+/// Rows of all groups together, unless a product's name says otherwise.
 pub const ROWS: usize = 32768;
 /// DeepSeek-V3's gate and up projections, and its down projection.
 pub const UP: (usize, usize) = layers(MoeShape::DEEPSEEK_V3)[0];
@@ -181,12 +182,12 @@ pub const fn layers(shape: MoeShape) -> [(usize, usize); 2] {
     [(2 * shape.f, shape.d), (shape.d, shape.f)]
 }
 
-/// The product that brings a gradient back through one of these sizes.
+/// The sizes of the data gradient of a product.
 pub const fn across((n, k): (usize, usize)) -> (usize, usize) {
     (k, n)
 }
 
-/// One size in several formats; the library's first, as it stands beside the others.
+/// One size in several formats; the library's first, for comparison with the others.
 fn each(
     pass: Pass,
     (n, k): (usize, usize),
@@ -197,7 +198,7 @@ fn each(
     operands.iter().map(|&operands| ProductCase { pass, operands, load, rows, n, k }).collect()
 }
 
-/// What a share of the tensor cores' rate is taken of: the fastest dense products there are.
+/// The dense products whose fastest is the reference rate of the tensor cores.
 pub fn ceilings() -> Section {
     use Operands::{Bf16, Fp8, Library, LibraryFp8};
     let dense = |rows, size| each(Pass::Fprop, size, Load::Dense, rows, &[Library, Bf16, LibraryFp8, Fp8]);
@@ -205,7 +206,7 @@ pub fn ceilings() -> Section {
     Section { title: "dense products: their fastest is the ceiling of the others", products }
 }
 
-/// Everything, in the order of the tables.
+/// All sections, in the order of the tables.
 pub fn sections() -> Vec<Section> {
     vec![
         Section { title: "forward and data gradients of DeepSeek-V3's experts, 8 groups", products: rows() },

@@ -1,8 +1,8 @@
-//! `nibble bench gemm`: how near the products come to the speed of this GPU's tensor cores, and of its memory.
+//! `nibble bench gemm`: how close the products come to the rates of this GPU's tensor cores and memory.
 //!
 //! By the project's rules of timing: sustained, back-to-back calls on a chip that has reached its power limit, and burst,
 //! single calls with the L2 flushed before each, after a rest; random data. A product's floor is the larger of
-//! operations / rate of the fastest dense product of its type and of the time to move its bytes, all measured in the same
+//! flops / rate of the fastest dense product of its type and the time to move its bytes, all measured in the same
 //! run.
 
 mod call;
@@ -31,37 +31,37 @@ use nibble_formats::Rounding;
 use serde_json::{Value, json};
 use std::path::PathBuf;
 
-/// The GPU's products beside its fastest dense ones: back to back until the chip is at its power limit, and single calls.
+/// The GPU's products beside its fastest dense ones: back-to-back calls on a chip at its power limit, and single calls.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "The floor is the larger of operations / rate of the fastest dense product and of the memory's floor. About three \
-    minutes, --quick a third of one.\n\n\
+    after_help = "The floor is the larger of flops / rate of the fastest dense product and bytes / memory rate. Takes about three \
+    minutes; --quick, 20 seconds.\n\n\
     Examples:\n  \
     nibble bench gemm --only wgrad --only dgrad --json gemm.json --plot roofline.svg\n  \
     nibble bench gemm --only \"fprop 4096x7168\" --tune tuned.json"
 )]
 pub struct Args {
-    /// Only those whose name contains this, in either case.
+    /// Only products whose name contains NAME, ignoring case; repeatable.
     #[arg(long, value_name = "NAME")]
     only: Vec<String>,
-    /// Bursts alone, on a chip that has not reached its power limit.
+    /// Only bursts, on a chip below its power limit.
     #[arg(long)]
     quick: bool,
     /// Also draws the roofline into this SVG file.
     #[arg(long, value_name = "OUT")]
     plot: Option<PathBuf>,
-    /// Tries other instances of the kernels instead, and keeps the fastest in this JSON file; what it has already is tried
-    /// against the chosen instance alone. Ten seconds a product, one with --quick. Nothing but the next --tune reads the file:
-    /// what is faster is put to use by letting `TensorCoreConfig::choose` in crates/choice/src/products/tensor_cores.rs choose it.
+    /// Tries other kernel instances instead, and writes the fastest to this JSON file; an instance already in the file is only
+    /// compared with the chosen one. Takes ten seconds per product, one with --quick. Only the next --tune reads the file: to use
+    /// a faster instance, make `TensorCoreConfig::choose` in crates/choice/src/products/tensor_cores.rs choose it.
     #[arg(long, value_name = "OUT", conflicts_with = "plot")]
     tune: Option<PathBuf>,
 }
 
-/// One product's times.
+/// A product and its times.
 #[derive(Debug, Clone)]
 pub struct Measured {
     pub product: ProductCase,
-    /// Or why there are none.
+    /// The times, or why there are none.
     pub times: Result<Times, String>,
 }
 
@@ -69,18 +69,18 @@ pub struct Measured {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Times {
     pub burst_ms: f64,
-    /// None where bursts alone were asked for.
+    /// `None` under `--quick`.
     pub sustained: Option<Sustained>,
 }
 
 impl Times {
-    /// The time that counts: sustained, if there is one.
+    /// The sustained time if there is one, otherwise the burst.
     pub fn ms(&self) -> f64 {
         self.sustained.map_or(self.burst_ms, |s| f64::from(s.median_ms))
     }
 }
 
-/// Operations a second of the fastest dense products.
+/// Flops per second of the fastest dense products.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Ceilings {
     pub fp8: f64,
@@ -97,7 +97,7 @@ impl Ceilings {
         Self { fp8: best(true), bf16: best(false) }
     }
 
-    /// For a product's type.
+    /// The rate for a product's type.
     pub fn dense(&self, operands: Operands) -> f64 {
         if operands.is_fp8() { self.fp8 } else { self.bf16 }
     }
@@ -145,10 +145,10 @@ fn ceilings_title(quick: bool) -> String {
     format!("{} ({how})", ceilings().title)
 }
 
-/// The products whose names contain one of `only`, or all, in their sections.
+/// The products selected by `only`, or all, in their sections.
 fn chosen(only: &[String]) -> Result<Vec<Section>> {
     let mut sections = sections();
-    // The dense ones are always measured: their names alone ask for nothing else.
+    // The dense ones are always measured; selecting only them adds nothing.
     let named = sections.iter().flat_map(|s| s.products.iter().copied());
     let all: Vec<ProductCase> = named.chain(ceilings().products).collect();
     let kept = wanted(all, only, ProductCase::name)?;
@@ -174,7 +174,7 @@ fn timed(bench: &Bench, product: &ProductCase, quick: bool) -> CoreResult<Times>
     Ok(Times { burst_ms, sustained })
 }
 
-/// NVIDIA's dense product of as many operations; for a weight gradient one group's, again and again.
+/// NVIDIA's dense product of as many flops; for a weight gradient, one group's product repeated.
 fn library(cuda: &Cuda, product: &ProductCase) -> CoreResult<call::Call<Cuda>> {
     let [m, n, k] = product.dense_sizes();
     let groups = if product.pass.is_wgrad() { product.load.lengths(product.rows).len() } else { 1 };
@@ -184,7 +184,7 @@ fn library(cuda: &Cuda, product: &ProductCase) -> CoreResult<call::Call<Cuda>> {
     Ok(Box::new(move |_| (0..groups).try_for_each(|_| gemm.run(bf16_of(&a)?, bf16_of(&b)?, &mut d))))
 }
 
-/// The same of E4M3, forward: of the codes that our own products take, as what they hold decides how much power is drawn.
+/// The same in E4M3, forward, on the codes of our own products, since the data influence the power draw.
 fn library_fp8(cuda: &Cuda, product: &ProductCase) -> CoreResult<call::Call<Cuda>> {
     let [m, n, k] = product.dense_sizes();
     let codes = |rows, seed| {

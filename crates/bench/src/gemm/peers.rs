@@ -1,5 +1,5 @@
-//! What other projects' products reach, measured on [`MEASURED`](crate::peers::MEASURED) by the same rules; of two bursts
-//! the faster. Groups there are uneven multiples of 128 too.
+//! Rates of other projects' products, measured on [`MEASURED`](crate::peers::MEASURED) by the same rules; the faster of two
+//! bursts. Their groups are uneven multiples of 128, too.
 
 use super::cases::{DOWN, Load, Operands, Pass, ProductCase, ROWS as M, UP, across, layers};
 use crate::peers::Who;
@@ -31,7 +31,7 @@ const TORCH: Who = Who {
 };
 const PRODUCTS: Option<(&str, &str)> = Some(("products.py", ""));
 
-/// One project's rates of one product.
+/// A project's rates of one product.
 struct Row {
     who: Who,
     pass: Pass,
@@ -40,12 +40,12 @@ struct Row {
     groups: usize,
     rows: usize,
     size: (usize, usize),
-    /// TFLOP/s; 0 where it was not measured.
+    /// TFLOP/s; 0 = not measured.
     sustained: f64,
     burst: f64,
 }
 
-/// FP8 rows of a product at one place: whose, sustained, burst.
+/// An FP8 row: project, product, sustained and burst rates.
 const fn fp8(
     who: Who,
     pass: Pass,
@@ -140,7 +140,7 @@ const MEASURED: &[Row] = &[
     fp8(DEEP_GEMM, WgradAdding, (128, 262_144), MANY[1], [716.0, 0.0]),
 ];
 
-/// What somebody reached, in TFLOP/s.
+/// A project's rates, in TFLOP/s.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Reached {
     pub who: Who,
@@ -148,14 +148,14 @@ pub struct Reached {
     pub burst: Option<f64>,
 }
 
-/// What others reached at a product.
+/// Other projects' rates of a product.
 pub fn of(product: &ProductCase) -> impl Iterator<Item = Reached> {
     let groups = match product.load {
         Load::Dense => Some(1),
         Load::Uneven(groups) => Some(groups),
         _ => None,
     };
-    // Nobody else's product takes MXFP4, and cuBLASLt stands beside ours in the run.
+    // No other project's product takes MXFP4, and cuBLASLt is measured in the same run.
     let of_others = !product.operands.is_library()
         && !matches!(product.operands, Operands::Mxfp4 | Operands::Mxfp4WeightsLift);
     let groups = groups.filter(|_| of_others);
@@ -173,13 +173,13 @@ pub fn of(product: &ProductCase) -> impl Iterator<Item = Reached> {
     })
 }
 
-/// The best of them by the sustained rate, where there is one, or by the burst.
+/// The best of them by sustained rate, or by burst if there is no sustained rate.
 pub fn best(product: &ProductCase) -> Option<Reached> {
     let rate = |r: &Reached| (r.sustained.unwrap_or(0.0), r.burst.unwrap_or(0.0));
     of(product).max_by(|a, b| rate(a).partial_cmp(&rate(b)).unwrap_or(std::cmp::Ordering::Equal))
 }
 
-/// Everybody in the table.
+/// All projects in the table.
 pub fn everybody() -> [Who; 4] {
     [DEEP_GEMM, ROWWISE, TENSORWISE, TORCH]
 }

@@ -1,4 +1,4 @@
-//! The roofline as an SVG file that any browser opens: operations a byte against operations a second, under the rates of
+//! The roofline as an SVG file: flops per byte against flops per second, under the rates of
 //! the memory and of the fastest dense products.
 
 use super::super::kernels::plot::name_series;
@@ -10,7 +10,7 @@ use nibble_command::output::{Mark, Output};
 use nibble_cuda::measure::timing::Rates;
 use plotters::prelude::*;
 
-/// What a picture bears.
+/// The picture's mark.
 pub const MARK: Mark = Mark::Picture("nibble bench gemm");
 
 const SIZE: (u32, u32) = (1100, 640);
@@ -18,10 +18,10 @@ const FP8: RGBColor = RGBColor(70, 120, 190);
 const BF16: RGBColor = RGBColor(230, 150, 40);
 const MXFP4: RGBColor = RGBColor(100, 50, 120);
 
-/// Draws every product that was timed: filled where rows are ragged, rings for weight gradients.
+/// Draws every timed product: filled circles for ragged rows, rings for weight gradients.
 ///
 /// # Errors
-/// Where there is nothing to draw, or the file cannot be written.
+/// If there is nothing to draw, or the file cannot be written.
 pub fn draw(gpu: &str, all: &[Measured], ceilings: Ceilings, rates: Rates, file: Output) -> Result<()> {
     let mut svg = String::new();
     render(gpu, all, ceilings, rates, &mut svg)
@@ -29,7 +29,7 @@ pub fn draw(gpu: &str, all: &[Measured], ceilings: Ceilings, rates: Rates, file:
     file.write(MARK.svg(&svg))
 }
 
-/// A product's place: operations a byte, TFLOP/s.
+/// A product's coordinates: flops per byte, TFLOP/s.
 struct Point {
     at: (f64, f64),
     kind: usize,
@@ -56,7 +56,7 @@ fn points(all: &[Measured]) -> Vec<Point> {
     all.iter().filter_map(point).collect()
 }
 
-/// A roof: the memory's slope up to the ceiling, and on.
+/// A roof: the memory's slope up to the ceiling, then the ceiling.
 fn roof(dense: f64, rates: Rates, (from, to): (f64, f64)) -> Vec<(f64, f64)> {
     let (slope, top) = (rates.copy / 1e12, dense / 1e12);
     let ridge = (top / slope).clamp(from, to);

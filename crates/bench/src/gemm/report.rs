@@ -1,4 +1,4 @@
-//! The table, and the same figures for a program to read.
+//! The table, and the same figures as JSON.
 
 use super::super::gpu;
 use super::super::kernels::report::shortened;
@@ -14,14 +14,14 @@ use serde_json::{Value, json};
 /// Widths of a product's columns.
 const NAME: [usize; 5] = [8, 10, 6, 14, 15];
 
-/// Prints a section's heading; its lines, one a product, fit 144 columns.
+/// Prints a section's heading; its lines, one per product, are at most 144 columns wide.
 pub fn begin(title: &str) {
     say!("");
     say!("{title}");
     say!("{}", heading());
 }
 
-/// Prints a product's line; `all` are those measured so far.
+/// Prints a product's line; `all`: the products measured so far.
 pub fn row(row: &Measured, all: &[Measured], ceilings: Ceilings, rates: Rates) {
     match &row.times {
         Ok(times) => say!("{}", line(row, times, all, ceilings, rates)),
@@ -71,9 +71,9 @@ fn line(row: &Measured, times: &Times, all: &[Measured], ceilings: Ceilings, rat
     .to_owned()
 }
 
-/// Of what could be reached.
+/// Shares of the reachable rates.
 struct Shares {
-    /// Of the rate of the fastest dense product.
+    /// Share of the fastest dense product's rate.
     dense: f64,
     floor: f64,
     tiled: f64,
@@ -90,7 +90,7 @@ impl Shares {
     }
 }
 
-/// What NVIDIA's library reaches at a dense BF16 product of these sizes in this run, in TFLOP/s.
+/// TFLOP/s of NVIDIA's library in this run, for a dense BF16 product of these sizes.
 fn library(row: &Measured, all: &[Measured]) -> Option<f64> {
     let sizes = row.product.dense_sizes();
     let same = |m: &&Measured| {
@@ -102,7 +102,7 @@ fn library(row: &Measured, all: &[Measured]) -> Option<f64> {
     Some(Work::of(&found.product).tflops(found.times.as_ref().ok()?.ms()))
 }
 
-/// The best published rate, ours over it, and whose it is. Sustained beside sustained, or burst (`b`) beside burst.
+/// The best published rate, our rate over it, and its project. Sustained is compared with sustained, or burst (`b`) with burst.
 fn published(row: &Measured, times: &Times, best: Option<Reached>) -> (String, String, &'static str) {
     let Some(best) = best else { return Default::default() };
     let work = Work::of(&row.product);
@@ -115,14 +115,14 @@ fn published(row: &Measured, times: &Times, best: Option<Reached>) -> (String, S
     (format!("{theirs:.0}{mark}"), format!("{:.2}", work.tflops(ours) / theirs), best.who.name)
 }
 
-/// Says what the columns are and whose rates stand beside ours.
+/// Explains the columns and names the compared projects.
 pub fn legend() {
     for line in [
         "",
         "FP8: E8M0 scales, 1 x 128, of W 128 x 128; in a weight gradient, columns made from E4M3 rows (dy) and from MXFP4 (x).",
         "FP8, F32 scales: quantized from BF16, each column of a weight gradient with scales of its own. FP8, cuBLASLt: one scale a",
         "tensor, fast accumulation.",
-        "MXFP4 W: weights in 1 x 32 blocks, lifted to FP8's 128 x 128 tiles beforehand; lift: both planes made in the call.",
+        "MXFP4 W: weights in 1 x 32 blocks, lifted to FP8's 128 x 128 tiles beforehand; lift: both orientations made in the call.",
         "low, high: the slowest and the fastest of three windows; W: watts that the board drew meanwhile.",
         "dense: share of the fastest dense product's rate; floor: of the larger of operations / that rate and the memory's floor; tiled:",
         "of a floor with rows rounded up to whole tiles. cuB: cuBLASLt's BF16 in this run, dense; publ.: the best published rate,",
@@ -136,7 +136,7 @@ pub fn legend() {
     }
 }
 
-/// Everything, an object a product.
+/// All figures, one object per product.
 pub fn figures(all: &[Measured], ceilings: Ceilings, rates: Rates) -> Value {
     all.iter().map(|row| figure(row, all, ceilings, rates)).collect()
 }

@@ -1,4 +1,4 @@
-//! Whether another instance of the products' kernels, or another walk over their tiles, is faster than the chosen one.
+//! Searches for kernel instances of products, or orders of their tiles, that are faster than the chosen ones.
 
 use super::super::gpu::{Bench, COOL_DOWN};
 use super::call::prepare;
@@ -15,10 +15,10 @@ use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError};
 
-/// Of those fastest in bursts, so many are run until the chip is at its power limit.
+/// Number of candidates, fastest in bursts, that are also timed at the chip's power limit.
 const FINALISTS: usize = 3;
 
-/// What a trial found.
+/// Result of a product's trials.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Found {
     chosen: TensorCoreConfig,
@@ -27,11 +27,11 @@ struct Found {
     best_ms: f64,
 }
 
-/// What the file of trials bears.
+/// The mark of the file of trials.
 pub const TRIALS: Mark = Mark::Figures("nibble bench gemm --tune");
 
-/// Tries every candidate of every product, or, of a product that the file has, what it has; and writes the file.
-/// `forced`: what is there may be lost.
+/// Tries every candidate of every product, or, for a product that is already in the file, the candidate stored there; writes the file.
+/// `forced`: a file that cannot be used may be replaced.
 pub fn run(bench: &Bench, chosen: &[Section], quick: bool, file: Output, forced: bool) -> Result<Value> {
     let gpu = bench.cuda.device().info().name.clone();
     let mut known = match read(&file, &gpu) {
@@ -105,7 +105,7 @@ fn finalists(mut times: Vec<(usize, TensorCoreConfig, f32)>) -> Vec<(usize, Tens
     times
 }
 
-/// Candidate 0 is the chosen one. Not for empty lists, which no caller has.
+/// Candidate 0 is the chosen one. The list must not be empty.
 fn found(times: &[(usize, TensorCoreConfig, f32)]) -> Found {
     let chosen = times.iter().find(|(i, ..)| *i == 0).unwrap_or(&times[0]);
     let best = times.iter().fold(chosen, |best, one| if one.2 < best.2 { one } else { best });
@@ -121,7 +121,7 @@ fn value(config: &TensorCoreConfig) -> Value {
     })
 }
 
-/// The instances that a file has for this GPU; none where there is no file. Another file is refused, as it would be lost.
+/// The instances that a file has for this GPU; none if there is no file. Other files are refused, as their content would be lost.
 fn read(file: &Output, gpu: &str) -> Result<BTreeMap<String, TensorCoreConfig>> {
     let path = file.path();
     if file.is_direct() || std::fs::metadata(path).map_or(true, |there| there.len() == 0) {
@@ -135,8 +135,8 @@ fn parse(text: &str, gpu: &str) -> Result<BTreeMap<String, TensorCoreConfig>, St
     let file: Value = serde_json::from_str(text).map_err(|error| error.to_string())?;
     match file["gpu"].as_str() {
         Some(of) if of == gpu => {}
-        Some(of) => return Err(format!("its trials are of an {of}, and this is an {gpu}")),
-        None => return Err("this is no file of trials: it names no GPU".into()),
+        Some(of) => return Err(format!("its trials are of an {of}, but this GPU is an {gpu}")),
+        None => return Err("it is not a file of trials: it names no GPU".into()),
     }
     let products = file["products"].as_object().ok_or("no `products`")?;
     let config = |(name, of): (&String, &Value)| {
@@ -161,7 +161,7 @@ fn parse(text: &str, gpu: &str) -> Result<BTreeMap<String, TensorCoreConfig>, St
     products.iter().map(config).collect()
 }
 
-/// Which of these a file names.
+/// The one of these that a file names.
 fn named<T: std::fmt::Debug, const N: usize>(of: &Value, all: [T; N]) -> Option<T> {
     all.into_iter().find(|one| of.as_str() == Some(&format!("{one:?}")))
 }

@@ -1,4 +1,4 @@
-//! The kernels that are timed: what each moves, how it is called, and the sequence of separate kernels that does the same.
+//! The timed kernels: their traffic, their calls, and equivalent sequences of separate kernels.
 
 use super::conversion::{Conversion, Quantization, Work};
 use super::operands::{Operands, codec, normal, uniform};
@@ -12,32 +12,32 @@ type Build<B> = Box<dyn Fn(&Operands<B>) -> Result<Case<B>>>;
 
 /// A kernel on prepared operands.
 pub struct Case<B> {
-    /// What it must move.
+    /// Bytes that it must move.
     pub traffic: Traffic,
     /// The kernel.
     pub run: Work<B>,
-    /// The same by separate kernels, if there is a sequence that does it.
+    /// The equivalent sequence of separate kernels, if there is one.
     pub separate: Option<Work<B>>,
 }
 
-/// A kernel to be timed.
+/// A timed kernel.
 pub struct Kernel<B: Kernels> {
     pub name: &'static str,
-    /// The separate kernels it is compared with, in words; empty where there are none.
+    /// The separate kernels it is compared with, in words; empty if there are none.
     pub against: &'static str,
-    /// What rows it takes.
+    /// The rows it is timed on.
     pub rows: TimedRows,
     build: Build<B>,
 }
 
-/// What rows a kernel is timed on.
+/// Rows that a kernel is timed on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TimedRows {
-    /// Dense rows alone: it knows no groups.
+    /// Only dense rows: the kernel knows no groups.
     Dense,
     /// Dense rows, and uneven groups.
     Any,
-    /// Rows on their way to or from experts: uneven groups alone.
+    /// Only uneven groups: rows to or from experts.
     Sorted,
 }
 
@@ -58,7 +58,7 @@ impl<B: Kernels> Kernel<B> {
         Self { rows: TimedRows::Sorted, ..Self::new(name, "", build) }
     }
 
-    /// Whether it is timed on so many groups; 0 for dense rows.
+    /// Whether it is timed on `groups` groups; 0 = dense rows.
     pub fn takes(&self, groups: usize) -> bool {
         match self.rows {
             TimedRows::Dense => groups == 0,
@@ -70,7 +70,7 @@ impl<B: Kernels> Kernel<B> {
     /// Prepares its operands.
     ///
     /// # Errors
-    /// Where a kernel that makes an operand is missing.
+    /// If a kernel that makes an operand is missing.
     pub fn case(&self, operands: &Operands<B>) -> Result<Case<B>> {
         (self.build)(operands)
     }
@@ -102,12 +102,12 @@ fn quantizations<B: Kernels>() -> Vec<Kernel<B>> {
     use Planes::{Both, Cols, Rows};
     let near = |to, planes| Quantization::new(to, planes, NEAREST);
     let drawn = |to, planes| Quantization::new(to, planes, RANDOM);
-    // As the format is defined.
+    // Rounded as the format defines.
     let own = |to: Block, planes| Quantization::new(to, planes, to.format.rounding(to.rule));
     let transformed = |how| Quantization { transformed: true, ..how };
     let lifted = |how| Quantization { only_for: Some(Numbers::Fp8), ..how };
     let decoded = |how| Quantization { only_for: Some(Numbers::Bf16), ..how };
-    // The general kernel is timed on dense rows alone.
+    // The general kernel is timed only on dense rows.
     let general = |name, how| Kernel { rows: TimedRows::Dense, ..quantization(name, how) };
     vec![
         quantization("BF16 → MXFP4 rows", near(Block::MXFP4, Rows)),
@@ -156,7 +156,7 @@ fn quantizations<B: Kernels>() -> Vec<Kernel<B>> {
     ]
 }
 
-/// Of BF16. Both planes of one read are compared with one after the other.
+/// A quantization of BF16. Rows and columns from one read are compared with two separate quantizations.
 fn quantization<B: Kernels>(name: &'static str, how: Quantization) -> Kernel<B> {
     let against = if how.planes == Planes::Both { "rows, then columns" } else { "" };
     let alone = move |planes| Conversion::Quantize(Quantization { planes, ..how });
@@ -171,7 +171,7 @@ fn quantization<B: Kernels>(name: &'static str, how: Quantization) -> Kernel<B> 
     })
 }
 
-/// A weight's two planes, from its F32 master.
+/// Both orientations of a weight's tiles, from its F32 master.
 fn tiles<B: Kernels>(o: &Operands<B>) -> Result<Case<B>> {
     let extent = o.extent;
     let (x, codec) = (uniform(&o.b, extent.valid, extent.cols)?, codec(Block::E4M3, NEAREST)?);
@@ -279,7 +279,7 @@ fn swiglu<B: Kernels>(
     }))
 }
 
-/// Of h as MXFP4, quantized both ways; or plain, of h as BF16.
+/// From h in MXFP4 with quantized outputs, or from h in BF16 with plain outputs.
 fn swiglu_backward<B: Kernels>(o: &Operands<B>, quantized: bool) -> Result<Case<B>> {
     let (da, weight, groups) = (o.x()?, o.gate()?, o.groups.clone());
     let codec = codec(Block::E4M3, NEAREST)?;

@@ -1,4 +1,4 @@
-//! A quantization or a change of block format, as a call on prepared operands.
+//! Quantizations and conversions between block formats, as calls on prepared operands.
 
 use super::operands::{Operands, codec};
 use super::traffic;
@@ -16,31 +16,31 @@ pub struct Quantization {
     pub to: Block,
     pub planes: Planes,
     pub round: Rounding,
-    /// Under a random Hadamard transform of the usual length.
+    /// Whether a random Hadamard transform of the usual length is applied.
     pub transformed: bool,
-    /// For products of these numbers alone, as the numbers that they take.
+    /// If set, the result is only for products of these numbers, and is stored as the numbers that they multiply.
     pub only_for: Option<Numbers>,
 }
 
 impl Quantization {
-    /// Of values as they are, to codes.
+    /// Without a transform, to codes.
     pub const fn new(to: Block, planes: Planes, round: Rounding) -> Self {
         Self { to, planes, round, transformed: false, only_for: None }
     }
 
-    /// In what form it is asked for.
+    /// The requested form.
     fn taken(&self) -> Taken {
         let axis = if self.planes == Planes::Cols { BlockAxis::Col } else { BlockAxis::Row };
         let stored = Stored { format: self.to.format, rule: self.to.rule, axis };
         self.only_for.map_or(Taken::AsIs, |numbers| numbers.takes(stored))
     }
 
-    /// What it must move. Random bits of ragged rows go by their numbers, which are read too.
+    /// Bytes that it must move. The random bits of ragged rows depend on the row numbers, which are read too.
     pub fn traffic(&self, x: Extent, from: DType, is_ragged: bool) -> Traffic {
         traffic::quantize(x, from, self.to, (self.planes, self.taken()), self.round.is_random() && is_ragged)
     }
 
-    /// Refuses what a GPU did not make in the form that is to be timed. A CPU makes codes.
+    /// Refuses a result that a GPU did not make in the requested form. A CPU always makes codes.
     fn check_form<B: Kernels>(&self, b: &B, made: &Operand<B>) -> Result<()> {
         match made {
             Operand::Block(q) if q.taken != self.taken() && b.kind() == DeviceKind::Gpu => {
@@ -65,19 +65,19 @@ impl Quantization {
     }
 }
 
-/// From what to what.
+/// Source and target of a conversion.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Conversion {
-    /// Of x.
+    /// Quantizes x.
     Quantize(Quantization),
-    /// Of x as row blocks of the first format.
+    /// Converts x from row blocks of the first format.
     Transcode(Block, Block, BlockAxis),
-    /// Of x as row blocks, to BF16.
+    /// Decodes x from row blocks to BF16.
     Dequantize(Block),
 }
 
 impl Conversion {
-    /// The call on these operands: ragged where they are.
+    /// The call on these operands, ragged if they are.
     pub fn on<B: Kernels>(self, o: &Operands<B>) -> Result<Work<B>> {
         let groups = o.groups.clone();
         Ok(match self {

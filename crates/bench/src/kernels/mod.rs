@@ -1,4 +1,4 @@
-//! `nibble bench kernels`: how near the GPU's conversions come to the speed of its memory.
+//! `nibble bench kernels`: how close the GPU's conversions come to the speed of its memory.
 //!
 //! By the project's rules of timing: single calls, the L2 flushed before each, medians; random data. A kernel's floor is
 //! max((bytes read + written) / copy rate, bytes written / fill rate), both rates measured in the same run.
@@ -27,30 +27,30 @@ use serde_json::{Value, json};
 use std::path::PathBuf;
 use traffic::Traffic;
 
-/// The GPU's conversions beside the speed of its memory: single calls with the L2 flushed before each.
+/// The GPU's conversions against its memory's speed: single calls, with the L2 flushed before each.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "The floor is the time in which this GPU's memory can move the bytes that must move, by its copy and fill rates \
-    measured in the same run.\n\n\
+    after_help = "The floor is the least time in which this GPU's memory can move the kernel's bytes, by copy and fill rates measured in \
+    the same run.\n\n\
     Example:\n  \
     nibble bench kernels --shapes 32768x7168,4096x7168 --only lift --plot lift.svg"
 )]
 pub struct Args {
-    /// Rows × columns; five of published models' layers where left out.
+    /// Rows × columns. Default: five shapes from published models.
     #[arg(long, value_name = "ROWSxCOLS", value_delimiter = ',', value_parser = parse_shape)]
     shapes: Vec<MatrixShape>,
-    /// Numbers of uneven groups the rows are in; 0 for dense rows.
+    /// Numbers of uneven groups of rows; 0 = dense rows.
     #[arg(long, value_name = "N", value_delimiter = ',', default_values_t = GROUPS)]
     groups: Vec<usize>,
-    /// Only those whose name contains this, in either case.
+    /// Only kernels whose name contains NAME, ignoring case; repeatable.
     #[arg(long, value_name = "NAME")]
     only: Vec<String>,
-    /// Also draws the shares of the floor into this SVG file.
+    /// Also draws each kernel's share of its floor into this SVG file.
     #[arg(long, value_name = "OUT")]
     plot: Option<PathBuf>,
 }
 
-/// Tokens × width of DeepSeek-V3's and V2's expert layers and of smaller ones, and few tokens.
+/// Tokens × width of the expert layers of DeepSeek-V3 and V2, of smaller layers, and of few tokens.
 pub const SHAPES: [MatrixShape; 5] = [
     MatrixShape { rows: 32768, cols: MoeShape::DEEPSEEK_V3.d },
     MatrixShape { rows: 32768, cols: MoeShape::QWEN3_30B.d },
@@ -77,7 +77,7 @@ pub struct Measured {
     pub shape: MatrixShape,
     /// 0: dense rows.
     pub groups: usize,
-    /// Or why there are none.
+    /// The times, or why there are none.
     pub times: Result<Times, String>,
 }
 
@@ -87,12 +87,12 @@ pub struct Times {
     pub traffic: Traffic,
     pub us: f64,
     pub floor_us: f64,
-    /// Of the separate kernels.
+    /// Microseconds of the separate kernels.
     pub separate_us: Option<f64>,
 }
 
 impl Times {
-    /// Of the floor, in per cent.
+    /// Share of the floor, in per cent.
     pub fn share(&self) -> f64 {
         100.0 * self.floor_us / self.us
     }
@@ -135,12 +135,12 @@ pub fn run(args: &Args, outputs: &mut Outputs) -> Result<Value> {
     Ok(figures)
 }
 
-/// The kernels whose names contain one of `only`, or all.
+/// The kernels selected by `only`, or all.
 fn chosen(only: &[String]) -> Result<Vec<Kernel<Cuda>>> {
     wanted(kernels(), only, |kernel| kernel.name.to_owned())
 }
 
-/// What it is measured on, and what a window of time holds besides a kernel.
+/// Prints the GPU, and the overhead of a timing window.
 fn header(bench: &Bench) -> Result<Value> {
     let mut header = bench.header();
     let nothing = bench.us(|_| Ok(()))?;

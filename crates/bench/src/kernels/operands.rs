@@ -1,4 +1,4 @@
-//! What the kernels are timed on: random values, uneven groups, and a routing, made once for each shape and number of
+//! Operands of the timed kernels: random values, uneven groups and a routing, made once per shape and number of
 //! groups.
 
 use super::traffic::{Block, Extent};
@@ -18,16 +18,16 @@ pub struct MatrixShape {
     pub cols: usize,
 }
 
-/// What every group's start is a multiple of.
+/// Alignment of every group's start.
 const ALIGN: usize = 128;
 
-/// Random bits, and draws that need no more than to differ.
+/// A cheap hash, for random bits and arbitrary choices.
 fn random(index: u64) -> u64 {
     let stream = Stream::new(1, Purpose::Init, 7, 0);
     (u64::from(stream.u32_at(2 * index)) << 32) | u64::from(stream.u32_at(2 * index + 1))
 }
 
-/// `groups` uneven lengths from half the mean to one and a half, `rows` altogether.
+/// `groups` uneven lengths between 0.5 and 1.5 times the mean, `rows` in all.
 pub fn uneven(groups: usize, rows: usize) -> Vec<usize> {
     let weights: Vec<f64> = (0..groups).map(|g| 0.5 + (random(g as u64) % 1001) as f64 / 1000.0).collect();
     let total: f64 = weights.iter().sum();
@@ -40,7 +40,7 @@ pub fn uneven(groups: usize, rows: usize) -> Vec<usize> {
     lengths.collect()
 }
 
-/// Normal numbers under a factor of its own for each row, which spreads the scales as tokens of a model do.
+/// Normal numbers times a factor per row, which spreads the scales as the tokens of a model do.
 pub fn normal<B: Kernels>(b: &B, rows: usize, cols: usize, seed: u64) -> Result<Tensor<B>> {
     let table = factors_and_normals(seed)?;
     let mut values = vec![bf16::ZERO; rows * cols];
@@ -75,8 +75,8 @@ fn factors_and_normals(seed: u64) -> Result<Vec<Vec<bf16>>> {
     Ok(factors.into_iter().map(scaled).collect())
 }
 
-/// Slots a token where rows are routed to so many experts: one on a rank of an expert-parallel run, which holds few
-/// experts; eight where all of them are here.
+/// Slots per token for a number of experts: one for few experts, as on a rank of an expert-parallel run; eight if all
+/// experts are local.
 pub fn top_k(experts: usize) -> usize {
     (experts / 8).clamp(1, 8)
 }
@@ -94,13 +94,13 @@ pub struct Routed<B: Kernels> {
 }
 
 impl<B: Kernels> Routed<B> {
-    /// About `rows` rows to `experts` experts at random.
+    /// Routes about `rows` rows to `experts` experts at random.
     fn new(b: &B, rows: usize, experts: usize) -> Result<Self> {
         let top_k = top_k(experts);
         let tokens = rows / top_k;
         let mut chosen: Vec<i32> = Vec::with_capacity(tokens * top_k);
         for token in 0..tokens {
-            // Different experts for the slots of one token: every so many-th from a random first.
+            // The slots of a token get different experts: a random first one, then equal strides.
             let draw = random(1 << 40 | token as u64) as usize;
             let stride = experts / top_k;
             chosen.extend((0..top_k).map(|slot| ((draw + slot * stride) % experts) as i32));
@@ -110,7 +110,7 @@ impl<B: Kernels> Routed<B> {
         for &expert in &chosen {
             load[expert as usize] += 1;
         }
-        // No more than these groups need, so that times compare with those of systems that know the sizes on the host.
+        // Exactly what these groups need, so that times are comparable to systems that know the sizes on the host.
         let capacity = load.into_iter().map(|len| round_up(len, ALIGN)).sum();
         let (expert, token_id) = (b.upload(&chosen)?, b.upload(&ids)?);
         let plan = PlanPermute {
@@ -127,13 +127,13 @@ impl<B: Kernels> Routed<B> {
     }
 }
 
-/// Operands of one shape and number of groups, made when they are first asked for.
+/// Operands of one shape and number of groups, made lazily.
 #[derive(Debug)]
 pub struct Operands<B: Kernels> {
     pub b: B,
-    /// Of the rows with their padding.
+    /// Extent of the rows, including padding.
     pub extent: Extent,
-    /// Ragged rows; none where they are dense.
+    /// Groups of ragged rows; `None` for dense rows.
     pub groups: Option<Groups<B>>,
     x: OnceCell<Tensor<B>>,
     h: OnceCell<Tensor<B>>,
@@ -143,7 +143,7 @@ pub struct Operands<B: Kernels> {
 }
 
 impl<B: Kernels> Operands<B> {
-    /// Dense rows, or as many in uneven groups of these lengths.
+    /// Dense rows, or the same number of rows in uneven groups of these lengths.
     pub fn new(b: &B, shape: MatrixShape, lengths: Option<&[usize]>) -> Result<Self> {
         let ragged = lengths.map(|lengths| RaggedRows::new(lengths, ALIGN));
         let capacity = ragged.as_ref().map_or(shape.rows, |r| r.capacity);
@@ -180,20 +180,20 @@ impl<B: Kernels> Operands<B> {
         kept(&self.saved_h, || row_blocks(&self.b, &self.h()?, Block::MXFP4, self.groups.as_ref()))
     }
 
-    /// A gate weight a row.
+    /// One gate weight per row.
     pub fn gate(&self) -> Result<B::Buf<f32>> {
         let weight = |row: usize| 0.05 + (random(row as u64) % 1000) as f32 / 2000.0;
         self.b.upload(&(0..self.extent.capacity).map(weight).collect::<Vec<_>>())
     }
 
-    /// The rows as they come to be sorted by expert, as many experts as there are groups.
+    /// The rows before they are sorted by expert, with as many experts as groups.
     pub fn routed(&self) -> Result<Routed<B>> {
         let experts = self.groups.as_ref().map_or(1, |g| g.num_groups);
         kept(&self.routed, || Routed::new(&self.b, self.extent.valid, experts))
     }
 }
 
-/// The kept value, or a new one, kept unless making it fails.
+/// The cached value, or a new one, which is cached unless making it fails.
 fn kept<T: Clone>(cell: &OnceCell<T>, make: impl FnOnce() -> Result<T>) -> Result<T> {
     match cell.get() {
         Some(value) => Ok(value.clone()),

@@ -1,9 +1,9 @@
-//! What other projects' kernels take for the same conversions, measured on [`MEASURED`](crate::peers::MEASURED) by the
+//! Times of other projects' kernels for the same conversions, measured on [`MEASURED`](crate::peers::MEASURED) by the
 //! same rules: single calls, L2 flushed, medians of at least seven.
 //!
 //! Published kernels were run from their own sources with their own launch code; `torch.compile` is PyTorch 2.11's; Triton
-//! stands for untuned kernels in Triton 3.6, the least that one would write. Of these two at each shape the faster of what
-//! another set of them reached and of what `benchmarks/peers/conversions.py` printed on that GPU; the script times both again
+//! means untuned kernels in Triton 3.6, the least that one would write. For these two, each figure is the faster of two sets of
+//! kernels at that shape: an earlier set, and the output of `benchmarks/peers/conversions.py` on that GPU. The script times both
 //! wherever they are installed.
 
 use super::SHAPES;
@@ -28,7 +28,7 @@ const FP8_FLOW: Who = Who {
     published: true,
     script: None,
 };
-/// The script that times the next two, and what it leaves out.
+/// The script that times the next two projects, and what it leaves out.
 const CONVERSIONS: Option<(&str, &str)> =
     Some(("conversions.py", ", but for MXFP4 → BF16, combine, permuted E4M3 and the other SwiGLUs"));
 const COMPILE: Who = Who {
@@ -40,13 +40,13 @@ const COMPILE: Who = Who {
 const TRITON: Who =
     Who { name: "Triton", source: "Triton 3.6, untuned kernels", published: false, script: CONVERSIONS };
 
-/// One project's times of one conversion.
+/// A project's times of one conversion.
 struct Row {
     kernels: &'static [&'static str],
     who: Who,
-    /// Number of groups; 0 for dense rows.
+    /// Number of groups; 0 = dense rows.
     groups: usize,
-    /// Microseconds at each of [`SHAPES`]; 0 where it was not measured.
+    /// Microseconds at each of [`SHAPES`]; 0 = not measured.
     us: [f64; SHAPES.len()],
 }
 
@@ -74,7 +74,7 @@ const ROWS: &[Row] = &[
     row(LIFT_ROWS, MXFP4_HOPPER, 0, [358.0, 107.0, 196.0, 82.7, 50.8]),
     row(LIFT_ROWS, TRITON, 0, [169.0, 51.7, 92.9, 39.6, 24.9]),
     row(LIFT_ROWS, COMPILE, 0, [203.2, 65.2, 111.6, 52.2, 33.7]),
-    // The one of its two kernels that keeps signs.
+    // The project has two kernels; this is the one that keeps signs.
     row(LIFT_COLS, MXFP4_HOPPER, 0, [396.0, 118.0, 216.0, 90.3, 54.6]),
     row(LIFT_COLS, MXFP4_HOPPER, 8, [406.0, 121.0, 223.0, 93.7, 59.1]),
     row(LIFT_COLS, MXFP4_HOPPER, 32, [423.0, 126.0, 234.0, 98.2, 69.9]),
@@ -111,7 +111,7 @@ const ROWS: &[Row] = &[
     row(&["combine BF16"], COMPILE, 256, [609.9, 0.0, 0.0, 0.0, 0.0]),
 ];
 
-/// What others took for a kernel at a shape and number of groups (0: dense).
+/// Other projects' times of a kernel at a shape and number of groups (0 = dense).
 pub fn of(kernel: &str, shape: MatrixShape, groups: usize) -> impl Iterator<Item = (Who, f64)> {
     let column = SHAPES.iter().position(|s| *s == shape);
     let named = move |row: &&Row| row.groups == groups && row.kernels.contains(&kernel);
@@ -119,14 +119,14 @@ pub fn of(kernel: &str, shape: MatrixShape, groups: usize) -> impl Iterator<Item
     ROWS.iter().filter(named).filter_map(measured)
 }
 
-/// The fastest of them, of published kernels alone or of all.
+/// The fastest of them, among all or only published kernels.
 pub fn fastest(kernel: &str, shape: MatrixShape, groups: usize, published: bool) -> Option<(Who, f64)> {
     of(kernel, shape, groups)
         .filter(|(who, _)| who.published || !published)
         .min_by(|a, b| a.1.total_cmp(&b.1))
 }
 
-/// Everybody in the table, with their sources.
+/// All projects in the table, with their sources.
 pub fn everybody() -> [Who; 5] {
     [MXFP4_HOPPER, TE, FP8_FLOW, COMPILE, TRITON]
 }

@@ -1,4 +1,4 @@
-//! The shares of the floor as an SVG file that any browser opens.
+//! The shares of the floor as an SVG file.
 
 use super::operands::MatrixShape;
 use super::{Measured, peers};
@@ -7,23 +7,23 @@ use nibble_command::output::{Mark, Output};
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
-/// What a picture bears.
+/// The picture's mark.
 pub const MARK: Mark = Mark::Picture("nibble bench kernels");
 
 const WIDTH: u32 = 1200;
-/// Pixels a kernel, and above and below them all.
+/// Pixels per kernel, and above and below all kernels.
 const LINE: u32 = 22;
 const FRAME: u32 = 100;
 const DENSE: RGBColor = RGBColor(70, 120, 190);
 const RAGGED: [RGBColor; 3] = [RGBColor(230, 150, 40), RGBColor(190, 70, 60), RGBColor(100, 50, 120)];
 const GOAL: RGBColor = RGBColor(30, 130, 70);
-/// The least that is aimed for, in per cent of the floor.
+/// The goal, in per cent of the floor.
 const GOAL_SHARE: f64 = 90.0;
 
-/// Draws the largest shape: a bar a kernel for dense rows, a dot for each number of groups.
+/// Draws the largest shape: per kernel, a bar for dense rows and a dot for each number of groups.
 ///
 /// # Errors
-/// Where there is nothing to draw, or the file cannot be written.
+/// If there is nothing to draw, or the file cannot be written.
 pub fn draw(gpu: &str, measured: &[Measured], file: Output) -> Result<()> {
     let mut svg = String::new();
     render(gpu, measured, &mut svg)
@@ -36,7 +36,7 @@ struct Line<'a> {
     name: &'a str,
     /// By number of groups.
     shares: Vec<(usize, f64)>,
-    /// Of the fastest published kernel for the first of them.
+    /// Share of the fastest published kernel, at the first number of groups.
     published: Option<f64>,
 }
 
@@ -123,7 +123,7 @@ fn render(gpu: &str, measured: &[Measured], svg: &mut String) -> Result<(), Stri
     root.present().map_err(text)
 }
 
-/// Draws what the series of a chart are, in its lower right corner.
+/// Draws a chart's legend in its lower right corner.
 pub fn name_series<'a, D: DrawingBackend + 'a, C: CoordTranslate>(
     chart: &mut ChartContext<'a, D, C>,
 ) -> Result<(), String> {

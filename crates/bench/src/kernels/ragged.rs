@@ -1,4 +1,4 @@
-//! All groups in one launch, against a launch for each group.
+//! One launch for all groups, against one launch per group.
 
 use super::super::gpu::Bench;
 use super::conversion::{Conversion, Quantization, Work};
@@ -35,7 +35,7 @@ fn together<B: Kernels>(
     how.on(&Operands::new(b, shape, Some(lengths))?)
 }
 
-/// A call for each group, on tensors of its own.
+/// One call per group, on separate tensors.
 fn one_by_one<B: Kernels>(b: &B, cols: usize, lengths: &[usize], how: Conversion) -> CoreResult<Work<B>> {
     let call = |&rows: &usize| how.on(&Operands::new(b, MatrixShape { rows, cols }, None)?);
     let calls = lengths.iter().map(call).collect::<CoreResult<Vec<_>>>()?;

@@ -1,7 +1,7 @@
-//! What quantization costs one linear layer, forward and backward, under each recipe: the sum of the conversion kernels that
-//! it runs. Which those are is read off a layer that runs, so that the table follows the code.
+//! The cost of quantization of one linear layer, forward and backward, under each recipe: the sum of its conversion
+//! kernels. The kernels are recorded from a layer that runs, so the table follows the code.
 //!
-//! Weights are left out: their copies are made once a step. SwiGLU's fused conversions are in the kernels' table.
+//! Weights are left out, as their copies are made once per step. SwiGLU's fused conversions are in the kernels' table.
 
 use super::super::gpu::Bench;
 use super::conversion::{Conversion, Quantization};
@@ -19,7 +19,7 @@ use nibble_testkit::shapes::MoeShape;
 use serde_json::{Value, json};
 
 const ROWS: usize = 32768;
-/// Of the gate and up projections of DeepSeek-V3's experts.
+/// Inputs of the gate and up projections of DeepSeek-V3's experts.
 const INPUTS: usize = MoeShape::DEEPSEEK_V3.d;
 const OUTPUTS: usize = 2 * MoeShape::DEEPSEEK_V3.f;
 /// Experts of the grouped layer.
@@ -27,13 +27,13 @@ const EXPERTS: usize = 8;
 /// The recipe whose cost is 1.
 const BASELINE: &str = "fp8-block";
 
-/// One conversion of the input or of the output's gradient.
+/// A conversion of the input or of the output's gradient.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Step {
-    /// Whether of the gradient.
+    /// Whether it converts the gradient.
     gradient: bool,
     how: Conversion,
-    /// Of the tokens on their way to the experts, each once whatever the number of its experts.
+    /// Whether it is before the dispatch, on each token once whatever the number of its experts.
     before_dispatch: bool,
 }
 
@@ -47,7 +47,7 @@ fn steps(changes: &[Change], section: &Section) -> Result<Vec<Step>> {
         }
         let gradient = change.tensor == "dy";
         let site = section.at(if gradient { Site::DgradDy } else { Site::FpropX });
-        // MX scales are powers of two whatever the others are.
+        // MX scales are always powers of two.
         let block = |Form { format, .. }: Form| {
             let rule = if format == Format::E4m3 { site.scale } else { ScaleRule::Rceil };
             Block { format, rule }
@@ -70,7 +70,7 @@ fn steps(changes: &[Change], section: &Section) -> Result<Vec<Step>> {
     Ok(found)
 }
 
-/// Those of a built-in recipe, read off a layer of this kind that runs.
+/// The conversions of a built-in recipe, recorded from a layer of this kind that runs.
 fn steps_of(recipe: &str, kind: LayerKind) -> Result<Vec<Step>> {
     let recipe = Recipe::builtin(recipe)?;
     let Some(layer) = layers::of_kind(kind) else { return Ok(Vec::new()) };
@@ -88,7 +88,7 @@ struct Cost {
     before_dispatch_us: f64,
 }
 
-/// A recipe's costs: of a dense layer, and of one of experts.
+/// A recipe's costs: of a dense layer and of an expert layer.
 struct Costs {
     recipe: &'static str,
     dense: Result<Cost>,
@@ -106,7 +106,7 @@ impl Costs {
         Ok(Self { recipe: name, dense, experts })
     }
 
-    /// Of the dense layer; of the experts with what is done before the dispatch, and without.
+    /// Microseconds of the dense layer, and of the expert layer with and without the conversions before the dispatch.
     fn us(&self) -> [Option<f64>; 3] {
         let of = |cost: &Result<Cost>, us: fn(&Cost) -> f64| cost.as_ref().ok().map(us);
         let local = of(&self.experts, |c| c.us - c.before_dispatch_us);
@@ -117,13 +117,11 @@ impl Costs {
 pub fn run(bench: &Bench) -> Result<Value> {
     say!("");
     say!(
-        "conversions of one linear layer, {ROWS} × {INPUTS} → {OUTPUTS}, forward and backward, us (weights' once a step aside; to codes: what"
+        "conversions of one linear layer, {ROWS} × {INPUTS} → {OUTPUTS}, forward and backward, us (without weights, quantized once per step; all to"
     );
+    say!("codes: operands that only products read are lifted or decoded in a step, which is timed above);");
     say!(
-        "products alone read, a step quantizes to the numbers that they take, which is timed above as lifted and decoded);"
-    );
-    say!(
-        "speed: {BASELINE}'s time / the recipe's; experts: {EXPERTS}, with and without what is quantized before the dispatch"
+        "speed: {BASELINE}'s time / the recipe's; experts: {EXPERTS}, with and without conversions before the dispatch"
     );
     let heads =
         [("dense", 10), ("speed", 6), ("experts", 12), ("speed", 6), ("after dispatch", 18), ("speed", 6)];

@@ -1,4 +1,4 @@
-//! The table, and the same figures for a program to read.
+//! The table, and the same figures as JSON.
 
 use super::operands::MatrixShape;
 use super::{Measured, Times, peers};
@@ -7,8 +7,8 @@ use nibble_command::say;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
-/// Prints one shape's table, which fits 140 columns: a kernel a line, its time on dense rows (on the most groups, where it
-/// has no dense form), the share of the floor on ragged rows, and what others take.
+/// Prints one shape's table, at most 140 columns wide, one kernel per line: its time on dense rows (or on the most groups, if it
+/// has no dense form), its share of the floor on ragged rows, and other projects' times.
 pub fn table(shape: MatrixShape, groups: &[usize], names: &[&str], measured: &[Measured]) {
     say!("");
     say!("{} × {}", shape.rows, shape.cols);
@@ -31,7 +31,7 @@ pub fn table(shape: MatrixShape, groups: &[usize], names: &[&str], measured: &[M
     }
 }
 
-/// The first line, as much of it as a line of the table holds; the figures have it all.
+/// The first line of an error, cut to the width of the table; the JSON figures have all of it.
 pub fn shortened(why: &str) -> String {
     const MOST: usize = 130;
     let line = why.lines().next().unwrap_or_default();
@@ -70,7 +70,7 @@ fn line<'a>(name: &str, measured: &[&'a Measured], ragged: &[usize]) -> Result<S
     };
     let (published, mut best) = (other(true), other(false));
     if best == published {
-        // Said once.
+        // Not printed twice.
         best = Default::default();
     }
     let ((publ, publ_x, publ_who), (best, best_x, best_who)) = (published, best);
@@ -85,7 +85,7 @@ fn line<'a>(name: &str, measured: &[&'a Measured], ragged: &[usize]) -> Result<S
     Ok(line.trim_end().to_owned())
 }
 
-/// Somebody's time and how many times ours it is.
+/// Another time, and its ratio to ours.
 fn beside(us: Option<f64>, ours: &Times) -> (String, String) {
     match us {
         Some(us) => (format!("{us:.0}"), format!("{:.2}", us / ours.us)),
@@ -93,13 +93,13 @@ fn beside(us: Option<f64>, ours: &Times) -> (String, String) {
     }
 }
 
-/// Says whose times stand beside ours.
+/// Names the projects that ours are compared with.
 pub fn peers() {
     say!("");
     say!(
-        "separate: the same by kernels of our own, one after the other. publ., best: the fastest published kernel, and the"
+        "separate: the same by our own separate kernels. publ., best: the fastest published kernel, and the"
     );
-    say!("fastest of anybody's, measured by the same rules on {MEASURED},");
+    say!("fastest of all projects, measured by the same rules on {MEASURED},");
     say!("not in this run:");
     for who in peers::everybody() {
         say!("{}", who.lines());
@@ -112,7 +112,7 @@ fn routed_rows() -> String {
     [8, 32, 256].map(of).join(", ")
 }
 
-/// Everything, an object a measurement.
+/// All figures, one object per measurement.
 pub fn figures(measured: &[Measured]) -> Value {
     measured.iter().map(figure).collect()
 }

@@ -1,8 +1,8 @@
-//! The bytes that a conversion must move: every input once, every output once, scales, row numbers and gate weights
-//! counted; group starts, and the counts a conversion returns, are too few to count.
+//! The bytes that a conversion must move: every input once and every output once, including scales, row numbers and gate
+//! weights. Group starts and returned counts are negligible.
 //!
-//! Of ragged rows an input's padding need not be read. Outputs have theirs written where the operation promises what it
-//! holds: zeros in every column plane, in the rows of `quantize` and `permute`, and in what SwiGLU gives.
+//! Padding of ragged inputs need not be read. Padding of outputs counts if the operation guarantees its content: zeros in
+//! column blocks, in the rows of `quantize` and `permute`, and in the outputs of SwiGLU.
 
 use nibble_core::ops::{Planes, Taken};
 use nibble_core::{BlockScaled, DType};
@@ -28,7 +28,7 @@ impl Add for Traffic {
 /// Bytes of an index or a gate weight.
 const WORD: usize = 4;
 
-/// A matrix of which `valid` of `capacity` rows are no padding.
+/// A matrix of `capacity` rows, of which `valid` are not padding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Extent {
     pub valid: usize,
@@ -37,7 +37,7 @@ pub struct Extent {
 }
 
 impl Extent {
-    /// As many rows of another width.
+    /// The same rows with another width.
     pub fn wide(self, cols: usize) -> Self {
         Self { cols, ..self }
     }
@@ -52,14 +52,14 @@ impl Extent {
         block.plane(BlockAxis::Row, self.valid, self.cols)
     }
 
-    /// What one plane or two take, padding included.
+    /// Bytes of the requested row or column blocks, including padding.
     fn planes(self, block: Block, planes: Planes, taken: Taken) -> usize {
         let plane = |axis| block.plane_as(taken, axis, self.capacity, self.cols);
         match planes {
             Planes::Rows => plane(BlockAxis::Row),
             Planes::Cols => plane(BlockAxis::Col),
             Planes::Both => plane(BlockAxis::Row) + plane(BlockAxis::Col),
-            // As it stands, and transposed.
+            // Tiles, and their transpose.
             Planes::Tiles => 2 * plane(BlockAxis::Tile),
         }
     }
@@ -81,12 +81,12 @@ impl Block {
 
     pub const MXFP8: Self = Self { format: Format::Mxfp8E4m3, rule: ScaleRule::Rceil };
     pub const MXFP6: Self = Self { format: Format::Mxfp6E2m3, rule: ScaleRule::Rceil };
-    /// Without a scale of the tensor, for which values are read twice.
+    /// Without a tensor scale, for which values would be read twice.
     pub const NVFP4: Self = Self { format: Format::Nvfp4, rule: ScaleRule::Amax };
-    /// With a power of two for 128 values instead.
+    /// With a power of two per 128 values instead of a tensor scale.
     pub const NVFP4_128: Self = Self { format: Format::Nvfp4In128, rule: ScaleRule::Amax };
     pub const HIF4: Self = Self { format: Format::Hif4, rule: ScaleRule::Amax };
-    /// What codes are lifted to.
+    /// The target of lifts.
     const LIFTED: Self = Self { format: Format::LIFTED.0, rule: Format::LIFTED.1 };
 
     fn scale_bytes(self) -> usize {
@@ -98,7 +98,7 @@ impl Block {
         BlockScaled::<Cuda>::code_bytes(self.format, axis, rows, cols) + self.scale_bytes() * scales
     }
 
-    /// A plane in the form that products take. Of decoded numbers no scales are owed.
+    /// Bytes of blocks along one axis in the form that products take. Decoded numbers have no scales.
     fn plane_as(self, taken: Taken, axis: BlockAxis, rows: usize, cols: usize) -> usize {
         match taken {
             Taken::AsIs => self.plane(axis, rows, cols),
@@ -134,7 +134,7 @@ pub fn dequantize(x: Extent, from: Block) -> Traffic {
     traffic(x.row_blocks(from), x.plain(DType::Bf16))
 }
 
-/// Block format → block format. Of padding rows nothing is promised; padding columns are zeros.
+/// Block format → block format. Padding rows are unspecified; padding columns are zeros.
 pub fn transcode(x: Extent, from: Block, to: Block, axis: BlockAxis) -> Traffic {
     let written = match axis {
         BlockAxis::Col => x.planes(to, Planes::Cols, Taken::AsIs),
@@ -144,22 +144,22 @@ pub fn transcode(x: Extent, from: Block, to: Block, axis: BlockAxis) -> Traffic 
     traffic(x.row_blocks(from), written)
 }
 
-/// Rows of `row_bytes` to their sorted, padded places; `sources` received rows have at least one.
+/// Copies rows of `row_bytes` bytes to sorted, padded positions; `sources` of the received rows have at least one target.
 pub fn permute(row_bytes: usize, sources: usize, capacity: usize) -> Traffic {
     traffic(sources * row_bytes + WORD * capacity, capacity * row_bytes)
 }
 
-/// And back, one row a slot.
+/// The inverse, one row per slot.
 pub fn unpermute(row_bytes: usize, slots: usize) -> Traffic {
     traffic(slots * row_bytes + WORD * slots, slots * row_bytes)
 }
 
-/// The `top_k` rows of each token summed.
+/// Sums the `top_k` rows of each token.
 pub fn combine(row_bytes: usize, tokens: usize, top_k: usize) -> Traffic {
     traffic(tokens * top_k * row_bytes, tokens * row_bytes)
 }
 
-/// The same up a tree: where each slot's row lies, and at which leaf, are read too.
+/// The same along a tree; also reads the position and the leaf of each slot's row.
 pub fn combine_tree(row_bytes: usize, tokens: usize, top_k: usize) -> Traffic {
     traffic(tokens * top_k * (row_bytes + 2 * WORD), tokens * row_bytes)
 }

@@ -1,8 +1,8 @@
 //! Matrix products: which path a pair of operands takes.
 //!
-//! [`Numbers`] says of a pair which numbers are multiplied. The tensor cores take FP8 codes under a scale for 128 values or more, and BF16. What is
-//! quantized otherwise is lifted to FP8 first, or decoded to BF16; beside plain F32 to F32. Plain F32 goes to the ordinary cores, unless one operand or
-//! the result is BF16: then products of BF16 parts are summed. What has rows of odd sizes goes to the ordinary cores as well.
+//! [`Numbers`] names the type that a pair of operands is multiplied in. The tensor cores take BF16, and FP8 codes with one scale per 128 or
+//! more values. Other quantized operands are lifted to FP8 or decoded to BF16 first; next to plain F32, to F32. Plain F32 goes to the CUDA
+//! cores, unless one operand or the result is BF16: then products of BF16 parts are summed. Rows of odd sizes go to the CUDA cores, too.
 
 mod parts;
 mod tensor_cores;
@@ -19,61 +19,61 @@ use nibble_core::ops::{Factor, Numbers, ProductDesc, ProductDims, Ragged, Stored
 use nibble_core::{DType, DeviceKind, Grouping};
 use std::fmt;
 
-/// Numbers that a thread sums at a time: rows of what is summed are whole multiples.
+/// Numbers that a thread sums at a time: the rows of such sums are multiples of this.
 pub const SUMMED_UNIT: usize = 4;
 
-/// The way of a product: what its operands become, and who multiplies that.
+/// The path of a product: what its operands become, and which cores multiply them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ProductPath {
-    /// The numbers that operands become where they are not multiplied as they are stored; none where both are.
+    /// The numbers that operands are converted to; none if both are multiplied as stored.
     pub lowered_to: Option<Numbers>,
-    /// What A and B become: to BF16 without the scales of tensors.
+    /// The conversions of A and B. A conversion to BF16 leaves the tensor scales out.
     pub sides: [Becomes; 2],
-    /// Groups whose ends are moved to the end of their last block; none where they are taken as they are.
+    /// Groups whose ends are moved to the end of their last block; none if groups are taken as they are.
     pub whole_groups: Option<usize>,
-    /// F32 sums that scales of tensors multiply; none where there are no such scales left, or where the product itself multiplies by them.
+    /// F32 sums that a second kernel multiplies by tensor scales; none without tensor scales, or where the product applies them itself.
     pub sums: Option<usize>,
-    /// Who multiplies what they have become.
+    /// Which cores multiply the converted operands.
     pub cores: Cores,
 }
 
-/// Who multiplies.
+/// Which cores multiply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Cores {
     /// The tensor cores.
     Tensor {
-        /// What they are asked, of all runs.
+        /// The product, all runs together.
         product: TensorCoreProduct,
-        /// Runs that each group's rows are cut into where D alone has too few tiles for the GPU: a D for each run, and their sum. Else 1.
+        /// Split-K: runs that each group's rows are cut into if D has too few tiles for the GPU; the D of all runs are summed. Else 1.
         runs: usize,
     },
-    /// The tensor cores, of F32 operands as sums of BF16 numbers.
+    /// The tensor cores, with F32 operands as sums of BF16 numbers.
     Parts(Parts),
-    /// Ordinary cores: what the tensor cores have no way for, many times slower.
+    /// The CUDA cores: what the tensor cores cannot do, many times slower.
     Ordinary,
 }
 
-/// What an operand becomes before it is multiplied.
+/// The conversion of an operand before it is multiplied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Becomes {
-    /// It stays what it is, or what it became when it was quantized.
+    /// Unchanged, or converted when it was quantized.
     AsIs,
-    /// A plane of [`Format::LIFTED`].
+    /// Codes and scales of [`Format::LIFTED`].
     Lifted {
         /// The axis of its blocks: that of the operand, or `Tile` for the rows of a second operand.
         axis: BlockAxis,
-        /// Matrices, each of which has its own squares.
+        /// Matrices, each with its own 2-D blocks.
         matrices: usize,
         /// Bytes of codes.
         codes: usize,
         /// Bytes of scales, with the padding of their layout.
         scales: usize,
-        /// Their layout.
+        /// Layout of the scales.
         layout: ScaleLayout,
     },
-    /// So many plain numbers of this type, decoded.
+    /// Decoded to this many plain numbers of this type.
     Decoded(DType, usize),
-    /// So many F32 numbers, of plain BF16 ones: for the ordinary cores, where the other operand is F32.
+    /// BF16 widened to this many F32 numbers: for the CUDA cores, if the other operand is F32.
     Widened(usize),
 }
 
@@ -87,7 +87,7 @@ impl Becomes {
         }
     }
 
-    /// What it takes, by these names.
+    /// Its temporary memory, under these names.
     fn temporaries(self, [decoded, its_codes, its_scales, widened]: [&'static str; 4]) -> Vec<Temporary> {
         match self {
             Self::AsIs => Vec::new(),
@@ -101,7 +101,7 @@ impl Becomes {
 }
 
 impl ProductPath {
-    /// The path of a product. There is one where its sizes are positive.
+    /// The path of a product of positive sizes.
     pub fn of(asked: &ProductDesc) -> Self {
         let Some((lowered_to, taken, multiplied)) = taken_first(asked) else {
             let cores = Cores::of(asked);
@@ -115,7 +115,7 @@ impl ProductPath {
                 let product = TensorCoreProduct { kind: OperandKind::ScaledBf16, ..product };
                 (Cores::Tensor { product, runs: 1 }, None)
             }
-            // Others give sums, which a pass of its own scales.
+            // Other products give F32 sums, which a second kernel scales.
             _ if scaled => {
                 let ProductDims { m, n, .. } = asked.dims;
                 let matrices = if asked.ragged == Ragged::Contraction { asked.num_groups() } else { 1 };
@@ -137,7 +137,7 @@ impl ProductPath {
                 Becomes::Lifted { axis, matrices, codes, scales, layout }
             }
         };
-        // The kernels for codes take whole blocks themselves; past its end a group's plain rows may hold anything.
+        // The kernels for codes handle whole blocks themselves. Plain rows past the end of a group may hold anything.
         let of_blocks = lowered_to == Numbers::Bf16 && factors.iter().all(|x| x.stored.format.is_block());
         Self {
             lowered_to: Some(lowered_to),
@@ -148,17 +148,17 @@ impl ProductPath {
         }
     }
 
-    /// Whether nothing of it is left to the ordinary cores.
+    /// Whether the CUDA cores have no part in the product.
     pub fn is_on_tensor_cores(&self) -> bool {
         self.cores != Cores::Ordinary
     }
 
-    /// Whether every row of D is written, those of no group as zeros. Of a contraction every one is.
+    /// Whether every row of D is written, and rows outside all groups are zeros. A contraction always writes every row.
     pub fn writes_every_row(&self) -> bool {
         self.sums.is_some() || self.is_on_tensor_cores()
     }
 
-    /// What it takes beside D, in this order. All of it is there until the product is made.
+    /// Temporary memory besides D, in order of allocation. All of it lives until the product is done.
     pub fn temporaries(&self) -> Vec<Temporary> {
         let [a, b] = self.sides;
         let mut all = a.temporaries(["A, decoded", "A's codes, lifted", "A's scales, lifted", "A in F32"]);
@@ -179,7 +179,7 @@ impl ProductPath {
 }
 
 impl Cores {
-    /// Who multiplies operands that have become what is multiplied.
+    /// The cores for operands that are already converted.
     fn of(asked: &ProductDesc) -> Self {
         let runs = runs(asked);
         if runs > 1
@@ -197,7 +197,7 @@ impl Cores {
     }
 }
 
-/// Why the ordinary cores take a product, in words; nothing where they do not.
+/// Why the CUDA cores compute a product, in words; none if they do not.
 pub fn obstacle(asked: &ProductDesc) -> Option<String> {
     if ProductPath::of(asked).is_on_tensor_cores() {
         return None;
@@ -208,8 +208,8 @@ pub fn obstacle(asked: &ProductDesc) -> Option<String> {
     Some(odd.unwrap_or_else(|| format!("{a} x {b} to {}", asked.out)))
 }
 
-/// The numbers that are multiplied, what A and B become for it, and the product of that: of the type that is asked, before scales of
-/// tensors. None where both are taken as they are.
+/// The numbers that are multiplied, what A and B become for them, and the product of the converted operands, in the type asked for, before
+/// tensor scales. None if both are multiplied as stored.
 fn taken_first(asked: &ProductDesc) -> Option<(Numbers, [Taken; 2], ProductDesc)> {
     let numbers = Numbers::of(asked.a.stored, asked.b.stored);
     let taken = [asked.a, asked.b].map(|x| numbers.takes(x.stored));
@@ -222,12 +222,12 @@ fn taken_first(asked: &ProductDesc) -> Option<(Numbers, [Taken; 2], ProductDesc)
     (taken != [Taken::AsIs; 2]).then_some((numbers, taken, ProductDesc { a, b, ..*asked }))
 }
 
-/// What is decoded for a product of these numbers.
+/// The type that operands are decoded to for these numbers.
 fn decoded_type(numbers: Numbers) -> DType {
     if numbers == Numbers::F32 { DType::F32 } else { DType::Bf16 }
 }
 
-/// What a plain operand becomes on these cores beside the other one.
+/// The conversion of a plain operand for these cores, next to `other`.
 fn widened(x: &Factor, other: &Factor, cores: Cores) -> Becomes {
     match (x.stored.format, other.stored.format, cores) {
         (Format::Bf16, Format::F32, Cores::Ordinary) => Becomes::Widened(x.len()),
@@ -235,7 +235,7 @@ fn widened(x: &Factor, other: &Factor, cores: Cores) -> Becomes {
     }
 }
 
-/// The layout of a GPU's scales along an axis.
+/// The layout of scales on a GPU, by axis.
 fn gpu_layout(axis: BlockAxis) -> ScaleLayout {
     if axis == BlockAxis::Col { DeviceKind::Gpu.column_scales() } else { ScaleLayout::RowMajor }
 }
@@ -245,14 +245,14 @@ fn has_tensor_scale(x: &Factor) -> bool {
     format.is_block() && format.scale_kind(rule).has_tensor_scale()
 }
 
-/// A contraction over blocks goes to the end of each group's last one, unless that is where the group ends.
+/// The number of groups, if a contraction over blocks extends each group to the end of its last block; none if groups end there anyway.
 fn whole_groups(asked: &ProductDesc) -> Option<usize> {
     let Grouping { count, align, rows_each } = asked.groups?;
     let are_whole = rows_each.is_some_and(|rows| rows.is_multiple_of(align.max(1)));
     (asked.ragged == Ragged::Contraction && !are_whole).then_some(count)
 }
 
-/// Runs that each group's rows are cut into: one, unless it is a contraction over groups that are known to be equal.
+/// Runs that each group's rows are cut into (split-K): 1, unless it is a contraction over groups that are known to be equal.
 fn runs(asked: &ProductDesc) -> usize {
     match (asked.ragged, asked.groups.and_then(|groups| groups.rows_each)) {
         (Ragged::Contraction, Some(rows)) if (asked.dims.m * asked.dims.n).is_multiple_of(SUMMED_UNIT) => {
@@ -262,16 +262,15 @@ fn runs(asked: &ProductDesc) -> usize {
     }
 }
 
-/// Into how many runs a contraction over groups of `rows` rows is cut: the number that takes the least time by a simple count of whole
-/// waves of tiles, with each run's D written and read once. A function of D's size and of a group's rows alone, so that bits do
-/// not depend on the number of groups.
+/// Runs for a contraction over groups of `rows` rows: the number with the least time by a simple count of whole waves of tiles, with each
+/// run's D written and read once. Depends only on the size of D and on a group's rows, so that bits do not depend on the number of groups.
 fn runs_of(dims: ProductDims, rows: usize) -> usize {
-    /// Tiles at a time.
+    /// Concurrent tiles.
     const MULTIPROCESSORS: usize = 132;
-    /// Rows of a run, at least: its tiles begin and end as any others.
+    /// Least rows of a run: a tile's prologue and epilogue are paid per run.
     const SHORTEST: usize = 1024;
     const MOST: usize = 16;
-    /// Microseconds that a row of a tile takes; and that a number of D takes to be written and read again.
+    /// Microseconds per row of a tile, and per number of D to write and read it.
     const ROW_US: f64 = 7.4e-3;
     const NUMBER_US: f64 = 2e-6;
     let ProductDims { m, n, .. } = dims;
@@ -285,14 +284,14 @@ fn runs_of(dims: ProductDims, rows: usize) -> usize {
     candidates.min_by(|&a, &b| time(a).total_cmp(&time(b))).unwrap_or(1)
 }
 
-/// What is known of the scales of a quantized B in a product of these elements.
+/// How the scales of a quantized B are shared, in a product of these elements.
 fn scales_b(x: &Factor, elements: [Element; 2]) -> ScalesB {
     let Stored { format, rule, axis } = x.stored;
     match axis {
-        // A tensor's scale lies beside each row.
+        // A tensor scale is stored per row.
         _ if has_tensor_scale(x) => ScalesB::Floats,
         BlockAxis::Tile => ScalesB::Tile,
-        // Not every way is compiled for every pair of elements: the general one does for all.
+        // Other pairs of elements are compiled only for the general case.
         _ if elements != [Element::E4M3; 2] => ScalesB::Floats,
         BlockAxis::Col if format.scale_kind(rule) == ScaleKind::E8M0 => ScalesB::repeating(x.shared_cols),
         BlockAxis::Row if format.scale_kind(rule) == ScaleKind::E8M0 => ScalesB::Powers,
@@ -300,7 +299,7 @@ fn scales_b(x: &Factor, elements: [Element; 2]) -> ScalesB {
     }
 }
 
-/// What A and B are to the tensor cores' kernels, if they take such operands as they are.
+/// How the tensor-core kernels see A and B, if they take such operands as stored.
 fn kind(a: &Factor, b: &Factor) -> Option<OperandKind> {
     match (a.stored.fp8(), b.stored.fp8()) {
         (Some(of_a), Some(of_b)) => Some(OperandKind::Fp8([of_a, of_b], scales_b(b, [of_a, of_b]))),
@@ -308,8 +307,8 @@ fn kind(a: &Factor, b: &Factor) -> Option<OperandKind> {
     }
 }
 
-/// What the tensor cores' kernels would be asked, if they take such operands as they are. With `transposed`, A and B change places, so
-/// that it is B whose rows share scales: that is the faster way, which there is to F32 alone.
+/// The request to the tensor-core kernels, if they take such operands as stored. With `transposed`, A and B change places, so that the
+/// rows that share scales are B's: this is faster, and exists for F32 results only.
 fn as_they_are(asked: &ProductDesc, out: DType, accumulate: bool) -> Option<TensorCoreProduct> {
     let ProductDims { m, n, k } = asked.dims;
     let product = TensorCoreProduct {
@@ -334,7 +333,7 @@ fn on_tensor_cores(asked: &ProductDesc, out: DType, accumulate: bool) -> Option<
     as_they_are(asked, out, accumulate).filter(|product| product.check().is_ok())
 }
 
-/// Where so many runs begin, and their lengths.
+/// Starts and lengths of `runs` runs.
 fn run_lists(runs: usize) -> [Temporary; 2] {
     let list = |what, len| Temporary::new(what, len * size_of::<i32>());
     [list("runs' starts", runs + 1), list("runs' lengths", runs)]
@@ -371,7 +370,7 @@ mod tests {
 
     #[test]
     fn small_gradients_of_many_rows_are_cut_and_others_are_not() {
-        // Queries, keys and the router of a model 1024 wide; experts' widths; few rows.
+        // Queries, keys and the router of a model of width 1024; experts' widths; few rows.
         for (m, n, rows, runs) in [
             (2048, 1024, 32_768, 2),
             (512, 1024, 32_768, 8),

@@ -7,42 +7,42 @@ use nibble_core::formats::Format;
 use nibble_core::ops::{ProductDesc, ProductDims, Ragged};
 use std::fmt;
 
-/// BF16 numbers that an F32 number is.
+/// BF16 numbers per F32 number.
 pub const PARTS: usize = 3;
 
 /// How the parts of two operands are multiplied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PartsForm {
-    /// Dense, A in BF16: B's parts are three matrices under each other, their products beside each other.
+    /// Dense, A in BF16: B's parts are stacked as three matrices, and their products lie side by side.
     Right,
-    /// Dense, rows of both in F32: one product over the pairs of parts, which lie along the contraction.
+    /// Dense, both in F32: one product over the pairs of parts, which are concatenated along the contraction.
     Both,
-    /// Contraction of A's columns in F32 with B's in BF16: A's parts lie beside each other, their gradients under each other.
+    /// Contraction of A's columns in F32 with B's in BF16: A's parts lie side by side, and their gradients are stacked.
     Left,
 }
 
-/// A product of parts.
+/// A product of BF16 parts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Parts {
     /// How they are multiplied.
     pub form: PartsForm,
     /// The BF16 product.
     pub product: TensorCoreProduct,
-    /// Runs that each group's rows are cut into.
+    /// Runs that each group's rows are cut into (split-K).
     pub runs: usize,
     /// Values of A and of B.
     values: [usize; 2],
 }
 
 impl Parts {
-    /// Of two F32 operands, the pairs of parts that are multiplied: part `LEFT[i]` of A with part `RIGHT[i]` of B. What is
-    /// left out is at most 3 · 2⁻¹⁸ of a product, of either sign, where a BF16 result keeps 2⁻⁹.
+    /// For two F32 operands, the pairs of parts that are multiplied: part `LEFT[i]` of A with part `RIGHT[i]` of B. The omitted pairs
+    /// contribute at most 3 · 2⁻¹⁸ of a product, of either sign; a BF16 result is precise to 2⁻⁹.
     pub const LEFT: [u32; 3] = [0, 0, 1];
     /// See [`Parts::LEFT`].
     pub const RIGHT: [u32; 3] = [0, 1, 0];
 
-    /// Whether operands and sizes are such that the tensor cores take the parts. Two F32 operands are multiplied so for a BF16 result
-    /// alone: to F32 all of their bits count.
+    /// The product in parts, if the tensor cores take these operands and sizes. Two F32 operands are split only for a BF16 result: an F32
+    /// result needs all of their bits.
     pub(super) fn choose(product: &ProductDesc) -> Option<Self> {
         let is_dense = product.ragged == Ragged::Rows && !product.accumulate && product.groups.is_none();
         let is_contraction = product.ragged == Ragged::Contraction;
@@ -79,7 +79,7 @@ impl Parts {
         (whole && desc.check().is_ok()).then_some(Self { form, product: desc, runs, values })
     }
 
-    /// Parts that each of A's values is split into, and each of B's; none where it is BF16.
+    /// Parts that each value of A and of B is split into; 0 for BF16.
     pub const fn of_each(&self) -> [usize; 2] {
         match self.form {
             PartsForm::Right => [0, PARTS],
@@ -88,7 +88,7 @@ impl Parts {
         }
     }
 
-    /// What it takes beside D, in this order.
+    /// Temporary memory besides D, in order of allocation.
     pub(super) fn temporaries(&self) -> Vec<Temporary> {
         let (parts, [a, b]) = (self.of_each(), self.values);
         let parts = [("A's parts", parts[0] * a), ("B's parts", parts[1] * b)];

@@ -1,5 +1,5 @@
-//! A product as the tensor cores' kernels are asked for it: its sizes, what its operands are, and what the kernels can take. And which instance of the
-//! kernels runs, in what order it walks the tiles of D.
+//! Products for the tensor-core kernels: sizes, kinds of operands and limits; the instance that runs; and the order in which it walks
+//! the tiles of D.
 
 use nibble_core::formats::Element;
 use nibble_core::ops::Ragged;
@@ -8,7 +8,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex};
 
 const OP: &str = "grouped_product";
-/// Contraction that a scale is for.
+/// Values along the contraction that share a scale.
 const BLOCK_K: usize = 128;
 /// Rows of a tile of D.
 pub const BLOCK_M: usize = 256;
@@ -16,34 +16,34 @@ pub const BLOCK_M: usize = 256;
 pub const BLOCK_N: usize = 128;
 /// Bytes of a row in a stage.
 pub const ROW_BYTES: usize = 128;
-/// What a warp stores at once: 16 rows of 64 bytes, or, of a transposed product, as many columns.
+/// Rows of a warp's store: 16 rows of 64 bytes (columns, if the product is transposed).
 pub const OUT_ROWS: usize = 16;
 /// See [`OUT_ROWS`].
 pub const OUT_ROW_BYTES: usize = 64;
 const MATH_WARPS: usize = 8;
-/// The device's `Tile`, one a stage.
+/// Bytes of the device's `Tile`; each stage has one.
 const TILE_BYTES: usize = 32;
-/// Rows a group on average below which warps add to D.
+/// Average rows per group below which warps add to D.
 pub const SHORT: usize = 1536;
-/// Rows a group on average, its padding counted, below which tiles come mixed.
+/// Average rows per group, with padding, below which tiles are mixed.
 const MIXED_ROWS: usize = 256;
-/// Of so many groups at least.
+/// Least number of groups for mixed tiles.
 pub const MIXED_GROUPS: usize = 16;
-/// What the device's `TileQueue` takes of shared memory, and what aligns it.
+/// Shared memory of the device's `TileQueue`, with its alignment.
 const QUEUE_BYTES: usize = 4 * (48 + 2 * size_of::<u64>()) + 16;
-/// Bands that are worth a trial.
+/// Bands to try.
 const BANDS: [usize; 6] = [2, 4, 8, 16, 32, 64];
-/// The kernels count rows, columns and scales in `int`.
+/// Limit of sizes: the kernels count rows, columns and scales in `int`.
 const MAX_EXTENT: usize = i32::MAX as usize - 512;
 
-/// What the operands are.
+/// The kind of operands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OperandKind {
-    /// E4M3 or E5M2, A's element and B's; A's scales 1 × 128, and these of B.
+    /// E4M3 or E5M2: the elements of A and of B. A has 1 × 128 scales, B those of the second field.
     Fp8([Element; 2], ScalesB),
     /// BF16.
     Bf16,
-    /// BF16 of which the scales of the operands' tensors multiply the sums, before they are rounded or added to D.
+    /// BF16; the tensor scales of both operands multiply the sums before they are rounded or added to D.
     ScaledBf16,
 }
 
@@ -53,7 +53,7 @@ impl OperandKind {
         Self::Fp8([Element::E4M3; 2], scales)
     }
 
-    /// The device's kernel; another one that does the same may take its place where tiles of short groups are mixed.
+    /// The device's kernel. For mixed tiles of short groups, an equivalent kernel may run instead.
     pub const fn kernel(self) -> &'static str {
         match self {
             Self::Fp8(..) => "nib::grouped_fp8_block",
@@ -62,7 +62,7 @@ impl OperandKind {
         }
     }
 
-    /// How B is scaled; none where it is plain.
+    /// How B is scaled; none if it is plain.
     pub const fn scales_b(self) -> Option<ScalesB> {
         match self {
             Self::Fp8(_, scales) => Some(scales),
@@ -76,16 +76,16 @@ impl OperandKind {
     }
 }
 
-/// How B is scaled, every 128 of the contraction.
+/// How the rows of B share scales; each scale covers 128 values of the contraction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ScalesB {
-    /// 128 rows share a scale: weights, and columns made of E4M3 rows. The fastest.
+    /// One scale per 128 rows: weights, and columns made of E4M3 rows. The fastest.
     Tile,
-    /// 32 rows: columns made of MXFP4 rows ([`Ragged::Contraction`]).
+    /// One scale per 32 rows: columns made of MXFP4 rows ([`Ragged::Contraction`]).
     Strips,
-    /// Each row has its own, E8M0.
+    /// One E8M0 scale per row.
     Powers,
-    /// Each row has its own. The slowest.
+    /// One F32 scale per row. The slowest.
     Floats,
 }
 
@@ -99,7 +99,7 @@ impl ScalesB {
         }
     }
 
-    /// What E8M0 scales are of which so many neighbours are known to be equal.
+    /// The kind of E8M0 scales of which each aligned run of `rows` neighbours is known to be equal.
     pub const fn repeating(rows: usize) -> Self {
         match rows {
             128 => Self::Tile,
@@ -109,18 +109,18 @@ impl ScalesB {
     }
 }
 
-/// The sizes of a product, and what it is of: what the kernels are asked.
+/// A product as the tensor-core kernels take it: sizes and operands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TensorCoreProduct {
-    /// What a group's rows are.
+    /// Whether groups divide the rows or the contraction.
     pub ragged: Ragged,
-    /// What the operands are.
+    /// The kind of operands.
     pub kind: OperandKind,
     /// The type of D.
     pub out: DType,
-    /// Add to D, one F32 addition an element, rather than overwrite it ([`Ragged::Contraction`]); a BF16 sum is rounded once.
+    /// Add to D, with one F32 addition per element, instead of overwriting it ([`Ragged::Contraction`]); a BF16 sum is rounded once.
     pub accumulate: bool,
-    /// D holds transposed matrices, `[n][m]`: A and B change places where it is A whose rows share scales
+    /// D holds transposed matrices, `[n][m]`: A and B change places if the rows that share scales are A's
     /// ([`Ragged::Contraction`], FP8, F32).
     pub transposed: bool,
     /// Groups.
@@ -133,7 +133,7 @@ pub struct TensorCoreProduct {
     pub k: usize,
 }
 
-/// Numbers of so many bytes of which a row must be a whole multiple, for the tensor cores to take it: the copy engine's unit is
+/// Values of this many bytes per unit of a row: the tensor-core path needs rows of whole units, because TMA copies multiples of
 /// 16 bytes.
 pub const fn row_unit(value_bytes: usize) -> usize {
     16 / value_bytes
@@ -173,12 +173,12 @@ impl TensorCoreProduct {
         }
     }
 
-    /// Blocks of the contraction, the last of which may be short.
+    /// Blocks of the contraction; the last may be short.
     pub const fn blocks_k(&self) -> usize {
         self.k.div_ceil(BLOCK_K)
     }
 
-    /// Scales of A's tensor, and of B's, one a row: where groups are parts of the contraction, those of its rows.
+    /// Numbers of tensor scales of A and of B, one per row; for a contraction over groups, one per row of the contraction.
     pub const fn tensor_scales(&self) -> (usize, usize) {
         match self.ragged {
             Ragged::Rows => (self.m, self.rows_b()),
@@ -186,7 +186,7 @@ impl TensorCoreProduct {
         }
     }
 
-    /// Rows of A's and B's matrices of scales.
+    /// Rows of the scale matrices of A and B.
     pub const fn scale_rows(&self) -> (usize, usize) {
         let rows_b = match self.kind {
             OperandKind::Fp8(_, scales) => {
@@ -198,7 +198,7 @@ impl TensorCoreProduct {
         (self.m, rows_b)
     }
 
-    /// Its sizes, and what each must be a multiple of.
+    /// The sizes, and what each must be a multiple of.
     fn extents(&self) -> [(&'static str, usize, usize); 4] {
         let of_d = row_unit(self.out.size_bytes());
         let (fp8, bf16) = (row_unit(1), row_unit(2));
@@ -211,13 +211,13 @@ impl TensorCoreProduct {
         [("groups", self.groups, 1), ("m", self.m, m), ("n", self.n, n), ("k", self.k, k)]
     }
 
-    /// A size of which rows are no whole number of 16 bytes, in words.
+    /// The first size that leaves rows not a multiple of 16 bytes, in words.
     pub(super) fn odd_size(&self) -> Option<String> {
         let odd = self.extents().into_iter().find(|(_, value, multiple)| value % multiple != 0);
         odd.map(|(argument, value, multiple)| format!("{argument} = {value}, not a multiple of {multiple}"))
     }
 
-    /// What the kernels can take.
+    /// Checks that the kernels can take the product.
     pub fn check(&self) -> Result<()> {
         for (argument, value, multiple) in self.extents() {
             if value == 0 || value % multiple != 0 || value > MAX_EXTENT {
@@ -253,22 +253,22 @@ impl TensorCoreProduct {
     }
 }
 
-/// Who adds to D.
+/// Where totals are added to D.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Adds {
-    /// The L2, F32.
+    /// In the L2, F32.
     InL2,
-    /// The warp that has the totals.
+    /// In the warp that holds the totals.
     InWarp,
 }
 
-/// In which order tiles come; a mixture has its own kernel.
+/// The order of tiles; mixed tiles have a kernel of their own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Order {
-    /// Full ones first, those that end a group early last.
+    /// Full tiles first; tiles that end a group early last.
     FullFirst,
-    /// Those of long and of short groups mixed: the ones keep the tensor cores busy, the others the memory
-    /// ([`Ragged::Rows`], E4M3 with a scale a tile of B).
+    /// Tiles of long and of short groups mixed: long groups keep the tensor cores busy, short ones the memory
+    /// ([`Ragged::Rows`], E4M3 with one scale per tile of B).
     Mixed,
 }
 
@@ -277,13 +277,13 @@ pub enum Order {
 pub struct TensorCoreConfig {
     /// Stages of the ring.
     pub stages: usize,
-    /// Ctas of a cluster, side by side, which share rows of A: 1 or 2.
+    /// CTAs of a cluster, side by side, which share rows of A: 1 or 2.
     pub cluster: usize,
-    /// Staging buffers a warp has for its stores.
+    /// Staging buffers per warp for its stores.
     pub out_buffers: usize,
-    /// Boxes of D in each: 16 rows of 64 bytes.
+    /// Boxes of D per buffer: 16 rows of 64 bytes each.
     pub out_boxes: usize,
-    /// Who adds totals to D, where they are added.
+    /// Where totals are added to D, if they are.
     pub adds: Adds,
     /// The order of tiles.
     pub order: Order,
@@ -302,7 +302,7 @@ impl fmt::Display for TensorCoreConfig {
 }
 
 impl TensorCoreConfig {
-    /// What most products run on.
+    /// The instance of most products.
     pub const USUAL: Self = Self {
         stages: 4,
         cluster: 2,
@@ -313,13 +313,13 @@ impl TensorCoreConfig {
         band: 8,
     };
 
-    /// The instance for a product. Only the device knows what the groups hold: the rows they have on average decide.
+    /// The instance for a product. Only the device knows the groups' lengths, so the average rows per group decide.
     ///
-    /// The L2 adds F32 at a quarter of the memory's rate, which long contractions hide, and those with a scale a column. The others'
-    /// gradients are added by the warps, as are those of BF16, which are rounded once: a stage less leaves room for half an F32
-    /// tile of D, or a whole one of BF16, that comes under the products.
+    /// The L2 adds F32 at a quarter of the memory bandwidth. Long contractions hide this, and so do products with a scale per row of B. The
+    /// warps add all other gradients, and BF16 gradients, which are rounded once: with one stage fewer, half an F32 tile of D, or a whole
+    /// BF16 tile, fits in shared memory and is loaded during the products.
     ///
-    /// Tiles of groups that are short on average come mixed. At 256 rows a group that is 4 % slower.
+    /// If groups are short on average, tiles are mixed. At 256 rows per group, mixing is 4 % slower.
     pub fn choose(desc: &TensorCoreProduct) -> Self {
         let in_warp = Self { stages: 3, adds: Adds::InWarp, ..Self::USUAL };
         let shared = matches!(desc.kind, OperandKind::Fp8(_, ScalesB::Tile | ScalesB::Strips));
@@ -335,13 +335,13 @@ impl TensorCoreConfig {
         }
     }
 
-    /// Whether there is an instance that mixes tiles.
+    /// Whether an instance mixes tiles for this product.
     fn can_mix(desc: &TensorCoreProduct) -> bool {
         let by_rows = (desc.ragged, desc.kind) == (Ragged::Rows, OperandKind::e4m3(ScalesB::Tile));
         by_rows && desc.groups > 1
     }
 
-    /// What may be tried beside the choice, which is the first, where a cta may have so many bytes of shared memory.
+    /// Instances to try: the choice first, then the others whose shared memory fits a CTA.
     pub fn candidates(desc: &TensorCoreProduct, shared_bytes_per_cta: usize) -> Vec<Self> {
         let chosen = Self::choose(desc);
         let others =
@@ -350,7 +350,7 @@ impl TensorCoreConfig {
         std::iter::once(chosen).chain(others.filter(fits)).collect()
     }
 
-    /// What the kernels have instances and a raster for.
+    /// Checks that the kernels have such an instance and raster.
     pub fn check(&self) -> Result<()> {
         let good = matches!(self.cluster, 1 | 2)
             && (1..=1 << 20).contains(&self.band)
@@ -364,8 +364,8 @@ impl TensorCoreConfig {
         Err(Error::shape("grouped_product", "config", self.to_string(), expected))
     }
 
-    /// What the product wants of the instance: tiles are mixed where that can be done, and the way of adding wants something of the
-    /// buffers, which go through a tile's parts of D: the device's `Stores`.
+    /// Checks the instance against the product: whether it can mix tiles, and whether its way of adding suits the type and the output
+    /// buffers, which cycle through a tile's parts of D (the device's `Stores`).
     pub fn check_for(&self, desc: &TensorCoreProduct) -> Result<()> {
         if self.order == Order::Mixed && !Self::can_mix(desc) {
             let expected = "full tiles, but for several groups of rows in E4M3 with a scale a tile of B";
@@ -389,12 +389,12 @@ impl TensorCoreConfig {
         Err(Error::shape("grouped_product", "config", self.to_string(), expected))
     }
 
-    /// Dynamic shared memory in bytes: `SharedLayout` of the kernel, and 1024 to align it.
+    /// Dynamic shared memory in bytes: the kernel's `SharedLayout`, and 1024 for its alignment.
     pub const fn shared_bytes(&self, desc: &TensorCoreProduct) -> usize {
         let operands = (BLOCK_M + BLOCK_N) * ROW_BYTES;
         let scales = match desc.kind.scales_b() {
             Some(ScalesB::Tile | ScalesB::Strips) => BLOCK_M + 4,
-            // B's in four parts, each padded by 4; powers of two as BF16.
+            // B's scales in four parts, each padded by 4; powers of two as BF16.
             Some(ScalesB::Powers) => BLOCK_M + BLOCK_N / 2 + 16,
             Some(ScalesB::Floats) => BLOCK_M + BLOCK_N + 16,
             None => 0,
@@ -407,12 +407,12 @@ impl TensorCoreConfig {
     }
 }
 
-/// How a GPU runs products on the tensor cores while somebody measures instances.
+/// Overrides of tensor-core products, for measuring instances.
 #[derive(Debug, Clone, Default)]
 pub struct ProductTrial {
-    /// The instance of every such product; the chosen one where there is none.
+    /// The instance of every such product; none: the chosen one.
     pub config: Option<TensorCoreConfig>,
-    /// Collects what is asked.
+    /// Collects the products that are asked for.
     pub asked: Option<Arc<Mutex<Vec<TensorCoreProduct>>>>,
 }
 
@@ -432,7 +432,7 @@ mod tests {
         k: 7168,
     };
 
-    /// Of a Hopper GPU.
+    /// Most shared memory per CTA of a Hopper GPU.
     const MOST_SHARED: usize = 232_448;
 
     #[test]

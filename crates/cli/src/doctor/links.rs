@@ -1,4 +1,4 @@
-//! How fast messages go between this machine's GPUs, and which links are slow.
+//! `nibble doctor --links`: bandwidth and latency between this machine's GPUs, and which links are slow.
 
 use nibble_command::device::{self, Device, On, Work};
 use nibble_command::error::{Error, Result};
@@ -6,19 +6,19 @@ use nibble_command::links::{self, Links};
 use nibble_command::{say, warn};
 use nibble_train::config::{DeviceChoice, RunConfig};
 
-/// Ranks on the CPU, where no number is given.
+/// Default number of ranks on the CPU.
 const CPU_RANKS: usize = 2;
 
-/// Measures all links between so many ranks, a thread each: on GPUs, all of them where no number is given, or on the CPU.
+/// Measures all links between `ranks` ranks, one thread each, on GPUs or on the CPU. The default is all GPUs, or `CPU_RANKS`.
 pub fn run(device: DeviceChoice, ranks: Option<usize>) -> Result<()> {
     let (device, ranks) = match device {
         DeviceChoice::Cpu => (device, ranks.unwrap_or(CPU_RANKS)),
         DeviceChoice::Auto | DeviceChoice::Gpus => {
-            // Not `Auto`: what keeps GPUs from being joined is to be told, and not gone around.
+            // Not `Auto`, which would fall back to the CPU where the GPUs cannot be connected, instead of saying why.
             (DeviceChoice::Gpus, ranks.unwrap_or_else(|| nibble_cuda::probe().usable().count()))
         }
         DeviceChoice::Cuda(_) => {
-            let why = "is one GPU, and a link has two ends: --device cuda measures all, and --ranks N the first of them";
+            let why = "is one GPU, and a link needs two: --device cuda measures all GPUs, and --ranks N the first N";
             return Err(Error::usage(format!("--device {device}: {why}")));
         }
     };

@@ -1,4 +1,4 @@
-//! `nibble doctor`: what this machine and this build have.
+//! `nibble doctor`: describes this machine and this build.
 
 mod links;
 mod start;
@@ -15,32 +15,32 @@ use nibble_formats::{BlockAxis, Format, ScaleRule};
 use nibble_train::config::DeviceChoice;
 use std::path::Path;
 
-/// Says what this machine and this build have
+/// Describes this machine and this build
 ///
-/// Processor, threads, memory, backends, and what of the environment is set; with --all every variable, format and recipe.
+/// Processor, threads, memory, backends, and the environment variables that are set; --all adds every variable, format and recipe.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "--warm needs no GPU. --time compiles into an empty cache of its own, and throws that away. --links takes 128 MiB of each GPU. A link \
-    that is slow beside the others is told of by a warning, and the exit code is 0.\n\n\
+    after_help = "--warm needs no GPU. --time compiles into a temporary cache of its own. --links uses 128 MiB of each GPU; a slow link is a warning, \
+    and the exit code stays 0.\n\n\
     Examples:\n  nibble doctor\n  nibble doctor --all\n  nibble doctor --warm\n  nibble doctor --links\n  NIBBLE_ISA=avx2 nibble doctor"
 )]
 pub struct Args {
-    /// Prints also every environment variable, the formats with their blocks, scale rules and products, and the recipes.
+    /// Also prints every environment variable, the formats with their blocks, scale rules and products, and the recipes.
     #[arg(long, conflicts_with_all = ["time", "warm", "links"])]
     all: bool,
-    /// Measures instead how long the GPU's kernels take to be ready: compiled anew, and from the cache.
+    /// Measures the start-up time of the GPU's kernels instead: with an empty cache, and with a warm one.
     #[arg(long)]
     time: bool,
-    /// Compiles every kernel that the cache lacks instead, so that no run has to.
+    /// Compiles every kernel missing from the cache instead, so that no run has to.
     #[arg(long, conflicts_with = "time")]
     warm: bool,
-    /// Measures instead how fast messages go from each GPU of this machine to each other one, and names slow links.
+    /// Measures bandwidth and latency between all GPUs of this machine instead, and names slow links.
     #[arg(long, conflicts_with_all = ["time", "warm"])]
     links: bool,
-    /// What --links measures: cuda (or auto), the GPUs; cpu, threads that copy in the host's memory.
+    /// What --links measures: cuda (or auto) for the GPUs, cpu for threads that copy through host memory.
     #[arg(long, requires = "links", value_name = "DEVICE", default_value = "auto")]
     device: DeviceChoice,
-    /// How many ranks --links measures: by default all GPUs, and 2 on a CPU.
+    /// Ranks that --links measures. Default: all GPUs, or 2 on a CPU.
     #[arg(long, requires = "links", value_name = "N", value_parser = clap::value_parser!(u32).range(2..=1024))]
     ranks: Option<u32>,
 }
@@ -60,7 +60,7 @@ pub fn run(args: Args) -> Result<()> {
     say!("nibble {}{}", env!("CARGO_PKG_VERSION"), binary());
     say!("processor: {}", processor());
     say!("  features: {}", features());
-    say!("  code to choose from: {}", env::supported().join(", "));
+    say!("  instruction sets for NIBBLE_ISA: {}", env::supported().join(", "));
     say!("memory: {}", memory());
     say!("backend: {}", cpu.name());
     for line in nibble_cuda::probe().to_string().lines() {
@@ -78,7 +78,7 @@ pub fn run(args: Args) -> Result<()> {
     }
 }
 
-/// What is set of the environment, and the names of all else.
+/// Prints the environment variables that are set, and the names of formats.
 fn tell_short() -> Result<()> {
     let set: Vec<_> = env::all().filter(|(name, _)| std::env::var_os(name).is_some()).collect();
     say!("environment:{}", if set.is_empty() { " no NIBBLE_ variable is set" } else { "" });
@@ -89,7 +89,7 @@ fn tell_short() -> Result<()> {
     let names: Vec<_> = Format::ALL.iter().map(|format| format.spec().name).collect();
     names.chunks(8).for_each(|names| say!("  {}", names.join(", ")));
     say!("recipes: {}; nibble recipe lists them", Recipe::all_names().count());
-    say!("--all prints every variable, what each format is and every recipe");
+    say!("--all prints every variable, every recipe, and the properties of each format");
     Ok(())
 }
 
@@ -113,7 +113,7 @@ fn tell_all() -> Result<()> {
         let spec = format.spec();
         let rules: Vec<_> = spec.rules.iter().map(|r| r.name()).collect();
         let block = if spec.block == WHOLE_LINE { "line".to_owned() } else { spec.block.to_string() };
-        // What has no code or kernel of its own goes through one for all.
+        // Formats without specialised code or kernels use the general ones.
         let cpu = if nibble_cpu::has_own_code(format) { "its own" } else { "general" };
         let gpu = if nibble_cuda::ops::has_own_kernels(format) { "its own" } else { "general" };
         let (name, bits, rules) = (spec.name, spec.code_bits, rules.join(", "));
@@ -127,7 +127,7 @@ fn tell_all() -> Result<()> {
     Ok(())
 }
 
-/// Columns for the longest path of a product.
+/// Width of the longest product path in columns.
 const PATH_WIDTH: usize = 65;
 
 /// How a GPU multiplies two operands of a format under its default scale rule.
@@ -147,13 +147,13 @@ fn product_path(format: Format) -> String {
     ProductPath::of(&product).to_string()
 }
 
-/// The size of the command itself, where the system says what it runs.
+/// The size of this executable, if the system says where it is.
 fn binary() -> String {
     let size = std::env::current_exe().and_then(|path| path.metadata());
     size.map_or(String::new(), |file| format!(", a binary of {}", bytes(file.len())))
 }
 
-/// What the folder of compiled kernels holds.
+/// Describes the folder of compiled kernels.
 fn cubins(folder: Option<&Path>) -> String {
     let Some(folder) = folder else { return "kept in memory only".into() };
     let Ok(entries) = folder.read_dir() else {

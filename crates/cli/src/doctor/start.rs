@@ -1,4 +1,4 @@
-//! How long the GPU's kernels take to be ready, with an empty and with a warm cache of compiled kernels.
+//! `nibble doctor --time` and `--warm`: start-up time of the GPU's kernels with an empty and with a warm cubin cache.
 
 use nibble_command::console::bytes;
 use nibble_command::env::Env;
@@ -15,7 +15,7 @@ use rayon::prelude::*;
 use std::path::Path;
 use std::time::Instant;
 
-/// Fills the cache that the environment names.
+/// Compiles every kernel into the cache that the environment names.
 pub fn warm() -> Result<()> {
     let folder = nibble_cuda::env::cubin_cache();
     let folder = folder.ok_or_else(|| Error::usage("NIBBLE_CUBIN_CACHE=off: there is no cache to fill"))?;
@@ -27,13 +27,13 @@ pub fn warm() -> Result<()> {
     Ok(())
 }
 
-/// On all threads of this backend.
+/// Compiles every kernel on all threads of `cpu`.
 fn compile_all(cpu: &Cpu, jit: &Jit) -> Result<()> {
     let all = ops::instances();
     Ok(cpu.pool().install(|| all.par_iter().try_for_each(|instance| jit.cubin(&instance.spec).map(drop)))?)
 }
 
-/// Times both starts.
+/// Times the start with an empty and with a warm cache.
 pub fn time() -> Result<()> {
     let nvrtc = Nvrtc::load().map_err(Error::usage)?;
     let folder = tempfile::tempdir()
@@ -43,7 +43,7 @@ pub fn time() -> Result<()> {
     let gpu = probe().usable().next().map(|gpu| gpu.ordinal);
     match gpu {
         Some(ordinal) => {
-            // The first opening is the process's own start with the driver; later ones share it.
+            // The first open initializes the driver for this process; later ones do not repeat that.
             let (device, ms) = timed(|| Ok(Device::with_jit(ordinal, jit(folder.path())?)?))?;
             say!("{}: opened in {ms:.0} ms", device.info().name);
             let one = folder.path().join("one");
@@ -82,7 +82,7 @@ pub fn time() -> Result<()> {
     Ok(())
 }
 
-/// A conversion of a small matrix, and the wait for it.
+/// Converts a small matrix and waits for the result.
 fn first_conversion(cuda: &Cuda) -> Result<()> {
     let x = Tensor::zeros(cuda, DType::Bf16, 128, 128)?;
     let codec = Codec::new(Format::Mxfp4, ScaleRule::Rceil, Rounding::NearestEven);
@@ -90,7 +90,7 @@ fn first_conversion(cuda: &Cuda) -> Result<()> {
     Ok(cuda.device().synchronize()?)
 }
 
-/// What it gives and the milliseconds it takes.
+/// The result of `work` and its milliseconds.
 fn timed<R>(work: impl FnOnce() -> Result<R>) -> Result<(R, f64)> {
     let start = Instant::now();
     let made = work()?;

@@ -1,4 +1,4 @@
-//! `nibble eval`: the held-out loss of a checkpoint, or what it gets in tasks and on whole texts.
+//! `nibble eval`: the held-out loss of a checkpoint, or its task scores and perplexities.
 
 mod scoring;
 
@@ -16,7 +16,7 @@ use nibble_train::data::{Entropy, files_of};
 use nibble_train::evaluation::Task;
 use std::path::{Path, PathBuf};
 
-/// Computes the held-out loss of a checkpoint, or scores it
+/// Computes a checkpoint's held-out loss, task scores or perplexity
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:\n  \
     nibble eval runs/tiny\n  \
@@ -26,29 +26,29 @@ use std::path::{Path, PathBuf};
     nibble eval my-model --set data.source=book.txt   a folder with a model\n  \
     nibble eval my-model --task quiz.jsonl     questions with choices instead of held-out data\n  \
     nibble eval my-model --perplexity book.txt --stride 64\n\n\
-    A task is a file of JSON lines, each with \"question\", \"choices\" and \"answer\", the number of the right one from 0. A choice follows its question \
-    after a space, and the question the token that texts begin with, where they do; --add-bos-token=false leaves it out. `acc` takes the likeliest choice, `acc_norm` the likeliest a character, `acc_bytes` the likeliest a byte, as lm-evaluation-harness does.\n\n\
-    A perplexity is that of all documents of a source, each behind the token that the run's documents begin with, or else follow (data.bos_token, \
-    data.eos_token); of a folder behind the tokenizer's bos_token, or else its eos_token. Of a document as many tokens are predicted at once as --stride \
-    says, behind as much of it as data.seq_len has room for. Of documents that are longer than data.seq_len a smaller stride has more before each token, and takes longer.")]
+    A task is a file of JSON lines with \"question\", \"choices\" and \"answer\", the index of the right choice from 0. Each choice follows its question \
+    after a space. The question follows the BOS token, if texts begin with one; --add-bos-token=false omits it. `acc` takes the likeliest choice, \
+    `acc_norm` the likeliest per character, `acc_bytes` the likeliest per byte, as lm-evaluation-harness does.\n\n\
+    A perplexity covers all documents of a source. Each document follows the run's data.bos_token, or else its data.eos_token; for a model folder, the \
+    tokenizer's bos_token, or else its eos_token. Each pass predicts --stride tokens after as much of the document as fits into data.seq_len. For \
+    documents longer than data.seq_len, a smaller stride gives each token more context and takes longer.")]
 pub struct Args {
-    /// Directory of a run (its newest whole checkpoint is taken), of one checkpoint, or of a model as the Hugging Face family of tools writes it.
+    /// Directory of a run (its newest whole checkpoint is used), of one checkpoint, or of a Hugging Face model.
     #[arg(value_name = "RUN_OR_MODEL")]
     path: PathBuf,
-    /// Questions to be scored, in place of held-out data; may be given many times.
+    /// File of questions to score instead of held-out data; repeatable.
     #[arg(long = "task", value_name = "FILE")]
     tasks: Vec<PathBuf>,
-    /// Files, folder or glob to be predicted whole, in place of held-out data; may be given many times.
+    /// Files, folder or glob to compute the perplexity of, instead of the held-out loss; repeatable.
     #[arg(long = "perplexity", value_name = "SOURCE")]
     texts: Vec<String>,
-    /// Tokens of --perplexity that are predicted at once, from 1 to data.seq_len, which it is if left out.
+    /// Tokens that --perplexity predicts per pass, from 1 to data.seq_len. Default: data.seq_len.
     #[arg(long, value_name = "TOKENS", requires = "texts")]
     stride: Option<usize>,
-    /// Whether a question of --task begins with the token that texts begin with, where the tokenizer has one. Left out: true, or what the run's
-    /// eval.add_bos_token says.
+    /// Whether each question of --task follows the BOS token, if the tokenizer has one. Default: the run's eval.add_bos_token, or true.
     #[arg(long, value_name = "BOOL", requires = "tasks")]
     add_bos_token: Option<bool>,
-    /// Writes the log-likelihood of each choice, as JSON.
+    /// Writes the log-likelihood of each choice to this JSON file.
     #[arg(long, value_name = "FILE", requires = "tasks")]
     samples: Option<PathBuf>,
     #[command(flatten)]
@@ -71,7 +71,7 @@ pub fn run(args: Args) -> Result<()> {
             let why = format!("--stride: got {stride}, expected 1 to {} (data.seq_len)", config.data.seq_len);
             return Err(Error::usage(why));
         }
-        // What is not there is told before the first task is scored, and no output replaces what is read.
+        // Missing files are reported before the first task is scored, and no output may replace an input.
         let texts = args.texts.iter().map(|text| files_of(text)).collect::<nibble_train::Result<Vec<_>>>()?;
         let mut outputs = Outputs::new(args.force, [args.tasks.clone(), texts.concat()].concat());
         let samples = args.samples.map(|path| outputs.named(&path, &scoring::SAMPLES)).transpose()?;
@@ -90,7 +90,7 @@ pub fn run(args: Args) -> Result<()> {
     )
 }
 
-/// Keys and tables of keys that decide nothing but how a model is trained.
+/// Keys, and tables of keys, that only affect training.
 const OF_TRAINING: [&str; 13] = [
     "seed",
     "model.aux_loss_coef",
@@ -107,10 +107,10 @@ const OF_TRAINING: [&str; 13] = [
     "run.log_every",
 ];
 
-/// Those of their keys that an evaluation follows, too: its batches are those of the training.
+/// Keys of these tables that also affect evaluation, which uses the batches of training.
 const OF_BOTH: [&str; 4] = ["train.batch_size", "train.combine", "train.expert_shards", "train.shards"];
 
-/// Checks that no override decides nothing here.
+/// Refuses overrides that have no effect on an evaluation.
 fn require_of_evaluation(overrides: &[String]) -> Result<()> {
     let keys = Config::keys();
     let named = overrides.iter().filter_map(|o| Some(o.split_once('=')?.0.trim()));
@@ -165,7 +165,7 @@ impl Work for Evaluation<'_> {
     }
 }
 
-/// What to tell of data that are not those of the training.
+/// The warning for data that differ from the training data.
 fn other_data(checkpoint: &Checkpoint, config: &Config) -> String {
     let source = &config.data.source;
     let trained = Config::from_text(&checkpoint.position().config, checkpoint.path(), &[]);
@@ -179,10 +179,10 @@ fn other_data(checkpoint: &Checkpoint, config: &Config) -> String {
     }
 }
 
-/// In place of a loss: a mean over nothing has no value.
+/// Printed instead of a loss if there are no targets.
 pub const NO_TARGET: &str = "none, no token is a target";
 
-/// A loss over all held-out data, or that there is none.
+/// The line for the held-out loss, or for its absence.
 pub fn held_out_line(loss: Option<f64>, unit: &str) -> String {
     match loss {
         Some(loss) => format!("held-out loss: {loss:.4} nats a {unit}, {:.4} bits a {unit}", bits(loss)),
@@ -190,7 +190,7 @@ pub fn held_out_line(loss: Option<f64>, unit: &str) -> String {
     }
 }
 
-/// A loss between the floor and the loss of a model that knows nothing but frequencies.
+/// Places a loss between the entropy floor and the unigram loss.
 pub fn against(Entropy { rate, unigram }: Entropy, loss: f64) -> String {
     let share = (loss - rate) / (unigram - rate);
     format!(
@@ -200,7 +200,7 @@ pub fn against(Entropy { rate, unigram }: Entropy, loss: f64) -> String {
     )
 }
 
-/// Ten lines, at most, of an evaluation that is long enough to need them.
+/// Progress of a long evaluation, in at most ten lines.
 pub fn evaluating_line(done: usize, of: usize) {
     const LONG: usize = 100;
     if of >= LONG && (done * 10) / of != ((done - 1) * 10) / of {

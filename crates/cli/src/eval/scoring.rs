@@ -1,4 +1,4 @@
-//! `nibble eval --task` and `--perplexity`: questions with choices, and whole texts.
+//! `nibble eval --task` and `--perplexity`: multiple-choice questions, and perplexity of whole texts.
 
 use crate::caching::ReadingBar;
 use crate::checkpoint::Trained;
@@ -19,9 +19,9 @@ pub(super) struct Scoring<'a> {
     pub config: &'a Config,
     pub recipe: &'a Recipe,
     pub tasks: Vec<Task>,
-    /// Files, folders and globs that are predicted whole.
+    /// Files, folders and globs to compute the perplexity of.
     pub texts: Vec<String>,
-    /// Tokens of them that are predicted at once.
+    /// Tokens predicted per pass.
     pub stride: usize,
 }
 
@@ -29,7 +29,7 @@ pub(super) struct Scoring<'a> {
 pub(super) const SAMPLES: Mark = Mark::Figures("nibble eval");
 
 impl Work for Scoring<'_> {
-    /// By the name of a task, of each question the log-likelihoods of its choices.
+    /// For each task name and question, the log-likelihoods of the choices.
     type Out = Value;
 
     fn run<B: Device>(&self, on: &On<'_, B>) -> Result<Value> {
@@ -66,7 +66,7 @@ fn warn_of_left_out(text: &str, left_out: &LeftOut) {
     }
 }
 
-/// How well a text is predicted. Of a model of bytes both perplexities are one.
+/// The line for a text's perplexity. For a byte-level model, perplexity per token and per byte are the same.
 fn perplexity_line(text: &str, found: &Perplexity, unit: &str) -> String {
     let of_tokens = (unit != "byte")
         .then(|| format!("{:.4} a token ({:.4} nats)", found.by_token(), found.nats / found.tokens as f64));

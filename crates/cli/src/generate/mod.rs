@@ -1,4 +1,4 @@
-//! `nibble generate`: text from a checkpoint, the same text for the same seed.
+//! `nibble generate`: samples text from a checkpoint, reproducibly for a seed.
 
 mod output;
 mod prompts;
@@ -26,7 +26,8 @@ use stopping::StopTexts;
 /// Writes text from a checkpoint
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "A text is a function of the checkpoint and the options alone: the same seed, the same text, on one kind of device. That of a prompt in a file does not depend on the others.\n\n\
+    after_help = "The text depends only on the checkpoint, the options and the kind of device: the same seed gives the same text. With --prompts, each text \
+    is independent of the file's other prompts.\n\n\
     Examples:\n  \
     nibble generate runs/shakespeare --prompt 'ROMEO:' --tokens 400 --temperature 0.8 --top-p 0.95\n  \
     nibble generate my-model --chat --prompt 'What is a nibble?'\n  \
@@ -35,26 +36,28 @@ use stopping::StopTexts;
     nibble generate runs/tiny --temperature 0 --tokens 64"
 )]
 pub struct Args {
-    /// Directory of a run (its newest whole checkpoint is taken), of one checkpoint, or of a model as the Hugging Face family of tools writes it.
+    /// Directory of a run (its newest whole checkpoint is used), of one checkpoint, or of a Hugging Face model.
     #[arg(value_name = "RUN_OR_MODEL")]
     path: PathBuf,
     #[command(flatten)]
     prompts: Prompts,
-    /// Tokens to generate, at most.
+    /// Maximum tokens to generate.
     #[arg(long, value_name = "N", default_value_t = 256)]
     tokens: usize,
     #[command(flatten)]
     sampling: Sampling,
-    /// Seed of the samples.
+    /// Sampling seed.
     #[arg(long, value_name = "S", default_value_t = 0)]
     seed: u64,
-    /// Ends a text before this one; may be given several times.
+    /// Stops before this text; repeatable.
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     stop: Vec<String>,
-    /// Goes on past the tokens that end a text: those of `data.eos_token`, of the tokenizer, of `generation_config.json` or `config.json` of a model, and of a chat template behind answers.
+    /// Does not stop at end tokens: those of `data.eos_token`, of the tokenizer, of a model's `generation_config.json` or `config.json`,
+    /// and, for answers, of the chat template.
     #[arg(long)]
     ignore_eos: bool,
-    /// Computes under this recipe, a built-in one or the path of a TOML file. Left out: a run's own, of a folder bf16. Standard error says which.
+    /// Recipe to compute under: a built-in one or the path of a TOML file. Default: the run's own, or bf16 for a model folder. Standard
+    /// error names it.
     #[arg(long, value_name = "RECIPE")]
     recipe: Option<String>,
     #[command(flatten)]
@@ -64,7 +67,7 @@ pub struct Args {
 pub fn run(args: Args) -> Result<()> {
     args.sampling.check()?;
     if args.stop.iter().any(String::is_empty) {
-        return Err(Error::usage("--stop: got an empty text, expected one that ends a text"));
+        return Err(Error::usage("--stop: got an empty text, expected the text to stop before"));
     }
     let prompts = args.prompts.read()?;
     let trained = Trained::open(&args.path)?;
@@ -75,14 +78,14 @@ pub fn run(args: Args) -> Result<()> {
     let tokenizer = config.tokenizer()?.unwrap_or_else(|| Arc::new(Bytes));
     let framing = config.framing()?;
     let ids = args.prompts.ids(&prompts, &*tokenizer, framing)?;
-    // As many positions as there will be tokens, in whole blocks of any recipe, or as the model has.
+    // One position per token, rounded up to whole blocks of any recipe, at most the model's positions.
     let longest = ids.iter().map(Vec::len).max().unwrap_or(0);
     let tokens = longest.saturating_add(args.tokens);
     let wanted = tokens.checked_next_multiple_of(128).unwrap_or(tokens).min(config.positions());
     config.data.seq_len = wanted.max(config.data.seq_len);
     if longest > config.data.seq_len {
         warn!(
-            "warning: a prompt has {} tokens, more than the {} positions of the model, which sees the last of them alone",
+            "warning: a prompt has {} tokens, more than the {} positions of the model: it sees only the last ones",
             thousands(longest as u64),
             thousands(config.data.seq_len as u64)
         );
@@ -105,7 +108,7 @@ pub fn run(args: Args) -> Result<()> {
     device::run(&config.run, &work)
 }
 
-/// The tokens that end a text; those that end answers too, if it is one.
+/// The tokens that end a text, and with `chats` those that end an answer.
 fn ends(trained: &Trained, tokenizer: &dyn Tokenizer, framing: Framing, chats: bool) -> Result<Vec<i32>> {
     let path = match trained {
         Trained::Checkpoint(checkpoint) => checkpoint.path(),
@@ -123,14 +126,14 @@ fn ends(trained: &Trained, tokenizer: &dyn Tokenizer, framing: Framing, chats: b
     Ok(ends)
 }
 
-/// How a text ended.
+/// Why a text ended.
 #[derive(Debug, Clone, Copy)]
 enum Ended {
-    /// It has as many tokens as were asked for.
+    /// It has the requested number of tokens.
     Length,
-    /// A text of `--stop` would have come.
+    /// A `--stop` text follows.
     Stop,
-    /// A token that ends texts came.
+    /// An end token was sampled.
     Eos,
 }
 
@@ -150,16 +153,16 @@ struct Generation<'a> {
     config: &'a Config,
     recipe: &'a Recipe,
     tokenizer: SharedTokenizer,
-    /// What the texts go on from, with its ids.
+    /// The prompts with their token ids.
     prompts: Vec<(Prompt, Vec<i32>)>,
-    /// The tokens that end them.
+    /// End tokens.
     ends: Vec<i32>,
 }
 
 impl Work for Generation<'_> {
     type Out = ();
 
-    /// Prints the texts and nothing else; what they are computed in goes to standard error.
+    /// Prints only the texts to standard output; recipe and device go to standard error.
     fn run<B: Device>(&self, on: &On<'_, B>) -> Result<()> {
         let mut trainer = self.trained.load(on, self.config, self.recipe)?;
         let Recipe { name, description, .. } = self.recipe;
@@ -174,7 +177,7 @@ impl Work for Generation<'_> {
 }
 
 impl Generation<'_> {
-    /// The one prompt and its text, as it comes.
+    /// Prints the single prompt, and its text as it is generated.
     fn print_text<B: Kernels>(&self, decoding: &mut Decoding<'_, '_, B>, output: &mut Output) -> Result<()> {
         let told = self.args.prompts.told_first();
         if !told.is_empty() && !output.emit(told.as_bytes())? {
@@ -187,7 +190,7 @@ impl Generation<'_> {
         Ok(())
     }
 
-    /// A line of JSON for each prompt.
+    /// Prints one line of JSON per prompt.
     fn print_lines<B: Kernels>(&self, decoding: &mut Decoding<'_, '_, B>, output: &mut Output) -> Result<()> {
         for (number, (prompt, ids)) in (0..).zip(&self.prompts) {
             let mut completion = Vec::new();
@@ -203,8 +206,8 @@ impl Generation<'_> {
         Ok(())
     }
 
-    /// The text that goes on from these tokens, which `emit` takes as it comes until it is false; how it ended, if it did. The prompt's number chooses its random
-    /// numbers.
+    /// Generates the continuation of these tokens and passes it to `emit` piece by piece until that returns false. Returns why the text
+    /// ended, if it did. The prompt's number selects its random numbers.
     fn go_on<B: Kernels>(
         &self,
         decoding: &mut Decoding<'_, '_, B>,
@@ -246,7 +249,7 @@ impl Generation<'_> {
         Ok(emit(&rest)?.then_some(ended))
     }
 
-    /// The token after these; none where logits are not finite.
+    /// Samples the next token; `None` if the logits are not finite.
     fn next_token<B: Kernels>(
         &self,
         decoding: &mut Decoding<'_, '_, B>,
@@ -255,7 +258,7 @@ impl Generation<'_> {
     ) -> Result<Option<i32>> {
         let window = &ids[ids.len().saturating_sub(self.config.data.seq_len)..];
         let mut logits = decoding.next_logits(window)?;
-        // A model may have rows to spare.
+        // The model may have more rows than the tokenizer has tokens.
         logits.truncate(self.tokenizer.vocab_size());
         Ok(self.args.sampling.token(&logits, random).map(|id| id as i32))
     }

@@ -1,4 +1,4 @@
-//! What texts go on from: of the command line or of a file, plain or as conversations.
+//! Prompts from the command line or from a file, as plain text or as conversations.
 
 use nibble_command::error::{Error, Result};
 use nibble_train::files;
@@ -7,46 +7,46 @@ use nibble_train::tokenizer::{Conversation, Framing, Tokenizer};
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 
-/// Which prompts.
+/// Options that select the prompts.
 #[derive(Debug, clap::Args)]
 pub struct Prompts {
-    /// Text to go on from; printed first. Without one: the token that texts begin or end with, a line break of bytes, or `(` of the built-in language.
+    /// Text to continue; it is printed first. Default: the BOS or EOS token, a line break for bytes, or `(` for the built-in language.
     #[arg(long, value_name = "TEXT", conflicts_with = "prompts")]
     prompt: Option<String>,
-    /// Goes on from each prompt of a file, and writes JSON lines: prompt, completion, and how it ended (`length`, `stop` or `eos`). Of FILE.jsonl each line
-    /// is an object with "prompt", a text, or "messages", a conversation; of FILE.txt each line is a prompt.
+    /// Continues each prompt of a file and writes JSON lines: prompt, completion, and why it ended (`length`, `stop` or `eos`). In
+    /// FILE.jsonl each line is an object with "prompt", a text, or "messages", a conversation; in FILE.txt each line is a prompt.
     #[arg(long, value_name = "FILE")]
     prompts: Option<PathBuf>,
-    /// Takes a prompt for a message to an assistant and writes the answer, by the chat template of the model's tokenizer.
+    /// Treats the prompt as a user message and writes the assistant's answer, by the tokenizer's chat template.
     #[arg(long)]
     chat: bool,
-    /// What the assistant is told before the message.
+    /// System message before the user message.
     #[arg(long, value_name = "TEXT", requires = "chat")]
     system: Option<String>,
 }
 
-/// More bytes than a file of prompts has: all of them are held.
+/// Most bytes of a file of prompts, which is held in memory.
 const MOST_BYTES: u64 = 1 << 30;
 
-/// One of them.
+/// A prompt.
 pub struct Prompt {
-    /// The file and the line that it is from.
+    /// Its file and line.
     place: Option<String>,
     content: Content,
 }
 
-/// What it says.
+/// The content of a prompt.
 enum Content {
     Text(String),
-    /// The messages as they were written, and as a template takes them.
+    /// The messages as written, and as input of a chat template.
     Conversation(Value, Conversation),
 }
 
 impl Prompts {
-    /// All of them, in order.
+    /// Reads all prompts, in order.
     ///
     /// # Errors
-    /// Naming the file and the line of what is no prompt.
+    /// Names the file and the line that is not a prompt.
     pub fn read(&self) -> Result<Vec<Prompt>> {
         let prompts = match &self.prompts {
             Some(file) => of_file(file)?,
@@ -58,10 +58,10 @@ impl Prompts {
         for Prompt { place, content } in &prompts {
             let wrong = match content {
                 Content::Text(text) if self.chat && text.is_empty() => {
-                    "--chat: expected a message, which --prompt TEXT or --prompts FILE says"
+                    "--chat: there is no message, expected --prompt TEXT or --prompts FILE"
                 }
                 Content::Conversation(..) if self.system.is_some() => {
-                    "has \"messages\", of which --system would be one more: write it there"
+                    "has \"messages\", which include the system message: write it there instead of --system"
                 }
                 _ => continue,
             };
@@ -70,26 +70,26 @@ impl Prompts {
         Ok(prompts)
     }
 
-    /// Whether what goes on from any of them is an answer.
+    /// Whether any of the prompts is continued with an answer.
     pub fn has_chat(&self, prompts: &[Prompt]) -> bool {
         self.chat || prompts.iter().any(|prompt| matches!(prompt.content, Content::Conversation(..)))
     }
 
-    /// Whether each is told together with what goes on from it, as JSON.
+    /// Whether prompts come from a file, so each is printed with its completion as JSON.
     pub fn are_of_a_file(&self) -> bool {
         self.prompts.is_some()
     }
 
-    /// What is printed before the text that goes on from a prompt of the command line.
+    /// The prompt of the command line, which is printed before its completion.
     pub fn told_first(&self) -> &str {
         self.prompt.as_deref().filter(|_| !self.chat).unwrap_or_default()
     }
 
-    /// The ids of each, as the model's tokenizer has them. A conversation is what its chat template writes; before a text stands what stands before
-    /// each document of the data.
+    /// The token ids of each prompt. A conversation is rendered by the tokenizer's chat template; a plain text gets the same leading token
+    /// as documents of the data.
     ///
     /// # Errors
-    /// Where a text has no ids, or a conversation no text; where the tokenizer has no chat template, and one is needed.
+    /// If a text encodes to no tokens, a conversation renders to no text, or a chat template is needed and missing.
     pub fn ids(
         &self,
         prompts: &[Prompt],
@@ -118,7 +118,7 @@ impl Prompts {
         prompts.iter().map(ids).collect()
     }
 
-    /// A message of the user, and before it what the assistant is told.
+    /// A user message, after the system message if there is one.
     fn conversation_of(&self, text: &str) -> Result<Conversation> {
         let system = self.system.iter().map(|system| json!({"role": "system", "content": system}));
         let messages: Vec<Value> = system.chain([json!({"role": "user", "content": text})]).collect();
@@ -127,7 +127,7 @@ impl Prompts {
 }
 
 impl Prompt {
-    /// A line of JSON: the prompt, what goes on from it, and how that ended.
+    /// A line of JSON: the prompt, its completion, and why that ended.
     pub fn told_with(&self, completion: &[u8], ended: &str) -> String {
         let (key, said) = match &self.content {
             Content::Text(text) => ("prompt", json!(text)),
@@ -138,7 +138,7 @@ impl Prompt {
     }
 }
 
-/// The ids of a text that is no conversation.
+/// The token ids of a plain text.
 fn plain(text: &str, tokenizer: &dyn Tokenizer, framing: Framing) -> Result<Vec<i32>> {
     let mut ids = match text {
         "" => tokenizer.opening()?,
@@ -152,13 +152,13 @@ fn plain(text: &str, tokenizer: &dyn Tokenizer, framing: Framing) -> Result<Vec<
 
 fn no_template(tokenizer: &dyn Tokenizer) -> Error {
     Error::usage(format!(
-        "the model's tokenizer has no chat template, by which a conversation becomes text; its tokens are {}. Without --chat a prompt is gone on from \
-         as it stands",
+        "the model's tokenizer has no chat template to turn a conversation into text; its tokens are {}. Without --chat a prompt is continued \
+         as plain text",
         tokenizer.tokens()
     ))
 }
 
-/// What is wrong, with the place of the prompt that it is wrong with.
+/// Puts the prompt's place before an error.
 fn at(place: Option<&str>, why: &str) -> String {
     place.map_or_else(|| why.to_owned(), |place| format!("{place}: {why}"))
 }
@@ -170,7 +170,7 @@ fn of_file(path: &Path) -> Result<Vec<Prompt>> {
         "jsonl" => true,
         "txt" => false,
         _ => {
-            let why = "expected a file named .jsonl, of JSON objects, or .txt, of prompts, one a line";
+            let why = "expected FILE.jsonl, one JSON object per line, or FILE.txt, one prompt per line";
             return Err(Error::usage(format!("--prompts {}: {why}", path.display())));
         }
     };
@@ -195,7 +195,7 @@ fn of_file(path: &Path) -> Result<Vec<Prompt>> {
     }
 }
 
-/// A line that is a prompt.
+/// A line of a .txt file.
 fn plain_line(line: &str) -> Result<Content, String> {
     match line {
         "" => Err("is empty, expected a prompt".into()),
@@ -203,7 +203,7 @@ fn plain_line(line: &str) -> Result<Content, String> {
     }
 }
 
-/// What the object of a line says, or what is wrong with it.
+/// The content of a line's JSON object, or what is wrong with it.
 fn content(line: &str, row: &Map<String, Value>) -> Result<Content, String> {
     match (row.get("prompt"), row.get("messages")) {
         (Some(_), Some(_)) => Err("has both \"prompt\" and \"messages\", expected one of them".into()),

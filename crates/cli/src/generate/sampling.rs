@@ -1,10 +1,10 @@
-//! The token that goes on with a text, drawn from logits: temperature, top-k and top-p, in the order of `transformers`.
+//! Samples the next token from logits: temperature, top-k and top-p, in the order of `transformers`.
 
 use nibble_command::error::{Error, Result};
 use nibble_formats::math::exp;
 use std::cmp::Ordering;
 
-/// How a token is drawn.
+/// Sampling options.
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub struct Sampling {
     /// Divides the logits; 0 always takes the likeliest token.
@@ -13,16 +13,17 @@ pub struct Sampling {
     /// Samples from the K likeliest tokens only; 0 = from all.
     #[arg(long, value_name = "K", default_value_t = 0)]
     top_k: usize,
-    /// Samples from the likeliest tokens only, as few as have a probability of P together; after --top-k. 1 = from all.
+    /// Samples from the fewest likeliest tokens whose probabilities sum to P; applied after --top-k. 1 = from all.
     #[arg(long, value_name = "P", default_value_t = 1.0, allow_negative_numbers = true)]
     top_p: f64,
 }
 
-/// Tokens that are sorted at first for top-p, then twice as many, and so on: most texts need no more, and a vocabulary has hundreds of thousands.
+/// Tokens sorted first for top-p; the number doubles until they suffice. A vocabulary has hundreds of thousands, of which most texts need
+/// few.
 const SORTED_AT_FIRST: usize = 256;
 
 impl Sampling {
-    /// Refuses what no token can be drawn by.
+    /// Refuses options by which no token can be sampled.
     ///
     /// # Errors
     /// A usage error naming the option.
@@ -38,8 +39,8 @@ impl Sampling {
         Ok(())
     }
 
-    /// A token drawn from softmax(logits / temperature) over those that are kept, by 32 random bits; `None` if a logit is not finite.
-    /// The exponential is Nibble's own, and sums are F64 in the order of ids: the same token on every machine.
+    /// Samples a token from softmax(logits / temperature), restricted by top-k and top-p, with 32 random bits; `None` if a logit is not
+    /// finite. The exponential is Nibble's own and sums are F64 in the order of ids, so every machine samples the same token.
     pub fn token(&self, logits: &[f32], random: u32) -> Option<usize> {
         if logits.iter().any(|l| !l.is_finite()) {
             return None;
@@ -57,11 +58,11 @@ impl Sampling {
             left -= weights[**id];
             left < 0.0
         });
-        // Where rounding leaves something over: the last that can be drawn at all.
+        // Rounding may leave a remainder: take the last token with a nonzero weight.
         drawn.or_else(|| kept.iter().rfind(|id| weights[**id] > 0.0)).copied()
     }
 
-    /// The tokens that may be drawn, in the order of their ids. Of equal ones the lower ids are kept.
+    /// The tokens that may be sampled, in the order of their ids. Ties go to lower ids.
     fn kept(&self, logits: &[f32], weights: &[f64]) -> Vec<usize> {
         let order = |a: &usize, b: &usize| by_likelihood(logits, *a, *b);
         let mut ids: Vec<usize> = (0..logits.len()).collect();
@@ -80,12 +81,12 @@ impl Sampling {
     }
 }
 
-/// The likelier first; of equal ones the lower id.
+/// Likelier tokens first; ties go to the lower id.
 fn by_likelihood(logits: &[f32], a: usize, b: usize) -> Ordering {
     logits[b].total_cmp(&logits[a]).then(a.cmp(&b))
 }
 
-/// Brings the likeliest to the front, and says how many of them weigh `enough`; the one that crosses it is the last.
+/// Moves the likeliest tokens to the front and returns how many of them reach the weight `enough`, including the one that crosses it.
 fn likeliest_with(
     ids: &mut [usize],
     enough: f64,

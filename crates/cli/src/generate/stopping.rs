@@ -1,22 +1,23 @@
-//! Where a text ends besides its number of tokens: before a text that was named.
+//! `--stop`: ends a text before a given one.
 
-/// Ends a text before the first of some texts, however its bytes come.
+/// Ends a stream of bytes before the first stop text in it, however the bytes are split.
 ///
-/// The one that is whole first counts, and of those that end at the same byte the longest. What may be the beginning of one is held back.
+/// The stop text that is complete first counts; among those that end at the same byte, the longest. Bytes that may begin a stop text are
+/// held back.
 #[derive(Debug)]
 pub struct StopTexts<'a> {
     texts: &'a [String],
-    /// The end of the text so far, as far as one of the texts begins so.
+    /// The longest suffix of the text so far that may begin a stop text.
     held: Vec<u8>,
 }
 
 impl<'a> StopTexts<'a> {
-    /// Before a text. None of the texts is empty.
+    /// At the start of a text. No stop text is empty.
     pub fn new(texts: &'a [String]) -> Self {
         Self { texts, held: Vec::new() }
     }
 
-    /// What more bytes of the text make certain, and whether the text ends there.
+    /// Adds bytes; returns those that are no longer held back, and whether the text ends there.
     pub fn push(&mut self, bytes: &[u8]) -> (Vec<u8>, bool) {
         let mut certain = Vec::with_capacity(bytes.len());
         for byte in bytes {
@@ -35,7 +36,7 @@ impl<'a> StopTexts<'a> {
         (certain, false)
     }
 
-    /// What was held back, where the text ends otherwise.
+    /// The bytes still held back, for a text that ends for another reason.
     pub fn finish(self) -> Vec<u8> {
         self.held
     }

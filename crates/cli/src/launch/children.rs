@@ -1,4 +1,4 @@
-//! The processes of a run's ranks: started, watched, and all gone when this is done.
+//! The processes of a run's ranks: starts and watches them, and leaves none behind.
 
 use nibble_command::error::{Error, Result};
 use nibble_command::{env, joined, warn};
@@ -17,26 +17,26 @@ use tempfile::TempDir;
 
 /// How the ranks ended.
 pub enum Ended {
-    /// All of them in peace.
+    /// All ended without an error.
     Done,
-    /// As a signal asked, after a step or at once: with this exit code.
+    /// Stopped by a signal, after a step or at once, with this exit code.
     Stopped(u8),
     /// One of them failed.
     Failed(Failure),
 }
 
-/// Signals as they come: a child's end, and what is meant for the run.
+/// Incoming signals: SIGCHLD, and signals meant for the run.
 pub struct Signals {
     received: Receiver<i32>,
-    /// Whether one has come that is meant for the run.
+    /// Whether a signal meant for the run was received.
     have_asked: bool,
 }
 
 impl Signals {
-    /// From now on they come here.
+    /// Installs the handlers.
     ///
     /// # Errors
-    /// If the system takes no handler or gives no thread.
+    /// If the system refuses a handler or a thread.
     pub fn start() -> Result<Self> {
         let failed = |why: std::io::Error| Error::Failed(format!("signals: {why}"));
         let heeded =
@@ -51,7 +51,7 @@ impl Signals {
         Ok(Self { received, have_asked: false })
     }
 
-    /// Whether anybody has asked for the end of the run: a run that fails after that is not started again.
+    /// Whether a signal has asked the run to end; a run that fails after that is not restarted.
     pub fn have_asked(&mut self) -> bool {
         while let Ok(signal) = self.received.try_recv() {
             self.note(signal);
@@ -74,25 +74,25 @@ impl Signals {
 struct Rank {
     child: Child,
     status: Option<ExitStatus>,
-    /// Passes on what it says, of ranks other than the first, which says it itself. Gives the last error.
+    /// Threads that forward the output of ranks other than rank 0, which prints its own. Each returns the last error.
     listeners: Vec<JoinHandle<Option<String>>>,
 }
 
-/// Those of one run, started at once.
+/// The rank processes of one run.
 pub struct Children {
     ranks: Vec<Rank>,
-    /// None of a rank that is alone.
+    /// `None` for a single rank.
     hub: Option<Hub>,
-    /// Where ranks leave their last words.
+    /// Folder of the ranks' status files and last errors.
     dir: TempDir,
     limits: Limits,
 }
 
 impl Children {
-    /// Starts so many ranks. `restart`: how often before.
+    /// Starts `world` ranks. `restart`: number of earlier starts.
     ///
     /// # Errors
-    /// What the system says; those that have been started are ended.
+    /// From the system; ranks already started are killed.
     pub fn start((world, restart): (usize, u32), command: &[String], limits: Limits) -> Result<Self> {
         let failed = |what: &str| {
             let what = what.to_owned();
@@ -105,13 +105,13 @@ impl Children {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).map_err(failed("a port of this host"))?;
         let address = listener.local_addr().map_err(failed("a port of this host"))?.to_string();
         let hub = (world > 1).then(|| hub(listener)).transpose()?;
-        let dir = tempfile::tempdir().map_err(failed("a folder for what ranks end with"))?;
+        let dir = tempfile::tempdir().map_err(failed("a temporary folder for the ranks' last messages"))?;
         let program = std::env::current_exe().map_err(failed("this program"))?;
         let mut children = Self { ranks: Vec::new(), hub, dir, limits };
         for rank in 0..world {
             let mut process = Command::new(&program);
             process.args(command).stdin(Stdio::null());
-            // Of its own group, so that a terminal's signals reach it once: from here.
+            // Its own process group, so a terminal's signals reach it only once, through this process.
             process.process_group(0);
             for (name, value) in [
                 (env::RANK, rank),
@@ -128,7 +128,7 @@ impl Children {
             process.env(env::DEADLINE, limits.deadline.as_secs().to_string());
             process.env(env::JOIN_DEADLINE, limits.join.as_secs().to_string());
             if restart > 0 {
-                // What a test asked for has struck.
+                // The fault that a test injected has happened.
                 process.env_remove(env::FAULT);
             }
             #[cfg(target_os = "linux")]
@@ -144,19 +144,19 @@ impl Children {
         Ok(children)
     }
 
-    /// Waits until all have ended. With the folder of the run, once that has begun.
+    /// Waits until all ranks have ended. Also returns the run's folder, if the run has begun.
     ///
     /// # Errors
-    /// What the system says.
+    /// From the system.
     pub fn watch(mut self, signals: &mut Signals) -> Result<(Ended, Option<PathBuf>)> {
-        // When those that are left are ended by force.
+        // When the remaining ranks are killed.
         let mut kill_at = None;
         while self.reap()? {
             let has_failed = self.hub.as_ref().is_some_and(|hub| hub.failure().is_some());
             if kill_at.is_none() && has_failed {
                 kill_at = Some(Instant::now() + self.limits.ending());
             }
-            // Of a rank that is silent no signal tells: the hub is asked again.
+            // No signal reports a silent rank, so the hub is polled.
             let wait =
                 kill_at.map_or(self.limits.deadline / 8, |at| at.saturating_duration_since(Instant::now()));
             match signals.next(wait) {
@@ -174,7 +174,7 @@ impl Children {
         Ok((self.ended(), run))
     }
 
-    /// Takes note of who has ended. Whether anybody is left.
+    /// Records ended ranks; returns whether any are left.
     fn reap(&mut self) -> Result<bool> {
         for (number, rank) in self.ranks.iter_mut().enumerate().filter(|(_, rank)| rank.status.is_none()) {
             let status = rank.child.try_wait();
@@ -188,15 +188,15 @@ impl Children {
         Ok(self.ranks.iter().any(|rank| rank.status.is_none()))
     }
 
-    /// Sends a signal to all that are left.
+    /// Sends a signal to all remaining ranks.
     fn send(&self, signal: i32) {
         for rank in self.ranks.iter().filter(|rank| rank.status.is_none()) {
-            // SAFETY: the process is this one's child, and has not been waited for: its number is nobody else's. One that has ended takes no harm.
+            // SAFETY: the process is an unreaped child of this one, so its number is not reused. A signal to an ended process does nothing.
             unsafe { libc::kill(rank.child.id() as libc::pid_t, signal) };
         }
     }
 
-    /// What all of them together ended with.
+    /// The joint outcome of all ranks.
     fn ended(&mut self) -> Ended {
         let codes: Vec<Option<i32>> =
             self.ranks.iter().map(|rank| rank.status.and_then(|status| status.code())).collect();
@@ -205,7 +205,7 @@ impl Children {
         let words: Vec<(usize, String)> =
             (0..codes.len()).filter_map(|rank| Some((rank, word(rank)?))).collect();
         let why = match (&words[..], failure) {
-            // What all of them say is no rank's own.
+            // An error that all ranks report is not attributed to one.
             ([(_, first), rest @ ..], _)
                 if codes.len() == 1 || !rest.is_empty() && rest.iter().all(|(_, text)| text == first) =>
             {
@@ -217,24 +217,24 @@ impl Children {
             }
             ([], None) => {
                 let Some((rank, _)) = codes.iter().enumerate().find(|(_, code)| **code != Some(0)) else {
-                    // One that has ended well and not left the others in peace is still to be named.
+                    // A rank may have exited with 0 without leaving the hub; the hub names it.
                     return match self.hub.take().map(Hub::wait) {
                         Some(Err(failure)) => Ended::Failed(failure),
                         _ => Ended::Done,
                     };
                 };
-                // One that has not ended well has a status.
+                // A rank that did not exit with 0 has a status.
                 let cause = self.ranks[rank].status.map_or_else(String::new, how);
                 Failure { rank: Some(rank), cause, ..Failure::default() }
             }
         };
         let by = why.rank.and_then(|rank| self.ranks.get(rank)?.status).and_then(signal_of);
-        // To one rank or, by this launcher, to all: who sent it wants the run to end.
+        // Sent to one rank, or to all through this launcher: either way the sender wants the run to end.
         if let Some(signal) = by.filter(|signal| [SIGINT, SIGTERM, SIGHUP].contains(signal)) {
-            // By number they are below 65.
+            // Signal numbers are below 65.
             return Ended::Stopped(128 + signal as u8);
         }
-        // Of a rank that could not tell the hub itself, what that has heard last may be a moment old.
+        // If a rank died before it could report to the hub, the hub's last status of it may be outdated; the status file is newer.
         let could_not = |rank: &usize| {
             let status = self.ranks.get(*rank).and_then(|rank| rank.status);
             status.is_some_and(|status| status.signal().is_some()) || words.iter().any(|(one, _)| one == rank)
@@ -248,27 +248,27 @@ impl Children {
     }
 }
 
-/// A rank that is alone has no hub that it could lose: the system tells it of the launcher's end, however that comes.
+/// A single rank has no hub connection to lose; the system signals it when the launcher ends.
 #[cfg(target_os = "linux")]
 fn end_with_launcher(process: &mut Command) {
     let launcher = std::process::id();
     let ask = move || {
-        // SAFETY: `prctl` reads these two numbers and changes nothing but what this process is told.
+        // SAFETY: `prctl` only sets the signal that this process gets when its parent ends.
         if unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGTERM) } != 0 {
             return Err(std::io::Error::last_os_error());
         }
-        // It may have ended before.
+        // The launcher may have ended before the call.
         match std::os::unix::process::parent_id() == launcher {
             true => Ok(()),
             false => Err(std::io::ErrorKind::BrokenPipe.into()),
         }
     };
-    // SAFETY: between fork and exec `ask` makes two calls of the system and takes no memory.
+    // SAFETY: between fork and exec, `ask` makes two system calls and allocates nothing.
     unsafe { process.pre_exec(ask) };
 }
 
 impl Drop for Children {
-    /// Nobody is left, whatever the error.
+    /// Kills all remaining ranks, whatever the error.
     fn drop(&mut self) {
         self.send(libc::SIGKILL);
         for rank in self.ranks.iter_mut().filter(|rank| rank.status.is_none()) {
@@ -293,13 +293,13 @@ impl Rank {
         Ok(rank)
     }
 
-    /// The last error that the rank, which has ended, has told itself.
+    /// The last error that the ended rank printed itself.
     fn last_error(&mut self) -> Option<String> {
         self.listeners.drain(..).filter_map(|listener| listener.join().ok().flatten()).next_back()
     }
 }
 
-/// Passes on the lines of a rank but its errors, of which it gives the last one.
+/// Forwards the lines of a rank except errors; returns the last error.
 fn pass_on(rank: usize, from: impl std::io::Read) -> Option<String> {
     let mut error = None;
     for line in BufReader::new(from).split(b'\n').map_while(std::io::Result::ok) {
@@ -313,7 +313,7 @@ fn pass_on(rank: usize, from: impl std::io::Read) -> Option<String> {
     error
 }
 
-/// The signal that ended a process: after a step, at once where somebody insisted, or before it heeded signals.
+/// The signal that ended a process, whether by exit code 128 + signal or by the signal itself.
 fn signal_of(status: ExitStatus) -> Option<i32> {
     status.signal().or_else(|| status.code()?.checked_sub(128))
 }

@@ -1,4 +1,4 @@
-//! `nibble launch`: the ranks of a run as processes of this host, watched, and started again.
+//! `nibble launch`: starts the ranks of a run as processes of this host, watches and restarts them.
 
 mod children;
 
@@ -12,32 +12,32 @@ use nibble_train::config::folder_argument;
 use std::path::Path;
 use std::time::Duration;
 
-/// Starts the ranks of a run as processes here, and watches them
+/// Starts the ranks of a run as processes here, and supervises them
 ///
-/// If one of them dies, stops or fails, all of them end, with one message.
+/// If a rank dies, hangs or fails, all ranks end with one message.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "The ranks have a GPU each, or divide the host's cores and memory. Ctrl-C, SIGTERM and SIGHUP reach all of them once, \
-    and end the run after a step, saved. On several hosts torchrun, srun or mpirun start the ranks: see the guide's page on several processes.\n\n\
+    after_help = "Each rank has a GPU, or the ranks share the host's cores and memory. Ctrl-C, SIGTERM and SIGHUP reach each rank once \
+    and end the run after a step, saved. On several hosts, torchrun, srun or mpirun starts the ranks: see the guide's page on several processes.\n\n\
     Examples:\n  \
     nibble launch --ranks 2 -- train tiny\n  \
     nibble launch --ranks 4 --max-restarts 10 -- train my.toml --set run.dp=2\n  \
     nibble launch --ranks 4 --max-restarts 10 --min-ranks 2 -- train runs/my --resume"
 )]
 pub struct Args {
-    /// How many ranks, a process each.
+    /// Number of ranks, one process each.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     ranks: u32,
-    /// How often a run that fails goes on by itself, from its newest whole checkpoint.
+    /// How often a failed run is restarted, from its newest whole checkpoint.
     #[arg(long, value_name = "N", default_value_t = 0)]
     max_restarts: u32,
-    /// Goes on with fewer ranks after a failure, but with so many at least: with as many as divide those before.
+    /// Restarts a failed run on fewer ranks, at least N: on the largest proper divisor of the previous number.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     min_ranks: Option<u32>,
-    /// Seconds after a failure within which all have ended; a rank that is silent for half of them has failed.
+    /// Seconds within which all ranks end after a failure; a rank that is silent for half of them has failed.
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(2..=86_400))]
     deadline: u64,
-    /// Seconds until all ranks have come.
+    /// Seconds within which all ranks must join.
     #[arg(long, value_name = "SECONDS", default_value_t = 300, value_parser = clap::value_parser!(u64).range(2..=86_400))]
     join_deadline: u64,
     /// What every rank runs: `train` with its arguments.
@@ -75,11 +75,11 @@ pub fn run(args: Args) -> Result<()> {
         let from = if run.is_some() { "goes on from the newest whole checkpoint" } else { "begins" };
         warn!("{why}\nrestart {now} of {of}: the run {from}, on {ranks} ranks");
     }
-    // The last restart returns what it ends with.
+    // Not reached: the last restart returns its outcome above.
     Ok(())
 }
 
-/// Finds what is wrong with the ranks' arguments, once for all of them. Where they ask for help or a version, that.
+/// Validates the ranks' arguments once for all ranks. Returns the help or version that they ask for, if any.
 fn require_training(command: &[String]) -> Result<Option<clap::Error>> {
     let words = ["nibble"].into_iter().chain(command.iter().map(String::as_str));
     match Cli::try_parse_from(words) {
@@ -93,7 +93,7 @@ fn require_training(command: &[String]) -> Result<Option<clap::Error>> {
     }
 }
 
-/// What goes on with a run that has begun in this folder; where none has, what was asked for begins again.
+/// The command of a restart: resumes the run in this folder; without a begun run, the original command.
 fn again(command: Vec<String>, run: Option<&Path>) -> Vec<String> {
     match run {
         Some(dir) => {
@@ -105,7 +105,7 @@ fn again(command: Vec<String>, run: Option<&Path>) -> Vec<String> {
     }
 }
 
-/// The most ranks below these that divide them, or these where that would be below `least`.
+/// The largest proper divisor of `ranks`, or `ranks` if that divisor is below `least`.
 fn fewer(ranks: u32, least: u32) -> u32 {
     (least..ranks).rev().find(|fewer| ranks.is_multiple_of(*fewer)).unwrap_or(ranks)
 }

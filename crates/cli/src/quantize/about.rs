@@ -1,14 +1,14 @@
-//! What the metadata of a file tell of its quantized tensors, and the names of their planes.
+//! The metadata of quantized tensors in a file, and the names of their code and scale buffers.
 
 use nibble_command::error::{Error, Result};
 use nibble_formats::{BlockAxis, Codec, Format, Rounding, ScaleRule};
 use safetensors::Dtype;
 use std::collections::BTreeMap;
 
-/// What the metadata keys of quantized tensors begin with.
+/// Prefix of the metadata keys of quantized tensors.
 pub const PREFIX: &str = "nibble.";
 
-/// The planes of a quantized tensor: its codes, its scales, and the scales of whole matrices.
+/// Names of a quantized tensor's buffers: codes, block scales, and scales of whole matrices.
 pub fn planes(name: &str) -> [String; 3] {
     ["codes", "scales", "tensor_scale"].map(|plane| format!("{name}.{plane}"))
 }
@@ -32,7 +32,7 @@ pub struct About {
     pub format: Format,
     pub axis: BlockAxis,
     pub rule: ScaleRule,
-    /// Two sizes, or three of a stack of matrices.
+    /// Two dimensions, or three for a stack of matrices.
     pub shape: Vec<usize>,
     pub dtype: Dtype,
 }
@@ -58,7 +58,7 @@ impl About {
         let shape = sizes().ok_or_else(has_no_shape)?;
         let [stack, rows, cols] = matrices(&shape).ok_or_else(has_no_shape)?;
         Codec::new(format, rule, Rounding::NearestEven).map_err(unknown)?;
-        // Far from overflow even in bytes, whatever a damaged file says.
+        // Bounded far below overflow, even in bytes, against damaged files.
         let values = rows.checked_mul(cols).and_then(|n| n.checked_mul(stack));
         if values.is_none_or(|n| n == 0 || n > isize::MAX as usize / 16) {
             return Err(wrong("has a `shape` without values, or beyond any memory"));

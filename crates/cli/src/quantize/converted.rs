@@ -1,4 +1,4 @@
-//! The file to be written.
+//! The output file.
 
 use nibble_command::error::{Error, Result};
 use nibble_command::output::Output;
@@ -9,11 +9,11 @@ use std::borrow::Cow;
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
-/// The file to be written.
+/// The output file.
 pub struct Converted<'d> {
     tensors: BTreeMap<String, Plane<'d>>,
     pub metadata: BTreeMap<String, String>,
-    /// How many tensors were copied, by why.
+    /// Number of copied tensors, by reason.
     pub copied: BTreeMap<&'static str, usize>,
 }
 
@@ -48,10 +48,10 @@ impl<'d> Converted<'d> {
         self.put(name.to_owned(), view.dtype(), view.shape().to_vec(), view.data())
     }
 
-    /// Writes all of it, and returns its size. The order of tensors and metadata follows from what they are.
+    /// Writes the file, and returns its size. The order of tensors and metadata depends only on their names and types.
     pub fn write(&self, output: Output) -> Result<u64> {
         let mut all: Vec<_> = self.tensors.iter().collect();
-        // Larger types first, as the format asks; the sort leaves the order of names.
+        // Larger types first, as safetensors requires; the stable sort keeps the order of names.
         all.sort_by_key(|(_, plane)| Reverse(plane.dtype));
         let shapes = all.iter().map(|(name, plane)| (name.as_str(), plane.dtype, plane.shape.as_slice()));
         let header = header(&self.metadata, shapes).map_err(|e| Error::Failed(e.to_string()))?;

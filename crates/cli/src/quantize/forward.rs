@@ -1,4 +1,4 @@
-//! Plain numbers to planes.
+//! Quantizes tensors to code and scale buffers.
 
 use super::Args;
 use super::about::{PREFIX, described, matrices, planes};
@@ -17,7 +17,7 @@ use safetensors::{Dtype, SafeTensors};
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Quantizes the tensors that were asked for, and copies the others.
+/// Quantizes the selected tensors, and copies the others.
 pub fn quantize<'d, B: Kernels>(
     b: &B,
     (args, format): (&Args, Format),
@@ -42,7 +42,7 @@ pub fn quantize<'d, B: Kernels>(
             continue;
         }
         phase(format_args!("quantizing `{name}`"));
-        // What is not kept are matrices of floats.
+        // All tensors that are not copied are float matrices.
         let (Some(sizes), Some(values)) = (matrices(view.shape()), floats(view.dtype(), view.data())) else {
             continue;
         };
@@ -56,7 +56,7 @@ pub fn quantize<'d, B: Kernels>(
     Ok(converted)
 }
 
-/// The tensors that stay as they are, and why.
+/// The tensors to copy unchanged, and why.
 fn kept<'a>(
     only: &[String],
     file: &'a SafeTensors<'_>,
@@ -89,7 +89,7 @@ fn kept<'a>(
             None => rest.push(name),
         }
     }
-    // A tensor that stays may bear the name of another one's plane; that one stays then, and so on.
+    // A copied tensor may have the name of another tensor's buffer; then the other is copied too, and so on.
     loop {
         let (stay, go): (Vec<_>, Vec<_>) =
             rest.iter().partition(|name| planes(name).iter().any(|plane| kept.contains_key(plane.as_str())));
@@ -101,7 +101,7 @@ fn kept<'a>(
     }
 }
 
-/// Why a tensor stays that could be quantized.
+/// Why a tensor is copied that could be quantized.
 const TAKEN: &str = "whose planes' names are taken";
 
 /// Whether tensors of this type are quantized.
@@ -109,7 +109,7 @@ fn is_float(dtype: Dtype) -> bool {
     matches!(dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16)
 }
 
-/// Checks that each glob is some tensor's.
+/// Checks that each glob matches a tensor.
 fn require_matches(globs: &[String], file: &SafeTensors<'_>) -> Result<()> {
     let Some(none) = globs.iter().find(|only| !file.names().into_iter().any(|name| glob(only, name))) else {
         return Ok(());
@@ -117,10 +117,10 @@ fn require_matches(globs: &[String], file: &SafeTensors<'_>) -> Result<()> {
     let mut names = file.names();
     names.sort_unstable();
     names.truncate(3);
-    Err(Error::usage(format!("--only `{none}`: no tensor is called so; there are {}, ...", names.join(", "))))
+    Err(Error::usage(format!("--only `{none}`: no tensor name matches; there are {}, ...", names.join(", "))))
 }
 
-/// Each matrix of a tensor, quantized by itself.
+/// Quantizes each matrix of a tensor separately.
 fn quantize_all<B: Kernels>(
     b: &B,
     args: &Args,
@@ -132,7 +132,7 @@ fn quantize_all<B: Kernels>(
     let mut all = Vec::with_capacity(stack);
     for (i, values) in values.chunks_exact(rows * cols).enumerate() {
         let x = Tensor::from_f32(b, values, rows, cols)?;
-        // Each matrix of a stack has random bits of its own.
+        // Each matrix of a stack has its own random bits.
         let site = if stack == 1 { fnv1a32(name) } else { fnv1a32(&format!("{name}.{i}")) };
         let random = codec.draws().then(|| Stream::new(args.seed, Purpose::Rounding, site, 0).into());
         let op = Quantize { random, ..Quantize::new(&x, codec, axis_planes(args.axis)) };
@@ -159,9 +159,9 @@ fn axis_planes(axis: BlockAxis) -> Planes {
     }
 }
 
-/// The numbers of a tensor, exactly; `None` for types that are not quantized.
+/// The exact values of a tensor; `None` for types that are not quantized.
 fn floats(dtype: Dtype, data: &[u8]) -> Option<Vec<f32>> {
-    // Not casts: the file's bytes need not be aligned in memory.
+    // Not cast in place, since the file's bytes may be unaligned in memory.
     let halves = || data.chunks_exact(2).map(|b| u16::from_le_bytes([b[0], b[1]]));
     match dtype {
         Dtype::F32 => Some(words(data)),
@@ -171,7 +171,7 @@ fn floats(dtype: Dtype, data: &[u8]) -> Option<Vec<f32>> {
     }
 }
 
-/// Rows of the code plane and of the scale plane.
+/// Rows of the code buffer and of the scale buffer.
 fn plane_rows(axis: BlockAxis, format: Format, rows: usize, cols: usize) -> (usize, usize) {
     match axis {
         BlockAxis::Row => (rows, rows),
@@ -180,7 +180,7 @@ fn plane_rows(axis: BlockAxis, format: Format, rows: usize, cols: usize) -> (usi
     }
 }
 
-/// Puts the two planes of a quantized tensor, those of all its matrices one after the other, and what one must know to read them.
+/// Adds the code and scale buffers of a quantized tensor, concatenated over its matrices, and the metadata needed to read them.
 fn store<B: Backend>(
     b: &B,
     name: &str,
@@ -189,7 +189,7 @@ fn store<B: Backend>(
     codec: Codec,
     out: &mut Converted<'_>,
 ) -> Result<()> {
-    // A tensor with values has a matrix.
+    // A tensor with values has at least one matrix.
     let Some(q) = all.first() else { return Ok(()) };
     let (code_rows, scale_rows) = plane_rows(q.axis, q.format, q.rows, q.cols);
     let shape = |rows: usize, len: usize| match view.shape().len() {
@@ -202,7 +202,7 @@ fn store<B: Backend>(
     for q in all {
         codes.extend(b.download(&q.codes)?);
         scales.extend(b.download(&q.scales)?);
-        // All rows of a matrix have the same.
+        // All rows of a matrix have the same tensor scale.
         let of_rows = q.tensor_scale.as_ref().map(|scale| b.download(scale)).transpose()?;
         tensor_scales.extend(of_rows.iter().flat_map(|rows| rows.first()).flat_map(|s| s.to_le_bytes()));
     }
@@ -230,7 +230,7 @@ fn store<B: Backend>(
     Ok(())
 }
 
-/// The options by which scales were chosen otherwise than by default.
+/// The scaling options that are not at their defaults.
 fn chosen(scaling: Scaling) -> impl Iterator<Item = (&'static str, String)> {
     let default = Scaling::default();
     let all = [
@@ -242,7 +242,7 @@ fn chosen(scaling: Scaling) -> impl Iterator<Item = (&'static str, String)> {
     all.into_iter().filter_map(|(key, value, is_chosen)| is_chosen.then_some((key, value)))
 }
 
-/// The type of a plane of records: singles where they are such, otherwise bytes.
+/// The type of a scale buffer: F32 for F32 scales, otherwise bytes.
 fn scale_type(kind: ScaleKind) -> Dtype {
     if kind == ScaleKind::F32 { Dtype::F32 } else { Dtype::U8 }
 }

@@ -1,45 +1,44 @@
-//! What quantizing changes: the error of rounding, and values that no rounding explains.
+//! The loss of quantization: rounding errors, and errors that rounding does not explain.
 
 use nibble_command::say;
 use nibble_core::ops::{Dequantize, Planes, Quantize};
 use nibble_core::{Backend, BlockScaled, DType, Kernels, Tensor};
 use nibble_formats::{BlockAxis, Codec, ScaleRule};
 
-/// What quantizing has changed in a tensor: its values beside those that the file gives back, in the tensor's own type. Values that
-/// were no finite numbers before are left out.
+/// The difference between a tensor and its dequantized copy in the same type. Values that were not finite are left out.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Loss {
     /// Values that are compared.
     values: u64,
     /// The largest magnitude.
     amax: f32,
-    /// The largest distance, of values that come back finite.
+    /// The largest error of values that come back finite.
     error: f32,
     /// Values that come back infinite or NaN.
     not_finite: u64,
-    /// Values that come back smaller because they are beyond the [reach](Expected::of) of the format's scales by more than a sixteenth, half a
+    /// Values that come back smaller because they exceed the [reach](Expected::of) of the format's scales by more than a sixteenth, half a
     /// step of its finest elements.
     beyond: u64,
-    /// Values other than 0 that come back as 0, as do all of their block: its scale cannot be as small as they are.
+    /// Nonzero values of blocks that come back as all zeros: no scale is small enough.
     below: u64,
-    /// Values other than 0 of blocks whose largest one comes back further off than rounding takes it, though not as 0: what they are decoded by
-    /// is not as small as they want.
+    /// Nonzero values of blocks whose largest value comes back nonzero, but off by more than rounding: the smallest scale is too large for
+    /// them.
     off: u64,
-    /// Values other than 0 that come back as 0 beside larger ones of their block, which is rounding.
+    /// Nonzero values rounded to 0 beside larger values of their block.
     rounded_away: u64,
-    /// Blocks that held a NaN or an infinity.
+    /// Blocks with a NaN or an infinity.
     bad_blocks: u64,
     /// Blocks of finite values that come back as NaN: the rule has no scale for them.
     refused_blocks: u64,
 }
 
-/// What may be expected of the values of a format under a rule.
+/// The errors to expect of a format under a scale rule.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Expected {
     rule: ScaleRule,
     /// The largest magnitude that any value comes back as.
     reach: f32,
-    /// By what share of it the largest value of a block may be off where its scale fits.
+    /// Largest relative error of a block's largest value if its scale fits.
     most_off: f32,
 }
 
@@ -47,17 +46,17 @@ pub struct Expected {
 #[derive(Debug, Clone, Copy)]
 pub struct Blocks {
     cols: usize,
-    /// Sizes of a block.
+    /// Rows and columns of a block.
     block_rows: usize,
     block_cols: usize,
 }
 
 impl Blocks {
-    /// Those of a matrix of so many rows.
+    /// The blocks of a quantized matrix of `rows` rows.
     pub fn of<B: Backend>(q: &BlockScaled<B>, rows: usize) -> Self {
         let (block, cols) = (q.format.spec().block, q.cols);
         let (block_rows, block_cols) = match q.axis {
-            // Nothing but the matrix has a scale.
+            // Only the whole matrix has a scale.
             _ if q.scale_kind().bytes() == 0 => (rows, cols),
             BlockAxis::Row => (1, block.min(cols)),
             BlockAxis::Col => (block.min(rows), 1),
@@ -77,10 +76,10 @@ impl Blocks {
 }
 
 impl Loss {
-    /// Adds a matrix: what it was and what it comes back as.
+    /// Adds a matrix: its values before and after quantization.
     pub fn compare(&mut self, before: &[f32], after: &[f32], blocks: Blocks, expected: Expected) {
         let mut all = vec![OfBlock::default(); blocks.number(before.len() / blocks.cols)];
-        // Beyond the largest number there is none.
+        // In F64, as the product may exceed the largest F32.
         let most = f64::from(expected.reach) * (17.0 / 16.0);
         for (i, (&x, &y)) in before.iter().zip(after).enumerate() {
             let block = &mut all[blocks.index(i)];
@@ -123,7 +122,7 @@ impl Loss {
         if self.amax > 0.0 { self.error / self.amax } else { 0.0 }
     }
 
-    /// What no rounding explains, a part of a sentence each.
+    /// The errors that rounding does not explain, one phrase each.
     fn findings(&self, expected: Expected) -> Vec<String> {
         let reach = match expected.reach {
             reach if reach < 1e9 => reach.to_string(),
@@ -139,7 +138,7 @@ impl Loss {
             _ => "there is no scale for them",
         };
         let off = format!(
-            "values come back otherwise with their whole blocks, the largest by more than {:.0} %: no scale is as small",
+            "values lie in blocks too small for any scale, whose largest value is off by more than {:.0} %",
             100.0 * expected.most_off
         );
         let all = [
@@ -148,7 +147,7 @@ impl Loss {
             (self.not_finite, "values come back infinite or NaN".to_owned()),
             (self.beyond, format!("values come back smaller: the format holds nothing larger than {reach}")),
             (self.off, off),
-            (self.below, "values come back as 0 with their whole blocks: no scale is as small".to_owned()),
+            (self.below, "values lie in blocks too small for any scale, and come back as 0".to_owned()),
         ];
         all.iter()
             .filter(|(number, _)| *number > 0)
@@ -157,22 +156,22 @@ impl Loss {
     }
 }
 
-/// What is looked at of one block.
+/// Statistics of one block.
 #[derive(Debug, Clone, Copy, Default)]
 struct OfBlock {
-    /// Whether a value was no finite number, and whether one that was comes back as NaN.
+    /// Whether a value was not finite, and whether a finite value comes back as NaN.
     is_bad: bool,
     has_nan: bool,
-    /// Values other than 0, and those of them that come back as 0; whether anything comes back as something else.
+    /// Nonzero values, and those of them that come back as 0; whether any value comes back nonzero.
     not_zero: u64,
     zeroed: u64,
     has_other: bool,
-    /// The largest magnitude, and whether it comes back further off than is [expected](Expected).
+    /// The largest magnitude, and whether its error exceeds what is [expected](Expected).
     largest: f32,
     largest_is_off: bool,
 }
 
-/// What quantizing has changed in each tensor.
+/// The losses of all tensors.
 #[derive(Debug, Default)]
 pub struct Losses(Vec<(String, Loss, Expected)>);
 
@@ -182,9 +181,9 @@ impl Losses {
         self.0.push((name.to_owned(), loss, expected));
     }
 
-    /// Says what no rounding explains, and the largest error.
+    /// Prints the errors that rounding does not explain, and the largest error.
     pub fn tell(mut self) {
-        // Tensors that tell of as much go by their names, whatever their order in the file.
+        // Sorted by name, so that the output does not depend on the order of tensors in the file.
         self.0.sort_by(|a, b| a.0.cmp(&b.0));
         let found: Vec<_> = self
             .0
@@ -196,7 +195,7 @@ impl Losses {
             say!("warning: `{name}`: {}", findings.join("; "));
         }
         if found.len() > MOST_LINES {
-            say!("warning: the like of {} more tensors", found.len() - MOST_LINES);
+            say!("warning: {} more tensors have such values", found.len() - MOST_LINES);
         }
         let worst = self.0.iter().reduce(|a, b| if b.1.relative() > a.1.relative() { b } else { a });
         let Some((name, loss, _)) = worst else { return };
@@ -211,16 +210,18 @@ impl Losses {
     }
 }
 
-/// Tensors that have a warning each.
+/// Most tensors that get a warning of their own.
 const MOST_LINES: usize = 5;
 
 impl Expected {
-    /// Of a codec. Scales of whole matrices, and F32 scales, reach whatever a tensor holds; of others the largest number is asked for.
+    /// The expectations of a codec. Tensor scales and F32 scales have unlimited reach; for others the largest finite number is quantized to
+    /// find it.
     ///
     /// # Errors
     /// From the backend.
     pub fn of<B: Kernels>(b: &B, codec: Codec) -> nibble_core::Result<Expected> {
-        // A value of half the largest code or more is off by a step of two at most, or half of that to nearest; and `floor` leaves nothing above 4/3 of it.
+        // A value from half the largest code on is off by a step of two at most, or half of that to nearest. Under `floor`, scaled
+        // values are below 4/3 of the largest code.
         let most_off = if codec.rounding().is_random() { 0.5 } else { 0.25 };
         Ok(Expected { rule: codec.rule(), reach: reach(b, codec)?, most_off })
     }
@@ -231,7 +232,7 @@ fn reach<B: Kernels>(b: &B, codec: Codec) -> nibble_core::Result<f32> {
     if format.scale_kind(rule).has_tensor_scale() {
         return Ok(f32::MAX);
     }
-    // As far as rounding matters here, all ways of it are one, and this one needs no random bits.
+    // The rounding mode does not matter here, and the format's own needs no random bits.
     let codec = Codec::new(format, rule, format.rounding(rule))?;
     let x = Tensor::from_f32(b, &[f32::MAX; WIDTH], 1, WIDTH)?;
     let rows = Quantize::new(&x, codec, Planes::Rows).run(b)?.take_rows("quantize")?;
@@ -240,7 +241,7 @@ fn reach<B: Kernels>(b: &B, codec: Codec) -> nibble_core::Result<f32> {
     Ok(if largest.is_finite() && largest > 0.0 { largest } else { f32::MAX })
 }
 
-/// Columns of a matrix that any format takes.
+/// Number of columns that every format accepts.
 const WIDTH: usize = 128;
 
 #[cfg(test)]

@@ -1,9 +1,10 @@
-//! `nibble quantize`: the matrices of a safetensors file to a block format, and back.
+//! `nibble quantize`: quantizes the matrices of a safetensors file to a block format, and dequantizes them.
 //!
-//! For a matrix `NAME` `[rows, cols]`, or a stack of them `[stack, rows, cols]` such as the experts of a layer, one after the
-//! other, the output holds `NAME.codes` and `NAME.scales`, planes that lie as Nibble keeps
-//! them (codes of less than a byte one after the other from the lowest bit on; a block's scales as one record of bytes, F32 scales as F32; column
-//! planes transposed and zero-extended to whole blocks), where its blocks share a scale `NAME.tensor_scale`, one F32 a matrix, and in the file's metadata under `nibble.NAME` a JSON object with format, axis, scale rule, rounding, shape and type.
+//! A matrix `NAME` `[rows, cols]`, or a stack `[stack, rows, cols]` such as the experts of a layer, becomes the buffers `NAME.codes` and
+//! `NAME.scales` in Nibble's layout, concatenated over the stack. Codes below 8 bits are packed from the lowest bit. A block's scales are
+//! one record of bytes, F32 scales are F32. Buffers of column blocks are transposed and zero-padded to whole blocks. If the blocks of a
+//! matrix share a scale, `NAME.tensor_scale` holds one F32 per matrix. The metadata key `nibble.NAME` is a JSON object of format, axis,
+//! scale rule, rounding, shape and type.
 
 mod about;
 mod back;
@@ -30,25 +31,26 @@ use std::collections::{BTreeMap, HashMap};
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-/// Quantizes a safetensors file, or brings it back
+/// Quantizes a safetensors file, or dequantizes it
 ///
-/// Every matrix, and every stack of matrices, of F32, BF16 or F16 to a block format; with --back a quantized file to plain numbers.
+/// Converts every matrix, and every stack of matrices, of F32, BF16 or F16 to a block format; with --back, a quantized file to plain
+/// numbers.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Blocks run along rows, down columns (then the planes lie transposed) or are square tiles. Of three \
-    sizes the first is the number of matrices, each of which has blocks of its own. Tensors that are not matrices of \
-    floats are copied, and so is what is quantized already. The input is never touched, and equal input gives equal bytes. \
-    A line tells of the largest error, and warnings of values that no rounding explains: those that come back infinite, that \
-    are larger than what the format holds, or so small that their whole block comes back as zeros or otherwise.\n\n\
-    Planes of a tensor NAME:\n  \
-    NAME.codes         codes of less than 8 bits are packed from the lowest bit on: 2 of 4 bits a byte,\n                     \
-    4 of 6 bits in 3 bytes\n  \
-    NAME.scales        a record a block: an E8M0 byte (MX, FP8 with a power-of-two rule), an F32 (FP8 with\n                     \
+    after_help = "Blocks run along rows, down columns (the buffers are then transposed) or are square tiles. The first of three \
+    dimensions is the number of matrices, which are quantized separately. Tensors that are not float matrices, or are \
+    quantized already, are copied. The input is never modified, and equal input gives equal bytes. A line reports the \
+    largest error. Warnings report values that rounding does not explain: those that come back infinite, are larger than \
+    the format's largest number, or lie in blocks too small for any scale.\n\n\
+    Buffers of a tensor NAME:\n  \
+    NAME.codes         codes, packed from the lowest bit on: two 4-bit codes per byte, four 6-bit codes in\n                     \
+    3 bytes\n  \
+    NAME.scales        one record per block: an E8M0 byte (MX, FP8 with a power-of-two rule), an F32 (FP8 with\n                     \
     amax), an E4M3 byte (nvfp4), 8 bytes (nvfp4-128: an E8M0 byte, 7 bits for 16 values\n                     \
     each), or 4 bytes (hif4: an E6M2 byte, 8 bits for 8 values each, 16 bits for\n                     \
-    4 values each). Of e4m3-row and e5m2-row one a row; down columns\n                     \
-    one for each 128 rows, all of a column alike\n  \
-    NAME.tensor_scale  an F32 a matrix that multiplies all its blocks (nvfp4 with tensor-amax,\n                     \
+    4 values each). e4m3-row and e5m2-row: one record per row; down columns\n                     \
+    one per 128 rows, all of a column alike\n  \
+    NAME.tensor_scale  one F32 per matrix that multiplies all its blocks (nvfp4 with tensor-amax,\n                     \
     e4m3-tensor, e5m2-tensor)\n\n\
     Examples:\n  \
     nibble quantize model.safetensors model-mxfp4.safetensors --format mxfp4\n  \
@@ -64,26 +66,26 @@ pub struct Args {
     /// Block format.
     #[arg(long, required_unless_present = "back", conflicts_with = "back", value_parser = block_format())]
     format: Option<Format>,
-    /// Along what blocks run: row, col or tile (squares; e4m3, e5m2, their -tensor forms and nvfp4 only).
+    /// Direction of the blocks: row, col or tile (squares; e4m3, e5m2, their -tensor forms and nvfp4 only).
     #[arg(long, default_value = "row", conflicts_with = "back")]
     axis: BlockAxis,
-    /// Scale rule: floor, rceil, ceil or even (powers of two), amax, tensor-amax or cann. The format's default where left out; `nibble doctor`
-    /// lists those of each format.
+    /// Scale rule: floor, rceil, ceil or even (powers of two), amax, tensor-amax or cann. Default: the format's own; `nibble doctor --all`
+    /// lists each format's rules.
     #[arg(long, value_name = "RULE", conflicts_with = "back")]
     scale: Option<ScaleRule>,
     #[command(flatten)]
     scaling: ScalingArgs,
     /// Rounding: nearest-even, nearest-away, stochastic, or dither:DELTA.
-    /// The format's own where left out: nearest-away for hif4, nearest-even for the others.
+    /// Default: the format's own, nearest-away for hif4 and nearest-even for the others.
     #[arg(long, value_name = "ROUNDING", conflicts_with = "back")]
     round: Option<Rounding>,
-    /// Seed of random roundings; the bits depend on it and on the tensor's name.
+    /// Seed of stochastic rounding; the random bits depend on the seed and on the tensor's name.
     #[arg(long, default_value_t = 0, conflicts_with = "back")]
     seed: u64,
     /// Quantizes only tensors whose name matches one of these globs (`*` and `?`).
     #[arg(long, value_name = "GLOB", conflicts_with = "back")]
     only: Vec<String>,
-    /// Brings quantized tensors back to plain numbers of their original type.
+    /// Dequantizes the quantized tensors to their original type.
     #[arg(long)]
     back: bool,
     #[command(flatten)]
@@ -92,19 +94,19 @@ pub struct Args {
     device: DeviceArg,
 }
 
-/// What may be asked of a format's scales beside its rule; refused where the format has no such choice.
+/// Scaling options besides the scale rule; refused if the format has no such choice.
 #[derive(Debug, clap::Args)]
 struct ScalingArgs {
-    /// Chooses scales, a tensor's too, as if the largest magnitude were so much larger: 1 to 2 in steps of 1/16.
+    /// Chooses block and tensor scales as if the largest magnitude were FACTOR times larger: 1 to 2 in steps of 1/16.
     #[arg(long, value_name = "FACTOR", conflicts_with = "back", value_parser = headroom)]
     headroom: Option<Headroom>,
-    /// From where on a share of a block gets another octave: 4,2 or 3.5,1.75 (hif4 only).
+    /// Thresholds from which a part of a block gets another factor of two: 4,2 or 3.5,1.75 (hif4 only).
     #[arg(long, value_name = "TWO", conflicts_with = "back")]
     thresholds: Option<Thresholds>,
-    /// What a block's largest magnitude may become: 6, 4/6-mse or 4/6-mae (nvfp4 only).
+    /// Code of a block's largest magnitude: 6, or 4 or 6 by the smaller error (4/6-mse, 4/6-mae; nvfp4 only).
     #[arg(long, conflicts_with = "back")]
     candidates: Option<Candidates>,
-    /// What the scale of a tensor is rounded to: tensor (an F32) or power (nvfp4 with tensor-amax only).
+    /// Rounding of the tensor scale: tensor (F32) or power (a power of two; nvfp4 with tensor-amax only).
     #[arg(long, conflicts_with = "back")]
     outer: Option<Outer>,
 }
@@ -126,13 +128,13 @@ fn headroom(text: &str) -> std::result::Result<Headroom, String> {
     Headroom::new(factor).map_err(|e| e.to_string())
 }
 
-/// Reads the formats that quantize, and no plain one.
+/// Parses a block format; plain formats are refused.
 fn block_format() -> impl TypedValueParser<Value = Format> {
     let blocks = Format::ALL.map(Format::spec).into_iter().filter(|spec| spec.element.is_some());
     PossibleValuesParser::new(blocks.map(|spec| spec.name)).try_map(|name| name.parse())
 }
 
-/// What the metadata of an output tell of who wrote it.
+/// The mark in an output's metadata.
 const MARK: Mark = Mark::Tensors("nibble quantize");
 
 pub fn run(args: Args) -> Result<()> {
@@ -166,7 +168,7 @@ pub fn run(args: Args) -> Result<()> {
     Ok(())
 }
 
-/// All of a file. More than memory holds is an error, not the process's end.
+/// Reads a whole file. A file larger than memory is an error and does not kill the process.
 fn read(path: &Path) -> Result<Vec<u8>> {
     let mut file = open_to_read(path).map_err(|e| match e.kind() {
         std::io::ErrorKind::InvalidInput => Error::usage(format!("{} {e}", path.display())),
@@ -178,16 +180,14 @@ fn read(path: &Path) -> Result<Vec<u8>> {
     let room = room.and_then(|len| may_be_refused(|| content.try_reserve_exact(len)).ok());
     room.ok_or_else(|| {
         let path = path.display();
-        Error::Failed(format!(
-            "out of memory: reading {path}: {len} bytes were asked for, and the system gives this process no more"
-        ))
+        Error::Failed(format!("out of memory: reading {path}: the system refused this process {len} bytes"))
     })?;
-    // No more than that: a file that grows has another end by then.
+    // No more than that, in case the file grows meanwhile.
     file.by_ref().take(len).read_to_end(&mut content).map_err(Error::io(path))?;
     Ok(content)
 }
 
-/// The whole file, either way.
+/// The conversion of a file, in either direction.
 struct Conversion<'a, 'd> {
     args: &'a Args,
     file: &'a SafeTensors<'d>,
@@ -195,7 +195,7 @@ struct Conversion<'a, 'd> {
 }
 
 impl<'d> Work for Conversion<'_, 'd> {
-    /// The file to be written, how many tensors were converted, and what that changed.
+    /// The output file, the number of converted tensors, and their losses.
     type Out = (Converted<'d>, usize, Losses);
 
     fn run<B: Device>(&self, on: &On<'_, B>) -> Result<Self::Out> {
@@ -204,7 +204,7 @@ impl<'d> Work for Conversion<'_, 'd> {
         let mut out = Converted::new(metadata);
         let mut losses = Losses::default();
         on.announce();
-        // There is a format, or `--back`.
+        // clap requires a format or `--back`.
         let converted = match args.format {
             None => back::restore(on.b, file, &mut out)?,
             Some(format) => forward::quantize(on.b, (args, format), file, &mut out, &mut losses)?,

@@ -1,4 +1,4 @@
-//! `nibble recipe --cost`: in which formats a step multiplies, and what a recipe does beside that.
+//! `nibble recipe --cost`: the multiply-adds of a step by code width, and a recipe's work besides products.
 
 use nibble_command::console::thousands;
 use nibble_command::error::Result;
@@ -8,10 +8,10 @@ use nibble_train::checks::load_recipe;
 use nibble_train::config::Config;
 use nibble_train::cost::{Cost, Engine, KindCost};
 
-/// Bits of codes that have a column in any case.
+/// Code widths that always have a column.
 const BITS: [u32; 5] = [4, 6, 8, 16, 32];
 
-/// What the HiFloat4 study prints beside its recipes, for products of X `[M, K]`, W `[N, K]` and D `[M, N]`.
+/// The HiFloat4 study's figures of other recipes, for products of X `[M, K]`, W `[N, K]` and D `[M, N]`.
 const PUBLISHED: [&str; 12] = [
     "published, HiFloat4 study, Table 1: additions beside products and quantization",
     "(X [M,K], W [N,K], D [M,N]; r: length of a transform; j: rank of a decomposition)",
@@ -30,7 +30,7 @@ const PUBLISHED: [&str; 12] = [
 /// The row of all layers.
 const ALL: &str = "all";
 
-/// Prints what a step of a run costs under a recipe, and if asked for all what was published of others.
+/// Prints the cost of a training step under a recipe and, with `all`, the published figures of others.
 pub fn run(recipe: &str, config: &str, all: bool) -> Result<()> {
     let (name, config) = (config, Config::load(config, &[])?);
     let recipe = load_recipe(recipe)?.in_run(config.run_size());
@@ -46,12 +46,12 @@ pub fn run(recipe: &str, config: &str, all: bool) -> Result<()> {
     techniques(&cost, &recipe);
     match all {
         true => PUBLISHED.iter().for_each(|line| say!("{line}")),
-        false => say!("--all adds what the HiFloat4 study published of other recipes"),
+        false => say!("--all adds the figures of other recipes that the HiFloat4 study published"),
     }
     Ok(())
 }
 
-/// Which codes are multiplied: a row for each kind of layer.
+/// Prints the share of multiply-adds by code width, one row per kind of layer.
 fn products(cost: &Cost) {
     let mut bits = BITS.to_vec();
     bits.extend(cost.kinds.iter().flat_map(|kind| &kind.products).map(|products| products.bits));
@@ -70,7 +70,7 @@ fn products(cost: &Cost) {
     cost.kinds.iter().for_each(|kind| row(kind.name, std::slice::from_ref(kind)));
     row(ALL, &cost.kinds);
     let more = 100.0 * cost.attention / cost.total();
-    say!("  a GPU makes them with {}", engines(&cost.kinds));
+    say!("  a GPU computes them in {}", engines(&cost.kinds));
     say!("  attention's scores and values, the causal half of them, are {more:.2} % more");
 }
 
@@ -99,13 +99,13 @@ fn engines(kinds: &[KindCost]) -> String {
     }
 }
 
-/// What is done beside products: a row for each technique that the recipe has.
+/// Prints the work besides products, one row per technique of the recipe.
 fn techniques(cost: &Cost, recipe: &Recipe) {
     if cost.techniques.is_empty() {
-        say!("{} does nothing to tensors beside products", recipe.name);
+        say!("{} does no work on tensors besides products", recipe.name);
         return;
     }
-    say!("what is done to tensors beside products, a step; a formula is that of one product");
+    say!("work on tensors besides products, per step; each formula is of one product");
     say!("  {:<32}{:<24}{:>22}", "", "of X [M,K], W [N,K]", "in all");
     for (technique, count) in &cost.techniques {
         let (count, unit) = (scientific(*count), technique.unit());
@@ -113,7 +113,7 @@ fn techniques(cost: &Cost, recipe: &Recipe) {
     }
 }
 
-/// A count: exact while it can be read, in powers of ten beyond.
+/// A count: exact while it is short, in powers of ten beyond.
 fn scientific(count: f64) -> String {
     if count < 1e9 { thousands(count.round() as u64) } else { format!("{count:.3e}") }
 }

@@ -1,4 +1,4 @@
-//! `nibble recipe`: what a recipe says, and what follows for a layer of each kind.
+//! `nibble recipe`: explains a recipe, and derives the conversions in a layer of each kind.
 
 mod cost;
 mod products;
@@ -11,14 +11,13 @@ use nibble_core::recipe::{Change, Layer, Passes};
 use nibble_train::checks::{idle_overrides, load_recipe};
 use nibble_train::config::Config;
 
-/// Whose sizes products have when a trace looks for those that a GPU is slow at, and whose layers and steps overrides are tried on.
+/// The configuration by which `--trace` finds products off the tensor cores and overrides without effect are noted.
 const SIZES: &str = "s";
 
 /// Lists the recipes, or explains one
 ///
-/// Every operand's format, axis, scale rule, rounding and origin; with --all every change of
-/// representation that follows in a layer of each kind, in each part of a run where
-/// they are others.
+/// Prints every operand's format, axis, scale rule, rounding and origin; --all adds every change of
+/// representation in a layer of each kind, for each part of a run in which they differ.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:\n  \
     nibble recipe\n  \
@@ -34,16 +33,16 @@ pub struct Args {
     /// Lists the recipes that study a format or a technique instead of those to train with.
     #[arg(long, conflicts_with_all = ["recipe", "all", "trace", "cost"])]
     studies: bool,
-    /// Prints also what is made from quantized tensors, all settings of overrides, every change of representation and what is kept; with --cost the figures that the
-    /// HiFloat4 study published, to compare.
+    /// Also prints operands made from quantized tensors, all settings of overrides, every change of representation and the saved
+    /// activations; with --cost, the published figures of the HiFloat4 study.
     #[arg(long, requires = "recipe")]
     all: bool,
-    /// Prints all, runs those layers, and prints what the backend saw of them: their products with operands, scales and kernels, and what a GPU would leave to
-    /// its ordinary cores.
+    /// As --all, but runs the layers and prints what the backend saw; also prints their products with operands, scales and kernels, and
+    /// what a GPU would not compute on its tensor cores.
     #[arg(long, requires = "recipe")]
     trace: bool,
-    /// Says instead what a step of this configuration costs under it: by kind of layer the share of the multiply-adds in codes of each width,
-    /// and what the recipe does beside products; left out, of tiny.
+    /// Prints the cost of a step of CONFIG under the recipe instead: by kind of layer, the share of multiply-adds at each code width, and
+    /// the work besides products. CONFIG defaults to tiny.
     #[arg(long, value_name = "CONFIG", num_args = 0..=1, default_missing_value = "tiny", requires = "recipe", conflicts_with = "trace")]
     cost: Option<String>,
 }
@@ -109,13 +108,13 @@ pub fn run(args: Args) -> Result<()> {
     Ok(())
 }
 
-/// The overrides that decide nothing, which nobody refuses where no run begins, or in a recipe that is built in.
+/// Notes for overrides without effect. Only a run refuses them, and not in built-in recipes.
 fn idle(config: &Config, recipe: &Recipe) -> Vec<String> {
     let in_a_run = format!("with the layers and the {} steps of `{SIZES}`", config.train.steps);
     idle_overrides(config, recipe).into_iter().map(|idle| format!("{idle} ({in_a_run})")).collect()
 }
 
-/// Says in a line how many changes of representation follow for one layer.
+/// Prints the number of changes of representation in one layer.
 fn summarize(recipe: &Recipe, layer: &Layer) {
     let plans = recipe.plans(layer);
     for ((from, to), plan) in &plans {
@@ -130,7 +129,7 @@ fn summarize(recipe: &Recipe, layer: &Layer) {
     }
 }
 
-/// Prints what follows for one layer, in each part of a run whose changes are others; says whether there are any.
+/// Prints the changes of representation in one layer, for each part of a run in which they differ; returns whether there are any.
 fn explain(recipe: &Recipe, layer: &Layer, trace: bool) -> Result<bool> {
     let plans = recipe.plans(layer);
     if trace {
@@ -157,13 +156,13 @@ fn explain(recipe: &Recipe, layer: &Layer, trace: bool) -> Result<bool> {
         let kept: Vec<String> =
             plan.kept.iter().map(|kept| format!("{} {}", kept.tensor, kept.precision)).collect();
         if !kept.is_empty() {
-            say!("kept for the backward pass: {}", kept.join(", "));
+            say!("saved for the backward pass: {}", kept.join(", "));
         }
     }
     Ok(true)
 }
 
-/// Runs a layer at a point of a run, and compares what it does with its plan.
+/// Runs a layer at a point of a run, and compares its conversions with its plan.
 fn assert_traced(recipe: &Recipe, layer: &Layer, progress: f64) -> Result<()> {
     let seen = layers::changes(recipe, layer, progress)?;
     match Change::difference(&seen, &recipe.plan(layer, progress, Passes::TRAINING).changes()) {
@@ -203,10 +202,10 @@ mod tests {
         let sizes = Config::load(SIZES, &[]).unwrap();
         let notes = idle(&sizes, &Recipe::parse("shipped", text).unwrap());
         let expected = [
-            ("`override[1]`", "0.99..1 of 30 steps is none of them"),
-            ("`override[2]`", "later overrides say otherwise"),
-            ("`override[4]`", "so without it"),
-            ("`override[6]`", "no layer is called so"),
+            ("`override[1]`", "0.99..1 has none of the 30 steps"),
+            ("`override[2]`", "later overrides replace it"),
+            ("`override[4]`", "same setting without it"),
+            ("`override[6]`", "no layer name matches"),
         ];
         assert_eq!(notes.len(), expected.len(), "{notes:#?}");
         for (note, (key, why)) in notes.iter().zip(expected) {

@@ -1,4 +1,4 @@
-//! `nibble recipe --trace`: the products of a layer, as a GPU takes them.
+//! `nibble recipe --trace`: the products of a layer, and the kernels that a GPU runs for them.
 
 use nibble_choice::products::{Becomes, Cores, OperandKind, ProductPath, ScalesB};
 use nibble_command::error::{Error, Result};
@@ -8,10 +8,10 @@ use nibble_core::ops::{Factor, Taken};
 use nibble_core::recipe::Layer;
 use nibble_train::one_layer::{LayerProduct, OneLayer};
 
-/// Prints the products of a layer, in each part of a run in which they are others.
+/// Prints the products of a layer, for each part of a run in which they differ.
 ///
 /// # Errors
-/// Where a layer asks for others than its recipe means.
+/// If a layer requests other products than its recipe implies.
 pub fn tell(recipe: &Recipe, layer: &Layer) -> Result<()> {
     let mut parts: Vec<((f64, f64), Vec<LayerProduct>)> = Vec::new();
     for (from, to) in recipe.stretches() {
@@ -23,16 +23,16 @@ pub fn tell(recipe: &Recipe, layer: &Layer) -> Result<()> {
     }
     for ((from, to), seen) in &parts {
         let part = if parts.len() > 1 { format!(", steps {from}..{to}") } else { String::new() };
-        say!("products of {}, as a GPU is asked for them{part} (sums in F32):", layer.name);
+        say!("products of {}, as requested of a GPU{part} (sums in F32):", layer.name);
         let mut lines: Vec<String> = seen.iter().map(line).collect();
-        // Of an expert's two weights both may be multiplied alike.
+        // The products of an expert's two weights may be identical.
         lines.dedup();
         lines.iter().for_each(|line| say!("  {line}"));
     }
     Ok(())
 }
 
-/// What a layer asks for, held to what its recipe means.
+/// The products that a layer requests, checked against its recipe.
 fn checked(recipe: &Recipe, layer: &Layer, progress: f64) -> Result<Vec<LayerProduct>> {
     let one = OneLayer { recipe, layer, progress };
     let seen = one.products()?;
@@ -42,14 +42,15 @@ fn checked(recipe: &Recipe, layer: &Layer, progress: f64) -> Result<Vec<LayerPro
     }
 }
 
-/// A product: which it is, who asks for it, its operands and how they are multiplied.
+/// The line of a product: its name, op, operands and kernel.
 fn line(LayerProduct { product, op, desc }: &LayerProduct) -> String {
     let path = ProductPath::of(desc);
     let [a, b] = [(desc.a, 0), (desc.b, 1)].map(|(x, side)| operand(x, side, &path));
     format!("{:<6} {op:<14} {a:<34} {b:<34} {}", product.name(), multiplied(&path))
 }
 
-/// How an operand is stored, as recipes are printed, and what it becomes before it is multiplied: at once, as it is quantized, or by itself.
+/// An operand's stored format, and whether it is lifted or decoded before the product: "at once" as part of its quantization, or
+/// separately.
 fn operand(x: Factor, side: usize, path: &ProductPath) -> String {
     let becomes = match (x.taken, path.sides[side]) {
         (Taken::Lifted, _) => ", lifted at once",
@@ -61,7 +62,7 @@ fn operand(x: Factor, side: usize, path: &ProductPath) -> String {
     x.stored.to_string() + becomes
 }
 
-/// What is multiplied, under which scales, and by which kernel.
+/// The multiplied types, their scales, and the kernel.
 fn multiplied(path: &ProductPath) -> String {
     let of = |kind: OperandKind| match kind {
         OperandKind::Bf16 => format!("bf16 x bf16; {}", kind.kernel()),
@@ -72,9 +73,7 @@ fn multiplied(path: &ProductPath) -> String {
         }
     };
     let multiplied = match path.cores {
-        Cores::Tensor { product, runs: 1 } if product.transposed => {
-            of(product.kind) + ", operands change places"
-        }
+        Cores::Tensor { product, runs: 1 } if product.transposed => of(product.kind) + ", operands swapped",
         Cores::Tensor { product, runs: 1 } => of(product.kind),
         Cores::Tensor { product, runs } => format!("{}, in {runs} runs", of(product.kind)),
         Cores::Parts(parts) => format!("bf16 parts of f32; {}", parts.product.kind.kernel()),

@@ -1,11 +1,11 @@
-//! The report's pictures, as SVG in the page.
+//! The report's charts, as inline SVG.
 
 use maud::{Markup, html};
 use nibble_train::metrics::{plot_attribute, thinned};
 use plotters::prelude::*;
 use plotters::series::LineSeries;
 
-/// Pixels of a chart; a browser scales it to its column.
+/// Size of a chart in pixels; a browser scales it to its column.
 const SIZE: (u32, u32) = (560, 280);
 const COLORS: [RGBColor; 6] = [
     RGBColor(20, 60, 140),
@@ -22,7 +22,7 @@ pub struct Line<'a> {
     pub points: &'a [(u64, f64)],
 }
 
-/// Lines over the steps of a run. With more than one, their names stand in a list below, in their colours.
+/// Draws lines over the steps of a run. With more than one line, a coloured list of names follows.
 ///
 /// # Errors
 /// If there is no finite point.
@@ -43,7 +43,7 @@ pub fn lines(all: &[Line<'_>]) -> Result<Markup, String> {
     })
 }
 
-/// A drawing as part of the page, where it needs no name space, with the numbers of its lines, which `charts.js` shows: names, colours and points.
+/// Embeds an SVG in the page (without its namespace), with the names, colours and points of its lines for `charts.js`.
 pub fn with_numbers<'a>(
     svg: &str,
     lines: impl Iterator<Item = (&'a str, String, &'a [(u64, f64)])>,
@@ -58,7 +58,7 @@ pub fn with_numbers<'a>(
     html! { div data-lines=(numbers) { (maud::PreEscaped(svg)) } }
 }
 
-/// What shows the numbers under the pointer, and zooms: the one script of the page.
+/// The page's only script: shows the values under the pointer, and zooms.
 pub const SCRIPT: &str = include_str!("charts.js");
 
 fn css(RGBColor(r, g, b): RGBColor) -> String {
@@ -74,12 +74,12 @@ fn draw(all: &[Line<'_>], svg: &mut String) -> Result<(), Box<dyn std::error::Er
     for (x, y) in points.iter().flatten() {
         (low, high, first, last) = (low.min(*y), high.max(*y), first.min(*x), last.max(*x));
     }
-    // A run of one step has an axis, too.
+    // A run of one step needs an axis of nonzero length.
     let first = first.min(last - 1.0);
     if low > high {
         return Err("there is no number to draw".into());
     }
-    // Zero is shown where it is not far, and below a level line.
+    // The axis starts at zero if that is near, or if the line is level.
     let floor = if low >= 0.0 && (low < 0.6 * high || low == high) { 0.0 } else { low };
     let margin = if high > floor { 0.06 * (high - floor) } else { high.abs().max(1.0) };
     let bottom = if floor == 0.0 { 0.0 } else { floor - margin };
@@ -140,7 +140,7 @@ pub fn short(x: f64) -> String {
     }
 }
 
-/// Rows of every expert of every layer over the mean of its layer: white is none, the darkest the fullest of all.
+/// A heat map of each expert's rows over the mean of its layer: white = no rows, darkest = the fullest expert of all.
 pub fn load(layers: &[Vec<u64>]) -> Markup {
     const CELL: usize = 12;
     const LABEL: usize = 34;
@@ -151,7 +151,7 @@ pub fn load(layers: &[Vec<u64>]) -> Markup {
     };
     let all = layers.iter().flat_map(|layer| layer.iter().map(|rows| ratio(layer, *rows)));
     let fullest = all.fold(0.0, f64::max).max(1e-9);
-    // Few experts have wide cells.
+    // With few experts, cells are wider.
     let (wide, high) = ((480 / experts.max(1)).clamp(CELL, 60), if layers.len() <= 8 { 24 } else { CELL });
     let (width, height) = (LABEL + wide * experts, high * layers.len() + 18);
     html! {
@@ -183,7 +183,7 @@ fn shade(share: f64) -> String {
     format!("rgb({},{},{})", mix(15.0), mix(50.0), mix(120.0))
 }
 
-/// The lines, or why there are none.
+/// The chart, or why there is none.
 pub fn drawn(all: &[Line<'_>]) -> Markup {
     lines(all).unwrap_or_else(|why| html! { p.fault { (why) } })
 }
@@ -194,7 +194,7 @@ pub fn middle(mut values: Vec<f64>) -> Option<f64> {
     values.get(values.len() / 2).copied()
 }
 
-/// A share, for people.
+/// A share in per cent, as text.
 pub fn percent(share: f64) -> String {
     if share > 0.0 && share < 1e-4 { "< 0.01 %".into() } else { format!("{:.2} %", 100.0 * share) }
 }

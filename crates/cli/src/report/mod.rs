@@ -1,4 +1,4 @@
-//! `nibble report`: all that a run has left, as one page that any browser opens without a network.
+//! `nibble report`: a run's files as one HTML page that needs no network.
 
 mod charts;
 mod page;
@@ -24,7 +24,7 @@ use std::path::{Path, PathBuf};
 ///
 /// Its losses, speed, expert load, memory, precisions and warnings.
 #[derive(Debug, clap::Args)]
-#[command(after_help = "The file needs no network and no other file. A run need not be at its end.\n\n\
+#[command(after_help = "The file needs no network and no other file. The run may still be in progress.\n\n\
     Examples:\n  \
     nibble report runs/tiny\n  \
     nibble report runs/tiny --out tiny.html")]
@@ -32,8 +32,8 @@ pub struct Args {
     /// Directory of the run.
     #[arg(value_name = "RUN")]
     dir: PathBuf,
-    /// The file to write. Left out: report.html in the run's directory. A file that is no report, or with --out no report of this
-    /// run, is not replaced.
+    /// HTML file to write. Default: report.html in the run's directory. An existing file is replaced only if it is a report, and with
+    /// --out only if it is a report of this run.
     #[arg(long, value_name = "OUT")]
     out: Option<PathBuf>,
     #[command(flatten)]
@@ -48,7 +48,7 @@ pub fn run(args: Args) -> Result<()> {
             outputs.named(out, &Mark::Page { beginning: beginning(&run), what: "report of this run" })?
         }
         None => {
-            // In the run's own folder, whatever that was called when the page was written.
+            // In the run's own folder any report may be replaced, since the folder may have been renamed.
             let mark = Mark::Page { beginning: GENERATOR.to_owned(), what: "report" };
             outputs.named(&args.dir.join("report.html"), &mark)?
         }
@@ -60,23 +60,23 @@ pub fn run(args: Args) -> Result<()> {
     Ok(())
 }
 
-/// What a report is made of.
+/// The data of a report.
 struct Recorded {
     files: RunFiles,
-    /// Where the run's directory is, whatever it was called by.
+    /// Canonical path of the run's directory.
     place: PathBuf,
     layers: Vec<LayerMetrics>,
-    /// Times of each rank, of a run with several.
+    /// Times of each rank, for a run with several.
     ranks: Vec<RankTimes>,
-    /// What kept tensors take, by shape, or why that is not known.
+    /// Saved activations by shape, or why they are unknown.
     ledger: std::result::Result<Ledger, String>,
-    /// Trainable numbers, where that is known.
+    /// Number of parameters, if known.
     parameters: Option<usize>,
     /// The processes that have worked on the run.
     processes: Vec<Process>,
-    /// The prediction that the run began with, as it was told then.
+    /// The memory prediction printed at the start of the run.
     memory: std::result::Result<String, String>,
-    /// What the watchdog said.
+    /// The watchdog's warnings.
     findings: Vec<String>,
 }
 
@@ -100,7 +100,7 @@ impl Recorded {
         let path = dir.join(MEMORY_FILE);
         let memory =
             files::read_text(&path, files::MOST_TEXT).map_err(|e| format!("{}: {e}", path.display()));
-        // Of both kinds of device the kept tensors are the same.
+        // The saved activations are the same on both kinds of device.
         let predicted =
             |recipe| plan::predict(DeviceKind::Host, files.config.run.mesh(), &files.config, recipe);
         let predicted = match &files.recipe {
@@ -109,7 +109,7 @@ impl Recorded {
         };
         let parameters = predicted.as_ref().ok().map(|p| p.parameters);
         let ledger = predicted.map(|p| p.ledger);
-        // The metrics hold all that it looks at; a run that was resumed began to look anew.
+        // The watchdog needs nothing but the metrics. (In the run itself, each resume started a new watchdog.)
         let mut watchdog = Watchdog::default();
         let steps = files.metrics.iter().filter(|metrics| !metrics.is_evaluation());
         let findings = steps.flat_map(|metrics| watchdog.step(metrics)).collect();
@@ -128,10 +128,10 @@ impl Recorded {
     }
 }
 
-/// The beginning of every report.
+/// The first bytes of every report.
 const GENERATOR: &str = "<!DOCTYPE html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><meta name=\"generator\" content=\"nibble report\">";
 
-/// The beginning of every report of a run, by which it is known.
+/// The first bytes of every report of this run, which identify it.
 fn beginning(run: &Recorded) -> String {
     let whose = maud::html! { meta name="run" content=(run.place.display()); };
     format!("{GENERATOR}{}", whose.into_string())

@@ -1,4 +1,4 @@
-//! The page: sections of charts and tables, with all text escaped, styles inside, and nothing to load.
+//! The page: sections of charts and tables. All text is escaped, styles are inline, and nothing is loaded.
 
 use super::charts::{self, Line, drawn, middle, percent, with_numbers};
 use super::precision::{self, Group, ranges, without_number};
@@ -37,24 +37,24 @@ pub fn render(run: &Recorded) -> Result<String> {
             }
         }
         main {
-            (section("Warnings", "What the run was warned of, looked for again in its metrics.", warnings(run)))
-            (section("Loss", "Training and held-out loss. H is the least that any model can reach and U what frequencies alone give, \
-                where they are known. In this picture and all below: the pointer shows numbers, dragging over steps enlarges them, and a double click \
-                brings all back.", html! { figure.wide data-series=(names) { (with_numbers(&losses, of_losses)) } }))
+            (section("Warnings", "The run's warnings, found again in its metrics.", warnings(run)))
+            (section("Loss", "Training and held-out loss. H is the lowest loss that any model can reach and U the loss of token frequencies alone, \
+                where they are known. In every chart, hovering shows values, dragging zooms into a range of steps, and a double click resets \
+                the zoom.", html! { figure.wide data-series=(names) { (with_numbers(&losses, of_losses)) } }))
             (section("Speed", "The first steps also prepare the machine.", charts(Chart::Speed)))
             @if let Some(times) = ranks::times(&run.ranks) {
-                (section("Ranks", "How long each rank took for a step, and how much of that it waited for others. The rank that is busy longest \
-                    decides for all.", times))
+                (section("Ranks", "Step time of each rank, and how much of it the rank waited for others. The busiest rank decides the step time of \
+                    all.", times))
             }
             @if files.config.model.experts > 0 {
                 (section("Experts", "How the router spreads tokens. Even is best: the fullest expert decides how long a step takes.",
                     html! { (charts(Chart::Experts)) (expert_load(run)) }))
             }
-            (section("Memory", "What a forward pass keeps for its backward pass, by shape. Gradients, weights and optimizer are in the \
+            (section("Memory", "Activations saved for the backward pass, by shape. Gradients, weights and optimizer state are in the \
                 prediction below.", html! { (memory(run)) (charts(Chart::Memory)) }))
-            (section("Precisions", "What the recipe decides for the operands of every product, for what is kept and for what is sent.",
+            (section("Precisions", "The recipe's formats for the operands of every product, for saved activations and for rows sent between ranks.",
                 precisions(run)))
-            (section("Numerics", "Blocks that conversions met, and how many they changed.",
+            (section("Numerics", "Blocks that conversions processed, and how many they changed.",
                 html! { (charts(Chart::Numerics)) (numerics(run)) }))
             (section("Optimizer", "", charts(Chart::Optimizer)))
             (section("Other series", "", charts(Chart::Other)))
@@ -85,7 +85,7 @@ fn section(title: &str, about: &str, content: Markup) -> Markup {
     }
 }
 
-/// What the run is, and where it stands.
+/// The table of facts about the run and its progress.
 fn facts(run: &Recorded) -> Markup {
     let (files, config) = (&run.files, &run.files.config);
     let done = files.metrics.iter().map(|metrics| metrics.step).max().unwrap_or(0);
@@ -112,7 +112,7 @@ fn facts(run: &Recorded) -> Markup {
     let (first, newest) = (run.processes.first(), run.processes.last());
     let again = match run.processes.len() {
         0 | 1 => String::new(),
-        n => format!(", gone on with {}", if n == 2 { "once".into() } else { format!("{} times", n - 1) }),
+        n => format!(", resumed {}", if n == 2 { "once".into() } else { format!("{} times", n - 1) }),
     };
     let seconds: f64 = files.metrics.iter().filter_map(|m| m.seconds).sum();
     let idle = files.metrics.iter().filter(|m| m.target_fraction == Some(0.0)).count();
@@ -151,7 +151,7 @@ fn duration(seconds: f64) -> String {
     }
 }
 
-/// A chart of one series.
+/// The chart of one series.
 fn chart(series: &Series) -> Markup {
     let last = series.points.last().map_or_else(String::new, |p| charts::short(p.1));
     html! {
@@ -179,7 +179,7 @@ fn warnings(run: &Recorded) -> Markup {
     }
 }
 
-/// The load of every expert when it was last told, and in the middle of the run.
+/// The load of every expert in the last record, and in the middle of the run.
 fn expert_load(run: &Recorded) -> Markup {
     let Some(last) = run.layers.last() else { return absent("layers.jsonl has no line") };
     let mut shown = vec![last];
@@ -202,7 +202,7 @@ fn absent(why: &str) -> Markup {
     html! { p.fault { "Not known: " (why) } }
 }
 
-/// `model.layers.*.mlp.experts` with the numbers that stand for the star.
+/// `model.layers.*.mlp.experts` with the layer numbers that the star stands for.
 fn named(group: &Group) -> Markup {
     html! { code { (group.name) } @if !group.numbers.is_empty() { " " span.layers { (ranges(&group.numbers)) } } }
 }
@@ -275,7 +275,7 @@ fn precisions(run: &Recorded) -> Markup {
     }
 }
 
-/// Blocks of sites that differ in their layer's number alone.
+/// Block counts of the sites that differ only in their layer's number.
 struct SiteRow {
     site: String,
     conversion: String,
@@ -283,7 +283,7 @@ struct SiteRow {
     blocks: u64,
     inexact: Option<u64>,
     non_finite: u64,
-    /// Share of inexact blocks in the layer where it is largest, and which that is.
+    /// The largest share of inexact blocks of a layer, and that layer.
     worst: Option<(f64, Option<usize>)>,
 }
 
@@ -356,7 +356,7 @@ fn numerics(run: &Recorded) -> Markup {
     }
 }
 
-/// The share of inexact blocks of the sites where it is largest, over the run.
+/// Charts the share of inexact blocks over the run, for the sites where it is largest.
 fn over_time(run: &Recorded, rows: &[SiteRow]) -> Markup {
     const MOST: usize = 6;
     let mut sites: Vec<&SiteRow> = rows.iter().filter(|row| row.inexact.is_some()).collect();

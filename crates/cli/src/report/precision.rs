@@ -1,4 +1,4 @@
-//! What each tensor of each layer is: as kept for the backward pass, and as the products take it.
+//! The format of each layer's tensors: as saved for the backward pass, and as operands of products.
 
 use nibble_core::Recipe;
 use nibble_core::recipe::{Change, Layer, LayerKind, Site};
@@ -7,7 +7,7 @@ use nibble_train::config::Config;
 use nibble_train::ledger::Ledger;
 use nibble_train::spec::{self, ModelSpec, PartKind};
 
-/// Layers that differ in their number alone: their name with `*` for it, and the numbers.
+/// Layers that differ only in their number: the name with `*` for the number, and the numbers.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Group {
     pub name: String,
@@ -21,7 +21,7 @@ pub fn without_number(layer: &str) -> (String, Option<usize>) {
     (layer.split('.').map(part).collect::<Vec<_>>().join("."), number)
 }
 
-/// `0–3, 7`; nothing where there is one layer without a number.
+/// `0–3, 7`; empty for a layer without a number.
 pub fn ranges(numbers: &[usize]) -> String {
     let mut runs: Vec<(usize, usize)> = Vec::new();
     for &n in numbers {
@@ -37,7 +37,7 @@ pub fn ranges(numbers: &[usize]) -> String {
     runs.into_iter().map(text).collect::<Vec<_>>().join(", ")
 }
 
-/// A tensor that a forward pass keeps, in layers that keep it alike.
+/// A saved activation of the layers that save it in the same format.
 pub struct Kept {
     pub layers: Group,
     pub tensor: &'static str,
@@ -45,7 +45,7 @@ pub struct Kept {
     pub bytes: usize,
 }
 
-/// What is kept, in the order of a forward pass; each buffer once.
+/// The saved activations in the order of a forward pass; each buffer once.
 pub fn kept(ledger: &Ledger) -> Vec<Kept> {
     let mut all: Vec<Kept> = Vec::new();
     for entry in ledger.unique() {
@@ -68,15 +68,15 @@ pub fn kept(ledger: &Ledger) -> Vec<Kept> {
     all
 }
 
-/// The precisions of layers that have them alike.
+/// The precisions of layers that have the same ones.
 pub struct Decided {
     /// The layers.
     pub layers: Vec<Group>,
-    /// A row for each site: its precision in each part of the run.
+    /// One row per site: its precision in each part of the run.
     pub sites: Vec<(Site, Vec<String>)>,
 }
 
-/// What the recipe decides for every linear layer, in each part of the run.
+/// The recipe's precisions of every linear layer, in each part of the run.
 pub fn decided(recipe: &Recipe, config: &Config) -> Vec<Decided> {
     let steps = config.train.steps;
     let parts = steps_of_change(recipe, steps);
@@ -99,7 +99,7 @@ pub fn decided(recipe: &Recipe, config: &Config) -> Vec<Decided> {
     all
 }
 
-/// What the tensor of a site is.
+/// The tensor of a site, in words.
 pub fn meaning(site: Site) -> &'static str {
     match site {
         Site::FpropX => "input, in the forward product",
@@ -112,13 +112,13 @@ pub fn meaning(site: Site) -> &'static str {
         Site::WgradDh => "the same between an expert's two products",
         Site::WgradX => "input, for the gradient of the weight",
         Site::WgradA => "input of the second product, for the gradient of its weight",
-        Site::SavedX => "input, kept for the backward pass",
-        Site::SavedH => "what SwiGLU takes, kept for the backward pass",
-        Site::SavedA => "input of the second product, kept",
-        Site::DispatchFwd => "tokens on their way to the experts",
-        Site::DispatchBwd => "gradients on their way to the experts",
-        Site::CombineFwd => "what experts return, on its way back to the tokens",
-        Site::CombineBwd => "gradients of the experts' inputs, on their way back",
+        Site::SavedX => "input, saved for the backward pass",
+        Site::SavedH => "input of SwiGLU, saved for the backward pass",
+        Site::SavedA => "input of the second product, saved",
+        Site::DispatchFwd => "tokens dispatched to the experts",
+        Site::DispatchBwd => "gradients dispatched to the experts",
+        Site::CombineFwd => "expert outputs, combined into the tokens",
+        Site::CombineBwd => "gradients of the experts' inputs, combined into the tokens",
     }
 }
 
@@ -127,7 +127,7 @@ fn sites(recipe: &Recipe, layer: &Layer, starts: &[u64], steps: u64) -> Vec<(Sit
     let precision = |site: Site, start: u64| {
         let section = recipe.section(layer.kind, &layer.name, start as f64 / steps as f64);
         match site == Site::SavedA && section.kept_a().is_none() {
-            true => "made again from h".to_owned(),
+            true => "recomputed from h".to_owned(),
             false => section.at(site).to_string(),
         }
     };
@@ -135,8 +135,8 @@ fn sites(recipe: &Recipe, layer: &Layer, starts: &[u64], steps: u64) -> Vec<(Sit
     layer.kind.sites().filter(of_layer).map(row).collect()
 }
 
-/// Every change of representation in the first layer of each kind between two attentions, and what that layer is: experts, and the two
-/// projections of an MLP that is no shared expert. Where the changes are others from a step on, there is another list that says so.
+/// Every change of representation in the first feed-forward layer of each kind, with its description: experts, and the two projections of
+/// an MLP other than a shared expert. If the changes differ from a step on, another list follows.
 pub fn changes(recipe: &Recipe, config: &Config) -> Vec<(String, Vec<Change>)> {
     let parts: Vec<_> = ModelSpec::new(&config.model).parts().collect();
     let steps = config.train.steps;

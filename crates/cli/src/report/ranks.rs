@@ -1,11 +1,11 @@
-//! How long each rank of a run took, and which of them the others wait for.
+//! The step times of each rank, and which ranks the others wait for.
 
 use super::charts::{Line, drawn, middle, percent, short};
 use maud::{Markup, html};
 use nibble_command::console::thousands;
 use nibble_train::metrics::RankTimes;
 
-/// How long a rank was busy.
+/// Seconds that a rank was busy.
 fn busy(line: &RankTimes, rank: usize) -> f64 {
     (line.seconds[rank] - line.waiting[rank]).max(0.0)
 }
@@ -17,7 +17,7 @@ struct Row {
     seconds: f64,
     waiting: f64,
     busy: f64,
-    /// Waiting of all seconds.
+    /// Share of waiting in all seconds.
     share: f64,
 }
 
@@ -39,10 +39,10 @@ impl Row {
     }
 }
 
-/// A row for each rank, and how long the slowest of them were busy over the steps; nothing without a line.
+/// A table of ranks, and a chart of the slowest ranks' busy time over the steps; `None` without records.
 pub fn times(lines: &[RankTimes]) -> Option<Markup> {
     let ranks = lines.last()?.seconds.len();
-    // A run may go on with another number of ranks, whose numbers then mean others.
+    // A run may resume on another number of ranks; rank numbers then mean other ranks.
     let same: Vec<&RankTimes> = lines.iter().filter(|line| line.seconds.len() == ranks).collect();
     let rows: Vec<Row> = (0..ranks).map(|rank| Row::new(&same, rank)).collect();
     let mut by_time: Vec<&Row> = rows.iter().collect();
@@ -74,7 +74,7 @@ pub fn times(lines: &[RankTimes]) -> Option<Markup> {
     })
 }
 
-/// The busy time of the ranks where it is largest.
+/// Charts the busy time of the slowest ranks.
 fn over_steps(lines: &[&RankTimes], by_time: &[&Row]) -> Markup {
     const MOST: usize = 6;
     let mut shown: Vec<usize> = by_time.iter().take(MOST).map(|row| row.rank).collect();

@@ -1,4 +1,4 @@
-//! The series of a run: every number of its metrics over the steps.
+//! The series of a run's metrics over the steps.
 
 use nibble_train::metrics::Metrics;
 use std::collections::BTreeMap;
@@ -7,9 +7,9 @@ use std::collections::BTreeMap;
 pub struct Series {
     /// Its name in the metrics file.
     pub name: String,
-    /// What it is, in words.
+    /// Its description.
     pub title: String,
-    /// Steps done, and the value.
+    /// Pairs of steps done and value.
     pub points: Vec<(u64, f64)>,
 }
 
@@ -33,19 +33,19 @@ const KNOWN: [(&str, Chart, &str); 20] = [
     ("grad_norm", Chart::Optimizer, "Norm of the gradient, before clipping"),
     ("throughput(tps)", Chart::Speed, "Tokens a second"),
     ("time_metrics/end_to_end(s)", Chart::Speed, "Seconds a step"),
-    ("time_metrics/data_loading(s)", Chart::Speed, "Seconds that a step's tokens were waited for"),
+    ("time_metrics/data_loading(s)", Chart::Speed, "Seconds of waiting for a step's tokens"),
     ("tflops", Chart::Speed, "Teraflops a second"),
     ("mfu(%)", Chart::Speed, "Percent of the device's dense BF16 rate"),
     ("power(W)", Chart::Speed, "Watts of the device"),
     (
         "moe/load_max_over_mean",
         Chart::Experts,
-        "Rows of the fullest expert over the mean, of the worst layer",
+        "Rows of the fullest expert over the mean, in the worst layer",
     ),
     ("moe/dead_expert_fraction", Chart::Experts, "Share of experts that got no row"),
     ("moe/aux_loss", Chart::Experts, "Load-balancing loss, before its coefficient"),
     ("moe/z_loss", Chart::Experts, "Router z-loss, before its coefficient"),
-    ("memory/max_active(GiB)", Chart::Memory, "Most memory taken so far, GiB"),
+    ("memory/max_active(GiB)", Chart::Memory, "Peak memory so far, GiB"),
     ("memory/max_active(%)", Chart::Memory, "The same, percent of the device's"),
     (
         "quantization/inexact_fraction",
@@ -60,12 +60,12 @@ const KNOWN: [(&str, Chart, &str); 20] = [
     (
         "quantization/saturated_fraction",
         Chart::Numerics,
-        "Share of values larger than their delayed scale expected",
+        "Share of values beyond the range of their delayed scale",
     ),
     ("n_tokens_seen", Chart::Other, "Tokens trained on"),
 ];
 
-/// Every series of these metrics with its place, the known ones first.
+/// Every series of these metrics with its section, the known ones first.
 pub fn all(metrics: &[Metrics]) -> Vec<(Chart, Series)> {
     let mut points: BTreeMap<String, Vec<(u64, f64)>> = BTreeMap::new();
     for line in metrics {

@@ -1,4 +1,4 @@
-//! Tells people how a run goes: a bar where they watch, plain lines where a file does, and all of it in the run's log.
+//! Reports a run's progress: a bar on a terminal, plain lines elsewhere, and everything in the run's log.
 
 use super::introduction;
 use crate::eval::NO_TARGET;
@@ -22,16 +22,16 @@ use std::time::{Duration, Instant};
 
 /// The console of a run, and its log.
 pub struct Console {
-    /// The directory that the configuration asks for.
+    /// The directory named by the configuration.
     dir: String,
     device: String,
-    /// From the start of the run on.
+    /// Opened when the run starts.
     log: Option<File>,
     bar: Option<ProgressBar>,
     log_every: u64,
     steps: u64,
     entropy: Option<Entropy>,
-    /// The dense BF16 rate of all ranks' devices together in flops a second, where it is known.
+    /// Dense BF16 rate of all ranks' devices together, in flops per second, if known.
     peak_flops: Option<f64>,
     power: Power,
     pace: Pace,
@@ -41,7 +41,7 @@ impl Console {
     pub fn new<B: Device>(config: &Config, on: &On<'_, B>) -> Self {
         let watched = std::io::stdout().is_terminal() && std::io::stderr().is_terminal();
         let bar = watched.then(|| {
-            // No wider than the terminal: a line that wraps is not taken away again.
+            // No wider than the terminal: a wrapped line would not be erased.
             let style = ProgressStyle::with_template("{bar:20} {pos}/{len} [{elapsed}<{eta}] {wide_msg}");
             // The template is a constant; the default bar serves should it ever be wrong.
             ProgressBar::new(config.train.steps)
@@ -73,14 +73,14 @@ impl Console {
         self.log(text);
     }
 
-    /// A line of the log alone. It is for people: a run does not end for it.
+    /// Writes a line to the log only. Errors are ignored: a run does not fail for its log.
     fn log(&mut self, text: &str) {
         if let Some(log) = &mut self.log {
             let _ = log.write_all(visible(format_args!("{text}\n")).as_bytes());
         }
     }
 
-    /// Opens the log, and leaves the table of the memory, in the run's directory.
+    /// Opens the log and writes the memory table in the run's directory.
     fn begin_log(&mut self, start: &Start<'_>) {
         let dir = Path::new(&start.config.run.dir);
         let log = dir.join(LOG_FILE);
@@ -178,7 +178,7 @@ impl Observer for Console {
     }
 }
 
-/// Whether nobody watches a bar and an evaluation is so long that a log should say how far it is: at each quarter but the last, whose loss follows.
+/// Whether an evaluation's progress is worth a line where there is no bar: for long evaluations, at each quarter except the last.
 fn is_worth_a_line(done: usize, of: usize) -> bool {
     const LONG: usize = 1000;
     of >= LONG && done < of && 4 * done / of != 4 * (done - 1) / of
@@ -199,7 +199,7 @@ impl Pace {
         }
     }
 
-    /// A step's metrics with the rates of all those steps in place of its own.
+    /// A step's metrics, with rates averaged over the steps since the last line.
     fn over(self, metrics: &Metrics) -> Metrics {
         let mean = self.tokens / self.seconds;
         let Some(of_step) = metrics.tps.filter(|tps| *tps > 0.0 && mean.is_finite()) else {
@@ -215,7 +215,7 @@ impl Pace {
     }
 }
 
-/// Watts, looked for a few times a second at most.
+/// Power in watts, read at most a few times per second.
 struct Power {
     meter: Option<Meter>,
     seen: Option<(Instant, f64)>,
@@ -237,13 +237,13 @@ impl Power {
     }
 }
 
-/// The loss of a step, or that it has none.
+/// The loss of a step, or a note that it has no target.
 fn loss_of(metrics: &Metrics) -> Option<String> {
     let nothing = (metrics.target_fraction == Some(0.0)).then(|| format!("loss: {NO_TARGET}"));
     metrics.loss.map(|loss| format!("loss: {loss:.4}")).or(nothing)
 }
 
-/// The metrics of a step under torchtitan's short names. What a device's rate is, and what it draws, is known of GPUs.
+/// The metrics of a step under torchtitan's short names. Utilization and power are known for GPUs only.
 fn step_line(metrics: &Metrics) -> String {
     let figures = [
         loss_of(metrics),

@@ -1,4 +1,4 @@
-//! What is known of a run before its first step: a few lines for the console, and everything for its log.
+//! A run's introduction before its first step: a few lines for the console, everything for the log.
 
 use crate::tensor_cores;
 use nibble_command::console::{bytes, thousands};
@@ -11,13 +11,13 @@ use nibble_train::trainer::{MEMORY_FILE, Start};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// What the console is told: no more than eight lines together with the device.
+/// The lines for the console: at most eight, together with the device's.
 pub fn short(start: &Start<'_>) -> Vec<String> {
     let prediction = start.prediction;
     let mut lines = what(start);
     let most = bytes(prediction.device_bytes() as u64);
     let takes = match balanced(start) {
-        Some(balanced) => format!("{} with routers in balance, {most} at most,", bytes(balanced)),
+        Some(balanced) => format!("{} with balanced routing, {most} at most,", bytes(balanced)),
         None => most,
     };
     lines.push(format!(
@@ -31,7 +31,7 @@ pub fn short(start: &Start<'_>) -> Vec<String> {
     lines
 }
 
-/// Everything: every key, and the memory part by part and tensor by tensor.
+/// The lines for the log: every key, and the memory part by part and tensor by tensor.
 pub fn all(start: &Start<'_>) -> Vec<String> {
     let mut lines = vec!["config:".to_owned()];
     lines.extend(settings(start.config));
@@ -43,16 +43,16 @@ pub fn all(start: &Start<'_>) -> Vec<String> {
     lines.extend(memory(start.prediction));
     let balanced = balanced(start);
     lines.extend(
-        balanced.map(|balanced| format!("  {:<34} {:>10}", "  with routers in balance", bytes(balanced))),
+        balanced.map(|balanced| format!("  {:<34} {:>10}", "  with balanced routing", bytes(balanced))),
     );
     lines.extend(off_the_tensor_cores(start));
     lines
 }
 
-/// Bytes of a device, as predicted, where routers send each rank its share of the rows; none where that is what is predicted anyway.
+/// Predicted bytes of a device under balanced routing; `None` if the prediction assumes that anyway.
 fn balanced(start: &Start<'_>) -> Option<u64> {
     let of = start.prediction;
-    // What was predicted once is predicted again.
+    // An error cannot occur here, as the same prediction has succeeded before.
     let balanced = plan::predict_balanced(of.kind, of.mesh, start.config, start.recipe).ok()??;
     Some(Prediction { host_ranks: of.host_ranks, ..balanced }.device_bytes() as u64)
 }
@@ -71,13 +71,13 @@ fn what(start: &Start<'_>) -> Vec<String> {
         }
         None => format!("data: {}", start.config.data.described()),
     });
-    let forced = "experts take turns, whatever routers say (train.force_load_balance): speed is measured, nothing of use learnt";
+    let forced = "train.force_load_balance assigns experts in turn, whatever routers say: for measuring speed, nothing useful is learnt";
     lines.extend(start.config.train.force_load_balance.then(|| forced.to_owned()));
     lines.extend(measures_nothing(start.config, start.recipe));
     lines
 }
 
-/// No slow path without a word: one line for all that the tensor cores cannot take.
+/// One line for all products that would run off the tensor cores.
 fn off_the_tensor_cores(start: &Start<'_>) -> Option<String> {
     let missed = match start.prediction.kind {
         DeviceKind::Gpu => tensor_cores::missed(start.config, start.recipe),
@@ -86,7 +86,7 @@ fn off_the_tensor_cores(start: &Start<'_>) -> Option<String> {
     (!missed.is_empty()).then(|| format!("off the tensor cores: {}", missed.join("; ")))
 }
 
-/// On what the memory is.
+/// Whose memory it is, in words.
 fn whose(kind: DeviceKind, ranks: usize) -> &'static str {
     match (kind, ranks) {
         (DeviceKind::Gpu, 2..) => "of each GPU",
@@ -111,7 +111,7 @@ pub fn memory(prediction: &Prediction) -> Vec<String> {
     lines
 }
 
-/// What goes between ranks, and by which collectives.
+/// The traffic between ranks, and its collectives.
 const SENT: [(&str, &[&str]); 4] = [
     ("rows to experts and back", &["all_to_all_v", "counts"]),
     ("gradients", &["reduce_scatter_tree"]),
@@ -119,17 +119,17 @@ const SENT: [(&str, &[&str]); 4] = [
     ("losses and counts", &["all_gather", "all_gather_f64"]),
 ];
 
-/// What a rank sends to others in a step.
+/// The bytes that a rank sends to other ranks per step.
 pub fn sent(rank: usize, bytes_by_call: &BTreeMap<&'static str, u64>) -> Vec<String> {
     let of = |(what, calls): &(&str, &[&str])| {
         let sent = calls.iter().filter_map(|call| bytes_by_call.get(call)).sum();
         format!("  {what:<34} {:>10}", bytes(sent))
     };
-    let title = format!("sent to other ranks in a step, rank {rank}, with routers in balance:");
+    let title = format!("sent to other ranks in a step, rank {rank}, with balanced routing:");
     std::iter::once(title).chain(SENT.iter().map(of)).collect()
 }
 
-/// What each kind of ranks takes, where they differ in what they keep.
+/// The memory of each kind of rank.
 pub fn ranks(kinds: &[(Vec<usize>, usize)]) -> Vec<String> {
     let of = |(ranks, taken): &(Vec<usize>, usize)| {
         let ranks = ranks.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
@@ -138,7 +138,7 @@ pub fn ranks(kinds: &[(Vec<usize>, usize)]) -> Vec<String> {
     std::iter::once("memory of each rank:".to_owned()).chain(kinds.iter().map(of)).collect()
 }
 
-/// On which GPUs that the kernels run on a run of this size fits.
+/// The supported GPUs on which the run fits.
 pub fn gpus(prediction: &Prediction) -> String {
     let needed = prediction.device_bytes();
     let (fits, not): (Vec<_>, Vec<_>) = plan::GPUS.iter().partition(|gpu| needed <= gpu.bytes);
@@ -150,10 +150,10 @@ pub fn gpus(prediction: &Prediction) -> String {
     }
 }
 
-/// Every key of the configuration, a table a line, broken where lines get long.
+/// Every key of the configuration, one table per line; long lines are broken.
 fn settings(config: &Config) -> Vec<String> {
     const WIDTH: usize = 79;
-    // A configuration that was loaded has a TOML form.
+    // Every loaded configuration has a TOML form.
     let Ok(toml::Value::Table(table)) = toml::Value::try_from(config) else { return Vec::new() };
     let (tables, top): (Vec<_>, Vec<_>) = table.iter().partition(|(_, value)| value.is_table());
     let sections =

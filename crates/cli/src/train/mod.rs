@@ -26,15 +26,15 @@ use rank_log::RankLog;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 
-/// Trains a model, or goes on with one
+/// Trains a model, or resumes a run
 ///
 /// Without arguments: a small mixture of experts on the built-in language, whose entropy is known.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "A run leaves checkpoints, metrics.jsonl, the same for TensorBoard, layers.jsonl, config.toml, recipe.toml and loss.svg \
-    in its directory, runs/NAME, or the next free runs/NAME-2, runs/NAME-3 ... `nibble report` makes a page of them. A kill at any moment costs \
-    at most the steps since the last checkpoint, and Ctrl-C, SIGTERM or SIGHUP none: --resume goes on, and ends with the very \
-    same weights. A second signal after 3 seconds, or a third, ends the run at once.\n\n\
+    after_help = "A run writes checkpoints, metrics.jsonl, the same metrics for TensorBoard, layers.jsonl, config.toml, recipe.toml and loss.svg \
+    to its directory, runs/NAME, or the next free runs/NAME-2, runs/NAME-3 ... `nibble report` makes a page of them. A kill at any moment costs \
+    at most the steps since the last checkpoint; Ctrl-C, SIGTERM or SIGHUP costs none. --resume continues the run and ends with bit-identical \
+    weights. A second signal after 3 seconds, or a third, ends the run at once.\n\n\
     Examples:\n  \
     nibble train\n  \
     nibble train tiny --recipe bf16 --set train.steps=1000\n  \
@@ -51,31 +51,31 @@ use std::sync::atomic::Ordering;
 pub struct Args {
     /// A built-in configuration (tiny, tiny-dense, shakespeare; a small one of each family, such as deepseek-v3-tiny; for a GPU s, olmoe, qwen30b-4l,
     /// dense1b, dsv3-1l; whole models, such as deepseek-v2-lite, for --dry-run; a wrong name lists all) or the path of a TOML file;
-    /// config.toml of a run begins another run like it. With --resume also the directory of a run.
+    /// a run's config.toml starts another run like it. With --resume also the directory of a run.
     #[arg(value_name = "CONFIG", default_value = "tiny")]
     config: String,
     #[command(flatten)]
     changes: Changes,
-    /// Begins with the weights of a folder with a model, as the Hugging Face family of tools writes it (config.json and safetensors). `[model]` is then
-    /// the folder's, but for its losses and positions; of CONFIG the rest counts. With --resume the run goes on that began so.
+    /// Starts from the weights of a Hugging Face model folder (config.json and safetensors). The folder then sets `[model]`, except for
+    /// losses and positions; all other keys come from CONFIG. With --resume, resumes the run that was started this way.
     #[arg(long, value_name = "FOLDER", conflicts_with = "init_from")]
     from: Option<PathBuf>,
-    /// Begins with the weights of another run (its newest whole checkpoint), or of one checkpoint: a new run, whose optimizer begins anew.
-    /// With --resume the run goes on that began so.
+    /// Starts a new run from the weights of another run (its newest whole checkpoint) or of one checkpoint, with a fresh optimizer.
+    /// With --resume, resumes the run that was started this way.
     #[arg(long, value_name = "RUN")]
     init_from: Option<PathBuf>,
-    /// Goes on from the newest whole checkpoint of the latest run that has this configuration, or of the run in the directory CONFIG. Of
-    /// what decides the numbers only train.steps may change, to more, and, where that is asked for, train.combine and train.expert_shards.
+    /// Resumes from the newest whole checkpoint of the latest run with this configuration, or of the run in the directory CONFIG. Of the
+    /// settings that affect results, only train.steps may change, to more, and, if set explicitly, train.combine and train.expert_shards.
     #[arg(long)]
     resume: bool,
-    /// Prints configuration, number of parameters and the memory that a run takes, and stops: no weight is made, and nothing written.
-    /// On the device that the run would be on; =gpu: on a GPU, wherever this is.
+    /// Prints configuration, parameter count and predicted memory, and exits: no weights are made, and nothing is written.
+    /// Predicts for the device that the run would use; =gpu: for a GPU, which this host need not have.
     #[arg(long, value_name = "WHERE", num_args = 0..=1, require_equals = true, default_missing_value = "device")]
     dry_run: Option<DryRunOn>,
-    /// Measures how fast messages go between the run's ranks before its first step, and names slow links.
+    /// Measures the links between the run's ranks before its first step, and names slow ones.
     #[arg(long, conflicts_with = "dry_run")]
     check_links: bool,
-    /// Prints the SHA-256 of the weights after the last step: the same on any mesh and device where every bit is.
+    /// Prints the SHA-256 of the weights after the last step; equal digests mean bit-identical weights.
     #[arg(long, conflicts_with = "dry_run")]
     digest: bool,
     #[command(flatten)]
@@ -83,16 +83,16 @@ pub struct Args {
 }
 
 impl Args {
-    /// The weights to begin with, as a change of the configuration.
+    /// The initial weights, as an override.
     fn initial(&self) -> Result<Vec<String>> {
         let path = match (&self.from, &self.init_from) {
             (None, None) => return Ok(Vec::new()),
             (Some(folder), _) if !is_folder(folder) => {
-                let why = "is no folder with a model, which has a config.json and its weights in safetensors; --init-from takes a run";
+                let why = "is not a model folder, expected config.json and weights in safetensors; --init-from takes a run";
                 return Err(Error::usage(format!("--from: {} {why}", folder.display())));
             }
             (None, Some(run)) if !run.is_dir() || is_folder(run) => {
-                let why = "is no run and no checkpoint of one; --from takes a folder with a model";
+                let why = "is neither a run nor a checkpoint; --from takes a model folder";
                 return Err(Error::usage(format!("--init-from: {} {why}", run.display())));
             }
             (Some(path), _) | (_, Some(path)) => path,
@@ -101,27 +101,27 @@ impl Args {
     }
 }
 
-/// Checks that ranks started by `nibble launch` can be asked for this.
+/// Checks that `nibble launch` can start ranks with these arguments.
 pub fn require_launchable(args: &Args) -> Result<()> {
     match args.dry_run {
         None => Ok(()),
         Some(_) => {
-            Err(Error::usage("--dry-run starts no ranks: leave nibble launch away, and set run.ranks"))
+            Err(Error::usage("--dry-run starts no ranks: run it without nibble launch, and set run.ranks"))
         }
     }
 }
 
-/// Whose memory a dry run predicts.
+/// The device whose memory a dry run predicts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum DryRunOn {
-    /// That of the device that the run would be on, which must be there.
+    /// The device that the run would use, which must exist.
     Device,
-    /// A GPU's, which need not be there.
+    /// A GPU, which need not exist on this host.
     Gpu,
 }
 
 pub fn run(args: Args) -> Result<()> {
-    // First of all. A dry run, which writes nothing, needs no step to end.
+    // Before anything else. A dry run writes nothing, so a signal may end it at any time.
     let signals = args.dry_run.is_none().then(Signals::wait_for_steps).transpose()?;
     let initial = args.initial()?;
     let overrides = [args.changes.overrides(), initial].concat();
@@ -133,7 +133,7 @@ pub fn run(args: Args) -> Result<()> {
     match args.dry_run {
         Some(DryRunOn::Device) => return device::run(&config.run, &DryRun { config: &config }),
         Some(DryRunOn::Gpu) => {
-            say!("device: a GPU, by its kind alone");
+            say!("device: any GPU, none is opened");
             let (_, prediction) = introduce_dry_run(&config, DeviceKind::Gpu)?;
             say!("{}", introduction::gpus(&prediction));
             say!("dry run: nothing was written");
@@ -144,7 +144,10 @@ pub fn run(args: Args) -> Result<()> {
     if args.resume {
         let dir = trainer::latest_run_dir(&config, named_by_user)?;
         if !trainer::has_begun(&dir) {
-            let why = format!("--resume: no run has begun in {}; without it, one begins", dir.display());
+            let why = format!(
+                "--resume: there is no run in {} yet; leave --resume out to start one",
+                dir.display()
+            );
             return Err(Error::usage(why));
         }
         if joined::is_first() {
@@ -152,7 +155,7 @@ pub fn run(args: Args) -> Result<()> {
         }
         config.run.dir = dir.to_string_lossy().into_owned();
     } else if named_by_user && joined::is_first() {
-        // Before a device is opened, and again when the directory is taken: by the first rank, for all.
+        // Checked by rank 0 for all ranks, before a device is opened, and again when the directory is created.
         trainer::require_free(Path::new(&config.run.dir))?;
     }
     let stop = signals.as_ref().map(Signals::received);
@@ -185,7 +188,7 @@ impl Work for Training<'_> {
 
     fn run<B: Device>(&self, on: &On<'_, B>) -> Result<Outcome> {
         let Self { config, options, check_links } = *self;
-        // First of all: a GPU may have kernels to compile before there is more to say.
+        // Printed first, as a GPU may have to compile kernels before anything else is printed.
         on.announce();
         if check_links {
             links::check(on)?;
@@ -218,7 +221,7 @@ impl Work for DryRun<'_> {
         let (recipe, _) = introduce_dry_run(self.config, on.b.kind())?;
         let config = &self.config.begun_on(on.b.kind(), &recipe);
         match plan::require_room(on.b, config.run.mesh(), config, &recipe) {
-            Ok(_) => say!("the device has room for it"),
+            Ok(_) => say!("it fits on the device"),
             Err(refusal) => say!("it would be refused: {refusal}"),
         }
         say!("dry run: nothing was written");
@@ -226,15 +229,15 @@ impl Work for DryRun<'_> {
     }
 }
 
-/// Kinds of ranks that are told of, at most.
+/// Most kinds of ranks that are printed.
 const MOST_KINDS: usize = 8;
 
-/// Says what a run takes on a device of this kind. Returns its recipe, and what it takes.
+/// Prints the predicted memory of a run on a device of this kind. Returns its recipe and the prediction.
 fn introduce_dry_run(config: &Config, kind: DeviceKind) -> Result<(Recipe, Prediction)> {
     config.validate_on(kind)?;
     let recipe = checked_recipe(config)?;
     let config = &config.begun_on(kind, &recipe);
-    // No file is opened for it: a text has none.
+    // Only the built-in language has a known entropy; no data file is opened.
     let entropy = if config.is_synthetic() { Dataset::of(config)?.entropy() } else { None };
     let prediction = plan::predict(kind, config.run.mesh(), config, &recipe)?;
     let start = Start { step: 0, config, recipe: &recipe, prediction: &prediction, entropy };
@@ -245,7 +248,7 @@ fn introduce_dry_run(config: &Config, kind: DeviceKind) -> Result<(Recipe, Predi
             let of = plan::predict_rank(kind, mesh, ranks[0], config, &recipe)?;
             Ok((ranks, of.parts().iter().map(|(_, bytes)| bytes).sum()))
         };
-        // Of many ranks nearly each is a kind of its own, a tile apart.
+        // With many ranks nearly every rank is a kind of its own, differing by one tile.
         let kinds = plan::kinds_of_ranks(mesh, config)?.into_iter().take(MOST_KINDS);
         let kinds = kinds.map(taken).collect::<Result<Vec<_>>>()?;
         let sent = plan::sent_in_a_step(kind, mesh, prediction.rank, config, &recipe)?;
@@ -255,11 +258,11 @@ fn introduce_dry_run(config: &Config, kind: DeviceKind) -> Result<(Recipe, Predi
     Ok((recipe, prediction))
 }
 
-/// [`load`] for ranks that are processes, as many as their launcher has started: a run that goes on may have had another number.
+/// [`load`] for ranks that are processes, whose number the launcher sets; a resumed run may have had another number of ranks.
 fn load_for(process: &Process, (name, resume): (&str, bool), overrides: &[String]) -> Result<(Config, bool)> {
     let ranks = process.ranks(overrides)?;
     load(name, &[overrides, &[ranks]].concat(), resume).or_else(|error| {
-        // Where that is wrong as it stands too, what is wrong with it for these ranks is of interest.
+        // If the stored configuration is wrong by itself, the error for these ranks is reported.
         let stored = load(name, overrides, resume).ok().filter(|_| resume);
         let (mut config, named_by_user) = stored.ok_or(error)?;
         process.divide(&mut config.run);
@@ -268,7 +271,7 @@ fn load_for(process: &Process, (name, resume): (&str, bool), overrides: &[String
     })
 }
 
-/// The configuration of this name, path or run's directory, and whether `run.dir` is the user's choice and not made of its name.
+/// The configuration of this name, path or run directory, and whether the user chose `run.dir`, instead of its following from the name.
 fn load(name: &str, overrides: &[String], resume: bool) -> Result<(Config, bool)> {
     let path = Path::new(name);
     let is_dir_set = changes::set_to(overrides, "run.dir").is_some();
@@ -276,20 +279,20 @@ fn load(name: &str, overrides: &[String], resume: bool) -> Result<(Config, bool)
         let shown = dir.display();
         if path.is_dir() && !resume {
             return Err(Error::usage(format!(
-                "{name} is a directory: with --resume the run in it goes on; nibble train {} begins another like it",
+                "{name} is a directory: add --resume to resume the run in it; nibble train {} starts another like it",
                 in_shell(&dir.join(CONFIG_FILE))
             )));
         }
         if !trainer::has_begun(&dir) {
             return Err(Error::usage(format!(
-                "{shown}: no run has begun there; nibble train CONFIG --set run.dir={shown} begins one"
+                "{shown}: there is no run there yet; nibble train CONFIG --set run.dir={shown} starts one"
             )));
         }
         let (mut config, other) = trainer::stored_config(&dir, overrides)?;
         other.iter().for_each(|other| warn!("warning: {other}"));
         if resume && is_dir_set && Path::new(&config.run.dir) != dir {
             return Err(Error::usage(format!(
-                "`run.dir`: is set to {}, and the run that {name} names is in {shown}, where it goes on: leave run.dir out",
+                "`run.dir`: is set to {}, but the run of {name} is in {shown} and resumes there: leave run.dir out",
                 config.run.dir
             )));
         }
@@ -304,14 +307,14 @@ fn load(name: &str, overrides: &[String], resume: bool) -> Result<(Config, bool)
     Ok((config, named_by_user))
 }
 
-/// The directory of the run that a path names: itself, or that of a run's stored configuration.
+/// The run directory that a path names: the path itself, or the folder of a run's stored configuration.
 fn dir_of_run(path: &Path) -> Option<PathBuf> {
     if path.is_dir() {
         return Some(path.to_owned());
     }
     let is_stored = path.file_name().is_some_and(|name| name == CONFIG_FILE);
     let dir = path.parent().filter(|_| is_stored)?;
-    // From inside of it a directory has no name.
+    // A bare file name has a parent without a name.
     let dir = if dir.file_name().is_some() {
         dir.to_owned()
     } else {
@@ -320,7 +323,7 @@ fn dir_of_run(path: &Path) -> Option<PathBuf> {
     trainer::has_begun(&dir).then_some(dir)
 }
 
-/// What is known after the last step, planned or not.
+/// Prints the summary of a finished or stopped run.
 fn conclude(config: &Config, summary: &Summary) {
     let steps = thousands(summary.steps);
     if summary.is_whole {
@@ -344,8 +347,8 @@ fn conclude(config: &Config, summary: &Summary) {
     if let Some(picture) = &summary.picture {
         say!("picture: {}", picture.display());
     }
-    say!("all of it on a page: nibble report {}", in_shell(&summary.dir));
+    say!("report of the run: nibble report {}", in_shell(&summary.dir));
     if !summary.is_whole && summary.checkpoint.is_some() {
-        say!("to go on: nibble train {} --resume", in_shell(&summary.dir));
+        say!("to resume: nibble train {} --resume", in_shell(&summary.dir));
     }
 }

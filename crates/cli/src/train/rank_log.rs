@@ -1,4 +1,4 @@
-//! The log of a rank other than the first: what it computes on, and how its run began.
+//! The log of a rank other than rank 0: its device, and how its run started.
 
 use nibble_command::device::{Device, On};
 use nibble_core::visible;
@@ -12,7 +12,7 @@ use std::path::Path;
 pub struct RankLog {
     rank: usize,
     device: String,
-    /// From the start of the run on.
+    /// Opened when the run starts.
     log: Option<File>,
 }
 
@@ -21,7 +21,7 @@ impl RankLog {
         Self { rank: on.mesh.all.rank(), device: on.describe(), log: None }
     }
 
-    /// It is for people: a run does not end for it.
+    /// Errors are ignored: a run does not fail for its log.
     fn say(&mut self, text: &str) {
         if let Some(log) = &mut self.log {
             let _ = log.write_all(visible(format_args!("{text}\n")).as_bytes());

@@ -18,7 +18,7 @@ fn what_is_in_files_is_told() {
     told.contains("rows.jsonl: JSON lines, ")
         .contains("\n3,000 documents, ")
         .contains("the longest 17 bytes\n");
-    told.contains("without a token: 1 document\n").contains("document 1: \"row 0 of them\\n\"\n");
+    told.contains("empty: 1 document\n").contains("document 1: \"row 0 of them\\n\"\n");
     told.contains("documents by length, in bytes:\n")
         .contains("                 16 to 31         2,900  ####");
     assert!(!place.path("caches").exists());
@@ -174,7 +174,7 @@ fn files_that_change_under_a_run_end_it_by_name() {
             let out = again.output().unwrap();
             assert_done(&out);
             let said = String::from_utf8_lossy(&out.stderr).into_owned();
-            assert!(said.contains(&file) && said.contains("the token cache is made anew"), "{said}");
+            assert!(said.contains(&file) && said.contains("rebuilding the token cache"), "{said}");
             assert!(std::fs::read(&path).unwrap() == whole);
         }
     }
@@ -201,7 +201,7 @@ fn a_process_waits_for_another_that_makes_the_same_cache() {
         let mut line = String::new();
         let mut said = std::io::BufReader::new(waits.stderr.take().unwrap());
         std::io::BufRead::read_line(&mut said, &mut line).unwrap();
-        assert!(line.contains("another process makes the same token cache"), "{line}");
+        assert!(line.contains("another process is building the same token cache"), "{line}");
         // Whoever tells of a signal needs somebody who reads.
         (waits, said)
     };

@@ -131,7 +131,7 @@ fn a_signal_ends_a_run_after_its_step_and_nothing_is_lost() {
         assert_eq!(ended, Some(code), "{said}\n{stderr}");
         assert!(stderr.contains(&format!("SIG{signal}: the run ends after this step")), "{stderr}");
         assert!(said.contains("stopped after ") && !said.contains("held-out loss"), "{said}");
-        assert!(said.contains(&format!("to go on: nibble train {signal} --resume")), "{said}");
+        assert!(said.contains(&format!("to resume: nibble train {signal} --resume")), "{said}");
         assert!(place.path(signal).join("loss.svg").exists());
         // The last step that was said is in the checkpoint: what goes on is the next one.
         let last = said.lines().rfind(|line| line.starts_with("step: ")).unwrap().to_owned();

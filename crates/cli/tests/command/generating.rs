@@ -251,8 +251,9 @@ fn an_answer_ends_at_the_token_that_the_template_writes_behind_it() {
 #[test]
 fn a_template_that_never_ends_an_answer_is_told() {
     let (place, told) = conversing("");
-    let warns =
-        |told: &str| told.contains("warning: the chat template writes no control token behind an answer");
+    let warns = |told: &str| {
+        told.contains("warning: the chat template writes no control token after a learnt answer")
+    };
     assert!(warns(&told), "{told}");
     let chat = ["generate", "run", "--chat", "--prompt", "two", "--tokens", "3", "--device", "cpu"];
     assert!(warns(&errors(place.nibble(&chat))));

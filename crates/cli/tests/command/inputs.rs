@@ -45,7 +45,7 @@ fn ranks_without_a_place_to_meet_are_told_what_is_missing() {
         let (code, said) = with_variables(place.command(&["train"]), &[&rank[..], more].concat());
         assert_eq!(code, Some(2));
         for part in
-            ["MASTER_ADDR is not set", "MASTER_PORT", "--rendezvous HOST:PORT", "no rank among others"]
+            ["MASTER_ADDR is not set", "MASTER_PORT", "--rendezvous HOST:PORT", "not a rank among others"]
         {
             assert!(said.contains(part), "{said}");
         }

@@ -103,7 +103,7 @@ impl Undisturbed {
         let (mut out, mut said) =
             done(&mut train(&self.place, dir, self.ranks, &[self.more, &["--resume"]].concat()));
         if out.status.code() == Some(2) {
-            assert!(said.contains(&format!("no run has begun in {dir}")), "{what}: {said}");
+            assert!(said.contains(&format!("there is no run in {dir} yet")), "{what}: {said}");
             assert!(!self.place.path(dir).join("config.toml").exists(), "{what}: {said}");
             (out, said) = done(&mut train(&self.place, dir, self.ranks, self.more));
         } else {

@@ -129,7 +129,7 @@ fn ranks_that_all_stop_are_ended() {
     let out = command.output().unwrap();
     let said = String::from_utf8_lossy(&out.stderr);
     assert_eq!(out.status.code(), Some(1), "{said}");
-    assert!(said.contains("nothing was heard of it for 1 s"), "{said}");
+    assert!(said.contains("nothing was heard from it for 1 s"), "{said}");
 }
 
 #[test]

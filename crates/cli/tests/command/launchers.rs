@@ -156,7 +156,7 @@ fn torchrun_ends_with_failure_where_the_secret_is_missing_short_or_another() {
     let short = of(&[NIBBLE], Some("hunter2"));
     assert!(!short.is_empty() && short.iter().all(|error| error.contains("got 7 characters")), "{short:?}");
     let other = of(&["sh", "rank.sh"], Some(SECRET));
-    let told = ["rank 1 of 2 has not come within 3 s", "the secret is another"];
+    let told = ["rank 1 of 2 has not joined within 3 s", "the hub has another secret"];
     assert!(!other.is_empty(), "nothing was said");
     assert!(other.iter().all(|error| told.iter().any(|told| error.contains(told))), "{other:?}");
 }
@@ -306,7 +306,7 @@ fn a_rank_that_does_not_come_is_named() {
     let hand = ByHand { place: place() };
     let soon = &[("NIBBLE_JOIN_DEADLINE", "2")][..];
     let told = hand.failed(&[(0, 4, FOUR, soon)]);
-    assert_says(&told[0], &["error: ranks 1, 2 and 3 of 4 have not come within 2 s"]);
+    assert_says(&told[0], &["error: ranks 1, 2 and 3 of 4 have not joined within 2 s"]);
     let told = hand.failed(&[(1, 2, &[], soon)]);
     assert_says(
         &told[0],
@@ -320,10 +320,10 @@ fn ranks_of_two_minds_end_with_one_message() {
     let two = |changes| [(0, 2, &[][..], &[][..]), (1, 2, changes, &[])];
 
     let error = hand.told_once(&[(0, 2, &[], &SOON), (1, 2, &[], &SOON), (1, 2, &[], &SOON)]);
-    assert_says(&error, &["rank 1 on host ", "has come as this rank already", "start each rank once"]);
+    assert_says(&error, &["rank 1 on host ", "has already joined as this rank", "start each rank once"]);
 
     let error = hand.told_once(&[(0, 2, FOUR, &[]), (1, 4, FOUR, &[])]);
-    assert_says(&error, &["it was started as one of 4, and this run has 2"]);
+    assert_says(&error, &["it was started as one of 4 ranks, but this run has 2"]);
 
     let error = hand.told_once(&two(&["train.lr=0.5"]));
     assert_says(
@@ -340,7 +340,7 @@ fn ranks_of_two_minds_end_with_one_message() {
     assert_says(&error, &["run.dp: "]);
 
     let error = hand.told_once(&two(&["--check-links"]));
-    assert_says(&error, &["its configuration is another: check_links: "]);
+    assert_says(&error, &["its configuration differs: check_links: "]);
 }
 
 #[test]
@@ -351,7 +351,7 @@ fn two_first_ranks_are_told_apart() {
     let (listens, waits): (Vec<_>, Vec<_>) = told.iter().partition(|told| told.contains("cannot listen"));
     let ([listens], [waits]) = (&listens[..], &waits[..]) else { panic!("{told:?}") };
     assert_says(listens, &["rank 0 cannot listen on 127.0.0.1", "another process"]);
-    assert_says(waits, &["rank 1 of 2 has not come"]);
+    assert_says(waits, &["rank 1 of 2 has not joined"]);
 }
 
 #[test]
@@ -359,6 +359,6 @@ fn a_rank_with_another_secret_says_so() {
     let hand = ByHand { place: place() };
     let other = [SOON[0], SOON[1], ("NIBBLE_SECRET", "another one of the tests")];
     let told = hand.failed(&[(0, 2, &[], &SOON), (1, 2, &[], &other)]);
-    assert_says(&told[0], &["rank 1 of 2 has not come within 3 s"]);
-    assert_says(&told[1], &["no hub of this run was found", "the secret is another"]);
+    assert_says(&told[0], &["rank 1 of 2 has not joined within 3 s"]);
+    assert_says(&told[1], &["no hub of this run was found", "the hub has another secret"]);
 }

@@ -14,7 +14,7 @@ fn doctor_measures_links_where_there_are_any() {
     }
     let two = place.nibble(&["doctor", "--links", "--device", "cpu"]).ok();
     two.contains("device: cpu").contains("2 ranks of this kind").contains("rank 1: cpu");
-    two.contains("GB/s from the rank of a line").contains("latency").contains("links within a host: ");
+    two.contains("GB/s from a row's rank").contains("latency").contains("links within a host: ");
     place.nibble(&["doctor", "--links", "--device", "cpu", "--ranks", "3"]).ok().contains("rank 2: cpu");
 }
 
@@ -22,7 +22,7 @@ fn doctor_measures_links_where_there_are_any() {
 fn what_has_no_link_is_refused() {
     let place = Place::new();
     for (arguments, part) in [
-        (&["--links", "--device", "cuda:0"][..], "a link has two ends"),
+        (&["--links", "--device", "cuda:0"][..], "a link needs two"),
         (&["--links", "--ranks", "1"], "1 is not in 2..=1024"),
         (&["--ranks", "2"], "--links"),
         (&["--device", "cpu"], "--links"),

@@ -450,10 +450,10 @@ fn of_two_runs_at_once_the_second_takes_a_directory_of_its_own() {
 fn resuming_where_nothing_is_trains_nothing() {
     let place = Place::with_text();
     let error = place.train(&["--resume"]).failed(2);
-    assert!(error.contains("no run has begun in runs/small"), "{error}");
+    assert!(error.contains("there is no run in runs/small yet"), "{error}");
     std::fs::create_dir(place.path("empty")).unwrap();
     let error = place.train(&["--resume", "--set", "run.dir=empty"]).failed(2);
-    assert!(error.contains("no run has begun in empty"), "{error}");
+    assert!(error.contains("there is no run in empty yet"), "{error}");
     assert!(!place.path("runs").exists() && !place.path("empty/checkpoints").exists());
     // A run that is done and wrote no checkpoint: to begin again would replace its metrics.
     let run = ["--set", "run.dir=run", "--set", "checkpoint.every=0", "--set", "checkpoint.at_end=false"];

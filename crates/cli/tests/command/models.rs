@@ -75,7 +75,7 @@ fn recipes_are_listed_and_traced() {
     let flow = place.nibble(&["recipe", "fp8-flow", "--trace"]).ok();
     flow.contains("casts: 2").contains("transcode").contains("e4m3 rows → e4m3 columns");
     flow.contains("made from an already quantized tensor: expert.wgrad.x");
-    flow.contains("kept for the backward pass: x e4m3 row rceil, h bf16");
+    flow.contains("saved for the backward pass: x e4m3 row rceil, h bf16");
     place.nibble(&["recipe", "fp8-deepseek", "--trace"]).ok().contains("casts: 6");
     place.nibble(&["recipe", "fp8-block", "--trace"]).ok().contains("casts: 4").contains("(both are two)");
     place.nibble(&["recipe", "bf16", "--trace"]).ok().contains("casts: 0");

@@ -98,7 +98,7 @@ fn eight_processes_give_the_bits_of_one_rank() {
 /// What happens to a rank, and part of the cause that is told.
 const FAULTS: [(&str, &str); 5] = [
     ("sigkill", "it was killed by SIGKILL"),
-    ("sigstop", "nothing was heard of it for 2 s"),
+    ("sigstop", "nothing was heard from it for 2 s"),
     ("disconnect", "connection"),
     ("fail", "a test asked for it"),
     ("out-of-memory", "out of memory"),

@@ -207,7 +207,7 @@ fn mistakes() {
     fails(&["m.safetensors", "q.safetensors", "--format", "mxfp4", "--axis", "tile"], "tile");
     fails(&["m.safetensors", "q.safetensors", "--back"], "nothing that nibble quantized");
     let only = ["m.safetensors", "q.safetensors", "--format", "mxfp4", "--only", "mlp.*", "--only", "mpl.*"];
-    fails(&only, "--only `mpl.*`: no tensor is called so; there are attn.b, ids, mlp.h");
+    fails(&only, "--only `mpl.*`: no tensor name matches; there are attn.b, ids, mlp.h");
     std::fs::write(place.path("junk.safetensors"), b"junk").unwrap();
     fails(&["junk.safetensors", "q.safetensors", "--format", "mxfp4"], "not a safetensors file");
     assert!(!place.path("q.safetensors").exists(), "a failed command left a file");
@@ -347,18 +347,26 @@ fn equal_input_gives_equal_bytes() {
 fn what_no_rounding_explains_is_warned_of() {
     let place = Place::new();
     let two = |exponent: i32| f64::from(exponent).exp2() as f32;
-    let off = "64 values come back otherwise with their whole blocks, the largest by more than 25 %: no scale is as small";
+    let off = "64 values lie in blocks too small for any scale, whose largest value is off by more than 25 %";
     let cases: [(&str, &[f32], &str); 15] = [
         ("hif4", &[two(20); 64], "64 values come back smaller: the format holds nothing larger than 344064"),
-        ("hif4", &[two(-60); 64], "64 values come back as 0 with their whole blocks"),
+        ("hif4", &[two(-60); 64], "64 values lie in blocks too small for any scale, and come back as 0"),
         ("hif4", &[two(-51); 64], off),
         ("hif4", &[two(-48); 64], ""),
-        ("e4m3-row", &[1.5 * two(-60); 64], "64 values come back as 0 with their whole blocks"),
+        (
+            "e4m3-row",
+            &[1.5 * two(-60); 64],
+            "64 values lie in blocks too small for any scale, and come back as 0",
+        ),
         // Its multiplier ends at the largest F32.
         ("nvfp4", &[two(-120); 64], off),
         ("nvfp4", &[two(-115); 64], ""),
         ("nvfp4 --outer power", &[two(-120); 64], ""),
-        ("nvfp4 --outer power", &[two(-138); 64], "64 values come back as 0 with their whole blocks"),
+        (
+            "nvfp4 --outer power",
+            &[two(-138); 64],
+            "64 values lie in blocks too small for any scale, and come back as 0",
+        ),
         (
             "mxfp4 --scale even",
             &[3e38; 32],
@@ -408,7 +416,7 @@ fn what_no_rounding_explains_is_warned_of() {
         let args = ["quantize", "x.safetensors", "q.safetensors", "--format", format.name, "--force"];
         let done = place.nibble(&args).ok();
         done.contains(
-            "warning: `t4`: 32 values come back infinite or NaN\nwarning: the like of 2 more tensors\n",
+            "warning: `t4`: 32 values come back infinite or NaN\nwarning: 2 more tensors have such values\n",
         );
         place.nibble(&["quantize", "q.safetensors", "b.safetensors", "--back", "--force"]).ok();
     }

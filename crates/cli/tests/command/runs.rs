@@ -279,7 +279,7 @@ fn a_run_goes_on_by_its_directory_and_to_more_steps() {
     assert!(error.contains("nowhere.d"), "{error}");
     std::fs::create_dir(place.path("empty")).unwrap();
     let error = place.nibble(&["train", "empty", "--resume"]).failed(2);
-    assert!(error.contains("empty: no run has begun there") && error.contains("run.dir=empty"), "{error}");
+    assert!(error.contains("empty: there is no run there yet") && error.contains("run.dir=empty"), "{error}");
 }
 
 #[test]
@@ -288,7 +288,7 @@ fn what_is_said_of_a_runs_directory_begins_another_run_like_it() {
     place.train(&["--set", "train.steps=4"]).ok();
     let error = place.nibble(&["train", "runs/small"]).failed(2);
     assert!(error.contains("is a directory") && error.contains("--resume"), "{error}");
-    let advice = error.split("; nibble ").nth(1).unwrap().split(" begins another like it").next().unwrap();
+    let advice = error.split("; nibble ").nth(1).unwrap().split(" starts another like it").next().unwrap();
     let advice: Vec<&str> = advice.split(' ').collect();
     let begun = place.nibble(&advice).ok();
     begun
@@ -400,8 +400,8 @@ fn memory_of_ranks_that_exchange_rows_is_told_for_routers_in_balance_too() {
         words[1].parse().unwrap()
     };
     let two = dry("run.ranks=2");
-    assert!(of("with routers in balance   ", &two) <= of("in all, of each GPU", &two), "{two}");
-    assert!(!dry("run.ranks=1").contains("in balance"));
+    assert!(of("with balanced routing   ", &two) <= of("in all, of each GPU", &two), "{two}");
+    assert!(!dry("run.ranks=1").contains("balanced routing"));
 }
 
 #[test]

@@ -93,7 +93,7 @@ fn a_signal_that_comes_twice_at_once_counts_once_in_every_phase() {
         held.send("TERM");
         let told = held.told();
         assert!(told.contains("SIGTERM: the run ends after this step"), "{phase}: {told}");
-        assert!(told.contains("a second one after 3 s, or a third, ends it at once"), "{phase}: {told}");
+        assert!(told.contains("a second signal after 3 s, or a third, ends it at once"), "{phase}: {told}");
         // `timeout` sends a SIGTERM to the process and to its group; a shell and a terminal may each send one of their own.
         held.send(if phase.starts_with('s') { "INT" } else { "TERM" });
         let code = held.released();

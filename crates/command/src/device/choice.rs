@@ -1,22 +1,22 @@
-//! Which device it is to be, and why.
+//! Chooses the device, with a reason.
 
 use crate::error::{Error, Result};
 use nibble_core::Result as CoreResult;
 use nibble_cuda::probe::{GpuInfo, Probe};
 use nibble_train::config::{DeviceChoice, RunConfig};
 
-/// What was chosen.
+/// The chosen device.
 #[derive(Debug)]
 pub enum Choice<C> {
     Cpu,
-    /// An opened GPU, of one rank alone.
+    /// An open GPU, for a single rank.
     Cuda(C),
-    /// GPUs by their numbers, one for each rank of this host.
+    /// GPU numbers, one per rank of this host.
     Gpus(Vec<usize>),
 }
 
-/// Chooses by the configuration and by what was found; `open` opens a GPU by its number. With the reason, for people. Where ranks meet others, `met` is
-/// how many of them are on this host; each needs a GPU, and NCCL, of which `nccl` tells.
+/// Chooses the device by configuration and probe, and explains the choice. `open` opens a GPU by its number. With several ranks, `met` is
+/// the number of ranks on this host; each needs a GPU, and `nccl` says whether NCCL is usable.
 ///
 /// # Errors
 /// A usage error where the configuration names a GPU that cannot be used; it says what was found.
@@ -29,7 +29,7 @@ pub fn choose<C>(
 ) -> Result<(Choice<C>, String)> {
     let asked = format!("run.device = {}", run.device);
     let refused = |why: String| {
-        let advice = "run.device=cpu computes on the CPU, and auto on what there is";
+        let advice = "run.device=cpu uses the CPU, and auto whatever is available";
         Error::usage(format!("`{asked}` cannot be used: {why}; {advice}\n{found}"))
     };
     match (run.device, met) {
@@ -53,7 +53,7 @@ pub fn choose<C>(
             Ok((Choice::Cuda(open(first)?), asked))
         }
         (DeviceChoice::Gpus, Some(ranks)) => {
-            // A launcher may let each process see its own GPU alone: then it is the first of every one.
+            // If the launcher shows each process only its own GPU, that is GPU 0 in every process.
             let only = || first_usable(found).ok().filter(|_| found.usable().count() == 1);
             let gpus = one_each(found, ranks).or_else(|why| only().map(|gpu| vec![gpu; ranks]).ok_or(why));
             let gpus = gpus.and_then(|gpus| nccl().map(|()| gpus)).map_err(refused)?;
@@ -75,7 +75,7 @@ pub fn choose<C>(
     }
 }
 
-/// So many GPUs, the first ones, one for each rank of a host.
+/// The first `ranks` GPUs, one per rank of a host.
 fn one_each(found: &Probe, ranks: usize) -> std::result::Result<Vec<usize>, String> {
     toolkit(found)
         .and_then(|()| {
@@ -89,7 +89,7 @@ fn one_each(found: &Probe, ranks: usize) -> std::result::Result<Vec<usize>, Stri
         .map_err(|why| format!("fewer Hopper GPUs to use than the {ranks} ranks of this host: {why}"))
 }
 
-/// Why nothing can be launched at all, if so.
+/// Checks that kernels can be compiled and launched.
 fn toolkit(found: &Probe) -> Result<(), String> {
     found.driver.as_ref().map_err(Clone::clone)?;
     found.nvrtc.as_ref().map(drop).map_err(|why| format!("kernels cannot be compiled: {why}"))

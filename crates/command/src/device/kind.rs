@@ -1,4 +1,4 @@
-//! The kinds of devices: what a command asks of a backend besides training on it.
+//! The [`Device`] trait: what commands need of a backend besides training.
 
 use nibble_core::{Backend, Kernels, Result};
 use nibble_cpu::Cpu;
@@ -10,62 +10,62 @@ use nibble_cuda::{Cuda, Launched};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// An operation's calls and their time.
+/// Calls of an operation and their time.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct OpTime {
     /// Its name.
     pub op: &'static str,
-    /// How often it was called.
+    /// Number of calls.
     pub calls: u64,
-    /// Of all of its calls.
+    /// Total time of all calls.
     pub time: Duration,
 }
 
-/// What a device does at best, under which no operation's time can be.
+/// Peak rates of a device, which bound the time of each operation from below.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Peaks {
-    /// Of its memory, measured.
+    /// Measured memory rates.
     pub memory: Rates,
-    /// Dense BF16 flops a second, by its maker.
+    /// Dense BF16 flops per second, by the data sheet.
     pub bf16: f64,
-    /// The same in FP8.
+    /// Dense FP8 flops per second, by the data sheet.
     pub fp8: f64,
 }
 
-/// A backend as the command knows it.
+/// A backend as commands use it.
 pub trait Device: Kernels {
-    /// The device for people, told apart from others of its host.
+    /// A name of the device that is unique on its host.
     fn which(&self) -> String;
-    /// Bytes a second that a message from it to such a device of the same host has at least, if they are joined as their maker meant; none where that is
-    /// not known.
+    /// Least bytes per second of a message to the same kind of device on the same host, if they are connected as designed (NVLink); `None`
+    /// if unknown.
     fn least_link_rate(&self) -> Option<f64>;
-    /// The chip's dense rate of BF16 products in flops a second, by its maker; none of a chip that is not known.
+    /// The chip's dense BF16 rate in flops per second, by the data sheet; `None` for an unknown chip.
     fn peak_flops(&self) -> Option<f64>;
-    /// The rates that a step's arithmetic is measured against: of F32 and of BF16 products, in flops a second.
+    /// The peak rates of F32 and of BF16 products, in flops per second, that a step is compared with.
     fn rates(&self) -> Option<[f64; 2]>;
-    /// Measures the memory, in 2.5 GiB of it, beside what the chip's maker says of the rest; none of a chip that is not known.
+    /// Peak rates: memory measured in 2.5 GiB of it, arithmetic by the data sheet; `None` for an unknown chip.
     ///
     /// # Errors
-    /// From the device, where there is no such room.
+    /// From the device, if that memory is not free.
     fn peaks(&self) -> Result<Option<Peaks>>;
-    /// What says how many watts the device draws; none where nothing does.
+    /// The device's power meter; `None` if there is none.
     fn meter(&self) -> Option<Meter>;
-    /// Runs `work`, which issues its operations one by one, and says how long each took, the longest first.
+    /// Runs `work`, which issues its operations one by one, and returns the time of each operation, longest first.
     ///
     /// # Errors
-    /// What `work` returns.
+    /// From `work`.
     fn profiled<R>(&self, work: impl FnOnce() -> Result<R>) -> Result<(R, Vec<OpTime>)>;
 
-    /// Runs `work` and says which kernels ran for it, replayed ones as often as they were; none on a CPU.
+    /// Runs `work` and returns the kernels launched, replayed ones once per replay; none on a CPU.
     ///
     /// # Errors
     /// What `work` returns.
     fn logged<R>(&self, work: impl FnOnce() -> Result<R>) -> Result<(R, Vec<Launched>)>;
 
-    /// Runs `work`, which replays those launches, and says what the device did and when; none where nothing can say.
+    /// Runs `work`, which replays those launches, and returns a trace of the device; `None` if the device cannot be traced.
     ///
     /// # Errors
-    /// What `work` returns; where the library that tells cannot be used.
+    /// From `work`; if CUPTI cannot be used.
     fn traced<R>(
         &self,
         launched: &[Launched],
@@ -129,14 +129,14 @@ impl Device for Cuda {
         hopper_flops(&self.device().info().name)
     }
 
-    /// Of the tensor cores in BF16 both times: F32 products are made of BF16 parts.
+    /// The tensor cores' BF16 rate for both: F32 products are computed from BF16 parts.
     fn rates(&self) -> Option<[f64; 2]> {
         self.peak_flops().map(|rate| [rate; 2])
     }
 
     fn peaks(&self) -> Result<Option<Peaks>> {
         let Some(bf16) = self.peak_flops() else { return Ok(None) };
-        // A handle of its own: what its pool took is given back with it, and is there for the next run.
+        // A separate handle, so its pool's memory is returned when it is dropped.
         let apart = nibble_cuda::Device::open(self.device().info().ordinal)?;
         let memory = Stopwatch::new(&apart)?.rates()?;
         Ok(Some(Peaks { memory, bf16, fp8: FP8_OVER_BF16 * bf16 }))
@@ -173,7 +173,7 @@ impl Device for Cuda {
     }
 }
 
-/// Hopper's tensor cores take two FP8 numbers where they take one of BF16.
+/// Hopper's FP8 rate over its BF16 rate.
 const FP8_OVER_BF16: f64 = 2.0;
 
 /// NVIDIA's data sheets: H100 SXM, H200 and GH200, without sparsity. Other boards of this family are clocked lower.
@@ -183,10 +183,10 @@ fn hopper_flops(name: &str) -> Option<f64> {
     (known && !slower).then_some(989e12)
 }
 
-/// Bytes a second. NVLink has up to 450e9 each way between GPUs of these boards, and a host's PCIe 64e9.
+/// Bytes per second. NVLink reaches up to 450e9 per direction between GPUs of these boards, PCIe 64e9.
 const LEAST_OF_NVLINK: f64 = 100e9;
 
-/// Whether all such GPUs of a host are joined by NVLink: those on SXM boards.
+/// Whether all GPUs of this kind in a host are connected by NVLink: those on SXM boards.
 fn has_nvlink(name: &str) -> bool {
     hopper_flops(name).is_some() && !name.contains("GH200")
 }

@@ -1,4 +1,4 @@
-//! What a command computes on: the device that `run.device` names is chosen and opened here, and nowhere else.
+//! A command's device: the only place where the device of `run.device` is chosen and opened.
 //!
 //! A command's work is a [`Work`]: a struct with one method that is generic over the backend. One function chooses the device, opens it,
 //! starts the ranks, and gives each its backend.
@@ -20,34 +20,34 @@ use nibble_cuda::NcclComm;
 use nibble_cuda::comm::Sums;
 use nibble_train::config::{Reductions, RunConfig};
 
-/// What is to be done on a device, by each rank.
+/// Work on a device, done by each rank.
 pub trait Work: Sync {
-    /// What the first rank's work gives.
+    /// Result of rank 0.
     type Out: Send;
     /// One rank's part.
     ///
     /// # Errors
-    /// Whatever ends the command.
+    /// Any error that ends the command.
     fn run<B: Device>(&self, on: &On<'_, B>) -> Result<Self::Out>;
 
-    /// What ranks that are processes must have the same before they begin, besides the mesh: a line of TOML.
+    /// Settings, besides the mesh, that rank processes must agree on before they begin: lines of TOML.
     fn agreed(&self) -> String {
         String::new()
     }
 }
 
-/// A rank's backend, its communicator, and why it is this backend.
+/// A rank's backend, its mesh, and why this backend was chosen.
 #[derive(Debug)]
 pub struct On<'a, B: Device> {
     /// The rank's backend.
     pub b: &'a B,
-    /// What joins it to the other ranks.
+    /// The communicators to the other ranks.
     pub mesh: Mesh<'a, B>,
     why: &'a str,
 }
 
 impl<B: Device> On<'_, B> {
-    /// The device, and which configuration or finding led to it.
+    /// The device, and why it was chosen.
     pub fn describe(&self) -> String {
         let mesh = self.mesh.shape();
         let ranks = match (mesh.ranks(), mesh.dp) {
@@ -58,12 +58,12 @@ impl<B: Device> On<'_, B> {
         format!("{}{ranks} ({})", self.b.name(), self.why)
     }
 
-    /// Whether this is the first rank, which speaks for all of them.
+    /// Whether this is rank 0, which prints for all ranks.
     pub fn is_first(&self) -> bool {
         self.mesh.all.rank() == 0
     }
 
-    /// What this number is on every rank, in order.
+    /// Gathers a number from every rank, in order.
     ///
     /// # Errors
     /// From the device and the other ranks.
@@ -72,7 +72,7 @@ impl<B: Device> On<'_, B> {
         Ok(self.b.download(&self.mesh.all.all_gather_f64(self.b, &mine)?)?)
     }
 
-    /// Says so, once for all ranks.
+    /// Prints the device, once for all ranks.
     pub fn announce(&self) {
         if self.is_first() {
             say!("device: {}", self.describe());
@@ -80,10 +80,10 @@ impl<B: Device> On<'_, B> {
     }
 }
 
-/// Does the work on the device of this configuration, on all of its ranks, and returns what the first rank's gives.
+/// Runs the work on the device of this configuration, on all ranks, and returns the result of rank 0.
 ///
 /// # Errors
-/// A usage error that says what was found where the device is not there; what the work returns.
+/// A usage error that says what was found if the device is unavailable; errors of the work.
 pub fn run<W: Work>(run: &RunConfig, work: &W) -> Result<W::Out> {
     let env = Env::read()?;
     let process = joined::this();
@@ -105,7 +105,7 @@ pub fn run<W: Work>(run: &RunConfig, work: &W) -> Result<W::Out> {
         Reductions::Nccl if gpus.is_some() => Sums::Nccl,
         Reductions::Nccl => {
             return Err(Error::usage(format!(
-                "`run.reductions`: is \"nccl\", and the ranks compute on the CPU ({why}), where NCCL sums nothing; leave it out"
+                "`run.reductions`: is \"nccl\", and the ranks compute on the CPU ({why}), which does not use NCCL; leave it out"
             )));
         }
     };
@@ -137,7 +137,7 @@ pub fn run<W: Work>(run: &RunConfig, work: &W) -> Result<W::Out> {
     }
 }
 
-/// Where a run of one rank computes if its configuration leaves that open, for people. Opens nothing.
+/// Describes the device of a run of one rank under `run.device = "auto"`. Opens nothing.
 pub fn preview() -> String {
     let one = RunConfig::default();
     match choice::choose(&one, None, nibble_cuda::probe(), || Ok(()), Ok) {

@@ -1,8 +1,8 @@
-//! Which launcher started this process, as which of its ranks, and where the ranks meet: from environment variables alone.
+//! Which launcher started this process, as which rank, and where the ranks meet: from environment variables alone.
 //!
-//! Where one launcher runs inside another, the variables of both are set. The inner one counts, so they are asked in this order:
-//! `nibble launch`, torchrun, mpirun, variables of torchrun that were set by hand, srun. `mpirun` in a job of Slurm starts its helpers
-//! with `srun`, and torchrun is often a task of it.
+//! If one launcher runs inside another, the variables of both are set, and the inner launcher counts. The order is therefore
+//! `nibble launch`, torchrun, mpirun, torchrun's variables set by hand, srun: in a Slurm job, `mpirun` starts its helpers
+//! with `srun`, and torchrun is often a task of `srun`.
 
 mod settings;
 mod slurm;
@@ -14,24 +14,24 @@ use crate::error::{Error, Result};
 use nibble_core::formats::fnv1a32;
 use std::fmt;
 
-/// One process of several that were started together.
+/// A process that was started as one rank of several.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Launched {
-    /// What started it.
+    /// Its launcher.
     pub launcher: Launcher,
     /// Its rank, below `world`.
     pub rank: usize,
-    /// How many processes there are, 2 or more.
+    /// Number of processes, at least 2.
     pub world: usize,
-    /// Its rank among those of its host, below `local_world`.
+    /// Its rank within its host, below `local_world`.
     pub local_rank: usize,
-    /// How many of the processes are on its host.
+    /// Number of processes on its host.
     pub local_world: usize,
-    /// Where they meet.
+    /// Where the processes meet.
     pub meeting: Meeting,
 }
 
-/// What starts processes.
+/// A launcher of processes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Launcher {
     /// `nibble launch`.
@@ -58,26 +58,26 @@ impl fmt::Display for Launcher {
 /// Where the processes meet.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Meeting {
-    /// HOST:PORT of a hub that whoever started the processes has: `nibble launch`.
+    /// HOST:PORT of the hub in the process of `nibble launch`.
     At(String),
-    /// The first rank's process has the hub, at the first of these ports that is free; the others try them all.
+    /// Rank 0's process hosts the hub at the first of these ports that is free; the others try all of them.
     First {
-        /// Name or address of the first rank's host, as the others reach it; an IPv6 address without brackets.
+        /// Name or address of rank 0's host, as the others reach it; an IPv6 address without brackets.
         host: String,
-        /// The ports in the order in which they are tried; one at least.
+        /// The ports, at least one, in the order in which they are tried.
         ports: Vec<u16>,
     },
 }
 
-/// Who started this process with others, or nothing where it is alone: no launcher started it, or one that started no other.
+/// How this process was launched; `None` if it is alone: without a launcher, or the only process of one.
 ///
-/// `var` reads an environment variable, [`env::var`] in a program; an empty one counts as unset. `rendezvous` is HOST:PORT as the
-/// option `--rendezvous` gives it. It comes before the variable `NIBBLE_RENDEZVOUS`, and both before the address of a launcher, except
-/// that of `nibble launch`, which has its hub already.
+/// `var` reads an environment variable, [`env::var`] in a program; an empty one counts as unset. `rendezvous` is HOST:PORT of the
+/// option `--rendezvous`. It takes precedence over the variable `NIBBLE_RENDEZVOUS`, and both over a launcher's address, except
+/// that of `nibble launch`, whose hub exists already.
 ///
 /// # Errors
-/// [`Error::Usage`]: variables that are no numbers, do not fit together or are missing where others of their launcher are set; a launcher
-/// that gives no address where none was given; an address that is none; `--rendezvous` where no launcher is.
+/// [`Error::Usage`]: variables that are not numbers, are inconsistent, or are missing beside others of the same launcher; no address from
+/// either launcher or user; an invalid address; `--rendezvous` without a launcher.
 pub fn launched(var: impl Fn(&str) -> Option<String>, rendezvous: Option<&str>) -> Result<Option<Launched>> {
     let vars = Vars(&var);
     let by_variable = || vars.get(env::RENDEZVOUS).map(|text| (env::RENDEZVOUS, text));
@@ -110,12 +110,12 @@ pub fn launched(var: impl Fn(&str) -> Option<String>, rendezvous: Option<&str>) 
     Ok(Some(Launched { launcher, rank, world, local_rank, local_world, meeting }))
 }
 
-/// This process's rank, wherever the ranks meet: 0 where it is alone, or where the variables are wrong, which [`launched`] tells.
+/// This process's rank: 0 if it is alone, or if the variables are invalid, which [`launched`] reports.
 pub fn rank(var: impl Fn(&str) -> Option<String>) -> usize {
     who(&Vars(&var), None).ok().flatten().map_or(0, |(_, ranks)| ranks.rank)
 }
 
-/// A process among others.
+/// Rank and world of a process, overall and on its host.
 struct Ranks {
     rank: usize,
     world: usize,
@@ -123,7 +123,7 @@ struct Ranks {
     local_world: usize,
 }
 
-/// The variables of one launcher that say which process this is.
+/// The variables by which one launcher numbers its processes.
 struct Names {
     rank: &'static str,
     world: &'static str,
@@ -156,13 +156,13 @@ const MASTER_PORT: &str = "MASTER_PORT";
 const RUN_ID: &str = "TORCHELASTIC_RUN_ID";
 const RESTARTS: &str = "TORCHELASTIC_RESTART_COUNT";
 
-/// The variables of launchers, but for those of `nibble launch`.
+/// The variables of all launchers except `nibble launch`.
 pub fn variables() -> impl Iterator<Item = &'static str> {
     let numbers = [TORCHRUN, OPEN_MPI, HYDRA].into_iter().flat_map(|names| names.all());
     numbers.chain([MASTER_ADDR, MASTER_PORT, RUN_ID, RESTARTS]).chain(slurm::variables())
 }
 
-/// The launcher nearest to this process; `given` is the host of an address that was given.
+/// The innermost launcher of this process; `given` is the host of a user-given address.
 fn who(vars: &Vars<'_>, given: Option<&str>) -> Result<Option<(Launcher, Ranks)>> {
     if let Some(one) = NIBBLE.all().into_iter().find(|name| vars.has(name)) {
         return Ok(Some((Launcher::Nibble, NIBBLE.read(vars, one)?)));
@@ -173,7 +173,7 @@ fn who(vars: &Vars<'_>, given: Option<&str>) -> Result<Option<(Launcher, Ranks)>
     if let Some(one) = OPEN_MPI.all().into_iter().find(|name| vars.has(name)) {
         return Ok(Some((Launcher::Mpi, OPEN_MPI.read(vars, one)?)));
     }
-    // srun --mpi=pmi2 sets the first two as well, and counts the ranks of a host in variables of its own.
+    // srun --mpi=pmi2 also sets the first two, but counts the ranks of a host in its own variables.
     let is_hydra = vars.has(HYDRA.local_rank) || vars.has(HYDRA.local_world);
     if is_hydra && (vars.has(HYDRA.rank) || vars.has(HYDRA.world)) {
         return Ok(Some((Launcher::Mpi, HYDRA.read(vars, HYDRA.local_rank)?)));
@@ -182,7 +182,7 @@ fn who(vars: &Vars<'_>, given: Option<&str>) -> Result<Option<(Launcher, Ranks)>
     let (pair, meeting) = of_torchrun.split_at(2);
     let is_whole = pair.iter().all(|name| vars.has(name))
         && (given.is_some() || meeting.iter().all(|name| vars.has(name)));
-    // A world of one that a shell was left with says nothing of what srun starts from there.
+    // A shell may have inherited a world size of 1, which says nothing about processes that srun starts from it.
     let is_alone = |name| vars.get(name).as_deref() == Some("1");
     if is_whole && !is_alone(TORCHRUN.world) {
         return Ok(Some((Launcher::Torchrun, by_hand(vars, given)?)));
@@ -190,7 +190,7 @@ fn who(vars: &Vars<'_>, given: Option<&str>) -> Result<Option<(Launcher, Ranks)>
     if let Some(ranks) = slurm::ranks(vars)? {
         return Ok(Some((Launcher::Slurm, ranks)));
     }
-    // One of these names alone may mean anything.
+    // A single one of these names may have another meaning.
     if pair.iter().any(|name| vars.has(name)) && of_torchrun.iter().filter(|name| vars.has(name)).count() > 1
     {
         return Ok(Some((Launcher::Torchrun, by_hand(vars, given)?)));
@@ -206,7 +206,7 @@ impl Names {
         [self.rank, self.world, self.local_rank, self.local_world]
     }
 
-    /// Reads all four; `present` is one that is set, for the message where one is missing.
+    /// Reads all four variables; `present` is one that is set, for the error if another is missing.
     fn read(&self, vars: &Vars<'_>, present: &str) -> Result<Ranks> {
         let [rank, world, local_rank, local_world] =
             self.all().map(|name| number(name, &vars.required(name, present)?));
@@ -215,7 +215,7 @@ impl Names {
     }
 
     /// # Errors
-    /// If the numbers do not fit together.
+    /// If the numbers are inconsistent.
     fn check(&self, ranks: Ranks) -> Result<Ranks> {
         let Ranks { rank, world, local_rank, local_world } = ranks;
         let below = |name, value, limit_name, limit| match value < limit {
@@ -235,7 +235,7 @@ impl Names {
     }
 }
 
-/// The variables of torchrun without torchrun. Without those of the host, all processes are on one if they meet at a loopback address.
+/// Torchrun's variables, set by hand. If the local variables are missing, all processes are on one host if they meet at a loopback address.
 fn by_hand(vars: &Vars<'_>, given: Option<&str>) -> Result<Ranks> {
     let present = if vars.has(TORCHRUN.rank) { TORCHRUN.rank } else { TORCHRUN.world };
     let of = |name| number(name, &vars.required(name, present)?);
@@ -244,8 +244,8 @@ fn by_hand(vars: &Vars<'_>, given: Option<&str>) -> Result<Ranks> {
         [MASTER_ADDR, MASTER_PORT].iter().try_for_each(|name| match vars.has(name) {
             true => Ok(()),
             false => Err(Error::usage(format!(
-                "{name} is not set, expected beside {present}, which is: ranks meet at {MASTER_ADDR}, a host, and {MASTER_PORT}, as torchrun sets \
-                 them, or at --rendezvous HOST:PORT; a process that is no rank among others has no {present}"
+                "{name} is not set, but {present} is: set {MASTER_ADDR} (a host) and {MASTER_PORT}, where the ranks meet, as torchrun does, or give \
+                 --rendezvous HOST:PORT; for a process that is not a rank among others, unset {present}"
             ))),
         })?;
     }
@@ -263,7 +263,7 @@ fn is_loopback(host: &str) -> bool {
 fn torchrun_meeting(vars: &Vars<'_>) -> Result<Meeting> {
     let host = host(MASTER_ADDR, &vars.required(MASTER_ADDR, TORCHRUN.rank)?)?;
     let port = port(MASTER_PORT, &vars.required(MASTER_PORT, TORCHRUN.rank)?)?;
-    // Set by hand, the port is nobody's yet. torchrun itself may hold it.
+    // A port set by hand is free; under torchrun, torchrun itself may hold it.
     let ports = match vars.get(RUN_ID) {
         None => vec![port],
         Some(run) => {
@@ -274,12 +274,12 @@ fn torchrun_meeting(vars: &Vars<'_>) -> Result<Meeting> {
     Ok(Meeting::First { host, ports })
 }
 
-/// Ports for a run of this name, the same in all of its processes. Several, as a process that is about to end may still hold one.
+/// Ports derived from a run's name, the same in all of its processes. Several, as a process about to end may still hold one.
 fn ports(run: &str, never: Option<u16>) -> Vec<u16> {
-    // Below 32768, where Linux takes ports for connections that go out.
+    // Below 32768, where Linux's ephemeral ports begin.
     const FIRST: u16 = 20_000;
     const RANGE: u16 = 12_000;
-    // A prime that does not divide the range: one after the other they are all different.
+    // A prime that does not divide the range, so all steps give different ports.
     const STRIDE: u32 = 739;
     const CANDIDATES: usize = 16;
     let range = u32::from(RANGE);
@@ -294,12 +294,12 @@ fn no_address(is_one_host: bool) -> Error {
         false => "add --rendezvous HOST:29500, with the host of rank 0 as the others reach it",
     };
     Error::usage(format!(
-        "mpirun does not tell its ranks where to meet; {at}, or set {} to the same",
+        "mpirun gives its ranks no address to meet at; {at}, or set {} to the same",
         env::RENDEZVOUS
     ))
 }
 
-/// `HOST:PORT` as a host, without brackets, and a port; `name` says where it stands.
+/// Splits `HOST:PORT` into a host, without brackets, and a port; `name` is its source, for errors.
 fn address(name: &str, text: &str) -> Result<(String, u16)> {
     let wrong = || Error::usage(format!("{name}: got `{text}`, expected HOST:PORT, as in 10.0.0.1:29500"));
     let (at, number) = text.rsplit_once(':').ok_or_else(wrong)?;
@@ -325,7 +325,7 @@ fn port(name: &str, text: &str) -> Result<u16> {
 }
 
 fn number(name: &str, text: &str) -> Result<usize> {
-    // Nothing counts more ranks than this, and sums of such numbers fit.
+    // More than any number of ranks, and small enough that sums do not overflow.
     let number = text.parse().ok().filter(|n: &u32| *n <= 1 << 20);
     number
         .map(|n| n as usize)
@@ -345,9 +345,9 @@ impl Vars<'_> {
         self.get(name).is_some()
     }
 
-    /// A variable that must be there, as `present` is.
+    /// A variable that must be set, since `present` is.
     fn required(&self, name: &str, present: &str) -> Result<String> {
-        let missing = || Error::usage(format!("{name} is not set, expected beside {present}, which is"));
+        let missing = || Error::usage(format!("{name} is not set, but {present} is; expected both"));
         self.get(name).ok_or_else(missing)
     }
 }

@@ -1,4 +1,4 @@
-//! What joined processes read beside who they are: the secret by which they know each other, and how long they wait.
+//! Settings of launched processes: the secret that authenticates them, and their deadlines.
 
 use super::{Launched, Vars};
 use crate::env;
@@ -8,13 +8,13 @@ use std::time::Duration;
 
 /// The secret's least length in bytes.
 const SHORTEST: usize = 16;
-/// How to make a secret, for messages.
+/// The command that makes a secret, for messages.
 const MAKE: &str = "export NIBBLE_SECRET=$(head -c 32 /dev/urandom | base64)";
 /// The same as a file.
 const MAKE_FILE: &str = "(umask 077; head -c 32 /dev/urandom | base64 > secret)";
 
-/// The secret by which the processes of a run know each other, if one was given: the variable `NIBBLE_SECRET`, or else what stands in the
-/// file that `NIBBLE_SECRET_FILE` names, without the spaces around it. `read_file` reads that file: [`read_secret`] in a program.
+/// The secret that authenticates the processes of a run, if one was given: the variable `NIBBLE_SECRET`, or else the trimmed content of the
+/// file that `NIBBLE_SECRET_FILE` names. `read_file` reads that file: [`read_secret`] in a program.
 ///
 /// # Errors
 /// [`Error::Usage`] for a secret of less than 16 bytes, and what `read_file` returns.
@@ -29,7 +29,7 @@ pub fn secret(
         (None, None) => return Ok(None),
     };
     let secret = text.trim();
-    // How long it is may be told, and nothing else of it.
+    // Only its length may appear in a message.
     match secret.len() {
         SHORTEST.. => Ok(Some(secret.to_owned())),
         length => Err(Error::usage(format!(
@@ -51,7 +51,7 @@ pub fn read_secret(path: &Path) -> Result<String> {
         let others = about.mode() & 0o077;
         if others != 0 {
             return Err(Error::usage(format!(
-                "{}: {told}: others can read or change it, with mode {:03o}; expected a file of its owner alone: `chmod 600 {told}`",
+                "{}: {told}: others can read or change it (mode {:03o}), expected access for its owner alone: `chmod 600 {told}`",
                 env::SECRET_FILE,
                 about.mode() & 0o777
             )));
@@ -64,19 +64,19 @@ fn refused(path: &Path, why: &dyn std::fmt::Display) -> Error {
     Error::usage(format!("{}: {}: {why}", env::SECRET_FILE, path.display()))
 }
 
-/// The error of processes that were started together without a secret.
+/// The error of processes launched without a secret.
 #[must_use]
 pub fn missing_secret(launched: &Launched) -> Error {
     let Launched { launcher, world, .. } = launched;
     Error::usage(format!(
-        "{launcher} started {world} ranks without a secret, by which they know each other; before it: `{MAKE}`; where hosts do not \
-         share the environment: `{MAKE_FILE}` in a folder that all of them see, and {} with its path",
+        "{launcher} started {world} ranks without a secret, which authenticates them; before it, run `{MAKE}`; where hosts do not share the \
+         environment, run `{MAKE_FILE}` in a folder that all of them see, and set {} to the file's path",
         env::SECRET_FILE
     ))
 }
 
-/// How long after a failure all ranks have ended, 30 s or `NIBBLE_DEADLINE`, and how long they wait for all to come at the start, 300 s
-/// or `NIBBLE_JOIN_DEADLINE`.
+/// The time within which all ranks end after a failure (30 s or `NIBBLE_DEADLINE`), and within which all must join at the start (300 s
+/// or `NIBBLE_JOIN_DEADLINE`).
 ///
 /// # Errors
 /// [`Error::Usage`] for a variable that is no whole number of seconds from 2 to 86400.
@@ -84,7 +84,7 @@ pub fn deadlines(var: impl Fn(&str) -> Option<String>) -> Result<(Duration, Dura
     Ok((seconds(&var, env::DEADLINE, 30)?, seconds(&var, env::JOIN_DEADLINE, 300)?))
 }
 
-/// How long the rows of ranks on GPUs may take to arrive.
+/// The time within which rows from other GPUs must arrive.
 ///
 /// # Errors
 /// As [`deadlines`].

@@ -1,8 +1,8 @@
-//! What srun tells its tasks.
+//! The variables of srun.
 //!
-//! Slurm sets `SLURM_PROCID=0` and `SLURM_NTASKS` in a batch script too, which is one process whatever the number of tasks. Only in a step
-//! is `SLURM_STEP_ID` set, and the shell of an interactive `salloc` is a step with a special number. The step's own counts come first:
-//! `SLURM_NTASKS` may be that of the whole job.
+//! Slurm also sets `SLURM_PROCID=0` and `SLURM_NTASKS` in a batch script, which is one process whatever the number of tasks.
+//! `SLURM_STEP_ID` is set only in a step, and the shell of an interactive `salloc` is a step with a special number. The step's own counts
+//! take precedence, as `SLURM_NTASKS` may be that of the whole job.
 
 use super::{Meeting, Names, Ranks, Vars, host, number, ports};
 use crate::error::{Error, Result};
@@ -21,13 +21,13 @@ pub fn variables() -> impl Iterator<Item = &'static str> {
     [STEP, JOB, NODE, RANK, LOCAL_RANK].into_iter().chain([WORLD, TASKS, HOSTS].into_iter().flatten())
 }
 
-/// From here on the numbers of steps mean a batch script, an interactive shell and the like (`SLURM_MAX_NORMAL_STEP_ID`).
+/// Step numbers from here on are special: a batch script, an interactive shell and the like (`SLURM_MAX_NORMAL_STEP_ID`).
 const SPECIAL_STEPS: u64 = 0xffff_fff0;
 
-/// Which task of a step this is; nothing where srun did not start it.
+/// Rank and world of this task; `None` if srun did not start it.
 ///
 /// # Errors
-/// If variables are missing, cannot be read or do not fit together.
+/// If variables are missing, invalid or inconsistent.
 pub fn ranks(vars: &Vars<'_>) -> Result<Option<Ranks>> {
     let Some(step) = vars.get(STEP) else { return Ok(None) };
     let wrong = || Error::usage(format!("{STEP}: got `{step}`, expected the number of a step"));
@@ -37,7 +37,7 @@ pub fn ranks(vars: &Vars<'_>) -> Result<Option<Ranks>> {
     let of = |name| number(name, &vars.required(name, STEP)?);
     let (world_name, world) = first(vars, WORLD)?;
     let world = number(world_name, &world)?;
-    // A batch script that was submitted from a step of one task inherits that step.
+    // A batch script submitted from a step of one task inherits that step's variables.
     if world == 1 {
         return Ok(Some(Ranks { rank: 0, world, local_rank: 0, local_world: 1 }));
     }
@@ -45,17 +45,17 @@ pub fn ranks(vars: &Vars<'_>) -> Result<Option<Ranks>> {
     let node = of(NODE)?;
     let local_world = tasks_on(&tasks, node).ok_or_else(|| {
         let expected =
-            format!("expected the tasks of every node, that of {NODE}={node} among them, as in 2(x3),1");
+            format!("expected the number of tasks of every node, including {NODE}={node}, as in 2(x3),1");
         Error::usage(format!("{tasks_name}: got `{tasks}`, {expected}"))
     })?;
     let names = Names { rank: RANK, world: world_name, local_rank: LOCAL_RANK, local_world: tasks_name };
     names.check(Ranks { rank: of(RANK)?, world, local_rank: of(LOCAL_RANK)?, local_world }).map(Some)
 }
 
-/// The first node, which has the first task, at ports made from the numbers of job and step.
+/// The meeting point: the first node, which has task 0, at ports derived from the job and step numbers.
 ///
 /// # Errors
-/// If variables are missing or cannot be read.
+/// If variables are missing or invalid.
 pub fn meeting(vars: &Vars<'_>) -> Result<Meeting> {
     let (name, list) = first(vars, HOSTS)?;
     let node = first_host(&list).and_then(|node| host(name, &node).ok()).ok_or_else(|| {
@@ -69,11 +69,11 @@ pub fn meeting(vars: &Vars<'_>) -> Result<Meeting> {
 fn first(vars: &Vars<'_>, names: [&'static str; 2]) -> Result<(&'static str, String)> {
     let found = names.into_iter().find_map(|name| Some((name, vars.get(name)?)));
     found.ok_or_else(|| {
-        Error::usage(format!("{} is not set, expected beside {STEP}, which is", names.join(" or ")))
+        Error::usage(format!("{} is not set, but {STEP} is; expected both", names.join(" or ")))
     })
 }
 
-/// Tasks of a node, from a list such as `2(x3),1`: 2 on each of the first three nodes, 1 on the fourth.
+/// Number of tasks of a node, from a list such as `2(x3),1`: 2 on each of the first three nodes, 1 on the fourth.
 fn tasks_on(list: &str, node: usize) -> Option<usize> {
     let mut before = 0;
     for part in list.split(',') {

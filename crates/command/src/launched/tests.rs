@@ -186,7 +186,7 @@ fn the_variables_of_torchrun_may_be_set_by_hand() {
     assert_eq!(first(&by_hand, None), ("localhost".into(), vec![29500]), "nobody else has that port");
     // On several hosts, which processes share one is not known.
     let hosts = with(by_hand.clone(), &[("MASTER_ADDR", "node1")]);
-    assert_eq!(error(&hosts, None), "LOCAL_RANK is not set, expected beside RANK, which is");
+    assert_eq!(error(&hosts, None), "LOCAL_RANK is not set, but RANK is; expected both");
     let hosts = with(hosts, &[("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")]);
     assert_eq!(told(&hosts, None), Some((Launcher::Torchrun, [1, 2, 0, 1])));
     // A task of srun may start processes so.
@@ -196,7 +196,7 @@ fn the_variables_of_torchrun_may_be_set_by_hand() {
     assert_eq!(told(&with(recorded!("slurm-rank4"), &exported), None).unwrap().0, Launcher::Slurm);
     assert_eq!(
         error(&with(recorded!("slurm-batch"), &exported), None),
-        "RANK is not set, expected beside WORLD_SIZE, which is"
+        "RANK is not set, but WORLD_SIZE is; expected both"
     );
     let alone = [("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1")];
     assert_eq!(told(&set(&alone), None), None);
@@ -258,7 +258,7 @@ fn numbers_that_do_not_fit_are_named() {
             recorded!("slurm-rank4"),
             "SLURM_STEP_TASKS_PER_NODE",
             "2(x2)",
-            "expected the tasks of every node, that of SLURM_NODEID=2 among them, as in 2(x3),1",
+            "expected the number of tasks of every node, including SLURM_NODEID=2, as in 2(x3),1",
         ),
         (
             recorded!("slurm-rank4"),
@@ -291,12 +291,12 @@ fn a_variable_that_is_missing_beside_others_is_named() {
         (set(&BY_NIBBLE), env::RENDEZVOUS, env::RANK),
     ];
     for (vars, name, present) in of {
-        let expected = format!("{name} is not set, expected beside {present}, which is");
+        let expected = format!("{name} is not set, but {present} is; expected both");
         // Empty is as good as not set.
         assert_eq!(error(&with(vars, &[(name, "")]), None), expected);
     }
     // The process managers that set no number of a host's ranks.
     assert_eq!(told(&set(&[("PMI_RANK", "0"), ("PMI_SIZE", "1")]), None), None);
     let managed = set(&[("PMI_RANK", "1"), ("PMI_SIZE", "2")]);
-    assert_eq!(error(&managed, None), "MPI_LOCALRANKID is not set, expected beside PMI_RANK, which is");
+    assert_eq!(error(&managed, None), "MPI_LOCALRANKID is not set, but PMI_RANK is; expected both");
 }

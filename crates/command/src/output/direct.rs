@@ -1,15 +1,15 @@
-//! Outputs that are no files: they are written to as they are, and nothing is renamed.
+//! Outputs that are not regular files: written in place, without a rename.
 
 use std::fs::File;
 use std::path::Path;
 
-/// Whether a path is one of the system's own: what is there is written to, whatever it leads to, such as a shell's file behind `/dev/stdout`.
+/// Whether a path belongs to the system. It is written in place whatever it leads to, such as a shell's file behind `/dev/stdout`.
 pub(super) fn is_device_path(path: &Path) -> bool {
     let in_memory = path.starts_with("/dev/shm");
     cfg!(unix) && (path.starts_with("/dev") || path.starts_with("/proc")) && !in_memory
 }
 
-/// Opens what is there. Never waits for a reader.
+/// Opens an existing path for writing. Never waits for a reader.
 ///
 /// # Errors
 /// Why it cannot be written to, and what to do.
@@ -20,7 +20,7 @@ pub(super) fn open(path: &Path) -> Result<File, String> {
     let own = |stream: std::os::fd::BorrowedFd<'_>| stream.try_clone_to_owned().map(File::from);
     let kind = std::fs::metadata(path).map(|there| there.file_type());
     let opened = if path == Path::new("/dev/stdout") {
-        // Whatever it is, it is open: a socket could not be opened by this name.
+        // Standard output is open already; if it is a socket, it could not be opened by this name.
         own(std::io::stdout().as_fd())
     } else if path == Path::new("/dev/stderr") {
         own(std::io::stderr().as_fd())
@@ -42,7 +42,7 @@ pub(super) fn open(path: &Path) -> Result<File, String> {
     File::options().append(true).open(path).map_err(|error| format!("cannot be written: {error}"))
 }
 
-/// The file whose writes wait for a reader that is slow.
+/// Makes the file's writes block for a slow reader.
 #[cfg(unix)]
 fn waiting(file: File) -> std::io::Result<File> {
     use std::os::fd::AsRawFd;

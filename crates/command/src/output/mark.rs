@@ -1,4 +1,4 @@
-//! How a command knows a file that it has written: by a mark in it.
+//! Marks by which a command recognizes files that it has written.
 
 use nibble_train::files::open_to_read;
 use nibble_train::metrics::svg_beginning;
@@ -9,31 +9,31 @@ use std::fmt;
 use std::io::{self, BufReader, Read};
 use std::path::Path;
 
-/// What a file bears that a command has written.
+/// The mark of a file written by a command.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Mark {
-    /// An SVG picture, which names the command in the attribute `data-generator`.
+    /// An SVG picture that names the command in the attribute `data-generator`.
     Picture(&'static str),
-    /// A JSON object, which names it under [`GENERATOR`](Mark::GENERATOR).
+    /// A JSON object that names the command under [`GENERATOR`](Mark::GENERATOR).
     Figures(&'static str),
-    /// Tensors in the safetensors format, whose metadata name it under the same key.
+    /// A safetensors file whose metadata name the command under the same key.
     Tensors(&'static str),
     /// A page with this beginning.
     Page {
         /// The first bytes.
         beginning: String,
-        /// What such a page is called.
+        /// The name of such a page in messages.
         what: &'static str,
     },
 }
 
-/// The one key of an object that tells who wrote it.
+/// The key of a JSON object that names its writer.
 #[derive(Deserialize)]
 struct Generated {
     generator: String,
 }
 
-/// The one key of a header that is no tensor.
+/// The metadata key of a safetensors header.
 #[derive(Deserialize)]
 struct Header {
     #[serde(rename = "__metadata__")]
@@ -44,7 +44,7 @@ impl Mark {
     /// The key of objects and of metadata.
     pub const GENERATOR: &'static str = "generator";
 
-    /// The text of an object that bears the mark.
+    /// The JSON text of an object, with the mark.
     pub fn json(&self, mut object: Value) -> String {
         if let (Self::Figures(by), Value::Object(keys)) = (self, &mut object) {
             keys.insert(Self::GENERATOR.to_owned(), Value::from(*by));
@@ -52,7 +52,7 @@ impl Mark {
         format!("{object:#}\n")
     }
 
-    /// A picture that bears the mark.
+    /// The picture with the mark.
     pub fn svg(&self, picture: &str) -> String {
         picture.replacen("<svg", &self.beginning(), 1)
     }
@@ -64,7 +64,7 @@ impl Mark {
         }
     }
 
-    /// What pictures and pages begin with.
+    /// The first bytes of a marked picture or page.
     fn beginning(&self) -> String {
         match self {
             Self::Picture(by) => svg_beginning(by),
@@ -73,7 +73,7 @@ impl Mark {
         }
     }
 
-    /// Whether a file bears it.
+    /// Whether a file has this mark.
     pub(super) fn is_on(&self, path: &Path) -> io::Result<bool> {
         let mut file = BufReader::new(open_to_read(path)?);
         let generated_by = |by: &str, found: Option<Generated>| found.is_some_and(|g| g.generator == by);

@@ -1,11 +1,10 @@
-//! Files that a command was asked to write: which places it takes, and how what it made gets there.
+//! Output files of commands: which paths they may take, and how they are written.
 //!
-//! No output replaces what was not asked for. All outputs of a command are [checked](Outputs::named) and opened before its work begins.
+//! No output replaces a file by accident. All outputs of a command are [checked](Outputs::named) and opened before its work begins.
 //! [`Outputs`] knows the command's inputs and the files of runs, which are never replaced. A file that the command itself has written
-//! bears a mark (`mark.rs`) and may be replaced; anything else needs `--force`.
+//! has a mark (`mark.rs`) and may be replaced; replacing anything else needs `--force`.
 //!
-//! Outputs are written at the end of the work: whole or not at all where they are files, at once where they are devices, pipes or
-//! sockets.
+//! Outputs are written at the end of the work: regular files atomically; devices, pipes and sockets in place.
 
 mod direct;
 mod mark;
@@ -22,46 +21,46 @@ use std::path::{Path, PathBuf};
 /// `--force`.
 #[derive(Debug, Clone, Copy, Default, clap::Args)]
 pub struct Force {
-    /// Replaces files that are there already and that this command has not written. What it reads, and what a run
-    /// writes, is not replaced even so.
+    /// Replaces existing files that this command did not write. Its inputs and the files of runs are never
+    /// replaced.
     #[arg(long, global = true)]
     pub force: bool,
 }
 
-/// The outputs of a command, beside its inputs.
+/// The outputs of a command, checked against its inputs.
 #[derive(Debug)]
 pub struct Outputs {
     force: bool,
     inputs: Vec<PathBuf>,
-    /// Places of files that are taken, resolved.
+    /// Resolved paths that are taken.
     taken: Vec<PathBuf>,
 }
 
-/// A place that an output may take.
+/// A checked path of an output.
 #[derive(Debug)]
 #[must_use = "an output that is not written was asked for"]
 pub struct Output {
     path: PathBuf,
-    /// Where it is no file: open already, as a reader would be told of an end if it were closed.
+    /// If it is not a regular file: already open, as closing it in between would signal the end to its reader.
     direct: Option<File>,
 }
 
 impl Outputs {
-    /// Of a command that reads these files. Those that are not there are no output's other name.
+    /// The outputs of a command that reads these files. Inputs that do not exist cannot collide with an output.
     pub fn new(force: Force, inputs: impl IntoIterator<Item = PathBuf>) -> Self {
         Self { force: force.force, inputs: inputs.into_iter().collect(), taken: Vec::new() }
     }
 
-    /// Whether the user wants to lose what is there.
+    /// Whether `--force` was given.
     pub fn forced(&self) -> bool {
         self.force
     }
 
-    /// A place for what bears this mark.
+    /// Checks a path for an output with this mark.
     ///
     /// # Errors
-    /// A usage error where the place is an input, another output or a file of a run, where it is a file without the mark and nothing
-    /// forces it, and where nothing can be written.
+    /// A usage error if the path is an input, another output or a file of a run; if it is a file without the mark and there is no
+    /// `--force`; if it cannot be written.
     pub fn named(&mut self, path: &Path, mark: &Mark) -> Result<Output> {
         let place = resolved(path);
         if is_of_a_run(&place) {
@@ -72,15 +71,15 @@ impl Outputs {
         self.checked(path, place, &known, &format!("is there already and is no {mark}"))
     }
 
-    /// The place of a file that a run writes and the command makes anew.
+    /// Checks the path of a file that a run writes and this command rewrites.
     ///
     /// # Errors
-    /// A usage error where the place is an input or another output, and where nothing can be written.
+    /// A usage error if the path is an input or another output, or cannot be written.
     pub fn of_run(&mut self, path: &Path) -> Result<Output> {
         self.checked(path, resolved(path), &|| Ok(true), "")
     }
 
-    /// `known`: whether a file that is there may be replaced; `foreign`: what it is otherwise.
+    /// `known`: whether an existing file may be replaced; `foreign`: its description otherwise.
     fn checked(
         &mut self,
         path: &Path,
@@ -118,12 +117,12 @@ impl Outputs {
 }
 
 impl Output {
-    /// As the user called it.
+    /// The path as the user gave it.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Whether it is no file, but a device, a pipe or a socket.
+    /// Whether it is a device, a pipe or a socket.
     pub fn is_direct(&self) -> bool {
         self.direct.is_some()
     }
@@ -131,12 +130,12 @@ impl Output {
     /// Writes the whole content.
     ///
     /// # Errors
-    /// What the system says; a file is then as it was.
+    /// From the system; an existing file is then unchanged.
     pub fn write(self, content: impl AsRef<[u8]>) -> Result<()> {
         self.write_with(|to| to.write_all(content.as_ref()))
     }
 
-    /// Writes what `fill` gives, piece by piece.
+    /// Writes the content that `fill` produces, piece by piece.
     ///
     /// # Errors
     /// As [`Output::write`], and what `fill` returns.
@@ -153,7 +152,7 @@ impl Output {
     }
 }
 
-/// What `fill` gives, in a writer that has all of it.
+/// Writes the content of `fill` through a buffer, and flushes it.
 fn buffered<W: Write>(to: W, fill: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> io::Result<W> {
     let mut to = BufWriter::with_capacity(1 << 16, to);
     fill(&mut to)?;
@@ -175,18 +174,18 @@ fn make_parents(path: &Path) -> io::Result<()> {
     make_folder(parent(path))
 }
 
-/// The path without links; of a file that is not there, that of its directory and the name.
+/// The path without symlinks; for a missing file, its resolved directory and its name.
 fn resolved(path: &Path) -> PathBuf {
     fs::canonicalize(path).unwrap_or_else(|_| named_place(path))
 }
 
-/// The path without links in its directory: what stands there may be one.
+/// The path with its directory resolved; the last component may be a symlink.
 fn named_place(path: &Path) -> PathBuf {
     let place = || Some(fs::canonicalize(parent(path)).ok()?.join(path.file_name()?));
     place().unwrap_or_else(|| std::path::absolute(path).unwrap_or_else(|_| path.to_owned()))
 }
 
-/// Whether two paths lead to one file that is there.
+/// Whether two paths lead to the same existing file.
 fn is_same(a: &Path, b: &Path) -> bool {
     let (Ok(one), Ok(other)) = (fs::metadata(a), fs::metadata(b)) else { return false };
     #[cfg(unix)]
@@ -205,7 +204,7 @@ fn is_empty(path: &Path) -> io::Result<bool> {
     Ok(fs::metadata(path)?.len() == 0)
 }
 
-/// Begins a file at the place, or where its directory is to be made, and lets it go.
+/// Creates and removes a temporary file there, or where its missing directory will be created.
 fn require_writable(path: &Path) -> io::Result<()> {
     let name = path.file_name().ok_or(io::Error::from(io::ErrorKind::InvalidInput))?;
     let there = parent(path).ancestors().find(|dir| dir.exists()).unwrap_or(Path::new("."));

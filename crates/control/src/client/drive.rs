@@ -23,21 +23,21 @@ pub struct Search {
     pub limits: Limits,
 }
 
-/// Finds the hub, says whether all have come, and stays until the client is dropped or has left.
+/// Finds the hub, reports to `joined` once all ranks have joined, and stays until the client is dropped or has left.
 pub async fn drive(search: Search, shared: &Shared, joined: Sender<Result<()>>) {
     let (line, address) = match find(&search.addresses, &search.secret, &search.join, search.limits).await {
         Ok(found) => found,
-        // Nobody waits where the thread that called has ended.
+        // The send fails if the calling thread has ended.
         Err(error) => return drop(joined.send(Err(error))),
     };
     let link = async {
-        // What is not chosen is dropped, and the connection with it.
+        // The future that loses the race is dropped, and with it the connection.
         let cause = {
             let stay = pin!(stay(line, &address, search.limits, shared, &joined));
             select(stay, pin!(cut(shared, &address))).await.factor_first().0
         };
         shared.hear(|inbox| inbox.lose(cause));
-        // Where the hub let this rank in, and was lost before all had come.
+        // The hub admitted this rank, and was lost before all ranks had joined.
         report(shared, &joined);
     };
     let overdue = async {
@@ -49,7 +49,7 @@ pub async fn drive(search: Search, shared: &Shared, joined: Sender<Result<()>>) 
         };
         failure.inspect(|failure| ears.overdue(failure));
     };
-    // Both end; the client stays until it is told to stop, so that its owner may ask why.
+    // Runs until both have ended, or until the client tells the thread to stop.
     let work = async {
         both(link, overdue).await;
     };
@@ -61,7 +61,7 @@ async fn cut(shared: &Shared, address: &str) -> String {
     format!("the connection to the hub at {address} was lost")
 }
 
-/// Until the connection ends: why.
+/// Serves the connection until it ends; returns why.
 async fn stay(
     line: Line,
     address: &str,
@@ -74,15 +74,15 @@ async fn stay(
     let write = pin!(write_all(outgoing, &shared.queue, limits.beat(), alive));
     let lost = match select(pin!(read_all(incoming, limits, shared, joined)), write).await {
         Either::Left((lost, _)) => lost,
-        // Where nothing can be written, what the hub said last is still read.
+        // If writing fails, the hub's last messages are still read.
         Either::Right((_, read)) => read.await,
     };
     match lost {
         Lost::Closed => format!("the connection to the hub at {address} was lost"),
         Lost::Silent => {
-            format!("nothing was heard of the hub at {address} for {}", seconds(limits.silence()))
+            format!("nothing was heard from the hub at {address} for {}", seconds(limits.silence()))
         }
-        Lost::Unreadable(why) => format!("the hub at {address} sent what is no message: {why}"),
+        Lost::Unreadable(why) => format!("the hub at {address} sent an invalid message: {why}"),
     }
 }
 
@@ -111,13 +111,13 @@ async fn read_all(
     }
 }
 
-/// Tells who waits in `join`, once there is something to tell.
+/// Reports the outcome to the caller of `join`, once there is one.
 fn report(shared: &Shared, joined: &Sender<Result<()>>) {
     let result = match locked(&shared.inbox).stage() {
         Stage::Gathering => return,
         Stage::Failed { failure, .. } => Err(Error::Failed(failure.clone())),
         Stage::Running | Stage::Left => Ok(()),
     };
-    // It was told before, and does not listen any more.
+    // The send fails if the caller was told before and no longer listens.
     let _ = joined.send(result);
 }

@@ -1,4 +1,4 @@
-//! A rank looks for its hub, and each proves to the other that it knows the secret.
+//! A rank looks for its hub, and both prove to each other that they know the secret.
 
 use crate::error::{Error, Refusal, Result};
 use crate::join::Join;
@@ -12,11 +12,11 @@ use std::time::Duration;
 use tokio::net::TcpStream;
 use tokio::time::{Instant, sleep, timeout};
 
-/// Between the first two tries; twice as long after each, up to the longest.
+/// Pause between the first two tries; it doubles after each try, up to the longest.
 const PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
-/// The connection to the hub of this run, and its address.
+/// Connects to the hub of this run; also returns its address.
 pub async fn find(
     addresses: &[String],
     secret: &Secret,
@@ -31,7 +31,7 @@ pub async fn find(
         for address in addresses {
             let left = until.saturating_duration_since(Instant::now());
             let tried = timeout(limits.handshake().min(left), meet(address, secret, join)).await;
-            match tried.unwrap_or_else(|_| Ok(Err(Refusal::NoAnswer("it takes too long".into()))))? {
+            match tried.unwrap_or_else(|_| Ok(Err(Refusal::NoAnswer("it took too long".into()))))? {
                 Ok(line) => return Ok((line, address.clone())),
                 Err(refusal) => tries.push((address.clone(), refusal)),
             }
@@ -74,7 +74,7 @@ async fn frame(line: &mut Line) -> std::result::Result<Bytes, Refusal> {
         Some(Ok(frame)) => Ok(frame.freeze()),
         Some(Err(error)) if error.kind() == std::io::ErrorKind::InvalidData => Err(Refusal::NoHub),
         Some(Err(error)) => Err(Refusal::NoAnswer(error.to_string())),
-        None => Err(Refusal::NoAnswer("it closes the connection".into())),
+        None => Err(Refusal::NoAnswer("it closed the connection".into())),
     }
 }
 
@@ -88,7 +88,7 @@ pub fn hello(frame: Bytes) -> std::result::Result<Hello, Refusal> {
     }
 }
 
-/// What a rank answers.
+/// A rank's answer to the hub's greeting.
 pub fn entry(hello: &Hello, secret: &Secret, join: &Join) -> Result<Entry> {
     let nonce = nonce()?;
     let join =
@@ -97,7 +97,7 @@ pub fn entry(hello: &Hello, secret: &Secret, join: &Join) -> Result<Entry> {
     Ok(Entry { nonce, proof, join: join.to_vec() })
 }
 
-/// Whether the hub's answer proves its knowledge as well.
+/// Checks that the hub's answer also proves knowledge of the secret.
 pub fn accept(
     hello: &Hello,
     entry: &Entry,

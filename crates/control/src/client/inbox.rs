@@ -1,4 +1,4 @@
-//! What a rank makes of the hub's messages. Without sockets and without a clock.
+//! A rank's state by the hub's messages. Has neither sockets nor a clock.
 
 use super::Ears;
 use crate::failure::{Failure, Status};
@@ -7,40 +7,40 @@ use bytes::Bytes;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// What a rank has heard.
+/// State of a rank that the hub has admitted.
 pub struct Inbox {
     world: usize,
     hub_is_rank_0: bool,
-    /// Where rank 0 is and what it does, as far as the hub has said.
+    /// Host and status of rank 0, as last told by the hub.
     host_0: String,
     status_0: Status,
     stage: Stage,
-    /// Rows on their way, by the ranks that send them.
+    /// Rows being received, by sending rank.
     rows: HashMap<usize, Assembly>,
     ears: Arc<dyn Ears>,
 }
 
-/// How far the run is, as this rank knows it.
+/// Stage of the run, as this rank knows it.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Stage {
-    /// Ranks come.
+    /// Ranks are joining.
     Gathering,
-    /// All have come.
+    /// All ranks have joined.
     Running,
-    /// This rank has left in peace.
+    /// This rank has left without an error.
     Left,
-    /// It has failed.
+    /// The run has failed.
     Failed { failure: Failure, is_from_hub: bool },
 }
 
 impl Inbox {
-    /// Of a rank that the hub has let in.
+    /// For a rank that the hub has admitted.
     pub fn new(world: usize, hub_is_rank_0: bool, ears: Arc<dyn Ears>) -> Self {
         let (host_0, status_0, rows) = (String::new(), Status::default(), HashMap::new());
         Self { world, hub_is_rank_0, host_0, status_0, stage: Stage::Gathering, rows, ears }
     }
 
-    /// How far the run is.
+    /// Stage of the run.
     pub fn stage(&self) -> &Stage {
         &self.stage
     }
@@ -53,7 +53,7 @@ impl Inbox {
         }
     }
 
-    /// A message. What is wrong with it, if it is none. What it gives to the ears is returned, to be told without a lock.
+    /// Handles a message. Returns what to tell the ears, which happens without the lock, or what is wrong with the message.
     pub fn hear(&mut self, frame: Bytes) -> Result<Option<Tell>, String> {
         if matches!(self.stage, Stage::Left | Stage::Failed { .. }) {
             return Ok(None);
@@ -73,12 +73,12 @@ impl Inbox {
             Down::Left(rank) if is_running && rank < self.world => return Ok(Some(Tell::Left(rank))),
             Down::Goodbye if is_running => self.stage = Stage::Left,
             Down::Failed(failure) => return Ok(self.fail(failure, true)),
-            _ => return Err(format!("out of turn: {message:?}")),
+            _ => return Err(format!("unexpected message: {message:?}")),
         }
         Ok(None)
     }
 
-    /// The run has failed, if it has not before, and if this rank has not left.
+    /// The run fails, unless it has failed before or this rank has left.
     pub fn fail(&mut self, failure: Failure, is_from_hub: bool) -> Option<Tell> {
         if matches!(self.stage, Stage::Left | Stage::Failed { .. }) {
             return None;
@@ -86,7 +86,7 @@ impl Inbox {
         let was_running = self.stage == Stage::Running;
         self.rows.clear();
         self.stage = Stage::Failed { failure: failure.clone(), is_from_hub };
-        // Else it is what `join` answers with.
+        // Otherwise `join` returns the failure.
         was_running.then_some(Tell::Failed(failure))
     }
 
@@ -101,13 +101,13 @@ impl Inbox {
         self.fail(failure, false)
     }
 
-    /// Whom to tell.
+    /// The ears.
     pub fn ears(&self) -> Arc<dyn Ears> {
         Arc::clone(&self.ears)
     }
 }
 
-/// What is told to the ears.
+/// A notification for the ears.
 pub enum Tell {
     Rows(usize, crate::message::Rows),
     Left(usize),
@@ -115,7 +115,7 @@ pub enum Tell {
 }
 
 impl Tell {
-    /// Tells it.
+    /// Notifies the ears.
     pub fn to(self, ears: &dyn Ears) {
         match self {
             Self::Rows(from, rows) => ears.rows(from, rows),

@@ -20,34 +20,34 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use tokio::sync::Notify;
 
-/// What a rank hears. Called on the client's own thread, which reads and says that the rank is alive: so none of these may wait, nor call
+/// Callbacks of a client. They run on the client's own thread, which also reads and sends heartbeats, so none of them may block or call
 /// [`Client::fail`] or [`Client::leave`].
 pub trait Ears: Send + Sync {
-    /// Another rank gives rows. Those of one rank come in the order in which it sent them.
+    /// Rows from another rank. Rows of one rank arrive in the order in which it sent them.
     fn rows(&self, from: usize, rows: Rows);
-    /// Another rank has left in peace. What it sent before has been delivered.
+    /// Another rank has left without an error; all that it sent has been delivered.
     fn left(&self, rank: usize);
-    /// The run has failed; this is told once. Nothing else is delivered after it.
+    /// The run has failed. Called once; nothing is delivered afterwards.
     fn failed(&self, failure: &Failure);
-    /// Half a deadline has passed since then, and the client is still there: whoever owns the process ends it by force.
+    /// Half a deadline has passed since the failure, and the client still exists: the owner must end the process by force.
     fn overdue(&self, failure: &Failure);
 }
 
-/// A rank of a run, as long as it belongs to it. One that is dropped before it has left has failed, as far as the others can see.
+/// A rank's membership in a run. To the other ranks, a client that is dropped before it has left has failed.
 pub struct Client {
     shared: Arc<Shared>,
     limits: Limits,
     thread: Option<JoinHandle<()>>,
 }
 
-/// What the client's thread and its owner share.
+/// State shared by the client's thread and its owner.
 struct Shared {
     inbox: Mutex<Inbox>,
-    /// The inbox has changed.
+    /// Signals a change of the inbox.
     changed: Condvar,
     queue: Queue<Up>,
     status: Mutex<Box<dyn Fn() -> Status + Send>>,
-    /// What was said last of it.
+    /// The status sent last.
     said: Mutex<Status>,
     failed: Notify,
     stop: Notify,
@@ -55,14 +55,14 @@ struct Shared {
 }
 
 impl Client {
-    /// Finds the run's hub, and returns once all ranks have come and the hub has found them to be of one mind.
+    /// Finds the run's hub, and returns once all ranks have joined and the hub has found their settings equal.
     ///
-    /// The addresses, each `HOST:PORT`, are tried in order, again and again until `limits.join` has passed. One where nobody listens, or where the
-    /// hub of another run answers, is passed over. `status` says what the rank does; it must not wait.
+    /// The addresses, each `HOST:PORT`, are tried in order, again and again until `limits.join` has passed. An address where nothing
+    /// listens, or where another run's hub answers, is skipped. `status` returns the rank's status; it must not block.
     ///
     /// # Errors
-    /// If no hub with this secret is found; if the hub refuses a rank, this one or another; if the run fails before all have come. With one address,
-    /// at once where its hub has another secret.
+    /// If no hub with this secret is found; if the hub refuses this rank or another; if the run fails before all ranks have joined. With a
+    /// single address, a hub with another secret is an error at once.
     pub fn join(
         addresses: &[String],
         secret: &Secret,
@@ -92,7 +92,7 @@ impl Client {
         let run = move || {
             let _ending = Ending(&inside);
             runtime.block_on(drive::drive(search, &inside, sender));
-            // A name that is being looked up is not waited for.
+            // Does not wait for a pending name lookup.
             runtime.shutdown_background();
         };
         let thread = std::thread::Builder::new().name(name).spawn(run).map_err(failed("a rank's thread"))?;
@@ -102,7 +102,7 @@ impl Client {
         Ok(client)
     }
 
-    /// Gives rows to another rank. Waits for nobody: they are queued, and travel in the order of these calls. Once the run has failed they are dropped.
+    /// Queues rows for another rank without blocking. They travel in the order of these calls; once the run has failed, they are dropped.
     pub fn send(&self, to: usize, rows: Rows) {
         if self.failure().is_some() {
             return;
@@ -111,14 +111,14 @@ impl Client {
         if *locked(&self.shared.said) != status {
             self.shared.queue.push_urgent(Up::Alive(self.shared.say(status)));
         }
-        // Whole rows at a time, whichever threads send.
+        // The frames of one call stay together, even if several threads send.
         let frames = pieces(rows)
             .map(|Frame { message, body }| Frame { message: Up::Rows { to, piece: message }, body });
         self.shared.queue.extend(frames);
     }
 
-    /// Tells the hub that this rank has failed, and waits a quarter of a deadline at most until the hub has told all ranks. The first failure is
-    /// the run's: [`Client::failure`] says whether it is this one. Whether the hub has heard.
+    /// Tells the hub that this rank has failed, and waits at most a quarter of a deadline until the hub has told all ranks. The first
+    /// failure is the run's: [`Client::failure`] says whether it is this one. Returns whether the hub has confirmed a failure.
     pub fn fail(&self, cause: &str, is_user_error: bool) -> bool {
         let mut cause = cause.to_owned();
         crate::failure::cut(&mut cause, crate::failure::CAUSE);
@@ -133,10 +133,10 @@ impl Client {
         locked(&self.shared.inbox).failure().cloned()
     }
 
-    /// Leaves in peace. All that was queued is sent before, and the hub has heard.
+    /// Leaves the run: sends all that is queued, and waits until the hub has confirmed.
     ///
     /// # Errors
-    /// The failure of the run, if it fails before.
+    /// The run's failure, if it fails first.
     pub fn leave(self) -> Result<(), Failure> {
         self.shared.queue.push(Up::Leave);
         match self.wait(None) {
@@ -145,12 +145,12 @@ impl Client {
         }
     }
 
-    /// Cuts the connection, as a broken network does: for tests of faults.
+    /// Cuts the connection, as a broken network does; for fault tests.
     pub fn disconnect(&self) {
         self.shared.cut.notify_one();
     }
 
-    /// Waits until the run is over for this rank, so long at most.
+    /// Waits until the run is over for this rank, at most `most`.
     fn wait(&self, most: Option<Duration>) -> Stage {
         let until = most.map(|most| Instant::now() + most);
         let mut inbox = locked(&self.shared.inbox);
@@ -168,13 +168,13 @@ impl Client {
     }
 }
 
-/// Of a client's thread. One that panics, as where an ear or the status does, has lost the hub: nobody waits for it.
+/// Guard of a client's thread: if it panics, as in an ear or the status, the hub counts as lost, so nobody waits for it.
 struct Ending<'a>(&'a Shared);
 
 impl Drop for Ending<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            // Not told to the ears, which may have panicked.
+            // The ears are not told, as they may have panicked.
             let _ = locked(&self.0.inbox).lose("the thread of its connection to the hub has panicked".into());
             self.0.changed.notify_all();
         }
@@ -184,7 +184,7 @@ impl Drop for Ending<'_> {
 impl Drop for Client {
     fn drop(&mut self) {
         self.shared.stop.notify_one();
-        // An ear may hold the last client; its thread does not wait for itself. One that panicked has said so.
+        // An ear may drop the last client; the thread must not join itself. A panicked thread has reported that.
         if let Some(thread) =
             self.thread.take().filter(|thread| thread.thread().id() != std::thread::current().id())
         {
@@ -194,7 +194,7 @@ impl Drop for Client {
 }
 
 impl Shared {
-    /// Changes the inbox, and tells the ears and who waits.
+    /// Changes the inbox, and notifies the ears and waiting threads.
     fn hear(&self, change: impl FnOnce(&mut Inbox) -> Option<Tell>) {
         let mut inbox = locked(&self.inbox);
         let before = inbox.failure().is_some();
@@ -210,7 +210,7 @@ impl Shared {
         self.changed.notify_all();
     }
 
-    /// What the rank does, to be sent.
+    /// The rank's status, to be sent.
     fn status(&self) -> Status {
         let status = (locked(&self.status))();
         self.say(status)

@@ -1,13 +1,13 @@
-//! Who belongs to the run, and what is said to who does not.
+//! Admission: which ranks belong to the run, and why others are refused.
 
 use crate::differences::differences;
 use crate::join::Join;
 
-/// So many ranks are named, and the others counted.
+/// Most ranks that are named; further ones are counted.
 const NAMED: usize = 16;
 
-/// Why one that knows the secret is no rank of this run: `None` if it is one. `members` has a place for each rank, empty where none has come; what the new
-/// one says is compared with the first that has, by number.
+/// Why a process that knows the secret is not a rank of this run; `None` if it is one. `members` has an entry per rank, `None` until it
+/// joins. The new rank's settings are compared with those of the lowest rank that has joined.
 pub fn refusal(members: &[Option<&Join>], join: &Join) -> Option<String> {
     let world = members.len();
     let other = members.iter().copied().flatten().next();
@@ -18,23 +18,26 @@ pub fn refusal(members: &[Option<&Join>], join: &Join) -> Option<String> {
         ));
     }
     if join.world != world {
-        return Some(format!("it was started as one of {}, and this run has {world}", join.world));
+        return Some(format!("it was started as one of {} ranks, but this run has {world}", join.world));
     }
     let Some(member) = members.get(join.rank) else {
-        return Some(format!("there is no such rank: those of {world} are 0 to {}", world.saturating_sub(1)));
+        return Some(format!(
+            "there is no such rank: the {world} ranks are 0 to {}",
+            world.saturating_sub(1)
+        ));
     };
     if let Some(first) = member {
         return Some(format!(
-            "process {} on host {} has come as this rank already, before process {}: start each rank once",
+            "process {} on host {} has already joined as this rank, before process {}: start each rank once",
             first.pid, first.host, join.pid
         ));
     }
     let other = other?;
     let found = differences(&join.config, &other.config, &format!("rank {}", other.rank))?;
-    Some(format!("its configuration is another: {found}"))
+    Some(format!("its configuration differs: {found}"))
 }
 
-/// `ranks 2 and 3 of 4 have not come`.
+/// `ranks 2 and 3 of 4 have not joined`.
 pub fn absent(members: &[Option<&Join>]) -> String {
     let absent: Vec<String> = members
         .iter()
@@ -49,5 +52,5 @@ pub fn absent(members: &[Option<&Join>]) -> String {
         (some, others) => format!("ranks {} and {others} others", some.join(", ")),
     };
     let have = if absent.len() == 1 { "has" } else { "have" };
-    format!("{list} of {} {have} not come", members.len())
+    format!("{list} of {} {have} not joined", members.len())
 }

@@ -1,4 +1,4 @@
-//! Who comes in: a stranger proves that it is a rank of this run, or is sent away.
+//! Accepts connections: a stranger proves that it is a rank of this run, or is rejected.
 
 use super::{Shared, link};
 use crate::join::Join;
@@ -13,12 +13,12 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 use tokio::time::{sleep, timeout};
 
-/// So many strangers at a time; others are sent away at once, and a rank among them tries again.
+/// Most strangers at a time; further ones are rejected at once, and a rank among them retries.
 const STRANGERS: usize = 64;
-/// Until the next try where the system has no more sockets.
+/// Pause before the next accept if the system has no more sockets.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Takes connections in, for ever.
+/// Accepts connections forever.
 pub async fn keep(listener: TcpListener, shared: Arc<Shared>) {
     let strangers = Arc::new(Semaphore::new(STRANGERS));
     loop {
@@ -49,7 +49,7 @@ async fn meet(stream: TcpStream, secret: &Secret) -> Option<(Line, Join)> {
     Some((line.trust(), join?))
 }
 
-/// What is answered to an entry, and who comes in. `None` for what is no entry at all.
+/// The answer to an entry, and the admitted rank's settings, if any. `None` if the frame is not an entry.
 pub fn judge(secret: &Secret, hub: &[u8; 32], frame: Bytes) -> Option<(Answer, Option<Join>)> {
     let entry: Entry = decode_whole(frame).ok()?;
     if !secret.proves(Side::Client, hub, &entry.nonce, &entry.join, &entry.proof) {

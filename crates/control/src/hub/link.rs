@@ -1,4 +1,4 @@
-//! The connection of a rank that has proved what it is.
+//! The connection of an authenticated rank.
 
 use super::Shared;
 use super::room::Loss;
@@ -15,7 +15,7 @@ use std::time::Instant;
 use tokio::io::{copy, sink};
 use tokio::time::timeout_at;
 
-/// Until the rank is gone, or has been told of a failure for a deadline.
+/// Serves the connection until the rank is gone, or until a deadline after it was told of a failure.
 pub async fn serve(line: Line, join: Join, shared: Arc<Shared>) {
     let Line { incoming, outgoing } = line;
     let queue = Arc::new(Queue::new());
@@ -24,13 +24,13 @@ pub async fn serve(line: Line, join: Join, shared: Arc<Shared>) {
     let _ending = Ending { rank, shared: &shared };
     let alive = || Down::Alive(locked(&shared.room).status_of_0());
     let write = pin!(write_all(outgoing, &queue, shared.limits.beat(), alive));
-    // What a rank said last is read even where nothing can be written to it.
+    // A rank's last messages are read even if writing to it fails.
     if let Either::Right((_, read)) = select(pin!(read_all(incoming, rank, &shared)), write).await {
         read.await;
     }
 }
 
-/// Of a connection, however it ends.
+/// Guard of a connection, however it ends.
 struct Ending<'a> {
     rank: Option<usize>,
     shared: &'a Shared,
@@ -45,7 +45,7 @@ impl Drop for Ending<'_> {
     }
 }
 
-/// Reads until the rank is gone. Of one that is refused, which has no number here, only the end counts.
+/// Reads until the rank is gone. For a refused rank, which has no number here, only the end matters.
 async fn read_all(mut incoming: Incoming, rank: Option<usize>, shared: &Shared) {
     let mut heard = Instant::now();
     let read_until = |heard| locked(&shared.room).read_until(heard);
@@ -56,19 +56,19 @@ async fn read_all(mut incoming: Incoming, rank: Option<usize>, shared: &Shared) 
                 rank.inspect(|rank| shared.with(|room| room.hear(heard, *rank, frame)));
                 continue;
             }
-            // A failure since then has given more time, in which the rank is told.
+            // A failure since then has extended the time, in which the rank is told.
             Err(Lost::Silent) if read_until(heard) > Instant::now() => continue,
             Err(lost) => lost,
         };
         rank.inspect(|rank| shared.with(|room| room.lost(Instant::now(), *rank, loss(&lost, shared))));
         match lost {
-            // A rank that was silent is told of its failure, should it listen again.
+            // A silent rank is told of its failure, in case it recovers.
             Lost::Silent if read_until(heard) > Instant::now() => {}
             Lost::Closed | Lost::Silent => return,
             Lost::Unreadable(_) => {
                 let mut sink = sink();
                 let rest = copy(incoming.get_mut(), &mut sink);
-                // At its end, or not: the rank has been told.
+                // Whether this ends or times out: the rank has been told.
                 return drop(timeout_at(read_until(heard).into(), rest).await);
             }
         }
@@ -79,8 +79,8 @@ fn loss(lost: &Lost, shared: &Shared) -> Loss {
     match lost {
         Lost::Closed => Loss::Closed,
         Lost::Silent => {
-            Loss::Other(format!("nothing was heard of it for {}", seconds(shared.limits.silence())))
+            Loss::Other(format!("nothing was heard from it for {}", seconds(shared.limits.silence())))
         }
-        Lost::Unreadable(why) => Loss::Other(format!("it sent what is no message: {why}")),
+        Lost::Unreadable(why) => Loss::Other(format!("it sent an invalid message: {why}")),
     }
 }

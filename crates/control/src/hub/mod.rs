@@ -1,4 +1,4 @@
-//! The hub of a run: it listens, and knows every rank.
+//! The hub of a run, to which every rank connects.
 
 mod admission;
 mod door;
@@ -22,19 +22,19 @@ use std::time::Instant;
 use tokio::sync::Notify;
 use tokio::time::sleep_until;
 
-/// The hub of a run, on a thread of its own. One that is dropped cuts all connections, so that every rank that has not left fails.
+/// The hub of a run, on its own thread. Dropping it cuts all connections, so every rank that has not left fails.
 pub struct Hub {
     shared: Arc<Shared>,
     address: SocketAddr,
     thread: Option<JoinHandle<()>>,
 }
 
-/// What the hub's tasks and its owner share.
+/// State shared by the hub's tasks and its owner.
 struct Shared {
     room: Mutex<Room>,
-    /// The room has changed.
+    /// Signals a change of the room.
     changed: Condvar,
-    /// The next moment at which time alone changes something has changed.
+    /// Signals that the next timeout has changed.
     due_changed: Notify,
     stop: Notify,
     secret: Secret,
@@ -42,10 +42,10 @@ struct Shared {
 }
 
 impl Hub {
-    /// Starts the hub of a run of `world` ranks behind a listener.
+    /// Starts the hub of a run of `world` ranks on a listener.
     ///
     /// # Errors
-    /// Without a rank; if the system gives no thread, or takes the listener for none.
+    /// If `world` is 0; if the system refuses the thread or the listener.
     pub fn start(listener: TcpListener, secret: Secret, world: usize, limits: Limits) -> Result<Self> {
         if world == 0 {
             return Err(Error::NoRanks);
@@ -72,7 +72,7 @@ impl Hub {
         let run = move || {
             runtime.block_on(async {
                 tokio::spawn(clock(Arc::clone(&inside)));
-                // The door stays open until the end: who comes late is told why the run has failed.
+                // Connections are accepted until the end, so late ranks are told why the run has failed.
                 select(pin!(door::keep(listener, Arc::clone(&inside))), pin!(inside.stop.notified())).await;
             });
         };
@@ -81,18 +81,18 @@ impl Hub {
         Ok(Self { shared, address, thread })
     }
 
-    /// Where it listens.
+    /// The address it listens on.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Whoever started a rank's process says that it has ended, and how: `it was killed by SIGKILL`. This is why the run has failed, unless the
-    /// rank has left in peace or has said why itself.
+    /// Reports that a rank's process has ended, and how: `it was killed by SIGKILL`. That fails the run, unless the rank has left or has
+    /// reported its own error.
     pub fn ended(&self, rank: usize, how: &str) {
         self.shared.with(|room| room.ended(Instant::now(), rank, how));
     }
 
-    /// Whoever hosts the hub ends the run.
+    /// Fails the run on behalf of the hub's host.
     pub fn fail(&self, failure: Failure) {
         self.shared.with(|room| room.fail(Instant::now(), failure));
     }
@@ -102,7 +102,7 @@ impl Hub {
         locked(&self.shared.room).failure().cloned()
     }
 
-    /// Waits until all ranks have left in peace. After a failure, until all connections are closed, at most a deadline.
+    /// Waits until all ranks have left. After a failure, waits until all connections are closed, at most a deadline.
     ///
     /// # Errors
     /// The failure of the run.
@@ -126,14 +126,14 @@ impl Drop for Hub {
     fn drop(&mut self) {
         self.shared.stop.notify_one();
         if let Some(thread) = self.thread.take() {
-            // A thread that panicked has said so.
+            // A panicked thread has reported that.
             let _ = thread.join();
         }
     }
 }
 
 impl Shared {
-    /// Changes the room, and tells who waits for that.
+    /// Changes the room, and notifies waiting threads.
     fn with<T>(&self, change: impl FnOnce(&mut Room) -> T) -> T {
         let mut room = locked(&self.room);
         let before = room.due();
@@ -148,7 +148,7 @@ impl Shared {
     }
 }
 
-/// Tells the room when time alone changes something.
+/// Drives the room's timeouts.
 async fn clock(shared: Arc<Shared>) {
     loop {
         let due = locked(&shared.room).due();

@@ -1,4 +1,4 @@
-//! What the hub knows of its ranks, and what follows from what it hears. Without sockets, and without a clock: each call says what time it is.
+//! The hub's state of its ranks, and its reactions to messages. Has neither sockets nor a clock: each call passes the time.
 
 use super::admission::{absent, refusal};
 use crate::failure::{Failure, Status};
@@ -16,26 +16,26 @@ pub struct Room {
     limits: Limits,
     opened: Instant,
     seats: Vec<Seat>,
-    /// All have come.
+    /// All ranks have joined.
     is_running: bool,
-    /// All have left in peace, the last of them at this time.
+    /// When the last rank left, once all have.
     left: Option<Instant>,
     suspect: Option<Suspect>,
     failure: Option<(Failure, Instant)>,
-    /// Connections of ranks, and of those that are refused, which are open.
+    /// Open connections, of ranks and of refused processes.
     links: usize,
 }
 
 /// One rank.
 #[derive(Default)]
 struct Seat {
-    /// Who has come, and what waits to be written to it.
+    /// The rank's settings and outgoing queue, once it has joined.
     member: Option<(Join, Arc<Queue<Down>>)>,
     status: Status,
     presence: Presence,
     /// How its process ended.
     ended: Option<String>,
-    /// What it sends to others, by their numbers.
+    /// Rows that it is sending, by receiving rank.
     flows: HashMap<usize, Flow>,
 }
 
@@ -48,16 +48,16 @@ enum Presence {
     Left,
 }
 
-/// A rank that has most likely failed. For a moment somebody may know better why.
+/// A rank that has most likely failed. For a short time, a better reason may still arrive.
 struct Suspect {
     rank: usize,
     failure: Failure,
     until: Instant,
-    /// What was heard of another rank since: a consequence, unless the suspect turns out to have left in peace.
+    /// Another rank's failure since: a consequence, unless it turns out that the suspect has left without an error.
     echo: Option<Failure>,
 }
 
-/// How the connection of a rank was lost.
+/// How a rank's connection was lost.
 pub enum Loss {
     /// It ended.
     Closed,
@@ -66,7 +66,7 @@ pub enum Loss {
 }
 
 impl Room {
-    /// Where nobody has come yet.
+    /// A room that no rank has joined yet.
     pub fn new(world: usize, limits: Limits, now: Instant) -> Self {
         Self {
             limits,
@@ -85,12 +85,12 @@ impl Room {
         self.failure.as_ref().map(|(failure, _)| failure)
     }
 
-    /// Who has come, a place for each rank.
+    /// The ranks that have joined; one entry per rank.
     fn members(&self) -> Vec<Option<&Join>> {
         self.seats.iter().map(|seat| seat.member.as_ref().map(|(join, _)| join)).collect()
     }
 
-    /// What rank 0 does.
+    /// Status of rank 0.
     pub fn status_of_0(&self) -> Status {
         self.seats.first().map(|seat| seat.status.clone()).unwrap_or_default()
     }
@@ -104,7 +104,7 @@ impl Room {
         join.into_iter().chain(self.suspect.as_ref().map(|suspect| suspect.until)).min()
     }
 
-    /// Until when a connection is read that was heard at a time.
+    /// Until when to read a connection that was last heard at `heard`.
     pub fn read_until(&self, heard: Instant) -> Instant {
         match &self.failure {
             Some((_, at)) => *at + self.limits.deadline,
@@ -112,13 +112,13 @@ impl Room {
         }
     }
 
-    /// `None` while the run goes on; then until when its owner keeps the hub open.
+    /// Until when the owner keeps the hub open; `None` while the run continues.
     pub fn open_until(&self) -> Option<Instant> {
         let at = self.failure.as_ref().map(|(_, at)| *at).or(self.left)?;
         Some(if self.links == 0 { at } else { at + self.limits.deadline })
     }
 
-    /// Somebody who knows the secret comes. Answers with its number, or why it is refused.
+    /// An authenticated process joins. Returns its rank, or why it is refused.
     pub fn enter(&mut self, now: Instant, join: Join, queue: Arc<Queue<Down>>) -> Result<usize, Failure> {
         self.links += 1;
         if let Some(failure) = self.failure() {
@@ -133,7 +133,7 @@ impl Room {
             let host = join.host;
             let failure =
                 Failure { rank: Some(rank), host, cause, is_user_error: true, ..Failure::default() }.cut();
-            // Later a rank that is started once too often does not end what has gone well.
+            // After the join deadline, a rank started twice does not fail a healthy run.
             if now < self.opened + self.limits.join {
                 self.fail(now, failure.clone());
             }
@@ -150,14 +150,14 @@ impl Room {
         Ok(rank)
     }
 
-    /// A rank says something.
+    /// Handles a message of a rank.
     pub fn hear(&mut self, now: Instant, rank: usize, frame: Bytes) {
         if self.failure.is_some() || self.seats.get(rank).is_none_or(|seat| seat.presence != Presence::Here) {
             return;
         }
         let taken = decode::<Up>(frame).and_then(|frame| self.take(now, rank, frame));
         if let Err(why) = taken {
-            self.lost(now, rank, Loss::Other(format!("it sent what is no message: {why}")));
+            self.lost(now, rank, Loss::Other(format!("it sent an invalid message: {why}")));
         }
     }
 
@@ -166,7 +166,7 @@ impl Room {
             return Err(format!("{} bytes follow a message", body.len()));
         }
         if !self.is_running && matches!(message, Up::Rows { .. } | Up::Leave) {
-            return Err("rows or a farewell before all have come".to_owned());
+            return Err("rows or a leave before all ranks have joined".to_owned());
         }
         let (world, seat) = (self.seats.len(), &mut self.seats[rank]);
         match message {
@@ -227,7 +227,7 @@ impl Room {
         let failure = self.failure_of(rank, cause);
         self.blame(now, rank, failure, until);
         if self.failure.is_some() {
-            // It may listen again: it is told as the others are.
+            // The rank may recover, so it is told, like the others.
             self.tell(rank);
         }
     }
@@ -239,7 +239,7 @@ impl Room {
             Presence::Left => return,
             Presence::Absent => (format!("{how}, before it had joined"), now),
             Presence::Lost => (how.to_owned(), now),
-            // What it said last may still be on its way.
+            // Its last message may still be in flight.
             Presence::Here => (how.to_owned(), now + self.limits.grace()),
         };
         seat.ended = Some(how.to_owned());
@@ -247,7 +247,7 @@ impl Room {
         self.blame(now, rank, failure, until);
     }
 
-    /// Time has passed.
+    /// Handles timeouts.
     pub fn tick(&mut self, now: Instant) {
         if let Some(suspect) = self.suspect.take_if(|suspect| suspect.until <= now) {
             self.fail(now, suspect.failure);
@@ -258,12 +258,12 @@ impl Room {
         }
     }
 
-    /// A connection that had been let in is closed.
+    /// An admitted connection is closed.
     pub fn gone(&mut self) {
         self.links = self.links.saturating_sub(1);
     }
 
-    /// The run has failed, if it has not before. All ranks are told, before anything else that they would have been.
+    /// Fails the run, unless it has failed before. All ranks are told ahead of their queued messages.
     pub fn fail(&mut self, now: Instant, failure: Failure) {
         if self.failure.is_some() || self.left.is_some() {
             return;
@@ -274,7 +274,7 @@ impl Room {
         self.suspect = None;
     }
 
-    /// A rank has failed, as far as is known until a time. Only the first that did so is asked about.
+    /// Makes a rank the suspect until a time. Only the first suspect counts.
     fn blame(&mut self, now: Instant, rank: usize, failure: Failure, until: Instant) {
         if self.failure.is_some() {
             return;
@@ -306,7 +306,7 @@ impl Room {
         self.seats[rank].member.as_ref().map(|(join, _)| join.host.clone()).unwrap_or_default()
     }
 
-    /// What waits to be written to each rank that is here.
+    /// The outgoing queues of all connected ranks.
     fn everybody(&self) -> impl Iterator<Item = &Queue<Down>> {
         let here = self.seats.iter().filter(|seat| seat.presence == Presence::Here);
         here.filter_map(|seat| seat.member.as_ref().map(|(_, queue)| queue.as_ref()))

@@ -97,7 +97,10 @@ fn a_rank_that_is_silent_has_failed() {
     let (mut rank, _) = Hand::rank(&hub, &rank_of(0, 1));
     rank.write(&fuzz::rank_says(0, 12, "optimizer", 0));
     let failure = rank.failure();
-    assert_eq!(failure.to_string(), "rank 0 on host a, step 12, optimizer: nothing was heard of it for 2 s");
+    assert_eq!(
+        failure.to_string(),
+        "rank 0 on host a, step 12, optimizer: nothing was heard from it for 2 s"
+    );
     drop(rank);
     assert_eq!(hub.wait(), Err(failure));
 }
@@ -126,7 +129,7 @@ fn a_hub_that_is_silent_has_failed_and_a_rank_that_stays_is_overdue() {
     assert_eq!(
         failure.to_string(),
         format!(
-            "rank 0 on host b, step 12, forward exchange: nothing was heard of the hub at {address} for 2 s"
+            "rank 0 on host b, step 12, forward exchange: nothing was heard from the hub at {address} for 2 s"
         )
     );
     assert_eq!(rank.heard.recv().unwrap(), Event::Overdue(failure));
@@ -147,8 +150,8 @@ fn a_hub_that_is_lost_before_all_have_come_fails_those_that_have() {
 fn a_hub_that_sends_no_message_is_given_up() {
     for (wrong, why) in [
         (fuzz::hub_says(5, 0, "x", 0)[..1].to_vec(), "Hit the end of buffer"),
-        (fuzz::hub_says(3, 0, "", 0), "bytes of no rows"),
-        (fuzz::hub_says(4, 9, "", 0), "out of turn: Left(9)"),
+        (fuzz::hub_says(3, 0, "", 0), "bytes that belong to no rows"),
+        (fuzz::hub_says(4, 9, "", 0), "unexpected message: Left(9)"),
     ] {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap().to_string();
@@ -156,7 +159,7 @@ fn a_hub_that_sends_no_message_is_given_up() {
         let hub = std::thread::spawn(move || silent_hub(listener, &says));
         let rank = join_at(std::slice::from_ref(&address), &secret(), rank_of(0, 1), calm()).unwrap();
         let said = rank.failed().to_string();
-        assert!(said.starts_with(&format!("the hub at {address} sent what is no message: {why}")), "{said}");
+        assert!(said.starts_with(&format!("the hub at {address} sent an invalid message: {why}")), "{said}");
         drop(hub.join().unwrap());
     }
 }
@@ -165,9 +168,9 @@ fn a_hub_that_sends_no_message_is_given_up() {
 fn a_known_rank_that_sends_no_message_fails_the_run() {
     let long = [&(2u32 << 20).to_be_bytes()[..], &[0; 64]].concat();
     for (wrong, why) in [
-        (framed(&[0xff; 8]), "it sent what is no message"),
-        (long, "it sent what is no message: frame size too big"),
-        (framed(&fuzz::rank_says(1, 7, "x", 1)), "it sent what is no message: rows for rank 7 of 2"),
+        (framed(&[0xff; 8]), "it sent an invalid message"),
+        (long, "it sent an invalid message: frame size too big"),
+        (framed(&fuzz::rank_says(1, 7, "x", 1)), "it sent an invalid message: rows for rank 7 of 2"),
     ] {
         let hub = hub(2, calm());
         let (mut wild, _) = Hand::rank(&hub, &rank_of(1, 2));

@@ -33,7 +33,7 @@ fn another_configuration_is_refused() {
     let other = Join { config: "[train]\nlr = 0.2\n".into(), ..rank_of(1, 2) };
     assert_eq!(
         refusal(other).to_string(),
-        "rank 1 on host a: its configuration is another: train.lr: 0.2 here, 0.1 on rank 0"
+        "rank 1 on host a: its configuration differs: train.lr: 0.2 here, 0.1 on rank 0"
     );
 }
 
@@ -41,7 +41,7 @@ fn another_configuration_is_refused() {
 fn another_world_is_refused() {
     assert_eq!(
         refusal(rank_of(1, 3)).to_string(),
-        "rank 1 on host a: it was started as one of 3, and this run has 2"
+        "rank 1 on host a: it was started as one of 3 ranks, but this run has 2"
     );
 }
 
@@ -50,7 +50,7 @@ fn a_rank_that_has_come_already_is_refused() {
     let other = Join { pid: 7, host: "b".into(), ..rank_of(0, 2) };
     assert_eq!(
         refusal(other).to_string(),
-        "rank 0 on host b: process 100 on host a has come as this rank already, before process 7: start each rank once"
+        "rank 0 on host b: process 100 on host a has already joined as this rank, before process 7: start each rank once"
     );
 }
 
@@ -58,7 +58,7 @@ fn a_rank_that_has_come_already_is_refused() {
 fn one_rank_too_many_is_refused() {
     assert_eq!(
         refusal(rank_of(2, 2)).to_string(),
-        "rank 2 on host a: there is no such rank: those of 2 are 0 to 1"
+        "rank 2 on host a: there is no such rank: the 2 ranks are 0 to 1"
     );
 }
 
@@ -66,7 +66,7 @@ fn one_rank_too_many_is_refused() {
 fn too_few_ranks_end_those_that_have_come() {
     let hub = hub(4, Limits { join: Duration::from_millis(300), ..calm() });
     let failure = refused(join(&hub, rank_of(0, 4)));
-    assert!(failure.cause.ends_with("of 4 have not come within 0.3 s"), "{failure}");
+    assert!(failure.cause.ends_with("of 4 have not joined within 0.3 s"), "{failure}");
     assert!(failure.is_user_error);
     assert_eq!(hub.wait(), Err(failure));
 }
@@ -80,7 +80,7 @@ fn another_secret_is_refused_at_once_and_the_run_goes_on() {
     assert_eq!(
         error.to_string(),
         format!(
-            "no hub of this run was found: at {} the secret is another: each rank of a run is given the one that its hub has",
+            "no hub of this run was found: at {} the hub has another secret: give all ranks of a run the same one",
             hub.address()
         )
     );
@@ -97,7 +97,7 @@ fn where_no_hub_of_the_run_is_found_who_answers_is_named_first() {
     let error =
         join_at(&addresses, &Secret::random().unwrap(), rank_of(0, 1), limits).err().unwrap().to_string();
     let other = other.address();
-    let begins = format!("no hub of this run was found within 0.3 s: at {other} the secret is another");
+    let begins = format!("no hub of this run was found within 0.3 s: at {other} the hub has another secret");
     assert!(error.starts_with(&begins), "{error}");
     assert!(error.contains(&format!("; at {nobody} there is no answer: ")), "{error}");
     let none = join_at(&[], &secret(), rank_of(0, 1), limits).err().unwrap().to_string();
@@ -129,13 +129,13 @@ fn two_runs_on_the_same_addresses_do_not_meet() {
 fn what_cannot_begin_says_why() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let none = Hub::start(listener, secret(), 0, calm()).err().unwrap();
-    assert_eq!(none.to_string(), "a run of 0 ranks: at least 1 is expected");
+    assert_eq!(none.to_string(), "a run of 0 ranks, expected at least 1");
     let hub = hub(1, calm());
     let long = Join { config: "x".repeat(100_000), ..rank_of(0, 1) };
     let error: Result<Client, Error> = join(&hub, long).map(|rank| rank.client);
     assert_eq!(
         error.err().unwrap().to_string(),
-        "the configuration has 100000 bytes; at most 57344 are expected"
+        "the configuration has 100000 bytes, expected at most 57344"
     );
 }
 

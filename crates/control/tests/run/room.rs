@@ -19,13 +19,13 @@ fn leave() -> Vec<u8> {
 #[test]
 fn ranks_that_have_not_come_are_named() {
     for (world, here, expected) in [
-        (4, 2, "ranks 2 and 3 of 4 have not come within 300 s"),
-        (4, 3, "rank 3 of 4 has not come within 300 s"),
-        (5, 1, "ranks 1, 2, 3 and 4 of 5 have not come within 300 s"),
+        (4, 2, "ranks 2 and 3 of 4 have not joined within 300 s"),
+        (4, 3, "rank 3 of 4 has not joined within 300 s"),
+        (5, 1, "ranks 1, 2, 3 and 4 of 5 have not joined within 300 s"),
         (
             40,
             1,
-            "ranks 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16 and 23 others of 40 have not come within 300 s",
+            "ranks 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16 and 23 others of 40 have not joined within 300 s",
         ),
     ] {
         let mut hub = HubSide::new(world, here, Limits::default());
@@ -133,7 +133,7 @@ fn a_run_whose_ranks_have_left_does_not_fail() {
 fn the_rank_that_sends_rows_out_of_turn_has_failed_and_the_first_failure_stays() {
     let mut hub = running(2);
     hub.hear(1, &[rank_says(2, 0, "", 0), vec![1]].concat());
-    let first = "rank 1 on host a: it sent what is no message: bytes of no rows";
+    let first = "rank 1 on host a: it sent an invalid message: bytes that belong to no rows";
     assert_eq!(said(&hub).unwrap(), first);
     hub.fail(Failure { cause: "later".into(), ..Failure::default() });
     assert_eq!(said(&hub).unwrap(), first);

@@ -23,19 +23,19 @@ pub use {
 
 use crate::{Groups, Kernels, Operand, PermuteMap, Result, Tensor};
 
-/// Every operation, listed once. A row is a method of [`Kernels`], the struct of its arguments, what it returns, and what it does with each
-/// field of the struct:
+/// Every operation, listed once. A row holds a method of [`Kernels`], the struct of its arguments, its result, and the use of each field of
+/// the struct:
 ///
 /// * `reads`: tensors and buffers;
-/// * `may_read`: the same, where they are there;
-/// * `writes`: what is overwritten, or added to, in place;
-/// * `plain`: values of the host.
+/// * `may_read`: optional tensors and buffers;
+/// * `writes`: tensors and buffers that are overwritten, or added to, in place;
+/// * `plain`: values on the host.
 ///
-/// The last part is empty where fields are no such list: lists of tensors, structs of tensors and values.
+/// The last part is empty if the fields are not such a list: lists of tensors, structs of tensors and values.
 ///
-/// `for_each_op! { [callback] (given) B }` is `callback! { (given) ROWS }`, with `B` for the backend. So the trait, the `run` of each struct, what each
-/// backend hands on to its code, and the conformance tests follow from this table, and an operation that lacks one of its parts does not
-/// compile.
+/// `for_each_op! { [callback] (given) B }` is `callback! { (given) ROWS }`, with `B` for the backend. The trait, the `run` of each struct,
+/// the delegates of each backend and the conformance tests are generated from this table, so an operation that lacks one of its parts does
+/// not compile.
 #[macro_export]
 macro_rules! for_each_op {
     ([$($callback:tt)+] $given:tt $B:ident) => {
@@ -135,11 +135,11 @@ macro_rules! for_each_op {
     };
 }
 
-/// Every structure that an operation returns, listed once: what each of its parts is, in their order.
+/// Every struct that an operation returns, listed once: the kind of each of its fields, in order.
 ///
-/// * `part`: a tensor, an operand or another structure, or that where it is there;
-/// * `buffer`: a buffer; `per_row(NAME)`: one with an F32 number for each row of the part `NAME`;
-/// * `counts`: a structure of counters; `counter`: a buffer of a few.
+/// * `part`: a tensor, an operand or another struct, possibly optional;
+/// * `buffer`: a buffer; `per_row(NAME)`: a buffer with an F32 number per row of the part `NAME`;
+/// * `counts`: a struct of counters; `counter`: a buffer of a few counters.
 ///
 /// `for_each_result! { [callback] }` is `callback! { ROWS }`.
 #[macro_export]
@@ -170,14 +170,14 @@ macro_rules! for_each_result {
     };
 }
 
-/// `run` of each struct of arguments.
+/// `run` of each argument struct.
 macro_rules! runs {
     (() $($name:ident($Op:ident $(<$l:lifetime, $B:ident>)?) -> $out:ty { $($fields:tt)* })*) => {
         $(runs! { @one $name($Op $(<$l, $B>)?) -> $out })*
     };
     (@one $name:ident($Op:ident<$l:lifetime, $B:ident>) -> $out:ty) => {
         impl<$B: Kernels> $Op<$l, $B> {
-            /// Checks the arguments, and has the backend do it.
+            /// Checks the arguments, and runs the operation on the backend.
             ///
             /// # Errors
             /// [`crate::Error::Shape`] that names the argument; what the backend returns.
@@ -187,10 +187,10 @@ macro_rules! runs {
             }
         }
     };
-    // No buffer among its arguments tells the backend.
+    // No buffer among the arguments determines the backend.
     (@one $name:ident($Op:ident) -> $out:ty) => {
         impl $Op {
-            /// Checks the arguments, and has the backend do it.
+            /// Checks the arguments, and runs the operation on the backend.
             ///
             /// # Errors
             /// [`crate::Error::Shape`] that names the argument; what the backend returns.

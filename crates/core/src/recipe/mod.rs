@@ -1,10 +1,9 @@
-//! A recipe decides every precision: for each operand of the three products, each kind of saved activation and each
-//! direction of the exchange, the format, the scale rule, the rounding, and a transform. What follows from that is not
-//! written: along which axis blocks run, from what a tensor is made, and which conversions that takes ([`LayerPlan`]).
-//! Whatever decides nothing is refused.
+//! A recipe decides every precision: for each operand of the three products, each kind of saved activation and each direction of the
+//! all-to-all, it has the format, the scale rule, the rounding, and a transform. The axes of blocks, the sources of tensors and the
+//! conversions are derived from these ([`LayerPlan`]). A key that decides nothing is refused.
 //!
-//! A recipe is data, a TOML file. [`Recipe::builtin`] knows those of `recipes/`; [`Recipe::parse`] reads any other, and
-//! [`Recipe::to_toml`] writes one in full.
+//! A recipe is a TOML file. [`Recipe::builtin`] knows those of `recipes/`; [`Recipe::parse`] reads any other, and [`Recipe::to_toml`]
+//! writes one in full.
 
 mod layer;
 mod parse;
@@ -35,29 +34,29 @@ use crate::{DType, Error, Result};
 use nibble_formats::Format;
 use shipped::{BUILTIN, FORMATS, STUDIES};
 
-/// A change for some layers and part of the run.
+/// A change for some layers, in a part of the run.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Override {
-    /// Where its layers are: in any of these places.
+    /// The places of its layers: a layer must be in one of them.
     pub layers: Vec<Layers>,
-    /// Which layers of those: whose name has one of these among its parts (`q_proj`, `mlp`, `experts`, `lm_head`). All where there are none.
+    /// Its kinds of layers: a layer's name must have one of these among its parts (`q_proj`, `mlp`, `experts`, `lm_head`). Empty: all.
     pub kinds: Vec<String>,
-    /// Whether a model that has no such layers is none of its business.
+    /// Whether a model without such layers is accepted.
     pub optional: bool,
     /// Part of the run.
     pub steps: Steps,
-    /// What to set, by kind of layer.
+    /// The settings, by kind of layer.
     pub set: Vec<(LayerKind, Setting)>,
 }
 
 impl Override {
-    /// A section of a kind of layer with this change.
+    /// A section of a kind of layer, with this change.
     fn applied(&self, kind: LayerKind, mut section: Section) -> Section {
         self.set.iter().filter(|(k, _)| *k == kind).for_each(|(_, setting)| section.set(*setting));
         section
     }
 
-    /// Whether it takes everything from another recipe, or everything of some products.
+    /// Whether it takes all sites from another recipe, or all sites of some products.
     fn is_whole(&self) -> bool {
         let has = |kind, site| {
             self.set.iter().any(|(k, s)| *k == kind && matches!(s, Setting::Site(s, _) if *s == site))
@@ -74,9 +73,9 @@ impl Override {
 pub struct Recipe {
     /// Its name.
     pub name: String,
-    /// One line for people.
+    /// One line of description.
     pub description: String,
-    /// Type of everything between the products: residual stream, norms, attention.
+    /// The type between products: residual stream, norms, attention.
     pub activations: DType,
     /// Dense linear layers.
     pub linear: Section,
@@ -84,16 +83,16 @@ pub struct Recipe {
     pub expert: Section,
     /// The output head: plain unless the recipe says otherwise.
     pub head: Section,
-    /// The router's gate: F32 unless the recipe says otherwise.
+    /// The router weight: F32 unless the recipe says otherwise.
     pub router: Section,
-    /// Exceptions, later ones winning.
+    /// Overrides; later ones win.
     pub overrides: Vec<Override>,
-    /// The run that follows it, where one is known.
+    /// The run that follows the recipe, if it is known.
     pub run: Option<RunSize>,
 }
 
 impl Recipe {
-    /// Names of the recipes of the README.
+    /// Names of the recipes in the README.
     pub fn names() -> impl Iterator<Item = &'static str> + Clone {
         BUILTIN.iter().map(|(name, _)| *name)
     }
@@ -131,15 +130,15 @@ impl Recipe {
     /// Reads a recipe file's text.
     ///
     /// # Errors
-    /// [`Error::Recipe`] naming the key, for an unknown key, a bad value, what decides nothing, or a combination no kernel
-    /// can follow.
+    /// [`Error::Recipe`] naming the key, for an unknown key, a bad value, a key that decides nothing, or a combination without
+    /// kernels.
     pub fn parse(name: &str, text: &str) -> Result<Self> {
         let recipe = parse::parse(name, text)?;
         validate::validate(&recipe)?;
         Ok(recipe)
     }
 
-    /// The section of a kind of layer, overrides aside.
+    /// The section of a kind of layer, without overrides.
     pub fn of(&self, kind: LayerKind) -> &Section {
         match kind {
             LayerKind::Linear => &self.linear,
@@ -158,13 +157,13 @@ impl Recipe {
         }
     }
 
-    /// The section for one layer at one point of the run (`progress` = step / steps, from 0 to 1), overrides applied.
+    /// The section of one layer at one point of the run (`progress` = step / steps, from 0 to 1), with overrides.
     pub fn section(&self, kind: LayerKind, layer: &str, progress: f64) -> Section {
         let now = |o: &&Override| o.is_for(kind, layer, self.run) && o.holds(progress, self.run);
         self.overrides.iter().filter(now).fold(*self.of(kind), |section, o| o.applied(kind, section))
     }
 
-    /// Whether any tensor, at any point of a run, has a scale of earlier steps.
+    /// Whether any tensor, at any point of a run, has delayed scaling.
     pub fn is_delayed(&self) -> bool {
         let written = LayerKind::ALL.into_iter().flat_map(|kind| {
             let section = self.of(kind);
@@ -174,8 +173,8 @@ impl Recipe {
         written.chain(set).any(|p| p.delayed.is_some())
     }
 
-    /// A site of experts whose rows travel back in blocks at some point of a run, and their format. Such a row is rounded slot by slot, so
-    /// rows are summed slot by slot too.
+    /// A combine site of experts whose rows are quantized at some point of a run, and its format. Each such row is rounded by itself, so a
+    /// token's rows are then summed in slot order.
     pub fn quantized_combine(&self) -> Option<(Site, Format)> {
         let of_base = Site::COMBINE.into_iter().map(|site| (site, self.expert.at(site)));
         let set = self.overrides.iter().flat_map(|o| &o.set);
@@ -189,7 +188,7 @@ impl Recipe {
         all.into_iter().find(|(_, format)| format.is_block())
     }
 
-    /// The points of a run (step / steps) from which on sections may be others, its beginning first.
+    /// The points of a run (step / steps) at which sections may change, its beginning first.
     pub fn boundaries(&self) -> Vec<f64> {
         let ends =
             self.overrides.iter().filter_map(|o| o.steps.fractions(self.run)).flat_map(<[f64; 2]>::from);
@@ -197,7 +196,7 @@ impl Recipe {
         std::iter::once(0.0).chain(ends).collect()
     }
 
-    /// The parts of a run, as fractions of its steps, within each of which every section stays as it is.
+    /// The stretches of a run in which no section changes, as fractions of its steps.
     pub fn stretches(&self) -> Vec<(f64, f64)> {
         let mut starts = self.boundaries();
         starts.sort_by(f64::total_cmp);
@@ -206,14 +205,14 @@ impl Recipe {
         starts.iter().copied().zip(ends).collect()
     }
 
-    /// What a layer does at one point of a run (step / steps).
+    /// The plan of a layer at one point of a run (step / steps).
     pub fn plan(&self, layer: &Layer, progress: f64, passes: Passes) -> LayerPlan {
         let section = self.section(layer.kind, &layer.name, progress);
         LayerPlan::new(&section, layer, self.activations, passes)
     }
 
-    /// The plans of one layer in the course of a run: each with the part of the run that it is for. Parts whose changes of representation are alike are
-    /// one.
+    /// The plans of one layer over a run, each with its stretch of the run. Consecutive stretches with the same changes of representation
+    /// are merged.
     pub fn plans(&self, layer: &Layer) -> Vec<((f64, f64), LayerPlan)> {
         let mut plans: Vec<((f64, f64), LayerPlan)> = Vec::new();
         for (from, to) in self.stretches() {
@@ -226,11 +225,11 @@ impl Recipe {
         plans
     }
 
-    /// Every section that these layers meet in the course of a run, overrides applied, each checked.
+    /// Every section of these layers over a run, with overrides, each checked.
     ///
     /// # Errors
-    /// [`Error::Recipe`] for an override that matches no layer, or layers or steps of a run where none is known; that sets what no layer it matches has, or for overrides
-    /// that together make a combination no kernel can follow.
+    /// [`Error::Recipe`] for an override that matches no layer, depends on a run that is not known, or sets what none of its layers has,
+    /// and for overrides that together make a combination without kernels.
     pub fn sections(&self, layers: &[Layer]) -> Result<Vec<Section>> {
         self.overrides.iter().try_for_each(|o| self.check_override(o, layers))?;
         let boundaries = self.boundaries();
@@ -270,7 +269,7 @@ impl Recipe {
     }
 }
 
-/// Whether a glob matches a whole name: `*` is any run of characters, `?` any one.
+/// Whether a glob matches a whole name: `*` is any run of characters, `?` any one character.
 pub fn glob(pattern: &str, name: &str) -> bool {
     let (p, n) = (pattern.as_bytes(), name.as_bytes());
     let (mut pi, mut ni, mut star) = (0, 0, None);

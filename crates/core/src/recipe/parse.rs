@@ -10,7 +10,7 @@ use crate::{DType, Error, Result};
 use nibble_formats::{AmaxOf, BlockAxis, DelayedScaling, Format, Rounding, ScaleRule, Scaling, hadamard};
 use toml::{Table, Value};
 
-/// The table that says the same of dense layers and of experts.
+/// The table of settings for both dense layers and experts.
 const ALL: &str = "all";
 
 /// The recipe being read, for error messages.
@@ -48,11 +48,11 @@ pub(super) fn parse(name: &str, text: &str) -> Result<Recipe> {
     recipe.name = name.to_owned();
     if let Some(activations) = activations {
         recipe.activations = activations;
-        // A head that nobody has quantized is as the activations are.
+        // A head without quantization follows the activations.
         if !recipe.head.has_blocks() {
             recipe.head = Section::plain(recipe.activations);
         }
-        // So are rows on their way back from the experts.
+        // So do the rows of combine.
         for site in Site::COMBINE {
             if !recipe.expert.at(site).format.is_block() {
                 recipe.expert.set(Setting::Site(site, Some(Precision::plain(recipe.activations))));
@@ -86,7 +86,7 @@ pub(super) fn parse(name: &str, text: &str) -> Result<Recipe> {
     Ok(recipe)
 }
 
-/// Why there is no such key, where it is one that a reader may expect.
+/// Why a key that a reader may expect does not exist.
 fn follows(kind: LayerKind, key: &str) -> Option<&'static str> {
     Some(match (kind, key) {
         (LayerKind::Router, _) => {
@@ -96,7 +96,7 @@ fn follows(kind: LayerKind, key: &str) -> Option<&'static str> {
             "the head's fused loss applies no Hadamard transform"
         }
         (LayerKind::Head, "saved.x" | "saved.h" | "saved.a") => {
-            "decides nothing: the head makes its gradients in the forward pass and keeps one, plain"
+            "decides nothing: the head computes its gradients in the forward pass and saves one, unquantized"
         }
         (
             LayerKind::Linear | LayerKind::Head,
@@ -114,7 +114,7 @@ impl Reader<'_> {
         Error::Recipe { recipe: self.recipe.into(), key: key.into(), why }
     }
 
-    /// An error about a recipe that this one names at `key`.
+    /// An error about a recipe that this recipe names at `key`.
     fn about(&self, key: &str, error: Error) -> Error {
         match error {
             Error::Recipe { why, .. } => self.error(key, why),
@@ -138,7 +138,7 @@ impl Reader<'_> {
         }
     }
 
-    /// `fprop.x = { .. }` and its like: two levels of keys, then a precision; or `fprop.rht`, the transform of a product.
+    /// `fprop.x = { .. }` and the like: two levels of keys, then a precision; or `fprop.rht`, the transform of a product.
     fn settings(&self, kind: LayerKind, name: &str, value: &Value) -> Result<Vec<Setting>> {
         let mut settings = Vec::new();
         let mut of_operands = Vec::new();
@@ -170,7 +170,7 @@ impl Reader<'_> {
         Ok(settings)
     }
 
-    /// `{ len = 64, signs = "run" }`, or that there is none.
+    /// `{ len = 64, signs = "run" }`, or no transform.
     fn transform(&self, key: &str, value: &Value) -> Result<Option<Transform>> {
         if value.as_str() == Some(NO_TRANSFORM) {
             return Ok(None);
@@ -204,13 +204,13 @@ impl Reader<'_> {
             .ok_or_else(|| self.error(key, format!("`{field}` must be 16, 32, 64 or 128, got {value}")))
     }
 
-    /// `rht = 64` of an operand, as recipes were written before products had a transform.
+    /// `rht = 64` of an operand: the older syntax, from before products had a transform.
     fn transform_of_operand(&self, key: &str, value: &Value) -> Result<Option<usize>> {
         let rht = value.as_table().and_then(|table| table.get("rht"));
         rht.map(|len| self.length(key, "rht", len)).transpose()
     }
 
-    /// What that decides of the products: all of a product's operands that are written say the same.
+    /// The transforms of products from those of operands: all written operands of a product must have the same.
     fn transforms_of_operands(
         &self,
         (kind, name): (LayerKind, &str),
@@ -220,10 +220,10 @@ impl Reader<'_> {
         let mut transforms = Vec::new();
         for (site, len) in of_operands {
             let key = format!("{name}.{}", site.key());
-            // What is kept is transformed where it is kept as wgrad takes it.
+            // A saved tensor is transformed if it is saved in the form that wgrad takes.
             let product = site.operand_of().or(site.chooses_axis().then_some(Product::Wgrad));
             let Some(product) = product.filter(|product| kind.transformed().contains(product)) else {
-                let why = "`rht` decides nothing: a transform is of both operands of a product, as fprop.rht of a linear layer";
+                let why = "`rht` decides nothing: a transform applies to both operands of a product, as fprop.rht of a linear layer";
                 return Err(self.error(&key, why.into()));
             };
             let is_said = |setting: &Setting| matches!(setting, Setting::Transform(of, _) if *of == product);
@@ -238,7 +238,7 @@ impl Reader<'_> {
             for other in others {
                 if !of_operands.contains(&(other, *len)) {
                     let why = format!(
-                        "has a transform of {len}, and {} not: both operands of a product have the same; write {}.rht = {{ len = {len} }}",
+                        "has a transform of {len}, but {} has none: both operands of a product need the same one; write {}.rht = {{ len = {len} }}",
                         other.key(),
                         product.name()
                     );
@@ -250,7 +250,7 @@ impl Reader<'_> {
         Ok(transforms)
     }
 
-    /// A precision, or for a site that need not have one the name of that which it is like, or `"again"`.
+    /// A precision; for an optional site also the name of the site that it follows, or `"again"`.
     fn choice(&self, key: &str, site: Site, value: &Value) -> Result<Option<Precision>> {
         let unset = match site {
             Site::SavedA => Some("again"),
@@ -323,8 +323,7 @@ impl Reader<'_> {
                     }
                 }
                 "from" => {
-                    let why =
-                        "decides nothing: from what a tensor is made follows from its place; leave it out";
+                    let why = "decides nothing: the source of a tensor follows from its key; leave it out";
                     return Err(self.error(key, format!("`from` {why}")));
                 }
                 _ => {}
@@ -337,13 +336,13 @@ impl Reader<'_> {
         Ok(p)
     }
 
-    /// How the scale follows from earlier steps.
+    /// The parameters of delayed scaling.
     fn delayed(&self, key: &str, format: Format, table: &Table) -> Result<DelayedScaling> {
         if !format.may_be_delayed() {
             let all = Format::ALL.into_iter().filter(|format| format.may_be_delayed());
             let names = all.map(Format::name).collect::<Vec<_>>().join(", ");
             let why = format!(
-                "scale = \"{DELAYED}\" is for formats with one scale a tensor and none beside it: {names}"
+                "scale = \"{DELAYED}\" is for formats with one scale per tensor and no block scales: {names}"
             );
             return Err(self.error(key, why));
         }
@@ -375,7 +374,7 @@ impl Reader<'_> {
             .map_err(|e| self.error(key, e.to_string()))
     }
 
-    /// The axis follows from the place, but for what is kept.
+    /// The axis follows from the site, except for saved tensors.
     fn axis(&self, key: &str, site: Site, value: &Value) -> Result<BlockAxis> {
         let text = self.string(key, value)?;
         let all = [BlockAxis::Row, BlockAxis::Col, BlockAxis::Tile];
@@ -395,7 +394,7 @@ impl Reader<'_> {
         }
     }
 
-    /// Blocks of a weight: squares, where the format has them, or along its lines.
+    /// Blocks of a weight: 2-D if the format has them, or along rows.
     fn block(&self, key: &str, site: Site, format: Format, value: &Value) -> Result<BlockAxis> {
         let text = self.string(key, value)?;
         let axis = match text {
@@ -414,7 +413,7 @@ impl Reader<'_> {
 
     fn overrides(&self, value: &Value) -> Result<Vec<Override>> {
         let list = value.as_array().ok_or_else(|| self.error("override", "write [[override]]".into()))?;
-        // Of several the error says which, from 1.
+        // With several overrides, the error names the number, from 1.
         let of = |i: usize| {
             move |error| match error {
                 Error::Recipe { recipe, key, why } if list.len() > 1 => {
@@ -482,8 +481,8 @@ impl Reader<'_> {
         }
     }
 
-    /// `set = { recipe = "bf16" }` takes every site of another recipe, `products` those of some alone; `set.linear`,
-    /// `set.expert`, `set.head` and `set.router` set single ones.
+    /// `set = { recipe = "bf16" }` takes every site of another recipe, with `products` only those of some products; `set.linear`,
+    /// `set.expert`, `set.head` and `set.router` set single sites.
     fn set(&self, table: &Table, products: Option<&[String]>) -> Result<Vec<(LayerKind, Setting)>> {
         let is_meant = |setting: &Setting| {
             products.is_none_or(|products| products.iter().any(|p| p == setting.product()))

@@ -1,4 +1,4 @@
-//! How a tensor is represented, and the precisions of one kind of layer.
+//! The representation of a tensor, and the precisions of one kind of layer.
 
 use super::site::{From, LayerKind, Product, Site};
 use super::transform::Transform;
@@ -6,35 +6,35 @@ use crate::{DType, Result};
 use nibble_formats::{BlockAxis, Codec, DelayedScaling, Format, Rounding, ScaleRule, Scaling};
 use std::fmt;
 
-/// How a tensor in blocks becomes one in other blocks.
+/// How a block-scaled tensor is converted to other blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum By {
-    /// Code by code, without a plain tensor between ([`crate::ops::Transcode`]).
+    /// Code by code, without a plain tensor in between ([`crate::ops::Transcode`]).
     #[default]
     Transcode,
     /// Dequantized to the type of the activations, and quantized again with scales of its own.
     Requantize,
 }
 
-/// How one tensor is represented.
+/// The representation of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Precision {
     /// Element format and block.
     pub format: Format,
-    /// Along what blocks run.
+    /// The direction of blocks.
     pub axis: BlockAxis,
     /// How scales are chosen.
     pub scale: ScaleRule,
-    /// How they are chosen within the rule.
+    /// How they are chosen, within the rule.
     pub scaling: Scaling,
-    /// Of the magnitudes of earlier steps rather than of the tensor's own.
+    /// Delayed scaling, from the magnitudes of earlier steps instead of the tensor's own.
     pub delayed: Option<DelayedScaling>,
     /// How elements are rounded.
     pub round: Rounding,
-    /// The transform of its product, if it has one. Of what is kept, that of wgrad where it is kept as that takes it. It is the section's
-    /// decision ([`Section::transform`]): of a precision that is not in one it is none.
+    /// The transform of its product, if it has one. A saved tensor has that of wgrad if it is saved in the form that wgrad takes. The
+    /// section decides it ([`Section::transform`]); a precision outside a section has none.
     pub rht: Option<Transform>,
-    /// How it is made of a tensor in other blocks.
+    /// How it is converted from other blocks.
     pub by: By,
 }
 
@@ -69,12 +69,12 @@ impl Precision {
     /// The codec of a block format.
     ///
     /// # Errors
-    /// [`crate::Error::Format`] if the format, scale rule, scaling and rounding do not go together.
+    /// [`crate::Error::Format`] if format, scale rule, scaling and rounding cannot be combined.
     pub fn codec(&self) -> Result<Codec> {
         Ok(Codec::new(self.format, self.scale, self.round)?.with(self.scaling)?)
     }
 
-    /// Whether random bits are consumed: values are rounded at random, or scales that are corrected.
+    /// Whether it needs random bits: values or corrected scales are rounded stochastically.
     pub fn draws(&self) -> bool {
         self.round.is_random() || self.scaling.draws()
     }
@@ -85,7 +85,7 @@ impl Precision {
         self.format == other.format && blocks(self) == blocks(other)
     }
 
-    /// Whether one kernel can write both from one read of a plain tensor, one by rows and the other by columns.
+    /// Whether one kernel can write both from one read of a plain tensor, this one along rows and the other along columns.
     pub(super) fn one_read(&self, other: &Self) -> bool {
         let codec = |p: &Self| (p.format, p.scale, p.scaling, p.delayed, p.round, p.rht);
         let axes = [self.axis, other.axis];
@@ -100,7 +100,7 @@ impl fmt::Display for Precision {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.format)?;
         if self.format.is_block() {
-            // A weight without square tiles is quantized twice: as it stands for fprop, and transposed for dgrad.
+            // A weight without 2-D blocks is quantized twice: as it is for fprop, and transposed for dgrad.
             let axis = match self.axis {
                 BlockAxis::Tile if !self.format.spec().tiles => "row+col",
                 axis => axis_name(axis),
@@ -125,13 +125,13 @@ impl fmt::Display for Precision {
     }
 }
 
-/// In a recipe file, in place of a scale rule: the scale follows from earlier steps.
+/// In a recipe file, in place of a scale rule: delayed scaling.
 pub(super) const DELAYED: &str = "delayed";
 
-/// In a recipe file, in place of a transform: there is none.
+/// In a recipe file, in place of a transform: no transform.
 pub(super) const NO_TRANSFORM: &str = "none";
 
-/// In a recipe file, blocks of weights: squares of the matrix, or along its lines.
+/// In a recipe file, blocks of weights: 2-D, or along rows.
 pub(super) const SQUARE: &str = "square";
 /// See [`SQUARE`].
 pub(super) const LINE: &str = "line";
@@ -152,17 +152,17 @@ pub struct Section {
     transforms: [Option<Transform>; Product::ALL.len()],
 }
 
-/// One thing that a section decides.
+/// One decision of a section.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Setting {
-    /// The precision of a site; none for one that falls back on another, or is not kept.
+    /// The precision of a site; none if it falls back on another site, or is not saved.
     Site(Site, Option<Precision>),
     /// The transform of a product, if it has one.
     Transform(Product, Option<Transform>),
 }
 
 impl Setting {
-    /// Its key in a section.
+    /// The setting's key in a section.
     pub fn key(&self) -> &'static str {
         match self {
             Self::Site(site, _) => site.key(),
@@ -178,7 +178,7 @@ impl Setting {
         }
     }
 
-    /// Its precision, if it is one.
+    /// The precision of a site's setting.
     pub fn precision(&self) -> Option<&Precision> {
         match self {
             Self::Site(_, precision) => precision.as_ref(),
@@ -188,7 +188,7 @@ impl Setting {
 }
 
 impl Section {
-    /// Every site plain; an expert's `a` is made again.
+    /// Every site plain; an expert's `a` is recomputed.
     pub fn plain(dtype: DType) -> Self {
         let plain = Some(Precision::plain(dtype));
         let sites = Site::ALL.map(|site| match site {
@@ -199,8 +199,8 @@ impl Section {
         Self { sites, transforms: [None; Product::ALL.len()] }
     }
 
-    /// The precision of a site, that of the one it falls back on where it is not written. Of an `a` that is not kept, that
-    /// in which wgrad takes it.
+    /// The precision of a site, or of the site it falls back on if it is not written. For an `a` that is not saved, the precision of
+    /// wgrad's operand.
     pub fn at(&self, site: Site) -> Precision {
         let rht = match (site, site.operand_of()) {
             (_, Some(product)) => self.transform(product),
@@ -216,12 +216,12 @@ impl Section {
         match (&self.sites[site as usize], site) {
             (Some(precision), _) => precision,
             (None, Site::SavedA) => self.untransformed(Site::WgradA),
-            // Sites that fall back on none are always written.
+            // Sites without a fallback are always written.
             (None, _) => self.untransformed(site.falls_back_on().unwrap_or(Site::FpropX)),
         }
     }
 
-    /// The transform of what is kept, if it is kept as wgrad takes it.
+    /// The transform of a saved tensor, if it is saved in the form that wgrad takes.
     fn kept_for(&self, kept: Site, operand: Site) -> Option<Transform> {
         let (kept, operand) = (self.untransformed(kept), self.untransformed(operand));
         let is_it = kept.same_bits(operand) && operand.by == By::Transcode;
@@ -233,17 +233,17 @@ impl Section {
         self.transforms[product as usize]
     }
 
-    /// The precision of a site as it is written, if it is: without what its product decides.
+    /// The precision of a site as written, if it is: without the product's transform.
     pub fn written(&self, site: Site) -> Option<&Precision> {
         self.sites[site as usize].as_ref()
     }
 
-    /// The format in which an expert keeps the second product's input; none where it is made again from h.
+    /// The format in which an expert saves the second product's input; none if it is recomputed from h.
     pub fn kept_a(&self) -> Option<Precision> {
         self.written(Site::SavedA).map(|_| self.at(Site::SavedA))
     }
 
-    /// Decides one thing.
+    /// Applies a setting.
     pub fn set(&mut self, setting: Setting) {
         match setting {
             Setting::Site(site, precision) => {
@@ -255,14 +255,14 @@ impl Section {
         }
     }
 
-    /// All that it decides for a kind of layer.
+    /// All settings for a kind of layer.
     pub fn settings(&self, kind: LayerKind) -> Vec<Setting> {
         let sites = kind.sites().map(|site| Setting::Site(site, self.written(site).copied()));
         let products = kind.transformed().iter();
         sites.chain(products.map(|&product| Setting::Transform(product, self.transform(product)))).collect()
     }
 
-    /// From what the tensor of a site is made.
+    /// The source of a site's tensor.
     pub fn origin(&self, kind: LayerKind, site: Site) -> From {
         match (kind, site) {
             (LayerKind::Linear | LayerKind::Expert, Site::WgradX) => From::Saved(Site::SavedX),
@@ -274,20 +274,20 @@ impl Section {
         }
     }
 
-    /// Whether dgrad's weight is that of fprop in the other order: of one quantization, where the format has square blocks.
+    /// Whether dgrad's weight is fprop's transposed, from one quantization: plain, or in 2-D blocks.
     pub fn has_one_weight(&self) -> bool {
         let (fprop, dgrad) = (self.at(Site::FpropW), self.at(Site::DgradW));
         fprop == dgrad && fprop.rht.is_none() && (fprop.axis == BlockAxis::Tile || !fprop.format.is_block())
     }
 
-    /// The plain type in which dgrad multiplies the values of fprop's codes; none where its weight is made otherwise. Such a copy is decoded wherever a
-    /// backward pass asks, once a micro-batch, and not kept beside the codes.
+    /// The plain type to which dgrad's weight is decoded from fprop's codes; none if it is made otherwise. The copy is decoded on demand,
+    /// per micro-batch, and not stored next to the codes.
     pub fn decoded_for_dgrad(&self) -> Option<DType> {
         let (fprop, dgrad) = (self.at(Site::FpropW), self.at(Site::DgradW));
         dgrad.dtype().filter(|_| dgrad.by == By::Requantize && fprop.format.is_block())
     }
 
-    /// Whether any tensor has blocks: then ragged rows are aligned to 128.
+    /// Whether any tensor has blocks: if so, ragged rows are aligned to 128.
     pub fn has_blocks(&self) -> bool {
         self.sites.iter().flatten().any(|p| p.format.is_block())
     }

@@ -1,14 +1,14 @@
-//! How scales are chosen within a rule, as keys of a precision.
+//! Choices of scales within a rule, as keys of a precision.
 
 use super::Precision;
 use super::unknown::unknown;
 use nibble_formats::{Candidates, Correction, Headroom, Outer, ScaleRule, Scaling, Thresholds};
 use toml::{Table, Value};
 
-/// What `outer` may be besides what an [`Outer`] is: blocks have scales by themselves.
+/// A further value of `outer`, besides those of [`Outer`]: no tensor scale.
 const NONE: &str = "none";
 
-/// Reads the keys of a precision whose format and rule are read. What the format has no choice of is refused, its default too.
+/// Reads the keys of a precision whose format and rule are known. A key that the format has no choice of is refused, even with its default.
 ///
 /// # Errors
 /// Why not, with the key's name.
@@ -40,7 +40,7 @@ pub(super) fn read(p: &mut Precision, table: &Table) -> Result<(), String> {
     Ok(())
 }
 
-/// Without a scale of the tensor, `outer` is another name of a rule.
+/// Reads `outer`, which without a tensor scale names another rule.
 fn read_outer(p: &mut Precision, value: &Value, has_rule: bool) -> Result<(), String> {
     let (format, rules) = (p.format, p.format.spec().rules);
     let beside = |rule: &ScaleRule| !format.scale_kind(*rule).levels().is_empty();
@@ -74,7 +74,7 @@ fn named<T: Copy>(key: &str, value: &Value, all: &[T], name: fn(T) -> &'static s
     found.ok_or_else(|| unknown(key, text, all.iter().map(|one| name(*one))))
 }
 
-/// What is not as it is by default, as a file has it.
+/// The values that differ from the defaults, in a file's syntax.
 pub(super) fn in_toml(scaling: &Scaling) -> String {
     let field = |(key, value)| match key {
         "headroom" => format!(", {key} = {:?}", scaling.headroom.factor()),

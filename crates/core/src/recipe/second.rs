@@ -1,14 +1,14 @@
-//! Second quantizations: tensors that are quantized from already quantized ones.
+//! Double quantizations: tensors that are quantized from quantized tensors.
 
 use super::{LayerKind, Recipe, Section, Site};
 
 impl Section {
-    /// Every tensor of this kind of layer that is quantized from an already quantized one.
+    /// Every tensor of this kind of layer that is quantized from a quantized tensor.
     fn requantizations(&self, kind: LayerKind) -> Vec<String> {
         let mut found = Vec::new();
         for site in kind.sites() {
             let p = self.at(site);
-            // What SwiGLU makes of the h that was kept.
+            // What SwiGLU computes from the saved h.
             let of_h = match site {
                 Site::DgradDh | Site::WgradDh => true,
                 Site::WgradA => self.kept_a().is_none(),
@@ -35,8 +35,7 @@ impl Section {
 }
 
 impl Recipe {
-    /// Every tensor that is quantized from an already quantized one: the second quantizations of the recipe, and those of
-    /// its overrides, each by itself.
+    /// Every tensor that is quantized from a quantized tensor: those of the recipe, and those of each override by itself.
     pub fn requantizations(&self) -> Vec<String> {
         let of = |sections: &dyn Fn(LayerKind) -> Section| -> Vec<String> {
             LayerKind::ALL.into_iter().flat_map(|kind| sections(kind).requantizations(kind)).collect()

@@ -1,12 +1,11 @@
-//! For which layers and steps an override is. Places counted from an end of the model, and numbers of steps, mean something in a run alone
-//! ([`Recipe::in_run`]).
+//! Layers and steps of an override. Layers counted from an end of the model, and step numbers, need a run ([`Recipe::in_run`]).
 
 use super::unknown::unknown;
 use super::{Layer, LayerKind, Override, Recipe, glob};
 use std::collections::BTreeSet;
 use std::fmt;
 
-/// What of a run the selections of a recipe depend on.
+/// The sizes of a run that selections depend on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RunSize {
     /// Decoder layers of the model.
@@ -15,33 +14,33 @@ pub struct RunSize {
     pub steps: u64,
 }
 
-/// Where in the model an override's layers are.
+/// The layers of an override.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Layers {
-    /// Those whose name, or that of something they are a part of, matches a glob (`*` and `?`).
+    /// Layers whose name, or the name of a module that contains them, matches a glob (`*` and `?`).
     Named(String),
-    /// Those of the first decoder layers.
+    /// Layers of the first decoder layers.
     First(Share),
-    /// Those of the last decoder layers.
+    /// Layers of the last decoder layers.
     Last(Share),
 }
 
-/// How many decoder layers.
+/// A number of decoder layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Share {
-    /// So many.
+    /// This many.
     Layers(usize),
-    /// Hundredths of a percent of all of them, rounded up to whole layers.
+    /// Hundredths of a percent of all decoder layers, rounded up to whole layers.
     Hundredths(u32),
 }
 
 impl Share {
-    /// Of so many decoder layers.
+    /// The number, out of `decoder_layers`.
     pub(super) fn of(self, decoder_layers: usize) -> usize {
         const ALL: u128 = 10_000;
         match self {
             Self::Layers(layers) => layers,
-            // At most as many as there are.
+            // At most all layers.
             Self::Hundredths(part) => (decoder_layers as u128 * u128::from(part)).div_ceil(ALL) as usize,
         }
     }
@@ -72,7 +71,7 @@ impl fmt::Display for Share {
 }
 
 impl Layers {
-    /// A glob, or `first:` or `last:` before a number of decoder layers or a part of them in percent.
+    /// A glob, or `first:` or `last:` with a number or a percentage of decoder layers.
     pub(super) fn parse(text: &str) -> std::result::Result<Self, String> {
         let share = |share: &str| {
             let why = || {
@@ -89,7 +88,7 @@ impl Layers {
         }
     }
 
-    /// Whether a layer of this name is meant. Places counted from an end mean none where no run is known.
+    /// Whether it selects a layer of this name. Without a known run, `first` and `last` select none.
     fn covers(&self, layer: &str, run: Option<RunSize>) -> bool {
         let place = || Some((decoder_layer(layer)?, run?.decoder_layers));
         match self {
@@ -99,7 +98,7 @@ impl Layers {
         }
     }
 
-    /// Why it means no layer, or more than there are.
+    /// Why it selects no layer, or more than there are.
     fn fault(&self, layers: &[Layer], run: Option<RunSize>) -> Option<String> {
         match (self, run) {
             (Self::First(_) | Self::Last(_), None) => {
@@ -132,15 +131,15 @@ impl fmt::Display for Layers {
     }
 }
 
-/// The number of the decoder layer that a layer is a part of: 3 of `model.layers.3.mlp.experts`.
+/// The number of the decoder layer that contains a layer: 3 of `model.layers.3.mlp.experts`.
 fn decoder_layer(layer: &str) -> Option<usize> {
     layer.split('.').skip_while(|part| *part != "layers").nth(1)?.parse().ok()
 }
 
-/// The names by which `kinds` knows a layer: its own and those of what it is a part of, below its decoder layer.
+/// The names by which `kinds` knows a layer: its own and those of the modules that contain it, below its decoder layer.
 fn kinds_of(kind: LayerKind, layer: &str) -> Vec<&str> {
     match kind {
-        // The table of a tied head is the embedding's.
+        // A tied head has the name of the embedding.
         LayerKind::Head => vec![HEAD],
         _ => layer
             .split('.')
@@ -149,26 +148,26 @@ fn kinds_of(kind: LayerKind, layer: &str) -> Vec<&str> {
     }
 }
 
-/// What `kinds` calls the output head.
+/// The name of the output head in `kinds`.
 const HEAD: &str = "lm_head";
 
-/// Whether a glob matches the name of a layer or of something it is a part of.
+/// Whether a glob matches the name of a layer or of a module that contains it.
 fn covers(pattern: &str, layer: &str) -> bool {
     let ends = layer.match_indices('.').map(|(end, _)| end).chain([layer.len()]);
     ends.into_iter().any(|end| glob(pattern, &layer[..end]))
 }
 
-/// The part of a run in which an override holds.
+/// The steps of a run in which an override holds.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Steps {
-    /// Half-open, in fractions of the run's steps; infinity where the last step is in it.
+    /// Half-open, in fractions of the run's steps; infinity to include the last step.
     Fractions(f64, f64),
-    /// Half-open, in steps from 0; none for the run's end.
+    /// Half-open, in steps from 0; none: to the run's end.
     Numbers(u64, Option<u64>),
 }
 
 impl Steps {
-    /// All of a run.
+    /// All steps.
     pub const ALL: Self = Self::Fractions(0.0, f64::INFINITY);
 
     /// `"0.94..1"`: from 94 % of the steps to the end (an end of 1 includes the last step); `"1000..2000 steps"`.
@@ -186,13 +185,13 @@ impl Steps {
         is_part.then_some(Self::Fractions(from, if to == 1.0 { f64::INFINITY } else { to }))
     }
 
-    /// The same in fractions of a run; none of numbers of steps where no run is known.
+    /// The steps as fractions of a run; none for step numbers without a known run.
     pub fn fractions(self, run: Option<RunSize>) -> Option<(f64, f64)> {
         match self {
             Self::Fractions(from, to) => Some((from, to)),
             Self::Numbers(from, to) => {
                 let steps = run?.steps;
-                // Exactly the progress of that step; what is behind the last step is never reached.
+                // Exactly the progress of that step; steps after the last are never reached.
                 let at = |step: u64| if step < steps { step as f64 / steps as f64 } else { f64::INFINITY };
                 Some((at(from), to.map_or(f64::INFINITY, at)))
             }
@@ -211,7 +210,7 @@ impl fmt::Display for Steps {
 }
 
 impl Override {
-    /// Whether a layer of this kind and name is meant, in such a run.
+    /// Whether it selects a layer of this kind and name, in such a run.
     #[must_use]
     pub fn is_for(&self, kind: LayerKind, layer: &str, run: Option<RunSize>) -> bool {
         let is_of = |wanted: &String| kinds_of(kind, layer).contains(&wanted.as_str());
@@ -234,7 +233,7 @@ impl Override {
         }
     }
 
-    /// The key of what reaches none of these layers, or needs a run where none is known, and why.
+    /// The key that selects none of these layers, or needs a run that is not known, and why.
     pub(super) fn fault(&self, layers: &[Layer], run: Option<RunSize>) -> Option<(&'static str, String)> {
         let of_layers =
             self.layers.iter().find_map(|part| Some(("override.layers", part.fault(layers, run)?)));
@@ -259,8 +258,8 @@ impl Override {
 }
 
 impl Recipe {
-    /// The recipe as a run of this size follows it: places counted from an end of the model and numbers of steps mean something there alone.
-    /// [`Recipe::parse`] makes one of no run, and [`Recipe::to_toml`] writes what was written, whatever the run.
+    /// The recipe for a run of this size, which layers counted from an end of the model and step numbers need. [`Recipe::parse`] returns a
+    /// recipe without a run, and [`Recipe::to_toml`] writes what was read, whatever the run.
     #[must_use]
     pub fn in_run(self, size: RunSize) -> Self {
         Self { run: Some(size), ..self }

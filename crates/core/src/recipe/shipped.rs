@@ -1,6 +1,6 @@
-//! The recipes that ship with Nibble, by name: those to train with in `recipes/`, those to study a format or a technique in `recipes/studies/`.
+//! Shipped recipes, by name: those to train with in `recipes/`, those to study a format or a technique in `recipes/studies/`.
 
-/// Names with the text of their files in a folder.
+/// Names and texts of the files in a folder.
 macro_rules! files {
     ($folder:literal: $($name:literal)*) => {
         &[$(($name, include_str!(concat!("../../recipes/", $folder, $name, ".toml")))),*]
@@ -11,7 +11,7 @@ macro_rules! files {
 pub(super) const BUILTIN: &[(&str, &str)] =
     files!("": "f32" "bf16" "fp8-block" "fp8-deepseek" "fp8-flow" "mxfp4-hopper" "mxfp4-hopper-head8");
 
-/// The others to train with: one format in all products, or in some.
+/// Other recipes for training: one format in all products, or in some.
 pub(super) const FORMATS: &[(&str, &str)] = files!("":
     "fp8-tensor" "fp8-row" "fp8-delayed" "mxfp4-hopper-mlp" "mxfp4-qat" "mxfp4" "mxfp6" "mxfp8" "mxfp8-experts" "mxfp8-wire" "mxint8"
     "nvfp4" "nvfp4-nvidia" "nvfp4-4over6" "nvfp4-quartet2" "hif4");
@@ -22,7 +22,7 @@ pub(super) const STUDIES: &[(&str, &str)] = files!("studies/":
     "ablation-mxfp4" "ablation-mxfp4-sr" "ablation-mxfp4-rht" "ablation-mxfp4-sr-rht" "ablation-mxfp4-tf" "ablation-mxfp4-sr-tf"
     "ablation-mxfp4-rht-tf" "ablation-mxfp4-sr-rht-tf" "ablation-hif4" "ablation-hif4-sr" "ablation-hif4-rht" "ablation-hif4-sr-rht");
 
-/// All of them.
+/// All recipes.
 pub(super) fn all() -> impl Iterator<Item = &'static (&'static str, &'static str)> + Clone {
     BUILTIN.iter().chain(FORMATS).chain(STUDIES)
 }

@@ -1,4 +1,4 @@
-//! Where a recipe decides a precision, and what follows from the place alone.
+//! The sites at which a recipe decides a precision, and what follows from the site alone.
 
 use nibble_formats::BlockAxis;
 
@@ -9,35 +9,35 @@ pub enum Site {
     FpropX,
     /// Weight of Y = X·Wᵀ.
     FpropW,
-    /// Input of an expert's second product; as [`Site::FpropX`] where it is not written.
+    /// Input of an expert's second product; as [`Site::FpropX`] if it is not written.
     FpropA,
     /// Gradient in dX = dY·W.
     DgradDy,
-    /// Gradient of an expert's first product's output in dX = dH·W; as [`Site::DgradDy`] where it is not written.
+    /// Gradient of an expert's first product's output in dX = dH·W; as [`Site::DgradDy`] if it is not written.
     DgradDh,
-    /// Weight of dX = dY·W; as [`Site::FpropW`] where it is not written.
+    /// Weight of dX = dY·W; as [`Site::FpropW`] if it is not written.
     DgradW,
     /// Gradient in dW = dYᵀ·X.
     WgradDy,
-    /// Gradient of an expert's first product's output in dW = dHᵀ·X; as [`Site::WgradDy`] where it is not written.
+    /// Gradient of an expert's first product's output in dW = dHᵀ·X; as [`Site::WgradDy`] if it is not written.
     WgradDh,
     /// Input in dW = dYᵀ·X.
     WgradX,
-    /// Input of an expert's second product in dW = dYᵀ·A; as [`Site::WgradX`] where it is not written.
+    /// Input of an expert's second product in dW = dYᵀ·A; as [`Site::WgradX`] if it is not written.
     WgradA,
-    /// The input a linear layer keeps for its backward pass.
+    /// The saved input of a linear layer.
     SavedX,
-    /// The first product's output that a gated layer keeps: SwiGLU's input.
+    /// The saved output of a gated layer's first product: SwiGLU's input.
     SavedH,
-    /// The second product's input that an expert keeps; made again from h where it is not written.
+    /// The saved input of an expert's second product; recomputed from h if it is not written.
     SavedA,
-    /// Tokens on their way to the experts.
+    /// Dispatch of tokens to experts.
     DispatchFwd,
-    /// Gradients on their way to the experts.
+    /// Dispatch of gradients to experts.
     DispatchBwd,
-    /// Rows of what experts return, a slot each, on their way back to the tokens; as the activations are where it is not written.
+    /// Combine of the experts' outputs, one row per slot; in the type of activations if it is not written.
     CombineFwd,
-    /// Gradients of the experts' inputs on the same way; as the activations are where it is not written.
+    /// Combine of the gradients of the experts' inputs; in the type of activations if it is not written.
     CombineBwd,
 }
 
@@ -63,7 +63,7 @@ impl Site {
         Self::CombineBwd,
     ];
 
-    /// Rows on their way back from the experts.
+    /// Sites of rows sent back from the experts.
     pub const COMBINE: [Self; 2] = [Self::CombineFwd, Self::CombineBwd];
 
     /// Its key in a recipe file.
@@ -94,7 +94,7 @@ impl Site {
         self.key().split_once('.').map_or("", |(product, _)| product)
     }
 
-    /// The site whose precision this one has where it is not written; none for a site that must be.
+    /// The site that this one falls back on if it is not written; none for a site that must be written.
     pub fn falls_back_on(self) -> Option<Self> {
         match self {
             Self::FpropA => Some(Self::FpropX),
@@ -106,8 +106,8 @@ impl Site {
         }
     }
 
-    /// Along what its blocks run: along the contraction. What is kept runs by rows, unless a recipe says that the columns
-    /// are kept which wgrad multiplies.
+    /// The direction of its blocks: along the contraction. Blocks of a saved tensor run along rows, unless the recipe saves the columns
+    /// that wgrad multiplies.
     pub fn axis(self) -> BlockAxis {
         match self {
             Self::FpropW | Self::DgradW => BlockAxis::Tile,
@@ -116,17 +116,17 @@ impl Site {
         }
     }
 
-    /// Whether blocks may run along the other axis too: the one place where the axis is a decision.
+    /// Whether blocks may also run along the other axis: the only sites where the axis is a decision.
     pub fn chooses_axis(self) -> bool {
         matches!(self, Self::SavedX | Self::SavedA)
     }
 
-    /// Whether it is a weight: its blocks are square, or run along its lines.
+    /// Whether it is a weight: blocks are 2-D, or run along rows.
     pub fn is_weight(self) -> bool {
         matches!(self, Self::FpropW | Self::DgradW)
     }
 
-    /// The matrix product of which it is an operand; none of what is kept or travels.
+    /// The product that it is an operand of; none for saved and sent tensors.
     pub fn operand_of(self) -> Option<Product> {
         Product::ALL.into_iter().find(|product| product.name() == self.product())
     }
@@ -166,21 +166,21 @@ impl Product {
     }
 }
 
-/// From what a tensor is made. It follows from the place.
+/// The source of a tensor. It follows from the site.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum From {
-    /// From the plain tensor the layer computed or received.
+    /// The plain tensor that the layer computed or received.
     Source,
-    /// From what was saved for the backward pass, as this site has it.
+    /// The tensor saved for the backward pass, in this site's precision.
     Saved(Site),
-    /// From what the exchange delivered, as this site has it.
+    /// The tensor that dispatch delivered, in this site's precision.
     Dispatched(Site),
-    /// From the operand of another product, as this site has it.
+    /// The operand of another product, in this site's precision.
     Operand(Site),
 }
 
 impl From {
-    /// Its name where a recipe is printed.
+    /// Its name in a printed recipe.
     pub fn name(self) -> &'static str {
         match self {
             Self::Source => "source",
@@ -199,16 +199,16 @@ impl From {
     }
 }
 
-/// Which kind of layer a section speaks of.
+/// The kind of layer that a section is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LayerKind {
     /// Dense linear layers.
     Linear,
     /// Expert layers.
     Expert,
-    /// The output head with its loss: its dY is the gradient of the logits.
+    /// The output head with its loss; its dY is the gradient of the logits.
     Head,
-    /// The router's gate. Its products are F32; its weight may be BF16.
+    /// The router weight. Its products are F32; the weight may be BF16.
     Router,
 }
 
@@ -216,7 +216,7 @@ impl LayerKind {
     /// Every kind.
     pub const ALL: [Self; 4] = [Self::Linear, Self::Expert, Self::Head, Self::Router];
 
-    /// Its table's name.
+    /// The name of its table.
     pub fn name(self) -> &'static str {
         match self {
             Self::Linear => "linear",
@@ -226,8 +226,8 @@ impl LayerKind {
         }
     }
 
-    /// Whether there is such a site in it: only experts exchange rows and have two products with a name each, the head
-    /// keeps no more than a gradient, and of the router's gate the weight alone has a choice.
+    /// Whether it has this site. Only experts have dispatch, combine and two products; the head saves only a gradient; a router chooses
+    /// only the precision of its weight.
     pub fn has(self, site: Site) -> bool {
         use Site::*;
         match self {
@@ -240,12 +240,12 @@ impl LayerKind {
         }
     }
 
-    /// The sites that there are in it.
+    /// Its sites.
     pub fn sites(self) -> impl Iterator<Item = Site> + Clone {
         Site::ALL.into_iter().filter(move |site| self.has(*site))
     }
 
-    /// The products that may have a transform: the head's fused loss applies none, and the router multiplies as it is.
+    /// The products that may have a transform: none of the head's fused loss, and none of the router.
     pub fn transformed(self) -> &'static [Product] {
         match self {
             Self::Linear | Self::Expert => &Product::ALL,

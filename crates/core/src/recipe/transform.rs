@@ -1,36 +1,36 @@
-//! A random Hadamard transform of both operands of a product, along what it contracts, before they are quantized.
+//! A random Hadamard transform of both operands of a product along its contraction, before quantization.
 
 use crate::ops::Hadamard;
 use crate::{Backend, Error, Result};
 use nibble_formats::{Purpose, Stream, hadamard};
 use std::fmt;
 
-/// The transform of a product. Both operands have the same signs, so that the product stays what it is.
+/// The transform of a product. Both operands have the same signs, so the product does not change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Transform {
-    /// Length of a block of it: one of [`hadamard::LENGTHS`].
+    /// Length of a transform block: one of [`hadamard::LENGTHS`].
     pub len: usize,
-    /// How its signs are drawn.
+    /// How its signs are sampled.
     pub signs: Signs,
 }
 
-/// How the signs of a transform are drawn. Each layer has its own.
+/// How the signs of a transform are sampled. Each layer has its own signs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Signs {
-    /// Once, of the run's seed.
+    /// Once, from the run's seed.
     #[default]
     Run,
-    /// In every step, of the run's seed.
+    /// In every step, from the run's seed.
     Step,
-    /// Once, of this seed: the same in every run.
+    /// Once, from this seed: the same in every run.
     Seed(u64),
 }
 
 impl Transform {
-    /// One of this length, with signs that are drawn once.
+    /// A transform of this length.
     ///
     /// # Errors
-    /// [`Error::Shape`] for a length that there is not.
+    /// [`Error::Shape`] for an invalid length.
     pub fn new(len: usize, signs: Signs) -> Result<Self> {
         match hadamard::LENGTHS.contains(&len) {
             true => Ok(Self { len, signs }),
@@ -38,7 +38,7 @@ impl Transform {
         }
     }
 
-    /// What an operation is told, of a layer with this number in a run with this seed at this step; `on_device`: the step where it lies there.
+    /// The transform of the layer `site` as an operation takes it, for a run's seed and step; `on_device`: the step, if it is there.
     pub fn hadamard<'a, B: Backend>(
         &self,
         seed: u64,

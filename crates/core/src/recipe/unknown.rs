@@ -1,8 +1,8 @@
-//! Names that nobody knows.
+//! Errors for unknown names.
 
-/// `name` is no `what`; what there is, and the nearest of it.
+/// `name` is no `what`; lists the known names, and the nearest one.
 pub(super) fn unknown<'a>(what: &str, name: &str, known: impl Iterator<Item = &'a str> + Clone) -> String {
-    // What is much longer than any name is like none, and takes long to compare.
+    // A name much longer than all others is similar to none, and slow to compare.
     let named = known.clone().filter(|_| name.len() < 200);
     let near = named.max_by(|a, b| strsim::jaro(a, name).total_cmp(&strsim::jaro(b, name)));
     let list = known.collect::<Vec<_>>().join(", ");

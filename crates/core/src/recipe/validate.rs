@@ -1,4 +1,4 @@
-//! A bad recipe fails when it is read, not at step 4,000; and so does one that says what nothing would follow.
+//! Checks of a recipe when it is read, so that it does not fail at step 4,000. Keys that decide nothing fail, too.
 
 use super::{By, LayerKind, Precision, Product, Recipe, Section, Signs, Site};
 use crate::ops::{CONVERSIONS, converted_rule};
@@ -9,7 +9,7 @@ pub(super) fn validate(recipe: &Recipe) -> Result<()> {
     for kind in LayerKind::ALL {
         section(recipe, kind, recipe.of(kind))?;
     }
-    // Every override by itself must leave something the kernels can follow.
+    // Each override by itself must leave a recipe with kernels.
     for o in &recipe.overrides {
         for kind in LayerKind::ALL {
             section(recipe, kind, &o.applied(kind, *recipe.of(kind))).map_err(of_override)?;
@@ -18,7 +18,7 @@ pub(super) fn validate(recipe: &Recipe) -> Result<()> {
     Ok(())
 }
 
-/// The error of a section as an override leaves it.
+/// An error of a section with an override applied.
 fn of_override(error: Error) -> Error {
     match error {
         Error::Recipe { recipe, key, why } => {
@@ -51,7 +51,7 @@ impl Check<'_> {
         if ok { Ok(()) } else { self.fail(site, why) }
     }
 
-    /// What a site is made from, if that has a representation of its own.
+    /// The source of a site, if it has a representation of its own.
     fn made_from(&self, site: Site) -> Option<(Site, Precision)> {
         self.section.origin(self.kind, site).site().map(|origin| (origin, self.section.at(origin)))
     }
@@ -72,7 +72,7 @@ pub(super) fn section(recipe: &Recipe, kind: LayerKind, s: &Section) -> Result<(
         let why = "the head takes its tokens in chunks: a scale for all of them is not known before the last";
         check.expect(site, kind != LayerKind::Head || site.is_weight() || !of_all, why)?;
         let fresh = p.rht.is_some_and(|transform| transform.signs == Signs::Step);
-        let why = "`correction` is unbiased under signs of each step alone: its product wants rht = { len = 128, signs = \"step\" }";
+        let why = "`correction` is unbiased only if the signs change in each step: its product needs rht = { len = 128, signs = \"step\" }";
         check.expect(site, p.scaling.correction == Correction::None || fresh, why)?;
         match (p.format.is_block(), kind) {
             (true, LayerKind::Router) => check.fail(site, "is multiplied in F32: bf16 or f32")?,
@@ -97,7 +97,7 @@ pub(super) fn section(recipe: &Recipe, kind: LayerKind, s: &Section) -> Result<(
     kind.sites().try_for_each(|site| conversion(&check, site))
 }
 
-/// Rows come back in blocks that each have their scales to themselves: the same on every mesh. A token's sum has the error of every row.
+/// Combine needs blocks with scales of their own, so that scales are the same on every mesh. A token's sum has the error of every row.
 fn returned(check: &Check<'_>) -> Result<()> {
     for site in Site::COMBINE {
         let p = check.section.at(site);
@@ -117,7 +117,7 @@ fn returned(check: &Check<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Scales of earlier steps are for what is quantized from a plain tensor by an operation of its own; a tensor has one history.
+/// Delayed scaling needs a separate quantization from a plain tensor; a tensor has one history.
 fn delayed(check: &Check<'_>) -> Result<()> {
     use Site::*;
     for site in check.kind.sites().filter(|site| check.section.written(*site).is_some()) {
@@ -127,12 +127,12 @@ fn delayed(check: &Check<'_>) -> Result<()> {
         }
         let why = match site {
             DispatchFwd | DispatchBwd => {
-                "rows that travel are quantized before their experts are known: a delayed scale is for one expert's"
+                "dispatched rows are quantized before their experts are known, and a delayed scale is of one expert's rows"
             }
             SavedH => "h is quantized by the kernel that reads it, which takes no delayed scale",
-            _ if p.rht.is_some() => "a transformed tensor is measured: a delayed scale knows the plain one",
+            _ if p.rht.is_some() => "a transformed tensor is measured: delayed scales are of plain tensors",
             _ if p.by == By::Requantize => {
-                "what is quantized again is measured: a delayed scale is for what is made of a plain tensor"
+                "a requantized tensor is measured: delayed scales are for tensors made from plain ones"
             }
             _ => continue,
         };
@@ -140,7 +140,7 @@ fn delayed(check: &Check<'_>) -> Result<()> {
     }
     let (fprop_w, dgrad_w) = (check.section.at(FpropW), check.section.at(DgradW));
     if check.kind != LayerKind::Router && !check.section.has_one_weight() {
-        let why = "a delayed scale is for a weight that is quantized once: dgrad.w is not fprop.w";
+        let why = "a delayed scale needs a weight that is quantized once, but dgrad.w differs from fprop.w";
         check.expect(FpropW, fprop_w.delayed.is_none(), why)?;
         check.expect(DgradW, dgrad_w.delayed.is_none(), why)?;
     }
@@ -162,7 +162,7 @@ fn delayed(check: &Check<'_>) -> Result<()> {
     Ok(())
 }
 
-/// A Hadamard transform is of both operands of its product, as they are quantized.
+/// A Hadamard transform applies to both operands of its product, as they are quantized.
 fn transforms(check: &Check<'_>) -> Result<()> {
     for &product in check.kind.transformed() {
         if check.section.transform(product).is_none() {
@@ -172,11 +172,11 @@ fn transforms(check: &Check<'_>) -> Result<()> {
             let p = check.section.at(site);
             let key = product.rht_key();
             if !p.format.is_block() {
-                let why = "a transform is of both operands, as they are quantized";
+                let why = "a transform needs both operands quantized";
                 return check.fail_key(key, format!("{} is {}: {why}", site.key(), p.format));
             }
             if site.is_weight() && p.axis == BlockAxis::Tile && p.format.spec().tiles {
-                let why = "a transform runs along lines; write block = \"line\"";
+                let why = "a transform runs along rows or columns; write block = \"line\"";
                 return check.fail_key(key, format!("{} has square blocks: {why}", site.key()));
             }
         }
@@ -184,7 +184,7 @@ fn transforms(check: &Check<'_>) -> Result<()> {
     Ok(())
 }
 
-/// A weight under one scale for the tensor is the same numbers in lines and in squares, unless it is transformed along them, or rounded at random.
+/// With one tensor scale, row blocks and 2-D blocks of a weight give the same numbers, unless it is transformed or stochastically rounded.
 fn lines(check: &Check<'_>) -> Result<()> {
     let is_transformed = |product| check.section.transform(product).is_some();
     if [Product::Fprop, Product::Dgrad].into_iter().any(is_transformed) {
@@ -199,7 +199,7 @@ fn lines(check: &Check<'_>) -> Result<()> {
     Ok(())
 }
 
-/// What is made from something already quantized must be reachable by one conversion, and say nothing that this decides.
+/// A tensor made from a quantized tensor must be reachable by one conversion, and must not set what this conversion decides.
 fn conversion(check: &Check<'_>, site: Site) -> Result<()> {
     let p = check.section.at(site);
     let Some((origin_site, origin)) = check.made_from(site).filter(|(_, origin)| origin.format.is_block())
@@ -210,11 +210,11 @@ fn conversion(check: &Check<'_>, site: Site) -> Result<()> {
     let made = format!("{} ({origin})", origin_site.key());
     let refuse = |why: String| check.fail::<()>(site, why);
     match p.by {
-        // Of a weight there is another source than what fprop multiplies.
+        // A weight has another source than fprop's operand.
         By::Requantize if !p.format.is_block() && site != Site::DgradW => {
             return refuse(format!("`by` decides nothing: it is {made} dequantized"));
         }
-        // Lines of dgrad's weight run across those of fprop's.
+        // Rows of dgrad's weight are columns of fprop's.
         By::Requantize
             if p.same_bits(&origin)
                 && p.round == origin.round
@@ -239,7 +239,7 @@ fn conversion(check: &Check<'_>, site: Site) -> Result<()> {
     let why = "`headroom` and its like decide nothing: conversions between block formats choose no scales of their own; \
                by = \"requantize\" does";
     check.expect(site, p.scaling.is_default(), why)?;
-    // E4M3 moves from one power of two to another; MXFP4's scales are made anew.
+    // E4M3 moves from one power of two to another; MXFP4 gets new scales.
     let powers = origin.scale != ScaleRule::Amax || p.format == Format::Mxfp4;
     let rows = origin.axis == BlockAxis::Row && p.rht.is_none();
     let convertible = powers && rows && CONVERSIONS.contains(&(origin.format, p.format, p.axis));

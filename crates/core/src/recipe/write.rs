@@ -1,4 +1,4 @@
-//! A recipe in words: for people, and as a file that reads back as the same recipe.
+//! A recipe as text: for people, and as a file that reads back as the same recipe.
 
 use super::precision::{DELAYED, LINE, NO_TRANSFORM, axis_name};
 use super::{By, LayerKind, Layers, Precision, Recipe, Section, Setting, Signs, Site, Transform, scaling};
@@ -7,7 +7,7 @@ use std::fmt::{self, Write};
 use toml::Value;
 
 impl Recipe {
-    /// The whole recipe as a file: nothing is taken from another one. [`Recipe::parse`] reads the same recipe from it.
+    /// The whole recipe as a file, without reference to another recipe. [`Recipe::parse`] reads the same recipe from it.
     pub fn to_toml(&self) -> String {
         let mut out = format!(
             "description = {}\nactivations = \"{}\"\n",
@@ -70,7 +70,7 @@ fn precision_in_toml(site: Site, precision: Option<&Precision>) -> String {
         if p.axis == BlockAxis::Col && site.chooses_axis() {
             let _ = write!(out, ", axis = \"{}\"", axis_name(p.axis));
         }
-        // A format may round otherwise by itself.
+        // Some formats have another default rounding.
         if [p.round, p.format.rounding(p.scale)] != [Rounding::NearestEven; 2] {
             let _ = write!(out, ", round = \"{}\"", p.round);
         }
@@ -84,11 +84,11 @@ fn precision_in_toml(site: Site, precision: Option<&Precision>) -> String {
     out + " }"
 }
 
-/// What a site has, and what follows: from what it is made, or of which other site it is a copy.
+/// The precision of a site, and its source or the site that it copies.
 fn in_words(section: &Section, kind: LayerKind, site: Site) -> String {
     match (section.written(site), site.falls_back_on()) {
         (None, Some(other)) => format!("as {}: {}", other.key(), section.at(site)),
-        (None, None) => "made again from h".into(),
+        (None, None) => "recomputed from h".into(),
         (Some(_), _) => match section.origin(kind, site) {
             super::From::Source => section.at(site).to_string(),
             origin => format!("{} from {}", section.at(site), origin.name()),
@@ -96,15 +96,15 @@ fn in_words(section: &Section, kind: LayerKind, site: Site) -> String {
     }
 }
 
-/// Settings of an override that the short form lists; of more it says the number.
+/// Most settings of an override that the short form lists; for more it prints their number.
 const FEW: usize = 4;
 
-/// In full; `{:#}` leaves out what is made from quantized tensors, and the settings of overrides that have many.
+/// In full; `{:#}` leaves out double quantizations, and the settings of overrides that have many.
 impl fmt::Display for Recipe {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "recipe {}: {}", self.name, self.description)?;
         writeln!(f, "  activations between products: {}", self.activations)?;
-        // A head or a router that nobody has changed is not mentioned.
+        // An unchanged head or router is not printed.
         let plain = |kind| match kind {
             LayerKind::Head => self.head == Section::plain(self.activations),
             LayerKind::Router => self.router == Section::plain(crate::DType::F32),

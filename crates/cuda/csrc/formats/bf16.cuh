@@ -1,9 +1,9 @@
-// Plain numbers, eight neighbours at a time: BF16 and F32. Each struct has
-//   Eight                 eight numbers as they came from memory
-//   Magnitudes            the largest |x| of each of eight columns, as bits whose integer order is that of the magnitudes
-//                         (NaN above infinity above all finite numbers)
-//   number                one of them, from memory
-//   block_maxima          the largest |x| along the row, over neighbouring eights and lanes; as the bits of F32 magnitudes
+// Plain numbers, eight adjacent values at a time: BF16 and F32. Each struct has
+//   Eight                 eight values as loaded from memory
+//   Magnitudes            the largest |x| of each of eight columns, as bits that sort as integers like the magnitudes
+//                         (NaN above infinity above all finite values)
+//   number                one value, from memory
+//   block_maxima          the largest |x| along the row, over adjacent eights and lanes; as bits of F32 magnitudes
 #pragma once
 #include "ptx/global.cuh"
 #include "ptx/packed.cuh"
@@ -13,7 +13,7 @@ namespace nib {
 
 constexpr u32 kAllLanes = 0xFFFFFFFF;
 
-/// The factor of number i of eight: one factor for all, or one for each.
+/// The factor of value i of eight: a common factor, or one factor per value.
 __device__ __forceinline__ float inverse_of(float inverse, int) { return inverse; }
 __device__ __forceinline__ float inverse_of(const float (&inverse)[8], int i) { return inverse[i]; }
 
@@ -21,7 +21,7 @@ struct Bf16 {
     static constexpr int kBytes = 2;
     static constexpr int kWords = 4;
 
-    /// Number 2i is the low half of word i.
+    /// Value 2i is the low half of word i.
     struct Eight {
         u32 word[kWords];
     };
@@ -32,13 +32,13 @@ struct Bf16 {
 
     __device__ __forceinline__ static Eight zeros() { return {{0, 0, 0, 0}}; }
 
-    /// One number, as F32.
+    /// One value, as F32.
     __device__ __forceinline__ static float number(const void* from) {
         return __uint_as_float(u32(*static_cast<const u16*>(from)) << 16);
     }
 
-    /// Eight numbers, zeros from the `left`-th on. kAligned: `from` is 16-byte aligned, and either all eight are left
-    /// or none.
+    /// Eight values, zeros from the `left`-th on. kAligned: `from` is 16-byte aligned, and either all eight values are
+    /// left or none.
     template <bool kAligned>
     __device__ __forceinline__ static Eight load(const void* from, int left) {
         Eight x = zeros();
@@ -87,12 +87,12 @@ struct Bf16 {
         return largest << 16;
     }
 
-    /// The largest of the even ones of eight numbers in the low half, of the odd ones in the high half.
+    /// The largest of the even-numbered values in the low half, of the odd-numbered ones in the high half.
     __device__ __forceinline__ static u32 fold(const Magnitudes& m) {
         return larger(larger(m.word[0], m.word[1]), larger(m.word[2], m.word[3]));
     }
 
-    /// The F32 bits of the largest magnitude of 64 numbers.
+    /// The F32 bits of the largest magnitude of 64 values.
     __device__ __forceinline__ static u32 largest_bits(const Eight (&x)[8]) {
         u32 largest = fold(magnitudes(x[0]));
 #pragma unroll
@@ -100,12 +100,12 @@ struct Bf16 {
         return fold_two(largest, largest) << 16;
     }
 
-    /// Two folds to one word: the maximum of `a` in the low half, that of `b` in the high half.
+    /// Reduces two folds to one word: the maximum of `a` in the low half, the maximum of `b` in the high half.
     __device__ __forceinline__ static u32 fold_two(u32 a, u32 b) {
         return larger(__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632));
     }
 
-    /// For every kTogether neighbours of x the largest magnitude over `kLanes` neighbouring lanes, as F32 bits.
+    /// The largest magnitude of every kTogether adjacent entries of x over `kLanes` adjacent lanes, as F32 bits.
     template <int kTogether, int kLanes, int kCount, int kHeld>
     __device__ __forceinline__ static void block_maxima(const Eight (&x)[kCount], u32 (&bits)[kHeld]) {
         static_assert(kHeld * kTogether == kCount);
@@ -126,7 +126,7 @@ struct Bf16 {
         }
     }
 
-    /// The largest magnitude of each of eight rows over 16 neighbouring lanes; lane l gets that of row l / 2 % 8.
+    /// The largest magnitude of each of eight rows over 16 adjacent lanes; lane l gets row l / 2 % 8.
     __device__ __forceinline__ static void row_maxima_of_eight(const Eight (&x)[8], int lane, u32 (&bits)[1]) {
         u32 two[4];
 #pragma unroll
@@ -141,7 +141,7 @@ struct Bf16 {
         bits[0] = b1 ? c & 0xFFFF0000 : c << 16;
     }
 
-    /// The same over 4 neighbouring lanes; lane l gets those of rows l % 4 * 2 and the next.
+    /// The same over 4 adjacent lanes; lane l gets rows l % 4 * 2 and the next.
     __device__ __forceinline__ static void row_maxima_of_eight(const Eight (&x)[8], int lane, u32 (&bits)[2]) {
         u32 two[4];
 #pragma unroll
@@ -246,8 +246,8 @@ struct F32 {
         }
     }
 
-    /// The largest magnitude of each of eight rows. kHeld = 1: over 16 neighbouring lanes; lane l gets that of row l /
-    /// 2 % 8. kHeld = 2: over 4 neighbouring lanes; lane l gets those of rows l % 4 * 2 and the next.
+    /// The largest magnitude of each of eight rows. kHeld = 1: over 16 adjacent lanes; lane l gets row l / 2 % 8. kHeld
+    /// = 2: over 4 adjacent lanes; lane l gets rows l % 4 * 2 and the next.
     template <int kHeld>
     __device__ __forceinline__ static void row_maxima_of_eight(const Eight (&x)[8], int lane, u32 (&bits)[kHeld]) {
         u32 one[8];

@@ -1,4 +1,4 @@
-// E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives; blocks of 32, two codes a byte, the even element in the low
+// E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives; blocks of 32, two codes per byte, the even element in the low
 // nibble. The twin of crates/formats/src/element.rs.
 #pragma once
 #include "formats/bf16.cuh"
@@ -23,11 +23,11 @@ struct E2m1 {
 
     __device__ __forceinline__ static Eight zeros() { return 0; }
 
-    /// Whether one of the codes is not zero.
+    /// Whether any of the codes is not zero.
     __device__ __forceinline__ static bool any(Eight codes) { return codes & kMagnitudes; }
 
-    /// Codes of x * inverse, nearest-even, for BF16 numbers. `inverse` is a power of two, one for all or one for each, and
-    /// |x * inverse| is below 8. kExceeds: products above 6 may occur, and saturate.
+    /// Codes of x * inverse, nearest-even, for BF16 values. `inverse` is a power of two, common or one per value, and |x *
+    /// inverse| is below 8. kExceeds: products above 6 may occur, and saturate.
     ///
     /// F16 contains E2M1: scaled by 2^-14 the smallest normal numbers of both coincide. Then bits 9 and up of an F16
     /// number are the code, and the bits below are the fraction that is rounded. F16's ten bits of mantissa hold a BF16
@@ -66,8 +66,8 @@ struct E2m1 {
             const u32 twos = ptx::fma_bf16x2(magnitude, factor, 0x43C443C4);    // 384 + 8
             code[i] = ptx::add_min_s16x2(twos, 0xFF00FF00, ptx::add_min_s16x2(ones, 0xFF80FF80, halves));
         }
-        // Bytes of elements 0, 2, 1, 3 and 4, 6, 5, 7. Fields that do not overlap are added; the constants in them are
-        // subtracted at the end.
+        // Bytes of elements 0, 2, 1, 3 and 4, 6, 5, 7. Non-overlapping fields are combined by addition; their constants
+        // are subtracted at the end.
         const u32 a = code[1] * 256 + code[0], b = code[3] * 256 + code[2];
         const u32 even = __byte_perm(a, b, 0x5410), odd = __byte_perm(a, b, 0x7632);
         const u32 signs_a = __byte_perm(x.word[0], x.word[1], 0x7351), signs_b = __byte_perm(x.word[2], x.word[3], 0x7351);
@@ -102,14 +102,14 @@ struct E2m1 {
             code[i] = min(min(halves, ones), twos);
             if constexpr (kExceeds) code[i] = min(code[i], kFarBits + 7);
         }
-        // Bytes of elements 0, 2, 4, 6 and 1, 3, 5, 7. Fields that do not overlap are added; the constants in them are
-        // subtracted at the end.
+        // Bytes of elements 0, 2, 4, 6 and 1, 3, 5, 7. Non-overlapping fields are combined by addition; their constants
+        // are subtracted at the end.
         const u32 even = (code[6] * 256 + code[4]) * 65536 + (code[2] * 256 + code[0]);
         const u32 odd = (code[7] * 256 + code[5]) * 65536 + (code[3] * 256 + code[1]);
         return odd * 16 + even - kFarBits * 0x11111111u;
     }
 
-    /// Eight codes out of words that have the sign in bit 31 and the code from bit 22 up; the bits below mean nothing.
+    /// Eight codes from words that hold the sign in bit 31 and the code from bit 22 up; the bits below are ignored.
     __device__ __forceinline__ static Eight pack(const u32 (&of)[8]) {
         u32 two[4];  // elements i and i + 4: of each half-word, bit 15 and bits 6 to 8
 #pragma unroll
@@ -120,13 +120,13 @@ struct E2m1 {
         return choose(kMagnitudes, magnitudes, signs);
     }
 
-    /// The value of the low four bits.
+    /// The value of the code in the low four bits.
     __device__ __forceinline__ static float decode(u32 code) {
         const float magnitude = __fmul_rn(__uint_as_float((code & 7) << 22), 8.507059173e37f);  // 2^126
         return __uint_as_float(__float_as_uint(magnitude) | (code & 8) << 28);
     }
 
-    /// Eight codes times their block's scale, BF16 in both halves of a word: exact.
+    /// Eight codes times their block's scale, which is BF16 in both halves of a word: exact.
     __device__ __forceinline__ static Bf16::Eight widen(Eight codes, u32 scale) {
         constexpr u32 kToNumber = 0x7E807E80, kMinusZero = 0x80008000;  // 2^126; -0, which keeps the sign of a zero
         Bf16::Eight numbers;
@@ -155,7 +155,7 @@ struct E2m1 {
     }
 
 private:
-    /// The bits of `a` under the mask, the others of `b`.
+    /// The bits of `a` under the mask, and the bits of `b` elsewhere.
     __device__ __forceinline__ static u32 choose(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
 };
 

@@ -1,4 +1,4 @@
-// FP8 elements: E4M3 (largest 448, NaN, no infinity) and E5M2; blocks of 128, one code a byte. The twins of
+// FP8 elements: E4M3 (largest 448, NaN, no infinity) and E5M2; blocks of 128, one code per byte. The twins of
 // crates/formats/src/element.rs.
 #pragma once
 #include "formats/bf16.cuh"
@@ -7,7 +7,7 @@
 
 namespace nib {
 
-/// What the two elements have in common; `Element::pair` rounds two numbers.
+/// Common base of both elements; `Element::pair` rounds two values.
 template <class Element>
 struct Fp8 {
     static constexpr int kBlock = 128;
@@ -17,10 +17,10 @@ struct Fp8 {
 
     __device__ __forceinline__ static Eight zeros() { return {0, 0}; }
 
-    /// Whether one of the codes is not zero.
+    /// Whether any of the codes is not zero.
     __device__ __forceinline__ static bool any(Eight codes) { return (codes.x | codes.y) & 0x7F7F7F7F; }
 
-    /// Codes of x * inverse, nearest-even, saturating. `inverse`: one for all, or one for each.
+    /// Codes of x * inverse, nearest-even, saturating. `inverse`: common, or one per value.
     template <class In, class Inverse>
     __device__ __forceinline__ static Eight encode_from(const typename In::Eight& x, const Inverse& inverse) {
         u16 two[4];
@@ -39,8 +39,8 @@ struct Fp8 {
         return encode_from<F32>(x, inverse);
     }
 
-    /// Eight codes out of words that have the sign in bit 31 and the code from bit 23 - kMantissaBits up; the bits below mean
-    /// nothing.
+    /// Eight codes from words that hold the sign in bit 31 and the code from bit 23 - kMantissaBits up; the bits below are
+    /// ignored.
     __device__ __forceinline__ static Eight pack(const u32 (&of)[8]) { return {pack_four(of), pack_four(of + 4)}; }
 
 private:
@@ -81,7 +81,7 @@ struct E5m2 : Fp8<E5m2> {
     __device__ __forceinline__ static u16 pair(float low, float high) { return ptx::e5m2x2_from_f32(low, high); }
 };
 
-/// The same elements in MXFP8's blocks.
+/// The same element in MXFP8's blocks.
 struct E4m3By32 : E4m3 {
     static constexpr int kBlock = 32;
 };

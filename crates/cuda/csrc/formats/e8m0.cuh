@@ -1,11 +1,11 @@
-// Scales of blocks: one E8M0 byte (2^(byte - 127), 0xFF is NaN) or one F32. The twin of crates/formats/src/e8m0.rs.
+// Scales of blocks: an E8M0 byte (2^(byte - 127), 0xFF is NaN) or an F32. The twin of crates/formats/src/e8m0.rs.
 #pragma once
 #include "ptx/packed.cuh"
 #include "ptx/types.cuh"
 
 namespace nib {
 
-/// The rules by which a scale follows from the largest magnitude, numbered as in the launch code.
+/// The rules that derive a scale from the largest magnitude, numbered as in the launch code.
 constexpr int kRuleAmax = 0;   // F32, max(amax / max, 2^-126)
 constexpr int kRuleFloor = 1;  // this rule and the following: E8M0
 constexpr int kRuleRceil = 2;
@@ -46,10 +46,10 @@ struct ScaleType<kRuleAmax> {
     using Stored = float;
 };
 
-/// Whether a rule may leave values above the element's largest, which then saturate.
+/// Whether values may exceed the element's largest under a rule; they saturate then.
 __host__ __device__ constexpr bool rule_exceeds(int rule) { return rule == kRuleFloor || rule == kRuleEven; }
 
-/// amax / kMax with IEEE's rounding where the quotient is normal: the remainder of a first guess is exact, and corrects it.
+/// amax / kMax with IEEE rounding where the quotient is normal: the remainder of a first guess is exact, and corrects the guess.
 template <class E>
 __device__ __forceinline__ float over_max(float amax) {
     constexpr float kReciprocal = 1.0f / E::kMax;
@@ -57,8 +57,8 @@ __device__ __forceinline__ float over_max(float amax) {
     return __fmaf_rn(__fmaf_rn(-E::kMax, guess, amax), kReciprocal, guess);
 }
 
-/// 1 / x with IEEE's rounding for x from 2^-126 to 2^125. One Newton step rounds correctly, except where 1 / x lies
-/// just above the middle between two floats: that is where the mantissa of x is all ones.
+/// 1 / x with IEEE rounding for x from 2^-126 to 2^125. One Newton step rounds correctly, except where 1 / x is just
+/// above the midpoint of two floats: that happens if the mantissa of x is all ones.
 __device__ __forceinline__ float reciprocal(float x) {
     const float approx = ptx::reciprocal_approx(x);
     const float nearest = __fmaf_rn(__fmaf_rn(-x, approx, 1.0f), approx, approx);
@@ -66,8 +66,8 @@ __device__ __forceinline__ float reciprocal(float x) {
     return (bits & 0x7FFFFF) == 0x7FFFFF ? __uint_as_float((253u << 23) - (bits & 0x7F800000) + 1) : nearest;
 }
 
-/// A rule for scales that are powers of two: `up` is added to the bits of the largest magnitude, and the carry into the
-/// exponent rounds the scale as the rule says. From the bits `nan_from` on the scale is NaN.
+/// A rule for power-of-two scales: `up` is added to the bits of the largest magnitude, and the carry into the exponent
+/// rounds the scale according to the rule. From the bits `nan_from` on the scale is NaN.
 struct PowerRule {
     u32 up;
     u32 nan_from;
@@ -101,11 +101,11 @@ __device__ __forceinline__ BlockScale<float> amax_scale(u32 amax_bits) {
     return {stored, nan ? __uint_as_float(kNanBits) : reciprocal(scale)};
 }
 
-/// What a scale is stored as.
+/// The stored type of a scale.
 template <bool kF32>
 using ScaleOf = typename ScaleType<kF32 ? kRuleAmax : kRuleRceil>::Stored;
 
-/// The F32 scale, or a power of two by a rule that is known only at run time.
+/// The F32 scale, or a power-of-two scale by a rule that is known only at run time.
 template <class E, bool kF32>
 __device__ __forceinline__ BlockScale<ScaleOf<kF32>> scale_of(u32 amax_bits, PowerRule rule) {
     if constexpr (kF32) {

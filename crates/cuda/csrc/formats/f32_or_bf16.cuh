@@ -1,5 +1,5 @@
-// Loads and stores of a matrix that is F32 or BF16, as known only at run time: for kernels that take every combination
-// with one instance.
+// Loads and stores of a matrix whose type, F32 or BF16, is known only at run time: for kernels that handle every
+// combination with one instance.
 #pragma once
 #include "formats/bf16.cuh"
 #include "ptx/thread.cuh"
@@ -7,7 +7,7 @@
 
 namespace nib {
 
-/// Eight neighbours from index `at` on, as F32; zeros from the `left`-th on.
+/// Eight adjacent values from index `at` on, as F32; zeros from the `left`-th on.
 __device__ __forceinline__ F32::Eight load_f32_or_bf16(const u8* from, bool is_bf16, u64 at, int left) {
     const bool whole = left >= 8 && at % 8 == 0;
     if (!is_bf16) return whole ? F32::load<true>(from + at * 4, 8) : F32::load<false>(from + at * 4, left);
@@ -24,7 +24,7 @@ __device__ __forceinline__ uint4 to_bf16(const F32::Eight& x) {
             ptx::pack_bf16(x.number[4], x.number[5]), ptx::pack_bf16(x.number[6], x.number[7])};
 }
 
-/// Stores eight numbers in F32 from `to` on, which is a multiple of 16.
+/// Stores eight values as F32 at `to`, which is 16-byte aligned.
 __device__ __forceinline__ void store_eight(u8* to, const F32::Eight& x) {
 #pragma unroll
     for (int i = 0; i < 2; ++i)
@@ -32,7 +32,7 @@ __device__ __forceinline__ void store_eight(u8* to, const F32::Eight& x) {
                                     __float_as_uint(x.number[4 * i + 3])});
 }
 
-/// Stores as many of eight neighbours as are left, rounded to nearest even.
+/// Stores the first `left` of eight adjacent values, rounded to nearest even.
 __device__ __forceinline__ void store_f32_or_bf16(u8* to, bool is_bf16, u64 at, int left, const F32::Eight& x) {
     const bool whole = left >= 8 && at % 8 == 0;
     if (is_bf16) {

@@ -1,4 +1,4 @@
-// MXFP4 for the kernels that take every format. The kernels for MXFP4 alone use E2m1 (e2m1.cuh).
+// MXFP4 for the general kernels. The kernels for MXFP4 alone use E2m1 (e2m1.cuh).
 #pragma once
 #include "formats/block_format.cuh"
 
@@ -6,7 +6,7 @@ namespace nib {
 
 struct Mxfp4 : MxFormat<SixteenE2m1> {};
 
-// Both planes of a weight have no kernel of their own.
+// Quantizing a weight both as it is and transposed has no kernel of its own.
 NIB_UNIT_FORMAT(Mxfp4, AnyOther, Mxfp4, NearestEven)
 
 }  // namespace nib

@@ -1,4 +1,4 @@
-// MXFP6 of either element: four codes in three bytes.
+// MXFP6 with either element: four codes in three bytes.
 #pragma once
 #include "formats/block_format.cuh"
 

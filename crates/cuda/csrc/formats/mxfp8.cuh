@@ -1,4 +1,4 @@
-// MXFP8 of either element.
+// MXFP8 with either element.
 #pragma once
 #include "formats/block_format.cuh"
 

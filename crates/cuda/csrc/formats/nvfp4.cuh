@@ -1,12 +1,12 @@
-// NVFP4: E2M1 in blocks of 16 under an E4M3 scale, with or without an F32 scale of the tensor, or under a power of two for each 128. The twin of
-// crates/formats/src/nvfp4.rs.
+// NVFP4: E2M1 in blocks of 16 with an E4M3 scale, with or without an F32 scale of the tensor, or with a power-of-two scale per 128 values.
+// The twin of crates/formats/src/nvfp4.rs.
 #pragma once
 #include "formats/block_format.cuh"
 #include "formats/pair_code.cuh"
 
 namespace nib {
 
-/// What NVFP4 has in common with and without a scale of the tensor.
+/// Common base of NVFP4 with and without a scale of the tensor.
 struct Nvfp4Codes : OneFactor<SixteenE2m1> {
     static constexpr int kBlock = 16, kPart = 16, kScaleBytes = 1;
     static constexpr bool kTiles = true, kCandidates = true;
@@ -17,7 +17,7 @@ struct Nvfp4Codes : OneFactor<SixteenE2m1> {
         return (record & 0x7F) == kNan ? __uint_as_float(kNanBits) : E4m3::decode(record);
     }
 
-    /// What is lost of sixteen values under a scale, in units that the scale of 6 gives both candidates. A sum of whole numbers has no order.
+    /// The error of sixteen values under a scale, in a unit that `six` fixes for both candidates. Integer sums have no order.
     __device__ __forceinline__ static u32 lost(const float (&x)[16], const Scaled& scale, const Scaled& six, TensorInverse tensor, bool squared) {
         const float of_code = E4m3::decode(scale.record);
         const u32 exponent = __float_as_uint(fmaxf(E4m3::decode(six.record), 0x1p-9f)) >> 23;
@@ -33,7 +33,7 @@ struct Nvfp4Codes : OneFactor<SixteenE2m1> {
         return sum;
     }
 
-    /// The number nearest to a magnitude, ties to the even code: the last place of `far` is worth the step between codes.
+    /// The element nearest to a magnitude, ties to the even code: the last place of `far` is worth the step between codes.
     __device__ __forceinline__ static float nearest_code(float x) {
         const float far = x < 2.0f ? 0x1p22f : x < 4.0f ? 0x1p23f : 0x1p24f;
         return __fsub_rn(__fadd_rn(fminf(x, 6.0f), far), far);
@@ -49,7 +49,7 @@ struct Nvfp4Codes : OneFactor<SixteenE2m1> {
 /// With a scale of the tensor.
 struct Nvfp4 : Nvfp4Codes {
     static constexpr bool kTensor = true, kCorrection = true;
-    // What the largest magnitude is multiplied by: so that it becomes 6, or a little more.
+    // Multiplier of the largest magnitude: the product is 6, or a little more.
     static constexpr float kSixth = 1.0f / 6.0f, kClippedSixth = 0.93f * 17.0f / 16.0f / 6.0f;
 
     template <bool kFour = false>
@@ -58,13 +58,13 @@ struct Nvfp4 : Nvfp4Codes {
         const float wanted = __fmul_rn(__uint_as_float(amax), __fmul_rn(tensor.inverse, kFour ? 0.25f : sixth));
         const u32 byte = ptx::e4m3x2_from_f32(wanted, 0.0f) & 0xFF;
         if (byte == kNan) return Scaled::nan(byte);
-        // Under a scale of zero all but zeros get the largest code, which decodes to zero.
+        // Under a scale of zero all values but zeros get the largest code, which decodes to zero.
         const float value = __fmul_rn(E4m3::decode(byte), tensor.unit);
         if (value >= 0x1p-126f && value <= 0x1p125f) return {byte, reciprocal(value)};
         return {byte, fminf(__frcp_rn(value), 0x1.fffffep127f)};
     }
 
-    /// The scale byte times what rounding to nearest lost along the values, rounded up iff sixteen random bits `r` are less than the fraction.
+    /// The scale times Σ v² / Σ v · code(v), which makes up for rounding; rounded up iff sixteen random bits `r` are below the fraction.
     __device__ __forceinline__ static u32 corrected(const float (&x)[16], const Scaled& scale, u32 r) {
         if (scale.record == 0) return 0;
         float square[16], product[16];
@@ -91,8 +91,8 @@ struct Nvfp4 : Nvfp4Codes {
 
 /// Without a scale of the tensor.
 struct Nvfp4Block : Nvfp4Codes {
-    /// amax / 6, correctly rounded. The product with the F32 number nearest to 1/6 is the quotient or its neighbour,
-    /// and the exact remainder says which (Markstein, 1990). Where a magnitude is so small that the remainder is
+    /// amax / 6, correctly rounded. The product with the F32 number nearest to 1/6 is the quotient or an adjacent
+    /// number, and the exact remainder decides (Markstein, 1990). Where a magnitude is so small that the remainder is
     /// rounded, the scale byte is zero either way.
     __device__ __forceinline__ static float sixth(float amax) {
         constexpr float kSixth = 1.0f / 6.0f;
@@ -125,8 +125,8 @@ struct Nvfp4Block : Nvfp4Codes {
 
     /// How magnitudes under a scale byte become the codes of x · inverse, which is an F32 product in the specification.
     ///
-    /// F16 has too few bits for x / scale, and yet enough to tell on which side of a threshold between codes it lies.
-    /// Thresholds and scales have mantissas of three bits. So a BF16 number x and a threshold times the scale are
+    /// F16 has too few bits for x / scale, but enough to tell on which side of a threshold between codes the quotient
+    /// lies. Thresholds and scales have mantissas of three bits. So a BF16 number x and a threshold times the scale are
     /// either equal or differ by at least 2^-8 of their size, and F16 keeps such a difference. Where they are equal, x
     /// · inverse in F32 is exactly the threshold, with one exception: under a scale of 15/8 times a power of two it is
     /// the next number above the thresholds 0.75, 1.25 and so on, all but 0.25. F16 arithmetic gives the same if the
@@ -144,7 +144,7 @@ struct Nvfp4Block : Nvfp4Codes {
     }
 };
 
-/// Double blocks: under a power of two of 128 values each sixteen have what they have under a scale of the tensor.
+/// Double blocks: 128 values share a power of two, under which each sixteen values are scaled as under a tensor's scale.
 struct Nvfp4In128 : Nvfp4Codes {
     static constexpr int kBlock = 128, kScaleBytes = 8, kPartBits = 7;
     static constexpr bool kTiles = false, kCandidates = false;
@@ -157,9 +157,9 @@ struct Nvfp4In128 : Nvfp4Codes {
         return {byte, __uint_as_float((254 - byte) << 23)};
     }
 
-    /// The scale of part `part`, in its place within a record.
+    /// The scale of part `part`, at its position in a record.
     __device__ __forceinline__ static u64 refine(float inverse, const u32 (&amax)[1], int part, float (&factor)[1]) {
-        // A power of two; of a block of zeros nothing is asked, and of one with a NaN the record has no more.
+        // A power of two. For a block of zeros the result is not used, and for a block with a NaN the record has no further bits.
         const float unit = __uint_as_float(0x7F000000 - __float_as_uint(inverse));
         const Scaled scale = Nvfp4::scale(amax[0], {}, {inverse, unit});
         factor[0] = scale.inverse;

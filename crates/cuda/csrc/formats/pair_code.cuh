@@ -1,14 +1,14 @@
-// Four-bit codes of BF16 numbers, two at a time: packed with their signs, and E2M1 under a scale that is no power of two.
+// Four-bit codes of BF16 values, two at a time: packed with their signs, and E2M1 under a scale that is not a power of two.
 #pragma once
 #include "formats/e2m1.cuh"
 
 namespace nib {
 
-/// Sign bytes of two pairs, 0 or 255 each: those of the two lower numbers, then those of the two upper ones.
+/// Sign bytes of two pairs, 0 or 255 each: those of the two lower values, then those of the two upper ones.
 __device__ __forceinline__ u32 signs_of_pairs(u32 a, u32 b) { return ptx::byte_perm_signs(a, b, 0xFBD9); }
 
-/// Packed codes of eight neighbours of a row, from the numbers (for their signs) and their codes without sign, two a
-/// word each.
+/// Packed codes of eight adjacent values of a row, from the values (for their signs) and their codes without sign, two
+/// per word each.
 __device__ __forceinline__ u32 pack_row(const u32* x, const u32 (&magnitude)[4]) {
     // Elements 0, 2, 1, 3 and 4, 6, 5, 7, a byte each.
     const u32 a = (magnitude[1] * 256 + magnitude[0]) | (signs_of_pairs(x[0], x[1]) & 0x08080808);
@@ -34,7 +34,7 @@ struct PairCode {
     u32 factor_below;
     u32 limit;  // upper bound of bits plus `below`: the sum for a magnitude with the largest code
 
-    /// The numbers of two blocks in the halves of words; those of one block twice, for neighbours in a row.
+    /// For values of two blocks in the halves of words; twice the same block for adjacent values of a row.
     struct Two {
         u32 factor, below, limit;
 
@@ -43,7 +43,7 @@ struct PairCode {
                     __byte_perm(a.limit, b.limit, 0x5410)};
         }
 
-        /// The codes of two numbers without their signs, by the method of `E2m1::encode_within`. The three bounds are
+        /// The codes of two values without their signs, by the method of `E2m1::encode_within`. The three bounds are
         /// subnormal F16 numbers here, so that F16 arithmetic rounds them to whole codes.
         __device__ __forceinline__ u32 magnitude(u32 x) const {
             const u32 scaled = ptx::add_clamp_s16x2(ptx::magnitudes_bf16x2(x), below, limit) * 8, quotient = ptx::mul_f16x2(scaled, factor);

@@ -1,4 +1,4 @@
-// A few neighbouring plain numbers as they lie in memory: one load and one store of 2 to 16 bytes.
+// A few adjacent plain values as stored in memory: one load and one store of 2 to 16 bytes.
 #pragma once
 #include "formats/bf16.cuh"
 #include "ptx/global.cuh"
@@ -7,13 +7,13 @@
 
 namespace nib {
 
-/// kCount numbers of type T (Bf16 or F32), aligned to their bytes.
+/// kCount values of type T (Bf16 or F32), aligned to their total size.
 template <typename T, int kCount>
 struct Few {
     static constexpr int kBytes = kCount * T::kBytes;
     static_assert(kBytes == 16 || kBytes == 8 || kBytes == 4 || kBytes == 2, "one load");
 
-    /// Of BF16, number 2i is the low half of word i.
+    /// For BF16, value 2i is the low half of word i.
     u32 word[(kBytes + 3) / 4];
 
     __device__ __forceinline__ static Few load(const void* from) {
@@ -57,13 +57,13 @@ struct Few {
             *static_cast<u16*>(to) = u16(word[0]);
     }
 
-    /// Number i, exactly.
+    /// Value i, exactly.
     __device__ __forceinline__ float value(int i) const {
         if constexpr (T::kBytes == 4) return __uint_as_float(word[i]);
         return __uint_as_float(i % 2 ? word[i / 2] & 0xFFFF0000 : word[i / 2] << 16);
     }
 
-    /// Negates all where `sign` is a sign bit; leaves them where it is 0.
+    /// Negates all values if `sign` is a sign bit; keeps them if it is 0.
     __device__ __forceinline__ void flip(u32 sign) {
         constexpr int kWords = (kBytes + 3) / 4;
 #pragma unroll
@@ -95,7 +95,7 @@ __device__ __forceinline__ Few<T, kCount> add_few(const Few<T, kCount>& a, const
     return Few<T, kCount>::from_f32(sum);
 }
 
-/// Eight numbers as they lie in memory, rounded to nearest even.
+/// Eight values as stored in memory, rounded to nearest even.
 template <typename T>
 __device__ __forceinline__ typename T::Eight rounded_eight(const float (&x)[8]) {
     typename T::Eight eight;
@@ -109,15 +109,15 @@ __device__ __forceinline__ typename T::Eight rounded_eight(const float (&x)[8]) 
     return eight;
 }
 
-/// a + b of eight neighbours, yet to be rounded.
+/// a + b of eight adjacent values, not yet rounded.
 template <typename T>
 __device__ __forceinline__ void add_eight(float (&sum)[8], const typename T::Eight& a, const typename T::Eight& b) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) sum[i] = __fadd_rn(T::value(a, i), T::value(b, i));
 }
 
-/// Stores the first `left` of eight neighbours, rounded to nearest even. kAligned: `to` is 16-byte aligned, and all
-/// eight are left or none.
+/// Stores the first `left` of eight adjacent values, rounded to nearest even. kAligned: `to` is 16-byte aligned, and
+/// all eight values are left or none.
 template <typename T, bool kAligned>
 __device__ __forceinline__ void store_eight(u8* to, const float (&x)[8], int left) {
     if constexpr (!kAligned) {

@@ -1,5 +1,5 @@
-// How a number between two codes is rounded: the twins of `Rounding` and `Element::encode_rounded` in crates/formats,
-// bit for bit. A kernel takes the policy as a template argument (`RoundingArg::policy` in src/launch/mod.rs has its name)
+// How a value between two codes is rounded: the twins of `Rounding` and `Element::encode_rounded` in crates/formats, bit
+// for bit. A kernel takes the policy as a template argument (`RoundingArg::policy` in src/launch/args.rs has its name)
 // and a `RoundingArg` by value:
 //
 //   template <class In, class E, int kRule, bool kAligned, class Round> __global__ void kernel(..., RoundingArg rounding) {
@@ -9,14 +9,14 @@
 //       auto codes = round.template encode<E, kRule, In>(x, inverse, bits);  // x: In::Eight
 //       if (scale.is_nan()) codes = E::zeros();                              // as after E::encode
 //
-// * e = row_id · cols + col whatever the axis, so a thread draws once for eight neighbouring columns of a row, for any
-//   plane. `inverse` is one float (blocks along the row, or a square tile), or an array of eight, one a column: for blocks
-//   down the columns the thread encodes row after row as well, so that no more than one row's bits are alive, and turns
-//   the codes (`turn_8x8`). Where both planes are written, one draw serves both.
-// * bits<kAligned>: cols is a multiple of 8. NearestEven and NearestAway draw nothing; `Bits` is then empty.
-// * Whether a block has a non-zero code: `Round::reaches<E>(largest |x| · inverse)` where Round::kDraws is false; else only
+// * e = row_id · cols + col for either axis, so a thread generates random bits once for eight adjacent columns of a row, for
+//   rows and for columns. `inverse` is one float (blocks along the row, or a 2-D block), or an array of eight, one per column:
+//   for blocks down the columns the thread encodes row after row as well, so that only one row's bits are live, and transposes
+//   the codes (`turn_8x8`). Where both rows and columns are written, they share the random bits.
+// * bits<kAligned>: cols is a multiple of 8. NearestEven and NearestAway need no random bits; `Bits` is then empty.
+// * Whether a block has a non-zero code: `Round::reaches<E>(largest |x| · inverse)` if Round::kDraws is false; otherwise only
 //   the codes tell: E::any(codes) over the threads of the block.
-// * x · inverse is the F32 product of the specification. Under a NaN scale the codes mean nothing.
+// * x · inverse is the F32 product of the specification. Under a NaN scale the codes are undefined.
 //
 // The method: a product is scaled by a power of two so that the smallest normal numbers of element and F32 coincide,
 // and rounded towards zero. Then its upper bits are the code, and the bits below are the fraction of a step, for
@@ -31,18 +31,18 @@
 
 namespace nib {
 
-/// What a rounding needs beside its kind; `RoundingArg` in src/launch/mod.rs.
+/// The parameters of a rounding besides its mode; `RoundingArg` in src/launch/args.rs.
 struct RoundingArg {
     Stream stream;
     u32 delta_q16;       // of dither
     const u32* step_at;  // null: the stream's own step
-    u64 first;           // what the numbers of elements are counted from, whole rows
+    u64 first;           // first element number, a whole number of rows
 
     /// The step of the random bits: read once, at the kernel's start.
     __device__ __forceinline__ u32 step() const { return step_at == nullptr ? stream.step : __ldg(step_at); }
 };
 
-/// x · inverse, saturated where the scale's rule lets it exceed the largest number, as rounded F32 scales do too.
+/// x · inverse, saturated where the rule allows it to exceed the largest element, as rounded F32 scales do too.
 template <class E, int kRule>
 __device__ __forceinline__ float scaled(float x, float inverse) {
     const float y = __fmul_rn(x, inverse);
@@ -50,14 +50,14 @@ __device__ __forceinline__ float scaled(float x, float inverse) {
     return ptx::clamp_magnitude(y, E::kMax);
 }
 
-/// The bits of a scaled number with its code from bit 23 - kMantissaBits up, and its sign.
+/// The bits of a scaled value with its code from bit 23 - kMantissaBits up, and its sign.
 template <class E>
 __device__ __forceinline__ u32 code_and_fraction(float y) {
     return __float_as_uint(__fmul_rz(y, E::kToCode));
 }
 
-/// If `wanted`, which is rare, multiplies the numbers of a block by `factor`, a power of two, and saturates them. Zeros
-/// that arise keep their sign.
+/// If `wanted`, which is rare, multiplies the values of a block by `factor`, a power of two, and saturates them.
+/// Resulting zeros keep their sign.
 template <class E, int kCount>
 __device__ __forceinline__ void clamp_block(F32::Eight (&x)[kCount], float factor, bool wanted) {
     if (!wanted) return;
@@ -106,7 +106,7 @@ struct NearestEven {
         return E::template encode<false>(x, factor);
     }
 
-    /// Whether a number of this magnitude gets a non-zero code.
+    /// Whether a value of this magnitude gets a non-zero code.
     template <class E>
     __device__ __forceinline__ static bool reaches(float magnitude) {
         return magnitude > E::kLargestToZero;
@@ -173,13 +173,13 @@ struct Stochastic {
         return E::pack(of);
     }
 
-    /// `encode` in two steps, for scales that are powers of two. `prepare` takes a whole block, whose largest magnitude
-    /// is `largest`. It may change the numbers, and returns the factor for the second step. `encode_prepared` takes its
+    /// `encode` in two steps, for power-of-two scales. `prepare` takes a whole block, whose largest magnitude is
+    /// `largest`. It may change the values, and returns the factor for the second step. `encode_prepared` takes its
     /// random bits from `draws(e)`: they are complements, see Stream.
     __device__ __forceinline__ Stream::Complements draws(u64 e) const { return stream.complements(first + e); }
     template <class E, class Eight, int kCount>
     __device__ __forceinline__ static float prepare(Eight (&x)[kCount], float largest, float factor) {
-        // A factor below 2^-23 could vanish when it is multiplied by kToCode: such a block is scaled beforehand.
+        // A factor below 2^-23 could underflow when multiplied by kToCode: such a block is scaled beforehand.
         const bool apart = __fmul_rn(largest, factor) > E::kMax || factor < 0x1p-23f;
         clamp_block<E>(x, factor, apart);
         return apart ? E::kToCode : __fmul_rn(factor, E::kToCode);
@@ -200,7 +200,7 @@ struct Stochastic {
 /// Nearest-even of x + d, d uniform in (-delta, delta) code steps.
 ///
 /// Up iff fraction + d exceeds one half. The fraction's upper bits decide that unless they are equal to those of one half less
-/// d: about once in a million numbers. Then all eight numbers are done again with 32 bits of the fraction and a sticky bit.
+/// d: about once in a million values. Then all eight values are encoded again with 32 bits of the fraction and a sticky bit.
 struct Dither {
     static constexpr bool kDraws = true;
     using Bits = RandomBits;
@@ -242,8 +242,8 @@ private:
     /// 1/2 - d in units of 2^-32: from 2^15 to 2^32 - 2^15.
     __device__ __forceinline__ u32 half_less_d(u32 r) const { return 0x80000000u + 65535u * delta_q16 - 2 * delta_q16 * r; }
 
-    /// The code of a magnitude up to the largest number: rounded up where its fraction exceeds `half_less_d`, at a tie
-    /// to the even code.
+    /// The code of a magnitude up to the largest element: rounded up if its fraction exceeds `half_less_d`, ties to the
+    /// even code.
     template <class E>
     __device__ __noinline__ static u32 exact_code(float magnitude, u32 half_less_d) {
         constexpr u32 kMinExponent = 128 - E::kBias;  // of the smallest normal element

@@ -1,12 +1,12 @@
-// Elements of blocks, sixteen neighbours of a line at a time: what quantize_units and dequantize_units know of a number. The twins of
-// crates/formats/src/element.rs. Each struct has its facts and
-//   nearest_even   sixteen x · factor to codes, packed as they are stored; whether one of them is not zero
+// Elements of blocks, sixteen adjacent values of a line at a time: the interface of an element for quantize_units and
+// dequantize_units. The twins of crates/formats/src/element.rs. Each struct has its constants and
+//   nearest_even   sixteen x · factor to codes, packed as they are stored; returns whether any code is not zero
 //   decode         sixteen packed codes to their values
-// and `spec_code` below is every rounding of one number, as crates/formats/src/element.rs has it.
+// `spec_code` below implements every rounding mode for one value, as in crates/formats/src/element.rs.
 //
 // Hopper has instructions for E4M3 and E5M2. A narrower element with as many mantissa bits has the same codes, once its
-// numbers are scaled so that the smallest normal numbers coincide: E2M3 is the lower part of E4M3; E3M2 and quarters
-// (S1P2) are the lower part of E5M2. This holds for subnormal codes too.
+// values are scaled so that the smallest normal numbers coincide: E2M3 is the lower part of E4M3; E3M2 and quarters
+// (S1P2) are the lower part of E5M2. This also holds for subnormal codes.
 #pragma once
 #include "formats/e2m1.cuh"
 #include "formats/e4m3.cuh"
@@ -20,17 +20,17 @@ constexpr int kNearestEven = 0;
 constexpr int kNearestAway = 1;
 constexpr int kStochastic = 2;
 constexpr int kDither = 3;
-/// As a template argument: any of the above, known only at run time.
+/// As a template argument: any of the modes above, known only at run time.
 constexpr int kAnyRounding = 4;
 
-/// How one number is rounded, where that is known only at run time.
+/// How one value is rounded, where that is known only at run time.
 struct Decision {
     int policy;
     u32 delta_q16;
     u32 r;  // sixteen random bits
 };
 
-/// The code of a number that is not NaN, of any element and rounding.
+/// The code of a value that is not NaN, for any element and rounding mode.
 template <class E>
 __host__ __device__ inline u32 spec_code(float y, const Decision& by) {
     union {
@@ -66,10 +66,10 @@ __host__ __device__ inline u32 spec_code(float y, const Decision& by) {
     return code | negative << (E::kBits - 1);
 }
 
-/// The bits of `a` under the mask, the others of `b`.
+/// The bits of `a` under the mask, and the bits of `b` elsewhere.
 __host__ __device__ constexpr u32 choose_bits(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
 
-/// Sixteen codes, a byte each, as they are stored.
+/// Packs sixteen codes, one byte each, as they are stored.
 template <int kBits>
 __device__ __forceinline__ void pack_sixteen(const u32 (&bytes)[4], u32 (&words)[kBits / 2]) {
     if constexpr (kBits == 8) {
@@ -115,7 +115,7 @@ __device__ __forceinline__ void unpack_sixteen(const u32 (&words)[kBits / 2], u3
     }
 }
 
-/// The factor that brings an element's smallest normal number to that of F32.
+/// The factor that maps an element's smallest normal number to that of F32.
 template <class E>
 __host__ __device__ constexpr float to_code() {
     float to_code = 0x1p-126f;
@@ -123,9 +123,9 @@ __host__ __device__ constexpr float to_code() {
     return to_code;
 }
 
-/// Sixteen x · factor to codes, up in magnitude iff sixteen random bits are less than the fraction's first sixteen: the
-/// method of rounding.cuh. There are kFactors factors, each for 16 / kFactors neighbours. `rounded_up(i, one, bits)`
-/// adds to `bits` the complement of number i's random bits, times `one`.
+/// Sixteen x · factor to codes, rounded up in magnitude iff sixteen random bits are less than the first sixteen bits of
+/// the fraction: the method of rounding.cuh. There are kFactors factors, each for 16 / kFactors adjacent values.
+/// `rounded_up(i, one, bits)` adds to `bits` the complement of value i's random bits, times `one`.
 template <class E, int kFactors, class RoundedUp>
 __device__ __forceinline__ bool stochastic_codes(const float (&x)[16], const float (&factor)[kFactors], u32 (&words)[E::kBits / 2],
                                                  const RoundedUp& rounded_up) {
@@ -141,7 +141,7 @@ __device__ __forceinline__ bool stochastic_codes(const float (&x)[16], const flo
         }
         bytes[i] = (code[3] * 256 + code[2]) * 65536 + (code[1] * 256 + code[0]);
         any |= bytes[i];
-        // Each number's sign bit, moved to where its code has it.
+        // Each value's sign bit, moved to its position in the code.
         const u32 low = __byte_perm(__float_as_uint(x[4 * i]), __float_as_uint(x[4 * i + 1]), 0x0073);
         const u32 high = __byte_perm(__float_as_uint(x[4 * i + 2]), __float_as_uint(x[4 * i + 3]), 0x0073);
         const u32 signs = __byte_perm(low, high, 0x5410) & 0x80808080;
@@ -151,7 +151,7 @@ __device__ __forceinline__ bool stochastic_codes(const float (&x)[16], const flo
     return any != 0;
 }
 
-/// Values of four FP8 codes, by way of F16, which contains both formats.
+/// Values of four FP8 codes, through F16, which contains both formats.
 template <bool kE5m2>
 __device__ __forceinline__ void decode_bytes(u32 four, float* value) {
     const u32 low = kE5m2 ? __byte_perm(four, 0, 0x1404) : ptx::f16x2_from_e4m3x2(ptx::low_u16(four));
@@ -163,7 +163,7 @@ __device__ __forceinline__ void decode_bytes(u32 four, float* value) {
     value[3] = b.y;
 }
 
-/// An element that is E4M3, or with kE5m2 E5M2, or the lower part of it with values `unit()` times as large.
+/// An element that is E4M3 (or E5M2 with kE5m2), or the lower part of it with values `unit()` times as large.
 template <int kBits_, int kBias_, int kEmax_, u32 kMaxBits_, u32 kMaxCode_, bool kE5m2>
 struct PartOfFp8 {
     static constexpr int kBits = kBits_, kMantissaBits = kE5m2 ? 2 : 3, kBias = kBias_, kEmax = kEmax_;
@@ -178,8 +178,8 @@ struct PartOfFp8 {
         return unit;
     }
 
-    /// kWithin: no product exceeds the largest number. For elements of six bits the factor is a power of two, so
-    /// dividing it by unit() is exact.
+    /// kWithin: no product exceeds the largest element. For six-bit elements the factor is a power of two, so dividing
+    /// it by unit() is exact.
     template <bool kWithin>
     __device__ __forceinline__ static bool nearest_even(const float (&x)[16], float factor, u32 (&words)[kBits / 2]) {
         if constexpr (kBits != 8) factor = __fmul_rn(factor, 1.0f / unit());
@@ -190,7 +190,7 @@ struct PartOfFp8 {
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 v[j] = __fmul_rn(x[4 * i + j], factor);
-                // E4M3 and E5M2 themselves are saturated by the conversion.
+                // For E4M3 and E5M2 themselves the conversion saturates.
                 if constexpr (kBits != 8 && !kWithin) v[j] = ptx::clamp_magnitude(v[j], kMax / unit());
             }
             const u16 low = kE5m2 ? ptx::e5m2x2_from_f32(v[0], v[1]) : ptx::e4m3x2_from_f32(v[0], v[1]);
@@ -219,7 +219,7 @@ struct PartOfFp8 {
         }
     }
 
-    /// The largest number.
+    /// The largest element.
     static constexpr float kMax = kMaxCode == 0x7E ? 448.0f : kMaxCode == 0x7B ? 57344.0f : kE5m2 ? 28.0f : 7.5f;
 };
 
@@ -228,7 +228,7 @@ using WholeE5m2 = PartOfFp8<8, 15, 15, 0x47600000, 0x7B, true>;
 using E2m3 = PartOfFp8<6, 1, 2, 0x40F00000, 0x1F, false>;
 using E3m2 = PartOfFp8<6, 3, 4, 0x41E00000, 0x1F, true>;
 
-/// E2M1 under any scale, be it a power of two or not.
+/// E2M1 under any scale, power of two or not.
 struct SixteenE2m1 {
     static constexpr float kMax = 6.0f;
     static constexpr int kBits = 4, kMantissaBits = 1, kBias = 1, kEmax = 2;
@@ -248,7 +248,7 @@ struct SixteenE2m1 {
     }
 
     __device__ __forceinline__ static void decode(const u32 (&words)[2], float (&value)[16]) {
-        // The upper bytes of F16 for 0, 0.5, 1, 1.5 and for 2, 3, 4, 6. A code without its sign picks one of these.
+        // The upper bytes of F16 for 0, 0.5, 1, 1.5 and for 2, 3, 4, 6. A code without its sign selects one of them.
         constexpr u32 kSmall = 0x3E3C3800, kLarge = 0x46444240;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -305,7 +305,7 @@ struct S1p2 {
     static constexpr u32 kMaxBits = 0x3FE00000, kMaxCode = 7;
     static constexpr bool kTwosComplement = false;
 
-    /// Codes of sixteen x · factor, one factor for four, rounded from the exact product: away from zero at ties, or to even.
+    /// Codes of sixteen x · factor, one factor per four values, rounded from the exact product: ties away from zero, or to even.
     template <bool kAway>
     __device__ __forceinline__ static bool nearest(const float (&x)[16], const float (&factor)[4], u32 (&words)[2]) {
         constexpr u32 kFar = 0x4B000000;  // of 2^23, whose last place is worth one
@@ -320,7 +320,7 @@ struct S1p2 {
                                           : fminf(__fmaf_rn(v, quarters, 0x1p23f), 0x1p23f + 7.0f);
                 code[j] = __float_as_uint(whole);
             }
-            // Fields that do not overlap are added; the constants in them are subtracted at the end.
+            // Non-overlapping fields are combined by addition; their constants are subtracted at the end.
             const u32 even = (code[6] * 256 + code[4]) * 65536 + (code[2] * 256 + code[0]);
             const u32 odd = (code[7] * 256 + code[5]) * 65536 + (code[3] * 256 + code[1]);
             u32 top[4];  // bytes of elements j and j + 4
@@ -332,7 +332,7 @@ struct S1p2 {
         return (words[0] | words[1]) & 0x77777777;
     }
 
-    /// Codes of eight neighbours, two BF16 numbers a word. `factor` has four times the factors, as BF16 in both halves.
+    /// Codes of eight adjacent values, two BF16 values per word. `factor` holds four times the factors, as BF16 in both halves.
     template <int kRound>
     __device__ __forceinline__ static u32 eight(const u32 (&x)[4], const u32 (&factor)[4]) {
         const u32 code[4] = {whole<kRound>(x[0], factor[0]), whole<kRound>(x[1], factor[1]), whole<kRound>(x[2], factor[2]),
@@ -340,7 +340,7 @@ struct S1p2 {
         return pack_row(x, code);
     }
 
-    /// Codes of four rows of two columns, one column in each half of a word. `factor` has four times the columns'
+    /// Codes of four rows of two columns, one column in each half of a word. `factor` holds four times the columns'
     /// factors.
     template <int kRound>
     __device__ __forceinline__ static u32 four_rows(const u32 (&x)[4], u32 factor) {
@@ -361,9 +361,9 @@ struct S1p2 {
     }
 
 private:
-    /// |x| · factor of two BF16 numbers, rounded to whole numbers up to 7. Adding 128 rounds the exact product once,
-    /// ties to even. For ties away from zero, adding the odd number 129 rounds it a second time: ties go the other way
-    /// then, so the larger of both results is the one away from zero.
+    /// Magnitudes times factor of two BF16 values, rounded to integers up to 7. Adding 128 rounds the exact product
+    /// once, ties to even. For ties away from zero, adding the odd number 129 rounds the product a second time: its
+    /// ties go the other way, so the larger of both results is rounded away from zero.
     template <int kRound>
     __device__ __forceinline__ static u32 whole(u32 x, u32 factor) {
         constexpr u32 kFar = 0x43004300;  // of 128, whose last place is worth one

@@ -1,11 +1,11 @@
-// Quotients by one divisor.
+// Quotients with a common divisor.
 #pragma once
 #include "ptx/types.cuh"
 
 namespace nib {
 
-/// IEEE's quotient x / y, for many x by the same y, with 0 <= x <= y and y >= 1. The guess is within a unit in the last
-/// place and the reciprocal is correctly rounded, so one correction is enough (Markstein). That needs an exact
+/// The IEEE quotient x / y, for many x with the same y, where 0 <= x <= y and y >= 1. The guess is within a unit in the
+/// last place and the reciprocal is correctly rounded, so one correction is enough (Markstein). That needs an exact
 /// remainder: it is exact for x = 0 and from 2^-80 on (see `is_tiny`).
 struct Quotient {
     float y, reciprocal, rest;
@@ -14,13 +14,13 @@ struct Quotient {
         rest = __fmul_rn(__fmaf_rn(-y, reciprocal, 1.0f), reciprocal);
     }
 
-    /// Running minimum of x's bits minus one, as unsigned numbers: for x = 0 that is the largest of all, so 0 never
+    /// Running minimum of x's bits minus one, as unsigned integers: for x = 0 that is the largest value, so 0 never
     /// counts.
     __device__ __forceinline__ static u32 smallest(u32 smallest, float x) {
         const u32 bits = __float_as_uint(x) - 1;
         return bits < smallest ? bits : smallest;
     }
-    /// Whether one of those numbers was below 2^-80, other than 0.
+    /// Whether any of those values, other than 0, was below 2^-80.
     __device__ __forceinline__ static bool is_tiny(u32 smallest) { return smallest < 0x17800000 - 1; }
 
     __device__ __forceinline__ float of(float x) const {

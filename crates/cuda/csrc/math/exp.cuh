@@ -1,15 +1,15 @@
-// Elementary functions with the bits of crates/formats/src/math.rs: the same constants and order, every rounding written out,
-// so that no compiler option decides about fused multiply-adds.
+// Elementary functions with the bits of crates/formats/src/math.rs: the same constants and order, with every rounding
+// explicit, so that no compiler option affects fused multiply-adds.
 #pragma once
 #include "ptx/packed.cuh"
 #include "ptx/types.cuh"
 
 namespace nib {
 
-/// e^x for x <= 0 (any x below -104 gives 0). A NaN gives some number.
+/// e^x for x <= 0 (any x below -104 gives 0). A NaN gives an arbitrary number.
 ///
 /// The Rust function scales by 2^n in two exact steps and rounds once at the end. Here n + 64 goes straight into the
-/// exponent, and the one rounding is that of the multiplication by 2^-64: the same bits, in fewer instructions.
+/// exponent, and only the multiplication by 2^-64 rounds: the same bits, in fewer instructions.
 __device__ __forceinline__ float exp_of_negative(float x) {
     constexpr float kRoundToInteger = 12582912.0f;  // 1.5 * 2^23; the shift by 23 below drops it
     const float clamped = fmaxf(x, -104.0f);
@@ -26,9 +26,9 @@ __device__ __forceinline__ float exp_of_negative(float x) {
     return __fmul_rn(__uint_as_float(scaled), 5.4210108624e-20f);  // 2^-64
 }
 
-/// a / b with IEEE's rounding, for 1 <= b <= 2 and 0 <= a <= 1 where a is 1 or b = 1 + a rounded. One Newton step makes the
-/// reciprocal the nearest one, and then one correction of the quotient is enough (Markstein); nothing can under- or
-/// overflow, as b is 1 where a is small.
+/// a / b with IEEE rounding, for 1 <= b <= 2 and 0 <= a <= 1 where a is 1 or b = 1 + a rounded. One Newton step gives the
+/// nearest reciprocal, and then one correction of the quotient is enough (Markstein); nothing can under- or overflow, as b
+/// is 1 where a is small.
 __device__ __forceinline__ float divide_by_one_to_two(float a, float b) {
     const float approx = ptx::reciprocal_approx(b);
     const float reciprocal = __fmaf_rn(__fmaf_rn(-b, approx, 1.0f), approx, approx);
@@ -36,7 +36,7 @@ __device__ __forceinline__ float divide_by_one_to_two(float a, float b) {
     return __fmaf_rn(__fmaf_rn(-b, quotient, a), reciprocal, quotient);
 }
 
-/// 1 / (1 + e^-x). A NaN gives some number.
+/// 1 / (1 + e^-x). A NaN gives an arbitrary number.
 __device__ __forceinline__ float sigmoid(float x) {
     const float z = exp_of_negative(-fabsf(x));
     return divide_by_one_to_two(x < 0.0f ? z : 1.0f, __fadd_rn(1.0f, z));

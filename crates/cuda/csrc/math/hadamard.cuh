@@ -1,16 +1,15 @@
 // The random Hadamard transform before a quantization, with the bits of crates/formats/src/hadamard.rs: signs, F32 butterflies with
-// strides 1, 2, 4 ..., one multiplication by 1 / sqrt(len). `HadamardArg` goes to the kernel by value (src/launch/mod.rs).
+// strides 1, 2, 4 ..., one multiplication by 1 / sqrt(len). `HadamardArg` is a kernel parameter (src/launch/args.rs).
 //
-// Kernels that also quantize hold 64 numbers a lane (pieces/convert/hadamard_unit.cuh) and use `flip`, `butterflies`
-// and `scale_exactly`. Signs depend only on the position along the transform, so a thread that keeps its columns draws
-// its signs once.
+// Kernels that also quantize hold 64 values per lane (pieces/convert/hadamard_unit.cuh) and use `flip`, `butterflies` and
+// `scale_exactly`. Signs depend only on the position along the transform, so a thread that keeps its columns generates its signs
+// once.
 //
-// Kernels that only transform (kernels/convert/hadamard.cuh) hold fewer numbers a lane and exchange more:
-// `hadamard_across`.
+// Kernels that only transform (kernels/convert/hadamard.cuh) hold fewer values per lane and exchange more: `hadamard_across`.
 //
-// Down the columns, signs depend on the row's position in its group; the signs of eight rows are one byte
-// (`signs_of_eight_rows`). Such a transform may make padding rows non-zero, up to the end of their transform block.
-// Their codes are then counted like others, and draw the random bits of row id 0 (of the row's position where there are
+// Down the columns, signs depend on the row's position in its group; the signs of eight rows are one byte (`signs_of_eight_rows`).
+// Such a transform may make padding rows non-zero, up to the end of their transform block. Their codes are then counted like
+// others, and use the random bits of row id 0 (or of the row's index if there are no groups).
 // no groups).
 #pragma once
 #include "formats/bf16.cuh"
@@ -22,7 +21,7 @@ namespace nib {
 constexpr int kHadamardTile = 128;  // rows and columns
 
 /// The position of row `row` in its group. `start` has the first row of each of `num_groups` groups, then the end of
-/// the last (null: all rows are one group).
+/// the last group (null: all rows are one group).
 __device__ __forceinline__ u32 position_in_group(const int* __restrict__ start, int num_groups, int row) {
     if (start == nullptr) return row;
     int low = 0, high = num_groups;  // the last start that is not above `row` is in [low, high]
@@ -40,7 +39,7 @@ struct HadamardArg {
     float factor;
     const u32* step_at;  // null: the stream's own step
 
-    /// The block of bits with this number, at the step that counts now.
+    /// Block `q` of random bits, at the current step.
     __device__ __forceinline__ uint4 block(u64 q) const {
         return stream.at(step_at == nullptr ? stream.step : __ldg(step_at)).block(q);
     }
@@ -55,15 +54,15 @@ struct HadamardArg {
         return signs;
     }
 
-    /// The signs of eight BF16 numbers from position k on, each bit where the number's sign is in the four words.
+    /// The signs of eight BF16 values from position k on, each at the value's sign bit in the four words.
     __device__ __forceinline__ uint4 sign_bits_of_eight(u64 k) const {
         constexpr u32 kSigns = 0x80008000;
         const uint4 bits = block(k / 8);
         return {bits.x & kSigns, bits.y & kSigns, bits.z & kSigns, bits.w & kSigns};
     }
 
-    /// The same for eight rows from `row` on, down the columns: two rows a word. None in a transform block without a
-    /// row that counts.
+    /// The same for eight rows from `row` on, down the columns: two rows per word. Zeros in a transform block without a
+    /// valid row.
     template <int kLen>
     __device__ __forceinline__ uint4 sign_bits_of_eight_rows(int row, int rows, const int* __restrict__ row_id,
                                                              const int* __restrict__ start, int num_groups) const {
@@ -71,23 +70,23 @@ struct HadamardArg {
         return sign_bits_of_eight(position_in_group(start, num_groups, row));
     }
 
-    /// The signs of eight rows from `row` on, down the columns, a bit each. None in a transform block without a row
-    /// that counts (as row_id and `rows` say), so that its zeros stay +0. A group's rows come before its padding, so
-    /// the block's first row decides.
+    /// The signs of eight rows from `row` on, down the columns, one bit each. Zeros in a transform block without a
+    /// valid row (by row_id and `rows`), so that its zeros stay +0. A group's rows come before its padding, so the
+    /// block's first row decides.
     __device__ __forceinline__ u8 signs_of_eight_rows(int row, int rows, const int* __restrict__ row_id,
                                                       const int* __restrict__ start, int num_groups) const {
         return block_counts(row, len, rows, row_id) ? u8(signs_of_eight(position_in_group(start, num_groups, row))) : 0;
     }
 
 private:
-    /// Whether the transform block of `row` has a row that counts.
+    /// Whether the transform block of `row` has a valid row.
     __device__ __forceinline__ static bool block_counts(int row, int len, int rows, const int* __restrict__ row_id) {
         const int first = row & ~(len - 1);
         return first < rows && (row_id == nullptr || __ldg(row_id + first) >= 0);
     }
 };
 
-/// Eight numbers as F32.
+/// Eight values as F32.
 template <class In>
 __device__ __forceinline__ F32::Eight widen(const typename In::Eight& x) {
     F32::Eight wide;
@@ -96,7 +95,7 @@ __device__ __forceinline__ F32::Eight widen(const typename In::Eight& x) {
     return wide;
 }
 
-/// The butterflies of strides 1, 2, 4 ... below `kCount`, as far as they are below `len`.
+/// The butterflies of strides 1, 2, 4 ... below both `kCount` and `len`.
 template <int kCount>
 __device__ __forceinline__ void butterflies(float (&x)[kCount], u32 len) {
 #pragma unroll
@@ -112,9 +111,9 @@ __device__ __forceinline__ void butterflies(float (&x)[kCount], u32 len) {
     }
 }
 
-/// The last step, the multiplication by `factor`, for numbers that came from BF16. Where the factor is a power of two
-/// (lengths 16 and 64), returns it for the caller to multiply by, together with another power of two. Nothing is lost
-/// by that: the numbers are multiples of 2^-133. For other lengths, multiplies here and returns 1.
+/// The last step, the multiplication by `factor`, for values that came from BF16. If the factor is a power of two
+/// (lengths 16 and 64), returns it for the caller to multiply by, together with another power of two. That is exact:
+/// the values are multiples of 2^-133. For other lengths, multiplies here and returns 1.
 template <int kLen, int kCount>
 __device__ __forceinline__ float scale_exactly(float (&x)[kCount], float factor) {
     if constexpr (kLen == 16 || kLen == 64) {
@@ -136,13 +135,13 @@ __device__ __forceinline__ void flip(F32::Eight& x, const uint4& signs) {
         x.number[i] = __uint_as_float(__float_as_uint(x.number[i]) ^ (i % 2 ? words[i / 2] & 0x80000000 : words[i / 2] << 16));
 }
 
-/// Transforms blocks of `len` numbers whose signs the caller has flipped, and who multiplies by the factor. A lane holds kCount of them, the lane
-/// `distance` further the next kCount. All lanes of the warp call this.
+/// Transforms blocks of `len` values; the caller has flipped their signs, and multiplies by the factor. A lane holds kCount values, the
+/// lane `distance` further the next kCount. All lanes of the warp call this.
 template <int kCount>
 __device__ __forceinline__ void hadamard_across(float (&x)[kCount], u32 lane, u32 distance, u32 len) {
     butterflies(x, len);
     for (u32 held = kCount; held < len; held *= 2, distance *= 2) {
-        // The upper lane's result is its partner's number less its own.
+        // The upper lane's result is its partner's value minus its own.
         const float own = lane & distance ? -1.0f : 1.0f;
 #pragma unroll
         for (int i = 0; i < kCount; ++i) x[i] = __fmaf_rn(x[i], own, __shfl_xor_sync(kAllLanes, x[i], distance));

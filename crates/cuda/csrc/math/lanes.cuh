@@ -1,12 +1,12 @@
-// A row is summed in 256 partial sums, called lanes as on the CPU (they are not a warp's lanes). The lanes are added by
-// halving: lane l with lane l + 128, then with lane l + 64, and so on down to 1.
+// A row is summed in 256 partial sums, called lanes as on the CPU (not a warp's lanes). The lanes are added by halving:
+// lane l with lane l + 128, then with lane l + 64, and so on down to 1.
 #pragma once
 #include "ptx/types.cuh"
 
 namespace nib {
 
-/// Adds 8 * kThreads lanes; the lanes past them are zeros. Of kThreads neighbouring threads, thread `index` has lanes 8 * index to
-/// 8 * index + 7. Every thread gets the sum. The whole warp calls this.
+/// Adds 8 * kThreads lanes; the remaining lanes are zeros. Of kThreads adjacent threads, thread `index` has lanes 8 * index to 8 *
+/// index + 7. Every thread gets the sum. The whole warp calls this.
 template <int kThreads>
 __device__ __forceinline__ float close_lanes(const float (&lane)[8], u32 index) {
     static_assert(kThreads == 8 || kThreads == 16 || kThreads == 32);
@@ -25,11 +25,11 @@ __device__ __forceinline__ float close_lanes(const float (&lane)[8], u32 index) 
     float sum = (upper ? two[1] : two[0]) + __shfl_xor_sync(kAll, upper ? two[0] : two[1], kThreads / 8);
 #pragma unroll
     for (int distance = kThreads / 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(kAll, sum, distance);
-    // Eight lanes are left. The three top bits of `index` are the number of the lane that a thread holds.
+    // Eight lanes are left. The three top bits of `index` are the index of the lane that a thread holds.
     sum += __shfl_xor_sync(kAll, sum, kThreads / 2);
     sum += __shfl_xor_sync(kAll, sum, kThreads / 4);
     sum += __shfl_xor_sync(kAll, sum, kThreads / 8);
-    // With fewer than 32 threads the remaining lanes are +0; adding them makes +0 of a sum of -0.
+    // With fewer than 32 threads the remaining lanes are +0; adding them turns a sum of -0 into +0.
     return kThreads == 32 ? sum : __fadd_rn(sum, 0.0f);
 }
 

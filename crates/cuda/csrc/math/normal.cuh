@@ -1,6 +1,6 @@
 // Standard normal numbers with the bits of `normal_from_bits` in crates/formats/src/philox.rs: Acklam's approximation of the
-// inverse of the distribution function in F64, every rounding written out, no fused multiply-adds. Of 32 uniform bits the top
-// one is the sign, the others are a probability below 1/2. One number in twenty lies in the tail and needs a logarithm and a
+// inverse distribution function in F64, with every rounding explicit, no fused multiply-adds. Of 32 uniform bits the top bit
+// is the sign, the others are a probability below 1/2. One number in twenty lies in the tail and needs a logarithm and a
 // root, so a warp collects those.
 #pragma once
 #include "math/log.cuh"
@@ -17,7 +17,7 @@ __constant__ double kTailNumerator[6] = {-0.007784894002430293, -0.3223964580411
                                          -2.549732539343734,    4.374664141464968,   2.938163982698783};
 __constant__ double kTailDenominator[5] = {0.007784695709041462, 0.3224671290700398, 2.445134137142996, 3.754408661907416, 1.0};
 
-/// A polynomial, one multiplication and one addition a step.
+/// A polynomial, one multiplication and one addition per step.
 template <int kCount>
 __device__ __forceinline__ double polynomial(const double (&coefficients)[kCount], double x) {
     double sum = coefficients[0];
@@ -26,7 +26,7 @@ __device__ __forceinline__ double polynomial(const double (&coefficients)[kCount
     return sum;
 }
 
-/// (bits + 1/2) / 2^32 of the lower 31 bits.
+/// (bits + 1/2) / 2^32 for the lower 31 bits.
 __device__ __forceinline__ double probability(u32 bits) {
     return __dmul_rn(__dadd_rn(__uint2double_rn(bits & 0x7FFFFFFF), 0.5), 0x1p-32);
 }
@@ -37,26 +37,26 @@ __device__ __forceinline__ float signed_normal(double lower, u32 bits) {
     return __uint_as_float(__float_as_uint(__double2float_rn(lower)) ^ (bits & 0x80000000));
 }
 
-/// The normal number of these bits, where the probability is not in the tail.
+/// The normal number of these bits, if the probability is not in the tail.
 __device__ __forceinline__ float normal_of_middle(double p, u32 bits) {
     const double q = __dsub_rn(p, 0.5), r = __dmul_rn(q, q);
     return signed_normal(__ddiv_rn(__dmul_rn(polynomial(kMiddleNumerator, r), q), polynomial(kMiddleDenominator, r)), bits);
 }
 
-/// The normal number of these bits, where the probability is in the tail.
+/// The normal number of these bits, if the probability is in the tail.
 __device__ __forceinline__ float normal_of_tail(u32 bits) {
     const double q = __dsqrt_rn(__dmul_rn(-2.0, double(log_of_normal(__double2float_rn(probability(bits))))));
     return signed_normal(__ddiv_rn(polynomial(kTailNumerator, q), polynomial(kTailDenominator, q)), bits);
 }
 
-/// Shared memory in which a warp collects its numbers of the tail, so that all lanes work on them together.
+/// Shared memory in which a warp collects its numbers in the tail, so that all lanes process them together.
 template <int kCount>
 struct Tails {
     u32 bits[32 * kCount];
     float number[32 * kCount];
 };
 
-/// kCount standard normals a lane. All lanes of the warp call this; `tails` belongs to this warp alone.
+/// kCount standard normal numbers per lane. All lanes of the warp call this; `tails` belongs to this warp alone.
 template <int kCount>
 __device__ __forceinline__ void normals(const u32 (&bits)[kCount], Tails<kCount>& tails, float (&x)[kCount]) {
     const u32 lane = threadIdx.x % 32;

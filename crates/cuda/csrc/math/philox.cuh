@@ -1,17 +1,17 @@
 // Randomness as a function: Philox4x32-10 with the counters of crates/formats/src/philox.rs, so that the bits depend
-// neither on the launch nor on who computes what. A thread that holds eight neighbouring columns calls it once: one
-// block of 128 bits gives each of them sixteen, if the first element's index is a multiple of eight.
+// neither on the launch nor on which thread computes them. A thread that holds eight adjacent columns calls it once:
+// one block of 128 bits gives each column sixteen bits, if the first element's index is a multiple of eight.
 #pragma once
 #include "ptx/thread.cuh"
 #include "ptx/types.cuh"
 
 namespace nib {
 
-/// Sixteen random bits for each of eight elements: two elements a word, the even one in the low half.
+/// Sixteen random bits for each of eight elements: two elements per word, the even one in the low half.
 struct RandomBits {
     u32 word[4];
 
-    /// Makes the compiler draw them here, before code that may wait for memory.
+    /// Makes the compiler generate the bits here, before code that may wait for memory.
     __device__ __forceinline__ void draw_by_now() {
 #pragma unroll
         for (u32& two : word) ptx::compute_by_now(two);
@@ -20,9 +20,9 @@ struct RandomBits {
     __device__ __forceinline__ u32 of(int i) const { return i % 2 ? word[i / 2] >> 16 : word[i / 2] & 0xFFFF; }
 };
 
-/// Random bits for one (seed, purpose, site, step), addressed by element; the launch passes it by value (`StreamArg` in
-/// src/launch/mod.rs). The host computes the keys of all rounds. As kernel parameters they are operands in constant memory,
-/// which cost nothing.
+/// Random bits for one (seed, purpose, site, step), addressed by element; a kernel parameter (`StreamArg` in
+/// src/launch/args.rs). The host computes the keys of all rounds. As kernel parameters they are operands in constant
+/// memory, which cost nothing.
 struct Stream {
     static constexpr u32 kFactor0 = 0xD2511F53, kFactor1 = 0xCD9E8D57;
     u32 key[10][2];  // of each round; the first is the seed, low word first
@@ -30,14 +30,14 @@ struct Stream {
     u32 site;
     u32 step;
 
-    /// The same at another step.
+    /// The same stream at another step.
     __device__ __forceinline__ Stream at(u32 other) const {
         Stream stream = *this;
         stream.step = other;
         return stream;
     }
 
-    /// What blocks have in common if their numbers differ only in the low word: half of the second round.
+    /// Common to blocks whose numbers differ only in the low word: half of the second round.
     struct High {
         u32 c2, c3;
     };
@@ -47,8 +47,8 @@ struct Stream {
         return {u32(p0 >> 32) ^ key[1][1], u32(p0)};
     }
 
-    /// The block of 128 bits whose number has this low word. kComplement: the complement instead, cheaper than one made
-    /// afterwards.
+    /// The block of 128 bits whose number has this low word. kComplement: returns the complement, cheaper than
+    /// complementing afterwards.
     template <bool kComplement = false>
     __device__ __forceinline__ uint4 block(u32 q_low, const High& high) const {
         const u64 first = u64(q_low) * kFactor0, second = u64(u32(first >> 32) ^ step ^ key[0][1]) * kFactor1;
@@ -68,14 +68,14 @@ struct Stream {
     /// The q-th block, q modulo 2^48.
     __device__ __forceinline__ uint4 block(u64 q) const { return block(u32(q), high(q >> 32)); }
 
-    /// Complements of the random bits of elements from `e` on. How many elements are asked for is a power of two, and
+    /// Complements of the random bits of elements from `e` on. The number of requested elements is a power of two, and
     /// `e` a multiple of it.
     struct Complements {
         const Stream& stream;
         u32 q_low;
         High high;
 
-        /// Those of eight elements, from element e + 8 · eights on.
+        /// The complements for eight elements, from element e + 8 · eights on.
         __device__ __forceinline__ RandomBits bits(u32 eights) const {
             const uint4 bits = stream.block<true>(q_low + eights, high);
             return {{bits.x, bits.y, bits.z, bits.w}};
@@ -94,8 +94,8 @@ struct Stream {
             const uint4 high = block(q + 1);
             u32 w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
             const u32 skipped = u32(e) % 8;
-            // Shifts by `skipped` half-words, 0 to 7: one bit of that number at a time, so that no register is indexed
-            // at run time.
+            // Shifts by `skipped` half-words, 0 to 7: one bit of `skipped` at a time, so that no register is indexed at
+            // run time.
 #pragma unroll
             for (int i = 0; i < 6; ++i) w[i] = skipped & 4 ? w[i + 2] : w[i];
 #pragma unroll

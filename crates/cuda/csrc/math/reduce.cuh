@@ -1,4 +1,4 @@
-// Integer sums and maxima over a warp and over a launch. Their order does not matter to the bits.
+// Integer sums and maxima over a warp and over a launch: their order does not change the bits.
 #pragma once
 #include "ptx/thread.cuh"
 #include "ptx/types.cuh"
@@ -15,21 +15,21 @@ __device__ __forceinline__ int sum_up_to_lane(int value) {
     return value;
 }
 
-/// Raises `*to` to at least `bits`. Most calls bring a smaller number than `*to` already holds, so a plain load looks
+/// Raises `*to` to at least `bits`. Most calls bring a smaller value than `*to` already holds, so a plain load checks
 /// first: it costs less than an atomic.
 __device__ __forceinline__ void raise(u32* to, u32 bits) {
     if (bits > *const_cast<volatile u32*>(to)) atomicMax(to, bits);
 }
 
-/// What one thread counted: blocks with a non-zero code, the inexact ones of those, and blocks with a NaN or infinity.
+/// One thread's counts: blocks with a non-zero code, those of them that are inexact, and blocks with a NaN or infinity.
 struct Tally {
     u32 non_zero = 0;
     u32 inexact = 0;
     u32 non_finite = 0;
 
-    /// Adds the counts of all threads of the CTA to `counts[3]` (null: nobody wants them). Where `replicas` threads
-    /// counted the same blocks, the sums are divided by that. Every thread calls this; `total` is shared memory that
-    /// nothing else uses.
+    /// Adds the counts of all threads of the CTA to `counts[3]` (null: not wanted). If `replicas` threads counted the
+    /// same blocks, the sums are divided by that. Every thread calls this; `total` is shared memory that nothing else
+    /// uses.
     __device__ __forceinline__ void flush(u64* counts, u32 (&total)[3], u32 replicas = 1) const {
         if (counts == nullptr) return;
         if (threadIdx.x < 3) total[threadIdx.x] = 0;

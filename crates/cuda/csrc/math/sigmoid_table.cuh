@@ -1,5 +1,5 @@
-// The sigmoid of BF16 numbers from a table in shared memory. The table has the bits of math/exp.cuh's sigmoid; looking
-// one up takes a fifth of its instructions.
+// The sigmoid of BF16 values from a table in shared memory. The table has the bits of math/exp.cuh's sigmoid; a look-up
+// takes a fifth of its instructions.
 #pragma once
 #include "math/exp.cuh"
 #include "ptx/packed.cuh"
@@ -7,7 +7,7 @@
 
 namespace nib {
 
-/// Indexed by the bits of a BF16 number. Where the table ends, sigmoid no longer changes.
+/// Indexed by the bits of a BF16 value. Beyond the ends of the table, sigmoid is constant.
 struct SigmoidTable {
     static constexpr u32 kLow = 0x3300;   // 2^-25: 0.5 from there down, of either sign
     static constexpr u32 kHigh = 0x42D0;  // 104: 1 from there up, and 0 of negative numbers
@@ -19,7 +19,7 @@ struct SigmoidTable {
     u8 room[kRoom];            // for others
     float negative[kEntries];  // 0x8000 bytes after `positive`: so a number's sign bit is the offset
 
-    /// All threads of the CTA come here; a barrier follows.
+    /// All threads of the CTA call this; a barrier must follow.
     __device__ __forceinline__ void fill() {
         for (int i = threadIdx.x; i < kEntries; i += blockDim.x) {
             const float z = exp_of_negative(-__uint_as_float((kLow + i) << 16));
@@ -33,7 +33,7 @@ struct SigmoidTable {
     /// shared memory.
     __device__ __forceinline__ u32 base() const { return shared_address(this) * 0x10001; }
 
-    /// The sigmoids of both numbers of a word, the lower one first.
+    /// The sigmoids of both values of a word, the lower one first.
     __device__ __forceinline__ static void two(u32 base, u32 numbers, float (&s)[2]) {
         constexpr u32 kNegativeLow = 0x10000 - kLow, kLast = kEntries - 1;
         const u32 i = ptx::add_clamp_s16x2(numbers & 0x7FFF7FFF, kNegativeLow << 16 | kNegativeLow, kLast << 16 | kLast);

@@ -12,7 +12,7 @@ __device__ __forceinline__ void order_descending(u32& a, u32& b) {
     b = low;
 }
 
-/// Batcher's odd-even merge sort of eight.
+/// Batcher's odd-even merge sort of eight values.
 __device__ __forceinline__ void sort_descending(u32 (&x)[8]) {
     constexpr int kPairs[19][2] = {{0, 1}, {2, 3}, {4, 5}, {6, 7}, {0, 2}, {1, 3}, {4, 6}, {5, 7}, {1, 2}, {5, 6},
                                    {0, 4}, {1, 5}, {2, 6}, {3, 7}, {2, 4}, {3, 5}, {1, 2}, {3, 4}, {5, 6}};
@@ -20,8 +20,8 @@ __device__ __forceinline__ void sort_descending(u32 (&x)[8]) {
     for (int i = 0; i < 19; ++i) order_descending(x[kPairs[i][0]], x[kPairs[i][1]]);
 }
 
-/// The eight largest of two sorted lists, sorted. The larger of each pair, the first of one list against the last of
-/// the other and so on, are the eight largest as a bitonic list, which the network then sorts.
+/// The eight largest of two sorted lists, sorted. The larger values of the pairs (first of one list with last of the
+/// other, and so on) are the eight largest as a bitonic list, which the network then sorts.
 __device__ __forceinline__ void keep_largest(u32 (&x)[8], const u32 (&other)[8]) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) x[i] = larger_of(x[i], other[7 - i]);

@@ -5,12 +5,12 @@
 namespace nib::ptx {
 
 /// A cluster barrier in two halves; every thread of the cluster calls both. `cluster_wait` returns once all threads
-/// have arrived. Passed before the first write to another CTA's shared memory, it proves that this CTA has started.
+/// have arrived. Passing it before the first write to another CTA's shared memory proves that this CTA has started.
 /// Work between the halves hides the wait.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;\n" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;\n" ::: "memory"); }
 
-/// Stores a number in CTA `rank` of the cluster, which may be this one, at the address that `place` has here. That CTA
+/// Stores a value in CTA `rank` of the cluster, which may be this one, at the address that `place` has here. That CTA
 /// sees it after the next `cluster_sync`.
 __device__ __forceinline__ void store_at(float* place, u32 rank, float value) {
     asm volatile(

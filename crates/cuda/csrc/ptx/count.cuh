@@ -1,10 +1,10 @@
-// Counters in global memory by which CTAs of one kernel wait for others. A CTA that waits must be sure that those that it waits for have begun.
+// Counters in global memory by which CTAs of one kernel wait for other CTAs. A waiting CTA must be sure that those CTAs have started.
 #pragma once
 #include "ptx/types.cuh"
 
 namespace nib::ptx {
 
-/// Adds 1, once all that this thread has written or read before is done: also by copies of the copy engine that it has waited for.
+/// Adds 1, after all earlier reads and writes of this thread are done, including TMA copies that it has waited for.
 __device__ __forceinline__ void count_up(u32* counter) {
     asm volatile(
         "fence.proxy.async;\n"
@@ -13,7 +13,7 @@ __device__ __forceinline__ void count_up(u32* counter) {
         : "memory");
 }
 
-/// Waits until the counter is `count`, or more. What others did before they counted is then seen by this thread and by copies that it starts.
+/// Waits until the counter is at least `count`. Earlier work of threads that counted is then visible to this thread and its copies.
 __device__ __forceinline__ void wait_for_count(const u32* counter, u32 count) {
     u32 now;
     do {

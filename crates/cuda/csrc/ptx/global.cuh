@@ -1,4 +1,4 @@
-// Loads and stores of data that passes through once.
+// Loads and stores of streaming data.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -12,7 +12,7 @@ __device__ __forceinline__ uint4 load_16(const void* from) { return __ldg(static
 __device__ __forceinline__ uint2 load_8(const void* from) { return __ldg(static_cast<const uint2*>(from)); }
 
 /// Loads 16 bytes into `v` if `present`; otherwise `v` stays and `from` is not read. Volatile, and not through the
-/// read-only path: so the compiler keeps the order of a loop that loads a whole batch before it stores the batch.
+/// read-only path, so that the compiler keeps the order of a loop that loads a whole batch before it stores the batch.
 __device__ __forceinline__ void load_16_over(uint4& v, bool present, const void* from) {
     asm volatile(
         "{\n"
@@ -24,8 +24,8 @@ __device__ __forceinline__ void load_16_over(uint4& v, bool present, const void*
         : "l"(from), "r"(int(present)));
 }
 
-/// 4 bytes, or 0 if not `present`. Volatile too, so that the load does not move behind a barrier. The L2 fetches the
-/// 256 bytes around them, which other CTAs will ask for.
+/// 4 bytes, or 0 if not `present`. Volatile too, so that the load does not move past a barrier. The L2 fetches the 256
+/// bytes around them, which other CTAs will need.
 __device__ __forceinline__ u32 load_4_if(bool present, const void* from) {
     u32 v = 0;
     asm volatile(
@@ -46,8 +46,8 @@ __device__ __forceinline__ void copy_16_async(void* to, const void* from, bool p
                  : "memory");
 }
 
-/// The same, and the L2 fetches the 256 bytes around them, which other CTAs will ask for. This saves 2 to 4 % of the
-/// time of a conversion that reads lines of 128 bytes.
+/// The same, and the L2 fetches the 256 bytes around them, which other CTAs will need. This saves 2 to 4 % of the time
+/// of a conversion that reads lines of 128 bytes.
 __device__ __forceinline__ void copy_16_async_ahead(void* to, const void* from, bool present) {
     asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(present ? 16 : 0)
                  : "memory");
@@ -74,8 +74,8 @@ __device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_all;
 
 __device__ __forceinline__ void store_16(void* to, uint4 v) { *static_cast<uint4*>(to) = v; }
 __device__ __forceinline__ void store_8(void* to, uint2 v) { *static_cast<uint2*>(to) = v; }
-/// Stores if `present`, by a predicate. Behind a branch the compiler computes each address from scratch; this way a
-/// loop advances its address by one addition.
+/// Stores if `present`, by a predicate. With a branch the compiler computes each address from scratch; this way a loop
+/// advances its address by one addition.
 __device__ __forceinline__ void store_8_if(bool present, void* to, uint2 v) {
     asm volatile(
         "{\n"

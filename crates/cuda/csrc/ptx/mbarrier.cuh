@@ -1,11 +1,11 @@
-// mbarrier: the transaction barrier in shared memory on which the copy engine completes.
+// mbarrier: the transaction barrier in shared memory that TMA copies complete on.
 #pragma once
 #include "ptx/types.cuh"
 
 namespace nib::ptx {
 
 /// One barrier object. `parity` below is the phase's low bit: a fresh barrier is in phase 0, so waiting for parity 1 passes
-/// at once; that is how a producer's first round through the ring does not block.
+/// at once; so a producer's first round through the ring does not block.
 struct alignas(8) Barrier {
     u64 state;
 };
@@ -14,12 +14,12 @@ __device__ __forceinline__ void barrier_init(Barrier& barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(arrivals));
 }
 
-/// Makes the initialisations of this thread visible to the copy engine and to the cluster; a barrier of all threads follows.
+/// Makes this thread's initialisations visible to TMA and to the cluster; a barrier of all threads must follow.
 __device__ __forceinline__ void barrier_init_fence() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-/// One arrival, and `bytes` more that the copy engine must deliver before the phase ends.
+/// One arrival, and `bytes` more bytes that TMA must deliver before the phase ends.
 __device__ __forceinline__ void barrier_arrive_expect(Barrier& barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)), "r"(bytes)
                  : "memory");
@@ -31,8 +31,8 @@ __device__ __forceinline__ void barrier_arrive(Barrier& barrier) {
 }
 
 /// One arrival at the same barrier of another CTA of the cluster (or of this one). Deliberately without
-/// `.release.cluster`, which would add a GPU-wide fence to each arrival. The arrival means "I have read what the copy
-/// engine delivered", and a completed read of shared memory needs no release.
+/// `.release.cluster`, which would add a GPU-wide fence to each arrival. The arrival means "I have read what TMA
+/// delivered", and a completed read of shared memory needs no release.
 __device__ __forceinline__ void barrier_arrive_at(Barrier& barrier, u32 cta_rank) {
     asm volatile(
         "{\n"

@@ -78,15 +78,15 @@ __device__ __forceinline__ float max_magnitude(float a, float b) {
     return larger;
 }
 
-/// The same for each half of two BF16 pairs. The sign bits of the result mean nothing.
+/// The same for each half of two BF16 pairs. The sign bits of the result are undefined.
 __device__ __forceinline__ u32 max_magnitude_bf16x2(u32 a, u32 b) {
     u32 larger;
     asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
     return larger;
 }
 
-/// Both magnitudes of a BF16 pair. The hardware adds zero, so this takes nothing from the pipe of integer logic. A NaN
-/// stays some NaN.
+/// Both magnitudes of a BF16 pair. The hardware adds zero, so this does not use the integer-logic pipe. A NaN stays a
+/// NaN.
 __device__ __forceinline__ u32 magnitudes_bf16x2(u32 pair) {
     u32 magnitudes;
     asm("abs.bf16x2 %0, %1;" : "=r"(magnitudes) : "r"(pair));
@@ -100,8 +100,8 @@ __device__ __forceinline__ u32 min_u16x2(u32 a, u32 b) {
     return smaller;
 }
 
-/// Picks four bytes of two words, like __byte_perm. Where the top bit of a nibble of `selector` is set, the result is
-/// eight copies of the picked byte's sign bit.
+/// Selects four bytes of two words, like __byte_perm. If the top bit of a nibble of `selector` is set, the result byte
+/// is eight copies of the selected byte's sign bit.
 __device__ __forceinline__ u32 byte_perm_signs(u32 a, u32 b, u32 selector) {
     u32 picked;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(picked) : "r"(a), "r"(b), "r"(selector));
@@ -237,7 +237,7 @@ __device__ __forceinline__ float2 f32x2_from_f16x2(u32 pair) {
     return two;
 }
 
-/// Two 16-bit numbers in one register.
+/// Packs two 16-bit values into one register.
 __device__ __forceinline__ u32 pack_u16(u16 low, u16 high) {
     u32 packed;
     asm("mov.b32 %0, {%1, %2};" : "=r"(packed) : "h"(low), "h"(high));
@@ -247,14 +247,14 @@ __device__ __forceinline__ u32 pack_u16(u16 low, u16 high) {
 __device__ __forceinline__ u16 low_u16(u32 pair) { return static_cast<u16>(pair); }
 __device__ __forceinline__ u16 high_u16(u32 pair) { return static_cast<u16>(pair >> 16); }
 
-/// The larger number, or a NaN if either is one.
+/// The larger number, or a NaN if either is NaN.
 __device__ __forceinline__ float max_or_nan(float a, float b) {
     float larger;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
     return larger;
 }
 
-/// 2^x to within two units in the last place; a NaN stays one, subnormal results are 0.
+/// 2^x to within two units in the last place; a NaN stays NaN, subnormal results are 0.
 __device__ __forceinline__ float exp2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -1,4 +1,4 @@
-// Where a thread is, within its warp and its cluster, and what a warp agrees on.
+// A thread's position within its warp and its cluster; barriers, register allocation and warp-wide operations.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -27,16 +27,16 @@ __device__ __forceinline__ u32 cluster_cta_rank() {
     return rank;
 }
 
-/// Arrive and wait of every thread of every CTA of the cluster; also makes shared-memory writes (mbarrier.init)
-/// visible to the peers. Not `.aligned`: the producer's lanes come here at different times.
+/// Arrive and wait of every thread of every CTA of the cluster; also makes shared-memory writes (mbarrier.init) visible
+/// to the peers. Not `.aligned`: the producer's lanes arrive at different times.
 __device__ __forceinline__ void cluster_sync() {
     asm volatile(
         "barrier.cluster.arrive.release;\n"
         "barrier.cluster.wait.acquire;\n" ::: "memory");
 }
 
-/// Waits until the kernels before this one have finished and their writes are visible. In a kernel that is launched
-/// early (`Kernel::launch_early`) every thread calls this before it touches memory that those kernels read or write.
+/// Waits until the preceding kernels have finished and their writes are visible. In a kernel that is launched early
+/// (`Kernel::launch_early`) every thread calls this before it touches memory that those kernels read or write.
 __device__ __forceinline__ void grid_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 /// Waits at barrier number `kBarrier` for `kThreads` threads of the CTA. Number 0 is the barrier of `__syncthreads`.
@@ -57,20 +57,20 @@ __device__ __forceinline__ void named_barrier_wait(u32 barrier) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
 }
 
-/// Hands registers back. Every warp of the warpgroup must execute it, in a branch of one if/else per role, and the kernel
+/// Releases registers. Every warp of the warpgroup must execute it, in a branch of one if/else per role, and the kernel
 /// must carry __launch_bounds__(threads, 1): otherwise ptxas ignores it (warning C7508).
 template <u32 kRegisters>
 __device__ __forceinline__ void registers_shrink_to() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-/// Takes registers; waits until enough were handed back.
+/// Acquires registers; waits until enough were released.
 template <u32 kRegisters>
 __device__ __forceinline__ void registers_grow_to() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-/// Returns `value`, but the compiler computes nothing derived from the result before this point, where it would hold
+/// Returns `value`, but the compiler computes nothing derived from the result before this point, where it would occupy
 /// registers.
 __device__ __forceinline__ u32 here(u32 value) {
     asm volatile("" : "+r"(value));
@@ -91,7 +91,7 @@ __device__ __forceinline__ float low_bf16(u32 packed) { return __uint_as_float(p
 __device__ __forceinline__ float high_bf16(u32 packed) { return __uint_as_float(packed & 0xFFFF0000); }
 
 /// `low_bf16` by another instruction. If the same instruction appears twice, the compiler keeps the first result, one
-/// register a number.
+/// register per value.
 __device__ __forceinline__ float low_bf16_again(u32 packed) {
     float x;
     asm("prmt.b32 %0, %1, 0, 0x1044;" : "=f"(x) : "r"(packed));

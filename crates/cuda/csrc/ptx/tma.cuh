@@ -1,5 +1,5 @@
-// TMA: the bulk tensor copy engine, two-dimensional tiles. Coordinates are (fastest dimension, slowest dimension) in elements;
-// loads fill what lies outside the tensor with zeros (and count its bytes), stores leave it out.
+// TMA, the Tensor Memory Accelerator: two-dimensional tiles. Coordinates are (fastest dimension, slowest dimension) in
+// elements; loads fill positions outside the tensor with zeros (and count their bytes), stores skip them.
 #pragma once
 #include "ptx/mbarrier.cuh"
 #include "ptx/types.cuh"
@@ -10,7 +10,7 @@ __device__ __forceinline__ void tensor_map_prefetch(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-/// One tile to this CTA's shared memory; completes on `barrier`.
+/// Loads one tile to this CTA's shared memory; completes on `barrier`.
 __device__ __forceinline__ void tma_load(void* tile, const TensorMap& map, Barrier& barrier, int x, int y) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
@@ -49,7 +49,7 @@ __device__ __forceinline__ void bulk_load(void* to, const void* from, u32 bytes,
                  : "memory");
 }
 
-/// One tile to the same place in every CTA of `cta_mask`, completing on the barrier at the same place of each.
+/// Loads one tile to the same place in every CTA of `cta_mask`, completing on the barrier at the same place of each.
 __device__ __forceinline__ void tma_load_multicast(void* tile, const TensorMap& map, Barrier& barrier, int x, int y,
                                                    u16 cta_mask) {
     asm volatile(
@@ -59,7 +59,7 @@ __device__ __forceinline__ void tma_load_multicast(void* tile, const TensorMap& 
         : "memory");
 }
 
-/// One tile from shared memory to a matrix of a stack. Ordinary stores to the tile must have been fenced with
+/// Stores one tile from shared memory to a matrix of a stack. Ordinary stores to the tile must have been fenced with
 /// `fence_shared_to_async`.
 __device__ __forceinline__ void tma_store(const TensorMap& map, const void* tile, int x, int y, int matrix) {
     asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
@@ -67,8 +67,7 @@ __device__ __forceinline__ void tma_store(const TensorMap& map, const void* tile
                  : "memory");
 }
 
-/// Adds the tile to what is in memory: one addition an element, rounded to nearest even, done in the L2. Needs the same
-/// fence.
+/// Adds the tile to memory: one addition per element, rounded to nearest even, done in the L2. Needs the same fence.
 __device__ __forceinline__ void tma_add(const TensorMap& map, const void* tile, int x, int y, int matrix) {
     asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
                  "r"(shared_address(tile)), "r"(x), "r"(y), "r"(matrix)
@@ -93,7 +92,7 @@ __device__ __forceinline__ void tma_store_wait_read() {
 /// Waits until all of this thread's committed stores are done.
 __device__ __forceinline__ void tma_store_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-/// Orders this thread's ordinary writes to shared memory before later reads by the copy engine or the tensor cores.
+/// Orders this thread's ordinary writes to shared memory before later reads by TMA or the tensor cores.
 __device__ __forceinline__ void fence_shared_to_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

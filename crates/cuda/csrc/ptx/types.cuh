@@ -8,13 +8,13 @@ using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
 
-/// The 128 opaque bytes that cuTensorMapEncodeTiled fills. Passed by value as a __grid_constant__ parameter: the copy
-/// engine reads the descriptor where the driver put it.
+/// The 128 opaque bytes that cuTensorMapEncodeTiled fills. Passed by value as a __grid_constant__ parameter: TMA reads
+/// the descriptor where the driver put it.
 struct alignas(128) TensorMap {
     u64 opaque[16];
 };
 
-/// 32-bit address of an object within the shared window, as the copy engine, mbarriers and descriptors want it.
+/// 32-bit address of an object within the shared window, as TMA, mbarriers and descriptors need it.
 __device__ __forceinline__ u32 shared_address(const void* pointer) {
     return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }

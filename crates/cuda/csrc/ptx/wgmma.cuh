@@ -40,8 +40,8 @@ __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.a
 
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-/// Keeps the compiler from moving uses of the accumulators across this point. It believes that a wgmma has finished
-/// once it is issued.
+/// Keeps the compiler from moving uses of the accumulators across this point: the compiler believes that a wgmma has
+/// finished once it is issued.
 template <int kCount>
 __device__ __forceinline__ void wgmma_pin(float (&d)[kCount]) {
 #pragma unroll
@@ -51,7 +51,7 @@ __device__ __forceinline__ void wgmma_pin(float (&d)[kCount]) {
 /// Waits for all committed batches of this warp.
 __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 
-/// Waits until at most `kPending` committed batches of this warp are still at work.
+/// Waits until at most `kPending` committed batches of this warp are still running.
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait_until() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
@@ -72,7 +72,7 @@ enum class Fp8 { kE4m3, kE5m2 };
         : NIB_REGISTERS_64                                         \
         : "l"(a), "l"(b), "r"(int(accumulate)))
 
-/// d = A·Bᵀ (+ d where `accumulate`), of these elements, 64 x 128 x 32.
+/// d = A·Bᵀ (+ d if `accumulate`), with these elements, 64 x 128 x 32.
 template <Fp8 kA, Fp8 kB>
 __device__ __forceinline__ void wgmma_m64n128k32_fp8(float (&d)[64], u64 a, u64 b, bool accumulate) {
     if constexpr (kA == Fp8::kE4m3 && kB == Fp8::kE4m3)
@@ -86,7 +86,7 @@ __device__ __forceinline__ void wgmma_m64n128k32_fp8(float (&d)[64], u64 a, u64 
 }
 #undef NIB_WGMMA_FP8
 
-/// d = A·Bᵀ (+ d where `accumulate`), BF16 x BF16, 64 x 128 x 16. kTransposed: both operands are MN-major.
+/// d = A·Bᵀ (+ d if `accumulate`), BF16 x BF16, 64 x 128 x 16. kTransposed: both operands are MN-major.
 template <bool kTransposed>
 __device__ __forceinline__ void wgmma_m64n128k16_bf16(float (&d)[64], u64 a, u64 b, bool accumulate) {
     asm volatile(

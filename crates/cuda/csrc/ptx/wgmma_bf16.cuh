@@ -1,8 +1,8 @@
-// wgmma on BF16 with F32 accumulators, as attention uses it: A from shared memory or from registers, B either way round.
+// wgmma on BF16 with F32 accumulators, as attention uses it: A from shared memory or from registers, B in either orientation.
 //
-// Accumulators lie as ptx/wgmma.cuh says. A from registers, 16 values of k at a time: in lane l, a[0] is row l/4, k =
-// 2(l%4) + {0, 1}; a[1] is row l/4 + 8 at the same k; a[2] and a[3] are the same rows at k + 8. So two neighbouring
-// accumulators of an earlier product, packed to BF16, are one register of A.
+// The layout of accumulators is in ptx/wgmma.cuh. A from registers, 16 values of k at a time: in lane l, a[0] is row l/4, k = 2(l%4) + {0,
+// 1}; a[1] is row l/4 + 8 at the same k; a[2] and a[3] are the same rows at k + 8. So two adjacent accumulators of an earlier product,
+// packed to BF16, are one register of A.
 #pragma once
 #include "ptx/types.cuh"
 #include "ptx/wgmma_lists.cuh"

@@ -1,5 +1,5 @@
-// The accumulators of wgmma as inline assembly lists them: their names in the text, the registers that are added to, and those that are
-// written without being read.
+// The accumulators of wgmma as inline assembly lists them: their names in the text, the registers that are added to, and the registers
+// that are written without being read.
 #pragma once
 
 #define NIB_NAMES_32 \

@@ -1,18 +1,18 @@
-//! Ranks on GPUs, one GPU each: collectives by NCCL's messages.
+//! Ranks on GPUs, one GPU each: collectives by NCCL's point-to-point messages.
 //!
-//! * Only point-to-point messages of NCCL are used, all those of a collective in one group. Sums over ranks are this crate's own, in the
-//!   order of the tree that all backends share, unless a run asks for NCCL's ([`Sums`]). So the way in which NCCL splits a collective
-//!   cannot change a bit.
+//! * Only point-to-point messages of NCCL are used; all messages of a collective form one group. This crate sums over ranks itself, in
+//!   the tree order that all backends share, unless a run asks for NCCL's sums ([`Sums`]). So results do not depend on how NCCL splits a
+//!   collective.
 //! * NCCL's sums over the replicas of experts need a communicator of their own (`ncclCommSplit`): NCCL sums over all ranks of a
 //!   communicator, while messages go from any rank to any other.
-//! * A rank's communicators, along all axes, share one queue: a stream and one NCCL communicator of all ranks. So messages are under way
-//!   in the same order everywhere. Events order the queue after the device's work and the device's work after it; the host waits for
-//!   neither.
-//! * Hosts meet, agree and fail through [`Peers`]. Before NCCL begins, they exchange the first rank's id, the versions of NCCL and the
+//! * A rank's communicators, along all axes, share one queue: a stream and one NCCL communicator of all ranks. So messages are in flight
+//!   in the same order on every rank. Events order the queue after the device's work and the device's work after the queue; the host
+//!   waits for neither.
+//! * Hosts meet, agree and fail through [`Peers`]. Before NCCL starts, they exchange the first rank's id, the versions of NCCL and the
 //!   UUIDs of the GPUs.
-//! * A thread that waits for the device may wait for messages of ranks that are gone. So another thread watches: it aborts the NCCL
-//!   communicator where a rank has failed, or where messages take longer than the deadline (`NIBBLE_EXCHANGE_DEADLINE`).
-//! * Messages of a rank to itself are copies in the order of the device's own work.
+//! * A thread that waits for the device may wait for messages of ranks that are gone. So a second thread watches: it aborts the NCCL
+//!   communicator if a rank has failed, or if messages take longer than the deadline (`NIBBLE_EXCHANGE_DEADLINE`).
+//! * A rank's messages to itself are copies on the device's own stream.
 
 mod nccl;
 mod queue;
@@ -32,7 +32,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// The version of the NCCL that is used, or why there is none to use. Looks, and loads it, when it is asked first.
+/// The version of the NCCL that is used, or why there is none. The first call looks for NCCL and loads it.
 ///
 /// # Errors
 /// A sentence that says what is missing.
@@ -43,21 +43,21 @@ pub fn nccl_version() -> std::result::Result<Version, String> {
 /// How gradients are summed over ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Sums {
-    /// Here, by the tree of every backend: the bits of the CPU, whatever the links.
+    /// By this crate, in the tree order of every backend: the CPU's bits, whatever the links.
     #[default]
     Tree,
-    /// By NCCL, in an order that depends on its version, the GPUs and how they are joined: no bits are kept.
+    /// By NCCL, in an order that depends on its version, the GPUs and their links: bits are not reproducible.
     Nccl,
 }
 
 /// A rank's communicator among ranks that have a GPU each.
 pub struct NcclComm {
     queue: Arc<Queue>,
-    /// Where NCCL sums: over which ranks.
+    /// The ranks that NCCL sums over; `None` if it does not sum.
     sums: Option<Over>,
-    /// These ranks by their numbers among all.
+    /// These ranks' numbers among all ranks.
     members: Vec<usize>,
-    /// This rank's number among these.
+    /// This rank's number within `members`.
     rank: usize,
     peers: Arc<dyn Peers>,
 }
@@ -69,8 +69,8 @@ impl Debug for NcclComm {
 }
 
 impl NcclComm {
-    /// A rank's communicators along the axes of a mesh, of ranks that know each other as `peers`. Waits for all of them. Messages that take longer
-    /// than `deadline` fail the run: a rank does not go on then.
+    /// A rank's communicators along the axes of a mesh; `peers` connects the hosts of its ranks. Waits for all of them. Messages that take
+    /// longer than `deadline` fail the run, and the rank stops.
     ///
     /// # Errors
     /// [`Error::Device`] where there is no NCCL to use; [`Error::Comm`] where two ranks have the same GPU or different versions of NCCL, and where
@@ -101,11 +101,11 @@ impl NcclComm {
         })
     }
 
-    /// Leaves the other ranks in peace, along all axes: to be called by each of them when its work is done. One that does not, because its work has
-    /// failed, ends what is under way when it is dropped, and waits for nobody.
+    /// Leaves the mesh, along all axes. Each rank calls this when its work is done. A rank whose work has failed does not call it: dropping
+    /// the communicator then aborts messages in flight and waits for nobody.
     ///
     /// # Errors
-    /// [`Error::Comm`] where another rank fails instead.
+    /// [`Error::Comm`] where another rank fails meanwhile.
     pub fn leave(&self) -> Result<()> {
         self.queue.leave()
     }
@@ -114,7 +114,7 @@ impl NcclComm {
         Error::Comm { call, rank: self.rank, why }
     }
 
-    /// Does a collective. Its error fails the run, so that no other rank waits for this one.
+    /// Runs a collective. An error fails the whole run, so that no other rank waits for this one.
     fn collective<T>(&self, b: &Cuda, call: &'static str, work: impl FnOnce() -> Result<T>) -> Result<T> {
         let is_same = b.device().is_same(self.queue.device());
         let of_another = || {
@@ -125,7 +125,7 @@ impl NcclComm {
         done.inspect_err(|error| self.peers.abort(&error.to_string()))
     }
 
-    /// A message for each of these ranks, or from each: bytes of a buffer, as long as `bytes` says, one behind the other.
+    /// One message to or from each of these ranks: consecutive parts of a buffer, with `bytes(rank)` bytes each.
     fn in_order(&self, of: &Buffer<u8>, bytes: impl Fn(usize) -> usize) -> Vec<Message> {
         let mut address = of.address();
         let message = |(rank, peer): (usize, &usize)| {
@@ -136,12 +136,12 @@ impl NcclComm {
         self.members.iter().enumerate().map(message).collect()
     }
 
-    /// The same bytes for each of these ranks.
+    /// A message with the same bytes for each of these ranks.
     fn to_all(&self, address: u64, bytes: usize) -> Vec<Message> {
         self.members.iter().map(|peer| Message { peer: *peer, address, bytes }).collect()
     }
 
-    /// Every rank's values one after the other.
+    /// The values of all ranks, concatenated.
     fn gathered<T: Plain>(&self, b: &Cuda, call: &'static str, values: &Buf<T>) -> Result<Buf<T>> {
         self.collective(b, call, || {
             let bytes = values.get().bytes();
@@ -150,18 +150,18 @@ impl NcclComm {
             let mut all: Buf<T> = b.alloc(len)?;
             let into = self.in_order(&all.in_place().reinterpreted()?, |_| bytes);
             let sent = self.to_all(values.get().address(), bytes);
-            // SAFETY: what is sent has so many bytes, and what is received one place for each rank; both live until the messages are joined, here,
-            // and the buffer received is new.
+            // SAFETY: `sent` lies within `values`, and `into` is one part of `all` for each rank; both buffers live until the messages are
+            // joined, here, and `all` is new.
             unsafe { self.queue.send(call, &sent, &into) }?.join()?;
             Ok(all)
         })
     }
 }
 
-/// Sums whose parts travel. Its fields go in their order: the messages are joined before the memory that they use is given back.
+/// Sums in flight. Fields are dropped in order: the messages are joined before their memory is freed.
 struct SumsUnderWay {
     sent: Sent,
-    /// What comes for each sum: this rank's part of every rank's values; none where NCCL sums.
+    /// What arrives for each sum: this rank's part of every rank's values; empty where NCCL sums.
     came: Vec<Buf<f32>>,
     sums: Vec<TreeSum<Cuda>>,
 }
@@ -189,7 +189,7 @@ impl SumsUnderWay {
     }
 }
 
-/// Bytes that travel. Its fields go in their order: the messages are joined before the memory that they use is given back.
+/// Bytes in flight. Fields are dropped in order: the messages are joined before their memory is freed.
 struct BytesUnderWay {
     sent: Sent,
     from: Buf<u8>,
@@ -357,7 +357,7 @@ impl Comm<Cuda> for NcclComm {
         self.gathered(b, "all_gather_f64", values)
     }
 
-    /// Of the hosts: the device may be behind.
+    /// Among the hosts: the devices may still have work in flight.
     fn barrier(&self) -> Result<()> {
         self.peers.gather(&[]).map(drop)
     }
@@ -370,7 +370,7 @@ impl Comm<Cuda> for NcclComm {
         self.peers.check()
     }
 
-    /// With the time that messages took themselves, which the device does not tell apart.
+    /// Includes the messages' own transfer time: the device cannot tell it from waiting.
     fn waited(&self) -> Duration {
         self.peers.waited() + self.queue.busy()
     }

@@ -1,7 +1,7 @@
-//! NVIDIA's library of collectives, as far as it is called: NCCL, loaded when somebody asks.
+//! Bindings to the functions of NCCL that this crate calls. The library is loaded on first use.
 //!
-//! Its functions are looked up here and not by `cudarc`, which knows no other name than `libnccl.so`: that one is of the packages for
-//! development, and those that people have bring `libnccl.so.2`.
+//! Functions are looked up here and not by `cudarc`, which only knows the name `libnccl.so`: development packages have that name, and
+//! installed runtime packages have `libnccl.so.2`.
 
 use libloading::Library;
 use nibble_core::{Error, Result};
@@ -9,7 +9,7 @@ use std::ffi::{CStr, c_char, c_int, c_void};
 use std::fmt;
 use std::sync::OnceLock;
 
-/// A communicator, as the library hands it out.
+/// The library's opaque communicator.
 #[repr(C)]
 pub(super) struct Opaque {
     _private: [u8; 0],
@@ -20,7 +20,7 @@ pub(super) type Handle = *mut Opaque;
 /// `cudaStream_t`, which is a `CUstream`.
 type Stream = *mut c_void;
 
-/// `ncclUniqueId`: what the ranks of a communicator find each other by.
+/// `ncclUniqueId`, by which the ranks of a communicator find each other.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(super) struct UniqueId(pub [u8; UniqueId::BYTES]);
@@ -35,7 +35,7 @@ const BYTES_TYPE: c_int = 1;
 /// `ncclFloat32`, and `ncclSum`.
 const SUM_OF_F32: (c_int, c_int) = (7, 0);
 
-/// The oldest version that is taken: what is called here is as old, and was not tried with older ones.
+/// The oldest version that is accepted: every call made here exists in it, and older versions were not tested.
 const OLDEST: Version = Version { major: 2, minor: 18, patch: 0 };
 
 /// The library's version.
@@ -50,12 +50,12 @@ pub struct Version {
 }
 
 impl Version {
-    /// By the number that the library gives: 22809 for 2.28.9.
+    /// The version that the library writes as `code`: 22809 for 2.28.9.
     fn of_code(code: u32) -> Self {
         Self { major: code / 10_000, minor: code / 100 % 100, patch: code % 100 }
     }
 
-    /// That number.
+    /// The library's number for this version.
     pub fn code(self) -> u32 {
         10_000 * self.major + 100 * self.minor + self.patch
     }
@@ -67,7 +67,7 @@ impl fmt::Display for Version {
     }
 }
 
-/// The library's calls. It stays loaded for the life of the process.
+/// The library's functions. It stays loaded for the life of the process.
 pub(super) struct Nccl {
     /// Its version.
     pub version: Version,
@@ -92,7 +92,7 @@ impl fmt::Debug for Nccl {
     }
 }
 
-/// One message of a group: bytes of a device's memory, and the rank that they go to or come from.
+/// One message of a group: bytes in device memory, and the rank that they go to or come from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Message {
     pub peer: usize,
@@ -100,14 +100,14 @@ pub(super) struct Message {
     pub bytes: usize,
 }
 
-/// A sum of F32 values over the ranks of a communicator, which one of them gets.
+/// A sum of F32 values over the ranks of a communicator; one rank receives it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Sum {
     pub from: u64,
-    /// Read by the rank that gets it alone.
+    /// Read only by the rank that receives the sum.
     pub to: u64,
     pub values: usize,
-    /// Who gets it, by its number in the communicator.
+    /// The receiving rank, by its number in the communicator.
     pub rank: usize,
 }
 
@@ -173,7 +173,7 @@ impl Nccl {
         })
     }
 
-    /// What a code says.
+    /// Turns a return code into a result.
     fn answer(&self, call: &str, handle: Handle, code: c_int) -> Result<()> {
         match code {
             0 => Ok(()),
@@ -197,7 +197,7 @@ impl Nccl {
         self.answer("ncclGetUniqueId", std::ptr::null_mut(), code).map(|_| id)
     }
 
-    /// A communicator of the device whose context is current. Waits for all ranks, for ever if one does not come.
+    /// A communicator on the device whose context is current. Waits for all ranks, without a time limit.
     pub fn begin(&self, id: UniqueId, rank: usize, world: usize) -> Result<Handle> {
         let mut handle = std::ptr::null_mut();
         // SAFETY: writes the handle.
@@ -205,7 +205,7 @@ impl Nccl {
         self.answer("ncclCommInitRank", handle, code).map(|()| handle)
     }
 
-    /// The error of what a communicator does by itself, if there is one.
+    /// The asynchronous error of a communicator, if there is one.
     ///
     /// # Safety
     /// The handle is alive.
@@ -217,11 +217,11 @@ impl Nccl {
         self.answer("messages", handle, state)
     }
 
-    /// Issues messages on a stream, all of them at once.
+    /// Issues messages on a stream, as one group.
     ///
     /// # Safety
-    /// The handle is alive and its device's context current; all memory is of that device, and alive and used by nobody else until the stream
-    /// has passed this.
+    /// The handle is alive and its device's context current. All memory is of that device, alive, and used by nobody else until the stream
+    /// has passed the messages.
     pub unsafe fn exchange(
         &self,
         handle: Handle,
@@ -245,7 +245,7 @@ impl Nccl {
         })
     }
 
-    /// Issues sums on a stream, all of them at once. Every rank of the communicator issues the same.
+    /// Issues sums on a stream, as one group. Every rank of the communicator issues the same sums.
     ///
     /// # Safety
     /// As [`Nccl::exchange`].
@@ -262,7 +262,7 @@ impl Nccl {
         })
     }
 
-    /// Makes calls as one group, and keeps the first of the errors that it is told. A group that was begun is ended, whatever becomes of its calls.
+    /// Makes calls as one group and returns the first error. The group is always ended, also after a failed call.
     fn grouped(&self, handle: Handle, calls: impl FnOnce(&mut dyn FnMut(Result<()>))) -> Result<()> {
         // SAFETY: takes nothing.
         self.answer("ncclGroupStart", handle, unsafe { (self.group_start)() })?;
@@ -273,7 +273,7 @@ impl Nccl {
         first.and(ended)
     }
 
-    /// The communicator of those ranks that give the same `group`, in the order of `rank`. Waits for all ranks.
+    /// The communicator of the ranks that give the same `group`, in the order of `rank`. Waits for all ranks.
     ///
     /// # Safety
     /// The handle is alive and its device's context current.
@@ -285,7 +285,7 @@ impl Nccl {
         self.answer("ncclCommSplit", handle, code).map(|()| part)
     }
 
-    /// Ends a communicator at once, with all that it has under way: the device goes on.
+    /// Aborts a communicator and everything that it has in flight; the device goes on.
     ///
     /// # Safety
     /// The handle is alive, and not used after this.

@@ -1,4 +1,4 @@
-//! The queue on which a rank's messages travel: a stream of its own, NCCL's communicator of all ranks, and who watches over it.
+//! The queue on which a rank's messages travel: a stream of its own, NCCL's communicator of all ranks, and a watcher thread.
 
 use crate::Device;
 use crate::comm::Sums;
@@ -14,10 +14,10 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// How often somebody looks whether another rank has failed.
+/// How often the watcher looks whether another rank has failed.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
-/// A rank's queue of messages. All of a rank's communicators use the same one: then what is under way at once is under way everywhere in the same order.
+/// A rank's queue of messages. All communicators of a rank share one queue, so messages are in flight in the same order on every rank.
 pub(super) struct Queue {
     inner: Arc<Inner>,
     watcher: Option<JoinHandle<()>>,
@@ -27,11 +27,11 @@ struct Inner {
     nccl: &'static Nccl,
     device: Device,
     stream: sys::CUstream,
-    /// The communicators; none once they were ended.
+    /// The communicators; `None` once they were aborted.
     handles: Mutex<Option<Handles>>,
     peers: Arc<dyn Peers>,
     under_way: Mutex<VecDeque<UnderWay>>,
-    /// Nanoseconds that messages have taken, waiting for others included.
+    /// Nanoseconds that messages have taken, including the wait for other ranks.
     busy: AtomicU64,
     deadline: Duration,
     is_over: Mutex<bool>,
@@ -51,11 +51,11 @@ pub(super) enum Over {
     Replicas,
 }
 
-/// A rank's communicators of the library.
+/// A rank's NCCL communicators.
 #[derive(Clone, Copy)]
 struct Handles {
     all: Handle,
-    /// Of the ranks with the same experts, where NCCL sums over them and they are not all.
+    /// The ranks with the same experts; `None` unless NCCL sums over them and they are not all ranks.
     replicas: Option<Handle>,
 }
 
@@ -73,7 +73,7 @@ impl Handles {
     }
 }
 
-/// Messages that the device has yet to pass.
+/// Messages that the device has not passed yet.
 struct UnderWay {
     call: &'static str,
     began: Event,
@@ -81,7 +81,7 @@ struct UnderWay {
     issued: Instant,
 }
 
-/// Messages on the queue. The device's own work goes on beside them until they are [joined](Sent::join).
+/// Messages on the queue. The device's own work runs concurrently until they are [joined](Sent::join).
 #[must_use = "what is written by others is there once it is joined"]
 pub(super) struct Sent {
     inner: Arc<Inner>,
@@ -128,18 +128,18 @@ impl Queue {
         Ok(queue)
     }
 
-    /// The device that messages are of.
+    /// The device whose memory is sent and received.
     pub fn device(&self) -> &Device {
         &self.inner.device
     }
 
-    /// How long messages have taken so far, with what this rank waited for others in them.
+    /// The total time of messages so far, including this rank's wait for other ranks.
     pub fn busy(&self) -> Duration {
         Duration::from_nanos(self.inner.busy.load(Ordering::Relaxed))
     }
 
-    /// Ends the queue in peace: waits until the messages of all ranks have arrived, as others may read this one's memory until then. Dropped without
-    /// that it ends at once, and waits for nobody.
+    /// Ends the queue: waits until the messages of all ranks have arrived, as other ranks may read this rank's memory until then. A queue
+    /// that is dropped without this call ends at once and waits for nobody.
     pub fn leave(&self) -> Result<()> {
         let inner = &self.inner;
         inner.device.stream()?;
@@ -150,11 +150,11 @@ impl Queue {
         Ok(())
     }
 
-    /// Issues messages after everything issued on the device so far. Those of a rank to itself are copies in order with the device's own work.
+    /// Issues messages after everything issued on the device so far. A rank's messages to itself are copies on the device's own stream.
     ///
     /// # Safety
-    /// All memory is of this device. What is sent is written by nobody, and what is received used by nobody, until the messages are joined, and
-    /// the memory is not given back before that. Nothing overlaps what is received.
+    /// All memory is of this device. Until the messages are joined, nobody writes what is sent or uses what is received, and the memory is
+    /// not freed. Nothing overlaps what is received.
     pub unsafe fn send(&self, call: &'static str, sent: &[Message], received: &[Message]) -> Result<Sent> {
         let inner = &self.inner;
         let me = inner.peers.rank();
@@ -171,7 +171,7 @@ impl Queue {
                 inner.nccl.exchange(all, inner.stream.cast(), (&sent, &received))
             })?
         };
-        // Beside the messages of others, as the device would often wait for these.
+        // On the device's own stream, not on the queue: the device would often have to wait for the queue.
         let stream = inner.device.stream()?;
         for (from, to) in own_sent.into_iter().zip(own_received) {
             // SAFETY: as the caller says.
@@ -196,7 +196,7 @@ impl Queue {
 }
 
 impl Sent {
-    /// What is issued on the device from here on comes after the messages.
+    /// Orders everything issued on the device from here on after the messages.
     pub fn join(mut self) -> Result<()> {
         self.joined()
     }
@@ -211,7 +211,7 @@ impl Sent {
 
 impl Drop for Sent {
     fn drop(&mut self) {
-        // Memory given back behind this is used again after the messages. An error here means that the device is lost.
+        // Memory freed after this is reused only after the messages. An error here means that the device is lost.
         let _ = self.joined();
     }
 }
@@ -228,7 +228,7 @@ impl Drop for Queue {
         *lock(&inner.is_over) = true;
         inner.over.notify_all();
         if let Some(watcher) = self.watcher.take() {
-            // It has no panic of its own to tell.
+            // The watcher has no panic of its own to report.
             let _ = watcher.join();
         }
     }
@@ -248,14 +248,14 @@ impl Inner {
         self.peers.rank()
     }
 
-    /// Fails the run: every rank learns it.
+    /// Fails the run on every rank.
     fn fail(&self, call: &'static str, why: &str) -> Error {
         self.peers.abort(&format!("{call}: {why}"));
         self.abort();
         Error::Comm { call, rank: self.rank(), why: why.to_owned() }
     }
 
-    /// Ends the communicators at once, if they are there.
+    /// Aborts the communicators, if they are still there.
     fn abort(&self) {
         if let Some(handles) = lock(&self.handles).take() {
             // SAFETY: taken out of their place: nobody uses them after this.
@@ -263,7 +263,7 @@ impl Inner {
         }
     }
 
-    /// Does something with the communicators, unless they were ended: then somebody has failed.
+    /// Calls `work` with the communicators. If they were aborted, some rank has failed, which is the error.
     fn with_handles<T>(&self, call: &'static str, work: impl FnOnce(Handles) -> Result<T>) -> Result<T> {
         match &*lock(&self.handles) {
             Some(handles) => work(*handles),
@@ -297,8 +297,8 @@ impl Inner {
         Ok(Sent { inner: self.clone(), ended: Some(ended) })
     }
 
-    /// Until the queue is dropped: ends the communicator where a rank fails, or where messages take too long. A thread that waits for the device waits
-    /// for messages of ranks that may be no more, and cannot see to it.
+    /// Runs until the queue is dropped: aborts the communicators if a rank fails, or if messages take too long. A thread that waits for the
+    /// device cannot do that, as it may be waiting for messages of ranks that are gone.
     fn watch(&self) {
         let mut is_over = lock(&self.is_over);
         while !*is_over {
@@ -316,7 +316,7 @@ impl Inner {
         if self.peers.check().is_err() {
             return self.abort();
         }
-        // An error here means that the device is lost, which whoever waits for it learns.
+        // An error here means that the device is lost; whoever waits for the device learns it.
         if self.device.stream().is_err() {
             return;
         }
@@ -351,8 +351,8 @@ fn late_messages(deadline: Duration) -> String {
     format!("messages have not arrived within {} s: a rank does not go on", deadline.as_secs())
 }
 
-/// A stream whose kernels come before those of others that wait for a multiprocessor: else messages would set out only when the products have been
-/// computed that were to hide them. For the current context.
+/// A high-priority stream, whose kernels are scheduled before the CTAs of other streams that wait for a multiprocessor. Otherwise messages
+/// would only start after the products that should hide them. For the current context.
 fn urgent_stream() -> Result<sys::CUstream> {
     let (mut least, mut greatest, mut stream) = (0, 0, std::ptr::null_mut());
     let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
@@ -366,9 +366,9 @@ fn urgent_stream() -> Result<sys::CUstream> {
 
 /// The first meeting of all ranks in NCCL.
 ///
-/// The communicator is a blocking one. For one that does not block NCCL starts a thread for each group of messages, which made a small message take 113 µs
-/// instead of 24 (2.28). A blocking call waits for another rank only while these two have yet to connect. So a thread of its own begins the communicator
-/// and connects all pairs. If a rank fails meanwhile, that thread is left behind.
+/// The communicator is a blocking one. For a non-blocking communicator NCCL starts a thread for each group of messages: a small message
+/// then took 113 µs instead of 24 µs (NCCL 2.28). A blocking call waits for another rank only until the two have connected. So a separate
+/// thread creates the communicator and connects all pairs. If a rank fails meanwhile, that thread is left behind.
 struct Connecting {
     nccl: &'static Nccl,
     device: Device,
@@ -412,7 +412,7 @@ impl Connecting {
         }
     }
 
-    /// The communicators, when a byte has gone from each rank to each other one, and a sum over each that will sum.
+    /// The communicators, after one byte has gone between each pair of ranks, and one sum over each communicator that NCCL sums over.
     fn connect(&self) -> Result<Handles> {
         self.device.stream()?;
         let all = self.nccl.begin(self.id, self.rank, self.shape.ranks())?;
@@ -454,7 +454,7 @@ impl Connecting {
     }
 }
 
-/// Tells the other ranks which device this one has, and hears by what they find each other.
+/// Tells the other ranks this rank's device, and returns the first rank's id.
 fn meet(device: &Device, peers: &dyn Peers, nccl: &Nccl) -> Result<UniqueId> {
     let call = "nccl";
     let own = |why: String| Error::Comm { call, rank: peers.rank(), why };

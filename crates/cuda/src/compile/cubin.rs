@@ -1,4 +1,4 @@
-//! A compiled kernel instance, its content address, and what it needs.
+//! A compiled kernel instance, its content address, and the resources that it needs.
 
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
@@ -36,14 +36,14 @@ impl fmt::Display for Key {
     }
 }
 
-/// What ptxas says an instance needs.
+/// The resources that an instance needs, as ptxas reports them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Resources {
-    /// Registers a thread.
+    /// Registers per thread.
     pub registers: u32,
-    /// Bytes stored to local memory for want of registers.
+    /// Spill stores: bytes stored to local memory for want of registers.
     pub spill_store_bytes: u32,
-    /// Bytes read back.
+    /// Spill loads: bytes read back.
     pub spill_load_bytes: u32,
     /// Static shared memory in bytes; dynamic shared memory is the launch's.
     pub static_shared_bytes: u32,
@@ -72,6 +72,6 @@ pub struct Cubin {
     pub image: Vec<u8>,
     /// The kernel's mangled name in it.
     pub symbol: String,
-    /// What it needs.
+    /// The resources that it needs.
     pub resources: Resources,
 }

@@ -1,7 +1,7 @@
-//! Compiled kernels on disk, by content.
+//! Compiled kernels on disk, by content address.
 //!
-//! An entry is a file `KEY.cubin`. It is written under another name and then renamed, so that a reader sees a whole
-//! entry or none, whoever writes at the same time. A digest of the body turns a truncated or damaged file into a miss.
+//! An entry is a file `KEY.cubin`. It is written under another name and then renamed, so that a reader sees a complete
+//! entry or none, also with concurrent writers. A digest of the body turns a truncated or damaged file into a miss.
 
 use crate::compile::cubin::{Cubin, Key, Resources};
 use nibble_core::visible;
@@ -26,7 +26,7 @@ impl CubinCache {
         self.folder.join(format!("{key}.cubin"))
     }
 
-    /// The entry, or `None` where there is none or it is damaged; a damaged one is removed.
+    /// The entry, or `None` where there is none or it is damaged; a damaged entry is removed.
     pub(crate) fn read(&self, key: &Key) -> Option<Cubin> {
         let path = self.path(key);
         let bytes = std::fs::read(&path).ok()?;
@@ -45,7 +45,7 @@ impl CubinCache {
                 "warning: compiled kernels are not kept in {}: {error}\n",
                 self.folder.display()
             );
-            // Where standard error takes no line, nobody is left to be told.
+            // If standard error cannot be written, nobody is left to be told.
             let _ = std::io::stderr().write_all(visible(why).as_bytes());
         }
     }
@@ -53,7 +53,7 @@ impl CubinCache {
     fn try_write(&self, key: &Key, cubin: &Cubin) -> std::io::Result<()> {
         std::fs::create_dir_all(&self.folder)?;
         let path = self.path(key);
-        // The process id and a counter keep writers apart, in this process and others.
+        // The process id and a counter keep concurrent writers apart.
         static WRITES: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
         let turn = WRITES.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         let beside = self.folder.join(format!(".{key}.{}.{turn}.tmp", std::process::id()));
@@ -76,7 +76,7 @@ impl CubinCache {
 }
 
 fn remove(path: &Path) {
-    // An entry that is already gone is what was wanted; one that stays is found damaged again and overwritten.
+    // If the entry is already gone, nothing is left to do; if it stays, it is found damaged again and overwritten.
     let _ = std::fs::remove_file(path);
 }
 

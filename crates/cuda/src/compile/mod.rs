@@ -4,6 +4,6 @@ mod cubin;
 mod cubin_cache;
 pub mod jit;
 pub mod source;
-// The build script's; here it is tested.
+// A module of the build script; it is tested here.
 #[cfg(test)]
 mod unit_formats;

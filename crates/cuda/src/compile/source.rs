@@ -1,18 +1,18 @@
-//! The kernel sources in the binary, and which of them an instance reaches.
+//! The kernel sources in the binary, and the set of them that an instance includes.
 
 use nibble_core::{Error, Result};
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Path under `csrc/`, text; every file there and the generated list of formats, sorted by path.
+/// Path under `csrc/` and text of every file there and of the generated list of formats, sorted by path.
 pub const EMBEDDED: &[(&str, &str)] = include!(concat!(env!("OUT_DIR"), "/embedded.rs"));
 
-/// The one source that the build script writes, of what the headers of formats declare. The table of formats in the binary is of the same
-/// declarations, so no folder has another one.
+/// The one source that the build script generates, from the declarations in the headers of formats. The table of formats in the binary
+/// comes from the same declarations, so `NIBBLE_CSRC` cannot replace this file.
 const GENERATED: &str = "formats/all.cuh";
 
-/// A set of sources: the embedded one, a folder's (`NIBBLE_CSRC`), or a test's.
+/// A set of sources: the embedded ones, a folder's (`NIBBLE_CSRC`), or a test's.
 #[derive(Debug, Clone)]
 pub struct Sources {
     files: BTreeMap<String, Cow<'static, str>>,
@@ -24,7 +24,7 @@ impl Sources {
         Self::from_files(EMBEDDED.iter().map(|&(path, text)| (path.to_owned(), Cow::Borrowed(text))))
     }
 
-    /// What `NIBBLE_CSRC` says: its folder's texts of the files the binary knows, or else the binary's own.
+    /// The binary's sources; with `NIBBLE_CSRC` set, the texts of the same files in its folder.
     pub fn from_env() -> Result<Self> {
         crate::env::csrc().map_or_else(|| Ok(Self::embedded()), |folder| Self::from_folder(&folder))
     }
@@ -44,7 +44,7 @@ impl Sources {
         Ok(Self { files: EMBEDDED.iter().map(text).collect::<Result<_>>()? })
     }
 
-    /// Any set of (path, text).
+    /// The set of these (path, text) pairs.
     pub fn from_files(files: impl IntoIterator<Item = (String, Cow<'static, str>)>) -> Self {
         Self { files: files.into_iter().collect() }
     }
@@ -75,7 +75,7 @@ impl Sources {
     }
 }
 
-/// The quoted includes of a source. Angle brackets would name a toolkit header, of which there are none.
+/// The quoted includes of a source. Angle brackets would name a toolkit header; there are none.
 fn includes(text: &str) -> impl Iterator<Item = &str> {
     text.lines().filter_map(|line| {
         let rest = line.trim_start().strip_prefix("#include")?.trim_start().strip_prefix('"')?;
@@ -90,7 +90,7 @@ fn declaration<'t>(text: &'t str, kernel: &str) -> Option<(&'t str, &'t str)> {
         let (before, after) = (&text[..at], &text[at + function.len()..]);
         let whole_word = !before.ends_with(|c: char| c.is_alphanumeric() || c == '_');
         let global = before.rfind("__global__")?;
-        // Nothing but the attributes and the return type lies between; in a call, a body does.
+        // Only the attributes and the return type lie between in a declaration; before a call, there is a function body.
         let declares = !before[global..].contains([';', '{']);
         (whole_word && declares && after.trim_start().starts_with('(')).then_some((&text[..global], after))
     })

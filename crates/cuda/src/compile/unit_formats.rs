@@ -1,5 +1,6 @@
-//! The formats that the general kernels take, read from the headers that declare them (`NIB_UNIT_FORMAT`, csrc/formats/block_format.cuh).
-//! A part of the build script, which makes two texts of them: the header that includes all of those, and the rows of a table in Rust.
+//! The formats that the general kernels support, read from the headers that declare them (`NIB_UNIT_FORMAT`,
+//! csrc/formats/block_format.cuh). Part of the build script, which generates two texts: a header that includes all of these headers, and
+//! the rows of a table in Rust.
 
 use std::fmt::Write;
 
@@ -7,9 +8,9 @@ use std::fmt::Write;
 pub const HEADER: &str = "formats/all.cuh";
 
 const MACRO: &str = "NIB_UNIT_FORMAT";
-/// The roundings that a kernel may have a way of its own for.
+/// The rounding modes that a kernel may have a separate path for.
 const ROUNDINGS: [&str; 3] = ["NearestEven", "NearestAway", "Stochastic"];
-/// In the place of a scale rule: every one that no row before it names.
+/// Stands for every scale rule that no earlier row names.
 const ANY_OTHER: &str = "AnyOther";
 
 /// One declaration.
@@ -24,10 +25,10 @@ pub struct Declared<'t> {
     own: Vec<&'t str>,
 }
 
-/// What the sources declare, (path below `csrc/`, text) each, in their order.
+/// The declarations in these sources (path below `csrc/`, text), in their order.
 ///
 /// # Errors
-/// What is wrong with a line, after its file and number.
+/// What is wrong with a line, after its file and line number.
 pub fn declared<'t>(
     sources: impl IntoIterator<Item = (&'t str, &'t str)>,
 ) -> Result<Vec<Declared<'t>>, String> {
@@ -82,7 +83,8 @@ pub fn header(declared: &[Declared<'_>]) -> String {
     text
 }
 
-/// The rows of the table, an array in Rust. What the compiler says of a name that it does not know shows the row, and where it is declared.
+/// The rows of the table, an array in Rust. Each row ends with the place of its declaration, so that a compiler error about an unknown name
+/// shows it.
 pub fn rows(declared: &[Declared<'_>]) -> String {
     let mut text = String::from("[\n");
     for Declared { path, line, format, rule, device, own } in declared {

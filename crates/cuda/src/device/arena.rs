@@ -1,5 +1,4 @@
-//! Arenas: memory for work that is done over and over. An arena is one range of addresses, with memory mapped as far as
-//! it is used.
+//! Arenas: memory for work that repeats. An arena is one range of addresses, with memory mapped as far as it is used.
 
 use crate::device::gpu::Gpu;
 use crate::device::kept::Kept;
@@ -23,9 +22,9 @@ pub struct Arena {
 struct Shared {
     name: &'static str,
     gpu: Arc<Gpu>,
-    /// How many recordings had finished when it was made: those cannot use it.
+    /// How many recordings had finished when the arena was created: those cannot use it.
     born: u64,
-    /// The size that mapped pieces are multiples of.
+    /// Mapped pieces are multiples of this size.
     piece: usize,
     state: Mutex<State>,
 }
@@ -36,7 +35,7 @@ struct State {
 }
 
 impl Arena {
-    /// Reserves as many addresses as the device has memory, and maps nothing.
+    /// Reserves as many addresses as the device has memory, and maps none.
     pub(crate) fn new(gpu: &Arc<Gpu>, name: &'static str) -> Result<Self> {
         gpu.bind()?;
         let piece = SMALLEST_PIECE.next_multiple_of(granularity(gpu.info.ordinal)?.max(1));
@@ -61,14 +60,14 @@ impl Arena {
             Some(offset) => offset,
             None => {
                 self.map_for(state, bytes)?;
-                // Room was made for it just now.
+                // The heap was just extended by at least this much.
                 state.heap.alloc(bytes).expect("a heap that was just extended")
             }
         };
         Ok(state.mapping.base + offset as u64)
     }
 
-    /// Maps memory for a block at the end of the heap.
+    /// Extends the mapped memory for a block at the end of the heap.
     fn map_for(&self, state: &mut State, bytes: usize) -> Result<()> {
         let Shared { name, gpu, piece, .. } = &*self.shared;
         let mapped = state.mapping.mapped();
@@ -89,7 +88,7 @@ impl Arena {
         Ok(())
     }
 
-    /// Takes a block back. Work that comes later in the stream may use it.
+    /// Frees a block. Later work in the stream may use it.
     fn release(&self, address: u64, bytes: usize) {
         let mut state = self.shared.lock();
         let offset = (address - state.mapping.base) as usize;
@@ -117,7 +116,7 @@ impl Arena {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
-        // A poisoned lock is still whole: nothing panics between two changes that belong together.
+        // A poisoned lock still guards a consistent state: nothing panics between two changes that belong together.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -137,7 +136,7 @@ impl fmt::Debug for Arena {
     }
 }
 
-/// Bytes of an arena. Dropping it gives them back: work that comes later in the stream may use them.
+/// Bytes of an arena. Dropping the block frees them: later work in the stream may use them.
 #[derive(Debug)]
 pub(crate) struct ArenaBlock {
     pub address: u64,
@@ -155,7 +154,7 @@ impl Drop for ArenaBlock {
 /// Zeroed words of an arena from which counters are cut, each word once; and how many words have been handed out.
 pub(crate) type ZeroedWords = Option<(Arc<ArenaBlock>, usize)>;
 
-/// The arenas that the recording under way takes memory from; `None` while nothing is recorded.
+/// The arenas that the recording in progress takes memory from; `None` while nothing is recorded.
 #[derive(Default)]
 pub(crate) struct UsedArenas(Mutex<Option<Vec<Arena>>>);
 
@@ -165,12 +164,12 @@ impl UsedArenas {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Starts to note arenas.
+    /// Starts to collect arenas.
     pub fn begin(&self) {
         *self.lock() = Some(Vec::new());
     }
 
-    /// Notes an arena, if they are being noted.
+    /// Adds an arena, if arenas are being collected.
     pub fn add(&self, arena: &Arena) {
         if let Some(arenas) = &mut *self.lock()
             && !arenas.iter().any(|known| known.is_same(arena))
@@ -179,13 +178,13 @@ impl UsedArenas {
         }
     }
 
-    /// Stops noting. Returns those that were noted, so that the caller drops them outside the lock.
+    /// Stops collecting. Returns the arenas, so that the caller drops them outside the lock.
     pub fn end(&self) -> Vec<Arena> {
         self.lock().take().unwrap_or_default()
     }
 }
 
-/// An arena that a thread works within, and the zeroed words that its counters are cut from.
+/// The arena that a thread works within, and the zeroed words that its counters are cut from.
 #[derive(Clone)]
 pub(crate) struct Entered {
     pub arena: Arena,
@@ -193,8 +192,8 @@ pub(crate) struct Entered {
 }
 
 impl Entered {
-    /// Enters an arena. Its zeroed words are made when they are first asked for, by the work that asks: so a recording
-    /// zeroes its own.
+    /// Enters an arena. Its zeroed words are allocated by the first work that asks for them, so that a recording zeroes
+    /// its own.
     pub fn new(arena: Arena) -> Self {
         Self { arena, zeros: Arc::default() }
     }

@@ -1,4 +1,4 @@
-//! Buffers that share their bytes until one is written to.
+//! Buffers with copy-on-write: clones share their bytes until one is written to.
 
 use super::buffer::Buffer;
 use nibble_core::{Plain, Result};
@@ -20,12 +20,12 @@ impl<T: Plain> Buf<T> {
         &self.buffer
     }
 
-    /// The buffer, to write to where it is: by whoever made it, or a part of what nobody else has.
+    /// The buffer, to write in place: for its creator, or for a part that nobody else has a handle of.
     pub(crate) fn in_place(&mut self) -> &mut Buffer<T> {
         &mut self.buffer
     }
 
-    /// The buffer, to write to. If another handle shares the bytes, this one gets a copy of its own first.
+    /// The buffer, to write to. If another handle shares the bytes, this handle first gets a copy of its own.
     pub fn make_mut(&mut self) -> Result<&mut Buffer<T>> {
         if !self.buffer.is_sole() {
             self.buffer.device().traffic().copy_on_write();

@@ -12,7 +12,7 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::{Arc, MutexGuard, PoisonError};
 
-/// A typed allocation. Dropping it frees the bytes in the order of the stream: after everything issued so far.
+/// A typed allocation. Dropping it frees the bytes in stream order: after everything issued so far.
 pub struct Buffer<T: Pod> {
     address: sys::CUdeviceptr,
     len: usize,
@@ -36,7 +36,7 @@ enum Home {
     Arena(#[expect(dead_code, reason = "kept, not read")] ArenaBlock),
     /// Cut from zeroed words of the pool; `None` once they are given back.
     PooledZeros(Option<Arc<PooledZeros>>),
-    /// Cut from zeroed words of an arena, which are kept as long as this.
+    /// Cut from zeroed words of an arena, which live as long as this handle.
     ArenaZeros(#[expect(dead_code, reason = "kept, not read")] Arc<ArenaBlock>),
 }
 
@@ -70,7 +70,7 @@ impl Drop for Storage {
     }
 }
 
-/// Memory of the pool.
+/// Allocates memory from the pool.
 fn pooled(device: &Device, bytes: usize, stream: sys::CUstream) -> Result<sys::CUdeviceptr> {
     let call = || format!("cuMemAllocFromPoolAsync({bytes} bytes)");
     if device.recordings().is_under_way() {
@@ -78,7 +78,7 @@ fn pooled(device: &Device, bytes: usize, stream: sys::CUstream) -> Result<sys::C
             "what is allocated while work is recorded must lie in an arena: record within `Backend::within`";
         return Err(failed(call(), why));
     }
-    // NCCL reads what it sends in whole words of four bytes. The driver has no empty allocations; a word stands for them.
+    // NCCL reads what it sends in whole words of four bytes. The driver has no empty allocations, so those get one word.
     let whole = bytes.max(1).saturating_add(3) / 4 * 4;
     // SAFETY: pool and stream live as long as the device.
     let address = unsafe { result::mem_pool::alloc_async(device.pool(), whole, stream) };
@@ -96,8 +96,8 @@ fn pooled(device: &Device, bytes: usize, stream: sys::CUstream) -> Result<sys::C
 const ZEROS: usize = 6 << 10;
 
 impl Device {
-    /// A buffer whose content is undefined: for outputs that a kernel writes in full. It lies in the arena that this
-    /// thread works within, or else in the pool.
+    /// A buffer whose content is undefined: for outputs that a kernel writes in full. It lies in this thread's current
+    /// arena, or else in the pool.
     ///
     /// # Errors
     /// [`Error::Device`] where there is no memory left, and outside an arena while work is recorded.
@@ -109,8 +109,8 @@ impl Device {
         Ok(Buffer { address: storage.address, len, storage: Arc::new(storage), element: PhantomData })
     }
 
-    /// A few words of zeros, for the counters of a conversion. They are cut from words that one fill has zeroed
-    /// together; in a recording, one fill at each replay zeroes all of its counters.
+    /// A few zeroed words, for the counters of a conversion. They are cut from a range that a single fill has zeroed;
+    /// in a recording, one fill per replay zeroes all of its counters.
     pub(crate) fn counters(&self, len: usize) -> Result<Buffer<u64>> {
         if len > ZEROS {
             return self.filled(len, 0);
@@ -134,7 +134,7 @@ impl Device {
                 *zeros = Some((words.clone(), used + len));
                 (first, Home::ArenaZeros(words))
             }
-            // The pool's words were zeroed outside the recording. `filled` refuses memory of the pool while work is
+            // The pool's words were zeroed outside the recording. `filled` fails for pool memory while work is
             // recorded.
             None if self.recordings().is_under_way() => return self.filled(len, 0),
             None => {
@@ -164,13 +164,13 @@ impl Device {
         Ok(Buffer { address: first, len, storage: Arc::new(storage), element: PhantomData })
     }
 
-    /// Bytes of an arena; notes the arena for a recording under way. The context must be current.
+    /// Allocates bytes of an arena; notes the arena for a recording in progress. The context must be current.
     fn block(&self, arena: &Arena, bytes: usize) -> Result<ArenaBlock> {
         self.used_arenas().add(arena);
         arena.block(bytes)
     }
 
-    /// Gives zeroed words back to the pool when their last handle is gone.
+    /// Returns zeroed words to the pool when their last handle is gone.
     fn release_zeros(&self, words: Option<Arc<PooledZeros>>) {
         if let Some(PooledZeros { address, born }) = words.and_then(Arc::into_inner) {
             self.give_back(born, Kept::Pooled { address, counted: 0 });
@@ -181,7 +181,7 @@ impl Device {
         self.zeros().lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A buffer with every byte set to `byte`: 0, or a poison.
+    /// A buffer with every byte set to `byte`: 0, or a poison value.
     pub fn filled<T: Pod>(&self, len: usize, byte: u8) -> Result<Buffer<T>> {
         let mut buffer = self.alloc(len)?;
         buffer.fill(byte)?;
@@ -202,7 +202,7 @@ impl<T: Pod> Buffer<T> {
         self.len
     }
 
-    /// Whether there are none.
+    /// Whether there are no values.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -212,17 +212,17 @@ impl<T: Pod> Buffer<T> {
         self.len * size_of::<T>()
     }
 
-    /// Where it is on the device.
+    /// The device address.
     pub fn address(&self) -> u64 {
         self.address
     }
 
-    /// The field itself: a launch passes a pointer to it.
+    /// A reference to the address field: a launch passes a pointer to it.
     pub(crate) fn address_ref(&self) -> &u64 {
         &self.address
     }
 
-    /// The device it is on.
+    /// The device that holds it.
     pub fn device(&self) -> &Device {
         &self.storage.device
     }
@@ -232,8 +232,8 @@ impl<T: Pod> Buffer<T> {
         Self { storage: self.storage.clone(), ..*self }
     }
 
-    /// Another handle of some of the values: for an operation's part of an operand, or of a result that nobody else has
-    /// a handle of.
+    /// Another handle of some of the values: for an operation's part of an operand, or of a result that has no other
+    /// handle.
     ///
     /// # Errors
     /// [`Error::Shape`] for a range past the end.
@@ -261,7 +261,7 @@ impl<T: Pod> Buffer<T> {
         Arc::get_mut(&mut self.storage).is_some()
     }
 
-    /// Sets every byte, after everything issued so far.
+    /// Sets every byte to `byte`, after everything issued so far.
     pub fn fill(&mut self, byte: u8) -> Result<()> {
         let stream = self.device().stream()?;
         // SAFETY: the range is the buffer's, and any bytes are a value of a `Pod`.
@@ -279,10 +279,10 @@ impl<T: Pod> Buffer<T> {
         Ok(copy)
     }
 
-    /// Overwrites the values from index `at` on with those of another buffer of the same device, after everything issued so far.
+    /// Copies `range` of another buffer of the same device to index `at`, after everything issued so far.
     ///
     /// # Errors
-    /// [`Error::Shape`] for a range past the end of either, or a buffer of another device.
+    /// [`Error::Shape`] for a range past the end of either buffer, or a buffer of another device.
     pub(crate) fn copy_from(&mut self, at: usize, from: &Self, range: Range<usize>) -> Result<()> {
         let Range { start, end } = check_range("copy", from.len(), range)?;
         check_range("copy", self.len, at..at.saturating_add(end - start))?;
@@ -302,10 +302,10 @@ impl<T: Pod> Buffer<T> {
         named("cuMemcpyDtoDAsync", copied)
     }
 
-    /// Overwrites lines of values, so many of so many each, with those of another buffer of the same device, after everything issued so far.
+    /// Copies strided lines of values from another buffer of the same device, after everything issued so far.
     ///
     /// # Errors
-    /// [`Error::Shape`] for lines past the end of either or such as overlap, or a buffer of another device.
+    /// [`Error::Shape`] for lines past the end of either buffer, lines that overlap, or a buffer of another device.
     pub(crate) fn copy_lines_from(
         &mut self,
         into: Lines,
@@ -322,7 +322,7 @@ impl<T: Pod> Buffer<T> {
             return Ok(());
         }
         let (each, stream) = (size_of::<T>(), self.device().stream()?);
-        // One line may say any stride; the driver wants one that is no shorter than the line.
+        // A single line may have any stride; the driver requires a pitch that is no shorter than the line.
         let pitch = |lie: Lines| lie.stride.max(len) * each;
         let copy = sys::CUDA_MEMCPY2D {
             srcXInBytes: 0,
@@ -350,7 +350,7 @@ impl<T: Pod> Buffer<T> {
     /// Overwrites the values, after everything issued so far. The slice may be reused once this returns.
     ///
     /// # Errors
-    /// [`Error::Shape`] unless there are as many.
+    /// [`Error::Shape`] unless the lengths are equal.
     pub fn write(&mut self, values: &[T]) -> Result<()> {
         if values.len() != self.len {
             let expected = format!("the buffer's {}", self.len);
@@ -359,7 +359,7 @@ impl<T: Pod> Buffer<T> {
         self.write_at(0, values)
     }
 
-    /// Overwrites the values from index `at` on, after everything issued so far; the slice may be reused when this returns.
+    /// Overwrites the values from index `at` on, after everything issued so far. The slice may be reused once this returns.
     ///
     /// # Errors
     /// [`Error::Shape`] if they do not fit.
@@ -375,7 +375,7 @@ impl<T: Pod> Buffer<T> {
         Ok(())
     }
 
-    /// The values, after everything issued so far.
+    /// Downloads the values, after everything issued so far.
     pub fn download(&self) -> Result<Vec<T>> {
         let mut values = vec![T::zeroed(); self.len];
         let stream = self.device().stream()?;

@@ -1,11 +1,11 @@
-//! Downloads that nobody waits for until their values are wanted, on a second stream.
+//! Asynchronous downloads, on a second stream.
 //!
-//! The first stream copies the range on the device and goes on. The second stream brings that copy to pinned memory and
-//! then frees it. So only the first stream uses the range itself: it may be overwritten, freed or used again at once,
-//! also by replayed work.
+//! The first stream copies the range on the device and goes on. The second stream copies that copy to pinned memory and
+//! then frees it. So only the first stream uses the range itself: the range may be overwritten, freed or reused at
+//! once, also by replayed work.
 //!
-//! What is too large for a copy on the device is copied out directly (`copy_out`), while the first stream leaves it
-//! alone.
+//! Ranges that are too large for a copy on the device are copied to the host directly (`copy_out`), while the first
+//! stream leaves them alone.
 
 use crate::device::Device;
 use crate::device::buffer::Buffer;
@@ -20,19 +20,19 @@ use std::marker::PhantomData;
 use std::mem;
 use std::ops::Range;
 
-/// The smallest pinned block; others are powers of two.
+/// The smallest pinned block; larger blocks are powers of two.
 const SMALLEST_LANDING: usize = 4 << 10;
 
-/// Pinned blocks up to this many bytes stay for the next download.
+/// Pinned blocks of up to this many bytes are cached for later downloads.
 const LARGEST_KEPT: usize = 16 << 20;
 
-/// The size of the two pinned blocks through which [`copy_out`] goes where the destination is not pinned.
+/// The size of the two pinned blocks that [`copy_out`] goes through if the destination is not pinned.
 const PIECE: usize = 8 << 20;
 
 /// A download in flight.
 pub struct Pending<T: Pod> {
     device: Device,
-    /// The memory that it arrives in; `None` if there are no values.
+    /// The pinned memory that receives it; `None` if there are no values.
     landing: Option<Landing>,
     len: usize,
     element: PhantomData<T>,
@@ -51,7 +51,7 @@ impl<T: Pod> Drop for Pending<T> {
 }
 
 impl<T: Pod> Pending<T> {
-    /// The values, once they have arrived. Waits for this download alone.
+    /// Waits for this download alone and returns its values.
     pub(crate) fn finish(mut self) -> Result<Vec<T>> {
         let mut values = vec![T::zeroed(); self.len];
         if let Some(landing) = &mut self.landing {
@@ -67,7 +67,7 @@ impl<T: Pod> Pending<T> {
 }
 
 impl<T: Pod> Buffer<T> {
-    /// Begins to bring values of this range to the host, as they are after everything issued so far.
+    /// Starts to copy values of this range to the host, as they are after everything issued so far.
     ///
     /// # Errors
     /// [`nibble_core::Error::Shape`] if the buffer has no such range; [`nibble_core::Error::Device`] while work is recorded.
@@ -90,12 +90,12 @@ impl<T: Pod> Buffer<T> {
     }
 }
 
-/// Copies runs of values, one behind the other, on the second stream alone and without a copy on the device. Any thread
-/// may call this while the first stream goes on. The caller has waited for whatever wrote the values, and nothing may
-/// write them before this returns. The buffers are this device's.
+/// Copies runs of values to the host, concatenated, on the second stream alone and without a copy on the device. Any
+/// thread may call this while the first stream goes on. The caller has waited for the work that wrote the values, and
+/// nothing may write them before this returns. The buffers are this device's.
 ///
 /// # Errors
-/// [`nibble_core::Error::Shape`] if a buffer has no such values, or `to` is not as long as all runs are;
+/// [`nibble_core::Error::Shape`] if a buffer has no such values, or `to` does not have the total length of the runs;
 /// [`nibble_core::Error::Device`] while work is recorded, and from the driver.
 pub(crate) fn copy_out<T: Pod>(
     device: &Device,
@@ -118,7 +118,7 @@ pub(crate) fn copy_out<T: Pod>(
     unsafe { device.bring(&spans, to) }
 }
 
-/// Bytes on the device.
+/// A range of bytes on the device.
 struct Span {
     from: u64,
     bytes: usize,
@@ -138,24 +138,24 @@ impl Device {
         }
     }
 
-    /// Takes a pinned block back. A copy to it may still be in flight.
+    /// Takes a pinned block back for reuse. A copy to it may still be in flight.
     fn land(&self, landing: Option<Landing>) {
         let Some(landing) = landing else { return };
         if landing.size <= LARGEST_KEPT {
             return self.landings().push(landing);
         }
         match self.stream() {
-            // Waits, and frees it.
+            // Dropping it waits for the copy and frees the block.
             Ok(_) => drop(landing),
             // The context is lost, and the memory with it.
             Err(_) => mem::forget(landing),
         }
     }
 
-    /// Brings these bytes to the host, one span behind the other, on the second stream. The context must be current.
+    /// Copies these spans to the host, concatenated, on the second stream. The context must be current.
     ///
     /// # Safety
-    /// The spans are as many bytes as `to` has, and stay until this returns.
+    /// The spans have as many bytes in total as `to`, and stay alive until this returns.
     unsafe fn bring(&self, spans: &[Span], to: &mut [u8]) -> Result<()> {
         if Pinned::is_at(to.as_ptr()) {
             // Only the block's event is used.
@@ -185,8 +185,8 @@ impl Device {
         brought
     }
 
-    /// Issues the copies of the spans to pinned memory, one behind the other; the event `done` of `marked` has passed when all of them
-    /// are there. After an error copies may be under way.
+    /// Issues the copies of the spans to pinned memory, concatenated. The event `done` of `marked` passes when all of them have
+    /// arrived. After an error copies may be in flight.
     ///
     /// # Safety
     /// As for [`Device::bring`]; nobody touches `to` until the event has passed.
@@ -201,10 +201,10 @@ impl Device {
         self.mark(marked)
     }
 
-    /// Brings bytes to the host through two pinned blocks: one is emptied while the other is filled.
+    /// Copies bytes to the host through two pinned blocks: one is emptied while the other is filled.
     ///
     /// # Safety
-    /// As for [`Device::bring`]. After an error copies to the blocks may be under way.
+    /// As for [`Device::bring`]. After an error copies to the blocks may be in flight.
     unsafe fn bring_through(&self, blocks: &[Landing; 2], from: u64, to: &mut [u8]) -> Result<()> {
         let (bytes, pieces) = (to.len(), to.len().div_ceil(PIECE));
         let range = |piece: usize| piece * PIECE..bytes.min((piece + 1) * PIECE);
@@ -212,8 +212,8 @@ impl Device {
             if next < pieces {
                 let Range { start, end } = range(next);
                 let block = &blocks[next % 2];
-                // SAFETY: within the range that the caller promises. The block is large enough, and what it held before was taken
-                // out a turn ago.
+                // SAFETY: within the range that the caller promises. The block is large enough, and its previous content was
+                // taken out in the previous iteration.
                 unsafe { self.fetch_piece(from + start as u64, end - start, block.bytes.as_ptr(), block)? };
             }
             if let Some(last) = next.checked_sub(1) {
@@ -226,8 +226,8 @@ impl Device {
         Ok(())
     }
 
-    /// Issues the copy of `bytes` at `from` to pinned memory, on the second stream alone; the event `done` of `marked` has passed
-    /// when they are there.
+    /// Issues the copy of `bytes` bytes at `from` to pinned memory, on the second stream alone. The event `done` of `marked`
+    /// passes when they have arrived.
     ///
     /// # Safety
     /// `bytes` bytes are readable at `from` and writable at `to`. Both stay alive, and nobody touches `to`, until the event
@@ -238,11 +238,11 @@ impl Device {
         self.mark(marked)
     }
 
-    /// Issues the copy of `bytes` at `from` to pinned memory, on the second stream alone.
+    /// Issues the copy of `bytes` bytes at `from` to pinned memory, on the second stream alone.
     ///
     /// # Safety
     /// `bytes` bytes are readable at `from` and writable at `to`. Both stay alive, and nobody touches `to`, until the second
-    /// stream has made the copy.
+    /// stream has finished the copy.
     unsafe fn fetch_bytes(&self, from: u64, bytes: usize, to: *mut u8) -> Result<()> {
         // SAFETY: by the caller's promise; the stream is alive.
         check("cuMemcpyDtoHAsync", unsafe {
@@ -250,7 +250,7 @@ impl Device {
         })
     }
 
-    /// The event `done` passes when the second stream has done what was issued on it so far.
+    /// Records the event `done` on the second stream: it passes after everything issued there so far.
     fn mark(&self, marked: &Landing) -> Result<()> {
         // SAFETY: event and stream are alive and of one context.
         named("cuEventRecord", unsafe { result::event::record(marked.done, self.copies()) })
@@ -262,11 +262,11 @@ impl Device {
         let _ = unsafe { result::stream::synchronize(self.copies()) };
     }
 
-    /// Issues the copy of `bytes` at `from` to the block.
+    /// Issues the copy of `bytes` bytes at `from` to the block.
     ///
     /// # Safety
-    /// `bytes` bytes are readable at `from`, and stay until `stream` has passed what is issued here. The block has room for
-    /// them, and lives until its event `done` has passed.
+    /// `bytes` bytes are readable at `from`, and stay alive until `stream` has passed the work issued here. The block is
+    /// large enough, and lives until its event `done` has passed.
     unsafe fn fetch(&self, from: u64, bytes: usize, stream: sys::CUstream, to: &Landing) -> Result<()> {
         let copies = self.copies();
         // SAFETY: pool and stream live as long as the device.
@@ -291,8 +291,8 @@ impl Device {
                 })
         };
         self.uncount_live(bytes);
-        // SAFETY: freed once: behind the copy to the host, or, where that was not issued, behind what makes the copy. The pool gives
-        // it to the other stream only when it is free there, too.
+        // SAFETY: freed once: after the copy to the host, or, if that copy was not issued, after the copy on the device. The pool
+        // gives the memory to the other stream only when it is free there, too.
         let freed = unsafe { result::free_async(copy, if issued.is_ok() { copies } else { stream }) };
         issued?;
         named("cuMemFreeAsync", freed)?;

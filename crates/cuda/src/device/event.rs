@@ -1,4 +1,4 @@
-//! Points in a stream: to wait for from another one, and to tell the time between.
+//! Events: points in a stream, for another stream to wait for, and to measure the time between two of them.
 
 use crate::device::Device;
 use crate::driver::named;
@@ -17,36 +17,36 @@ unsafe impl Send for Event {}
 unsafe impl Sync for Event {}
 
 impl Event {
-    /// One that marks nothing yet.
+    /// An event that marks nothing yet.
     pub(crate) fn new(device: &Device) -> Result<Self> {
         device.stream()?;
         let event = named("cuEventCreate", result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT))?;
         Ok(Self { event, device: device.clone() })
     }
 
-    /// Marks everything issued on a stream of the device so far.
+    /// Records the event after everything issued on `stream` so far.
     pub(crate) fn set(&self, stream: sys::CUstream) -> Result<()> {
         // SAFETY: event and stream are alive and of one context.
         named("cuEventRecord", unsafe { result::event::record(self.event, stream) })
     }
 
-    /// What is issued on a stream from here on comes after it.
+    /// Makes everything issued on `stream` from here on wait for the event.
     pub(crate) fn before(&self, stream: sys::CUstream) -> Result<()> {
         let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
         // SAFETY: event and stream are alive and of one context.
         named("cuStreamWaitEvent", unsafe { result::stream::wait_event(stream, self.event, flags) })
     }
 
-    /// Whether the device has passed it.
+    /// Whether the device has passed the event.
     pub(crate) fn is_passed(&self) -> bool {
         // SAFETY: the event is alive.
         self.device.stream().is_ok() && unsafe { result::event::query(self.event) }.is_ok()
     }
 
-    /// Milliseconds from `earlier` to this point, waiting until the device has passed it.
+    /// Milliseconds from `earlier` to this event; waits until the device has passed it.
     ///
     /// # Errors
-    /// [`nibble_core::Error::Device`], also for one that marks nothing.
+    /// [`nibble_core::Error::Device`], also for an event that was never recorded.
     pub fn elapsed_ms(&self, earlier: &Self) -> Result<f32> {
         self.device.stream()?;
         // SAFETY: both events are alive; one that was never recorded is an error of the driver.

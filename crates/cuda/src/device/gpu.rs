@@ -1,4 +1,4 @@
-//! An opened GPU without its kernels: context, streams, a memory pool ordered by the first of them, and what its memory holds.
+//! An opened GPU without its kernels: context, streams, a memory pool in the order of the first stream, and memory statistics.
 
 use crate::device::kept::{Kept, Recordings};
 use crate::driver::{failed, named};
@@ -14,11 +14,11 @@ pub(crate) struct Gpu {
     device: sys::CUdevice,
     context: sys::CUcontext,
     stream: sys::CUstream,
-    /// The second stream, of copies to the host.
+    /// The second stream, for copies to the host.
     pub copies: sys::CUstream,
     pub pool: sys::CUmemoryPool,
     pub recordings: Recordings,
-    /// The size of the device's memory, and how much of it others held when it was opened.
+    /// The size of the device's memory, and how much of it was in use by others at opening.
     pub room: Option<Room>,
     live_bytes: AtomicUsize,
     peak_bytes: AtomicUsize,
@@ -31,7 +31,7 @@ unsafe impl Send for Gpu {}
 unsafe impl Sync for Gpu {}
 
 impl Gpu {
-    /// Opens it, with its context current on this thread.
+    /// Opens the GPU and makes its context current on this thread.
     pub fn open(info: GpuInfo) -> Result<Self> {
         let device = named("cuDeviceGet", result::device::get(info.ordinal as i32))?;
         // SAFETY: `device` was given by the driver; the context is made current before anything is created in it, and
@@ -58,13 +58,13 @@ impl Gpu {
         named("cuCtxSetCurrent", unsafe { result::ctx::set_current(self.context) })
     }
 
-    /// The stream, with the context made current on this thread.
+    /// The first stream, after making the context current on this thread.
     pub fn stream(&self) -> Result<sys::CUstream> {
         self.bind()?;
         Ok(self.stream)
     }
 
-    /// Waits for everything issued so far on the stream.
+    /// Waits for everything issued on the first stream so far.
     pub fn synchronize(&self) -> Result<()> {
         self.not_recording("Device::synchronize")?;
         // SAFETY: the stream lives as long as `self`.
@@ -89,7 +89,7 @@ impl Gpu {
         self.live_bytes.fetch_sub(bytes, Ordering::Relaxed);
     }
 
-    /// An error while work is recorded.
+    /// Fails while work is recorded.
     pub fn not_recording(&self, call: &str) -> Result<()> {
         match self.recordings.is_under_way() {
             true => Err(failed(call, "not while work is being recorded")),
@@ -97,7 +97,7 @@ impl Gpu {
         }
     }
 
-    /// Gives memory back, once no recording that may use it is left.
+    /// Frees memory, once no recording that may use it is left.
     pub fn give_back(&self, born: u64, kept: Kept) {
         if let Some(kept) = self.recordings.keep(born, kept) {
             self.free(kept);
@@ -147,7 +147,7 @@ impl fmt::Debug for Gpu {
     }
 }
 
-/// A pool of this backend's own that keeps what it was given: a training step allocates the same sizes again.
+/// A memory pool of this backend that holds on to freed memory: every training step allocates the same sizes.
 fn create_pool(ordinal: usize) -> Result<sys::CUmemoryPool> {
     let props = sys::CUmemPoolProps {
         allocType: sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
@@ -177,10 +177,10 @@ fn create_pool(ordinal: usize) -> Result<sys::CUmemoryPool> {
     }
 }
 
-/// The memory of the device whose context is current. The driver tells how much is taken, and not by whom; at this time
-/// this process has taken nothing but its context.
+/// The memory of the device whose context is current. The driver reports how much is in use, not by whom; at this time
+/// this process holds nothing but its context.
 fn room() -> Option<Room> {
-    /// What a context takes, at most.
+    /// Upper bound of the memory of a context.
     const CONTEXT: usize = 1 << 30;
     let (free, total_bytes) = result::mem_get_info().ok()?;
     Some(Room { total_bytes, others_bytes: total_bytes.saturating_sub(free).saturating_sub(CONTEXT) })

@@ -7,9 +7,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Memory without a handle that a recording may still use.
 pub(crate) enum Kept {
-    /// Memory of the pool; `counted` bytes of it count as live.
+    /// Memory of the pool; `counted` bytes of it are counted as live.
     Pooled { address: u64, counted: usize },
-    /// An arena's.
+    /// An arena's mapping.
     Mapping(Mapping),
 }
 
@@ -21,19 +21,19 @@ pub(crate) struct Recordings {
 
 #[derive(Default)]
 struct State {
-    /// How many recordings were ever begun; they are numbered from 1.
+    /// How many recordings were ever started; they are numbered from 1.
     begun: u64,
-    /// Numbers of those that still exist, the one under way included.
+    /// Numbers of the recordings that still exist, including one in progress.
     alive: Vec<u64>,
-    /// Whether the last one is under way.
+    /// Whether the last recording is in progress.
     under_way: bool,
-    /// Kept memory, with the numbers of the recordings that may use it: above the first number, up to and with the
-    /// second.
+    /// Retained memory, each with a range of recordings that may use it: numbers above the first, up to and including
+    /// the second.
     kept: Vec<((u64, u64), Kept)>,
 }
 
 impl State {
-    /// Whether one of the recordings above the first number, up to the second, is alive.
+    /// Whether any recording with a number above the first, up to and including the second, is alive.
     fn is_any_alive(&self, (above, last): (u64, u64)) -> bool {
         self.alive.iter().any(|id| above < *id && *id <= last)
     }
@@ -41,11 +41,11 @@ impl State {
 
 impl Recordings {
     fn lock(&self) -> MutexGuard<'_, State> {
-        // A poisoned lock is still whole: nothing panics between two changes that belong together.
+        // A poisoned lock still guards a consistent state: nothing panics between two changes that belong together.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// How many recordings have finished. None of these can use memory that is allocated now.
+    /// How many recordings have finished. None of them can use memory that is allocated now.
     pub fn finished(&self) -> u64 {
         let state = self.lock();
         state.begun - u64::from(state.under_way)
@@ -55,8 +55,8 @@ impl Recordings {
         self.lock().under_way
     }
 
-    /// Keeps memory that was allocated when `born` recordings had finished, if a later recording may use it. Otherwise
-    /// returns it, for the caller to free.
+    /// Retains memory that was allocated when `born` recordings had finished, if a later recording may use it.
+    /// Otherwise returns the memory for the caller to free.
     pub fn keep(&self, born: u64, kept: Kept) -> Option<Kept> {
         let mut state = self.lock();
         let life = (born, state.begun);
@@ -67,7 +67,7 @@ impl Recordings {
         Some(kept)
     }
 
-    /// Begins a recording and returns its number; an error if one is under way.
+    /// Starts a recording and returns its number; fails if another is in progress.
     pub fn begin(&self) -> Result<u64> {
         let mut state = self.lock();
         if state.under_way {
@@ -80,12 +80,12 @@ impl Recordings {
         Ok(id)
     }
 
-    /// The recording under way has finished.
+    /// Marks the recording in progress as finished.
     pub fn end(&self) {
         self.lock().under_way = false;
     }
 
-    /// A recording is gone. Returns the memory that no recording may use any more, for the caller to free.
+    /// Removes a dropped recording. Returns the memory that no recording may use any more, for the caller to free.
     pub fn gone(&self, id: u64) -> Vec<Kept> {
         let mut state = self.lock();
         state.alive.retain(|alive| *alive != id);

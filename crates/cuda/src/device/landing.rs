@@ -1,4 +1,4 @@
-//! Pinned host memory that downloads arrive in.
+//! Pinned host memory that receives downloads.
 
 use crate::driver::named;
 use cudarc::driver::{result, sys};
@@ -9,9 +9,9 @@ use std::ptr::NonNull;
 pub(crate) struct Landing {
     pub bytes: NonNull<u8>,
     pub size: usize,
-    /// The first stream passes it when the copy on the device is made.
+    /// The first stream passes it when the copy on the device is done.
     pub ready: sys::CUevent,
-    /// The second stream passes it when the copy has arrived here.
+    /// The second stream passes it when the data has arrived here.
     pub done: sys::CUevent,
 }
 
@@ -47,7 +47,7 @@ impl Landing {
         unsafe { result::event::query(self.done) }.is_ok()
     }
 
-    /// Waits until its last copy has arrived: at once if there was none.
+    /// Waits until its last copy has arrived; returns at once if there was none.
     pub fn wait(&self) -> Result<()> {
         // SAFETY: the event is alive.
         named("cuEventSynchronize", unsafe { result::event::synchronize(self.done) })

@@ -1,10 +1,10 @@
-//! Ranges of addresses that get memory as it is needed.
+//! Reserved address ranges that get memory as needed.
 
 use crate::driver::check;
 use cudarc::driver::sys;
 use nibble_core::Result;
 
-/// A reserved range of addresses whose beginning has memory. Dropping it gives nothing back: see [`Mapping::unmap`].
+/// A reserved range of addresses whose beginning is backed by memory. Dropping it frees nothing: see [`Mapping::unmap`].
 #[derive(Default)]
 pub(crate) struct Mapping {
     pub base: u64,
@@ -24,12 +24,12 @@ impl Mapping {
         Ok(Self { base, reserved, pieces: Vec::new() })
     }
 
-    /// Bytes that have memory.
+    /// Bytes backed by memory.
     pub fn mapped(&self) -> usize {
         self.pieces.iter().sum()
     }
 
-    /// Maps `bytes` bytes more, a multiple of the granularity, within the range. The context must be current.
+    /// Maps another `bytes` bytes, a multiple of the granularity, within the range. The context must be current.
     pub fn extend(&mut self, bytes: usize, ordinal: usize) -> Result<()> {
         let address = self.base + self.mapped() as u64;
         let mut handle = 0;
@@ -55,10 +55,10 @@ impl Mapping {
         Ok(())
     }
 
-    /// Gives memory and addresses back.
+    /// Frees memory and addresses.
     ///
     /// # Safety
-    /// With the context current. Nothing issued uses the memory any more, and nothing will.
+    /// The context is current. Nothing issued uses the memory any more, and nothing will.
     pub unsafe fn unmap(self) {
         let mut address = self.base;
         for &bytes in &self.pieces {
@@ -73,7 +73,7 @@ impl Mapping {
     }
 }
 
-/// The size that mappings are multiples of, in bytes. The context must be current.
+/// The mapping granularity in bytes. The context must be current.
 pub(crate) fn granularity(ordinal: usize) -> Result<usize> {
     let properties = properties(ordinal);
     let mut granularity = 0;
@@ -88,7 +88,7 @@ pub(crate) fn granularity(ordinal: usize) -> Result<usize> {
     check("cuMemGetAllocationGranularity", code).map(|()| granularity)
 }
 
-/// Device memory of this device alone.
+/// Properties of memory that only this device accesses.
 fn properties(ordinal: usize) -> sys::CUmemAllocationProp {
     sys::CUmemAllocationProp {
         type_: sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,

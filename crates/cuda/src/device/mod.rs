@@ -1,9 +1,9 @@
-//! A GPU with what is done on it: loaded kernels, events, the arena that work lies in, copies.
+//! An opened GPU: loaded kernels, events, arenas, copies.
 //!
 //! All work is issued on the device's first stream, so that a buffer freed after a launch is reused only by later work.
-//! The second stream only copies to the host ([`download`]). These calls wait:
-//! [`Device::synchronize`], [`Buffer::download`](crate::Buffer::download), the end of a download begun before,
-//! [`Event::elapsed_ms`], and an upload where megabytes of earlier uploads are still in flight.
+//! The second stream only copies to the host ([`download`]). These calls wait: [`Device::synchronize`],
+//! [`Buffer::download`](crate::Buffer::download), the end of an asynchronous download, [`Event::elapsed_ms`], and an
+//! upload while megabytes of earlier uploads are still in flight.
 
 pub mod arena;
 pub mod buf;
@@ -44,27 +44,27 @@ pub struct Device {
 struct Inner {
     gpu: Arc<Gpu>,
     jit: Arc<Jit>,
-    /// By instance and not by content: finding the content's key takes longer than a launch, and sources do not change
-    /// while a device is open.
+    /// Loaded kernels by instance, not by content: finding the content's key takes longer than a launch, and sources do
+    /// not change while a device is open.
     modules: Mutex<HashMap<KernelSpec, Arc<Module>>>,
     /// Zeroed words that counters are cut from.
     zeros: Mutex<Option<(Arc<PooledZeros>, usize)>>,
     /// Allocated by the first copy.
     staging: Mutex<Option<Staging>>,
-    /// Pinned memory of downloads that nobody waits for.
+    /// Pinned memory of asynchronous downloads.
     landings: Mutex<Vec<Landing>>,
-    /// The arena that a thread works within, if it does.
+    /// The arena that a thread works within, if any.
     scope: Scope<Entered>,
-    /// Arenas that the recording under way takes memory from.
+    /// Arenas that the recording in progress takes memory from.
     used_arenas: UsedArenas,
     traffic: TrafficCounter,
     launches: Mutex<Option<Launches>>,
 }
 
-/// Zeroed words of the pool. It has no handle of the device, because the device holds one of these.
+/// Zeroed words of the pool. They hold no handle of the device, because the device holds them.
 pub(crate) struct PooledZeros {
     pub address: sys::CUdeviceptr,
-    /// How many recordings had finished when they were allocated.
+    /// How many recordings had finished when the words were allocated.
     pub born: u64,
 }
 
@@ -73,11 +73,11 @@ pub(crate) struct PooledZeros {
 pub struct Launched {
     /// The operation's name, as in [`nibble_core::ops`].
     pub op: &'static str,
-    /// The kernel's, without its template arguments.
+    /// The kernel's name, without its template arguments.
     pub kernel: &'static str,
 }
 
-/// The launches noted so far, and the operation that further ones are for.
+/// The launches noted so far, and the operation that further launches belong to.
 #[derive(Default)]
 pub(crate) struct Launches {
     op: Option<&'static str>,
@@ -90,7 +90,7 @@ pub(crate) struct Module {
     pub(crate) function: sys::CUfunction,
     /// Size of each parameter in bytes, as the cubin declares it.
     pub(crate) param_bytes: Vec<usize>,
-    /// How many clusters the device holds at once, for the launch shape that was asked about first.
+    /// How many clusters the device holds at once, for the first launch shape that was queried.
     pub(crate) max_clusters: OnceLock<((u32, u32, usize), u32)>,
 }
 
@@ -106,12 +106,12 @@ impl fmt::Debug for Device {
 }
 
 impl Device {
-    /// Opens a GPU, with kernels as the environment says ([`Jit::from_env`]).
+    /// Opens a GPU; the environment variables set up its kernels ([`Jit::from_env`]).
     pub fn open(ordinal: usize) -> Result<Self> {
         Self::with_jit(ordinal, Jit::from_env()?)
     }
 
-    /// Opens a GPU. An error names what is missing: the driver, the GPU, or its being a Hopper.
+    /// Opens a GPU with this compiler. An error names what is missing: the driver, the GPU, or compute capability 9.0.
     pub fn with_jit(ordinal: usize, jit: impl Into<Arc<Jit>>) -> Result<Self> {
         let found = crate::probe();
         found.driver.as_ref().map_err(|why| failed("Device::open", why))?;
@@ -141,13 +141,13 @@ impl Device {
         Ok(Self { inner: Arc::new(inner) })
     }
 
-    /// The same GPU opened once more: with streams and a memory pool of its own, and the kernels that either has compiled. The context is the
-    /// process's, so what breaks it breaks it for both.
+    /// Opens the same GPU again, with streams and a memory pool of its own; both share compiled kernels. The context is the process's, so
+    /// an error that corrupts it affects both.
     pub fn reopened(&self) -> Result<Self> {
         Self::with_jit(self.info().ordinal, self.inner.jit.clone())
     }
 
-    /// What the GPU is.
+    /// Properties of the GPU.
     pub fn info(&self) -> &GpuInfo {
         &self.inner.gpu.info
     }
@@ -162,18 +162,18 @@ impl Device {
         self.inner.gpu.memory()
     }
 
-    /// The size of the device's memory, and how much of it others held when the device was opened.
+    /// The size of the device's memory, and how much of it was in use by others at opening.
     pub fn room(&self) -> Option<Room> {
         self.inner.gpu.room
     }
 
-    /// The stream, with the context made current on this thread.
+    /// The first stream, after making the context current on this thread.
     pub(crate) fn stream(&self) -> Result<sys::CUstream> {
         self.inner.gpu.stream()
     }
 
-    /// Waits for everything issued so far, and reports what went wrong in it. Does not wait for copies to the host that
-    /// are in flight.
+    /// Waits for everything issued so far, and reports its errors. Does not wait for copies to the host that are in
+    /// flight.
     ///
     /// # Errors
     /// [`Error::Device`], also while work is recorded.
@@ -203,7 +203,7 @@ impl Device {
         self.inner.landings.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The arena that a thread works within, if it does.
+    /// The arena that a thread works within, if any.
     pub(crate) fn scope(&self) -> &Scope<Entered> {
         &self.inner.scope
     }
@@ -212,24 +212,24 @@ impl Device {
         &self.inner.gpu.recordings
     }
 
-    /// Arenas that the recording under way takes memory from.
+    /// Arenas that the recording in progress takes memory from.
     pub(crate) fn used_arenas(&self) -> &UsedArenas {
         &self.inner.used_arenas
     }
 
-    /// The launches being noted.
+    /// The launches noted so far; `None` unless somebody asked for them.
     pub(crate) fn launches(&self) -> MutexGuard<'_, Option<Launches>> {
         self.inner.launches.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes a launch, if somebody asks.
+    /// Notes a launch, if launches are being noted.
     pub(crate) fn note_launch(&self, kernel: &'static str) {
         if let Some(launches) = &mut *self.launches() {
             launches.all.push(Launched { op: launches.op.unwrap_or(kernel), kernel });
         }
     }
 
-    /// Runs an operation. Launches meanwhile are noted for it; an operation inside another counts as the outer one.
+    /// Runs an operation. Launches meanwhile are noted under its name; nested operations count as the outer one.
     pub(crate) fn for_op<R>(&self, op: &'static str, run: impl FnOnce() -> R) -> R {
         let outermost = match &mut *self.launches() {
             Some(launches) if launches.op.is_none() => launches.op.replace(op).is_none(),
@@ -242,7 +242,7 @@ impl Device {
         result
     }
 
-    /// Counts what was copied between host and device.
+    /// Counters of bytes copied between host and device.
     pub fn traffic(&self) -> &TrafficCounter {
         &self.inner.traffic
     }
@@ -255,12 +255,12 @@ impl Device {
         self.inner.gpu.uncount_live(bytes);
     }
 
-    /// An error while work is recorded.
+    /// Fails while work is recorded.
     pub(crate) fn not_recording(&self, call: &str) -> Result<()> {
         self.inner.gpu.not_recording(call)
     }
 
-    /// Gives memory back once no recording that may use it is left. It was allocated when `born` recordings had
+    /// Frees memory once no recording that may use it is left. The memory was allocated when `born` recordings had
     /// finished.
     pub(crate) fn give_back(&self, born: u64, kept: Kept) {
         self.inner.gpu.give_back(born, kept);
@@ -277,18 +277,18 @@ impl Device {
         if staging.is_none() {
             *staging = Some(Staging::new()?);
         }
-        // Just made, if it was not there.
+        // Allocated above if it was missing.
         copy(staging.as_mut().expect("staging memory"))
     }
 
-    /// A point in the stream, marked now.
+    /// An event recorded in the stream now.
     pub fn event(&self) -> Result<Event> {
         let event = Event::new(self)?;
         event.set(self.stream()?)?;
         Ok(event)
     }
 
-    /// The instance, compiled and loaded if this is its first use. A cubin that the driver refuses is built once more.
+    /// The instance, compiled and loaded on first use. A cubin that the driver refuses is rebuilt once.
     pub(crate) fn module(&self, spec: &KernelSpec) -> Result<Arc<Module>> {
         self.inner.gpu.bind()?;
         let mut modules = self.inner.modules.lock().unwrap_or_else(PoisonError::into_inner);
@@ -350,8 +350,8 @@ impl Module {
     }
 }
 
-/// The sizes of a kernel's parameters. The caller says how many there are: drivers before 13.1 do not tell, and memory
-/// checkers report an index past the last as an error.
+/// The sizes of a kernel's parameters. The caller gives their number: drivers before 13.1 do not report it, and memory
+/// checkers report an index past the last parameter as an error.
 fn param_bytes(function: sys::CUfunction, num_arguments: usize) -> Result<Vec<usize>> {
     (0..num_arguments)
         .map(|index| {

@@ -1,8 +1,8 @@
-//! Work recorded once and issued again as a whole: a training step's hundreds of launches become one.
+//! Recordings (CUDA graphs): work captured once and launched again as a whole. A training step's hundreds of launches become one.
 //!
-//! A recording holds addresses and nothing else. So memory at an address that it may hold must not be given to anyone
-//! else while it lives. Memory of the pool, and whole arenas, that existed while it was made and were dropped since are
-//! kept until no such recording is left. It cannot hold addresses of memory that was freed before, or allocated after.
+//! A recording holds only addresses. So memory at an address that it may hold must not be reused while it lives. Pool memory and whole
+//! arenas that existed during the recording and were dropped since are retained until the recording is gone. A recording cannot hold
+//! addresses of memory that was freed before it, or allocated after it.
 
 use crate::device::arena::{Arena, Entered};
 use crate::device::{Device, Launched};
@@ -14,9 +14,9 @@ use std::fmt;
 /// Recorded work.
 pub struct Recording {
     exec: sys::CUgraphExec,
-    /// The arenas that the work took memory from.
+    /// The arenas that the work allocates from.
     arenas: Vec<Arena>,
-    /// Its kernels in order, where launches were noted while it was made.
+    /// Its kernels in order, if launches were noted during the recording.
     launched: Vec<Launched>,
     alive: Alive,
 }
@@ -31,26 +31,26 @@ impl fmt::Debug for Recording {
 }
 
 impl Device {
-    /// Records what `work` issues to this device, without executing it: no value on the device changes. Kernels that it
-    /// needs are compiled and loaded. `work` must issue from this thread alone and wait for nothing: no uploads, no
-    /// downloads. It must allocate in an arena ([`nibble_core::Backend::within`], around the recording or inside it),
-    /// which the recording keeps. A device has one stream: what other threads issue to it meanwhile is recorded too, or
-    /// refused.
+    /// Records the work that `work` issues to this device, without executing it: no value on the device changes. The
+    /// kernels that it needs are compiled and loaded. `work` must issue from this thread alone and wait for nothing: no
+    /// uploads, no downloads. It must allocate in an arena ([`nibble_core::Backend::within`], around the recording or
+    /// inside it), which the recording keeps alive. A device has one stream: work that other threads issue to it
+    /// meanwhile is recorded too, or refused.
     ///
     /// # Errors
-    /// What `work` returns; [`nibble_core::Error::Device`] if it does what cannot be recorded, or a recording is under way.
+    /// The error of `work`; [`nibble_core::Error::Device`] for a call that cannot be recorded, or if another recording is in progress.
     pub fn record(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<Recording> {
         let stream = self.stream()?;
         let alive = Alive::begin(self)?;
         let capture = Capture::begin(self, stream)?;
         let noted = self.launches().as_ref().map(|launches| launches.all.len());
         match self.scope().current() {
-            // Zeroed words of its own, which each replay fills again.
+            // The recording has its own zeroed words, which each replay fills again.
             Some(outer) => self.scope().run(&Entered::new(outer.arena), &mut *work)?,
             None => work()?,
         }
         let (graph, arenas) = capture.end()?;
-        // None of them has run yet.
+        // None of the kernels has run yet.
         let launched = match (noted, &mut *self.launches()) {
             (Some(noted), Some(launches)) => launches.all.split_off(noted),
             _ => Vec::new(),
@@ -60,11 +60,11 @@ impl Device {
         Ok(Recording { exec: named("cuGraphInstantiate", exec)?, arenas, launched, alive })
     }
 
-    /// Issues recorded work on the stream, on the very buffers that it was recorded with. Where one of these was
-    /// dropped since, its place in the arena may hold values of another buffer, which are overwritten.
+    /// Launches recorded work on the stream, on the same addresses as recorded. If a recorded buffer was dropped since,
+    /// its address in the arena may hold another buffer, which is overwritten.
     ///
     /// # Errors
-    /// [`nibble_core::Error::Device`] if it was recorded on another device, and while work is recorded.
+    /// [`nibble_core::Error::Device`] for a recording of another device, and while work is recorded.
     pub fn replay(&self, recording: &Recording) -> Result<()> {
         if !recording.alive.device.is_same(self) {
             let why = format!("recorded on {:?}, another device than {self:?}", recording.alive.device);
@@ -92,7 +92,7 @@ impl Drop for Recording {
     }
 }
 
-/// A recording's place among those of its device, for as long as it lives.
+/// A recording's entry in its device's list, for as long as it lives.
 struct Alive {
     id: u64,
     device: Device,
@@ -108,7 +108,7 @@ impl Alive {
 
 impl Drop for Alive {
     fn drop(&mut self) {
-        // Where nothing was captured, this ends the recording.
+        // If nothing was captured, this ends the recording.
         for kept in self.device.recordings().gone(self.id) {
             self.device.gpu().free(kept);
         }
@@ -121,10 +121,9 @@ struct Capture<'a> {
     stream: sys::CUstream,
 }
 
-/// Ends the recording, and returns the arenas that it used.
+/// Ends the recording, and returns the arenas that it allocated from.
 fn ended(device: &Device) -> Vec<Arena> {
-    // The list comes first: as soon as nothing is recorded, another thread may begin a recording with a list of its
-    // own.
+    // The list is taken first: as soon as the recording has ended, another thread may start one with a list of its own.
     let arenas = device.used_arenas().end();
     device.recordings().end();
     arenas
@@ -147,11 +146,11 @@ impl<'a> Capture<'a> {
         }
     }
 
-    /// What was captured, and from which arenas it took memory.
+    /// The captured graph, and the arenas that it allocates from.
     fn end(self) -> Result<(Graph, Vec<Arena>)> {
         let graph = self.stop();
         let arenas = ended(self.device);
-        // Its work is done: `drop` would end the capture again.
+        // The capture has ended: `drop` would end it again.
         std::mem::forget(self);
         Ok((graph?, arenas))
     }

@@ -1,19 +1,19 @@
-//! Pinned host memory that copies go through. The copy engine reads and writes it directly, at the speed of the bus. There are two
-//! halves: one is filled or emptied while the other is copied. Small copies share a half, so that an upload waits only where
-//! megabytes before it have not arrived.
+//! Pinned host memory that copies go through: the copy engine reads and writes it directly, at the speed of the bus. It has two
+//! halves: one is filled or emptied while the other is copied. Small copies share a half, so an upload waits only if megabytes of
+//! earlier uploads have not arrived.
 
 use crate::driver::{check, named};
 use cudarc::driver::{result, sys};
 use nibble_core::Result;
 use std::ptr::NonNull;
 
-/// The size of each half: large enough to hide the launch of a copy, small beside a tensor.
+/// The size of each half: large enough to hide the launch of a copy, small compared with a tensor.
 const HALF_BYTES: usize = 4 << 20;
 
 /// The alignment of copies in a half.
 const ALIGN: usize = 256;
 
-/// Two halves of pinned memory, used in turn. For all calls the context must be current.
+/// Two halves of pinned memory, used in turn. Every call needs the context to be current.
 pub(crate) struct Staging {
     halves: [Half; 2],
     /// The half in use, and how many bytes of it are used.
@@ -23,7 +23,7 @@ pub(crate) struct Staging {
 
 struct Half {
     bytes: NonNull<u8>,
-    /// The stream passes it when the copies from or to this half are done that were issued before it was marked.
+    /// The stream passes it when all copies from or to this half are done that were issued before the event was recorded.
     done: sys::CUevent,
 }
 
@@ -46,7 +46,7 @@ impl Half {
         }
     }
 
-    /// Waits until what was marked is done: at once if nothing was.
+    /// Waits for the recorded event; returns at once if none was recorded.
     fn wait(&self) -> Result<()> {
         // SAFETY: the event is alive.
         named("cuEventSynchronize", unsafe { result::event::synchronize(self.done) })
@@ -70,12 +70,12 @@ impl Drop for Half {
 }
 
 impl Staging {
-    /// Takes both halves.
+    /// Allocates both halves.
     pub(crate) fn new() -> Result<Self> {
         Ok(Self { halves: [Half::new()?, Half::new()?], current: 0, used: 0 })
     }
 
-    /// Turns to the other half, once its copies are done.
+    /// Switches to the other half, once its copies are done.
     fn switch(&mut self, stream: sys::CUstream) -> Result<()> {
         self.halves[self.current].mark(stream)?;
         self.current = 1 - self.current;
@@ -85,8 +85,7 @@ impl Staging {
 
     /// Issues the copy of `from` to the device; `from` may be reused when this returns.
     ///
-    /// # Safety
-    /// `to` has as many bytes, alive until the stream has passed the copy.
+    /// `to` has as many bytes as `from`, and stays alive until the stream has passed the copy.
     pub(crate) unsafe fn upload(
         &mut self,
         mut to: u64,
@@ -112,12 +111,12 @@ impl Staging {
         Ok(())
     }
 
-    /// Copies from the device, waiting for everything issued before and for the copy.
+    /// Copies from the device to the host; waits for everything issued before, and for the copy.
     ///
     /// # Safety
     /// `from` has as many bytes as `to`.
     pub(crate) unsafe fn download(&mut self, to: &mut [u8], from: u64, stream: sys::CUstream) -> Result<()> {
-        // While one half is copied to, the other one, copied to before, is emptied.
+        // While one half receives data, the other half, which has received its data, is emptied.
         let mut arriving: Option<(usize, &mut [u8])> = None;
         for (i, part) in to.chunks_mut(HALF_BYTES).enumerate() {
             self.switch(stream)?;
@@ -136,7 +135,7 @@ impl Staging {
         arriving.map_or(Ok(()), |(which, waiting)| self.empty(which, waiting))
     }
 
-    /// What has arrived in a half, once it has.
+    /// Waits until a half has arrived and copies it to `to`.
     fn empty(&self, which: usize, to: &mut [u8]) -> Result<()> {
         let half = &self.halves[which];
         half.wait()?;

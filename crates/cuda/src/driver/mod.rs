@@ -1,4 +1,4 @@
-//! From the driver's answers to this workspace's errors.
+//! Turns the driver's return codes into this workspace's errors.
 
 pub(crate) mod symbols;
 
@@ -7,7 +7,7 @@ use cudarc::driver::sys::{self, CUresult};
 use nibble_core::{Error, Result};
 use std::ffi::CStr;
 
-/// An [`Error::Device`] for a call that has no code of its own.
+/// An [`Error::Device`] for a call that has no return code.
 pub(crate) fn failed(call: impl Into<String>, why: impl ToString) -> Error {
     Error::Device { call: call.into(), why: why.to_string() }
 }
@@ -25,7 +25,7 @@ pub(crate) fn describe(code: CUresult) -> String {
     }
 }
 
-/// `Ok` for success, else what failed and why.
+/// `Ok` for success; otherwise an error with the failed call and the reason.
 pub(crate) fn check(call: &str, code: CUresult) -> Result<()> {
     if code == CUresult::CUDA_SUCCESS { Ok(()) } else { Err(failed(call, describe(code))) }
 }

@@ -1,12 +1,12 @@
-//! Which functions of NVIDIA's libraries are called here. `cudarc` looks a function up when it is first called, and panics if the library
-//! lacks it. So a library is used only after [`missing`] has looked for all functions; a test compares the list with the calls.
+//! The functions of NVIDIA's libraries that this crate calls. `cudarc` looks a function up on its first call, and panics if the library
+//! lacks it. So a library is used only after [`missing`] has looked up all of its functions; a test compares the lists with the calls.
 
 use libloading::Library;
 
-/// A call as the sources of this crate write it, and the library's function that it calls.
+/// A call as this crate's sources write it, and the library function behind it.
 type Call = (&'static str, &'static str);
 
-/// The functions of `libcuda` that tell its version.
+/// The functions of `libcuda` that are needed to read its version.
 pub(crate) const DRIVER_VERSION: &[Call] =
     &[("sys::cuDriverGetVersion", "cuDriverGetVersion"), ("sys::cuGetErrorString", "cuGetErrorString")];
 
@@ -104,10 +104,10 @@ pub(crate) const CUBLASLT: &[Call] = &[
     ("result::matmul", "cublasLtMatmul"),
 ];
 
-/// Checks that a library has all of these.
+/// Checks that a library has all of these functions.
 ///
 /// # Errors
-/// A sentence with the names that it lacks.
+/// A sentence with the names of missing functions.
 pub(crate) fn missing(name: &str, library: &Library, calls: &[Call]) -> Result<(), String> {
     // SAFETY: the address is looked up, and never used.
     let is_there = |symbol: &str| unsafe { library.get::<*const ()>(symbol.as_bytes()) }.is_ok();

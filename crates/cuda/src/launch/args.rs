@@ -1,4 +1,4 @@
-//! Structs that kernels take by value, as the device has them.
+//! Structs that kernels take by value, with the device's layout.
 
 use super::plain_args;
 use crate::Cuda;
@@ -36,7 +36,7 @@ pub struct StreamArg {
 }
 
 impl StreamArg {
-    /// For kernels that draw nothing.
+    /// For kernels that need no random bits.
     pub(crate) const NONE: Self = Self { keys: [[0; 2]; 10], purpose: 0, site: 0, step: 0 };
 
     /// The same random bits as `stream`.
@@ -50,20 +50,20 @@ impl StreamArg {
     }
 }
 
-/// The device's `RoundingArg` (csrc/formats/rounding.cuh): what a rounding needs beside its kind, which is a template
+/// The device's `RoundingArg` (csrc/formats/rounding.cuh): the parameters of a rounding. Its mode is a template
 /// argument.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RoundingArg {
     stream: StreamArg,
     delta_q16: u32,
-    /// The address of the step on the device; 0: the step is the stream's.
+    /// Device address of the step; 0: the step is in the stream.
     step_at: u64,
     first: u64,
 }
 
 impl RoundingArg {
-    /// Only codecs that draw read `random`; an operation's checks let them in only with a stream.
+    /// Only codecs that use random bits read `random`; an operation's checks reject such a codec without a stream.
     pub fn new(codec: Codec, random: Option<Random<'_, Cuda>>) -> Self {
         let unused = Stream::new(0, nibble_formats::Purpose::Rounding, 0, 0);
         let Random { stream, step, first } = random.unwrap_or(unused.into());
@@ -94,7 +94,7 @@ pub struct HadamardArg {
     stream: StreamArg,
     len: u32,
     factor: f32,
-    /// The address of the step on the device; 0: the step is the stream's.
+    /// Device address of the step; 0: the step is in the stream.
     step_at: u64,
 }
 
@@ -103,7 +103,7 @@ impl HadamardArg {
     pub(crate) const NONE: Self = Self { stream: StreamArg::NONE, len: 0, factor: 1.0, step_at: 0 };
 
     /// # Errors
-    /// [`nibble_core::Error::Format`] for a length that is not one of a transform's.
+    /// [`nibble_core::Error::Format`] for an unsupported transform length.
     pub fn new(transform: &Hadamard<'_, Cuda>) -> Result<Self> {
         let factor = hadamard::inv_sqrt_len(transform.len)?;
         let step_at = transform.step.map_or(0, |step| step.get().address());
@@ -111,8 +111,8 @@ impl HadamardArg {
     }
 }
 
-/// The device's `DecodeArg` (csrc/kernels/convert/dequantize.cuh): what the codes are, and which line of scales a line
-/// of codes has.
+/// The device's `DecodeArg` (csrc/kernels/convert/dequantize.cuh): the format of the codes, and the line of scales for
+/// each line of codes.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct DecodeArg {
@@ -170,7 +170,7 @@ mod tests {
         let scaling = Scaling { correction: Correction::MsEden, ..Scaling::default() };
         let corrected = RoundingArg::new(codec(Rounding::NearestEven).with(scaling).unwrap(), None);
         assert_eq!(corrected.stream.purpose, (Purpose::Scale as u32) << 16);
-        // As the compiler lays the device's struct out: nothing between the fields.
+        // The compiler lays the device's struct out without padding between the fields.
         let offsets = [
             offset_of!(RoundingArg, delta_q16),
             offset_of!(RoundingArg, step_at),

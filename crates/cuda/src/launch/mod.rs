@@ -1,4 +1,4 @@
-//! Typed launches: the arguments are checked against the sizes the cubin declares, before the driver reads them.
+//! Typed launches: the arguments are checked against the sizes that the cubin declares, before the driver reads them.
 
 mod args;
 pub mod tensor_map;
@@ -24,7 +24,7 @@ const OP: &str = "launch";
 /// # Safety
 /// `bytes` must be readable at `pointer` for as long as `self` is borrowed.
 pub unsafe trait KernelArg {
-    /// Where the value lies on the host.
+    /// The value's address on the host.
     fn pointer(&self) -> *const c_void;
     /// Its size.
     fn bytes(&self) -> usize;
@@ -83,7 +83,7 @@ pub struct Launch {
 }
 
 impl Launch {
-    /// What all launches of an instance have in common: threads, cluster, shared memory.
+    /// The part of the shape that all launches of an instance share: threads, cluster, shared memory.
     fn cta_shape(&self) -> (u32, u32, usize) {
         (self.threads, self.cluster, self.shared_bytes)
     }
@@ -110,9 +110,9 @@ impl Launch {
 /// When a kernel starts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Start {
-    /// When the kernels before it are done.
+    /// When the preceding kernels are done.
     InOrder,
-    /// As soon as the CTAs of the kernel before it leave room.
+    /// As soon as the CTAs of the preceding kernel leave resources.
     Early,
 }
 
@@ -137,15 +137,15 @@ impl Kernel {
     /// Issues the kernel on the device's stream.
     ///
     /// # Safety
-    /// The kernel must stay within the buffers it is given, which live until the stream has passed it (dropping them later is
-    /// enough), and no other stream may be writing them.
+    /// The kernel must stay within the buffers it is given. They live until the stream has passed the kernel (dropping them
+    /// later is enough), and no other stream may be writing them.
     pub unsafe fn launch(&self, launch: Launch, args: &[&dyn KernelArg]) -> Result<()> {
         // SAFETY: the caller's promise.
         unsafe { self.issue(launch, Start::InOrder, args) }
     }
 
-    /// The same, but the kernel may start while the one issued just before it still runs, which hides the time of its
-    /// launch (programmatic dependent launch).
+    /// As [`Kernel::launch`], but the kernel may start while the preceding kernel still runs, which hides its launch
+    /// latency (programmatic dependent launch).
     ///
     /// # Safety
     /// As for [`Kernel::launch`]; and every thread of the kernel calls `ptx::grid_wait` before it reads or writes memory that earlier kernels read or write.
@@ -175,7 +175,7 @@ impl Kernel {
     }
 
     /// How many clusters of this shape the device holds at once. That may be fewer than multiprocessors / CTAs: a
-    /// cluster lies within one group of multiprocessors (GPC), and some groups have fewer multiprocessors than others.
+    /// cluster lies within one group of multiprocessors (GPC), and some groups are smaller than others.
     pub fn max_clusters(&self, launch: Launch) -> Result<u32> {
         launch.check(self.device.info().shared_bytes_per_cta)?;
         if let Some(&(_, clusters)) =
@@ -185,19 +185,19 @@ impl Kernel {
         }
         let mut clusters = 0;
         let code = self.configured(launch, Start::InOrder, |config| {
-            // The question is about the whole device. It names no stream, since that one may be recording.
+            // The query is about the whole device. It names no stream, since the stream may be capturing.
             let config = sys::CUlaunchConfig { hStream: std::ptr::null_mut(), ..*config };
             // SAFETY: writes one int; launches nothing.
             unsafe { sys::cuOccupancyMaxActiveClusters(&mut clusters, self.module.function, &config) }
         })?;
         self.checked("cuOccupancyMaxActiveClusters", launch, code)?;
         let clusters = clusters.max(1) as u32;
-        // An instance is launched with one shape. Should there be a second, the driver is asked about it each time.
+        // An instance is launched with one shape. For any further shape, the driver is asked each time.
         let _ = self.module.max_clusters.set((launch.cta_shape(), clusters));
         Ok(clusters)
     }
 
-    /// Names a failed call. The text is made only on failure, because it costs as much as the launch.
+    /// Names a failed call. The text is formatted only on failure, because formatting costs as much as the launch.
     fn checked(&self, call: &str, launch: Launch, code: sys::CUresult) -> Result<()> {
         match code {
             sys::CUresult::CUDA_SUCCESS => Ok(()),
@@ -205,7 +205,7 @@ impl Kernel {
         }
     }
 
-    /// Hands the driver's form of a launch to a call.
+    /// Calls `call` with the driver's form of a launch.
     fn configured(
         &self,
         launch: Launch,

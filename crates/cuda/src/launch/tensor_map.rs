@@ -1,7 +1,7 @@
-//! Descriptors for the bulk tensor copy engine (TMA), two-dimensional tiles of one matrix or of a stack.
+//! Descriptors for the Tensor Memory Accelerator (TMA): two-dimensional tiles of one matrix or of a stack of matrices.
 //!
-//! The rules of `cuTensorMapEncodeTiled` are checked here first, by argument: the driver answers any breach with the
-//! same code. Source of the rules: CUDA Driver API, "Tensor Map Object Managment".
+//! The rules of `cuTensorMapEncodeTiled` are checked here first, by argument: the driver reports every violation with
+//! the same code. Source of the rules: CUDA Driver API, "Tensor Map Object Managment".
 
 use crate::driver;
 use cudarc::driver::sys;
@@ -22,7 +22,7 @@ pub enum Element {
 }
 
 impl Element {
-    /// Bytes an element.
+    /// Bytes per element.
     pub const fn bytes(self) -> usize {
         match self {
             Self::U8 => 1,
@@ -46,7 +46,7 @@ pub enum Swizzle {
 }
 
 impl Swizzle {
-    /// The longest row of a tile it takes, in bytes.
+    /// The longest tile row that the mode allows, in bytes.
     const fn span_bytes(self) -> usize {
         match self {
             Self::None => usize::MAX,
@@ -57,10 +57,10 @@ impl Swizzle {
     }
 }
 
-/// How much the L2 reads from memory when a copy misses it.
+/// How much the L2 reads from memory on a miss.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fetch {
-    /// 128 bytes alone: the bytes beside them might be evicted before they are needed.
+    /// Only 128 bytes: their neighbours might be evicted before they are needed.
     Bytes128,
     /// 256 bytes.
     Bytes256,
@@ -75,7 +75,7 @@ pub struct Tiles {
     pub address: u64,
     /// Rows of the matrix.
     pub rows: usize,
-    /// Elements a row.
+    /// Elements per row.
     pub cols: usize,
     /// Bytes from one row to the next.
     pub row_stride_bytes: usize,
@@ -88,7 +88,7 @@ pub struct Tiles {
 }
 
 impl Tiles {
-    /// The driver's rules, by argument.
+    /// Checks the driver's rules, by argument.
     pub fn check(&self) -> Result<()> {
         let row_bytes = self.cols.saturating_mul(self.element.bytes());
         let tile_row_bytes = self.tile_cols.saturating_mul(self.element.bytes());
@@ -129,12 +129,12 @@ impl Tiles {
         )
     }
 
-    /// The descriptor. Needs the driver library, no device call.
+    /// The descriptor. Needs the driver library, but no device.
     pub fn encode(&self) -> Result<TensorMap> {
         self.encode_fetching(Fetch::Bytes256)
     }
 
-    /// The same, for copies that make the L2 fetch this much.
+    /// As [`Tiles::encode`], with this L2 fetch size.
     pub fn encode_fetching(&self, fetch: Fetch) -> Result<TensorMap> {
         self.check()?;
         let extents = ([self.cols as u64, self.rows as u64], [self.row_stride_bytes as u64]);
@@ -142,8 +142,8 @@ impl Tiles {
         encode(self.element, self.address, extents, tile, self.swizzle, fetch)
     }
 
-    /// The descriptor of a stack of `matrices` such matrices, one after the other. A third coordinate is the matrix; a
-    /// tile ends where its matrix does.
+    /// The descriptor of a stack of `matrices` such matrices, contiguous. The third coordinate is the matrix; a tile is
+    /// clipped at the end of its matrix.
     pub fn encode_stack(&self, matrices: usize) -> Result<TensorMap> {
         self.check()?;
         let matrix_bytes = self.rows.saturating_mul(self.row_stride_bytes);
@@ -202,7 +202,7 @@ impl TurnedTiles {
     }
 }
 
-/// Checked arguments to the driver, the fastest dimension first; strides from the second dimension on.
+/// Passes checked arguments to the driver, fastest dimension first; strides start at the second dimension.
 fn encode<const RANK: usize, const STRIDES: usize>(
     element: Element,
     address: u64,
@@ -231,8 +231,8 @@ fn encode<const RANK: usize, const STRIDES: usize>(
         Fetch::Bytes256 => sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
     };
     let mut map = TensorMap(sys::CUtensorMap { opaque: [0; 16] });
-    // SAFETY: the map is aligned by its type, and the arrays have as many entries (strides: one less) as the rank says.
-    // The address is stored, not followed.
+    // SAFETY: the map is aligned by its type, and the arrays have as many entries as the rank says (strides: one less).
+    // The address is stored, not dereferenced.
     let code = unsafe {
         sys::cuTensorMapEncodeTiled(
             &mut map.0,
@@ -255,7 +255,7 @@ fn encode<const RANK: usize, const STRIDES: usize>(
     Ok(map)
 }
 
-/// An encoded descriptor, passed to kernels by value. It holds the address only: what it describes must outlive the launch.
+/// An encoded descriptor, passed to kernels by value. It holds only the address: the memory must outlive the launch.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct TensorMap(pub(crate) sys::CUtensorMap);
 

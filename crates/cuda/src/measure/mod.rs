@@ -1,4 +1,4 @@
-//! What a GPU does in which time: of a kernel, of each operation, of what ran within a recording; and watts meanwhile.
+//! Measurements on a GPU: times of a kernel, of each operation, of the work in a recording; power during them.
 
 pub mod power;
 pub(crate) mod profile;

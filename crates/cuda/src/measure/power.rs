@@ -1,5 +1,5 @@
-//! A GPU's power draw and clocks while work runs, by NVIDIA's management library: they tell whether a rate is limited
-//! by power.
+//! A GPU's power draw and clocks while work runs, by NVIDIA's management library (NVML): they show whether power limits
+//! a rate.
 
 use nvml_wrapper::Nvml;
 use nvml_wrapper::enum_wrappers::device::Clock;
@@ -7,10 +7,10 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// The time between two readings.
+/// The sampling period.
 const PERIOD: Duration = Duration::from_millis(50);
 
-/// The readings while work ran.
+/// Readings during the work.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Draw {
     /// Watts of the whole board: the mean of the last second or so.
@@ -19,27 +19,27 @@ pub struct Draw {
     pub sm_mhz: u32,
 }
 
-/// The library, and which of its GPUs is meant.
+/// NVML, and the GPU that it measures.
 pub struct Meter {
     nvml: Nvml,
     uuid: String,
 }
 
 impl Meter {
-    /// None where the library is not there, or does not know this GPU.
+    /// `None` where the library is missing or does not know this GPU.
     pub fn open(uuid: &str) -> Option<Self> {
         let meter = Self { nvml: Nvml::init().ok()?, uuid: uuid.to_owned() };
         meter.look().map(|_| meter)
     }
 
-    /// A reading of now.
+    /// One reading, now.
     pub fn look(&self) -> Option<Draw> {
         let device = self.nvml.device_by_uuid(self.uuid.as_str()).ok()?;
         let sm_mhz = device.clock_info(Clock::SM).ok()?;
         Some(Draw { watts: device.power_usage().ok()? as f32 / 1e3, sm_mhz })
     }
 
-    /// Does the work, which should take a second, and reads meanwhile; `None` if no thread can be started.
+    /// Runs the work, which should take a second, and samples meanwhile; `None` if no thread can be started.
     pub fn during<R>(&self, work: impl FnOnce() -> R) -> (R, Option<Draw>) {
         let done = AtomicBool::new(false);
         std::thread::scope(|scope| {
@@ -47,7 +47,7 @@ impl Meter {
                 let mut seen = Vec::new();
                 loop {
                     std::thread::sleep(PERIOD);
-                    // A reading that ends after the work does not belong to it.
+                    // A reading that ends after the work is dropped.
                     if done.load(Ordering::Relaxed) {
                         break seen;
                     }
@@ -68,7 +68,7 @@ impl fmt::Debug for Meter {
     }
 }
 
-/// Ends the readings, also if the work panics.
+/// Stops the sampling, also if the work panics.
 struct Finish<'a>(&'a AtomicBool);
 
 impl Drop for Finish<'_> {
@@ -77,8 +77,8 @@ impl Drop for Finish<'_> {
     }
 }
 
-/// The last reading of power, because the library gives means over the time before; and the median clock, because it
-/// gives clocks of the moment.
+/// The last power reading, because the library reports means over the preceding time; and the median clock, because it
+/// reports current clocks.
 fn summary(seen: Vec<Draw>) -> Option<Draw> {
     let watts = seen.last()?.watts;
     let mut clocks: Vec<u32> = seen.iter().map(|draw| draw.sm_mhz).collect();

@@ -12,16 +12,16 @@ use std::sync::PoisonError;
 pub struct OpTime {
     /// The operation's name, as in [`nibble_core::ops`].
     pub op: &'static str,
-    /// From the end of what was issued before it to its own end.
+    /// From the end of all work issued before it to its own end.
     pub ms: f32,
 }
 
 impl Cuda {
-    /// Runs `work`, waits for it, and says how long each of its operations took on the device, in order. The times hold
-    /// for a busy device only if the device lags behind the host all the while: issue something long before.
+    /// Runs `work`, waits for it, and returns the time of each of its operations on the device, in order. The times are
+    /// those of a busy device only if the device lags behind the host throughout: issue something long first.
     ///
     /// # Errors
-    /// What `work` returns; [`nibble_core::Error::Device`] from the events.
+    /// The error of `work`; [`nibble_core::Error::Device`] from the events.
     pub fn profiled<R>(&self, work: impl FnOnce() -> Result<R>) -> Result<(R, Vec<OpTime>)> {
         // Restored also where `work` panics.
         struct Outer<'a>(&'a Marks, Option<Vec<(&'static str, Event, Event)>>);
@@ -44,10 +44,11 @@ impl Cuda {
         Ok((result?, times.collect::<Result<_>>()?))
     }
 
-    /// Runs `work` and says which kernels ran for it, in order: those that it launched, and those of recordings that it made and replayed, as often as it did.
+    /// Runs `work` and returns the kernels that ran for it, in order: those that it launched, and those of its own recordings, once per
+    /// replay.
     ///
     /// # Errors
-    /// What `work` returns; [`nibble_core::Error::Device`] inside another such call.
+    /// The error of `work`; [`nibble_core::Error::Device`] inside another such call.
     pub fn logged<R>(&self, work: impl FnOnce() -> Result<R>) -> Result<(R, Vec<Launched>)> {
         let device = self.device();
         if device.launches().is_some() {
@@ -59,7 +60,7 @@ impl Cuda {
         Ok((result?, launches.all))
     }
 
-    /// Runs an operation, between two events if someone asks.
+    /// Runs an operation, between two events if times are wanted.
     pub(crate) fn timed<R>(&self, op: &'static str, run: impl FnOnce() -> Result<R>) -> Result<R> {
         let marks = || self.marks().lock().unwrap_or_else(PoisonError::into_inner);
         let run = || self.device().for_op(op, run);

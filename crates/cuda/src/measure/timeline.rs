@@ -1,7 +1,7 @@
-//! What ran on the device and when: kernels, fills and copies with their first and last nanosecond, as CUPTI reports them.
+//! A timeline of the device: kernels, fills and copies with their first and last nanosecond, as CUPTI reports them.
 //!
 //! Events around an operation ([`Cuda::profiled`]) cannot look inside a replayed recording; CUPTI can. `libcupti` comes with any
-//! CUDA toolkit and as a Python wheel, and is loaded when somebody asks.
+//! CUDA toolkit and as a Python wheel, and is loaded on first use.
 
 use crate::Cuda;
 use crate::device::Launched;
@@ -10,7 +10,7 @@ use nibble_core::{Error, Result};
 use std::ffi::{CStr, c_char, c_void};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-/// Something that the device did.
+/// One activity of the device.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Span {
     /// The operation that launched it, and the kernel's name; for a fill or a copy, both are its kind.
@@ -21,7 +21,7 @@ pub struct Span {
     pub end_ns: u64,
 }
 
-/// A record of CUPTI's, from which [`spans`] makes a span.
+/// A CUPTI record, from which [`spans`] makes a span.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Seen {
     kind: u32,
@@ -32,18 +32,18 @@ struct Seen {
     whose: Whose,
 }
 
-/// Whose kernel it is.
+/// The origin of a kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Whose {
-    /// This crate's.
+    /// This crate.
     Ours,
-    /// NCCL's: messages between ranks.
+    /// NCCL: messages between ranks.
     Nccl,
-    /// The driver's own, for a fill or a copy; or it is no kernel.
+    /// The driver, for a fill or a copy; also for records that are not kernels.
     Driver,
 }
 
-/// The operation of spans in which messages travel between ranks.
+/// The operation name of spans in which messages travel between ranks.
 pub const EXCHANGE: &str = "exchange";
 
 const KIND_COPY: u32 = 1;
@@ -54,10 +54,10 @@ const OUT_OF_RECORDS: i32 = 12;
 const FLUSH_FORCED: u32 = 1;
 /// The size of each buffer that CUPTI fills.
 const BUFFER_BYTES: usize = 8 << 20;
-/// Record's alignment in a buffer.
+/// Alignment of records in a buffer.
 const BUFFER_ALIGN: usize = 8;
 
-/// The beginning of a kernel's record, the same since CUDA 11 (`CUpti_ActivityKernel5` to `13`).
+/// The beginning of a kernel record, the same since CUDA 11 (`CUpti_ActivityKernel5` to `13`).
 #[repr(C)]
 struct KernelRecord {
     kind: u32,
@@ -71,7 +71,7 @@ struct KernelRecord {
     name: *const c_char,
 }
 
-/// The beginning of the records of copies and fills (`CUpti_ActivityMemcpy4` to `6`, `CUpti_ActivityMemset3` and `4`).
+/// The beginning of copy and fill records (`CUpti_ActivityMemcpy4` to `6`, `CUpti_ActivityMemset3` and `4`).
 #[repr(C)]
 struct TransferRecord {
     kind: u32,
@@ -116,7 +116,7 @@ impl Cupti {
         let library = library.ok_or(
             "libcupti.so cannot be loaded; install it (its Python wheel will do) or point NIBBLE_CUPTI at it",
         )?;
-        // It stays for the life of the process.
+        // The library stays loaded for the life of the process.
         let library: &'static Library = Box::leak(Box::new(library));
         fn call<F: Copy>(library: &'static Library, name: &str) -> std::result::Result<F, String> {
             // SAFETY: `F` is the function's type, as in cupti_activity.h and cupti_result.h.
@@ -152,11 +152,11 @@ impl Cupti {
 }
 
 fn layout() -> std::alloc::Layout {
-    // Two constants that make a layout.
+    // The constants are a valid layout.
     std::alloc::Layout::from_size_align(BUFFER_BYTES, BUFFER_ALIGN).expect("a buffer's layout")
 }
 
-/// CUPTI calls this for memory for its records.
+/// CUPTI calls this to get memory for its records.
 unsafe extern "C" fn requested(buffer: *mut *mut u8, size: *mut usize, most: *mut usize) {
     // SAFETY: CUPTI gives three places to write to; the layout has a size.
     unsafe {
@@ -166,7 +166,7 @@ unsafe extern "C" fn requested(buffer: *mut *mut u8, size: *mut usize, most: *mu
     }
 }
 
-/// CUPTI calls this to give memory back; the first `valid` bytes hold records.
+/// CUPTI calls this to return memory; the first `valid` bytes hold records.
 unsafe extern "C" fn completed(_: *mut c_void, _: u32, buffer: *mut u8, _: usize, valid: usize) {
     if buffer.is_null() {
         return;
@@ -200,7 +200,7 @@ unsafe extern "C" fn completed(_: *mut c_void, _: u32, buffer: *mut u8, _: usize
     unsafe { std::alloc::dealloc(buffer, layout()) };
 }
 
-/// By a kernel's mangled name: all of ours are in one namespace.
+/// The origin by a kernel's mangled name: all of this crate's kernels are in one namespace.
 fn whose(name: &[u8]) -> Whose {
     match name {
         [b'_', b'Z', b'N', b'3', b'n', b'i', b'b', ..] => Whose::Ours,
@@ -210,12 +210,12 @@ fn whose(name: &[u8]) -> Whose {
 }
 
 impl Cuda {
-    /// Runs `work`, waits for it, and says what this device did for it, in order of time; by one thread of a process at a time. `launched` names the kernels
-    /// in order, as [`Cuda::logged`] says of the same work.
+    /// Runs `work`, waits for it, and returns what this device did for it, in order of time. Only one thread of a process may call this at
+    /// a time. `launched` names the kernels in order, as returned by [`Cuda::logged`] for the same work.
     ///
     /// # Errors
-    /// What `work` returns; [`Error::Device`] where CUPTI cannot be loaded or is in use by another profiler, and where other kernels ran than
-    /// were launched.
+    /// The error of `work`; [`Error::Device`] where CUPTI cannot be loaded or another profiler uses it, and where the kernels that ran
+    /// differ from `launched`.
     pub fn traced<R>(
         &self,
         launched: &[Launched],
@@ -246,7 +246,7 @@ impl Cuda {
     }
 }
 
-/// Names what was seen.
+/// Names the recorded activities.
 fn spans(mut seen: Vec<Seen>, launched: &[Launched]) -> Result<Vec<Span>> {
     seen.sort_by_key(|seen| (seen.start_ns, seen.end_ns));
     let kernels = seen.iter().filter(|seen| seen.whose == Whose::Ours).count();
@@ -262,7 +262,7 @@ fn spans(mut seen: Vec<Seen>, launched: &[Launched]) -> Result<Vec<Span>> {
     let mut names = launched.iter();
     let span = |seen: Seen| {
         let what = match seen.kind {
-            // As many as were counted.
+            // The counts were compared above.
             KIND_KERNEL if seen.whose == Whose::Ours => {
                 *names.next().unwrap_or(&Launched { op: "kernel", kernel: "kernel" })
             }

@@ -1,9 +1,9 @@
-//! Timing on the device by two rules. *Burst* is the median of single calls, with the L2 flushed before each.
-//! *Sustained* is the time of back-to-back calls on a chip that has reached its power limit. Also the rates of this
-//! device's memory, which limit every kernel that only moves bytes.
+//! Timing on the device, by two protocols. *Burst* is the median of single calls, with the L2 flushed before each.
+//! *Sustained* is the time of back-to-back calls on a chip that has reached its power limit. Also measures the rates of
+//! this device's memory, which limit every kernel that only moves bytes.
 //!
-//! What a call allocates comes from a warm pool in stream order: the driver hands out an address and puts nothing on the
-//! stream, so a burst's window holds kernels and memsets alone.
+//! A call's allocations come from a warm pool in stream order: the driver hands out an address and puts nothing on the
+//! stream, so a burst's window holds only kernels and memsets.
 
 use crate::compile::jit::KernelSpec;
 use crate::launch::{Kernel, Launch};
@@ -14,12 +14,12 @@ use nibble_core::Result;
 use std::time::{Duration, Instant};
 
 const FLUSH_BYTES: usize = 512 << 20;
-/// The least time of a flush: 512 MiB, at a higher rate than that of any Hopper's memory.
+/// Lower bound of the time of a flush: 512 MiB, at a higher rate than any Hopper's memory has.
 const FLUSH_TIME: Duration = Duration::from_micros(100);
-/// The most flushes before a call: enough to hide one that takes milliseconds on the host.
+/// The most flushes before a call: enough to hide milliseconds of host time.
 const MAX_FLUSHES: u32 = 32;
 const BURST_CALLS: usize = 25;
-/// Bytes that are copied, and filled, to measure the memory: far more than the L2 holds.
+/// Bytes copied, and filled, to measure the memory: far more than the L2 holds.
 const RATE_BYTES: usize = 1 << 30;
 const WARM_UP_MS: f32 = 500.0;
 const WINDOW_MS: f32 = 350.0;
@@ -30,7 +30,7 @@ pub fn flush_spec() -> KernelSpec {
     KernelSpec { source: "kernels/timing/flush_l2.cuh", name: "nib::flush_l2", args: Vec::new() }
 }
 
-/// Milliseconds a call.
+/// Milliseconds per call.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sustained {
     /// Median of the windows.
@@ -39,16 +39,16 @@ pub struct Sustained {
     pub min_ms: f32,
     /// Slowest window.
     pub max_ms: f32,
-    /// What the GPU drew meanwhile; `None` if nothing tells.
+    /// Power and clocks meanwhile; `None` if NVML cannot be read.
     pub draw: Option<Draw>,
 }
 
-/// What this device's memory does at best, in bytes a second.
+/// Peak rates of this device's memory, in bytes per second.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Rates {
-    /// Of a device-to-device copy: read and written together.
+    /// A device-to-device copy; bytes read and written both count.
     pub copy: f64,
-    /// Of a memset.
+    /// A memset.
     pub fill: f64,
 }
 
@@ -70,7 +70,7 @@ pub struct Stopwatch {
 }
 
 impl Stopwatch {
-    /// Takes 512 MiB of device memory for the flush.
+    /// Allocates 512 MiB of device memory for the flush.
     pub fn new(device: &Device) -> Result<Self> {
         Ok(Self {
             device: device.clone(),
@@ -89,10 +89,10 @@ impl Stopwatch {
         unsafe { self.flush.launch(launch, &[&self.data, &words, &self.sink]) }
     }
 
-    /// Median milliseconds of single calls, the L2 flushed before each. The flush also hides the launch: it is repeated for
-    /// as long as the host takes to issue a call, so that a call of many launches is timed as the device runs them.
+    /// Median milliseconds of single calls, the L2 flushed before each. The flush also hides launch latency: it is repeated
+    /// for as long as the host takes to issue a call, so a call of many launches is timed as the device runs them.
     pub fn burst_ms(&self, mut call: impl FnMut() -> Result<()>) -> Result<f32> {
-        // Twice: kernels are compiled and the pool grows in the first call.
+        // Two calls: the first compiles kernels and grows the pool.
         call()?;
         self.device.synchronize()?;
         let begun = Instant::now();
@@ -146,7 +146,7 @@ impl Stopwatch {
     }
 }
 
-/// The middle value. Not for empty lists, which no caller has.
+/// The median. Lists must not be empty.
 fn median(mut times: Vec<f32>) -> f32 {
     times.sort_by(f32::total_cmp);
     times[times.len() / 2]

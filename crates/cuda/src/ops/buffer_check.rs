@@ -1,5 +1,5 @@
-//! Checks of the buffers that operations borrow: of the lengths that follow from their shapes, and on the operation's
-//! own device.
+//! Checks of the buffers that operations borrow: their lengths must follow from their shapes, and they must be on the
+//! operation's device.
 
 use crate::Cuda;
 use crate::backend::Buf;
@@ -43,7 +43,7 @@ impl<'d> BufferCheck<'d> {
         self.part(argument, "values", buf, len)
     }
 
-    /// A buffer of `len` values, a part (codes, say) of an argument.
+    /// A buffer of `len` values that is one part (such as codes) of an argument.
     fn part<'a, T: Plain>(
         &self,
         argument: &'static str,
@@ -68,7 +68,7 @@ impl<'d> BufferCheck<'d> {
         }
     }
 
-    /// Codes and scales.
+    /// A block-scaled matrix: its codes and scales.
     pub fn blocks(&self, argument: &'static str, x: &BlockScaled<Cuda>) -> Result<()> {
         x.check_has_codes(self.op)?;
         let [codes, scales] = x.expected_bytes();
@@ -84,7 +84,7 @@ impl<'d> BufferCheck<'d> {
         }
     }
 
-    /// A tensor or blocks.
+    /// A plain or block-scaled operand.
     pub fn operand(&self, argument: &'static str, x: &Operand<Cuda>) -> Result<()> {
         match x {
             Operand::Plain(x) => self.tensor(argument, x),
@@ -92,7 +92,7 @@ impl<'d> BufferCheck<'d> {
         }
     }
 
-    /// Groups, where there are any.
+    /// Groups, if any.
     pub fn groups(&self, groups: Option<&Groups<Cuda>>) -> Result<()> {
         let Some(groups) = groups else { return Ok(()) };
         self.values("groups.start", &groups.start, groups.num_groups.saturating_add(1))?;
@@ -100,7 +100,7 @@ impl<'d> BufferCheck<'d> {
         self.values("groups.row_id", &groups.row_id, groups.capacity).map(drop)
     }
 
-    /// The weight of each row, where there are any.
+    /// One weight per row, if there are weights.
     pub fn weight(&self, weight: Option<&Buf<f32>>, rows: usize) -> Result<()> {
         weight.map_or(Ok(()), |weight| self.values("weight", weight, rows).map(drop))
     }

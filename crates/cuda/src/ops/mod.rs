@@ -1,4 +1,4 @@
-//! The ops: a folder for related ones, a file for one or a few. Each has three steps.
+//! The ops: a folder for related ops, a file for one or a few. Each op has three steps.
 //!
 //! | step | where | what |
 //! |---|---|---|
@@ -31,7 +31,7 @@ pub(crate) use {
     attention::*, convert::*, norm::*, plain::*, products::*, routing::*, step::*, swiglu::*, vocabulary::*,
 };
 
-/// These sizes, for small, usual and the largest problems: the compile check compares them all.
+/// The shared-memory sizes for small, typical and the largest problems: the compile check compares them all.
 pub fn shared_sizes() -> Vec<SharedSize> {
     [
         norm::rms_norm::shared_sizes(),
@@ -44,7 +44,7 @@ pub fn shared_sizes() -> Vec<SharedSize> {
     .concat()
 }
 
-/// Every instance that operations launch, by folder: the compile check goes through them all.
+/// Every instance that operations launch, by folder: the compile check compiles them all.
 pub fn instances() -> Vec<Instance> {
     [
         products::instances(),

@@ -1,4 +1,4 @@
-//! Matrices as the operations pass them to kernels.
+//! Matrices as kernel arguments.
 
 use crate::Buffer;
 use crate::Cuda;
@@ -16,12 +16,12 @@ pub(super) fn type_name(dtype: DType) -> &'static str {
     }
 }
 
-/// Numbers in the 16 bytes that a thread loads or stores at once.
+/// Elements in the 16 bytes that a thread loads or stores at once.
 pub(super) fn numbers_per_load(dtype: DType) -> usize {
     16 / dtype.size_bytes()
 }
 
-/// The device's number of a rule (`csrc/formats/e8m0.cuh`).
+/// The device's number of a scale rule (`csrc/formats/e8m0.cuh`).
 pub(super) fn rule_arg(rule: ScaleRule) -> TemplateArg {
     TemplateArg::Int(match rule {
         ScaleRule::Amax => 0,
@@ -29,28 +29,28 @@ pub(super) fn rule_arg(rule: ScaleRule) -> TemplateArg {
         ScaleRule::Rceil => 2,
         ScaleRule::Ceil => 3,
         ScaleRule::Even => 4,
-        // Rules of the general kernels, which take no such template argument.
+        // Rules of the general kernels, which have no such template argument.
         ScaleRule::TensorAmax | ScaleRule::Cann => -1,
     })
 }
 
-/// Scales from one strip to the next: one for each column, padded to 16 bytes.
+/// Scales from one strip to the next: one scale per column, padded to 16 bytes.
 pub(super) fn column_stride(kind: ScaleKind, cols: usize) -> usize {
     mn_major_stride(cols, kind.bytes())
 }
 
-/// What a launch takes for a tensor's codes and scales.
+/// A tensor's codes and scales as kernel arguments.
 pub(super) fn plane_args(x: &BlockScaled<Cuda>) -> [&dyn KernelArg; 2] {
     [x.codes.get(), x.scales.get()]
 }
 
-/// The same; nulls for none.
+/// The same; null pointers for `None`.
 pub(super) fn planes_or_nulls(x: Option<&BlockScaled<Cuda>>) -> [&dyn KernelArg; 2] {
     const NONE: Option<&Buffer<u8>> = None;
     x.map_or([&NONE, &NONE], plane_args)
 }
 
-/// What a launch takes for a plain matrix, and whether it is BF16.
+/// A plain matrix as a kernel argument, and whether it is BF16.
 pub(super) fn plain_arg(x: &Tensor<Cuda>) -> (&dyn KernelArg, i32) {
     match &x.data {
         Data::F32(x) => (x.get(), 0),
@@ -58,7 +58,7 @@ pub(super) fn plain_arg(x: &Tensor<Cuda>) -> (&dyn KernelArg, i32) {
     }
 }
 
-/// Where a plain matrix lies.
+/// The device address of a plain matrix.
 pub(super) fn plain_address(x: &Tensor<Cuda>) -> u64 {
     match &x.data {
         Data::F32(x) => x.get().address(),
@@ -66,7 +66,7 @@ pub(super) fn plain_address(x: &Tensor<Cuda>) -> u64 {
     }
 }
 
-/// What a launch takes for an optional plain matrix; null if there is none.
+/// An optional plain matrix as a kernel argument; null if there is none.
 pub(super) fn plain_or_null(x: Option<&Tensor<Cuda>>) -> &dyn KernelArg {
     const NONE: Option<&Buffer<u8>> = None;
     x.map_or(&NONE, |x| plain_arg(x).0)

@@ -130,8 +130,8 @@ fn check_combine(config: &Config, recipe: &Recipe) -> Result<()> {
     match (config.train.combine, recipe.quantized_combine()) {
         (Some(Combine::Tree), Some((site, format))) => {
             let why = format!(
-                "is \"tree\", and recipe {} has expert.{} in {format}: sums up a tree would be rounded where ranks meet, and depend on the \
-                 mesh; take slots, or have the rows travel as the activations are",
+                "is \"tree\", but recipe {} has expert.{} in {format}: the tree's sums would be rounded between ranks, and depend on the \
+                 mesh; use \"slots\", or send the rows in the activations' type",
                 recipe.name,
                 site.key()
             );

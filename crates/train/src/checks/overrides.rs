@@ -31,7 +31,7 @@ pub(super) fn check(recipe: &Recipe, layers: &[Layer], steps: u64) -> Result<()>
 fn why_idle(recipe: &Recipe, (i, o): (usize, &Override), layers: &[Layer], steps: u64) -> Option<String> {
     if !layers.iter().any(|layer| o.is_for(layer.kind, &layer.name, recipe.run)) {
         // A model without such layers is none of the business of an optional one.
-        return (!o.optional).then(|| "no layer is called so".to_owned());
+        return (!o.optional).then(|| "no layer name matches".to_owned());
     }
     let mut starts = steps_of_change(recipe, steps);
     starts.pop();
@@ -39,7 +39,7 @@ fn why_idle(recipe: &Recipe, (i, o): (usize, &Override), layers: &[Layer], steps
     let covered: Vec<f64> = starts.iter().map(at).filter(|progress| o.holds(*progress, recipe.run)).collect();
     if covered.is_empty() {
         let written = o.steps.to_string();
-        return Some(format!("{} of {steps} steps is none of them", written.trim_end_matches(" steps")));
+        return Some(format!("{} has none of the {steps} steps", written.trim_end_matches(" steps")));
     }
     let with = |overrides: Vec<Override>| Recipe { overrides, ..recipe.clone() };
     let differ = |a: &Recipe, b: &Recipe| {
@@ -55,8 +55,8 @@ fn why_idle(recipe: &Recipe, (i, o): (usize, &Override), layers: &[Layer], steps
     }
     let until = |end: usize| with(recipe.overrides[..end].to_vec());
     Some(match differ(&until(i), &until(i + 1)) {
-        true => "later overrides say otherwise wherever it holds".to_owned(),
-        false => "what it sets is so without it, in every layer that it is for".to_owned(),
+        true => "later overrides replace it wherever it applies".to_owned(),
+        false => "every layer that it matches has the same setting without it".to_owned(),
     })
 }
 
@@ -83,11 +83,11 @@ mod tests {
         assert_eq!(checked(LATE, 100), Ok(()));
         assert_eq!(checked(LATE, 17), Ok(()), "0.94 · 17 is before the last step");
         let e = checked(LATE, 10).unwrap_err();
-        assert!(e.contains("0.94..1 of 10 steps"), "{e}");
+        assert!(e.contains("0.94..1 has none of the 10 steps"), "{e}");
         let numbers = "[[override]]\nsteps = \"10..20 steps\"\nset.recipe = \"bf16\"\n";
         assert_eq!(checked(numbers, 11), Ok(()));
         let e = checked(numbers, 10).unwrap_err();
-        assert!(e.contains("10..20 of 10 steps is none of them"), "{e}");
+        assert!(e.contains("10..20 has none of the 10 steps"), "{e}");
     }
 
     #[test]
@@ -103,7 +103,7 @@ mod tests {
     #[test]
     fn an_override_to_what_is_so_already_is_refused() {
         let e = checked("[[override]]\nset.recipe = \"fp8-flow\"\n", 100).unwrap_err();
-        assert!(e.contains("so without it"), "{e}");
+        assert!(e.contains("same setting without it"), "{e}");
         let h = "[[override]]\nset.expert.saved.h = { format = \"mxfp4\" }\n";
         assert_eq!(checked(h, 100), Ok(()));
     }
@@ -112,7 +112,7 @@ mod tests {
     fn an_override_of_layers_that_are_not_there_is_refused_unless_it_is_optional() {
         let shared = "[[override]]\nlayers = \"*.shared_experts.*\"\nset.recipe = \"bf16\"\n";
         let e = checked(shared, 100).unwrap_err();
-        assert!(e.contains("no layer is called so"), "{e}");
+        assert!(e.contains("no layer name matches"), "{e}");
         assert_eq!(checked(&format!("{shared}optional = true\n"), 100), Ok(()));
     }
 }

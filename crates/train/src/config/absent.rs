@@ -12,7 +12,7 @@ const ADAPTERS: Meaning = Said(
      --recipe mxfp4-hopper and `train.recompute`, and --dry-run says how much is taken",
 );
 const SHARDING: Meaning = Said(
-    "experts, batches, masters and moments are divided among `run.ranks` by themselves, and batches among `run.dp` replicas; there is no tensor, pipeline \
+    "experts, batches, masters and moments are divided among `run.ranks` automatically, and batches among `run.dp` replicas; there is no tensor, pipeline \
      or context parallelism, and no offloading",
 );
 const PREFERENCES: Meaning = Said(

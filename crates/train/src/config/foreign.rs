@@ -17,13 +17,12 @@ const GLOBAL: Meaning = Said(
     "a step's sequences are `train.batch_size` (a micro-batch, over all ranks) times `train.grad_accum` here: --set train.batch_size=N --set train.grad_accum=M",
 );
 const PRECISION: Meaning =
-    Said("the recipe says the precisions here: `recipe`, such as --recipe bf16; `nibble recipe` lists them");
+    Said("the recipe sets the precisions here: `recipe`, such as --recipe bf16; `nibble recipe` lists them");
 const RECOMPUTE: Meaning = Said(
-    "`train.recompute` lists what is made again in the backward pass: --set 'train.recompute=[\"layers\"]' for all of every layer",
+    "`train.recompute` lists what is recomputed in the backward pass: --set 'train.recompute=[\"layers\"]' recomputes whole layers",
 );
-const RESUME: Meaning = Said(
-    "a run goes on with `nibble train RUN --resume`, from its newest whole checkpoint; RUN is its directory",
-);
+const RESUME: Meaning =
+    Said("`nibble train RUN --resume` resumes a run from its newest whole checkpoint; RUN is its directory");
 const CONFIG: Meaning = Said("the configuration is named without an option: nibble train FILE.toml");
 const WANDB: Meaning = Said("a run writes metrics.jsonl and events for TensorBoard by itself");
 

@@ -64,7 +64,7 @@ impl Config {
         }
         if is_folder(path) {
             let why = format!(
-                "{name_or_path} is a folder with a model, and no configuration: name one, and begin with the model by --from, as in nibble train tiny --from {}",
+                "{name_or_path} is a model folder, not a configuration: name a configuration, and start from the model by --from, as in nibble train tiny --from {}",
                 in_shell(path)
             );
             return Err(Error::config("", why));

@@ -64,8 +64,8 @@ pub(crate) fn kept_beside(checkpoint: &Checkpoint) -> Vec<PathBuf> {
 }
 
 /// Of a chat template without an end of answers.
-pub const UNENDED: &str = "the chat template writes no control token behind an answer that is learnt with it, so that a model does not learn to end one; \
-    `nibble generate --stop TEXT` ends a text before another";
+pub const UNENDED: &str = "the chat template writes no control token after a learnt answer, so a model does not learn to end its answers; \
+    `nibble generate --stop TEXT` stops before a given text";
 
 impl Config {
     fn tokenizer_place(&self) -> TokenizerIn {

@@ -60,7 +60,7 @@ impl Config {
         let has_tree = kind != DeviceKind::Gpu || top_k <= most;
         require(has_tree || self.train.combine != Some(Combine::Tree), "train.combine", || {
             format!(
-                "is \"tree\", and model.top_k = {top_k}: a GPU sums up to {most} rows a token up a tree; take slots"
+                "is \"tree\", but model.top_k = {top_k}: a GPU's tree sums at most {most} rows per token; use \"slots\""
             )
         })
     }
@@ -80,8 +80,7 @@ impl Config {
         })?;
         let is_random = self.data.source == RANDOM;
         require(m.vocab_size > 0 || !is_random, "model.vocab_size", || {
-            "is 0, and random tokens have no number of symbols of their own: name one, or a data.tokenizer"
-                .into()
+            "is 0, but random tokens have no vocabulary size of their own: set it, or data.tokenizer".into()
         })?;
         require(i32::try_from(m.vocab_size).is_ok(), "model.vocab_size", || {
             format!("is {}, beyond 2^31 - 1, the largest token id", m.vocab_size)
@@ -238,7 +237,7 @@ impl Config {
         let factor = self.run.capacity_factor;
         require(factor.is_finite() && factor >= 1.0, "run.capacity_factor", || {
             format!(
-                "is {factor:?}, expected at least 1: of the tokens that ranks are sent, one has its share or more"
+                "is {factor:?}, expected at least 1: some rank always receives its equal share of rows or more"
             )
         })?;
         self.validate_mesh()?;

@@ -60,11 +60,11 @@ fn state(config: &Config, model: &ModelSpec, prediction: Option<&Prediction>) ->
 /// these sizes, and more.
 fn activations(config: &Config, model: &ModelSpec, prediction: &Prediction, weights: &[Size]) -> Vec<Part> {
     const KEEP: [(Group, &str); 5] = [
-        (Group::Attention, "what attention keeps"),
-        (Group::Experts, "what the experts keep"),
-        (Group::SharedExperts, "what the shared experts keep"),
-        (Group::Mlps, "what the MLPs keep"),
-        (Group::Norms, "what norms and residuals keep"),
+        (Group::Attention, "activations of attention"),
+        (Group::Experts, "activations of the experts"),
+        (Group::SharedExperts, "activations of the shared experts"),
+        (Group::Mlps, "activations of the MLPs"),
+        (Group::Norms, "activations of norms and residuals"),
     ];
     let ranks = prediction.ranks_of_a_device();
     let part = |bytes: usize, what: &str, more: &[Size]| Part {
@@ -82,7 +82,7 @@ fn activations(config: &Config, model: &ModelSpec, prediction: &Prediction, weig
         .collect();
     let arena = prediction.memory.activations;
     let dropped = arena.total_bytes.unwrap_or(arena.peak_bytes).saturating_sub(kept.values().sum());
-    parts.push(part(dropped, "copies of weights, and what a step makes and drops,", weights));
+    parts.push(part(dropped, "copies of weights and temporaries of a step,", weights));
     parts
 }
 

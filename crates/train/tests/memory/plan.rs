@@ -436,7 +436,7 @@ fn a_refusal_says_which_sizes_need_the_memory() {
             "copies of weights",
             &["model.vocab_size = 1000000", "model.d_model = 64"],
         ),
-        (&["model.shared_ffn=65536"], "what the shared experts keep", &["model.shared_ffn = 65536"]),
+        (&["model.shared_ffn=65536"], "activations of the shared experts", &["model.shared_ffn = 65536"]),
         (
             &[
                 "model.heads=64",
@@ -450,12 +450,12 @@ fn a_refusal_says_which_sizes_need_the_memory() {
         ),
         (
             &["train.batch_size=1024", "model.head_dim=256"],
-            "what attention keeps",
+            "activations of attention",
             &["train.batch_size = 1024", "data.seq_len = 128"],
         ),
         (
             &["train.batch_size=1024", "model.top_k=8"],
-            "what the experts keep",
+            "activations of the experts",
             &["train.batch_size = 1024", "model.top_k = 8"],
         ),
         // Beyond what is counted to the end.
@@ -498,7 +498,7 @@ fn a_dense_model_is_refused_by_its_own_sizes() {
     assert!(why.contains("most of it: the MLPs, with gradients and moments, 384.0 MiB"), "{why}");
     assert!(why.contains("(model.layers = 2, model.d_model = 64, model.ffn = 65536)"), "{why}");
     let why = refuse(&["recipe=bf16", "model.ffn=4096", "train.batch_size=512"], 1 << 20);
-    assert!(why.contains("what the MLPs keep") && why.contains("model.ffn = 4096"), "{why}");
+    assert!(why.contains("activations of the MLPs") && why.contains("model.ffn = 4096"), "{why}");
     assert!(why.contains("the least is") && why.contains("layers"), "{why}");
     let why = refuse(&["model.layers=4096", "model.d_model=16384", "model.ffn=1048576"], 1 << 20);
     assert!(why.contains("the MLPs") && !why.contains("expert"), "{why}");

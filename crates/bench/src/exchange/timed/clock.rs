@@ -1,16 +1,16 @@
-//! Times of what ranks do together: many calls back to back, begun by all at once, as long as on the slowest.
+//! Times of collective work: many calls back to back, started by all ranks at once, timed on the slowest rank.
 
 use crate::figures::median;
 use nibble_core::{Backend, Comm, Result};
 use serde_json::{Value, json};
 use std::time::Instant;
 
-/// Windows that are timed.
+/// Number of timed windows.
 pub const WINDOWS: usize = 5;
-/// The most calls of a window.
+/// Most calls per window.
 const MOST_CALLS: f64 = 20_000.0;
 
-/// Microseconds of a call on the slowest rank.
+/// Microseconds per call on the slowest rank.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Times {
     /// Median of the windows.
@@ -22,7 +22,7 @@ pub struct Times {
 }
 
 impl Times {
-    /// Of each window's.
+    /// Summary of the windows' times.
     fn of(windows: Vec<f64>) -> Self {
         let of = |pick: fn(f64, f64) -> f64| windows.iter().copied().reduce(pick).unwrap_or(f64::NAN);
         Self { min_us: of(f64::min), max_us: of(f64::max), median_us: median(windows) }
@@ -34,18 +34,18 @@ impl Times {
     }
 }
 
-/// A rank's clock, which ranks read together.
+/// A rank's clock, used by all ranks together.
 pub struct Clock<'a, B: Backend> {
     b: &'a B,
     comm: &'a dyn Comm<B>,
     /// Seconds of a window.
     window: f64,
-    /// One value, to wait for.
+    /// A value that is downloaded to wait for the device.
     marker: B::Buf<f32>,
 }
 
 impl<'a, B: Backend> Clock<'a, B> {
-    /// With windows of so many seconds.
+    /// A clock with windows of `window` seconds.
     ///
     /// # Errors
     /// From the backend.
@@ -53,15 +53,15 @@ impl<'a, B: Backend> Clock<'a, B> {
         Ok(Self { b, comm, window, marker: b.zeros(1)? })
     }
 
-    /// Waits for all that this rank has issued.
+    /// Waits for all work that this rank has issued.
     fn settle(&self) -> Result<()> {
         self.b.download(&self.marker).map(drop)
     }
 
-    /// Times a call, which all ranks make as often. Its memory is that of an arena, as in a step.
+    /// Times a call; all ranks make the same number of calls. Its memory comes from an arena, as in a step.
     ///
     /// # Errors
-    /// What a call returns; from the backend and other ranks.
+    /// From the call; from the backend and other ranks.
     pub fn time(&self, mut call: impl FnMut() -> Result<()>) -> Result<Times> {
         let arena = self.b.arena("exchange")?;
         // Seconds of a call.
@@ -75,9 +75,9 @@ impl<'a, B: Backend> Clock<'a, B> {
             let all = self.b.download(&self.comm.all_gather_f64(self.b, &mine)?)?;
             Ok(all.into_iter().fold(0.0, f64::max))
         };
-        // All ranks see the same seconds, and so make as many calls.
+        // All ranks see the same seconds, and so make the same number of calls.
         let calls = |seconds: f64| (self.window / seconds).ceil().clamp(1.0, MOST_CALLS) as usize;
-        // Kernels are compiled, the arena grows and ranks connect in the first call.
+        // The first call compiles kernels, grows the arena and connects ranks.
         window(1)?;
         let once = window(1)?;
         let warm = window(calls(once))?;

@@ -1,4 +1,4 @@
-//! `nibble bench exchange --ranks N`: the exchange between ranks by the clock, stage by stage and format against format.
+//! `nibble bench exchange --ranks N`: times the exchange between ranks, by stage and format.
 
 mod clock;
 mod planned;
@@ -26,10 +26,10 @@ const NVLINK4: f64 = 450e9;
 /// What is timed, where ranks are asked for.
 #[derive(Debug, clap::Args)]
 pub struct TimedArgs {
-    /// Times the exchange between so many ranks, a power of two: each has a GPU, or threads of the CPU.
+    /// Times the exchange between N ranks, a power of two: each has its own GPU, or a share of the CPU's threads.
     #[arg(long, value_name = "N", conflicts_with = "recipe")]
     ranks: Option<usize>,
-    /// Where ranks compute: auto (a Hopper GPU for each if there are so many to use, else the CPU), cpu or cuda.
+    /// Device of the ranks: auto (a Hopper GPU for each if enough are usable, else the CPU), cpu or cuda.
     #[arg(long, value_name = "DEVICE", requires = "ranks")]
     device: Option<DeviceChoice>,
     /// Rows that each rank sends: a multiple of twice the ranks.
@@ -41,7 +41,7 @@ pub struct TimedArgs {
     /// How rows are divided among ranks.
     #[arg(long, value_name = "SPLIT", value_delimiter = ',', requires = "ranks", default_values = ["equal", "skewed"])]
     splits: Vec<Splits>,
-    /// Milliseconds of each of the five windows of a figure.
+    /// Milliseconds per window; each figure is the median of five windows.
     #[arg(long, value_name = "MS", requires = "ranks", default_value_t = 60.0, value_parser = milliseconds)]
     window_ms: f64,
 }

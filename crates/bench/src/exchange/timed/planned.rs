@@ -1,4 +1,4 @@
-//! Rows of one size, planned: which go to which rank, and every stage of their way as a call of its own.
+//! An exchange of one size: its plan, and each of its stages as a separate call.
 
 use crate::experts::chosen;
 use nibble_core::ops::{Cast, CombineSlots, InitNormal, PackRows, UnpackPermute};
@@ -10,19 +10,19 @@ use nibble_train::cx::Cx;
 use nibble_train::moe::{Exchange, ExchangePlan, Outgoing, Wire};
 use nibble_train::shards::Shards;
 
-/// Experts of each rank.
+/// Experts per rank.
 pub const EXPERTS_EACH: usize = 8;
-/// What the rows of an expert are a multiple of, as where products take blocks.
+/// Multiple to which an expert's rows are padded, as for products of blocks.
 const ALIGN: usize = 128;
-/// The names that conversions are given.
+/// The tensor name passed to conversions.
 const PLACE: TensorName<'static> = TensorName { layer: "bench", tensor: "x", linear: "bench" };
 
-/// How many rows go to which rank.
+/// Distribution of rows over ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Splits {
-    /// As many to each rank.
+    /// Equal numbers to all ranks.
     Equal,
-    /// Half as many again to the first rank, and to the others what is left.
+    /// Half as many again to rank 0, and the rest to the others.
     Skewed,
 }
 
@@ -36,21 +36,21 @@ impl Splits {
     }
 }
 
-/// One exchange among ranks of as many rows each.
+/// The size of an exchange; every rank sends the same number of rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Size {
-    /// Rows that each rank sends: a multiple of twice the ranks.
+    /// Rows that each rank sends: a multiple of twice the number of ranks.
     pub rows: usize,
     /// Columns of a row.
     pub cols: usize,
-    /// How they are divided.
+    /// Distribution of the rows.
     pub splits: Splits,
     /// Ranks.
     pub ranks: usize,
 }
 
 impl Size {
-    /// How many rows each rank sends to each: the same for every sender.
+    /// Rows sent to each rank: the same for every sender.
     pub fn rows_to(&self) -> Vec<usize> {
         let Self { rows, ranks, .. } = *self;
         let share = rows / ranks;
@@ -65,23 +65,23 @@ impl Size {
         }
     }
 
-    /// Rows that leave a rank for others, and that come to it from others.
+    /// Rows that a rank sends to others, and receives from others.
     pub fn leaving_and_arriving(&self, rank: usize) -> [usize; 2] {
         let own = self.rows_to()[rank];
         [self.rows - own, (self.ranks - 1) * own]
     }
 
-    /// The most rows that go over one rank's link in one direction.
+    /// Most rows over one rank's link in one direction.
     pub fn busiest(&self) -> usize {
         (0..self.ranks).flat_map(|rank| self.leaving_and_arriving(rank)).max().unwrap_or(0)
     }
 
-    /// The most rows that one rank is sent, by itself too.
+    /// Most rows that one rank receives, from itself too.
     pub fn fullest(&self) -> usize {
         self.ranks * self.rows_to().into_iter().max().unwrap_or(0)
     }
 
-    /// The expert of each row of a rank. Which rows go where is drawn; a rank's experts have as many each.
+    /// The expert of each row of a rank. Destinations are shuffled; the experts of one rank get equal numbers of rows.
     pub fn experts(&self, rank: usize) -> Vec<i32> {
         let stream = Stream::new(2, Purpose::Data, rank as u32, 0);
         let mut drawn: Vec<usize> = (0..self.rows).collect();
@@ -97,14 +97,14 @@ impl Size {
     }
 }
 
-/// Which way rows go, for what.
+/// Direction of rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Way {
-    /// To their experts, in the forward pass.
+    /// Tokens to experts, in the forward pass.
     Dispatch,
-    /// The same of gradients of what experts return.
+    /// Gradients of the experts' outputs to experts, in the backward pass.
     DispatchBackward,
-    /// Back, a row for each slot.
+    /// Expert outputs back to tokens, one row per slot.
     Combine,
 }
 
@@ -119,21 +119,21 @@ impl Way {
     }
 }
 
-/// Rows of a format on their way.
+/// A direction and format of rows.
 #[derive(Debug, Clone)]
 pub struct Trip {
     pub way: Way,
     /// The format's name in tables and files.
     pub format: &'static str,
-    /// How rows travel.
+    /// Precision of the rows in messages.
     pub to: Precision,
 }
 
 impl Trip {
-    /// Every one, BF16 forward first.
+    /// All of them, BF16 forward first.
     ///
     /// # Errors
-    /// Where a built-in recipe is not there.
+    /// If a built-in recipe is missing.
     pub fn all() -> Result<Vec<Self>> {
         use Way::{Combine, Dispatch, DispatchBackward};
         let of = |way, format, recipe: &str, site| {
@@ -154,24 +154,24 @@ impl Trip {
         .collect()
     }
 
-    /// How a row of so many columns lies in a message.
+    /// Layout of a row of `cols` columns in a message.
     pub fn row_kind(&self, cols: usize) -> RowKind {
         RowKind { format: self.to.format, rule: self.to.scale, cols }
     }
 }
 
-/// What is timed.
+/// A timed stage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stage {
-    /// BF16 rows to messages, by destination, in the format that travels.
+    /// Packs BF16 rows into messages by destination, in the message format.
     Pack,
-    /// The messages alone.
+    /// The all-to-all alone.
     Exchange,
-    /// Messages to rows in expert order; on the way back, to sums of each token's rows.
+    /// Unpacks messages into rows in expert order, or for combine into sums of each token's rows.
     Unpack,
-    /// All of these, as a layer does them.
+    /// All of these, as in a layer.
     Whole,
-    /// As many bytes, divided equally among all ranks.
+    /// An all-to-all of as many bytes, divided equally among all ranks.
     Plain,
 }
 
@@ -199,7 +199,7 @@ pub struct Planned<'a, B: Kernels> {
 }
 
 impl<'a, B: Kernels> Planned<'a, B> {
-    /// With exactly the room that the fullest rank needs. All ranks call it together.
+    /// Plans with exactly the capacity that the fullest rank needs. Collective.
     ///
     /// # Errors
     /// From the backend and other ranks.
@@ -213,7 +213,7 @@ impl<'a, B: Kernels> Planned<'a, B> {
         Ok(Self { cx, plan, size })
     }
 
-    /// The rows that a rank is given: normal numbers.
+    /// The input rows of a rank: normal numbers.
     ///
     /// # Errors
     /// From the backend.
@@ -233,18 +233,18 @@ fn exchange<'c, 'a, B: Kernels>(cx: &'c Cx<'a, B>, size: Size) -> Exchange<'c, '
     Exchange::new(cx, EXPERTS_EACH * size.ranks, 1)
 }
 
-/// What each stage of a trip begins with.
+/// The inputs of each stage of a trip.
 pub struct Stages<'p, 'a, B: Kernels> {
     planned: &'p Planned<'a, B>,
     trip: &'p Trip,
-    /// Tokens, or on the way back what experts made.
+    /// Tokens, or for combine the experts' outputs.
     given: Tensor<B>,
     packed: B::Buf<u8>,
     arrived: B::Buf<u8>,
 }
 
 impl<'p, 'a, B: Kernels> Stages<'p, 'a, B> {
-    /// Goes the way once. All ranks call it together.
+    /// Runs the trip once to produce each stage's input. Collective.
     ///
     /// # Errors
     /// From the backend and other ranks.
@@ -253,7 +253,7 @@ impl<'p, 'a, B: Kernels> Stages<'p, 'a, B> {
         let tokens = Planned::tokens(cx.b, *size, cx.mesh.ep.rank())?;
         let given = match trip.way {
             Way::Dispatch | Way::DispatchBackward => tokens,
-            // Experts that return what they are given.
+            // Experts are the identity.
             Way::Combine => {
                 let arrived = exchange(cx, *size).dispatch(plan, &Operand::Plain(tokens))?;
                 arrived.plain("bench exchange")?.clone()
@@ -266,7 +266,7 @@ impl<'p, 'a, B: Kernels> Stages<'p, 'a, B> {
         Ok(stages)
     }
 
-    /// Does it, once. All ranks call it together.
+    /// Runs a stage once. Collective.
     ///
     /// # Errors
     /// From the backend and other ranks.
@@ -320,7 +320,7 @@ impl<'p, 'a, B: Kernels> Stages<'p, 'a, B> {
         rows.begin_exchange(b, self.planned.cx.mesh.ep, (leg, row_bytes), self.packed.clone(), into)?.wait(b)
     }
 
-    /// What came, in expert order or as sums.
+    /// The received rows in expert order, or as sums.
     pub fn unpack(&self) -> Result<Operand<B>> {
         let (b, kind, plan) = (self.b(), self.kind(), &self.planned.plan);
         match self.trip.way {
@@ -328,7 +328,7 @@ impl<'p, 'a, B: Kernels> Stages<'p, 'a, B> {
                 UnpackPermute { bytes: &self.arrived, kind, map: &plan.map }.run(b)
             }
             Way::Combine => {
-                // Nothing lies between plain rows.
+                // Plain rows are contiguous.
                 let shape = (B::len(&self.arrived) / kind.row_bytes(), kind.cols);
                 let rows = &Tensor::of_bytes(b, &self.arrived, DType::Bf16, shape)?;
                 let index = Some(&self.planned.wire()?.slot_place);
@@ -337,7 +337,7 @@ impl<'p, 'a, B: Kernels> Stages<'p, 'a, B> {
         }
     }
 
-    /// What a layer makes of what is given.
+    /// The whole trip, as in a layer.
     pub fn whole(&self) -> Result<Operand<B>> {
         let Planned { cx, plan, size } = self.planned;
         let exchange = exchange(cx, *size);
@@ -357,18 +357,18 @@ impl<'p, 'a, B: Kernels> Stages<'p, 'a, B> {
         let (b, size) = (self.b(), self.planned.size);
         let bytes = size.rows / size.ranks * self.kind().row_bytes();
         let each = vec![bytes; size.ranks];
-        // Whatever bytes there are: where splits are skewed, a rank's own messages may be fewer.
+        // Buffers of their own: under skewed splits, a rank's messages may be smaller.
         let (sent, into) = (b.alloc(bytes * size.ranks)?, b.alloc(bytes * size.ranks)?);
         self.planned.cx.mesh.ep.begin_all_to_all_v(b, sent, 1, &each, &each, into)?.wait(b)
     }
 
-    /// Bytes that this rank's memory reads and writes outside the exchange, where it is the fullest one.
+    /// Bytes that the fullest rank's memory reads and writes outside the all-to-all.
     pub fn moved(&self) -> [u64; 2] {
         let Planned { plan, size, .. } = self.planned;
         let (row, given) = (self.kind().row_bytes(), size.cols * DType::Bf16.size_bytes());
         let (sent, arrived, sorted) = (size.rows, size.fullest(), plan.map.groups.capacity);
         let [read, written] = match self.trip.way {
-            // Sorted with the padding of groups.
+            // Sorted rows include the padding of groups.
             Way::Dispatch | Way::DispatchBackward => [sent * given + arrived * row, (sent + sorted) * row],
             Way::Combine => [(arrived + sent) * row; 2],
         };

@@ -1,4 +1,4 @@
-//! Tables of exchanges, and their figures for a program.
+//! Tables of timed exchanges, and their figures as JSON.
 
 use super::Limits;
 use super::clock::Times;
@@ -9,25 +9,25 @@ use nibble_command::say;
 use nibble_core::DeviceKind;
 use serde_json::{Value, json};
 
-/// What one format takes on one way.
+/// Times of one format in one direction.
 #[derive(Debug, Clone)]
 pub struct Measured {
     way: Way,
     format: &'static str,
-    /// Whether rows are quantized on this way.
+    /// Whether rows are quantized in this direction.
     is_converted: bool,
     row_bytes: usize,
-    /// The most that go over one rank's link in one direction.
+    /// Most bytes over one rank's link in one direction.
     link_bytes: usize,
     times: Vec<(Stage, Times)>,
-    /// Microseconds of those bytes at the link's rate.
+    /// Least microseconds of those bytes, at the link's rate.
     link_floor_us: Option<f64>,
-    /// Of what the other stages read and write, at the memory's rate.
+    /// Least microseconds of the other stages' reads and writes, at the memory's rate.
     memory_floor_us: Option<f64>,
 }
 
 impl Measured {
-    /// Of these times; `moved` is what memory reads and writes.
+    /// Combines these times; `moved`: bytes that memory reads and writes.
     pub fn new(
         size: Size,
         trip: &Trip,
@@ -54,36 +54,36 @@ impl Measured {
         self.times.iter().find(|(of, _)| *of == stage).map(|(_, times)| times.median_us)
     }
 
-    /// Of its conversion, which makes messages at once; none where rows travel as they are.
+    /// Microseconds of the conversion, which also packs messages; `None` if rows are not converted.
     fn conversion_us(&self) -> Option<f64> {
         if self.is_converted { self.us(Stage::Pack) } else { None }
     }
 
-    /// Gigabytes a second over the busiest rank's link, in the direction in which it is busiest.
+    /// Gigabytes per second over the busiest link, in its busier direction.
     fn gb_per_s(&self) -> Option<f64> {
         self.us(Stage::Exchange).map(|us| self.link_bytes as f64 / us / 1e3)
     }
 
-    /// How many times as long as the exchange of equal parts the exchange takes.
+    /// Time of the exchange over that of the equally divided exchange.
     fn by_plain(&self) -> Option<f64> {
         Some(self.us(Stage::Exchange)? / self.us(Stage::Plain)?)
     }
 }
 
-/// Microseconds of BF16's messages alone, forward.
+/// Microseconds of the BF16 all-to-all alone, forward.
 fn bf16_alone(all: &[Measured]) -> Option<f64> {
     all.iter()
         .find(|one| one.way == Way::Dispatch && one.format == "bf16")
         .and_then(|one| one.us(Stage::Exchange))
 }
 
-/// A size, for people.
+/// Describes a size.
 pub fn title(size: &Size) -> String {
     let Size { rows, cols, splits, ranks } = size;
     format!("{rows} rows of {cols} columns on each of {ranks} ranks, {} splits", splits.name())
 }
 
-/// Says what is timed on which devices, once; by which way rows go.
+/// Prints a header for the devices, once, and returns the transport of rows.
 pub fn header<B: Device>(on: &On<'_, B>, limits: Limits) -> &'static str {
     let way = match (on.b.kind(), limits.link) {
         (DeviceKind::Host, _) => {
@@ -102,7 +102,7 @@ pub fn header<B: Device>(on: &On<'_, B>, limits: Limits) -> &'static str {
     way
 }
 
-/// Columns of numbers, and how wide they are.
+/// Numeric columns and their widths.
 const COLUMNS: [(&str, usize); 10] = [
     ("link bytes", 12),
     ("quantize+pack", 13),
@@ -115,11 +115,11 @@ const COLUMNS: [(&str, usize); 10] = [
     ("link", 8),
     ("memory", 8),
 ];
-/// The same of published tables.
+/// Columns of the table in published form.
 const PUBLISHED: [(&str, usize); 7] =
     [("tokens", 7), ("hidden", 7), ("ranks", 6), ("total", 10), ("quantize", 10), ("comm", 10), ("GB/s", 8)];
 
-/// A line of their names.
+/// The header line of these columns.
 fn names(columns: &[(&str, usize)]) -> String {
     columns.iter().map(|(name, width)| format!(" {name:>width$}")).collect()
 }
@@ -145,7 +145,7 @@ pub fn table(size: Size, all: &[Measured]) {
     }
 }
 
-/// Prints all sizes as published tables of dispatch and combine have them.
+/// Prints all sizes in the form of published dispatch and combine tables.
 pub fn published(cases: &[(Size, Vec<Measured>)]) {
     say!("");
     say!(
@@ -165,7 +165,7 @@ pub fn published(cases: &[(Size, Vec<Measured>)]) {
     }
 }
 
-/// Says what the columns are.
+/// Explains the columns.
 pub fn legend(limits: Limits) {
     say!("");
     say!(
@@ -177,7 +177,7 @@ pub fn legend(limits: Limits) {
     say!(
         "quantize+pack, exchange and unpack+permute are timed one by one. Rows become messages, quantized where their format is not bf16;"
     );
-    say!("these become rows sorted by expert, or on the way back sums of a token's rows.");
+    say!("these become rows sorted by expert, or for combine sums of a token's rows.");
     say!("whole: all of them, as a layer does them. : bf16 is whole by the exchange alone of bf16 forward;");
     say!(
         ": plain is the exchange by one of as many bytes that are divided equally: where splits are equal, the same messages."
@@ -200,7 +200,7 @@ pub fn figures(size: Size, all: &[Measured]) -> Value {
             .iter()
             .map(|(stage, times)| (stage.name().to_owned(), json!(times.figures())))
             .collect();
-        // Rows come back the way they went.
+        // Combine reverses the directions of dispatch.
         let per_rank = |which: usize| -> Vec<usize> {
             let which = if one.way == Way::Combine { 1 - which } else { which };
             (0..ranks).map(|rank| size.leaving_and_arriving(rank)[which] * one.row_bytes).collect()

@@ -2,16 +2,16 @@ use crate::error::expect_eq;
 use crate::ops::Positions;
 use crate::{Agreement, Backend, DType, Error, Result, Tensor};
 
-/// Keys and values of multi-head latent attention, from what a latent's up-projection gives and the key that all heads share (DeepSeek-AI 2024,
-/// "DeepSeek-V2", section 2.1): a head's key is its own n elements, then the r of the shared key, turned as by [`Rope`](crate::ops::Rope); its value
-/// is its own u. The shared key is rounded once, after it has turned; all else is copied.
+/// Keys and values of multi-head latent attention, from a latent's up-projection and a key that all heads share (DeepSeek-AI 2024,
+/// "DeepSeek-V2", section 2.1). A head's key is its own n elements, then the r of the shared key, rotated as by [`Rope`](crate::ops::Rope);
+/// its value is its own u elements. The shared key is rounded once, after the rotation; all else is copied.
 ///
-/// Legend: t tokens, h heads, n own elements of a key, r shared ones, u elements of a value.
+/// Legend: t tokens, h heads, n own elements of a key, r shared elements of a key, u elements of a value.
 #[derive(Debug)]
 pub struct AssembleKv<'a, B: Backend> {
-    /// `[t, h · (n + u)]`, F32 or BF16: of each head n elements of its key, then u of its value.
+    /// `[t, h · (n + u)]`, F32 or BF16: for each head n elements of its key, then u of its value.
     pub up: &'a Tensor<B>,
-    /// `[t, r]`, not yet turned, of the same type.
+    /// `[t, r]`, before the rotation, of the same type.
     pub shared: &'a Tensor<B>,
     /// F32 `[positions, r]`, as [`Rope`](crate::ops::Rope) has it.
     pub table: &'a Tensor<B>,
@@ -19,7 +19,7 @@ pub struct AssembleKv<'a, B: Backend> {
     pub key_dim: usize,
     /// u.
     pub value_dim: usize,
-    /// Where rows are.
+    /// Positions of the rows.
     pub positions: &'a Positions<B>,
 }
 
@@ -33,7 +33,7 @@ pub struct AssembledKv<B: Backend> {
 }
 
 impl<B: Backend> AssembleKv<'_, B> {
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.
@@ -52,17 +52,17 @@ impl<B: Backend> AssembleKv<'_, B> {
         self.up.cols / (self.key_dim + self.value_dim)
     }
 
-    /// Its result, yet to be written. For checked arguments.
+    /// Allocates the result. For checked arguments.
     pub fn result(&self, b: &B) -> Result<AssembledKv<B>> {
         let of = |dim| Tensor::unwritten(b, self.up.dtype(), self.up.rows, self.heads() * dim);
         Ok(AssembledKv { k: of(self.key_dim + self.table.cols)?, v: of(self.value_dim)? })
     }
 }
 
-/// The backward pass of [`AssembleKv`]. The gradient of the shared key is the sum over heads, turned back, in F32, and rounded once.
+/// The backward pass of [`AssembleKv`]. The gradient of the shared key is the sum over heads, rotated back, in F32, and rounded once.
 ///
-/// The sum's order: eight partial sums begin at zero, and to number i heads i, i + 8, i + 16 and so on are added, in that order; then, with p₀ to p₇,
-/// ((p₀ + p₄) + (p₂ + p₆)) + ((p₁ + p₅) + (p₃ + p₇)).
+/// Order of the sum: eight partial sums p₀ to p₇ begin at zero. Partial sum i adds heads i, i + 8, i + 16 and so on, in that order. The
+/// result is ((p₀ + p₄) + (p₂ + p₆)) + ((p₁ + p₅) + (p₃ + p₇)).
 #[derive(Debug)]
 pub struct AssembleKvBackward<'a, B: Backend> {
     /// `[t, h · (n + r)]`, F32 or BF16.
@@ -75,7 +75,7 @@ pub struct AssembleKvBackward<'a, B: Backend> {
     pub key_dim: usize,
     /// u.
     pub value_dim: usize,
-    /// Where rows are.
+    /// Positions of the rows.
     pub positions: &'a Positions<B>,
 }
 
@@ -89,7 +89,7 @@ pub struct AssembledKvGrads<B: Backend> {
 }
 
 impl<B: Backend> AssembleKvBackward<'_, B> {
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
     /// Partial sums over heads.
     pub const PARTIAL_SUMS: usize = 8;
@@ -110,7 +110,7 @@ impl<B: Backend> AssembleKvBackward<'_, B> {
         self.dk.cols / (self.key_dim + self.table.cols)
     }
 
-    /// Its result, yet to be written. For checked arguments.
+    /// Allocates the result. For checked arguments.
     pub fn result(&self, b: &B) -> Result<AssembledKvGrads<B>> {
         let of = |cols| Tensor::unwritten(b, self.dk.dtype(), self.dk.rows, cols);
         let dup = of(self.heads() * (self.key_dim + self.value_dim))?;
@@ -118,7 +118,7 @@ impl<B: Backend> AssembleKvBackward<'_, B> {
     }
 }
 
-/// Keys, values and turning elements have a size, and the last come in pairs.
+/// Checks that keys, values and rotated elements have a positive size, and that rotated elements come in pairs.
 fn check_dims<B: Backend>(
     op: &'static str,
     (key_dim, value_dim): (usize, usize),

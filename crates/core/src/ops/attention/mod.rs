@@ -8,17 +8,16 @@ use crate::{Agreement, Backend, DType, Error, Result, Tensor};
 
 /// Causal softmax attention with grouped query heads: head i attends with key/value head i / (heads / kv_heads).
 ///
-/// Rows are sequences of `seq_len` tokens, one after the other. Scores are q·k · `scale`; scores and sums in F32. Heads of values, and so
-/// of the output, may have another size than those of queries and keys. Of BF16
-/// inputs a backend may round the probabilities P to BF16 before they multiply v, and in the backward pass P and dS before
-/// their products, as tensor cores want them: see [`attention_agreement`].
+/// Rows are sequences of `seq_len` tokens, one after the other. Scores are q·k · `scale`; scores and sums are F32. Heads of values (and of
+/// the output) may differ in size from heads of queries and keys. For BF16 inputs a backend may round the probabilities P to BF16 before
+/// they multiply v, and in the backward pass P and dS before their products, as tensor cores need: see [`attention_agreement`].
 ///
-/// With [`Windows`] a query sees some of these keys only. What lies outside of its window does not matter, as long as it is finite: a
-/// backend may multiply it by a probability of 0. Windows that hide nothing give the same bits as none. On a CPU a document has the bits that
-/// it has as a sequence of its own; on a GPU, whose tiles are cut along the whole sequence, it agrees as the operation does.
+/// With [`Windows`] a query sees only some of these keys. Keys outside its window do not matter if they are finite: a backend may multiply
+/// them by a probability of 0. Windows that hide nothing give the same bits as no windows. On a CPU, a document has the same bits as in a
+/// sequence of its own. On a GPU, whose tiles run along the whole sequence, it agrees only within [`attention_agreement`].
 ///
-/// With sinks the softmax of head h has one term more, exp(sink_h), which no value belongs to: its weights sum to less than 1. Sinks of -∞ are as
-/// good as none.
+/// With sinks, the softmax of head h has one more term, exp(sink_h), that no value belongs to, so its weights sum to less than 1. A sink of -∞
+/// has no effect.
 #[derive(Debug)]
 pub struct Attention<'a, B: Backend> {
     /// `[t, heads · head_dim]`.
@@ -31,13 +30,13 @@ pub struct Attention<'a, B: Backend> {
     pub head_dim: usize,
     /// Elements of a head of values and of the output.
     pub value_dim: usize,
-    /// What scores are multiplied by, finite and above 0: [`attention_scale`] unless a model has its own.
+    /// Factor of the scores, finite and above 0: [`attention_scale`] unless a model has its own.
     pub scale: f32,
     /// Tokens of a sequence.
     pub seq_len: usize,
-    /// Which keys each query sees, where it does not see all of its sequence up to its own.
+    /// Which keys each query sees, if not all keys of its sequence up to its own position.
     pub windows: Option<&'a Windows<B>>,
-    /// F32 `[1, heads]`: a score of each query head that no key has. Not scaled.
+    /// F32 `[1, heads]`: the attention sink of each query head, an unscaled score without a key.
     pub sinks: Option<&'a Tensor<B>>,
 }
 
@@ -50,14 +49,14 @@ pub struct AttentionOut<B: Backend> {
     pub lse: B::Buf<f32>,
 }
 
-/// What backends owe each other in [`Attention`] and [`AttentionBackward`], by the type of q.
+/// How closely backends must agree in [`Attention`] and [`AttentionBackward`], by the type of q.
 ///
-/// F32: sums in another order. BF16: what rounding P and dS to 8 bits makes of a result. Each term is off by up to 2⁻⁹, and the
-/// terms' errors are independent, so that a sum is off by about 1e-3 of its size. Together with the rounding of the results
-/// on both sides that is 2.2e-3 to 4.2e-3 where scores spread by 1 or less (measured on an emulation, normal and heavy-tailed
-/// values, up to 300 tokens). The bound here is that of the sums before they are rounded, to which a comparison adds what
-/// rounding may: 5e-4 comes to 4.5e-3. A scale that is off by 1 % makes 5e-3 and more, a key too many or too few a tenth and
-/// more. Where one key has nearly all of P, dq and dk are small differences of large numbers and no bound holds for them.
+/// F32: sums in another order. BF16: the effect of rounding P and dS to 8 bits. Each term is off by up to 2⁻⁹, and the errors of the terms
+/// are independent, so a sum is off by about 1e-3 of its size. With the rounding of the results on both sides, that is 2.2e-3 to 4.2e-3
+/// if scores spread by 1 or less (measured on an emulation, normal and heavy-tailed values, up to 300 tokens). The bound here is for
+/// the sums before they are rounded; a comparison adds the rounding, so 5e-4 becomes 4.5e-3. A scale that is off by 1 % makes 5e-3 and
+/// more; one key too many or too few, a tenth and more. If one key has nearly all of P, dq and dk are small differences of large
+/// numbers, and no bound holds for them.
 pub fn attention_agreement(q: DType) -> Agreement {
     match q {
         DType::F32 => Agreement::RelL2(1e-5),
@@ -89,7 +88,7 @@ impl<'a, B: Backend> Attention<'a, B> {
         check_sinks(OP, self.sinks, heads)
     }
 
-    /// Its result, yet to be written. For checked arguments.
+    /// Allocates the result. For checked arguments.
     pub fn result(&self, b: &B) -> Result<AttentionOut<B>> {
         let (tokens, heads) = (self.q.rows, self.q.cols / self.head_dim);
         let out = Tensor::unwritten(b, self.q.dtype(), tokens, heads * self.value_dim)?;
@@ -97,9 +96,9 @@ impl<'a, B: Backend> Attention<'a, B> {
     }
 }
 
-/// Attention of one more token: one row of [`Attention`], that of the last of `len` tokens, against the keys and values of all of
-/// them. Returns `[1, heads · value_dim]`, type of q. Backends owe each other what they do in [`Attention`] ([`attention_agreement`]);
-/// on one backend it agrees with [`Attention`] no worse, and on a CPU it is the same but for the sign of a zero.
+/// Attention of one more token: the row of [`Attention`] for the last of `len` tokens, against the keys and values of all of them. Returns
+/// `[1, heads · value_dim]`, type of q. Backends must agree as in [`Attention`] ([`attention_agreement`]). On one backend it agrees with
+/// [`Attention`] within the same bound; on a CPU it is the same but for the sign of a zero.
 #[derive(Debug)]
 pub struct AttentionDecode<'a, B: Backend> {
     /// `[1, heads · head_dim]`.
@@ -112,9 +111,9 @@ pub struct AttentionDecode<'a, B: Backend> {
     pub head_dim: usize,
     /// Elements of a head of values and of the output.
     pub value_dim: usize,
-    /// What scores are multiplied by, finite and above 0: [`attention_scale`] unless a model has its own.
+    /// Factor of the scores, finite and above 0: [`attention_scale`] unless a model has its own.
     pub scale: f32,
-    /// Tokens so far, that of q included.
+    /// Tokens so far, including the token of q.
     pub len: usize,
     /// As in [`Attention`].
     pub sinks: Option<&'a Tensor<B>>,
@@ -140,13 +139,13 @@ impl<'a, B: Backend> AttentionDecode<'a, B> {
         }
     }
 
-    /// Its result, yet to be written. For checked arguments.
+    /// Allocates the result. For checked arguments.
     pub fn result(&self, b: &B) -> Result<Tensor<B>> {
         Tensor::unwritten(b, self.q.dtype(), 1, self.q.cols / self.head_dim * self.value_dim)
     }
 }
 
-/// The backward pass of [`Attention`]; scores are made again from q, k and lse.
+/// The backward pass of [`Attention`]; scores are recomputed from q, k and lse.
 #[derive(Debug)]
 pub struct AttentionBackward<'a, B: Backend> {
     /// As in the forward pass.
@@ -165,7 +164,7 @@ pub struct AttentionBackward<'a, B: Backend> {
     pub head_dim: usize,
     /// Elements of a head of values and of the output.
     pub value_dim: usize,
-    /// What scores are multiplied by, finite and above 0: [`attention_scale`] unless a model has its own.
+    /// Factor of the scores, finite and above 0: [`attention_scale`] unless a model has its own.
     pub scale: f32,
     /// Tokens of a sequence.
     pub seq_len: usize,
@@ -218,7 +217,7 @@ impl<'a, B: Backend> AttentionBackward<'a, B> {
         expect_eq(OP, "lse.len()", B::len(self.lse), self.q.rows * heads)
     }
 
-    /// Its result, yet to be written. For checked arguments.
+    /// Allocates the result. For checked arguments.
     pub fn result(&self, b: &B) -> Result<AttentionGrads<B>> {
         let [dq, dk, dv] = [self.q, self.k, self.v].map(|x| x.unwritten_like(b));
         let (tokens, heads) = (self.q.rows, self.q.cols / self.head_dim);
@@ -240,7 +239,7 @@ fn check_sinks<B: Backend>(op: &'static str, sinks: Option<&Tensor<B>>, heads: u
     expect_eq(op, "type of sinks", sinks.dtype(), DType::F32)
 }
 
-/// Gives the number of query heads. `dims`: `head_dim` and `value_dim`.
+/// Returns the number of query heads. `dims`: `head_dim` and `value_dim`.
 fn check_qkv<B: Backend>(
     op: &'static str,
     q: &Tensor<B>,
@@ -257,7 +256,7 @@ fn check_qkv<B: Backend>(
     Ok(heads)
 }
 
-/// Gives the number of query heads.
+/// Returns the number of query heads.
 fn check_heads<B: Backend>(
     op: &'static str,
     q: &Tensor<B>,
@@ -279,7 +278,7 @@ fn check_heads<B: Backend>(
         return Err(Error::shape(op, "value_dim", value_dim, "at least 1"));
     }
     let heads = q.cols / head_dim;
-    // There are no fewer query heads than others, so nothing else overflows either.
+    // There are at least as many query heads as others, so nothing else overflows either.
     if heads.checked_mul(value_dim).is_none() {
         return Err(Error::shape(
             op,

@@ -1,15 +1,14 @@
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, Error, Result};
 
-/// Which keys each query of [`Attention`](crate::ops::Attention) sees beside the causal mask: documents, sliding windows, chunks.
+/// Which keys each query of [`Attention`](crate::ops::Attention) sees, in addition to the causal mask: documents, sliding windows, chunks.
 ///
-/// Both lists have a number for each token of a batch of sequences. Keys and queries are counted from the start of their own sequence, and
-/// i and j are such positions. Query i sees the keys `first_key[i]` ..= i, so that key j is seen by the queries j .. `end_query[j]`. Both
-/// never decrease within a sequence, `first_key[i]` is at most i and `end_query[j]` at least j + 1, and one list says what the
-/// other does. [`FindWindows`] makes such lists.
+/// Both lists have a number per token of a batch of sequences; positions i and j count from the start of a sequence. Query i sees the keys
+/// `first_key[i]` ..= i; key j is seen by the queries j .. `end_query[j]`. The two lists must describe the same mask. Neither decreases
+/// within a sequence; `first_key[i]` ≤ i and `end_query[j]` ≥ j + 1. [`FindWindows`] computes them.
 ///
-/// Operations cannot check what lies on a device. They take a number that is out of range as the nearest one in range; other lists
-/// than these give results that mean nothing, and differ between backends.
+/// Operations cannot check values on a device. They clamp a number that is out of range; other invalid lists give meaningless results,
+/// which differ between backends.
 #[derive(Debug, Clone)]
 pub struct Windows<B: Backend> {
     /// The first key that each query sees. `[t]`
@@ -19,24 +18,24 @@ pub struct Windows<B: Backend> {
 }
 
 impl<B: Backend> Windows<B> {
-    /// Checks that there is a number for each of `tokens` tokens in both.
+    /// Checks that both lists have `tokens` numbers.
     pub(in crate::ops) fn check(&self, op: &'static str, tokens: usize) -> Result<()> {
         expect_eq(op, "windows.first_key.len()", B::len(&self.first_key), tokens)?;
         expect_eq(op, "windows.end_query.len()", B::len(&self.end_query), tokens)
     }
 }
 
-/// The [`Windows`] of documents that lie one after the other in sequences.
+/// The [`Windows`] of documents, which lie one after the other in sequences.
 ///
-/// A document is a run of tokens of one sequence with the same number. A query sees the keys of its own document up to its own, and of
-/// those
+/// A document is a run of tokens of one sequence with the same number. A query sees the keys of its own document up to its own position,
+/// and of these keys
 ///
-/// * with `window` only the last so many, its own included (sliding windows, as in Mistral 7B);
-/// * with `chunk` only those of its own chunk, where a document is cut into chunks of so many tokens from its start on (chunked attention, as
+/// * with `window`, only the last `window`, its own included (sliding windows, as in Mistral 7B);
+/// * with `chunk`, only those of its own chunk: a document is cut into chunks of `chunk` tokens from its start on (chunked attention, as
 ///   in Llama 4).
 #[derive(Debug)]
 pub struct FindWindows<'a, B: Backend> {
-    /// The number of each token's document. It never decreases within a sequence. `[t]`
+    /// The document number of each token. It never decreases within a sequence. `[t]`
     pub document: &'a B::Buf<i32>,
     /// Tokens of a sequence.
     pub seq_len: usize,
@@ -47,7 +46,7 @@ pub struct FindWindows<'a, B: Backend> {
 }
 
 impl<B: Backend> FindWindows<'_, B> {
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks sizes.
@@ -69,12 +68,12 @@ impl<B: Backend> FindWindows<'_, B> {
         Ok(())
     }
 
-    /// `window` and `chunk` as numbers: as long as a sequence where there is none, or a longer one. For checked arguments.
+    /// `window` and `chunk` as numbers, at most the length of a sequence, which stands for none. For checked arguments.
     pub fn limits(&self) -> [usize; 2] {
         [self.window, self.chunk].map(|most| most.unwrap_or(self.seq_len).min(self.seq_len))
     }
 
-    /// Its result, yet to be written. For checked arguments.
+    /// Allocates the result. For checked arguments.
     pub fn result(&self, b: &B) -> Result<Windows<B>> {
         let tokens = B::len(self.document);
         Ok(Windows { first_key: b.alloc(tokens)?, end_query: b.alloc(tokens)? })

@@ -2,29 +2,29 @@ use crate::error::expect_eq;
 use crate::ops::convert::quantize::{check_group_rows, check_planes};
 use crate::{Agreement, Backend, BlockScaled, Error, Groups, Result, Tensor};
 
-/// What a quantization made of a tensor's values, beside those values: how many it kept, lost and cut off.
+/// Counts how a quantization changed a tensor's values: exact, underflowed and saturated values.
 ///
-/// Of each value x, whose code decodes to q in F32:
+/// For each value x, whose code decodes to q in F32:
 ///
 /// * [`EXACT`](Self::EXACT): q = x;
 /// * [`UNDERFLOWED`](Self::UNDERFLOWED): x is not zero, and q is;
-/// * [`SATURATED`](Self::SATURATED): the code has the element's largest magnitude, and |x| > |q|: x is beyond what its scale reaches;
-/// * [`VALUES`](Self::VALUES): all of them.
+/// * [`SATURATED`](Self::SATURATED): the code has the element's largest magnitude, and |x| > |q|: x is out of range of its scale;
+/// * [`VALUES`](Self::VALUES): all values.
 ///
-/// A NaN is none of the first three, nor is a value of a block that is marked. With `groups` rows of padding do not count; nor do rows by which columns
-/// are longer than `x`.
+/// A NaN is none of the first three, nor is a value of a block that is marked NaN. Padding rows of `groups` do not count; nor do the rows
+/// that `Col` tensors have beyond `x`.
 #[derive(Debug)]
 pub struct MeasureQuantization<'a, B: Backend> {
-    /// F32 or BF16, as it was quantized: not transformed.
+    /// F32 or BF16, the input of the quantization, without a transform.
     pub x: &'a Tensor<B>,
-    /// Made of it, along any axis.
+    /// The quantized x, along any axis.
     pub quantized: &'a BlockScaled<B>,
     /// Ragged rows.
     pub groups: Option<&'a Groups<B>>,
 }
 
 impl<B: Backend> MeasureQuantization<'_, B> {
-    /// Index of the number of values that are what they were.
+    /// Index of the number of unchanged values.
     pub const EXACT: usize = 0;
     /// Index of the number of values that became zero.
     pub const UNDERFLOWED: usize = 1;
@@ -32,13 +32,13 @@ impl<B: Backend> MeasureQuantization<'_, B> {
     pub const SATURATED: usize = 2;
     /// Index of the number of values.
     pub const VALUES: usize = 3;
-    /// How many numbers there are.
+    /// Number of counts.
     pub const COUNTS: usize = 4;
 
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// Checks shapes and planes.
+    /// Checks shapes and buffers.
     pub fn check(&self) -> Result<()> {
         const OP: &str = "measure_quantization";
         check_planes(OP, self.quantized)?;
@@ -53,7 +53,7 @@ impl<B: Backend> MeasureQuantization<'_, B> {
         }
     }
 
-    /// Its result before anything is counted: zeros. For checked arguments.
+    /// Allocates the counts, zeroed. For checked arguments.
     pub fn result(&self, b: &B) -> Result<B::Buf<u64>> {
         b.counters(Self::COUNTS)
     }

@@ -1,4 +1,4 @@
-//! Conversions: quantize, dequantize, transcode, what they count, and scales of whole lines.
+//! Conversions: quantize, dequantize, transcode, their counts, and layouts of scales.
 
 pub(super) mod measure_quantization;
 pub(super) mod quantize;

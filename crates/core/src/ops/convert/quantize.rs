@@ -3,7 +3,7 @@ use crate::ops::products::numbers::{Numbers, Taken};
 use crate::{Agreement, Backend, BlockScaled, DType, Error, Groups, Operand, Result, Tensor};
 use nibble_formats::{BlockAxis, Codec, Correction, Format, Purpose, ScaleRule, Stream, hadamard};
 
-/// Which planes of a matrix to write.
+/// Which block-scaled tensors of a matrix to write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Planes {
     /// Blocks along the rows.
@@ -12,31 +12,31 @@ pub enum Planes {
     Cols,
     /// Both, from one read.
     Both,
-    /// The two planes of a weight, as it stands and transposed: in square tiles where the format has them, otherwise in blocks along the
-    /// rows of each.
+    /// The two tensors of a weight, as it is and transposed: in 2-D blocks if the format has them, otherwise in blocks along the rows of
+    /// each.
     Tiles,
 }
 
-/// Counts a conversion makes as it goes, on the device: `[blocks with a non-zero code, of those inexact, blocks with a
-/// NaN or infinity]`. Padding is not counted.
+/// Counts of a conversion, on the device: `[blocks with a non-zero code, inexact blocks among these, blocks with a NaN or infinity]`.
+/// Padding is not counted.
 #[derive(Debug, Clone)]
 pub struct Counts<B: Backend>(pub B::Buf<u64>);
 
 impl<B: Backend> Counts<B> {
-    /// Index of the number of blocks that hold a non-zero code.
+    /// Index of the number of blocks with a non-zero code.
     pub const NON_ZERO: usize = 0;
-    /// Index of the number of those in which a non-zero code changed value.
+    /// Index of the number of those blocks in which a non-zero code changed value.
     pub const INEXACT: usize = 1;
     /// Index of the number of blocks marked NaN.
     pub const NON_FINITE: usize = 2;
 
-    /// Nothing counted so far.
+    /// Zeroed counts.
     pub fn zeros(b: &B) -> Result<Self> {
         b.counters(3).map(Self)
     }
 }
 
-/// In what form a fused kernel writes its result.
+/// The form of a fused kernel's result.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Emit {
     /// As plain elements.
@@ -45,7 +45,7 @@ pub enum Emit {
     Block {
         /// Format, scale rule and rounding.
         codec: Codec,
-        /// Which planes.
+        /// Rows, columns, both, or tiles.
         planes: Planes,
         /// As [`Quantize::only_for`].
         only_for: Option<Numbers>,
@@ -58,7 +58,7 @@ impl Emit {
         Self::Block { codec, planes, only_for: None }
     }
 
-    /// What the length of a plane of columns is a multiple of; 1 where there is none.
+    /// The length of columns is a multiple of this; 1 without columns.
     pub fn column_step(self) -> usize {
         match self {
             Self::Block { codec, planes: Planes::Cols | Planes::Both, .. } => codec.format().column_step(),
@@ -66,12 +66,12 @@ impl Emit {
         }
     }
 
-    /// What is asked for of a matrix `[rows, cols]`: yet to be written, and counts of zero.
+    /// Allocates the result for a matrix `[rows, cols]`, with zeroed counts.
     pub fn result<B: Backend>(self, b: &B, rows: usize, cols: usize) -> Result<Emitted<B>> {
         self.result_with(b, (rows, cols), self.column_step())
     }
 
-    /// The same with columns that are a multiple of `step` long.
+    /// [`Emit::result`] with columns padded to a multiple of `step`.
     pub(crate) fn result_with<B: Backend>(
         self,
         b: &B,
@@ -88,7 +88,7 @@ impl Emit {
     }
 }
 
-/// The planes of `stack` matrices, yet to be written. Column planes reach over the end of the rows, to a multiple of `step`.
+/// Allocates the tensors for `stack` matrices. Columns are padded to a multiple of `step` rows.
 fn planes<B: Backend>(
     b: &B,
     (codec, wanted, taken): (Codec, Planes, Taken),
@@ -108,11 +108,11 @@ fn planes<B: Backend>(
     Ok(made.map(|plane| plane.map(Operand::Block)))
 }
 
-/// The two planes of [`Planes::Tiles`], yet to be written: `stack` matrices, which have `rows` in all, as they stand and transposed; in blocks along
-/// the rows of each where the format has no square ones.
+/// Allocates the two tensors of [`Planes::Tiles`], as it is and transposed, for `stack` matrices of `rows` rows in all; in blocks along the
+/// rows of each if the format has no 2-D blocks.
 ///
 /// # Errors
-/// What the backend returns where it has no memory left.
+/// What the backend returns if it is out of memory.
 pub fn weight_planes<B: Backend>(
     b: &B,
     stored: (Format, ScaleRule),
@@ -123,16 +123,16 @@ pub fn weight_planes<B: Backend>(
     Ok([plane(rows, cols)?, plane(stack * cols, rows / stack.max(1))?])
 }
 
-/// What [`Emit`] asked for.
+/// The result in the form of an [`Emit`].
 #[derive(Debug, Clone)]
 pub struct Emitted<B: Backend> {
-    /// The plain result, the row plane, or the tiles as they stand.
+    /// The plain result, the `Row` tensor, or the tiles of the matrix as it is.
     pub rows: Option<Operand<B>>,
-    /// The column plane, or the tiles transposed (then a `Tile` tensor of the transposed matrices).
+    /// The `Col` tensor, or the tiles of the transposed matrix (then a `Tile` tensor).
     pub cols: Option<Operand<B>>,
     /// Counts, if anything was quantized.
     pub counts: Option<Counts<B>>,
-    /// What was found of values under scales of earlier steps ([`Quantize::delayed`]).
+    /// Largest magnitudes and saturation under scales of earlier steps ([`Quantize::delayed`]).
     pub found: Option<Found<B>>,
 }
 
@@ -142,7 +142,7 @@ impl<B: Backend> Emitted<B> {
         Self { rows: Some(Operand::Plain(x)), cols: None, counts: None, found: None }
     }
 
-    /// The row plane or plain result.
+    /// The `Row` tensor or the plain result.
     ///
     /// # Errors
     /// [`Error::Shape`] if it was not asked for.
@@ -150,7 +150,7 @@ impl<B: Backend> Emitted<B> {
         self.rows.clone().ok_or_else(|| Error::shape(op, "rows", "not written", "a row plane"))
     }
 
-    /// What a contraction down the rows takes: the column plane, or the plain result.
+    /// The operand of a contraction down the rows: the `Col` tensor, or the plain result.
     ///
     /// # Errors
     /// [`Error::Shape`] if there is neither.
@@ -163,16 +163,16 @@ impl<B: Backend> Emitted<B> {
     }
 }
 
-/// A random Hadamard transform along a contraction, in F32, before its blocks are made: signs, then x·H/√len
-/// ([`hadamard::rht`]). Both operands of a product must have the same one, or its result is meaningless.
+/// A random Hadamard transform along a contraction, in F32, before blocks are formed: signs, then x·H/√len ([`hadamard::rht`]). Both
+/// operands of a product must have the same transform, or the product is meaningless.
 #[derive(Debug)]
 pub struct Hadamard<'a, B: Backend> {
     /// Length of a transform block: 16, 32, 64 or 128.
     pub len: usize,
-    /// The signs, by position along the contraction, counted from the start of the group. Purpose `Sign`; site and seed
-    /// are those of the linear layer, the step 0, or where it does not lie on the device that of signs that change with it.
+    /// The signs, by position along the contraction, counted from the start of the group. Purpose `Sign`; site and seed of the linear
+    /// layer. The step is 0, or, for signs that change with the step, the step if it is not on the device.
     pub signs: Stream,
-    /// The step of signs that change with it, as the first value of a buffer, as [`Random::step`].
+    /// For signs that change with the step: the step, as the first value of a buffer, as [`Random::step`].
     pub step: Option<&'a B::Buf<u32>>,
 }
 
@@ -188,22 +188,22 @@ impl<B: Backend> Hadamard<'_, B> {
     /// The usual length.
     pub const DEFAULT_LEN: usize = 64;
 
-    /// The transform of the linear layer `site`, of the usual length.
+    /// The default transform of the linear layer `site`.
     pub const fn new(seed: u64, site: u32) -> Self {
         Self { len: Self::DEFAULT_LEN, signs: Stream::new(seed, Purpose::Sign, site, 0), step: None }
     }
 }
 
-/// Random bits for a rounding, by element: a function of seed, site and step.
+/// Random bits for stochastic rounding, by element: a function of seed, site and step.
 #[derive(Debug)]
 pub struct Random<'a, B: Backend> {
-    /// Seed, purpose, site, and the step where it does not lie on the device.
+    /// Seed, purpose, site, and the step if it is not on the device.
     pub stream: Stream,
-    /// The step, as the first value of a buffer, read as the operation runs: recorded work draws other bits each time it is
-    /// replayed. It replaces that of `stream`.
+    /// The step, as the first value of a buffer, read when the operation runs, so that recorded work uses other random bits in each
+    /// replay. It replaces the step of `stream`.
     pub step: Option<&'a B::Buf<u32>>,
-    /// What the numbers of elements are counted from, in whole rows: where the tensor is a part of one that several ranks divide, the number of its
-    /// first element in that.
+    /// Index of the tensor's first element, a multiple of the row length: not 0 if the tensor is a shard of a tensor that several ranks
+    /// divide.
     pub first: u64,
 }
 
@@ -216,21 +216,21 @@ impl<B: Backend> Clone for Random<'_, B> {
 impl<B: Backend> Copy for Random<'_, B> {}
 
 impl<B: Backend> From<Stream> for Random<'_, B> {
-    /// At the stream's own step, of a whole tensor.
+    /// At the stream's own step, for a whole tensor.
     fn from(stream: Stream) -> Self {
         Self { stream, step: None, first: 0 }
     }
 }
 
-/// Scales of earlier steps, for a format whose blocks have none but that of the tensor ([`nibble_formats::DelayedScaling`]): a record for each span, which
-/// is a group, a matrix of the stack, or the whole matrix.
+/// Scales of earlier steps (delayed scaling), for a format whose only scale is the tensor's ([`nibble_formats::DelayedScaling`]): a record
+/// per span. A span is a group, a matrix of the stack, or the whole matrix.
 #[derive(Debug)]
 pub struct Delayed<'a, B: Backend> {
     /// The records of many tensors.
     pub records: &'a B::Buf<f32>,
-    /// Where that of the first span begins.
+    /// Index of the first span's record.
     pub first: usize,
-    /// From the beginning of one span's record to that of the next.
+    /// Distance from one span's record to the next.
     pub stride: usize,
 }
 
@@ -242,67 +242,69 @@ impl<B: Backend> Clone for Delayed<'_, B> {
 
 impl<B: Backend> Copy for Delayed<'_, B> {}
 
-/// What a quantization under scales of earlier steps found, on the device.
+/// What a quantization under delayed scaling found, on the device.
 #[derive(Debug, Clone)]
 pub struct Found<B: Backend> {
-    /// Of each span the largest magnitude; NaN where a value is NaN or infinite.
+    /// The largest magnitude of each span; NaN if a value is NaN or infinite.
     pub amax: B::Buf<f32>,
     /// [`Found::SATURATED`] and [`Found::VALUES`]. Padding is not counted.
     pub counts: B::Buf<u64>,
 }
 
 impl<B: Backend> Found<B> {
-    /// Index of the number of finite values that are larger than was expected: they saturate. None where nothing was expected.
+    /// Index of the number of finite values above the expected magnitude, which saturate; 0 if no magnitude is expected.
     pub const SATURATED: usize = 0;
     /// Index of the number of values.
     pub const VALUES: usize = 1;
 }
 
-/// Quantizes a matrix `[rows, cols]`. A line that ends inside a block is zero-extended: the block's scale is that of the values there are.
+/// Quantizes a matrix `[rows, cols]`. A row or column that ends inside a block is extended by zeros: the block's scale is that of its
+/// values.
 ///
-/// With `groups` the rows are ragged: blocks down the columns start at each group's start, what lies past a group's
-/// length reads as zero, and padding is not counted.
+/// With `groups` the rows are ragged: blocks down the columns start at each group's start, rows past a group's length read as zero, and
+/// padding is not counted.
 ///
-/// With `hadamard` the values are first transformed along the contraction of the plane: along the rows, or down the
-/// columns from each group's start, where what is missing of a group's last transform block reads as +0. Its rows
-/// become numbers like others, which draw the random bits of row id 0 (without groups: of their position); past it
-/// the codes are 0.
+/// With `hadamard` the values are first transformed along the contraction: along the rows, or down the columns from each group's start.
+/// Rows missing from a group's last transform block read as +0. The transform turns them into values like others, which use the random bits
+/// of row id 0 (without groups: of their position). Past this block the codes are 0.
 ///
-/// With `delayed` a span's scale is that of [`Codec::for_tensor`] for the magnitude that its record expects. Where that is 0 the span is
-/// measured, as it is without `delayed`. What is larger than expected saturates. A block with a NaN or an infinity gets zero codes and is counted, and
-/// the scale that is stored for its span is NaN; the span's other blocks are encoded all the same, since one pass does not know.
+/// With `delayed` a span's scale is that of [`Codec::for_tensor`] for the magnitude that its record expects. If that is 0 the span is
+/// measured, as without `delayed`. Larger values than expected saturate. A block with a NaN or an infinity gets zero codes and is counted,
+/// and the stored scale of its span is NaN; other blocks of the span are still encoded, since one pass cannot know.
 ///
-/// With `only_for` a backend may write what products of those numbers take in place of codes ([`BlockScaled::taken`]): the very numbers that they would
-/// make of the codes. What is counted is counted of the codes. Nothing but such a product reads it then. The CPU writes codes all the same.
+/// With `only_for` a backend may write, in place of codes, what products of those numbers take ([`BlockScaled::taken`]): exactly the
+/// numbers that they would compute from the codes. Counts are those of the codes. Only such a product may read the result. The CPU always
+/// writes codes.
 ///
-/// With `amax` the matrices are parts of larger ones: their largest magnitudes are not measured but these, and are what is found under `delayed`. So
-/// parts get the codes and scales that they have in the whole.
+/// With `amax` the matrices are shards of larger matrices: their largest magnitudes are not measured but given, and are the ones found
+/// under `delayed`. So shards get the codes and scales that they have in the whole matrix.
 #[derive(Debug)]
 pub struct Quantize<'a, B: Backend> {
     /// F32 or BF16.
     pub x: &'a Tensor<B>,
     /// Format, scale rule and rounding.
     pub codec: Codec,
-    /// Which planes.
+    /// Rows, columns, both, or tiles.
     pub planes: Planes,
     /// Ragged rows.
     pub groups: Option<&'a Groups<B>>,
     /// Matrices stacked in `x` (tiles and rows only): each is a span.
     pub stack: usize,
-    /// Random bits for stochastic rounding, or for scales that are rounded so, which take those of a block's first element and the purpose `Scale`; element (row, col) uses index first + row_id · cols + col, in the transposed plane of a weight as well.
+    /// Random bits for stochastic rounding; element (row, col) uses index first + row_id · cols + col, also in the transposed tensor of a
+    /// weight. Scales that are rounded stochastically use the bits of their block's first element, with the purpose `Scale`.
     pub random: Option<Random<'a, B>>,
-    /// A transform before the blocks are made (row or column planes, one at a time).
+    /// A transform before blocks are formed (rows or columns, not both).
     pub hadamard: Option<Hadamard<'a, B>>,
     /// Scales of earlier steps instead of measured ones.
     pub delayed: Option<Delayed<'a, B>>,
-    /// Of each matrix of the stack the largest magnitude, as [`MeasureAmax`] has it, and no smaller than its own (tiles only).
+    /// The largest magnitude of each matrix of the stack, as from [`MeasureAmax`], at least that of its values (tiles only).
     pub amax: Option<&'a B::Buf<f32>>,
-    /// The numbers of the products that alone read what is made; none where something else may.
+    /// The numbers that products multiply, if only products read the result; none if other ops may read it.
     pub only_for: Option<Numbers>,
 }
 
 impl<'a, B: Backend> Quantize<'a, B> {
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Dense rows, nearest rounding.
@@ -321,7 +323,7 @@ impl<'a, B: Backend> Quantize<'a, B> {
         }
     }
 
-    /// Spans that have a scale each, where a tensor has one.
+    /// Spans with a scale of their own, in formats with tensor scales.
     pub fn spans(&self) -> usize {
         self.groups.map_or(self.stack, |groups| groups.num_groups)
     }
@@ -370,7 +372,7 @@ impl<'a, B: Backend> Quantize<'a, B> {
         self.hadamard.map_or(Ok(()), |transform| self.check_hadamard(transform))
     }
 
-    /// There is a record for every span, and nothing but the tensor's scale to delay.
+    /// Checks that every span has a record, and that the only scale is the tensor's.
     fn check_delayed(&self, Delayed { records, first, stride }: Delayed<'_, B>) -> Result<()> {
         const OP: &str = "quantize";
         if !self.codec.format().may_be_delayed() {
@@ -393,7 +395,7 @@ impl<'a, B: Backend> Quantize<'a, B> {
         Ok(())
     }
 
-    /// There is a scale that it decides, of each matrix.
+    /// Checks that the format has tensor scales, and that each matrix has a magnitude.
     fn check_amax(&self, amax: &B::Buf<f32>) -> Result<()> {
         const OP: &str = "quantize";
         check_tensor_scale(OP, self.codec)?;
@@ -404,7 +406,7 @@ impl<'a, B: Backend> Quantize<'a, B> {
         expect_eq(OP, "amax.len()", B::len(amax), self.stack)
     }
 
-    /// A transform runs along one contraction, in whole blocks.
+    /// Checks that the transform runs along one contraction, in whole blocks.
     fn check_hadamard(&self, Hadamard { len, signs, .. }: Hadamard<'_, B>) -> Result<()> {
         const OP: &str = "quantize";
         if !hadamard::LENGTHS.contains(&len) {
@@ -415,7 +417,7 @@ impl<'a, B: Backend> Quantize<'a, B> {
             return Err(Error::shape(OP, "hadamard.signs.purpose", got, "Sign"));
         }
         let whole = format!("a multiple of the transform's {len}");
-        // Blocks of 128 are extended by zeros to whole ones, which any transform divides; padding of groups is there already.
+        // Blocks of 128 are extended by zeros to whole blocks, which any transform divides; groups are padded already.
         let extended = self.groups.is_none() && self.codec.format().column_step() >= 128;
         match (self.planes, self.groups) {
             (Planes::Rows, _) if !self.x.cols.is_multiple_of(len) => {
@@ -435,18 +437,18 @@ impl<'a, B: Backend> Quantize<'a, B> {
         }
     }
 
-    /// Its result: planes yet to be written, and zeros for what is counted and found. For checked arguments.
+    /// Allocates the result, with zeroed counts. For checked arguments.
     pub fn result(&self, b: &B) -> Result<Emitted<B>> {
         self.result_as(b, Taken::AsIs)
     }
 
-    /// The same for a backend that writes its numbers in this form.
+    /// [`Quantize::result`] for a backend that writes its numbers in this form.
     pub fn result_as(&self, b: &B, taken: Taken) -> Result<Emitted<B>> {
         let made = self.uncounted_as(b, taken)?;
         Ok(Emitted { counts: Some(Counts::zeros(b)?), ..made })
     }
 
-    /// The same without counts, for what is counted together with others.
+    /// [`Quantize::result_as`] without counts, for conversions that share counters.
     pub fn uncounted_as(&self, b: &B, taken: Taken) -> Result<Emitted<B>> {
         let found = |_| -> Result<_> {
             let mut amax = b.zeros(self.spans())?;
@@ -464,60 +466,60 @@ impl<'a, B: Backend> Quantize<'a, B> {
     }
 }
 
-/// The largest magnitude of each matrix of a stack, of which the scale of a tensor follows. What is not finite does not count where blocks have
-/// records that could be marked, and otherwise makes it NaN. Without values it is 0.
+/// The largest magnitude of each matrix of a stack, which determines a tensor scale. In formats whose blocks can be marked NaN, values that
+/// are not finite do not count; otherwise they make the result NaN. Without values it is 0.
 #[derive(Debug)]
 pub struct MeasureAmax<'a, B: Backend> {
-    /// F32 or BF16, the matrices one under the other.
+    /// F32 or BF16, the matrices stacked.
     pub x: &'a Tensor<B>,
-    /// Of a scale for the tensor.
+    /// A codec with a tensor scale.
     pub codec: Codec,
     /// Matrices.
     pub stack: usize,
 }
 
 impl<B: Backend> MeasureAmax<'_, B> {
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// Checks the stack, and that there is such a scale.
+    /// Checks the stack, and that the codec has a tensor scale.
     pub fn check(&self) -> Result<()> {
         const OP: &str = "measure_amax";
         check_tensor_scale(OP, self.codec)?;
         check_stack(OP, self.x.rows, self.stack, Planes::Tiles)
     }
 
-    /// Its result before anything is measured: zeros. For checked arguments.
+    /// Allocates the result, zeroed. For checked arguments.
     pub fn result(&self, b: &B) -> Result<B::Buf<f32>> {
         b.zeros(self.stack)
     }
 }
 
-/// Decodes a block-scaled tensor to plain elements, in its logical shape `[rows, cols]` whatever its axis.
+/// Dequantizes a block-scaled tensor to plain elements, in its logical shape `[rows, cols]` whatever its axis.
 #[derive(Debug)]
 pub struct Dequantize<'a, B: Backend> {
     /// The quantized tensor.
     pub x: &'a BlockScaled<B>,
-    /// F32 (code · scale; under a tensor's scale rounded, then multiplied by that and rounded again) or BF16 (that, rounded to nearest even).
+    /// F32: code · scale, rounded; a tensor scale then multiplies it, rounded again. BF16: the F32 result, rounded to nearest even.
     pub dtype: DType,
 }
 
 impl<B: Backend> Dequantize<'_, B> {
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// Checks the planes' lengths.
+    /// Checks the lengths of the buffers.
     pub fn check(&self) -> Result<()> {
         check_planes("dequantize", self.x)
     }
 
-    /// Its result, yet to be written. For checked arguments.
+    /// Allocates the result. For checked arguments.
     pub fn result(&self, b: &B) -> Result<Tensor<B>> {
         Tensor::unwritten(b, self.dtype, self.x.rows, self.x.cols)
     }
 }
 
-/// Column blocks must not cross from one group to the next.
+/// Checks that column blocks do not cross from one group to the next.
 pub(crate) fn check_group_align<B: Backend>(
     op: &'static str,
     groups: Option<&Groups<B>>,
@@ -535,7 +537,7 @@ pub(crate) fn check_group_align<B: Backend>(
     }
 }
 
-/// Ragged operations take exactly the capacity's rows.
+/// Checks that a ragged operation has exactly the capacity's rows.
 pub(crate) fn check_group_rows<B: Backend>(
     op: &'static str,
     groups: Option<&Groups<B>>,
@@ -547,7 +549,7 @@ pub(crate) fn check_group_rows<B: Backend>(
     }
 }
 
-/// All blocks of a tensor share a scale.
+/// Checks that all blocks of a tensor share a scale.
 fn check_tensor_scale(op: &'static str, codec: Codec) -> Result<()> {
     match codec.scale_kind().has_tensor_scale() {
         true => Ok(()),
@@ -555,10 +557,10 @@ fn check_tensor_scale(op: &'static str, codec: Codec) -> Result<()> {
     }
 }
 
-/// What draws needs a stream.
+/// Checks that a stochastic codec has a stream of random bits.
 ///
 /// # Errors
-/// [`Error::Shape`] that says what is drawn.
+/// [`Error::Shape`] that says what is random.
 pub fn check_random(op: &'static str, codec: Codec, is_given: bool) -> Result<()> {
     if is_given || !codec.draws() {
         return Ok(());
@@ -570,7 +572,7 @@ pub fn check_random(op: &'static str, codec: Codec, is_given: bool) -> Result<()
     Err(Error::shape(op, "random", "none", expected))
 }
 
-/// Only tiles and rows know a stack, of equal matrices.
+/// Checks that a stack holds equal matrices; only tiles and rows may be stacked.
 pub(crate) fn check_stack(op: &'static str, rows: usize, stack: usize, planes: Planes) -> Result<()> {
     if stack == 0 || !rows.is_multiple_of(stack) {
         return Err(Error::shape(op, "stack", stack, format!("a divisor of the {rows} rows")));
@@ -581,13 +583,13 @@ pub(crate) fn check_stack(op: &'static str, rows: usize, stack: usize, planes: P
     Ok(())
 }
 
-/// The lengths of codes and scales follow from the shape, and from format and rule; and the codes are there.
+/// Checks that the tensor has codes, and that codes and scales have the lengths of its shape, format and rule.
 pub(crate) fn check_planes<B: Backend>(op: &'static str, x: &BlockScaled<B>) -> Result<()> {
     x.check_has_codes(op)?;
     check_lengths(op, x)
 }
 
-/// The same where numbers may lie in the form that products take.
+/// Checks lengths, also of a tensor in the form that products take.
 pub(crate) fn check_lengths<B: Backend>(op: &'static str, x: &BlockScaled<B>) -> Result<()> {
     let [codes, scales] = x.expected_bytes();
     expect_eq(op, "bytes of x.codes", B::len(&x.codes), codes)?;
@@ -597,7 +599,7 @@ pub(crate) fn check_lengths<B: Backend>(op: &'static str, x: &BlockScaled<B>) ->
     expect_eq(op, "values of x.tensor_scale", tensor_scale.unwrap_or(0), rows.unwrap_or(0))
 }
 
-/// The axis must be this one.
+/// Checks the axis.
 pub(crate) fn check_axis<B: Backend>(
     op: &'static str,
     argument: &'static str,

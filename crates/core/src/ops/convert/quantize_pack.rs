@@ -2,36 +2,36 @@ use crate::error::expect_eq;
 use crate::ops::{Counts, Found, Planes, Quantize};
 use crate::{Agreement, Backend, Error, Result, RowKind};
 
-/// [`PackRows`](crate::ops::PackRows) of the rows that [`Quantize`] makes, without writing these in between: a row is read and quantized once, whatever
-/// the number of messages that it goes into.
+/// [`PackRows`](crate::ops::PackRows) of the rows that [`Quantize`] computes, without writing these rows in between: each row is read and
+/// quantized once, however many records it goes into.
 ///
-/// A message of no row may hold anything.
+/// A record without a row may hold anything.
 #[derive(Debug)]
 pub struct QuantizePack<'a, B: Backend> {
-    /// What is quantized and how, along the rows.
+    /// The quantization, along the rows.
     pub quantize: Quantize<'a, B>,
-    /// The row of each message, negative for none.
+    /// The row of each record, negative for none.
     pub index: &'a B::Buf<i32>,
-    /// The same by rows: for each (row, slot) the message that it goes into, negative for none. Every message that has a row stands here once.
+    /// The inverse of `index`: for each (row, slot) its record, negative for none. Every record that has a row occurs once.
     /// `[rows·k]`
     pub place: &'a B::Buf<i32>,
-    /// Slots a row.
+    /// Slots per row.
     pub top_k: usize,
 }
 
 /// What [`QuantizePack`] returns.
 #[derive(Debug, Clone)]
 pub struct PackedRows<B: Backend> {
-    /// The messages, back to back.
+    /// The records, back to back.
     pub bytes: B::Buf<u8>,
-    /// What the conversion counted, each row once.
+    /// Counts of the conversion; each row counts once.
     pub counts: Counts<B>,
-    /// What was found of values under scales of earlier steps.
+    /// Largest magnitudes and saturation under scales of earlier steps.
     pub found: Option<Found<B>>,
 }
 
 impl<B: Backend> QuantizePack<'_, B> {
-    /// What backends owe each other: of messages that have a row.
+    /// How closely backends must agree, in records that have a row.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the quantization and the lengths of the lists.
@@ -59,13 +59,13 @@ impl<B: Backend> QuantizePack<'_, B> {
         }
     }
 
-    /// How a row lies in its message.
+    /// The layout of a record.
     pub fn kind(&self) -> RowKind {
         let Quantize { x, codec, .. } = self.quantize;
         RowKind { format: codec.format(), rule: codec.rule(), cols: x.cols }
     }
 
-    /// Its result, for backends that make it in one pass: messages yet to be written, and counts of zero. For checked arguments.
+    /// Allocates the result, with zeroed counts, for backends that compute it in one pass. For checked arguments.
     pub fn result(&self, b: &B) -> Result<PackedRows<B>> {
         let bytes = b.alloc(B::len(self.index) * self.kind().row_bytes())?;
         Ok(PackedRows { bytes, counts: Counts::zeros(b)?, found: None })

@@ -11,12 +11,12 @@ pub enum CutSide {
     Cols,
 }
 
-/// A dense matrix of scales, one byte each, that is cut into ragged groups.
+/// A dense matrix of one-byte scales, cut into ragged groups.
 ///
-/// In tiles ([`nibble_formats::ScaleLayout::Tiled128x4`]: 128 × 4 scales) each group begins with a new tile, and what its last tiles
-/// have left over is zero. Groups lie one after the other, the tiles of each row by row. This is what grouped products with block-scaled
-/// units read (Blackwell): the bytes of torchao's `torch_to_blocked_2d_M_groups` and `torch_to_blocked_2d_K_groups`, where those
-/// take the sizes (rows that are cut have a multiple of 4 columns there).
+/// In tiles ([`nibble_formats::ScaleLayout::Tiled128x4`]: 128 × 4 scales) each group begins with a new tile, and its last tiles are padded
+/// with zeros. Groups lie one after the other, the tiles of each row by row. Grouped products of block-scaled units read this layout
+/// (Blackwell). The bytes are those of torchao's `torch_to_blocked_2d_M_groups` and `torch_to_blocked_2d_K_groups`, for sizes that these
+/// accept (if rows are cut, they need a multiple of 4 columns).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct CutScales {
     /// Rows of scales.
@@ -25,12 +25,12 @@ pub struct CutScales {
     pub cols: usize,
     /// Which side is cut.
     pub side: CutSide,
-    /// What a start of a group counts to one scale: 1 where rows are cut, and where columns are, the values of a block.
+    /// Units of a group's start per scale: 1 if rows are cut; the values of a block if columns are cut.
     pub per_scale: usize,
 }
 
 impl CutScales {
-    /// Scales on the side that is cut, and on the other.
+    /// Number of scales on the side that is cut, and on the other side.
     pub const fn sides(&self) -> [usize; 2] {
         match self.side {
             CutSide::Rows => [self.rows, self.cols],
@@ -38,7 +38,7 @@ impl CutScales {
         }
     }
 
-    /// Scales of a tile on the side that is cut, and on the other.
+    /// Scales per tile on the side that is cut, and on the other side.
     pub const fn tile(&self) -> [usize; 2] {
         match self.side {
             CutSide::Rows => [TILE_ROWS, TILE_COLS],
@@ -46,8 +46,8 @@ impl CutScales {
         }
     }
 
-    /// Bytes that the tiles of so many groups are given: enough wherever they are cut, since the host does not know where. What no group
-    /// needs is zero.
+    /// Bytes of the tiles of `num_groups` groups: enough for any starts, since the host does not know them. Bytes that no group needs are
+    /// zero.
     pub const fn tiled_len(&self, num_groups: usize) -> usize {
         let ([cut, other], [tile, other_tile]) = (self.sides(), self.tile());
         (cut + num_groups * tile) * other.next_multiple_of(other_tile)
@@ -60,7 +60,7 @@ impl CutScales {
         if self.per_scale == 0 {
             return Err(Error::shape(op, "per_scale", 0, "at least 1"));
         }
-        // In 128 bits nothing overflows before it is compared.
+        // 128-bit arithmetic does not overflow before the comparison.
         let [cut, other] = self.sides().map(|n| n as u128);
         let bytes = (cut + num_groups as u128 * 128) * (other + 128);
         if cut * self.per_scale as u128 >= 1 << 31 || bytes >= 1 << 40 {
@@ -76,22 +76,22 @@ impl CutScales {
     }
 }
 
-/// Lays the scales of ragged groups in tiles of each group: [`CutScales::tiled_len`] bytes.
+/// Stores the scales of ragged groups in tiles, group by group: [`CutScales::tiled_len`] bytes.
 ///
-/// Starts lie on the device. A backend that sees them on the host names one that is out of range or order; to others it counts as the
-/// nearest that is not.
+/// Starts are on the device. A backend that can read them on the host reports a start that is out of range or order; other backends clamp
+/// it to the nearest valid one.
 #[derive(Debug)]
 pub struct TileScales<'a, B: Backend> {
     /// `rows · cols` scales.
     pub scales: &'a B::Buf<u8>,
-    /// Where each group begins, ascending, and where the last one ends: of [`crate::Groups`] its `start`.
+    /// The start of each group, ascending, and the end of the last one: `start` of [`crate::Groups`].
     pub starts: &'a B::Buf<i32>,
-    /// What is cut.
+    /// The matrix of scales.
     pub matrix: CutScales,
 }
 
 impl<B: Backend> TileScales<'_, B> {
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks lengths.
@@ -101,25 +101,25 @@ impl<B: Backend> TileScales<'_, B> {
         expect_eq(OP, "scales.len()", B::len(self.scales), self.matrix.rows * self.matrix.cols)
     }
 
-    /// Its result, all zeros so far. For checked arguments.
+    /// Allocates the result, zeroed. For checked arguments.
     pub fn result(&self, b: &B) -> Result<B::Buf<u8>> {
         b.zeros(self.matrix.tiled_len(B::len(self.starts) - 1))
     }
 }
 
-/// Undoes [`TileScales`]: to `[rows][cols]`, zero where no group is. Starts are as there.
+/// The inverse of [`TileScales`]: `[rows][cols]`, zero outside all groups. Starts are as in [`TileScales`].
 #[derive(Debug)]
 pub struct UntileScales<'a, B: Backend> {
     /// [`CutScales::tiled_len`] bytes.
     pub tiles: &'a B::Buf<u8>,
     /// As in [`TileScales`].
     pub starts: &'a B::Buf<i32>,
-    /// What was cut.
+    /// The matrix of scales.
     pub matrix: CutScales,
 }
 
 impl<B: Backend> UntileScales<'_, B> {
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks lengths.
@@ -129,7 +129,7 @@ impl<B: Backend> UntileScales<'_, B> {
         expect_eq(OP, "tiles.len()", B::len(self.tiles), self.matrix.tiled_len(B::len(self.starts) - 1))
     }
 
-    /// Its result, all zeros so far. For checked arguments.
+    /// Allocates the result, zeroed. For checked arguments.
     pub fn result(&self, b: &B) -> Result<B::Buf<u8>> {
         b.zeros(self.matrix.rows * self.matrix.cols)
     }

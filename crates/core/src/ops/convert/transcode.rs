@@ -6,7 +6,7 @@ use crate::ops::{Counts, Planes};
 use crate::{Agreement, Backend, BlockScaled, Error, Groups, Result};
 use nibble_formats::{BlockAxis, Format, ScaleLayout, ScaleRule};
 
-/// Every conversion there is: from blocks of this format along rows, to blocks of that one along this axis.
+/// All transcodes: from blocks of the first format along rows, to blocks of the second format along this axis.
 pub const CONVERSIONS: [(Format, Format, BlockAxis); 5] = [
     (Format::Mxfp4, Format::E4m3, BlockAxis::Row),
     (Format::Mxfp4, Format::E4m3, BlockAxis::Col),
@@ -15,8 +15,8 @@ pub const CONVERSIONS: [(Format, Format, BlockAxis); 5] = [
     (Format::E4m3, Format::Mxfp4, BlockAxis::Row),
 ];
 
-/// The scale rule of what a conversion makes of blocks of `from` when it is asked for `to`. MXFP4 gets scales chosen anew, by the rule that is asked for. E4M3
-/// in columns keeps the rule of its rows. What is lifted from MXFP4 has the scales of [`Format::LIFTED`], whatever rule chose those of the source.
+/// The scale rule of a transcode's result, for `to` as requested. MXFP4 gets new scales, by the requested rule. E4M3 in columns keeps the
+/// rule of its rows. A lift of MXFP4 has the scales of [`Format::LIFTED`], whatever rule the source has.
 pub fn converted_rule(from: (Format, ScaleRule), to: (Format, ScaleRule)) -> ScaleRule {
     match (from, to) {
         (_, (Format::Mxfp4, rule)) => rule,
@@ -25,11 +25,11 @@ pub fn converted_rule(from: (Format, ScaleRule), to: (Format, ScaleRule)) -> Sca
     }
 }
 
-/// Converts one block format to another without passing through a plain tensor.
+/// Converts one block format to another without a plain tensor in between.
 ///
 /// * MXFP4 rows → E4M3 rows, and → E4M3 columns: the *lift*. Exact while the scales of a block lie within 14 octaves.
-/// * MXFP4 rows → E4M3 tiles: the lift of a weight, as it stands and transposed. One scale for 128 × 128, of each matrix of a stack
-///   (`x.stack`) by itself.
+/// * MXFP4 rows → E4M3 tiles: the lift of a weight, as it is and transposed. One scale per 128 × 128 block, separately for each matrix
+///   of a stack (`x.stack`).
 /// * E4M3 rows → E4M3 columns (power-of-two scales): by exponent shift to the largest of the 128 row scales.
 /// * E4M3 rows → MXFP4 rows: the same bits as quantizing the decoded values.
 ///
@@ -53,14 +53,14 @@ pub struct Transcode<'a, B: Backend> {
 pub struct Transcoded<B: Backend> {
     /// The converted tensor.
     pub out: BlockScaled<B>,
-    /// Of tiles: the same of the transposed matrices, the other plane of a weight.
+    /// For tiles: the same of the transposed matrices.
     pub transposed: Option<BlockScaled<B>>,
     /// Blocks with a non-zero code, of those inexact, blocks marked NaN.
     pub counts: Counts<B>,
 }
 
 impl<B: Backend> Transcode<'_, B> {
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes and the combination.
@@ -76,7 +76,7 @@ impl<B: Backend> Transcode<'_, B> {
             let why = format!("no conversion to {to} ({axis}); there are {known}");
             return Err(Error::unsupported(OP, from, why));
         }
-        // Only MXFP4 gets scales chosen anew; the others are made of the source's exponents.
+        // Only MXFP4 gets new scales; other scales are computed from the source's exponents.
         if to == Format::E4m3 {
             self.x.e8m0_scales(OP)?;
         }
@@ -93,7 +93,7 @@ impl<B: Backend> Transcode<'_, B> {
         }
     }
 
-    /// Its result: planes yet to be written, and counts of zero. For checked arguments.
+    /// Allocates the result, with zeroed counts. For checked arguments.
     pub fn result(&self, b: &B) -> Result<Transcoded<B>> {
         let x = self.x;
         let stored = (self.to, converted_rule((x.format, x.rule), (self.to, self.rule)));

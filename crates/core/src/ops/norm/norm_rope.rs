@@ -4,9 +4,9 @@ use crate::ops::{Positions, RmsNormBackward, RmsNormOut};
 use crate::{Agreement, Backend, DType, Result, Tensor};
 
 /// Queries or keys before attention: [`RmsNorm`](crate::ops::RmsNorm) of each head, rounded to the type of x, then
-/// [`Rope`](crate::ops::Rope), rounded again. The bits of the two, one after the other.
+/// [`Rope`](crate::ops::Rope), rounded again. Same bits as the two operations in sequence.
 ///
-/// Head h of row r is row r · heads + h of the norm. Returns y `[t, heads · head_dim]`, `inv_rms` a number a head, no
+/// Head h of row r is row r · heads + h of the norm. Returns y `[t, heads · head_dim]` and `inv_rms`, one number per head, without a
 /// sum.
 #[derive(Debug)]
 pub struct NormRope<'a, B: Backend> {
@@ -18,12 +18,12 @@ pub struct NormRope<'a, B: Backend> {
     pub eps: f32,
     /// F32 `[positions, head_dim]`, as [`Rope`](crate::ops::Rope) has it.
     pub table: &'a Tensor<B>,
-    /// Where rows are.
+    /// Positions of the rows.
     pub positions: &'a Positions<B>,
 }
 
 impl<B: Backend> NormRope<'_, B> {
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.
@@ -38,15 +38,15 @@ impl<B: Backend> NormRope<'_, B> {
         self.x.rows * (self.x.cols / self.table.cols)
     }
 
-    /// Its result, yet to be written. For checked arguments.
+    /// Allocates the result. For checked arguments.
     pub fn result(&self, b: &B) -> Result<RmsNormOut<B>> {
         let inv_rms = b.alloc(self.heads())?;
         Ok(RmsNormOut { y: self.x.unwritten_like(b)?, inv_rms, sum: None })
     }
 }
 
-/// The backward pass of [`NormRope`]: [`Rope`](crate::ops::Rope) back, rounded to the type of dy, then
-/// [`RmsNormBackward`] of each head. Returns dx and adds each shard's dweight.
+/// The backward pass of [`NormRope`]: the inverse [`Rope`](crate::ops::Rope), rounded to the type of dy, then [`RmsNormBackward`] of each
+/// head. Returns dx and adds to each shard's dweight.
 #[derive(Debug)]
 pub struct NormRopeBackward<'a, B: Backend> {
     /// The input, `[t, heads · head_dim]`.
@@ -59,14 +59,14 @@ pub struct NormRopeBackward<'a, B: Backend> {
     pub dy: &'a Tensor<B>,
     /// F32 `[positions, head_dim]`.
     pub table: &'a Tensor<B>,
-    /// Where rows are.
+    /// Positions of the rows.
     pub positions: &'a Positions<B>,
     /// F32 `[shards, head_dim]`; heads of all rows are divided evenly among the shards. Added to.
     pub dweight: &'a mut Tensor<B>,
 }
 
 impl<B: Backend> NormRopeBackward<'_, B> {
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = RmsNormBackward::<B>::AGREEMENT;
 
     /// Heads of all rows. For checked arguments.
@@ -86,7 +86,7 @@ impl<B: Backend> NormRopeBackward<'_, B> {
         expect_eq(OP, "heads modulo the shards of dweight", self.heads() % self.dweight.rows.max(1), 0)
     }
 
-    /// Its result, yet to be written. For checked arguments.
+    /// Allocates the result. For checked arguments.
     pub fn result(&self, b: &B) -> Result<Tensor<B>> {
         self.x.unwritten_like(b)
     }

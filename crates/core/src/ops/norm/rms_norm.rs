@@ -3,14 +3,14 @@ use crate::{Agreement, Backend, DType, Result, Tensor};
 
 /// y = x / sqrt(mean(x²) + eps) · weight, along each row, in F32, rounded once to the type of x.
 ///
-/// The sum of squares runs over 256 lanes: element i goes to lane i mod 256, each lane in order by fma from 0, and the
-/// lanes are closed by the halving tree 128, 64, …, 1 (lane l with lane l + 128, and so on). Lanes past the row's end are
-/// zeros. 256 lanes are the 32 threads of a warp with 8 elements each of a load of 16 bytes.
+/// The sum of squares runs over 256 lanes: element i goes to lane i mod 256. Each lane sums in order by fma from 0, and the lanes are
+/// reduced by the halving tree 128, 64, …, 1 (lane l with lane l + 128, and so on). Lanes past the row's end are zeros. 256 lanes are the
+/// 32 threads of a warp, each with the 8 elements of a 16-byte load.
 #[derive(Debug)]
 pub struct RmsNorm<'a, B: Backend> {
     /// `[rows, d]`, F32 or BF16.
     pub x: &'a Tensor<B>,
-    /// Added to x first, and the sum rounded, with the bits of [`Add`](crate::ops::Add): the norm is that of the sum.
+    /// Added to x first, and the sum rounded, with the bits of [`Add`](crate::ops::Add): the norm of this sum is computed.
     pub plus: Option<&'a Tensor<B>>,
     /// F32 `[1, d]`.
     pub weight: &'a Tensor<B>,
@@ -25,12 +25,12 @@ pub struct RmsNormOut<B: Backend> {
     pub y: Tensor<B>,
     /// 1 / sqrt(mean(x²) + eps) of each row.
     pub inv_rms: B::Buf<f32>,
-    /// x + plus, where there is a plus.
+    /// x + plus, if `plus` is given.
     pub sum: Option<Tensor<B>>,
 }
 
 impl<'a, B: Backend> RmsNorm<'a, B> {
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// The norm of x alone.
@@ -46,7 +46,7 @@ impl<'a, B: Backend> RmsNorm<'a, B> {
         check_plus(OP, self.plus, self.x)
     }
 
-    /// Its result, yet to be written. For checked arguments.
+    /// Allocates the result. For checked arguments.
     pub fn result(&self, b: &B) -> Result<RmsNormOut<B>> {
         let inv_rms = b.alloc(self.x.rows)?;
         let y = self.x.unwritten_like(b)?;
@@ -54,19 +54,19 @@ impl<'a, B: Backend> RmsNorm<'a, B> {
     }
 }
 
-/// What is added to a tensor is like it.
+/// Checks that the added tensor has the shape and type of x.
 fn check_plus<B: Backend>(op: &'static str, plus: Option<&Tensor<B>>, x: &Tensor<B>) -> Result<()> {
     let Some(plus) = plus else { return Ok(()) };
     expect_eq(op, "shape of plus", plus.shape(), x.shape())?;
     expect_eq(op, "type of plus", plus.dtype(), x.dtype())
 }
 
-/// The backward pass of [`RmsNorm`]: returns dx and adds each shard's dweight.
+/// The backward pass of [`RmsNorm`]: returns dx and adds to each shard's dweight.
 ///
-/// With x̂ = x · inv_rms: dx = inv_rms · (dy·w − x̂ · mean(dy·w·x̂)), whose sum is fma(dy·w, x̂, ·) over the lanes of
-/// [`RmsNorm`]. dw = Σ over the shard's rows of dy · x̂: rows in chunks of [`RmsNormBackward::CHUNK`], each summed in order
-/// by fma from 0; the chunks' sums by the tree over neighbours ((0+1)+(2+3))…, in which an odd one out passes up
-/// unchanged; then added once to dweight.
+/// With x̂ = x · inv_rms: dx = inv_rms · (dy·w − x̂ · mean(dy·w·x̂)); the sum of the mean is fma(dy·w, x̂, ·) over the lanes of
+/// [`RmsNorm`]. dw = Σ over the shard's rows of dy · x̂. Each chunk of [`RmsNormBackward::CHUNK`] rows is summed in order by fma from 0.
+/// The sums of chunks are added by the tree over neighbours ((0+1)+(2+3))…, in which an odd sum moves up unchanged. The total is added once
+/// to dweight.
 #[derive(Debug)]
 pub struct RmsNormBackward<'a, B: Backend> {
     /// The input.
@@ -87,7 +87,7 @@ impl<B: Backend> RmsNormBackward<'_, B> {
     /// Rows of a chunk of dweight's sum.
     pub const CHUNK: usize = 64;
 
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.
@@ -102,7 +102,7 @@ impl<B: Backend> RmsNormBackward<'_, B> {
         expect_eq(OP, "rows modulo the shards of dweight", self.x.rows % self.dweight.rows.max(1), 0)
     }
 
-    /// Its result, yet to be written. For checked arguments.
+    /// Allocates the result. For checked arguments.
     pub fn result(&self, b: &B) -> Result<Tensor<B>> {
         self.x.unwritten_like(b)
     }

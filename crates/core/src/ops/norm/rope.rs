@@ -1,46 +1,46 @@
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, Error, Result, Tensor};
 
-/// Rotary position embedding on the last elements of each head, mostly all of them; those before are copied. Halves convention: of c elements
-/// that turn, element i is paired with i + c/2.
+/// Rotary position embedding on the last c elements of each head (usually all of them); the elements before are copied. Halves convention:
+/// element i of the c elements is paired with i + c/2.
 ///
 /// The backward pass is the inverse rotation.
 #[derive(Debug)]
 pub struct Rope<'a, B: Backend> {
     /// `[t, heads · head_dim]`.
     pub x: &'a Tensor<B>,
-    /// F32 `[positions, c]`: cosines of the c/2 angles, then sines. Made on the host.
+    /// F32 `[positions, c]`: cosines of the c/2 angles, then sines. Computed on the host.
     pub table: &'a Tensor<B>,
     /// Elements of a head: even, c or more.
     pub head_dim: usize,
-    /// Where rows are.
+    /// Positions of the rows.
     pub positions: &'a Positions<B>,
-    /// Rotate back.
+    /// Whether to rotate back.
     pub inverse: bool,
 }
 
-/// Where the rows of sequences that lie one after the other are: row r at `first` + r mod `seq_len` − `starts[r]`, so that positions begin
-/// anew with each document of a sequence.
+/// Positions of the rows of consecutive sequences: row r is at `first` + r mod `seq_len` − `starts[r]`, so that positions restart with each
+/// document of a sequence.
 ///
-/// Operations cannot check what lies on a device. They take a start that is out of range, 0 to r mod `seq_len`, as the nearest one in range.
+/// Operations cannot check values on a device. They clamp a start that is out of the range 0 to r mod `seq_len`.
 #[derive(Debug, Clone)]
 pub struct Positions<B: Backend> {
     /// Rows of one sequence.
     pub seq_len: usize,
     /// Position of the first row of a document.
     pub first: usize,
-    /// For each row the row of its sequence with which its document begins. Never decreases within a sequence. Without it a sequence is one
+    /// For each row, the row of its sequence where its document begins. Never decreases within a sequence. None: each sequence is one
     /// document.
     pub starts: Option<B::Buf<i32>>,
 }
 
 impl<B: Backend> Positions<B> {
-    /// Of sequences that are one document each, from position 0 on.
+    /// For sequences of one document each, from position 0 on.
     pub fn of_sequences(seq_len: usize) -> Self {
         Self { seq_len, first: 0, starts: None }
     }
 
-    /// Rows are whole sequences, whose positions the table has, and each has a start.
+    /// Checks that rows are whole sequences, that the table has their positions, and that each row has a start.
     pub(in crate::ops) fn check(&self, op: &'static str, rows: usize, table: &Tensor<B>) -> Result<()> {
         let positions = self.first.saturating_add(self.seq_len);
         if self.seq_len == 0 || positions > table.rows {
@@ -51,7 +51,7 @@ impl<B: Backend> Positions<B> {
     }
 }
 
-/// x has whole heads of this size and whole sequences, whose positions the table has.
+/// Checks that x has whole heads of this size and whole sequences, and that the table has their positions.
 pub(in crate::ops) fn check_turn<B: Backend>(
     op: &'static str,
     x: &Tensor<B>,
@@ -74,7 +74,7 @@ pub(in crate::ops) fn check_turn<B: Backend>(
 }
 
 impl<B: Backend> Rope<'_, B> {
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.
@@ -82,7 +82,7 @@ impl<B: Backend> Rope<'_, B> {
         check_turn("rope", self.x, (self.table, self.head_dim), self.positions)
     }
 
-    /// Its result, yet to be written. For checked arguments.
+    /// Allocates the result. For checked arguments.
     pub fn result(&self, b: &B) -> Result<Tensor<B>> {
         self.x.unwritten_like(b)
     }

@@ -2,7 +2,7 @@ use crate::error::expect_eq;
 use crate::ops::RmsNormBackward;
 use crate::{Agreement, Backend, DType, Result, Tensor};
 
-/// x + bias, each row, in F32, rounded once to the type of x. In place: x is what a product has just made.
+/// x + bias, for each row, in F32, rounded once to the type of x. In place: x is the result of a product.
 #[derive(Debug)]
 pub struct AddBias<'a, B: Backend> {
     /// `[rows, n]`, F32 or BF16. Overwritten.
@@ -12,7 +12,7 @@ pub struct AddBias<'a, B: Backend> {
 }
 
 impl<B: Backend> AddBias<'_, B> {
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.
@@ -23,10 +23,10 @@ impl<B: Backend> AddBias<'_, B> {
     }
 }
 
-/// The backward pass of [`AddBias`]: adds Σ over each shard's rows of dy to its row of dbias. The gradient of x is dy itself.
+/// The backward pass of [`AddBias`]: sums each shard's rows of dy, and adds the sum to the shard's row of dbias. The gradient of x is dy.
 ///
-/// The sum is that of [`RmsNormBackward`]: rows in chunks of [`AddBiasBackward::CHUNK`], each in order from 0, the chunks by
-/// the tree over neighbours, then once to dbias.
+/// The sum is that of [`RmsNormBackward`]: chunks of [`AddBiasBackward::CHUNK`] rows, each summed in order from 0; then the tree over
+/// neighbouring chunks; then one addition to dbias.
 #[derive(Debug)]
 pub struct AddBiasBackward<'a, B: Backend> {
     /// `[rows, n]`, F32 or BF16.
@@ -39,7 +39,7 @@ impl<B: Backend> AddBiasBackward<'_, B> {
     /// Rows of a chunk of the sum.
     pub const CHUNK: usize = RmsNormBackward::<B>::CHUNK;
 
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.

@@ -12,15 +12,15 @@ pub struct Cast<'a, B: Backend> {
 }
 
 impl<B: Backend> Cast<'_, B> {
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// Nothing can be wrong: any shape, either type.
+    /// Always succeeds: any shape, either type.
     pub fn check(&self) -> Result<()> {
         Ok(())
     }
 
-    /// Its result, yet to be written; x itself where it has the type.
+    /// Allocates the result, or shares x if it has the type.
     pub fn result(&self, b: &B) -> Result<Tensor<B>> {
         if self.x.dtype() == self.dtype {
             return Ok(self.x.clone());
@@ -29,7 +29,7 @@ impl<B: Backend> Cast<'_, B> {
     }
 }
 
-/// F32 normal numbers of mean 0 and this standard deviation, element i from index `first + i` of the stream.
+/// Normally distributed F32 numbers of mean 0 and this standard deviation; element i uses index `first + i` of the stream.
 #[derive(Debug, Clone, Copy)]
 pub struct InitNormal {
     /// Seed, purpose and site.
@@ -45,7 +45,7 @@ pub struct InitNormal {
 }
 
 impl InitNormal {
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks that every element has an index.
@@ -60,13 +60,13 @@ impl InitNormal {
         }
     }
 
-    /// Its result, yet to be written. For checked arguments.
+    /// Allocates the result. For checked arguments.
     pub fn result<B: Backend>(&self, b: &B) -> Result<Tensor<B>> {
         Tensor::unwritten(b, DType::F32, self.rows, self.cols)
     }
 }
 
-/// a + b, elementwise in F32, rounded once to the type of a; and then likewise a third term, if there is one.
+/// a + b, elementwise in F32, rounded once to the type of a; then a third term in the same way, if there is one.
 #[derive(Debug)]
 pub struct Add<'a, B: Backend> {
     /// First term.
@@ -78,7 +78,7 @@ pub struct Add<'a, B: Backend> {
 }
 
 impl<'a, B: Backend> Add<'a, B> {
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Two terms.
@@ -97,28 +97,28 @@ impl<'a, B: Backend> Add<'a, B> {
         Ok(())
     }
 
-    /// Its result, yet to be written. For checked arguments.
+    /// Allocates the result. For checked arguments.
     pub fn result(&self, b: &B) -> Result<Tensor<B>> {
         self.a.unwritten_like(b)
     }
 }
 
-/// Sums the shards of each matrix of a stack by the balanced tree ((0+1)+(2+3))… in F32: `[stack · shards · rows, cols] →
-/// [stack · rows, cols]`, rounded once to the type of `into`.
+/// Sums the shards of each matrix of a stack by the balanced tree ((0+1)+(2+3))… in F32, from `[stack · shards · rows, cols]` to
+/// `[stack · rows, cols]`, rounded once to the type of `into`.
 #[derive(Debug)]
 pub struct SumShards<'a, B: Backend> {
-    /// F32 or BF16; the shards of a matrix lie one under the other.
+    /// F32 or BF16; the shards of a matrix are stacked.
     pub x: &'a Tensor<B>,
     /// Matrices.
     pub stack: usize,
-    /// Shards of each; a power of two.
+    /// Shards of each matrix; a power of two.
     pub shards: usize,
     /// `[stack · rows, cols]`, F32 or BF16, overwritten.
     pub into: &'a mut Tensor<B>,
 }
 
 impl<B: Backend> SumShards<'_, B> {
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.
@@ -138,27 +138,27 @@ impl<B: Backend> SumShards<'_, B> {
     }
 }
 
-/// Σ x² of chunks of tensors, in F64: [`SQUARES_CHUNK`] elements over 16 lanes in element order, closed by the tree 8, 4, 2, 1.
+/// Σ x² of chunks of tensors, in F64: [`SQUARES_CHUNK`] elements over 16 lanes in element order, reduced by the tree 8, 4, 2, 1.
 /// [`CloseSquares`] adds the chunks.
 #[derive(Debug)]
 pub struct SumSquares<'a, B: Backend> {
-    /// The tensors. Together, so that a GPU takes a handful of launches for all of them.
+    /// The tensors, in one call, so that a GPU needs only a few launches.
     pub tensors: Vec<Squared<'a, B>>,
-    /// Where the sums go.
+    /// Output: the sums of chunks.
     pub into: &'a mut B::Buf<f64>,
 }
 
-/// One tensor of [`SumSquares`]: elements of parts (experts of a stack), one part behind the other. Chunks begin anew with each part, whose
-/// last one may be shorter.
+/// One tensor of [`SumSquares`], divided into parts (experts of a stack) one after the other. Each part begins a new chunk; the last chunk
+/// of a part may be shorter.
 #[derive(Debug)]
 pub struct Squared<'a, B: Backend> {
-    /// F32 or BF16. Its end is that of a chunk.
+    /// F32 or BF16. It ends at the end of a chunk.
     pub x: &'a Tensor<B>,
     /// Elements of a part.
     pub part: usize,
-    /// Elements of the first part that lie before x: whole chunks.
+    /// Elements of the first part that precede x: whole chunks.
     pub skip: usize,
-    /// Index of the first chunk's sum. The others' follow; no two sums have the same.
+    /// Index of the first chunk's sum; the others follow. No two sums have the same index.
     pub at: usize,
 }
 
@@ -168,7 +168,7 @@ impl<B: Backend> Squared<'_, B> {
         self.x.rows * self.x.cols
     }
 
-    /// Chunks of it.
+    /// Number of its chunks.
     pub fn chunks(&self) -> usize {
         let before = |elements: usize| match self.part {
             0 => 0,
@@ -178,19 +178,19 @@ impl<B: Backend> Squared<'_, B> {
     }
 }
 
-/// Chunks of a part of so many elements.
+/// Chunks of a part of `elements` elements.
 pub fn squares_chunks(elements: usize) -> usize {
     elements.div_ceil(SQUARES_CHUNK)
 }
 
-/// Elements of a chunk of [`SumSquares`], which is summed by itself.
+/// Elements of a chunk of [`SumSquares`]; each chunk is summed by itself.
 pub const SQUARES_CHUNK: usize = 4096;
 
 impl<B: Backend> SumSquares<'_, B> {
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// Checks the parts and their places.
+    /// Checks the parts and the indices of their sums.
     pub fn check(&self) -> Result<()> {
         const OP: &str = "sum_squares";
         for tensor in &self.tensors {
@@ -213,35 +213,35 @@ impl<B: Backend> SumSquares<'_, B> {
     }
 }
 
-/// Adds the sums of chunks by the tree ((0+1)+(2+3))…, of which an odd one out goes up as it is; each part's sum is rounded to F32.
+/// Adds the sums of chunks by the tree ((0+1)+(2+3))…, in which an odd sum moves up unchanged; each part's sum is rounded to F32.
 #[derive(Debug)]
 pub struct CloseSquares<'a, B: Backend> {
     /// Sums of chunks.
     pub sums: &'a B::Buf<f64>,
-    /// Which of them belong together. Together, so that a GPU takes a handful of launches for all of them.
+    /// Which sums belong together, in one call, so that a GPU needs only a few launches.
     pub tensors: Vec<ChunkSums>,
-    /// Where the parts' sums go.
+    /// Output: the parts' sums.
     pub into: &'a mut B::Buf<f32>,
 }
 
 /// The chunks of one tensor of [`CloseSquares`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ChunkSums {
-    /// The first one's index.
+    /// Index of the first chunk's sum.
     pub first: usize,
-    /// Parts; of none there is nothing to do.
+    /// Number of parts; nothing is done for 0.
     pub parts: usize,
     /// Chunks of each part.
     pub chunks: usize,
-    /// Index of the first part's sum. The others' follow; no two sums have the same.
+    /// Index of the first part's sum; the others follow. No two sums have the same index.
     pub at: usize,
 }
 
 impl<B: Backend> CloseSquares<'_, B> {
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// Checks the chunks and the places.
+    /// Checks the chunks and the indices of sums.
     pub fn check(&self) -> Result<()> {
         const OP: &str = "close_squares";
         let sums = B::len(self.sums);
@@ -260,7 +260,7 @@ impl<B: Backend> CloseSquares<'_, B> {
     }
 }
 
-/// Checks that places, so many from an index on, lie within `len`, and that no two are the same.
+/// Checks that ranges of indices, (first, count), lie within `len` and do not overlap.
 fn check_places(op: &'static str, places: impl Iterator<Item = (usize, usize)>, len: usize) -> Result<()> {
     let mut places: Vec<_> = places.map(|(at, count)| at..at.saturating_add(count)).collect();
     if let Some(place) = places.iter().find(|place| place.end > len) {
@@ -273,7 +273,7 @@ fn check_places(op: &'static str, places: impl Iterator<Item = (usize, usize)>, 
     }
 }
 
-/// Transposes each of `stack` matrices `[n, k]` to `[k, n]`: the second plane of a plain weight. Returns `[stack · k, n]` of the same type.
+/// Transposes each of `stack` matrices `[n, k]` to `[k, n]`, for dgrad of a plain weight. Returns `[stack · k, n]` of the same type.
 #[derive(Debug)]
 pub struct Transpose<'a, B: Backend> {
     /// `[stack · n, k]`.
@@ -283,7 +283,7 @@ pub struct Transpose<'a, B: Backend> {
 }
 
 impl<B: Backend> Transpose<'_, B> {
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the stack.
@@ -295,7 +295,7 @@ impl<B: Backend> Transpose<'_, B> {
         Ok(())
     }
 
-    /// Its result, yet to be written. For checked arguments.
+    /// Allocates the result. For checked arguments.
     pub fn result(&self, b: &B) -> Result<Tensor<B>> {
         Tensor::unwritten(b, self.x.dtype(), self.stack * self.x.cols, self.x.rows / self.stack)
     }

@@ -15,7 +15,7 @@ pub struct ProductDims {
     pub k: usize,
 }
 
-/// What the rows of a product's groups are.
+/// Whether groups divide the rows or the contraction of a product.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ragged {
     /// Rows of A and D; each group has a matrix of B. Forward, and gradient of the data.
@@ -24,7 +24,7 @@ pub enum Ragged {
     Contraction,
 }
 
-/// An operand of a product, its numbers aside.
+/// An operand of a product, without its values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Factor {
     /// How it is stored.
@@ -33,24 +33,24 @@ pub struct Factor {
     pub rows: usize,
     /// Columns of the logical matrix.
     pub cols: usize,
-    /// Neighbouring columns known to share scales.
+    /// Aligned runs of this many columns are known to share scales.
     pub shared_cols: usize,
-    /// What it has become already, when it was quantized.
+    /// The form in which it was quantized.
     pub taken: Taken,
 }
 
 impl Factor {
-    /// Stored so, as codes, of whose scales nothing more is known.
+    /// In this form, as codes, with nothing more known of its scales.
     pub const fn new(stored: Stored, rows: usize, cols: usize) -> Self {
         Self { stored, rows, cols, shared_cols: 1, taken: Taken::AsIs }
     }
 
-    /// Of a plain matrix.
+    /// The description of a plain matrix.
     pub const fn plain(dtype: DType, rows: usize, cols: usize) -> Self {
         Self::new(Stored::plain(dtype), rows, cols)
     }
 
-    /// Of an operand.
+    /// The description of an operand.
     pub fn of<B: Backend>(x: &Operand<B>) -> Self {
         let new = Self::new(Stored::of(x), x.rows(), x.cols());
         match x {
@@ -59,25 +59,25 @@ impl Factor {
         }
     }
 
-    /// Numbers of the logical matrix.
+    /// Number of values of the logical matrix.
     pub const fn len(&self) -> usize {
         self.rows * self.cols
     }
 
-    /// Whether it has none.
+    /// Whether it has no values.
     pub const fn is_empty(&self) -> bool {
         self.len() == 0
     }
 }
 
-/// A product D `[m, n]` = A · Bᵀ, its numbers aside: all that a backend chooses its way by.
+/// A product D `[m, n]` = A · Bᵀ, without its values: all that a backend's choice of path depends on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProductDesc {
-    /// What a group's rows are.
+    /// Whether groups divide the rows or the contraction.
     pub ragged: Ragged,
-    /// None where the product is dense.
+    /// None if the product is dense.
     pub groups: Option<Grouping>,
-    /// Of all groups together: rows of A and D and the contraction, or with [`Ragged::Contraction`] of one matrix of D and of all rows.
+    /// `m` counts all groups. With [`Ragged::Contraction`], `m` and `n` are those of one matrix of D, and `k` counts all groups.
     pub dims: ProductDims,
     /// A.
     pub a: Factor,
@@ -85,12 +85,12 @@ pub struct ProductDesc {
     pub b: Factor,
     /// The type of D.
     pub out: DType,
-    /// Whether D is added to.
+    /// Whether the product is added to D.
     pub accumulate: bool,
 }
 
 impl ProductDesc {
-    /// Groups; a dense product is one.
+    /// Number of groups; a dense product is one group.
     pub fn num_groups(&self) -> usize {
         self.groups.map_or(1, |groups| groups.count)
     }
@@ -101,21 +101,21 @@ impl ProductDesc {
         m == 0 || n == 0 || k == 0 || self.num_groups() == 0
     }
 
-    /// Two a multiply-add.
+    /// Two per multiply-add.
     pub fn flops(&self) -> f64 {
         let ProductDims { m, n, k } = self.dims;
         2.0 * m as f64 * n as f64 * k as f64
     }
 }
 
-/// A product as all operations ask a backend for it.
+/// A product in the form in which all operations pass it to a backend.
 #[derive(Debug)]
 pub struct ProductArgs<'a, B: Backend> {
     /// The operation, for errors.
     pub op: &'static str,
-    /// What a group's rows are.
+    /// Whether groups divide the rows or the contraction.
     pub ragged: Ragged,
-    /// None where the product is dense.
+    /// None if the product is dense.
     pub groups: Option<&'a Groups<B>>,
     /// As in [`ProductDesc`].
     pub dims: ProductDims,
@@ -123,7 +123,7 @@ pub struct ProductArgs<'a, B: Backend> {
     pub a: &'a Operand<B>,
     /// B.
     pub b: &'a Operand<B>,
-    /// Whether D is added to.
+    /// Whether the product is added to D.
     pub accumulate: bool,
 }
 
@@ -136,7 +136,7 @@ impl<B: Backend> Clone for ProductArgs<'_, B> {
 impl<B: Backend> Copy for ProductArgs<'_, B> {}
 
 impl<B: Backend> ProductArgs<'_, B> {
-    /// The same without its numbers, with D of this type.
+    /// The description of this product, with D of type `out`.
     pub fn desc(&self, out: DType) -> ProductDesc {
         let &Self { ragged, dims, accumulate, .. } = self;
         let (groups, a, b) = (self.groups.map(Grouping::of), Factor::of(self.a), Factor::of(self.b));
@@ -146,9 +146,9 @@ impl<B: Backend> ProductArgs<'_, B> {
 
 /// A dense product D = A·Bᵀ.
 ///
-/// Operands are plain or block-scaled (A by `Row`, B by `Row` or `Tile`), in any pair. [`Numbers`] says of a pair which numbers are multiplied.
-/// Of block-scaled codes: within a block the dot product, then total = fma(dot, scale_a · scale_b, total) in F32. Of BF16 numbers that are decoded:
-/// sums without blocks; scales of a tensor multiply the sum.
+/// Operands are plain or block-scaled (A by `Row`, B by `Row` or `Tile`), in any pair. [`Numbers`] determines which numbers are multiplied.
+/// Block-scaled codes: the dot product within a block, then total = fma(dot, scale_a · scale_b, total) in F32. Decoded BF16 numbers: sums
+/// without blocks; tensor scales multiply the sum.
 #[derive(Debug)]
 pub struct Gemm<'a, B: Backend> {
     /// `[m, k]`.
@@ -160,7 +160,7 @@ pub struct Gemm<'a, B: Backend> {
 }
 
 impl<'a, B: Backend> Gemm<'a, B> {
-    /// What backends owe each other, but for operands that the tensor cores take: see [`FP8_AGREEMENT`](crate::ops::FP8_AGREEMENT) and
+    /// How closely backends must agree, except for operands of tensor cores: see [`FP8_AGREEMENT`](crate::ops::FP8_AGREEMENT) and
     /// [`BF16_AGREEMENT`](crate::ops::BF16_AGREEMENT).
     pub const AGREEMENT: Agreement = Agreement::RelL2(1e-6);
 
@@ -173,13 +173,13 @@ impl<'a, B: Backend> Gemm<'a, B> {
         Ok(ProductDims { m: self.a.rows(), n: self.b.rows(), k: self.a.cols() })
     }
 
-    /// The product that it is, checked.
+    /// The product, checked.
     pub fn product(&self) -> Result<ProductArgs<'a, B>> {
         let (op, ragged, dims) = ("gemm", Ragged::Rows, self.check()?);
         Ok(ProductArgs { op, ragged, groups: None, dims, a: self.a, b: self.b, accumulate: false })
     }
 
-    /// D, yet to be written; zeros where the contraction is of nothing. For checked arguments.
+    /// Allocates D; zeros if the contraction is empty. For checked arguments.
     pub fn result(&self, b: &B) -> Result<Tensor<B>> {
         let (m, n) = (self.a.rows(), self.b.rows());
         if self.a.cols() == 0 {
@@ -189,8 +189,8 @@ impl<'a, B: Backend> Gemm<'a, B> {
     }
 }
 
-/// Ragged rows times expert weights, all groups at once: rows of group g multiply matrix g. Serves fprop (w as it
-/// stands) and dgrad (w transposed). Rows past a group's length are zero in D.
+/// Ragged rows times expert weights, all groups at once: the rows of group g multiply matrix g. Used for fprop (w as it is) and dgrad
+/// (w transposed). Rows past a group's length are zero in D.
 #[derive(Debug)]
 pub struct GroupedGemm<'a, B: Backend> {
     /// `[capacity, k]`.
@@ -204,7 +204,7 @@ pub struct GroupedGemm<'a, B: Backend> {
 }
 
 impl<'a, B: Backend> GroupedGemm<'a, B> {
-    /// What backends owe each other, but for operands that the tensor cores take: see [`FP8_AGREEMENT`](crate::ops::FP8_AGREEMENT) and
+    /// How closely backends must agree, except for operands of tensor cores: see [`FP8_AGREEMENT`](crate::ops::FP8_AGREEMENT) and
     /// [`BF16_AGREEMENT`](crate::ops::BF16_AGREEMENT).
     pub const AGREEMENT: Agreement = Agreement::RelL2(1e-6);
 
@@ -223,13 +223,13 @@ impl<'a, B: Backend> GroupedGemm<'a, B> {
         })
     }
 
-    /// The product that it is, checked.
+    /// The product, checked.
     pub fn product(&self) -> Result<ProductArgs<'a, B>> {
         let (op, ragged, dims, groups) = ("grouped_gemm", Ragged::Rows, self.check()?, Some(self.groups));
         Ok(ProductArgs { op, ragged, groups, dims, a: self.x, b: self.w, accumulate: false })
     }
 
-    /// D, yet to be written. For checked arguments.
+    /// Allocates D. For checked arguments.
     pub fn result(&self, b: &B) -> Result<Tensor<B>> {
         Tensor::unwritten(b, self.out, self.x.rows(), self.w.rows() / self.groups.num_groups.max(1))
     }
@@ -238,8 +238,8 @@ impl<'a, B: Backend> GroupedGemm<'a, B> {
 /// Weight gradients of all groups: for each group g, dW_g `[n, k]` = dY_gᵀ · X_g, contracted over the group's rows in
 /// order.
 ///
-/// Plain operands are row-major `[capacity, n]` and `[capacity, k]`; block-scaled ones are `Col`, and any two go together. Groups start at
-/// multiples of [`Numbers::column_step`]. An empty group's gradient is zero.
+/// Plain operands are row-major `[capacity, n]` and `[capacity, k]`; block-scaled operands are `Col`; any two can be combined. Groups start
+/// at multiples of [`Numbers::column_step`]. An empty group's gradient is zero.
 #[derive(Debug)]
 pub struct GroupedWgrad<'a, B: Backend> {
     /// `[capacity, n]`.
@@ -250,12 +250,12 @@ pub struct GroupedWgrad<'a, B: Backend> {
     pub groups: &'a Groups<B>,
     /// F32 or BF16 `[num_groups · n, k]`; BF16 is the F32 gradient, rounded to nearest even.
     pub grad: &'a mut Tensor<B>,
-    /// Add to `grad` (one F32 addition an element, then rounded to its type) rather than overwrite it.
+    /// Add to `grad` (one F32 addition per element, then rounded to its type) instead of overwriting it.
     pub accumulate: bool,
 }
 
 impl<'a, B: Backend> GroupedWgrad<'a, B> {
-    /// What backends owe each other, but for operands that the tensor cores take: see [`FP8_AGREEMENT`](crate::ops::FP8_AGREEMENT) and
+    /// How closely backends must agree, except for operands of tensor cores: see [`FP8_AGREEMENT`](crate::ops::FP8_AGREEMENT) and
     /// [`BF16_AGREEMENT`](crate::ops::BF16_AGREEMENT).
     pub const AGREEMENT: Agreement = Agreement::RelL2(1e-6);
 
@@ -282,7 +282,7 @@ impl<'a, B: Backend> GroupedWgrad<'a, B> {
         Ok(dims)
     }
 
-    /// The product that it is, checked, and its D.
+    /// The product, checked, and its D.
     pub fn product(self) -> Result<(ProductArgs<'a, B>, &'a mut Tensor<B>)> {
         let (op, ragged, dims) = ("grouped_wgrad", Ragged::Contraction, self.check()?);
         let Self { dy: a, x: b, groups, grad, accumulate } = self;
@@ -304,7 +304,7 @@ fn check_pair<B: Backend>(op: &'static str, a: &Operand<B>, b: &Operand<B>) -> R
     check_taken(op, a, b)
 }
 
-/// What was quantized for products of some numbers is not multiplied as others.
+/// Refuses an operand that was quantized for products of other numbers.
 fn check_taken<B: Backend>(op: &'static str, a: &Operand<B>, b: &Operand<B>) -> Result<()> {
     let numbers = Numbers::of(Stored::of(a), Stored::of(b));
     if let Operand::Block(q) = b

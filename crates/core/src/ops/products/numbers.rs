@@ -11,38 +11,39 @@
 //! A recipe may name the conversion instead: `transcode` then lifts a tensor once before the product, and counts what it rounds. A
 //! product counts nothing.
 //!
-//! What only products read need not exist as codes. A layer says so when it quantizes (`Quantize::only_for`, with the numbers of those
-//! products from its plan), and a GPU then writes what the products take ([`Taken`]). No bit of a result changes. The CPU backend, which
-//! is the specification, always writes codes.
+//! A tensor that only products read need not exist as codes. A layer says so when it quantizes (`Quantize::only_for`, with the numbers of
+//! those products from its plan), and a GPU then writes what the products take ([`Taken`]). No bit of a result changes. The CPU backend,
+//! which is the specification, always writes codes.
 
 use crate::{Agreement, DType};
 use nibble_formats::{BlockAxis, Codec, Element, Format, LIFTED_BLOCK, ScaleRule, WHOLE_LINE};
 use std::fmt;
 
-/// What backends owe each other for E4M3 and E5M2 operands under a scale for 128 or more, with F32 output. Hopper's tensor cores align the products
-/// of a sum to the largest and keep some 13 bits below it, where F32 keeps 23; promoting partial sums every 128 of the contraction
-/// leaves 1.6e-4 on random data, 3e-4 on heavy tails, and up to 6e-4 where one product of a block towers above the others:
-/// outliers along the contraction. That was measured of E4M3. What is cut off depends on the largest product alone and not on the elements, of which
-/// every product is exact: 8 bits of two E4M3, 7 beside E5M2, 6 of two of those.
+/// How closely backends must agree for E4M3 and E5M2 operands with one scale per 128 or more values, and F32 output. Hopper's tensor cores
+/// align the products of a sum to the largest product and keep some 13 bits below it, where F32 keeps 23. With partial sums promoted every
+/// 128 values of the contraction, the error is 1.6e-4 on random data, 3e-4 on heavy tails, and up to 6e-4 if one product of a block is far
+/// larger than the others (outliers along the contraction). These are measurements of E4M3. The bits that are cut off depend only on the
+/// largest product and not on the elements, whose products are exact: 8 bits for two E4M3 elements, 7 for E4M3 and E5M2, 6 for two E5M2.
 pub const FP8_AGREEMENT: Agreement = Agreement::RelL2(7e-4);
 
-/// The same for BF16 operands, of whose products the tensor cores keep more, and for all other quantized ones, which are decoded; and for F32 ones that
-/// they take in BF16 parts: all three, which are exact from 2⁻¹¹⁰ on, with a BF16 operand beside them; two for a BF16 result. An infinity may become NaN.
+/// How closely backends must agree for BF16 operands, of whose products the tensor cores keep more bits; for all other quantized operands,
+/// which are decoded; and for F32 operands in BF16 parts: all three parts, exact from 2⁻¹¹⁰ on, next to a BF16 operand; two parts for a
+/// BF16 result. An infinity may become NaN.
 pub const BF16_AGREEMENT: Agreement = Agreement::RelL2(3e-5);
 
-/// How an operand of a product is stored, as far as that decides how it is multiplied.
+/// The storage of an operand, as far as it determines how the operand is multiplied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stored {
     /// Plain or quantized.
     pub format: Format,
-    /// How scales were chosen; of no meaning where it is plain.
+    /// How scales were chosen; meaningless for a plain matrix.
     pub rule: ScaleRule,
-    /// Along what blocks run; of no meaning where it is plain.
+    /// The direction of blocks; meaningless for a plain matrix.
     pub axis: BlockAxis,
 }
 
 impl Stored {
-    /// Of a plain matrix.
+    /// The storage of a plain matrix.
     pub const fn plain(dtype: DType) -> Self {
         let format = match dtype {
             DType::F32 => Format::F32,
@@ -51,7 +52,7 @@ impl Stored {
         Self { format, rule: ScaleRule::Amax, axis: BlockAxis::Row }
     }
 
-    /// Of what a codec makes along an axis of a matrix of this type, of which none makes nothing.
+    /// The storage of a codec's result along an axis, for a matrix of this type; without a codec, the plain matrix.
     pub fn made(codec: Option<Codec>, axis: BlockAxis, dtype: DType) -> Self {
         match codec {
             Some(codec) => Self { format: codec.format(), rule: codec.rule(), axis },
@@ -59,27 +60,27 @@ impl Stored {
         }
     }
 
-    /// The element of codes that FP8 units read: E4M3 or E5M2, under a scale for [`LIFTED_BLOCK`] values or more.
+    /// The element of codes that FP8 units read: E4M3 or E5M2, with one scale per [`LIFTED_BLOCK`] or more values.
     pub fn fp8(self) -> Option<Element> {
         let spec = self.format.spec();
         let is_long = spec.block.is_multiple_of(LIFTED_BLOCK) || spec.block == WHOLE_LINE;
         spec.element.filter(|element| is_long && [Element::E4M3, Element::E5M2].contains(element))
     }
 
-    /// Whether it becomes FP8 by a lift ([`Format::lift`]).
+    /// Whether a lift converts it to FP8 ([`Format::lift`]).
     fn is_lifted(self) -> bool {
         self.format.lift(self.rule, self.axis).is_some()
     }
 
-    /// What a lift makes of it, along the same lines.
+    /// The result of a lift along the same axis.
     pub const fn lifted(self) -> Self {
         let (format, rule) = Format::LIFTED;
         Self { format, rule, axis: self.axis }
     }
 
-    /// What a lift makes of the first or the second operand of a product: the same along the same lines, but of a second one's rows, which are those of
-    /// a weight, squares of [`LIFTED_BLOCK`]. Products with one scale for so many columns of the result are the faster ones, and the scales of a weight
-    /// lie near each other.
+    /// The result of a lift for the first or the second operand of a product. The axis stays, except for the rows of a second operand (a
+    /// weight): these get 2-D blocks of [`LIFTED_BLOCK`] × [`LIFTED_BLOCK`]. Products with one scale per block of columns of D are faster,
+    /// and the scales of a weight are close to each other.
     pub const fn lifted_as(self, is_second: bool) -> Self {
         let axis = match self.axis {
             BlockAxis::Row if is_second => BlockAxis::Tile,
@@ -98,43 +99,43 @@ impl fmt::Display for Stored {
     }
 }
 
-/// The numbers that a product multiplies: the narrowest that both operands reach.
+/// The numbers that a product multiplies: the narrowest that both operands convert to.
 ///
-/// | | FP8, a scale for 128 or more | MX blocks of E2M1, E2M3, E3M2 | any other block format | BF16 | F32 |
+/// | | FP8, one scale per 128 or more | MX blocks of E2M1, E2M3, E3M2 | any other block format | BF16 | F32 |
 /// |---|---|---|---|---|---|
-/// | FP8, a scale for 128 or more | FP8 | FP8 | BF16 | BF16 | F32 |
+/// | FP8, one scale per 128 or more | FP8 | FP8 | BF16 | BF16 | F32 |
 /// | MX blocks of E2M1, E2M3, E3M2 | FP8 | FP8 | BF16 | BF16 | F32 |
 /// | any other block format | BF16 | BF16 | BF16 | BF16 | F32 |
 /// | BF16 | BF16 | BF16 | BF16 | BF16 | F32 |
 /// | F32 | F32 | F32 | F32 | F32 | F32 |
 ///
-/// What an operand becomes for that is [`Numbers::takes`]. FP8 and BF16 have F32 sums.
+/// [`Numbers::takes`] is the conversion of an operand. FP8 and BF16 have F32 sums.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Numbers {
     /// Codes of E4M3 and E5M2. Scales multiply the dot of a block, or the sum.
     Fp8,
-    /// BF16 numbers. A tensor's scale multiplies the sum.
+    /// BF16 numbers. Tensor scales multiply the sum.
     Bf16,
-    /// F32 numbers. Asked for by a plain F32 operand alone.
+    /// F32 numbers, only if an operand is plain F32.
     F32,
 }
 
-/// What an operand becomes before it is multiplied. A product counts nothing of what it rounds.
+/// The form of an operand when it is multiplied. A product does not count what it rounds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Taken {
-    /// Nothing else: codes that FP8 units read, or plain numbers.
+    /// As stored: codes that FP8 units read, or plain numbers.
     AsIs,
-    /// E4M3 under powers of two for 128 values along the same lines ([`Stored::lifted`]), of a second operand's rows for squares of them
-    /// ([`Stored::lifted_as`]). Exact while the scales that become one lie within the octaves of the element
-    /// ([`nibble_formats::Lift::octaves`]); what is not is rounded to nearest even.
+    /// E4M3 with one power-of-two scale per 128 values along the same axis ([`Stored::lifted`]), or per 128 × 128 block for the rows of a
+    /// second operand ([`Stored::lifted_as`]). Exact if the scales that become one lie within the octaves of the element
+    /// ([`nibble_formats::Lift::octaves`]); otherwise rounded to nearest even.
     Lifted,
-    /// Plain numbers: for BF16 a code times the scales of its block, without the tensor's, in F32 and then rounded to nearest
-    /// even, which changes nothing where the format folds ([`Format::folds_into_bf16`]); for F32 the number that it stands for.
+    /// Plain numbers. For BF16: a code times the scales of its block, without the tensor scale, in F32, then rounded to nearest even; the
+    /// rounding changes nothing if the format folds ([`Format::folds_into_bf16`]). For F32: the number that the code stands for.
     Decoded,
 }
 
 impl Numbers {
-    /// Of these two, in either order.
+    /// For these two operands, in either order.
     pub fn of(a: Stored, b: Stored) -> Self {
         match [a, b] {
             pair if pair.iter().any(|x| x.format == Format::F32) => Self::F32,
@@ -143,7 +144,7 @@ impl Numbers {
         }
     }
 
-    /// What one of its operands becomes. Plain numbers stay what they are: BF16 ones are F32 numbers.
+    /// The form of an operand. Plain numbers stay as they are: BF16 numbers are F32 numbers.
     pub fn takes(self, x: Stored) -> Taken {
         match self {
             _ if !x.format.is_block() => Taken::AsIs,
@@ -153,8 +154,8 @@ impl Numbers {
         }
     }
 
-    /// What groups of rows start at multiples of where the contraction of these two runs down the rows: whole blocks of both, as they are stored
-    /// and as they are multiplied.
+    /// Required alignment of groups of rows, if the contraction runs down the rows: whole blocks of both operands, as stored and as
+    /// multiplied.
     pub fn column_step(a: Stored, b: Stored) -> usize {
         let numbers = Self::of(a, b);
         let step = |x: Stored| match numbers.takes(x) {
@@ -164,7 +165,7 @@ impl Numbers {
         step(a).max(step(b))
     }
 
-    /// What backends owe each other of a product with a quantized operand.
+    /// How closely backends must agree in a product with a quantized operand.
     pub const fn agreement(self) -> Agreement {
         match self {
             Self::Fp8 => FP8_AGREEMENT,
@@ -191,7 +192,7 @@ mod tests {
         all
     }
 
-    /// The column of the table that an operand belongs to, by facts of its format alone.
+    /// The column of the table for an operand, derived from its format alone.
     fn column(x: Stored) -> usize {
         let spec = x.format.spec();
         let of = |elements: &[Element]| spec.element.is_some_and(|element| elements.contains(&element));
@@ -222,7 +223,7 @@ mod tests {
         }
     }
 
-    /// What operands become has the same numbers, and becomes nothing else.
+    /// A converted operand has the same numbers, and is not converted further.
     #[test]
     fn what_is_taken_is_what_is_multiplied() {
         let all = all();

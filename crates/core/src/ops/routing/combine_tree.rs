@@ -1,15 +1,15 @@
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, Error, Result, Tensor};
 
-/// Sums the rows of each token up a binary tree over leaves: to `[t, d]`.
+/// Sums the rows of each token by a binary tree over leaves: to `[t, d]`.
 ///
-/// A node of the leaves `lo..hi` has the children `lo..mid` and `mid..hi`, mid = lo + (hi − lo) / 2. Each slot of a token has its row at one
-/// leaf. Where both children of a node have rows, their sums are added in F32 and the result is rounded to the rows' type, left + right;
-/// where one has, its sum is that of the node as it is, to the bit (−0 and the payload of a NaN stay). A token without rows gives zeros.
-/// Several slots at one leaf are added in slot order, each sum rounded.
+/// A node of the leaves `lo..hi` has the children `lo..mid` and `mid..hi`, mid = lo + (hi − lo) / 2. Each slot of a token has its row at
+/// one leaf. If both children of a node have rows, their sums are added in F32, left + right, and rounded to the rows' type. If one child
+/// has rows, its sum moves up bit for bit (−0 and the payload of a NaN stay). A token without rows gives zeros. Several slots at one leaf
+/// are added in slot order, each sum rounded.
 ///
-/// So a part of the tree can be summed elsewhere: where `ranks` is a power of two that divides `leaves`, the sums over each rank's equal
-/// share of them are leaves of a tree of `ranks`, and the root is of the same bits.
+/// So a subtree can be summed on another rank: if `ranks` is a power of two that divides `leaves`, the sums over each rank's equal share of
+/// the leaves are the leaves of a tree of `ranks`, and its root has the same bits.
 #[derive(Debug)]
 pub struct CombineTree<'a, B: Backend> {
     /// The rows.
@@ -22,12 +22,12 @@ pub struct CombineTree<'a, B: Backend> {
     pub leaves: usize,
     /// Added to the root, and the result rounded again: the bits of [`Add`](crate::ops::Add).
     pub plus: Option<&'a Tensor<B>>,
-    /// Slots a token.
+    /// Slots per token.
     pub top_k: usize,
 }
 
 impl<B: Backend> CombineTree<'_, B> {
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks lengths, and `plus`.
@@ -49,29 +49,29 @@ impl<B: Backend> CombineTree<'_, B> {
         Ok(())
     }
 
-    /// Tokens to write. For checked arguments.
+    /// Number of tokens. For checked arguments.
     pub fn tokens(&self) -> usize {
         B::len(self.index) / self.top_k
     }
 
-    /// Its result, yet to be written. For checked arguments.
+    /// Allocates the result. For checked arguments.
     pub fn result(&self, b: &B) -> Result<Tensor<B>> {
         Tensor::unwritten(b, self.rows.dtype(), self.tokens(), self.rows.cols)
     }
 }
 
-/// The inverse of a list of slots: for each slot the row that has it, −1 where none has. What [`CombineTree`] takes of a
-/// [`PermuteMap`](crate::PermuteMap) whose rows are of some slots only.
+/// The inverse of a list of slots: for each slot its row, −1 if no row has it. [`CombineTree`] needs it for a
+/// [`PermuteMap`](crate::PermuteMap) whose rows have only some of the slots.
 #[derive(Debug)]
 pub struct FindSlots<'a, B: Backend> {
-    /// The (token, slot) of each row, as a map's `row_slot`; negative on padding. No slot stands twice. `[r]`
+    /// The (token, slot) of each row, as a map's `row_slot`; negative on padding. No slot occurs twice. `[r]`
     pub row_slot: &'a B::Buf<i32>,
-    /// How many slots there are: t·k. One that is not below that is no slot.
+    /// Number of slots: t·k. Numbers from there on are no slots.
     pub slots: usize,
 }
 
 impl<B: Backend> FindSlots<'_, B> {
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks sizes.
@@ -83,7 +83,7 @@ impl<B: Backend> FindSlots<'_, B> {
         Ok(())
     }
 
-    /// Its result, yet to be written. For checked arguments.
+    /// Allocates the result. For checked arguments.
     pub fn result(&self, b: &B) -> Result<B::Buf<i32>> {
         b.alloc(self.slots)
     }

@@ -1,27 +1,27 @@
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, Error, Groups, Result};
 
-/// Divides the rows of each expert into parts, by their tokens: what [`PlanPermute`](crate::ops::PlanPermute) sorts by where the weight gradient of
-/// an expert is a tree over parts of a micro-batch.
+/// Divides the rows of each expert into parts, by shard of the micro-batch. [`PlanPermute`](crate::ops::PlanPermute) sorts by part if the
+/// weight gradient of an expert is a tree sum over shards.
 ///
-/// Group of each (token, slot) = expert · `parts` + (token / `part_tokens`) mod `parts`; −1 where the expert is −1. Tokens are counted over all
-/// ranks and micro-batches, which a multiple of `parts` parts begins with.
+/// Group of each (token, slot) = expert · `parts` + (token / `part_tokens`) mod `parts`; −1 if the expert is −1. Token indices run over all
+/// ranks and micro-batches; a micro-batch of the rank's replica begins at a multiple of `parts` · `part_tokens`.
 #[derive(Debug)]
 pub struct AssignParts<'a, B: Backend> {
-    /// Local expert of each (token, slot), −1 where the slot is not of this rank: `[t·k]`.
+    /// Local expert of each (token, slot), −1 if another rank has the expert: `[t·k]`.
     pub expert: &'a B::Buf<i32>,
     /// Global index of each token: `[t]`.
     pub token_id: &'a B::Buf<i32>,
-    /// Slots a token.
+    /// Slots per token.
     pub top_k: usize,
-    /// Parts of an expert's rows on this rank.
+    /// Parts per expert on this rank.
     pub parts: usize,
-    /// Tokens of a part.
+    /// Tokens per part.
     pub part_tokens: usize,
 }
 
 impl<B: Backend> AssignParts<'_, B> {
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks sizes.
@@ -41,24 +41,24 @@ impl<B: Backend> AssignParts<'_, B> {
         expect_eq(OP, "expert.len()", slots, B::len(self.token_id) * self.top_k)
     }
 
-    /// Its result, yet to be written. For checked arguments.
+    /// Allocates the result. For checked arguments.
     pub fn result(&self, b: &B) -> Result<B::Buf<i32>> {
         b.alloc(B::len(self.expert))
     }
 }
 
-/// Groups of the same rows, `parts` of which are one: from those of [`AssignParts`] to one an expert. A group's padding lies within then, where
-/// rows have no id.
+/// Joins every `parts` consecutive groups into one, over the same rows: from the groups of [`AssignParts`] to one group per expert. The
+/// padding of joined groups then lies within a group, in rows without an id.
 #[derive(Debug)]
 pub struct JoinGroups<'a, B: Backend> {
-    /// What to join.
+    /// The groups to join.
     pub groups: &'a Groups<B>,
-    /// How many to one; divides them.
+    /// Groups per joined group; divides their number.
     pub parts: usize,
 }
 
 impl<B: Backend> JoinGroups<'_, B> {
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the number of groups.
@@ -70,7 +70,7 @@ impl<B: Backend> JoinGroups<'_, B> {
         }
         Ok(())
     }
-    /// Its result: starts and lengths yet to be written, and the rows' ids as they are. For checked arguments.
+    /// Allocates starts and lengths; row ids are shared. For checked arguments.
     pub fn result(&self, b: &B) -> Result<Groups<B>> {
         let num_groups = self.groups.num_groups / self.parts;
         let (start, len) = (b.alloc(num_groups + 1)?, b.alloc(num_groups)?);

@@ -5,17 +5,17 @@ use crate::{Agreement, Backend, Error, Groups, Occupancy, Operand, PermuteMap, R
 /// Sorts received (token, slot) pairs by expert: the order (expert, global token, slot), stable, each group padded to
 /// a multiple of `align`.
 ///
-/// Too many rows and a wrong `num_slots` are found on the device: [`crate::Occupancy::verify`] tells of them. A backend
-/// that sees the slots on the host may say at once that there are too many, and of experts and tokens that are out of range or order.
+/// Too many rows and a wrong `num_slots` are detected on the device and reported by [`crate::Occupancy::verify`]. A backend that can read
+/// the slots on the host may report them at once, as well as experts and tokens that are out of range or order.
 #[derive(Debug)]
 pub struct PlanPermute<'a, B: Backend> {
-    /// Local expert of each (received token, slot), −1 where the slot is not of this rank: `tokens · top_k`.
+    /// Local expert of each (received token, slot), −1 if another rank has the expert: `tokens · top_k`.
     pub expert: &'a B::Buf<i32>,
-    /// Global index of each received token, strictly ascending. Of tokens without a slot of this rank it does not matter.
+    /// Global index of each received token, strictly ascending. It does not matter for tokens without a slot on this rank.
     pub token_id: &'a B::Buf<i32>,
-    /// Slots a token.
+    /// Slots per token.
     pub top_k: usize,
-    /// How many slots are occupied. Where there are fewer, the last values of `slot_row` are −1, and the occupancy tells.
+    /// Number of occupied slots. If there are fewer, the last values of `slot_row` are −1, and the occupancy reports it.
     pub num_slots: usize,
     /// Local experts.
     pub num_groups: usize,
@@ -26,7 +26,7 @@ pub struct PlanPermute<'a, B: Backend> {
 }
 
 impl<B: Backend> PlanPermute<'_, B> {
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks lengths.
@@ -64,7 +64,7 @@ impl<B: Backend> PlanPermute<'_, B> {
         expect_eq(OP, "expert.len()", B::len(self.expert), B::len(self.token_id) * self.top_k)
     }
 
-    /// Its result, yet to be written. For checked arguments.
+    /// Allocates the result. For checked arguments.
     pub fn result(&self, b: &B) -> Result<PermuteMap<B>> {
         let &Self { num_groups, align, capacity, num_slots, .. } = self;
         let (start, len, row_id) = (b.alloc(num_groups + 1)?, b.alloc(num_groups)?, b.alloc(capacity)?);
@@ -87,21 +87,21 @@ pub struct Permute<'a, B: Backend> {
 }
 
 impl<B: Backend> Permute<'_, B> {
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// Checks planes.
+    /// Checks the buffers.
     pub fn check(&self) -> Result<()> {
         check_rows("permute", self.rows)
     }
 
-    /// Its result, yet to be written. For checked arguments.
+    /// Allocates the result. For checked arguments.
     pub fn result(&self, b: &B) -> Result<Operand<B>> {
         self.rows.row_kind().unwritten(b, self.map.groups.capacity)
     }
 }
 
-/// Rows that can be moved one by one.
+/// Checks that rows can be moved one by one.
 fn check_rows<B: Backend>(op: &'static str, rows: &Operand<B>) -> Result<()> {
     if let Operand::Block(q) = rows {
         check_planes(op, q)?;
@@ -110,7 +110,7 @@ fn check_rows<B: Backend>(op: &'static str, rows: &Operand<B>) -> Result<()> {
     Ok(())
 }
 
-/// Brings expert-sorted rows back to (received token, slot) order, codes and scales alike, one row a slot, padding dropped:
+/// Returns expert-sorted rows to (received token, slot) order, codes and scales alike, one row per slot, without padding:
 /// `[num_slots, cols]`.
 #[derive(Debug)]
 pub struct Unpermute<'a, B: Backend> {
@@ -121,41 +121,41 @@ pub struct Unpermute<'a, B: Backend> {
 }
 
 impl<B: Backend> Unpermute<'_, B> {
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// Checks planes, and the number of rows.
+    /// Checks the buffers, and the number of rows.
     pub fn check(&self) -> Result<()> {
         check_rows("unpermute", self.rows)?;
         expect_eq("unpermute", "rows", self.rows.rows(), self.map.groups.capacity)
     }
 
-    /// Its result, yet to be written. For checked arguments.
+    /// Allocates the result. For checked arguments.
     pub fn result(&self, b: &B) -> Result<Operand<B>> {
         self.rows.row_kind().unwritten(b, self.map.num_slots)
     }
 }
 
-/// `out[i] = values[index[i]]`, 0 where the index is negative. Brings gate weights to expert-sorted rows and their
-/// gradients back.
+/// `out[i] = values[index[i]]`, 0 if the index is negative. Used for gate weights of expert-sorted rows, and for the gradients on the way
+/// back.
 #[derive(Debug)]
 pub struct GatherScalars<'a, B: Backend> {
     /// Source values.
     pub values: &'a B::Buf<f32>,
-    /// Where each result comes from.
+    /// Index of each result's source.
     pub index: &'a B::Buf<i32>,
 }
 
 impl<B: Backend> GatherScalars<'_, B> {
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// Nothing the host can see is wrong: indices are the backend's own, from a [`PermuteMap`].
+    /// Always succeeds: indices are on the device, and come from a [`PermuteMap`].
     pub fn check(&self) -> Result<()> {
         Ok(())
     }
 
-    /// Its result, yet to be written. For checked arguments.
+    /// Allocates the result. For checked arguments.
     pub fn result(&self, b: &B) -> Result<B::Buf<f32>> {
         b.alloc(B::len(self.index))
     }
@@ -164,22 +164,22 @@ impl<B: Backend> GatherScalars<'_, B> {
 /// Sums the `top_k` rows of each token in F32, in slot order from slot 0's row, and rounds once to the rows' type: to `[t, d]`.
 #[derive(Debug)]
 pub struct CombineSlots<'a, B: Backend> {
-    /// The rows: one a (token, slot), unless `index` says where they lie.
+    /// The rows: one per (token, slot), unless `index` is given.
     pub rows: &'a Tensor<B>,
-    /// For each (token, slot) its row; zeros where there is no such row. The same as [`Unpermute`] or [`PackRows`] first, without
+    /// For each (token, slot) its row; slots without a row count as zeros. Same result as [`Unpermute`] or [`PackRows`] first, without
     /// writing the rows in between.
     pub index: Option<&'a B::Buf<i32>>,
     /// Added to the rounded sums, and the result rounded again: the bits of [`Add`](crate::ops::Add).
     pub plus: Option<&'a Tensor<B>>,
-    /// Slots a token.
+    /// Slots per token.
     pub top_k: usize,
 }
 
 impl<'a, B: Backend> CombineSlots<'a, B> {
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// All rows in order, and nothing more.
+    /// All rows in order.
     pub fn new(rows: &'a Tensor<B>, top_k: usize) -> Self {
         Self { rows, index: None, plus: None, top_k }
     }
@@ -201,32 +201,32 @@ impl<'a, B: Backend> CombineSlots<'a, B> {
         Ok(())
     }
 
-    /// Tokens to write. For checked arguments.
+    /// Number of tokens. For checked arguments.
     pub fn tokens(&self) -> usize {
         self.index.map_or(self.rows.rows, B::len) / self.top_k
     }
 
-    /// Its result, yet to be written. For checked arguments.
+    /// Allocates the result. For checked arguments.
     pub fn result(&self, b: &B) -> Result<Tensor<B>> {
         Tensor::unwritten(b, self.rows.dtype(), self.tokens(), self.rows.cols)
     }
 }
 
-/// Lays chosen rows out as messages: codes ‖ scales ‖ the tensor's scale where there is one ‖ zeros to a multiple
-/// of 16 bytes ([`RowKind::row_bytes`]). Where an index is negative, zeros.
+/// Writes chosen rows as records for an all-to-all: codes ‖ scales ‖ tensor scale if there is one ‖ zeros to a multiple of 16 bytes
+/// ([`RowKind::row_bytes`]). Zeros if an index is negative.
 #[derive(Debug)]
 pub struct PackRows<'a, B: Backend> {
     /// Plain rows, or blocks along the row.
     pub rows: &'a Operand<B>,
-    /// Which rows, in message order.
+    /// The row of each record.
     pub index: &'a B::Buf<i32>,
 }
 
 impl<B: Backend> PackRows<'_, B> {
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// Checks planes.
+    /// Checks the buffers.
     pub fn check(&self) -> Result<()> {
         match self.rows {
             Operand::Plain(_) => Ok(()),
@@ -237,7 +237,7 @@ impl<B: Backend> PackRows<'_, B> {
         }
     }
 
-    /// Its result: zeros where records are padded, otherwise yet to be written. For checked arguments.
+    /// Allocates the records, zeroed if they are padded. For checked arguments.
     pub fn result(&self, b: &B) -> Result<B::Buf<u8>> {
         let kind = self.rows.row_kind();
         let len = B::len(self.index).checked_mul(kind.row_bytes());
@@ -248,17 +248,17 @@ impl<B: Backend> PackRows<'_, B> {
     }
 }
 
-/// The inverse of [`PackRows`]: messages to rows.
+/// The inverse of [`PackRows`]: records to rows.
 #[derive(Debug)]
 pub struct UnpackRows<'a, B: Backend> {
-    /// The messages, back to back.
+    /// The records, back to back.
     pub bytes: &'a B::Buf<u8>,
-    /// How each row lies.
+    /// The layout of a record.
     pub kind: RowKind,
 }
 
 impl<B: Backend> UnpackRows<'_, B> {
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the length.
@@ -266,13 +266,13 @@ impl<B: Backend> UnpackRows<'_, B> {
         check_messages("unpack_rows", B::len(self.bytes), self.kind)
     }
 
-    /// Its result, yet to be written. For checked arguments.
+    /// Allocates the result. For checked arguments.
     pub fn result(&self, b: &B) -> Result<Operand<B>> {
         self.kind.unwritten(b, B::len(self.bytes) / self.kind.row_bytes())
     }
 }
 
-/// Whole records, of rows that have a kind.
+/// Checks that the bytes are whole records of this layout.
 fn check_messages(op: &'static str, bytes: usize, kind: RowKind) -> Result<()> {
     if kind.cols == 0 {
         return Err(Error::shape(op, "kind.cols", 0, "at least 1"));
@@ -281,19 +281,19 @@ fn check_messages(op: &'static str, bytes: usize, kind: RowKind) -> Result<()> {
     expect_eq(op, "bytes modulo the record's length", bytes % kind.row_bytes(), 0)
 }
 
-/// [`Permute`] of what [`UnpackRows`] makes of messages, without writing the rows in between.
+/// [`UnpackRows`], then [`Permute`], without writing the rows in between.
 #[derive(Debug)]
 pub struct UnpackPermute<'a, B: Backend> {
-    /// The messages, back to back.
+    /// The records, back to back.
     pub bytes: &'a B::Buf<u8>,
-    /// How each row lies.
+    /// The layout of a record.
     pub kind: RowKind,
     /// The order.
     pub map: &'a PermuteMap<B>,
 }
 
 impl<B: Backend> UnpackPermute<'_, B> {
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the length.
@@ -301,12 +301,12 @@ impl<B: Backend> UnpackPermute<'_, B> {
         check_messages("unpack_permute", B::len(self.bytes), self.kind)
     }
 
-    /// How many messages there are. For checked arguments.
+    /// Number of records. For checked arguments.
     pub fn messages(&self) -> usize {
         B::len(self.bytes) / self.kind.row_bytes()
     }
 
-    /// Its result, yet to be written. For checked arguments.
+    /// Allocates the result. For checked arguments.
     pub fn result(&self, b: &B) -> Result<Operand<B>> {
         self.kind.unwritten(b, self.map.groups.capacity)
     }

@@ -1,16 +1,16 @@
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, DType, Error, Result, Tensor};
 
-/// What a token thinks of an expert: a function of its logits.
+/// The score function of a router.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Scores {
     /// Softmax over the experts.
     Softmax,
-    /// The sigmoid of each logit by itself.
+    /// The sigmoid of each logit.
     Sigmoid,
 }
 
-/// The score of a group of experts, of its experts' choice scores.
+/// The score of a group of experts, from the choice scores of its experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GroupScore {
     /// The largest: DeepSeek-V2 ([arXiv 2405.04434](https://arxiv.org/abs/2405.04434), 2.2.2).
@@ -19,50 +19,50 @@ pub enum GroupScore {
     Top2,
 }
 
-/// Groups of experts of which a token takes some: expert i is in group i / (experts / `count`).
+/// Group-limited routing: a token's experts come from its best groups. Expert i is in group i / (experts / `count`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ExpertGroups {
-    /// How many there are, of as many experts each.
+    /// Number of groups, of equal size.
     pub count: usize,
-    /// How many a token takes its experts from: those of the largest scores.
+    /// Groups per token: those with the largest scores.
     pub top: usize,
-    /// How they are scored.
+    /// The score of a group.
     pub score: GroupScore,
 }
 
 /// How experts are chosen and weighted.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RouteRule {
-    /// What logits become.
+    /// The score function.
     pub scores: Scores,
-    /// Experts a token.
+    /// Experts per token.
     pub top_k: usize,
-    /// Divide the weights by their sum, of sigmoids by their sum + [`RouteRule::TINY`].
+    /// Divide the weights by their sum; for sigmoids by their sum + [`RouteRule::TINY`].
     pub normalize: bool,
-    /// Choose groups first, and experts of these.
+    /// Choose groups first, then experts in these groups.
     pub groups: Option<ExpertGroups>,
-    /// Factor of the weights, after all else.
+    /// Factor of the weights, applied last.
     pub scale: f32,
-    /// Experts take turns, whatever the scores, biases and groups: slot j of token t of a shard goes to expert (t + j · ⌊e / k⌋) mod e. For measuring:
-    /// where e divides the tokens of a shard, all experts have as many slots.
+    /// Round-robin routing, whatever the scores, biases and groups: slot j of token t of a shard goes to expert (t + j · ⌊e / k⌋) mod e.
+    /// For measurements: if e divides the tokens of a shard, all experts have the same number of slots.
     pub in_turn: bool,
 }
 
 impl RouteRule {
-    /// Added to sums of sigmoids that something is divided by: they may be 0.
+    /// Added to divisors that are sums of sigmoids, which may be 0.
     pub const TINY: f32 = 1e-20;
 
-    /// Softmax, of all experts the largest.
+    /// Softmax over all experts; the largest are chosen.
     pub const fn softmax(top_k: usize, normalize: bool) -> Self {
         Self { scores: Scores::Softmax, top_k, normalize, groups: None, scale: 1.0, in_turn: false }
     }
 
-    /// Where experts take turns, that of a slot of a token of a shard, of so many experts.
+    /// With round-robin routing, the expert of a slot of a token of a shard, among `experts` experts.
     pub const fn turn(&self, token: usize, slot: usize, experts: usize) -> usize {
         (token + slot * (experts / self.top_k)) % experts
     }
 
-    /// What is added to sums that something is divided by.
+    /// Added to divisors.
     pub const fn tiny(&self) -> f32 {
         match self.scores {
             Scores::Softmax => 0.0,
@@ -70,7 +70,7 @@ impl RouteRule {
         }
     }
 
-    /// Checks that so many experts can be chosen from.
+    /// Checks that the rule can choose from `experts` experts.
     fn check(&self, op: &'static str, experts: usize) -> Result<()> {
         let top_k = self.top_k;
         if top_k == 0 || top_k > experts {
@@ -96,63 +96,62 @@ impl RouteRule {
     }
 }
 
-/// Scores of the experts, the `top_k` experts of the largest choice scores, their weights.
+/// Computes the scores of experts, chooses the `top_k` experts with the largest choice scores, and weights them.
 ///
-/// An expert's choice score is its score, plus its bias where there is one. Where there are groups, only experts of the best groups can be
-/// chosen. Of equals, experts as groups, the lower index is first; a NaN is behind every number. Weights are scores without the bias. Or experts take
-/// turns: [`RouteRule::in_turn`].
+/// An expert's choice score is its score, plus its bias if there is one. With groups, only experts of the best groups can be chosen. Among
+/// equal experts or groups the lower index is first; a NaN is last. Weights are scores without the bias. [`RouteRule::in_turn`] chooses
+/// round-robin instead.
 ///
-/// A row with a NaN or +∞ (or −∞ alone) counts as one of NaNs, whatever the scores, and has the first k experts where none takes turns.
+/// A row with a NaN or +∞ (or only −∞) counts as a row of NaNs, whatever the scores; its experts are the first k, except in round-robin.
 ///
 /// The order of every sum:
 /// * over experts: expert j to lane j mod 64, each lane in order; four neighbouring lanes as (0 + 1) + (2 + 3), those sixteen
 ///   sums by the tree 8, 4, 2, 1; in F32 (the load-balancing loss in F64), products by fma;
 /// * over slots: in slot order, in F32;
-/// * over the tokens of a shard: in chunks of [`Route::CHUNK`], in F32: token i of a chunk to lane i mod 16, each lane in order,
-///   closed by the tree 8, 4, 2, 1. The chunks' sums likewise, in F64, rounded to F32 at the end of the loss. With documents each token's part of
-///   the load-balancing loss is summed over the experts in F32, and then over the tokens so.
+/// * over the tokens of a shard: in chunks of [`Route::CHUNK`], in F32: token i of a chunk to lane i mod 16, each lane in order, reduced by
+///   the tree 8, 4, 2, 1. The sums of chunks are added in the same way, in F64, and rounded to F32 at the end of the loss. With documents,
+///   each token's share of the load-balancing loss is summed over experts in F32, and then over tokens in this order.
 #[derive(Debug)]
 pub struct Route<'a, B: Backend> {
     /// `[t, e]`, F32.
     pub logits: &'a Tensor<B>,
-    /// Added to the scores for the choice alone: `e`.
+    /// Added to the scores, for the choice only: `e`.
     pub bias: Option<&'a B::Buf<f32>>,
     /// How experts are chosen and weighted.
     pub rule: RouteRule,
-    /// Shards the tokens fall into, evenly: losses are per shard. They may be runs of tokens of any kind, such as sequences.
+    /// Number of shards of equal size; losses are per shard. A shard may be any run of tokens, such as a sequence.
     pub shards: usize,
-    /// Where shards are sequences of documents, for each token the one of its shard with which its document begins: the load-balancing loss of a
-    /// shard is then the mean over its tokens of that of each one's document. A number out of range, 0 to the token's own, counts as the nearest in
-    /// range. `t`
+    /// If shards are sequences of documents: for each token, the token of its shard where its document begins. The load-balancing loss of a
+    /// shard is then the mean over its tokens of their document's loss. A number out of range, 0 to the token's own, is clamped. `t`
     pub documents: Option<&'a B::Buf<i32>>,
 }
 
 /// The result of [`Route`].
 #[derive(Debug, Clone)]
 pub struct Routing<B: Backend> {
-    /// Expert of each (token, slot), largest choice score first where scores choose: `t · top_k`.
+    /// Expert of each (token, slot), by descending choice score unless routing is round-robin: `t · top_k`.
     pub expert: B::Buf<i32>,
-    /// Its gate weight.
+    /// Gate weight of each (token, slot).
     pub weight: B::Buf<f32>,
-    /// What the backward pass takes of every expert, F32 `[t, e]`: the softmax of the logits; of sigmoids the logits themselves, not copied.
+    /// Saved for the backward pass, F32 `[t, e]`: the softmax of the logits; for sigmoids the logits themselves, not copied.
     pub kept: Tensor<B>,
     /// log Σ exp of each token's logits: `t`.
     pub log_sum_exp: B::Buf<f32>,
-    /// For each shard, tokens·slots that chose each expert: `shards · e` values.
+    /// For each shard, the number of (token, slot) pairs per expert: `shards · e` values.
     pub load: B::Buf<i32>,
-    /// For each shard, two values: the load-balancing loss e · Σ_e (share of slots to e) · (mean probability of e), 1 where all are equal, and the
-    /// z-loss mean((log Σ exp logits)²). The shares of slots, load / (k · tokens), sum to 1: in Switch Transformer's loss for several experts a
-    /// token, as `transformers` has it, they sum to k. A sigmoid counts as its share of the token's sum, as in equation 19 of
-    /// [arXiv 2412.19437](https://arxiv.org/abs/2412.19437). With documents: e / (k · tokens) · Σ_t Σ_e p_te · n_e / l, where l is how many tokens the
-    /// document of t has, and n_e how many of their slots chose e.
+    /// Two values per shard: the load-balancing loss e · Σ_e (share of slots to e) · (mean probability of e), 1 if experts are balanced,
+    /// and the z-loss mean((log Σ exp logits)²). The shares of slots, load / (k · tokens), sum to 1; in Switch Transformer's loss for
+    /// several experts per token, as in `transformers`, they sum to k. A sigmoid counts as its share of the token's sum, as in equation 19
+    /// of [arXiv 2412.19437](https://arxiv.org/abs/2412.19437). With documents: e / (k · tokens) · Σ_t Σ_e p_te · n_e / l, for l tokens in
+    /// the document of t, n_e of whose slots chose e.
     pub losses: B::Buf<f32>,
 }
 
 impl<B: Backend> Route<'_, B> {
-    /// Tokens whose probabilities are summed by themselves.
+    /// Tokens of a chunk; the probabilities of each chunk are summed by themselves.
     pub const CHUNK: usize = 64;
 
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.
@@ -172,7 +171,7 @@ impl<B: Backend> Route<'_, B> {
         expect_eq(OP, "tokens modulo the shards", self.logits.rows % self.shards, 0)
     }
 
-    /// Its result, yet to be written. For checked arguments.
+    /// Allocates the result. For checked arguments.
     pub fn result(&self, b: &B) -> Result<Routing<B>> {
         let ((tokens, experts), slots) = (self.logits.shape(), self.logits.rows * self.rule.top_k);
         let kept = match self.rule.scores {
@@ -186,40 +185,43 @@ impl<B: Backend> Route<'_, B> {
     }
 }
 
-/// The gradient of the logits, F32 `[t, e]`, from the gate weights' gradients and the two auxiliary losses. The choice, and so the bias, has none.
+/// The gradient of the logits, F32 `[t, e]`, from the gradients of gate weights and the two auxiliary losses. The choice and its bias have
+/// none.
 ///
-/// With weights w = f·s / D, where D is the divisor (1 without `normalize`) and f the scale, a chosen score has the gradient (f·dw − Σ dw·w) / D.
-/// Of a softmax the load-balancing loss adds b, its factor times the expert's load, and a logit's gradient is s·(ds − Σ ds·s + z·lse).
-/// Of sigmoids with the sum S it adds (b − Σ b·s / S) / S, and a logit's gradient is ds·s·(1 − s) + z·lse·exp(logit − lse).
+/// With weights w = f·s / D, where D is the divisor (1 without `normalize`) and f the scale, a chosen score has the gradient
+/// (f·dw − Σ dw·w) / D. For softmax, the load-balancing loss adds b, its factor times the expert's load; a logit's gradient is
+/// s·(ds − Σ ds·s + z·lse). For sigmoids with the sum S, it adds (b − Σ b·s / S) / S; a logit's gradient is
+/// ds·s·(1 − s) + z·lse·exp(logit − lse).
 #[derive(Debug)]
 pub struct RouteBackward<'a, B: Backend> {
-    /// What [`Route`] returned.
+    /// The result of [`Route`].
     pub routing: &'a Routing<B>,
     /// As given to [`Route`].
     pub rule: RouteRule,
     /// As given to [`Route`].
     pub shards: usize,
-    /// As given to [`Route`]. Not beside `batch_load`.
+    /// As given to [`Route`]. None with `batch_load`.
     pub documents: Option<&'a B::Buf<i32>>,
     /// Gradient of each (token, slot)'s gate weight: `t · top_k`.
     pub dweight: &'a B::Buf<f32>,
-    /// Factor of each shard's load-balancing loss in the total loss; of the one loss, where there is one of all.
+    /// Factor of each shard's load-balancing loss in the total loss, or of the one loss with `batch_load`.
     pub aux_scale: f32,
-    /// Takes many rows, of this routing and of others, into one loss, e · Σ_e (load / rows) · (mean probability of e), instead of one a shard: tokens·slots
-    /// that chose each expert, whole numbers, `e` of them.
+    /// One load-balancing loss over many rows, of this routing and of others, e · Σ_e (load / rows) · (mean probability of e), instead of a
+    /// loss per shard: the number of (token, slot) pairs per expert over those rows, `e` whole numbers.
     pub batch_load: Option<&'a B::Buf<f64>>,
-    /// How many rows those are; of no interest where every shard has its loss.
+    /// The number of those rows; unused if every shard has its loss.
     pub batch_rows: usize,
     /// Factor of each shard's z-loss in the total loss.
     pub z_scale: f32,
 }
 
 impl<B: Backend> RouteBackward<'_, B> {
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// The losses' parts of a logit's gradient: the factor of an expert's load in the load-balancing loss's, aux · e / (k · t²) (of one loss for
-    /// all rows, aux · e / rows²; of documents aux · e / (k · t), of the document's load divided by its tokens), and that of the log-sum-exp in the z-loss's, 2 · z / t, with t tokens a shard.
+    /// Factors of the losses in a logit's gradient, with t tokens per shard. For the load-balancing loss, the factor of an expert's load:
+    /// aux · e / (k · t²); with one loss for all rows aux · e / rows²; with documents aux · e / (k · t), for the document's load divided by
+    /// its tokens. For the z-loss, the factor of the log-sum-exp: 2 · z / t.
     pub fn loss_factors(&self) -> (f64, f32) {
         let (tokens, experts) = self.routing.kept.shape();
         let per_shard = (tokens / self.shards).max(1);
@@ -259,7 +261,7 @@ impl<B: Backend> RouteBackward<'_, B> {
         expect_eq(OP, "dweight.len()", B::len(self.dweight), slots)
     }
 
-    /// Its result, yet to be written. For checked arguments.
+    /// Allocates the result. For checked arguments.
     pub fn result(&self, b: &B) -> Result<Tensor<B>> {
         self.routing.kept.unwritten_like(b)
     }

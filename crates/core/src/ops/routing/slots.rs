@@ -1,34 +1,34 @@
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, Error, Result};
 
-/// The rank of each (token, slot), where experts are divided among ranks evenly and in order: expert / `experts_each`. What a
-/// token needs of other ranks follows from it: [`PlanPermute`](crate::ops::PlanPermute) sorts slots by rank as it does by expert. An expert out of range is no
-/// error: its rank is −1, and it is not counted.
+/// The rank of each (token, slot), for experts sharded over ranks evenly and in order: expert / `experts_each`.
+/// [`PlanPermute`](crate::ops::PlanPermute) sorts slots by rank as it does by expert. An expert out of range is no error: its rank is −1,
+/// and it is not counted.
 #[derive(Debug)]
 pub struct AssignRanks<'a, B: Backend> {
-    /// Expert of each (token, slot), counted over all ranks: `[t·k]`.
+    /// Global expert of each (token, slot): `[t·k]`.
     pub expert: &'a B::Buf<i32>,
-    /// Slots a token.
+    /// Slots per token.
     pub top_k: usize,
-    /// Experts of a rank.
+    /// Experts per rank.
     pub experts_each: usize,
     /// Number of ranks.
     pub world: usize,
 }
 
-/// What [`AssignRanks`] found.
+/// The result of [`AssignRanks`].
 #[derive(Debug, Clone)]
 pub struct SlotRanks<B: Backend> {
-    /// Rank of each (token, slot); −1 where no rank has such an expert. `[t·k]`
+    /// Rank of each (token, slot); −1 if no rank has the expert. `[t·k]`
     pub rank: B::Buf<i32>,
-    /// The same, but −1 where an earlier slot of the token has the same rank: a token goes to a rank once. `[t·k]`
+    /// The same, but −1 if an earlier slot of the token has the same rank: a token is sent to a rank once. `[t·k]`
     pub first: B::Buf<i32>,
-    /// For each rank the tokens that go there, then the slots: `[2·world]`.
+    /// For each rank, the tokens sent to it, then the slots: `[2·world]`.
     pub counts: B::Buf<i32>,
 }
 
 impl<B: Backend> AssignRanks<'_, B> {
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks sizes.
@@ -47,14 +47,14 @@ impl<B: Backend> AssignRanks<'_, B> {
         check_slots(OP, B::len(self.expert), self.top_k).map(drop)
     }
 
-    /// Its result: ranks yet to be written, and counts of zero. For checked arguments.
+    /// Allocates the result, with zeroed counts. For checked arguments.
     pub fn result(&self, b: &B) -> Result<SlotRanks<B>> {
         let slots = B::len(self.expert);
         Ok(SlotRanks { rank: b.alloc(slots)?, first: b.alloc(slots)?, counts: b.zeros(2 * self.world)? })
     }
 }
 
-/// Tokens of so many slots.
+/// The number of tokens with `slots` slots.
 fn check_slots(op: &'static str, slots: usize, top_k: usize) -> Result<usize> {
     if top_k == 0 || top_k >= 1 << 30 {
         return Err(Error::shape(op, "top_k", top_k, "1 to 2^30 − 1"));
@@ -71,21 +71,21 @@ pub const fn record_words(top_k: usize) -> usize {
     1 + 2 * top_k
 }
 
-/// What a rank learns of each token it is sent, in [`record_words`] words: the token's global number plus 1; for each slot its expert's
-/// number as that rank counts its own, plus 1, or 0 where another rank has it; for each slot the bits of its gate weight. So zeros are the record
-/// of no token.
+/// The record of each token that is sent to a rank, in [`record_words`] words: the token's global number plus 1; for each slot the local
+/// number of its expert on that rank plus 1, or 0 if another rank has it; for each slot the bits of its gate weight. So a record of zeros
+/// has no token.
 ///
-/// Which rank that is, a slot tells: the rank of its expert. Of no slot (one that is negative or past the end) all words are 0; where the
-/// slot's expert is negative, those of all experts are.
+/// The rank of a record is that of its slot's expert. For no slot (negative or past the end) all words are 0; if the slot's expert is
+/// negative, the words of all experts are 0.
 #[derive(Debug)]
 pub struct PackSlots<'a, B: Backend> {
-    /// For each record, a (token, slot) that goes to its rank: such rows' `row_slot` of a plan over [`SlotRanks::first`]. `[m]`
+    /// For each record, a (token, slot) that goes to its rank: `row_slot` of a plan over [`SlotRanks::first`]. `[m]`
     pub slot: &'a B::Buf<i32>,
     /// As given to [`AssignRanks`]. `[t·k]`
     pub expert: &'a B::Buf<i32>,
     /// Gate weight of each (token, slot). `[t·k]`
     pub weight: &'a B::Buf<f32>,
-    /// Slots a token.
+    /// Slots per token.
     pub top_k: usize,
     /// As given to [`AssignRanks`].
     pub experts_each: usize,
@@ -94,7 +94,7 @@ pub struct PackSlots<'a, B: Backend> {
 }
 
 impl<B: Backend> PackSlots<'_, B> {
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks sizes.
@@ -109,13 +109,13 @@ impl<B: Backend> PackSlots<'_, B> {
         check_words(OP, "slot.len()", B::len(self.slot), self.top_k)
     }
 
-    /// Its result, yet to be written. For checked arguments.
+    /// Allocates the result. For checked arguments.
     pub fn result(&self, b: &B) -> Result<B::Buf<i32>> {
         b.alloc(B::len(self.slot) * record_words(self.top_k))
     }
 }
 
-/// Records whose words can be counted.
+/// Checks that the words of all records can be counted.
 fn check_words(op: &'static str, argument: &'static str, records: usize, top_k: usize) -> Result<()> {
     let words = records.saturating_mul(record_words(top_k));
     if words >= 1 << 31 {
@@ -125,29 +125,29 @@ fn check_words(op: &'static str, argument: &'static str, records: usize, top_k: 
     Ok(())
 }
 
-/// The inverse of [`PackSlots`]: records to what [`PlanPermute`](crate::ops::PlanPermute) and
-/// [`GatherScalars`](crate::ops::GatherScalars) take. Of a record of zeros the token is −1, every expert −1 and every weight 0.
+/// The inverse of [`PackSlots`]: records to the inputs of [`PlanPermute`](crate::ops::PlanPermute) and
+/// [`GatherScalars`](crate::ops::GatherScalars). A record of zeros has token −1, experts −1 and weights 0.
 #[derive(Debug)]
 pub struct UnpackSlots<'a, B: Backend> {
     /// Records back to back: `[m, record_words]`.
     pub records: &'a B::Buf<i32>,
-    /// Slots a token.
+    /// Slots per token.
     pub top_k: usize,
 }
 
-/// What [`UnpackSlots`] returns.
+/// The result of [`UnpackSlots`].
 #[derive(Debug, Clone)]
 pub struct ReceivedSlots<B: Backend> {
     /// Global number of each token. `[m]`
     pub token_id: B::Buf<i32>,
-    /// Local expert of each (token, slot), −1 where it is another rank's. `[m·k]`
+    /// Local expert of each (token, slot), −1 if another rank has it. `[m·k]`
     pub expert: B::Buf<i32>,
     /// Gate weight of each (token, slot). `[m·k]`
     pub weight: B::Buf<f32>,
 }
 
 impl<B: Backend> UnpackSlots<'_, B> {
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the length.
@@ -159,12 +159,12 @@ impl<B: Backend> UnpackSlots<'_, B> {
         check_words(OP, "records", self.records(), self.top_k)
     }
 
-    /// How many there are.
+    /// Number of records.
     pub fn records(&self) -> usize {
         B::len(self.records) / record_words(self.top_k)
     }
 
-    /// Its result, yet to be written. For checked arguments.
+    /// Allocates the result. For checked arguments.
     pub fn result(&self, b: &B) -> Result<ReceivedSlots<B>> {
         let (records, slots) = (self.records(), self.records() * self.top_k);
         Ok(ReceivedSlots { token_id: b.alloc(records)?, expert: b.alloc(slots)?, weight: b.alloc(slots)? })

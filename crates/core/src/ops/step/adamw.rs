@@ -7,13 +7,13 @@ use crate::{Agreement, Backend, DType, Error, Result, Tensor};
 /// g = grad · grad_scale; m = β₁m + (1−β₁)g; v = β₂v + (1−β₂)g²;
 /// w ← w − lr · weight_decay · w − lr · (m · bias1) / (sqrt(v · bias2) + eps).
 ///
-/// BF16 moments are widened on reading and rounded to nearest even on writing; the update uses them unrounded. Where
+/// BF16 moments are widened when read and rounded to nearest even when written; the update uses them unrounded. If
 /// [`Control::STOP`] is set, nothing changes.
 #[derive(Debug)]
 pub struct AdamW<'a, B: Backend> {
-    /// The parameters. Together, so that a GPU takes a handful of launches for all of them.
+    /// The parameters, in one call, so that a GPU needs only a few launches.
     pub tensors: Vec<AdamWTensor<'a, B>>,
-    /// Learning rate, bias corrections, clipping factor and whether to go on: see [`Control`].
+    /// Learning rate, bias corrections, clipping factor and the stop flag: see [`Control`].
     pub control: &'a B::Buf<f32>,
     /// β₁.
     pub beta1: f32,
@@ -53,7 +53,7 @@ impl<B: Backend> AdamWTensor<'_, B> {
 }
 
 impl<B: Backend> AdamW<'_, B> {
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes and types.

@@ -7,7 +7,7 @@ use crate::error::expect_eq;
 use crate::{Agreement, Backend, Error, Occupancy, Result};
 use std::ops::Range;
 
-/// A step's scalars on the device: one F32 buffer of [`Control::LEN`] values, which these are the places of.
+/// Indices of a step's scalars on the device: one F32 buffer of [`Control::LEN`] values.
 #[derive(Debug, Clone, Copy)]
 pub struct Control;
 
@@ -18,18 +18,18 @@ impl Control {
     pub const BIAS1: usize = 1;
     /// 1 / (1 − β₂^step).
     pub const BIAS2: usize = 2;
-    /// What the gradient of a target's loss is multiplied by: 1 / (targets of the step that count), for a mean over them.
+    /// Factor of the gradient of a target's loss: 1 / (targets of the step that count), for a mean over them.
     pub const LOSS_SCALE: usize = 3;
-    /// Factor on the gradient: clipping.
+    /// Factor of the gradient: clipping.
     pub const GRAD_SCALE: usize = 4;
-    /// Not 0: something was not finite, or did not fit. No weight changes while it is set, and nothing but the host clears it.
+    /// Not 0: something was not finite, or overflowed. No weight changes while it is set, and only the host clears it.
     pub const STOP: usize = 5;
-    /// Values.
+    /// Number of values.
     pub const LEN: usize = 6;
-    /// How many of them, from the first on, the host decides for each step.
+    /// The number of values, from the first on, that the host sets for each step.
     pub const FROM_HOST: usize = 4;
 
-    /// Those of a pass without a step: all zero but the factor of losses.
+    /// Values for a pass without a step: all zero except the factor of losses.
     pub fn with_loss_scale(scale: f32) -> [f32; Self::LEN] {
         let mut control = [0.0; Self::LEN];
         control[Self::LOSS_SCALE] = scale;
@@ -37,40 +37,39 @@ impl Control {
     }
 }
 
-/// Where a step stands, on the device: one U32 buffer of [`Clock::LEN`] values.
+/// Indices of a step's progress on the device: one U32 buffer of [`Clock::LEN`] values.
 #[derive(Debug, Clone, Copy)]
 pub struct Clock;
 
 impl Clock {
-    /// Number of the step under way, from 0.
+    /// Number of the current step, from 0.
     pub const STEP: usize = 0;
-    /// Micro-batches of it that have begun.
+    /// Micro-batches of the step that have begun.
     pub const MICRO: usize = 1;
-    /// Values.
+    /// Number of values.
     pub const LEN: usize = 2;
 }
 
-/// What the host hands over for a step, as I32 words: [`InputLayout::SCALARS`] words, which are the bits of the F32 scalars of
-/// [`Control::FROM_HOST`] and the words at [`InputLayout::TOLD`]; then for each micro-batch its ids, its targets and, where documents are kept apart, where
-/// they begin. A ring has two
-/// such slots, so that one is written while the other is in use: step n reads slot n mod 2.
+/// A step's inputs from the host, as I32 words. First come [`InputLayout::SCALARS`] words: the bits of the F32 scalars of
+/// [`Control::FROM_HOST`] and the words at [`InputLayout::TOLD`]. Then, for each micro-batch, come its ids, its targets and, with separate
+/// documents, their starts. A ring has two such slots, so that one is written while the other is in use: step n reads slot n mod 2.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct InputLayout {
     /// Tokens of a micro-batch on this rank.
     pub tokens: usize,
     /// Micro-batches of a step.
     pub micro_batches: usize,
-    /// Whether documents are kept apart.
+    /// Whether attention separates documents.
     pub apart: bool,
 }
 
 impl InputLayout {
     /// Words before the first id.
     pub const SCALARS: usize = Self::TOLD + Self::TOLD_WORDS;
-    /// The first of those that this rank tells the others, as whether it was asked to end the run: they travel with the step's record, so that
-    /// all ranks read the same.
+    /// Index of the first word that this rank reports to the others, such as whether it was asked to end the run. These words are part of
+    /// the step's record, so that all ranks read the same.
     pub const TOLD: usize = Control::FROM_HOST;
-    /// How many these are.
+    /// Number of these words.
     pub const TOLD_WORDS: usize = 3;
 
     /// Words of one slot.
@@ -82,12 +81,12 @@ impl InputLayout {
         2 + usize::from(self.apart)
     }
 
-    /// How many tokens of a micro-batch have where their document begins: all or none.
+    /// Words of document starts per micro-batch: one per token, or none.
     pub fn starts(&self) -> usize {
         if self.apart { self.tokens } else { 0 }
     }
 
-    /// Where a micro-batch lies in a slot: its ids, its targets, and where its documents begin.
+    /// Ranges of a micro-batch in a slot: its ids, its targets, and its document starts.
     pub fn micro_batch(&self, micro: usize) -> [Range<usize>; 3] {
         let tokens = self.tokens;
         let ids = Self::SCALARS + self.words_a_token() * tokens * micro;
@@ -101,29 +100,29 @@ impl InputLayout {
     }
 }
 
-/// Begins a step: the scalars of its slot go to the control buffer, the table of sums becomes zero but for the cells from `told` on, which
-/// become the words at [`InputLayout::TOLD`]; no micro-batch has begun.
+/// Begins a step: copies the scalars of its slot to the control buffer, zeroes the table of sums, and copies the words at
+/// [`InputLayout::TOLD`] to its cells from `told` on; no micro-batch has begun.
 #[derive(Debug)]
 pub struct BeginStep<'a, B: Backend> {
     /// The ring of inputs.
     pub inputs: &'a B::Buf<i32>,
-    /// How a slot of it lies.
+    /// Layout of a slot.
     pub layout: InputLayout,
     /// See [`Clock`].
     pub clock: &'a mut B::Buf<u32>,
     /// See [`Control`].
     pub control: &'a mut B::Buf<f32>,
-    /// What [`Collect`] adds to.
+    /// The table that [`Collect`] adds to.
     pub table: &'a mut B::Buf<f64>,
-    /// The first of the [`InputLayout::TOLD_WORDS`] cells of it for what this rank tells the others.
+    /// The first of the [`InputLayout::TOLD_WORDS`] cells for what this rank reports to the others.
     pub told: usize,
 }
 
 impl<B: Backend> BeginStep<'_, B> {
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// Checks lengths, and that the cells from `told` on lie within the table.
+    /// Checks lengths, and that the cells from `told` on are within the table.
     pub fn check(&self) -> Result<()> {
         const OP: &str = "begin_step";
         self.layout.check::<B>(OP, self.inputs, self.clock)?;
@@ -136,23 +135,23 @@ impl<B: Backend> BeginStep<'_, B> {
     }
 }
 
-/// Begins a micro-batch: its ids, its targets and where its documents begin come from the step's slot to where the passes read them, and its rows get
-/// their numbers, (micro-batch · ranks + rank) · tokens + row. The clock counts it.
+/// Begins a micro-batch: copies its ids, its targets and its document starts from the step's slot to the buffers of the passes, and numbers
+/// its rows, (micro-batch · ranks + rank) · tokens + row. Advances the clock.
 ///
-/// One micro-batch more than the layout has is refused where the host can see it, and otherwise reads the last one again.
+/// A micro-batch beyond the layout's number is refused if the host can see it; otherwise it reads the last one again.
 #[derive(Debug)]
 pub struct BeginMicroBatch<'a, B: Backend> {
     /// The ring of inputs.
     pub inputs: &'a B::Buf<i32>,
-    /// How a slot of it lies.
+    /// Layout of a slot.
     pub layout: InputLayout,
     /// See [`Clock`].
     pub clock: &'a mut B::Buf<u32>,
     /// Token ids, `layout.tokens`.
     pub ids: &'a mut B::Buf<i32>,
-    /// The right next tokens, as many.
+    /// The targets, as many.
     pub targets: &'a mut B::Buf<i32>,
-    /// Of each token the index within its sequence at which its document begins, as many; none where documents are not kept apart.
+    /// For each token, the index within its sequence where its document begins, as many; none if documents are not separate.
     pub starts: &'a mut B::Buf<i32>,
     /// Global number of each row, as many.
     pub row_id: &'a mut B::Buf<i32>,
@@ -163,7 +162,7 @@ pub struct BeginMicroBatch<'a, B: Backend> {
 }
 
 impl<B: Backend> BeginMicroBatch<'_, B> {
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks lengths.
@@ -183,7 +182,7 @@ impl<B: Backend> BeginMicroBatch<'_, B> {
     }
 }
 
-/// A few values that an operation left on the device.
+/// A few values that an operation has left on the device.
 #[derive(Debug)]
 pub enum EntrySource<'a, B: Backend> {
     /// Counts.
@@ -194,10 +193,10 @@ pub enum EntrySource<'a, B: Backend> {
     F32(&'a B::Buf<f32>),
     /// Sums.
     F64(&'a B::Buf<f64>),
-    /// Magnitudes: a cell becomes the largest that it has met, NaN once it has met one.
+    /// Magnitudes: a cell holds the largest so far, NaN once there was one.
     Largest(&'a B::Buf<f32>),
-    /// Three values, all 0 where every row found its place: the rows needed and the capacity they did not fit, and by how
-    /// many the occupied slots differ from what the plan was told.
+    /// Three values, all 0 if every row fits: the rows needed and the capacity, if they do not fit, and the difference between occupied
+    /// slots and the number that the plan expects.
     Occupancy(&'a Occupancy<B>),
 }
 
@@ -214,19 +213,19 @@ impl<B: Backend> EntrySource<'_, B> {
         }
     }
 
-    /// Whether there are none.
+    /// Whether there are no values.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 }
 
-/// Values of [`EntrySource::Occupancy`].
+/// Number of values of [`EntrySource::Occupancy`].
 pub const OCCUPANCY_VALUES: usize = 3;
 
-/// Values of a report before the tables: the step, whether it stopped, the norm, the factor on the gradient.
+/// Values of a report before the tables: the step, whether it stopped, the gradient norm, the factor of the gradient.
 pub const REPORT_HEAD: usize = 4;
 
-/// Where the values of a source go: value i is added to cell `at + (i mod cells) · stride`.
+/// Destination of a source's values: value i is added to cell `at + (i mod cells) · stride`.
 #[derive(Debug)]
 pub struct Entry<'a, B: Backend> {
     /// The values.
@@ -235,25 +234,25 @@ pub struct Entry<'a, B: Backend> {
     pub at: usize,
     /// Number of cells; a divisor of the number of values.
     pub cells: usize,
-    /// From one cell to the next.
+    /// Distance between cells.
     pub stride: usize,
 }
 
-/// Adds what operations left on the device to a table of F64 sums (and of largest magnitudes), in one launch: the values of one cell in the order of the
-/// entries. Counts, whose sums are exact, and magnitudes may have a cell in common; other entries do not.
+/// Adds values that operations have left on the device to a table of F64 sums (and of largest magnitudes), in one launch: the values of one
+/// cell in the order of the entries. Counts, whose sums are exact, and magnitudes may share a cell; other entries may not.
 #[derive(Debug)]
 pub struct Collect<'a, B: Backend> {
-    /// What to add, and where.
+    /// The values to add, and their cells.
     pub entries: &'a [Entry<'a, B>],
-    /// The sums.
+    /// The table.
     pub table: &'a mut B::Buf<f64>,
 }
 
 impl<B: Backend> Collect<'_, B> {
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// Checks that every entry lies within the table.
+    /// Checks that every entry is within the table.
     pub fn check(&self) -> Result<()> {
         const OP: &str = "collect";
         let cells = B::len(self.table);
@@ -271,21 +270,22 @@ impl<B: Backend> Collect<'_, B> {
     }
 }
 
-/// Ends a step's passes: the norm of the gradient, whether the step counts, and the report of both.
+/// Ends a step's passes: computes the norm of the gradient, decides whether the step counts, and writes the report.
 ///
-/// * norm² = Σ `squares[order[i]]` in F64, in the order of [`SumSquares`](crate::ops::SumSquares) and [`CloseSquares`](crate::ops::CloseSquares): chunks, lanes, trees.
-/// * The step does not count, and no later one does, if the norm is not finite, or any of `squares` (also one that `order` leaves
-///   out, as another rank has it too), or, in the table of any rank, a cell of `alarms` is not 0 or one of `finite` is not finite:
-///   [`Control::STOP`] becomes 1. It never becomes 0 here.
-/// * [`Control::GRAD_SCALE`] = `clip_norm` / norm where the norm is larger and `clip_norm` is not 0, else 1.
+/// * norm² = Σ `squares[order[i]]` in F64, in the order of [`SumSquares`](crate::ops::SumSquares) and
+///   [`CloseSquares`](crate::ops::CloseSquares): chunks, lanes, trees.
+/// * [`Control::STOP`] becomes 1, so that neither this step nor a later one counts, if the norm or any of `squares` is not finite (also one
+///   that `order` leaves out because another rank has it, too), or if, in any rank's table, a cell of `alarms` is not 0 or a cell of
+///   `finite` is not finite. It never becomes 0 here.
+/// * [`Control::GRAD_SCALE`] = `clip_norm` / norm if the norm is larger and `clip_norm` is not 0, else 1.
 /// * Half (step mod 2) of `reports` gets [`REPORT_HEAD`] values (step, stop, norm, scale), then the tables.
-/// * The clock goes on to the next step.
+/// * The clock advances to the next step.
 #[derive(Debug)]
 pub struct EndStep<'a, B: Backend> {
-    /// Sums of squares of this rank's gradients, of all ranks one after the other.
+    /// Sums of squares of every rank's gradients, rank by rank.
     pub squares: &'a B::Buf<f32>,
-    /// The places in `squares` to be added, each once, in an order that does not depend on the number of ranks. One outside `squares` is the
-    /// caller's mistake: a backend that sees it says so, and none reads past the end.
+    /// Indices in `squares` of the sums to add, each once, in an order that does not depend on the number of ranks. An index out of range
+    /// is the caller's error: a backend that can see it reports it, and none reads past the end.
     pub order: &'a B::Buf<i32>,
     /// Every rank's table, one after the other.
     pub tables: &'a B::Buf<f64>,
@@ -306,7 +306,7 @@ pub struct EndStep<'a, B: Backend> {
 }
 
 impl<B: Backend> EndStep<'_, B> {
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
     /// Checks lengths.
     pub fn check(&self) -> Result<()> {
@@ -327,27 +327,27 @@ impl<B: Backend> EndStep<'_, B> {
     }
 }
 
-/// Ends a step for a router whose choice has biases: the one of an expert that fewer slots chose than the mean over the layer's experts grows by
-/// `rate`, that of one that more did shrinks by it (arXiv 2408.15664, algorithm 1): b += rate · sign(mean load − load), one addition in F32. Loads are
-/// those of the whole step, of all ranks: whole numbers, so that sums and comparisons are exact. Where [`Control::STOP`] is set nothing changes.
+/// Ends a step for a router with biases: the bias of an expert with fewer slots than the layer's mean grows by `rate`, and that of an
+/// expert with more shrinks by it (arXiv 2408.15664, algorithm 1): b += rate · sign(mean load − load), one addition in F32. Loads are those
+/// of the whole step, of all ranks: whole numbers, so sums and comparisons are exact. If [`Control::STOP`] is set, nothing changes.
 #[derive(Debug)]
 pub struct BalanceBias<'a, B: Backend> {
     /// Every rank's table, one after the other.
     pub tables: &'a B::Buf<f64>,
     /// Number of ranks.
     pub ranks: usize,
-    /// The cell of a table that has the first expert's load; the others' follow.
+    /// The cell of the first expert's load in a table; the others follow.
     pub at: usize,
-    /// How far a bias moves.
+    /// Change of a bias per step.
     pub rate: f32,
     /// See [`Control`].
     pub control: &'a B::Buf<f32>,
-    /// Of each expert.
+    /// The bias of each expert.
     pub bias: &'a mut B::Buf<f32>,
 }
 
 impl<B: Backend> BalanceBias<'_, B> {
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks lengths.

@@ -4,35 +4,35 @@ use nibble_formats::{AmaxOf, DelayedScaling};
 
 use crate::ops::Control;
 
-/// The records of some spans with one [`DelayedScaling`], one after the other.
+/// The records of several spans with one [`DelayedScaling`], one after the other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AmaxRecords {
-    /// How they change.
+    /// Their update rule.
     pub scaling: DelayedScaling,
-    /// Where the first of them begins.
+    /// Index of the first record.
     pub first: usize,
-    /// How many there are.
+    /// Number of spans.
     pub spans: usize,
 }
 
 impl AmaxRecords {
-    /// Numbers that say where a span's record lies and how it changes: see [`AmaxRecords::words`].
+    /// Words per span: see [`AmaxRecords::words`].
     pub const WORDS: usize = 4;
 
-    /// F32 of all of them.
+    /// F32 values of all records.
     pub fn len(&self) -> usize {
         self.spans * self.scaling.record_len()
     }
 
-    /// Whether there are none.
+    /// Whether there are no spans.
     pub fn is_empty(&self) -> bool {
         self.spans == 0
     }
 
-    /// For each span: where its record begins, the length of its history, whether the most recent magnitude decides, and the margin.
+    /// For each span: the index of its record, the length of its history, whether the most recent magnitude decides, and the margin.
     ///
     /// # Errors
-    /// If history or margin is out of range; [`Error::Shape`] where a record would begin past what a word can say.
+    /// If history or margin is out of range; [`Error::Shape`] if the index of a record does not fit a word.
     pub fn words(&self) -> Result<impl Iterator<Item = u32> + use<>> {
         let Self { scaling: DelayedScaling { history, amax, margin }, first, spans } = *self;
         let len = DelayedScaling::new(history, amax, margin)?.record_len();
@@ -46,13 +46,13 @@ impl AmaxRecords {
     }
 }
 
-/// Ends a step for scales of later ones: every span's largest magnitude, which [`Collect`](crate::ops::Collect) brought to a table, goes into its
-/// record ([`DelayedScaling::push`]). Where [`Control::STOP`] is set nothing changes.
+/// Ends a step of delayed scaling: every span's largest magnitude, which [`Collect`](crate::ops::Collect) has put into a table, goes into
+/// its record ([`DelayedScaling::push`]). If [`Control::STOP`] is set, nothing changes.
 #[derive(Debug)]
 pub struct PushAmax<'a, B: Backend> {
     /// The step's table.
     pub table: &'a B::Buf<f64>,
-    /// The cell of the first span.
+    /// The cell of the first span's magnitude.
     pub at: usize,
     /// [`AmaxRecords::words`] of every span, in the order of the cells.
     pub spans: &'a B::Buf<u32>,
@@ -63,11 +63,11 @@ pub struct PushAmax<'a, B: Backend> {
 }
 
 impl<B: Backend> PushAmax<'_, B> {
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// Checks lengths. The words lie on the device: a span whose record does not lie in the records, or whose history or margin is out of
-    /// [`DelayedScaling`]'s range, is left out.
+    /// Checks lengths. The words are on the device: a span whose record is not within the records, or whose history or margin is out of
+    /// [`DelayedScaling`]'s range, is skipped.
     pub fn check(&self) -> Result<()> {
         const OP: &str = "push_amax";
         let (words, cells) = (B::len(self.spans), B::len(self.table));
@@ -82,7 +82,7 @@ impl<B: Backend> PushAmax<'_, B> {
         expect_eq(OP, "control.len()", B::len(self.control), Control::LEN)
     }
 
-    /// Spans.
+    /// Number of spans.
     pub fn num_spans(&self) -> usize {
         B::len(self.spans) / AmaxRecords::WORDS
     }

@@ -5,8 +5,8 @@ use nibble_formats::{BlockAxis, Codec};
 
 /// a = silu(g) · u · w, from h = `[g | u]` of `[r, 2f]` and the gate weight w of each row.
 ///
-/// One read of h writes `a` in the form asked for and, if asked, h quantized along its rows for the backward pass.
-/// Rounded once: silu and both products in F32.
+/// One read of h writes `a` in the form asked for and, if asked, h quantized along its rows for the backward pass. silu and both products
+/// are F32; `a` is rounded once.
 #[derive(Debug)]
 pub struct Swiglu<'a, B: Backend> {
     /// `[r, 2f]`, gate half first.
@@ -15,7 +15,7 @@ pub struct Swiglu<'a, B: Backend> {
     pub weight: Option<&'a B::Buf<f32>>,
     /// Ragged rows; `a` is zero on padding.
     pub groups: Option<&'a Groups<B>>,
-    /// The form of `a`: plain, or its planes.
+    /// The form of `a`: plain or block-scaled.
     pub a: Emit,
     /// Also write h with blocks along its rows.
     pub save_h: Option<Codec>,
@@ -55,7 +55,7 @@ fn check_emit<B: Backend>(
 }
 
 impl<B: Backend> Swiglu<'_, B> {
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.
@@ -70,7 +70,7 @@ impl<B: Backend> Swiglu<'_, B> {
         }
     }
 
-    /// Its result: planes yet to be written, and counts of zero. For checked arguments.
+    /// Allocates the result, with zeroed counts. For checked arguments.
     pub fn result(&self, b: &B) -> Result<SwigluOut<B>> {
         let stored = |codec: Codec| (codec.format(), codec.rule());
         let save =
@@ -80,16 +80,16 @@ impl<B: Backend> Swiglu<'_, B> {
     }
 }
 
-/// The backward pass of [`Swiglu`], with `a` made again from h if asked for: one kernel writes dh, `a` and the gate weight's
+/// The backward pass of [`Swiglu`], with `a` recomputed from h if asked for: one kernel writes dh, `a` and the gate weight's
 /// gradient.
 ///
 /// With s = sigmoid(g): dw = Σ silu(g)·u·da; dg = da·w·u·(s·(1 + g·(1 − s))); du = da·w·silu(g).
 ///
-/// Products from the left; what depends on g alone is rounded by itself.
+/// Products associate from the left; factors that depend on g alone are rounded by themselves.
 ///
-/// dw is summed in F32 over parts of [`PART`](Self::PART) columns, so that whoever has a tile of that many columns can sum its
-/// own: with p = silu(g)·u of the part's columns, past the last column zeros, pairs fma(p₁, da₁, p₀·da₀) of neighbours,
-/// and those closed by the tree of neighbours ((0+1)+(2+3))…. The parts are added to 0 in order.
+/// dw is summed in F32 over parts of [`PART`](Self::PART) columns, so that a CTA with a tile of that many columns sums its own part. With p
+/// = silu(g)·u of the part's columns (zeros past the last column), neighbours form pairs fma(p₁, da₁, p₀·da₀), which are reduced by the
+/// tree of neighbours ((0+1)+(2+3))…. The parts are added to 0 in order.
 #[derive(Debug)]
 pub struct SwigluBackward<'a, B: Backend> {
     /// h as it was saved: plain, or MXFP4 with blocks along its rows.
@@ -121,7 +121,7 @@ impl<B: Backend> SwigluBackward<'_, B> {
     /// Columns of a part of the gate weight's gradient.
     pub const PART: usize = 128;
 
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.
@@ -143,10 +143,10 @@ impl<B: Backend> SwigluBackward<'_, B> {
         }
     }
 
-    /// Its result: planes yet to be written, and counts of zero. For checked arguments.
+    /// Allocates the result, with zeroed counts. For checked arguments.
     pub fn result(&self, b: &B) -> Result<SwigluGrads<B>> {
         let (rows, f) = self.da.shape();
-        // Columns of both are as long.
+        // Columns of dh and `a` have the same length.
         let step = self.dh.column_step().max(self.a.map_or(1, Emit::column_step));
         let dh = self.dh.result_with(b, (rows, 2 * f), step)?;
         let a = self.a.map(|a| a.result_with(b, (rows, f), step)).transpose()?;

@@ -2,23 +2,23 @@ use crate::error::expect_eq;
 use crate::ops::Control;
 use crate::{Agreement, Backend, DType, Error, Result, Tensor};
 
-/// Cross-entropy in nats, of each token and summed over each shard, and the gradient of scale · Σ loss, where scale is [`Control::LOSS_SCALE`], with
-/// respect to the logits.
+/// Cross-entropy in nats, of each token and summed over each shard, and the gradient of scale · Σ loss with respect to the logits, where
+/// scale is [`Control::LOSS_SCALE`].
 ///
-/// Of a row z with target y: e_i = exp(z_i − max z), s = Σ e, loss = log s + (max z − z_y),
-/// dz_i = scale · (e_i / s − \[i = y\]). A NaN is passed over as maximum and returns through its exponential.
+/// For a row z with target y: e_i = exp(z_i − max z), s = Σ e, loss = log s + (max z − z_y),
+/// dz_i = scale · (e_i / s − \[i = y\]). The maximum skips a NaN, which returns through its exponential.
 ///
-/// s is a sum over 1024 lanes: element i goes to lane i mod 1024, each lane in order from 0, and the lanes are closed by
-/// the halving tree 512, 256, …, 1 (lane l with lane l + 512, and so on). Lanes past the vocabulary are zeros; as no e is
-/// −0, skipping them changes no bit.
+/// s is a sum over 1024 lanes: element i goes to lane i mod 1024. Each lane sums in order from 0, and the lanes are reduced by the halving
+/// tree 512, 256, …, 1 (lane l with lane l + 512, and so on). Lanes past the vocabulary are zeros; as no e is −0, skipping them changes no
+/// bit.
 ///
-/// A target that is negative is not counted: loss 0, gradient 0. One at or past the vocabulary is treated the same, and
-/// is counted as a bad id: whoever needs to know reads the count when waiting costs nothing.
+/// A negative target is not counted: loss 0, gradient 0. A target at or past the vocabulary is treated the same, and counted as a bad id. A
+/// caller reads this count when waiting costs nothing.
 #[derive(Debug)]
 pub struct CrossEntropy<'a, B: Backend> {
     /// `[t, vocab]`, F32.
     pub logits: &'a Tensor<B>,
-    /// The right token of each row.
+    /// The target of each row.
     pub targets: &'a B::Buf<i32>,
     /// The factor of the gradient is its [`Control::LOSS_SCALE`].
     pub control: &'a B::Buf<f32>,
@@ -33,21 +33,21 @@ pub struct CrossEntropy<'a, B: Backend> {
 pub struct CrossEntropyOut<B: Backend> {
     /// Nats of each row, `t` values.
     pub loss: B::Buf<f32>,
-    /// Nats of each shard, summed in F64: chunks of [`CrossEntropy::CHUNK`] tokens over 16 lanes in token order, each
-    /// closed by the tree 8, 4, 2, 1; then the chunks' sums by the tree over neighbours ((0+1)+(2+3))…, in which an odd
-    /// one out passes up unchanged. `shards` values.
+    /// Nats of each shard, summed in F64: chunks of [`CrossEntropy::CHUNK`] tokens over 16 lanes in token order, each reduced by the tree
+    /// 8, 4, 2, 1; then the sums of chunks by the tree over neighbours ((0+1)+(2+3))…, in which an odd sum moves up unchanged. `shards`
+    /// values.
     pub shard_nats: B::Buf<f64>,
-    /// How many targets lie at or past the vocabulary: one value.
+    /// Number of targets at or past the vocabulary: one value.
     pub bad_ids: B::Buf<u64>,
     /// `[t, vocab]`, if asked for.
     pub dlogits: Option<Tensor<B>>,
 }
 
 impl<B: Backend> CrossEntropy<'_, B> {
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// Tokens of a chunk of a shard's sum: what one cta sums.
+    /// Tokens of a chunk of a shard's sum; one CTA sums a chunk.
     pub const CHUNK: usize = 4096;
 
     /// Checks shapes.
@@ -59,7 +59,7 @@ impl<B: Backend> CrossEntropy<'_, B> {
         check_shards(OP, self.logits.rows, self.shards)
     }
 
-    /// Its result, yet to be written but for the count of bad ids, which is zero. For checked arguments.
+    /// Allocates the result, with a zeroed count of bad ids. For checked arguments.
     pub fn result(&self, b: &B) -> Result<CrossEntropyOut<B>> {
         let (tokens, vocab) = self.logits.shape();
         let (loss, bad_ids) = (b.alloc(tokens)?, b.counters(1)?);
@@ -68,7 +68,7 @@ impl<B: Backend> CrossEntropy<'_, B> {
     }
 }
 
-/// Shards that divide the tokens.
+/// Checks that the shards divide the tokens.
 pub(in crate::ops) fn check_shards(op: &'static str, tokens: usize, shards: usize) -> Result<()> {
     if shards == 0 || !tokens.is_multiple_of(shards) {
         return Err(Error::shape(op, "shards", shards, format!("a divisor of the {tokens} tokens")));
@@ -76,10 +76,10 @@ pub(in crate::ops) fn check_shards(op: &'static str, tokens: usize, shards: usiz
     Ok(())
 }
 
-/// Reads a count of bad ids from the device, waiting for the operation that made it.
+/// Reads a count of bad ids from the device; waits for the operation that counts them.
 ///
 /// # Errors
-/// [`Error::Shape`] naming operation and argument unless it is zero.
+/// [`Error::Shape`] naming operation and argument unless the count is zero.
 pub fn verify_ids<B: Backend>(
     b: &B,
     op: &'static str,

@@ -3,8 +3,8 @@ use crate::{Agreement, Backend, DType, Result, Tensor};
 
 /// Rows of a table: `x[i] = table[ids[i]]`, rounded to `dtype`.
 ///
-/// An id that is negative, or at or past the table's rows, reads as a row of zeros and is counted: whoever needs to know
-/// reads the count when waiting costs nothing ([`crate::ops::verify_ids`]).
+/// An id that is negative, or at or past the table's rows, reads as a row of zeros and is counted. A caller reads this count when waiting
+/// costs nothing ([`crate::ops::verify_ids`]).
 #[derive(Debug)]
 pub struct Embed<'a, B: Backend> {
     /// `[vocab, d]`, F32.
@@ -20,12 +20,12 @@ pub struct Embed<'a, B: Backend> {
 pub struct EmbedOut<B: Backend> {
     /// `[t, d]`.
     pub x: Tensor<B>,
-    /// How many ids are no row of the table: one value.
+    /// Number of ids without a row in the table: one value.
     pub bad_ids: B::Buf<u64>,
 }
 
 impl<B: Backend> Embed<'_, B> {
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks types.
@@ -33,7 +33,7 @@ impl<B: Backend> Embed<'_, B> {
         expect_eq("embed", "type of table", self.table.dtype(), DType::F32)
     }
 
-    /// Its result: rows yet to be written, and no bad id so far. For checked arguments.
+    /// Allocates the result, with a zeroed count of bad ids. For checked arguments.
     pub fn result(&self, b: &B) -> Result<EmbedOut<B>> {
         let bad_ids = b.counters(1)?;
         Ok(EmbedOut { x: Tensor::unwritten(b, self.dtype, B::len(self.ids), self.table.cols)?, bad_ids })
@@ -42,13 +42,13 @@ impl<B: Backend> Embed<'_, B> {
 
 /// Adds dy to the rows of each shard's gradient table.
 ///
-/// For each shard and each id: the shard's tokens that have this id, in their order, form chunks of
-/// [`EmbedBackward::CHUNK`]; a chunk's rows of dy are summed in order from 0, the chunks' sums by the tree over neighbours
-/// ((0+1)+(2+3))…, in which an odd one out passes up unchanged; and the sum is added once to the id's row. An id without a
-/// token leaves its row as it is. Tokens of an id outside the table are passed over: [`Embed`] has counted the same ids.
+/// For each shard and each id: the shard's tokens with this id, in their order, form chunks of [`EmbedBackward::CHUNK`]. A chunk's rows of
+/// dy are summed in order from 0; the sums of chunks are added by the tree over neighbours ((0+1)+(2+3))…, in which an odd sum moves up
+/// unchanged; and the total is added once to the id's row. The row of an id without a token does not change. Tokens with an id outside the
+/// table are skipped; [`Embed`] has counted them.
 ///
-/// A frequent id is so no long chain. A GPU may sort the tokens of a shard by id, stably; the chunks are then runs of the
-/// sorted tokens that begin with each id, each summed by itself, and a second pass closes the few ids of several chunks.
+/// So a frequent id is not one long chain of additions. A GPU may sort the tokens of a shard by id, stably. The chunks are then runs of the
+/// sorted tokens that begin with each id; each is summed by itself, and a second pass adds the chunks of the few ids that have several.
 #[derive(Debug)]
 pub struct EmbedBackward<'a, B: Backend> {
     /// Token of each row.
@@ -62,10 +62,10 @@ pub struct EmbedBackward<'a, B: Backend> {
 }
 
 impl<B: Backend> EmbedBackward<'_, B> {
-    /// Tokens of an id that are summed one after the other.
+    /// Tokens of a chunk, summed one after the other.
     pub const CHUNK: usize = 64;
 
-    /// What backends owe each other.
+    /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.

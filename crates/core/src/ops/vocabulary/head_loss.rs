@@ -9,11 +9,11 @@ use std::ops::Range;
 
 const OP: &str = "head_loss";
 
-/// The output head and its loss in one: cross-entropy of the logits x·wᵀ, and the gradients of scale · Σ loss, where scale is [`Control::LOSS_SCALE`], with
-/// respect to x and w. The logits of all tokens never exist.
+/// The output head fused with its loss: cross-entropy of the logits x·wᵀ, and the gradients of scale · Σ loss with respect to x and w,
+/// where scale is [`Control::LOSS_SCALE`]. The logits of all tokens never exist at once.
 ///
-/// The tokens of a shard are taken in chunks; of each the logits (F32), the losses and their gradient (dlogits, rounded to
-/// the type of x), dx and a part of dw are made before the next chunk begins. As numbers it is
+/// The tokens of a shard are processed in chunks. Each chunk computes its logits (F32), losses, the gradient of the logits (dlogits,
+/// rounded to the type of x), dx and its share of dw before the next chunk begins. The result is that of
 ///
 /// ```text
 /// logits  = Gemm { x, w }                      F32 [t, v]
@@ -22,35 +22,35 @@ const OP: &str = "head_loss";
 /// dw      = GroupedWgrad { dlogits, x }        [shards · v, d]; the groups are the shards
 /// ```
 ///
-/// and where products are chains in ascending order (on the CPU) it is so to the bit, whatever the chunk: the chain of a
-/// weight's gradient goes on from the F32 that the chunk before left, and reaches `dw` once, when its shard is done. Where
-/// they are none (tensor cores), a `dw` in F32 may be added to chunk by chunk; one in BF16 is rounded once a shard there too.
+/// On the CPU, where products are sums in ascending order, the result has the same bits for any chunk: the sum of a weight's gradient
+/// continues from the F32 of the previous chunk, and is added to `dw` once, when its shard is done. On tensor cores, an F32 `dw` may be
+/// added to chunk by chunk; a BF16 `dw` is still rounded once per shard.
 ///
-/// Products may take quantized operands, any two of them: the weight as it comes, x and dlogits as `codecs` say, rows for the logits and
-/// dx, columns for dw. It is then as if [`crate::ops::Quantize`] had made them of all tokens: of x, and of dlogits in the type of x,
-/// to which they are rounded first. A chunk that parts a shard ends with a block of its columns; so a scale for more tokens than a block, of
-/// a tensor or of a whole column, is refused: it is not known before the last chunk.
+/// Products may take quantized operands, any two of them: the weight as given, x and dlogits by `codecs`, in rows for the logits and dx, in
+/// columns for dw. The result is as if [`crate::ops::Quantize`] had quantized all tokens at once: x, and dlogits rounded to the type of x
+/// first. A chunk that ends inside a shard ends with a whole block of columns. A scale for more tokens than a block (of a tensor or of a
+/// whole column) is refused: it is not known before the last chunk.
 #[derive(Debug)]
 pub struct HeadLoss<'a, B: Backend> {
     /// `[t, d]`, F32 or BF16.
     pub x: &'a Tensor<B>,
-    /// The head's weight `[v, d]`: plain, type of x, or quantized as weights are: in tiles, or along its rows where the format has none.
+    /// The head's weight `[v, d]`: plain, type of x, or quantized as weights are: in 2-D blocks, or along rows if the format has none.
     pub w: &'a Operand<B>,
-    /// What is quantized of x and dlogits.
+    /// The quantization of x and dlogits.
     pub codecs: HeadCodecs,
-    /// The right token of each row; see [`crate::ops::CrossEntropy`] for one that is none.
+    /// The target of each row; see [`crate::ops::CrossEntropy`] for rows without one.
     pub targets: &'a B::Buf<i32>,
     /// Number of shards; rows are divided evenly among them.
     pub shards: usize,
-    /// Tokens whose logits exist at a time, at most (`nibble_choice::head_loss::chunk` says what suits a device); even, as the BF16 dot takes the contraction in pairs, and
-    /// with quantized columns a multiple of their block. No chunk has a part of one shard and a part of another: long shards are
-    /// cut, of short ones several may be taken at a time.
+    /// Most tokens whose logits exist at a time (`nibble_choice::head_loss::chunk` suits it to a device). Even, as the BF16 dot product
+    /// takes the contraction in pairs; with quantized columns a multiple of their block. Long shards are cut into chunks, and a chunk may
+    /// hold several whole short shards, but never parts of two shards.
     pub chunk: usize,
-    /// What the gradients need; none where the losses alone are wanted.
+    /// Arguments of the gradients; none to compute only the losses.
     pub grad: Option<HeadLossGrad<'a, B>>,
 }
 
-/// What [`HeadLoss`] quantizes itself, named as a recipe names it; none is multiplied as it is. Nothing is rounded
+/// What [`HeadLoss`] quantizes itself, by the names of a recipe; none: multiplied unquantized. Nothing is rounded
 /// stochastically.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct HeadCodecs {
@@ -65,26 +65,26 @@ pub struct HeadCodecs {
 }
 
 impl HeadCodecs {
-    /// Whether everything is multiplied as it is.
+    /// Whether nothing is quantized.
     pub fn is_plain(&self) -> bool {
         *self == Self::default()
     }
 
-    /// Length of the longest blocks down the columns, as they are stored or multiplied; 1 if there are none.
+    /// Length of the longest blocks down the columns, as stored or multiplied; 1 if there are none.
     pub fn column_block(&self) -> usize {
         let [dy, x] = [self.wgrad_dy, self.wgrad_x];
-        // Of a plain one the type makes no difference: nothing is lifted beside it.
+        // The type of a plain operand does not matter: nothing is lifted next to it.
         let columns = |codec| Stored::made(codec, BlockAxis::Col, DType::Bf16);
         Numbers::column_step(columns(dy), columns(x))
     }
 
-    /// Whether both operands of dw have columns that end at the same row, whatever the tokens.
+    /// Whether the columns of both operands of dw end at the same row, for any number of tokens.
     fn columns_end_alike(&self) -> bool {
         let step = |codec: Option<Codec>| codec.map_or(1, |codec| codec.format().column_step());
         step(self.wgrad_dy) == step(self.wgrad_x)
     }
 
-    /// Each by the argument's name, and whether it is for columns.
+    /// Each codec with the argument's name, and whether it is for columns.
     pub fn arguments(&self) -> [(&'static str, Option<Codec>, bool); 4] {
         [
             ("codecs.fprop_x", self.fprop_x, false),
@@ -117,7 +117,7 @@ impl HeadCodecs {
     }
 }
 
-/// What [`HeadLoss`] needs for the gradients.
+/// Arguments of [`HeadLoss`] for the gradients.
 #[derive(Debug)]
 pub struct HeadLossGrad<'a, B: Backend> {
     /// The head's weight transposed, `[d, v]`: plain, type of x, or quantized as `w`.
@@ -126,49 +126,48 @@ pub struct HeadLossGrad<'a, B: Backend> {
     pub control: &'a B::Buf<f32>,
     /// The weight's gradient by shard, F32 or BF16 `[shards · v, d]`.
     pub dw: &'a mut Tensor<B>,
-    /// Add to `dw` (one F32 addition an element, then rounded to its type) rather than overwrite it.
+    /// Add to `dw` (one F32 addition per element, then rounded to its type) instead of overwriting it.
     pub accumulate: bool,
 }
 
 /// The result of [`HeadLoss`].
 #[derive(Debug, Clone)]
 pub struct HeadLossOut<B: Backend> {
-    /// Nats of each shard, summed as [`crate::ops::CrossEntropyOut::shard_nats`] is. `shards` values.
+    /// Nats of each shard, summed as in [`crate::ops::CrossEntropyOut::shard_nats`]. `shards` values.
     pub shard_nats: B::Buf<f64>,
-    /// How many targets lie at or past the vocabulary: one value.
+    /// Number of targets at or past the vocabulary: one value.
     pub bad_ids: B::Buf<u64>,
     /// `[t, d]`, type of x, if gradients were asked for.
     pub dx: Option<Tensor<B>>,
-    /// Blocks of x, if any of it was quantized.
+    /// Counts of blocks of x, if x is quantized.
     pub x_counts: Option<Counts<B>>,
-    /// Blocks of dlogits, if any of them were quantized.
+    /// Counts of blocks of dlogits, if they are quantized.
     pub dlogits_counts: Option<Counts<B>>,
 }
 
-/// Tokens that [`HeadLoss`] takes together: whole shards, or a part of one.
+/// A chunk of [`HeadLoss`]: whole shards, or a part of one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HeadLossChunk {
-    /// Shards that they are of.
+    /// The shards of its tokens.
     pub shards: Range<usize>,
     /// The tokens.
     pub tokens: Range<usize>,
-    /// Whether the shards' first tokens are among them.
+    /// Whether it holds the shards' first tokens.
     pub is_first: bool,
-    /// Whether the shards' last tokens are among them.
+    /// Whether it holds the shards' last tokens.
     pub is_last: bool,
 }
 
 impl HeadLossChunk {
-    /// Tokens of each of its shards.
+    /// Tokens of each of its shards in this chunk.
     pub fn tokens_each(&self) -> usize {
         self.tokens.len() / self.shards.len().max(1)
     }
 }
 
 impl<B: Backend> HeadLoss<'_, B> {
-    /// What backends owe each other, by the type of x. Of F32 the products' 1e-6, which the exponential makes larger. Of BF16,
-    /// gradients of logits that tensor cores make differ by 3e-5 and more, and are rounded to 8 bits: one in a hundred
-    /// falls on another side of a boundary.
+    /// How closely backends must agree, by the type of x. F32: the products' 1e-6, enlarged by the exponential. BF16: gradients of logits
+    /// from tensor cores differ by 3e-5 and more, and are rounded to 8 bits; one in a hundred is rounded differently.
     pub fn agreement(x: DType) -> Agreement {
         match x {
             DType::F32 => Agreement::RelL2(1e-5),
@@ -176,18 +175,18 @@ impl<B: Backend> HeadLoss<'_, B> {
         }
     }
 
-    /// The same where anything is quantized, whatever the values: logits of E4M3 differ by 7e-4 ([`crate::ops::FP8_AGREEMENT`]) of what they
-    /// can be, their gradients by several times that, and of the codes of those, which are 6 to 12 % apart, a few in a hundred are
-    /// others. That is as much as one rounding to E4M3, so that a quantization left out can pass: see [`HeadLoss::gradient_agreement`].
+    /// The bound for any quantization, whatever the values. E4M3 logits differ by 7e-4 of their range ([`crate::ops::FP8_AGREEMENT`]), and
+    /// their gradients by several times that. Codes of these gradients are 6 to 12 % apart, so a few in a hundred differ. That is as much
+    /// as one rounding to E4M3, so a missing quantization can pass: see [`HeadLoss::gradient_agreement`].
     pub const QUANTIZED_AGREEMENT: Agreement = Agreement::RelL2(3e-2);
 
-    /// The vocabulary from which on the rows of a BF16 head's cross-entropy may be summed in an order of the backend's own.
+    /// From this vocabulary on, a backend may sum the rows of a BF16 head's cross-entropy in an order of its own.
     pub const OWN_ORDER_FROM: usize = 4096;
 
-    /// What backends owe each other of dx and dw where the sums of the logits are exact and the vocabulary is below
-    /// [`HeadLoss::OWN_ORDER_FROM`]. Logits, losses, dlogits, their codes and the counts are then the same bits on all of them, as those of
-    /// [`crate::ops::Gemm`], [`crate::ops::CrossEntropy`] and [`crate::ops::Quantize`] are; the last two products alone may sum in another order. So each
-    /// owes what such a product does, of these operands.
+    /// How closely backends must agree in dx and dw if the sums of the logits are exact and the vocabulary is below
+    /// [`HeadLoss::OWN_ORDER_FROM`]. Then logits, losses, dlogits, their codes and the counts have the same bits on all backends, as those
+    /// of [`crate::ops::Gemm`], [`crate::ops::CrossEntropy`] and [`crate::ops::Quantize`]; only the last two products may sum in another
+    /// order. So each must agree as a product of these operands.
     pub fn gradient_agreement(dlogits: Stored, beside: Stored) -> Agreement {
         Numbers::of(dlogits, beside).agreement()
     }
@@ -219,7 +218,8 @@ impl<B: Backend> HeadLoss<'_, B> {
         self.check_columns(tokens)
     }
 
-    /// Blocks down the columns begin with a shard, and no chunk cuts one. Columns of two lengths end alike where a shard has whole blocks of both.
+    /// Column blocks must begin with a shard, and no chunk may cut one. Columns of two lengths end alike if shards have whole blocks of
+    /// both.
     fn check_columns(&self, tokens: usize) -> Result<()> {
         let (block, each) = (self.codecs.column_block(), tokens / self.shards);
         if !self.chunk.is_multiple_of(block) {
@@ -234,7 +234,7 @@ impl<B: Backend> HeadLoss<'_, B> {
         Ok(())
     }
 
-    /// Its result, yet to be written, and counts of zero. For checked arguments.
+    /// Allocates the result, with zeroed counts. For checked arguments.
     pub fn result(&self, b: &B) -> Result<HeadLossOut<B>> {
         let HeadCodecs { fprop_x, dgrad_dy, wgrad_dy, wgrad_x } = self.codecs;
         let counts =
@@ -245,7 +245,7 @@ impl<B: Backend> HeadLoss<'_, B> {
         Ok(HeadLossOut { shard_nats, bad_ids, dx, x_counts, dlogits_counts })
     }
 
-    /// The chunks, in the order of the tokens. One of no tokens where there are none.
+    /// The chunks, in the order of the tokens; one empty chunk if there are no tokens.
     pub fn chunks(&self) -> Vec<HeadLossChunk> {
         let (shards, most) = (self.shards, self.chunk.max(1));
         let each = self.x.rows / shards.max(1);
@@ -269,7 +269,7 @@ impl<B: Backend> HeadLoss<'_, B> {
     }
 }
 
-/// A weight of this shape: plain, of the type of x, or quantized.
+/// Checks a weight of this shape: plain, of the type of x, or quantized.
 fn check_weight<B: Backend>(
     argument: &'static str,
     w: &Operand<B>,
@@ -286,7 +286,7 @@ fn check_weight<B: Backend>(
         Operand::Plain(w) => expect_eq(OP, is[1], w.dtype(), dtype),
         Operand::Block(w) => {
             check_planes(OP, w)?;
-            // Square blocks, where the format has them, or blocks along the lines that a product contracts.
+            // 2-D blocks if the format has them, otherwise blocks along the contraction.
             let is_square = w.axis == BlockAxis::Tile && w.format.spec().tiles;
             check_axis(OP, is[2], w, if is_square { BlockAxis::Tile } else { BlockAxis::Row })?;
             expect_eq(OP, is[3], w.stack, 1)

@@ -1,11 +1,11 @@
-//! A change of representation of a tensor of a layer, as it is planned and as a backend sees it.
+//! A change of a tensor's representation in a layer, as planned and as a backend sees it.
 
 use crate::DType;
 use crate::recipe::Precision;
 use nibble_formats::{BlockAxis, Format};
 use std::fmt;
 
-/// Forward or backward.
+/// The pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Pass {
     /// The forward pass.
@@ -20,19 +20,19 @@ impl fmt::Display for Pass {
     }
 }
 
-/// A format, and along what its blocks run.
+/// A format, and the axes of its blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Form {
-    /// Of the elements.
+    /// The format of the elements.
     pub format: Format,
-    /// Whether there is a plane by rows.
+    /// Whether there are blocks along rows.
     pub rows: bool,
-    /// Whether there is one by columns.
+    /// Whether there are blocks along columns.
     pub cols: bool,
 }
 
 impl Form {
-    /// Plain elements, or blocks along an axis (those of a square tile along both).
+    /// Plain elements, or blocks along an axis (2-D blocks along both).
     pub fn new(format: Format, axis: BlockAxis) -> Self {
         let is_block = format.is_block();
         Self { format, rows: is_block && axis != BlockAxis::Col, cols: is_block && axis != BlockAxis::Row }
@@ -67,25 +67,25 @@ impl fmt::Display for Form {
     }
 }
 
-/// One change of representation, or a move of rows between tokens and experts.
+/// A change of representation, or a move of rows between tokens and experts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Change {
-    /// When.
+    /// The pass.
     pub pass: Pass,
     /// The kernel: `quantize`, `transcode`, `swiglu+quantize`, `dispatch+permute`, …
     pub op: &'static str,
     /// The tensor.
     pub tensor: &'static str,
-    /// From what representation.
+    /// The source representation.
     pub from: Form,
-    /// To which.
+    /// The target representation.
     pub to: Form,
 }
 
 impl Change {
-    /// How many casts it is. A cast is a quantization of a plain tensor by a kernel of its own, along its rows or along its
-    /// columns, or a dequantization. Rows and columns from one read are two: a flow free of casts quantizes the rows alone and
-    /// transcodes them to columns. What a kernel writes quantized that computes it is none.
+    /// The number of casts. A cast is a quantization of a plain tensor by a kernel of its own, along rows or along columns, or a
+    /// dequantization. Rows and columns from one read are two casts: a flow free of casts quantizes only the rows and transcodes them to
+    /// columns. A kernel that quantizes what it computes makes no cast.
     pub fn casts(&self) -> usize {
         match self.op {
             "quantize" => usize::from(self.to.rows) + usize::from(self.to.cols),
@@ -94,12 +94,12 @@ impl Change {
         }
     }
 
-    /// Whether rows move and stay as they are.
+    /// Whether rows only move.
     pub fn is_move(&self) -> bool {
         matches!(self.op, "dispatch+permute" | "unpermute+combine")
     }
 
-    /// Where the changes seen of a layer are others than those planned, in a sentence; none where they are the same.
+    /// The first difference between observed and planned changes of a layer, in a sentence; none if they are the same.
     pub fn difference(seen: &[Self], planned: &[Self]) -> Option<String> {
         let at = (0..seen.len().max(planned.len())).find(|at| seen.get(*at) != planned.get(*at))?;
         let told = |changes: &[Self]| match changes.get(at) {

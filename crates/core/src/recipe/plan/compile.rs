@@ -1,4 +1,4 @@
-//! How a plan follows from a section.
+//! Compiles a section to a plan.
 
 use super::change::Form;
 use super::conversion::{Cols, Conversion, Kept, LayerTensor, Reader, Rows, TensorSize};
@@ -7,25 +7,25 @@ use super::route::{Pair, Route};
 use crate::DType;
 use crate::recipe::{Layer, LayerKind, Precision, Product, Section, Site};
 
-/// Which passes of a layer are to run.
+/// The passes of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Passes {
-    /// A forward pass alone: nothing is kept.
+    /// Only a forward pass: nothing is saved.
     Forward,
-    /// A forward pass, and a backward pass of what it keeps.
+    /// A forward pass, and a backward pass from what it saves.
     Both {
-        /// Where the section does not say how to keep the input of an expert's second product, keep it if the forward pass has the very bits that
-        /// wgrad takes, instead of making it again from h.
+        /// If the section does not say how to save the input of an expert's second product: save it if the forward pass has exactly the
+        /// bits that wgrad takes, instead of recomputing it from h.
         keep_a: bool,
     },
 }
 
 impl Passes {
-    /// Training in which nothing is kept beyond what the section says.
+    /// Training that saves only what the section says.
     pub const TRAINING: Self = Self::Both { keep_a: false };
 }
 
-/// Makes a plan.
+/// Compiles a plan.
 pub(super) struct Compiler<'a> {
     pub section: &'a Section,
     pub layer: &'a Layer,
@@ -35,7 +35,7 @@ pub(super) struct Compiler<'a> {
 }
 
 impl Compiler<'_> {
-    /// What a product with the `weight`-th weight reads.
+    /// The product with the `weight`-th weight, as a reader.
     pub fn reader(&self, weight: usize, product: Product) -> Reader {
         Reader::Product(self.products[Product::ALL.len() * weight + product as usize])
     }
@@ -52,7 +52,7 @@ impl Compiler<'_> {
         (&self.section.at(site)).into()
     }
 
-    /// The input of a layer, which the first weight multiplies: for fprop, and, where a backward pass follows, as it is kept.
+    /// The input of a layer, which the first weight multiplies: for fprop, and in the form to save if there is a backward pass.
     pub fn x(&self, from: Form, size: TensorSize) -> Conversion {
         let fprop = self.reader(0, Product::Fprop);
         let (to, readers) = match self.passes {
@@ -62,7 +62,7 @@ impl Compiler<'_> {
         Conversion { tensor: LayerTensor::forward("x", size), from, to, readers }
     }
 
-    /// What a forward pass keeps.
+    /// What a forward pass saves.
     pub fn kept(&self) -> Vec<Kept> {
         let Passes::Both { keep_a } = self.passes else { return Vec::new() };
         let is_expert = self.layer.kind == LayerKind::Expert;
@@ -76,12 +76,12 @@ impl Compiler<'_> {
                 let x = kept("x", at(Site::SavedX), Cols::Inputs);
                 [x].into_iter().chain(h).chain(a.map(|a| kept("a", a, Cols::Hidden))).collect()
             }
-            // Gradients, and what is chosen.
+            // They save gradients and the choice of experts.
             LayerKind::Head | LayerKind::Router => Vec::new(),
         }
     }
 
-    /// What SwiGLU's kernel writes of its input for the backward pass; none where that is kept as it is.
+    /// The form in which SwiGLU's kernel writes its input for the backward pass; none if it is saved as it is.
     pub fn kept_h(&self) -> Option<Precision> {
         Some(self.section.at(Site::SavedH)).filter(|h| self.passes != Passes::Forward && h.format.is_block())
     }

@@ -1,4 +1,4 @@
-//! What a plan is made of: conversions of tensors, and what reads them.
+//! Elements of a plan: conversions of tensors, and their readers.
 
 use super::change::{Form, Pass};
 use super::product::ProductPlan;
@@ -6,16 +6,16 @@ use super::route::{Pair, Route};
 use crate::ops::Numbers;
 use crate::recipe::Precision;
 
-/// What reads a representation of a tensor.
+/// The reader of a representation of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reader {
     /// A product.
     Product(ProductPlan),
-    /// The backward pass, for which it is kept.
+    /// The backward pass, for which it is saved.
     Backward,
-    /// Experts or tokens, to which its rows travel.
+    /// The all-to-all.
     Exchange,
-    /// Several products, whose numbers differ, or readers that are not known: codes are made, and nothing for one product alone.
+    /// Several products with different numbers, or unknown readers: they need codes, not the form of one product.
     Several,
 }
 
@@ -29,44 +29,44 @@ impl Reader {
     }
 }
 
-/// A tensor of a layer on its way to what reads it. `To` is a [`Pair`] of what is there, or what a kernel makes of it that computes it
-/// ([`Computed`](super::Computed)).
+/// The conversion of a layer's tensor for its readers. `To` is a [`Pair`] for a tensor that exists, or the output of the kernel that
+/// computes it ([`Computed`](super::Computed)).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Conversion<To = Pair> {
     /// The tensor.
     pub tensor: LayerTensor,
-    /// In what representation it is there; of what is computed, what it is computed from.
+    /// The representation that exists; for a computed tensor, that of the kernel's input.
     pub from: Form,
-    /// What it becomes.
+    /// The target representations.
     pub to: To,
-    /// What reads the first representation, and what the second. The same where there is one.
+    /// The readers of the first and of the second representation; equal if there is only one.
     pub readers: [Reader; 2],
 }
 
 impl<To> Conversion<To> {
-    /// The numbers of the products that alone read each representation.
+    /// For each representation, the numbers that its product multiplies, if only a product reads it.
     pub fn numbers(&self) -> [Option<Numbers>; 2] {
         self.readers.map(|reader| reader.numbers())
     }
 }
 
 impl Conversion {
-    /// A plain tensor on its way to other ranks.
+    /// A plain tensor to be sent to other ranks.
     pub(super) fn sent(tensor: LayerTensor, from: Form, wire: &Precision) -> Self {
         Self::one(tensor, from, Route::of_plain(wire), Reader::Exchange)
     }
 
-    /// Into one representation.
+    /// To one representation.
     pub(super) fn one(tensor: LayerTensor, from: Form, route: Route, reader: Reader) -> Self {
         Self { tensor, from, to: Pair::One(route), readers: [reader; 2] }
     }
 
-    /// The first representation by itself, for readers that are not known.
+    /// Only the first representation, for unknown readers.
     pub fn first(&self) -> Self {
         Self { to: Pair::One(self.to.first()), readers: [Reader::Several; 2], ..*self }
     }
 
-    /// The second representation by itself.
+    /// Only the second representation.
     pub fn second(&self) -> Self {
         Self { to: Pair::One(self.to.second()), readers: [self.readers[1]; 2], ..*self }
     }
@@ -75,20 +75,20 @@ impl Conversion {
 /// The rows of a tensor of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Rows {
-    /// Those of the tokens.
+    /// The tokens.
     Tokens,
-    /// One for each expert of a token.
+    /// One row per slot, for each expert of a token.
     Routed,
 }
 
 /// The columns of a tensor of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Cols {
-    /// As many as the first weight takes.
+    /// The inputs of the first weight.
     Inputs,
-    /// As many as the first weight gives.
+    /// The outputs of the first weight.
     Outputs,
-    /// Half of these: what SwiGLU leaves.
+    /// Half of these outputs: the output of SwiGLU.
     Hidden,
 }
 
@@ -112,9 +112,9 @@ impl TensorSize {
 pub struct LayerTensor {
     /// `x`, `dy`, …
     pub name: &'static str,
-    /// When.
+    /// The pass.
     pub pass: Pass,
-    /// How large it is.
+    /// Its size.
     pub size: TensorSize,
 }
 
@@ -128,13 +128,13 @@ impl LayerTensor {
     }
 }
 
-/// A tensor that a forward pass keeps.
+/// A tensor that a forward pass saves.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Kept {
     /// The tensor: `x`, `h`, `a`.
     pub tensor: &'static str,
-    /// As it is kept.
+    /// The form in which it is saved.
     pub precision: Precision,
-    /// How large it is.
+    /// Its size.
     pub size: TensorSize,
 }

@@ -1,4 +1,4 @@
-//! What a dense linear layer and the output head do under their sections.
+//! Plans of a dense linear layer and of the output head.
 
 use super::change::Pass;
 use super::compile::Compiler;
@@ -11,31 +11,31 @@ use crate::recipe::{Precision, Product, Site};
 /// The conversions of a dense linear layer.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LinearPlan {
-    /// Its input: for fprop, and, where a backward pass follows, as it is kept.
+    /// Its input: for fprop, and in the form to save if there is a backward pass.
     pub x: Conversion,
-    /// How its section represents the input for fprop, as it is kept, and for wgrad: projections of one input for which that is the same share it.
+    /// The precisions of the input for fprop, when saved, and for wgrad. Projections of one input share it if these are equal.
     input: [Precision; 3],
-    /// Of a layer that SwiGLU follows, what SwiGLU's kernel writes of its input; none where that is kept as it is.
+    /// If SwiGLU follows the layer: the form in which SwiGLU's kernel writes its input; none if it is saved as it is.
     pub h: Option<Precision>,
-    /// What was kept, for wgrad.
+    /// The saved input, for wgrad.
     pub wgrad_x: Conversion,
     /// The gradient of its output: for dgrad, and for wgrad.
     pub dy: Conversion,
 }
 
-/// What one of several projections has of the input of all.
+/// The input of one of several projections that share it.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SharedInput {
-    /// How it is made.
+    /// Its conversion.
     pub conversion: Conversion,
-    /// The projection before it that has the same: it is made once.
+    /// An earlier projection with the same conversion, which runs once.
     pub like: Option<usize>,
-    /// Whether all projections have the same.
+    /// Whether all projections have the same conversion.
     pub of_all: bool,
 }
 
 impl SharedInput {
-    /// The input of such projections: in the forward pass for fprop and as it is kept, in the backward pass for wgrad.
+    /// The input of projections: in the forward pass for fprop and to save, in the backward pass for wgrad.
     pub fn of(plans: &[&LinearPlan], pass: Pass) -> Vec<Self> {
         let is_forward = pass == Pass::Forward;
         let agreed = if is_forward { 2 } else { 3 };
@@ -44,7 +44,7 @@ impl SharedInput {
         let all = 0..plans.len();
         let of = |i: usize| {
             let mut conversion = *made(i);
-            // What is made for the products of all that take it is made in full where their numbers differ.
+            // A shared conversion keeps codes if the numbers of its products differ.
             if all.clone().any(|j| agree(i, j) && made(j).numbers() != made(i).numbers()) {
                 conversion.readers = conversion.readers.map(|reader| match reader {
                     Reader::Product(_) => Reader::Several,
@@ -58,17 +58,17 @@ impl SharedInput {
     }
 }
 
-/// The conversions of the output head, which its fused kernel makes chunk by chunk.
+/// The conversions of the output head, which its fused kernel runs chunk by chunk.
 #[derive(Debug, Clone, PartialEq)]
 pub struct HeadPlan {
-    /// Its input: for fprop, and for wgrad, as gradients are made at once where there are any.
+    /// Its input: for fprop, and for wgrad, since the head computes gradients in the forward pass.
     pub x: Conversion,
     /// The gradient of the logits: for dgrad, and for wgrad.
     pub dlogits: Conversion,
 }
 
 impl HeadPlan {
-    /// What the head's kernel quantizes on its way where the losses alone are wanted. What it does not, it multiplies as it is.
+    /// What the head's kernel quantizes if only the losses are wanted. It multiplies the rest unquantized.
     ///
     /// # Errors
     /// As [`Precision::codec`].
@@ -77,7 +77,7 @@ impl HeadPlan {
         Ok(HeadCodecs { fprop_x, ..HeadCodecs::default() })
     }
 
-    /// The same where gradients are wanted, too.
+    /// What it quantizes if gradients are wanted, too.
     ///
     /// # Errors
     /// As [`Precision::codec`].
@@ -144,7 +144,7 @@ impl LinearPlan {
             steps.add("swiglu_backward", LayerTensor::backward("dh", size), h.into(), plain);
         }
         steps.convert(&self.wgrad_x);
-        // Behind SwiGLU it is the gradient of h.
+        // After SwiGLU it is the gradient of h.
         let name = if gated { "dh" } else { self.dy.tensor.name };
         steps.convert(&Conversion { tensor: LayerTensor { name, ..self.dy.tensor }, ..self.dy });
     }

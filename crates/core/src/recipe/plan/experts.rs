@@ -1,4 +1,4 @@
-//! What an expert layer does under its section: tokens travel, two grouped products with SwiGLU between, and rows that travel back.
+//! Plans of an expert layer: dispatch, two grouped products with SwiGLU in between, and combine.
 
 use super::change::Form;
 use super::compile::{Compiler, Passes};
@@ -7,51 +7,51 @@ use super::route::{Computed, Route};
 use super::steps::Steps;
 use crate::recipe::{Precision, Product, Site};
 
-/// Where the gradient of an expert's second product gets that product's input.
+/// The source of the second product's input for its wgrad.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum WgradA {
-    /// From what the forward pass kept.
+    /// Saved by the forward pass.
     Kept(Conversion),
-    /// SwiGLU's backward kernel makes it again from h.
+    /// Recomputed from h by SwiGLU's backward kernel.
     Again {
-        /// What it makes.
+        /// The conversion.
         a: Conversion<Computed>,
-        /// Whether that is a quantization of its own, and not the other form of what the forward pass has quantized and counted: its values or its bits
-        /// are others.
+        /// Whether this is a quantization to count. It is not if it is the other form of what the forward pass has quantized and counted,
+        /// with the same values and bits.
         counts: bool,
     },
 }
 
-/// The conversions of an expert layer, in the order in which it makes them.
+/// The conversions of an expert layer, in the order in which the layer runs them.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ExpertPlan {
-    /// Tokens, as they travel.
+    /// Tokens, as they are sent.
     pub x_sent: Precision,
-    /// Tokens that arrived: for fprop, and as they are kept.
+    /// Received tokens: for fprop, and in the form to save.
     pub x: Conversion,
-    /// The second product's input: for fprop, and as it is kept.
+    /// The second product's input: for fprop, and in the form to save.
     pub a: Conversion<Computed>,
-    /// Whether the second form of `a` is kept.
+    /// Whether the second form of `a` is saved.
     pub keeps_a: bool,
-    /// The input of SwiGLU as SwiGLU's kernel writes it; none where it is kept as it is.
+    /// The form in which SwiGLU's kernel writes its input; none if it is saved as it is.
     pub h: Option<Precision>,
-    /// What experts return, as it travels back. What arrives in blocks is dequantized before it is summed.
+    /// The experts' outputs, as they are sent back. Quantized rows are dequantized before they are summed.
     pub y_sent: Precision,
-    /// Gradients, as they travel.
+    /// Gradients, as they are sent.
     pub dy_sent: Precision,
-    /// Gradients that arrived: for dgrad, and for wgrad.
+    /// Received gradients: for dgrad, and for wgrad.
     pub dy: Conversion,
     /// The gradient of h: for dgrad, and for wgrad.
     pub dh: Conversion<Computed>,
     /// The second product's input for wgrad.
     pub wgrad_a: WgradA,
-    /// The gradient of their input, as it travels back.
+    /// The gradients of the experts' inputs, as they are sent back.
     pub dx_sent: Precision,
-    /// The tokens for wgrad, from what was kept.
+    /// The saved tokens, for wgrad.
     pub wgrad_x: Conversion,
 }
 
-/// Its weights, in the order of its products.
+/// The weights, in the order of the products.
 const GATE_UP: usize = 0;
 const DOWN: usize = 1;
 
@@ -136,7 +136,7 @@ impl ExpertPlan {
         const BACKWARD: [&str; 2] = ["swiglu_backward", "swiglu_backward+quantize"];
         steps.sent(LayerTensor::forward("x", token), &self.x_sent);
         steps.convert(&self.x);
-        // The kernel writes both before anything is made of a.
+        // The kernel writes both before `a` is converted.
         steps.written(FORWARD, &self.a);
         if let Some(h) = &self.h {
             steps.add(FORWARD[1], LayerTensor::forward("h", self.dh.tensor.size), steps.plain, h.into());
@@ -160,14 +160,14 @@ impl ExpertPlan {
                 steps.convert(a);
             }
         }
-        // Rows set out before the gradients of weights are computed, and are summed after that.
+        // Rows are sent before the weight gradients are computed, and summed after that.
         let dx = LayerTensor::backward("dx", row);
         steps.convert(&Conversion::sent(dx, steps.plain, &self.dx_sent));
         steps.convert(&self.wgrad_x);
         steps.summed(dx, &self.dx_sent);
     }
 
-    /// What its fused kernels leave to operations of their own, and why.
+    /// What its fused kernels leave to separate operations, and why.
     pub(super) fn unfused(&self) -> Vec<String> {
         let again = match &self.wgrad_a {
             WgradA::Again { a, .. } => Some(("swiglu_backward", a)),

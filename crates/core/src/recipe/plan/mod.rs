@@ -16,11 +16,11 @@
 //! layer makes them.
 //!
 //! Everything else that speaks of a layer's precisions reads its plan: `nibble recipe` prints it, `--cost` counts it, and `--trace`
-//! compares it with what a backend was asked for. `model_plan.rs` of `train` lays out the step's record and the histories of delayed
-//! scales by it.
+//! compares it with the operations that a backend received. `model_plan.rs` of `train` lays out the step's record and the histories of
+//! delayed scales by it.
 //!
-//! Two tests hold plans to what happens: `train/tests/numerics/recipe_plan` compares them with what a backend is asked for, and
-//! `train/tests/numerics/planned.rs` with the sites that a step counts and with what it saves, under random recipes and models.
+//! Two tests compare plans with what happens: `train/tests/numerics/recipe_plan` with the operations that a backend receives, and
+//! `train/tests/numerics/planned.rs` with the sites that a step counts and the tensors that it saves, under random recipes and models.
 
 mod change;
 mod compile;
@@ -45,16 +45,16 @@ use crate::{DType, Error, Result};
 use compile::Compiler;
 use steps::Steps;
 
-/// How products take a weight: the copies that are made of it once a step.
+/// The copies of a weight that products take, made once per step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct WeightPlan {
     /// For fprop.
     pub w: Precision,
     /// For dgrad.
     pub wt: Precision,
-    /// Whether that is decoded from fprop's, and to what: wherever a backward pass asks, once a micro-batch, and not kept beside the codes.
+    /// The type to which dgrad's copy is decoded from fprop's, if it is: per micro-batch, on demand, and not stored next to the codes.
     pub decoded: Option<DType>,
-    /// Whether that is the same in the other order, of one quantization.
+    /// Whether dgrad's copy is fprop's transposed, from one quantization.
     pub is_one: bool,
 }
 
@@ -68,37 +68,37 @@ impl WeightPlan {
 /// The conversions of a layer, by its kind.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Conversions {
-    /// Of a dense linear layer.
+    /// A dense linear layer.
     Linear(Box<LinearPlan>),
-    /// Of an expert layer.
+    /// An expert layer.
     Experts(Box<ExpertPlan>),
-    /// Of the head.
+    /// The output head.
     Head(Box<HeadPlan>),
-    /// A router converts nothing but its weight.
+    /// A router, which converts only its weight.
     Router,
 }
 
-/// What a layer does.
+/// The plan of a layer.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LayerPlan {
-    /// Which layer it is.
+    /// The layer.
     pub layer: Layer,
     /// The copies of its weights.
     pub weights: WeightPlan,
-    /// Weight by weight fprop, dgrad and wgrad.
+    /// fprop, dgrad and wgrad, weight by weight.
     pub products: Vec<ProductPlan>,
-    /// What becomes of its tensors.
+    /// The conversions of its tensors.
     pub conversions: Conversions,
-    /// What a forward pass keeps of the tensors that a section speaks of.
+    /// What a forward pass saves, among the tensors of a section.
     pub kept: Vec<Kept>,
-    /// Multiples of which groups of ragged rows begin at: 128 where any tensor has blocks, else 1.
+    /// Alignment of groups of ragged rows: 128 if any tensor has blocks, else 1.
     pub row_alignment: usize,
-    /// The type of everything between the products.
+    /// The type between products.
     pub activations: DType,
 }
 
 impl LayerPlan {
-    /// The plan of a layer of this section.
+    /// The plan of a layer with this section.
     pub fn new(section: &Section, layer: &Layer, activations: DType, passes: Passes) -> Self {
         let weights = if layer.kind == LayerKind::Expert { 2 } else { 1 };
         let of_weight = |weight| {
@@ -124,7 +124,7 @@ impl LayerPlan {
         }
     }
 
-    /// Of a dense linear layer.
+    /// The plan of a dense linear layer.
     ///
     /// # Errors
     /// [`Error::Defect`] for the plan of another kind of layer.
@@ -135,7 +135,7 @@ impl LayerPlan {
         }
     }
 
-    /// Of an expert layer.
+    /// The plan of an expert layer.
     ///
     /// # Errors
     /// As [`LayerPlan::linear`].
@@ -146,7 +146,7 @@ impl LayerPlan {
         }
     }
 
-    /// Of the head.
+    /// The plan of the output head.
     ///
     /// # Errors
     /// As [`LayerPlan::linear`].
@@ -157,8 +157,8 @@ impl LayerPlan {
         }
     }
 
-    /// Every change of representation of activations and gradients, in the order in which the layer makes them on one rank, with nothing made again
-    /// that is kept. Weights' copies are left out: they are made once a step.
+    /// Every change of representation of activations and gradients, in the order in which the layer makes them on one rank, if nothing that
+    /// is saved is recomputed. Copies of weights are left out: they are made once per step.
     pub fn steps(&self) -> Vec<Step> {
         let mut steps = Steps::new(self.activations);
         match &self.conversions {
@@ -178,7 +178,7 @@ impl LayerPlan {
         self.steps().into_iter().map(|step| step.change).collect()
     }
 
-    /// What its fused kernels leave to operations of their own, and why.
+    /// What its fused kernels leave to separate operations, and why.
     pub fn unfused(&self) -> Vec<String> {
         match &self.conversions {
             Conversions::Experts(plan) => plan.unfused(),

@@ -8,15 +8,15 @@ use nibble_formats::BlockAxis;
 /// One of the products of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProductPlan {
-    /// Which of the three.
+    /// fprop, dgrad or wgrad.
     pub product: Product,
-    /// Which of the layer's weights: an expert has two.
+    /// Index of the weight: an expert has two.
     pub weight: usize,
-    /// The sites that decide its operands.
+    /// The sites of its operands.
     pub sites: [Site; 2],
-    /// How they are stored.
+    /// The storage of its operands.
     pub operands: [Stored; 2],
-    /// What both have undergone along the contraction.
+    /// The transform of both operands, along the contraction.
     pub transform: Option<Transform>,
 }
 
@@ -31,7 +31,7 @@ impl ProductPlan {
     ) -> Self {
         let sites = operand_sites(kind, weight, product);
         let [a, b] = match (kind, product) {
-            // Its scores and their gradients are F32.
+            // The router's scores and their gradients are F32.
             (LayerKind::Router, Product::Fprop) => [Precision::plain(activations), section.at(Site::FpropW)],
             (LayerKind::Router, Product::Dgrad) => [Precision::plain(DType::F32), section.at(Site::FpropW)],
             (LayerKind::Router, Product::Wgrad) => [DType::F32, activations].map(Precision::plain),
@@ -60,7 +60,7 @@ fn stored(precision: &Precision, axis: BlockAxis) -> Stored {
     }
 }
 
-/// The sites of a product's operands; an expert's second product has others than its first.
+/// The sites of a product's operands; those of an expert's second product differ from its first.
 fn operand_sites(kind: LayerKind, weight: usize, product: Product) -> [Site; 2] {
     use Site::*;
     match (kind, product, weight) {

@@ -1,32 +1,32 @@
-//! How a tensor gets into the representations that a section asks for: the parts that a layer's plan is made of ([`super::LayerPlan`]).
+//! Routes of a tensor to the representations that a section asks for: the elements of a layer's plan ([`super::LayerPlan`]).
 //!
-//! SwiGLU's kernels of the expert layer write FP8 in blocks of 128 themselves. Any other format is left to a separate quantization, which
-//! reads SwiGLU's output in the type of activations: in BF16 that is half of the memory traffic of F32. Tensors with a transform, and
-//! those that are stochastically rounded, are left to a separate quantization too.
+//! SwiGLU's kernels of the expert layer write FP8 in blocks of 128 directly. Any other format is left to a separate quantization, which
+//! reads SwiGLU's output in the type of activations: in BF16 that is half of the memory traffic of F32. Tensors that are transformed or
+//! stochastically rounded are left to a separate quantization, too.
 //!
-//! Two cases are quantized from F32: delayed scales, and FP8 blocks of dh that dgrad and wgrad want made in different ways.
+//! Two cases are quantized from F32: delayed scales, and FP8 blocks of dh that dgrad and wgrad need quantized differently.
 
 use crate::ops::{Planes, Stored};
 use crate::recipe::{By, LayerKind, Precision, Section, Site};
 use crate::{DType, Result};
 use nibble_formats::{BlockAxis, Codec, LIFTED_BLOCK};
 
-/// How a tensor gets from the representation it is in to another.
+/// The route of a tensor from one representation to another.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Route {
-    /// It is in it already: the same buffers.
+    /// The same buffers: it already has the representation.
     Same,
-    /// To plain elements of a type: a block tensor is dequantized, a plain one cast unless it has the type.
+    /// To plain elements of a type: a block-scaled tensor is dequantized, a plain tensor is cast unless it has the type.
     Plain(DType),
     /// A plain tensor is quantized.
     Quantize(Precision),
-    /// Codes become other codes, without a plain tensor between.
+    /// Codes to other codes, without a plain tensor in between.
     Transcode(Precision),
-    /// A block tensor is dequantized, and quantized again with scales of its own.
+    /// A block-scaled tensor is dequantized, and quantized again with scales of its own.
     Requantize {
-        /// The plain type between.
+        /// The plain type in between.
         through: DType,
-        /// What it becomes.
+        /// The target.
         to: Precision,
     },
 }
@@ -37,7 +37,7 @@ impl Route {
         to.dtype().map_or(Self::Quantize(*to), Self::Plain)
     }
 
-    /// From what one site has to what another wants.
+    /// From the precision of one site to that of another.
     fn between(origin: &Precision, to: &Precision, activations: DType) -> Self {
         if to.same_bits(origin) && to.by == By::Transcode {
             return Self::Same;
@@ -49,7 +49,7 @@ impl Route {
         }
     }
 
-    /// What it leads to; none where the tensor stays as it is.
+    /// Its target; none if the tensor stays as it is.
     pub fn to(&self) -> Option<Precision> {
         match self {
             Self::Same => None,
@@ -58,12 +58,12 @@ impl Route {
         }
     }
 
-    /// Whether a scale is that of the whole tensor: of all rows that are there.
+    /// Whether the target has a tensor scale, over all rows.
     pub fn has_tensor_scale(&self) -> bool {
         self.to().is_some_and(|to| to.format.is_block() && to.format.scale_kind(to.scale).has_tensor_scale())
     }
 
-    /// What a kernel quantizes with that takes a plain tensor along this route by itself.
+    /// The codec of a kernel that takes a plain tensor along this route; none without a quantization.
     fn codec(&self) -> Result<Option<Codec>> {
         match self {
             Self::Quantize(to) => to.codec().map(Some),
@@ -72,14 +72,14 @@ impl Route {
     }
 }
 
-/// How one tensor gets into two representations: that of fprop or dgrad, and a second one.
+/// The routes of one tensor to two representations: that of fprop or dgrad, and a second one.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Pair {
-    /// One tensor is both.
+    /// One tensor serves as both.
     One(Route),
-    /// One read of a plain tensor makes rows and columns.
+    /// One read of a plain tensor writes rows and columns.
     OneRead(Precision),
-    /// Each by itself.
+    /// Two separate conversions.
     Two(Route, Route),
 }
 
@@ -95,7 +95,7 @@ impl Pair {
         }
     }
 
-    /// The first by itself.
+    /// The first route alone.
     pub const fn first(&self) -> Route {
         match self {
             Self::One(route) | Self::Two(route, _) => *route,
@@ -103,7 +103,7 @@ impl Pair {
         }
     }
 
-    /// The second by itself.
+    /// The second route alone.
     pub const fn second(&self) -> Route {
         match self {
             Self::One(route) | Self::Two(_, route) => *route,
@@ -111,7 +111,7 @@ impl Pair {
         }
     }
 
-    /// What a kernel quantizes with that makes both by itself, none for a second one that is the first.
+    /// The codecs of a kernel that makes both from a plain tensor; none for a second one that is the first.
     pub(super) fn codecs(&self) -> Result<[Option<Codec>; 2]> {
         Ok(match self {
             Self::One(route) => [route.codec()?, None],
@@ -121,36 +121,36 @@ impl Pair {
     }
 }
 
-/// How what a fused kernel computes gets into one representation or two.
+/// The output of a fused kernel, and its routes to one or two representations.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Computed {
-    /// The kernel writes it so.
+    /// The kernel writes the representation directly.
     Fused {
-        /// What it writes: plain, or blocks.
+        /// What it writes: plain, or block-scaled.
         to: Precision,
-        /// Of blocks, which planes.
+        /// For block formats: rows, columns or both.
         planes: Planes,
     },
-    /// The kernel writes plain elements, which are converted by themselves.
+    /// The kernel writes plain elements, which are converted by separate operations.
     Plain {
         /// What it writes.
         dtype: DType,
-        /// What is made of that.
+        /// The conversions.
         then: Pair,
-        /// Why the kernel does not do it.
+        /// Why the kernel does not convert.
         why: &'static str,
     },
 }
 
 impl Precision {
-    /// Whether the kernel that computes a tensor can write it in both forms, this one for fprop. It measures what it writes.
+    /// Whether the kernel that computes a tensor can write it in both forms, this one for fprop. It measures its own scales.
     fn fused_with(&self, kept: &Self) -> bool {
         let made_of_one = (self.same_bits(kept) && self.round == kept.round) || self.one_read(kept);
         self.delayed.is_none() && made_of_one
     }
 
-    /// Whether SwiGLU's kernels leave it to an operation of its own: blocks other than 128 FP8 codes under a scale. That operation reads
-    /// the type of activations, in BF16 half the bytes of the kernel's F32 values.
+    /// Whether SwiGLU's kernels leave it to a separate operation: all block formats but FP8 in blocks of 128. That operation reads the type
+    /// of activations, in BF16 half the bytes of the kernel's F32 values.
     fn is_left_by_swiglu(&self) -> bool {
         let stored = Stored { format: self.format, rule: self.scale, axis: self.axis };
         let is_written = stored.fp8().is_some() && self.format.spec().block == LIFTED_BLOCK;
@@ -159,7 +159,7 @@ impl Precision {
 }
 
 impl Section {
-    /// How the tensor of a site is made.
+    /// The route to the precision of a site.
     pub(super) fn route(&self, kind: LayerKind, site: Site, activations: DType) -> Route {
         let to = self.at(site);
         match self.origin(kind, site).site() {
@@ -168,7 +168,7 @@ impl Section {
         }
     }
 
-    /// The same for two sites that are made of one tensor.
+    /// The routes of two sites with the same source.
     pub(super) fn pair(&self, kind: LayerKind, [first, second]: [Site; 2], activations: DType) -> Pair {
         let origin = self.origin(kind, first).site().map(|site| self.at(site));
         match origin.is_some_and(|origin| origin.format.is_block()) {
@@ -180,29 +180,29 @@ impl Section {
         }
     }
 
-    /// In what form the second product's input is kept, if it is. `if_there`: also where the recipe does not say so, if the forward pass has it.
+    /// The form in which the second product's input is saved, if it is. `if_there`: also if only the forward pass has it, not the recipe.
     pub(super) fn second_a(&self, if_there: bool) -> Option<Precision> {
         let has_it = if_there && self.makes_both_of_a();
         self.kept_a().or(has_it.then_some(self.at(Site::WgradA)))
     }
 
-    /// Whether the forward pass has the very bits of the second product's input that wgrad takes.
+    /// Whether the forward pass has exactly the bits of the second product's input that wgrad takes.
     pub(super) fn makes_both_of_a(&self) -> bool {
-        // Where h is kept in another format, wgrad's is made of that.
+        // If h is saved in another format, wgrad's input is recomputed from that.
         let h_is_plain = !self.at(Site::SavedH).format.is_block();
         h_is_plain && self.at(Site::FpropA).fused_with(&self.at(Site::WgradA))
     }
 
-    /// SwiGLU's output for fprop, and as it is kept.
+    /// SwiGLU's output for fprop, and in the form to save.
     pub(super) fn a(&self, kept: Option<Precision>, activations: DType) -> Computed {
         let fprop = self.at(Site::FpropA);
         let then = kept.map_or(Pair::One(Route::of_plain(&fprop)), |kept| Pair::of_plain(&fprop, &kept));
         let apart = |dtype, why| Computed::Plain { dtype, then, why };
         match kept {
             _ if fprop.rht.is_some() => apart(activations, "fprop.a is transformed"),
-            // Such scales are for values as wide as the kernel has them.
+            // Delayed scales are for F32 values, as the kernel has them.
             _ if fprop.delayed.is_some() => apart(DType::F32, "fprop.a has a delayed scale"),
-            _ if fprop.draws() => apart(activations, "fprop.a is rounded at random"),
+            _ if fprop.draws() => apart(activations, "fprop.a is rounded stochastically"),
             _ if fprop.is_left_by_swiglu() => apart(activations, "fprop.a is not in FP8 blocks of 128"),
             Some(kept) if !fprop.fused_with(&kept) => apart(activations, "saved.a is not made as fprop.a is"),
             Some(kept) if fprop.one_read(&kept) => Computed::Fused { to: fprop, planes: Planes::Both },
@@ -210,14 +210,14 @@ impl Section {
         }
     }
 
-    /// The same made again in the backward pass, for wgrad.
+    /// SwiGLU's output, recomputed in the backward pass, for wgrad.
     pub(super) fn a_again(&self, activations: DType) -> Computed {
         let wgrad = self.at(Site::WgradA);
         let then = Pair::One(Route::of_plain(&wgrad));
         let (dtype, why) = match wgrad {
             Precision { rht: Some(_), .. } => (activations, "wgrad.a is transformed"),
             Precision { delayed: Some(_), .. } => (DType::F32, "wgrad.a has a delayed scale"),
-            _ if wgrad.draws() => (activations, "wgrad.a is rounded at random"),
+            _ if wgrad.draws() => (activations, "wgrad.a is rounded stochastically"),
             _ if wgrad.is_left_by_swiglu() => (activations, "wgrad.a is not in FP8 blocks of 128"),
             _ => return Computed::Fused { to: wgrad, planes: Planes::Cols },
         };
@@ -227,13 +227,13 @@ impl Section {
     /// The gradient of SwiGLU's input, for dgrad and for wgrad.
     pub(super) fn dh(&self, activations: DType) -> Computed {
         let (dgrad, wgrad) = (self.at(Site::DgradDh), self.at(Site::WgradDh));
-        // Scales of earlier steps are for values as wide as the kernel has them; so is what two kernels make of one tensor that one could make.
+        // Delayed scales are for F32 values, as the kernel has them. FP8 blocks of 128 that need two reads are quantized from F32, too.
         let apart = if !dgrad.format.is_block() && !wgrad.format.is_block() {
             None
         } else if dgrad.delayed.is_some() || wgrad.delayed.is_some() {
             Some((DType::F32, "dgrad.dh or wgrad.dh has a delayed scale"))
         } else if dgrad.draws() {
-            Some((activations, "dgrad.dh is rounded at random"))
+            Some((activations, "dgrad.dh is rounded stochastically"))
         } else if dgrad.rht.is_some() {
             Some((activations, "dgrad.dh is transformed"))
         } else if wgrad.rht.is_some() {

@@ -1,4 +1,4 @@
-//! A plan as the changes of representation that a backend sees of it, in their order.
+//! A plan as the sequence of changes of representation that a backend sees.
 
 use super::change::{Change, Form};
 use super::conversion::{Conversion, LayerTensor, TensorSize};
@@ -10,16 +10,16 @@ use crate::recipe::Precision;
 /// A change of representation that a layer makes.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Step {
-    /// What changes.
+    /// The change.
     pub change: Change,
-    /// What it is quantized to, where plain numbers are.
+    /// The precision, if it quantizes a plain tensor.
     pub quantized: Option<Precision>,
-    /// How large the tensor is.
+    /// The size of the tensor.
     pub size: TensorSize,
 }
 
 impl Conversion {
-    /// The changes that it takes.
+    /// The changes of this conversion.
     pub fn steps(&self) -> Vec<Step> {
         let mut steps = Steps { plain: self.from, made: Vec::new() };
         steps.convert(self);
@@ -27,9 +27,9 @@ impl Conversion {
     }
 }
 
-/// The changes of a layer so far.
+/// The changes of a layer, collected in order.
 pub(super) struct Steps {
-    /// Everything between the products.
+    /// The form between products.
     pub plain: Form,
     made: Vec<Step>,
 }
@@ -39,35 +39,35 @@ impl Steps {
         Self { plain: activations.into(), made: Vec::new() }
     }
 
-    /// All of them.
+    /// All changes.
     pub fn made(self) -> Vec<Step> {
         self.made
     }
 
-    /// One kernel makes all of them.
+    /// Attributes all changes to one kernel.
     pub fn in_one_kernel(&mut self, op: &'static str) {
         self.made.iter_mut().for_each(|step| step.change.op = op);
     }
 
-    /// A change that this operation makes.
+    /// Adds a change by this operation.
     pub fn add(&mut self, op: &'static str, tensor: LayerTensor, from: Form, to: Form) {
         let LayerTensor { name, pass, size } = tensor;
         self.made.push(Step { change: Change { pass, op, tensor: name, from, to }, quantized: None, size });
     }
 
-    /// What was added last makes these of plain numbers.
+    /// The last change quantizes a plain tensor to this precision.
     pub fn quantized(&mut self, to: &Precision) {
         if let Some(last) = self.made.last_mut() {
             last.quantized = Some(*to);
         }
     }
 
-    /// What is made of a tensor that is there.
+    /// Adds the conversion of a tensor that exists.
     pub fn convert(&mut self, conversion: &Conversion) {
         self.pair(conversion, conversion.from, &conversion.to);
     }
 
-    /// What is made of a tensor that a kernel has written plain.
+    /// Adds the conversion of a tensor that a kernel has written in a plain type.
     pub fn then(&mut self, conversion: &Conversion<Computed>) {
         if let Computed::Plain { dtype, then, .. } = &conversion.to {
             self.pair(conversion, (*dtype).into(), then);
@@ -108,7 +108,7 @@ impl Steps {
         }
     }
 
-    /// What a fused kernel writes, of what it reads. Plain from plain is no change.
+    /// Adds the output of a fused kernel. From plain to plain is no change.
     pub fn written(&mut self, [op, quantizing]: [&'static str; 2], of: &Conversion<Computed>) {
         let (to, precision) = match &of.to {
             Computed::Fused { to, planes: Planes::Both } if to.format.is_block() => {
@@ -128,13 +128,13 @@ impl Steps {
         }
     }
 
-    /// Rows of the tokens, as they travel.
+    /// Adds the dispatch of tokens' rows.
     pub fn sent(&mut self, tensor: LayerTensor, wire: &Precision) {
         self.convert(&Conversion::sent(tensor, self.plain, wire));
         self.add("dispatch+permute", tensor, wire.into(), wire.into());
     }
 
-    /// What becomes of rows that have travelled back.
+    /// Adds the combine of rows sent back.
     pub fn summed(&mut self, tensor: LayerTensor, wire: &Precision) {
         if wire.format.is_block() {
             self.add("dequantize", tensor, wire.into(), self.plain);

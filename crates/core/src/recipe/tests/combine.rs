@@ -1,8 +1,8 @@
-//! Rows on their way back from the experts.
+//! Precisions of combine.
 
 use super::*;
 
-/// Rows on their way back: as the activations are where nothing is written, in blocks of E4M3 codes, or refused.
+/// Combine: in the type of activations if nothing is written, in blocks of E4M3 codes, or refused.
 #[test]
 fn rows_come_back_plain_or_in_blocks_of_e4m3() {
     for name in Recipe::all_names() {
@@ -17,7 +17,7 @@ fn rows_come_back_plain_or_in_blocks_of_e4m3() {
     assert_eq!(written.expert, Recipe::builtin("bf16").unwrap().expert);
     let e = error("extends = \"bf16\"\n[expert]\ncombine.fwd = { format = \"f32\" }");
     assert!(e.contains("expert.combine.fwd") && e.contains("activations between products are bf16"), "{e}");
-    // What nobody has written follows the activations.
+    // Sites that are not written follow the activations.
     let keys = ["fprop.x", "fprop.w", "dgrad.dy", "wgrad.dy", "wgrad.x", "saved.x", "saved.h"];
     let lines = |keys: &[&str]| -> String {
         keys.iter().map(|key| format!("{key} = {{ format = \"f32\" }}\n")).collect()

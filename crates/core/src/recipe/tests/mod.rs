@@ -26,7 +26,7 @@ fn every_shipped_recipe_reads_and_prints() {
     );
 }
 
-/// What has no square tiles is not said to be in them, whatever the recipe or override.
+/// Formats without 2-D blocks are not printed with them, whatever the recipe or override.
 #[test]
 fn tiles_are_printed_of_formats_that_have_them() {
     let weights = |recipe: &Recipe| {
@@ -78,21 +78,21 @@ fn error(text: &str) -> String {
 
 #[test]
 fn impossible_recipes_fail_when_read() {
-    // Columns cannot be made from rows that have F32 scales.
+    // Rows with F32 scales cannot be transcoded to columns.
     let e = error("extends = \"fp8-block\"\n[expert]\nsaved.x = { format = \"e4m3\", scale = \"amax\" }");
     assert!(e.contains("one conversion"), "{e}");
     let text =
         "extends = \"mxfp4-hopper\"\n[linear]\nsaved.h = { format = \"mxfp4\", round = \"stochastic\" }";
     let e = error(text);
     assert!(e.contains("linear.saved.h") && e.contains("rounds to nearest"), "{e}");
-    // One half of a transformed product, as recipes were written before products had a transform.
+    // One half of a transformed product, in the syntax from before products had a transform.
     let e = error(
         "extends = \"fp8-block\"\n[linear]\nwgrad = { dy = { format = \"e4m3\", rht = 64 }, x = { format = \"e4m3\" } }",
     );
     assert!(e.contains("linear.wgrad.dy") && e.contains("the same"), "{e}");
 }
 
-/// Any two formats multiply, in each product; plain ones are as the activations between products.
+/// Any two formats multiply, in each product; plain operands have the type of activations.
 #[test]
 fn any_two_formats_may_be_operands() {
     for (a, b) in Format::ALL.into_iter().flat_map(|a| Format::ALL.map(|b| (a, b))) {
@@ -105,7 +105,7 @@ fn any_two_formats_may_be_operands() {
             let keys = format!("{left} = {{ format = \"{a}\" }}\n{right} = {{ format = \"{b}\" }}");
             let text = format!("extends = \"bf16\"\n[{}]\n{keys}", kind.name());
             let spec = |format: Format| format.spec();
-            // A scale for all tokens is not known to a head, which takes them in chunks.
+            // The head takes tokens in chunks, so it does not know a scale for all tokens.
             let of_all = kind == LayerKind::Head
                 && spec(a).default_rule().is_some_and(|rule| a.scale_kind(rule).has_tensor_scale());
             let fits = ![a, b].contains(&Format::F32) && !of_all;
@@ -114,7 +114,7 @@ fn any_two_formats_may_be_operands() {
     }
 }
 
-/// Unless a recipe says otherwise, elements are rounded as the format is defined, which for HiFloat4 the scale rule decides.
+/// Unless a recipe says otherwise, elements are rounded as the format is defined; for HiFloat4 the scale rule decides.
 #[test]
 fn the_rounding_is_the_formats_own() {
     let round = |of: &str| {
@@ -131,7 +131,7 @@ fn the_rounding_is_the_formats_own() {
     assert_eq!(round(", scale = \"cann\", round = \"nearest-away\""), Rounding::NearestAway);
 }
 
-/// What would be printed and change nothing.
+/// Keys that would be printed and change nothing.
 #[test]
 fn a_key_that_decides_nothing_is_refused_and_told_why() {
     let e4m3 = "{ format = \"e4m3\", scale = \"rceil\" }";
@@ -182,7 +182,7 @@ fn a_key_that_decides_nothing_is_refused_and_told_why() {
             ["expert.combine.fwd", "`axis`"],
         ),
         ("fp8-flow", "[linear]\nfprop.rht = { len = 64 }", ["linear.fprop.rht", "block = \"line\""]),
-        ("bf16", "[all]\nwgrad.rht = { len = 64 }", ["linear.wgrad.rht", "as they are quantized"]),
+        ("bf16", "[all]\nwgrad.rht = { len = 64 }", ["linear.wgrad.rht", "needs both operands quantized"]),
         ("fp8-flow", "[all]\nwgrad.rht = { len = 48 }", ["all.wgrad.rht", "16, 32, 64 or 128"]),
         ("fp8-flow", "[all]\nwgrad.rht = { len = 64, signs = \"often\" }", ["all.wgrad.rht", "a seed"]),
         ("fp8-flow", "[all]\nsaved.rht = { len = 64 }", ["all.saved.rht", "no key"]),
@@ -239,7 +239,7 @@ fn a_key_that_decides_nothing_is_refused_and_told_why() {
     }
 }
 
-/// The same decisions, the same recipe: what a tensor is made from follows from its place.
+/// The same decisions make the same recipe: a tensor's source follows from its site.
 #[test]
 fn what_is_made_from_the_saved_input_says_so() {
     let base = Recipe::builtin("mxfp4-hopper").unwrap();
@@ -335,7 +335,7 @@ fn the_head_is_plain_unless_a_recipe_says_otherwise() {
             (_, DType::Bf16) => Format::Bf16,
         };
         assert!(sites(&recipe).iter().all(|of| *of == format), "{name}");
-        // How a recipe prints is how a checkpoint knows it.
+        // A checkpoint compares recipes by how they print.
         assert_eq!(recipe.to_string().contains("[head]"), format == Format::E4m3, "{name}");
     }
     let [with, without] = ["mxfp4-hopper-head8", "mxfp4-hopper"].map(|name| Recipe::builtin(name).unwrap());
@@ -403,7 +403,7 @@ fn globs() {
     assert!(!glob("a*d", "abc") && !glob("a?c", "ac") && !glob("", "a"));
 }
 
-/// A recipe with E4M3 by tensor in every product, those keys aside that `change` writes.
+/// A recipe with E4M3 by tensor in every product, except for the keys in `change`.
 fn by_tensor(change: &str) -> Result<Recipe> {
     let plain = "{ format = \"e4m3-tensor\" }";
     let keys = ["fprop.x", "fprop.w", "dgrad.dy", "wgrad.dy", "wgrad.x"];
@@ -446,7 +446,7 @@ fn delayed_scales_read_print_and_read_again() {
     assert!(!Recipe::parse("mine", late).unwrap().is_delayed());
 }
 
-/// By name, and why.
+/// Refused by name, with the reason.
 #[test]
 fn delayed_scales_are_refused_where_nothing_could_follow_them() {
     let delayed = "{ format = \"e4m3-tensor\", scale = \"delayed\" }";
@@ -458,7 +458,7 @@ fn delayed_scales_are_refused_where_nothing_could_follow_them() {
         ),
         (
             "linear.fprop.w = { format = \"nvfp4\", scale = \"delayed\" }".to_owned(),
-            ["linear.fprop.w", "one scale a tensor"],
+            ["linear.fprop.w", "one scale per tensor"],
         ),
         (
             "linear.fprop.x = { format = \"bf16\", history = 4 }".to_owned(),
@@ -493,15 +493,15 @@ fn delayed_scales_are_refused_where_nothing_could_follow_them() {
             delayed.replace(" }", ", amax = \"latest\" }").replace("{ format", "linear.fprop.x = { format"),
             ["linear.fprop.x", "most_recent"],
         ),
-        (format!("expert.dispatch.fwd = {delayed}"), ["expert.dispatch.fwd", "rows that travel"]),
-        (format!("expert.dispatch.bwd = {delayed}"), ["expert.dispatch.bwd", "rows that travel"]),
+        (format!("expert.dispatch.fwd = {delayed}"), ["expert.dispatch.fwd", "dispatched rows"]),
+        (format!("expert.dispatch.bwd = {delayed}"), ["expert.dispatch.bwd", "dispatched rows"]),
         (format!("expert.saved.h = {delayed}"), ["expert.saved.h", "takes no delayed scale"]),
         (format!("linear.saved.h = {delayed}"), ["linear.saved.h", "takes no delayed scale"]),
         (
             format!("linear.dgrad.dy = {delayed}\nlinear.wgrad.dy = {other}"),
             ["linear.wgrad.dy", "one history"],
         ),
-        // Quantized from what is kept in BF16.
+        // Quantized from what is saved in BF16.
         (
             format!(
                 "linear.fprop.x = {delayed}\nlinear.saved.x = {{ format = \"bf16\" }}\nlinear.wgrad.x = {other}"
@@ -509,7 +509,7 @@ fn delayed_scales_are_refused_where_nothing_could_follow_them() {
             ["linear.wgrad.x", "fprop.x is delayed"],
         ),
         (format!("expert.fprop.a = {delayed}\nexpert.wgrad.a = {other}"), ["expert.wgrad.a", "one history"]),
-        // Made of what is measured, or of what has another scale.
+        // Quantized from a tensor with measured scales, or with other scales.
         (
             format!(
                 "linear.saved.x = {}\nlinear.wgrad.x = {}",
@@ -523,7 +523,7 @@ fn delayed_scales_are_refused_where_nothing_could_follow_them() {
                 "{ format = \"e4m3-tensor\" }",
                 delayed.replace(" }", ", by = \"requantize\" }")
             ),
-            ["linear.wgrad.x", "quantized again"],
+            ["linear.wgrad.x", "a requantized tensor"],
         ),
         (
             format!(
@@ -563,7 +563,7 @@ fn experts(recipe: &Recipe) -> LayerPlan {
     LayerPlan::new(&recipe.expert, &layer, recipe.activations, Passes::TRAINING)
 }
 
-/// Rows and columns quantized from a plain tensor are two casts; a flow free of casts makes columns of rows.
+/// Rows and columns quantized from a plain tensor are two casts; a flow free of casts transcodes rows to columns.
 #[test]
 fn casts_are_counted_by_quantization() {
     let casts = |name: &str| {
@@ -574,7 +574,7 @@ fn casts_are_counted_by_quantization() {
     assert_eq!(names.map(casts), [0, 2, 2, 4, 6]);
 }
 
-/// Each fused kernel that a choice loses is said with the choice; those of the recipes that ship lose none they need not.
+/// Each fused kernel that a choice loses is named with the choice; shipped recipes lose only those they must.
 #[test]
 fn fused_kernels_that_a_choice_loses_are_named() {
     let lost = |base: &str, line: &str| {
@@ -585,7 +585,7 @@ fn fused_kernels_that_a_choice_loses_are_named() {
     for (line, parts) in [
         (
             "dgrad.dh = { format = \"e4m3\", scale = \"rceil\", round = \"stochastic\" }",
-            ["swiglu_backward does not write dh", "dgrad.dh is rounded at random"],
+            ["swiglu_backward does not write dh", "dgrad.dh is rounded stochastically"],
         ),
         (
             "dgrad.dh = { format = \"e4m3\", scale = \"floor\" }",

@@ -1,4 +1,4 @@
-//! How scales are chosen, in files.
+//! Choices of scales, in files.
 
 use super::*;
 use nibble_formats::{Candidates, Correction, Headroom, Outer, ScaleRule, Scaling, Thresholds};
@@ -83,7 +83,7 @@ fn what_a_format_has_no_choice_of_is_refused_by_name() {
     }
 }
 
-/// What makes a correction unbiased must be there.
+/// A correction requires what makes it unbiased.
 #[test]
 fn corrections_want_fresh_signs() {
     let with = |rht: &str, more: &str| {
@@ -99,8 +99,8 @@ fn corrections_want_fresh_signs() {
     assert_eq!(p.scaling, Scaling { correction: Correction::MsEden, ..Scaling::default() });
     assert!(p.draws() && p.to_string().contains("tensor-amax ms-eden rht128 of each step"), "{p}");
     for (rht, more, told) in [
-        ("{ len = 128 }", "", "unbiased under signs of each step alone"),
-        ("\"none\"", "", "unbiased under signs of each step alone"),
+        ("{ len = 128 }", "", "unbiased only if the signs change in each step"),
+        ("\"none\"", "", "unbiased only if the signs change in each step"),
         (step, ", round = \"stochastic\"", "values are rounded to nearest even"),
         (step, ", candidates = \"4/6-mse\"", "a corrected block has one scale"),
         (step, ", outer = \"none\"", "`correction`"),
@@ -130,7 +130,7 @@ fn quartet_2_multiplies_four_bits_everywhere() {
     }
 }
 
-/// Scales decide the bits, so that what differs in them is made by itself; a conversion chooses none.
+/// Scales change the bits, so tensors with different scales are quantized separately; a transcode chooses no scales.
 #[test]
 fn scales_tell_representations_apart() {
     let (plain, roomy) = (dy("").unwrap(), dy(", headroom = 1.0625").unwrap());

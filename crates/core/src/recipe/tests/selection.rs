@@ -1,8 +1,8 @@
-//! For which layers and steps an override is.
+//! Layers and steps of an override.
 
 use super::*;
 
-/// Ten decoder layers with attention, a router and experts; and the head, tied or not.
+/// Ten decoder layers with attention, a router and experts; and a head, tied or not.
 fn layers(head: &str) -> Vec<Layer> {
     let of_block = |block: usize| {
         [
@@ -29,7 +29,7 @@ fn recipe(lines: &str) -> Recipe {
 
 const RUN: RunSize = RunSize { decoder_layers: 10, steps: 100 };
 
-/// The layers whose precisions the override changes, as `9.experts`.
+/// The layers whose precisions the override changes, such as `9.experts`.
 fn meant(lines: &str) -> Vec<String> {
     let recipe = recipe(lines).in_run(RUN);
     let layers = layers("lm_head");
@@ -53,7 +53,7 @@ fn places_are_counted_from_either_end() {
         ("last:4", 6..10),
         ("first:10", 0..10),
         ("last:100%", 0..10),
-        // Rounded up to whole layers; exact where the percentage is.
+        // Rounded up to whole layers, unless the percentage gives a whole number.
         ("last:15%", 8..10),
         ("first:10%", 0..1),
         ("first:0.01%", 0..1),
@@ -88,7 +88,7 @@ fn kinds_are_the_parts_of_names() {
     assert_eq!(meant("layers = \"last:1\"\nkinds = \"self_attn\""), ["9.q_proj", "9.o_proj"]);
     assert_eq!(meant("layers = \"last:1\"\nkinds = \"mlp\""), ["9.gate", "9.experts", "9.down_proj"]);
     assert_eq!(meant("layers = \"*.3.*\"\nkinds = \"shared_expert\""), ["3.down_proj"]);
-    // A tied head has the embedding's name, and is a head nevertheless.
+    // A tied head has the name of the embedding, but is still a head.
     let tied = layers("model.embed_tokens");
     assert!(recipe("kinds = \"lm_head\"").sections(&tied).is_ok());
 }
@@ -126,7 +126,7 @@ fn what_reaches_nothing_is_refused_by_its_key() {
     }
 }
 
-/// What is counted from an end, or in steps, decides nothing where no run is known: that is an error, not a silence.
+/// Layers counted from an end, and step numbers, are errors without a known run.
 #[test]
 fn selections_of_a_run_are_refused_where_none_is_known() {
     for (lines, part) in [
@@ -140,7 +140,7 @@ fn selections_of_a_run_are_refused_where_none_is_known() {
     }
 }
 
-/// A step's number is its progress to the bit, whatever the number of steps.
+/// The progress of a numbered step is exact, whatever the number of steps.
 #[test]
 fn numbers_of_steps_are_those_of_the_run() {
     for steps in [1u64, 3, 7, 50, 51, 100, 1_000] {
@@ -149,7 +149,7 @@ fn numbers_of_steps_are_those_of_the_run() {
             let progress = step as f64 / steps as f64;
             let section = recipe.section(LayerKind::Linear, "model.layers.0.self_attn.q_proj", progress);
             let is_changed = section.at(Site::FpropX).format == Format::E4m3;
-            // After the last step precisions are those of the last.
+            // After the last step, precisions stay those of the last step.
             let expected = (2..50).contains(&step.min(steps - 1));
             assert_eq!(is_changed, expected, "step {step} of {steps}");
         }
@@ -159,7 +159,7 @@ fn numbers_of_steps_are_those_of_the_run() {
     assert_eq!(recipe("steps = \"500.. steps\"").in_run(RUN).stretches(), [(0.0, 1.0)], "behind the end");
 }
 
-/// As written, so that a stored recipe means the same in a run that goes on for longer.
+/// Written as read, so that a stored recipe means the same in a run that continues for longer.
 #[test]
 fn selections_are_written_as_they_were_read() {
     let lines =
@@ -176,7 +176,7 @@ fn selections_are_written_as_they_were_read() {
     );
 }
 
-/// A recipe may be for models with these layers and without. Where there are some, they must have what it sets.
+/// An optional override accepts models without its layers. If a model has some, they must have what it sets.
 #[test]
 fn an_optional_override_need_not_match() {
     let layers = layers("lm_head");

@@ -7,7 +7,7 @@ fn read(text: &str) -> Recipe {
     Recipe::parse("mine", text).unwrap_or_else(|e| panic!("{text}: {e}"))
 }
 
-/// E4M3 in all products under F32 scales, with line blocks of weights, and more of dense layers.
+/// E4M3 in all products with F32 scales and weight blocks along rows, plus `more` for dense layers.
 fn lines(more: &str) -> Recipe {
     let line = "{ format = \"e4m3\", scale = \"amax\", block = \"line\" }";
     read(&format!("extends = \"fp8-block\"\n[linear]\nfprop.w = {line}\n{more}"))
@@ -27,7 +27,7 @@ fn a_transform_is_of_both_operands_of_its_product_and_of_no_other() {
     assert!(printed.contains("rht32 of each step") && printed.contains("rht16 of seed 9"), "{printed}");
 }
 
-/// What is kept by columns as wgrad takes it is kept transformed; what wgrad quantizes again is not.
+/// Columns saved in the form that wgrad takes are saved transformed; a tensor that wgrad quantizes again is not.
 #[test]
 fn what_is_kept_as_wgrad_takes_it_is_kept_transformed() {
     let kept = |more: &str| {
@@ -41,7 +41,7 @@ fn what_is_kept_as_wgrad_takes_it_is_kept_transformed() {
     ));
 }
 
-/// Older recipes say it of each operand, and of what is kept.
+/// Older recipes write the transform per operand and per saved tensor.
 #[test]
 fn a_transform_said_of_operands_is_that_of_their_product() {
     let e4m3 = |more: &str| format!("{{ format = \"e4m3\", scale = \"amax\"{more} }}");
@@ -75,7 +75,7 @@ fn a_weight_is_one_unless_a_recipe_says_otherwise() {
     assert_eq!(lines("").linear.at(Site::DgradW).axis, BlockAxis::Row);
     let other = read("extends = \"fp8-block\"\n[linear]\ndgrad.w = { format = \"e4m3\", scale = \"rceil\" }");
     assert!(!other.linear.has_one_weight() && other.expert.has_one_weight());
-    // Square blocks of dgrad's own, of which the lines of fprop's are not made.
+    // 2-D blocks for dgrad, which are not made from fprop's row blocks.
     let square = lines("dgrad.w = { format = \"e4m3\", scale = \"amax\", block = \"square\" }");
     assert_eq!(square.linear.at(Site::DgradW).axis, BlockAxis::Tile);
     let again =
@@ -95,7 +95,7 @@ fn one_table_says_the_same_of_dense_layers_and_experts_and_each_may_differ() {
     assert!(e.contains("all.dispatch.fwd") && e.contains("only experts"), "{e}");
 }
 
-/// A transform is said of a product or of its operands, not of both.
+/// A transform is written for a product or for its operands, not for both.
 #[test]
 fn what_an_operand_says_beside_its_product_is_refused() {
     let kept = "saved.x = { format = \"e4m3\", axis = \"col\", rht = 64 }";
@@ -104,7 +104,7 @@ fn what_an_operand_says_beside_its_product_is_refused() {
     assert!(e.contains("linear.saved.x") && e.contains("`rht` decides nothing beside wgrad.rht"), "{e}");
 }
 
-/// Lines of a weight under one scale for the tensor are for what runs along them: a transform, or bits that are drawn twice.
+/// Row blocks of a weight with one tensor scale need a reason: a transform, or stochastic rounding.
 #[test]
 fn lines_under_one_scale_of_the_tensor_are_refused() {
     let of = |more: &str| {

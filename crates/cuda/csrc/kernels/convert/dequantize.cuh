@@ -1,12 +1,12 @@
-// Blocks of kBlock with scales -> BF16 or F32 [rows][cols]: f32(code · scale), for BF16 rounded again. Codes of four bits are E2M1, of eight
-// E4M3 or, if `scales.is_e5m2`, E5M2, whose NaNs and infinities come out as such; a NaN scale makes its block NaN.
-// kAligned: every row and line starts on 16 bytes in codes and out (four bits: on 8 and 16).
+// Blocks of kBlock with scales -> BF16 or F32 [rows][cols]: f32(code · scale), rounded again for BF16. Four-bit codes are E2M1, eight-bit
+// codes are E4M3 or, if `scales.is_e5m2`, E5M2, whose NaNs and infinities are preserved; a NaN scale makes its block NaN. kAligned: every
+// row and line is 16-byte aligned in codes and out (four bits: 8 and 16 bytes).
 //
-// dequantize_rows<kBits, kBlock, Out, kAligned>: codes [rows][cols], a scale for each block of a row, or for each square tile.
-//   256 threads; a warp takes a segment of 1024 columns at a time; segments = ceil(cols / 1024), and `by_segments` divides by it.
-//   Any grid, best ceil(rows · segments / 8) but at most 128 CTAs a multiprocessor. Blocks of rows with cols a multiple of the
-//   block may be passed as one row, if they are less than 2^30 numbers.
-// dequantize_cols<kBits, kBlock, Out, kAligned>: codes [cols][rows], a scale for each block of a column.
+// dequantize_rows<kBits, kBlock, Out, kAligned>: codes [rows][cols], one scale per block of a row, or per 2-D block.
+//   256 threads; a warp takes a segment of 1024 columns at a time; segments = ceil(cols / 1024), and `by_segments` divides by it. Any grid,
+//   best ceil(rows · segments / 8) but at most 128 CTAs per SM. Rows with cols a multiple of the block may be passed as one row, if they
+//   are less than 2^30 values.
+// dequantize_cols<kBits, kBlock, Out, kAligned>: codes [cols][rows], one scale per block of a column.
 //   256 threads; grid ceil(cols / 128) · ceil(rows / 128); `band` as in TilePlace.
 //
 // Measured on an H200 (share of the larger of (read + written) / 4288 GB/s and written / fill rate; 32768 x 7168, and 4096 x 7168):
@@ -25,14 +25,14 @@
 
 namespace nib {
 
-/// A plane of scales, and what its codes are; `DecodeArg` of the launch.
+/// The scale buffer, and the format of the codes; `DecodeArg` of the launch.
 struct DecodeArg {
     u32 is_f32;  // else E8M0 bytes
     u32 is_e5m2;
     // Blocks down the columns: scales from one line to the next, and from one block of a line to the next.
     u32 line_stride;
     u32 block_stride;
-    // Square tiles: lines that share a scale (1 for blocks of rows), lines of one matrix, and how many scales it has down them.
+    // 2-D blocks: lines that share a scale (1 for blocks of rows), lines of one matrix, and how many scales it has down them.
     u32 tile_lines;
     u32 matrix_lines;
     u32 matrix_tiles;
@@ -41,7 +41,7 @@ struct DecodeArg {
         return is_f32 ? __ldg(static_cast<const float*>(scales) + i) : e8m0_decode(__ldg(static_cast<const u8*>(scales) + i));
     }
 
-    /// Which line of scales belongs to this line of codes.
+    /// The line of scales for this line of codes.
     __device__ __forceinline__ u32 scale_line(u32 line) const {
         if (tile_lines == 1) return line;
         const u32 matrix = line / matrix_lines;
@@ -49,7 +49,7 @@ struct DecodeArg {
     }
 };
 
-/// Eight E2M1 codes as E5M2 codes of the same numbers, which are the upper bytes of F16.
+/// Eight E2M1 codes as E5M2 codes of the same values, which are the upper bytes of F16.
 __device__ __forceinline__ uint2 e5m2_from_e2m1(u32 eight) {
     // The codes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6. A code without its sign picks one.
     constexpr u32 kSmall = 0x3E3C3800, kLarge = 0x46444240;
@@ -58,7 +58,7 @@ __device__ __forceinline__ uint2 e5m2_from_e2m1(u32 eight) {
     return {low | (__byte_perm(even_signs, eight, 0x5140) & 0x80808080), high | (__byte_perm(even_signs, eight, 0x7362) & 0x80808080)};
 }
 
-/// Values of four FP8 codes, by way of F16, which contains both formats.
+/// Values of four FP8 codes, through F16, which contains both formats.
 __device__ __forceinline__ void decode_four(u32 four, bool is_e5m2, float (&value)[4]) {
     const u32 low = is_e5m2 ? __byte_perm(four, 0, 0x1404) : ptx::f16x2_from_e4m3x2(ptx::low_u16(four));
     const u32 high = is_e5m2 ? __byte_perm(four, 0, 0x3424) : ptx::f16x2_from_e4m3x2(ptx::high_u16(four));
@@ -69,7 +69,7 @@ __device__ __forceinline__ void decode_four(u32 four, bool is_e5m2, float (&valu
     value[3] = b.y;
 }
 
-/// Stores sixteen bytes of numbers, of which `left` exist.
+/// Stores sixteen bytes of values, of which `left` exist.
 template <class Out, bool kAligned>
 __device__ __forceinline__ void store_numbers(u8* to, int left, const float (&x)[16 / Out::kBytes]) {
     constexpr int kNumbers = 16 / Out::kBytes;
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(256)
     }
 }
 
-/// Sixteen codes of a line, of which `left` exist, a byte each; those of four bits as E5M2.
+/// Sixteen codes of a line, of which `left` exist, one byte each; four-bit codes as E5M2.
 template <int kBits, bool kAligned>
 __device__ __forceinline__ uint4 load_codes(const u8* from, int left) {
     if constexpr (kBits == 4) {
@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(256, !kAligned ? 3 : kBits == 4 ? 5 : 4)
     const u64 line_bytes = u64(rows) * kBits / 8;
     const int blocks = ceil_div(rows, kBlock);
 
-    // Everything is fetched before anything is stored. Sixteen codes of a column at a time.
+    // All loads come before the first store. Sixteen codes of a column at a time.
     constexpr int kScales = ceil_div(kTile * kBlocks, 256);
     float fetched[kScales];
 #pragma unroll
@@ -208,8 +208,8 @@ __global__ void __launch_bounds__(256, !kAligned ? 3 : kBits == 4 ? 5 : 4)
     }
     __syncthreads();
 
-    // Each thread transposes eight rows of eight columns in registers. For F32 these are twice four columns, so that
-    // neighbouring threads store side by side.
+    // Each thread transposes eight rows of eight columns in registers. For F32 these are two groups of four columns, so
+    // that adjacent threads store adjacent bytes.
     const int lane = threadIdx.x % 32, octet = threadIdx.x / 32 * 2 + lane / 16, chunk = lane % 16;
     const auto first = [&](int half) { return Out::kBytes == 2 ? chunk * 8 + half * 4 : half * (kTile / 2) + chunk * 4; };
     u32 row[2][8];

@@ -1,8 +1,8 @@
-// Blocks of any format with their scales -> BF16 or F32 [rows][cols]: f32(code · scales), times the tensor's scale of its row, rounded again,
-// where `tensor_scale` is given; for BF16 rounded once more.
+// Blocks of any format with their scales -> BF16 or F32 [rows][cols]: f32(code · scales), times the tensor's scale of its row, rounded
+// again, if `tensor_scale` is given; for BF16 rounded once more.
 //
 // dequantize_units<F, Out, kDown>: 256 threads; sizeof(DecodedShared<F, Out, kAcross>) dynamic shared memory, kAcross = kDown ? 2 : 16.
-//   Along the rows, or square tiles: codes [rows][cols]; grid ceil(rows / 16) * ceil(cols / 1024).
+//   Along the rows, or 2-D blocks: codes [rows][cols]; grid ceil(rows / 16) * ceil(cols / 1024).
 //   kDown: codes [cols][rows]; grid ceil(rows / 128) * ceil(cols / 128).
 #pragma once
 #include "pieces/convert/unit_decoder.cuh"
@@ -16,7 +16,7 @@ struct DecodedArg {
     RecordPlane records;
     const float* tensor_scale;  // of each row, or null
     int rows, cols;
-    // Square tiles: lines that share a record (1 for blocks of lines), lines of one matrix, and how many records it has down them.
+    // 2-D blocks: lines that share a record (1 for blocks of lines), lines of one matrix, and how many records it has down them.
     int tile_lines, matrix_lines, matrix_tiles;
     u32 codes_aligned, out_aligned, pad;
 

@@ -1,11 +1,11 @@
-// The random Hadamard transform of a matrix, to F32: for quantizations whose kernel does not do it as it reads.
+// The random Hadamard transform of a matrix, to F32: for quantization kernels that do not transform as they read.
 //
-// out[out_rows][cols] = the transform of x [rows][cols]. row_id as in quantize.cuh: rows that do not count read as zero.
+// out[out_rows][cols] = the transform of x [rows][cols]. row_id as in quantize.cuh: padding rows read as zero.
 //
-// hadamard_rows<In>: along the rows; cols is a multiple of hadamard.len, out_rows = rows. 256 threads; grid
-//   ceil(rows * ceil(cols / 256) / 8), where `by_segments` divides by segments = ceil(cols / 256).
-// hadamard_cols<In>: down the columns of x [transform.rows][cols]; out_rows is a multiple of the length. 256 threads; grid
-//   ceil(cols / 128) * ceil(out_rows / 128).
+// hadamard_rows<In>: along the rows; cols is a multiple of hadamard.len, out_rows = rows.
+//   256 threads; grid ceil(rows * ceil(cols / 256) / 8), where `by_segments` divides by segments = ceil(cols / 256).
+// hadamard_cols<In>: down the columns of x [transform.rows][cols]; out_rows is a multiple of the length.
+//   256 threads; grid ceil(cols / 128) * ceil(out_rows / 128).
 #pragma once
 #include "math/reduce.cuh"
 #include "pieces/convert/transformed_columns.cuh"

@@ -1,12 +1,12 @@
 // MXFP4 rows -> E4M3 columns on the codes alone; all scales are E8M0 bytes. The twin of crates/formats/src/lift.rs.
 //
-// row_id[rows] (null: every row counts): negative marks padding, whose output is zero. counts[3] (null: not wanted) +=
-// blocks of the source with a non-zero code, of those with a code that changed its value, blocks with a NaN.
+// row_id[rows] (null: all rows are valid): negative ids mark padding, whose output is zero. counts[3] (null: not wanted) += source blocks
+// with a non-zero code, source blocks with a code whose value changed, blocks with a NaN.
 //
 // lift_cols<kWhole, kPanels>: codes [rows][cols / 2], scales [rows][cols / 32] -> codes [cols][capacity], scales
-//   [capacity / 128][scale_stride]; capacity % 128 == 0, cols % 32 == 0; kWhole: cols % 128 == 0. 128 · kPanels threads; a CTA for each
-//   kPanels · 128 columns of each `depth` strips of 128 rows, depth at most kMostDepth. sizeof(TurnShared<64, 4, kPanels>) dynamic shared
-//   memory. Planes start on 16 bytes; scale_stride, at least cols, is a multiple of 2.
+//   [capacity / 128][scale_stride]; capacity % 128 == 0, cols % 32 == 0; kWhole: cols % 128 == 0.
+//   128 · kPanels threads; one CTA for each kPanels · 128 columns of each `depth` strips of 128 rows, depth at most kMostDepth.
+//   sizeof(TurnShared<64, 4, kPanels>) dynamic shared memory. Buffers are 16-byte aligned; scale_stride, at least cols, is a multiple of 2.
 //
 // Measured on an H200 (share of (read + written) / 4249 GB/s): 32768 x 7168 85 %; 24576 x 5120 83 %; 32768 x 2048 79 %; 24576 x 2048
 //   75 %; 4096 x 7168 64 %; one to four points more without an allocation in the window.
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kTile * kPanels, 8 / kPanels)
     any |= __shfl_xor_sync(kAllLanes, any, 1);
     if (!me.odd && present) tally.non_zero += __popc(any);
     if (__any_sync(kAllLanes, rare)) {
-        // Rows with a NaN, or whose scale is far below the largest, are done again through the table. Zeros are right
+        // Rows with a NaN, or whose scale is far below the largest, are recomputed through the table. Zeros are right
         // already.
         u32 inexact = 0;
 #pragma unroll 1

@@ -1,12 +1,13 @@
-// Blocks along lines under powers of two, of an element that E4M3 holds -> E4M3 under a power of two for 128, or 128 x 128; nearest-even where it does not hold
-// the value. The twin of crates/formats/src/lift.rs. For products: of rows, and of the lines that a column plane stores. lift_rows.cuh counts as
-// well, and passes over padding.
+// Blocks along lines with power-of-two scales, of an element that E4M3 contains -> E4M3 with one power-of-two scale per 128 values, or per
+// 128 x 128; nearest-even where E4M3 cannot represent the value. The twin of crates/formats/src/lift.rs. For products: rows, and the lines
+// that column codes are stored in. lift_rows.cuh also counts, and skips padding.
 //
-// lift_lines<F, kWhole, kSquares>: codes [matrices * n][code_bytes(len)] -> out [matrices * n][len]; from, to: the records of a line's blocks, either
-//   those of a line or those of a block side by side. kSquares: 128 lines of a matrix share a scale in `to`, which has lines of ceil(len / 128) of them,
-//   ceil(n / 128) a matrix. kWhole: len % 16 == 0, and planes start on 16 bytes. 256 threads; grid matrices * ceil(n / 32) * ceil(len / 512), a CTA
-//   takes 32 lines of 512 values: so the bytes of a sector of scales are read together in either layout. A thread takes 16 neighbours of a line, 128
-//   further each time. For squares each CTA reads the scales of all 128 lines, which four CTAs share.
+// lift_lines<F, kWhole, kSquares>: codes [matrices * n][code_bytes(len)] -> out [matrices * n][len]; from, to: the scale records,
+//   contiguous either along a line or across lines. kSquares: 128 lines of a matrix share a scale in `to`, which has ceil(n / 128) lines
+//   per matrix of ceil(len / 128) scales. kWhole: len % 16 == 0, and buffers are 16-byte aligned.
+//   256 threads; grid matrices * ceil(n / 32) * ceil(len / 512). A CTA takes 32 lines of 512 values, so that the bytes of a sector of
+//   scales are read together in either layout. A thread takes 16 adjacent values of a line, then the 16 values 128 further, and so on. With
+//   kSquares each CTA reads the scales of all 128 lines, which four CTAs share.
 #pragma once
 #include "pieces/convert/lift.cuh"
 #include "pieces/convert/units.cuh"
@@ -17,7 +18,7 @@ namespace nib {
 
 constexpr int kLiftedLines = 32, kLiftedCols = 512, kLifted = 128, kLiftedTargets = kLiftedCols / kLifted;
 
-/// Octaves by which a lifted scale lies below the largest source scale: the largest number still fits.
+/// Octaves by which a lifted scale is below the largest source scale: the largest value still fits.
 template <class E>
 __host__ __device__ constexpr int lift_headroom() {
     int octaves = 0;
@@ -25,7 +26,7 @@ __host__ __device__ constexpr int lift_headroom() {
     return octaves;
 }
 
-/// One above the largest of four scales; 0 where there is none. A NaN is never the largest.
+/// One above the largest of four scales; 0 if there is none. A NaN is never the largest.
 __device__ __forceinline__ u32 above_largest(u32 four) {
     const u32 two = ptx::max_u16x2(above_nan_x2(four), above_nan_x2(four >> 8));
     return max(two & 0xFFFF, two >> 16);
@@ -37,7 +38,7 @@ __device__ __forceinline__ int lifted_scale(u32 above_largest) {
     return max(int(above_largest) - 1 - lift_headroom<E>(), 0);
 }
 
-/// Four records of a line from `block` on, NaNs where there are none.
+/// Four records of a line from `block` on, NaNs past the end.
 __device__ __forceinline__ u32 four_records(const RecordPlane& from, int line, int block, int blocks) {
     u32 four = 0xFFFFFFFF;
 #pragma unroll
@@ -53,7 +54,7 @@ __device__ __forceinline__ uint4 lift_sixteen(const u32 (&words)[E::kBits / 2], 
         return BlockLift(source, target).sixteen(words[0], words[1]);
     } else {
         if (source == kScaleNan) return {0x7F7F7F7F, 0x7F7F7F7F, 0x7F7F7F7F, 0x7F7F7F7F};
-        // Past the farthest nothing differs any more: every number has vanished.
+        // At kLiftFar every value has underflowed, so larger distances make no difference.
         const float factor = __uint_as_float(u32(127 + max(int(source) - target, -kLiftFar)) << 23);
         float value[16];
         E::decode(words, value);
@@ -103,7 +104,7 @@ __global__ void __launch_bounds__(256) lift_lines(const u8* __restrict__ codes, 
                 if (at + i < line_bytes) words[t][i / 4] |= u32(__ldg(in + i)) << (i % 4 * 8);
         }
     }
-    // Neighbouring threads take neighbouring bytes.
+    // Adjacent threads take adjacent bytes.
     const bool by_line = from.block_stride == 1;
 #pragma unroll
     for (int i = threadIdx.x; i < kLiftedLines * kRecords; i += 256) {
@@ -115,7 +116,7 @@ __global__ void __launch_bounds__(256) lift_lines(const u8* __restrict__ codes, 
     __syncthreads();
 
     if constexpr (kSquares) {
-        // A thread has half a line's records: those of two squares.
+        // A thread has half a line's records: those of two 2-D blocks.
         const int l = matrix * n + in_matrix / kLifted * kLifted + int(threadIdx.x / 2), half = threadIdx.x % 2;
 #pragma unroll
         for (int t = 0; t < kLiftedTargets; ++t) {

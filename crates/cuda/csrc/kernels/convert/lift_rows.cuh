@@ -1,16 +1,16 @@
 // MXFP4 rows -> E4M3 rows on the codes alone; all scales are E8M0 bytes. The twin of crates/formats/src/lift.rs.
 //
-// row_id[rows] (null: every row counts): negative marks padding, which is neither read nor written. counts[3] (null: not wanted) +=
-// blocks of the source with a non-zero code, of those with a code that changed its value, blocks with a NaN.
+// row_id[rows] (null: all rows are valid): negative ids mark padding, which is neither read nor written. counts[3] (null: not wanted) +=
+// source blocks with a non-zero code, source blocks with a code whose value changed, blocks with a NaN.
 //
-// lift_rows<kWhole, kChunks>: codes [rows][cols / 2] -> [rows][cols], scales [rows][cols / 32] -> [rows][ceil(cols / 128)];
-//   cols % 32 == 0; kWhole: cols % 128 == 0. 128 threads; a warp takes a segment of kChunks · 512 columns at a time, and fetches the next one
-//   before it is done with the first; the grid is that of row_tasks.cuh. Where every row counts and cols % 128 == 0, the launch may
-//   pass all of x, if that is less than 2^30 numbers, as one row. Planes start on 16 bytes.
+// lift_rows<kWhole, kChunks>: codes [rows][cols / 2] -> [rows][cols], scales [rows][cols / 32] -> [rows][ceil(cols / 128)]; cols % 32 == 0;
+//   kWhole: cols % 128 == 0. 128 threads; a warp takes a segment of kChunks · 512 columns at a time, and prefetches its next segment; the
+//   grid is that of row_tasks.cuh. If all rows are valid and cols % 128 == 0, the launch may pass all of x, if that is less than 2^30
+//   values, as one row. Buffers are 16-byte aligned.
 //
 // Measured on an H200 (share of the larger of (read + written) / 4252 GB/s and written / fill rate): 32768 x 7168 92 %, 24576 x 2048 80 %,
-// 4096 x 7168 71 %. A kernel that only copies eight bytes to sixteen: 94, - and 80 %. The next segment fetched ahead gains where there
-// is padding; one segment a warp is best where there is none.
+// 4096 x 7168 71 %. A kernel that only copies eight bytes to sixteen: 94, - and 80 %. Prefetching the next segment gains where there
+// is padding; one segment per warp is best where there is none.
 #pragma once
 #include "math/reduce.cuh"
 #include "pieces/convert/lift.cuh"
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kLiftThreads, kChunks == 8 ? 6 : 8)
             ptx::store_16(out + to.at + chunk * kLiftChunkCols,
                           {lift_four<false>(in.x, magnitudes, signs), lift_four<true>(in.x, magnitudes, signs),
                            lift_four<false>(in.y, magnitudes, signs), lift_four<true>(in.y, magnitudes, signs)});
-        // Two lanes share a block: of each pair of bits the lower one is counted.
+        // Two lanes share a block: the lower bit of each pair is counted.
         const u32 non_zero = __ballot_sync(kAllLanes, ((in.x | in.y) & E2m1::kMagnitudes) != 0);
         tally.non_zero += __popc((non_zero | non_zero >> 1) & 0x55555555);
     };
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kLiftThreads, kChunks == 8 ? 6 : 8)
                 store(to, i, now.codes[i], {kLiftLow + (rise & 0xFFFFFF00), kLiftHigh + rise}, 0x80808080);
             }
         } else {
-            // Through the table. This is rare, so the code is short and reads the codes again.
+            // Rare path through the table: the code is short and reads the codes again.
 #pragma unroll 1
             for (int i = 0; i < kChunks; ++i) {
                 uint2 in = {0, 0};

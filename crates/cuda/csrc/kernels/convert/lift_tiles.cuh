@@ -1,18 +1,17 @@
-// MXFP4 rows -> E4M3 in squares of 128 x 128 under one scale, as they stand and transposed: the two planes of a weight, on the codes
-// alone; all scales are E8M0 bytes. The twin of crates/formats/src/lift.rs.
+// MXFP4 rows -> E4M3 in 2-D blocks of 128 x 128, as they are and transposed: both forms of a weight, on the codes alone; all scales are
+// E8M0 bytes. The twin of crates/formats/src/lift.rs.
 //
-// counts[3] (null: not wanted) += blocks of the source with a non-zero code, of those with a code that changed its value, blocks with a
-// NaN.
+// counts[3] (null: not wanted) += source blocks with a non-zero code, source blocks with a code whose value changed, blocks with a NaN.
 //
 // lift_tiles<kWhole>: codes [stack][rows][cols / 2], scales [stack][rows][cols / 32] -> out [stack][rows][cols], out_scales
 //   [stack][ceil(rows / 128)][ceil(cols / 128)], turned [stack][cols][rows], turned_scales [stack][ceil(cols / 128)][ceil(rows / 128)];
-//   cols % 32 == 0; kWhole: cols % 128 == 0, rows % 16 == 0. 512 threads; a CTA takes 256 x 256: two squares side by side, then the two
-//   below, which it fetches before it is done with the first. Grid stack * ceil(cols / 256) * ceil(rows / 256); sizeof(LiftTilesShared)
-//   dynamic shared memory. Planes start on 16 bytes.
+//   cols % 32 == 0; kWhole: cols % 128 == 0, rows % 16 == 0.
+//   512 threads; a CTA takes 256 x 256: two 2-D blocks side by side, then the two below, which it prefetches. Grid stack *
+//   ceil(cols / 256) * ceil(rows / 256); sizeof(LiftTilesShared) dynamic shared memory. Buffers are 16-byte aligned.
 //
-// Measured as in lift_cols.cuh: 32768 x 7168 87 %, 16384 x 7168 84 %, 24576 x 2048 80 %, 4096 x 7168 73 %. Lines of 256
-// bytes both ways: one square across is 9 % slower, one down 4 %, and 7 % where panels are swept from end to end rather
-// than in bands of four strips. Three CTAs a multiprocessor spill. ncu: the L2 81 % busy, the memory 70 %.
+// Measured as in lift_cols.cuh: 32768 x 7168 87 %, 16384 x 7168 84 %, 24576 x 2048 80 %, 4096 x 7168 73 %. Lines of 256 bytes both
+// ways: one block across is 9 % slower, one block down 4 %, and sweeping whole panels rather than bands of four strips 7 %. Three CTAs
+// per SM spill. ncu: the L2 81 % busy, the memory 70 %.
 #pragma once
 #include "math/reduce.cuh"
 #include "pieces/convert/column_tile.cuh"
@@ -29,14 +28,14 @@ constexpr int kLiftTilesBand = 4;   // strips
 
 struct alignas(16) LiftTilesShared {
     ColumnTile tile[kLiftTilesDepth][2];
-    u32 largest[2][2][kLiftTilesWarps];  // of each warp's rows of either square, in this strip and the next
+    u32 largest[2][2][kLiftTilesWarps];  // of each warp's rows of either 2-D block, in this strip and the next
     u32 total[3];
 };
 
-/// The sums of four bytes, each by itself.
+/// Adds four bytes of two words independently.
 __device__ __forceinline__ u32 add_bytes(u32 a, u32 b) { return ((a & ~kEachSign) + (b & ~kEachSign)) ^ ((a ^ b) & kEachSign); }
 
-/// The largest word of each of two squares, in all lanes. This lane's `word` belongs to `square`.
+/// The largest word of each of two 2-D blocks, in all lanes. This lane's `word` belongs to `square`.
 __device__ __forceinline__ uint2 largest_of_squares(u32 word, int square) {
     return {__reduce_max_sync(kAllLanes, square == 0 ? word : 0), __reduce_max_sync(kAllLanes, square == 1 ? word : 0)};
 }
@@ -58,7 +57,7 @@ __global__ void __launch_bounds__(kLiftTilesThreads, 2)
     const int first_row = first_strip * kTile + warp * 8, my_col = (first_panel + square) * kTile + lane % 16 * 8;
     const u64 first = (matrix * rows + first_row) * cols + my_col;  // element of the stack
     int rows_left = my_col < cols ? rows - first_row : 0;
-    // Lanes 0 to 15 load the scales: each has the four of one row of one square.
+    // Lanes 0 to 15 load the scales: each loads the four scales of one row of one 2-D block.
     const int owned_square = lane / 8, owned_panel = first_panel + owned_square, owned_row = first_row + lane % 8;
     const int owned = owned_square < 2 ? sources - owned_panel * 4 : 0;
     int owned_rows_left = owned > 0 ? rows - owned_row : 0;
@@ -131,7 +130,7 @@ __global__ void __launch_bounds__(kLiftTilesThreads, 2)
         if (lane % 4 == 0) tally.non_zero += __popc(non_zero);
         turn_8x8(by_four, mine);
         if (__any_sync(kAllLanes, rare != 0)) {
-            // Rows with a NaN, or whose scale is far below the largest, are done again through the table.
+            // Rows with a NaN, or whose scale is far below the largest, are recomputed through the table.
             u64 at = first + u64(i) * kTile * cols;
 #pragma unroll 1
             for (int j = 0; j < 8; ++j, at += cols) {
@@ -157,8 +156,8 @@ __global__ void __launch_bounds__(kLiftTilesThreads, 2)
     }
     __syncthreads();
 
-    // Stores the transposed plane: a line over all strips for each column, 16 bytes a thread where lines are 16-byte
-    // aligned, else one byte.
+    // Stores the transposed codes: a line over all strips per column, 16 bytes per thread where lines are 16-byte
+    // aligned, otherwise one byte.
     constexpr int kStore = kWhole ? 16 : 1, kChunks = kDepth * kTile / kStore, kLines = kLiftTilesThreads / kChunks;
     const int row = threadIdx.x % kChunks * kStore, first_line = threadIdx.x / kChunks;
     const int lines = first_strip * kTile + row < rows ? cols - first_panel * kTile : 0;

@@ -1,10 +1,10 @@
-// What a quantization made of a tensor's values: counts of the exact, of those that became zero, of those beyond the largest code, and of all,
-// added to `counts`. Decoded as by dequantize_units.
+// Compares quantized values with the originals: counts of exact values, of values that became zero, of values beyond the largest code, and
+// of all values, added to `counts`. Codes are decoded as by dequantize_units.
 //
 // measure_quantization<F, X, kDown>: 256 threads; sizeof(UnitCodes<F>) dynamic shared memory, kAcross = kDown ? 2 : 16.
-//   Along the rows, or square tiles: codes [rows][cols]; grid ceil(rows / 16) * ceil(cols / 1024).
+//   Along the rows, or 2-D blocks: codes [rows][cols]; grid ceil(rows / 16) * ceil(cols / 1024).
 //   kDown: codes [cols][rows]; grid ceil(rows / 128) * ceil(cols / 128).
-// Plain values are loaded one by one: a run measures in few steps.
+// Plain values are loaded one by one: a run measures only in a few steps.
 #pragma once
 #include "formats/plain.cuh"
 #include "pieces/convert/units.cuh"
@@ -21,7 +21,7 @@ struct MeasuredArg {
     const float* tensor_scale;  // of each row, or null
     int rows, cols;
     int x_rows;  // at most `rows`
-    // Square tiles: lines that share a record (1 for blocks of lines), lines of one matrix, and how many records it has down them.
+    // 2-D blocks: lines that share a record (1 for blocks of lines), lines of one matrix, and how many records it has down them.
     int tile_lines, matrix_lines, matrix_tiles;
     u32 codes_aligned, pad;
 
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kUnitThreads, 2) measure_quantization(const Me
     const u32 line_bytes = code_bytes(kBits, len), first_byte = code_bytes(kBits, first_place);
     shared.template load<kAcross>(arg.codes + u64(first_line) * line_bytes + first_byte, line_bytes, lines - first_line,
                                   int(line_bytes - first_byte), arg.codes_aligned);
-    // Down the columns, a warp has sixteen columns, and a lane has the upper or the lower half of one.
+    // Down the columns, a warp takes sixteen columns, and a lane the upper or the lower half of one column.
     const int lane = threadIdx.x % 32, in_tile = threadIdx.x / 32 * 16 + lane % 16, half = lane / 16;
     const int u = kDown ? in_tile * 2 + half : threadIdx.x;
     const int line = first_line + u / kAcross, place = first_place + u % kAcross * kUnit;

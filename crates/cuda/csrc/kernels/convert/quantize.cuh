@@ -1,27 +1,26 @@
 // BF16 or F32 -> blocks with scales along the rows.
 //
 // quantize_rows<In, E, kF32Scales, Round>: x, codes [rows][cols], scales [rows][ceil(cols / E::kBlock)]; cols is a multiple of 8.
-//   row_id[rows] (null: every row counts): negative marks padding, which reads as zero and is not counted; else the number of the row
-//   for random bits. counts[3] (null: not wanted) += blocks with a non-zero code, 0, blocks with a NaN or infinity.
-//   128 threads; a warp takes a segment of 256 · row_chunks columns at a time; the grid is that of row_tasks.cuh, best with 16 chunks a
-//   warp; no dynamic shared memory. Where cols is a multiple of the block, the launch may pass all of x, if that is less than 2^30 numbers, as one
-//   row without a row_id: if not every row counts, `folded` has those. It pays where segments would be filled by a row in part.
+//   row_id[rows] (null: all rows are valid): negative ids mark padding, which reads as zero and is not counted; other ids number the row
+//   for random bits. counts[3] (null: not wanted) += blocks with a non-zero code, 0, blocks with a NaN or infinity. 128 threads; a warp
+//   takes a segment of 256 · row_chunks columns at a time; the grid is that of row_tasks.cuh, best with 16 chunks per warp; no dynamic
+//   shared memory. If cols is a multiple of the block, the launch may pass all of x, if that is less than 2^30 values, as one row without a
+//   row_id; `folded` then has the ids, unless all rows are valid. That pays where a row would fill its segments only in part.
 //
-// quantize_rows_lifted<In, Round>: the same of MXFP4, but codes and scales are what lift_lines makes of them: E4M3 [rows][cols], scales
-//   [rows][ceil(cols / 128)]. For one row in all, cols is a multiple of 128. counts are those of MXFP4.
+// quantize_rows_lifted<In, Round>: as MXFP4, but it writes the codes and scales that lift_lines makes of them: E4M3 [rows][cols], scales
+//   [rows][ceil(cols / 128)]. With one row in all, cols is a multiple of 128. counts are those of MXFP4.
 //
-// Measured on an H200 (share of the larger of (read + written) / 4252 GB/s and written / fill rate; 32768 x 7168, 24576
-// x 2048 and 4096 x 7168): BF16 -> MXFP4 101, 86 and 78 %, E4M3 102, 93 and 84 %; rounded stochastically, MXFP4 78, 67
-// and 60 %. A kernel that only reads and writes as much as E4M3 reaches 92 % of the last one: launch, first loads and
-// last stores take the rest. Without the counts a point more. CTAs of 256 threads, 4 chunks a warp, or segments fetched
-// ahead are slower, where there is padding by 20 points.
+// Measured on an H200 (share of the larger of (read + written) / 4252 GB/s and written / fill rate; 32768 x 7168, 24576 x 2048 and
+// 4096 x 7168): BF16 -> MXFP4 101, 86 and 78 %, E4M3 102, 93 and 84 %; rounded stochastically, MXFP4 78, 67 and 60 %. A kernel that only
+// reads and writes as many bytes as E4M3 reaches 92 % of the last value: launch, first loads and last stores take the rest. Without the
+// counts one point more. CTAs of 256 threads, 4 chunks per warp, or prefetched segments are slower, with padding by 20 points.
 #pragma once
 #include "pieces/convert/lift.cuh"
 #include "pieces/convert/row_quantizer.cuh"
 
 namespace nib {
 
-/// A plane of codes and one of scales.
+/// The buffers of codes and of scales.
 template <class E, class Stored, int kChunks>
 struct RowPlanes {
     using Layout = RowLayout<E, kChunks>;
@@ -52,7 +51,7 @@ struct RowPlanes {
     __device__ __forceinline__ void end(const Stored (&of)[Layout::kHeld]) { Layout::store_scales(scales_to, segment, blocks, of); }
 };
 
-/// The planes of a lift of MXFP4. Four neighbouring lanes have the blocks that share a scale.
+/// The outputs of lifted MXFP4. Four adjacent lanes have the blocks that share a scale.
 template <int kChunks>
 struct LiftedRowPlanes {
     using Layout = RowLayout<E2m1, kChunks>;
@@ -82,7 +81,7 @@ struct LiftedRowPlanes {
         largest = max(largest, __shfl_xor_sync(kAllLanes, largest, 1));
         largest = max(largest, __shfl_xor_sync(kAllLanes, largest, 2));
         target[h] = lift_target(largest);
-        // Lanes in pairs store the block of the first and then that of the second one, so that whole sectors are written at a time.
+        // Lanes in pairs store first the one's block, then the other's, so that whole sectors are written at a time.
         const bool second = threadIdx.x & 1;
         const u32 entry = lift_index(scale, target[h]), other = __shfl_xor_sync(kAllLanes, entry, 1);
         const u32 a = __shfl_xor_sync(kAllLanes, second ? of_block[0] : of_block[2], 1);

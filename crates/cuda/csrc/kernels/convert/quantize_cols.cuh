@@ -1,19 +1,21 @@
-// BF16 or F32 -> blocks with scales down the columns, stored transposed; from the same read also along the rows.
+// BF16 or F32 -> blocks with scales down the columns, stored transposed; optionally also along the rows, from the same read.
 //
 // quantize_cols<In, E, kF32Scales, kRows, Round>: x [rows][cols], cols a multiple of 8. col_codes [cols][capacity], zeros from `rows` to
-//   `capacity`, which is a multiple of the block. kRows: also row_codes as quantize_rows writes them; else row_codes and row_scales are null.
-//   row_id and counts as there, counts of the row blocks where those are written.
-//   256 threads; a CTA takes a square of 128 x 128, or two, one below the other, where two codes share a byte. Grid A * ceil(D / squares), with
-//   A = ceil(cols / 128), D = ceil(capacity / 128). CTAs are ordered by bands that are `band` CTAs high, so that what is written at the same time
-//   lies together (`TilePlace`): a single band for columns alone, 4 strips for both. sizeof(ColumnShared<In, E, kF32Scales>) dynamic shared memory.
-//   Scales of a square are stored together: col_scales [ceil(capacity / E::kBlock)][scale_stride], at least cols, and row_scales at first
-//   as [A * 128 / E::kBlock][D * 128]. Storing each row scale in its final place would cost 11 % of the whole time.
+//   `capacity`, which is a multiple of the block. kRows: also row_codes as quantize_rows writes them; otherwise row_codes and row_scales
+//   are null. row_id and counts as there; counts are of the row blocks if those are written.
+//   256 threads; a CTA takes 128 x 128 values, or two such squares, one below the other, where two codes share a byte. Grid A *
+//   ceil(D / squares), with A = ceil(cols / 128), D = ceil(capacity / 128). CTAs are ordered in bands that are `band` CTAs high, so that
+//   concurrent writes are adjacent (`TilePlace`): a single band for columns alone, 4 strips for both.
+//   sizeof(ColumnShared<In, E, kF32Scales>) dynamic shared memory. Scales of a square are stored together: col_scales
+//   [ceil(capacity / E::kBlock)][scale_stride], at least cols, and row_scales at first as [A * 128 / E::kBlock][D * 128]. Storing each row
+//   scale in its final place would cost 11 % of the whole time.
 //
-// transpose_scales<Stored>: brings the row scales to their final places, [blocks][stride] -> [lines][blocks], stride a multiple of 128. 256
-//   threads; grid ceil(blocks / 32) * ceil(lines / 128). May be launched early. Words of four record bytes are transposed like F32 scales.
+// transpose_scales<Stored>: transposes the row scales into their final order, [blocks][stride] -> [lines][blocks], stride a multiple of
+//   128. 256 threads; grid ceil(blocks / 32) * ceil(lines / 128). May be launched early. Words of four record bytes are transposed like F32
+//   scales.
 //
-// Measured as in quantize.cuh: BF16 -> E4M3 columns 98, 93 and 84 %, both 90, 83 and 77 %. Of the time for both,
-// transpose_scales takes 2 us, 4 if it is not launched early.
+// Measured as in quantize.cuh: BF16 -> E4M3 columns 98, 93 and 84 %, both 90, 83 and 77 %. Of the time for both, transpose_scales takes 2
+// us, or 4 us if it is not launched early.
 #pragma once
 #include "pieces/convert/column_codes.cuh"
 
@@ -122,7 +124,7 @@ __global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : kRows || Round::kDr
             for (int i = 0; i < 8; ++i)
                 if (__float_as_uint(inverse[i]) == kNanBits) clear_column(codes, i);
         }
-        // With two codes a byte, two strips fill the lines of a tile.
+        // With two codes per byte, two strips fill the lines of a tile.
         const bool second = strip != first_strip;
         turn_codes(codes, second ? shared.tile.place(chunk * 8, 8 + octet / 2) + octet % 2 * 4 : place);
     }
@@ -142,7 +144,7 @@ __global__ void __launch_bounds__(256)
     __shared__ u32 words[kLines][kWords + 1];                   // one word of padding, so that lines lie in different banks
     const int across = ceil_div(blocks, kBlocks), down = blockIdx.x / across;
     const int first_block = (blockIdx.x - down * across) * kBlocks, first_line = down * kLines;
-    // Neighbouring threads read neighbouring lines, all their blocks at once.
+    // Adjacent threads read adjacent lines, all their blocks at once.
     const int line = threadIdx.x % kLines, part = threadIdx.x / kLines, block = first_block + part * kEach;
     const Stored* from = in + u64(block) * stride + first_line + line;
     ptx::grid_wait();
@@ -155,7 +157,7 @@ __global__ void __launch_bounds__(256)
 #pragma unroll
     for (int i = 0; i < kEach / kInWord; ++i) words[line][part * (kEach / kInWord) + i] = reinterpret_cast<const u32*>(of)[i];
     __syncthreads();
-    // And write neighbouring blocks.
+    // Adjacent threads write adjacent blocks.
     const int word = threadIdx.x % kWords, my_block = first_block + word * kInWord;
     const bool whole_words = blocks % kInWord == 0;
 #pragma unroll

@@ -1,17 +1,18 @@
 // BF16 -> a random Hadamard transform down the columns -> blocks with scales down the columns, stored transposed.
 //
 // quantize_hadamard_cols<E, kLen, Round>: x [rows][cols], cols a multiple of 8; col_codes, col_scales, capacity, row_id and counts as in
-//   quantize_cols.cuh, without its row planes; col_scales [capacity / E::kBlock][scale_stride], E8M0, scale_stride at least cols. The transform,
-//   of length kLen, starts at the start of each of num_groups groups (start null: at row 0); groups start at multiples of kLen, and capacity is
-//   one. The rows that a group's last transform block lacks read as +0; after the transform they are numbers like others. A CTA takes a square
-//   of 128 x 128 (where two codes share a byte, two, one below the other), and then further ones; by_height divides by how many of these lie
-//   below each other. 256 threads; any grid, best two CTAs a multiprocessor; sizeof(QuantizeHadamardShared<E, Round>) dynamic shared memory.
+//   quantize_cols.cuh, without its row outputs; col_scales [capacity / E::kBlock][scale_stride], E8M0, scale_stride at least cols. The
+//   transform, of length kLen, starts at the start of each of num_groups groups (start null: at row 0); groups start at multiples of kLen,
+//   and capacity is a multiple of kLen. Rows missing from a group's last transform block read as +0; after the transform they are ordinary
+//   values. A CTA takes 128 x 128 values (where two codes share a byte, two such squares, one below the other), then further ones in a
+//   loop; by_height divides by the number of these that are vertically adjacent.
+//   256 threads; any grid, best two CTAs per SM; sizeof(QuantizeHadamardShared<E, Round>) dynamic shared memory.
 //
-// quantize_hadamard_cols_lifted<kLen, Round>: the same to MXFP4, of which codes and scales are what lift_lines makes: E4M3, col_scales
+// quantize_hadamard_cols_lifted<kLen, Round>: as MXFP4, but it writes the codes and scales that lift_lines makes of them: E4M3, col_scales
 //   [ceil(capacity / 128)][scale_stride]. counts are those of MXFP4. by_height is of single squares.
 //
-// A thread has a unit, half a column of a square, which `ldmatrix` loads transposed. Random bits are drawn for eight
-// neighbours of a row, and go to the threads that need them in the same way.
+// A thread has a unit, half a column of a square, which `ldmatrix` loads transposed. Random bits are generated for eight adjacent values of
+// a row, and reach the threads that need them in the same way.
 //
 // Measured as quantize_hadamard_rows: MXFP4 65 % (52 %), E4M3 90 % (71 %).
 #pragma once
@@ -24,7 +25,7 @@
 namespace nib {
 
 /// 128 rows of 256 bytes. The 16-byte chunks of a row are swizzled by the row's number, so that the rows that
-/// `ldmatrix` reads for a matrix lie in different banks.
+/// `ldmatrix` reads for a matrix are in different banks.
 struct UnitsTile {
     uint4 chunks[kTile][kTile / 8];
 
@@ -64,7 +65,7 @@ struct alignas(16) QuantizeHadamardShared {
     alignas(16) u8 random[Round::kDraws ? sizeof(UnitsTile) : 16];
 };
 
-/// Lifts the codes of a unit; the neighbouring lane has the other half of the 128 numbers that share a scale, which is returned.
+/// Lifts the codes of a unit and returns the scale; the neighbouring lane has the other half of the 128 values that share it.
 template <class Round>
 __device__ __forceinline__ int lift_unit(const UnitCodes<E2m1, Round>& unit, u32 (&lifted)[kUnit / 4]) {
     constexpr int kBlocks = UnitCodes<E2m1, Round>::kBlocks;
@@ -97,7 +98,7 @@ __device__ __forceinline__ void quantize_transformed(const u8* __restrict__ x, u
     UnitsTile& random = *reinterpret_cast<UnitsTile*>(shared.random);
     const Round round(rounding);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    // While it fetches and draws, a thread has eight rows of eight columns.
+    // For loads and random bits, a thread has eight rows of eight columns.
     const int eight_rows = (warp * 2 + lane / 16) * 8, chunk = lane % 16;
     const int half = lane % 2, column = warp * 16 + lane % 4 / 2 * 8 + lane / 4;
     const int down = ceil_div(capacity, kTile), across = ceil_div(cols, kTile), height = ceil_div(down, kPerByte), tiles = height * across;
@@ -122,7 +123,7 @@ __device__ __forceinline__ void quantize_transformed(const u8* __restrict__ x, u
     int panel = by_height.divide(blockIdx.x), first_strip = (blockIdx.x - panel * height) * kPerByte;
     fetch(first_strip, panel);
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        // With two codes a byte, two strips, one below the other, fill the lines of a tile.
+        // With two codes per byte, two strips, one below the other, fill the lines of a tile.
         const int end_strip = min(first_strip + kPerByte, down), first_col = panel * kTile;
         const int next = tile + gridDim.x, next_panel = by_height.divide(next), next_strip = (next - next_panel * height) * kPerByte;
         for (int strip = first_strip; strip < end_strip; ++strip) {

@@ -1,15 +1,15 @@
 // BF16 -> a random Hadamard transform along the rows -> blocks with scales along the rows.
 //
 // quantize_hadamard_rows<E, kLen, Round>: x, codes [rows][cols], scales [rows][cols / E::kBlock], E8M0; cols is a multiple of 128, kLen a
-//   transform's length. row_id and counts as in quantize.cuh. x comes by `map`, as rows of one unit of 64 numbers, in tiles of 32 with the
-//   128-byte swizzle. A lane takes a unit at a time; units = cols / 64 of a row, at most kMostUnits, and `by_units` divides by it; rows * units
-//   is below 2^31. 512 threads, sizeof(UnitsShared<E>) dynamic shared memory; any grid, best one CTA a multiprocessor.
+//   transform's length. row_id and counts as in quantize.cuh. x is read through `map`, as rows of one unit of 64 values, in tiles of 32
+//   with the 128-byte swizzle. A lane takes a unit at a time; a row has units = cols / 64, at most kMostUnits, and `by_units` divides by
+//   it; rows * units is below 2^31. 512 threads, sizeof(UnitsShared<E>) dynamic shared memory; any grid, best one CTA per SM.
 //
-// A lane has a whole unit in its registers. So only butterflies of stride 64 and blocks of 128 need the neighbouring
-// lane. The warps of a CTA take further units as they finish others. With equal shares only few warps would run at the
-// end, because the oldest warps are issued first.
+// A lane holds a whole unit in registers. So only butterflies of stride 64 and blocks of 128 need the neighbouring lane. The warps of a CTA
+// take further units dynamically. With equal shares only few warps would run at the end, because the oldest warps are issued first.
 //
-// Measured as in quantize.cuh, of length 64, 32768 x 7168 and 4096 x 7168: MXFP4 79 % (58 %); E4M3, before its last change, 97 % (73 %). 20 instructions a number.
+// Measured as in quantize.cuh, of length 64, 32768 x 7168 and 4096 x 7168: MXFP4 79 % (58 %); E4M3, before its last change, 97 % (73 %). 20
+// instructions per value.
 #pragma once
 #include "math/reduce.cuh"
 #include "pieces/convert/hadamard_unit.cuh"
@@ -22,8 +22,8 @@ constexpr int kUnitWarps = kUnitThreads / 32;
 constexpr int kMostUnits = 768;
 constexpr int kUnitChunks = kUnit / 8;
 
-/// Lines of 128 bytes, one unit each, in the copy engine's 128-byte swizzle: so reads of eight neighbouring lines have
-/// no bank conflicts.
+/// Lines of 128 bytes, one unit each, in TMA's 128-byte swizzle, so that reads of eight adjacent lines have no bank
+/// conflicts.
 template <int kLines>
 struct alignas(1024) UnitLines {
     uint4 chunks[kLines][kUnitChunks];
@@ -46,7 +46,7 @@ struct UnitsShared {
     u32 total[3];
 };
 
-/// Where a lane's unit lies, and whether any of the warp's lanes has one.
+/// A lane's unit, and whether any of the warp's lanes has one.
 struct Unit {
     u32 task;    // of the warp
     u32 of_row;  // its number among the units of the row
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kUnitThreads, 1)
         const auto draws = round.draws(u64(u32(unit.id)) * cols + unit.of_row * kUnit);
         const auto bits_of = [&](int i) { return draws.bits(i); };
         out.template encode<kLen>(v, hadamard.factor, rule, round, bits_of);
-        // Flipped signs have made -0 of padding, whose codes must be +0.
+        // Flipping signs has made padding -0, whose codes must be +0.
         if (unit.id < 0) out = Codes::zeros();
         tally.non_zero += out.non_zero;
         tally.non_finite += out.non_finite;

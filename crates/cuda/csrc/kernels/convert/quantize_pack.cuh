@@ -1,17 +1,17 @@
-// BF16 -> blocks along the rows, each row straight into the messages that it travels in.
+// BF16 -> blocks along the rows, each row written straight to its all-to-all records.
 //
-// quantize_pack<In, E, kF32Scales, Round>: x [rows][cols] as in quantize.cuh, whose codes, scales and counts these are. place [rows][top_k]: the
-//   messages that a row goes into, none where it is negative or not below `messages`. A message has `row_bytes` bytes, a multiple of 16: codes,
-//   scales, zeros. Messages that no place names stay as they are.
-//   128 threads; the grid is that of row_tasks.cuh, best with 16 chunks a warp; no dynamic shared memory.
+// quantize_pack<In, E, kF32Scales, Round>: x [rows][cols] as in quantize.cuh, with its codes, scales and counts. place [rows][top_k]: the
+//   records that a row goes into; none where the place is negative or not below `messages`. A record has `row_bytes` bytes, a multiple of
+//   16: codes, scales, zeros. Records that no place names are not written.
+//   128 threads; the grid is that of row_tasks.cuh, best with 16 chunks per warp; no dynamic shared memory.
 //
-// Reads x once, and writes what travels once: of 32768 x 7168 BF16 rows that go to one rank each, as MXFP4, 595 MB.
+// Reads x once and writes each record once: 595 MB for 32768 x 7168 BF16 rows that go to one rank each, as MXFP4.
 #pragma once
 #include "pieces/convert/row_quantizer.cuh"
 
 namespace nib {
 
-/// Messages: where they lie, and which of them a row goes into.
+/// The all-to-all records, and the records that each row goes into.
 struct MessagesArg {
     u8* bytes;
     const int* place;
@@ -57,7 +57,7 @@ struct RowMessages {
 private:
     __device__ __forceinline__ int place_of(u32 slot) const { return slot < to.top_k ? __ldg(to.place + u64(row) * to.top_k + slot) : -1; }
 
-    /// Stores the segment's part of a message; with the last one the zeros that end it.
+    /// Stores the segment's part of a record; the last segment also stores the zeros at its end.
     __device__ __forceinline__ void store(u8* message, const Stored (&scales)[Layout::kHeld]) const {
         const bool is_aligned = of.cols * E::kCodeBits % 128 == 0;
 #pragma unroll

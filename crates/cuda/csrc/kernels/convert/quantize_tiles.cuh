@@ -1,9 +1,9 @@
-// BF16 or F32 -> squares of 128 x 128 under one scale, as they stand and transposed: the two planes of a weight. FP8.
+// BF16 or F32 -> FP8 in 2-D blocks of 128 x 128 with one scale each, as they are and transposed: both forms of a weight.
 //
 // quantize_tiles<In, E, kF32Scales, Round>: x, row_codes [stack][rows][cols], row_scales [stack][ceil(rows / 128)][ceil(cols / 128)];
 //   col_codes [stack][cols][rows], col_scales [stack][ceil(cols / 128)][ceil(rows / 128)]. cols is a multiple of 8, rows of 16.
-//   counts as in quantize.cuh; e = row of the stack * cols + col for random bits. 256 threads; grid
-//   stack * ceil(cols / 128) * ceil(rows / 128); sizeof(SquareShared<In>) dynamic shared memory.
+//   counts as in quantize.cuh; e = row of the stack * cols + col for random bits.
+//   256 threads; grid stack * ceil(cols / 128) * ceil(rows / 128); sizeof(SquareShared<In>) dynamic shared memory.
 //
 // Measured as in quantize.cuh, 16384 x 7168: BF16 89 %, F32 95 %.
 #pragma once
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : 4)
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int octet = warp * 2 + lane / 16, chunk = lane % 16;
     const int across = ceil_div(cols, kTile), down = ceil_div(rows, kTile);
-    // Down the panel first: the transposed lines are the ones that are short.
+    // Down the panel first, because the transposed lines are the short ones.
     const int strip = blockIdx.x % down, panel = blockIdx.x / down % across;
     const u64 matrix = blockIdx.x / down / across;
     const int first_row = strip * kTile, my_row = first_row + octet * 8, first_col = panel * kTile, my_col = first_col + chunk * 8;

@@ -1,40 +1,40 @@
-// BF16 or F32 -> blocks of any format, along the rows, down the columns, both from one read, or square tiles; every rule and rounding.
+// BF16 or F32 -> blocks of any format, along the rows, down the columns, both from one read, or 2-D blocks; every rule and rounding mode.
 //
-// quantize_units<F, In, kRound, kAcross>: x [stack * rows][cols]. F: declared in formats/. kRound: kNearestEven, kNearestAway or kStochastic where F
-//   has code of its own for it; kAnyRounding rounds by `policy`. kStochastic needs cols that are a multiple of 8, since draws are for eight numbers.
-//   kAcross: 2 for every form, or 16 for rows alone, whose tiles are then 16 x 1024.
-//   256 threads; grid stack * ceil(lines / (256 / kAcross)) * ceil(cols / (64 * kAcross)), lines = capacity where columns are written, else rows.
-//   CTAs are ordered by bands that are `band` tiles high. sizeof(QuantizeUnitsShared<F, In, kAcross>) dynamic shared memory.
+// quantize_units<F, In, kRound, kAcross>: x [stack * rows][cols]. F: declared in formats/. kRound: kNearestEven, kNearestAway or
+//   kStochastic if F has its own code for that mode; kAnyRounding rounds by `policy`. kStochastic needs cols to be a multiple of 8, since
+//   random bits are generated for eight values. kAcross: 2 for every form, or 16 for rows alone, whose tiles are then 16 x 1024.
+//   256 threads; grid stack * ceil(lines / (256 / kAcross)) * ceil(cols / (64 * kAcross)), lines = capacity where columns are written, else
+//   rows. CTAs are ordered in bands that are `band` tiles high. sizeof(QuantizeUnitsShared<F, In, kAcross>) dynamic shared memory.
 //
-//   form kFormRows: row_codes [stack * rows][cols] and records of ceil(cols / kBlock) blocks a row.
+//   form kFormRows: row_codes [stack * rows][cols] and records of ceil(cols / kBlock) blocks per row.
 //   form kFormCols: col_codes [stack * cols][capacity] and records of ceil(capacity / kBlock) blocks, zeros from `rows` on.
 //   form kFormRows + kFormCols: both.
 //   form kFormTiles: row_codes as in kFormRows, col_codes [stack * cols][rows], one record for kBlock x kBlock; capacity = rows.
-//   row_id (null: every row counts): row r counts if row_id[r & id_mask] is not negative; what does not count reads as zero, has the least
-//   record, and is not counted in `counts`. row_id is also the row's number for random bits; without row_id that is its position.
-//   With `transform` (In is F32, form kFormCols, one matrix): x [transform.rows][cols] is BF16 if of_bf16, else F32. Its Hadamard transform down the
-//   columns is what is encoded, and has `rows` rows; id_mask takes a row to the first one of its transform block.
-//   Formats with a scale for a line take `row_amax` and `col_amax`, bits of the largest magnitude of each line, and leave in `row_any` and
-//   `col_any` whether it has a non-zero code; columns have these for each span of rows (`span_of_row`; one if null), and a record for each
-//   `column_record` rows: 128, which groups start at multiples of, or all of them. Those with one for a tensor take `tensor`, by the span of a
-//   row: `span_of_row`, or its matrix if null.
-//   Chosen<F> takes `scaling`. Squares add up what they lose under either scale in shared memory, in whole numbers.
-//   With `found` (a tensor's scale alone, of earlier steps): the bits of the largest magnitude of each of `found_spans` spans, zeros before; a NaN
-//   where a value is not finite. found_counts[0] += the finite values that are larger than `unit` of their span.
+//   row_id (null: all rows are valid): row r is valid if row_id[r & id_mask] is not negative; invalid rows read as zero, have the least
+//   record, and are not counted in `counts`. row_id also numbers the row for random bits; without row_id the number is the row's index.
+//   With `transform` (In is F32, form kFormCols, one matrix): x [transform.rows][cols] is BF16 if of_bf16, else F32. Its Hadamard transform
+//   down the columns is encoded; it has `rows` rows, and id_mask maps a row to the first row of its transform block.
+//   Formats with one scale per line take `row_amax` and `col_amax`, bits of the largest magnitude of each line, and write to `row_any` and
+//   `col_any` whether a line has a non-zero code. Columns have these per span of rows (`span_of_row`; one span if null), and one record per
+//   `column_record` rows: 128, which group starts are multiples of, or all rows. Formats with one scale per tensor take `tensor`, indexed
+//   by the span of a row: `span_of_row`, or its matrix if null.
+//   Chosen<F> takes `scaling`. 2-D blocks sum the losses of both candidate scales in shared memory, in integers.
+//   With `found` (a tensor's delayed scale only): the bits of the largest magnitude of each of `found_spans` spans, initially zeros; NaN
+//   where a value is not finite. found_counts[0] += the finite values that exceed `unit` of their span.
 //
-//   Records of one byte are stored several at a time where they lie together:
-//   row_words: the rows' plane, if a line has a multiple of 64 / kBlock records; or words that transpose_scales brings to that plane, next to each
-//     other those of neighbouring lines, if cols is a multiple of 128.
-//   col_words: the columns' plane where records of a line lie together, if a line has a multiple of four.
-//   cols_in_pairs: the columns' plane where those of neighbouring columns do (line_stride 1), if cols and block_stride are even.
+//   Records of one byte are stored several at a time where they are contiguous:
+//   row_words: the rows' records, if a line has a multiple of 64 / kBlock records; or words that transpose_scales moves there, contiguous
+//     for adjacent lines, if cols is a multiple of 128.
+//   col_words: the columns' records where the records of a line are contiguous, if a line has a multiple of four.
+//   cols_in_pairs: the columns' records where those of adjacent columns are contiguous (line_stride 1), if cols and block_stride are even.
 //
-// quantize_units_decoded<F, In, kRound, kAcross>: the same without kFormTiles, both forms at once only where kDecodesBoth, and with BF16 numbers in place of codes, row after row in both planes: row_codes
-//   [stack * rows][cols], col_codes [capacity][cols]. They are what dequantize_units makes of the codes without a tensor's scale. Records are written all
-//   the same; rows_aligned and cols_aligned are of the numbers. sizeof(DecodedUnitsShared<F, In, kRound, kAcross>) dynamic shared memory.
+// quantize_units_decoded<F, In, kRound, kAcross>: the same without kFormTiles, both forms at once only if kDecodesBoth, with row-major BF16
+//   values instead of codes: row_codes [stack * rows][cols], col_codes [capacity][cols]. They are the result of dequantize_units without a
+//   tensor's scale. Records are written all the same; rows_aligned and cols_aligned refer to the values.
+//   sizeof(DecodedUnitsShared<F, In, kRound, kAcross>) dynamic shared memory.
 //
-// A thread encodes 64 values of a row, then 32 rows of two columns. Asynchronous copies bring the tile to shared
-// memory; threads read it there and leave the codes there. So lines of at least 128 bytes are read from memory and
-// written to it.
+// A thread encodes 64 values of a row, then 32 rows of two columns. Asynchronous copies bring the tile to shared memory; threads read it
+// there and leave the codes there. So memory is read and written in lines of at least 128 bytes.
 #pragma once
 #include "pieces/convert/table_encoder.cuh"
 #include "pieces/convert/unit_decoder.cuh"
@@ -42,7 +42,7 @@
 
 namespace nib {
 
-/// Brings a tile to shared memory, with zeros past the matrix's edges and in rows that do not count.
+/// Copies a tile to shared memory, with zeros past the matrix's edges and in invalid rows.
 template <class In, int kAcross>
 __device__ __forceinline__ void fetch_tile(UnitValues<In, kAcross>& values, const UnitsArg& arg, int matrix, int first_row, int first_col) {
     using Values = UnitValues<In, kAcross>;
@@ -52,7 +52,7 @@ __device__ __forceinline__ void fetch_tile(UnitValues<In, kAcross>& values, cons
     const u64 step = u64(Values::kRowsAtOnce) * arg.cols * In::kBytes;
     const u8* from = arg.x + ((u64(matrix) * arg.rows + row) * arg.cols + col) * In::kBytes;
     if (arg.x_aligned) {
-        // Where nothing is copied nothing is read, so such an address may lie outside the matrix.
+        // Nothing is read where nothing is copied, so such an address may lie outside the matrix.
         const int rows = col < arg.cols ? arg.rows : 0, left = rows - row;
         if (arg.row_id == nullptr) {
 #pragma unroll
@@ -86,7 +86,7 @@ __device__ __forceinline__ void transform_tile(HeldColumns& columns, const Units
     else transform_columns<F32>(arg.x, arg.row_id, arg.cols, arg.transform, first_row, first_col, columns.number);
 }
 
-/// Brings the transform of a tile to shared memory.
+/// Writes the transform of a tile to shared memory.
 template <int kAcross>
 __device__ __forceinline__ void transform_tile(UnitValues<F32, kAcross>& values, const UnitsArg& arg, int first_row, int first_col) {
     constexpr int kRows = TransformPlace::kRows;
@@ -99,8 +99,8 @@ __device__ __forceinline__ void transform_tile(UnitValues<F32, kAcross>& values,
     for (int i = 0; i < kRows; ++i) *reinterpret_cast<float2*>(to.at[i % 4] + i / 4 * to.kNext) = {number[0][i], number[1][i]};
 }
 
-/// The tile of this CTA. Tiles are ordered by bands of `band` strips, and within a band panel by panel from left to
-/// right, so that what is written at the same time lies together.
+/// The tile of this CTA. Tiles are ordered in bands of `band` strips, and within a band panel by panel from left to
+/// right, so that concurrent writes are adjacent.
 struct CtaPlace {
     int matrix, strip, panel;
 
@@ -116,7 +116,7 @@ struct CtaPlace {
     }
 };
 
-/// CTAs on a multiprocessor: as many as there are registers for.
+/// CTAs per SM: as many as the registers allow.
 template <class F, class In, int kRound>
 constexpr int kUnitCtas = In::kBytes == 4 || (F::kPart < 16 && !kSideBySide<F, In, kRound>) ? 2 : F::kLine || kRound >= kStochastic ? 3 : 4;
 
@@ -124,9 +124,9 @@ constexpr int kUnitCtas = In::kBytes == 4 || (F::kPart < 16 && !kSideBySide<F, I
 template <class F, class In, int kRound>
 constexpr bool kByTable = In::kBytes == 2 && F::template has_table<kRound>();
 
-/// Whether a thread encodes the transform of its columns from its registers, so that shared.values is never written: no transform comes with `found`,
-/// which would read that. Loops of kAnyRounding index the values, and random bits of a format with
-/// scales within a part leave no registers.
+/// Whether a thread encodes the transform of its columns from registers, so that shared.values is never written: a transform never comes
+/// with `found`, which would read it. Loops of kAnyRounding index the values, and the random bits of a format with scales for parts leave
+/// no registers.
 template <class F, int kRound>
 constexpr bool kHoldsTransform = kRound != kAnyRounding && !(F::kPart < 16 && kRound == kStochastic);
 
@@ -139,7 +139,7 @@ struct EncoderOf<F, In, kRound, kAcross, true> {
     using Type = TableEncoder<F, In, kAcross>;
 };
 
-/// Decodes the codes of a tile's rows, or of its columns, and stores the numbers. Barriers come before and after: the values that were encoded are
+/// Decodes the codes of a tile's rows, or of its columns, and stores the values. Barriers come before and after: the encoded values are
 /// overwritten.
 template <class F, class In, int kAcross, bool kDown>
 __device__ __forceinline__ void decode_tile(QuantizeUnitsShared<F, In, kAcross>& shared, UnitCodes<F>& codes, const UnitsArg& arg, int matrix, int first_row,
@@ -247,7 +247,7 @@ __device__ __forceinline__ void quantize_tile(const UnitsArg& arg, const Roundin
         if constexpr (kAcross == 2) {
             if (arg.form != kFormRows) {
                 constexpr bool kBoth = kDecodesBoth<In, kRound, kAcross>;
-                // The values are wanted until the columns are encoded, and the codes of rows until then elsewhere.
+                // The values are needed until the columns are encoded, so the rows' codes are placed elsewhere until then.
                 if constexpr (kBoth) {
                     if (arg.form != kFormCols) {
                         shared.keep_codes_of_rows();
@@ -277,7 +277,7 @@ __device__ __forceinline__ void quantize_tile(const UnitsArg& arg, const Roundin
     }
     if constexpr (kAcross == 2) {
         if (arg.form != kFormRows) {
-            // All threads must have stored the codes of rows before those of columns overwrite them in shared memory.
+            // All threads must have stored the rows' codes before the columns' codes overwrite them in shared memory.
             if (arg.form != kFormCols) __syncthreads();
             encoder.encode_columns(matrix, first_row, first_col);
             __syncthreads();

@@ -1,7 +1,7 @@
-// Copies lines of bytes to longer or shorter lines.
+// Copies lines of bytes into longer or shorter lines.
 //
-// recut_lines: [lines][from_bytes] -> [lines][to_bytes], `total` bytes in all; past a line's end zeros. `last` masks the bits that count in the
-//   last byte of a source line: the others become zeros. 256 threads; any grid, best ceil(total / 256) up to a few CTAs a multiprocessor.
+// recut_lines: [lines][from_bytes] -> [lines][to_bytes], `total` bytes in all; zeros past a line's end. `last` masks the valid bits of the
+//   last byte of a source line; the other bits become zeros. 256 threads; any grid, best ceil(total / 256) up to a few CTAs per SM.
 #pragma once
 #include "ptx/types.cuh"
 

@@ -1,13 +1,13 @@
 // E4M3 rows -> MXFP4 rows: the same bits as quantizing the decoded values, f32(code · scale).
 //
-// row_id[rows] (null: every row counts): negative marks padding, which becomes zeros. counts[3] (null: not wanted) += blocks of
-// the source with a non-zero code, of those with a value that changed, blocks with a NaN or infinity.
+// row_id[rows] (null: all rows are valid): negative ids mark padding, which becomes zeros. counts[3] (null: not wanted) += source blocks
+// with a non-zero code, source blocks with a value that changed, blocks with a NaN or infinity.
 //
 // requantize_rows<Scale, kRule>: codes [rows][cols], scales [rows][ceil(cols / 128)], E8M0 bytes (Scale = u8) or F32 (float) -> codes
-//   [rows][cols / 2], scales [rows][cols / 32], E8M0; cols % 32 == 0. kRule: as in formats/e8m0.cuh, not F32's. 256 threads; a warp
-//   takes a segment of 2048 columns at a time; segments = ceil(cols / that), and `by_segments` divides by it. Any grid, best
-//   ceil(rows · segments / 8) but at most 16 CTAs a multiprocessor. Where every row counts and cols % 128 == 0, the launch may pass all of x, if that is less than
-//   2^30 numbers, as one row. Planes start on 16 bytes.
+//   [rows][cols / 2], scales [rows][cols / 32], E8M0; cols % 32 == 0. kRule: as in formats/e8m0.cuh, not the F32 rule.
+//   256 threads; a warp takes a segment of 2048 columns at a time; segments = ceil(cols / 2048), and `by_segments` divides by it. Any grid,
+//   best ceil(rows · segments / 8) but at most 16 CTAs per SM. If all rows are valid and cols % 128 == 0, the launch may pass all of x, if
+//   that is less than 2^30 values, as one row. Buffers are 16-byte aligned.
 //
 // A lane has a whole block of the target.
 //
@@ -42,7 +42,7 @@ struct Magnitudes32 {
         }
     }
 
-    /// The largest one; a NaN if there is one.
+    /// The largest magnitude; NaN if any is NaN.
     __device__ __forceinline__ float largest() const {
         u32 two = pair[0];
 #pragma unroll
@@ -52,13 +52,13 @@ struct Magnitudes32 {
     }
 };
 
-/// Eight packed codes of four bits, from their magnitudes and the signs of the eight E4M3 codes in `low` and `high`.
+/// Eight packed four-bit codes, from their magnitudes and the signs of the eight E4M3 codes in `low` and `high`.
 __device__ __forceinline__ u32 with_signs(u32 magnitudes, u32 low, u32 high) {
     const u32 even = __byte_perm(low, high, 0x6420), odd = __byte_perm(low, high, 0x7531);
     return magnitudes | (even >> 4 & 0x08080808) | (odd & 0x80808080);
 }
 
-/// Encodes magnitudes times 2^octaves, with octaves from -8 to 11, of which the largest is below 8.
+/// Encodes magnitudes times 2^octaves, with octaves from -8 to 11; the largest result is below 8.
 struct ByOctaves {
     u32 factor;       // a pair of 2^octaves
     u32 fine_factor;  // of 2^(octaves - 14): then E2M1's smallest normal number is F16's
@@ -86,21 +86,21 @@ struct ByOctaves {
         return __byte_perm(a, b, 0x7632) * 16 + __byte_perm(a, b, 0x5410) - (kFar + 0x66666660);
     }
 
-    /// A quick look at the first eight values, for values up to 6: true if one is not a number of E2M1. False tells
-    /// nothing.
+    /// A quick test of the first eight values, for values up to 6: true if any is not representable in E2M1. False
+    /// decides nothing.
     __device__ __forceinline__ bool few_lose(const u32 (&pair)[16]) const {
         u32 lost = 0;
 #pragma unroll
         for (int i = 0; i < 4; ++i) lost |= ptx::mul_f16x2(pair[i], fine_factor) & 0x01FF01FF;
         return lost != 0;
     }
-    /// Whether any of the 32 values is not a number of E2M1.
+    /// Whether any of the 32 values is not representable in E2M1.
     __device__ __forceinline__ bool loses(uint4, uint4, const Magnitudes32& magnitudes) const {
         u32 lost = 0;
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
             const u32 value = ptx::mul_f16x2(magnitudes.pair[i], fine_factor);
-            // Or it became zero in F16.
+            // Or the value became zero in F16.
             lost |= (value & 0x01FF01FF) | (ptx::min_u16x2(magnitudes.pair[i], 0x00010001) ^ ptx::min_u16x2(value, 0x00010001));
         }
         return lost != 0;
@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(kRequantizeThreads, sizeof(Scale) == 1 ? 4 : 3
 #pragma unroll
             for (int j = 0; j < 4; ++j)
                 encoded[j] = with_signs(by.template encode<kExceeds>(magnitudes.pair + 4 * j), words[2 * j], words[2 * j + 1]);
-            // In most blocks the first numbers decide already.
+            // In most blocks the first values decide already.
             bool changed = by.few_lose(magnitudes.pair) || (kExceeds && __fmul_rn(amax, to.inverse) > E2m1::kMax);
             if (!changed) changed = by.loses(in[i][0], in[i][1], magnitudes);
             if (to.is_nan()) {

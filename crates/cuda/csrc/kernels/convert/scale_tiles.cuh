@@ -1,8 +1,9 @@
-// Scales of ragged groups, a byte each, between a dense matrix and tiles of 128 x 4 for each group.
+// Scales of ragged groups, one byte each, between a dense matrix and tiles of 128 x 4 per group.
 //
-// tile_scales<kCutRows, kToTiles>: dense [rows][cols], tiles as nibble_core::ops::CutScales says. starts [num_groups + 1], each divided by
-//   `per_scale`; a start out of range or order counts as the nearest that is not. A warp a tile, eight a CTA; grid ceil(num_tiles / 8), where
-//   `num_tiles` is how many there is room for. Going to tiles, those of no group become zeros; going from tiles, scales of no group stay.
+// tile_scales<kCutRows, kToTiles>: dense [rows][cols], tiles as in nibble_core::ops::CutScales. starts [num_groups + 1], each divided by
+//   `per_scale`; a start out of range or order is clamped to the nearest valid one. One tile per warp, eight per CTA; grid
+//   ceil(num_tiles / 8), where `num_tiles` is the capacity in tiles. Tiles outside all groups become zeros; in the other direction, scales
+//   outside all groups are not written.
 //
 // A lane has 16 bytes of a tile: four columns of four rows that are 32 apart.
 #pragma once
@@ -14,14 +15,14 @@ namespace nib {
 constexpr int kScaleTileThreads = 256;
 constexpr u32 kScaleTileRows = 128, kScaleTileCols = 4;
 
-/// A group. Numbers count scales along the side that is cut.
+/// A group. Fields count scales along the side that is cut.
 struct ScaleGroup {
     u32 first, len;
     u32 tiles_before;  // of the groups before it, along that side
     bool is_one;
 };
 
-/// The group that tile `at` along the cut side belongs to. The whole warp calls this; it looks at 32 groups a turn.
+/// The group that tile `at` along the cut side belongs to. The whole warp calls this; it examines 32 groups per iteration.
 template <u32 kTile>
 __device__ __forceinline__ ScaleGroup group_of_tile(u32 at, const int* __restrict__ starts, u32 num_groups, u32 cut, u32 per_scale) {
     constexpr u32 kAll = 0xFFFFFFFF;
@@ -73,7 +74,7 @@ __global__ void __launch_bounds__(kScaleTileThreads)
         if (kToTiles) *there = {0, 0, 0, 0};
         return;
     }
-    // The tile's number within its group, the group's tiles across, and the first scale of this lane within the group.
+    // The tile's index within its group, the group's tiles across, and the first scale of this lane within the group.
     const u32 in_group = tile - group.tiles_before * across;
     const u32 wide = kCutRows ? across : (group.len + kCutTile - 1) / kCutTile;
     const u32 row = in_group / wide * kScaleTileRows + lane, col = in_group % wide * kScaleTileCols;

@@ -1,16 +1,16 @@
 // E4M3 rows -> E4M3 columns on the codes alone; all scales are E8M0 bytes. The twin of crates/formats/src/lift.rs.
 //
-// row_id[rows] (null: every row counts): negative marks padding, whose output is zero. counts[3] (null: not wanted) +=
-// blocks of the source with a non-zero code, of those with a code that changed its value, blocks with a NaN.
+// row_id[rows] (null: all rows are valid): negative ids mark padding, whose output is zero. counts[3] (null: not wanted) += source blocks
+// with a non-zero code, source blocks with a code whose value changed, blocks with a NaN.
 //
 // shift_cols<kWhole, kPanels>: codes [rows][cols], scales [rows][ceil(cols / 128)] -> codes [cols][capacity], scales
-//   [capacity / 128][scale_stride]; capacity % 128 == 0; kWhole: cols % 16 == 0. 128 · kPanels threads; a CTA for each kPanels · 128
-//   columns of each `depth` strips of 128 rows, depth at most kMostDepth. sizeof(ShiftShared<kPanels>) dynamic shared memory. Planes start
-//   on 16 bytes; scale_stride, at least cols, is a multiple of 2.
+//   [capacity / 128][scale_stride]; capacity % 128 == 0; kWhole: cols % 16 == 0.
+//   128 · kPanels threads; one CTA for each kPanels · 128 columns of each `depth` strips of 128 rows, depth at most kMostDepth.
+//   sizeof(ShiftShared<kPanels>) dynamic shared memory. Buffers are 16-byte aligned; scale_stride, at least cols, is a multiple of 2.
 //
-// A code times 2^-octaves is exact in F16 up to 15 octaves: E4M3's smallest step is 2^-9, F16's 2^-24. So it is rounded
-// only once, when it becomes E4M3 again, even if it is subnormal then. Rows that move further than kShiftFarthest, and
-// NaNs, which would lose their sign, are done again one by one.
+// A code times 2^-octaves is exact in F16 up to 15 octaves: E4M3's smallest step is 2^-9, F16's 2^-24. So the product is rounded only
+// once, when it becomes E4M3 again, even if it is subnormal then. Rows that move further than kShiftFarthest, and NaNs, which would lose
+// their sign, are recomputed one by one.
 //
 // Measured on an H200 (share of (read + written) / 4249 GB/s), with or without subnormal results: 32768 x 7168 89 %; 24576 x 5120 86 %;
 //   32768 x 2048 80 to 83 %; 24576 x 2048 79 to 81 %; 4096 x 7168 64 to 70 %.
@@ -26,7 +26,7 @@ constexpr u32 kShiftFar = 32;       // octaves that leave nothing
 constexpr u32 kF16Bias = 15;
 constexpr u32 kEachTop = 0x80808080;
 
-/// A bit for each of a thread's 16 rows: that of row 4k + b is bit k of byte b. In `flags` it says whether the row has
+/// One bit for each of a thread's 16 rows: row 4k + b has bit k of byte b. In `flags` this bit says whether the row has
 /// a non-zero code, and bit k + 4 of the byte whether one of its codes changed.
 struct ShiftFlags {
     u32 flags = 0;
@@ -40,7 +40,7 @@ struct ShiftShared {
 };
 
 /// Moves a code to a scale that is `octaves` larger (kScaleNan: its own scale is NaN), and sets the row's `bit` in
-/// `flags` if it is NaN or changes.
+/// `flags` if the code is NaN or changes.
 __device__ __forceinline__ u32 shift_code(u32 code, u32 octaves, u32 bit, ShiftFlags& flags) {
     if (octaves == kScaleNan || (code & 0x7F) == 0x7F) {
         flags.nan |= bit;
@@ -53,8 +53,8 @@ __device__ __forceinline__ u32 shift_code(u32 code, u32 octaves, u32 bit, ShiftF
 }
 
 /// Moves the codes of a column in four rows to their new scale. Each of two words of `pair` has two rows of two
-/// columns; kHigh takes the second column. A code times its factor is exact in F16. `moved` of a row grows by how much
-/// rounding to E4M3 then changes it.
+/// columns; kHigh takes the second column. A code times its factor is exact in F16. `moved` of a row grows by the
+/// change from rounding to E4M3.
 template <bool kHigh>
 __device__ __forceinline__ u32 shift_four(const u32* pair, const u32* factor, u32* moved) {
     const u32 first = ptx::mul_f16x2(ptx::f16x2_from_e4m3x4<kHigh>(pair[0]), factor[0]);

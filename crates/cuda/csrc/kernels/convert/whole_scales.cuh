@@ -1,24 +1,25 @@
-// For formats with a scale for a line or for a tensor: what is done before their values are encoded, and after. Maxima
-// of bits do not depend on the order of atomics, so every run gives the same.
+// For formats with one scale per line or per tensor: the passes before their values are encoded, and after. Maxima of bits do not depend on
+// the order of atomics, so results are deterministic.
 //
-// A row counts as in quantize_units.cuh. Maxima are bits of F32 magnitudes, a NaN above infinity above the others; zeros before.
+// Valid rows are as in quantize_units.cuh. Maxima are bits of F32 magnitudes, NaN above infinity above finite values; initially zeros.
 //
-// row_maxima<In>: x [rows][cols], one maximum for each row (`by_span` 0), or for each span (1, of finite values; 2, all ones where one is not
-//   finite): span_of_row[row], or row / matrix_rows where null. 256 threads; grid ceil(rows / 32). With `earlier`: only rows of those of its spans
-//   for which nothing is known yet.
-// column_maxima<In>: x [stack * rows][cols] -> [spans][lines], lines = stack * cols: of a column one for each span_of_row[row], or one where
-//   null. 256 threads; grid stack * ceil(rows / 256) * ceil(cols / 256).
-// hadamard_maxima<In>: the maxima of spans, as above, of the Hadamard transform down the columns of x [transform.rows][cols], which has `rows` rows; one
-//   span where span_of_row is null. 256 threads; grid ceil(cols / 128) * ceil(rows / 128).
-// spans_of_rows: which of num_groups groups, whose first rows and end are in `start`, a row lies in, or num_groups. 256 threads; grid
-//   ceil(rows / 256).
-// tensor_scales: for each of `spans` spans the factor for its values, one over the factor, and the scale that is stored; of NVFP4 (kNvfp4), or of
-//   FP8. `largest` is what the largest magnitude times `headroom` becomes. kPower: the scale of NVFP4 is rounded up to a power of two. With `earlier`: the scale follows from the magnitude that is expected of the span, where that is known.
-//   In place of one over the factor comes the expected magnitude (infinity where it is not known). counts[1] += the values of those spans: cols in
-//   each of len[span] rows, or of matrix_rows where null. 256 threads; grid ceil(spans / 256).
-// spread_scales: out[row] = scale[span_of_row[row]], or of row / matrix_rows where null; NaN where `found` says that a value of the span is not
-//   finite. 256 threads; grid ceil(rows / 256).
-// count_lines: counts[0] += how many of `lines` bytes are not zero. 256 threads; grid ceil(lines / 256).
+// row_maxima<In>: x [rows][cols], one maximum per row (`by_span` 0), or per span (1: of finite values; 2: all ones if a value is not
+//   finite): span_of_row[row], or row / matrix_rows if null.
+//   256 threads; grid ceil(rows / 32). With `earlier`: only rows of those of its spans that have no expected magnitude yet.
+// column_maxima<In>: x [stack * rows][cols] -> [spans][lines], lines = stack * cols: one maximum per column and span_of_row[row], or one
+//   per column if null. 256 threads; grid stack * ceil(rows / 256) * ceil(cols / 256).
+// hadamard_maxima<In>: the maxima of spans, as above, of the Hadamard transform down the columns of x [transform.rows][cols], which has
+//   `rows` rows; one span if span_of_row is null. 256 threads; grid ceil(cols / 128) * ceil(rows / 128).
+// spans_of_rows: the group of each row, of num_groups groups whose first rows and end are in `start`; num_groups for rows outside all
+//   groups. 256 threads; grid ceil(rows / 256).
+// tensor_scales: for each of `spans` spans the factor for its values, the factor's reciprocal, and the stored scale; for NVFP4 (kNvfp4), or
+//   FP8. `largest` is the target of the largest magnitude times `headroom`. kPower: NVFP4's scale is rounded up to a power of two. With
+//   `earlier`: the scale follows from the expected magnitude of the span, where that is known. The expected magnitude (infinity where
+//   unknown) then replaces the reciprocal. counts[1] += the values of those spans: cols in each of len[span] rows, or of matrix_rows if
+//   null. 256 threads; grid ceil(spans / 256).
+// spread_scales: out[row] = scale[span_of_row[row]], or of row / matrix_rows if null; NaN where `found` says that a value of the span is
+//   not finite. 256 threads; grid ceil(rows / 256).
+// count_lines: counts[0] += the number of non-zero bytes among `lines` bytes. 256 threads; grid ceil(lines / 256).
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/block_format.cuh"
@@ -27,8 +28,8 @@
 
 namespace nib {
 
-/// What earlier steps left for delayed scales; `EarlierArg` of the launch: for each of `spans` spans the magnitude that
-/// is expected, `stride` apart; 0 where nothing is known.
+/// Input from earlier steps for delayed scales; `EarlierArg` of the launch: for each of `spans` spans the expected
+/// magnitude, `stride` apart; 0 where unknown.
 struct EarlierArg {
     const float* expected;
     u64 stride;
@@ -37,18 +38,18 @@ struct EarlierArg {
 
     __device__ __forceinline__ bool has(int span) const { return expected != nullptr && span < spans; }
     __device__ __forceinline__ float of(int span) const { return __ldg(expected + span * stride); }
-    /// Whether a span's magnitudes are to be measured.
+    /// Whether a span's magnitudes must be measured.
     __device__ __forceinline__ bool wants(int span) const { return expected == nullptr || (has(span) && of(span) == 0.0f); }
 };
 
-/// The bits of a magnitude for a maximum. A number that is not finite counts as it is (by_span 0), as 0 (1), or as all
+/// The bits of a magnitude for a maximum. A value that is not finite counts as it is (by_span 0), as 0 (1), or as all
 /// ones (2).
 __device__ __forceinline__ u32 magnitude_by(int by_span, float x) {
     const u32 bits = __float_as_uint(x) & 0x7FFFFFFF;
     return bits < kInfinityBits || by_span == 0 ? bits : by_span == 1 ? 0 : 0xFFFFFFFF;
 }
 
-/// Eight neighbours of a row, zeros where a row does not count or ends.
+/// Eight adjacent values of a row, zeros in invalid rows and past the row's end.
 template <class In>
 __device__ __forceinline__ typename In::Eight load_counted(const u8* x, u64 row, int col, int cols, bool counted) {
     const u8* const at = x + (row * cols + col) * In::kBytes;
@@ -95,7 +96,7 @@ __global__ void __launch_bounds__(256)
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-        // Neighbouring rows of one span are joined first: one atomic for all of them.
+        // Adjacent rows of one span are combined first: one atomic for all of them.
         if (r + 1 < kRows && span[r + 1] == span[r]) largest[r + 1] = max(largest[r + 1], largest[r]);
         else raise(maxima + span[r], largest[r]);
     }
@@ -116,7 +117,7 @@ __global__ void __launch_bounds__(256, In::kBytes == 2 ? 3 : 2)
             float most = fabsf(of[0]);
 #pragma unroll
             for (int j = 1; j < kTogether; ++j) most = ptx::max_magnitude(most, of[j]);
-            // The factor keeps the order of magnitudes, so it is for the largest alone.
+            // The factor preserves the order of magnitudes, so only the largest is multiplied.
             u32 bits = magnitude_by(by_span, __fmul_rn(most, transform.hadamard.factor));
             if (__float_as_uint(most) >= kInfinityBits) {  // rare: others may count
                 bits = 0;

@@ -1,10 +1,10 @@
 // RMS norm of each head, rounded, then its rotation (halves convention), rounded; and both backward.
 //
-// x, y, dy, dx [rows, 8 * kThreads] of type T (Bf16 or F32), a head a row: head h of token t is row t * heads + h. weight [8 * kThreads],
-// inv_rms [rows] F32; table [positions, 8 * kThreads] F32 from the first position on: cosines of half as many angles, then sines.
-// kThreads neighbouring threads have a row, each eight columns. The columns that a thread's are rotated with belong to
+// x, y, dy, dx [rows, 8 * kThreads] of type T (Bf16 or F32), one head per row: head h of token t is row t * heads + h. weight
+// [8 * kThreads], inv_rms [rows] F32; table [positions, 8 * kThreads] F32 from the first position on: cosines of half as many angles,
+// then sines. kThreads adjacent threads share a row, eight columns each. The columns that a thread's columns are rotated with belong to
 // another of these threads. 128 threads.
-// norm_rope<T, kThreads>: a thread has four rows in sequence, so that heads of one token share their angles. Grid
+// norm_rope<T, kThreads>: a thread takes parts of four consecutive rows, so that heads of one token share their angles. Grid
 //   ceil(rows / (4 * 128 / kThreads)).
 // norm_rope_backward<T, kThreads>: as `rms_backward_short`, of the gradients rotated back and rounded.
 #pragma once
@@ -16,7 +16,7 @@ namespace nib {
 
 constexpr int kHeadRows = 4;  // rows that a thread has in flight
 
-/// The rotation of rows that are heads, by kThreads neighbouring threads of which this is number `index`. sign: 1, or -1 to turn back.
+/// The rotation of rows that are heads, by kThreads adjacent threads; this thread is number `index`. sign: 1, or -1 to rotate back.
 template <typename T, int kThreads>
 struct HeadTurn {
     static constexpr u32 kHalf = 4 * kThreads;
@@ -33,7 +33,7 @@ struct HeadTurn {
     __device__ __forceinline__ HeadTurn(const float* table, u32 index, u32 heads, Divider by_heads, const Positions& positions, float sign)
         : angles(table + 8 * index % kHalf), heads(heads), by_heads(by_heads), positions(positions), sign(index < kThreads / 2 ? -sign : sign) {}
 
-    /// Loads the angles of a row's token, unless they are here already.
+    /// Loads the angles of a row's token, unless they are loaded already.
     __device__ __forceinline__ void begin(u32 row, bool present) {
         if (!present) return;
         const u32 position = positions.of(by_heads.divide(row));
@@ -62,7 +62,7 @@ struct HeadTurn {
         for (int i = 0; i < 8; ++i) y[i] = __fadd_rn(__fmul_rn(T::value(mine, i), cos[i]), __fmul_rn(T::value(other, i), sin[i]));
     }
 
-    /// Rotates and rounds a gradient: what the norm's backward pass calls.
+    /// Rotates and rounds a gradient, for the norm's backward pass.
     __device__ __forceinline__ typename T::Eight of(const typename T::Eight& dy) const {
         float turned[8];
         turn(turned, dy);

@@ -1,11 +1,12 @@
 // y = x / sqrt(mean(x^2) + eps) * weight along each row, rounded once; and 1 / sqrt(mean(x^2) + eps) of each row.
-// kPlus: in place of x stands x + plus, rounded, which is written too, as `sum`.
+// kPlus: x is replaced by x + plus, rounded, which is also written, as `sum`.
 //
 // x, plus, y, sum [rows, d] of type T (Bf16 or F32), weight [d] F32, inv_rms [rows] F32; plus and sum null without kPlus.
-// rms_norm<T, kThreads, kBlocks, kRows, kPlus>: rows in registers; d a multiple of 8. kThreads neighbouring threads have a row; each has eight
-//   columns of every 256, and kBlocks times 256 columns hold the row. Where kThreads < 32, kBlocks is 1 and d <= 8 * kThreads. A thread has
-//   kRows rows. 128 threads; grid ceil(rows / (kRows * 128 / kThreads)).
-// rms_norm_long<T, kAligned, kPlus>: any d; a row is read twice. kAligned: d is a multiple of 8. 128 threads, a warp a row; grid ceil(rows / 4).
+// rms_norm<T, kThreads, kBlocks, kRows, kPlus>: rows in registers; d a multiple of 8. kThreads adjacent threads share a row; each has eight
+//   columns of every 256, and kBlocks times 256 columns hold the row. If kThreads < 32, kBlocks is 1 and d <= 8 * kThreads. A thread has
+//   parts of kRows rows. 128 threads; grid ceil(rows / (kRows * 128 / kThreads)).
+// rms_norm_long<T, kAligned, kPlus>: any d; a row is read twice. kAligned: d is a multiple of 8.
+//   128 threads, one warp per row; grid ceil(rows / 4).
 #pragma once
 #include "pieces/norm/norm_rows.cuh"
 
@@ -77,8 +78,8 @@ __global__ void __launch_bounds__(kNormThreads)
     const u32 index = threadIdx.x % 32, row = blockIdx.x * (kNormThreads / 32) + threadIdx.x / 32;
     if (row >= rows) return;
     const u64 begin = u64(row) * d * T::kBytes;
-    // The sum is computed in both passes. The second pass cannot read the one that was stored: loads take the read-only
-    // path, which is not for memory that this kernel writes.
+    // The sum is computed in both passes. The second pass cannot read the stored sum: loads use the read-only path,
+    // which must not read memory that this kernel writes.
     const auto value_at = [&](u32 at, bool stores) {
         const u64 from = begin + u64(at) * T::kBytes;
         const int left = int(d - at);

@@ -1,19 +1,17 @@
-// dx of an RMS norm, and sums of dweight over chunks of 64 rows of a shard, which `close_level` (row_tree.cuh) adds up.
+// dx of an RMS norm, and sums of dweight over chunks of 64 rows of a shard, which `close_level` (row_tree.cuh) reduces.
 //
 // With n = x * inv_rms: dx = inv_rms * (dy * w - n * mean(dy * w * n)); a chunk's sum is fma(dy, n, sum) over its rows in order, from 0.
-// kPlus: dx is rounded, plus is added, and the sum is rounded again.
-// x, dy, plus, dx [shards * rows, d] of type T (Bf16 or F32), weight [d], inv_rms [shards * rows], partial [shards * chunks, d] F32,
-// chunks = ceil(rows / 64); plus null without kPlus.
-// rms_backward_short<T, kThreads, kPlus>: d <= 8 * kThreads, a multiple of 8; kThreads neighbouring threads have a chunk, each eight columns.
+// kPlus: dx is rounded, plus is added, and the sum is rounded again. x, dy, plus, dx [shards * rows, d] of type T (Bf16 or F32), weight
+// [d], inv_rms [shards * rows], partial [shards * chunks, d] F32, chunks = ceil(rows / 64); plus null without kPlus.
+// rms_backward_short<T, kThreads, kPlus>: d <= 8 * kThreads, a multiple of 8; kThreads adjacent threads share a chunk, eight columns each.
 //   128 threads; grid ceil(shards * chunks / (128 / kThreads)).
-// rms_backward_wide<T, kBlocks, kRows, kPlus>: d <= 256 * kBlocks, a multiple of 8, kBlocks <= 8; a CTA has a chunk, each thread two
-//   neighbours of every 256 columns. It works on kRows rows at a time, while asynchronous copies bring the next ones.
-//   128 threads; grid shards * chunks; dynamic shared memory 3 * 2 * kRows * d * the bytes of a number.
-// rms_backward_long<T, kBlocks, kRows, kPlus>: the same for longer rows. 256 threads sum the mean of each of kRows rows, one thread for each lane
-//   of the sum (math/lanes.cuh); dx and dweight are divided among all threads.
-//   256 * kRows threads; grid and shared memory as before.
-// rms_dx<T, kAligned, kPlus>, rms_dweight<T>: any d, in two passes. kAligned: d is a multiple of 8. rms_dx: 128 threads, a warp a row; grid
-//   ceil(all rows / 4). rms_dweight: 128 threads, a thread a column; grid shards * chunks * ceil(d / 128).
+// rms_backward_wide<T, kBlocks, kRows, kPlus>: d <= 256 * kBlocks, a multiple of 8, kBlocks <= 8; one CTA per chunk, each thread has two
+//   adjacent columns of every 256. It processes kRows rows at a time, while asynchronous copies bring the next rows.
+//   128 threads; grid shards * chunks; dynamic shared memory 3 * 2 * kRows * d * the bytes of a value.
+// rms_backward_long<T, kBlocks, kRows, kPlus>: the same for longer rows. 256 threads sum the mean of each of kRows rows, one thread per
+//   lane of the sum (math/lanes.cuh); dx and dweight are divided among all threads. 256 * kRows threads; grid and shared memory as above.
+// rms_dx<T, kAligned, kPlus>, rms_dweight<T>: any d, in two passes. kAligned: d is a multiple of 8. rms_dx: 128 threads, one warp per row;
+//   grid ceil(all rows / 4). rms_dweight: 128 threads, one thread per column; grid shards * chunks * ceil(d / 128).
 #pragma once
 #include "pieces/norm/gradient_rows.cuh"
 
@@ -27,7 +25,7 @@ __global__ void __launch_bounds__(kShortThreads)
     backward_short<T, kThreads, kPlus>(x, weight, inv_rms, dy, plus, dx, partial, rows_per_shard, chunks, all_chunks, d, ReadGradient<T>{});
 }
 
-/// Adds a row's 256 lanes by halving; thread t of 128 wrote lanes 2t and 2t + 1 to `part`. One warp calls this.
+/// Reduces a row's 256 lanes by halving; thread t of 128 wrote lanes 2t and 2t + 1 to `part`. One warp calls this.
 __device__ __forceinline__ float close_pairs(const float2 (&part)[kWideThreads], u32 lane) {
     const float2 a = part[lane], b = part[lane + 32], c = part[lane + 64], d = part[lane + 96];
     const float low = (a.x + c.x) + (b.x + d.x), high = (a.y + c.y) + (b.y + d.y);
@@ -38,7 +36,7 @@ __device__ __forceinline__ float close_pairs(const float2 (&part)[kWideThreads],
     return sum + __shfl_xor_sync(0xFFFFFFFF, sum, 16);
 }
 
-/// Dynamic shared memory of a NormRing of rows of d numbers.
+/// Dynamic shared memory of a NormRing of rows of d values.
 template <typename T, int kRows>
 __device__ constexpr u64 norm_ring_shared_bytes(u64 d) {
     return u64(kWideStages) * 2 * kRows * d * T::kBytes;
@@ -71,7 +69,7 @@ struct NormRing {
     }
 };
 
-/// Two neighbours in shared memory, as F32.
+/// Two adjacent values in shared memory, as F32.
 template <typename T>
 __device__ __forceinline__ float2 two_of(const u8* row, u32 column) {
     if constexpr (T::kBytes == 4) return *reinterpret_cast<const float2*>(row + 4 * column);
@@ -80,7 +78,7 @@ __device__ __forceinline__ float2 two_of(const u8* row, u32 column) {
 }
 
 /// Loads the terms that are added to dx in rows from `base` on; they arrive while the means are computed. A thread has
-/// kPairs pairs of neighbours, pair p at `column_of(p)`.
+/// kPairs pairs of adjacent columns, pair p at `column_of(p)`.
 template <typename T, int kRows, int kPairs, typename Columns>
 __device__ __forceinline__ void read_pairs(Few<T, 2> (&pairs)[kRows][kPairs], const u8* from, const NormChunk& chunk, u32 base, u32 d,
                                            const Columns& column_of) {
@@ -95,7 +93,7 @@ __device__ __forceinline__ void read_pairs(Few<T, 2> (&pairs)[kRows][kPairs], co
             }
 }
 
-/// dx of two neighbours.
+/// dx of two adjacent columns.
 template <typename T>
 __device__ __forceinline__ Few<T, 2> pair_gradient(float2 g, float2 w, float2 normal, float inv, float mean) {
     const float dx[2] = {norm_gradient(__fmul_rn(g.x, w.x), normal.x, inv, mean),
@@ -183,7 +181,7 @@ __global__ void __launch_bounds__(kWideThreads)
 
 constexpr int kLanes = 256;  // of a row's sum
 
-/// Adds a row's 256 lanes by halving; every thread of a warp gets the sum.
+/// Reduces a row's 256 lanes by halving; every thread of a warp gets the sum.
 __device__ __forceinline__ float close_row(const float (&part)[kLanes], u32 lane) {
     float x[kLanes / 32];
 #pragma unroll

@@ -1,10 +1,10 @@
 // Rotary position embedding of the last elements of heads, halves convention; the elements before them are copied.
 //
-// rope<T, kCount>: x, y [rows, heads * 2 * units * kCount] of type T (Bf16 or F32). Of a head the first 2 * kept_units * kCount elements are
-//   copied, the 2 * half after them turn, half = (units - kept_units) * kCount; table [positions, 2 * half] F32, cosines, then sines, from the
-//   first position on. A thread turns kCount pairs of a row in up to kRopeHeads heads, with one read of their
-//   angles, or copies as many elements: heads g, g + head_groups, ..., head_groups = ceil(heads / kRopeHeads). kCount is 16 bytes of T where half of
-//   what is copied and half of what turns are multiples of that, else 1. sign: 1, or -1 to turn back.
+// rope<T, kCount>: x, y [rows, heads * 2 * units * kCount] of type T (Bf16 or F32). In a head the first 2 * kept_units * kCount elements
+//   are copied, and the following 2 * half elements are rotated, half = (units - kept_units) * kCount; table [positions, 2 * half] F32,
+//   cosines, then sines, from the first position on. A thread rotates kCount pairs of a row in up to kRopeHeads heads, reading their angles
+//   once, or copies as many elements: heads g, g + head_groups, ..., head_groups = ceil(heads / kRopeHeads). kCount is 16 bytes of T if
+//   half of the copied and half of the rotated elements are multiples of that, else 1. sign: 1, or -1 to rotate back.
 //   256 threads; grid ceil(tasks / 256), tasks = rows * head_groups * units below 2^31.
 #pragma once
 #include "pieces/norm/turn.cuh"
@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kRopeThreads)
     const u32 above = by_units.divide(task), unit = task - above * units;
     const u32 row = by_groups.divide(above), group = above - row * head_groups;
     const bool turns = unit >= kept_units;
-    // A thread has two runs of numbers of a head: in units, where the first begins, and how far behind it the second does.
+    // A thread has two runs of elements of a head; in units: where the first begins, and the distance to the second.
     const u32 pair = unit - kept_units, distance = turns ? units - kept_units : kept_units;
     const u64 begin = u64(row) * heads * 2 * units + (turns ? kept_units + unit : unit);
     X low[kRopeHeads], high[kRopeHeads];

@@ -1,7 +1,7 @@
-// a + b in F32, rounded once; then, if wanted, + a third term, rounded again.
+// a + b in F32, rounded once; then optionally + a third term, rounded again.
 //
 // add<T, kPlus>: out[i] = a[i] + b[i]; kPlus: that is rounded, and plus[i] added. T is Bf16 or F32; buffers are 16-byte aligned.
-//   256 threads; grid ceil(len / (4 · 256 · numbers in 16 bytes)); any len.
+//   256 threads; grid ceil(len / (4 · 256 · values in 16 bytes)); any len.
 #pragma once
 #include "formats/plain.cuh"
 
@@ -10,7 +10,7 @@ namespace nib {
 constexpr int kAddThreads = 256;
 constexpr int kAddUnits = 4;  // units of a thread, whose loads are all in flight
 
-/// kCount neighbours of all terms, `at` bytes from their beginnings.
+/// kCount adjacent values of all terms, `at` bytes from their beginnings.
 template <typename T, int kCount, bool kPlus>
 struct Terms {
     using X = Few<T, kCount>;

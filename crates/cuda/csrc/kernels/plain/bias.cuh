@@ -1,11 +1,11 @@
-// A bias of every row, and its gradient.
+// Adds a bias to every row; and the bias's gradient.
 //
 // x, dy [rows, d] of type T (Bf16 or F32); bias [d] F32.
-// add_bias<T, kCount>: x + bias in F32, rounded once, in place. A thread has kCount neighbours of kBiasRows rows; kCount > 1: d is a multiple of
-//   it, x begins on 16 bytes. 256 threads; grid ceil(d / kCount · ceil(rows / kBiasRows) / 256).
-// bias_sums<T, kCount>: sums over chunks of 64 rows of a shard, in order from 0, which `close_level` (row_tree.cuh) adds up: partial
-//   [shards * chunks, d] F32, chunks = ceil(rows_per_shard / 64). A thread has kCount neighbours of a chunk. 128 threads; grid
-//   ceil(d / kCount · shards · chunks / 128).
+// add_bias<T, kCount>: x + bias in F32, rounded once, in place. A thread has kCount adjacent columns of kBiasRows rows; kCount > 1: d is a
+//   multiple of kCount, and x is 16-byte aligned. 256 threads; grid ceil(d / kCount · ceil(rows / kBiasRows) / 256).
+// bias_sums<T, kCount>: sums over chunks of 64 rows of a shard, in order from 0, which `close_level` (row_tree.cuh) reduces: partial
+//   [shards * chunks, d] F32, chunks = ceil(rows_per_shard / 64). A thread has kCount adjacent columns of a chunk.
+//   128 threads; grid ceil(d / kCount · shards · chunks / 128).
 #pragma once
 #include "formats/plain.cuh"
 #include "pieces/norm/gradient_rows.cuh"

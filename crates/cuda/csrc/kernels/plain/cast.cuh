@@ -1,4 +1,4 @@
-// Plain numbers to another plain type, rounded to nearest even.
+// Plain values to another plain type, rounded to nearest even.
 //
 // cast<From, To>: Bf16 to F32, or F32 to Bf16; buffers are 16-byte aligned.
 //   256 threads; grid ceil(len / 4096); any len.

@@ -1,7 +1,7 @@
-// Copies many runs of lines of bytes at once: one launch instead of one a copy, where each is too short to fill the device.
+// Copies many runs of strided lines of bytes in one launch, where each copy is too short to fill the device.
 //
-// copy_many: run i copies `lines` lines of `len` units from `from` to `to`; a unit is 2^log bytes, which divides every address and distance.
-//   Strides are in units. Runs do not overlap. A CTA takes 1024 units of one run.
+// copy_many: run i copies `lines` lines of `len` units from `from` to `to`; a unit is 2^log bytes, which divides every address and
+//   distance. Strides are in units. Runs do not overlap. A CTA takes 1024 units of one run.
 //   256 threads; grid: the CTAs of all runs; the table is a parameter.
 #pragma once
 #include "ptx/types.cuh"
@@ -9,7 +9,7 @@
 namespace nib {
 
 constexpr int kCopyThreads = 256;
-constexpr u32 kCopyUnits = 4;  // of a thread, on their way at once
+constexpr u32 kCopyUnits = 4;  // per thread, in flight at once
 constexpr int kMostCopies = 64;
 
 /// A run, and its first CTA.

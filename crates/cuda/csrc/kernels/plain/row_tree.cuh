@@ -1,11 +1,11 @@
-// Sums rows of F32 as a tree over neighbours, ((0+1)+(2+3))...; a node without a right neighbour goes up unchanged.
+// Sums rows of F32 as a tree over neighbours, ((0+1)+(2+3))...; a node without a right neighbour moves up unchanged.
 //
-// close_level<kCount>: x [shards * rows, cols], rows in groups of kGroupRows, the last of a shard shorter: out [shards * groups, cols], or,
-//   where there is one group a shard, added to out [shards, cols]. kCount: 4 where cols is a multiple of 4, else 1.
+// close_level<kCount>: x [shards * rows, cols], rows in groups of kGroupRows, the last group of a shard may be shorter: out
+//   [shards * groups, cols], or, if there is one group per shard, added to out [shards, cols]. kCount: 4 if cols is a multiple of 4, else
+//   1.
 //   256 threads; grid shards * groups * ceil(cols / (32 * kCount)); may be launched early.
 //
-// A group has a power of two of rows, so the tree over the groups' sums continues the tree over rows. Each launch adds
-// one such level.
+// A group has a power of two of rows, so the tree over the groups' sums continues the tree over rows. Each launch computes one such level.
 #pragma once
 #include "pieces/plain/row_sums.cuh"
 

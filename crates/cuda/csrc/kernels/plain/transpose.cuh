@@ -1,8 +1,8 @@
-// transpose<T, kAligned>: each of a stack of matrices [n, k] to [k, n]. A CTA transposes a square of kTile x kTile. A thread reads
-// kPerChunk rows of 16 bytes, transposes them in registers and writes them to shared memory, from which whole lines of the result are
-// stored. The 16-byte chunks of shared memory are swizzled by their row, so that neither writes nor reads have bank conflicts.
-//   256 threads; grid stack · ceil(n / kTile) · ceil(k / kTile); kTile = 128 (BF16), 64 (F32). kAligned: n and k are multiples of
-//   16 bytes.
+// transpose<T, kAligned>: each of a stack of matrices [n, k] to [k, n]. A CTA transposes kTile x kTile elements. A thread reads
+//   kPerChunk rows of 16 bytes, transposes them in registers and writes them to shared memory, from which whole lines of the result are
+//   stored. The 16-byte chunks of shared memory are swizzled by their row, so that neither writes nor reads have bank conflicts.
+//   256 threads; grid stack · ceil(n / kTile) · ceil(k / kTile); kTile = 128 (BF16), 64 (F32). kAligned: n and k are multiples of 16
+//   bytes.
 //
 // Measured on an H200: eight of 4096 x 7168 93 %, one of 7168 x 4096 92 % of the floor, both types; 4096 x 4096 in BF16 84 %; BF16 with
 // odd sides 22 to 32 %.
@@ -20,14 +20,14 @@ struct TransposeTile {
     static constexpr int kTile = 16 * kPerChunk;
 };
 
-/// The bits of a number of 2 or 4 bytes.
+/// The bits of a value of 2 or 4 bytes.
 template <int kBytes>
 __device__ __forceinline__ u32 load_number(const u8* from) {
     if constexpr (kBytes == 4) return __ldg(reinterpret_cast<const u32*>(from));
     return __ldg(reinterpret_cast<const u16*>(from));
 }
 
-/// `left` numbers, then zeros; kAligned: all of them or none.
+/// `left` values, then zeros; kAligned: all of them or none.
 template <typename T, bool kAligned>
 __device__ __forceinline__ uint4 load_unit(const u8* from, int left) {
     uint4 v = {0, 0, 0, 0};
@@ -59,7 +59,7 @@ __device__ __forceinline__ void store_unit(u8* to, uint4 v, int left) {
     }
 }
 
-/// Transposes a square of kPerChunk x kPerChunk numbers.
+/// Transposes kPerChunk x kPerChunk values.
 __device__ __forceinline__ void turn(uint4 (&v)[4]) {
     const uint4 a = v[0], b = v[1], c = v[2], d = v[3];
     v[0] = {a.x, b.x, c.x, d.x};
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kTransposeThreads)
     __syncthreads();
 #pragma unroll
     for (int r = 0; r < kPerChunk; ++r) {
-        // Lines of 16 chunks, one after the other, so that a warp writes two whole ones.
+        // Lines of 16 chunks in sequence, so that a warp writes two whole lines.
         const int line = r * 16 + i;
         const u32 y = col + line, x = row + j * kPerChunk;
         if (y < k)

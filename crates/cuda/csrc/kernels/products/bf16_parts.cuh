@@ -1,15 +1,14 @@
-// F32 numbers as sums of three BF16 parts, for products of F32 on the tensor cores. Each part is the rest that the
-// parts before it leave, rounded to nearest even. The three are exact from 2^-110 on; below that, the last parts are
-// subnormal or lost. An infinity in one factor makes the result NaN, because it is multiplied by zero parts of the
-// other.
+// F32 numbers as sums of three BF16 parts, for products of F32 on the tensor cores. Each part is the remainder after the preceding parts,
+// rounded to nearest even. The three parts are exact from 2^-110 on; below that, the last parts are subnormal or lost. An infinity in one
+// factor makes the result NaN, because it is multiplied by zero parts of the other factor.
 //
-// split_parts: out[row][i · cols + col] = part (pattern >> 2i & 3) of in[row][col], for i below count. A NaN or infinity is its first part.
-// sum_parts: out[row][col] = the sum over runs r, in order, of the kParts (1 or 3) of in[row][r][part][col], the last part first; or
-//   out plus that. In F32, rounded once to Out.
-//   cols a multiple of 4; 256 threads, a thread 4 columns; grid ceil(units / 256), units = rows · cols / 4 below 2^31;
-//   units_per_row = cols / 4.
-// cut_groups: each group's rows in `runs` runs of a multiple of kRunRows, the last ones shorter or empty.
-//   start_out [groups · runs + 1], len_out [groups · runs]. 256 threads; grid ceil((groups · runs + 1) / 256).
+// split_parts: out[row][i · cols + col] = part (pattern >> 2i & 3) of in[row][col], for i below count. The first part of a NaN or infinity
+//   is the value itself.
+// sum_parts: out[row][col] = the sum over runs r, in order, of the kParts (1 or 3) of in[row][r][part][col], the last part first; or out
+//   plus that. In F32, rounded once to Out. cols a multiple of 4; 256 threads, 4 columns per thread; grid ceil(units / 256), units = rows ·
+//   cols / 4 below 2^31; units_per_row = cols / 4.
+// cut_groups: each group's rows in `runs` runs of a multiple of kRunRows, the last runs shorter or empty. start_out [groups · runs + 1],
+//   len_out [groups · runs]. 256 threads; grid ceil((groups · runs + 1) / 256).
 #pragma once
 #include "formats/plain.cuh"
 #include "math/reduce.cuh"
@@ -18,8 +17,8 @@ namespace nib {
 
 constexpr int kPartsThreads = 256;
 
-/// Rounds the rests of four numbers to BF16, subtracts the results from them, and returns these. Numbers that would
-/// round to infinity are truncated instead.
+/// Rounds the remainders of four numbers to BF16, subtracts the results from them, and returns the results. Numbers
+/// that would round to infinity are truncated instead.
 __device__ __forceinline__ uint2 take_part(float (&left)[4]) {
     u32 part[4];
 #pragma unroll

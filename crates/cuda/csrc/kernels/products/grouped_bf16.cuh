@@ -1,15 +1,16 @@
 // D = A·Bᵀ over groups, BF16 operands: the grouped products of the BF16 recipe, and of formats whose values are BF16 numbers.
 //
-// grouped_bf16_scaled: the same, and a total is multiplied by a_scale · b_scale (of the operands' tensors, F32; null: 1) before it is
-//   rounded or added: the arithmetic of scale_sums.cuh. kRows: a_scale[row of A] and b_scale[row of B]; kContraction: both at the group's first row.
-// kRagged::kRows (forward, data gradient): as in grouped_fp8_block.cuh; A [rows][k], B [groups · n][k], k % 8 == 0. Groups may
-//   start anywhere.
-// kRagged::kContraction (weight gradient): D is a stack of matrices [m][n], one a group; A [rows][m] and B [rows][n] are multiplied
-//   over rows start[g] .. start[g] + len[g], whatever the rows after them hold; m, n % 8 == 0. An empty group gives zeros.
-// D  BF16 (n % 8 == 0) or F32 (n % 4 == 0), or, as kAdds says, added to the old D.
+// grouped_bf16_scaled: the same, and a total is multiplied by a_scale · b_scale (the operands' tensor scales, F32; null: 1) before it is
+//   rounded or added: the arithmetic of scale_sums.cuh. kRows: a_scale[row of A] and b_scale[row of B]; kContraction: both at the group's
+//   first row.
+// kRagged::kRows (forward, data gradient): as in grouped_fp8_block.cuh; A [rows][k], B [groups · n][k], k % 8 == 0. Groups may start
+//   anywhere.
+// kRagged::kContraction (weight gradient): D is a stack of matrices [m][n], one per group; A [rows][m] and B [rows][n] are multiplied over
+//   rows start[g] .. start[g] + len[g], whatever the following rows contain; m, n % 8 == 0. An empty group gives zeros.
+// D  BF16 (n % 8 == 0) or F32 (n % 4 == 0); kAdds: added to the old D.
 // Arithmetic: the tensor cores' F32 accumulators, in order of k.
 //
-// Grid, CTA, ring, waves: as grouped_fp8_block.cuh, without scales; 64 of k a stage.
+// Grid, CTA, ring, waves: as grouped_fp8_block.cuh, without scales; 64 elements of k per stage.
 #pragma once
 #include "pieces/products/grouped_store.cuh"
 
@@ -22,11 +23,11 @@ template <int kStages, int kOutBuffers, int kBoxes, class Out>
 struct SharedLayout {
     u8 a[kStages][kBlockM * kStageBytes];
     u8 b[kStages][kBlockN * kStageBytes];
-    Out out[kMathWarps][kOutBuffers][kBoxes][kBoxStaged / sizeof(Out)];  // totals on their way to D
+    Out out[kMathWarps][kOutBuffers][kBoxes][kBoxStaged / sizeof(Out)];  // totals being stored to D
     ptx::Barrier loaded[kMathWarps][kOutBuffers];                        // the old values of D have arrived in `out`
     Tile tile[kStages];           // valid in the first stage of a tile
-    ptx::Barrier full[kStages];   // the copy engine delivered the stage
-    ptx::Barrier empty[kStages];  // the math warps of the whole cluster are done with it
+    ptx::Barrier full[kStages];   // TMA delivered the stage
+    ptx::Barrier empty[kStages];  // the math warps of the whole cluster are done with the stage
 };
 
 /// Fills the ring. One warp.
@@ -51,7 +52,7 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap& map_a, 
         });
 }
 
-/// Starts adding one 64-row wave's product of a stage to its totals.
+/// Starts to accumulate one 64-row wave's product of a stage.
 template <bool kTransposed>
 __device__ __forceinline__ void multiply(float (&total)[64], u32 a, u32 b) {
     // 16 of k: 32 bytes of a row, or 16 rows.
@@ -62,7 +63,7 @@ __device__ __forceinline__ void multiply(float (&total)[64], u32 a, u32 b) {
                                                 ptx::wgmma_descriptor(b + kStep * step), true);
 }
 
-/// Zeros the rows of a stage from `rows` on: they belong to another group, or hold nothing. All math threads.
+/// Zeros the rows of a stage from `rows` on: they belong to another group, or hold garbage. All math threads call this.
 template <class Shared>
 __device__ __forceinline__ void clear_rows(Shared& shared, u32 stage, int rows, int thread) {
     constexpr int kChunks = kStageBytes / 16, kBoxes = (kBlockM + kBlockN) / 64;
@@ -76,12 +77,12 @@ __device__ __forceinline__ void clear_rows(Shared& shared, u32 stage, int rows, 
     ptx::named_barrier<1, kMathWarps * 32>();
 }
 
-/// Leaves totals as they are.
+/// No scaling.
 struct NoScales {
     __device__ __forceinline__ void multiply(float (&)[64], const Tile&, int) const {}
 };
 
-/// The scales of the operands' tensors.
+/// The operands' tensor scales.
 template <Ragged kRagged>
 struct TensorScales {
     const float* a;  // null: 1
@@ -90,7 +91,7 @@ struct TensorScales {
 
     __device__ __forceinline__ static float at(const float* scales, int row) { return scales == nullptr ? 1.0f : __ldg(scales + row); }
 
-    /// Multiplies a wave's totals; `row` is the first of the warp's 16 in the tile, which has rows to multiply.
+    /// Multiplies a wave's totals; `row` is the first of the warp's 16 rows in the tile; the tile has rows to multiply.
     __device__ __forceinline__ void multiply(float (&total)[64], const Tile& tile, int row) const {
         if constexpr (kRagged == Ragged::kContraction) {
             const float by = __fmul_rn(at(a, tile.k), at(b, tile.k));
@@ -104,7 +105,7 @@ struct TensorScales {
                 const int here = row + lane / 4 + half * 8;
                 of_rows[half] = here < tile.kept ? at(a, tile.row_a + here) : 0.0f;
             }
-            // Total 4i + 2j + c is that of row lane / 4 + 8j and column 8i + 2 (lane % 4) + c.
+            // Total 4i + 2j + c belongs to row lane / 4 + 8j and column 8i + 2 (lane % 4) + c.
 #pragma unroll
             for (int i = 0; i < 16; ++i) {
                 float2 of_cols{1.0f, 1.0f};
@@ -122,7 +123,7 @@ struct TensorScales {
     }
 };
 
-/// Empties the ring: products, and the stores of finished tiles. `warp` counts within the math warps.
+/// Empties the ring: multiplies, and stores finished tiles. `warp` counts within the math warps.
 template <Ragged kRagged, int kStages, int kCluster, int kOutBuffers, int kBoxes, Adds kAdds, class Out, class Shared, class Scales>
 __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, Out* d, int n, const Scales& scales, int warp) {
     constexpr bool kTransposed = kRagged == Ragged::kContraction;
@@ -135,7 +136,7 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
         return kTransposed ? ptx::wgmma_descriptor_low_transposed(shared_address(tile), kBoxBytes)
                            : ptx::wgmma_descriptor_low(shared_address(tile));
     };
-    // 64 rows of 128 bytes, or 64 columns: a wave's part of A is a box either way.
+    // 64 rows of 128 bytes, or 64 columns: either way a wave's part of A is one box.
     const u32 first_a = low(shared.a[0]) + warp / 4 * (kBoxBytes / 16);
     const u32 first_b = low(shared.b[0]);
     Ring<kStages> ring;
@@ -143,8 +144,8 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
     constexpr int kParts = Stored::kParts;
     Stored stores(shared.out[warp], shared.loaded[warp], map_d);
     const auto release = [&](u32 stage) {
-        // As in fp8_block.cuh: a few lanes arrive for the whole warp, which compute-sanitizer's racecheck does not
-        // understand.
+        // As in fp8_block.cuh: a few lanes arrive for the whole warp; compute-sanitizer's racecheck does not understand
+        // that.
         __syncwarp();
         if (lane < kCluster) {  // lane i tells CTA i, which fills part of this stage
             if constexpr (kCluster == 1)
@@ -160,7 +161,7 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
         const int blocks = ceil_div(tile.len_k, kDepth);
         const auto rows_of = [&](int part) -> Rows {
             const int row = warp_row + part / kParts * kNextWave;
-            // Where there is nothing to add, the rows are those past D's end, which are neither loaded nor stored.
+            // If there is nothing to add, the rows are those past D's end, which are neither loaded nor stored.
             const int from = kAdds != Adds::kNone && blocks == 0 ? Stored::kNowhere : tile.row_a;
             return {from + row, tile.col_d, tile.matrix, tile.kept - row, tile.stored - row};
         };
@@ -216,7 +217,7 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
         }
         if (blocks != 0) {
             release(done);
-            // A total of no products is zero, whatever the scale of a row that is not there.
+            // A total of no products is zero; it must not be multiplied by the scale of a missing row.
             scales.multiply(total[0], tile, warp_row);
             if (both) scales.multiply(total[1], tile, warp_row + kNextWave);
         }

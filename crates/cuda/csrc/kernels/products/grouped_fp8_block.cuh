@@ -1,23 +1,23 @@
 // D = A·Bᵀ over groups, FP8 operands with block scales: the expert layer's products in all three passes.
 //
-// kRagged::kRows (forward, data gradient): rows start[g] .. start[g] + len[g] of A and D belong to group g, whose matrix is
-//   rows g·n .. (g+1)·n of B. Starts are multiples of 128. Rows of D of no group are written as zeros.
-// kRagged::kContraction (weight gradient): D is a stack of matrices [m][n], one a group; A [m][k] and B [n][k] are multiplied
-//   over columns start[g] .. start[g] + len[g], rounded up to 128: codes past len are zeros. An empty group gives zeros.
+// kRagged::kRows (forward, data gradient): rows start[g] .. start[g] + len[g] of A and D belong to group g, whose matrix is rows g·n
+//   .. (g+1)·n of B. Starts are multiples of 128. Rows of D outside all groups are written as zeros.
+// kRagged::kContraction (weight gradient): D is a stack of matrices [m][n], one per group; A [m][k] and B [n][k] are multiplied over
+//   columns start[g] .. start[g] + len[g], rounded up to 128: codes past len are zeros. An empty group gives zeros.
 //
 // A  codes [rows][k], k contiguous, k % 16 == 0; 1x128 scales. kA, kB: the elements, E4M3 or E5M2.
 // B  codes [rows][k];                            128x128, 32x128 or 1x128 scales (kScalesB).
-//    A scale is an F32 or an E8M0 byte. That of a row and a block of the contraction lies at row * row_stride + block * block_stride.
-// D  BF16 or F32, overwritten or, as kAdds says, added to; kTransposed: [n][m] instead. Its rows are multiples of 16 bytes.
+//    A scale is an F32 or an E8M0 byte. The scale of a row and a block of the contraction is at row * row_stride + block * block_stride.
+// D  BF16 or F32, overwritten or, with kAdds, accumulated to; kTransposed: [n][m] instead. Its rows are multiples of 16 bytes.
 //
-// Arithmetic: 128 of K are multiplied by the tensor cores, then total = fma(scale_a * scale_b, partial, total) in F32 on the
-// ordinary cores: Hopper's FP8 accumulators keep too few bits for a longer sum. The order is fixed: same bits every run.
+// Arithmetic: the tensor cores multiply 128 elements of K, then total = fma(scale_a * scale_b, partial, total) in F32 on the
+// CUDA cores: Hopper's FP8 accumulators keep too few bits for a longer sum. The order is fixed: the same bits in every run.
 //
-// Grid: persistent, one CTA an SM; the kCluster CTAs of a cluster take neighbouring columns and share the rows of A.
-// CTA: three warpgroups. Of the first, one warp moves tiles with TMA into a ring of stages, and two or three fetch the scales.
-// The other two warpgroups multiply in waves of 64 rows: one has the waves from rows 0 and 128 on, the other those from 64 and
-// 192 on. So both share a tile with few rows, and rows past a group's end cost nothing. Finished sums are stored, part by part,
-// while the tensor cores work on the next product, whose accumulators are other registers.
+// Grid: persistent, one CTA per SM; the kCluster CTAs of a cluster take adjacent columns and share the rows of A.
+// CTA: three warpgroups. In the first, one warp moves tiles with TMA into a ring of stages, and two or three fetch the scales.
+// The other two warpgroups multiply in waves of 64 rows: one takes the waves from rows 0 and 128 on, the other the waves from
+// rows 64 and 192 on. So both share a tile with few rows, and rows past a group's end cost nothing. Finished sums are stored,
+// part by part, while the tensor cores work on the next product, whose accumulators are other registers.
 // Shared memory: SharedLayout of fp8_block.cuh; the launch asks for 1024 bytes more, to align it.
 #pragma once
 #include "pieces/products/fp8_block.cuh"

@@ -1,20 +1,20 @@
-// The forward product of grouped_fp8_block.cuh where many groups are short: the same operands, arithmetic and results
-// (E4M3, kRagged::kRows, 128x128 scales of B), with another order of tiles and another use of the ring.
+// The forward product of grouped_fp8_block.cuh for many short groups: the same operands, arithmetic and results (E4M3,
+// kRagged::kRows, 128x128 scales of B), with another order of tiles and another use of the ring.
 //
-// Tiles of short groups stream B from the memory; tiles of long groups keep the tensor cores busy. They come mixed
-// (grouped_mixed_schedule.cuh), so that both work all the time. Where a tile has rows for one wave only, a stage holds
-// two blocks of the contraction, so that twice the bytes are in flight. B of a short group is read once, so the L2
-// evicts it first.
+// Tiles of short groups stream B from memory; tiles of long groups keep the tensor cores busy. Both kinds are
+// interleaved (grouped_mixed_schedule.cuh), so that memory and tensor cores work all the time. If a tile has rows for
+// one wave only, a stage holds two blocks of the contraction, so that twice the bytes are in flight. B of a short group
+// is read once, so the L2 evicts it first.
 //
-// Grid, CTA and shared memory: as there, except that one warp finds the tiles for the others, and A is loaded in waves
-// of 64 rows.
+// Grid, CTA and shared memory: as there, except that one warp finds the tiles for the other warps, and A is loaded in
+// waves of 64 rows.
 #pragma once
 #include "pieces/products/fp8_block.cuh"
 #include "pieces/products/grouped_mixed_schedule.cuh"
 
 namespace nib {
 
-/// Readers of the queue: the warp that fills the ring with codes, and two with scales.
+/// Readers of the queue: the warp that fills the ring with codes, and two warps for scales.
 constexpr int kMixedReaders = 1 + scale_warps(ScalesOfB::kTile);
 
 template <int kStages, int kOutBuffers, int kBoxes, class Out>
@@ -24,8 +24,8 @@ struct MixedLayout : SharedLayout<kStages, kOutBuffers, kBoxes, ScalesOfB::kTile
     TileQueue<kMixedReaders> queue;
 };
 
-/// Fills the ring with codes. The waves of A's rows, or the blocks of a pair, are loaded by the CTAs of the cluster in
-/// turn. One warp.
+/// Fills the ring with codes. The CTAs of the cluster take turns loading the waves of A's rows, or the blocks of a
+/// pair. One warp calls this.
 template <int kStages, int kCluster, class Shared>
 __device__ __forceinline__ void produce_mixed(Shared& shared, const TensorMap& map_a, const TensorMap& map_b) {
     constexpr u32 kWaveBytes = kWaveRows * kBlockK, kBytesB = kBlockN * kBlockK;
@@ -74,7 +74,7 @@ __device__ __forceinline__ void produce_mixed(Shared& shared, const TensorMap& m
 
 /// The scale warps: fetch scales for four stages at a time and put them into the ring. `thread` counts within these
 /// warps. A thread has four rows and four blocks of a tile. A paired tile has eight blocks in four stages, and rows for
-/// 16 threads: the first 16 threads have the first four blocks, the next 16 the others.
+/// 16 threads: the first 16 threads have the first four blocks, the next 16 the other four.
 template <typename FourRows<4>::Layout kLayout, int kStages, class Shared>
 __device__ __forceinline__ void fetch_mixed(Shared& shared, const Scales& scales_a, const Scales& scales_b, const Groups& groups,
                                             int thread) {
@@ -102,7 +102,7 @@ __device__ __forceinline__ void fetch_mixed(Shared& shared, const Scales& scales
         const int row_b = (tile.row_b - tile.col_d) / groups.n * rows_b + min(tile.col_d / kBlockN, rows_b - 1);
         const bool paired = Shared::is_paired(tile);
         const int row = paired ? thread * 4 % kWaveRows : thread * 4;
-        // How many blocks after the first of eight this thread's four begin.
+        // Offset of this thread's four blocks within eight.
         const int later = paired ? thread / 16 % 2 * kAhead : 0;
         const bool busy = !paired || thread < 32;
         u32 of_b = 0;  // B's scales of 32 blocks, one a lane

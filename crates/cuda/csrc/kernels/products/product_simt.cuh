@@ -1,14 +1,13 @@
-// D = A·Bᵀ, dense or over groups, of any two operands, on the ordinary cores: F32 products, and what the tensor-core kernels do
-// not take (odd sizes, rare pairs of formats).
+// D = A·Bᵀ, dense or over groups, of any two operands, on the CUDA cores: F32 products, and cases that the tensor-core kernels
+// do not support (odd sizes, rare pairs of formats).
 //
-// An operand is F32, BF16 or codes (E4M3, E5M2, two E2M1 a byte) with a scale for each block along the contraction. Element
-// (row, k) lies at row * row_stride + k * k_stride elements; one of the strides is 1.
-// kRagged as in grouped_fp8_block.cuh; groups of plain operands may start anywhere. Rows of D of no group are left alone.
-// Arithmetic: F32, in order of k. Each block's dot product, then total = fma(scale_a * scale_b, dot, total); plain operands
-// likewise every 128, with scales of 1.
+// An operand is F32, BF16 or codes (E4M3, E5M2, two E2M1 per byte) with one scale per block along the contraction. Element
+// (row, k) is at row * row_stride + k * k_stride elements; one of the strides is 1. kRagged as in grouped_fp8_block.cuh; groups
+// of plain operands may start anywhere. Rows of D outside all groups are not written. Arithmetic: F32, in order of k. Each
+// block's dot product, then total = fma(scale_a * scale_b, dot, total); plain operands likewise every 128, with scales of 1.
 //
-// Grid: tiles of columns, then tiles of rows (kRows: as many as rows / 64 + groups, some idle), then groups (kContraction).
-// CTA: 256 threads, 64 x 64 outputs, 4 x 4 a thread.
+// Grid: tiles of columns, then tiles of rows (kRows: up to rows / 64 + groups, some idle), then groups (kContraction).
+// CTA: 256 threads, 64 x 64 outputs, 4 x 4 per thread.
 #pragma once
 #include "formats/e2m1.cuh"
 #include "formats/e4m3.cuh"
@@ -76,7 +75,7 @@ __device__ __forceinline__ void load_piece(float (&piece)[kSimtStep][kSimtTile +
     }
 }
 
-/// The scale of a row's block; 1 where plain or outside.
+/// The scale of a row's block; 1 if plain or outside.
 __device__ __forceinline__ float scale_of(const Side& side, int scale_row, bool inside, int block) {
     return side.scales.values == nullptr || !inside ? 1.0f : side.scales.decode(side.scales.load(scale_row, block));
 }
@@ -92,7 +91,7 @@ __global__ void __launch_bounds__(kSimtThreads)
     if (kRagged == Ragged::kContraction) {
         const auto rows = groups.span(group, groups.k);
         start = rows.first;
-        // The last block is taken whole: a Hadamard transform may have made its padding non-zero.
+        // The last block is used in full: a Hadamard transform may have made its padding non-zero.
         len = a.scales.values == nullptr ? rows.len : min(ceil_div(rows.len, block) * block, rows.padded);
     } else if (groups.start != nullptr) {
         for (group = 0;; ++group) {

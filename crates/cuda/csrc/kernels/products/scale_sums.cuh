@@ -1,7 +1,7 @@
-// D, in BF16 or F32, from F32 sums of products: multiplied by the scales of the operands' tensors.
+// D, in BF16 or F32, from F32 sums of products: multiplied by the operands' tensor scales.
 //
 // scale_sums<Out>: sums, d [rows][cols]; d = sums · (a_scale · b_scale), or that added to d, one addition, rounded once.
-//   contraction 0: a_scale[row]; b_scale[column], with groups b_scale[group * cols + column]; rows of no group are zeros.
+//   contraction 0: a_scale[row]; b_scale[column], with groups b_scale[group * cols + column]; rows outside all groups are zeros.
 //   contraction 1: d is `groups` matrices; both scales are those of the first row of the matrix's group, of `capacity` rows.
 //   a_scale, b_scale: null where an operand has none. start, len (null: all rows are one group): groups of the rows. 256 threads; grid
 //   ceil(rows * segments / 8), where `by_segments` divides by segments = ceil(cols / 512).
@@ -25,10 +25,10 @@ struct ScaledSums {
 
 constexpr int kSegment = 512;  // columns of a warp
 
-/// The scale of a row; 1 where an operand has none.
+/// The scale of a row; 1 if an operand has none.
 __device__ __forceinline__ float scale_of(const float* scales, u64 row) { return scales == nullptr ? 1.0f : __ldg(scales + row); }
 
-/// The scales of a row: one for all of its sums, and b's for each column where columns have their own.
+/// The scales of a row: a common factor for its sums, and b's scale per column if columns have their own scales.
 struct RowScale {
     float of_row;
     const float* of_cols;  // null: 1 each
@@ -38,7 +38,7 @@ struct RowScale {
         if (arg.contraction) {
             const int group = row / (arg.rows / arg.groups);
             const int first = arg.start == nullptr ? 0 : min(max(__ldg(arg.start + group), 0), arg.capacity - 1);
-            // Where there is no row, there is no scale.
+            // An empty group has no row, and so no scale.
             const bool counted = arg.len == nullptr || __ldg(arg.len + group) > 0;
             return {__fmul_rn(scale_of(arg.a_scale, first), scale_of(arg.b_scale, first)), nullptr, counted};
         }
@@ -57,7 +57,7 @@ struct RowScale {
     }
 };
 
-/// kCount neighbours of a row.
+/// kCount adjacent values of a row.
 template <class Out, int kCount>
 __device__ __forceinline__ void scale_few(const ScaledSums& arg, const RowScale& scale, u64 i, int col) {
     float value[kCount] = {};

@@ -1,4 +1,4 @@
-// Groups that end with a whole block: out[g] = len[g] rounded up to `align`, as far as the next group lets it. 256 threads; grid
+// Groups extended to whole blocks: out[g] = len[g] rounded up to `align`, but not past the next group. 256 threads; grid
 // ceil(groups / 256).
 #pragma once
 #include "ptx/types.cuh"

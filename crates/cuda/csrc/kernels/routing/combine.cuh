@@ -1,13 +1,12 @@
 // Sums the rows of a token's slots to one row.
 //
-// combine_slots<T, kCount, kUnits>: out[t] = the sum over slots s of rows[index[t · top_k + s]], in F32, in the order of the slots, rounded once;
-// an index outside the num_rows rows (at least one) adds zeros. Without an index: row t · top_k + s. Where there is a `plus`,
-// plus[t] is added to that, and the sum rounded again. T is Bf16 or F32.
-// kCount columns a unit: as many as lie in 16 bytes, where a row is a multiple of that, else 1. kUnits units a thread: 1, or 4 where there are
-// fewer than 4 slots, since threads with a single load each are too short-lived.
+// combine_slots<T, kCount, kUnits>: out[t] = the sum over slots s of rows[index[t · top_k + s]], in F32, in the order of the slots, rounded
+//   once; an index outside the num_rows rows (at least one) adds zeros. Without an index: row t · top_k + s. With `plus`, plus[t] is added
+//   to the rounded sum, and the result rounded again. T is Bf16 or F32. A unit has kCount columns: 16 bytes if a row is a multiple of that,
+//   else 1. A thread has kUnits units: 1, or 4 with fewer than 4 slots, since threads with a single load each are too short-lived.
 //   256 threads; grid ceil(units / (256 · kUnits)), units = tokens · cols / kCount below 2^31; units_per_row = cols / kCount.
 //
-// Measured on an H200, BF16, 32768 x 7168: top 1 of 8 99 % of the floor (one unit a thread: 73 %), top 4 of 32 102 %, top 8 of 256 100 %;
+// Measured on an H200, BF16, 32768 x 7168: top 1 of 8 99 % of the floor (one unit per thread: 73 %), top 4 of 32 102 %, top 8 of 256 100 %;
 // 32768 x 2048 98, 95, 90 %; 4096 x 7168 91, 84, 76 %.
 #pragma once
 #include "formats/plain.cuh"
@@ -17,7 +16,7 @@ namespace nib {
 
 constexpr int kCombineThreads = 256;
 
-/// Where the rows of a unit's slots lie, and what they add up to.
+/// The rows of a unit's slots, and their sum.
 template <typename T, int kCount>
 struct Slots {
     const u8* column;  // the first row, at the unit's columns
@@ -25,7 +24,7 @@ struct Slots {
     float sum[kCount];
 };
 
-/// What all slots have in common.
+/// Common to all slots.
 struct SlotRows {
     const int* index;
     u32 num_rows;

@@ -1,16 +1,17 @@
-// Sums the rows of a token's slots up a binary tree over leaves, rounded at each node.
+// Sums the rows of a token's slots up a binary tree over leaves, rounding at each node.
 //
-// combine_tree<T, kCount>: out[t] = the root's sum of rows[index[t · top_k + s]], each at leaf[t · top_k + s]. A node lo..hi is split at lo +
-// (hi - lo) / 2. Where both children have rows: left + right in F32, rounded to T; a row alone moves as it is. Rows of one leaf are added in
-// the order of the slots, each sum rounded. A slot counts if its row is below num_rows and its leaf below `leaves` (below 2^31). Zeros where
-// none does. Where there is a `plus`, plus[t] is added to that, and the sum rounded again. T is Bf16 or F32.
-// kCount columns a unit: as many as lie in 16 bytes, where a row is a multiple of that, else 1.
-//   256 threads, a warp for kTreeChunk units of a token; grid ceil(items / 8), items = tokens · chunks below 2^31, chunks =
+// combine_tree<T, kCount>: out[t] = the root's sum of rows[index[t · top_k + s]], each at leaf[t · top_k + s]. A node lo..hi is split at lo
+//   + (hi - lo) / 2. If both children have rows: left + right in F32, rounded to T; a single row moves up unchanged. Rows of one leaf are
+//   added in the order of the slots, and each sum is rounded. A slot is valid if its row is below num_rows and its leaf below `leaves`
+//   (below 2^31); zeros if there is no valid slot. With `plus`, plus[t] is added to that, and the sum rounded again. T is Bf16 or F32. A
+//   unit has kCount columns: 16 bytes if a row is a multiple of that, else 1.
+//   256 threads, one warp for kTreeChunk units of a token; grid ceil(items / 8), items = tokens · chunks below 2^31, chunks =
 //   ceil(units_per_row / kTreeChunk); top_k at most 32; dynamic shared memory: combine_tree_shared_bytes.
 //
-// A warp sorts its token's slots by leaf, a lane a slot, and finds after which row each sum is due. Then its lanes go through the rows in
-// that order, each with units of its own: all loads first, as many bytes of few rows as of many. Sums that wait for their right side lie in
-// shared memory, a column a thread, where indices may be computed; since each is rounded they are as small as rows are.
+// A warp sorts its token's slots by leaf, one slot per lane, and finds the row after which each sum is due. Then its lanes go through the
+// rows in that order, each with its own units: all loads first, with as many bytes in flight for few rows as for many. Partial sums that
+// wait for their right side are in shared memory, one column per thread, where indices may be dynamic; since sums are rounded, they are as
+// small as rows.
 #pragma once
 #include "formats/plain.cuh"
 #include "math/reduce.cuh"
@@ -19,12 +20,12 @@ namespace nib {
 
 constexpr int kTreeThreads = 256;
 constexpr int kTreeWarps = kTreeThreads / 32;
-/// Units of a lane, and of a warp.
+/// Units per lane, and per warp.
 constexpr int kTreeUnits = 4;
 constexpr int kTreeChunk = 32 * kTreeUnits;
 
-/// Sums of a thread that may wait at a time. Those that wait meet at nodes of which each lies deeper than the one before, or at a leaf. Four
-/// rows or fewer are summed for two units at a time.
+/// The most partial sums that a thread holds at a time. Pending sums belong to nodes of strictly increasing depth, or to a leaf. With four
+/// rows or fewer, a thread sums two units at a time.
 __device__ constexpr int tree_entries(int top_k, u32 leaves) {
     int height = 0;
     while (height < 31 && (1u << height) < leaves) ++height;
@@ -52,7 +53,7 @@ struct TreeOrder {
     int closes;  // of lane i: the row after which what ends with row i and what begins with row i + 1 are summed; -1 for none
 };
 
-/// How deep the node lies that has leaf a on its left and leaf b on its right.
+/// The depth of the node that has leaf a on its left and leaf b on its right.
 __device__ __forceinline__ int split_depth(u32 a, u32 b, u32 leaves) {
     u32 lo = 0;
     int depth = 0;
@@ -92,11 +93,11 @@ __device__ __forceinline__ TreeOrder order_slots(const int* index, const int* le
     const TreeSlot mine = lane < order.count ? sorted[lane] : TreeSlot{0, 0};
     order.row = mine.row;
     const u32 next = __shfl_down_sync(kAllLanes, mine.leaf, 1);
-    // The node that a row shares with the next one. At one leaf: deeper than any node.
+    // The node that a row shares with the next row. If both are at one leaf: deeper than any node.
     const bool has_next = lane + 1 < order.count;
     int depth = -1;
     if (has_next) depth = mine.leaf == next ? 32 : split_depth(mine.leaf, next, leaves);
-    // What is right of it ends where a node follows that is no deeper.
+    // The node's right side ends where the next node is no deeper.
     order.closes = -1;
     for (int i = 1; i < order.count; ++i) {
         const int other = __shfl_sync(kAllLanes, depth, i);
@@ -105,7 +106,7 @@ __device__ __forceinline__ TreeOrder order_slots(const int* index, const int* le
     return order;
 }
 
-/// What all units have in common.
+/// Common to all units.
 struct TreeRows {
     const u8* rows;
     const u8* plus;  // of the token, or null
@@ -114,7 +115,7 @@ struct TreeRows {
     u32 units_per_row;
 };
 
-/// A unit in shared memory, by one access.
+/// Stores a unit to shared memory, by one access.
 template <typename T, int kCount>
 __device__ __forceinline__ void keep(u8* to, const Few<T, kCount>& x) {
     if constexpr (Few<T, kCount>::kBytes == 16)
@@ -125,7 +126,7 @@ __device__ __forceinline__ void keep(u8* to, const Few<T, kCount>& x) {
         *reinterpret_cast<u16*>(to) = u16(x.word[0]);
 }
 
-/// Sums kUnits units of each lane, the warp's first one `first_unit`, of a token that has at most kRows rows; of any number where that is 8.
+/// Sums kUnits units per lane, from the warp's unit `first_unit` on, for a token with at most kRows rows; kRows = 8: any number.
 template <int kUnits, int kRows, typename T, int kCount>
 __device__ __forceinline__ void sum_units(const TreeRows& from, const TreeOrder& order, u32 first_unit, u8* stack) {
     using Unit = Few<T, kCount>;
@@ -206,7 +207,7 @@ __global__ void __launch_bounds__(kTreeThreads, 4)
     }
 }
 
-/// find_slots: found[row_slot[r]] = r, where that is below `slots`; the rest of `found` stays. 256 threads; grid ceil(rows / 256).
+/// find_slots: found[row_slot[r]] = r if row_slot[r] is below `slots`; other entries stay. 256 threads; grid ceil(rows / 256).
 __global__ void __launch_bounds__(kTreeThreads)
     find_slots(const int* __restrict__ row_slot, int* __restrict__ found, u32 rows, u32 slots) {
     const u32 row = blockIdx.x * kTreeThreads + threadIdx.x;

@@ -1,16 +1,16 @@
-// Copies rows to other places: permute and pad, unpermute, pack and unpack messages. Nothing is decoded.
+// Copies rows to other places: permute and pad, unpermute, pack and unpack all-to-all records. Nothing is decoded.
 //
-// copy_rows<kUnits, kEach>: row i of each plane's `out` is row source[i] of its `in` (source null: row i), or `pad` throughout where that is
-// no row of `in`. 2^lanes_log2 lanes take kEach rows, and load a row's codes and scales in one batch. Rows are taken in their own order (row
-// null) or in that of slots: row[s], for s below num_slots, is the row of slot s, and the other rows are padding. Slots of one source row
-// follow each other, so that it is read from memory once, and once by the same lanes. In the order of rows it would have left the cache
-// before it is needed again.
-//   128 threads; grid ceil(rows · lanes / (128 · kEach)); num_slots <= rows; lanes_log2 up to 7, best so that a lane has up to kUnits units of
-//   16 bytes. kUnits: 6 for short rows, of which more must be in flight, else 8. kEach: 4 where a source row has as many slots, else 1.
+// copy_rows<kUnits, kEach>: row i of each plane's `out` is row source[i] of its `in` (source null: row i), or all `pad` if `in` has no such
+//   row. 2^lanes_log2 lanes take kEach rows, and load a row's codes and scales in one batch. Rows are processed in index order (row null)
+//   or in the order of slots: row[s], for s below num_slots, is the row of slot s, and the other rows are padding. Slots of one source row
+//   are adjacent, so that the row is read from memory once, and once by the same lanes. In index order it would have left the cache before
+//   it is needed again.
+//   128 threads; grid ceil(rows · lanes / (128 · kEach)); num_slots <= rows; lanes_log2 up to 7, best so that a lane has up to kUnits units
+//   of 16 bytes. kUnits: 6 for short rows, of which more must be in flight, else 8. kEach: 4 if a source row has as many slots, else 1.
 //
 // Measured on an H200, shares of the floor in BF16, E4M3 and MXFP4 (an empty launch takes 3.4 us of each time). Permute, top 1 of 32:
-// 32768 x 7168 94, 94, 91 %, 32768 x 2048 92, 88, 81 %. Unpermute 32768 x 7168 in BF16: 96 %. Permute 32768 x 2048, top 8 of 128, BF16 and MXFP4:
-// 86, 80 %; 32768 x 1024, top 8 of 64: 85, 73 %.
+// 32768 x 7168 94, 94, 91 %, 32768 x 2048 92, 88, 81 %. Unpermute 32768 x 7168 in BF16: 96 %. Permute 32768 x 2048, top 8 of 128, BF16 and
+// MXFP4: 86, 80 %; 32768 x 1024, top 8 of 64: 85, 73 %.
 #pragma once
 #include "ptx/global.cuh"
 #include "ptx/types.cuh"
@@ -19,7 +19,7 @@ namespace nib {
 
 constexpr int kCopyThreads = 128;
 
-/// One plane of rows. `unit`, 16, 4 or 1, divides all of its addresses, strides and bytes.
+/// One plane: the codes or the scales of all rows. `unit`, 16, 4 or 1, divides all of its addresses, strides and bytes.
 struct RowPlane {
     const u8* in;
     u8* out;
@@ -30,7 +30,7 @@ struct RowPlane {
     u32 unit;
 };
 
-/// Copies row `from` of `in` to row `to` of `out`. If it is not `present`: nothing is copied, or pads are written.
+/// Copies row `from` of `in` to row `to` of `out`. If the row is not `present`: nothing is copied, or padding is written.
 struct RowMove {
     u64 from;
     u64 to;
@@ -43,7 +43,7 @@ struct RowLanes {
     u32 lanes;
 };
 
-/// A row in units of 16 bytes: first those of the codes, then those of the scales, if these are 16-byte aligned too.
+/// A row in units of 16 bytes: first its codes, then its scales, if these are 16-byte aligned too.
 struct WideRows {
     const RowPlane& codes;
     const RowPlane& scales;
@@ -87,7 +87,7 @@ __device__ __forceinline__ void copy_wide(const WideRows& rows, const RowMove (&
     }
 }
 
-/// Fills a row with pads.
+/// Fills a row with padding.
 __device__ __forceinline__ void pad_wide(const WideRows& rows, u64 to, RowLanes at) {
     for (u32 unit = at.lane; unit < rows.units(); unit += at.lanes) {
         const u32 pad = unit < rows.code_units() ? rows.codes.pad : rows.scales.pad;
@@ -95,7 +95,7 @@ __device__ __forceinline__ void pad_wide(const WideRows& rows, u64 to, RowLanes 
     }
 }
 
-/// One plane in units of type T: a row, or pads.
+/// One plane in units of type T: copies a row, or writes padding.
 template <typename T>
 __device__ __forceinline__ void copy_narrow(const RowPlane& plane, RowMove move, RowLanes at) {
     const T* const in = reinterpret_cast<const T*>(plane.in + move.from * plane.in_stride);

@@ -1,10 +1,9 @@
-// Parts of experts' rows: which part each slot's row is of, and groups of which some are one.
+// Parts of experts' rows: the part of each slot's row, and groups that join several groups.
 //
-// assign_parts: out[s] = expert[s] * parts + (token_id[s / top_k] / part_tokens) mod parts; -1 where the expert is negative.
+// assign_parts: out[s] = expert[s] * parts + (token_id[s / top_k] / part_tokens) mod parts; -1 if the expert is negative.
 //   256 threads; grid ceil(slots / 256), slots below 2^31.
-// join_groups: of `parts` groups one: the first one's start, and as its length what lies before the last one's end. `start` has a last entry more,
-//   which stays.
-//   256 threads; grid ceil((groups + 1) / 256), groups = those that are made.
+// join_groups: joins `parts` consecutive groups to one, from the first group's start to the last group's end. `start` has one more, last
+//   entry, which is copied. 256 threads; grid ceil((groups + 1) / 256), groups = the number of results.
 #pragma once
 #include "math/reduce.cuh"
 #include "ptx/types.cuh"

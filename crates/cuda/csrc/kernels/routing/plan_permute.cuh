@@ -1,16 +1,17 @@
 // Sorts slots by expert, stably, and pads each expert's group to a multiple of `align`.
 //
-// A slot is occupied where its expert is 0 .. groups - 1. They are cut into chunks of passes * 2048, a CTA each.
-// plan_count<kThreads>: counts[chunk][columns] = the chunk's slots of each group; columns = groups rounded up to 8, at most 32768 a chunk.
-// plan_place<kThreads>: from all counts, the groups' start [groups + 1] and len [groups]; for each row (of `capacity`) the slot, its token and
-//   its global number token_id * top_k + slot, -1 where it is padding; for each occupied slot (of `num_slots`) its row;
-//   found = {rows needed, slots occupied}. If these do not fit the capacity and num_slots, all groups are empty and all rows padding.
-//   kThreads = kPlanThreads threads; grid chunks, and plan_place, which may be launched early, at least 1: further CTAs help with the padding.
-//   Dynamic shared memory: plan_count 4 * columns bytes; plan_place
-//   8208 + 16 * columns + max(8 * count_rows * columns, 8192 + 32 * columns). columns at most 4096, slots below 2^31 - 2^16.
+// A slot is occupied if its expert is 0 .. groups - 1. Slots are cut into chunks of passes * 2048, one CTA each.
+// plan_count<kThreads>: counts[chunk][columns] = the chunk's slots of each group; columns = groups rounded up to 8, at most 32768 slots per
+//   chunk.
+// plan_place<kThreads>: from all counts, the groups' start [groups + 1] and len [groups]; for each row (of `capacity`) the slot, its token
+//   and its global number token_id * top_k + slot, -1 for padding; for each occupied slot (of `num_slots`) its row; found = {rows needed,
+//   slots occupied}. If these exceed the capacity or num_slots, all groups are empty and all rows padding.
+//   kThreads = kPlanThreads threads; grid chunks; plan_place, which may be launched early, at least 1: further CTAs help with the padding.
+//   Dynamic shared memory: plan_count 4 * columns bytes; plan_place 8208 + 16 * columns +
+//   max(8 * count_rows * columns, 8192 + 32 * columns). columns at most 4096, slots below 2^31 - 2^16.
 //
-// Measured on an H200, 32768 slots: both launches 16 us for 8 to 256 groups, of which an empty launch takes 3.3. The
-// rest is a chain of latencies, and the first fetch of the code (3 us less if it has just run).
+// Measured on an H200, 32768 slots: both launches 16 us for 8 to 256 groups, of which an empty launch takes 3.3. The rest is a chain of
+// latencies, and the first instruction fetch (3 us less if the code has just run).
 #pragma once
 #include "math/reduce.cuh"
 #include "ptx/thread.cuh"
@@ -65,7 +66,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int g = threadIdx.x; g < sizes.columns; g += kThreads) counts[u64(blockIdx.x) * sizes.columns + g] = u16(count[g]);
 }
 
-/// values[i] becomes the sum of those before it; returns the sum of all. By one warp.
+/// values[i] becomes the sum of the values before it; returns the total. One warp calls this.
 __device__ __forceinline__ int exclusive_scan(int* values, int count) {
     const int lane = threadIdx.x % 32, each = ceil_div(count, 32);
     const int begin = min(lane * each, count), end = min(begin + each, count);
@@ -90,7 +91,7 @@ __device__ __forceinline__ int exclusive_scan(int* values, int count) {
 }
 
 /// Sums the counts of each group over the chunks before this CTA's (`before`) and over all chunks (`all`). `partial` is
-/// room for count_rows rows of both.
+/// scratch for count_rows rows of both.
 __device__ __forceinline__ void sum_counts(const u16* __restrict__ counts, const PlanSizes& sizes, int* partial, int* before, int* all) {
     const int units = sizes.columns / 8;
 #pragma unroll 1
@@ -128,7 +129,7 @@ __device__ __forceinline__ void sum_counts(const u16* __restrict__ counts, const
     __syncthreads();
 }
 
-/// Sum of values[0 .. count - 1], by one warp.
+/// Sum of values[0 .. count - 1]; one warp calls this.
 __device__ __forceinline__ int warp_sum(const int* values, int count) {
     int sum = 0;
 #pragma unroll 1
@@ -136,7 +137,7 @@ __device__ __forceinline__ int warp_sum(const int* values, int count) {
     return __reduce_add_sync(kFullWarp, sum);
 }
 
-/// Where rows are described.
+/// The output arrays of rows.
 struct PlanRows {
     int* row_id;
     int* source_row;
@@ -149,7 +150,7 @@ struct PlanRows {
     }
 };
 
-/// This CTA's share of the padding: that of every gridDim.x-th group, and of the rows after the last group.
+/// This CTA's share of the padding: of every gridDim.x-th group, and of the rows after the last group.
 __device__ __forceinline__ void fill_padding(const PlanRows& rows, const int* start, const int* len, int end, const PlanSizes& sizes) {
 #pragma unroll 1
     for (int g = blockIdx.x; g < sizes.groups; g += gridDim.x) {
@@ -162,8 +163,8 @@ __device__ __forceinline__ void fill_padding(const PlanRows& rows, const int* st
         rows.set(row, -1, -1, -1);
 }
 
-/// Dynamic shared memory of plan_place: four numbers a column, a number a token of a pass; and, one after the other, the counts of
-/// several chunks, and the sorted slots of a pass with each warp's counts.
+/// Dynamic shared memory of plan_place: four numbers per column and one per token of a pass; and, in turn, the counts of several
+/// chunks, and the sorted slots of a pass with each warp's counts.
 __device__ constexpr u64 plan_place_shared_bytes(u64 columns, u64 count_rows) {
     const u64 sorted = sizeof(u32) * kPassSlots + sizeof(u16) * kPlanWarps * columns, counted = 2 * count_rows * columns * sizeof(int);
     return sizeof(int) * (4 * columns + kPassSlots + 4) + (sorted > counted ? sorted : counted);
@@ -240,7 +241,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll 1
         for (int i = threadIdx.x; i < kPlanWarps * columns / 2; i += kThreads) reinterpret_cast<u32*>(warp_count)[i] = 0;
         __syncthreads();
-        // A warp takes 128 neighbouring slots, 32 a round: rank counts those of the same group before it in the warp.
+        // A warp takes 128 adjacent slots, 32 per round: rank counts the slots of the same group before each slot in the warp.
         u16* const mine = warp_count + warp * columns;
         int rank[kPlanRounds], place[kPlanRounds], before = 0;
         u32 same[kPlanRounds];
@@ -297,7 +298,7 @@ __global__ void __launch_bounds__(kThreads)
             slot_row[warp_occupied[warp] + place[round]] = next[g] + within;
         }
         __syncthreads();
-        // In sorted order, so that neighbouring threads write neighbouring rows.
+        // In sorted order, so that adjacent threads write adjacent rows.
         const int all = totals[3], first_token = by_top_k.divide(u32(min(first, sizes.slots)));
         for (int i = threadIdx.x; i < all; i += kThreads) {
             const int g = int(sorted[i] >> 16), slot = first + int(sorted[i] & 0xFFFF);

@@ -1,28 +1,29 @@
-// The router: scores of the experts, the choice of the best ones, and the losses of each shard; and the backward pass.
-// crates/core/src/ops/routing/route.rs says in which order sums run.
+// The router: scores of the experts, the choice of the best experts, and the losses of each shard; and the backward pass.
+// crates/core/src/ops/routing/route.rs defines the order of sums.
 //
-// kLanes neighbouring lanes share a token, each with kPerLane of its experts in quads: experts <= kLanes * kPerLane.
-// CTAs take chunks of 64 tokens; a shard of tokens_per_shard tokens has `chunks` of them.
+// kLanes adjacent lanes share a token, each with kPerLane of its experts in quads: experts <= kLanes * kPerLane. CTAs take chunks of 64
+// tokens; a shard of tokens_per_shard tokens has `chunks` of them.
 //
 // route_tokens<kLanes, kPerLane, kAnyRule>: logits, kept [tokens][experts]; bias [experts] or null; expert, weight [tokens][top_k];
-//   log_sum_exp [tokens]; of each chunk the sums of its probabilities [experts] and of the squares of log_sum_exp, and how many slots chose each
-//   expert [experts]. Without kAnyRule experts of the largest softmax are chosen: it takes no bias, no groups, no sigmoids and no turns. `kept` is written
-//   of a softmax alone. `tiny` is added to sums of sigmoids that something is divided by.
-//   min(256, 64 * kLanes) threads; grid shards * chunks; dynamic shared memory: 4 bytes for each of 64 rows of
-//   kLanes * kPerLane + 16, 64, experts, and threads / kLanes rows of top_k + groups numbers.
-// route_documents: starts [tokens], expert [tokens][top_k] -> slots and lengths of RouteDocuments, which are zeros before.
+//   log_sum_exp [tokens]; per chunk the sums of its probabilities [experts] and of the squares of log_sum_exp, and how many slots chose
+//   each expert [experts]. Without kAnyRule the experts with the largest softmax are chosen, without bias, groups, sigmoids and turns.
+//   `kept` is written for a softmax only. `tiny` is added to sums of sigmoids that are divisors.
+//   min(256, 64 * kLanes) threads; grid shards * chunks; dynamic shared memory: 4 bytes for each of 64 rows of kLanes * kPerLane + 16, 64,
+//   experts, and threads / kLanes rows of top_k + groups numbers.
+// route_documents: starts [tokens], expert [tokens][top_k] -> slots and lengths of RouteDocuments, initially zeros.
 //   256 threads; grid ceil(tokens * (top_k + 1) / 256).
-// route_document_losses<kLanes, kPerLane>: from kept and these the sums of each chunk's parts of documents' load-balancing losses [shards * chunks].
-//   Threads and grid as route_tokens.
-// route_losses<kThreads>: from those, load [shards][experts] and losses [shards][2]; `products` is scratch [shards][experts]. Where document_sums is
-//   not null, the load-balancing loss is of these. 1024 threads; clusters of ceil(experts / 64) CTAs, one a shard; may be launched early.
+// route_document_losses<kLanes, kPerLane>: from `kept` and these, per chunk the sum of its tokens' parts of documents' load-balancing
+//   losses [shards * chunks]. Threads and grid as route_tokens.
+// route_losses<kThreads>: from those, load [shards][experts] and losses [shards][2]; `products` is scratch [shards][experts]. If
+//   document_sums is not null, it gives the load-balancing loss.
+//   1024 threads; clusters of ceil(experts / 64) CTAs, one per shard; may be launched early.
 // route_backward<kLanes, kPerLane, Load, kSigmoid>: dlogits from the gradients of the weights, of the load-balancing loss (`balance` for
-//   each slot of the load) and of the z-loss (z). `kept` has probabilities, or with kSigmoid logits. Load: int, double, or RouteDocuments for the
-//   loads of documents; then `load` is null.
-//   Threads and grid as route_tokens; dynamic shared memory: 4 bytes for 65 rows of kLanes * kPerLane and 3 * 64 of top_k numbers.
+//   each slot of the load) and of the z-loss (z). `kept` has probabilities, or with kSigmoid logits. Load: int, double, or RouteDocuments
+//   for the loads of documents; then `load` is null. Threads and grid as route_tokens; dynamic shared memory: 4 bytes for 65 rows of kLanes
+//   * kPerLane and 3 * 64 of top_k numbers.
 //
-// Measured on an H200, 32768 tokens, 4 shards, top 8, softmax: of 128 experts route_tokens 42 % of the floor (instructions bound it: 65 % of issue
-// slots while it runs), with route_losses 32 %, route_backward 60 %; of 256 experts 43, 37 and 68 %.
+// Measured on an H200, 32768 tokens, 4 shards, top 8, softmax: of 128 experts route_tokens 42 % of the floor (bound by instructions: 65 %
+// of issue slots while it runs), with route_losses 32 %, route_backward 60 %; of 256 experts 43, 37 and 68 %.
 #pragma once
 #include "math/divide.cuh"
 #include "math/exp.cuh"
@@ -56,7 +57,7 @@ __device__ __forceinline__ float softmax(float (&p)[kPerLane]) {
         lane = i < Token::kUsed * 4 ? p[i] : __fadd_rn(lane, p[i]);
     }
     float sum = Token::close(lanes);
-    // `exp_of_negative` makes some number of a NaN, so the sum becomes NaN here.
+    // `exp_of_negative` turns a NaN into a number, so the sum is set to NaN here.
     if (!(fabsf(max) < __uint_as_float(0x7F800000))) sum = __uint_as_float(0x7FC00000);
     const Quotient quotient(sum);
     if (__any_sync(kWarp, Quotient::is_tiny(smallest))) {
@@ -69,14 +70,14 @@ __device__ __forceinline__ float softmax(float (&p)[kPerLane]) {
     return __fadd_rn(max, log_of_normal(sum));
 }
 
-/// Replaces logits by sigmoids; by NaNs where log sum exp is one.
+/// Replaces logits by sigmoids; by NaNs if log sum exp is NaN.
 template <int kPerLane>
 __device__ __forceinline__ void sigmoids(float (&x)[kPerLane], float log_sum) {
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) x[i] = log_sum == log_sum ? sigmoid(x[i]) : __uint_as_float(0x7FC00000);
 }
 
-/// The sum of a row's sigmoids, which may be 0, and `tiny`.
+/// The sum of a row's sigmoids, which may be 0, plus `tiny`.
 template <int kLanes, int kPerLane>
 __device__ __forceinline__ float sigmoid_sum(const float (&s)[kPerLane], float tiny) {
     using Token = TokenLanes<kLanes, kPerLane>;
@@ -100,7 +101,7 @@ __device__ __forceinline__ void write_slots(const float* row, const int* slots, 
 #pragma unroll 1
         for (int first = 0; first < top_k; first += kTurn) {
             const float prob = is_token && lane < kTurn && first + lane < top_k ? row[slots[first + lane]] : 0.0f;
-            // Past the last slot it is zeros that are added.
+            // Past the last slot, zeros are added.
 #pragma unroll
             for (int i = 0; i < kTurn; ++i) divisor = __fadd_rn(divisor, __shfl_sync(kWarp, prob, i, kLanes));
         }
@@ -115,7 +116,7 @@ __device__ __forceinline__ void write_slots(const float* row, const int* slots, 
     }
 }
 
-/// Adds up the sixteen lanes of a sum over tokens, one in each of sixteen neighbouring threads.
+/// Reduces the sixteen lanes of a sum over tokens, one lane in each of sixteen adjacent threads.
 template <class T>
 __device__ __forceinline__ T close_token_lanes(T sum) {
 #pragma unroll
@@ -123,7 +124,7 @@ __device__ __forceinline__ T close_token_lanes(T sum) {
     return sum;
 }
 
-/// The sum of a column of the chunk's rows: one thread adds the even lanes, its neighbour the odd ones.
+/// The sum of a column of the chunk's rows: one thread adds the even lanes, the next thread the odd lanes.
 template <int kStride>
 __device__ __forceinline__ float sum_column(const float* rows, int column) {
     const int odd = threadIdx.x % 2;
@@ -137,20 +138,20 @@ __device__ __forceinline__ float sum_column(const float* rows, int column) {
     return __fadd_rn(lanes[0], __shfl_xor_sync(kWarp, lanes[0], 1));
 }
 
-/// Dynamic shared memory of route_tokens: rows of logits and one number of each, a count an expert, slots and groups of the tokens at work.
+/// Dynamic shared memory of route_tokens: rows of logits plus one number each, a count per expert, slots and groups in progress.
 template <int kLanes, int kPerLane>
 __device__ constexpr u64 route_tokens_shared_bytes(u64 experts, u64 top_k, u64 groups) {
     using Token = TokenLanes<kLanes, kPerLane>;
     return 4 * (kRouteChunk * (Token::kExperts + 16 + 1) + experts + Token::kGroups * (top_k + groups));
 }
 
-/// Dynamic shared memory of route_backward: rows of probabilities, one row for all tokens, three numbers a slot.
+/// Dynamic shared memory of route_backward: rows of probabilities, one row over all tokens, three numbers per slot.
 template <int kLanes, int kPerLane>
 __device__ constexpr u64 route_backward_shared_bytes(u64 top_k) {
     return 4 * ((kRouteChunk + 1) * TokenLanes<kLanes, kPerLane>::kExperts + 3 * kRouteChunk * top_k);
 }
 
-/// CTAs of a multiprocessor that registers are to suffice for.
+/// CTAs per SM that the registers must suffice for.
 template <int kPerLane, bool kWide>
 constexpr int kRouteCtas = kPerLane > 16 ? 1 : kWide ? 2 : 4;
 
@@ -261,23 +262,23 @@ __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kRoute
     }
 }
 
-/// Where shards are sequences of documents: for each token the one of its shard with which its document begins; and in the rows of those tokens how
-/// many slots of the document chose each expert [tokens][experts_padded], and how many tokens it has [tokens].
+/// For shards that are sequences of documents: for each token the token of its shard at which its document begins; and, in the rows of
+/// those tokens, how many slots of the document chose each expert [tokens][experts_padded], and how many tokens the document has [tokens].
 struct RouteDocuments {
     const int* starts;
     const int* slots;
     const int* lengths;
 
-    /// Rows of `slots` begin on 16 bytes.
+    /// Rows of `slots` are 16-byte aligned.
     __device__ __forceinline__ static u64 padded(int experts) { return ceil_div(experts, 4) * 4; }
 
-    /// In which row the document of a token lies.
+    /// The row of a token's document.
     __device__ __forceinline__ static u64 row(const int* starts, u64 shard, int tokens_per_shard, int at) {
         const u64 first = shard * tokens_per_shard;
         return first + min(max(__ldg(starts + first + at), 0), at);
     }
 
-    /// A row of slots, as this thread has it of experts; zeros past the last one.
+    /// A row of slots, for this thread's experts; zeros past the last expert.
     template <class Token>
     __device__ __forceinline__ void read(u64 row, int experts, int (&x)[4 * Token::kQuads]) const {
 #pragma unroll
@@ -314,7 +315,7 @@ __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads)
     const int shard = blockIdx.x / chunks, first = (blockIdx.x - shard * chunks) * kRouteChunk;
 #pragma unroll 1
     for (int at = group; at < kRouteChunk; at += Token::kGroups) {
-        // Where the shard ends within a warp, its remaining lanes repeat the last token's work.
+        // Where the shard ends within a warp, the remaining lanes repeat the last token's work.
         const bool is_token = first + at < tokens_per_shard;
         const int in_shard = min(first + at, tokens_per_shard - 1);
         const u64 token = u64(shard) * tokens_per_shard + in_shard;
@@ -406,7 +407,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     ptx::cluster_sync();  // makes the products visible to the first CTA
     if (!is_first || threadIdx.x >= 32 || document_sums != nullptr) return;
-    // Sixteen threads have a quad of lanes each.
+    // Sixteen threads have one quad of lanes each.
     double quad[4] = {};
 #pragma unroll 1
     for (int base = 4 * (threadIdx.x % kSumQuads); base < experts; base += 4 * kSumQuads)
@@ -419,13 +420,13 @@ __global__ void __launch_bounds__(kThreads)
     if (threadIdx.x == 0) losses[2 * shard] = __double2float_rn(__ddiv_rn(__dmul_rn(double(experts), balance), per_slot));
 }
 
-/// What a token's slots have in common: w = f * p / sum of p, so that dp = (f * dw - sum of dw * w) / sum of p.
+/// Common to a token's slots: w = f * p / sum of p, so that dp = (f * dw - sum of dw * w) / sum of p.
 struct SlotSums {
     float inner;
     float divisor;
 };
 
-/// From a token's slots and its row of scores, all in shared memory.
+/// Computed from a token's slots and its row of scores, all in shared memory.
 template <int kLanes>
 __device__ __forceinline__ SlotSums sum_slots(const float* row, const u32* expert, const float* weight, const float* dweight, int experts,
                                               int top_k) {
@@ -438,7 +439,7 @@ __device__ __forceinline__ SlotSums sum_slots(const float* row, const u32* exper
         const u32 e = is_slot ? expert[first + lane] : kWarp;
         const float product = is_slot ? __fmul_rn(dweight[first + lane], weight[first + lane]) : 0.0f;
         const float prob = e < u32(experts) ? row[e] : 0.0f;
-        // Past the last slot it is zeros that are added.
+        // Past the last slot, zeros are added.
 #pragma unroll
         for (int i = 0; i < kTurn; ++i) {
             sums.inner = __fadd_rn(sums.inner, __shfl_sync(kWarp, product, i, kLanes));
@@ -448,7 +449,7 @@ __device__ __forceinline__ SlotSums sum_slots(const float* row, const u32* exper
     return sums;
 }
 
-/// Gradients of a row of logits from those of the chosen probabilities, d, and the load-balancing loss's parts of all.
+/// Gradients of a row of logits from the gradients d of the chosen probabilities and the load-balancing loss's gradients `all`.
 template <int kLanes, int kPerLane>
 __device__ __forceinline__ void through_softmax(float (&d)[kPerLane], const float (&p)[kPerLane], const float (&all)[kPerLane], float shift) {
     using Token = TokenLanes<kLanes, kPerLane>;
@@ -464,7 +465,7 @@ __device__ __forceinline__ void through_softmax(float (&d)[kPerLane], const floa
     for (int i = 0; i < kPerLane; ++i) d[i] = __fmul_rn(p[i], __fadd_rn(__fsub_rn(d[i], dot), shift));
 }
 
-/// The same of sigmoids, whose shares of their sum the loss takes. Past the last expert logits are -infinity.
+/// The same for sigmoids; the loss takes each sigmoid's share of their sum. Past the last expert logits are -infinity.
 template <int kLanes, int kPerLane>
 __device__ __forceinline__ void through_sigmoids(float (&d)[kPerLane], const float (&logits)[kPerLane], const float (&all)[kPerLane],
                                                  float log_sum, float z, float shift, float tiny) {
@@ -482,14 +483,14 @@ __device__ __forceinline__ void through_sigmoids(float (&d)[kPerLane], const flo
     const float mean = __fdiv_rn(Token::close(lanes), sum);
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
-        // 1 - sigmoid(x) = sigmoid(-x). s is NaN where the row counts as one of NaNs.
+        // 1 - sigmoid(x) = sigmoid(-x). s is NaN if the row is treated as NaNs.
         const float slope = __fmul_rn(s[i], sigmoid(-logits[i]));
         d[i] = __fmul_rn(__fadd_rn(d[i], __fdiv_rn(__fsub_rn(all[i], mean), sum)), slope);
         if (z != 0.0f) d[i] = __fadd_rn(d[i], __fmul_rn(shift, exp_of_negative(__fsub_rn(logits[i], log_sum))));
     }
 }
 
-/// Loads are counts of each shard, or, with a stride of 0, sums for all of them, or those of documents.
+/// Loads are counts per shard, or, with a stride of 0, sums for all shards, or counts per document.
 template <int kLanes, int kPerLane, class Load, bool kSigmoid>
 __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kRouteCtas<kPerLane, kSigmoid>)
     route_backward(const float* __restrict__ kept, const int* __restrict__ expert, const float* __restrict__ weight,
@@ -530,7 +531,7 @@ __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kRoute
     __syncthreads();
 #pragma unroll 1
     for (int at = group; at - group < tokens; at += kGroups) {
-        // Where the tokens end within a warp, its remaining lanes repeat the last token's work, on rows of their own.
+        // Where the tokens end within a warp, the remaining lanes repeat the last token's work, on rows of their own.
         const bool is_token = at < tokens;
         const u64 token = first_token + min(at, tokens - 1);
         const int slots = min(at, tokens - 1) * top_k;
@@ -582,7 +583,7 @@ __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kRoute
         write_row<Token>(row, d);
         send_row<kLanes>(dlogits + token * experts, row, experts, is_token);
     }
-    ptx::tma_store_wait_read<0>();  // the copy engine must have read the rows before the CTA gives its shared memory back
+    ptx::tma_store_wait_read<0>();  // TMA must have read the rows before the CTA gives its shared memory back
 }
 
 }  // namespace nib

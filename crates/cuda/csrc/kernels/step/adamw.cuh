@@ -1,9 +1,9 @@
 // One AdamW step in place, every operation rounded: with g = grad * grad_scale,
 //   m = beta1 m + rest1 g; v = beta2 v + rest2 g^2; w = (w - decay w) - lr (m bias1) / (sqrt(v bias2) + eps), decay = lr * weight_decay.
 //
-// adamw<G, M>: of each tensor of the list w [len] F32, grad [len] of type G, m and v [len] of type M (Bf16 or F32; rounded to nearest even when
-//   written, used unrounded). control: the step's scalars (`Control` of nibble-core); where its STOP is set nothing changes. Tensor i has CTAs
-//   first_cta[i] up to the next one's, ceil(len / 2048) of them.
+// adamw<G, M>: for each tensor of the list w [len] F32, grad [len] of type G, m and v [len] of type M (Bf16 or F32; rounded to nearest even
+//   when written, used unrounded). control: the step's scalars (`Control` of nibble-core); if its STOP is set nothing changes. Tensor i has
+//   CTAs first_cta[i] up to the next tensor's, ceil(len / 2048) of them.
 //   256 threads; grid: the CTAs of all tensors; any len but 0; buffers are 16-byte aligned.
 #pragma once
 #include "formats/plain.cuh"
@@ -16,7 +16,7 @@ constexpr int kAdamThreads = 256;
 constexpr int kAdamUnits = 2;  // units of a thread, whose loads are all in flight
 constexpr int kAdamCount = 4;  // numbers a unit: 16 bytes of F32
 
-/// What does not change from step to step.
+/// Constants of all steps.
 struct AdamArg {
     float beta1, rest1;
     float beta2, rest2;
@@ -34,7 +34,7 @@ struct AdamTensor {
     u32 first_cta;
 };
 
-/// As many as the arguments of a launch hold.
+/// As many tensors as the arguments of a launch hold.
 struct AdamTensors {
     AdamTensor tensor[kListedTensors];
     u64 count;

@@ -1,7 +1,7 @@
 // out[i] = std · normal(first + i), i < len: the normal numbers of a stream, addressed by element (math/normal.cuh).
 //
 // init_normal: a thread takes four elements that share a block of random bits. Any grid, best
-// ceil((first % 4 + len) / 1024) CTAs of 256 threads but at most 32 a multiprocessor.
+//   ceil((first % 4 + len) / 1024) CTAs of 256 threads but at most 32 per SM.
 #pragma once
 #include "math/normal.cuh"
 #include "math/philox.cuh"

@@ -1,14 +1,15 @@
-// A step's scalars, its micro-batches, what operations counted, and its end. crates/core/src/ops/step/mod.rs describes
-// every value.
+// A step's scalars, its micro-batches, the collection of counters, and the end of the step. crates/core/src/ops/step/mod.rs describes every
+// value.
 //
-// begin_step: control[0 .. 4] from the slot's first words, table[told .. told + 3] from those behind them, the clock's micro-batches and the rest
-//   of `table` zero. 256 threads; grid max(1, ceil(cells / 256)).
-// begin_micro_batch: ids, targets and, where `apart` is 1, starts of the slot's next micro-batch, and the rows' numbers; then the clock counts it. 1024 threads; one cluster of
-//   8 CTAs, so that the clock changes only after all have read it.
+// begin_step: control[0 .. 4] from the slot's first words, table[told .. told + 3] from the following words; zeros the clock's
+//   micro-batches and the rest of `table`. 256 threads; grid max(1, ceil(cells / 256)).
+// begin_micro_batch: ids, targets and, if `apart` is 1, starts of the slot's next micro-batch, and the rows' ids; then increments the
+//   clock. 1024 threads; one cluster of 8 CTAs, so that the clock changes only after all CTAs have read it.
 // push_amax: CTA s pushes table[s], the magnitude of span s, into the span's history. 128 threads; grid spans.
-// balance_bias: moves each of `experts` biases against its load, that of `ranks` tables of `cells`; `tables` is the first load. 256 threads; grid 1.
+// balance_bias: moves each of `experts` biases against its load, summed over `ranks` tables of `cells`; `tables` points to the first load.
+//   256 threads; grid 1.
 // collect: CTA e adds entry e of the launch to the table. No two entries of a launch share a cell. 128 threads; grid entries.
-// end_step: norm, verdict, report. `sums` is room for ceil(ordered / 4096) numbers. 1024 threads; grid 1.
+// end_step: norm, verdict, report. `sums` is scratch for ceil(ordered / 4096) numbers. 1024 threads; grid 1.
 #pragma once
 #include "math/chunk_sum.cuh"
 #include "pieces/step/control.cuh"
@@ -17,9 +18,9 @@
 
 namespace nib {
 
-// Places in `Clock`.
+// Indices in `Clock`.
 enum { kStep = 0, kMicro = 1 };
-// Place among a slot's scalars, and how many.
+// Index among a slot's scalars, and their number.
 enum { kTold = kFromHost, kToldWords = 3 };
 
 constexpr int kBeginThreads = 256;
@@ -29,7 +30,7 @@ __global__ void __launch_bounds__(kBeginThreads)
                u64 told) {
     const u64 i = u64(blockIdx.x) * kBeginThreads + threadIdx.x;
     const int* const from = inputs + clock[kStep] % 2 * slot;
-    // Before `told` the difference wraps round.
+    // Below `told` the difference wraps around.
     if (i < cells) table[i] = i - told < kToldWords ? double(from[kTold + (i - told)]) : 0.0;
     if (i < kFromHost) control[i] = __int_as_float(from[i]);
     if (i == 0) clock[kMicro] = 0;
@@ -113,7 +114,7 @@ __global__ void __launch_bounds__(kCollectThreads) collect(double* table, const 
         double* const to = table + entry.at + u64(cell) * entry.stride;
         double sum = *to;
         if (entry.kind == kLargest) {
-            // Written so that a NaN is taken, and then kept.
+            // The comparison also takes a NaN, and then keeps it.
             for (u32 i = cell; i < entry.values; i += entry.cells) {
                 const double value = value_of(entry, i);
                 if (!(value <= sum) && sum == sum) sum = value;
@@ -147,7 +148,7 @@ __global__ void __launch_bounds__(kEndThreads)
     end_step(const float* __restrict__ squares, const int* __restrict__ order, const double* __restrict__ tables, double* sums, u32* clock,
              float* control, double* __restrict__ reports, const __grid_constant__ StepEnd end) {
     const u32 step = clock[kStep];
-    // A place outside `squares` reads as NaN, which stops the run.
+    // An index outside `squares` reads as NaN, which stops the run.
     const double square = sum_in_chunks<kEndThreads>(end.ordered, sums, [&](u64 i) {
         const int at = __ldg(order + i);
         return at >= 0 && u64(at) < end.squares ? __ldg(squares + at) : __uint_as_float(0x7FC00000);
@@ -181,13 +182,13 @@ __global__ void __launch_bounds__(kEndThreads)
 
 constexpr int kPushThreads = 128;
 
-/// A span's record, in F32: what is expected, the place that is written next, and the history.
+/// A span's record, in F32: the expected magnitude, the next position to write, and the history.
 enum { kExpected = 0, kNext = 1, kHistory = 2 };
 
 /// The longest history and the largest margin.
 enum : u32 { kLongest = 1u << 16, kWidest = 16 };
 
-/// Where a span's record begins, the length of its history, whether the most recent magnitude decides, and the margin.
+/// Start of a span's record, length of its history, whether the most recent magnitude decides, and the margin.
 struct SpanWords {
     u32 first;
     u32 history;
@@ -206,7 +207,7 @@ __global__ void __launch_bounds__(kPushThreads)
     if (!there || !(amax > 0.0f) || !is_finite(amax)) return;
     float* const record = records + span.first;
     const u32 next = __float2uint_rz(record[kNext]) % span.history;
-    // Magnitudes order as their bits do.
+    // Magnitudes sort like their bits.
     u32 largest = __float_as_uint(amax);
     if (span.recent == 0) {
         for (u32 i = threadIdx.x; i < span.history; i += kPushThreads) {
@@ -227,7 +228,7 @@ __global__ void __launch_bounds__(kPushThreads)
 
 constexpr int kBalanceThreads = 256;
 
-/// Loads are whole numbers: their sums are exact in any order.
+/// Loads are integers: their sums are exact in any order.
 __device__ __forceinline__ double load_of_ranks(const double* __restrict__ tables, u64 cells, int ranks, int expert) {
     double load = 0.0;
     for (int rank = 0; rank < ranks; ++rank) load = __dadd_rn(load, tables[rank * cells + expert]);

@@ -1,13 +1,12 @@
-// Sums of squares of equal parts of a matrix, in F64 and in the CPU's order (math/chunk_sum.cuh): 16 lanes for each
-// chunk of 4096 numbers, added over lanes 8, 4, 2 and 1 apart; then the chunks' sums as a tree over neighbours.
+// Sums of squares of equal parts of a matrix, in F64 and in the CPU's order (math/chunk_sum.cuh): 16 lanes per chunk of 4096 values, added
+// over lanes 8, 4, 2 and 1 apart; then the chunks' sums as a tree over neighbours.
 //
-// sum_squares<T>: of each tensor of the list, parts of len numbers of type T (Bf16 or F32) with ceil(len / 4096) chunks each, sums [all_chunks]
-//   F64, from chunk first_chunk of the first part on: there x begins. Eight threads a chunk, two lanes each. Tensor i has CTAs first_cta[i] up to
-//   the next one's, ceil(all_chunks / 32) of them. 256 threads; grid: the CTAs of all tensors.
-// close_squares<kThreads>: kThreads is kSquaresThreads; from each tensor's sums [parts * count], each kSquaresGroup neighbours to one:
-//   out [parts * groups] F64; or, where there is one group a part, its sum rounded to F32: into[at + part] (out is null then). 256 threads;
-//   grid: parts * groups of all tensors; may be launched early.
-//   No sum is -0, so places past the last one can count as +0.
+// sum_squares<T>: for each tensor of the list, parts of len values of type T (Bf16 or F32) with ceil(len / 4096) chunks each, sums
+//   [all_chunks] F64, from chunk first_chunk of the first part on: x begins there. Eight threads per chunk, two lanes each. Tensor i has
+//   CTAs first_cta[i] up to the next tensor's, ceil(all_chunks / 32) of them. 256 threads; grid: the CTAs of all tensors.
+// close_squares<kThreads>: kThreads is kSquaresThreads; reduces each tensor's sums [parts * count], kSquaresGroup neighbours to one: out
+//   [parts * groups] F64; or, if there is one group per part, its sum rounded to F32: into[at + part] (out is null then).
+//   256 threads; grid: parts * groups of all tensors; may be launched early. No sum is -0, so positions past the last sum can count as +0.
 #pragma once
 #include "formats/plain.cuh"
 #include "pieces/step/tensor_list.cuh"
@@ -24,7 +23,7 @@ constexpr int kSquaresGroup = kSquaresThreads * kSquaresEach;
 /// lane + x * x, the product exact.
 __device__ __forceinline__ double add_square(double lane, float x) { return __fma_rn(double(x), double(x), lane); }
 
-/// Adds the squares of `rounds` times 16 numbers to two lanes; kCount = 2: by loads of two.
+/// Adds the squares of `rounds` times 16 values to two lanes; kCount = 2: by loads of two values.
 template <typename T, int kCount>
 __device__ __forceinline__ void add_rounds(const u8* from, u32 rounds, double (&lane)[2]) {
     using X = Few<T, kCount>;
@@ -75,7 +74,7 @@ __global__ void __launch_bounds__(kSquaresThreads) sum_squares(const __grid_cons
         const u32 count = left < kSquaresChunk ? u32(left) : kSquaresChunk;
         const u32 rounds = count / kSquaresLanes, rest = count % kSquaresLanes;
         const u8* const from = x + (part * len + within - u64(first_chunk) * kSquaresChunk + 2 * index) * T::kBytes;
-        // Parts need not be aligned for loads of two numbers.
+        // Parts need not be aligned for loads of two values.
         if (u64(from) % (2 * T::kBytes) == 0)
             add_rounds<T, 2>(from, rounds, lane);
         else

@@ -1,14 +1,14 @@
 // a = silu(g) · u · w from h = [g | u], quantized or in BF16, and h quantized for the backward pass, from one read of h.
 //
 // swiglu_rows<kRule, kSaveH>: h BF16 [rows][2f]; weight [rows] (null: 1); a E4M3 codes [rows][f], scales [rows][ceil(f / 128)], or for
-// kRulePlain BF16 [rows][f] without scales and counts; kSaveH: h4 codes [rows][f], scales [rows][2f / 32], MXFP4 by the rule rceil.
-// row_id and counts (of a's blocks) as in kernels/convert/quantize.cuh; padding gives zeros. f % 32 == 0; planes start on 16 bytes.
-//   640 threads; a warp takes a segment of 512 columns of a at a time; segments = ceil(f / 512), and `by_segments` divides by it.
-//   Any grid, best a CTA a multiprocessor, as many as share the segments evenly; no dynamic shared memory.
+//   kRulePlain BF16 [rows][f] without scales and counts; kSaveH: h4 codes [rows][f], scales [rows][2f / 32], MXFP4 by the rule rceil.
+//   row_id and counts (of a's blocks) as in kernels/convert/quantize.cuh; padding gives zeros. f % 32 == 0; buffers are 16-byte aligned.
+//   640 threads; a warp takes a segment of 512 columns of a at a time; segments = ceil(f / 512), and `by_segments` divides by it. Any
+//   grid, best one CTA per SM, or as many as give all warps equally many segments; no dynamic shared memory.
 //
-// Measured on an H200 (share of the larger of (read + written) / 4247 GB/s and written / fill rate; 32768 x 7168, and x 2048): BF16
-//   99 % (97 %), E4M3 100 % (96 %), with h4 96 % (88 %); in 256 uneven groups 98, 97 and 88 %. With h4 the integer pipe is the limit: two
-//   codes of h, the index of a sigmoid, the maxima.
+// Measured on an H200 (share of the larger of (read + written) / 4247 GB/s and written / fill rate; 32768 x 7168, and x 2048): BF16 99 %
+// (97 %), E4M3 100 % (96 %), with h4 96 % (88 %); in 256 uneven groups 98, 97 and 88 %. With h4 the integer pipe is the limit: two codes
+// of h, the index of a sigmoid, the maxima.
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/e2m1.cuh"
@@ -26,14 +26,14 @@ constexpr int kSwigluThreads = 640;
 constexpr int kSwigluChunks = 2;
 constexpr int kRulePlain = -1;  // a in BF16, without scales
 
-/// What a warp works on: up to kSwigluChunks · 256 columns of a row.
+/// A warp's task: up to kSwigluChunks · 256 columns of a row.
 struct SwigluTask {
     u32 row, segment;
     bool counted;
     float weight;
     Bf16::Eight in[2 * kSwigluChunks];  // gate and up of each chunk
 
-    /// Starts to read; nothing of a row whose number is negative.
+    /// Starts the loads; none for a row with a negative id.
     __device__ __forceinline__ void load(const u8* h, const float* weights, int id, u32 task, int f, Divider by_segments, u32 segments) {
         row = by_segments.divide(task);
         segment = task - row * segments;
@@ -47,19 +47,19 @@ struct SwigluTask {
             in[2 * i] = Bf16::load<true>(from + i * kChunkCols * Bf16::kBytes, left);
             in[2 * i + 1] = Bf16::load<true>(up + i * kChunkCols * Bf16::kBytes, left);
         }
-        // Padding is +0, so its weight must not be negative.
+        // Padding gives +0, so its weight must not be negative.
         weight = counted && weights != nullptr ? __ldg(weights + row) : 1.0f;
     }
 };
 
-/// Scales of two MXFP4 blocks by the rule rceil, from the largest magnitudes of BF16 numbers; one in either half of each word.
+/// Scales of two MXFP4 blocks by the rule rceil, from the largest magnitudes of BF16 values; one block in each half of each word.
 struct Mxfp4Scales {
     u32 bytes;    // as stored
     u32 factors;  // what the numbers are multiplied by, as BF16
     u32 nan;      // bit 15 or 31: there is a NaN or infinity
 
     __device__ __forceinline__ explicit Mxfp4Scales(u32 amax) {
-        // The carry of the mantissa into the exponent is the rule, as in block_scale.
+        // The carry of the mantissa into the exponent implements the rule, as in block_scale.
         bytes = ptx::add_clamp_s16x2((amax + 0x003F003F) >> 7 & 0x01FF01FF, 0xFFFEFFFE, 0x00FF00FF);
         factors = 0x7F007F00 - bytes * 128;
         nan = amax + 0x00800080 & 0x80008000;
@@ -84,8 +84,8 @@ __global__ void __launch_bounds__(kSwigluThreads, 1)
     const u32 tasks = u32(rows) * segments, stride = gridDim.x * kWarps;
     u32 task = blockIdx.x * kWarps + threadIdx.x / 32;
     SwigluTask one, other;
-    // The row id of a task. It is read one task ahead of the row itself: a load that waited for the id would hold up
-    // the work.
+    // The row id of a task. It is read one task ahead of the row itself: a load that waited for the id would stall the
+    // warp.
     const auto id_of = [&](u32 at) {
         if (at >= tasks) return -1;
         return row_id == nullptr ? 0 : __ldg(row_id + by_segments.divide(at));
@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(kSwigluThreads, 1)
                 store_codes<E2m1, true>(h_to + u32(f) / 2 + i * (kChunkCols / 2), left, up_codes);
             }
         }
-        // The lanes of a block store the scales of its chunks, one each.
+        // The lanes of a block store the scales of its chunks, one scale each.
         if constexpr (kRule != kRulePlain) {
             const int mine = lane % kLanes;
             const u32 a_block = now.segment * (kCols / A::kBlock) + mine * (kChunkCols / A::kBlock) + lane / kLanes;
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(kSwigluThreads, 1)
                 h_scales[(u64(now.row) * 2 + half) * h_blocks + h_block] = u8(pick(h_stored, chunk) >> half * 16);
         }
     };
-    // The next task is loaded while this one is worked on. `one` and `other` take turns, so that no registers are
+    // The next task is loaded while this task is processed. `one` and `other` alternate, so that no registers are
     // copied.
     while (task < tasks) {
         load_next(other);

@@ -1,25 +1,24 @@
-// The backward pass of kernels/swiglu/swiglu.cuh with everything that the next products take, from one read: dh = [dg |
-// du] in E4M3 along its rows and down its columns; a, computed again, in E4M3 down its columns; and the gate weight's
-// gradient.
+// The backward pass of kernels/swiglu/swiglu.cuh with all results that the next products need, from one read: dh = [dg | du] in E4M3 along
+// its rows and down its columns; a, recomputed, in E4M3 down its columns; and the gate weight's gradient.
 //
-// swiglu_backward<H, kRule>: h [rows][2f] as H holds it, da BF16 [rows][f], weight[rows] (null: 1) -> dh codes [rows][2f], scales
-//   [rows][2f / 128]; dh columns [2f][capacity], scales [capacity / 128][2f]; a columns [f][capacity], scales [capacity / 128][f],
-//   zeros from `rows` to `capacity`; parts [f / 128][rows], the gate weight's gradient by parts of 128 columns; counts of dh's row blocks
-//   and of a's blocks. f % 128 == 0, capacity % 128 == 0; row_id as in kernels/convert/quantize.cuh; padding gives zeros; planes start on 16 bytes.
-//   512 threads, any grid, best a CTA a multiprocessor; `by_across` divides by f / 128; sizeof(BackwardShared<H>) dynamic shared
-//   memory: 231424 and 232448. kernels/swiglu/add_partial_sums.cuh adds the parts.
+// swiglu_backward<H, kRule>: h [rows][2f] in the format of H, da BF16 [rows][f], weight[rows] (null: 1) -> dh codes [rows][2f], scales
+//   [rows][2f / 128]; dh columns [2f][capacity], scales [capacity / 128][2f]; a columns [f][capacity], scales [capacity / 128][f], zeros
+//   from `rows` to `capacity`; parts [f / 128][rows], the gate weight's gradient in parts of 128 columns; counts of dh's row blocks and of
+//   a's blocks. f % 128 == 0, capacity % 128 == 0; row_id as in kernels/convert/quantize.cuh; padding gives zeros; buffers are 16-byte
+//   aligned. 512 threads, any grid, best one CTA per SM; `by_across` divides by f / 128; sizeof(BackwardShared<H>) dynamic shared memory:
+//   231424 and 232448. kernels/swiglu/add_partial_sums.cuh adds the parts.
 //
-// The launch makes tensor maps with boxes of 32 rows. SavedH: of the MXFP4 codes [rows][f], 64 bytes wide, in the
-// 64-byte swizzle (scales [rows][2f / 32] are loaded without a map). PlainH: of BF16 [rows][2f], 128 numbers wide, not
-// swizzled. Of da: likewise. The maps of the columns that are written take a TurnedTile.
+// The launch makes tensor maps with boxes of 32 rows. SavedH: of the MXFP4 codes [rows][f], 64 bytes wide, with the 64-byte swizzle (scales
+// [rows][2f / 32] are loaded without a map). PlainH: of BF16 [rows][2f], 128 values wide, not swizzled. Of da: likewise. The maps of the
+// column outputs take a TurnedTile.
 //
-// A tile of 128 x 128 stays in registers from its values to its codes, except a, most of which waits in shared memory.
-// Meanwhile the next tile is loaded, and the columns of the previous one are stored. The factors of columns have a
-// split barrier, as in kernels/swiglu/swiglu_cols.cuh.
+// A tile of 128 x 128 stays in registers from its values to its codes, except a, most of which is parked in shared memory. Meanwhile the
+// next tile is loaded, and the columns of the previous tile are stored. The factors of columns have a split barrier, as in
+// kernels/swiglu/swiglu_cols.cuh.
 //
-// Measured on an H200, as there, from MXFP4: 76 % (72 %), in 32 uneven groups 70 %, in 256 64 %; adding the parts takes
-// 3 us more. An element takes 42 instructions and 12 passes of shared memory's pipe. Half of the time goes to computing
-// values, whose look-ups wait for that pipe.
+// Measured on an H200, as there, from MXFP4: 76 % (72 %), in 32 uneven groups 70 %, in 256 64 %; adding the parts takes 3 us more. An
+// element takes 42 instructions and 12 passes of shared memory's pipe. Half of the time goes to computing values, whose look-ups wait for
+// that pipe.
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/e2m1.cuh"
@@ -42,11 +41,11 @@ constexpr int kMatrices = 3;  // dg, du, a
 struct SavedH {
     static constexpr int kStages = 2;
     static constexpr int kTiles = kMatrices;
-    /// How many groups of four of a thread's numbers of a wait in shared memory, which saves registers; the first kInDa
-    /// in place of da.
+    /// How many groups of four of a thread's values of a are parked in shared memory, which saves registers; the first
+    /// kInDa replace da.
     static constexpr int kSpares = 7, kInDa = 4;
 
-    /// What follows from a code and the scale byte of its block.
+    /// Table entries by a code and the scale byte of its block.
     struct alignas(128) Table {
         GateTerms gate[256][16];
         uint4 up[256];  // of the eight magnitudes, as BF16, the low bytes and the high ones
@@ -77,7 +76,7 @@ struct SavedH {
 
     __device__ __forceinline__ static u8* room(Table&) { return nullptr; }  // not asked for
 
-    /// Starts to fetch a box, of gate or up; `row` is in the tile.
+    /// Starts to fetch a box, of gate or up; `row` is its row in the tile.
     __device__ __forceinline__ static void fetch(Stage& stage, ptx::Barrier& there, const TensorMap& h, int half, int row, int first_row,
                                                  int col, int f) {
         ptx::tma_load(stage.codes[half][row], h, there, (half * f + col) / 2, first_row + row);
@@ -110,7 +109,7 @@ struct SavedH {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const u32 four = code >> 16 * i & 0x7777;
-                // Selectors with the top bit set give copies of a sign bit.
+                // Selectors with the top bit set replicate a sign bit.
                 const u32 signs = ptx::byte_perm_signs(even_signs, code, i == 0 ? 0xD9C8 : 0xFBEA);
                 const u32 low = __byte_perm(of.x, of.y, four), high = __byte_perm(of.z, of.w, four) | (signs & 0x80808080);
                 up[2 * i] = __byte_perm(low, high, 0x5140);
@@ -118,7 +117,7 @@ struct SavedH {
             }
         }
 
-        /// Zeros, for a row that does not count.
+        /// Zeros, for a padding row.
         __device__ __forceinline__ void clear(const Table& table) {
             gate = up[0] = up[1] = up[2] = up[3] = 0;
             gate_line = shared_address(table.gate[0]);
@@ -186,7 +185,7 @@ struct PlainH {
     };
 };
 
-/// What is fetched of a tile; past the last row there are zeros.
+/// The inputs of a tile; zeros past the last row.
 template <class H>
 struct alignas(512) BackwardStage {
     typename H::Stage h;
@@ -194,7 +193,7 @@ struct alignas(512) BackwardStage {
     float weight[kTile];
 };
 
-/// What the two warps that share a row tell each other.
+/// Exchanged between the two warps that share a row.
 struct RowHalves {
     float largest[2][2 * kTile];  // of dg and du
     float sum[2][kTile];
@@ -210,7 +209,7 @@ struct alignas(1024) BackwardShared {
     ColumnInverses inverse[kMatrices];
     RowHalves halves;
     int row_id[2 * H::kStages][kTile];  // of tiles under way, and the next one
-    ptx::Barrier there[H::kStages];  // the copy engine delivered the tile
+    ptx::Barrier there[H::kStages];  // TMA delivered the tile
     ptx::Barrier inverses_there;  // every thread arrives: racecheck misreads one arrival for a warp, and this is not slower
     u32 col_nan;                     // whether a block of the columns is NaN
     u32 total[3];
@@ -219,8 +218,8 @@ struct alignas(1024) BackwardShared {
         return m < H::kTiles ? own[m] : *reinterpret_cast<TurnedTile*>(H::room(table));
     }
 
-    /// Where a thread keeps four of its numbers of a, for `i` below kSpares: the first four of row i % 4, from i = 4 on
-    /// the last four.
+    /// The shared-memory place of four of a thread's values of a, for `i` below kSpares: the first four of row i % 4,
+    /// from i = 4 on the last four.
     __device__ __forceinline__ float4& kept(BackwardStage<H>& of, const StripThread& me, int i) {
         if (i < H::kInDa) return *reinterpret_cast<float4*>(of.da[me.row + i] + me.col * Bf16::kBytes);
         return spare[i - H::kInDa][threadIdx.x];
@@ -243,7 +242,7 @@ __global__ void __launch_bounds__(kStripThreads, 1)
     const int lane = me.lane;
     const u32 across = u32(f) / kTile, down = u32(capacity) / kTile, tiles = across * down;
     Tally of_dh, of_a;
-    // Tiles of this CTA are counted by `n`.
+    // `n` counts the tiles of this CTA.
     const auto tile_at = [&](u32 n) { return StripTile(blockIdx.x + n * gridDim.x, by_across, across); };
     const auto is_tile = [&](u32 n) { return blockIdx.x + n * gridDim.x < tiles; };
     const auto fetch_ids = [&](u32 n) {
@@ -252,8 +251,8 @@ __global__ void __launch_bounds__(kStripThreads, 1)
         const u64 row = tile_at(n).row() + in_tile;
         ptx::copy_4_async(&shared.row_id[n % kIdTiles][in_tile], row_id + row, row < u64(rows));
     };
-    // Starts to fetch tile `n`, whose row ids have arrived, and the row ids of the next one. Row ids and weights that
-    // are null are not fetched.
+    // Starts to fetch tile `n`, whose row ids have arrived, and the row ids of the next tile. Null row ids and weights
+    // are not fetched.
     const auto fetch = [&](u32 n) {
         if (!is_tile(n)) return;
         const StripTile at = tile_at(n);
@@ -426,7 +425,7 @@ __global__ void __launch_bounds__(kStripThreads, 1)
 #pragma unroll 1
             for (int m = 0; m < kMatrices; ++m) shared.tile(m).clear_nan(shared.inverse[m]);
         }
-        ptx::fence_shared_to_async();  // the copy engine reads the columns, and writes where a was kept
+        ptx::fence_shared_to_async();  // TMA reads the columns, and writes where a was kept
         ptx::copies_wait();
         __syncthreads();
         if (threadIdx.x == 0) {

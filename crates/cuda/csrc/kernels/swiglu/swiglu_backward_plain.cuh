@@ -1,11 +1,11 @@
 // The backward pass of kernels/swiglu/swiglu_plain.cuh, and of kernels/swiglu/swiglu.cuh in BF16.
 //
-// h [rows][2f] = [g | u], da [rows][f], weight[rows] (null: 1) -> dh [rows][2f] = [dg | du], a [rows][f] as the forward
-// pass made it (null: not made), dweight[rows]; row_id as in kernels/convert/quantize.cuh; padding gives zeros. Matrices start on 16
-// bytes. 256 threads, a warp a row.
-// swiglu_backward_plain<AnyChunk>: the flags say which are BF16, the others are F32; any grid.
+// h [rows][2f] = [g | u], da [rows][f], weight[rows] (null: 1) -> dh [rows][2f] = [dg | du], a [rows][f] as in the forward pass (null: not
+// written), dweight[rows]; row_id as in kernels/convert/quantize.cuh; padding gives zeros. Matrices are 16-byte aligned. 256 threads, one
+// warp per row.
+// swiglu_backward_plain<AnyChunk>: flags say which matrices are BF16, the others are F32; any grid.
 // <Bf16Chunk>: h and da are BF16 and f % 8 == 0. <SavedChunk>: h is MXFP4, codes [rows][f] bytes and h_scales [rows][2f / 32], da is BF16,
-//   and f % 32 == 0. Any grid, best four CTAs a multiprocessor; sizeof(SigmoidTable) dynamic shared memory.
+//   and f % 32 == 0. Any grid, best four CTAs per SM; sizeof(SigmoidTable) dynamic shared memory.
 #pragma once
 #include "formats/e2m1.cuh"
 #include "formats/e8m0.cuh"
@@ -18,7 +18,7 @@ namespace nib {
 
 constexpr int kPlainRowThreads = 256;
 
-/// What is read, and whether it is BF16.
+/// The inputs, and whether they are BF16.
 struct PlainSource {
     const u8 *h, *h_scales, *da;
     int h_bf16, da_bf16;
@@ -49,7 +49,7 @@ struct AnyChunk {
     }
 };
 
-/// What BF16 numbers that are read have in common.
+/// Common base for BF16 inputs.
 struct TableChunk {
     static constexpr bool kTable = true;
     using Eight = Bf16::Eight;
@@ -85,7 +85,7 @@ struct Bf16Chunk : TableChunk {
     __device__ __forceinline__ const Eight& ups() const { return up; }
 };
 
-/// h as it was saved. It is widened where it is used, so that fewer registers wait.
+/// h as saved. It is widened only where it is used, which saves registers.
 struct SavedChunk : TableChunk {
     u32 gate, up;  // codes
     u32 gate_scale, up_scale;
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kPlainRowThreads, Chunk::kTable ? 4 : 2)
     const auto counts = [&](u32 row) { return row < u32(rows) && (row_id == nullptr || __ldg(row_id + row) >= 0); };
     u32 row = blockIdx.x * kWarps + threadIdx.x / 32;
     bool counted = counts(row), next_counted = counts(row + stride);
-    // The next chunk is loaded while this one is worked on.
+    // The next chunk is loaded while this chunk is processed.
     Chunk now;
     if (row < u32(rows)) now.load(source, row, lane * 8, counted);
     for (; row < u32(rows); row += stride) {
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kPlainRowThreads, Chunk::kTable ? 4 : 2)
             Chunk::store(dh, dh_bf16, u64(row) * u32(2 * f) + u32(col), left, dg);
             Chunk::store(dh, dh_bf16, u64(row) * u32(2 * f) + u32(f + col), left, du);
             if (a != nullptr) Chunk::store(a, a_bf16, u64(row) * u32(f) + u32(col), left, again);
-            // Lanes 0 to 15 have one part, the other lanes the next.
+            // Lanes 0 to 15 sum one part, the other lanes the next part.
             float part = dot_of_neighbours(terms, das);
 #pragma unroll
             for (int far = 1; far < 16; far *= 2) part = __fadd_rn(part, __shfl_xor_sync(kAllLanes, part, far));

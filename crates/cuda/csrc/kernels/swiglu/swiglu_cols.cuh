@@ -1,14 +1,14 @@
 // a = silu(g) · u · w from h = [g | u] in E4M3 along its rows and down its columns, from one read of h.
 //
 // swiglu_rows_cols<kRule>: h BF16 [rows][2f], as a map of boxes of 32 rows of 128 columns, not swizzled; weight [rows] (null: 1); codes
-// [rows][f], scales [rows][ceil(f / 128)]; column codes [f][capacity], as a map of tiles as TurnedTile lies, scales
-// [capacity / 128][scale_stride], zeros from `rows` to `capacity`; counts of the row blocks. f % 8 == 0, capacity % 128 == 0; row_id as
-// in kernels/convert/quantize.cuh; padding gives zeros; planes start on 16 bytes.
-//   512 threads, any grid, best two CTAs a multiprocessor; `by_across` divides by ceil(f / 128); sizeof(RowsColsShared) dynamic shared
-//   memory: 115712. The next tile arrives while one is encoded.
+//   [rows][f], scales [rows][ceil(f / 128)]; column codes [f][capacity], as a map of tiles in the layout of TurnedTile, scales
+//   [capacity / 128][scale_stride], zeros from `rows` to `capacity`; counts of the row blocks. f % 8 == 0, capacity % 128 == 0; row_id
+//   as in kernels/convert/quantize.cuh; padding gives zeros; buffers are 16-byte aligned.
+//   512 threads, any grid, best two CTAs per SM; `by_across` divides by ceil(f / 128); sizeof(RowsColsShared) dynamic shared memory:
+//   115712. The next tile is loaded while a tile is encoded.
 //
-// Three barriers a tile hold all threads. The factors of the columns have a split one, `inverses_there`: threads arrive
-// at it before they store their rows, and wait for it afterwards.
+// Three barriers per tile hold all threads. The factors of the columns have a split barrier, `inverses_there`: threads arrive at it
+// before they store their rows, and wait for it afterwards.
 //
 // Measured on an H200, as in kernels/swiglu/swiglu.cuh, power-of-two scales: 89 % (86 %), in 32 uneven groups 85 %, in 256 71 %.
 #pragma once
@@ -24,8 +24,8 @@
 
 namespace nib {
 
-/// A transposed tile of codes, and the maxima that lead to it. They are never in use at the same time, so they share
-/// memory.
+/// A transposed tile of codes, and the maxima that its scales come from. They are never in use at the same time, so
+/// they share memory.
 union RowsColsTurn {
     struct {
         ColumnMaxima<1> maxima;
@@ -39,13 +39,13 @@ struct alignas(128) RowsColsShared {
     alignas(128) u8 h[2][kTile][kTile * Bf16::kBytes];  // gate, up
     ColumnInverses inverses;
     int row_id[kTile];   // of the tile after the one that is being loaded
-    ptx::Barrier there;           // the copy engine delivered the tile
+    ptx::Barrier there;           // TMA delivered the tile
     ptx::Barrier inverses_there;  // every thread arrives: racecheck misreads one arrival for a warp, and this is not slower
     u32 col_nan;                  // whether a block of the columns is NaN
     u32 total[3];
 };
 
-/// Starts to fetch the tile at (row, col), except boxes of padding alone. The first warp calls this.
+/// Starts to fetch the tile at (row, col), except boxes of padding only. The first warp calls this.
 __device__ __forceinline__ void fetch_boxes(RowsColsShared& shared, const TensorMap& h, int row, int col, int f) {
     const u32 wanted = boxes_wanted(shared.row_id);
     const int box = threadIdx.x % 4, half = threadIdx.x / 4;
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kStripThreads, 2)
             const int row = int(at.row()) + me.row + r;
             const bool counts_here = row < rows && at.col() + me.col < f && shared.row_id[me.row + r] >= 0;
             counted |= u32(counts_here) << r;
-            // Padding is +0, so its weight must not be negative.
+            // Padding gives +0, so its weight must not be negative.
             weights[r] = counts_here && weight != nullptr ? __ldg(weight + row) : 1.0f;
         }
     };
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(kStripThreads, 2)
         ptx::barrier_wait(shared.there, parity);
         parity ^= 1;
         if (threadIdx.x == 0) ptx::tma_store_wait_read<0>();
-        __syncthreads();  // the copy engine has read the previous tile's codes
+        __syncthreads();  // TMA has read the previous tile's codes
 
         StripValues value;
         Bf16::Eight gate[kThreadRows], up[kThreadRows];
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(kStripThreads, 2)
             row_codes + u64(u32(my_row)) * f + my_col, f, my_col < f ? rows - my_row : 0, __any_sync(kAllLanes, row_scale.is_nan()),
             [&](int r) { return value[r]; },
             [&](int r) { return __shfl_sync(kAllLanes, row_scale.inverse, (me.lane & 24) | r); });
-        // From here on the factors are there, and nobody reads the maxima, whose place the codes take.
+        // From here on the factors are complete, and nobody reads the maxima, whose memory the codes take.
         ptx::barrier_wait(shared.inverses_there, parity ^ 1);
         __syncwarp();
         fetch_ids(index + 2 * gridDim.x);

@@ -1,13 +1,12 @@
-// Cross-entropy of rows of logits, and its gradient. crates/core/src/ops/vocabulary/cross_entropy.rs says in which order sums run.
+// Cross-entropy of rows of logits, and its gradient. crates/core/src/ops/vocabulary/cross_entropy.rs defines the order of sums.
 //
-// cross_entropy<kLanes, kWide, kGroups>: of each row of logits [rows][vocab] the loss; dlogits [rows][vocab], BF16 or F32, unless it is null;
-//   bad_ids counts targets at or past the vocabulary.
-//   Element i belongs to lane i % 1024 of the row's sum. A cluster of 1024 / kLanes CTAs takes a row. Each CTA has kLanes neighbouring lanes, and
-//   holds their elements in shared memory from the first read to the last write, so that logits are read once. A thread has kWide
-//   neighbouring lanes (2: vocab is even) and every kGroups-th of their elements; with several groups, the first group sums the lanes.
-//   kLanes / kWide * kGroups threads; grid rows * 1024 / kLanes in clusters of 1024 / kLanes; dynamic shared memory: EntropyRoom, and
-//   4 bytes for each of ceil(vocab / 1024) * kLanes logits.
-// shard_nats: nats[shard] = the sum of its losses; `sums` is room for shards * ceil(each / 4096). 512 threads; grid shards.
+// cross_entropy<kLanes, kWide, kGroups>: for each row of logits [rows][vocab] the loss; dlogits [rows][vocab], BF16 or F32, unless it is
+//   null; bad_ids counts targets at or past the vocabulary. Element i belongs to lane i % 1024 of the row's sum. A cluster of 1024 / kLanes
+//   CTAs takes a row. Each CTA has kLanes adjacent lanes, and holds their elements in shared memory from the first read to the last write,
+//   so that logits are read once. A thread has kWide adjacent lanes (2: vocab is even) and every kGroups-th of their elements; with several
+//   groups, the first group sums the lanes. kLanes / kWide * kGroups threads; grid rows * 1024 / kLanes in clusters of 1024 / kLanes;
+//   dynamic shared memory: EntropyRoom, and 4 bytes for each of ceil(vocab / 1024) * kLanes logits.
+// shard_nats: nats[shard] = the sum of its losses; `sums` is scratch for shards * ceil(each / 4096). 512 threads; grid shards.
 #pragma once
 #include "formats/plain.cuh"
 #include "math/chunk_sum.cuh"
@@ -25,14 +24,14 @@ namespace nib {
 constexpr int kSumOver = 1024;  // lanes of a row's sum
 constexpr u32 kOneWarp = 0xFFFFFFFF;
 
-/// What the CTAs and warps of a row tell each other. It lies before the logits in shared memory.
+/// Exchanged between the CTAs and warps of a row. It precedes the logits in shared memory.
 struct alignas(16) EntropyRoom {
     float lanes[kSumOver];  // sums
     float maxima[128];      // of each warp of each CTA
     float sum;
 };
 
-/// Dynamic shared memory of a CTA: the room, and its part of the logits.
+/// Dynamic shared memory of a CTA: EntropyRoom, and its part of the logits.
 template <int kLanes>
 __device__ constexpr u64 cross_entropy_shared_bytes(u64 vocab) {
     return sizeof(EntropyRoom) + (vocab + kSumOver - 1) / kSumOver * kLanes * sizeof(float);
@@ -48,7 +47,7 @@ __device__ __forceinline__ void close_halves(float (&x)[32]) {
     if constexpr (kHalf > 1) close_halves<kHalf / 2>(x);
 }
 
-/// Adds 1024 lanes by halving. One warp calls this.
+/// Reduces 1024 lanes by halving. One warp calls this.
 __device__ __forceinline__ float close_lanes(const float (&lanes)[kSumOver]) {
     float sum[32];
 #pragma unroll
@@ -60,7 +59,7 @@ __device__ __forceinline__ float close_lanes(const float (&lanes)[kSumOver]) {
     return all;
 }
 
-/// A CTA's part of a row: where its threads' elements are.
+/// A CTA's part of a row: the positions of its threads' elements.
 template <int kLanes, int kWide, int kGroups>
 struct EntropyPart {
     static constexpr int kCluster = kSumOver / kLanes;
@@ -80,11 +79,11 @@ struct EntropyPart {
         : held(held), vocab(vocab), full(vocab / kSumOver), rounds(ceil_div(vocab, kSumOver)),
           rank(kCluster == 1 ? 0 : int(ptx::cluster_cta_rank())), group(threadIdx.x / kOwners), lane(threadIdx.x % kOwners * kWide) {}
 
-    /// The thread's first element of a round, counted in the row.
+    /// The thread's first element of a round, as an index in the row.
     __device__ __forceinline__ int element(int round) const { return round * kSumOver + rank * kLanes + lane; }
     __device__ __forceinline__ float* place(int round) const { return held + round * kLanes + lane; }
 
-    /// Loads the logits; past the row's end they are -infinity. Returns the thread's largest, or a NaN.
+    /// Loads the logits; past the row's end they are -infinity. Returns the thread's largest logit, or a NaN.
     __device__ __forceinline__ float load(const float* __restrict__ row) const {
         constexpr int kBatch = 8;
         float max = -infinity();
@@ -112,7 +111,7 @@ struct EntropyPart {
         return max;
     }
 
-    /// The row's largest logit, or a NaN, from each thread's. Ends with a barrier.
+    /// The row's largest logit, or a NaN, from each thread's largest. Ends with a barrier.
     __device__ __forceinline__ float largest(EntropyRoom& room, float max) const {
 #pragma unroll
         for (int half = 16; half > 0; half /= 2) max = ptx::max_or_nan(max, __shfl_xor_sync(kOneWarp, max, half));
@@ -175,7 +174,7 @@ struct EntropyPart {
             ptx::cluster_sync();
         if (threadIdx.x < 32) {
             const float all = close_lanes(room.lanes);
-            // `exp_of_negative` makes some number of a NaN, so the sum becomes NaN here.
+            // `exp_of_negative` turns a NaN into a number, so the sum is set to NaN here.
             if (threadIdx.x == 0) room.sum = fabsf(max) < infinity() ? all : __uint_as_float(0x7FC00000);
         }
         __syncthreads();
@@ -191,7 +190,7 @@ struct EntropyPart {
         }
     }
 
-    /// Writes a row's gradient: `of` gives that of an exponential.
+    /// Writes a row's gradient: `of` maps an exponential to its gradient.
     template <class Out, class Of>
     __device__ __forceinline__ void write(u8* row, const Of& of) const {
 #pragma unroll 4

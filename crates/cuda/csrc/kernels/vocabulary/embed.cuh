@@ -1,20 +1,21 @@
-// Rows of an embedding table by id, and the gradient of the table.
+// Rows of an embedding by id, and the gradient of the embedding.
 //
-// embed<T, kCount>: x[i] = table[ids[i]], rounded to T (Bf16 or F32); table [vocab, d] F32; an id outside gives zeros and is counted.
-//   units = ceil(d / kCount), at least 1; kCount: 4 where d is a multiple of 4, else 1.
+// embed<T, kCount>: x[i] = table[ids[i]], rounded to T (Bf16 or F32); table [vocab, d] F32; an id out of range gives zeros and is counted.
+//   units = ceil(d / kCount), at least 1; kCount: 4 if d is a multiple of 4, else 1.
 //   256 threads; grid ceil(rows * units / 1024), rows * units below 2^31.
 //
-// kThreads is kEmbedThreads; it is a parameter so that these kernels are templates, which are compiled only where they are launched.
-// The backward pass sorts the tokens by key = shard * vocab + id, stably, one digit a pass: embed_digits extracts the digits, `plan_permute` sorts.
-// A run of tokens of one key is cut into chunks of 64.
-// embed_digits<kThreads>: digit[i] = key(order[i]) >> shift & mask; without an order, tokens as they are, which order_out then tells.
+// kThreads is kEmbedThreads; it is a parameter so that these kernels are templates, which are compiled only where they are launched. The
+// backward pass sorts the tokens by key = shard * vocab + id, stably, one digit per pass: embed_digits extracts the digits, `plan_permute`
+// sorts. A run of tokens with one key is cut into chunks of 64.
+// embed_digits<kThreads>: digit[i] = key(order[i]) >> shift & mask; without an order, in token order, which is written to order_out.
 //   256 threads; grid ceil(tokens / 256).
-// embed_chunks<kThreads>: from the sorted order the chunks, and the runs of several chunks, in any order: their numbers are counts[0] and [1]
-//   (zeros before). 256 threads; grid ceil(tokens / 256). `chunks` [tokens], `runs` [tokens / 64].
-// embed_sums<T, kCount>: each chunk's rows of dy [tokens, d] are summed in order; added to the row of grad [shards * vocab, d] F32 where the
-//   run has no other chunk, else a row of partial [ceil(tokens / 32), d] F32. 256 threads; any grid; blocks = ceil(d / (256 * kCount)).
-// embed_close<kCount>: the sums of each run's chunks by the tree over neighbours, added to grad. 256 threads; any grid;
-//   blocks = ceil(d / (32 * kCount)).
+// embed_chunks<kThreads>: from the sorted order the chunks, and the runs of several chunks, in any order: their numbers are counts[0] and
+//   [1] (initially zeros). 256 threads; grid ceil(tokens / 256). `chunks` [tokens], `runs` [tokens / 64].
+// embed_sums<T, kCount>: each chunk's rows of dy [tokens, d] are summed in order; the sum is added to the row of grad [shards * vocab, d]
+//   F32 if the run has no other chunk, otherwise it is a row of partial [ceil(tokens / 32), d] F32.
+//   256 threads; any grid; blocks = ceil(d / (256 * kCount)).
+// embed_close<kCount>: the sums of each run's chunks by the tree over neighbours, added to grad.
+//   256 threads; any grid; blocks = ceil(d / (32 * kCount)).
 #pragma once
 #include "formats/plain.cuh"
 #include "math/reduce.cuh"
@@ -59,7 +60,7 @@ __global__ void __launch_bounds__(kEmbedThreads)
     }
 }
 
-/// What the tokens are sorted by.
+/// The sort keys of the tokens.
 struct EmbedKeys {
     u32 tokens;
     u32 vocab;
@@ -92,7 +93,7 @@ struct EmbedSorted {
 
     __device__ __forceinline__ u32 key(u32 i) const { return keys.of(ids, u32(__ldg(order + i))); }
 
-    /// The first place from `low` on, before `high`, whose key is `key` or above; `high` if there is none.
+    /// The first position from `low` on, before `high`, whose key is `key` or above; `high` if there is none.
     __device__ __forceinline__ u32 find(u32 key, u32 low, u32 high) const {
 #pragma unroll 1
         while (low < high) {
@@ -106,7 +107,7 @@ struct EmbedSorted {
     }
 };
 
-/// Up to 64 tokens of one key, from place `first` of the sorted order on.
+/// Up to 64 tokens of one key, from position `first` of the sorted order on.
 struct alignas(16) EmbedTask {
     u32 key;
     u32 first;
@@ -114,7 +115,7 @@ struct alignas(16) EmbedTask {
     int place;  // row of `partial`, or -1: the run has no other chunk
 };
 
-/// Appends the values of those threads of a warp that have one to a list, with one atomic for the warp.
+/// Appends the values of those threads of a warp that have one to a list, with one atomic per warp.
 template <typename V>
 __device__ __forceinline__ void append(bool has, const V& value, V* list, u64* count) {
     const u32 all = __ballot_sync(0xFFFFFFFF, has), lane = threadIdx.x % 32;
@@ -141,7 +142,7 @@ __global__ void __launch_bounds__(kThreads)
             const u32 limit = tokens - i < kEmbedChunk ? tokens : i + kEmbedChunk;
             const bool more = limit < tokens && sorted.key(limit) == key;
             const u32 end = more ? limit : sorted.find(key + 1, i + 1, limit);
-            // A run of several chunks has at least 32 tokens for each, so these rows of `partial` are its alone.
+            // A run of several chunks has at least 32 tokens per chunk, so these rows of `partial` belong to it alone.
             const u32 place = (start + 31) / 32;
             const bool several = more || i > start;
             chunk = {key, i, end - i, several ? int(place + (i - start) / kEmbedChunk) : -1};

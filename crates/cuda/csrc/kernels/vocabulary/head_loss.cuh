@@ -1,4 +1,4 @@
-// What the head's loss needs beside its products and the cross-entropy.
+// Kernels of the head's loss besides its products and the cross-entropy.
 //
 // equal_groups: start[g] = g * apart for g <= groups, len[g] = each. 256 threads; grid ceil((groups + 1) / 256).
 // round_gradient: out[i] = sum[i], or out[i] + sum[i], rounded to BF16. 256 threads; grid ceil(len / 1024).

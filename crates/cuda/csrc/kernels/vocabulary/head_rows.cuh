@@ -1,11 +1,10 @@
-// Cross-entropy of long rows of logits for the head of a BF16 model: sums in this kernel's own order, and hardware
-// exponentials. The kernel with the CPU's bits is in cross_entropy.cuh.
+// Cross-entropy of long rows of logits for the head of a BF16 model: sums in this kernel's own order, and hardware exponentials. The kernel
+// with the CPU's bits is in cross_entropy.cuh.
 //
-// head_rows<kCluster>: of each row of logits [rows][vocab] the loss; dlogits [rows][vocab] in BF16, unless it is null;
-//   bad_ids counts targets at or past the vocabulary. These, and negative ones, have no loss and no gradient.
-//   A cluster takes every (gridDim.x / kCluster)-th row, and each of its CTAs `part` neighbouring elements; part and vocab are multiples of 8.
-//   While a row is worked on, the copy engine brings the next. 512 threads; grid a multiple of kCluster; dynamic shared memory: HeadRoom,
-//   and 2 * part * 4 bytes.
+// head_rows<kCluster>: for each row of logits [rows][vocab] the loss; dlogits [rows][vocab] in BF16, unless it is null; bad_ids counts
+//   targets at or past the vocabulary. These, and negative targets, have no loss and no gradient. A cluster takes every (gridDim.x /
+//   kCluster)-th row, and each of its CTAs `part` adjacent elements; part and vocab are multiples of 8. While a row is processed, TMA loads
+//   the next row. 512 threads; grid a multiple of kCluster; dynamic shared memory: HeadRoom, and 2 * part * 4 bytes.
 #pragma once
 #include "formats/plain.cuh"
 #include "math/log.cuh"
@@ -21,8 +20,8 @@ namespace nib {
 constexpr int kRowThreads = 512;
 constexpr int kRowWarps = kRowThreads / 32;
 
-/// What a CTA keeps beside its two buffers. `maxima` and `sums` have an entry for each CTA of the cluster, for two rows
-/// in turn.
+/// A CTA's shared memory besides its two buffers. `maxima` and `sums` have one entry per CTA of the cluster, for two
+/// rows alternately.
 struct alignas(16) HeadRoom {
     ptx::Barrier full[2];
     float in_warp[2][kRowWarps];
@@ -30,7 +29,7 @@ struct alignas(16) HeadRoom {
     float sums[2][8];
 };
 
-/// Dynamic shared memory of a CTA: the room, and its part of two rows.
+/// Dynamic shared memory of a CTA: HeadRoom, and its part of two rows.
 __device__ constexpr u64 head_rows_shared_bytes(u64 part) { return sizeof(HeadRoom) + 2 * part * sizeof(float); }
 
 __device__ __forceinline__ float warp_max(float x) {
@@ -45,7 +44,7 @@ __device__ __forceinline__ float warp_sum(float x) {
     return x;
 }
 
-/// e^x by the hardware, to two units in the last place or so.
+/// e^x by the hardware, to about two units in the last place.
 __device__ __forceinline__ float fast_exp(float x) { return ptx::exp2_approx(__fmul_rn(x, 1.44269504f)); }
 
 /// One CTA's part of a cluster's rows.
@@ -55,7 +54,7 @@ struct HeadPart {
     int count;  // elements of this CTA
     int rank;
 
-    /// The largest of the part. All threads call this.
+    /// The largest logit of the part. All threads call this.
     __device__ __forceinline__ float largest(const float4* z) const {
         float max = __uint_as_float(0xFF800000);
 #pragma unroll 4
@@ -67,7 +66,7 @@ struct HeadPart {
         if (threadIdx.x % 32 == 0) room.in_warp[0][threadIdx.x / 32] = max;
         __syncthreads();
         max = warp_max(room.in_warp[0][threadIdx.x % kRowWarps]);
-        // If all are -infinity, 0 takes its place: the exponentials relative to 0 are right, and all 0.
+        // If all logits are -infinity, 0 replaces the maximum: the exponentials relative to 0 are right, and all 0.
         return max == __uint_as_float(0xFF800000) ? 0.0f : max;
     }
 
@@ -87,7 +86,7 @@ struct HeadPart {
         return warp_sum(threadIdx.x % 32 < kRowWarps ? room.in_warp[1][threadIdx.x % 32] : 0.0f);
     }
 
-    /// Turns the part's maximum and sum into the row's. `turn` counts the calls.
+    /// Combines the parts' maxima and sums to the row's. `turn` counts the calls.
     __device__ __forceinline__ void meet(int turn, float& max, float& sum) const {
         if constexpr (kCluster > 1) {
             float* const maxima = room.maxima[turn % 2];
@@ -109,7 +108,7 @@ struct HeadPart {
         }
     }
 
-    /// Writes the gradient: factor times each exponential, less `scale` for the target.
+    /// Writes the gradient: factor times each exponential, minus `scale` for the target.
     __device__ __forceinline__ void gradient(const float4* e, u16* out, int target, float factor, float scale) const {
 #pragma unroll 4
         for (int i = threadIdx.x; i < count / 4; i += kRowThreads) {
@@ -117,7 +116,7 @@ struct HeadPart {
             const float d[4] = {v.x * factor, v.y * factor, v.z * factor, v.w * factor};
             Few<Bf16, 4>::from_f32(d).store(out + i * 4);
         }
-        // Written again by the thread that has just written it.
+        // Rewritten by the same thread that has just written it.
         if (u32(target) < u32(count) && target / 4 % kRowThreads == threadIdx.x) {
             const float d[1] = {__fsub_rn(reinterpret_cast<const float*>(e)[target] * factor, scale)};
             Few<Bf16, 1>::from_f32(d).store(out + target);
@@ -180,7 +179,7 @@ __global__ void __launch_bounds__(kRowThreads, 1)
             const float factor = __fdiv_rn(__fmul_rn(scale, kCluster == 1 ? 1.0f : fast_exp(part_max - max)), sum);
             if (out != nullptr) mine.gradient(held, out, target - first, factor, scale);
         }
-        // Orders this row's reads and writes of the buffer before the copy engine's next write to it.
+        // Orders this row's reads and writes of the buffer before TMA's next write to it.
         ptx::fence_shared_to_async();
         __syncthreads();
         if (threadIdx.x == 0) bring(row + 2 * clusters, buffer);

@@ -1,8 +1,8 @@
-// Parts of the attention kernels on the tensor cores: rings of tiles, the order of work, products of a warpgroup.
+// Pieces of the attention kernels on the tensor cores: rings of tiles, the order of work, products of a warpgroup.
 //
 // A tile of rows of a head lies in shared memory as TMA writes it: boxes of 64 elements (128 bytes) by all its rows,
-// one after the other, with the swizzle of 128 bytes. It serves as an operand both ways: K-major, with the contraction
-// along the head, or MN-major, with the contraction down the rows.
+// contiguous, with the 128-byte swizzle. It serves as an operand both ways: K-major, with the contraction along the
+// head, or MN-major, with the contraction down the rows.
 #pragma once
 #include "pieces/attention/attention_sizes.cuh"
 #include "ptx/mbarrier.cuh"
@@ -18,7 +18,7 @@ constexpr int kBoxCols = 64;       // elements: 128 bytes
 constexpr int kBoxRowBytes = 128;
 constexpr int kGroupRows = 64;     // of a warpgroup's product
 
-/// A position in a ring of tiles: the stage of the next one, and the parity of its barrier's phase.
+/// A position in a ring of tiles: the stage of the next tile, and the parity of its barrier's phase.
 template <int kStages>
 struct Place {
     u32 stage = 0;
@@ -35,7 +35,7 @@ struct RingBarriers {
     ptx::Barrier full[kStages];
     ptx::Barrier empty[kStages];
 
-    /// Initialises them: one thread. `readers` warps arrive at `empty` when they are done with a stage.
+    /// Initialises the barriers; one thread calls this. `readers` warps arrive at `empty` when they are done with a stage.
     __device__ __forceinline__ void init(u32 readers) {
         for (int i = 0; i < kStages; ++i) {
             ptx::barrier_init(full[i], 1);
@@ -44,7 +44,7 @@ struct RingBarriers {
     }
 };
 
-/// What a CTA does next.
+/// A CTA's next item of work.
 struct AttentionWork {
     int sequence;
     int head;
@@ -52,8 +52,8 @@ struct AttentionWork {
 };
 
 /// Item `at` of all work, where each head has `tiles` tiles. Heads come in sections of `section`, whose keys and values
-/// fit the L2. A section takes one tile of all its heads, then the next tile; with kLastFirst from the last tile to the
-/// first.
+/// fit the L2. A section processes one tile of all its heads, then the next tile; with kLastFirst from the last tile to
+/// the first.
 template <bool kLastFirst>
 __device__ __forceinline__ AttentionWork work_at(int at, int tiles, int section, int heads, int sequences) {
     const int of_section = section * tiles;
@@ -63,15 +63,15 @@ __device__ __forceinline__ AttentionWork work_at(int at, int tiles, int section,
     return {unit / heads, unit % heads, kLastFirst ? tiles - 1 - tile : tile};
 }
 
-/// A tile of queries, 64 for each of kGroups warpgroups, as the warp that loads tells those that multiply: to find it out takes divisions and loads,
-/// for which they would wait.
+/// A tile of queries, 64 for each of kGroups warpgroups, as the loading warp passes it to the math warps: computing it takes divisions and
+/// loads, which they would have to wait for.
 template <int kGroups>
 struct QueryTile {
     AttentionWork work;
     int first;          // tile of keys that it sees: that of its first query
     int edge[kGroups];  // tiles that begin before this key are the edge of some row's window: that of the warpgroup's last row
 
-    /// Item `number` of all work, of `tiles` tiles a head, with tiles of `keys` keys.
+    /// Sets item `number` of all work, with `tiles` tiles per head and tiles of `keys` keys.
     template <bool kWindowed>
     __device__ __forceinline__ void set(int number, int tiles, int section, const AttentionSizes& sizes, const int* first_key, int keys) {
         const AttentionWork at = work_at<true>(number, tiles, section, sizes.heads, sizes.sequences);
@@ -83,7 +83,7 @@ struct QueryTile {
             edge[i] = first_key_of<kWindowed>(first_key, sizes, at.sequence, min(row + (i + 1) * kGroupRows, sizes.seq_len) - 1);
     }
 
-    /// That there is none left: then the CTA ends.
+    /// Marks the end of the work: the CTA then exits.
     __device__ __forceinline__ void set_none() { work.tile = -1; }
     __device__ __forceinline__ bool is_none() const { return work.tile < 0; }
 };
@@ -95,7 +95,7 @@ __device__ __forceinline__ int work_number(int round) {
     return round * int(gridDim.x) + cta;
 }
 
-/// Loads a tile of `kRows` rows of a head, in boxes; one thread.
+/// Loads a tile of `kRows` rows of a head, in boxes; one thread calls this.
 template <int kDim, int kRows>
 __device__ __forceinline__ void load_tile(u8* tile, const TensorMap& map, ptx::Barrier& barrier, int head, int row, int sequence) {
 #pragma unroll
@@ -128,7 +128,7 @@ __device__ __forceinline__ void multiply_down(float (&d)[kCount], const u32 (&w)
                                     ptx::wgmma_descriptor(b + step * (16 * kBoxRowBytes / 16)));
 }
 
-/// d += A·B, both of kRowsB rows and MN-major.
+/// d += A·B, both with kRowsB rows and MN-major.
 template <int kRowsB, int kCount>
 __device__ __forceinline__ void multiply_down(float (&d)[kCount], u32 a, u32 b) {
 #pragma unroll
@@ -151,7 +151,7 @@ __device__ __forceinline__ void to_weights(u32 (&w)[kCount / 2], const float (&x
     for (int i = 0; i < kCount / 2; ++i) w[i] = ptx::pack_bf16(x[2 * i], x[2 * i + 1]);
 }
 
-/// Sets the scores of keys later than the query to -infinity. `ahead`: this thread's first row less its first column.
+/// Sets the scores of keys later than the query to -infinity. `ahead`: this thread's first row minus its first column.
 template <int kCount>
 __device__ __forceinline__ void mask_later(float (&s)[kCount], int ahead) {
 #pragma unroll
@@ -164,8 +164,8 @@ __device__ __forceinline__ void mask_later(float (&s)[kCount], int ahead) {
     }
 }
 
-/// Sets the scores of keys before a row's window to -infinity. `low`, `high`: the first key that this thread's first row sees, and its second,
-/// less this thread's first column.
+/// Sets the scores of keys before a row's window to -infinity. `low`, `high`: the first key that this thread's first row sees, and its
+/// second row, minus this thread's first column.
 template <int kCount>
 __device__ __forceinline__ void mask_before(float (&s)[kCount], int low, int high) {
 #pragma unroll
@@ -178,14 +178,14 @@ __device__ __forceinline__ void mask_before(float (&s)[kCount], int low, int hig
     }
 }
 
-/// Waits until the copy engine has read what this warp staged.
+/// Waits until TMA has read this warp's staged rows.
 __device__ __forceinline__ void staged_rows_read() {
     if (ptx::lane_idx() == 0) ptx::tma_store_wait_read<0>();
     __syncwarp();
 }
 
 /// Stores a warp's 16 rows of sums to rows `row` and on: row l/4 times `low`, row l/4 + 8 times `high`. They are staged
-/// as boxes of 16 rows, kBoxes at a time. The copy engine may still read the last boxes when this returns.
+/// as boxes of 16 rows, kBoxes at a time. TMA may still read the last boxes when this returns.
 template <int kDim, int kBoxes = kDim / kBoxCols>
 __device__ __forceinline__ void store_warp_rows(u8* staged, const TensorMap& map, const float (&sum)[kDim / 2], float low, float high,
                                                 int head, int row, int sequence) {

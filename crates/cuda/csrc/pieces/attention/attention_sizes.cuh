@@ -1,4 +1,4 @@
-// The sizes of an attention call, as every kernel of it takes them.
+// The sizes of an attention call, for all of its kernels.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -7,8 +7,8 @@ namespace nib {
 constexpr float kLog2E = 1.44269504f;
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7F800000); }
 
-/// The sizes of a call. Rows of q are `heads · head_dim` elements, of k `kv_heads · head_dim`, of v `kv_heads · value_dim`, of out
-/// `heads · value_dim`.
+/// The sizes of a call. Elements per row: q `heads · head_dim`, k `kv_heads · head_dim`, v `kv_heads · value_dim`, out `heads ·
+/// value_dim`.
 struct AttentionSizes {
     int sequences;
     int seq_len;
@@ -18,7 +18,7 @@ struct AttentionSizes {
     int value_dim;
     /// seq_len rounded up to whole tiles: the length of a head's `lse` and `delta` in the backward pass.
     int padded;
-    /// Of scores.
+    /// Factor of the scores.
     float scale;
 };
 

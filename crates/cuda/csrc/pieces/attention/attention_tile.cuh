@@ -1,4 +1,4 @@
-// Parts of the attention kernels on the ordinary cores: tiles of rows in shared memory, and the two products made of them.
+// Pieces of the attention kernels on the CUDA cores: tiles of rows in shared memory, and their two products.
 //
 // A tile holds kRows rows of up to kDim elements as F32, transposed: element d of row r is at [d · stride_of<kRows>() +
 // r]. 256 threads form a grid of 16 × 16. A thread has kRows/16 own rows from kRows/16 · (thread / 16) on, kRows/16
@@ -14,8 +14,8 @@ namespace nib {
 
 constexpr int kAttentionThreads = 256;
 
-/// Floats from one element of a tile's rows to the next. With 4 of padding, 16-byte reads along rows have no bank
-/// conflicts.
+/// Floats from one element of a tile's rows to the next. With 4 floats of padding, 16-byte reads along rows have no
+/// bank conflicts.
 template <int kRows>
 __host__ __device__ constexpr int stride_of() {
     return kRows + 4;
@@ -36,7 +36,7 @@ __device__ __forceinline__ void load_rows(float* tile, const u8* from, const Att
     }
 }
 
-/// Reads kCount contiguous numbers, aligned to their bytes.
+/// Reads kCount contiguous values, aligned to their total size.
 template <int kCount>
 __device__ __forceinline__ void read(float (&x)[kCount], const float* from) {
     if constexpr (kCount == 4) {
@@ -68,7 +68,7 @@ __device__ __forceinline__ void multiply_rows(float (&dot)[kRows / 16][kRows / 1
     }
 }
 
-/// Lays weights of own rows i by other rows j out as [other][own], for `add_weighted`.
+/// Writes weights of own rows i by other rows j as [other][own], for `add_weighted`.
 template <int kRows>
 __device__ __forceinline__ void write_weights(float* weights, const float (&w)[kRows / 16][kRows / 16]) {
     constexpr int kOwn = kRows / 16;

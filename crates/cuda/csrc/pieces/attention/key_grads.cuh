@@ -1,9 +1,10 @@
-// The gradients of keys and values on the tensor cores: what a CTA does for 128 keys of a head. With kStores, for tiles of 64 queries, it stores
-// dS on the way, so that dq need not make it again.
+// The gradients of keys and values on the tensor cores: a CTA's work for 128 keys of a head. With kStores, for tiles of 64 queries, it also
+// stores dS, so that dq need not recompute it.
 //
-// P = 2^(q·k · log2(e) · scale - lse) and dS = P · (dout·v - delta) are rounded to BF16; dv = Pᵀ · dout, dk = scale · dSᵀ · q. Sums are F32.
-// A CTA has 128 keys of a head of k, 64 a warpgroup, and goes over the group's heads in order, and over each one's queries from the first
-// that sees them on, `query_rows` at a time. Boxes of `query_rows` rows of q and dout, 64 of k and v, 16 where it writes.
+// P = 2^(q·k · log2(e) · scale - lse) and dS = P · (dout·v - delta) are rounded to BF16; dv = Pᵀ · dout, dk = scale · dSᵀ · q. Sums are
+// F32. A CTA has 128 keys of a head of k, 64 per warpgroup, and loops over the group's heads in order, and over each head's queries from
+// the first query that sees the keys on, `query_rows` at a time. Boxes have `query_rows` rows of q and dout, 64 rows of k and v, 16 rows of
+// outputs.
 #pragma once
 #include "pieces/attention/attention_ring.cuh"
 #include "pieces/attention/score_grads.cuh"
@@ -14,13 +15,13 @@ constexpr int kGradGroups = 2;
 constexpr int kGradRows = kGradGroups * kGroupRows;  // of a CTA: keys, or queries
 constexpr int kGradThreads = 128 * (kGradGroups + 1);
 
-/// Queries of a tile in the kernel of dk and dv, where keys stay: heads of 64 leave registers for more.
+/// Queries per tile in the kernel of dk and dv, where keys are stationary: heads of 64 leave registers for more.
 template <int kDim>
 __host__ __device__ constexpr int query_rows() {
     return kDim > 64 ? 64 : 128;
 }
 
-/// P of scores, in place. The accumulators' rows are keys and their columns queries, so `lse` is read by column.
+/// Replaces scores by P. The accumulators' rows are keys and their columns queries, so `lse` is indexed by column.
 template <int kCount>
 __device__ __forceinline__ void probabilities_down(float (&s)[kCount], float factor, const float* lse) {
     const float* const own = lse + 2 * (ptx::lane_idx() % 4);
@@ -34,8 +35,8 @@ __device__ __forceinline__ void probabilities_down(float (&s)[kCount], float fac
     }
 }
 
-/// The same, with P rounded to BF16 in `w`. The next 8 bits of each number go to `rest`, those of four numbers to a register: both together
-/// are P to 2^-16, but for a number exactly between two BF16 ones, one in 2^17, whose BF16 part alone they may be off by.
+/// The same, with P rounded to BF16 in `w`. The next 8 bits of each value go to `rest`, four values per register. Both together give P to
+/// 2^-16, except if P is exactly between two BF16 numbers, one value in 2^17: then the error may be BF16's.
 template <int kCount>
 __device__ __forceinline__ void probabilities_down(u32 (&w)[kCount / 2], u32 (&rest)[kCount / 4], const float (&s)[kCount], float factor,
                                                    const float* lse) {
@@ -64,7 +65,7 @@ __device__ __forceinline__ void score_grads_down(u32 (&w)[kCount / 2], const flo
     }
 }
 
-/// The same for P in two parts: `p`, and the `rest` that `probabilities_down` left.
+/// The same with P in two parts: `p`, and the `rest` from `probabilities_down`.
 template <int kCount>
 __device__ __forceinline__ void score_grads_down(u32 (&w)[kCount / 2], const u32 (&p)[kCount / 2], const u32 (&rest)[kCount / 4],
                                                  const float (&dp)[kCount], const float* delta) {
@@ -81,15 +82,16 @@ __device__ __forceinline__ void score_grads_down(u32 (&w)[kCount / 2], const u32
     }
 }
 
-/// When dv's product of a tile is issued.
+/// When the product for dv of a tile is issued.
 enum class GradOrder {
     /// Together with dk's. Tiles of 128 queries leave no registers for another order; for heads of 64, another order
     /// with tiles of 64 is not faster.
     ValuesLast,
     /// After dP's product, so that it runs while dS is computed.
     ValuesBetween,
-    /// Before dP's product. The sums of heads of 192 leave no registers for S and dP at once, so that a warpgroup computes P and dS while none of
-    /// its products runs. The two take turns in issuing products: those of one then run while the other computes.
+    /// Before dP's product. The accumulators of heads of 192 leave no registers for S and dP at once, so a warpgroup computes P and dS
+    /// while none of its own products runs. The two warpgroups take turns in issuing products: the products of one run while the other
+    /// computes.
     ValuesBeforeScoreGrads,
 };
 
@@ -118,12 +120,12 @@ struct KeyGradsShared {
     static constexpr GradOrder kOrder = kDim > 128  ? GradOrder::ValuesBeforeScoreGrads
                                         : kDim > 64 ? GradOrder::ValuesBetween
                                                     : GradOrder::ValuesLast;
-    // Each warpgroup's own keys and values; at the end their gradients, on their way out.
+    // Each warpgroup's own keys and values; at the end their gradients, staged for the store.
     u8 k[kGradGroups][kGroupRows * kDim * 2];
     u8 v[kGradGroups][kGroupRows * kValueDim * 2];
     u8 q[kStages][kRows * kDim * 2];
     u8 dout[kStages][kRows * kValueDim * 2];
-    // Each warp's dS, on its way out.
+    // Each warp's dS, staged for the store.
     u8 score_grads[kStores ? kGradGroups * 4 : 1][kStores ? 16 * kBoxRowBytes : 16];
     float lse[kStages][kRows];
     float delta[kStages][kRows];
@@ -131,7 +133,7 @@ struct KeyGradsShared {
     ptx::Barrier kv_full;
     ptx::Barrier q_full[kStages], dout_full[kStages], empty[kStages];
 
-    /// Initialises the barriers: one thread.
+    /// Initialises the barriers; one thread calls this.
     __device__ __forceinline__ void init() {
         ptx::barrier_init(kv_full, 1);
         for (int i = 0; i < kStages; ++i) {
@@ -142,7 +144,7 @@ struct KeyGradsShared {
     }
 };
 
-/// Loads keys and values, and meanwhile finds out which queries see them: one thread.
+/// Loads keys and values, and meanwhile finds the queries that see them; one thread calls this.
 template <bool kWindowed, int kDim, int kValueDim, bool kStores>
 __device__ __forceinline__ void begin_keys(KeyGradsShared<kDim, kValueDim, kStores>& shared, const TensorMap& map_k, const TensorMap& map_v,
                                            const AttentionSizes& sizes, const int* end_query, const AttentionWork& work) {
@@ -155,7 +157,7 @@ __device__ __forceinline__ void begin_keys(KeyGradsShared<kDim, kValueDim, kStor
     shared.work.template set<kWindowed>(sizes, end_query, work, shared.kRows);
 }
 
-/// Fills the ring of queries: one thread.
+/// Fills the ring of queries; one thread calls this.
 template <int kDim, int kValueDim, bool kStores>
 __device__ __forceinline__ void feed_queries(KeyGradsShared<kDim, kValueDim, kStores>& shared, const TensorMap& map_q, const TensorMap& map_dout,
                                              const float* lse, const float* delta, const AttentionSizes& sizes) {
@@ -165,7 +167,7 @@ __device__ __forceinline__ void feed_queries(KeyGradsShared<kDim, kValueDim, kSt
     Place<Shared::kStages> at;
     for (int head = work.first_head; head < work.first_head + work.heads; ++head) {
         const u64 rows = u64(u32(work.sequence * sizes.heads + head)) * sizes.padded;
-        // Unrolled for long heads, it would need more registers than the loading warp has.
+        // Unrolled, the loop for long heads would need more registers than the loading warp has.
 #pragma unroll(kDim > 128 ? 1 : 4)
         for (int tile = work.first_tile; tile < work.tiles; ++tile) {
             const int row = tile * Shared::kRows;
@@ -182,7 +184,7 @@ __device__ __forceinline__ void feed_queries(KeyGradsShared<kDim, kValueDim, kSt
     }
 }
 
-/// Sets the scores of queries earlier than the key to -infinity. `ahead`: this thread's first column less its first
+/// Sets the scores of queries earlier than the key to -infinity. `ahead`: this thread's first column minus its first
 /// row.
 template <int kCount>
 __device__ __forceinline__ void mask_earlier(float (&s)[kCount], int ahead) {
@@ -196,8 +198,8 @@ __device__ __forceinline__ void mask_earlier(float (&s)[kCount], int ahead) {
     }
 }
 
-/// Sets the scores of queries that are no longer in the window of a key to -infinity. `low`, `high`: one past the last query that sees this
-/// thread's first row, and its second, less this thread's first column.
+/// Sets the scores of queries past the window of a key to -infinity. `low`, `high`: one past the last query that sees this thread's first
+/// row, and its second row, minus this thread's first column.
 template <int kCount>
 __device__ __forceinline__ void mask_from(float (&s)[kCount], int low, int high) {
 #pragma unroll
@@ -210,7 +212,7 @@ __device__ __forceinline__ void mask_from(float (&s)[kCount], int low, int high)
     }
 }
 
-/// One warpgroup's keys. `warp` counts within the warpgroups that multiply.
+/// Computes one warpgroup's keys. `warp` counts within the math warpgroups.
 template <bool kWindowed, int kDim, int kValueDim, bool kStores>
 __device__ __forceinline__ void key_grads(KeyGradsShared<kDim, kValueDim, kStores>& shared, const TensorMap& map_dk, const TensorMap& map_dv,
                                           const AttentionSizes& sizes, const int* end_query, int warp) {
@@ -240,7 +242,7 @@ __device__ __forceinline__ void key_grads(KeyGradsShared<kDim, kValueDim, kStore
     const KeyWork& work = shared.work;
     const int key = work.row + group * kGroupRows, tiles = work.tiles;
     const int first = min(key / kRows, tiles);
-    // A warpgroup has one turn for the first scores of a head, and two a tile, those that it skips included: both have as many.
+    // A warpgroup has one turn for a head's first scores, and two per tile, also for skipped tiles: both have as many.
     constexpr bool kTurns = kOrder == GradOrder::ValuesBeforeScoreGrads;
     const auto begin_turn = [&] {
         if constexpr (kTurns) ptx::named_barrier_wait<256>(3 + group);
@@ -248,8 +250,8 @@ __device__ __forceinline__ void key_grads(KeyGradsShared<kDim, kValueDim, kStore
     const auto end_turn = [&] {
         if constexpr (kTurns) ptx::named_barrier_arrive<256>(4 - group);
     };
-    // What `here` and `anew` are for: long heads leave no registers in which the compiler could keep the descriptor of every step, and what masks
-    // compare with.
+    // Purpose of `here` and `anew`: long heads leave no registers in which the compiler could keep the descriptor of every step, and the
+    // limits of masks.
     const auto begin_scores = [&] {
         ptx::barrier_wait(shared.q_full[at.stage], at.parity);
         ptx::wgmma_fence();
@@ -289,7 +291,7 @@ __device__ __forceinline__ void key_grads(KeyGradsShared<kDim, kValueDim, kStore
     for (int head = 0; head < work.heads; ++head) {
 #pragma unroll 1
         for (int tile = work.first_tile; tile < first; ++tile) {
-            // A skipped tile is released only once it is there: a warp must not arrive twice in one phase of `empty`.
+            // A skipped tile is released only after it has arrived: a warp must not arrive twice in one phase of `empty`.
             ptx::barrier_wait(shared.q_full[at.stage], at.parity);
             release(at.stage);
             at.advance();

@@ -1,9 +1,9 @@
-// dS of attention on its way from the gradients of keys and values to that of queries, and dq = scale · dS · k made of it.
+// dS of attention in memory, written by the gradients of keys and values, and dq = scale · dS · k computed from it.
 //
-// dS of a head lies in tiles of 64 keys by 64 queries, BF16, a key's 64 queries side by side and swizzled as TMA writes rows of 128 bytes: so
-// in shared memory a tile is an MN-major operand. Four tiles of one tile of keys make a block, of 256 queries. Blocks go by
-// queries first, then by keys, as far as the last query of the block sees them. What lies beyond the causal mask, the windows or the
-// sequence is not written, and read only to be left alone.
+// dS of a head is stored in tiles of 64 keys by 64 queries, BF16: a key's 64 queries are contiguous and swizzled as TMA writes rows of 128
+// bytes, so that a tile in shared memory is an MN-major operand. Four tiles of one tile of keys make a block, of 256 queries. Blocks are
+// ordered by queries, then by keys, up to the last key that the block's last query sees. Elements beyond the causal mask, the windows or
+// the sequence are not written; they are read, but not used.
 #pragma once
 #include "pieces/attention/attention_ring.cuh"
 
@@ -19,13 +19,13 @@ __host__ __device__ __forceinline__ u64 score_grad_bytes(int seq_len) {
     return blocks * (blocks + 1) / 2 * (kBlockTiles * kBlockTiles * kScoreTileBytes);
 }
 
-/// Where a tile begins. The keys are no later than the last query of the tile's block.
+/// The start of a tile. The keys are no later than the last query of the tile's block.
 __device__ __forceinline__ u64 score_tile(int key_tile, int query_tile) {
     const u32 block = query_tile / kBlockTiles;
     return u64((block * (block + 1) / 2 * kBlockTiles + key_tile) * kBlockTiles + query_tile % kBlockTiles) * kScoreTileBytes;
 }
 
-/// Stores a warp's 16 rows of a tile of dS. The copy engine may still read what is staged when this returns.
+/// Stores a warp's 16 rows of a tile of dS. TMA may still read the staged data when this returns.
 __device__ __forceinline__ void store_score_grads(u8* staged, const u32 (&ds)[kGroupRows / 4], u8* tile) {
     constexpr int kBytes = 16 * kBoxRowBytes;
     const u32 lane = ptx::lane_idx_anew();
@@ -41,7 +41,7 @@ __device__ __forceinline__ void store_score_grads(u8* staged, const u32 (&ds)[kG
     }
 }
 
-/// The queries of a CTA: two blocks of a head, so that all CTAs have as many keys to go over.
+/// The queries of a CTA: two blocks of a head, chosen so that all CTAs process equally many keys.
 struct QueryWork {
     int sequence, head;
     int blocks[2];          // the second is negative where there is none
@@ -65,7 +65,7 @@ struct QueryGradsShared {
 struct KeyRange {
     int first, last;
 
-    /// Those that a block of queries sees. The warp that loads and those that multiply go by it alike, whatever first_key holds.
+    /// The key tiles that a block of queries sees. Loading and math warps both use this range, whatever first_key contains.
     template <bool kWindowed>
     static __device__ __forceinline__ KeyRange of_block(const AttentionSizes& sizes, const int* first_key, int sequence, int block) {
         const int first = first_key_of<kWindowed>(first_key, sizes, sequence, block * kBlockRows) / kGroupRows;
@@ -73,7 +73,7 @@ struct KeyRange {
     }
 };
 
-/// Fills the ring of keys and dS, from the last keys to the first: one thread.
+/// Fills the ring of keys and dS, from the last keys to the first; one thread calls this.
 template <bool kWindowed, int kDim>
 __device__ __forceinline__ void feed_score_grads(QueryGradsShared<kDim>& shared, const TensorMap& map_k, const AttentionSizes& sizes,
                                                  const int* first_key) {
@@ -95,7 +95,7 @@ __device__ __forceinline__ void feed_score_grads(QueryGradsShared<kDim>& shared,
     }
 }
 
-/// dq of a warpgroup's queries: tiles 2 · group and 2 · group + 1 of each block. `warp` counts within the warpgroups that multiply.
+/// Computes dq of a warpgroup's queries: tiles 2 · group and 2 · group + 1 of each block. `warp` counts within the math warpgroups.
 template <bool kWindowed, int kDim>
 __device__ __forceinline__ void query_grads_of(QueryGradsShared<kDim>& shared, const TensorMap& map_dq, const AttentionSizes& sizes,
                                                const int* first_key, int warp) {
@@ -109,7 +109,7 @@ __device__ __forceinline__ void query_grads_of(QueryGradsShared<kDim>& shared, c
     float low[kDim / 2], high[kDim / 2];
     Place<QueryGradsShared<kDim>::kStages> at;
     const auto skip = [&] {
-        // A skipped tile is released only once it is there: a warp must not arrive twice in one phase of `empty`.
+        // A skipped tile is released only after it has arrived: a warp must not arrive twice in one phase of `empty`.
         ptx::barrier_wait(shared.ring.full[at.stage], at.parity);
         release(at.stage);
         at.advance();

@@ -1,5 +1,5 @@
-// What the kernels that quantize down the columns have in common: they fetch a square of 128 x 128, find its scales,
-// transpose its codes and store them.
+// Common to the kernels that quantize down the columns: they fetch 128 x 128 values, find the scales, transpose the
+// codes and store them.
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/e2m1.cuh"
@@ -24,12 +24,12 @@ struct alignas(16) ColumnShared {
     u32 total[3];
 };
 
-/// Where the inverse of column `col` lies. Of a thread's eight columns the first four lie beside the first four of the
-/// neighbouring threads, and the other four beside their other four.
+/// The index of column `col`'s inverse. The first four of a thread's eight columns are contiguous with the first four
+/// of the adjacent threads, and the other four with their other four.
 __device__ __forceinline__ int inverse_place(int col) { return col % 8 / 4 * 64 + col / 8 * 4 + col % 4; }
 
-/// A bit for each of this lane's kRows rows: whether the row counts. A warp has 2 · kRows rows from `first` on, of
-/// which lanes 0 to 15 have the first half.
+/// A bit for each of this lane's kRows rows: whether the row is valid. A warp has 2 · kRows rows from `first` on; lanes
+/// 0 to 15 have the first half.
 template <int kRows>
 __device__ __forceinline__ u32 rows_of_lane(const int* __restrict__ row_id, int first, int rows) {
     const int lane = threadIdx.x % 32, row = first + lane % (2 * kRows);
@@ -67,8 +67,8 @@ __device__ __forceinline__ typename In::Magnitudes columns_of_warp(const typenam
 }
 
 /// The scales of eight rows over a panel of 128 columns (kHeld = 1), or over each 32 columns of it (kHeld = 2). kHeld =
-/// 1: of sixteen lanes, lanes 2r and 2r + 1 have the scale of row r. kHeld = 2: of four lanes, lane r has those of rows
-/// 2r and 2r + 1.
+/// 1: of sixteen lanes, lanes 2r and 2r + 1 have the scale of row r. kHeld = 2: of four lanes, lane r has the scales of
+/// rows 2r and 2r + 1.
 template <class In, class E, bool kF32Scales>
 struct RowScales {
     static constexpr int kHeld = E::kBlock == kTile ? 1 : 2;
@@ -104,7 +104,7 @@ struct RowScales {
     }
 };
 
-/// Transposes codes of eight rows of eight columns and stores them to `place` of a tile. With two codes a byte, the
+/// Transposes codes of eight rows of eight columns and stores them at `place` of a tile. With two codes per byte, the
 /// four bytes of a column fill half a slot.
 __device__ __forceinline__ void turn_codes(u32 (&codes)[8], u8* place) {
     // Swaps half-words across the diagonal, then bytes, then nibbles.
@@ -137,7 +137,7 @@ __device__ __forceinline__ void turn_codes(const uint2 (&codes)[8], u8* place) {
     turn_8x8(of, place);
 }
 
-/// Zeros in place of the codes of column i of eight.
+/// Zeros the codes of column i of eight.
 __device__ __forceinline__ void clear_column(u32 (&codes)[8], int i) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) codes[j] &= ~(0xFu << (4 * i));
@@ -150,8 +150,8 @@ __device__ __forceinline__ void clear_column(uint2 (&codes)[8], int i) {
     }
 }
 
-/// Stores the first `left` bytes, a multiple of 16, of each of the `lines` lines that exist of a transposed tile. Line
-/// 0 goes to `to`. With kTally, counts the blocks of E that hold a non-zero code.
+/// Stores the first `left` bytes, a multiple of 16, of each of the `lines` existing lines of a transposed tile. Line 0
+/// goes to `to`. With kTally, counts the blocks of E that have a non-zero code.
 template <class E, bool kTally, int kThreads, class Tile>
 __device__ __forceinline__ void store_turned(const Tile& tile, u8* to, u64 line_bytes, int lines, int left, Tally& tally) {
     constexpr int kLines = kThreads / 8;  // at a time
@@ -167,7 +167,7 @@ __device__ __forceinline__ void store_turned(const Tile& tile, u8* to, u64 line_
         if constexpr (kTally) {
             const bool any = present && ((v.x | v.y | v.z | v.w) & (E::kCodeBits == 4 ? 0x77777777 : 0x7F7F7F7F)) != 0;
             const u32 lanes = __ballot_sync(kAllLanes, any);
-            // With four bits a code, a chunk is a block of 32; with eight, a line is a block of 128.
+            // With four-bit codes, a chunk is a block of 32; with eight-bit codes, a line is a block of 128.
             if constexpr (E::kCodeBits == 4) {
                 tally.non_zero += any;
             } else {

@@ -1,9 +1,9 @@
 // A tile of 128 x 128 one-byte codes, transposed in shared memory: eight rows of a column are written at a time,
 // sixteen are read.
 //
-// Column c occupies 128 bytes, 16 slots of 8 bytes. Octet o (rows 8o .. 8o + 7) of a column lies in slot
-// 2·((o / 2) ^ (c / 8 % 8)) + (o % 2 ^ c / 64). A half-warp writes without bank conflicts where its 16 lanes
-// differ in c / 8; eight lanes that read the column's eight 16-byte chunks do so too.
+// Column c occupies 128 bytes, 16 slots of 8 bytes. Octet o (rows 8o .. 8o + 7) of a column is in slot 2·((o / 2) ^ (c
+// / 8 % 8)) + (o % 2 ^ c / 64). A half-warp writes without bank conflicts if its 16 lanes differ in c / 8; so do eight
+// lanes that read the column's eight 16-byte chunks.
 #pragma once
 #include "ptx/global.cuh"
 #include "ptx/types.cuh"
@@ -15,8 +15,8 @@ constexpr int kTile = 128;  // rows and columns; the FP8 block
 struct ColumnTile {
     u8 bytes[kTile * kTile];
 
-    /// Address of rows 8·octet to 8·octet + 7 of column `col`, a multiple of 8. Each of the next seven columns lies
-    /// kTile bytes further.
+    /// Address of rows 8·octet to 8·octet + 7 of column `col`, a multiple of 8. Each of the next seven columns is kTile
+    /// bytes further.
     __device__ __forceinline__ u8* place(int col, int octet) {
         const int chunk = octet / 2 ^ (col / 8 % 8);
         const int half = (octet ^ col / 64) & 1;
@@ -29,7 +29,7 @@ struct ColumnTile {
         return col < kTile / 2 ? v : uint4{v.z, v.w, v.x, v.y};
     }
 
-    /// Stores the whole tile, a line of `stride` bytes for each column: columns 0 to 63 from `low` on, the others from
+    /// Stores the whole tile, a line of `stride` bytes per column: columns 0 to 63 from `low` on, the others from
     /// `high` on, `low_left` and `high_left` of them. All `kThreads` threads call this, after a barrier.
     template <int kThreads>
     __device__ __forceinline__ void store(u8* low, int low_left, u8* high, int high_left, u64 stride) const {
@@ -38,8 +38,8 @@ struct ColumnTile {
         high += first * stride + chunk * 16;
 #pragma unroll
         for (int line = 0; line < kTile / 2; line += kThreads / 8) {
-            // The half of the tile that a column lies in decides about the order of its octets: `v` is of the first,
-            // `w` of the second.
+            // The half of the tile that a column is in determines the order of its octets: `v` is for the first half,
+            // `w` for the second.
             const u8* from = bytes + (line + first) * kTile + (chunk ^ ((line + first) / 8 % 8)) * 16;
             const uint4 v = *reinterpret_cast<const uint4*>(from);
             const uint4 w = *reinterpret_cast<const uint4*>(from + kTile / 2 * kTile);
@@ -57,9 +57,9 @@ struct ColumnTile {
     }
 };
 
-/// The tile of this CTA. Tiles are ordered by bands of `band` strips of 128 rows, and within a band panel by panel. So
-/// CTAs that run at the same time write neighbouring bytes: 128 · band of a line. For a single band, the launch passes
-/// the number of strips.
+/// The tile of this CTA. Tiles are ordered in bands of `band` strips of 128 rows, and within a band panel by panel. So
+/// CTAs that run concurrently write adjacent bytes: 128 · band of a line. For a single band, the launch passes the
+/// number of strips.
 struct TilePlace {
     int strip, panel;  // of 128 rows, of 128 columns
     int across, down;  // how many of each there are

@@ -1,5 +1,5 @@
-// What the kernels with a transform have in common: a unit, the 64 numbers that a lane has in registers. It is one
-// transform block, several shorter ones, or half of one of 128, whose other half the neighbouring lane has.
+// Common to the kernels with a transform: a unit, the 64 values that a lane holds in registers. It is one transform
+// block, several shorter ones, or half of one of 128, whose other half the neighbouring lane has.
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/e2m1.cuh"
@@ -24,7 +24,7 @@ __device__ __forceinline__ u32 largest_magnitude(const F32::Eight (&x)[kCount]) 
     return largest;
 }
 
-/// Puts the codes of the unit's i-th eight numbers into `words`.
+/// Puts the codes of the unit's i-th eight values into `words`.
 template <int kCount>
 __device__ __forceinline__ void put_words(u32 (&words)[kCount], int i, u32 codes) {
     words[i] = codes;
@@ -46,12 +46,12 @@ struct UnitCodes {
 
     __device__ __forceinline__ static UnitCodes zeros() { return {{}, {}, 0, 0}; }
 
-    /// Transforms x, whose signs the caller has flipped, and encodes it. bits_of(i): the random bits of the i-th eight.
+    /// Transforms x, whose signs the caller has flipped, and encodes it. bits_of(i): the random bits of the i-th eight values.
     template <int kLen, class Bits>
     __device__ __forceinline__ void encode(float (&x)[kUnit], float factor, PowerRule rule, const Round& round, const Bits& bits_of) {
         butterflies(x, kLen);
         if constexpr (kLen > kUnit) {
-            // The upper lane's result is its partner's number less its own.
+            // The upper lane's result is its partner's value minus its own.
             const float own = threadIdx.x & 1 ? -1.0f : 1.0f;
 #pragma unroll
             for (int i = 0; i < kUnit; ++i) x[i] = __fmaf_rn(x[i], own, __shfl_xor_sync(kAllLanes, x[i], 1));

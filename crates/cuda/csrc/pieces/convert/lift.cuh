@@ -1,8 +1,8 @@
-// E2M1 codes under one power-of-two scale to E4M3 codes under another: what the kernels that lift and those that quantize have in common. The twin of
+// E2M1 codes under one power-of-two scale to E4M3 codes under another: common to the kernels that lift and those that quantize. The twin of
 // crates/formats/src/lift.rs.
 //
-// Where a source scale is at most 11 octaves below the largest, its numbers are normal in E4M3, and one octave more is
-// 8 more in their codes: such blocks take plain arithmetic. Other blocks are rare and go through a table.
+// If a source scale is at most 11 octaves below the largest, its values are normal in E4M3, and each octave adds 8 to their codes: such
+// blocks use plain arithmetic. Other blocks are rare and go through a table.
 #pragma once
 #include "formats/e2m1.cuh"
 #include "formats/e4m3.cuh"
@@ -10,19 +10,19 @@
 
 namespace nib {
 
-/// What E2M1 codes become under one pair of scales. PRMT looks up four codes at a time in `magnitudes`.
+/// The result of E2M1 codes under one pair of scales. PRMT looks up four codes at a time in `magnitudes`.
 struct alignas(16) Lift {
     uint2 magnitudes;  // E4M3 codes of the eight magnitudes
     u32 signs;         // 0x80808080; 0 for a NaN, whose codes lose their signs
     u32 changed;       // bit c: magnitude c changed its value
 };
 
-/// The table has an entry for each source - target = -32 .. 6, and one for a NaN source.
+/// The table has one entry for each source - target = -32 .. 6, and one for a NaN source.
 constexpr int kLiftFar = 32;
 constexpr u32 kLiftNan = kLiftFar + 7;
 constexpr int kLifts = kLiftFar + 8;
 /// The entries from kLiftNormal on, below the NaN's, give normal numbers. kLiftLow and kLiftHigh are the magnitudes of
-/// the first of them, kLiftOctave is what an octave adds to each magnitude but 0.
+/// the first of them; kLiftOctave is the increment per octave of each magnitude but 0.
 constexpr u32 kLiftNormal = kLiftFar - 5;
 constexpr u32 kLiftLow = 0x14100800, kLiftHigh = 0x24201C18;
 constexpr u32 kLiftOctave = 0x08080808;
@@ -71,14 +71,14 @@ __host__ __device__ constexpr LiftTable make_lifts() {
 
 __device__ constexpr LiftTable kLiftTable = make_lifts();
 
-/// The entry for a source scale under a target at most 6 octaves below it.
+/// The entry for a source scale under a target at most 6 octaves below the source.
 __device__ __forceinline__ u32 lift_index(u32 source, int target) {
     return source == kScaleNan ? kLiftNan : u32(max(int(source) - target, -kLiftFar) + kLiftFar);
 }
 
 __device__ __forceinline__ bool lifts_to_normal(u32 entry) { return entry - kLiftNormal < kLiftNan - kLiftNormal; }
 
-/// The E4M3 codes of four of a word's eight E2M1 codes: of the first four, or with kHigh of the last.
+/// The E4M3 codes of four of a word's eight E2M1 codes: the first four, or with kHigh the last four.
 template <bool kHigh>
 __device__ __forceinline__ u32 lift_four(u32 codes, const uint2& magnitudes, u32 signs) {
     const u32 selector = (kHigh ? codes >> 16 : codes) & 0x7777;
@@ -87,7 +87,7 @@ __device__ __forceinline__ u32 lift_four(u32 codes, const uint2& magnitudes, u32
     return __byte_perm(magnitudes.x, magnitudes.y, selector) | (sign & signs);
 }
 
-/// The same, with what the eight magnitudes become in `low` and `high`, and with all signs kept.
+/// The same, with the results of the eight magnitudes in `low` and `high`, and with all signs kept.
 template <bool kHigh>
 __device__ __forceinline__ u32 lift_word(u32 codes, u32 low, u32 high) {
     const u32 selector = kHigh ? (codes & E2m1::kMagnitudes) >> 16 : codes & E2m1::kMagnitudes;
@@ -95,13 +95,13 @@ __device__ __forceinline__ u32 lift_word(u32 codes, u32 low, u32 high) {
     return __byte_perm(low, high, selector) | (__byte_perm(codes, codes << 4, kHigh ? 0x3726 : 0x1504) & kEachSign);
 }
 
-/// What the E2M1 codes of a block become whose scale is `source`, under `target`: by arithmetic, or where that is far above it through the table.
+/// The result of a block's E2M1 codes under another scale: by arithmetic, or through the table if that scale is far above.
 struct BlockLift {
     uint2 magnitudes;
     u32 signs;
 
     __device__ __forceinline__ BlockLift(u32 source, int target) : BlockLift(lift_index(source, target)) {}
-    /// Of an entry of the table.
+    /// From an entry of the table.
     __device__ __forceinline__ explicit BlockLift(u32 entry) : signs(kEachSign) {
         const u32 rise = (entry - kLiftNormal) * kLiftOctave;
         magnitudes = {kLiftLow + (rise & 0xFFFFFF00), kLiftHigh + rise};
@@ -119,7 +119,7 @@ struct BlockLift {
     }
 };
 
-/// Whether any of these codes changed its value.
+/// Whether the value of any of these codes changed.
 __device__ __forceinline__ bool any_changed(u32 codes, u32 changed) {
     u32 seen = 0;
 #pragma unroll 1  // rare: not worth the instructions
@@ -127,13 +127,13 @@ __device__ __forceinline__ bool any_changed(u32 codes, u32 changed) {
     return (seen & changed) != 0;
 }
 
-/// byte + 1, and 0 for the NaN, 0xFF: so a maximum ignores NaN.
+/// byte + 1, and 0 for the NaN, 0xFF: so that a maximum ignores NaN.
 __device__ __forceinline__ u32 above_nan(u32 byte) { return (byte + 1) & 0xFF; }
 
 /// The same for bytes 0 and 2 of a word, in its halves.
 __device__ __forceinline__ u32 above_nan_x2(u32 bytes) { return ((bytes & 0x00FF00FF) + 0x00010001) & 0x00FF00FF; }
 
-/// Target scale byte of a lift from the largest `above_nan` of its sources: 6 octaves below, not below 0.
+/// Target scale byte of a lift from the largest `above_nan` of its sources: 6 octaves below the largest, at least 0.
 __device__ __forceinline__ int lift_target(u32 largest_above_nan) { return max(int(largest_above_nan) - 7, 0); }
 
 /// Four scale bytes, 0xFF from the `left`-th on.

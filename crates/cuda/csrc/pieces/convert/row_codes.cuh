@@ -1,5 +1,4 @@
-// What the kernels that quantize along the rows have in common: which lane takes which codes of a row, and how they are
-// stored.
+// Common to the kernels that quantize along the rows: the assignment of codes to lanes, and their stores.
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/e2m1.cuh"
@@ -14,7 +13,7 @@ namespace nib {
 constexpr int kRowThreads = 128;
 constexpr int kChunkCols = 256;
 
-/// Eights of columns that a lane takes at a time: as many as registers hold.
+/// Eights of columns that a lane takes at a time: as many as the registers allow.
 template <class In, class Round>
 constexpr int row_chunks = In::kBytes == 2 && !Round::kDraws ? 8 : 4;
 
@@ -33,8 +32,8 @@ __device__ __forceinline__ void store_codes(u8* to, int left, typename E::Eight 
     }
 }
 
-/// Stores 16 bytes of codes: a lane's neighbouring eights, all of one block, but none from the `left`-th column on.
-/// is_aligned: rows start on multiples of 16 bytes.
+/// Stores 16 bytes of codes: a lane's adjacent eights, all of one block, but none from the `left`-th column on.
+/// is_aligned: rows start at multiples of 16 bytes.
 __device__ __forceinline__ void store_together(u8* to, int left, bool is_aligned, const uint2 (&codes)[2]) {
     if (is_aligned) {
         if (left > 0) ptx::store_16(to, {codes[0].x, codes[0].y, codes[1].x, codes[1].y});
@@ -47,8 +46,8 @@ __device__ __forceinline__ void store_together(u8* to, int left, bool, const u32
     if (left > 0) ptx::store_16(to, {codes[0], codes[1], codes[2], codes[3]});
 }
 
-/// The F32 bits of the largest magnitude of 32 numbers, with fewer instructions than In::block_maxima: for kernels
-/// bound by instructions.
+/// The F32 bits of the largest magnitude of 32 values, with fewer instructions than In::block_maxima: for kernels bound
+/// by instructions.
 __device__ __forceinline__ u32 largest_bits(const Bf16::Eight (&x)[4]) {
     u32 two = 0;
 #pragma unroll
@@ -68,8 +67,8 @@ __device__ __forceinline__ Stored pick(const Stored (&of)[kCount], int i) {
     return picked;
 }
 
-/// How a warp divides a segment of a row. A lane takes `kTogether` neighbouring eights of columns at a time, whose
-/// codes are 16 bytes. In MXFP4 that is a whole block, so lanes need not exchange their maxima.
+/// How a warp divides a segment of a row. A lane takes `kTogether` adjacent eights of columns at a time, whose codes
+/// are 16 bytes. In MXFP4 that is a whole block, so lanes need not exchange their maxima.
 template <class E, int kChunks>
 struct RowLayout {
     static constexpr int kTogether = 16 / E::kCodeBits;
@@ -81,8 +80,8 @@ struct RowLayout {
     /// Columns from the lane's first one to its chunk i.
     __device__ __forceinline__ static constexpr int col_of(int i) { return i / kTogether * kStride + i % kTogether * 8; }
 
-    /// Stores the scales of a segment of a row that has `blocks` blocks. The lanes that share blocks store the scale of
-    /// one of them each, so that neighbouring scales are stored together.
+    /// Stores the scales of a segment of a row that has `blocks` blocks. Each of the lanes that share blocks stores the
+    /// scale of one block, so that adjacent scales are stored together.
     template <class Stored>
     __device__ __forceinline__ static void store_scales(Stored* row, u32 segment, int blocks, const Stored (&of)[kHeld]) {
         const int lane = threadIdx.x % 32, mine = lane % kLanes;

@@ -1,21 +1,21 @@
-// Quantization along the rows, whatever becomes of the codes: what quantize_rows and quantize_pack have in common.
+// Quantization along the rows, for any destination of the codes: common to quantize_rows and quantize_pack.
 #pragma once
 #include "pieces/convert/row_codes.cuh"
 
 namespace nib {
 
-/// CTAs on a multiprocessor of a kernel that quantizes along the rows.
+/// CTAs per SM of a kernel that quantizes along the rows.
 template <class In, class Round>
 constexpr int kRowCtas = row_chunks<In, Round> == 8 ? 6 : 8;
 
-/// Rows that are taken as one, of which some may be padding: what `row_id` says of each. Null where rows are not taken so, or each counts.
+/// Rows that are passed as one row, some of which may be padding: the `row_id` of each; null if not passed so, or all are valid.
 struct FoldedRows {
     const int* row_id;
     Divider by_cols;
     u32 cols;  // of each
 };
 
-/// The matrix, and which of its segments a warp takes.
+/// The matrix, and the segments of a warp.
 struct RowSource {
     const u8* __restrict__ x;
     const int* __restrict__ row_id;
@@ -27,9 +27,9 @@ struct RowSource {
     FoldedRows folded;
 };
 
-/// Quantizes the segments of a warp, one after the other. `sink` is told of each: `begin(row, segment, col)` where it begins, and this lane's first
-/// column; `put(h, codes, scale)` the codes of the lane's h-th block; `end(scales)` the scales of all its blocks. `total` is shared memory that nothing
-/// else uses.
+/// Quantizes the segments of a warp in sequence. `sink` receives each segment: `begin(row, segment, col)` its start, and this lane's first
+/// column; `put(h, codes, scale)` the codes of the lane's h-th block; `end(scales)` the scales of all its blocks. `total` is shared memory
+/// that nothing else uses.
 template <class In, class E, bool kF32Scales, class Round, class Sink>
 __device__ __forceinline__ void quantize_segments(const RowSource& of, u64* counts, u32 (&total)[3], PowerRule rule, const Round& round, Sink& sink) {
     constexpr int kChunks = row_chunks<In, Round>;
@@ -77,7 +77,7 @@ __device__ __forceinline__ void quantize_segments(const RowSource& of, u64* coun
                 for (int i = 0; i < kTogether; ++i) in[h * kTogether + i] = {};
             }
         }
-        // Drawn while the numbers are on their way.
+        // Generated while the loads are in flight.
         typename Round::Bits bits[kChunks];
         if constexpr (Round::kDraws) {
 #pragma unroll

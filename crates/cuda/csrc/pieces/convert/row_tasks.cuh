@@ -1,10 +1,9 @@
-// Which segments of which rows a warp takes, in kernels that go along the rows.
+// Assigns row segments to warps, in kernels that work along the rows.
 //
-// A task is one segment of a row, of which a row has `segments`; `by_segments` divides by that number. A CTA takes
-// kWarps · rounds neighbouring tasks, with up to 32 rounds, so the grid is ceil(rows · segments / (kWarps · rounds)).
-// More rounds mean fewer starts and ends of CTAs; fewer rounds keep the last wave short. CTAs whose tasks are a grid
-// apart were slower where some rows have much padding. The row ids of all rounds are read at once, so that a warp waits
-// for them once.
+// A task is one segment of a row; a row has `segments` of them, and `by_segments` divides by that number. A CTA takes
+// kWarps · rounds adjacent tasks, with up to 32 rounds, so the grid is ceil(rows · segments / (kWarps · rounds)). More
+// rounds mean fewer starts and ends of CTAs; fewer rounds keep the last wave short. Grid-strided tasks were slower
+// where some rows have much padding. The row ids of all rounds are read at once, so that a warp waits for them once.
 #pragma once
 #include "math/reduce.cuh"
 #include "ptx/types.cuh"
@@ -25,7 +24,7 @@ struct RowTasks {
     u32 counted;  // bit r: there is one, and its row is not padding
     int row_id;   // in lane r: that of the row of round r; negative for padding
 
-    /// row_id: null where every row counts and has its own number.
+    /// row_id: null if all rows are valid and are numbered by their index.
     __device__ __forceinline__ RowTasks(const int* __restrict__ ids, int rows, Divider by_segments, u32 segments, u32 rounds)
         : by_segments(by_segments), segments(segments), first(blockIdx.x * (kWarps * rounds) + threadIdx.x / 32) {
         constexpr u32 kAll = 0xFFFFFFFF;

@@ -1,13 +1,13 @@
-// What the kernels that transpose rows of codes into columns have in common: how they divide the work, fetch codes and
-// store scales.
+// Common to the kernels that transpose rows of codes into columns: how they divide the work, fetch codes and store
+// scales.
 //
 // A CTA takes kPanels · 128 columns of two strips of 128 rows, and fetches all of their codes at once. A warp
-// transposes 32 columns, 16 lanes for each strip. A lane transposes 16 rows of eight columns, and then of eight others.
-// So a warp stores 256 bytes of each of two columns at a time; 128 bytes of each of four columns were slower by 1 to 2
-// %.
+// transposes 32 columns, with 16 lanes per strip. A lane transposes 16 rows of eight columns, and then of eight other
+// columns. So a warp stores 256 bytes of each of two columns at a time; 128 bytes of each of four columns were slower
+// by 1 to 2 %.
 //
-// A column has one scale byte a strip, the same for all columns of a source block. Scales lie strip by strip, [capacity
-// / 128][stride]: in the order of columns, a store of that one byte would cost as much as a store of a whole line of
+// A column has one scale byte per strip, the same for all columns of a source block. Scales are stored strip by strip,
+// [capacity / 128][stride]: in column order, a store of that one byte would cost as much as a store of a whole line of
 // codes.
 #pragma once
 #include "formats/e8m0.cuh"
@@ -43,18 +43,18 @@ struct TurnLane {
     int strip = lane / 16, group = lane / 2;  // among the groups of 16 rows of both strips
     bool odd = lane % 2 == 1;
 
-    /// The lane's first column. It has eight columns from there on, and eight more kSecond columns further on.
+    /// The lane's first column. It has eight columns from there on, and eight more from kSecond columns further on.
     static constexpr int kSecond = 16;
     __device__ __forceinline__ int col() const { return threadIdx.x / 32 * 32 + lane % 2 * 8; }
 
     /// The first of its 16 rows, within its strip.
     __device__ __forceinline__ int row() const { return group % kGroups * kGroupRows; }
 
-    /// The scales of eight rows of a strip. A lane works on those of half of the 16 rows that it and its neighbour
+    /// The scales of eight rows of a strip. A lane processes those of half of the 16 rows that it and its neighbour
     /// transpose.
     __device__ __forceinline__ uint2 scales(const u8* of_strip) const { return *reinterpret_cast<const uint2*>(of_strip + lane % 16 * 8); }
 
-    /// The largest `above_nan` of a strip's scales, eight of which each of its lanes brings.
+    /// The largest `above_nan` of a strip's scales; each of its lanes contributes eight scales.
     __device__ __forceinline__ u32 largest_above_nan(uint2 bytes) const {
         u32 largest = 0;
 #pragma unroll
@@ -78,8 +78,8 @@ struct TurnLane {
         }
     }
 
-    /// Joins what this lane made of its eight rows' scales with what its neighbour made of the other eight: all 16 rows
-    /// in order.
+    /// Combines this lane's results for eight rows' scales with its neighbour's for the other eight: all 16 rows in
+    /// order.
     template <int kCount>
     __device__ __forceinline__ void exchange(const u32 (&mine)[kCount], u32 (&all)[2 * kCount]) const {
 #pragma unroll
@@ -91,7 +91,7 @@ struct TurnLane {
     }
 };
 
-/// kTileRowBytes: bytes of the codes of 128 columns of a row. kBlocks: how many scales these columns have.
+/// kTileRowBytes: bytes of the codes of 128 columns of a row. kBlocks: scales of these columns.
 template <int kTileRowBytes, int kBlocks, int kPanels>
 struct TurnShared {
     static constexpr int kRowBytes = kTileRowBytes * kPanels;
@@ -104,7 +104,7 @@ struct TurnShared {
     u32 total[3];
 };
 
-/// Brings the codes of a CTA's strips to shared memory. kWhole: rows start on multiples of 16 bytes.
+/// Copies the codes of a CTA's strips to shared memory. kWhole: rows start at multiples of 16 bytes.
 template <bool kWhole, int kTileRowBytes, int kBlocks, int kPanels>
 struct Fetcher {
     using Shared = TurnShared<kTileRowBytes, kBlocks, kPanels>;
@@ -118,7 +118,7 @@ struct Fetcher {
     const int* row_id;
     int rows, cols, first_col;
 
-    /// Tells all threads which rows count; a barrier follows.
+    /// Publishes to all threads which rows are valid; a barrier must follow.
     __device__ __forceinline__ void publish() const {
         if (threadIdx.x >= kTile) return;
 #pragma unroll
@@ -131,7 +131,7 @@ struct Fetcher {
     }
     __device__ __forceinline__ bool is_valid(int i, int row) const { return shared.valid[i][row / 32] >> (row % 32) & 1; }
 
-    /// Starts the copies. Rows that do not count become zeros; a strip that does not exist is left out.
+    /// Starts the copies. Invalid rows become zeros; a strip that does not exist is skipped.
     __device__ __forceinline__ void fetch() const {
 #pragma unroll
         for (int i = 0; i < kMostDepth; ++i)

@@ -1,6 +1,6 @@
-// Values of a tile as threads of quantize_units take them from shared memory: sixteen neighbours of a row (`Sixteen`),
-// or sixteen rows of two neighbouring columns (`TwoColumns`). BF16 numbers stay two a word as long as that is less
-// work: a word is two neighbours of a row in `Sixteen`, and one row of both columns in `TwoColumns`.
+// Values of a tile as threads of quantize_units read them from shared memory: sixteen adjacent values of a row
+// (`Sixteen`), or sixteen rows of two adjacent columns (`TwoColumns`). BF16 values stay packed in pairs as long as that
+// is less work: a word is two adjacent values of a row in `Sixteen`, and one row of both columns in `TwoColumns`.
 #pragma once
 #include "formats/bf16.cuh"
 #include "ptx/packed.cuh"
@@ -14,7 +14,7 @@ __device__ __forceinline__ void clamp_pairs(u32 (&words)[kWords], u32 limits) {
     for (int i = 0; i < kWords; ++i) words[i] = ptx::clamp_magnitude_bf16x2(words[i], limits);
 }
 
-/// The largest magnitude of kCount BF16 pairs, for each half by itself. The signs of the result mean nothing.
+/// The largest magnitude of kCount BF16 pairs, separately for each half. The signs of the result are undefined.
 template <int kCount, int kWords>
 __device__ __forceinline__ u32 largest_of_pairs(const u32 (&words)[kWords], int first) {
     u32 largest = words[first];
@@ -27,7 +27,7 @@ __device__ __forceinline__ u32 largest_of_pairs(const u32 (&words)[kWords], int 
 __device__ __forceinline__ u32 low_magnitude(u32 pair) { return pair << 16 & 0x7FFFFFFF; }
 __device__ __forceinline__ u32 high_magnitude(u32 pair) { return pair & 0x7FFF0000; }
 
-/// Sixteen neighbours of a row.
+/// Sixteen adjacent values of a row.
 template <class In>
 struct Sixteen;
 
@@ -70,7 +70,7 @@ struct Sixteen<Bf16> {
     /// Clamps all sixteen to the limit.
     __device__ __forceinline__ void clamp(u32 limits) { clamp_pairs(pair, limits); }
 
-    /// The largest magnitude of kPairs pairs, for each half by itself.
+    /// The largest magnitude of kPairs pairs, separately for each half.
     template <int kPairs>
     __device__ __forceinline__ u32 largest_pair(int first) const {
         return largest_of_pairs<kPairs>(pair, first);
@@ -82,14 +82,14 @@ struct Sixteen<Bf16> {
     }
 };
 
-/// Loads sixteen rows of two neighbouring columns of a tile, starting `first` rows (a multiple of 16) below `from`.
+/// Loads sixteen rows of two adjacent columns of a tile, starting `first` rows (a multiple of 16) below `from`.
 template <class Rows, class Two>
 __device__ __forceinline__ void load_rows(const Rows& from, int first, Two (&row)[16]) {
 #pragma unroll
     for (int i = 0; i < 16; ++i) row[i] = *reinterpret_cast<const Two*>(from.at[i % 4] + (first + i) / 4 * from.kNext);
 }
 
-/// Sixteen rows of two neighbouring columns.
+/// Sixteen rows of two adjacent columns.
 template <class In>
 struct TwoColumns;
 
@@ -122,7 +122,7 @@ struct TwoColumns<Bf16> {
     /// Clamps each column to its limit.
     __device__ __forceinline__ void clamp(u32 limits) { clamp_pairs(row, limits); }
 
-    /// The largest magnitude of kCount rows, for each column by itself.
+    /// The largest magnitude of kCount rows, separately for each column.
     template <int kCount>
     __device__ __forceinline__ u32 largest_pair(int first) const {
         return largest_of_pairs<kCount>(row, first);
@@ -135,7 +135,7 @@ struct TwoColumns<Bf16> {
     }
 };
 
-/// 32 rows of two neighbouring columns that a thread encodes: in shared memory, or in its registers.
+/// 32 rows of two adjacent columns that a thread encodes: in shared memory, or in its registers.
 template <class Rows>
 struct SharedColumns {
     const Rows from;
@@ -149,7 +149,7 @@ struct SharedColumns {
 struct HeldColumns {
     float number[2][32];
 
-    /// The same. `first` is known when this is compiled.
+    /// The same. `first` is known at compile time.
     __device__ __forceinline__ void load(int first, float2 (&row)[16]) const {
 #pragma unroll
         for (int i = 0; i < 16; ++i) row[i] = {number[0][first + i], number[1][first + i]};

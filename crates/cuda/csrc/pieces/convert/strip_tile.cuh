@@ -1,6 +1,6 @@
-// A tile of 128 x 128 numbers in the registers of 512 threads, from its values to its E4M3 codes along the rows and
-// down the columns. A thread holds four rows of eight columns, a warp 16 rows of 64 columns. So two warps share a row,
-// and exchange through shared memory what they find out about their halves.
+// A tile of 128 x 128 values in the registers of 512 threads, from its values to its E4M3 codes along the rows and down
+// the columns. A thread holds four rows of eight columns, a warp 16 rows of 64 columns. So two warps share a row, and
+// exchange the results of their halves through shared memory.
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/e4m3.cuh"
@@ -17,8 +17,8 @@ constexpr int kStripThreads = kTile * kTile / (kThreadRows * kThreadCols);
 constexpr int kWarpRows = 16, kWarpCols = kTile / 2;
 using StripValues = float[kThreadRows][kThreadCols];
 
-/// The place of tile `index`. Tiles are ordered strip by strip (of 128 rows), so that the scales of a row are written
-/// at the same time.
+/// The position of tile `index`. Tiles are ordered strip by strip (of 128 rows), so that the scales of a row are
+/// written at about the same time.
 struct StripTile {
     u32 strip, panel;
 
@@ -29,10 +29,10 @@ struct StripTile {
     __device__ __forceinline__ int col() const { return int(panel) * kTile; }
 };
 
-/// Rows of a TMA box. A box of padding alone is not loaded.
+/// Rows of a TMA box. A box of padding only is not loaded.
 constexpr int kBoxRows = 32;
 
-/// Bit i: whether a row of box i of the tile counts. The whole warp calls this.
+/// Bit i: whether any row of box i of the tile is valid. The whole warp calls this.
 __device__ __forceinline__ u32 boxes_wanted(const int (&row_id)[kTile]) {
     const int lane = threadIdx.x % 32, in_box = lane % 8 * 4;  // a lane looks at four rows
     const int4 id = *reinterpret_cast<const int4*>(row_id + lane / 8 * kBoxRows + in_box);
@@ -41,7 +41,7 @@ __device__ __forceinline__ u32 boxes_wanted(const int (&row_id)[kTile]) {
     return (any & 1) | (any >> 7 & 2) | (any >> 14 & 4) | (any >> 21 & 8);
 }
 
-/// Where a thread is within a tile.
+/// A thread's position within a tile.
 struct StripThread {
     int lane, half;  // in the warp; of the tile's columns
     int row, col;    // its first ones
@@ -52,12 +52,12 @@ struct StripThread {
           row(threadIdx.x / 64 * kWarpRows + lane / 8 * kThreadRows),
           col(half * kWarpCols + lane % 8 * kThreadCols) {}
 
-    /// This lane's entry in an array that has eight for each four rows: one for each of the eight lanes that share
+    /// This lane's entry in an array with eight entries for every four rows: one for each of the eight lanes that share
     /// these rows.
     __device__ __forceinline__ int in_rows() const { return threadIdx.x / 64 * 32 + lane; }
 };
 
-/// The largest |x|; NaN if one is.
+/// The largest |x|; NaN if any value is NaN.
 template <int kCount>
 __device__ __forceinline__ float largest_magnitude(const float (&x)[kCount]) {
     float largest = fabsf(x[0]);
@@ -66,9 +66,9 @@ __device__ __forceinline__ float largest_magnitude(const float (&x)[kCount]) {
     return largest;
 }
 
-/// Joins kCount values a lane over the lanes that are kFirst, 2 · kFirst, ... apart. Each exchange halves the number of
-/// values that a lane holds, until kLeft are left. Of n = kCount / kLeft such lanes, the j-th gets the values j, j + n,
-/// ...
+/// Reduces kCount values per lane over the lanes that are kFirst, 2 · kFirst, ... apart. Each exchange halves the
+/// number of values that a lane holds, until kLeft are left. Of n = kCount / kLeft such lanes, the j-th gets the values
+/// j, j + n, ...
 template <int kFirst, int kLeft, int kCount, int kNow = kCount, class Join>
 __device__ __forceinline__ void join_lanes(float (&v)[kCount], int lane, Join join) {
     if constexpr (kNow > kLeft) {
@@ -82,14 +82,14 @@ __device__ __forceinline__ void join_lanes(float (&v)[kCount], int lane, Join jo
     }
 }
 
-/// The largest magnitudes of the columns of kMatrices tiles, one for each 16 rows (those of a warp).
+/// The largest magnitudes of the columns of kMatrices tiles, one per 16 rows (those of a warp).
 template <int kMatrices>
 struct ColumnMaxima {
     static constexpr int kCount = kMatrices * kThreadCols;
     float line[kTile / kWarpRows][2][kCount][8];
 
-    /// Takes the largest of this thread's four rows, for the eight columns of each matrix; joins the rows of the warp
-    /// and writes them.
+    /// Takes the largest of this thread's four rows, for the eight columns of each matrix; reduces over the rows of the
+    /// warp and writes the results.
     __device__ __forceinline__ void write(const StripThread& me, float (&largest)[kCount]) {
         join_lanes<8, kCount / 4>(largest, ptx::lane_idx_anew(), [](float a, float b) { return ptx::max_magnitude(a, b); });
         float* const to = &line[me.row / kWarpRows][me.half][me.lane / 8][me.lane % 8];
@@ -111,8 +111,8 @@ struct ColumnMaxima {
     __device__ __forceinline__ static int column_at(int place) { return place / kWarpCols * kWarpCols + place % 8 * 8 + place / 8 % 8; }
 };
 
-/// The factor for the values of each column. A thread reads those of its first four columns, and then those of the
-/// others.
+/// The factor for the values of each column. A thread reads the factors of its first four columns, and then those of
+/// the other four.
 struct ColumnInverses {
     float4 four[2][2][8];  // by half of the tile, half of a thread's columns, and thread
 
@@ -121,14 +121,14 @@ struct ColumnInverses {
     }
 };
 
-/// Codes of four neighbours in a row. Codes of a NaN block are not zeroed here.
+/// Codes of four adjacent values in a row. Codes of a NaN block are not zeroed here.
 __device__ __forceinline__ u32 codes_of_four(const float* v, float inverse) {
     return ptx::pack_u16(E4m3::pair(__fmul_rn(v[0], inverse), __fmul_rn(v[1], inverse)),
                          E4m3::pair(__fmul_rn(v[2], inverse), __fmul_rn(v[3], inverse)));
 }
 
 /// Encodes and stores kLines lines of eight columns; a line with a NaN factor becomes zeros. Whole warps call
-/// `inverse_of(i)`. All codes are made before the first is stored, because a store holds its registers for long.
+/// `inverse_of(i)`. All codes are computed before the first is stored, because a store occupies its registers for long.
 template <int kLines, class LineOf, class InverseOf>
 __device__ __forceinline__ void store_lines(u8* to, u32 stride, int lines, bool some_nan, LineOf line_of, InverseOf inverse_of) {
     uint2 codes[kLines];
@@ -161,7 +161,7 @@ struct alignas(1024) TurnedTile {
     static constexpr int kNext = kTile / 8 * kTile;  // bytes from a column's line to the next one's
     u8 bytes[kTile * kTile];
 
-    /// Where four rows of eight columns go, kNext bytes from one column to the next.
+    /// The place for four rows of eight columns, kNext bytes from one column to the next.
     __device__ __forceinline__ u8* place(int col, int row) {
         return bytes + col / 8 * kTile + (row / 16 ^ col / 8 % 8) * 16 + row % 16;
     }

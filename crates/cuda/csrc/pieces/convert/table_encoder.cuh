@@ -1,8 +1,7 @@
-// The encoder of quantize_units for blocks of sixteen E2M1 numbers under a scale byte. BF16 numbers become codes two at
-// a time, by the entry that a table in shared memory has for the byte. A thread has the same values as in
-// unit_encoder.cuh.
+// The encoder of quantize_units for blocks of sixteen E2M1 values with a scale byte. BF16 values become codes two at a
+// time, by the scale byte's entry of a table in shared memory. A thread has the same values as in unit_encoder.cuh.
 //
-// Padding reads as zeros, and zeros get the scale byte 0 and zero codes by themselves: it needs no case of its own
+// Padding reads as zeros, and zeros get the scale byte 0 and zero codes by themselves: padding needs no case of its own
 // here.
 #pragma once
 #include "formats/rounding.cuh"
@@ -112,10 +111,10 @@ struct TableEncoder : UnitRecords<F, In, kAcross> {
     }
 
 private:
-    /// The largest magnitudes of two squares, as BF16 numbers.
+    /// The largest magnitudes of two 2-D blocks, as BF16 values.
     __device__ __forceinline__ u32 square_pair(int a, int b) const { return __byte_perm(shared.square_max[a], shared.square_max[b], 0x7632); }
 
-    /// Marks those of four blocks that have an infinity or a NaN, which is rare. `low` and `high` have the blocks'
+    /// Marks those of four blocks that have an infinity or a NaN, which is rare. `low` and `high` hold the blocks'
     /// largest magnitudes.
     __device__ __forceinline__ static void mark_infinite(u32 low, u32 high, Found& found) {
         constexpr u32 kSigns = 0x80008000, kToSign = 0x00800080;  // added to infinity or NaN, this sets the sign bit

@@ -1,6 +1,6 @@
-// The random Hadamard transform down the columns of a tile of 128 x 128 numbers, in registers. A thread has 32 rows of
-// two neighbouring columns; each quarter of a warp, eight lanes, has a quarter of the rows. quantize_units divides a
-// tile in the same way.
+// The random Hadamard transform down the columns of a tile of 128 x 128 values, in registers. A thread has 32 rows of
+// two adjacent columns; each quarter of a warp, eight lanes, has a quarter of the rows. quantize_units divides a tile
+// in the same way.
 #pragma once
 #include "formats/plain.cuh"
 #include "math/hadamard.cuh"
@@ -18,7 +18,7 @@ struct TransformArg {
     __device__ __forceinline__ bool is_wanted() const { return hadamard.len != 0; }
 };
 
-/// Two neighbours of a row; zeros past its end, and where the row does not count. kPairs: rows have an even number of
+/// Two adjacent values of a row; zeros past its end, and in an invalid row. kPairs: rows have an even number of
 /// columns.
 template <class In, bool kPairs>
 __device__ __forceinline__ Few<In, 2> load_pair(const u8* from, int left, bool counted) {
@@ -39,9 +39,9 @@ struct TransformPlace {
     int quarter = threadIdx.x % 32 / 8, row = quarter * kRows, col = threadIdx.x / 32 * 16 + threadIdx.x % 8 * kCols;
 };
 
-/// Transforms this thread's numbers of the tile of x [arg.rows][cols] that begins at row `first_row` and column
-/// `first_col`, but for the factor. row_id as in quantize_units.cuh. A transform block without a row that counts becomes zeros. All 256
-/// threads of the CTA call this. `take(c, number)`: what becomes of column c of the thread's.
+/// Transforms this thread's values of the tile of x [arg.rows][cols] that begins at row `first_row` and column `first_col`, without the
+/// factor. row_id as in quantize_units.cuh. A transform block without a valid row becomes zeros. All 256 threads of the CTA call this.
+/// `take(c, number)` receives the results for the thread's column c.
 template <class In, class Take>
 __device__ __forceinline__ void transform_columns(const u8* __restrict__ x, const int* __restrict__ row_id, int cols, const TransformArg& arg,
                                                   int first_row, int first_col, const Take& take) {
@@ -85,7 +85,7 @@ __device__ __forceinline__ void transform_columns(const u8* __restrict__ x, cons
     }
 }
 
-/// The same with the factor, of all columns.
+/// The same with the factor, for all columns.
 template <class In>
 __device__ __forceinline__ void transform_columns(const u8* __restrict__ x, const int* __restrict__ row_id, int cols, const TransformArg& arg,
                                                   int first_row, int first_col, float (&number)[TransformPlace::kCols][TransformPlace::kRows]) {

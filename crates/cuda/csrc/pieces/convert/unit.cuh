@@ -1,4 +1,4 @@
-// A unit: 64 neighbouring numbers of a line, which one lane converts.
+// A unit: 64 adjacent values of a line, which one lane converts.
 #pragma once
 
 namespace nib {

@@ -1,12 +1,12 @@
-// From codes to plain numbers: what dequantize_units and the kernels that quantize to decoded numbers have in common.
+// From codes to plain values: common to dequantize_units and the kernels that quantize to decoded values.
 #pragma once
 #include "formats/plain.cuh"
 #include "pieces/convert/units.cuh"
 
 namespace nib {
 
-/// The place of a thread's unit of codes in a tile with kAcross units of a line. kDown: lines are columns; a warp has sixteen of them, and a lane the
-/// upper or the lower half of one.
+/// The position of a thread's unit of codes in a tile with kAcross units per line. kDown: lines are columns; a warp has sixteen of them,
+/// and a lane the upper or the lower half of one column.
 template <int kAcross, bool kDown>
 struct DecodedPlace {
     int u;            // the unit
@@ -20,11 +20,11 @@ struct DecodedPlace {
     }
 };
 
-/// Values under one record, at most a unit.
+/// Values per record, at most a unit.
 template <class F>
 constexpr int kRecorded = F::kBlock < kUnit ? F::kBlock : kUnit;
 
-/// The record of the unit that begins at a place of its line: of a block of two units the parts of that one come first.
+/// The record of the unit at position `place` of its line; in a block of two units, the parts of this unit come first.
 template <class F>
 __device__ __forceinline__ Record<F> record_of_unit(Record<F> record, int place) {
     if constexpr (kPartsHaveScales<F>) {
@@ -34,7 +34,7 @@ __device__ __forceinline__ Record<F> record_of_unit(Record<F> record, int place)
     return record;
 }
 
-/// Decodes unit `u` of a tile, whose records are given, to its places among plain values. `scaled(i, value)`: what becomes of value i.
+/// Decodes unit `u` of a tile, whose records are given, into plain values. `scaled(i, value)` maps value i to the result.
 template <class F, class Out, bool kDown, int kAcross, class Scaled>
 __device__ __forceinline__ void decode_unit(const u8* codes, const Record<F> (&record)[kUnit / kRecorded<F>], UnitValues<Out, kAcross>& values, int u,
                                             const Scaled& scaled) {
@@ -75,8 +75,8 @@ __device__ __forceinline__ void decode_unit(const u8* codes, const Record<F> (&r
     }
 }
 
-/// Stores the plain values of a tile whose first value is (first_row, first_col) of a matrix [rows][cols] at `out`. is_aligned: rows are whole 16-byte
-/// vectors.
+/// Stores the plain values of a tile whose first value is (first_row, first_col) of a matrix [rows][cols] at `out`. is_aligned: rows are
+/// multiples of 16 bytes.
 template <class Out, int kAcross>
 __device__ __forceinline__ void store_decoded(UnitValues<Out, kAcross>& values, u8* out, int first_row, int first_col, int rows, int cols, bool is_aligned) {
     using Values = UnitValues<Out, kAcross>;

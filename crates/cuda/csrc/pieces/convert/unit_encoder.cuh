@@ -1,8 +1,8 @@
-// The encoder of quantize_units: it turns a thread's values of a tile into codes in shared memory and into records.
+// The encoder of quantize_units: it converts a thread's values of a tile to codes in shared memory and to records.
 //
-// Along the rows a thread has one unit. Down the columns it has 32 rows of two neighbouring columns, which it reads
-// together. Each quarter of a warp has another 32 rows of the same columns, so blocks of 64 and of 128 rows need
-// exchanges within a warp only.
+// Along the rows a thread has one unit. Down the columns it has 32 rows of two adjacent columns, which it reads
+// together. Each quarter of a warp has another 32 rows of the same columns, so blocks of 64 and of 128 rows only need
+// exchanges within a warp.
 #pragma once
 #include "formats/rounding.cuh"
 #include "math/philox.cuh"
@@ -11,7 +11,7 @@
 
 namespace nib {
 
-/// Random bits of the values of a unit, one at a time.
+/// Random bits of the values of a unit, one value at a time.
 struct UnitBits {
     Stream stream;
     u64 q;  // of the block of eight numbers that was drawn last
@@ -29,7 +29,7 @@ struct UnitBits {
     }
 };
 
-/// Whether a format encodes the blocks of two lines side by side, two BF16 numbers at a time.
+/// Whether a format encodes the blocks of two lines side by side, two BF16 values at a time.
 template <class F, class In, int kRound>
 constexpr bool kSideBySide = F::kPart < 16 && In::kBytes == 2 && F::template has_pairs<kRound>();
 
@@ -44,7 +44,7 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
     static constexpr bool kNotes = F::kTensor && F::kScaleBytes == 0;    // the only scale is the tensor's
     static constexpr bool kDraws = kRound == kStochastic;                // rows are then a multiple of eight numbers
     static constexpr bool kWithin = In::kBytes == 2 && !kAny, kLimits = kWithin && !kDraws && F::kLimits;
-    // Whether padding needs a case of its own. It reads as zeros, whose codes are zeros. Where a block's only record is
+    // Whether padding needs a case of its own. It reads as zeros, whose codes are zeros. If a block's only record is
     // one byte, or HiFloat4's in pairs, zeros get the least record by themselves.
     static constexpr bool kPads = F::kTensor || F::kLine || !(F::kScaleBytes == 1 || kPairs);
     static constexpr int kHeld = kAny ? kWords : 2 * kWords;             // words that are stored at a time
@@ -96,7 +96,7 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
                 }
 #pragma unroll(kAny ? 1 : kStep / 16)
                 for (int i = 0; i < kStep / 16; ++i) {
-                    // Where the loop is not unrolled (kAny) they are loaded again, since registers cannot be indexed.
+                    // If the loop is not unrolled (kAny) they are loaded again, since registers cannot be indexed.
                     Sixteen<In> mine = kAny ? Sixteen<In>::load(shared.values, u, first / 16 + i) : x[i];
                     if constexpr (kLimits) mine.clamp(limit_pair(F::limit(scale), F::limit(scale)));
                     u32 amax[kFactors];
@@ -139,7 +139,7 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
         }
     }
 
-    /// Adds what this thread's values of a row lose under either scale of their squares.
+    /// Adds the losses of this thread's values of a row, under both candidate scales of their 2-D blocks.
     __device__ __forceinline__ void compare_squares(int matrix, int row) const {
         TensorInverse tensor{1.0f, 1.0f};
         if constexpr (F::kTensor) tensor = arg.tensor_of(matrix, row);
@@ -164,13 +164,13 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
         encode_columns(matrix, first_row, first_col, SharedColumns{shared.values.rows_from(mine.row, mine.col)});
     }
 
-    /// The same of columns that `from` has.
+    /// The same for columns held by `from`.
     template <class Columns>
     __device__ __forceinline__ void encode_columns(int matrix, int first_row, int first_col, const Columns& from) const {
         constexpr int kStep = F::kBlock < 32 ? F::kBlock : 32, kSteps = 32 / kStep;
         const typename Records::TwoColumnsPlace at(first_row, first_col);
         const int quarter = at.quarter, in_tile = at.in_tile, row = at.row, col = at.col;
-        // The first row of this thread's block, where blocks have more rows than a thread.
+        // The first row of this thread's block, if blocks have more rows than a thread.
         const int block_row = F::kBlock <= 32 ? row : first_row + quarter * 32 / (F::kBlock == 64 ? 64 : 128) * 64;
         const u64 line = u64(matrix) * arg.cols + col;
         u8* const to = this->codes_of(at);
@@ -283,7 +283,7 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
                 found.add(2 * c + step, scale[c].record, any[c], nan[c]);
             }
             if constexpr (F::kBlock > 32) {
-                // Of the lanes that share a block, one settles each column.
+                // One of the lanes that share a block settles each column.
 #pragma unroll
                 for (int i = 0; i < (F::kLine ? 2 : 1); ++i) {
                     const int c = F::kLine ? i : F::kBlock == 64 ? quarter % 2 : quarter, mine = c % 2;
@@ -305,9 +305,9 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
     }
 
 private:
-    /// For delayed scales: notes the largest magnitude of 64 values in that of their span, and counts the finite ones
-    /// that are larger than was expected. `amax` is the largest of the values, or of their whole block; `value(i, j)`
-    /// is value j of sixteen i. The whole warp calls this.
+    /// For delayed scales: records the largest magnitude of 64 values in the maximum of their span, and counts the
+    /// finite values that exceed the expected magnitude. `amax` is the largest of the values, or of their whole block;
+    /// `value(i, j)` is value j of sixteen i. The whole warp calls this.
     template <class Value>
     __device__ __forceinline__ void note(int matrix, int row, bool counts, u32 amax, const Value& value) const {
         int span = counts ? arg.span_of(row, matrix) : -1;
@@ -334,15 +334,15 @@ private:
         if (bits != 0) raise(arg.found + span, bits);
     }
 
-    /// Two F32 numbers that are BF16, in one word.
+    /// Two F32 values that are BF16 numbers, in one word.
     __device__ __forceinline__ static u32 limit_pair(float low, float high) {
         return __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
     }
 
-    /// The least record: that of padding.
+    /// The least record, which padding has.
     __device__ __forceinline__ static Scaled least() { return {F::kScaleBytes == 4 && F::kPart >= 16 ? 0x00800000u : 0u, 1.0f}; }
 
-    /// The scale of a block from the bits of its largest magnitude, or from those of the square or the line that it
+    /// The scale of a block from the bits of its largest magnitude, or from those of the 2-D block or line that it
     /// shares a scale with.
     __device__ __forceinline__ Scaled scale_of(u32 largest, const u32* of_lines, u64 maximum, int square, TensorInverse tensor, bool is_padding) const {
         if constexpr (F::kTiles && kAcross == 2) {
@@ -362,7 +362,7 @@ private:
         else return F::scale(largest, arg.rule, tensor);
     }
 
-    /// Of a block of sixteen values, or of its square, the scale of 4 where that loses less than the one of 6.
+    /// For a block of sixteen values, or its 2-D block: the scale that maps to 4 if it loses less than the scale that maps to 6.
     template <class Value>
     __device__ __forceinline__ Scaled better_of(const Scaled& six, u32 largest, int square, TensorInverse tensor, bool is_padding,
                                                 const Value& value) const {
@@ -383,7 +383,7 @@ private:
         return of_four < of_six ? four : six;
     }
 
-    /// The record of a block of sixteen values whose first is at (row, col), once they are rounded.
+    /// Corrects the record of a block of sixteen values, whose first is at (row, col), after they are rounded.
     template <class Value>
     __device__ __forceinline__ void correct(Scaled& scale, UnitBits& bits, int matrix, int row, int col, bool is_padding, const Value& value) const {
         if (arg.scaling.corrects == 0 || is_padding || scale.is_nan()) return;
@@ -393,7 +393,7 @@ private:
         scale.record = F::corrected(x, scale, bits.of(element(matrix, row, col)));
     }
 
-    /// The number of an element for random bits.
+    /// The index of an element for random bits.
     __device__ __forceinline__ u64 element(int matrix, int row, int col) const { return rounding.first + arg.number_of(matrix, row) * arg.cols + col; }
 
     __device__ __forceinline__ Decision decision(UnitBits& bits, int matrix, int row, int col) const {
@@ -401,8 +401,8 @@ private:
         return {arg.policy, rounding.delta_q16, draws ? bits.of(element(matrix, row, col)) : 0};
     }
 
-    /// Complements of the random bits of sixteen rows of this thread's two columns. A draw is for eight columns, which
-    /// four lanes share: each of them draws for every fourth row, and they exchange.
+    /// Complements of the random bits of sixteen rows of this thread's two columns. Random bits are generated for eight
+    /// columns, which four lanes share: each lane generates them for every fourth row, and they exchange.
     __device__ __forceinline__ void draw_rows(const Stream& stream, int matrix, int row, int col, u32 (&drawn)[16]) const {
         const int mine = threadIdx.x % 4;
 #pragma unroll
@@ -421,9 +421,9 @@ private:
         }
     }
 
-    /// Encodes sixteen values, the `which`-th sixteen of their block, to `words`; returns whether a code is not zero.
-    /// `amax`: the largest magnitudes of their parts; what the record has of those is added to `of_parts`. Under a NaN scale the codes
-    /// mean nothing; `clear` makes them zeros.
+    /// Encodes sixteen values, the `which`-th sixteen of their block, to `words`; returns whether any code is not zero. `amax`: the
+    /// largest magnitudes of their parts; the record's bits for these parts are added to `of_parts`. Under a NaN scale the codes are
+    /// undefined; `clear` makes them zeros.
     template <class Decide>
     __device__ __forceinline__ bool encode_sixteen(const float (&v)[16], const u32 (&amax)[kFactors], const Scaled& scale, Record<F>& of_parts, int which,
                                                    u32* words, const Decide& decide) const {
@@ -477,7 +477,7 @@ private:
         return scale;
     }
 
-    /// Encodes half a block of 64 of two columns side by side. This lane and the one with the other halves find the
+    /// Encodes half a block of 64 of two columns side by side. This lane and the lane with the other halves compute the
     /// scale of one column each.
     __device__ __forceinline__ void columns_in_pairs(const TwoColumns<In> (&x)[2], u8* to, Scaled (&scale)[2], bool (&any)[2]) const {
         u32 amax[8], factor[8];
@@ -526,8 +526,8 @@ private:
         return largest;
     }
 
-    /// Called when the codes of sixteen `i` of a line are there: stores 32 codes after every second sixteen (kAny: 16
-    /// after each).
+    /// Called when the codes of sixteen `i` of a line are complete: stores 32 codes after every second sixteen (kAny:
+    /// 16 codes after each).
     __device__ __forceinline__ static void put(u8* to, int i, const u32 (&words)[kHeld]) {
         if constexpr (kAny) Records::store_words(to + i * (2 * kBits), words);
         else if (i % 2 == 1) Records::store_words(to + i / 2 * (4 * kBits), words);

@@ -1,5 +1,4 @@
-// The results of quantize_units for a tile: codes in shared memory, unit after unit; records in their planes; and
-// counts.
+// The results of quantize_units for a tile: codes in shared memory, unit by unit; records in memory; and counts.
 #pragma once
 #include "pieces/convert/units_arg.cuh"
 
@@ -13,8 +12,8 @@ struct UnitRecords {
     QuantizeUnitsShared<F, In, kAcross>& shared;
     Tally& tally;
 
-    /// What was found of up to four blocks: the bytes of their records, a bit whether a block has a non-zero code, and
-    /// a bit whether it is NaN.
+    /// Results for up to four blocks: the bytes of their records, one bit for a non-zero code in a block, and one bit
+    /// for a NaN.
     struct Found {
         u32 bytes = 0, any = 0, nan = 0;
 
@@ -30,21 +29,21 @@ struct UnitRecords {
         }
     };
 
-    /// A thread's part of a tile: two neighbouring columns, and 32 rows, which follow from its quarter of the warp.
+    /// A thread's part of a tile: two adjacent columns, and 32 rows, which follow from its quarter of the warp.
     struct TwoColumnsPlace {
         int quarter, in_tile, first_row, row, col;
 
         __device__ __forceinline__ TwoColumnsPlace(int first_row, int first_col, const TransformPlace& mine = {})
             : quarter(mine.quarter), in_tile(mine.col), first_row(first_row), row(first_row + mine.row), col(first_col + in_tile) {}
     };
-    /// Where the codes of the first column go; those of the second lie kNextColumn bytes further.
+    /// The place of the codes of the first column; those of the second column are kNextColumn bytes further.
     __device__ __forceinline__ u8* codes_of(const TwoColumnsPlace& at) const {
         return shared.codes.unit(at.in_tile * 2 + at.quarter / 2) + at.quarter % 2 * (32 * kBits / 8);
     }
 
     __device__ __forceinline__ bool is_square() const { return F::kTiles && kAcross == 2 && arg.form == kFormTiles; }
 
-    /// Which square a value of the tile lies in.
+    /// The 2-D block that a value of the tile belongs to.
     __device__ __forceinline__ static int square_of(int row, int col) { return row / F::kBlock * 8 + col / F::kBlock & 63; }
 
     /// Stores the records of the blocks of a row's unit, and counts them.
@@ -66,7 +65,7 @@ struct UnitRecords {
         }
     }
 
-    /// The same for both columns of a thread; the second's are from bit and byte 2 on.
+    /// The same for both columns of a thread; the second column starts at bit and byte 2.
     __device__ __forceinline__ void store_column_records(int matrix, const TwoColumnsPlace& at, const Found& found) const {
         constexpr int kSteps = 32 / F::kBlock;
         const u64 line = u64(matrix) * arg.cols + at.col;
@@ -83,7 +82,7 @@ struct UnitRecords {
             if (arg.form == kFormCols) found.count(tally);
             return;
         }
-        // Weights of MX formats have the record bytes of their transposed plane line by line. They are stored as words
+        // Weights of MX formats have the record bytes of their transposed codes line by line. They are stored as words
         // where all columns of the warp exist.
         if constexpr (kSteps == 1) {
             if (arg.col_words.words != nullptr && at.first_row + 128 <= arg.capacity && at.col - at.in_tile % 16 + 16 <= arg.cols) {
@@ -101,7 +100,7 @@ struct UnitRecords {
         }
     }
 
-    /// Zeroes the codes of those blocks, or parts of blocks, of kCount values whose bit is set.
+    /// Zeros the codes of those of the blocks (or parts of blocks) of kCount values whose bit is set.
     template <int kCount>
     __device__ __forceinline__ static void clear(u8* to, u32 blocks) {
         constexpr int kBytes = kCount * kBits / 8;
@@ -112,8 +111,7 @@ struct UnitRecords {
         }
     }
 
-    /// Stores codes by the widest store that fits: they are aligned to the bytes that they fill, except codes of six
-    /// bits.
+    /// Stores codes by the widest store that fits: they are aligned to the bytes that they fill, except six-bit codes.
     template <int kCount>
     __device__ __forceinline__ static void store_words(u8* to, const u32 (&words)[kCount]) {
 #pragma unroll
@@ -161,7 +159,7 @@ struct UnitRecords {
 
 private:
     /// Stores the four record bytes of a column as a word. Four lanes have one byte of each of two columns; after two
-    /// exchanges, one lane stores the first column and one the second.
+    /// exchanges, one lane stores the first column and another the second.
     __device__ __forceinline__ void store_column_words(u64 line, const TwoColumnsPlace& place, u32 bytes) const {
         const u32 other = __shfl_xor_sync(kAllLanes, bytes, 8);
         const u32 half = place.quarter % 2 == 0 ? __byte_perm(bytes, other, 0x0040) : __byte_perm(other, bytes, 0x0062);

@@ -1,12 +1,11 @@
-// Units: 64 neighbouring values of a line, with one thread of 256 for each. What quantize_units and dequantize_units
-// have in common.
+// Units: 64 adjacent values of a line, one thread of 256 for each. Common to quantize_units and dequantize_units.
 //
-// A tile is 16384 values: 16 rows of 1024, or 128 rows of 128. In shared memory plain values lie unit after unit along
-// the rows. The 16-byte vectors of a unit are swizzled (`key`), so that threads which read the same vector of their
-// units hit different banks. In tiles of 128 rows, each 32 rows have another swizzle on top: so the same holds for
-// sixteen columns and the same columns 32 rows below. A swizzle needs no padding, so vectors that are neighbours in
-// memory fill whole 128-byte lines of shared memory; with padded units the L2 moved a third more sectors. Codes lie
-// unit after unit of the lines that are written, rows or columns.
+// A tile is 16384 values: 16 rows of 1024, or 128 rows of 128. In shared memory plain values are stored unit by unit
+// along the rows. The 16-byte vectors of a unit are swizzled (`key`), so that threads that read the same vector of
+// their units hit different banks. In tiles of 128 rows, each 32 rows have another swizzle on top, so that the same
+// holds for sixteen columns and the same columns 32 rows below. A swizzle needs no padding, so vectors that are
+// adjacent in memory fill whole 128-byte lines of shared memory; with padded units the L2 moved a third more sectors.
+// Codes are stored unit by unit of the lines that are written, rows or columns.
 #pragma once
 #include "formats/all.cuh"  // generated: every header that declares a format
 #include "formats/bf16.cuh"
@@ -21,7 +20,7 @@ namespace nib {
 constexpr int kUnitThreads = 256;
 constexpr int kColumnRecord = 128;  // rows of a column that have a record, of formats with a scale for a line
 
-/// Plain values of a tile with kAcross units of a row.
+/// Plain values of a tile with kAcross units per row.
 template <class T, int kAcross>
 struct UnitValues {
     static constexpr int kUnitBytes = kUnit * T::kBytes;
@@ -30,15 +29,15 @@ struct UnitValues {
 
     u8 bytes[kUnitThreads * kUnitBytes];
 
-    /// Vectors of a row, rows that all threads move at a time, and how often they do.
+    /// Vectors per row, rows that all threads move at a time, and the number of such passes.
     static constexpr int kPerRow = kAcross * kVectors, kRowsAtOnce = kUnitThreads / kPerRow, kPasses = kRows / kRowsAtOnce;
 
-    /// The swizzle of unit `u`: what the byte offset of its vectors is XORed with.
+    /// The swizzle of unit `u`: the byte offset of its vectors is XORed with it.
     __device__ __forceinline__ static int key(int u) { return ((u ^ u / 64 * T::kBytes) & 7) * 16; }
 
     /// Vector `i` of a unit.
     __device__ __forceinline__ u8* vector(int u, int i) { return bytes + u * kUnitBytes + (i * 16 ^ key(u)); }
-    /// Where a thread's vector of pass `i` lies.
+    /// The place of a thread's vector in pass `i`.
     __device__ __forceinline__ u8* moved(int i) {
         // A pass has a multiple of eight units, so only the part of the key that comes from u / 64 depends on the pass.
         constexpr int kUnits = kUnitThreads / kVectors;
@@ -52,7 +51,7 @@ struct UnitValues {
         return bytes + u * kUnitBytes + (byte ^ key(u));
     }
 
-    /// Where value `col` of a row and of the rows below it lies, within 32 rows from a multiple of 32 on. The swizzle
+    /// The place of value `col` of a row and of the rows below it, within 32 rows from a multiple of 32 on. The swizzle
     /// repeats after four rows.
     struct Rows {
         static constexpr int kNext = 4 * kAcross * kUnitBytes;  // from a row to the fourth one below it
@@ -68,7 +67,7 @@ struct UnitValues {
     }
 };
 
-/// The bytes that `codes` codes take, rounded up to whole bytes.
+/// The bytes of `codes` codes, rounded up to whole bytes.
 __device__ __forceinline__ u32 code_bytes(int bits, int codes) { return u32(codes) / 8 * bits + (codes % 8 * bits + 7) / 8; }
 
 /// Codes of a tile.
@@ -81,7 +80,7 @@ struct UnitCodes {
 
     __device__ __forceinline__ u8* unit(int u) { return bytes + u * kStride; }
 
-    /// Which 16-byte vectors a thread moves, where kAcross units are a line: the same one of a line in each pass,
+    /// The 16-byte vectors that a thread moves, if kAcross units are a line: the same vector of a line in each pass,
     /// kLines lines further each time.
     template <int kAcross>
     struct Moved {
@@ -100,8 +99,8 @@ struct UnitCodes {
         static constexpr int kStep = kLines * kAcross * kStride;
     };
 
-    /// Stores units, kAcross of them a line, to lines of `line_bytes` bytes. The first byte goes to `to`; there are
-    /// `lines` lines and `bytes_left` bytes of each. is_aligned: lines are whole 16-byte vectors.
+    /// Stores units, kAcross of them per line, to lines of `line_bytes` bytes. The first byte goes to `to`; there are
+    /// `lines` lines and `bytes_left` bytes of each. is_aligned: lines are multiples of 16 bytes.
     template <int kAcross>
     __device__ __forceinline__ void store(u8* to, u32 line_bytes, int lines, int bytes_left, bool is_aligned) {
         using M = Moved<kAcross>;
@@ -158,7 +157,7 @@ struct UnitCodes {
     }
 };
 
-/// A plane of records. The lines of a stack's matrices follow each other.
+/// The records of rows or of columns. The lines of a stack's matrices are contiguous.
 struct RecordPlane {
     u8* records;
     u64 line_stride;
@@ -179,7 +178,7 @@ struct RecordPlane {
         if constexpr (kBytes == 8) return __ldg(reinterpret_cast<const u64*>(records) + at);
         return 0;
     }
-    /// The same of a record that this CTA has written.
+    /// The same for a record that this CTA has written.
     template <int kBytes>
     __device__ __forceinline__ typename RecordBits<kBytes>::Type load_written(u64 line, u64 block) const {
         const u64 at = line * line_stride + block * block_stride;

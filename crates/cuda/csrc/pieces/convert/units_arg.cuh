@@ -1,4 +1,4 @@
-// What quantize_units is launched with, and its shared memory.
+// The arguments of quantize_units, and its shared memory.
 #pragma once
 #include "math/reduce.cuh"
 #include "pieces/convert/transformed_columns.cuh"
@@ -10,7 +10,7 @@ constexpr int kFormRows = 1;
 constexpr int kFormCols = 2;
 constexpr int kFormTiles = 4;
 
-/// Records of one byte, four neighbours of a line in a word.
+/// Records of one byte, four adjacent records of a line per word.
 struct RecordWords {
     u8* words;              // null where they are stored one at a time, to a RecordPlane
     u64 line_stride, next;  // bytes from a line to the next one, and from a word of a line to its next
@@ -51,11 +51,11 @@ struct UnitsArg {
     ScalingArg scaling;      // of Chosen formats
 
     __device__ __forceinline__ bool counts_row(int row) const { return row < rows && (row_id == nullptr || __ldg(row_id + (row & id_mask)) >= 0); }
-    /// The number of a row for random bits.
+    /// The index of a row for random bits.
     __device__ __forceinline__ u64 number_of(int matrix, int row) const {
         return row_id == nullptr || row >= rows ? u64(matrix) * rows + row : u64(max(__ldg(row_id + row), 0));
     }
-    /// The span of a row: its group's, or where there are no groups the one given.
+    /// The span of a row: its group's, or `otherwise` without groups.
     __device__ __forceinline__ int span_of(int row, int otherwise) const {
         return span_of_row == nullptr ? otherwise : __ldg(span_of_row + min(row, rows - 1));
     }
@@ -70,7 +70,7 @@ struct UnitsArg {
     }
 };
 
-/// Where squares choose between scales: what is lost of each under either.
+/// The losses of 2-D blocks under both candidate scales.
 template <bool kCandidates>
 struct SquareLosses {};
 template <>
@@ -93,18 +93,18 @@ struct alignas(16) QuantizeUnitsShared : SquareLosses<kChooses<F>> {
     u32 total[3];
 };
 
-/// Whether an instance that decodes writes both planes of one read. Of BF16 without random bits they are two launches, which take less time.
+/// Whether an instance that decodes writes rows and columns from one read. For BF16 without random bits two launches take less time.
 template <class In, int kRound, int kAcross>
 constexpr bool kDecodesBoth = kAcross == 2 && (In::kBytes == 4 || kRound == kStochastic);
 
-/// The same where codes are decoded at once: where both planes are written, with those of the rows until the columns are encoded.
+/// The same where codes are decoded at once: if both rows and columns are written, with the codes of rows until the columns are encoded.
 template <class F, class In, int kRound, int kAcross, bool kBoth = kDecodesBoth<In, kRound, kAcross>>
 struct DecodedUnitsShared : QuantizeUnitsShared<F, In, kAcross> {};
 template <class F, class In, int kRound, int kAcross>
 struct DecodedUnitsShared<F, In, kRound, kAcross, true> : QuantizeUnitsShared<F, In, kAcross> {
     alignas(16) UnitCodes<F> of_rows;
 
-    /// Each thread those of its own unit.
+    /// Each thread saves the codes of its own unit.
     __device__ __forceinline__ void keep_codes_of_rows() {
         const uint4* const from = reinterpret_cast<const uint4*>(this->codes.unit(threadIdx.x));
         uint4* const to = reinterpret_cast<uint4*>(of_rows.unit(threadIdx.x));

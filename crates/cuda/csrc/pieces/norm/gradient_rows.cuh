@@ -1,5 +1,4 @@
-// What the kernels of a norm's gradient have in common: chunks of rows, and the body for short rows, with a few threads
-// each.
+// Common to the kernels of a norm's gradient: chunks of rows, and the body for short rows, with a few threads each.
 #pragma once
 #include "formats/plain.cuh"
 #include "math/lanes.cuh"
@@ -37,15 +36,15 @@ struct NormChunk {
     }
 };
 
-/// Gradients that are read as they are.
+/// Gradients that are used as they are read.
 template <typename T>
 struct ReadGradient {
     __device__ __forceinline__ void begin(u32, bool) {}
     __device__ __forceinline__ typename T::Eight of(const typename T::Eight& dy) const { return dy; }
 };
 
-/// The body of `rms_backward_short`. For each row it calls `gradient.begin(row, present)` and then `gradient.of(what
-/// was read of that row)`. The whole warp makes these calls, whether or not its rows exist.
+/// The body of `rms_backward_short`. For each row it calls `gradient.begin(row, present)` and then `gradient.of(..)`
+/// with the row's gradient as read. The whole warp makes these calls, whether or not its rows exist.
 template <typename T, int kThreads, bool kPlus, typename Gradient>
 __device__ __forceinline__ void backward_short(const u8* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ inv_rms,
                                                const u8* __restrict__ dy, const u8* __restrict__ plus, u8* __restrict__ dx,

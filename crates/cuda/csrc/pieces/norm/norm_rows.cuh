@@ -1,4 +1,4 @@
-// What the kernels that normalise rows have in common.
+// Common to the kernels that normalise rows.
 #pragma once
 #include "formats/plain.cuh"
 #include "math/lanes.cuh"

@@ -1,14 +1,14 @@
-// Pairs turned by their angles, as rotary position embeddings do: y0 = x0 cos - x1 sin, y1 = x1 cos + x0 sin, every product rounded.
+// Rotates pairs by their angles, as rotary position embeddings do: y0 = x0 cos - x1 sin, y1 = x1 cos + x0 sin, every product rounded.
 #pragma once
 #include "formats/plain.cuh"
 #include "math/reduce.cuh"
 
 namespace nib {
 
-/// Where the rows of sequences of seq_len rows are: at r mod seq_len, less the row of its sequence with which a row's document begins. Where
+/// Positions of the rows of sequences of seq_len rows: r mod seq_len, minus the row of its sequence at which the row's document begins. If
 /// `starts` is null a sequence is one document.
 struct Positions {
-    const int* starts;  // [rows]; taken as the nearest from 0 to r mod seq_len
+    const int* starts;  // [rows]; clamped to 0 .. r mod seq_len
     u32 seq_len;
     Divider by_seq_len;
     u32 unused;
@@ -19,7 +19,7 @@ struct Positions {
     }
 };
 
-/// kCount numbers of a table.
+/// kCount values of a table.
 template <int kCount>
 __device__ __forceinline__ void load_angles(const float* from, float (&to)[kCount]) {
     constexpr int kEach = kCount < 4 ? kCount : 4;
@@ -31,12 +31,12 @@ __device__ __forceinline__ void load_angles(const float* from, float (&to)[kCoun
     }
 }
 
-/// Cosines and sines of kCount neighbouring pairs at one position.
+/// Cosines and sines of kCount adjacent pairs at one position.
 template <int kCount>
 struct Angles {
     float cos[kCount], sin[kCount];
 
-    /// `sines` numbers after its cosine lies a pair's sine. sign: 1, or -1 to turn back.
+    /// A pair's sine is `sines` elements after its cosine. sign: 1, or -1 to rotate back.
     __device__ __forceinline__ void load(const float* cosines, u32 sines, float sign) {
         load_angles<kCount>(cosines, cos);
         load_angles<kCount>(cosines + sines, sin);
@@ -44,7 +44,7 @@ struct Angles {
         for (int k = 0; k < kCount; ++k) sin[k] = __fmul_rn(sign, sin[k]);
     }
 
-    /// Pair k, in place.
+    /// Rotates pair k in place.
     __device__ __forceinline__ void turn(int k, float& x0, float& x1) const {
         const float y0 = __fsub_rn(__fmul_rn(x0, cos[k]), __fmul_rn(x1, sin[k]));
         x1 = __fadd_rn(__fmul_rn(x1, cos[k]), __fmul_rn(x0, sin[k]));

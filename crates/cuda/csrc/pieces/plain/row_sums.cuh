@@ -20,8 +20,8 @@ struct TreeRoom {
     float stack[kTreeLevels][kTreeQuads * kCount];
 };
 
-/// Adds up to eight neighbours as a tree, to x[0]. x[i] is the sum of `each` rows from row first + i · each on; those
-/// that begin at `rows` or later do not exist.
+/// Reduces up to eight neighbours as a tree, to x[0]. x[i] is the sum of `each` rows from row first + i · each on; sums
+/// that begin at row `rows` or later do not exist.
 template <int kCount>
 __device__ __forceinline__ void close_eight(float (&x)[8][kCount], u32 first, u32 each, u32 rows) {
 #pragma unroll
@@ -34,7 +34,7 @@ __device__ __forceinline__ void close_eight(float (&x)[8][kCount], u32 first, u3
 }
 
 /// The sum of `rows` rows (at least one) from `x` on. A thread has kCount columns: the 32 threads of a slot have
-/// columns side by side, the eight slots have different rows. Every thread of the CTA calls this; those of the first
+/// adjacent columns, the eight slots have different rows. Every thread of the CTA calls this; the threads of the first
 /// warp get the sums. `present`: whether the thread's columns exist.
 template <int kCount>
 __device__ __forceinline__ void close_rows(const float* x, u32 rows, u64 cols, bool present, TreeRoom<kCount>& room, float (&sum)[kCount]) {
@@ -64,7 +64,7 @@ __device__ __forceinline__ void close_rows(const float* x, u32 rows, u64 cols, b
 #pragma unroll
                 for (int k = 0; k < kCount; ++k) node[i][k] = room.part[i][at + k];
             close_eight(node, group * kTreeRows, kTreeEach, rows);
-            // Like the carries of a binary counter: a sum waits on its level until its right neighbour is there.
+            // Like the carries of a binary counter: a sum waits at its level until its right neighbour is complete.
             int level = 0;
             for (u32 carry = group; carry & 1; carry >>= 1, ++level)
 #pragma unroll
@@ -86,7 +86,7 @@ __device__ __forceinline__ void close_rows(const float* x, u32 rows, u64 cols, b
     }
 }
 
-/// Adds `sum` to kCount numbers in memory.
+/// Adds `sum` to kCount values in memory.
 template <int kCount>
 __device__ __forceinline__ void add_to(float* to, const float (&sum)[kCount]) {
     const Few<F32, kCount> old = Few<F32, kCount>::load_written(to);

@@ -1,4 +1,4 @@
-// Products of FP8 blocks: the ring of stages in shared memory, who fills it, and who multiplies, scales and stores.
+// Products of FP8 blocks: the ring of stages in shared memory, the warps that fill it, and the warps that multiply, scale and store.
 #pragma once
 #include "pieces/products/grouped_store.cuh"
 
@@ -6,8 +6,8 @@ namespace nib {
 
 constexpr int kBlockK = 128;  // depth of a stage: one block of scales, so one promotion
 
-/// Which columns of D (rows of B) share a scale of B: the 128 of a tile, as those of weights do; strips of 32, as
-/// columns made of MXFP4 rows do; or none, so that each column has its own, a power of two or any F32.
+/// The columns of D (rows of B) that share a scale of B: the 128 columns of a tile, as for weights; strips of 32, as
+/// for columns made of MXFP4 rows; or none, so that each column has its own scale, a power of two or any F32.
 enum class ScalesOfB { kTile, kStrips, kPowers, kFloats };
 constexpr int kStrips = 4;
 __host__ __device__ constexpr bool by_column(ScalesOfB of) { return of == ScalesOfB::kPowers || of == ScalesOfB::kFloats; }
@@ -16,10 +16,10 @@ __host__ __device__ constexpr int columns_a_scale(ScalesOfB of) {
 }
 __host__ __device__ constexpr int scale_warps(ScalesOfB of) { return by_column(of) ? 3 : 2; }
 
-/// The scales of columns lie in the order of the accumulators, as four lists: first what lanes 0, 4, 8, ... of a warp
-/// need, columns 8j and 8j + 1, then what lanes 1, 5, 9, ... need, columns 8j + 2 and 8j + 3, and so on. A list has 32
-/// scales and four words of padding, so that the four begin in different banks. Powers of two are stored as BF16, two a
-/// word: the tensor cores wait while lanes read shared memory.
+/// The scales of columns are in the order of the accumulators, as four lists: the first for lanes 0, 4, 8, ... of a
+/// warp, with columns 8j and 8j + 1, the second for lanes 1, 5, 9, ..., with columns 8j + 2 and 8j + 3, and so on. A
+/// list has 32 scales and four words of padding, so that the four lists begin in different banks. Powers of two are
+/// stored as BF16, two per word: the tensor cores wait while lanes read shared memory.
 __host__ __device__ constexpr int lane_words(ScalesOfB of) { return of == ScalesOfB::kPowers ? 16 : 32; }
 __host__ __device__ constexpr int words_of_b(ScalesOfB of) { return by_column(of) ? 4 * (lane_words(of) + 4) : kStrips; }
 
@@ -27,16 +27,16 @@ template <int kStages, int kOutBuffers, int kBoxes, ScalesOfB kScalesB, class Ou
 struct SharedLayout {
     u8 a[kStages][kBlockM * kBlockK];
     u8 b[kStages][kBlockN * kBlockK];
-    Out out[kMathWarps][kOutBuffers][kBoxes][kBoxStaged / sizeof(Out)];  // totals on their way to D
+    Out out[kMathWarps][kOutBuffers][kBoxes][kBoxStaged / sizeof(Out)];  // totals being stored to D
     ptx::Barrier loaded[kMathWarps][kOutBuffers];                        // the old values of D have arrived in `out`
     alignas(16) float scale_a[kStages][kBlockM];                         // times B's scale, if the whole tile shares one
     alignas(16) u32 scale_b[kStages][words_of_b(kScalesB)];
     Tile tile[kStages];           // valid in the first stage of a tile
-    ptx::Barrier full[kStages];   // the copy engine and the scale warps delivered the stage
-    ptx::Barrier empty[kStages];  // the math warps of the whole cluster are done with it
+    ptx::Barrier full[kStages];   // TMA and the scale warps delivered the stage
+    ptx::Barrier empty[kStages];  // the math warps of the whole cluster are done with the stage
 
-    /// Whether a stage holds two blocks of K if a tile has rows for one wave only: in the room of A come the first
-    /// block's rows of A, the second's rows of A, and the second's rows of B.
+    /// Whether a stage holds two blocks of K if a tile has rows for one wave only: A's space then holds the first
+    /// block's rows of A, the second block's rows of A, and the second block's rows of B.
     static constexpr bool kPairs = false;
     static constexpr int kSecondA = kWaveRows * kBlockK, kSecondB = 2 * kSecondA;
 };
@@ -54,15 +54,14 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap& map_a, 
         });
 }
 
-/// The scales of four neighbouring rows for four blocks of K, by loads as few and as wide as their layout allows.
-/// Scales of one byte are loaded kWidth at a time from a row: 4, or 8, of which the second half is kept for the next
-/// call.
+/// The scales of four adjacent rows for four blocks of K, by loads as few and as wide as their layout allows. One-byte
+/// scales are loaded kWidth at a time from a row: 4, or 8, of which the second half is kept for the next call.
 template <int kWidth>
 struct FourRows {
     enum Layout { kBytesByRow, kBytesByOddRow, kBytesByBlock, kF32ByRow, kF32ByBlock, kScattered };
     static constexpr int kAhead = 4;
 
-    /// There are `rows` rows.
+    /// `rows`: the number of rows.
     __device__ __forceinline__ FourRows(const Scales& scales, int rows, int first_block) : scales_(scales), rows_(rows) {
         const bool by_row = scales.block_stride == 1, by_block = scales.row_stride == 1 && scales.block_stride % 4 == 0 && scales.block_stride != 0;
         // A row's bytes, or its four F32, begin on a multiple of their size.
@@ -107,7 +106,7 @@ struct FourRows {
                     raw_[i][0] = eight.x;
                     later_[i] = eight.y;
                 } else {
-                    // Eight bytes that begin anywhere in a word. Nothing past the plane's last word is read.
+                    // Eight bytes that begin anywhere in a word. Nothing past the buffer's last word is read.
                     u32 three[3];
 #pragma unroll
                     for (int w = 0; w < 3; ++w) three[w] = __ldg(words + min(first / 4 + w, u32(rows_) * scales_.row_stride / 4 - 1));
@@ -127,7 +126,7 @@ struct FourRows {
         }
     }
 
-    /// The rows' scales of the `ahead`-th block.
+    /// The rows' scales for the `ahead`-th block.
     __device__ __forceinline__ float4 scales(int ahead) const {
         if (layout_ == kBytesByBlock) {
             const u32 four = raw_[ahead][0];
@@ -145,7 +144,7 @@ struct FourRows {
     }
 
   private:
-    /// Four bytes that begin anywhere in a word. Nothing past the plane's last word is read.
+    /// Four bytes that begin anywhere in a word. Nothing past the buffer's last word is read.
     __device__ __forceinline__ u32 four_bytes(const u32* words, u32 first) const {
         const u32 end = min(first / 4 + 1, u32(rows_) * scales_.row_stride / 4 - 1);
         return __funnelshift_r(__ldg(words + first / 4), __ldg(words + end), first % 4 * 8);
@@ -158,7 +157,7 @@ struct FourRows {
     u32 later_[4];
 };
 
-/// Stores the scales of four columns from `column` on where the lanes read them: see `words_of_b`.
+/// Stores the scales of four columns from `column` on in the lanes' order: see `words_of_b`.
 template <ScalesOfB kScalesB>
 __device__ __forceinline__ void put_columns(u32* scale_b, int column, float4 four) {
     constexpr int kLane = lane_words(kScalesB);
@@ -175,7 +174,7 @@ __device__ __forceinline__ void put_columns(u32* scale_b, int column, float4 fou
 
 /// The scale warps: fetch scales for four stages at a time and put them into the ring. `thread` counts within these
 /// warps. Each of the first 64 threads has four rows of A. If each column has a scale, each of the next 32 threads has
-/// four columns of B; if not, the first threads fetch B's scales too.
+/// four columns of B; otherwise the first threads fetch B's scales too.
 template <Ragged kRagged, int kStages, int kCluster, ScalesOfB kScalesB, class Shared>
 __device__ __forceinline__ void fetch_scales(Shared& shared, const Scales& scales_a, const Scales& scales_b,
                                              const Groups& groups, int thread) {
@@ -238,8 +237,8 @@ __device__ __forceinline__ void fetch_scales(Shared& shared, const Scales& scale
     deliver();
 }
 
-/// Starts the product of one 64-row wave of a stage: four wgmma over its 128 of K. `a` and `b` are the low halves of the
-/// tiles' descriptors; one step of 32 along K is 32 bytes, 2 in a descriptor.
+/// Starts the product of one 64-row wave of a stage: four wgmma over its 128 elements of K. `a` and `b` are the low
+/// halves of the tiles' descriptors; one step of 32 along K is 32 bytes, 2 in a descriptor.
 template <ptx::Fp8 kA, ptx::Fp8 kB>
 __device__ __forceinline__ void multiply(float (&partial)[64], u32 a, u32 b) {
     ptx::wgmma_pin(partial);
@@ -259,9 +258,9 @@ __device__ __forceinline__ void finish(float (&partial)[64]) {
 }
 
 /// The scales for a lane's partial sums of one wave: those of its two rows, and those of its 32 columns, unless the
-/// rows' scales contain B's already (kTile). A scale for each column costs one more multiplication an element, and
-/// loads. Half of these loads are made while the product runs (`fetch`), because the tensor cores leave shared memory
-/// little time for other readers.
+/// rows' scales contain B's already (kTile). One scale per column costs one more multiplication per element, and loads.
+/// Half of these loads are issued while the product runs (`fetch`), because the tensor cores leave little bandwidth of
+/// shared memory to other readers.
 template <ScalesOfB kScalesB>
 struct Promotion {
     static constexpr int kVectors = lane_words(kScalesB) / 4, kFetched = kVectors / 2;
@@ -320,7 +319,7 @@ struct Promotion {
     }
 };
 
-/// Empties the ring: products, promotion, and the stores of finished tiles. `warp` counts within the math warps.
+/// Empties the ring: multiplies, promotes, and stores finished tiles. `warp` counts within the math warps.
 template <ptx::Fp8 kA, ptx::Fp8 kB, Ragged kRagged, int kStages, int kCluster, int kOutBuffers, int kBoxes, ScalesOfB kScalesB, Adds kAdds,
           bool kTransposed, class Out, class Shared>
 __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, int warp) {
@@ -329,7 +328,7 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
     const int warp_row = first_row + warp % 4 * kOutRows;   // of this warp
     const int lane_row = warp_row + lane / 4;               // of this lane's even accumulators
     constexpr int kNextWave = 2 * kWaveRows;
-    // Unrolling the stages takes registers, which a scale for each column does not leave: spilling, it is 8 % slower.
+    // Unrolling the stages takes registers, which one scale per column does not leave: with spills it is 8 % slower.
     constexpr bool kUnrolled = !by_column(kScalesB);
     constexpr u32 kStageA = kBlockM * kBlockK / 16, kStageB = kBlockN * kBlockK / 16;
     const u32 first_a = ptx::wgmma_descriptor_low(shared_address(shared.a[0]) + first_row * kBlockK);
@@ -353,13 +352,13 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
     Stored stores(shared.out[warp], shared.loaded[warp], map_d);
     const auto rows_of = [&](const Tile& tile, int part) -> Rows {
         const int row = warp_row + part / kParts * kNextWave;
-        // Where the warp adds, D is a gradient: all of its rows exist up to the matrix's end, past which TMA stores
+        // If the warp adds, D is a gradient: all of its rows exist up to the matrix's end, past which TMA stores
         // nothing.
         const bool whole = Stored::kLoads;
         return {tile.row_a + row, tile.col_d, tile.matrix, whole ? kOutRows : tile.kept - row, whole ? kOutRows : tile.stored - row};
     };
-    // Stores parts [from, to) of a tile, and where the warp adds loads parts of D ahead. `more`: tile `next` follows,
-    // whose first parts are loaded too. After the last tile they are not: no copy may be on its way to shared memory
+    // Stores parts [from, to) of a tile, and, if the warp adds, loads parts of D ahead. `more`: tile `next` follows,
+    // whose first parts are loaded too. After the last tile they are not: no copy to shared memory may be in flight
     // when a CTA ends.
     const auto store = [&](const Tile& tile, int from, int to, const Tile& next = {}, bool more = false) {
 #pragma unroll
@@ -373,7 +372,7 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
             if (later >= kOutBuffers && later < kAll) stores.template load<kPending>(rows_of(tile, later), later);
         }
     };
-    // Loads what `store` does not: the parts of a tile whose buffers are free before its first part is stored.
+    // Loads the parts that `store` does not: those of a tile whose buffers are free before its first part is stored.
     const auto load = [&](const Tile& tile) {
 #pragma unroll
         for (int part = Stored::kAhead; part < kOutBuffers; ++part)
@@ -381,8 +380,8 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
     };
     const auto release = [&](u32 stage) {
         // Every lane has read what it needs of the stage; a few lanes arrive for the whole warp. compute-sanitizer's
-        // racecheck does not understand that, and reports the accesses that it orders; if every thread arrives, it
-        // reports nothing.
+        // racecheck does not understand that, and reports the accesses that the arrival orders; if every thread
+        // arrives, it reports nothing.
         __syncwarp();
         if (lane < kCluster) {  // lane i tells CTA i, which fills part of this stage
             if constexpr (kCluster == 1)
@@ -394,21 +393,21 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
     const auto await = [&](u32 stage) {
         if (!ready) ptx::barrier_wait(shared.full[stage], ring.parity);
     };
-    // Goes on to the next stage. Whether it is full is asked before a promotion, so that the answer is there
+    // Advances to the next stage. Whether it is full is queried before a promotion, so that the answer has arrived
     // afterwards.
     const auto advance = [&](u32 stage) {
         ring.stage = stage + 1 == kStages ? 0 : stage + 1;
         if (stage + 1 == kStages) ring.parity ^= 1;
         ready = ptx::barrier_passed(shared.full[ring.stage], ring.parity);
     };
-    // The previous tile, of which the remaining parts are stored under the first products of the next one. At first
-    // there is none.
+    // The previous tile; its remaining parts are stored under the first products of the next tile. Initially there is
+    // none.
     Tile before = {Stored::kNowhere};
     stores.begin(kLast);
 #pragma unroll
     for (int part = kLast; part < kLast + Stored::kAhead; ++part) stores.template load<0>(rows_of(before, part), part);
-    // The scales of a promotion are read before its product starts. Where the warp adds, and needs the registers, they
-    // are read after the stores that are made under that product.
+    // The scales of a promotion are read before its product starts. If the warp adds, and needs the registers, they are
+    // read after the stores that are issued under that product.
     constexpr bool kLate = Stored::kLoads;
     // Multiplies both waves of a stage. Parts of the previous tile, or of this one, are stored while the tensor cores
     // work.
@@ -439,7 +438,7 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
         if constexpr (by_column(kScalesB)) release(stage);
     };
     // Multiplies the two blocks of a stage of one wave (kPairs). The first is promoted while the second is multiplied.
-    // The second product goes to the registers of the other wave's totals, which are free.
+    // The second product uses the registers of the other wave's totals, which are free.
     const auto take_pair = [&](u32 stage) {
         const u32 a = first_a + stage * kStageA, second_a = a + Shared::kSecondA / 16, second_b = a + Shared::kSecondB / 16;
         float partial[64];

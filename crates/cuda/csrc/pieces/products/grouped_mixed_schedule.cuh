@@ -1,10 +1,10 @@
 // The order of tiles where many groups are short, of up to 128 rows. A short group reads its matrix of B for few rows,
-// so its tiles are bound by the memory; the tiles of long groups are bound by the tensor cores. A cluster takes every
-// n-th tile of either kind and mixes the two kinds evenly, each cluster out of step with the others, so that memory and
+// so its tiles are bound by memory; the tiles of long groups are bound by the tensor cores. A cluster takes every n-th
+// tile of either kind and interleaves the two kinds evenly, with a phase offset between clusters, so that memory and
 // tensor cores are both busy all the time.
 //
-// One warp finds the tiles and passes them to the others through a small ring. It runs ahead, so that only this warp
-// waits for the lists of groups in global memory.
+// One warp finds the tiles and passes them to the other warps through a small ring. It runs ahead, so that only this
+// warp waits for the lists of groups in global memory.
 #pragma once
 #include "pieces/products/grouped_store.cuh"
 
@@ -15,14 +15,14 @@ struct MixedTile : Tile {
     int alone;
 };
 
-/// Tiles on their way to the warps that fill the ring.
+/// The queue of tiles for the warps that fill the ring.
 template <int kReaders>
 struct TileQueue {
     static constexpr int kAhead = 4;
     MixedTile tile[kAhead];
     ptx::Barrier told[kAhead], read[kAhead];
 
-    /// Initialises the barriers: one thread, before anything else.
+    /// Initialises the barriers; one thread calls this, before anything else.
     __device__ __forceinline__ void begin() {
         for (int i = 0; i < kAhead; ++i) {
             ptx::barrier_init(told[i], 1);
@@ -50,7 +50,7 @@ struct TileQueue {
         Ring<kAhead> ring_;
     };
 
-    /// Puts every tile of a schedule into the queue, and then the mark that there are no more. One warp.
+    /// Puts every tile of a schedule into the queue, and then an end mark. One warp calls this.
     template <class Schedule>
     __device__ __forceinline__ void tell(Schedule&& schedule) {
         Ring<kAhead> ring;
@@ -69,7 +69,7 @@ struct TileQueue {
     }
 };
 
-/// A walk over the tiles of all groups of a kind, 32 groups at a time.
+/// Iterates over the tiles of all groups of a kind, 32 groups at a time.
 template <bool kLong>
 class Walk {
   public:
@@ -84,7 +84,7 @@ class Walk {
         return is_long != kLong ? 0 : kLong ? ceil_div(padded, kBlockM) : int(padded > 0);
     }
 
-    /// Where tile number `tile` is. Numbers only rise from call to call.
+    /// The position of tile number `tile`. Numbers must increase from call to call.
     __device__ __forceinline__ Place find(const Groups& groups, int columns, int tile) {
         for (int end = __shfl_sync(kAll, end_, 31); tile >= end && base_ < groups.count; end = __shfl_sync(kAll, end_, 31))
             load(groups, columns, base_ + 32, end);
@@ -130,14 +130,14 @@ class MixedSchedule {
         }
         const int cluster = blockIdx.x / kCluster;
         next_long_ = cluster;
-        // Short tiles are dealt from the last cluster on: a cluster with one long tile more gets one short tile less.
+        // Short tiles are dealt from the last cluster on: a cluster with one more long tile gets one fewer short tile.
         next_short_ = clusters_ - 1 - cluster;
         longs_ = share(tiles_long, next_long_);
         left_ = tiles_ = longs_ + share(tiles_short, next_short_);
         phase_ = int((long long)tiles_ * cluster / clusters_);
     }
 
-    /// The next tile of this CTA; false when there are no more. All lanes of the warp call it together.
+    /// The next tile of this CTA; false if there are no more. All lanes of the warp call this together.
     __device__ __forceinline__ bool take(MixedTile& tile) {
         if (left_ == 0) return false;
         --left_;
@@ -157,7 +157,7 @@ class MixedSchedule {
   private:
     static constexpr int kAtOnce = 4;
 
-    /// Tiles of a kind that are this cluster's, of which the first is `first`.
+    /// The number of this cluster's tiles of a kind; the first of them is `first`.
     __device__ __forceinline__ int share(int tiles_m_of_lane, int first) const {
         const int tiles = int(__reduce_add_sync(0xFFFFFFFF, u32(tiles_m_of_lane))) * columns_;
         return ceil_div(max(tiles - first, 0), clusters_);

@@ -1,7 +1,7 @@
-// Products over groups whose sizes only the device knows: where the groups and the scales lie, and which output tile comes when.
+// Products over groups whose sizes only the device knows: the layout of groups and scales, and the order of output tiles.
 //
-// Every warp that needs the order computes it for itself: 32 groups at a time, a prefix sum over the warp's lanes, and a vote
-// that finds a tile's group. Clusters take every gridDim.x / kCluster-th tile.
+// Every warp that needs the order computes it itself: 32 groups at a time, a prefix sum over the warp's lanes, and a vote that
+// finds a tile's group. Clusters take every gridDim.x / kCluster-th tile.
 #pragma once
 #include "formats/e8m0.cuh"
 #include "math/reduce.cuh"
@@ -10,10 +10,10 @@
 
 namespace nib {
 
-/// What a group's rows are: rows of A and D (forward and data gradient), or the contraction (weight gradient).
+/// The meaning of a group's rows: rows of A and D (forward and data gradient), or the contraction (weight gradient).
 enum class Ragged { kRows, kContraction };
 
-/// Scales in memory: that of (row, block) lies at row * row_stride + block * block_stride.
+/// Scales in memory: the scale of (row, block) is at row * row_stride + block * block_stride.
 struct Scales {
     const void* values;
     u32 row_stride, block_stride;  // 32 bits are enough: there are fewer than 2^32 scales
@@ -28,7 +28,7 @@ struct Scales {
     }
 };
 
-/// A tile of the output, for all who work on it. Rows and columns count elements.
+/// An output tile, for all warps that process it. Rows and columns count elements.
 struct alignas(16) Tile {
     int row_a;   // first row of A, and of D's matrix
     int row_b;   // first row of B
@@ -40,8 +40,8 @@ struct alignas(16) Tile {
     int stored;  // rows that are written; those past `kept` as zeros
 };
 
-/// Lane 0's value in every lane. The compiler then knows that it is the same in all, and what it derives from it takes
-/// no vector registers.
+/// Lane 0's value in every lane. The compiler then knows that the value is uniform, and keeps values derived from it
+/// out of vector registers.
 __device__ __forceinline__ int same_in_all(int value) { return __shfl_sync(0xFFFFFFFF, value, 0); }
 
 __device__ __forceinline__ Tile uniform(const Tile& tile) {
@@ -49,7 +49,7 @@ __device__ __forceinline__ Tile uniform(const Tile& tile) {
             same_in_all(tile.matrix), same_in_all(tile.col_d), same_in_all(tile.kept), same_in_all(tile.stored)};
 }
 
-/// Where the groups lie, and the product's sizes. `start` null: one group of all rows.
+/// The groups' lists, and the product's sizes. `start` null: one group of all rows.
 struct Groups {
     const int* start;
     const int* len;
@@ -57,20 +57,20 @@ struct Groups {
     int m, n, k;  // rows of A (all groups together, or of one gradient), rows of B of one group, contraction
     int band;     // tile rows in a band of the raster
 
-    /// A group's rows: the first, how many with padding, how many count.
+    /// A group's rows: the first, the number with padding, the number of valid rows.
     struct Span {
         int first, padded, len;
     };
 
-    /// The rows of a group, clamped to the `extent` rows that exist, whatever the lists hold.
+    /// The rows of a group, clamped to the `extent` rows that exist, whatever the lists contain.
     __device__ __forceinline__ Span span(int group, int extent) const {
         const int first = min(max(start[group], 0), extent);
         const int padded = min(max(start[group + 1], first), extent) - first;
         return {first, padded, min(max(len[group], 0), padded)};
     }
 
-    /// The same where groups are rows of A; no rows for a group that does not exist. Without a branch, so that the
-    /// loads of several groups are in flight together.
+    /// The same if groups are rows of A; no rows for a group that does not exist. Branch-free, so that the loads of
+    /// several groups are in flight together.
     __device__ __forceinline__ Span span_or_none(int group) const {
         const Span found = span(min(group, count - 1), m);
         return group < count ? found : Span{};
@@ -89,7 +89,7 @@ class Schedule {
         if constexpr (kRagged == Ragged::kRows) load(0, 0, false);
     }
 
-    /// The next tile of this CTA; false when there are no more. All lanes of a warp call it together.
+    /// The next tile of this CTA; false if there are no more. All lanes of a warp call this together.
     __device__ __forceinline__ bool take(Tile& tile) {
         int group, within, tiles_m, first, len, padded;
         if constexpr (kRagged == Ragged::kRows) {
@@ -118,8 +118,8 @@ class Schedule {
             len = rows.len;
             padded = groups_.m;
         }
-        // Tiles are ordered by bands of tile rows, and within a band column by column. So the clusters that run at the
-        // same time cover a nearly square patch of D, and share its operands in the L2.
+        // Tiles are ordered in bands of tile rows, and within a band column by column. So the clusters that run
+        // concurrently cover a nearly square patch of D, and share its operands in the L2.
         const int band = within / (groups_.band * columns_);
         within -= band * groups_.band * columns_;
         const int band_rows = min(groups_.band, tiles_m - band * groups_.band);
@@ -150,9 +150,9 @@ class Schedule {
     static constexpr int kBlockN = 128;
     static constexpr u32 kAll = 0xFFFFFFFF;
 
-    /// Takes one group a lane, from group `base` on; `before` tiles come before theirs. `shorter`: counts the short
-    /// last tiles of groups instead of the full ones. All short tiles come after all full ones, so that the work that
-    /// ends the launch is small.
+    /// Loads one group per lane, from group `base` on; `before` tiles come before theirs. `shorter`: counts the partial
+    /// last tiles of groups instead of the full ones. All partial tiles come after all full tiles, so that the last
+    /// work of the launch is small.
     __device__ __forceinline__ void load(int base, int before, bool shorter) {
         const int group = base + int(ptx::lane_idx());
         base_ = base;

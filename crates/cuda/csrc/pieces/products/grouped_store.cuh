@@ -1,5 +1,5 @@
-// What the grouped products on tensor cores have in common: the shape of a tile and of its pieces, the ring of stages
-// and the warp that fills it, and the epilogue, which brings totals from registers to D.
+// Common to the grouped products on tensor cores: the shape of a tile and of its pieces, the ring of stages and the
+// warp that fills it, and the epilogue, which moves totals from registers to D.
 #pragma once
 #include "pieces/products/grouped_schedule.cuh"
 #include "ptx/global.cuh"
@@ -17,7 +17,7 @@ constexpr int kWaveRows = 64;
 constexpr int kMathWarps = 8;
 constexpr int kOutRows = 16;  // rows that a warp stores at once
 
-/// Position in the ring of stages; `parity` flips each time round.
+/// Position in the ring of stages; `parity` flips with each round.
 template <int kStages>
 struct Ring {
     u32 stage = 0;
@@ -30,8 +30,8 @@ struct Ring {
     }
 };
 
-/// Called first, by all threads of the cluster: prefetches the maps and initialises the ring's barriers, then what
-/// `init` initialises. A stage is full after kDeliveries arrivals.
+/// Called first, by all threads of the cluster: prefetches the maps, initialises the ring's barriers, and then calls
+/// `init`. A stage is full after kDeliveries arrivals.
 template <int kStages, int kCluster, int kDeliveries, class Shared, class Init>
 __device__ __forceinline__ void begin(Shared& shared, const TensorMap& map_a, const TensorMap& map_b,
                                       const TensorMap& map_d, const Init& init) {
@@ -52,10 +52,10 @@ __device__ __forceinline__ void begin(Shared& shared, const TensorMap& map_a, co
         ptx::cluster_sync();
 }
 
-/// Fills the ring, and writes each tile to the `tile` of its first stage. One warp. Each CTA of the cluster loads a
-/// slice of A's rows for all CTAs, and its own columns of B. `load(stage, full, tile, k, slices)` issues the copies for
-/// kDepth of the contraction from `k` on. Only the first `slices` slices of A are loaded: those after them have no row
-/// that counts.
+/// Fills the ring, and writes each tile to the `tile` of its first stage. One warp calls this. Each CTA of the cluster
+/// loads a slice of A's rows for all CTAs, and its own columns of B. `load(stage, full, tile, k, slices)` issues the
+/// copies for kDepth elements of the contraction from `k` on. Only the first `slices` slices of A are loaded: later
+/// slices have no valid row.
 template <Ragged kRagged, int kStages, int kCluster, int kDepth, class Shared, class Load>
 __device__ __forceinline__ void produce(Shared& shared, const Groups& groups, const Load& load) {
     constexpr u32 kBytesA = kBlockM * kStageBytes, kBytesB = kBlockN * kStageBytes;
@@ -98,19 +98,19 @@ __device__ __forceinline__ void load_shared_by_cluster(u8* to, const TensorMap& 
         ptx::tma_load_multicast(to, map, full, x, y, (1 << kCluster) - 1);
 }
 
-/// A warp's 16 rows of a wave, on their way to D: their place in a matrix of D, or, with kTransposed, in its transpose.
+/// A warp's 16 rows of a wave, to be stored: their place in a matrix of D, or, with kTransposed, in its transpose.
 struct Rows {
     int row, col, matrix;
     int kept, stored;  // of the 16
 };
 
-/// How totals come to D: they overwrite it, or they are added to it, by the L2 or by the warp that has them. The L2
-/// adds only F32, at a quarter of the memory's rate, but the warp goes on meanwhile. A warp that adds waits for the old
+/// How totals reach D: they overwrite it, or are added to it, by the L2 or by the warp that holds them. The L2 adds
+/// only F32, at a quarter of the memory's rate, but the warp continues meanwhile. A warp that adds waits for the old
 /// values.
 enum class Adds { kNone, kInL2, kInWarp };
 
 /// A box: 16 rows of kBoxCols columns, staged as rows of 64 bytes in the store map's 64-byte swizzle, which XORs
-/// address bits 4-5 with bits 7-8. A lane has kBoxTotals of its numbers.
+/// address bits 4-5 with bits 7-8. A lane has kBoxTotals of its values.
 constexpr int kBoxStaged = 1024;
 template <class Out>
 constexpr int kBoxCols = kBoxStaged / kOutRows / int(sizeof(Out));
@@ -179,20 +179,20 @@ __device__ __forceinline__ void stage(float* staged, const float* total, const R
     }
 }
 
-/// A warp's staging buffers for D. A wave's totals go through them part by part; a part is kBoxes boxes. Where the warp
-/// adds, the copy engine loads the old values kAhead parts ahead, into the buffer from which the sum is stored.
+/// A warp's staging buffers for D. A wave's totals go through them part by part; a part is kBoxes boxes. If the warp
+/// adds, TMA loads the old values kAhead parts ahead, into the buffer from which the sum is stored.
 template <Adds kAdds, bool kTransposed, class Out, int kOutBuffers, int kBoxes>
 class Stores {
   public:
     static constexpr bool kLoads = kAdds == Adds::kInWarp;
     using Staged = Out[kBoxes][kBoxStaged / sizeof(Out)];
-    /// Parts of a wave, and of a tile, one wave after the other.
+    /// Parts per wave, and per tile, one wave after the other.
     static constexpr int kParts = kBlockN / kBoxCols<Out> / kBoxes, kAll = 2 * kParts;
     /// A row past any matrix's end.
     static constexpr int kNowhere = 0x7FFFFC00;
-    /// Up to kLeaving parts may be on their way out while old values of kAhead others come in.
+    /// Up to kLeaving parts may be being stored while old values of kAhead other parts are loaded.
     static constexpr int kLeaving = kOutBuffers / 2, kAhead = kOutBuffers - kLeaving;
-    /// So each part of a tile always has the same buffer.
+    /// Ensures that each part of a tile always uses the same buffer.
     static_assert(!kLoads || kAll % kOutBuffers == 0);
     static_assert(kAdds != Adds::kInL2 || sizeof(Out) == 4);
 
@@ -208,8 +208,8 @@ class Stores {
         }
     }
 
-    /// Stores a part, or adds it to D, and clears its totals. All 16 rows are stored or none; the copy engine leaves
-    /// out those past the matrix's end.
+    /// Stores a part, or adds it to D, and clears its totals. All 16 rows are stored or none; TMA skips those past the
+    /// matrix's end.
     __device__ __forceinline__ void store(float* totals, const Rows& to, int part) {
         const int at = kLoads ? part % kOutBuffers : buffer_;
         if constexpr (kLoads) {
@@ -238,7 +238,7 @@ class Stores {
         for (int i = 0; i < kBoxes * kBoxTotals<Out>; ++i) total[i] = 0.0f;
     }
 
-    /// Starts loading a part's old values, once at most kPending earlier stores still read their buffers.
+    /// Starts to load a part's old values, once at most kPending earlier stores still read their buffers.
     template <int kPending>
     __device__ __forceinline__ void load(const Rows& to, int part) {
         if constexpr (kLoads) {
@@ -259,7 +259,7 @@ class Stores {
 
     template <class Copy>
     static __device__ __forceinline__ void each_box(const Rows& to, int part, const Copy& copy) {
-        // Rows that are not stored go past the end of D, where the copy engine leaves them out.
+        // Rows that are not stored are sent past the end of D, where TMA skips them.
         const int row = to.stored > 0 ? to.row : kNowhere;
 #pragma unroll
         for (int box = 0; box < kBoxes; ++box) {
@@ -276,7 +276,7 @@ class Stores {
     u32 turn_ = 0;
 };
 
-/// Stores a box of which only some rows are stored, straight from the registers, and clears its totals.
+/// Stores a box of which only some rows are stored, directly from registers, and clears its totals.
 template <class Out>
 __device__ __forceinline__ void store_few(Out* d, int n, float* totals, const Rows& to, int box) {
     const int lane = int(ptx::lane_idx());
@@ -298,7 +298,7 @@ __device__ __forceinline__ void store_few(Out* d, int n, float* totals, const Ro
     }
 }
 
-/// Zeros the rows of D after the last group's, 16 bytes at a time. All math warps of the launch.
+/// Zeros the rows of D after the last group's, 16 bytes at a time. All math warps of the launch call this.
 template <class Out>
 __device__ __forceinline__ void clear_tail(Out* d, const Groups& groups) {
     const int thread = blockIdx.x * (kMathWarps * 32) + threadIdx.x - 128, threads = gridDim.x * (kMathWarps * 32);

@@ -1,4 +1,4 @@
-// Which experts a token takes: by sorting probabilities, or one after the other by any scores.
+// The choice of a token's experts: by sorting probabilities, or one by one with any scores.
 #pragma once
 #include "math/sort.cuh"
 #include "pieces/routing/token_lanes.cuh"
@@ -7,7 +7,7 @@ namespace nib {
 
 constexpr int kSorted = 8;  // the most experts that the fast choice finds
 
-/// Orders numbers as integers: a larger number has a larger rank, a NaN 1, and nothing 0. There is no -0 among choice scores.
+/// Orders numbers as integers: a larger number has a larger rank, a NaN 1, and nothing 0. Choice scores are never -0.
 __device__ __forceinline__ u32 rank_of(float x) {
     const u32 bits = __float_as_uint(x);
     return x == x ? bits ^ (u32(int(bits) >> 31) | 0x80000000) : 1;
@@ -17,7 +17,7 @@ __device__ __forceinline__ float number_of(u32 rank) {
     return __uint_as_float(rank == 1 ? 0x7FC00000 : bits);
 }
 
-/// Leaves a token's ranks [experts] of the `top` best groups, of the others zeros. `scores` is for the groups' ranks [groups].
+/// Keeps a token's ranks [experts] in the `top` best groups, and zeros the others. `scores` is scratch for the groups' ranks [groups].
 template <int kLanes>
 __device__ __forceinline__ void keep_best_groups(u32* ranks, u32* scores, int experts, int groups, int top, int two_largest) {
     const int lane = threadIdx.x % kLanes, each = experts / groups;
@@ -50,8 +50,8 @@ __device__ __forceinline__ void keep_best_groups(u32* ranks, u32* scores, int ex
 
 /// Writes the experts of the top_k <= 8 largest probabilities, largest first, to `slots`.
 ///
-/// Probabilities are sorted as integers whose last bits are replaced by the expert's index. Returns false where those
-/// bits would have decided, or top_k is above 8.
+/// Probabilities are sorted as integers whose last bits are replaced by the expert's index. Returns false if the
+/// replaced bits would have decided, or top_k is above 8.
 template <int kLanes, int kPerLane>
 __device__ __forceinline__ bool choose(const float (&p)[kPerLane], int top_k, int* slots) {
     using Token = TokenLanes<kLanes, kPerLane>;
@@ -82,7 +82,7 @@ __device__ __forceinline__ bool choose(const float (&p)[kPerLane], int top_k, in
         for (int i = 0; i < kSorted; ++i) other[i] = __shfl_xor_sync(kWarp, best[i], lane);
         keep_largest(best, other);
     }
-    // Whether two neighbours in the order differ in the index alone: two chosen ones, or the last chosen one and the
+    // Whether two neighbours in the order differ only in the index: two chosen experts, or the last chosen one and the
     // next.
     bool is_alike = false;
     u32 last = best[0];
@@ -99,7 +99,7 @@ __device__ __forceinline__ bool choose(const float (&p)[kPerLane], int top_k, in
         below = distance < below ? distance : below;
     }
     is_alike = is_alike || below < (last & kIndex);
-    // If all eight that a lane kept were chosen, nothing is known about its others.
+    // If all eight experts that a lane kept were chosen, its other experts are unknown.
     if (kPerLane > kSorted) is_alike = is_alike || mine[kSorted - 1] >= last;
     constexpr int kTurn = kLanes < kSorted ? kLanes : kSorted;
 #pragma unroll
@@ -113,8 +113,8 @@ __device__ __forceinline__ bool choose(const float (&p)[kPerLane], int top_k, in
     return !is_alike && top_k <= kSorted;
 }
 
-/// The same for any top_k, of the experts of the largest ranks, of equals the lower one. `rank_at(i)` is that of this lane's expert i, 0 of one that
-/// cannot be chosen. It finds one expert after the other.
+/// The same for any top_k: the experts of the largest ranks, the lower index among equals. `rank_at(i)` is the rank of this lane's expert
+/// i, 0 if it cannot be chosen. Finds the experts one by one.
 template <int kLanes, int kPerLane, class Rank>
 __device__ __forceinline__ void choose_any(const Rank& rank_at, int top_k, int* slots) {
     using Token = TokenLanes<kLanes, kPerLane>;
@@ -136,7 +136,7 @@ __device__ __forceinline__ void choose_any(const Rank& rank_at, int top_k, int* 
     }
 }
 
-/// Chooses by softmax or sigmoids p, by a bias and by groups. Leaves p in the token's row.
+/// Chooses by softmax or sigmoids p, with a bias and groups. Leaves p in the token's row.
 template <int kLanes, int kPerLane>
 __device__ __forceinline__ void choose_by_rule(const float (&p)[kPerLane], float* row, const float* __restrict__ bias, u32* group_scores,
                                                int experts, int top_k, int groups, int top_groups, int two_largest, int* slots) {

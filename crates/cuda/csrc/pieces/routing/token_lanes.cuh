@@ -1,4 +1,4 @@
-// Rows of as many numbers as there are experts: how the lanes of a token share them, and how they come and go.
+// Rows with one number per expert: how the lanes of a token share them, and how they are loaded and stored.
 #pragma once
 #include "math/sort.cuh"
 #include "ptx/global.cuh"
@@ -53,13 +53,13 @@ struct TokenLanes {
         return x;
     }
 
-    /// Adds up the lanes of a sum over experts.
+    /// Reduces the lanes of a sum over experts.
     __device__ __forceinline__ static float close(const float (&lanes)[kUsed * 4]) {
         float quad[kUsed];
 #pragma unroll
         for (int i = 0; i < kUsed; ++i)
             quad[i] = __fadd_rn(__fadd_rn(lanes[4 * i], lanes[4 * i + 1]), __fadd_rn(lanes[4 * i + 2], lanes[4 * i + 3]));
-        // A quad that no expert is in would add zero.
+        // A quad without experts would add zero.
         tree_sum<kSets / 2>(quad);
         float sum = quad[0];
 #pragma unroll
@@ -68,8 +68,8 @@ struct TokenLanes {
     }
 };
 
-/// Copies the thread's part of a row to shared memory, asynchronously where rows are 16-byte aligned; `nothing` past
-/// the row's end.
+/// Copies the thread's part of a row to shared memory, asynchronously if rows are 16-byte aligned; `nothing` past the
+/// row's end.
 template <class Token>
 __device__ __forceinline__ void fetch_row(float* row, const float* __restrict__ from, int experts, float nothing) {
     if (experts % 4 == 0) {
@@ -107,8 +107,7 @@ __device__ __forceinline__ void write_row(float* row, const float (&x)[4 * Token
         *reinterpret_cast<float4*>(row + Token::first_of(i)) = {x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]};
 }
 
-/// Stores a token's row from shared memory, where its lanes have just written it: by the copy engine where rows are
-/// 16-byte aligned.
+/// Stores a token's row from shared memory, where its lanes have just written it: with TMA if rows are 16-byte aligned.
 template <int kLanes>
 __device__ __forceinline__ void send_row(float* to, const float* row, int experts, bool is_token) {
     const int lane = threadIdx.x % kLanes;

@@ -1,10 +1,10 @@
-// Places in `Control` of crates/core/src/ops/step/mod.rs.
+// Indices in `Control` of crates/core/src/ops/step/mod.rs.
 #pragma once
 
 namespace nib {
 
 enum { kLr, kBias1, kBias2, kLossScale, kGradScale, kStop };
-// How many of the first the host decides.
+// The number of leading values that the host decides.
 enum { kFromHost = 4 };
 
 }  // namespace nib

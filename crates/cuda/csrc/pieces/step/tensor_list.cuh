@@ -1,4 +1,4 @@
-// Many tensors in one launch: they are a list among its arguments, and each has CTAs of its own.
+// Many tensors in one launch: they are a list among its arguments, and each tensor has its own CTAs.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -6,8 +6,8 @@ namespace nib {
 
 constexpr int kListedTensors = 72;  // the arguments of a launch have 4 KiB
 
-/// The tensor that this CTA belongs to: the last whose first CTA does not come after this one. The list has `count`
-/// tensors, in the order of their CTAs.
+/// The tensor of this CTA: the last one whose first CTA is not after this CTA. The list has `count` tensors, in the
+/// order of their CTAs.
 template <typename List>
 __device__ __forceinline__ u32 tensor_of_cta(const List& list) {
     u32 low = 0, high = u32(list.count);

@@ -8,7 +8,7 @@ namespace nib {
 /// Columns of a part of the gate weight's gradient.
 constexpr int kPart = 128;
 
-/// What follows from the gate alone.
+/// Terms that depend on the gate alone.
 struct GateTerms {
     float silu;
     float slope;  // its derivative
@@ -20,7 +20,7 @@ __device__ __forceinline__ GateTerms gate_terms(float gate, float s) {
     return {__fmul_rn(gate, s), __fmul_rn(s, rest)};
 }
 
-/// What one element gives: dg = da·w·u·silu'(g), du = da·w·silu(g), a = silu(g)·u·w, products from the left.
+/// Results for one element: dg = da·w·u·silu'(g), du = da·w·silu(g), a = silu(g)·u·w, products from the left.
 struct SwigluGrad {
     float gate, up, a, silu_up;
 };
@@ -31,7 +31,7 @@ __device__ __forceinline__ SwigluGrad swiglu_grad(GateTerms of, float up, float 
     return {__fmul_rn(__fmul_rn(scaled, up), of.slope), __fmul_rn(scaled, of.silu), __fmul_rn(silu_up, weight), silu_up};
 }
 
-/// Σ x·y of kCount neighbours, a power of two: a fused multiply-add makes the sum of each pair, and a tree adds those.
+/// Σ x·y of kCount adjacent values, a power of two: a fused multiply-add sums each pair, and a tree adds those sums.
 template <int kCount>
 __device__ __forceinline__ float dot_of_neighbours(const float (&x)[kCount], const float (&y)[kCount]) {
     float sums[kCount / 2];

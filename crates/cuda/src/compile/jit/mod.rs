@@ -1,8 +1,8 @@
-//! Kernel instances to cubins, by NVRTC.
+//! Compiles kernel instances to cubins, with NVRTC.
 //!
 //! An instance is a [`KernelSpec`]: a source, a kernel, and its template arguments by name. Its [`Key`] is the SHA-256
 //! of every source it reaches, the options, NVRTC's version and the instance itself. So an entry of the cache on disk
-//! is never stale, and no times are compared. If several threads need the same instance, one of them compiles it.
+//! is never stale, and no timestamps are compared. If several threads need the same instance, one of them compiles it.
 
 pub use crate::compile::cubin::{Cubin, Key, Resources};
 use crate::compile::cubin_cache::CubinCache;
@@ -16,15 +16,15 @@ use std::fmt;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-/// The options that every kernel is compiled with. `--fmad=false`: where a fused multiply-add is meant, the source says
-/// so.
+/// The options that every kernel is compiled with. `--fmad=false`: the sources write a fused multiply-add where one is
+/// meant.
 pub const OPTIONS: &[&str] =
     &["--gpu-architecture=sm_90a", "--std=c++20", "--fmad=false", "--ptxas-options=--verbose"];
 
-/// The digest of what NVRTC of this version makes of `text` where `source` is included: of the text, every reached source and the options.
+/// The digest of `text` compiled by this version of NVRTC with `source` included: of the text, every reached source and the options.
 ///
 /// # Errors
-/// If a source is not there.
+/// [`Error::Jit`] for a source that does not exist.
 pub fn digest(sources: &Sources, source: &str, text: &str, nvrtc: (u32, u32)) -> Result<Key> {
     Ok(Key::of(text, &sources.reached(source)?, OPTIONS, nvrtc))
 }
@@ -57,13 +57,13 @@ pub struct KernelSpec {
     pub source: &'static str,
     /// The kernel with its namespace.
     pub name: &'static str,
-    /// Template arguments by the names the source gives them, in any order.
+    /// Template arguments by their names in the source, in any order.
     pub args: Vec<(&'static str, TemplateArg)>,
 }
 
 impl KernelSpec {
-    /// `nib::kernel<256, 4>`: the arguments in the order of the source's template. Arguments that the template does not
-    /// have, and parameters left out, are errors.
+    /// `nib::kernel<256, 4>`: the arguments in the order of the source's template. Unknown arguments and missing
+    /// parameters are errors.
     pub fn expression(&self, sources: &Sources) -> Result<String> {
         let wrong = |log: String| Error::Jit { kernel: self.to_string(), log };
         let parameters = template_parameters(sources.text(self.source)?, self.name)
@@ -101,12 +101,12 @@ impl fmt::Display for KernelSpec {
 /// The compiler library, loaded.
 #[derive(Debug, Clone, Copy)]
 pub struct Nvrtc {
-    /// Its version, (13, 0) say.
+    /// Its version: (13, 0), for example.
     pub version: (u32, u32),
 }
 
 impl Nvrtc {
-    /// Loads the library, from `NIBBLE_NVRTC` if that is set. An error, never a panic, where there is none.
+    /// Loads the library, from `NIBBLE_NVRTC` if that is set. A missing library is an error, never a panic.
     pub fn load() -> Result<Self> {
         Self::found().map_err(|why| Error::Device { call: "loading NVRTC".into(), why })
     }
@@ -135,7 +135,7 @@ impl Nvrtc {
         Ok(Self { version: (major as u32, minor as u32) })
     }
 
-    /// Compiles one instance; returns ptxas's log beside it, warnings and all.
+    /// Compiles one instance; also returns ptxas's log, with all warnings.
     pub fn compile(&self, spec: &KernelSpec, sources: &Sources) -> Result<(Cubin, String)> {
         let expression = spec.expression(sources)?;
         let reached = sources.reached(spec.source)?;
@@ -144,8 +144,8 @@ impl Nvrtc {
     }
 }
 
-/// Loads NVRTC from a path, so that a later search by name finds it loaded. The library of built-in functions beside it
-/// comes first, because NVRTC looks for that by name.
+/// Loads NVRTC from a path, so that a later search by name finds it loaded. The library of built-in functions in the
+/// same folder is loaded first, because NVRTC looks for it by name.
 #[cfg(unix)]
 fn preload(path: PathBuf) -> Result<(), String> {
     use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
@@ -165,7 +165,7 @@ fn preload(path: PathBuf) -> Result<(), String> {
         // SAFETY: loading NVIDIA's compiler runs its initialisers, which are made for that.
         let library = unsafe { Library::open(Some(&file), RTLD_NOW | RTLD_GLOBAL) }
             .map_err(|error| format!("NIBBLE_NVRTC: {}: {error}", file.display()))?;
-        // It stays for the life of the process.
+        // The library stays loaded for the life of the process.
         std::mem::forget(library);
     }
     Ok(())
@@ -180,7 +180,7 @@ fn c_string(text: &str) -> Result<CString, String> {
     CString::new(text).map_err(|_| "a zero byte in a kernel source".to_owned())
 }
 
-/// A program that is destroyed on every way out.
+/// A program, destroyed when dropped.
 struct Program(sys::nvrtcProgram);
 
 impl Drop for Program {
@@ -250,10 +250,10 @@ fn compile_program(
     Ok((Cubin { image, symbol, resources: Resources::parse(&log) }, log))
 }
 
-/// NVRTC's way of returning bytes: the size, then the content.
+/// Reads bytes as NVRTC returns them: the size, then the content.
 ///
 /// # Safety
-/// `content` must write no more than the bytes that `size` answered.
+/// `content` must write no more bytes than `size` returns.
 unsafe fn read(
     size: impl FnOnce(*mut usize) -> sys::nvrtcResult,
     content: impl FnOnce(*mut std::ffi::c_char) -> sys::nvrtcResult,
@@ -269,7 +269,7 @@ unsafe fn read(
 /// too.
 type Slot = Arc<Mutex<Option<Arc<Cubin>>>>;
 
-/// Instances in memory, on disk, or freshly compiled.
+/// Compiled instances: in memory, on disk, or freshly compiled.
 #[derive(Debug)]
 pub struct Jit {
     nvrtc: Nvrtc,
@@ -279,12 +279,12 @@ pub struct Jit {
 }
 
 impl Jit {
-    /// With sources, compiler and cache as the environment says.
+    /// Sources, compiler and cache as the environment variables say.
     pub fn from_env() -> Result<Self> {
         Ok(Self::new(Nvrtc::load()?, Sources::from_env()?, crate::env::cubin_cache()))
     }
 
-    /// With these; `None` keeps instances in memory only.
+    /// With the given sources, compiler and cache; `None` keeps instances in memory only.
     pub fn new(nvrtc: Nvrtc, sources: Sources, cache: Option<PathBuf>) -> Self {
         Self { nvrtc, sources, disk: cache.map(CubinCache::new), slots: Mutex::default() }
     }
@@ -318,7 +318,7 @@ impl Jit {
         Ok(slot.insert(Arc::new(cubin)).clone())
     }
 
-    /// Compiles again and replaces what is kept: for an instance the driver refused.
+    /// Compiles an instance again and replaces the cached one: for a cubin that the driver refused.
     pub fn rebuild(&self, spec: &KernelSpec) -> Result<Arc<Cubin>> {
         let key = self.key(spec)?;
         let slot = self.slot(key);

@@ -76,7 +76,7 @@ fn resources_are_read_from_the_log() {
     assert_eq!(Resources::parse(log), expected);
 }
 
-/// The compiler; whoever says where it is wants the tests that need it.
+/// The compiler. Where `NIBBLE_NVRTC` is set, it must load.
 fn nvrtc() -> Option<Nvrtc> {
     match Nvrtc::load() {
         Ok(nvrtc) => Some(nvrtc),
@@ -122,7 +122,7 @@ fn a_source_that_does_not_compile_says_why() {
     assert!(error.contains("undeclared") && error.contains('k'), "{error}");
 }
 
-/// One instance, and what it is compiled from; the kernel writes one number.
+/// An instance and its sources; the kernel writes one number.
 fn one_number() -> (Sources, KernelSpec) {
     let text = "__global__ void k(float* out) { *out = 7.0f; }";
     (sources([("a", text), ("b", "")]), spec(&[]))
@@ -141,7 +141,7 @@ fn many_processes_keep_one_folder() {
         command.spawn().unwrap()
     };
     let processes = [process(), process()];
-    // Each with its own slots, so that all compile; one of them makes the entry again and again while others read it.
+    // Each with its own slots, so that all of them compile; one rewrites the entry repeatedly while others read it.
     let images: Vec<_> = std::thread::scope(|scope| {
         let build = || jit().cubin(&spec).unwrap().image.clone();
         let replace = || (0..4).map(|_| jit().rebuild(&spec).unwrap().image.clone()).next_back().unwrap();
@@ -181,7 +181,7 @@ fn a_cubin_that_the_driver_refuses_is_built_again() {
     let (sources, spec) = one_number();
     let jit = || Jit::new(Nvrtc::load().unwrap(), sources.clone(), Some(folder.path().to_owned()));
     let good = jit().cubin(&spec).unwrap();
-    // Entries whose digests are right: of a machine that is no GPU (an ELF header's `e_machine`), and without the kernel.
+    // Entries with correct digests: one for a machine that is no GPU (an ELF header's `e_machine`), and one without the kernel.
     let mut foreign = (*good).clone();
     foreign.image[18..20].fill(0);
     let nameless = Cubin { symbol: "absent".into(), ..(*good).clone() };

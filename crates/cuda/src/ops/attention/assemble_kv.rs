@@ -11,9 +11,9 @@ use nibble_core::ops::{AssembleKv, AssembleKvBackward, AssembledKv, AssembledKvG
 use nibble_core::{DType, Error, Result};
 
 const THREADS: u32 = 256;
-/// The most heads in which a thread copies a unit.
+/// The most heads for which one thread copies a unit.
 const HEADS: usize = 4;
-/// Units of each half of the shared key that a warp sums.
+/// Units per half of the shared key that a warp sums.
 const SUM_UNITS: usize = 4;
 
 /// The device's `AssembleSizes`.
@@ -34,7 +34,7 @@ pub(crate) struct AssembleSizes {
 
 plain_args!(AssembleSizes);
 
-/// What a call is of.
+/// The sizes of a call.
 #[derive(Debug, Clone, Copy)]
 struct Shape {
     dtype: DType,
@@ -42,24 +42,24 @@ struct Shape {
     heads: usize,
     key_dim: usize,
     value_dim: usize,
-    /// Elements of the shared key.
+    /// Elements of the shared (rotated) key.
     turned: usize,
 }
 
 impl Shape {
-    /// Numbers of a unit: those of 16 bytes where all widths are multiples of that.
+    /// Elements per unit: 16 bytes where all widths are multiples of that, otherwise one element.
     fn count(&self) -> usize {
         let whole = numbers_per_load(self.dtype);
         let widths = [self.key_dim, self.value_dim, self.turned / 2];
         if widths.iter().all(|width| width.is_multiple_of(whole)) { whole } else { 1 }
     }
 
-    /// Warps that sum, for a row.
+    /// Warps per row that sum.
     fn chunks(&self) -> usize {
         (self.turned / 2 / self.count()).div_ceil(SUM_UNITS)
     }
 
-    /// `turns`: whether threads that copy have others beside them that turn.
+    /// `turns`: whether some threads rotate the shared key while others copy.
     fn sizes(&self, op: &'static str, turns: bool) -> Result<AssembleSizes> {
         let count = self.count();
         let [key_units, value_units, half_units] =
@@ -175,7 +175,7 @@ pub(crate) fn assemble_kv_backward(
     Ok(out)
 }
 
-/// The instances.
+/// Every kernel instance of this module.
 pub(crate) fn instances() -> Vec<Instance> {
     let of = |dtype| {
         let counts = [numbers_per_load(dtype), 1];

@@ -1,4 +1,4 @@
-//! `attention_decode` on a GPU (`csrc/kernels/attention/attention_decode.cuh`): a CTA a query head, on the ordinary
+//! `attention_decode` on a GPU (`csrc/kernels/attention/attention_decode.cuh`): one CTA per query head, on the CUDA
 //! cores.
 
 use super::sinks_of;
@@ -14,9 +14,9 @@ use nibble_core::{DType, Error, Result, Tensor};
 
 const OP: &str = "attention_decode";
 const THREADS: u32 = 256;
-// Each element of a head has a thread.
+// Each element of a head has its own thread.
 const _: () = assert!(HEAD_LIMIT <= THREADS as usize);
-/// The most keys. Each has a weight of 4 bytes in shared memory: 192 KiB, beside the kernel's own 4 KiB.
+/// The most keys. Each key has a weight of 4 bytes in shared memory: 192 KiB, in addition to the kernel's own 4 KiB.
 const MOST_KEYS: usize = 48 << 10;
 
 /// See [`AttentionDecode`].
@@ -60,7 +60,7 @@ fn spec(dtype: DType, sinks: bool) -> KernelSpec {
     }
 }
 
-/// The instances.
+/// Every kernel instance of this module.
 pub(crate) fn instances() -> Vec<Instance> {
     let of =
         |(dtype, sinks)| Instance { spec: spec(dtype, sinks), shared_bytes: MOST_KEYS * size_of::<f32>() };

@@ -12,30 +12,29 @@ use nibble_choice::attention::{AttentionPath, HEADS, StoredScoreGrads};
 use nibble_core::ops::{AttentionBackward, AttentionGrads};
 use nibble_core::{DType, Data, Result, Tensor};
 
-/// Queries or keys of a warpgroup.
+/// Queries or keys per warpgroup.
 const GROUP_ROWS: usize = 64;
-/// Keys of a tile of the forward pass.
+/// Keys per tile of the forward pass.
 const KEYS: usize = 128;
-/// Rows of a box that is stored.
+/// Rows of a stored box.
 const ROWS_OUT: usize = 16;
 /// Columns of a box.
 const BOX_COLS: usize = 64;
-/// Warpgroups that multiply in the backward pass, and the threads of its kernels.
+/// Math warpgroups of the backward pass, and the threads of its kernels.
 const GRAD_GROUPS: usize = 2;
 const GRAD_THREADS: u32 = 128 * (GRAD_GROUPS as u32 + 1);
 /// Queries of a block of dS.
 const BLOCK_ROWS: usize = 256;
-/// Stages of the ring of keys in the forward pass, and of that of queries in the backward pass.
+/// Stages of the key ring in the forward pass, and of the query ring in the backward pass.
 const KEY_STAGES: usize = 2;
 const QUERY_STAGES: usize = 3;
-/// Bytes for barriers and small fields, and for starting at a multiple of 1024.
+/// Bytes for barriers and small fields, and for alignment to 1024 bytes.
 const REST: usize = 224 + 1024;
-/// How many bytes the L2 should hold of keys and values, for the heads of a section; or of queries and dout, for its
-/// groups.
+/// Budgets in L2, in bytes: keys and values for the heads of a section; queries and dout for its groups.
 const KEYS_HELD: usize = 24 << 20;
 const QUERIES_HELD: usize = 64 << 20;
 
-/// What the kernels take.
+/// The kernels' common parameters.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Wgmma {
     sizes: Sizes,
@@ -43,8 +42,8 @@ pub(super) struct Wgmma {
 }
 
 impl Wgmma {
-    /// The kernels' arguments if they take heads of these sizes. Tensors begin on 16 bytes, as all that backends make do: a descriptor of
-    /// another address is an error.
+    /// The kernels' parameters if they support heads of these sizes. Tensors are aligned to 16 bytes, as all backends allocate them: a
+    /// descriptor of another address is an error.
     pub fn choose(sizes: &Sizes, dtype: DType, num_sms: u32) -> Option<Self> {
         let takes = AttentionPath::of(dtype, sizes.dims()) == AttentionPath::TensorCores && sizes.heads() > 0;
         takes.then_some(Self { sizes: *sizes, num_sms: num_sms as usize })
@@ -55,14 +54,14 @@ impl Wgmma {
         Dims { head, value }
     }
 
-    /// How many query heads a section has: as many as have their keys and values in the L2, but at least one group.
+    /// Query heads per section: as many as have their keys and values in the L2, but at least one group.
     fn heads_held(&self) -> i32 {
         let sizes = &self.sizes;
         let kv_heads = (KEYS_HELD / row_bytes(sizes.seq_len(), self.dims().both())).max(1);
         (kv_heads * sizes.group()).min(sizes.heads() * sizes.sequences()) as i32
     }
 
-    /// How many groups a section has: as many as have their queries and dout in the L2, but at least a quarter of all,
+    /// Groups per section: as many as have their queries and dout in the L2, but at least a quarter of all groups,
     /// since a small last section would keep only few multiprocessors busy.
     fn groups_held(&self) -> i32 {
         let sizes = &self.sizes;
@@ -73,13 +72,13 @@ impl Wgmma {
         (QUERIES_HELD / group_bytes).max(all.div_ceil(4)).min(all) as i32
     }
 
-    /// One persistent CTA a multiprocessor, but no more than there are tiles of `rows` queries.
+    /// One persistent CTA per multiprocessor, but no more than there are tiles of `rows` queries.
     fn persistent(&self, rows: usize, threads: usize, shared_bytes: usize) -> Launch {
         let tiles = self.sizes.tiles(rows, self.sizes.heads());
         Launch { ctas: tiles.min(self.num_sms) as u32, threads: threads as u32, cluster: 1, shared_bytes }
     }
 
-    /// out and lse.
+    /// Computes out and lse.
     pub fn forward(
         &self,
         device: &Device,
@@ -101,7 +100,7 @@ impl Wgmma {
         unsafe { kernel.launch(launch, &args) }
     }
 
-    /// dq, dk and dv; `rows` with lse times log2(e).
+    /// Computes dq, dk and dv; `rows` holds lse times log2(e).
     pub fn backward(
         &self,
         device: &Device,
@@ -119,7 +118,7 @@ impl Wgmma {
         self.backward_q(device, op, (rows, windows), grads)
     }
 
-    /// All three in one kernel, by way of `stored`.
+    /// Computes all three in one kernel, with dS in memory as `stored` says.
     fn backward_once(
         &self,
         device: &Device,
@@ -144,7 +143,7 @@ impl Wgmma {
         let [first_key, end_query] =
             [windows.map(|lists| lists.first_key), windows.map(|lists| lists.end_query)];
         let score_grads: Buffer<u8> = device.alloc(stored.bytes())?;
-        // A word for tickets, and one a slot.
+        // One word for tickets, and one word per slot.
         let counters = device.counters(1 + stored.slots)?;
         let plan = OncePlan { ahead: stored.ahead as i32, slots: stored.slots as i32 };
         let kernel = device.kernel(&dims.backward_spec(Part::Once, windows.is_some()))?;
@@ -171,7 +170,7 @@ impl Wgmma {
         unsafe { kernel.launch(launch, &args) }
     }
 
-    /// dk and dv.
+    /// Computes dk and dv.
     fn backward_kv(
         &self,
         device: &Device,
@@ -198,7 +197,7 @@ impl Wgmma {
         unsafe { kernel.launch(launch, &args) }
     }
 
-    /// dq.
+    /// Computes dq.
     fn backward_q(
         &self,
         device: &Device,
@@ -264,12 +263,12 @@ enum Part {
     Once,
 }
 
-/// Sizes of heads, one of [`HEADS`], and what follows from them, as in the kernels.
+/// Head sizes, one of [`HEADS`], and the tile sizes that follow from them, as in the kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Dims {
-    /// Of queries and keys.
+    /// Elements of a query or key head.
     head: usize,
-    /// Of values.
+    /// Elements of a value head.
     value: usize,
 }
 
@@ -279,32 +278,32 @@ impl Dims {
         self.head + self.value
     }
 
-    /// Whether heads are so long that their sums leave less room for the rest.
+    /// Whether heads are so long that their accumulators leave less space for the rest.
     const fn long(self) -> bool {
         self.head > 128
     }
 
-    /// Warpgroups that multiply in the forward pass: short heads leave registers for three.
+    /// Math warpgroups in the forward pass: short heads leave registers for three.
     const fn forward_groups(self) -> usize {
         if self.head > 64 { 2 } else { 3 }
     }
 
-    /// Queries of a tile in the kernel of dk and dv, where keys stay: short heads leave registers for more.
+    /// Queries per tile in the kernel of dk and dv, where keys are stationary: short heads leave registers for more.
     const fn query_rows(self) -> usize {
         if self.head > 64 { 64 } else { 128 }
     }
 
-    /// Keys of a tile in the kernel of dq, where queries stay.
+    /// Keys per tile in the kernel of dq, where queries are stationary.
     const fn grad_keys(self) -> usize {
         if self.long() { 64 } else { 128 }
     }
 
-    /// Columns of a row of `dim` that are staged at once for a store.
+    /// Columns of a row of `dim` that are staged at a time for a store.
     const fn cols_out(self, dim: usize) -> usize {
         if self.long() { BOX_COLS } else { dim }
     }
 
-    /// q, k and v in their stages, and out.
+    /// Shared memory of the forward pass: stages of q, k and v, and out.
     const fn forward_shared(self) -> usize {
         let (queries, stages) = (self.forward_groups() * GROUP_ROWS, if self.long() { 1 } else { 2 });
         row_bytes(queries, stages * self.head + self.cols_out(self.value))
@@ -312,7 +311,7 @@ impl Dims {
             + REST
     }
 
-    /// k and v; q and dout in their stages, with lse and delta of their rows; and 16 bytes in place of dS.
+    /// Shared memory of dk and dv: k and v; stages of q and dout, with lse and delta of their rows; and 16 bytes instead of dS.
     const fn backward_kv_shared(self) -> usize {
         self.key_grads_shared() + 16
     }
@@ -322,7 +321,8 @@ impl Dims {
         row_bytes(keys + queries, self.both()) + 2 * queries * size_of::<f32>() + REST
     }
 
-    /// The larger of two layouts: that of dk and dv with dS on its way out; and that of dq, keys and dS in their stages, and dq.
+    /// Shared memory of the one-kernel backward pass, the larger of two layouts: dk and dv with dS staged for its store; dq with stages of
+    /// keys and dS.
     const fn backward_once_shared(self) -> usize {
         let (rows, stages) = (GRAD_GROUPS * GROUP_ROWS, if self.long() { 3 } else { 4 });
         let keys = self.key_grads_shared() + row_bytes(rows, GROUP_ROWS);
@@ -331,7 +331,7 @@ impl Dims {
         if keys > queries { keys } else { queries }
     }
 
-    /// q and dout, k and v in their stages, and dq.
+    /// Shared memory of dq: q and dout, stages of k and v, and dq.
     const fn backward_q_shared(self) -> usize {
         let (queries, stages) = (GRAD_GROUPS * GROUP_ROWS, if self.long() { 3 } else { 2 });
         row_bytes(queries + stages * self.grad_keys(), self.both())
@@ -339,7 +339,7 @@ impl Dims {
             + REST
     }
 
-    /// The template's arguments that every kernel has.
+    /// The template arguments that every kernel has.
     fn args(self) -> Vec<(&'static str, TemplateArg)> {
         let of = |dim: usize| TemplateArg::Int(dim as i64);
         vec![("kDim", of(self.head)), ("kValueDim", of(self.value))]
@@ -369,7 +369,7 @@ impl Dims {
     }
 }
 
-/// The instances.
+/// Every kernel instance of this module.
 pub(super) fn instances() -> Vec<Instance> {
     let of_dims = |(head, value), windowed| {
         let dims = Dims { head, value };
@@ -393,7 +393,7 @@ mod tests {
     fn sections_are_whole_groups_that_the_l2_holds() {
         let of = |sizes| Wgmma { sizes, num_sms: 132 };
         let long = of(Sizes::of(8, 4096, [16, 4], (128, 128), 0.1));
-        // 2 MiB of keys and values a head, 8 MiB of queries and dout a group.
+        // 2 MiB of keys and values per head, 8 MiB of queries and dout per group.
         assert_eq!((long.heads_held(), long.groups_held()), (12 * 4, 8));
         let short = of(Sizes::of(1, 200, [8, 1], (64, 64), 0.1));
         assert_eq!((short.heads_held(), short.groups_held()), (8, 1));
@@ -401,7 +401,7 @@ mod tests {
         assert_eq!((longest.heads_held(), longest.groups_held()), (4, 1));
         let many = of(Sizes::of(32, 4096, [16, 4], (128, 128), 0.1));
         assert_eq!((many.heads_held(), many.groups_held()), (48, 32));
-        // 2.5 MiB of keys and values a head, 10 MiB of queries and dout a group.
+        // 2.5 MiB of keys and values per head, 10 MiB of queries and dout per group.
         let unequal = of(Sizes::of(8, 4096, [16, 4], (192, 128), 0.1));
         assert_eq!((unequal.heads_held(), unequal.groups_held()), (9 * 4, 8));
         assert_eq!(long.persistent(128, 384, 0).ctas, 132);

@@ -1,4 +1,4 @@
-//! `find_windows` on a GPU (`csrc/kernels/attention/find_windows.cuh`): a thread a token.
+//! `find_windows` on a GPU (`csrc/kernels/attention/find_windows.cuh`): one thread per token.
 
 use crate::Cuda;
 use crate::compile::jit::KernelSpec;
@@ -19,7 +19,7 @@ pub(crate) fn find_windows(cuda: &Cuda, op: FindWindows<'_, Cuda>) -> Result<Win
         return Ok(windows);
     }
     let [window, chunk] = op.limits();
-    // `check` held the tokens, and with them a sequence, below 2^31.
+    // `check` held the tokens below 2^31, and so a sequence.
     let [tokens, seq_len, window, chunk] = [document.len(), op.seq_len, window, chunk].map(|n| n as u32);
     let launch = Launch { ctas: tokens.div_ceil(THREADS), threads: THREADS, cluster: 1, shared_bytes: 0 };
     let Windows { first_key, end_query } = &windows;
@@ -34,7 +34,7 @@ fn spec() -> KernelSpec {
     KernelSpec { source: "kernels/attention/find_windows.cuh", name: "nib::find_windows", args: Vec::new() }
 }
 
-/// The instance.
+/// The only kernel instance of this module.
 pub(super) fn instances() -> Vec<Instance> {
     vec![Instance { spec: spec(), shared_bytes: 0 }]
 }

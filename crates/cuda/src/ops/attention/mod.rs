@@ -1,8 +1,8 @@
 //! `attention` and `attention_backward` on a GPU: BF16 heads of 64, of 128, and of 192 with values of 128 on the tensor cores
-//! (`attention_wgmma.rs`), all others here, on the ordinary cores (`csrc/kernels/attention/attention.cuh`, `attention_backward.cuh`).
+//! (`attention_wgmma.rs`); all other heads here, on the CUDA cores (`csrc/kernels/attention/attention.cuh`, `attention_backward.cuh`).
 //!
-//! No CTA adds to sums of another. The price, but where dS is stored (`StoredScoreGrads`): the backward pass computes P and dS twice, once for
-//! dq and once for dk and dv.
+//! No CTA adds to the sums of another CTA. So, unless dS is stored (`StoredScoreGrads`), the backward pass computes P and dS twice: once
+//! for dq and once for dk and dv.
 
 pub(crate) mod assemble_kv;
 pub(crate) mod attention_decode;
@@ -27,9 +27,9 @@ use nibble_core::{DType, Error, Result, Tensor};
 const FORWARD: &str = "attention";
 const BACKWARD: &str = "attention_backward";
 const THREADS: u32 = 256;
-/// Queries of a CTA in the forward pass.
+/// Queries per CTA in the forward pass.
 const QUERIES: usize = 64;
-/// The sizes of heads that have instances.
+/// The head sizes that have instances.
 const DIMS: [usize; 4] = [32, 64, 128, HEAD_LIMIT];
 
 const LOG2_E: f32 = std::f32::consts::LOG2_E;
@@ -51,7 +51,7 @@ pub(super) struct Sizes {
 plain_args!(Sizes);
 
 impl Sizes {
-    /// Of checked operands. None if there is nothing to do.
+    /// The sizes of checked operands; `None` if there is nothing to do.
     fn new(
         op: &'static str,
         q: &Tensor<Cuda>,
@@ -66,7 +66,7 @@ impl Sizes {
         check_heads(op, (head_dim, value_dim))?;
         let (sequences, padded) = (q.rows / seq_len, seq_len.next_multiple_of(PADDED_QUERIES));
         let heads = (q.cols / head_dim).max(k.cols / head_dim);
-        // The kernels count CTAs and rows in 32 bits, with at least 8 rows a CTA.
+        // The kernels count CTAs and rows in 32 bits, with at least 8 rows per CTA.
         if sequences.saturating_mul(padded).saturating_mul(heads) > i32::MAX as usize / 4 {
             let got = format!("{} rows of {heads} heads", q.rows);
             return Err(Error::shape(op, "q", got, "rows · heads below 2^29"));
@@ -75,7 +75,7 @@ impl Sizes {
         Ok(Some(Self::of(sequences, seq_len, heads, (head_dim, value_dim), scale)))
     }
 
-    /// Of query heads and of heads of keys and values.
+    /// Counts are of query heads, then of heads of keys and values; head sizes are of keys, then of values.
     pub fn of(
         sequences: usize,
         seq_len: usize,
@@ -95,17 +95,17 @@ impl Sizes {
         }
     }
 
-    /// Tiles of `rows` queries or keys, in all sequences and `heads` heads.
+    /// Tiles of `rows` queries or keys, over all sequences and `heads` heads.
     pub fn tiles(&self, rows: usize, heads: usize) -> usize {
         self.seq_len().div_ceil(rows) * heads * self.sequences()
     }
 
-    /// Sequences.
+    /// Number of sequences.
     pub fn sequences(&self) -> usize {
         self.sequences as usize
     }
 
-    /// Tokens of each.
+    /// Tokens per sequence.
     pub fn seq_len(&self) -> usize {
         self.seq_len as usize
     }
@@ -120,17 +120,17 @@ impl Sizes {
         self.kv_heads as usize
     }
 
-    /// Query heads of each head of keys and values.
+    /// Query heads per head of keys and values.
     pub fn group(&self) -> usize {
         self.heads() / self.kv_heads()
     }
 
-    /// Elements of a head of queries and keys, and of one of values.
+    /// Elements of a query or key head, and of a value head.
     pub fn dims(&self) -> (usize, usize) {
         (self.head_dim as usize, self.value_dim as usize)
     }
 
-    /// The smallest instance that takes the heads.
+    /// The smallest instance that fits the heads.
     fn dim(&self) -> usize {
         let largest = self.head_dim.max(self.value_dim) as usize;
         DIMS.into_iter().find(|&dim| dim >= largest).unwrap_or(DIMS[DIMS.len() - 1])
@@ -189,7 +189,7 @@ pub(super) struct Lists<'a> {
 }
 
 impl<'a> Lists<'a> {
-    /// Of checked operands.
+    /// The lists, from checked operands.
     fn new(buffers: &BufferCheck<'_>, windows: Option<&'a Windows<Cuda>>) -> Result<Option<Self>> {
         let Some(Windows { first_key, end_query }) = windows else { return Ok(None) };
         Ok(Some(Self {
@@ -248,7 +248,7 @@ pub(crate) fn attention_backward(
     Ok(grads)
 }
 
-/// Which kernels make the gradients.
+/// The cores that compute the gradients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Cores {
     Ordinary,
@@ -256,7 +256,7 @@ enum Cores {
 }
 
 impl Cores {
-    /// The factor for `lse`: 1 where exponentials are of e, log2(e) where they are of 2.
+    /// The factor for `lse`: 1 with base-e exponentials, log2(e) with base-2 ones.
     fn lse_factor(self) -> f32 {
         match self {
             Self::Ordinary => 1.0,
@@ -264,7 +264,7 @@ impl Cores {
         }
     }
 
-    /// Lanes and elements of `attention_rows`.
+    /// Lanes per row and elements per lane of `attention_rows`.
     fn lanes(self, dtype: DType, value_dim: usize) -> (usize, usize) {
         let fits = |&&(of, lanes, each): &&(DType, usize, usize)| {
             of == dtype && lanes * each == value_dim && each > 1
@@ -274,16 +274,16 @@ impl Cores {
     }
 }
 
-/// Two numbers for each query of each head, `[sequences][heads][padded]`.
+/// Two values for each query of each head, `[sequences][heads][padded]`.
 pub(super) struct QueryRows {
-    /// The log-sum-exp, times a factor; +infinity past the sequence.
+    /// The log-sum-exp, times a factor; +infinity past the end of the sequence.
     pub lse: Buffer<f32>,
     /// out · dout.
     pub delta: Buffer<f32>,
 }
 
 impl QueryRows {
-    /// For the kernels of the ordinary or of the tensor cores; and with sinks what each row adds to their gradient.
+    /// Computes them for the kernels on these cores; with sinks, also the share of each row in the gradient of the sinks.
     fn of(
         device: &Device,
         op: &AttentionBackward<'_, Cuda>,
@@ -313,8 +313,8 @@ impl QueryRows {
     }
 }
 
-/// Type, lanes that read a head's row, and elements that each reads at once. The first entry of a type takes any head,
-/// the others only heads of lanes · elements.
+/// Type, lanes that read a head's row, and elements that each lane reads at once. The first entry of a type takes any
+/// head, the others only heads of lanes · elements.
 const ROW_LANES: [(DType, usize, usize); 4] =
     [(DType::F32, 32, 1), (DType::Bf16, 32, 1), (DType::Bf16, 8, 8), (DType::Bf16, 16, 8)];
 
@@ -395,7 +395,7 @@ fn backward_shared(dim: usize) -> usize {
     (4 * dim + 2 * rows) * (rows + 4) * size_of::<f32>()
 }
 
-/// The instances.
+/// Every kernel instance of this module.
 pub(crate) fn instances() -> Vec<Instance> {
     let of_dim = |dtype, dim, windowed| {
         let backward = [BackwardPart::Q, BackwardPart::Kv]

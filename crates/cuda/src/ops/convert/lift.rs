@@ -1,4 +1,5 @@
-//! Blocks along lines as FP8 along the same lines or in squares, for products (`csrc/kernels/convert/lift_lines.cuh`): see [`Format::lift`].
+//! Lifts blocks along rows or columns to FP8 along the same lines or in 2-D blocks, for products (`csrc/kernels/convert/lift_lines.cuh`):
+//! see [`Format::lift`].
 
 use super::units::{RecordPlane, UnitFormat};
 use crate::backend::Buf;
@@ -13,9 +14,9 @@ use nibble_core::{BlockScaled, Error, Result};
 
 const OP: &str = "lift";
 const THREADS: u32 = 256;
-/// Values that a thread takes at a time.
+/// Values per thread and step.
 const UNIT: usize = 16;
-/// Lines that a cta takes, and values of each.
+/// Lines per CTA, and values of each line.
 const TILE: (usize, usize) = (32, 512);
 
 plain_args!(RecordPlane);
@@ -29,12 +30,12 @@ fn spec(format: UnitFormat, whole: bool, squares: bool) -> KernelSpec {
     KernelSpec { source: "kernels/convert/lift_lines.cuh", name: "nib::lift_lines", args }
 }
 
-/// Whether a format is lifted under every rule.
+/// Whether a format can be lifted under every scale rule.
 fn is_lifted(format: Format) -> bool {
     format.spec().rules.iter().all(|rule| format.lift(*rule, BlockAxis::Row).is_some())
 }
 
-/// The instances built for it.
+/// Every kernel instance of this module.
 pub(crate) fn instances() -> Vec<Instance> {
     let formats = UnitFormat::all().filter(|unit| is_lifted(unit.format));
     let ways = [true, false].into_iter().flat_map(|whole| [true, false].map(|squares| (whole, squares)));
@@ -42,7 +43,7 @@ pub(crate) fn instances() -> Vec<Instance> {
     each.map(|spec| Instance { spec, shared_bytes: 0 }).collect()
 }
 
-/// How a launch finds the records of a plane's lines.
+/// The layout of the scale records, for the kernel.
 fn records(x: &BlockScaled<Cuda>) -> Result<RecordPlane> {
     let (line_stride, block_stride) = match (x.scale_layout, x.axis) {
         (ScaleLayout::RowMajor, _) => (x.shape_of_scales().1, 1),
@@ -56,7 +57,8 @@ fn records(x: &BlockScaled<Cuda>) -> Result<RecordPlane> {
     Ok(RecordPlane { records: x.scales.get().address(), line_stride, block_stride })
 }
 
-/// The plane of so many bytes of codes, and of scales in this layout. `axis`: that of x, or `Tile` for squares of the rows of so many matrices.
+/// Lifts `x` to buffers of `codes` and `scales` bytes, with scales in `layout`. `axis`: that of x, or `Tile` for 2-D blocks of the rows of
+/// `matrices` matrices.
 pub(crate) fn lift(
     device: &Device,
     x: &BlockScaled<Cuda>,
@@ -95,7 +97,7 @@ pub(crate) fn lift(
     let (from, to) = (records(x)?, records(&made)?);
     let kernel = device.kernel(&spec(unit, len.is_multiple_of(UNIT), squares))?;
     let launch = Launch { ctas: ctas as u32, threads: THREADS, cluster: 1, shared_bytes: 0 };
-    // No more than all lines, which an i32 holds.
+    // At most the number of lines, which an i32 holds.
     let n = n as i32;
     let args: [&dyn KernelArg; 6] = [x.codes.get(), &from, made.codes.get(), &to, &n, &len_of_line];
     // SAFETY: `BufferCheck` held the planes of x to its shape, and those of `made` were held to theirs here; the kernel stays within lines of

@@ -1,4 +1,4 @@
-//! `measure_quantization` on a GPU, by one general kernel (`csrc/kernels/convert/measure_quantization.cuh`).
+//! `measure_quantization` on a GPU, by a general kernel (`csrc/kernels/convert/measure_quantization.cuh`).
 
 use super::units::{LONG, RecordPlane, SQUARE, UnitFormat, tiles};
 use crate::Cuda;
@@ -46,7 +46,7 @@ fn instance(format: UnitFormat, x: DType, down: bool) -> Instance {
     Instance { spec: KernelSpec { source, name, args }, shared_bytes: format.code_bytes() }
 }
 
-/// The instances built for it: of every format and both plain types, along lines and down them.
+/// Every kernel instance of this module: every format, both plain types, blocks along rows and down columns.
 pub(crate) fn instances() -> Vec<Instance> {
     let formats = UnitFormat::all().filter(|unit| unit.rule != Some(ScaleRule::Cann));
     let of = |unit| {
@@ -108,7 +108,7 @@ pub(crate) fn measure_quantization(cuda: &Cuda, op: MeasureQuantization<'_, Cuda
     Ok(counts)
 }
 
-/// The struct that decodes a tensor: both of HiFloat4's conventions decode alike.
+/// The struct that decodes a tensor: both conventions of HiFloat4 decode the same way.
 fn unit_of(q: &BlockScaled<Cuda>) -> Result<UnitFormat> {
     let rule = if q.rule == ScaleRule::Cann { ScaleRule::Amax } else { q.rule };
     let is_read = q.scale_layout == ScaleLayout::RowMajor

@@ -12,7 +12,7 @@ pub use units::has_own_kernels;
 
 pub(crate) use {dequantize::*, measure_quantization::*, quantize::*, scale_tiles::*, transcode::*};
 
-/// The instances built for it.
+/// Every kernel instance of this module.
 pub(crate) fn instances() -> Vec<crate::ops::Instance> {
     [
         quantize::instances(),

@@ -11,7 +11,7 @@ use nibble_core::ops::{CutScales, CutSide, TileScales, UntileScales};
 use nibble_core::{Error, Result};
 
 const THREADS: u32 = 256;
-/// A warp has one.
+/// One tile per warp.
 const TILES_A_CTA: usize = 8;
 /// Bytes of a tile.
 const TILE_BYTES: usize = TILE_ROWS * TILE_COLS;
@@ -21,7 +21,7 @@ pub(crate) fn tile_scales(cuda: &Cuda, op: TileScales<'_, Cuda>) -> Result<Buf<u
     op.check()?;
     let buffers = BufferCheck::by("tile_scales", cuda);
     let (scales, starts) = (buffers.buffer("scales", op.scales)?, buffers.buffer("starts", op.starts)?);
-    // There may be less than a tile past the last whole one.
+    // The buffer may end with less than a tile after the last whole one.
     let out = op.result(cuda)?;
     launch(cuda, "tile_scales", true, &op.matrix, [scales, out.get()], starts)?;
     Ok(out)
@@ -59,7 +59,7 @@ fn launch(
         cluster: 1,
         shared_bytes: 0,
     };
-    // `check` held `per_scale` below 2^31 where the matrix has a scale; where it has none, nothing is divided but zeros.
+    // `check` held `per_scale` below 2^31 if the matrix has scales; if it has none, only zeros are divided.
     let per_scale = matrix.per_scale.min(1 << 31);
     let [num_groups, rows, cols, per_scale, num_tiles] =
         [starts.len() - 1, matrix.rows, matrix.cols, per_scale, num_tiles].map(|n| n as u32);
@@ -80,7 +80,7 @@ fn spec(side: CutSide, to_tiles: bool) -> KernelSpec {
     KernelSpec { source: "kernels/convert/scale_tiles.cuh", name: "nib::tile_scales", args }
 }
 
-/// Every kernel of this file.
+/// Every kernel instance of this module.
 pub(crate) fn instances() -> Vec<Instance> {
     let of = |side, to_tiles| Instance { spec: spec(side, to_tiles), shared_bytes: 0 };
     [CutSide::Rows, CutSide::Cols].into_iter().flat_map(|side| [of(side, true), of(side, false)]).collect()

@@ -1,26 +1,26 @@
-//! The formats that the general kernels take (`csrc/kernels/convert/{quantize,dequantize}_units.cuh`): the rows that their headers declare.
+//! The formats that the general kernels support (`csrc/kernels/convert/{quantize,dequantize}_units.cuh`), as declared in their headers.
 
 use nibble_choice::quantize::has_fast_kernels;
 use nibble_core::DType;
 use nibble_core::formats::{Format, Headroom, Rounding, ScaleRule, Scaling};
 
-/// Values of a unit, units of a tile.
+/// Values per unit, and units per tile.
 pub(super) const VALUES_PER_UNIT: usize = 64;
 const UNITS: usize = 256;
-/// Units of a row of a tile: of rows alone, and where columns are written or read.
+/// Units per tile row: for rows alone, and where columns are written or read.
 pub(super) const LONG: usize = 16;
 pub(super) const SQUARE: usize = 2;
 
-/// A format, under one scale rule or all that no row before it names.
+/// A format under one scale rule, or under all rules that no earlier row names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct UnitFormat {
     pub format: Format,
     pub rule: Option<ScaleRule>,
     /// The device's struct (`csrc/formats/`).
     pub device: &'static str,
-    /// The same with scales that are chosen otherwise than by default.
+    /// The same struct with non-default scales.
     chosen: &'static str,
-    /// The roundings that it has a way of its own for; none where other kernels take what is common.
+    /// Rounding modes with a separate code path; empty where other kernels handle the common cases.
     pub own: &'static [Rounding],
 }
 
@@ -34,27 +34,28 @@ const fn row(
     UnitFormat { format, rule, device, chosen, own }
 }
 
-/// Every format of blocks: each `NIB_UNIT_FORMAT` of `csrc/formats/`, by file and line. The build script writes them (`compile/unit_formats.rs`).
+/// Every block format: each `NIB_UNIT_FORMAT` in `csrc/formats/`, by file and line. The build script generates them
+/// (`compile/unit_formats.rs`).
 const FORMATS: &[UnitFormat] = &include!(concat!(env!("OUT_DIR"), "/unit_formats.rs"));
 
-/// Whether kernels quantize to a format alone, plain ones among them; the others go through the general ones.
+/// Whether a format has quantization kernels of its own, as plain formats do; all others use the general kernels.
 pub fn has_own_kernels(format: Format) -> bool {
     !format.is_block() || has_fast_kernels(format)
 }
 
 impl UnitFormat {
-    /// Of a format under a rule; none for plain ones.
+    /// The row for a format under a rule; `None` for plain formats.
     pub fn of(format: Format, rule: ScaleRule) -> Option<Self> {
         let fits = |row: &&Self| row.format == format && row.rule.is_none_or(|only| only == rule);
         FORMATS.iter().find(fits).copied()
     }
 
-    /// Every one.
+    /// Every row.
     pub fn all() -> impl Iterator<Item = Self> {
         FORMATS.iter().copied()
     }
 
-    /// The struct with scales that are chosen otherwise, where one of its rules has such a choice.
+    /// The struct with non-default scales, if one of its rules supports them.
     pub fn chosen(&self) -> Option<&'static str> {
         let scaling = Scaling { headroom: Headroom::MOST, ..Scaling::default() };
         let mut rules =
@@ -68,14 +69,14 @@ impl UnitFormat {
         UNITS * if of_unit == 48 { 48 } else { of_unit + 16 }
     }
 
-    /// `QuantizeUnitsShared` of the kernel; where scales are chosen otherwise, squares may have candidates.
+    /// `QuantizeUnitsShared` of the kernel; with non-default scales, 2-D blocks may have candidate scales.
     pub fn quantize_shared_bytes(&self, input: DType, is_chosen: bool) -> usize {
         let losses = if is_chosen && self.format.spec().has_candidates { 2 * 64 } else { 0 };
         let squares_and_total = (losses + 64 + 64 + 3) * size_of::<u32>();
         (value_bytes(input) + self.code_bytes() + squares_and_total).next_multiple_of(16)
     }
 
-    /// `DecodedUnitsShared` of the kernel, with the codes of rows where `both` planes may be written.
+    /// `DecodedUnitsShared` of the kernel; it includes the codes of rows where `both` rows and columns may be written.
     pub fn decoded_shared_bytes(&self, input: DType, both: bool) -> usize {
         let codes_of_rows = if both { self.code_bytes() } else { 0 };
         self.quantize_shared_bytes(input, false) + codes_of_rows
@@ -128,7 +129,7 @@ mod tests {
         assert!(UnitFormat::all().all(|row| reached.contains(&row)));
     }
 
-    /// What a record is decides which struct reads it: rules of one row make the same kind.
+    /// The kind of a record decides which struct reads it: all rules of a row make the same kind.
     #[test]
     fn rules_of_one_row_make_one_kind_of_scales() {
         for row in UnitFormat::all() {

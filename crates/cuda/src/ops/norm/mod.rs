@@ -1,4 +1,4 @@
-//! RMS norm, rotary positions, and both in one pass.
+//! RMS norm, rotary position embedding, and both in one pass.
 
 pub(crate) mod norm_rope;
 pub(crate) mod positions;
@@ -7,7 +7,7 @@ pub(crate) mod rope;
 
 pub(crate) use {norm_rope::*, rms_norm::*, rope::*};
 
-/// The instances built for it.
+/// Every kernel instance of this module.
 pub(crate) fn instances() -> Vec<crate::ops::Instance> {
     [rms_norm::instances(), norm_rope::instances(), rope::instances()].concat()
 }

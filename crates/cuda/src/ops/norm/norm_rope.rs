@@ -1,5 +1,5 @@
-//! `norm_rope`, `norm_rope_backward` on a GPU (`csrc/kernels/norm/norm_rope.cuh`): heads of 64, 128 and 256 in one pass; others by the
-//! two operations, one after the other.
+//! `norm_rope`, `norm_rope_backward` on a GPU (`csrc/kernels/norm/norm_rope.cuh`): heads of 64, 128 and 256 in one pass; other heads
+//! by the two operations in sequence.
 
 use super::positions::{PositionsArg, angles};
 use super::rms_norm::{
@@ -16,12 +16,12 @@ use nibble_choice::norm::{NormRopePath, TURNED_HEADS};
 use nibble_core::ops::{NormRope, NormRopeBackward, RmsNorm, RmsNormBackward, RmsNormOut, Rope};
 use nibble_core::{DType, Result, Tensor};
 
-/// Columns of a thread.
+/// Columns per thread.
 const THREAD_COLS: usize = 8;
-/// How many heads a thread has a part of.
+/// Heads per thread; it has a part of each.
 const ROWS: usize = 4;
 
-/// The instance for heads of a certain number of columns.
+/// The instance for heads with a given number of columns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct NormRopeConfig {
     dtype: DType,
@@ -57,7 +57,7 @@ impl NormRopeConfig {
         plain_launch(rows.div_ceil(ROWS * THREADS / self.threads), THREADS)
     }
 
-    /// The threads of a head have a chunk of rows.
+    /// The threads of a head process one chunk of rows.
     fn backward_launch(&self, chunks: usize) -> Launch {
         plain_launch(chunks.div_ceil(THREADS / self.threads), THREADS)
     }
@@ -81,7 +81,7 @@ pub(crate) fn norm_rope(cuda: &Cuda, op: NormRope<'_, Cuda>) -> Result<RmsNormOu
     let Some(config) = NormRopeConfig::choose(dtype, head_dim) else {
         check_size(OP, op.heads(), head_dim)?;
         let out = op.result(cuda)?;
-        // Made by the norm in place of y, which is that of the rotation.
+        // The norm writes its own y; the operation's y is the rotation's result.
         let heads = head_rows(x, head_dim)?;
         let normed = RmsNormOut { y: heads.unwritten_like(cuda)?, ..out.clone() };
         write_norm(cuda, &RmsNorm::new(&heads, weight, eps), &normed)?;
@@ -171,7 +171,7 @@ pub(crate) fn norm_rope_backward(cuda: &Cuda, op: NormRopeBackward<'_, Cuda>) ->
     Ok(dx)
 }
 
-/// The instances.
+/// Every kernel instance of this module.
 pub(crate) fn instances() -> Vec<Instance> {
     let configs = TYPES
         .into_iter()

@@ -1,6 +1,6 @@
 //! `rms_norm`, `rms_norm_backward` on a GPU (`csrc/kernels/norm/{rms_norm,rms_norm_backward}.cuh`). The forward pass
-//! holds rows in registers, the backward pass chunks of rows in shared memory, and both read them once. Rows of any
-//! other width are read twice.
+//! holds rows in registers, the backward pass holds chunks of rows in shared memory, and both read them once. Rows of
+//! unsupported widths are read twice.
 
 use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{KernelArg, Launch};
@@ -15,17 +15,17 @@ use nibble_core::{DType, Data, Error, Result, Tensor};
 
 pub(crate) const THREADS: usize = 128;
 const BACKWARD_SOURCE: &str = "kernels/norm/rms_norm_backward.cuh";
-/// How many batches of rows shared memory holds.
+/// Batches of rows in shared memory.
 const WIDE_STAGES: usize = 3;
-/// Columns of a block: eight of each thread of a warp.
+/// Columns per block: eight for each thread of a warp.
 const BLOCK: usize = 256;
 pub(crate) const TYPES: [DType; 2] = [DType::F32, DType::Bf16];
 
 /// The widths that have instances, in blocks.
 const BLOCKS: [usize; 8] = [2, 4, 8, 12, 16, 20, 28, 32];
-/// The most blocks of the kernel whose threads have two columns of each block.
+/// The most blocks of the kernel whose threads hold two columns of each block.
 const MOST_WIDE_BLOCKS: usize = 8;
-/// Numbers of threads that share a short row, with eight columns each.
+/// Threads that may share a short row, with eight columns each.
 const SHORT: [usize; 3] = [8, 16, 32];
 
 pub(crate) fn int(value: usize) -> TemplateArg {
@@ -45,9 +45,9 @@ pub(crate) fn check_size(op: &'static str, rows: usize, d: usize) -> Result<()> 
 /// How [`RmsNorm`] is launched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Forward {
-    /// `threads` threads hold a row in registers, in `blocks` blocks; a thread has `rows` rows.
+    /// `threads` threads hold a row in registers, in `blocks` blocks; each thread holds parts of `rows` rows.
     InRegisters { threads: usize, blocks: usize, rows: usize },
-    /// Any width.
+    /// Rows of any width.
     Long { aligned: bool },
 }
 
@@ -58,7 +58,7 @@ impl Forward {
             .unwrap_or(Self::Long { aligned: d.is_multiple_of(8) })
     }
 
-    /// From the narrowest to the widest. A thread has several short rows, so that enough loads are in flight.
+    /// From the narrowest to the widest. A thread holds parts of several short rows, so that enough loads are in flight.
     fn in_registers(dtype: DType) -> impl Iterator<Item = Self> {
         let most = 32 * DType::Bf16.size_bytes() / dtype.size_bytes();
         let wide = BLOCKS.into_iter().filter(move |&blocks| blocks <= most);
@@ -77,7 +77,7 @@ impl Forward {
         }
     }
 
-    /// plus: the kernel first adds `plus` to x, and writes the sum.
+    /// `plus`: the kernel first adds `plus` to x, and writes the sum.
     fn spec(&self, dtype: DType, plus: bool) -> KernelSpec {
         let source = "kernels/norm/rms_norm.cuh";
         let t = ("T", TemplateArg::Type(type_name(dtype)));
@@ -150,11 +150,11 @@ pub(super) fn write_norm(cuda: &Cuda, op: &RmsNorm<'_, Cuda>, out: &RmsNormOut<C
 /// How [`RmsNormBackward`] is launched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Backward {
-    /// `threads` threads have a chunk of rows.
+    /// `threads` threads process a chunk of rows.
     Short { threads: usize },
-    /// A CTA has a chunk of rows of up to `blocks` blocks, and reads `rows` rows at a time.
+    /// A CTA processes a chunk of rows of up to `blocks` blocks, and reads `rows` rows at a time.
     Wide { blocks: usize, rows: usize },
-    /// The same, with 256 threads for each of the rows.
+    /// The same, with 256 threads per row.
     Long { blocks: usize, rows: usize },
     /// One kernel for dx and one for dweight.
     Apart { aligned: bool },
@@ -168,7 +168,7 @@ impl Backward {
 
     fn fused(dtype: DType) -> impl Iterator<Item = Self> {
         let of_blocks = move |blocks| match blocks {
-            // A batch has about 16 KiB of BF16, so that four CTAs fit a multiprocessor.
+            // A batch is about 16 KiB of BF16, so that four CTAs fit a multiprocessor.
             0..=MOST_WIDE_BLOCKS => Self::Wide { blocks, rows: (16 / blocks).clamp(1, 4) },
             // One CTA fits, with three batches of the longest rows.
             _ => Self::Long { blocks, rows: size_of::<f32>() / dtype.size_bytes() },
@@ -185,7 +185,7 @@ impl Backward {
         d.is_multiple_of(8) && d <= most
     }
 
-    /// One kernel, or two. plus: the kernel adds `plus` to dx.
+    /// One kernel, or two. `plus`: the kernel adds `plus` to dx.
     fn specs(&self, dtype: DType, plus: bool) -> Vec<KernelSpec> {
         let t = ("T", TemplateArg::Type(type_name(dtype)));
         let plus = ("kPlus", TemplateArg::Bool(plus));
@@ -209,7 +209,7 @@ impl Backward {
         }
     }
 
-    /// Threads that have a chunk.
+    /// Threads that process one chunk.
     fn chunk_threads(&self) -> usize {
         match *self {
             Self::Short { threads } => threads,
@@ -297,19 +297,19 @@ pub(super) fn write_dx(cuda: &Cuda, op: RmsNormBackward<'_, Cuda>, dx: &Tensor<C
     })
 }
 
-/// What kernels write for dweight: sums over chunks of rows.
+/// Kernel output for dweight: sums over chunks of rows.
 pub(crate) struct Chunks {
-    /// `[all, d]`, a row a chunk.
+    /// `[all, d]`, one row per chunk.
     pub sums: Buffer<f32>,
     /// Chunks of all shards.
     pub all: u32,
     pub rows_per_shard: u32,
-    /// Chunks of a shard.
+    /// Chunks per shard.
     pub per_shard: u32,
 }
 
 /// Calls `write`, which sums every chunk of rows, and adds these sums to dweight, shard by shard. Rows and columns are
-/// below 2^30. Without rows `write` is not called.
+/// below 2^30. If there are no rows, `write` is not called.
 pub(crate) fn add_chunks(
     device: &Device,
     op: &'static str,
@@ -329,7 +329,7 @@ pub(crate) fn add_chunks(
     }
     let rows_per_shard = rows / shards;
     let per_shard = chunks_of_shard::<Cuda>(rows, shards);
-    let all = shards * per_shard; // no more than rows
+    let all = shards * per_shard; // at most the number of rows
     let sums = device.alloc::<f32>(all * d)?;
     let [all, rows_per_shard, chunks] = [all, rows_per_shard, per_shard].map(|n| n as u32);
     let chunks = Chunks { sums, all, rows_per_shard, per_shard: chunks };
@@ -338,7 +338,7 @@ pub(crate) fn add_chunks(
     stack.add_to(device, op, dweight.make_mut()?)
 }
 
-/// The instances, with the most shared memory any launch asks for.
+/// Every kernel instance of this module, with the most shared memory that any launch asks for.
 pub(crate) fn instances() -> Vec<Instance> {
     let of = |(dtype, plus)| {
         let long = [true, false].map(|aligned| Forward::Long { aligned });
@@ -356,7 +356,7 @@ pub(crate) fn instances() -> Vec<Instance> {
         });
         forward.chain(backward)
     };
-    // dweight is summed by one instance whatever the alignment, and whatever is added to dx.
+    // dweight is summed by one instance, for any alignment and with or without `plus`.
     let mut all: Vec<Instance> = Vec::new();
     for instance in TYPES.into_iter().flat_map(|dtype| [false, true].map(|plus| (dtype, plus))).flat_map(of) {
         if !all.contains(&instance) {
@@ -366,7 +366,7 @@ pub(crate) fn instances() -> Vec<Instance> {
     all
 }
 
-/// The sizes of every instance with rows in shared memory, for its longest rows.
+/// The shared-memory sizes of every instance that keeps rows there, for its longest rows.
 pub(crate) fn shared_sizes() -> Vec<SharedSize> {
     let of = |dtype| {
         Backward::fused(dtype).filter_map(move |config| {

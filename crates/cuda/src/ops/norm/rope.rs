@@ -12,18 +12,18 @@ use nibble_core::{DType, Error, Result, Tensor};
 
 const OP: &str = "rope";
 const THREADS: u32 = 256;
-/// The most heads that a thread rotates.
+/// The most heads per thread.
 const HEADS: usize = 4;
 
 /// How [`Rope`] is launched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct RopeConfig {
     dtype: DType,
-    /// Pairs that a thread rotates, or copies, in a head.
+    /// Pairs per head that a thread rotates, or copies.
     count: usize,
-    /// Threads for a head.
+    /// Threads per head.
     units: usize,
-    /// Those of them that copy.
+    /// Threads per head that copy.
     kept_units: usize,
     /// Threads for a row and unit, each with up to [`HEADS`] heads.
     head_groups: usize,
@@ -31,7 +31,7 @@ struct RopeConfig {
 }
 
 impl RopeConfig {
-    /// Of heads of which `kept` elements are copied and `turned` turn. Loads of 16 bytes, where half of each is a multiple of that.
+    /// For heads with `kept` copied and `turned` rotated elements. Loads are 16 bytes where half of each count is a multiple of that.
     fn choose(dtype: DType, (rows, heads): (usize, usize), (kept, turned): (usize, usize)) -> Result<Self> {
         let whole = numbers_per_load(dtype);
         let is_whole = [kept / 2, turned / 2].iter().all(|half| half.is_multiple_of(whole));
@@ -108,7 +108,7 @@ pub(super) fn write_turned(cuda: &Cuda, op: &Rope<'_, Cuda>, y: &Tensor<Cuda>) -
     }
 }
 
-/// The instances.
+/// Every kernel instance of this module.
 pub(crate) fn instances() -> Vec<Instance> {
     let of = |dtype| {
         let config = |count| RopeConfig { dtype, count, units: 1, kept_units: 0, head_groups: 1, tasks: 1 };

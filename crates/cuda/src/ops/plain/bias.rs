@@ -11,11 +11,11 @@ use nibble_core::ops::{AddBias, AddBiasBackward};
 use nibble_core::{DType, Data, Error, Result};
 
 const ADD_THREADS: usize = 256;
-/// Rows of a thread that adds.
+/// Rows per thread of the addition.
 const ADD_ROWS: usize = 4;
 const SUM_THREADS: usize = 128;
 
-/// Neighbours that a thread has of rows of d numbers: those of 16 bytes where rows are whole loads.
+/// Adjacent columns per thread, for rows of d elements: 16 bytes where rows are multiples of that, otherwise one element.
 fn count(dtype: DType, d: usize) -> usize {
     let whole = numbers_per_load(dtype);
     if d.is_multiple_of(whole) { whole } else { 1 }
@@ -32,7 +32,7 @@ fn spec(name: &'static str, dtype: DType, count: usize) -> KernelSpec {
 const ADD: &str = "nib::add_bias";
 const SUM: &str = "nib::bias_sums";
 
-/// A launch of so many tasks, one a thread.
+/// A launch of units · rows tasks, one per thread.
 fn launch(op: &'static str, (units, rows): (usize, usize), threads: usize) -> Result<Launch> {
     match units.checked_mul(rows).filter(|tasks| *tasks <= (u32::MAX as usize) - threads) {
         Some(tasks) => Ok(plain_launch(tasks.div_ceil(threads), threads)),
@@ -87,7 +87,7 @@ pub(crate) fn add_bias_backward(cuda: &Cuda, op: AddBiasBackward<'_, Cuda>) -> R
     })
 }
 
-/// The instances.
+/// Every kernel instance of this module.
 pub(crate) fn instances() -> Vec<Instance> {
     let of = |dtype| {
         [1, numbers_per_load(dtype)].into_iter().flat_map(move |count| {

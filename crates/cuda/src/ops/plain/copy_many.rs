@@ -1,4 +1,4 @@
-//! Many copies of lines of bytes in one launch (`csrc/kernels/plain/copy_many.cuh`): see [`nibble_core::Backend::copy_many`].
+//! Many copies of strided lines of bytes in one launch (`csrc/kernels/plain/copy_many.cuh`): see [`nibble_core::Backend::copy_many`].
 
 use crate::compile::jit::KernelSpec;
 use crate::device::buf::Buf;
@@ -9,9 +9,9 @@ use nibble_core::{Error, LineCopy, Lines, Result};
 
 const OP: &str = "copy_many";
 const THREADS: u32 = 256;
-/// Units that a CTA copies.
+/// Units per CTA.
 const UNITS: u32 = 4 * THREADS;
-/// Runs of a launch: the table is a parameter of the kernel, which has room for 4 KB of them.
+/// Runs per launch: the table is a kernel parameter, and parameters are limited to 4 KB.
 const MOST: usize = 64;
 
 /// The device's `CopyRun`.
@@ -39,11 +39,11 @@ fn spec() -> KernelSpec {
 }
 
 impl Run {
-    /// Of lines within their buffers, which begin at these addresses; in the largest units that they all are multiples of. None where a number is too
-    /// large for the kernel.
+    /// For lines within their buffers, which start at these addresses; in the largest unit that divides all addresses and sizes. `None`
+    /// where a number is too large for the kernel.
     fn of(copy: &LineCopy, from: u64, to: u64) -> Option<Self> {
         let LineCopy { from: (_, of), to: (_, into), lines, len } = *copy;
-        // One line may say any stride.
+        // A single line may have any stride.
         let stride = |lie: Lines| if lines == 1 { len } else { lie.stride };
         let (from, to) = (from + of.first as u64, to + into.first as u64);
         let all = from | to | (stride(of) | stride(into) | len) as u64;
@@ -66,7 +66,7 @@ impl Run {
     }
 }
 
-/// Does these copies; those that are too large for the kernel by themselves.
+/// Makes these copies; a copy that is too large for the kernel is made separately.
 pub(crate) fn copy_many(
     device: &Device,
     from: &[Buf<u8>],
@@ -95,7 +95,7 @@ pub(crate) fn copy_many(
     runs.chunks_mut(MOST).try_for_each(|runs| launch(device, runs))
 }
 
-/// Launches at most [`MOST`] of them.
+/// Launches at most [`MOST`] runs.
 fn launch(device: &Device, runs: &mut [Run]) -> Result<()> {
     let mut ctas = 0u32;
     let mut table = Table([Run::default(); MOST]);
@@ -112,7 +112,7 @@ fn launch(device: &Device, runs: &mut [Run]) -> Result<()> {
     unsafe { device.kernel(&spec())?.launch(launch, &args) }
 }
 
-/// The instances built for it.
+/// Every kernel instance of this module.
 pub(crate) fn instances() -> Vec<Instance> {
     vec![Instance { spec: spec(), shared_bytes: 0 }]
 }
@@ -131,7 +131,7 @@ mod tests {
             (wide.log, wide.from, wide.from_stride, wide.to_stride, wide.len, wide.units),
             (4, 4128, 4, 3, 1, 3)
         );
-        // Of one line the stride does not matter.
+        // The stride of a single line does not matter.
         assert_eq!(run(copy(lie(0, 7), lie(16, 3), 1, 32)).log, 4);
         assert_eq!(run(copy(lie(0, 7), lie(16, 3), 2, 3)).log, 0);
         assert_eq!(run(copy(lie(4, 8), lie(0, 8), 2, 6)).log, 1);

@@ -11,14 +11,14 @@ use nibble_core::ops::{Add, Cast, SumShards, Transpose};
 use nibble_core::{DType, Data, Error, Plain, Result, Tensor};
 
 const THREADS: u32 = 256;
-/// Numbers that a CTA casts.
+/// Elements per CTA of a cast.
 const CAST_PER_CTA: usize = 4096;
-/// Units of 16 bytes that a CTA adds.
+/// Units of 16 bytes per CTA of an addition.
 const ADD_UNITS_PER_CTA: usize = 1024;
-/// Units of 16 bytes along a side of a transposed tile.
+/// Units of 16 bytes per side of a transposed tile.
 const TILE_UNITS: usize = 16;
 
-/// See [`Cast`]. A cast to the type it has shares the buffer.
+/// See [`Cast`]. A cast to the same type shares the buffer.
 pub(crate) fn cast(cuda: &Cuda, op: Cast<'_, Cuda>) -> Result<Tensor<Cuda>> {
     BufferCheck::by("cast", cuda).tensor("x", op.x)?;
     let out = op.result(cuda)?;
@@ -30,7 +30,7 @@ pub(crate) fn cast(cuda: &Cuda, op: Cast<'_, Cuda>) -> Result<Tensor<Cuda>> {
     Ok(out)
 }
 
-/// Writes x as another type. Both have as many values, on one device.
+/// Writes x as another type. Both have the same length and device.
 pub(crate) fn cast_values<T: Plain, U: Plain>(x: &Buffer<T>, out: &Buffer<U>, to: DType) -> Result<()> {
     if x.is_empty() {
         return Ok(());
@@ -86,9 +86,9 @@ fn add_spec(dtype: DType, plus: bool) -> KernelSpec {
     }
 }
 
-/// The numbers of shards that have instances. All of a thread's loads are in flight at once.
+/// The shard counts that have instances. All of a thread's loads are in flight at once.
 const SHARDS: [usize; 5] = [1, 2, 4, 8, 16];
-/// Numbers that a CTA sums. With fewer shards it takes more numbers, so that enough loads are in flight.
+/// Elements per CTA of a sum. With fewer shards a CTA takes more elements, so that enough loads are in flight.
 fn sums_per_cta(shards: usize) -> usize {
     1024 * (4 / shards).max(1)
 }
@@ -154,7 +154,7 @@ struct TransposeConfig {
     n: usize,
     k: usize,
     stack: usize,
-    /// Whether rows of both sides are multiples of 16 bytes.
+    /// Whether rows of source and result are multiples of 16 bytes.
     aligned: bool,
 }
 
@@ -164,7 +164,7 @@ impl TransposeConfig {
         Self { dtype, n, k, stack, aligned: n.is_multiple_of(unit) && k.is_multiple_of(unit) }
     }
 
-    /// Tiles down and along.
+    /// Tiles per column and per row.
     fn tiles(&self) -> (usize, usize) {
         let tile = TILE_UNITS * numbers_per_load(self.dtype);
         (self.n.div_ceil(tile), self.k.div_ceil(tile))
@@ -215,7 +215,7 @@ pub(crate) fn transpose(cuda: &Cuda, op: Transpose<'_, Cuda>) -> Result<Tensor<C
     Ok(out)
 }
 
-/// The instances built for it.
+/// Every kernel instance of this module.
 pub(crate) fn instances() -> Vec<Instance> {
     let types = [DType::F32, DType::Bf16];
     let turns = types.into_iter().flat_map(|dtype| {

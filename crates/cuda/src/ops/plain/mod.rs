@@ -7,7 +7,7 @@ pub(crate) mod row_tree;
 
 pub(crate) use {bias::*, elementwise::*};
 
-/// The instances built for it.
+/// Every kernel instance of this module.
 pub(crate) fn instances() -> Vec<crate::ops::Instance> {
     [elementwise::instances(), bias::instances(), row_tree::instances(), copy_many::instances()].concat()
 }

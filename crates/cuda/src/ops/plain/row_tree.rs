@@ -1,4 +1,4 @@
-//! Sums of rows as a tree over neighbours (`csrc/kernels/plain/row_tree.cuh`): how the sums of chunks of rows become
+//! Sums of rows as a tree over neighbours (`csrc/kernels/plain/row_tree.cuh`): reduces the sums of chunks of rows to
 //! one row.
 
 use crate::compile::jit::{KernelSpec, TemplateArg};
@@ -7,20 +7,20 @@ use crate::ops::Instance;
 use crate::{Buffer, Device};
 use nibble_core::{Error, Result};
 
-/// Threads of a CTA, and how many of them have columns side by side.
+/// Threads per CTA, and how many of them have adjacent columns.
 pub(crate) const THREADS: u32 = 256;
 const QUADS: usize = 32;
-/// A launch makes one row of this many.
+/// A launch reduces this many rows to one.
 const GROUP: usize = 256;
-/// How many columns a thread sums at once.
+/// Columns that a thread may sum at once.
 pub(crate) const COUNTS: [usize; 2] = [4, 1];
 
-/// Columns of a thread: those of a load of 16 bytes, where rows are multiples of that; else one.
+/// Columns per thread: 16 bytes where rows are multiples of that, otherwise one column.
 pub(crate) fn count_of(cols: usize) -> usize {
     if cols.is_multiple_of(4) { 4 } else { 1 }
 }
 
-/// CTAs side by side over the columns.
+/// CTAs that cover the columns.
 pub(crate) fn blocks_of(cols: usize) -> usize {
     cols.div_ceil(QUADS * count_of(cols))
 }
@@ -33,7 +33,7 @@ fn spec(count: usize) -> KernelSpec {
     }
 }
 
-/// A stack of matrices of F32, of which each becomes one row.
+/// A stack of F32 matrices, each of which is reduced to one row.
 pub(crate) struct Stack {
     /// `[shards · rows, cols]`.
     pub sums: Buffer<f32>,
@@ -76,7 +76,7 @@ impl Stack {
     }
 }
 
-/// The instances built for it.
+/// Every kernel instance of this module.
 pub(crate) fn instances() -> Vec<Instance> {
     COUNTS.map(|count| Instance { spec: spec(count), shared_bytes: 0 }).to_vec()
 }

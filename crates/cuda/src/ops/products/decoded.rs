@@ -1,5 +1,5 @@
-//! What products of decoded blocks take beside their operands: groups that end where a block does (`csrc/kernels/products/whole_groups.cuh`), and scales
-//! of tensors that multiply F32 sums, where the tensor cores do not multiply by them before D is written (`csrc/kernels/products/scale_sums.cuh`).
+//! Helpers for products of decoded blocks: groups rounded up to whole blocks (`csrc/kernels/products/whole_groups.cuh`), and tensor scales
+//! applied to F32 sums where the tensor-core kernel does not apply them before it writes D (`csrc/kernels/products/scale_sums.cuh`).
 
 use super::operands::Target;
 use crate::backend::Buf;
@@ -12,11 +12,11 @@ use nibble_core::ops::{ProductArgs, ProductDims, Ragged};
 use nibble_core::{DType, Error, Groups, Result};
 
 const THREADS: usize = 256;
-/// Columns that a warp of `scale_sums` takes.
+/// Columns per warp of `scale_sums`.
 const SEGMENT: usize = 512;
 
-/// Groups as a contraction over blocks takes them, each to the end of its last whole block: what lies there are zeros, or, under a Hadamard
-/// transform, which spreads a group over whole blocks, a part of it.
+/// Groups for a contraction over blocks, each extended to the end of its last block. The extension holds zeros or, under a Hadamard
+/// transform, which spreads a group over whole blocks, a part of the group.
 pub(super) fn whole_groups(device: &Device, groups: &Groups<Cuda>) -> Result<Groups<Cuda>> {
     let len = device.alloc::<i32>(groups.num_groups)?;
     let ctas = groups.num_groups.div_ceil(THREADS) as u32;
@@ -49,7 +49,7 @@ struct ScaledSums {
 }
 plain_args!(ScaledSums);
 
-/// F32 sums times the scales of tensors, to D or added to it.
+/// Multiplies F32 sums by the scales of the tensors, and writes them to D or adds them to it.
 pub(super) fn scale_sums(
     product: &ProductArgs<'_, Cuda>,
     sums: &Buffer<f32>,
@@ -109,7 +109,7 @@ fn groups_spec() -> KernelSpec {
     KernelSpec { source: "kernels/products/whole_groups.cuh", name: "nib::whole_groups", args: vec![] }
 }
 
-/// The instances built for it.
+/// Every kernel instance of this module.
 pub(crate) fn instances() -> Vec<Instance> {
     let specs = [sums_spec(DType::Bf16), sums_spec(DType::F32), groups_spec()];
     specs.into_iter().map(|spec| Instance { spec, shared_bytes: 0 }).collect()

@@ -1,4 +1,4 @@
-//! See [`nibble_core::ops::Gemm`], [`GroupedGemm`] and [`GroupedWgrad`]: any product is launched by its path.
+//! See [`nibble_core::ops::Gemm`], [`GroupedGemm`] and [`GroupedWgrad`]: launches any product by its path.
 
 use super::operands::{GroupBuffers, Matrix, Target};
 use super::tensor_cores::TensorCoreLaunch;
@@ -16,7 +16,7 @@ use std::borrow::Cow;
 
 pub(crate) fn gemm(cuda: &Cuda, op: Gemm<'_, Cuda>) -> Result<Tensor<Cuda>> {
     let (product, mut d) = (op.product()?, op.result(cuda)?);
-    // Of nothing it is zeros already.
+    // An empty contraction leaves the zeros that are already there.
     if product.dims.k != 0 {
         multiply(cuda, &product, &mut d)?;
     }
@@ -35,7 +35,7 @@ pub(crate) fn grouped_wgrad(cuda: &Cuda, op: GroupedWgrad<'_, Cuda>) -> Result<(
     multiply(cuda, &product, grad)
 }
 
-/// A product into D, which nobody else has. Of nothing it is zeros, as are rows of no group.
+/// A product into D, which has no other handle. An empty product is zeros, as are rows outside all groups.
 pub(crate) fn multiply(cuda: &Cuda, product: &ProductArgs<'_, Cuda>, d: &mut Tensor<Cuda>) -> Result<()> {
     let desc = product.desc(d.dtype());
     if d.rows * d.cols == 0 {
@@ -51,8 +51,8 @@ pub(crate) fn multiply(cuda: &Cuda, product: &ProductArgs<'_, Cuda>, d: &mut Ten
     run(cuda, product, &path, Target::of(d, desc.accumulate))
 }
 
-/// By the path that is chosen for this product: makes what its operands become, and multiplies that. Rows of no group are left alone, unless
-/// the path writes every row: then they are zeros. Sizes are positive and checked.
+/// Runs the path chosen for this product: converts its operands and multiplies. Rows outside all groups are not written, unless the path
+/// writes every row: then they are zeros. Sizes are positive and checked.
 fn run(cuda: &Cuda, product: &ProductArgs<'_, Cuda>, path: &ProductPath, d: Target<'_>) -> Result<()> {
     let of = |x, becomes| side(d.device, product.op, x, becomes);
     let (a, b) = (of(product.a, path.sides[0])?, of(product.b, path.sides[1])?);
@@ -90,7 +90,7 @@ fn run_on(
     }
 }
 
-/// An operand as it is multiplied.
+/// An operand, converted for the product.
 fn side<'a>(
     device: &Device,
     op: &'static str,
@@ -113,7 +113,7 @@ fn side<'a>(
     })
 }
 
-/// BF16 numbers in F32.
+/// BF16 values as F32.
 fn widened(device: &Device, x: &Tensor<Cuda>) -> Result<Tensor<Cuda>> {
     let Data::Bf16(values) = &x.data else { return Ok(x.clone()) };
     let wide = device.alloc(values.get().len())?;
@@ -121,7 +121,7 @@ fn widened(device: &Device, x: &Tensor<Cuda>) -> Result<Tensor<Cuda>> {
     Tensor::new(Data::F32(Buf::new(wide)), x.rows, x.cols)
 }
 
-/// An operand that was quantized in the form that products take, as what it is in that form; none of others.
+/// An operand that was quantized to the form that products take, relabelled as that form; `None` for other operands.
 fn as_taken(x: &Operand<Cuda>) -> Result<Option<Operand<Cuda>>> {
     let Operand::Block(q) = x else { return Ok(None) };
     Ok(match q.taken {
@@ -144,7 +144,7 @@ fn tensor_scale(x: &Operand<Cuda>) -> Option<&Buffer<f32>> {
     }
 }
 
-/// Both as the tensor cores' kernels take them.
+/// Both operands as arguments of the tensor-core kernels.
 fn operands<'a>(
     product: &ProductArgs<'a, Cuda>,
     asked: &TensorCoreProduct,
@@ -157,7 +157,7 @@ fn operands<'a>(
     Ok(if is_scaled { (a.times(of_a), b.times(of_b)) } else { (a, b) })
 }
 
-/// Read with one scale for so many neighbouring rows, of which each has the same.
+/// An operand whose scales are read once per `shared` adjacent rows, which have the same scale.
 fn operand<'a>(op: &'static str, x: &'a Operand<Cuda>, shared: usize) -> Result<Matrix<'a>> {
     let mut matrix = Matrix::of(op, x)?;
     if let (Operand::Block(q), Some(scales)) = (x, &mut matrix.scales)

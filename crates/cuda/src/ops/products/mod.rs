@@ -1,4 +1,4 @@
-//! Matrix products, dense and grouped: `nibble-choice` says which path each takes, and here it is launched.
+//! Matrix products, dense and grouped: `nibble-choice` chooses the path of each product, and this module launches it.
 
 pub(crate) mod decoded;
 pub(crate) mod gemm;
@@ -9,7 +9,7 @@ pub mod tensor_cores;
 
 pub(crate) use gemm::{gemm, grouped_gemm, grouped_wgrad};
 
-/// The instances built for it.
+/// Every kernel instance of this module.
 pub(crate) fn instances() -> Vec<crate::ops::Instance> {
     [tensor_cores::instances(), decoded::instances(), parts::instances(), ordinary_cores::instances()]
         .concat()

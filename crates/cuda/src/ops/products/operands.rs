@@ -1,4 +1,4 @@
-//! What the products' kernels have in common: how operands, scales and groups are passed, and what D may be.
+//! Common to the product kernels: how operands, scales and groups are passed, and the types of D.
 
 use crate::{Buffer, Cuda, Device};
 use half::bf16;
@@ -8,12 +8,12 @@ use nibble_core::ops::{Ragged, Stored};
 use nibble_core::{BlockScaled, DType, Data, Error, Groups, Operand, Plain, Result, Tensor};
 use std::fmt;
 
-/// What the numbers of an operand lie as.
+/// The storage of an operand's values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Values {
-    /// Plain numbers.
+    /// Plain values.
     Plain(DType),
-    /// Codes of an element of a byte.
+    /// One-byte codes of an element.
     Codes(Element),
 }
 
@@ -26,16 +26,16 @@ impl fmt::Display for Values {
     }
 }
 
-/// An operand as the kernels of products read it: its numbers, and the scales beside them.
+/// An operand as the product kernels read it: its values and their scales.
 #[derive(Debug, Clone, Copy)]
 pub struct Matrix<'a> {
     pub(super) values: Values,
     pub(super) address: u64,
     pub(super) len: usize,
     pub(super) device: &'a Device,
-    /// Of the blocks of its codes.
+    /// The scales of its blocks.
     pub(super) scales: Option<StridedScales<'a>>,
-    /// For each row of the matrix the scale of its tensor.
+    /// The tensor scale of each row of the matrix.
     pub(super) tensor_scale: Option<&'a Buffer<f32>>,
 }
 
@@ -45,12 +45,12 @@ impl<'a> Matrix<'a> {
         Self { values, address, len, device, scales: None, tensor_scale: None }
     }
 
-    /// F32 numbers `[rows][k]`; with [`Ragged::Contraction`], `[k][rows]`.
+    /// F32 values `[rows][k]`; with [`Ragged::Contraction`], `[k][rows]`.
     pub fn f32(values: &'a Buffer<f32>) -> Self {
         Self::new(Values::Plain(DType::F32), values)
     }
 
-    /// The same of BF16.
+    /// BF16 values; shape as in [`Matrix::f32`].
     pub fn bf16(values: &'a Buffer<bf16>) -> Self {
         Self::new(Values::Plain(DType::Bf16), values)
     }
@@ -60,13 +60,13 @@ impl<'a> Matrix<'a> {
         Self { scales: Some(scales), ..Self::new(Values::Codes(element), codes) }
     }
 
-    /// The same times the scale of its tensor, one for each row of the matrix, if there are such.
+    /// Adds the scale of its tensor, one per row of the matrix, if there is one.
     #[must_use]
     pub fn times(self, tensor_scale: Option<&'a Buffer<f32>>) -> Self {
         Self { tensor_scale, ..self }
     }
 
-    /// Of an operand that has become what is multiplied.
+    /// From an operand that was converted for the product.
     pub(super) fn of(op: &'static str, x: &'a Operand<Cuda>) -> Result<Self> {
         match x {
             Operand::Plain(Tensor { data: Data::F32(values), .. }) => Ok(Self::f32(values.get())),
@@ -80,11 +80,11 @@ impl<'a> Matrix<'a> {
     }
 }
 
-/// Where the scales of a quantized operand lie.
+/// The layout of a quantized operand's scales.
 fn scales<'a>(op: &'static str, q: &'a BlockScaled<Cuda>) -> Result<StridedScales<'a>> {
     if let Some(of_rows) = &q.tensor_scale {
-        // One for each row of the matrix: along its own codes the same, and down the columns the same for a block, which ends where a
-        // group does.
+        // One scale per row of the matrix. Row codes share it within a row. Column codes share it within a block, because a block
+        // ends where its group does.
         let values = ScaleValues::f32(of_rows.get());
         return Ok(match q.axis {
             BlockAxis::Col => StridedScales { values, row_stride: 0, block_stride: q.format.spec().block },
@@ -117,7 +117,7 @@ pub(super) const fn ragged_name(ragged: Ragged) -> &'static str {
     }
 }
 
-/// The values of a matrix of scales: singles, or powers of two.
+/// The values of a matrix of scales: F32, or powers of two (E8M0).
 #[derive(Debug, Clone, Copy)]
 pub struct ScaleValues<'a> {
     address: u64,
@@ -127,32 +127,32 @@ pub struct ScaleValues<'a> {
 }
 
 impl<'a> ScaleValues<'a> {
-    /// Singles.
+    /// F32 scales.
     pub fn f32(values: &'a Buffer<f32>) -> Self {
         Self { address: values.address(), len: values.len(), device: values.device(), is_f32: true }
     }
 
-    /// Powers of two.
+    /// E8M0 scales.
     pub fn e8m0(values: &'a Buffer<u8>) -> Self {
         Self { address: values.address(), len: values.len(), device: values.device(), is_f32: false }
     }
 
-    /// A plane of records of this kind, one of these two.
+    /// A buffer of scales of this kind, F32 or E8M0.
     pub(super) fn of(kind: ScaleKind, plane: &'a Buffer<u8>) -> Self {
         let is_f32 = kind == ScaleKind::F32;
         Self { len: plane.len() / kind.bytes().max(1), is_f32, ..Self::e8m0(plane) }
     }
 
-    /// Whether they are singles.
+    /// Whether the scales are F32.
     pub(super) const fn is_f32(&self) -> bool {
         self.is_f32
     }
 }
 
-/// A matrix of scales: that of (row, block of the contraction) lies at `row · row_stride + block · block_stride`.
+/// A matrix of scales: the scale of (row, block of the contraction) is at `row · row_stride + block · block_stride`.
 #[derive(Debug, Clone, Copy)]
 pub struct StridedScales<'a> {
-    /// The plane.
+    /// The scale buffer.
     pub values: ScaleValues<'a>,
     /// Scales from one row to the next.
     pub row_stride: usize,
@@ -174,7 +174,7 @@ impl<'a> StridedScales<'a> {
         self.values.device
     }
 
-    /// Whether it holds the scales of so many rows and blocks.
+    /// Checks that it holds the scales of these rows and blocks.
     pub(crate) fn check(
         &self,
         op: &'static str,
@@ -215,7 +215,7 @@ pub(crate) struct ScalesArg {
 }
 
 impl ScalesArg {
-    /// A plain operand has none.
+    /// For a plain operand, which has no scales.
     pub(crate) const NONE: Self = Self { values: 0, row_stride: 0, block_stride: 0, is_f32: 0, pad: 0 };
 }
 
@@ -234,7 +234,7 @@ pub(crate) struct GroupsArg {
 }
 
 impl GroupsArg {
-    /// Sizes were checked to fit.
+    /// The sizes were checked to fit.
     pub(crate) fn new(
         groups: Option<GroupBuffers<'_>>,
         count: usize,
@@ -282,7 +282,7 @@ impl<'a> Target<'a> {
         Self::new(DType::Bf16, values, accumulate)
     }
 
-    /// A tensor that nobody else has, or the caller's part of one.
+    /// A tensor that has no other handle, or the caller's part of a tensor.
     pub(crate) fn of(d: &'a mut Tensor<Cuda>, accumulate: bool) -> Self {
         match &mut d.data {
             Data::F32(values) => Self::f32(values.in_place(), accumulate),
@@ -291,23 +291,23 @@ impl<'a> Target<'a> {
     }
 }
 
-/// Where the groups lie, on the device.
+/// The groups' starts and lengths, on the device.
 #[derive(Debug, Clone, Copy)]
 pub struct GroupBuffers<'a> {
-    /// First row of each group, and the end of the last one's padding: multiples of 128.
+    /// First row of each group, and the end of the last group's padding: multiples of 128.
     pub start: &'a Buffer<i32>,
     /// Rows of each group.
     pub len: &'a Buffer<i32>,
 }
 
 impl<'a> GroupBuffers<'a> {
-    /// Of these groups.
+    /// The lists of these groups.
     pub(super) fn of(groups: &'a Groups<Cuda>) -> Self {
         Self { start: groups.start.get(), len: groups.len.get() }
     }
 }
 
-/// An error that names the argument, unless both are one device.
+/// An error that names the argument, unless both are on one device.
 pub(crate) fn same_device(
     op: &'static str,
     argument: &'static str,

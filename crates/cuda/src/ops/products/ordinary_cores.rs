@@ -1,5 +1,5 @@
-//! D = A·Bᵀ of any two operands on the ordinary cores (`csrc/kernels/products/product_simt.cuh`): F32 products, and sizes
-//! that the tensor-core kernels do not take.
+//! D = A·Bᵀ of any two operands on the CUDA cores (`csrc/kernels/products/product_simt.cuh`): F32 products, and sizes
+//! that the tensor-core kernels do not support.
 
 use super::operands::{GroupBuffers, GroupsArg, Matrix, ScalesArg, Target, Values, ragged_name, same_device};
 use crate::compile::jit::{KernelSpec, TemplateArg};
@@ -13,9 +13,9 @@ use nibble_core::{DType, Error, Operand, Result};
 const OP: &str = "product_simt";
 const TILE: usize = 64;
 const THREADS: u32 = 256;
-/// How often plain operands' sums are promoted.
+/// The promotion interval for sums of plain operands.
 const PLAIN_BLOCK: usize = 128;
-/// Contractions of formats with a scale a line are passed as whole multiples of this.
+/// Contractions of formats with one scale per line are rounded up to a multiple of this.
 const LONGEST_BLOCK: usize = 128;
 
 impl Values {
@@ -45,13 +45,13 @@ impl Values {
 
 const ELEMENTS: [&str; 3] = ["nib::StoredF32", "nib::StoredBf16", "nib::StoredCodes"];
 
-/// One operand: element (row, k) lies at `row · row_stride + k · k_stride`.
+/// One operand: element (row, k) is at `row · row_stride + k · k_stride`.
 #[derive(Debug, Clone, Copy)]
 struct Side<'a> {
     matrix: Matrix<'a>,
     row_stride: usize,
     k_stride: usize,
-    /// Rows a scale is for.
+    /// Rows per scale.
     tile_rows: usize,
 }
 
@@ -69,7 +69,7 @@ struct SideArg {
 plain_args!(SideArg);
 
 impl<'a> Side<'a> {
-    /// Plain operands of a weight gradient are read down their columns; quantized ones are stored that way.
+    /// Plain operands of a weight gradient are read down their columns; quantized operands are stored that way.
     fn of(product: &ProductArgs<'a, Cuda>, x: &'a Operand<Cuda>) -> Result<Self> {
         let (matrix, down) = (Matrix::of(product.op, x)?, product.ragged == Ragged::Contraction);
         let (row_stride, k_stride, tile_rows) = match x {
@@ -111,13 +111,13 @@ impl<'a> Side<'a> {
     }
 }
 
-/// Multiplies, and leaves rows of no group alone.
+/// Runs the product; rows outside all groups are not written.
 pub(super) fn run(product: &ProductArgs<'_, Cuda>, d: Target<'_>) -> Result<()> {
     let record_len = |x: &Operand<Cuda>| match x {
         Operand::Plain(_) => None,
         Operand::Block(q) => Some(q.format.record_len(q.axis)),
     };
-    // A scale for a whole line is one for whatever is longer.
+    // A scale for a whole line also covers a longer contraction.
     let longest = product.dims.k.next_multiple_of(LONGEST_BLOCK);
     let records = [product.a, product.b].into_iter().filter_map(record_len);
     OrdinaryLaunch {
@@ -137,15 +137,15 @@ pub(super) fn run(product: &ProductArgs<'_, Cuda>, d: Target<'_>) -> Result<()> 
 #[derive(Debug)]
 struct OrdinaryLaunch<'a> {
     ragged: Ragged,
-    /// None: one group of all rows.
+    /// `None`: one group of all rows.
     groups: Option<GroupBuffers<'a>>,
     num_groups: usize,
     dims: ProductDims,
     a: Side<'a>,
     b: Side<'a>,
-    /// Values of the contraction that share a scale.
+    /// Contraction elements per scale.
     block: usize,
-    /// Rows of no group are left as they are.
+    /// Rows outside all groups are not written.
     d: Target<'a>,
 }
 
@@ -160,7 +160,7 @@ fn spec(element: &'static str, ragged: Ragged) -> KernelSpec {
     }
 }
 
-/// The instances built for it.
+/// Every kernel instance of this module.
 pub(crate) fn instances() -> Vec<Instance> {
     let all = ELEMENTS.into_iter().flat_map(|e| [Ragged::Rows, Ragged::Contraction].map(|r| spec(e, r)));
     all.map(|spec| Instance { spec, shared_bytes: 0 }).collect()
@@ -203,7 +203,7 @@ impl OrdinaryLaunch<'_> {
         let ProductDims { m, n, .. } = self.dims;
         let columns = n.div_ceil(TILE) as u32;
         match self.ragged {
-            // Each group's last tile may be short.
+            // The last tile of each group may be partial.
             Ragged::Rows => {
                 [columns, (m.div_ceil(TILE) + self.groups.map_or(0, |_| self.num_groups)) as u32, 1]
             }
@@ -211,7 +211,7 @@ impl OrdinaryLaunch<'_> {
         }
     }
 
-    /// Checks and runs.
+    /// Checks the sizes and launches.
     fn run(self) -> Result<()> {
         let device = self.check()?;
         let kernel = device.kernel(&spec(self.a.matrix.values.element(), self.ragged))?;

@@ -1,9 +1,9 @@
-//! Products of which the tensor cores give F32 sums that are summed again (`csrc/kernels/products/bf16_parts.cuh`): contractions cut into runs of
-//! rows, where D alone has too few tiles for the GPU; and F32 operands, since an F32 number is the sum of three BF16 numbers exactly, and the
-//! products of those are exact, so that only the order of the sums is another.
+//! Products that sum several F32 results of the tensor cores (`csrc/kernels/products/bf16_parts.cuh`). One case is split-K: contractions
+//! cut into runs of rows, where D alone has too few tiles for the GPU. The other is F32 operands: an F32 number is exactly the sum of three
+//! BF16 numbers, whose products are exact, so that only the order of the sums differs.
 //!
-//! The number of runs is a function of D's size and of the rows of a group, and of nothing else (`nibble_choice::products`): the same bits for
-//! any number of groups, and so of ranks.
+//! The number of runs depends only on D's size and on the rows of a group (`nibble_choice::products`). So the bits are the same for any
+//! number of groups, and thus of ranks.
 
 use super::operands::{GroupBuffers, Matrix, Target};
 use super::tensor_cores::TensorCoreLaunch;
@@ -22,7 +22,7 @@ const THREADS: u32 = 256;
 /// Each part once.
 const EACH: [u32; PARTS] = [0, 1, 2];
 
-/// A contraction in so many runs of each group's rows: a D for each, and their sum.
+/// A contraction in `each` runs of each group's rows: computes a D for each run, then their sum.
 pub(super) fn in_runs(
     cuda: &Cuda,
     product: &ProductArgs<'_, Cuda>,
@@ -85,7 +85,7 @@ fn len(x: &Tensor<Cuda>) -> usize {
     }
 }
 
-/// The parts of each row of so many F32 numbers beside each other, in this order.
+/// The BF16 parts of each row of `cols` F32 numbers, side by side, in this order.
 fn split(op: &'static str, x: &Tensor<Cuda>, (order, cols): ([u32; PARTS], usize)) -> Result<Buffer<bf16>> {
     let Data::F32(values) = &x.data else {
         return Err(Error::shape(op, "operands and out", x.dtype(), "F32, as chosen for"));
@@ -101,14 +101,14 @@ fn split(op: &'static str, x: &Tensor<Cuda>, (order, cols): ([u32; PARTS], usize
     Ok(out)
 }
 
-/// Where the runs lie, on the device.
+/// The runs' starts and lengths, on the device.
 struct Runs {
     start: Buffer<i32>,
     len: Buffer<i32>,
 }
 
 impl Runs {
-    /// So many of each group of a product; none where each group is its own.
+    /// `each` runs per group of a product; `None` where each group is one run.
     fn of(product: &ProductArgs<'_, Cuda>, each: usize) -> Result<Option<Self>> {
         let Some(groups) = product.groups.filter(|_| each > 1) else { return Ok(None) };
         let device = groups.start.get().device();
@@ -123,13 +123,13 @@ impl Runs {
         Ok(Some(Self { start, len }))
     }
 
-    /// As the products take them.
+    /// The runs as groups of the product.
     fn groups(&self) -> GroupBuffers<'_> {
         GroupBuffers { start: &self.start, len: &self.len }
     }
 }
 
-/// A matrix of rows as the kernels of this file take it.
+/// A matrix as the kernels of this file divide it.
 struct Units {
     launch: Launch,
     units: u32,
@@ -146,7 +146,7 @@ impl Units {
     }
 }
 
-/// The sum of each row of `cols` over runs and their parts, to D or added to it.
+/// Sums each row of `cols` over runs and their parts, and writes the sums to D or adds them to it.
 fn sum(all: &Buffer<f32>, d: Target<'_>, (cols, parts, runs): (usize, usize, usize)) -> Result<()> {
     if all.len() != parts * runs * d.len {
         return Err(Error::shape(OP, "d", d.len, all.len() / (parts * runs)));
@@ -168,7 +168,7 @@ fn sum_spec(out: DType, parts: usize) -> KernelSpec {
     spec("nib::sum_parts", args)
 }
 
-/// The instances built for it.
+/// Every kernel instance of this module.
 pub(crate) fn instances() -> Vec<Instance> {
     let outs = [DType::F32, DType::Bf16];
     let sums = outs.into_iter().flat_map(|out| [1, PARTS].map(|parts| sum_spec(out, parts)));

@@ -18,14 +18,14 @@ use nibble_core::{DType, Error, Result};
 use std::sync::PoisonError;
 
 const OP: &str = "tensor_core_product";
-/// Columns and rows of a box of a BF16 stage whose contraction runs down the rows.
+/// Columns and rows of a box of a BF16 stage where the contraction runs down the rows.
 const BOX: usize = 64;
 /// Rows that a warpgroup multiplies at once.
 const WAVE_ROWS: usize = 64;
 const THREADS: u32 = 384;
 
 impl Matrix<'_> {
-    /// Holds A (0) or B (1) to the product.
+    /// Checks A (0) or B (1) against the product.
     fn check(&self, side: usize, product: &TensorCoreProduct, on: &Device) -> Result<()> {
         let argument = ["a", "b"][side];
         let len = [product.a(), product.b()][side];
@@ -55,7 +55,7 @@ impl Matrix<'_> {
         same_device(OP, argument, self.device, on)
     }
 
-    /// Tiles of `tile_rows` rows, as a stage has them.
+    /// TMA tiles of `tile_rows` rows, as a stage holds them.
     fn map(
         &self,
         product: &TensorCoreProduct,
@@ -67,7 +67,7 @@ impl Matrix<'_> {
             Values::Codes(_) => tensor_map::Element::U8,
             Values::Plain(dtype) => plain_element(dtype),
         };
-        // Where the contraction runs down the rows, a stage is made of boxes.
+        // If the contraction runs down the rows, a stage consists of boxes.
         let (rows, cols, tile_rows) = match (self.values, product.ragged) {
             (Values::Plain(_), Ragged::Contraction) => (product.k, rows, BOX),
             _ => (rows, product.k, tile_rows),
@@ -96,9 +96,9 @@ const fn plain_element(dtype: DType) -> tensor_map::Element {
 /// A product with its operands, all on one device.
 #[derive(Debug)]
 pub struct TensorCoreLaunch<'a> {
-    /// What is asked.
+    /// The requested product.
     pub product: TensorCoreProduct,
-    /// The groups; none where there is one group of all rows.
+    /// The groups; `None` for one group of all rows.
     pub groups: Option<GroupBuffers<'a>>,
     /// `[m][k]`.
     pub a: Matrix<'a>,
@@ -109,7 +109,7 @@ pub struct TensorCoreLaunch<'a> {
 }
 
 impl TensorCoreLaunch<'_> {
-    /// Checks sizes, and that one device holds all.
+    /// Checks sizes, and that all buffers are on one device.
     pub fn check(&self) -> Result<&Device> {
         let Self { product, groups, a, b, d } = self;
         product.check()?;
@@ -151,7 +151,7 @@ impl TensorCoreLaunch<'_> {
         self.run_with(config)
     }
 
-    /// Runs as `trial` says.
+    /// Runs with the settings of `trial`.
     pub(super) fn run_under(self, trial: &ProductTrial) -> Result<()> {
         if let Some(asked) = &trial.asked {
             asked.lock().unwrap_or_else(PoisonError::into_inner).push(self.product);
@@ -189,11 +189,11 @@ impl TensorCoreLaunch<'_> {
     }
 }
 
-/// Pieces of D as a warp stores them.
+/// TMA boxes of D as a warp stores them.
 fn store_map(product: &TensorCoreProduct, d: &Target<'_>) -> Result<TensorMap> {
     let [matrices, rows, cols] = product.shape_d();
     let element = plain_element(d.dtype);
-    // Of a transposed product, 64 bytes of a row are 16 rows of the product, and there are as many columns of it.
+    // For a transposed product, 64 bytes of a row are 16 rows of the product, and a box has as many of its columns.
     Tiles {
         element,
         address: d.address,
@@ -207,7 +207,7 @@ fn store_map(product: &TensorCoreProduct, d: &Target<'_>) -> Result<TensorMap> {
     .encode_stack(matrices)
 }
 
-/// Rows of A that one copy brings.
+/// Rows of A per copy.
 const fn rows_a(config: &TensorCoreConfig) -> usize {
     match config.order {
         Order::FullFirst => BLOCK_M / config.cluster,
@@ -215,7 +215,7 @@ const fn rows_a(config: &TensorCoreConfig) -> usize {
     }
 }
 
-/// What the L2 fetches of the operands: of a mixture 256 bytes are 5 % slower.
+/// The L2 fetch size for operands: for `Order::Mixed`, 256 bytes are 5 % slower.
 const fn fetch(config: &TensorCoreConfig) -> Fetch {
     match config.order {
         Order::FullFirst => Fetch::Bytes256,
@@ -223,7 +223,7 @@ const fn fetch(config: &TensorCoreConfig) -> Fetch {
     }
 }
 
-/// One cta a multiprocessor, as far as clusters can be placed: only the device knows how many tiles there are.
+/// One CTA per multiprocessor, as far as clusters can be placed: only the device knows the number of tiles.
 fn launch(config: &TensorCoreConfig, product: &TensorCoreProduct, clusters: usize) -> Launch {
     Launch {
         ctas: (clusters.max(1) * config.cluster) as u32,
@@ -233,7 +233,7 @@ fn launch(config: &TensorCoreConfig, product: &TensorCoreProduct, clusters: usiz
     }
 }
 
-/// The instance as it is compiled.
+/// The instance to compile.
 fn spec(config: &TensorCoreConfig, product: &TensorCoreProduct) -> KernelSpec {
     let int = |value: usize| TemplateArg::Int(value as i64);
     let adds = match config.adds {
@@ -284,7 +284,7 @@ const fn scales_name(scales: ScalesB) -> &'static str {
     }
 }
 
-/// The instances built for it.
+/// Every kernel instance of this module.
 pub(crate) fn instances() -> Vec<Instance> {
     let fp8 = OperandKind::e4m3;
     let mut cases = Vec::new();
@@ -297,13 +297,13 @@ pub(crate) fn instances() -> Vec<Instance> {
         for accumulate in [false, true] {
             cases.push((Ragged::Contraction, kind, DType::Bf16, accumulate, false));
             cases.push((Ragged::Contraction, kind, DType::F32, accumulate, false));
-            // Where each row of B has its own scale, those of A have, too.
+            // If each row of B has its own scale, so has each row of A.
             if !own.contains(&kind) {
                 cases.push((Ragged::Contraction, kind, DType::F32, accumulate, true));
             }
         }
     }
-    // Pairs with E5M2: scales of B by tiles, of weights, and in the way that does for all others.
+    // Pairs with E5M2: B's scales by 2-D blocks, for weights, and F32 scales per row, which work for all other cases.
     for pair in [[Element::E5M2, Element::E4M3], [Element::E4M3, Element::E5M2], [Element::E5M2; 2]] {
         let [tiles, rows] = [ScalesB::Tile, ScalesB::Floats].map(|scales| OperandKind::Fp8(pair, scales));
         for out in [DType::Bf16, DType::F32] {

@@ -1,7 +1,7 @@
 //! `combine_tree`, `find_slots` on a GPU (`csrc/kernels/routing/combine_tree.cuh`).
 //!
-//! Indices and leaves come from a plan on the device, and the host does not wait to look at them. Whatever they hold, kernels only read
-//! rows that exist.
+//! Indices and leaves come from a plan on the device, which the host does not wait for. Whatever their values, kernels only read rows
+//! that exist.
 
 use crate::Cuda;
 use crate::backend::Buf;
@@ -16,27 +16,27 @@ use nibble_core::{DType, Error, Result, Tensor};
 
 const SOURCE: &str = "kernels/routing/combine_tree.cuh";
 const THREADS: usize = 256;
-/// Units of a row that a warp sums.
+/// Units of a row per warp.
 const CHUNK: usize = 128;
 
 /// How [`CombineTree`] is launched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Config {
     dtype: DType,
-    /// Columns a unit.
+    /// Columns per unit.
     count: usize,
-    /// Units a row.
+    /// Units per row.
     units_per_row: usize,
-    /// Warps for each token.
+    /// Warps per token.
     chunks: usize,
-    /// Warps in all.
+    /// Total warps.
     items: usize,
-    /// Sums of a thread that wait in shared memory.
+    /// Partial sums per thread in shared memory.
     entries: usize,
 }
 
 impl Config {
-    /// 16 bytes a unit where rows are multiples of that, else one column.
+    /// 16 bytes per unit where rows are multiples of that, otherwise one column.
     fn choose(dtype: DType, tokens: usize, cols: usize, tree: (usize, usize)) -> Result<Self> {
         const OP: &str = "combine_tree";
         let (top_k, leaves) = tree;
@@ -80,7 +80,7 @@ impl Config {
         if self.items == 0 {
             return Ok(());
         }
-        // No index reaches past 2^31, so more rows are as good as so many. `choose` and `check` held the others below that.
+        // No index exceeds 2^31, so further rows cannot be reached. `choose` and `check` held the other sizes below that.
         let num_rows = op.rows.rows.min(1 << 31) as u32;
         let [items, units_per_row, chunks, leaves] =
             [self.items, self.units_per_row, self.chunks, op.leaves].map(|n| n as u32);
@@ -109,8 +109,8 @@ impl Config {
     }
 }
 
-/// Sums of a thread that wait at a time: the device's `tree_entries`. Those that wait meet at nodes of which each lies deeper than the one
-/// before, or at a leaf. Four rows or fewer are summed for two units at a time.
+/// The most partial sums that a thread holds at a time: the device's `tree_entries`. Pending sums belong to nodes of strictly increasing
+/// depth, or to a leaf. With four rows or fewer, a thread sums two units at a time.
 fn tree_entries(top_k: usize, leaves: usize) -> usize {
     let height = leaves.max(1).next_power_of_two().ilog2() as usize;
     let waiting = (top_k - 1).min(height + 1);
@@ -143,10 +143,10 @@ pub(crate) fn find_slots(cuda: &Cuda, op: FindSlots<'_, Cuda>) -> Result<Buf<i32
     if op.slots == 0 {
         return Ok(out);
     }
-    // −1, byte by byte.
+    // Fills with −1, byte by byte.
     out.in_place().fill(0xFF)?;
     if !row_slot.is_empty() {
-        // `check` held them below 2^31.
+        // `check` held both below 2^31.
         let [rows, slots] = [row_slot.len(), op.slots].map(|n| n as u32);
         let ctas = rows.div_ceil(THREADS as u32);
         let launch = Launch { ctas, threads: THREADS as u32, cluster: 1, shared_bytes: 0 };
@@ -156,7 +156,7 @@ pub(crate) fn find_slots(cuda: &Cuda, op: FindSlots<'_, Cuda>) -> Result<Buf<i32
     Ok(out)
 }
 
-/// The kernels, each with units of a row that is only that.
+/// One configuration per kernel instance, for rows of one unit.
 fn configs(entries: usize) -> impl Iterator<Item = Config> {
     [DType::F32, DType::Bf16].into_iter().flat_map(move |dtype| {
         [numbers_per_load(dtype), 1].map(|count| Config {
@@ -170,7 +170,7 @@ fn configs(entries: usize) -> impl Iterator<Item = Config> {
     })
 }
 
-/// The instances built for it, with the most shared memory any launch asks for.
+/// Every kernel instance of this module, with the most shared memory that any launch asks for.
 pub(crate) fn instances() -> Vec<Instance> {
     let instance =
         |config: Config| Instance { spec: config.spec(), shared_bytes: config.launch().shared_bytes };
@@ -178,7 +178,7 @@ pub(crate) fn instances() -> Vec<Instance> {
     trees.chain([Instance { spec: find_spec(), shared_bytes: 0 }]).collect()
 }
 
-/// What sums that wait take.
+/// The shared-memory sizes of the pending sums.
 pub(crate) fn shared_sizes() -> Vec<SharedSize> {
     let slots = [1, 2, 3, 4, 5, 8, 9, MOST_TREE_SLOTS];
     let leaves = [1, 2, 3, 12, 64, 256, i32::MAX as usize];

@@ -1,5 +1,5 @@
-//! Copies rows of bytes to other places, with their scales (`csrc/kernels/routing/copy_rows.cuh`): what permuting,
-//! packing and unpacking share.
+//! Copies rows of bytes, with their scales, to other places (`csrc/kernels/routing/copy_rows.cuh`): shared by permute,
+//! pack and unpack.
 
 use crate::Cuda;
 use crate::compile::jit::{KernelSpec, TemplateArg};
@@ -11,12 +11,12 @@ use nibble_core::{Data, Error, Operand, Result, RowKind};
 use std::ffi::c_void;
 
 const THREADS: usize = 128;
-/// Rows of fewer units are short: more of them must be in flight at once.
+/// Rows with fewer units are short: more rows must be in flight at once.
 const SHORT_ROW_UNITS: usize = 200;
-/// Slots that the same lanes take, where a source row has at least as many on average.
+/// Slots per group of lanes, if a source row has at least as many slots on average.
 const SLOTS_EACH: usize = 4;
 
-/// Where the rows of a plane lie in a buffer, in bytes.
+/// The rows of a code or scale buffer, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Span {
     address: u64,
@@ -47,12 +47,12 @@ impl Span {
     }
 }
 
-/// One plane to copy.
+/// One buffer of codes or scales to copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Plane {
-    /// Where rows come from.
+    /// The source.
     pub from: Span,
-    /// Where they go.
+    /// The destination.
     pub to: Span,
     /// Bytes of a row.
     pub bytes: usize,
@@ -114,29 +114,29 @@ unsafe impl KernelArg for RowPlane {
     }
 }
 
-/// Which source row each row of the result is; a source row that does not exist gives a row of pads.
+/// The source row of each result row; a source row that does not exist gives a padding row.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Order<'a> {
-    /// Row i is row i.
+    /// Row i comes from row i.
     Same,
-    /// Row i is row `index[i]`.
+    /// Row i comes from row `index[i]`.
     Gather(&'a Buffer<i32>),
-    /// Row i is row `source_row[i]`. `slot_row` lists the rows that have a source, those of one source next to each
-    /// other: so a source is read once for all of its rows. In the order of the result it would have left the cache in
-    /// between.
+    /// Row i comes from row `source_row[i]`. `slot_row` lists the rows that have a source, grouped by source row, so
+    /// that each source row is read once for all of its result rows. In the order of the result, it would have left the
+    /// cache between them.
     Spread { source_row: &'a Buffer<i32>, slot_row: &'a Buffer<i32> },
 }
 
 /// Rows to copy: see [`Order`].
 #[derive(Debug)]
 pub(crate) struct CopyRows<'a> {
-    /// For errors.
+    /// The operation's name, for errors.
     pub op: &'static str,
-    /// What lies first in a row.
+    /// The first part of a row.
     pub codes: Plane,
     /// The scales, if rows have any.
     pub scales: Option<Plane>,
-    /// Which source row each row is.
+    /// The source row of each row.
     pub order: Order<'a>,
     /// Rows to write.
     pub rows: usize,
@@ -175,7 +175,7 @@ impl CopyRows<'_> {
         Ok(())
     }
 
-    /// Units of a row, codes and scales together.
+    /// Units per row, codes and scales together.
     fn units(&self) -> usize {
         let units = |plane: &Plane| plane.bytes / plane.unit() as usize;
         units(&self.codes) + self.scales.as_ref().map_or(0, units)
@@ -184,7 +184,7 @@ impl CopyRows<'_> {
     /// Checks and launches.
     ///
     /// # Safety
-    /// The spans that are written belong to buffers that nobody else uses now; all spans to live buffers of this device.
+    /// Nobody else uses the buffers of the written spans now; all spans are of live buffers of this device.
     pub(crate) unsafe fn run(self, device: &Device) -> Result<()> {
         self.check()?;
         if self.rows == 0 {
@@ -223,21 +223,21 @@ impl CopyRows<'_> {
 struct CopyConfig {
     /// Units that a lane loads at once.
     units: usize,
-    /// 2 to this power is how many lanes take a row.
+    /// log2 of the lanes per row.
     lanes_log2: u32,
-    /// How many slots the same lanes take, one after the other.
+    /// Slots per group of lanes, processed in sequence.
     each: usize,
     ctas: usize,
 }
 
-/// How many slots the same lanes take. Slots of one source follow each other, so lanes that take several read the
-/// source once.
+/// Slots per group of lanes. Slots of one source row are adjacent, so lanes that process several slots read the source
+/// row once.
 fn slots_each(slots: usize, sources: usize) -> usize {
     if slots >= SLOTS_EACH * sources { SLOTS_EACH } else { 1 }
 }
 
 impl CopyConfig {
-    /// Enough lanes to hold a row in one pass (8 to 64), then enough CTAs for all rows.
+    /// Enough lanes to hold a row in one pass (8 to 64), and enough CTAs for all rows.
     fn choose(rows: usize, row_units: usize, each: usize) -> Self {
         let units = if row_units < SHORT_ROW_UNITS { 6 } else { 8 };
         let lanes_log2 = row_units.div_ceil(units).next_power_of_two().ilog2().clamp(3, 6);
@@ -251,7 +251,7 @@ impl CopyConfig {
     }
 }
 
-/// The instances built for it.
+/// Every kernel instance of this module.
 pub(crate) fn instances() -> Vec<Instance> {
     let each = [1, SLOTS_EACH];
     let specs = each
@@ -260,7 +260,7 @@ pub(crate) fn instances() -> Vec<Instance> {
     specs.map(|spec| Instance { spec, shared_bytes: 0 }).collect()
 }
 
-/// Where rows lie: in planes of their own, or one behind the other in messages.
+/// The memory of rows: in separate buffers, or contiguous in all-to-all records.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct RowSpans {
     codes: Span,
@@ -270,7 +270,7 @@ pub(crate) struct RowSpans {
 }
 
 impl RowSpans {
-    /// Of an operand, plane by plane.
+    /// The buffers of an operand.
     pub(crate) fn of(rows: &Operand<Cuda>) -> Self {
         let kind = rows.row_kind();
         let (codes, scales, tensor_scale) = match rows {
@@ -287,7 +287,7 @@ impl RowSpans {
         Self { codes, scales, tensor_scale, rows: rows.rows() }
     }
 
-    /// Of so many messages, back to back.
+    /// `rows` contiguous all-to-all records.
     pub(crate) fn in_messages(bytes: &Buffer<u8>, kind: RowKind, rows: usize) -> Self {
         let codes = Span::of(bytes, kind.row_bytes());
         let scales = codes.skipping(kind.code_bytes());
@@ -300,12 +300,12 @@ impl RowSpans {
     }
 }
 
-/// What a row without a source is.
+/// The content of a row without a source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum PadRows {
-    /// Zeros throughout, as messages of no row are.
+    /// All zeros, as in unused all-to-all records.
     Zeros,
-    /// Plain values, codes and scale bytes are 0, F32 scales the smallest normal number, and the tensor's scale 1.
+    /// Plain values, codes and scale bytes are 0; F32 scales are the smallest normal number; the tensor's scale is 1.
     Rows,
 }
 
@@ -319,10 +319,10 @@ pub(crate) struct Reorder<'a> {
 }
 
 impl Reorder<'_> {
-    /// Codes and scales go in one launch, a scale of the tensor in another.
+    /// Codes and scales are copied in one launch, tensor scales in another.
     ///
     /// # Safety
-    /// Nobody else uses the buffers that `to` is of; all of them are live ones of this device.
+    /// Nobody else uses the buffers of `to`; all buffers are live and of this device.
     pub(crate) unsafe fn run(&self, from: RowSpans, to: RowSpans) -> Result<()> {
         let (kind, is_zero) = (self.kind, self.pads == PadRows::Zeros);
         let plane = |(from, to): (Span, Span), bytes, pad| Plane {
@@ -337,7 +337,7 @@ impl Reorder<'_> {
             unsafe { CopyRows { op, codes, scales, order, rows, rows_in }.run(self.device) }
         };
         let scales = from.scales.zip(to.scales);
-        // Longer records than a word are zeros where there is no row.
+        // Scale records longer than a word are zeros in a row without a source.
         let scales = scales.map(|spans| plane(spans, kind.scale_bytes(), kind.scale_kind().least().0 as u32));
         copy(plane((from.codes, to.codes), kind.code_bytes(), 0), scales)?;
         match from.tensor_scale.zip(to.tensor_scale) {
@@ -399,7 +399,7 @@ mod tests {
 
     #[test]
     fn lanes_follow_the_length_of_a_row() {
-        // MXFP4, E4M3 with F32 scales, and BF16, of 2048, 5120 and 7168 columns.
+        // MXFP4, E4M3 with F32 scales, and BF16, each with 2048, 5120 and 7168 columns.
         let chosen = [68, 170, 238, 132, 330, 462, 256, 640, 896].map(|row_units| {
             let config = CopyConfig::choose(32768, row_units, 1);
             assert_eq!(config.ctas << (7 - config.lanes_log2), 32768);

@@ -1,4 +1,4 @@
-//! Experts' rows: who takes which, and how they move within a rank and between ranks.
+//! Expert routing: which expert takes which rows, and how rows move within a rank and between ranks.
 
 pub(crate) mod combine_tree;
 pub(crate) mod copy_rows;
@@ -11,7 +11,7 @@ pub(crate) mod wire;
 
 pub(crate) use {combine_tree::*, parts::*, permute::*, plan_permute::*, route::*, slots::*, wire::*};
 
-/// The instances built for it.
+/// Every kernel instance of this module.
 pub(crate) fn instances() -> Vec<crate::ops::Instance> {
     [
         permute::instances(),

@@ -27,7 +27,7 @@ pub(crate) fn assign_parts(cuda: &Cuda, op: AssignParts<'_, Cuda>) -> Result<Buf
     let token_id = buffers.values("token_id", op.token_id, expert.len() / op.top_k)?;
     let out = op.result(cuda)?;
     if !expert.is_empty() {
-        // `check` held them below 2^31.
+        // `check` held all of them below 2^31.
         let [slots, top_k, parts, part_tokens] =
             [expert.len(), op.top_k, op.parts, op.part_tokens].map(|n| n as u32);
         let [by_top_k, by_parts, by_part_tokens] = [top_k, parts, part_tokens].map(Divider::by);
@@ -54,7 +54,7 @@ pub(crate) fn join_groups(cuda: &Cuda, op: JoinGroups<'_, Cuda>) -> Result<Group
     Ok(out)
 }
 
-/// The instances.
+/// Every kernel instance of this module.
 pub(crate) fn instances() -> Vec<Instance> {
     ["nib::assign_parts", "nib::join_groups"]
         .map(|name| Instance { spec: spec(name), shared_bytes: 0 })

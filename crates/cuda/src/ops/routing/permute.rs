@@ -1,7 +1,7 @@
 //! `permute`, `unpermute`, `gather_scalars`, `combine_slots` on a GPU (`csrc/kernels/routing/{copy_rows,gather_scalars,combine}.cuh`).
 //!
-//! Indices come from a plan on the device, and the host does not wait to look at them. Whatever they hold, kernels only
-//! read rows that exist, and write pads for the others.
+//! Indices come from a plan on the device, which the host does not wait for. Whatever their values, kernels only read
+//! rows that exist, and write padding rows for the others.
 
 use super::copy_rows::{Order, PadRows, Reorder, RowSpans};
 use crate::Cuda;
@@ -14,9 +14,9 @@ use crate::ops::planes::{numbers_per_load, plain_arg, plain_or_null, type_name};
 use nibble_core::ops::{CombineSlots, GatherScalars, Permute, Unpermute};
 use nibble_core::{DType, Error, Operand, PermuteMap, Result, Tensor};
 
-/// Threads of a CTA that gathers scalars or combines slots.
+/// Threads per CTA of `gather_scalars` and `combine_slots`.
 const THREADS: u32 = 256;
-/// Units of a thread that combines fewer than 4 slots.
+/// Units per thread when fewer than 4 slots are combined.
 const FEW_SLOTS_UNITS: usize = 4;
 
 /// See [`Permute`].
@@ -31,7 +31,7 @@ pub(crate) fn permute(cuda: &Cuda, op: Permute<'_, Cuda>) -> Result<Operand<Cuda
     Ok(out)
 }
 
-/// The order of rows by expert, of `rows` rows: where there are more slots than those, each is read once for its slots.
+/// The order by expert, of `rows` source rows: if there are more slots than source rows, each source row is read once for all of its slots.
 pub(super) fn expert_order<'a>(
     buffers: &BufferCheck<'_>,
     map: &'a PermuteMap<Cuda>,
@@ -45,7 +45,7 @@ pub(super) fn expert_order<'a>(
     })
 }
 
-/// Rows of an operand that is held to this device, to a new one of the same kind.
+/// Copies rows of an operand on this device to a new operand of the same kind.
 fn reorder(
     op: &'static str,
     cuda: &Cuda,
@@ -91,7 +91,7 @@ pub(crate) fn gather_scalars(cuda: &Cuda, op: GatherScalars<'_, Cuda>) -> Result
         return Ok(out);
     }
     let launch = Launch { ctas: ctas(OP, index.len())?, threads: THREADS, cluster: 1, shared_bytes: 0 };
-    // No index reaches past 2^31, so a longer buffer is as good as one of that length.
+    // No index exceeds 2^31, so values past that length cannot be reached.
     let (len, num_values) = (index.len() as u32, values.len().min(1 << 31) as u32);
     let kernel = cuda.device().kernel(&gather_spec())?;
     // SAFETY: `index` and `out` have `len` values, all on this device (`BufferCheck`); the kernel reads `values` below `num_values` only.
@@ -107,18 +107,18 @@ fn gather_spec() -> KernelSpec {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Combine {
     dtype: DType,
-    /// Columns a unit.
+    /// Columns per unit.
     count: usize,
-    /// Units a thread.
+    /// Units per thread.
     units_a_thread: usize,
-    /// Units a row.
+    /// Units per row.
     units_per_row: usize,
-    /// Units in all.
+    /// Total units.
     units: usize,
 }
 
 impl Combine {
-    /// 16 bytes a unit where rows are multiples of that, else one column.
+    /// 16 bytes per unit where rows are multiples of that, otherwise one column.
     fn choose(dtype: DType, tokens: usize, cols: usize, top_k: usize) -> Result<Self> {
         const OP: &str = "combine_slots";
         let wide = numbers_per_load(dtype);
@@ -203,7 +203,7 @@ pub(crate) fn combine_slots(cuda: &Cuda, op: CombineSlots<'_, Cuda>) -> Result<T
     Ok(out)
 }
 
-/// The instances built for it.
+/// Every kernel instance of this module.
 pub(crate) fn instances() -> Vec<Instance> {
     let combine = [DType::F32, DType::Bf16].into_iter().flat_map(|dtype| {
         [

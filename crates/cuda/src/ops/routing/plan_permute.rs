@@ -1,5 +1,5 @@
 //! `plan_permute` on a GPU: a counting sort in two launches. The first counts the slots of each group in each chunk,
-//! the second finds the places.
+//! the second computes the destinations.
 
 use crate::Cuda;
 use crate::backend::Buf;
@@ -16,7 +16,7 @@ const SOURCE: &str = "kernels/routing/plan_permute.cuh";
 const OP: &str = "plan_permute";
 const THREADS: usize = 512;
 const MOST_GROUPS: usize = 4096;
-/// The fewest CTAs of `plan_place`, so that writing the padding does not wait for a few.
+/// The fewest CTAs of `plan_place`, so that a few CTAs do not delay the padding.
 const PLACE_CTAS: i32 = 64;
 
 /// `PlanSizes` of the kernel.
@@ -25,9 +25,9 @@ const PLACE_CTAS: i32 = 64;
 struct Sizes {
     slots: i32,
     groups: i32,
-    /// Counts of a chunk: one for each group, rounded up for loads of 16 bytes.
+    /// Counts per chunk: one per group, rounded up for 16-byte loads.
     columns: i32,
-    /// A chunk has this many times [`PLAN_PASS`] slots.
+    /// A chunk has `passes` times [`PLAN_PASS`] slots.
     passes: i32,
     chunks: i32,
     align: i32,
@@ -47,7 +47,7 @@ unsafe impl KernelArg for Sizes {
     }
 }
 
-/// What there is to sort.
+/// The sizes of a sort.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct PlanDesc {
     slots: usize,
@@ -76,7 +76,7 @@ impl Sizes {
         }
         let PlanChunks { columns, passes, chunks } = PlanChunks::new(slots, groups);
         let count_rows = (THREADS / (columns / 8)).clamp(1, 32);
-        // `PlanPermute::check` and the conditions above let only sizes through that fit an i32.
+        // `PlanPermute::check` and the conditions above ensure that all sizes fit an i32.
         Ok(Self {
             slots: slots as i32,
             groups: groups as i32,
@@ -90,13 +90,13 @@ impl Sizes {
         })
     }
 
-    /// `plan_count`: shared memory for a count of each column.
+    /// `plan_count`: shared memory for one count per column.
     fn count(&self) -> Launch {
         self.launch(self.chunks, 4 * self.columns as usize)
     }
 
-    /// `plan_place`: shared memory for four numbers a column and a number a token; then, in the same place one after
-    /// the other, for the counts of several chunks, and for the sorted slots of a pass with each warp's counts.
+    /// `plan_place`: shared memory for four numbers per column and one number per token. The rest is used twice: for
+    /// the counts of several chunks, then for the sorted slots of a pass with each warp's counts.
     fn place(&self) -> Launch {
         let (columns, count_rows) = (self.columns as usize, self.count_rows as usize);
         let sorted = 4 * PLAN_PASS + THREADS / 32 * 2 * columns;
@@ -114,7 +114,7 @@ fn spec(name: &'static str) -> KernelSpec {
     KernelSpec { source: SOURCE, name, args }
 }
 
-/// See [`PlanPermute`]. An expert out of range counts as a slot that is not occupied; the order of tokens is the caller's.
+/// See [`PlanPermute`]. A slot with an expert out of range counts as unoccupied; the order of tokens is the caller's.
 pub(crate) fn plan_permute(cuda: &Cuda, op: PlanPermute<'_, Cuda>) -> Result<PermuteMap<Cuda>> {
     op.check()?;
     let buffers = BufferCheck::by(OP, cuda);
@@ -157,7 +157,7 @@ pub(crate) fn plan_permute(cuda: &Cuda, op: PlanPermute<'_, Cuda>) -> Result<Per
     Ok(out)
 }
 
-/// The instances built for it, with the most shared memory any launch asks for.
+/// Every kernel instance of this module, with the most shared memory that any launch asks for.
 pub(crate) fn instances() -> Vec<Instance> {
     let columns = MOST_GROUPS as i32;
     let most = Sizes { columns, count_rows: 1, ..Sizes::default() };
@@ -165,7 +165,7 @@ pub(crate) fn instances() -> Vec<Instance> {
     vec![instance("nib::plan_count", most.count()), instance("nib::plan_place", most.place())]
 }
 
-/// The sizes for few groups, and for the most.
+/// The shared-memory sizes for few groups, and for the most groups.
 pub(crate) fn shared_sizes() -> Vec<SharedSize> {
     let of = |(columns, count_rows)| {
         let sizes = Sizes { columns, count_rows, ..Sizes::default() };

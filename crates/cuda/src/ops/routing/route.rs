@@ -1,4 +1,4 @@
-//! `route`, `route_backward` on a GPU: a few lanes share each token; then a cluster for each shard computes its losses.
+//! `route`, `route_backward` on a GPU: a few lanes share each token; then one cluster per shard computes the shard's losses.
 
 use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{KernelArg, Launch, plain_args};
@@ -11,7 +11,7 @@ use nibble_core::ops::{ExpertGroups, GroupScore, Route, RouteBackward, RouteRule
 use nibble_core::{Error, Result, Tensor};
 
 const SOURCE: &str = "kernels/routing/route.cuh";
-/// Threads of a CTA of the losses, and the experts that it sums.
+/// Threads per CTA of the loss kernel, and the experts that a CTA sums.
 const LOSS_THREADS: usize = 1024;
 const LOSS_EXPERTS: usize = 64;
 
@@ -22,19 +22,19 @@ struct RouteDesc {
     shards: usize,
     experts: usize,
     top_k: usize,
-    /// 0 where there are none.
+    /// 0 without expert groups.
     groups: usize,
 }
 
 impl RouteDesc {
-    /// Of so many tokens in all.
+    /// For `tokens` tokens over all shards.
     fn new((tokens, experts): (usize, usize), shards: usize, rule: &RouteRule) -> Self {
         let groups = rule.groups.map_or(0, |groups| groups.count);
         Self { tokens_per_shard: tokens / shards, shards, experts, top_k: rule.top_k, groups }
     }
 
-    /// Holds the sizes to what the kernels take: indices of tokens and slots are `i32` on the device, and the chunks of
-    /// both passes must fit shared memory, so that what is routed forward has a backward pass.
+    /// Checks the limits of the kernels: indices of tokens and slots are `i32` on the device, and the chunks of both
+    /// passes must fit shared memory, so that a routing that runs forward also has a backward pass.
     fn check(self, op: &'static str, config: &RouteConfig, shared_bytes: usize) -> Result<Self> {
         let Self { tokens_per_shard, shards, experts, top_k, .. } = self;
         let tokens = tokens_per_shard * shards;
@@ -60,7 +60,7 @@ impl RouteDesc {
     }
 }
 
-/// Lanes that share a token, and the most experts one lane has.
+/// Lanes that share a token, and the most experts per lane.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct RouteConfig {
     lanes: usize,
@@ -68,8 +68,8 @@ struct RouteConfig {
 }
 
 impl RouteConfig {
-    /// In the order in which they are tried: fewer lanes take fewer instructions a token. Sixteen probabilities still
-    /// fit a lane's registers well.
+    /// In order of preference: fewer lanes need fewer instructions per token. Sixteen probabilities still fit a lane's
+    /// registers.
     const ALL: [RouteConfig; 5] = [
         RouteConfig { lanes: 2, per_lane: 8 },
         RouteConfig { lanes: 4, per_lane: 16 },
@@ -93,14 +93,14 @@ impl RouteConfig {
         KernelSpec { source: SOURCE, name, args }
     }
 
-    /// The kernel of the forward pass: the one for any rule, or the fast one for the largest softmax.
+    /// The forward kernel: for any rule, or the fast one for the largest softmax.
     fn tokens_spec(&self, any_rule: bool) -> KernelSpec {
         let mut spec = self.spec("nib::route_tokens");
         spec.args.push(("kAnyRule", TemplateArg::Bool(any_rule)));
         spec
     }
 
-    /// The kernel of the backward pass.
+    /// The backward kernel.
     fn backward_spec(&self, loads: Loads, scores: Scores) -> KernelSpec {
         let mut spec = self.spec("nib::route_backward");
         spec.args.push(("Load", TemplateArg::Type(loads.type_name())));
@@ -112,35 +112,35 @@ impl RouteConfig {
         256.min(Route::<Cuda>::CHUNK * self.lanes)
     }
 
-    /// A CTA for each chunk, with `words` words of shared memory.
+    /// One CTA per chunk, with `words` words of shared memory.
     fn launch(&self, desc: &RouteDesc, words: usize) -> Launch {
         let (ctas, threads) = (desc.shards * desc.chunks_of_shard(), self.threads() as u32);
         Launch { ctas: ctas as u32, threads, cluster: 1, shared_bytes: 4 * words }
     }
 
-    /// Shared memory for the chunk's probabilities, in rows half the banks apart; a count for each expert; and slots
-    /// and groups of the tokens that are worked on at once.
+    /// Shared memory for the chunk's probabilities, in rows offset by half the banks; one count per expert; and slots
+    /// and groups of the tokens in progress.
     fn tokens(&self, desc: &RouteDesc) -> Launch {
         let row = self.lanes * self.per_lane + 16 + 1;
         let at_once = self.threads() / self.lanes * (desc.top_k + desc.groups);
         self.launch(desc, Route::<Cuda>::CHUNK * row + desc.experts + at_once)
     }
 
-    /// Shared memory for the chunk's probabilities, a row for all tokens, and three numbers for each slot.
+    /// Shared memory for the chunk's probabilities, one row of sums over all tokens, and three numbers per slot.
     fn backward(&self, desc: &RouteDesc) -> Launch {
         let (chunk, row) = (Route::<Cuda>::CHUNK, self.lanes * self.per_lane);
         self.launch(desc, (chunk + 1) * row + 3 * chunk * desc.top_k)
     }
 }
 
-/// Whose loads the backward pass takes.
+/// The loads that the backward pass uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Loads {
-    /// A loss for each shard.
+    /// One loss per shard.
     Shards,
-    /// One over all shards, and others.
+    /// One loss over all shards, and the other losses.
     Batch,
-    /// One for each document.
+    /// One loss per document.
     Documents,
 }
 
@@ -164,7 +164,7 @@ impl Loads {
     }
 }
 
-/// The device's `RouteDocuments`; of no documents where there are none.
+/// The device's `RouteDocuments`; null pointers without documents.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 struct DocumentsArg {
@@ -174,7 +174,7 @@ struct DocumentsArg {
 }
 plain_args!(DocumentsArg);
 
-/// What the load-balancing loss takes of documents.
+/// Inputs of the per-document load-balancing loss.
 struct Documents<'a> {
     starts: &'a Buffer<i32>,
     slots: Buffer<i32>,
@@ -182,7 +182,7 @@ struct Documents<'a> {
 }
 
 impl<'a> Documents<'a> {
-    /// Counts the slots of the routing whose experts these are, all of `desc`.
+    /// Counts slots per expert and document, over all of the routing.
     fn of(device: &Device, desc: &RouteDesc, starts: &'a Buffer<i32>, expert: &Buffer<i32>) -> Result<Self> {
         let tokens = desc.tokens_per_shard * desc.shards;
         let (slots, lengths) = (device.filled(desc.sums().document_slots(), 0)?, device.filled(tokens, 0)?);
@@ -207,7 +207,7 @@ impl<'a> Documents<'a> {
         DocumentsArg { starts, slots, lengths }
     }
 
-    /// Of each chunk of the tokens of `kept` the sum of their parts of their documents' losses.
+    /// For each chunk of tokens, the sum of the tokens' parts of their documents' losses.
     fn losses(
         &self,
         device: &Device,
@@ -238,7 +238,7 @@ fn documents_spec() -> KernelSpec {
     KernelSpec { source: SOURCE, name: "nib::route_documents", args: Vec::new() }
 }
 
-/// A cluster for each shard.
+/// One cluster per shard.
 fn losses_launch(desc: &RouteDesc) -> Launch {
     let cluster = desc.experts.div_ceil(LOSS_EXPERTS) as u32;
     Launch { ctas: desc.shards as u32 * cluster, threads: LOSS_THREADS as u32, cluster, shared_bytes: 0 }
@@ -266,7 +266,7 @@ impl Chunks {
         })
     }
 
-    /// Loads and losses of the shards; `documents` with the sums of parts of documents' losses, of each chunk.
+    /// Computes loads and losses of the shards; `documents`: per chunk, the sums of parts of documents' losses.
     fn close(
         &self,
         device: &Device,
@@ -390,7 +390,7 @@ fn hold(cuda: &Cuda, op: &RouteBackward<'_, Cuda>) -> Result<()> {
     buffers.values("dweight", op.dweight, slots).map(drop)
 }
 
-/// See [`RouteBackward`]. The kernel ignores an expert past the last one; such an index never comes from [`Route`].
+/// See [`RouteBackward`]. The kernel ignores an expert past the last one; [`Route`] never produces such an index.
 pub(crate) fn route_backward(cuda: &Cuda, op: RouteBackward<'_, Cuda>) -> Result<Tensor<Cuda>> {
     const OP: &str = "route_backward";
     op.check()?;
@@ -451,7 +451,7 @@ pub(crate) fn route_backward(cuda: &Cuda, op: RouteBackward<'_, Cuda>) -> Result
     Ok(dlogits)
 }
 
-/// The instances built for it.
+/// Every kernel instance of this module.
 pub(crate) fn instances() -> Vec<Instance> {
     let sizes = |config: &RouteConfig| {
         let experts = config.lanes * config.per_lane;
@@ -474,7 +474,7 @@ pub(crate) fn instances() -> Vec<Instance> {
     RouteConfig::ALL.iter().flat_map(of).chain([losses, documents]).collect()
 }
 
-/// The sizes of every instance, for few and for all of its experts, which are in groups or not.
+/// The shared-memory sizes of every instance, for few and for all of its experts, with and without expert groups.
 pub(crate) fn shared_sizes() -> Vec<SharedSize> {
     let of = |config: RouteConfig| {
         let RouteConfig { lanes, per_lane } = config;

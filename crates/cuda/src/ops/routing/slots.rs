@@ -10,9 +10,9 @@ use nibble_core::ops::{AssignRanks, PackSlots, ReceivedSlots, SlotRanks, UnpackS
 use nibble_core::{Error, Result};
 
 const THREADS: u32 = 256;
-/// The most CTAs a multiprocessor that assign ranks: all of them add their sums to the same few counts.
+/// The most CTAs per multiprocessor of `assign_ranks`: all CTAs add their sums to the same few counts.
 const ASSIGN_CTAS: u32 = 4;
-/// The most ranks: a CTA has two counts for each in shared memory.
+/// The most ranks: a CTA has two counts per rank in shared memory.
 const MOST_RANKS: usize = 4096;
 
 fn spec(name: &'static str) -> KernelSpec {
@@ -24,7 +24,7 @@ fn launch(threads: u32, most_ctas: u32, shared_bytes: usize) -> Launch {
     Launch { ctas: threads.div_ceil(THREADS).min(most_ctas), threads: THREADS, cluster: 1, shared_bytes }
 }
 
-/// Bytes of a CTA's counts.
+/// Bytes of shared memory for a CTA's counts.
 fn count_bytes(world: usize) -> usize {
     8 * world
 }
@@ -45,7 +45,7 @@ pub(crate) fn assign_ranks(cuda: &Cuda, op: AssignRanks<'_, Cuda>) -> Result<Slo
     let out = op.result(cuda)?;
     if len > 0 {
         let [rank, first, counts] = [&out.rank, &out.first, &out.counts].map(Buf::get);
-        // `check` held them below 2^31.
+        // `check` held all of them below 2^31.
         let [slots, top_k, experts_each, world] =
             [len, op.top_k, op.experts_each, op.world].map(|n| n as u32);
         let launch = launch(slots, ASSIGN_CTAS * device.info().num_sms, count_bytes(op.world));
@@ -71,7 +71,7 @@ pub(crate) fn pack_slots(cuda: &Cuda, op: PackSlots<'_, Cuda>) -> Result<Buf<i32
     let out = op.result(cuda)?;
     let records = out.get();
     if !records.is_empty() {
-        // `check` held them below 2^31.
+        // `check` held all of them below 2^31.
         let [words, slots, top_k, per_record, experts_each] =
             [records.len(), expert.len(), op.top_k, per_record, op.experts_each].map(|n| n as u32);
         let [by_words, by_top_k, by_experts_each] = [per_record, top_k, experts_each].map(Divider::by);
@@ -105,7 +105,7 @@ pub(crate) fn unpack_slots(cuda: &Cuda, op: UnpackSlots<'_, Cuda>) -> Result<Rec
     let out = op.result(cuda)?;
     if op.records() > 0 {
         let (token_id, expert, weight) = (out.token_id.get(), out.expert.get(), out.weight.get());
-        // `check` held them below 2^31.
+        // `check` held all of them below 2^31.
         let [words, top_k, per_record] = [records.len(), op.top_k, record_words(op.top_k)].map(|n| n as u32);
         let by_words = Divider::by(per_record);
         let args: [&dyn KernelArg; 7] = [records, token_id, expert, weight, &words, &top_k, &by_words];
@@ -118,7 +118,7 @@ pub(crate) fn unpack_slots(cuda: &Cuda, op: UnpackSlots<'_, Cuda>) -> Result<Rec
     Ok(out)
 }
 
-/// The instances built for it, with the most shared memory any launch asks for.
+/// Every kernel instance of this module, with the most shared memory that any launch asks for.
 pub(crate) fn instances() -> Vec<Instance> {
     let instance = |name, shared_bytes| Instance { spec: spec(name), shared_bytes };
     vec![
@@ -137,7 +137,7 @@ mod tests {
         assert_eq!([1, 256, 257].map(|words| launch(words, u32::MAX, 0).ctas), [1, 1, 2]);
         assert_eq!(launch((1 << 31) - 1, u32::MAX, 0).ctas, 1 << 23);
         assert_eq!([1, 300_000].map(|slots| launch(slots, ASSIGN_CTAS * 132, 64).ctas), [1, 528]);
-        // The shared memory that a CTA has without asking for more.
+        // The shared memory that a CTA gets without opting in to more.
         assert!(count_bytes(MOST_RANKS) <= 48 << 10);
     }
 }

@@ -48,7 +48,7 @@ pub(crate) fn unpack_permute(cuda: &Cuda, op: UnpackPermute<'_, Cuda>) -> Result
     Ok(out)
 }
 
-/// Messages that are held to this device, to new rows.
+/// Unpacks all-to-all records on this device to new rows.
 fn unpack(
     op: &'static str,
     cuda: &Cuda,

@@ -12,10 +12,10 @@ use nibble_core::{DType, Data, Result, Tensor};
 
 const OP: &str = "adamw";
 const THREADS: u32 = 256;
-/// Numbers that a CTA updates.
+/// Elements per CTA.
 const PER_CTA: usize = 2048;
 const TYPES: [DType; 2] = [DType::F32, DType::Bf16];
-// The kernel has these indices of a step's scalars as numbers.
+// The kernel hard-codes these indices of the control values.
 const _: () = assert!(Control::LR == 0 && Control::BIAS1 == 1 && Control::BIAS2 == 2);
 const _: () = assert!(Control::LOSS_SCALE == 3 && Control::GRAD_SCALE == 4 && Control::STOP == 5);
 
@@ -59,7 +59,7 @@ fn spec(grad: DType, moment: DType) -> KernelSpec {
     }
 }
 
-/// See [`AdamW`]. A launch for every 72 tensors of the same types.
+/// See [`AdamW`]. One launch for every 72 tensors of the same types.
 pub(crate) fn adamw(cuda: &Cuda, op: AdamW<'_, Cuda>) -> Result<()> {
     op.check()?;
     let buffers = BufferCheck::by(OP, cuda);
@@ -91,12 +91,12 @@ pub(crate) fn adamw(cuda: &Cuda, op: AdamW<'_, Cuda>) -> Result<()> {
     Ok(())
 }
 
-/// Types of gradients and moments, in the order in which they are launched.
+/// Types of gradients and moments, in launch order.
 fn pairs() -> impl Iterator<Item = (DType, DType)> {
     TYPES.into_iter().flat_map(|grad| TYPES.map(|moment| (grad, moment)))
 }
 
-/// A tensor's addresses. Buffers that are written get bytes of their own first, if another handle shares them.
+/// A tensor's addresses. If another handle shares the bytes of a written buffer, the buffer is copied first.
 fn tensor_arg(tensor: AdamWTensor<'_, Cuda>) -> Result<TensorArg> {
     let AdamWTensor { param, grad, exp_avg, exp_avg_sq, weight_decay } = tensor;
     let len = (param.rows * param.cols) as u64;
@@ -115,7 +115,7 @@ fn writable(x: &mut Tensor<Cuda>) -> Result<u64> {
     })
 }
 
-/// The instances.
+/// Every kernel instance of this module.
 pub(crate) fn instances() -> Vec<Instance> {
     let specs = pairs().map(|(grad, moment)| spec(grad, moment));
     specs.map(|spec| Instance { spec, shared_bytes: 0 }).collect()

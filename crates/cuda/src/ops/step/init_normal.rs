@@ -25,7 +25,7 @@ pub(crate) fn init_normal(cuda: &Cuda, op: InitNormal) -> Result<Tensor<Cuda>> {
     Ok(out)
 }
 
-/// A thread for every four elements, which share a block of random bits; but no more CTAs than run at once.
+/// One thread for every four elements, which share a block of random bits; but no more CTAs than run at once.
 fn launch(first: u64, len: u64, num_sms: u32) -> Launch {
     let quads = (first % 4 + len).div_ceil(4);
     let ctas = quads.div_ceil(u64::from(THREADS)).min(u64::from(32 * num_sms));
@@ -36,7 +36,7 @@ fn spec() -> KernelSpec {
     KernelSpec { source: "kernels/step/init_normal.cuh", name: "nib::init_normal", args: Vec::new() }
 }
 
-/// The instances built for it.
+/// Every kernel instance of this module.
 pub(crate) fn instances() -> Vec<Instance> {
     vec![Instance { spec: spec(), shared_bytes: 0 }]
 }

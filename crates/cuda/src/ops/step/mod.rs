@@ -24,10 +24,10 @@ use nibble_core::{Error, Plain, Result};
 
 const BEGIN_THREADS: u32 = 256;
 const MICRO_THREADS: u32 = 1024;
-/// CTAs of the cluster that begins a micro-batch.
+/// CTAs of the cluster of `begin_micro_batch`.
 const MICRO_CTAS: u32 = 8;
 const COLLECT_THREADS: u32 = 128;
-/// Entries of a launch: as many as its parameters have room for.
+/// Entries per launch: as many as fit its parameters.
 const COLLECT_ENTRIES: usize = 100;
 const END_THREADS: u32 = 1024;
 const PUSH_THREADS: u32 = 128;
@@ -146,7 +146,7 @@ impl EntryArg {
         };
         let [capacity, slots, found] =
             occupancy.map_or([0; 3], |x| [x.capacity, x.num_slots, x.found.get().len()]);
-        // Where there is one cell, it gets the values in their order.
+        // A stride of 0 means a single cell, which takes all values in order.
         let cells = if entry.stride == 0 { entry.cells.min(1) } else { entry.cells };
         let words = [entry.source.len(), entry.at, cells, entry.stride, capacity, slots, found];
         let mut small = [0u32; 7];
@@ -173,8 +173,8 @@ struct EntriesArg {
 }
 plain_args!(MicroBatchArg, EntriesArg, StepEndArg);
 
-/// The number of the launch that each entry goes into. Entries of one launch have no cell in common, and an entry comes
-/// in a later launch than the entries before it that share a cell with it.
+/// The number of the launch that each entry goes into. Entries of one launch share no cell, and an entry goes into a
+/// later launch than all earlier entries that share a cell with it.
 fn turns(entries: &[EntryArg], cells: usize) -> Vec<usize> {
     let mut next = vec![0usize; cells];
     let turn_of = |entry: &EntryArg| {
@@ -185,7 +185,7 @@ fn turns(entries: &[EntryArg], cells: usize) -> Vec<usize> {
     entries.iter().map(turn_of).collect()
 }
 
-/// See [`Collect`]. A launch for every [`COLLECT_ENTRIES`] entries, and one for each time that a cell comes again.
+/// See [`Collect`]. One launch for every [`COLLECT_ENTRIES`] entries, and one for each repetition of a cell.
 pub(crate) fn collect(cuda: &Cuda, op: Collect<'_, Cuda>) -> Result<()> {
     const OP: &str = "collect";
     op.check()?;
@@ -216,7 +216,7 @@ pub(crate) fn collect(cuda: &Cuda, op: Collect<'_, Cuda>) -> Result<()> {
     Ok(())
 }
 
-/// See [`PushAmax`]. A span whose words are out of range is left out.
+/// See [`PushAmax`]. A span whose words are out of range is skipped.
 pub(crate) fn push_amax(cuda: &Cuda, op: PushAmax<'_, Cuda>) -> Result<()> {
     const OP: &str = "push_amax";
     op.check()?;
@@ -277,7 +277,7 @@ struct StepEndArg {
     clip_norm: f64,
 }
 
-/// See [`EndStep`]. A place of `order` outside `squares` makes the norm NaN.
+/// See [`EndStep`]. An index in `order` outside `squares` makes the norm NaN.
 pub(crate) fn end_step(cuda: &Cuda, op: EndStep<'_, Cuda>) -> Result<()> {
     const OP: &str = "end_step";
     op.check()?;
@@ -307,7 +307,7 @@ pub(crate) fn end_step(cuda: &Cuda, op: EndStep<'_, Cuda>) -> Result<()> {
     unsafe { kernel.launch(launch, &[squares, order, tables, &sums, &*clock, &*control, &*reports, &end]) }
 }
 
-/// The instances.
+/// Every kernel instance of this module.
 pub(crate) fn instances() -> Vec<Instance> {
     let names = [
         "nib::begin_step",

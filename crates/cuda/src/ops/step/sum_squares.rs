@@ -1,5 +1,5 @@
-//! `sum_squares` and `close_squares` on a GPU (`csrc/kernels/step/sum_squares.cuh`): the sums of chunks, and the tree over them, of which each
-//! launch makes one sum of 2048 neighbours.
+//! `sum_squares` and `close_squares` on a GPU (`csrc/kernels/step/sum_squares.cuh`): the sums of chunks, and the tree over them; each
+//! launch reduces 2048 neighbours to one sum.
 
 use super::tensor_list::{Listed, each_list};
 use crate::compile::jit::{KernelSpec, TemplateArg};
@@ -13,7 +13,7 @@ use nibble_core::ops::{ChunkSums, CloseSquares, SQUARES_CHUNK, Squared, SumSquar
 use nibble_core::{DType, Data, Error, Result};
 
 const THREADS: u32 = 256;
-/// Chunks that a CTA sums, with eight threads for each.
+/// Chunks per CTA, with eight threads each.
 const CHUNKS_PER_CTA: usize = 32;
 
 fn chunks_spec(dtype: DType) -> KernelSpec {
@@ -75,7 +75,7 @@ unsafe impl Listed for SumsArg {
     }
 }
 
-/// See [`SumSquares`]. A launch for every 72 tensors of a type.
+/// See [`SumSquares`]. One launch for every 72 tensors of a type.
 pub(crate) fn sum_squares(cuda: &Cuda, op: SumSquares<'_, Cuda>) -> Result<()> {
     const OP: &str = "sum_squares";
     op.check()?;
@@ -117,7 +117,7 @@ pub(crate) fn sum_squares(cuda: &Cuda, op: SumSquares<'_, Cuda>) -> Result<()> {
     Ok(())
 }
 
-/// See [`CloseSquares`]. A launch for every 72 tensors, and a level of their trees.
+/// See [`CloseSquares`]. One launch for every 72 tensors and level of their trees.
 pub(crate) fn close_squares(cuda: &Cuda, op: CloseSquares<'_, Cuda>) -> Result<()> {
     const OP: &str = "close_squares";
     op.check()?;
@@ -129,7 +129,7 @@ pub(crate) fn close_squares(cuda: &Cuda, op: CloseSquares<'_, Cuda>) -> Result<(
     }
     let (device, into) = (cuda.device(), op.into.make_mut()?);
     let (mut open, mut level) = (op.tensors, None);
-    // Nothing is launched for them.
+    // Empty tensors need no launch.
     open.retain(|tensor| tensor.parts > 0);
     while !open.is_empty() {
         let sums = level.as_ref().unwrap_or(op.sums.get());
@@ -166,7 +166,7 @@ pub(crate) fn close_squares(cuda: &Cuda, op: CloseSquares<'_, Cuda>) -> Result<(
     Ok(())
 }
 
-/// What a kernel counts with 32 bits.
+/// Checks a size that a kernel counts in 32 bits.
 fn require_countable(op: &'static str, argument: &'static str, n: usize) -> Result<()> {
     if n < 1 << 31 { Ok(()) } else { Err(Error::shape(op, argument, n, "fewer than 2^31")) }
 }
@@ -175,7 +175,7 @@ fn address_of(sums: &Buffer<f64>, first: usize) -> u64 {
     sums.address() + (first * size_of::<f64>()) as u64
 }
 
-/// The instances.
+/// Every kernel instance of this module.
 pub(crate) fn instances() -> Vec<Instance> {
     let specs = [chunks_spec(DType::F32), chunks_spec(DType::Bf16), close_spec()];
     specs.map(|spec| Instance { spec, shared_bytes: 0 }).to_vec()

@@ -1,19 +1,19 @@
-//! Many tensors in one launch (`csrc/pieces/step/tensor_list.cuh`): they are a list among its arguments, and each has
-//! CTAs of its own.
+//! Many tensors in one launch (`csrc/pieces/step/tensor_list.cuh`): they are a list among its arguments, and each
+//! tensor has its own CTAs.
 
 use crate::launch::KernelArg;
 use nibble_core::{Error, Result};
 use std::ffi::c_void;
 
-/// The most tensors of a launch: as many as its arguments have room for. The kernels' `kListedTensors`.
+/// The most tensors per launch: as many as fit its arguments. The kernels' `kListedTensors`.
 const LISTED: usize = 72;
 
-/// What a kernel gets of a tensor: plain words without padding, so that every byte is initialised.
+/// A kernel's argument for one tensor: plain words without padding, so that every byte is initialised.
 ///
 /// # Safety
 /// The type is `repr(C)` and has no padding.
 pub(super) unsafe trait Listed: Copy {
-    /// Sets which CTA of the launch is its first.
+    /// Sets the index of its first CTA in the launch.
     fn begin_at(&mut self, cta: u32);
 }
 
@@ -36,7 +36,7 @@ unsafe impl<T: Listed> KernelArg for List<T> {
 }
 
 /// Calls `launch` for every [`LISTED`] tensors. Each tensor comes with its number of CTAs, which is not 0; `launch`
-/// gets the list and how many CTAs all of its tensors have.
+/// gets the list and the total number of CTAs.
 pub(super) fn each_list<T: Listed>(
     op: &'static str,
     tensors: &[(T, usize)],

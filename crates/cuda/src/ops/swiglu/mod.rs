@@ -1,6 +1,6 @@
-//! `swiglu` on a GPU: one kernel from BF16 to E4M3 rows or BF16 (`csrc/kernels/swiglu/swiglu.cuh`), one to rows and columns
-//! (`csrc/kernels/swiglu/swiglu_cols.cuh`); every other form by way of a plain matrix (`csrc/kernels/swiglu/swiglu_plain.cuh`), which
-//! [`Quantize`](nibble_core::ops::Quantize) takes.
+//! `swiglu` on a GPU: one kernel from BF16 to E4M3 rows or BF16 (`csrc/kernels/swiglu/swiglu.cuh`), one kernel to rows and columns
+//! (`csrc/kernels/swiglu/swiglu_cols.cuh`). All other forms go through a plain matrix (`csrc/kernels/swiglu/swiglu_plain.cuh`), which
+//! [`Quantize`](nibble_core::ops::Quantize) converts.
 
 pub(crate) mod swiglu_backward;
 
@@ -51,22 +51,22 @@ pub(crate) fn launch_swiglu(
     }
 }
 
-/// The plane of rows, or the plain result.
+/// The row-quantized or plain result.
 pub(super) fn rows_of<'a>(op: &'static str, made: &'a Emitted<Cuda>) -> Result<&'a Operand<Cuda>> {
     made.rows.as_ref().ok_or_else(|| Error::shape(op, "rows", "not made", "a row plane"))
 }
 
-/// The plane of columns.
+/// The column-quantized result.
 pub(super) fn cols_of<'a>(op: &'static str, made: &'a Emitted<Cuda>) -> Result<&'a BlockScaled<Cuda>> {
     made.cols.as_ref().ok_or_else(|| Error::shape(op, "cols", "not made", "a column plane"))?.block(op)
 }
 
-/// What is counted, null where nothing is.
+/// The counters; `None` (null) where nothing is counted.
 pub(super) fn counts_of(made: &Emitted<Cuda>) -> Option<&Buffer<u64>> {
     made.counts.as_ref().map(|counts| counts.0.get())
 }
 
-/// The instances built for it.
+/// Every kernel instance of this module.
 pub(super) fn instances() -> Vec<Instance> {
     let of_rule = |rule| {
         let rows = [false, true].map(|save_h| (rows_spec(Some(rule), save_h), 0));
@@ -78,7 +78,7 @@ pub(super) fn instances() -> Vec<Instance> {
     all.chain(swiglu_backward::instances()).collect()
 }
 
-/// The rows' numbers, null where all rows count.
+/// The rows' ids; `None` (null) where all rows are valid.
 pub(super) fn row_ids(groups: Option<&Groups<Cuda>>) -> Option<&Buffer<i32>> {
     groups.map(|groups| groups.row_id.get())
 }
@@ -89,7 +89,7 @@ fn plain_spec() -> KernelSpec {
     KernelSpec { source: "kernels/swiglu/swiglu_plain.cuh", name: "nib::swiglu_plain", args: vec![] }
 }
 
-/// `a` as a plain matrix.
+/// Writes `a` as a plain matrix.
 fn plain(device: &Device, op: &Swiglu<'_, Cuda>, a: &Tensor<Cuda>) -> Result<()> {
     let (rows, f) = (op.h.rows, op.h.cols / 2);
     if rows == 0 || f == 0 {
@@ -113,12 +113,12 @@ fn plain(device: &Device, op: &Swiglu<'_, Cuda>, a: &Tensor<Cuda>) -> Result<()>
     }
 }
 
-/// Threads of a cta of `swiglu_rows`, one a multiprocessor.
+/// Threads per CTA of `swiglu_rows`, with one CTA per multiprocessor.
 const ROWS_THREADS: u32 = 640;
-/// Columns that a warp of it takes at a time.
+/// Columns that a warp takes at a time.
 const ROWS_COLS: usize = 512;
 
-/// Without a rule: a in BF16.
+/// Without a rule, a is BF16.
 fn rows_spec(rule: Option<ScaleRule>, save_h: bool) -> KernelSpec {
     let rule = rule.map_or(TemplateArg::Int(-1), rule_arg);
     KernelSpec {
@@ -131,11 +131,11 @@ fn rows_spec(rule: Option<ScaleRule>, save_h: bool) -> KernelSpec {
 /// A launch of `swiglu_rows`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct RowsLaunch {
-    /// BF16 where there is none.
+    /// `None`: BF16.
     codec: Option<Codec>,
     save_h: Option<Codec>,
     ctas: u32,
-    /// Of a row.
+    /// Segments per row.
     segments: u32,
 }
 
@@ -143,7 +143,7 @@ impl RowsLaunch {
     fn new(op: &Swiglu<'_, Cuda>, (codec, save_h): (Option<Codec>, Option<Codec>), num_sms: u32) -> Self {
         let (rows, f) = (op.h.rows, op.h.cols / 2);
         let segments = f.div_ceil(ROWS_COLS);
-        // No more ctas than give every warp as many segments as any has.
+        // No more CTAs than are needed for `rounds` segments per warp.
         let (tasks, warps) = (rows * segments, ROWS_THREADS as usize / 32);
         let rounds = tasks.div_ceil(warps * num_sms.max(1) as usize);
         let ctas = tasks.div_ceil(warps * rounds) as u32;
@@ -186,20 +186,20 @@ impl RowsLaunch {
 }
 
 const ROWS_COLS_THREADS: u32 = 512;
-/// Ctas that a multiprocessor holds.
+/// CTAs per multiprocessor.
 const ROWS_COLS_PER_SM: usize = 2;
-/// Rows that the copy engine brings at a time; a box of padding alone it leaves.
+/// Rows per TMA copy; a box that is all padding is skipped.
 pub(super) const BOX_ROWS: usize = 32;
-/// Dynamic shared memory in bytes, `RowsColsShared` of the kernel: the sigmoids, a tile of h, the factors of 128 columns, the numbers of
-/// 128 rows, barriers, a flag and counts.
+/// Dynamic shared memory in bytes, `RowsColsShared` of the kernel: the sigmoid table, a tile of h, the factors of 128 columns, the ids
+/// of 128 rows, barriers, a flag and counts.
 const ROWS_COLS_SHARED: usize =
     (SIGMOIDS.next_multiple_of(128) + 2 * TILE * TILE * 2 + 2 * TILE * 4 + 2 * 8 + 4 * 4)
         .next_multiple_of(128);
 
-/// Bytes of `SigmoidTable` in the kernels: lines of 4049 sigmoids of which the second lies 32 KiB after the first.
+/// Bytes of `SigmoidTable` in the kernels: two lines of 4049 sigmoids; the second starts 32 KiB after the first.
 pub(super) const SIGMOIDS: usize = 0x8000 + (4049 * 4usize).next_multiple_of(16);
 
-/// A map of boxes of a BF16 matrix that are 128 columns wide.
+/// A tensor map of a BF16 matrix, with boxes 128 columns wide.
 pub(super) fn bf16_tiles(op: &'static str, x: &Tensor<Cuda>) -> Result<TensorMap> {
     let Data::Bf16(values) = &x.data else {
         return Err(Error::shape(op, "type", x.dtype(), DType::Bf16));
@@ -217,7 +217,7 @@ pub(super) fn bf16_tiles(op: &'static str, x: &Tensor<Cuda>) -> Result<TensorMap
     tiles.encode()
 }
 
-/// A map of the tiles of a plane of E4M3 columns, to write it.
+/// A tensor map for writing the tiles of a buffer of E4M3 columns.
 pub(super) fn turned_tiles(x: &BlockScaled<Cuda>) -> Result<TensorMap> {
     TurnedTiles { address: x.codes.get().address(), lines: x.cols, stride: x.rows }.encode()
 }
@@ -232,7 +232,7 @@ fn rows_cols_spec(rule: ScaleRule) -> KernelSpec {
 struct RowsColsLaunch {
     codec: Codec,
     ctas: u32,
-    /// Rows of the column plane.
+    /// Rows of the column output.
     capacity: usize,
 }
 

@@ -1,6 +1,6 @@
-//! `swiglu_backward` on a GPU: one kernel from BF16 or MXFP4 to E4M3 in all planes that the next products take
-//! (`csrc/kernels/swiglu/swiglu_backward.cuh`); every other form by way of plain matrices in F32
-//! (`csrc/kernels/swiglu/swiglu_backward_plain.cuh`), which [`Quantize`](nibble_core::ops::Quantize) takes.
+//! `swiglu_backward` on a GPU: one kernel from BF16 or MXFP4 to all E4M3 forms that the next products need
+//! (`csrc/kernels/swiglu/swiglu_backward.cuh`). All other forms go through plain F32 matrices
+//! (`csrc/kernels/swiglu/swiglu_backward_plain.cuh`), which [`Quantize`](nibble_core::ops::Quantize) converts.
 
 use super::{BOX_ROWS, SIGMOIDS, bf16_tiles, cols_of, counts_of, row_ids, rows_of, turned_tiles};
 use crate::Cuda;
@@ -57,7 +57,7 @@ pub(crate) fn launch_swiglu_backward(
     }
 }
 
-/// The instances built for it.
+/// Every kernel instance of this module.
 pub(crate) fn instances() -> Vec<Instance> {
     let fused = |source: HSource| {
         FUSED_RULES
@@ -69,7 +69,7 @@ pub(crate) fn instances() -> Vec<Instance> {
     [&fused(HSource::Saved)[..], &fused(HSource::Plain), &plain, &parts].concat()
 }
 
-// A tile has a part of the gate weight's gradient.
+// Each tile holds one part of the gate weight's gradient.
 const _: () = assert!(TILE == SwigluBackward::<Cuda>::PART);
 const FUSED_THREADS: u32 = 512;
 const SOURCE: &str = "kernels/swiglu/swiglu_backward.cuh";
@@ -78,7 +78,7 @@ const SOURCE: &str = "kernels/swiglu/swiglu_backward.cuh";
 const fn fused_shared_bytes(source: HSource) -> usize {
     let (table, tiles, stages, h, spares) = match source {
         HSource::Saved => (256 * 16 * 8 + 256 * 16, 3, 2, 2 * TILE * (TILE / 2 + 4), 3),
-        // One tile of codes finds room between the sigmoids.
+        // One tile of codes fits between the two lines of sigmoids.
         HSource::Plain => (SIGMOIDS, 2, 1, 2 * TILE * TILE * 2, 4),
     };
     let stage = h + TILE * TILE * 2 + TILE * 4;
@@ -106,13 +106,13 @@ fn parts_spec() -> KernelSpec {
     KernelSpec { source: "kernels/swiglu/add_partial_sums.cuh", name: "nib::add_partial_sums", args: vec![] }
 }
 
-/// A launch of the kernel that writes everything.
+/// A launch of the fused kernel, which writes everything.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Fused {
     source: HSource,
     codec: Codec,
     ctas: u32,
-    /// Rows of the column planes.
+    /// Rows of the column outputs.
     capacity: usize,
 }
 
@@ -180,7 +180,7 @@ impl Fused {
     }
 }
 
-/// A map of the codes of boxes of an MXFP4 matrix that are 128 columns wide.
+/// A tensor map of the codes of an MXFP4 matrix, with boxes 128 columns wide.
 fn code_tiles(h: &BlockScaled<Cuda>) -> Result<TensorMap> {
     let row_bytes = h.cols / 2;
     let tiles = Tiles {
@@ -198,7 +198,7 @@ fn code_tiles(h: &BlockScaled<Cuda>) -> Result<TensorMap> {
 
 const PARTS_THREADS: usize = 256;
 
-/// The gate weights' gradients from those of the parts, `[parts][rows]`.
+/// Sums the parts `[parts][rows]` to the gate weights' gradients.
 fn add_partial_sums(
     device: &Device,
     parts: &Buffer<f32>,
@@ -215,10 +215,10 @@ fn add_partial_sums(
 
 const PLAIN_THREADS: usize = 256;
 
-/// Ctas that a multiprocessor holds, if sigmoids are looked up.
+/// CTAs per multiprocessor, if sigmoids are looked up in a table.
 const PLAIN_PER_SM: usize = 4;
 
-/// What the kernel of plain matrices reads.
+/// The inputs that the plain kernel reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Chunk {
     /// F32 or BF16.
@@ -250,7 +250,7 @@ const fn plain_shared_bytes(chunk: Chunk) -> usize {
     }
 }
 
-/// Any form: plain dh, and `a` if it is wanted.
+/// Any form: writes plain dh, and `a` if it is wanted.
 fn plain(
     device: &Device,
     op: &SwigluBackward<'_, Cuda>,

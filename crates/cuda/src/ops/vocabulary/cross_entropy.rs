@@ -1,5 +1,4 @@
-//! `cross_entropy` on a GPU (`csrc/kernels/vocabulary/cross_entropy.cuh`): a cluster for each row, then a CTA for each
-//! shard.
+//! `cross_entropy` on a GPU (`csrc/kernels/vocabulary/cross_entropy.cuh`): one cluster per row, then one CTA per shard.
 
 use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::Launch;
@@ -12,11 +11,11 @@ use nibble_core::ops::{Control, CrossEntropy, CrossEntropyOut};
 use nibble_core::{Error, Result, Tensor};
 
 const SOURCE: &str = "kernels/vocabulary/cross_entropy.cuh";
-/// Lanes of a row's sum.
+/// Lanes (partial sums) per row.
 const LANES: usize = 1024;
 /// The device's `EntropyRoom`.
 const ROOM_BYTES: usize = 4 * LANES + 4 * 128 + 16;
-/// The most bytes of logits of a CTA: a multiprocessor has room for three such CTAs.
+/// The most bytes of logits per CTA: a multiprocessor then holds three CTAs.
 const PART_BYTES: usize = 70 << 10;
 /// Threads that sum a shard's losses.
 const NATS_THREADS: u32 = 512;
@@ -37,19 +36,19 @@ pub(crate) fn cross_entropy(cuda: &Cuda, op: CrossEntropy<'_, Cuda>) -> Result<C
     Ok(out)
 }
 
-/// How a row is divided, by the vocabulary.
+/// How a row is divided, depending on the vocabulary.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct EntropyConfig {
-    /// Lanes of a CTA; all CTAs of a row together have 1024.
+    /// Lanes per CTA; all CTAs of a row together have 1024.
     lanes: usize,
-    /// Neighbouring lanes of a thread.
+    /// Adjacent lanes per thread.
     wide: usize,
-    /// How many threads share the same lanes.
+    /// Threads that share the same lanes.
     groups: usize,
 }
 
 impl EntropyConfig {
-    /// As few CTAs a row as possible, so that three of them fit a multiprocessor; eight for the longest rows.
+    /// As few CTAs per row as possible, so that three of them fit a multiprocessor; eight for the longest rows.
     fn choose(vocab: usize) -> Self {
         let fits = |lanes: &usize| Self::part_bytes(*lanes, vocab) <= PART_BYTES;
         let lanes = [LANES, LANES / 2, LANES / 4].into_iter().find(fits).unwrap_or(LANES / 8);
@@ -73,7 +72,7 @@ impl EntropyConfig {
     }
 
     /// # Errors
-    /// There are too many rows to count, or they are too long for shared memory.
+    /// If there are too many rows to count, or rows are too long for shared memory.
     fn launch(&self, op: &'static str, rows: usize, vocab: usize, shared_bytes: usize) -> Result<Launch> {
         let (cluster, needed) = (LANES / self.lanes, self.shared_bytes(vocab));
         if needed > shared_bytes {
@@ -88,21 +87,21 @@ impl EntropyConfig {
     }
 }
 
-/// Some rows of a cross-entropy, by their targets.
+/// Rows of a cross-entropy, with their targets.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct TargetRows<'a> {
     pub op: &'static str,
     pub vocab: usize,
     /// The target of each row.
     pub targets: &'a Buffer<i32>,
-    /// What has the factor of the gradient; none where there is none.
+    /// The buffer with the gradient's factor, if there is one.
     pub control: Option<&'a Buffer<f32>>,
     /// Counts targets at or past the vocabulary.
     pub bad_ids: &'a Buffer<u64>,
 }
 
 impl TargetRows<'_> {
-    /// Where the factor of a gradient is read, if there is a gradient.
+    /// The address of the gradient's factor, if there is a gradient.
     pub fn control_address(&self, dlogits: Option<&Tensor<Cuda>>) -> Result<u64> {
         match (self.control, dlogits) {
             (Some(control), _) if control.len() == Control::LEN => Ok(control.address()),
@@ -114,7 +113,7 @@ impl TargetRows<'_> {
         }
     }
 
-    /// Writes the loss of each row, and the gradient of its logits where there is a place for it.
+    /// Writes the loss of each row, and the gradient of its logits if `dlogits` is given.
     pub fn run(
         &self,
         logits: &Buffer<f32>,
@@ -149,7 +148,7 @@ impl TargetRows<'_> {
     }
 }
 
-/// The losses of each shard, summed in F64. The number of shards divides theirs.
+/// Sums the losses of each shard in F64. The number of shards divides the number of losses.
 pub(crate) fn sum_losses(loss: &Buffer<f32>, nats: &Buffer<f64>) -> Result<()> {
     let (device, shards) = (loss.device(), nats.len());
     if shards == 0 {
@@ -170,10 +169,10 @@ fn nats_spec() -> KernelSpec {
     KernelSpec { source: SOURCE, name: "nib::shard_nats", args: Vec::new() }
 }
 
-/// The longest rows of even and odd length that each instance is chosen for; of the last one, a large vocabulary.
+/// The longest rows of even and odd length that each instance is chosen for; for the last instance, a large vocabulary.
 const VOCABULARIES: [usize; 7] = [17_407, 17_408, 35_839, 35_840, 71_679, 71_680, 262_144];
 
-/// The instances.
+/// Every kernel instance of this module.
 pub(crate) fn instances() -> Vec<Instance> {
     let mut instances = vec![Instance { spec: nats_spec(), shared_bytes: 0 }];
     for vocab in VOCABULARIES {
@@ -187,7 +186,7 @@ pub(crate) fn instances() -> Vec<Instance> {
     instances
 }
 
-/// The sizes of every instance, for the longest rows that it is chosen for.
+/// The shared-memory sizes of every instance, for the longest rows that it is chosen for.
 pub(crate) fn shared_sizes() -> Vec<SharedSize> {
     let of = |vocab| {
         let config = EntropyConfig::choose(vocab);

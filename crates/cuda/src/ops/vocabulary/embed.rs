@@ -1,6 +1,6 @@
-//! `embed`, `embed_backward` on a GPU (`csrc/kernels/vocabulary/embed.cuh`). The backward pass sorts the tokens by
-//! shard and id, with a [`PlanPermute`](nibble_core::ops::PlanPermute) for each digit; sums chunks of tokens with the same id; and adds the sums of
-//! ids that have several chunks.
+//! `embed`, `embed_backward` on a GPU (`csrc/kernels/vocabulary/embed.cuh`). The backward pass sorts the tokens by shard and id, with one
+//! [`PlanPermute`](nibble_core::ops::PlanPermute) per digit; sums chunks of tokens with the same id; and adds the sums of ids that have
+//! several chunks.
 
 use crate::backend::Buf;
 use crate::compile::jit::{KernelSpec, TemplateArg};
@@ -15,9 +15,9 @@ use nibble_core::ops::{Embed, EmbedBackward, EmbedOut};
 use nibble_core::{DType, Data, Error, Plain, Result};
 
 const THREADS: usize = 256;
-/// Units (of a row's numbers) that a CTA looks up.
+/// Units (of a row's elements) per CTA of a look-up.
 const UNITS_PER_CTA: usize = 1024;
-/// CTAs a multiprocessor that sum chunks; each takes one chunk after the other.
+/// CTAs per multiprocessor that sum chunks; each processes chunks in a loop.
 const SUM_CTAS: usize = 8;
 const TYPES: [DType; 2] = [DType::F32, DType::Bf16];
 
@@ -31,7 +31,7 @@ fn spec(name: &'static str, dtype: Option<DType>, count: usize) -> KernelSpec {
     }
 }
 
-/// A kernel that sorts.
+/// A sorting kernel.
 fn sort_spec(name: &'static str) -> KernelSpec {
     let args = vec![("kThreads", TemplateArg::Int(THREADS as i64))];
     KernelSpec { source: "kernels/vocabulary/embed.cuh", name, args }
@@ -65,7 +65,7 @@ fn look_up(
         return Ok(());
     }
     let count = row_tree::count_of(d);
-    // The id of a row without columns is checked all the same.
+    // The id is checked even if rows have no columns.
     let units = d.div_ceil(count).max(1);
     let tasks = ids.len().saturating_mul(units);
     if tasks.max(vocab).max(d) >= (1 << 31) - UNITS_PER_CTA {
@@ -85,13 +85,13 @@ fn look_up(
     }
 }
 
-/// `EmbedKeys` of the kernels: what tokens are sorted by.
+/// `EmbedKeys` of the kernels: the sort keys of tokens.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Keys {
     tokens: u32,
     vocab: u32,
-    /// Past all keys.
+    /// A key past all others.
     none: u32,
     by_shard: Divider,
 }
@@ -149,14 +149,14 @@ pub(crate) fn embed_backward(cuda: &Cuda, op: EmbedBackward<'_, Cuda>) -> Result
     }
 }
 
-/// `EmbedTask`s of the kernels, four words each.
+/// The kernels' `EmbedTask`s, four words each.
 struct Tasks<'a> {
     sizes: EmbedTasks,
     tokens: usize,
     order: &'a Buffer<i32>,
     chunks: Buffer<i32>,
     runs: Buffer<i32>,
-    /// How many of each.
+    /// The number of chunks and of runs.
     counts: Buffer<u64>,
 }
 
@@ -216,7 +216,7 @@ impl<'a> Tasks<'a> {
     }
 }
 
-/// The instances.
+/// Every kernel instance of this module.
 pub(crate) fn instances() -> Vec<Instance> {
     let counts = row_tree::COUNTS;
     let typed =

@@ -1,5 +1,5 @@
-//! `head_loss` on a GPU: its own two kernels (`csrc/kernels/vocabulary/head_loss.cuh`). What follows what for each chunk of tokens
-//! `nibble-choice` says.
+//! `head_loss` on a GPU: its own two kernels (`csrc/kernels/vocabulary/head_loss.cuh`). `nibble-choice` defines the sequence of
+//! operations for each chunk of tokens.
 
 use super::cross_entropy::TargetRows;
 use crate::Cuda;
@@ -14,7 +14,7 @@ use nibble_core::{Backend, DType, Data, Error, Groups, Result, Tensor};
 const OP: &str = "head_loss";
 const SOURCE: &str = "kernels/vocabulary/head_loss.cuh";
 const THREADS: u32 = 256;
-/// Numbers of a gradient that a CTA rounds.
+/// Gradient elements that a CTA rounds.
 const ROUNDED_PER_CTA: usize = 1024;
 
 /// See [`HeadLoss`].
@@ -36,7 +36,7 @@ pub(crate) fn head_loss(cuda: &Cuda, op: HeadLoss<'_, Cuda>) -> Result<HeadLossO
     sequence::head_loss(cuda, op)
 }
 
-/// The rows' cross-entropy: with the CPU's bits for F32 tokens, by the fast kernel for others.
+/// The rows' cross-entropy: with the CPU's bits for F32 tokens, by the fast kernel for BF16 tokens.
 pub(crate) fn target_rows(
     rows: &sequence::TargetRows<'_, Cuda>,
     logits: &Tensor<Cuda>,
@@ -53,7 +53,7 @@ pub(crate) fn target_rows(
     }
 }
 
-/// Writes starts and lengths of groups of `each` rows that begin `apart` rows from each other.
+/// Writes starts and lengths of groups with `each` rows, which start `apart` rows from each other.
 pub(crate) fn list_groups(cuda: &Cuda, groups: &Groups<Cuda>, each: usize, apart: usize) -> Result<()> {
     let count = groups.num_groups;
     let too_many = || Error::shape(OP, "shards", count, "below 2^31, as the tokens");
@@ -91,7 +91,7 @@ fn spec(name: &'static str) -> KernelSpec {
     KernelSpec { source: SOURCE, name, args: Vec::new() }
 }
 
-/// The instances, beside the products' and the cross-entropy's.
+/// Every kernel instance of this module, without those of products and cross-entropy.
 pub(crate) fn instances() -> Vec<Instance> {
     let of = |name| Instance { spec: spec(name), shared_bytes: 0 };
     vec![of("nib::equal_groups"), of("nib::round_gradient")]

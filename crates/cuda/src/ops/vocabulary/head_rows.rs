@@ -1,5 +1,5 @@
-//! Cross-entropy of long rows for the head of a BF16 model (`csrc/kernels/vocabulary/head_rows.cuh`). It is held to a
-//! relative error, not to the CPU's bits.
+//! Cross-entropy of long rows for the head of a BF16 model (`csrc/kernels/vocabulary/head_rows.cuh`). It guarantees a
+//! relative error, not the CPU's bits.
 
 use super::cross_entropy::TargetRows;
 use crate::compile::jit::{KernelSpec, TemplateArg};
@@ -18,7 +18,7 @@ const SOURCE: &str = "kernels/vocabulary/head_rows.cuh";
 const PART_MULTIPLE: usize = 8;
 /// The numbers of CTAs that may share a row.
 const CLUSTERS: [usize; 4] = [1, 2, 4, 8];
-/// Shorter rows leave most threads of a CTA without work, and owe the CPU's bits.
+/// Shorter rows leave most threads of a CTA idle, and must have the CPU's bits.
 const SHORTEST: usize = HeadLoss::<Cuda>::OWN_ORDER_FROM;
 
 /// How a row is divided.
@@ -26,12 +26,12 @@ const SHORTEST: usize = HeadLoss::<Cuda>::OWN_ORDER_FROM;
 struct HeadRowsConfig {
     /// CTAs that share a row.
     cluster: usize,
-    /// Elements of each CTA.
+    /// Elements per CTA.
     part: usize,
 }
 
 impl HeadRowsConfig {
-    /// As few CTAs a row as can hold two rows at once; `None` for a vocabulary that this kernel does not take.
+    /// The fewest CTAs per row that can hold two rows at once; `None` for a vocabulary that this kernel does not support.
     fn choose(vocab: usize, shared_bytes: usize) -> Option<Self> {
         if vocab < SHORTEST || !vocab.is_multiple_of(PART_MULTIPLE) || vocab > i32::MAX as usize {
             return None;
@@ -50,7 +50,7 @@ impl HeadRowsConfig {
     }
 }
 
-/// The same as [`TargetRows::run`], for BF16 tokens: with a BF16 gradient, or without one.
+/// As [`TargetRows::run`], for BF16 tokens: with a BF16 gradient, or without one.
 pub(crate) fn run(
     rows: &TargetRows<'_>,
     logits: &Buffer<f32>,
@@ -91,12 +91,12 @@ fn spec(cluster: usize) -> KernelSpec {
     KernelSpec { source: SOURCE, name: "nib::head_rows", args }
 }
 
-/// The instances built for it, with the shared memory of the longest rows that a cluster takes.
+/// Every kernel instance of this module; shared memory is in `shared_sizes`.
 pub(crate) fn instances() -> Vec<Instance> {
     CLUSTERS.map(|cluster| Instance { spec: spec(cluster), shared_bytes: 0 }).to_vec()
 }
 
-/// The sizes for a short row, and for a long one.
+/// The shared-memory sizes for a short row, and for a long one.
 pub(crate) fn shared_sizes() -> Vec<SharedSize> {
     let of = |part| {
         let config = HeadRowsConfig { cluster: 1, part };

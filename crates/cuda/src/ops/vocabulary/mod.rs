@@ -1,4 +1,4 @@
-//! What is as wide as the vocabulary: embedding, output head, loss.
+//! Operations over the vocabulary: embedding, output head, loss.
 
 pub(crate) mod cross_entropy;
 pub(crate) mod embed;
@@ -7,7 +7,7 @@ pub(crate) mod head_rows;
 
 pub(crate) use {cross_entropy::*, embed::*, head_loss::*};
 
-/// The instances built for it.
+/// Every kernel instance of this module.
 pub(crate) fn instances() -> Vec<crate::ops::Instance> {
     [embed::instances(), cross_entropy::instances(), head_loss::instances(), head_rows::instances()].concat()
 }

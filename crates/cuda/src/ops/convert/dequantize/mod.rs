@@ -1,4 +1,4 @@
-//! `dequantize` on a GPU: E2M1 and FP8 in blocks under one scale (`csrc/kernels/convert/dequantize.cuh`), and every other format by the
+//! `dequantize` on a GPU: E2M1 and FP8 with one scale per block (`csrc/kernels/convert/dequantize.cuh`), and all other formats by the
 //! general kernel.
 
 mod units;
@@ -17,13 +17,13 @@ use nibble_formats::{BlockAxis, Element, Format, ScaleKind, ScaleLayout};
 use units::OP;
 
 const THREADS: u32 = 256;
-/// Columns a warp takes at a time where blocks do not run down them.
+/// Columns that a warp takes at a time where blocks run along the rows.
 const SEGMENT: usize = 1024;
-/// Rows and columns of a tile where they do.
+/// Rows and columns of a tile where blocks run down the columns.
 const TILE: usize = 128;
-/// Tiles that follow each other down the rows before the next column of tiles.
+/// Vertically adjacent tiles that are processed before the next column of tiles.
 const BAND: i32 = 4;
-/// Numbers that may be passed as one row.
+/// The most elements that may be passed as one row.
 const ONE_ROW: usize = 1 << 30;
 
 /// See [`Dequantize`].
@@ -34,7 +34,7 @@ pub(crate) fn dequantize(cuda: &Cuda, op: Dequantize<'_, Cuda>) -> Result<Tensor
     Ok(out)
 }
 
-/// The values of codes and of their blocks' scales in BF16, without a tensor's.
+/// The values of codes times the scales of their blocks in BF16, without the tensor's scale.
 pub(crate) fn bare(device: &Device, x: &BlockScaled<Cuda>) -> Result<Tensor<Cuda>> {
     let op = Dequantize { x, dtype: DType::Bf16 };
     op.check()?;
@@ -44,7 +44,7 @@ pub(crate) fn bare(device: &Device, x: &BlockScaled<Cuda>) -> Result<Tensor<Cuda
     Ok(out)
 }
 
-/// Every value in F32.
+/// The full values in F32.
 pub(crate) fn whole(device: &Device, x: &BlockScaled<Cuda>) -> Result<Tensor<Cuda>> {
     Dequantize { x, dtype: DType::F32 }.check()?;
     let out = Tensor::new(Data::F32(Buf::new(device.alloc(x.rows * x.cols)?)), x.rows, x.cols)?;
@@ -61,7 +61,7 @@ fn decode_to(device: &Device, x: &BlockScaled<Cuda>, bare: bool, out: &Tensor<Cu
     }
 }
 
-/// What is decoded.
+/// Describes a conversion.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct DequantizeDesc {
     format: Format,
@@ -95,14 +95,14 @@ impl DequantizeDesc {
         Ok(desc)
     }
 
-    /// Whether lines of codes of less than a byte end inside a block, which the general kernel alone takes.
+    /// Whether rows or columns of sub-byte codes end inside a block: only the general kernel supports that.
     fn ends_short(&self) -> bool {
         let (spec, len) =
             (self.format.spec(), if self.axis == BlockAxis::Col { self.rows } else { self.cols });
         spec.code_bits < 8 && !len.is_multiple_of(spec.block)
     }
 
-    /// How it is decoded where the general kernel does not take it; none where there is nothing to do.
+    /// The configuration of the fast kernel; `None` where there is nothing to do.
     fn config(&self, num_sms: u32) -> Result<Option<DequantizeConfig>> {
         let Self { format, axis, rows, cols, dtype, .. } = *self;
         let (bits, block) = (format.spec().code_bits as usize, format.spec().block);
@@ -133,7 +133,7 @@ impl DequantizeDesc {
         Ok(Some(DequantizeConfig { kind: instance(whole), rows, cols, segments: segments as u32, ctas }))
     }
 
-    /// The scales' order, for the kernel.
+    /// The layout of the scales, for the kernel.
     fn decode_arg(&self, x: &BlockScaled<Cuda>) -> DecodeArg {
         let (block, matrix_lines) = (self.format.spec().block, self.rows / self.stack);
         let (line_stride, block_stride) = match x.scale_layout {
@@ -152,7 +152,7 @@ impl DequantizeDesc {
     }
 }
 
-/// What is compiled for a launch.
+/// The compiled instance of a launch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct DequantizeVariant {
     /// Blocks run down the columns.
@@ -178,19 +178,19 @@ impl DequantizeVariant {
     }
 }
 
-/// How it is launched.
+/// The configuration of a launch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct DequantizeConfig {
     kind: DequantizeVariant,
-    /// As the kernel sees them: blocks along rows without a short one are one long row.
+    /// The shape for the kernel: blocks along rows, none of them short, are passed as one long row.
     rows: usize,
     cols: usize,
-    /// Of a row; 0 where blocks run down the columns.
+    /// Segments of a row; 0 where blocks run down the columns.
     segments: u32,
     ctas: u32,
 }
 
-/// Runs the kernel that the description asks for.
+/// Runs the kernel for the description.
 fn decode<T: Plain>(
     device: &Device,
     desc: &DequantizeDesc,
@@ -233,7 +233,7 @@ fn launch<T: Plain>(
     unsafe { kernel.launch(launch, &args) }
 }
 
-/// The instances built for it.
+/// Every kernel instance of this module.
 pub(crate) fn instances() -> Vec<Instance> {
     let mut all = Vec::new();
     let blocks = [(4, 32), (8, 32), (8, 128)];

@@ -1,4 +1,4 @@
-//! Decoding any format by the general kernel (`csrc/kernels/convert/dequantize_units.cuh`).
+//! Dequantizes any format with the general kernel (`csrc/kernels/convert/dequantize_units.cuh`).
 
 use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Launch, plain_args};
@@ -9,7 +9,7 @@ use crate::{Buffer, Cuda, Device};
 use nibble_core::formats::{BlockAxis, Element, Format, ScaleKind, ScaleLayout, ScaleRule};
 use nibble_core::{BlockScaled, DType, Error, Plain, Result};
 
-/// The operation, in errors.
+/// The operation's name, for errors.
 pub(super) const OP: &str = "dequantize";
 
 const THREADS: u32 = 256;
@@ -48,21 +48,21 @@ fn instance(format: UnitFormat, out: DType, down: bool) -> Instance {
     Instance { spec, shared_bytes: format.dequantize_shared_bytes(out) }
 }
 
-/// The struct that decodes a format under a rule: both of HiFloat4's conventions decode alike.
+/// The struct that decodes a format under a rule: both conventions of HiFloat4 decode the same way.
 fn decoder(format: Format, rule: ScaleRule) -> Option<UnitFormat> {
     UnitFormat::of(format, if rule == ScaleRule::Cann { ScaleRule::Amax } else { rule })
 }
 
-/// Whether it has no kernel of its own.
+/// Whether the general kernel decodes this format.
 ///
 /// # Errors
-/// [`Error::Unsupported`] of a format that no kernel knows.
+/// [`Error::Unsupported`] for a format without any kernel.
 pub(super) fn takes(format: Format, rule: ScaleRule) -> Result<bool> {
     decoder(format, rule).ok_or_else(|| Error::unsupported(OP, format, "it has no kernel on a GPU"))?;
     Ok(!has_kernel(format))
 }
 
-/// Whether another kernel decodes it: numbers of E2M1 or FP8, each block of a size that the kernel is built for under one scale.
+/// Whether the fast kernel decodes it: E2M1 or FP8 codes with one scale per block, of a block size that has an instance.
 fn has_kernel(format: Format) -> bool {
     let spec = format.spec();
     let is_one = |&rule: &ScaleRule| matches!((spec.scales)(rule), ScaleKind::E8M0 | ScaleKind::F32);
@@ -74,7 +74,8 @@ fn has_kernel(format: Format) -> bool {
         }
 }
 
-/// The instances built for it. Formats of packed codes with kernels of their own come here where a line ends inside a block.
+/// Every kernel instance of this module. Packed formats of the fast kernel are included: they come here where rows or columns end inside a
+/// block.
 pub(super) fn instances() -> Vec<Instance> {
     let packed = |unit: &UnitFormat| unit.format.spec().code_bits < 8;
     let ours = UnitFormat::all()
@@ -87,13 +88,13 @@ pub(super) fn instances() -> Vec<Instance> {
     ours.flat_map(of).collect()
 }
 
-/// Whether an instance is built for this.
+/// Whether there is an instance for these arguments.
 #[cfg(test)]
 pub(super) fn is_built(format: Format, rule: ScaleRule, out: DType, down: bool) -> bool {
     decoder(format, rule).is_some_and(|unit| instances().contains(&instance(unit, out, down)))
 }
 
-/// Decodes to `out`, of as many values; without the tensor's scale where `bare`.
+/// Decodes to `out`, which has as many values; `bare` leaves the tensor's scale out.
 pub(super) fn launch<T: Plain>(
     device: &Device,
     x: &BlockScaled<Cuda>,

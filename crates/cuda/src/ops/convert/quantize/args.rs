@@ -1,4 +1,4 @@
-//! What the kernels of `quantize` take and write, on the host's side.
+//! Arguments of the `quantize` kernels, on the host's side.
 
 use super::config::{OP, QuantizeDesc, QuantizePath, RowScales, transpose_ctas, transpose_spec};
 use crate::launch::{Divider, HadamardArg, KernelArg, Launch, plain_args};
@@ -8,7 +8,7 @@ use nibble_core::formats::ScaleKind;
 use nibble_core::ops::{Emitted, Found, Hadamard, Quantize};
 use nibble_core::{BlockScaled, DType, Error, Operand, Result};
 
-/// The matrix and its groups, as arguments.
+/// The matrix and its groups, as kernel arguments.
 #[derive(Clone, Copy)]
 pub(super) struct MatrixArgs<'a> {
     pub(super) x: &'a dyn KernelArg,
@@ -16,9 +16,9 @@ pub(super) struct MatrixArgs<'a> {
     pub(super) row_id: Option<&'a Buffer<i32>>,
     pub(super) start: Option<&'a Buffer<i32>>,
     pub(super) num_groups: i32,
-    /// A row counts if the id of this part of its number is not negative.
+    /// A row is valid if the id at `row & id_mask` is not negative.
     pub(super) id_mask: i32,
-    /// Made as the kernels read the matrix.
+    /// Applied by the kernels as they read the matrix.
     pub(super) transform: Option<Transform>,
 }
 
@@ -34,7 +34,7 @@ pub(super) struct TransformArg {
 plain_args!(TransformArg);
 
 impl TransformArg {
-    /// None at all.
+    /// No transform.
     pub(super) const NONE: Self = Self { start: 0, num_groups: 0, rows: 0, hadamard: HadamardArg::NONE };
 
     pub(super) fn new(
@@ -48,7 +48,7 @@ impl TransformArg {
     }
 }
 
-/// A transform of a matrix of numbers of this type.
+/// A transform of a matrix with elements of type `input`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Transform {
     pub(super) arg: TransformArg,
@@ -81,19 +81,19 @@ pub(super) struct FoldedRows {
 plain_args!(FoldedRows);
 
 impl FoldedRows {
-    /// Rows of so many columns; without numbers they are not folded, or each counts.
+    /// Rows of `cols` columns. Without ids the rows are not folded, or all of them are valid.
     pub(super) fn of(row_id: Option<&Buffer<i32>>, cols: usize) -> Self {
         let row_id = row_id.map_or(0, Buffer::address);
         Self { row_id, by_cols: Divider::by(cols as u32), cols: cols as u32, pad: 0 }
     }
 }
 
-/// What is to be written.
+/// The outputs of a launch.
 pub(super) struct Planned<'a> {
     pub(super) rows: Option<&'a BlockScaled<Cuda>>,
     pub(super) cols: Option<&'a BlockScaled<Cuda>>,
     pub(super) counts: &'a Buffer<u64>,
-    /// Under scales of earlier steps.
+    /// Magnitudes found under delayed scales (those of earlier steps).
     pub(super) found: Option<&'a Found<Cuda>>,
 }
 
@@ -107,20 +107,20 @@ impl<'a> Planned<'a> {
     }
 }
 
-/// The scales of rows as a kernel leaves them, those of neighbouring rows together.
+/// Row scales in the order in which a kernel writes them: those of adjacent rows are contiguous.
 pub(super) struct ByBlock {
     pub(super) plane: RowScales,
     pub(super) scales: Buffer<u8>,
 }
 
 impl ByBlock {
-    /// Where the path leaves them so.
+    /// A buffer, if the path writes scales in this order.
     pub(super) fn new(device: &Device, path: &QuantizePath) -> Result<Option<Self>> {
         let new = |plane: RowScales| Ok(Self { plane, scales: device.alloc(plane.total_bytes())? });
         path.row_scales().map(new).transpose()
     }
 
-    /// Brings them to their places.
+    /// Transposes them into the final order.
     pub(super) fn transpose(
         &self,
         device: &Device,

@@ -1,4 +1,4 @@
-//! What formats with a scale for a line or for a tensor want measured before their values are encoded, and written afterwards
+//! Measurements before and after encoding, for formats with one scale per row, column or tensor
 //! (`csrc/kernels/convert/whole_scales.cuh`).
 
 use super::args::{MatrixArgs, Planned, Transform};
@@ -32,7 +32,7 @@ fn tensor_spec(format: Format, outer: Outer) -> KernelSpec {
     whole_spec("nib::tensor_scales", args.map(|(name, value)| (name, TemplateArg::Bool(value))).to_vec())
 }
 
-/// The instances built for it.
+/// Every kernel instance of this module.
 pub(super) fn instances() -> impl Iterator<Item = KernelSpec> {
     let maxima =
         |input| [maxima_spec(false, input), maxima_spec(true, input), transformed_maxima_spec(input)];
@@ -57,7 +57,7 @@ pub(super) struct EarlierArg {
 plain_args!(EarlierArg);
 
 impl EarlierArg {
-    /// `check` held the records to the spans.
+    /// `check` held the records to the number of spans.
     pub fn of(op: &Quantize<'_, Cuda>) -> Self {
         let Some(Delayed { records, first, stride }) = op.delayed else {
             return Self { expected: 0, stride: 0, spans: 0, pad: 0 };
@@ -67,27 +67,27 @@ impl EarlierArg {
     }
 }
 
-/// What is measured of a matrix before its values are encoded.
+/// Measurements of a matrix, taken before its values are encoded.
 #[derive(Default)]
 pub(super) struct Measured {
-    /// Of lines: bits of their largest magnitudes, and whether they get a non-zero code.
+    /// Per line: bits of its largest magnitude, and whether it gets a non-zero code.
     pub rows: Option<(Buffer<u32>, Buffer<u8>)>,
     pub cols: Option<(Buffer<u32>, Buffer<u8>)>,
-    /// Of tensors.
+    /// Per tensor: the inverse scale.
     pub inverses: Option<Buffer<f32>>,
     pub span_of_row: Option<Buffer<i32>>,
-    /// Of tensors, as they are stored.
+    /// Per tensor: the scale, as stored.
     scales: Option<Buffer<f32>>,
 }
 
-/// One matrix or a stack as the kernels see it.
+/// A matrix or a stack of matrices as the kernels read it.
 pub(super) struct Measure<'a> {
     pub device: &'a Device,
     pub desc: &'a QuantizeDesc,
     pub source: &'a MatrixArgs<'a>,
     pub earlier: EarlierArg,
     pub len: Option<&'a Buffer<i32>>,
-    /// Largest magnitudes of matrices, which are taken instead of measured ones.
+    /// Largest magnitudes of the matrices, used instead of measured ones.
     pub amax: Option<&'a Buf<f32>>,
 }
 
@@ -102,7 +102,7 @@ pub(crate) fn measure_amax(cuda: &Cuda, op: MeasureAmax<'_, Cuda>) -> Result<Buf
         config::check(&desc)?;
         let (device, desc, source) = (cuda.device(), &desc, &MatrixArgs::of(&op));
         let measure = Measure { device, desc, source, earlier: EarlierArg::of(&op), len: None, amax: None };
-        // The bits of magnitudes are in the order of the magnitudes.
+        // The bits of magnitudes sort like the magnitudes.
         measure.span_maxima(&out.get().reinterpreted()?, None)?;
     }
     Ok(out)
@@ -118,7 +118,7 @@ fn grid(threads: usize) -> Launch {
 }
 
 impl Measure<'_> {
-    /// The largest magnitude of each row, or of each span: see the kernel for `by_span`.
+    /// The largest magnitude of each row, or of each span: for `by_span` see the kernel.
     fn row_maxima(&self, out: &Buffer<u32>, spans: Option<&Buffer<i32>>, by_span: i32) -> Result<()> {
         let Self { device, desc, source, .. } = *self;
         let (rows, cols) = (desc.stack * desc.rows, desc.cols);
@@ -141,14 +141,14 @@ impl Measure<'_> {
         unsafe { device.kernel(&maxima_spec(false, desc.input))?.launch(launch, &args) }
     }
 
-    /// The largest magnitude of each span, of which its scale follows.
+    /// The largest magnitude of each span; its scale follows from that.
     fn span_maxima(&self, out: &Buffer<u32>, spans: Option<&Buffer<i32>>) -> Result<()> {
-        // Where blocks have no record that could be marked, what is not finite marks all of the tensor.
+        // If blocks have no scale record that could be marked, a non-finite value marks the whole tensor.
         let marks_all = self.desc.codec.scale_kind().levels().is_empty();
         self.row_maxima(out, spans, if marks_all { 2 } else { 1 })
     }
 
-    /// The largest magnitude of each column, or of each within each span.
+    /// The largest magnitude of each column, or of each column within each span.
     fn column_maxima(&self, out: &Buffer<u32>, spans: Option<&Buffer<i32>>) -> Result<()> {
         let Self { device, desc, source, .. } = *self;
         let ctas = desc.stack * desc.rows.div_ceil(256) * desc.cols.div_ceil(256);
@@ -161,7 +161,7 @@ impl Measure<'_> {
         unsafe { device.kernel(&maxima_spec(true, desc.input))?.launch(launch, &args) }
     }
 
-    /// The scales of lines: of columns one for each span of rows.
+    /// The scales of lines; columns have one scale per span of rows.
     pub fn lines(&self) -> Result<Measured> {
         let Self { device, desc, source, .. } = *self;
         let span_of_row = if desc.planes == Planes::Rows { None } else { self.spans()? };
@@ -182,7 +182,7 @@ impl Measure<'_> {
         Ok(Measured { span_of_row, ..measured })
     }
 
-    /// The span of each row, where there are groups: the number of its group, or of groups where it is of none.
+    /// The span of each row, if there are groups: the number of its group, or the number of groups for a row outside all groups.
     fn spans(&self) -> Result<Option<Buffer<i32>>> {
         let Self { device, desc, source, .. } = *self;
         let Some(start) = source.start else { return Ok(None) };
@@ -232,7 +232,7 @@ impl Measure<'_> {
         Ok(Measured { inverses, span_of_row, scales, ..Measured::default() })
     }
 
-    /// The scale of each row of what is written, from those of the spans: NaN where a value of the span was found not to be finite.
+    /// Writes the scale of each output row from the span's scale: NaN if the span has a non-finite value.
     pub fn spread(&self, measured: &Measured, out: &Planned<'_>) -> Result<()> {
         let (desc, Some(scales)) = (self.desc, &measured.scales) else { return Ok(()) };
         let found = out.found.map(|found| found.amax.get());

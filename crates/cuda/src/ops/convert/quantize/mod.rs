@@ -24,7 +24,7 @@ use nibble_core::ops::{Counts, Emitted, Planes, Quantize};
 use nibble_core::{Data, Result, Tensor};
 use std::ffi::c_void;
 
-/// Every instance of its kernels.
+/// Every kernel instance of this module.
 pub(crate) fn instances() -> Vec<Instance> {
     [config::instances(), units::instances()].concat()
 }
@@ -48,7 +48,7 @@ unsafe impl KernelArg for PowerRule {
 }
 
 impl PowerRule {
-    /// For a rule that makes E8M0 scales; what the others get does not matter.
+    /// For a rule that makes E8M0 scales; other rules ignore these values.
     fn of(rule: ScaleRule, element: Element) -> Self {
         const INFINITY: u32 = 0x7F80_0000;
         const MANTISSA: u32 = 0x7F_FFFF;
@@ -69,7 +69,7 @@ pub(crate) fn quantize(cuda: &Cuda, op: Quantize<'_, Cuda>) -> Result<Emitted<Cu
     quantize_counting(cuda, op, None)
 }
 
-/// The same, with what it counts added to `counts`, if they are given, which are this device's.
+/// As [`quantize`]; adds its counts to `counts`, if given. They are on this device.
 pub(crate) fn quantize_counting(
     cuda: &Cuda,
     op: Quantize<'_, Cuda>,
@@ -102,8 +102,8 @@ pub(crate) fn quantize_counting(
         TransformMade::First => {
             let transformed = transform_first(device, &source, &path, &arg)?;
             let address = transformed.address();
-            // Padding has become numbers like others, as far as its transform block has a row that counts. The general kernel knows;
-            // for the others zeros are numbers like others too.
+            // The transform has turned padding into ordinary numbers wherever a transform block has a valid row. The general kernel
+            // handles that; for the other kernels zeros are ordinary numbers too.
             let row_id = source.row_id.filter(|_| path.kernels.is_none());
             let source = MatrixArgs { x: &transformed, address, row_id, id_mask, ..source };
             launch(device, &op, &path, &source, &out)?;
@@ -112,7 +112,7 @@ pub(crate) fn quantize_counting(
     Ok(made)
 }
 
-/// Holds what is read to its lengths and this device.
+/// Checks lengths and devices of the inputs.
 fn check_buffers(cuda: &Cuda, op: &Quantize<'_, Cuda>) -> Result<()> {
     let buffers = BufferCheck::by(OP, cuda);
     buffers.tensor("x", op.x)?;
@@ -132,7 +132,7 @@ fn check_buffers(cuda: &Cuda, op: &Quantize<'_, Cuda>) -> Result<()> {
     }
 }
 
-/// The transform of a matrix as F32, for kernels that do not make it as they read.
+/// The transform of a matrix as F32, for kernels that do not transform as they read.
 fn transform_first(
     device: &Device,
     source: &MatrixArgs<'_>,
@@ -160,7 +160,7 @@ fn transform_first(
     Ok(out)
 }
 
-/// x as `quantize_hadamard_rows` reads it: units of columns one below the other, a warp's at a time.
+/// x as `quantize_hadamard_rows` reads it: column units stacked vertically, one warp's units at a time.
 fn unit_map(x: &Tensor<Cuda>, desc: &QuantizeDesc) -> Result<TensorMap> {
     let Data::Bf16(x) = &x.data else { unreachable!("the kernel's variants are of BF16") };
     Tiles {

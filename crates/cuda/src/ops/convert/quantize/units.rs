@@ -1,4 +1,4 @@
-//! Quantization to any format by the general kernel (`csrc/kernels/convert/quantize_units.cuh`).
+//! Quantizes to any format with the general kernel (`csrc/kernels/convert/quantize_units.cuh`).
 
 use super::args::{ByBlock, MatrixArgs, Planned, TransformArg};
 use super::config::{OP, QuantizeDesc, QuantizePath, input_type};
@@ -17,10 +17,10 @@ use nibble_core::ops::{Planes, Quantize, Taken};
 use nibble_core::{BlockScaled, DType, Error, Result};
 
 const THREADS: u32 = 256;
-/// Tiles below each other that are done side by side.
+/// Vertically adjacent tiles that are processed side by side.
 const BAND: usize = 4;
 
-/// How the kernel is launched.
+/// The configuration of a launch.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct UnitsConfig {
     pub spec: KernelSpec,
@@ -28,18 +28,18 @@ pub(super) struct UnitsConfig {
     pub sweep: Sweep,
 }
 
-/// In which order ctas take tiles.
+/// The order in which CTAs process tiles.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Sweep {
-    /// Tiles of a matrix beside each other, below each other.
+    /// Tiles of a matrix in each direction.
     pub across: usize,
     pub down: usize,
-    /// Of those below each other, how many are done side by side.
+    /// Vertically adjacent tiles that are processed side by side.
     pub band: usize,
 }
 
 impl Sweep {
-    /// Columns alone lie together in memory only where they are swept from end to end, which pays where a code is more than half a byte.
+    /// Column codes alone are contiguous in memory only if whole columns are swept, which pays for codes of more than half a byte.
     fn of(desc: &QuantizeDesc, down: usize, across: usize) -> Self {
         let is_long = desc.planes == Planes::Cols && desc.codec.format().spec().code_bits > 4;
         Self { across, down, band: if is_long { down } else { BAND.min(down) }.max(1) }
@@ -56,12 +56,12 @@ struct ScaleArg {
 }
 
 impl ScaleArg {
-    /// For a rule that makes powers of two; what the others get does not matter.
+    /// For a rule that makes powers of two; other rules ignore these values.
     fn of(rule: ScaleRule, element: Element) -> Self {
         const INFINITY: u32 = 0x7F80_0000;
         const MANTISSA: u32 = 0x7F_FFFF;
         let most = element.max().to_bits() & MANTISSA;
-        // Subnormal magnitudes have no leading bit: the least scale takes 2⁻¹²⁷ · max, in their units.
+        // Subnormal magnitudes have no leading bit: the least scale covers 2⁻¹²⁷ · max, in their units.
         let (up, up_least) = match rule {
             ScaleRule::Floor => (0, 0),
             ScaleRule::Ceil => (MANTISSA, MANTISSA - 0x40_0000),
@@ -113,7 +113,7 @@ struct RecordWords {
 impl RecordWords {
     const NONE: Self = Self { words: 0, line_stride: 0, next: 0 };
 
-    /// A plane whose records are bytes, one after the other, and of each line a multiple of `together`; none for others.
+    /// For contiguous one-byte records, with a multiple of `together` per line; `NONE` for all others.
     fn of(plane: Option<&BlockScaled<Cuda>>, together: usize) -> Self {
         let Some(plane) = plane else { return Self::NONE };
         let (_, blocks) = plane.shape_of_scales();
@@ -125,7 +125,7 @@ impl RecordWords {
     }
 }
 
-/// Whether a record is one byte, for 32 values at most: those are the ones that the kernel stores several at a time.
+/// Whether a record is one byte for at most 32 values: the kernel stores several such records at a time.
 fn has_bytes(plane: &BlockScaled<Cuda>) -> bool {
     plane.scale_kind().bytes() == 1 && plane.format.spec().block <= 32
 }
@@ -179,7 +179,7 @@ struct UnitsArg {
 
 plain_args!(UnitsArg);
 
-/// The device's number of a rounding (csrc/formats/small_elements.cuh).
+/// The device's number of a rounding mode (csrc/formats/small_elements.cuh).
 fn policy(rounding: Rounding) -> i64 {
     match rounding {
         Rounding::NearestEven => 0,
@@ -190,19 +190,19 @@ fn policy(rounding: Rounding) -> i64 {
 }
 const ANY_POLICY: i64 = 4;
 
-/// The instance for a format, its numbers, a rounding (none: any) and the units of a row of a tile.
+/// The instance for a format, its input type, a rounding mode (`None`: any) and the units per tile row.
 fn instance(format: UnitFormat, input: DType, rounding: Option<Rounding>, across: usize) -> Instance {
     let shared_bytes = format.quantize_shared_bytes(input, false);
     Instance { spec: spec(format.device, input, rounding, across), shared_bytes }
 }
 
-/// The same with scales that are chosen otherwise than by default; `device` is [`UnitFormat::chosen`].
+/// The same with non-default scales; `device` is [`UnitFormat::chosen`].
 fn chosen_instance(format: UnitFormat, device: &'static str, input: DType) -> Instance {
     let shared_bytes = format.quantize_shared_bytes(input, true);
     Instance { spec: spec(device, input, None, SQUARE), shared_bytes }
 }
 
-/// The same as [`instance`] for BF16 numbers in place of codes.
+/// As [`instance`], but it writes BF16 values instead of codes.
 fn decoded_instance(format: UnitFormat, input: DType, rounding: Rounding, across: usize) -> Instance {
     let spec = spec(format.device, input, Some(rounding), across);
     let spec = KernelSpec { name: "nib::quantize_units_decoded", ..spec };
@@ -210,13 +210,13 @@ fn decoded_instance(format: UnitFormat, input: DType, rounding: Rounding, across
     Instance { spec, shared_bytes: format.decoded_shared_bytes(input, both) }
 }
 
-/// `kDecodesBoth` of the kernel: decoded BF16 numbers of both planes would be held in shared memory beside each other, and two launches, which read the
-/// values twice, take less time unless random bits take most of it.
+/// `kDecodesBoth` of the kernel: it would hold the decoded BF16 values for rows and for columns in shared memory. Two launches, which read
+/// the values twice, take less time unless random bits dominate.
 fn decodes_both(input: DType, rounding: Rounding) -> bool {
     input == DType::F32 || rounding.is_random()
 }
 
-/// Numbers and units of a row of a tile of the instances for one rounding.
+/// Input types and units per tile row of the instances for a single rounding mode.
 const SHAPES: [(DType, usize); 3] = [(DType::Bf16, LONG), (DType::Bf16, SQUARE), (DType::F32, SQUARE)];
 
 fn spec(device: &'static str, input: DType, rounding: Option<Rounding>, across: usize) -> KernelSpec {
@@ -229,7 +229,7 @@ fn spec(device: &'static str, input: DType, rounding: Option<Rounding>, across: 
     KernelSpec { source: "kernels/convert/quantize_units.cuh", name: "nib::quantize_units", args }
 }
 
-/// The instances built for it.
+/// Every kernel instance of this module.
 pub(super) fn instances() -> Vec<Instance> {
     let inputs = [DType::Bf16, DType::F32];
     let mut all = Vec::new();
@@ -251,18 +251,18 @@ pub(super) fn instances() -> Vec<Instance> {
 }
 
 impl UnitsConfig {
-    /// For any path.
+    /// The configuration for any path.
     pub fn of(path: &QuantizePath) -> Result<Self> {
         let desc = &path.last;
         let (format, rule, rounding) = (desc.codec.format(), desc.codec.rule(), desc.codec.rounding());
         let Some(unit) = UnitFormat::of(format, rule) else {
             return Err(Error::unsupported(OP, format, "it has no kernel on a GPU; the CPU takes it"));
         };
-        // Draws are for eight neighbours of a row.
+        // Random bits are generated for eight adjacent values of a row.
         let has_own = unit.own.contains(&rounding) && (!rounding.is_random() || desc.cols.is_multiple_of(8));
         let is_default = desc.codec.scaling().is_default_in_blocks();
         let own = has_own.then_some(rounding).filter(|_| is_default);
-        // Lines of that many are read and written fastest, if rows fill most of them.
+        // Rows of that length are read and written fastest, if the data fills most of them.
         let long_cols = LONG * VALUES_PER_UNIT;
         let is_filled = 4 * desc.cols >= 3 * desc.cols.next_multiple_of(long_cols);
         let long = desc.planes == Planes::Rows && desc.input == DType::Bf16 && own.is_some() && is_filled;
@@ -282,7 +282,7 @@ impl UnitsConfig {
     }
 }
 
-/// Where the records of a plane lie.
+/// The layout of a buffer's scale records.
 fn records(plane: Option<&BlockScaled<Cuda>>) -> RecordPlane {
     let Some(plane) = plane else { return RecordPlane::NONE };
     let (lines, blocks) = plane.shape_of_scales();
@@ -296,7 +296,7 @@ fn records(plane: Option<&BlockScaled<Cuda>>) -> RecordPlane {
     }
 }
 
-/// The path of each launch.
+/// The paths, one per launch.
 pub(super) fn passes(path: &QuantizePath) -> Vec<QuantizePath> {
     let QuantizeDesc { planes, input, codec, .. } = path.last;
     let is_apart = path.taken == Taken::Decoded && !decodes_both(input, codec.rounding());
@@ -308,7 +308,7 @@ pub(super) fn passes(path: &QuantizePath) -> Vec<QuantizePath> {
     }
 }
 
-/// Quantizes values as they stand.
+/// Quantizes values without a transform in memory.
 pub(super) fn launch(
     device: &Device,
     op: &Quantize<'_, Cuda>,
@@ -326,7 +326,7 @@ pub(super) fn launch(
         (false, false) => Measured::default(),
     };
     for (pass, path) in passes(path).iter().enumerate() {
-        // Of two planes the blocks of the rows are counted, and what is found of the values is found once.
+        // If both rows and columns are written, blocks of the rows are counted, and delayed magnitudes are found once.
         let counts = if pass == 0 { out.counts.address() } else { 0 };
         let out = Planned {
             rows: out.rows.filter(|_| path.last.planes != Planes::Cols),
@@ -340,7 +340,7 @@ pub(super) fn launch(
     measure.count_lines(&measured, out.counts)
 }
 
-/// Encodes the planes of one launch, from values that have been measured; `counts`: an address, or 0.
+/// Encodes the outputs of one launch, from values that have been measured. `counts`: an address, or 0.
 fn encode(
     device: &Device,
     op: &Quantize<'_, Cuda>,
@@ -359,12 +359,12 @@ fn encode(
         Planes::Both | Planes::Tiles => 3,
     };
     let is_decoded = path.taken == Taken::Decoded;
-    // Decoded numbers lie row by row in both planes.
+    // Decoded values are row-major for rows and for columns.
     let whole = |codes: usize| match is_decoded {
         true => u32::from((desc.cols * DType::Bf16.size_bytes()).is_multiple_of(16)),
         false => u32::from(format.row_code_bytes(codes).is_multiple_of(16)),
     };
-    // A thread has 64 values of a row.
+    // A thread has 64 values of one row.
     let of_rows = RecordWords::of(out.rows, 64 / format.spec().block.clamp(1, 64));
     let by_word = ByBlock::new(device, path)?;
     let in_pairs = |plane: &BlockScaled<Cuda>| {
@@ -404,7 +404,7 @@ fn encode(
         cols_aligned: whole(desc.capacity),
         cols_in_pairs: out.cols.is_some_and(in_pairs).into(),
         found_spans: out.found.map_or(0, |found| found.amax.get().len() as i32),
-        // The transposed plane of a weight has a scale for each of its rows.
+        // A weight's transposed buffer has one scale for each of its rows.
         column_record: if desc.planes == Planes::Tiles { desc.capacity } else { format.column_step() } as u32,
         across: sweep.across as i32,
         down: sweep.down as i32,
@@ -423,7 +423,7 @@ fn encode(
     // a number for each line or span, words have four bytes for four blocks of each line, and planes, words and counts are new, so that nobody else writes or reads them.
     unsafe { device.kernel(&config.spec)?.launch(config.launch, &[&arg, &rounding]) }?;
     if let (Some(words), Some(rows)) = (&by_word, out.rows) {
-        // A word is moved as an F32 scale is.
+        // A word of scales is transposed like an F32 scale.
         words.transpose(device, ScaleKind::F32, rows.scales.get())?;
     }
     Ok(())
@@ -436,7 +436,7 @@ mod tests {
     use nibble_core::formats::Format;
     use std::mem::offset_of;
 
-    /// As the compiler lays the device's struct out.
+    /// The layout of the device's struct.
     #[test]
     fn the_argument_lies_as_the_device_has_it() {
         let offsets = [
@@ -453,7 +453,7 @@ mod tests {
         assert_eq!((offsets, size_of::<UnitsArg>()), ([24, 120, 176, 200, 240, 252, 296, 312, 440], 464));
     }
 
-    /// The scale of every subnormal and of normal magnitudes around a power of two, against the specification.
+    /// The scale of every subnormal magnitude and of normal magnitudes around a power of two, against the specification.
     #[test]
     fn what_is_added_to_a_magnitude_makes_the_scale_of_its_rule() {
         for element in Format::ALL.into_iter().filter_map(|format| format.spec().element) {
@@ -477,8 +477,8 @@ mod tests {
         }
     }
 
-    /// `Nvfp4Block::pair_code` and `PairCode` of the device (csrc/formats), of every scale byte and every BF16 magnitude, against the code of
-    /// the product with the scale's inverse in F32.
+    /// `Nvfp4Block::pair_code` and `PairCode` of the device (csrc/formats), for every scale byte and every BF16 magnitude, against the code
+    /// of the product with the scale's inverse in F32.
     #[test]
     fn quotients_in_f16_have_the_codes_of_products_in_f32() {
         let whole = |x: f64| x.round_ties_even() as u8;

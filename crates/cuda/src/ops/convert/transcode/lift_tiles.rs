@@ -1,4 +1,4 @@
-//! MXFP4 weights to E4M3 tiles, both ways (`csrc/kernels/convert/lift_tiles.cuh`).
+//! MXFP4 weights to E4M3 in 2-D blocks, as they are and transposed (`csrc/kernels/convert/lift_tiles.cuh`).
 
 use super::limits::below_2_31;
 use crate::Cuda;
@@ -11,12 +11,12 @@ use nibble_core::ops::{Transcode, Transcoded};
 
 const TILE: usize = 128;
 const THREADS: u32 = 512;
-/// Tiles that a cta takes along either side.
+/// Tiles per CTA in each direction.
 const SIDE: usize = 2;
-/// Lines of the transposed matrices are stored so many bytes at a time where they are multiples of it.
+/// Bytes per store of the transposed matrices' rows, where their length is a multiple of it.
 const STORE: usize = 16;
 
-/// `whole`: no tile ends short across, and lines of the transposed matrices start on 16 bytes.
+/// `whole`: no tile is partial in width, and rows of the transposed matrices are aligned to 16 bytes.
 fn instance(whole: bool) -> Instance {
     let spec = KernelSpec {
         source: "kernels/convert/lift_tiles.cuh",
@@ -31,12 +31,12 @@ fn instance(whole: bool) -> Instance {
     }
 }
 
-/// The instances built for it.
+/// Every kernel instance of this module.
 pub(super) fn instances() -> Vec<Instance> {
     [true, false].map(instance).to_vec()
 }
 
-/// Both planes of stacked weights, checked and held.
+/// Converts stacked weights, as they are and transposed; operands are checked.
 pub(super) fn run(cuda: &Cuda, op: Transcode<'_, Cuda>) -> Result<Transcoded<Cuda>> {
     let (x, device, made) = (op.x, cuda.device(), op.result(cuda)?);
     let (n, k, stack) = (x.rows / x.stack, x.cols, x.stack);

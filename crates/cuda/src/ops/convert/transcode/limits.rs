@@ -1,13 +1,13 @@
-//! What the kernels of `transcode` can count.
+//! Size limits of the `transcode` kernels.
 
 use nibble_core::{Error, Result};
 
-/// The operation, in errors.
+/// The operation's name, for errors.
 pub(super) const OP: &str = "transcode";
 
-/// Kernels count in 32-bit signed numbers.
+/// Kernels index with 32-bit signed integers.
 pub(super) fn below_2_31(argument: &'static str, n: usize) -> Result<i32> {
-    // What a kernel adds to it stays below 2^31 too.
+    // Offsets that a kernel adds stay below 2^31 too.
     i32::try_from(n)
         .ok()
         .filter(|&n| n < i32::MAX - 4096)

@@ -18,32 +18,32 @@ use nibble_core::{BlockScaled, Error, Result};
 use nibble_formats::{BlockAxis, Format, ScaleKind, ScaleRule};
 
 const THREADS: u32 = 256;
-/// Rows of a strip, columns of a panel, and the FP8 block.
+/// Rows of a strip, columns of a panel, and values of an FP8 block.
 const TILE: usize = 128;
-/// Columns of a chunk of `lift_rows`, and how many of them a warp takes at a time: the more the better for long rows.
+/// Columns per chunk of `lift_rows`, and the chunks per warp and step: more chunks are faster for long rows.
 const LIFT_CHUNK_COLS: usize = 512;
 const LIFT_CHUNKS: [usize; 2] = [4, 8];
-/// Threads of `lift_rows`, and the segments a warp takes where there may be padding, which is passed over, and where there is none.
+/// Threads of `lift_rows`, and segments per warp: where there may be padding, which is skipped, and where there is none.
 const LIFT_THREADS: u32 = 128;
 const LIFT_ROUNDS: [u32; 2] = [2, 1];
-/// Columns that a warp of `requantize_rows` takes at a time.
+/// Columns per warp and step of `requantize_rows`.
 const REQUANTIZE_COLS: usize = 2048;
-/// Most ctas of it a multiprocessor: more rows a warp cost less than more warps.
+/// The most CTAs of it per multiprocessor: more rows per warp are cheaper than more warps.
 const REQUANTIZE_CTAS_PER_SM: u32 = 16;
-/// Panels of 128 columns that a cta of a column kernel takes side by side: lines of 128 bytes of the source.
+/// Panels of 128 columns that a CTA of a column kernel takes side by side: 128-byte lines of the source.
 const LIFT_PANELS: usize = 2;
 const SHIFT_PANELS: usize = 1;
-/// Most strips of 128 rows that a cta of a column kernel takes.
+/// The most strips of 128 rows per CTA of a column kernel.
 const MOST_DEPTH: usize = 2;
 
 /// The kernel of a conversion, with its template arguments.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Conversion {
-    /// MXFP4 rows to E4M3 rows; `whole`: no block of 128 columns ends short.
+    /// MXFP4 rows to E4M3 rows; `whole`: no block of 128 columns is partial.
     LiftRows { whole: bool, chunks: usize },
-    /// MXFP4 rows to E4M3 columns; likewise.
+    /// MXFP4 rows to E4M3 columns; `whole`: likewise.
     LiftCols { whole: bool },
-    /// E4M3 rows to E4M3 columns; `whole`: rows start on 16 bytes.
+    /// E4M3 rows to E4M3 columns; `whole`: rows are aligned to 16 bytes.
     ShiftCols { whole: bool },
     /// E4M3 rows to MXFP4 rows.
     RequantizeRows { source: ScaleKind, rule: ScaleRule },
@@ -53,7 +53,7 @@ impl Conversion {
     /// The rules of MXFP4's scales.
     const RULES: [ScaleRule; 4] = [ScaleRule::Floor, ScaleRule::Rceil, ScaleRule::Ceil, ScaleRule::Even];
 
-    /// The kernel for this operation, but to tiles, on a tensor of `cols` columns.
+    /// The kernel for this operation on a tensor of `cols` columns; not for 2-D blocks.
     fn choose(
         from: Format,
         to: Format,
@@ -118,7 +118,7 @@ impl Conversion {
     }
 }
 
-/// `TurnShared`, for codes of `row_bytes` and `blocks` scales of 128 columns of a row.
+/// `TurnShared`, for rows of 128 columns with `row_bytes` bytes of codes and `blocks` scales.
 const fn turn_shared_bytes(row_bytes: usize, blocks: usize, panels: usize) -> usize {
     let codes = MOST_DEPTH * 8 * (16 * row_bytes * panels + 16);
     let scales = MOST_DEPTH * blocks * panels * (TILE + 8);
@@ -137,7 +137,7 @@ struct ColPlan {
 }
 
 impl ColPlan {
-    /// For ctas of `panels`.
+    /// For CTAs of `panels` panels.
     fn new(rows: usize, cols: usize, panels: usize) -> Result<Self> {
         let strips = rows.div_ceil(TILE);
         let depth = strips.min(MOST_DEPTH);
@@ -153,20 +153,20 @@ impl ColPlan {
     }
 }
 
-/// How a row kernel goes over its rows: each in segments, one a warp.
+/// How a row kernel divides its rows into segments, one per warp.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct RowPlan {
     rows: i32,
     cols: i32,
     segments: u32,
-    /// Segments of a warp of `lift_rows`.
+    /// Segments per warp of `lift_rows`.
     rounds: u32,
     threads: u32,
     ctas: u32,
 }
 
 impl RowPlan {
-    /// Of rows that may pass as one long row, for nothing distinguishes one from the next, (1, all columns), if that fits.
+    /// The shape of rows that may be treated as one long row, since nothing distinguishes them: (1, all columns), if that fits.
     fn joined(rows: usize, cols: usize) -> (usize, usize) {
         if rows * cols < 1 << 30 { (1, rows * cols) } else { (rows, cols) }
     }
@@ -184,14 +184,14 @@ impl RowPlan {
         })
     }
 
-    /// Of `lift_rows`.
+    /// The plan for `lift_rows`.
     fn of_lift(self, is_ragged: bool) -> Self {
         let rounds = LIFT_ROUNDS[usize::from(!is_ragged)];
         let tasks = self.rows as u32 * self.segments;
         Self { rounds, threads: LIFT_THREADS, ctas: tasks.div_ceil(LIFT_THREADS / 32 * rounds), ..self }
     }
 
-    /// In fewer ctas, whose warps go on to further segments.
+    /// Limits the CTAs; their warps then loop over further segments.
     fn at_most(self, ctas: u32) -> Self {
         Self { ctas: self.ctas.min(ctas), ..self }
     }
@@ -216,7 +216,7 @@ pub(crate) fn transcode(cuda: &Cuda, op: Transcode<'_, Cuda>) -> Result<Transcod
     sequence::transcode(cuda, op)
 }
 
-/// Of rows that are whole blocks of MXFP4, if they or the result are MXFP4.
+/// Runs a conversion whose rows are whole blocks of MXFP4, if source or result is MXFP4.
 pub(crate) fn transcode_whole_blocks(cuda: &Cuda, op: Transcode<'_, Cuda>) -> Result<Transcoded<Cuda>> {
     let x = op.x;
     if op.axis == BlockAxis::Tile {
@@ -318,7 +318,7 @@ fn launch_cols(
     }
 }
 
-/// The instances built for it.
+/// Every kernel instance of this module.
 pub(crate) fn instances() -> Vec<Instance> {
     let conversions = Conversion::all().into_iter().map(|c| (c.spec(), c.shared_bytes()));
     let others = conversions.map(|(spec, shared_bytes)| Instance { spec, shared_bytes });

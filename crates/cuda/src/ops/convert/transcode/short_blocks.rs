@@ -1,5 +1,5 @@
-//! Conversions from or to MXFP4 whose rows end inside one of its blocks. The kernels take whole blocks: rows are extended by zeros, and what is
-//! made of those is cut off (`csrc/kernels/convert/recut_lines.cuh`).
+//! Conversions from or to MXFP4 whose rows end inside a block. The kernels need whole blocks: rows are padded with zeros, and the results
+//! are truncated (`csrc/kernels/convert/recut_lines.cuh`).
 
 use crate::Buffer;
 use crate::compile::jit::KernelSpec;
@@ -11,7 +11,7 @@ use nibble_core::Result;
 const THREADS: usize = 256;
 const MOST_CTAS: usize = 4096;
 
-/// Copies lines to longer or shorter ones.
+/// Copies lines into longer or shorter lines.
 pub(crate) fn recut(lines: &Lines, from: &Buffer<u8>, to: &Buffer<u8>) -> Result<()> {
     let (device, total) = (from.device(), to.len());
     if total == 0 {
@@ -29,7 +29,7 @@ fn spec() -> KernelSpec {
     KernelSpec { source: "kernels/convert/recut_lines.cuh", name: "nib::recut_lines", args: vec![] }
 }
 
-/// The instance built for it.
+/// The only kernel instance of this module.
 pub(super) fn instance() -> Instance {
     Instance { spec: spec(), shared_bytes: 0 }
 }

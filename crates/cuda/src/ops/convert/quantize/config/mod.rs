@@ -1,4 +1,4 @@
-//! Which kernel a quantization takes and how it is launched, decided from its description alone.
+//! Chooses the kernel of a quantization and its launch, from the description alone.
 
 use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Launch, RoundingArg};
@@ -9,36 +9,36 @@ use nibble_core::formats::{Element, Format, Rounding, ScaleKind};
 use nibble_core::ops::{Planes, Taken};
 use nibble_core::{DType, Error, Result};
 
-/// The operation, in errors.
+/// The operation's name, for errors.
 pub(super) const OP: &str = "quantize";
-/// Strips of 128 rows done side by side where both planes are written.
+/// Strips of 128 rows that are processed side by side where both row and column codes are written.
 const BAND_STRIPS: usize = 4;
-/// Blocks and lines that a cta of `transpose_scales` takes.
+/// Blocks and lines per CTA of `transpose_scales`.
 const TRANSPOSED: (usize, usize) = (32, 128);
 const ROW_THREADS: u32 = 128;
-/// Columns of a chunk of `quantize_rows`, and the chunks a warp takes in all.
+/// Columns per chunk of `quantize_rows`, and the total chunks per warp.
 const CHUNK_COLS: usize = 256;
 const WARP_CHUNKS: usize = 16;
-/// Columns a warp of `hadamard_rows` takes.
+/// Columns per warp of `hadamard_rows`.
 pub(super) const TRANSFORM_COLS: usize = 256;
 const UNIT_THREADS: u32 = 512;
-/// Ctas of `quantize_hadamard_cols` that a multiprocessor holds.
+/// CTAs of `quantize_hadamard_cols` per multiprocessor.
 const HADAMARD_CTAS_PER_SM: usize = 2;
-/// A matrix of less than this many numbers may be taken as one row.
+/// A matrix with fewer elements than this may be treated as one row.
 const ONE_ROW_BELOW: usize = 1 << 30;
 
-/// Which kernel.
+/// The kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum QuantizeKernel {
-    /// Blocks along the rows, which are divided into segments; a warp takes one in each round.
+    /// Blocks along the rows, which are divided into segments; a warp takes one segment per round.
     Rows { segments: usize, rounds: usize },
-    /// Blocks down the columns, with or without those along the rows; bands of so many ctas side by side.
+    /// Blocks down the columns, optionally also along the rows; bands of `band` CTAs side by side.
     Cols { band: usize },
     /// Blocks along the rows after a transform.
     HadamardRows,
     /// Blocks down the columns after a transform.
     HadamardCols,
-    /// Square tiles.
+    /// 2-D blocks of 128 × 128.
     Tiles,
 }
 
@@ -63,7 +63,7 @@ fn usual_spec(of: &FastKernels, source: &'static str, name: &'static str) -> Ker
     }
 }
 
-/// The device's struct: of an element in blocks.
+/// The device's struct: an element in blocks.
 fn device_element(of: &FastKernels) -> TemplateArg {
     match of.format {
         Format::Mxfp8E4m3 => TemplateArg::Type("nib::E4m3By32"),
@@ -89,7 +89,7 @@ fn rows_spec(of: &FastKernels, lifted: bool) -> KernelSpec {
     }
 }
 
-/// Of a kernel with a transform, which takes BF16 and makes E8M0 scales.
+/// A kernel with a transform: BF16 input, E8M0 scales.
 fn hadamard_spec(of: &FastKernels, source: &'static str, name: &'static str, len: usize) -> KernelSpec {
     let args = vec![("E", element_type(of.element)), ("kLen", TemplateArg::Int(len as i64)), round(of)];
     KernelSpec { source, name, args }
@@ -143,7 +143,7 @@ fn column_shared_bytes(of: &FastKernels) -> usize {
     let turned = TILE * TILE;
     let total = 3 * size_of::<u32>();
     let bytes = if of.hadamard.is_some() {
-        // Once more for random bits.
+        // As many bytes again for random bits.
         let random = if of.rounding.is_random() { input } else { 16 };
         let signs = TILE / 2 * size_of::<u32>();
         (input + turned + signs + total).next_multiple_of(16) + random
@@ -166,7 +166,7 @@ fn row_chunks(input: DType, rounding: Rounding) -> usize {
     if input == DType::Bf16 && !rounding.is_random() { 8 } else { 4 }
 }
 
-/// Segments of a row, rounds and ctas for rows of a matrix, of which a warp takes so many chunks at a time.
+/// Segments per row, rounds, and CTAs for the rows of a matrix; a warp takes `chunks` chunks at a time.
 fn row_launch(chunks: usize, (rows, cols): (usize, usize)) -> (usize, usize, usize) {
     let segments = cols.div_ceil(chunks * CHUNK_COLS);
     let rounds = WARP_CHUNKS / chunks;
@@ -185,7 +185,7 @@ fn element_type(element: Element) -> TemplateArg {
         Element::E2M1 => "nib::E2m1",
         Element::E4M3 => "nib::E4m3",
         Element::E5M2 => "nib::E5m2",
-        // No variant has others.
+        // No variant has another transform.
         _ => "nib::Unknown",
     })
 }
@@ -195,20 +195,20 @@ pub(super) fn transpose_ctas(scales: &RowScales) -> usize {
     scales.blocks.div_ceil(TRANSPOSED.0) * scales.lines.div_ceil(TRANSPOSED.1)
 }
 
-/// The kernel that brings scales to their places.
+/// The kernel that transposes scales into their final order.
 pub(super) fn transpose_spec(kind: ScaleKind) -> KernelSpec {
     let stored = if kind == ScaleKind::F32 { "float" } else { "nib::u8" };
     let args = vec![("Stored", TemplateArg::Type(stored))];
     KernelSpec { source: "kernels/convert/quantize_cols.cuh", name: "nib::transpose_scales", args }
 }
 
-/// The transform of a matrix to F32.
+/// The Hadamard transform of a matrix to F32.
 fn transform_spec(input: DType, down: bool) -> KernelSpec {
     let name = if down { "nib::hadamard_cols" } else { "nib::hadamard_rows" };
     KernelSpec { source: "kernels/convert/hadamard.cuh", name, args: vec![("In", input_type(input))] }
 }
 
-/// What the kernels can take beyond what the operation's own check lets in.
+/// Limits of the kernels beyond the operation's own check.
 pub(super) fn check(desc: &QuantizeDesc) -> Result<()> {
     if desc.planes == Planes::Tiles && desc.ragged {
         return Err(Error::shape(OP, "groups", "given", "none: square tiles are for weights"));
@@ -229,12 +229,12 @@ pub(super) fn check(desc: &QuantizeDesc) -> Result<()> {
     Ok(())
 }
 
-/// Rows and columns as `quantize_rows` is told: one row where that saves it tails. Of rows that may be padding, where a row leaves more than an
-/// eighth of its segments empty: each block asks for its row then.
+/// The shape for `quantize_rows`: one long row where that avoids partial segments. If rows may be padding, only where more than an eighth
+/// of a row's segments would be empty, because each block then looks up its row.
 pub(super) fn row_shape(path: &QuantizePath) -> (usize, usize) {
     let QuantizeDesc { input, codec, rows, cols, ragged, .. } = path.last;
     let len = rows * cols;
-    // No block crosses from one row to the next, nor what is lifted to one scale.
+    // No block, and no group of blocks lifted to one scale, crosses from one row to the next.
     let block = if path.taken == Taken::Lifted { TILE } else { codec.format().spec().block };
     let whole = cols.is_multiple_of(block);
     let pays = !ragged || {
@@ -245,7 +245,7 @@ pub(super) fn row_shape(path: &QuantizePath) -> (usize, usize) {
     if pays && whole && len < ONE_ROW_BELOW { (1, len) } else { (rows, cols) }
 }
 
-/// Rows whose codes fill a line of a column's: strips of half bytes are taken in twos.
+/// Rows whose codes fill a 128-byte line of a column: half-byte codes need two strips.
 fn line_rows(path: &QuantizePath) -> usize {
     if path.taken == Taken::Lifted {
         return TILE;
@@ -253,22 +253,22 @@ fn line_rows(path: &QuantizePath) -> usize {
     TILE * 8 / path.last.codec.format().spec().code_bits as usize
 }
 
-/// How many of those a column has.
+/// How many such lines a column has.
 pub(super) fn lines_height(path: &QuantizePath) -> usize {
     path.last.capacity.div_ceil(line_rows(path))
 }
 
-/// Units of columns, of all rows.
+/// Column units, over all rows.
 pub(super) fn units(desc: &QuantizeDesc) -> usize {
     desc.rows * (desc.cols / UNIT_COLS)
 }
 
-/// Squares of 128 x 128, of all matrices.
+/// 2-D blocks of 128 × 128, over all matrices.
 fn squares(desc: &QuantizeDesc) -> usize {
     desc.stack * desc.capacity.max(desc.rows).div_ceil(TILE) * desc.cols.div_ceil(TILE)
 }
 
-/// The kernel that makes a transform in memory, and its ctas.
+/// The kernel that writes a transformed matrix to memory, and its CTAs.
 pub(super) fn transform(desc: &QuantizeDesc) -> (KernelSpec, usize) {
     let spec = transform_spec(desc.input, desc.planes == Planes::Cols);
     if desc.planes == Planes::Rows {
@@ -278,7 +278,7 @@ pub(super) fn transform(desc: &QuantizeDesc) -> (KernelSpec, usize) {
     }
 }
 
-/// Of a fast kernel; none where the general one takes it (`UnitsConfig`).
+/// The configuration of a fast kernel; `None` where the general kernel is used (`UnitsConfig`).
 pub(super) fn config(path: &QuantizePath, num_sms: usize) -> Option<QuantizeConfig> {
     let config = |kernel, spec, ctas: usize, threads, shared_bytes| {
         let launch = Launch { ctas: ctas as u32, threads, cluster: 1, shared_bytes };
@@ -317,10 +317,10 @@ pub(super) fn config(path: &QuantizePath, num_sms: usize) -> Option<QuantizeConf
     })
 }
 
-/// The same for rows that go into messages; none where they are packed by a kernel of its own.
+/// The same for rows that are packed into all-to-all records; `None` where a separate kernel packs them.
 pub(super) fn pack_config(path: &QuantizePath) -> Option<QuantizeConfig> {
     let (kernels, desc) = (path.kernels.filter(|_| path.packs())?, &path.last);
-    // Every row has its own messages, so none are taken as one.
+    // Each row has its own records, so the matrix is not treated as one row.
     let chunks = row_chunks(desc.input, desc.codec.rounding());
     let (segments, rounds, ctas) = row_launch(chunks, (desc.rows, desc.cols));
     let launch = Launch { ctas: ctas as u32, threads: ROW_THREADS, cluster: 1, shared_bytes: 0 };
@@ -328,7 +328,7 @@ pub(super) fn pack_config(path: &QuantizePath) -> Option<QuantizeConfig> {
     Some(QuantizeConfig { kernel, spec: pack_spec(&kernels), launch })
 }
 
-/// The instances built for it.
+/// Every kernel instance of this module.
 pub fn instances() -> Vec<Instance> {
     let mut all = Vec::new();
     for kernels in FastKernels::all() {
@@ -336,7 +336,7 @@ pub fn instances() -> Vec<Instance> {
         if kernels.packs() {
             all.push(Instance { spec: pack_spec(&kernels), shared_bytes: 0 });
         }
-        // A transform is for one plane.
+        // A transform is for rows or for columns, not for both.
         let forms = [false, true].into_iter().filter(|rows| !(*rows && kernels.hadamard.is_some()));
         all.extend(forms.map(|rows| Instance {
             spec: cols_spec(&kernels, rows, false),
