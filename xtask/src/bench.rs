@@ -3,7 +3,7 @@
 use crate::run::{commit, output, root};
 use std::fs;
 
-/// Runs `nibble bench` on a release build and keeps what it prints, with where and how it was made.
+/// Runs `nibble bench` from a release build and stores its output with machine, commit and command.
 pub fn bench(arguments: &[&str]) -> Result<(), String> {
     let mut command =
         vec!["run", "--release", "--locked", "--package", "nibble-cli", "--bin", "nibble", "--", "bench"];
@@ -28,7 +28,7 @@ fn report(date: &str, machine: &str, commit: &str, command: &str, printed: &str)
     format!("# {date}, {machine}\n\nCommit {commit}, by `{command}`.\n\n```text\n{printed}\n```\n")
 }
 
-/// The processor and the number of cores at hand.
+/// The processor and the number of available cores.
 fn machine() -> String {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let info = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
@@ -37,7 +37,7 @@ fn machine() -> String {
     format!("{model}, {cores} cores")
 }
 
-/// Letters and digits, everything between them one dash.
+/// Letters and digits; everything between them becomes one dash.
 fn file_name(machine: &str) -> String {
     let words = machine.split(|c: char| !c.is_ascii_alphanumeric()).filter(|word| !word.is_empty());
     words.collect::<Vec<_>>().join("-").to_lowercase()

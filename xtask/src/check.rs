@@ -7,7 +7,7 @@ use std::time::Instant;
 /// Whether to run the tests.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Tests {
-    /// All of them, with the README's command.
+    /// All tests, and the README's command.
     Run,
     /// None.
     Skip,
@@ -51,15 +51,15 @@ fn cargo(arguments: &[&str], environment: &[(&str, &str)]) -> Result<(), String>
     }
 }
 
-/// Every crate that is built, tests' too, in this format of `cargo tree`.
+/// Every crate that is built, including for tests, in this format of `cargo tree`.
 fn built(format: &str) -> Result<String, String> {
     let what = ["--workspace", "--locked", "--edges", "normal,build,dev"];
     output("cargo", &[&["tree"], &what[..], &["--prefix", "none", "--format", format]].concat())
 }
 
-/// No crate that is built compiles or links C: `cargo build` needs Rust and nothing else.
+/// Checks that no crate that is built compiles or links C: `cargo build` needs only Rust.
 fn no_c() -> Result<(), String> {
-    // What is built for this machine; crates for other systems, and their bindings, are listed in Cargo.lock alone.
+    // Only crates built for this machine; crates for other systems, and their bindings, are listed in Cargo.lock only.
     let tree = built("{p}")?;
     let found = crates_with_c(&tree);
     if found.is_empty() {
@@ -71,7 +71,7 @@ fn no_c() -> Result<(), String> {
     ))
 }
 
-/// Every crate that is built, tests' too, may be used under one of these, and comes from the registry or from here.
+/// Checks that every crate that is built, for tests too, has one of these licences and comes from the registry or this repository.
 fn licences() -> Result<(), String> {
     let tree = built("{l}|{p}")?;
     let found = unwelcome(&tree, &root().display().to_string());
@@ -81,7 +81,7 @@ fn licences() -> Result<(), String> {
     Err(format!("neither licence nor source is on the list of xtask/src/check.rs: {}", found.join("; ")))
 }
 
-/// Those crates of a listing, one `licence|name version (source)` a line, of which this is not so.
+/// The crates of a listing, one `licence|name version (source)` per line, that fail this check.
 fn unwelcome<'a>(tree: &'a str, root: &str) -> Vec<&'a str> {
     const LICENCES: [&str; 8] = [
         "MIT",
@@ -94,7 +94,7 @@ fn unwelcome<'a>(tree: &'a str, root: &str) -> Vec<&'a str> {
         "Unicode-3.0",
     ];
     let allowed = |licence: &str| {
-        // A slash is an older way to write `OR`.
+        // A slash is an older form of `OR`.
         let any =
             |part: &str| part.split(" OR ").flat_map(|x| x.split('/')).any(|x| LICENCES.contains(&x.trim()));
         licence.split(" AND ").all(|part| any(part.trim_matches(['(', ')'])))
@@ -114,7 +114,7 @@ fn unwelcome<'a>(tree: &'a str, root: &str) -> Vec<&'a str> {
     found
 }
 
-/// Every crate but this one can be packaged, and no package wants a file that lies outside of it. (To build the packages as
+/// Checks that every crate but this one can be packaged, and that no package needs a file outside of it. (To build the packages as
 /// well: `cargo package --workspace --exclude xtask`.)
 fn packages() -> Result<(), String> {
     let arguments = [
@@ -130,7 +130,7 @@ fn packages() -> Result<(), String> {
     cargo(&arguments, &[])?;
     let sources = output("git", &["ls-files", "crates/*/src/*.rs", "crates/*/build.rs"])?;
     for file in sources.lines() {
-        // Deleted here, and still in the index.
+        // Deleted in the work tree, but still in the index.
         let Ok(text) = std::fs::read_to_string(root().join(file)) else { continue };
         if let Some(path) = outside(file, &text) {
             return Err(format!("{file} includes {path}, which lies outside of its crate"));
@@ -139,7 +139,7 @@ fn packages() -> Result<(), String> {
     Ok(())
 }
 
-/// The first path in `include_str!("…")` that leaves the crate, of the text of `crates/NAME/…`.
+/// The first path in `include_str!("…")` that leaves the crate, in the text of `crates/NAME/…`.
 fn outside<'a>(file: &str, text: &'a str) -> Option<&'a str> {
     // Folders from the crate's root to the file.
     let depth = file.split('/').count().saturating_sub(3);
@@ -147,11 +147,11 @@ fn outside<'a>(file: &str, text: &'a str) -> Option<&'a str> {
     included.into_iter().find(|path| path.split('/').filter(|part| *part == "..").count() > depth)
 }
 
-/// Those crates of a listing, one `name version` a line, that compile C, or bind a C library as `*-sys` crates do.
+/// The crates of a listing, one `name version` per line, that compile C, or bind a C library as `*-sys` crates do.
 fn crates_with_c(tree: &str) -> Vec<&str> {
     const COMPILERS: [&str; 6] = ["cc", "cmake", "bindgen", "pkg-config", "vcpkg", "nasm-rs"];
-    // Declarations of JavaScript and WebAssembly functions, of system calls, and of a library that is loaded at run time, in Rust: no C
-    // is built or linked.
+    // Declarations of JavaScript and WebAssembly functions, of system calls, and of a library loaded at run time, all in Rust: they build
+    // and link no C.
     const PURE: [&str; 4] = ["js-sys", "web-sys", "linux-raw-sys", "nvml-wrapper-sys"];
     let mut found: Vec<&str> = tree
         .lines()

@@ -1,22 +1,23 @@
-//! Modules of a crate that import one another in a circle: there is no order in which such files can be read.
+//! Import cycles between the modules of a crate: files in a cycle have no reading order.
 //!
-//! An arrow goes from a file to each file of its crate that defines what its code names, whichever module the name is exported by. That a module
-//! declares and exports others is no arrow of its own, and tests' imports are none. A module and one inside of it may name each other: whoever reads them
-//! has their folder open. Names are followed as far as text shows them: `use`, paths, and names of a glob; what macros make of other tokens is not known.
+//! An arrow goes from a file to each file of its crate that defines a name it uses, whichever module exports the name. Declaring or
+//! re-exporting a module is not an arrow, and imports of tests are ignored. A module and a module inside it may name each other: a reader
+//! has their folder open. Names are resolved from the text: `use`, paths, and names of a glob. Names inside other macros' tokens are not
+//! resolved.
 
 use crate::run::{output, root};
 use crate::tokens::{Token, is_name, tokens};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-/// Fails with the circles of every crate's files.
+/// Fails if a crate's files have cycles, and lists them.
 pub fn check() -> Result<(), String> {
     let listed =
         output("git", &["ls-files", "--cached", "--others", "--exclude-standard", "crates/*/src/*.rs"])?;
     let mut of_crates: BTreeMap<&str, BTreeMap<String, String>> = BTreeMap::new();
     for file in listed.lines() {
         let Some((package, inside)) = file.split_once("/src/") else { continue };
-        // Deleted here, and still in the index.
+        // Deleted in the work tree, but still in the index.
         let Ok(text) = std::fs::read_to_string(root().join(file)) else { continue };
         of_crates.entry(package).or_default().insert(inside.to_owned(), text);
     }
@@ -37,7 +38,7 @@ pub fn check() -> Result<(), String> {
     }
 }
 
-/// That a file's code names what another one defines.
+/// A use in one file of a name that another file defines.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 struct Arrow {
     from: String,
@@ -46,17 +47,17 @@ struct Arrow {
     name: String,
 }
 
-/// What a module brings into its scope under another path's last name, or all of a module's names.
+/// A name that a module imports from another path, or all names of a module.
 #[derive(Debug, Clone)]
 struct Use {
-    /// `*` of a glob.
+    /// `*` for a glob.
     alias: String,
     path: Vec<String>,
     line: usize,
     is_public: bool,
 }
 
-/// A module: a file, or a part of one.
+/// A module: a file, or an inline module.
 #[derive(Debug, Default)]
 struct Module {
     file: String,
@@ -64,15 +65,15 @@ struct Module {
     children: BTreeMap<String, usize>,
     items: BTreeSet<String>,
     uses: Vec<Use>,
-    /// Its code without `use` and modules inside.
+    /// The module's code without `use` declarations and inner modules.
     code: Vec<Token>,
 }
 
-/// What a path leads to.
+/// The target of a path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Target {
     Module(usize),
-    /// Something that this module defines.
+    /// An item that this module defines.
     Item(usize),
 }
 
@@ -80,7 +81,7 @@ enum Target {
 #[derive(Debug, Default)]
 struct Tree(Vec<Module>);
 
-/// Every arrow between files of a crate, which are given by their paths below `src/`; one for each name.
+/// Every arrow between files of a crate, one per name. Files are given by their paths below `src/`.
 fn arrows(files: &BTreeMap<String, String>) -> Vec<Arrow> {
     let mut all = BTreeSet::new();
     for entry in ["lib.rs", "main.rs"].into_iter().filter(|entry| files.contains_key(*entry)) {
@@ -102,13 +103,13 @@ fn arrows(files: &BTreeMap<String, String>) -> Vec<Arrow> {
         .collect()
 }
 
-/// Whether a file's module is inside of another's.
+/// Whether a file's module is inside another file's module.
 fn is_inside(file: &str, other: &str) -> bool {
     let (file, other) = (folder_of(file), folder_of(other));
     file != other && file.starts_with(other)
 }
 
-/// The folder of a file's modules.
+/// The folder of a file's submodules.
 fn folder_of(file: &str) -> PathBuf {
     let path = Path::new(file);
     match path.file_name().and_then(|name| name.to_str()) {
@@ -118,7 +119,7 @@ fn folder_of(file: &str) -> PathBuf {
 }
 
 impl Tree {
-    /// The module of a file, and those inside of it.
+    /// Adds the module of a file, and its inline modules.
     fn add_file(
         &mut self,
         files: &BTreeMap<String, String>,
@@ -175,12 +176,12 @@ impl Tree {
         id
     }
 
-    /// What a path leads to from a module.
+    /// Resolves a path from a module.
     fn resolve(&self, from: usize, path: &[String]) -> Option<Target> {
         self.follow(from, path, &mut BTreeSet::new())
     }
 
-    /// [`Tree::resolve`] but for what was asked on the way here.
+    /// [`Tree::resolve`], without what was already asked on the way here.
     fn follow<'p>(
         &'p self,
         from: usize,
@@ -194,7 +195,7 @@ impl Tree {
         let module = &self.0[from];
         let mut into = |next: usize| match rest {
             [] => Some(Target::Module(next)),
-            // Made by a macro, if it is not found.
+            // If it is not found, a macro defines it.
             _ => self.follow(next, rest, asked).or(Some(Target::Item(next))),
         };
         match name.as_str() {
@@ -226,7 +227,7 @@ impl Tree {
             .find_map(|glob| self.through(from, glob, path, asked))
     }
 
-    /// What a path leads to whose first name a glob may bring.
+    /// Resolves a path whose first name may come from a glob.
     fn through<'p>(
         &'p self,
         from: usize,
@@ -275,7 +276,7 @@ impl Tree {
     }
 }
 
-/// The place of the bracket that closes the one here.
+/// The index of the bracket that closes this one.
 fn closing(code: &[Token], open: usize) -> usize {
     let mut depth = 0;
     for (i, token) in code.iter().enumerate().skip(open) {
@@ -291,7 +292,7 @@ fn closing(code: &[Token], open: usize) -> usize {
     code.len()
 }
 
-/// Code without what is compiled for tests alone: `#[cfg(test)]` and what it stands before.
+/// Code without test-only code: `#[cfg(test)]` and the item after it.
 fn without_tests(code: Vec<Token>) -> Vec<Token> {
     let mut kept = Vec::new();
     let mut at = 0;
@@ -302,7 +303,7 @@ fn without_tests(code: Vec<Token>) -> Vec<Token> {
             at += 1;
             continue;
         }
-        // This attribute and others.
+        // This attribute and any others.
         while code.get(at).is_some_and(|token| token.text == "#") {
             at = closing(&code, at + 1) + 1;
         }
@@ -311,7 +312,7 @@ fn without_tests(code: Vec<Token>) -> Vec<Token> {
     kept
 }
 
-/// Where what follows an item, a field or a statement begins.
+/// The index after an item, a field or a statement.
 fn end_of_item(code: &[Token], begin: usize) -> usize {
     const WITH_BODY: [&str; 6] = ["fn", "impl", "struct", "enum", "trait", "mod"];
     let mut at = begin;
@@ -320,7 +321,7 @@ fn end_of_item(code: &[Token], begin: usize) -> usize {
         match code[at].text.as_str() {
             ";" => return at + 1,
             "," if !has_body => return at + 1,
-            // Of what it stands in.
+            // The end of the enclosing block.
             "}" => return at,
             "{" => return closing(code, at) + 1,
             "(" | "[" => at = closing(code, at),
@@ -331,7 +332,7 @@ fn end_of_item(code: &[Token], begin: usize) -> usize {
     at
 }
 
-/// The names that a module's code defines at its own level.
+/// The names that a module's code defines at its top level.
 fn items(code: &[Token]) -> BTreeSet<String> {
     const KEYWORDS: [&str; 9] = ["fn", "struct", "enum", "trait", "type", "const", "static", "union", "mod"];
     let mut found = BTreeSet::new();
@@ -354,7 +355,7 @@ fn items(code: &[Token]) -> BTreeSet<String> {
     found
 }
 
-/// The paths of code, each with its line; single names too.
+/// The paths in code, including single names, each with its line.
 fn paths(code: &[Token]) -> Vec<(usize, Vec<String>)> {
     let mut found = Vec::new();
     let mut at = 0;
@@ -377,7 +378,7 @@ fn paths(code: &[Token]) -> Vec<(usize, Vec<String>)> {
     found
 }
 
-/// What a `use` brings: the tokens between it and its semicolon.
+/// The names that a `use` imports, from the tokens between `use` and its semicolon.
 fn flatten(code: &[Token], before: &[String], is_public: bool, to: &mut Vec<Use>) {
     let mut path = before.to_vec();
     let mut at = 0;
@@ -411,7 +412,7 @@ fn flatten(code: &[Token], before: &[String], is_public: bool, to: &mut Vec<Use>
                 alias = code.get(at + 1).map(|token| token.text.clone());
                 at += 1;
             }
-            // A group's own module.
+            // The group's own module.
             "self" if !path.is_empty() => {}
             name => path.push(name.to_owned()),
         }
@@ -422,7 +423,7 @@ fn flatten(code: &[Token], before: &[String], is_public: bool, to: &mut Vec<Use>
     to.push(Use { alias, line: token.line, path, is_public });
 }
 
-/// Groups of files, of two or more, each of which leads to every other of its group.
+/// The cycles: maximal groups of two or more files, each of which reaches every other.
 fn circles(arrows: &[Arrow]) -> Vec<BTreeSet<String>> {
     let mut next: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
     for arrow in arrows {

@@ -8,17 +8,17 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
-/// Under this variable tests take all of their lists: `nibble_testkit::EXHAUSTIVE`.
+/// The environment variable under which tests cover their whole lists: `nibble_testkit::EXHAUSTIVE`.
 pub const EXHAUSTIVE: &str = "NIBBLE_EXHAUSTIVE";
 
-/// What is run by itself, and not again where it has passed on this commit.
+/// A part that runs by itself, and not again once it has passed on this commit.
 struct Part {
     name: String,
     runs: Runs,
 }
 
 enum Runs {
-    /// A test binary, in the folder of its package, as cargo runs it.
+    /// A test binary, run in its package's folder, as cargo does.
     Tests { binary: PathBuf, folder: PathBuf },
     /// `cargo` with these arguments.
     Cargo(&'static [&'static str]),
@@ -26,18 +26,18 @@ enum Runs {
     Task(fn() -> Result<(), String>),
 }
 
-/// How a part ended.
+/// The result of a part.
 struct Ended {
     passed: bool,
     seconds: u64,
-    /// What it could not test here.
+    /// Number of tests skipped on this machine.
     skipped: usize,
-    /// Ran before, on this commit.
+    /// Passed earlier, on this commit.
     before: bool,
 }
 
-/// Every test over the whole of its lists, each kernel instance, and copies of this checkout: `asked` parts, or all. A part that has passed on this commit is
-/// not run again; every other is, whatever became of those before it.
+/// Runs every test over its whole lists, each kernel instance, and copies of this checkout: the parts in `asked`, or all. A part that has
+/// passed on this commit is not run again. A failed part does not stop the others.
 pub fn exhaustive(asked: &[&str]) -> Result<(), String> {
     let commit = commit()?;
     let all = parts()?;
@@ -66,7 +66,7 @@ pub fn exhaustive(asked: &[&str]) -> Result<(), String> {
     }
 }
 
-/// A part for each test binary that cargo makes of the workspace, and what no binary tests.
+/// A part for each test binary of the workspace, and parts for what no binary tests.
 fn parts() -> Result<Vec<Part>, String> {
     let messages =
         output("cargo", &["test", "--workspace", "--locked", "--no-run", "--message-format=json"])?;
@@ -79,7 +79,7 @@ fn parts() -> Result<Vec<Part>, String> {
     Ok(parts)
 }
 
-/// The test binary of a message of cargo's, if it is of one: `train`, `train-lib`, `nibble-bin`.
+/// The test binary in a message of cargo, if there is one: `train`, `train-lib`, `nibble-bin`.
 fn tests_of(message: &str) -> Option<Part> {
     let message: Value = serde_json::from_str(message).ok()?;
     let is_test = message["profile"]["test"].as_bool()?;
@@ -93,7 +93,7 @@ fn tests_of(message: &str) -> Option<Part> {
     Some(Part { name, runs: Runs::Tests { binary: binary.into(), folder } })
 }
 
-/// Runs a part, unless `resumes` and it has passed before; its output goes to a file beside the others'.
+/// Runs a part, unless `resumes` is set and it has passed before; its output goes to a file in `folder`.
 fn run(part: &Part, folder: &Path, resumes: bool) -> Result<Ended, String> {
     let (log, passed) =
         (folder.join(format!("{}.log", part.name)), folder.join(format!("{}.passed", part.name)));
@@ -113,13 +113,13 @@ fn run(part: &Part, folder: &Path, resumes: bool) -> Result<Ended, String> {
     let seconds = start.elapsed().as_secs();
     match good {
         true => fs::write(&passed, seconds.to_string()).map_err(told)?,
-        // What it said stands before the table as well.
+        // The output is also printed before the table.
         false => eprintln!("{}", fs::read_to_string(&log).unwrap_or_default()),
     }
     Ok(Ended { passed: good, seconds, skipped: skipped(&log), before: false })
 }
 
-/// Whether a command succeeds, whose output goes to a file.
+/// Runs a command with its output in a file. Returns whether it succeeded.
 fn logged(command: &mut Command, log: &Path) -> Result<bool, String> {
     let told = |e: std::io::Error| format!("{}: {e}", log.display());
     let file = fs::File::create(log).map_err(told)?;
@@ -128,7 +128,7 @@ fn logged(command: &mut Command, log: &Path) -> Result<bool, String> {
     Ok(command.status().map_err(|e| format!("{command:?}: {e}"))?.success())
 }
 
-/// How many lines of a log say that something was skipped.
+/// Number of lines in a log that report something skipped.
 fn skipped(log: &Path) -> usize {
     let text = fs::read_to_string(log).unwrap_or_default();
     text.lines().filter(|line| line.starts_with("skipped:")).count()

@@ -7,38 +7,38 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Something of nobody's: what it takes to add one.
+/// An invented addition, which shows what it takes to add one.
 struct MadeUp {
     what: &'static str,
-    /// Adds it to a checkout.
+    /// The patch that adds it to a checkout.
     patch: &'static str,
-    /// How many files it may touch.
+    /// The number of files that it may touch.
     files: usize,
 }
 
-/// A format unlike any other (its record with its arithmetic, its line of the table, its module, its header for a GPU and what its kernels
-/// need), and an operation. Both on a CPU and on a GPU.
+/// A format unlike any other (its record with its arithmetic, its line of the table, its module, its GPU header and what its kernels
+/// need), and an operation; both on CPU and GPU.
 const ALL: [MadeUp; 2] = [
     MadeUp { what: "format", patch: "crates/formats/tests/made_up_format.patch", files: 5 },
     MadeUp { what: "operation", patch: "crates/core/tests/made_up_op.patch", files: 7 },
 ];
 
-/// What is asked of a copy that has both: arguments of `cargo test`, lines that the tests must print, and words by which kernel instances are
-/// known that they must compile where there is a compiler (`NIBBLE_ONLY`).
+/// Checks of a copy with both additions: arguments of `cargo test`, lines that the tests must print, and words that select the kernel
+/// instances to compile if there is a compiler (`NIBBLE_ONLY`).
 struct Asked {
     arguments: &'static [&'static str],
     lines: &'static [&'static str],
     kernels: &'static [&'static str],
 }
 
-/// What a line begins with where there is none.
+/// The beginning of the line that is printed if there is no compiler.
 const NO_COMPILER: &str = "skipped: compiling every kernel instance";
 
-/// What every format owes: the exhaustive properties, conformance on the CPU under every instruction set, a run that learns. And every operation:
-/// conformance, recorded and replayed as well. Of both, a line for each kernel instance, held to by a compiler where there is one.
+/// For every format: the exhaustive properties, conformance on the CPU under every instruction set, a run that learns. For every operation:
+/// conformance, immediate and recorded with replay. For both: a line per kernel instance, which a compiler checks if there is one.
 const ASKED: [Asked; 2] = [
     Asked {
-        // Functions of no format are left out.
+        // Without tests of no particular format.
         arguments: &[
             "--package",
             "nibble-formats",
@@ -56,7 +56,7 @@ const ASKED: [Asked; 2] = [
     },
     Asked {
         arguments: &[
-            // Or its dependencies are built once more with the features of each package alone.
+            // Otherwise the dependencies would be rebuilt with the features of each package alone.
             "--workspace",
             "--test",
             "cpu",
@@ -66,7 +66,7 @@ const ASKED: [Asked; 2] = [
             "compile_all",
             "--",
             "--show-output",
-            // The operations with cases of every format, and the new one. The others are what they are without them.
+            // The operations with cases for every format, and the new one. The other operations do not depend on the additions.
             "simd::quantize",
             "simd::dequantize",
             "simd::negate",
@@ -92,7 +92,7 @@ const ASKED: [Asked; 2] = [
     },
 ];
 
-/// Adds all of them to a copy of this checkout, and runs their tests there.
+/// Adds both to a copy of this checkout, and runs their tests there.
 pub fn made_up() -> Result<(), String> {
     let copy = root().join("target/made-up");
     remove(&copy)?;
@@ -103,7 +103,7 @@ pub fn made_up() -> Result<(), String> {
     remove(&copy)
 }
 
-/// Whether the patches apply to this checkout. A change next to a line of theirs breaks them; [`made_up`] finds that only after all else.
+/// Whether the patches apply to this checkout. A change next to their lines breaks them, which [`made_up`] would report only much later.
 pub fn patches_apply() -> Result<(), String> {
     ALL.iter().try_for_each(|made_up| git_apply(&root().join(made_up.patch), &root(), &["--check"]))
 }
@@ -118,14 +118,14 @@ fn add(MadeUp { what, patch, files }: &MadeUp, copy: &Path) -> Result<(), String
     git_apply(&path, copy, &[])
 }
 
-/// Gives the copy's packages a version of their own. Otherwise cargo takes them for this checkout's, whose target folder they share: it would
-/// build both anew each time, and with a copy left behind by a failure take what it made of that for up to date.
+/// Gives the copy's packages their own version. Otherwise cargo would take them for this checkout's packages, with which they share a
+/// target folder: it would rebuild both each time, and could take the build of a leftover copy for up to date.
 fn name_version(copy: &Path) -> Result<(), String> {
     let version = concat!("version = \"", env!("CARGO_PKG_VERSION"), "\"");
     let own = concat!("version = \"", env!("CARGO_PKG_VERSION"), "+made-up\"");
     edit(&copy.join("Cargo.toml"), |text| text.replacen(version, own, 1))?;
     edit(&copy.join("Cargo.lock"), |text| {
-        // A package from elsewhere has a source.
+        // Only packages from elsewhere have a source.
         let packages = text.split("\n\n").map(|package| match package.contains("\nsource = ") {
             true => package.to_owned(),
             false => package.replacen(version, own, 1),
@@ -140,10 +140,10 @@ fn edit(path: &Path, change: impl FnOnce(&str) -> String) -> Result<(), String> 
     fs::write(path, change(&text)).map_err(told)
 }
 
-/// `git apply` of the patch in a folder: with `--check` among the arguments nothing is written.
+/// Runs `git apply` with the patch in a folder; with `--check` among the arguments nothing is written.
 fn git_apply(patch: &Path, folder: &Path, arguments: &[&str]) -> Result<(), String> {
     let mut git = Command::new("git");
-    // The copy lies inside a checkout, of which it is no part.
+    // The copy is inside a checkout, but is not part of it.
     git.arg("apply")
         .args(arguments)
         .arg(patch)
@@ -155,7 +155,7 @@ fn git_apply(patch: &Path, folder: &Path, arguments: &[&str]) -> Result<(), Stri
     }
 }
 
-/// `cargo test` in the copy. Its target folder is this checkout's, where the dependencies are built.
+/// Runs `cargo test` in the copy, with this checkout's target folder, in which the dependencies are built.
 fn run_tests(copy: &Path, Asked { arguments, lines, kernels }: &Asked) -> Result<(), String> {
     let shown = format!("cargo test {}", arguments.join(" "));
     eprintln!("── made-up: {shown}");

@@ -1,5 +1,5 @@
-//! `cargo xtask check` is what CI runs, cheapest first; `cargo xtask exhaustive` runs every test over the whole of its lists; `cargo xtask bench` keeps a
-//! dated benchmark; `cargo xtask moved` builds a checkout that was moved; `cargo xtask made-up` adds a format and an operation to copies;
+//! `cargo xtask check` is what CI runs, cheapest first; `cargo xtask exhaustive` runs every test over its whole lists; `cargo xtask bench`
+//! stores a dated benchmark; `cargo xtask moved` builds a moved checkout; `cargo xtask made-up` adds a format and an operation to a copy;
 //! `cargo xtask soak` kills ranks of a run one after another.
 
 mod bench;
@@ -19,13 +19,15 @@ use std::process::ExitCode;
 
 const USAGE: &str = "\
 usage: cargo xtask check [--fast]    formatting, dependencies, clippy, documentation, tests (not with --fast)
-       cargo xtask exhaustive [PART..]  the tests over the whole of their lists, every kernel instance, moved, made-up: by parts, of which those
-                                     that have passed on this commit are not run again; --list: the parts
-       cargo xtask moved             a copy of this checkout builds, is moved, and builds again
-       cargo xtask made-up           a copy of this checkout takes a made-up format in five files and a made-up operation in six; their tests pass
-       cargo xtask bench [ARGS..]    nibble bench ARGS.., written to benchmarks/DATE_MACHINE_COMMIT.md
+       cargo xtask exhaustive [PART..]
+                                     every test over its whole lists, every kernel instance, moved, made-up; skips parts that have passed on
+                                     this commit; --list prints the parts
+       cargo xtask moved             builds a copy of this checkout, moves it, and builds it again
+       cargo xtask made-up           adds an invented format (five files) and an invented operation (seven files) to a copy of this checkout,
+                                     and runs their tests
+       cargo xtask bench [ARGS..]    runs nibble bench ARGS.. and writes its output to benchmarks/DATE_MACHINE_COMMIT.md
        cargo xtask soak [--steps N] [--kills N] [--seed N]
-                                     a run of four processes, one of which is killed again and again: nothing is lost, grows or is left";
+                                     kills one of a run's four processes again and again: nothing may be lost, leaked or left over";
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();

@@ -1,9 +1,9 @@
-//! Files of tests that no binary takes up. Crates name their test binaries themselves (`autotests = false`), so cargo does not look for them.
+//! Test files that no binary includes. Crates declare their test binaries themselves (`autotests = false`), so cargo does not search.
 
 use crate::run::{output, root};
 use std::fs;
 
-/// Every file below a `tests/`, and every folder with a `mod.rs`, is a module of a file beside it or a test of its `Cargo.toml`.
+/// Every file below a `tests/`, and every folder with a `mod.rs`, must be a module of a neighbouring file or a test in its `Cargo.toml`.
 pub fn check() -> Result<(), String> {
     let listed =
         output("git", &["ls-files", "--cached", "--others", "--exclude-standard", "crates/*/tests/*.rs"])?;
@@ -31,7 +31,7 @@ pub fn check() -> Result<(), String> {
     }
 }
 
-/// The folder of such a file, and the module that it is; none of `main.rs`.
+/// The folder and module name of such a file; `None` for `main.rs`.
 fn taken_up(file: &str) -> Option<(&str, &str)> {
     let module = file.strip_suffix("/mod.rs").or_else(|| file.strip_suffix(".rs"))?;
     let (folder, name) = module.rsplit_once('/')?;
@@ -39,7 +39,7 @@ fn taken_up(file: &str) -> Option<(&str, &str)> {
     (is_of_tests && name != "main").then_some((folder, name))
 }
 
-/// Whether a test binary has this module: by a file beside it, or by the manifest, which names it or leaves the search to cargo.
+/// Whether a test binary includes this module: by a neighbouring file, or by the manifest, which names it or leaves the search to cargo.
 fn is_taken_up(name: &str, manifest: &str, modules: &str) -> bool {
     let by_cargo =
         !manifest.contains("autotests = false") || manifest.contains(&format!("name = \"{name}\""));

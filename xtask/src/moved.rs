@@ -5,8 +5,8 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-/// Builds a copy of this checkout, moves it with its target folder, and builds again: nothing that the first build left may
-/// name the folder that is gone.
+/// Builds a copy of this checkout, moves it with its target folder, and builds again: nothing from the first build may
+/// depend on the old folder.
 pub fn moved() -> Result<(), String> {
     let place = root().join("target/moved");
     let (first, second) = (place.join("first"), place.join("second"));
@@ -14,7 +14,7 @@ pub fn moved() -> Result<(), String> {
     copy_sources(&first)?;
     check(&first)?;
     fs::rename(&first, &second).map_err(|e| format!("{}: {e}", second.display()))?;
-    // What is unchanged is not compiled again, and would hide what the compiler cannot find any more.
+    // Unchanged crates are not recompiled, which would hide files that the compiler can no longer find.
     for file in sources()?.iter().filter(|file| file.ends_with("src/lib.rs") || file.ends_with("src/main.rs"))
     {
         touch(&second.join(file))?;
@@ -23,17 +23,17 @@ pub fn moved() -> Result<(), String> {
     remove(&place)
 }
 
-/// Every file of the checkout that is not ignored.
+/// Every file of the checkout that git does not ignore.
 fn sources() -> Result<Vec<String>, String> {
     let listed = output("git", &["ls-files", "-z", "--cached", "--others", "--exclude-standard"])?;
     Ok(listed.split_terminator('\0').map(str::to_owned).collect())
 }
 
-/// Copies them.
+/// Copies these files.
 pub(crate) fn copy_sources(to: &Path) -> Result<(), String> {
     for file in sources()? {
         let (from, to) = (root().join(&file), to.join(&file));
-        // Deleted here, and not yet in the index.
+        // Deleted in the work tree, but still in the index.
         if from.exists() {
             let folder = to.parent().unwrap_or(&to);
             fs::create_dir_all(folder).map_err(|e| format!("{}: {e}", folder.display()))?;
@@ -57,7 +57,7 @@ fn link(_: &Path, _: &Path) -> std::io::Result<()> {
     Err(std::io::Error::other("a symbolic link, which this system has none of"))
 }
 
-/// Makes cargo compile the file's crate again.
+/// Makes cargo recompile the file's crate.
 fn touch(path: &Path) -> Result<(), String> {
     let opened = fs::File::options().append(true).open(path);
     opened
@@ -65,7 +65,7 @@ fn touch(path: &Path) -> Result<(), String> {
         .map_err(|e| format!("{}: {e}", path.display()))
 }
 
-/// `cargo check` of the command in `folder`, with the target folder in it.
+/// `cargo check` of the command in `folder`, with the target folder inside it.
 fn check(folder: &Path) -> Result<(), String> {
     let cargo = std::env::var("CARGO").unwrap_or_else(|_| "cargo".to_owned());
     let status = Command::new(cargo)
@@ -80,7 +80,7 @@ fn check(folder: &Path) -> Result<(), String> {
     }
 }
 
-/// Removes a folder, if it is there.
+/// Removes a folder, if it exists.
 pub(crate) fn remove(folder: &Path) -> Result<(), String> {
     match fs::remove_dir_all(folder) {
         Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(format!("{}: {e}", folder.display())),

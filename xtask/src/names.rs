@@ -1,18 +1,18 @@
-//! No code but that of a format itself, and of fast paths for some, names one: whatever handles formats asks their records.
+//! Only code of a format itself, and some fast paths, may name a format; other code must use the formats' records.
 
 use crate::run::root;
 use nibble_formats::Format;
 use std::fs;
 use std::path::Path;
 
-/// Folders whose files may name formats, and why.
+/// Folders whose files may name formats, with the reason.
 const APART: [(&str, &str); 3] = [
     ("crates/bench/src", "measures kernels, format by format"),
     ("crates/cuda/src", "has kernels of its own for some formats, each under its name"),
     ("crates/testkit/src/ops", "tests backends, with cases for some formats"),
 ];
 
-/// Files that may name formats, and why.
+/// Files that may name formats, with the reason.
 const ALLOWED: [(&str, &str); 20] = [
     ("crates/formats/src/element.rs", "elements have names that formats share"),
     ("crates/formats/src/fp8.rs", "a format's own file"),
@@ -37,7 +37,7 @@ const ALLOWED: [(&str, &str); 20] = [
 ];
 
 /// # Errors
-/// Naming files that name a format and may not, and those that may and do not.
+/// Lists files that name a format but may not, and files that may but do not.
 pub fn check() -> Result<(), String> {
     let mut files = Vec::new();
     for folder in entries(&root().join("crates"))? {
@@ -60,7 +60,7 @@ pub fn check() -> Result<(), String> {
     if wrong.is_empty() { Ok(()) } else { Err(wrong.join("\n")) }
 }
 
-/// What is wrong with these files, each with its lines that name a format.
+/// The errors in these files, each given with its lines that name a format.
 fn complaints(found: &[(String, Vec<String>)]) -> Vec<String> {
     let may = |name: &str, allowed: &str| {
         name.strip_prefix(allowed).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
@@ -75,7 +75,7 @@ fn complaints(found: &[(String, Vec<String>)]) -> Vec<String> {
     beyond.chain(unneeded).collect()
 }
 
-/// Lines of code, without comments and tests at the end of the file, that name a format with blocks.
+/// Lines of code that name a block format, without comments and without tests at the end of the file.
 fn naming(text: &str) -> Vec<String> {
     let names: Vec<String> = Format::ALL
         .into_iter()
@@ -91,7 +91,7 @@ fn naming(text: &str) -> Vec<String> {
         .collect()
 }
 
-/// Whether a line has this word, and not only a longer one.
+/// Whether a line has this word as a whole word.
 fn has_word(line: &str, word: &str) -> bool {
     let goes_on = |c: char| c.is_alphanumeric() || c == '_';
     let ends = |at: usize| word.ends_with('"') || !line[at + word.len()..].starts_with(goes_on);
@@ -109,7 +109,7 @@ fn entries(folder: &Path) -> Result<Vec<std::path::PathBuf>, String> {
     Ok(all)
 }
 
-/// Every Rust file of a folder, and of those in it.
+/// Every Rust file of a folder and its subfolders.
 fn collect(folder: &Path, files: &mut Vec<std::path::PathBuf>) -> Result<(), String> {
     for path in entries(folder)? {
         if path.is_dir() {

@@ -1,14 +1,14 @@
-//! The pages: every link leads somewhere, every file that is named exists, and the pages that are read whole stay short.
+//! The pages: every link resolves, every file named exists, and the pages that are read as a whole stay short.
 
 use crate::run::{output, root};
 use std::fs;
 use std::path::{Component, Path, PathBuf};
 
-/// Pages that are read from beginning to end, and the most words that each may have.
+/// Pages that are read from beginning to end, with their maximum number of words.
 const READ_WHOLE: [(&str, usize); 3] =
     [("ARCHITECTURE.md", 3000), ("CONTRIBUTING.md", 2000), ("CHANGELOG.md", 600)];
 
-/// Pages that name files in backticks: below the root, a crate, or a crate's sources.
+/// Pages that name files in backticks, relative to the root, to a crate, or to a crate's sources.
 const NAMES_FILES: [&str; 3] = ["ARCHITECTURE.md", "CONTRIBUTING.md", "README.md"];
 
 /// Checks all pages.
@@ -36,7 +36,7 @@ fn read(page: &Path) -> Result<String, String> {
     fs::read_to_string(root().join(page)).map_err(|e| format!("{}: {e}", page.display()))
 }
 
-/// Links within the project that lead to no file, folder or heading. `read` gives the text of a page.
+/// Links within the project that lead to no file, folder or heading. `read` returns the text of a page.
 fn dead_links(page: &str, text: &str, read: &dyn Fn(&Path) -> Option<String>) -> Vec<String> {
     let folder = Path::new(page).parent().unwrap_or(Path::new(""));
     let is_dead = |link: &&str| {
@@ -50,7 +50,7 @@ fn dead_links(page: &str, text: &str, read: &dyn Fn(&Path) -> Option<String>) ->
     within.filter(is_dead).map(|link| format!("{page}: {link}")).collect()
 }
 
-/// The lines outside of fences.
+/// The lines outside of fenced blocks.
 fn prose(text: &str) -> impl Iterator<Item = &str> {
     let mut fenced = false;
     text.lines().filter(move |line| {
@@ -60,7 +60,7 @@ fn prose(text: &str) -> impl Iterator<Item = &str> {
     })
 }
 
-/// Targets of a line's links.
+/// Targets of the links in a line.
 fn links(line: &str) -> Vec<&str> {
     line.split("](").skip(1).filter_map(|rest| rest.split([')', ' ']).next()).collect()
 }
@@ -77,7 +77,7 @@ fn clean(path: &Path) -> PathBuf {
     clean
 }
 
-/// Headings as links name them.
+/// Headings as link anchors.
 fn headings(text: &str) -> Vec<String> {
     let slug = |heading: &str| {
         let kept = heading.trim().chars().filter(|c| c.is_alphanumeric() || " -_".contains(*c));
@@ -86,7 +86,7 @@ fn headings(text: &str) -> Vec<String> {
     prose(text).filter(|line| line.starts_with('#')).map(|line| slug(line.trim_start_matches('#'))).collect()
 }
 
-/// What stands in backticks and is a path: it has a slash and a file's ending, or ends with a slash. Capitals stand for any name.
+/// Paths in backticks: text with a slash and a file extension, or a slash at its end. Capitals stand for any name.
 fn files(text: &str) -> Vec<&str> {
     let quoted = prose(text).flat_map(|line| line.split('`').skip(1).step_by(2));
     let is_plain = |name: &&str| {
@@ -100,7 +100,7 @@ fn files(text: &str) -> Vec<&str> {
     quoted.filter(is_plain).filter(is_path).collect()
 }
 
-/// Whether a path exists as it stands, below `crates/`, or in some crate or its sources.
+/// Whether a path exists at the root, below `crates/`, or in some crate or its sources.
 fn is_there(name: &str) -> bool {
     let root = root();
     let crates = fs::read_dir(root.join("crates")).into_iter().flatten().flatten().map(|entry| entry.path());

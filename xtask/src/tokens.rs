@@ -1,18 +1,18 @@
-//! The words of a Rust source.
+//! Tokens of a Rust source.
 
-/// A word or a sign, and its line, from 1.
+/// A word or a sign, with its line, counted from 1.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Token {
     pub text: String,
     pub line: usize,
 }
 
-/// Whether this is a name, or a keyword.
+/// Whether this is a name or a keyword.
 pub fn is_name(text: &str) -> bool {
     text.starts_with(|c: char| c.is_alphabetic() || c == '_')
 }
 
-/// Names and signs, `::` as one, without comments, texts, numbers and lifetimes.
+/// Names and signs (`::` is one sign), without comments, literals and lifetimes.
 pub fn tokens(source: &str) -> Vec<Token> {
     let chars: Vec<char> = source.chars().collect();
     let (mut found, mut at, mut line) = (Vec::new(), 0, 1);
@@ -53,7 +53,7 @@ fn end_of_line(chars: &[char], at: usize) -> usize {
     chars[at..].iter().position(|c| *c == '\n').map_or(chars.len(), |len| at + len)
 }
 
-/// Comments stand in one another.
+/// The end of a comment; comments may nest.
 fn end_of_comment(chars: &[char], at: usize) -> usize {
     let (mut at, mut depth) = (at, 0);
     while at < chars.len() {
@@ -69,7 +69,7 @@ fn end_of_comment(chars: &[char], at: usize) -> usize {
     at
 }
 
-/// Of a text that begins with its quotation mark here.
+/// The end of a string that begins with its quotation mark here.
 fn end_of_text(chars: &[char], at: usize) -> usize {
     let mut at = at + 1;
     while at < chars.len() && chars[at] != '"' {
@@ -78,7 +78,7 @@ fn end_of_text(chars: &[char], at: usize) -> usize {
     at + 1
 }
 
-/// Of a character, or of a lifetime.
+/// The end of a character literal or a lifetime.
 fn end_of_quote(chars: &[char], at: usize) -> usize {
     match (chars.get(at + 1), chars.get(at + 2)) {
         (Some('\\'), _) => {
@@ -89,7 +89,7 @@ fn end_of_quote(chars: &[char], at: usize) -> usize {
     }
 }
 
-/// Of `r"…"`, `b'…'`, `br#"…"#` and the like; none where a name begins.
+/// The end of `r"…"`, `b'…'`, `br#"…"#` and the like; `None` if a name begins here.
 fn end_of_prefixed(chars: &[char], at: usize) -> Option<usize> {
     let letters = chars[at..].iter().take_while(|c| matches!(c, 'r' | 'b' | 'c')).count();
     let raw = chars[at..at + letters].contains(&'r');

@@ -13,16 +13,16 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Which code runs an operation.
+/// The code that runs an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CodePath {
     /// The scalar specification.
     Scalar,
-    /// The vectorised twin.
+    /// The vectorised code, with the same bits.
     Simd,
 }
 
-/// The CPU: a pool of threads and an allocator that counts.
+/// The CPU backend: a thread pool and a counting allocator.
 #[derive(Clone)]
 pub struct Cpu {
     inner: Arc<Inner>,
@@ -36,12 +36,12 @@ struct Inner {
     path: CodePath,
 }
 
-/// How often an operation ran and how long it took.
+/// Number of calls of an operation, and their time.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct OpTime {
     /// Calls.
     pub calls: u64,
-    /// Time in all of them, as the caller saw it.
+    /// Total time, as measured by the caller.
     pub time: Duration,
 }
 
@@ -52,7 +52,7 @@ impl fmt::Debug for Cpu {
 }
 
 impl Cpu {
-    /// The best this machine has, on so many threads (0: one a core).
+    /// The fastest code of this machine, on `threads` threads (0: one per core).
     ///
     /// # Errors
     /// [`Error::Device`] if the threads cannot be started.
@@ -68,7 +68,7 @@ impl Cpu {
         Self::with(threads, Isa::Portable, CodePath::Scalar)
     }
 
-    /// A chosen instruction set and path.
+    /// A chosen instruction set and code path.
     ///
     /// # Errors
     /// [`Error::Device`] if this machine lacks the instruction set or the threads cannot be started.
@@ -88,8 +88,8 @@ impl Cpu {
         Ok(Self { inner: Arc::new(Inner { pool, memory, profile, isa, path }) })
     }
 
-    /// Time of each operation since this backend was made or last asked, the longest first. Counting it costs a
-    /// fraction of a microsecond a call, so it is always on.
+    /// Time of each operation since the backend was created or since the last call, longest first. Profiling costs a
+    /// fraction of a microsecond per call, so it is always on.
     pub fn take_profile(&self) -> Vec<(&'static str, OpTime)> {
         let mut profile = self.inner.profile.lock().unwrap_or_else(PoisonError::into_inner);
         let mut times: Vec<_> = std::mem::take(&mut *profile).into_iter().collect();
@@ -100,7 +100,7 @@ impl Cpu {
     /// Runs an operation and adds its time to the profile.
     ///
     /// # Errors
-    /// What it returns; [`Error::OutOfMemory`].
+    /// The operation's error; [`Error::OutOfMemory`].
     pub(crate) fn timed<R>(&self, op: &'static str, run: impl FnOnce() -> Result<R>) -> Result<R> {
         let started = Instant::now();
         let result = or_out_of_room(run);
@@ -112,7 +112,7 @@ impl Cpu {
         result
     }
 
-    /// The threads.
+    /// The thread pool.
     pub fn pool(&self) -> &rayon::ThreadPool {
         &self.inner.pool
     }
@@ -122,13 +122,13 @@ impl Cpu {
         self.inner.isa
     }
 
-    /// Which code runs an operation.
+    /// The code path of operations.
     pub fn path(&self) -> CodePath {
         self.inner.path
     }
 
     /// A buffer that an operation will overwrite entirely. Its contents are unspecified; in debug builds every byte is
-    /// 0xFF (NaN), so that an element left unwritten shows.
+    /// 0xFF (NaN), which exposes elements left unwritten.
     pub(crate) fn scratch<T: Plain>(&self, len: usize) -> Buf<T> {
         let mut buf = Buf::new(len, &self.inner.memory);
         if cfg!(debug_assertions) {
@@ -137,8 +137,8 @@ impl Cpu {
         buf
     }
 
-    /// A buffer of what an operation computed. Unlike [`Backend::upload`] it is no copy from the host to the device, and not
-    /// counted as one.
+    /// A buffer with values that an operation computed. Unlike [`Backend::upload`], it is not a copy from the host to the device and
+    /// is not counted as one.
     pub(crate) fn computed<T: Plain>(&self, values: &[T]) -> Buf<T> {
         let mut buf = Buf::new(values.len(), &self.inner.memory);
         buf.as_mut_slice().copy_from_slice(values);
@@ -146,7 +146,7 @@ impl Cpu {
     }
 }
 
-/// A typed, reference-counted buffer. A clone shares the bytes; writing through a shared handle copies first.
+/// A typed, reference-counted buffer. A clone shares the bytes; writing through a shared handle copies them first.
 pub struct Buf<T: Plain> {
     storage: Arc<Storage>,
     len: usize,
@@ -166,9 +166,9 @@ impl Drop for Storage {
 }
 
 impl<T: Plain> Buf<T> {
-    /// Of unspecified contents.
+    /// A buffer of unspecified contents.
     fn new(len: usize, memory: &Arc<Memory>) -> Self {
-        // More than can be counted is more than there is.
+        // A length that overflows the byte count is out of memory.
         let bytes = len.checked_mul(size_of::<T>()).filter(|bytes| *bytes <= isize::MAX as usize);
         let bytes = bytes.unwrap_or_else(|| out_of_room("the host's memory", usize::MAX));
         let storage = Storage { words: memory.take(bytes.div_ceil(8), bytes), bytes, memory: memory.clone() };
@@ -192,7 +192,7 @@ impl<T: Plain> Buf<T> {
         let len = self.len;
         match Arc::get_mut(&mut self.storage) {
             Some(storage) => &mut bytemuck::cast_slice_mut(storage.words.as_mut_slice())[..len],
-            // Made unique just above, and `&mut self` keeps anyone from cloning it in between.
+            // Made unique just above; `&mut self` prevents cloning in between.
             None => unreachable!("a buffer just made unique is shared"),
         }
     }

@@ -1,4 +1,4 @@
-//! The operations: each is the function of its name in `ops`.
+//! The operations: each calls the function of its name in `ops`.
 
 use crate::{Cpu, ops};
 use nibble_core::ops::*;

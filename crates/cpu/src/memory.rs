@@ -1,4 +1,4 @@
-//! Where buffers lie: in a pool by size class, or in an arena.
+//! Buffer memory: a pool by size class, or an arena.
 
 use nibble_core::allocation::may_be_refused;
 use nibble_core::{Error, HEAP_ALIGN, MemoryStats, Result, Scope, Segments, TrafficCounter};
@@ -8,15 +8,15 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Counts live bytes and keeps freed allocations for the next tensor of about the same size: training asks for the same
+/// Counts live bytes, and reuses freed allocations for tensors of about the same size. Training requests the same
 /// sizes every step, and fresh pages from the system cost more than the arithmetic on them.
 #[derive(Default)]
 pub(crate) struct Memory {
     live: AtomicUsize,
     peak: AtomicUsize,
-    /// Copies between the host and this device, which happens to be the host.
+    /// Copies between the host and this device, whose memory is the host's.
     pub traffic: TrafficCounter,
-    /// Where allocations go while someone works within an arena.
+    /// The arena of current allocations, if a caller works within one.
     pub scope: Scope<Arena>,
     free: Mutex<Free>,
 }
@@ -28,19 +28,19 @@ struct Free {
     bytes: usize,
 }
 
-/// Why there is no buffer: unwinds from wherever in an operation it was asked for, to [`or_out_of_room`].
+/// A failed allocation, as a panic payload: unwinds from any place in an operation to [`or_out_of_room`].
 struct OutOfRoom {
     place: String,
     bytes: usize,
 }
 
-/// Leaves the operation under way. No message is printed: it is an error and no defect, only that buffers are asked for in the midst
-/// of expressions and on threads.
+/// Unwinds out of the current operation, without a panic message: running out of memory is an error, not a bug. Unwinding is needed
+/// because buffers are allocated inside expressions and on other threads.
 pub(crate) fn out_of_room(place: &str, bytes: usize) -> ! {
     std::panic::resume_unwind(Box::new(OutOfRoom { place: place.to_owned(), bytes }))
 }
 
-/// Runs `work`, or says for which buffer the system had no memory. What `work` was changing is of no further use then.
+/// Runs `work`, and returns an error if the system had no memory for one of its buffers. What `work` was changing is then invalid.
 ///
 /// # Errors
 /// What `work` returns; [`Error::OutOfMemory`].
@@ -58,7 +58,7 @@ pub(crate) fn or_out_of_room<R>(work: impl FnOnce() -> Result<R>) -> Result<R> {
     }
 }
 
-/// Words rounded up to one of eight sizes an octave: ragged tensors have a new length every step.
+/// Rounds words up to one of eight sizes per power of two: ragged tensors have a new length every step.
 fn size_class(words: usize) -> usize {
     let step = 1 << words.max(1).ilog2().saturating_sub(3);
     words.next_multiple_of(step)
@@ -66,9 +66,9 @@ fn size_class(words: usize) -> usize {
 
 /// The memory of one buffer.
 pub(crate) enum Words {
-    /// Of the pool: as long as its size class.
+    /// Pooled, as long as its size class.
     Pool(Vec<u64>),
-    /// Of an arena.
+    /// In an arena.
     Arena(Block),
 }
 
@@ -89,7 +89,7 @@ impl Words {
 }
 
 impl Memory {
-    /// At least so many words of unspecified contents, counted as this many live bytes.
+    /// At least `words` words of unspecified contents, counted as `bytes` live bytes.
     pub fn take(&self, words: usize, bytes: usize) -> Words {
         let taken = match self.scope.current() {
             Some(arena) => Words::Arena(arena.take(words, bytes)),
@@ -116,11 +116,11 @@ impl Memory {
         }
     }
 
-    /// Takes memory back, as it was taken with so many bytes. What is of the pool it keeps, unless more would lie idle than
-    /// was ever in use at once.
+    /// Frees memory that was taken with this many bytes. The pool retains its own allocations, unless more bytes would then be idle
+    /// than were ever in use at once.
     pub fn give(&self, words: Words, bytes: usize) {
         self.live.fetch_sub(bytes, Ordering::Relaxed);
-        // A block of an arena goes back as it is dropped.
+        // An arena's block is freed when it is dropped.
         let Words::Pool(words) = words else { return };
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         let bytes = 8 * words.len();
@@ -130,13 +130,13 @@ impl Memory {
         }
     }
 
-    /// Live bytes now and at most, in the pool and in all arenas.
+    /// Current and peak live bytes, in the pool and in all arenas.
     pub fn live_and_peak(&self) -> [usize; 2] {
         [&self.live, &self.peak].map(|bytes| bytes.load(Ordering::Relaxed))
     }
 }
 
-/// Memory that work done over and over shares. Freed with its last handle and its last buffer.
+/// Memory shared by repeated work, such as every step's. Freed with its last handle and last buffer.
 #[derive(Clone)]
 pub struct Arena {
     shared: Arc<Shared>,
@@ -147,33 +147,33 @@ struct Shared {
     state: Mutex<State>,
 }
 
-/// What is never touched of a segment costs addresses and no memory.
+/// Untouched parts of a segment take address space but no memory.
 #[derive(Default)]
 struct State {
     places: Segments,
-    /// One each of `places`.
+    /// One segment for each of `places`.
     segments: Vec<Segment>,
     live: usize,
     peak: usize,
 }
 
 struct Segment {
-    /// Owned; zeros when it was new, so that every byte is initialised.
+    /// Owned; zeroed when allocated, so every byte is initialised.
     memory: *mut [u64],
-    /// The first place in it that is aligned to [`HEAP_ALIGN`].
+    /// The first word aligned to [`HEAP_ALIGN`].
     base: NonNull<u64>,
 }
 
-// SAFETY: the segment owns its memory. Blocks of it are disjoint and own their ranges.
+// SAFETY: the segment owns its memory. Blocks are disjoint and own their ranges.
 unsafe impl Send for Segment {}
 
 impl Segment {
-    /// None where the system has no more memory.
+    /// `None` if the system has no more memory.
     fn new(bytes: usize) -> Option<Self> {
         let words = may_be_refused(|| bytemuck::try_zeroed_slice_box((bytes + HEAP_ALIGN) / 8)).ok()?;
         let memory: *mut [u64] = Box::into_raw(words);
         let first = memory.cast::<u64>();
-        // Words are aligned to 8 bytes already: fewer than `HEAP_ALIGN` are skipped, and as many were added.
+        // Words are 8-byte aligned: fewer than `HEAP_ALIGN` bytes are skipped, and `HEAP_ALIGN` were added.
         let skip = (first as usize).next_multiple_of(HEAP_ALIGN) - first as usize;
         // SAFETY: within the allocation, which is not null.
         let base = unsafe { NonNull::new_unchecked(first.byte_add(skip)) };
@@ -193,10 +193,10 @@ impl Arena {
         Self { shared: Arc::new(Shared { name, state: Mutex::default() }) }
     }
 
-    /// So many words of unspecified contents, counted as this many live bytes, of which they are at least as many.
+    /// `words` words of unspecified contents, counted as `bytes` live bytes (at most the size of the words).
     fn take(&self, words: usize, bytes: usize) -> Block {
         let mut state = self.shared.lock();
-        // Buffers of more bytes than there are addresses cannot be asked for.
+        // A buffer never has more bytes than there are addresses.
         let place = state.places.alloc(8 * words).expect("fewer bytes than addresses");
         let (segment, offset) = place;
         if segment == state.segments.len() {
@@ -224,7 +224,7 @@ impl Arena {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Nothing panics between two changes that belong together.
+        // No panic can occur between changes that belong together.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -236,7 +236,7 @@ impl fmt::Debug for Arena {
     }
 }
 
-/// A range of an arena's memory, owned: nobody else reads or writes it.
+/// A range of an arena's memory, exclusively owned.
 pub(crate) struct Block {
     first: NonNull<u64>,
     words: usize,
@@ -252,8 +252,8 @@ unsafe impl Sync for Block {}
 
 impl Block {
     fn as_slice(&self) -> &[u64] {
-        // SAFETY: `words` initialised words from `first` on, in a segment that `arena` keeps at its place; the heap gave this
-        // range to this block alone, and `&self` keeps it from being written.
+        // SAFETY: `words` initialised words from `first` on, in a segment that `arena` keeps alive and in place; the heap gave this
+        // range to this block alone, and `&self` prevents writes.
         unsafe { std::slice::from_raw_parts(self.first.as_ptr(), self.words) }
     }
 
@@ -292,7 +292,7 @@ mod tests {
         }
     }
 
-    /// More than any machine has addresses for, in the pool, in an arena, and in the midst of an operation.
+    /// Requests beyond the address space: in the pool, in an arena, and in the middle of an operation.
     #[test]
     fn memory_that_is_not_there_is_an_error_and_the_backend_goes_on() {
         let cpu = Cpu::new(2).unwrap();
@@ -324,7 +324,7 @@ mod tests {
         }
     }
 
-    /// Allocates a mixture, drops half of it on the way, writes all of it, and gives its addresses.
+    /// Allocates a mixture of buffers, drops half of them on the way, writes all, and returns their addresses.
     fn mixture(cpu: &Cpu) -> Result<Vec<u64>> {
         let mut ids = Vec::new();
         let mut kept = Vec::new();
@@ -360,7 +360,7 @@ mod tests {
         let cpu = Cpu::new(2).unwrap();
         let arena = cpu.arena("test").unwrap();
         let first = cpu.within(&arena, || mixture(&cpu)).unwrap();
-        // It has grown meanwhile.
+        // The arena has grown meanwhile.
         assert!(arena.shared.lock().segments.len() > 1);
         assert_eq!(cpu.within(&arena, || mixture(&cpu)).unwrap(), first);
         assert!(first.iter().all(|id| id.is_multiple_of(HEAP_ALIGN as u64)));
@@ -386,7 +386,7 @@ mod tests {
             .unwrap();
         assert_eq!((cpu.arena_memory(&arena).live_bytes, cpu.memory().live_bytes), (108, 208));
         assert_eq!(cpu.arena_memory(&arena).total_bytes, Some(512));
-        // A copy of it is made where its writer is: in the pool.
+        // Writing to a shared buffer copies it in the writer's current scope: the pool.
         let mut again = copy.clone();
         again.as_mut_slice()[1] = 4;
         assert_eq!((cpu.arena_memory(&arena).live_bytes, cpu.memory().live_bytes), (108, 308));

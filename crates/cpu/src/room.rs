@@ -1,20 +1,20 @@
-//! How much of the host's memory this process may have, as Linux tells it: of the machine's, and of what its control groups are
-//! allowed. What the system would drop to make room, cached files above all, is free.
+//! The host memory that this process may use, as reported by Linux: the machine's memory, and the limits of the process's control groups.
+//! Memory that the system would reclaim, mainly cached files, counts as free.
 
 use nibble_core::Room;
 use std::path::{Path, PathBuf};
 
-/// Bytes of this machine's memory, where the system says.
+/// Bytes of this machine's memory, if the system reports them.
 pub(crate) fn machine_bytes() -> Option<usize> {
     kib(Path::new("/proc/meminfo"), "MemTotal:")
 }
 
-/// The memory of this process, where the system says.
+/// The memory available to this process, if the system reports it.
 pub(crate) fn of_this_process() -> Option<Room> {
     below(Path::new("/"))
 }
 
-/// The same of a system whose files lie below `root`.
+/// The same for system files below `root`.
 fn below(root: &Path) -> Option<Room> {
     let meminfo = root.join("proc/meminfo");
     let (total_bytes, available) = (kib(&meminfo, "MemTotal:")?, kib(&meminfo, "MemAvailable:")?);
@@ -22,7 +22,7 @@ fn below(root: &Path) -> Option<Room> {
     let others_bytes = total_bytes.saturating_sub(available).saturating_sub(own);
     let machine = Room { total_bytes, others_bytes };
     let limits = groups(root).into_iter().filter_map(|group| group.room(own));
-    // A group without a limit says one that is beyond the machine.
+    // A group without a limit reports one beyond the machine's memory.
     let limits = limits.filter(|room| room.total_bytes < total_bytes);
     std::iter::once(machine).chain(limits).min_by_key(Room::bytes)
 }
@@ -30,9 +30,9 @@ fn below(root: &Path) -> Option<Room> {
 /// A control group with a limit on memory.
 struct Group {
     dir: PathBuf,
-    /// Its files' names: limit and use.
+    /// The names of its limit and usage files.
     names: [&'static str; 2],
-    /// What `memory.stat` calls that the system would drop: cached files, and in version 2 what the kernel can free of its own.
+    /// Keys of reclaimable memory in `memory.stat`: cached files, and in version 2 also reclaimable kernel memory.
     droppable: &'static [&'static str],
 }
 
@@ -58,7 +58,7 @@ impl Group {
     }
 }
 
-/// The groups that this process is in, up to the topmost.
+/// The control groups of this process, each with its ancestors up to the root.
 fn groups(root: &Path) -> Vec<Group> {
     let text = std::fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
     let mut groups = Vec::new();
@@ -77,7 +77,7 @@ fn groups(root: &Path) -> Vec<Group> {
     groups
 }
 
-/// Bytes of a line `KEY  123 kB`.
+/// Bytes in a line `KEY  123 kB`.
 fn kib(path: &Path, key: &str) -> Option<usize> {
     let text = std::fs::read_to_string(path).ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix(key))?;
@@ -90,7 +90,7 @@ mod tests {
 
     const GIB: usize = 1 << 30;
 
-    /// A machine of 64 GiB of which 40 are available, and a process with 4 GiB of its own; with more files.
+    /// A machine with 64 GiB, 40 GiB of them available, and a process that uses 4 GiB; plus these files.
     fn machine(files: &[(&str, &str)]) -> Option<Room> {
         let root = tempfile::tempdir().unwrap();
         let common = [
@@ -119,7 +119,7 @@ mod tests {
     #[test]
     fn the_tightest_control_group_counts() {
         let ten = "10737418240\n";
-        // Version 2: 32 GiB for a slice, no limit for the service in it.
+        // Version 2: a limit of 32 GiB for a slice, none for the service in it.
         let slice = [
             ("proc/self/cgroup", "0::/user.slice/run.service\n"),
             ("sys/fs/cgroup/user.slice/run.service/memory.max", "max\n"),
@@ -131,9 +131,9 @@ mod tests {
                 "anon 5\ninactive_file 2147483648\nactive_file 1073741824\nslab_reclaimable 536870912\nslab 1073741824\n",
             ),
         ];
-        // 10 GiB in use, 3 of them cached files, half a one the kernel's to free and 4 this process's.
+        // 10 GiB in use: 3 GiB of cached files, 0.5 GiB of reclaimable kernel memory, and 4 GiB of this process.
         assert_eq!(machine(&slice), Some(Room { total_bytes: 32 * GIB, others_bytes: 5 * GIB / 2 }));
-        // Version 1, where a group without a limit has a very large one.
+        // Version 1, where a group without a limit reports a very large one.
         let dir = "sys/fs/cgroup/memory/job";
         let (limit, usage, stat) = (
             format!("{dir}/memory.limit_in_bytes"),

@@ -55,17 +55,17 @@ pub(crate) trait Real: Plain {
     fn widen(self) -> f32;
     /// Rounds once, to nearest, ties to even; branch-free, so that loops over it vectorise.
     fn round(x: f32) -> Self;
-    /// The buffer of a tensor of this type, if it is one.
+    /// The buffer of a tensor, if it has this type.
     fn buf(data: &Data<Cpu>) -> Option<&Buf<Self>>;
-    /// The same, for writing.
+    /// As [`buf`](Self::buf), for writing.
     fn buf_mut(data: &mut Data<Cpu>) -> Option<&mut Buf<Self>>;
-    /// A tensor's elements.
+    /// Wraps a buffer as a tensor's elements.
     fn data(buf: Buf<Self>) -> Data<Cpu>;
 
-    /// The elements of a tensor.
+    /// The elements of a tensor of this type.
     ///
     /// # Errors
-    /// [`Error::Shape`] naming `argument` if they are of another type.
+    /// [`Error::Shape`] naming `argument` if the tensor has another type.
     fn slice<'a>(op: &'static str, argument: &'static str, t: &'a Tensor<Cpu>) -> Result<&'a [Self]> {
         match Self::buf(&t.data) {
             Some(buf) => Ok(buf.as_slice()),
@@ -73,10 +73,10 @@ pub(crate) trait Real: Plain {
         }
     }
 
-    /// The elements of a tensor that is being made, for writing.
+    /// The elements of a result, for writing.
     ///
     /// # Errors
-    /// [`Error::Shape`] naming the operation if they are of another type.
+    /// [`Error::Shape`] naming the operation if the tensor has another type.
     fn slice_mut<'a>(op: &'static str, t: &'a mut Tensor<Cpu>) -> Result<&'a mut [Self]> {
         let dtype = t.dtype();
         match Self::buf_mut(&mut t.data) {
@@ -152,7 +152,7 @@ pub(crate) fn tree_sum<T: Copy + std::ops::Add<Output = T>>(lanes: [T; LANES]) -
     tree(lanes, |a, b| a + b)
 }
 
-/// A level at a time in arrays of its size, which the compiler keeps in registers.
+/// One level at a time, in arrays of the level's size, which the compiler puts in registers.
 #[inline(always)]
 fn tree<T: Copy>(lanes: [T; LANES], join: impl Fn(T, T) -> T) -> T {
     let eight: [T; 8] = std::array::from_fn(|i| join(lanes[i], lanes[i + 8]));
@@ -177,8 +177,8 @@ pub(crate) fn lane_dot(a: &[impl Real], b: &[impl Real]) -> f32 {
     tree_sum(lanes)
 }
 
-/// Replaces each x by exp(x − max) and returns the largest x and the sum of the exponentials over 16 lanes (in order,
-/// then the tree). A NaN is passed over as maximum and returns through its exponential.
+/// Replaces each x by exp(x − max). Returns the largest x, and the sum of the exponentials over 16 lanes (in order,
+/// then the tree). The maximum ignores NaNs; a NaN returns through its exponential.
 #[inline(always)]
 pub(crate) fn softmax_terms(x: &mut [f32]) -> (f32, f32) {
     let max = lane_max(x);
@@ -186,7 +186,7 @@ pub(crate) fn softmax_terms(x: &mut [f32]) -> (f32, f32) {
     (max, lane_sum(x))
 }
 
-/// The largest x; −∞ of none. A NaN is passed over.
+/// The largest x, ignoring NaNs; −∞ for no values.
 #[inline(always)]
 pub(crate) fn lane_max(x: &[f32]) -> f32 {
     let larger = |x: f32, max: f32| if x > max { x } else { max };
@@ -233,8 +233,8 @@ pub(crate) fn lane_sum(x: &[f32]) -> f32 {
     tree_sum(lanes)
 }
 
-/// `to`\[i\] = f(a\[i\], b\[i\]) rounded once, 16 at a time: rows of 16 or 32 elements would fall through the compiler's
-/// own, longer unrolling into its scalar remainder.
+/// `to`\[i\] = f(a\[i\], b\[i\]) rounded once, 16 at a time: the compiler's own, longer unrolling would leave rows of 16 or 32 elements
+/// to its scalar remainder loop.
 #[inline(always)]
 pub(crate) fn map_lanes<A: Real, B: Real, T: Real>(
     a: &[A],
@@ -245,7 +245,7 @@ pub(crate) fn map_lanes<A: Real, B: Real, T: Real>(
     let ((a, a_tail), (b, b_tail)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());
     let (to, to_tail) = to.as_chunks_mut::<LANES>();
     for ((a, b), to) in a.iter().zip(b).zip(to) {
-        // Whole before it is stored: as far as the compiler knows, `to` might overlap a.
+        // The lanes are complete before the store: as far as the compiler knows, `to` might overlap a.
         let mut lanes = [0.0f32; LANES];
         for i in 0..LANES {
             lanes[i] = f(a[i].widen(), b[i].widen());
@@ -264,7 +264,7 @@ pub(crate) fn map_lanes<A: Real, B: Real, T: Real>(
 /// Elements below which waking another thread costs more than it saves.
 const WORTH_A_THREAD: usize = 16_384;
 
-/// Rows of `cols` elements for one task: a few tasks a thread, or all rows if they are few.
+/// Rows of `cols` elements per task: a few tasks per thread, or one task if the rows are few.
 pub(crate) fn rows_per_task(cpu: &Cpu, rows: usize, cols: usize) -> usize {
     let threads = cpu.pool().current_num_threads();
     if threads == 1 || rows * cols < WORTH_A_THREAD {

@@ -1,11 +1,11 @@
-//! A test in a process of its own, where it counts, breaks or sets what a process has once. The binary of a crate's tests runs many beside it.
+//! Runs a test in its own process, if it counts, breaks or sets something process-wide: a test binary runs many tests in one.
 
 use std::process::Command;
 
-/// Which test such a process was started for. Not one of Nibble's own variables: a command that the test starts would say that it reads no such one.
+/// The test that such a process runs. Not one of Nibble's own variables: a command started by the test would report it as unknown.
 const ALONE: &str = "TEST_ALONE";
 
-/// Runs `test` in a process of its own: the binary of this test is started again for the test `name` alone, of the module `module_path!()`.
+/// Runs `test` in its own process: starts this test binary again for the one test `name` of the module `module_path!()`.
 ///
 /// ```text
 /// #[test]
@@ -15,10 +15,10 @@ const ALONE: &str = "TEST_ALONE";
 /// ```
 ///
 /// # Panics
-/// With what the process printed, if the test fails there, or if there is none of this name.
+/// With the process's output, if the test fails there, or if no test has this name.
 #[track_caller]
 pub fn alone(module: &str, name: &str, test: impl FnOnce()) {
-    // A module's path begins with its crate; the name of a test does not.
+    // A module path begins with the crate's name; a test's name does not.
     let name = match module.split_once("::") {
         Some((_, module)) => format!("{module}::{name}"),
         None => name.to_owned(),
@@ -30,7 +30,7 @@ pub fn alone(module: &str, name: &str, test: impl FnOnce()) {
     let done = Command::new(binary).args(["--exact", &name, "--nocapture"]).env(ALONE, &name).output();
     let done = done.unwrap_or_else(|e| panic!("{name} in a process of its own: {e}"));
     let said = String::from_utf8_lossy(&done.stdout) + String::from_utf8_lossy(&done.stderr);
-    // Indented, so that who sums up the closing lines of a run does not count this process's.
+    // Indented, so that a tool that sums up the result lines of a run does not count this process's.
     let told = || said.lines().map(|line| format!("    {line}\n")).collect::<String>();
     assert!(
         done.status.success() && said.contains("1 passed"),
@@ -59,7 +59,7 @@ mod tests {
         });
         let said = failed.unwrap_err();
         match std::env::var_os(ALONE) {
-            // There.
+            // In the child process.
             Some(_) => std::panic::resume_unwind(said),
             None => {
                 let said = said.downcast_ref::<String>().unwrap();

@@ -1,5 +1,5 @@
-//! What an output can be held to: the same bits, some units in the last place, or a relative L2 error. A failure names
-//! the output, how many values are wrong, and the first of them with its bits.
+//! Comparisons of outputs: the same bits, a few units in the last place, or a relative L2 error. A failure names
+//! the output, the number of wrong values, and the first of them with its bits.
 
 use half::bf16;
 use nibble_core::{Agreement, Backend, LineCopy, Lines};
@@ -46,37 +46,37 @@ float_bits!(f32: "{:#010x}", f64: "{:#018x}", bf16: "{:#06x}");
 pub enum Mismatch {
     /// They have different lengths.
     Length {
-        /// Length of the one under test.
+        /// Length of the output under test.
         got: usize,
-        /// Length expected.
+        /// Expected length.
         want: usize,
     },
-    /// Single values are wrong.
+    /// Some values are wrong.
     Values {
-        /// How many.
+        /// Number of wrong values.
         wrong: usize,
-        /// Of how many.
+        /// Number of values.
         len: usize,
-        /// Index of the first wrong one.
+        /// Index of the first wrong value.
         first: usize,
-        /// That value and its bits.
+        /// The first wrong value and its bits.
         got: String,
-        /// What it should have been.
+        /// The expected value.
         want: String,
-        /// What was allowed.
+        /// The tolerance.
         bound: String,
     },
     /// The relative L2 error is too large.
     RelL2 {
         /// ‖got − want‖ / ‖want‖.
         error: f64,
-        /// What was allowed.
+        /// The tolerance.
         bound: f64,
         /// Index of the largest absolute error.
         worst: usize,
-        /// The value there.
+        /// The value at `worst`.
         got: String,
-        /// What it should have been.
+        /// The expected value.
         want: String,
     },
 }
@@ -117,7 +117,7 @@ fn compare<T: Bits>(
     })
 }
 
-/// Compares bits, NaN with NaN.
+/// Compares bits; NaN equals NaN.
 ///
 /// # Errors
 /// What differs.
@@ -125,7 +125,7 @@ pub fn compare_bits<T: Bits>(got: &[T], want: &[T]) -> Result<(), Mismatch> {
     compare(got, want, "same bits", T::same)
 }
 
-/// ‖got − want‖ / ‖want‖ in F64 over the finite values; 0 where both are all zeros.
+/// ‖got − want‖ / ‖want‖ in F64 over the finite values; 0 if both are all zeros.
 pub fn rel_l2(got: &[f32], want: &[f32]) -> f64 {
     let (mut error, mut norm) = (0.0, 0.0);
     for (&got, &want) in got.iter().zip(want).filter(|(g, w)| g.is_finite() && w.is_finite()) {
@@ -136,7 +136,7 @@ pub fn rel_l2(got: &[f32], want: &[f32]) -> f64 {
     if error == 0.0 { 0.0 } else { (error / norm).sqrt() }
 }
 
-/// Compares to a relative L2 error. A NaN or infinity must stand where one is expected.
+/// Compares by relative L2 error. A NaN or infinity must be where one is expected.
 ///
 /// # Errors
 /// What differs.
@@ -158,7 +158,7 @@ pub fn compare_rel_l2(got: &[f32], want: &[f32], max: f64) -> Result<(), Mismatc
     Err(Mismatch::RelL2 { error, bound: max, worst, got, want })
 }
 
-/// Compares by what an operation declares.
+/// Compares by the agreement that an operation declares.
 ///
 /// # Errors
 /// What differs.
@@ -176,7 +176,7 @@ fn require(what: &str, compared: Result<(), Mismatch>) {
     }
 }
 
-/// Asserts equal bits, NaN compared as NaN.
+/// Asserts equal bits; NaN equals NaN.
 ///
 /// # Panics
 /// With a report, if they differ.
@@ -194,7 +194,7 @@ pub fn assert_rel_l2(what: &str, got: &[f32], want: &[f32], max: f64) {
     require(what, compare_rel_l2(got, want, max));
 }
 
-/// Asserts what an operation declares.
+/// Asserts the agreement that an operation declares.
 ///
 /// # Panics
 /// With a report, if it does not hold.
@@ -203,7 +203,7 @@ pub fn assert_agreement(agreement: Agreement, what: &str, got: &[f32], want: &[f
     require(what, compare_agreement(agreement, got, want));
 }
 
-/// That a backend copies lines at equal distances, and refuses those that are not there.
+/// Asserts that a backend copies strided lines, and refuses lines out of range.
 ///
 /// # Panics
 /// If it does not.
@@ -212,14 +212,14 @@ pub fn assert_copies_lines<B: Backend>(b: &B) {
     let from = b.upload(&(0u8..12).collect::<Vec<_>>()).unwrap();
     let at = |first, stride| Lines { first, stride };
     let mut to = b.zeros(9).unwrap();
-    // Columns 1 and 2 of three rows of four, behind the first column of three rows of three.
+    // Columns 1 and 2 of three rows of four columns, to columns 1 and 2 of three rows of three.
     b.copy_lines((&from, at(1, 4)), (&mut to, at(1, 3)), (3, 2)).unwrap();
     assert_eq!(b.download(&to).unwrap(), [0, 1, 2, 0, 5, 6, 0, 9, 10]);
-    // Of one line the stride does not matter, and of none nothing does.
+    // A single line ignores the stride; no lines ignore everything.
     b.copy_lines((&from, at(10, 0)), (&mut to, at(0, 0)), (1, 2)).unwrap();
     b.copy_lines((&from, at(99, 0)), (&mut to, at(99, 0)), (2, 0)).unwrap();
     assert_eq!(b.download(&to).unwrap(), [10, 11, 2, 0, 5, 6, 0, 9, 10]);
-    // Many at once, of and to several buffers, of every alignment.
+    // Many copies at once, from and to several buffers, with every alignment.
     let bytes =
         |seed: u8, len: usize| (0..len).map(|i| (i as u8).wrapping_mul(31) ^ seed).collect::<Vec<u8>>();
     let sources = [bytes(1, 5000), bytes(2, 40_000)].map(|bytes| b.upload(&bytes).unwrap());

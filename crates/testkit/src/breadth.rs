@@ -1,28 +1,28 @@
-//! How much of what could be tested a run of the tests takes. The same tests serve both: the daily suite (`cargo test --workspace`) takes part of
-//! a long list, and pairs of several; `cargo xtask exhaustive` sets [`EXHAUSTIVE`] and takes all.
+//! How much of its test lists a test run covers. The same tests serve both breadths: the daily suite (`cargo test --workspace`) takes part
+//! of a long list, and covers the pairs of several lists; `cargo xtask exhaustive` sets [`EXHAUSTIVE`] and covers everything.
 
 use std::ops::ControlFlow;
 
-/// The environment variable under which tests are [`Breadth::Whole`]: any value but `0`.
+/// The environment variable that selects [`Breadth::Whole`], with any value but `0`.
 pub const EXHAUSTIVE: &str = "NIBBLE_EXHAUSTIVE";
 
-/// How much of each list is taken.
+/// How much of each list a run covers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Breadth {
-    /// A part that a change can wait for.
+    /// A part, quick enough to run on every change.
     Daily,
-    /// All.
+    /// Everything.
     Whole,
 }
 
 impl Breadth {
-    /// That of this run of the tests.
+    /// The breadth of this test run.
     pub fn of_tests() -> Self {
         let whole = std::env::var_os(EXHAUSTIVE).is_some_and(|value| value != "0");
         if whole { Self::Whole } else { Self::Daily }
     }
 
-    /// What is taken of a whole, or daily.
+    /// `whole` or `daily`, by breadth.
     pub fn either<T>(self, whole: T, daily: T) -> T {
         match self {
             Self::Whole => whole,
@@ -30,8 +30,8 @@ impl Breadth {
         }
     }
 
-    /// Choices of a place in each of several lists, of these lengths: all of them; daily so many that any two places of two lists meet in
-    /// one ([`pairs`]).
+    /// Combinations of one index per list, for lists of these lengths. Whole: all of them. Daily: enough that any two values of two lists
+    /// occur together ([`pairs`]).
     pub fn cross<const N: usize>(self, lengths: [usize; N]) -> Vec<[usize; N]> {
         match self {
             Self::Whole => whole(lengths),
@@ -39,8 +39,8 @@ impl Breadth {
         }
     }
 
-    /// Whether the `nth` of like cases, from 0, is taken: all are; daily the first four, and behind them about one of `every`, spread so that no
-    /// stride of the list falls in step with it.
+    /// Whether the `nth` case of a kind (from 0) is run. Whole: always. Daily: the first four, then about one in `every`, spread so
+    /// that it does not align with a stride of the list.
     pub fn takes(self, nth: usize, every: usize) -> bool {
         // Fibonacci hashing: the high half of a product with 2^64 over the golden ratio.
         let spread = (nth as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32;
@@ -48,7 +48,7 @@ impl Breadth {
     }
 }
 
-/// Every choice, the last list's place changing fastest.
+/// Every combination; the last list's index changes fastest.
 fn whole<const N: usize>(lengths: [usize; N]) -> Vec<[usize; N]> {
     let mut choices = Vec::new();
     if lengths.contains(&0) {
@@ -57,7 +57,7 @@ fn whole<const N: usize>(lengths: [usize; N]) -> Vec<[usize; N]> {
     let mut at = [0; N];
     loop {
         choices.push(at);
-        // The next number, in digits of these bases.
+        // Increments a number with these bases as digits.
         let carried = at.iter_mut().zip(lengths).rev().try_for_each(|(digit, length)| {
             *digit += 1;
             if *digit < length {
@@ -72,10 +72,10 @@ fn whole<const N: usize>(lengths: [usize; N]) -> Vec<[usize; N]> {
     }
 }
 
-/// Choices in which any two values of two lists meet: close to as few as the two longest lists have pairs. The same on every machine.
+/// Combinations in which any two values of two lists occur together: nearly as few as the two longest lists have pairs. Deterministic.
 ///
-/// Greedy: a choice begins with the first pair that has not met, and takes from each other list the value with which most pairs meet that have not; of equals
-/// the one that was taken least.
+/// Greedy: a combination begins with the first missing pair, and takes from each other list the value that completes the most missing
+/// pairs, or of equals the one used least.
 pub fn pairs<const N: usize>(lengths: [usize; N]) -> Vec<[usize; N]> {
     if N < 2 || lengths.contains(&0) {
         return whole(lengths);
@@ -99,7 +99,7 @@ pub fn pairs<const N: usize>(lengths: [usize; N]) -> Vec<[usize; N]> {
                 choice[list] = best;
             }
         }
-        // Every list has a value: none is empty.
+        // Every list has a value, as none is empty.
         let choice = choice.map(Option::unwrap_or_default);
         for (list, value) in choice.into_iter().enumerate() {
             taken[list][value] += 1;
@@ -112,18 +112,18 @@ pub fn pairs<const N: usize>(lengths: [usize; N]) -> Vec<[usize; N]> {
     choices
 }
 
-/// Which values of which lists have met.
+/// Which pairs of values have occurred together.
 struct Met {
-    /// Where each list's values begin among all.
+    /// Index of each list's first value among all values.
     starts: Vec<usize>,
     lists: Vec<usize>,
     met: Vec<bool>,
     all: usize,
-    /// Before this pair none is missing.
+    /// No pair before this one is missing.
     searched: usize,
 }
 
-/// A list and a place in it, twice.
+/// Two values, each as (list, index).
 type Two = [(usize, usize); 2];
 
 impl Met {

@@ -1,4 +1,4 @@
-//! One case of a conformance test: what it runs, and its results on the host, compared at what is owed.
+//! A case of a conformance test: its parameters, its run, and the comparison of its results on the host.
 
 use crate::assert::{Mismatch, compare_bits, compare_rel_l2};
 use crate::host::zero_pads;
@@ -7,7 +7,7 @@ use nibble_core::ops::{Counts, Emitted, Found};
 use nibble_core::{Agreement, Backend, BlockScaled, Data, Operand, Plain, Result, Tensor};
 use std::fmt::Debug;
 
-/// What the pads of ragged operands hold.
+/// Contents of the padding of ragged operands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Pads {
     /// Zeros.
@@ -16,25 +16,25 @@ pub(crate) enum Pads {
     Poison,
 }
 
-/// One run of one operation. The struct holds its parameters alone, so that `Debug` says what failed; values are made
-/// anew from streams.
+/// A case of one operation. The struct holds only parameters, so its `Debug` output identifies a failure; values are
+/// regenerated from streams.
 pub(crate) trait Case<B: Backend>: Debug {
-    /// Whether operands have pads that may hold anything.
+    /// Whether operands have padding that may hold anything.
     const RAGGED: bool = false;
 
-    /// What is owed.
+    /// The agreement that backends must reach.
     fn agreement(&self) -> Agreement;
 
-    /// What is owed of one result, where it is not the same for all.
+    /// The agreement for one result, if results differ in it.
     fn owed(&self, _result: &str) -> Agreement {
         self.agreement()
     }
 
-    /// Makes the operands, runs the operation, brings its results to the host.
+    /// Creates the operands, runs the operation, and downloads its results.
     fn run(&self, b: &B, pads: Pads) -> Result<Outputs>;
 }
 
-/// A case that no backend refuses.
+/// Runs a case that no backend may refuse.
 #[track_caller]
 pub(crate) fn run<B: Backend, C: Case<B>>(b: &B, case: &C, pads: Pads) -> Outputs {
     match case.run(b, pads) {
@@ -75,16 +75,16 @@ macro_rules! recorded {
 }
 recorded!(u8 => U8, u32 => U32, i32 => I32, u64 => U64, f32 => F32, f64 => F64, bf16 => Bf16);
 
-/// Which rows of a result are compared: all of them, or those that are not padding.
+/// The rows of a result that are compared: all, or those that are not padding.
 pub(crate) type ComparedRows<'a> = Option<&'a [bool]>;
 
 impl Outputs {
-    /// Host values.
+    /// Records host values.
     pub(crate) fn values<T: Recorded>(&mut self, name: &str, values: Vec<T>) {
         self.0.push((name.to_owned(), T::values(values)));
     }
 
-    /// A buffer; rows that are not compared count as zeros.
+    /// Records a buffer; rows that are not compared count as zeros.
     pub(crate) fn buf<B: Backend, T: Recorded>(
         &mut self,
         b: &B,
@@ -100,7 +100,7 @@ impl Outputs {
         Ok(())
     }
 
-    /// A plain tensor and its shape.
+    /// Records a plain tensor and its shape.
     pub(crate) fn tensor<B: Backend>(&mut self, b: &B, name: &str, x: &Tensor<B>) -> Result<()> {
         self.shape(name, &[x.rows, x.cols]);
         match &x.data {
@@ -109,7 +109,7 @@ impl Outputs {
         }
     }
 
-    /// A quantized tensor: its shape, codes and scales, in whatever order those lie. `rows` applies to row planes.
+    /// Records a quantized tensor: its shape, codes and scales, whatever the order of the scales. `rows` applies to row blocks.
     pub(crate) fn block<B: Backend>(
         &mut self,
         b: &B,
@@ -129,7 +129,7 @@ impl Outputs {
                 }
                 self.values(&name, words);
             }
-            // Too few or too many: as they are, so that the comparison shows it.
+            // A wrong number of scales is recorded as it is, so that the comparison reports it.
             Err(_) => self.values(&name, b.download(&x.scales)?),
         }
         match &x.tensor_scale {
@@ -138,7 +138,7 @@ impl Outputs {
         }
     }
 
-    /// A plain or quantized operand.
+    /// Records a plain or quantized operand.
     pub(crate) fn operand<B: Backend>(&mut self, b: &B, name: &str, x: &Operand<B>) -> Result<()> {
         match x {
             Operand::Plain(x) => self.tensor(b, name, x),
@@ -146,12 +146,12 @@ impl Outputs {
         }
     }
 
-    /// Counts of a conversion.
+    /// Records the counts of a conversion.
     pub(crate) fn counts<B: Backend>(&mut self, b: &B, name: &str, counts: &Counts<B>) -> Result<()> {
         self.buf(b, &format!("{name}.counts"), &counts.0, None)
     }
 
-    /// Whatever a fused operation wrote.
+    /// Records everything that a fused operation wrote.
     pub(crate) fn emitted<B: Backend>(&mut self, b: &B, name: &str, x: &Emitted<B>) -> Result<()> {
         for (plane, operand) in [("rows", &x.rows), ("cols", &x.cols)] {
             if let Some(operand) = operand {
@@ -170,8 +170,8 @@ impl Outputs {
         }
     }
 
-    /// Checks a promise that comparing two backends cannot: padding rows of this plain tensor, or of the codes of this
-    /// row plane, are zero.
+    /// Checks a promise that comparing backends cannot: the padding rows of a plain tensor, or of the codes of a tensor in row
+    /// blocks, are zero.
     pub(crate) fn require_zero_pads(&self, name: &str, is_valid: &[bool]) {
         let codes = format!("{name}.codes");
         let recorded = self.0.iter().find(|(n, _)| n == name || *n == codes);
@@ -199,7 +199,7 @@ fn pads_are_zero<T: Copy + Default + PartialEq>(values: &[T], is_valid: &[bool])
     pads.flat_map(|(row, _)| row).all(|x| *x == T::default())
 }
 
-/// Runs an operation that writes to a tensor, and checks that another handle to the same buffer keeps its values.
+/// Runs an operation that writes to a tensor, and checks that another handle to the same buffer still has the old values.
 pub(crate) fn in_place<B: Backend, R>(
     b: &B,
     x: &Tensor<B>,
@@ -215,7 +215,7 @@ pub(crate) fn in_place<B: Backend, R>(
 }
 
 impl Outputs {
-    /// Holds these results to those of another run; `owed` says what each owes.
+    /// Panics unless these results agree with another run's; `owed` gives the required agreement of each result.
     #[track_caller]
     pub(crate) fn require_agreement(&self, owed: impl Fn(&str) -> Agreement, want: &Outputs, case: &str) {
         if let Err(mismatch) = self.compare(owed, want) {
@@ -223,7 +223,7 @@ impl Outputs {
         }
     }
 
-    /// The same, with what differs.
+    /// Compares these results with another run's; the error describes the difference.
     pub(crate) fn compare(
         &self,
         owed: impl Fn(&str) -> Agreement,
@@ -262,9 +262,9 @@ fn compare(agreement: Agreement, got: &Values, want: &Values) -> std::result::Re
     }
 }
 
-/// The relative L2 error that rounding to BF16 makes of `e`: values that differ by e fall on different sides of a
-/// rounding boundary once in u / e times (u the unit in the last place, up to 2⁻⁷ of the value), and are then u apart, so
-/// that the mean square is e · u. Twice its root, for luck of the draw.
+/// The relative L2 error after rounding to BF16 of values with a relative error `e`. Two values that differ by e round to different
+/// sides with probability e / u (u is the unit in the last place, up to 2⁻⁷ of the value) and are then u apart, so
+/// the mean square is e · u. The bound is twice its root, to allow for chance.
 pub fn after_rounding_to_bf16(e: f64) -> f64 {
     e + 2.0 * (e / 128.0).sqrt()
 }
@@ -293,7 +293,7 @@ mod tests {
             compare(Agreement::RelL2(1.0), &bytes(1), &bytes(2)).is_err(),
             "codes have no relative error"
         );
-        // One BF16 in a thousand, one unit off: far above 1e-6 itself, and what 1e-6 makes of it when rounded.
+        // One in a thousand BF16 values is off by one unit: far above 1e-6, but what an error of 1e-6 becomes when rounded.
         let mut other = vec![bf16::from_f32(1.0); 10_000];
         let ones = Values::Bf16(other.clone());
         other[77] = bf16::from_f32(1.0078125);

@@ -1,4 +1,4 @@
-//! Where documents begin that lie one after the other in sequences.
+//! The starts of documents that are packed into sequences.
 
 use crate::input::stream;
 use nibble_core::ops::Positions;
@@ -7,22 +7,22 @@ use nibble_core::{Backend, Result};
 /// The documents of sequences.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Documents {
-    /// One a sequence.
+    /// One document per sequence.
     Whole,
-    /// One a token.
+    /// One document per token.
     Tokens,
     /// Of random lengths, four tokens on average.
     Random,
-    /// Starts that are out of range, and others; they decrease too.
+    /// Starts that are out of range, or decrease.
     Wild,
 }
 
 impl Documents {
-    /// Every kind, and none.
+    /// Every kind, and no documents.
     pub const ALL: [Option<Self>; 5] =
         [None, Some(Self::Random), Some(Self::Tokens), Some(Self::Whole), Some(Self::Wild)];
 
-    /// For each token the one of its sequence with which its document begins.
+    /// For each token, the token of its sequence with which its document begins.
     pub fn starts(self, sequences: usize, seq_len: usize) -> Vec<i32> {
         let (bits, mut start) = (stream("documents"), 0);
         let of = |token: usize| {
@@ -40,10 +40,10 @@ impl Documents {
         (0..sequences * seq_len).map(of).collect()
     }
 
-    /// Positions of rows whose documents are these, from `first` on.
+    /// Positions of rows in these documents, from `first` on.
     ///
     /// # Errors
-    /// What the backend returns.
+    /// The backend's error.
     pub fn positions<B: Backend>(
         of: Option<Self>,
         b: &B,

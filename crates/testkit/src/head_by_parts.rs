@@ -1,5 +1,5 @@
-//! The head's loss by the operations that it unites, as numbers: operands are quantized and decoded again, and F32 products sum in an
-//! order of their own. Any one of its quantizations may be left out.
+//! The head loss computed by the separate operations on decoded values: operands are quantized and decoded again, and F32 products sum in
+//! their own order. Any one quantization may be skipped.
 
 use nibble_core::formats::Codec;
 use nibble_core::ops::{
@@ -8,7 +8,7 @@ use nibble_core::ops::{
 };
 use nibble_core::{DType, Groups, Kernels, Operand, Result, Tensor};
 
-/// [`HeadLoss`] without what this argument would quantize; an argument that quantizes nothing leaves nothing out.
+/// [`HeadLoss`] without the quantization of this argument. An argument that quantizes nothing changes nothing.
 pub(crate) fn head_by_parts<B: Kernels>(
     b: &B,
     op: HeadLoss<'_, B>,
@@ -42,7 +42,7 @@ pub(crate) fn head_by_parts<B: Kernels>(
     Ok(out)
 }
 
-/// A codec by the name of its argument.
+/// An argument's name and codec.
 type Argument = (&'static str, Option<Codec>);
 
 struct Parts<'a, B> {
@@ -51,7 +51,7 @@ struct Parts<'a, B> {
 }
 
 impl<B: Kernels> Parts<'_, B> {
-    /// The values of an operand.
+    /// The decoded values of an operand.
     fn values(&self, x: &Operand<B>) -> Result<Operand<B>> {
         let values = match x {
             Operand::Plain(x) => Cast { x, dtype: DType::F32 }.run(self.b)?,
@@ -60,7 +60,7 @@ impl<B: Kernels> Parts<'_, B> {
         Ok(Operand::Plain(values))
     }
 
-    /// The same of the first rows alone: blocks down the columns end with a whole one.
+    /// The decoded values of the first rows only: column blocks are padded to whole blocks.
     fn values_of(&self, x: &Operand<B>, rows: usize) -> Result<Operand<B>> {
         match self.values(x)? {
             Operand::Plain(x) if x.rows > rows => {
@@ -71,7 +71,7 @@ impl<B: Kernels> Parts<'_, B> {
         }
     }
 
-    /// The values that are multiplied along the rows and those down the columns, and what was counted.
+    /// The values that are multiplied along the rows, those multiplied down the columns, and the block counts.
     #[allow(clippy::type_complexity)] // two operands, and counts where there are any
     fn factors(
         &self,

@@ -1,5 +1,5 @@
-//! Quantized tensors made on the host with the scalar codecs alone, so that the operations that take them can be
-//! compared without trusting any backend's `quantize`.
+//! Quantized tensors computed on the host with the scalar codecs alone, so that operations that read them can be
+//! compared without relying on any backend's `quantize`.
 
 use half::bf16;
 use nibble_core::formats::{
@@ -14,29 +14,29 @@ use nibble_core::{Backend, BlockScaled, DType, Result, Tensor};
 pub struct HostBlock {
     /// The format of the codes.
     pub format: Format,
-    /// Along what a block runs.
+    /// The axis of blocks.
     pub axis: BlockAxis,
-    /// How the scales were chosen.
+    /// The rule that chose the scales.
     pub rule: ScaleRule,
     /// Rows of the logical matrix.
     pub rows: usize,
     /// Columns of the logical matrix.
     pub cols: usize,
-    /// Matrices stacked.
+    /// Number of stacked matrices.
     pub stack: usize,
     /// Packed codes.
     pub codes: Vec<u8>,
-    /// Row-major records of scales.
+    /// Scale records, row-major.
     pub scales: Vec<u8>,
-    /// The tensor's scale of each row, where the format has one.
+    /// The tensor scale of each row, if the format has one.
     pub tensor_scale: Option<Vec<f32>>,
 }
 
 impl HostBlock {
-    /// Quantizes x `[rows, cols]`, one code at a time. `stack` counts for tiles only.
+    /// Quantizes x `[rows, cols]`, one code at a time. `stack` matters for tiles only.
     ///
     /// # Panics
-    /// If the codec rounds by random bits.
+    /// If the codec's rounding is random.
     pub fn quantize(
         codec: Codec,
         axis: BlockAxis,
@@ -47,7 +47,7 @@ impl HostBlock {
     ) -> Self {
         assert_eq!(x.len(), rows * cols, "values of a {rows} × {cols} matrix");
         let (block, each) = (codec.format().spec().block, codec.format().record_len(axis));
-        // Blocks are `block` wide along the contiguous axis; tiles are as high, others one row high.
+        // Blocks are `block` wide along the contiguous axis; tiles are equally high, other blocks one row high.
         let codec = match codec.scale_kind().has_tensor_scale() {
             true => codec.for_tensor(codec.tensor_amax(x.iter().copied())),
             false => codec,
@@ -101,8 +101,8 @@ impl HostBlock {
         }
     }
 
-    /// Any code under any scale: what conversions must survive. Scale bytes of a line lie around one exponent and spread
-    /// by up to 24 octaves; one in 31 is 0x00 and one in 37 is 0xFF (then the codes are 0, as every producer writes).
+    /// Random codes under random scales: conversions must handle them all. Scale bytes of a line lie around one exponent and spread
+    /// by up to 24 octaves; one in 31 is 0x00 and one in 37 is 0xFF (whose codes are 0, as every quantizer writes).
     ///
     /// # Panics
     /// If blocks are tiles.
@@ -135,7 +135,7 @@ impl HostBlock {
         Self { format, axis, rule: ScaleRule::Rceil, rows, cols, stack: 1, codes, scales, tensor_scale: None }
     }
 
-    /// The same values with F32 scales, which here are powers of two.
+    /// The same values under F32 scales, which are powers of two here.
     pub fn with_f32_scales(mut self) -> Self {
         let powers = ScalePlane { kind: self.format.scale_kind(self.rule), bytes: &self.scales };
         if powers.kind == ScaleKind::E8M0 {
@@ -145,10 +145,10 @@ impl HostBlock {
         self
     }
 
-    /// Overwrites the rows that are not valid with NaN bytes, codes and scales (blocks along rows only).
+    /// Overwrites codes and scales of padding rows with NaN bytes (blocks along rows only).
     ///
     /// # Panics
-    /// If blocks run otherwise.
+    /// If blocks run along another axis.
     pub fn poison_pads(&mut self, is_valid: &[bool]) {
         assert_eq!(self.axis, BlockAxis::Row, "rows of a column plane are not contiguous");
         let poison = |valid: &bool| !valid;
@@ -159,10 +159,10 @@ impl HostBlock {
         }
     }
 
-    /// On a device.
+    /// Uploads the tensor.
     ///
     /// # Errors
-    /// What the backend reports.
+    /// The backend's error.
     pub fn upload<B: Backend>(&self, b: &B) -> Result<BlockScaled<B>> {
         Ok(BlockScaled {
             format: self.format,
@@ -181,7 +181,7 @@ impl HostBlock {
     }
 }
 
-/// Fills the lines, of equal length, whose flag `chosen` picks.
+/// Fills the lines (of equal length) whose flag `chosen` accepts.
 fn fill_lines<T: Copy>(values: &mut [T], flags: &[bool], chosen: impl Fn(&bool) -> bool, value: T) {
     let width = (values.len() / flags.len().max(1)).max(1);
     for (line, _) in values.chunks_mut(width).zip(flags).filter(|(_, flag)| chosen(flag)) {
@@ -189,12 +189,12 @@ fn fill_lines<T: Copy>(values: &mut [T], flags: &[bool], chosen: impl Fn(&bool) 
     }
 }
 
-/// Sets the lines that are not valid to zero: what no one promises is not compared.
+/// Zeros the padding lines, which are not promised and so not compared.
 pub(crate) fn zero_pads<T: Copy + Default>(values: &mut [T], is_valid: &[bool]) {
     fill_lines(values, is_valid, |valid| !valid, T::default());
 }
 
-/// A plain tensor of either type on a device.
+/// A plain tensor of either type, uploaded.
 pub(crate) fn plain<B: Backend>(
     b: &B,
     dtype: DType,
@@ -248,7 +248,7 @@ mod tests {
         assert_eq!(lengths(Format::Mxfp4, Col, 96, 5, 1), (240, 15));
     }
 
-    /// By hand: a 2 × 32 matrix of MXFP4, its second row four times the first.
+    /// By hand: a 2 × 32 matrix of MXFP4; its second row is four times the first.
     #[test]
     fn a_small_matrix_by_hand() {
         let codec = Codec::new(Format::Mxfp4, ScaleRule::Rceil, Rounding::NearestEven).unwrap();

@@ -1,9 +1,9 @@
-//! Reproducible values that are hard on number formats. Every one is a function of a stream and an index.
+//! Reproducible values that are hard on number formats. Every value is a function of a stream and an index.
 
 use nibble_core::formats::philox::normal_from_bits;
 use nibble_core::formats::{Purpose, Stream, fnv1a32};
 
-/// A stream of test values, named after what they are for.
+/// A stream of test values, named after their purpose.
 pub fn stream(name: &str) -> Stream {
     Stream::new(0x4E69_6262_6C65, Purpose::Data, fnv1a32(name), 0)
 }
@@ -15,15 +15,15 @@ pub enum Input {
     Normal,
     /// Cubes of normal numbers: most of them small, a few large.
     HeavyTailed,
-    /// Normal numbers, and one in 97 a thousand times larger.
+    /// Normal numbers; one in 97 is a thousand times larger.
     Outliers,
     /// Zeros.
     Zeros,
-    /// Zeros of both signs, and one number in three.
+    /// Zeros of both signs; one value in three is another number.
     SignedZeros,
-    /// Below the smallest normal single, and zeros.
+    /// Magnitudes below the smallest normal F32, and zeros.
     Subnormals,
-    /// Every exponent a single has, block by block and within blocks.
+    /// Every exponent of F32, varying from block to block and within blocks.
     ExtremeExponents,
     /// Normal numbers sprinkled with NaN and both infinities.
     NonFinite,
@@ -75,11 +75,11 @@ impl Input {
                 1 => -0.0,
                 _ => normal(),
             },
-            // The sign and a random part of the mantissa; every eighth a zero.
+            // The sign and a random part of the mantissa; one value in eight is zero.
             Input::Subnormals if i % 8 == 5 => 0.0,
             Input::Subnormals => f32::from_bits(bits & 0x807F_FFFF & (u32::MAX >> (i % 20)) | bits & 1 << 31),
             Input::ExtremeExponents => {
-                // Exponents of a run of 64 lie within 16 of each other; the runs wander over the whole range.
+                // Exponents within a run of 64 are at most 16 apart; the runs cover the whole range.
                 let run = stream.block(i / 64 + (1 << 40))[0] % 240;
                 let exponent = (run + bits % 16).min(254);
                 f32::from_bits(bits & 0x807F_FFFF | exponent << 23)

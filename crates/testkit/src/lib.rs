@@ -1,16 +1,16 @@
-//! What Nibble's tests share.
+//! Shared parts of Nibble's tests.
 //!
-//! * [`alone()`]: a test in a process of its own.
-//! * [`Breadth`]: how much of a long list or of a cross a run of the tests takes.
-//! * [`shapes`]: sizes of real models scaled down, and uneven divisions of rows among experts.
+//! * [`alone()`]: runs a test in its own process.
+//! * [`Breadth`]: how much of a long list or of a cross product a test run covers.
+//! * [`shapes`]: sizes of real models scaled down, and uneven splits of rows among experts.
 //! * [`input`]: reproducible values that are hard on number formats.
-//! * [`mod@assert`]: comparisons that say what an output can honestly be held to, with readable failures.
-//! * [`mod@conformance`]: every operation of two backends compared, one `#[test]` an operation.
-//! * [`mod@recorder`]: a backend that watches, records and replays another one, and makes faults.
-//! * [`mod@trial`]: the conformance suite tried with defects that it must notice.
+//! * [`mod@assert`]: comparisons of outputs, bitwise or with a tolerance, with readable failures.
+//! * [`mod@conformance`]: compares every operation on two backends, one `#[test]` per operation.
+//! * [`mod@recorder`]: a backend that watches, records and replays another one, and injects faults.
+//! * [`mod@trial`]: checks that the conformance suite notices defects.
 //! * [`timing`]: paired timing.
-//! * [`mod@testdata`]: golden vectors, where they are and how they are read.
-//! * [`windows`]: which keys each query of attention sees, by going through all pairs.
+//! * [`mod@testdata`]: golden vectors: where they are, and how to read them.
+//! * [`windows`]: which keys each query attends to, by brute force over all pairs.
 //!
 //! This crate is for tests: its functions panic with a report where a test has to fail.
 

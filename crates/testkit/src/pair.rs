@@ -1,4 +1,4 @@
-//! Two backends, and each case on both.
+//! Two backends, and the comparison of each case on both.
 
 use crate::breadth::Breadth;
 use crate::case::{Case, Pads, run};
@@ -8,25 +8,25 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Daily, backends behind the first take about one of so many cases: most are slow, and divide rows as the first one does.
+/// In the daily suite, backends after the first run about one in this many cases: most are slow, and split rows like the first.
 const SLOWER: usize = 5;
 
-/// The cases of one test, handed out among pairs that run it at once: each case to the pair that is the first to be free.
+/// The cases of one test, distributed among pairs that run the test concurrently: each case goes to the first free pair.
 #[derive(Debug, Clone, Default)]
 pub struct Cases {
     next: Arc<AtomicUsize>,
 }
 
-/// What one pair has of [`Cases`]. A test makes the same cases in the same order on every pair, so they are known by their numbers.
+/// A pair's share of [`Cases`]. A test creates the same cases in the same order on every pair, so an index identifies a case.
 #[derive(Debug)]
 struct Share {
     cases: Cases,
-    /// How many cases have come, and which is to be this pair's.
+    /// Number of cases seen, and the index of this pair's next case.
     state: Mutex<(usize, Option<usize>)>,
 }
 
 impl Share {
-    /// Whether the case that has come is this pair's.
+    /// Whether the current case is this pair's.
     fn takes(&self) -> bool {
         // Nothing panics under the lock.
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
@@ -45,25 +45,25 @@ pub struct Pair<A, B> {
     pub a: A,
     /// The backend under test.
     pub b: B,
-    /// More of them: the specification runs once for all.
+    /// More backends under test: the specification runs once for all.
     more: Vec<B>,
-    /// The same bits are owed everywhere, products and attention included (two paths of one machine).
+    /// Every operation must give the same bits, including products and attention (two code paths of one machine).
     pub strict: bool,
     cases: Arc<AtomicUsize>,
-    /// How much of its lists a test takes.
+    /// How much of its lists a test covers.
     breadth: Breadth,
-    /// Daily, of each kind of cases about one of so many is run.
+    /// In the daily suite, about one in this many cases of each kind is run.
     one_of: usize,
-    /// Cases that have come, by kind.
+    /// Number of cases seen, by kind.
     of_kind: Arc<Mutex<HashMap<&'static str, usize>>>,
-    /// Which cases of a test are this pair's, if others run the test too.
+    /// This pair's share of the cases, if others run the test too.
     share: Option<Arc<Share>>,
-    /// What is done with cases instead of comparing them.
+    /// Replaces comparisons, if given.
     trial: Option<Arc<CaseTrial>>,
 }
 
 impl<A: Backend, B: Backend> Pair<A, B> {
-    /// Each operation at its own `AGREEMENT`.
+    /// Compares each operation at its own `AGREEMENT`.
     pub fn new(a: A, b: B) -> Self {
         Self {
             a,
@@ -79,51 +79,51 @@ impl<A: Backend, B: Backend> Pair<A, B> {
         }
     }
 
-    /// The same bits everywhere.
+    /// Requires the same bits everywhere.
     pub fn strict(a: A, b: B) -> Self {
         Self { strict: true, ..Self::new(a, b) }
     }
 
-    /// With one more backend under test. Daily it takes of each kind of cases the first and about a fifth of the others.
+    /// Adds a backend under test. In the daily suite it runs the first cases of each kind and about a fifth of the others.
     pub fn and(mut self, b: B) -> Self {
         self.more.push(b);
         self
     }
 
-    /// Daily only the first cases of each kind are compared, and about one of so many others ([`Breadth::takes`]).
+    /// In the daily suite, compares only the first cases of each kind and about one in `many` others ([`Breadth::takes`]).
     pub fn one_of(self, many: usize) -> Self {
         Self { one_of: many, ..self }
     }
 
-    /// Takes all of every list, or the daily part, whatever the environment says.
+    /// Covers whole lists or the daily part, whatever the environment says.
     pub fn with_breadth(self, breadth: Breadth) -> Self {
         Self { breadth, ..self }
     }
 
-    /// How much of its lists a test takes.
+    /// How much of its lists a test covers.
     pub(crate) fn breadth(&self) -> Breadth {
         self.breadth
     }
 
-    /// The pair for one run of a test, of whose cases it takes what these hand out.
+    /// The pair for one run of a test, which takes its cases from `cases`.
     pub fn sharing(&self, cases: &Cases) -> Self {
         let share = Share { cases: cases.clone(), state: Mutex::default() };
         Self { share: Some(Arc::new(share)), ..self.clone() }
     }
 
-    /// Counts a case, if it is this pair's.
+    /// Whether the case is this pair's; counts it if so.
     fn takes_case(&self) -> bool {
         let takes = self.share.as_ref().is_none_or(|share| share.takes());
         self.cases.fetch_add(usize::from(takes), Ordering::Relaxed);
         takes
     }
 
-    /// Each case is tried with defects of the backend under test, one at a time, instead.
+    /// Instead of comparisons, tries each case with defects of the backend under test, one at a time.
     pub(crate) fn tried(a: A, b: B, trial: Arc<CaseTrial>) -> Self {
         Self { trial: Some(trial), ..Self::new(a, b) }
     }
 
-    /// How many cases of this kind this pair and its clones took before.
+    /// Number of earlier cases of this kind, in this pair and its clones.
     fn nth_of_kind<C>(&self) -> usize {
         let mut kinds = self.of_kind.lock().unwrap_or_else(PoisonError::into_inner);
         let count = kinds.entry(std::any::type_name::<C>()).or_default();
@@ -131,7 +131,7 @@ impl<A: Backend, B: Backend> Pair<A, B> {
         *count - 1
     }
 
-    /// Those under test.
+    /// The backends under test.
     fn tested(&self) -> impl Iterator<Item = &B> {
         std::iter::once(&self.b).chain(&self.more)
     }
@@ -141,10 +141,10 @@ impl<A: Backend, B: Backend> Pair<A, B> {
         self.cases.load(Ordering::Relaxed)
     }
 
-    /// Runs one case on both and compares.
+    /// Runs one case on the specification and the backends under test, and compares.
     ///
     /// # Panics
-    /// With a report, if one refuses the case or they do not agree.
+    /// With a report, if a backend refuses the case or the results do not agree.
     #[track_caller]
     pub(crate) fn check<C: Case<A> + Case<B>>(&self, case: &C) {
         if !self.takes_case() {
@@ -166,7 +166,7 @@ impl<A: Backend, B: Backend> Pair<A, B> {
             let named = |what: &str| format!("{case:?}\n  {}, {what}", tested.name());
             b.require_agreement(owed, &a, &named(&format!("against {}", self.a.name())));
             if <C as Case<B>>::RAGGED {
-                // Not of `a`: a specification with code of its own is put under test as well.
+                // Not `a`: a specification with its own code is also tested as `b` of another pair.
                 run(tested, case, Pads::Poison).require_agreement(
                     |_| Agreement::Bitwise,
                     &b,
@@ -176,10 +176,10 @@ impl<A: Backend, B: Backend> Pair<A, B> {
         }
     }
 
-    /// Both must refuse the case with such an error.
+    /// All backends must refuse the case with such an error.
     ///
     /// # Panics
-    /// With a report, if one does not.
+    /// With a report, if one of them does not.
     #[track_caller]
     pub(crate) fn check_refused<C: Case<A> + Case<B>>(&self, case: &C, expected: impl Fn(&Error) -> bool) {
         if !self.takes_case() || self.trial.is_some() {
@@ -198,7 +198,7 @@ impl<A: Backend, B: Backend> Pair<A, B> {
 mod tests {
     use super::*;
 
-    /// Three pairs whose turns come as they may; one of them stops within its second case.
+    /// Three pairs that take turns in any order; one of them stops within its second case.
     #[test]
     fn each_case_is_one_pairs_and_one_that_stops_leaves_the_rest() {
         const CASES: usize = 20;

@@ -1,4 +1,4 @@
-//! Random recipes: of every format, on any operand, beside any other. Most that are drawn make no sense, and are refused where they are read.
+//! Random recipes with every format on any operand, in any combination. Most of them are inconsistent, and are refused when read.
 
 use nibble_core::formats::hadamard::LENGTHS;
 use nibble_core::formats::{
@@ -10,10 +10,10 @@ use nibble_core::recipe::{Layer, LayerKind, Product, Section, Site};
 use nibble_core::{DType, Recipe};
 use std::collections::BTreeMap;
 
-/// Keys of a kind of layer, and what they are.
+/// Keys and values of a layer kind's section.
 type Keys = BTreeMap<&'static str, String>;
 
-/// Draws from a seeded stream.
+/// Random choices from a seeded stream.
 #[derive(Debug)]
 pub struct Dice {
     stream: Stream,
@@ -21,7 +21,7 @@ pub struct Dice {
 }
 
 impl Dice {
-    /// The same draws for the same seed.
+    /// The same seed gives the same choices.
     pub const fn new(seed: u64) -> Self {
         Self { stream: Stream::new(seed, Purpose::Data, 0, 0), drawn: 0 }
     }
@@ -32,17 +32,17 @@ impl Dice {
         self.stream.u32_at(self.drawn) as usize % bound
     }
 
-    /// One of these.
+    /// One of these choices.
     pub fn of<T: Copy>(&mut self, choices: &[T]) -> T {
         choices[self.below(choices.len())]
     }
 
-    /// True once in so many draws, on average.
+    /// True with probability 1 / `bound`.
     pub fn once_in(&mut self, bound: usize) -> bool {
         self.below(bound) == 0
     }
 
-    /// A precision that may or may not go with the others.
+    /// A precision that may or may not be consistent with the others.
     fn precision(&mut self, site: Site, format: Format) -> String {
         let mut fields = vec![format!("format = \"{format}\"")];
         if format.is_block() {
@@ -67,7 +67,7 @@ impl Dice {
         format!("{{ {} }}", fields.join(", "))
     }
 
-    /// How blocks of a format get their scales; some of it goes with no more than one format.
+    /// Scaling options of a format; some of them only one format accepts.
     fn scale(&mut self, format: Format) -> Vec<String> {
         if format.may_be_delayed() && self.once_in(3) {
             return self.delayed();
@@ -75,7 +75,7 @@ impl Dice {
         let spec = format.spec();
         let rule = self.of(spec.rules);
         let mut fields = Vec::new();
-        // Where it goes with the rule or not.
+        // Whether or not the rule allows it.
         if spec.has_candidates && self.once_in(3) {
             let all: Vec<&str> = Outer::ALL.iter().map(|outer| outer.name()).chain(["none"]).collect();
             fields.push(format!("outer = \"{}\"", self.of(&all)));
@@ -92,14 +92,14 @@ impl Dice {
         if self.once_in(if spec.has_candidates { 3 } else { 60 }) {
             fields.push(format!("candidates = \"{}\"", self.of(Candidates::ALL)));
         }
-        // It goes with transforms whose signs change with the step alone.
+        // Only transforms whose signs change with the step allow it.
         if self.once_in(if spec.has_correction { 6 } else { 60 }) {
             fields.push(format!("correction = \"{}\"", self.of(Correction::ALL)));
         }
         fields
     }
 
-    /// Scales of earlier steps.
+    /// Delayed scaling.
     fn delayed(&mut self) -> Vec<String> {
         let mut fields = vec!["scale = \"delayed\"".to_owned()];
         if self.once_in(3) {
@@ -120,7 +120,7 @@ impl Dice {
         self.of(&all)
     }
 
-    /// What a site of a kind of layer is.
+    /// The value of a site of a layer kind.
     fn choice(&mut self, kind: LayerKind, site: Site) -> String {
         let unset = site.falls_back_on().map(Site::key).or((site == Site::SavedA).then_some("again"));
         let plain = [Format::F32, Format::Bf16];
@@ -137,7 +137,7 @@ impl Dice {
         if self.once_in(4) { "\"none\"".to_owned() } else { transform }
     }
 
-    /// Keys of a kind of layer: all of one format, or as they are but for a few.
+    /// Keys of a layer kind: one format for all products, then a few random changes.
     fn section(&mut self, kind: LayerKind) -> Keys {
         if self.once_in(5) {
             return self.converted(kind);
@@ -161,8 +161,8 @@ impl Dice {
         keys
     }
 
-    /// A site of which others are made, under any rule, and these in what it is converted to, or as it is: what keys that are drawn one by one hit once in
-    /// thousands of recipes. None of a kind that converts nothing.
+    /// A site from which others derive, under any rule, and those sites in a format to which it converts, or unchanged. Independent random
+    /// keys would hit this once in thousands of recipes. Empty if the layer kind converts nothing.
     fn converted(&mut self, kind: LayerKind) -> Keys {
         let origins: Vec<Site> = kind.sites().filter(|site| !made_of(kind, *site).is_empty()).collect();
         let mut keys = Keys::new();
@@ -174,7 +174,7 @@ impl Dice {
         keys
     }
 
-    /// Puts a site of this format, and what is made of it.
+    /// Adds a site of this format, and the sites that derive from it.
     fn convert(&mut self, kind: LayerKind, site: Site, now: (Format, ScaleRule), keys: &mut Keys) {
         keys.insert(site.key(), format!("{{ format = \"{}\", scale = \"{}\" }}", now.0, now.1));
         for made in made_of(kind, site) {
@@ -184,7 +184,7 @@ impl Dice {
             {
                 choices.push((to, converted_rule(now, (to, self.of(to.spec().rules)))));
             }
-            // Blocks under F32 scales have no columns.
+            // Blocks with F32 scales cannot become columns.
             choices.retain(|to| to.1 != ScaleRule::Amax || *to == now);
             match choices.is_empty() {
                 true => drop(keys.insert(made.key(), "{ format = \"bf16\" }".to_owned())),
@@ -196,7 +196,7 @@ impl Dice {
         }
     }
 
-    /// Some keys of a recipe changed, or of one that has the same format in all products; and overrides of the layers of a model.
+    /// A recipe with some keys changed, or with one format in all products; and overrides for a model's layers.
     pub fn recipe(&mut self, layers: &[Layer]) -> String {
         let names: Vec<&str> = Recipe::all_names().collect();
         let mut text = "description = \"random\"\n".to_owned();
@@ -218,7 +218,7 @@ impl Dice {
         text
     }
 
-    /// For some of these layers, in a part of the run.
+    /// An override for some of these layers, in a part of the run.
     fn an_override(&mut self, layers: &[Layer], names: &[&str]) -> String {
         let layer = self.of(&layers.iter().collect::<Vec<_>>());
         let mut text = "[[override]]\n".to_owned();
@@ -268,7 +268,7 @@ impl Dice {
         text
     }
 
-    /// One format for all operands of all products. Both operands of wgrad may be transformed, as older recipes say it.
+    /// One format for all operands of all products. Both operands of wgrad may be transformed, in the syntax of older recipes.
     fn products(&mut self, format: Format, kind: LayerKind) -> Keys {
         let is_transformed = format.is_block() && kind != LayerKind::Head && self.once_in(4);
         let rht = if is_transformed { ", rht = 64" } else { "" };
@@ -292,13 +292,13 @@ impl Dice {
     }
 }
 
-/// The sites of a kind of layer that are made of this one, of the formats that it has.
+/// The sites of a layer kind that derive from this one, in the formats that it has.
 fn made_of(kind: LayerKind, site: Site) -> Vec<Site> {
     let section = Section::plain(DType::Bf16);
     kind.sites().filter(|made| section.origin(kind, *made).site() == Some(site)).collect()
 }
 
-/// Lines of a file: a head, and a line a key.
+/// Lines of a file: a header, then one line per key.
 fn table(head: &str, before: &str, keys: Keys) -> String {
     let lines = keys.into_iter().map(|(key, value)| format!("{before}{key} = {value}\n"));
     let head = if head.is_empty() { String::new() } else { format!("{head}\n") };

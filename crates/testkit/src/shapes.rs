@@ -1,4 +1,4 @@
-//! Sizes of real models, scaled down so that the scalar specification can run them, and uneven divisions of rows among
+//! Sizes of real models, scaled down so that the scalar specification can run them, and uneven splits of rows among
 //! experts.
 
 use crate::input;
@@ -7,15 +7,15 @@ use nibble_core::{Backend, Groups, Result, round_up};
 /// The sizes of a model's expert layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MoeShape {
-    /// The model.
+    /// The model's name.
     pub name: &'static str,
-    /// Width of the model.
+    /// Hidden size of the model.
     pub d: usize,
-    /// Width of an expert.
+    /// Intermediate size of an expert.
     pub f: usize,
-    /// Experts.
+    /// Number of experts.
     pub experts: usize,
-    /// Experts a token.
+    /// Experts per token.
     pub top_k: usize,
 }
 
@@ -30,16 +30,16 @@ impl MoeShape {
     pub const QWEN3_30B: MoeShape = MoeShape { name: "qwen3-30b", d: 2048, f: 768, experts: 128, top_k: 8 };
     /// Llama 4 Scout.
     pub const SCOUT: MoeShape = MoeShape { name: "llama4-scout", d: 5120, f: 8192, experts: 16, top_k: 1 };
-    /// Many small experts: no model's, the layer that published figures of grouped products are for.
+    /// Many small experts: the layer for which grouped GEMM figures are published, of no particular model.
     pub const EXPERTS_128: MoeShape =
         MoeShape { name: "128-experts", d: 4096, f: 1024, experts: 128, top_k: 8 };
 
-    /// Those of models.
+    /// The shapes of real models.
     pub const ALL: [MoeShape; 4] = [Self::DEEPSEEK_V3, Self::DEEPSEEK_V2, Self::QWEN3_30B, Self::SCOUT];
 
-    /// Widths divided by `divisor` and rounded up to MX blocks of 32; at most `max_experts` experts.
+    /// Sizes divided by `divisor` and rounded up to MX blocks of 32; at most `max_experts` experts.
     ///
-    /// By 16, the widths of V2 (320 and 96) and Qwen3 (128 and 64) end within a 128-block.
+    /// Divided by 16, the sizes of V2 (320 and 96) and Qwen3 (128 and 64) include ones that end within a 128-block.
     pub fn scaled(self, divisor: usize, max_experts: usize) -> Self {
         let shrink = |n: usize| round_up(n / divisor.max(1), 32);
         let experts = self.experts.min(max_experts);
@@ -47,22 +47,22 @@ impl MoeShape {
     }
 }
 
-/// Widths of real models and their experts' products as they are, for a few rows of each: several segments, strips and tiles of a
+/// Real sizes of models and of their experts' products, for a few rows each: several segments, strips and tiles of a
 /// kernel side by side.
 pub const WIDTHS: [usize; 4] = [7168, 5120, 4096, 2048];
 
-/// How rows are divided among groups.
+/// How rows are split among groups.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Spread {
     /// As evenly as possible.
     Balanced,
     /// Group g gets a share proportional to 1 / (g + 1).
     Zipf,
-    /// One group has all rows but one in each other group.
+    /// One group has all rows, except for one row in each other group.
     OneTakesMost,
-    /// Every second group, the first among them, is empty.
+    /// Every second group, including the first, is empty.
     EmptyGroups,
-    /// One row a group, whatever the number of rows asked for.
+    /// One row per group, regardless of the requested number.
     OneRowEach,
     /// All rows in the last group.
     AllEmptyButOne,
@@ -71,7 +71,7 @@ pub enum Spread {
 }
 
 impl Spread {
-    /// Every way.
+    /// Every spread.
     pub const ALL: [Spread; 7] = [
         Spread::Balanced,
         Spread::Zipf,
@@ -103,7 +103,7 @@ impl Spread {
             }
             _ => {}
         }
-        // Shares are cut where the running total of the weights falls, so that no row is lost to rounding.
+        // Shares are cut at the running total of the weights, so that no row is lost to rounding.
         let total: f64 = weights.iter().sum();
         if total == 0.0 {
             return Spread::AllEmptyButOne.lengths(groups, rows);
@@ -122,24 +122,24 @@ impl Spread {
     }
 }
 
-/// Ragged rows on the host: what [`Groups`] holds on a device.
+/// Ragged rows on the host: the contents of a device's [`Groups`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RaggedRows {
-    /// First row of each group, and the end of the last one's padding.
+    /// First row of each group, then the end of the last group's padding.
     pub start: Vec<i32>,
-    /// Rows of each group that count.
+    /// Valid rows of each group.
     pub len: Vec<i32>,
     /// Token · k + slot of each row, −1 for padding.
     pub row_id: Vec<i32>,
-    /// What every start is a multiple of.
+    /// Every start is a multiple of this.
     pub align: usize,
-    /// Rows the buffers hold.
+    /// Number of rows in the buffers.
     pub capacity: usize,
 }
 
 impl RaggedRows {
-    /// Groups of these lengths. The capacity is the largest that so many rows could need: there are pads within groups'
-    /// spans and past the last one.
+    /// Groups of these lengths, with the largest capacity that as many rows could need: there is padding within groups'
+    /// spans and past the last group.
     pub fn new(lengths: &[usize], align: usize) -> Self {
         let rows: usize = lengths.iter().sum();
         let capacity = round_up(rows + lengths.len() * (align - 1), align);
@@ -148,7 +148,7 @@ impl RaggedRows {
         let mut end = 0;
         for (g, &len) in lengths.iter().enumerate() {
             for i in 0..len {
-                // Ascending within a group, different between groups, and not the row's own index.
+                // Ascending within a group, different between groups, and not equal to the row's index.
                 row_id[end + i] = (i * lengths.len() + g) as i32 + 1000;
             }
             end += round_up(len, align);
@@ -157,18 +157,18 @@ impl RaggedRows {
         Self { start, len: lengths.iter().map(|&l| l as i32).collect(), row_id, align, capacity }
     }
 
-    /// `rows` rows of groups divided by `spread`, with starts at multiples of `align`.
+    /// `rows` rows split among groups by `spread`, with starts at multiples of `align`.
     pub fn of(spread: Spread, groups: usize, rows: usize, align: usize) -> Self {
         Self::new(&spread.lengths(groups, rows), align)
     }
 
-    /// Takes away the padding past the last group.
+    /// Removes the padding past the last group.
     pub fn trim(&mut self) {
         self.capacity = self.start.last().map_or(0, |&end| end as usize);
         self.row_id.truncate(self.capacity);
     }
 
-    /// Raises the capacity with padding rows.
+    /// Adds padding rows up to the capacity.
     pub fn pad_to(&mut self, capacity: usize) {
         self.capacity = self.capacity.max(capacity);
         self.row_id.resize(self.capacity, -1);
@@ -179,7 +179,7 @@ impl RaggedRows {
         self.len.len()
     }
 
-    /// For each row, whether it belongs to a group (and is not padding).
+    /// For each row, whether it belongs to a group, that is, is not padding.
     pub fn is_valid(&self) -> Vec<bool> {
         let mut valid = vec![false; self.capacity];
         for (&start, &len) in self.start.iter().zip(&self.len) {
@@ -188,7 +188,7 @@ impl RaggedRows {
         valid
     }
 
-    /// Overwrites the padding rows of a matrix of `width` values a row.
+    /// Overwrites the padding rows of a matrix with `width` values per row.
     pub fn fill_pads<T: Copy>(&self, values: &mut [T], width: usize, pad: T) {
         for (row, valid) in values.chunks_exact_mut(width.max(1)).zip(self.is_valid()) {
             if !valid {
@@ -197,10 +197,10 @@ impl RaggedRows {
         }
     }
 
-    /// On a device.
+    /// Uploads the groups.
     ///
     /// # Errors
-    /// What the backend reports.
+    /// The backend's error.
     pub fn upload<B: Backend>(&self, b: &B) -> Result<Groups<B>> {
         Ok(Groups {
             start: b.upload(&self.start)?,
@@ -214,12 +214,12 @@ impl RaggedRows {
     }
 }
 
-/// Experts of `tokens · top_k` slots whose numbers follow `spread`, dealt out in an order without pattern; a token may
-/// have the same expert twice. Slots left over are −1 (an expert of another rank).
+/// Experts of `tokens · top_k` slots, with slot counts by `spread`, in pseudo-random order; a token may
+/// have the same expert twice. The remaining slots are −1 (an expert of another rank).
 pub fn slots(spread: Spread, experts: usize, tokens: usize, top_k: usize) -> Vec<i32> {
     let total = tokens * top_k;
     let mut slots = Vec::with_capacity(total);
-    // About one slot in five goes elsewhere.
+    // About one in five slots belongs to another rank.
     for (e, len) in spread.lengths(experts, total - total / 5).into_iter().enumerate() {
         slots.extend(std::iter::repeat_n(e as i32, len));
     }

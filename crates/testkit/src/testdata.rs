@@ -1,14 +1,14 @@
-//! Golden vectors: safetensors files made by independent implementations.
+//! Golden vectors: safetensors files produced by independent implementations.
 
 use half::bf16;
 use safetensors::{Dtype, SafeTensors};
 use std::path::{Path, PathBuf};
 
-/// The folder of real texts and of public implementations' golden vectors: `$NIBBLE_TESTDATA`, else `testdata/` at the root of the repository; `None`
-/// where there is no such folder.
+/// The folder of real texts and of golden vectors of public implementations: `$NIBBLE_TESTDATA`, else `testdata/` at the root of the
+/// repository; `None` if it does not exist.
 ///
 /// # Panics
-/// If the variable is set and names no folder: whoever set it wanted the tests that need it.
+/// If the variable is set but names no folder: its tests were explicitly requested.
 pub fn testdata() -> Option<PathBuf> {
     match std::env::var_os("NIBBLE_TESTDATA") {
         Some(path) => {
@@ -23,7 +23,7 @@ pub fn testdata() -> Option<PathBuf> {
     }
 }
 
-/// Says that a test, or a part of one, did not run.
+/// Reports that a test, or a part of one, did not run.
 pub fn skip(what: &str) {
     println!("skipped: {what}");
 }
@@ -36,8 +36,8 @@ pub struct Vectors {
 }
 
 impl Vectors {
-    /// The golden vectors of this name: `vectors/NAME.safetensors` of [`testdata()`], made by public implementations; where there
-    /// is no such folder, with a skip line, the small ones that the repository has. And the file's path.
+    /// The golden vectors of this name, and the file's path: `vectors/NAME.safetensors` in [`testdata()`], produced by public
+    /// implementations. Without that folder, the repository's small ones, with a skip message.
     ///
     /// # Panics
     /// If the folder lacks this file.
@@ -50,7 +50,7 @@ impl Vectors {
         (Self::read(&path), path)
     }
 
-    /// A file of any place.
+    /// Any safetensors file.
     ///
     /// # Panics
     /// If it cannot be read or is not a safetensors file.
@@ -98,7 +98,7 @@ impl Vectors {
     /// A tensor's shape.
     ///
     /// # Panics
-    /// If there is none of this name, as all functions below; those also if it holds another type.
+    /// If there is no tensor of this name; this holds for all functions below, which also panic if it has another type.
     pub fn shape(&self, tensor: &str) -> Vec<usize> {
         self.with(tensor, |_, shape, _| shape.to_vec())
     }
@@ -109,17 +109,17 @@ impl Vectors {
         shape.try_into().unwrap_or_else(|s| panic!("{}: {tensor} is {s:?}, expected a matrix", self.name))
     }
 
-    /// Bytes, of an unsigned or signed tensor.
+    /// Bytes of a tensor of unsigned or signed bytes.
     pub fn u8s(&self, tensor: &str) -> Vec<u8> {
         self.typed(tensor, &[Dtype::U8, Dtype::I8])
     }
 
-    /// BF16 values as they are.
+    /// BF16 values.
     pub fn bf16s(&self, tensor: &str) -> Vec<bf16> {
         self.typed(tensor, &[Dtype::BF16])
     }
 
-    /// Singles, of a tensor of singles or BF16 (widened).
+    /// F32 values of a tensor of F32 or BF16 (widened).
     pub fn f32s(&self, tensor: &str) -> Vec<f32> {
         match self.with(tensor, |dtype, _, _| dtype) {
             Dtype::BF16 => self.bf16s(tensor).into_iter().map(bf16::to_f32).collect(),

@@ -1,18 +1,18 @@
-//! Paired timing: A and B in turns, so that what the machine does meanwhile befalls both.
+//! Paired timing: A and B alternate, so that disturbances of the machine affect both.
 
 use std::fmt;
 use std::time::Instant;
 
-/// Two pieces of code timed in turns.
+/// Two pieces of code timed alternately.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Paired {
     /// Median of A, microseconds.
     pub a_us: f64,
     /// Median of B, microseconds.
     pub b_us: f64,
-    /// Median over the rounds of (time of A / time of B) within a round: above 1, B is the faster.
+    /// Median over rounds of (time of A / time of B) within a round: above 1, B is faster.
     pub ratio: f64,
-    /// Half the distance between the quartiles of those ratios, relative to their median.
+    /// Half the interquartile range of these ratios, relative to their median.
     pub spread: f64,
 }
 
@@ -23,7 +23,7 @@ impl fmt::Display for Paired {
     }
 }
 
-/// Runs A/B/A/B … for so many rounds (at least one) after one round that is not counted.
+/// Runs A, B, A, B, … for this many rounds (at least one), after an uncounted warm-up round.
 pub fn paired(rounds: usize, mut a: impl FnMut(), mut b: impl FnMut()) -> Paired {
     a();
     b();
@@ -38,7 +38,7 @@ fn time_us(f: &mut impl FnMut()) -> f64 {
 }
 
 fn summary(times: &[(f64, f64)]) -> Paired {
-    // A clock may not move at all within a short call: then neither was faster.
+    // A clock may not advance during a short call: the ratio is then 1.
     let ratios = sorted(times.iter().map(|(a, b)| if *b > 0.0 { a / b } else { 1.0 }));
     let ratio = quantile(&ratios, 0.5);
     Paired {
@@ -55,7 +55,7 @@ fn sorted(values: impl Iterator<Item = f64>) -> Vec<f64> {
     values
 }
 
-/// Linear between neighbours.
+/// Linear interpolation between neighbours.
 fn quantile(sorted: &[f64], q: f64) -> f64 {
     let at = q * (sorted.len() - 1) as f64;
     let (low, high) = (sorted[at.floor() as usize], sorted[at.ceil() as usize]);
@@ -68,7 +68,7 @@ mod tests {
 
     #[test]
     fn medians_ratios_and_their_spread() {
-        // The third round was disturbed: both slow, the ratio as ever.
+        // The third round was disturbed: both are slow, and the ratio is unchanged.
         let p = summary(&[(10.0, 5.0), (12.0, 6.0), (100.0, 50.0), (11.0, 5.0), (10.0, 5.0)]);
         assert_eq!((p.a_us, p.b_us, p.ratio, p.spread), (11.0, 5.0, 2.0, 0.0));
         let p = summary(&[(1.0, 1.0), (2.0, 1.0), (3.0, 1.0)]);

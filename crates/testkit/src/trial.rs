@@ -1,9 +1,9 @@
-//! The conformance suite on trial: it must notice a backend that computes something else.
+//! A trial of the conformance suite: it must notice a backend that computes something wrong.
 //!
-//! [`missed`] runs an operation's conformance test on a backend and, case by case, on the same backend with one defect: of each tensor
-//! that the operation reads or writes a tile is transposed, a line is shifted or a block is doubled, and what it quantizes on its way is
-//! not. For every form that a tensor has in the test, some case must come out as a failure, of those that owe the same bits and of those that
-//! owe each relative error. Where all cases owe the same bits, they notice all of this by themselves ([`owes_an_error`]).
+//! [`missed`] runs an operation's conformance test on a backend and, case by case, on the same backend with one defect: in each tensor that
+//! the operation reads or writes, a tile is transposed, a row or column is shifted or a block is doubled; each internal quantization is
+//! skipped. For every form of a tensor in the test, some case must fail, both among the cases that require the same bits and among those of
+//! each relative error. If all cases require the same bits, they notice all of this by themselves ([`owes_an_error`]).
 
 use crate::case_trial::CaseTrial;
 use crate::pair::Pair;
@@ -11,26 +11,26 @@ use crate::recorder::Recorder;
 use nibble_core::Backend;
 use std::sync::Arc;
 
-/// Whether an operation owes no more than a relative error in some case of its conformance test.
+/// Whether some case of an operation's conformance test allows a relative error.
 pub fn owes_an_error<A: Backend, B: Backend>(test: fn(&Pair<A, B>), a: &A, b: &B) -> bool {
     let trial = Arc::new(CaseTrial::default());
     test(&Pair::tried(a.clone(), b.clone(), trial.clone()));
     trial.owes_an_error()
 }
 
-/// Defects that were tried in an operation's conformance test, and those among them that no case noticed.
+/// The defects tried in an operation's conformance test, and those that no case noticed.
 #[derive(Debug)]
 pub struct Verdict {
-    /// How many there were.
+    /// Number of defects tried.
     pub tried: usize,
-    /// What was not noticed.
+    /// Defects that were not noticed.
     pub missed: Vec<String>,
 }
 
-/// Tries the conformance test of `op` on a backend that is to have its defects.
+/// Tries the conformance test of `op` on a backend with each of its defects.
 ///
 /// # Panics
-/// If the test fails without any.
+/// If the test fails without a defect.
 pub fn missed<A: Backend, B: Backend>(
     op: &'static str,
     test: fn(&Pair<A, Recorder<B>>),

@@ -1,32 +1,31 @@
-//! What [`Windows`] say, by going through all pairs of a query and a key.
+//! The contents of [`Windows`], by brute force over all pairs of a query and a key.
 
 use nibble_core::ops::Windows;
 use nibble_core::{Backend, Result};
 
-/// What hides keys from the queries of sequences.
+/// What hides keys from queries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Hiding {
-    /// Lengths of documents, one after the other and again from the first on, through all sequences. A document ends with its sequence. Empty:
-    /// a document a sequence.
+    /// Lengths of documents, repeated in order through all sequences. A document ends with its sequence. Empty: one document per sequence.
     pub documents: &'static [usize],
     /// As in [`FindWindows`](nibble_core::ops::FindWindows).
     pub window: Option<usize>,
-    /// Likewise.
+    /// As in [`FindWindows`](nibble_core::ops::FindWindows).
     pub chunk: Option<usize>,
 }
 
 impl Hiding {
-    /// Documents alone.
+    /// Documents only.
     pub const fn documents(documents: &'static [usize]) -> Self {
         Self { documents, window: None, chunk: None }
     }
 
-    /// A sliding window alone.
+    /// A sliding window only.
     pub const fn window(window: usize) -> Self {
         Self { documents: &[], window: Some(window), chunk: None }
     }
 
-    /// The number of each token's document. They are not consecutive.
+    /// The number of each token's document. The numbers are not consecutive.
     pub fn numbers(&self, sequences: usize, seq_len: usize) -> Vec<i32> {
         let (mut numbers, mut number, mut left) = (Vec::new(), -7i32, 0);
         let mut lengths = self.documents.iter().cycle();
@@ -53,7 +52,7 @@ impl Hiding {
                     && self.window.is_none_or(|most| i - j < most)
                     && self.chunk.is_none_or(|most| (i - begin[i]) / most == (j - begin[j]) / most)
             };
-            // Each token sees itself.
+            // Each token attends to itself.
             let first = |i: usize| (0..=i).find(|&j| sees(i, j)).unwrap_or(i);
             let last = |j: usize| (j..seq_len).rev().find(|&i| sees(i, j)).unwrap_or(j);
             first_key.extend((0..seq_len).map(|i| first(i) as i32));
@@ -62,10 +61,10 @@ impl Hiding {
         [first_key, end_query]
     }
 
-    /// The same on a backend.
+    /// The lists, uploaded.
     ///
     /// # Errors
-    /// What the backend returns.
+    /// The backend's error.
     pub fn upload<B: Backend>(&self, b: &B, sequences: usize, seq_len: usize) -> Result<Windows<B>> {
         let [first_key, end_query] = self.lists(sequences, seq_len);
         Ok(Windows { first_key: b.upload(&first_key)?, end_query: b.upload(&end_query)? })

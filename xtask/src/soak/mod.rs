@@ -1,4 +1,4 @@
-//! `cargo xtask soak`: ranks that are processes are killed one after another, and nothing is lost, grows or is left.
+//! `cargo xtask soak`: kills processes of a multi-process run one after another, and checks that nothing is lost, leaked or left over.
 
 #[cfg(target_os = "linux")]
 mod processes;
@@ -9,7 +9,7 @@ mod samples;
 #[cfg(target_os = "linux")]
 pub use run::soak;
 
-/// How long, and what is killed.
+/// The length of the run, and its kills.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Options {
     steps: u64,
@@ -17,14 +17,14 @@ pub struct Options {
     seed: u64,
 }
 
-/// Steps to a kill at the least: one to kill at, and some after which the run has settled.
+/// Minimum steps per kill: one for the kill, and some in which the run settles.
 const LEAST: u64 = 16;
 
 impl Options {
-    /// `--steps N --kills N --seed N`, in any order; 1000, 20 and 1 where they are left out.
+    /// `--steps N --kills N --seed N`, in any order; the defaults are 1000, 20 and 1.
     ///
     /// # Errors
-    /// What is no option; a number that is none; more kills than there are steps for.
+    /// An unknown option; a value that is no number; too few steps for the kills.
     pub fn parse(words: &[&str]) -> Result<Self, String> {
         let mut options = Self { steps: 1000, kills: 20, seed: 1 };
         for pair in words.chunks(2) {
@@ -47,13 +47,13 @@ impl Options {
         Ok(options)
     }
 
-    /// The run is divided into as many parts as there are kills, and one that stays undisturbed: steps of each.
+    /// Steps per part of the run: one part per kill, and one without.
     fn part(&self) -> u64 {
         self.steps / (self.kills + 1)
     }
 }
 
-/// Processes of other systems are not found by what they are.
+/// Other systems have no /proc to find processes in.
 ///
 /// # Errors
 /// Always.

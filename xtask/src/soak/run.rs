@@ -1,4 +1,4 @@
-//! The run that is killed again and again, and what is asked of it.
+//! The run whose ranks are killed again and again, and the checks on it.
 
 use super::Options;
 use super::processes::{self, Holds};
@@ -14,11 +14,11 @@ use std::time::{Duration, Instant};
 
 const RANKS: usize = 4;
 const EVERY: u64 = 10;
-/// Between two looks.
+/// Time between two polls.
 const LOOK: Duration = Duration::from_millis(5);
-/// The longest wait for one part of the run.
+/// The longest wait for a part of the run.
 const MOST: Duration = Duration::from_secs(600);
-/// After the line of a step up to so long until the kill, so that it meets any part of the next.
+/// The kill comes up to this long after a step's line, so that it hits any part of the next step.
 const WITHIN_MS: u64 = 60;
 
 const CONFIG: &str = r#"
@@ -51,21 +51,21 @@ threads = 1
 device = "cpu"
 "#;
 
-/// One kill and what came after.
+/// A kill, and the state after it.
 struct Kill {
     step: u64,
     rank: usize,
     on: Duration,
     launcher: Holds,
     first: Holds,
-    /// What rank 0's descriptors are of.
+    /// The names of rank 0's open files.
     files: Vec<String>,
 }
 
-/// Trains undisturbed and under `nibble launch`, whose ranks are killed, and compares.
+/// Trains once undisturbed and once under `nibble launch` with its ranks killed, and compares.
 ///
 /// # Errors
-/// If weights or moments differ, if anything grows or is left, or if a run does not go on.
+/// If weights or moments differ, if anything grows or is left over, or if a run does not continue.
 pub fn soak(options: &Options) -> Result<(), String> {
     let built = command("cargo", &["build", "--release", "--locked", "--package", "nibble-cli"]).status();
     if !built.map_err(|why| format!("cargo did not start: {why}"))?.success() {
@@ -91,7 +91,7 @@ pub fn soak(options: &Options) -> Result<(), String> {
     soak.judge(&found)
 }
 
-/// The places of a soak.
+/// The folders of a soak.
 struct Soak {
     options: Options,
     program: PathBuf,
@@ -100,7 +100,7 @@ struct Soak {
 }
 
 impl Soak {
-    /// Starts `nibble .. train` that writes to this folder; what it says goes to a file beside it.
+    /// Starts `nibble .. train` that writes to this folder; its output goes to a log file next to the folder.
     fn train(&self, before: &[&str], dir: &str) -> Result<Guard, String> {
         let log = File::create(self.log(dir)).map_err(|why| format!("{dir}.log: {why}"))?;
         let also = log.try_clone().map_err(|why| format!("{dir}.log: {why}"))?;
@@ -121,7 +121,7 @@ impl Soak {
         self.place.join(format!("{dir}.log"))
     }
 
-    /// The last lines that a run has said.
+    /// The last lines of a run's output.
     fn said(&self, dir: &str) -> String {
         let text = fs::read_to_string(self.log(dir)).unwrap_or_default();
         let lines: Vec<&str> = text.lines().collect();
@@ -144,7 +144,7 @@ impl Soak {
         );
         println!("|---|---|---|---|---|---|---|---|---|---|");
         for kill in 0..kills {
-            // The last quarter of a part is for the run to settle.
+            // The run settles in the last quarter of a part.
             let step = kill * part + 1 + random.below(part - part / 4);
             self.wait(&mut launcher, |at| at.step >= step)?;
             sleep(Duration::from_millis(random.below(WITHIN_MS)));
@@ -171,7 +171,7 @@ impl Soak {
         Ok(found)
     }
 
-    /// Kills a rank, and looks at the others once the run is at `settled`.
+    /// Kills a rank, and samples the processes once the run has reached step `settled`.
     fn kill(&self, launcher: &mut Guard, rank: usize, settled: u64) -> Result<Kill, String> {
         let number = launcher.0.id();
         let ranks = processes::ranks_of(number);
@@ -193,7 +193,7 @@ impl Soak {
         Ok(Kill { step: before.step, rank, on, launcher, first, files })
     }
 
-    /// Waits until the run is somewhere.
+    /// Waits until the run has reached a point.
     fn wait(&self, launcher: &mut Guard, is_there: impl Fn(&At) -> bool) -> Result<At, String> {
         let until = Instant::now() + MOST;
         while Instant::now() < until {
@@ -209,7 +209,7 @@ impl Soak {
         Err(format!("nothing goes on at {:?}:\n{}", self.at(), self.said("many")))
     }
 
-    /// Where the run is.
+    /// The run's current position.
     fn at(&self) -> At {
         let path = self.place.join("many/metrics.jsonl");
         let file = fs::metadata(&path).map_or(0, |metadata| metadata.ino());
@@ -234,7 +234,7 @@ impl Soak {
             }
         }
         let column = |of: &dyn Fn(&Kill) -> u64| -> Vec<u64> { found.iter().map(of).collect() };
-        // Not of ranks, each of which is new.
+        // Only the launcher: ranks are new processes after each kill.
         let resident = column(&|kill| kill.launcher.rss_kib);
         let (own, _) = growth(&column(&|kill| kill.launcher.anon_kib));
         println!("launcher's memory without pages of files: {own:+.2} KiB a restart");
@@ -258,7 +258,7 @@ impl Soak {
                 wrong.push(format!("the {what} are {samples:?}"));
             }
         }
-        // A new process each time, which has a file of a checkpoint open now and then: more than the fewest is told by name, and must not stay.
+        // A new process each time, at times with a checkpoint file open: more than the minimum is printed by name, and must not stay.
         let descriptors = column(&|kill| kill.first.fds);
         let fewest = |of: &[u64]| of.iter().copied().min().unwrap_or(0);
         let (early, late) = descriptors.split_at(descriptors.len() / 2);
@@ -279,14 +279,14 @@ impl Soak {
     }
 }
 
-/// A run as its metrics have it: which file they are in, made anew by every start, and the last step.
+/// A run's position by its metrics: the identity of the metrics file, which every start replaces, and the last step.
 #[derive(Debug)]
 struct At {
     file: u64,
     step: u64,
 }
 
-/// Ends a process that is still there, as somebody would who wants its ranks to end as well.
+/// Stops a process that still runs, such that its ranks end as well.
 struct Guard(Child);
 
 impl Drop for Guard {
@@ -316,19 +316,19 @@ fn names(folder: &Path) -> Result<Vec<String>, String> {
     Ok(entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect())
 }
 
-/// The step of a line of metrics.
+/// The step in a line of metrics.
 fn step_of(line: &str) -> Option<u64> {
     let (_, rest) = line.split_once("\"step\":")?;
     rest[..rest.find(|c: char| !c.is_ascii_digit())?].parse().ok()
 }
 
-/// The release build.
+/// The release build of `nibble`.
 fn program() -> PathBuf {
     let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root().join("target"), PathBuf::from);
     target.join("release/nibble")
 }
 
-/// Text in which there is something to learn.
+/// Text with something to learn.
 fn text() -> String {
     let words = ["nibble ", "trains ", "experts ", "in ", "four ", "bits, ", "and ", "eight.\n"];
     let mut random = Random(1);

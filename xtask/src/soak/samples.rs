@@ -1,12 +1,12 @@
-//! What processes held after each restart, and whether it grows.
+//! What processes hold after each restart, and whether it grows.
 
-/// What memory may grow by, in KiB a restart, over the second half of the restarts. A restart's threads, of which the launcher has eight for four
-/// ranks, take 8 KiB of stack each at the least: one that is left after each restart shows. In the first half an allocator still takes what it keeps.
+/// Allowed memory growth in KiB per restart, over the second half of the restarts. One leaked thread per restart shows: a stack is at
+/// least 8 KiB, and the launcher has eight threads for four ranks. In the first half, allocators still fill their caches.
 #[cfg_attr(not(target_os = "linux"), allow(dead_code))]
 pub const MOST_KIB: f64 = 8.0;
 
-/// The slope of the least-squares line through the second half of these, a unit apart, and its standard error: how far chance moves it. 0 of fewer
-/// than two, and of two the error is 0.
+/// The slope of the least-squares line through the second half of these samples, one unit apart, and its standard error, which measures
+/// chance. For fewer than two samples both are 0; for two, the error is 0.
 pub fn growth(samples: &[u64]) -> (f64, f64) {
     let half = &samples[samples.len() / 2..];
     let mean_of = |values: &mut dyn Iterator<Item = f64>| values.sum::<f64>() / half.len().max(1) as f64;
@@ -27,17 +27,17 @@ pub fn growth(samples: &[u64]) -> (f64, f64) {
     (slope, (squares.sum::<f64>() / freedom / below).sqrt())
 }
 
-/// Whether memory grows by more than [`MOST_KIB`], beyond what two standard errors may be chance.
+/// Whether memory grows by more than [`MOST_KIB`], beyond two standard errors.
 pub fn grows(samples: &[u64]) -> bool {
     let (slope, error) = growth(samples);
     slope - 2.0 * error > MOST_KIB
 }
 
-/// The random numbers of a seed: `splitmix64`.
+/// Random numbers from a seed: `splitmix64`.
 pub struct Random(pub u64);
 
 impl Random {
-    /// One below `end`, which is small against 2⁶⁴.
+    /// A number below `end`, which must be small compared to 2⁶⁴.
     pub fn below(&mut self, end: u64) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
@@ -54,12 +54,12 @@ mod tests {
     #[test]
     fn growth_is_that_of_the_second_half() {
         assert_eq!(growth(&[0, 50, 90, 100, 103, 106, 109, 112]), (3.0, 0.0));
-        // Off the line by 1/2 up and down: 1 / (4 - 2) over 5.
+        // Alternately 1/2 above and below the line: 1 / (4 - 2) over 5.
         assert_eq!(growth(&[9, 9, 7, 8, 7, 8, 8, 7]), (0.0, 0.1f64.sqrt()));
         assert_eq!(growth(&[]), (0.0, 0.0));
         assert_eq!(growth(&[4]), (0.0, 0.0));
         assert!(grows(&[0, 0, 0, 0, 0, 9, 18, 27]) && !grows(&[0, 0, 0, 0, 0, 8, 16, 24]));
-        // As steep, and chance.
+        // Equally steep, but by chance.
         assert!(growth(&[0, 0, 0, 0, 0, 80, 0, 100]).0 == 22.0 && !grows(&[0, 0, 0, 0, 0, 80, 0, 100]));
     }
 

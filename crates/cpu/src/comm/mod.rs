@@ -1,10 +1,10 @@
-//! Collectives through the host's memory, of ranks that are threads of one process, or processes.
+//! Collectives through host memory, between ranks that are threads of one process, or processes.
 //!
-//! What each rank gives to a collective lies in a `World`, where the other ranks of its communicator find it. Ranks that are threads
-//! share one world. A rank that is a process has its own; a [`Link`] carries what it gives to the worlds of the others. The code that
-//! computes a collective is the same, so the bits are.
+//! A `World` holds each rank's posts to a collective, from which the other ranks of the communicator read. Ranks that are threads share one
+//! world. A rank that is a process has its own world; a [`Link`] sends its posts to the other worlds. Both cases compute a collective
+//! with the same code and get the same bits.
 //!
-//! A rank that fails, panics or leaves fails the pending and later calls of all others, along every axis, so nobody waits forever.
+//! A rank that fails, panics or leaves fails the pending and later calls of all other ranks, along every axis, so none waits forever.
 
 mod world;
 
@@ -16,29 +16,29 @@ use std::sync::Arc;
 use std::time::Duration;
 use world::{Post, Seat, Ticket};
 
-/// Ranks that call collectives together, as one of them sees them.
+/// A circle, that is ranks that call collectives together, as one of them sees it.
 #[derive(Debug, Clone, Copy)]
 struct CircleShape {
-    /// Number of the circle.
+    /// Index of the circle.
     index: usize,
-    /// This rank's number in it.
+    /// This rank's number in the circle.
     rank: usize,
-    /// How many ranks it has.
+    /// Number of ranks in the circle.
     size: usize,
 }
 
-/// A rank's communicator, through the host's memory: with ranks that are threads of this process, or by a [`Link`] with those of other processes.
+/// A rank's communicator through host memory, with ranks that are threads of this process or, by a [`Link`], ranks of other processes.
 ///
-/// Nobody waits for a rank that will not come. A rank that calls [`Comm::abort`], that is dropped while its thread
-/// panics, or that gets an error from a collective fails the pending and later calls of all, along every axis of a mesh; so does a call that
-/// needs a rank dropped before. For that a rank's thread must own its communicators and transfers: those that outlive the thread cannot tell.
+/// No rank waits forever. A rank that calls [`Comm::abort`], is dropped while its thread panics, or gets an error from a collective
+/// fails the pending and later calls of all ranks, along every axis of a mesh; so does a call that needs a rank dropped before. For
+/// this, a rank's thread must own its communicators and transfers: those that outlive the thread cannot report its end.
 #[derive(Debug, Clone)]
 pub struct HostComm {
     circle: CircleShape,
     seat: Arc<Seat>,
 }
 
-/// The circles of a mesh, by their ranks: all; those of each replica; those with the same experts.
+/// The circles of a mesh: all ranks; the ranks of each replica; the ranks with the same experts.
 fn circles(shape: MeshShape) -> Vec<Vec<usize>> {
     let all = (0..shape.ranks()).collect();
     let replicas = (0..shape.dp).map(|d| shape.replica(d));
@@ -46,7 +46,7 @@ fn circles(shape: MeshShape) -> Vec<Vec<usize>> {
     [all].into_iter().chain(replicas).chain(same_experts).collect()
 }
 
-/// A rank's communicators in these circles.
+/// A rank's communicators, one for each of its circles.
 fn axes(shape: MeshShape, seat: &Arc<Seat>) -> Axes<HostComm> {
     let MeshShape { dp, ep } = shape;
     let (d, e) = shape.place(seat.rank);
@@ -55,7 +55,7 @@ fn axes(shape: MeshShape, seat: &Arc<Seat>) -> Axes<HostComm> {
 }
 
 impl HostComm {
-    /// The ranks of a new world of threads, in order.
+    /// Communicators of all ranks of a new world of threads, in rank order.
     pub fn world(size: usize) -> Vec<Self> {
         let seats = Seat::all(vec![(0..size).collect()], size);
         seats
@@ -63,12 +63,12 @@ impl HostComm {
             .collect()
     }
 
-    /// The ranks of a new mesh of threads, in order.
+    /// Communicators of all ranks of a new mesh of threads, in rank order.
     pub fn mesh(shape: MeshShape) -> Vec<Axes<Self>> {
         Seat::all(circles(shape), shape.ranks()).map(|seat| axes(shape, &seat)).collect()
     }
 
-    /// This process's rank of a mesh, of which every process has one, `host_ranks` of them on this host; and where what the others give arrives.
+    /// This process's rank of a mesh of one rank per process, `host_ranks` of them on this host, and the receiver of the others' posts.
     pub fn of_process(
         shape: MeshShape,
         rank: usize,
@@ -83,7 +83,7 @@ impl HostComm {
         self.seat.error(call, why)
     }
 
-    /// Runs a collective. Its error fails the world, so that no other rank waits for this one.
+    /// Runs a collective. An error fails the world, so that no other rank waits for this one.
     fn collective<T>(&self, body: impl FnOnce() -> Result<T>) -> Result<T> {
         body().inspect_err(|e| match e {
             Error::Comm { call, why, .. } => self.fail(&format!("{call}: {why}")),
@@ -91,12 +91,12 @@ impl HostComm {
         })
     }
 
-    /// Posts this rank's parts of a collective, and waits for nobody.
+    /// Posts this rank's parts of a collective, without blocking.
     fn post(&self, call: &'static str, parts: Vec<Vec<u8>>) -> Result<Ticket> {
         Ticket::new(&self.seat, self.circle, call, parts)
     }
 
-    /// Posts this rank's parts and returns everybody's, in rank order, once all have arrived.
+    /// Posts this rank's parts and returns the posts of all ranks, in rank order, once all have arrived.
     fn exchange(&self, call: &'static str, parts: Vec<Vec<u8>>) -> Result<Vec<Arc<Post>>> {
         self.post(call, parts)?.read()
     }
@@ -105,7 +105,7 @@ impl HostComm {
         self.seat.fail(why);
     }
 
-    /// This rank's part, of as many as there are ranks.
+    /// This rank's part; there must be one per rank.
     fn part<'p, P>(&self, call: &'static str, parts: &'p [P]) -> Result<&'p P> {
         match parts.get(self.circle.rank) {
             Some(mine) if parts.len() == self.circle.size => Ok(mine),
@@ -113,7 +113,7 @@ impl HostComm {
         }
     }
 
-    /// What goes to each rank of these sums, one behind the other.
+    /// The bytes for each rank, the sums' parts one after the other.
     fn cut<B: Backend>(&self, call: &'static str, b: &B, sums: &[TreeSum<B>]) -> Result<Vec<Vec<u8>>> {
         let mut cut = vec![Vec::new(); self.circle.size];
         for TreeSum { values, parts, into } in sums {
@@ -130,7 +130,7 @@ impl HostComm {
         Ok(cut)
     }
 
-    /// The sums of what all ranks have sent to this one, each as long as it is to be.
+    /// Sums what all ranks have sent to this rank into buffers of the expected lengths.
     fn sum<B: Backend>(&self, b: &B, ticket: Ticket, into: &mut [B::Buf<f32>]) -> Result<()> {
         let call = ticket.call;
         let posts = ticket.read()?;
@@ -143,7 +143,7 @@ impl HostComm {
         let sums = tree_sum(level.map(bytemuck::pod_collect_to_vec).collect());
         let mut rest = sums.as_slice();
         for into in into {
-            // As many as all of them together: checked above.
+            // The total length was checked above.
             let (now, later) = rest.split_at(B::len(into));
             b.write(into, 0, now)?;
             rest = later;
@@ -151,13 +151,13 @@ impl HostComm {
         Ok(())
     }
 
-    /// The rows of all ranks to this one, so many from each.
+    /// The rows that all ranks have sent to this rank, `recv_rows` from each.
     fn rows(&self, ticket: Ticket, row_bytes: usize, recv_rows: &[usize]) -> Result<Vec<u8>> {
         let call = ticket.call;
         let posts = ticket.read()?;
         let parts = || posts.iter().map(|post| post.part(self.circle.rank));
         for (from, (part, rows)) in parts().zip(recv_rows).enumerate() {
-            // As many bytes have room, which was looked at before.
+            // The capacity for these bytes was checked before.
             if rows * row_bytes != part.len() {
                 let came = part.len();
                 let why =
@@ -168,7 +168,7 @@ impl HostComm {
         Ok(parts().collect::<Vec<_>>().concat())
     }
 
-    /// Lays what every rank has sent to its part.
+    /// Writes what every rank has sent to the ranges of its part.
     fn lay<B: Backend>(
         &self,
         b: &B,
@@ -185,7 +185,7 @@ impl HostComm {
                 return Err(self.error(call, why));
             }
             for range in part {
-                // As many as all ranges together: checked above.
+                // The total length was checked above.
                 let (now, later) = rest.split_at(range.len());
                 b.write(into, range.start, now)?;
                 rest = later;
@@ -194,7 +194,7 @@ impl HostComm {
         Ok(())
     }
 
-    /// Every rank's same-sized values, in rank order.
+    /// The values of all ranks, equally many from each, in rank order.
     fn gather_values<B: Backend, T: Plain>(
         &self,
         call: &'static str,
@@ -304,7 +304,7 @@ impl<B: Backend> Comm<B> for HostComm {
         })?;
         let (comm, recv_rows) = (self.clone(), recv_rows.to_vec());
         Ok(Transfer::new(move |b: &B| {
-            // What is sent is kept until here, where a device would read it up to now.
+            // The send buffer lives until here, as a device would read it up to now.
             let _send = send;
             comm.collective(|| b.write(&mut into, 0, &comm.rows(ticket, row_bytes, &recv_rows)?))
                 .map(|()| into)
@@ -316,7 +316,7 @@ impl<B: Backend> Comm<B> for HostComm {
         let ticket = self.collective(|| self.post(CALL, self.cut(CALL, b, &sums)?))?;
         let comm = self.clone();
         Ok(Transfer::new(move |b| {
-            // The values are kept until here, where a device would read them up to now.
+            // The values live until here, as a device would read them up to now.
             let mut into: Vec<_> = sums.into_iter().map(|sum| sum.into).collect();
             comm.collective(|| comm.sum(b, ticket, &mut into)).map(|()| into)
         }))
@@ -341,7 +341,7 @@ impl<B: Backend> Comm<B> for HostComm {
         })?;
         let (comm, parts) = (self.clone(), parts.to_vec());
         Ok(Transfer::new(move |b| {
-            // Kept until here, where a device would read it up to now.
+            // The buffer lives until here, as a device would read it up to now.
             drop(mine);
             comm.collective(|| comm.lay(b, ticket, &parts, &mut into)).map(|()| into)
         }))
@@ -376,7 +376,7 @@ impl<B: Backend> Comm<B> for HostComm {
     }
 }
 
-/// The bytes of each rank's rows, the first of `bytes`; `None` if there are too few.
+/// Splits off each rank's rows, from the beginning of `bytes`; `None` if there are too few bytes.
 fn split_rows(bytes: &[u8], row_bytes: usize, rows: &[usize]) -> Option<Vec<Vec<u8>>> {
     let mut rest = bytes;
     let mut parts = Vec::with_capacity(rows.len());
@@ -388,12 +388,12 @@ fn split_rows(bytes: &[u8], row_bytes: usize, rows: &[usize]) -> Option<Vec<Vec<
     Some(parts)
 }
 
-/// The bytes of all of these ranges.
+/// The total bytes of these ranges.
 fn bytes_of(part: &[Range<usize>]) -> usize {
     part.iter().map(ExactSizeIterator::len).sum()
 }
 
-/// The sum over ranks by a balanced tree, one at least.
+/// The sum over ranks (at least one) by a balanced tree.
 fn tree_sum(mut level: Vec<Vec<f32>>) -> Vec<f32> {
     while level.len() > 1 {
         level = level
@@ -412,7 +412,7 @@ mod tests {
     use super::*;
     use crate::Cpu;
 
-    /// Collectives whose posts some rank may still read.
+    /// The number of collectives whose posts some rank may still read.
     fn kept(comm: &HostComm) -> usize {
         comm.seat
             .world()
@@ -424,7 +424,7 @@ mod tests {
             .count()
     }
 
-    /// All ranks of one thread: nothing here waits for a rank that has not posted.
+    /// All ranks are on one thread: no call here waits for a rank that has not posted.
     #[test]
     fn a_collective_stays_until_every_rank_is_done_with_it() {
         let cpu = Cpu::new(1).unwrap();
@@ -447,13 +447,13 @@ mod tests {
             "what a rank gave stays when it drops its own"
         );
         assert!(comms[0].seat.world().lock().circle(0).rounds.is_empty());
-        // One that is dropped before the other rank has come.
+        // One transfer is dropped before the other rank has called.
         drop(begin(&comms[0]));
         drop(begin(&comms[1]));
         assert!(comms[0].seat.world().lock().circle(0).rounds.is_empty());
     }
 
-    /// Carries nothing.
+    /// A link that sends nothing.
     #[derive(Debug)]
     struct Nowhere;
 
@@ -463,7 +463,7 @@ mod tests {
         fn leave(&self) {}
     }
 
-    /// The rank of a process drops a transfer, behind one that it has yet to wait for, before another process's rank has come to either.
+    /// A process's rank drops a transfer, started after one that it still waits for, before the other process's rank has called either.
     #[test]
     fn what_comes_for_a_dropped_transfer_is_left() {
         let cpu = Cpu::new(1).unwrap();

@@ -1,7 +1,7 @@
-//! Where ranks meet: what each has given to which collective, and who has failed or left.
+//! The state of collectives: the posts of every rank to each collective, and which ranks have failed or left.
 //!
-//! Ranks that are threads share one world. A rank that is a process has one of its own; a [`Link`] carries what it gives to the others', and
-//! [`Arrivals`] takes what theirs bring.
+//! Ranks that are threads share one world. A rank that is a process has its own world: a [`Link`] sends its posts to the worlds of the
+//! other processes, and [`Arrivals`] receives theirs.
 
 use super::CircleShape;
 use nibble_core::{Error, Result};
@@ -12,23 +12,23 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Carries what the rank of this process gives to the ranks of others. The first failure is told to all of them before anything that a rank
-/// says once it has heard of it: else they would take that for the cause.
+/// Sends the posts of this process's rank to the ranks of other processes. A first failure must reach every rank before any later message
+/// of a rank that knows of it: otherwise that message would be taken for the cause.
 pub trait Link: Debug + Send + Sync {
-    /// Sends to a rank, by its number among all, what this one gives it in the `number`th collective of a circle of ranks. Waits for nobody.
+    /// Sends a rank (numbered in the world) this rank's bytes for collective number `number` of a circle of ranks. Does not block.
     fn send(&self, to: usize, circle: usize, number: usize, call: &str, bytes: &[u8]);
-    /// Tells all that this rank has failed.
+    /// Tells all ranks that this rank has failed.
     fn fail(&self, why: &str);
-    /// This rank gives nothing more.
+    /// Tells all ranks that this rank posts nothing more.
     fn leave(&self);
 }
 
-/// What ranks have given so far, as one process sees it.
+/// All posts so far, as one process sees them.
 pub(super) struct World {
     state: Mutex<State>,
     changed: Condvar,
     link: Option<Arc<dyn Link>>,
-    /// How many ranks are on this host.
+    /// Number of ranks on this host.
     pub host_ranks: usize,
 }
 
@@ -40,53 +40,53 @@ impl Debug for World {
 
 #[derive(Debug)]
 pub(super) struct State {
-    /// Those who call collectives together.
+    /// The groups of ranks that call collectives together.
     circles: Vec<Circle>,
-    /// Ranks whose communicators are gone. What they posted before still counts.
+    /// Whether each rank has left: its communicators are gone. Its earlier posts still count.
     left: Vec<bool>,
-    /// The first failure of any rank, and which it was. It never goes away.
+    /// The first failure of any rank, naming the rank. Permanent.
     failure: Option<String>,
 }
 
-/// Ranks that call collectives together: all of a world, or those along an axis of a mesh.
+/// Ranks that call collectives together: all ranks of a world, or the ranks along an axis of a mesh.
 #[derive(Debug)]
 pub(super) struct Circle {
-    /// Its ranks by their numbers in the world, in the circle's order.
+    /// World ranks of the members, in the circle's order.
     members: Vec<usize>,
-    /// How many of them read here: all, or the one of this process.
+    /// Number of members that read in this process: all, or its only rank.
     readers: usize,
-    /// The collectives that some rank has yet to read, in order.
+    /// Collectives that some rank has yet to read, in order.
     pub rounds: VecDeque<Round>,
-    /// How many came before these.
+    /// Number of collectives before `rounds`.
     gone: usize,
-    /// The number of collectives that each rank of this process has called.
+    /// Number of collectives that each rank of this process has called.
     called: Vec<usize>,
 }
 
-/// A collective.
+/// The state of one collective.
 #[derive(Debug)]
 pub(super) struct Round {
-    /// What each rank posted for it; `None` until it calls.
+    /// Each rank's post; `None` until the rank calls.
     pub posts: Vec<Option<Arc<Post>>>,
-    /// Ranks that are done with it. Each has posted before.
+    /// Number of ranks that are done with it. Each of them has posted.
     done: usize,
 }
 
 impl Circle {
-    /// Puts a rank's post to the others of the same collective.
+    /// Adds a rank's post to its collective.
     fn put(&mut self, rank: usize, number: usize, post: Arc<Post>) {
-        // Of a collective that every reader here is done with: they asked for no answer.
+        // Every local reader is done with this collective, and needs no post.
         let Some(round) = number.checked_sub(self.gone) else { return };
         while self.rounds.len() <= round {
             self.rounds.push_back(Round { posts: vec![None; self.members.len()], done: 0 });
         }
-        // A round that every reader here is done with, while an earlier one is not, has no places any more.
+        // A round that every local reader is done with, but an earlier round is not, has no posts left.
         if let Some(place) = self.rounds[round].posts.get_mut(rank) {
             *place = Some(post);
         }
     }
 
-    /// A rank needs nothing more of a collective. What every reader is done with goes, here or with the last one before it.
+    /// A rank is done with a collective. A round is removed when every reader is done with it and with all rounds before it.
     fn done(&mut self, number: usize) {
         let readers = self.readers;
         let round = &mut self.rounds[number - self.gone];
@@ -105,12 +105,12 @@ impl Circle {
 #[derive(Debug)]
 pub(super) struct Post {
     call: Cow<'static, str>,
-    /// Bytes for each rank; one entry for all where everybody gets the same, and of another process's rank, which sends no more than that.
+    /// Bytes for each rank. One entry if all ranks get the same, or if another process posted: it sends only this rank's bytes.
     parts: Vec<Vec<u8>>,
 }
 
 impl Post {
-    /// What a rank of the circle is given.
+    /// The bytes for a rank of the circle.
     pub fn part(&self, rank: usize) -> &[u8] {
         let part = if self.parts.len() == 1 { self.parts.first() } else { self.parts.get(rank) };
         part.map_or(&[], Vec::as_slice)
@@ -122,7 +122,7 @@ impl World {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The world's failure becomes this, if there is none yet.
+    /// Records the world's first failure; later ones are ignored.
     fn failed(&self, why: impl FnOnce() -> String) {
         self.lock().failure.get_or_insert_with(why);
         self.changed.notify_all();
@@ -142,13 +142,13 @@ impl State {
     }
 }
 
-/// A rank's place in a world, as long as it has a communicator or a transfer.
+/// A rank's place in a world, held by its communicators and transfers.
 #[derive(Debug)]
 pub(super) struct Seat {
-    /// Its number among all.
+    /// The rank's number in the world.
     pub rank: usize,
     world: Arc<World>,
-    /// Nanoseconds that it has waited for others.
+    /// Nanoseconds spent waiting for other ranks.
     waited: AtomicU64,
 }
 
@@ -157,14 +157,14 @@ impl Seat {
         Arc::new(Self { rank, world: world.clone(), waited: AtomicU64::new(0) })
     }
 
-    /// Those of a new world that all ranks share, who meet in these circles.
+    /// The seats of all ranks in a new shared world with these circles.
     pub fn all(circles: Vec<Vec<usize>>, size: usize) -> impl Iterator<Item = Arc<Self>> {
         let readers = |members: &Vec<usize>| members.len();
         let world = world(circles, readers, (size, size), None);
         (0..size).map(move |rank| Seat::new(&world, rank))
     }
 
-    /// That of the one rank of this process, and where the others' posts arrive.
+    /// The seat of this process's only rank, and the receiver of the other ranks' posts.
     pub fn linked(
         circles: Vec<Vec<usize>>,
         (rank, size): (usize, usize),
@@ -186,12 +186,12 @@ impl Seat {
         }
     }
 
-    /// How long it has waited for others.
+    /// Time spent waiting for other ranks.
     pub fn waited(&self) -> Duration {
         Duration::from_nanos(self.waited.load(Ordering::Relaxed))
     }
 
-    /// The world's failure, if there is one.
+    /// Fails if the world has failed.
     pub fn check(&self, call: &'static str) -> Result<()> {
         self.check_in(call, &self.world.lock())
     }
@@ -238,16 +238,16 @@ fn world(
     Arc::new(World { state: Mutex::new(state), changed: Condvar::new(), link, host_ranks })
 }
 
-/// Takes what the ranks of other processes give. Nothing that they send can be wrong for it: what belongs to no circle of this rank is left.
+/// Receives the posts of ranks in other processes. No message is an error here: those for circles without this rank are ignored.
 #[derive(Debug)]
 pub struct Arrivals {
     world: Arc<World>,
 }
 
 impl Arrivals {
-    /// What the rank of this number among all gave to this process's rank, in the `number`th collective of a circle.
+    /// Bytes that world rank `from` sent to this process's rank, for collective number `number` of a circle.
     pub fn rows(&self, from: usize, circle: usize, number: usize, call: String, bytes: Vec<u8>) {
-        /// Collectives that a rank can be ahead of another; more is no rank's doing, and would only take memory.
+        /// Limit on how many collectives a rank can be ahead of another. No rank reaches it; it bounds memory.
         const MOST_AHEAD: usize = 1 << 16;
         let mut state = self.world.lock();
         let Some(circle) = state.circles.get_mut(circle) else { return };
@@ -259,7 +259,7 @@ impl Arrivals {
         self.world.changed.notify_all();
     }
 
-    /// Another rank gives nothing more: what it gave before has arrived.
+    /// A rank posts nothing more; its earlier posts have arrived.
     pub fn left(&self, rank: usize) {
         self.world.left(rank);
     }
@@ -270,7 +270,7 @@ impl Arrivals {
     }
 }
 
-/// A collective that a rank has called. Dropped, it tells that the rank is done with it, whether it has read what the others gave or not.
+/// A collective that a rank has called. Dropping it marks the rank as done with the collective, whether or not it has read the posts.
 #[derive(Debug)]
 pub(super) struct Ticket {
     seat: Arc<Seat>,
@@ -280,7 +280,7 @@ pub(super) struct Ticket {
 }
 
 impl Ticket {
-    /// Posts a rank's parts of its next collective, and waits for nobody.
+    /// Posts a rank's parts of its next collective, without blocking.
     pub fn new(
         seat: &Arc<Seat>,
         circle: CircleShape,
@@ -306,16 +306,16 @@ impl Ticket {
         Ok(Self { seat: seat.clone(), circle, call, number })
     }
 
-    /// What everybody posted, in rank order, once all have.
+    /// Blocks until all ranks have posted; returns the posts in rank order.
     pub fn read(self) -> Result<Vec<Arc<Post>>> {
         let Self { seat, circle, call, number } = &self;
         let mut state = seat.world.lock();
         let mut began = None;
         let all: Vec<Arc<Post>> = loop {
             let Circle { members, rounds, gone, .. } = state.circle(circle.index);
-            // A round stays until this rank is done with it.
+            // A round is kept until this rank is done with it.
             let posts = &rounds[number - gone].posts;
-            // Complete: a rank that has failed since does not change what it gave. The next call tells.
+            // All posts are here: a rank that has failed since does not invalidate its post. The next call reports the failure.
             if let Some(all) = posts.iter().cloned().collect() {
                 break all;
             }

@@ -16,7 +16,7 @@ pub(super) fn fp8(table: &[u16; 128], code: u8) -> u16 {
     table[usize::from(code & 0x7F)] | u16::from(code & 0x80) << 8
 }
 
-/// Decodes the first `N` codes of an element; the upper half of their F32 bits is all of them (a NaN's too).
+/// Decodes the first `N` codes of an element. The upper half of their F32 bits is exact (also for NaN).
 const fn bf16_bits<const N: usize>(element: Element) -> [u16; N] {
     let mut table = [0; N];
     let mut code = 0;

@@ -1,8 +1,8 @@
-//! Cuts products into tasks and tasks into tiles.
+//! Splits products into tasks and tasks into tiles.
 //!
-//! A task owns a rectangle of one product's output over its whole contraction: it packs its own panels of B, then
-//! block after block of A's rows, and writes its rectangle. Nothing is shared between tasks, so nothing is waited
-//! for, and no bit depends on who runs which.
+//! A task owns a rectangle of one product's output over its whole contraction. It packs its own panels of B, then A's rows
+//! block by block, and writes its rectangle. Tasks share nothing, so none waits for another, and no bit depends on which
+//! thread runs which task.
 
 use super::operand::{OperandView, Output, OutputData};
 use super::pack::{self, PanelRows, SLACK};
@@ -13,18 +13,18 @@ use rayon::prelude::*;
 use std::cell::RefCell;
 use std::ops::Range;
 
-/// One product among those of a call: `out[i][j]` = `A[i]·B[j]` over `k`.
+/// One of a call's products: `out[i][j]` = `A[i]·B[j]` over `k`.
 pub(super) struct Problem<'a> {
     pub a: OperandView<'a>,
     pub b: OperandView<'a>,
     pub m: usize,
     pub n: usize,
     pub k: usize,
-    /// Index of the output's element (0, 0).
+    /// Index of element (0, 0) of the output.
     pub out: usize,
 }
 
-/// All of a call's products. The problems' outputs are disjoint and, like their operands, within their slices; all
+/// All of a call's products. Outputs are disjoint; outputs and operands are within their slices; all
 /// pairs of operands have the same dot and block; the machine has `isa`.
 pub(super) struct Job<'a> {
     pub isa: Isa,
@@ -40,7 +40,7 @@ pub struct Scratch {
     b: Buffer,
     a_scales: Buffer,
     b_scales: Buffer,
-    /// Tiles whose chains are not finished, or that do not go to the output as they are.
+    /// Tiles whose chains are unfinished, or that cannot be written to the output directly.
     tiles: Buffer,
     a_lowest: Vec<u8>,
     b_lowest: Vec<u8>,
@@ -68,7 +68,7 @@ impl Buffer {
         bytemuck::cast_slice_mut(self.words(len))
     }
 
-    /// The beginning of all that was asked for so far.
+    /// The beginning of the words requested so far.
     fn start<T>(&self) -> *const T {
         self.0.as_ptr().cast()
     }
@@ -82,15 +82,15 @@ thread_local! {
 const SERIAL_WORK: usize = 1 << 20;
 /// Multiply-adds below which a task is not cut further.
 const MIN_TASK_WORK: usize = 1 << 20;
-/// Units of the contraction whose panels stay in the caches together.
+/// Units of the contraction whose panels are in the caches together.
 const CHUNK_UNITS: usize = 1024;
-/// Words of B that a task packs at most (1 MiB), if they hold one panel.
+/// Words of B that a task packs at most (1 MiB), unless one panel is larger.
 const MAX_B_WORDS: usize = 1 << 18;
-/// Words of A that are packed at a time: half of an L2 cache's half.
+/// Words of A packed at a time: about a quarter of an L2 cache.
 const MAX_A_WORDS: usize = 48 << 10;
-/// Rows that a task has at least if there are as many, so that its packing of B pays.
+/// Minimum rows of a task, if there are as many, so that packing B pays off.
 const MIN_TASK_ROWS: usize = 240;
-/// Columns that a task has at least if there are as many.
+/// Minimum columns of a task, if there are as many.
 const MIN_TASK_COLUMNS: usize = 64;
 
 /// A rectangle of a problem's output.
@@ -126,7 +126,7 @@ pub(super) fn serial(job: &Job, out: Output, scratch: &mut Scratch) {
     }
 }
 
-/// The output as the tasks write it, each its own rectangle.
+/// The output, of which each task writes its own rectangle.
 struct Target {
     base: *mut u8,
     is_f32: bool,
@@ -147,7 +147,7 @@ impl Target {
         Self { base, is_f32, stride: out.stride, accumulate: out.accumulate, resume: out.resume }
     }
 
-    /// Asks for the cache lines of a tile before its sums are formed: the stores then find them there.
+    /// Prefetches the cache lines of a tile before its sums are computed, for the stores.
     fn prefetch(&self, at: usize, rows: usize, columns: usize) {
         let size = if self.is_f32 { size_of::<f32>() } else { size_of::<bf16>() };
         for i in 0..rows {
@@ -164,11 +164,11 @@ impl Target {
         }
     }
 
-    /// Copies the sums of a tile to a buffer of its own, zeros where the tile reaches past the output.
+    /// Copies the sums of a tile to a separate buffer; zeros where the tile extends past the output.
     ///
     /// # Safety
-    /// The output is F32; rows of `columns` elements from `at` on are this task's alone. `tile` has room for `height` rows of
-    /// `width`, at least as many.
+    /// The output is F32; rows of `columns` elements from `at` on belong to this task alone. `tile` holds `height` rows of
+    /// `width`, at least as many as are copied.
     unsafe fn load(
         &self,
         at: usize,
@@ -187,7 +187,7 @@ impl Target {
     }
 
     /// # Safety
-    /// Rows of `columns` elements from `at` on are this task's alone; `tile` has as many, `tile_stride` apart.
+    /// Rows of `columns` elements from `at` on belong to this task alone; `tile` has as many, `tile_stride` apart.
     #[inline(always)]
     unsafe fn finish(&self, at: usize, rows: usize, columns: usize, tile: *const f32, tile_stride: usize) {
         for i in 0..rows {
@@ -233,13 +233,13 @@ impl Target {
     }
 }
 
-/// What a task works with while it runs.
+/// A task's kernels and block sizes.
 struct Extent {
     kernels: Kernels,
     /// Units of the whole contraction and of one chunk of it.
     units: usize,
     chunk_units: usize,
-    /// Units of a block of scales (the whole contraction without scales), and their number.
+    /// Units of a scale block (without scales, the whole contraction), and the number of blocks.
     block_units: usize,
     num_blocks: usize,
     /// Rows of A packed at a time.
@@ -270,7 +270,7 @@ impl Job<'_> {
         Extent { kernels, units, chunk_units, block_units, num_blocks, block_rows }
     }
 
-    /// Cuts the problems into tasks of about equal work for `threads`.
+    /// Splits the problems into tasks of about equal work for `threads`.
     fn tasks(&self, threads: usize) -> Vec<Task> {
         let target = if threads == 1 { usize::MAX } else { (self.work() / (4 * threads)).max(MIN_TASK_WORK) };
         let mut tasks = Vec::new();
@@ -349,8 +349,8 @@ impl Job<'_> {
         }
     }
 
-    /// Packs a chunk of a block of A's rows. The lowest exponents become those of the contraction up to here:
-    /// a sum that goes on inherits the smallest quantum of all that went into it.
+    /// Packs a chunk of a block of A's rows. The lowest exponents are those of the contraction so far:
+    /// a resumed sum inherits the smallest quantum of all its terms.
     fn pack_a(&self, p: &Problem, chunk: &Chunk, kernels: &Kernels, scratch: &mut Scratch) {
         let per_unit = if self.dot == DotKind::F32 { 1 } else { 2 };
         let k = chunk.first_unit * per_unit..((chunk.first_unit + chunk.units) * per_unit).min(p.k);
@@ -396,9 +396,9 @@ impl Job<'_> {
                 if chunk.is_last {
                     target.prefetch(at, ap.rows, bp.rows);
                 }
-                // SAFETY: the panels lie where `pack_a` and `pack_b` put them, and the scales beside them; a tile's
-                // buffer holds the largest tile, and sums that are resumed are those of an F32 output; a direct tile is within this task's rectangle of the output. The
-                // machine has the kernel's instructions, and the widths are those of its kernels.
+                // SAFETY: `pack_a` and `pack_b` put the panels here, followed by their scales; a tile's buffer holds the largest tile;
+                // resumed sums are those of an F32 output; a direct tile is within this task's rectangle of the output. The machine has the
+                // kernel's instructions, and the widths are those of its kernels.
                 unsafe {
                     let (out, stride) = if direct {
                         (target.base.cast::<f32>().add(at), target.stride)
@@ -462,7 +462,7 @@ impl Job<'_> {
     }
 }
 
-/// Whether chains that go on from these sums can pass through a tiny number.
+/// Whether chains that continue from these sums can pass through a tiny number.
 ///
 /// # Safety
 /// `rows` of `columns` sums, `stride` apart, are readable and initialised.
@@ -474,10 +474,10 @@ unsafe fn sums_may_be_tiny(sums: *const f32, (rows, columns): (usize, usize), st
     })
 }
 
-/// Runs a tile block after block; `rows` and `columns` are the widths of its panels and their scales.
+/// Runs a tile, one scale block at a time; `rows` and `columns` are the widths of its panels and of their scales.
 ///
 /// # Safety
-/// As for the kernels of `x`; the scales reach over all blocks of the tile's units.
+/// As for the kernels of `x`; the scales cover all blocks of the tile's units.
 unsafe fn blocks(
     x: &Extent,
     run: RunTile,
@@ -489,7 +489,7 @@ unsafe fn blocks(
     while left > 0 {
         tile.units = left.min(x.block_units);
         tile.scales = Some((sa, sb));
-        // SAFETY: the caller promises the panels and scales of every block, one behind the other.
+        // SAFETY: the caller promises the panels and scales of every block, one after the other.
         unsafe {
             run(&tile, rows, columns / x.kernels.lanes);
             tile.a = tile.a.add(tile.units * rows);
@@ -501,7 +501,7 @@ unsafe fn blocks(
     }
 }
 
-/// Makes a packed panel fit for an emulated BF16 dot and says how small its elements are.
+/// Prepares a packed panel for an emulated BF16 dot and returns its lowest exponent field.
 fn lowest_exponent(kernels: &Kernels, from: &OperandView, panel: &mut [u32]) -> u8 {
     match kernels.run_flushing {
         Some(_) if pack::may_be_tiny(&from.data) => pack::flush_subnormals(panel),
@@ -509,7 +509,7 @@ fn lowest_exponent(kernels: &Kernels, from: &OperandView, panel: &mut [u32]) -> 
     }
 }
 
-/// A stretch of the contraction for a block of A's rows.
+/// A part of the contraction for a block of A's rows.
 struct Chunk {
     rows: Range<usize>,
     first_unit: usize,
@@ -518,7 +518,7 @@ struct Chunk {
     is_last: bool,
 }
 
-/// `0..total` in pieces of about equal length, none longer than `most` rounded up to a multiple of `align`.
+/// Splits `0..total` into pieces of about equal length, none longer than `most` rounded up to a multiple of `align`.
 fn even_cuts(total: usize, most: usize, align: usize) -> impl Iterator<Item = Range<usize>> {
     let pieces = total.div_ceil(most).max(1);
     let length = total.div_ceil(pieces).next_multiple_of(align).max(1);

@@ -1,13 +1,13 @@
 use std::fmt;
 
-/// What is wrong with the arguments of a product.
+/// An invalid argument of a product.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GemmError {
-    /// The argument, as the entry point names it.
+    /// The argument's name at the entry point.
     pub argument: &'static str,
-    /// What it was.
+    /// The value passed.
     pub got: String,
-    /// What it had to be.
+    /// The value required.
     pub expected: String,
 }
 

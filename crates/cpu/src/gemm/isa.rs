@@ -1,29 +1,29 @@
 use super::GemmError;
 
-/// The instruction set a product runs on. Every one gives the same bits; they differ in speed alone.
+/// The instruction set of a product. All give the same bits and differ only in speed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Isa {
     /// Plain Rust, vectorised by the compiler where the target has a fused multiply-add.
     Portable,
-    /// x86-64 with AVX2 and FMA: 8 lanes; the BF16 dot is emulated with two FMAs a pair.
+    /// x86-64 with AVX2 and FMA: 8 lanes; the BF16 dot is emulated with two FMAs per pair.
     Avx2,
-    /// x86-64 with AVX-512 F, BW, DQ and VL: 16 lanes; the BF16 dot is emulated with two FMAs a pair.
+    /// x86-64 with AVX-512 F, BW, DQ and VL: 16 lanes; the BF16 dot is emulated with two FMAs per pair.
     Avx512,
     /// AVX-512 with `vdpbf16ps`, which defines the BF16 dot.
     Avx512Bf16,
 }
 
 impl Isa {
-    /// All of them, slowest first.
+    /// All instruction sets, slowest first.
     pub const ALL: [Isa; 4] = [Isa::Portable, Isa::Avx2, Isa::Avx512, Isa::Avx512Bf16];
 
-    /// The fastest one this machine has.
+    /// The fastest instruction set of this machine.
     pub fn best() -> Self {
-        // `Portable` is supported everywhere, so the search always ends there at the latest.
+        // `Portable` is supported everywhere, so the search always finds one.
         Self::ALL.into_iter().rev().find(|isa| isa.is_supported()).unwrap_or(Isa::Portable)
     }
 
-    /// Whether this machine can run it.
+    /// Whether this machine supports it.
     pub fn is_supported(self) -> bool {
         #[cfg(target_arch = "x86_64")]
         {

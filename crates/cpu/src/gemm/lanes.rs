@@ -1,4 +1,4 @@
-//! A register of F32 lanes, once for each instruction set; the tile kernels are written over it.
+//! A register of F32 lanes, one type per instruction set; the tile kernels are generic over it.
 
 use super::spec::{TWO_POW_64, TWO_POW_NEG_62};
 
@@ -6,8 +6,8 @@ use super::spec::{TWO_POW_64, TWO_POW_NEG_62};
 /// half, the odd one in the high half.
 ///
 /// # Safety
-/// Every method may execute instructions of the vector's instruction set: the caller has established that the
-/// machine has them. `load` and `store` touch `N` consecutive numbers at a pointer of any alignment.
+/// Every method may execute instructions of the vector's instruction set: the caller has checked that the
+/// machine has them. `load` and `store` access `N` consecutive numbers at a pointer of any alignment.
 pub(super) trait Lanes: Copy {
     /// Number of lanes.
     const N: usize;
@@ -22,13 +22,13 @@ pub(super) trait Lanes: Copy {
     unsafe fn even(self) -> Self;
     /// The odd BF16 number of each pair as F32.
     unsafe fn odd(self) -> Self;
-    /// Keeps only the sign bit of the lanes where |`witness`| < `limit`.
+    /// Clears all bits but the sign in the lanes where |`witness`| < `limit`.
     unsafe fn flush_where_below(self, witness: Self, limit: Self) -> Self;
 
     /// `self · b + c` with a tiny result flushed to a signed zero (see `spec::dot_bf16`).
     #[inline(always)]
     unsafe fn fma_ftz(self, b: Self, c: Self) -> Self {
-        // SAFETY: the caller of this method promises the instruction set, which is all these need.
+        // SAFETY: the caller of this method promises the instruction set, and nothing else is needed.
         unsafe {
             let by = Self::splat(TWO_POW_64);
             let magnified = self.mul(by).fma(b, c.mul(by));

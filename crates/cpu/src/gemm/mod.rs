@@ -1,13 +1,13 @@
 //! The matrix product of the CPU: D = A·Bᵀ on plain slices, A `[m, k]`, B `[n, k]`, with the three dots of
-//! [`spec`] in the same bits on every instruction set and for every number of threads.
+//! [`spec`]. All instruction sets and thread counts give the same bits.
 //!
-//! Operands are strided views ([`OperandView`]) of F32, BF16, or FP8 and FP4 codes with scales; F32 and BF16 may lie
-//! transposed, which gives A·B and Aᵀ·B. Which dot is used follows from the operands: F32 with F32, else the BF16
+//! Operands are strided views ([`OperandView`]) of F32, BF16, or FP8 and FP4 codes with scales. F32 and BF16 may be
+//! transposed, which gives A·B and Aᵀ·B. The operands determine the dot: F32 with F32, else the BF16
 //! dot, block by block if there are scales.
 //!
-//! How it is fast: operands are packed into panels (`pack`) that fit the register tiles (`tile`); a product is cut
-//! into tasks that rayon balances (`drive`). The contraction is never split between threads, and a chain that is
-//! interrupted to stay in the caches goes on from the F32 that it left.
+//! Speed: operands are packed into panels (`pack`) that fit the register tiles (`tile`); a product is split
+//! into tasks that rayon balances (`drive`). The contraction is never split between threads. A chain that is
+//! interrupted so that operands stay in the caches resumes from its F32 partial sum.
 
 mod decode;
 mod drive;
@@ -38,7 +38,7 @@ pub struct Group {
     pub len: usize,
 }
 
-/// The products, on one instruction set. Parallel entry points use the rayon pool they are called in.
+/// The products on one instruction set. Parallel entry points use the rayon pool in which they are called.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Engine {
     isa: Isa,
@@ -54,7 +54,7 @@ impl Engine {
     /// The engine on a chosen instruction set.
     ///
     /// # Errors
-    /// If the machine lacks it.
+    /// If the machine does not support it.
     pub fn with_isa(isa: Isa) -> Result<Self, GemmError> {
         Ok(Self { isa: isa.checked()? })
     }
@@ -79,7 +79,7 @@ impl Engine {
         Ok(())
     }
 
-    /// D = A·Bᵀ on the calling thread alone, for use within a parallel region: attention does its heads so.
+    /// D = A·Bᵀ on the calling thread alone, for use within a parallel region.
     ///
     /// # Errors
     /// As [`Engine::gemm`].
@@ -106,11 +106,11 @@ impl Engine {
         self.job(vec![Problem { a: *a, b: *b, m, n, k, out: out.offset }], out)
     }
 
-    /// For each group g: rows `start .. start + len` of D = the same rows of A times B\[g\]ᵀ. Rows of no group are
-    /// left as they are. This is fprop, and dgrad with the weights read transposed.
+    /// For each group g: rows `start .. start + len` of D = the same rows of A times B\[g\]ᵀ. Rows outside all groups are
+    /// unchanged. This is fprop, and dgrad with the weights read transposed.
     ///
     /// # Errors
-    /// As [`Engine::gemm`]; if there are not as many B as groups; if groups overlap or are not in ascending order.
+    /// As [`Engine::gemm`]; if the number of B is not the number of groups; if groups overlap or are not in ascending order.
     pub fn grouped(
         &self,
         groups: &[Group],
@@ -140,8 +140,8 @@ impl Engine {
     }
 
     /// For each group g: D\[g\] `[m, n]` = the sum over rows r of the group of A(r)ᵀ·B(r): the contraction runs over
-    /// the group's rows. D\[g\] lies `m · stride` after D\[g − 1\]. An empty group's D is zero, or left as it is when
-    /// accumulating. This is wgrad: plain operands lie `[rows, m]` and `[rows, n]` and are read transposed; block-scaled
+    /// the group's rows. D\[g\] begins `m · stride` after D\[g − 1\]. An empty group's D is zero, or unchanged when
+    /// accumulating. This is wgrad: plain operands are `[rows, m]` and `[rows, n]` and are read transposed; block-scaled
     /// ones are stored transposed, codes `[m][capacity]`, with every `start` a multiple of the block.
     ///
     /// # Errors
@@ -172,7 +172,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Checks the problems of a call against their slices.
+    /// Checks a call's problems against their slices.
     fn job<'a>(&self, problems: Vec<Problem<'a>>, out: &Output) -> Result<Job<'a>, GemmError> {
         let (mut dot, mut block) = (DotKind::F32, None);
         for (i, p) in problems.iter().enumerate() {
@@ -206,7 +206,7 @@ impl Engine {
 }
 
 impl Group {
-    /// The first row after this group, which may not begin before `free`.
+    /// The end of this group, which may not begin before row `free`.
     fn after(&self, free: usize) -> Result<usize, GemmError> {
         let end = self.start.checked_add(self.len).filter(|_| self.start >= free);
         end.ok_or_else(|| {

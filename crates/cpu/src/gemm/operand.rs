@@ -38,14 +38,14 @@ impl Data<'_> {
     }
 }
 
-/// A plane of scales: the scale of (row, k) is `values[offset + (row / rows_per_scale)·stride + k / block]`.
+/// A buffer of scales: the scale of (row, k) is `values[offset + (row / rows_per_scale)·stride + k / block]`.
 #[derive(Debug, Clone, Copy)]
 pub struct OperandScales<'a> {
-    /// The plane, of one number a block.
+    /// The scales, one number per block.
     pub values: ScalePlane<'a>,
-    /// Elements of the contraction under one scale: even, 128 or 32 as a rule.
+    /// Elements of the contraction per scale: even, typically 128 or 32.
     pub block: usize,
-    /// Rows under one scale: 1, or 128 for square blocks.
+    /// Rows per scale: 1, or 128 for 2-D blocks.
     pub rows_per_scale: usize,
     /// Index of the scale of element (0, 0).
     pub offset: usize,
@@ -54,17 +54,17 @@ pub struct OperandScales<'a> {
 }
 
 impl<'a> OperandScales<'a> {
-    /// One scale for every `block` elements of a row, `stride` scales from row to row.
+    /// One scale per `block` elements of a row; rows are `stride` scales apart.
     pub fn rows(values: ScalePlane<'a>, block: usize, stride: usize) -> Self {
         Self { values, block, rows_per_scale: 1, offset: 0, stride }
     }
 
-    /// One scale for every `block` × `block` elements, `stride` scales from one row of blocks to the next.
+    /// One scale per `block` × `block` elements; rows of blocks are `stride` scales apart.
     pub fn tiles(values: ScalePlane<'a>, block: usize, stride: usize) -> Self {
         Self { values, block, rows_per_scale: block, offset: 0, stride }
     }
 
-    /// The same plane with element (0, 0) under the scale at `offset`.
+    /// The same scales, with element (0, 0) under the scale at `offset`.
     pub fn at(self, offset: usize) -> Self {
         Self { offset, ..self }
     }
@@ -81,7 +81,7 @@ impl<'a> OperandScales<'a> {
 }
 
 /// One operand of D = A·Bᵀ: a strided view of a matrix [rows, K] whose rows are those of A, or of B (the columns
-/// of D). The number of rows and K come with the product.
+/// of D). The product determines the number of rows and K.
 #[derive(Debug, Clone, Copy)]
 pub struct OperandView<'a> {
     /// The elements.
@@ -90,7 +90,7 @@ pub struct OperandView<'a> {
     pub offset: usize,
     /// Elements from one row to the next, or from one k to the next if `transposed`.
     pub stride: usize,
-    /// Whether the source lies [K, rows] (F32 and BF16 only).
+    /// Whether the source is [K, rows] (F32 and BF16 only).
     pub transposed: bool,
     /// The scales of a block-scaled operand.
     pub scales: Option<OperandScales<'a>>,
@@ -103,7 +103,7 @@ impl<'a> OperandView<'a> {
     }
 
     /// A source [K, rows] with `stride` elements from one k to the next: the contraction runs down the rows of
-    /// the source. So A·B reads B this way, and Aᵀ·B both.
+    /// the source. A·B reads B this way, and Aᵀ·B reads both operands this way.
     pub fn transposed(data: Data<'a>, stride: usize) -> Self {
         Self { data, offset: 0, stride, transposed: true, scales: None }
     }
@@ -121,7 +121,7 @@ impl<'a> OperandView<'a> {
     /// The view from row `row` on.
     ///
     /// # Errors
-    /// If `row` is not a multiple of the rows under one scale, or beyond memory.
+    /// If `row` is not a multiple of the rows per scale, or out of range.
     pub(super) fn skip_rows(mut self, name: &'static str, row: usize) -> Result<Self, GemmError> {
         let step = if self.transposed { 1 } else { self.stride };
         self.offset = shifted(name, self.offset, row, step)?;
@@ -138,7 +138,7 @@ impl<'a> OperandView<'a> {
     /// The view from element `k` of the contraction on.
     ///
     /// # Errors
-    /// If `k` is not a multiple of the block of the scales, or beyond memory.
+    /// If `k` is not a multiple of the scale block, or out of range.
     pub(super) fn skip_contraction(mut self, name: &'static str, k: usize) -> Result<Self, GemmError> {
         let step = if self.transposed { self.stride } else { 1 };
         self.offset = shifted(name, self.offset, k, step)?;
@@ -152,7 +152,7 @@ impl<'a> OperandView<'a> {
         Ok(self)
     }
 
-    /// Checks that every element and scale of [rows, k] lies within its slice.
+    /// Checks that every element and scale of [rows, k] is within its slice.
     pub(super) fn check(&self, name: &'static str, rows: usize, k: usize) -> Result<(), GemmError> {
         let is_even = self.offset.is_multiple_of(2) && (rows <= 1 || self.stride.is_multiple_of(2));
         if matches!(self.data, Data::E2m1(_)) && !is_even {
@@ -201,7 +201,7 @@ impl<'a> OperandView<'a> {
     }
 }
 
-/// One past the last index of `outer` runs of `inner`, `stride` apart.
+/// End of the last of `outer` runs of `inner` elements, `stride` apart.
 pub(super) fn extent(offset: usize, outer: usize, stride: usize, inner: usize) -> Option<usize> {
     (outer - 1).checked_mul(stride)?.checked_add(inner)?.checked_add(offset)
 }
@@ -219,7 +219,7 @@ pub(super) fn shifted(
     })
 }
 
-/// Where a product goes.
+/// The destination of a product.
 #[derive(Debug)]
 pub enum OutputData<'a> {
     /// F32.
@@ -237,10 +237,10 @@ pub struct Output<'a> {
     pub offset: usize,
     /// Elements from one row to the next.
     pub stride: usize,
-    /// Add the product to what is there, with one F32 addition an element, instead of overwriting.
+    /// Add the product to the existing values, with one F32 addition per element, instead of overwriting them.
     pub accumulate: bool,
-    /// Go on with the chains that the F32 values there have left, instead of beginning new ones: the product of a whole
-    /// contraction is that of its parts, one after the other, to the bit (BF16: parts of an even length but the last).
+    /// Continue the chains from the F32 values in the output instead of starting at zero: a contraction in consecutive parts has
+    /// the bits of the whole one (BF16: all parts but the last must have even length).
     pub resume: bool,
 }
 
@@ -260,17 +260,17 @@ impl<'a> Output<'a> {
         Self { offset, ..self }
     }
 
-    /// The same matrix, added to.
+    /// The same matrix, to accumulate into.
     pub fn accumulate(self) -> Self {
         Self { accumulate: true, ..self }
     }
 
-    /// The same matrix, whose chains go on.
+    /// The same matrix, to resume its chains.
     pub fn resume(self) -> Self {
         Self { resume: true, ..self }
     }
 
-    /// Number of elements behind it.
+    /// Number of elements in the slice.
     pub(super) fn len(&self) -> usize {
         match &self.data {
             OutputData::F32(x) => x.len(),
@@ -279,7 +279,7 @@ impl<'a> Output<'a> {
     }
 }
 
-/// Which dot a pair of operands is multiplied with.
+/// The dot that a pair of operands uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum DotKind {
     F32,

@@ -7,7 +7,7 @@ use super::{DotKind, decode};
 use half::bf16;
 use std::ops::Range;
 
-/// Units that a panel may be written past its end (by whole-vector stores).
+/// Units past its end that packing a panel may overwrite (by whole-vector stores).
 pub(super) const SLACK: usize = 16;
 
 /// Length of `k` elements in units.
@@ -18,8 +18,8 @@ pub(super) fn units(dot: DotKind, k: usize) -> usize {
     }
 }
 
-/// Rows of an operand for one panel: `rows`, at least one, within a panel of `width`. What the rest of the panel
-/// holds does not matter: those lanes' results are not looked at.
+/// The rows of an operand in one panel of `width`: `rows`, at least one. The rest of the panel may hold anything: the results of
+/// those lanes are ignored.
 #[derive(Clone)]
 pub(super) struct PanelRows {
     pub first: usize,
@@ -27,9 +27,9 @@ pub(super) struct PanelRows {
     pub width: usize,
 }
 
-/// Packs elements `k` (whole units but at the very end of the contraction) of a panel's rows into the beginning of
-/// `to`, which is longer than the panel by [`SLACK`]. Up to `SLACK` units past the panel are clobbered, unless the
-/// source lies transposed.
+/// Packs elements `k` of a panel's rows (whole units, except at the end of the contraction) into the beginning of
+/// `to`, which is longer than the panel by [`SLACK`]. Up to `SLACK` units past the panel are overwritten, unless the
+/// source is transposed.
 fn panel(isa: super::Isa, from: &OperandView, panel: &PanelRows, k: Range<usize>, to: &mut [u32]) {
     #[cfg(target_arch = "x86_64")]
     if matches!(isa, Isa::Avx512 | Isa::Avx512Bf16) {
@@ -69,10 +69,10 @@ fn portable_panel(from: &OperandView, panel: &PanelRows, k: Range<usize>, to: &m
     }
 }
 
-/// Packs panel after panel, `panels` from `first` on, to `(panel.first − first) · units` of `to`.
+/// Packs the panels from `first` on; each goes to `(panel.first − first) · units` of `to`.
 ///
-/// Down a transposed source, a panel takes but a piece of each cache line, and lines a power of two apart drive each
-/// other out of the caches: so there all panels take a few units in turn.
+/// A panel of a transposed source uses only part of each cache line, and lines a power of two apart evict each
+/// other: there, all panels take a few units in turn.
 pub(super) fn panels<P: Iterator<Item = PanelRows> + Clone>(
     isa: super::Isa,
     from: &OperandView,
@@ -104,16 +104,16 @@ pub(super) fn scale_panel(from: &OperandScales, panel: &PanelRows, num_blocks: u
     }
 }
 
-/// Whether decoded elements may be subnormal or so small that a product of two can be.
+/// Whether decoded elements may be subnormal, or so small that their products may be.
 pub(super) fn may_be_tiny(data: &Data) -> bool {
     matches!(data, Data::Bf16(_))
 }
 
-/// Lowest exponent field that any code format decodes to: E5M2's 2⁻¹⁶.
+/// Lowest exponent field of any decoded code: E5M2's 2⁻¹⁶.
 pub(super) const LOWEST_OF_CODES: u8 = 127 - 16;
 
-/// Flushes the subnormals of a panel of BF16 pairs and returns the lowest exponent field of what is not zero (255
-/// if everything is).
+/// Flushes the subnormals of a panel of BF16 pairs and returns the lowest exponent field of its nonzero elements (255
+/// if there is none).
 pub(super) fn flush_subnormals(panel: &mut [u32]) -> u8 {
     let mut lowest = 0x7F80;
     for unit in panel {
@@ -125,14 +125,14 @@ pub(super) fn flush_subnormals(panel: &mut [u32]) -> u8 {
     (lowest >> 7) as u8
 }
 
-/// Whether a chain of BF16 products can pass through a tiny number, given the lowest exponent fields of its
-/// operands. With e the lowest exponent of a non-zero operand, it is a multiple of 2^(e−127−7). Every product is
-/// then a multiple of q = 2^(ea + eb − 268), and so is every rounded sum; if q ≥ 2⁻¹²⁶, none but zero is below it.
+/// Whether the chain of BF16 products can pass through a tiny number, given the lowest exponent fields of the nonzero
+/// elements of both operands. An operand with lowest field e is a multiple of 2^(e−127−7). So every product, and every rounded
+/// sum, is a multiple of q = 2^(ea + eb − 268); if q ≥ 2⁻¹²⁶, none but zero is below 2⁻¹²⁶.
 pub(super) fn sums_may_be_tiny(a_lowest: u8, b_lowest: u8) -> bool {
     u32::from(a_lowest) + u32::from(b_lowest) < 268 - 126
 }
 
-/// The same for a chain that goes on from this sum. With e its exponent, it is a multiple of 2^(e−127−23), and so is every
+/// The same for a chain that continues from this sum. A sum with exponent field e is a multiple of 2^(e−127−23), and so is every
 /// sum of it with multiples of 2⁻¹²⁶.
 pub(super) fn resumed_sum_may_be_tiny(sum: f32) -> bool {
     (1..(150 - 126) << 23).contains(&(sum.to_bits() & 0x7FFF_FFFF))

@@ -5,8 +5,8 @@ use super::{PanelRows, SLACK, decode};
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-/// The array of `body` for the constants `i` = 0 … 15, written out: a loop, even one that only fills an array, would
-/// keep the registers in memory.
+/// The array of `body` for the constants `i` = 0 … 15, unrolled by hand: with any loop, even one that only fills an array,
+/// the registers would be in memory.
 macro_rules! sixteen {
     ($i:ident => $body:expr) => { sixteen!(@ $i $body, 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15) };
     (@ $i:ident $body:expr, $($literal:literal)+) => {
@@ -17,7 +17,7 @@ macro_rules! sixteen {
     };
 }
 
-/// A source whose contraction is contiguous, read sixteen units at a time.
+/// A source with a contiguous contraction, read sixteen units at a time.
 trait RowReader {
     /// Elements of one unit.
     const PER_UNIT: usize;
@@ -26,7 +26,7 @@ trait RowReader {
     /// # Safety
     /// The machine has AVX-512 F, BW and VL; the elements exist.
     unsafe fn read(&self, at: usize) -> __m512i;
-    /// The units of the `left` elements, fewer than sixteen units of them, from element `at` on; zero past them.
+    /// The units of the last `left` elements (fewer than sixteen units) from element `at` on, zero-extended.
     ///
     /// # Safety
     /// As [`RowReader::read`].
@@ -87,7 +87,7 @@ impl RowReader for Fp8Rows {
     }
     #[inline(always)]
     unsafe fn read_last(&self, at: usize, left: usize) -> __m512i {
-        // SAFETY: masked lanes are not touched; the others exist. Code 0 decodes to 0.
+        // SAFETY: masked lanes are not accessed; the others exist. Code 0 decodes to 0.
         unsafe { self.decode(_mm256_maskz_loadu_epi8(low_bits(left), self.codes.add(at).cast())) }
     }
 }
@@ -175,7 +175,7 @@ fn fp8_rows(codes: &[u8], table: &[u16; 128]) -> Fp8Rows {
 }
 
 /// Transposes blocks of 16 rows × 16 units. A panel narrower than 16 is stored in whole vectors, each of which
-/// overwrites the excess of the one before.
+/// overwrites the excess of the previous one.
 ///
 /// # Safety
 /// As [`panel`], and `to` has its slack.
@@ -189,7 +189,7 @@ unsafe fn rows<R: RowReader>(
 ) {
     let units = k.len().div_ceil(R::PER_UNIT);
     for first_lane in (0..panel.width).step_by(16) {
-        // Lanes past the last row repeat it: nobody looks at them.
+        // Lanes past the last row repeat it; their results are ignored.
         let row_at =
             |i: usize| view.offset + (panel.first + (first_lane + i).min(panel.rows - 1)) * view.stride;
         for unit in (0..units).step_by(16) {

@@ -1,20 +1,20 @@
-//! What the processor reaches at nothing but multiply-adds: the floor under every product.
+//! The multiply-add peak of the processor: the upper bound of every product's speed.
 
 use super::Isa;
 use std::time::Instant;
 
-/// The dot products that the matrix products are made of.
+/// The dot products that matrix products use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Dot {
     /// F32 fused multiply-adds.
     F32,
-    /// Pairs of BF16, where the machine has an instruction for them; codes of eight and four bits go this way too.
+    /// Pairs of BF16, if the machine has an instruction for them. FP8 and FP4 codes use this dot too.
     Bf16,
 }
 
-/// The best of `runs` measurements on all threads of a pool, flops a second.
+/// The best of `runs` measurements on all threads of a pool, in flops per second.
 pub fn measure(pool: &rayon::ThreadPool, dot: Dot, runs: usize) -> f64 {
-    // More than a millisecond, beside which waking the threads does not count.
+    // Takes more than a millisecond: the time to wake the threads is negligible.
     const ROUNDS: usize = 400_000;
     let once = || {
         let start = Instant::now();
@@ -59,7 +59,7 @@ fn chains(rounds: usize, dot: Dot) {
 mod x86 {
     use std::arch::asm;
 
-    /// One instruction on twelve independent accumulators, written out: a compiler would see through intrinsics.
+    /// One instruction on twelve independent accumulators, as assembly: the compiler would optimise intrinsics away.
     macro_rules! chains {
         ($name:ident, $instruction:literal, $register:literal, [$($i:literal)+]) => {
             /// # Safety

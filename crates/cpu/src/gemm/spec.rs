@@ -1,8 +1,7 @@
-//! The three dot products, one output element at a time: what every kernel must equal bit for bit.
+//! The three dot products, one output element at a time: every kernel must have their bits.
 //!
-//! Each is a single chain of operations in ascending order of the contraction, so the bits depend neither on how
-//! a product is cut into tiles nor on the instruction set nor on the number of threads. Where a result is NaN,
-//! only that it is NaN is specified, not its sign or payload.
+//! Each is a single chain of operations in ascending order of the contraction, so its bits do not depend on the tiling,
+//! the instruction set or the number of threads. For a NaN result only NaN is specified, not its sign or payload.
 
 use half::bf16;
 
@@ -11,7 +10,7 @@ pub fn dot_f32(a: &[f32], b: &[f32]) -> f32 {
     a.iter().zip(b).fold(0.0, |acc, (&x, &y)| x.mul_add(y, acc))
 }
 
-/// The BF16 dot, as `vdpbf16ps` does it: for each pair (2j, 2j + 1) an fma of the odd elements, then one of the
+/// The BF16 dot, as computed by `vdpbf16ps`: for each pair (2j, 2j + 1) an fma of the odd elements, then one of the
 /// even ones, from zero. Subnormal inputs count as zeros of their sign; a result that is tiny after rounding to
 /// 24 bits with an unbounded exponent becomes a zero of its sign. An odd last element is paired with zero.
 pub fn dot_bf16(a: &[bf16], b: &[bf16]) -> f32 {
@@ -37,10 +36,9 @@ fn daz(x: bf16) -> f32 {
     f32::from_bits(if bits & 0x7F80_0000 == 0 { bits & 0x8000_0000 } else { bits })
 }
 
-/// `a·b + c` rounded once; flushed to a signed zero if tiny. Whether it is tiny is decided *after* rounding with
-/// an unbounded exponent, as x86 does: just below 2⁻¹²⁶ that differs from rounding to a subnormal and looking.
-/// The same sum 2⁶⁴ times larger shows it; where that overflows, the sum is a multiple of something far above
-/// 2⁻¹²⁶ and cannot be tiny.
+/// `a·b + c` rounded once, and flushed to a signed zero if tiny. As on x86, tiny means below 2⁻¹²⁶ *after* rounding with an
+/// unbounded exponent: just below 2⁻¹²⁶ this differs from testing the sum rounded to a subnormal. The test uses the sum
+/// scaled by 2⁶⁴. If that overflows, the sum is a multiple of something far above 2⁻¹²⁶ and cannot be tiny.
 fn fma_ftz(a: f32, b: f32, c: f32) -> f32 {
     let rounded = a.mul_add(b, c);
     let magnified = (a * TWO_POW_64).mul_add(b, c * TWO_POW_64);
@@ -49,5 +47,5 @@ fn fma_ftz(a: f32, b: f32, c: f32) -> f32 {
 
 /// 2⁶⁴.
 pub(super) const TWO_POW_64: f32 = f32::from_bits((127 + 64) << 23);
-/// 2⁻⁶² = 2⁻¹²⁶ · 2⁶⁴: the smallest normal number as [`TWO_POW_64`] magnifies it.
+/// 2⁻⁶² = 2⁻¹²⁶ · 2⁶⁴: the smallest normal number scaled by [`TWO_POW_64`].
 pub(super) const TWO_POW_NEG_62: f32 = f32::from_bits((127 - 62) << 23);

@@ -1,8 +1,8 @@
-//! The register-tile kernels: a few rows of A times a few vectors of B, over one stretch of the contraction.
+//! The register-tile kernels: a few rows of A times a few vectors of B, over one part of the contraction.
 //!
-//! A *unit* is 32 bits of the contraction: one F32, or two neighbouring BF16. Packed panels lie `[units][width]`,
-//! so that a kernel reads both operands forward. The accumulators of a tile are independent chains, one an output
-//! element: a tile shape changes no bit.
+//! A *unit* is 32 bits of the contraction: one F32, or two neighbouring BF16. Packed panels are `[units][width]`,
+//! so a kernel reads both operands sequentially. The accumulators of a tile are independent chains, one per output
+//! element: the tile shape changes no bit.
 
 #[cfg(target_arch = "x86_64")]
 use super::lanes::{F256, F512};
@@ -18,15 +18,15 @@ pub(super) struct Tile {
     pub a: *const u32,
     /// Panel of B, `[units][vectors · lanes]`.
     pub b: *const u32,
-    /// Length of the stretch.
+    /// Units of this part of the contraction.
     pub units: usize,
     /// The tile's results, row-major.
     pub out: *mut f32,
     /// Elements from one row of `out` to the next.
     pub stride: usize,
-    /// Whether the chains begin here; else they go on from what `out` holds.
+    /// Whether the chains begin here; otherwise they continue from the values in `out`.
     pub first: bool,
-    /// For a block-scaled product, the block's scales of the rows of A and of the columns of B: the stretch is one
+    /// For a block-scaled product: the scales of the rows of A and of the columns of B for one block. The tile then covers one
     /// block, whose dots begin at zero and are added, scaled, to `out`.
     pub scales: Option<(*const f32, *const f32)>,
 }
@@ -39,9 +39,9 @@ pub(super) type RunTile = unsafe fn(tile: &Tile, rows: usize, vectors: usize);
 pub(super) struct Kernels {
     /// F32 lanes of a vector.
     pub lanes: usize,
-    /// Numbers of rows for which there is a kernel, ascending.
+    /// Row counts for which there is a kernel, ascending.
     pub rows: &'static [usize],
-    /// For any input, except that an emulated BF16 dot needs inputs free of subnormals whose partial sums cannot
+    /// For any input, except that an emulated BF16 dot needs inputs without subnormals whose partial sums cannot
     /// be tiny.
     pub run: RunTile,
     /// For emulated BF16 dots whose partial sums may be tiny.
@@ -87,12 +87,12 @@ impl Kernels {
         self.rows[self.rows.len() - 1]
     }
 
-    /// Rows of the kernel for `left` rows: the shortest that holds them, else the tallest there is.
+    /// Rows of the kernel for `left` remaining rows: the smallest that covers them, else the tallest.
     pub fn rows_for(&self, left: usize) -> usize {
         self.rows.iter().copied().find(|&rows| rows >= left).unwrap_or(self.max_rows())
     }
 
-    /// Vectors of the kernel for `left` columns.
+    /// Vectors of the kernel for `left` remaining columns.
     pub fn vectors_for(&self, left: usize) -> usize {
         left.div_ceil(self.lanes).clamp(1, Self::MAX_VECTORS)
     }
@@ -102,8 +102,8 @@ const SHORT: &[usize] = &[1, 2, 4];
 #[cfg(target_arch = "x86_64")]
 const TALL: &[usize] = &[1, 2, 4, 6, 8, 10, 12];
 
-/// `body` for `i` = 0, 1, … below the constant `n`, at most 12, written out: indices must be literals for the
-/// accumulators to live in registers. (A loop that the compiler leaves as one keeps the whole array in memory.)
+/// `body` for `i` = 0, 1, … below the constant `n`, at most 12, unrolled by hand: indices must be literals for the
+/// accumulators to be in registers. (If the compiler leaves a loop, the whole array is in memory.)
 macro_rules! unrolled {
     ($i:ident < $n:ident => $body:expr) => { unrolled!(@ $i $n $body, 0 1 2 3 4 5 6 7 8 9 10 11) };
     ($i:ident < $n:ident of 2 => $body:expr) => { unrolled!(@ $i $n $body, 0 1) };
@@ -115,7 +115,7 @@ macro_rules! unrolled {
     }};
 }
 
-/// How an accumulator takes one unit of the contraction.
+/// How an accumulator adds one unit of the contraction.
 trait Dot<V: Lanes> {
     /// # Safety
     /// The machine has the vector's instructions, and the dot's.

@@ -1,4 +1,4 @@
-//! A file for each operation or several related ones, named as in `nibble_core::ops` with few exceptions. Each operation is the function of its name here.
+//! One file per operation or few related ones, named mostly as in `nibble_core::ops`. Each operation is the function of its name.
 
 pub mod attention;
 pub mod convert;

@@ -1,4 +1,4 @@
-//! Conformance tests, each the function of its operation's name. Files are named as in `nibble_core::ops`: one for an operation or several related ones.
+//! Conformance tests, each named after its operation. Files are named as in `nibble_core::ops`: one per operation or few related ones.
 
 mod attention;
 mod convert;

@@ -1,4 +1,4 @@
-//! Memory and order: what is no operation.
+//! Memory and ordering: everything that is not an operation.
 
 use super::call::{Taken, open};
 use super::cell::device;
@@ -185,7 +185,7 @@ impl<B: Backend> Backend for Recorder<B> {
     }
 }
 
-/// Ends a recording that failed, also by a panic.
+/// Ends a recording that failed, also after a panic.
 struct UnderWay<'a, B: Backend>(&'a Shared<B>);
 
 impl<B: Backend> Drop for UnderWay<'_, B> {

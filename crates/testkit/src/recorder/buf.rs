@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 /// A typed handle to a cell. A clone shares the bytes; writing through a shared handle copies first.
 ///
-/// Recorded work holds cells and no owners, so that it does not count as somebody who shares them.
+/// Recorded work holds cells but no owners, so it does not count as sharing them.
 pub struct Buf<T: Plain, B: Backend> {
     owner: Option<Arc<Owner<B>>>,
     pub(super) cell: Arc<Cell<B>>,
@@ -18,19 +18,19 @@ pub struct Buf<T: Plain, B: Backend> {
     element: PhantomData<fn() -> T>,
 }
 
-/// What the handles to a cell share. The last one gives the buffer back.
+/// Shared by the handles to a cell. The last handle frees the buffer.
 #[derive(Debug)]
 struct Owner<B: Backend> {
     cell: Arc<Cell<B>>,
     shared: Arc<Shared<B>>,
-    /// Whether recorded work makes the buffer, anew in every replay.
+    /// Whether recorded work allocates the buffer, again in every replay.
     recorded: bool,
 }
 
 impl<B: Backend> Drop for Owner<B> {
     fn drop(&mut self) {
-        // As on a device: what recorded work makes and drops is free from here on in every replay, and all else at once, also
-        // where recorded work still refers to it.
+        // As on a device: a buffer that recorded work allocates and drops is free from here on in every replay; any other buffer is free
+        // at once, even if recorded work still refers to it.
         if self.recorded {
             let mut state = self.shared.lock();
             if let Some(recording) = &mut state.recording {
@@ -50,12 +50,12 @@ impl<T: Plain, B: Backend> Buf<T, B> {
         Ok(Self { owner, cell, len: B::len(inner), element: PhantomData })
     }
 
-    /// A handle that owns nothing, to a cell of so many values.
+    /// A non-owning handle to a cell of `len` values.
     pub(super) fn of_cell(cell: Arc<Cell<B>>, len: usize) -> Self {
         Self { owner: None, cell, len, element: PhantomData }
     }
 
-    /// A handle that owns nothing.
+    /// A non-owning copy of the handle.
     pub(super) fn unowned(&self) -> Self {
         Self::of_cell(self.cell.clone(), self.len)
     }
@@ -65,17 +65,17 @@ impl<T: Plain, B: Backend> Buf<T, B> {
         self.owner.as_ref().is_none_or(|owner| Arc::strong_count(owner) > 1)
     }
 
-    /// The inner buffer. It is shared with the cell.
+    /// The inner buffer, still shared with the cell.
     pub(super) fn inner(&self, b: &B) -> Result<B::Buf<T>> {
         b.reinterpret(&self.cell.get()?)
     }
 
-    /// The inner buffer, out of the cell, so that nobody shares it.
+    /// The inner buffer, taken out of the cell, so that it is unshared.
     pub(super) fn take(&self, b: &B) -> Result<B::Buf<T>> {
         b.reinterpret(&self.cell.take()?)
     }
 
-    /// Back into the cell.
+    /// Puts the inner buffer back into the cell.
     pub(super) fn put(&self, b: &B, inner: &B::Buf<T>) -> Result<()> {
         self.cell.put(b.reinterpret(inner)?);
         Ok(())
@@ -89,7 +89,7 @@ impl<T: Plain, B: Backend> Buf<T, B> {
         self.len
     }
 
-    /// The same cell as values of another type. `len` is what the inner backend makes of it.
+    /// The same cell as values of another type. The inner backend determines `len`.
     pub(super) fn with_type<U: Plain>(&self, len: usize) -> Buf<U, B> {
         Buf { owner: self.owner.clone(), cell: self.cell.clone(), len, element: PhantomData }
     }
@@ -101,7 +101,7 @@ impl<T: Plain, B: Backend> Clone for Buf<T, B> {
     }
 }
 
-/// Type and length, and nothing that differs from run to run: the log compares arguments by this text.
+/// Prints type and length, which are the same in every run: the log compares arguments by this text.
 impl<T: Plain, B: Backend> fmt::Debug for Buf<T, B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} × {}", self.len, std::any::type_name::<T>())

@@ -1,4 +1,4 @@
-//! The operations whose fields are no plain list: lists of tensors, structs of tensors and values.
+//! The operations whose fields are no plain list: lists of tensors, and structs of tensors and values.
 
 use super::Recorder;
 use super::buf::Buf;
@@ -42,17 +42,17 @@ struct SealedQuantize<B: Kernels> {
     planes: Planes,
     groups: Option<Groups<Recorder<B>>>,
     stack: usize,
-    /// Of random bits, with what elements are counted from.
+    /// The stream of random bits, and the number of its first element.
     stream: Option<(Stream, u64)>,
     step: Option<Buf<u32, B>>,
-    /// Its length and its signs.
+    /// The transform's length and sign stream.
     hadamard: Option<(usize, Stream)>,
-    /// Of signs.
+    /// The step of the signs.
     signs_step: Option<Buf<u32, B>>,
     records: Option<Buf<f32, B>>,
-    /// Of records.
+    /// First record.
     first: usize,
-    /// Of records.
+    /// Stride of records.
     stride: usize,
     amax: Option<Buf<f32, B>>,
     only_for: Option<Numbers>,
@@ -80,7 +80,7 @@ impl<B: Kernels> SealedQuantize<B> {
         })
     }
 
-    /// Opened, for an operation of the inner backend.
+    /// Runs an operation of the inner backend on the opened arguments.
     fn run<R>(&self, b: &B, operation: impl FnOnce(Quantize<'_, B>) -> Result<R>) -> Result<R> {
         let &Self { codec, planes, stack, hadamard, first, stride, stream, only_for, .. } = self;
         let x = open(b, &self.x)?;
@@ -195,7 +195,7 @@ pub(super) fn collect<B: Kernels>(recorder: &Recorder<B>, op: Collect<'_, Record
     })
 }
 
-/// The arguments by which the head's loss quantizes on its way, and the forms.
+/// The arguments by which the head loss quantizes internally, with the resulting forms.
 fn head_arguments(codecs: &HeadCodecs) -> Vec<(&'static str, Form)> {
     let form = |(argument, codec, columns): (_, Option<Codec>, bool)| {
         let axis = if columns { BlockAxis::Col } else { BlockAxis::Row };
@@ -204,7 +204,7 @@ fn head_arguments(codecs: &HeadCodecs) -> Vec<(&'static str, Form)> {
     codecs.arguments().into_iter().filter_map(form).collect()
 }
 
-/// What the head's loss quantizes on its way.
+/// The forms of what the head loss quantizes internally.
 fn head_forms(codecs: &HeadCodecs) -> Vec<(&'static str, Form)> {
     let HeadCodecs { fprop_x, dgrad_dy, wgrad_dy, wgrad_x } = *codecs;
     let mut forms = Vec::new();

@@ -1,4 +1,4 @@
-//! One operation on its way: its arguments sealed, run now or kept for replays, noted, and poisoned.
+//! One operation in progress: its arguments are sealed, it runs now or is recorded, and is logged and poisoned.
 
 use super::buf::Buf;
 use super::cell::{Elements, Output};
@@ -14,9 +14,9 @@ use std::ops::{Deref, DerefMut};
 /// Whether an operation changes what it writes in place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Run {
-    /// It does.
+    /// It changes it.
     Real,
-    /// It works on copies that are dropped: only the shapes of its results are wanted.
+    /// It works on temporary copies: only the shapes of its results are needed.
     Dry,
 }
 
@@ -27,7 +27,7 @@ pub(super) struct Call<'a, B: Backend> {
 }
 
 impl<B: Backend> Recorder<B> {
-    /// An operation with these arguments, whose `Debug` says all of them but the buffers' contents.
+    /// An operation with these arguments, whose `Debug` output has everything except the contents of buffers.
     pub(super) fn call(&self, name: &'static str, arguments: &impl fmt::Debug) -> Call<'_, B> {
         let told = self.is_watched() || self.shared.is_recording();
         let arguments = if told { format!("{arguments:?}") } else { String::new() };
@@ -54,12 +54,12 @@ impl<B: Backend> Recorder<B> {
         Ok(())
     }
 
-    /// What an operation is about to read, if anyone wants to know: writing may change where it lies.
+    /// The ids of what an operation is about to read, if watched: writing may change a buffer's id.
     fn inputs(&self, op: &Op<B>) -> Vec<u64> {
         if self.is_watched() { op.reads.iter().map(|cell| cell.id()).collect() } else { Vec::new() }
     }
 
-    /// Notes an operation, and makes the fault that was asked for here.
+    /// Logs an operation, and makes a requested fault.
     fn executed(&self, op: &Op<B>, inputs: Vec<u64>) -> Result<()> {
         if !op.computes {
             return Ok(());
@@ -89,7 +89,7 @@ impl<B: Backend> Recorder<B> {
         Ok(())
     }
 
-    /// New handles for what the inner backend returned.
+    /// New handles for the inner backend's results.
     #[allow(clippy::type_complexity)] // what `Wrap` holds at the end, and what it was for
     fn wrap<R: Returned<B>>(&self, inner: &R::Inner) -> Result<(R, Vec<Output<B>>, Vec<(usize, Elements)>)> {
         let mut wrap = Wrap { recorder: self, made: Vec::new(), tensors: Vec::new() };
@@ -99,28 +99,28 @@ impl<B: Backend> Recorder<B> {
 }
 
 impl<B: Backend> Call<'_, B> {
-    /// It only allocates or shares.
+    /// Marks it as only allocating or sharing.
     pub fn silent(mut self) -> Self {
         self.op.computes = false;
         self
     }
 
-    /// Something to be read.
+    /// Seals an argument to be read.
     pub fn reads<X: Over<A = Recorder<B>, On<Recorder<B>> = X>>(&mut self, x: &X) -> Result<X> {
         x.mapped(&mut Seal { cells: &mut self.op.reads, tensors: &mut self.op.tensors[0] })
     }
 
-    /// It makes these forms of tensors on its way, and returns none of them.
+    /// Declares forms of tensors that it computes internally and does not return.
     pub fn makes_inside(&mut self, forms: impl IntoIterator<Item = (&'static str, Form)>) {
         self.op.inside.extend(forms);
     }
 
-    /// It quantizes on its way, as these arguments say: the one among them that it shall not obey.
+    /// Declares the arguments by which it quantizes internally; returns the one that it must ignore.
     pub fn not_quantized(&self, inside: &[(&'static str, Form)]) -> Option<&'static str> {
         self.recorder.shared.defects.not_quantized(self.op.name, inside)
     }
 
-    /// Something to be written in place; a copy of its own first, if another handle shares it.
+    /// Seals an argument to be written in place, copied first if another handle shares it.
     pub fn writes<W: Written<B>>(&mut self, x: &mut W) -> Result<W> {
         x.make_own(self.recorder)?;
         let output = x.output();
@@ -130,7 +130,7 @@ impl<B: Backend> Call<'_, B> {
         Ok(x.unowned())
     }
 
-    /// Runs the operation now, or keeps it for replays.
+    /// Runs the operation now, or records it for replays.
     pub fn issue<R: Returned<B> + 'static>(
         self,
         run: impl Fn(&B, Run) -> Result<R::Inner> + Send + 'static,
@@ -167,20 +167,20 @@ impl<B: Backend> Call<'_, B> {
     }
 }
 
-/// What the cells of a sealed argument hold.
+/// The contents of a sealed argument's cells.
 pub(super) fn open<B: Backend, X: Over<A = Recorder<B>>>(b: &B, x: &X) -> Result<X::On<B>> {
     x.mapped(&mut Open(b))
 }
 
-/// Something that an operation writes in place.
+/// An argument that an operation writes in place.
 pub(super) trait Written<B: Backend>: Sized {
     type Inner;
     fn make_own(&mut self, recorder: &Recorder<B>) -> Result<()>;
     fn output(&self) -> Output<B>;
-    /// Those of a tensor.
+    /// Elements of a tensor, if it is one.
     fn elements(&self) -> Option<Elements>;
     fn unowned(&self) -> Self;
-    /// Out of the cell, or a copy of what it holds.
+    /// Taken out of the cell, or a copy of its contents.
     fn take(&self, b: &B, run: Run) -> Result<Self::Inner>;
     fn put(&self, b: &B, inner: &Self::Inner) -> Result<()>;
 }
@@ -190,7 +190,7 @@ impl<T: Plain, B: Backend> Written<B> for Buf<T, B> {
 
     fn make_own(&mut self, recorder: &Recorder<B>) -> Result<()> {
         if self.is_shared() {
-            // The inner backend copies the bytes when they are written.
+            // The inner backend copies the bytes on the next write.
             let mut call = recorder.call("share", self).silent();
             let from = call.reads(&*self)?;
             *self = call.issue(move |b, _| open(b, &from))?;
@@ -268,7 +268,7 @@ impl<B: Backend> Written<B> for Tensor<Recorder<B>> {
     }
 }
 
-/// What an operation writes in place, out of its cell while it runs; put back when this is dropped, errors included.
+/// An in-place argument, out of its cell while the operation runs; put back when this is dropped, also after errors.
 pub(super) struct Taken<'a, B: Backend, W: Written<B>> {
     of: &'a W,
     inner: W::Inner,
@@ -298,7 +298,7 @@ impl<B: Backend, W: Written<B>> DerefMut for Taken<'_, B, W> {
 impl<B: Backend, W: Written<B>> Drop for Taken<'_, B, W> {
     fn drop(&mut self) {
         if self.run == Run::Real {
-            // If this cannot be done, the cell stays empty, and the next one that needs it gets an error.
+            // If this fails, the cell stays empty, and the next operation that needs it gets an error.
             let _ = self.of.put(self.b, &self.inner);
         }
     }

@@ -7,7 +7,7 @@ use nibble_core::{Backend, Error, Plain, Result};
 use std::any::TypeId;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The bytes of one buffer; none once it was freed, and in the middle of an operation that writes them.
+/// The bytes of one buffer; `None` once freed, and while an operation writes them.
 #[derive(Debug)]
 pub(super) struct Cell<B: Backend> {
     bytes: Mutex<Option<B::Buf<u8>>>,
@@ -20,7 +20,7 @@ pub(super) struct Output<B: Backend> {
     pub element: Element,
 }
 
-/// What a buffer holds, as far as a fault must know.
+/// The contents of a buffer, as far as a fault needs to know.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Element {
     F32,
@@ -32,13 +32,13 @@ pub(super) enum Element {
     Other,
 }
 
-/// What the buffers of a tensor hold: that of its elements, and behind it those of its scales, where it has them.
+/// The buffers of a tensor: its elements, followed by its scales if there are any.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Elements {
     pub form: Form,
-    /// Lines that they lie in: rows, or columns where those are stored one after the other.
+    /// Number of lines of elements: rows, or stored columns.
     pub lines: usize,
-    /// Records of blocks, and whether there is a scale of the tensor behind them.
+    /// Kind of block scales, and whether a tensor scale follows them.
     pub scales: Option<ScaleKind>,
 }
 
@@ -69,7 +69,7 @@ impl<B: Backend> Cell<B> {
         self.lock().clone().ok_or_else(freed)
     }
 
-    /// The inner handle itself, so that nobody shares it; to be put back.
+    /// The inner handle itself, unshared; must be put back.
     pub fn take(&self) -> Result<B::Buf<u8>> {
         self.lock().take().ok_or_else(freed)
     }
@@ -84,7 +84,7 @@ impl<B: Backend> Cell<B> {
         drop(old);
     }
 
-    /// The inner buffer's identity; 0 where it was freed.
+    /// The inner buffer's id; 0 if it was freed.
     pub fn id(&self) -> u64 {
         self.lock().as_ref().map_or(0, B::buffer_id)
     }
@@ -98,7 +98,7 @@ fn freed() -> nibble_core::Error {
     device("an operation", "a buffer that it needs was freed before")
 }
 
-/// The error of a device.
+/// A device error.
 pub(super) fn device(call: impl Into<String>, why: impl Into<String>) -> Error {
     Error::Device { call: call.into(), why: why.into() }
 }

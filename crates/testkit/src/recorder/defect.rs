@@ -1,4 +1,4 @@
-//! Defects: an operation that computes something else than it should, whenever it runs. What the conformance suite must notice.
+//! Defects: an operation that always computes something wrong. The conformance suite must notice them.
 
 use super::Recorder;
 use super::cell::{Cell, Elements};
@@ -11,34 +11,34 @@ use nibble_core::{Backend, Result};
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// What is wrong with a tensor.
+/// A defect of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Defect {
-    /// The values of one block are twice as large: its scale is, or they are where there is no scale.
+    /// The values of one block are doubled: by its scale, or directly if there is no scale.
     DoubledBlock,
     /// A square tile is transposed.
     TransposedTile,
-    /// One line is shifted by an element.
+    /// One row (or stored column) is shifted by an element.
     ShiftedLine,
-    /// It is not quantized before it is multiplied.
+    /// The tensor is not quantized before it is multiplied.
     NotQuantized,
 }
 
 impl Defect {
-    /// Those of a tensor that is read or written.
+    /// The defects of a tensor that is read or written.
     pub const OF_TENSORS: [Defect; 3] = [Defect::DoubledBlock, Defect::TransposedTile, Defect::ShiftedLine];
 }
 
-/// Which tensor of an operation.
+/// A tensor of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Spot {
-    /// Of those that it only reads.
+    /// Index among the tensors that it only reads.
     Read(usize),
-    /// Of those that it returns.
+    /// Index among the tensors that it returns.
     Made(usize),
-    /// Of those that it writes in place.
+    /// Index among the tensors that it writes in place.
     Written(usize),
-    /// One that it quantizes on its way, by the argument that says how.
+    /// A tensor that it quantizes internally, by the argument with its codec.
     Inside(&'static str),
 }
 
@@ -56,21 +56,21 @@ impl fmt::Display for Spot {
 /// A tensor that an operation had.
 #[derive(Debug, Clone, Copy)]
 pub struct Seen {
-    /// Which one.
+    /// Which tensor it is.
     pub spot: Spot,
     /// Its form.
     pub form: Form,
-    /// How many lines it has: one alone has no tile. None of what an operation keeps to itself.
+    /// Number of rows (or stored columns): a single one has no tile. 0 for internal tensors.
     pub lines: usize,
 }
 
-/// The defects of one of a recorder's operations: which tensors could have one, and the one that a tensor has.
+/// The defects of one operation of a recorder: the tensors that could have one, and the armed defect.
 #[derive(Debug, Default)]
 pub struct Defects(Mutex<State>);
 
 #[derive(Debug, Default)]
 struct State {
-    /// The operation; none before [`Defects::watch`].
+    /// The operation; `None` before [`Defects::watch`].
     op: Option<&'static str>,
     seen: Vec<Seen>,
     armed: Option<(Spot, Defect)>,
@@ -78,30 +78,30 @@ struct State {
 }
 
 impl Defects {
-    /// Begins to note the tensors of this operation.
+    /// Starts to record the tensors of this operation.
     pub fn watch(&self, op: &'static str) {
         *self.lock() = State { op: Some(op), ..State::default() };
     }
 
-    /// The tensors that it had since then or since the last call of this.
+    /// The tensors recorded since then or since the last call.
     pub fn take_seen(&self) -> Vec<Seen> {
         std::mem::take(&mut self.lock().seen)
     }
 
-    /// From now on the operation has this defect.
+    /// Gives the operation this defect from now on.
     pub fn arm(&self, spot: Spot, defect: Defect) {
         let mut state = self.lock();
         (state.armed, state.struck) = (Some((spot, defect)), false);
     }
 
-    /// It has none any more. Whether the last one changed anything.
+    /// Removes the defect. Returns whether it changed anything.
     pub fn disarm(&self) -> bool {
         let mut state = self.lock();
         (state.armed, state.seen) = (None, Vec::new());
         state.struck
     }
 
-    /// Notes what an operation quantizes on its way; the argument of what it shall not.
+    /// Records the tensors that an operation quantizes internally; returns the argument that it must ignore.
     pub(super) fn not_quantized(&self, op: &str, inside: &[(&'static str, Form)]) -> Option<&'static str> {
         let mut state = self.lock();
         if state.op != Some(op) {
@@ -118,7 +118,7 @@ impl Defects {
         }
     }
 
-    /// Notes tensors of an operation; the one among them with a defect.
+    /// Records tensors of an operation; returns the armed defect.
     fn see(&self, op: &str, tensors: impl Iterator<Item = (Spot, Elements)>) -> Option<(Spot, Defect)> {
         let mut state = self.lock();
         if state.op != Some(op) {
@@ -133,16 +133,16 @@ impl Defects {
     }
 }
 
-/// A buffer that was replaced, and what it was replaced in.
+/// A replaced buffer, and the cell in which it was replaced.
 type Replaced<B> = (Arc<Cell<B>>, <B as Backend>::Buf<u8>);
 
 impl<B: Backend> Recorder<B> {
-    /// The defects of its operations.
+    /// The defects of the recorder's operations.
     pub fn defects(&self) -> Arc<Defects> {
         self.shared.defects.clone()
     }
 
-    /// Before an operation: spoils what it reads, if that was asked for.
+    /// Before an operation: spoils what it reads, if armed.
     pub(super) fn spoil_read(&self, op: &Op<B>) -> Result<Option<Replaced<B>>> {
         let tensors =
             || op.tensors[0].iter().enumerate().map(|(i, (_, elements))| (Spot::Read(i), *elements));
@@ -155,7 +155,7 @@ impl<B: Backend> Recorder<B> {
         }
     }
 
-    /// After it: spoils its results.
+    /// After an operation: spoils its results, if armed.
     pub(super) fn spoil_results(&self, op: &Op<B>) -> Result<()> {
         let made = op.tensors[1].iter().enumerate().map(|(i, (_, elements))| (Spot::Made(i), *elements));
         let written =
@@ -170,7 +170,7 @@ impl<B: Backend> Recorder<B> {
         self.spoil(&cells, elements, defect).map(drop)
     }
 
-    /// Spoils a tensor whose buffers come first among these.
+    /// Spoils a tensor whose buffers are the first of these cells.
     fn spoil(&self, cells: &[Arc<Cell<B>>], of: &Elements, defect: Defect) -> Result<Option<Replaced<B>>> {
         let behind = match (defect, of.scales) {
             (Defect::DoubledBlock, Some(kind)) if kind.bytes() > 0 => 1,
@@ -196,7 +196,7 @@ impl<B: Backend> Recorder<B> {
     }
 }
 
-/// Doubles one record, the first that can be from the middle on.
+/// Doubles one scale record: the first one possible, from the middle on.
 fn double_record(kind: ScaleKind, bytes: &mut [u8]) -> bool {
     let plane = ScalePlane { kind, bytes };
     let doubled = from_middle(plane.len()).find_map(|i| Some((i, doubled(kind, plane.get(i))?)));
@@ -206,7 +206,7 @@ fn double_record(kind: ScaleKind, bytes: &mut [u8]) -> bool {
     doubled.is_some()
 }
 
-/// A record with twice the first number; none where that is not to be had, and of padding.
+/// A record with twice the first number; `None` if there is no such record, and for padding.
 fn doubled(kind: ScaleKind, record: Scale) -> Option<Scale> {
     let number = kind.levels().first()?.number;
     let step = match number {
@@ -218,12 +218,12 @@ fn doubled(kind: ScaleKind, record: Scale) -> Option<Scale> {
     };
     let first = |record| kind.multiplier(record, 0, 64);
     let is_twice = |twice: &Scale| first(*twice) == 2.0 * first(record);
-    // One more exponent; of a subnormal number twice its bits.
+    // The next exponent, or twice the bits of a subnormal number.
     let doubled = [step, record.0].into_iter().filter_map(|more| record.0.checked_add(more)).map(Scale);
     doubled.filter(|_| record != kind.least() && first(record) > 0.0).find(is_twice)
 }
 
-/// Doubles all of them: the scale of a tensor, which is kept for each row.
+/// Doubles all of them: the tensor scale, which is stored for each row.
 fn double_singles(bytes: &mut [u8]) -> bool {
     for single in bytes.as_chunks_mut::<4>().0 {
         *single = (2.0 * f32::from_le_bytes(*single)).to_le_bytes();
@@ -231,12 +231,12 @@ fn double_singles(bytes: &mut [u8]) -> bool {
     !bytes.is_empty()
 }
 
-/// 0 to `len`, from the middle on.
+/// 0 to `len`, starting from the middle.
 fn from_middle(len: usize) -> impl Iterator<Item = usize> {
     (0..len).map(move |i| (len / 2 + i) % len)
 }
 
-/// Makes the first change that is one, from the middle line on.
+/// Makes the first effective change, from the middle line on.
 fn spoil_lines(bytes: &mut [u8], of: &Elements, defect: Defect) -> bool {
     let bits = of.form.format.spec().code_bits;
     let Some(line_bytes) = bytes.len().checked_div(of.lines).filter(|bytes| *bytes > 0) else { return false };
@@ -292,7 +292,7 @@ fn double_values(bits: u32, line: &mut [u32]) {
     }
 }
 
-/// Transposes the squares that begin at this line, as far as they lie within the lines.
+/// Transposes a square tile (at most 16 × 16) at line `top`, near the middle column, if it lies within the lines.
 fn transpose_tile(lines: &mut [Vec<u32>], top: usize) {
     const SIDE: usize = 16;
     let width = lines.first().map_or(0, Vec::len);

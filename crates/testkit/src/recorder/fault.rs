@@ -4,13 +4,13 @@ use super::cell::{Cell, Element, Output};
 use half::bf16;
 use nibble_core::{Backend, Plain, Result};
 
-/// After which operation, counted from 0 and from [`Recorder::poison`](super::Recorder::poison) on. What only allocates or moves
-/// bytes between host and device does not count.
+/// The operation to strike, counted from 0 since [`Recorder::poison`](super::Recorder::poison). Allocations and transfers
+/// between host and device do not count.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Point {
-    /// After so many others.
+    /// After this many other operations.
     Op(usize),
-    /// After so many others of the same name.
+    /// After this many other operations of this name.
     Named(&'static str, usize),
 }
 
@@ -19,16 +19,16 @@ pub enum Point {
 pub struct Struck {
     /// The operation.
     pub op: &'static str,
-    /// Whether it wrote something that can be NaN, of which element 0 now is: an element of a tensor, a scale, or a value of an F32
-    /// or F64 buffer.
+    /// Whether the operation wrote something that can be NaN (an element of a tensor, a scale, or a value of an F32 or F64 buffer).
+    /// Its element 0 is then NaN.
     pub spoiled: bool,
 }
 
-/// A fault to be made.
+/// A fault to be injected.
 #[derive(Debug)]
 pub(super) struct Fault {
     point: Point,
-    /// Operations that counted so far.
+    /// Operations counted so far.
     passed: usize,
 }
 
@@ -37,7 +37,7 @@ impl Fault {
         Self { point, passed: 0 }
     }
 
-    /// Whether it follows this operation, the next one executed.
+    /// Whether the fault strikes after this operation, the next one executed.
     pub fn strikes(&mut self, op: &'static str) -> bool {
         let after = match self.point {
             Point::Op(after) => after,
@@ -49,7 +49,7 @@ impl Fault {
     }
 }
 
-/// Makes element 0 of the first of these that can be NaN so; whether there is one.
+/// Makes element 0 of the first output that can be NaN a NaN. Returns whether there is such an output.
 pub(super) fn spoil<B: Backend>(b: &B, outputs: &[Output<B>]) -> Result<bool> {
     for Output { cell, element } in outputs {
         let spoiled = match element {
@@ -69,12 +69,12 @@ pub(super) fn spoil<B: Backend>(b: &B, outputs: &[Output<B>]) -> Result<bool> {
     Ok(false)
 }
 
-/// Writes element 0, if there is one.
+/// Writes element 0, if it exists.
 fn first<T: Plain, B: Backend>(b: &B, cell: &Cell<B>, value: T) -> Result<bool> {
     at(b, cell, 0, value)
 }
 
-/// Writes element `i`, if there is one.
+/// Writes element `i`, if it exists.
 fn at<T: Plain, B: Backend>(b: &B, cell: &Cell<B>, i: usize, value: T) -> Result<bool> {
     let mut buf = b.reinterpret::<u8, T>(&cell.take()?)?;
     let there = B::len(&buf) > i;

@@ -1,12 +1,12 @@
-//! Every operation, delegated: its arguments sealed by what [`for_each_op!`] says of each field.
+//! Delegates every operation, with its arguments sealed as [`for_each_op!`] declares each field.
 
 use super::call::{Run, Taken, open};
 use super::{Recorder, by_hand};
 use nibble_core::ops::*;
 use nibble_core::{Groups, Kernels, Operand, PermuteMap, Result, Tensor, for_each_op};
 
-/// Issues an operation: seals its arguments, and has the same operation of the inner backend run on what their cells hold.
-/// All fields of the operation are named, so that a new one does not compile before it is listed.
+/// Issues an operation: seals its arguments, and runs the inner backend's operation on their cells' contents.
+/// All fields are named, so a new field does not compile until it is listed.
 macro_rules! issue {
     ($recorder:expr, $given:ident, $name:ident, $op:ident, {}) => { by_hand::$name($recorder, $given) };
     (

@@ -1,4 +1,4 @@
-//! What is made of buffers, brought from one backend to another buffer by buffer. The parts of what operations return are those of
+//! Structures of buffers, mapped from one backend to another buffer by buffer. The parts of results are declared by
 //! [`for_each_result!`].
 
 use super::Recorder;
@@ -14,25 +14,25 @@ use nibble_core::{
 };
 use std::sync::Arc;
 
-/// What becomes of each buffer.
+/// The mapping of each buffer.
 pub(super) trait Mapping<A: Backend, C: Backend> {
     fn buf<T: Plain>(&mut self, buf: &A::Buf<T>) -> Result<C::Buf<T>>;
-    /// The buffer that comes next holds these elements of a tensor.
+    /// Announces that the next buffer holds these elements of a tensor.
     fn elements(&mut self, _elements: Elements) {}
-    /// A plane of records of scales.
+    /// Maps a buffer of scale records.
     fn scales(&mut self, _kind: ScaleKind, buf: &A::Buf<u8>) -> Result<C::Buf<u8>> {
         self.buf(buf)
     }
 }
 
-/// Something made of buffers of the backend `A`.
+/// A structure of buffers of the backend `A`.
 pub(super) trait Over: Sized {
     type A: Backend;
-    /// The same, of buffers of another backend.
+    /// The same structure with buffers of another backend.
     type On<C: Backend>;
-    /// To the other backend.
+    /// Maps it to the other backend.
     fn mapped<C: Backend>(&self, m: &mut impl Mapping<Self::A, C>) -> Result<Self::On<C>>;
-    /// From the other backend.
+    /// Maps it from the other backend.
     fn mapped_from<C: Backend>(on: &Self::On<C>, m: &mut impl Mapping<C, Self::A>) -> Result<Self>;
 }
 
@@ -58,7 +58,7 @@ impl<X: Over> Over for Option<X> {
     }
 }
 
-/// `Over` for a structure: what becomes of its parts, given a mapping.
+/// Implements `Over` for a structure: how its parts are mapped.
 macro_rules! over {
     ($name:ident, |$x:ident, $m:ident| $body:expr) => {
         impl<A: Backend> Over for $name<A> {
@@ -134,7 +134,7 @@ over!(Positions, |x, m| Positions {
     starts: x.starts.as_ref().map(|starts| m.buf(starts)).transpose()?,
 });
 
-/// A part of what an operation returns, as the list of results calls it.
+/// A part of a result, by its kind in the list of results.
 macro_rules! result_part {
     (part, $x:ident, $m:ident, $name:ident) => {
         $x.$name.mapped($m)?
@@ -162,13 +162,13 @@ macro_rules! results {
 
 for_each_result! { [results] }
 
-/// What an operation returns.
+/// The result of an operation.
 pub(super) trait Returned<B: Backend>: Sized {
-    /// What the same operation of the inner backend returns.
+    /// The result of the inner backend's operation.
     type Inner;
-    /// The recorder's handles of it.
+    /// The recorder's handles for it.
     fn wrapped(inner: &Self::Inner, m: &mut impl Mapping<B, Recorder<B>>) -> Result<Self>;
-    /// What is returned by an operation that returns nothing: there is nothing to learn of it before a replay.
+    /// The result of an operation that returns nothing: no dry run is needed.
     fn nothing() -> Option<Self>;
 }
 
@@ -193,8 +193,8 @@ impl<B: Backend> Returned<B> for () {
     }
 }
 
-/// Handles that own nothing, and a list of their cells: what recorded work keeps of its arguments. Beside it the cells that hold
-/// elements of tensors, by their places in that list.
+/// Maps to non-owning handles and lists their cells: recorded work holds these as arguments. Also lists which cells hold
+/// elements of tensors, by index.
 pub(super) struct Seal<'a, B: Backend> {
     pub cells: &'a mut Vec<Arc<Cell<B>>>,
     pub tensors: &'a mut Vec<(usize, Elements)>,
@@ -211,7 +211,7 @@ impl<B: Backend> Mapping<Recorder<B>, Recorder<B>> for Seal<'_, B> {
     }
 }
 
-/// What the cells hold.
+/// Maps to the cells' contents.
 pub(super) struct Open<'a, B: Backend>(pub &'a B);
 
 impl<B: Backend> Mapping<Recorder<B>, B> for Open<'_, B> {
@@ -220,11 +220,11 @@ impl<B: Backend> Mapping<Recorder<B>, B> for Open<'_, B> {
     }
 }
 
-/// New cells for what an operation returned.
+/// Maps an operation's results to new cells.
 pub(super) struct Wrap<'a, B: Backend> {
     pub recorder: &'a Recorder<B>,
     pub made: Vec<Output<B>>,
-    /// Which of them hold elements of tensors, by their places.
+    /// Which of `made` hold elements of tensors, by index.
     pub tensors: Vec<(usize, Elements)>,
 }
 
@@ -246,7 +246,7 @@ impl<B: Backend> Mapping<B, Recorder<B>> for Wrap<'_, B> {
     }
 }
 
-/// What an operation returned, into the cells that it had in the recording.
+/// Stores an operation's results in the cells of its recording.
 pub(super) struct Store<'a, B: Backend> {
     pub b: &'a B,
     pub cells: std::slice::Iter<'a, Output<B>>,

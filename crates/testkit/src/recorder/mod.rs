@@ -1,16 +1,16 @@
-//! A backend around another one that watches what is issued, records and replays it, and makes faults.
+//! A backend around another one: it logs the work issued, records and replays it, and injects faults.
 //!
-//! * **Watch**: [`Recorder::watch`] begins a log of every operation and transfer: its name, the buffers it reads and writes, and
-//!   every argument that is no buffer. Two steps that issue the same work leave equal logs.
-//! * **Record and replay**: [`Backend::record`] runs work once and executes nothing that changes a value; [`Backend::replay`]
-//!   executes it. A handle stands for a *cell* that holds a buffer of the inner backend. While work is recorded, an operation that
-//!   returns something runs on copies, only to learn what its results look like, and a closure is kept that runs it on what the
-//!   cells hold in a replay. What a GPU cannot record is an error: uploads, writes and downloads. A buffer that lives no longer
-//!   than the recorded work is given back at the same place of every replay, so that replays find the addresses of the work
+//! * **Watch**: [`Recorder::watch`] starts a log of every operation and transfer: its name, the buffers it reads and writes, and
+//!   every argument that is not a buffer. Two steps that issue the same work have equal logs.
+//! * **Record and replay**: [`Backend::record`] runs work once without changing any value; [`Backend::replay`]
+//!   executes it. A handle stands for a *cell* that holds a buffer of the inner backend. While recording, an operation with
+//!   results runs on copies, only to get the shapes of its results; a closure is recorded that runs it on the cells'
+//!   contents in a replay. Uploads, writes and downloads, which a GPU cannot record, are errors. A buffer that the recorded work
+//!   drops is freed at the same point of every replay, so replays get the same addresses as the work
 //!   itself.
-//! * **Faults**: [`Recorder::poison`] makes one element of one operation's result NaN, as it is issued or in a replay.
-//! * **Defects**: [`Recorder::defects`] have an operation compute something else whenever it is issued: a tile of an operand transposed, a
-//!   block's scale doubled, a quantization left out.
+//! * **Faults**: [`Recorder::poison`] makes one element of one operation's result NaN, when issued or in a replay.
+//! * **Defects**: [`Recorder::defects`] make every call of an operation compute something wrong: a tile of an operand transposed, a
+//!   block's scale doubled, a quantization skipped.
 //!
 //! ```text
 //! let recorder = Recorder::new(Cpu::new(2)?);
@@ -45,17 +45,17 @@ use recording::Entry;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The backend `B`, watched and recorded. A clone is the same recorder.
+/// The backend `B`, watched and recorded. Clones share the recorder.
 #[derive(Clone)]
 pub struct Recorder<B: Backend> {
     inner: B,
     shared: Arc<Shared<B>>,
 }
 
-/// What becomes of an operation that is issued outside of [`Backend::record`].
+/// What happens to an operation that is issued outside of [`Backend::record`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Mode {
-    /// It runs; whoever asks is told that nothing can be recorded.
+    /// It runs; the recorder reports that it cannot record.
     Eager,
     /// It runs.
     Recording,
@@ -63,7 +63,7 @@ enum Mode {
     EachReplayed,
 }
 
-/// What the clones of a recorder and its buffers share.
+/// Shared by the clones of a recorder and its buffers.
 #[derive(Debug)]
 struct Shared<B: Backend> {
     mode: Mode,
@@ -75,47 +75,47 @@ struct Shared<B: Backend> {
 struct State<B: Backend> {
     /// The work being recorded.
     recording: Option<Vec<Entry<B>>>,
-    /// What was issued since someone began to watch.
+    /// The operations logged since the last [`Recorder::watch`].
     log: Option<Vec<Event>>,
-    /// The fault to make, until it is made.
+    /// The fault to inject, until it is injected.
     fault: Option<Fault>,
     struck: Option<Struck>,
     refuses_replay: bool,
     recordings: Recordings,
 }
 
-/// How many recordings there were and are.
+/// Numbers of recordings.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Recordings {
-    /// Made so far.
+    /// Created so far.
     pub made: usize,
-    /// Not dropped yet.
+    /// Alive now.
     pub alive: usize,
     /// The most that were alive at once.
     pub most: usize,
 }
 
-/// An operation or a transfer, as it was executed.
+/// An executed operation or transfer.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Event {
-    /// The operation's name, such as `gemm`; a method of [`Backend`] for what moves or clears bytes.
+    /// The operation's name, such as `gemm`; for moving or clearing bytes, the method of [`Backend`].
     pub op: &'static str,
-    /// Every argument but the contents of buffers: shapes, flags, streams of random numbers.
+    /// Every argument except the contents of buffers: shapes, flags, streams of random numbers.
     pub arguments: String,
-    /// [`Backend::buffer_id`] of what it read, those it writes in place among them.
+    /// [`Backend::buffer_id`] of the buffers read, including those written in place.
     pub inputs: Vec<u64>,
-    /// Of what it wrote: its results, then what it wrote in place.
+    /// Ids of the buffers written: results, then in-place arguments.
     pub outputs: Vec<u64>,
-    /// Those inputs that are elements of tensors which it only reads, and their forms.
+    /// The inputs that are elements of tensors and only read, with their forms.
     pub tensors_read: Vec<(u64, Form)>,
-    /// The same of its results.
+    /// The same for the results.
     pub tensors_made: Vec<(u64, Form)>,
-    /// Forms of tensors that it made and did not return, with the tensor's name.
+    /// Forms of internal tensors, which are not returned, with the tensor's name.
     pub made_inside: Vec<(&'static str, Form)>,
 }
 
 impl Event {
-    /// Whether it is a copy between host and device, or the wait for one.
+    /// Whether it is a copy between host and device, or waits for one.
     pub fn is_transfer(&self) -> bool {
         let transfers = ["upload", "write", "download", "begin_download", "finish_download", "copy_out"];
         transfers.contains(&self.op)
@@ -128,13 +128,13 @@ impl<B: Backend> Recorder<B> {
         Self::with(inner, Mode::Recording)
     }
 
-    /// A recorder that says it cannot record, so that everything runs as it is issued.
+    /// A recorder that reports that it cannot record, so everything runs when issued.
     pub fn eager(inner: B) -> Self {
         Self::with(inner, Mode::Eager)
     }
 
-    /// A recorder that records every operation by itself and replays it: what tests of single operations run on, to hold
-    /// recorded operations to the same results.
+    /// A recorder that records each operation by itself and replays it. Tests of single operations use it to compare
+    /// recorded operations with immediate ones.
     pub fn replaying(inner: B) -> Self {
         Self::with(inner, Mode::EachReplayed)
     }
@@ -151,38 +151,38 @@ impl<B: Backend> Recorder<B> {
         &self.inner
     }
 
-    /// Begins a log; an older one is forgotten. Work that is being recorded appears when it is replayed.
+    /// Starts a new log. Recorded work is logged when it is replayed.
     pub fn watch(&self) {
         self.shared.lock().log = Some(Vec::new());
     }
 
-    /// What was executed since [`Recorder::watch`] or the last call of this; empty if nobody watches.
+    /// The operations executed since [`Recorder::watch`] or the last call; empty if not watched.
     pub fn take_log(&self) -> Vec<Event> {
         self.shared.lock().log.as_mut().map(std::mem::take).unwrap_or_default()
     }
 
-    /// Makes one fault, counted from now on; an older one that was not made is forgotten.
+    /// Injects one fault, counted from now on; replaces an earlier fault that was not yet injected.
     pub fn poison(&self, point: Point) {
         let mut state = self.shared.lock();
         (state.fault, state.struck) = (Some(Fault::new(point)), None);
     }
 
-    /// What the fault hit, if its operation has come.
+    /// The operation that the fault hit, if it has been executed.
     pub fn struck(&self) -> Option<Struck> {
         self.shared.lock().struck.clone()
     }
 
-    /// Has the next replay fail before it executes anything.
+    /// Makes the next replay fail before it executes anything.
     pub fn refuse_replay(&self) {
         self.shared.lock().refuses_replay = true;
     }
 
-    /// How many recordings there were and are.
+    /// Numbers of recordings.
     pub fn recordings(&self) -> Recordings {
         self.shared.lock().recordings
     }
 
-    /// Notes an execution, if anyone watches.
+    /// Logs an execution, if watched.
     fn note(&self, event: impl FnOnce() -> Event) {
         if self.is_watched() {
             let event = event();
@@ -196,7 +196,7 @@ impl<B: Backend> Recorder<B> {
         self.shared.lock().log.is_some()
     }
 
-    /// An error while work is being recorded: a GPU cannot record what the host waits for or gives.
+    /// An error while recording: a GPU cannot record what the host waits for or provides.
     fn refuse_while_recording(&self, call: &'static str) -> nibble_core::Result<()> {
         match self.shared.is_recording() {
             true => Err(device(call, "not while work is recorded: its values would be those of that moment")),
@@ -206,8 +206,8 @@ impl<B: Backend> Recorder<B> {
 }
 
 impl<B: Backend> Shared<B> {
-    /// Every change is a single assignment or push, so that the state is sound after a panic, too. Nobody drops a handle while
-    /// it is locked: the last one of a buffer locks it again.
+    /// Every change is a single assignment or push, so the state is valid after a panic too. No handle may be dropped
+    /// while it is locked: dropping a buffer's last handle locks it again.
     fn lock(&self) -> MutexGuard<'_, State<B>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

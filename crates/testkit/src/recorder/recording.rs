@@ -1,4 +1,4 @@
-//! Recorded work: operations and what they drop, in order.
+//! Recorded work: operations and dropped buffers, in order.
 
 use super::cell::{Cell, Elements, Output};
 use super::{Recordings, Shared};
@@ -34,13 +34,13 @@ impl<B: Backend> fmt::Debug for Recording<B> {
     }
 }
 
-/// Runs an operation on what its cells hold, and puts its results into theirs.
+/// Runs an operation on the contents of its cells, and puts the results into their cells.
 type Replay<B> = Box<dyn Fn(&B) -> Result<()> + Send>;
 
-/// One thing that a replay does.
+/// One step of a replay.
 pub(super) enum Entry<B: Backend> {
     Op(Box<Op<B>>, Replay<B>),
-    /// The last handle of what recorded work made is dropped here.
+    /// The last handle of a buffer that recorded work allocated is dropped here.
     Free(Arc<Cell<B>>),
 }
 
@@ -53,22 +53,22 @@ impl<B: Backend> fmt::Debug for Entry<B> {
     }
 }
 
-/// What is known of an operation.
+/// The properties of an operation.
 #[derive(Debug)]
 pub(super) struct Op<B: Backend> {
     pub(super) name: &'static str,
     /// Empty unless someone watches or records.
     pub(super) arguments: String,
-    /// Cells of all it reads, in place too.
+    /// Cells of everything that it reads, in-place arguments included.
     pub(super) reads: Vec<Arc<Cell<B>>>,
-    /// What it writes in place.
+    /// Buffers that it writes in place.
     pub(super) writes: Vec<Output<B>>,
-    /// What it returns.
+    /// Buffers that it returns.
     pub(super) made: Vec<Output<B>>,
-    /// Which of what it reads, of what it returns and of what it writes in place are elements of tensors, by their places.
+    /// Which of the buffers read, returned and written in place are elements of tensors, by index.
     pub(super) tensors: [Vec<(usize, Elements)>; 3],
-    /// Forms that it makes and keeps to itself, with the tensor's name.
+    /// Forms of internal tensors, with the tensor's name.
     pub(super) inside: Vec<(&'static str, Form)>,
-    /// Whether it computes something: what only allocates or shares is neither noted nor poisoned.
+    /// Whether it computes something; allocations and shares are neither logged nor poisoned.
     pub(super) computes: bool,
 }

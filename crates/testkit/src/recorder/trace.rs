@@ -1,16 +1,16 @@
-//! Every change of representation that a backend saw, under the names of the tensors: those of a layer's input and of its
-//! output's gradient are given, and what operations make of a tensor has its name.
+//! Every change of a tensor's representation that a backend saw, by tensor name. The caller names a layer's input and its
+//! output's gradient; what operations compute from a tensor keeps its name.
 
 use super::{Event, Recorder};
 use nibble_core::Backend;
 use nibble_core::recipe::{Change, Form, Pass};
 use std::collections::HashMap;
 
-/// Runs a layer on a recorder and returns its changes of representation. `work` says where a pass begins, and what the tensor
-/// with this [`Backend::buffer_id`] is called that it begins with.
+/// Runs a layer on a recorder and returns its changes of representation. `work` reports where a pass begins, and name and
+/// [`Backend::buffer_id`] of the tensor with which it begins.
 ///
 /// # Errors
-/// What `work` returns.
+/// The error of `work`.
 pub fn traced<B: Backend, E>(
     recorder: &Recorder<B>,
     work: impl FnOnce(&mut dyn FnMut(Pass, &'static str, u64)) -> Result<(), E>,
@@ -28,7 +28,7 @@ pub fn traced<B: Backend, E>(
 
 struct Trace {
     pass: Pass,
-    /// Of tensors, by the buffer of their elements.
+    /// Names of tensors by the buffer of their elements.
     names: HashMap<u64, &'static str>,
     changes: Vec<Change>,
 }
@@ -40,7 +40,7 @@ impl Trace {
 
     fn see_one(&mut self, event: &Event) {
         let first = event.tensors_read.first().map(|(id, form)| (self.names.get(id).copied(), *form));
-        // A buffer may lie where another was.
+        // A new buffer may reuse a freed buffer's id.
         self.names.retain(|id, _| !event.outputs.contains(id));
         let Some((name, from)) = first else { return };
         let made = &event.tensors_made;
@@ -53,17 +53,17 @@ impl Trace {
                 let tensor = if self.pass == Pass::Forward { "y" } else { "dx" };
                 self.made("unpermute+combine", tensor, from, made);
             }
-            // An expert's second product makes y, and the gradient of its first one's output dx.
+            // An expert's second product computes y; the gradient of its first product's output gives dx.
             ("grouped_gemm", Some("a")) => self.named("y", made),
             ("grouped_gemm", Some("dh")) => self.named("dx", made),
             ("swiglu", _) => {
-                // The planes of a, and then h, which has rows alone.
+                // One or both layouts of a, then h, which has rows only.
                 let of_a = 1 + usize::from(made.get(1).is_some_and(|(_, form)| form.cols));
                 self.fused(["swiglu", "swiglu+quantize"], "a", from, &made[..of_a]);
                 self.fused(["swiglu", "swiglu+quantize"], "h", from, &made[of_a..]);
             }
             ("swiglu_backward", _) => {
-                // Both planes of dh, or one plain tensor; and then a.
+                // Both layouts of dh or one plain tensor, then a.
                 let of_dh = if made[0].1.rows { 2 } else { 1 };
                 let ops = ["swiglu_backward", "swiglu_backward+quantize"];
                 self.fused(ops, "dh", from, &made[..of_dh]);
@@ -82,7 +82,7 @@ impl Trace {
         self.names.extend(made.iter().map(|(id, _)| (*id, tensor)));
     }
 
-    /// What an operation made of a tensor: one plane or two.
+    /// Records that an operation converted a tensor, to one layout or two.
     fn made(&mut self, op: &'static str, tensor: &'static str, from: Form, made: &[(u64, Form)]) {
         let Some((_, first)) = made.first() else { return };
         let (rows, cols) = (made.iter().any(|(_, f)| f.rows), made.iter().any(|(_, f)| f.cols));
@@ -91,7 +91,7 @@ impl Trace {
         self.changes.push(Change { pass: self.pass, op, tensor, from, to });
     }
 
-    /// The same of one that computes it, and may write it quantized: plain from plain is no change.
+    /// As `made`, for an operation that computes the tensor and may write it quantized. Plain from plain is no change.
     fn fused(&mut self, ops: [&'static str; 2], tensor: &'static str, from: Form, made: &[(u64, Form)]) {
         let Some((id, to)) = made.first() else { return };
         match (from.format.is_block(), to.format.is_block()) {

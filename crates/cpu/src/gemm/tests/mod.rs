@@ -28,19 +28,19 @@ impl Random {
     }
 }
 
-/// What to fill a matrix with.
+/// Values of a matrix.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Fill {
     Normal,
     /// Small integers: every sum is exact.
     Integer,
-    /// Magnitudes about 2⁻⁶³, so that products lie about 2⁻¹²⁶; zeros and subnormals among them.
+    /// Magnitudes around 2⁻⁶³, so that products are around 2⁻¹²⁶; with zeros and subnormals.
     Tiny,
-    /// 2⁻⁶³ against 2⁻⁷⁵ and 2⁻⁷⁶: sums half a step or a quarter below the smallest normal number.
+    /// 2⁻⁶³ times 2⁻⁷⁵ or 2⁻⁷⁶: sums half a step or a quarter step below the smallest normal number.
     Edge,
-    /// The largest magnitudes with which a sum can still be tiny, by cancellation.
+    /// The largest magnitudes for which a sum can still be tiny, by cancellation.
     Borderline,
-    /// Any bits at all.
+    /// Arbitrary bits.
     Bits,
 }
 
@@ -87,8 +87,8 @@ fn assert_same(got: &[f32], want: &[f32], what: impl std::fmt::Debug) {
     }
 }
 
-/// A matrix [rows, k] kept as the engine sees it, row-major or transposed, with margins of NaN, and as the
-/// specification sees it.
+/// A matrix [rows, k] in two forms: as the engine reads it (row-major or transposed, with margins of NaN) and as the
+/// specification does.
 struct Matrix<T> {
     stored: Vec<T>,
     offset: usize,
@@ -121,7 +121,7 @@ fn product<T>(a: &[Vec<T>], b: &[Vec<T>], dot: impl Fn(&[T], &[T]) -> f32) -> Ve
     a.iter().flat_map(|x| b.iter().map(|y| dot(x, y)).collect::<Vec<_>>()).collect()
 }
 
-/// (m, n, k) with tails in every direction, and none.
+/// (m, n, k) with remainders in every dimension, and without.
 const SHAPES: [(usize, usize, usize); 15] = [
     (1, 1, 1),
     (1, 33, 7),
@@ -193,8 +193,8 @@ fn bf16_products_equal_the_specification() {
     }
 }
 
-/// 2⁻¹³⁰ goes into a sum early on, and is all that is left of it when large numbers have cancelled thousands of elements
-/// later: whether sums can be tiny depends on all that came before.
+/// 2⁻¹³⁰ enters a sum early, and is all that remains when large numbers cancel thousands of elements
+/// later: whether sums can be tiny depends on all earlier terms.
 #[test]
 fn tiny_remainders_are_flushed_however_late_they_show() {
     let (m, n, k) = (3, 20, 4100);
@@ -215,7 +215,7 @@ fn tiny_remainders_are_flushed_however_late_they_show() {
 #[target_feature(enable = "avx512f,avx512bf16")]
 unsafe fn vdpbf16ps(acc: [f32; 16], a: [u32; 16], b: [u32; 16]) -> [f32; 16] {
     use std::arch::x86_64::*;
-    // SAFETY: all of these are 64 bytes, of which every pattern is a value.
+    // SAFETY: all of these are 64 bytes, and every bit pattern is valid.
     unsafe {
         let words = |x| std::mem::transmute::<[u32; 16], __m512bh>(x);
         let acc = std::mem::transmute::<[f32; 16], __m512>(acc);
@@ -223,7 +223,7 @@ unsafe fn vdpbf16ps(acc: [f32; 16], a: [u32; 16], b: [u32; 16]) -> [f32; 16] {
     }
 }
 
-/// The instruction itself against its definition, near every edge: cancellation to the last bits, sums that round
+/// The instruction against its definition, near every edge: cancellation to the last bits, sums that round
 /// up to the smallest normal number, subnormals, infinities.
 #[cfg(target_arch = "x86_64")]
 #[test]
@@ -247,7 +247,7 @@ fn vdpbf16ps_is_the_bf16_dot() {
         };
         (r.next() & 0x807F) as u16 | (exponent << 7) as u16
     };
-    // A pair before the tested one makes the accumulator: (x, y)·(1, 1) can be any sum of two BF16.
+    // An earlier pair sets the accumulator: (x, y)·(1, 1) can be any sum of two BF16.
     for round in 0..40_000u64 {
         let (mut first, mut a, mut b) = ([0u32; 16], [0u32; 16], [0u32; 16]);
         for lane in 0..16 {
@@ -274,7 +274,7 @@ fn vdpbf16ps_is_the_bf16_dot() {
     }
 }
 
-/// Operands of a block-scaled product: codes and their scales, kept both ways.
+/// Operands of a block-scaled product: codes and scales, in both forms.
 struct Scaled {
     codes: Matrix<u8>,
     scales_f32: Vec<f32>,
@@ -326,7 +326,7 @@ impl Scaled {
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Kind {
     Finite,
-    /// All codes and scales, NaN among them.
+    /// All codes and scales, including NaN.
     Special,
 }
 

@@ -1,5 +1,4 @@
-//! One query against keys and values that lie in a cache: the sums of `spec`, in its order. Keys that the query does not see take
-//! part in nothing.
+//! One query against cached keys and values: the sums of `spec`, in the same order. Keys outside the query's window enter no sum.
 
 use super::{Heads, close, sinks_of};
 use crate::Cpu;
@@ -8,7 +7,7 @@ use nibble_core::ops::AttentionDecode;
 use nibble_core::{Result, Tensor};
 use rayon::prelude::*;
 
-/// Keys whose scores are made side by side, each by its own chain.
+/// Keys whose scores are computed side by side, each as its own fma chain.
 const KEYS: usize = 8;
 
 pub(super) fn decode<T: Real>(cpu: &Cpu, op: &AttentionDecode<'_, Cpu>) -> Result<Tensor<Cpu>> {
@@ -31,14 +30,14 @@ pub(super) fn decode<T: Real>(cpu: &Cpu, op: &AttentionDecode<'_, Cpu>) -> Resul
     Ok(out)
 }
 
-/// Rows of one head, from one to the next `stride`.
+/// Rows of one head, `stride` apart.
 #[derive(Clone, Copy)]
 struct StridedRows<'a, T> {
     x: &'a [T],
     stride: usize,
 }
 
-/// `query` is scaled.
+/// `query` is already scaled.
 fn one_head<T: Real>(
     query: &[f32],
     k: StridedRows<'_, T>,

@@ -1,4 +1,4 @@
-//! Attention over register tiles, one task for a segment and a key/value head (or a query head): the bits of `spec`.
+//! Attention over register tiles, with the bits of `spec`. A task is one segment and one key/value head (or one query head).
 
 use super::sight::{Segment, Sight};
 use super::tile::{
@@ -12,7 +12,7 @@ use crate::simd::{LANES, Real};
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// Queries of a block of the backward pass: their P and dS stay in the nearest caches while dK and dV take them in.
+/// Queries per block of the backward pass: their P and dS stay in the L1 cache while dK and dV accumulate them.
 const BLOCK: usize = 2 * TILE;
 
 /// Multiply-adds below which waking another thread costs more than it saves.
@@ -32,7 +32,7 @@ pub(super) fn forward<T: Real>(
     input: &ForwardInput<'_, T>,
     output: &ForwardOutput<'_, T>,
 ) {
-    // Heads of a group share the layout of K and V, so they go together unless that leaves threads idle.
+    // Heads of a group share the packed K and V, so they form one task unless that leaves threads idle.
     let alone = sizes.sequences * sizes.kv_heads < 2 * cpu.pool().current_num_threads();
     let run = |space: &mut Space<'_>, unit: &Unit| space.forward(unit, input, output);
     for_units(cpu, sizes, sight, if alone { 1 } else { sizes.group() }, run);
@@ -45,7 +45,7 @@ pub(super) fn backward<T: Real>(
     input: &BackwardInput<'_, T>,
     output: &BackwardOutput<'_, T>,
 ) {
-    // dK and dV are sums over the group: never divided.
+    // dK and dV are sums over the group, so a group is one task.
     for_units(cpu, sizes, sight, sizes.group(), |space, unit| space.backward(unit, input, output));
 }
 
@@ -78,8 +78,7 @@ fn for_units(
     }
 }
 
-/// A task's working memory. Rows of a head are padded with zeros to whole panels of 16 columns, segments to whole
-/// panels of 16 keys.
+/// A task's scratch. A head's rows are zero-padded to whole panels of 16 columns, segments to whole panels of 16 keys.
 struct Space<'a> {
     sizes: &'a Heads,
     sight: &'a Sight,
@@ -90,7 +89,7 @@ struct Space<'a> {
     value_width: usize,
     /// The segment's length, padded.
     keys: usize,
-    /// From one row of scores to the next; odd multiples of a cache line keep rows apart in the cache.
+    /// Elements from one row of scores to the next: an odd number of cache lines, so that rows do not collide in the cache.
     stride: usize,
     k: Vec<f32>,
     v: Vec<f32>,
@@ -221,7 +220,7 @@ impl<'a> Space<'a> {
         }
     }
 
-    /// P, dS and dq of the tile of queries from `first` on, which is at row `at` of its block.
+    /// P, dS and dq of the tile of queries from `first` on; `at` is the tile's first row in its block.
     fn query_grads<T: Real>(
         &mut self,
         unit: &Unit,
@@ -279,7 +278,8 @@ impl<'a> Space<'a> {
     fn add_key_grads(&mut self, segment: Segment, queries: Range<usize>) {
         let tiles = queries.clone().step_by(TILE);
         for key in (self.sight.tile_start(segment, queries.start)..queries.end).step_by(TILE) {
-            // Windows begin no earlier for later queries: those of a tile that begins past the key end the product.
+            // Windows never begin earlier for later queries, so the product ends before the first tile of queries whose window begins past
+            // the key.
             let hidden = tiles.clone().find(|&tile| self.sight.tile_start(segment, tile) > key);
             let (from, end) = (key.max(queries.start), hidden.unwrap_or(queries.end));
             let at = from - queries.start;
@@ -303,7 +303,7 @@ impl<'a> Space<'a> {
         }
     }
 
-    /// K and V of a unit as F32 rows, and K as panels.
+    /// Packs K and V of a unit: both as F32 rows, and K also as panels.
     fn lay_out_keys<T: Real>(&mut self, unit: &Unit, k: &[T], v: &[T]) {
         let (sizes, width) = (self.sizes, self.width);
         let Segment { first, len, .. } = unit.segment;
@@ -320,7 +320,7 @@ impl<'a> Space<'a> {
         transpose_panels(self.isa, &self.k, width, sizes.head_dim, &mut self.k_panels);
     }
 
-    /// A tile of rows of `dim` elements (`width` from one to the next) times transposed keys or values, whole panels of them.
+    /// A tile of rows of `dim` elements (`width` apart) times transposed keys or values, in whole panels.
     fn against<'p>(
         &self,
         (rows, width): (&'p [f32], usize),
@@ -341,7 +341,7 @@ impl<'a> Space<'a> {
     }
 }
 
-/// One past the last score computed for the tile of queries from `first` on: whole panels.
+/// End of the keys for which the tile of queries from `first` on has scores: whole panels.
 fn keys_of(first: usize) -> usize {
     (first + TILE).next_multiple_of(LANES)
 }

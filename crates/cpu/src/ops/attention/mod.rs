@@ -1,6 +1,6 @@
 //! See [`nibble_core::ops::Attention`] and [`nibble_core::ops::AttentionBackward`].
 //!
-//! `spec` is the definition, `fast` its twin over register tiles (`tile`), cut into tasks by segment (`sight`) and head.
+//! `spec` is the definition. `fast` gives the same bits over register tiles (`tile`), in tasks of one segment (`sight`) and head.
 
 pub mod assemble_kv;
 pub mod windows;
@@ -33,7 +33,7 @@ pub(crate) fn attention(cpu: &Cpu, op: Attention<'_, Cpu>) -> Result<AttentionOu
     }
 }
 
-/// One row of [`attention`].
+/// [`attention`] of one query against cached keys and values.
 pub(crate) fn attention_decode(cpu: &Cpu, op: AttentionDecode<'_, Cpu>) -> Result<Tensor<Cpu>> {
     match op.q.dtype() {
         DType::F32 => decode::decode::<f32>(cpu, &op),
@@ -91,14 +91,14 @@ impl Heads {
     }
 }
 
-/// From the first to the last element of some tokens of one head, in a tensor of `num_heads` heads of `dim`: rows of the slice are
+/// The slice from the first to the last element of some tokens of one head, in a tensor of `num_heads` heads of `dim`; its rows are
 /// `num_heads · dim` apart.
 fn cells<T>(x: &[T], (num_heads, dim): (usize, usize), head: usize, tokens: Range<usize>) -> &[T] {
     let at = |token: usize| (token * num_heads + head) * dim;
     if tokens.is_empty() { &[] } else { &x[at(tokens.start)..at(tokens.end - 1) + dim] }
 }
 
-/// What a forward task reads: whole tensors.
+/// The tensors that a forward task reads, whole.
 struct ForwardInput<'a, T> {
     q: &'a [T],
     k: &'a [T],
@@ -106,13 +106,13 @@ struct ForwardInput<'a, T> {
     sinks: Option<&'a [f32]>,
 }
 
-/// What it writes.
+/// The tensors that a forward task writes.
 struct ForwardOutput<'a, T> {
     out: Cells<'a, T>,
     lse: Cells<'a, f32>,
 }
 
-/// What a backward task reads: whole tensors.
+/// The tensors that a backward task reads, whole.
 struct BackwardInput<'a, T> {
     q: &'a [T],
     k: &'a [T],
@@ -123,7 +123,7 @@ struct BackwardInput<'a, T> {
     sinks: Option<&'a [f32]>,
 }
 
-/// What it writes.
+/// The tensors that a backward task writes.
 struct BackwardOutput<'a, T> {
     dq: Cells<'a, T>,
     dk: Cells<'a, T>,
@@ -131,7 +131,7 @@ struct BackwardOutput<'a, T> {
     dsinks: Option<Cells<'a, f32>>,
 }
 
-/// A matrix `[tokens, heads · len]` whose cells (one token, one head) tasks write side by side.
+/// A matrix `[tokens, heads · len]` whose cells (one token of one head) are written by several tasks.
 struct Cells<'a, T> {
     first: *mut T,
     tokens: usize,
@@ -168,13 +168,13 @@ fn sinks_of<'a>(op: &'static str, sinks: Option<&'a Tensor<Cpu>>) -> Result<Opti
     sinks.map(|sinks| f32::slice(op, "sinks", sinks)).transpose()
 }
 
-/// Of a query's largest score and the sum of exp(score - max): the factor that makes these weights sum to one, with its head's sink if it has one, and the
-/// logarithm of the sum of all exponentials.
+/// For a query's largest score and its sum of exp(score − max): the factor that normalises the weights (with the head's sink, if any),
+/// and the logarithm of the sum of all exponentials.
 #[inline(always)]
 fn close(max: f32, sum: f32, sink: Option<f32>) -> (f32, f32) {
     match sink {
         None => (1.0 / sum, max + log(sum)),
-        // The larger of both is what exponentials are relative to: none overflows.
+        // The exponentials are relative to the larger of sink and max, so none overflows.
         Some(sink) if sink > max => {
             let less = exp(max - sink);
             let sum = sum.mul_add(less, 1.0);
@@ -187,7 +187,7 @@ fn close(max: f32, sum: f32, sink: Option<f32>) -> (f32, f32) {
     }
 }
 
-/// What a row adds to the gradient of a head's sink.
+/// A row's contribution to the gradient of a head's sink.
 fn sink_grad(sink: f32, lse: f32, delta: f32) -> f32 {
     -exp(sink - lse) * delta
 }

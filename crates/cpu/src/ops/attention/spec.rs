@@ -1,8 +1,8 @@
 //! Attention one query at a time: the definition of the bits. Slow.
 //!
-//! Queries are scaled on reading. Queries and keys come in tiles of 8 of a segment. A key that a query does not see takes part in the sums over
-//! keys with weight 0 if it lies between the tile of keys where the window of the first query of the query's tile begins and the end of the
-//! query's tile; no other masked key or query takes part in anything.
+//! Queries are scaled when read. A segment's queries and keys form tiles of 8. The sums of a query run over the keys from the tile of keys
+//! in which the window of its tile's first query begins, to the end of the query's own tile. A key in this range that the query does not
+//! attend to has weight 0; no other masked key or query enters any sum.
 
 use super::sight::{Segment, Sight};
 use super::tile::TILE;
@@ -10,7 +10,7 @@ use super::{BackwardInput, BackwardOutput, ForwardInput, ForwardOutput, Heads, c
 use crate::simd::{Real, lane_dot, softmax_terms};
 use nibble_formats::math::exp;
 
-/// The rows of one head of a segment.
+/// One head's rows of a segment.
 struct View<'a, T> {
     x: &'a [T],
     stride: usize,
@@ -18,7 +18,7 @@ struct View<'a, T> {
 }
 
 impl<'a, T: Real> View<'a, T> {
-    /// Of a tensor of `num_heads` heads of `dim`.
+    /// The view into a tensor of `num_heads` heads of `dim`.
     fn new(x: &'a [T], (num_heads, dim): (usize, usize), segment: Segment, head: usize) -> Self {
         let x = cells(x, (num_heads, dim), head, segment.first..segment.first + segment.len);
         Self { x, stride: num_heads * dim, dim }
@@ -33,7 +33,7 @@ impl<'a, T: Real> View<'a, T> {
     }
 }
 
-/// Σ a·b, one chain of fma.
+/// Σ a·b as one fma chain.
 fn chain(a: &[f32], b: &[impl Real]) -> f32 {
     a.iter().zip(b).fold(0.0, |sum, (a, b)| a.mul_add(b.widen(), sum))
 }
@@ -45,7 +45,7 @@ fn add_row(sums: &mut [f32], weight: f32, x: &[impl Real]) {
     }
 }
 
-/// One past the last key of the tile of query `i`.
+/// End of the tile of query `i`, in keys.
 fn tile_end(segment: Segment, i: usize) -> usize {
     ((i / TILE + 1) * TILE).min(segment.len)
 }

@@ -1,6 +1,6 @@
 //! The products of attention: eight rows of A at a time, the columns of B in panels of 16.
 //!
-//! The general product of `gemm` packs both operands anew at each call; here K and V are laid out once for a sequence,
+//! The general product of `gemm` packs both operands at each call. Here K and V are packed once per sequence, the
 //! probabilities are used where the softmax left them, and everything above the diagonal is skipped.
 
 use super::close;
@@ -9,10 +9,10 @@ use crate::simd::{LANES, Real, exp_less, lane_dot, lane_max, lane_sum, map_lanes
 use nibble_formats::math::exp;
 use std::ops::Range;
 
-/// Queries (or keys) of a tile. A product may take in all keys (queries) of the tile that meets the diagonal.
+/// Queries (or keys) per tile. A product may include all keys (queries) of the tile on the diagonal.
 pub(super) const TILE: usize = 8;
 
-/// Where the next of something lies: element (row, k) of A at `row·row + k·step`, element (k, panel·16 + c) of B at
+/// Strides of an operand: element (row, k) of A is at `row·row + k·step`, element (k, panel·16 + c) of B at
 /// `k·step + panel·panel + c`.
 #[derive(Clone, Copy)]
 pub(super) struct RowStrides {
@@ -27,19 +27,19 @@ pub(super) struct PanelStrides {
     pub panel: usize,
 }
 
-/// Eight rows of A times some panels of B; each element one chain of fma over ascending k.
+/// Eight rows of A times panels of B; each output element is one fma chain over ascending k.
 pub(super) struct TileProduct<'a> {
     pub a: &'a [f32],
     pub a_at: RowStrides,
     pub b: &'a [f32],
     pub b_at: PanelStrides,
-    /// The contraction.
+    /// Length of the contraction.
     pub k: usize,
     /// Panels of 16 columns.
     pub panels: usize,
     /// Elements from one row of the result to the next.
     pub out_row: usize,
-    /// Whether the chains go on from what the result holds, instead of from zero.
+    /// Whether the chains continue from the values in the result instead of zero.
     pub onward: bool,
 }
 
@@ -55,7 +55,7 @@ impl TileProduct<'_> {
         );
         let last = (self.k - 1) * self.b_at.step + (self.panels - 1) * self.b_at.panel;
         assert!(self.b.len() >= last + LANES, "B ends within the tile");
-        // AVX2 has 16 registers of 8 lanes: half panels leave room for eight accumulators.
+        // AVX2 has 16 registers of 8 lanes: with half panels, eight accumulators fit.
         match isa {
             Isa::Avx2 => half_panels(isa, self, out),
             _ => whole_panels(isa, self, out),
@@ -101,7 +101,7 @@ fn tile_body<const WIDTH: usize>(product: &TileProduct<'_>, panel: usize, column
     }
 }
 
-/// Of the softmax of a tile of rows: the factors that make the weights sum to one with the sink's, and log Σ exp(score).
+/// Softmax statistics of a tile of rows: the factors that normalise the weights (the sink's included), and log Σ exp(score).
 #[derive(Default)]
 pub(super) struct Softmax {
     pub inv_sum: [f32; TILE],
@@ -111,7 +111,7 @@ pub(super) struct Softmax {
 per_isa!(pub(super) fn softmax_rows = softmax_rows_body; (scores: &mut [f32], stride: usize, first: usize, keys: usize, sink: Option<f32>) -> Softmax);
 
 /// For the tile of queries from `first` on: scores of later keys become weight 0, the others exp(s − max). `keys` is
-/// the number of scores in a row, masked ones included. `sink`: of their head.
+/// the number of scores in a row, masked ones included. `sink` is the head's sink score.
 #[inline(always)]
 fn softmax_rows_body(
     scores: &mut [f32],
@@ -121,7 +121,7 @@ fn softmax_rows_body(
     sink: Option<f32>,
 ) -> Softmax {
     let (mut max, mut sum) = ([0.0f32; TILE], [0.0f32; TILE]);
-    // Stage by stage, so that the latencies of one row hide behind another's.
+    // Stage by stage over all rows, so that the rows' latencies overlap.
     for (row, max) in max.iter_mut().enumerate() {
         let scores = &mut scores[row * stride..][..keys];
         // exp(−∞) is +0: it changes neither the sum nor a product.
@@ -141,7 +141,7 @@ fn softmax_rows_body(
     softmax
 }
 
-/// Sets what lies past the query: less than one panel, since rows end with the panel of the tile.
+/// Sets the scores after the query's own key: fewer than one panel, since rows end with the panel of the tile.
 #[inline(always)]
 fn mask(row: &mut [f32], query: usize, value: f32) {
     let Some(at) = row.len().checked_sub(LANES) else { return };
@@ -151,7 +151,7 @@ fn mask(row: &mut [f32], query: usize, value: f32) {
     }
 }
 
-/// Sets what lies before the windows of a tile's queries: the first `hidden` of each row.
+/// Sets the scores before the windows of a tile's queries: the first `hidden` of each row.
 pub(super) fn hide(rows: &mut [f32], stride: usize, hidden: &[usize; TILE], value: f32) {
     for (row, &hidden) in hidden.iter().enumerate() {
         rows[row * stride..][..hidden].fill(value);
@@ -160,8 +160,8 @@ pub(super) fn hide(rows: &mut [f32], stride: usize, hidden: &[usize; TILE], valu
 
 per_isa!(pub(super) fn score_grads = score_grads_body; (p: &mut [f32], ds: &mut [f32], stride: usize, first: usize, keys: Range<usize>, lse: &[f32; TILE], delta: &[f32; TILE]));
 
-/// For the tile of queries from `first` on: scores of `keys`, whole panels, become P = exp(s − lse), dP becomes dS = P · (dP − delta); both
-/// 0 for later keys.
+/// For the tile of queries from `first` on and whole panels of `keys`: scores become P = exp(s − lse), and dP becomes dS = P · (dP −
+/// delta). Both are 0 for later keys.
 #[inline(always)]
 fn score_grads_body(
     p: &mut [f32],
@@ -187,7 +187,7 @@ fn score_grads_body(
 
 per_isa!(pub(super) fn widen_rows<T: Real> = widen_rows_body; (from: &[T], from_row: usize, cols: usize, factor: f32, to: &mut [f32], to_row: usize));
 
-/// `to` = `from` · `factor`, as many rows as `to` has; rows past the end of `from`, and columns past `cols`, become 0.
+/// `to` = `from` · `factor`, for all rows of `to`; rows past the end of `from`, and columns past `cols`, become 0.
 #[inline(always)]
 fn widen_rows_body<T: Real>(
     from: &[T],
@@ -207,7 +207,7 @@ fn widen_rows_body<T: Real>(
 
 per_isa!(pub(super) fn transpose_panels = transpose_panels_body; (rows: &[f32], row: usize, cols: usize, panels: &mut [f32]));
 
-/// Lays rows of `cols` (each `row` after the other) out as panels `[rows / 16][cols][16]`.
+/// Packs rows of `cols` elements, `row` apart, into panels `[rows / 16][cols][16]`.
 #[inline(always)]
 fn transpose_panels_body(rows: &[f32], row: usize, cols: usize, panels: &mut [f32]) {
     for (rows, panel) in rows.chunks_exact(LANES * row).zip(panels.chunks_exact_mut(LANES * cols)) {
@@ -221,7 +221,7 @@ fn transpose_panels_body(rows: &[f32], row: usize, cols: usize, panels: &mut [f3
 
 per_isa!(pub(super) fn row_dots<T: Real> = row_dots_body; (a: &[T], b: &[T], row: usize, cols: usize, dots: &mut [f32]));
 
-/// The dot products of rows of `cols` that lie `row` apart.
+/// The dot products of rows of `cols` elements, `row` apart.
 #[inline(always)]
 fn row_dots_body<T: Real>(a: &[T], b: &[T], row: usize, cols: usize, dots: &mut [f32]) {
     for (i, dot) in dots.iter_mut().enumerate() {

@@ -1,4 +1,4 @@
-//! See [`MeasureQuantization`]. Steps that measure are few: the definition serves, a thread a row.
+//! See [`MeasureQuantization`]. Few steps measure, so the definition is fast enough; threads divide rows.
 
 use crate::ops::convert::quantize::decodable;
 use crate::ops::convert::quantize::planes::get_code;
@@ -53,12 +53,12 @@ mod tests {
     use nibble_core::{Backend, Tensor};
     use nibble_formats::{Codec, Format, Rounding, ScaleRule};
 
-    /// MXFP4 under a scale of 1 by its floor: 6 is the largest, 0.5 the least.
+    /// MXFP4 under a scale of 1 by the floor rule: magnitudes from 0.5 to 6.
     #[test]
     fn kept_lost_and_cut_off_values_by_hand() {
         let cpu = Cpu::new(1).unwrap();
         let mut x = vec![0.0f32; 32];
-        // Six exact (zeros aside), two that underflow, one that rounds, one of 7 that saturates.
+        // Six exact values (besides zeros), two that underflow, one that rounds, and a 7 that saturates.
         x[..10].copy_from_slice(&[4.0, -6.0, 0.5, -1.5, 3.0, 2.0, 0.1, -0.2, 2.4, 7.0]);
         let codec = Codec::new(Format::Mxfp4, ScaleRule::Floor, Rounding::NearestEven).unwrap();
         let x = Tensor::from_f32(&cpu, &x, 1, 32).unwrap();

@@ -1,4 +1,4 @@
-//! Conversions: quantize, dequantize, transcode, what they count, and scales of whole lines.
+//! Conversions: quantize, dequantize, transcode and their counts, and tiled layouts of scales.
 
 pub mod measure_quantization;
 pub mod quantize;

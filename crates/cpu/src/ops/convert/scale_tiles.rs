@@ -5,7 +5,7 @@ use nibble_core::formats::tiled_128x4_offset;
 use nibble_core::ops::{CutScales, CutSide, TileScales, UntileScales};
 use nibble_core::{Error, Result};
 
-/// Tells of every scale of a group where it lies in the dense matrix, and where in the tiles.
+/// Calls `tell` for every scale of every group with its index in the dense matrix and its index in the tiled layout.
 fn each_scale(
     op: &'static str,
     matrix: &CutScales,
@@ -26,7 +26,7 @@ fn each_scale(
         }
     };
     let mut first = start_of(0)?;
-    // Whole tiles of the groups before, in scales on the side that is cut.
+    // Scales of the preceding groups along the cut side, each group padded to whole tiles.
     let mut padded = 0;
     for group in 1..starts.len() {
         let end = start_of(group)?;

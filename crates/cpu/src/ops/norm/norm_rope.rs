@@ -1,4 +1,4 @@
-//! See [`nibble_core::ops::NormRope`]: the two operations, one after the other.
+//! See [`nibble_core::ops::NormRope`]: both operations in turn.
 
 use crate::Cpu;
 use crate::ops::norm::rms_norm::{write_dx, write_norm};
@@ -6,7 +6,7 @@ use crate::ops::norm::rope::write_turned;
 use nibble_core::ops::{NormRope, NormRopeBackward, RmsNorm, RmsNormBackward, RmsNormOut, Rope};
 use nibble_core::{Result, Tensor};
 
-/// A head a row.
+/// Reshapes to one head per row.
 fn heads(x: &Tensor<Cpu>, head_dim: usize) -> Result<Tensor<Cpu>> {
     x.reshape(x.rows * (x.cols / head_dim), head_dim)
 }
@@ -24,7 +24,7 @@ pub(crate) fn norm_rope(cpu: &Cpu, op: NormRope<'_, Cpu>) -> Result<RmsNormOut<C
     Ok(out)
 }
 
-/// The rotation back, rounded, then the norm's backward pass.
+/// The inverse rotation, rounded, then the norm's backward pass.
 pub(crate) fn norm_rope_backward(cpu: &Cpu, op: NormRopeBackward<'_, Cpu>) -> Result<Tensor<Cpu>> {
     let mut dx = op.result(cpu)?;
     let NormRopeBackward { x, weight, inv_rms, dy, table, positions, dweight } = op;

@@ -1,5 +1,5 @@
-//! Sums down the columns of a tensor, as gradients of vectors are: rows in chunks of 64, each in order, the chunks by the tree over
-//! neighbours, then once to what is there ([`nibble_core::ops::RmsNormBackward`]).
+//! Column sums of a tensor, for the gradients of vectors: rows in chunks of 64, each summed in order, then the tree over neighbours over
+//! the chunks; the total is added once to the existing value ([`nibble_core::ops::RmsNormBackward`]).
 
 use crate::Cpu;
 use crate::simd::LANES;
@@ -10,10 +10,10 @@ use rayon::prelude::*;
 /// Rows of a chunk.
 const CHUNK: usize = RmsNormBackward::<Cpu>::CHUNK;
 
-/// Columns of a task.
+/// Columns per task.
 const COLUMNS: usize = 64;
 
-/// What each row adds to the sums.
+/// The terms that each row adds to the column sums.
 pub(in crate::ops) trait ColumnTerms {
     /// Rows.
     fn rows(&self) -> usize;
@@ -22,10 +22,10 @@ pub(in crate::ops) trait ColumnTerms {
     fn add<const N: usize>(&self, row: usize, first: usize, sums: &mut [f32; N]);
 }
 
-/// Adds the sums of the columns from `first` on. Meant to be compiled into each instruction set's function.
+/// Adds the sums of the columns from `first` on. Inlined into each instruction set's function.
 #[inline(always)]
 pub(in crate::ops) fn add_columns(terms: &impl ColumnTerms, first: usize, into: &mut [f32]) {
-    // A row of sums for each chunk.
+    // One row of sums per chunk.
     let mut room = Vec::with_capacity(terms.rows().div_ceil(CHUNK) * COLUMNS);
     let (wide, rest) = into.as_chunks_mut::<COLUMNS>();
     let mut column = first;
@@ -64,7 +64,7 @@ fn add_some<const N: usize>(
     into.iter_mut().zip(room).for_each(|(into, sums)| *into += *sums);
 }
 
-/// `body(shard, first column, sums)` for all columns of `[shards, d]`, divided among the threads of the pool where `divide` says so.
+/// Calls `body(shard, first column, sums)` for all columns of `[shards, d]`; multi-threaded if `divide`.
 pub(in crate::ops) fn for_columns(
     cpu: &Cpu,
     divide: bool,
@@ -86,7 +86,7 @@ pub(in crate::ops) fn for_columns(
 
 #[cfg(test)]
 pub(in crate::ops) mod tests {
-    /// The definition of the tree over neighbours: an odd one out passes up unchanged. 0 of none.
+    /// The definition of the tree over neighbours: an odd last value passes up unchanged. 0 for no values.
     pub fn tree(mut level: Vec<f32>) -> f32 {
         while level.len() > 1 {
             let pairs = level.chunks_exact(2);

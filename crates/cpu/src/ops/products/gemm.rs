@@ -19,7 +19,7 @@ pub(crate) fn gemm(cpu: &Cpu, op: Gemm<'_, Cpu>) -> Result<Tensor<Cpu>> {
 pub(crate) fn grouped_gemm(cpu: &Cpu, op: GroupedGemm<'_, Cpu>) -> Result<Tensor<Cpu>> {
     const OP: &str = "grouped_gemm";
     let (dims, mut d) = (op.check()?, op.result(cpu)?);
-    // Rows of no group are zero.
+    // Rows outside all groups are zero.
     match &mut d.data {
         Data::F32(d) => d.as_mut_slice().fill(0.0),
         Data::Bf16(d) => d.as_mut_slice().fill(bf16::ZERO),
@@ -36,7 +36,7 @@ pub(crate) fn grouped_wgrad(cpu: &Cpu, op: GroupedWgrad<'_, Cpu>) -> Result<()> 
     const OP: &str = "grouped_wgrad";
     let dims = op.check()?;
     let mut groups = host_groups(op.groups);
-    // Past its end a group's plain rows may hold anything.
+    // Plain rows past a group's end may hold anything, so only quantized groups are extended.
     if matches!((op.dy, op.x), (Operand::Block(_), Operand::Block(_))) {
         to_whole_blocks(&mut groups, op.groups);
     }
@@ -80,8 +80,8 @@ fn host_groups(groups: &Groups<Cpu>) -> Vec<Group> {
     start.iter().zip(len).map(|(s, n)| Group { start: *s as usize, len: *n as usize }).collect()
 }
 
-/// Makes groups of columns end with a whole block, as far as the next one lets them: what lies there are zeros, or, under a Hadamard
-/// transform, which spreads a group over whole blocks, a part of it.
+/// Extends groups of columns to a whole block, as far as the next group allows. The added rows are zeros, or belong to the group if a
+/// Hadamard transform has spread it over whole blocks.
 fn to_whole_blocks(host: &mut [Group], groups: &Groups<Cpu>) {
     let next = groups.start.as_slice().iter().skip(1);
     for (group, next) in host.iter_mut().zip(next) {
@@ -99,7 +99,7 @@ mod tests {
     use nibble_core::formats::{Codec, Format, Rounding, ScaleRule};
     use nibble_core::ops::{Hadamard, Planes, Quantize};
 
-    /// A transform spreads a group over whole blocks, and the product takes all of them: (H dy)ᵀ (H x) is dyᵀ x, whatever the group's length.
+    /// A transform spreads a group over whole blocks, and the product includes them all: (H dy)ᵀ (H x) is dyᵀ x for any group length.
     #[test]
     fn weight_gradients_under_a_transform_take_whole_blocks() {
         const COLS: usize = 8;

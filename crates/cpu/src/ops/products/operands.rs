@@ -1,4 +1,4 @@
-//! Operands of products as the engine's views of slices.
+//! Operands of products as the engine's slice views.
 
 use crate::ops::convert::quantize::planes::scales_of;
 use crate::{Cpu, gemm};
@@ -6,7 +6,7 @@ use nibble_core::formats::{BlockAxis, Element, ScaleKind};
 use nibble_core::ops::Stored;
 use nibble_core::{BlockScaled, Data, Error, Operand, Result, Tensor};
 
-/// The element of codes that the engine reads.
+/// The element type, if the engine reads codes of this kind.
 pub(in crate::ops) fn gemm_element(x: Stored) -> Option<Element> {
     let one_number = [ScaleKind::E8M0, ScaleKind::F32].contains(&x.format.scale_kind(x.rule));
     let blocks = x.format.record_len(x.axis).is_multiple_of(2);

@@ -25,7 +25,7 @@ pub(crate) fn assign_parts(cpu: &Cpu, op: AssignParts<'_, Cpu>) -> Result<Buf<i3
     Ok(out)
 }
 
-/// Their starts are among the others'.
+/// The start of each joined group is the start of its first part.
 pub(crate) fn join_groups(cpu: &Cpu, op: JoinGroups<'_, Cpu>) -> Result<Groups<Cpu>> {
     let (start, len) = (op.groups.start.as_slice(), op.groups.len.as_slice());
     let mut out = op.result(cpu)?;

@@ -1,5 +1,5 @@
 //! See [`nibble_core::ops::BeginStep`], [`nibble_core::ops::BeginMicroBatch`], [`nibble_core::ops::Collect`] and
-//! [`nibble_core::ops::EndStep`]: a few values each, so one plain body is specification and code.
+//! [`nibble_core::ops::EndStep`]. Each handles a few values, so one plain body is both specification and code.
 
 pub mod adamw;
 
@@ -14,13 +14,13 @@ use nibble_core::ops::{
 use nibble_core::{Error, Occupancy, Result};
 use nibble_formats::{AmaxOf, DelayedScaling};
 
-/// The slot of the step that the clock tells.
+/// The input slot of the clock's step.
 fn slot<'a>(inputs: &'a [i32], layout: &InputLayout, clock: &[u32]) -> &'a [i32] {
     let len = layout.slot_len();
     &inputs[clock[Clock::STEP] as usize % 2 * len..][..len]
 }
 
-/// The scalars of the slot, a table of zeros and of what this rank tells the others, no micro-batch.
+/// Loads the slot's scalars, zeroes the table except for the values that this rank reports to the others, and resets the micro-batch.
 pub(crate) fn begin_step(_: &Cpu, op: BeginStep<'_, Cpu>) -> Result<()> {
     let clock = op.clock.as_mut_slice();
     clock[Clock::MICRO] = 0;
@@ -36,7 +36,7 @@ pub(crate) fn begin_step(_: &Cpu, op: BeginStep<'_, Cpu>) -> Result<()> {
     Ok(())
 }
 
-/// Ids, targets, beginnings of documents and row numbers of the next micro-batch.
+/// Loads ids, targets, document starts and row numbers of the next micro-batch.
 pub(crate) fn begin_micro_batch(_: &Cpu, op: BeginMicroBatch<'_, Cpu>) -> Result<()> {
     const OP: &str = "begin_micro_batch";
     let clock = op.clock.as_mut_slice();
@@ -57,7 +57,7 @@ pub(crate) fn begin_micro_batch(_: &Cpu, op: BeginMicroBatch<'_, Cpu>) -> Result
     Ok(())
 }
 
-/// Every value to its cell.
+/// Writes every value to its cell.
 pub(crate) fn collect(_: &Cpu, op: Collect<'_, Cpu>) -> Result<()> {
     let table = op.table.as_mut_slice();
     for entry in op.entries {
@@ -70,7 +70,7 @@ pub(crate) fn collect(_: &Cpu, op: Collect<'_, Cpu>) -> Result<()> {
             EntrySource::Largest(x) => {
                 for (i, amax) in x.as_slice().iter().enumerate() {
                     let cell = &mut table[entry.at + i % entry.cells * entry.stride];
-                    // A NaN is not below anything.
+                    // A NaN replaces any value.
                     if !(f64::from(*amax) <= *cell || cell.is_nan()) {
                         *cell = f64::from(*amax);
                     }
@@ -91,7 +91,7 @@ fn misplaced(x: &Occupancy<Cpu>) -> [f64; OCCUPANCY_VALUES] {
     [needed, capacity, (occupied - x.num_slots as i64).abs() as f64]
 }
 
-/// The step's magnitudes into the records of their spans.
+/// Writes the step's magnitudes to the records of their spans.
 pub(crate) fn push_amax(_: &Cpu, op: PushAmax<'_, Cpu>) -> Result<()> {
     if op.control.as_slice()[Control::STOP] != 0.0 {
         return Ok(());
@@ -110,7 +110,7 @@ pub(crate) fn push_amax(_: &Cpu, op: PushAmax<'_, Cpu>) -> Result<()> {
     Ok(())
 }
 
-/// Biases of a router against the loads.
+/// Updates a router's biases from the loads.
 pub(crate) fn balance_bias(_: &Cpu, op: BalanceBias<'_, Cpu>) -> Result<()> {
     if op.control.as_slice()[Control::STOP] != 0.0 {
         return Ok(());
@@ -131,7 +131,7 @@ pub(crate) fn balance_bias(_: &Cpu, op: BalanceBias<'_, Cpu>) -> Result<()> {
     Ok(())
 }
 
-/// Norm, verdict, report.
+/// Gradient norm, decision on the step, report.
 pub(crate) fn end_step(cpu: &Cpu, op: EndStep<'_, Cpu>) -> Result<()> {
     const OP: &str = "end_step";
     let squares = op.squares.as_slice();

@@ -43,10 +43,10 @@ pub(crate) fn swiglu_backward(cpu: &Cpu, op: SwigluBackward<'_, Cpu>) -> Result<
     }
 }
 
-/// Columns of a part of the gate weight's gradient.
+/// Columns per partial sum of the gate weight's gradient.
 const PART: usize = SwigluBackward::<Cpu>::PART;
 
-/// The part's sum of `x · y`, by pairs and the tree of neighbours.
+/// A partial sum of `x · y`: pairs first, then the tree over neighbours.
 #[inline(always)]
 fn part_dot(x: &[f32; PART], y: &[f32; PART]) -> f32 {
     let pairs: [f32; PART / 2] =

@@ -1,4 +1,4 @@
-//! By strips of rows on several threads; within a row the compiler vectorises.
+//! Multi-threaded by strips of rows; the compiler vectorises within a row.
 
 use super::spec::{taken_block, uncounted};
 use super::{PART, part_dot};
@@ -59,7 +59,7 @@ pub(super) fn forward(
     Ok(SwigluOut { a: sink_a.finish(cpu)?, h })
 }
 
-/// What one element gives: dg, du, a, and silu(g)·u.
+/// The results for one element: dg, du, a, and silu(g)·u.
 #[inline(always)]
 fn element(gate: f32, up: f32, da: f32, weight: f32) -> [f32; 4] {
     let s = sigmoid(gate);
@@ -68,7 +68,7 @@ fn element(gate: f32, up: f32, da: f32, weight: f32) -> [f32; 4] {
     [dg, da * weight * silu, silu * up * weight, silu * up]
 }
 
-/// Adds the parts of the gate weight's gradient to `dweight`.
+/// Adds the terms of the gate weight's gradient to `dweight`.
 #[inline(always)]
 fn backward_row_body(
     [gate, up, da]: [&[f32]; 3],
@@ -111,12 +111,12 @@ fn backward_row_body(
 }
 
 per_isa! {
-    // One row of a panel; the sum goes on from panel to panel.
+    // One row of a panel; the sum continues from panel to panel.
     fn backward_row = backward_row_body;
     (from: [&[f32]; 3], weight: f32, to: [&mut [f32]; 3], dweight: &mut f32)
 }
 
-/// Reused memory of [`backward`].
+/// Scratch of [`backward`], reused.
 struct Work {
     gate: Vec<f32>,
     up: Vec<f32>,
@@ -140,7 +140,7 @@ pub(super) fn backward(cpu: &Cpu, op: &SwigluBackward<'_, Cpu>, spans: &Spans) -
     let sink_dh = Sink::new(spans, 2 * f, (op.dh, dh), None);
     let sink_a = op.a.zip(a).map(|a| Sink::new(spans, f, a, None));
     let shared_dweight = Shared::of(&mut dweight);
-    // Panels of whole blocks in both halves of dh, or all of it where a block lies across the halves.
+    // Panels are whole blocks in both halves of dh, or all columns if a block spans both halves.
     let panel = if f.is_multiple_of(TILE_COLS) { TILE_COLS } else { f };
     let height = strip_rows(has_cols(op.dh) || op.a.is_some_and(has_cols), 3 * panel);
     let scratch = || Work {

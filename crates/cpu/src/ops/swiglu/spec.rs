@@ -1,4 +1,4 @@
-//! The specification: element by element into matrices of F32, then written as every quantization is.
+//! The specification: element by element into F32 matrices, which are then quantized like any other.
 
 use super::{PART, part_dot};
 use crate::ops::convert::quantize::spans::Spans;
@@ -36,12 +36,12 @@ pub(super) fn forward(
     Ok(SwigluOut { a: emit(cpu, &a, (op.a, made.a), spans, None)?, h })
 }
 
-/// A row plane that is being made, of which nothing is counted.
+/// A result in row blocks being written, without counts.
 pub(super) fn uncounted(plane: BlockScaled<Cpu>) -> Emitted<Cpu> {
     Emitted { rows: Some(Operand::Block(plane)), cols: None, counts: None, found: None }
 }
 
-/// The row plane of a block format.
+/// The result in row blocks.
 pub(super) fn taken_block(made: Emitted<Cpu>) -> Result<Option<BlockScaled<Cpu>>> {
     Ok(Some(made.take_rows("swiglu")?.block("swiglu")?.clone()))
 }

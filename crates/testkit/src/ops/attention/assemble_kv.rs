@@ -82,7 +82,7 @@ impl<B: Kernels> Case<B> for Backward {
     }
 }
 
-/// Sizes of which each load of 16 bytes is whole, some of which are not, and odd ones.
+/// Sizes for which all 16-byte loads are whole, or some are not; and odd sizes.
 fn cases() -> impl Iterator<Item = Keys> {
     let sizes = [
         (1, 1, 0, 1, (1, 1, 2)),

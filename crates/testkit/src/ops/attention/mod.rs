@@ -15,12 +15,12 @@ use nibble_core::ops::{
 };
 use nibble_core::{Agreement, DType, Kernels, Result, Tensor};
 
-/// Values of sinks.
+/// Values of the sink scores.
 #[derive(Debug, Clone, Copy)]
 enum Sinks {
-    /// Among the scores.
+    /// Of the size of the scores.
     Usual,
-    /// In turn as good as none, all but all of the sum, and one term of it.
+    /// By turns negligible, nearly the whole sum, and one term of it.
     Extreme,
 }
 
@@ -35,8 +35,8 @@ struct Heads {
     scale: f32,
     hiding: Option<Hiding>,
     sinks: Option<Sinks>,
-    /// Keys and values of every other document are 1e4, and what its own tokens make of them is not compared. (Larger ones make scores whose own rounding is more than an
-    /// exponential holds: then the sums of such a document are not finite, and only finite values may lie outside of a window.)
+    /// Keys and values of every other document are 1e4, and its own tokens' results are not compared. (Larger ones give scores whose
+    /// rounding error overflows an exponential: the document's sums would not be finite, and only finite values may lie outside a window.)
     poisoned: bool,
     dtype: DType,
     input: Input,
@@ -44,7 +44,7 @@ struct Heads {
 }
 
 impl Heads {
-    /// Of the usual scale, nothing of which is hidden. The sizes: sequences, their tokens, heads, those of keys, and elements of each.
+    /// With the default scale and nothing hidden. Sizes: sequences, tokens per sequence, heads, key/value heads, head dim, value dim.
     fn of(
         (sequences, seq_len, heads, kv_heads, head_dim, value_dim): (
             usize,
@@ -106,7 +106,7 @@ impl Heads {
         plain(b, self.dtype, &values, rows, cols)
     }
 
-    /// Which tokens are of no poisoned document.
+    /// Whether each token is outside the poisoned documents.
     fn compared_rows(&self) -> Vec<bool> {
         let numbers =
             self.hiding.map_or_else(Vec::new, |hiding| hiding.numbers(self.sequences, self.seq_len));
@@ -137,7 +137,7 @@ impl Heads {
         Tensor::from_f32(b, &values, 1, self.heads).map(Some)
     }
 
-    /// Notes the rows that are compared.
+    /// Records the rows that are compared.
     fn note<B: Kernels>(&self, out: &mut Outputs, b: &B, name: &str, x: &Tensor<B>) -> Result<()> {
         if !self.poisoned {
             return out.tensor(b, name, x);
@@ -145,7 +145,7 @@ impl Heads {
         let values = x.to_f32_vec(b)?;
         let rows = values.chunks_exact(x.cols).zip(self.compared_rows()).filter(|(_, compared)| *compared);
         let rows: Vec<f32> = rows.flat_map(|(row, _)| row).copied().collect();
-        // Of the type that it has: what rounding to that may leave is allowed.
+        // Cast to its own type: the tolerance includes that rounding.
         out.tensor(b, name, &plain(b, x.dtype(), &rows, rows.len() / x.cols, x.cols)?)
     }
 
@@ -213,7 +213,7 @@ impl<B: Kernels> Case<B> for Backward {
         if let Some(dsinks) = &grads.dsinks {
             self.0.note(&mut out, b, "dsinks", dsinks)?;
         }
-        // Of one key dP - delta is 0 but for what rounding leaves, which only the same order of sums makes the same.
+        // With a single key, dP − delta is 0 up to rounding errors, which agree only if sums have the same order.
         let one_key = seq_len == 1 || self.0.hiding.is_some_and(|hiding| hiding.window == Some(1));
         if !one_key || self.0.strict {
             self.0.note(&mut out, b, "dq", &grads.dq)?;
@@ -223,8 +223,8 @@ impl<B: Kernels> Case<B> for Backward {
     }
 }
 
-/// One query or many, one head or groups of them, values of queries' size or of another; lengths around the vectors' width on a CPU and
-/// around whole tiles on a GPU, whose kernels for heads of 64, of 128, and of 192 with values of 128 are others.
+/// One query or many, one head or groups of them, value dims equal to the head dim or not; lengths around a CPU's vector width and around
+/// a GPU's tiles, which has separate kernels for heads of 64, of 128, and of 192 with values of 128.
 fn cases(strict: bool) -> Vec<Heads> {
     let mut cases = Vec::new();
     let shapes = [
@@ -249,7 +249,7 @@ fn cases(strict: bool) -> Vec<Heads> {
         (1, 385, 3, 1, 192, 128),
         (2, 512, 2, 1, 192, 128),
     ];
-    // Scales of a model's own. Larger ones than the usual would spread the scores, and loosen what backends owe each other.
+    // Non-default scales. Larger ones than the default would spread the scores and loosen the agreement of backends.
     let scaled = [
         (2, 33, 4, 2, 16, 16, 0.15),
         (1, 70, 2, 1, 64, 64, 0.06),
@@ -262,7 +262,7 @@ fn cases(strict: bool) -> Vec<Heads> {
             let dims = (sequences, seq_len, heads, kv_heads, head_dim, value_dim);
             let heads = Heads { scale, ..Heads::of(dims, dtype, strict) };
             cases.push(heads);
-            // Scores of ±hundreds: the softmax is all but one-hot, and what is left is rounding.
+            // Scores of several hundred: the softmax is nearly one-hot, and the rest is rounding error.
             let hard = [Input::Zeros, Input::HeavyTailed, Input::NonFinite, Input::ExtremeExponents];
             let hard = hard.into_iter().filter(|_| strict && seq_len < 200);
             cases.extend(hard.map(|input| Heads { input, ..heads }));
@@ -271,10 +271,10 @@ fn cases(strict: bool) -> Vec<Heads> {
     cases
 }
 
-/// Documents around tiles of 64 and of 128.
+/// Document lengths around tiles of 64 and of 128.
 const DOCUMENTS: [usize; 7] = [1, 63, 64, 65, 127, 129, 200];
 
-/// Documents, sliding windows and chunks; sequences of whole tiles and of others; heads as in [`cases`].
+/// Documents, sliding windows and chunks; sequences of whole tiles and of other lengths; heads as in [`cases`].
 fn windowed_cases(strict: bool) -> Vec<Heads> {
     let (uneven, window) = (Hiding::documents(&DOCUMENTS), Hiding::window);
     let chunk = |chunk| Hiding { documents: &[], window: None, chunk: Some(chunk) };
@@ -309,11 +309,11 @@ fn windowed_cases(strict: bool) -> Vec<Heads> {
         for (dtype, poisoned) in PLAIN.into_iter().flat_map(|dtype| [(dtype, false), (dtype, true)]) {
             let dims = (sequences, seq_len, heads, kv_heads, head_dim, value_dim);
             let heads = Heads { hiding: Some(hiding), poisoned, ..Heads::of(dims, dtype, strict) };
-            // Two paths of one machine owe each other the same bits in the same places: short sequences show that.
+            // Two code paths of one machine must give the same bits everywhere, which short sequences show.
             if !poisoned || has_others && !(strict && seq_len >= 200) {
                 cases.push(heads);
             }
-            // Between two paths of one machine what is masked owes the same bits too.
+            // Between two code paths of one machine, masked keys must not change a bit either.
             let hard = [Input::HeavyTailed, Input::NonFinite];
             let hard = hard.into_iter().filter(|_| strict && !poisoned && seq_len < 200);
             cases.extend(hard.map(|input| Heads { input, ..heads }));
@@ -322,7 +322,7 @@ fn windowed_cases(strict: bool) -> Vec<Heads> {
     cases
 }
 
-/// With sinks: lengths of whole tiles and of others, each kind of head that a GPU has kernels for, and windows.
+/// With sinks: whole-tile and other lengths, each kind of head that a GPU has kernels for, and windows.
 fn sink_cases(strict: bool) -> Vec<Heads> {
     let documents = Some(Hiding::documents(&DOCUMENTS));
     let window = |window| Some(Hiding::window(window));
@@ -358,7 +358,7 @@ fn sink_cases(strict: bool) -> Vec<Heads> {
     cases
 }
 
-/// All of them.
+/// All cases.
 fn every_case(strict: bool) -> impl Iterator<Item = Heads> {
     [cases(strict), windowed_cases(strict), sink_cases(strict)].into_iter().flatten()
 }
@@ -395,7 +395,7 @@ impl<B: Kernels> Case<B> for Decode {
 
 /// Conformance of [`AttentionDecode`].
 pub fn attention_decode<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
-    // A cache has no windows.
+    // A KV cache has no windows.
     let cases = every_case(pair.strict).filter(|heads| heads.hiding.is_none());
     for heads in cases {
         let heads = Heads { sequences: 1, ..heads };

@@ -34,7 +34,7 @@ impl<B: Kernels> Case<B> for Decoding {
     }
 }
 
-/// Any code under any scale.
+/// All code bytes under all scale bytes.
 #[derive(Debug)]
 struct DecodingAny {
     format: Format,
@@ -67,7 +67,7 @@ pub fn dequantize<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
         };
         pair.check(&Decoding { codec, axis, rows, cols, stack, input, dtype: PLAIN[i % 2] });
     }
-    // Several tiles either way, rows longer than a kernel takes at once, and ends of neither.
+    // Several tiles in both dimensions, rows longer than a kernel processes at once, and sizes that are no multiple of either.
     let large = [
         (Format::E4m3, BlockAxis::Row, 5, 2500, 1),
         (Format::E4m3, BlockAxis::Row, 5, 2504, 1),
@@ -100,7 +100,7 @@ pub fn dequantize<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
             pair.check(&Decoding { codec, axis, rows, cols, stack, input, dtype });
         });
     }
-    // Any byte is a record of powers of two alone.
+    // Every byte is a valid scale record only for power-of-two scales.
     let powers = |f: &Format| f.is_block() && f.spec().rules.contains(&ScaleRule::Rceil);
     for format in Format::ALL.into_iter().filter(powers) {
         for axis in [BlockAxis::Row, BlockAxis::Col] {

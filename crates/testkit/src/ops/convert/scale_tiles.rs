@@ -4,17 +4,17 @@ use crate::pair::Pair;
 use nibble_core::ops::{CutScales, CutSide, TileScales, UntileScales};
 use nibble_core::{Agreement, Kernels, Result};
 
-/// A matrix and how it is cut.
+/// A scale matrix and its division into groups.
 #[derive(Debug, Clone, Copy)]
 struct Cut {
     matrix: CutScales,
     num_groups: usize,
-    /// Scales before the first group, and after the last.
+    /// Scales before the first group and after the last.
     margins: [usize; 2],
 }
 
 impl Cut {
-    /// From nothing to more groups than a warp looks at in one turn; sides that end inside a tile; none, one or all in a group.
+    /// From nothing to more groups than a warp processes in one pass; sides that end inside a tile; no, one or all scales in a group.
     fn all() -> Vec<Cut> {
         let sizes = [
             (0, 0, 1),
@@ -38,7 +38,7 @@ impl Cut {
         sizes.into_iter().flat_map(of).collect()
     }
 
-    /// Where groups begin: every third of them is empty.
+    /// Where groups begin; every third group is empty.
     fn starts(&self) -> Vec<i32> {
         let [cut, _] = self.matrix.sides();
         let [before, after] = self.margins;
@@ -51,7 +51,7 @@ impl Cut {
         cuts.iter().map(|at| ((at + before) * self.matrix.per_scale) as i32).collect()
     }
 
-    /// Bytes that are no zeros, so that padding shows.
+    /// Nonzero bytes, so that padding is recognisable.
     fn bytes(len: usize) -> Vec<u8> {
         let stream = stream("scales");
         (0..len as u64).map(|i| (stream.u32_at(i) % 255) as u8 + 1).collect()

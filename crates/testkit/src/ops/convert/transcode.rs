@@ -8,12 +8,12 @@ use nibble_core::formats::{BlockAxis, Format, Rounding, ScaleRule};
 use nibble_core::ops::Transcode;
 use nibble_core::{Agreement, Kernels, Result};
 
-/// Where the source's codes and scales come from.
+/// The origin of the source's codes and scales.
 #[derive(Debug, Clone, Copy)]
 enum CodeOrigin {
-    /// These values, quantized by this rule.
+    /// Values of this kind, quantized by this rule.
     Values(Input, ScaleRule),
-    /// Any code under any scale, scales of one row up to 24 octaves apart.
+    /// Random codes under random scales; the scales of a row are up to 24 octaves apart.
     Any,
 }
 
@@ -89,7 +89,7 @@ impl<B: Kernels> Case<B> for Ragged {
         let (x, groups) = (x.upload(b)?, rows.upload(b)?);
         let made = Transcode { x: &x, to, axis, rule, groups: Some(&groups) }.run(b)?;
         let mut out = Outputs::default();
-        // Columns are zero past each group's length; of padding rows nothing is promised.
+        // Column codes are zero past each group's length; nothing is promised for padding rows.
         let compared = (axis == BlockAxis::Row).then_some(&is_valid[..]);
         out.block(b, "out", &made.out, compared)?;
         out.counts(b, "out", &made.counts)?;
@@ -97,7 +97,7 @@ impl<B: Kernels> Case<B> for Ragged {
     }
 }
 
-/// Stacked weights, to tiles.
+/// Stacked weights to 2-D blocks.
 #[derive(Debug)]
 struct Tiles {
     source: CodeOrigin,
@@ -127,7 +127,7 @@ impl<B: Kernels> Case<B> for Tiles {
     }
 }
 
-/// Matrices of whole tiles, and with ends of every kind; the experts' weights of models, made smaller.
+/// Matrices of whole tiles, and with partial tiles of every kind; scaled-down expert weights of models.
 fn tiles<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     let of = |input| [ScaleRule::Rceil, ScaleRule::Floor].map(|rule| CodeOrigin::Values(input, rule));
     let sources = Input::ALL.into_iter().flat_map(of).chain([CodeOrigin::Any]);
@@ -147,7 +147,7 @@ fn tiles<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     }
 }
 
-/// Conformance of [`Transcode`]: each conversion there is, exact and inexact, dense and ragged.
+/// Conformance of [`Transcode`]: every conversion, exact and inexact, dense and ragged.
 pub fn transcode<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     use BlockAxis::{Col, Row};
     use Format::{E4m3, Mxfp4};
@@ -175,7 +175,7 @@ pub fn transcode<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
                 pair.check(&Ragged { conversion, source: CodeOrigin::Any, spread, cols });
             }
         }
-        // A last block that is short: the only one, behind whole ones of the source, and of an odd number of codes.
+        // A short last block: the only one, after whole blocks of the source, or with an odd number of codes.
         for (rows, cols) in [(1, 1), (5, 31), (17, 130), (300, 1000), (129, 2049)] {
             pair.check(&Dense { conversion, source: CodeOrigin::Any, rows, cols });
         }

@@ -8,8 +8,8 @@ use crate::pair::Pair;
 use nibble_core::ops::{NormRope, NormRopeBackward, Positions, RmsNormOut};
 use nibble_core::{Agreement, DType, Kernels, Result, Tensor};
 
-/// Sequences, their length, heads, their length, first position, shards. Heads that a GPU has kernels for, and others; tokens
-/// whose heads end within what its threads have, and more rows than a chunk of dweight's sum.
+/// Sequences, sequence length, heads, head dim, first position, shards. Head dims with and without GPU kernels; tokens
+/// whose heads end within a thread's share; more rows than a chunk of dweight's sum.
 const SIZES: [(usize, usize, usize, usize, usize, usize); 11] = [
     (1, 1, 1, 2, 0, 1),
     (2, 5, 3, 6, 3, 2),
@@ -37,7 +37,7 @@ struct Heads {
     input: Input,
 }
 
-/// What both passes read.
+/// The inputs of both passes.
 struct Given<B: Kernels> {
     x: Tensor<B>,
     weight: Tensor<B>,

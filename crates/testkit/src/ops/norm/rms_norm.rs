@@ -28,7 +28,7 @@ struct RmsNormRows {
     shards: usize,
     dtype: DType,
     input: Input,
-    /// Whether there is something to add, before the norm or behind its backward pass.
+    /// Whether a tensor is added: before the norm, or after its backward pass.
     plus: bool,
 }
 

@@ -20,7 +20,7 @@ impl Rows {
         plain(b, self.dtype, &self.input.values(&stream(name), self.rows * self.cols), self.rows, self.cols)
     }
 
-    /// Some whose rows are no whole loads of 16 bytes, and more chunks of rows than a GPU sums at once.
+    /// Some rows are not whole 16-byte loads; some cases have more chunks of rows than a GPU sums at once.
     fn all() -> impl Iterator<Item = Self> {
         const SIZES: [(usize, usize, usize); 9] = [
             (1, 1, 1),

@@ -10,7 +10,7 @@ use nibble_core::ops::{
 };
 use nibble_core::{Agreement, Backend, DType, Kernels, Result, Tensor};
 
-/// A matrix of a kind of values.
+/// A matrix of one kind of values.
 #[derive(Debug, Clone, Copy)]
 struct Matrix {
     dtype: DType,
@@ -24,9 +24,9 @@ impl Matrix {
         plain(b, self.dtype, &self.input.values(&stream(name), self.rows * self.cols), self.rows, self.cols)
     }
 
-    /// Every kind of values under every type, at sizes around vectors and above the threshold of threading.
+    /// Every kind of values in every type, at sizes around vectors and above the threading threshold.
     fn all() -> impl Iterator<Item = Matrix> {
-        // The last sizes end in a few numbers behind a whole share of a GPU's cta.
+        // The last sizes end a few numbers past a CTA's whole share.
         let sizes = [(1, 1), (3, 37), (65, 33), (320, 448), (97, 33), (201, 33)];
         PLAIN.into_iter().flat_map(move |dtype| {
             Input::ALL.into_iter().flat_map(move |input| {
@@ -65,7 +65,7 @@ pub fn cast<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
 #[derive(Debug)]
 struct Adding {
     a: Matrix,
-    /// The second term's values, and the third's, if there is one.
+    /// Values of the second addend, and of the third if there is one.
     b: Input,
     plus: Option<Input>,
 }
@@ -203,7 +203,7 @@ pub fn sum_shards<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
 
 #[derive(Debug)]
 struct Squares {
-    /// Tensors, the parts of the whole that they end, and how many of the chunks of the first part they lack.
+    /// Tensors, with the parts of the whole that they end and the chunks of the first part that they lack.
     tensors: Vec<(Matrix, usize, usize)>,
     at: usize,
 }
@@ -217,7 +217,7 @@ impl<B: Kernels> Case<B> for Squares {
         let xs = self.tensors.iter().map(|(x, ..)| x.upload(b, "sum_squares"));
         let xs = xs.collect::<Result<Vec<_>>>()?;
         let mut end = self.at;
-        // A place nobody writes lies between the tensors' sums.
+        // One slot between the tensors' sums is not written.
         let tensors = xs.iter().zip(&self.tensors).map(|(x, &(_, parts, lacks))| {
             let skip = lacks * SQUARES_CHUNK;
             let tensor = Squared { x, part: (x.rows * x.cols + skip) / parts, skip, at: end };
@@ -225,7 +225,7 @@ impl<B: Kernels> Case<B> for Squares {
             tensor
         });
         let tensors: Vec<_> = tensors.collect();
-        // What lies around the places of the sums stays as it is.
+        // Slots around the sums must stay unchanged.
         let mut into = b.upload(&vec![-1.0f64; end + 1])?;
         SumSquares { tensors, into: &mut into }.run(b)?;
         let mut out = Outputs::default();
@@ -247,7 +247,7 @@ pub fn sum_squares<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
             }
         }
     }
-    // Beside a large tensor; none; more tensors than a launch takes; some that begin within a part.
+    // With a large tensor; no tensors; more tensors than a launch takes; tensors that begin within a part.
     let large = |dtype| matrix((1, 2051, 4096), dtype, Input::Integers);
     let small = |i: usize| matrix(SIZES[i % 5], PLAIN[i % 2], Input::Normal);
     let cut =
@@ -273,7 +273,7 @@ impl<B: Kernels> Case<B> for Closed {
         let (mut first, mut at) = (1, 2);
         let place = |&(parts, chunks): &(usize, usize)| {
             let tensor = ChunkSums { first, parts, chunks, at };
-            // What lies between is nobody's.
+            // The slots between are not used.
             (first, at) = (first + parts * chunks + 1, at + parts + 1);
             tensor
         };
@@ -293,7 +293,7 @@ pub fn close_squares<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for size in [(1, 0), (1, 1), (3, 2), (5, 33), (2, 2047), (1, 2048), (3, 2051), (1, 70_001)] {
         pair.check(&Closed(vec![size]));
     }
-    // Trees of one level and of two beside each other; none; more tensors than a launch takes.
+    // Trees of one level and of two together; no tensors; more tensors than a launch takes.
     pair.check(&Closed(vec![(2, 7), (1, 5000), (1, 0), (4, 2049), (3, 1)]));
     pair.check(&Closed(Vec::new()));
     pair.check(&Closed((0..203).map(|i| (1 + i % 3, i % 40)).collect()));

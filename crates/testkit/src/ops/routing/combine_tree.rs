@@ -6,7 +6,7 @@ use crate::pair::Pair;
 use nibble_core::ops::{CombineTree, FindSlots};
 use nibble_core::{Agreement, DType, Kernels, Result};
 
-/// Tokens whose slots have rows in an order of their own, or none.
+/// Tokens whose slots have rows in another order, or no row.
 #[derive(Debug, Clone, Copy)]
 struct Summing {
     tokens: usize,
@@ -15,20 +15,20 @@ struct Summing {
     cols: usize,
     dtype: DType,
     input: Input,
-    /// Of eight slots of a token so many have no row, or no leaf.
+    /// Slots without a row or without a leaf, of eight on average.
     missing: u32,
-    /// Whether something is added.
+    /// Whether a tensor is added.
     plus: bool,
 }
 
 impl Summing {
-    /// Row and leaf of each slot. Few tokens have two slots at a leaf where there are many leaves.
+    /// Row and leaf of each slot. With many leaves, few tokens have two slots at one leaf.
     fn slots(&self) -> (Vec<i32>, Vec<i32>) {
         let (stream, slots) = (stream("combine_tree"), self.tokens * self.top_k);
         let rows = slots as i32;
         let slot = |i: usize| {
             let [leaf, how, kind] = [0, 1, 2].map(|word| stream.u32_at((3 * i + word) as u64));
-            // Rows from the last one down.
+            // Rows in descending order.
             let (row, leaf) = (rows - 1 - i as i32, (leaf as usize % self.leaves) as i32);
             match (how % 8 < self.missing, kind % 4) {
                 (false, _) => (row, leaf),
@@ -105,11 +105,11 @@ impl<B: Kernels> Case<B> for Finding {
     }
 
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
-        // Each slot once, some of them past the end; padding between.
+        // Each slot once, some of them past the end, with padding between.
         let (stream, step) = (stream("find_slots"), 2 * self.rows.max(self.slots) + 1);
         let slot = |i: usize| match stream.u32_at(i as u64) % 4 {
             0 => -1 - i as i32,
-            // An odd number of steps: none comes twice.
+            // An odd number of steps: no slot occurs twice.
             _ => (i * 2 % step) as i32,
         };
         let row_slot = b.upload(&(0..self.rows).map(slot).collect::<Vec<_>>())?;

@@ -1,4 +1,4 @@
-//! Routing: the choice of experts, permutations of rows, and the rows and records of an all-to-all.
+//! Routing: the choice of experts, permutations of rows, and the packing of all-to-all rows and slot records.
 
 pub(super) mod combine_tree;
 pub(super) mod parts;

@@ -4,7 +4,7 @@ use crate::pair::Pair;
 use nibble_core::ops::{AssignParts, JoinGroups};
 use nibble_core::{Agreement, Groups, Kernels, Result};
 
-/// Tokens of a rank and their slots, and how they are divided.
+/// Tokens of a rank with their slots, and how they are split into parts.
 #[derive(Debug, Clone, Copy)]
 struct Divided {
     tokens: usize,
@@ -43,7 +43,7 @@ impl<B: Kernels> Case<B> for Divided {
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
         let Self { tokens, top_k, experts, parts, part_tokens } = *self;
         let stream = stream("parts");
-        // An expert of this rank, or none; tokens from anywhere in a step on, some of them of other ranks.
+        // An expert of this rank, or none; tokens from any place in a step, some of them of other ranks.
         let expert = |i| (stream.u32_at(i) % (experts as u32 + 2)) as i32 - 2;
         let expert: Vec<i32> = (0..(tokens * top_k) as u64).map(|i| expert(i).max(-1)).collect();
         let mut token = 977;
@@ -65,7 +65,7 @@ pub fn assign_parts<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     Divided::all().iter().for_each(|case| pair.check(case));
 }
 
-/// So many groups of random lengths, of which so many are one.
+/// `groups` groups of random lengths, joined `parts` at a time.
 #[derive(Debug)]
 struct Joining {
     groups: usize,
@@ -81,7 +81,7 @@ impl<B: Kernels> Case<B> for Joining {
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
         let Self { groups, parts, align } = *self;
         let stream = stream("joined");
-        // A third of them empty.
+        // A third of the groups are empty.
         let len = |i| (stream.u32_at(i) % 300) as i32 - 100;
         let len: Vec<i32> = (0..groups as u64).map(|i| len(i).max(0)).collect();
         let mut start = vec![0];

@@ -11,7 +11,7 @@ use nibble_core::ops::{
 };
 use nibble_core::{Agreement, DType, Error, Kernels, Operand, PermuteMap, Result, RowKind};
 
-/// Received tokens and where their slots go.
+/// Received tokens and the experts of their slots.
 #[derive(Debug, Clone, Copy)]
 struct Received {
     tokens: usize,
@@ -22,7 +22,7 @@ struct Received {
 }
 
 impl Received {
-    /// The routings of real models, few experts of them local, under every division.
+    /// The routings of real models with few local experts, under every spread.
     fn all() -> Vec<Received> {
         let mut all = Vec::new();
         for spread in Spread::ALL {
@@ -42,7 +42,7 @@ impl Received {
         slots
     }
 
-    /// What the plan must make of the slots, as far as lengths go.
+    /// The rows that the plan must produce, as far as lengths are concerned.
     fn rows(&self) -> RaggedRows {
         let slots = self.slots();
         let count = |e: usize| slots.iter().filter(|&&s| s == e as i32).count();
@@ -73,7 +73,7 @@ impl Received {
     }
 }
 
-/// A plan with so much room for rows, and with room for so many slots.
+/// A plan with this row capacity and this slot capacity.
 #[derive(Debug)]
 struct Planning(Received, usize, usize);
 
@@ -106,7 +106,7 @@ impl<B: Kernels> Case<B> for Planning {
     }
 }
 
-/// One slot fewer announced than there are.
+/// The announced number of slots is one too small.
 #[derive(Debug)]
 struct Miscounted(Received);
 
@@ -122,7 +122,7 @@ impl<B: Kernels> Case<B> for Miscounted {
     }
 }
 
-/// Plans alone are cheap enough for many slots and experts.
+/// Plans without rows are cheap enough for many slots and experts.
 fn many_slots() -> Vec<Received> {
     let sizes = [(1200, 8, 70, 128), (3000, 1, 256, 1), (700, 6, 3, 4), (70_000, 8, 128, 128)];
     let of = |spread| {
@@ -131,20 +131,20 @@ fn many_slots() -> Vec<Received> {
     [Spread::Zipf, Spread::OneTakesMost, Spread::EmptyGroups].into_iter().flat_map(of).collect()
 }
 
-/// Conformance of [`PlanPermute`], and the refusal of more rows than there is room for and of a wrong number of slots.
+/// Conformance of [`PlanPermute`], and the refusal of more rows than the capacity and of a wrong number of slots.
 pub fn plan_permute<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for received in Received::all().into_iter().chain(many_slots()) {
         let rows = received.rows();
         let slots = received.occupied();
         pair.check(&Planning(received, rows.capacity, slots));
-        // Fewer slots than there is room for.
+        // Fewer slots than the capacity.
         pair.check(&Planning(received, rows.capacity, received.slots().len().min(rows.capacity)));
-        // Exactly enough, and one step too little.
+        // Exactly enough capacity, and one step too little.
         let needed = *rows.start.last().unwrap_or(&0) as usize;
         pair.check(&Planning(received, needed, slots));
         if needed > 0 {
             let short = Planning(received, needed - received.align, slots);
-            // Told at once where the slots alone are too many, else with their padding.
+            // Reported at once if the slots alone are too many, otherwise including their padding.
             let says = [needed, rows.len.iter().sum::<i32>() as usize];
             pair.check_refused(
                 &short,
@@ -155,7 +155,7 @@ pub fn plan_permute<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     }
 }
 
-/// What a row is made of.
+/// The contents of a row.
 #[derive(Debug, Clone, Copy)]
 enum RowContent {
     Plain(DType),
@@ -212,7 +212,7 @@ impl<B: Kernels> Case<B> for Permuting {
     }
 }
 
-/// Conformance of [`Permute`]: pads are promised, and compared.
+/// Conformance of [`Permute`]. The padding is promised, so it is compared.
 pub fn permute<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for received in Received::all() {
         for (i, kind) in KINDS.into_iter().enumerate() {
@@ -304,7 +304,7 @@ impl<B: Kernels> Case<B> for Combining {
     }
 }
 
-/// Slots whose rows lie where a plan put them, and slots of experts elsewhere, which have no row.
+/// Slots whose rows are where a plan put them, and slots of other ranks' experts, which have no row.
 #[derive(Debug)]
 struct Fetching(Received, DType, usize);
 
@@ -354,7 +354,7 @@ pub fn combine_slots<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     }
 }
 
-/// Rows sent, and on the other side unpacked.
+/// Rows that are packed on one side and unpacked on the other.
 #[derive(Debug)]
 struct Wire {
     kind: RowContent,
@@ -364,7 +364,7 @@ struct Wire {
 }
 
 impl Wire {
-    /// Any rows, and some that are none.
+    /// Random rows, and some out of range.
     fn index(&self) -> Vec<i32> {
         let of = |bits: u32| if bits % 8 == 1 { -1 } else { ((bits >> 3) as usize % self.rows) as i32 };
         (0..self.sent as u64).map(|i| of(stream("wire").u32_at(i))).collect()
@@ -448,7 +448,7 @@ impl<B: Kernels> Case<B> for UnpackPermuting {
     }
 }
 
-/// Conformance of [`UnpackPermute`]: pads are promised, and compared. Codes and scales of 512 columns are multiples of 16 bytes.
+/// Conformance of [`UnpackPermute`]. The padding is promised, so it is compared. Codes and scales of 512 columns are multiples of 16 bytes.
 pub fn unpack_permute<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for received in Received::all() {
         for (i, kind) in KINDS.into_iter().enumerate() {

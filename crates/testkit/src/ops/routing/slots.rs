@@ -4,7 +4,7 @@ use crate::pair::Pair;
 use nibble_core::ops::{AssignRanks, PackSlots, UnpackSlots, record_words};
 use nibble_core::{Agreement, Kernels, Result};
 
-/// Tokens of a rank, and how experts are divided among ranks.
+/// Tokens of a rank, and the division of experts among ranks.
 #[derive(Debug, Clone, Copy)]
 struct Sent {
     tokens: usize,
@@ -14,7 +14,7 @@ struct Sent {
 }
 
 impl Sent {
-    /// From no token to more than all multiprocessors take at once, on one rank to many.
+    /// From no tokens to more than all multiprocessors process at once, on one rank to many.
     fn all() -> Vec<Sent> {
         let sizes = [
             (0, 2, 4, 2),
@@ -35,7 +35,7 @@ impl Sent {
         self.tokens * self.top_k
     }
 
-    /// Any experts, with repetitions; some that no rank has.
+    /// Random experts, with repetitions; some belong to no rank.
     fn experts(&self) -> Vec<i32> {
         let (stream, experts) = (stream("ranks"), (self.experts_each * self.world) as u32);
         let of = |bits: u32| match bits % 64 {
@@ -47,7 +47,7 @@ impl Sent {
         (0..self.slots() as u64).map(|i| of(stream.u32_at(i))).collect()
     }
 
-    /// Slots in any order, some of them twice, some that are none.
+    /// Random slots, some of them twice, some out of range.
     fn chosen(&self) -> Vec<i32> {
         let stream = stream("chosen");
         let of = |bits: u32| match bits % 50 {
@@ -117,7 +117,7 @@ pub fn pack_slots<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     Sent::all().into_iter().for_each(|sent| pair.check(&Packing(sent)));
 }
 
-/// Any words.
+/// Arbitrary words.
 #[derive(Debug)]
 struct Unpacking {
     records: usize,

@@ -12,7 +12,7 @@ use nibble_core::ops::{
 };
 use nibble_core::{Agreement, Backend, Kernels, Occupancy, Result};
 
-/// Words of a slot that say where they are.
+/// The input ring; each word encodes its own index.
 fn ring<B: Backend>(b: &B, layout: InputLayout) -> Result<B::Buf<i32>> {
     let words: Vec<i32> = (0..2 * layout.slot_len()).map(|i| (1.0 + i as f32).to_bits() as i32).collect();
     b.upload(&words)
@@ -119,7 +119,7 @@ impl<B: Kernels> Case<B> for Collected {
         let load = b.upload(&(0..24).collect::<Vec<i32>>())?;
         let losses = b.upload(&Input::HeavyTailed.values(&stream("collect"), 6))?;
         let sums = b.upload(&[0.1f64, -3.5])?;
-        // Some below what is there, some above, and what is not a number stays.
+        // Some are below the present value, some above; a NaN persists.
         let amaxes = [b.upload(&[0.5f32, 9.25, f32::NAN])?, b.upload(&[1e3f32, 0.0, 4.0])?];
         let found = b.upload(&self.found)?;
         let occupancy = Occupancy { found, num_slots: 40, capacity: self.capacity };
@@ -152,7 +152,7 @@ pub fn collect<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     pair.check_refused(&TooFar, outside);
 }
 
-/// An entry past the table.
+/// An entry beyond the table.
 #[derive(Debug)]
 struct TooFar;
 
@@ -169,7 +169,7 @@ impl<B: Kernels> Case<B> for TooFar {
     }
 }
 
-/// What is wrong in the tables.
+/// The defect in the tables.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Wrong {
     Nothing,
@@ -210,7 +210,7 @@ impl<B: Kernels> Case<B> for Ended {
             Wrong::Norm => squares[0] = f32::INFINITY,
             Wrong::LeftOut => *squares.last_mut().expect("at least one sum") = f32::NAN,
         }
-        // Every sum once, and not in the order in which they lie.
+        // Every sum once, in another order than stored.
         let mut order: Vec<i32> =
             (0..squares.len()).map(|i| ((i * 7919 + 5) % squares.len()) as i32).collect();
         if self.wrong == Wrong::LeftOut {
@@ -267,7 +267,7 @@ impl<B: Kernels> Case<B> for Pushed {
     }
 
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
-        // Two tensors behind one another, the second with a short history of its own.
+        // Two tensors in sequence; the second has a short history of its own.
         let first = AmaxRecords { scaling: self.scaling, first: 3, spans: self.spans };
         let short = DelayedScaling { history: 2, amax: AmaxOf::Max, margin: 1 };
         let second = AmaxRecords { scaling: short, first: 3 + first.len(), spans: 2 };
@@ -325,7 +325,7 @@ impl<B: Kernels> Case<B> for Balanced {
         let mut bias = b.upload(&input.values(&stream("balance_bias"), experts))?;
         let control = b.upload(&[0.0, 0.0, 0.0, 0.0, 0.0, f32::from(u8::from(stop))])?;
         for step in 0..steps {
-            // Two loads of which some are the mean, then large ones.
+            // First loads of which some equal the mean, then large ones.
             let load = |rank: usize, e: usize| match step {
                 0 => [5.0, 5.0, 5.0, 4.0, 6.0][e % 5],
                 _ => ((rank * 977 + e * 37 + step) % 101 * 30_000_001) as f64,
@@ -355,7 +355,7 @@ pub fn balance_bias<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     pair.check_refused(&LoadsTooFar, |e| e.to_string().contains("4 loads before the last of 8 cells"));
 }
 
-/// The last load lies in another rank's table.
+/// The last load is in another rank's table.
 #[derive(Debug)]
 struct LoadsTooFar;
 
@@ -372,7 +372,7 @@ impl<B: Kernels> Case<B> for LoadsTooFar {
     }
 }
 
-/// Spans that no backend may touch, between two that it must.
+/// Spans that no backend may touch, between two that it must update.
 #[derive(Debug)]
 struct WordsOutOfRange;
 
@@ -405,7 +405,7 @@ impl<B: Kernels> Case<B> for WordsOutOfRange {
     }
 }
 
-/// Cells whose places no number can say.
+/// Cells whose indices overflow.
 #[derive(Debug)]
 struct CellsTooFar;
 

@@ -8,7 +8,7 @@ use nibble_core::formats::{BlockAxis, Format, Rounding, ScaleRule};
 use nibble_core::ops::{Emit, Planes, Swiglu, SwigluBackward};
 use nibble_core::{Agreement, Backend, DType, Groups, Kernels, Operand, Result};
 
-/// The rows of a case, and how they are divided.
+/// The rows of a case, and their division into groups.
 #[derive(Debug, Clone, Copy)]
 struct SwigluRows {
     /// `None`: dense rows.
@@ -77,14 +77,14 @@ impl<B: Kernels> Case<B> for Forward {
             out.require_zero_pads("a.rows", &self.rows.ragged().is_valid());
         }
         if let Some(saved) = &made.h {
-            // `a` is zero on padding; of h's padding nothing is promised.
+            // `a` is zero in the padding; nothing is promised for h's padding.
             out.block(b, "h", saved, Some(&self.rows.ragged().is_valid()))?;
         }
         Ok(out)
     }
 }
 
-/// Widths of the experts of real models over 16.
+/// 1/16 of the expert widths of real models.
 fn widths() -> [usize; 4] {
     MoeShape::ALL.map(|s| s.scaled(16, 8).f)
 }
@@ -93,7 +93,7 @@ fn block(format: Format, rule: ScaleRule, planes: Planes) -> Emit {
     Emit::block(codec(format, rule, Rounding::NearestEven), planes)
 }
 
-/// Every division of rows under several kinds of values, and every kind on dense rows.
+/// Every spread of rows with several kinds of values, and every kind on dense rows.
 fn all_rows() -> Vec<SwigluRows> {
     let mut all = Vec::new();
     let dtypes = crate::ops::PLAIN;
@@ -114,7 +114,7 @@ fn all_rows() -> Vec<SwigluRows> {
             all.push(SwigluRows { spread: Some(spread), rows: 200, f, dtype, input, weighted: i % 3 > 0 });
         }
     }
-    // Whole tiles in BF16, which kernels that make everything at once take, and a width that no block divides.
+    // Whole tiles in BF16, for kernels that write all results at once, and a width that no block divides.
     for (i, input) in Input::ALL.into_iter().enumerate() {
         let spread = [None, Some(Spread::Zipf)][i % 2];
         all.push(SwigluRows { spread, rows: 140, f: 384, dtype: DType::Bf16, input, weighted: i % 3 > 0 });
@@ -158,7 +158,7 @@ pub fn swiglu<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
 #[derive(Debug)]
 struct Backward {
     rows: SwigluRows,
-    /// h as MXFP4 rows rather than plain.
+    /// h is saved as MXFP4 rows instead of plain.
     saved: bool,
     dh: Emit,
     a: Option<Emit>,
@@ -229,7 +229,7 @@ pub fn swiglu_backward<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     ];
     for (i, rows) in all_rows().into_iter().enumerate() {
         for (j, (dh, a)) in emits.into_iter().enumerate() {
-            // Plain or saved by turns; both where each has a kernel of its own.
+            // Plain or saved by turns; both for widths where each has its own kernel.
             let by_turns = (i + j) % 2 == 0;
             let forms = match rows.f {
                 384 | 2048.. => vec![false, true],

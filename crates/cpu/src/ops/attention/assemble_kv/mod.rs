@@ -1,4 +1,4 @@
-//! See [`nibble_core::ops::AssembleKv`]. One body serves as specification and as vectorised code: copies, sums and turns, every operation
+//! See [`nibble_core::ops::AssembleKv`]. One body is both specification and vectorised code: copies, sums and rotations, every operation
 //! rounded (no fma).
 
 use crate::Cpu;
@@ -9,7 +9,7 @@ use nibble_core::ops::{AssembleKv, AssembleKvBackward, AssembledKv, AssembledKvG
 use nibble_core::{DType, Result};
 use rayon::prelude::*;
 
-/// Sizes of heads, and where rows are in their sequences.
+/// Sizes of heads, and the positions of rows in their sequences.
 #[derive(Clone, Copy)]
 struct Sizes<'a> {
     heads: usize,
@@ -39,7 +39,7 @@ impl Sizes<'_> {
     }
 }
 
-/// Keys with the shared one, turned, and values.
+/// Keys, each with the rotated shared key appended, and values.
 pub(crate) fn assemble_kv(cpu: &Cpu, op: AssembleKv<'_, Cpu>) -> Result<AssembledKv<Cpu>> {
     match op.up.dtype() {
         DType::F32 => assemble::<f32>(cpu, &op),
@@ -103,7 +103,7 @@ fn assemble_rows_body<T: Real>(
     }
 }
 
-/// The gradients of what the up-projection gave, and of the shared key.
+/// The gradients of the up-projection's output and of the shared key.
 pub(crate) fn assemble_kv_backward(
     cpu: &Cpu,
     op: AssembleKvBackward<'_, Cpu>,
@@ -171,7 +171,7 @@ fn backward_rows_body<T: Real>(
                 *sum += dk.widen();
             }
         }
-        // Halves, quarters, eighths: what lies in the first of them is the sum.
+        // Halves the number of partial sums until the first is the total.
         let mut parts = PARTS / 2;
         while parts > 0 {
             let (low, high) = sums.split_at_mut(parts * turned);

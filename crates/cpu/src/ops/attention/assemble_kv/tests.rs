@@ -33,7 +33,7 @@ fn tensor(cpu: &Cpu, dtype: DType, seed: u32, rows: usize, cols: usize) -> Tenso
     }
 }
 
-/// Row by row and head by head, with the key that another operation has turned.
+/// The definition, row by row and head by head; the shared key is rotated by the rope operation.
 #[test]
 fn heads_are_their_own_elements_and_the_turned_shared_key() {
     for (sequences, seq_len, first_position, heads, key_dim, value_dim, turned) in SHAPES {
@@ -77,7 +77,7 @@ fn heads_are_their_own_elements_and_the_turned_shared_key() {
     }
 }
 
-/// Copies to the bit, and sums over heads in F64.
+/// Exact copies for the heads' own elements; sums over heads in F64 for the shared key.
 #[test]
 fn gradients_of_heads_are_copied_and_those_of_the_shared_key_summed_and_turned_back() {
     for (sequences, seq_len, _, heads, key_dim, value_dim, turned) in SHAPES {
@@ -134,7 +134,7 @@ fn gradients_of_heads_are_copied_and_those_of_the_shared_key_summed_and_turned_b
     }
 }
 
-/// The order that the operation's documentation states.
+/// The order of the sum that the operation documents.
 #[test]
 fn eight_partial_sums_over_heads_become_one_by_halves() {
     let cpu = Cpu::scalar(1).unwrap();

@@ -1,20 +1,20 @@
-//! The bound that backends owe each other lets a kernel round P and dS to BF16, and nothing worse.
+//! The tolerance between backends allows a kernel to round P and dS to BF16, and nothing worse.
 //!
-//! Against this crate's attention stands an emulation of another kernel, written as the formula: BF16 inputs, sums in F32,
-//! P and dS rounded to BF16 before their products. With one defect more it must be outside.
+//! This crate's attention is compared with an emulated kernel, written as the formula: BF16 inputs, sums in F32,
+//! P and dS rounded to BF16 before their products. With one more defect, the emulation must exceed the tolerance.
 
 use super::*;
 use nibble_core::Agreement;
 use nibble_core::ops::attention_agreement;
 use nibble_testkit::conformance::after_rounding_to_bf16;
 
-/// What is wrong with the kernel.
+/// The kernel's defect.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Defect {
     None,
-    /// Each query sees the key after its own.
+    /// Each query also attends to the key after its own.
     OneKeyMore,
-    /// Each query misses its own key, but the first.
+    /// No query but the first attends to its own key.
     OneKeyLess,
     /// Scores 1 % too large.
     Scale,
@@ -26,7 +26,7 @@ fn to_bf16(x: f32) -> f32 {
     bf16::from_f32(x).to_f32()
 }
 
-/// out; dq, dk, dv of one sequence and one head of each kind, `[seq, dim]`.
+/// out, dq, dk and dv of one sequence with one query head and one key/value head, `[seq, dim]`.
 fn emulated(
     [q, k, v, dout]: [&[f32]; 4],
     seq: usize,
@@ -91,7 +91,7 @@ fn ours([q, k, v, dout]: [&[f32]; 4], seq: usize, dim: usize) -> [Vec<f32>; 4] {
     [&out, &dq, &dk, &dv].map(|x| x.to_f32_vec(&cpu).unwrap())
 }
 
-/// q, k, v and dout in BF16: the scores' spread, and how heavy the tails of v and dout are.
+/// q, k, v and dout in BF16, by the spread of the scores and the tail weight of v and dout.
 fn inputs(seq: usize, dim: usize, spread: f32, power: i32) -> [Vec<f32>; 4] {
     let of = |site: u32, by: f32, power: i32| {
         normals(site, seq * dim).into_iter().map(|x| to_bf16(by * x.powi(power))).collect()
@@ -119,8 +119,8 @@ fn rounding_p_and_ds_to_bf16_is_within_the_bound() {
             let (want, got) = (ours(x, seq, dim), emulated(x, seq, dim, to_bf16, Defect::None));
             for ((name, got), want) in ["out", "dq", "dk", "dv"].into_iter().zip(got).zip(want) {
                 let error = relative(&got, &want);
-                // Where one key has nearly all of P, dS is a small difference of large numbers, one of them made of the
-                // rounded output: the agreement is not about those.
+                // If one key has nearly all of P, dS is a small difference of large numbers, one of them computed from the
+                // rounded output: the tolerance does not cover it.
                 let peaked = spread > 1.0 && ["dq", "dk"].contains(&name);
                 let bound = if peaked { 4.0 * bound() } else { bound() };
                 worst = worst.max(if peaked { 0.0 } else { error });
@@ -141,11 +141,11 @@ fn a_defect_is_outside_of_the_bound() {
         let x = x.each_ref().map(|x| &x[..]);
         let want = ours(x, seq, dim);
         for defect in [Defect::OneKeyMore, Defect::OneKeyLess, Defect::Scale, Defect::GradientScale] {
-            // With P and dS rounded and without: the defect alone is enough.
+            // With and without rounding of P and dS: the defect alone must exceed the tolerance.
             for round in [to_bf16, |x| x] {
                 let got = emulated(x, seq, dim, round, defect);
                 let errors: Vec<f64> = got.iter().zip(&want).map(|(got, want)| relative(got, want)).collect();
-                // dS has no part in out and dv.
+                // dS does not enter out and dv.
                 let found = if defect == Defect::GradientScale { &errors[1..3] } else { &errors[..3] };
                 let bound = bound();
                 assert!(

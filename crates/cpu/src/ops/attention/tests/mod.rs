@@ -15,12 +15,12 @@ struct Case {
     v: Vec<f32>,
     dout: Vec<f32>,
     hiding: Option<Hiding>,
-    /// Of each query head.
+    /// One sink score per query head.
     sinks: Option<Vec<f32>>,
 }
 
 impl Case {
-    /// Normal numbers; q and k of standard deviation `spread`.
+    /// Normal values; q and k have standard deviation `spread`.
     fn new(
         sequences: usize,
         seq_len: usize,
@@ -33,7 +33,7 @@ impl Case {
         let sizes = Heads { sequences, seq_len, heads, kv_heads, head_dim, value_dim, scale };
         let wide = |site, n: usize, by: f32| -> Vec<f32> {
             let x = normals(site, sizes.tokens() * n);
-            // Numbers of both types, so that one reference serves both.
+            // Values that BF16 holds exactly, so that both types share one reference.
             x.iter().map(|x| bf16::from_f32(x * by).to_f32()).collect()
         };
         let (q, k) = (wide(1, heads * head_dim, spread), wide(2, kv_heads * head_dim, spread));
@@ -48,7 +48,7 @@ impl Case {
         }
     }
 
-    /// The ratios and lengths that matter: one token, lengths around tiles and blocks, head sizes around panels, values of another size.
+    /// Relevant head ratios and lengths: one token, lengths around tiles and blocks, head sizes around panels, values of another size.
     fn all() -> Vec<Self> {
         let sizes = [
             (1, 1, 1, 1, (16, 16)),
@@ -66,7 +66,7 @@ impl Case {
         ];
         let mut cases: Vec<Self> =
             sizes.into_iter().map(|(s, l, h, g, dims)| Self::new(s, l, h, g, dims, 1.0)).collect();
-        // Scales of a model's own.
+        // Softmax scales other than the default.
         cases[5].sizes.scale = 0.07;
         cases[9].sizes.scale = 0.3;
         let documents = Hiding::documents(&[5, 1, 17, 8, 30]);
@@ -79,7 +79,7 @@ impl Case {
         ] {
             cases.push(Self { hiding: Some(hiding), ..Self::new(s, l, h, g, dims, 1.0) });
         }
-        // Sinks among the scores, far above them, and as good as none.
+        // Sinks of the size of the scores, far above them, and negligible.
         for (s, l, h, g, dims, hiding) in [
             (1, 1, 3, 1, (16, 16), None),
             (2, 19, 4, 2, (16, 16), None),
@@ -143,7 +143,7 @@ impl Case {
     }
 }
 
-/// Softmax attention in f64, straight from the formula: (out, lse). `sinks`: empty, or one of each head.
+/// Softmax attention in f64, straight from the formula: (out, lse). `sinks` is empty or has one value per head.
 fn reference(case: &Case, q: &[f64], k: &[f64], v: &[f64], sinks: &[f64]) -> (Vec<f64>, Vec<f64>) {
     let sizes = &case.sizes;
     let first_key = case.hiding.map(|hiding| hiding.lists(sizes.sequences, sizes.seq_len)[0].clone());
@@ -218,7 +218,7 @@ fn backward_is_the_same_everywhere() {
     }
 }
 
-/// Sinks of -∞ are none, and sinks beside which all scores are nothing leave nothing of the values.
+/// A sink of −∞ has no effect; a sink far above all scores leaves nothing of the values.
 #[test]
 fn sinks_at_their_ends() {
     let cpu = Cpu::new(2).unwrap();

@@ -1,4 +1,4 @@
-//! Windows: documents have the bits that they have alone, what is hidden does not matter, and lists that make no sense do no harm.
+//! Windows: each document has the bits that it has alone, hidden keys do not matter, and malformed lists do no harm.
 
 use super::*;
 use nibble_core::ops::FindWindows;
@@ -63,7 +63,7 @@ fn windows_that_hide_nothing_change_no_bit() {
     }
 }
 
-/// Nothing of a key outside of its window reaches a query, and no gradient of a query a key outside.
+/// A key outside a query's window does not affect the query, and the query's gradient does not reach that key.
 #[test]
 fn what_is_hidden_does_not_matter() {
     let (seq_len, window) = (70, 10);
@@ -111,7 +111,7 @@ fn found_windows_are_those_of_all_pairs() {
     }
 }
 
-/// They count as the nearest lists that make sense.
+/// Malformed lists count as the nearest valid ones.
 #[test]
 fn lists_that_make_no_sense_are_bounded() {
     let case = Case::new(2, 20, 2, 1, (8, 8), 1.0);

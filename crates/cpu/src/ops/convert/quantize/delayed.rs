@@ -1,10 +1,10 @@
-//! Scales of earlier steps: which one a span has, and what is found of its values on the way.
+//! Delayed scaling: the scale of each span comes from earlier steps; the values' amax and saturation are recorded.
 
 use crate::Cpu;
 use nibble_core::ops::{Delayed, Found};
 use nibble_formats::{Codec, DelayedScaling, amax};
 
-/// What the spans of a matrix expect, and what they turn out to hold.
+/// Delayed scaling of a matrix's spans: the records they are quantized with, and what their values turn out to be.
 pub(super) struct Met<'a> {
     delayed: Delayed<'a, Cpu>,
     amax: Vec<f32>,
@@ -12,12 +12,12 @@ pub(super) struct Met<'a> {
 }
 
 impl<'a> Met<'a> {
-    /// For so many spans, which have records.
+    /// For this many spans with records.
     pub fn new(delayed: Delayed<'a, Cpu>, spans: usize) -> Self {
         Self { delayed, amax: vec![0.0; spans], counts: [0; 2] }
     }
 
-    /// The codec of a span with these values, which are part of one with this largest magnitude, if it is given.
+    /// The codec of a span. `values` may be a part of the span; `of_whole` is then the amax of the whole.
     pub fn meet(
         &mut self,
         codec: Codec,
@@ -39,7 +39,7 @@ impl<'a> Met<'a> {
         if self.amax[span].is_nan() { codec.marked() } else { codec }
     }
 
-    /// What was found of all spans.
+    /// Writes what was found in all spans.
     pub fn put_found(&self, found: &mut Found<Cpu>) {
         found.amax.as_mut_slice().copy_from_slice(&self.amax);
         found.counts.as_mut_slice().copy_from_slice(&self.counts);
@@ -66,7 +66,7 @@ mod tests {
         counts: Vec<u64>,
     }
 
-    /// Rows of values under one record, of the magnitude that is expected alone.
+    /// Quantizes rows of values under delayed scaling; the records hold only the expected amax.
     fn of(values: &[f32], cols: usize, records: &[f32], lens: Option<&[usize]>) -> Quantized {
         let cpu = Cpu::new(1).unwrap();
         let groups = lens.map(|lens| groups(&cpu, lens, 1, 0));
@@ -86,7 +86,7 @@ mod tests {
         }
     }
 
-    /// Expected is 4, so values are multiplied by 112: 1 is 112, and 8 saturates at 448.
+    /// The expected amax is 4, so values are multiplied by 112: 1 becomes 112, and 8 saturates at 448.
     #[test]
     fn what_is_larger_than_expected_saturates_and_is_found() {
         let made = of(&[1.0, -8.0, 4.0, 0.0], 4, &[4.0], None);
@@ -117,11 +117,11 @@ mod tests {
         let amax = made.found.amax.as_slice();
         assert_eq!(amax[..2], [2.0, 0.0]);
         assert!(amax[2].is_nan());
-        // Blocks without it are encoded under what was expected.
+        // Blocks without the infinity are encoded under the expected amax.
         assert_eq!(made.codes, [0x7E, 0x76, 0x76, 0x6E, 0, 0, 0x7E, 0x7E]);
         assert_eq!(made.scale[0], 1.0 / 224.0);
         assert!(made.scale[1..].iter().all(|scale| scale.is_nan()), "{:?}", made.scale);
-        // 3 saturates; an infinity is no large number.
+        // 3 saturates; the infinity does not count as saturated.
         assert_eq!(made.found.counts.as_slice(), [1, 8]);
         assert_eq!(made.counts, [3, 0, 1]);
     }

@@ -50,10 +50,10 @@ pub(crate) fn dequantize(cpu: &Cpu, op: Dequantize<'_, Cpu>) -> Result<Tensor<Cp
     Ok(sink.finish(cpu)?.take_rows(OP)?.plain(OP)?.clone())
 }
 
-/// Checks that a tensor has scales to decode by, and planes of the lengths that its shape asks for.
+/// Checks that a tensor has scales to decode with, and that code and scale buffers have the lengths that its shape requires.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for a plain format or scales in another order, [`Error::Shape`] for planes of other lengths.
+/// [`Error::Unsupported`] for a plain format or scales in another order, [`Error::Shape`] for buffers of other lengths.
 pub(crate) fn decodable(op: &'static str, x: &BlockScaled<Cpu>) -> Result<()> {
     if !x.format.is_block() {
         return Err(Error::unsupported(op, x.format, "it has no block scales to decode by"));

@@ -1,4 +1,4 @@
-//! The random bits of a tensor that is quantized.
+//! The random bits of a tensor's stochastic rounding.
 
 use super::encode::fill_random;
 use crate::Cpu;
@@ -7,7 +7,7 @@ use nibble_core::ops::Random;
 use nibble_core::{Error, Result};
 use nibble_formats::{Codec, Stream};
 
-/// A stream at the step that counts now, and what the numbers of elements are counted from.
+/// A stream at the current step, and the number of the tensor's first element in it.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Drawn {
     pub stream: Stream,
@@ -15,7 +15,7 @@ pub(crate) struct Drawn {
 }
 
 impl Drawn {
-    /// For a codec.
+    /// With the stream that the codec derives.
     pub fn of(random: Random<'_, Cpu>, codec: Codec) -> Result<Self> {
         let drawn = Self::new(random)?;
         Ok(Self { stream: codec.drawn_from(drawn.stream), ..drawn })
@@ -35,7 +35,7 @@ impl Drawn {
         self.stream.u16_at(self.first + element)
     }
 
-    /// The same of elements `element..`.
+    /// Sixteen bits for each of the elements from `element` on.
     pub fn fill(&self, isa: Isa, element: u64, bits: &mut [u16]) {
         fill_random(isa, self.stream, self.first + element, bits);
     }

@@ -1,8 +1,7 @@
-//! Writing results tile by tile, vectorised and by several threads: the twin of `spec`.
+//! Vectorised, multi-threaded writing of results, tile by tile; gives the bits of `spec`.
 //!
-//! An op fills a tile of F32 values (reading a plain or quantized matrix, or computing them) and hands it to a
-//! [`Sink`], which writes the planes that were asked for. Threads divide strips of rows; a strip never holds rows of two
-//! groups.
+//! An op fills a tile of F32 values (read from a plain or quantized matrix, or computed) and hands it to a [`Sink`], which
+//! writes the requested codes and scales. Threads divide strips of rows; a strip never spans two groups.
 
 use super::drawn::Drawn;
 use super::encode::{Tile, Work, encode_cols, encode_row, encode_square, fast, transpose};
@@ -23,23 +22,23 @@ use nibble_formats::{Codec, Scale, ScaleKind, ScalePlaneMut};
 use rayon::prelude::*;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Rows of a strip where blocks run down the columns or are square.
+/// Rows of a strip if blocks run down the columns or are 2-D.
 pub(crate) const STRIP_ROWS: usize = 128;
-/// Columns of a tile: whole blocks of every format.
+/// Columns of a tile: a multiple of every format's block.
 pub(crate) const TILE_COLS: usize = 128;
-/// Values of a strip where blocks run along the rows only: what a first-level cache holds.
+/// Values of a strip if blocks run along the rows only: fits the L1 cache.
 const ROW_STRIP_VALUES: usize = 4096;
 
 /// Some rows of one span.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Strip {
     pub row: usize,
-    /// Rows that count; the others up to `end` are padding.
+    /// Valid rows; the rest of `out_rows` is padding.
     pub rows: usize,
     pub out_rows: usize,
 }
 
-/// Whether a form has blocks down the columns, for which strips must be whole blocks.
+/// Whether a result has blocks down the columns, so that strips must be whole blocks.
 pub(crate) fn has_cols(emit: Emit) -> bool {
     matches!(emit, Emit::Block { planes: Planes::Cols | Planes::Both, .. })
 }
@@ -49,8 +48,8 @@ pub(crate) fn strip_rows(whole_blocks: bool, cols: usize) -> usize {
     if whole_blocks { STRIP_ROWS } else { (ROW_STRIP_VALUES / cols.max(1)).clamp(1, STRIP_ROWS) }
 }
 
-/// Calls `body` for every strip of at most `height` rows, on several threads if there are enough values, each with
-/// memory of its own from `scratch`.
+/// Calls `body` for every strip of at most `height` rows; multi-threaded if there are enough values. Each thread has its own
+/// `scratch`.
 pub(crate) fn for_strips<S>(
     cpu: &Cpu,
     spans: &Spans,
@@ -137,7 +136,7 @@ impl Target {
         ScalePlaneMut { kind: self.kind, bytes: unsafe { self.scales.slice_mut(start * bytes, len * bytes) } }
     }
 
-    /// Writes zeros to a row of padding.
+    /// Zeros a row of padding.
     ///
     /// # Safety
     /// As [`row_codes`](Self::row_codes).
@@ -149,7 +148,7 @@ impl Target {
         }
     }
 
-    /// Writes bytes `[width][bytes]` of codes to the lines of columns `col`.., from row `row` on.
+    /// Writes codes `[width][bytes]` to the stored lines of columns `col`.., from row `row` on.
     ///
     /// # Safety
     /// No other thread writes these rows of these columns.
@@ -166,7 +165,7 @@ impl Target {
         }
     }
 
-    /// Writes scales `[blocks][width]` of columns `col`.., the first block starting at row `row`.
+    /// Writes scales `[blocks][width]` of columns `col`..; the first block starts at row `row`.
     ///
     /// # Safety
     /// As [`put_columns`](Self::put_columns).
@@ -187,7 +186,7 @@ impl Target {
 enum Plain {
     F32(Tensor<Cpu>, Shared<f32>),
     Bf16(Tensor<Cpu>, Shared<bf16>),
-    /// What is quantized once all of it is there.
+    /// F32 values that are quantized once all are written.
     Staged(Vec<f32>, Shared<f32>),
 }
 
@@ -211,7 +210,7 @@ impl Plain {
         Self::Staged(values, shared)
     }
 
-    /// Writes `x` (zeros past its end) from element `start` on, `len` elements.
+    /// Writes `x` to the `len` elements from `start` on, zeros past its end.
     ///
     /// # Safety
     /// No other thread writes them.
@@ -234,7 +233,7 @@ impl Plain {
     }
 }
 
-/// Reused memory of [`Sink::write`].
+/// Scratch of [`Sink::write`], reused.
 #[derive(Default)]
 pub(crate) struct SinkWork {
     work: Work,
@@ -242,14 +241,14 @@ pub(crate) struct SinkWork {
     bits: Vec<u16>,
 }
 
-/// One result being written in the form asked for.
+/// A result being written in the requested form.
 pub(crate) struct Sink<'a> {
     cols: usize,
     spans: &'a Spans<'a>,
     codec: Option<Codec>,
     random: Option<Drawn>,
     plain: Option<Plain>,
-    /// How what is staged is quantized, and into what.
+    /// Codec and destination of staged values.
     staged: Option<(Codec, Emitted<Cpu>)>,
     row_plane: Option<Target>,
     col_plane: Option<Target>,
@@ -258,7 +257,7 @@ pub(crate) struct Sink<'a> {
 }
 
 impl<'a> Sink<'a> {
-    /// Of a result `[rows of spans, cols]`, which the operation has made.
+    /// For a result `[rows of spans, cols]` in buffers that the operation has allocated.
     pub fn new(
         spans: &'a Spans<'a>,
         cols: usize,
@@ -278,7 +277,7 @@ impl<'a> Sink<'a> {
             tally: Default::default(),
         };
         match emit {
-            // The largest magnitude of a line or a tensor is known when all of it is there.
+            // The largest magnitude of a row, column or tensor is known only when all of it is written.
             Emit::Block { codec, .. } if fast(codec.format()).is_none() => {
                 (sink.plain, sink.staged) = (Some(Plain::staged(spans.rows * cols)), Some((codec, made)));
             }
@@ -300,8 +299,8 @@ impl<'a> Sink<'a> {
         sink
     }
 
-    /// Writes the columns from `col` on of a strip; the tile holds its rows that count. `col` is a multiple of the
-    /// row plane's block, and each (strip, columns) is written once.
+    /// Writes a strip's columns from `col` on; the tile holds the strip's valid rows. `col` is a multiple of the row block's
+    /// length, and each (strip, columns) is written once.
     pub fn write(&self, isa: Isa, memory: &mut SinkWork, strip: Strip, tile: Tile, col: usize) {
         debug_assert_eq!(tile.rows, strip.rows);
         let plane_rows = strip.out_rows.min(self.spans.rows - strip.row.min(self.spans.rows));
@@ -377,7 +376,7 @@ impl<'a> Sink<'a> {
     }
 }
 
-/// Adds one tile's counts; sums of integers do not depend on their order.
+/// Adds one tile's counts. Integer sums do not depend on the order.
 pub(crate) fn add_tally(sum: &[AtomicU64; 3], tally: Tally) {
     for (sum, count) in sum.iter().zip(tally) {
         if count != 0 {
@@ -391,7 +390,7 @@ pub(crate) fn counted(sum: &[AtomicU64; 3]) -> Tally {
     sum.each_ref().map(|count| count.load(Ordering::Relaxed))
 }
 
-/// The bits `[rows][width]` that the codec's rounding reads for a tile at (row, col); none for nearest-even.
+/// The bits `[rows][width]` that the codec's rounding reads for a tile at (row, col); empty for nearest-even.
 fn fill_bits(
     isa: Isa,
     bits: &mut Vec<u16>,
@@ -412,7 +411,7 @@ fn fill_bits(
     }
 }
 
-/// The two planes of stacked matrices in square tiles, being written.
+/// Stacked matrices in 2-D blocks being written, as they stand and transposed.
 pub(crate) struct SquareTarget {
     /// Rows and columns of one matrix.
     shape: (usize, usize),
@@ -421,12 +420,13 @@ pub(crate) struct SquareTarget {
 }
 
 impl SquareTarget {
-    /// Opens the planes of matrices `[n, k]` for writing.
+    /// Opens both orders of matrices `[n, k]` for writing.
     pub fn new([upright, turned]: [BlockScaled<Cpu>; 2], shape: (usize, usize)) -> Self {
         Self { shape, upright: Target::new(upright), turned: Target::new(turned) }
     }
 
-    /// Writes the tile whose first element is (row of the stack, col): its codes `[rows][width]`, the same `[width][rows]`, and its scale.
+    /// Writes the tile whose first element is (row of the stack, col): its codes `[rows][width]`, the transposed codes `[width][rows]`, and
+    /// its scale.
     ///
     /// # Safety
     /// No other thread writes this tile.
@@ -456,13 +456,13 @@ impl SquareTarget {
         }
     }
 
-    /// The planes, once every tile is written: as the matrices stand, and transposed.
+    /// The results once every tile is written: as the matrices stand, and transposed.
     pub fn finish(self) -> [BlockScaled<Cpu>; 2] {
         [self.upright.finish(), self.turned.finish()]
     }
 }
 
-/// Matrices quantized in square tiles.
+/// Quantizes matrices in 2-D blocks.
 pub(crate) struct SquareSink<'a> {
     /// One span for each matrix.
     spans: &'a Spans<'a>,
@@ -474,7 +474,7 @@ pub(crate) struct SquareSink<'a> {
 }
 
 impl<'a> SquareSink<'a> {
-    /// Planes of matrices `[n, k]`, which the operation has made.
+    /// For matrices `[n, k]`, in buffers that the operation has allocated.
     pub fn new(
         made: Emitted<Cpu>,
         spans: &'a Spans<'a>,
@@ -503,7 +503,7 @@ impl<'a> SquareSink<'a> {
         add_tally(&self.tally, tally);
     }
 
-    /// The planes, once every tile is written.
+    /// The results, once every tile is written.
     pub fn finish(self) -> Emitted<Cpu> {
         let [rows, cols] = self.planes.finish().map(|plane| Some(Operand::Block(plane)));
         let mut counts = self.counts;

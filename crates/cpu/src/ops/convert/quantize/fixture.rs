@@ -1,5 +1,4 @@
-//! What the tests of the conversions share: inputs, ragged groups with poisoned padding, every backend to compare, and
-//! comparisons bit by bit.
+//! Shared by the tests of the conversions: inputs, ragged groups with poisoned padding, every backend to compare, and bitwise comparisons.
 
 use super::planes::scales_of;
 use crate::gemm::Isa;
@@ -46,8 +45,8 @@ impl Words {
         (self.0 >> 32) as u32
     }
 
-    /// Mostly numbers around 1; also zeros of either sign, subnormals, huge and tiny ones, and with `specials` now and
-    /// then a NaN or an infinity.
+    /// Mostly numbers around 1; also zeros of either sign, subnormals, huge and tiny numbers, and with `specials` an occasional
+    /// NaN or infinity.
     pub fn value(&mut self, specials: bool) -> f32 {
         let word = self.next();
         let sign = if word & 1 == 1 { -1.0 } else { 1.0 };
@@ -64,7 +63,7 @@ impl Words {
     }
 }
 
-/// A tensor of [`Words::value`]s; about every eighth run of 64 values is zero.
+/// A tensor of [`Words::value`]s; about one in eight runs of 64 values is zero.
 pub(crate) fn tensor(
     cpu: &Cpu,
     is_bf16: bool,
@@ -88,7 +87,7 @@ pub(crate) fn tensor(
     }
 }
 
-/// Groups of these lengths at multiples of `align`, with `spare` rows of capacity at the end; row ids are scattered.
+/// Groups of these lengths at multiples of `align`, with `spare` rows of capacity at the end; row ids are shuffled.
 pub(crate) fn groups(cpu: &Cpu, lens: &[usize], align: usize, spare: usize) -> Groups<Cpu> {
     let mut start = vec![0i32];
     for len in lens {
@@ -113,12 +112,12 @@ pub(crate) fn groups(cpu: &Cpu, lens: &[usize], align: usize, spare: usize) -> G
     }
 }
 
-/// Whether each row counts.
+/// Whether each row is valid.
 pub(crate) fn valid_rows(groups: &Groups<Cpu>) -> Vec<bool> {
     groups.row_id.as_slice().iter().map(|&id| id >= 0).collect()
 }
 
-/// The same tensor with NaNs (quiet, all bits set) in the padding.
+/// A copy of the tensor with NaNs (quiet, all bits set) in the padding.
 pub(crate) fn poisoned(x: &Tensor<Cpu>, groups: &Groups<Cpu>) -> Tensor<Cpu> {
     let mut x = x.clone();
     for (row, valid) in valid_rows(groups).into_iter().enumerate().filter(|(_, valid)| !valid) {
@@ -144,14 +143,14 @@ pub(crate) fn poisoned_codes(x: &BlockScaled<Cpu>, groups: &Groups<Cpu>) -> Bloc
     x
 }
 
-/// Bits of a scale plane, NaNs made equal.
+/// Bits of the scales, all NaNs made equal.
 pub(crate) fn scale_bits(x: &BlockScaled<Cpu>) -> Vec<u64> {
     let num = BlockScaled::<Cpu>::num_scales(x.format, x.axis, x.rows, x.cols, x.stack);
     let (kind, scales) = (x.scale_kind(), scales_of(x));
     (0..num).map(|i| scales.get(i)).map(|s| if kind.is_nan(s) { kind.nan().0 } else { s.0 }).collect()
 }
 
-/// Bits of a plain tensor, NaNs made equal.
+/// Bits of a plain tensor, all NaNs made equal.
 pub(crate) fn plain_bits(x: &Tensor<Cpu>) -> Vec<u32> {
     let canonical = |v: f32| if v.is_nan() { f32::NAN.to_bits() } else { v.to_bits() };
     match &x.data {

@@ -1,8 +1,7 @@
-//! Any format: the vectorised twin of `spec`, line by line.
+//! Vectorised quantization to any format, line by line; gives the bits of `spec`.
 //!
-//! A line is a row, or a column that lies in a buffer with its neighbours turned. Of each block the format itself is asked twice, for the
-//! scale and for the values in its units; the largest magnitude, the rounding and the packing are the same code for all. Threads divide
-//! lines.
+//! A line is a row, or a column transposed into a buffer together with its neighbours. Only the scale of a block and the scaling of its
+//! values are the format's own code; the largest magnitude, the rounding and the packing are shared by all formats. Threads divide lines.
 
 use super::drawn::Drawn;
 use super::encode::{amax_bits, transpose};
@@ -23,29 +22,29 @@ use std::ops::Range;
 /// Values below which waking another thread costs more than it saves.
 pub(super) const WORTH_A_THREAD: usize = 16_384;
 
-/// Columns that are read, turned and quantized together.
+/// Columns that are read, transposed and quantized together.
 const PANEL: usize = 32;
-/// Rows of them, if blocks are no longer.
+/// Rows of a panel, unless a block is longer.
 const PANEL_ROWS: usize = 128;
 
-/// A part of a line, whole blocks long.
+/// Whole blocks of a line.
 struct Part<'a> {
-    /// Its blocks, of values and records that the line counts from its beginning.
+    /// The blocks; their values and records are counted from the line's beginning.
     blocks: &'a [Block],
-    /// One codec for the line, or one for each of these values.
+    /// One codec for the line, or one per value of this part.
     codecs: &'a [Codec],
-    /// Of each value, whether it is padding; none is where this is empty.
+    /// Whether each value is padding; empty if none is.
     padding: &'a [bool],
-    /// What there is; zeros follow.
+    /// The values; zeros follow.
     x: &'a mut [f32],
-    /// Sixteen bits for each value, where the rounding or a corrected scale reads any.
+    /// Sixteen bits per value, if the rounding or a corrected scale reads them.
     bits: &'a [u16],
-    /// One a byte.
+    /// Codes, one per byte.
     codes: &'a mut [u8],
     scales: ScalePlaneMut<'a>,
 }
 
-/// Codes and scale of one block, zero-extended; whether a code is not zero is their sum of bits.
+/// Codes and scale of one block, zero-extended, and the OR of the codes: zero if all codes are.
 #[inline(always)]
 fn block_as(
     round: impl Round,
@@ -59,7 +58,7 @@ fn block_as(
         codes.fill(0);
         return (scale, 0);
     }
-    // Of corrected scales the first element's bits are.
+    // A corrected scale uses the first element's bits.
     let scale = codec.corrected(x, scale, bits.first().copied().unwrap_or(0));
     codec.format().spec().codec.scale_values(codec.params(), x, scale);
     let any = encode_values(round, facts, x, bits, codes);
@@ -153,13 +152,13 @@ per_isa! {
 pub(super) struct Job<'a> {
     x: ValueSource<'a>,
     cols: usize,
-    /// Sixteen bits for each value `[rows, cols]`, where they are not those of its place.
+    /// Sixteen bits per value `[rows, cols]`, if they are not those of the value's place.
     bits: Option<&'a [u16]>,
     casting: Casting<'a>,
 }
 
 impl<'a> Job<'a> {
-    /// Measures the values, where the tensor has a scale of its own and its largest magnitude is not known.
+    /// Measures the values if the tensor has a scale of its own and its largest magnitude is not known.
     pub fn new(
         cpu: &Cpu,
         (x, cols): (ValueSource<'a>, usize),
@@ -174,7 +173,7 @@ impl<'a> Job<'a> {
         Self { x, cols, bits: None, casting }
     }
 
-    /// Values of a row from column `col` on, zeros where it is padding.
+    /// Values of a row from column `col` on; zeros if the row is padding.
     fn load(&self, isa: Isa, padding: &[bool], (row, col): (usize, usize), out: &mut [f32]) {
         if padding[row] { out.fill(0.0) } else { self.x.load(isa, row, col, out) }
     }
@@ -190,7 +189,7 @@ impl<'a> Job<'a> {
     }
 }
 
-/// The largest magnitude of some rows, as [`Codec::tensor_amax`] has it.
+/// The largest magnitude of some rows, as [`Codec::tensor_amax`] defines it.
 pub(super) fn tensor_amax(
     cpu: &Cpu,
     (x, cols): (&ValueSource, usize),
@@ -218,11 +217,11 @@ fn finite_amax_body(x: &[f32]) -> (f32, bool) {
 }
 
 per_isa! {
-    // The largest finite magnitude, and whether there is one that is not.
+    // The largest finite magnitude, and whether some value is not finite.
     fn finite_amax = finite_amax_body; (x: &[f32]) -> (f32, bool)
 }
 
-/// Writes a matrix in the planes there are.
+/// Writes a matrix in the requested orders.
 pub(super) fn emit(cpu: &Cpu, job: &Job, mut made: Emitted<Cpu>) -> Emitted<Cpu> {
     let rows = plane(&mut made.rows).map(|out| rows(cpu, job, out));
     let cols = plane(&mut made.cols).map(|out| columns(cpu, job, out));
@@ -230,7 +229,7 @@ pub(super) fn emit(cpu: &Cpu, job: &Job, mut made: Emitted<Cpu>) -> Emitted<Cpu>
     made
 }
 
-/// The lines of a plane, so many a piece: codes and scales.
+/// Splits a tensor's lines into pieces of `lines` lines: their codes and scales.
 fn pieces(
     out: &mut BlockScaled<Cpu>,
     lines: usize,
@@ -253,7 +252,7 @@ fn pack(codec: &Codec, codes: &[u8], out: &mut [u8]) {
         .unwrap_or_else(|e| unreachable!("cut to that length: {e}"));
 }
 
-/// Memory of a thread, used again for each piece.
+/// A thread's scratch, reused for each piece.
 #[derive(Default)]
 struct Memory {
     x: Vec<f32>,
@@ -263,7 +262,7 @@ struct Memory {
     codes: Vec<u8>,
 }
 
-/// Writes every piece, on several threads if there are enough values, and adds up what they counted.
+/// Writes every piece, multi-threaded if there are enough values, and adds up their counts.
 fn counted<P: Send>(
     cpu: &Cpu,
     job: &Job,
@@ -279,7 +278,7 @@ fn counted<P: Send>(
     cpu.pool().install(|| pieces.map_init(Memory::default, one).reduce(Tally::default, sum))
 }
 
-/// Blocks along the rows.
+/// Writes blocks along the rows.
 fn rows(cpu: &Cpu, job: &Job, out: &mut BlockScaled<Cpu>) -> Tally {
     let Job { cols, casting: Casting { codec, spans, .. }, .. } = job;
     let (isa, cols) = (cpu.isa(), *cols);
@@ -318,7 +317,7 @@ fn rows(cpu: &Cpu, job: &Job, out: &mut BlockScaled<Cpu>) -> Tally {
     counted(cpu, job, pieces(out, 1, bytes), one)
 }
 
-/// Blocks down the columns, stored transposed.
+/// Writes blocks down the columns, stored transposed.
 fn columns(cpu: &Cpu, job: &Job, out: &mut BlockScaled<Cpu>) -> Tally {
     let Job { cols, casting: Casting { codec, spans, .. }, .. } = job;
     let cols = *cols;
@@ -336,14 +335,14 @@ fn columns(cpu: &Cpu, job: &Job, out: &mut BlockScaled<Cpu>) -> Tally {
     counted(cpu, job, pieces(out, PANEL, bytes), one)
 }
 
-/// Columns that are read, turned and quantized together.
+/// Columns that are read, transposed and quantized together.
 struct Panel<'a> {
     job: &'a Job<'a>,
     blocks: &'a [Block],
     padding: &'a [bool],
     col: usize,
     width: usize,
-    /// Of a line: bytes of codes and of scales.
+    /// Bytes of a line's codes and of its scales.
     bytes: (usize, usize),
 }
 
@@ -360,7 +359,7 @@ impl Panel<'_> {
         tally
     }
 
-    /// Some rows of them, whole blocks.
+    /// Writes whole blocks of the panel's rows.
     fn part(
         &self,
         isa: Isa,
@@ -375,7 +374,7 @@ impl Panel<'_> {
         let records = first.records().start..last.records().end;
         let Casting { codec, spans, .. } = &job.casting;
         let (format, kind) = (codec.format(), codec.scale_kind());
-        // Rows past the matrix read as zero.
+        // Rows past the matrix count as zero.
         let height = rows.end.min(spans.rows).saturating_sub(rows.start);
         memory.x.resize(height * width, 0.0);
         memory.turned.resize(height * width, 0.0);
@@ -418,7 +417,7 @@ impl Panel<'_> {
     }
 }
 
-/// Square tiles of `stack` matrices, as they stand and transposed.
+/// Writes 2-D blocks of `stack` matrices, as they stand and transposed.
 pub(super) fn tiles(cpu: &Cpu, job: &Job, stack: usize, mut made: Emitted<Cpu>) -> Result<Emitted<Cpu>> {
     let Job { cols: k, casting: Casting { codec, spans, .. }, .. } = job;
     let (n, k, isa) = (spans.rows / stack.max(1), *k, cpu.isa());
@@ -428,7 +427,7 @@ pub(super) fn tiles(cpu: &Cpu, job: &Job, stack: usize, mut made: Emitted<Cpu>) 
     job.casting.put_tensor_scale(upright, |row| job.casting.codec(row));
     job.casting.put_tensor_scale(turned, |row| job.casting.codec(row / k.max(1) * n));
     let (tiles_n, tiles_k) = (n.div_ceil(block), k.div_ceil(block));
-    // One a byte; a band is the rows of one row of tiles.
+    // Codes, one per byte; a band is the rows of one row of tiles.
     let mut codes = vec![0; stack * n * k];
     let mut bands = Vec::new();
     let mut rest = &mut codes[..];
@@ -498,7 +497,7 @@ fn pack_lines(cpu: &Cpu, codec: &Codec, codes: &[u8], len: usize, out: &mut Bloc
     cpu.pool().install(|| lines.zip(codes.par_chunks(len)).for_each(|(out, codes)| pack(codec, codes, out)));
 }
 
-/// The two planes of `stack` matrices in blocks along their rows: as they stand, and transposed. Either draws the bits of the element.
+/// Writes `stack` matrices in blocks along their rows, as they stand and transposed. An element has the same random bits in both.
 pub(super) fn row_weights(
     cpu: &Cpu,
     (x, k): (ValueSource, usize),
@@ -527,7 +526,7 @@ pub(super) fn row_weights(
     Ok(made)
 }
 
-/// `stack` matrices [n, k] transposed, of which `load` gives the values of a row of all from a column on.
+/// `stack` matrices [n, k] transposed. `load(row, col, out)` reads `out.len()` values of a row, counted in the stack, from `col` on.
 fn turned<T: Copy + Default + Send>(
     cpu: &Cpu,
     (stack, n, k): (usize, usize, usize),

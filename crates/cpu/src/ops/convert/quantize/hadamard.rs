@@ -11,8 +11,8 @@ use nibble_core::ops::{Hadamard, Planes, Random};
 use nibble_core::{Data, Result, Tensor};
 use nibble_formats::hadamard;
 
-/// `x` transformed, in F32, and the spans of what counts then: down the columns a group ends with its last transform
-/// block, and the matrix has the rows of the column plane.
+/// `x` transformed, in F32, and the spans of its valid rows. Down the columns, a group then ends with its last transform
+/// block, and the matrix has as many rows as the column blocks.
 pub(super) fn transform<'a>(
     cpu: &Cpu,
     x: &Tensor<Cpu>,
@@ -35,7 +35,7 @@ pub(super) fn transform<'a>(
     Ok((made?, whole))
 }
 
-/// The specification, row by row.
+/// The specification of the transform along rows.
 fn rows_by_spec(cpu: &Cpu, x: &Tensor<Cpu>, spans: &Spans, sign: &[f32], len: usize) -> Result<Tensor<Cpu>> {
     let mut values = Matrix::of(x, spans).values;
     for row in spans.valid() {
@@ -44,7 +44,7 @@ fn rows_by_spec(cpu: &Cpu, x: &Tensor<Cpu>, spans: &Spans, sign: &[f32], len: us
     Tensor::new(Data::F32(cpu.computed(&values)), x.rows, x.cols)
 }
 
-/// The specification, block by block of each column.
+/// The specification of the transform down columns, block by block.
 fn cols_by_spec(
     cpu: &Cpu,
     x: &Tensor<Cpu>,
@@ -105,7 +105,7 @@ fn cols_vectorised(
 ) -> Result<Tensor<Cpu>> {
     let (isa, cols, from) = (cpu.isa(), x.cols, ValueSource::plain(x));
     let factor = hadamard::inv_sqrt_len(len)?;
-    // Of each transform block: its place in the group, and how many of its rows count; none where it is padding.
+    // For each transform block: its position in the group and its number of valid rows; `None` for padding.
     let mut places = vec![None; whole.rows / len];
     for (span, whole) in spans.spans.iter().zip(&whole.spans) {
         for k in (0..whole.len).step_by(len) {
@@ -142,7 +142,7 @@ per_isa! {
     fn transform_row = transform_row_body; (x: &mut [f32], sign: &[f32], len: usize, factor: f32)
 }
 
-/// One block of rows `[sign.len()][cols]`: signs, butterflies of whole rows with strides 1, 2, 4 …, the factor.
+/// One block of rows `[sign.len()][cols]`: signs, butterflies of whole rows with strides 1, 2, 4, …, then the factor.
 #[inline(always)]
 fn transform_down_body(x: &mut [f32], cols: usize, sign: &[f32], factor: f32) {
     for (row, sign) in x.chunks_exact_mut(cols).zip(sign) {

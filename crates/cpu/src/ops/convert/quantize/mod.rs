@@ -1,5 +1,4 @@
-//! See `nibble_core::ops::{Quantize, Dequantize}`, and the writing of results in block formats that every fused op
-//! shares.
+//! See `nibble_core::ops::{Quantize, Dequantize}`; also the writing of quantized results, which all fused ops share.
 
 mod delayed;
 mod dequantize;
@@ -33,12 +32,12 @@ use source::ValueSource;
 use spans::Spans;
 use spec::{Casting, Known, Matrix};
 
-/// Whether there is code made for a format; general code, vectorised too, converts the others.
+/// Whether a format has specialised code. The other formats use general code, which is vectorised too.
 pub fn has_own_code(format: Format) -> bool {
     !format.is_block() || encode::fast(format).is_some()
 }
 
-/// Columns of a tile where no blocks run down the columns.
+/// Columns of a tile if no blocks run down the columns.
 const ROW_COLS: usize = 1024;
 
 /// See [`Quantize`].
@@ -59,7 +58,7 @@ pub(crate) fn quantize(cpu: &Cpu, op: Quantize<'_, Cpu>) -> Result<Emitted<Cpu>>
     encode(cpu, &op, random, (emit, made), &spans(&op, block)?)
 }
 
-/// The rows that count, by group or, of rows of several matrices, by matrix.
+/// The valid rows: by group, or by matrix for row blocks of a stack.
 fn spans<'a>(op: &Quantize<'a, Cpu>, block: usize) -> Result<Spans<'a>> {
     match op.planes {
         Planes::Rows if op.stack > 1 => Ok(Spans::stacked(op.stack, op.x.rows / op.stack)),
@@ -83,7 +82,7 @@ pub(crate) fn measure_amax(cpu: &Cpu, op: MeasureAmax<'_, Cpu>) -> Result<Buf<f3
     Ok(out)
 }
 
-/// Quantizes values as they stand.
+/// Quantizes values without a transform.
 fn encode(
     cpu: &Cpu,
     op: &Quantize<'_, Cpu>,
@@ -92,12 +91,12 @@ fn encode(
     spans: &Spans,
 ) -> Result<Emitted<Cpu>> {
     let format = op.codec.format();
-    // Blocks along the rows of weights where there are no square ones.
+    // Weights in blocks along the rows, for formats without 2-D blocks.
     let row_weights = op.planes == Planes::Tiles && !format.spec().tiles;
     let each = || Spans::stacked(op.stack, op.x.rows / op.stack.max(1));
     let delayed = op.delayed.map(|delayed| (delayed, op.spans()));
     let known = Known { delayed, amax: op.amax.map(|amax| amax.as_slice()) };
-    // Scales of earlier steps have no path but the specification's, on several threads.
+    // Delayed scaling has only the specification's code, multi-threaded.
     if cpu.path() == CodePath::Scalar || op.delayed.is_some() {
         let x = Matrix::of(op.x, spans);
         return match op.planes {
@@ -123,7 +122,7 @@ fn encode(
     }
 }
 
-/// Rows, columns or both, vectorised.
+/// Row blocks, column blocks or both, vectorised.
 fn strips(
     cpu: &Cpu,
     op: &Quantize<'_, Cpu>,
@@ -149,7 +148,7 @@ fn strips(
     sink.finish(cpu)
 }
 
-/// Square tiles of stacked matrices, vectorised.
+/// 2-D blocks of stacked matrices, vectorised.
 fn square_tiles(
     cpu: &Cpu,
     op: &Quantize<'_, Cpu>,
@@ -174,7 +173,7 @@ fn square_tiles(
     Ok(sink.finish())
 }
 
-/// Checks the forms of a fused op's results, which have no stream of random bits, and returns [`column_block`].
+/// Checks the forms of a fused op's results, which have no random stream, and returns [`column_block`].
 pub(crate) fn check_emits(op: &'static str, emits: &[Emit], groups: Option<&Groups<Cpu>>) -> Result<usize> {
     for emit in emits {
         if let Emit::Block { codec, .. } = emit {
@@ -184,7 +183,7 @@ pub(crate) fn check_emits(op: &'static str, emits: &[Emit], groups: Option<&Grou
     column_block(op, emits, groups)
 }
 
-/// Rows of the longest column block written, 1 where no columns are: what every group's start must be a multiple of.
+/// Rows of the longest column block written, 1 without columns: every group's start must be a multiple of it.
 fn column_block(op: &'static str, emits: &[Emit], groups: Option<&Groups<Cpu>>) -> Result<usize> {
     let mut longest = 1;
     for emit in emits {

@@ -1,11 +1,11 @@
-//! Quantized planes being written.
+//! Code and scale buffers being written.
 
 use crate::{Buf, Cpu};
 use nibble_core::ops::{Counts, Emitted};
 use nibble_core::{BlockScaled, Error, Operand, Result};
 use nibble_formats::{Format, Scale, ScalePlane, ScalePlaneMut, pack_codes, packed_code};
 
-/// A plane that is being made, where there is one.
+/// The quantized tensor being written, if there is one.
 pub(crate) fn plane(made: &mut Option<Operand<Cpu>>) -> Option<&mut BlockScaled<Cpu>> {
     match made {
         Some(Operand::Block(plane)) => Some(plane),
@@ -13,7 +13,7 @@ pub(crate) fn plane(made: &mut Option<Operand<Cpu>>) -> Option<&mut BlockScaled<
     }
 }
 
-/// Both planes of a weight that is being made.
+/// Both orders of a weight being written: as it stands, and transposed.
 pub(crate) fn both<'a>(
     op: &'static str,
     made: &'a mut Emitted<Cpu>,
@@ -24,7 +24,7 @@ pub(crate) fn both<'a>(
     }
 }
 
-/// Writes what was counted, where it is wanted.
+/// Writes the counts, if they are wanted.
 pub(crate) fn put_counts(counts: &mut Option<Counts<Cpu>>, tally: [u64; 3]) {
     if let Some(Counts(counts)) = counts {
         counts.as_mut_slice().copy_from_slice(&tally);
@@ -41,7 +41,7 @@ pub(crate) fn put_scale(x: &mut BlockScaled<Cpu>, i: usize, record: Scale) {
     ScalePlaneMut { kind: x.scale_kind(), bytes: x.scales.as_mut_slice() }.set(i, record);
 }
 
-/// Writes `codes` (one a byte) from element `first` of line `line` on; a line of `len` elements starts at a whole byte, and so does
+/// Writes `codes` (one per byte) from element `first` of line `line` on. Lines of `len` elements start at whole bytes, and so does
 /// `first`.
 pub(crate) fn put_codes(
     plane: &mut Buf<u8>,

@@ -1,37 +1,37 @@
-//! The code of a value without a branch, so that loops over it vectorise: the twin of `Element::encode_rounded`.
+//! Branch-free encoding of a value, so that loops over it vectorise; gives the codes of `Element::encode_rounded`.
 //!
-//! A magnitude becomes a code by arithmetic on its bits: re-biased for normal elements, through an addition or a
-//! multiplication by a power of two for subnormal ones, with a selection in place of every branch. The facts of the element are constants
-//! where the code is made for it, and variables that a loop reads once where it serves every format.
+//! A magnitude becomes a code by arithmetic on its bits: normal elements are re-biased, subnormal ones go through an addition or a
+//! multiplication by a power of two, and a select replaces every branch. The element's [`Facts`] are constants in specialised code;
+//! in code for every format they are variables, read once before the loop.
 
 use nibble_formats::{Element, Rounding};
 
-/// What encoding and decoding need to know of an element.
+/// The parameters of an element that encoding and decoding need.
 #[derive(Clone, Copy)]
 pub(crate) struct Facts {
     pub element: Element,
-    /// Mantissa bits of F32 that a code lacks.
+    /// Mantissa bits of F32 beyond those of a code.
     pub shift: u32,
-    /// Takes the exponent's bias of F32 to that of the code.
+    /// Difference of the exponent biases of F32 and of the code.
     rebias: u32,
     /// Bits of the smallest normal magnitude.
     min_normal: u32,
-    /// Its unit in the last place is the subnormal step.
+    /// A power of two whose unit in the last place is the subnormal step.
     shifter: f32,
-    /// Brings subnormal steps to units of 2⁻¹⁶.
+    /// Scales subnormal steps to units of 2⁻¹⁶.
     to_q16: f32,
     pub max_code: u32,
-    /// What a NaN becomes.
+    /// The code of a NaN.
     pub nan_code: u8,
-    /// The bit of the sign; 0 in two's complement.
+    /// The sign bit; 0 in two's complement.
     sign: u32,
-    /// All bits in two's complement, else 0.
+    /// All bits set for two's complement, else 0.
     twos: u32,
     /// The bits of a code that are 0 in every zero.
     pub magnitude: u8,
 }
 
-/// 2^exponent, of a normal number.
+/// 2^exponent, for exponents of normal numbers.
 const fn power(exponent: i32) -> f32 {
     f32::from_bits(((127 + exponent) as u32) << 23)
 }
@@ -56,7 +56,7 @@ impl Facts {
         }
     }
 
-    /// A magnitude's code, or a larger one where it saturates, with the sign of x.
+    /// Saturates a magnitude's code and gives it the sign of x.
     #[inline(always)]
     fn signed(&self, code: u32, x: f32) -> u8 {
         let (code, negative) = (code.min(self.max_code), (x.to_bits() as i32 >> 31) as u32);
@@ -64,8 +64,8 @@ impl Facts {
         ((code ^ flip).wrapping_sub(flip) | (negative & self.sign)) as u8
     }
 
-    /// The value of a code: its magnitude put into the exponent and mantissa of an F32 and re-biased by an exact multiplication, which also
-    /// brings subnormal elements to their value.
+    /// The value of a code. Its magnitude becomes exponent and mantissa of an F32; an exact multiplication re-biases it and
+    /// normalises subnormal elements.
     #[inline(always)]
     pub fn decode(&self, code: u8) -> f32 {
         let magnitude = u32::from(code & self.magnitude);
@@ -82,10 +82,10 @@ impl Facts {
     }
 }
 
-/// An element whose blocks have code made for them.
+/// An element with specialised block code.
 pub(crate) trait Small {
     const ELEMENT: Element;
-    /// Values along a block.
+    /// Values per block.
     const BLOCK: usize;
     const FACTS: Facts = Facts::of(Self::ELEMENT);
 }
@@ -110,9 +110,9 @@ impl Small for E5m2 {
     const BLOCK: usize = 128;
 }
 
-/// One rounding: the code of a finite value, or of one that overflowed to infinity.
+/// A rounding mode: encodes a finite value, or one that overflowed to infinity.
 pub(crate) trait Round: Copy {
-    /// Whether sixteen bits an element are read.
+    /// Whether the rounding reads sixteen bits per element.
     const READS_BITS: bool;
     fn encode(self, facts: &Facts, x: f32, bits: u16) -> u8;
 }
@@ -135,12 +135,12 @@ impl Round for Nearest {
     }
 }
 
-/// Up iff the sixteen bits lie below the fraction of the step: stochastic with random bits, nearest with ties away
+/// Rounds up iff the sixteen bits lie below the fraction of the step: stochastic with random bits, nearest with ties away
 /// from zero with [`HALF_AWAY`].
 #[derive(Clone, Copy)]
 pub(super) struct Threshold;
 
-/// Bits that round up from one half of a step on.
+/// Bits that round up from half a step on.
 const HALF_AWAY: u16 = 0x7FFF;
 
 impl Round for Threshold {
@@ -149,7 +149,7 @@ impl Round for Threshold {
     #[inline(always)]
     fn encode(self, e: &Facts, x: f32, bits: u16) -> u8 {
         let magnitude = x.to_bits() & 0x7FFF_FFFF;
-        // Code and fraction in units of 2⁻¹⁶ of a step, cut off; the multiplication is exact.
+        // Code and fraction in units of 2⁻¹⁶ of a step, truncated; the multiplication is exact.
         let normal = magnitude.wrapping_sub(e.rebias) >> (e.shift - 16);
         let below_normal = magnitude.min(e.min_normal);
         let subnormal = (f32::from_bits(below_normal) * e.to_q16) as i32 as u32;
@@ -158,7 +158,7 @@ impl Round for Threshold {
     }
 }
 
-/// Any rounding, one element after the other: dither, which no recipe uses in a hot place.
+/// Any rounding, element by element: for dithering, which no recipe uses where speed matters.
 #[derive(Clone, Copy)]
 pub(super) struct OneByOne(pub Rounding);
 
@@ -183,12 +183,12 @@ macro_rules! with_rounding {
 }
 pub(super) use with_rounding;
 
-/// What the elements' sixteen bits have to be, apart from random ones.
+/// The sixteen bits that a rounding needs for every element, unless they are random.
 pub(crate) fn fixed_bits(rounding: Rounding) -> Option<u16> {
     (rounding == Rounding::NearestAway).then_some(HALF_AWAY)
 }
 
-/// Whether a rounding reads sixteen bits an element here.
+/// Whether the code here reads sixteen bits per element for a rounding.
 pub(crate) fn reads_bits(rounding: Rounding) -> bool {
     rounding != Rounding::NearestEven
 }
@@ -220,7 +220,7 @@ mod tests {
         }
     }
 
-    /// Every code's value, every tie, what lies next to them and halfway to the next, and the ends of the range.
+    /// Every code's value, every tie, their neighbours, the midpoints between these, and the ends of the range.
     fn values(element: Element) -> Vec<f32> {
         let mut points: Vec<f32> = (0..=element.max_code()).map(|code| element.decode(code)).collect();
         points.extend(points.clone().windows(2).flat_map(|w| {

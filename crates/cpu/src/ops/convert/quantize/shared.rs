@@ -1,15 +1,15 @@
-//! Output planes that several threads write at once, each its own part.
+//! Output buffers to which several threads write disjoint parts.
 
 use crate::Buf;
 use nibble_core::Plain;
 
-/// A buffer's values, open to writers on several threads. The owner keeps the buffer alive and untouched meanwhile.
+/// A buffer's values, writable from several threads. The owner keeps the buffer alive and does not touch it meanwhile.
 pub(crate) struct Shared<T> {
     first: *mut T,
     len: usize,
 }
 
-// SAFETY: it hands out references only through `slice_mut`, whose callers promise that no two overlap; the values are
+// SAFETY: references come only from `slice_mut`, whose callers promise that no two overlap; the values are
 // plain data that any thread may write.
 unsafe impl<T: Plain> Send for Shared<T> {}
 // SAFETY: as above.
@@ -21,15 +21,15 @@ impl<T: Plain> Shared<T> {
         Self::of_values(buf.as_mut_slice())
     }
 
-    /// Opens values of another owner.
+    /// Opens values that another owner holds.
     pub fn of_values(values: &mut [T]) -> Self {
         Self { first: values.as_mut_ptr(), len: values.len() }
     }
 
-    /// `len` values from `start` on. Panics if the buffer does not hold them.
+    /// `len` values from `start` on. Panics if they are not all in the buffer.
     ///
     /// # Safety
-    /// The buffer this was made of is alive and otherwise unused, and no other slice of these values exists.
+    /// The buffer is alive and otherwise unused, and no other slice of these values exists.
     #[allow(clippy::mut_from_ref)]
     pub unsafe fn slice_mut(&self, start: usize, len: usize) -> &mut [T] {
         assert!(start <= self.len && len <= self.len - start, "{start} + {len} of {}", self.len);

@@ -1,4 +1,4 @@
-//! Rows of F32 values out of a plain or quantized matrix, vectorised.
+//! Reading rows of F32 values from a plain or quantized matrix, vectorised.
 
 use super::encode::{Fast, fast};
 use super::planes::scales_of;
@@ -10,7 +10,7 @@ use half::bf16;
 use nibble_core::{BlockScaled, Data, Result, Tensor};
 use nibble_formats::{Codec, Format, Rounding, ScaleKind, ScalePlane, unpack_codes};
 
-/// Codes and scales of consecutive values, the first one at the start of a block.
+/// Codes and scales of consecutive values; the first value starts a block.
 #[derive(Clone, Copy)]
 pub(crate) struct Coded<'a> {
     pub fast: Fast,
@@ -20,7 +20,7 @@ pub(crate) struct Coded<'a> {
     pub first_scale: usize,
 }
 
-/// Two nibbles of each byte, the low one first.
+/// Two nibbles of each byte, the low nibble first.
 #[inline(always)]
 pub(crate) fn unpack(packed: &[u8], codes: &mut [u8]) {
     for (pair, byte) in codes.as_chunks_mut::<2>().0.iter_mut().zip(packed) {
@@ -80,28 +80,28 @@ pub(crate) enum ValueSource<'a> {
     F32(&'a [f32], usize),
     /// `[rows, cols]`.
     Bf16(&'a [bf16], usize),
-    /// Blocks along lines: the rows of a `Row` or `Tile` tensor, the stored lines of a `Col` one.
+    /// Blocks along stored lines: the rows of a `Row` or `Tile` tensor, the columns of a `Col` tensor.
     Lines(Lines<'a>),
 }
 
-/// The scales that values are decoded with.
+/// Which scales the decoded values include.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Scales {
-    /// All of them.
+    /// Block scales and the tensor scale.
     All,
-    /// Those of blocks.
+    /// Block scales only.
     OfBlocks,
-    /// Those of blocks, where they are no F32 numbers.
+    /// Block scales that are not F32 numbers.
     Exact,
 }
 
-/// Lines of codes.
+/// Stored lines of codes: rows, or columns of a `Col` tensor.
 #[derive(Clone, Copy)]
 pub(crate) struct Lines<'a> {
     fast: Option<Fast>,
-    /// Of format and rule.
+    /// Codec of the format and rule.
     codec: Codec,
-    /// The tensor's scale of each row, if it has any, and whether lines run down the rows.
+    /// The tensor scale of each row, if there is one, and whether the lines are columns.
     of_tensor: (Option<&'a [f32]>, bool),
     with: Scales,
     format: Format,
@@ -111,16 +111,16 @@ pub(crate) struct Lines<'a> {
     line_bytes: usize,
     block: usize,
     blocks: usize,
-    /// Lines that share a scale, and lines of one matrix of the stack: (1, all) except for tiles.
+    /// Lines that share a scale, and lines per matrix of the stack: (1, all) except for tiles.
     lines_per_scale: usize,
     lines_per_matrix: usize,
 }
 
 impl<'a> Lines<'a> {
-    /// The lines of a tensor as they are stored.
+    /// The lines of a tensor as stored.
     ///
     /// # Errors
-    /// If format and rule do not go together.
+    /// If the format does not support the rule.
     pub fn of(x: &'a BlockScaled<Cpu>, with: Scales) -> Result<Self> {
         use nibble_formats::BlockAxis::{Col, Row, Tile};
         let block = x.format.record_len(x.axis);
@@ -146,7 +146,7 @@ impl<'a> Lines<'a> {
         })
     }
 
-    /// Codes of `width` values of a line from `first` on, whole bytes.
+    /// Codes of `width` values of a line from `first` on; both are at whole bytes.
     pub fn codes(&self, line: usize, first: usize, width: usize) -> &'a [u8] {
         let start = line * self.line_bytes + self.format.row_code_bytes(first);
         &self.codes[start..][..self.format.row_code_bytes(width)]
@@ -163,7 +163,7 @@ impl<'a> Lines<'a> {
         (matrix * per_matrix + in_matrix / self.lines_per_scale) * self.blocks
     }
 
-    /// Values `first..` of a line.
+    /// Values of a line from `first` on.
     pub fn load(&self, isa: Isa, line: usize, first: usize, out: &mut [f32]) {
         let Some(fast) = self.fast else {
             return decode_line(isa, self, (line, first), out);
@@ -179,7 +179,7 @@ impl<'a> Lines<'a> {
                 first_scale: first_scale + b,
             }
         };
-        // Up to the first block's start through a block of its own, then straight.
+        // Decode a leading partial block separately, then whole blocks.
         let aligned = first.next_multiple_of(self.block).min(end);
         let (head, rest) = out.split_at_mut(aligned - first);
         if !head.is_empty() {
@@ -196,7 +196,7 @@ impl<'a> Lines<'a> {
         }
     }
 
-    /// Multiplies elements of a line, from value `first` on, by the scales of their blocks.
+    /// Multiplies elements of a line, from value `first` on, by their block scales.
     #[inline(always)]
     fn multiply(&self, line: usize, first: usize, elements: &mut [f32]) {
         let (kind, end) = (self.codec.scale_kind(), first + elements.len());
@@ -229,7 +229,7 @@ impl<'a> Lines<'a> {
     }
 }
 
-/// Codes of any format that are decoded together: a multiple of eight, which begin and end with a byte.
+/// Codes of any format decoded at a time: a multiple of eight, so that runs begin and end at whole bytes.
 const RUN: usize = 256;
 
 #[inline(always)]
@@ -261,7 +261,7 @@ fn decode_line_body(lines: &Lines, (line, first): (usize, usize), out: &mut [f32
 }
 
 per_isa! {
-    // Values of a line of any format, from one on.
+    // Values of a line in any format, from a position on.
     fn decode_line = decode_line_body; (lines: &Lines, at: (usize, usize), out: &mut [f32])
 }
 
@@ -274,7 +274,7 @@ impl<'a> ValueSource<'a> {
         }
     }
 
-    /// Values of columns `col..` of a row (of a line, for `Col` tensors).
+    /// Values of a row (of a column, for `Col` tensors) from `col` on.
     pub fn load(&self, isa: Isa, row: usize, col: usize, out: &mut [f32]) {
         match self {
             Self::F32(x, cols) => out.copy_from_slice(&x[row * cols + col..][..out.len()]),

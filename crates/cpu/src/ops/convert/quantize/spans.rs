@@ -1,15 +1,15 @@
-//! Which rows of a matrix count: all of them, or the first `len` of each group.
+//! The valid rows of a matrix: all, or the first `len` of each group.
 
 use crate::Cpu;
 use nibble_core::{Error, Groups, Result};
 
-/// Consecutive rows of which the first `len` count and the rest, up to `end`, are padding.
+/// Consecutive rows: the first `len` are valid, the rest up to `end` are padding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Span {
     pub start: usize,
     pub len: usize,
     pub end: usize,
-    /// Which group or matrix it is; none where rows belong to no group.
+    /// Index of the group or matrix; `None` for rows outside all groups.
     pub number: Option<usize>,
 }
 
@@ -18,16 +18,16 @@ pub(crate) struct Span {
 pub(crate) struct Spans<'a> {
     /// In row order; the last ends at the row capacity.
     pub spans: Vec<Span>,
-    /// Rows of the plain matrix and of a row plane.
+    /// Rows of the plain matrix and of the codes in row blocks.
     pub rows: usize,
-    /// Rows of a column plane: `rows`, or those rounded up to the block.
+    /// Rows of the codes in column blocks: `rows`, rounded up to whole blocks.
     pub capacity: usize,
     row_id: Option<&'a [i32]>,
 }
 
 impl<'a> Spans<'a> {
-    /// `rows` rows that all count, or those of `groups`. Column blocks have `block` rows: without groups the capacity
-    /// is rounded up to it, with groups every start must be a multiple of it (pass 1 where no columns are written).
+    /// `rows` valid rows, or the rows of `groups`. A column block has `block` rows: without groups the capacity is rounded
+    /// up to `block`; with groups every start must be a multiple of `block` (1 if no columns are written).
     ///
     /// # Errors
     /// [`Error::Shape`] for groups that overlap, exceed their capacity or start inside a block.
@@ -42,7 +42,7 @@ impl<'a> Spans<'a> {
         }
     }
 
-    /// Of each row of a column plane, whether it is padding.
+    /// For each row of the column blocks, whether it is padding.
     pub fn padding(&self) -> Vec<bool> {
         let mut padding = vec![true; self.capacity];
         for span in &self.spans {
@@ -51,7 +51,7 @@ impl<'a> Spans<'a> {
         padding
     }
 
-    /// `stack` matrices of `rows_each` rows, a span each.
+    /// `stack` matrices of `rows_each` rows, one span each.
     pub fn stacked(stack: usize, rows_each: usize) -> Self {
         let rows = stack * rows_each;
         let span =
@@ -71,7 +71,7 @@ impl<'a> Spans<'a> {
         let mut spans =
             vec![Span { start: 0, len: 0, end: at(start[0]).unwrap_or(usize::MAX), number: None }];
         for (group, (bounds, &len)) in start.windows(2).zip(len).enumerate() {
-            // Out of range becomes a span that the check below refuses.
+            // A value out of range becomes a span that the check below refuses.
             let span = Span {
                 start: at(bounds[0]).unwrap_or(usize::MAX),
                 len: usize::try_from(len).unwrap_or(usize::MAX),
@@ -80,7 +80,7 @@ impl<'a> Spans<'a> {
             };
             spans.push(span);
         }
-        // Non-empty: it has at least the span before the first group.
+        // Non-empty: the span before the first group is always there.
         let last = spans[spans.len() - 1].end;
         spans.push(Span { start: last, len: 0, end: rows, number: None });
         for s in &spans {
@@ -97,24 +97,24 @@ impl<'a> Spans<'a> {
         Ok(Self { spans, rows, capacity: rows, row_id: Some(row_id) })
     }
 
-    /// The same spans with every length rounded up to whole blocks of `block` rows, which divides what the starts are
-    /// multiples of; the plain matrix has `capacity` rows.
+    /// The same spans with every length rounded up to a multiple of `block` rows. `block` divides the alignment of the starts;
+    /// the plain matrix has `capacity` rows.
     pub fn in_whole(&self, block: usize) -> Self {
         let whole = |s: &Span| Span { len: s.len.next_multiple_of(block).min(s.end - s.start), ..*s };
         let spans = self.spans.iter().map(whole).collect();
         Self { spans, rows: self.capacity, capacity: self.capacity, row_id: self.row_id }
     }
 
-    /// The row's number for random bits: token · k + slot, or its position.
+    /// The row's number in the random stream: token · k + slot, or its position.
     pub fn row_index(&self, row: usize) -> u64 {
         match self.row_id {
-            // Rows that count have an id; what padding gets does not matter.
+            // Valid rows have an id; the number of padding does not matter.
             Some(ids) => ids[row].max(0) as u64,
             None => row as u64,
         }
     }
 
-    /// Positions of the rows that count.
+    /// Positions of the valid rows.
     pub fn valid(&self) -> impl Iterator<Item = usize> {
         self.spans.iter().flat_map(|s| s.start..s.start + s.len)
     }

@@ -1,4 +1,4 @@
-//! The specification of every op that writes quantized or plain results: one block after the other through
+//! The specification of every op that writes quantized or plain results: block by block through
 //! `Codec::quantize_block`, from a matrix of F32 values.
 
 use super::delayed::Met;
@@ -17,14 +17,14 @@ use nibble_formats::{
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// F32 values `[rows, cols]` with zeros on padding.
+/// F32 values `[rows, cols]`, with zeros in the padding.
 pub(crate) struct Matrix {
     pub values: Vec<f32>,
     pub cols: usize,
 }
 
 impl Matrix {
-    /// The rows of `x` that count.
+    /// The valid rows of `x`.
     pub fn of(x: &Tensor<Cpu>, spans: &Spans) -> Self {
         let mut values = vec![0.0; x.rows * x.cols];
         for row in spans.valid() {
@@ -45,25 +45,25 @@ pub(crate) fn value(x: &Tensor<Cpu>, i: usize) -> f32 {
     }
 }
 
-/// What decides a quantization beside the values.
+/// Everything but the values that determines a quantization.
 pub(crate) struct Casting<'a> {
     pub codec: Codec,
-    /// Where there is a scale for a whole tensor: the codec of each row. The rows of a span, a group's or a matrix's, share one.
+    /// With tensor scales: the codec of each row. Rows of one span (a group or a matrix) share a codec.
     pub of_rows: Vec<Codec>,
-    /// Under scales of earlier steps.
+    /// State of delayed scaling, if scales come from earlier steps.
     met: Option<Met<'a>>,
     pub random: Option<Drawn>,
     pub spans: &'a Spans<'a>,
-    /// Rows of each of the matrices, where they are transposed ones: elements have the numbers of what they were before.
+    /// Rows per matrix, if the matrices are transposed: elements keep the random bits of their place before the transpose.
     transposed: Option<usize>,
 }
 
-/// What is known of spans beside their values.
+/// What is known about spans besides their values.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Known<'a> {
-    /// Records of so many of them.
+    /// Delayed-scaling records, and the number of spans that have one.
     pub delayed: Option<(Delayed<'a, Cpu>, usize)>,
-    /// Of each the largest magnitude.
+    /// The largest magnitude of each span.
     pub amax: Option<&'a [f32]>,
 }
 
@@ -75,7 +75,7 @@ impl Known<'_> {
 }
 
 impl<'a> Casting<'a> {
-    /// Measures the values, where the tensor has a scale of its own that is not known.
+    /// Measures the values if the tensor has a scale of its own that is not known.
     pub fn new(
         codec: Codec,
         random: Option<Drawn>,
@@ -94,7 +94,7 @@ impl<'a> Casting<'a> {
         Self { met, ..casting }
     }
 
-    /// With the largest magnitude of a span's rows that count, as [`Codec::tensor_amax`] has it.
+    /// With the largest magnitude of a span's valid rows, as [`Codec::tensor_amax`] defines it.
     pub fn measured(
         codec: Codec,
         random: Option<Drawn>,
@@ -104,7 +104,7 @@ impl<'a> Casting<'a> {
         Self::of_spans(codec, random, spans, |span, rows| codec.for_tensor(amax(span, rows)))
     }
 
-    /// With the codec of each span, where the tensor has a scale of its own, for its rows that count.
+    /// With a codec for each span, from its valid rows, if the tensor has a scale of its own.
     fn of_spans(
         codec: Codec,
         random: Option<Drawn>,
@@ -127,7 +127,7 @@ impl<'a> Casting<'a> {
         self.of_rows.get(row).copied().unwrap_or(self.codec)
     }
 
-    /// Sixteen random bits of an element; the random roundings are only let in with a stream.
+    /// Sixteen random bits of an element; 0 without a stream. Stochastic roundings are accepted only with a stream.
     fn bits(&self, row: usize, col: usize, cols: usize) -> u16 {
         let Some(drawn) = self.random else { return 0 };
         let element = match self.transposed {
@@ -137,14 +137,14 @@ impl<'a> Casting<'a> {
         drawn.u16_at(element)
     }
 
-    /// What was found of values under scales of earlier steps.
+    /// Writes what delayed scaling found in the values.
     fn put_found(&self, found: &mut Option<Found<Cpu>>) {
         if let (Some(met), Some(found)) = (&self.met, found) {
             met.put_found(found);
         }
     }
 
-    /// Writes the tensor's scale of each row.
+    /// Writes the tensor scale of each row.
     pub fn put_tensor_scale(&self, out: &mut BlockScaled<Cpu>, codec: impl Fn(usize) -> Codec) {
         if let Some(scales) = &mut out.tensor_scale {
             for (row, scale) in scales.as_mut_slice().iter_mut().enumerate() {
@@ -159,7 +159,7 @@ fn count(tally: &mut Tally, codec: Codec, codes: &[u8], nonfinite: bool) {
     tally[Counts::<Cpu>::NON_FINITE] += u64::from(nonfinite);
 }
 
-/// Writes a matrix in the form asked for.
+/// Writes a matrix in the requested form.
 pub(crate) fn emit(
     cpu: &Cpu,
     x: &Matrix,
@@ -179,7 +179,7 @@ pub(crate) fn emit(
     }
 }
 
-/// Writes a matrix in blocks, by rows, by columns, or both.
+/// Writes a matrix in blocks: by rows, by columns, or both.
 pub(crate) fn quantized(cpu: &Cpu, x: &Matrix, casting: &Casting, mut made: Emitted<Cpu>) -> Emitted<Cpu> {
     let rows = plane(&mut made.rows).map(|out| lines(cpu, x, casting, out));
     let cols = plane(&mut made.cols).map(|out| lines(cpu, x, casting, out));
@@ -199,7 +199,7 @@ pub(crate) fn plain(x: &Matrix, out: &mut Tensor<Cpu>) {
     }
 }
 
-/// Values of a line that get one scale, and how many of them a record of it stands for.
+/// Values of a line that share one scale, and the number of values per stored scale record.
 pub(super) struct Block {
     pub values: Range<usize>,
     pub each: usize,
@@ -211,7 +211,7 @@ impl Block {
     }
 }
 
-/// The blocks of a line of `len` values: those of the format, or, down the columns of one with a scale a line, the spans of rows.
+/// The blocks of a line of `len` values. They have the format's length; if a whole column has one scale, they are the row spans.
 pub(super) fn blocks(format: Format, axis: BlockAxis, spans: &Spans, len: usize) -> Vec<Block> {
     let (block, each) = (format.spec().block, format.record_len(axis).min(len.max(1)));
     if axis == BlockAxis::Col && block == WHOLE_LINE {
@@ -220,7 +220,7 @@ pub(super) fn blocks(format: Format, axis: BlockAxis, spans: &Spans, len: usize)
     (0..len).step_by(each).map(|first| Block { values: first..len.min(first + each), each }).collect()
 }
 
-/// Blocks along the rows, or down the columns and stored transposed. Threads divide lines; a line's blocks follow one another.
+/// Writes blocks along the rows, or down the columns and stored transposed. Threads divide lines; a line's blocks run in order.
 fn lines(cpu: &Cpu, x: &Matrix, casting: &Casting, out: &mut BlockScaled<Cpu>) -> Tally {
     let (Casting { codec, spans, .. }, axis) = (casting, out.axis);
     let down = axis == BlockAxis::Col;
@@ -241,7 +241,7 @@ fn lines(cpu: &Cpu, x: &Matrix, casting: &Casting, out: &mut BlockScaled<Cpu>) -
         })
         .collect();
     let one = |(line, (plane, mut scales)): (usize, (&mut [u8], ScalePlaneMut<'_>))| {
-        // Rows past the matrix read as zero: `quantize_block` extends a short block.
+        // Rows past the matrix count as zero: `quantize_block` extends a short block.
         let values: Vec<f32> = match axis {
             BlockAxis::Col => (0..spans.rows).map(|row| x.values[row * x.cols + line]).collect(),
             BlockAxis::Row | BlockAxis::Tile => x.values[line * x.cols..][..x.cols].to_vec(),
@@ -251,7 +251,7 @@ fn lines(cpu: &Cpu, x: &Matrix, casting: &Casting, out: &mut BlockScaled<Cpu>) -
         for block in &blocks {
             let place = |i| if down { (i, line) } else { (line, i) };
             let of = |record: usize| record * block.each..block.values.end.min((record + 1) * block.each);
-            // A transform leaves a group's values on rows past its last one.
+            // A transform leaves values in rows past a group's last one.
             let is_padding = |i| padding[place(i).0] && values.get(i).is_none_or(|v| *v == 0.0);
             let least = |record: &usize| of(*record).all(is_padding);
             block.records().filter(least).for_each(|record| scales.set(record, kind.least()));
@@ -273,12 +273,12 @@ fn lines(cpu: &Cpu, x: &Matrix, casting: &Casting, out: &mut BlockScaled<Cpu>) -
     cpu.pool().install(|| lines.into_par_iter().enumerate().map(one).reduce(Tally::default, sum))
 }
 
-/// Counts of two parts together.
+/// The sum of two tallies.
 pub(super) fn sum(a: Tally, b: Tally) -> Tally {
     std::array::from_fn(|i| a[i] + b[i])
 }
 
-/// Square tiles of `stack` matrices, as they stand and transposed.
+/// Writes 2-D blocks of `stack` matrices, as they stand and transposed.
 pub(crate) fn tiles(
     x: &Matrix,
     stack: usize,
@@ -318,7 +318,7 @@ pub(crate) fn tiles(
     Ok(made)
 }
 
-/// The two planes of `stack` matrices in blocks along their rows: as they stand, and transposed.
+/// Writes `stack` matrices in blocks along their rows, as they stand and transposed.
 pub(crate) fn row_weights(
     cpu: &Cpu,
     x: &Matrix,
@@ -341,7 +341,7 @@ pub(crate) fn row_weights(
     Ok(made)
 }
 
-/// Matrix, and place down and across, of every tile of a stack.
+/// Matrix, tile row and tile column of every tile of a stack.
 pub(crate) fn tile_indices(
     stack: usize,
     tiles_n: usize,
@@ -360,7 +360,7 @@ pub(crate) struct Decoder<'a> {
 
 impl<'a> Decoder<'a> {
     /// # Errors
-    /// If format and rule do not go together.
+    /// If the format does not support the rule.
     pub fn of(x: &'a BlockScaled<Cpu>) -> Result<Self> {
         let codec = Codec::new(x.format, x.rule, Rounding::NearestEven)?;
         Ok(Self { x, scales: scales_of(x), codec, block: x.format.record_len(x.axis) })
@@ -372,7 +372,7 @@ impl<'a> Decoder<'a> {
         self.of_row(row).decode(code, i, record)
     }
 
-    /// The same with some of its scales alone: the others are those [`beside`](Self::beside).
+    /// The value under the scales that `with` selects; [`beside`](Self::beside) gives the product of the others.
     pub fn number(&self, with: Scales, row: usize, col: usize) -> f32 {
         let (code, i, record) = self.at(row, col);
         match with {
@@ -382,7 +382,7 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// The F32 scales over an element that are not among those: that of its block, if it is one, times the tensor's.
+    /// The product of the F32 scales that `with` leaves out: the block scale, if it is F32 and left out, times the tensor scale.
     pub fn beside(&self, with: Scales, row: usize, col: usize) -> f32 {
         let of_block = match with {
             Scales::Exact if self.x.scale_kind() == ScaleKind::F32 => {
@@ -394,12 +394,12 @@ impl<'a> Decoder<'a> {
         of_block * of_tensor
     }
 
-    /// The codec under the tensor's scale of a row.
+    /// The codec under a row's tensor scale.
     fn of_row(&self, row: usize) -> Codec {
         self.x.tensor_scale.as_ref().map_or(self.codec, |s| self.codec.under(s.as_slice()[row]))
     }
 
-    /// The code of an element, its place in its block, and the block's record.
+    /// The code of an element, its index in its block, and the block's scale record.
     fn at(&self, row: usize, col: usize) -> (u8, usize, Scale) {
         let (x, block) = (self.x, self.block);
         let (line, len, i, scale) = match x.axis {
@@ -416,7 +416,7 @@ impl<'a> Decoder<'a> {
     }
 }
 
-/// Decodes the rows of a quantized tensor that count.
+/// Decodes the valid rows of a quantized tensor.
 ///
 /// # Errors
 /// As [`Decoder::of`].

@@ -60,7 +60,7 @@ fn every_format_takes_any_shape() {
     }
 }
 
-/// Each byte of codes under each byte of scales, in every format and along every axis, and any F32 and other records.
+/// Each code byte under each scale byte, in every format and along every axis; also arbitrary F32 and other scale records.
 #[test]
 fn every_code_under_every_scale_is_decoded_as_specified() {
     let (spec, backends, mut words) = (spec(), simd_backends(), Words(9));
@@ -99,14 +99,14 @@ fn every_code_under_every_scale_is_decoded_as_specified() {
     }
 }
 
-/// The planes of a weight in blocks along the rows draw by what an element is, not by where it lies: where all scales are equal, both hold the
-/// same codes, and others than those of nearest rounding.
+/// A weight with blocks along the rows: the bits that round an element depend on the element, not on its place in a buffer. If all scales
+/// are equal, the weight as it stands and its transpose hold the same codes, which differ from those of nearest rounding.
 #[test]
 fn both_planes_of_a_weight_round_an_element_alike() {
     let cpu = spec();
     let (stack, n, k) = (2, 40, 72);
     let mut values: Vec<f32> = normals(3, stack * n * k).iter().map(|v| v.clamp(-5.0, 5.0)).collect();
-    // One in every block of either plane has the largest magnitude.
+    // One element in every block, of the rows or of the columns, has the largest magnitude.
     for i in (0..stack * n * k).filter(|i| (i / k % n + i % k) % 8 == 0) {
         values[i] = 6.0;
     }
@@ -130,7 +130,7 @@ fn both_planes_of_a_weight_round_an_element_alike() {
     assert_ne!(codes(Rounding::NearestEven)[0], upright);
 }
 
-/// Lengths with empty, one-row, full and long groups.
+/// Group lengths: empty, one row, a whole block, longer.
 const LENS: [usize; 6] = [0, 1, 128, 130, 0, 37];
 
 #[test]
@@ -153,7 +153,7 @@ fn ragged_planes_are_those_of_the_specification_whatever_the_padding_holds() {
     }
 }
 
-/// Rows of any alignment when no blocks run down them, and padding as zeros.
+/// Rows need no alignment if no blocks run down them; padding is zero.
 #[test]
 fn ragged_rows_need_no_alignment_and_padding_is_zero() {
     for cpu in simd_backends().into_iter().chain([spec()]) {
@@ -176,7 +176,7 @@ fn ragged_rows_need_no_alignment_and_padding_is_zero() {
     }
 }
 
-/// Under Ascend's convention a block of zeros is marked: padding is not, and is not counted.
+/// Ascend's convention marks a block of zeros. Padding is not marked, and is not counted.
 #[test]
 fn padding_is_not_quantized() {
     let cpu = spec();
@@ -192,14 +192,14 @@ fn padding_is_not_quantized() {
     for (row, record) in rows.scales.as_slice().chunks(4).enumerate() {
         assert_eq!(record == [0; 4], !valid[row], "row {row}");
     }
-    // Of the second group's 128 rows the first 64 fill a block, and six are in the next.
+    // The second group has 70 valid rows of 128: the first 64 fill a block, and six are in the next.
     let of_block = |b: usize| &cols.scales.as_slice()[4 * b..][..4];
     for (b, rows) in valid.chunks(64).enumerate() {
         assert_eq!(of_block(b) == [0; 4], !rows.contains(&true), "block {b}");
     }
 }
 
-/// Columns are the rows of the transposed matrix, stored the same way.
+/// Column blocks are the row blocks of the transposed matrix, stored the same way.
 #[test]
 fn columns_are_rows_of_the_transpose() {
     let cpu = Cpu::new(2).unwrap();
@@ -212,7 +212,7 @@ fn columns_are_rows_of_the_transpose() {
         let down = quantize(&cpu, op(&x, codec, Planes::Cols, None)).unwrap();
         let along = quantize(&cpu, op(&turned, codec, Planes::Rows, None)).unwrap();
         assert_eq!(block(&down.cols).codes.as_slice(), block(&along.rows).codes.as_slice(), "{codec:?}");
-        // A column under one scale has it for each 128 rows.
+        // A column with a single scale stores it once per 128 rows.
         let (of_cols, of_rows) = (scale_bits(block(&down.cols)), scale_bits(block(&along.rows)));
         let each = of_cols.len() / of_rows.len().max(1);
         let repeated: Vec<u64> = of_rows.into_iter().flat_map(|s| std::iter::repeat_n(s, each)).collect();
@@ -229,7 +229,7 @@ fn tiles_of_a_stack_are_those_of_the_specification() {
             let x = tensor(&spec, false, stack * n, k, 21, true);
             let with_stack = || Quantize { stack, ..op(&x, codec, Planes::Tiles, None) };
             let expected = quantize(&spec, with_stack()).unwrap();
-            // Either plane decodes to the transpose of the other.
+            // Each plane decodes to the transpose of the other.
             let decode = |x| dequantize(&spec, Dequantize { x, dtype: DType::F32 }).unwrap();
             let (upright, turned) = (decode(block(&expected.rows)), decode(block(&expected.cols)));
             let (upright, turned) = (plain_bits(&upright), plain_bits(&turned));
@@ -249,7 +249,7 @@ fn tiles_of_a_stack_are_those_of_the_specification() {
 #[test]
 fn decoded_values_are_as_near_as_the_format_allows() {
     for cpu in simd_backends() {
-        // Formats of one number a block; the others' scales are held to their own definitions.
+        // Only formats with one scale per block; the others have tests of their own scale definitions.
         let one_number = |c: &Codec| [ScaleKind::E8M0, ScaleKind::F32].contains(&c.scale_kind());
         for codec in codecs().into_iter().filter(|c| c.rounding() == Rounding::NearestEven && one_number(c)) {
             let x = tensor(&cpu, true, 64, 128, 3, false);
@@ -266,7 +266,7 @@ fn decoded_values_are_as_near_as_the_format_allows() {
                 let exponent = scaled.log2().floor().max(f64::from(1 - element.bias()));
                 let half_step = (exponent - f64::from(element.mantissa_bits()) - 1.0).exp2();
                 let error = (f64::from(y) / f64::from(scale)).abs() - scaled;
-                // Beside the half step: the reciprocal of an F32 scale and the product round once each.
+                // Besides the half step: the reciprocal of an F32 scale and the product round once each.
                 assert!(
                     error.abs() <= half_step + scaled * 2.5e-7,
                     "{codec:?} {x:e} → {y:e} under {scale:e}"
@@ -278,7 +278,7 @@ fn decoded_values_are_as_near_as_the_format_allows() {
 
 const E4M3: fn() -> Codec = || Codec::new(Format::E4m3, ScaleRule::Rceil, Rounding::Stochastic).unwrap();
 
-/// Each transform block of each group by `rht`, and the result quantized as it stands.
+/// Each transform block of each group goes through `rht`, and the result is quantized as is.
 #[test]
 fn a_transform_is_that_of_each_group_from_its_start() {
     for (cpu, len) in simd_backends().into_iter().chain([spec()]).flat_map(|c| [(c.clone(), 16), (c, 128)]) {
@@ -287,7 +287,7 @@ fn a_transform_is_that_of_each_group_from_its_start() {
         let transform = Hadamard { len, ..Hadamard::new(3, 5) };
         let asked = Quantize { hadamard: Some(transform), ..op(&x, E4M3(), Planes::Cols, Some(&groups)) };
         let got = quantize(&cpu, asked).unwrap();
-        // The same by hand: lengths in whole transform blocks, and ids of 0 for rows that were padding.
+        // The same by hand: lengths rounded up to whole transform blocks, and id 0 for rows that were padding.
         let (mut whole, mut values) = (groups.clone(), x.to_f32_vec(&cpu).unwrap());
         for (g, valid) in LENS.iter().enumerate() {
             let start = groups.start.as_slice()[g] as usize;
@@ -348,7 +348,7 @@ fn what_cannot_be_done_is_an_error_that_names_the_argument() {
     bad.start.as_mut_slice()[1] = 31;
     let e = quantize(&cpu, op(&x, nearest, Planes::Cols, Some(&bad))).unwrap_err().to_string();
     assert!(e.contains("groups.start"), "{e}");
-    // A tensor's scale that got lost would decode as 1.
+    // If the tensor scale were lost, values would decode under a scale of 1.
     let nvfp4 = Codec::new(Format::Nvfp4, ScaleRule::TensorAmax, Rounding::NearestEven).unwrap();
     let rows = quantize(&cpu, Quantize::new(&x, nvfp4, Planes::Rows)).unwrap().rows;
     let mut lost = block(&rows).clone();

@@ -1,4 +1,4 @@
-//! Changes of scale by table, vectorised: the twins of `lift_code` and `shift_code`.
+//! Changes of scale by lookup table, vectorised; they give the codes of `lift_code` and `shift_code`.
 
 use crate::ops::convert::quantize::source::unpack;
 use crate::ops::convert::quantize::spec::Tally;
@@ -7,24 +7,24 @@ use nibble_core::ops::Counts;
 use nibble_formats::{LIFTED_BLOCK, Lift, e8m0, packed_bytes, shift_code, unpack_codes};
 use std::sync::LazyLock;
 
-/// Octaves past which every code has vanished.
+/// Octaves beyond which every code becomes zero.
 const FAR: i32 = 32;
 
-/// E4M3 codes of the E2M1 codes under one pair of scales.
+/// E4M3 codes of all E2M1 codes under one pair of scales.
 #[derive(Clone, Copy)]
 pub(super) struct Nibbles {
-    /// Codes of the eight magnitudes, one a byte.
+    /// Codes of the eight magnitudes, one per byte.
     magnitudes: u64,
-    /// The sign bit, or 0 for a NaN block, whose code is 0x7F throughout.
+    /// The sign bit, or 0 for a NaN block, all of whose codes are 0x7F.
     sign: u8,
-    /// Bit c is set where code c changes its value.
+    /// Bit c is set if code c changes its value.
     changed: u16,
 }
 
-/// [`Nibbles`] for source − target = −32 … 6, and for a NaN source.
+/// [`Nibbles`] for source − target = −32 … 6, then for a NaN source.
 static LIFTS: LazyLock<[Nibbles; 40]> = LazyLock::new(|| {
     std::array::from_fn(|i| {
-        // Any pair with that difference will do; 0xFF is the NaN.
+        // Any pair with this difference gives the table; 0xFF is NaN.
         let source = if i == 39 { e8m0::NAN } else { 64 + i as u8 };
         let (table, changed) = Lift::E2M1.table(source, 64 + FAR as u8);
         let magnitudes: [u8; 8] = std::array::from_fn(|c| table[c]);
@@ -33,16 +33,16 @@ static LIFTS: LazyLock<[Nibbles; 40]> = LazyLock::new(|| {
     })
 });
 
-/// The scales that blocks of [`LIFTED_BLOCK`] are lifted to: found of the blocks and written, or given.
+/// The target scales of blocks of [`LIFTED_BLOCK`]: computed from the source blocks, or given.
 pub(super) enum Targets<'a> {
-    /// Those that fit each block by itself.
+    /// Computed for each block by itself, and written here.
     Found(&'a mut [u8]),
-    /// These.
+    /// Given.
     Given(&'a [u8]),
 }
 
 impl Targets<'_> {
-    /// That of block `i`, of sources with these scales.
+    /// The target of block `i`, whose sources have these scales.
     #[inline(always)]
     fn of(&mut self, i: usize, lift: Lift, scales: &[u8]) -> u8 {
         match self {
@@ -55,19 +55,19 @@ impl Targets<'_> {
     }
 }
 
-/// The tables, made once.
+/// The tables, computed once.
 pub(super) fn lifts() -> &'static [Nibbles; 40] {
     &LIFTS
 }
 
-/// The table of a source scale under a target at most 6 octaves below it.
+/// The table of a source scale and a target at most 6 octaves below it.
 #[inline(always)]
 fn lift(lifts: &[Nibbles; 40], source: u8, target: u8) -> &Nibbles {
     let octaves = (i32::from(source) - i32::from(target)).clamp(-FAR, 6);
     &lifts[if source == e8m0::NAN { 39 } else { (octaves + FAR) as usize }]
 }
 
-/// A block of 32 codes, or of as many as `out` has.
+/// Lifts a block of 32 codes (`out.len()` codes if short).
 #[inline(always)]
 fn lift_block_body(by: &Nibbles, packed: &[u8], out: &mut [u8], tally: &mut Tally) {
     if let (Some(packed), Some(out)) = (packed.first_chunk::<16>(), out.first_chunk_mut::<32>()) {
@@ -117,18 +117,18 @@ fn lift_row_body(
 }
 
 per_isa! {
-    // A row of MXFP4 blocks (scales, codes) to E4M3 (scales, codes), every four under one scale.
+    // Lifts a row of MXFP4 blocks (scales, codes) to E4M3 (scales, codes); four blocks share a scale.
     pub(super) fn lift_row = lift_row_body;
     (lifts: &[Nibbles; 40], from: (&[u8], &[u8]), to: (Targets<'_>, &mut [u8]), tally: &mut Tally)
 }
 
-/// E4M3 codes of the codes of any lifted element, for source − target = −32 … its headroom, and for a NaN source.
+/// E4M3 codes of the codes of any lifted element: one table for each source − target from −32 to the headroom, and one for a NaN source.
 pub(super) struct LiftTable {
     lift: Lift,
     bits: u32,
-    /// Values of a source block.
+    /// Values per source block.
     block: usize,
-    /// Codes, and the mask of those that change their value.
+    /// The codes, and a mask of those whose value changes.
     entries: Vec<([u8; 64], u64)>,
 }
 
@@ -140,7 +140,7 @@ impl LiftTable {
         Self { lift, bits: lift.element().code_bits(), block, entries }
     }
 
-    /// The entry of a source scale under a target.
+    /// The entry of a source scale and a target.
     #[inline(always)]
     fn entry(&self, source: u8, target: u8) -> &([u8; 64], u64) {
         let octaves = (i32::from(source) - i32::from(target)).max(-FAR) + FAR;
@@ -170,7 +170,7 @@ fn lift_row_by_table_body(
                 *out = table[usize::from(code & 63)];
                 seen |= 1 << (code & 63);
             }
-            // Both zeros aside.
+            // Except both zeros.
             let zeros = 1 | 1 << (1u64 << (by.bits - 1));
             tally[Counts::<crate::Cpu>::NON_ZERO] += u64::from(seen & !zeros != 0);
             tally[Counts::<crate::Cpu>::INEXACT] += u64::from(seen & changed != 0);
@@ -180,12 +180,12 @@ fn lift_row_by_table_body(
 }
 
 per_isa! {
-    // The same for blocks of any lifted format.
+    // As `lift_row`, for blocks of any lifted format.
     pub(super) fn lift_row_by_table = lift_row_by_table_body;
     (by: &LiftTable, from: (&[u8], &[u8]), to: (Targets<'_>, &mut [u8]), tally: &mut Tally)
 }
 
-/// The blocks of one block of columns, row by row: scale and codes of row i at `i · stride` of either plane.
+/// A strip's rows of one block of columns: row i has its scale and codes at `i · stride` of the respective buffer.
 #[derive(Clone, Copy)]
 pub(super) struct Column<'a> {
     pub scales: &'a [u8],
@@ -193,7 +193,7 @@ pub(super) struct Column<'a> {
     pub codes: &'a [u8],
     pub code_stride: usize,
     pub rows: usize,
-    /// Columns, up to a block.
+    /// Columns, at most a block.
     pub width: usize,
 }
 
@@ -213,20 +213,20 @@ fn lift_column_body(
 }
 
 per_isa! {
-    // One block of columns of a strip under one target scale; row i goes to `i · stride` of the output.
+    // Lifts one block of columns of a strip to one target scale; row i goes to `i · stride` of the output.
     pub(super) fn lift_column = lift_column_body;
     (lifts: &[Nibbles; 40], from: Column, target: u8, to: (&mut [u8], usize), tally: &mut Tally)
 }
 
-/// In the entries of [`Shift`]: the value changed, the source is not zero, it is a NaN.
+/// Flags in the entries of [`Shift`]: the value changed; the source is not zero; the source is NaN.
 const CHANGED: u16 = 0x100;
 const NON_ZERO: u16 = 0x200;
 const IS_NAN: u16 = 0x400;
 
-/// E4M3 codes (and what is to be counted) of all E4M3 codes under one pair of scales.
+/// E4M3 codes, with flags for the counts, of all E4M3 codes under one pair of scales.
 type Shift = [u16; 256];
 
-/// [`Shift`] for target − source = 0 … 32, and for a NaN source.
+/// [`Shift`] for target − source = 0 … 32, then for a NaN source.
 static SHIFTS: LazyLock<Vec<Shift>> = LazyLock::new(|| {
     (0..=FAR as u8 + 1)
         .map(|octaves| {
@@ -244,7 +244,7 @@ static SHIFTS: LazyLock<Vec<Shift>> = LazyLock::new(|| {
         .collect()
 });
 
-/// Codes of one E4M3 block under a target scale not below its own.
+/// Codes of one E4M3 block under a target scale that is not below its own.
 pub(super) fn shift_block(source: u8, target: u8, codes: &[u8], out: &mut [u8], tally: &mut Tally) {
     let octaves = match source {
         e8m0::NAN => FAR as usize + 1,

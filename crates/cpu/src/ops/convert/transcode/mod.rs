@@ -23,7 +23,7 @@ pub(crate) fn transcode(cpu: &Cpu, op: Transcode<'_, Cpu>) -> Result<Transcoded<
         BlockAxis::Row | BlockAxis::Tile => 1,
     };
     let spans = Spans::new("transcode", op.x.rows, op.groups, block)?;
-    // Only MXFP4 gets scales chosen anew.
+    // Only MXFP4 gets newly chosen scales.
     let codec = if op.to == Format::Mxfp4 {
         Some(Codec::new(Format::Mxfp4, op.rule, Rounding::NearestEven)?)
     } else {
@@ -46,7 +46,7 @@ pub(crate) fn transcode(cpu: &Cpu, op: Transcode<'_, Cpu>) -> Result<Transcoded<
     Ok(made)
 }
 
-/// Both planes of a weight.
+/// A weight in 2-D blocks, as it stands and transposed.
 fn lift_tiles(cpu: &Cpu, x: &BlockScaled<Cpu>, mut made: Transcoded<Cpu>) -> Result<Transcoded<Cpu>> {
     if cpu.path() == CodePath::Simd {
         return simd::lift_tiles(cpu, x, made);
@@ -57,13 +57,13 @@ fn lift_tiles(cpu: &Cpu, x: &BlockScaled<Cpu>, mut made: Transcoded<Cpu>) -> Res
     Ok(made)
 }
 
-/// Blocks along lines, of rows or of stored columns, as [`Format::LIFTED`] along the same lines; see [`Format::lift`].
+/// Row blocks, or column blocks as stored, lifted to [`Format::LIFTED`] along the same axis; see [`Format::lift`].
 ///
 /// # Errors
 /// [`Error::Unsupported`] if the format is not lifted.
 pub(in crate::ops) fn lift(cpu: &Cpu, x: &BlockScaled<Cpu>) -> Result<BlockScaled<Cpu>> {
     let (rows, cols) = if x.axis == BlockAxis::Col { (x.cols, x.rows) } else { (x.rows, x.cols) };
-    // Lines lie as rows do.
+    // Columns are stored like rows.
     let lines = BlockScaled { axis: BlockAxis::Row, rows, cols, stack: 1, ..x.clone() };
     let out = BlockScaled::unwritten(cpu, Format::LIFTED, BlockAxis::Row, (rows, cols, 1))?;
     let (spans, counts) = (Spans::new("transcode", rows, None, 1)?, Counts::zeros(cpu)?);
@@ -75,10 +75,10 @@ pub(in crate::ops) fn lift(cpu: &Cpu, x: &BlockScaled<Cpu>) -> Result<BlockScale
     Ok(BlockScaled { axis: x.axis, rows: x.rows, cols: x.cols, stack: x.stack, ..made.out })
 }
 
-/// Blocks along the rows of so many matrices as [`Format::LIFTED`] in squares: see [`nibble_core::ops::Stored::lifted_as`].
+/// Row blocks of `matrices` stacked matrices lifted to [`Format::LIFTED`] in 2-D blocks: see [`nibble_core::ops::Stored::lifted_as`].
 ///
 /// # Errors
-/// As of [`lift()`].
+/// As [`lift()`].
 pub(in crate::ops) fn lift_squares(
     cpu: &Cpu,
     x: &BlockScaled<Cpu>,
@@ -93,7 +93,7 @@ pub(in crate::ops) fn lift_squares(
     Ok(out)
 }
 
-/// How the codes of blocks along rows are lifted.
+/// The lift of a format's row blocks.
 fn lift_of(x: &BlockScaled<Cpu>) -> Result<Lift> {
     let lift = x.format.lift(x.rule, BlockAxis::Row);
     lift.ok_or_else(|| Error::unsupported("transcode", x.format, "its codes are not lifted"))

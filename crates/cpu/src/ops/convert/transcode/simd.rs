@@ -1,4 +1,4 @@
-//! The conversions by strips of rows, on several threads.
+//! The conversions, vectorised and multi-threaded, by strips of rows.
 
 use super::lift::{Column, LiftTable, Targets, lift_column, lift_row, lift_row_by_table, lifts, shift_block};
 use super::lift_of;
@@ -31,19 +31,19 @@ impl<'a> PowerScaledRows<'a> {
         Ok(Self { format: x.format, codes: x.codes.as_slice(), scales, cols: x.cols })
     }
 
-    /// Codes of `width` columns from `col` on, the start of a block.
+    /// Codes of `width` columns from `col` on; `col` starts a block.
     fn codes(&self, row: usize, col: usize, width: usize) -> &'a [u8] {
         let start = row * self.format.row_code_bytes(self.cols) + self.format.row_code_bytes(col);
         &self.codes[start..][..self.format.row_code_bytes(width)]
     }
 
-    /// Their scales.
+    /// The scales of these columns.
     fn scales(&self, row: usize, col: usize, width: usize) -> &'a [u8] {
         let start = row * self.format.scales_per_row(self.cols) + self.format.scales_per_row(col);
         &self.scales[start..][..self.format.scales_per_row(width)]
     }
 
-    /// The block of columns from `col` on, which may be the last and short, of a strip's rows that count.
+    /// The block of columns from `col` on (short at the end of a row) in a strip's valid rows.
     fn column(&self, strip: Strip, col: usize) -> Column<'a> {
         let code_stride = self.format.row_code_bytes(self.cols);
         let scale_stride = self.format.scales_per_row(self.cols);
@@ -59,11 +59,11 @@ impl<'a> PowerScaledRows<'a> {
     }
 }
 
-/// How rows of a lifted format become E4M3.
+/// The lift of rows to E4M3.
 struct RowLift {
     isa: Isa,
     lift: Lift,
-    /// None for MXFP4, which has tables of its own.
+    /// `None` for MXFP4, which has specialised tables.
     table: Option<LiftTable>,
 }
 
@@ -74,7 +74,7 @@ impl RowLift {
         Ok(Self { isa: cpu.isa(), lift, table })
     }
 
-    /// Scales and codes of a row.
+    /// Lifts scales and codes of one row.
     fn row(&self, from: (&[u8], &[u8]), to: (Targets<'_>, &mut [u8]), tally: &mut Tally) {
         match &self.table {
             None => lift_row(self.isa, lifts(), from, to, tally),
@@ -115,7 +115,7 @@ pub(super) fn lift_rows(
     Ok(written(out.finish(), None, (made.counts, &sum)))
 }
 
-/// Rows of a lifted format → E4M3 tiles of each of `out`'s matrices. Nothing is counted.
+/// Rows of a lifted format → E4M3 in 2-D blocks of each of `out`'s matrices, without counts.
 pub(super) fn lift_squares(cpu: &Cpu, x: &BlockScaled<Cpu>, out: &mut BlockScaled<Cpu>) -> Result<()> {
     let (rows, by) = (PowerScaledRows::of(x)?, RowLift::of(cpu, x)?);
     let (n, k) = ((x.rows / out.stack.max(1)).max(1), x.cols);
@@ -140,7 +140,7 @@ pub(super) fn lift_squares(cpu: &Cpu, x: &BlockScaled<Cpu>, out: &mut BlockScale
     Ok(())
 }
 
-/// The result with what was counted.
+/// The result with its counts.
 fn written(
     out: BlockScaled<Cpu>,
     transposed: Option<BlockScaled<Cpu>>,
@@ -150,7 +150,7 @@ fn written(
     Transcoded { out, transposed, counts }
 }
 
-/// Zeros on a strip's padding.
+/// Zeros a strip's padding.
 fn clear_padding(out: &Target, strip: Strip, cols: usize) {
     for row in strip.row + strip.rows..strip.row + strip.out_rows {
         // SAFETY: strips have rows of their own, and padding is written here only.
@@ -158,7 +158,7 @@ fn clear_padding(out: &Target, strip: Strip, cols: usize) {
     }
 }
 
-/// Reused memory of [`to_cols`].
+/// Scratch of [`to_cols`], reused.
 #[derive(Default)]
 struct Turn {
     codes: Vec<u8>,
@@ -284,7 +284,7 @@ pub(super) fn requantize_rows(
                     decode_row(isa, coded, again);
                     let source = lines.codes(row, col, width);
                     let non_zero = source.iter().any(|code| code & 0x7F != 0);
-                    // A NaN in `again` is a block marked so, and counted as that.
+                    // A NaN in `again` means a block marked non-finite, which is counted as such.
                     let inexact = values.iter().zip(&*again).any(|(x, y)| x != y && !y.is_nan());
                     tally[Counts::<Cpu>::NON_ZERO] += u64::from(non_zero);
                     tally[Counts::<Cpu>::INEXACT] += u64::from(inexact);

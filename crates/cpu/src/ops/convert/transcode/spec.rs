@@ -1,4 +1,4 @@
-//! The specification: one code after the other through the formats' own functions.
+//! The specification: code by code through the formats' own functions.
 
 use super::lift_of;
 use crate::Cpu;
@@ -9,13 +9,13 @@ use nibble_core::ops::Counts;
 use nibble_core::{BlockScaled, Result};
 use nibble_formats::{Codec, Element, Format, Lift, Scale, e8m0, shift_code, shift_target};
 
-/// Scale byte of a row's block; the callers' checks let powers of two in alone.
+/// Scale byte of a row's block; callers check that the scales are powers of two.
 fn scale_byte(x: &BlockScaled<Cpu>, row: usize, block: usize) -> u8 {
     let per_row = x.format.scales_per_row(x.cols);
     scales_of(x).get(row * per_row + block).0 as u8
 }
 
-/// Counts one block of the source: its codes, whether one of them changed, whether it holds a NaN.
+/// Counts one source block: whether any of its codes is nonzero, whether one changed, whether the block is NaN.
 fn count(tally: &mut Tally, format: Format, codes: impl Iterator<Item = u8>, inexact: bool, nan: bool) {
     let element = format.spec().element.unwrap_or(Element::E4M3);
     let non_zero = codes.filter(|&code| !element.is_zero(code)).count();
@@ -24,12 +24,12 @@ fn count(tally: &mut Tally, format: Format, codes: impl Iterator<Item = u8>, ine
     tally[Counts::<Cpu>::NON_FINITE] += u64::from(nan);
 }
 
-/// Element of the source that marks its block NaN by itself.
+/// Whether a code makes its source block NaN by itself.
 fn is_nan_code(format: Format, code: u8) -> bool {
     format == Format::E4m3 && Element::E4M3.decode(code).is_nan()
 }
 
-/// E4M3 codes of block b of a row, the last of which may be short, under a target scale; counts it.
+/// E4M3 codes of block b of a row (the last may be short) under a target scale; counts the block.
 fn lift_block(
     lift: Lift,
     x: &BlockScaled<Cpu>,
@@ -45,7 +45,7 @@ fn lift_block(
     lifted.into_iter().map(|l| l.0).collect()
 }
 
-/// Rows of a lifted format → E4M3 rows: four blocks share a scale, below the largest of theirs by the element's headroom.
+/// Rows of a lifted format → E4M3 rows. Each 128 values get one scale: their largest, lowered by the element's headroom.
 pub(super) fn lift_rows(x: &BlockScaled<Cpu>, spans: &Spans, out: &mut BlockScaled<Cpu>) -> Result<Tally> {
     let (mut tally, lift) = (Tally::default(), lift_of(x)?);
     let mut valid = vec![false; x.rows];
@@ -72,8 +72,8 @@ pub(super) fn lift_rows(x: &BlockScaled<Cpu>, spans: &Spans, out: &mut BlockScal
     Ok(tally)
 }
 
-/// Rows of a lifted format → E4M3 tiles, as they stand and, where that is wanted, transposed: a square of 128 × 128 shares the scale that lies below
-/// the largest of its blocks by the element's headroom.
+/// Rows of a lifted format → E4M3 in 2-D blocks, as they stand and, if `transposed` is given, transposed. Each 128 × 128 block has one
+/// scale: its largest source scale, lowered by the element's headroom.
 pub(super) fn lift_tiles(
     lift: Lift,
     x: &BlockScaled<Cpu>,
@@ -144,7 +144,7 @@ pub(super) fn to_cols(x: &BlockScaled<Cpu>, spans: &Spans, out: &mut BlockScaled
     tally
 }
 
-/// E4M3 rows → MXFP4 rows: the decoded values quantized again. Counted by blocks of the source.
+/// E4M3 rows → MXFP4 rows: the decoded values, quantized again. Counts blocks of the source.
 pub(super) fn requantize_rows(
     x: &BlockScaled<Cpu>,
     codec: Codec,

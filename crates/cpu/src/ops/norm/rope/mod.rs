@@ -1,7 +1,7 @@
 //! See [`nibble_core::ops::Rope`].
 //!
-//! With x₀ and x₁ the halves of what turns of a head: y₀ = x₀·cos − x₁·sin, y₁ = x₁·cos + x₀·sin, every product rounded (no fma).
-//! One body serves as specification and as vectorised code.
+//! With x₀ and x₁ the halves of a head's rotated part: y₀ = x₀·cos − x₁·sin, y₁ = x₁·cos + x₀·sin, every product rounded (no fma).
+//! One body is both specification and vectorised code.
 
 use crate::Cpu;
 use crate::simd::{Real, per_isa, rows_per_task};
@@ -10,14 +10,14 @@ use nibble_core::ops::{Positions, Rope};
 use nibble_core::{DType, Result, Tensor};
 use rayon::prelude::*;
 
-/// x with each head's pairs turned by its row's angles, or back.
+/// x with each head's pairs rotated by its row's angles, or rotated back.
 pub(crate) fn rope(cpu: &Cpu, op: Rope<'_, Cpu>) -> Result<Tensor<Cpu>> {
     let mut y = op.result(cpu)?;
     write_turned(cpu, &op, &mut y)?;
     Ok(y)
 }
 
-/// The same, to a tensor like x.
+/// As [`rope()`], into an existing tensor like x.
 pub(in crate::ops) fn write_turned(cpu: &Cpu, op: &Rope<'_, Cpu>, y: &mut Tensor<Cpu>) -> Result<()> {
     match op.x.dtype() {
         DType::F32 => rotate::<f32>(cpu, op, y),
@@ -46,7 +46,7 @@ fn rotate<T: Real>(cpu: &Cpu, op: &Rope<'_, Cpu>, y: &mut Tensor<Cpu>) -> Result
     Ok(())
 }
 
-/// [`Positions`] on a host.
+/// [`Positions`] in host memory.
 #[derive(Clone, Copy)]
 pub(in crate::ops) struct Places<'a> {
     seq_len: usize,
@@ -60,7 +60,7 @@ impl<'a> Places<'a> {
         Self { seq_len, first, starts: starts.as_ref().map(|starts| starts.as_slice()) }
     }
 
-    /// Where a row is.
+    /// The position of a row.
     #[inline(always)]
     pub fn position(&self, row: usize) -> usize {
         let at = row % self.seq_len;
@@ -69,7 +69,7 @@ impl<'a> Places<'a> {
     }
 }
 
-/// The sizes, where rows are, and the sign of the angle.
+/// The sizes, the positions of rows, and the sign of the angle.
 #[derive(Clone, Copy)]
 struct Rotation<'a> {
     turned: usize,
@@ -83,7 +83,7 @@ per_isa!(fn rotate_rows<T: Real> = rotate_rows_body; (rotation: Rotation<'_>, ta
 
 #[inline(always)]
 fn rotate_rows_body<T: Real>(rotation: Rotation<'_>, table: &[f32], first_row: usize, x: &[T], y: &mut [T]) {
-    // A half known to the compiler becomes whole vectors without a remainder loop: 2.5 times as fast at 16.
+    // With a half known at compile time, loops are whole vectors without a remainder: 2.5 times as fast at 16.
     match rotation.turned / 2 {
         8 => rotate_halves::<T, 8>(rotation, table, first_row, x, y),
         16 => rotate_halves::<T, 16>(rotation, table, first_row, x, y),
@@ -93,7 +93,7 @@ fn rotate_rows_body<T: Real>(rotation: Rotation<'_>, table: &[f32], first_row: u
     }
 }
 
-/// Half of what turns of a head is `HALF` elements, or `turned / 2` where `HALF` is 0.
+/// `HALF` is half the rotated elements of a head, or 0 for any number (`turned / 2`).
 #[inline(always)]
 fn rotate_halves<T: Real, const HALF: usize>(
     rotation: Rotation<'_>,
@@ -118,7 +118,7 @@ fn rotate_halves<T: Real, const HALF: usize>(
     }
 }
 
-/// y = x with its pairs turned by these angles times the sign, each rounded.
+/// y = x with its pairs rotated by these angles times the sign, each element rounded.
 #[inline(always)]
 pub(in crate::ops) fn turn<T: Real, U: Real>(x: &[T], (cos, sin): (&[f32], &[f32]), sign: f32, y: &mut [U]) {
     let half = cos.len();

@@ -97,7 +97,7 @@ fn what_does_not_turn_is_copied_and_the_rest_turns_as_a_head_of_its_own() {
     }
 }
 
-/// Each row turns as the row of its position in a sequence that is one document.
+/// Each row rotates like the row at its position in a sequence of a single document.
 #[test]
 fn positions_begin_anew_with_each_document() {
     let (sequences, seq_len, first, heads, head_dim) = (3, 17, 2, 2, 16);

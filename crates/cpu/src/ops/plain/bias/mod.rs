@@ -19,7 +19,7 @@ fn add_to_rows_body<T: Real>(bias: &[f32], x: &mut [T]) {
     }
 }
 
-/// x + bias, each row, rounded once.
+/// Adds the bias to each row of x in place, rounded once.
 pub(crate) fn add_bias(cpu: &Cpu, op: AddBias<'_, Cpu>) -> Result<()> {
     let bias = op.bias.f32("add_bias", "bias")?.as_slice();
     match &mut op.x.data {
@@ -29,7 +29,7 @@ pub(crate) fn add_bias(cpu: &Cpu, op: AddBias<'_, Cpu>) -> Result<()> {
     Ok(())
 }
 
-/// dy as it is.
+/// The terms are dy itself.
 struct Gradients<'a, T> {
     dy: &'a [T],
     d: usize,

@@ -1,7 +1,7 @@
 //! See [`nibble_core::ops::Cast`], [`nibble_core::ops::InitNormal`], [`nibble_core::ops::Add`],
 //! [`nibble_core::ops::SumShards`], [`nibble_core::ops::SumSquares`] and [`nibble_core::ops::CloseSquares`].
 //!
-//! Each body here is one loop without branches; compiled for each instruction set it is specification and fast path.
+//! Each body is one branch-free loop; compiled for each instruction set, it is both specification and fast path.
 
 use crate::gemm::Isa;
 use crate::simd::{LANES, Real, per_isa, rows_per_task, tree_sum};
@@ -15,7 +15,7 @@ use nibble_core::ops::{
 use nibble_core::{Data, Error, Plain, Result, Tensor};
 use rayon::prelude::*;
 
-/// Runs `body` on every share, among the threads of the pool unless there is only one.
+/// Runs `body` on every share, multi-threaded unless there is only one.
 pub(in crate::ops) fn run_shares<S: Send>(cpu: &Cpu, shares: Vec<S>, body: impl Fn(S) + Send + Sync) {
     if shares.len() <= 1 {
         shares.into_iter().for_each(body);
@@ -56,7 +56,7 @@ fn widen_body(x: &[bf16], out: &mut [f32]) {
 }
 per_isa!(fn widen_bf16 = widen_body; (x: &[bf16], out: &mut [f32]));
 
-/// Plain → plain. A cast to the type it has shares the buffer.
+/// Plain → plain. A cast to the same type shares the buffer.
 pub(crate) fn cast(cpu: &Cpu, op: Cast<'_, Cpu>) -> Result<Tensor<Cpu>> {
     let mut out = op.result(cpu)?;
     match (&op.x.data, &mut out.data) {
@@ -89,7 +89,7 @@ pub(crate) fn init_normal(cpu: &Cpu, op: InitNormal) -> Result<Tensor<Cpu>> {
     Ok(out)
 }
 
-/// One block of Philox for the four elements it serves.
+/// One block of Philox serves four elements.
 fn fill_normal(op: &InitNormal, first: u64, out: &mut [f32]) {
     let mut q = u64::MAX; // no element lies in this block: e / 4 < 2⁶²
     let mut words = [0; 4];
@@ -120,7 +120,7 @@ fn add_to_body<T: Real>(x: &[T], sum: &mut [T]) {
 per_isa!(pub(in crate::ops) fn add_to_f32 = add_to_body::<f32>; (x: &[f32], sum: &mut [f32]));
 per_isa!(pub(in crate::ops) fn add_to_bf16 = add_to_body::<bf16>; (x: &[bf16], sum: &mut [bf16]));
 
-/// Adds a tensor, if there is one, to another of its type and shape, each element rounded.
+/// Adds a tensor, if given, to another of its type and shape, each element rounded.
 pub(in crate::ops) fn add_to(cpu: &Cpu, x: Option<&Tensor<Cpu>>, sum: &mut Tensor<Cpu>) -> Result<()> {
     let Some(x) = x else { return Ok(()) };
     match (&x.data, &mut sum.data) {
@@ -139,7 +139,7 @@ fn accumulate_body(x: &[f32], sum: &mut [f32]) {
 }
 per_isa!(fn accumulate = accumulate_body; (x: &[f32], sum: &mut [f32]));
 
-/// a + b in F32, rounded once; then plus likewise, if there is one.
+/// a + b in F32, rounded once; then plus is added likewise, if given.
 pub(crate) fn add(cpu: &Cpu, op: Add<'_, Cpu>) -> Result<Tensor<Cpu>> {
     let mut out = op.result(cpu)?;
     write_sum(cpu, (op.a, op.b), &mut out)?;
@@ -147,7 +147,7 @@ pub(crate) fn add(cpu: &Cpu, op: Add<'_, Cpu>) -> Result<Tensor<Cpu>> {
     Ok(out)
 }
 
-/// a + b, to a tensor of their type and shape.
+/// Writes a + b into a tensor of their type and shape.
 pub(in crate::ops) fn write_sum(
     cpu: &Cpu,
     (a, b): (&Tensor<Cpu>, &Tensor<Cpu>),
@@ -168,7 +168,7 @@ fn sum_of<T: Real>(cpu: &Cpu, of: [&Buf<T>; 2], out: &mut Buf<T>, body: fn(Isa, 
     });
 }
 
-/// Elements whose tree is closed while they lie in the nearest cache.
+/// Elements whose tree is summed while they are in the L1 cache.
 const TREE_CHUNK: usize = 1024;
 
 /// ((0+1)+(2+3))…, element by element, rounded once.
@@ -191,7 +191,7 @@ pub(crate) fn sum_shards(cpu: &Cpu, op: SumShards<'_, Cpu>) -> Result<()> {
     Ok(())
 }
 
-/// The shards of a stack of matrices, each of `len` elements, a matrix's one after the other.
+/// The shards of a stack of matrices, each of `len` elements; a matrix's shards are consecutive.
 struct Shards<'a> {
     isa: Isa,
     x: &'a Data<Cpu>,
@@ -200,8 +200,8 @@ struct Shards<'a> {
 }
 
 impl Shards<'_> {
-    /// Cuts sums, of which `first` is the first one's index among those of all matrices, into pieces of one matrix and no more than fit a
-    /// temporary. `body` is given where the elements of a piece begin in the first shard.
+    /// Splits sums into pieces that lie in one matrix and fit a temporary. `first` is the index of the first sum among those of all
+    /// matrices. `body` gets the index at which a piece's elements begin in the first shard.
     fn for_pieces<T>(&self, first: usize, mut out: &mut [T], body: impl Fn(usize, &mut [T])) {
         let mut next = first;
         while let (false, Some(i)) = (out.is_empty(), next.checked_rem(self.len)) {
@@ -212,7 +212,7 @@ impl Shards<'_> {
         }
     }
 
-    /// The tree over these shards (one at least) of the elements that begin at `at` in the first.
+    /// The tree over these shards (at least one), for the elements that begin at `at` in the first shard.
     fn sum(&self, at: usize, shards: std::ops::Range<usize>, out: &mut [f32]) {
         if shards.len() <= 1 {
             let range = shards.start * self.len + at..shards.start * self.len + at + out.len();

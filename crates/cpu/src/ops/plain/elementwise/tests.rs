@@ -32,7 +32,7 @@ pub(in crate::ops) fn bits(t: &Tensor<Cpu>) -> Vec<u32> {
     }
 }
 
-/// Runs on every CPU and returns the result, which must be the same everywhere.
+/// Runs on every CPU and returns the result, which must be the same on all.
 pub(in crate::ops) fn same_everywhere<R: PartialEq + std::fmt::Debug>(run: impl Fn(&Cpu) -> R) -> R {
     let mut all = every_cpu().into_iter();
     let want = run(&all.next().unwrap());
@@ -43,7 +43,7 @@ pub(in crate::ops) fn same_everywhere<R: PartialEq + std::fmt::Debug>(run: impl 
     want
 }
 
-/// Sizes around the lanes, the chunks and the share of a thread.
+/// Lengths around the lanes, the chunks and a thread's share.
 const LENGTHS: [usize; 9] = [0, 1, 15, 16, 17, 1025, 16_383, 16_385, 70_001];
 
 fn tensor(cpu: &Cpu, x: &[f32], dtype: DType) -> Tensor<Cpu> {
@@ -96,7 +96,7 @@ fn initial_weights_do_not_depend_on_how_they_are_divided() {
     for (i, &got) in got.iter().enumerate() {
         assert_eq!(got, (stream.normal_at(5 + i as u64) * 0.02).to_bits(), "{i}");
     }
-    // A shard of the rows is the same numbers.
+    // A shard of the rows has the same values as in the whole.
     let cpu = Cpu::new(2).unwrap();
     let part = InitNormal { stream, first: 5 + 173 * 100, rows: 50, cols: 173, std: 0.02 }.run_on(&cpu);
     assert_eq!(part, got[173 * 100..][..173 * 50]);
@@ -112,7 +112,7 @@ fn initial_weights_do_not_depend_on_how_they_are_divided() {
     assert!(e.to_string().contains("first + rows · cols"), "{e}");
 }
 
-/// Bits of the values.
+/// Runs an operation and returns the bits of its result.
 trait RunOn {
     fn run_on(self, cpu: &Cpu) -> Vec<u32>;
 }
@@ -166,7 +166,7 @@ fn shards_are_summed_by_the_tree() {
             }
         }
     }
-    // Each matrix of a stack by itself, also where a piece of work ends within one.
+    // Each matrix of a stack is summed by itself, also if a work item ends within a matrix.
     for (stack, shards, len) in [(3, 2, 1), (4, 4, 700), (2, 8, 1025)] {
         let x = normals(5, stack * shards * len);
         let got = same_everywhere(|cpu| {
@@ -184,7 +184,7 @@ fn shards_are_summed_by_the_tree() {
         };
         assert_eq!(got, (0..stack).flat_map(alone).collect::<Vec<_>>(), "{stack} of {shards} shards");
     }
-    // One large term and three that vanish beside it alone: only the tree keeps two of them.
+    // One large term and three that vanish if added to it one by one: only the tree preserves two of them.
     let cpu = Cpu::new(1).unwrap();
     let t = Tensor::from_f32(&cpu, &[16_777_216.0, 1.0, 1.0, 1.0], 4, 1).unwrap();
     for (dtype, want) in [(DType::F32, 16_777_218.0), (DType::Bf16, 16_777_216.0)] {
@@ -201,7 +201,7 @@ fn squares_are_summed_in_double_precision_part_by_part() {
         let got = same_everywhere(|cpu| {
             let chunks = len.div_ceil(4096);
             let mut of_chunks = cpu.zeros::<f64>(2 + parts * chunks).unwrap();
-            // The same in two tensors, the second of which begins within a part.
+            // The same values in two tensors; the second begins within a part.
             let cut = parts * len / 2 / len.max(1) * len + (len / 2 / 4096) * 4096;
             let mut at = 2;
             for (skip, x) in [(0, &x[..cut]), (cut.checked_rem(len).unwrap_or(0), &x[cut..])] {
@@ -217,7 +217,7 @@ fn squares_are_summed_in_double_precision_part_by_part() {
             sums.as_slice()[1..].iter().map(|x| x.to_bits()).collect::<Vec<_>>()
         });
         for (part, &got) in got.iter().enumerate() {
-            // The tree, told from the top: each half as large as the next power of two of chunks.
+            // The tree, recursively from the top: the left part has the largest power of two of chunks below the total.
             fn sum(x: &[f32]) -> f64 {
                 let chunks = x.len().div_ceil(4096);
                 if chunks > 1 {

@@ -1,6 +1,6 @@
-//! How the operands of a product become what the engine reads. [`Numbers`] says of a pair which numbers are multiplied. The engine reads
-//! codes of one block length as they are. Other quantized operands are lifted, or become BF16 or F32 numbers, with F32 scales beside them
-//! that multiply the sums.
+//! Prepares a product's operands for the engine. [`Numbers`] gives the numbers that a pair of operands multiplies. The engine reads codes
+//! directly if both operands have the same block length. Other quantized operands are lifted, or decoded to BF16 or F32 numbers whose F32
+//! scales are kept apart and multiply the sums.
 
 use crate::gemm;
 use crate::ops::convert::quantize::source::{Lines, Scales};
@@ -16,20 +16,20 @@ use nibble_core::{BlockScaled, DType, Operand, Result};
 use rayon::prelude::*;
 use std::borrow::Cow;
 
-/// An operand as the engine takes it.
+/// An operand in the form that the engine reads.
 pub(in crate::ops) enum Side<'a> {
-    /// As it is, lifted, or widened; a plain one with scales of one, where the other one has scales.
+    /// As stored, lifted, or widened. A plain operand gets scales of one if the other operand has scales.
     Operand(Cow<'a, Operand<Cpu>>, Option<Apart>),
-    /// Quantized, as plain numbers.
+    /// Quantized, decoded to plain numbers.
     Lowered(Lowered),
 }
 
-/// A quantized operand as plain numbers, in the order of its codes.
+/// A quantized operand decoded to plain numbers, in the order of its codes.
 pub(in crate::ops) struct Lowered {
     values: Values,
-    /// Values of a line, along which the contraction runs.
+    /// Values per line; the contraction runs along lines.
     len: usize,
-    /// Where there are F32 scales on either side: those of this one.
+    /// This operand's F32 scales, if either operand has any.
     scales: Option<Apart>,
 }
 
@@ -39,25 +39,25 @@ enum Values {
     F32(Vec<f32>),
 }
 
-/// F32 scales `[lines][blocks]`, as bytes; or `[blocks]` of all lines, `stride` 0.
+/// F32 scales `[lines][blocks]`, as bytes; with `stride` 0, `[blocks]` shared by all lines.
 pub(in crate::ops) struct Apart {
     bytes: Vec<u8>,
     block: usize,
     stride: usize,
 }
 
-/// How both operands of a product are taken, whose contraction runs along the lines that are stored.
+/// How both operands of a product are read; the contraction runs along their stored lines.
 #[derive(Clone, Copy)]
 pub(in crate::ops) struct Way {
     numbers: Numbers,
-    /// Whether the engine reads the codes of both, once they are lifted.
+    /// Whether the engine reads the codes of both operands, once lifted.
     codes: bool,
-    /// Where F32 scales lie beside plain numbers: for so many values of a line, and of how many.
+    /// With F32 scales apart from plain numbers: values per scale, and values per line.
     apart: Option<[usize; 2]>,
 }
 
 impl Way {
-    /// For these two.
+    /// For this pair of operands.
     pub fn of(a: &Operand<Cpu>, b: &Operand<Cpu>) -> Self {
         let numbers = Numbers::of(Stored::of(a), Stored::of(b));
         let operands = [(a, false), (b, true)].into_iter();
@@ -76,12 +76,12 @@ impl Way {
         Self { numbers, codes, apart }
     }
 
-    /// The first of them.
+    /// The first operand.
     pub fn first<'a>(self, cpu: &Cpu, x: &'a Operand<Cpu>) -> Result<Side<'a>> {
         self.side(cpu, x, lift)
     }
 
-    /// The second one, of so many matrices.
+    /// The second operand, a stack of `matrices` matrices.
     pub fn second<'a>(self, cpu: &Cpu, x: &'a Operand<Cpu>, matrices: usize) -> Result<Side<'a>> {
         self.side(cpu, x, |cpu, q| match Stored::block(q).lifted_as(true).axis {
             BlockAxis::Tile => lift_squares(cpu, q, matrices),
@@ -116,7 +116,7 @@ impl Way {
         }
     }
 
-    /// The scales that numbers are multiplied by before the product.
+    /// The scales that are multiplied into the numbers before the product.
     fn scales(self) -> Scales {
         match self.numbers {
             Numbers::Fp8 => Scales::Exact,
@@ -125,7 +125,7 @@ impl Way {
         }
     }
 
-    /// As plain numbers.
+    /// Decodes to plain numbers.
     fn lower(self, cpu: &Cpu, q: &BlockScaled<Cpu>) -> Result<Lowered> {
         let (with, len, (lines, place)) = (self.scales(), line_len(q), lines(q));
         let values = match self.numbers {
@@ -147,7 +147,7 @@ impl Way {
     }
 }
 
-/// Both sides of a product, the second of so many matrices.
+/// Both operands of a product; the second is a stack of `matrices` matrices.
 pub(in crate::ops) fn sides<'a>(
     cpu: &Cpu,
     a: &'a Operand<Cpu>,
@@ -157,11 +157,11 @@ pub(in crate::ops) fn sides<'a>(
     Ok((way.first(cpu, a)?, way.second(cpu, b, matrices)?))
 }
 
-/// What the way of a quantized operand depends on, once it is lifted.
+/// The properties of a quantized operand, once lifted, that decide how it is read.
 #[derive(Clone, Copy)]
 struct Lined {
     stored: Stored,
-    /// Values of a line.
+    /// Values per line.
     len: usize,
 }
 
@@ -181,7 +181,7 @@ impl Lined {
         self.stored.format.record_len(self.stored.axis)
     }
 
-    /// Whether the engine reads the codes themselves, every line and block of whole bytes and pairs, and multiplies these numbers by it.
+    /// Whether the engine can read the codes directly (lines of whole bytes) and then multiplies these numbers.
     fn has_codes(&self, numbers: Numbers) -> bool {
         let Stored { format, rule, .. } = self.stored;
         let are_whole = format.spec().code_bits == 8 || self.len.is_multiple_of(2);
@@ -189,16 +189,16 @@ impl Lined {
         gemm_element(self.stored).is_some() && are_whole && same
     }
 
-    /// Whether there are F32 scales beside its numbers.
+    /// Whether F32 scales are kept apart from its numbers.
     fn is_scaled(&self, numbers: Numbers) -> bool {
         self.kind().has_tensor_scale() || numbers == Numbers::Fp8 && self.kind() == ScaleKind::F32
     }
 
-    /// For how many values such a scale is: even.
+    /// Values per such scale: even.
     fn apart(&self, numbers: Numbers) -> usize {
         let line = self.len.next_multiple_of(2).max(2);
         let of_blocks = numbers == Numbers::Fp8 && self.kind() == ScaleKind::F32;
-        // Down the columns each group of rows has its own.
+        // Down the columns, each group of rows has its own scale.
         if of_blocks || self.stored.axis == BlockAxis::Col { self.block().min(line) } else { line }
     }
 }
@@ -207,13 +207,13 @@ fn line_len(q: &BlockScaled<Cpu>) -> usize {
     if q.axis == BlockAxis::Col { q.rows } else { q.cols }
 }
 
-/// Its lines, with place (row, column) of a value by line and position.
+/// The number of lines, and the (row, column) of a value from its line and position.
 fn lines(q: &BlockScaled<Cpu>) -> (usize, impl Fn(usize, usize) -> (usize, usize) + Sync) {
     let down = q.axis == BlockAxis::Col;
     (if down { q.cols } else { q.rows }, move |line, k| if down { (k, line) } else { (line, k) })
 }
 
-/// Every value, line by line: decoded by `line`, and kept as `keep` makes it of that.
+/// All values, line by line: decoded, then converted by `keep`.
 fn values<T: Clone + Send>(
     cpu: &Cpu,
     q: &BlockScaled<Cpu>,
@@ -243,7 +243,7 @@ fn values<T: Clone + Send>(
 }
 
 impl Apart {
-    /// Beside an operand from line `first` on.
+    /// Adds the scales, from line `first` on, to an operand.
     fn beside<'a>(&'a self, x: gemm::OperandView<'a>, first: usize) -> gemm::OperandView<'a> {
         let plane = ScalePlane { kind: ScaleKind::F32, bytes: &self.bytes };
         x.scaled(gemm::OperandScales::rows(plane, self.block, self.stride).at(first * self.stride))

@@ -4,7 +4,7 @@ use nibble_core::formats::{Codec, Element, Format, LIFTED_BLOCK, Rounding, Scale
 use nibble_core::ops::{Dequantize, Gemm, GroupedGemm, GroupedWgrad, Planes, Quantize};
 use nibble_core::{Groups, Tensor};
 
-/// Values of many octaves, more than a lift has: some of them are rounded.
+/// Values over more octaves than a lift preserves: some of them are rounded.
 fn matrix(cpu: &Cpu, rows: usize, cols: usize, seed: usize) -> Tensor<Cpu> {
     let value = |i: usize| {
         let octave = (i / cols / 32 + i % cols / 32 + seed) * 7 % 24;
@@ -22,10 +22,10 @@ fn decoded(cpu: &Cpu, q: &Operand<Cpu>) -> Vec<f64> {
     values.unwrap().into_iter().map(f64::from).collect()
 }
 
-/// A format and a rule; plain ones have no rule of their own.
+/// A format and a rule; the rule of plain formats is ignored.
 type Kind = (Format, ScaleRule);
 
-/// Every format under each of its rules.
+/// Every format with each of its rules.
 fn kinds() -> Vec<Kind> {
     let rules = |format: Format| match format.spec().rules {
         [] => vec![ScaleRule::Amax],
@@ -41,7 +41,7 @@ fn codec((format, rule): Kind) -> Codec {
     Codec::new(format, rule, Rounding::NearestEven).unwrap()
 }
 
-/// A matrix, or a stack of them, as an operand of such a kind.
+/// A matrix or a stack of matrices as an operand of this kind.
 fn operand(
     cpu: &Cpu,
     x: &Tensor<Cpu>,
@@ -65,9 +65,9 @@ fn operand(
     }
 }
 
-/// The numbers of an operand beside another that are multiplied, row by row, by the table of [`Numbers`]: of the decoded values, rounded to
-/// E4M3 under the largest scale of each [`LIFTED_BLOCK`], or to BF16 where it is the scale of a block that is no power of two. `second_of`: so many
-/// matrices, where it is the second operand, whose rows share scales in squares.
+/// The numbers that a product multiplies for operand `x` with `beside`, row by row, by the table of [`Numbers`]: the decoded values,
+/// rounded to E4M3 under the largest scale of each [`LIFTED_BLOCK`], or to BF16 if the block scale is no power of two. `second_of`: the
+/// number of matrices if `x` is the second operand, whose rows share scales in 2-D blocks.
 fn multiplied(cpu: &Cpu, x: &Operand<Cpu>, beside: &Operand<Cpu>, second_of: Option<usize>) -> Vec<f64> {
     let (numbers, mut values) = (Numbers::of(Stored::of(x), Stored::of(beside)), decoded(cpu, x));
     let Operand::Block(q) = x else { return values };
@@ -107,7 +107,7 @@ fn multiplied(cpu: &Cpu, x: &Operand<Cpu>, beside: &Operand<Cpu>, second_of: Opt
     values
 }
 
-/// The sum of so many terms in F64 is what was computed, within the rounding of F32 sums.
+/// Asserts that the result is the F64 sum of the terms, within the rounding error of F32 sums.
 #[track_caller]
 fn assert_sum(got: f32, terms: impl Iterator<Item = f64> + Clone, what: &dyn Fn() -> String) {
     let (want, size) = (terms.clone().sum::<f64>(), terms.map(f64::abs).sum::<f64>());
@@ -118,12 +118,12 @@ fn backends() -> [Cpu; 2] {
     [Cpu::new(2).unwrap(), Cpu::scalar(1).unwrap()]
 }
 
-/// Every pair of formats and rules, weights among them: the product of the numbers of the table, in F64, on every instruction set and the
-/// specification with the same bits.
+/// Every pair of formats and rules, weights included, gives the F64 product of the numbers in the table, with the same bits on every
+/// instruction set and in the specification.
 #[test]
 fn products_of_every_pair_are_those_of_what_is_multiplied() {
     let (m, n) = (11, 7);
-    // Contractions that end inside a block, of an odd number of values and of an even one.
+    // Contraction lengths that end inside a block, one odd and one even.
     for k in [147, 166] {
         let all = backends().map(|cpu| {
             let (a, b) = (matrix(&cpu, m, k, 1), matrix(&cpu, n, k, 2));
@@ -148,7 +148,7 @@ fn products_of_every_pair_are_those_of_what_is_multiplied() {
     }
 }
 
-/// The same of ragged groups: rows times a matrix each, and gradients contracted over rows.
+/// The same for ragged groups: rows times one matrix per group, and weight gradients contracted over rows.
 #[test]
 fn grouped_products_of_every_pair_are_those_of_what_is_multiplied() {
     let (lens, n, k) = ([70, 0, 131], 6, 50);
@@ -200,7 +200,7 @@ fn grouped_products_of_every_pair_are_those_of_what_is_multiplied() {
     assert!(all[0] == all[1], "the specification has other bits");
 }
 
-/// Weights of more than a square, with rows of very different sizes: what lies too far below its square's largest scale is rounded, or lost.
+/// Weights larger than one 2-D block, with rows of very different sizes: values far below the block's largest scale are rounded, or lost.
 #[test]
 fn second_operands_are_lifted_in_squares_of_their_matrices() {
     let (m, n, k, stack) = (5, 150, 300, 2);
@@ -232,7 +232,7 @@ fn second_operands_are_lifted_in_squares_of_their_matrices() {
     assert!(all[0].len() >= 3 && all[0] == all[1], "the specification has other bits");
 }
 
-/// The transposed plane of a weight holds the transposed matrix, of each of a stack, within what two quantizations differ by.
+/// The transposed copy of a weight holds the transpose of each matrix of the stack, up to the difference of two quantizations.
 #[test]
 fn weights_have_both_planes_in_every_format() {
     let cpu = Cpu::new(2).unwrap();

@@ -7,10 +7,10 @@ use crate::{Buf, Cpu};
 use nibble_core::ops::{CombineTree, FindSlots};
 use nibble_core::{Data, Error, Result, Tensor};
 
-/// Columns summed while they lie in the nearest cache.
+/// Columns summed at a time, in the L1 cache.
 const CHUNK: usize = 256;
 
-/// Σ up the tree, and then `plus`.
+/// Sums the slots up the tree, then adds `plus`.
 pub(crate) fn combine_tree(cpu: &Cpu, op: CombineTree<'_, Cpu>) -> Result<Tensor<Cpu>> {
     op.check()?;
     let mut out = op.result(cpu)?;
@@ -58,7 +58,7 @@ fn combine<T: Real>(
     });
 }
 
-/// A node of the tree with the rows below it, by leaf; at least one.
+/// A node of the tree and the rows below it, sorted by leaf; at least one row.
 struct Node<'a, T> {
     lo: usize,
     hi: usize,
@@ -66,8 +66,8 @@ struct Node<'a, T> {
 }
 
 impl<T: Real> Node<'_, T> {
-    /// The sum of the columns from `at` on, as many as `out` has. `add_to` adds a row to another, each element rounded. `scratch` has room
-    /// for as many chunks as there are rows but one.
+    /// The sum of `out.len()` columns from `at` on. `add_to` adds one row to another, rounding each element. `scratch` holds one chunk less
+    /// than there are rows.
     fn sum(&self, at: usize, out: &mut [T], scratch: &mut [T], add_to: &dyn Fn(&[T], &mut [T])) {
         let &Node { lo, hi, slots } = self;
         let (first, others) = slots.split_first().map_or((&[][..], slots), |((_, row), rest)| (*row, rest));
@@ -95,7 +95,7 @@ impl<T: Real> Node<'_, T> {
     }
 }
 
-/// In one thread: it touches a few bytes a row.
+/// Single-threaded: it touches a few bytes per row.
 pub(crate) fn find_slots(cpu: &Cpu, op: FindSlots<'_, Cpu>) -> Result<Buf<i32>> {
     op.check()?;
     let mut out = op.result(cpu)?;

@@ -10,12 +10,12 @@ use nibble_core::ops::{CombineSlots, GatherScalars, Permute, PlanPermute, Unperm
 use nibble_core::{BlockScaled, Data, Error, Operand, PermuteMap, Plain, Result, Tensor, round_up};
 use nibble_formats::{Scale, ScaleKind, ScalePlaneMut};
 
-/// A counting sort, in one thread: its order is the contract, and it touches a few bytes a slot.
+/// A counting sort, single-threaded: its order is the contract, and it touches a few bytes per slot.
 pub(crate) fn plan_permute(cpu: &Cpu, op: PlanPermute<'_, Cpu>) -> Result<PermuteMap<Cpu>> {
     let (expert, token_id) = (op.expert.as_slice(), op.token_id.as_slice());
     let counts = count_slots(&op)?;
     let occupied: usize = counts.iter().sum();
-    // Fewer are what the occupancy tells of.
+    // Fewer occupied slots are no error: the occupancy reports them.
     if occupied > op.num_slots {
         return Err(Error::shape(
             "plan_permute",
@@ -46,7 +46,7 @@ pub(crate) fn plan_permute(cpu: &Cpu, op: PlanPermute<'_, Cpu>) -> Result<Permut
     let mut next = start.clone();
     for (token, experts) in expert.chunks_exact(op.top_k).enumerate() {
         for (slot, &expert) in experts.iter().enumerate() {
-            // `count_slots` saw every expert and every row id in range, and no more slots than there are places.
+            // `count_slots` checked that every expert and row id is in range and that the slots fit the capacity.
             let Ok(expert) = usize::try_from(expert) else { continue };
             let row = next[expert];
             next[expert] += 1;
@@ -68,7 +68,7 @@ pub(crate) fn plan_permute(cpu: &Cpu, op: PlanPermute<'_, Cpu>) -> Result<Permut
     Ok(map)
 }
 
-/// Slots of each expert, and proof that every index is in range and fits an i32.
+/// The number of slots of each expert. Checks that every index is in range and fits an i32.
 fn count_slots(op: &PlanPermute<'_, Cpu>) -> Result<Vec<usize>> {
     const OP: &str = "plan_permute";
     for (argument, got) in [("capacity", op.capacity), ("expert.len()", op.expert.as_slice().len())] {
@@ -115,7 +115,7 @@ pub(crate) fn permute(cpu: &Cpu, op: Permute<'_, Cpu>) -> Result<Operand<Cpu>> {
     Ok(out)
 }
 
-/// The source of each row of an order of `rows` rows, checked.
+/// The checked source of each row of the permutation, among `rows` source rows.
 pub(in crate::ops) fn source_rows<'a>(
     op: &'static str,
     map: &'a PermuteMap<Cpu>,
@@ -156,14 +156,14 @@ fn gather(
     Ok(())
 }
 
-/// Records of scales move as they are; padding has the smallest.
+/// Scale records move unchanged; padding rows get the smallest scale.
 fn gather_scales(cpu: &Cpu, (x, index): (&BlockScaled<Cpu>, &[i32]), out: &mut BlockScaled<Cpu>) {
     let (kind, width) = (x.scale_kind(), x.format.scales_per_row(x.cols));
     gather_rows(cpu, (&x.scales, index), 0, &mut out.scales);
     fill_padding(cpu, (kind, width * kind.bytes()), index, &mut out.scales);
 }
 
-/// The smallest scales to rows of `width` bytes whose index is negative, where those are not zeros, which are there.
+/// Sets the smallest scale in the rows (of `width` bytes) whose index is negative. Zero scales are there already.
 pub(in crate::ops) fn fill_padding(
     cpu: &Cpu,
     (kind, width): (ScaleKind, usize),
@@ -182,14 +182,14 @@ pub(in crate::ops) fn fill_padding(
     });
 }
 
-/// Whether a negative index stands for padding.
+/// Whether a negative index is allowed, as padding.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(in crate::ops) enum Pads {
     Allowed,
     Refused,
 }
 
-/// Every index below `len`.
+/// Checks that every index is below `len`.
 pub(in crate::ops) fn check_index(
     op: &'static str,
     argument: &'static str,
@@ -207,7 +207,7 @@ pub(in crate::ops) fn check_index(
     }
 }
 
-/// `out[i] = rows[index[i]]`, `pad` throughout where the index is negative. Indices were checked.
+/// `out[i] = rows[index[i]]`, filled with `pad` where the index is negative. Indices were checked.
 fn gather_rows<T: Plain>(cpu: &Cpu, (rows, index): (&Buf<T>, &[i32]), pad: T, out: &mut Buf<T>) {
     let (rows, out) = (rows.as_slice(), out.as_mut_slice());
     let width = out.len() / index.len().max(1);
@@ -231,7 +231,7 @@ pub(crate) fn unpermute(cpu: &Cpu, op: Unpermute<'_, Cpu>) -> Result<Operand<Cpu
     Ok(out)
 }
 
-/// Scalars are rows of one.
+/// Gathers scalars as rows of one element.
 pub(crate) fn gather_scalars(cpu: &Cpu, op: GatherScalars<'_, Cpu>) -> Result<Buf<f32>> {
     let (values, index) = (op.values.as_slice(), op.index.as_slice());
     check_index("gather_scalars", "index", index, values.len(), Pads::Allowed)?;
@@ -240,10 +240,10 @@ pub(crate) fn gather_scalars(cpu: &Cpu, op: GatherScalars<'_, Cpu>) -> Result<Bu
     Ok(out)
 }
 
-/// Columns summed while they lie in registers and the nearest cache.
+/// Columns summed at a time, in registers and the L1 cache.
 const COMBINE_CHUNK: usize = 256;
 
-/// Adds a row to the sums of a token's slots; the first one is the sum.
+/// Adds a row to the sums of a token's slots; the first row initialises them.
 #[inline(always)]
 fn add_row_body<T: Real>(row: &[T], first: bool, sums: &mut [f32]) {
     for (sum, x) in sums.iter_mut().zip(row) {

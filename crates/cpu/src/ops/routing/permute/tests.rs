@@ -5,7 +5,7 @@ use nibble_core::{Backend, Occupancy};
 use nibble_formats::{BlockAxis, Format, ScaleLayout, ScalePlane, ScaleRule};
 use std::collections::BTreeSet;
 
-/// A received batch in which each slot is of this rank with some probability.
+/// A received batch in which each slot is routed to this rank with some probability.
 pub(in crate::ops) struct Case {
     pub tokens: usize,
     top_k: usize,
@@ -24,7 +24,7 @@ pub(in crate::ops) const CASES: [Case; 7] = [
 ];
 
 impl Case {
-    /// Expert of every slot (a quarter are elsewhere, expert 0 is avoided where there are others) and token ids.
+    /// Expert of every slot, and token ids. A quarter of the slots belong to other ranks; expert 0 is avoided if there are others.
     fn batch(&self) -> (Vec<i32>, Vec<i32>) {
         let expert = below(1, 4 * self.groups, self.tokens * self.top_k)
             .into_iter()
@@ -99,7 +99,7 @@ fn the_order_is_expert_then_token_then_slot_and_groups_are_aligned() {
         assert_eq!(map.groups.row_id.as_slice(), row_id);
         assert_eq!(map.source_row.as_slice(), source);
         assert_eq!(map.row_slot.as_slice(), row_slot);
-        // slot_row runs over the occupied slots in the order they were received.
+        // slot_row lists the rows of the occupied slots in the order received.
         let occupied = (0..expert.len()).filter(|&i| expert[i] >= 0);
         for (&row, slot) in map.slot_row.as_slice().iter().zip(occupied) {
             assert_eq!(row_slot[row as usize], slot as i32);
@@ -137,7 +137,7 @@ fn what_a_plan_found_is_told_when_asked() {
     let map = case.plan_of(&cpu, &[0, 1, 0, 1, 0, -1], &[1, 2, 5], 8).unwrap();
     assert_eq!(map.occupancy.found.as_slice(), [8, 5]);
     map.occupancy.verify(&cpu).unwrap();
-    // As a backend that looks at nothing before the end of a step would leave it.
+    // The map as an asynchronous backend leaves it, which checks nothing before the end of a step.
     let told = |found: [i32; 2]| {
         let found = cpu.upload(&found).unwrap();
         Occupancy { found, ..map.occupancy.clone() }.verify(&cpu).unwrap_err().to_string()
@@ -199,7 +199,7 @@ fn unpermute_undoes_permute_and_pads_are_zero() {
     }
 }
 
-/// A block-scaled tensor of arbitrary bytes: moving rows must not care what they mean.
+/// A block-scaled tensor of arbitrary bytes: moving rows must not depend on their meaning.
 pub(in crate::ops) fn any_blocks(
     cpu: &Cpu,
     format: Format,
@@ -285,7 +285,7 @@ fn only_rows_with_row_major_scales_travel() {
     assert!(e.contains("tiled-128x4") && e.contains("row-major"), "{e}");
     let e = refused(BlockScaled { axis: BlockAxis::Col, ..good.clone() }).to_string();
     assert!(e.contains("blocks along col"), "{e}");
-    // A map made for more rows than there are.
+    // A map planned for more rows than the operand has.
     let few = Operand::Plain(Tensor::from_f32(&cpu, &[0.0; 10], 5, 2).unwrap());
     let e = permute(&cpu, Permute { rows: &few, map: &map }).unwrap_err().to_string();
     assert!(e.starts_with("permute: `map.source_row` is ") && e.contains("below 5"), "{e}");
@@ -336,7 +336,7 @@ fn slots_are_summed_in_order_in_single_precision_and_rounded_once() {
     let rows = Tensor::from_bf16(cpu, &[256.0, 1.0, 1.0].map(bf16::from_f32), 3, 1).unwrap();
     let sum = combine_slots(cpu, CombineSlots::new(&rows, 3)).unwrap();
     assert_eq!(sum.to_f32_vec(cpu).unwrap(), [258.0]);
-    // Slots that lie elsewhere, and one that lies nowhere.
+    // Slots in any order; −1 and 3 name no row.
     let index = cpu.upload(&[2, -1, 0, 3, 1, 1]).unwrap();
     let rows = Tensor::from_f32(cpu, &[1.0, 2.0, 4.0], 3, 1).unwrap();
     let sum =

@@ -1,15 +1,15 @@
-//! Which experts a token takes.
+//! Top-k selection of a token's experts.
 
 use nibble_core::ops::{ExpertGroups, GroupScore, RouteRule};
 
-/// Chooses row by row; its vectors are there to be used again.
+/// Selects row by row; its vectors are reused.
 #[derive(Debug)]
 pub(super) struct Choice<'a> {
     groups: Option<ExpertGroups>,
     bias: Option<&'a [f32]>,
-    /// Choice scores of the row's experts, where they are not its scores.
+    /// Selection scores of the row's experts, if they differ from its scores.
     biased: Vec<f32>,
-    /// The best groups, and their scores.
+    /// The best groups and their scores.
     group: Vec<i32>,
     score: Vec<f32>,
 }
@@ -48,7 +48,7 @@ impl<'a> Choice<'a> {
     }
 }
 
-/// The score of a group with these choice scores.
+/// The score of a group with these selection scores.
 fn score_of(score: GroupScore, choice: &[f32]) -> f32 {
     let (mut index, mut two) = ([0; 2], [0.0; 2]);
     match score {
@@ -61,8 +61,7 @@ fn score_of(score: GroupScore, choice: &[f32]) -> f32 {
     }
 }
 
-/// The best of these by insertion: `index.len()` of them or all there are, the largest score first, of equals the one that comes first, NaNs
-/// last.
+/// The `index.len()` best scores (or all, if fewer), by insertion: largest first, ties in input order, NaNs last.
 fn best(scores: impl Iterator<Item = (usize, f32)>, index: &mut [i32], score: &mut [f32]) {
     let most = index.len();
     let ahead = |p: f32, w: f32| p > w || (w.is_nan() && !p.is_nan());

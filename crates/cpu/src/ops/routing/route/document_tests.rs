@@ -1,4 +1,4 @@
-//! Documents: a shard's load-balancing loss, and its gradient, are means of those that its documents have alone.
+//! Documents: a shard's load-balancing loss, and its gradient, are means over its documents, each routed alone.
 
 use super::*;
 use crate::ops::plain::elementwise::tests::{bits, normals, same_everywhere};
@@ -9,7 +9,7 @@ const EXPERTS: usize = 12;
 const PER_SHARD: usize = 150;
 const SHARDS: usize = 2;
 
-/// What is routed, and the gradients of the weights.
+/// The logits, and the gradients of the weights.
 struct Scene {
     cpu: Cpu,
     logits: Vec<f32>,
@@ -25,7 +25,7 @@ impl Scene {
         Self { cpu, logits, dweight, rule }
     }
 
-    /// Load, balance losses and gradients of some of the tokens.
+    /// Load, balance losses and gradients for a subset of the tokens.
     fn of(
         &self,
         tokens: std::ops::Range<usize>,

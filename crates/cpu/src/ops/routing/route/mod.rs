@@ -1,7 +1,7 @@
-//! See [`nibble_core::ops::Route`] and [`nibble_core::ops::RouteBackward`], which also say in which order sums run.
+//! See [`nibble_core::ops::Route`] and [`nibble_core::ops::RouteBackward`], which also document the order of sums.
 //!
-//! A row of logits with a NaN or +∞ (or with −∞ alone) has probabilities that are all NaN, chooses the first experts, and
-//! makes the losses of its shard NaN: training sees it there.
+//! A row of logits with a NaN or +∞ (or of −∞ only) has NaN probabilities, chooses the first experts, and makes its shard's
+//! losses NaN, so training notices.
 
 mod choice;
 
@@ -17,7 +17,7 @@ use std::ops::{Add, AddAssign};
 /// Lanes of a sum over experts.
 const EXPERT_LANES: usize = 4 * LANES;
 
-/// A sum over experts: `add(lane, j)` puts expert j's term on its lane.
+/// A sum over experts: `add(lane, j)` adds expert j's term to its lane.
 #[inline(always)]
 fn expert_sum<T: Copy + Default + Add<Output = T>>(experts: usize, add: impl Fn(T, usize) -> T) -> T {
     let mut lanes = [T::default(); EXPERT_LANES];
@@ -34,7 +34,7 @@ fn expert_sum<T: Copy + Default + Add<Output = T>>(experts: usize, add: impl Fn(
     tree_sum(std::array::from_fn::<T, LANES, _>(four))
 }
 
-/// Softmax of each row and its log Σ exp.
+/// Softmax and log Σ exp of each row.
 #[inline(always)]
 fn softmax_body(logits: &[f32], experts: usize, probs: &mut [f32], log_sum_exp: &mut [f32]) {
     let rows = logits.chunks_exact(experts).zip(probs.chunks_exact_mut(experts));
@@ -51,7 +51,7 @@ fn softmax_body(logits: &[f32], experts: usize, probs: &mut [f32], log_sum_exp: 
 }
 per_isa!(fn softmax = softmax_body; (logits: &[f32], experts: usize, probs: &mut [f32], log_sum_exp: &mut [f32]));
 
-/// The sigmoid of each logit. A row whose log Σ exp is NaN is NaN: see [`Route`].
+/// The sigmoid of each logit. A row whose log Σ exp is NaN becomes NaN: see [`Route`].
 #[inline(always)]
 fn sigmoids_body(logits: &[f32], experts: usize, log_sum_exp: &[f32], scores: &mut [f32]) {
     let rows = logits.chunks_exact(experts).zip(scores.chunks_exact_mut(experts));
@@ -64,7 +64,7 @@ fn sigmoids_body(logits: &[f32], experts: usize, log_sum_exp: &[f32], scores: &m
 }
 per_isa!(fn sigmoids = sigmoids_body; (logits: &[f32], experts: usize, log_sum_exp: &[f32], scores: &mut [f32]));
 
-/// What sigmoids are divided by to be shares of their sum.
+/// The divisor that turns sigmoids into shares of their sum.
 #[inline(always)]
 fn sigmoid_sum(scores: &[f32]) -> f32 {
     expert_sum(scores.len(), |lane: f32, j| lane + scores[j]) + RouteRule::TINY
@@ -85,9 +85,9 @@ fn slot_sum(values: impl Iterator<Item = f32>) -> f32 {
     values.fold(0.0, |sum, v| sum + v)
 }
 
-/// Rows one thread takes.
+/// The rows that one thread routes.
 struct Share<'a> {
-    /// The first one's index, and how many a shard has.
+    /// Index of the first row, and rows per shard.
     first: usize,
     per_shard: usize,
     logits: &'a [f32],
@@ -142,7 +142,7 @@ pub(crate) fn route(cpu: &Cpu, op: Route<'_, Cpu>) -> Result<Routing<Cpu>> {
     Ok(out)
 }
 
-/// Leaves in the scores what the load-balancing loss takes of each expert.
+/// Chooses experts; the scores become what the load-balancing loss uses (shares of the row's sum).
 fn route_rows(cpu: &Cpu, rule: &RouteRule, bias: Option<&[f32]>, experts: usize, s: Share<'_>) {
     let Share { first, per_shard, logits, scores, expert, weight, log_sum_exp } = s;
     softmax(cpu.isa(), logits, experts, scores, log_sum_exp);
@@ -168,7 +168,7 @@ fn route_rows(cpu: &Cpu, rule: &RouteRule, bias: Option<&[f32]>, experts: usize,
     }
 }
 
-/// Weights of the chosen scores, in their place.
+/// Turns chosen scores into weights, in place.
 fn weigh(rule: &RouteRule, weight: &mut [f32]) {
     if rule.normalize {
         let sum = slot_sum(weight.iter().copied()) + rule.tiny();
@@ -185,7 +185,7 @@ fn close_lanes<T: Copy + AddAssign>(lanes: &mut [T], width: usize) {
     }
 }
 
-/// Sums of `width` values over the tokens of a shard: `add(lane, token)` puts a token's on its lane.
+/// Sums of `width` values over the tokens of a shard: `add(lane, token)` adds a token's values to its lane.
 fn token_sum(tokens: usize, width: usize, add: impl Fn(&mut [f32], usize)) -> Vec<f64> {
     let mut all = vec![0.0f64; LANES * width];
     let mut chunk = vec![0.0f32; LANES * width];
@@ -203,14 +203,14 @@ fn token_sum(tokens: usize, width: usize, add: impl Fn(&mut [f32], usize)) -> Ve
     all
 }
 
-/// What the load-balancing loss takes of documents. Each lies in the row of the token with which it begins.
+/// Documents for the load-balancing loss. A document's data is in the row of its first token.
 struct DocumentSlots<'a> {
     starts: &'a [i32],
     per_shard: usize,
     experts: usize,
-    /// How many slots of a document's tokens chose each expert, a row a token.
+    /// Slots of a document that chose each expert, one row per token.
     slots: Vec<i32>,
-    /// How many tokens a document has.
+    /// Tokens of a document.
     tokens: Vec<i32>,
 }
 
@@ -226,27 +226,27 @@ impl<'a> DocumentSlots<'a> {
         all
     }
 
-    /// Where the document of a token lies.
+    /// The row with the document of a token.
     fn row(&self, token: usize) -> usize {
         let at = token % self.per_shard;
         token - at + (self.starts[token].max(0) as usize).min(at)
     }
 
-    /// Of a token's document: the slots that chose each expert, and its tokens.
+    /// For a token's document: its slots per expert, and its number of tokens.
     fn document(&self, token: usize) -> (&[i32], i32) {
         let row = self.row(token);
         (&self.slots[row * self.experts..][..self.experts], self.tokens[row])
     }
 }
 
-/// A token's part of its document's load-balancing loss.
+/// A token's contribution to its document's load-balancing loss.
 #[inline(always)]
 fn document_share_body(scores: &[f32], (slots, tokens): (&[i32], i32)) -> f32 {
     expert_sum(scores.len(), |lane, j| (slots[j] as f32).mul_add(scores[j], lane)) / tokens as f32
 }
 per_isa!(fn document_share = document_share_body; (scores: &[f32], document: (&[i32], i32)) -> f32);
 
-/// Tokens·slots of each expert and the two losses, of each shard.
+/// For each shard: tokens·slots of each expert, and the two losses.
 fn shard_losses(
     cpu: &Cpu,
     op: &Route<'_, Cpu>,
@@ -263,7 +263,7 @@ fn shard_losses(
             load[e as usize] += 1; // chosen by `choose`: an index below `experts`
         }
         let (scores, log_sum_exp) = (&scores[shard * tokens * experts..], &log_sum_exp[shard * tokens..]);
-        // The probabilities' sums, or that of parts of documents' losses; then that of the squares of log Σ exp.
+        // Sums of the probabilities, or of the tokens' shares of document losses; then the sum of squares of log Σ exp.
         let width = if documents.is_some() { 1 } else { experts };
         let sums = token_sum(tokens, width + 1, |lane, token| {
             let row = &scores[token * experts..][..experts];
@@ -284,7 +284,7 @@ fn shard_losses(
     if scores.len() < 1 << 14 { all.for_each(body) } else { run_shares(cpu, all.collect(), body) }
 }
 
-/// dlogits = p ⊙ ((dp − Σ dp·p) + z · log Σ exp). `dp` comes in `out`, which is overwritten.
+/// dlogits = p ⊙ ((dp − Σ dp·p) + z · log Σ exp). `out` holds `dp` and is overwritten.
 #[inline(always)]
 fn softmax_backward_body(probs: &[f32], experts: usize, log_sum_exp: &[f32], z: f32, out: &mut [f32]) {
     let rows = probs.chunks_exact(experts).zip(out.chunks_exact_mut(experts));
@@ -298,7 +298,7 @@ fn softmax_backward_body(probs: &[f32], experts: usize, log_sum_exp: &[f32], z: 
 }
 per_isa!(fn softmax_backward = softmax_backward_body; (probs: &[f32], experts: usize, log_sum_exp: &[f32], z: f32, out: &mut [f32]));
 
-/// What of a row of logits goes back through their sigmoids.
+/// The inputs of a row's backward pass through the sigmoids.
 struct SigmoidRow<'a> {
     logits: &'a [f32],
     scores: &'a [f32],
@@ -307,7 +307,7 @@ struct SigmoidRow<'a> {
     z: f32,
 }
 
-/// dlogits = (ds + (b − Σ b·s / S) / S) · s(1 − s) + z · lse · exp(logit − lse). `ds` comes in `out`, which is overwritten.
+/// dlogits = (ds + (b − Σ b·s / S) / S) · s(1 − s) + z · lse · exp(logit − lse). `out` holds `ds` and is overwritten.
 #[inline(always)]
 fn sigmoid_backward_body(row: SigmoidRow<'_>, out: &mut [f32]) {
     let SigmoidRow { logits, scores, balance, log_sum_exp, z } = row;
@@ -328,8 +328,7 @@ fn sigmoid_backward_body(row: SigmoidRow<'_>, out: &mut [f32]) {
 }
 per_isa!(fn sigmoid_backward = sigmoid_backward_body; (row: SigmoidRow<'_>, out: &mut [f32]));
 
-/// Back through the normalisation of the chosen weights, the scores, and the two losses. The load share is a count: it
-/// has no gradient.
+/// The backward pass of the weights' normalisation, of the scores, and of both losses. The load is a count and has no gradient.
 pub(crate) fn route_backward(cpu: &Cpu, op: RouteBackward<'_, Cpu>) -> Result<Tensor<Cpu>> {
     const OP: &str = "route_backward";
     let (tokens, experts) = op.routing.kept.shape();
@@ -390,7 +389,7 @@ pub(crate) fn route_backward(cpu: &Cpu, op: RouteBackward<'_, Cpu>) -> Result<Te
     Ok(out)
 }
 
-/// The gradient of one token's scores as far as they were chosen: that of the gate weights.
+/// The gradient of one token's scores through the gate weights of the chosen experts.
 fn weights_backward(op: &RouteBackward<'_, Cpu>, token: usize, scores: &[f32], out: &mut [f32]) {
     let RouteRule { top_k, normalize, scale, .. } = op.rule;
     let slots = token * top_k..(token + 1) * top_k;

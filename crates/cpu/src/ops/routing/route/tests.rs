@@ -3,7 +3,7 @@ use crate::Buf;
 use crate::ops::plain::elementwise::tests::{bits, normals, same_everywhere};
 use nibble_core::{Backend, DType};
 
-/// Of all experts the largest softmax.
+/// Top-k of the softmax over all experts.
 fn of(logits: &Tensor<Cpu>, (top_k, normalize): (usize, bool), shards: usize) -> Route<'_, Cpu> {
     Route { logits, bias: None, rule: RouteRule::softmax(top_k, normalize), shards, documents: None }
 }
@@ -27,7 +27,7 @@ fn logits_of(cpu: &Cpu, tokens: usize, experts: usize) -> Tensor<Cpu> {
     Tensor::from_f32(cpu, &x, tokens, experts).unwrap()
 }
 
-/// Everything a routing is, floats as bits.
+/// All fields of a routing; floats as bits.
 #[derive(Debug, PartialEq)]
 struct Contents {
     expert: Vec<i32>,
@@ -37,7 +37,7 @@ struct Contents {
     losses: Vec<u32>,
 }
 
-/// One pattern for all NaNs: which one it is does not matter.
+/// All NaNs become one pattern: NaN payloads are not specified.
 fn contents(r: &Routing<Cpu>) -> Contents {
     let one_nan = |b: u32| if f32::from_bits(b).is_nan() { f32::NAN.to_bits() } else { b };
     let of = |x: &Buf<f32>| x.as_slice().iter().map(|x| one_nan(x.to_bits())).collect();
@@ -61,7 +61,7 @@ fn softmax_f64(logits: &[f64]) -> (Vec<f64>, f64) {
     (logits.iter().map(|x| (x - max).exp() / sum).collect(), max + sum.ln())
 }
 
-/// The losses of one shard in double precision, the load given.
+/// The losses of one shard in double precision, for a given load.
 fn losses_f64(rows: &[Vec<f64>], load: &[i32], top_k: usize) -> (f64, f64) {
     let (tokens, experts) = (rows.len() as f64, load.len());
     let (mut mean, mut z) = (vec![0.0; experts], 0.0);
@@ -145,7 +145,7 @@ fn what_is_not_finite_is_seen_in_its_own_shard_and_routes_to_the_first_experts()
         });
         let nan = |bits: &[u32]| bits.iter().map(|&b| f32::from_bits(b).is_nan()).collect::<Vec<_>>();
         assert_eq!(got.expert[3..6], [0, 1, 2], "{bad}");
-        // The second token's weights and probabilities, the first shard's losses, and nothing else.
+        // NaN in the second token's weights and probabilities and in the first shard's losses, and nowhere else.
         let rows = |per_row: usize| (0..4 * per_row).map(|i| i / per_row == 1).collect::<Vec<_>>();
         assert_eq!(nan(&got.weight), rows(3), "{bad}");
         assert_eq!(nan(&got.probs), rows(20), "{bad}");
@@ -158,7 +158,7 @@ fn what_is_not_finite_is_seen_in_its_own_shard_and_routes_to_the_first_experts()
     assert_eq!((r.expert.as_slice(), r.weight.as_slice()), (&[1, 3, 0][..], &[0.5, 0.5, 0.0][..]));
 }
 
-/// The scalar whose gradient `route_backward` returns, in double precision, choice and load held.
+/// The scalar whose gradient `route_backward` returns, in double precision; choice and load are fixed.
 fn objective(rows: &[Vec<f64>], r: &Routing<Cpu>, args: &RouteBackward<'_, Cpu>) -> f64 {
     let (experts, k) = (r.kept.cols, args.rule.top_k);
     let mut total = 0.0;
@@ -177,7 +177,7 @@ fn objective(rows: &[Vec<f64>], r: &Routing<Cpu>, args: &RouteBackward<'_, Cpu>)
     total
 }
 
-/// Of one shard's balance loss each.
+/// The arguments with a balance loss for each shard by itself.
 fn backward<'a>(
     routing: &'a Routing<Cpu>,
     (top_k, normalize, shards): (usize, bool, usize),
@@ -216,7 +216,7 @@ fn the_gradient_is_that_of_finite_differences() {
                     worst = worst.max((f64::from(got) - want).abs());
                     largest = largest.max(want.abs());
                 }
-                // One expert's normalised weight is constant: with no loss beside it the gradient is zero.
+                // A single expert's normalised weight is constant: without auxiliary losses the gradient is zero.
                 let constant = normalize && top_k == 1 && aux_scale == 0.0 && z_scale == 0.0;
                 assert_eq!(largest < 1e-8, constant, "{largest}");
                 assert!(

@@ -5,7 +5,7 @@ use crate::{Buf, Cpu};
 use nibble_core::Result;
 use nibble_core::ops::{AssignRanks, PackSlots, ReceivedSlots, SlotRanks, UnpackSlots, record_words};
 
-/// In one thread: it touches a few bytes a slot.
+/// Single-threaded: it touches a few bytes per slot.
 pub(crate) fn assign_ranks(cpu: &Cpu, op: AssignRanks<'_, Cpu>) -> Result<SlotRanks<Cpu>> {
     let mut out = op.result(cpu)?;
     let SlotRanks { rank, first, counts } = &mut out;
@@ -59,7 +59,7 @@ pub(crate) fn pack_slots(cpu: &Cpu, op: PackSlots<'_, Cpu>) -> Result<Buf<i32>> 
     Ok(out)
 }
 
-/// Nothing is checked.
+/// Checks nothing.
 pub(crate) fn unpack_slots(cpu: &Cpu, op: UnpackSlots<'_, Cpu>) -> Result<ReceivedSlots<Cpu>> {
     let (words, k) = (record_words(op.top_k), op.top_k);
     let (mut out, records) = (op.result(cpu)?, op.records.as_slice());

@@ -2,7 +2,7 @@ use super::*;
 use crate::ops::plain::elementwise::tests::{below, normals, same_everywhere};
 use nibble_core::Backend;
 
-/// Tokens, slots a token, experts of a rank, ranks.
+/// Tokens, slots per token, experts per rank, ranks.
 const CASES: [(usize, usize, usize, usize); 8] = [
     (0, 2, 4, 2),
     (1, 1, 1, 1),
@@ -14,7 +14,7 @@ const CASES: [(usize, usize, usize, usize); 8] = [
     (9000, 4, 5, 3),
 ];
 
-/// Experts, one in nine of them none of any rank: negative, or past the last.
+/// Expert ids; one in nine belongs to no rank: negative, or past the last expert.
 fn experts((tokens, top_k, each, world): (usize, usize, usize, usize)) -> Vec<i32> {
     let all = (each * world) as i32;
     let valid = below(1, each * world, tokens * top_k);
@@ -64,9 +64,9 @@ fn a_record_tells_a_rank_of_its_own_experts_and_of_all_weights() {
         let ((tokens, top_k, each, world), expert) = (case, experts(case));
         let slots = tokens * top_k;
         let mut weight = normals(3, slots);
-        // A NaN keeps its payload on the way.
+        // A NaN's payload must survive the transfer.
         weight.iter_mut().step_by(7).for_each(|w| *w = f32::from_bits(0xFFC0_1234));
-        // Any slots, and three that are none.
+        // Random slots, and three out of range.
         let slot = [below(4, slots.max(1), 2 * slots), vec![-1, i32::MIN, slots as i32]].concat();
         let (records, back) = same_everywhere(|cpu| {
             let (slot, expert, weight) =
@@ -90,7 +90,7 @@ fn a_record_tells_a_rank_of_its_own_experts_and_of_all_weights() {
                 Some(from) => {
                     let token = from / top_k;
                     let of_token = token * top_k..(token + 1) * top_k;
-                    // The packer does not know how many ranks there are: past the last come more of the same size.
+                    // The packer does not know the number of ranks: past the last rank, ranks of the same size continue.
                     let rank = |e: i32| (e >= 0).then(|| e as usize / each);
                     let local = |&e: &i32| match rank(expert[from]) {
                         Some(r) if rank(e) == Some(r) => e - (r * each) as i32 + 1,

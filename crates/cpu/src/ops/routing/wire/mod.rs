@@ -9,7 +9,7 @@ use half::bf16;
 use nibble_core::ops::{Counts, PackRows, PackedRows, QuantizePack, UnpackPermute, UnpackRows};
 use nibble_core::{Data, Error, Operand, Plain, Result, RowKind};
 
-/// Copies bytes; a record is codes ‖ scales ‖ the tensor's scale ‖ zeros to a multiple of 16.
+/// Copies bytes; a record is codes ‖ scales ‖ tensor scale ‖ zeros up to a multiple of 16.
 pub(crate) fn pack_rows(cpu: &Cpu, op: PackRows<'_, Cpu>) -> Result<Buf<u8>> {
     const OP: &str = "pack_rows";
     op.check()?;
@@ -47,7 +47,7 @@ pub(crate) fn pack_rows(cpu: &Cpu, op: PackRows<'_, Cpu>) -> Result<Buf<u8>> {
     Ok(out)
 }
 
-/// One after the other, once both lists are seen to say the same.
+/// Quantizes, then packs, once `index` and `place` are found consistent.
 pub(crate) fn quantize_pack(cpu: &Cpu, op: QuantizePack<'_, Cpu>) -> Result<PackedRows<Cpu>> {
     const OP: &str = "quantize_pack";
     op.check()?;
@@ -73,7 +73,7 @@ pub(crate) fn quantize_pack(cpu: &Cpu, op: QuantizePack<'_, Cpu>) -> Result<Pack
     Ok(PackedRows { bytes, counts, found: made.found })
 }
 
-/// Copies bytes back; what the padding holds does not matter.
+/// Copies bytes back; the padding is ignored.
 pub(crate) fn unpack_rows(cpu: &Cpu, op: UnpackRows<'_, Cpu>) -> Result<Operand<Cpu>> {
     op.check()?;
     let mut out = op.result(cpu)?;
@@ -81,7 +81,7 @@ pub(crate) fn unpack_rows(cpu: &Cpu, op: UnpackRows<'_, Cpu>) -> Result<Operand<
     Ok(out)
 }
 
-/// The same, each record to every row that it is.
+/// As [`unpack_rows`], with each record copied to all of its rows.
 pub(crate) fn unpack_permute(cpu: &Cpu, op: UnpackPermute<'_, Cpu>) -> Result<Operand<Cpu>> {
     op.check()?;
     let order = source_rows("unpack_permute", op.map, op.messages())?;
@@ -90,17 +90,17 @@ pub(crate) fn unpack_permute(cpu: &Cpu, op: UnpackPermute<'_, Cpu>) -> Result<Op
     Ok(out)
 }
 
-/// Messages, back to back.
+/// Packed rows, back to back.
 struct Records<'a> {
     cpu: &'a Cpu,
     bytes: &'a [u8],
     kind: RowKind,
-    /// Which record each row is, padding where it is negative; none where row i is record i.
+    /// The record of each row, negative for padding; `None` if row i is record i.
     order: Option<&'a [i32]>,
 }
 
 impl Records<'_> {
-    /// All planes of rows. Indices were checked.
+    /// Reads codes and scales of all rows. Indices were checked.
     fn read(&self, out: &mut Operand<Cpu>) {
         let (code_bytes, scale_bytes) = (self.kind.code_bytes(), self.kind.scale_bytes());
         match out {
@@ -122,7 +122,7 @@ impl Records<'_> {
         }
     }
 
-    /// Bytes `offset .. offset + width` of records, as one plane.
+    /// Copies bytes `offset .. offset + width` of each record to one buffer.
     fn read_plane<T: Plain>(&self, offset: usize, width: usize, pad: T, out: &mut Buf<T>) {
         let row_bytes = self.kind.row_bytes();
         let record_of = |row: usize| self.order.map_or(Some(row), |order| usize::try_from(order[row]).ok());

@@ -19,7 +19,7 @@ fn rows_of(cpu: &Cpu, format: Format, rule: ScaleRule, rows: usize, cols: usize)
     }
 }
 
-/// Everything an operand is.
+/// All fields of an operand.
 fn contents(x: &Operand<Cpu>) -> (Format, usize, usize, Vec<u32>, Vec<u8>) {
     let (elements, scales) = match x {
         Operand::Plain(t) => (bits(t), Vec::new()),
@@ -28,7 +28,7 @@ fn contents(x: &Operand<Cpu>) -> (Format, usize, usize, Vec<u32>, Vec<u8>) {
     (x.format(), x.rows(), x.cols(), elements, scales)
 }
 
-/// Every format with every rule it knows.
+/// Every format with each of its rules.
 fn every_kind() -> impl Iterator<Item = (Format, ScaleRule)> {
     Format::ALL.into_iter().flat_map(|format| {
         let rules = format.spec().rules;
@@ -92,7 +92,7 @@ fn a_record_is_codes_then_scales_then_zeros() {
             Operand::Block(q) => (q.codes.as_slice().to_vec(), scale_bytes(q)),
         };
         let (c, s) = (elements.len() / 50, scales.len() / 50);
-        // The tensor's scales lie behind those of all blocks.
+        // The tensor scales follow the scales of all blocks.
         let of_blocks = x.row_kind().scale_bytes();
         let (blocks, of_tensor) = scales.split_at(50 * of_blocks);
         let row_bytes = (c + s).div_ceil(16) * 16;
@@ -108,7 +108,7 @@ fn a_record_is_codes_then_scales_then_zeros() {
     }
 }
 
-/// Six rows of which the second has no message, the third three, and two messages no row.
+/// Six rows: the second is in no message, the third in three; two messages hold no row.
 const MESSAGES: [i32; 9] = [2, 0, -1, 5, 2, 3, -2, 4, 2];
 const PLACES: [i32; 18] = [-1, 1, -1, -1, -1, -1, 0, 4, 8, 5, -1, -1, -3, -1, 7, 3, -1, -1];
 
@@ -246,7 +246,7 @@ fn mistakes_are_errors() {
     let (bytes_of_none, map) = (cpu.zeros::<u8>(0).unwrap(), case.plan(&cpu));
     let kind = RowKind { format: Format::Mxfp4, rule: ScaleRule::Rceil, cols: 32 };
     let sort = |bytes: &Buf<u8>| unpack_permute(&cpu, UnpackPermute { bytes, kind, map: &map }).map(|_| ());
-    // A row of the plan that no message is.
+    // A row of the plan without a message.
     let e = sort(&bytes_of_none).unwrap_err().to_string();
     assert!(e.starts_with("unpack_permute: `map.source_row` is 0 at 0"), "{e}");
     let short = cpu.zeros::<u8>(kind.row_bytes() + 16).unwrap();

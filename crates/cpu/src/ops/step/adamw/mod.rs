@@ -1,8 +1,8 @@
 //! See [`nibble_core::ops::AdamW`].
 //!
-//! The formula as written there, operation by operation: every product, sum, quotient and root is rounded (no fma);
-//! w ← (w − (lr · weight_decay) · w) − (lr · (m · bias1)) / (√(v · bias2) + eps). One body serves as specification and
-//! as vectorised code, for either type of gradients and of moments.
+//! The formula as documented there, operation by operation: every product, sum, quotient and root is rounded (no fma);
+//! w ← (w − (lr · weight_decay) · w) − (lr · (m · bias1)) / (√(v · bias2) + eps). One body is both specification and
+//! vectorised code, for either type of gradients and of moments.
 
 use crate::Cpu;
 use crate::gemm::Isa;
@@ -27,7 +27,7 @@ struct Step {
     grad_scale: f32,
 }
 
-/// Updates parameters and both moments in place, unless the step does not count.
+/// Updates parameters and both moments in place, unless the step is skipped.
 pub(crate) fn adamw(cpu: &Cpu, op: AdamW<'_, Cpu>) -> Result<()> {
     let control = op.control.as_slice();
     if control[Control::STOP] != 0.0 {
@@ -73,7 +73,7 @@ fn update(cpu: &Cpu, step: Step, tensor: AdamWTensor<'_, Cpu>) -> Result<()> {
     Ok(())
 }
 
-/// One type of gradients and of moments.
+/// The update for one type of gradients and one of moments.
 type Update<G, M> = fn(Isa, Step, &[G], &mut [f32], &mut [M], &mut [M]);
 
 fn run<G: Real, M: Real>(

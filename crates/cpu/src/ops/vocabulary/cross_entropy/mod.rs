@@ -1,6 +1,6 @@
 //! See [`nibble_core::ops::CrossEntropy`].
 //!
-//! One body serves as specification and as vectorised code: a loop over rows, whose sum is `crate::sums::wide_sum`.
+//! One body is both specification and vectorised code: a loop over rows that sums with `crate::sums::wide_sum`.
 
 use crate::Cpu;
 use crate::simd::{Real, exp_less, lane_max, per_isa, rows_per_task};
@@ -41,7 +41,7 @@ pub(in crate::ops) fn sum_losses(cpu: &Cpu, loss: &[f32], nats: &mut [f64]) {
     }
 }
 
-/// Some rows of a cross-entropy, by their targets.
+/// Rows of a cross-entropy, with their targets.
 pub(in crate::ops) struct TargetRows<'a> {
     cpu: &'a Cpu,
     targets: &'a [i32],
@@ -59,7 +59,7 @@ impl<'a> TargetRows<'a> {
         self.targets.iter().filter(|&&t| usize::try_from(t).is_ok_and(|t| t >= self.vocab)).count() as u64
     }
 
-    /// The loss of each row, and the gradient of its logits unless there is no room for it.
+    /// The loss of each row, and the gradient of its logits unless `grads` is empty.
     pub fn run<T: Real>(&self, logits: &[f32], losses: &mut [f32], mut grads: &mut [T]) {
         let Self { cpu, targets, vocab, scale } = *self;
         let (isa, rows, wanted) = (cpu.isa(), targets.len(), !grads.is_empty());
@@ -83,9 +83,9 @@ impl<'a> TargetRows<'a> {
     }
 }
 
-/// Room for one row.
+/// Scratch for one row.
 struct Room {
-    /// Its exponentials.
+    /// The row's exponentials.
     e: Vec<f32>,
     lanes: WideLanes,
 }
@@ -114,7 +114,7 @@ fn loss_rows_body<T: Real>(
         let elements = row * vocab..(row + 1) * vocab;
         let z = &logits[elements.clone()];
         let grad = if grad.is_empty() { &mut [] } else { &mut grad[elements] };
-        // Negative ones are as large as it gets.
+        // A negative target becomes a huge index: ignored too.
         let target = target as usize;
         if target >= vocab {
             *loss = 0.0;

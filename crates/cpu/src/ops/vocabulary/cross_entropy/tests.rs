@@ -7,7 +7,7 @@ const SHAPES: [(usize, usize); 8] = [(0, 4), (1, 1), (3, 2), (5, 15), (4, 16), (
 
 const SCALE: f32 = 0.125;
 
-/// What losses' gradients are scaled by.
+/// The loss scale of the gradients.
 fn control(cpu: &Cpu) -> crate::Buf<f32> {
     cpu.upload(&Control::with_loss_scale(SCALE)).unwrap()
 }
@@ -117,12 +117,12 @@ fn large_logits_neither_overflow_nor_vanish() {
     let loss: Vec<f32> = got.0.into_iter().map(f32::from_bits).collect();
     assert!((loss[0] - 1.313_261_7).abs() < 1e-6 && (loss[1] - 4f32.ln()).abs() < 1e-6, "{loss:?}");
     assert!((f32::from_bits(got.1[0]) - SCALE * 0.731_058_6).abs() < 1e-7);
-    // A NaN comes out instead of being passed over.
+    // A NaN in the logits gives a NaN loss.
     let cpu = Cpu::new(1).unwrap();
     assert!(on(&cpu, &[1.0, f32::NAN, 0.0], &[0], None).loss.as_slice()[0].is_nan());
 }
 
-/// The definition, with all 1024 lanes of it.
+/// The definition, with all 1024 lanes.
 fn lanes_of(z: &[f32], target: usize) -> (f32, Vec<f32>) {
     let max = z.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let e: Vec<f32> = z.iter().map(|z| nibble_formats::math::exp(z - max)).collect();

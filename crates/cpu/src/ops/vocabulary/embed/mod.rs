@@ -9,7 +9,7 @@ use nibble_core::ops::{Embed, EmbedBackward, EmbedOut};
 use nibble_core::{DType, Data, Error, Result};
 use std::ops::Range;
 
-/// Copies rows, rounding them on the way.
+/// Copies rows of the embedding, rounded to the result's type.
 pub(crate) fn embed(cpu: &Cpu, op: Embed<'_, Cpu>) -> Result<EmbedOut<Cpu>> {
     let table = op.table.f32("embed", "table")?.as_slice();
     let mut out = op.result(cpu)?;
@@ -22,7 +22,7 @@ pub(crate) fn embed(cpu: &Cpu, op: Embed<'_, Cpu>) -> Result<EmbedOut<Cpu>> {
     Ok(out)
 }
 
-/// The row of a table that an id stands for, if it does.
+/// The embedding row of an id, if the id is in the vocabulary.
 fn row_of(id: i32, vocab: usize) -> Option<usize> {
     usize::try_from(id).ok().filter(|&row| row < vocab)
 }
@@ -42,10 +42,10 @@ fn look_up<T: Real>(cpu: &Cpu, table: &[f32], ids: &[i32], out: &mut [T], round:
 
 per_isa!(fn add_tokens<T: Real> = add_tokens_body; (tokens: &[u32], dy: &[T], row: &mut [f32], room: &mut Vec<f32>));
 
-/// Columns that are summed at a time, in registers.
+/// Columns summed at a time, in registers.
 const COLUMNS: usize = 64;
 
-/// Adds the rows of these tokens, all of one id, to its row of the gradient.
+/// Adds the dy rows of one id's tokens to the id's row of the gradient.
 #[inline(always)]
 fn add_tokens_body<T: Real>(tokens: &[u32], dy: &[T], row: &mut [f32], room: &mut Vec<f32>) {
     let d = row.len();
@@ -74,7 +74,7 @@ fn add_columns<T: Real, const N: usize>(
     sums: &mut [f32; N],
     room: &mut Vec<f32>,
 ) {
-    // Most ids are rare, and need no room.
+    // Most ids are rare: a single chunk needs no scratch.
     if tokens.len() <= EmbedBackward::<Cpu>::CHUNK {
         let acc = chunk_sum::<T, N>(tokens, dy, d, first);
         for i in 0..N {
@@ -103,7 +103,7 @@ fn chunk_sum<T: Real, const N: usize>(tokens: &[u32], dy: &[T], d: usize, first:
     acc
 }
 
-/// Threads divide the rows of the table.
+/// Threads divide the rows of the embedding.
 pub(crate) fn embed_backward(cpu: &Cpu, op: EmbedBackward<'_, Cpu>) -> Result<()> {
     const OP: &str = "embed_backward";
     if op.shards == 0 {
@@ -123,7 +123,7 @@ pub(crate) fn embed_backward(cpu: &Cpu, op: EmbedBackward<'_, Cpu>) -> Result<()
     Ok(())
 }
 
-/// Which row of the gradient each row of dy goes to.
+/// Maps each row of dy to its row of the gradient.
 struct Tokens<'a> {
     ids: &'a [i32],
     shards: usize,
@@ -139,7 +139,7 @@ impl Tokens<'_> {
         }
         let sorted: Vec<ById> = self.ids.chunks(per_shard).map(|ids| ById::new(ids, self.vocab)).collect();
         let few = rows_per_task(cpu, self.ids.len(), d) >= self.ids.len();
-        // Some shares a thread, as some ids are more frequent than others.
+        // Several shares per thread, as some ids are more frequent than others.
         let threads = if few { 1 } else { 4 * cpu.pool().current_num_threads() };
         let rows = self.vocab.div_ceil(threads.div_ceil(self.shards));
         let mut shares = Vec::new();
@@ -160,16 +160,16 @@ impl Tokens<'_> {
     }
 }
 
-/// A shard's tokens sorted by id, those of one id in their order.
+/// A shard's tokens sorted by id; tokens of one id keep their order.
 struct ById {
     tokens: Vec<u32>,
-    /// The ids that there are, and where the tokens of each begin; in ascending order.
+    /// Each id that occurs, and where its tokens begin; ascending.
     runs: Vec<(usize, usize)>,
 }
 
 impl ById {
-    /// Tokens of ids outside the table are left out. Ids are counted where there are no more of them than tokens, else
-    /// compared: both sorts are stable.
+    /// Leaves out tokens whose id is outside the embedding. A counting sort if there are at most as many ids as tokens, else a
+    /// comparison sort; both keep the order of tokens.
     fn new(ids: &[i32], vocab: usize) -> Self {
         if vocab <= ids.len() { Self::counted(ids, vocab) } else { Self::compared(ids, vocab) }
     }
@@ -207,7 +207,7 @@ impl ById {
         Self { tokens: sorted.into_iter().map(|key| key as u32).collect(), runs }
     }
 
-    /// The ids of this range that there are, with their tokens.
+    /// The ids of this range that occur, with their tokens.
     fn of(&self, ids: Range<usize>) -> impl Iterator<Item = (usize, &[u32])> {
         let first = self.runs.partition_point(|(id, _)| *id < ids.start);
         let end = self.runs.partition_point(|(id, _)| *id < ids.end);

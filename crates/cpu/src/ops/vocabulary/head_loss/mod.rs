@@ -1,7 +1,7 @@
 //! See [`nibble_core::ops::HeadLoss`].
 //!
-//! Made of the very parts that the separate operations are made of: the engine of [`crate::gemm`], whose chains go on from
-//! chunk to chunk, the rows of [`mod@crate::ops::vocabulary::cross_entropy`], and [`mod@crate::ops::convert::quantize`].
+//! It shares its code with the separate operations: the engine of [`crate::gemm`], whose chains continue from chunk to chunk; the
+//! rows of [`mod@crate::ops::vocabulary::cross_entropy`]; and [`mod@crate::ops::convert::quantize`].
 
 use crate::gemm::{self, Engine, GemmError, Group, OperandView, Output};
 use crate::ops::convert::quantize::quantize;
@@ -28,7 +28,7 @@ pub(crate) fn head_loss(cpu: &Cpu, op: HeadLoss<'_, Cpu>) -> Result<HeadLossOut<
     }
 }
 
-/// A type that the engine multiplies and writes.
+/// An element type that the engine reads and writes.
 trait Factor: Real {
     fn factor(x: &[Self]) -> gemm::Data<'_>;
     fn output(x: &mut [Self], stride: usize) -> Output<'_>;
@@ -112,7 +112,7 @@ fn run<T: Factor>(cpu: &Cpu, op: HeadLoss<'_, Cpu>) -> Result<HeadLossOut<Cpu>> 
     Ok(out)
 }
 
-/// What is there only for gradients.
+/// Needed for gradients only.
 struct Gradients<'a, T: Factor> {
     wt: Weight<'a>,
     /// Of one chunk.
@@ -124,12 +124,12 @@ fn is_block(x: &core::Operand<Cpu>) -> bool {
     matches!(x, core::Operand::Block(_))
 }
 
-/// Makes what the products take of a tensor, chunk by chunk, and counts as it goes.
+/// Prepares a tensor's operands of the products, chunk by chunk, and sums the block counts.
 struct Quantizer<'a> {
     cpu: &'a Cpu,
-    /// By rows, by columns.
+    /// Codecs by rows and by columns.
     codecs: [Option<Codec>; 2],
-    /// Whether what it is multiplied with is quantized.
+    /// Whether the other operand of each product is quantized.
     beside: [bool; 2],
     counts: [u64; 3],
 }
@@ -139,7 +139,7 @@ impl<'a> Quantizer<'a> {
         Self { cpu, codecs, beside, counts: [0; 3] }
     }
 
-    /// A chunk's, of rows of `cols` values.
+    /// The operands of one chunk, of rows of `cols` values.
     fn factor<'x, T: Factor>(&mut self, values: &'x [T], cols: usize) -> Result<Chunk<'x>> {
         let mut made = Chunk { values: T::factor(values), cols, by_rows: None, by_cols: None };
         if self.codecs == [None, None] && self.beside == [false, false] {
@@ -176,7 +176,8 @@ impl<'a> Quantizer<'a> {
     }
 }
 
-/// Some rows of a matrix as the products take them: as they are, unless planes have been made of them, or of what they are multiplied with.
+/// Some rows of a matrix as operands: the plain values, and the operands by rows and by columns if these or their counterparts are
+/// quantized.
 struct Chunk<'a> {
     values: gemm::Data<'a>,
     cols: usize,
@@ -184,7 +185,7 @@ struct Chunk<'a> {
     by_cols: Option<core::Operand<Cpu>>,
 }
 
-/// A weight, which is made what the products take of it once.
+/// A weight; its form for the products is computed once.
 struct Weight<'a> {
     operand: &'a core::Operand<Cpu>,
     side: Option<Side<'a>>,
@@ -228,13 +229,13 @@ fn multiply(
     cpu.pool().install(|| run(engine, out)).map_err(|e| refused(OP, e))
 }
 
-/// Where the weight's gradient goes, chunk by chunk.
+/// Accumulates the weight's gradient, chunk by chunk.
 struct WeightGradient<'a> {
     dw: &'a mut Data<Cpu>,
     accumulate: bool,
     sizes: Sizes,
-    /// The chain of a shard that is not done in one chunk, where dw itself cannot hold it: it has something to be added to,
-    /// or is rounded. `[vocab, d]`.
+    /// F32 partial sums of a shard that spans several chunks, if dw cannot hold them because it is accumulated into or is BF16.
+    /// `[vocab, d]`.
     chain: Option<Buf<f32>>,
 }
 
@@ -252,7 +253,7 @@ impl<'a> WeightGradient<'a> {
         Self { dw: &mut dw.data, accumulate, sizes, chain }
     }
 
-    /// The part of a chunk.
+    /// Adds the contribution of one chunk.
     fn add_chunk(
         &mut self,
         cpu: &Cpu,

@@ -1,4 +1,4 @@
-//! Largest magnitudes that are measured by themselves, and taken as given.
+//! Amax that is measured separately and then given to quantization.
 
 use super::codecs;
 use crate::case::{Case, Outputs, Pads};
@@ -10,18 +10,18 @@ use nibble_core::formats::Codec;
 use nibble_core::ops::{Delayed, Dequantize, Emitted, MeasureAmax, Planes, Quantize};
 use nibble_core::{Agreement, DType, Kernels, Result, Tensor};
 
-/// Of matrices of a stack the first rows, under the largest magnitudes of all of their rows: the codes and scales that these rows have in the whole.
+/// The first rows of each matrix of a stack, under the amax of all its rows: the same codes and scales as in the whole.
 #[derive(Debug)]
 struct Part {
     codec: Codec,
     rows: usize,
-    /// Of each matrix: whole tiles.
+    /// Rows of each matrix; whole tiles.
     part: usize,
     cols: usize,
     stack: usize,
     dtype: DType,
     input: Input,
-    /// What the first matrix expects; the others' follow.
+    /// The expected amax of the first matrix; the other matrices' values derive from it.
     expected: Option<f32>,
 }
 
@@ -44,7 +44,7 @@ impl<B: Kernels> Case<B> for Part {
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
         let Self { codec, rows, part, cols, stack, dtype, .. } = *self;
         let mut values = self.input.values(&stream("quantize.part"), stack * rows * cols);
-        // The largest is in no first row.
+        // The largest value is in none of the first rows.
         values.iter_mut().skip(rows * cols - 1).step_by(rows * cols).for_each(|last| *last = 3e4);
         let whole = plain(b, dtype, &values, stack * rows, cols)?;
         let first = plain(b, dtype, &self.cut(&values), stack * part, cols)?;
@@ -83,7 +83,7 @@ impl<B: Kernels> Case<B> for Part {
     }
 }
 
-/// Rows of matrices whose largest magnitudes are known, for every format with a scale of a tensor.
+/// Rows of matrices whose amax is known, for every format with a tensor scale.
 pub(super) fn parts<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for (i, codec) in codecs().filter(|codec| codec.scale_kind().has_tensor_scale()).enumerate() {
         for (j, input) in Input::ALL.into_iter().enumerate() {

@@ -17,7 +17,7 @@ use nibble_core::formats::{Codec, Format, Purpose, Rounding, ScaleRule, Stream};
 use nibble_core::ops::{Delayed, Dequantize, Hadamard, Planes, Quantize, Random};
 use nibble_core::{Agreement, DType, Groups, Kernels, Result, Tensor};
 
-/// Kinds of values that cases take in turn.
+/// Kinds of values; the cases rotate through them.
 const INPUTS: [Input; 6] = [
     Input::Normal,
     Input::ExtremeExponents,
@@ -27,7 +27,7 @@ const INPUTS: [Input; 6] = [
     Input::SignedZeros,
 ];
 
-/// Every rule of every block format, to nearest.
+/// Every rule of every block format, rounded to nearest.
 pub(in crate::ops) fn codecs() -> impl Iterator<Item = Codec> {
     let all = |format: Format| format.spec().rules.iter().map(move |&rule| (format, rule));
     Format::ALL.into_iter().flat_map(all).map(|(format, rule)| codec(format, rule, Rounding::NearestEven))
@@ -37,7 +37,7 @@ pub(in crate::ops) fn codec(format: Format, rule: ScaleRule, rounding: Rounding)
     Codec::new(format, rule, rounding).unwrap_or_else(|e| panic!("{e}"))
 }
 
-/// A matrix of NaN where pads may hold anything, else of zeros there.
+/// A matrix with NaN in padding that may hold anything, else with zeros there.
 pub(in crate::ops) fn ragged_values(
     input: Input,
     name: &str,
@@ -77,12 +77,12 @@ impl<B: Kernels> Case<B> for Dense {
     }
 }
 
-/// The step of random bits out of a buffer of the backend's, of which the first value counts.
+/// The step of the random bits comes from a device buffer, of which only the first value counts.
 #[derive(Debug)]
 struct StepOnDevice {
     codec: Codec,
     planes: Planes,
-    /// The length of a transform whose signs change with the step too.
+    /// The length of a transform whose signs also change with the step.
     hadamard: Option<usize>,
     step: u32,
 }
@@ -117,7 +117,7 @@ impl<B: Kernels> Case<B> for StepOnDevice {
     }
 }
 
-/// The step of a recorded training step lies on the device.
+/// In a recorded training step, the step counter is on the device.
 fn step_on_device<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for rounding in [Rounding::Stochastic, Rounding::Dither { delta_q16: 0x4000 }] {
         for format in [Format::Mxfp4, Format::E4m3] {
@@ -177,7 +177,7 @@ impl<B: Kernels> Case<B> for Ragged {
     }
 }
 
-/// Rows in five groups, or dense ones without a spread, and the groups.
+/// A matrix and its groups: rows in five groups, or without a spread, dense rows.
 pub(in crate::ops) fn matrix<B: Kernels>(
     b: &B,
     spread: Option<Spread>,
@@ -194,7 +194,7 @@ pub(in crate::ops) fn matrix<B: Kernels>(
     Ok((plain(b, dtype, &x, rows.capacity, cols)?, Some(rows.upload(b)?)))
 }
 
-/// Scales of earlier steps; dense rows, or a stack, without a spread.
+/// Delayed scaling, of ragged rows, or without a spread of dense rows or a stack.
 #[derive(Debug)]
 struct OfEarlierSteps {
     codec: Codec,
@@ -205,7 +205,7 @@ struct OfEarlierSteps {
     stack: usize,
     dtype: DType,
     input: Input,
-    /// What the first span expects; the others' follow.
+    /// The expected amax of the first span; the other spans' values derive from it.
     expected: f32,
 }
 
@@ -221,7 +221,7 @@ impl<B: Kernels> Case<B> for OfEarlierSteps {
         let (x, groups) = matrix(b, self.spread, (self.rows, cols), self.dtype, self.input, pads)?;
         let random = codec.draws().then(|| stream("quantize.random").into());
         let op = Quantize { groups: groups.as_ref(), stack, random, ..Quantize::new(&x, codec, planes) };
-        // Records of five values from the third on; every third span has none that is known.
+        // Records of five values from the third on; every third span has no known amax.
         let (first, stride) = (3, 5);
         let mut records = vec![f32::NAN; first + op.spans() * stride];
         for span in 0..op.spans() {
@@ -236,7 +236,7 @@ impl<B: Kernels> Case<B> for OfEarlierSteps {
     }
 }
 
-/// Expected magnitudes that are met, missed and unknown, for every form.
+/// Expected amax that is met, exceeded or unknown, for every layout.
 fn of_earlier_steps<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for (first, stride) in [(0, 2), (4, 0), (0, usize::MAX / 2 + 1), (usize::MAX, 0), (usize::MAX - 1, 1)] {
         pair.check_refused(&RecordsTooFar { first, stride }, |e| e.to_string().contains("3 spans"));
@@ -260,7 +260,7 @@ fn of_earlier_steps<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
                     input,
                     expected,
                 };
-                // Random bits are the same business whatever is expected.
+                // Random bits do not depend on the expected amax.
                 if j > 0 && k != 2 {
                     continue;
                 }
@@ -280,7 +280,7 @@ fn of_earlier_steps<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     }
 }
 
-/// Records whose places no number can say.
+/// Records whose indices overflow.
 #[derive(Debug)]
 struct RecordsTooFar {
     first: usize,
@@ -303,7 +303,7 @@ impl<B: Kernels> Case<B> for RecordsTooFar {
     }
 }
 
-/// A transform first; dense rows without a spread.
+/// Quantization after a transform; dense rows without a spread.
 #[derive(Debug)]
 struct Transformed {
     codec: Codec,
@@ -333,7 +333,7 @@ impl<B: Kernels> Case<B> for Transformed {
             .run(b)?;
         let mut out = Outputs::default();
         out.emitted(b, "out", &made)?;
-        // Whatever order a backend gave the scales of columns, it reads them so too.
+        // Whatever order a backend gave the column scales, it must read them in the same order.
         if let Some(columns) = &made.cols {
             let x = columns.block("quantize")?;
             out.tensor(b, "decoded", &Dequantize { x, dtype: DType::F32 }.run(b)?)?;
@@ -342,7 +342,7 @@ impl<B: Kernels> Case<B> for Transformed {
     }
 }
 
-/// Every length of a transform, along the rows and down the columns, with groups that end inside a transform block.
+/// Every transform length, along the rows and down the columns, with groups that end inside a transform block.
 fn transformed<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     let codecs = [
         codec(Format::Mxfp4, ScaleRule::Rceil, Rounding::NearestEven),
@@ -375,10 +375,10 @@ fn transformed<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
                 dtype,
                 input,
             };
-            // Short of a block where the format allows it.
+            // Shorter than a block where the format allows it.
             let rows = if codec.format().column_step() >= 128 { 3 * len + 5 } else { 384 };
             pair.check(&case(Planes::Rows, None, 37, 384));
-            // No multiple of 16: where a strip's scales lie together, they are padded.
+            // No multiple of 16: the strip's scales are padded where they are stored together.
             pair.check(&case(Planes::Cols, None, rows, 72));
             pair.check(&case(Planes::Rows, Some(Spread::Zipf), 70, 2 * len.max(32)));
             for spread in [Spread::Zipf, Spread::EmptyGroups, Spread::OneRowEach] {
@@ -388,8 +388,8 @@ fn transformed<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     }
 }
 
-/// Each kind of plane: whole blocks of most formats, and lines that end inside a block, of an even number of values and of an odd one. Weights
-/// have square tiles, or else blocks along their rows.
+/// Each layout: whole blocks of most formats, and rows and columns of even and odd lengths that end inside a block. Weights have 2-D
+/// blocks, or for formats without them blocks along their rows.
 pub(in crate::ops) const SHAPES: [(Planes, usize, usize, usize); 10] = [
     (Planes::Rows, 37, 200, 1),
     (Planes::Cols, 37, 200, 1),
@@ -400,12 +400,12 @@ pub(in crate::ops) const SHAPES: [(Planes, usize, usize, usize); 10] = [
     (Planes::Tiles, 140, 70, 1),
     (Planes::Tiles, 3 * 20, 130, 3),
     (Planes::Tiles, 2 * 33, 47, 2),
-    // Lines down the columns are shorter than what a warp of a GPU takes of one.
+    // Columns are shorter than what a warp processes of one.
     (Planes::Tiles, 16, 64, 1),
 ];
 
-/// Every codec to nearest on every one of [`SHAPES`] with every kind of values, which comes with its number: daily in pairs, but for the formats that
-/// the backends have code of their own for.
+/// Every codec with nearest rounding on each of [`SHAPES`] with each kind of values and its index. The daily suite covers pairs of these
+/// choices, except for the formats with specialised code, which get all combinations.
 pub(in crate::ops) fn codecs_on_shapes(
     breadth: Breadth,
 ) -> impl Iterator<Item = (Codec, (Planes, usize, usize, usize), (usize, Input))> {
@@ -417,7 +417,7 @@ pub(in crate::ops) fn codecs_on_shapes(
     })
 }
 
-/// Every rounding of every format, where kernels take whole tiles and where groups end inside them.
+/// Every rounding of every format, with whole tiles and with groups that end inside a tile.
 fn general<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     let roundings = [
         Rounding::NearestEven,
@@ -444,7 +444,7 @@ fn general<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     }
 }
 
-/// Real models' widths: a few rows, two uneven groups, square tiles, a transform.
+/// Widths of real models: a few rows, two uneven groups, 2-D blocks, a transform.
 fn wide<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     let codecs = [
         codec(Format::Mxfp4, ScaleRule::Rceil, Rounding::NearestEven),
@@ -480,7 +480,7 @@ fn wide<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     }
 }
 
-/// Conformance of [`Quantize`]: every format, rule, plane and kind of values; every rounding; every way to choose scales; ragged rows; parts of matrices; transforms.
+/// Conformance of [`Quantize`]: every format, rule, layout, kind of values, rounding and scaling option; ragged rows; parts; transforms.
 pub fn quantize<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     taken::for_products(pair);
     of_earlier_steps(pair);
@@ -504,7 +504,7 @@ pub fn quantize<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
             let codec = codec(format, rule, rounding);
             for dtype in PLAIN {
                 let (planes, input) = (Planes::Both, Input::Normal);
-                // Large enough for several threads, at the widths of DeepSeek-V3 over 16.
+                // Large enough for several threads, with 1/16 of DeepSeek-V3's widths.
                 pair.check(&Dense { codec, planes, rows: 320, cols: 448, stack: 1, dtype, input });
             }
             for (i, spread) in Spread::ALL.into_iter().enumerate() {
@@ -524,7 +524,7 @@ pub fn quantize<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
             let spread = Spread::Zipf;
             for planes in [Planes::Rows, Planes::Cols] {
                 let (num_groups, input) = (5, Input::Normal);
-                // Rows that end inside a block; of whole blocks; as wide as a warp's segment.
+                // Rows that end inside a block; rows of whole blocks; rows as wide as a warp's segment.
                 for (cols, dtype) in
                     [(64, DType::Bf16), (256, DType::Bf16), (384, DType::F32), (2048, DType::Bf16)]
                 {

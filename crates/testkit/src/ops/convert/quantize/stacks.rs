@@ -1,4 +1,4 @@
-//! Random bits of parts of a stack that ranks divide.
+//! Random bits for the parts of a stack that is sharded among ranks.
 
 use super::{codec, codecs};
 use crate::case::{Case, Outputs, Pads};
@@ -10,15 +10,15 @@ use nibble_core::formats::{Codec, Format, Rounding, ScaleRule};
 use nibble_core::ops::{Dequantize, Emitted, Planes, Quantize, Random};
 use nibble_core::{Agreement, DType, Kernels, Result};
 
-/// The last matrices of a stack, under the random bits that they have in the whole.
+/// The last matrices of a stack, with the random bits that they have in the whole stack.
 #[derive(Debug)]
 struct LastMatrices {
     codec: Codec,
     planes: Planes,
-    /// Of a matrix.
+    /// Rows per matrix.
     rows: usize,
     cols: usize,
-    /// Of three.
+    /// Number of matrices, out of three.
     last: usize,
     dtype: DType,
 }
@@ -56,7 +56,7 @@ impl<B: Kernels> Case<B> for LastMatrices {
     }
 }
 
-/// A number that is in the middle of a row.
+/// A first element that is in the middle of a row.
 #[derive(Debug)]
 struct NoWholeRows;
 
@@ -74,7 +74,7 @@ impl<B: Kernels> Case<B> for NoWholeRows {
     }
 }
 
-/// Every form of a stack, in blocks of every format: random bits are of the whole.
+/// Every layout of a stack, in blocks of every format: the random bits are those of the whole stack.
 pub(super) fn parts_of_stacks<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     pair.check_refused(&NoWholeRows, |e| e.to_string().contains("random.first"));
     for (i, of) in codecs().enumerate() {

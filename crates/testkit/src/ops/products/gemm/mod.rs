@@ -12,7 +12,7 @@ use nibble_core::formats::{BlockAxis, Format, Rounding, ScaleKind, ScaleRule};
 use nibble_core::ops::{self, BF16_AGREEMENT, Gemm, GroupedGemm, GroupedWgrad, Numbers};
 use nibble_core::{Agreement, DType, Groups, Kernels, Operand, Result};
 
-/// How one operand is stored.
+/// The format of one operand.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum CaseOperand {
     Plain(DType),
@@ -26,7 +26,7 @@ use Format::{
 };
 use ScaleRule::{Amax, Rceil, TensorAmax};
 
-/// A matrix as the operand says; `pads` are rows that hold NaN bytes or zeros.
+/// A matrix in an operand's format; `pads` marks the padding rows, of NaN bytes or zeros.
 struct Matrix<'a> {
     name: &'a str,
     input: Input,
@@ -40,7 +40,7 @@ impl Matrix<'_> {
     fn upload<B: Kernels>(&self, b: &B, stored: CaseOperand) -> Result<Operand<B>> {
         let (rows, cols) = (self.rows, self.cols);
         let mut x = self.input.values(&stream(self.name), rows * cols);
-        // Column planes are zero past a group's length by contract, so only rows can be poisoned.
+        // Column blocks are zero past a group's length by contract, so only row blocks can be poisoned.
         let poisoned = self.ragged.filter(|(_, pads)| *pads == Pads::Poison).map(|(ragged, _)| ragged);
         if let Some((ragged, _)) = self.ragged {
             ragged.fill_pads(&mut x, cols, 0.0);
@@ -53,7 +53,7 @@ impl Matrix<'_> {
                 Ok(Operand::Plain(plain(b, dtype, &x, rows, cols)?))
             }
             CaseOperand::Block(format, rule, axis) => {
-                // Integers are exact under powers of two only, which F32 scales can be as well.
+                // Integers are exact only under power-of-two scales; F32 scales can be powers of two.
                 let powers = format.spec().rules.contains(&Rceil);
                 let exact = self.input == Input::Integers && rule == Amax && powers;
                 let codec = codec(format, if exact { Rceil } else { rule }, Rounding::NearestEven);
@@ -82,7 +82,7 @@ fn may_be_exact(stored: CaseOperand) -> bool {
 }
 
 impl CaseOperand {
-    /// As products ask for it.
+    /// The operand as products describe it.
     fn factor(self) -> ops::Stored {
         match self {
             Self::Plain(dtype) => ops::Stored::plain(dtype),
@@ -90,7 +90,7 @@ impl CaseOperand {
         }
     }
 
-    /// A format under its default rule; along the rows, down the columns, or as a weight.
+    /// A format under its default rule, with blocks along the rows, down the columns, or as a weight.
     fn usual(format: Format, axis: BlockAxis) -> Self {
         match format.spec().default_rule() {
             None if format == Format::F32 => Self::Plain(DType::F32),
@@ -101,7 +101,7 @@ impl CaseOperand {
     }
 }
 
-/// Every pair of formats, blocks along these axes, with a number by which cases take turns, so that either format meets all of them.
+/// Every pair of formats with blocks along these axes, and a turn number: each format gets every turn with some other format.
 fn every_pair(a: BlockAxis, b: BlockAxis) -> Vec<(usize, (CaseOperand, CaseOperand))> {
     let with = |(i, of_a): (usize, Format)| {
         let stored =
@@ -111,8 +111,8 @@ fn every_pair(a: BlockAxis, b: BlockAxis) -> Vec<(usize, (CaseOperand, CaseOpera
     Format::ALL.into_iter().enumerate().flat_map(with).collect()
 }
 
-/// Those of three cases that a pair of formats is tried with: all, or daily the one whose turn it is. Beside a plain operand all: each kind of errors that
-/// are owed is few pairs' alone.
+/// The cases of three that a pair of formats runs: all, or in the daily suite the one whose turn it is. Pairs with a plain operand always
+/// run all, as each of their kinds of tolerance applies to few pairs.
 fn in_turn<T>(
     breadth: Breadth,
     (turn, operands): (usize, [CaseOperand; 2]),
@@ -123,8 +123,8 @@ fn in_turn<T>(
     cases.into_iter().enumerate().filter(move |(at, _)| is_taken(*at)).map(|(_, case)| case)
 }
 
-/// What products owe each other: on integers whose sums are exact, the bits. Of blocks, what the numbers that are multiplied owe; beside F32 they are
-/// F32 numbers.
+/// The agreement of a product between backends: bitwise on integers whose sums are exact. For block formats it is that of the multiplied
+/// numbers, which are F32 if either operand is F32.
 fn owed(agreement: Agreement, operands: [CaseOperand; 2], out: DType, input: Input) -> Agreement {
     let [a, b] = operands.map(CaseOperand::factor);
     let numbers = Numbers::of(a, b);
@@ -137,7 +137,7 @@ fn owed(agreement: Agreement, operands: [CaseOperand; 2], out: DType, input: Inp
     }
 }
 
-/// The kinds of values for a pair: those that stay finite, or all of them.
+/// The kinds of values for a pair: all if strict, else those that stay finite.
 fn inputs(strict: bool) -> &'static [Input] {
     if strict { &Input::ALL } else { &Input::TAME }
 }
@@ -159,7 +159,7 @@ fn plain_pairs() -> Vec<(CaseOperand, CaseOperand)> {
     PLAIN.into_iter().flat_map(with).collect()
 }
 
-/// The combinations the recipes use, in fprop and dgrad.
+/// The combinations that recipes use, in fprop and dgrad.
 fn pairs() -> Vec<(CaseOperand, CaseOperand)> {
     let mut pairs = plain_pairs();
     for (a, b) in [
@@ -227,12 +227,12 @@ pub fn gemm<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
         pair.check(&DenseProduct { a, b, m, n, k, out: PLAIN[i % 2], input: inputs[input] });
     }
     for (a, b) in pairs {
-        // Contractions that end inside a block, of an even number of values and of an odd one.
+        // Contractions that end inside a block, one odd and one even.
         for k in [33, 48, 104, 201] {
             pair.check(&DenseProduct { a, b, m: 5, n: 9, k, out: DType::F32, input: Input::Normal });
         }
     }
-    // What tensor cores take, and an odd contraction; rows of the largest numbers among others, whose blocks a lift rounds.
+    // Sizes for tensor cores, and an odd contraction; rows of much larger numbers among others, whose blocks a lift rounds.
     for (turn, (a, b)) in every_pair(Row, Tile) {
         let cases = [(Input::Normal, 160), (Input::HeavyTailed, 320), (Input::Normal, 131)];
         for (input, k) in in_turn(pair.breadth(), (turn, [a, b]), cases) {
@@ -253,13 +253,13 @@ struct Grouped {
     input: Input,
 }
 
-/// Plain products need no alignment; blocks start at multiples of 128.
+/// Plain products need no alignment; block formats start groups at multiples of 128.
 fn align(operands: [CaseOperand; 2]) -> usize {
     if operands.iter().all(|x| matches!(x, CaseOperand::Plain(_))) { 1 } else { 128 }
 }
 
 const GROUPS: usize = 5;
-/// So many rows of balanced groups that those in the middle of all room are no padding: what is wrong there shows.
+/// So many rows of balanced groups that rows in the middle of the capacity are no padding, and errors there show.
 const MIDDLE_IN_A_GROUP: usize = 1000;
 
 impl<B: Kernels> Case<B> for Grouped {
@@ -271,7 +271,7 @@ impl<B: Kernels> Case<B> for Grouped {
 
     fn run(&self, b: &B, pads: Pads) -> Result<Outputs> {
         let Self { n, k, input, .. } = *self;
-        // One more than needed also where nothing is aligned, so that there are pads.
+        // One more than needed even without alignment, so that there is padding.
         let mut ragged = RaggedRows::of(self.spread, GROUPS, self.rows, align([self.x, self.w]));
         ragged.pad_to(ragged.capacity + align([self.x, self.w]));
         let x = Matrix {
@@ -298,7 +298,7 @@ pub fn grouped_gemm<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     let pairs = pairs();
     for [i, j, integers] in pair.breadth().cross([pairs.len(), Spread::ALL.len(), 2]) {
         let ((x, w), spread, (f, d)) = (pairs[i], Spread::ALL[j], widths[(i + j) % 3]);
-        // The first product of an expert and the second, in turns.
+        // The first and the second product of an expert, by turns.
         let (n, k, out) = if j % 2 == 0 { (2 * f, d, DType::Bf16) } else { (d, f, DType::F32) };
         let input = [Input::Normal, Input::Integers][integers];
         pair.check(&Grouped { x, w, spread, rows: 100, n, k, out, input });
@@ -337,7 +337,7 @@ struct Wgrad {
     grad: DType,
     accumulate: bool,
     input: Input,
-    /// Shards: groups that are known to be equal, none of them padded.
+    /// Shards: groups of known, equal length, without padding.
     shards: bool,
 }
 
@@ -429,7 +429,7 @@ pub fn grouped_wgrad<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
                 });
             }
         }
-        // Shards so long, of a gradient so small, that a GPU contracts each in several runs of rows.
+        // Shards so long, and a gradient so small, that a GPU contracts each shard in several row ranges.
         let (spread, rows, shards) = (Spread::Balanced, GROUPS * 2176, true);
         for (input, grad) in
             [(Input::Normal, DType::Bf16), (Input::Normal, DType::F32), (Input::Integers, DType::F32)]

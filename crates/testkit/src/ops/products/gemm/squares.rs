@@ -1,4 +1,4 @@
-//! Weights as products lift them: rows of one 1 each make the product the lifted weight itself, which is held to the bits.
+//! Lifted weights: rows with a single 1 make the product the lifted weight itself, which is compared bitwise.
 
 use crate::case::{Case, Outputs, Pads};
 use crate::host::HostBlock;
@@ -13,14 +13,14 @@ use nibble_core::{Agreement, DType, Kernels, Operand, Result};
 #[derive(Debug)]
 struct LiftedWeight {
     format: Format,
-    /// Matrices of `n` rows, a group each; of one the product is dense.
+    /// Matrices of `n` rows, one per group; with one matrix the product is dense.
     matrices: usize,
     n: usize,
     k: usize,
 }
 
 impl LiftedWeight {
-    /// Rows of sizes up to forty octaves apart: in a square some are rounded, and some become zeros.
+    /// Rows of sizes up to forty octaves apart: within a 2-D block some are rounded and some become zeros.
     fn weight<B: Kernels>(&self, b: &B) -> Result<Operand<B>> {
         let Self { format, matrices, n, k } = *self;
         let mut w = Input::Normal.values(&stream("squares.w"), matrices * n * k);
@@ -32,7 +32,7 @@ impl LiftedWeight {
         Ok(Operand::Block(HostBlock::quantize(codec, BlockAxis::Row, &w, matrices * n, k, 1).upload(b)?))
     }
 
-    /// Row i of a group is 1 at i, and 0 elsewhere.
+    /// Row i of a group is 1 at i and 0 elsewhere.
     fn ones<B: Kernels>(&self, b: &B, starts: &[usize], rows: usize) -> Result<Operand<B>> {
         let mut x = vec![0.0; rows * self.k];
         for start in starts {
@@ -64,7 +64,7 @@ impl<B: Kernels> Case<B> for LiftedWeight {
     }
 }
 
-/// Of every format that is lifted, several squares and parts of them, rows of whole vectors and of others.
+/// Every lifted format, with several 2-D blocks and parts of them, rows of whole vectors and of other lengths.
 fn of_matrices<A: Kernels, B: Kernels>(pair: &Pair<A, B>, matrices: usize) {
     let is_lifted = |format: &Format| format.lift(ScaleRule::Rceil, BlockAxis::Row).is_some();
     let rceil = |format: &Format| format.spec().rules.contains(&ScaleRule::Rceil);
@@ -75,12 +75,12 @@ fn of_matrices<A: Kernels, B: Kernels>(pair: &Pair<A, B>, matrices: usize) {
     }
 }
 
-/// Of [`Gemm`].
+/// For [`Gemm`].
 pub(super) fn gemm<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     of_matrices(pair, 1);
 }
 
-/// Of [`GroupedGemm`].
+/// For [`GroupedGemm`].
 pub(super) fn grouped_gemm<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     of_matrices(pair, 3);
 }
