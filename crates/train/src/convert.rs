@@ -14,19 +14,19 @@ use nibble_core::ops::{
 use nibble_core::recipe::{Computed, Conversion, Pair, Precision, Route, Transform};
 use nibble_core::{BlockScaled, DType, Error, Groups, Kernels, Operand, Result, RowKind, Tensor};
 
-/// A tensor on its way to a product, by the names that its counts and its random bits have.
+/// Names of a tensor that is converted for a product. Its counts and random bits go by them.
 #[derive(Debug, Clone, Copy)]
 pub struct TensorName<'a> {
     /// The layer.
     pub layer: &'a str,
     /// The tensor.
     pub tensor: &'static str,
-    /// The linear layer whose product takes it: the signs of a Hadamard transform are of that name, so that both operands
-    /// of wgrad have the same. Layers that share an input share it.
+    /// The linear layer whose product reads the tensor. It seeds the signs of a Hadamard transform, so both operands of wgrad get the
+    /// same signs. Layers that share an input share this name.
     pub linear: &'a str,
 }
 
-/// By what a layer's conversions are known.
+/// The names of a layer's conversions.
 #[derive(Debug, Clone, Copy)]
 pub struct LayerName<'a> {
     /// [`TensorName::layer`].
@@ -36,37 +36,37 @@ pub struct LayerName<'a> {
 }
 
 impl<'a> LayerName<'a> {
-    /// Where nothing has the name of another.
+    /// Both names are `layer`.
     pub const fn new(layer: &'a str) -> Self {
         Self { layer, linear: layer }
     }
 
-    /// A tensor of it.
+    /// The names of one of its tensors.
     pub const fn of(self, tensor: &'static str) -> TensorName<'a> {
         let Self { layer, linear } = self;
         TensorName { layer, tensor, linear }
     }
 }
 
-/// The scales of earlier steps of a tensor's spans, and where what is found of it goes.
+/// The delayed scales of a tensor's spans, and where what its quantization finds goes.
 #[derive(Debug)]
 pub struct EarlierScales<'a, B: Kernels> {
     /// The scales.
     pub delayed: Delayed<'a, B>,
-    /// In a step's table.
+    /// Its cells in a step's table.
     pub cells: FoundCells,
 }
 
 impl<B: Kernels> Cx<'_, B> {
-    /// The numbers of the products that alone read each representation. None in a step that measures quantizations, which reads codes as well.
+    /// For each representation, what its products multiply ([`Numbers`]), if only products read it. A step that measures reads codes too.
     fn numbers<To>(&self, conversion: &Conversion<To>) -> [Option<Numbers>; 2] {
         if self.measures.is_some() { [None; 2] } else { conversion.numbers() }
     }
 
-    /// Takes a tensor to the two representations of a plan; one buffer where they are the same.
+    /// Converts a tensor to the two representations of a plan; they share one buffer if they are equal.
     ///
     /// # Errors
-    /// [`Error::Shape`] for a tensor in another representation than the plan has it in; from the backend.
+    /// [`Error::Shape`] for a tensor whose representation is not the one in the plan; from the backend.
     pub fn convert(
         &self,
         name: LayerName<'_>,
@@ -103,7 +103,7 @@ impl<B: Kernels> Cx<'_, B> {
         }
     }
 
-    /// Takes a tensor along a route. `only_for`: the numbers of the products that alone read what is made.
+    /// Converts a tensor along a route. `only_for`: as [`Quantize::only_for`].
     fn follow(
         &self,
         at: TensorName<'_>,
@@ -133,8 +133,8 @@ impl<B: Kernels> Cx<'_, B> {
         }
     }
 
-    /// Runs a kernel that writes a tensor as the plan wants it, keeps its counts, and takes what was written to the plan's two representations.
-    /// `kernel` is told what to write, and returns it with whatever else the kernel computes.
+    /// Runs a kernel that writes a tensor as the plan asks, keeps its counts, and converts the tensor to the plan's two representations.
+    /// `kernel` is told what to write, and returns it with whatever else it computes.
     ///
     /// # Errors
     /// As [`Precision::codec`] and [`Cx::convert`]; from `kernel`.
@@ -151,7 +151,7 @@ impl<B: Kernels> Cx<'_, B> {
         Ok((first, second, others))
     }
 
-    /// What a fused kernel is asked to write of a tensor that it computes.
+    /// What a fused kernel should write of a tensor that it computes.
     ///
     /// # Errors
     /// As [`Precision::codec`].
@@ -168,7 +168,7 @@ impl<B: Kernels> Cx<'_, B> {
         })
     }
 
-    /// Takes what a fused kernel has written as [`Cx::emit`] said to the two representations of a plan.
+    /// Converts what a fused kernel wrote, as [`Cx::emit`] asked, to the two representations of a plan.
     ///
     /// # Errors
     /// As [`Cx::convert`].
@@ -197,7 +197,7 @@ impl<B: Kernels> Cx<'_, B> {
         }
     }
 
-    /// A plain tensor in one form: in its type, or quantized along the axis that the precision has.
+    /// A plain tensor in this precision: cast, or quantized along the axis of the precision.
     pub fn form(
         &self,
         at: TensorName<'_>,
@@ -222,7 +222,7 @@ impl<B: Kernels> Cx<'_, B> {
         }
     }
 
-    /// Quantizes a plain tensor by itself; `only_for`: as [`Quantize::only_for`].
+    /// Quantizes a plain tensor in a kernel of its own; `only_for`: as [`Quantize::only_for`].
     pub fn quantize(
         &self,
         at: TensorName<'_>,
@@ -241,8 +241,8 @@ impl<B: Kernels> Cx<'_, B> {
         Ok(out)
     }
 
-    /// Quantizes the rows of a plain tensor by itself, straight into messages: the row of each, and for each (row, slot) of `top_k` slots the message
-    /// that it goes into, none where it is negative.
+    /// Quantizes the rows of a plain tensor straight into messages. `index` is the row of each message. `place` is, for each (row, slot) of
+    /// `top_k` slots, the message that the row goes into; negative for none.
     pub fn quantize_pack(
         &self,
         at: TensorName<'_>,
@@ -260,7 +260,7 @@ impl<B: Kernels> Cx<'_, B> {
         Ok((bytes, kind))
     }
 
-    /// What quantizes a plain tensor by itself, and where what it finds goes.
+    /// The op that quantizes a plain tensor in a kernel of its own, and where what it finds goes.
     fn quantization<'s>(
         &'s self,
         at: TensorName<'_>,
@@ -273,7 +273,7 @@ impl<B: Kernels> Cx<'_, B> {
         let random = self.random(layer, tensor, to);
         let hadamard = to.rht.map(|transform| self.hadamard(&transform, fnv1a32(linear)));
         let op = Quantize { groups, random, hadamard, ..Quantize::new(x, to.codec()?, planes) };
-        // Of shards the host knows how many rows they have, of experts not.
+        // The host knows how many rows shards have, but not how many experts have.
         let of = match groups.is_some_and(|groups| groups.rows_each.is_none()) {
             true => Spans::ExpertParts,
             false => Spans::Shards,
@@ -283,7 +283,7 @@ impl<B: Kernels> Cx<'_, B> {
         Ok((Quantize { delayed, ..op }, scales.map(|scales| scales.cells)))
     }
 
-    /// In a step that measures their layer, counts what became of the values that were quantized and kept last, in each plane.
+    /// In a step that measures their layer: counts what the last kept quantization did to the values, for rows and for columns.
     ///
     /// # Errors
     /// From the backend.
@@ -320,12 +320,12 @@ impl<B: Kernels> Cx<'_, B> {
         Ok(done.out)
     }
 
-    /// A plain tensor in another type; the same tensor if it already is.
+    /// A plain tensor in another type; the same tensor if it has that type already.
     pub fn cast(&self, x: &Tensor<B>, dtype: DType) -> Result<Tensor<B>> {
         if x.dtype() == dtype { Ok(x.clone()) } else { Cast { x, dtype }.run(self.b) }
     }
 
-    /// The random bits of a tensor, if its values or scales are rounded at random. In training their step is the device's own count of steps.
+    /// The random bits of a tensor, if its values or scales are stochastically rounded. In training, the device's clock counts the steps.
     pub fn random(&self, layer: &str, tensor: &str, to: &Precision) -> Option<Random<'_, B>> {
         to.draws().then(|| {
             let site = fnv1a32(&format!("{layer}.{tensor}"));
@@ -335,15 +335,15 @@ impl<B: Kernels> Cx<'_, B> {
         })
     }
 
-    /// A transform with the signs of a linear layer, which this number stands for. In training their step is the device's own count, as that
-    /// of random bits.
+    /// A transform with the signs of a linear layer; `linear` is the hash of its name. In training, the device's clock counts the steps, as
+    /// for random bits.
     pub fn hadamard(&self, transform: &Transform, linear: u32) -> Hadamard<'_, B> {
         let step = if self.clock.is_some() { 0 } else { self.step as u32 };
         transform.hadamard(self.seed, linear, step, self.clock.as_ref())
     }
 
-    /// The scales of earlier steps of the tensor of this name, which has so many spans, where the precision asks for them and there are any: a forward
-    /// pass alone measures, and leaves nothing.
+    /// The delayed scales of a tensor with this many spans, if the precision asks for them and this is training. A forward pass alone
+    /// measures the tensor, and changes no history.
     pub fn earlier_scales(
         &self,
         name: &str,
@@ -354,7 +354,7 @@ impl<B: Kernels> Cx<'_, B> {
         match (&self.delayed, to.delayed) {
             (Some(records), Some(scaling)) if self.training => {
                 let (delayed, first) = records.of(name, scaling, spans)?;
-                // Of what several ranks have the first one's values count.
+                // Where several ranks have the same values, only those of the first rank count.
                 let is_counted = match of {
                     Spans::Whole => self.mesh.all.rank() == 0,
                     Spans::Experts => self.mesh.dp.rank() == 0,
@@ -366,7 +366,7 @@ impl<B: Kernels> Cx<'_, B> {
         }
     }
 
-    /// Keeps what a kernel counted that quantizes what it computes. Without a backward pass there is no record.
+    /// Keeps the counts of a kernel that quantizes what it computes. Without a backward pass nothing is recorded.
     pub fn keep_counts(&self, layer: &str, tensor: &'static str, counts: Option<&Counts<B>>) {
         self.keep(
             CountSite { layer: layer.to_owned(), tensor, conversion: ChangeKind::Quantize },
@@ -375,7 +375,7 @@ impl<B: Kernels> Cx<'_, B> {
         );
     }
 
-    /// Keeps what a quantization counted, and what it found of values under scales of earlier steps.
+    /// Keeps the counts of a quantization, and what it found under delayed scales.
     pub fn keep_quantized(
         &self,
         layer: &str,
@@ -394,7 +394,7 @@ impl<B: Kernels> Cx<'_, B> {
         }
     }
 
-    /// Does again, in the backward pass, what the forward pass has done: its counts are dropped.
+    /// Recomputes in the backward pass what the forward pass computed; its counts are dropped.
     pub fn again<R>(&self, work: impl FnOnce() -> Result<R>) -> Result<R> {
         let waiting = self.counted.borrow().waiting();
         let done = work();
@@ -402,7 +402,7 @@ impl<B: Kernels> Cx<'_, B> {
         done
     }
 
-    /// Does once what `rows` rows would each have done for themselves: it counts as often.
+    /// Does work once that `rows` equal rows would each need, and counts it `rows` times.
     pub fn counted_for<R>(&self, rows: usize, work: impl FnOnce() -> Result<R>) -> Result<R> {
         let waiting = self.counted.borrow().waiting();
         let done = work();
@@ -411,7 +411,7 @@ impl<B: Kernels> Cx<'_, B> {
     }
 }
 
-/// The numbers of what has two readers, if both are products of the same ones.
+/// What both readers of a tensor multiply, if that is the same.
 fn of_both([first, second]: [Option<Numbers>; 2]) -> Option<Numbers> {
     first.filter(|_| first == second)
 }

@@ -15,11 +15,11 @@ use std::sync::Arc;
 /// The context of one forward and backward pass.
 #[derive(Debug)]
 pub struct Cx<'a, B: Kernels> {
-    /// Where it runs.
+    /// The backend.
     pub b: &'a B,
-    /// The ranks, this one among them.
+    /// The mesh of ranks.
     pub mesh: Mesh<'a, B>,
-    /// Every precision, and what layers do under them.
+    /// The recipe, and the plans of layers under it.
     pub plans: Arc<LayerPlans>,
     /// The optimizer step, from 0.
     pub step: u64,
@@ -27,42 +27,42 @@ pub struct Cx<'a, B: Kernels> {
     pub progress: f64,
     /// The run's seed.
     pub seed: u64,
-    /// Whether a backward pass will follow; without one nothing is made for it.
+    /// Whether a backward pass follows. If not, nothing is computed for it.
     pub training: bool,
-    /// The tokens of this rank.
+    /// This rank's tokens, in shards.
     pub shards: Shards<B>,
-    /// Their documents, where those are kept apart.
+    /// Their documents, if attention keeps documents apart.
     pub documents: Option<Documents<B>>,
-    /// In training the device's own count of steps and micro-batches, [`nibble_core::ops::Clock`].
+    /// In training, the device's count of steps and micro-batches: [`nibble_core::ops::Clock`].
     pub clock: Option<B::Buf<u32>>,
-    /// How the rows of a token's experts become one.
+    /// How the output rows of a token's experts are summed.
     pub combine: Combine,
-    /// Whether experts take turns in training, whatever routers say.
+    /// Whether training assigns experts in turn, whatever the router says.
     pub experts_in_turn: bool,
-    /// How many slots of tokens a rank has room for where experts are divided among ranks: so many times its share if all had as many.
+    /// Capacity of a rank under expert parallelism, in slots, as a multiple of its share under uniform routing.
     pub capacity_factor: f64,
-    /// The same of what a rank was sent that had more: the first exchange of this pass that did not fit; 0 if all did.
+    /// What the fullest rank was sent, as such a multiple, in the first exchange of this pass that overflowed; 0 if none did.
     pub overflow: Cell<f32>,
     /// Micro-batches of the step: losses are means over all of them.
     pub micro_batches: usize,
     /// Counts of conversions by site, still on the device.
     pub counted: RefCell<Counted<B>>,
-    /// Gradients on their way to their sums over ranks.
+    /// Gradients whose sum over ranks is pending.
     pub buckets: RefCell<Buckets<B>>,
-    /// In training under a recipe with such scales, what earlier steps left for them. Without it tensors are measured.
+    /// In training, the histories for delayed scales. Without them, tensors are measured.
     pub delayed: Option<DelayedRecords<B>>,
-    /// In a step that measures quantizations beside what they are made of, in which layers.
+    /// In a step that compares quantized values with their originals: in which layers.
     pub measures: Option<LayerSample>,
 }
 
 impl<'a, B: Kernels> Cx<'a, B> {
-    /// A context for a forward pass alone, at this point of training's precision schedule; rows of experts are summed in slot order, and a rank
-    /// has room for all that can come.
+    /// A context for a forward pass alone, at this point of training's precision schedule. A token's expert rows are summed in slot order,
+    /// and no exchange can overflow.
     pub fn inference(b: &'a B, mesh: Mesh<'a, B>, recipe: &Recipe, shards: Shards<B>, progress: f64) -> Self {
         Self::under(b, mesh, Arc::new(LayerPlans::new(recipe.clone())), shards, progress)
     }
 
-    /// The same with the plans that were made of a recipe so far.
+    /// The same with an existing cache of layer plans.
     pub(crate) fn under(
         b: &'a B,
         mesh: Mesh<'a, B>,
@@ -93,52 +93,52 @@ impl<'a, B: Kernels> Cx<'a, B> {
         }
     }
 
-    /// The same with documents kept apart.
+    /// The same context with these documents.
     pub fn with_documents(self, documents: Option<Documents<B>>) -> Self {
         Self { documents, ..self }
     }
 
-    /// Which keys each query sees, if not all of its sequence up to its own.
+    /// Which keys each query sees; `None` if a query sees its sequence up to itself.
     pub fn windows(&self) -> Option<&Windows<B>> {
         self.documents.as_ref().map(|documents| &documents.windows)
     }
 
-    /// Notes by how much an exchange exceeded its room, if it did. What such a pass computes means nothing.
+    /// Notes by how much an exchange overflowed, if it did. What such a pass computes is meaningless.
     pub(crate) fn note_overflow(&self, factor: Option<f32>) {
-        // The first says what was sent: behind it routers saw what was not sent.
+        // Only the first overflow is a true count: later routers see the results of rows that were not sent.
         if let (Some(factor), 0.0) = (factor, self.overflow.get()) {
             self.overflow.set(factor);
         }
     }
 
-    /// The shards that these rows are of, where they are the tokens of the context: text that is made token by token has none.
+    /// The shards of these rows, if they are the tokens of the context. Text that is generated token by token has no shards.
     pub fn groups_of(&self, x_td: &Tensor<B>) -> Option<&Groups<B>> {
         Some(&self.shards.groups).filter(|groups| groups.capacity == x_td.rows)
     }
 
-    /// Where tokens of sequences of this length are: positions begin anew with each document, where those are kept apart.
+    /// Positions of tokens in sequences of this length. They restart with each document, where documents are kept apart.
     pub fn positions(&self, seq_len: usize, first: usize) -> Positions<B> {
         let starts = self.documents.as_ref().map(|documents| documents.starts.clone());
         Positions { seq_len, first, starts }
     }
 
-    /// Every precision.
+    /// The recipe.
     pub fn recipe(&self) -> &Recipe {
         self.plans.recipe()
     }
 
-    /// What a layer does now, with nothing kept beyond what its recipe says.
+    /// The plan of a layer now; nothing is saved beyond what its recipe says.
     pub fn plan(&self, layer: &Layer) -> Arc<LayerPlan> {
         self.plan_keeping(layer, false)
     }
 
-    /// The same; `keep_a` as [`Passes::Both`] has it.
+    /// The same, with `keep_a` of [`Passes::Both`].
     pub fn plan_keeping(&self, layer: &Layer, keep_a: bool) -> Arc<LayerPlan> {
         let passes = if self.training { Passes::Both { keep_a } } else { Passes::Forward };
         self.plans.plan(layer, self.progress, passes)
     }
 
-    /// The type of everything between the products.
+    /// The type of activations between products.
     pub fn activations(&self) -> DType {
         self.recipe().activations
     }

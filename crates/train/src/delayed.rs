@@ -32,19 +32,19 @@ use nibble_core::ops::{AmaxRecords, Delayed};
 use nibble_core::{Error as CoreError, Kernels, MeshShape, Result as CoreResult};
 use std::collections::HashMap;
 
-/// Name of what a checkpoint holds of a tensor, behind that of the tensor.
+/// Suffix of a tensor's history in a checkpoint, after the tensor's name.
 const SUFFIX: &str = ".amax_history";
 
-/// A tensor whose scale is that of earlier steps.
+/// A tensor with a delayed scale.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DelayedSite {
     /// The layer's name and the tensor's.
     pub name: String,
     /// What its spans are.
     pub spans: Spans,
-    /// How its records change, and where this rank's lie.
+    /// The update rule of its records, and where this rank's records lie.
     pub records: AmaxRecords,
-    /// How many spans there are on this rank before its first.
+    /// Number of its first span among this rank's spans.
     pub cell: usize,
 }
 
@@ -54,13 +54,13 @@ impl DelayedSite {
         format!("{}{SUFFIX}", self.name)
     }
 
-    /// Shape in a checkpoint: the spans of all ranks, and of each its record.
+    /// Shape in a checkpoint: `[spans of all ranks, values of a record]`.
     pub fn shape(&self, mesh: MeshShape) -> Vec<usize> {
         vec![self.spans.parts(mesh) * self.records.spans, self.records.scaling.record_len()]
     }
 }
 
-/// The tensors with such a scale, in the order in which a step meets them.
+/// The tensors with a delayed scale, in the order of a step.
 #[derive(Debug, Clone, Default)]
 pub struct DelayedSites {
     sites: Vec<DelayedSite>,
@@ -68,7 +68,7 @@ pub struct DelayedSites {
 }
 
 impl DelayedSites {
-    /// Those among what a run counts, on a rank of so many spans.
+    /// The delayed scales among the sites of a run, on a rank with these numbers of spans.
     pub fn of(planned: &[PlannedSite], spans: SpanCounts) -> Self {
         let mut all = Self::default();
         for PlannedSite { site, delayed } in planned {
@@ -82,7 +82,7 @@ impl DelayedSites {
         all
     }
 
-    /// All of them.
+    /// All sites.
     pub fn sites(&self) -> &[DelayedSite] {
         &self.sites
     }
@@ -97,7 +97,7 @@ impl DelayedSites {
         self.sites.last().map_or(0, |site| site.records.first + site.records.len())
     }
 
-    /// The tensor of this name, which has so many spans.
+    /// The site of this name, if its scaling and number of spans are these.
     fn find(&self, name: &str, scaling: DelayedScaling, spans: usize) -> CoreResult<&DelayedSite> {
         let unknown = || {
             CoreError::shape(
@@ -118,32 +118,32 @@ impl DelayedSites {
     }
 }
 
-/// What earlier steps left of a tensor, on this rank.
+/// A tensor's history of largest magnitudes, on this rank.
 #[derive(Debug, Clone, PartialEq)]
 pub struct History {
     /// The layer's name and the tensor's.
     pub name: String,
-    /// How its records change.
+    /// The update rule of its records.
     pub scaling: DelayedScaling,
     /// What its spans are.
     pub spans: Spans,
-    /// Of each span its record, as [`DelayedScaling`] has it.
+    /// One record for each span, as [`DelayedScaling`] lays it out.
     pub records: Vec<Vec<f32>>,
 }
 
-/// The records of this rank, and whose they are.
+/// This rank's records, and the tensors that they belong to.
 #[derive(Debug)]
 pub struct DelayedRecords<B: Kernels> {
-    /// Whose.
+    /// The tensors.
     pub sites: DelayedSites,
-    /// One after the other, where they stay during a run.
+    /// The records in the order of the tensors, at an address that does not change during a run.
     pub records: B::Buf<f32>,
-    /// [`AmaxRecords::words`] of all of them.
+    /// [`AmaxRecords::words`] of all tensors.
     pub spans: B::Buf<u32>,
 }
 
 impl<B: Kernels> DelayedRecords<B> {
-    /// Records of which nothing is known yet, in the arena that the backend allocates in now.
+    /// Empty records, in the arena that the backend allocates in now.
     pub fn new(b: &B, sites: DelayedSites) -> CoreResult<Self> {
         let mut words = Vec::with_capacity(sites.spans() * AmaxRecords::WORDS);
         for site in sites.sites() {
@@ -156,7 +156,7 @@ impl<B: Kernels> DelayedRecords<B> {
     /// The scales of a tensor's spans, and the first of its cells in a step's table.
     ///
     /// # Errors
-    /// [`CoreError::Shape`] for a tensor that is not planned, or not so.
+    /// [`CoreError::Shape`] for a tensor that is not planned, or is planned with another scaling or number of spans.
     pub fn of(
         &self,
         name: &str,
@@ -169,7 +169,7 @@ impl<B: Kernels> DelayedRecords<B> {
         Ok((delayed, *cell))
     }
 
-    /// All of them on the host.
+    /// All histories, on the host.
     pub fn histories(&self, b: &B) -> CoreResult<Vec<History>> {
         let values = b.download(&self.records)?;
         let history = |site: &DelayedSite| {
@@ -181,8 +181,8 @@ impl<B: Kernels> DelayedRecords<B> {
         Ok(self.sites.sites().iter().map(history).collect())
     }
 
-    /// What of every rank's records, one rank's behind the other's, a checkpoint holds: site after site, the spans of all ranks. Experts have so
-    /// many parts on a rank.
+    /// Brings the records of all ranks, concatenated by rank, into the order of a checkpoint: by site, then by the span's number over all
+    /// ranks. `expert_parts`: parts of an expert's rows on one rank.
     pub fn in_order(&self, of_ranks: &[f32], mesh: MeshShape, expert_parts: usize) -> Vec<f32> {
         let sites = &self.sites;
         let mut all = Vec::new();
@@ -200,7 +200,7 @@ impl<B: Kernels> DelayedRecords<B> {
         all
     }
 
-    /// Writes this rank's records of a site, of all ranks' in a checkpoint.
+    /// Writes this rank's records of a site, taken from `all`: the site's records of all ranks, as a checkpoint holds them.
     pub fn restore(
         &mut self,
         b: &B,

@@ -1,5 +1,5 @@
-//! The one error type of this crate: what went wrong, where, and whether the user can put it right. It wraps the errors of `formats` and
-//! `core` and adds those of configuration (key, file, line, suggestion), data, checkpoints and I/O. There is no catch-all variant.
+//! The error type of this crate: what went wrong, where, and whether the user can fix it. It wraps the errors of `formats` and `core` and
+//! adds those of configuration (key, file, line, suggestion), data, checkpoints and I/O. There is no catch-all variant.
 
 use nibble_core::allocation::aside;
 use std::path::{Path, PathBuf};
@@ -7,23 +7,22 @@ use std::path::{Path, PathBuf};
 /// Result of this crate's functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why training, or something around it, could not go on.
+/// An error of training, or of anything around it.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A configuration that cannot be used: an unknown key, a value of the wrong type, or numbers that do not
-    /// fit each other.
+    /// An invalid configuration: an unknown key, a value of the wrong type, or inconsistent numbers.
     #[error("{}", config_message(key, file.as_deref(), *line, why, suggestion.as_deref()))]
     Config {
-        /// Dotted key, such as `train.batch_size`; empty when the whole file could not be parsed.
+        /// Dotted key, such as `train.batch_size`; empty if the whole file could not be parsed.
         key: String,
-        /// The file that set the key; `None` when it came from an override or is a default.
+        /// The file that set the key; `None` for an override or a default.
         file: Option<PathBuf>,
-        /// Line in that file, counted from 1.
+        /// Line in that file, from 1.
         line: Option<usize>,
-        /// What was wrong: what it was, and what was expected.
+        /// What is wrong: the value found, and the value expected.
         why: String,
-        /// The key or name that was probably meant.
+        /// The key or name that was probably intended.
         suggestion: Option<String>,
     },
     /// Training or held-out data that is missing, empty, too short, or damaged.
@@ -31,74 +30,74 @@ pub enum Error {
     Data {
         /// The data file.
         path: PathBuf,
-        /// What was wrong with it.
+        /// What is wrong with it.
         why: String,
     },
-    /// A tokenizer's file that cannot be used.
+    /// An unusable file of a tokenizer.
     #[error("tokenizer {}: {why}", path.display())]
     Tokenizer {
         /// The file.
         path: PathBuf,
-        /// What was wrong with it.
+        /// What is wrong with it.
         why: String,
     },
-    /// A checkpoint that is missing, damaged, or does not fit the model that wants it.
+    /// A checkpoint that is missing or damaged, or does not fit the model.
     #[error("checkpoint {}: {why}", path.display())]
     Checkpoint {
         /// The checkpoint's directory, or the file inside it.
         path: PathBuf,
-        /// What was wrong with it.
+        /// What is wrong with it.
         why: String,
     },
-    /// The operating system refused to read or write a file (missing, no permission, disk full).
+    /// The operating system failed to read or write a file (missing, no permission, disk full).
     #[error("{}: {source}", path.display())]
     Io {
         /// The file or directory.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
-    /// Something that the device has no room for.
+    /// The device ran out of memory.
     #[error(
         "{when}: {source}\n{sizes}Less memory: a smaller train.batch_size, with a larger train.grad_accum for the same tokens; \
          more scopes in train.recompute; train.grad_dtype=bf16, train.moment_dtype=bf16; a shorter data.seq_len"
     )]
     OutOfMemory {
-        /// What was done: `step 3`, counted from 0 as for [`nibble_core::Error::NonFinite`], or `making the model`.
+        /// The activity: `step 3`, counted from 0 as for [`nibble_core::Error::NonFinite`], or `making the model`.
         when: String,
-        /// Which sizes of the configuration need the most, a sentence and a space; empty where that is not known.
+        /// The sizes of the configuration that need the most memory: a sentence and a space, or empty if unknown.
         sizes: String,
-        /// Where, and how many bytes were asked for.
+        /// The failed allocation.
         source: Box<nibble_core::Error>,
     },
-    /// A step of a run whose loss or gradients are no numbers, or a held-out loss of it that is none.
+    /// A step whose loss or gradients are not finite, or a held-out loss that is not finite.
     #[error("{source}\n{advice}. {}", what_is_left(*held_out))]
     Diverged {
-        /// What most likely is the cause, and what helps.
+        /// The most likely cause, and remedies.
         advice: String,
         /// Whether it is the held-out loss.
         held_out: bool,
-        /// Where.
+        /// The tensor and the step.
         source: nibble_core::Error,
     },
-    /// A run that needs more memory than the device has.
+    /// The run is predicted to need more memory than the device has.
     #[error("{why}")]
     Memory {
-        /// Bytes needed of one device; `usize::MAX` where they were not counted to the end.
+        /// Bytes needed per device; `usize::MAX` if they could not be counted.
         needed: usize,
-        /// What would make it fit, as overrides (`train.grad_dtype=bf16`); empty if nothing that can be set does.
+        /// Overrides that would make the run fit (`train.grad_dtype=bf16`); empty if no settings do.
         settings: Vec<String>,
-        /// The numbers, and what would make it fit.
+        /// The numbers, and the settings that would make it fit.
         why: String,
     },
-    /// What an operation, a kernel or a collective refused.
+    /// An error of an operation, a kernel or a collective.
     #[error(transparent)]
     Core(#[from] nibble_core::Error),
 }
 
 impl Error {
-    /// Whether the user's own input (a configuration, a data file, a checkpoint of another model) is at fault, as
-    /// opposed to a run that failed. A command line exits with 2 for the former and with 1 for the latter.
+    /// Whether the user's own input (a configuration, a data file, a recipe, a path) is at fault, as opposed to a run that failed. The
+    /// command line exits with 2 for the former and with 1 for the latter.
     #[must_use]
     pub fn is_user_error(&self) -> bool {
         match self {
@@ -120,7 +119,7 @@ impl Error {
         }
     }
 
-    /// Says when the device had no room, and which sizes need it; of other errors nothing.
+    /// Adds to an out-of-memory error when it occurred and which sizes need the memory; other errors are unchanged.
     pub(crate) fn without_room(self, when: impl Into<String>, sizes: impl FnOnce() -> String) -> Self {
         match self {
             Self::Core(source @ nibble_core::Error::OutOfMemory { .. }) => {
@@ -130,12 +129,12 @@ impl Error {
         }
     }
 
-    /// A configuration error about `key` whose file and line are not known (yet).
+    /// A configuration error about `key` without file and line.
     pub(crate) fn config(key: impl Into<String>, why: impl Into<String>) -> Self {
         Self::Config { key: key.into(), file: None, line: None, why: why.into(), suggestion: None }
     }
 
-    /// The same about a configuration, of which it is known now in which file it stands.
+    /// The same configuration error, with the file if it has none.
     pub(crate) fn in_file(mut self, path: &Path) -> Self {
         if let Self::Config { file: file @ None, .. } = &mut self {
             *file = Some(path.to_owned());
@@ -143,7 +142,7 @@ impl Error {
         self
     }
 
-    /// The same about a configuration, with what was probably meant.
+    /// The same configuration error, with a suggestion.
     pub(crate) fn suggesting(mut self, meant: Option<String>) -> Self {
         if let Self::Config { suggestion, .. } = &mut self {
             *suggestion = meant;
@@ -161,13 +160,13 @@ impl Error {
         Self::Checkpoint { path: path.to_path_buf(), why: why.into() }
     }
 
-    /// For `map_err`: attaches the path that the operation was about.
+    /// For `map_err`: adds the path of the operation.
     pub(crate) fn io(path: &Path) -> impl FnOnce(std::io::Error) -> Self + '_ {
         move |source| Self::Io { path: path.to_path_buf(), source }
     }
 }
 
-/// What a run that diverges has on the disk.
+/// What a diverged run has on disk.
 fn what_is_left(held_out: bool) -> &'static str {
     match held_out {
         false => "No weight has changed since the step before, and checkpoints are of earlier steps",

@@ -1,8 +1,8 @@
-//! A checkpoint, or a folder as published, as a folder that the Hugging Face family of tools reads: weights in files with an index, in F32, BF16 or E4M3 with scales of blocks;
-//! `config.json`, the tokenizer, and what a generation begins with.
+//! Exports a checkpoint, or a published folder, to a folder for Hugging Face tools: weights in files with an index, in F32, BF16 or E4M3
+//! with block scales; `config.json`, the tokenizer, and the generation settings.
 //!
-//! Tensors are read, converted and written piece by piece: no more than a few MiB of the model is in memory. The folder is made under another
-//! name beside it, and renamed when all of it is on the disk.
+//! Tensors are read, converted and written piece by piece: only a few MiB of the model are in memory. The folder is written under a
+//! temporary name next to it, and renamed when all of it is on disk.
 
 use crate::checkpoint::{
     BLOCK, Checkpoint, SCALE_SUFFIX, TensorAt, TensorSpec, Tensors, divided, header, little_endian, metadata,
@@ -31,40 +31,41 @@ use std::fs::{self, File};
 use std::io::{Seek, SeekFrom, Write};
 use std::path::Path;
 
-/// In which type weights are written.
+/// The type of exported weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExportType {
-    /// As the run has them.
+    /// As in the run.
     F32,
-    /// Rounded to nearest; biases of routers stay F32.
+    /// Rounded to nearest; router biases stay F32.
     Bf16,
-    /// Linear layers and experts in E4M3 with a scale for each block of 128 by 128, as DeepSeek-V3 is published: the codes that the forward pass multiplies,
-    /// where the recipe has such weights and a tensor's rows begin and end where its parameter's blocks do. Everything else as under [`ExportType::Bf16`].
+    /// Linear layers and experts in E4M3 with a scale per 128 × 128 block, as DeepSeek-V3 is published: these are the codes that the
+    /// forward pass multiplies, if the recipe has such weights and a tensor is aligned with its parameter's blocks. Everything else as
+    /// under [`ExportType::Bf16`].
     Fp8Block,
 }
 
-/// What an export has written.
+/// The result of an export.
 #[derive(Debug, Clone, Copy)]
 pub struct Exported {
-    /// Tensors, scales among them.
+    /// Number of tensors, including scales.
     pub tensors: usize,
     /// Bytes of their values.
     pub bytes: usize,
-    /// Files that they are in.
+    /// Number of files.
     pub files: usize,
 }
 
-/// A model that is there.
+/// The model to export.
 #[derive(Debug, Clone, Copy)]
 pub enum Original<'a> {
-    /// Of a run.
+    /// A checkpoint of a run.
     Checkpoint(&'a Checkpoint),
-    /// A folder as published, in other types or other files.
+    /// A published folder, to be converted to another type or split into other files.
     Folder(&'a Pretrained),
 }
 
 impl Original<'_> {
-    /// Its sizes, with the number of its positions.
+    /// Its configuration, with the number of positions.
     fn model(&self) -> Result<ModelConfig> {
         match self {
             Self::Checkpoint(checkpoint) => {
@@ -82,7 +83,7 @@ impl Original<'_> {
         }
     }
 
-    /// That of its training; of a folder it is not known.
+    /// The recipe of its training, which is unknown for a folder.
     fn recipe(&self) -> Result<Option<Recipe>> {
         match self {
             Self::Checkpoint(checkpoint) => {
@@ -100,7 +101,7 @@ impl Original<'_> {
         }
     }
 
-    /// The token that its texts end with: of a run that of its data, else that of its tokenizer. None where a tokenizer that is only carried along is one that
+    /// The token that ends its texts: for a run that of its data, else that of its tokenizer. `None` if a tokenizer that is only copied
     /// cannot be read here.
     fn end_of_texts(&self) -> Result<Option<i32>> {
         let found = match self {
@@ -121,7 +122,7 @@ impl Original<'_> {
         }
     }
 
-    /// The tokens that its answers end with, where it was trained on conversations.
+    /// The tokens that end its answers, if it was trained on conversations.
     fn ends_of_answers(&self) -> Result<Vec<i32>> {
         let found = match self {
             Self::Checkpoint(checkpoint) => Config::of_checkpoint(checkpoint, &[])?.ends_of_answers(),
@@ -133,7 +134,7 @@ impl Original<'_> {
         }
     }
 
-    /// Checks that nothing is left of its tensors.
+    /// Checks that no tensors are left over.
     fn finish(&self, tensors: Tensors) -> Result<()> {
         match self {
             Self::Checkpoint(_) => tensors.finish(),
@@ -142,13 +143,13 @@ impl Original<'_> {
     }
 }
 
-/// Values that are read and written at once.
+/// Number of values read and written at once.
 const PIECE: usize = 1 << 20;
 
-/// Writes a model into a new folder, in files of so many bytes at most (0: one).
+/// Writes a model into a new folder, in files of at most `file_bytes` bytes (0: one file).
 ///
 /// # Errors
-/// [`Error::Config`] where the folder is there already; [`Error::Checkpoint`] for a damaged checkpoint; [`Error::Io`].
+/// [`Error::Config`] if the folder exists and is not empty; [`Error::Checkpoint`] for a damaged checkpoint; [`Error::Io`].
 pub fn export<B: Kernels>(
     b: &B,
     original: Original<'_>,
@@ -165,7 +166,7 @@ pub fn export<B: Kernels>(
     if to.file_name().is_none() {
         return Err(Error::config("FOLDER", format!("{} names no folder", to.display())));
     }
-    // Before anything is written: a tokenizer may take more memory than there is.
+    // Before anything is written: opening a tokenizer may exhaust memory.
     let end = original.end_of_texts()?;
     let folder = WholeFolder::create(to).map_err(Error::io(to))?;
     let exported = write_model(b, original, dtype, file_bytes, folder.unfinished())?;
@@ -174,11 +175,11 @@ pub fn export<B: Kernels>(
     Ok(exported)
 }
 
-/// A tensor to be written, and how it is made.
+/// A tensor to write.
 struct Job {
     name: String,
     shape: Vec<usize>,
-    /// The rule of the scales of its blocks, if it has any.
+    /// The scale rule of its blocks, if it has block scales.
     blocks: Option<ScaleRule>,
 }
 
@@ -216,7 +217,7 @@ fn write_model<B: Kernels>(
     Ok(Exported { tensors: specs.len(), bytes, files: files.len() })
 }
 
-/// Every tensor of the model, in order of their names.
+/// Every tensor of the model, sorted by name.
 fn jobs(model: &ModelSpec, named: Vec<Named>, dtype: ExportType, recipe: Option<&Recipe>) -> Vec<Job> {
     let parts: Vec<_> = model.parts().flat_map(|part| vec![part.clone(); part.params().len()]).collect();
     let blocks = |tensor: &Named| {
@@ -241,14 +242,14 @@ fn jobs(model: &ModelSpec, named: Vec<Named>, dtype: ExportType, recipe: Option<
     jobs
 }
 
-/// What the files hold, and of which job each is.
+/// The tensors of the files, each with the index of its job.
 fn specs(jobs: &[Job], dtype: ExportType) -> Vec<(TensorSpec, usize)> {
     let mut specs = Vec::new();
     for (number, Job { name, shape, blocks }) in jobs.iter().enumerate() {
         let dtype = match (dtype, blocks) {
             (_, Some(_)) => Dtype::F8_E4M3,
             (ExportType::F32, _) => Dtype::F32,
-            // A choice between experts hangs on its last bits.
+            // The selection of experts is sensitive to its last bits.
             _ if name.ends_with(".e_score_correction_bias") => Dtype::F32,
             _ => Dtype::BF16,
         };
@@ -260,7 +261,7 @@ fn specs(jobs: &[Job], dtype: ExportType) -> Vec<(TensorSpec, usize)> {
     specs
 }
 
-/// Writes one file: its header, then each tensor where it belongs, and waits until it is on the disk.
+/// Writes and syncs one file: its header, then each tensor at its offset.
 fn write_file<B: Kernels>(
     b: &B,
     tensors: &mut Tensors,
@@ -269,7 +270,7 @@ fn write_file<B: Kernels>(
     path: &Path,
 ) -> Result<()> {
     let mut order: Vec<&(TensorSpec, usize)> = specs.iter().collect();
-    // Readers want each at a multiple of its type's size.
+    // Readers want each tensor aligned to its type's size.
     order.sort_by_key(|(spec, _)| (Reverse(spec.dtype.bitsize()), spec.name.clone()));
     let named = order.iter().map(|(spec, _)| (spec.name.as_str(), spec.dtype, spec.shape.as_slice()));
     let header = header(&metadata(), named).map_err(|e| Error::checkpoint(path, e.to_string()))?;
@@ -286,7 +287,7 @@ fn write_file<B: Kernels>(
         let job = &jobs[*number];
         let place = |name: &str| places.get(name).copied().unwrap_or_default();
         match job.blocks {
-            // With its codes.
+            // Scales are written together with their codes.
             Some(_) if spec.name != job.name => {}
             Some(rule) => {
                 let scales = place(&format!("{}{SCALE_SUFFIX}", job.name));
@@ -303,7 +304,7 @@ fn write_file<B: Kernels>(
     file.file.sync_all().map_err(Error::io(path))
 }
 
-/// A file that is written to at any place.
+/// A file with random-access writes.
 struct Placed<'a> {
     file: File,
     path: &'a Path,
@@ -349,7 +350,7 @@ fn write_plain(
     Ok(())
 }
 
-/// Codes, a band of blocks at a time, and their scales.
+/// Writes codes, one band of blocks at a time, and their scales.
 fn write_blocks<B: Kernels>(
     b: &B,
     (tensors, name, stored): (&mut Tensors, &str, &TensorAt),
@@ -379,7 +380,7 @@ fn write_blocks<B: Kernels>(
     file.write(scales_at, &little_endian(&scales))
 }
 
-/// The type of the weights, for who loads them.
+/// Writes the type of the weights for loaders.
 fn say_type(json: &mut Value, dtype: ExportType) {
     let name = if dtype == ExportType::F32 { "float32" } else { "bfloat16" };
     json["dtype"] = name.into();
@@ -391,14 +392,15 @@ fn say_type(json: &mut Value, dtype: ExportType) {
     }
 }
 
-/// The tokenizer and what is beside it: that of the model that the run began with, or that of the checkpoint.
+/// Writes the tokenizer and other companion files: those of the run's initial model, or those of the checkpoint.
 fn write_companions(original: Original<'_>, end: Option<i32>, dir: &Path) -> Result<()> {
     match original {
         Original::Folder(folder) => copy_companions(folder.path(), dir)?,
         Original::Checkpoint(checkpoint) => {
             let kept = companions_of(checkpoint.path());
             copy_companions(&kept, dir)?;
-            // The run's folder may have been left behind; the checkpoint has the tokenizer itself. One of an earlier program lacks a file.
+            // The checkpoint may have been copied without its run's folder; it has the tokenizer itself, except in checkpoints of earlier
+            // versions.
             for name in COMPANIONS.into_iter().filter(|name| !dir.join(name).exists() && checkpoint.has(name))
             {
                 fs::write(dir.join(name), checkpoint.file(name)?).map_err(Error::io(dir))?;
@@ -406,7 +408,7 @@ fn write_companions(original: Original<'_>, end: Option<i32>, dir: &Path) -> Res
             if !dir.join(SETTINGS_FILE).exists() {
                 write_text(&dir.join(SETTINGS_FILE), &transformers_tokenizer())?;
             }
-            // Others begin a text as the run has begun its documents.
+            // Other tools must begin a text as the run began its documents.
             let config = Config::of_checkpoint(checkpoint, &[])?;
             if config.is_text() {
                 begin_texts_with(dir, config.framing()?.bos)?;
@@ -419,7 +421,7 @@ fn write_companions(original: Original<'_>, end: Option<i32>, dir: &Path) -> Res
         true => generation_of(dir)?,
         false => json!({ "_from_model_config": true, "do_sample": true }),
     };
-    // Without them `transformers` goes on behind the end of a text.
+    // Without these tokens `transformers` would generate beyond the end of a text.
     let mut ends = ends_of(&says).map_err(|why| Error::checkpoint(&generation, why))?;
     let said = ends.len();
     ends.extend(end.filter(|_| !is_there));

@@ -1,11 +1,11 @@
-//! Named points of a run, at which a test makes something go wrong: a kill, a failure, a thread or a process that stops, no memory, a full disk,
-//! a lost connection, a number that is none.
+//! Named points of a run at which tests inject faults: a kill, an error, a stopped thread or process, no memory, a full disk, a lost
+//! connection, a NaN.
 //!
-//! Builds with debug assertions have them, those that cargo makes for tests among them. Elsewhere `reach` is an empty function,
-//! and of the rest only the points' names in the code are there. It is the only such hook: a value of a tensor that becomes NaN needs
-//! none, as the tests' backend that wraps another one makes it.
+//! Only builds with debug assertions have them, such as cargo's builds for tests. Elsewhere `reach` is an empty function, and only the
+//! points' names are left in the code. This is the only such hook: NaNs in tensors need none, since a backend of the tests, which wraps
+//! another backend, writes them.
 
-/// Declares the points: name in the code, name in a fault, what has been done there.
+/// Declares the points: name in the code, name in a fault, and what has happened by then.
 macro_rules! points {
     ($($(#[doc = $doc:literal])+ $point:ident = $name:literal,)+) => {
         /// A point of a run.
@@ -19,7 +19,7 @@ macro_rules! points {
             /// All of them.
             pub const ALL: &'static [Self] = &[$(Self::$point,)+];
 
-            /// The name by which a fault asks for it.
+            /// Its name in a fault.
             pub fn name(self) -> &'static str {
                 match self {
                     $(Self::$point => $name,)+
@@ -30,7 +30,7 @@ macro_rules! points {
 }
 
 points! {
-    /// A part of a cache of tokens is on the disk, and would be kept.
+    /// A part of a token cache is on the disk, and a later run would reuse it.
     CacheKept = "cache-kept",
     /// A cache of tokens is whole, and has its temporary name.
     CacheWhole = "cache-whole",
@@ -38,7 +38,7 @@ points! {
     Loading = "loading",
     /// The run's directory has one for checkpoints, and no lock in it.
     DirectoryMade = "directory-made",
-    /// The run's lock is there, and nobody's yet.
+    /// The run's lock file is there, and nobody holds it yet.
     LockMade = "lock-made",
     /// The directory is this run's, and nothing in it says so but the lock.
     Claimed = "claimed",
@@ -52,13 +52,13 @@ points! {
     RunOpened = "run-opened",
     /// The host has written the scalars and tokens of a step.
     StepBegins = "step-begins",
-    /// Several ranks are about to exchange rows in the forward pass: how many, or the rows.
+    /// Several ranks are about to exchange counts or rows in the forward pass.
     ForwardExchange = "forward-exchange",
     /// The same in the backward pass.
     BackwardExchange = "backward-exchange",
-    /// Several ranks are about to sum gradients that they have made.
+    /// Several ranks are about to reduce gradients.
     Reduce = "reduce",
-    /// The gradients of a step are issued. Weights and moments may still be read by a checkpoint under way.
+    /// The gradients of a step are issued. A checkpoint in progress may still read weights and moments.
     BeforeOptimizer = "before-optimizer",
     /// All of a step is issued.
     AfterOptimizer = "after-optimizer",
@@ -70,9 +70,9 @@ points! {
     EvaluationBegins = "evaluation-begins",
     /// A held-out loss is written.
     Evaluated = "evaluated",
-    /// A checkpoint's writer is started, on several ranks one on each, and nothing copied.
+    /// A checkpoint's writer has started, on each rank if there are several, and nothing is copied.
     SaveBegins = "save-begins",
-    /// The copying of weights and moments begins, beside training where there is one rank.
+    /// The copy of weights and moments begins; on one rank training goes on meanwhile.
     CopyBegins = "copy-begins",
     /// All values of one of a checkpoint's files of tensors are copied.
     FileCopied = "file-copied",
@@ -90,39 +90,39 @@ points! {
     MovedAside = "moved-aside",
     /// A checkpoint has its name.
     Renamed = "renamed",
-    /// A surplus checkpoint has lost its name, and is not removed.
+    /// A surplus checkpoint has lost its name, and is not yet removed.
     Pruned = "pruned",
     /// A checkpoint is written, and surplus ones are gone.
     CheckpointEnds = "checkpoint-ends",
     /// A run's checkpoints are listed, and the next one of them is about to be opened.
     CheckpointListed = "checkpoint-listed",
-    /// The last step is done, and checkpoints under way are written.
+    /// The last step is done, and all checkpoints in progress are written.
     StepsDone = "steps-done",
-    /// Everything is written but the picture.
+    /// Everything is written but the plot.
     RunEnds = "run-ends",
 }
 
-/// Makes happen what is asked for at this point, if anything is.
+/// Injects the fault that a test armed for this point, if there is one.
 ///
 /// # Errors
-/// The failure that is asked for.
+/// The injected error.
 #[cfg(not(debug_assertions))]
 #[inline(always)]
 pub(crate) fn reach(_: Point) -> crate::Result<()> {
     Ok(())
 }
 
-/// Runs a rehearsal of a run, on this thread: it reaches no point.
+/// Runs a rehearsal on this thread, during which no point is reached.
 #[cfg(not(debug_assertions))]
 #[inline(always)]
 pub(crate) fn rehearsing<R>(rehearse: impl FnOnce() -> R) -> R {
     rehearse()
 }
 
-/// [`Point::Write`], for code that tells what the system says.
+/// [`Point::Write`], for code that returns I/O errors.
 ///
 /// # Errors
-/// The failure that is asked for.
+/// The injected error.
 pub(crate) fn writing() -> std::io::Result<()> {
     reach(Point::Write).map_err(|error| match error {
         crate::Error::Io { source, .. } => source,
@@ -130,10 +130,10 @@ pub(crate) fn writing() -> std::io::Result<()> {
     })
 }
 
-/// A point that ranks reach together, for code whose errors are those of the core.
+/// A point that ranks reach together, for code that returns the core's errors.
 ///
 /// # Errors
-/// The failure that is asked for.
+/// The injected error.
 pub(crate) fn exchanging(point: Point) -> nibble_core::Result<()> {
     reach(point).map_err(|error| match error {
         crate::Error::Core(error) => error,
@@ -143,7 +143,7 @@ pub(crate) fn exchanging(point: Point) -> nibble_core::Result<()> {
     })
 }
 
-/// The learning rate of the step that is about to be issued, or what a test has asked for.
+/// The learning rate of the step that is about to be issued, or NaN if a test asked for it.
 #[cfg(not(debug_assertions))]
 #[inline(always)]
 pub(crate) fn learning_rate(lr: f64) -> f64 {
@@ -170,26 +170,26 @@ mod armed {
     /// What happens at a point.
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
     pub enum Action {
-        /// The process ends there and then, as by a signal: nothing is flushed, no destructor runs. It waits until the threads that
-        /// other faults stop have stopped.
+        /// The process aborts: nothing is flushed, no destructor runs. Before that it waits until other faults have stopped their
+        /// threads.
         Kill,
-        /// The process is ended by SIGKILL, as by the system where memory is short.
+        /// The process is ended by SIGKILL, as by the system when memory runs out.
         SigKill,
         /// The process is stopped by SIGSTOP, all of its threads at once, until somebody sends SIGCONT.
         SigStop,
-        /// The process loses its connection to the other ranks, by what [`on_disconnect`] has registered, and goes on.
+        /// The process loses its connection to the other ranks, through the function given to [`on_disconnect`], and goes on.
         Disconnect,
         /// The learning rate of the step that is issued next is NaN, so that the step's record says so on every rank.
         Nan,
-        /// The thread does not go on.
+        /// The thread stops for good.
         Stop,
         /// The thread makes a file `POINT.held` in the working directory, and goes on once somebody has removed it.
         Hold,
-        /// The point returns an error of the device.
+        /// The point returns a device error.
         Fail,
-        /// The point returns an error of a device without memory.
+        /// The point returns an out-of-memory error of the device.
         OutOfMemory,
-        /// The point returns what the system says of a full disk; and so it does from then on, for a full disk stays full.
+        /// The point returns the error of a full disk, now and every later time: a full disk stays full.
         Full,
     }
 
@@ -207,16 +207,16 @@ mod armed {
         ("full", Action::Full),
     ];
 
-    /// Something that goes wrong once, but for a disk that stays full. As text `ACTION@POINT:COUNT`, or `RANK/ACTION@POINT:COUNT`.
+    /// A fault. It strikes once, but a full disk stays full. As text: `ACTION@POINT:COUNT` or `RANK/ACTION@POINT:COUNT`.
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
     pub struct Fault {
-        /// The rank whose process it is for; none: every one. Whoever arms faults leaves out those of other ranks.
+        /// The rank whose process it is for; `None`: every rank. The caller of [`arm`] leaves out the faults of other ranks.
         pub rank: Option<usize>,
         /// What.
         pub action: Action,
         /// Where.
         pub point: Point,
-        /// When the point is reached for this time, counted from 1 over all threads of the process.
+        /// It strikes the `count`-th time that the point is reached, counted from 1 over all threads of the process.
         pub count: usize,
     }
 
@@ -260,7 +260,7 @@ mod armed {
     static ARMED: Mutex<Armed> = Mutex::new(Armed { faults: Vec::new(), stopped: 0 });
     static STOPPED: Condvar = Condvar::new();
 
-    /// Asks for faults in this process.
+    /// Arms faults in this process.
     pub fn arm(faults: &[Fault]) {
         ARMED.lock().unwrap_or_else(PoisonError::into_inner).faults.extend(faults);
     }
@@ -276,10 +276,10 @@ mod armed {
         done
     }
 
-    /// What loses the process's connection to the other ranks.
+    /// The function that ends the process's connection to the other ranks.
     static DISCONNECT: Mutex<Option<fn()>> = Mutex::new(None);
 
-    /// Says what [`Action::Disconnect`] does in this process.
+    /// Sets what [`Action::Disconnect`] does in this process.
     pub fn on_disconnect(disconnect: fn()) {
         *DISCONNECT.lock().unwrap_or_else(PoisonError::into_inner) = Some(disconnect);
     }
@@ -360,11 +360,11 @@ mod armed {
         }
     }
 
-    /// Sends this process the signal. After SIGKILL it does not return, after SIGSTOP once the process goes on.
+    /// Sends this process the signal. It never returns after SIGKILL; after SIGSTOP it returns once the process goes on.
     #[cfg(unix)]
     fn signal(action: Action) -> std::result::Result<(), &'static str> {
         let number = if action == Action::SigKill { libc::SIGKILL } else { libc::SIGSTOP };
-        // To this thread: sent to the process, it might come to another one, and this one go on for a moment.
+        // Raised for this thread: a signal to the process might go to another thread, and this one would go on for a moment.
         // SAFETY: a call of the system that reads no memory.
         let sent = unsafe { libc::raise(number) };
         if sent == 0 { Ok(()) } else { Err("the system did not send the signal") }
@@ -378,7 +378,7 @@ mod armed {
     /// The system's number of a full disk.
     const DISK_FULL: i32 = if cfg!(windows) { 112 } else { 28 };
 
-    /// Waits until somebody has removed the file that says so.
+    /// Writes the file `POINT.held`, and waits until somebody has removed it.
     fn hold(point: Point) -> Result<()> {
         let held = PathBuf::from(format!("{}.held", point.name()));
         std::fs::write(&held, "").map_err(Error::io(&held))?;

@@ -14,13 +14,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// What the name of an unfinished file begins with.
+/// Prefix of the names of unfinished files.
 pub const UNFINISHED_PREFIX: &str = ".nibble-tmp-";
 
-/// Unfinished files of this process, for whoever ends it early.
+/// Unfinished files of this process, to be removed if it ends early.
 static UNFINISHED: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 
-/// A file under a temporary name beside its place. [`WholeFile::finish`] brings it there; dropped before, it is removed.
+/// A file that is written under a temporary name next to its path. [`WholeFile::finish`] renames it; a drop before that removes it.
 #[derive(Debug)]
 pub struct WholeFile {
     file: File,
@@ -28,18 +28,18 @@ pub struct WholeFile {
     path: PathBuf,
 }
 
-/// A temporary name, removed with its file unless it has been renamed.
+/// A temporary path. On a drop its file is removed, unless it has been renamed.
 #[derive(Debug)]
 struct Unfinished(PathBuf);
 
 impl Unfinished {
-    /// Known before it is there: a signal between the two finds it.
+    /// Lists the path before there is a file, so that a process that ends in between removes the file.
     fn named(path: PathBuf) -> Self {
         UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner).push(path.clone());
         Self(path)
     }
 
-    /// Gives it its name at last, for good.
+    /// Renames the file for good.
     fn rename(&self, to: &Path) -> io::Result<()> {
         reach(Point::FileUnnamed).map_err(|error| io::Error::other(error.to_string()))?;
         fs::rename(&self.0, to)?;
@@ -57,7 +57,7 @@ impl Unfinished {
 impl Drop for Unfinished {
     fn drop(&mut self) {
         if self.forget() {
-            // The error that led here is the one to tell.
+            // Only the error that led here is reported.
             let _ = remove(&self.0);
         }
     }
@@ -71,8 +71,8 @@ pub(crate) fn remove(path: &Path) -> io::Result<()> {
     if fs::symlink_metadata(path)?.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) }
 }
 
-/// Checks that a place that is to be written is no link that leads nowhere, and lies behind none: somebody expects a file at the other end,
-/// which would not be there.
+/// Checks that a path that is to be written neither is nor passes through a dangling symbolic link. Somebody expects a file at the link's
+/// target, and it would not be there.
 ///
 /// # Errors
 /// Which link it is, and where it leads.
@@ -92,7 +92,7 @@ pub fn require_no_loose_link(path: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Makes a folder, and those that it is in, where they are missing.
+/// Creates a folder and its missing parents.
 ///
 /// # Errors
 /// As [`require_no_loose_link`]; what the system says.
@@ -101,12 +101,12 @@ pub fn make_folder(path: &Path) -> io::Result<()> {
     fs::create_dir_all(path)
 }
 
-/// The folder that a place is in.
+/// The folder of a path.
 fn folder_of(path: &Path) -> &Path {
     path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// A folder under a temporary name beside its place. [`WholeFolder::finish`] brings it there; dropped before, it is removed.
+/// A folder that is filled under a temporary name next to its path. [`WholeFolder::finish`] renames it; a drop before that removes it.
 #[derive(Debug)]
 pub(crate) struct WholeFolder {
     unfinished: Unfinished,
@@ -114,7 +114,7 @@ pub(crate) struct WholeFolder {
 }
 
 impl WholeFolder {
-    /// Begins a folder that will be at `path`, where nothing is, or an empty folder. Those that killed processes have left beside it are removed.
+    /// Begins a folder that will be at `path`, where there is nothing or an empty folder. Removes what killed processes left next to it.
     ///
     /// # Errors
     /// What the system says.
@@ -128,15 +128,15 @@ impl WholeFolder {
         Ok(Self { unfinished, path: path.to_owned() })
     }
 
-    /// Where it is until then.
+    /// The temporary path.
     pub fn unfinished(&self) -> &Path {
         &self.unfinished.0
     }
 
-    /// Gives it its name. Its files are on the disk.
+    /// Renames the folder. Its files must be on the disk already.
     ///
     /// # Errors
-    /// What the system says; the place is as it was then.
+    /// What the system says. Until the rename succeeds, `path` is as it was.
     pub fn finish(self) -> io::Result<()> {
         sync_dir(&self.unfinished.0)?;
         self.unfinished.rename(&self.path)
@@ -144,7 +144,7 @@ impl WholeFolder {
 }
 
 impl WholeFile {
-    /// Begins a file that will be at `path`. Where a symbolic link stands there, what it points to is replaced, not the link.
+    /// Begins a file that will be at `path`. If `path` is a symbolic link, the link's target is replaced, and not the link.
     ///
     /// # Errors
     /// What the system says.
@@ -153,7 +153,7 @@ impl WholeFile {
         require_no_loose_link(path)?;
         let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
         let there = fs::metadata(&path).ok();
-        // A device or a pipe would be gone, for everybody.
+        // A rename over a device or a pipe would remove it for everybody.
         if let Some(what) = there.as_ref().and_then(|there| what_else(there.file_type())) {
             return Err(no_file(what));
         }
@@ -165,22 +165,22 @@ impl WholeFile {
         Ok(Self { file, unfinished, path })
     }
 
-    /// Waits until the content is on the disk, and gives it its name.
+    /// Waits until the content is on the disk, and renames the file.
     ///
     /// # Errors
-    /// What the system says; the place is as it was then.
+    /// What the system says. Until the rename succeeds, `path` is as it was.
     pub fn finish(self) -> io::Result<()> {
         self.file.sync_all()?;
         self.unfinished.rename(&self.path)
     }
 }
 
-/// An empty file of a name that no other process gives, by which others know a directory. Dropped, it is removed.
+/// An empty file with a unique name, by which other processes recognize its directory. A drop removes it.
 #[derive(Debug)]
 pub(crate) struct Mark(Unfinished);
 
 impl Mark {
-    /// One in this directory.
+    /// Creates a mark in this directory.
     ///
     /// # Errors
     /// What the system says.
@@ -191,13 +191,13 @@ impl Mark {
         Ok(Self(mark))
     }
 
-    /// Where it is.
+    /// Path of the mark.
     pub fn path(&self) -> &Path {
         &self.0.0
     }
 }
 
-/// What the temporary name of one file of this process begins with: each time another, of one length, as ranks tell each other such names.
+/// Prefix of the next temporary name of this process. All prefixes differ and have one length, since ranks send such names to each other.
 fn own_prefix() -> String {
     static TURN: AtomicU64 = AtomicU64::new(0);
     format!("{UNFINISHED_PREFIX}{}-{:08}", std::process::id(), TURN.fetch_add(1, Ordering::Relaxed))
@@ -224,20 +224,20 @@ pub fn write_whole(path: &Path, content: impl AsRef<[u8]>) -> io::Result<()> {
     file.finish()
 }
 
-/// Writes bytes at the end of what a file holds, all of them unless the system says otherwise.
+/// Appends bytes to a file: all of them, unless it returns an error.
 ///
 /// # Errors
 /// What the system says; some of the bytes may be there then.
 pub(crate) fn append(file: &mut File, bytes: &[u8]) -> io::Result<()> {
     if let Err(error) = writing() {
-        // A disk that fills up takes what there is room for.
+        // A full disk takes the first bytes.
         file.write_all(&bytes[..bytes.len() / 2])?;
         return Err(error);
     }
     file.write_all(bytes)
 }
 
-/// Removes the unfinished files and folders that processes which are no more have left in a directory.
+/// Removes the unfinished files and folders that processes which have ended left in a directory.
 ///
 /// # Errors
 /// What the system says.
@@ -246,7 +246,7 @@ pub(crate) fn remove_abandoned(dir: &Path) -> io::Result<()> {
         let entry = entry?;
         let name = entry.file_name();
         let process = name.to_str().and_then(|name| name.strip_prefix(UNFINISHED_PREFIX)?.split('-').next());
-        // Somebody may be drawing a picture just now.
+        // A process that still runs may be writing its file now.
         if process.is_some_and(|id| !Path::new("/proc").join(id).exists()) {
             remove(&entry.path())?;
         }
@@ -254,7 +254,7 @@ pub(crate) fn remove_abandoned(dir: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Waits until the names in a directory are on the disk.
+/// Waits until a directory's entries are on the disk.
 ///
 /// # Errors
 /// What the system says.
@@ -280,7 +280,7 @@ pub fn remove_unfinished() {
 pub fn open_to_read(path: &Path) -> io::Result<File> {
     let file = open_with_an_end(path)?;
     let mut start = [0; LFS_POINTER.len()];
-    // One is short, and nothing is read of a pipe.
+    // A pointer is short, and nothing may be read of a pipe.
     let about = file.metadata()?;
     if about.is_file()
         && about.len() < 1024
@@ -293,20 +293,20 @@ pub fn open_to_read(path: &Path) -> io::Result<File> {
     Ok(file)
 }
 
-/// How the text begins that Git puts in the place of a file that it has elsewhere.
+/// First bytes of a Git LFS pointer, the text that Git stores in place of a file.
 const LFS_POINTER: &[u8] = b"version https://git-lfs.github.com/spec/";
 
 fn open_with_an_end(path: &Path) -> io::Result<File> {
     phase(format_args!("reading {}", path.display()));
     match what_else(fs::metadata(path)?.file_type()) {
-        // It has a writer.
+        // A pipe without a name has a writer.
         Some(PIPE) if fs::canonicalize(path).is_err() => File::open(path),
         Some(what) => Err(no_file(what)),
         None => File::open(path),
     }
 }
 
-/// Fills `to` from a byte of a file on, whose cursor stays where it is. Returns how many bytes there were: fewer at its end.
+/// Reads from byte `at` of a file on until `to` is full or the file ends; returns the bytes read. On Unix the file's cursor stays.
 ///
 /// # Errors
 /// What the system says.
@@ -329,7 +329,7 @@ pub(crate) fn read_full_at(file: &File, to: &mut [u8], at: u64) -> io::Result<us
 
 const PIPE: &str = "a pipe";
 
-/// What something is that is no file with an end.
+/// What a path is that is no regular file.
 fn what_else(kind: fs::FileType) -> Option<&'static str> {
     if kind.is_file() {
         None
@@ -346,7 +346,7 @@ fn no_file(what: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidInput, format!("is {what}, expected a file"))
 }
 
-/// All bytes of a file that [`open_to_read`] opens, if it has no more than so many.
+/// All bytes of a file that [`open_to_read`] opens, if there are at most `most`.
 ///
 /// # Errors
 /// What the system says; what the path is instead of a file, or that it is longer.
@@ -374,7 +374,7 @@ pub fn read_text(path: &Path, most: u64) -> io::Result<String> {
     })
 }
 
-/// SHA-256 of a file from its beginning to its end, whose cursor stays where it is: others may read it as well.
+/// SHA-256 of a whole file. On Unix the file's cursor stays where it is, so others may read the file as well.
 ///
 /// # Errors
 /// What the system says.
@@ -394,15 +394,15 @@ pub(crate) fn sha256_hex(content: &[u8]) -> String {
     hexadecimal(&Sha256::digest(content))
 }
 
-/// Two digits a byte.
+/// Two digits per byte.
 pub(crate) fn hexadecimal(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// More bytes than a configuration, a recipe or another text that people write has.
+/// Upper limit of bytes for configurations, recipes and other texts that people write.
 pub const MOST_TEXT: u64 = 16 << 20;
 
-/// More bytes than a log or a list that a run writes has.
+/// Upper limit of bytes for logs and lists that a run writes.
 pub const MOST_LOG: u64 = 1 << 36;
 
 #[cfg(unix)]

@@ -2,18 +2,18 @@
 
 use serde_json::{Map, Value};
 
-/// Each line of a text that is not blank, with its number from 1: as it stands, and the object that it is, or why it is none. A byte order mark at
-/// the beginning is passed over.
+/// The lines of a text that are not blank: number from 1, text, and JSON object or the reason why there is none. A byte order mark at
+/// the beginning is skipped.
 pub fn objects(text: &str) -> impl Iterator<Item = (usize, &str, Result<Map<String, Value>, String>)> {
     let text = text.strip_prefix('\u{feff}').unwrap_or(text);
     let lines = (1..).zip(text.lines()).filter(|(_, line)| !line.trim().is_empty());
     lines.map(|(number, line)| (number, line, object(line)))
 }
 
-/// The object of a line.
+/// The JSON object in a line.
 ///
 /// # Errors
-/// Why it is none.
+/// Why the line is none.
 pub fn object(line: &str) -> Result<Map<String, Value>, String> {
     match serde_json::from_str(line).map_err(|error| no_json(&error))? {
         Value::Object(object) => Ok(object),
@@ -21,12 +21,12 @@ pub fn object(line: &str) -> Result<Map<String, Value>, String> {
     }
 }
 
-/// What the parser says of a line: where in it, and not in which line, as it was given one.
+/// The parser's error for a line, with the column and without the line number: the parser saw one line.
 pub(crate) fn no_json(error: &serde_json::Error) -> String {
     format!("is no JSON: {}", error.to_string().replace(" at line 1 column ", ", column "))
 }
 
-/// Refuses a row with a prompt that says more than is read of it.
+/// Refuses a row with a prompt if keys that Nibble does not read say something in it.
 ///
 /// # Errors
 /// The key, and what to do about it.
@@ -35,7 +35,7 @@ pub fn require_prompt_alone(row: &Map<String, Value>) -> Result<(), String> {
     known.try_for_each(|(key, value)| key.refuse_value(value))
 }
 
-/// A key of rows that says something to other trainers, and is not read here: dropped without a word it would change what is learnt.
+/// A key of rows that other trainers read and Nibble does not. Ignoring it silently would change what is learnt.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct RowKey {
     name: &'static str,
@@ -50,17 +50,17 @@ impl RowKey {
         keys.find(|key| key.name == name)
     }
 
-    /// That of this name, of any rows with answers.
+    /// The key of this name, in any row with an answer.
     pub fn of(name: &str) -> Option<Self> {
         Self::find(OF_ANSWERS, name)
     }
 
-    /// That of this name, of rows with a prompt and an answer.
+    /// The key of this name, in a row with a prompt and an answer.
     pub fn of_pair(name: &str) -> Option<Self> {
         Self::find(OF_PAIRS, name).or_else(|| Self::of(name))
     }
 
-    /// Refuses what a row says by it, unless it is nothing, or what is so in any case.
+    /// Refuses the key's value in a row, unless the value is empty or asks for what Nibble does anyway.
     ///
     /// # Errors
     /// Why it is refused.
@@ -76,7 +76,7 @@ impl RowKey {
         if says_nothing { Ok(()) } else { self.refuse(is_yes) }
     }
 
-    /// Refuses what a row says by it, which is not nothing. `is_yes`: what it says, if it is a switch.
+    /// Refuses the key in a row where its value is not empty. `is_yes`: the value, if it is a switch.
     ///
     /// # Errors
     /// Why it is refused.
@@ -91,11 +91,11 @@ impl RowKey {
     }
 }
 
-/// Of switches, of which true or 1 says what is so here in any case.
+/// Advice for switches that, if true or 1, ask for what Nibble does anyway.
 const ALIKE: &str = "all rows count alike, and a message of the role assistant may say \"weight\": 0";
 const FIRST: &str = "write it as a first message of the role system, or into the prompt";
 
-/// Of rows with answers: names, and what to do about them.
+/// Keys of rows with answers, and advice for each.
 const OF_ANSWERS: &[(&str, &str)] = &[
     ("system system_prompt", FIRST),
     ("functions", "write them as \"tools\""),
@@ -107,7 +107,7 @@ const OF_ANSWERS: &[(&str, &str)] = &[
     ("weight train", ALIKE),
 ];
 
-/// Besides, of rows with a prompt and an answer.
+/// Further keys of rows with a prompt and an answer.
 const OF_PAIRS: &[(&str, &str)] = &[
     ("input", "write it into the prompt"),
     ("history", "write it into the prompt, or all as messages"),

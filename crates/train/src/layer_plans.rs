@@ -5,13 +5,13 @@ use nibble_core::recipe::{Layer, LayerPlan, Passes};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// A recipe, and the plans that were made of it so far.
+/// A recipe, and the plans compiled for it so far.
 #[derive(Debug)]
 pub struct LayerPlans {
     recipe: Recipe,
-    /// The points of a run (step / steps) from which on sections may be others, in order.
+    /// The points of a run (step / steps) at which the recipe may change, in order.
     starts: Vec<f64>,
-    /// By the name of the layer.
+    /// By layer name.
     compiled: Mutex<HashMap<String, Vec<Compiled>>>,
 }
 
@@ -24,21 +24,21 @@ struct Compiled {
 }
 
 impl LayerPlans {
-    /// None yet.
+    /// Without compiled plans.
     pub fn new(recipe: Recipe) -> Self {
         let starts = recipe.stretches().into_iter().map(|(start, _)| start).collect();
         Self { recipe, starts, compiled: Mutex::default() }
     }
 
-    /// Every precision.
+    /// The recipe.
     pub fn recipe(&self) -> &Recipe {
         &self.recipe
     }
 
-    /// What a layer does at a point of a run (step / steps).
+    /// The plan of a layer at a point of a run (step / steps).
     pub fn plan(&self, layer: &Layer, progress: f64, passes: Passes) -> Arc<LayerPlan> {
         let stretch = self.starts.partition_point(|start| *start <= progress);
-        // A plan is put there whole.
+        // A poisoned lock is harmless: each plan is inserted whole.
         let mut compiled = self.compiled.lock().unwrap_or_else(PoisonError::into_inner);
         let is_it = |known: &&Compiled| {
             (known.stretch, known.passes) == (stretch, passes) && known.plan.layer == *layer

@@ -9,12 +9,12 @@ use nibble_core::formats::Format;
 use nibble_core::{Backend, Operand, Tensor};
 use std::collections::BTreeMap;
 
-/// One buffer kept by one layer.
+/// One buffer saved by one layer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Entry {
     /// The layer's name.
     pub layer: String,
-    /// What is kept: `x`, `h`, `q` and so on.
+    /// What is saved: `x`, `h`, `q` and so on.
     pub kind: &'static str,
     /// How it is stored.
     pub format: Format,
@@ -24,7 +24,7 @@ pub struct Entry {
     pub buffer_id: u64,
 }
 
-/// The list of everything kept. A buffer that several layers keep is listed by each and counted once.
+/// All saved buffers. A buffer that several layers save is listed by each and counted once.
 #[derive(Debug, Clone, Default)]
 pub struct Ledger {
     /// In the order of the forward pass.
@@ -67,7 +67,7 @@ impl Ledger {
         self.unique().iter().map(|e| e.bytes).sum()
     }
 
-    /// Bytes of the allocations of one kind in layers whose name ends so.
+    /// Bytes of the allocations of one kind in layers whose name ends in `layer_suffix`.
     pub fn bytes_of(&self, layer_suffix: &str, kind: &str) -> usize {
         self.unique()
             .iter()
@@ -76,7 +76,7 @@ impl Ledger {
             .sum()
     }
 
-    /// A table: bytes by kind of layer (its number aside), kind of tensor and format.
+    /// A table of bytes by kind of layer (without its number), kind of tensor and format.
     pub fn table(&self) -> String {
         let mut sums: BTreeMap<(String, &str, String), (usize, usize)> = BTreeMap::new();
         for e in self.unique() {
@@ -101,7 +101,7 @@ impl Ledger {
     }
 }
 
-/// A plain struct whose fields are what a forward pass keeps.
+/// A struct whose fields are what a forward pass saves.
 pub trait Saved {
     /// Lists every buffer it holds.
     fn ledger(&self, ledger: &mut Ledger);

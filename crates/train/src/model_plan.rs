@@ -17,9 +17,9 @@ use std::sync::Arc;
 /// A place in the model where a step counts blocks.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PlannedSite {
-    /// By its name in the record.
+    /// Its name in the record.
     pub site: CountSite,
-    /// Of a tensor under a delayed scale how its records change, and what its spans are.
+    /// Under a delayed scale: the update rule of its records, and what its spans are.
     pub delayed: Option<(DelayedScaling, Spans)>,
 }
 
@@ -44,7 +44,7 @@ impl SiteList {
                     (format!("{scaling} of {site}"), format!("{known}: a tensor has one history in a run"));
                 Err(Error::shape("quantize", "delayed scale", got, expected))
             }
-            // What is made of the tensor by another quantization may have the scale.
+            // Another quantization of the same tensor may be the one with the delayed scale.
             (of_known, of_this) => {
                 known.delayed = of_known.or(of_this);
                 Ok(())
@@ -53,7 +53,7 @@ impl SiteList {
     }
 }
 
-/// What all steps of a run count, in the order of a step; what precisions that come later add is behind it.
+/// All sites that a run counts, in the order of a step. Sites that only later precisions add come last.
 ///
 /// # Errors
 /// As [`sites`]; [`Error::Shape`] where a tensor would have different histories in a run.
@@ -68,10 +68,10 @@ pub fn sites_of_run(config: &Config, plans: &LayerPlans) -> Result<Vec<PlannedSi
     Ok(all.sites)
 }
 
-/// What a step counts at a point of a run (step / steps), in its order: weights' copies, the forward pass, the backward pass.
+/// The sites that a step counts at a point of a run (step / steps), in order: weights' copies, forward pass, backward pass.
 ///
 /// # Errors
-/// [`Error::Defect`] for a description whose parts are of other kinds than their places; [`Error::Shape`] where a tensor would have different histories.
+/// [`Error::Defect`] if a part of `spec` has the wrong kind for its place; [`Error::Shape`] if a tensor would have different histories.
 pub fn sites(
     spec: &ModelSpec,
     plans: &LayerPlans,
@@ -136,7 +136,7 @@ impl Sites<'_> {
         })
     }
 
-    /// Those of the head's weight, which may be the embedding's.
+    /// The copies of the head's weight, which may be the embedding's.
     fn head_weight(&mut self, head: &Part, embed: &Part) -> Result<()> {
         let own = head.weights().first().or_else(|| embed.weights().first());
         match (self.plan(head), own) {
@@ -157,7 +157,7 @@ impl Sites<'_> {
         Ok(())
     }
 
-    /// Steps of a layer of this name.
+    /// Adds the counted conversions of a layer, under this layer name.
     fn steps(&mut self, layer: &str, spans: Spans, steps: Vec<Step>) -> Result<()> {
         for Step { change, quantized, .. } in steps {
             let delayed = quantized.and_then(|to| to.delayed).map(|scaling| (scaling, spans));
@@ -168,7 +168,7 @@ impl Sites<'_> {
         Ok(())
     }
 
-    /// A pass of a layer that shares its input with no other.
+    /// A pass of a layer whose input no other layer shares.
     fn layer(&mut self, part: &Part, pass: Pass) -> Result<()> {
         let Some(plan) = self.plan(part) else { return Ok(()) };
         let spans = if plan.layer.kind == LayerKind::Expert { Spans::ExpertParts } else { Spans::Shards };
@@ -182,7 +182,7 @@ impl Sites<'_> {
         self.steps(&part.id, spans, steps)
     }
 
-    /// The projections of one input, of the layer of this name; in the backward pass the gradients of each behind what all lift.
+    /// Projections that share one input, under this layer name. In the backward pass, their gradients follow the conversions of the input.
     fn shared(&mut self, name: &str, parts: [&Part; 3], pass: Pass) -> Result<()> {
         let plans: Vec<_> = parts.iter().filter_map(|part| self.plan(part)).collect();
         let linear = plans.iter().map(|plan| plan.linear()).collect::<Result<Vec<_>>>()?;
@@ -228,8 +228,8 @@ impl Sites<'_> {
     }
 }
 
-/// How the record counts a change of representation; none where it does not. The kernel that writes h counts nothing, nor does the one that makes `a`
-/// again, as the forward pass has counted it.
+/// How the record counts a conversion; `None` if it does not. The kernel that writes h counts nothing. Neither does the kernel that
+/// recomputes `a`, since the forward pass has counted it.
 fn counted(change: &Change) -> Option<ChangeKind> {
     let Change { op, tensor, from, to, .. } = change;
     match (*op, *tensor) {

@@ -12,7 +12,7 @@ use nibble_core::recipe::{Layer as Name, LayerKind, LayerPlan, Pass, Passes, Pro
 use nibble_core::{DeviceKind, Kernels, Mesh, Recipe, Result, SoloComm, Tensor};
 use nibble_dry::{Dry, Multiplied};
 
-/// Widths, and tokens of each of two shards: what the recipes' blocks ask for at least.
+/// Width of the layer, and tokens of each of its two shards: the least that the recipes' blocks allow.
 const WIDTH: usize = 128;
 const SHARD: usize = 128;
 /// Standard deviations of weights.
@@ -21,17 +21,17 @@ const STDS: [f32; 2] = [0.1; 2];
 /// A layer of a model, under a recipe at one point of a run.
 #[derive(Debug)]
 pub struct OneLayer<'a> {
-    /// Every precision.
+    /// The recipe.
     pub recipe: &'a Recipe,
-    /// Which layer. Of a gated projection also SwiGLU and the projection after it run; of the router's gate nothing does.
+    /// The layer to run. A gated projection runs together with SwiGLU and the projection after it; a router runs nothing.
     pub layer: &'a Name,
     /// step / steps of the run.
     pub progress: f64,
 }
 
 impl OneLayer<'_> {
-    /// Runs both passes. `begin` is told of each pass before it begins, with the name and the buffer of its tensor: x, and the
-    /// gradient of the layer's output.
+    /// Runs both passes. Before each pass, calls `begin` with the pass, and the name and buffer id of the pass's input: x, or the gradient
+    /// of the layer's output. The head, which computes its gradients with its losses, has one pass.
     ///
     /// # Errors
     /// From the backend, or for a recipe that it cannot follow.
@@ -42,7 +42,7 @@ impl OneLayer<'_> {
         let (activations, width) = (cx.activations(), Size::new("model.d_model", WIDTH));
         let mut begin = |pass, tensor, x: &Tensor<B>| begin(pass, tensor, buffer_id(x));
         let id = layer.name.as_str();
-        // What a part is in has its id without the last word.
+        // The id of the enclosing layer is the part's id without its last word.
         let whole = id.rsplit_once('.').map_or(id, |(whole, _)| whole);
         match layer.kind {
             LayerKind::Linear if layer.gated => {
@@ -76,25 +76,25 @@ impl OneLayer<'_> {
     }
 }
 
-/// A product that a layer asks for.
+/// A product that a layer runs.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LayerProduct {
-    /// Which of the three.
+    /// Fprop, dgrad or wgrad.
     pub product: Product,
-    /// The operation that asks for it.
+    /// The op that calls it.
     pub op: &'static str,
-    /// What it is, for a layer that is small.
+    /// Its description, at the sizes of this small layer.
     pub desc: ProductDesc,
 }
 
 impl OneLayer<'_> {
-    /// What the layer is to do.
+    /// The layer's plan in training.
     #[must_use]
     pub fn plan(&self) -> LayerPlan {
         self.recipe.plan(self.layer, self.progress, Passes::TRAINING)
     }
 
-    /// Its products, as a GPU is asked for them: those alike once, in the order of a step.
+    /// The layer's products as a GPU runs them, in the order of a step, without duplicates.
     ///
     /// # Errors
     /// As [`OneLayer::run`].
@@ -107,7 +107,7 @@ impl OneLayer<'_> {
             }
         };
         let ((), all) = dry.products(|| self.run(&dry, &mut begin))?;
-        // A mixture's router multiplies as well: by shards, or dense.
+        // The router of an expert layer has products too: grouped by shard, or dense.
         let of_experts = |desc: &ProductDesc| desc.groups.is_some_and(|groups| groups.rows_each.is_none());
         let mut seen = Vec::new();
         let mut of_lines = 0;
@@ -119,7 +119,7 @@ impl OneLayer<'_> {
                 Ragged::Contraction => Product::Wgrad,
                 Ragged::Rows => {
                     of_lines += 1;
-                    // The head makes its gradients where it makes its losses.
+                    // The head computes its gradients with its losses, so its fprop and dgrad alternate.
                     let is_first = if kind == LayerKind::Head { of_lines % 2 == 1 } else { number < forward };
                     if is_first { Product::Fprop } else { Product::Dgrad }
                 }
@@ -144,8 +144,8 @@ impl LayerProduct {
         (self.product, self.operands()) == (planned.product, planned.operands)
     }
 
-    /// What the products seen of a layer have otherwise than its plan, in a sentence; none where they are those of the plan, each pair of operands
-    /// of them, and no other. Pairs of several weights that are alike are seen once; of a router's gate, which no layer runs by itself, none is.
+    /// How the observed products of a layer differ from its plan, in a sentence. `None` if each planned pair of operands was observed, and
+    /// no other pair. Weights with equal plans need one observation. A router needs none, since no layer runs it by itself.
     #[must_use]
     pub fn difference(seen: &[Self], plan: &LayerPlan) -> Option<String> {
         let products: &[ProductPlan] =
@@ -159,7 +159,7 @@ impl LayerProduct {
         Some(format!("the layer never multiplies {a} by {b}, as its recipe means"))
     }
 
-    /// What of it is otherwise than in the planned product that it is closest to.
+    /// How this product differs from the closest planned product.
     fn otherwise_than(&self, kind: LayerKind, planned: &[ProductPlan]) -> String {
         let operands = self.operands();
         let alike = |meant: &ProductPlan| {
@@ -185,7 +185,7 @@ fn key(kind: LayerKind, product: &ProductPlan, side: usize) -> String {
     format!("`{}.{}`", kind.name(), product.sites[side].key())
 }
 
-/// Both passes of a layer as wide as the others.
+/// Runs both passes of a layer whose input and output are `WIDTH` wide.
 fn there_and_back<B: Kernels, L: Layer<B, In = Tensor<B>, Out = Tensor<B>>>(
     mut layer: L,
     cx: &Cx<'_, B>,
@@ -199,7 +199,7 @@ fn there_and_back<B: Kernels, L: Layer<B, In = Tensor<B>, Out = Tensor<B>>>(
     layer.backward(cx, saved, dy).map(drop)
 }
 
-/// Normal numbers of the type of the activations, a function of their name.
+/// Normally distributed values in the type of the activations; the name seeds them.
 fn values<B: Kernels>(cx: &Cx<'_, B>, name: &str) -> Result<Tensor<B>> {
     let stream = Stream::new(0, Purpose::Data, fnv1a32(name), 0);
     let op = InitNormal { stream, first: 0, rows: cx.shards.tokens(), cols: WIDTH, std: 1.0 };

@@ -24,19 +24,19 @@ use nibble_core::ops::{
 use nibble_core::{DType, Data, Error, Kernels, MeshShape, Result};
 use std::ops::Range;
 
-/// The scalars of a step that the host decides: learning rate, bias corrections after so many earlier updates, and one over the targets that count, of
-/// which there is at least one.
+/// The scalars of a step that the host decides: learning rate, bias corrections after `updates` earlier updates, and 1 / `counted`, the
+/// number of targets that count (at least one).
 pub fn scalars(config: &TrainConfig, lr: f64, updates: u64, counted: u64) -> [f32; Control::FROM_HOST] {
     let bias = |beta: f64| (1.0 / (1.0 - power(beta, updates + 1))) as f32;
     [lr as f32, bias(config.beta1), bias(config.beta2), 1.0 / counted as f32]
 }
 
-/// What the optimizer keeps on the device besides the parameters' own parts.
+/// The optimizer's device buffers besides those of each parameter.
 #[derive(Debug)]
 pub struct OptimizerState<B: Kernels> {
-    /// Sums of squares of this rank's gradients: of every parameter in canonical order, one an expert of a stack.
+    /// Sums of squares of this rank's gradients, in canonical order of the parameters: one per parameter, or one per expert of a stack.
     squares: B::Buf<f32>,
-    /// Where, among the sums of all ranks, those of the whole model lie: in canonical order, experts by their global number.
+    /// Where the sums of the whole model lie among those of all ranks: in canonical order, experts by their global number.
     order: B::Buf<i32>,
     /// See [`Control`].
     pub control: B::Buf<f32>,
@@ -51,7 +51,7 @@ impl<B: Kernels> OptimizerState<B> {
         let mut order = Vec::new();
         let mut first = 0;
         for param in params {
-            // Of what several ranks hold, the first one's counts: of experts, those of the first replica, whose ranks are the first.
+            // Of sums that several ranks hold, the first rank's counts: for experts, the first replica, which is the first ranks.
             let ranks = if param.placement == Placement::Replicated { 1 } else { mesh.ep };
             order.extend((0..ranks).flat_map(|rank| {
                 let first = rank * each + first;
@@ -67,20 +67,20 @@ impl<B: Kernels> OptimizerState<B> {
         })
     }
 
-    /// Values of one report.
+    /// Number of values of one report.
     pub fn report_len(&self) -> usize {
         B::len(&self.reports) / 2
     }
 }
 
-/// Reduces all gradients, finds their norm and whether the step counts, writes its report, and takes one AdamW step unless it
-/// does not count; routers' biases move with it. `table` is this rank's record.
+/// Reduces all gradients, computes their norm, decides whether the step counts, and writes its report. If it counts, takes one AdamW step
+/// and updates router biases. `table` is this rank's record.
 ///
-/// A rank has the sums of the rows that it keeps, and changes these. Each tensor's (each expert's) sum of squares is rounded to F32. They are
-/// added in canonical order, so that the norm is the same on every rank and for any number of them.
+/// A rank has the summed gradients of its own rows, and updates only these. The sum of squares of each tensor (each expert) is rounded to
+/// F32. These sums are added in canonical order, so the norm is the same on every rank and for any number of ranks.
 ///
 /// # Errors
-/// From the backend and other ranks. What is not finite is no error here: the report tells.
+/// From the backend and other ranks. Values that are not finite are no error here: the report says so.
 pub fn step<B: Kernels>(
     cx: &mut Cx<'_, B>,
     params: Vec<&mut Param<B>>,
@@ -114,7 +114,7 @@ pub fn step<B: Kernels>(
     Ok(())
 }
 
-/// The sum of squares of each matrix on this rank. Where a parameter is divided, each rank sums the chunks of its rows.
+/// The sum of squares of each matrix on this rank. For a divided parameter, each rank sums the chunks of its own rows.
 fn sum_squares<B: Kernels>(
     cx: &Cx<'_, B>,
     params: &mut [&mut Param<B>],
@@ -151,13 +151,13 @@ fn sum_squares<B: Kernels>(
     CloseSquares { sums: &sums, tensors: matrices, into: squares }.run(cx.b)
 }
 
-/// The chunks of this rank's rows, whose sums are to lie from `at` on.
+/// The chunks of this rank's rows; their sums go to `at` and after.
 fn squared<B: Kernels>(param: &mut Param<B>, at: usize) -> Result<Squared<'_, B>> {
     let (part, skip) = (param.slices.matrix_values(), param.slices.skip());
     Ok(Squared { x: param.optimized()?.grad, part, skip, at })
 }
 
-/// Adds to the sums those of the chunks of parameters that the same ranks divide among them, each with the place of its first one.
+/// Gathers the sums of chunks of parameters that the same ranks divide. Each parameter comes with the number of its first chunk.
 fn gather_chunks<B: Kernels>(
     cx: &Cx<'_, B>,
     params: &mut [(&mut Param<B>, usize)],
@@ -184,13 +184,13 @@ fn gather_chunks<B: Kernels>(
     let mut mine = b.alloc::<f64>(end)?;
     SumSquares { tensors, into: &mut mine }.run(b)?;
     let all = b.reinterpret::<f64, u8>(&sums)?;
-    // With two handles the buffer would be copied.
+    // A second handle would force a copy of the buffer.
     drop(sums);
     let all = ranks.begin_all_gather_parts(b, b.reinterpret(&mine)?, &parts, all)?.wait(b)?;
     b.reinterpret(&all)
 }
 
-/// Norm, verdict and report, of all ranks; then routers' biases, of as many layers behind the dense ones.
+/// Norm, verdict and report over all ranks; then the router biases, one for each layer after the dense ones.
 fn end<B: Kernels>(
     cx: &mut Cx<'_, B>,
     config: &TrainConfig,

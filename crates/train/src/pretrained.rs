@@ -1,4 +1,4 @@
-//! Models that were trained before, from which a run may begin: folders as the Hugging Face family of tools writes them, and checkpoints of other runs.
+//! Pretrained models from which a run may start: folders of Hugging Face tools, and checkpoints of other runs.
 
 use crate::checkpoint::{BLOCK, Checkpoint, STATE_FILE, Tensors, latest_valid};
 use crate::config::{Config, ModelConfig};
@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// What a folder of a model has beside its tensors, of which a run keeps copies, and an export gets them.
+/// Files of a model's folder other than tensors; a run keeps copies for its exports.
 pub const COMPANIONS: [&str; 9] = [
     TOKENIZER_FILE,
     SETTINGS_FILE,
@@ -26,34 +26,34 @@ pub const COMPANIONS: [&str; 9] = [
     GENERATION_FILE,
 ];
 
-/// The folder of a run with what lay beside the weights that it began with, and its tokenizer's files, for who exports it.
+/// The folder within a run's folder with copies of these files, and of its tokenizer's files, for exports.
 pub const COMPANIONS_DIR: &str = "model-files";
 
-/// What a generation begins and ends with.
+/// The settings of generation.
 pub(crate) const GENERATION_FILE: &str = "generation_config.json";
 
 /// `config.json`.
 const CONFIG: &str = "config.json";
 
-/// A model in a folder, as published.
+/// A published model in a folder.
 #[derive(Debug)]
 pub struct Pretrained {
     path: PathBuf,
-    /// Whose names its tensors have.
+    /// The family whose names its tensors have.
     pub family: &'static dyn Family,
-    /// Its sizes.
+    /// Its configuration.
     pub model: ModelConfig,
-    /// What is told of it: keys of `config.json` that nothing here reads.
+    /// Notes about keys of `config.json` that are not read.
     pub notes: Vec<String>,
 }
 
 impl Pretrained {
-    /// Reads what a folder says of its model. No tensor is read, but for a head beside an embedding to which the file ties it: where they differ both are
-    /// kept, as `transformers` does.
+    /// Reads the description of a folder's model. Tensors are not read, except an output head that `config.json` ties to the embedding: if
+    /// they differ, both are kept, as in `transformers`.
     ///
     /// # Errors
-    /// [`Error::Io`] where there is no `config.json`; [`Error::Config`] naming what of it the decoder does not have; [`Error::Checkpoint`] for a head that cannot be
-    /// read.
+    /// [`Error::Io`] without a `config.json`; [`Error::Config`] naming an unsupported value; [`Error::Checkpoint`] for a head that cannot
+    /// be read.
     pub fn open(path: &Path) -> Result<Self> {
         let mut json = ConfigJson::open(&path.join(CONFIG))?;
         let (family, mut model) = family::read(&mut json)?;
@@ -78,13 +78,13 @@ impl Pretrained {
         Ok(Self { path: path.to_owned(), family, model, notes })
     }
 
-    /// Where it is.
+    /// Its folder.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Its tensors, none of which is read yet: those of `model.safetensors.index.json`, or of `model.safetensors`.
+    /// Its tensors, to be read on demand: those of `model.safetensors.index.json`, or of `model.safetensors`.
     ///
     /// # Errors
     /// [`Error::Checkpoint`] for a file that is missing or damaged.
@@ -92,20 +92,20 @@ impl Pretrained {
         Tensors::of_folder(&self.path)
     }
 
-    /// The tensors that this model has there, and which rows of parameters they are.
+    /// The tensors of this model in the folder, and the rows of parameters that they contain.
     #[must_use]
     pub fn named(&self) -> Vec<Named> {
         self.family.tensors(&ModelSpec::new(&self.model))
     }
 
-    /// Whether a tensor is none of the model's: a head that is the embedding, frequencies that are computed, what the family passes over.
+    /// Whether a tensor is not part of the model: a tied head, RoPE frequencies, or a tensor that the family ignores.
     #[must_use]
     pub fn passes_over(&self, name: &str) -> bool {
         let is_tied = self.model.tie_embeddings && name == HEAD;
         is_tied || name.ends_with("rotary_emb.inv_freq") || self.family.passes_over(name, &self.model)
     }
 
-    /// Its tokenizer; none where it has no file of one.
+    /// Its tokenizer; `None` if it has no file of one.
     ///
     /// # Errors
     /// As [`tokenizer::open`].
@@ -114,11 +114,11 @@ impl Pretrained {
     }
 }
 
-/// The tensors of logits and of tokens.
+/// The output head and the embedding.
 const HEAD: &str = "lm_head.weight";
 const EMBEDDING: &str = "model.embed_tokens.weight";
 
-/// Whether a folder has a head that is not the embedding. What is wrong with its tensors is told when they are taken.
+/// Whether a folder has a head that differs from the embedding. Errors of its tensors are reported when they are taken.
 fn has_own_head(path: &Path, model: &ModelConfig) -> Result<bool> {
     const AT_ONCE: usize = 1 << 20;
     let Ok(mut tensors) = Tensors::of_folder(path) else { return Ok(false) };
@@ -140,13 +140,13 @@ fn has_own_head(path: &Path, model: &ModelConfig) -> Result<bool> {
     Ok(false)
 }
 
-/// Whether a folder has a model as the Hugging Face family of tools writes it, and is no checkpoint of a run.
+/// Whether a folder is a model of Hugging Face tools, rather than a run's checkpoint.
 #[must_use]
 pub fn is_folder(path: &Path) -> bool {
     path.join(CONFIG).is_file() && !path.join(STATE_FILE).exists()
 }
 
-/// Only E4M3 with blocks of 128 by 128 can be read, as DeepSeek-V3 is published.
+/// Checks that quantized weights are E4M3 with 128 × 128 blocks, as DeepSeek-V3 is published.
 fn check_quantization(json: &ConfigJson) -> Result<()> {
     const KEY: &str = "quantization_config";
     let Some(table) = json.get(KEY) else { return Ok(()) };
@@ -160,20 +160,20 @@ fn check_quantization(json: &ConfigJson) -> Result<()> {
     }
 }
 
-/// What `train.init_from` names.
+/// The model in `train.init_from`.
 #[derive(Debug)]
 pub enum Initial {
-    /// A folder as published.
+    /// A published folder.
     Folder(Pretrained),
-    /// A checkpoint of another run, whose files are compared with their checksums as they are read.
+    /// A checkpoint of another run, whose files are verified while they are read.
     Checkpoint(Checkpoint),
 }
 
 impl Initial {
-    /// Opens a folder with a model, or a checkpoint of a run.
+    /// Opens a folder with a model, or a run's checkpoint.
     ///
     /// # Errors
-    /// As [`Pretrained::open`], or [`Error::Checkpoint`]; [`Error::Config`] where it is neither.
+    /// As [`Pretrained::open`], or [`Error::Checkpoint`]; [`Error::Config`] if it is neither.
     pub fn open(path: &Path) -> Result<Self> {
         if path.join(STATE_FILE).exists() {
             return Ok(Self::Checkpoint(Checkpoint::open_unread(path)?));
@@ -188,10 +188,10 @@ impl Initial {
         Err(Error::config(KEY, why))
     }
 
-    /// Its sizes.
+    /// Its configuration.
     ///
     /// # Errors
-    /// [`Error::Config`] for what an earlier program stored.
+    /// [`Error::Config`] for an invalid stored configuration.
     pub fn model(&self) -> Result<ModelConfig> {
         match self {
             Self::Folder(folder) => Ok(folder.model.clone()),
@@ -203,10 +203,10 @@ impl Initial {
 }
 
 impl Initial {
-    /// The tokenizer of its tokens; none where that is not known, as of random ones.
+    /// Its tokenizer; `None` if unknown, as for random tokens.
     ///
     /// # Errors
-    /// As [`tokenizer::open`]; [`Error::Config`] for what an earlier program stored.
+    /// As [`tokenizer::open`]; [`Error::Config`] for an invalid stored configuration.
     pub fn tokenizer(&self) -> Result<Option<SharedTokenizer>> {
         match self {
             Self::Folder(folder) => folder.tokenizer(),
@@ -218,16 +218,16 @@ impl Initial {
     }
 }
 
-/// The key that names it.
+/// The key of the model.
 const KEY: &str = "train.init_from";
 
-/// What does not need it.
+/// When the model is not needed.
 const GOES_ON: &str = "a run that started from it resumes without it: nibble train RUN_DIR --resume";
 
-/// The path that a run stores of what `train.init_from` names: of a run its newest whole checkpoint.
+/// The path that a run stores for `train.init_from`: for a run's folder, its newest complete checkpoint.
 ///
 /// # Errors
-/// [`Error::Config`] where a run has none.
+/// [`Error::Config`] if a run has none.
 pub(crate) fn resolved(path: &Path) -> Result<PathBuf> {
     if path.join(STATE_FILE).exists() || is_folder(path) || !path.is_dir() {
         return Ok(path.to_owned());
@@ -244,7 +244,7 @@ pub(crate) fn resolved(path: &Path) -> Result<PathBuf> {
     }
 }
 
-/// Where the files are that lie beside the weights of what `train.init_from` names: of a run's checkpoint those that the run began with.
+/// The folder of the companion files of `train.init_from`: for a run's checkpoint, the run's copies.
 #[must_use]
 pub fn companions_of(from: &Path) -> PathBuf {
     match from.parent().and_then(Path::parent).filter(|_| from.join(STATE_FILE).exists()) {
@@ -253,11 +253,11 @@ pub fn companions_of(from: &Path) -> PathBuf {
     }
 }
 
-/// The tokens that a text ends at by what a folder says: `eos_token_id`, one or a list, of its `generation_config.json`, or of its `config.json` where it has
-/// no such file.
+/// The tokens that end a text according to a folder: `eos_token_id`, an id or a list, of its `generation_config.json`, or of its
+/// `config.json` without such a file.
 ///
 /// # Errors
-/// [`Error::Io`]; [`Error::Config`] naming the file, for what is no such thing.
+/// [`Error::Io`]; [`Error::Config`] naming the file, for an invalid value.
 pub fn ends_of_texts(dir: &Path) -> Result<Vec<i32>> {
     let Some(file) =
         [GENERATION_FILE, CONFIG].map(|name| dir.join(name)).into_iter().find(|file| file.exists())
@@ -267,29 +267,29 @@ pub fn ends_of_texts(dir: &Path) -> Result<Vec<i32>> {
     ends_of(&json_of(&file)?).map_err(|why| wrong(&file, ENDS, why))
 }
 
-/// What says the tokens that a text ends at.
+/// The key of the tokens that end a text.
 const ENDS: &str = "eos_token_id";
 
 fn wrong(file: &Path, key: &str, why: String) -> Error {
     Error::Config { key: key.into(), file: Some(file.to_owned()), line: None, why, suggestion: None }
 }
 
-/// The object that a file is.
+/// A file's contents as a JSON object.
 fn json_of(file: &Path) -> Result<Value> {
     let text = files::read_text(file, files::MOST_TEXT).map_err(Error::io(file))?;
     let json: Value = serde_json::from_str(&text).map_err(|e| wrong(file, "", format!("is no JSON: {e}")))?;
     if json.is_object() { Ok(json) } else { Err(wrong(file, "", "is no JSON object".into())) }
 }
 
-/// What `generation_config.json` of a folder says.
+/// The contents of a folder's `generation_config.json`.
 pub(crate) fn generation_of(dir: &Path) -> Result<Value> {
     json_of(&dir.join(GENERATION_FILE))
 }
 
-/// The tokens of `eos_token_id`, each once.
+/// The distinct tokens of `eos_token_id`.
 ///
 /// # Errors
-/// What it is instead.
+/// The invalid value.
 pub(crate) fn ends_of(json: &Value) -> Result<Vec<i32>, String> {
     let all = match &json[ENDS] {
         Value::Null => Vec::new(),
@@ -308,7 +308,7 @@ pub(crate) fn ends_of(json: &Value) -> Result<Vec<i32>, String> {
     Ok(ends)
 }
 
-/// Copies what a folder has beside its tensors, if it has it.
+/// Copies the companion files that a folder has.
 ///
 /// # Errors
 /// [`Error::Io`].
@@ -320,8 +320,8 @@ pub fn copy_companions(from: &Path, to: &Path) -> Result<()> {
     copy_generation(from, to)
 }
 
-/// Of these what is not the tokenizer's. Where a folder has no file of it, one says what its `config.json` says of the ends of texts, as `transformers`
-/// takes it.
+/// Copies the companion files other than the tokenizer's. Without a `generation_config.json`, one is created with the end tokens of
+/// `config.json`, as `transformers` does.
 pub(crate) fn copy_generation(from: &Path, to: &Path) -> Result<()> {
     copy(GENERATION_FILE, from, to)?;
     let ends = if from.join(GENERATION_FILE).exists() { Vec::new() } else { ends_of_texts(from)? };

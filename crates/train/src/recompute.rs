@@ -26,25 +26,25 @@
 
 use serde::{Deserialize, Serialize};
 
-/// Something that can be made again. A wider scope takes the place of those within it: `layers` that of `attention` and
-/// `experts`, `experts` that of `expert_input`, and `attention` that of `mla_up`.
+/// What a backward pass can recompute. A wider scope includes narrower ones: `layers` includes `attention` and `experts`, `experts`
+/// includes `expert_input`, and `attention` includes `mla_up`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Scope {
-    /// Outputs of norms, rotated queries and keys and normed latents among them.
+    /// Outputs of norms, including rotated queries and keys, and normed latents.
     Norms,
-    /// The input of the experts' second product, from the output of the first. Where a recipe keeps that output in another
-    /// format, it is always made again: of what was kept.
+    /// The input of the experts' second product, computed from the first product's output. A recipe that saves that output in another
+    /// format always recomputes the input, from the saved copy.
     Swiglu,
-    /// The experts' input, which has a row for each expert of a token: dispatched again.
+    /// The experts' input, which has one row for each (token, expert): dispatched again.
     ExpertInput,
-    /// Queries, keys and values of latent attention (`model.kv_rank`): projected up from the latents once more. Queries that come straight from
-    /// the input are kept.
+    /// Queries, keys and values of latent attention (`model.kv_rank`): projected up from the latents again. Queries that are projected
+    /// straight from the layer's input are saved.
     MlaUp,
     /// Attention with its projections and the norm before it, from the residual stream.
     Attention,
-    /// The mixture of experts, the shared one and the norm before them, from the residual stream: routed and dispatched again. Of a
-    /// dense layer the MLP and its norm.
+    /// The experts, the shared expert and the norm before them, from the residual stream: routed and dispatched again. In a dense
+    /// layer, the MLP and its norm.
     Experts,
     /// Whole decoder layers, from their input.
     Layers,
@@ -62,10 +62,10 @@ impl Scope {
         Self::Layers,
     ];
 
-    /// What a run makes again unless it says otherwise: what costs next to nothing.
+    /// The scopes of a run that sets none. Their recomputation costs next to nothing.
     pub const DEFAULT: [Self; 2] = [Self::Norms, Self::Swiglu];
 
-    /// As a configuration names it.
+    /// Its name in a configuration.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Norms => "norms",
@@ -80,7 +80,7 @@ impl Scope {
 }
 
 impl Scope {
-    /// The scopes that this one takes the place of.
+    /// The scopes that this one includes.
     const fn within(self) -> &'static [Self] {
         match self {
             Self::Experts => &[Self::ExpertInput],
@@ -90,13 +90,13 @@ impl Scope {
         }
     }
 
-    /// The same scopes in their order, each once, without those that another one takes the place of.
+    /// The scopes in canonical order, without duplicates and without those that another one includes.
     pub fn normal(scopes: &[Self]) -> Vec<Self> {
         let is_covered = |scope: &Self| scopes.iter().any(|wider| wider.within().contains(scope));
         Self::ALL.into_iter().filter(|scope| scopes.contains(scope) && !is_covered(scope)).collect()
     }
 
-    /// Scopes as TOML has a list of them: `["norms", "swiglu"]`.
+    /// Scopes as a TOML list: `["norms", "swiglu"]`.
     pub fn list(scopes: &[Self]) -> String {
         let names: Vec<String> = scopes.iter().map(|scope| format!("{:?}", scope.name())).collect();
         format!("[{}]", names.join(", "))

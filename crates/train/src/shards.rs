@@ -45,25 +45,25 @@ pub struct Shards<B: Kernels> {
     pub expert_parts: ExpertParts,
 }
 
-/// The parts of a micro-batch, over all ranks, that an expert's weight gradient is a tree over.
+/// The parts of a micro-batch, over all ranks. An expert's weight gradient is summed over them by a tree.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ExpertParts {
-    /// How many of them this rank's replica of the experts has.
+    /// Parts of this rank's replica of the experts.
     pub local: usize,
-    /// Tokens of each.
+    /// Tokens of one part.
     pub tokens: usize,
 }
 
 impl ExpertParts {
-    /// Of micro-batches of so many tokens over all ranks, which are cut into `parts` of which `dp` replicas have as many each.
+    /// For micro-batches of `tokens` tokens over all ranks, cut into `parts` parts that `dp` replicas share equally.
     pub fn of(tokens: usize, parts: usize, dp: usize) -> Self {
         Self { local: parts / dp.max(1), tokens: tokens / parts.max(1) }
     }
 }
 
 impl<B: Kernels> Shards<B> {
-    /// `local` shards of `rows_each` tokens on this rank, each of them one sequence; every rank has as many. `run` says which run of so many tokens
-    /// of the step this is: micro-batch · ranks + rank.
+    /// `local` shards of `rows_each` tokens on this rank, one sequence each; every rank has the same number. `run` numbers such blocks of
+    /// `local · rows_each` tokens within a step: micro-batch · ranks + rank.
     ///
     /// # Errors
     /// [`nibble_core::Error::Device`] from the backend.
@@ -74,7 +74,7 @@ impl<B: Kernels> Shards<B> {
         Ok(Self { local, sequences: local, groups, expert_parts: ExpertParts { local: 1, tokens } })
     }
 
-    /// The same with the rows of experts divided so.
+    /// The same shards with these parts of experts' rows.
     pub fn with_expert_parts(self, expert_parts: ExpertParts) -> Self {
         Self { expert_parts, ..self }
     }
@@ -85,7 +85,7 @@ impl<B: Kernels> Shards<B> {
         Self { sequences, ..self }
     }
 
-    /// Runs of this rank's tokens that have a load-balancing loss of their own, or a part of the one of all: shards, or sequences.
+    /// Number of runs of this rank's tokens, each with its own load-balancing loss or its share of a common one: shards, or sequences.
     pub fn balance_runs(&self, balance: Balance) -> usize {
         if balance == Balance::Sequence { self.sequences } else { self.local }
     }
@@ -96,40 +96,40 @@ impl<B: Kernels> Shards<B> {
     }
 }
 
-/// Documents that are kept apart.
+/// Documents that see only themselves (`data.document_mask`).
 #[derive(Debug, Clone)]
 pub struct Documents<B: Kernels> {
-    /// Of each token the index within its sequence at which its document begins.
+    /// For each token, the index within its sequence at which its document begins.
     pub starts: B::Buf<i32>,
-    /// Which keys each query sees: those of its document.
+    /// Which keys each query sees: those of its own document.
     pub windows: Windows<B>,
 }
 
 impl<B: Kernels> Documents<B> {
-    /// Those of sequences of this length.
+    /// Documents with these beginnings, in sequences of `seq_len` tokens.
     ///
     /// # Errors
-    /// From the backend; for tokens that are no whole sequences.
+    /// From the backend; if the tokens are not whole sequences.
     pub fn find(b: &B, starts: &B::Buf<i32>, seq_len: usize) -> Result<Self> {
         let windows = FindWindows { document: starts, seq_len, window: None, chunk: None }.run(b)?;
         Ok(Self { starts: starts.clone(), windows })
     }
 }
 
-/// What the spans of a tensor are, and so which of all ranks' a rank has.
+/// What the spans of a tensor are. This decides which of all ranks' spans a rank has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Spans {
-    /// A dense weight: one, the same on every rank.
+    /// Dense weight: one span, the same on every rank.
     Whole,
-    /// A dense activation or gradient: its shards, those of each rank behind those of the one before.
+    /// Dense activation or gradient: its shards, in the order of the ranks.
     Shards,
-    /// Weights of experts: the experts, the same on the ranks that hold them.
+    /// Weights of experts: one span per expert, the same on every rank that holds the expert.
     Experts,
-    /// Activations and gradients of experts: (expert, part).
+    /// Activations and gradients of experts: one span per (expert, part).
     ExpertParts,
 }
 
-/// What a rank has of everything that has spans.
+/// Numbers of spans on one rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SpanCounts {
     /// Shards of a micro-batch.
@@ -151,7 +151,7 @@ impl Spans {
         }
     }
 
-    /// How often this rank's spans make up those of all ranks.
+    /// The number of all ranks' spans, as a multiple of this rank's.
     pub(crate) fn parts(self, mesh: MeshShape) -> usize {
         match self {
             Self::Whole => 1,
@@ -160,7 +160,7 @@ impl Spans {
         }
     }
 
-    /// The number among all ranks' spans of each of a rank's `local` spans, of which an expert has `expert_parts`.
+    /// The number among all ranks' spans of each of a rank's `local` spans. `expert_parts`: parts of an expert on a rank.
     pub(crate) fn of_rank(
         self,
         rank: usize,

@@ -1,4 +1,4 @@
-//! Tensors divided among files by size, as the tools of the Hugging Face family write them and read them.
+//! Tensors split over files by size, in the layout of Hugging Face tools.
 
 use super::files::TensorSpec;
 use crate::error::{Error, Result};
@@ -8,10 +8,10 @@ use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Component, Path, PathBuf};
 
-/// The end of a file of tensors.
+/// The extension of a file of tensors.
 const SUFFIX: &str = ".safetensors";
 
-/// Tensors in files of so many bytes of values at most (0: all in one): whole ones, in their order. One that is larger has a file of its own.
+/// Tensors grouped in order into files of at most `most_bytes` bytes of values (0: one file). A larger tensor has a file of its own.
 pub(crate) fn divided<T>(tensors: &[T], spec: impl Fn(&T) -> &TensorSpec, most_bytes: usize) -> Vec<&[T]> {
     let most = if most_bytes == 0 { usize::MAX } else { most_bytes };
     let bytes = |tensor| spec(tensor).num_bytes();
@@ -27,7 +27,7 @@ pub(crate) fn divided<T>(tensors: &[T], spec: impl Fn(&T) -> &TensorSpec, most_b
     files
 }
 
-/// What the file of this number, from 0, is called of so many: `model.safetensors`, or `model-00002-of-00005.safetensors`.
+/// The name of file `number` (from 0) of `files`: `model.safetensors`, or `model-00002-of-00005.safetensors`.
 pub(crate) fn name_of(kind: &str, number: usize, files: usize) -> String {
     match files {
         1 => format!("{kind}{SUFFIX}"),
@@ -41,12 +41,12 @@ pub(crate) fn is_of_kind(name: &str, kind: &str) -> bool {
     between.is_some_and(|between| between.is_empty() || between.starts_with('-'))
 }
 
-/// The name of the index of these tensors' files.
+/// The name of the index of files of this kind.
 pub(crate) fn index_name(kind: &str) -> String {
     format!("{kind}{SUFFIX}.index.json")
 }
 
-/// What an index says: which file of its folder has which tensor.
+/// An index: the file of each tensor, all in the index's folder.
 #[derive(Debug)]
 pub(crate) struct Index {
     path: PathBuf,
@@ -54,10 +54,10 @@ pub(crate) struct Index {
 }
 
 impl Index {
-    /// Reads it.
+    /// Reads an index.
     ///
     /// # Errors
-    /// [`Error::Io`]; [`Error::Checkpoint`] for what is none, and for a file of another folder.
+    /// [`Error::Io`]; [`Error::Checkpoint`] for an invalid index, and for a file in another folder.
     pub fn open(path: &Path) -> Result<Self> {
         let wrong = |why: String| Error::checkpoint(path, why);
         let text = read_text(path, MOST_TEXT).map_err(Error::io(path))?;
@@ -73,7 +73,7 @@ impl Index {
                     "says that `{tensor_name}` is in {is}, expected the name of a file"
                 )));
             };
-            // Of this folder alone: an index is somebody else's.
+            // Only files in this folder: an index is untrusted input.
             let mut parts = Path::new(name).components();
             if !matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None)) {
                 return Err(wrong(format!("names `{}`, which is no file beside it", shortened(name))));
@@ -86,15 +86,15 @@ impl Index {
         Ok(Self { path: path.to_owned(), files })
     }
 
-    /// The files that it names, each once.
+    /// The distinct files that it names.
     pub fn files(&self) -> BTreeSet<&str> {
         self.files.values().map(String::as_str).collect()
     }
 
-    /// Checks that these files have the tensors that it says, and no others. `has`: each tensor, and the path of its file.
+    /// Checks that the files have exactly the tensors of the index. `has`: each tensor, and the path of its file.
     ///
     /// # Errors
-    /// [`Error::Checkpoint`] naming the first tensor for which that is not so.
+    /// [`Error::Checkpoint`] naming the first tensor that differs.
     pub fn check<'a>(&self, has: impl Iterator<Item = (&'a str, &'a Path)>) -> Result<()> {
         let has: BTreeMap<&str, &Path> = has.collect();
         for (tensor, file) in &self.files {
@@ -122,7 +122,7 @@ impl Index {
         }
     }
 
-    /// That it names a file which cannot be opened.
+    /// Adds to an error about a file that the index names it.
     pub fn told(&self, error: Error) -> Error {
         match error {
             Error::Checkpoint { path, why } => {
@@ -134,7 +134,7 @@ impl Index {
     }
 }
 
-/// Says which file has which tensor.
+/// The text of an index.
 pub(crate) fn index(kind: &str, files: &[&[TensorSpec]]) -> String {
     let mut map = BTreeMap::new();
     for (number, tensors) in files.iter().enumerate() {

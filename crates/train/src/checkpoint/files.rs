@@ -1,4 +1,4 @@
-//! Files of a checkpoint: synced writing, checksums, tensors as safetensors.
+//! Files of a checkpoint: synced writes, checksums, and tensors as safetensors.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -13,10 +13,10 @@ use crate::error::{Error, Result};
 use crate::fault::{Point, reach};
 use crate::files::{append, hexadecimal, open_to_read, read_full_at, sha256_hex, sha256_of_file};
 
-/// Name, shape and type of a logical tensor whose values are to follow, row-major.
+/// Name, shape and type of a logical tensor, whose values follow row-major.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorSpec {
-    /// Its name in the file; for weights that of the model's family.
+    /// Its name in the file; for a weight, the name in the model's family.
     pub name: String,
     /// Shape, the slowest dimension first.
     pub shape: Vec<usize>,
@@ -25,7 +25,7 @@ pub struct TensorSpec {
 }
 
 impl TensorSpec {
-    /// A tensor of a checkpoint.
+    /// A tensor of F32.
     #[must_use]
     pub fn f32(name: impl Into<String>, shape: impl Into<Vec<usize>>) -> Self {
         Self { name: name.into(), shape: shape.into(), dtype: Dtype::F32 }
@@ -43,7 +43,7 @@ impl TensorSpec {
     }
 }
 
-/// What precedes the values in the file of these tensors, which are in order of their names.
+/// The safetensors header of a file of these tensors, which must be sorted by name.
 fn checked_header(path: &Path, tensors: &[TensorSpec]) -> Result<Vec<u8>> {
     if let Some(pair) = tensors.windows(2).find(|pair| pair[0].name >= pair[1].name) {
         let why = match pair[0].name == pair[1].name {
@@ -56,8 +56,8 @@ fn checked_header(path: &Path, tensors: &[TensorSpec]) -> Result<Vec<u8>> {
     header(&metadata(), tensors).map_err(|e| Error::checkpoint(path, e.to_string()))
 }
 
-/// Writes the file of these tensors of F32, which are in order of their names, and waits until it is on the disk. `next` gives their
-/// values one after the other, in pieces of any length.
+/// Writes and syncs a file of these F32 tensors, which must be sorted by name. `next` supplies their values in order, in pieces of any
+/// length.
 pub(super) fn write_tensors<P: AsRef<[f32]>>(
     dir: &Path,
     name: &str,
@@ -83,7 +83,7 @@ pub(super) fn write_tensors<P: AsRef<[f32]>>(
     file.finish(name)
 }
 
-/// A new file whose checksum is made as it is written.
+/// A new file whose checksum is computed while it is written.
 struct HashedFile {
     path: PathBuf,
     file: File,
@@ -104,22 +104,22 @@ impl HashedFile {
         Ok(())
     }
 
-    /// Waits until it is on the disk.
+    /// Syncs the file to disk.
     fn finish(self, name: &str) -> Result<FileEntry> {
         self.file.sync_all().map_err(Error::io(&self.path))?;
         Ok(FileEntry { name: name.to_owned(), bytes: self.bytes, sha256: hexadecimal(&self.hash.finalize()) })
     }
 }
 
-/// Writes a new file and waits until it is on the disk.
+/// Writes and syncs a new file.
 pub(super) fn write_synced(dir: &Path, name: &str, content: &[u8]) -> Result<FileEntry> {
     let mut file = HashedFile::create(dir.join(name))?;
     file.write(content)?;
     file.finish(name)
 }
 
-/// A file of a checkpoint that is open: what it holds can be read to its end even if the run removes the checkpoint meanwhile. Each reader says
-/// where it reads, so that several may at once.
+/// An open file of a checkpoint: its contents stay readable even if the run removes the checkpoint. Reads are positional, so several
+/// threads can read at once.
 #[derive(Debug, Clone)]
 pub(super) struct OpenFile {
     path: PathBuf,
@@ -131,23 +131,23 @@ impl OpenFile {
         Self::named(dir, &entry.name)
     }
 
-    /// The file of this name.
+    /// Opens the file of this name.
     pub fn named(dir: &Path, name: &str) -> Result<Self> {
         let path = dir.join(name);
         match open_to_read(&path) {
             Ok(file) => Ok(Self { path, file: Arc::new(file) }),
-            // No damage: the system has no more files to give.
+            // No damage: the limit of open files is reached.
             Err(source) if is_out_of_files(&source) => Err(Error::Io { path, source }),
             Err(source) => Err(unreadable(&path, source)),
         }
     }
 
-    /// Bytes of it.
+    /// Its length in bytes.
     pub fn len(&self) -> Result<u64> {
         Ok(self.file.metadata().map_err(|e| unreadable(&self.path, e))?.len())
     }
 
-    /// Fills `to` with what lies from a byte on.
+    /// Fills `to` from byte `at` on.
     pub fn read_exact_at(&self, to: &mut [u8], at: u64) -> Result<()> {
         match read_full_at(&self.file, to, at) {
             Ok(read) if read == to.len() => Ok(()),
@@ -156,23 +156,23 @@ impl OpenFile {
         }
     }
 
-    /// Its place.
+    /// Its path.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Compares it with what was written, a piece at a time.
+    /// Compares it with its checksum, piece by piece.
     pub fn verify(&self, entry: &FileEntry) -> Result<()> {
         check_len(&self.path, self.len()?, entry)?;
         let sha256 = sha256_of_file(&self.file).map_err(|e| unreadable(&self.path, e))?;
         check_hash(&self.path, &sha256, entry)
     }
 
-    /// Reads it and compares it with what was written.
+    /// Reads it and compares it with its checksum.
     pub fn read_checked(&self, entry: &FileEntry) -> Result<Vec<u8>> {
         let bytes = self.len()?;
         check_len(&self.path, bytes, entry)?;
-        // As long as was written: checked just now.
+        // Its length was checked above.
         let mut content = vec![0; bytes as usize];
         self.read_exact_at(&mut content, 0)?;
         check_hash(&self.path, &sha256_hex(&content), entry)?;
@@ -180,12 +180,12 @@ impl OpenFile {
     }
 }
 
-/// The error of a file that the system does not give.
+/// The error of a file that cannot be read.
 pub(super) fn unreadable(path: &Path, e: std::io::Error) -> Error {
     Error::checkpoint(path, format!("cannot be read: {e}"))
 }
 
-/// Whether the process, or the system, has as many files open as it may.
+/// Whether the error is the process's or the system's limit of open files.
 fn is_out_of_files(error: &std::io::Error) -> bool {
     const ENFILE: i32 = 23;
     const EMFILE: i32 = 24;
@@ -207,7 +207,7 @@ fn check_hash(path: &Path, sha256: &str, entry: &FileEntry) -> Result<()> {
     }
 }
 
-/// Waits until a directory's entries (creations, renames) are on the disk.
+/// Syncs a directory's entries (creations, renames) to disk.
 pub(super) fn sync_dir(dir: &Path) -> Result<()> {
     crate::files::sync_dir(dir).map_err(Error::io(dir))
 }

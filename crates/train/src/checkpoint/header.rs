@@ -1,20 +1,20 @@
-//! What precedes the values in a safetensors file. Equal tensors and metadata give equal bytes.
+//! The header of a safetensors file. Equal tensors and metadata give equal bytes.
 
 use safetensors::tensor::{Dtype, TensorInfo};
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 
-/// The metadata that readers of the Hugging Face family ask for.
+/// The metadata that Hugging Face tools require.
 #[must_use]
 pub fn metadata() -> BTreeMap<String, String> {
     BTreeMap::from([("format".to_owned(), "pt".to_owned())])
 }
 
-/// The header of a file of these tensors, whose values follow one after the other without a gap. Readers want each at a multiple of its
-/// type's size: larger types come first.
+/// The header of a file of these tensors, whose values are contiguous. Readers want each tensor aligned to its type's size, so the caller
+/// puts larger types first.
 ///
 /// # Errors
-/// [`serde_json::Error`], of no text that there can be.
+/// [`serde_json::Error`], which no text causes.
 pub fn header<'a>(
     metadata: &BTreeMap<String, String>,
     tensors: impl IntoIterator<Item = (&'a str, Dtype, &'a [usize])>,
@@ -26,13 +26,13 @@ pub fn header<'a>(
     let mut end = 0;
     for (name, dtype, shape) in tensors {
         let start = end;
-        // A shape without values may have any other sizes.
+        // If one size is 0, the product of the others may overflow.
         end += shape.iter().fold(1, |n: usize, size| n.saturating_mul(*size)) * dtype.bitsize() / 8;
         let info = TensorInfo { dtype, shape: shape.to_vec(), data_offsets: (start, end) };
         entries.push(format!("{}:{}", serde_json::to_string(name)?, serde_json::to_string(&info)?));
     }
     let text = format!("{{{}}}", entries.join(","));
-    // Spaces after it align the values.
+    // Trailing spaces align the values.
     let len = text.len().next_multiple_of(size_of::<u64>());
     let mut bytes = (len as u64).to_le_bytes().to_vec();
     bytes.extend(text.as_bytes());
@@ -40,7 +40,7 @@ pub fn header<'a>(
     Ok(bytes)
 }
 
-/// Values as they lie in a file.
+/// Values in the file's byte order.
 #[must_use]
 pub fn little_endian(values: &[f32]) -> Cow<'_, [u8]> {
     match cfg!(target_endian = "big") {

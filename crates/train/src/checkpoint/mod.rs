@@ -1,22 +1,21 @@
-//! Checkpoints: whole or not there.
+//! Checkpoints: complete or absent.
 //!
 //! ```text
 //! RUN/checkpoints/step-00001000/
-//!   model.safetensors   F32 masters under the names of the model's family; of a large model model-00001-of-00003.safetensors and so on,
-//!                       and model.safetensors.index.json, which says what is where
+//!   model.safetensors   F32 masters under the names of the model's family; for a large model model-00001-of-00003.safetensors and so on,
+//!                       and model.safetensors.index.json with the file of each tensor
 //!   optim.safetensors   NAME.exp_avg, NAME.exp_avg_sq; likewise
-//!   scales.safetensors  NAME.amax_history, where a recipe has scales of earlier steps; likewise
-//!   config.json         the model's sizes, as its family says them, for others: a run goes on by state.json
+//!   scales.safetensors  NAME.amax_history, if the recipe has delayed scales; likewise
+//!   config.json         the model's configuration in its family, for other tools; a resumed run reads state.json
 //!   tokenizer.json      the tokenizer, as `tokenizers` reads it
-//!   tokenizer_config.json   what `transformers` is told of it; checkpoints of before it was written have none
-//!   chat_template.jinja how a conversation is written, where the tokenizer came with that
-//!   state.json          step, tokens, seed, cursor, schedule, the recipe in full; length and SHA-256 of the files above, and its own
+//!   tokenizer_config.json   its settings for `transformers`; missing in checkpoints of earlier versions
+//!   chat_template.jinja the chat template, if the tokenizer came with one
+//!   state.json          step, tokens, seed, cursor, schedule, the full recipe; length and SHA-256 of the files above, and its own SHA-256
 //! ```
 //!
-//! A checkpoint is written under `.tmp-…`, its files and the directory synced, `state.json` last, and then renamed. A
-//! kill at any instant leaves the earlier checkpoints as they were, and at worst a `.tmp-…` that the next writer
-//! removes. Tensors are logical, so the number of ranks may change between runs. Several ranks write files of tensors, each its own; the first one
-//! writes all others and renames.
+//! A checkpoint is written under `.tmp-…`, its files and the directory synced, `state.json` last, and then renamed. A kill at any instant
+//! leaves the earlier checkpoints untouched, and at worst a `.tmp-…` that the next writer removes. Tensors are logical, so the number of
+//! ranks may change between runs. Each rank writes its own files of tensors; the first rank writes all others and renames.
 
 pub(crate) mod divided;
 mod files;
@@ -44,9 +43,9 @@ pub(crate) use stored::{BLOCK, SCALE_SUFFIX, scale_shape};
 pub(crate) use tensors::TensorAt;
 pub use tensors::Tensors;
 
-/// The files that a checkpoint of a small model has, in the order they are written.
+/// The files of a small model's checkpoint, in the order they are written.
 pub const FILES: [&str; 6] = [MODEL_FILE, OPTIM_FILE, CONFIG_FILE, TOKENIZER_FILE, SETTINGS_FILE, STATE_FILE];
-/// The directory of the checkpoints in that of a run.
+/// The directory of checkpoints within a run's directory.
 pub(crate) const DIR: &str = "checkpoints";
 const MODEL: &str = "model";
 const OPTIM: &str = "optim";
@@ -55,12 +54,12 @@ const MODEL_FILE: &str = "model.safetensors";
 const OPTIM_FILE: &str = "optim.safetensors";
 const CONFIG_FILE: &str = "config.json";
 const PREFIX: &str = "step-";
-/// Values of a piece, at most, in which tensors travel to a checkpoint and from it; of several ranks, those of all the pieces that travel at once.
+/// Largest number of values in transit to or from a checkpoint: one rank's piece, or all concurrent pieces of several ranks together.
 pub(crate) const PIECE: usize = 4 << 20;
-/// Threads that compare files with their checksums.
+/// Threads that verify checksums.
 const VERIFIERS: usize = 6;
 
-/// The checkpoints' steps and directories, oldest first, whole or not.
+/// The checkpoints' steps and directories, oldest first, complete or not.
 fn list(dir: &Path) -> Result<Vec<(u64, PathBuf)>> {
     let entries = match fs::read_dir(dir) {
         Ok(entries) => entries,
@@ -80,12 +79,12 @@ fn list(dir: &Path) -> Result<Vec<(u64, PathBuf)>> {
     Ok(all)
 }
 
-/// The name of the checkpoint of a step.
+/// The directory name of a step's checkpoint.
 fn name_of(step: u64) -> String {
     format!("{PREFIX}{step:08}")
 }
 
-/// What `state.json` of a checkpoint says.
+/// Reads `state.json` of a checkpoint.
 fn read_state(dir: &Path) -> Result<State> {
     let path = dir.join(STATE_FILE);
     let unreadable = |e| Error::checkpoint(&path, format!("cannot be read: {e}"));
@@ -94,25 +93,25 @@ fn read_state(dir: &Path) -> Result<State> {
     State::from_json(&text, &path)
 }
 
-/// The folders of a run's checkpoints, whole or not, the newest first.
+/// The folders of a run's checkpoints, complete or not, newest first.
 pub(crate) fn checkpoint_folders(run_dir: &Path) -> Result<Vec<PathBuf>> {
     Ok(list(&run_dir.join(DIR))?.into_iter().rev().map(|(_, path)| path).collect())
 }
 
-/// Whether a run's directory has a checkpoint, whole or not.
+/// Whether a run's directory has a checkpoint, complete or not.
 #[must_use]
 pub fn has_checkpoints(run_dir: &Path) -> bool {
     list(&run_dir.join(DIR)).is_ok_and(|all| !all.is_empty())
 }
 
-/// A checkpoint every file of which matched its checksum when it was opened. What it holds can be read even after the run has removed it.
+/// A checkpoint of a run. Its contents stay readable even after the run has removed it.
 #[derive(Debug)]
 pub struct Checkpoint {
     path: PathBuf,
     state: State,
-    /// As many as the state names, in its order.
+    /// The files that the state names, in its order.
     files: Vec<OpenFile>,
-    /// Whether files are compared with their checksums as they are read, too.
+    /// Whether files are also verified while they are read.
     checks: bool,
 }
 
@@ -126,7 +125,7 @@ impl Checkpoint {
         std::thread::scope(|scope| {
             let files: Vec<_> = checkpoint.state.files.iter().zip(&checkpoint.files).collect();
             let files = Arc::new(files);
-            // As many threads as a small model has files; each takes every so-manieth.
+            // At most as many threads as a small model has files; each takes every `VERIFIERS`-th file.
             let start = |first| {
                 let files = files.clone();
                 let verify = move || {
@@ -149,8 +148,8 @@ impl Checkpoint {
         Ok(checkpoint)
     }
 
-    /// Opens the checkpoint of this step of the run in `run_dir`, whose files another rank compares with their checksums: when it
-    /// opens it, and as it reads them.
+    /// Opens the checkpoint of this step of the run in `run_dir` without verification: another rank verifies the checksums when it opens it
+    /// and while it reads.
     ///
     /// # Errors
     /// [`Error::Checkpoint`] where `state.json` is missing or altered.
@@ -158,7 +157,7 @@ impl Checkpoint {
         Self::opened(&run_dir.join(DIR).join(name_of(step)), false)
     }
 
-    /// Opens the checkpoint in directory `path`, whose files are compared with their checksums as they are read.
+    /// Opens the checkpoint in directory `path`; its files are verified only while they are read.
     ///
     /// # Errors
     /// [`Error::Checkpoint`] where `state.json` is missing or altered.
@@ -178,7 +177,7 @@ impl Checkpoint {
         &self.path
     }
 
-    /// Where the run stood.
+    /// The position of the run.
     #[must_use]
     pub fn position(&self) -> &Position {
         &self.state.position
@@ -187,8 +186,8 @@ impl Checkpoint {
     /// The master weights.
     ///
     /// # Errors
-    /// [`Error::Checkpoint`] where the file cannot be read, or holds no tensors of F32. Whether it is what was written
-    /// [`Tensors::finish`] says.
+    /// [`Error::Checkpoint`] where the file cannot be read, or holds tensors of another type than F32. [`Tensors::finish`] reports whether
+    /// the contents match the checksum.
     pub fn model(&self) -> Result<Tensors> {
         self.tensors(MODEL)?.ok_or_else(|| self.has_no(MODEL_FILE))
     }
@@ -201,7 +200,7 @@ impl Checkpoint {
         self.tensors(OPTIM)?.ok_or_else(|| self.has_no(OPTIM_FILE))
     }
 
-    /// Histories of delayed scales, of a run that had any.
+    /// Amax histories of delayed scaling, if the run has them.
     ///
     /// # Errors
     /// As [`Checkpoint::model`].
@@ -209,10 +208,10 @@ impl Checkpoint {
         self.tensors(SCALES)
     }
 
-    /// The bytes of a file of the checkpoint, verified as they are read.
+    /// The bytes of a file of the checkpoint, verified while they are read.
     ///
     /// # Errors
-    /// [`Error::Checkpoint`] where the file is not, or no longer, what was written.
+    /// [`Error::Checkpoint`] where the file does not match its checksum.
     pub fn file(&self, name: &str) -> Result<Vec<u8>> {
         let (entry, file) = self.required(name)?;
         file.read_checked(entry)
@@ -224,7 +223,7 @@ impl Checkpoint {
         self.state.files.iter().any(|entry| entry.name == name)
     }
 
-    /// The tensors of this kind, in whatever files they are; none where there is no such file.
+    /// The tensors of this kind from all of its files; `None` if it has no file.
     fn tensors(&self, kind: &str) -> Result<Option<Tensors>> {
         let files = self.state.files.iter().zip(&self.files);
         let files: Vec<_> = files.filter(|(entry, _)| divided::is_of_kind(&entry.name, kind)).collect();
@@ -241,29 +240,29 @@ impl Checkpoint {
     }
 }
 
-/// A checkpoint that was passed over.
+/// A checkpoint that was rejected.
 #[derive(Debug)]
 pub struct Rejected {
     /// Its directory.
     pub path: PathBuf,
-    /// What is wrong with it.
+    /// Why it was rejected.
     pub why: Error,
 }
 
-/// The newest whole checkpoint of a run, and the newer ones that are not.
+/// The newest complete checkpoint of a run, and the newer ones that are damaged.
 #[derive(Debug)]
 pub struct Latest {
-    /// The checkpoint to resume from; `None` where there is none.
+    /// The checkpoint to resume from; `None` if there is none.
     pub checkpoint: Option<Checkpoint>,
-    /// Newer ones that are damaged, the newest first: to be reported.
+    /// Newer, damaged checkpoints, the newest first, to be reported.
     pub rejected: Vec<Rejected>,
 }
 
-/// Finds the newest checkpoint of the run in `run_dir` all of whose files match. Changes nothing on the disk. One that the run removes
-/// meanwhile makes way for a newer one, which is looked for then.
+/// Finds the newest checkpoint of the run in `run_dir` whose files all match their checksums. Changes nothing on disk. If the run removes
+/// the checkpoint meanwhile, the search restarts.
 ///
 /// # Errors
-/// [`Error::Io`] where the directory exists but cannot be listed; where a thread cannot be started. Damage is no error: see [`Latest::rejected`].
+/// [`Error::Io`] if the directory exists but cannot be listed, or a thread cannot be started. Damage is no error: see [`Latest::rejected`].
 pub fn latest_valid(run_dir: &Path) -> Result<Latest> {
     loop {
         if let Some(latest) = look_for_latest(run_dir)? {
@@ -272,7 +271,7 @@ pub fn latest_valid(run_dir: &Path) -> Result<Latest> {
     }
 }
 
-/// [`latest_valid`], once; none where a checkpoint has gone meanwhile and no older one is whole.
+/// One pass of [`latest_valid`]; `None` if a checkpoint disappeared during the pass and no older one is complete.
 fn look_for_latest(run_dir: &Path) -> Result<Option<Latest>> {
     let mut latest = Latest { checkpoint: None, rejected: Vec::new() };
     let mut is_one_gone = false;
@@ -291,7 +290,7 @@ fn look_for_latest(run_dir: &Path) -> Result<Option<Latest>> {
                 return Ok(Some(latest));
             }
             Err(_) if fs::symlink_metadata(&path).is_err() => is_one_gone = true,
-            // No thread to read it with, or no file to be opened: it may be whole.
+            // No thread could be started, or no file opened: the checkpoint may be undamaged.
             Err(why @ (Error::Core(_) | Error::Io { .. })) => return Err(why),
             Err(why) => latest.rejected.push(Rejected { path, why }),
         }

@@ -1,4 +1,4 @@
-//! `state.json`: where a run stood, and what the files beside it must be.
+//! `state.json`: the position of a run, and the checksums of the other files.
 
 use std::path::Path;
 
@@ -16,15 +16,15 @@ pub(crate) const STATE_FILE: &str = "state.json";
 /// Version of the layout; a program reads only its own.
 const LAYOUT: u32 = 2;
 
-/// Where a run stood. Random numbers need no state: they are functions of seed, step and element.
+/// The position of a run. Random numbers need no state: they are functions of seed, step and element.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Position {
-    /// Optimizer steps done: the next step's number.
+    /// Completed optimizer steps, which is the next step's index.
     pub step: u64,
-    /// Steps among them that had no target and changed nothing: AdamW's bias corrections are of the others.
+    /// Completed steps that had no target and changed nothing. AdamW's bias corrections do not count them.
     #[serde(default, skip_serializing_if = "is_default")]
     pub passed_over: u64,
-    /// Tokens of the steps so far.
+    /// Tokens of the completed steps.
     pub tokens: u64,
     /// Seed of the run.
     pub seed: u64,
@@ -34,31 +34,31 @@ pub struct Position {
     pub schedule: Schedule,
     /// Name of the precision recipe.
     pub recipe: String,
-    /// The recipe in full, as TOML: it is the run's own, whatever becomes of a file that it was read from.
+    /// The full recipe as TOML: the run's own copy, independent of later changes of the recipe's file.
     #[serde(default)] // so that an older file is told by its layout
     pub recipe_toml: String,
     /// SHA-256 of the data, held-out part included.
     pub data_sha256: String,
-    /// The resolved configuration as TOML. Text, because it must come back exactly, and does through TOML.
+    /// The resolved configuration as TOML text, which restores it exactly.
     pub config: String,
 }
 
 impl Position {
-    /// The recipe that the run has been trained under.
+    /// The recipe of the run.
     ///
     /// # Errors
-    /// [`nibble_core::Error::Recipe`] for one that this program cannot follow.
+    /// [`nibble_core::Error::Recipe`] for a recipe that this program does not support.
     pub fn resolved_recipe(&self) -> Result<Recipe> {
         Ok(Recipe::parse(&self.recipe, &self.recipe_toml)?)
     }
 }
 
-/// One file of a checkpoint, as it was written.
+/// A file of a checkpoint, with its checksum.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileEntry {
     /// Name inside the checkpoint's directory.
     pub name: String,
-    /// Length.
+    /// Length in bytes.
     pub bytes: u64,
     /// SHA-256 of the content, hexadecimal.
     pub sha256: String,
@@ -69,11 +69,11 @@ pub struct FileEntry {
 pub struct State {
     /// Version of the layout.
     layout: u32,
-    /// Where the run stood.
+    /// The position of the run.
     pub position: Position,
     /// Every other file of the checkpoint.
     pub files: Vec<FileEntry>,
-    /// SHA-256 of this very file with this value as 64 zeros: nothing else vouches for the numbers above.
+    /// SHA-256 of this file with 64 zeros in place of this value: it protects the numbers above.
     sha256: String,
 }
 
@@ -82,22 +82,22 @@ impl State {
         Self { layout: LAYOUT, position, files, sha256: unsigned() }
     }
 
-    /// The text of the file, its own checksum filled in.
+    /// The text of the file, with its own checksum.
     pub(super) fn to_json(&self, path: &Path) -> Result<String> {
         let blank = Self { sha256: unsigned(), ..self.clone() };
         let mut text =
             serde_json::to_string_pretty(&blank).map_err(|e| Error::checkpoint(path, e.to_string()))?;
         text.push('\n');
         let signature = sha256_hex(text.as_bytes());
-        // The last one: a name or a configuration above could hold zeros too.
+        // The last occurrence: a name or the configuration may also contain 64 zeros.
         let at = text.rfind(&blank.sha256).unwrap_or(0);
         text.replace_range(at..at + signature.len(), &signature);
         Ok(text)
     }
 
-    /// Reads what [`State::to_json`] wrote; any changed byte is an error.
+    /// Parses the output of [`State::to_json`]; any changed byte is an error.
     pub(super) fn from_json(text: &str, path: &Path) -> Result<Self> {
-        // First of all: what another layout has is not known here.
+        // Checked first: a newer layout may have unknown fields.
         #[derive(Deserialize)]
         struct Layout {
             layout: u32,
@@ -127,7 +127,7 @@ impl State {
     }
 }
 
-/// The checksum's place holder.
+/// The checksum's placeholder.
 fn unsigned() -> String {
     "0".repeat(64)
 }

@@ -1,4 +1,4 @@
-//! Checkpoints as they are written, put in their places and removed.
+//! Writing, renaming and removing checkpoints.
 
 use super::divided::{self, divided};
 use super::files::{TensorSpec, sync_dir, write_synced, write_tensors};
@@ -13,26 +13,26 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 const TMP_PREFIX: &str = ".tmp-";
-/// A checkpoint moved aside while another of the same step takes its place.
+/// A checkpoint that was moved aside while another of the same step takes its place.
 const REPLACED_PREFIX: &str = ".tmp-replaced-";
 const LOCK_FILE: &str = ".lock";
 
-/// All that a checkpoint holds but the values of its tensors, which come while it is written.
+/// The contents of a checkpoint except the tensors' values, which are supplied during writing.
 #[derive(Debug, Clone)]
 pub struct Outline {
-    /// F32 master weights, in order of their names.
+    /// F32 master weights, sorted by name.
     pub model: Vec<TensorSpec>,
-    /// Optimizer moments, in order of their names.
+    /// Optimizer moments, sorted by name.
     pub optim: Vec<TensorSpec>,
-    /// Histories of delayed scales, in order of their names; without any there is no such file.
+    /// Amax histories of delayed scaling, sorted by name; if empty, there is no such file.
     pub scales: Vec<TensorSpec>,
-    /// Bytes of values in a file of tensors, at most; 0: all of a kind in one.
+    /// Largest size of the values in a file of tensors, in bytes; 0: one file per kind.
     pub file_bytes: usize,
     /// `config.json`.
     pub config_json: String,
-    /// The tokenizer's files, by their names.
+    /// The tokenizer's files, by name.
     pub tokenizer: Vec<(&'static str, String)>,
-    /// Where the run stands.
+    /// The position of the run.
     pub position: Position,
 }
 
@@ -47,16 +47,16 @@ impl Outline {
     }
 }
 
-/// The checkpoints of one run, open for writing by one process at a time. Clones share it.
+/// The checkpoints of one run, opened for writing by one process at a time. Clones share the lock.
 #[derive(Debug, Clone)]
 pub struct Store {
     dir: PathBuf,
-    /// Locked as long as a clone lives; the system unlocks it when the process ends, however it ends.
+    /// Locked while a clone lives; the system unlocks it when the process ends, however it ends.
     _lock: Arc<File>,
 }
 
 impl Store {
-    /// Opens (and creates) the checkpoints of the run in `run_dir`, and removes what killed writers left.
+    /// Opens (and creates) the checkpoints of the run in `run_dir`, and removes leftovers of killed writers.
     ///
     /// # Errors
     /// [`Error::Checkpoint`] where another process is writing here; [`Error::Io`].
@@ -65,7 +65,7 @@ impl Store {
         Self::try_open(run_dir)?.ok_or_else(in_use)
     }
 
-    /// [`Store::open`]; none where another process is writing.
+    /// [`Store::open`], or `None` if another process is writing.
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -95,13 +95,13 @@ impl Store {
         run_dir.join(DIR).join(LOCK_FILE).exists()
     }
 
-    /// Writes a checkpoint whose tensors' values come from `next`: those of the model, of the optimizer, and of the scales, one tensor
-    /// after the other as the outline has them, in pieces of any length that end where a file ends. Nothing more of them is
-    /// held. Removes all but the newest `keep` (0 = keep all). Returns its directory.
+    /// Writes a checkpoint, removes all but the newest `keep` (0 = keep all), and returns its directory. `next` supplies the values of the
+    /// model's, the optimizer's and the scales' tensors in the outline's order, in pieces of any length that end at the end of a file. Only
+    /// one piece is held in memory.
     ///
     /// # Errors
-    /// [`Error::Io`] (a full disk, say), [`Error::Checkpoint`] for tensors that contradict themselves, and what `next` returns; the earlier
-    /// checkpoints are untouched then.
+    /// [`Error::Io`] (such as a full disk), [`Error::Checkpoint`] for inconsistent tensors, and the errors of `next`; the earlier
+    /// checkpoints are then untouched.
     pub fn save<P: AsRef<[f32]>>(
         &self,
         outline: &Outline,
@@ -115,7 +115,7 @@ impl Store {
         self.finish(outline, written, keep)
     }
 
-    /// Makes the directory in which the files of a checkpoint are written before it has its name. Returns it.
+    /// Creates and returns the temporary directory of a checkpoint's files.
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -127,12 +127,12 @@ impl Store {
         Ok(dir)
     }
 
-    /// Ends a checkpoint whose files of tensors are `written`, whoever wrote them and in whatever order: writes all others, `state.json` last,
-    /// and gives it its name. Removes all but the newest `keep` (0 = keep all). Returns its directory.
+    /// Completes a checkpoint whose files of tensors are `written`, by any rank and in any order: writes all other files, `state.json`
+    /// last, renames its directory, removes all but the newest `keep` (0 = keep all), and returns its directory.
     ///
     /// # Errors
-    /// That of the files; [`Error::Io`]; [`Error::Checkpoint`] if a file is missing. The earlier checkpoints are untouched then, and nothing is
-    /// left of this one.
+    /// The errors in `written`; [`Error::Io`]; [`Error::Checkpoint`] if a file is missing. The earlier checkpoints are then untouched, and
+    /// this one is removed.
     pub(crate) fn finish(
         &self,
         outline: &Outline,
@@ -143,7 +143,7 @@ impl Store {
         let written = written.and_then(|entries| write_rest(&dir, outline, entries));
         let written = written.and_then(|()| self.publish(&dir, &name));
         if written.is_err() {
-            // The first error is the one to tell; what cannot be removed now goes when the store is next opened.
+            // The first error is the one to report; leftovers are removed when the store is next opened.
             let _ = remove(&dir);
         }
         let path = written?;
@@ -152,17 +152,17 @@ impl Store {
         Ok(path)
     }
 
-    /// Removes what there is of a checkpoint that will not be ended. What cannot be removed goes when the store is next opened.
+    /// Removes the files of an unfinished checkpoint. Leftovers are removed when the store is next opened.
     pub(crate) fn abandon(&self, outline: &Outline) {
         let _ = remove(&self.unnamed(outline));
     }
 
-    /// The directory of a checkpoint before it has its name.
+    /// The temporary directory of a checkpoint.
     fn unnamed(&self, outline: &Outline) -> PathBuf {
         self.dir.join(format!("{TMP_PREFIX}{}", name_of(outline.position.step)))
     }
 
-    /// The error of a checkpoint whose values stop coming: whoever sent them has failed, and tells why.
+    /// The error of a checkpoint whose supply of values ended: the sender has failed, and reports why.
     pub(crate) fn given_up(&self, outline: &Outline) -> Error {
         let path = self.dir.join(name_of(outline.position.step));
         Error::checkpoint(&path, "was given up before all of its values had come")
@@ -183,7 +183,7 @@ impl Store {
             fs::rename(tmp, &path).map_err(Error::io(&path))
         };
         if let Err(error) = moved() {
-            // Back at once; where that fails, too, it is put back when the store is next opened.
+            // Restores the old checkpoint at once; if that fails too, the next opening of the store restores it.
             let _ = fs::rename(&replaced, &path);
             return Err(error);
         }
@@ -193,14 +193,14 @@ impl Store {
         Ok(path)
     }
 
-    /// Removes all but `keep` checkpoints, the one just saved and those before it. Later ones are of a run that this one
-    /// went back from, damaged perhaps: they neither count nor go.
+    /// Removes all but `keep` of the checkpoints up to the one just saved. Later checkpoints are of a run that was rolled back, possibly
+    /// since they are damaged: they neither count nor are removed.
     fn prune(&self, keep: usize, saved: &Path) -> Result<()> {
         let mut all = list(&self.dir)?;
         all.truncate(all.iter().position(|(_, path)| path == saved).map_or(all.len(), |i| i + 1));
         let surplus = if keep == 0 { 0 } else { all.len().saturating_sub(keep) };
         for (_, path) in &all[..surplus] {
-            // Under its own name it is whole or gone.
+            // Under its own name a checkpoint is complete or absent.
             let doomed = self.dir.join(format!("{TMP_PREFIX}pruned"));
             remove(&doomed)?;
             fs::rename(path, &doomed).map_err(Error::io(path))?;
@@ -210,7 +210,7 @@ impl Store {
         Ok(())
     }
 
-    /// Removes what killed writers left behind, and puts back what one had moved aside.
+    /// Removes leftovers of killed writers, and restores a checkpoint that one had moved aside.
     fn clean(&self) -> Result<()> {
         for entry in fs::read_dir(&self.dir).map_err(Error::io(&self.dir))? {
             let entry = entry.map_err(Error::io(&self.dir))?;
@@ -230,7 +230,7 @@ impl Store {
     }
 }
 
-/// Writes a file of tensors, whose values come from `next`, and waits until it is on the disk.
+/// Writes and syncs a file of tensors, whose values come from `next`.
 pub(crate) fn write_file<P: AsRef<[f32]>>(
     dir: &Path,
     name: &str,
@@ -242,7 +242,7 @@ pub(crate) fn write_file<P: AsRef<[f32]>>(
     Ok(entry)
 }
 
-/// Writes the files beside those of tensors, `state.json` last, all synced.
+/// Writes and syncs all files other than tensors, `state.json` last.
 fn write_rest(dir: &Path, outline: &Outline, written: Vec<FileEntry>) -> Result<()> {
     let Outline { file_bytes, config_json, tokenizer, position, .. } = outline;
     let mut written: BTreeMap<String, FileEntry> =
@@ -272,14 +272,14 @@ fn write_rest(dir: &Path, outline: &Outline, written: Vec<FileEntry>) -> Result<
     reach(Point::BeforeRename)
 }
 
-/// The kinds of tensors that have files, and their tensors. Where there are no scales there is no file of them.
+/// The kinds of tensors, with their tensors. Without scales there is no such kind.
 fn kinds<T>(tensors: [&[T]; 3]) -> impl Iterator<Item = (&'static str, &[T])> {
     let all = [MODEL, OPTIM, SCALES].into_iter().zip(tensors);
     all.filter(|(kind, tensors)| *kind != SCALES || !tensors.is_empty())
 }
 
-/// The files of tensors of a checkpoint by name, each with its tensors, in the order in which `state.json` has them. `tensors`: those of the
-/// model, of the optimizer, and of the scales; of so many bytes of values in a file at most (0: all of a kind in one).
+/// The files of tensors of a checkpoint by name, each with its tensors, in the order of `state.json`. `tensors`: those of the model, the
+/// optimizer, and the scales. A file has at most `most_bytes` bytes of values (0: one file per kind).
 pub(crate) fn tensor_files<T>(
     tensors: [&[T]; 3],
     spec: impl Fn(&T) -> &TensorSpec + Copy,
@@ -294,7 +294,7 @@ pub(crate) fn tensor_files<T>(
     all
 }
 
-/// Removes a directory or a file, if it is there.
+/// Removes a directory or a file, if it exists.
 fn remove(path: &Path) -> Result<()> {
     match files::remove(path) {
         Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io(path)(e)),

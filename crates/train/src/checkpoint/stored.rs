@@ -1,16 +1,16 @@
-//! Values as files have them: in F32, in two bytes, or as E4M3 codes with scales of blocks, as DeepSeek-V3 is published.
+//! Storage formats of values: F32, two bytes, or E4M3 codes with block scales, as DeepSeek-V3 is published.
 
 use crate::error::Result;
 use half::{bf16, f16};
 use nibble_core::formats::Element;
 
-/// What the name of the scales of a tensor's blocks ends with: `model.layers.3.mlp.gate_proj.weight_scale_inv`.
+/// The suffix of the name of a tensor's block scales: `model.layers.3.mlp.gate_proj.weight_scale_inv`.
 pub(crate) const SCALE_SUFFIX: &str = "_scale_inv";
 
-/// Rows and columns of a block that has a scale.
+/// Rows and columns of a scaled block.
 pub(crate) const BLOCK: usize = 128;
 
-/// The shape of the scales of the blocks of a tensor of this shape.
+/// The shape of the block scales of a tensor of this shape.
 pub(crate) fn scale_shape(shape: &[usize]) -> Vec<usize> {
     shape.iter().map(|size| size.div_ceil(BLOCK)).collect()
 }
@@ -21,9 +21,9 @@ pub(super) enum Kind {
     F32,
     Bf16,
     F16,
-    /// One byte a value, which times the scale of its block of 128 by 128 is the value. Blocks at the end of rows and columns may be smaller.
+    /// One code of one byte per value, multiplied by the scale of its 128 × 128 block. Blocks at the edges may be smaller.
     E4m3 {
-        /// Row by row.
+        /// Row-major.
         scales: Vec<f32>,
         /// Columns of the tensor.
         cols: usize,
@@ -40,18 +40,18 @@ impl Kind {
         }
     }
 
-    /// The scale of the value of this index, with its own index, if it has any.
+    /// The index and value of the scale of the value at `index`, if it has one.
     pub fn scale_of(&self, index: usize) -> Option<(usize, f32)> {
         let Self::E4m3 { scales, cols } = self else { return None };
         let block = block_of(index, *cols);
         scales.get(block).map(|scale| (block, *scale))
     }
 
-    /// Values from index `at` on, whose bytes `fill` gives.
+    /// Reads values from index `at` on; `fill` supplies their bytes.
     pub fn read(&self, at: usize, to: &mut [f32], fill: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<()> {
         if let Self::F32 = self {
             fill(bytemuck::cast_slice_mut(to))?;
-            // The file's bytes are little-endian everywhere.
+            // The file's bytes are little-endian on every machine.
             to.iter_mut().for_each(|x| *x = f32::from_bits(u32::from_le(x.to_bits())));
             return Ok(());
         }
@@ -74,13 +74,13 @@ impl Kind {
     }
 }
 
-/// The block of the value of this index.
+/// The index of the block of the value at `index`.
 fn block_of(index: usize, cols: usize) -> usize {
     let (row, col) = (index / cols, index % cols);
     row / BLOCK * cols.div_ceil(BLOCK) + col / BLOCK
 }
 
-/// So many numbers of two bytes, little-endian, whose bytes `fill` gives.
+/// `count` little-endian numbers of two bytes; `fill` supplies their bytes.
 fn halves(count: usize, fill: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<Vec<u16>> {
     let mut bits = vec![0u16; count];
     fill(bytemuck::cast_slice_mut(&mut bits))?;
@@ -113,12 +113,12 @@ mod tests {
         assert_eq!(read(&Kind::F16, 2, 2, &f16s), [f16::from_f32(3.0e-5).to_f32(), 448.0]);
     }
 
-    /// 130 rows of 200 columns have four blocks, two of them narrow and two of them low.
+    /// 130 rows of 200 columns have four blocks, two of them with fewer columns and two with fewer rows.
     #[test]
     fn codes_have_the_scale_of_their_block() {
         assert_eq!(scale_shape(&[130, 200]), [2, 2]);
         let kind = Kind::E4m3 { scales: vec![1.0, 2.0, 4.0, 8.0], cols: 200 };
-        // 1.0 everywhere.
+        // All values are 1.0.
         let file = vec![0x38; 130 * 200];
         for (row, col, value) in [(0, 0, 1.0), (127, 127, 1.0), (3, 128, 2.0), (128, 0, 4.0), (129, 199, 8.0)]
         {

@@ -1,4 +1,4 @@
-//! Tensors of a checkpoint, read as they are wanted.
+//! Tensors of a checkpoint, read on demand.
 
 use super::divided::{Index, index_name};
 use super::files::OpenFile;
@@ -12,21 +12,21 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::thread::{Builder, JoinHandle};
 
-/// The longest description of tensors that is believed; safetensors' own limit.
+/// Largest accepted header of a safetensors file, which is also safetensors' own limit.
 const LONGEST_HEADER: u64 = 100_000_000;
 
-/// Tensors of one kind of a checkpoint, in one file or several; each can be taken once, and at the end none may be left. While they are read
-/// another thread compares the files with their checksums, unless another rank does: what was taken counts once [`Tensors::finish`] has said so.
+/// Tensors of one kind of a checkpoint, in one or several files; each can be taken once, and none may be left at the end. While they are
+/// read, another thread or another rank verifies the checksums: the values are valid once [`Tensors::finish`] has succeeded.
 #[derive(Debug)]
 pub struct Tensors {
-    /// The file, or the directory of several.
+    /// The file, or the directory of several files.
     path: PathBuf,
     files: Vec<OpenFile>,
     tensors: BTreeMap<String, TensorAt>,
     checked: Option<JoinHandle<Result<()>>>,
 }
 
-/// Where a tensor's values lie: in which file, and where in that; and what they are there.
+/// The location of a tensor's values: file, offset, and storage format.
 #[derive(Debug)]
 pub(crate) struct TensorAt {
     file: usize,
@@ -36,12 +36,12 @@ pub(crate) struct TensorAt {
     kind: Kind,
 }
 
-/// Which types of tensors files may hold.
+/// Types of tensors that files may hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Types {
-    /// F32 alone, as a run writes them.
+    /// F32 only, as a run writes them.
     Own,
-    /// Those of published models: F32, BF16, F16, and E4M3 with scales of its blocks.
+    /// Types of published models: F32, BF16, F16, and E4M3 with block scales.
     Published,
 }
 
@@ -53,12 +53,12 @@ impl TensorAt {
 }
 
 impl Tensors {
-    /// The file, or the directory of several.
+    /// The file, or the directory of several files.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Opens safetensors files, one at least.
+    /// Opens one or more safetensors files.
     pub(super) fn of_files(dir: &Path, files: &[&OpenFile], types: Types) -> Result<Self> {
         let path = match files {
             [one] => one.path().to_owned(),
@@ -69,7 +69,7 @@ impl Tensors {
         Ok(all)
     }
 
-    /// Opens safetensors files of F32 tensors, one at least. `checks`: compares them with their checksums meanwhile.
+    /// Opens one or more safetensors files of F32 tensors. `checks`: verifies their checksums in the background.
     pub(super) fn open(dir: &Path, files: &[(&FileEntry, &OpenFile)], checks: bool) -> Result<Self> {
         let opened: Vec<&OpenFile> = files.iter().map(|(_, open)| *open).collect();
         let mut all = Self::of_files(dir, &opened, Types::Own)?;
@@ -83,13 +83,13 @@ impl Tensors {
         Ok(all)
     }
 
-    /// The tensors of a folder with a model, as published: those of the index, or of the one file.
+    /// The tensors of a published model's folder: those of the index, or of the single file.
     ///
     /// # Errors
-    /// [`Error::Checkpoint`] for a file that is missing or damaged, [`Error::Io`] where there are too many.
+    /// [`Error::Checkpoint`] for a missing or damaged file, [`Error::Io`] for too many open files.
     pub(crate) fn of_folder(dir: &Path) -> Result<Self> {
         let index = dir.join(index_name(MODEL));
-        // A link to an index that is not there is no folder without one.
+        // A dangling link to an index is an error, not a folder without an index.
         if fs::symlink_metadata(&index).is_err() {
             require_safetensors(dir)?;
             return Self::of_files(dir, &[&OpenFile::named(dir, MODEL_FILE)?], Types::Published);
@@ -125,12 +125,12 @@ impl Tensors {
         Ok(())
     }
 
-    /// Names and shapes of the tensors not yet taken, in order of their names.
+    /// Names and shapes of the remaining tensors, sorted by name.
     pub fn shapes(&self) -> impl Iterator<Item = (&str, &[usize])> {
         self.tensors.iter().map(|(name, stored)| (name.as_str(), stored.shape.as_slice()))
     }
 
-    /// Names of the tensors not yet taken, each with the path of its file.
+    /// Names of the remaining tensors, each with the path of its file.
     pub(super) fn places(&self) -> impl Iterator<Item = (&str, &Path)> {
         self.tensors.iter().map(|(name, stored)| (name.as_str(), self.files[stored.file].path()))
     }
@@ -138,7 +138,7 @@ impl Tensors {
     /// Takes the tensor `name`, which must have this shape.
     ///
     /// # Errors
-    /// [`Error::Checkpoint`] naming the tensor where it is missing or has another shape, or the file if it cannot be read.
+    /// [`Error::Checkpoint`] naming the tensor if it is missing or has another shape, or the file if it cannot be read.
     pub fn take(&mut self, name: &str, shape: &[usize]) -> Result<Vec<f32>> {
         let stored = self.find(name, shape)?;
         let mut values = vec![0.0; stored.num_values()];
@@ -146,15 +146,15 @@ impl Tensors {
         Ok(values)
     }
 
-    /// As [`Tensors::take`], or nothing where there is no such tensor.
+    /// As [`Tensors::take`], or `None` if there is no such tensor.
     ///
     /// # Errors
-    /// [`Error::Checkpoint`] naming the tensor where it has another shape, or the file if it cannot be read.
+    /// [`Error::Checkpoint`] naming the tensor if it has another shape, or the file if it cannot be read.
     pub fn take_if_there(&mut self, name: &str, shape: &[usize]) -> Result<Option<Vec<f32>>> {
         self.tensors.contains_key(name).then(|| self.take(name, shape)).transpose()
     }
 
-    /// As [`Tensors::take`], to be read with [`Tensors::read`].
+    /// As [`Tensors::take`], but the values are read later, with [`Tensors::read`].
     pub(crate) fn find(&mut self, name: &str, shape: &[usize]) -> Result<TensorAt> {
         let mut stored = match self.tensors.get(name) {
             Some(stored) if stored.shape != shape => {
@@ -182,17 +182,17 @@ impl Tensors {
         Ok(stored)
     }
 
-    /// Reads the values from index `at` on, which are there.
+    /// Reads values from index `at` on, which must exist.
     pub(crate) fn read(&mut self, stored: &TensorAt, at: usize, to: &mut [f32]) -> Result<()> {
         let place = stored.start + (at * stored.kind.bytes()) as u64;
         let file = &self.files[stored.file];
         stored.kind.read(at, to, |bytes| file.read_exact_at(bytes, place))
     }
 
-    /// As [`Tensors::read`], of weights: they are numbers.
+    /// As [`Tensors::read`], for weights, which must be finite.
     ///
     /// # Errors
-    /// [`Error::Checkpoint`] naming the tensor `name` and its first value that is none.
+    /// [`Error::Checkpoint`] naming the tensor `name` and its first value that is not finite.
     pub(crate) fn read_weights(
         &mut self,
         (name, stored): (&str, &TensorAt),
@@ -213,10 +213,10 @@ impl Tensors {
         Err(Error::checkpoint(path, format!("{why}; no run goes on from it, and nothing is made of it")))
     }
 
-    /// Checks that the files are what was written, and that every tensor was taken: one that was not belongs to another model.
+    /// Checks that the files match their checksums, and that every tensor was taken: a remaining tensor belongs to another model.
     ///
     /// # Errors
-    /// [`Error::Checkpoint`] naming a file, or the first of the others.
+    /// [`Error::Checkpoint`] naming a damaged file, or the first remaining tensor.
     pub fn finish(mut self) -> Result<()> {
         self.check()?;
         match self.tensors.keys().next() {
@@ -229,7 +229,7 @@ impl Tensors {
         }
     }
 
-    /// As [`Tensors::finish`], but for tensors that are passed over: with their scales, if they have any.
+    /// As [`Tensors::finish`], but ignores remaining tensors for which `passed_over` is true, and their scales.
     ///
     /// # Errors
     /// As [`Tensors::finish`].
@@ -238,15 +238,15 @@ impl Tensors {
         self.finish()
     }
 
-    /// As [`Tensors::finish`], whatever tensors are left.
+    /// As [`Tensors::finish`], but ignores all remaining tensors.
     ///
     /// # Errors
-    /// [`Error::Checkpoint`] naming the file.
+    /// [`Error::Checkpoint`] naming the damaged file.
     pub fn finish_with_others(mut self) -> Result<()> {
         self.check()
     }
 
-    /// Waits until the files have been compared with their checksums.
+    /// Waits for the verification of the checksums.
     fn check(&mut self) -> Result<()> {
         match self.checked.take().map(JoinHandle::join) {
             Some(Err(panic)) => std::panic::resume_unwind(panic),
@@ -256,10 +256,10 @@ impl Tensors {
     }
 }
 
-/// Says what a folder has instead of safetensors, and what makes them of it.
+/// The error of a folder with weights in another format than safetensors, with advice on conversion.
 fn require_safetensors(dir: &Path) -> Result<()> {
     const KINDS: [&str; 7] = ["bin", "pt", "pth", "ckpt", "gguf", "h5", "msgpack"];
-    // Optimizers and the like are no weights.
+    // Files of optimizers and the like are no weights.
     const WEIGHTS: [&str; 5] = ["pytorch_model", "consolidated", "model", "tf_model", "flax_model"];
     if dir.join(MODEL_FILE).exists() {
         return Ok(());
@@ -282,7 +282,7 @@ fn require_safetensors(dir: &Path) -> Result<()> {
     Err(Error::checkpoint(dir, why))
 }
 
-/// What a safetensors file says of its tensors, and where their bytes begin.
+/// The header of a safetensors file, and where its data begins.
 fn read_header(file: &OpenFile) -> Result<(Metadata, u64)> {
     let damaged = |why: String| Error::checkpoint(file.path(), format!("is damaged: {why}"));
     let mut len = [0; size_of::<u64>()];
@@ -291,7 +291,7 @@ fn read_header(file: &OpenFile) -> Result<(Metadata, u64)> {
     if len > LONGEST_HEADER {
         return Err(damaged(format!("a header of {len} bytes, {LONGEST_HEADER} at most are expected")));
     }
-    // What is cut off is told by the description that does not end.
+    // A truncated header fails to parse.
     let there = len.min(file.len()?.saturating_sub(size_of::<u64>() as u64));
     let mut text = vec![0; there as usize];
     file.read_exact_at(&mut text, size_of::<u64>() as u64)?;

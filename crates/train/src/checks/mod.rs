@@ -1,4 +1,4 @@
-//! What a run is checked for before it begins.
+//! Checks of a run before it starts.
 
 mod overrides;
 mod recipe_file;
@@ -17,7 +17,7 @@ use std::path::Path;
 /// A built-in recipe by name, or a recipe file by path.
 ///
 /// # Errors
-/// [`nibble_core::Error::Recipe`] for an unknown name; [`crate::Error::Config`] with path and line for a bad file; one that cannot be read.
+/// [`nibble_core::Error::Recipe`] for an unknown name; [`crate::Error::Config`] with path and line for a bad file; errors of reading it.
 pub fn load_recipe(name_or_path: &str) -> Result<Recipe> {
     match path_of(name_or_path) {
         Some(path) => recipe_file::load(path),
@@ -31,15 +31,15 @@ pub fn load_recipe(name_or_path: &str) -> Result<Recipe> {
     }
 }
 
-/// The file that a recipe is in, if it is no built-in one.
+/// The file of a recipe, unless it is built in.
 fn path_of(recipe: &str) -> Option<&Path> {
     recipe.ends_with(".toml").then(|| Path::new(recipe))
 }
 
-/// The recipe that a configuration names, once both are known to fit each other.
+/// The recipe of a configuration, after checking that both fit each other.
 ///
 /// # Errors
-/// For a recipe that cannot be read, as [`check_recipe`], and for an override of a recipe file that decides nothing in this run.
+/// For a recipe that cannot be read, as [`check_recipe`], and for an override in a recipe file that has no effect in this run.
 pub fn checked_recipe(config: &Config) -> Result<Recipe> {
     check_sizes(config)?;
     let recipe = load_recipe(&config.recipe)?.in_run(config.run_size());
@@ -55,8 +55,8 @@ pub fn checked_recipe(config: &Config) -> Result<Recipe> {
     Ok(recipe)
 }
 
-/// The overrides of a recipe that decide nothing in a run of this configuration, a line each. [`checked_recipe`] refuses those of a file, where
-/// who wrote them can mend them; those of a built-in recipe are no mistake of the user's, whose model and steps may be others.
+/// The overrides of a recipe that have no effect in a run of this configuration, one line each. [`checked_recipe`] refuses them in a file,
+/// whose author can fix them; in a built-in recipe they are no mistake of the user, whose model and steps may differ.
 #[must_use]
 pub fn idle_overrides(config: &Config, recipe: &Recipe) -> Vec<String> {
     let recipe = recipe.clone().in_run(config.run_size());
@@ -64,11 +64,11 @@ pub fn idle_overrides(config: &Config, recipe: &Recipe) -> Vec<String> {
     overrides::idle(&recipe, &layers, config.train.steps).map(|(key, why)| format!("`{key}` {why}")).collect()
 }
 
-/// Whether a configuration and a recipe fit each other.
+/// Checks that a configuration and a recipe fit each other.
 ///
 /// # Errors
-/// For sizes that cannot be counted, an override that reaches nothing, a batch that the recipe's blocks do not divide, or a way to combine that
-/// is not for rows in blocks.
+/// For uncountable sizes, an override without matching layers, a batch that the recipe's blocks do not divide, a transform that does not
+/// divide a contracted dimension, or a `train.combine` that quantized rows do not allow.
 pub fn check_recipe(config: &Config, recipe: &Recipe) -> Result<()> {
     check_sizes(config)?;
     check_blocks(config, recipe)?;
@@ -76,7 +76,7 @@ pub fn check_recipe(config: &Config, recipe: &Recipe) -> Result<()> {
     check_combine(config, recipe)
 }
 
-/// What is to be said where steps are to measure quantization and there is none. It is no mistake: a configuration is used under several recipes.
+/// A note if steps are to measure quantization and the recipe has none. That is no mistake: a configuration is used with several recipes.
 #[must_use]
 pub fn measures_nothing(config: &Config, recipe: &Recipe) -> Option<String> {
     let every = config.train.quantization_every;
@@ -90,7 +90,8 @@ pub fn measures_nothing(config: &Config, recipe: &Recipe) -> Option<String> {
     })
 }
 
-/// Whether the blocks of transforms divide what the products of every layer contract: of wgrad whole shards, which are checked with their blocks.
+/// Checks that each transform divides the dimension that its product contracts. Wgrad contracts whole shards, whose size `check_blocks`
+/// checks.
 fn check_transforms(config: &Config, recipe: &Recipe) -> Result<()> {
     let spec = ModelSpec::new(&config.model);
     let takes = |part: &Part| {
@@ -103,7 +104,7 @@ fn check_transforms(config: &Config, recipe: &Recipe) -> Result<()> {
     spec.blocks().try_for_each(|block| block.parts().into_iter().try_for_each(takes))
 }
 
-/// See [`check_transforms`].
+/// [`check_transforms`] for one part of the model.
 fn part_takes(part: &Part, plan: &LayerPlan, recipe: &Recipe) -> Result<()> {
     let matrices: Vec<&ParamSpec> = part.weights().iter().filter(|weight| !weight.is_vector()).collect();
     for ProductPlan { product, weight, transform, .. } in &plan.products {
@@ -125,7 +126,7 @@ fn part_takes(part: &Part, plan: &LayerPlan, recipe: &Recipe) -> Result<()> {
     Ok(())
 }
 
-/// Whether rows can be summed as the configuration says where the recipe has them travel back in blocks.
+/// Checks that `train.combine` is possible if the recipe sends rows back quantized.
 fn check_combine(config: &Config, recipe: &Recipe) -> Result<()> {
     match (config.train.combine, recipe.quantized_combine()) {
         (Some(Combine::Tree), Some((site, format))) => {
@@ -141,7 +142,7 @@ fn check_combine(config: &Config, recipe: &Recipe) -> Result<()> {
     }
 }
 
-/// The steps, of so many, from which on a recipe's precisions may be others; and the end.
+/// The steps of a run at which a recipe's precisions may change, and `steps` itself.
 #[must_use]
 pub fn steps_of_change(recipe: &Recipe, steps: u64) -> Vec<u64> {
     let at = |progress| first_step_at(progress, steps);
@@ -152,7 +153,7 @@ pub fn steps_of_change(recipe: &Recipe, steps: u64) -> Vec<u64> {
     found
 }
 
-/// The first step, of so many, that is at a point of a run (step / steps) or behind it.
+/// The first of `steps` steps whose progress (step / steps) is at least `progress`.
 #[must_use]
 pub fn first_step_at(progress: f64, steps: u64) -> u64 {
     // The product may be rounded up: 7 / 100 · 100 is more than 7.
@@ -162,14 +163,15 @@ pub fn first_step_at(progress: f64, steps: u64) -> u64 {
 }
 
 impl Config {
-    /// What the selections of a recipe depend on.
+    /// The sizes that a recipe's selections depend on.
     #[must_use]
     pub fn run_size(&self) -> RunSize {
         RunSize { decoder_layers: self.model.layers, steps: self.train.steps }
     }
 }
 
-/// What the recipe's blocks ask of the batch, in every layer at every point of the run. Widths that no block divides are extended by zeros.
+/// Checks the batch against the recipe's blocks, in every layer at every point of the run. Widths that no block divides are padded with
+/// zeros.
 fn check_blocks(config: &Config, recipe: &Recipe) -> Result<()> {
     let sections = recipe.sections(&ModelSpec::new(&config.model).recipe_layers())?;
     if !sections.iter().any(Section::has_blocks) {
@@ -191,7 +193,7 @@ fn check_blocks(config: &Config, recipe: &Recipe) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// Of every part of every number of steps: 7 / 100 · 100 is more than 7 in F64.
+    /// For every step of every number of steps: 7 / 100 · 100 is more than 7 in F64.
     #[test]
     fn the_first_step_at_a_steps_own_progress_is_that_step() {
         for steps in 1..300u64 {

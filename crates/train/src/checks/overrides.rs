@@ -1,10 +1,10 @@
-//! Overrides of a recipe that decide nothing in a run: what is written and never followed is a mistake.
+//! Overrides of a recipe that have no effect in a run, which are mistakes.
 
 use super::steps_of_change;
 use nibble_core::recipe::{Layer, Override};
 use nibble_core::{Error, Recipe, Result};
 
-/// The overrides that decide nothing for these layers in a run of so many steps: the key of each, and why.
+/// The overrides without effect on these layers in a run of `steps` steps: the key of each, and the reason.
 pub(super) fn idle<'a>(
     recipe: &'a Recipe,
     layers: &'a [Layer],
@@ -13,13 +13,13 @@ pub(super) fn idle<'a>(
     let several = recipe.overrides.len() > 1;
     recipe.overrides.iter().enumerate().filter_map(move |(i, o)| {
         let why = why_idle(recipe, (i, o), layers, steps)?;
-        // Of several it is said which, from 1.
+        // With several overrides, the key has the override's number, from 1.
         let key = if several { format!("override[{}]", i + 1) } else { "override".into() };
         Some((key, format!("decides nothing: {why}")))
     })
 }
 
-/// Refuses the first override that decides nothing for these layers in a run of so many steps.
+/// Refuses the first override without effect on these layers in a run of `steps` steps.
 pub(super) fn check(recipe: &Recipe, layers: &[Layer], steps: u64) -> Result<()> {
     match idle(recipe, layers, steps).next() {
         Some((key, why)) => Err(Error::Recipe { recipe: recipe.name.clone(), key, why }),
@@ -27,10 +27,10 @@ pub(super) fn check(recipe: &Recipe, layers: &[Layer], steps: u64) -> Result<()>
     }
 }
 
-/// Why an override decides nothing, if it does not.
+/// The reason why an override has no effect, if it has none.
 fn why_idle(recipe: &Recipe, (i, o): (usize, &Override), layers: &[Layer], steps: u64) -> Option<String> {
     if !layers.iter().any(|layer| o.is_for(layer.kind, &layer.name, recipe.run)) {
-        // A model without such layers is none of the business of an optional one.
+        // An optional override may have no such layers in this model.
         return (!o.optional).then(|| "no layer name matches".to_owned());
     }
     let mut starts = steps_of_change(recipe, steps);

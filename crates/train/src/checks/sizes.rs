@@ -1,18 +1,18 @@
-//! Sizes that can be counted at all: everything after this multiplies them without looking.
+//! Upper bounds of sizes, so that later code can multiply them without overflow checks.
 
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::spec::{ModelSpec, Size};
 
-/// The most numbers a model may have.
+/// Most parameters of a model.
 const MOST_PARAMETERS: u128 = 1 << 48;
-/// The most experts of all layers: each has tensors of its own in a checkpoint, and names for them.
+/// Most experts over all layers: each has named tensors of its own in a checkpoint.
 const MOST_EXPERTS: usize = 1 << 18;
-/// The most columns of a norm: the host makes its weights.
+/// Most columns of a norm, whose weights are initialized on the host.
 const MOST_COLUMNS: usize = 1 << 24;
-/// The most tokens of a micro-batch on one rank: the host has a list of them, too.
+/// Most tokens of a micro-batch on one rank, which the host also lists.
 const MOST_TOKENS: usize = 1 << 24;
-/// The most elements of one tensor of activations.
+/// Most elements of one activation tensor.
 const MOST_ELEMENTS: u128 = 1 << 50;
 
 /// `model.layers = 2, model.d_model = 64`.
@@ -20,7 +20,7 @@ pub(crate) fn listed(sizes: &[Size]) -> String {
     sizes.iter().map(|size| format!("{} = {}", size.key, size.value)).collect::<Vec<_>>().join(", ")
 }
 
-/// Whether every size of this configuration can be counted, and is not beyond what any machine has.
+/// Checks that every size of this configuration can be counted and is within what any machine has.
 ///
 /// # Errors
 /// [`Error::Config`] naming the key.
@@ -33,7 +33,7 @@ pub fn check_sizes(config: &Config) -> Result<()> {
     let spec = ModelSpec::new(m);
     if spec.num_parameters().is_none_or(|n| n > MOST_PARAMETERS) {
         let groups = spec.parameters();
-        // Beyond counting is the largest.
+        // An uncountable group is the largest.
         let most = groups.iter().max_by_key(|group| group.count.unwrap_or(u128::MAX));
         let most = most.map_or(String::new(), |group| {
             format!("; most of them are of {}: {}", group.what, listed(&group.sizes))
@@ -68,7 +68,7 @@ pub fn check_sizes(config: &Config) -> Result<()> {
         );
         return Err(Error::config("train.batch_size", why));
     }
-    // Sizes up to here have no more than 48 bits each.
+    // All sizes so far have at most 48 bits.
     let tokens = tokens.unwrap_or(0);
     let parts = wide(t.expert_shards) / wide(mesh.dp.max(1));
     let rows = tokens * wide(m.top_k.max(1)) * wide(mesh.ep) + wide(m.experts) * parts.max(1) * 128;

@@ -1,4 +1,4 @@
-//! What keys and options of elsewhere have no counterpart here: what there is not, and what there is in its place.
+//! Keys and options of other trainers that have no counterpart here, with what Nibble offers instead.
 
 use super::meaning::Meaning::{self, Said};
 use crate::words;
@@ -21,14 +21,14 @@ const PREFERENCES: Meaning = Said(
 const DROPOUT: Meaning = Said("there is no dropout, and no label smoothing");
 const BUILT_IN: Meaning = Said("kernels are compiled and attention is fused without a setting");
 
-/// What there is in place of what a name of a configuration or a recipe asks for, as an error about it goes on; nothing where it is no such name.
+/// The end of an error message about an unknown name in a configuration or a recipe: what Nibble offers instead; empty for any other name.
 pub(crate) fn absent(name: &str) -> String {
     let name = name.to_ascii_lowercase().replace('-', "_");
     let found = ABSENT.iter().find(|(_, names)| words::has(names, &name));
     found.map_or_else(String::new, |(meaning, _)| format!("; {}", meaning.of_key()))
 }
 
-/// The table, which goes on from that of names.
+/// The table, searched after the table of foreign names.
 pub(super) const ABSENT: &[(Meaning, &str)] = &[
     (
         OPTIMIZER,

@@ -1,4 +1,4 @@
-//! What a user may not ask for, though a stored run that has it resumes: values that decide nothing, and numbers that end no run well.
+//! Values that a user may not ask for, though a stored run with them resumes: unused settings, and numbers with which no run ends well.
 
 use super::values::settings;
 use super::{Config, RopeScaling, ScheduleKind};
@@ -13,22 +13,22 @@ pub(super) enum Written {
     Override,
 }
 
-/// A value other than its default that decides nothing.
+/// A value other than its default that has no effect.
 struct Moot {
     key: &'static str,
-    /// The keys that make it so.
+    /// The keys that make it unused.
     by: &'static [&'static str],
     why: String,
 }
 
 impl Config {
-    /// Checks the values that `written` says a user has written.
+    /// Checks the values that the user has written, according to `written`.
     ///
     /// # Errors
-    /// [`Error::Config`] for one that decides nothing, that single precision does not hold, or that ends every run.
+    /// [`Error::Config`] for a value that has no effect, that single precision cannot represent, or that ruins every run.
     pub(super) fn check_asked(&self, written: &dyn Fn(&str) -> Option<Written>) -> Result<()> {
         for Moot { key, by, why } in self.moot()? {
-            // What an override makes of a file's other values is no mistake of the file.
+            // If an override made a value of the file unused, the file is not at fault.
             let overridden = by.iter().any(|by| written(by) == Some(Written::Override));
             match written(key) {
                 Some(Written::File) if overridden => {}
@@ -59,10 +59,10 @@ impl Config {
         }
     }
 
-    /// Every value that decides nothing.
+    /// Every value that has no effect.
     fn moot(&self) -> Result<Vec<Moot>> {
         let (mut moot, is, mut usual) = (Vec::new(), self.settings()?, Self::default().settings()?);
-        // A table that has its default is left out as a whole.
+        // The table is omitted when all of its values are defaults.
         usual.extend(settings("model.rope_scaling", &RopeScaling::default())?);
         let mut add = |holds: bool, keys: &[&'static str], by, because: &str| {
             for key in keys.iter().filter(|key| holds && is.get(**key) != usual.get(**key)) {
@@ -82,7 +82,7 @@ impl Config {
         add(!is_text, &["data.valid_fraction"], by, &because);
         let no_file = format!("{of_source} is no file; leave it out");
         add(!is_text, &["data.bytes"], by, &no_file);
-        // Random tokens are below the size of a tokenizer's vocabulary, if one is named.
+        // If a tokenizer is named, random tokens are sampled below its vocabulary size.
         let because = format!("{of_source} has tokens of its own; leave it out");
         add(self.is_synthetic(), &["data.tokenizer"], by, &because);
         add(!is_text, &["data.bos_token", "data.eos_token"], by, &because);
@@ -123,7 +123,7 @@ impl Config {
         Ok(moot)
     }
 
-    /// Numbers that kernels compute with in single precision.
+    /// Numbers that kernels use in single precision.
     fn singles(&self) -> [(&'static str, f64); 13] {
         let (m, t) = (&self.model, &self.train);
         [
@@ -143,7 +143,7 @@ impl Config {
         ]
     }
 
-    /// Numbers of the optimizer that leave no weight what it was.
+    /// Rejects optimizer settings that destroy the weights.
     fn check_optimizer(&self, written: &dyn Fn(&str) -> Option<Written>) -> Result<()> {
         let t = &self.train;
         for (key, beta) in [("train.beta1", t.beta1), ("train.beta2", t.beta2)] {

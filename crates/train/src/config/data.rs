@@ -9,51 +9,51 @@ use crate::tokenizer::AUTO;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct DataConfig {
-    /// `synthetic` for the built-in language; `random` for uniform ids below `model.vocab_size`, to measure speed with; `mixture` for what
-    /// `mixture` lists, which is filled in; otherwise a file, a folder, of which all files of known kinds are read in the order of their names,
-    /// or a glob. Files are text, JSON lines, JSON arrays, Parquet, or token ids; text and JSON may be packed with gzip or zstd.
+    /// `synthetic` for the built-in language; `random` for uniform ids below `model.vocab_size`, to measure speed with; `mixture` (set
+    /// automatically) for the sources in `mixture`; otherwise a file, a glob, or a folder, whose files of known kinds are read in order of
+    /// their names. Files are text, JSON lines, JSON arrays, Parquet, or token ids; text and JSON may be compressed with gzip or zstd.
     pub source: String,
-    /// Whether the file is taken as it is, even where it begins like an archive, a picture or another file that is no text.
+    /// Whether to read a file as plain bytes, even if it begins like an archive, an image or another binary format.
     #[serde(skip_serializing_if = "is_default")]
     pub bytes: bool,
-    /// The tokenizer of a text: the path of a `tokenizer.json`, or of a folder that has one. Empty: that of the model which
-    /// `train.init_from` names, else bytes.
+    /// The tokenizer of text: the path of a `tokenizer.json`, or of a folder that has one. Empty: the tokenizer of the model in
+    /// `train.init_from`, else bytes.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub tokenizer: String,
-    /// The token before each document: `auto`, as the tokenizer's files say; `none`; or the text of a token.
+    /// The token before each document: `auto`, as the tokenizer's files say; `none`; or the token's text.
     #[serde(skip_serializing_if = "is_auto")]
     pub bos_token: String,
-    /// The token behind each document: `auto`, the one that the tokenizer's files name; `none`; or the text of a token.
+    /// The token after each document: `auto`, as the tokenizer's files say; `none`; or the token's text.
     #[serde(skip_serializing_if = "is_auto")]
     pub eos_token: String,
     /// In JSON and Parquet, the key or column that holds the text of a document.
     #[serde(skip_serializing_if = "is_usual_text_key")]
     pub text_key: String,
-    /// The key or column of a prompt, which is read and not learnt; `answer_key` names the one of its answer. Empty: documents are texts.
+    /// The key or column of a prompt, whose tokens are no targets; `answer_key` names its answer. Empty: documents are texts.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub prompt_key: String,
     /// The key or column of the answer to a prompt.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub answer_key: String,
-    /// In JSON, the key of the messages of a conversation, which the tokenizer's chat template makes a text of; answers alone are learnt.
+    /// In JSON, the key of a conversation's messages, which the tokenizer's chat template renders as text. Only the answers are targets.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub messages_key: String,
-    /// Several sources, each with its weight: of `weight / sum of weights` of the sequences. Empty: `source` alone.
+    /// Several sources with weights: each gives `weight / sum of weights` of the sequences. Empty: `source` alone.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub mixture: Vec<MixtureSource>,
-    /// What becomes of a row that cannot be read: `stop`, the run does not begin; or `skip`, the row is left out, counted and told.
+    /// What happens to an unreadable row: `stop`, the run does not start; or `skip`, the row is left out, counted and reported.
     #[serde(skip_serializing_if = "is_default")]
     pub on_error: OnError,
-    /// Folder of token caches; empty = `nibble/data` in the user's folder of caches.
+    /// Folder of token caches; empty = `nibble/data` in the user's cache folder.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub cache_dir: String,
     /// Tokens of a sequence.
     pub seq_len: usize,
-    /// Whether the documents of a sequence are kept apart: positions begin anew with each, and none attends to another or predicts its first token.
+    /// Whether the documents of a sequence are separated: positions restart at each, and no token attends to or predicts across a boundary.
     #[serde(skip_serializing_if = "is_default")]
     pub document_mask: bool,
-    /// Share of the tokens that is held out: whole documents at the end, or the end of a single document. The built-in language holds out
-    /// records of its own.
+    /// Fraction of the tokens that is held out: whole documents at the end, or the end of a single document. The built-in language holds
+    /// out separate records.
     pub valid_fraction: f64,
 }
 
@@ -80,7 +80,7 @@ impl Default for DataConfig {
 }
 
 impl DataConfig {
-    /// What is read, with the weight of each: the sources of the mixture, or the only one.
+    /// The sources that are read, with their weights: those of the mixture, or the only one.
     #[must_use]
     pub fn sources(&self) -> Vec<MixtureSource> {
         match self.mixture.is_empty() {
@@ -89,7 +89,7 @@ impl DataConfig {
         }
     }
 
-    /// What is read, in a line.
+    /// The sources that are read, in one line.
     #[must_use]
     pub fn described(&self) -> String {
         if self.mixture.is_empty() {
@@ -106,7 +106,7 @@ impl DataConfig {
 pub struct MixtureSource {
     /// A file, a folder or a glob.
     pub source: String,
-    /// Its share of the sequences, beside the weights of the others.
+    /// Its share of the sequences, relative to the other weights.
     #[serde(default = "usual_weight")]
     pub weight: f64,
 }
@@ -115,23 +115,23 @@ fn usual_weight() -> f64 {
     1.0
 }
 
-/// What becomes of a row that cannot be read.
+/// What happens to a row that cannot be read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum OnError {
-    /// The first one is an error.
+    /// The first bad row is an error.
     #[default]
     Stop,
-    /// It is left out and counted.
+    /// Bad rows are left out and counted.
     Skip,
 }
 
-/// Stored configurations leave it out.
+/// Stored configurations omit this value.
 fn is_auto(token: &str) -> bool {
     token == AUTO
 }
 
-/// [`DataConfig::text_key`] where it is not given. Stored configurations leave it out.
+/// The default of [`DataConfig::text_key`]. Stored configurations omit it.
 pub(crate) const USUAL_TEXT_KEY: &str = "text";
 
 fn is_usual_text_key(key: &str) -> bool {

@@ -8,14 +8,14 @@ use std::str::FromStr;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum DeviceChoice {
-    /// A Hopper GPU for each rank where there are so many to use, else the CPU.
+    /// A Hopper GPU for each rank if there are enough, else the CPU.
     #[default]
     Auto,
     /// The CPU.
     Cpu,
-    /// A GPU for each rank, in the order of the driver's numbers.
+    /// One GPU per rank, in the driver's order.
     Gpus,
-    /// The GPU with this number of the driver.
+    /// The GPU with this driver index.
     Cuda(usize),
 }
 

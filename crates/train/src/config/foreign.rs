@@ -1,14 +1,14 @@
-//! What keys and options are called elsewhere, and what they are called here: the names of PyTorch's and argparse's scripts, of
-//! torchtitan, Megatron and nanoGPT, and of Hugging Face's `TrainingArguments` and `PretrainedConfig`.
+//! Other projects' names of keys and options, with their names here: those of PyTorch's and argparse's scripts, of torchtitan, Megatron and
+//! nanoGPT, and of Hugging Face's `TrainingArguments` and `PretrainedConfig`.
 
 use super::absent::ABSENT;
 use super::meaning::Meaning;
 use crate::words;
 use Meaning::{Key, Said};
 
-/// Of a micro-batch over all ranks.
+/// The global micro-batch, over all ranks.
 const BATCH: Meaning = Key("train.batch_size");
-/// Where the count is another.
+/// Settings that count something else than this key does.
 const EPOCHS: Meaning = Said(
     "there are no epochs here: `train.steps` (--set train.steps=N) counts optimizer steps, over the data as often as that takes",
 );
@@ -26,7 +26,7 @@ const RESUME: Meaning =
 const CONFIG: Meaning = Said("the configuration is named without an option: nibble train FILE.toml");
 const WANDB: Meaning = Said("a run writes metrics.jsonl and events for TensorBoard by itself");
 
-/// The table: names between spaces, in small letters, with `_` for `-`; a name with a dot counts with its table alone.
+/// The table: names separated by spaces, in lower case, with `_` for `-`. A name with a dot matches only together with its table.
 const NAMES: &[(Meaning, &str)] = &[
     (Key("train.lr"), "learning_rate max_lr peak_lr base_lr lr_max"),
     (Key("train.min_lr"), "lr_min min_learning_rate lr_end final_lr end_lr"),
@@ -186,7 +186,7 @@ const NAMES: &[(Meaning, &str)] = &[
     (WANDB, "wandb wandb_project report_to tensorboard enable_tensorboard enable_wandb"),
 ];
 
-/// What a key that there is not here means, if it is one of elsewhere.
+/// What a key unknown here means, if it is another project's.
 pub(super) fn of_key(key: &str) -> Option<Meaning> {
     let name = normal(key);
     let in_table = |wanted: &str| {
@@ -197,7 +197,7 @@ pub(super) fn of_key(key: &str) -> Option<Meaning> {
     in_table(&name).or_else(|| in_table(last))
 }
 
-/// A text in which each key that has a name of elsewhere in a file has that name, as `is_there` knows; the key's own last word is such a name too.
+/// The text with each key replaced by its name in the file that `is_there` knows: another project's name, or the key's own last word.
 pub(crate) fn in_words_of(text: &str, is_there: impl Fn(&str) -> bool) -> String {
     let mut text = text.to_owned();
     for (meaning, names) in NAMES {
@@ -211,7 +211,7 @@ pub(crate) fn in_words_of(text: &str, is_there: impl Fn(&str) -> bool) -> String
     text
 }
 
-/// What an option of the command line that there is not here means, without its `--`; a key's own name among them.
+/// What an unknown command-line option means, without its `--`. The last word of a key is recognized too.
 #[must_use]
 pub fn of_option(option: &str) -> Option<Meaning> {
     let name = normal(option.trim_start_matches('-'));
@@ -222,12 +222,12 @@ fn normal(name: &str) -> String {
     name.to_ascii_lowercase().replace('-', "_")
 }
 
-/// The one key that ends so, under whichever table.
+/// The only key with this last word, under any table.
 fn own(last: &str) -> Option<Meaning> {
     OWN.split(' ').find(|key| key.rsplit('.').next() == Some(last)).map(Key)
 }
 
-/// Keys whose last word is of no other key, and which scripts have under another table, or as an option.
+/// Keys with a unique last word, which scripts have under another table or as an option.
 const OWN: &str = "train.lr train.min_lr train.steps train.warmup_steps train.batch_size train.grad_accum train.shards \
     train.expert_shards train.combine train.schedule train.weight_decay train.beta1 train.beta2 train.eps \
     train.clip_norm train.recompute data.seq_len data.source model.d_model model.layers model.heads \

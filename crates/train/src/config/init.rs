@@ -1,4 +1,4 @@
-//! The model of a run that begins with weights that are there: its sizes are theirs, whatever configuration the run has besides.
+//! The model of a run that starts from existing weights: their sizes override those of the run's built-in configuration.
 
 use super::ModelConfig;
 use super::values::in_short;
@@ -7,27 +7,27 @@ use crate::pretrained::{Initial, resolved};
 use std::path::Path;
 use toml::{Table, Value};
 
-/// Of `[model]` what such a run may choose: the losses that it is trained with, and how many positions it has.
+/// Keys of `[model]` that such a run may choose: its losses, and its number of positions.
 const MAY_CHANGE: [&str; 4] = ["aux_loss_coef", "balance", "max_positions", "z_loss_coef"];
 
-/// The table `[model]` of these sizes.
+/// The table `[model]` of this model.
 fn table(model: &ModelConfig) -> Result<Table> {
     Table::try_from(model).map_err(|e| Error::config("model", e.to_string()))
 }
 
-/// `train.init_from`, if it is said.
+/// `train.init_from`, if it is set.
 fn asked(merged: &Table) -> Option<String> {
     let path = merged.get("train")?.get("init_from")?.as_str()?;
     (!path.is_empty()).then(|| path.to_owned())
 }
 
-/// Puts the sizes of what `train.init_from` names into `[model]`, and where that is. `written`: whether a key is the user's own: then it may not say something
-/// else. A built-in configuration's model gives way.
+/// Puts the sizes of the model in `train.init_from`, and its resolved path, into the configuration. A key for which `written` is true is
+/// the user's own and may not contradict the model; a built-in configuration's keys give way.
 pub(super) fn fill_model(merged: &mut Table, written: &dyn Fn(&str) -> bool) -> Result<()> {
     let Some(path) = asked(merged) else { return Ok(()) };
     let path = resolved(Path::new(&path))?;
     let model = Initial::open(&path)?.model()?;
-    // What is left out where it has its default is not said by the sizes, and may still be by the user.
+    // The model's table omits keys with their default. The user may still have set those.
     let (mut sizes, all) = (table(&model)?, table(&ModelConfig::default())?);
     let own = match merged.get("model") {
         Some(Value::Table(own)) => own.clone(),

@@ -1,4 +1,4 @@
-//! From TOML text and overrides to a checked [`Config`], remembering where each value came from.
+//! From TOML text and overrides to a checked [`Config`] that remembers where each value came from.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -19,18 +19,18 @@ use crate::files;
 use crate::pretrained::is_folder;
 use crate::recompute::Scope;
 
-/// Keys there were, and what has become of them.
+/// Former keys, and what has become of them.
 const FORMER_KEYS: [(&str, &str); 1] =
     [("model.remake_expert_input", "is now a scope of train.recompute: add \"expert_input\" to that list")];
 
-/// Whose text a configuration is.
+/// Where a configuration's text comes from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Source {
-    /// The program's.
+    /// It is built in.
     BuiltIn,
-    /// A user's.
+    /// A user wrote it.
     Asked,
-    /// A run has stored it.
+    /// A run stored it.
     Stored,
 }
 
@@ -38,15 +38,15 @@ enum Source {
 type Lines = BTreeMap<String, usize>;
 
 impl Config {
-    /// Loads what a user asks for: a built-in configuration by name, or a TOML file by path; then `overrides`, each `key=value` with
-    /// a dotted key and a TOML value (a bare word is a string).
+    /// Loads what a user asks for: a built-in configuration by name, or a TOML file by path; then `overrides`, each `key=value` with a
+    /// dotted key and a TOML value (a bare word is a string).
     ///
-    /// The result is resolved (`model.vocab_size` and `run.dir` are filled in) and validated, and nothing that is written in it
-    /// decides nothing, unless a run has stored it: such a file has every key.
+    /// The result is resolved (`model.vocab_size` and `run.dir` are filled in) and validated. Unused settings are errors in a user's file,
+    /// but not in one that a run has stored, which has every key.
     ///
     /// # Errors
-    /// [`Error::Config`] for an unknown name, key, type or an impossible value, and for one that decides nothing; [`Error::Io`] for
-    /// an unreadable file.
+    /// [`Error::Config`] for an unknown name or key, a wrong type, an impossible value, and an unused setting; [`Error::Io`] for an
+    /// unreadable file.
     pub fn load(name_or_path: &str, overrides: &[String]) -> Result<Self> {
         let path = Path::new(name_or_path);
         if let Some(text) = preset(name_or_path) {
@@ -72,15 +72,15 @@ impl Config {
         Self::asked(&read_text(path)?, path, overrides)
     }
 
-    /// Loads the file that a run has stored its configuration in, which has every key; then `overrides`, which are asked for anew.
+    /// Loads the configuration that a run has stored, which has every key; then `overrides`, which are checked as a user's.
     ///
     /// # Errors
-    /// As [`Config::load`]; what decides nothing may stand in the file.
+    /// As [`Config::load`]; the file itself may contain unused settings.
     pub fn stored(path: &Path, overrides: &[String]) -> Result<Self> {
         Self::from_text(&read_text(path)?, path, overrides)
     }
 
-    /// Like [`Config::load`], from text; `file` is what errors name, and its stem is the run's default name.
+    /// Like [`Config::load`], from text; errors name `file`, and its stem is the run's default name.
     ///
     /// # Errors
     /// [`Error::Config`], as [`Config::load`].
@@ -88,7 +88,7 @@ impl Config {
         Self::read(text, file, overrides, Source::Asked, Vec::new())
     }
 
-    /// Like [`Config::stored`], from text; `file` is what errors name, and its stem is the run's default name.
+    /// Like [`Config::stored`], from text; errors name `file`, and its stem is the run's default name.
     ///
     /// # Errors
     /// [`Error::Config`], as [`Config::stored`].
@@ -96,7 +96,8 @@ impl Config {
         Self::stored_beside(text, file, overrides, Vec::new())
     }
 
-    /// Like [`Config::from_text`], of a run whose tokenizer lies in one of these folders: what the keys name may be gone.
+    /// Like [`Config::from_text`], for a run with a copy of its tokenizer in one of these folders: the files that the keys name may be
+    /// gone.
     pub(crate) fn stored_beside(
         text: &str,
         file: &Path,
@@ -112,7 +113,7 @@ impl Config {
         let mut lines = Lines::new();
         let source = ConfigText { text, file, known: &known };
         source.merge(&mut merged, &mut lines)?;
-        // A run stores every key. What it was told when it began is not asked again.
+        // A run stores every key. Its choices were checked when it started, and are not checked again.
         let is_stored = Self::default().settings()?.keys().all(|key| lines.contains_key(key));
         let asked = of != Source::Stored && !is_stored;
         let mut set = BTreeSet::new();
@@ -147,7 +148,7 @@ impl Config {
         Ok(config)
     }
 
-    /// The files that a command reads which has loaded this configuration by a name or a path: its own, the recipe's, the text, the tokenizer.
+    /// The files that a command reads after loading this configuration by name or path: its own, the recipe's, the data, the tokenizer.
     pub fn files(&self, name_or_path: &str) -> Vec<PathBuf> {
         let own = preset(name_or_path).is_none().then_some(name_or_path);
         let recipe = self.recipe.ends_with(".toml").then_some(self.recipe.as_str());
@@ -157,14 +158,14 @@ impl Config {
         [own, recipe, tokenizer].into_iter().flatten().map(PathBuf::from).chain(texts).collect()
     }
 
-    /// Every key, dotted, in the order of the alphabet.
+    /// Every dotted key, in alphabetical order.
     #[must_use]
     pub fn keys() -> Vec<String> {
-        // It has a TOML form: a test reads it.
+        // The conversion to TOML succeeds: a test checks it.
         settings("", &Self::with_every_key()).unwrap_or_default().into_keys().collect()
     }
 
-    /// A configuration whose text has every key: those, too, that are left out where they have their default.
+    /// A configuration whose TOML has every key, also those that are omitted at their default.
     fn with_every_key() -> Self {
         let data = DataConfig {
             bytes: true,
@@ -239,20 +240,21 @@ impl Config {
         Ok(())
     }
 
-    /// The keys in which `self` differs from `earlier` and that decide the numbers of a run, each as
-    /// `key: earlier → now`. Tables `eval`, `checkpoint` and `run` are left out, `train.recompute` and `train.quantization_every`: they change what is
-    /// reported and how fast, never a weight, unless NCCL sums (`run.reductions`), which keeps no bits at all; so is `train.combine` where `self` does not say it. A resumed run should refuse when this is not empty.
+    /// The keys that decide a run's numbers and differ between `earlier` and `self`, each as `key: earlier → now`. A resumed run should
+    /// refuse when this is not empty. Tables `eval`, `checkpoint` and `run`, `train.recompute` and `train.quantization_every` are ignored:
+    /// they change reports and speed, never a weight (but for `run.reductions = "nccl"`, which is not reproducible). `train.combine` is
+    /// ignored where `self` leaves it unset.
     ///
     /// # Errors
     /// As [`Config::resolved_toml`].
     pub fn changes_since(&self, earlier: &Self) -> Result<Vec<String>> {
         let (mut now, mut before) = (self.going_on_from(earlier).settings()?, earlier.settings()?);
-        // Of a run that has not stored it, it is that.
+        // An older run did not store this key and used its default.
         for all in [&mut now, &mut before] {
             all.entry("train.combine".to_owned())
                 .or_insert_with(|| in_short(&Combine::default().name().into()));
         }
-        // How a text is taken shows in its tokens, which are compared.
+        // These keys decide the tokens, which are compared themselves.
         let reported_only = "eval. checkpoint. run. train.recompute train.quantization_every data.bytes data.text_key \
             data.prompt_key data.answer_key data.messages_key data.on_error data.cache_dir";
         let keys: BTreeSet<&String> = now.keys().chain(before.keys()).collect();
@@ -276,8 +278,8 @@ impl Config {
         settings("", self)
     }
 
-    /// [`Config::changes_since`] with which a run does not go on: more steps are none of them, and neither are other parts of experts, if they are
-    /// asked for: nobody asks for the default. Another way to combine differs only where it is asked for.
+    /// The [`Config::changes_since`] that prevent resuming. Allowed are more steps, an explicit `train.expert_shards` (above its default of
+    /// 1), and an explicit `train.combine`.
     pub(crate) fn changes_to_refuse(&self, earlier: &Self) -> Result<Vec<String>> {
         let mut changes = self.changes_since(earlier)?;
         let (steps, parts) = (self.train.steps > earlier.train.steps, self.train.expert_shards > 1);
@@ -287,7 +289,7 @@ impl Config {
     }
 }
 
-/// An override that names a source takes the place of a file's mixture, and the other way round.
+/// An override of `data.source` replaces the file's mixture, and an override of `data.mixture` its source.
 fn name_one_data(merged: &mut Table, set: &BTreeSet<String>) {
     let Some(Value::Table(data)) = merged.get_mut("data") else { return };
     match ["data.source", "data.mixture"].map(|key| set.contains(key)) {
@@ -301,7 +303,7 @@ fn name_one_data(merged: &mut Table, set: &BTreeSet<String>) {
     }
 }
 
-/// In a model without experts, what belongs to them and is not written is 0, or false, rather than its default.
+/// In a model without experts, their unwritten keys are 0 or false rather than the default.
 fn leave_out_experts(merged: &mut Table) {
     let Some(Value::Table(model)) = merged.get_mut("model") else { return };
     if model.get("experts") != Some(&Value::Integer(0)) {
@@ -324,7 +326,7 @@ pub(crate) fn read_text(path: &Path) -> Result<String> {
     files::read_text(path, files::MOST_TEXT).map_err(Error::io(path))
 }
 
-/// A TOML text, the file it stands in, and all that may be said in it.
+/// A TOML text, its file, and all keys that may appear in it.
 struct ConfigText<'a> {
     text: &'a str,
     file: &'a Path,
@@ -332,7 +334,7 @@ struct ConfigText<'a> {
 }
 
 impl ConfigText<'_> {
-    /// Checks every key and value of the text and puts it into `merged`.
+    /// Checks every key and value of the text and merges them into `merged`.
     fn merge(&self, merged: &mut Table, lines: &mut Lines) -> Result<()> {
         let syntax = |error: toml::de::Error| Error::Config {
             key: String::new(),
@@ -361,7 +363,7 @@ impl ConfigText<'_> {
     ) -> Result<()> {
         for (name, span) in spans {
             let key = join(prefix, name.get_ref());
-            // Both parsers read the same text: every key of one is a key of the other.
+            // Both parsers read the same text, so they find the same keys.
             let Some(value) = values.get(name.get_ref().as_ref()) else { continue };
             match (value, span.get_ref().as_table(), lookup(self.known, &key)) {
                 (Value::Table(values), Some(spans), Some(Value::Table(_))) => {
@@ -377,7 +379,7 @@ impl ConfigText<'_> {
         Ok(())
     }
 
-    /// Adds file and line to a configuration error whose key the file has set.
+    /// Adds file and line to an error about a key that the file sets.
     fn located(&self, mut error: Error, lines: &Lines) -> Error {
         if let Error::Config { key, file: file @ None, line, .. } = &mut error
             && let Some(found) = lines.get(key)
@@ -387,7 +389,7 @@ impl ConfigText<'_> {
         error
     }
 
-    /// The line, from 1, of a byte offset.
+    /// The 1-based line of a byte offset.
     fn line(&self, offset: usize) -> usize {
         self.text.bytes().take(offset).filter(|&byte| byte == b'\n').count() + 1
     }
@@ -411,18 +413,18 @@ fn parse_override(text: &str, known: &Value) -> Result<(String, Value)> {
     }
     let bare = Value::String(value.to_owned());
     let typed = match toml::from_str::<Table>(&format!("value = {value}")) {
-        // More than one key: the text smuggled in a line of its own. It is a string then.
+        // More than one key: the value contains a newline and TOML of its own. It is taken as a string.
         Ok(mut table) if table.len() == 1 => table.remove("value").unwrap_or_else(|| bare.clone()),
         _ => bare.clone(),
     };
     match check_leaf(&key, &typed, known) {
         Ok(()) => Ok((key, typed)),
-        // A path called 2024 is still a path. The first complaint is the better one if neither fits.
+        // A path called 2024 is still a path. If neither type fits, the first error is the better one.
         Err(error) => check_leaf(&key, &bare, known).map_or(Err(error), |()| Ok((key, bare))),
     }
 }
 
-/// Whether `key` exists and takes a value like this one, asked of the very types that will hold it.
+/// Checks that `key` exists and accepts such a value, by deserializing into the configuration's own types.
 fn check_leaf(key: &str, value: &Value, known: &Value) -> Result<()> {
     if let Some((_, why)) = FORMER_KEYS.iter().find(|(former, _)| *former == key) {
         return Err(Error::config(key, *why));
@@ -436,7 +438,7 @@ fn check_leaf(key: &str, value: &Value, known: &Value) -> Result<()> {
         let suggestion = closest(key, keys.keys().map(String::as_str).chain(sections));
         return Err(Error::config(key, "unknown key").suggesting(suggestion));
     };
-    // A list would be taken as the values of its keys, one after the other.
+    // Serde would accept a list as the fields of a table, in order.
     if default.is_table() && !value.is_table() {
         return Err(Error::config(key, expected(value, default).unwrap_or_default()));
     }
@@ -453,7 +455,7 @@ fn check_leaf(key: &str, value: &Value, known: &Value) -> Result<()> {
     })
 }
 
-/// What a value was and what was expected, where the type of the default says it.
+/// The value found and the type expected, where the default reveals the type.
 fn expected(value: &Value, default: &Value) -> Option<String> {
     let wanted = match default {
         Value::Integer(_) => "a whole number from 0 to 2^63 - 1",
@@ -473,10 +475,10 @@ fn expected(value: &Value, default: &Value) -> Option<String> {
     Some(format!("is {is}, expected {wanted}"))
 }
 
-/// Characters of a value that a message repeats.
+/// Longest value, in characters, that a message quotes in full.
 const LONGEST: usize = 40;
 
-/// What the first unknown scope of a list was probably meant to be.
+/// The nearest valid name of the first unknown scope in a list.
 fn misspelt_scope(value: &Value) -> Option<String> {
     let names = || Scope::ALL.into_iter().map(Scope::name);
     let words = value.as_array()?.iter().filter_map(Value::as_str);
@@ -484,16 +486,16 @@ fn misspelt_scope(value: &Value) -> Option<String> {
     closest(unknown, names())
 }
 
-/// The candidate most like `word`, if any is like it at all.
+/// The candidate most similar to `word`, if any is similar.
 fn closest<'a>(word: &str, candidates: impl Iterator<Item = &'a str>) -> Option<String> {
     let last = |key: &str| key.rsplit('.').next().unwrap_or(key).to_owned();
-    // What is much longer than any name is like none, and takes long to compare.
+    // A word much longer than any name matches none, and would take long to compare.
     if word.len() > 4 * LONGEST {
         return None;
     }
     candidates
         .map(|candidate| {
-            // A right name under the wrong table (`steps` for `train.steps`) is as good as a typing error.
+            // A right name under the wrong table (`steps` for `train.steps`) counts as a typing error.
             let whole = strsim::jaro_winkler(word, candidate);
             let tail = strsim::jaro_winkler(&last(word), &last(candidate)) * 0.99;
             (whole.max(tail), candidate)

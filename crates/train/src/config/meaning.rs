@@ -1,18 +1,18 @@
-//! What a name of elsewhere is here, and how messages say it.
+//! The meaning of another project's name here, and how messages say it.
 
 use Meaning::{Key, Said};
 
-/// What a name of elsewhere is here.
+/// The meaning of another project's name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Meaning {
-    /// This key, of the same meaning.
+    /// This key means the same.
     Key(&'static str),
-    /// No key of the same meaning: what to do instead, on the command line.
+    /// No key means the same: the text says what to do on the command line instead.
     Said(&'static str),
 }
 
 impl Meaning {
-    /// As an error about an unknown key goes on.
+    /// The end of an error message about an unknown key.
     pub(super) fn of_key(self) -> String {
         match self {
             Key(key) => format!("it is called `{key}` here"),
@@ -20,7 +20,7 @@ impl Meaning {
         }
     }
 
-    /// As an error about an unknown option goes on, which was given this value.
+    /// The end of an error message about an unknown option that was given this value.
     #[must_use]
     pub fn of_option(self, value: Option<&str>) -> String {
         match self {

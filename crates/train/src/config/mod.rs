@@ -7,8 +7,8 @@
 //! ```
 //!
 //! Every key has a default ([`Config::default`]), every unknown key is an error that names the key, the file and the
-//! line. Where a value comes from is remembered until it has been validated, so that "32 is not a multiple of 5" says
-//! in which line of which file the 32 stands.
+//! line. The origin of a value is remembered until it has been validated, so that "32 is not a multiple of 5" names
+//! the file and the line of the 32.
 
 mod absent;
 mod asked;
@@ -56,13 +56,13 @@ pub(crate) use tokens::{Opened, kept_beside};
 pub use validate::MOST_THREADS;
 pub(crate) use validate::check_model;
 
-/// Everything that decides a run. Two runs with equal configurations and equal data end with equal weights, whatever
-/// `run` says (but for `run.reductions = "nccl"`, which keeps no bits), on one kind of device: products on a GPU and on a CPU differ in their last bits. (`train.combine` is equal where it was decided
-/// alike: [`Config::begun_on`].)
+/// Everything that decides a run. On one kind of device, two runs with equal configurations and equal data end with equal weights whatever
+/// `run` says, except under `run.reductions = "nccl"`. GPU and CPU products differ in their last bits. (`train.combine` must have resolved
+/// to the same value: [`Config::begun_on`].)
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Config {
-    /// Precision recipe: the name of a built-in one, or the path of a TOML file.
+    /// Precision recipe: a built-in name, or the path of a TOML file.
     pub recipe: String,
     /// Seed of every random number of the run: initialisation, data order, stochastic rounding.
     pub seed: u64,
@@ -74,12 +74,12 @@ pub struct Config {
     pub train: TrainConfig,
     /// Held-out loss.
     pub eval: EvalConfig,
-    /// How often checkpoints are written and how many stay.
+    /// How often checkpoints are written and how many are kept.
     pub checkpoint: CheckpointConfig,
-    /// Where results go and what the run may use. Nothing here changes what a run means, and no bit of it but for the device's
-    /// products.
+    /// Where results go and what hardware the run may use. Nothing here changes the computation; bits change only with
+    /// the device (products) and `reductions = "nccl"` (sums).
     pub run: RunConfig,
-    /// The tokenizer, once it has been asked for.
+    /// The tokenizer, once it has been opened.
     #[serde(skip)]
     pub(crate) opened: Opened,
 }
@@ -100,7 +100,7 @@ impl Default for Config {
     }
 }
 
-/// What is left out of a stored configuration, as earlier programs did that did not know the key.
+/// Omitted from a stored configuration, as by earlier versions that did not have the key.
 pub(crate) fn is_default<T: Default + PartialEq>(value: &T) -> bool {
     *value == T::default()
 }
@@ -109,8 +109,8 @@ pub(crate) fn is_default<T: Default + PartialEq>(value: &T) -> bool {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct TrainConfig {
-    /// Weights to begin with: a folder with a model, as the Hugging Face family of tools writes it, or a run or one of its checkpoints. `[model]` is then
-    /// theirs, but for its losses and positions, and the optimizer begins anew. Empty: random weights.
+    /// Weights to start from: a folder with a Hugging Face model, a run, or one of its checkpoints. `[model]` is then taken from there,
+    /// except its losses and positions, and the optimizer state starts at zero. Empty: random weights.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub init_from: String,
     /// Optimizer steps of the whole run.
@@ -119,16 +119,16 @@ pub struct TrainConfig {
     pub batch_size: usize,
     /// Micro-batches of a step.
     pub grad_accum: usize,
-    /// Fixed shards of a micro-batch whose partial sums are added as a tree: the result does not depend on the number
-    /// of ranks as long as that divides this.
+    /// Fixed shards of a micro-batch, whose partial sums are added as a binary tree: the result does not depend on the number of ranks if
+    /// that number divides this one.
     pub shards: usize,
-    /// Parts of a micro-batch whose gradients of an expert are added as a tree: a power of two that `run.dp` divides. The result depends on it, and not
-    /// on the number of ranks.
+    /// Fixed shards of a micro-batch for experts' gradients, which are added as a binary tree: a power of two that `run.dp` divides. The
+    /// result depends on this number, not on the number of ranks.
     #[serde(skip_serializing_if = "is_one")]
     pub expert_shards: usize,
-    /// How the rows of a token's experts become one: `slots`, in slot order, rounded once; or `tree`, up a binary tree over the experts,
-    /// rounded at each node, of which ranks send one row a token. The result depends on it, and not on the number of ranks. Where it is not
-    /// given, a run keeps what it began with: `tree` where experts are divided among GPUs, else `slots`.
+    /// How the rows of a token's experts are summed: `slots`, in slot order, rounded once; or `tree`, along a binary tree over the experts,
+    /// rounded at each node, so that each rank sends one row per token. The result depends on this choice, not on the number of ranks. If
+    /// unset, the run decides at its start and keeps it: `tree` where experts are sharded over GPUs, else `slots`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub combine: Option<Combine>,
     /// Peak learning rate.
@@ -139,7 +139,7 @@ pub struct TrainConfig {
     pub warmup_steps: u64,
     /// `cosine` or `wsd`.
     pub schedule: ScheduleKind,
-    /// Share of the steps that `wsd` spends decaying.
+    /// Fraction of the steps that `wsd` spends decaying.
     pub decay_fraction: f64,
     /// AdamW's decoupled weight decay.
     pub weight_decay: f64,
@@ -151,36 +151,36 @@ pub struct TrainConfig {
     pub eps: f64,
     /// Largest global gradient norm; 0 = no clipping.
     pub clip_norm: f64,
-    /// What each step adds to the bias of an expert that fewer slots chose than the mean, and takes from that of one that more did, where
-    /// `model.router_bias` is set; 0 = biases stay ([arXiv 2408.15664](https://arxiv.org/abs/2408.15664)).
+    /// Step by which an expert's bias rises if fewer slots than the mean chose it, and falls if more did, under `model.router_bias`; 0 =
+    /// biases are constant ([arXiv 2408.15664](https://arxiv.org/abs/2408.15664)).
     #[serde(skip_serializing_if = "is_usual_bias_rate")]
     pub router_bias_rate: f64,
-    /// In training experts take turns, token by token, whatever routers say, as in runs that measure speed: all have as many where their number divides
-    /// the tokens of a shard. What is learnt so is of no use.
+    /// Assigns training tokens to experts round-robin, whatever the router says, to measure speed: loads are equal if the number of experts
+    /// divides a shard's tokens. Such training is of no other use.
     #[serde(skip_serializing_if = "is_default")]
     pub force_load_balance: bool,
-    /// Type of the gradients of weights: `f32`, or `bf16`, which halves them: rounded once a micro-batch, added in F32. A
-    /// table or norm that is added to more than once a step keeps F32.
+    /// Type of weight gradients: `f32`, or `bf16` at half the size, rounded once per micro-batch and accumulated in F32. Gradients of
+    /// embeddings and norms that are accumulated more than once a step stay F32.
     pub grad_dtype: PlainType,
-    /// Type of AdamW's moments: `f32`, or `bf16`, which halves them.
+    /// Type of AdamW's moments: `f32`, or `bf16` at half the size.
     pub moment_dtype: PlainType,
-    /// What the backward pass makes again instead of finding it kept, a list of `norms`, `swiglu`, `expert_input`, `mla_up`,
-    /// `attention`, `experts`, `layers`: less memory, more time, never a bit of the result.
+    /// What the backward pass recomputes instead of saving, a list of `norms`, `swiglu`, `expert_input`, `mla_up`, `attention`, `experts`,
+    /// `layers`: less memory, more time, the same bits.
     pub recompute: Vec<Scope>,
-    /// Steps between those that count what quantization makes of values: the shares that stay what they are, become zero, or are cut off; 0 = none
-    /// does. Each counts in about four layers, the next in others. It changes no bit, and takes time in these steps alone.
+    /// Steps between measurements of quantization: the fractions of values that stay exact, become zero, or are clipped; 0 = none. Each
+    /// measurement covers about four layers, in turn. No bit of the run changes; only these steps take longer.
     #[serde(skip_serializing_if = "is_default")]
     pub quantization_every: u64,
 }
 
 impl TrainConfig {
-    /// Whether a step, from 0, is one that counts what quantization makes of values.
+    /// Whether step `step`, counted from 0, measures quantization.
     #[must_use]
     pub fn measures_in(&self, step: u64) -> bool {
         self.quantization_every > 0 && (step + 1).is_multiple_of(self.quantization_every)
     }
 
-    /// Those steps, from the first on. A run may have more steps than can be gone through one by one.
+    /// The steps that measure quantization, as a lazy sequence: a run may have too many steps to list.
     pub fn measured_steps(&self) -> impl Iterator<Item = u64> + '_ {
         let every = self.quantization_every;
         let last_ones = (1u64..).map_while(move |turn| every.checked_mul(turn)?.checked_sub(1));
@@ -244,13 +244,13 @@ impl Default for TrainConfig {
 pub struct EvalConfig {
     /// Steps between evaluations; 0 = only at the end.
     pub every: u64,
-    /// Batches of an evaluation during the run, of 16 sequences each whatever `train.batch_size` is; 0 = all of the held-out data. The last evaluation
-    /// always takes all.
+    /// Batches of an evaluation during the run, each of 16 sequences whatever `train.batch_size` is; 0 = all held-out data. The last
+    /// evaluation always uses all of it.
     pub batches: usize,
-    /// Files of questions with choices that every evaluation scores, too.
+    /// Multiple-choice question files that every evaluation also scores.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub tasks: Vec<String>,
-    /// Whether a question begins with the token that texts begin with, where they do (`data.bos_token`).
+    /// Whether a question begins with the BOS token if texts do (`data.bos_token`).
     #[serde(skip_serializing_if = "is_true")]
     pub add_bos_token: bool,
 }
@@ -265,21 +265,21 @@ impl Default for EvalConfig {
     }
 }
 
-/// How often checkpoints are written and how many stay.
+/// How often checkpoints are written and how many are kept.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct CheckpointConfig {
-    /// Steps between checkpoints; 0 = none on the way.
+    /// Steps between checkpoints; 0 = none during the run.
     pub every: u64,
-    /// How many of the newest stay on disk; 0 = all.
+    /// How many of the newest checkpoints stay on disk; 0 = all.
     pub keep: usize,
-    /// Whether the run writes one at its end.
+    /// Whether the run writes a checkpoint at its end.
     pub at_end: bool,
-    /// GiB of the host's memory that values may take on their way from the device to the disk, page-locked where there is a GPU,
-    /// kept until the run ends. A checkpoint that fits is copied while the next step computes; a larger one holds that step's
-    /// optimizer up, as long as the disk takes for the rest. The ranks of a host have equal shares of it.
+    /// GiB of host memory that buffers checkpoints between device and disk, shared equally by the ranks of a host; page-locked where there
+    /// is a GPU, and allocated until the run ends. A checkpoint that fits is copied while the next step computes; a larger one delays that
+    /// step's optimizer until the disk has taken the rest.
     pub host_gib: usize,
-    /// MiB of values in a file of tensors, at most; 0 = all in one. A tensor that is larger has a file of its own.
+    /// Largest size of a file of tensors in MiB; 0 = one file for all. A tensor that is larger has its own file.
     #[serde(skip_serializing_if = "is_usual_file")]
     pub file_mib: usize,
 }
@@ -290,32 +290,32 @@ impl Default for CheckpointConfig {
     }
 }
 
-/// Where results go and what the run may use.
+/// Where results go and what hardware the run may use.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RunConfig {
-    /// Directory of metrics, checkpoints and the picture; empty = `runs/NAME` with the configuration's name.
+    /// Directory of metrics, checkpoints and the plot; empty = `runs/NAME` with the configuration's name.
     pub dir: String,
-    /// Where to compute: `cpu`; `cuda`, a Hopper GPU for each rank; `cuda:N`, one by the driver's number; or `auto`, such GPUs if there are so
-    /// many to use, else the CPU. Sums of products on a GPU and on a CPU differ in their last bits.
+    /// Where to compute: `cpu`; `cuda`, a Hopper GPU for each rank; `cuda:N`, the GPU with this driver index; or `auto`, such GPUs if there
+    /// are enough, else the CPU. GPU and CPU products differ in their last bits.
     pub device: DeviceChoice,
-    /// Ranks, run as threads, each with a GPU of its own or all on the CPU, or as processes where a launcher starts as many; divides `train.shards`. The tokens of a batch are divided among all of them, and the experts of a layer,
-    /// where there are any, among `ranks / dp`.
+    /// Ranks: threads, each with its own GPU or all on the CPU, or processes where a launcher starts as many; divides `train.shards`. A
+    /// batch's tokens are sharded over all ranks, and a layer's experts, if any, over `ranks / dp`.
     pub ranks: usize,
-    /// Ranks that hold the same experts: with 1 each expert lives on one rank. Divides `ranks` and `train.expert_shards`.
+    /// Replicas of each expert; with 1 each expert is on one rank. Divides `ranks` and `train.expert_shards`.
     #[serde(skip_serializing_if = "is_one")]
     pub dp: usize,
-    /// Where experts are divided among ranks: how many slots of tokens a rank has room for, as a multiple of its share if all were sent as
-    /// many; at least 1. No token is ever dropped: a step in which a rank is sent more is done again with more room, and the same bits.
+    /// With expert parallelism, the capacity of a rank in token slots, as a multiple of its share under balanced routing; at least 1. No
+    /// token is dropped: on overflow the step is retried with larger capacity, with the same bits.
     #[serde(skip_serializing_if = "is_usual_capacity")]
     pub capacity_factor: f64,
-    /// How gradients are summed over ranks: `tree`, in an order that the ranks and their devices do not change; or, on GPUs, `nccl`, by NCCL's own sums, in
-    /// an order that depends on its version, the GPUs and how they are joined: the bits of a run are not kept then, from one machine to another.
+    /// How gradients are summed over ranks: `tree`, in an order independent of ranks and devices; or, on GPUs, `nccl`, in an order that
+    /// depends on NCCL's version, the GPUs and their links, so that a run's bits are not reproducible from one machine to another.
     #[serde(skip_serializing_if = "is_default")]
     pub reductions: Reductions,
-    /// Worker threads over all ranks; 0 = one a core.
+    /// Worker threads over all ranks; 0 = one per core.
     pub threads: usize,
-    /// Steps between lines on the console; the metrics file always gets every step.
+    /// Steps between console lines; the metrics file always gets every step.
     pub log_every: u64,
 }
 
@@ -338,43 +338,43 @@ impl Default for RunConfig {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Reductions {
-    /// By a balanced tree over the ranks, the same on every device.
+    /// By a balanced binary tree over the ranks, the same on every device.
     #[default]
     Tree,
-    /// By NCCL, which does not keep bits.
+    /// By NCCL, not bit-reproducible.
     Nccl,
 }
 
 impl RunConfig {
-    /// How many ranks there are along each axis; of a valid configuration.
+    /// The number of ranks along each axis; for a valid configuration.
     #[must_use]
     pub fn mesh(&self) -> MeshShape {
         MeshShape { dp: self.dp, ep: self.ranks / self.dp.max(1) }
     }
 }
 
-/// [`CheckpointConfig::file_mib`] where it is not given. Stored configurations leave it out.
+/// The default of [`CheckpointConfig::file_mib`]. Stored configurations omit it.
 const USUAL_FILE_MIB: usize = 5120;
 
 fn is_usual_file(mib: &usize) -> bool {
     *mib == USUAL_FILE_MIB
 }
 
-/// [`TrainConfig::router_bias_rate`] where it is not given. Stored configurations leave it out.
+/// The default of [`TrainConfig::router_bias_rate`]. Stored configurations omit it.
 const USUAL_BIAS_RATE: f64 = 1e-3;
 
 fn is_usual_bias_rate(rate: &f64) -> bool {
     *rate == USUAL_BIAS_RATE
 }
 
-/// [`RunConfig::capacity_factor`] where it is not given. Stored configurations leave it out.
+/// The default of [`RunConfig::capacity_factor`]. Stored configurations omit it.
 const USUAL_CAPACITY: f64 = 1.25;
 
 fn is_usual_capacity(factor: &f64) -> bool {
     *factor == USUAL_CAPACITY
 }
 
-/// Stored configurations leave it out.
+/// Stored configurations omit this value.
 fn is_one<T: From<u8> + PartialEq>(n: &T) -> bool {
     *n == T::from(1)
 }
@@ -394,9 +394,9 @@ impl Config {
         }
     }
 
-    /// The configuration of a run that begins on devices of this kind, and that keeps what is decided now: rows are summed up a tree where
-    /// experts are divided among GPUs, between which a row a slot would be most of what travels; as slots, where a token has more of them than a
-    /// GPU sums up a tree, or where the recipe has them travel back in blocks.
+    /// The configuration of a run that starts on devices of this kind, with `train.combine` decided. With experts sharded over GPUs it
+    /// becomes `tree`, since one row per slot would dominate the traffic; but `slots` if `top_k` exceeds the GPU's limit for trees, or the
+    /// recipe sends rows back quantized.
     #[must_use]
     pub fn begun_on(&self, kind: DeviceKind, recipe: &Recipe) -> Self {
         let mut begun = self.clone();
@@ -407,7 +407,7 @@ impl Config {
         begun
     }
 
-    /// The configuration under which a run goes on that began with `earlier`: what is not asked for stays.
+    /// The configuration for resuming a run that began with `earlier`: unset choices are taken from there.
     #[must_use]
     pub fn going_on_from(&self, earlier: &Self) -> Self {
         let mut now = self.clone();
@@ -418,13 +418,13 @@ impl Config {
         now
     }
 
-    /// Positions that the model has: as many tokens may be generated one after the other.
+    /// Positions of the model, which limit the length of generated text too.
     #[must_use]
     pub fn positions(&self) -> usize {
         if self.model.max_positions == 0 { self.data.seq_len } else { self.model.max_positions }
     }
 
-    /// Sequences of one optimizer step: how far the data cursor moves.
+    /// Sequences of one optimizer step: how far the data cursor advances.
     #[must_use]
     pub fn sequences_per_step(&self) -> u64 {
         (self.train.batch_size * self.train.grad_accum) as u64
@@ -442,14 +442,14 @@ impl Config {
         self.data.source == SYNTHETIC
     }
 
-    /// Whether the tokens come from a text.
+    /// Whether the tokens come from files.
     #[must_use]
     pub fn is_text(&self) -> bool {
         !self.has_own_tokens()
     }
 
-    /// The complete configuration as TOML: every key, in a fixed order, so that equal configurations give equal text.
-    /// Loading this text gives the same configuration back.
+    /// The complete configuration as TOML, with keys in a fixed order, so that equal configurations give equal text. Loading this text
+    /// gives the same configuration back.
     ///
     /// # Errors
     /// [`Error::Config`] where a number has no TOML form, which [`Config::validate`] refuses too.

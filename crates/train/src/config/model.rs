@@ -6,14 +6,14 @@ use crate::error::Result;
 use nibble_core::ops::ExpertGroups;
 use serde::{Deserialize, Serialize};
 
-/// The shape of a decoder: grouped-query attention or latent attention (DeepSeek), then in each layer experts (Qwen3-MoE) or one MLP (Qwen3, Llama).
+/// The shape of a decoder: grouped-query or latent attention (DeepSeek), then in each layer experts (Qwen3-MoE) or one MLP (Qwen3, Llama).
 ///
-/// A model without experts leaves out what belongs to them: `top_k`, `expert_ffn`, `shared_ffn`, `norm_topk_prob`, the router's
-/// losses. Left out of a file they are 0, or false, then.
+/// A model without experts omits their keys: `top_k`, `expert_ffn`, `shared_ffn`, `norm_topk_prob`, the router's losses. Their values are
+/// then 0 or false.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ModelConfig {
-    /// Rows of the embedding; 0 = as many as the data has symbols.
+    /// Rows of the embedding; 0 = the vocabulary size of the data.
     pub vocab_size: usize,
     /// Width of the residual stream.
     pub d_model: usize,
@@ -23,22 +23,22 @@ pub struct ModelConfig {
     pub heads: usize,
     /// Key and value heads; divides `heads`.
     pub kv_heads: usize,
-    /// Width of a head of queries and keys; even, because RoPE turns pairs.
+    /// Width of a head of queries and keys; even, because RoPE rotates pairs.
     pub head_dim: usize,
     /// Width of a head of values; 0 = as `head_dim`. See [`ModelConfig::value_head_dim`].
     pub value_head_dim: usize,
-    /// What an RMSNorm of queries and keys is over, before they are rotated: `true` for each head by itself, as in Qwen3; `"width"` for all
-    /// heads together, as in OLMoE; `false` for none, as in Llama.
+    /// The RMSNorm of queries and keys before RoPE: `true` for each head by itself, as in Qwen3; `"width"` for all heads together, as in
+    /// OLMoE; `false` for none, as in Llama.
     pub qk_norm: QkNorm,
     /// Whether the projections to queries, keys and values have biases, as in Qwen2.5. Not with `kv_rank`.
     #[serde(skip_serializing_if = "is_default")]
     pub qkv_bias: bool,
-    /// Whether each query head has a learnt score that no key has, as in GPT-OSS: what its softmax gives to that, no value gets. Not with `kv_rank`.
+    /// Whether each query head has an attention sink, a learnt logit in its softmax that has no value, as in GPT-OSS. Not with `kv_rank`.
     #[serde(skip_serializing_if = "is_default")]
     pub attention_sinks: bool,
     /// Width inside the MLP of a dense layer; 0 = no layer is dense.
     pub ffn: usize,
-    /// How many of the first layers are dense where the others have experts. Without experts all are, and this is 0.
+    /// Leading dense layers of a model with experts. Without experts all layers are dense, and this is 0.
     pub dense_layers: usize,
     /// Experts of a layer; 0 = every layer is dense.
     pub experts: usize,
@@ -46,29 +46,30 @@ pub struct ModelConfig {
     pub top_k: usize,
     /// Width inside an expert.
     pub expert_ffn: usize,
-    /// Width inside the expert that every token passes; 0 = none.
+    /// Width of the shared expert, which gets every token; 0 = none.
     pub shared_ffn: usize,
-    /// Whether the weights of a token's chosen experts are scaled to sum to 1.
+    /// Whether the weights of a token's selected experts are normalized to sum to 1.
     pub norm_topk_prob: bool,
-    /// Positions that the model has: the most tokens of a sequence, and of what is generated; 0 = `data.seq_len`. See [`Config::positions`](super::Config::positions).
+    /// Positions of the model: the longest sequence, in training and generation; 0 = `data.seq_len`. See
+    /// [`Config::positions`](super::Config::positions).
     #[serde(skip_serializing_if = "is_default")]
     pub max_positions: usize,
-    /// What routers make of their logits: `softmax`, or `sigmoid`.
+    /// The router's score function: `softmax` or `sigmoid`.
     #[serde(skip_serializing_if = "is_default")]
     pub scores: Scores,
-    /// Whether each expert has a bias that is added to its score for the choice alone. It has no gradient: see `train.router_bias_rate`.
+    /// Whether each expert has a bias that is added to its score for selection only. It has no gradient: see `train.router_bias_rate`.
     #[serde(skip_serializing_if = "is_default")]
     pub router_bias: bool,
-    /// Groups of equally many neighbouring experts; 0 = none.
+    /// Number of equal groups of consecutive experts; 0 = no groups.
     #[serde(skip_serializing_if = "is_default")]
     pub groups: usize,
-    /// How many groups, those of the best scores, a token's experts are chosen from.
+    /// Number of groups with the best scores, from which a token's experts are chosen.
     #[serde(skip_serializing_if = "is_default")]
     pub top_groups: usize,
-    /// The score of a group: `max`, that of its best expert, or `top2`, the sum of its two best ones'.
+    /// The score of a group: `max`, its best expert's score, or `top2`, the sum of its two best.
     #[serde(skip_serializing_if = "is_default")]
     pub group_score: GroupScore,
-    /// Factor of the weights of a token's experts, after all else.
+    /// Factor applied last to the weights of a token's experts.
     #[serde(skip_serializing_if = "is_one")]
     pub route_scale: f64,
     /// Base of the RoPE frequencies.
@@ -77,35 +78,35 @@ pub struct ModelConfig {
     pub norm_eps: f64,
     /// Whether the output head is the embedding.
     pub tie_embeddings: bool,
-    /// Weight of the load-balancing loss, which is added up over the layers with experts and averaged over a step's shards and micro-batches: of
-    /// each layer and shard experts · Σ (share of the shard's slots that an expert gets) · (its mean probability there), 1 where all are equal. So
-    /// `train.shards` decides over how many tokens experts must be balanced. `transformers` has another loss: see `router_aux_loss_coef` in a
-    /// checkpoint's `config.json`, this weight times layers with experts / `top_k`.
-    /// All this is so under `balance = "shard"`.
+    /// Weight of the load-balancing loss, summed over layers with experts and averaged over a step's shards and micro-batches. Under
+    /// `balance = "shard"` the loss of a layer and shard is experts · Σ (fraction of the shard's slots that an expert gets) · (its mean
+    /// probability there), which is 1 under uniform routing. So `train.shards` decides over how many tokens experts must be balanced.
+    /// `transformers` defines another loss: `router_aux_loss_coef` in an exported `config.json` is this weight times layers with experts /
+    /// `top_k`.
     pub aux_loss_coef: f64,
-    /// What the load-balancing loss is taken over: `shard`; `batch` for the loss of `transformers`; or `sequence`.
+    /// The scope of the load-balancing loss: `shard`; `batch` for the loss of `transformers`; or `sequence`.
     #[serde(skip_serializing_if = "is_default")]
     pub balance: Balance,
     /// Weight of the router's z-loss.
     pub z_loss_coef: f64,
-    /// Width of the latent from which each head's keys and values come, as in DeepSeek-V2 and V3; 0 = grouped-query attention. With it
-    /// `kv_heads` is `heads`, and `qk_norm`, `qkv_bias` and `attention_sinks` are false.
+    /// Width of the latent from which all heads' keys and values are projected, as in DeepSeek-V2 and V3; 0 = grouped-query attention. With
+    /// it `kv_heads` is `heads`, and `qk_norm`, `qkv_bias` and `attention_sinks` are false.
     #[serde(skip_serializing_if = "is_default")]
     pub kv_rank: usize,
-    /// Width of the latent from which each head's queries come; 0 = they come straight from the input. With `kv_rank` alone.
+    /// Width of the latent from which all heads' queries are projected; 0 = directly from the input. Only with `kv_rank`.
     #[serde(skip_serializing_if = "is_default")]
     pub q_rank: usize,
-    /// How many of the last of the `head_dim` elements of a head of queries and keys RoPE turns; those of keys are one for all heads. Even, less
-    /// than `head_dim`; with `kv_rank` alone: without it all turn, and this is 0.
+    /// Last elements of the `head_dim` of queries and keys that RoPE rotates; all heads share those of keys. Even, and less than
+    /// `head_dim`. Only with `kv_rank`: otherwise RoPE rotates all elements, and this is 0.
     #[serde(skip_serializing_if = "is_default")]
     pub rope_dim: usize,
-    /// How the frequencies of RoPE are changed.
+    /// Scaling of the RoPE frequencies for longer contexts.
     #[serde(skip_serializing_if = "is_default")]
     pub rope_scaling: RopeScaling,
 }
 
 impl ModelConfig {
-    /// Width of a head of values, and of what attention gives for a head.
+    /// Width of a head of values, and of attention's output for a head.
     #[must_use]
     pub fn value_head_dim(&self) -> usize {
         if self.value_head_dim == 0 { self.head_dim } else { self.value_head_dim }
@@ -154,13 +155,13 @@ impl Default for ModelConfig {
 }
 
 impl ModelConfig {
-    /// Layers with an MLP: the first so many.
+    /// Dense layers, which come first.
     #[must_use]
     pub fn num_dense(&self) -> usize {
         if self.experts == 0 { self.layers } else { self.dense_layers.min(self.layers) }
     }
 
-    /// Layers with experts: those after the dense ones.
+    /// Layers with experts, which follow the dense ones.
     #[must_use]
     pub fn num_routed(&self) -> usize {
         self.layers - self.num_dense()
@@ -168,14 +169,14 @@ impl ModelConfig {
 }
 
 impl ModelConfig {
-    /// The groups that experts are chosen from, if there are any.
+    /// The groups that experts are selected from, if any.
     #[must_use]
     pub fn expert_groups(&self) -> Option<ExpertGroups> {
         let (count, top) = (self.groups, self.top_groups);
         (count > 0).then(|| ExpertGroups { count, top, score: self.group_score.into() })
     }
 
-    /// Groups that experts fall into, and a factor that weights can have.
+    /// Checks the groups of experts and the factor of their weights.
     pub(super) fn validate_routing(&self) -> Result<()> {
         let (experts, groups, top) = (self.experts, self.groups, self.top_groups);
         let scale = self.route_scale;
@@ -210,19 +211,19 @@ impl ModelConfig {
     }
 }
 
-/// What the load-balancing loss is taken over, as a configuration names it.
+/// The scope of the load-balancing loss, as a configuration names it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Balance {
-    /// Each layer and each shard by itself; layers are added up, shards averaged. It is 1 where all experts are equal.
+    /// Each layer and shard separately; summed over layers, averaged over shards. It is 1 under uniform routing.
     #[default]
     Shard,
-    /// All layers, shards and ranks of a micro-batch as one, as `load_balancing_loss_func` of `transformers` has it: experts · Σ (tokens sent to an
-    /// expert a row) · (its mean probability), over a row for each token in each layer with experts. It is `top_k` where all experts are equal, and does not
-    /// depend on `train.shards`.
+    /// All layers, shards and ranks of a micro-batch together, as `load_balancing_loss_func` of `transformers`: experts · Σ (an expert's
+    /// tokens per row) · (its mean probability), where each token has a row in each layer with experts. It is `top_k` under uniform
+    /// routing, and does not depend on `train.shards`.
     Batch,
-    /// Each layer and each sequence by itself: the loss of a shard with a sequence in its place, averaged over sequences, as in DeepSeek-V2 and -V3
-    /// ([arXiv 2412.19437](https://arxiv.org/abs/2412.19437), equations 17 to 20).
+    /// Each layer and sequence separately: as `Shard` with sequences for shards, averaged over sequences, as in DeepSeek-V2 and -V3 ([arXiv
+    /// 2412.19437](https://arxiv.org/abs/2412.19437), equations 17 to 20).
     Sequence,
 }
 

@@ -1,21 +1,21 @@
-//! What of queries and keys is normed, as a configuration says it.
+//! The RMSNorm of queries and keys, as a configuration writes it.
 
 use serde::de::{Error, Unexpected, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::fmt;
 
-/// What an RMSNorm of queries and keys is over, before they are rotated.
+/// What the RMSNorm of queries and keys covers, before RoPE.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum QkNorm {
-    /// There is none, as in Llama: `false`.
+    /// No norm, as in Llama: `false`.
     None,
-    /// Each head by itself, with one weight for all heads, as in Qwen3: `true`.
+    /// Each head separately, with one weight for all heads, as in Qwen3: `true`.
     Heads,
     /// All heads of a token together, as in OLMoE: `"width"`.
     Width,
 }
 
-/// As it is written.
+/// How a configuration writes it.
 const WIDTH: &str = "width";
 
 impl Serialize for QkNorm {
@@ -50,7 +50,7 @@ impl Visitor<'_> for Written {
     fn visit_str<E: Error>(self, word: &str) -> Result<QkNorm, E> {
         match word {
             WIDTH => Ok(QkNorm::Width),
-            // An override's bare word.
+            // An override passes a bare word.
             other => Err(E::invalid_value(Unexpected::Str(other), &self)),
         }
     }

@@ -1,19 +1,19 @@
-//! What one number of a configuration must satisfy, and how its error is said.
+//! Checks of single numbers of a configuration, and their errors.
 
 use crate::error::{Error, Result};
 
-/// The error of a key.
+/// The error of a key, as a result.
 pub(super) fn fail(key: &str, why: impl Into<String>) -> Result<()> {
     Err(Error::config(key, why))
 }
 
-/// That error, unless what a key must satisfy holds.
+/// An error about a key unless the condition holds.
 pub(super) fn require(holds: bool, key: &str, why: impl FnOnce() -> String) -> Result<()> {
     if holds { Ok(()) } else { fail(key, why()) }
 }
 
 pub(super) fn positive(key: &str, value: f64) -> Result<()> {
-    // Kernels compute with single precision, in which a smaller number is zero.
+    // Kernels compute in single precision, where a smaller number would be zero.
     let single = value as f32;
     require(single.is_finite() && single > 0.0, key, || {
         format!("is {value:?}, expected a number above 0 that single precision holds")

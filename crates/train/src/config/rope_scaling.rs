@@ -1,44 +1,43 @@
-//! How the frequencies of RoPE are changed, so that a model takes longer sequences than those it was first trained on.
+//! Scaling of RoPE's frequencies for sequences longer than those of the original training.
 
 use super::require::{positive, require};
 use crate::error::Result;
 use serde::{Deserialize, Serialize};
 
-/// What changes the frequencies.
+/// How the frequencies are scaled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum RopeScalingKind {
-    /// Nothing.
+    /// Not at all.
     #[default]
     None,
-    /// Llama 3.1's rule: by wavelength.
+    /// Llama 3.1's rule, by wavelength.
     Llama3,
-    /// YaRN: by the number of rotations, with longer queries and keys.
+    /// YaRN, by number of rotations; it also scales queries and keys.
     Yarn,
 }
 
-/// The table `[model.rope_scaling]`, in the terms of `rope_parameters` of a checkpoint's `config.json`. [`crate::layers::rope_table`] has the
-/// formulas.
+/// The table `[model.rope_scaling]`, in the terms of `rope_parameters` in `config.json`. [`crate::layers::rope_table`] has the formulas.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RopeScaling {
     /// `none`, `llama3` or `yarn`.
     pub kind: RopeScalingKind,
-    /// By how much low frequencies are divided: at least 1. Of both kinds.
+    /// Divisor of low frequencies: at least 1. Both kinds.
     pub factor: f64,
-    /// Positions that the model was first trained with. Of both kinds.
+    /// Positions of the original training. Both kinds.
     pub original_positions: usize,
-    /// Of `llama3`: frequencies that turn less often than this in the original positions are divided by the factor.
+    /// `llama3`: frequencies with fewer rotations than this over the original positions are divided by the factor.
     pub low_freq_factor: f64,
-    /// Of `llama3`: those that turn more often than this stay; those between are in between.
+    /// `llama3`: frequencies with more rotations than this are unchanged; those between are interpolated.
     pub high_freq_factor: f64,
-    /// Of `yarn`: frequencies that turn more often than this in the original positions stay.
+    /// `yarn`: frequencies with more rotations than this over the original positions are unchanged.
     pub beta_fast: f64,
-    /// Of `yarn`: those that turn less often than this are divided by the factor; those between are in between.
+    /// `yarn`: frequencies with fewer rotations than this are divided by the factor; those between are interpolated.
     pub beta_slow: f64,
-    /// Of `yarn`: how cosines and sines grow with the factor's logarithm. Counts where `mscale_all_dim` is not 0 either; else they grow as with 1.
+    /// `yarn`: cosines and sines are scaled by g(mscale) / g(mscale_all_dim), g(m) = 0.1 · m · ln(factor) + 1; by g(1) if either is 0.
     pub mscale: f64,
-    /// Of `yarn`: what they are divided by, alike. Latent attention (`model.kv_rank`) has its scores multiplied by the square of that.
+    /// `yarn`: see `mscale`. Latent attention (`model.kv_rank`) also multiplies its scores by g(mscale_all_dim)².
     pub mscale_all_dim: f64,
 }
 
@@ -59,7 +58,7 @@ impl Default for RopeScaling {
 }
 
 impl RopeScaling {
-    /// The keys that decide nothing, since the kind is another, if they have not their default; why is said of each.
+    /// Keys without effect under this kind, each with the reason; the caller ignores those at their default.
     pub(super) fn moot(&self) -> Vec<(&'static str, String)> {
         use RopeScalingKind::{Llama3, Yarn};
         let keys: [(&str, &[RopeScalingKind]); 8] = [
@@ -81,7 +80,7 @@ impl RopeScaling {
         others.map(|(key, _)| (key, because.clone())).chain(alone).collect()
     }
 
-    /// Whether the numbers of its kind fit each other and the base of the frequencies.
+    /// Checks the numbers of this kind against each other and the base of the frequencies.
     pub(super) fn validate(&self, theta: f64) -> Result<()> {
         const FACTOR: &str = "model.rope_scaling.factor";
         const HIGH: &str = "model.rope_scaling.high_freq_factor";

@@ -1,16 +1,16 @@
-//! How routers choose: the keys of it, as a configuration names their values.
+//! How routers select experts: the values of the configuration's keys.
 
 use nibble_core::ops;
 use serde::{Deserialize, Serialize};
 
-/// What a router makes of its logits.
+/// A router's score function.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Scores {
     /// Softmax over the experts.
     #[default]
     Softmax,
-    /// The sigmoid of each, as in DeepSeek-V3.
+    /// Sigmoid of each logit, as in DeepSeek-V3.
     Sigmoid,
 }
 
@@ -27,10 +27,10 @@ impl From<Scores> for ops::Scores {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum GroupScore {
-    /// That of its best expert, as in DeepSeek-V2.
+    /// The score of its best expert, as in DeepSeek-V2.
     #[default]
     Max,
-    /// The sum of its two best ones', as in DeepSeek-V3.
+    /// The sum of the scores of its two best experts, as in DeepSeek-V3.
     Top2,
 }
 

@@ -1,4 +1,4 @@
-//! Whose tokens the data are made of: the tokenizer of a configuration, opened once.
+//! The tokenizer of a configuration's data, opened once.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
@@ -12,35 +12,35 @@ use crate::tokenizer::{
     self, BYTE_VOCAB, Bytes, Framing, Ids, SharedTokenizer, Symbols, TOKENIZER_FILE, Tokenizer,
 };
 
-/// Where the tokenizer of a configuration is.
+/// Where a configuration's tokenizer comes from.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum TokenizerIn {
-    /// It is the built-in language's.
+    /// The built-in language.
     BuiltIn,
-    /// In this file or folder, by `data.tokenizer`.
+    /// The file or folder of `data.tokenizer`.
     File(PathBuf),
-    /// With the model that `train.init_from` names.
+    /// The model in `train.init_from`.
     Model(PathBuf),
-    /// Nobody names one.
+    /// No key names a tokenizer.
     Nowhere,
 }
 
-/// A tokenizer that has been opened, and from where. Clones of a configuration share it. It decides nothing that the keys do not.
+/// An opened tokenizer and its place. Clones of a configuration share it. It adds nothing to what the keys decide.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Opened {
-    /// Where there are copies, of a run that has begun.
+    /// A started run's copies of the tokenizer.
     kept: Option<Kept>,
     tokenizer: OnceLock<(TokenizerIn, Option<SharedTokenizer>)>,
     /// Whether these sources hold token ids.
     ids: OnceLock<(Vec<String>, bool)>,
 }
 
-/// Copies of the tokenizer that a run has begun with.
+/// Copies of the tokenizer with which a run started.
 #[derive(Debug, Clone)]
 struct Kept {
-    /// Where that one was.
+    /// The place of the original.
     of: TokenizerIn,
-    /// The model that the run began with, whose tokens it has; empty where there is none.
+    /// The model that the run started from, which has the same tokens; empty if none.
     init_from: String,
     /// Folders that may have a copy, the best first.
     folders: Vec<PathBuf>,
@@ -58,12 +58,12 @@ impl PartialEq for Opened {
     }
 }
 
-/// Where the tokenizer of a checkpoint's run is, the checkpoint itself first: one of an earlier program has no copy.
+/// Folders with the tokenizer of a checkpoint's run, the checkpoint first. Checkpoints of earlier versions have no copy.
 pub(crate) fn kept_beside(checkpoint: &Checkpoint) -> Vec<PathBuf> {
     vec![checkpoint.path().to_owned(), companions_of(checkpoint.path())]
 }
 
-/// Of a chat template without an end of answers.
+/// The message about a chat template without an end of answers.
 pub const UNENDED: &str = "the chat template writes no control token after a learnt answer, so a model does not learn to end its answers; \
     `nibble generate --stop TEXT` stops before a given text";
 
@@ -78,8 +78,9 @@ impl Config {
         }
     }
 
-    /// The tokenizer of the data: that of `data.tokenizer`; that of the model which `train.init_from` names; or bytes of a text, ids of files of those,
-    /// symbols of the built-in language, and none of random tokens. A file is opened when it is first asked for, and once for all clones made since.
+    /// The tokenizer of the data: that of `data.tokenizer`; that of the model in `train.init_from`; or bytes for text, ids for files of
+    /// token ids, symbols for the built-in language, and none for random tokens. A file is opened at the first call, once for this value
+    /// and later clones.
     ///
     /// # Errors
     /// As [`tokenizer::open`] and [`Initial::open`].
@@ -89,7 +90,7 @@ impl Config {
             Some((opened, tokenizer)) if *opened == place => tokenizer.clone(),
             _ => {
                 let tokenizer = self.open_tokenizer(&place)?;
-                // Where that of other keys is kept already, this one is not.
+                // If the tokenizer of other keys is already stored, this one is not.
                 let _ = self.opened.tokenizer.set((place, tokenizer.clone()));
                 tokenizer
             }
@@ -101,7 +102,7 @@ impl Config {
         }))
     }
 
-    /// Whether the data are token ids. Where files are gone their names tell.
+    /// Whether the data are token ids. If files are gone, their names decide.
     fn holds_ids(&self) -> bool {
         let sources: Vec<String> = self.data.sources().into_iter().map(|one| one.source).collect();
         match self.opened.ids.get() {
@@ -120,7 +121,7 @@ impl Config {
             (_, TokenizerIn::BuiltIn) => Ok(Some(Arc::new(Symbols))),
             (Some(folder), _) => self.open_kept(folder),
             (None, TokenizerIn::File(path)) => Ok(Some(tokenizer::open(path)?)),
-            // A model of more tokens than there are bytes has others, and a text of bytes would be learnt as those.
+            // A model with more tokens than bytes has its own tokens, so a text's bytes would be wrong ids.
             (None, TokenizerIn::Model(path)) if self.is_text() && !self.holds_ids() && is_folder(path) => {
                 let own = tokenizer::of_folder(path)?;
                 if own.is_none() && self.model.vocab_size > BYTE_VOCAB {
@@ -138,7 +139,7 @@ impl Config {
         Ok(tokenizer::of_folder(folder)?.filter(|own| self.is_known(&**own)))
     }
 
-    /// The tokenizer of the model that the run begins with. One that has begun has a copy of those tokens, and the model may be gone.
+    /// The tokenizer of the model that the run starts from. A started run has a copy of it, and the model may be gone.
     fn model_tokenizer(&self) -> Result<Option<SharedTokenizer>> {
         let kept = self.opened.kept.as_ref().filter(|kept| kept.init_from == self.train.init_from);
         match kept.and_then(Kept::folder) {
@@ -147,22 +148,22 @@ impl Config {
         }
     }
 
-    /// Whether the tokenizer in a checkpoint of a run with this configuration is that of its tokens: a run on random ones has the file of bytes
-    /// where nobody names another.
+    /// Whether the tokenizer in a checkpoint of this configuration is the data's: a run on random tokens stores the byte tokenizer if no
+    /// key names another.
     pub(crate) fn is_known(&self, own: &dyn Tokenizer) -> bool {
         self.data.source != RANDOM || own.to_json() != Bytes.to_json()
     }
 
-    /// What stands around each document, as `data.bos_token` and `data.eos_token` say; nothing around random tokens.
+    /// The tokens around each document, as `data.bos_token` and `data.eos_token` say; none around random tokens.
     ///
     /// # Errors
-    /// As [`Config::tokenizer`]; [`Error::Config`] for what is no token.
+    /// As [`Config::tokenizer`]; [`Error::Config`] for a text that is no token.
     pub fn framing(&self) -> Result<Framing> {
         let Some(tokenizer) = self.tokenizer()? else { return Ok(Framing::default()) };
         Framing::of(&*tokenizer, &self.data.bos_token, &self.data.eos_token)
     }
 
-    /// The tokens that end answers, where the data are conversations ([`ChatTemplate::ends_of_answers`]); none where they are not, or nothing is known.
+    /// The tokens that end answers, where the data are conversations ([`ChatTemplate::ends_of_answers`]); `None` otherwise, or if unknown.
     ///
     /// [`ChatTemplate::ends_of_answers`]: crate::tokenizer::ChatTemplate::ends_of_answers
     ///
@@ -179,7 +180,7 @@ impl Config {
         }
     }
 
-    /// What to say of conversations whose answers no token ends.
+    /// The message about conversations whose answers no token ends.
     ///
     /// # Errors
     /// As [`Config::ends_of_answers`].
@@ -188,7 +189,7 @@ impl Config {
         Ok(is_endless.then(|| UNENDED.to_owned()))
     }
 
-    /// The configuration that a checkpoint was written under, changed by `overrides`, with the tokenizer that the checkpoint has.
+    /// The configuration of a checkpoint, changed by `overrides`, with the checkpoint's copy of the tokenizer.
     ///
     /// # Errors
     /// As [`Config::stored`].
@@ -197,7 +198,8 @@ impl Config {
         Self::stored_beside(&checkpoint.position().config, checkpoint.path(), overrides, kept)
     }
 
-    /// Takes the tokenizer from the first of these folders that has the one of `stored`, where that is what the keys name still: it may be gone from there.
+    /// Uses the copies of `stored`'s tokenizer in these folders wherever the keys still name that tokenizer: its original place may be
+    /// gone.
     pub(crate) fn keep_tokenizer(&mut self, stored: &Self, folders: Vec<PathBuf>) {
         let (of, init_from) = (stored.tokenizer_place(), stored.train.init_from.clone());
         if matches!(of, TokenizerIn::File(_) | TokenizerIn::Model(_)) || !init_from.is_empty() {
@@ -206,13 +208,13 @@ impl Config {
         }
     }
 
-    /// What one token is: `byte` or `token`. (A tokenizer that cannot be opened any more is none of bytes, which need no file.)
+    /// The unit of a token: `byte` or `token`. (A tokenizer that can no longer be opened is not the byte tokenizer, which needs no file.)
     #[must_use]
     pub fn unit(&self) -> &'static str {
         self.tokenizer().ok().flatten().map_or("token", |tokenizer| tokenizer.unit())
     }
 
-    /// Checks that the model has a row for each token, and that what stands around documents are tokens.
+    /// Checks that the embedding has a row for each token, and that the texts around documents are tokens.
     ///
     /// # Errors
     /// [`Error::Config`] with the key.
@@ -227,9 +229,9 @@ impl Config {
         self.check_model_tokens(&tokenizer)
     }
 
-    /// Checks that the data's tokens are those of the model that a run begins with.
+    /// Checks that the data has the tokens of the model that a run starts from.
     fn check_model_tokens(&self, now: &SharedTokenizer) -> Result<()> {
-        // Symbols are no tokens of a text, though it is the model's tokenizer.
+        // Symbols cannot encode text, even if they are the model's tokenizer.
         let symbols_of_text = self.is_text() && now.to_json() == Symbols.to_json();
         let theirs = match self.tokenizer_place() {
             TokenizerIn::Model(_) => symbols_of_text.then(|| now.clone()),
@@ -247,12 +249,12 @@ impl Config {
         Err(Error::config(key, why))
     }
 
-    /// Whether no key names a tokenizer for a text: its tokens are bytes, or ids that files hold.
+    /// Whether the data are text whose tokens are bytes, since no key names a tokenizer.
     pub(super) fn has_bytes(&self) -> bool {
         self.is_text() && self.tokenizer_place() == TokenizerIn::Nowhere && !self.holds_ids()
     }
 
-    /// Whether `data.source` brings its tokens along.
+    /// Whether `data.source` defines its own tokens.
     pub(super) fn has_own_tokens(&self) -> bool {
         [SYNTHETIC, RANDOM].contains(&self.data.source.as_str())
     }

@@ -1,6 +1,6 @@
 //! What the numbers of a configuration must satisfy together.
 //!
-//! What a precision recipe asks of the widths (multiples of its block) is checked where recipe and model meet.
+//! A precision recipe's demands on widths (multiples of its block) are checked where recipe and model meet.
 
 use super::require::{fail, not_negative, positive, require};
 use super::values::settings;
@@ -15,13 +15,13 @@ use crate::tokenizer::{AUTO, NONE};
 use nibble_choice::routing::MOST_TREE_SLOTS;
 use nibble_core::DeviceKind;
 
-/// More layers than any model has: each is an object of its own, also where memory is only counted.
+/// More layers than any model has: each is a separate object, even when memory is only counted.
 const MOST_LAYERS: usize = 1 << 12;
 
-/// More ranks than any run has: what would divide them is looked for one by one.
+/// More ranks than any run has: the search for divisors is linear.
 const MOST_RANKS: usize = 1 << 20;
 
-/// More threads than any machine has cores: to start them takes longer than a run.
+/// More threads than any machine has cores: starting them would take longer than a run.
 pub const MOST_THREADS: usize = 4096;
 
 impl Config {
@@ -51,7 +51,7 @@ impl Config {
         }
     }
 
-    /// Checks that devices of this kind have what it asks for by name.
+    /// Checks that devices of this kind support `train.combine` as it is set.
     ///
     /// # Errors
     /// [`Error::Config`](crate::Error::Config) with the key.
@@ -85,7 +85,7 @@ impl Config {
         require(i32::try_from(m.vocab_size).is_ok(), "model.vocab_size", || {
             format!("is {}, beyond 2^31 - 1, the largest token id", m.vocab_size)
         })?;
-        // Those of a file are counted where it is opened (`Config::check_tokens`).
+        // The tokens of a file are counted when it is opened (`Config::check_tokens`).
         let symbols = match self.is_synthetic() {
             true => SYNTHETIC_VOCAB,
             false if self.has_bytes() => BYTE_VOCAB,
@@ -101,7 +101,7 @@ impl Config {
         Ok(())
     }
 
-    /// A model without experts has an MLP, and nothing that belongs to experts.
+    /// Checks a model without experts: it has an MLP, and no settings of experts.
     fn validate_dense(&self) -> Result<()> {
         let m = &self.model;
         require(m.ffn > 0, "model.ffn", || {
@@ -126,7 +126,7 @@ impl Config {
             )
         })?;
         let groups = ["model.groups", "model.top_groups", "model.group_score"];
-        // What has its default is not written.
+        // Defaults are not serialized.
         for key in
             ["model.scores", "model.router_bias"].into_iter().chain(groups).chain(["model.route_scale"])
         {
@@ -168,7 +168,7 @@ impl Config {
         )
     }
 
-    /// What structured files are asked for, and what is mixed.
+    /// Checks the keys of structured files, and the mixture.
     fn validate_sources(&self) -> Result<()> {
         let d = &self.data;
         require(!d.text_key.is_empty(), "data.text_key", || "is empty, expected the name of a key".into())?;
@@ -264,7 +264,7 @@ impl Config {
         })
     }
 
-    /// What is divided among ranks can be.
+    /// Checks that the ranks divide what is sharded over them.
     fn validate_mesh(&self) -> Result<()> {
         let (t, ranks) = (&self.train, self.run.ranks);
         let (dp, experts) = (self.run.dp, self.model.experts);
@@ -345,7 +345,7 @@ impl Config {
     }
 }
 
-/// The sizes of a model, whatever it is trained on: those of a file of others, too.
+/// Checks the sizes of a model independently of its data: also those of other projects' files.
 ///
 /// # Errors
 /// [`Error::Config`](crate::Error::Config) with the key and the numbers that do not fit.
@@ -382,7 +382,7 @@ fn validate_sizes(m: &ModelConfig) -> Result<()> {
         ("model.max_positions", m.max_positions),
         ("model.rope_scaling.original_positions", m.rope_scaling.original_positions),
     ] {
-        // Rows and columns have numbers of 32 bits.
+        // Row and column indices are 32-bit.
         require(i32::try_from(value).is_ok(), key, || format!("is {value}, expected at most 2^31 - 1"))?;
     }
     require(m.layers <= MOST_LAYERS, "model.layers", || {
@@ -400,7 +400,7 @@ fn validate_sizes(m: &ModelConfig) -> Result<()> {
     m.rope_scaling.validate(m.rope_theta)
 }
 
-/// Latent attention has the sizes that it needs, and grouped-query attention none of them.
+/// Checks that latent attention has the sizes it needs, and grouped-query attention none of them.
 fn validate_latent(m: &ModelConfig) -> Result<()> {
     if m.kv_rank == 0 {
         for (key, value) in [("model.q_rank", m.q_rank), ("model.rope_dim", m.rope_dim)] {
@@ -443,7 +443,7 @@ fn validate_latent(m: &ModelConfig) -> Result<()> {
     })
 }
 
-/// A model with experts, in all layers or in those after the dense ones.
+/// Checks a model with experts, in all layers or after the dense ones.
 fn validate_routed(m: &ModelConfig) -> Result<()> {
     for (key, value) in [("model.top_k", m.top_k), ("model.expert_ffn", m.expert_ffn)] {
         require(value > 0, key, || format!("is 0, expected at least 1: model.experts = {}", m.experts))?;
@@ -468,7 +468,7 @@ fn validate_routed(m: &ModelConfig) -> Result<()> {
     not_negative("model.z_loss_coef", m.z_loss_coef)
 }
 
-/// The divisors of `n` that do.
+/// The divisors of `n` for which `does` is true.
 fn dividing(n: usize, does: impl Fn(usize) -> bool) -> Vec<usize> {
     (1..=n).filter(|d| n.is_multiple_of(*d) && does(*d)).collect()
 }

@@ -5,7 +5,7 @@ use serde::Serialize;
 use std::collections::BTreeMap;
 use toml::{Table, Value};
 
-/// The key of this name in a table of that one.
+/// The dotted key of `name` in the table `prefix`.
 pub(super) fn join(prefix: &str, name: &str) -> String {
     if prefix.is_empty() { name.to_owned() } else { format!("{prefix}.{name}") }
 }
@@ -15,7 +15,7 @@ pub(super) fn lookup<'a>(value: &'a Value, key: &str) -> Option<&'a Value> {
     key.split('.').try_fold(value, |value, name| value.as_table()?.get(name))
 }
 
-/// Puts `value` at a dotted key, making the tables on the way.
+/// Puts `value` at a dotted key and creates missing tables.
 pub(super) fn insert(table: &mut Table, key: &str, value: Value) {
     match key.split_once('.') {
         None => {
@@ -33,7 +33,7 @@ pub(super) fn insert(table: &mut Table, key: &str, value: Value) {
     }
 }
 
-/// A value as TOML; a number with no more digits than it needs.
+/// A value as TOML, with the fewest digits of a number.
 pub(super) fn in_short(value: &Value) -> String {
     match value {
         Value::Float(number) => format!("{number:?}"),
@@ -41,7 +41,7 @@ pub(super) fn in_short(value: &Value) -> String {
     }
 }
 
-/// Every setting of this that is written, by its dotted key below `prefix`, as TOML.
+/// Every serialized setting of `of`, as TOML, by its dotted key below `prefix`.
 pub(super) fn settings(prefix: &str, of: &impl Serialize) -> Result<BTreeMap<String, String>> {
     let value = Value::try_from(of).map_err(|e| Error::config(prefix, e.to_string()))?;
     let mut settings = BTreeMap::new();

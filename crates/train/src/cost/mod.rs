@@ -1,8 +1,8 @@
-//! What a recipe costs a step of a run, by arithmetic alone: in which formats the products of linear layers are made, through what on a GPU,
-//! and what the techniques of the recipe do beside products and quantization.
+//! What a recipe costs a step of a run, by arithmetic alone: the formats of the products of linear layers, the GPU units that compute
+//! them, and the work of the recipe's techniques besides products and quantization.
 //!
-//! Experts count the rows that are routed to them, without padding; nothing counts that is made again. Where a recipe changes in the course of
-//! a run, everything is the mean over its steps.
+//! Experts count the rows that are routed to them, without padding. Recomputation does not count. Where a recipe changes during a run,
+//! every number is the mean over the run's steps.
 
 mod products;
 mod technique;
@@ -24,18 +24,18 @@ use std::collections::BTreeMap;
 pub struct Products {
     /// Bits of a code of the wider operand: 4, 8, 16, 32.
     pub bits: u32,
-    /// What a GPU makes them with.
+    /// The GPU units that compute them.
     pub engine: Engine,
-    /// Of a step.
+    /// Multiply-adds of a step.
     pub multiply_adds: f64,
 }
 
 /// The products of all layers of one kind.
 #[derive(Debug, Clone, PartialEq)]
 pub struct KindCost {
-    /// As people call them: `attention q, k, v`.
+    /// Their common name, such as `attention q, k, v`.
     pub name: &'static str,
-    /// Of fprop, dgrad and wgrad together, those alike in one.
+    /// Fprop, dgrad and wgrad together; products with the same bits and engine are one entry.
     pub products: Vec<Products>,
 }
 
@@ -53,14 +53,14 @@ impl KindCost {
         self.products.iter().map(|products| products.multiply_adds).sum()
     }
 
-    /// Those of which the wider operand has so many bits.
+    /// Multiply-adds of products whose wider operand has codes of this many bits.
     #[must_use]
     pub fn in_bits(&self, bits: u32) -> f64 {
         let has = self.products.iter().filter(|products| products.bits == bits);
         has.map(|products| products.multiply_adds).sum()
     }
 
-    /// Those that a GPU makes so.
+    /// Multiply-adds of products on this engine.
     #[must_use]
     pub fn through(&self, engine: Engine) -> f64 {
         let made = self.products.iter().filter(|products| products.engine == engine);
@@ -77,7 +77,7 @@ pub struct Cost {
     pub kinds: Vec<KindCost>,
     /// Multiply-adds of attention's scores and values, forward and backward, of the half of the square that a causal mask leaves.
     pub attention: f64,
-    /// What techniques do, of a step; of those that the recipe has.
+    /// Counts of a step for each technique that the recipe uses.
     pub techniques: BTreeMap<Technique, f64>,
 }
 
@@ -111,7 +111,7 @@ impl Cost {
         self.kinds.iter().map(KindCost::total).sum()
     }
 
-    /// A part of a run that begins at `progress`, and is so large a share of it.
+    /// Adds the stretch of a run that begins at `progress` and is `share` of the run.
     fn add_stretch(
         &mut self,
         config: &Config,
@@ -167,7 +167,7 @@ impl Cost {
     }
 }
 
-/// What of a layer's input another layer has made that has the same input: projections of attention convert it once where their recipes agree.
+/// Conversions of a layer's input that another layer has made: attention's projections convert it once where their recipes agree.
 #[derive(Debug, Clone, Copy, Default)]
 struct SharedParts {
     forward: bool,
@@ -175,7 +175,7 @@ struct SharedParts {
 }
 
 impl SharedParts {
-    /// Of each of the projections of one input, by its id.
+    /// For each projection of one input, by its id.
     fn of_inputs<'a>(parts: [&'a Part; 3], recipe: &Recipe, progress: f64) -> Vec<(&'a str, Self)> {
         let plan = |part: &&Part| Some(recipe.plan(&part.layer()?, progress, Passes::TRAINING));
         let plans: Vec<LayerPlan> = parts.iter().filter_map(plan).collect();
@@ -193,7 +193,7 @@ impl SharedParts {
     }
 }
 
-/// What people call the layers of a part's weight.
+/// Common name of the layers of a part's weight.
 fn name_of(part: &Part, which: usize) -> &'static str {
     match (part.group, part.kind, which) {
         (_, PartKind::Router, _) => "router",

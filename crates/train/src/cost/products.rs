@@ -1,4 +1,4 @@
-//! The three products of a layer, and what a GPU makes them with.
+//! The three products of a layer, and the GPU units that compute them.
 
 use crate::config::Config;
 use crate::spec::{Part, PartKind};
@@ -8,16 +8,16 @@ use nibble_core::recipe::{Cols, LayerKind, LayerPlan, Product, ProductPlan, Rows
 use nibble_core::{DType, Grouping};
 use std::fmt;
 
-/// What a GPU makes a product with.
+/// The GPU units that compute a product.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Engine {
-    /// Tensor cores, of FP8 codes.
+    /// Tensor cores, on FP8 codes.
     Fp8,
-    /// Tensor cores, of BF16 numbers, decoded ones among them.
+    /// Tensor cores, on BF16 numbers, including decoded ones.
     Bf16,
-    /// Tensor cores, of the BF16 parts of F32 numbers: several products for one.
+    /// Tensor cores, on the BF16 parts of F32 numbers: several products for one.
     Bf16Parts,
-    /// Ordinary cores, many times slower.
+    /// CUDA cores, many times slower.
     F32,
 }
 
@@ -25,7 +25,7 @@ impl Engine {
     /// Every engine.
     pub const ALL: [Self; 4] = [Self::Fp8, Self::Bf16, Self::Bf16Parts, Self::F32];
 
-    /// As people call it.
+    /// Its common name.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -52,7 +52,7 @@ impl fmt::Display for Engine {
     }
 }
 
-/// A weight `[n, k]`, that of one expert.
+/// Shape of a weight `[n, k]`; of one expert's weight in a stack.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Shape {
     pub n: usize,
@@ -64,11 +64,11 @@ pub(super) struct Shape {
 pub(super) struct PartSizes {
     /// Tokens of a micro-batch.
     pub tokens: usize,
-    /// Rows that its products take of a micro-batch: tokens, or those routed to experts.
+    /// Rows of its products in a micro-batch: tokens, or the rows that are routed to experts.
     pub rows: usize,
     /// Micro-batches of a step.
     pub micro_batches: f64,
-    /// Experts; 1 of any other part.
+    /// Number of experts; 1 for any other part.
     pub stack: usize,
     /// Its weights, in the order of its products.
     pub shapes: Vec<Shape>,
@@ -111,7 +111,7 @@ pub(super) struct CountedProduct {
     pub bits: u32,
     pub engine: Engine,
     pub multiply_adds: f64,
-    /// Values of operands that a GPU decodes or lifts: by themselves, or as it quantizes them.
+    /// Values of operands that a GPU decodes or lifts, in a kernel of their own or as it quantizes them.
     pub decoded: f64,
 }
 
@@ -132,7 +132,7 @@ pub(super) fn made(
     }
 }
 
-/// A product as the GPU's choice of paths knows it. The head's is cut into chunks, which have the same path.
+/// A product as the GPU's choice of paths sees it. The head's product is cut into chunks, which take the same path.
 fn described(config: &Config, sizes: &PartSizes, plan: &LayerPlan, product: &ProductPlan) -> ProductDesc {
     let (m, Shape { n, k }, stack) = (sizes.rows, sizes.shapes[product.weight], sizes.stack);
     let [a, b] = product.operands;

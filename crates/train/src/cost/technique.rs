@@ -1,4 +1,4 @@
-//! What the techniques of a recipe do beside products and quantization, counted by values.
+//! The work of a recipe's techniques besides products and quantization, counted in values.
 
 use super::SharedParts;
 use super::products::PartSizes;
@@ -7,38 +7,38 @@ use nibble_core::formats::Scaling;
 use nibble_core::recipe::{Change, LayerPlan, Precision, Step, WeightPlan};
 use std::collections::BTreeMap;
 
-/// Random bits that a value takes which is rounded at random ([`nibble_core::formats::Rounding`]).
+/// Random bits for each stochastically rounded value ([`nibble_core::formats::Rounding`]).
 const RANDOM_BITS: f64 = 16.0;
 
-/// Something that a recipe has done to tensors.
+/// Something that a recipe does to tensors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Technique {
-    /// Random Hadamard transforms of both operands of products, along what they contract.
+    /// Random Hadamard transforms of both operands of products, along the contraction.
     Hadamard,
-    /// Rounding at random.
+    /// Stochastic rounding.
     RandomRounding,
-    /// Values that are encoded under two scales to choose one, or summed to correct it.
+    /// Values that are encoded under two scales to choose one of them, or summed to correct a scale.
     ChosenScales,
     /// Tensors whose largest magnitude is found before they are quantized.
     Measuring,
-    /// Quantizations and dequantizations by a kernel of their own.
+    /// Quantizations and dequantizations in a kernel of their own.
     Casts,
     /// Quantizations within the kernel that computes the tensor.
     FusedQuantizations,
-    /// Codes that become other codes.
+    /// Conversions of codes to other codes.
     Transcodes,
-    /// Tensors that are quantized, dequantized and quantized again.
+    /// Tensors that are dequantized and quantized a second time.
     Requantizations,
     /// Weights that are cast or quantized, by rows and by columns: once a step, or for each micro-batch where dgrad's copy is decoded.
     WeightQuantizations,
-    /// Plain weights that are transposed, as often.
+    /// Transposes of plain weights, as often.
     WeightTransposes,
-    /// Operands that a GPU decodes, or lifts to FP8, since its tensor cores do not read their codes: by themselves, or as it quantizes them.
+    /// Operands that a GPU decodes or lifts to FP8, since tensor cores do not read their codes: in their own kernel or as it quantizes.
     Decoding,
 }
 
 impl Technique {
-    /// As people call it.
+    /// Its common name.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -56,7 +56,7 @@ impl Technique {
         }
     }
 
-    /// How many there are of a product of X `[M, K]` and W `[N, K]`, in its own unit.
+    /// Its count for a product of X `[M, K]` and W `[N, K]`, in its own unit.
     #[must_use]
     pub const fn formula(self) -> &'static str {
         match self {
@@ -69,7 +69,7 @@ impl Technique {
         }
     }
 
-    /// What is counted.
+    /// The unit of its counts.
     #[must_use]
     pub const fn unit(self) -> &'static str {
         match self {
@@ -80,7 +80,7 @@ impl Technique {
     }
 }
 
-/// The counts of a step of one layer. `shared` says what of its input another layer makes.
+/// The counts of a step for one layer. `shared`: the conversions of its input that another layer makes.
 pub(super) fn of_layer(sizes: &PartSizes, plan: &LayerPlan, shared: SharedParts) -> BTreeMap<Technique, f64> {
     let mut counts = BTreeMap::new();
     let mut add = |technique, count: f64| {
@@ -126,7 +126,7 @@ fn is_again(change: &Change, next: &Change) -> bool {
         && (change.pass, change.tensor) == (next.pass, next.tensor)
 }
 
-/// What a quantization does beside it.
+/// The techniques within a quantization.
 fn of_quantization(to: &Precision, values: f64, add: &mut impl FnMut(Technique, f64)) {
     if let Some(transform) = to.rht {
         add(Technique::Hadamard, values * (transform.len as f64).log2());
@@ -136,13 +136,13 @@ fn of_quantization(to: &Precision, values: f64, add: &mut impl FnMut(Technique, 
         add(Technique::ChosenScales, values);
     }
     if to.draws() {
-        // Of corrected scales alone.
+        // Where only scales are stochastically rounded, one value per block.
         let each = if to.round.is_random() { 1 } else { to.format.spec().block };
         add(Technique::RandomRounding, RANDOM_BITS * values / each as f64);
     }
 }
 
-/// What is made of the weights: once a step, but for what a backward pass decodes of them.
+/// The copies of the weights: once a step, except for what each backward pass decodes.
 fn weights(sizes: &PartSizes, plan: &WeightPlan, add: &mut impl FnMut(Technique, f64)) {
     let each = |shape: &super::products::Shape| shape.n as f64 * shape.k as f64;
     let values = sizes.stack as f64 * sizes.shapes.iter().map(each).sum::<f64>();
@@ -162,7 +162,7 @@ fn weights(sizes: &PartSizes, plan: &WeightPlan, add: &mut impl FnMut(Technique,
             add(Technique::Measuring, values);
         }
     }
-    // Codes of one quantization are written in both orders.
+    // One quantization writes its codes in both orders, without a transpose.
     if !plan.is_one || plan.w.dtype().is_some() {
         add(Technique::WeightTransposes, for_dgrad * values);
     }

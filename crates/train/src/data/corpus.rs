@@ -1,4 +1,4 @@
-//! The tokens of files: of one source or of a mixture, which windows of them are sequences, and what is held out.
+//! The tokens of one source or of a mixture: their division into sequences, and the held-out part.
 
 use std::ops::Range;
 use std::path::Path;
@@ -28,20 +28,20 @@ pub(super) struct Corpus {
     sha256: String,
 }
 
-/// What a source gives to a run.
+/// Statistics of a source in a run.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Given {
     /// The source.
     pub source: String,
-    /// Its documents and tokens, held-out ones among them.
+    /// Number of documents, including held-out ones.
     pub documents: usize,
-    /// Tokens.
+    /// Number of tokens, including held-out ones.
     pub tokens: usize,
-    /// Held-out tokens among them.
+    /// Number of held-out tokens.
     pub held_out: usize,
-    /// How often the run goes over what is not held out.
+    /// Passes of the run over the training tokens.
     pub epochs: f64,
-    /// The rows that are not among them.
+    /// Rows and documents without tokens.
     pub left_out: LeftOut,
 }
 
@@ -50,17 +50,17 @@ pub struct Given {
 struct Tokens {
     name: String,
     stream: Arc<TokenStream>,
-    /// The first token that is held out.
+    /// Index of the first held-out token.
     split: usize,
     order: WindowOrder,
     left_out: Arc<LeftOut>,
 }
 
 impl Corpus {
-    /// Opens what the configuration names.
+    /// Opens the sources of the configuration.
     ///
     /// # Errors
-    /// [`Error::Data`] for files that cannot be read, or are too short; [`Error::Config`] for weights that leave a source nothing;
+    /// [`Error::Data`] for files that cannot be read, or are too short; [`Error::Config`] for weights that give a source no sequence;
     /// [`Error::Io`] where a token cache cannot be written.
     pub fn open(config: &DataConfig, seed: u64, encoder: &Encoder, watch: &mut dyn Watch) -> Result<Self> {
         let named = config.sources();
@@ -77,7 +77,7 @@ impl Corpus {
         }
         let open = |(number, source): (usize, &str)| {
             let (stream, left_out) = open_stream(source, config, encoder, watch)?;
-            // Sources of one content have orders of their own.
+            // Sources with equal contents still get different orders.
             let own_seed = seed.wrapping_add((number as u64) << 32);
             let split = stream.split(config.valid_fraction)?;
             require_long_enough(Path::new(source), &stream, split, config, encoder.unit())?;
@@ -105,12 +105,12 @@ impl Corpus {
         Ok(Self { sources, mixture, seq_len: config.seq_len, vocab_size, sha256 })
     }
 
-    /// SHA-256 of the tokens; of a mixture, of what it is mixed of.
+    /// SHA-256 of the tokens; for a mixture, of its sources' shares and hashes.
     pub fn sha256(&self) -> &str {
         &self.sha256
     }
 
-    /// Ids are below this.
+    /// Exclusive upper bound of ids.
     pub fn vocab_size(&self) -> usize {
         self.vocab_size
     }
@@ -122,7 +122,7 @@ impl Corpus {
         stream.ids(0..stream.len())
     }
 
-    /// What each source gives to so many sequences.
+    /// Statistics of each source for this number of training sequences.
     pub fn given(&self, sequences: u64) -> Vec<Given> {
         let of = |(number, one): (usize, &Tokens)| Given {
             source: one.name.clone(),
@@ -135,10 +135,10 @@ impl Corpus {
         self.sources.iter().enumerate().map(of).collect()
     }
 
-    /// Makes the training sequence of this cursor sequence `index` of a batch.
+    /// Writes the training sequence of a cursor into sequence `index` of a batch.
     ///
     /// # Errors
-    /// [`Error::Data`] where a file has been changed since it was opened, or cannot be read; so in all that follows.
+    /// [`Error::Data`] where a file has changed since it was opened, or cannot be read. The same holds for all methods below.
     pub fn train(&self, cursor: u64, batch: &mut Batch, index: usize) -> Result<()> {
         let (source, own) = self.mixture.of(cursor);
         let tokens = &self.sources[source];
@@ -146,12 +146,12 @@ impl Corpus {
         tokens.fill(start..start + self.seq_len, batch, index)
     }
 
-    /// Whole held-out sequences: those of one source after those of the other, none of which overlap.
+    /// Number of whole held-out sequences, source by source, without overlap.
     pub fn valid_windows(&self) -> usize {
         self.sources.iter().map(|tokens| tokens.valid_windows(self.seq_len)).sum()
     }
 
-    /// Makes the held-out sequence of this number sequence `index` of a batch.
+    /// Writes held-out sequence `window` into sequence `index` of a batch.
     pub fn valid(&self, mut window: usize, batch: &mut Batch, index: usize) -> Result<()> {
         for tokens in &self.sources {
             let own = tokens.valid_windows(self.seq_len);
@@ -164,25 +164,25 @@ impl Corpus {
         Ok(())
     }
 
-    /// The held-out tokens of the only source behind its last whole sequence.
+    /// The held-out tokens after the last whole sequence, of a single source.
     fn rest(&self) -> Option<(&Tokens, Range<usize>)> {
         let [tokens] = self.sources.as_slice() else { return None };
         let start = tokens.split + tokens.valid_windows(self.seq_len) * self.seq_len;
         Some((tokens, start..tokens.stream.len() - 1)).filter(|(_, rest)| !rest.is_empty())
     }
 
-    /// The length of the sequence of what is left there, if there is any.
+    /// Length of the last, shorter held-out sequence, if there is one.
     pub fn valid_tail(&self) -> Option<usize> {
         Some(self.rest()?.1.len())
     }
 
-    /// Makes it the sequence of a batch.
+    /// Writes the last, shorter held-out sequence into a batch.
     pub fn tail(&self, batch: &mut Batch) -> Result<()> {
         self.rest().map_or(Ok(()), |(tokens, rest)| tokens.fill(rest, batch, 0))
     }
 }
 
-/// The tokens of a source: of one text, whose tokens are its bytes, where it lies; else of a cache.
+/// The tokens of a source: read in place if it is one plain text with bytes as tokens; otherwise from a cache.
 fn open_stream(
     source: &str,
     config: &DataConfig,
@@ -194,7 +194,7 @@ fn open_stream(
         let file = DataFile::open(path, &reading.asked, &Arc::new(AtomicU64::new(0)))?;
         let kind = kind_of(&file, &reading.asked);
         if kind.is_its_bytes() && file.packing.is_none() && encoder.is_bytes() {
-            // What is no text, or empty, is refused.
+            // Rejects binary and empty files.
             kind.open(&file, &reading.asked)?;
             let (bytes, sha256) = match file.held() {
                 None => {
@@ -212,7 +212,7 @@ fn open_stream(
 }
 
 impl Reading {
-    /// The reading of a source as the configuration asks for it.
+    /// The reading of a source under the configuration's settings.
     ///
     /// # Errors
     /// [`Error::Data`] where there is no file.
@@ -229,11 +229,11 @@ impl Reading {
 
 impl Tokens {
     fn valid_windows(&self, seq_len: usize) -> usize {
-        // The last target needs a token of its own.
+        // The last target is one more token.
         (self.stream.len() - self.split - 1) / seq_len
     }
 
-    /// Makes sequence `index` of a batch of these tokens and the one behind them, which is the last target.
+    /// Fills sequence `index` of a batch with these tokens; the token after them is the last target.
     fn fill(&self, inputs: Range<usize>, batch: &mut Batch, index: usize) -> Result<()> {
         let (first, end) = (inputs.start, inputs.end + 1);
         batch.set(index, self.stream.ids(first..end)?.into_iter());
@@ -244,12 +244,12 @@ impl Tokens {
         if !batch.starts.is_empty() {
             batch.separate(index, self.stream.begins(first + 1..end)?.into_iter().map(|begin| begin - first));
         }
-        // After reading: what was written before is seen by now.
+        // Checked after reading, so that any earlier write is detected.
         self.stream.require_unchanged()
     }
 }
 
-/// Checks that there is something to learn, and something to predict.
+/// Checks that the training part and the held-out part have targets.
 fn require_targets(
     path: &Path,
     stream: &TokenStream,
@@ -258,7 +258,7 @@ fn require_targets(
     unit: &str,
 ) -> Result<()> {
     let len = stream.len();
-    // Nothing predicts the first token of a part.
+    // The first token of a part is never a target.
     for (part, tokens, what) in [("training", 1..split, "learn"), ("held-out", split + 1..len, "predict")] {
         if !stream.has_target(tokens.clone(), config.document_mask)? {
             let why = format!(
@@ -272,7 +272,7 @@ fn require_targets(
     Ok(())
 }
 
-/// Checks that there is a training and a held-out sequence.
+/// Checks that both parts are long enough for a sequence.
 fn require_long_enough(
     path: &Path,
     stream: &TokenStream,

@@ -1,4 +1,4 @@
-//! Which window of a text a global sample cursor means: every epoch a new permutation of windows, cut at a new phase.
+//! From a global sample cursor to a window of a text: each epoch has a new permutation of windows and a new phase of their boundaries.
 
 use nibble_formats::philox::{Purpose, Stream, fnv1a32};
 
@@ -15,7 +15,7 @@ pub struct WindowOrder {
     seed: u64,
 }
 
-/// Permutations of `0 .. count`, one for each stream of random numbers.
+/// Permutations of `0 .. count`, one per random stream.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Permutation {
     count: u64,
@@ -23,7 +23,7 @@ pub(super) struct Permutation {
 }
 
 impl Permutation {
-    /// Those of so many, at least one.
+    /// Permutations of `count` numbers, at least one.
     pub fn of(count: u64) -> Self {
         let count = count.max(1);
         // Even width: both halves of the network have the same number of bits.
@@ -31,10 +31,10 @@ impl Permutation {
         Self { count, half_bits: bits.div_ceil(2).max(1) }
     }
 
-    /// Where a number below `count` goes.
+    /// The image of `value`, which is below `count`.
     pub fn at(&self, draw: &Stream, mut value: u64) -> u64 {
         loop {
-            // Walk the cycle until it is back inside: a permutation of 0..count, at most four steps on average.
+            // Cycle walking until the value is in range: a permutation of 0..count, in at most four steps on average.
             value = self.feistel(draw, value);
             if value < self.count {
                 return value;
@@ -62,19 +62,19 @@ impl WindowOrder {
     #[must_use]
     pub fn new(tokens: usize, seq_len: usize, seed: u64) -> Self {
         let (tokens, seq_len) = (tokens as u64, (seq_len as u64).max(1));
-        // As many windows as fit from any phase; at most one window and a half a epoch is left out at the ends.
+        // As many windows as fit from any phase; at most one and a half windows per epoch are left out at the ends.
         let windows = (tokens.saturating_sub(seq_len) / seq_len).max(1);
         let phases = tokens.saturating_sub(windows * seq_len).clamp(1, seq_len);
         Self { windows: Permutation::of(windows), seq_len, phases, seed }
     }
 
-    /// Windows of an epoch.
+    /// Number of windows per epoch.
     #[must_use]
     pub fn windows(&self) -> u64 {
         self.windows.count
     }
 
-    /// The epoch, from 0, that a cursor lies in.
+    /// The epoch of a cursor, from 0.
     #[must_use]
     pub fn epoch(&self, cursor: u64) -> u64 {
         cursor / self.windows.count
@@ -83,7 +83,7 @@ impl WindowOrder {
     /// Index of the first token of the cursor's window.
     #[must_use]
     pub fn start(&self, cursor: u64) -> usize {
-        // Epochs beyond 2^32 repeat: at one window a nanosecond, after four seconds of a one-window text.
+        // Epochs repeat after 2^32: at one window per nanosecond, after four seconds of a one-window text.
         let epoch = self.epoch(cursor) as u32;
         let draw = Stream::new(self.seed, Purpose::Data, fnv1a32("data.order"), epoch);
         let phase = u64::from(draw.u32_at(PHASE)) % self.phases;
@@ -92,7 +92,7 @@ impl WindowOrder {
     }
 }
 
-/// Element of the phase, beyond those of the rounds.
+/// Element of the stream for the phase, after those of the rounds.
 const PHASE: u64 = ROUNDS << 32;
 
 #[cfg(test)]

@@ -7,15 +7,15 @@ use crate::config::Config;
 use crate::error::Error;
 use crate::tokenizer::{Framing, SharedTokenizer, Tokenizer};
 
-/// What makes ids of texts, and which ids there may be.
+/// Turns texts into ids, and bounds the ids.
 #[derive(Debug, Clone)]
 pub(super) struct Encoder {
-    /// None where a token is a byte, whatever text it is of, or an id that files hold.
+    /// `None` where tokens are bytes, or ids that files hold.
     pub tokenizer: Option<SharedTokenizer>,
-    /// Whether files hold ids of a tokenizer that nobody has named.
+    /// Whether files hold ids of an unnamed tokenizer.
     pub has_ids: bool,
     pub framing: Framing,
-    /// Ids are below this.
+    /// Exclusive upper bound of ids.
     pub vocab_size: usize,
 }
 
@@ -23,21 +23,21 @@ pub(super) struct Encoder {
 #[derive(Debug, Default)]
 pub(crate) struct Encoded {
     pub ids: Vec<u32>,
-    /// Bytes of the text of its targets; none of a piece that came as ids.
+    /// Bytes of the target text; `None` for a piece of ids.
     pub bytes: Option<usize>,
-    /// Those that are no targets, in order, none of them empty.
+    /// Non-empty, sorted ranges of ids that are no targets.
     pub unlearnt: Vec<Range<usize>>,
     /// Whether a document begins here.
     pub begins: bool,
 }
 
 impl Encoded {
-    /// Nothing yet of a text.
+    /// An empty piece of text.
     fn of_text(begins: bool) -> Self {
         Self { begins, bytes: Some(0), ..Self::default() }
     }
 
-    /// Ends a part of so many bytes that began with this id.
+    /// Ends a part of `bytes` bytes of text whose ids begin at index `first`.
     fn part(&mut self, first: usize, bytes: usize, is_target: bool) {
         if is_target {
             self.bytes = self.bytes.map(|before| before + bytes);
@@ -48,7 +48,7 @@ impl Encoded {
 }
 
 impl Encoder {
-    /// That of a configuration's data, for so many ids.
+    /// The encoder of a configuration's data, for ids below `vocab_size`.
     ///
     /// # Errors
     /// As [`Config::tokenizer`] and [`Config::framing`].
@@ -59,23 +59,23 @@ impl Encoder {
         Ok(Self { tokenizer, has_ids, framing, vocab_size })
     }
 
-    /// That of bytes, with nothing around a text.
+    /// The byte encoder, with nothing around a text.
     pub fn of_bytes() -> Self {
         let framing = Framing::default();
         Self { tokenizer: None, has_ids: false, framing, vocab_size: super::BYTE_VOCAB }
     }
 
-    /// Whether the tokens of a text are its bytes and nothing more.
+    /// Whether the tokens of a text are exactly its bytes.
     pub fn is_bytes(&self) -> bool {
         self.tokenizer.is_none() && self.framing == Framing::default()
     }
 
-    /// What its tokens are called.
+    /// The plural unit of its tokens.
     pub fn unit(&self) -> &'static str {
         if self.tokenizer.is_none() && !self.has_ids { "bytes" } else { "tokens" }
     }
 
-    /// Ids are below this: those of the tokenizer, which may be fewer than the model has rows for.
+    /// Exclusive upper bound of ids: the tokenizer's vocabulary, which may be smaller than the model's embedding.
     pub fn vocabulary(&self) -> usize {
         match &self.tokenizer {
             None if self.has_ids => self.vocab_size,
@@ -84,7 +84,7 @@ impl Encoder {
         }
     }
 
-    /// The ids of a piece, or what is wrong with it.
+    /// The ids of a piece, or why it has none.
     pub fn encode(&self, piece: Piece) -> Result<Encoded, String> {
         let begins = piece.begins;
         match piece.content {
@@ -127,7 +127,7 @@ impl Encoder {
         }
     }
 
-    /// Adds the ids of texts that follow one another, each with whether its tokens are targets.
+    /// Adds the ids of consecutive texts, each with a flag whether its tokens are targets.
     fn add(
         &self,
         tokenizer: &dyn Tokenizer,
@@ -147,8 +147,8 @@ impl Encoder {
         Ok(())
     }
 
-    /// Puts the ids around a document of texts that has any, where it begins and where it ends. The one before it is a target only where all
-    /// of the document's are.
+    /// Adds BOS and EOS at the beginning and end of a document of text, unless the piece is empty. BOS is a target only if the piece has no
+    /// non-target tokens.
     fn frame(&self, encoded: &mut Encoded, begins: bool, ends: bool) -> Result<(), String> {
         if encoded.ids.is_empty() {
             return Ok(());
@@ -177,7 +177,7 @@ impl Encoder {
     }
 }
 
-/// Bytes as a text.
+/// Bytes as UTF-8 text.
 fn utf8(text: &[u8]) -> Result<&str, String> {
     std::str::from_utf8(text)
         .map_err(|e| format!("is no UTF-8 (byte {} of it is none), expected a text", e.valid_up_to() + 1))
@@ -207,7 +207,7 @@ mod tests {
         assert_eq!(encoder.encode(text(&[("", true)])).unwrap().ids, [0; 0]);
     }
 
-    /// A tokenizer that begins a text with a space: parts of a document, and pieces of a long text, do not begin one.
+    /// With a tokenizer that puts a space before a text: later parts of a document and later pieces of a long text get none.
     #[test]
     fn what_goes_on_with_a_text_begins_none() {
         let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/tokenizers/llama2");

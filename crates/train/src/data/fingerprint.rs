@@ -1,4 +1,4 @@
-//! SHA-256 of files, remembered, so that a file that has not changed is not read again for it.
+//! SHA-256 of files, remembered so that an unchanged file is not read again.
 
 use std::fs::{self, File, Metadata};
 use std::path::{Path, PathBuf};
@@ -11,39 +11,39 @@ use crate::error::{Error, Result};
 use crate::files;
 use crate::files::sha256_hex;
 
-/// Less than this is read anew: that takes no time, and leaves nothing behind.
+/// Smaller files are hashed again each time: that takes no time, and leaves nothing on disk.
 const REMEMBERED_BYTES: u64 = 16 << 20;
 
-/// Where SHA-256 of files is remembered, which have so many bytes together, if it is.
+/// The folder for remembered hashes, if `bytes`, the files' total size, is worth it.
 pub(super) fn remembering(caches: Option<&Path>, bytes: u64) -> Option<&Path> {
     caches.filter(|_| bytes >= REMEMBERED_BYTES)
 }
 
-/// A file that was changed less long ago may change again without another time of it.
+/// A file changed more recently than this may change again within the resolution of its time.
 const SETTLED: Duration = Duration::from_secs(2);
 
-/// What says that a file is the one that it was.
+/// Metadata that identifies a version of a file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Stamp {
     size: u64,
     /// Nanoseconds since 1970.
     modified: u128,
-    /// Number of the file and when it was changed in any way, where the system tells them.
+    /// Inode and time of the last change of any kind, where the system has them.
     inode: u64,
     changed: i128,
 }
 
 impl Stamp {
-    /// That of a file.
+    /// The stamp of a file.
     ///
     /// # Errors
-    /// [`Error::Data`] where the system does not tell.
+    /// [`Error::Data`] where the system has no metadata of it.
     pub fn of(path: &Path) -> Result<Self> {
         let about = fs::metadata(path).map_err(|e| Error::data(path, format!("cannot be read: {e}")))?;
         Ok(Self::of_metadata(&about))
     }
 
-    /// That of a file of which the system says this.
+    /// The stamp from a file's metadata.
     pub fn of_metadata(about: &Metadata) -> Self {
         let modified = about.modified().ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok());
         let (inode, changed) = identity(about);
@@ -72,7 +72,7 @@ fn identity(_: &Metadata) -> (u64, i128) {
     (0, 0)
 }
 
-/// What is remembered of a file.
+/// The remembered hash of a file.
 #[derive(Serialize, Deserialize)]
 struct Remembered {
     path: PathBuf,
@@ -80,7 +80,7 @@ struct Remembered {
     sha256: String,
 }
 
-/// SHA-256 of a file's bytes, remembered in the folder of caches where there is one, and the stamp of the file that has it.
+/// SHA-256 of a file, remembered in the folder of caches if there is one, and the stamp of the file that was hashed.
 ///
 /// # Errors
 /// [`Error::Data`] where it cannot be read.
@@ -106,7 +106,7 @@ pub(super) fn sha256_of(path: &Path, caches: Option<&Path>) -> Result<(Stamp, St
         && let Ok(text) = sealed::seal(Remembered { path, stamp: stamp.clone(), sha256: sha256.clone() })
         && let Some(folder) = place.parent()
     {
-        // Where it cannot be written, the file is read again the next time.
+        // If this fails, the file is hashed again the next time.
         let _ = fs::create_dir_all(folder).and_then(|()| files::write_whole(&place, text));
     }
     Ok((stamp, sha256))

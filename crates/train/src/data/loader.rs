@@ -1,4 +1,4 @@
-//! The batches of the next steps, made on a thread of their own while the device computes.
+//! Prepares the batches of the next steps on a separate thread while the device computes.
 
 use super::{Batch, Dataset};
 use crate::error::Result;
@@ -7,16 +7,16 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::thread::{Builder, JoinHandle};
 
-/// What a step learns, on one rank.
+/// The training data of one step on one rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StepBatches {
     /// This rank's part of each micro-batch.
     pub micro_batches: Vec<Batch>,
-    /// Targets that count, over all micro-batches and ranks: the loss is the mean over them.
+    /// Number of targets over all micro-batches and ranks: the divisor of the mean loss.
     pub counted: u64,
 }
 
-/// Which sequences a step's micro-batches are, on one rank: a pure function of the step.
+/// The sequences of a step's micro-batches on one rank: a pure function of the step.
 #[derive(Debug, Clone)]
 pub struct BatchPlan {
     /// The data of the run.
@@ -60,52 +60,52 @@ impl BatchPlan {
         self.data.train_batch(number * self.batch_size as u64, self.batch_size)
     }
 
-    /// This rank's part of it.
+    /// This rank's part of a micro-batch.
     fn part(&self, whole: &Batch) -> Batch {
         let each = self.batch_size / self.ranks;
         whole.part(self.rank * each, each)
     }
 }
 
-/// Makes the batches of one step after the other, a step or two ahead of who takes them.
+/// Prepares batches step by step, one or two steps ahead of the consumer.
 #[derive(Debug)]
 pub struct Loader {
     plan: BatchPlan,
     ahead: Option<Ahead>,
 }
 
-/// The thread, and the step whose batches come next.
+/// The thread, and the step of its next batches.
 #[derive(Debug)]
 struct Ahead {
     next: u64,
-    /// None only while it is dropped.
+    /// `None` only during drop.
     made: Option<Receiver<Result<StepBatches>>>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Loader {
-    /// A loader whose thread begins with the first step that is taken.
+    /// A loader whose thread starts at the first step taken.
     #[must_use]
     pub fn new(plan: BatchPlan) -> Self {
         Self { plan, ahead: None }
     }
 
-    /// The batches of a step. Steps are best taken in order: another one than the next begins anew.
+    /// The batches of a step. Take steps in order: any other step restarts the thread.
     ///
     /// # Errors
-    /// If no thread can be started; [`Error::Data`](crate::Error::Data) where a file has been changed since it was opened, or cannot be read.
+    /// If no thread can be started; [`Error::Data`](crate::Error::Data) where a file has changed since it was opened, or cannot be read.
     ///
     /// # Panics
     /// With the panic of the thread, if there was one.
     pub fn take(&mut self, step: u64) -> Result<StepBatches> {
         if self.ahead.as_ref().is_none_or(|ahead| ahead.next != step) {
-            // The thread before is gone before the new one is there.
+            // The old thread ends before the new one starts.
             self.ahead = None;
             self.ahead = Some(Ahead::start(self.plan.clone(), step)?);
         }
         match self.ahead.as_mut().and_then(Ahead::take) {
             Some(batches) => batches,
-            // A thread that nobody dropped ends by a panic alone.
+            // A thread that was not dropped ends only by a panic.
             None => match self.ahead.take().and_then(|mut ahead| ahead.thread.take()?.join().err()) {
                 Some(panic) => std::panic::resume_unwind(panic),
                 None => {
@@ -119,10 +119,10 @@ impl Loader {
 
 impl Ahead {
     fn start(plan: BatchPlan, first: u64) -> Result<Self> {
-        // One waits here while the next is made.
+        // One prepared step waits in the channel while the next is made.
         let (sender, made) = sync_channel(1);
         let make = move || {
-            // Until nobody takes them any more.
+            // Ends when the receiver is dropped.
             let _ = (first..).try_for_each(|step| sender.send(plan.step(step)));
         };
         let thread = Builder::new().name("nibble-loader".into()).spawn(make);
@@ -139,10 +139,10 @@ impl Ahead {
 
 impl Drop for Ahead {
     fn drop(&mut self) {
-        // Whoever waits to send gives up then.
+        // A blocked sender then gives up.
         drop(self.made.take());
         if let Some(thread) = self.thread.take() {
-            // A panic there concerns nobody who takes no more.
+            // After the last step, a panic of the thread is ignored.
             let _ = thread.join();
         }
     }

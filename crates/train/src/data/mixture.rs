@@ -1,24 +1,24 @@
-//! Which source of a mixture a global sample cursor is of, and which of its sequences: exact shares of every block of cursors, in an order
-//! that the seed decides, without a table of those before.
+//! From a global sample cursor to a source of a mixture and one of its sequences: shares are exact in every block of cursors, in an order
+//! that the seed decides, without stored tables.
 
 use nibble_formats::philox::{Purpose, Stream, fnv1a32};
 
 use super::cursor::Permutation;
 
-/// Cursors of a block, each of which has the same number of sequences of a source.
+/// Cursors per block. Each source has the same number of sequences in every block.
 pub(super) const BLOCK: u64 = 4096;
 
 /// The shares of the sources of a mixture.
 #[derive(Debug, Clone)]
 pub(super) struct Mixture {
-    /// The first place of each source in a block before it is permuted, and its end behind the last one.
+    /// The first place of each source in an unpermuted block, and the end of the last source.
     places: Vec<u64>,
     order: Permutation,
     seed: u64,
 }
 
 impl Mixture {
-    /// Shares by weight, rounded to whole cursors of a block by largest remainder; of equal ones the first is larger.
+    /// Shares by weight, rounded to whole cursors of a block by largest remainder; among equal remainders the first source gets more.
     pub fn new(weights: &[f64], seed: u64) -> Self {
         let sum: f64 = weights.iter().sum();
         let exact: Vec<f64> = weights.iter().map(|weight| weight / sum * BLOCK as f64).collect();
@@ -37,12 +37,12 @@ impl Mixture {
         Self { places, order: Permutation::of(BLOCK), seed }
     }
 
-    /// Cursors of a block that are of this source.
+    /// Number of cursors of this source per block.
     pub fn share(&self, source: usize) -> u64 {
         self.places[source + 1] - self.places[source]
     }
 
-    /// The source of a cursor, and its own cursor.
+    /// The source of a cursor, and the cursor within that source.
     pub fn of(&self, cursor: u64) -> (usize, u64) {
         if self.places.len() == 2 {
             return (0, cursor);
@@ -50,12 +50,12 @@ impl Mixture {
         let (block, within) = (cursor / BLOCK, cursor % BLOCK);
         let draw = Stream::new(self.seed, Purpose::Data, fnv1a32("data.mixture"), block as u32);
         let place = self.order.at(&draw, within);
-        // The last source whose first place is not beyond it: one without a share has none.
+        // The last source whose first place is at most `place`: a source without a share has no place.
         let source = self.places.partition_point(|first| *first <= place) - 1;
         (source, block * self.share(source) + place - self.places[source])
     }
 
-    /// Sequences of a source among so many from the first one on; within a block at most one too many or too few of its share a block.
+    /// Number of sequences of a source among the first `cursors`.
     pub fn sequences(&self, source: usize, cursors: u64) -> u64 {
         let whole = cursors / BLOCK * self.share(source);
         let rest = (cursors / BLOCK * BLOCK..cursors).filter(|cursor| self.of(*cursor).0 == source).count();

@@ -3,23 +3,23 @@
 //! A batch is a pure function of (seed, global sample cursor). A resumed run, and any number of ranks that each take their part of the
 //! cursor's range, therefore see the same sequences.
 //!
-//! Files become batches in four steps, each of which knows only the one before.
+//! Files become batches in four stages, each of which depends only on the one before.
 //!
-//! | step | where | what |
+//! | stage | where | what |
 //! |---|---|---|
 //! | source | `source/` | a kind of file: whether a file is one, and its documents, piece by piece |
 //! | ids | `reading.rs`, `encode.rs` | one thread reads; all threads tokenize batches of rows, in order |
 //! | stream | `cache/`, `stream.rs`, `region.rs` | ids without gaps in a file; where documents begin; which ids are no targets |
 //! | batches | `corpus.rs`, `mixture.rs`, `cursor.rs` | a cursor's source and window, by two permutations that are computed, not stored |
 //!
-//! * A row without ids is an error with its number, or is left out and counted. A new kind of file is a file in `source/`, a line of
+//! * A row without ids is an error with its number, or is left out and counted. A new kind of file is a file in `source/`, an entry of
 //!   `KINDS`, and a writer in `tests/kinds.rs`, which the tests of all kinds use.
-//! * A single plain text under bytes is a stream where it lies; everything else goes through a token cache (`cache/`).
-//! * A dataset's SHA-256 is that of its tokens. So a text has the same one plain, packed, or as one line of JSON.
-//! * Memory is bounded by the batches under way (8 MiB of rows each) and by the longest row (64 MiB, or an error). Only what comes
-//!   through a pipe is held whole.
-//! * `loader.rs` makes the batches of the next steps on a thread that touches no device. `survey.rs` (`nibble data`) takes the first two
-//!   steps and counts, without a cache.
+//! * A single plain text with bytes as tokens is read in place; everything else goes through a token cache (`cache/`).
+//! * A dataset's SHA-256 is that of its tokens. So a text has the same hash plain, compressed, or as one line of JSON.
+//! * Memory is bounded by the batches in flight (8 MiB of rows each) and by the longest row (64 MiB, or an error). Only data from a pipe is
+//!   held whole.
+//! * `loader.rs` prepares the batches of the next steps on a thread that touches no device. `survey.rs` (`nibble data`) runs the first two
+//!   stages and counts, without a cache.
 
 mod cache;
 mod corpus;
@@ -61,17 +61,17 @@ use std::path::PathBuf;
 
 pub use crate::tokenizer::BYTE_VOCAB;
 
-/// In [`Batch::targets`], that no token is to be learnt there.
+/// Marks a position of [`Batch::targets`] without a target.
 pub const NO_TARGET: i32 = -1;
 
-/// Sequences and, for each token, the one that follows it.
+/// Sequences of tokens with their targets, the next tokens.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Batch {
     /// Token ids \[sequences, seq_len\].
     pub inputs: Vec<i32>,
     /// Token ids \[sequences, seq_len\]: `targets[s, t]` follows `inputs[s, t]`, or is [`NO_TARGET`].
     pub targets: Vec<i32>,
-    /// Where documents are kept apart, of each token the index within its sequence at which its document begins, \[sequences, seq_len\]; else
+    /// With `data.document_mask`, for each token the index within its sequence at which its document begins, \[sequences, seq_len\]; else
     /// empty.
     pub starts: Vec<i32>,
     /// Number of sequences.
@@ -81,7 +81,7 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// Tokens of number 0. `apart`: whether documents are kept apart; each sequence is one then.
+    /// A batch of zeros. `apart`: whether documents are separated; each sequence is then one document.
     pub(crate) fn zeroed(sequences: usize, seq_len: usize, apart: bool) -> Self {
         let tokens = vec![0; sequences * seq_len];
         let starts = if apart { tokens.clone() } else { Vec::new() };
@@ -94,7 +94,7 @@ impl Batch {
         self.targets.iter().filter(|target| **target >= 0).count()
     }
 
-    /// The sequences `first .. first + count` alone: a rank's or a shard's part. Clamped to what there is.
+    /// A batch of the sequences `first .. first + count`: a rank's or a shard's part. Clamped to the existing sequences.
     #[must_use]
     pub fn part(&self, first: usize, count: usize) -> Self {
         let first = first.min(self.sequences);
@@ -109,8 +109,8 @@ impl Batch {
         }
     }
 
-    /// Keeps apart the documents of sequence `index` that begin at these of its tokens and of the one behind them, ascending, none of them
-    /// the first: what precedes a document does not predict its first token.
+    /// Separates the documents of sequence `index`, which begin at these ascending indices among its inputs and last target, all above 0: a
+    /// document's first token is not predicted from the preceding document.
     fn separate(&mut self, index: usize, begins: impl IntoIterator<Item = usize>) {
         let of_sequence = index * self.seq_len..(index + 1) * self.seq_len;
         let (targets, starts) = (&mut self.targets[of_sequence.clone()], &mut self.starts[of_sequence]);
@@ -139,7 +139,7 @@ pub struct Dataset {
     source: TokenSource,
     seq_len: usize,
     seed: u64,
-    /// Whether documents are kept apart.
+    /// Whether documents are separated.
     apart: bool,
 }
 
@@ -147,19 +147,19 @@ pub struct Dataset {
 enum TokenSource {
     Synthetic(Box<Language>),
     Files(Corpus),
-    /// Uniform ids below this, for measurements.
+    /// Uniform ids below this number, for speed measurements.
     Random {
         vocab_size: usize,
     },
 }
 
-/// Records of the built-in language that are held out: 131,072 tokens, enough to know a loss to about ±0.005 nats.
+/// Held-out records of the built-in language: 131,072 tokens, enough to measure a loss to about ±0.005 nats.
 const HELD_OUT_RECORDS: usize = 4096;
 
-/// Seed of the held-out records: the same for every run, so that runs with different seeds are judged alike.
+/// Seed of the held-out records: the same for every run, so that losses of different seeds are comparable.
 const HELD_OUT_SEED: u64 = 0;
 
-/// Random tokens held out.
+/// Number of held-out random tokens.
 const HELD_OUT_RANDOM: usize = 32_768;
 
 impl Dataset {
@@ -171,7 +171,7 @@ impl Dataset {
         Self::watched(config, &mut ())
     }
 
-    /// Opens the data of a run, and tells `watch` how far a token cache has come that has to be made for it.
+    /// Opens the data of a run, and reports to `watch` the progress of any token cache that must be built.
     ///
     /// # Errors
     /// As [`Dataset::open`]; [`Error::Io`] where a token cache cannot be written.
@@ -185,8 +185,8 @@ impl Dataset {
         Self::opened(&config.data, config.seed, encoder, watch)
     }
 
-    /// Makes the token caches that the data of a run need, before the run begins, and says what its sources give to it. Nothing for data that
-    /// are not of files, or come through a pipe, which can be read once.
+    /// Builds the token caches of a run's data before the run starts, and returns statistics of its sources. Nothing for data without
+    /// files, or from a pipe, which can be read only once.
     ///
     /// # Errors
     /// As [`Dataset::watched`].
@@ -200,12 +200,12 @@ impl Dataset {
         Ok(Self::watched(config, watch)?.given(sequences))
     }
 
-    /// Opens the built-in language or the files that the configuration names, their bytes as tokens. `seed` decides the order of the training
-    /// sequences (and the training records of the built-in language), never what is held out.
+    /// Opens the built-in language, or the configuration's files with bytes as tokens. `seed` decides the order of the training sequences
+    /// (and the training records of the built-in language), never what is held out.
     ///
     /// # Errors
     /// [`Error::Data`] for a file that is missing, empty, damaged, or too short for one training and one held-out
-    /// sequence; [`Error::Config`] for a `seq_len` that the built-in language cannot have.
+    /// sequence; [`Error::Config`] for a `seq_len` that the built-in language does not support.
     pub fn open(config: &DataConfig, seed: u64) -> Result<Self> {
         Self::opened(config, seed, encode::Encoder::of_bytes(), &mut ())
     }
@@ -236,7 +236,7 @@ impl Dataset {
         Ok(Self { source, seq_len, seed, apart: config.document_mask })
     }
 
-    /// What each source of files gives to a run, in the order of the mixture; nothing where tokens are not of files.
+    /// Statistics of each source of files in a run, in the order of the mixture; empty for tokens without files.
     #[must_use]
     pub fn given(&self, sequences: u64) -> Vec<Given> {
         match &self.source {
@@ -245,7 +245,7 @@ impl Dataset {
         }
     }
 
-    /// SHA-256 of the tokens, or of what says which they are.
+    /// SHA-256 of the tokens, or of a description that determines them.
     #[must_use]
     pub fn sha256(&self) -> String {
         match &self.source {
@@ -258,7 +258,7 @@ impl Dataset {
         }
     }
 
-    /// Distinct token ids: ids are below this.
+    /// Exclusive upper bound of token ids.
     #[must_use]
     pub fn vocab_size(&self) -> usize {
         match &self.source {
@@ -274,7 +274,7 @@ impl Dataset {
         self.seq_len
     }
 
-    /// The floor and the trivial loss, where they are known: only of the built-in language.
+    /// The entropy rate and the unigram loss, which are known only for the built-in language.
     #[must_use]
     pub fn entropy(&self) -> Option<Entropy> {
         match &self.source {
@@ -307,7 +307,7 @@ impl Dataset {
         Ok(batch)
     }
 
-    /// A record of the built-in language is a document.
+    /// Separates the records of the built-in language, each of which is a document.
     fn separate_records(&self, batch: &mut Batch, index: usize) {
         if self.apart {
             batch.separate(index, (RECORD_TOKENS..=self.seq_len).step_by(RECORD_TOKENS));
@@ -350,9 +350,8 @@ impl Dataset {
         Ok(batch)
     }
 
-    /// What is left of the held-out tokens after the last whole sequence: one shorter sequence, so that
-    /// [`Dataset::valid_batch`] and this together predict every held-out token but the first. `None` where nothing is
-    /// left, and of a mixture, of which each source would leave something.
+    /// The rest of the held-out tokens after the last whole sequence: one shorter sequence. [`Dataset::valid_batch`] and this together
+    /// predict every held-out token but the first. `None` if nothing is left, and for a mixture, where each source would leave a rest.
     ///
     /// # Errors
     /// As [`Dataset::train_batch`].
@@ -373,7 +372,7 @@ pub fn files_of(source: &str) -> Result<Vec<PathBuf>> {
     source::find(source)
 }
 
-/// The random sequence of this number: one token more than its length.
+/// The random sequence of this number, with one token more than its length.
 fn random(
     seed: u64,
     split: &str,

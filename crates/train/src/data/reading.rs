@@ -1,4 +1,4 @@
-//! All documents of some files, in order, as token ids: one thread reads, the others make ids, and whoever asked takes them.
+//! Reads all documents of a source's files in order as token ids: one thread reads, a pool tokenizes, and the caller gets the result.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -15,22 +15,22 @@ use crate::config::{Config, OnError};
 use crate::error::{Error, Result};
 use crate::tokenizer::Framing;
 
-/// Bytes and rows of a batch, about: what is held of a file at once, some times over.
+/// Approximate bytes and rows of a batch. A few batches are in memory at once.
 const BATCH_BYTES: usize = 8 << 20;
 const BATCH_ROWS: usize = 4096;
 
-/// What is read, and how.
+/// What to read, and with which settings.
 #[derive(Debug, Clone)]
 pub(super) struct Reading {
     pub files: Vec<PathBuf>,
-    /// The only one, where it comes through a pipe and is held in memory.
+    /// The only file, if it came through a pipe and is held in memory.
     pub piped: Option<DataFile>,
     pub asked: Asked,
     pub encoder: Encoder,
     pub on_error: OnError,
 }
 
-/// How far a reading has come: so many rows of this file, and all of those before.
+/// Progress: this many rows of this file, and all earlier files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub(super) struct ReadTo {
     pub file: usize,
@@ -42,9 +42,9 @@ pub(super) struct ReadTo {
 pub struct BadRow {
     /// The file.
     pub file: PathBuf,
-    /// Where in it: `line 7`.
+    /// Where in the file: `line 7`.
     pub place: String,
-    /// What was wrong.
+    /// Why it was left out.
     pub why: String,
 }
 
@@ -54,18 +54,18 @@ impl std::fmt::Display for BadRow {
     }
 }
 
-/// What of the rows of a source is not among its tokens.
+/// Rows and documents of a source that have no tokens.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeftOut {
     /// Rows that could not be read.
     pub rows: u64,
-    /// The first of them.
+    /// The first of those rows.
     pub first: Vec<BadRow>,
-    /// Documents without a token.
+    /// Documents without tokens.
     pub empty: u64,
 }
 
-/// Rows that could not be read, of which it is remembered which they were.
+/// Number of unreadable rows that are listed; the others are only counted.
 const MOST_TOLD: usize = 20;
 
 impl LeftOut {
@@ -77,28 +77,28 @@ impl LeftOut {
     }
 }
 
-/// Takes what is read.
+/// Receives the ids.
 pub(super) trait Sink {
-    /// The ids of pieces that follow one another, the rows that had to be left out among them, and how far that is.
+    /// Takes the ids of consecutive pieces, the rows left out among them, and the progress up to there.
     ///
     /// # Errors
-    /// What ends the reading.
+    /// An error ends the reading.
     fn take(&mut self, encoded: Vec<Encoded>, bad: Vec<BadRow>, place: ReadTo) -> Result<()>;
 }
 
-/// Tells somebody how far long work has come.
+/// Reports the progress of long work.
 pub trait Watch {
-    /// So many bytes of files are read, of these. Returns whether to go on; what is made stays where it does not.
+    /// `done` of `of` bytes of files are read. Returns whether to go on; finished parts stay on disk if not.
     fn read(&mut self, done: u64, of: u64) -> bool;
 
-    /// Another process makes the same cache, and is waited for: told again and again. Returns whether to go on waiting.
+    /// Another process is building the same cache: called repeatedly. Returns whether to go on waiting.
     fn waits(&mut self) -> bool;
 
-    /// A file of a cache is not as it was written, so that the cache is made anew.
+    /// A file of a cache is damaged, so the cache is rebuilt.
     fn damaged(&mut self, file: &Path, why: &str);
 }
 
-/// Nobody watches.
+/// No reports.
 impl Watch for () {
     fn read(&mut self, _: u64, _: u64) -> bool {
         true
@@ -111,18 +111,18 @@ impl Watch for () {
     fn damaged(&mut self, _: &Path, _: &str) {}
 }
 
-/// Gives all that the files of a source hold, as the configuration reads its own, with nothing before and behind a document. Returns what is left
-/// out of it.
+/// Passes the ids of all files of a source to `take`, read with the configuration's settings, without tokens around documents. Returns what
+/// was left out.
 ///
 /// # Errors
-/// [`Error::Data`] for files that cannot be read, and for a bad row, unless such rows are left out; what `take` says.
+/// [`Error::Data`] for files that cannot be read, and for a bad row, unless such rows are left out; the errors of `take`.
 pub(crate) fn read_source(
     config: &Config,
     source: &str,
     take: &mut dyn FnMut(Encoded) -> Result<()>,
     watch: &mut dyn Watch,
 ) -> Result<LeftOut> {
-    // By the token that ends texts documents of token ids are told apart, so it is forgotten only then.
+    // `Asked::end`, which separates documents of token ids, comes from the framing, so the framing is cleared only afterwards.
     let mut reading = Reading::of(source, &config.data, &Encoder::of(config, config.model.vocab_size)?)?;
     reading.encoder.framing = Framing::default();
     if let [path] = reading.files.as_slice() {
@@ -134,7 +134,7 @@ pub(crate) fn read_source(
     Ok(giving.left_out)
 }
 
-/// Gives pieces one by one.
+/// Passes on pieces one by one.
 struct Giving<'a> {
     take: &'a mut dyn FnMut(Encoded) -> Result<()>,
     left_out: LeftOut,
@@ -148,21 +148,21 @@ impl Sink for Giving<'_> {
     }
 }
 
-/// Rows that have been read and have no ids yet.
+/// Rows that have been read but not tokenized.
 struct Batch {
     rows: Vec<Row>,
     file: usize,
     unit: &'static str,
     place: ReadTo,
-    /// Bytes read of the file.
+    /// Bytes of the file read so far.
     read: u64,
 }
 
 impl Reading {
-    /// Reads from a place on. Errors of the files leave nothing unsaid of what was taken before.
+    /// Reads from this place on. An error in a file is returned after everything read before it has been taken.
     ///
     /// # Errors
-    /// [`Error::Data`] for files that cannot be read, and for the first bad row where these stop; what the sink says.
+    /// [`Error::Data`] for files that cannot be read, and for the first bad row if bad rows are errors; the errors of the sink.
     pub fn read(&self, from: ReadTo, sink: &mut dyn Sink, watch: &mut dyn Watch) -> Result<()> {
         let sizes: Vec<u64> =
             self.files.iter().map(|file| std::fs::metadata(file).map_or(0, |about| about.len())).collect();
@@ -174,13 +174,13 @@ impl Reading {
             let give = move || {
                 let made = self.batches(from, &mut |batch| sender.send(Ok(batch)).is_ok());
                 if let Err(error) = made {
-                    // Nobody waits for it where the sink has ended the reading.
+                    // If the sink has ended the reading, nobody receives this error.
                     let _ = sender.send(Err(error));
                 }
             };
             let reader = std::thread::Builder::new().name("nibble-data".into());
             reader.spawn_scoped(scope, give).map_err(nibble_core::Error::not_started)?;
-            // Dropped at the first error, upon which the reader ends.
+            // The receiver is dropped at the first error, which ends the reader.
             for batch in batches {
                 let batch = batch?;
                 let number = batch.file;
@@ -199,7 +199,7 @@ impl Reading {
         })
     }
 
-    /// Gives the rows of all files, batch by batch, while they are taken.
+    /// Passes the rows of all files to `give`, batch by batch, until it returns false.
     fn batches(&self, from: ReadTo, give: &mut dyn FnMut(Batch) -> bool) -> Result<()> {
         for (number, path) in self.files.iter().enumerate().skip(from.file) {
             let read = Arc::new(AtomicU64::new(0));
@@ -251,16 +251,16 @@ impl Reading {
         Ok(())
     }
 
-    /// Checks that the ids of a file of these can be all ids of the vocabulary: else another tokenizer has made them, or they are wider than they are read.
+    /// Checks that the file's ids are wide enough for the vocabulary: if not, they are of another tokenizer, or wider than they are read.
     ///
     /// # Errors
-    /// [`Error::Data`] where they cannot.
+    /// [`Error::Data`] if they are not.
     pub fn require_width(&self, kind: &dyn Source, file: &DataFile) -> Result<()> {
         let Some(bits) = kind.id_bits(file).filter(|bits| *bits < u32::BITS) else { return Ok(()) };
         let named = self.encoder.tokenizer.as_ref().filter(|tokenizer| tokenizer.has_text());
         let (key, vocabulary) = match named {
             Some(tokenizer) => ("data.tokenizer", tokenizer.vocab_size()),
-            // A model may have rows to spare, and `nibble data` asks for no vocabulary.
+            // A model's embedding may have extra rows, and `nibble data` sets no vocabulary.
             None if bits < 15 || self.encoder.vocab_size == i32::MAX as usize => return Ok(()),
             None => ("model.vocab_size", self.encoder.vocab_size),
         };
@@ -274,7 +274,7 @@ impl Reading {
         Err(Error::data(&file.path, why))
     }
 
-    /// The ids of a batch, in order, and the rows that have none.
+    /// The ids of a batch, in order, and its bad rows.
     fn encode(&self, pool: &ThreadPool, batch: Batch) -> Result<(Vec<Encoded>, Vec<BadRow>)> {
         let Batch { rows, file, unit, .. } = batch;
         let path = &self.files[file];
@@ -291,7 +291,7 @@ impl Reading {
         for (is_whole, one) in all {
             match one {
                 Ok(one) => encoded.push(one),
-                // Of a document of which a part is taken already nothing can be left out.
+                // A document cannot be left out after a part of it was taken.
                 Err(bad) if is_whole && self.on_error == OnError::Skip => left_out.push(bad),
                 Err(bad) => {
                     let other = if is_whole { "; data.on_error=skip leaves such rows out" } else { "" };

@@ -1,5 +1,5 @@
-//! Bytes of a file that are read here and there. A file is read at places, not mapped: who cuts it short meanwhile gets an error that names it,
-//! where a map would end the process.
+//! Random access to the bytes of a file. Files are read by position, not mapped: if another program truncates the file, the error names it,
+//! where a mapping would crash the process.
 
 use std::borrow::Cow;
 use std::fs::File;
@@ -12,28 +12,28 @@ use super::fingerprint::Stamp;
 use crate::error::{Error, Result};
 use crate::files;
 
-/// Bytes that are read here and there.
+/// Bytes with random access.
 #[derive(Debug)]
 pub(super) enum Region {
-    /// Those of a file.
+    /// A file.
     StoredFile(StoredFile),
-    /// Those that came through a pipe, or none.
+    /// Data from a pipe, or nothing.
     Held(Arc<[u8]>),
 }
 
-/// An open file, and what says that it is as it was.
+/// An open file, and the stamp that detects changes.
 #[derive(Debug)]
 pub(super) struct StoredFile {
     path: PathBuf,
     file: File,
     len: usize,
     stamp: Mutex<Stamp>,
-    /// Of all its bytes, where it is known.
+    /// Of the whole file, if known.
     sha256: Option<String>,
     blocks: Mutex<Vec<Block>>,
 }
 
-/// A piece of a file that single numbers were read of.
+/// A block of a file, cached for reads of single numbers.
 #[derive(Debug)]
 struct Block {
     number: usize,
@@ -42,7 +42,7 @@ struct Block {
 
 const BLOCK_BYTES: usize = 4096;
 
-/// Blocks that are kept: numbers are read of a few places that go forward.
+/// Cached blocks: numbers are read at a few places that move forward.
 const MOST_BLOCKS: usize = 8;
 
 impl Region {
@@ -66,10 +66,11 @@ impl Region {
         }))
     }
 
-    /// The same, whose bytes have this SHA-256 if the file has this stamp: a file whose stamp changes and whose bytes do not is taken for the same.
+    /// This region, whose bytes have this SHA-256 if the file has this stamp. A later change of the stamp but not of the bytes is then
+    /// accepted.
     ///
     /// # Errors
-    /// [`Error::Data`] where it has another stamp by now.
+    /// [`Error::Data`] if the stamp has already changed.
     pub fn known(mut self, stamp: &Stamp, sha256: &str) -> Result<Self> {
         if let Self::StoredFile(stored) = &mut self {
             let is_same = *stored.stamp.get_mut().unwrap_or_else(PoisonError::into_inner) == *stamp;
@@ -89,7 +90,7 @@ impl Region {
         }
     }
 
-    /// These bytes.
+    /// The bytes of a range.
     ///
     /// # Errors
     /// [`Error::Data`] where the file cannot be read, or has been cut short.
@@ -107,7 +108,7 @@ impl Region {
         }
     }
 
-    /// The bytes of one number from this place on.
+    /// The bytes of one number at this place.
     ///
     /// # Errors
     /// As [`Region::read`].
@@ -122,7 +123,7 @@ impl Region {
         Ok(number)
     }
 
-    /// The number that the eight bytes at this place are.
+    /// The `u64` at this place.
     ///
     /// # Errors
     /// As [`Region::read`].
@@ -130,10 +131,10 @@ impl Region {
         self.number(place).map(u64::from_le_bytes)
     }
 
-    /// Checks that the file is as it was when it was opened.
+    /// Checks that the file has not changed since it was opened.
     ///
     /// # Errors
-    /// [`Error::Data`] where it is not.
+    /// [`Error::Data`] if it has.
     pub fn require_unchanged(&self) -> Result<()> {
         match self {
             Self::StoredFile(stored) => stored.require_unchanged(),
@@ -167,7 +168,7 @@ impl StoredFile {
         }
     }
 
-    /// Fills a number from a place of a block.
+    /// Copies a number out of a block.
     fn of_block(&self, number: usize, place: usize, to: &mut [u8]) -> Result<()> {
         let mut blocks = self.blocks.lock().unwrap_or_else(PoisonError::into_inner);
         let found = match blocks.iter().position(|block| block.number == number) {
@@ -181,7 +182,7 @@ impl StoredFile {
                 0
             }
         };
-        // The one that was used last is the last to go.
+        // The least recently used block is evicted first.
         blocks[..=found].rotate_right(1);
         let bytes = blocks[0].bytes.get(place..place + to.len());
         let bytes = bytes.ok_or_else(|| Error::data(&self.path, format!("ends at byte {}", self.len)))?;
@@ -195,7 +196,7 @@ impl StoredFile {
         if *stamp == now {
             return Ok(());
         }
-        // Another name, another owner, or a link to it that has gone: only then does it pay to read it all.
+        // A new name, a new owner, or a removed link changes the stamp too; only in such a case is the whole file hashed again.
         if let Some(sha256) = &self.sha256
             && now.size() == self.len as u64
             && *sha256 == files::sha256_of_file(&self.file).map_err(|e| self.unread(&e))?
@@ -211,7 +212,7 @@ impl StoredFile {
 mod tests {
     use super::*;
 
-    /// Numbers of every place, within blocks and across them, from a file as from memory.
+    /// Reads numbers at every place, within blocks and across them, from files and from memory.
     #[test]
     fn numbers_are_read_across_blocks() {
         let dir = tempfile::tempdir().unwrap();

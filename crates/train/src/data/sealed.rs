@@ -1,4 +1,4 @@
-//! JSON that says its own SHA-256, so that what something else has written there is not believed.
+//! JSON with its own SHA-256, which detects changes by other programs.
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -8,20 +8,20 @@ use crate::files::sha256_hex;
 #[derive(Serialize, Deserialize)]
 struct Sealed<T> {
     holds: T,
-    /// Of `holds` as it is written without white space.
+    /// Of `holds`, serialized without white space.
     sha256: String,
 }
 
-/// The text of this.
+/// The sealed text of a value.
 ///
 /// # Errors
-/// For what JSON has not.
+/// For values that JSON cannot represent.
 pub(super) fn seal<T: Serialize>(holds: T) -> serde_json::Result<String> {
     let sha256 = sha256_hex(serde_json::to_string(&holds)?.as_bytes());
     serde_json::to_string_pretty(&Sealed { holds, sha256 })
 }
 
-/// What a text holds, if it is as it was written.
+/// The value of a sealed text, if the text is unchanged.
 pub(super) fn open<T: Serialize + DeserializeOwned>(text: &str) -> Option<T> {
     let Sealed { holds, sha256 } = serde_json::from_str::<Sealed<T>>(text).ok()?;
     let written = serde_json::to_string(&holds).ok()?;

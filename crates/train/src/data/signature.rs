@@ -1,25 +1,25 @@
-//! Kinds of files that are no text, known by their first bytes.
+//! Binary file formats, recognized by their first bytes.
 
 use Mark::{At, Both, Safetensors, Zlib};
 
-/// What a file is and what to do about it, if it begins like one of these.
+/// The format of a file and advice about it, if it begins like a known binary format.
 pub(super) fn kind_of(bytes: &[u8]) -> Option<String> {
     let (what, advice, _) = KINDS.iter().find(|(.., marks)| marks.iter().any(|mark| mark.is_of(bytes)))?;
     Some(format!("is {what}, expected a text: {advice}"))
 }
 
-/// A kind of file that is no text: what it is, what to do about it, and how it begins.
+/// A binary format: its name, the advice, and its marks.
 type Kind = (&'static str, &'static str, &'static [Mark]);
 
-/// What stands at an offset of every file of a kind.
+/// Bytes at a fixed offset in every file of a format.
 enum Mark {
     /// These bytes.
     At(usize, &'static [u8]),
-    /// These, and those at another offset.
+    /// These bytes, and others at an offset.
     Both(&'static [u8], usize, &'static [u8]),
-    /// A header of zlib (RFC 1950, 2.2) with a window of 32 KiB: two bytes, and after them a block of deflate that no text has.
+    /// A zlib header (RFC 1950, 2.2) with a window of 32 KiB: two bytes, then a deflate block that no text has.
     Zlib,
-    /// A header of safetensors: its length, then JSON of so many bytes.
+    /// A safetensors header: a length, then JSON of that length.
     Safetensors,
 }
 
@@ -31,7 +31,7 @@ impl Mark {
             Self::Both(first, at, second) => stands(0, first) && stands(*at, second),
             Self::Zlib => {
                 let [0x78, level @ (0x01 | 0x5e | 0x9c | 0xda), ..] = bytes else { return false };
-                // "x^" begins texts; what zlib makes is not ASCII for long.
+                // A text may begin with "x^"; zlib's output does not stay ASCII for long.
                 *level != 0x5e || bytes.iter().take(64).any(|byte| !byte.is_ascii())
             }
             Self::Safetensors => {
@@ -43,13 +43,13 @@ impl Mark {
     }
 }
 
-/// Advice for what holds a text in some form of its own.
+/// Advice for files that contain text in another format.
 const EXPORT: &str = "export what it holds as text";
 
-/// Advice for what holds none.
+/// Advice for files without text.
 const NO_TEXT: &str = "name another file";
 
-/// From the most particular mark on.
+/// The most specific mark first.
 const KINDS: &[Kind] = &[
     (
         "a zip archive",
@@ -57,7 +57,7 @@ const KINDS: &[Kind] = &[
         &[At(0, b"PK\x03\x04"), At(0, b"PK\x05\x06"), At(0, b"PK\x07\x08")],
     ),
     ("packed with xz", "unpack it with `xz -d`", &[At(0, b"\xfd7zXZ\0")]),
-    // After the level comes the number whose digits are those of pi, or of its root where the file is empty.
+    // After the level come the digits of pi, or of its square root if the file is empty.
     (
         "packed with bzip2",
         "unpack it with `bzip2 -d`",

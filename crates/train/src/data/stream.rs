@@ -1,24 +1,24 @@
-//! The tokens of a source, one after the other: which they are, where documents begin, and which are no targets.
+//! The tokens of a source in order: their ids, the beginnings of documents, and the runs that are no targets.
 
 use std::ops::Range;
 
 use super::region::Region;
 use crate::error::Result;
 
-/// Tokens that are packed without gaps, on the disk.
+/// Densely packed tokens on disk.
 #[derive(Debug)]
 pub(super) struct TokenStream {
     ids: Region,
-    /// Bytes of an id: 1, 2 or 4.
+    /// Bytes per id: 1, 2 or 4.
     width: usize,
     /// The first token of each document, 64 bits each.
     documents: Region,
-    /// First and end of each run of tokens that are no targets, 64 bits each.
+    /// First token and end of each run of non-target tokens, 64 bits each.
     unlearnt: Region,
     sha256: String,
 }
 
-/// Bytes of an id, of so many.
+/// Bytes per id for this vocabulary size.
 pub(super) fn width_of(vocab_size: usize) -> usize {
     match vocab_size {
         0..=0x100 => 1,
@@ -28,18 +28,18 @@ pub(super) fn width_of(vocab_size: usize) -> usize {
 }
 
 impl TokenStream {
-    /// One document, whose bytes are its tokens.
+    /// One document with bytes as tokens.
     pub fn of_bytes(bytes: Region, sha256: String) -> Self {
         let [documents, unlearnt] = [&[0; 8][..], &[]].map(|bytes| Region::Held(bytes.into()));
         Self { ids: bytes, width: 1, documents, unlearnt, sha256 }
     }
 
-    /// What a cache holds.
+    /// The contents of a cache.
     pub fn of_parts(ids: Region, width: usize, documents: Region, unlearnt: Region, sha256: String) -> Self {
         Self { ids, width, documents, unlearnt, sha256 }
     }
 
-    /// SHA-256 of the tokens; of their bytes, where each is one and they are one document.
+    /// SHA-256 of the tokens; for one document of bytes, of the bytes.
     pub fn sha256(&self) -> &str {
         &self.sha256
     }
@@ -54,7 +54,7 @@ impl TokenStream {
         self.documents.len() / 8
     }
 
-    /// The ids of these tokens.
+    /// The ids of a range of tokens.
     ///
     /// # Errors
     /// [`Error::Data`](crate::Error::Data) where the file cannot be read, as in all that follows.
@@ -64,23 +64,23 @@ impl TokenStream {
             [a] => i32::from(a),
             [a, b] => i32::from(u16::from_le_bytes([a, b])),
             [a, b, c, d] => i32::from_le_bytes([a, b, c, d]),
-            // No other width is made.
+            // The width is 1, 2 or 4.
             _ => 0,
         };
         Ok(bytes.chunks_exact(self.width).map(id).collect())
     }
 
-    /// The first token of a document. Of a file that somebody is writing to it may be any number.
+    /// The first token of a document. If another program writes to the file, it may be any number.
     fn first(&self, document: usize) -> Result<usize> {
         Ok(self.documents.u64_at(8 * document)? as usize)
     }
 
-    /// A run of tokens that are no targets.
+    /// A run of non-target tokens.
     fn run(&self, number: usize) -> Result<Range<usize>> {
         Ok(self.unlearnt.u64_at(16 * number)? as usize..self.unlearnt.u64_at(16 * number + 8)? as usize)
     }
 
-    /// The first number of which this is true, which is true of all behind it.
+    /// Binary search: the first index for which `is_so` is true; it stays true after that.
     fn first_with(count: usize, is_so: impl Fn(usize) -> Result<bool>) -> Result<usize> {
         let (mut below, mut end) = (0, count);
         while below < end {
@@ -94,7 +94,7 @@ impl TokenStream {
         Ok(below)
     }
 
-    /// The documents that begin within these tokens, by their first ones.
+    /// The first tokens of the documents that begin within a range of tokens.
     pub fn begins(&self, tokens: Range<usize>) -> Result<Vec<usize>> {
         let first = Self::first_with(self.documents(), |document| Ok(self.first(document)? >= tokens.start))?;
         let mut begins = Vec::new();
@@ -108,7 +108,7 @@ impl TokenStream {
         Ok(begins)
     }
 
-    /// Those of these tokens that are no targets, run by run.
+    /// The runs of non-target tokens within a range of tokens.
     pub fn unlearnt(&self, tokens: Range<usize>) -> Result<Vec<Range<usize>>> {
         let count = self.unlearnt.len() / 16;
         let first = Self::first_with(count, |number| Ok(self.run(number)?.end > tokens.start))?;
@@ -124,9 +124,9 @@ impl TokenStream {
         Ok(runs)
     }
 
-    /// Whether one of these tokens is a target; where documents are kept `apart` the first of a document is none.
+    /// Whether a range has a target. With `apart`, documents are separated and the first token of each is no target.
     pub fn has_target(&self, tokens: Range<usize>, apart: bool) -> Result<bool> {
-        // So many at once: nearly always one of the first is.
+        // Tokens per search step: the first step nearly always finds a target.
         const PART: usize = 1 << 16;
         for start in tokens.clone().step_by(PART) {
             let part = start..tokens.end.min(start + PART);
@@ -149,8 +149,8 @@ impl TokenStream {
         Ok(false)
     }
 
-    /// Where the held-out tokens begin: at a token, where there is one document; else where a document does, so that they are no more than
-    /// this share.
+    /// Index of the first held-out token: any token in a single document; otherwise the beginning of a document, so that at most this
+    /// fraction of the tokens is held out.
     pub fn split(&self, valid_fraction: f64) -> Result<usize> {
         let at = self.len() as f64 * (1.0 - valid_fraction);
         match self.documents() {
@@ -163,7 +163,7 @@ impl TokenStream {
         }
     }
 
-    /// Checks that what has been read is what was there when the stream was opened.
+    /// Checks that the files have not changed since the stream was opened.
     pub fn require_unchanged(&self) -> Result<()> {
         [&self.ids, &self.documents, &self.unlearnt].into_iter().try_for_each(Region::require_unchanged)
     }
@@ -201,7 +201,7 @@ mod tests {
         assert!(stream.unlearnt(12..20).unwrap().is_empty());
     }
 
-    /// Token by token: whether there is one that no run has, and that begins no document where these are kept apart.
+    /// Compares with a search token by token.
     #[test]
     fn a_target_is_found_where_there_is_one() {
         let stream = stream();
@@ -214,7 +214,7 @@ mod tests {
                 assert_eq!(stream.has_target(start..end, apart).unwrap(), wanted, "{start}..{end}, {apart}");
             }
         }
-        // Beyond the first part.
+        // The target is beyond the first step.
         let of = |runs: &[u64]| {
             TokenStream::of_parts(
                 Region::Held(vec![0; 1 << 17].into()),

@@ -1,4 +1,4 @@
-//! What files hold, without a cache of it: counts, lengths, some documents, and every row that cannot be read.
+//! Statistics of files without building a cache: counts, lengths, sample documents, and every unreadable row.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -11,60 +11,60 @@ use super::source::{DataFile, kind_of};
 use crate::config::{Config, OnError};
 use crate::error::Result;
 
-/// A file that was looked into.
+/// A surveyed file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Surveyed {
     /// The file.
     pub path: PathBuf,
-    /// What it is: `JSON lines, gzip`.
+    /// Its kind: `JSON lines, gzip`.
     pub kind: String,
     /// Its size on the disk.
     pub bytes: u64,
 }
 
-/// What files hold.
+/// Statistics of files.
 #[derive(Debug, Clone, Default)]
 pub struct Survey {
     /// The files, in the order in which they are read.
     pub files: Vec<Surveyed>,
-    /// Documents that have a token.
+    /// Non-empty documents.
     pub documents: u64,
     /// Their tokens.
     pub tokens: u64,
-    /// Tokens that are no targets.
+    /// Non-target tokens.
     pub unlearnt: u64,
-    /// Whether some of them came as ids, of whichever tokenizer.
+    /// Whether some tokens came as ids, of an unknown tokenizer.
     pub has_ids: bool,
     /// The largest id.
     pub largest_id: u32,
-    /// Tokens of the longest document.
+    /// Length of the longest document in tokens.
     pub longest: u64,
-    /// How many documents have a length of `n` binary digits: index 0 has none, 1 those of one token, 2 those of two and three.
+    /// Histogram of document lengths by number of binary digits: index 0 is always 0, index 1 counts length 1, index 2 lengths 2 and 3.
     pub lengths: Vec<u64>,
-    /// The first tokens of some documents, each with the document's number from 1.
+    /// The first tokens of some documents, each with its document's number, from 1.
     pub samples: Vec<(u64, Vec<i32>)>,
-    /// What is not among them.
+    /// Rows and documents without tokens.
     pub left_out: LeftOut,
 }
 
-/// Tokens of a document that are shown.
+/// Number of tokens shown of a document.
 const SAMPLE_TOKENS: usize = 400;
 
-/// Documents that are shown.
+/// Number of documents shown.
 const SAMPLES: usize = 3;
 
-/// How files are looked into.
+/// Options of a survey.
 #[derive(Debug, Clone, Copy)]
 pub struct Look {
-    /// Whether rows that cannot be read are told and left out, whatever the configuration says of them.
+    /// Whether bad rows are reported and left out even if the configuration makes them errors.
     pub checks: bool,
-    /// Ids are below this.
+    /// Exclusive upper bound of ids.
     pub vocab_size: usize,
 }
 
 impl Survey {
-    /// Looks into the files that these paths, folders and globs mean, in the way that the configuration reads its own. `tell` is given every
-    /// row that is left out, and `watch` how far that is.
+    /// Surveys the files of these paths, folders and globs with the configuration's settings. `tell` gets every row that is left out, and
+    /// `watch` the progress.
     ///
     /// # Errors
     /// [`crate::Error::Data`] for files that cannot be read, and for a row that cannot, unless such rows are left out.
@@ -96,18 +96,18 @@ impl Survey {
     }
 }
 
-/// Counts what is read.
+/// Counts the pieces.
 struct Counting<'a> {
     survey: Survey,
-    /// Tokens of the document that is being read.
+    /// Tokens of the current document.
     length: u64,
-    /// Its first ones, where it is shown.
+    /// First tokens of the current document, if it is a sample.
     sample: Option<Vec<i32>>,
     tell: &'a mut dyn FnMut(&BadRow),
 }
 
 impl Counting<'_> {
-    /// The document that was being read is over.
+    /// Ends the current document.
     fn document_ends(&mut self) {
         let (length, survey) = (std::mem::take(&mut self.length), &mut self.survey);
         if length == 0 {
@@ -120,7 +120,7 @@ impl Counting<'_> {
         }
         survey.lengths[digits] += 1;
         if let Some(sample) = self.sample.take() {
-            // The first one stays; of the others the last.
+            // Keeps the first sample and the most recent ones.
             if survey.samples.len() == SAMPLES {
                 survey.samples.remove(1);
             }

@@ -8,15 +8,14 @@
 //!  ⟦one of 8⟧ ⟦of 7⟧ ⟦Markov chain of the dialect⟧  =     again  matches the opener
 //! ```
 //!
-//! The opener decides which of four dialects the letters follow: each dialect has its own table in which a letter (and,
-//! for the first letter, the name) has four possible successors of unequal probability. Who reads only the last token
-//! sees a blur of four dialects; who looks back to the opener knows the table. Name and closer at the end cost nothing
-//! to who remembers the beginning.
+//! The opener decides which of four dialects the letters follow: each dialect has its own table in which a letter (and, for the first
+//! letter, the name) has four possible successors of unequal probability. A model that sees only the last token sees a mixture of four
+//! dialects; a model that attends to the opener knows the table. Name and closer at the end are certain for a model that remembers the
+//! beginning.
 //!
-//! Given everything since the opener the process has no hidden state, so the entropy rate is the mean over the 32 places
-//! of the entropy of the next token given the past, and follows from the marginal distributions of the chain.
-//! Probabilities are multiples of 2⁻¹⁶, drawn with sixteen random bits: the sampler has exactly the distribution that
-//! the entropy is computed from.
+//! Given everything since the opener the process has no hidden state, so the entropy rate is the mean over the 32 places of the entropy of
+//! the next token given the past, and follows from the marginal distributions of the chain. Probabilities are multiples of 2⁻¹⁶, sampled
+//! with sixteen random bits: the sampler has exactly the distribution that the entropy is computed from.
 
 use nibble_formats::philox::{Purpose, Stream, fnv1a32};
 
@@ -46,7 +45,7 @@ const MARKER_AT: usize = RECORD_TOKENS - 3;
 const NAME_AGAIN_AT: usize = RECORD_TOKENS - 2;
 const CLOSER_AT: usize = RECORD_TOKENS - 1;
 
-/// 2¹⁶: what the probabilities of a choice, as integers, sum to.
+/// 2¹⁶: the sum of the integer probabilities of a choice.
 const ONE: u32 = 1 << 16;
 
 /// Probabilities of a letter's four successors, in 1/65536: about 0.55, 0.25, 0.13, 0.07.
@@ -54,13 +53,13 @@ const SUCCESSOR_WEIGHTS: [u32; SUCCESSORS] = [36_045, 16_384, 8_520, 4_587];
 const _: () =
     assert!(SUCCESSOR_WEIGHTS[0] + SUCCESSOR_WEIGHTS[1] + SUCCESSOR_WEIGHTS[2] + SUCCESSOR_WEIGHTS[3] == ONE);
 
-/// The language is the same in every run: this seeds its tables.
+/// Seed of the language's tables, the same in every run.
 const LANGUAGE_SEED: u64 = 0x6e69_6262_6c65;
 
-/// One printable character a token, in the order of the ids.
+/// One printable character per token, in the order of the ids.
 const SYMBOLS: &str = "([{<«‹⟨⌈)]}>»›⟩⌉ABCDEFG=abcdefghijklmnopqrstuvwxyz0123456789+-*/";
 
-/// Which records: those trained on or those held out. Equal seeds and indices give unrelated records in the two.
+/// Training or held-out records. Equal seeds and indices give unrelated records in the two.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Split {
     /// Records to train on.
@@ -69,7 +68,7 @@ pub enum Split {
     Valid,
 }
 
-/// What a model of the language can and must at least reach, in nats a token.
+/// Bounds of the loss of a model of the language, in nats per token.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Entropy {
     /// Entropy rate H: the loss of a model that knows everything.
@@ -78,7 +77,7 @@ pub struct Entropy {
     pub unigram: f64,
 }
 
-/// What may follow a letter or a name in a dialect, the likeliest first, by [`SUCCESSOR_WEIGHTS`].
+/// The possible successors of a letter or a name in a dialect, the likeliest first, with [`SUCCESSOR_WEIGHTS`].
 type Row = [u8; SUCCESSORS];
 
 /// The built-in language: its tables, its sampler, its exact entropy.
@@ -151,7 +150,7 @@ impl Language {
         tokens
     }
 
-    /// −ln of the language's own probability of a record, in nats; infinite where it breaks the grammar.
+    /// The negative log-probability of a record under the language, in nats; infinite if it breaks the grammar.
     #[must_use]
     pub fn nats(&self, record: &[i32; RECORD_TOKENS]) -> f64 {
         let place = |at: usize, first: usize, count: usize| {
@@ -182,9 +181,9 @@ impl Language {
 
     /// The exact entropies, in nats a token.
     ///
-    /// H = (H(opener) + H(name) + Σ H(successor)) / 32: every row has the same successor probabilities, and what follows
-    /// the letters is certain. U is the entropy of the mean over the 32 places of a token's distribution; those of the
-    /// letters are propagated through the chain of each dialect.
+    /// H = (H(opener) + H(name) + Σ H(successor)) / 32: every row has the same successor probabilities, and the tokens after the letters
+    /// are certain. U is the entropy of the token distribution averaged over the 32 places; the distributions of letters are propagated
+    /// through each dialect's chain.
     #[must_use]
     pub fn entropy(&self) -> Entropy {
         let openers: Vec<f64> = (0..OPENERS).map(|i| uniform_share(i, OPENERS)).collect();
@@ -248,12 +247,12 @@ fn pick(row: &Row, bits: u32) -> u8 {
     row[SUCCESSORS - 1] // unreachable: the bounds end at 2^16
 }
 
-/// Sixteen bits below this choose one of the first `i + 1` of `n` equally likely things.
+/// Sixteen random bits below this number choose one of the first `i + 1` of `n` equally likely items.
 fn uniform_bound(i: usize, n: usize) -> u32 {
     ONE * (i as u32 + 1) / n as u32
 }
 
-/// The probability that choice `i` of `n` really has: 1/n rounded to a multiple of 2⁻¹⁶.
+/// The exact probability of choice `i` of `n`: 1/n rounded to a multiple of 2⁻¹⁶.
 fn uniform_share(i: usize, n: usize) -> f64 {
     let below = if i == 0 { 0 } else { uniform_bound(i - 1, n) };
     share(uniform_bound(i, n) - below)
@@ -315,8 +314,8 @@ mod tests {
         let good = language.record(1, Split::Train, 7);
         assert!(language.nats(&good).is_finite());
         for at in 0..RECORD_TOKENS {
-            // The letter after the last of a row's, a wrong closer, a name where the marker was: at least one of the
-            // 63 other tokens is wrong everywhere, and outside the body every one of them is.
+            // A letter of no row, a wrong closer, a name in the marker's place: at least one of the 63 other tokens is wrong everywhere,
+            // and outside the body every one of them is.
             let wrong = (0..SYNTHETIC_VOCAB as i32).filter(|&id| {
                 let mut bad = good;
                 bad[at] = id;
@@ -332,7 +331,7 @@ mod tests {
 
     #[test]
     fn a_perfect_model_gains_much_by_looking_back() {
-        // What a model that sees only the last letter could reach: the entropy of the four dialects' mixed rows.
+        // The entropy of the four dialects' mixed rows: the best loss of a model that sees only the last letter.
         let language = Language::new();
         let mixed: f64 = (0..LETTERS)
             .map(|state| {

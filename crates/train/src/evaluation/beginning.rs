@@ -1,24 +1,24 @@
-//! What stands before a text that is scored, and the request that a text and what continues it are.
+//! The tokens before a scored text, and requests of a text with its continuation.
 
 use super::Request;
 use crate::config::Config;
 use crate::error::Result;
 use crate::tokenizer::{AUTO, Bytes, Tokenizer};
 
-/// What stands before a text that is scored.
+/// The tokens before a scored text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Beginning {
-    /// Before a text of which nothing comes before.
+    /// Tokens before a text without context.
     alone: Vec<i32>,
-    /// Whether that is a token that texts begin or end with, which a document of ids or a conversation may have already.
+    /// Whether that is BOS or EOS, which a document of ids or a conversation may already begin with.
     is_control: bool,
-    /// Before a question, where that has anything before it.
+    /// The token before a question, if there is one.
     question: Option<i32>,
 }
 
 impl Beginning {
-    /// Of a run, as its own documents have it: the token that `data.bos_token` puts before them, before questions too. Where it puts none, they follow
-    /// the token that ends the one before (`data.eos_token`).
+    /// As in a run's own documents: the token of `data.bos_token` before a text, and before a question too. If there is none, a text
+    /// follows the token that ends documents (`data.eos_token`).
     ///
     /// # Errors
     /// As [`Config::framing`].
@@ -27,8 +27,9 @@ impl Beginning {
         Self::new(config, framing.bos.or(framing.eos), framing.bos)
     }
 
-    /// Of a folder, as lm-evaluation-harness has it: before a text the `bos_token` of the tokenizer's files, also where texts do not begin with it, else
-    /// what ends texts; before a question what the tokenizer puts before every text, if it does. `data.bos_token` names another for both.
+    /// As in lm-evaluation-harness, for a published folder: before a text the `bos_token` of the tokenizer's files, even if texts do not
+    /// begin with it, else EOS; before a question the token that the tokenizer puts before every text, if any. `data.bos_token` replaces
+    /// both.
     ///
     /// # Errors
     /// As [`Config::framing`].
@@ -51,26 +52,26 @@ impl Beginning {
         Ok(Self { alone, is_control, question })
     }
 
-    /// These, for tests.
+    /// From these values, for tests.
     #[cfg(test)]
     pub(super) fn of(alone: Vec<i32>, is_control: bool, question: Option<i32>) -> Self {
         Self { alone, is_control, question }
     }
 
-    /// What stands before these ids of a document.
+    /// The tokens to put before these ids of a document.
     pub(super) fn of_document(&self, ids: &[i32]) -> &[i32] {
         let has_it = self.is_control && ids.first() == self.alone.first();
         if has_it { &[] } else { &self.alone }
     }
 
-    /// What the longest of it takes.
+    /// Largest number of tokens before a text.
     pub(super) fn len(&self) -> usize {
         self.alone.len()
     }
 
-    /// The ids of a text and of what continues it, as one request: those of the text alone, and behind them what the whole has behind as many ids. Where
-    /// a token of the whole reaches across the end of the text, these are not the ids of the whole. Spaces at the end of the text belong to the
-    /// continuation. A text of nothing else is what a text has before it.
+    /// The ids of a text and its continuation as one request: those of the text alone, then those of the whole after the same number of
+    /// ids. If a token of the whole crosses the end of the text, the request's ids differ from those of the whole. Trailing spaces of the
+    /// text belong to the continuation. An empty text is replaced by the tokens before a text.
     ///
     /// These are the rules of lm-evaluation-harness's `loglikelihood` and `_encode_pair`.
     ///
@@ -85,14 +86,14 @@ impl Beginning {
             Some(bos) if alone.first() != Some(bos) => std::slice::from_ref(bos),
             _ => &[],
         };
-        // Of a text of nothing that begins with what stands before one, that is what the rest stands behind.
+        // If an empty text is followed by ids that begin with the token before a text, that token is the context.
         let first = (before.len() + alone.len()).max(1);
         let behind = whole.get(alone.len()..).unwrap_or_default();
         Ok(Request::behind(first, [before, &alone, behind].concat()))
     }
 }
 
-/// What Python's `str.rstrip` takes away: white space, and the separators of ASCII.
+/// The characters that Python's `str.rstrip` strips: white space, and ASCII's separators.
 fn is_space(of: char) -> bool {
     of.is_whitespace() || ('\u{1c}'..='\u{1f}').contains(&of)
 }
@@ -101,7 +102,7 @@ fn is_space(of: char) -> bool {
 mod tests {
     use super::*;
 
-    /// Bytes, but for an exclamation mark and what ends its line, which are one token.
+    /// Bytes as tokens, except that an exclamation mark and a following line end are one token.
     #[derive(Debug)]
     struct Merging;
 
@@ -129,18 +130,18 @@ mod tests {
         }
     }
 
-    /// The context is what it is alone, also where the whole is cut elsewhere: so the harness has it.
+    /// As in the harness, the context has the ids that it has alone, even if the whole is tokenized differently.
     #[test]
     fn a_context_has_the_ids_that_it_has_alone() {
         for (question, before) in [(Some(1), vec![1]), (None, vec![])] {
             let made = Beginning::of(vec![1], true, question).request(&Merging, "ab!\n", " c").unwrap();
-            // The whole is `a`, `b`, the token of both, ` `, `c`: behind as many as `ab!` has are the last two.
+            // The whole is `a`, `b`, the joint token, ` `, `c`: after as many ids as `ab!` has come the last two.
             let wanted = [before.clone(), Bytes.encode("ab! c").unwrap()].concat();
             assert_eq!(made, Request::behind(before.len() + 3, wanted));
         }
     }
 
-    /// Byte 1 is the token that texts begin with, as a text may have it too.
+    /// Byte 1 is BOS, which a text may also contain.
     #[test]
     fn a_question_begins_as_the_harness_has_it() {
         let with = Beginning::of(vec![1], true, Some(1));
@@ -150,16 +151,16 @@ mod tests {
             (ids, scored[0].start)
         };
         let ids = |text: &str| Bytes.encode(text).unwrap();
-        // (context, continuation, ids with the token and the first that is scored, the same without)
+        // (context, continuation, ids with BOS and index of the first scored one, the same without BOS)
         for (context, continuation, wanted, plain) in [
             ("ab", " c", ("\u{1}ab c", 3), ("ab c", 2)),
             ("ab ", " c", ("\u{1}ab  c", 3), ("ab  c", 2)),
-            // White space of Python: two of ASCII's separators, and one of Unicode's.
+            // White space in Python: two of ASCII's separators, and one of Unicode's.
             ("ab\u{1c}\u{1f}", "c", ("\u{1}ab\u{1c}\u{1f}c", 3), ("ab\u{1c}\u{1f}c", 2)),
             ("ab\u{2003}", "c", ("\u{1}ab\u{2003}c", 3), ("ab\u{2003}c", 2)),
-            // What begins with it has it once.
+            // A text that begins with BOS gets no second one.
             ("\u{1}ab", " c", ("\u{1}ab c", 3), ("\u{1}ab c", 3)),
-            // Of no question it is what stands before a text, wherever that is asked for.
+            // Without a question it is the token before a text, wherever that is requested.
             ("", "c", ("\u{1}c", 1), ("\u{1}c", 1)),
             (" ", "c", ("\u{1} c", 1), ("\u{1} c", 1)),
             ("", "\u{1}c", ("\u{1}c", 1), ("\u{1}c", 1)),
@@ -175,7 +176,7 @@ mod tests {
                 "{context:?}, {continuation:?}"
             );
         }
-        // A new line stands before a text of bytes; one that begins with it has two.
+        // A new line precedes a text of bytes, even one that begins with a new line.
         let bytes = Beginning::of(vec![10], false, None);
         assert_eq!(of(&bytes, "", "\nc"), (ids("\n\nc"), 1));
         assert_eq!(of(&bytes, "\n", "c"), (ids("\n\nc"), 1));

@@ -1,25 +1,25 @@
-//! How well held-out sequences are predicted.
+//! The loss of held-out sequences.
 
-/// Nats of the targets of held-out sequences.
+/// Sum of the losses of held-out targets, in nats.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct HeldOut {
-    /// Of all targets together.
+    /// Sum over all targets.
     pub nats: f64,
-    /// How many there are.
+    /// Number of targets.
     pub targets: u64,
 }
 
 impl HeldOut {
-    /// Sequences of a batch of `eval.batches`, whatever `train.batch_size` is.
+    /// Sequences per batch of `eval.batches`, whatever `train.batch_size` is.
     pub const BATCH: usize = 16;
 
-    /// The sum over sequences of which each has so many nats. Its order does not depend on how many are computed at once.
+    /// The sum of the sequences' nats, in an order that does not depend on the batch size.
     pub(crate) fn of_sequences(nats: &[f32], targets: u64) -> Self {
         let sums = nats.chunks(Self::BATCH).map(|nats| nats.iter().copied().map(f64::from).sum::<f64>());
         Self { nats: sums.sum(), targets }
     }
 
-    /// Nats a target. None where there is no target: a mean over nothing has no value.
+    /// Nats per target; `None` without targets, where a mean has no value.
     #[must_use]
     pub fn loss(&self) -> Option<f64> {
         (self.targets > 0).then(|| self.nats / self.targets as f64)

@@ -1,9 +1,8 @@
-//! What a model predicts of given texts: log-likelihoods of continuations, tasks that are scored by them, and perplexities.
+//! Evaluation on given texts: log-likelihoods of continuations, tasks scored by them, and perplexities.
 //!
-//! [`Beginning`] says what stands before a text, separately for a run and for a published folder. Texts of a few tokens are packed as
-//! documents of sequences, and each token's loss is added to its text's ([`Request`]). A [`Perplexity`] cuts each document into
-//! [`Windows`]; of a window, only those tokens count that no earlier window predicted. Documents are read piece by piece and need no
-//! cache.
+//! [`Beginning`] holds the tokens before a text, separately for a run and for a published folder. Short texts are packed as documents into
+//! sequences, and each token's loss is added to its text's ([`Request`]). A [`Perplexity`] cuts each document into [`Windows`]; of a
+//! window, only tokens that no earlier window predicted count. Documents are read piece by piece and need no cache.
 
 mod beginning;
 mod held_out;

@@ -1,20 +1,20 @@
-//! Many short texts as few sequences: each is a document, which sees nothing of the others.
+//! Packs many short texts into few sequences: each text is a document and does not see the others.
 
 use std::ops::Range;
 
 use crate::data::{Batch, NO_TARGET};
 
-/// A text of which a part is scored.
+/// A text with scored parts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Request {
-    /// Its token ids, those of what comes before among them.
+    /// Its token ids, including the context.
     pub ids: Vec<i32>,
-    /// Those that are scored, in order.
+    /// Ranges of scored ids, in order.
     pub scored: Vec<Range<usize>>,
 }
 
 impl Request {
-    /// All ids from this one on are scored.
+    /// A request that scores all ids from index `first` on.
     #[must_use]
     pub fn behind(first: usize, ids: Vec<i32>) -> Self {
         let scored = first.min(ids.len())..ids.len();
@@ -22,27 +22,27 @@ impl Request {
     }
 }
 
-/// Tokens of a request within a batch.
+/// Scored tokens of a request within a batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Placed {
-    /// The number of the request.
+    /// Index of the request.
     pub request: usize,
-    /// The first of its targets that count, among the tokens of the batch.
+    /// Index of its first target among the batch's tokens.
     pub first: usize,
-    /// How many there are.
+    /// Number of its targets.
     pub count: usize,
 }
 
-/// Sequences of requests, and where each request lies.
+/// A batch of requests, and the places of the requests in it.
 #[derive(Debug)]
 pub(crate) struct Packed {
-    /// Documents of it are kept apart.
+    /// The sequences, with separated documents.
     pub batch: Batch,
     pub(super) placed: Vec<Placed>,
 }
 
 impl Packed {
-    /// Adds each token's nats to its request: `nats` has those of every token of the batch.
+    /// Adds each token's nats to its request's sum; `nats` has one entry per token of the batch.
     pub fn add_to(&self, nats: &[f32], sums: &mut [f64]) {
         for Placed { request, first, count } in &self.placed {
             sums[*request] += nats[*first..first + count].iter().map(|nats| f64::from(*nats)).sum::<f64>();
@@ -50,17 +50,17 @@ impl Packed {
     }
 }
 
-/// How many ids of a request are left out at its beginning, so that the rest fits a sequence: its last id is a target alone.
+/// Number of leading ids to drop from a request so that the rest fits a sequence, of which the last id is only a target.
 pub(super) fn cut(request: &Request, seq_len: usize) -> usize {
     request.ids.len().saturating_sub(seq_len + 1)
 }
 
-/// How many requests are longer than a sequence of so many tokens and its last target.
+/// Number of requests longer than a sequence of `seq_len` tokens plus its last target.
 pub(super) fn num_cut(requests: &[Request], seq_len: usize) -> usize {
     requests.iter().filter(|request| cut(request, seq_len) > 0).count()
 }
 
-/// Requests as batches of at most so many sequences of this length, in the order of the requests.
+/// Packs requests, in their order, into batches of at most `sequences` sequences of `seq_len` tokens.
 pub(crate) fn pack(requests: &[Request], (sequences, seq_len): (usize, usize)) -> Vec<Packed> {
     let mut batches = Vec::new();
     let mut next = 0;
@@ -83,10 +83,10 @@ pub(crate) fn pack(requests: &[Request], (sequences, seq_len): (usize, usize)) -
             batch.inputs[place..place + inputs].copy_from_slice(&ids[..inputs]);
             let end = (sequence + 1) * seq_len;
             batch.starts[place..place + inputs].fill(at as i32);
-            // What is behind the last request is a document of its own.
+            // The padding after the last request is a document of its own.
             batch.starts[place + inputs..end].fill((at + inputs) as i32);
             for scored in request.scored.iter().filter(|scored| !scored.is_empty()) {
-                // What is scored is predicted by the token before it.
+                // A scored token is predicted at the token before it.
                 let [first, end] = [scored.start, scored.end].map(|at| at.saturating_sub(cut).max(1) - 1);
                 batch.targets[place + first..place + end].copy_from_slice(&ids[first + 1..end + 1]);
                 placed.push(Placed { request: next, first: place + first, count: end - first });
@@ -116,7 +116,7 @@ mod tests {
         assert_eq!(batch.inputs[..8], [0, 1, 2, 10, 11, 0, 0, 0]);
         assert_eq!(batch.targets[..8], [-1, 2, 3, 11, 12, -1, -1, -1]);
         assert_eq!(batch.starts[..8], [0, 0, 0, 3, 3, 5, 5, 5]);
-        // Ten ids are one more than a sequence and its last target have: the first is left out.
+        // Ten ids are one more than a sequence plus its last target: the first is dropped.
         assert_eq!(batch.inputs[8..], [21, 22, 23, 24, 25, 26, 27, 28]);
         assert_eq!(batch.targets[8..], [-1, -1, -1, -1, -1, -1, -1, 29]);
         assert_eq!(placed.len(), 3);

@@ -1,68 +1,68 @@
-//! Perplexity: how well a model predicts whole documents, window by window.
+//! Perplexity of whole documents, window by window.
 
 use super::{Beginning, Request};
 use crate::data::Encoded;
 use crate::error::{Error, Result};
 
-/// How well documents are predicted.
+/// The losses of documents.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Perplexity {
-    /// Documents that have a token.
+    /// Non-empty documents.
     pub documents: u64,
-    /// Tokens that were predicted.
+    /// Predicted tokens.
     pub tokens: u64,
-    /// Bytes of their text; none where it is not known.
+    /// Bytes of their text; 0 if unknown.
     pub bytes: u64,
-    /// Nats of all of them.
+    /// Sum of their losses in nats.
     pub nats: f64,
 }
 
 impl Perplexity {
-    /// e to the nats a token.
+    /// exp(nats per token).
     #[must_use]
     pub fn by_token(&self) -> f64 {
         (self.nats / self.tokens as f64).exp()
     }
 
-    /// e to the nats a byte, which models of any tokenizer are compared by. None where no token has a text.
+    /// exp(nats per byte), which is comparable between tokenizers; `None` if the text is unknown.
     #[must_use]
     pub fn by_byte(&self) -> Option<f64> {
         (self.bytes > 0).then(|| (self.nats / self.bytes as f64).exp())
     }
 
-    /// Bits a byte; none where no token has a text.
+    /// Bits per byte; `None` if the text is unknown.
     #[must_use]
     pub fn bits_per_byte(&self) -> Option<f64> {
         (self.bytes > 0).then(|| self.nats / self.bytes as f64 / std::f64::consts::LN_2)
     }
 }
 
-/// Cuts documents into windows that are scored one by one, so that every token is predicted once.
+/// Cuts documents into windows that are scored separately, so that every token is predicted once.
 ///
-/// The first window of a document has as many tokens as a sequence and its last target, each later one predicts `stride` more, or what is left of it. Each predicts them
-/// behind as much of the document as a sequence holds. With a stride of a whole sequence these are the windows of lm-evaluation-harness's
-/// `get_rolling_token_windows`.
+/// The first window of a document has a sequence's tokens plus its last target; each later window predicts the next `stride` tokens, or the
+/// rest, given as much of the document as a sequence holds. With a stride of a whole sequence these are the windows of
+/// lm-evaluation-harness's `get_rolling_token_windows`.
 #[derive(Debug)]
 pub struct Windows {
     seq_len: usize,
     stride: usize,
-    /// What stands before a document.
+    /// The tokens before a document.
     beginning: Beginning,
-    /// The tokens of the document that are still needed, and whether each is a target.
+    /// The current document's tokens that are still needed, with a flag for each whether it is a target.
     ids: Vec<i32>,
     is_target: Vec<bool>,
-    /// How many of them are behind: predicted, or never to be.
+    /// How many of them are already predicted, or never will be.
     done: usize,
-    /// With so many of them a window is whole.
+    /// Number of tokens at which a window is complete.
     whole: usize,
 }
 
 impl Windows {
-    /// Of a model that sees `seq_len` tokens, moved on by `stride`.
+    /// Windows of a model with sequences of `seq_len` tokens, moved by `stride`.
     ///
     /// # Errors
-    /// [`Error::Config`] with the key `stride` for one of no token, or of more than a sequence, and with the key `data.seq_len` for one that is
-    /// shorter than what stands before a document.
+    /// [`Error::Config`] with the key `stride` if that is 0 or more than a sequence, and with the key `data.seq_len` if a sequence is
+    /// shorter than the tokens before a document.
     pub fn new(beginning: Beginning, seq_len: usize, stride: usize) -> Result<Self> {
         if stride == 0 || stride > seq_len {
             let why =
@@ -77,10 +77,10 @@ impl Windows {
         Ok(Self { seq_len, stride, beginning, ids, is_target, done: 0, whole: seq_len + 1 })
     }
 
-    /// Adds a piece, which begins a document or goes on with one, and gives the windows that are whole.
+    /// Adds a piece, which begins or continues a document, and passes complete windows to `give`.
     ///
     /// # Errors
-    /// What `give` says.
+    /// Those of `give`.
     pub(crate) fn add(&mut self, piece: &Encoded, give: &mut dyn FnMut(Request) -> Result<()>) -> Result<()> {
         if piece.begins {
             self.end(give)?;
@@ -106,7 +106,7 @@ impl Windows {
     /// Ends the last document.
     ///
     /// # Errors
-    /// What `give` says.
+    /// Those of `give`.
     pub(crate) fn end(&mut self, give: &mut dyn FnMut(Request) -> Result<()>) -> Result<()> {
         if self.ids.len() > self.done {
             self.window(give)?;
@@ -116,7 +116,7 @@ impl Windows {
         Ok(())
     }
 
-    /// Gives what is not behind, and keeps what the next window may need.
+    /// Passes the unpredicted tokens to `give`, and keeps the tokens that the next window may need.
     fn window(&mut self, give: &mut dyn FnMut(Request) -> Result<()>) -> Result<()> {
         let len = self.ids.len();
         let from = len.saturating_sub(self.seq_len + 1);
@@ -162,7 +162,7 @@ mod tests {
         all
     }
 
-    /// What `get_rolling_token_windows` of lm-evaluation-harness gives for ten tokens and four at a time.
+    /// The result of `get_rolling_token_windows` of lm-evaluation-harness for ten tokens, four at a time.
     #[test]
     fn a_stride_of_a_sequence_is_the_harness_s() {
         let all = windows(4, 4, &[piece(100..110, &[], true)]);
@@ -172,7 +172,7 @@ mod tests {
         assert_eq!(scored, [1..5, 1..5, 3..5]);
     }
 
-    /// However documents come and whatever the stride, every target is predicted once, behind what comes before it and as much of it as there is room for.
+    /// However documents are split and whatever the stride, every target is predicted once, given as much of the preceding text as fits.
     #[test]
     fn every_target_is_predicted_once() {
         for (seq_len, stride) in [(1, 1), (4, 1), (4, 3), (7, 7), (16, 5), (100, 9)] {
@@ -182,7 +182,7 @@ mod tests {
             for (number, length) in lengths.into_iter().enumerate() {
                 let first = 1000 * (number as u32 + 1);
                 let cut = length / 2;
-                // The tokens from a third on to the middle are no targets.
+                // The tokens between a third and half of the document are no targets.
                 let unlearnt = cut * 2 / 3..cut;
                 let all = std::slice::from_ref(&unlearnt);
                 let all = if unlearnt.is_empty() { &[] } else { all };
@@ -213,7 +213,7 @@ mod tests {
         }
     }
 
-    /// Ids, and a conversation, may begin with the token that stands before a text, and do not have it twice. What is no such token is no beginning.
+    /// Ids and conversations may already begin with the token before a text, which is then not added. Other tokens do not count.
     #[test]
     fn a_document_has_one_beginning() {
         for (is_control, wanted) in [(false, vec![10, 10, 11]), (true, vec![10, 11])] {

@@ -1,4 +1,4 @@
-//! Questions with choices, scored by the log-likelihood of each choice behind its question, as lm-evaluation-harness does.
+//! Multiple-choice questions, scored by the log-likelihood of each choice given its question, as in lm-evaluation-harness.
 
 use std::fmt;
 use std::ops::Range;
@@ -13,54 +13,55 @@ use crate::files;
 use crate::json_rows;
 use crate::tokenizer::Tokenizer;
 
-/// A question, what may be answered, and what is right.
+/// A question with its choices and the right answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Question {
-    /// What stands before each choice, which follows it after a space.
+    /// The text before each choice; a space separates them.
     pub question: String,
     /// The answers.
     pub choices: Vec<String>,
-    /// The number of the right one, from 0.
+    /// Index of the right choice, from 0.
     pub answer: usize,
 }
 
-/// The questions of a file.
+/// A file of questions.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Task {
-    /// The file's name without its ending.
+    /// The file's name without its extension.
     pub name: String,
     /// In the order of the file.
     pub questions: Vec<Question>,
 }
 
-/// A share of right answers.
+/// A fraction of right answers.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Score {
-    /// The share.
+    /// The fraction.
     pub share: f64,
-    /// Its standard error, from the sample's variance; NaN of one question.
+    /// Its standard error, from the sample variance; NaN for one question.
     pub error: f64,
 }
 
-/// What a model gets in a task.
+/// The scores of a task.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Scored {
-    /// The likeliest choice is the right one.
+    /// By log-likelihood.
     pub acc: Score,
-    /// The same of log-likelihoods over the choices' characters.
+    /// By log-likelihood per character of the choice.
     pub acc_norm: Score,
-    /// The same over the bytes of their UTF-8.
+    /// By log-likelihood per UTF-8 byte of the choice.
     pub acc_bytes: Score,
 }
 
-/// A task has no more bytes.
+/// Largest size of a task's file in bytes.
 const MOST_BYTES: u64 = 1 << 30;
 
 impl Task {
-    /// Reads a file of JSON lines: each an object with `question`, `choices`, a list of texts, and `answer`, the number of the right one from 0.
+    /// Reads a file of JSON lines, each an object with `question`, `choices` (a list of texts), and `answer` (the index of the right
+    /// choice, from 0).
     ///
     /// # Errors
-    /// [`Error::Io`]; [`Error::Data`] naming the line that is none, and of an empty file.
+    /// [`Error::Io`]; [`Error::Data`] naming an invalid line, and for an empty file.
     pub fn open(path: &Path) -> Result<Self> {
         let text = files::read_text(path, MOST_BYTES).map_err(Error::io(path))?;
         let question = |(number, _, row): (usize, &str, Result<Map<String, Value>, String>)| {
@@ -75,10 +76,10 @@ impl Task {
         Ok(Self { name: name.unwrap_or_default(), questions })
     }
 
-    /// Reads several, whose names tell them apart.
+    /// Reads several files with distinct names.
     ///
     /// # Errors
-    /// As [`Task::open`]; [`Error::Data`] for a file of the name of another one.
+    /// As [`Task::open`]; [`Error::Data`] for a repeated name.
     pub fn open_all(paths: &[impl AsRef<Path>]) -> Result<Vec<Self>> {
         let mut all: Vec<Self> = Vec::new();
         for path in paths {
@@ -92,7 +93,7 @@ impl Task {
         Ok(all)
     }
 
-    /// What to tell of requests of which a sequence of so many tokens cannot hold all; none where it can.
+    /// A note about requests that do not fit a sequence of `seq_len` tokens; `None` if all fit.
     #[must_use]
     pub fn cut_note(&self, requests: &[Request], seq_len: usize) -> Option<String> {
         let cut = num_cut(requests, seq_len);
@@ -106,10 +107,10 @@ impl Task {
         })
     }
 
-    /// A request for each choice, question after question, each question behind what `beginning` puts there.
+    /// A request for each choice of each question, in order, with the tokens of `beginning` before the question.
     ///
     /// # Errors
-    /// [`Error::Data`] for a choice of which the tokenizer has no token.
+    /// [`Error::Data`] for a choice without tokens.
     pub fn requests(&self, tokenizer: &dyn Tokenizer, beginning: &Beginning) -> Result<Vec<Request>> {
         let all = self.questions.iter().enumerate();
         let all = all.flat_map(|(number, one)| one.choices.iter().map(move |choice| (number, one, choice)));
@@ -124,7 +125,7 @@ impl Task {
         made.collect()
     }
 
-    /// The scores by the log-likelihoods of [`Task::requests`], in their order. Of equal ones the first counts.
+    /// The scores for the log-likelihoods of [`Task::requests`], in the same order. Among equal choices the first wins.
     #[must_use]
     pub fn score(&self, log_likelihoods: &[f64]) -> Scored {
         let mut rest = log_likelihoods;
@@ -151,7 +152,7 @@ impl Scored {
     }
 }
 
-/// Each share with its standard error, if that is known.
+/// Each fraction with its standard error, if known.
 impl fmt::Display for Scored {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let one = |(name, Score { share, error }): (&str, Score)| match error.is_finite() {
@@ -195,7 +196,7 @@ impl Score {
     }
 }
 
-/// The place of the first of the largest; none where there is nothing, or a number that is none.
+/// Index of the first maximum; `None` if there are no values, or one is NaN.
 fn first_largest(values: impl Iterator<Item = f64>) -> Option<usize> {
     let mut best: Option<(usize, f64)> = None;
     for (i, value) in values.enumerate() {

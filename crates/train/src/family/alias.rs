@@ -1,5 +1,5 @@
-//! Models of another name that compute as a family does: `config.json` has another `model_type` and other usual values, tensors the same names. They are
-//! written as the family.
+//! Models that compute as a family does under another name: `config.json` has another `model_type` and other defaults, and tensors have the
+//! same names. They are written as the family.
 
 use super::shared::{Windowed, check_window};
 use super::{ConfigJson, Family, Llama, config_json};
@@ -8,22 +8,22 @@ use crate::error::Result;
 use nibble_core::shortened;
 use serde_json::Value;
 
-/// A `model_type` of which the models are a family's, or some of them are.
+/// A `model_type` whose models, or some of them, belong to a family.
 #[derive(Debug)]
 pub struct Alias {
     /// `model_type`.
     pub name: &'static str,
     /// The family.
     pub of: &'static dyn Family,
-    /// What its configuration class takes keys to be that are not there, as [`Family::absent`].
+    /// Defaults of its configuration class, as [`Family::absent`].
     absent: &'static [(&'static str, &'static str)],
-    /// The base of RoPE's frequencies where none is said.
+    /// Default base of the RoPE frequencies.
     theta: f64,
-    /// Refuses what the family does not compute.
+    /// Refuses what the family does not support.
     check: fn(&ConfigJson, &ModelConfig) -> Result<()>,
 }
 
-/// Every one.
+/// All aliases.
 pub const ALIASES: [Alias; 5] = [
     Alias {
         name: "mistral",
@@ -61,14 +61,14 @@ pub const ALIASES: [Alias; 5] = [
     },
 ];
 
-/// Llama by another name, in nothing else.
+/// The base of the aliases above: Llama without differences.
 const LLAMA: Alias = Alias { name: "llama", of: &Llama, absent: &[], theta: 1e4, check: |_, _| Ok(()) };
 
 impl Alias {
-    /// The model that a `config.json` says.
+    /// The model of a `config.json`.
     ///
     /// # Errors
-    /// [`crate::Error::Config`] naming the key whose value the decoder does not have.
+    /// [`crate::Error::Config`] naming a key with an unsupported value.
     pub fn read(&self, json: &mut ConfigJson) -> Result<ModelConfig> {
         json.fill(self.absent);
         json.usual_theta = self.theta;
@@ -78,7 +78,7 @@ impl Alias {
     }
 }
 
-/// That a switch is not on.
+/// Checks that a switch is not true.
 fn check_off(json: &ConfigJson, key: &str) -> Result<()> {
     match json.switch(key)? {
         Some(true) => Err(json.error(key, "is true, which the decoder does not have: it has false alone")),
@@ -86,7 +86,7 @@ fn check_off(json: &ConfigJson, key: &str) -> Result<()> {
     }
 }
 
-/// That RoPE turns queries and keys in all layers: those without it are the only ones that slide, too.
+/// Checks that RoPE applies in all layers. Layers without RoPE would be the only ones with a sliding window, too.
 fn check_turned(json: &ConfigJson, model: &ModelConfig) -> Result<()> {
     const LAYERS: &str = "no_rope_layers";
     const INTERVAL: &str = "no_rope_layer_interval";

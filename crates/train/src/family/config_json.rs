@@ -1,4 +1,4 @@
-//! `config.json`, both ways: what a key of it is here is said once, in a table of [`Field`]s.
+//! Reads and writes `config.json`: a table of [`Field`]s defines the meaning of each key once.
 
 use super::Family;
 use crate::config::{ModelConfig, check_model, in_words_of};
@@ -16,33 +16,33 @@ use std::path::{Path, PathBuf};
 pub struct Field {
     /// `hidden_size`.
     key: &'static str,
-    /// Another name that files have for it.
+    /// An alternative name in files.
     or_key: Option<&'static str>,
     is: Is,
-    /// What it is where the file does not say it, as JSON; none where it must.
+    /// The default for a missing key, as JSON; `None` if the key is required.
     absent: Option<&'static str>,
-    /// What it is where the file says `null`, as JSON; none where it may not.
+    /// The value that `null` stands for, as JSON; `None` if `null` is refused.
     null: Option<&'static str>,
 }
 
-/// What a key is here.
+/// The counterpart of a key.
 #[derive(Debug, Clone, Copy)]
 enum Is {
     Size(fn(&mut ModelConfig) -> &mut usize),
     Count(fn(&mut ModelConfig) -> &mut usize),
     Number(fn(&mut ModelConfig) -> &mut f64),
     Switch(fn(&mut ModelConfig) -> &mut bool),
-    /// Always this, JSON: the decoder has nothing else.
+    /// Always this value, as JSON: the decoder supports no other.
     Always(&'static str),
 }
 
 impl Field {
-    /// A whole number above 0.
+    /// An integer above 0.
     pub const fn size(key: &'static str, of: fn(&mut ModelConfig) -> &mut usize) -> Self {
         Self { key, or_key: None, is: Is::Size(of), absent: None, null: None }
     }
 
-    /// A whole number, which may be 0.
+    /// An integer that may be 0.
     pub const fn count(key: &'static str, of: fn(&mut ModelConfig) -> &mut usize) -> Self {
         Self { key, or_key: None, is: Is::Count(of), absent: None, null: None }
     }
@@ -57,36 +57,36 @@ impl Field {
         Self { key, or_key: None, is: Is::Switch(of), absent: None, null: None }
     }
 
-    /// A key with one value, JSON, that the decoder has: any other is refused. It is that where the file does not say it.
+    /// A key with the only supported value, as JSON, which is also its default: any other is refused.
     pub const fn always(key: &'static str, value: &'static str) -> Self {
         Self { key, or_key: None, is: Is::Always(value), absent: Some(value), null: None }
     }
 
-    /// The same, which is this, JSON, where the file does not say it.
+    /// The same field with this default, as JSON.
     #[must_use]
     pub const fn or(self, absent: &'static str) -> Self {
         Self { absent: Some(absent), ..self }
     }
 
-    /// The same, which is this, JSON, where the file says `null`.
+    /// The same field, with `null` standing for this value, as JSON.
     #[must_use]
     pub const fn or_null(self, null: &'static str) -> Self {
         Self { null: Some(null), ..self }
     }
 
-    /// The same, which files may call otherwise; it is written under the first name.
+    /// The same field with an alternative name in files; it is written under the first name.
     #[must_use]
     pub const fn also(self, key: &'static str) -> Self {
         Self { or_key: Some(key), ..self }
     }
 
-    /// Its key.
+    /// Its name.
     #[must_use]
     pub fn key(&self) -> &'static str {
         self.key
     }
 
-    /// Whether what it says in JSON is JSON.
+    /// Whether its JSON texts are valid.
     #[cfg(test)]
     pub(super) fn is_json(&self) -> bool {
         let only = if let Is::Always(only) = self.is { Some(only) } else { None };
@@ -100,7 +100,7 @@ impl Field {
             true => (self.null, json.error(key, "is null, which it may not be")),
             false => (self.absent, json.missing(self.key)),
         };
-        // What a table says may be 0 where a file may not say so.
+        // A default may be 0 even if a file's value may not.
         let usual = || otherwise.map(literal).ok_or(error);
         let whole =
             |usual: Value| usual.as_u64().and_then(|size| usize::try_from(size).ok()).unwrap_or_default();
@@ -133,7 +133,7 @@ impl Field {
         Ok(())
     }
 
-    /// The name under which a file has it; its own where it has none.
+    /// The name in this file; the field's own name if the key is missing.
     fn said(&self, json: &ConfigJson) -> Result<&'static str> {
         let Some(other) = self.or_key else { return Ok(self.key) };
         match (json.get(self.key), json.get(other)) {
@@ -157,17 +157,17 @@ impl Field {
     }
 }
 
-/// A table's JSON, which a test reads.
+/// Parses JSON of a table; a test checks that it is valid.
 fn literal(json: &str) -> Value {
     serde_json::from_str(json).unwrap_or_default()
 }
 
-/// A value as a message repeats it.
+/// A value, shortened for messages.
 fn in_short(value: &Value) -> String {
     shortened(&value.to_string()).into_owned()
 }
 
-/// Keys that say nothing of what a model computes.
+/// Keys that do not affect what a model computes.
 pub(super) const OF_NO_INTEREST: &str = "\
     _name_or_path architectures auto_map bos_token_id dtype eos_token_id ep_size id2label \
     initializer_range label2id max_window_layers model_type output_router_logits pad_token_id \
@@ -175,38 +175,38 @@ pub(super) const OF_NO_INTEREST: &str = "\
     output_hidden_states return_dict chunk_size_feed_forward is_encoder_decoder problem_type \
     _attn_implementation_autoset layer_types nibble_balance quantization_config router_z_loss_coef";
 
-/// A `config.json`, and which of its keys have been asked for.
+/// A `config.json` with a record of the keys that were read.
 #[derive(Debug)]
 pub struct ConfigJson {
     path: PathBuf,
     keys: Map<String, Value>,
     asked: RefCell<BTreeSet<String>>,
-    /// The base of RoPE's frequencies where none is said.
+    /// Default base of the RoPE frequencies.
     pub(super) usual_theta: f64,
 }
 
 impl ConfigJson {
-    /// The longest that is believed, in bytes.
+    /// Largest accepted file, in bytes.
     const LONGEST: u64 = 4 << 20;
 
-    /// That of a folder.
+    /// The `config.json` of a folder.
     ///
     /// # Errors
-    /// [`Error::Io`] where there is none; [`Error::Config`] where it is no JSON object.
+    /// [`Error::Io`] if it does not exist; [`Error::Config`] if it is no JSON object.
     pub fn open(path: &Path) -> Result<Self> {
         let text = files::read_text(path, Self::LONGEST).map_err(Error::io(path))?;
         Self::parse(path, &text)
     }
 
-    /// Of these keys, from nowhere.
+    /// From these keys, without a file.
     pub(super) fn of(keys: Map<String, Value>) -> Self {
         Self { path: PathBuf::new(), keys, asked: RefCell::default(), usual_theta: USUAL_THETA }
     }
 
-    /// From its text.
+    /// From text.
     ///
     /// # Errors
-    /// [`Error::Config`] where it is no JSON object.
+    /// [`Error::Config`] if it is no JSON object.
     pub fn parse(path: &Path, text: &str) -> Result<Self> {
         let error = |why: String| Error::config("", why).in_file(path);
         match serde_json::from_str(text) {
@@ -216,7 +216,7 @@ impl ConfigJson {
         }
     }
 
-    /// What it says of a key; none where that is `null`. A dot leads into a table: `rope_scaling.factor`.
+    /// The value of a key; `None` if missing or `null`. A dot separates a table's name: `rope_scaling.factor`.
     pub fn get(&self, key: &str) -> Option<&Value> {
         self.asked.borrow_mut().insert(key.to_owned());
         let value = match key.split_once('.') {
@@ -226,19 +226,19 @@ impl ConfigJson {
         value.filter(|value| !value.is_null())
     }
 
-    /// Whether it says `null` of a key.
+    /// Whether a key is `null`.
     pub(super) fn is_null(&self, key: &str) -> bool {
         self.keys.get(key).is_some_and(Value::is_null)
     }
 
-    /// Adds what a family's configuration class takes keys to be that are not there.
+    /// Adds a configuration class's defaults for missing keys.
     pub(super) fn fill(&mut self, absent: &[(&str, &str)]) {
         for (key, usual) in absent {
             self.keys.entry(*key).or_insert_with(|| literal(usual));
         }
     }
 
-    /// What it says of a key, as `read` reads it.
+    /// The value of a key, converted by `read`.
     fn read<'a, T>(
         &'a self,
         key: &str,
@@ -249,81 +249,81 @@ impl ConfigJson {
         self.get(key).map(|value| read(value).ok_or_else(|| wrong(value))).transpose()
     }
 
-    /// What it says of a key that is a whole number above 0.
+    /// The value of a key that must be an integer above 0.
     ///
     /// # Errors
-    /// [`Error::Config`] where it is something else.
+    /// [`Error::Config`] if it is not.
     pub fn size(&self, key: &str) -> Result<Option<usize>> {
         let expected = format!("a whole number from 1 to {MOST}");
         self.read(key, &expected, |value| whole(value).filter(|size| *size > 0))
     }
 
-    /// What it says of a key that is a whole number, which may be 0.
+    /// The value of a key that must be a non-negative integer.
     ///
     /// # Errors
-    /// [`Error::Config`] where it is something else.
+    /// [`Error::Config`] if it is not.
     pub fn count(&self, key: &str) -> Result<Option<usize>> {
         self.read(key, &format!("a whole number from 0 to {MOST}"), whole)
     }
 
-    /// What it says of a key that is a number, which may be 0.
+    /// The value of a key that must be a non-negative number.
     ///
     /// # Errors
-    /// [`Error::Config`] where it is something else.
+    /// [`Error::Config`] if it is not.
     pub fn number(&self, key: &str) -> Result<Option<f64>> {
         self.read(key, "a number of at least 0", |value| single(value).filter(|number| *number >= 0.0))
     }
 
-    /// What it says of a key that is a number above 0.
+    /// The value of a key that must be a number above 0.
     ///
     /// # Errors
-    /// [`Error::Config`] where it is something else.
+    /// [`Error::Config`] if it is not.
     pub fn above_zero(&self, key: &str) -> Result<Option<f64>> {
-        // Kernels compute with single precision, in which a smaller number is zero.
+        // Kernels compute in single precision, where a smaller number would be zero.
         let above = |value: &Value| single(value).filter(|number| *number as f32 > 0.0);
         self.read(key, "a number above 0 that single precision holds", above)
     }
 
-    /// What it says of a key that is true or false.
+    /// The value of a key that must be true or false.
     ///
     /// # Errors
-    /// [`Error::Config`] where it is something else.
+    /// [`Error::Config`] if it is not.
     pub fn switch(&self, key: &str) -> Result<Option<bool>> {
         self.read(key, "true or false", Value::as_bool)
     }
 
-    /// What it says of a key that is a word.
+    /// The value of a key that must be a string.
     ///
     /// # Errors
-    /// [`Error::Config`] where it is something else.
+    /// [`Error::Config`] if it is not.
     pub fn word(&self, key: &str) -> Result<Option<&str>> {
         self.read(key, "a text", Value::as_str)
     }
 
-    /// What it says of a key that is a table.
+    /// The value of a key that must be a table.
     ///
     /// # Errors
-    /// [`Error::Config`] where it is something else.
+    /// [`Error::Config`] if it is not.
     pub fn table(&self, key: &str) -> Result<Option<&Map<String, Value>>> {
         self.read(key, "an object", Value::as_object)
     }
 
-    /// That a key is not there.
+    /// The error of a missing key.
     pub fn missing(&self, key: &str) -> Error {
         self.error(key, "is not there, and is needed")
     }
 
-    /// Says that these keys count for nothing.
+    /// Marks keys as deliberately ignored.
     pub fn pass_over(&self, keys: &[&str]) {
         self.asked.borrow_mut().extend(keys.iter().map(|key| (*key).to_owned()));
     }
 
-    /// What is wrong with a key.
+    /// An error about a key.
     pub fn error(&self, key: &str, why: impl Into<String>) -> Error {
         Error::config(key, why).in_file(&self.path)
     }
 
-    /// The same error by the keys of this file, where it is of keys of a configuration.
+    /// Renames a configuration's key in an error to this file's key.
     fn named(&self, mut error: Error) -> Error {
         let here = |text: &str| in_words_of(text, |name| self.keys.contains_key(name));
         if let Error::Config { key, why, .. } = &mut error {
@@ -332,7 +332,7 @@ impl ConfigJson {
         error
     }
 
-    /// Keys that nobody has asked for and that may say something of the model.
+    /// Keys that were not read although they may affect the model.
     pub fn passed_over(&self) -> Vec<String> {
         let asked = self.asked.borrow();
         let known = |key: &str| asked.contains(key) || words::has(OF_NO_INTEREST, key);
@@ -343,7 +343,7 @@ impl ConfigJson {
             if !known(key) {
                 unread.push(key.clone());
             } else if asked.iter().any(|asked| asked.starts_with(&inside)) {
-                // A table whose keys are read one by one.
+                // The keys of this table are read one by one.
                 let inner = value.as_object().into_iter().flatten().filter(|(_, value)| !value.is_null());
                 let inner = inner.map(|(name, _)| format!("{inside}{name}"));
                 unread.extend(inner.filter(|key| !asked.contains(key)));
@@ -356,19 +356,19 @@ impl ConfigJson {
 /// `default_theta` of most configuration classes.
 const USUAL_THETA: f64 = 10_000.0;
 
-/// The largest size that is believed: rows and elements have numbers of 32 bits.
+/// Largest accepted size: row and element indices are 32-bit.
 const MOST: usize = i32::MAX as usize;
 
 fn whole(value: &Value) -> Option<usize> {
     value.as_u64().and_then(|size| usize::try_from(size).ok()).filter(|size| *size <= MOST)
 }
 
-/// A number that single precision, which kernels compute with, holds.
+/// A number that single precision, in which kernels compute, can represent.
 fn single(value: &Value) -> Option<f64> {
     value.as_f64().filter(|number| (*number as f32).is_finite())
 }
 
-/// What a family's `config.json` says of a model.
+/// The `config.json` of a model in a family.
 pub(super) fn written(family: &dyn Family, model: &ModelConfig) -> Value {
     let mut model = model.clone();
     let mut keys = Map::new();
@@ -384,11 +384,11 @@ pub(super) fn written(family: &dyn Family, model: &ModelConfig) -> Value {
 /// The model of a family's `config.json`.
 ///
 /// # Errors
-/// [`Error::Config`] naming a key whose value the decoder does not have.
+/// [`Error::Config`] naming a key with an unsupported value.
 pub(super) fn read(family: &dyn Family, json: &mut ConfigJson) -> Result<ModelConfig> {
     json.fill(family.absent());
     let json = &*json;
-    // Without what only other models have.
+    // Clears defaults that do not apply to every model.
     let mut model = ModelConfig {
         experts: 0,
         top_k: 0,

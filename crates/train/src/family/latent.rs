@@ -1,7 +1,7 @@
-//! What DeepSeek-V2 and V3 have in common: latent attention, experts after some dense layers, a shared expert.
+//! Common parts of DeepSeek-V2 and V3: latent attention, dense layers before layers with experts, a shared expert.
 //!
-//! RoPE turns neighbouring elements together there (0 and 1, 2 and 3), and an element and that of the other half here: the rows that make them lie in another
-//! order. The latent of keys and values and the key that all heads share are one tensor there, and two parameters here.
+//! DeepSeek's RoPE rotates neighbouring elements (2i and 2i + 1) together, Nibble's rotates i and i + r/2: so the rows that produce them
+//! are permuted. DeepSeek has one tensor for the latent of keys and values and the RoPE key shared by all heads; Nibble has two parameters.
 
 use super::config_json::{ConfigJson, Field};
 use super::shared::{read_rope, write_rope};
@@ -11,12 +11,12 @@ use crate::error::Result;
 use crate::spec::{AttentionSpec, LatentShape, ModelSpec};
 use serde_json::{Map, Value};
 
-/// Experts, which files may call as others do.
+/// Number of experts, with an alternative name in files.
 pub const fn experts(also: &'static str) -> Field {
     Field::size("n_routed_experts", |m| &mut m.experts).also(also)
 }
 
-/// Sizes of both.
+/// Common sizes.
 pub const LATENT: [Field; 11] = [
     Field::size("kv_lora_rank", |m| &mut m.kv_rank),
     Field::size("qk_rope_head_dim", |m| &mut m.rope_dim),
@@ -41,16 +41,16 @@ const AUX: &str = "aux_loss_alpha";
 const OF_SEQUENCES: &str = "seq_aux";
 const KV_HEADS: &str = "num_key_value_heads";
 
-/// Reads what no field says, but for how routers choose.
+/// Reads what no field covers, except the router's selection.
 ///
 /// # Errors
-/// [`crate::Error::Config`] naming the key whose value the decoder does not have.
+/// [`crate::Error::Config`] naming a key with an unsupported value.
 pub fn read(json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
     model.qk_norm = QkNorm::None;
     // They follow from the two parts of a head.
     json.pass_over(&["head_dim", "qk_head_dim"]);
     model.kv_heads = json.size(KV_HEADS)?.unwrap_or(model.heads);
-    // It stands in files of models that have no dense layer, too.
+    // The key also appears in files of models without dense layers.
     let ffn = json.count(FFN)?;
     model.ffn = if model.dense_layers > 0 { ffn.ok_or_else(|| json.missing(FFN))? } else { 0 };
     model.q_rank = json.size(Q_RANK)?.unwrap_or(0);
@@ -75,7 +75,7 @@ pub fn read(json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
     read_rope(json, model)
 }
 
-/// Writes what no field says, but for how routers choose.
+/// Writes what no field covers, except the router's selection.
 pub fn write(model: &ModelConfig, keys: &mut Map<String, Value>) {
     let mut add = |key: &str, value: Value| keys.insert(key.to_owned(), value);
     add(KV_HEADS, model.kv_heads.into());
@@ -88,10 +88,10 @@ pub fn write(model: &ModelConfig, keys: &mut Map<String, Value>) {
     write_rope(model, keys);
 }
 
-/// The groups that experts are chosen from; one group is none.
+/// Reads the groups that experts are selected from; a single group means none.
 ///
 /// # Errors
-/// [`crate::Error::Config`] where a key is no number.
+/// [`crate::Error::Config`] for an invalid value.
 pub fn read_groups(json: &ConfigJson, model: &mut ModelConfig, score: GroupScore) -> Result<()> {
     let (groups, top) = groups(json)?;
     if groups > 1 {
@@ -100,10 +100,10 @@ pub fn read_groups(json: &ConfigJson, model: &mut ModelConfig, score: GroupScore
     Ok(())
 }
 
-/// How many groups there are, and how many of them are chosen from.
+/// The number of groups, and how many of them are selected.
 ///
 /// # Errors
-/// [`crate::Error::Config`] where a key is no number above 0, or there are fewer groups than are chosen.
+/// [`crate::Error::Config`] for a key that is no integer above 0, or if more groups are selected than exist.
 fn groups(json: &ConfigJson) -> Result<(usize, usize)> {
     let [groups, top] = [GROUPS, TOP_GROUPS].map(|key| json.size(key)?.ok_or_else(|| json.missing(key)));
     let (groups, top) = (groups?, top?);
@@ -113,13 +113,13 @@ fn groups(json: &ConfigJson) -> Result<(usize, usize)> {
     Ok((groups, top))
 }
 
-/// The groups that experts are chosen from.
+/// Writes the groups that experts are selected from.
 pub fn write_groups(model: &ModelConfig, keys: &mut Map<String, Value>) {
     keys.insert(GROUPS.into(), model.groups.max(1).into());
     keys.insert(TOP_GROUPS.into(), model.top_groups.max(1).into());
 }
 
-/// The tensors of a model with latent attention, under DeepSeek's names and in its order of rows.
+/// The tensors of a model with latent attention, with DeepSeek's names and order of rows.
 pub fn tensors(model: &ModelSpec) -> Vec<Named> {
     let shape = model.runs.first().and_then(|run| match &run.block.attn {
         AttentionSpec::Latent(spec) => Some(spec.shape),
@@ -134,7 +134,7 @@ pub fn tensors(model: &ModelSpec) -> Vec<Named> {
             let rows = numbers.iter().flat_map(|param| of_heads(*param, &shape)).collect();
             all.push(Named { rows, ..tensor });
         } else if is_part("k_rope_proj") {
-            // After the rows of the latent.
+            // Appended to the rows of the latent.
             let turned = numbers.iter().flat_map(|param| neighbours(*param, 0, shape.rope_dim));
             if let Some(latent) = all.last_mut() {
                 latent.shape[0] += shape.rope_dim;
@@ -148,7 +148,7 @@ pub fn tensors(model: &ModelSpec) -> Vec<Named> {
     all
 }
 
-/// The rows of all heads of queries, of which the last of each turn.
+/// The rows of all query heads; RoPE rotates the last `rope_dim` of each head.
 fn of_heads(param: usize, shape: &LatentShape) -> Vec<Rows> {
     let (head_dim, rope_dim) = (shape.head_dim(), shape.rope_dim);
     let head = |head: usize| {
@@ -158,7 +158,7 @@ fn of_heads(param: usize, shape: &LatentShape) -> Vec<Rows> {
     (0..shape.heads).flat_map(head).collect()
 }
 
-/// So many rows from `first` on, each before its partner of the other half.
+/// `count` rows from `first` on, with row i followed by its rotation partner i + count/2.
 fn neighbours(param: usize, first: usize, count: usize) -> impl Iterator<Item = Rows> {
     let row = move |row: usize| Rows { param, range: first + row..first + row + 1 };
     (0..count / 2).flat_map(move |i| [row(i), row(i + count / 2)])

@@ -1,20 +1,20 @@
-//! Families of models: what their tensors and sizes are called outside of Nibble.
+//! Families of models: the names of their tensors and sizes outside of Nibble.
 //!
 //! A parameter's id decides its initial values, its random bits and its place in a run. Its family decides the name under which a
-//! checkpoint has it, and how its rows lie in tensors there. So a family changes no weight, and the same model can be written as any
-//! family that has names for its parts. A family does no arithmetic: what names and orders of rows cannot express is a choice of the
+//! checkpoint has it, and how its rows are laid out in tensors there. So a family changes no weight, and the same model can be written as
+//! any family that has names for its parts. A family does no arithmetic: what names and orders of rows cannot express is a choice of the
 //! decoder.
 //!
-//! A family is a folder here and a place in [`FAMILIES`]: names and layouts of tensors, and what `config.json` says, both ways. Its first
-//! comment says which models it covers and where they differ from what loads them. No setting names a family. A model is written as the
-//! first family whose `config.json`, read again, gives that model; a test may set another. Where a new family takes models that another
-//! one had, checkpoints written before are not found under the new names.
+//! A family is a folder here and an entry of [`FAMILIES`]: names and layouts of tensors, and a mapping to and from `config.json`. Its first
+//! comment says which models it covers and how they differ from those of other programs. No setting names a family. A model is written as
+//! the first family whose `config.json`, read again, gives that model; a test may choose another. If a new family takes over models of
+//! another one, older checkpoints of these models have the old names and cannot be loaded.
 //!
-//! One table of [`Field`]s reads and writes most of `config.json`; two functions handle what no field expresses. A key whose value the
-//! decoder does not have is refused by name.
+//! One table of [`Field`]s reads and writes most of `config.json`; two functions handle what no field expresses. A key with an unsupported
+//! value is refused by name.
 //!
-//! A tensor of a checkpoint is rows of parameters, one after the other ([`Named`]). So a family can split a parameter, join two, and
-//! reorder rows, as DeepSeek's rotated rows need; it cannot transpose. `train/tests/models/spec.rs` has a made-up family, by whose names
+//! A tensor of a checkpoint is a concatenation of rows of parameters ([`Named`]). So a family can split a parameter, join two, and
+//! reorder rows, as DeepSeek's rotated rows need; it cannot transpose. `train/tests/models/spec.rs` has a made-up family, with which
 //! a trained model is written and read back bit for bit.
 //!
 //! Checkpoints of a run have the family's names and order too, in F32. So a run's checkpoint, an export and a published folder differ
@@ -53,21 +53,21 @@ use nibble_core::shortened;
 use serde_json::{Map, Value};
 use std::fmt;
 
-/// Every family; the first that has a model is the one it is written as. The last has all of them.
+/// Every family; a model is written as the first one that supports it. The last one supports every model.
 pub const FAMILIES: [&dyn Family; 8] =
     [&Qwen3Moe, &Qwen3, &Llama, &Qwen2, &Olmoe, &DeepseekV2, &DeepseekV3, &Nibble];
 
-/// The family that a model is written as: the first whose `config.json` says all of it.
+/// The family that a model is written as: the first whose `config.json` describes it completely.
 #[must_use]
 pub fn of(model: &ModelConfig) -> &'static dyn Family {
     FAMILIES.into_iter().find(|family| has(*family, model)).unwrap_or(&Nibble)
 }
 
-/// Whether what a family's `config.json` says of a model is all there is to say: read again, it is that model. What losses it is trained with is no
-/// matter.
+/// Whether a family's `config.json` describes a model completely: reading it back gives the same model, except for positions and training
+/// losses.
 fn has(family: &dyn Family, model: &ModelConfig) -> bool {
     let alike = |model: &ModelConfig| ModelConfig {
-        // As wide as keys, said in two ways.
+        // 0 and `head_dim` mean the same width.
         value_head_dim: model.value_head_dim(),
         max_positions: 0,
         aux_loss_coef: 0.0,
@@ -79,16 +79,16 @@ fn has(family: &dyn Family, model: &ModelConfig) -> bool {
     config_json::read(family, &mut ConfigJson::of(keys)).is_ok_and(|read| alike(&read) == alike(model))
 }
 
-/// What `config.json` says of a model of this family, for others, and for [`read`]. `positions` are as many as the model has.
+/// The `config.json` of a model in this family, which other tools and [`read`] read. `positions`: the model's number of positions.
 #[must_use]
 pub fn config_json(family: &dyn Family, model: &ModelConfig, positions: usize) -> Value {
     config_json::written(family, &ModelConfig { max_positions: positions, ..model.clone() })
 }
 
-/// The model that a `config.json` says, and its family.
+/// The model of a `config.json`, and its family.
 ///
 /// # Errors
-/// [`crate::Error::Config`] naming the key whose value the decoder does not have.
+/// [`crate::Error::Config`] naming a key with an unsupported value.
 pub fn read(json: &mut ConfigJson) -> Result<(&'static dyn Family, ModelConfig)> {
     const KIND: &str = "model_type";
     let kind = json.word(KIND)?.ok_or_else(|| json.missing(KIND))?;
@@ -103,39 +103,39 @@ pub fn read(json: &mut ConfigJson) -> Result<(&'static dyn Family, ModelConfig)>
     Err(json.error(KIND, format!("is \"{}\", expected one of {}", shortened(kind), known.join(", "))))
 }
 
-/// The names of models outside of Nibble.
+/// The external names of a family of models.
 pub trait Family: fmt::Debug + Sync {
     /// Its `model_type` in `config.json`.
     fn name(&self) -> &'static str;
 
-    /// Its architecture there.
+    /// Its entry of `architectures` in `config.json`.
     fn architecture(&self) -> &'static str;
 
-    /// The keys of `config.json` that are one size each, or that have one value alone.
+    /// The keys of `config.json` that map to one size each, or that have only one supported value.
     fn fields(&self) -> Vec<Field>;
 
-    /// What its configuration class in `transformers` takes keys to be that are not there, as JSON, where no field says so: never what tensors' shapes are
-    /// made of, which a file has to say.
+    /// Defaults of its configuration class in `transformers`, as JSON, for keys without a default in a field. Never for keys that determine
+    /// the shapes of tensors: those are required in a file.
     fn absent(&self) -> &'static [(&'static str, &'static str)] {
         &[]
     }
 
-    /// Reads what no field says: the model has what the fields say, and a dense Qwen3's choices else.
+    /// Reads what no field covers into a model with the fields' values, and otherwise a dense Qwen3's defaults.
     ///
     /// # Errors
-    /// [`crate::Error::Config`] naming the key whose value the decoder does not have.
+    /// [`crate::Error::Config`] naming a key with an unsupported value.
     fn read_rest(&self, json: &ConfigJson, model: &mut ModelConfig) -> Result<()>;
 
-    /// Writes what no field says.
+    /// Writes what no field covers.
     fn write_rest(&self, model: &ModelConfig, keys: &mut Map<String, Value>);
 
-    /// The tensors that a checkpoint holds of a model, whose rows are all rows of all parameters, each once. A model is written as they say, and read
-    /// by the same list. A gated projection is one parameter, the gate's rows before the up projection's.
+    /// The tensors of a model's checkpoint, which contain each row of each parameter exactly once. The same list serves writing and
+    /// reading. A gated projection is one parameter, with the gate's rows before the up projection's.
     fn tensors(&self, model: &ModelSpec) -> Vec<Named> {
         as_they_are(model)
     }
 
-    /// Whether a tensor of a published checkpoint is none of the model's, and passed over.
+    /// Whether a tensor of a published checkpoint is not part of the model and is ignored.
     fn passes_over(&self, _name: &str, _model: &ModelConfig) -> bool {
         false
     }
@@ -147,7 +147,8 @@ mod tests {
     use crate::config::Config;
     use std::collections::BTreeSet;
 
-    /// DeepSeek's rows of what turns: elements 2i and 2i + 1 are turned together there, i and i + r/2 here. Worked out by hand.
+    /// DeepSeek's order of rotated rows: elements 2i and 2i + 1 are rotated together there, i and i + r/2 here. Expected values are by
+    /// hand.
     #[test]
     fn rows_that_turn_lie_beside_their_partners_in_deepseeks_tensors() {
         let changes = [
@@ -166,7 +167,7 @@ mod tests {
         };
         let ids: Vec<String> = model.params().map(|param| param.id).collect();
         let number = |part: &str| ids.iter().position(|id| id.ends_with(part)).unwrap();
-        // Two heads of 12 elements that stay and 4 that turn.
+        // Two heads of 12 elements without RoPE and 4 with RoPE.
         let q = number("layers.0.self_attn.q_proj.weight");
         let head = |first: usize| (first..first + 12).chain([12, 14, 13, 15].map(|row| first + row));
         let expected: Vec<_> = head(0).chain(head(16)).map(|row| (q, row)).collect();
@@ -305,7 +306,7 @@ mod tests {
             let error = read_with(key, value).unwrap_err().to_string();
             assert!(error.contains(key) && error.contains(why), "{error}");
         }
-        // Whole numbers are numbers, and what is not said has its usual value.
+        // Integers are numbers, and missing keys have their defaults.
         assert_eq!(
             read_with("attention_dropout", 0.into()).unwrap(),
             read_with("use_cache", true.into()).unwrap()
@@ -313,7 +314,7 @@ mod tests {
         assert_eq!(read_with("num_key_value_heads", Value::Null).unwrap().kv_heads, 4);
     }
 
-    /// What each family writes of a model that has all that it can have.
+    /// The `config.json` of each family for a model that uses all of its features.
     fn of_each_family() -> Vec<(&'static str, Map<String, Value>)> {
         let latent = ["model.kv_rank=32", "model.rope_dim=8", "model.kv_heads=4", "model.qk_norm=false"];
         let latent = [
@@ -356,7 +357,7 @@ mod tests {
         shapes.into_iter().map(keys).collect()
     }
 
-    /// Reads these keys with one changed; a dot leads into a table.
+    /// Reads these keys with one changed; a dot separates a table's name.
     fn read_changed(keys: &Map<String, Value>, key: &str, value: &Value) -> Result<ModelConfig> {
         let mut keys = keys.clone();
         match key.split_once('.') {
@@ -380,7 +381,7 @@ mod tests {
                     continue;
                 }
                 for value in wrong.as_array().unwrap().iter().chain([&huge]) {
-                    // Of the right type; what no table can be is refused too.
+                    // The right type; impossible sizes are refused too.
                     let (whole, number) = (is.is_u64(), is.is_f64());
                     let may = value.is_boolean() && is.is_boolean()
                         || value == 5 && (whole || number)
@@ -408,7 +409,7 @@ mod tests {
         let zero = Value::from(0);
         for (family, keys) in of_each_family() {
             for (key, is) in keys.iter().filter(|(_, is)| is.is_number()) {
-                // What may be none, or stands there and is not read.
+                // Keys that may be 0, or that are not read.
                 let may = [
                     "num_nextn_predict_layers",
                     "first_k_dense_replace",
@@ -459,7 +460,7 @@ mod tests {
         }
         let read = read_changed(&keys, "rope_scaling", &yarn).unwrap().rope_scaling;
         assert_eq!((read.factor, read.original_positions), (4.0, 64));
-        // The former table counts where both are there, as transformers has it, and a base that would be lost is told.
+        // `rope_scaling` takes precedence, as in transformers, and a base that would be lost is an error.
         let former = super::read(&mut ConfigJson::of(keys.clone())).unwrap().1;
         assert_eq!(read_changed(&keys, "rope_parameters", &yarn).unwrap(), former);
         let mut others = keys.clone();
@@ -470,7 +471,7 @@ mod tests {
             error.contains("`rope_scaling.rope_theta`: is not there, and rope_parameters.rope_theta is 7.0"),
             "{error}"
         );
-        // A key that is read nowhere is told.
+        // A key that is not read is reported.
         let mut keys = keys;
         keys["rope_scaling"]["finetuned"] = json!(true);
         let mut json = ConfigJson::of(keys);
@@ -510,7 +511,7 @@ mod tests {
         assert_eq!(json.passed_over(), ["sliding_attention_rows"]);
     }
 
-    /// Each field's JSON can be read.
+    /// The JSON of every field is valid.
     #[test]
     fn tables_are_json() {
         for family in FAMILIES {

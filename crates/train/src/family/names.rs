@@ -1,42 +1,42 @@
-//! Tensors of parameters: whose rows they are, in which order, and under which name most families have them.
+//! Tensors of parameters: their rows, the order of the rows, and the names that most families use.
 
 use crate::spec::{ModelSpec, ParamSpec};
 use std::ops::Range;
 
-/// Rows of a parameter: its number in canonical order, and which of all ranks' rows. Experts' matrices lie one after the other.
+/// Rows of a parameter, by its index in canonical order. The matrices of experts follow one another.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rows {
-    /// Number of the parameter.
+    /// Index of the parameter.
     pub param: usize,
-    /// Which of its rows.
+    /// Range of its rows.
     pub range: Range<usize>,
 }
 
-/// A tensor of a checkpoint: rows of parameters, one after the other.
+/// A tensor of a checkpoint: a concatenation of rows of parameters.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Named {
     /// `model.layers.0.mlp.experts.3.up_proj.weight`.
     pub name: String,
     /// Its shape; the last dimension is a row's.
     pub shape: Vec<usize>,
-    /// The rows of parameters that are its own.
+    /// The rows that it consists of.
     pub rows: Vec<Rows>,
 }
 
 impl Named {
-    /// Rows of one parameter, in their order.
+    /// Consecutive rows of one parameter.
     #[must_use]
     pub fn of(name: String, shape: Vec<usize>, param: usize, range: Range<usize>) -> Self {
         Self { name, shape, rows: vec![Rows { param, range }] }
     }
 
-    /// How many values it has.
+    /// Number of values.
     #[must_use]
     pub fn num_values(&self) -> usize {
         self.shape.iter().product()
     }
 
-    /// Runs of values one after the other: a parameter's number, and which of its values.
+    /// Contiguous runs of values: a parameter's index, and the range of its values.
     pub fn runs(&self) -> impl Iterator<Item = (usize, Range<usize>)> + '_ {
         let cols = self.shape.last().copied().unwrap_or(0);
         self.rows.iter().map(move |rows| (rows.param, rows.range.start * cols..rows.range.end * cols))
@@ -46,14 +46,14 @@ impl Named {
 /// The halves of a gated projection.
 const HALVES: [&str; 2] = ["gate_proj", "up_proj"];
 
-/// The tensors of every parameter in canonical order, by their ids: MLPs' first projections by halves, stacked experts one by one, and everything else
-/// as it is. No row is anywhere else.
+/// The tensors of every parameter in canonical order, named by their ids: gated projections are split in halves, stacked experts one by
+/// one, and everything else is unchanged. Each row appears exactly once.
 #[must_use]
 pub fn as_they_are(model: &ModelSpec) -> Vec<Named> {
     model.params().enumerate().flat_map(|(number, param)| of_param(number, &param)).collect()
 }
 
-/// The tensors that one parameter is written as.
+/// The tensors of one parameter.
 fn of_param(number: usize, param: &ParamSpec) -> Vec<Named> {
     let (rows, cols) = param.shape();
     if let Some(experts) = param.experts {
@@ -70,7 +70,7 @@ fn of_param(number: usize, param: &ParamSpec) -> Vec<Named> {
     vec![Named::of(param.id.clone(), shape, number, 0..rows)]
 }
 
-/// Tensors of as many rows each, one after the other, that are rows of a parameter from `first` on.
+/// Tensors with equal numbers of consecutive rows of a parameter, from row `first` on.
 fn side_by_side(
     (number, layer): (usize, &str),
     parts: &[&str],

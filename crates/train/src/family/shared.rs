@@ -1,4 +1,4 @@
-//! What several families' `config.json` have in common.
+//! Common parts of several families' `config.json`.
 
 use super::config_json::{ConfigJson, Field};
 use crate::config::{Balance, ModelConfig, QkNorm, RopeScaling, RopeScalingKind};
@@ -6,7 +6,7 @@ use crate::error::Result;
 use nibble_core::shortened;
 use serde_json::{Map, Value, json};
 
-/// Every decoder.
+/// Fields of every decoder.
 pub const DECODER: [Field; 8] = [
     Field::size("vocab_size", |m| &mut m.vocab_size),
     Field::size("hidden_size", |m| &mut m.d_model),
@@ -18,17 +18,17 @@ pub const DECODER: [Field; 8] = [
     Field::always("attention_dropout", "0.0").or_null("0.0"),
 ];
 
-/// Heads of queries that share keys and values. Where `null` is said of them, there are as many of these as of those, and all of them are as wide as
-/// the model; so it is where a family has no other usual number and they are not said.
+/// Key-value heads. `null` means as many as query heads, and a head dimension of the width divided by the query heads; a missing key means
+/// the same unless the family has another default.
 pub const GROUPED_QUERY: [Field; 2] = [
     Field::size("num_key_value_heads", |m| &mut m.kv_heads).or("0").or_null("0"),
     Field::size("head_dim", |m| &mut m.head_dim).or("0").or_null("0"),
 ];
 
-/// Fills in what [`GROUPED_QUERY`] leaves open.
+/// Replaces the zeros that [`GROUPED_QUERY`] leaves.
 ///
 /// # Errors
-/// [`crate::Error::Config`] where heads do not divide the width.
+/// [`crate::Error::Config`] if the heads do not divide the width.
 pub fn read_heads(json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
     if model.kv_heads == 0 {
         model.kv_heads = model.heads;
@@ -46,16 +46,16 @@ pub fn read_heads(json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
     Ok(())
 }
 
-/// Dense layers of such heads.
+/// Fields of dense layers with grouped-query attention.
 pub const DENSE: [Field; 2] = [
     Field::size("intermediate_size", |m| &mut m.ffn),
     Field::number("rms_norm_eps", |m| &mut m.norm_eps).or("1e-6"),
 ];
 
-/// No bias of the projections of attention.
+/// The attention projections have no bias.
 pub const NO_BIAS: Field = Field::always("attention_bias", "false");
 
-/// What no field says of a dense model with these norms of queries and keys.
+/// Reads what no field covers of a dense model with this QK-norm.
 ///
 /// # Errors
 /// As [`read_heads`] and [`read_rope`].
@@ -65,11 +65,11 @@ pub fn read_dense(json: &ConfigJson, model: &mut ModelConfig, qk_norm: QkNorm) -
     read_rope(json, model)
 }
 
-/// RoPE, under `rope_theta` and `rope_scaling`, or `rope_parameters`, as later files have it. Of the two tables `rope_scaling` counts where it says
-/// anything, as in `RotaryEmbeddingConfigMixin` of `transformers`.
+/// Reads RoPE from `rope_theta` and `rope_scaling`, or from `rope_parameters`, the newer name. A non-empty `rope_scaling` takes precedence,
+/// as in `RotaryEmbeddingConfigMixin` of `transformers`.
 ///
 /// # Errors
-/// [`crate::Error::Config`] for a kind that the decoder does not have, and for two bases.
+/// [`crate::Error::Config`] for an unsupported kind, and for two different bases.
 pub fn read_rope(json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
     let (parameters, scaling) = (json.table(TABLE)?, json.table(FORMER)?);
     let says = |table: Option<&Map<String, Value>>| table.is_some_and(|table| !table.is_empty());
@@ -104,12 +104,12 @@ pub fn read_rope(json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
     }
 }
 
-/// RoPE's table, and the name that it had before.
+/// The name of RoPE's table, and its former name.
 const TABLE: &str = "rope_parameters";
 const FORMER: &str = "rope_scaling";
 const THETA: &str = "rope_theta";
 
-/// Says that what stands in a table counts for nothing.
+/// Marks the keys of a table as ignored.
 fn pass_over_table(json: &ConfigJson, table: &str) -> Result<()> {
     let names = json.table(table)?.into_iter().flatten().map(|(name, _)| format!("{table}.{name}"));
     let names: Vec<String> = names.collect();
@@ -117,7 +117,7 @@ fn pass_over_table(json: &ConfigJson, table: &str) -> Result<()> {
     Ok(())
 }
 
-/// That all elements of all layers turn alike: no part of them, and no table for each kind of layer.
+/// Checks that RoPE rotates all elements equally in all layers: no partial rotation, and no table per kind of layer.
 fn check_turns(json: &ConfigJson, table: &str) -> Result<()> {
     const PART: &str = "partial_rotary_factor";
     for key in [PART, &format!("{table}.{PART}")] {
@@ -138,7 +138,7 @@ fn check_turns(json: &ConfigJson, table: &str) -> Result<()> {
     }
 }
 
-/// Which rule a table names, if any but the usual one.
+/// The rule that a table names, unless it is the default.
 fn rope_kind(json: &ConfigJson, table: &str) -> Result<Option<RopeScalingKind>> {
     let [key, former] = ["rope_type", "type"].map(|name| format!("{table}.{name}"));
     let (said, other) = (json.word(&key)?, json.word(&former)?);
@@ -166,7 +166,7 @@ fn rope_kind(json: &ConfigJson, table: &str) -> Result<Option<RopeScalingKind>> 
     }
 }
 
-/// The positions that frequencies were first trained with: those of the file, those of the table, or all that the model has.
+/// The positions of the original training: from the file, from the table, or all positions of the model.
 fn original_positions(json: &ConfigJson, table: &str, model: &ModelConfig) -> Result<usize> {
     const ORIGINAL: &str = "original_max_position_embeddings";
     let inside = format!("{table}.{ORIGINAL}");
@@ -206,7 +206,7 @@ fn read_rope_scaling(
     scaling.beta_fast = above("beta_fast", usual.beta_fast)?;
     scaling.beta_slow = above("beta_slow", usual.beta_slow)?;
     (scaling.mscale, scaling.mscale_all_dim) = (number("mscale")?, number("mscale_all_dim")?);
-    // It counts beside the other alone.
+    // Without `mscale_all_dim` it has no effect.
     if scaling.mscale_all_dim == 0.0 {
         scaling.mscale = 0.0;
     }
@@ -223,7 +223,7 @@ fn read_rope_scaling(
     }
 }
 
-/// RoPE under the keys that every reader knows.
+/// Writes RoPE under the keys that every reader knows.
 pub fn write_rope(model: &ModelConfig, keys: &mut Map<String, Value>) {
     keys.insert("rope_theta".into(), model.rope_theta.into());
     let s = &model.rope_scaling;
@@ -249,27 +249,27 @@ pub fn write_rope(model: &ModelConfig, keys: &mut Map<String, Value>) {
     keys.insert("rope_scaling".into(), table);
 }
 
-/// The layers of which queries see a window of keys alone.
+/// The layers with sliding-window attention.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Windowed {
-    /// Those that `layer_types` names, or from `max_window_layers` on; none without `use_sliding_window`.
+    /// Those in `layer_types`, otherwise those from `max_window_layers` on; none without `use_sliding_window`.
     Named,
-    /// All, with `use_sliding_window`.
+    /// All, if `use_sliding_window` is set.
     All,
     /// All, whatever `use_sliding_window` says.
     Always,
-    /// Those that `layer_types` names, or all where it is not there; none where `use_sliding_window` is false.
+    /// Those in `layer_types`, or all if that is missing; none if `use_sliding_window` is false.
     Listed,
 }
 
-/// That no window ever keeps a query from a key: the decoder has none.
+/// Checks that no window ever hides a key from a query: the decoder has only full attention.
 ///
 /// # Errors
-/// [`crate::Error::Config`] for a window that is narrower than the positions of the model.
+/// [`crate::Error::Config`] for a window shorter than the model's positions.
 pub fn check_window(json: &ConfigJson, model: &ModelConfig, of: Windowed) -> Result<()> {
     const WINDOW: &str = "sliding_window";
     const LAYERS: &str = "layer_types";
-    // What the configuration classes take for `max_window_layers`.
+    // The configuration classes' default of `max_window_layers`.
     const FULL: usize = 28;
     let is_used = of == Windowed::Always || json.switch(USE_WINDOW)?.unwrap_or(of == Windowed::Listed);
     let window = json.count(WINDOW)?.filter(|_| is_used);
@@ -307,15 +307,15 @@ pub fn check_window(json: &ConfigJson, model: &ModelConfig, of: Windowed) -> Res
     Err(json.error(if is_listed { LAYERS } else { WINDOW }, why))
 }
 
-/// Whether there is one.
+/// The key that enables the window.
 const USE_WINDOW: &str = "use_sliding_window";
 
-/// Writes that there is none.
+/// Writes that there is no window.
 pub fn write_window(keys: &mut Map<String, Value>) {
     keys.insert(USE_WINDOW.into(), false.into());
 }
 
-/// Experts of which each token is sent to some; the widths have names of their own.
+/// Fields of a mixture of experts; the keys of widths differ between families.
 pub const MIXTURE: [Field; 3] = [
     Field::size("num_experts", |m| &mut m.experts).also("num_local_experts"),
     Field::size("num_experts_per_tok", |m| &mut m.top_k),
@@ -325,17 +325,17 @@ pub const MIXTURE: [Field; 3] = [
 /// The key of the weight of `transformers`' load-balancing loss.
 pub const AUX: &str = "router_aux_loss_coef";
 
-/// The load-balancing loss: that of `transformers`, of all layers together.
+/// Reads the load-balancing loss of `transformers`, over all layers together.
 ///
 /// # Errors
-/// [`crate::Error::Config`] where its weight is no number.
+/// [`crate::Error::Config`] if its weight is no number.
 pub fn read_balance(json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
     model.balance = Balance::Batch;
     model.aux_loss_coef = json.number(AUX)?.ok_or_else(|| json.missing(AUX))?;
     Ok(())
 }
 
-/// The factor under which the load-balancing loss of `transformers` is as strong as ours, and what else there is of the router's losses.
+/// Writes the equivalent weight of the load-balancing loss of `transformers`, and the other keys of the router's losses.
 pub fn write_balance(model: &ModelConfig, keys: &mut Map<String, Value>) {
     keys.insert(AUX.into(), their_aux_loss_coef(model).into());
     keys.insert("router_z_loss_coef".into(), model.z_loss_coef.into());
@@ -344,20 +344,20 @@ pub fn write_balance(model: &ModelConfig, keys: &mut Map<String, Value>) {
     }
 }
 
-/// The factor under which the load-balancing loss of `transformers` is as strong as ours.
+/// The weight with which the load-balancing loss of `transformers` is as strong as ours.
 ///
-/// E experts, k of which each of a layer's T tokens is sent to; n_le tokens of layer l reach expert e, whose mean probability there is P_le. Ours
-/// is added up over the L layers that have experts, each of which is 1 where it is balanced:
+/// With E experts and top-k routing of T tokens per layer, n_le tokens of layer l reach expert e, whose mean probability there is P_le.
+/// Ours is summed over the L layers with experts, each of which contributes 1 under uniform routing:
 ///
 /// ```text
 /// ours   = Σ_l E · Σ_e n_le / (k · T) · P_le
 /// theirs = E · Σ_e F_e · P_e,   F_e = Σ_l n_le / (L · T),   P_e = Σ_l P_le / L
 /// ```
 ///
-/// Theirs (`load_balancing_loss_func` of Qwen3-MoE and Mixtral) takes the layers as one, and its shares F_e sum to k. Where n and P are the same in
-/// every layer, F_e = n_e / T and P_e = P_le, so theirs = k · (ours / L): our factor times L / k is theirs, for the loss and so for its gradient. Where
-/// layers differ the losses do too: one expert's surplus in a layer makes up for its lack in another in theirs, and in ours does not; nor does
-/// ours take the shards of a step together. Under `balance = "batch"` the loss is theirs, and so is its factor.
+/// Theirs (`load_balancing_loss_func` of Qwen3-MoE and Mixtral) treats all layers as one, and its fractions F_e sum to k. If n and P are
+/// the same in every layer, F_e = n_e / T and P_e = P_le, so theirs = k · (ours / L): our weight times L / k is theirs, for the loss and
+/// its gradient. If layers differ, so do the losses: in theirs an expert's surplus in one layer offsets its deficit in another, in ours it
+/// does not; nor does ours combine the shards of a step. Under `balance = "batch"` the loss is theirs, and so is the weight.
 fn their_aux_loss_coef(m: &ModelConfig) -> f64 {
     if m.balance == Balance::Batch {
         return m.aux_loss_coef;

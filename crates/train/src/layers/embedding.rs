@@ -7,8 +7,8 @@ use crate::spec::Part;
 use nibble_core::ops::{Embed, EmbedBackward, EmbedOut};
 use nibble_core::{Kernels, Result, Tensor};
 
-/// A row for each token of the vocabulary. No [`Layer`](super::Layer): its input is ids, which have no gradient. Its weight is read as it is, so
-/// no copies are made of it here; a head that is tied to it makes them.
+/// The embedding. It is no [`Layer`](super::Layer), since its input is ids, which have no gradient. Its weight is read as it is, without
+/// copies for products; a tied head makes those.
 #[derive(Debug, Clone)]
 pub struct Embedding<B: Kernels> {
     /// `[v, d]`.
@@ -29,7 +29,7 @@ impl<B: Kernels> Saved for EmbeddingSaved<B> {
 }
 
 impl<B: Kernels> Embedding<B> {
-    /// Random weights, of which this rank keeps its rows; every rank computes with all of them.
+    /// Random weights. This rank keeps its rows of the master; every rank computes with all rows.
     pub fn new(cx: &Cx<'_, B>, part: &Part) -> Result<Self> {
         Ok(Self { weight: Param::only(cx, part)? })
     }
@@ -44,7 +44,7 @@ impl<B: Kernels> Embedding<B> {
         vec![&mut self.weight]
     }
 
-    /// `[t, d]`; and how many of the tokens are none of the vocabulary.
+    /// `[t, d]`, and how many of the tokens are not in the vocabulary.
     pub fn forward(&self, cx: &Cx<'_, B>, ids: &B::Buf<i32>) -> Result<EmbedOut<B>> {
         Embed { table: self.weight.plain()?, ids, dtype: cx.activations() }.run(cx.b)
     }
@@ -54,7 +54,7 @@ impl<B: Kernels> Embedding<B> {
         EmbeddingSaved { layer: self.weight.layer().to_owned(), ids }
     }
 
-    /// Adds the weight's gradient, of that of the vectors.
+    /// Adds the weight's gradient, from the gradient of the vectors.
     pub fn backward(&mut self, cx: &Cx<'_, B>, saved: EmbeddingSaved<B>, dy_td: &Tensor<B>) -> Result<()> {
         let shards = cx.shards.local;
         self.weight.add_gradient(cx, Writes::Adds, |grad, _| {

@@ -1,4 +1,4 @@
-//! Causal attention with grouped query heads and RoPE, with RMSNorm on each query and key head (Qwen3) or without (Llama), with sinks (GPT-OSS) or without.
+//! Causal attention with grouped query heads and RoPE, RMSNorm on each query and key head (Qwen3) or none (Llama), and sinks (GPT-OSS).
 //! t tokens, d model, h heads, g key/value heads, c head_dim, u value_dim: heads of values, mostly the same.
 
 use super::kv_cache::CachedHeads;
@@ -31,19 +31,19 @@ pub struct GroupedQuery<B: Kernels> {
     pub q_heads: Heads<B>,
     /// Norm and rotation of the keys.
     pub k_heads: Heads<B>,
-    /// `[1, h]`: a score of each query head that no key has, where they have such.
+    /// `[1, h]`: sinks, an additional score of each query head that belongs to no key; `None` without sinks.
     pub sinks: Option<Param<B>>,
     /// `[seq_len, c]`, as [`rope_table`](super::rope_table) makes it: a row for each position. Shared by all layers.
     pub rope: Tensor<B>,
-    /// Keep normed and rotated queries and keys, instead of making them again in the backward pass. Those that are not normed are
-    /// always kept.
+    /// Save normed and rotated queries and keys, instead of recomputing them in the backward pass. Without a norm they are always
+    /// saved.
     pub keep_heads: bool,
 }
 
-/// What queries, keys and values have of their input, one each; those whose recipes agree share it.
+/// The input of queries, keys and values, one operand each. Projections whose recipes agree share a buffer.
 type PerProjection<B> = [Operand<B>; 3];
 
-/// Queries, keys and values of some tokens, and what is kept of making them.
+/// Queries, keys and values of some tokens, and what is saved on the way.
 struct Projected<B: Kernels> {
     x: PerProjection<B>,
     /// Rotated.
@@ -55,7 +55,7 @@ struct Projected<B: Kernels> {
     v: Tensor<B>,
 }
 
-/// What attention keeps.
+/// Attention's saved activations.
 #[derive(Debug)]
 pub struct GroupedQuerySaved<B: Kernels> {
     layer: String,
@@ -82,7 +82,7 @@ impl<B: Kernels> Saved for GroupedQuerySaved<B> {
 }
 
 impl<B: Kernels> GroupedQuery<B> {
-    /// Random weights, and positions for sequences as long as the table.
+    /// Random weights; `rope` has a row for each position of a sequence.
     pub fn new(cx: &Cx<'_, B>, spec: &GroupedQuerySpec, rope: Tensor<B>) -> Result<Self> {
         let linear = |part: &Part| Linear::new(cx, part, cx.activations());
         let [q_norm, k_norm] = match &spec.norms {
@@ -107,12 +107,12 @@ impl<B: Kernels> GroupedQuery<B> {
         })
     }
 
-    /// Positions that it has.
+    /// Number of positions.
     fn positions(&self) -> usize {
         self.rope.rows
     }
 
-    /// What takes the layer's input.
+    /// The projections of the layer's input.
     fn shared(&self) -> SharedProjections<'_, B, 3> {
         SharedProjections { name: &self.name, projections: [&self.q, &self.k, &self.v] }
     }
@@ -121,13 +121,13 @@ impl<B: Kernels> GroupedQuery<B> {
         self.sinks.as_ref().map(Param::plain).transpose()
     }
 
-    /// Heads as a cache has them.
+    /// The heads in the form that a cache has.
     fn cached_heads(&self) -> CachedHeads {
         let GroupedQueryShape { kv_heads, head_dim, value_dim, .. } = self.shape;
         CachedHeads { kv_heads, head_dim, value_dim, scale: attention_scale(head_dim) }
     }
 
-    /// Queries, keys and values of tokens from this position on, and what is kept of making them.
+    /// Queries, keys and values of tokens from this position on, and what is saved on the way.
     fn projected(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>, first_position: usize) -> Result<Projected<B>> {
         let inputs = self.shared().inputs(cx, x_td)?;
         let product = |projection: &Linear<B>, i: usize| projection.product(cx, &inputs[i].0);
@@ -141,7 +141,7 @@ impl<B: Kernels> GroupedQuery<B> {
         Ok(Projected { x, q, q_saved, k, k_saved, v })
     }
 
-    /// The forward pass up to its last product: what that multiplies, and what is kept.
+    /// The forward pass up to its last product: that product's input, and the saved activations.
     fn attended(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<(Operand<B>, GroupedQuerySaved<B>)> {
         let Projected { x, q, q_saved, k, k_saved, v } = self.projected(cx, &x_td, 0)?;
         let GroupedQueryShape { head_dim, value_dim, .. } = self.shape;
@@ -155,15 +155,15 @@ impl<B: Kernels> GroupedQuery<B> {
         Ok((o_input, GroupedQuerySaved { layer, x, q: q_saved, k: k_saved, v, out, lse, o }))
     }
 
-    /// The forward pass of tokens that follow those in the cache, one sequence, or of its first ones. Puts their keys and values into
-    /// the cache. Several tokens at once only where it is empty.
+    /// The forward pass of a sequence's next tokens, which see the keys and values in the cache. Adds their own to the cache. Several
+    /// tokens at once only if the cache is empty.
     pub fn cached(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>, cache: &mut KvCache<B>) -> Result<Tensor<B>> {
         let Projected { q, k, v, .. } = self.projected(cx, x_td, cache.len())?;
         let out = cache.attended(cx.b, [&q, &k, &v], self.plain_sinks()?)?;
         self.o.product(cx, &self.o.input(cx, &out)?.0)
     }
 
-    /// A cache for a sequence.
+    /// A cache for one sequence.
     pub fn cache(&self, b: &B, activations: DType) -> Result<KvCache<B>> {
         KvCache::new(b, activations, self.positions(), self.cached_heads())
     }

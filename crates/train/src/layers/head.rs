@@ -39,24 +39,24 @@ impl<B: Kernels> Saved for HeadSaved<B> {
 pub struct HeadInput<'a, B: Kernels> {
     /// `[t, d]`.
     pub x_td: &'a Tensor<B>,
-    /// The right token of each row; a negative one is not counted.
+    /// The target token of each row. Rows with a negative target do not count.
     pub targets: &'a B::Buf<i32>,
-    /// Runs of rows whose losses are summed; where there is a gradient, the shards of the pass.
+    /// Number of equal runs of rows whose losses are summed. With gradients, these are the shards of the pass.
     pub shards: usize,
 }
 
-/// The output head: a weight `[v, d]` of its own, or that of the embedding. No [`Layer`](super::Layer): its gradients are made in the forward
-/// pass. Whoever calls it brings the embedding's weight, `table`, which a tied head takes.
+/// The output head: a weight `[v, d]` of its own, or the embedding's. It is no [`Layer`](super::Layer), since its gradients are computed in
+/// the forward pass. Callers pass the embedding's weight as `table`, which a tied head uses.
 #[derive(Debug, Clone)]
 pub struct Head<B: Kernels> {
-    /// By which recipes know it: `lm_head`, or the embedding's id.
+    /// Its name in recipes: `lm_head`, or the embedding's id.
     pub id: String,
     /// Its own weight, unless it is tied to the embedding.
     pub own: Option<Param<B>>,
 }
 
 impl<B: Kernels> Head<B> {
-    /// Random weights, of which this rank keeps its rows; every rank computes with all of them. None of a head that is tied.
+    /// Random weights. This rank keeps its rows of the master; every rank computes with all rows. A tied head has no weight of its own.
     pub fn new(cx: &Cx<'_, B>, part: &Part) -> Result<Self> {
         let own = (!part.params().is_empty()).then(|| Param::only(cx, part));
         Ok(Self { id: part.id.clone(), own: own.transpose()? })
@@ -66,7 +66,7 @@ impl<B: Kernels> Head<B> {
         self.own.as_ref().unwrap_or(table)
     }
 
-    /// The weight that it takes.
+    /// The weight that it uses.
     pub(crate) fn weight_mut<'a>(&'a mut self, table: &'a mut Param<B>) -> &'a mut Param<B> {
         self.own.as_mut().unwrap_or(table)
     }
@@ -103,7 +103,7 @@ impl<B: Kernels> Head<B> {
         HeadLoss { x, w, codecs, targets, shards, chunk, grad: None }.run(cx.b)
     }
 
-    /// The losses; and the gradients of their sum by the factor that `control` has ([`nibble_core::ops::Control`]), that of the weight added to what it has.
+    /// The losses, and the gradients of their sum times the factor in `control` ([`nibble_core::ops::Control`]). Adds that of the weight.
     pub fn losses_and_gradients(
         &mut self,
         cx: &Cx<'_, B>,

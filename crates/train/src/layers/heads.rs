@@ -7,21 +7,21 @@ use crate::ledger::{Ledger, Saved};
 use nibble_core::ops::{NormRope, NormRopeBackward, Positions, RmsNorm, Rope};
 use nibble_core::{Error, Kernels, Result, Tensor};
 
-/// What turns queries or keys.
+/// The norm of queries or keys, which are rotated after it.
 #[derive(Debug, Clone)]
 pub struct Heads<B: Kernels> {
-    /// Of each head, `[1, c]`, or of all of them together, `[1, n·c]`, where the model has one.
+    /// Over each head, `[1, c]`, or over all heads together, `[1, n·c]`; `None` in a model without these norms.
     pub norm: Option<Norm<B>>,
 }
 
-/// A norm, and the rotation behind it.
+/// A norm, and the rotation after it.
 struct Turn<'a, B: Kernels> {
     norm: &'a Norm<B>,
     rotation: &'a Rotation<'a, B>,
 }
 
 impl<B: Kernels> Turn<'_, B> {
-    /// Whether each head is normed by itself: then one operation does both.
+    /// Whether each head is normed by itself: then one op does norm and rotation.
     fn by_heads(&self) -> bool {
         self.norm.weight.shape().1 == self.rotation.table.cols
     }
@@ -45,22 +45,22 @@ impl<B: Kernels> Turn<'_, B> {
 pub struct Rotation<'a, B: Kernels> {
     /// As [`nibble_core::ops::Rope`] has it.
     pub table: &'a Tensor<B>,
-    /// Where tokens are.
+    /// Positions of the tokens.
     pub positions: Positions<B>,
 }
 
-/// What is kept of turning heads.
+/// What norm and rotation save.
 #[derive(Debug)]
 pub struct HeadsSaved<B: Kernels> {
-    /// The norm's input, where there is a norm.
+    /// The norm's input, if there is a norm.
     norm: Option<NormSaved<B>>,
-    /// The result, which attention's backward pass reads, unless it is made again. Without a norm it is always here: it takes no more
-    /// than that from which it could be made, and a rotation's own backward pass needs neither.
+    /// The result, which attention's backward pass reads, unless it is recomputed. Without a norm it is always saved: it is no larger than
+    /// its input, and a rotation's own backward pass needs neither.
     turned: Option<Tensor<B>>,
 }
 
 impl<B: Kernels> HeadsSaved<B> {
-    /// Lists what is kept, the result as this kind of this layer.
+    /// Lists what is saved; the result as `kind` of this layer.
     pub(super) fn list(&self, ledger: &mut Ledger, layer: &str, kind: &'static str) {
         if let Some(norm) = &self.norm {
             norm.ledger(ledger);
@@ -72,7 +72,7 @@ impl<B: Kernels> HeadsSaved<B> {
 }
 
 impl<B: Kernels> Heads<B> {
-    /// Heads of x, each normed if they are to be, then rotated: `[t, n·c]`. The result is kept if `keep` says so.
+    /// The heads of x, normed if there is a norm, then rotated: `[t, n·c]`. With `keep` the result is saved.
     pub fn forward(
         &self,
         cx: &Cx<'_, B>,
@@ -90,7 +90,7 @@ impl<B: Kernels> Heads<B> {
         Ok((y, HeadsSaved { norm: Some(saved), turned }))
     }
 
-    /// The heads, kept or made again.
+    /// The normed and rotated heads, saved or recomputed.
     pub fn turned(
         &self,
         cx: &Cx<'_, B>,
@@ -104,7 +104,7 @@ impl<B: Kernels> Heads<B> {
         }
     }
 
-    /// dx, of the gradient dy of what [`Heads::forward`] gives.
+    /// dx, from the gradient dy of what [`Heads::forward`] returns.
     pub fn backward(
         &mut self,
         cx: &Cx<'_, B>,

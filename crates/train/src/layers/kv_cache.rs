@@ -1,10 +1,10 @@
-//! What attention remembers of a sequence while text is made token by token.
+//! Cache of keys and values of a sequence, for text that is generated token by token.
 
 use nibble_core::ops::{Attention, AttentionDecode};
 use nibble_core::{DType, Data, Error, Kernels, Result, Tensor};
 use std::ops::Range;
 
-/// Keys and values of a sequence's tokens so far, in one layer, rotated, of each head that has its own.
+/// Rotated keys and values of a sequence's tokens so far, in one layer, for each head that has its own.
 #[derive(Debug)]
 pub struct KvCache<B: Kernels> {
     /// `[positions, heads of keys · head_dim]`.
@@ -16,7 +16,7 @@ pub struct KvCache<B: Kernels> {
     len: usize,
 }
 
-/// Heads whose keys and values are remembered.
+/// Heads whose keys and values are cached.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct CachedHeads {
     /// Heads that have keys and values.
@@ -30,24 +30,24 @@ pub(super) struct CachedHeads {
 }
 
 impl<B: Kernels> KvCache<B> {
-    /// Room for so many tokens, none of them there.
+    /// An empty cache with capacity for this many tokens.
     pub(super) fn new(b: &B, dtype: DType, positions: usize, heads: CachedHeads) -> Result<Self> {
         let zeros = |dim| Tensor::zeros(b, dtype, positions, heads.kv_heads * dim);
         Ok(Self { k: zeros(heads.head_dim)?, v: zeros(heads.value_dim)?, heads, len: 0 })
     }
 
-    /// Another sequence begins.
+    /// Empties the cache for another sequence.
     pub fn clear(&mut self) {
         self.len = 0;
     }
 
-    /// Tokens that are there.
+    /// Tokens in the cache.
     pub(super) fn len(&self) -> usize {
         self.len
     }
 
-    /// What attention gives for tokens that follow those that are there, whose keys and values are put here. Several at once only where there
-    /// are none. `sinks`: F32 `[1, heads of queries]`.
+    /// Attention's output for tokens that follow those in the cache. Adds their keys and values to the cache. Several tokens at once only
+    /// if the cache is empty. `sinks`: F32 `[1, heads of queries]`.
     pub(super) fn attended(
         &mut self,
         b: &B,
@@ -69,7 +69,7 @@ impl<B: Kernels> KvCache<B> {
     }
 }
 
-/// Copies rows to those from `at` on of a tensor of the same type and as many columns.
+/// Copies `rows` of one tensor to the rows from `at` on of another, which has the same type and number of columns.
 pub fn copy_rows<B: Kernels>(
     b: &B,
     from: &Tensor<B>,

@@ -1,7 +1,7 @@
-//! Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1): keys and values come from a narrow latent of the token, which is
-//! normed and projected up for every head; so do queries, from another latent, or straight from the input. RoPE turns the last elements of a
-//! head of queries and a key that all heads share. t tokens, d model, h heads, n own elements of a head of queries and keys, r that turn, u
-//! value_dim, p q_rank, c kv_rank.
+//! Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1). Keys and values come from a narrow latent of the token,
+//! which is normed and projected up for every head. Queries come from another latent, or straight from the input. RoPE rotates the last
+//! elements of each query head, and a key that all heads share. t tokens, d model, h heads, n own elements of a head of queries and keys,
+//! r rotated elements, u value_dim, p q_rank, c kv_rank.
 
 use super::kv_cache::CachedHeads;
 use super::shared::SharedProjections;
@@ -25,11 +25,11 @@ pub struct LatentUp<B: Kernels> {
     pub up: Linear<B>,
 }
 
-/// What is kept of a latent.
+/// What is saved of a latent.
 #[derive(Debug)]
 pub struct LatentUpSaved<B: Kernels> {
     norm: NormSaved<B>,
-    /// The normed latent as the projection keeps it, unless it is made again.
+    /// The normed latent as the projection saves it, unless it is recomputed.
     x: Option<LinearSaved<B>>,
 }
 
@@ -56,7 +56,7 @@ impl<B: Kernels> LatentUp<B> {
         vec![&mut self.norm.weight, &mut self.up.weight]
     }
 
-    /// Of the latent `[t, rank]` what all heads have of it. `keep`: whether the projection's input is kept.
+    /// Projects the latent `[t, rank]` up to all heads. `keep`: whether the projection's input is saved.
     fn forward(
         &self,
         cx: &Cx<'_, B>,
@@ -68,7 +68,7 @@ impl<B: Kernels> LatentUp<B> {
         Ok((self.up.product(cx, &fprop)?, LatentUpSaved { norm, x: keep.then_some(x) }))
     }
 
-    /// The same again, from what is kept. The projection's input is there then.
+    /// Recomputes the projection from the norm's saved input, and saves the projection's input.
     fn again(&self, cx: &Cx<'_, B>, saved: &mut LatentUpSaved<B>) -> Result<Tensor<B>> {
         let (fprop, x) = self.up.input(cx, &self.norm.output(cx, &saved.norm)?)?;
         saved.x = Some(x);
@@ -100,53 +100,53 @@ pub struct Latent<B: Kernels> {
     pub shape: LatentShape,
     /// What scores are multiplied by.
     pub scale: f32,
-    /// `[p, d]`, to the latent of queries; or `[h·(n + r), d]`, straight to them.
+    /// `[p, d]`, to the latent of queries; or `[h·(n + r), d]`, straight to the queries.
     pub q: Linear<B>,
-    /// From the latent of queries, `[h·(n + r), p]`, where there is one.
+    /// From the latent of queries, `[h·(n + r), p]`, if there is one.
     pub q_up: Option<LatentUp<B>>,
     /// `[c, d]`, to the latent of keys and values.
     pub kv: Linear<B>,
     /// `[r, d]`, to the key that all heads share.
     pub k_rope: Linear<B>,
-    /// From the latent of keys and values, `[h·(n + u), c]`: of each head n rows of its key, then u of its value.
+    /// From the latent of keys and values, `[h·(n + u), c]`: for each head n rows of its key, then u rows of its value.
     pub kv_up: LatentUp<B>,
     /// `[d, h·u]`.
     pub o: Linear<B>,
     /// `[positions, r]`, as [`rope_table`](super::rope_table) makes it. Shared by all layers.
     pub rope: Tensor<B>,
-    /// Keep normed latents as their projections read them, instead of making them again in the backward pass.
+    /// Save normed latents as their projections read them, instead of recomputing them in the backward pass.
     pub keep_normed: bool,
-    /// Keep queries, keys and values, instead of making them again from the latents.
+    /// Save queries, keys and values, instead of recomputing them from the latents.
     pub keep_heads: bool,
 }
 
-/// Queries, keys and values of all heads, as attention takes them.
+/// Queries, keys and values of all heads, as attention reads them.
 #[derive(Debug)]
 struct QueriesKeysValues<B: Kernels> {
-    /// `[t, h·(n + r)]`, turned.
+    /// `[t, h·(n + r)]`, rotated.
     q: Tensor<B>,
-    /// `[t, h·(n + r)]`, with the shared key, turned.
+    /// `[t, h·(n + r)]`, with the shared key, rotated.
     k: Tensor<B>,
     /// `[t, h·u]`.
     v: Tensor<B>,
 }
 
-/// What is kept of queries, keys and values.
+/// What is saved of queries, keys and values.
 #[derive(Debug)]
 enum HeadsKept<B: Kernels> {
     /// All of them.
     All(QueriesKeysValues<B>),
-    /// From which they are made again, with the latents.
+    /// What they are recomputed from, together with the latents.
     Again {
-        /// Queries that come straight from the input: no more of them is kept than they are.
+        /// Queries that are projected straight from the input. They have no latent, so they are saved themselves.
         q: Option<Tensor<B>>,
-        /// The shared key, `[t, r]`, not yet turned.
+        /// The shared key, `[t, r]`, not yet rotated.
         shared: Tensor<B>,
     },
 }
 
 impl<B: Kernels> HeadsKept<B> {
-    /// All of them, or what they are made again from: the queries, where no latent of theirs is kept.
+    /// All of them, or what they are recomputed from. `queries`: whether that includes the queries, which then have no latent.
     fn of(heads: QueriesKeysValues<B>, shared: Tensor<B>, all: bool, queries: bool) -> Self {
         if all {
             return Self::All(heads);
@@ -155,11 +155,11 @@ impl<B: Kernels> HeadsKept<B> {
     }
 }
 
-/// What latent attention keeps.
+/// Saved activations of latent attention.
 #[derive(Debug)]
 pub struct LatentSaved<B: Kernels> {
     layer: String,
-    /// The input of the projections from it: the same buffers for all three, unless their recipes differ.
+    /// The input of the three projections from it: the same buffers for all three, unless their recipes differ.
     x: [Operand<B>; 3],
     q_up: Option<LatentUpSaved<B>>,
     kv_up: LatentUpSaved<B>,
@@ -193,7 +193,7 @@ impl<B: Kernels> Saved for LatentSaved<B> {
     }
 }
 
-/// Queries, keys and values of some tokens, and what is kept of making them.
+/// Queries, keys and values of some tokens, and what is saved on the way.
 struct Projected<B: Kernels> {
     x: [Operand<B>; 3],
     q_up: Option<LatentUpSaved<B>>,
@@ -203,7 +203,7 @@ struct Projected<B: Kernels> {
 }
 
 impl<B: Kernels> Latent<B> {
-    /// Random weights, and positions for sequences as long as the table.
+    /// Random weights; `rope` has a row for each position of a sequence.
     pub fn new(cx: &Cx<'_, B>, spec: &LatentSpec, rope: Tensor<B>) -> Result<Self> {
         let linear = |part: &Part| Linear::new(cx, part, cx.activations());
         let up = |up: &UpSpec| LatentUp::new(cx, up, spec.eps);
@@ -229,23 +229,23 @@ impl<B: Kernels> Latent<B> {
         })
     }
 
-    /// Positions that it has.
+    /// Number of positions.
     fn positions(&self) -> usize {
         self.rope.rows
     }
 
-    /// The rotation of a forward pass of so many tokens, from this position on.
+    /// The rotation for a forward pass of `tokens` tokens, from this position on.
     fn rotation(&self, cx: &Cx<'_, B>, tokens: usize, first_position: usize) -> Rotation<'_, B> {
         let positions = cx.positions(self.positions().min(tokens), first_position);
         Rotation { table: &self.rope, positions }
     }
 
-    /// What takes the layer's input.
+    /// The projections of the layer's input.
     fn shared(&self) -> SharedProjections<'_, B, 3> {
         SharedProjections { name: &self.name, projections: [&self.q, &self.kv, &self.k_rope] }
     }
 
-    /// Queries with their last elements turned, or back.
+    /// Queries with the last elements of each head rotated, or rotated back.
     fn turned(
         &self,
         cx: &Cx<'_, B>,
@@ -270,7 +270,7 @@ impl<B: Kernels> Latent<B> {
         AssembleKv { up: &up, shared, table, key_dim, value_dim, positions }.run(cx.b)
     }
 
-    /// Queries, keys and values of tokens from this position on, and what is kept of making them.
+    /// Queries, keys and values of tokens from this position on, and what is saved on the way.
     fn projected(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>, first_position: usize) -> Result<Projected<B>> {
         let rotation = self.rotation(cx, x_td.rows, first_position);
         let keep = self.keep_normed && self.keep_heads;
@@ -292,7 +292,7 @@ impl<B: Kernels> Latent<B> {
         Ok(Projected { x, q_up, kv_up, shared, heads: QueriesKeysValues { q, k, v } })
     }
 
-    /// The forward pass up to its last product: what that multiplies, and what is kept.
+    /// The forward pass up to its last product: that product's input, and the saved activations.
     fn attended(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<(Operand<B>, LatentSaved<B>)> {
         let Projected { x, q_up, kv_up, shared, heads } = self.projected(cx, &x_td, 0)?;
         let seq_len = self.positions().min(x_td.rows);
@@ -307,7 +307,7 @@ impl<B: Kernels> Latent<B> {
         Ok((o_input, LatentSaved { layer, x, q_up, kv_up, heads, out, lse, o }))
     }
 
-    /// Queries, keys and values, kept or made again.
+    /// Queries, keys and values, saved or recomputed.
     fn heads(
         &self,
         cx: &Cx<'_, B>,
@@ -334,16 +334,16 @@ impl<B: Kernels> Latent<B> {
         })
     }
 
-    /// The forward pass of tokens that follow those in the cache, one sequence, or of its first ones. Puts their keys and values into
-    /// the cache. Several tokens at once only where it is empty.
+    /// The forward pass of a sequence's next tokens, which see the keys and values in the cache. Adds their own to the cache. Several
+    /// tokens at once only if the cache is empty.
     pub fn cached(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>, cache: &mut KvCache<B>) -> Result<Tensor<B>> {
         let Projected { heads: QueriesKeysValues { q, k, v }, .. } = self.projected(cx, x_td, cache.len())?;
         let out = cache.attended(cx.b, [&q, &k, &v], None)?;
         self.o.product(cx, &self.o.input(cx, &out)?.0)
     }
 
-    /// A cache for a sequence, of each head's keys and values: h·(n + r + u) numbers a token. The latent and the shared key, of which they are
-    /// made, would be c + r, and projected up once more for every token that is made.
+    /// A cache of each head's keys and values: h·(n + r + u) values per token. The latent and the shared key, which they come from, would
+    /// be c + r values, to be projected up again for every generated token.
     pub fn cache(&self, b: &B, activations: DType) -> Result<KvCache<B>> {
         let LatentShape { heads: kv_heads, value_dim, .. } = self.shape;
         let heads = CachedHeads { kv_heads, head_dim: self.shape.head_dim(), value_dim, scale: self.scale };

@@ -18,22 +18,22 @@ use nibble_core::recipe::{self, LayerPlan};
 use nibble_core::{DType, Error, Kernels, Operand, Result, Tensor};
 use std::sync::Arc;
 
-/// A dense linear layer, with a bias of each output or without.
+/// A dense linear layer, with or without a bias for each output.
 #[derive(Debug, Clone)]
 pub struct Linear<B: Kernels> {
     /// `[n, k]`.
     pub weight: Param<B>,
     /// `[1, n]`, added to the rounded product and rounded again.
     pub bias: Option<Param<B>>,
-    /// As the recipe knows it.
+    /// Its description in recipes.
     pub layer: recipe::Layer,
-    /// By what the signs of its products' transforms know it: its own name, or that of the layer whose projections have one input.
+    /// The name that seeds the signs of its products' transforms: its own, or that of the layer whose projections share one input.
     pub linear: String,
     /// Type of the output.
     pub out: DType,
 }
 
-/// The input in the form the recipe keeps.
+/// The input as the recipe saves it.
 #[derive(Debug)]
 pub struct LinearSaved<B: Kernels> {
     layer: String,
@@ -48,8 +48,8 @@ impl<B: Kernels> Saved for LinearSaved<B> {
 }
 
 impl<B: Kernels> Linear<B> {
-    /// Random weights, of which this rank keeps its rows; every rank computes with all of them. A bias is zeros. `out` is the type of
-    /// the output.
+    /// Random weights. This rank keeps its rows of the master; every rank computes with all rows. A bias is zeros. `out` is the type of the
+    /// output.
     ///
     /// # Errors
     /// [`Error::Shape`] for a part that is no linear layer; from the backend.
@@ -60,12 +60,12 @@ impl<B: Kernels> Linear<B> {
         Ok(Self { weight, bias, layer, linear, out })
     }
 
-    /// The same as one of the projections of a layer, which have one input.
+    /// The same, as one of the projections of layer `layer` that share one input.
     pub fn with_input_of(self, layer: &str) -> Self {
         Self { linear: layer.to_owned(), ..self }
     }
 
-    /// Its own name, where that of [`Linear::layer`] may be that of a layer it is a part of: no two share random bits.
+    /// Its own name, which no other layer has, so that no two share random bits. [`Linear::layer`] may have an enclosing layer's name.
     pub(super) fn site(&self) -> &str {
         self.weight.layer()
     }
@@ -74,12 +74,12 @@ impl<B: Kernels> Linear<B> {
         LayerName { layer: self.site(), linear: &self.linear }
     }
 
-    /// What it does now.
+    /// The layer's plan now.
     pub fn plan(&self, cx: &Cx<'_, B>) -> Arc<LayerPlan> {
         cx.plan(&self.layer)
     }
 
-    /// The forward pass up to its product: what fprop multiplies, and what is kept.
+    /// The forward pass up to its product: fprop's operand, and the saved input.
     pub fn input(&self, cx: &Cx<'_, B>, x_tk: &Tensor<B>) -> Result<(Operand<B>, LinearSaved<B>)> {
         let plan = self.plan(cx);
         let x = Operand::Plain(x_tk.clone());
@@ -96,7 +96,7 @@ impl<B: Kernels> Linear<B> {
         Ok(y)
     }
 
-    /// dX, and the gradients of weight and bias, from an input that other layers may share, as wgrad takes it.
+    /// Returns dX, and adds the gradients of weight and bias. `x` is the input as wgrad reads it, which other layers may share.
     pub fn gradients(&mut self, cx: &Cx<'_, B>, x: &Operand<B>, dy_tn: &Tensor<B>) -> Result<Tensor<B>> {
         let (plan, groups) = (self.plan(cx), &cx.shards.groups);
         let dy = Operand::Plain(dy_tn.clone());

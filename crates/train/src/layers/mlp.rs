@@ -1,4 +1,4 @@
-//! Dense SwiGLU feed-forward layer: that of a dense layer, and the expert that every token passes. t tokens, d model, f ffn.
+//! Dense SwiGLU feed-forward layer: the MLP of a dense layer, or the shared expert. t tokens, d model, f ffn.
 //!
 //! It is two linear layers with SwiGLU between them. Each linear layer saves its input, and SwiGLU saves h. SwiGLU and its backward pass
 //! write plain a and dh, which the projections quantize: under `mxfp4-hopper` that is six separate quantizations, where the fused kernels
@@ -27,11 +27,11 @@ pub struct Mlp<B: Kernels> {
 #[derive(Debug)]
 pub struct MlpSaved<B: Kernels> {
     layer: String,
-    /// Of the layer's input.
+    /// The layer's input.
     pub gate_up: LinearSaved<B>,
     /// Gate and up, `[t, 2f]`, before SwiGLU.
     pub h: Operand<B>,
-    /// Of what SwiGLU gives, `[t, f]`.
+    /// SwiGLU's output, `[t, f]`.
     pub down: LinearSaved<B>,
 }
 
@@ -50,7 +50,7 @@ impl<B: Kernels> Mlp<B> {
         Ok(Self { name: spec.id.clone(), gate_up: linear(&spec.gate_up)?, down: linear(&spec.down)? })
     }
 
-    /// The forward pass up to its last product: what that multiplies, and what is kept.
+    /// The forward pass up to its last product: that product's input, and the saved activations.
     fn hidden(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<(Operand<B>, MlpSaved<B>)> {
         let (h_tf, gate_up) = self.gate_up.forward(cx, x_td)?;
         let a = Emit::Plain(cx.activations());

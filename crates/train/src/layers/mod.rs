@@ -36,16 +36,16 @@ use nibble_core::{Kernels, Result, Tensor};
 /// A layer: forward returns its output and what backward needs; backward consumes that, adds the gradients of its
 /// parameters and returns the gradient of its input. Using a `Saved` twice does not compile.
 ///
-/// The embedding and the head have the same parts with other arguments: each says why.
+/// The embedding and the head have the same methods with other arguments; each says why.
 pub trait Layer<B: Kernels> {
-    /// What it takes.
+    /// Its input.
     type In;
-    /// What it gives.
+    /// Its output.
     type Out;
-    /// What it keeps for backward.
+    /// The activations that it saves for the backward pass.
     type Saved: Saved;
 
-    /// Its weights as its passes take them, in the order in which their copies are made.
+    /// Its weights as its passes read them, in the order in which their copies are made.
     fn wanted(&self, cx: &Cx<'_, B>) -> Vec<Wanted<'_, B>>;
 
     /// Makes the weights' copies for this step.
@@ -59,13 +59,13 @@ pub trait Layer<B: Kernels> {
     /// Its parameters, in canonical order.
     fn params(&mut self) -> Vec<&mut Param<B>>;
 
-    /// Says what the backward passes to come make again. Most layers have no choice.
+    /// Sets what later backward passes recompute. Most layers have no choice.
     fn recompute(&mut self, _scopes: &[Scope]) {}
 
     /// The forward pass.
     fn forward(&self, cx: &Cx<'_, B>, x: Self::In) -> Result<(Self::Out, Self::Saved)>;
 
-    /// What a forward pass keeps, made again. A layer that can do it leaves out what only its output needs.
+    /// Recomputes what a forward pass saves. A layer that can do so leaves out what only its output needs.
     fn again(&self, cx: &Cx<'_, B>, x: Self::In) -> Result<Self::Saved> {
         Ok(self.forward(cx, x)?.1)
     }

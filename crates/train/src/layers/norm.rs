@@ -17,10 +17,10 @@ pub struct Norm<B: Kernels> {
     pub eps: f32,
 }
 
-/// The input and one scalar a row.
+/// The input, and one scalar per row.
 #[derive(Debug)]
 pub struct NormSaved<B: Kernels> {
-    /// Of the norm.
+    /// Name of the norm.
     pub layer: String,
     /// `[t, d]`.
     pub x: Tensor<B>,
@@ -28,8 +28,8 @@ pub struct NormSaved<B: Kernels> {
     pub inv_rms: B::Buf<f32>,
 }
 
-/// The residual stream between two norms: x, and what a half of a layer has made to be added to it. The next norm adds them, in the
-/// pass in which it reads them, and gives the sum back as the x that it saves.
+/// The residual stream between two norms: x, and the output of one half of a layer, which is yet to be added. The next norm adds them in
+/// the pass in which it reads them, and returns the sum as the x that it saves.
 #[derive(Debug, Clone)]
 pub struct Residual<B: Kernels> {
     /// `[t, d]`.
@@ -62,7 +62,7 @@ impl<B: Kernels> Norm<B> {
         self.weight.layer().to_owned()
     }
 
-    /// The norm of the residual stream, and the stream itself in what is saved.
+    /// The norm of the residual stream. What is saved holds the stream itself.
     pub fn of(&self, cx: &Cx<'_, B>, residual: Residual<B>) -> Result<(Tensor<B>, NormSaved<B>)> {
         let Residual { x, plus } = residual;
         let op = RmsNorm { x: &x, plus: plus.as_ref(), weight: self.weight.plain()?, eps: self.eps };
@@ -70,12 +70,12 @@ impl<B: Kernels> Norm<B> {
         Ok((out.y, NormSaved { layer: self.layer(), x: out.sum.unwrap_or(x), inv_rms: out.inv_rms }))
     }
 
-    /// The output again, from what was saved.
+    /// The output, recomputed from what was saved.
     pub fn output(&self, cx: &Cx<'_, B>, saved: &NormSaved<B>) -> Result<Tensor<B>> {
         Ok(RmsNorm::new(&saved.x, self.weight.plain()?, self.eps).run(cx.b)?.y)
     }
 
-    /// dx + plus, of the gradient dy of the output.
+    /// dx + plus, from the gradient dy of the output.
     pub fn gradient(
         &mut self,
         cx: &Cx<'_, B>,

@@ -1,4 +1,4 @@
-//! Linear layers that are parts of one and have the same input: it is converted, kept and lifted once for all whose recipes agree.
+//! Linear projections of one input. It is converted, saved and lifted once for all projections whose recipes agree.
 
 use super::Linear;
 use crate::convert::LayerName;
@@ -6,30 +6,30 @@ use crate::cx::Cx;
 use nibble_core::recipe::{Pass, SharedInput};
 use nibble_core::{Groups, Kernels, Operand, Result, Tensor};
 
-/// Projections of one input. `name` is that of the layer that they are parts of.
+/// Projections of one input. `name` is that of the layer to which they belong.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct SharedProjections<'a, B: Kernels, const N: usize> {
     pub name: &'a str,
     pub projections: [&'a Linear<B>; N],
 }
 
-/// What a projection multiplies, and what is kept for it; in the backward pass twice what wgrad takes.
+/// What a projection multiplies, and what is saved for it; in the backward pass wgrad's operand, twice.
 type Made<B> = (Operand<B>, Operand<B>);
 
 impl<B: Kernels, const N: usize> SharedProjections<'_, B, N> {
-    /// What each projection multiplies, and what is kept for it.
+    /// What each projection multiplies, and what is saved for it.
     pub fn inputs(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>) -> Result<Vec<Made<B>>> {
         self.converted(cx, (Pass::Forward, self.name), |_| Operand::Plain(x_td.clone()), cx.groups_of(x_td))
     }
 
-    /// What is kept for each of them, as its wgrad takes it: one lift for all whose recipes agree. It has a name of its own, and so random bits,
-    /// should it draw any.
+    /// The saved inputs as each projection's wgrad reads them, lifted once for all whose recipes agree. The common lift has a name of its
+    /// own, and so random bits of its own if it needs any.
     pub fn wgrad_inputs(&self, cx: &Cx<'_, B>, saved: [Operand<B>; N]) -> Result<Vec<Made<B>>> {
         let whole = format!("{}.qkv", self.name);
         self.converted(cx, (Pass::Backward, &whole), |i| saved[i].clone(), Some(&cx.shards.groups))
     }
 
-    /// What all projections have has the name of the `whole`.
+    /// What all projections share goes by the name `whole`.
     fn converted(
         &self,
         cx: &Cx<'_, B>,

@@ -1,4 +1,4 @@
-//! Files of JSON lines, one object a step: whole after every step, cut back on resume.
+//! JSON-lines files with one object per step: complete after every step, truncated on resume.
 
 use std::fs::File;
 use std::marker::PhantomData;
@@ -10,12 +10,12 @@ use crate::files::{self, append, write_whole};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-/// What is known of one step: a line of such a file.
+/// A line of such a file, with the data of one step.
 pub trait StepLine: Clone + Serialize + DeserializeOwned {
-    /// How many steps were done.
+    /// Completed steps.
     fn step(&self) -> u64;
 
-    /// Takes out numbers that JSON lacks, where they would not read back as absent.
+    /// Removes numbers that JSON lacks, where they would not read back as absent.
     fn drop_non_finite(&mut self) {}
 }
 
@@ -52,20 +52,20 @@ pub struct StepLog<T> {
 /// The metrics file of a run.
 pub type MetricsLog = StepLog<Metrics>;
 
-/// What such a file holds.
+/// The contents of such a file.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct StepFile<T> {
     /// Its lines in order.
     pub metrics: Vec<T>,
-    /// Numbers, from 1, of lines that are no metrics: somebody has changed the file. They are passed over.
+    /// 1-based numbers of lines that are no metrics, since somebody has changed the file. They are ignored.
     pub unreadable: Vec<usize>,
 }
 
-/// How many unreadable lines are named one by one.
+/// Number of unreadable lines that are reported one by one.
 const NAMED: usize = 5;
 
 impl<T> StepFile<T> {
-    /// What to tell of the lines of this file that are no metrics: of each of the first what is wrong with it, and how many more there are.
+    /// Reports about the file's invalid lines: one for each of the first, and one for the number of the others.
     #[must_use]
     pub fn faults(&self, path: &Path, wrong: &str) -> Vec<String> {
         let (named, rest) = self.unreadable.split_at(self.unreadable.len().min(NAMED));
@@ -79,8 +79,8 @@ impl<T> StepFile<T> {
 }
 
 impl<T: StepLine> StepLog<T> {
-    /// Opens the file for a run that has done `step` steps: 0 starts it anew. Lines of later steps, which a resumed run
-    /// will write again, are removed, and so is a last line that a kill cut short. Lines that cannot be read stay where they are.
+    /// Opens the file of a run that has completed `step` steps; 0 empties it. Removes lines of later steps, which a resumed run will
+    /// write again, and a last line cut short by a kill. Unreadable lines before that stay.
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -88,19 +88,19 @@ impl<T: StepLine> StepLog<T> {
         if let Some(dir) = path.parent() {
             crate::files::make_folder(dir).map_err(Error::io(dir))?;
         }
-        // The lines themselves: parsed and printed again, a number could come back with another last digit.
+        // Lines are copied as bytes: reprinting could change the last digit of a number.
         let whole = if step == 0 { Vec::new() } else { whole_lines::<T>(path)? };
         let earlier = |line: &Line<T>| line.metrics.as_ref().is_some_and(|metrics| metrics.step() <= step);
         let end = whole.iter().rposition(earlier).map_or(0, |last| last + 1);
         let kept = whole[..end].iter().filter(|line| earlier(line) || line.metrics.is_none());
         let text: Vec<u8> = kept.flat_map(|line| &line.bytes).copied().collect();
-        // A kill here costs no line that was kept.
+        // A kill here loses no line that is kept.
         write_whole(path, &text).map_err(Error::io(path))?;
         let file = File::options().append(true).open(path).map_err(Error::io(path))?;
         Ok(Self { file, path: path.to_path_buf(), lines: PhantomData })
     }
 
-    /// Appends one line. It has left the process when this returns, so a kill afterwards does not lose it.
+    /// Appends one line. It has reached the system when this returns, so that a later kill does not lose it.
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -116,7 +116,7 @@ impl<T: StepLine> StepLog<T> {
     }
 }
 
-/// Reads a metrics file; no file is no lines. A last line that a kill cut short is left out.
+/// Reads a metrics file; a missing file has no lines. A last line cut short by a kill is ignored.
 ///
 /// # Errors
 /// [`Error::Io`].
@@ -124,7 +124,7 @@ pub fn read_metrics(path: &Path) -> Result<StepFile<Metrics>> {
     read_lines(path)
 }
 
-/// Reads a file of what steps found layer by layer; otherwise as [`read_metrics`].
+/// Reads a file of layer metrics; otherwise as [`read_metrics`].
 ///
 /// # Errors
 /// [`Error::Io`].
@@ -132,7 +132,7 @@ pub fn read_layers(path: &Path) -> Result<StepFile<LayerMetrics>> {
     read_lines(path)
 }
 
-/// Reads a file of what steps took each rank; otherwise as [`read_metrics`].
+/// Reads a file of ranks' times; otherwise as [`read_metrics`].
 ///
 /// # Errors
 /// [`Error::Io`].
@@ -151,25 +151,25 @@ fn read_lines<T: StepLine>(path: &Path) -> Result<StepFile<T>> {
     Ok(file)
 }
 
-/// A line as it stands, and read if it can be.
+/// A line's bytes, and its contents if it can be parsed.
 struct Line<T> {
     bytes: Vec<u8>,
     metrics: Option<T>,
 }
 
-/// The lines that end as lines do.
+/// The lines that end with a line feed.
 fn whole_lines<T: StepLine>(path: &Path) -> Result<Vec<Line<T>>> {
     let bytes = match files::read_whole(path, files::MOST_LOG) {
         Ok(bytes) => bytes,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
         Err(e) => return Err(Error::io(path)(e)),
     };
-    // Without its line feed a line may have lost digits and still be JSON.
+    // Without its line feed a line may have lost digits and still be valid JSON.
     let whole = bytes.split_inclusive(|&byte| byte == b'\n').filter(|line| line.ends_with(b"\n"));
     Ok(whole.map(|line| Line { bytes: line.to_vec(), metrics: serde_json::from_slice(line).ok() }).collect())
 }
 
-/// One line. Numbers that JSON lacks (NaN, infinities) become null or are left out, and read back as absent.
+/// Encodes one line. Numbers that JSON lacks (NaN, infinities) become null or are omitted, and read back as absent.
 fn encode<T: StepLine>(metrics: &T, path: &Path) -> Result<Vec<u8>> {
     let mut metrics = metrics.clone();
     metrics.drop_non_finite();

@@ -1,58 +1,58 @@
-//! What a step found layer by layer. It is much for a large model, so about a hundred steps of a run have such a line.
+//! Layer metrics of a step. They are large for a large model, so about a hundred steps of a run have them.
 
 use crate::record::{ChangeKind, Measured, Report};
 use nibble_core::formats::BlockAxis;
 use serde::{Deserialize, Serialize};
 
-/// Expert load and conversions of one step, over all ranks.
+/// Expert loads and quantization counts of one step, over all ranks.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LayerMetrics {
     /// Optimizer steps done, as in [`super::Metrics`].
     pub step: u64,
-    /// Rows of each expert, by layer; of a dense layer an empty list.
+    /// Rows of each expert, by layer; an empty list for a dense layer.
     pub load: Vec<Vec<u64>>,
-    /// Blocks at every site, in the order of a step.
+    /// Counts at every site, in the order of a step.
     pub sites: Vec<SiteMetrics>,
 }
 
-/// Blocks at one site.
+/// Counts at one site.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SiteMetrics {
     /// The layer's name.
     pub layer: String,
     /// The tensor.
     pub tensor: String,
-    /// `quantize`, or what is converted to what: `mxfp4 to rows`.
+    /// `quantize`, or a conversion: `mxfp4 to rows`.
     pub conversion: String,
     /// Blocks with a non-zero code.
     pub non_zero: u64,
-    /// Of those, blocks in which the conversion changed a value. Absent of a quantization, which rounds everywhere.
+    /// Those of them in which the conversion changed a value. Absent for a quantization, which rounds everywhere.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub inexact: Option<u64>,
-    /// Blocks that held a NaN or an infinity.
+    /// Blocks with a NaN or an infinity.
     pub non_finite: u64,
-    /// Values larger than their delayed scale expected. Absent without such a scale.
+    /// Values that saturated under a delayed scale. Absent without such a scale.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub saturated: Option<u64>,
     /// Values under a delayed scale.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub delayed: Option<u64>,
-    /// Values, exact ones, those that became zero, and those beyond the largest code. Absent where nothing was measured.
+    /// Numbers of all values, of exact ones, of those that became zero, and of those beyond the largest code. Absent if not measured.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub measured: Option<[u64; 4]>,
 }
 
 impl LayerMetrics {
-    /// Lines of a run, more or less.
+    /// Approximate number of lines of a run.
     const LINES: u64 = 100;
 
-    /// Whether the step that makes it so many of a run has a line: the first, the last, and about a hundred between.
+    /// Whether the step that completes `step` of `steps` steps has a line: the first, the last, and about a hundred between.
     #[must_use]
     pub fn is_due(step: u64, steps: u64) -> bool {
         step == 1 || step == steps || step.is_multiple_of(steps.div_ceil(Self::LINES).max(1))
     }
 
-    /// What a step's record says.
+    /// The layer metrics of a step's record.
     pub(crate) fn of_step(report: &Report<'_>) -> Self {
         let sites = report.counts().map(|(site, counts)| {
             let (conversion, inexact) = match site.conversion {

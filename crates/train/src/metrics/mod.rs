@@ -1,5 +1,5 @@
-//! What a run tells about itself: one JSON object a step, the same for TensorBoard, of several ranks one of their times, now and then one layer by
-//! layer, and a picture of its losses.
+//! Metrics of a run: one JSON object per step, also for TensorBoard; the times of several ranks; layer metrics of some steps; and a plot of
+//! the losses.
 
 mod jsonl;
 mod layers;
@@ -24,23 +24,23 @@ pub use ranks::RankTimes;
 pub use tensorboard::{EVENTS_PREFIX, EventLog};
 pub use watchdog::Watchdog;
 
-/// What is known after a step. Field names in the file are torchtitan's, where it has one.
+/// The metrics of a step. Field names in the file are torchtitan's where it has one.
 ///
-/// A step's own line has `loss`; an evaluation writes a line with `valid_loss` under the number of steps done.
+/// A step's own line has `loss`; an evaluation writes a line with `valid_loss` for the number of completed steps.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Metrics {
-    /// Optimizer steps done, so 1 is the first step's line.
+    /// Completed optimizer steps, so the first step's line has 1.
     pub step: u64,
-    /// Training loss: mean cross-entropy over the step's targets, nats. Absent of a step without a target, which changes nothing.
+    /// Training loss: mean cross-entropy over the step's targets, in nats. Absent for a step without a target, which changes nothing.
     #[serde(rename = "loss_metrics/global_avg_loss", skip_serializing_if = "Option::is_none", default)]
     pub loss: Option<f64>,
-    /// Held-out loss, nats a target. Absent where none of the evaluated tokens is one.
+    /// Held-out loss in nats per target. Absent if no evaluated token is a target.
     #[serde(rename = "validation_metrics/loss", skip_serializing_if = "Option::is_none", default)]
     pub valid_loss: Option<f64>,
-    /// 0 after an evaluation of which no token was a target, which has no loss; else absent.
+    /// 0 after an evaluation without targets, which has no loss; otherwise absent.
     #[serde(rename = "validation_metrics/target_fraction", skip_serializing_if = "Option::is_none", default)]
     pub valid_target_fraction: Option<f64>,
-    /// Share of the step's tokens whose next token is learnt, where that is not all of them.
+    /// Fraction of the step's tokens with a target, if not all have one.
     #[serde(rename = "data/target_fraction", skip_serializing_if = "Option::is_none", default)]
     pub target_fraction: Option<f64>,
     /// Global gradient norm before clipping.
@@ -49,79 +49,80 @@ pub struct Metrics {
     /// Learning rate of the step.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub lr: Option<f64>,
-    /// Tokens trained on since the beginning.
+    /// Tokens trained on so far.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub n_tokens_seen: Option<u64>,
-    /// Tokens a second, over all ranks.
+    /// Tokens per second over all ranks.
     #[serde(rename = "throughput(tps)", skip_serializing_if = "Option::is_none", default)]
     pub tps: Option<f64>,
-    /// Teraflops a second: [`Config::flops_per_token`] times the tokens a second.
+    /// Teraflops per second: [`Config::flops_per_token`] times tokens per second.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub tflops: Option<f64>,
-    /// Percent of the device's dense BF16 rate, where that is known.
+    /// Percentage of the device's dense BF16 peak, if known.
     #[serde(rename = "mfu(%)", skip_serializing_if = "Option::is_none", default)]
     pub mfu: Option<f64>,
-    /// The most memory that buffers of the first rank's device took so far, GiB.
+    /// Peak memory of buffers on the first rank's device so far, in GiB.
     #[serde(rename = "memory/max_active(GiB)", skip_serializing_if = "Option::is_none", default)]
     pub memory_gib: Option<f64>,
-    /// The same, in percent of what the device has.
+    /// The same as a percentage of the device's memory.
     #[serde(rename = "memory/max_active(%)", skip_serializing_if = "Option::is_none", default)]
     pub memory_percent: Option<f64>,
-    /// Watts that the device draws, where something says.
+    /// Power draw of the device in watts, if known.
     #[serde(rename = "power(W)", skip_serializing_if = "Option::is_none", default)]
     pub watts: Option<f64>,
-    /// Seconds of the step.
+    /// Duration of the step in seconds.
     #[serde(rename = "time_metrics/end_to_end(s)", skip_serializing_if = "Option::is_none", default)]
     pub seconds: Option<f64>,
-    /// Seconds that the first rank's host waited for the step's tokens, before it issued the step; where it issues steps ahead, the device waits less or not at all.
+    /// Seconds that the first rank's host waited for the step's tokens before issuing it; if steps are issued ahead, the device waits less
+    /// or not at all.
     #[serde(rename = "time_metrics/data_loading(s)", skip_serializing_if = "Option::is_none", default)]
     pub data_seconds: Option<f64>,
-    /// Load-balancing loss, summed over layers, before its coefficient: that of shards under either `model.balance`. This and what follows about experts is absent
-    /// of a dense model.
+    /// Load-balancing loss, summed over layers, before its coefficient: that over shards under any `model.balance`. Absent for a dense
+    /// model, like the other metrics of experts below.
     #[serde(rename = "moe/aux_loss", skip_serializing_if = "Option::is_none", default)]
     pub aux_loss: Option<f64>,
     /// Router z-loss, summed over layers, before its coefficient.
     #[serde(rename = "moe/z_loss", skip_serializing_if = "Option::is_none", default)]
     pub z_loss: Option<f64>,
-    /// Rows of the fullest expert over the mean, the largest of any layer.
+    /// Largest ratio of the fullest expert's rows to the mean, over all layers.
     #[serde(rename = "moe/load_max_over_mean", skip_serializing_if = "Option::is_none", default)]
     pub load_max_over_mean: Option<f64>,
-    /// Share of (layer, expert) pairs that got no row.
+    /// Fraction of (layer, expert) pairs without a row.
     #[serde(rename = "moe/dead_expert_fraction", skip_serializing_if = "Option::is_none", default)]
     pub dead_expert_fraction: Option<f64>,
-    /// Share of 32-blocks that the lift from MXFP4 to FP8 changed, of those with a non-zero code; a tensor lifted both to
-    /// rows and to columns counts twice.
+    /// Fraction of 32-value blocks with a non-zero code that the lift from MXFP4 to FP8 changed; a tensor lifted both to rows and to
+    /// columns counts twice.
     #[serde(rename = "quantization/inexact_fraction", skip_serializing_if = "Option::is_none", default)]
     pub inexact_fraction: Option<f64>,
-    /// Share of FP8 blocks that the exponent shift from rows to columns changed, of those with a non-zero code.
+    /// Fraction of FP8 blocks with a non-zero code that the exponent shift from rows to columns changed.
     #[serde(
         rename = "quantization/shift_inexact_fraction",
         skip_serializing_if = "Option::is_none",
         default
     )]
     pub shift_inexact_fraction: Option<f64>,
-    /// Share of the values under scales of earlier steps that those took past the largest number. Absent of a recipe without.
+    /// Fraction of values under delayed scales that saturated. Absent for a recipe without such scales.
     #[serde(rename = "quantization/saturated_fraction", skip_serializing_if = "Option::is_none", default)]
     pub saturated_fraction: Option<f64>,
-    /// Anything else, by name: of several ranks what [`RankTimes::summary`] says.
+    /// Other values by name: with several ranks those of [`RankTimes::summary`].
     #[serde(flatten)]
     pub other: BTreeMap<String, f64>,
 }
 
 impl Metrics {
-    /// The same without what [`Trainer::settle`](crate::trainer::Trainer::settle) measures of the time that the step took.
+    /// The same metrics without the times that [`Trainer::settle`](crate::trainer::Trainer::settle) measures.
     #[must_use]
     pub fn without_times(self) -> Self {
         Self { tps: None, tflops: None, seconds: None, data_seconds: None, ..self }
     }
 
-    /// Whether these are of an evaluation, and not of a step.
+    /// Whether these metrics are of an evaluation rather than a step.
     #[must_use]
     pub fn is_evaluation(&self) -> bool {
         self.valid_loss.is_some() || self.valid_target_fraction.is_some()
     }
 
-    /// What a step's record says, of which so many targets count, at least one, over all ranks: the same for any number of them.
+    /// The metrics of a step's record, with `counted` targets (at least one) over all ranks: independent of the number of ranks.
     pub(crate) fn of_step(report: &Report<'_>, config: &Config, counted: u64) -> Self {
         let tokens = config.tokens_per_step();
         // Each shard's sum is rounded to F32.
@@ -155,7 +156,7 @@ impl Metrics {
     }
 }
 
-/// Of the blocks of a format that were converted to another representation, the share that a conversion changed.
+/// The fraction of blocks converted from a format that the conversion changed.
 fn inexact_fraction(report: &Report<'_>, format: Format) -> Option<f64> {
     let converted = |conversion| matches!(conversion, ChangeKind::Transcode { from, .. } if from == format);
     let counts = report.counts().filter(|(site, _)| converted(site.conversion));
@@ -163,14 +164,14 @@ fn inexact_fraction(report: &Report<'_>, format: Format) -> Option<f64> {
     (blocks > 0).then(|| inexact as f64 / blocks as f64)
 }
 
-/// Of the values under scales of earlier steps, the share that saturated.
+/// The fraction of values under delayed scales that saturated.
 fn saturated_fraction(report: &Report<'_>) -> Option<f64> {
     let sum = report.counts().fold((0, 0), |sum, (_, c)| (sum.0 + c.delayed, sum.1 + c.saturated));
     (sum.0 > 0).then(|| sum.1 as f64 / sum.0 as f64)
 }
 
-/// Of the values that were quantized in a step that measures, the shares that were kept, became zero, and were cut off: by site, all decoder layers
-/// together.
+/// The fractions of quantized values that stayed exact, became zero, and were clipped, in a step that measures them: by site, over all
+/// decoder layers.
 fn measured_fractions(report: &Report<'_>) -> BTreeMap<String, f64> {
     let mut sites: BTreeMap<String, Measured> = BTreeMap::new();
     for (site, counts) in report.counts().filter(|(_, counts)| counts.measured.values > 0) {

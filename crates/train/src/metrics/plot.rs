@@ -1,4 +1,4 @@
-//! The loss curve as an SVG file that any browser opens.
+//! The loss curve as an SVG file.
 
 use std::path::Path;
 
@@ -13,26 +13,26 @@ use crate::files::write_whole;
 /// The losses of a run.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct LossCurve {
-    /// Heading of a picture of this run alone, and its name beside others.
+    /// Heading of a plot of this run alone, or its name among several runs.
     pub title: String,
-    /// Steps done and training loss in nats.
+    /// Completed steps and training loss in nats.
     pub train: Vec<(u64, f64)>,
-    /// Steps done and held-out loss in nats.
+    /// Completed steps and held-out loss in nats.
     pub valid: Vec<(u64, f64)>,
-    /// The floor and the trivial loss, where they are known: drawn as horizontal lines.
+    /// The entropy rate and the unigram loss, if known: drawn as horizontal lines.
     pub entropy: Option<Entropy>,
-    /// What one token is: `token` or `byte`.
+    /// The unit of a token: `token` or `byte`.
     pub unit: &'static str,
 }
 
 impl LossCurve {
-    /// A run without losses yet.
+    /// A curve without losses.
     #[must_use]
     pub fn new(title: &str, entropy: Option<Entropy>, unit: &'static str) -> Self {
         Self { title: title.to_owned(), entropy, unit, ..Self::default() }
     }
 
-    /// Adds the losses of a line of metrics that are finite numbers.
+    /// Adds the finite losses of a line of metrics.
     pub fn add(&mut self, metrics: &Metrics) {
         let finite = |loss: Option<f64>| loss.filter(|loss| loss.is_finite());
         self.train.extend(finite(metrics.loss).map(|loss| (metrics.step, loss)));
@@ -40,7 +40,7 @@ impl LossCurve {
     }
 }
 
-/// The points of a line in a picture: where there are more than it shows, means of neighbours.
+/// The points of a line for a plot: if there are too many, means of neighbours.
 pub fn thinned(points: &[(u64, f64)]) -> Vec<(f64, f64)> {
     const MOST: usize = 2000;
     let mean = |points: &[(u64, f64)]| {
@@ -50,13 +50,13 @@ pub fn thinned(points: &[(u64, f64)]) -> Vec<(f64, f64)> {
     points.chunks(points.len().div_ceil(MOST).max(1)).map(mean).collect()
 }
 
-/// Pixels of a picture in a file of its own.
+/// Width and height of a plot in a file of its own, in pixels.
 pub const PICTURE: (u32, u32) = (960, 540);
 const TRAIN: RGBColor = RGBColor(150, 180, 220);
 const VALID: RGBColor = RGBColor(20, 60, 140);
 const FLOOR: RGBColor = RGBColor(30, 130, 70);
 const TRIVIAL: RGBColor = RGBColor(170, 70, 60);
-/// The colours of runs beside one another, in turn.
+/// The colours of several runs, in turn.
 const RUNS: [RGBColor; 6] = [
     VALID,
     RGBColor(200, 110, 20),
@@ -66,10 +66,10 @@ const RUNS: [RGBColor; 6] = [
     RGBColor(190, 50, 70),
 ];
 
-/// So many runs have the colours above, and their names within the picture.
+/// Up to this many runs have the colours above, and a legend within the plot.
 const FEW: usize = RUNS.len();
 
-/// The colour of run `i` of `n`: of more than a few, hues around the circle in three tones.
+/// The colour of run `i` of `n`: with many runs, hues around the circle in three tones.
 fn run_color(i: usize, n: usize) -> RGBColor {
     const TONES: [f64; 3] = [0.27, 0.46, 0.66];
     if n <= FEW {
@@ -81,16 +81,16 @@ fn run_color(i: usize, n: usize) -> RGBColor {
     RGBColor(r, g, b)
 }
 
-/// What of the losses a picture shows.
+/// The part of the losses that a plot shows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Shown {
-    /// The tail has room: the first steps may be cut off above it.
+    /// Optimized for the later steps: the first losses may be cut off.
     Tail,
-    /// All of it, from the first step on.
+    /// All losses from the first step on.
     Whole,
 }
 
-/// Draws one run, or several beside one another, into an SVG file. Whoever looks sees a whole picture.
+/// Plots one run or several into an SVG file, which is replaced atomically.
 ///
 /// # Errors
 /// [`Error::Data`] where there is nothing to draw; [`Error::Io`] where the file cannot be written.
@@ -102,17 +102,17 @@ pub fn draw_losses(curves: &[LossCurve], path: &Path) -> Result<()> {
     write_whole(path, svg).map_err(Error::io(path))
 }
 
-/// What the pictures of a command begin with, by which it knows them.
+/// The beginning of a command's plots, by which it recognizes them.
 #[must_use]
 pub fn svg_beginning(command: &str) -> String {
     format!("<svg data-generator=\"{command}\"")
 }
 
-/// The command whose pictures are those of losses, a run's own among them.
+/// The command that plots losses; a run's own plot has it too.
 pub const LOSSES_BY: &str = "nibble plot";
 
-/// The same as the text of an SVG image of this size; of more than a few runs larger by a column with their names. Its attribute `data-plot` is what
-/// [`plot_attribute`] says.
+/// The plot as the text of an SVG image of this size; with many runs it is enlarged by a column of their names. Its attribute `data-plot`
+/// is [`plot_attribute`].
 ///
 /// # Errors
 /// Why nothing can be drawn.
@@ -122,8 +122,8 @@ pub fn losses_svg(curves: &[LossCurve], size: (u32, u32), shown: Shown) -> Resul
     Ok(svg.replacen("<svg", &format!("{}{plot}", svg_beginning(LOSSES_BY)), 1))
 }
 
-/// An attribute of a picture by which a page finds numbers in it: the pixels of the left, right, upper and lower end of its axes, and the numbers there, of
-/// steps and of values.
+/// An attribute with which a web page maps pixels to numbers: the pixels of the left, right, upper and lower end of the axes, and the steps
+/// and values there.
 #[must_use]
 pub fn plot_attribute(
     (across, down): (std::ops::Range<i32>, std::ops::Range<i32>),
@@ -134,31 +134,31 @@ pub fn plot_attribute(
     format!(" data-plot=\"{pixels} {} {} {} {}\"", steps[0], steps[1], values[0], values[1])
 }
 
-/// A line of the picture.
+/// A line of the plot.
 struct Series {
     points: Vec<(f64, f64)>,
     color: RGBColor,
     width: u32,
     /// Whether each point has a dot.
     dots: bool,
-    /// Whether it is no loss of a run but a level that is known.
+    /// Whether it is a known level rather than a run's loss.
     is_level: bool,
-    /// Its name in the legend, if it stands there.
+    /// Its name in the legend, if it is there.
     name: Option<String>,
 }
 
-/// The lines of all runs over these steps, those behind others first.
+/// The lines of all runs over these steps, back to front.
 fn series(curves: &[LossCurve], (first, last): (f64, f64)) -> Vec<Series> {
     let mut all = Vec::new();
     for (i, curve) in curves.iter().enumerate() {
         let alone = curves.len() == 1;
         let color = run_color(i, curves.len());
         let valid = || curve.valid.iter().map(|&(step, loss)| (step as f64, loss)).collect::<Vec<_>>();
-        // A run that was never evaluated has its name at the other line.
+        // A run that was never evaluated has its name at its training line.
         let named = |name: &str, is_named: bool| {
             if alone { Some(name.into()) } else { is_named.then(|| curve.title.clone()) }
         };
-        // Pale lines of many runs would hide what they are behind.
+        // The pale training lines of many runs would hide the others.
         let hides = curves.len() > FEW && curve.valid.len() > 1;
         if !curve.train.is_empty() && !hides {
             let pale = |c: u8| c + (255 - c) / 2;
@@ -184,9 +184,9 @@ fn series(curves: &[LossCurve], (first, last): (f64, f64)) -> Vec<Series> {
     all
 }
 
-/// The lowest and the highest loss that a picture over so many steps shows. A loss falls fast at first, and an axis that holds the first
-/// steps has little room for all others: where the last four fifths of the steps need less than 0.6 of it, what is above them is cut off. Of many runs a
-/// fifth, at most, may lie above, where the others need less than 0.4 of it.
+/// The lowest and the highest loss shown, in a plot up to step `last`. A loss falls fast at first, and an axis that includes the first
+/// steps leaves little space for the others: if the last four fifths of the steps need less than 0.6 of it, higher losses are cut off. With
+/// many runs, up to a fifth of them may be cut off if the others need less than 0.4 of the axis.
 fn axis(series: &[Series], last: f64) -> (f64, f64) {
     let range = |from: f64, levels: bool| {
         let drawn = series.iter().filter(|series| levels || !series.is_level);
@@ -208,7 +208,7 @@ fn axis(series: &[Series], last: f64) -> (f64, f64) {
     if tail.is_finite() && tail - low < 0.6 * (high - low) { (low, tail) } else { (low, high) }
 }
 
-/// The parts of a line that are not above this, cut where it passes through.
+/// The parts of a line that are at most `top`, cut where it crosses.
 fn not_above(points: &[(f64, f64)], top: f64) -> Vec<Vec<(f64, f64)>> {
     let mut parts: Vec<Vec<(f64, f64)>> = Vec::new();
     let mut before: Option<(f64, f64)> = None;
@@ -231,7 +231,7 @@ fn not_above(points: &[(f64, f64)], top: f64) -> Vec<Vec<(f64, f64)>> {
     parts
 }
 
-/// The names of many runs in a column of their own.
+/// The names of many runs in a separate column.
 struct Column {
     names: Vec<(String, RGBColor)>,
 }
@@ -239,7 +239,7 @@ struct Column {
 impl Column {
     const ROW: u32 = 18;
 
-    /// Of lines that are drawn up to this value.
+    /// Takes the names of lines that are drawn up to `high`.
     fn of(series: &mut [Series], high: f64) -> Self {
         let taken = |series: &mut Series| {
             let name = series.name.take()?;
@@ -249,7 +249,7 @@ impl Column {
         Self { names: series.iter_mut().filter_map(taken).collect() }
     }
 
-    /// Pixels: letters are about half as wide as they are high.
+    /// Width and height in pixels: letters are about half as wide as high.
     fn size(&self) -> (u32, u32) {
         let longest = self.names.iter().map(|(name, _)| name.chars().count()).max().unwrap_or(0) as u32;
         (longest * 8 + 44, self.names.len() as u32 * Self::ROW + 40)
@@ -267,11 +267,11 @@ impl Column {
     }
 }
 
-/// Draws, and returns the picture's [`plot_attribute`].
+/// Draws, and returns the plot's [`plot_attribute`].
 fn render(curves: &[LossCurve], size: (u32, u32), shown: Shown, svg: &mut String) -> Result<String, String> {
     let steps = || curves.iter().flat_map(|curve| curve.train.iter().chain(&curve.valid)).map(|p| p.0);
     let last = steps().max().ok_or("there are no losses to draw")?;
-    // A run of one step has an axis, too.
+    // A run of one step has an axis too.
     let first = steps().min().unwrap_or(last).min(last.saturating_sub(1)) as f64;
     let last = last as f64;
     let mut series = series(curves, (first, last));
@@ -279,7 +279,7 @@ fn render(curves: &[LossCurve], size: (u32, u32), shown: Shown, svg: &mut String
     let margin = (0.05 * (high - low)).max(1e-3);
     let bottom = (low - margin).max(0.0).min(low);
     let column = (curves.len() > FEW).then(|| Column::of(&mut series, high));
-    // Above the highest line there is room for the legend, of about so many of the picture's rows of pixels.
+    // Space for the legend above the highest line, in rows of pixels.
     let inside = series.iter().filter(|series| series.name.is_some()).count();
     let legend = if inside == 0 { 0.0 } else { inside as f64 * 22.0 + 24.0 };
     let share = (legend / (f64::from(size.1) - 100.0)).min(0.5);
@@ -328,7 +328,7 @@ fn render(curves: &[LossCurve], size: (u32, u32), shown: Shown, svg: &mut String
         }
         let mut parts = not_above(&points, high);
         if parts.is_empty() {
-            // What is all above has its name in the legend.
+            // A line that is cut off completely still has its name in the legend.
             parts.push(Vec::new());
         }
         for part in parts {
@@ -383,7 +383,7 @@ mod tests {
         Ok(())
     }
 
-    /// The numbers of an attribute of every element that begins so, a list for each.
+    /// The numbers of an attribute, one list for each element of this kind.
     fn numbers(svg: &str, element: &str, attribute: &str) -> Vec<Vec<f64>> {
         let of = |tag: &str| {
             let values = tag.split_once(&format!(" {attribute}=\""))?.1.split_once('"')?.0;
@@ -398,7 +398,7 @@ mod tests {
         let many: Vec<LossCurve> = (0..6).map(|i| LossCurve { title: format!("{i}"), ..curve() }).collect();
         for curves in [&[one][..], &many] {
             let svg = svg_of(curves)?;
-            // The legend's frame is the last rectangle. Its keys are lines of two points in it; all others lie below.
+            // The legend's frame is the last rectangle. Its keys are lines of two points inside; all other lines are below it.
             let frame = |attribute| numbers(&svg, "rect", attribute).pop().and_then(|n| n.first().copied());
             let (top, height) = (frame("y").ok_or("no y")?, frame("height").ok_or("no height")?);
             let lines = numbers(&svg, "polyline", "points");
@@ -414,7 +414,7 @@ mod tests {
         Ok(())
     }
 
-    /// A loss that falls from 8 to 2 within the first steps, and then by half of a nat: the half has most of the picture.
+    /// A loss that falls from 8 to 2 in the first steps, and then by half a nat: the half nat gets most of the plot.
     #[test]
     fn the_tail_of_a_loss_has_room() -> Result<(), String> {
         let loss = |s: u64| if s < 50 { 8.0 - 0.12 * s as f64 } else { 2.0 - 0.0005 * (s - 50) as f64 };
@@ -424,7 +424,7 @@ mod tests {
         assert!(low < 1.53 && (1.9..2.0).contains(&high), "{low} to {high}");
         let with_levels = LossCurve { entropy: Some(Entropy { rate: 1.5, unigram: 3.9 }), ..curve };
         assert!(svg_of(&[with_levels])?.contains("U = 3.900, unigram entropy (above)"));
-        // One that falls evenly is shown whole.
+        // A loss that falls evenly is shown completely.
         let even = LossCurve {
             train: (1..=100).map(|s| (s, 4.0 - 0.02 * s as f64)).collect(),
             ..LossCurve::default()
@@ -456,7 +456,8 @@ mod tests {
         Ok(())
     }
 
-    /// Thirty-one runs: colours that differ, each name once beside the lines, a picture as tall as they need, and no run that has gone astray to squeeze the others.
+    /// Thirty-one runs: distinct colours, each name once next to the plot, a plot tall enough, and no diverged run that squeezes the
+    /// others.
     #[test]
     fn many_runs_can_be_told_apart() -> Result<(), String> {
         let run = |i: u64| {
@@ -491,7 +492,7 @@ mod tests {
         Ok(())
     }
 
-    /// A whole picture holds the first loss; axes begin with the first step.
+    /// A whole plot includes the first loss; axes begin with the first step.
     #[test]
     fn a_whole_picture_begins_with_the_first_step() -> Result<(), String> {
         let loss = |s: u64| if s < 50 { 8.0 - 0.12 * s as f64 } else { 2.0 };

@@ -1,24 +1,24 @@
-//! What a step took each of several ranks: who keeps the others waiting.
+//! Times of several ranks per step, which show who keeps the others waiting.
 //!
-//! A rank tells how long its step took, and how long it waited in it for others, with the next step's record. No collective is added for
-//! it. The first rank writes the times down, and names the slowest rank.
+//! Each rank reports the duration of a step, and how long it waited for others in it, with the next step's record. No collective is added
+//! for this. The first rank writes the times, and names the slowest rank.
 
 use crate::record::Report;
 use serde::{Deserialize, Serialize};
 
-/// Times of one step, one a rank. The record of the step after tells them, so a step that no other follows has none.
+/// Times of one step, one entry per rank. The next step's record carries them, so the last step has none.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(try_from = "Unchecked")]
 pub struct RankTimes {
     /// Optimizer steps done, as in [`super::Metrics`].
     pub step: u64,
-    /// Seconds from when the step was issued to when the one after it was, with whatever came between.
+    /// Seconds from the issue of the step to the issue of the next, with everything between.
     pub seconds: Vec<f64>,
-    /// Seconds of these in which the rank waited for others.
+    /// Those of the seconds in which the rank waited for others.
     pub waiting: Vec<f64>,
 }
 
-/// A line of a file before it is checked.
+/// A line of a file before its validation.
 #[derive(Deserialize)]
 struct Unchecked {
     step: u64,
@@ -41,11 +41,11 @@ impl TryFrom<Unchecked> for RankTimes {
 }
 
 impl RankTimes {
-    /// What a record says of the step before it; none of one rank alone, and where a rank has not issued that.
+    /// The times of the step before a record's step; `None` with one rank, or if a rank did not issue that step.
     pub(crate) fn of_report(report: &Report<'_>) -> Option<Self> {
         let spent = report.spent().filter(|ranks| ranks.len() > 1)?;
         let (seconds, waiting) = spent.iter().map(|rank| (rank.seconds, rank.waited)).unzip();
-        // Steps are counted from 0, and this is of the one before.
+        // A record's step counts from 0, and these times are of the step before.
         Some(Self { step: report.step(), seconds, waiting })
     }
 
@@ -55,8 +55,8 @@ impl RankTimes {
         self.seconds.iter().zip(&self.waiting).map(|(seconds, waiting)| seconds - waiting).collect()
     }
 
-    /// For the step's line of metrics: `ranks/slowest` (the number of the rank that was busy longest), `ranks/busy_max(s)` (for so long) and
-    /// `ranks/skew(s)` (so much longer than the one that was busy for the shortest time). Nothing without ranks.
+    /// Entries of the step's metrics: `ranks/slowest` (the rank that was busy longest), `ranks/busy_max(s)` (its busy time) and
+    /// `ranks/skew(s)` (the difference to the shortest busy time). Empty without ranks.
     #[must_use]
     pub fn summary(&self) -> Vec<(String, f64)> {
         let busy = self.busy();
@@ -67,7 +67,7 @@ impl RankTimes {
         named.map(|(name, value)| (format!("ranks/{name}"), value)).into()
     }
 
-    /// The median of the seconds in which ranks did not wait.
+    /// The median of the ranks' busy seconds.
     pub(crate) fn median_busy(&self) -> Option<f64> {
         let mut busy = self.busy();
         busy.sort_by(f64::total_cmp);

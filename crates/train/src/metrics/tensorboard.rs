@@ -1,5 +1,5 @@
-//! The metrics as an event file that TensorBoard reads: records of TensorFlow's framing around `Event` messages of its
-//! `event.proto`, of which a few fields are written by hand.
+//! Metrics as a TensorBoard event file: records in TensorFlow's framing that contain `Event` messages of its `event.proto`, of which a few
+//! fields are encoded by hand.
 //!
 //! | message | fields |
 //! |---|---|
@@ -16,21 +16,21 @@ use super::Metrics;
 use crate::error::{Error, Result};
 use crate::files::{append, write_whole};
 
-/// An event file of one process. TensorBoard reads all those of a directory, in the order of their names.
+/// An event file of one process. TensorBoard reads all event files of a directory in the order of their names.
 #[derive(Debug)]
 pub struct EventLog {
     file: File,
     path: PathBuf,
 }
 
-/// What the names of event files begin with.
+/// Prefix of the names of event files.
 pub const EVENTS_PREFIX: &str = "events.out.tfevents.";
 
-/// `SessionLog.START`: whoever reads drops what earlier files hold of this step and later ones.
+/// `SessionLog.START`: readers then drop events of this step and later ones from earlier files.
 const START: u64 = 1;
 
 impl EventLog {
-    /// Creates a new file in the directory, for a run that has done `step` steps. A run that begins anew has no others.
+    /// Creates a new file in the directory for a run that has completed `step` steps. A new run removes older files.
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -48,7 +48,7 @@ impl EventLog {
         Ok(Self { file, path })
     }
 
-    /// Appends the numbers of these metrics under their names in the metrics file. They have left the process when this returns.
+    /// Appends these metrics under their names in the metrics file. They have reached the system when this returns.
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -73,7 +73,7 @@ fn record(message: &[u8]) -> Vec<u8> {
     [&len[..], &masked_crc(&len).to_le_bytes(), message, &masked_crc(message).to_le_bytes()].concat()
 }
 
-/// Event files of a run that was begun here before and never came to a checkpoint.
+/// Removes event files of an earlier run that never wrote a checkpoint.
 fn remove_older(dir: &Path) -> Result<()> {
     for entry in fs::read_dir(dir).map_err(Error::io(dir))?.flatten() {
         let name = entry.file_name();
@@ -85,7 +85,7 @@ fn remove_older(dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The fields that every event has.
+/// The fields of every event.
 fn event(step: u64) -> Vec<u8> {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     let mut out = vec![tag(1, 1)];
@@ -94,7 +94,7 @@ fn event(step: u64) -> Vec<u8> {
     out
 }
 
-/// A field's number and wire type. Numbers here are below 16: one byte.
+/// A field's number and wire type. Field numbers here are below 16, so this is one byte.
 fn tag(field: u8, wire_type: u8) -> u8 {
     field << 3 | wire_type
 }
@@ -121,12 +121,12 @@ fn float_field(field: u8, value: f32) -> Vec<u8> {
     [&[tag(field, 5)], &value.to_le_bytes()[..]].concat()
 }
 
-/// CRC-32C, rotated and shifted, as TensorFlow's records have it.
+/// CRC-32C, rotated and offset, as in TensorFlow's records.
 fn masked_crc(bytes: &[u8]) -> u32 {
     crc32c(bytes).rotate_right(15).wrapping_add(0xa282_ead8)
 }
 
-/// Castagnoli's polynomial, reflected; bit by bit, which is fast enough for a few hundred bytes a step.
+/// Castagnoli's polynomial, reflected; bit by bit, which is fast enough for a few hundred bytes per step.
 fn crc32c(bytes: &[u8]) -> u32 {
     const POLYNOMIAL: u32 = 0x82f6_3b78;
     let step = |crc: u32| if crc & 1 == 1 { crc >> 1 ^ POLYNOMIAL } else { crc >> 1 };
@@ -146,7 +146,7 @@ mod tests {
         assert_eq!([varint(1), varint(300)], [vec![1], vec![0xac, 2]]);
     }
 
-    /// The messages of a file, each checked against its checksums.
+    /// The messages of a file, each verified against its checksums.
     fn messages(bytes: &[u8]) -> Vec<Vec<u8>> {
         let mut rest = bytes;
         let mut out = Vec::new();
@@ -201,7 +201,7 @@ mod tests {
         EventLog::create(dir.path(), 7).unwrap();
         let after = files(dir.path());
         assert_eq!(after.len(), 3);
-        // What the resumed run will write again begins with step 8.
+        // The second file, of the resumed run, begins with step 8.
         let second = messages(&fs::read(&after[2]).unwrap());
         assert_eq!(second[1][9..11], [2 << 3, 8]);
         EventLog::create(dir.path(), 0).unwrap();

@@ -1,22 +1,22 @@
-//! What goes wrong slowly: experts that collapse, jumps of the loss, a rising share of inexact blocks, a rank that keeps the others
-//! waiting. The first rank looks at every record. A finding is told once, when it begins, and again only after it has been over.
+//! Detects slow failures: collapsing experts, loss spikes, a rising fraction of inexact blocks, a rank that keeps the others waiting. The
+//! first rank checks every record. A finding is reported once when it begins, and again only after it was over.
 
 use super::{Metrics, RankTimes};
 
-/// Looks at the metrics of every step.
+/// Checks the metrics of every step.
 #[derive(Debug, Clone, Default)]
 pub struct Watchdog {
     steps: u64,
     loss: Usual,
     /// Of the lift and of the shift.
     inexact: [Usual; 2],
-    /// Which of [`Watchdog::step`]'s findings are going on.
+    /// Which of [`Watchdog::step`]'s findings are active.
     is_on: [bool; 5],
-    /// For how many steps in a row each rank has been slow.
+    /// For how many consecutive steps each rank has been slow.
     slow: Vec<u64>,
 }
 
-/// What a value usually is: its running mean, and that of its distance from it.
+/// Running means of a value and of its distance from its mean.
 #[derive(Debug, Clone, Copy, Default)]
 struct Usual {
     samples: u64,
@@ -25,7 +25,7 @@ struct Usual {
 }
 
 impl Usual {
-    /// Weight of a value in the running means.
+    /// Weight of a new value in the running means.
     const WEIGHT: f64 = 0.05;
 
     fn is_settled(&self) -> bool {
@@ -44,10 +44,10 @@ impl Usual {
 }
 
 impl Watchdog {
-    /// Samples before anything is judged: means must have settled, and a router begins uneven.
+    /// Samples before anything is judged: means must settle, and a router starts unbalanced.
     const SETTLED: u64 = 50;
 
-    /// Takes a step's metrics and returns what begins with it, a sentence each.
+    /// Takes a step's metrics, and returns the findings that begin with it, one sentence each.
     ///
     /// | finding | begins | is over |
     /// |---|---|---|
@@ -113,8 +113,8 @@ impl Watchdog {
         begun
     }
 
-    /// Takes what a step took each rank, and returns what begins with it: a rank has been slow, that is busy for at least 1.25 times the median of
-    /// all ranks, in 50 steps in a row. That is over with the first step in which it is not.
+    /// Takes the ranks' times of a step, and returns the findings that begin with it: a rank that was busy for at least 1.25 times the
+    /// ranks' median in 50 consecutive steps. The finding ends with the first step in which it was not.
     pub fn ranks(&mut self, times: &RankTimes) -> Vec<String> {
         const SLOW: f64 = 1.25;
         let Some(median) = times.median_busy() else { return Vec::new() };
@@ -134,7 +134,7 @@ impl Watchdog {
         begun
     }
 
-    /// Switches a finding on or off; its text if that is when it begins.
+    /// Updates a finding; returns its text if it begins.
     fn switch(
         &mut self,
         finding: usize,
@@ -152,7 +152,7 @@ impl Watchdog {
 mod tests {
     use super::*;
 
-    /// What is told of 300 calm steps after which these come.
+    /// Reports for these steps after 300 normal ones.
     fn told(then: &[Metrics]) -> Vec<String> {
         let mut watchdog = Watchdog::default();
         let calm = |step: u64| Metrics {
@@ -160,7 +160,7 @@ mod tests {
             loss: Some(4.0 - 0.005 * step as f64 + 0.02 * (step % 5) as f64),
             dead_expert_fraction: Some(0.1),
             inexact_fraction: Some(0.02),
-            // As in a default run: it multiplies without meaning anything.
+            // As in a default run: a rise without significance.
             shift_inexact_fraction: Some(1e-4 * step as f64),
             ..Metrics::default()
         };

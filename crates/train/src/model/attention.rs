@@ -1,5 +1,5 @@
-//! How a decoder layer's tokens see those before them: the choice beside [`Feed`](super::Feed). What a kind of attention remembers of a sequence
-//! while text is made token by token is its own affair. t tokens, d model.
+//! Attention of a decoder layer: one of a layer's two choices, beside [`Feed`](super::Feed). Each kind of attention has its own form of
+//! cache, for text that is generated token by token. t tokens, d model.
 
 use crate::cx::Cx;
 use crate::layers::{GroupedQuery, GroupedQuerySaved, KvCache, Latent, LatentSaved, Layer};
@@ -20,7 +20,7 @@ pub enum Attention<B: Kernels> {
     Latent(Latent<B>),
 }
 
-/// What is kept of it.
+/// Attention's saved activations.
 #[derive(Debug)]
 #[allow(clippy::large_enum_variant)] // as of `Attention`
 pub enum AttentionSaved<B: Kernels> {
@@ -30,7 +30,7 @@ pub enum AttentionSaved<B: Kernels> {
     Latent(LatentSaved<B>),
 }
 
-/// What it remembers of a sequence's tokens so far, in one layer.
+/// One layer's cache of a sequence's tokens so far.
 #[derive(Debug)]
 pub enum AttentionCache<B: Kernels> {
     /// Keys and values.
@@ -38,7 +38,7 @@ pub enum AttentionCache<B: Kernels> {
 }
 
 impl<B: Kernels> AttentionCache<B> {
-    /// Another sequence begins.
+    /// Empties the cache for another sequence.
     pub fn clear(&mut self) {
         let Self::KeysValues(cache) = self;
         cache.clear();
@@ -71,8 +71,7 @@ impl<B: Kernels> Attention<B> {
         }))
     }
 
-    /// The forward pass of tokens that follow those in the cache, one sequence, or of its first ones, which are put into the cache. Several tokens
-    /// at once only where it is empty.
+    /// The forward pass of a sequence's next tokens, which are added to the cache. Several tokens at once only if the cache is empty.
     pub fn cached(
         &self,
         cx: &Cx<'_, B>,

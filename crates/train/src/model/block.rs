@@ -25,30 +25,30 @@ pub struct Block<B: Kernels> {
     pub attn_norm: Norm<B>,
     /// Attention.
     pub attn: Attention<B>,
-    /// Before what follows.
+    /// Before the feed.
     pub mlp_norm: Norm<B>,
     /// Experts, or one MLP.
     pub feed: Feed<B>,
-    /// What the backward pass makes again. Set by [`Layer::recompute`], which tells the parts, too.
+    /// What the backward pass recomputes. Set by [`Layer::recompute`], which also sets it in the parts.
     recompute: Vec<Scope>,
 }
 
-/// What a decoder layer keeps.
+/// Saved activations of a decoder layer.
 #[derive(Debug)]
 pub struct BlockSaved<B: Kernels> {
-    /// For the step's record, of a layer with experts.
+    /// For the step's record, in a layer with experts.
     pub routed: Option<Routed<B>>,
     halves: Kept<B, Halves<B>>,
 }
 
-/// What both halves of a decoder layer keep.
+/// Saved activations of both halves of a decoder layer.
 #[derive(Debug)]
 struct Halves<B: Kernels> {
     attend: Kept<B, HalfSaved<B, AttentionSaved<B>>>,
     feed: Kept<B, HalfSaved<B, FeedSaved<B>>>,
 }
 
-/// What a half of a decoder layer keeps: of its norm, and of attention or feed.
+/// Saved activations of one half of a decoder layer: of its norm, and of attention or feed.
 #[derive(Debug)]
 struct HalfSaved<B: Kernels, S> {
     norm: NormSaved<B>,
@@ -56,7 +56,7 @@ struct HalfSaved<B: Kernels, S> {
 }
 
 impl<B: Kernels> BlockSaved<B> {
-    /// What the router chose, if there is one and that is kept.
+    /// What the router chose, if there is a router and its choice was saved.
     pub(super) fn routing(&self) -> Option<&Routing<B>> {
         match &self.halves {
             Kept::All(Halves { feed: Kept::All(second), .. }) => second.inner.routing(),
@@ -120,10 +120,10 @@ impl<B: Kernels> Block<B> {
     }
 }
 
-/// What a half gives, and what it keeps.
+/// A half's output, and its saved activations.
 type Half<B, S> = (Residual<B>, HalfSaved<B, S>);
 
-/// x + layer(norm(x)), yet to be added.
+/// x + layer(norm(x)), as two terms that are yet to be added.
 fn half<B: Kernels, L: Layer<B, In = Tensor<B>, Out = Tensor<B>>>(
     cx: &Cx<'_, B>,
     (norm, layer): (&Norm<B>, &L),
@@ -135,7 +135,7 @@ fn half<B: Kernels, L: Layer<B, In = Tensor<B>, Out = Tensor<B>>>(
     Ok((y, HalfSaved { norm, inner }))
 }
 
-/// What [`half()`] keeps, made again.
+/// Recomputes what [`half()`] saves.
 fn half_again<B: Kernels, L: Layer<B, In = Tensor<B>>>(
     cx: &Cx<'_, B>,
     (norm, layer): (&Norm<B>, &L),
@@ -196,7 +196,7 @@ impl<B: Kernels> Layer<B> for Block<B> {
         Ok((y, BlockSaved { routed, halves }))
     }
 
-    /// The gradient of the residual stream before the layer, from that behind it.
+    /// The gradient of the residual stream before the layer, from the gradient after it.
     fn backward(&mut self, cx: &Cx<'_, B>, saved: BlockSaved<B>, dy_td: Tensor<B>) -> Result<Tensor<B>> {
         let Self { attn_norm, attn, mlp_norm, feed: layer, .. } = self;
         let Halves { attend, feed } = saved.halves.all(cx, |x_td| {

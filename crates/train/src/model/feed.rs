@@ -1,5 +1,5 @@
-//! What a decoder layer does after attention: a mixture of experts, with the expert that every token passes if there is one, or
-//! one dense MLP. t tokens, d model.
+//! What follows attention in a decoder layer: a mixture of experts, with a shared expert if there is one, or one dense MLP. t tokens,
+//! d model.
 
 use crate::cx::Cx;
 use crate::layers::{Layer, Mlp, MlpSaved};
@@ -20,14 +20,14 @@ pub enum Feed<B: Kernels> {
     Experts {
         /// Router and experts.
         moe: Moe<B>,
-        /// The expert every token passes, if there is one.
+        /// The shared expert, which every token passes, if there is one.
         shared: Option<Mlp<B>>,
     },
-    /// One MLP for all of them.
+    /// One MLP for all tokens.
     Dense(Mlp<B>),
 }
 
-/// What is kept of it.
+/// Saved activations of the feed.
 #[derive(Debug)]
 #[allow(clippy::large_enum_variant)]
 pub enum FeedSaved<B: Kernels> {
@@ -38,7 +38,7 @@ pub enum FeedSaved<B: Kernels> {
         /// Of the shared expert.
         shared: Option<MlpSaved<B>>,
     },
-    /// An MLP keeps its input itself.
+    /// Of an MLP, which saves its own input.
     Dense(MlpSaved<B>),
 }
 
@@ -59,7 +59,7 @@ impl<B: Kernels> FeedSaved<B> {
         }
     }
 
-    /// Makes the input again if the backward pass needs it and it was not kept.
+    /// Recomputes the input if the backward pass needs it and it was not saved.
     pub fn give_input(&mut self, again: impl FnOnce() -> Result<Tensor<B>>) -> Result<()> {
         match self {
             Self::Experts { moe, .. } => moe.give_input(again),
@@ -67,7 +67,7 @@ impl<B: Kernels> FeedSaved<B> {
         }
     }
 
-    /// Says what the load-balancing loss is taken over, if there are experts.
+    /// Sets what the load-balancing loss is taken over, if there are experts.
     pub fn balance_over(&mut self, batch: Option<BatchLoad<B>>) {
         if let Self::Experts { moe, .. } = self {
             moe.balance_over(batch);
@@ -129,7 +129,7 @@ impl<B: Kernels> Layer<B> for Feed<B> {
         }
     }
 
-    /// An MLP keeps what its products read, as every linear layer does.
+    /// An MLP always saves what its products read, as every linear layer does.
     fn recompute(&mut self, scopes: &[Scope]) {
         if let Self::Experts { moe, .. } = self {
             moe.recompute(scopes);

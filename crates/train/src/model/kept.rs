@@ -8,12 +8,12 @@ use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
 use nibble_core::{Backend, Kernels, Result, Tensor};
 
-/// What a part of the model keeps: everything that its backward pass reads, or its input alone.
+/// What a part of the model saves: everything that its backward pass reads, or its input alone.
 #[derive(Debug)]
 pub(super) enum Kept<B: Backend, S> {
     /// Everything.
     All(S),
-    /// From which everything is made again.
+    /// What everything is recomputed from.
     Input {
         /// The first layer of the part.
         layer: String,
@@ -23,12 +23,12 @@ pub(super) enum Kept<B: Backend, S> {
 }
 
 impl<B: Kernels, S> Kept<B, S> {
-    /// What is kept of a forward pass from `x_td`.
+    /// What is saved of a forward pass from `x_td`.
     pub(super) fn of(input_alone: bool, layer: String, x_td: &Tensor<B>, saved: S) -> Self {
         if input_alone { Self::Input { layer, x_td: x_td.clone() } } else { Self::All(saved) }
     }
 
-    /// Everything: `again` makes it from the input.
+    /// Everything. If only the input was saved, `again` recomputes everything from it.
     pub(super) fn all(self, cx: &Cx<'_, B>, again: impl FnOnce(&Tensor<B>) -> Result<S>) -> Result<S> {
         match self {
             Self::All(saved) => Ok(saved),

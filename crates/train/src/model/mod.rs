@@ -31,7 +31,7 @@ use nibble_core::{Kernels, Mesh, Recipe, Result, Tensor};
 pub struct Decoder<B: Kernels> {
     /// Sizes.
     pub config: ModelConfig,
-    /// What its tensors are called in checkpoints. No value depends on it.
+    /// Names its tensors in checkpoints. No value depends on it.
     pub family: &'static dyn Family,
     /// `[v, d]`.
     pub embed: Embedding<B>,
@@ -45,12 +45,12 @@ pub struct Decoder<B: Kernels> {
     gathering: Gathering<B>,
 }
 
-/// What a pass over tokens gives, still on the device.
+/// Results of a pass over tokens, still on the device.
 #[derive(Debug)]
 pub struct DecoderOut<B: Kernels> {
     /// Nats of each shard.
     pub shard_nats: B::Buf<f64>,
-    /// How many inputs, and how many targets, are no tokens of the vocabulary; one value each.
+    /// How many inputs, and how many targets, are not in the vocabulary; one value each.
     pub bad_ids: [B::Buf<u64>; 2],
 }
 
@@ -65,11 +65,11 @@ impl<B: Kernels> DecoderOut<B> {
     }
 }
 
-/// What the decoder keeps.
+/// Saved activations of the decoder.
 #[derive(Debug)]
 pub struct DecoderSaved<B: Kernels> {
     embed: EmbeddingSaved<B>,
-    /// One a decoder layer.
+    /// One per decoder layer.
     pub blocks: Vec<BlockSaved<B>>,
     norm: NormSaved<B>,
     head: HeadSaved<B>,
@@ -125,7 +125,7 @@ impl<B: Kernels> Decoder<B> {
         })
     }
 
-    /// Says what the backward passes to come make again; [`Scope::DEFAULT`] until then.
+    /// Sets what later backward passes recompute; [`Scope::DEFAULT`] until then.
     pub fn recompute(&mut self, scopes: &[Scope]) {
         self.blocks.iter_mut().for_each(|block| block.recompute(scopes));
     }
@@ -137,13 +137,13 @@ impl<B: Kernels> Decoder<B> {
     pub fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
         self.begin_prepare(cx)?;
         self.gathering.finish_next(cx, self.embed.params())?;
-        // Each group among its own weights: a deep model has thousands.
+        // Each group is looked up among its own layer's parameters: a deep model has thousands.
         self.blocks.iter_mut().try_for_each(|block| self.gathering.finish_next(cx, block.params()))?;
         self.gathering.finish_next(cx, self.norm.params())?;
         self.gathering.finish_next(cx, vec![self.head.weight_mut(&mut self.embed.weight)])
     }
 
-    /// Begins to make them, for [`Decoder::forward`] with the same context: rows of other ranks come beside the layers before the one that needs them.
+    /// Begins to make them, for [`Decoder::forward`] with the same context: rows of other ranks travel while earlier layers run.
     ///
     /// # Errors
     /// From the backend and other ranks.
@@ -156,7 +156,7 @@ impl<B: Kernels> Decoder<B> {
         Ok(())
     }
 
-    /// Whether weights' copies have yet to come.
+    /// Whether any weights' copies are still missing.
     pub fn is_gathering(&self) -> bool {
         self.gathering.is_under_way()
     }
@@ -175,12 +175,12 @@ impl<B: Kernels> Decoder<B> {
         params
     }
 
-    /// Of these, those that have gradients: all but routers' biases.
+    /// The parameters that have gradients: all but router biases.
     pub fn optimized(&mut self) -> Vec<&mut Param<B>> {
         self.params().into_iter().filter(|param| param.has_gradient()).collect()
     }
 
-    /// The tensors that a checkpoint holds of it.
+    /// The tensors of its checkpoints.
     pub fn named_tensors(&self) -> Vec<Named> {
         self.family.tensors(&ModelSpec::new(&self.config))
     }
@@ -190,8 +190,9 @@ impl<B: Kernels> Decoder<B> {
         self.params().into_iter().for_each(Param::clear_gradient);
     }
 
-    /// The losses of these tokens, and everything that the backward pass needs. The head's gradients are made here, while
-    /// there are logits, of the sum of the losses by the factor that `control` has ([`nibble_core::ops::Control`]). Where weights' copies were [begun](Decoder::begin_prepare), each layer waits for its own.
+    /// The losses of these tokens, and everything that the backward pass needs. The head's gradients are computed here, while there are
+    /// logits: those of the sum of the losses times the factor in `control` ([`nibble_core::ops::Control`]). Where weights' copies were
+    /// [begun](Decoder::begin_prepare), each layer waits for its own.
     pub fn forward(
         &mut self,
         cx: &Cx<'_, B>,
@@ -202,7 +203,7 @@ impl<B: Kernels> Decoder<B> {
         self.forward_seen(cx, ids, targets, control, |_| Ok(()))
     }
 
-    /// [`Decoder::forward`], whose inside `look` sees.
+    /// [`Decoder::forward`], in which `look` sees intermediate results.
     pub fn forward_seen(
         &mut self,
         cx: &Cx<'_, B>,
@@ -229,7 +230,7 @@ impl<B: Kernels> Decoder<B> {
         Ok((out, DecoderSaved { embed: self.embed.saved(ids), blocks, norm, head }))
     }
 
-    /// The losses of these tokens, summed over `shards` equal runs of them.
+    /// The losses of these tokens, summed within each of `shards` equal runs.
     pub fn losses(
         &self,
         cx: &Cx<'_, B>,
@@ -243,18 +244,18 @@ impl<B: Kernels> Decoder<B> {
         Ok(DecoderOut { shard_nats: loss.shard_nats, bad_ids: [bad_ids, loss.bad_ids] })
     }
 
-    /// Logits after the last of these tokens, F32 `[1, v]`; and how many of them are no tokens of the vocabulary.
+    /// Logits after the last of these tokens, F32 `[1, v]`; and how many of the tokens are not in the vocabulary.
     pub fn last_logits(&self, cx: &Cx<'_, B>, ids: &B::Buf<i32>) -> Result<(Tensor<B>, B::Buf<u64>)> {
         let Trunk { x_td, bad_ids, .. } = self.trunk(cx, ids)?;
         Ok((self.logits(cx, &last_row(cx.b, &x_td)?)?, bad_ids))
     }
 
-    /// Caches for one sequence, one a layer.
+    /// Caches for one sequence, one per layer.
     pub fn caches(&self, cx: &Cx<'_, B>) -> Result<Vec<AttentionCache<B>>> {
         self.blocks.iter().map(|block| block.attn.cache(cx)).collect()
     }
 
-    /// As [`Decoder::last_logits`], of tokens that follow those in the caches: see [`Attention::cached`].
+    /// As [`Decoder::last_logits`], for tokens that follow those in the caches: see [`Attention::cached`].
     pub fn cached_logits(
         &self,
         cx: &Cx<'_, B>,
@@ -275,13 +276,13 @@ impl<B: Kernels> Decoder<B> {
         self.head.logits(cx, &self.embed.weight, x_td)
     }
 
-    /// All but the head.
+    /// Everything but the head.
     fn trunk(&self, cx: &Cx<'_, B>, ids: &B::Buf<i32>) -> Result<Trunk<B>> {
         let embedded = self.embed.forward(cx, ids)?;
         self.normed(cx, through(cx, embedded, self.blocks.iter().map(Ok))?)
     }
 
-    /// What is behind the layers and before the head.
+    /// What follows the layers, up to the head.
     fn normed(&self, cx: &Cx<'_, B>, layers: Through<B>) -> Result<Trunk<B>> {
         let Through { residual, bad_ids, mut blocks } = layers;
         if cx.training && self.config.balance == Balance::Batch {
@@ -291,7 +292,7 @@ impl<B: Kernels> Decoder<B> {
         Ok(Trunk { x_td, bad_ids, blocks, norm })
     }
 
-    /// Adds up the loads of all layers with experts and of all ranks, over which each layer's load-balancing loss is taken.
+    /// Adds up the loads of all expert layers and all ranks, over which each layer's load-balancing loss is taken.
     fn balance_over_batch(&self, cx: &Cx<'_, B>, blocks: &mut [BlockSaved<B>]) -> Result<()> {
         let experts = self.config.experts;
         let routed = blocks.iter().filter_map(|block| block.routed.as_ref());
@@ -310,7 +311,7 @@ impl<B: Kernels> Decoder<B> {
         Ok(())
     }
 
-    /// Adds every parameter's gradient but the head's, which has it since the forward pass.
+    /// Adds every parameter's gradient, except that of the head's weight, which the forward pass has added.
     pub fn backward(&mut self, cx: &Cx<'_, B>, saved: DecoderSaved<B>) -> Result<()> {
         let mut dx_td = self.norm.backward(cx, saved.norm, saved.head.dx)?;
         for (block, saved) in self.blocks.iter_mut().zip(saved.blocks).rev() {
@@ -330,33 +331,33 @@ pub struct Inside<'a, B: Kernels> {
 }
 
 impl<B: Kernels> Inside<'_, B> {
-    /// Logits after each token, F32 `[t, v]`. The head has them a chunk at a time, quantized like these: what it quantizes for them has a
-    /// scale of its own for each row at least.
+    /// Logits after each token, F32 `[t, v]`. The head computes them in chunks and quantizes as is done here: what it quantizes has a scale
+    /// for each row at least, so that chunks do not matter.
     pub fn logits(&self, cx: &Cx<'_, B>) -> Result<Tensor<B>> {
         self.head.logits(cx, self.table, self.x_td)
     }
 
-    /// What routers chose, by the number of their layer; of layers that keep it.
+    /// What routers chose, by the number of their layer, for layers that saved it.
     pub fn routings(&self) -> impl Iterator<Item = (usize, &Routing<B>)> {
         self.blocks.iter().enumerate().filter_map(|(layer, block)| Some((layer, block.routing()?)))
     }
 }
 
-/// What all but the head gives and keeps.
+/// Results of everything but the head, and what is saved.
 struct Trunk<B: Kernels> {
     /// The head's input, `[t, d]`.
     x_td: Tensor<B>,
     bad_ids: B::Buf<u64>,
-    /// None where no backward pass follows.
+    /// Empty if no backward pass follows.
     blocks: Vec<BlockSaved<B>>,
     norm: NormSaved<B>,
 }
 
-/// A forward pass behind its layers.
+/// Results of the layers, and what they save.
 struct Through<B: Kernels> {
     residual: Residual<B>,
     bad_ids: B::Buf<u64>,
-    /// None where no backward pass follows.
+    /// Empty if no backward pass follows.
     blocks: Vec<BlockSaved<B>>,
 }
 

@@ -22,25 +22,25 @@ pub struct Experts<B: Kernels> {
     pub gate_up: Param<B>,
     /// Down projections: `[l · d, f]`.
     pub down: Param<B>,
-    /// Where the recipe does not say how to keep the second product's input, keep it if the forward pass has the very bits that
-    /// wgrad takes, instead of making it again from h.
+    /// Where the recipe leaves it open: save the second product's input if the forward pass has exactly the bits that wgrad reads, instead
+    /// of recomputing it from h.
     pub keep_a: bool,
 }
 
-/// What the experts keep: their input and the first product's output, as the recipe says.
+/// The experts' saved activations: their input and the first product's output, as the recipe says.
 #[derive(Debug)]
 pub struct ExpertsSaved<B: Kernels> {
     layer: String,
-    /// `[r, d]`; none where it is made again from what the layer was given.
+    /// `[r, d]`; `None` if it is recomputed from the layer's input.
     pub x: Option<Operand<B>>,
     /// `[r, 2f]`.
     pub h: Operand<B>,
-    /// `[r, f]` as the recipe keeps it, or, where the recipe does not, as the second product's wgrad takes it; none where it
-    /// is made again from h.
+    /// `[r, f]` as the recipe saves it, or, if the recipe leaves that open, as the second product's wgrad reads it; `None` if it is
+    /// recomputed from h.
     pub a: Option<Operand<B>>,
 }
 
-/// The gradients of rows and gate weights, and what is left to do of a backward pass.
+/// The gradients of rows and gate weights, and what the rest of the backward pass needs.
 #[derive(Debug)]
 pub struct ExpertsDgrad<B: Kernels> {
     /// dx of the expert-sorted rows: `[r, d]`.
@@ -57,7 +57,7 @@ pub struct WgradOperands<B: Kernels> {
     dy: Operand<B>,
     a: Operand<B>,
     dh: Operand<B>,
-    /// As it is kept.
+    /// As it was saved.
     x: Operand<B>,
 }
 
@@ -104,17 +104,17 @@ impl<B: Kernels> Experts<B> {
         vec![&mut self.gate_up, &mut self.down]
     }
 
-    /// What it does now.
+    /// The layer's plan now.
     pub fn plan(&self, cx: &Cx<'_, B>) -> Arc<LayerPlan> {
         cx.plan_keeping(&Layer::new(LayerKind::Expert, &self.name), self.keep_a)
     }
 
-    /// Whose the operands of the first product are.
+    /// The names of the first product's operands.
     pub(super) fn of_gate_up(&self) -> LayerName<'_> {
         LayerName { layer: &self.name, linear: &self.gate_up.name }
     }
 
-    /// Whose those of the second product are.
+    /// The names of the second product's operands.
     fn of_down(&self) -> LayerName<'_> {
         LayerName { layer: &self.name, linear: &self.down.name }
     }
@@ -136,8 +136,8 @@ impl<B: Kernels> Experts<B> {
         Ok((self.output(cx, a, plan)?, saved))
     }
 
-    /// The forward pass up to its last product, on expert-sorted rows as fprop multiplies them: what that multiplies, and what
-    /// is kept. `kept` is what the backward pass will want of the rows.
+    /// The forward pass up to its last product, on expert-sorted rows as fprop multiplies them. Returns the last product's input and the
+    /// saved activations. `kept`: the rows as the backward pass reads them.
     pub(super) fn hidden(
         &self,
         cx: &Cx<'_, B>,
@@ -189,7 +189,7 @@ impl<B: Kernels> Experts<B> {
         Ok((dx, dgate))
     }
 
-    /// The backward pass but for the gradients of weights: what other ranks wait for is made first.
+    /// The backward pass without the gradients of weights. It comes first, since other ranks wait for its results.
     ///
     /// # Errors
     /// [`Error::Defect`] where the input is missing; from the backend.
@@ -222,7 +222,7 @@ impl<B: Kernels> Experts<B> {
     /// Adds the gradients of both weights.
     ///
     /// # Errors
-    /// From the backend, and from other ranks where gradients set out to meet.
+    /// From the backend, and from other ranks where a sum of gradients over ranks begins.
     pub fn wgrad(
         &mut self,
         cx: &Cx<'_, B>,
@@ -238,8 +238,8 @@ impl<B: Kernels> Experts<B> {
         self.gate_up.accumulate_wgrad(cx, &dh, &x, groups)
     }
 
-    /// dh for dgrad and for wgrad, `a` for wgrad, made again unless it was kept, and the gradient of each row's gate weight.
-    /// One kernel computes them all, and writes what the recipe lets it write as it is multiplied.
+    /// dh for dgrad and for wgrad, `a` for wgrad (recomputed unless it was saved), and the gradient of each row's gate weight. One kernel
+    /// computes all of them, and writes them as the products read them where the recipe allows that.
     #[allow(clippy::type_complexity)]
     fn swiglu_backward(
         &self,

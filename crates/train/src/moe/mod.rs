@@ -1,8 +1,8 @@
 //! The mixture-of-experts layer: router → dispatch → permute → experts → unpermute → combine.
 //!
-//! What does not need rows that are under way is computed beside them. That fixes the order of a layer:
+//! Work that does not need rows in flight overlaps their transfer. That fixes the order of a layer:
 //!
-//! | under way | computed meanwhile |
+//! | in flight | computed meanwhile |
 //! |---|---|
 //! | counts, to the host | slots sorted by rank, records, and the rows that will leave, quantized as they travel |
 //! | y, back to its tokens | the shared expert, if there is one |
@@ -55,44 +55,44 @@ pub struct Moe<B: Kernels> {
     pub router: Router<B>,
     /// This rank's experts.
     pub experts: Experts<B>,
-    /// Keep the layer's input, instead of having it made again and given to [`MoeSaved::give_input`].
+    /// Save the layer's input, instead of having it recomputed for [`MoeSaved::give_input`].
     pub keep_input: bool,
-    /// Make the experts' input again in the backward pass, from the layer's, instead of keeping it: it has a row for each
-    /// expert of a token. Several ranks send it to each other again.
+    /// Recompute the experts' input in the backward pass from the layer's input, instead of saving one row for each expert of a token.
+    /// Several ranks dispatch it again.
     pub remake_x: bool,
 }
 
-/// What the layer keeps.
+/// The layer's saved activations.
 #[derive(Debug)]
 pub struct MoeSaved<B: Kernels> {
-    /// The input, unless it is made again.
+    /// The input, unless it is recomputed.
     x_td: Option<Tensor<B>>,
     router: RouterSaved<B>,
     plan: ExchangePlan<B>,
     experts: ExpertsSaved<B>,
 }
 
-/// What a step's record takes of a layer: it is there whether or not the layer is made again.
+/// What a step's record takes from a layer. It is there whether or not the layer is recomputed.
 #[derive(Debug, Clone)]
 pub struct Routed<B: Kernels> {
     layer: String,
     /// Tokens·slots that chose each expert, for each shard (or, under `balance = "sequence"`, each sequence) of this rank: `[shards · e]`.
     pub load: B::Buf<i32>,
-    /// Load-balancing loss and z-loss of each of these.
+    /// Load-balancing loss and z-loss of each of these shards or sequences.
     pub losses: B::Buf<f32>,
-    /// Whether every row found its place on this rank.
+    /// Whether the rows fit on this rank.
     pub placed: Placed<B>,
-    /// What the layer's load-balancing loss is taken over, if not over each shard by itself. It is of the forward pass: a layer that is made again
+    /// What the layer's load-balancing loss is taken over, if not over each shard by itself. It comes from the forward pass; recomputation
     /// does not change it.
     pub batch: Option<BatchLoad<B>>,
 }
 
-/// Whether the rows of a layer found their places.
+/// Whether the rows of a layer fit.
 #[derive(Debug, Clone)]
 pub enum Placed<B: Kernels> {
-    /// Of one rank: what was found to sort, and the room for it.
+    /// On one rank: how many rows were found, and the capacity.
     Here(Occupancy<B>),
-    /// Among several: [`ExchangePlan::overflow`].
+    /// On several ranks: [`ExchangePlan::overflow`].
     AmongRanks(B::Buf<f32>),
 }
 
@@ -111,12 +111,12 @@ impl<B: Kernels> Saved for Routed<B> {
 }
 
 impl<B: Kernels> MoeSaved<B> {
-    /// What the router chose.
+    /// The router's choice.
     pub fn routing(&self) -> &Routing<B> {
         &self.router.routing
     }
 
-    /// Loads, losses, and whether every row has a place.
+    /// Loads, losses, and whether the rows fit.
     pub fn routed(&self) -> Routed<B> {
         let routing = &self.router.routing;
         Routed {
@@ -131,7 +131,7 @@ impl<B: Kernels> MoeSaved<B> {
         }
     }
 
-    /// Makes the input again if it was not kept: the backward pass needs it.
+    /// Recomputes the input if it was not saved: the backward pass needs it.
     pub fn give_input(&mut self, again: impl FnOnce() -> Result<Tensor<B>>) -> Result<()> {
         if self.x_td.is_none() {
             self.x_td = Some(again()?);
@@ -139,7 +139,7 @@ impl<B: Kernels> MoeSaved<B> {
         Ok(())
     }
 
-    /// Says what the load-balancing loss is taken over.
+    /// Sets what the load-balancing loss is taken over.
     pub(crate) fn balance_over(&mut self, batch: Option<BatchLoad<B>>) {
         self.router.batch = batch;
     }
@@ -168,7 +168,7 @@ impl<B: Kernels> Moe<B> {
         })
     }
 
-    /// The forward pass up to its last product: what that multiplies, and what is kept.
+    /// The forward pass up to its last product: the input of that product, and the saved activations.
     fn hidden(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>) -> Result<(Operand<B>, MoeSaved<B>)> {
         let layer = self.experts.plan(cx);
         let ExpertPlan { x_sent, x, .. } = layer.experts()?;
@@ -189,7 +189,7 @@ impl<B: Kernels> Moe<B> {
         Ok((a_rf, MoeSaved { x_td: kept, router, plan, experts }))
     }
 
-    /// The rows that fprop multiplies, and nothing for the backward pass; from the input's rows as they travel.
+    /// The rows that fprop multiplies, from the input's rows as they travel. Nothing is made for the backward pass.
     fn fprop_input(
         &self,
         cx: &Cx<'_, B>,
@@ -199,7 +199,7 @@ impl<B: Kernels> Moe<B> {
     ) -> Result<Operand<B>> {
         let name = self.experts.of_gate_up();
         match rows {
-            // Converted once a token, then copied to its experts. An expert's scale is known of its own rows alone.
+            // Each token is converted once, then copied to its experts. Tensor scales forbid this: they are per expert.
             Outgoing::Here(rows) if !fprop.to.first().has_tensor_scale() => {
                 let top_k = self.router.shape.top_k;
                 let (x_td, _) = cx.counted_for(top_k, || cx.convert(name, &rows, fprop, None))?;
@@ -213,7 +213,7 @@ impl<B: Kernels> Moe<B> {
         }
     }
 
-    /// The rows that the backward pass wants, where the forward pass has kept none.
+    /// The rows that the backward pass reads, recomputed where the forward pass saved none.
     fn kept_input(
         &self,
         cx: &Cx<'_, B>,
@@ -229,7 +229,7 @@ impl<B: Kernels> Moe<B> {
         let x_rd = cx.again(arrived)?;
         let to = layer.x.second();
         let kept = || cx.convert(self.experts.of_gate_up(), &x_rd, &to, Some(&plan.map.groups));
-        // A plain tensor that is quantized once for both has been counted; what is made by itself has not.
+        // A plain tensor quantized once for both passes was counted in the forward pass; one quantized for this pass alone was not.
         let counted = !matches!(layer.x.to, Pair::Two(..));
         Ok(if counted { cx.again(kept)? } else { kept()? }.0)
     }
@@ -238,7 +238,7 @@ impl<B: Kernels> Moe<B> {
         Exchange::new(cx, self.router.shape.experts, self.router.shape.top_k)
     }
 
-    /// Rows as they travel back from the experts: each slot's by itself, whatever the mesh.
+    /// Rows as they travel back from the experts: each slot's row is converted by itself, on every mesh.
     fn returning(
         &self,
         cx: &Cx<'_, B>,
@@ -250,13 +250,13 @@ impl<B: Kernels> Moe<B> {
         cx.form(self.name().of(tensor), &rows_rd, to, Some(&plan.map.groups))
     }
 
-    /// Whose the rows on the way to experts and back are.
+    /// The names of the rows in dispatch and combine.
     fn name(&self) -> LayerName<'_> {
         LayerName::new(&self.experts.name)
     }
 
-    /// The forward pass, and other work beside the rows that come back from the experts. On one rank, where nothing travels, that is done
-    /// after them, when less memory is held.
+    /// The forward pass, with other work while rows come back from the experts. On one rank, where nothing travels, that work follows the
+    /// sum, when less memory is held.
     ///
     /// # Errors
     /// From the backend and other ranks, and those of the other work.
@@ -278,8 +278,8 @@ impl<B: Kernels> Moe<B> {
         Ok((y_td, saved, made))
     }
 
-    /// The backward pass, and other work beside the rows that go back, as in [`Moe::forward_beside`]. The gradients of weights are computed
-    /// beside these rows too.
+    /// The backward pass, with other work while rows go back, as in [`Moe::forward_beside`]. The gradients of weights are computed
+    /// meanwhile too.
     ///
     /// # Errors
     /// From the backend and other ranks, and those of the other work.
@@ -314,7 +314,7 @@ impl<B: Kernels> Moe<B> {
     }
 }
 
-/// Sums what comes back, and does other work: that first, where rows travel meanwhile.
+/// Sums the rows that come back, and does other work: first the other work, if rows are in flight.
 fn in_turn<S, T>(
     travels: bool,
     sum: impl FnOnce() -> Result<S>,

@@ -15,17 +15,17 @@ use nibble_core::{DType, Kernels, Operand, Result, Tensor};
 pub struct Router<B: Kernels> {
     /// `[e, d]`.
     pub weight: Param<B>,
-    /// Of each expert, added to its score for the choice: `[e]`. The load changes it, not a gradient.
+    /// Bias of each expert's score in the top-k choice: `[e]`. The load changes it, not a gradient.
     pub bias: Option<Param<B>>,
     /// Sizes and loss factors.
     pub shape: MoeShape,
-    /// How it chooses and weighs.
+    /// How experts are chosen, and their gate weights computed.
     pub rule: RouteRule,
     /// What its load-balancing loss is taken over.
     pub balance: Balance,
 }
 
-/// What the router decided. Its input is made again by the caller.
+/// What the router decided. The caller brings the router's input to the backward pass.
 #[derive(Debug)]
 pub struct RouterSaved<B: Kernels> {
     pub(super) layer: String,
@@ -36,10 +36,10 @@ pub struct RouterSaved<B: Kernels> {
     pub(super) batch: Option<BatchLoad<B>>,
 }
 
-/// Loads that all layers with experts have in common: the load-balancing loss takes their rows as one.
+/// The load of all expert layers together: the load-balancing loss takes their rows as one batch.
 #[derive(Debug, Clone)]
 pub struct BatchLoad<B: Kernels> {
-    /// Tokens·slots of the micro-batch that chose each expert, over all layers and ranks: whole numbers.
+    /// Slots of the micro-batch that chose each expert, over all layers and ranks: whole numbers.
     pub load: B::Buf<f64>,
     /// Rows of probabilities: layers · tokens of the micro-batch.
     pub rows: usize,
@@ -58,7 +58,7 @@ impl<B: Kernels> Saved for RouterSaved<B> {
 }
 
 impl<B: Kernels> Router<B> {
-    /// Random weights, of which this rank keeps its rows; every rank computes with all of them. Biases are zeros.
+    /// Random weights. This rank keeps its rows of the master, and computes with all rows. Biases are zeros.
     ///
     /// # Errors
     /// As [`Param::only`] for another part than a router; from the backend.
@@ -72,18 +72,18 @@ impl<B: Kernels> Router<B> {
         [&mut self.weight].into_iter().chain(&mut self.bias)
     }
 
-    /// Runs of this rank's tokens, evenly: each has losses and loads of its own.
+    /// Number of equal runs of this rank's tokens, each with its own losses and loads.
     fn runs(&self, cx: &Cx<'_, B>) -> usize {
         if cx.training { cx.shards.balance_runs(self.balance) } else { cx.shards.local }
     }
 
-    /// Where documents begin that have load-balancing losses of their own: within sequences, where those have.
+    /// Where documents begin, if each has its own load-balancing loss: in training, where each sequence has one.
     fn documents<'c>(&self, cx: &'c Cx<'_, B>) -> Option<&'c B::Buf<i32>> {
         let of_sequences = cx.training && self.balance == Balance::Sequence;
         cx.documents.as_ref().filter(|_| of_sequences).map(|documents| &documents.starts)
     }
 
-    /// The name by which a recipe's overrides know it.
+    /// Its name in a recipe's overrides.
     fn layer(&self) -> &str {
         self.weight.layer()
     }
@@ -121,7 +121,7 @@ impl<B: Kernels> Router<B> {
         // A step's loss is the mean over its runs of tokens and micro-batches.
         let runs = self.runs(cx);
         let all_runs = (cx.mesh.all.world() * runs * cx.micro_batches) as f32;
-        // There is one balance loss a micro-batch where its rows are taken together.
+        // Where all rows are taken together, a micro-batch has one balance loss.
         let (losses, batch) = match &saved.batch {
             Some(batch) => (cx.micro_batches as f32, Some(batch)),
             None => (all_runs, None),

@@ -1,4 +1,4 @@
-//! Sums of gradients over ranks, several weights at a time, beside the backward pass that computes the next ones.
+//! Sums of gradients over ranks, several weights at a time, while the backward pass computes the next gradients.
 //!
 //! A gradient is put into a bucket right after its product, or at the end of a step of several micro-batches. There is one bucket for
 //! dense weights and one for experts. At 25 MiB a bucket is sent, after the one before it has been awaited: at most two of a kind lie in
@@ -16,21 +16,21 @@ use nibble_core::{Comm, Data, Error, Kernels, Mesh, Result, Tensor, Transfer, Tr
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// Bytes of gradients, F32, that are sent together. Fewer would not use the full rate of a link; of more the last ones, which nothing is
-/// left to compute beside, would take longer. PyTorch's data parallel training sends as many.
+/// Bytes of F32 gradients that are sent together. Smaller buckets would not reach the full rate of a link. With larger ones the last
+/// bucket, which no computation overlaps, would take longer. PyTorch's DDP uses the same size.
 const BUCKET_BYTES: usize = 25 << 20;
 
-/// Where this rank's gradients are on their way to their sums over ranks.
+/// This rank's gradients, until they are summed over ranks.
 ///
-/// A gradient is put in when it is ready, and those that meet on the same ranks fill a bucket in that order, which is the same on all of them.
-/// A full bucket is sent, once the one before it has come back: so no more than two lie in memory, one that is filled and one under way. A
-/// gradient that is as large as a bucket goes alone.
+/// A gradient is put in when it is ready. Gradients that are summed over the same ranks fill a bucket in that order, which all of these
+/// ranks share. A full bucket is sent once the one before it has come back. So at most two lie in memory: one that is filled, one in
+/// flight. A gradient as large as a bucket goes alone.
 #[derive(Debug)]
 pub struct Buckets<B: Kernels> {
     bytes: usize,
-    /// Of what every rank holds.
+    /// For weights that every rank holds.
     replicated: Lane<B>,
-    /// Of experts.
+    /// For experts.
     experts: Lane<B>,
 }
 
@@ -41,12 +41,12 @@ impl<B: Kernels> Default for Buckets<B> {
 }
 
 impl<B: Kernels> Buckets<B> {
-    /// Buckets that are full with so many bytes. No bit of a sum depends on it.
+    /// Buckets of this many bytes. No bit of a sum depends on the size.
     pub fn of_bytes(bytes: usize) -> Self {
         Self { bytes, replicated: Lane::default(), experts: Lane::default() }
     }
 
-    /// Puts a gradient in, and sends its bucket if that is full.
+    /// Puts a gradient into its bucket, and sends the bucket if it is full.
     pub(super) fn put(
         &mut self,
         (b, ranks): (&B, &dyn Comm<B>),
@@ -64,13 +64,13 @@ impl<B: Kernels> Buckets<B> {
         if lane.open_bytes >= full { lane.send(b, ranks) } else { Ok(()) }
     }
 
-    /// Sends what has been put in, full or not.
+    /// Sends the open buckets, full or not.
     pub(super) fn send(&mut self, b: &B, mesh: Mesh<'_, B>) -> Result<()> {
         self.replicated.send(b, mesh.all)?;
         self.experts.send(b, mesh.dp)
     }
 
-    /// The sum of the weight of this name, waiting for it and for all that was put in before. All ranks ask in the same order.
+    /// Waits for the gradient sum of the weight of this name, and for all sums put in before. All ranks ask in the same order.
     pub(super) fn take(
         &mut self,
         (b, ranks): (&B, &dyn Comm<B>),
@@ -97,9 +97,9 @@ impl<B: Kernels> Buckets<B> {
 /// A gradient that is to be summed over ranks.
 #[derive(Debug)]
 pub(super) struct Summand<B: Kernels> {
-    /// Of the weight.
+    /// Name of the weight.
     pub name: String,
-    /// This rank's sum, of all rows.
+    /// This rank's sum, for all rows.
     pub values: B::Buf<f32>,
     /// Which values go to each rank.
     pub parts: Vec<Range<usize>>,
@@ -107,7 +107,7 @@ pub(super) struct Summand<B: Kernels> {
     pub into: Tensor<B>,
 }
 
-/// The buckets of gradients that meet on the same ranks.
+/// The buckets of gradients that are summed over the same ranks.
 #[derive(Debug)]
 struct Lane<B: Kernels> {
     /// Gradients that have not been sent.
@@ -118,12 +118,12 @@ struct Lane<B: Kernels> {
     done: BTreeMap<String, Tensor<B>>,
 }
 
-/// Where a sum goes that is under way.
+/// Where a sum in flight goes.
 #[derive(Debug)]
 struct Destination<B: Kernels> {
     name: String,
     shape: (usize, usize),
-    /// What it is rounded into, where that is not F32.
+    /// The tensor that it is rounded into, if that is not F32.
     rounded: Option<Tensor<B>>,
 }
 
@@ -134,7 +134,7 @@ impl<B: Kernels> Default for Lane<B> {
 }
 
 impl<B: Kernels> Lane<B> {
-    /// Sends what has been put in, once what was sent before has come back.
+    /// Sends the open bucket, once the one before it has come back.
     fn send(&mut self, b: &B, ranks: &dyn Comm<B>) -> Result<()> {
         if self.open.is_empty() {
             return Ok(());
@@ -160,7 +160,7 @@ impl<B: Kernels> Lane<B> {
         Ok(())
     }
 
-    /// Waits for what is under way.
+    /// Waits for the bucket in flight.
     fn receive(&mut self, b: &B) -> Result<()> {
         let Some((transfer, destinations)) = self.under_way.take() else { return Ok(()) };
         for (sum, Destination { name, shape: (rows, cols), rounded }) in

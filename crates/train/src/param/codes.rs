@@ -18,8 +18,8 @@ use nibble_core::ops::{
 use nibble_core::{BlockScaled, Comm, Data, Error, Kernels, LineCopy, Operand, Result, Tensor};
 use std::ops::Range;
 
-/// Whether the codes of a slice are those of the same rows of the whole weight, in both copies: no block reaches over the end of a tile. (A scale of
-/// the tensor follows from the largest magnitude of all slices, which is exact.)
+/// Whether the codes of a slice equal those of the same rows in the whole weight, in both copies: no block crosses the end of a tile. (A
+/// tensor scale follows from the largest magnitude of all slices, which is exact.)
 pub(super) fn travel(codec: Codec) -> bool {
     TILE.is_multiple_of(codec.format().spec().block)
 }
@@ -28,14 +28,14 @@ pub(super) fn travel(codec: Codec) -> bool {
 #[derive(Debug)]
 pub(super) struct OfRank<B: Kernels> {
     pub codec: Codec,
-    /// One after the other. What was found of them is of all ranks' rows, but for its counts.
+    /// In order. The magnitudes found are those of all ranks' rows; the counts are of this rank's rows.
     pieces: Vec<Emitted<B>>,
-    /// Of each matrix the largest magnitude of all ranks' rows, where scales are those of earlier steps.
+    /// Under delayed scales: the largest magnitude of each matrix, over all ranks' rows.
     found_amax: Option<B::Buf<f32>>,
 }
 
 impl<B: Kernels> OfRank<B> {
-    /// Of this rank's rows of the master; `delayed`: the scales of all matrices; `amax`: what [`largest`] has, where a tensor has a scale.
+    /// Quantizes this rank's rows of the master. `delayed`: all matrices' scales; `amax`: from [`largest`], for tensor scales.
     pub fn new(
         b: &B,
         (slices, master): (&Slices, &Tensor<B>),
@@ -63,7 +63,7 @@ impl<B: Kernels> OfRank<B> {
         Ok(Self { codec, pieces, found_amax: amax.filter(|_| delayed.is_some()) })
     }
 
-    /// Keeps what was counted and found of them.
+    /// Keeps what was counted and found in these rows.
     pub fn keep_counts(&self, cx: &Cx<'_, B>, name: &str, cells: Option<FoundCells>) -> Result<()> {
         // No other rank has these rows.
         let cells = cells.map(|cells| FoundCells { is_counted: true, ..cells });
@@ -71,7 +71,7 @@ impl<B: Kernels> OfRank<B> {
         Ok(())
     }
 
-    /// What counts and finds; for a rank that has no rows, zeros, since all ranks count at the same sites.
+    /// What the pieces have counted and found. A rank without rows has zeros, since all ranks count at the same sites.
     fn counted(&self, b: &B) -> Result<Vec<Emitted<B>>> {
         if !self.pieces.is_empty() {
             return Ok(self.pieces.clone());
@@ -81,7 +81,7 @@ impl<B: Kernels> OfRank<B> {
         Ok(vec![Emitted { rows: None, cols: None, counts: Some(Counts::zeros(b)?), found }])
     }
 
-    /// How they get to where they lie among the bytes that this rank sends, from the buffers that are added to `from`.
+    /// The copies that bring the codes into the bytes that this rank sends, from `at` on. Adds the buffers that they read to `from`.
     pub fn pack(
         &self,
         b: &B,
@@ -104,7 +104,7 @@ impl<B: Kernels> OfRank<B> {
     }
 }
 
-/// The weight as it stands, and transposed where it `is_twice` there, of all ranks' rows as they came.
+/// The whole weight from all ranks' rows as they came: as it stands and, if it `is_twice` there, transposed.
 pub(super) fn unpacked<B: Kernels>(
     b: &B,
     packed: &PackedRows,
@@ -114,7 +114,7 @@ pub(super) fn unpacked<B: Kernels>(
     let slices = packed.slices();
     let sizes = (slices.num_rows(), slices.cols(), slices.stack());
     let mut whole = weight_planes(b, (codec.format(), codec.rule()), sizes)?.to_vec();
-    // Nobody reads the other.
+    // Without a backward pass nothing reads the transposed copy.
     whole.truncate(if is_twice { 2 } else { 1 });
     // The buffers are taken out while they are written, as one with two handles would be copied.
     let (mut to, mut copies) = (Vec::new(), Vec::new());
@@ -147,7 +147,7 @@ pub(super) fn unpacked<B: Kernels>(
     Ok((w, whole.next()))
 }
 
-/// This rank's pieces, and which rows of its slice each is.
+/// This rank's pieces, and each one's rows in the slice.
 fn own_pieces(slices: &Slices) -> impl Iterator<Item = (Piece, Range<usize>)> {
     let mut at = 0;
     slices.pieces(slices.rank()).into_iter().map(move |piece| {
@@ -157,7 +157,7 @@ fn own_pieces(slices: &Slices) -> impl Iterator<Item = (Piece, Range<usize>)> {
     })
 }
 
-/// Of each matrix of these weights, all of one format, the largest magnitude of all ranks' rows: the same on every rank. They meet at once.
+/// The largest magnitude of each matrix over all ranks' rows, the same on every rank. The weights have one codec and share one all-gather.
 pub(super) fn largest<B: Kernels>(
     b: &B,
     replicas: &dyn Comm<B>,
@@ -165,7 +165,7 @@ pub(super) fn largest<B: Kernels>(
     weights: &[(&Slices, &Tensor<B>)],
 ) -> Result<Vec<B::Buf<f32>>> {
     let all: usize = weights.iter().map(|(slices, _)| slices.stack()).sum();
-    // Of a matrix of which this rank has no rows, 0.
+    // 0 for a matrix of which this rank has no rows.
     let (mut mine, mut at) = (b.zeros(all)?, 0);
     for (slices, master) in weights {
         for (piece, rows) in own_pieces(slices) {
@@ -175,7 +175,7 @@ pub(super) fn largest<B: Kernels>(
         }
         at += slices.stack();
     }
-    // The ranks' magnitudes of a matrix, one after the other, are a matrix themselves.
+    // The magnitudes `[ranks, matrices]`, transposed: each matrix's magnitudes are now a matrix themselves.
     let of_ranks = Tensor::new(Data::F32(replicas.all_gather(b, &mine)?), replicas.world(), all)?;
     let of_matrices = Transpose { x: &of_ranks, stack: 1 }.run(b)?;
     let amax = MeasureAmax { x: &of_matrices, codec, stack: all }.run(b)?;
@@ -189,7 +189,7 @@ pub(super) fn largest<B: Kernels>(
     weights.iter().map(of_weight).collect()
 }
 
-/// Some rows of a tensor; all of them share its buffer.
+/// Some rows of a tensor. If these are all rows, the result shares the tensor's buffer.
 fn rows_of<B: Kernels>(b: &B, x: &Tensor<B>, rows: Range<usize>) -> Result<Tensor<B>> {
     if rows == (0..x.rows) {
         return Ok(x.clone());
@@ -204,7 +204,7 @@ fn rows_of<B: Kernels>(b: &B, x: &Tensor<B>, rows: Range<usize>) -> Result<Tenso
     Ok(part)
 }
 
-/// A part's bytes.
+/// The bytes of one part: codes, scales, or scales of the tensor.
 fn part<B: Kernels>(b: &B, x: &BlockScaled<B>, number: usize) -> Result<B::Buf<u8>> {
     match number {
         0 => Ok(x.codes.clone()),
@@ -317,7 +317,7 @@ mod tests {
         let values = &all[mine.start * cols..mine.end * cols];
         let master = Tensor::from_f32(&cpu, values, mine.len(), cols).unwrap();
         let records = is_delayed.then(|| records(&cpu, stack));
-        // Beside another weight, as those of a layer are.
+        // Together with another weight, as the weights of a layer are.
         let weights = [(&slices, &master), (&slices, &master)];
         let amax =
             codec.scale_kind().has_tensor_scale().then(|| largest(&cpu, comm, codec, &weights).unwrap());

@@ -1,4 +1,4 @@
-//! All rows of sharded weights, gathered a layer at a time, beside the layers before the one that needs them.
+//! All rows of sharded weights, gathered a layer at a time, while earlier layers run.
 //!
 //! A layer says which weights it reads, and how (`Layer::wanted`). `Decoder::begin_prepare` computes what a rank can make of its own
 //! rows, of all weights in their order, so the sites of the record are those of one rank. Then the rows of a group travel in one message
@@ -18,11 +18,11 @@ use nibble_core::recipe::WeightPlan;
 use nibble_core::{Comm, DType, Error, Kernels, Result, Tensor};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-/// Groups of weights whose rows are under way at once: that which is waited for, and the one behind it, which travels beside the layer before it. Each
-/// takes memory for what comes before it lies where it is read, and a third would come no sooner: messages go one after the other.
+/// Groups in flight at once: the one that is awaited, and the one after it, which travels while the layer before it runs. Each takes
+/// memory for its message until the rows lie where they are read. A third would arrive no sooner: messages go one after the other.
 const UNDER_WAY: usize = 2;
 
-/// A weight, and how passes take it: [`Param::as_it_is`], [`Param::for_products`].
+/// A weight, and how passes read it: [`Param::as_it_is`], [`Param::for_products`].
 #[derive(Debug)]
 pub struct Wanted<'a, B: Kernels> {
     pub(super) param: &'a Param<B>,
@@ -33,36 +33,36 @@ pub struct Wanted<'a, B: Kernels> {
 pub(super) enum Copies {
     /// All rows, F32.
     AsItIs,
-    /// The copies that products take.
+    /// The copies that products read.
     Products(ProductCopies),
 }
 
-/// How products take a weight.
+/// How products read a weight.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ProductCopies {
     /// The copies.
     pub plan: WeightPlan,
-    /// What stands for the linear layer where a transform's signs are drawn.
+    /// Hash of the linear layer's name, which seeds a transform's signs.
     pub linear: u32,
 }
 
 impl ProductCopies {
-    /// What all rows come as, if it is the codes of each rank's own: the codec.
+    /// The codec, if the rows travel as codes that each rank computes of its own rows.
     fn as_codes(&self) -> Result<Option<Codec>> {
-        // Random bits are drawn by the place in the whole.
+        // Random bits depend on the place in the whole weight.
         let travels = self.plan.is_one && self.plan.w.dtype().is_none() && !self.plan.w.draws();
         Ok(travels.then(|| self.plan.w.codec()).transpose()?.filter(|codec| codes::travel(*codec)))
     }
 
-    /// The type in which all rows come otherwise: as narrow as it is read.
+    /// The type in which rows travel otherwise: that of both copies if they have one, else F32.
     fn as_plain(&self) -> DType {
         self.plan.w.dtype().filter(|_| self.plan.is_one).unwrap_or(DType::F32)
     }
 }
 
-/// Weights' copies that passes wait for, in groups, in the order in which they are finished. All ranks have the same groups.
+/// The copies of weights that passes wait for, in groups, in the order in which they are finished. All ranks have the same groups.
 ///
-/// Everything that can be made of a rank's own rows is made where a gathering begins, in the order of the weights, whenever the rows then travel.
+/// Everything that comes from a rank's own rows is made when a gathering begins, in the order of the weights.
 #[derive(Debug)]
 pub struct Gathering<B: Kernels> {
     groups: VecDeque<Group<B>>,
@@ -74,7 +74,7 @@ impl<B: Kernels> Default for Gathering<B> {
     }
 }
 
-/// What is under way belongs to the one that waits for it: a copy has nothing to wait for.
+/// A transfer in flight belongs to the gathering that waits for it: a clone has nothing to wait for.
 impl<B: Kernels> Clone for Gathering<B> {
     fn clone(&self) -> Self {
         Self::default()
@@ -104,41 +104,41 @@ struct Weight<B: Kernels> {
     from: Source<B>,
 }
 
-/// What the copies are made of.
+/// What the copies are made from.
 #[derive(Debug)]
 enum Source<B: Kernels> {
-    /// They are made.
+    /// They exist.
     Made(Shadow<B>),
-    /// All rows, which this rank has when their turn comes.
+    /// All rows, which this rank has by then.
     Here,
-    /// The next rows that come in the lane of this placement.
+    /// The next rows that arrive in the lane of this placement.
     Coming(Placement),
 }
 
 /// How a weight gets its copies.
 #[derive(Debug, Clone, Copy)]
 enum Way {
-    /// It has them.
+    /// Nothing to do: all rows are here.
     There,
-    /// Of the master, which has all rows.
+    /// From the master, which has all rows.
     Alone,
-    /// Of all rows, which are here by then.
+    /// From all rows, which are here by then.
     Here,
-    /// All rows come in this type.
+    /// All rows arrive in this type.
     Plain(DType),
-    /// All rows come quantized.
+    /// All rows arrive quantized.
     Codes(Codec),
 }
 
 impl<B: Kernels> Wanted<'_, B> {
-    /// `is_here`: all rows are here by then, if they are not now.
+    /// `is_here`: all rows will be here by then, even if they are not here now.
     fn way(&self, is_here: bool) -> Result<Way> {
         let (is_divided, is_here) = (self.param.slices.is_divided(), is_here || self.param.whole.is_some());
         Ok(match self.copies {
             Copies::AsItIs if is_here || !is_divided => Way::There,
             Copies::AsItIs => Way::Plain(DType::F32),
             Copies::Products(_) if !is_divided => Way::Alone,
-            // A tied table travels once.
+            // A tied embedding travels once.
             Copies::Products(_) if is_here => Way::Here,
             Copies::Products(to) => to.as_codes()?.map_or(Way::Plain(to.as_plain()), Way::Codes),
         })
@@ -146,7 +146,7 @@ impl<B: Kernels> Wanted<'_, B> {
 }
 
 impl<B: Kernels> Gathering<B> {
-    /// Makes what can be made, and sends the rows of the first groups.
+    /// Makes everything that comes from a rank's own rows, and sends the rows of the first groups.
     ///
     /// # Errors
     /// From the backend and other ranks.
@@ -176,8 +176,8 @@ impl<B: Kernels> Gathering<B> {
         !self.groups.is_empty()
     }
 
-    /// Gives the weights of the next group their copies, waiting for rows of other ranks, and sends those of another group. Its weights are
-    /// among `params`. Does nothing where every group is finished.
+    /// Finishes the next group: waits for the rows of other ranks, gives the group's weights, which are among `params`, their copies, and
+    /// sends the rows of a later group. Does nothing if every group is finished.
     ///
     /// # Errors
     /// From the backend and other ranks.
@@ -268,7 +268,7 @@ impl<B: Kernels> Group<B> {
 }
 
 impl<B: Kernels> Lane<B> {
-    /// Sends what has not been sent.
+    /// Sends the rows, unless they have been sent.
     fn send(&mut self, cx: &Cx<'_, B>, replicas: &dyn Comm<B>) -> Result<()> {
         if let Self::Waiting(cargo) = self
             && !cargo.is_empty()
@@ -278,7 +278,7 @@ impl<B: Kernels> Lane<B> {
         Ok(())
     }
 
-    /// What has been sent, from all ranks.
+    /// Waits for the rows of all ranks.
     fn wait(self, b: &B) -> Result<Vec<Whole<B>>> {
         match self {
             Self::Waiting(_) => Ok(Vec::new()),
@@ -287,12 +287,12 @@ impl<B: Kernels> Lane<B> {
     }
 }
 
-/// Of the weights that travel as codes under a scale of the tensor, by their names, the largest magnitude of each matrix.
+/// The largest magnitude of each matrix, by the weight's name, for weights that travel as codes with a tensor scale.
 fn largest<'a, B: Kernels + 'a>(
     cx: &Cx<'_, B>,
     wanted: impl Iterator<Item = &'a (Wanted<'a, B>, Way)>,
 ) -> Result<BTreeMap<String, B::Buf<f32>>> {
-    // Those that meet on the same ranks, and are measured alike.
+    // Weights that have the same ranks and the same codec are measured together.
     let mut alike: Vec<(Codec, Vec<&Param<B>>)> = Vec::new();
     for (Wanted { param, .. }, way) in wanted {
         let Way::Codes(codec) = *way else { continue };

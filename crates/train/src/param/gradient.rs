@@ -6,13 +6,13 @@ use crate::cx::Cx;
 use nibble_core::ops::{GroupedWgrad, SumShards};
 use nibble_core::{DType, Data, Error, Groups, Kernels, Operand, Result, Tensor};
 
-/// How a gradient is stored, and when its shards meet.
+/// How a gradient is stored, and when its shards are summed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GradientPlan {
-    /// F32, or BF16: rounded once a micro-batch, added in F32.
+    /// F32, or BF16: rounded once per micro-batch, added in F32.
     pub dtype: DType,
-    /// Sum the shards, and begin the sum over ranks, right after the one pass of a step that makes them, so that there is one gradient and
-    /// not one a shard. Only where a step has one such pass: one micro-batch, and a weight that is used once.
+    /// Sum the shards, and begin the sum over ranks, right after the one pass of a step that computes them, so that there is one gradient
+    /// instead of one per shard. Only where a step has one such pass: one micro-batch, and a weight that is used once.
     pub at_once: bool,
 }
 
@@ -22,17 +22,17 @@ impl Default for GradientPlan {
     }
 }
 
-/// The gradient of a parameter. Its buffer is made once and stays where it is.
+/// The gradient of a parameter. Its buffer is allocated once and does not move.
 #[derive(Debug, Clone)]
 pub struct Gradient<B: Kernels> {
     plan: GradientPlan,
-    /// As the master; where shards and ranks meet at the end of a step, of each whole matrix of a stack one a local shard.
+    /// Shaped as the master; if shards and ranks are summed at the end of a step, one whole matrix per local shard and matrix of the stack.
     values: Option<Tensor<B>>,
-    /// The sum over shards and ranks, where it does not lie in `values`: as the master. For the rest of the step.
+    /// The sum over shards and ranks, if it is not in `values`: shaped as the master, for the rest of the step.
     sum: Option<Tensor<B>>,
     /// Whether anything was written since the step began.
     written: bool,
-    /// Whether the sum over ranks has begun: until it is finished, the buckets have the buffer that it goes to.
+    /// Whether the sum over ranks has begun. Until it is finished, the buckets own the buffer that it goes to.
     summing: bool,
 }
 
@@ -42,14 +42,14 @@ impl<B: Kernels> Default for Gradient<B> {
     }
 }
 
-/// What a pass does with a gradient that holds nothing yet.
+/// How a pass writes a gradient that holds nothing yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Writes {
-    /// It can overwrite, with one product, rounded once.
+    /// It overwrites, with one product that is rounded once.
     Overwrites,
-    /// It can overwrite, and adds to that: F32 alone.
+    /// It overwrites, then adds to that: F32 only.
     InParts,
-    /// It always adds: what is there must be zero. F32 alone.
+    /// It always adds, so the buffer must be zero: F32 only.
     Adds,
 }
 
@@ -60,7 +60,7 @@ pub struct Optimized<'a, B: Kernels> {
     pub master: &'a mut Tensor<B>,
     /// Summed over shards and ranks, of the same rows.
     pub grad: &'a Tensor<B>,
-    /// AdamW's.
+    /// Moments of AdamW.
     pub moments: &'a mut Moments<B>,
 }
 
@@ -78,8 +78,8 @@ impl<B: Kernels> Param<B> {
         })
     }
 
-    /// Runs a pass that makes this parameter's gradient. `pass` is given the matrices to write, of each matrix one a
-    /// local shard, one under the other, and whether to add to what they hold.
+    /// Runs a pass that computes this parameter's gradient. `pass` gets the matrices to write, and whether to add to what they hold. There
+    /// is one matrix per matrix of the parameter and local shard, stacked by rows.
     ///
     /// # Errors
     /// What `pass` returns; [`Error::Shape`] for a second pass of a step whose shards were summed after the first.
@@ -95,7 +95,7 @@ impl<B: Kernels> Param<B> {
             let got = format!("{} a second time in a step", self.name);
             return Err(Error::shape("add_gradient", "parameter", got, "one that is used once"));
         }
-        // Ranks, and a pass's own parts, are added in F32, before anything is rounded.
+        // Sums over ranks, and over a pass's own parts, are in F32, before anything is rounded.
         let one_product = writes == Writes::Overwrites;
         let alone = shards == 1 && !self.slices.is_divided() && (dtype == DType::F32 || one_product);
         if dtype == DType::Bf16 && !one_product && !at_once {
@@ -123,7 +123,7 @@ impl<B: Kernels> Param<B> {
         Ok(made)
     }
 
-    /// The buffer of the gradient, made now if it is not there.
+    /// The buffer of the gradient, allocated now if there is none.
     fn values(&mut self, b: &B, shards: usize) -> Result<&mut Tensor<B>> {
         let values = self.take_values(b, shards)?;
         Ok(self.gradient.values.insert(values))
@@ -141,7 +141,7 @@ impl<B: Kernels> Param<B> {
         }
     }
 
-    /// Shards by a tree, into the gradient's buffer, rounded once; of several ranks the sum over them begins.
+    /// Sums the shards by a tree into the gradient's buffer, rounded once. On several ranks, begins the sum over ranks.
     fn store_sum(&mut self, cx: &Cx<'_, B>, parts: Tensor<B>, shards: usize) -> Result<()> {
         let (b, stack) = (cx.b, self.stack());
         let mut values = self.take_values(b, shards)?;
@@ -154,7 +154,7 @@ impl<B: Kernels> Param<B> {
         stored
     }
 
-    /// Sums the shards, and puts the sum in the buckets on its way to that over ranks, of which this rank's rows go to `into`.
+    /// Sums the shards, and puts the sum into the buckets to be summed over ranks. This rank's rows of the result go to `into`.
     fn begin_sum_of_ranks(
         &mut self,
         cx: &Cx<'_, B>,
@@ -176,27 +176,27 @@ impl<B: Kernels> Param<B> {
         cx.buckets.borrow_mut().put((b, self.replicas(cx.mesh)), self.placement, summand)
     }
 
-    /// What the passes of this step have written; none before the first, and none while its sum over ranks is under way. Where shards have not
-    /// met, of each matrix one a local shard.
+    /// What the passes of this step have written; `None` before the first pass, and while its sum over ranks is in flight. Shards that are
+    /// not yet summed have one matrix each.
     pub fn grad(&self) -> Option<&Tensor<B>> {
         let Gradient { values, written, .. } = &self.gradient;
         values.as_ref().filter(|_| *written)
     }
 
-    /// The gradient counts as zero again; its buffer stays, if no sum over ranks is under way.
+    /// Makes the gradient count as zero. Its buffer stays, unless a sum over ranks is in flight.
     pub fn clear_gradient(&mut self) {
         let Gradient { sum, written, summing, .. } = &mut self.gradient;
         (*sum, *written, *summing) = (None, false, false);
     }
 
-    /// Makes the gradient's buffer, for so many shards on this rank, where the backend allocates now.
+    /// Allocates the gradient's buffer, for `shards` shards on this rank, in the backend's current arena.
     pub fn place_gradient(&mut self, b: &B, plan: GradientPlan, shards: usize) -> Result<()> {
         self.gradient = Gradient { plan, ..Gradient::default() };
         self.values(b, shards).map(drop)
     }
 
-    /// Brings the gradient's shards and ranks together, if that has not been done after its pass: each rank gets the rows that it keeps. Of
-    /// several weights see [`reduce_gradients`].
+    /// Sums the gradient over shards and ranks, unless that was done after its pass: each rank gets the rows that it keeps. For several
+    /// weights see [`reduce_gradients`].
     ///
     /// # Errors
     /// From the backend and other ranks.
@@ -205,7 +205,7 @@ impl<B: Kernels> Param<B> {
         self.finish_reduction(cx)
     }
 
-    /// Brings its shards together, and begins the sum over ranks, unless that has begun.
+    /// Sums the shards, and begins the sum over ranks, unless that has begun.
     fn begin_reduction(&mut self, cx: &Cx<'_, B>) -> Result<()> {
         let (shards, stack) = (self.shards(cx), self.stack());
         if !self.gradient.written {
@@ -228,7 +228,7 @@ impl<B: Kernels> Param<B> {
         Ok(())
     }
 
-    /// Waits for the sum over ranks, where it has begun. The ranks that hold a weight finish theirs in the same order.
+    /// Waits for the sum over ranks, if it has begun. All ranks that hold a weight wait for their weights in the same order.
     ///
     /// # Errors
     /// From the backend and other ranks.
@@ -244,16 +244,16 @@ impl<B: Kernels> Param<B> {
         Ok(())
     }
 
-    /// The sum over shards and ranks, as the master, after [`Param::reduce_gradient`].
+    /// The sum over shards and ranks, shaped as the master, after [`Param::reduce_gradient`].
     pub fn reduced(&self) -> Option<&Tensor<B>> {
         let grad = self.gradient.sum.as_ref().or(self.gradient.values.as_ref());
         grad.filter(|grad| grad.shape() == self.master.shape())
     }
 
-    /// What [`Param::reduced`] gives, and the parts that the optimizer changes.
+    /// What [`Param::reduced`] returns, with the parts that the optimizer changes.
     ///
     /// # Errors
-    /// [`Error::Shape`] before that, or without moments.
+    /// [`Error::Shape`] before [`Param::reduce_gradient`], or without moments.
     pub fn optimized(&mut self) -> Result<Optimized<'_, B>> {
         let Self { name, master, gradient, moments, .. } = self;
         let grad = gradient.sum.as_ref().or(gradient.values.as_ref());
@@ -269,7 +269,7 @@ impl<B: Kernels> Param<B> {
     }
 }
 
-/// [`Param::reduce_gradient`] of all of these. Sums over ranks travel together, those that have not begun in this order.
+/// [`Param::reduce_gradient`] for all of these. Sums over ranks travel together; those that have not begun do so in this order.
 ///
 /// # Errors
 /// From the backend and other ranks.

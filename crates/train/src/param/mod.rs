@@ -63,9 +63,9 @@ pub struct Param<B: Kernels> {
     /// What changes it.
     pub update: Update,
     shadow: Option<Shadow<B>>,
-    /// All rows, for passes that take them as they are, where this rank keeps some of them alone.
+    /// All rows, for passes that read them as they are, if this rank keeps only some of them.
     whole: Option<Tensor<B>>,
-    /// The number of its first element in the stack that ranks divide: random bits do not depend on how they do.
+    /// Number of its first element in the stack over all ranks, so that random bits do not depend on how ranks divide it.
     first: u64,
 }
 
@@ -78,7 +78,7 @@ pub struct Moments<B: Kernels> {
     pub exp_avg_sq: Tensor<B>,
 }
 
-/// The copies of a weight that the products take, made once a step.
+/// The copies of a weight that products read, made once a step.
 #[derive(Debug, Clone)]
 struct Shadow<B: Kernels> {
     /// `[n, k]` for fprop.
@@ -87,13 +87,13 @@ struct Shadow<B: Kernels> {
     wt: Option<Turned<B>>,
 }
 
-/// A weight as dgrad takes it.
+/// A weight as dgrad reads it.
 #[derive(Debug, Clone)]
 enum Turned<B: Kernels> {
-    /// Kept until the end of the step.
+    /// Lives until the end of the step.
     There(Operand<B>),
-    /// Of this type, decoded from the copy of fprop wherever a backward pass asks ([`WeightPlan::decoded`]): passes over one weight, in
-    /// each micro-batch, that spare the memory of all weights.
+    /// Decoded to this type from fprop's copy whenever a backward pass asks ([`WeightPlan::decoded`]). That costs passes over one weight in
+    /// each micro-batch, and saves the memory of all transposed weights.
     Decoded(DType),
 }
 
@@ -122,7 +122,7 @@ impl<B: Kernels> Param<B> {
         }
     }
 
-    /// The parameter of a description with its initial values: this rank's rows of them.
+    /// A parameter with the initial values of its description: this rank's rows.
     ///
     /// # Errors
     /// From the backend.
@@ -159,10 +159,10 @@ impl<B: Kernels> Param<B> {
         self.update == Update::Gradient
     }
 
-    /// The one weight of a part, with all of which every rank computes. This rank keeps its rows of the master.
+    /// The only weight of a part. Every rank computes with all of its rows; this rank keeps its own rows of the master.
     ///
     /// # Errors
-    /// [`Error::Shape`] for a part that has others; from the backend.
+    /// [`Error::Shape`] for a part with other weights; from the backend.
     pub fn only(cx: &Cx<'_, B>, part: &Part) -> Result<Self> {
         match part.weights() {
             [weight] if weight.experts.is_none() => Self::of(cx, weight),
@@ -173,7 +173,7 @@ impl<B: Kernels> Param<B> {
         }
     }
 
-    /// The weight of a part that has one, and its bias where there is one.
+    /// The weight of a part that has one weight, and its bias if there is one.
     ///
     /// # Errors
     /// As [`Param::only`].
@@ -201,7 +201,7 @@ impl<B: Kernels> Param<B> {
         (self.slices.num_rows(), self.slices.cols())
     }
 
-    /// All rows of the master, or of what is kept of each row beside it, of which this rank has `mine`: from every rank that keeps some.
+    /// All rows of the master, or of a tensor with the same rows, gathered from every rank that keeps some. `mine`: this rank's rows.
     ///
     /// # Errors
     /// From the backend and other ranks.
@@ -216,22 +216,22 @@ impl<B: Kernels> Param<B> {
         }
     }
 
-    /// All rows, for passes that take them as they are: [`Param::plain`].
+    /// All rows, for passes that read them as they are: [`Param::plain`].
     pub fn as_it_is(&self) -> Wanted<'_, B> {
         Wanted { param: self, copies: Copies::AsItIs }
     }
 
-    /// The copies that products take by this plan, [`Param::w`] and [`Param::wt`]: quantized or cast, and transposed for dgrad. Of rows that
-    /// several ranks keep, what travels is as narrow as it is read, where it can be made of a rank's own rows: a cast, or codes, unless a scale is that
-    /// of a line. The scale of a tensor is measured over all ranks first.
+    /// The copies that products read by this plan, [`Param::w`] and [`Param::wt`]: quantized or cast, and transposed for dgrad. Sharded
+    /// rows travel as narrow as they are read, if a rank can convert its own rows: cast, or as codes unless a whole row or column has a
+    /// scale. A tensor scale is measured over all ranks first.
     ///
-    /// `linear`: by what the signs of transforms know the layer.
+    /// `linear`: the name of the layer, which seeds the signs of transforms.
     pub fn for_products(&self, plan: &WeightPlan, linear: &str) -> Wanted<'_, B> {
         let to = ProductCopies { plan: *plan, linear: fnv1a32(linear) };
         Wanted { param: self, copies: Copies::Products(to) }
     }
 
-    /// The weight, all of it, F32.
+    /// All rows of the weight, in F32.
     ///
     /// # Errors
     /// [`Error::Shape`] before all rows are here.
@@ -242,7 +242,7 @@ impl<B: Kernels> Param<B> {
         }
     }
 
-    /// The copies that products take, of all rows: F32, or the type that they are to have.
+    /// The copies that products read, from all rows in F32 or in the type of the copies.
     fn products(&self, cx: &Cx<'_, B>, to: &ProductCopies, whole: &Tensor<B>) -> Result<Shadow<B>> {
         if !to.plan.is_one {
             return self.each_by_itself(cx, to, whole);
@@ -256,17 +256,17 @@ impl<B: Kernels> Param<B> {
         Ok(Shadow { w: Operand::Plain(w), wt })
     }
 
-    /// Each matrix of these transposed.
+    /// Transposes each matrix.
     fn turned(&self, cx: &Cx<'_, B>, x: &Tensor<B>) -> Result<Tensor<B>> {
         Transpose { x, stack: self.stack() }.run(cx.b)
     }
 
-    /// The values of quantized matrices, each transposed.
+    /// Dequantizes and transposes each matrix.
     fn decoded(&self, cx: &Cx<'_, B>, x: &BlockScaled<B>) -> Result<Tensor<B>> {
         self.turned(cx, &Dequantize { x, dtype: cx.activations() }.run(cx.b)?)
     }
 
-    /// The copies where they are not of one quantization.
+    /// The copies, if each has a quantization of its own.
     fn each_by_itself(&self, cx: &Cx<'_, B>, to: &ProductCopies, whole: &Tensor<B>) -> Result<Shadow<B>> {
         let w = self.copy(cx, (OF_FPROP, to.linear), &to.plan.w, whole)?;
         if !cx.training {
@@ -283,7 +283,7 @@ impl<B: Kernels> Param<B> {
         Ok(Shadow { w, wt: Some(Turned::There(wt)) })
     }
 
-    /// One copy of a weight, or of the transposed one: in its type, in square blocks, or in blocks along its rows.
+    /// One copy of a weight or of its transpose: cast, or quantized in 2-D blocks or in blocks along its rows.
     fn copy(
         &self,
         cx: &Cx<'_, B>,
@@ -307,12 +307,12 @@ impl<B: Kernels> Param<B> {
         made.take_rows("prepare")
     }
 
-    /// The random bits of a copy, which a matrix and its transpose have as many of.
+    /// The random bits of a copy. A matrix and its transpose have the same number of elements, so `first` is that of both.
     fn random<'c>(&self, cx: &'c Cx<'_, B>, name: &str, to: &Precision) -> Option<Random<'c, B>> {
         cx.random(&self.name, name, to).map(|random| Random { first: self.first, ..random })
     }
 
-    /// Keeps what was counted and found of all rows. Every rank that has the weight finds the same: the first one's blocks count.
+    /// Keeps what was counted and found in all rows. Every rank that has the weight finds the same, so the first rank's blocks count.
     fn keep_counts_once(
         &self,
         cx: &Cx<'_, B>,
@@ -328,7 +328,7 @@ impl<B: Kernels> Param<B> {
         Ok(())
     }
 
-    /// All rows quantized, and what was counted and found of them kept.
+    /// Quantizes all rows, and keeps what was counted and found.
     fn quantized(&self, cx: &Cx<'_, B>, to: &Precision, whole: &Tensor<B>) -> Result<Shadow<B>> {
         let (stack, codec, scales) = (self.stack(), to.codec()?, self.earlier_scales(cx, to)?);
         let delayed = scales.as_ref().map(|scales| scales.delayed);
@@ -337,14 +337,14 @@ impl<B: Kernels> Param<B> {
         let tiles = op.run(cx.b)?;
         self.keep_counts_once(cx, OF_FPROP, &tiles, scales.map(|scales| scales.cells))?;
         if self.replicas(cx.mesh).rank() == 0 {
-            // The other plane is of the transposed matrices.
+            // The other copy is transposed.
             cx.measure(whole, [&tiles.rows, &None], None)?;
         }
         Ok(Shadow { w: tiles.take_rows("prepare")?, wt: tiles.cols.map(Turned::There) })
     }
 
-    /// This rank's rows quantized, and what was counted and found of them kept. `amax`: of each matrix the largest magnitude of all ranks' rows, where
-    /// a tensor has a scale.
+    /// Quantizes this rank's rows, and keeps what was counted and found. `amax`: the largest magnitude of each matrix over all ranks' rows,
+    /// for tensor scales.
     fn own_codes(
         &self,
         cx: &Cx<'_, B>,
@@ -359,7 +359,7 @@ impl<B: Kernels> Param<B> {
         Ok(mine)
     }
 
-    /// Scales of earlier steps, where the recipe has such.
+    /// The delayed scales, if the recipe has them.
     fn earlier_scales<'c>(&self, cx: &'c Cx<'_, B>, to: &Precision) -> Result<Option<EarlierScales<'c, B>>> {
         let of = match self.placement {
             Placement::Replicated => Spans::Whole,
@@ -368,7 +368,7 @@ impl<B: Kernels> Param<B> {
         cx.earlier_scales(&format!("{}.{OF_FPROP}", self.name), to, of, self.stack())
     }
 
-    /// Takes its copies, of all rows as they came.
+    /// Stores its copies, made from all rows as they came.
     fn take(&mut self, cx: &Cx<'_, B>, copies: Copies, whole: Whole<B>) -> Result<()> {
         match (copies, whole) {
             (Copies::AsItIs, Whole::Plain(whole)) => self.whole = Some(whole),
@@ -390,7 +390,7 @@ impl<B: Kernels> Param<B> {
         (self.shadow, self.whole) = (None, None);
     }
 
-    /// The weight as fprop takes it.
+    /// The weight as fprop reads it.
     ///
     /// # Errors
     /// [`Error::Shape`] before they are made: see [`Param::for_products`].
@@ -398,7 +398,7 @@ impl<B: Kernels> Param<B> {
         self.shadow.as_ref().map(|s| &s.w).ok_or_else(|| self.unprepared())
     }
 
-    /// The weight as dgrad takes it: what is decoded for it lasts as long as the answer.
+    /// The weight as dgrad reads it. A decoded copy lives as long as the returned value.
     ///
     /// # Errors
     /// [`Error::Shape`] before they are made: see [`Param::for_products`]; from the backend.
@@ -427,7 +427,7 @@ impl<B: Kernels> Param<B> {
         self.placement.shards(&cx.shards)
     }
 
-    /// The ranks that hold the same values, whose gradients are one sum.
+    /// The ranks that hold the same values, and sum their gradients.
     pub fn replicas<'a>(&self, mesh: Mesh<'a, B>) -> &'a dyn Comm<B> {
         match self.placement {
             Placement::Replicated => mesh.all,
@@ -435,7 +435,7 @@ impl<B: Kernels> Param<B> {
         }
     }
 
-    /// Makes the moments, both zero, where the backend allocates now.
+    /// Allocates the moments, both zero, in the backend's current arena.
     pub fn place_moments(&mut self, b: &B, dtype: DType) -> Result<()> {
         let (rows, cols) = self.master.shape();
         let zeros = || Tensor::zeros(b, dtype, rows, cols);

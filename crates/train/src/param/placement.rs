@@ -3,13 +3,13 @@
 use crate::shards::Shards;
 use nibble_core::Kernels;
 
-/// Which rows' gradients meet in a parameter, and where it lives.
+/// Where a parameter lives, and over what its gradients are summed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Placement {
     /// On every rank; gradients are summed over the shards by a tree.
     Replicated,
-    /// Stacked experts, divided among the ranks that do so; gradients are summed over the parts of an expert's rows by a tree. The number is how
-    /// many experts are on this rank.
+    /// Stacked experts, divided among ranks; gradients are summed over the parts of an expert's rows by a tree. The value is the number of
+    /// experts on this rank.
     Experts(usize),
 }
 

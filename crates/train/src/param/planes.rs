@@ -1,13 +1,13 @@
-//! How the planes of a weight lie among the bytes that ranks send of it, and in the whole.
+//! Layout of a weight's code and scale buffers among the bytes that ranks send, and in the whole weight.
 
 use super::slices::{Piece, Slices};
 use nibble_core::formats::{BlockAxis, Codec};
 use nibble_core::{LineCopy, Lines};
 
-/// Parts of a copy: codes, scales, and a scale of the tensor for each row.
+/// Buffers of a copy: codes, scales, and a scale of the tensor for each row.
 pub(super) const PARTS: usize = 3;
 
-/// The rows of a weight as ranks send them: of each rank plane after plane, and of a plane the pieces of its slice.
+/// The rows of a weight as ranks send them: for each rank one buffer after the other, and for each buffer the pieces of the rank's slice.
 #[derive(Debug)]
 pub(super) struct PackedRows {
     slices: Slices,
@@ -15,13 +15,13 @@ pub(super) struct PackedRows {
 }
 
 impl PackedRows {
-    /// One plane, of values of so many bytes.
+    /// One buffer, of values of `of_value` bytes.
     pub fn plain(slices: Slices, of_value: usize) -> Self {
         let planes = vec![PlaneBytes { lines: 1, each: 1, bits: 8 * of_value * slices.cols() }];
         Self { slices, planes }
     }
 
-    /// [`PARTS`] planes of the weight as it stands; where it `is_twice` there, as many of it transposed.
+    /// [`PARTS`] buffers of the weight as it stands and, if it `is_twice` there, as many of its transpose.
     pub fn codes(slices: Slices, codec: Codec, is_twice: bool) -> Self {
         let axis = if codec.format().spec().tiles { BlockAxis::Tile } else { BlockAxis::Row };
         let matrix = (slices.matrix_rows(), slices.cols());
@@ -32,18 +32,18 @@ impl PackedRows {
         Self { slices, planes }
     }
 
-    /// Whose they are.
+    /// Which rank sends which rows.
     pub fn slices(&self) -> &Slices {
         &self.slices
     }
 
-    /// How many a rank sends.
+    /// Bytes that a rank sends.
     pub fn bytes(&self, rank: usize) -> usize {
         let pieces = self.slices.pieces(rank);
         self.planes.iter().flat_map(|plane| pieces.iter().map(|piece| plane.bytes_of(piece))).sum()
     }
 
-    /// What this rank sends, in order: the number of a plane, that of a piece, and how many bytes.
+    /// What this rank sends, in order: number of the buffer, number of the piece, and bytes.
     pub fn mine(&self) -> Vec<(usize, usize, usize)> {
         let pieces = self.slices.pieces(self.slices.rank());
         let of_plane = |(number, plane): (usize, &PlaneBytes)| -> Vec<_> {
@@ -52,8 +52,8 @@ impl PackedRows {
         self.planes.iter().enumerate().flat_map(of_plane).collect()
     }
 
-    /// How a plane, all ranks' rows of it, gets to where it lies in the whole, the buffer of this number, from where each rank's bytes begin among those
-    /// that came, in the first buffer.
+    /// The copies that bring all ranks' rows of buffer `number` to their places in the whole, which is output buffer `to`. `starts`: where
+    /// each rank's bytes begin in the input buffer, which holds what came.
     pub fn unpack(&self, starts: &[usize], number: usize, to: usize) -> Vec<LineCopy> {
         let (before, plane) = (&self.planes[..number], &self.planes[number]);
         let matrix_rows = self.slices.matrix_rows();
@@ -64,7 +64,7 @@ impl PackedRows {
             let mut at = start + before.iter().map(all).sum::<usize>();
             let Some(first) = pieces.first().filter(|_| all(plane) > 0) else { continue };
             if plane.lines == 1 {
-                // Rows that follow each other there do so in the whole.
+                // Rows that follow each other here do so in the whole too.
                 copies.push(LineCopy::line((0, at), (to, plane.first(first, matrix_rows)), all(plane)));
                 continue;
             }
@@ -85,18 +85,18 @@ impl PackedRows {
     }
 }
 
-/// How a plane's bytes lie: of each matrix so many lines, and in each of these the rows of the weight one after the other.
+/// Layout of a buffer: each matrix has `lines` lines, and a line has an entry for the rows of the weight, in order.
 #[derive(Debug, Clone, Copy)]
 struct PlaneBytes {
-    /// Of a matrix.
+    /// Lines of a matrix.
     lines: usize,
-    /// Rows that have bits together.
+    /// Rows that share an entry of a line.
     each: usize,
-    /// As many of a line.
+    /// Bits of an entry.
     bits: usize,
 }
 
-/// The parts of the weight as it stands: a matrix, of so many rows and columns, is one line.
+/// The buffers of the weight as it stands: a matrix is one line.
 fn upright(codec: Codec, axis: BlockAxis, (_, cols): (usize, usize)) -> [PlaneBytes; PARTS] {
     let (format, record) = (codec.format(), codec.scale_kind().bytes());
     let each = if axis == BlockAxis::Tile { format.spec().block } else { 1 };
@@ -107,7 +107,7 @@ fn upright(codec: Codec, axis: BlockAxis, (_, cols): (usize, usize)) -> [PlaneBy
     ]
 }
 
-/// The same transposed: a line for each column, or row of tiles. The scales of the tensor, the same for all columns, are with a matrix's first row.
+/// The same for the transpose: one line per column, or per row of tiles. The tensor scales, equal for all columns, are at the first row.
 fn transposed(codec: Codec, axis: BlockAxis, (rows, cols): (usize, usize)) -> [PlaneBytes; PARTS] {
     let (format, record) = (codec.format(), codec.scale_kind().bytes());
     let lines = if axis == BlockAxis::Tile { format.scales_per_row(cols) } else { cols };
@@ -118,18 +118,18 @@ fn transposed(codec: Codec, axis: BlockAxis, (rows, cols): (usize, usize)) -> [P
     ]
 }
 
-/// Of a row of a copy.
+/// Bits of the tensor scale of one row.
 fn tensor_scale_bits(codec: Codec) -> usize {
     if codec.scale_kind().has_tensor_scale() { 8 * size_of::<f32>() } else { 0 }
 }
 
 impl PlaneBytes {
-    /// Where in a line a row begins that is the first of a tile, or of the next matrix.
+    /// Byte of a line at which a row begins. The row is the first of a tile, or of the next matrix.
     fn at(&self, row: usize) -> usize {
         (row.div_ceil(self.each) * self.bits).div_ceil(8)
     }
 
-    /// Of each line what a piece has.
+    /// Bytes of a piece in each line.
     fn width(&self, piece: &Piece) -> usize {
         self.at(piece.rows.end) - self.at(piece.rows.start)
     }
@@ -138,7 +138,7 @@ impl PlaneBytes {
         piece.matrices * self.lines * self.width(piece)
     }
 
-    /// Where a piece begins among matrices of so many rows.
+    /// Byte at which a piece begins among matrices of `matrix_rows` rows.
     fn first(&self, piece: &Piece, matrix_rows: usize) -> usize {
         piece.first * self.lines * self.at(matrix_rows) + self.at(piece.rows.start)
     }

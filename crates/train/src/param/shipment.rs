@@ -6,7 +6,7 @@ use super::slices::Slices;
 use nibble_core::formats::Codec;
 use nibble_core::{Comm, DType, Kernels, LineCopy, Operand, Result, Tensor, Transfer};
 
-/// Where each rank's bytes begin among those that come: a multiple of this, so that NCCL moves whole words.
+/// Alignment of each rank's bytes among those that come, so that NCCL moves whole words.
 const ALIGN: usize = 128;
 
 /// What this rank sends of a weight.
@@ -35,32 +35,32 @@ pub(super) enum Whole<B: Kernels> {
     Codes(Operand<B>, Option<Operand<B>>),
 }
 
-/// Rows of weights under way.
+/// Rows of weights in flight.
 #[derive(Debug)]
 pub(super) struct Shipment<B: Kernels> {
     transfer: Transfer<B, B::Buf<u8>>,
     weights: Vec<Coming>,
 }
 
-/// A weight of which all rows come.
+/// A weight whose rows are in flight.
 #[derive(Debug)]
 struct Coming {
     packed: PackedRows,
     form: Form,
-    /// Where each rank's bytes of it begin among those that come. None where these are the weight.
+    /// Where each rank's bytes of it begin among those that come. Empty if those bytes are the weight.
     starts: Vec<usize>,
 }
 
 #[derive(Debug, Clone, Copy)]
 enum Form {
     Plain(DType),
-    /// And whether the transposed copy comes too.
+    /// Also whether the transposed copy comes.
     Codes(Codec, bool),
 }
 
 impl<B: Kernels> Shipment<B> {
-    /// Sends this rank's rows: in one message to each rank, unless that is of one plain weight, which comes to where it stays. Where a
-    /// backward pass will follow, quantized ones are sent transposed as well.
+    /// Sends this rank's rows in one message to each rank. A single plain weight arrives where it stays. If a backward pass follows,
+    /// quantized weights are sent transposed as well.
     ///
     /// # Errors
     /// From the backend and other ranks.
@@ -106,7 +106,7 @@ impl<B: Kernels> Shipment<B> {
         Ok(Self { transfer, weights })
     }
 
-    /// All rows of each weight, in the order in which they were given.
+    /// Waits for all rows of each weight, in the order in which they were given.
     ///
     /// # Errors
     /// From the backend and other ranks.

@@ -1,4 +1,4 @@
-//! How a parameter's rows are divided among the ranks that hold the same values: who keeps which masters, moments and sums of gradients.
+//! How a parameter's rows are divided among the ranks that hold the same values: which rank keeps which masters, moments and gradient sums.
 //!
 //! A slice is whole tiles of 128 rows where a matrix's columns are a multiple of 32, and otherwise whole matrices. So slices cut neither
 //! a block of codes nor a chunk of the norm.
@@ -7,14 +7,14 @@ use nibble_core::formats::fnv1a32;
 use nibble_core::ops::{SQUARES_CHUNK, squares_chunks};
 use std::ops::Range;
 
-/// Rows of a tile that a slice has whole: those of a block of codes in both directions.
+/// Rows of a tile, which no slice cuts: those of a block of codes in either direction.
 pub(super) const TILE: usize = 128;
 
-/// The rows of a parameter, of all its matrices one under the other, by the rank that keeps them. A rank alone keeps all of them.
+/// Which rank keeps which rows of a parameter, whose matrices are stacked by rows. A single rank keeps all rows.
 ///
 /// A slice is whole tiles of 128 rows of each matrix, where these are whole chunks of the gradient's norm, and otherwise whole matrices. So
-/// blocks and chunks are those of the whole. Ranks have as many tiles as others, or one fewer; which have fewer depends on the
-/// parameter's name, so that it is not always the same ones.
+/// blocks and chunks are those of the whole. Ranks differ by at most one tile. Which ranks have fewer depends on the parameter's name,
+/// so that it is not always the same ranks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Slices {
     /// Rows and columns of each matrix, and how many there are.
@@ -29,7 +29,7 @@ pub struct Slices {
     ranks: usize,
 }
 
-/// Rows that lie alike in one matrix or several, of a slice.
+/// A part of a slice: the same rows of one matrix, or of several matrices in sequence.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Piece {
     /// Number of the first matrix.
@@ -41,7 +41,7 @@ pub(super) struct Piece {
 }
 
 impl Slices {
-    /// Of a parameter of this name, `stack` matrices of so many rows and columns, among ranks of which this is one.
+    /// For a parameter of this name: `stack` matrices of `matrix` rows and `cols` columns, on rank `rank` of `ranks`.
     pub fn new(
         name: &str,
         (matrix, cols): (usize, usize),
@@ -74,7 +74,7 @@ impl Slices {
         self.rows(self.rank)
     }
 
-    /// The rows that a rank keeps; those of the first beyond the last one, again.
+    /// The rows that a rank keeps. Rank numbers wrap around.
     pub fn rows(&self, rank: usize) -> Range<usize> {
         let tiles = self.tiles.max(1);
         let begin = |tile: usize| tile / tiles * self.matrix + (tile % tiles * TILE).min(self.matrix);
@@ -82,7 +82,7 @@ impl Slices {
         begin(place * all / self.ranks)..begin((place + 1) * all / self.ranks)
     }
 
-    /// A rank's slice in pieces, one after the other: the end of a matrix, whole matrices, the beginning of one, as far as it has these.
+    /// A rank's slice in pieces, in order: the end of a matrix, whole matrices, the beginning of a matrix, as far as it has these.
     pub(super) fn pieces(&self, rank: usize) -> Vec<Piece> {
         let Range { start: mut row, end } = self.rows(rank);
         let mut pieces = Vec::new();
@@ -118,7 +118,7 @@ impl Slices {
         self.scaled(self.cols).collect()
     }
 
-    /// The bytes of every rank's slice where a value has so many.
+    /// The bytes of every rank's slice, with `of_value` bytes per value.
     pub fn bytes(&self, of_value: usize) -> Vec<Vec<Range<usize>>> {
         self.scaled(self.cols * of_value).map(|range| vec![range]).collect()
     }
@@ -132,7 +132,7 @@ impl Slices {
         self.matrix * self.cols
     }
 
-    /// Values of the matrix in which this rank's slice begins that lie before it.
+    /// Values before this rank's slice in the matrix in which the slice begins.
     pub fn skip(&self) -> usize {
         self.mine().start.checked_rem(self.matrix).unwrap_or(0) * self.cols
     }

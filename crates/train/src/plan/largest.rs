@@ -1,4 +1,4 @@
-//! Which sizes need the memory: its largest parts, each with the keys of the configuration that it grows with.
+//! The sizes that need the memory: its largest parts, each with the keys of the configuration that determine it.
 
 use super::Prediction;
 use crate::checks::listed;
@@ -7,14 +7,14 @@ use crate::ledger::in_words;
 use crate::spec::{Group, ModelSpec, Parameters, Size};
 use std::collections::HashMap;
 
-/// A part of the memory of a device.
+/// A part of a device's memory.
 struct Part {
     bytes: f64,
     what: String,
     sizes: Vec<Size>,
 }
 
-/// The largest parts of what a run takes: `most of it: ...`. Without a prediction, of a run beyond counting, estimated.
+/// The largest parts of a run's memory: `most of it: ...`. Without a prediction (for uncountable sizes) they are estimated.
 pub(super) fn largest(config: &Config, prediction: Option<&Prediction>) -> String {
     const TOLD: usize = 3;
     let largest_first = |parts: &mut Vec<Part>| parts.sort_by(|a, b| b.bytes.total_cmp(&a.bytes));
@@ -28,7 +28,7 @@ pub(super) fn largest(config: &Config, prediction: Option<&Prediction>) -> Strin
     });
     largest_first(&mut parts);
     let all: f64 = parts.iter().map(|part| part.bytes).sum();
-    // What is small beside the rest needs no word.
+    // Small parts are omitted.
     let large = parts.into_iter().take(TOLD).filter(|part| part.bytes >= 0.05 * all);
     let told = large
         .map(|part| format!("{} {} ({})", part.what, in_words(part.bytes as usize), listed(&part.sizes)));
@@ -40,7 +40,7 @@ fn state(config: &Config, model: &ModelSpec, prediction: Option<&Prediction>) ->
     let width = |dtype: PlainType| if dtype == PlainType::F32 { 4.0 } else { 2.0 };
     let (kept, gradient) = (4.0 + 2.0 * width(config.train.moment_dtype), width(config.train.grad_dtype));
     let part = |of: Parameters| {
-        // Of masters and moments all ranks have one together. Gradients that are added to are whole on every rank that computes with them.
+        // Masters and moments are sharded over all ranks. Accumulated gradients are whole on every rank that computes with them.
         let each = prediction.map_or(kept + gradient, |prediction| {
             let (here, mesh) = (prediction.ranks_of_a_device() as f64, prediction.mesh);
             let ranks = match (config.train.grad_accum, of.group) {
@@ -56,8 +56,7 @@ fn state(config: &Config, model: &ModelSpec, prediction: Option<&Prediction>) ->
     model.parameters().into_iter().map(part).collect()
 }
 
-/// What a forward pass keeps, by the parts that keep it, and the rest of the arena: copies of the weights, most of which are of
-/// these sizes, and more.
+/// The saved activations by part, and the rest of the arena: mostly copies of the weights, which have these sizes.
 fn activations(config: &Config, model: &ModelSpec, prediction: &Prediction, weights: &[Size]) -> Vec<Part> {
     const KEEP: [(Group, &str); 5] = [
         (Group::Attention, "activations of attention"),
@@ -86,7 +85,7 @@ fn activations(config: &Config, model: &ModelSpec, prediction: &Prediction, weig
     parts
 }
 
-/// Bytes that are kept, by group: the routers' with the experts', and with the norms' whatever else there is.
+/// Saved bytes by group: routers count as experts, and everything else as norms.
 fn kept(model: &ModelSpec, prediction: &Prediction) -> HashMap<Group, usize> {
     let groups = model.groups();
     let mut sums = HashMap::new();
@@ -101,7 +100,7 @@ fn kept(model: &ModelSpec, prediction: &Prediction) -> HashMap<Group, usize> {
     sums
 }
 
-/// What the bytes that a group keeps grow with, of what its weights do: a token is kept for each expert it is sent to, however many there are.
+/// The sizes that determine a group's saved bytes: those of its weights, but with `top_k` for the number of experts.
 fn kept_by(config: &Config, group: Group, weights: Vec<Size>) -> Vec<Size> {
     let top_k = Size::new("model.top_k", config.model.top_k);
     let of_experts = |size: Size| if size.key == "model.experts" { top_k } else { size };
@@ -111,7 +110,7 @@ fn kept_by(config: &Config, group: Group, weights: Vec<Size>) -> Vec<Size> {
     }
 }
 
-/// Some BF16 tensors of every token in every layer.
+/// Estimates some BF16 tensors per token and layer.
 fn estimated_activations(config: &Config, model: &ModelSpec) -> Part {
     let m = &config.model;
     let tokens = tokens(config);

@@ -1,20 +1,20 @@
-//! Memory known before it is used: what a run takes, from its shapes alone, and what would make it fit.
+//! Predicts a run's memory from shapes alone, and finds settings that would make it fit.
 //!
 //! A run is rehearsed on [`Dry`], which computes nothing: a rank's own step and evaluation, at every point where the recipe's precisions
-//! change, with the same allocations in the same order. So the sizes of arenas are found and not estimated. The same step gives each op's
-//! bytes and flops ([`work_of_step`]).
+//! change, with the same allocations in the same order. So the sizes of arenas are exact rather than estimated. The same step gives each
+//! op's bytes and flops ([`work_of_step`]).
 //!
-//! Two things are not known before. What a router decides: the prediction fills the buffers of the all-to-all to their capacity, and
-//! [`predict_balanced`] assumes that each rank is sent an equal share. And what a GPU's driver takes for itself: a gibibyte is added, and
-//! two where ranks use NCCL.
+//! Two things are unknown in advance. The router's decisions: the prediction fills the buffers of the all-to-all to their capacity, and
+//! [`predict_balanced`] assumes that each rank receives an equal share. And the memory of a GPU's driver: one gibibyte is added, and two if
+//! ranks use NCCL.
 //!
-//! How exact it is (`train/tests/memory/plan.rs`): on the CPU the arenas of weights, gradients and moments take what is predicted to the
-//! byte, on every rank of a mesh. The activations that live at once come within 1 % on one rank; on several ranks they never exceed the
-//! prediction, which fills every buffer. On an H200 the activations of configuration `s` come within 5 %.
+//! Accuracy (`train/tests/memory/plan.rs`): on the CPU the arenas of weights, gradients and moments match the prediction to the byte, on
+//! every rank of a mesh. Peak activations are within 1 % on one rank; on several ranks they never exceed the prediction, which fills every
+//! buffer. On an H200 the activations of configuration `s` are within 5 %.
 //!
-//! Before a run makes its first weight, the prediction is compared with what is free on the device: of a GPU, what other processes left
-//! when it was opened; of a host, what the system and the process's control groups leave. A run that does not fit is refused with its
-//! largest parts, each with the keys that it grows with (`largest.rs`), and the shortest list of settings that would make it fit.
+//! Before a run initializes its first weight, the prediction is compared with the device's free memory: for a GPU, what other processes
+//! left when it was opened; for a host, what the system and the process's control groups allow. A run that does not fit is refused with its
+//! largest parts, each with the keys that determine it (`largest.rs`), and the shortest list of settings that would make it fit.
 //! `search.rs` finds it by rehearsing alternatives: one setting first, then two, and so on.
 //!
 //! `--dry-run` prints the prediction and allocates nothing; `--dry-run=gpu` predicts for a GPU on a machine without one. `nibble models`
@@ -41,62 +41,62 @@ use nibble_core::{Backend, DeviceKind, Mesh, MeshShape, Recipe, Room};
 use nibble_dry::{Dry, Slow};
 use std::collections::BTreeMap;
 
-/// A GPU that the kernels run on.
+/// A supported GPU.
 #[derive(Debug)]
 pub struct Gpu {
-    /// As its maker sells it.
+    /// Its product name.
     pub name: &'static str,
-    /// What its driver gives a process of it.
+    /// Bytes that its driver gives a process.
     pub bytes: usize,
 }
 
-/// Hopper GPUs, the smallest first: what is left of each when the driver and the memory's own checks have taken their part.
+/// Hopper GPUs, the smallest first, with the memory that the driver and ECC leave.
 pub const GPUS: [Gpu; 3] = [
     Gpu { name: "H100 (80 GB)", bytes: 79 << 30 },
     Gpu { name: "H100 NVL or GH200 (94 to 96 GB)", bytes: 93 << 30 },
     Gpu { name: "H200 (141 GB)", bytes: 139 << 30 },
 ];
 
-/// What a run takes on one rank.
+/// The memory of a run on one rank.
 #[derive(Debug, Clone)]
 pub struct Prediction {
-    /// Where it would run.
+    /// Kind of its device.
     pub kind: DeviceKind,
-    /// Its ranks.
+    /// Its mesh of ranks.
     pub mesh: MeshShape,
-    /// How many of them run on one host, and share its memory where they compute there: all of them, where nobody knows better.
+    /// Ranks per host, which share its memory if they compute there: all of them, unless known otherwise.
     pub host_ranks: usize,
-    /// The rank that this is of: [`predict`] takes the first of those that take the most.
+    /// The predicted rank: [`predict`] takes the first of those with the most memory.
     pub rank: usize,
-    /// The arenas of the rank, at their largest.
+    /// The rank's arenas at their largest.
     pub memory: RunMemory,
-    /// Bytes of a rank outside arenas: inputs, sums, reports, and among several ranks what a checkpoint brings together.
+    /// Bytes of a rank outside arenas: inputs, sums, reports, and with several ranks the gathered pieces of a checkpoint.
     pub beside_bytes: usize,
-    /// What a forward pass keeps for its backward pass.
+    /// The saved activations of a forward pass.
     pub ledger: Ledger,
-    /// Trainable numbers over all ranks.
+    /// Trainable parameters over all ranks.
     pub parameters: usize,
 }
 
 impl Prediction {
-    /// Bytes of each part of one rank.
+    /// Bytes of each part on one rank.
     pub fn parts(&self) -> [(&'static str, usize); 5] {
         let [weights, gradients, moments, activations] =
             self.memory.arenas().map(|(name, stats)| (name, stats.total_bytes.unwrap_or(stats.peak_bytes)));
         [weights, gradients, moments, activations, ("other buffers", self.beside_bytes)]
     }
 
-    /// What the device takes for itself, and what that is.
+    /// The device's own memory, with its description.
     pub fn allowance(&self) -> (&'static str, usize) {
         match self.kind {
             DeviceKind::Host => ("the process", 64 << 20),
             DeviceKind::Gpu if self.mesh.ranks() == 1 => ("context and kernels", 1 << 30),
-            // NCCL 2.28 took 1022 MiB of each of two H100s: kernels, and what messages lie in on their way.
+            // NCCL 2.28 took 1022 MiB on each of two H100s: kernels, and buffers for messages in transit.
             DeviceKind::Gpu => ("context, kernels and NCCL", 2 << 30),
         }
     }
 
-    /// Bytes of one device: a GPU has one rank, a host all that run on it, as if each were like this one.
+    /// Bytes per device: a GPU has one rank; a host has all of its ranks, each counted like this one.
     pub fn device_bytes(&self) -> usize {
         let rank: usize = self.parts().iter().map(|(_, bytes)| bytes).sum();
         rank * self.ranks_of_a_device() + self.allowance().1
@@ -121,16 +121,16 @@ impl Prediction {
     }
 }
 
-/// Predicts a run on ranks of a device of this kind: what the one takes that takes the most.
+/// Predicts a run on a device of this kind, for the rank with the most memory.
 ///
 /// # Errors
-/// [`Error::Memory`] where it takes more than any device has; what is wrong with the configuration.
+/// [`Error::Memory`] if it needs more than any device has; errors of the configuration.
 pub fn predict(kind: DeviceKind, mesh: MeshShape, config: &Config, recipe: &Recipe) -> Result<Prediction> {
     predict_rank(kind, mesh, largest_rank(mesh, config)?, config, recipe)
 }
 
-/// [`predict`] with routers in balance: each rank is sent its share of the rows, and not as many as it has room for. None where no rows are exchanged,
-/// or where there is no more room than that.
+/// [`predict`] with balanced routing: each rank receives its share of the rows instead of its capacity. `None` if no rows are exchanged, or
+/// the capacity is no larger than that.
 ///
 /// # Errors
 /// As [`predict`].
@@ -148,10 +148,10 @@ pub fn predict_balanced(
     predict(kind, mesh, &balanced, recipe).map(Some)
 }
 
-/// [`predict`], of this rank of the mesh.
+/// [`predict`] for this rank of the mesh.
 ///
 /// # Errors
-/// As [`predict`]; [`nibble_core::Error::Shape`] for a rank that the mesh does not have.
+/// As [`predict`]; [`nibble_core::Error::Shape`] for a rank outside the mesh.
 pub fn predict_rank(
     kind: DeviceKind,
     mesh: MeshShape,
@@ -166,7 +166,7 @@ pub fn predict_rank(
     rehearsed(kind, mesh, rank, config, recipe, |rank| rank.rehearse())
 }
 
-/// Bytes that a rank sends to others in a step, by collective, with routers that are in balance: none of a rank alone.
+/// Bytes that a rank sends in a step, by collective, with balanced routing; empty for a single rank.
 ///
 /// # Errors
 /// As [`predict_rank`].
@@ -180,16 +180,16 @@ pub fn sent_in_a_step(
     on_shapes(kind, mesh, rank, config, recipe, |_, state| state.sent_in_a_step())
 }
 
-/// Predicts what is there as long as the run: no activations.
+/// Predicts the state that lives as long as the run, without activations.
 fn predict_state(kind: DeviceKind, mesh: MeshShape, config: &Config, recipe: &Recipe) -> Result<Prediction> {
     let rank = largest_rank(mesh, config)?;
     rehearsed(kind, mesh, rank, config, recipe, |_| Ok(Ledger::default()))
 }
 
-/// Ranks of a mesh that keep as many rows of every parameter, and so take the same memory; each kind once, in the order of their first ranks.
+/// Groups of ranks that keep equally many rows of every parameter, and so need the same memory, in the order of their first ranks.
 ///
 /// # Errors
-/// [`Error::Config`] for sizes beyond counting.
+/// [`Error::Config`] for uncountable sizes.
 pub fn kinds_of_ranks(mesh: MeshShape, config: &Config) -> Result<Vec<Vec<usize>>> {
     check_sizes(config)?;
     let slices = divided(mesh, config);
@@ -202,7 +202,7 @@ pub fn kinds_of_ranks(mesh: MeshShape, config: &Config) -> Result<Vec<Vec<usize>
     Ok(kinds)
 }
 
-/// The first rank of those that keep the most.
+/// The first of the ranks that keep the most.
 fn largest_rank(mesh: MeshShape, config: &Config) -> Result<usize> {
     if mesh.ranks() == 1 {
         return Ok(0);
@@ -213,7 +213,7 @@ fn largest_rank(mesh: MeshShape, config: &Config) -> Result<usize> {
     Ok((0..mesh.ranks()).rev().max_by_key(kept).unwrap_or(0))
 }
 
-/// How every parameter is divided, and whether among replicas alone.
+/// How every parameter is sharded, and whether over replicas only.
 fn divided(mesh: MeshShape, config: &Config) -> Vec<(Slices, bool)> {
     let of = |param: ParamSpec| {
         let (stack, ranks) = match param.experts {
@@ -226,7 +226,7 @@ fn divided(mesh: MeshShape, config: &Config) -> Vec<(Slices, bool)> {
     ModelSpec::new(&config.model).params().map(of).collect()
 }
 
-/// Values of each parameter that a rank keeps.
+/// Number of values of each parameter that a rank keeps.
 fn kept_values(mesh: MeshShape, rank: usize, slices: &[(Slices, bool)]) -> impl Iterator<Item = usize> + '_ {
     let (dp, _) = mesh.place(rank);
     slices.iter().map(move |(slices, of_replicas)| {
@@ -234,9 +234,8 @@ fn kept_values(mesh: MeshShape, rank: usize, slices: &[(Slices, bool)]) -> impl 
     })
 }
 
-/// The operations of one step on one rank, in order, and what each must move and multiply. What the backward pass makes again
-/// is among them; copies and fills are not, as they are no operations. Steps are numbered from 0; a recipe may have other
-/// precisions at another step.
+/// The ops of one step on one rank, in order, with the bytes and flops of each. Recomputation in the backward pass is included; copies and
+/// fills are no ops. Steps are counted from 0; at another step a recipe may have other precisions.
 ///
 /// # Errors
 /// As [`predict`].
@@ -247,18 +246,18 @@ pub fn work_of_step(kind: DeviceKind, config: &Config, recipe: &Recipe, step: u6
     })
 }
 
-/// Products and attention that a GPU makes on its ordinary cores, many times slower than on its tensor cores.
+/// Products and attention that a GPU runs on CUDA cores, many times slower than on tensor cores.
 #[derive(Debug, Clone, PartialEq)]
 pub struct OffTensorCores {
-    /// Why: formats that they have no way for, or a size.
+    /// The reason: formats that tensor cores do not support, or a size.
     pub why: String,
-    /// The operations that ask for them, each once.
+    /// The distinct ops concerned.
     pub ops: Vec<&'static str>,
-    /// Their share of all products and attention of a run.
+    /// Their fraction of the flops of all products and attention of a run.
     pub share: f64,
 }
 
-/// What of a run a GPU would leave to its ordinary cores: of a step at every point where precisions change, and of an evaluation.
+/// The work of a run that a GPU would run on CUDA cores: in a step at every point where precisions change, and in an evaluation.
 ///
 /// # Errors
 /// As [`predict`].
@@ -302,7 +301,7 @@ fn rehearsed(
     })
 }
 
-/// Runs `run` with a rank that computes nothing. What is beyond counting is an error that says what needs it.
+/// Runs `run` with a rank that computes nothing. For uncountable sizes, the error names the sizes responsible.
 fn on_shapes<R>(
     kind: DeviceKind,
     mesh: MeshShape,
@@ -323,8 +322,8 @@ fn on_shapes<R>(
     })
 }
 
-/// What a checkpoint brings together at a time: what a rank sends to all owners in a round and the piece that it gets, of three values a parameter,
-/// or what earlier steps left for scales.
+/// The memory of a checkpoint's gathering: what a rank sends to all owners in a round plus the piece that it receives, of three values per
+/// parameter; or the amax histories.
 fn collected_bytes(rank: &mut RankState<'_, Dry>, mesh: MeshShape) -> usize {
     if mesh.ranks() == 1 {
         return 0;
@@ -335,10 +334,10 @@ fn collected_bytes(rank: &mut RankState<'_, Dry>, mesh: MeshShape) -> usize {
     size_of::<f32>() * round.max(records * mesh.ranks())
 }
 
-/// Predicts the run, if this device has room for it now, with all ranks on one host: what other processes hold is not to be had.
+/// Predicts the run, if it fits this device's free memory with all ranks on one host. Memory of other processes does not count as free.
 ///
 /// # Errors
-/// [`Error::Memory`] if not, with what needs the most of it and the shortest list of settings that would make it fit.
+/// [`Error::Memory`] if it does not fit, with its largest parts and the shortest list of settings that would make it fit.
 pub fn require_room<B: Backend>(
     b: &B,
     mesh: MeshShape,
@@ -348,7 +347,7 @@ pub fn require_room<B: Backend>(
     require_room_for(b, mesh, mesh.ranks(), config, recipe)
 }
 
-/// [`require_room`], of ranks of which so many run on this host.
+/// [`require_room`] with `host_ranks` ranks on this host.
 ///
 /// # Errors
 /// As [`require_room`].
@@ -368,7 +367,7 @@ pub fn require_room_for<B: Backend>(
         Err(Error::Memory { .. }) => (usize::MAX, None),
         Err(_) => return predicted,
     };
-    // What is beyond counting is so with every setting.
+    // Uncountable sizes are uncountable with every setting.
     let found = match needed {
         usize::MAX => None,
         _ => search::shortest(b.kind(), mesh, host_ranks, config, device.bytes())?,
@@ -393,14 +392,14 @@ pub fn require_room_for<B: Backend>(
     Err(Error::Memory { needed, settings, why })
 }
 
-/// Who refuses.
+/// The device that refuses.
 struct Device {
     name: String,
     room: Option<Room>,
 }
 
 impl Device {
-    /// What a run may take.
+    /// Memory available to a run.
     fn bytes(&self) -> usize {
         self.room.map_or(usize::MAX, |room| room.bytes())
     }
@@ -431,7 +430,7 @@ impl Device {
     }
 }
 
-/// What needs the most memory of a run that got none, a sentence and a space; empty where that cannot be said.
+/// The largest parts of a run that ran out of memory: a sentence and a space; empty if they cannot be determined.
 pub(crate) fn sizes_of<B: Backend>(b: &B, mesh: MeshShape, config: &Config, recipe: &Recipe) -> String {
     let largest = match predict(b.kind(), mesh, config, recipe) {
         Ok(prediction) => largest(config, Some(&prediction)),
@@ -441,7 +440,7 @@ pub(crate) fn sizes_of<B: Backend>(b: &B, mesh: MeshShape, config: &Config, reci
     format!("By the prediction {largest}. ")
 }
 
-/// Settings as the command line takes them.
+/// Settings as command-line options.
 #[must_use]
 pub fn overrides(settings: &[String]) -> String {
     let option = |setting: &String| match setting.contains(['"', ' ']) {
@@ -451,10 +450,10 @@ pub fn overrides(settings: &[String]) -> String {
     settings.iter().map(option).collect::<Vec<_>>().join(" ")
 }
 
-/// Whether this device has room for weights, gradients and moments, whatever is done with them.
+/// Checks that this device has enough memory for weights, gradients and moments.
 ///
 /// # Errors
-/// [`Error::Memory`] if not.
+/// [`Error::Memory`] if it has not.
 pub(crate) fn require_room_for_state<B: Backend>(
     b: &B,
     mesh: MeshShape,

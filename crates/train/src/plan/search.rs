@@ -1,4 +1,4 @@
-//! The shortest list of settings with which a run would fit: alternatives, rehearsed.
+//! Searches the shortest list of settings with which a run would fit, by rehearsing alternatives.
 
 use super::{Prediction, predict};
 use crate::checks::checked_recipe;
@@ -8,31 +8,31 @@ use crate::recompute::Scope;
 use nibble_core::{DeviceKind, MeshShape};
 use std::path::Path;
 
-/// A way to take less memory: for a configuration its alternatives, each a list of overrides, the mildest first. None where
-/// there is nothing to gain.
+/// A way to reduce memory: its alternatives for a configuration, the mildest first, each a list of overrides. Empty if nothing can be
+/// gained.
 type Way = fn(&Config) -> Vec<Vec<String>>;
 
-/// Every way, those that change the fewest numbers first. Another one is another line.
+/// All ways, those that change a run's numbers least first. A new way is a new entry.
 const WAYS: &[Way] = &[
     recomputation,
     smaller_micro_batches,
     |config| one(config.train.grad_dtype == PlainType::F32, "train.grad_dtype=bf16"),
     |config| one(config.train.moment_dtype == PlainType::F32, "train.moment_dtype=bf16"),
-    // Activations of four bits.
+    // Activations in four bits.
     |config| one(config.recipe != "mxfp4-hopper", "recipe=mxfp4-hopper"),
 ];
 
-/// This alternative, if there is something to gain.
+/// A single alternative, if it gains anything.
 fn one(gains: bool, setting: &str) -> Vec<Vec<String>> {
     gains.then(|| vec![setting.to_owned()]).into_iter().collect()
 }
 
-/// The same numbers, for time: a little at first, a forward pass in the end.
+/// The same numbers at the cost of time: little at first, up to a forward pass.
 fn recomputation(config: &Config) -> Vec<Vec<String>> {
     more_recomputation(config).iter().map(|scopes| vec![Scope::setting(scopes)]).collect()
 }
 
-/// Lists for `train.recompute` that have more than the configuration's own, the cheapest first.
+/// Values of `train.recompute` that extend the configuration's own, the cheapest first.
 pub(super) fn more_recomputation(config: &Config) -> Vec<Vec<Scope>> {
     const MORE: [&[Scope]; 6] = [
         &[],
@@ -59,7 +59,7 @@ pub(super) fn more_recomputation(config: &Config) -> Vec<Vec<Scope>> {
     choices
 }
 
-/// As many tokens a step, in more and smaller micro-batches.
+/// The same number of tokens per step, in more and smaller micro-batches.
 fn smaller_micro_batches(config: &Config) -> Vec<Vec<String>> {
     let t = &config.train;
     let parts = (1..usize::BITS).map(|power| 1usize << power);
@@ -71,23 +71,23 @@ fn smaller_micro_batches(config: &Config) -> Vec<Vec<String>> {
     parts.take_while(divides).map(settings).collect()
 }
 
-/// Settings, and what a device needs with them.
+/// Settings, and the device memory that a run needs with them.
 pub(super) struct Found {
     pub settings: Vec<String>,
     pub bytes: usize,
 }
 
-/// Layers of a model that is rehearsed in place of one of many more.
+/// Layers of the shorter model that is rehearsed in place of a much deeper one.
 const SHORT: usize = 8;
 
-/// The first settings that fit into so many bytes, of one way, else of two, and so on; where none do, those that take the
-/// least. None where nothing can be set.
+/// The first settings with which the run fits into `there` bytes: from one way, else from two, and so on; if none do, those that need the
+/// least memory. `None` if no setting is possible.
 ///
-/// Deep models are tried by shorter ones, whose layers are alike; what comes of it is rehearsed whole, and should it be
-/// otherwise then, every alternative is.
+/// Deep models are tried as shorter ones with the same kinds of layers. The result is then rehearsed with the whole model; if that
+/// contradicts it, every alternative is.
 ///
 /// # Errors
-/// If the configuration cannot be written down.
+/// If the configuration cannot be written as TOML.
 pub(super) fn shortest(
     kind: DeviceKind,
     mesh: MeshShape,
@@ -96,7 +96,7 @@ pub(super) fn shortest(
     there: usize,
 ) -> Result<Option<Found>> {
     let text = config.resolved_toml()?;
-    // What cannot be, or is beyond counting, is passed over.
+    // Invalid settings are skipped.
     let bytes_by = |settings: &[String], rehearse: &dyn Fn(&Config) -> Result<usize>| {
         let tried = Config::from_text(&text, Path::new("configuration"), settings);
         match tried.and_then(|config| rehearse(&config)) {
@@ -122,11 +122,11 @@ pub(super) fn shortest(
     Ok(search(config, there, &exact))
 }
 
-/// About what a deep model takes, of two that are less deep.
+/// Estimates a deep model's memory from two shorter ones.
 fn by_shorter(config: &Config, rehearse: &dyn Fn(&Config) -> Result<usize>) -> Result<usize> {
     let of = |layers: usize| {
         let mut shorter = config.clone();
-        // Those layers go of which there are more.
+        // Removes layers of the more numerous kind.
         if config.model.num_dense() > config.model.num_routed() && config.model.experts > 0 {
             shorter.model.dense_layers = layers - config.model.num_routed();
         }
@@ -138,10 +138,10 @@ fn by_shorter(config: &Config, rehearse: &dyn Fn(&Config) -> Result<usize>) -> R
     Ok(less.saturating_add(each.saturating_mul(config.model.layers - SHORT)))
 }
 
-/// The search, by what `bytes` says that settings need.
+/// The search, where `bytes` gives the memory with these settings.
 fn search(config: &Config, there: usize, bytes: &dyn Fn(&[String]) -> Option<usize>) -> Option<Found> {
     let all = bytes(&[]).unwrap_or(usize::MAX);
-    // What takes no less than something milder is no alternative.
+    // An alternative that gains nothing over a milder one is dropped.
     let gaining = |way: &Way| {
         let mut least = all;
         let mut gains = |settings: &Vec<String>| match bytes(settings) {
@@ -157,7 +157,7 @@ fn search(config: &Config, there: usize, bytes: &dyn Fn(&[String]) -> Option<usi
         WAYS.iter().map(gaining).filter(|alternatives| !alternatives.is_empty()).collect();
     let mut least: Option<Found> = None;
     let mut subsets: Vec<u32> = (1..1u32 << ways.len()).collect();
-    // By their number, then in the order of the table.
+    // By number of ways, then in the order of the table.
     subsets.sort_by_key(|subset| (subset.count_ones(), std::cmp::Reverse(subset.reverse_bits())));
     for subset in subsets {
         let chosen: Vec<&Vec<Vec<String>>> =
@@ -168,7 +168,7 @@ fn search(config: &Config, there: usize, bytes: &dyn Fn(&[String]) -> Option<usi
             if least.as_ref().is_none_or(|least| bytes < least.bytes) {
                 least = Some(Found { settings: settings.clone(), bytes });
             }
-            // From the strongest on, as long as it fits: the mildest is what is wanted.
+            // From the strongest alternative to the mildest that fits.
             if bytes > there {
                 break;
             }
@@ -181,7 +181,7 @@ fn search(config: &Config, there: usize, bytes: &dyn Fn(&[String]) -> Option<usi
     least
 }
 
-/// One alternative of each way, in every combination; the mildest first.
+/// One alternative of each way, in all combinations; the mildest first.
 fn combinations(ways: &[&Vec<Vec<String>>]) -> Vec<Vec<String>> {
     ways.iter().fold(vec![Vec::new()], |made, way| {
         made.iter()
@@ -213,7 +213,7 @@ mod tests {
             let sets: Vec<String> = sets.iter().map(|set| (*set).to_owned()).collect();
             let config = Config::load(name, &sets).unwrap();
             for kind in [DeviceKind::Host, DeviceKind::Gpu] {
-                // Without what the device takes for itself, which hides differences.
+                // Without the device's own memory, which hides differences.
                 let whole = |config: &Config| -> Result<usize> {
                     let prediction = predict(kind, MeshShape::ONE, config, &checked_recipe(config)?)?;
                     Ok(prediction.memory.arenas().iter().map(|(_, stats)| stats.peak_bytes).sum())

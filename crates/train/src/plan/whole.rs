@@ -1,4 +1,4 @@
-//! Whether a GPU takes the whole of a model to train it, and with which recipe and how much made again: rehearsed.
+//! Whether a GPU can train a whole model, and with which recipe and recomputation: rehearsed.
 
 use super::search::more_recomputation;
 use super::{Gpu, predict, predict_state};
@@ -8,20 +8,20 @@ use crate::error::Result;
 use crate::recompute::Scope;
 use nibble_core::{DeviceKind, MeshShape};
 
-/// The recipes that a model is tried with: the baseline, and with each that follows less is kept. Another one is another name.
+/// The recipes to try: the baseline first, then recipes that save less and less. A new recipe is a new name.
 pub const RECIPES: [&str; 3] = ["bf16", "fp8-flow", "mxfp4-hopper"];
 
-/// Settings to try a model with.
+/// Settings to try.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Trial {
     /// One of [`RECIPES`].
     pub recipe: &'static str,
-    /// What is made again, in the order of [`Scope::ALL`].
+    /// Its recomputation, in the order of [`Scope::ALL`].
     pub recompute: Vec<Scope>,
 }
 
 impl Trial {
-    /// Every trial of a configuration: what it makes again itself under each recipe, then more and more under each.
+    /// Every trial of a configuration: its own recomputation under each recipe, then more and more of it under each.
     #[must_use]
     pub fn all(config: &Config) -> Vec<Self> {
         let own = Scope::normal(&config.train.recompute);
@@ -31,10 +31,10 @@ impl Trial {
             .collect()
     }
 
-    /// What one GPU takes to train all of the model so.
+    /// The memory that one GPU needs to train the whole model with these settings.
     ///
     /// # Errors
-    /// As [`predict`]; for a model that cannot be trained so.
+    /// As [`predict`]; for a model that cannot be trained with them.
     pub fn bytes(&self, config: &Config) -> Result<usize> {
         let mut tried = alone(config);
         self.recipe.clone_into(&mut tried.recipe);
@@ -45,18 +45,18 @@ impl Trial {
     }
 }
 
-/// What becomes of a model on one GPU.
+/// Whether a model fits one GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Fit {
-    /// It trains: the first trial that fits.
+    /// It fits with these settings, the first that do.
     With(Trial),
-    /// It does not, whatever is tried: the trial that takes least takes so many bytes.
+    /// It does not fit: the smallest trial needs this many bytes.
     TooLarge(usize),
-    /// Masters, moments and gradients alone are more than the GPU has: so many bytes.
+    /// Masters, moments and gradients alone exceed the GPU's memory, with this many bytes.
     StateTooLarge(usize),
 }
 
-/// The first of all trials that fits on this GPU. Where the state is too large nothing is tried: a model of any size is told of at once.
+/// The first trial that fits this GPU. If the state is too large nothing is tried, so that the answer is immediate for a model of any size.
 ///
 /// # Errors
 /// As [`Trial::bytes`].
@@ -78,7 +78,7 @@ pub fn fits_whole(config: &Config, gpu: &Gpu) -> Result<Fit> {
     Ok(Fit::TooLarge(least))
 }
 
-/// The configuration on one rank.
+/// The configuration for a single rank.
 fn alone(config: &Config) -> Config {
     let mut alone = config.clone();
     (alone.run.ranks, alone.run.dp) = (1, 1);

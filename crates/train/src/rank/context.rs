@@ -22,11 +22,11 @@ pub(crate) struct RankContext<'a, B: Kernels> {
     pub data: Option<Arc<Dataset>>,
     /// Steps issued.
     pub step: u64,
-    /// Those among them that were passed over, as they have no target: the optimizer has made `step - passed_over` updates.
+    /// Steps among them that were skipped, since they have no target: the optimizer has made `step - passed_over` updates.
     pub passed_over: u64,
-    /// How much room an exchange has: `run.capacity_factor`, or more, once that was too little. The same on every rank.
+    /// Capacity factor of exchanges: `run.capacity_factor`, or more after an overflow. The same on every rank.
     pub capacity_factor: f64,
-    /// What whoever runs this should be told of that.
+    /// Messages to the user about overflows.
     pub notes: Vec<String>,
 }
 
@@ -53,12 +53,12 @@ impl<B: Kernels> RankContext<'_, B> {
         self.config.train.expert_shards / self.mesh.dp.world()
     }
 
-    /// This rank's shards of a training micro-batch. `run` says which run of so many tokens of a step it is.
+    /// This rank's shards of a training micro-batch. `run`: as in [`Shards::new`].
     pub fn training_shards(&self, run: usize) -> nibble_core::Result<Shards<B>> {
         self.shards_of(self.config.train.batch_size * self.config.data.seq_len, run)
     }
 
-    /// The same of so many tokens over all ranks.
+    /// The same for `tokens` tokens over all ranks.
     fn shards_of(&self, tokens: usize, run: usize) -> nibble_core::Result<Shards<B>> {
         let (mesh, t) = (self.mesh.shape(), &self.config.train);
         let shards = Shards::new(self.b, t.shards / mesh.ranks(), tokens / t.shards, run)?;
@@ -66,8 +66,8 @@ impl<B: Kernels> RankContext<'_, B> {
         Ok(shards.with_expert_parts(ExpertParts::of(tokens, t.expert_shards, mesh.dp)))
     }
 
-    /// Held-out nats: of `batches` batches of [`HeldOut::BATCH`] sequences from all over the data, or of all of it (0). `go_on` is asked after
-    /// every batch that is computed, told how many are done, of how many; none once it has said no.
+    /// Held-out nats of `batches` batches of [`HeldOut::BATCH`] sequences from all over the data, or of all sequences (0). After every
+    /// batch, `go_on` gets the number of batches done and of all; once it says no, the result is `None`.
     pub fn evaluate(
         &mut self,
         model: &mut Decoder<B>,
@@ -102,9 +102,9 @@ impl<B: Kernels> RankContext<'_, B> {
         Ok(Some(found))
     }
 
-    /// Gives exchanges more room, since a rank was sent `needed` times its share. `again` is what is done again therefore.
+    /// Raises the capacity of exchanges, since a rank was sent `needed` times its share. `again` names what is retried.
     pub fn make_room(&mut self, needed: f64, again: &str) {
-        // More than was asked for: what comes next may be less even still.
+        // Some spare capacity: the next routing may be even less balanced.
         const SPARE: f64 = 1.125;
         let (before, now) = (self.capacity_factor, needed.max(self.capacity_factor) * SPARE);
         self.notes.push(format!(
@@ -114,7 +114,7 @@ impl<B: Kernels> RankContext<'_, B> {
         self.capacity_factor = now;
     }
 
-    /// The context of a forward pass alone over so many tokens, with room for whatever is sent.
+    /// The context of a forward pass alone over `tokens` tokens, in which no exchange can overflow.
     pub fn inference_cx(&self, tokens: usize) -> Result<Cx<'_, B>> {
         let shards = Shards::new(self.b, 1, tokens, self.mesh.all.rank())?;
         Ok(Cx { capacity_factor: f64::INFINITY, ..self.cx(shards) })
@@ -132,26 +132,26 @@ impl<B: Kernels> RankContext<'_, B> {
         }
     }
 
-    /// The documents that begin there; none where no beginnings are given, as documents are not kept apart.
+    /// The documents that begin there; `None` without beginnings, since documents are then not kept apart.
     pub fn documents(&self, starts: &[i32]) -> nibble_core::Result<Option<Documents<B>>> {
         let find = || Documents::find(self.b, &self.b.upload(starts)?, self.config.data.seq_len);
         (!starts.is_empty()).then(find).transpose()
     }
 
-    /// Nats of each sequence of a batch that every rank holds: each evaluates its part.
+    /// Nats of each sequence of a batch. Every rank holds the whole batch and evaluates its part.
     pub fn held_out_nats(&mut self, model: &Decoder<B>, batch: &Batch) -> Result<Vec<f32>> {
         let mut nats = self.nats_of_runs(model, batch, 1)?;
-        // Those with which ranks fill up their parts have none.
+        // Without the sequences that pad the ranks' parts.
         nats.truncate(batch.sequences);
         Ok(nats)
     }
 
-    /// The same of every token of the batch, and of those with which each rank fills up its part.
+    /// The same for every token of the batch, and for the tokens that pad each rank's part.
     pub fn nats_of_tokens(&mut self, model: &Decoder<B>, batch: &Batch) -> Result<Vec<f32>> {
         self.nats_of_runs(model, batch, self.config.data.seq_len)
     }
 
-    /// The same of so many equal runs of each sequence.
+    /// The same for each of `runs` equal runs of every sequence.
     fn nats_of_runs(&mut self, model: &Decoder<B>, batch: &Batch, runs: usize) -> Result<Vec<f32>> {
         loop {
             match self.nats_that_fit(model, batch, runs)? {
@@ -161,7 +161,7 @@ impl<B: Kernels> RankContext<'_, B> {
         }
     }
 
-    /// [`Self::nats_of_runs`]; if an exchange had too little room, what the rank that was sent most was sent, in shares.
+    /// [`Self::nats_of_runs`]; if an exchange overflowed, what the fullest rank was sent, as a multiple of its share.
     fn nats_that_fit(
         &self,
         model: &Decoder<B>,
@@ -169,10 +169,10 @@ impl<B: Kernels> RankContext<'_, B> {
         runs: usize,
     ) -> Result<std::result::Result<Vec<f32>, f64>> {
         let (ranks, shards) = (self.mesh.all.world(), self.config.train.shards);
-        // The shards of training: what has a scale of a shard, or of a part of an expert's rows, has the same on every mesh.
+        // The shards of training: a scale of a shard, or of a part of an expert's rows, is then the same on every mesh.
         let each = batch.sequences.next_multiple_of(shards) / ranks;
         let mine = batch.part(self.mesh.all.rank() * each, each);
-        // Every rank runs as many tokens; those past the batch, and past the one sequence of a batch that is shorter, have no target.
+        // Every rank runs the same number of tokens. Tokens past the batch, or past a single shorter sequence, have no target.
         let tokens = each * self.config.data.seq_len;
         let padded = |ids: &[i32], with: i32| -> Vec<i32> {
             ids.iter().copied().chain(std::iter::repeat(with)).take(tokens).collect()
@@ -199,8 +199,8 @@ impl<B: Kernels> RankContext<'_, B> {
     }
 }
 
-/// Which of so many held-out sequences are evaluated, in parts of at most so many. They do not depend on that size: a loss during a run is of the same
-/// sequences whatever the batch size. They are taken from all over the data, so that it is comparable with the last one.
+/// Which of `windows` held-out sequences are evaluated, in parts of at most `size` sequences. The choice does not depend on `size`. The
+/// sequences come from all over the data, so that a loss during a run is comparable with the last one.
 fn parts_of(windows: usize, batches: usize, size: usize) -> Vec<Range<usize>> {
     let all = windows.div_ceil(HeldOut::BATCH);
     let whole = |first: usize, end: usize| {
@@ -213,7 +213,8 @@ fn parts_of(windows: usize, batches: usize, size: usize) -> Vec<Range<usize>> {
     firsts.flat_map(|first| whole(first, (first + HeldOut::BATCH).min(windows))).collect()
 }
 
-/// The beginnings of documents of so many tokens, of which these are the first; none where there are none. What is behind them belongs to the last document of its sequence.
+/// Beginnings of documents for `tokens` tokens, of which `starts` are the first; none if `starts` is empty. Later tokens
+/// continue the last document of their sequence.
 fn padded_starts(starts: &[i32], (seq_len, tokens): (usize, usize)) -> Vec<i32> {
     let mut padded = Vec::new();
     let tokens = if starts.is_empty() { 0 } else { tokens };

@@ -27,11 +27,11 @@ pub(crate) struct RankState<'a, B: Kernels> {
     pub context: RankContext<'a, B>,
     /// The model, this rank's part of it.
     pub model: Decoder<B>,
-    /// Where the weights lie.
+    /// The arena of the weights.
     pub weights: B::Arena,
     /// Made by the first step, or by loading a checkpoint.
     pub buffers: Option<StepBuffers<B>>,
-    /// Where weights' copies and activations lie: those of steps, recordings and evaluations, one after the other.
+    /// The arena of weights' copies and activations. Steps, recordings and evaluations use it in turn.
     pub activations: B::Arena,
 }
 
@@ -42,9 +42,9 @@ pub struct RunMemory {
     pub weights: MemoryStats,
     /// Gradients that live through a step.
     pub gradients: MemoryStats,
-    /// AdamW's, and what earlier steps left for scales.
+    /// AdamW's moments, and the histories of delayed scales.
     pub moments: MemoryStats,
-    /// What a step or an evaluation makes and drops again: copies of the weights, activations, temporary gradients.
+    /// What lives only within a step or an evaluation: copies of the weights, activations, temporary gradients.
     pub activations: MemoryStats,
 }
 
@@ -61,7 +61,7 @@ impl RunMemory {
 }
 
 impl<'a, B: Kernels> RankState<'a, B> {
-    /// One whose RoPE table is made by `rope`. Nothing is checked.
+    /// A rank whose RoPE table `rope` computes. Nothing is checked.
     pub fn assemble(
         b: &'a B,
         mesh: Mesh<'a, B>,
@@ -88,12 +88,12 @@ impl<'a, B: Kernels> RankState<'a, B> {
         Ok(Self { context, model, weights, buffers: None, activations: b.arena("activations")? })
     }
 
-    /// Trainable numbers over all ranks.
+    /// Number of trainable values over all ranks.
     pub fn parameters(&mut self) -> usize {
         self.model.named_tensors().iter().map(Named::num_values).sum()
     }
 
-    /// Where the run's memory is, by the allocator. Gradients and moments are there from the first step on.
+    /// The run's memory by arena, from the allocator. Gradients and moments exist from the first step on.
     pub fn memory(&self) -> RunMemory {
         let b = self.context.b;
         let [gradients, moments] = match &self.buffers {
@@ -104,7 +104,7 @@ impl<'a, B: Kernels> RankState<'a, B> {
         RunMemory { weights, gradients, moments, activations }
     }
 
-    /// The buffers of steps, if they have not been made.
+    /// Makes the buffers of steps, if there are none yet.
     pub fn make_buffers(&mut self) -> Result<()> {
         if self.buffers.is_none() {
             let mut buffers = StepBuffers::new(&self.context, &mut self.model)?;
@@ -114,9 +114,9 @@ impl<'a, B: Kernels> RankState<'a, B> {
         Ok(())
     }
 
-    /// What a forward pass over these tokens keeps, and the bytes that the allocator holds for it.
+    /// What a forward pass over this batch saves, and the allocator's bytes for it.
     pub fn ledger_of(&mut self, batch: &Batch) -> Result<(Ledger, usize)> {
-        // The forward pass makes the head's gradient: where it lives during the run.
+        // The forward pass computes the head's gradient, which gets its place for the whole run.
         self.make_buffers()?;
         let Self { context, model, activations, .. } = self;
         let t = &context.config.train;
@@ -140,7 +140,7 @@ impl<'a, B: Kernels> RankState<'a, B> {
             let (out, saved) = model.forward(&cx, ids, &targets, &control)?;
             drop(out);
             forget();
-            // What the head's gradient travels in is not kept, and its buffer comes back.
+            // The message with the head's gradient is not saved, and the gradient's buffer comes back.
             model.params().into_iter().try_for_each(|param| param.finish_reduction(&cx))?;
             let live = cx.b.memory().live_bytes - before;
             let mut ledger = Ledger::default();

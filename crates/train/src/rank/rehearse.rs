@@ -38,7 +38,7 @@ pub(crate) fn on_dry<R>(
             };
             several
         });
-    // What it does is not what the process does.
+    // The rehearsal's phases are not reported as the process's.
     match aside(|| rehearsing(|| run(&dry, Mesh { all: &*all, ep: &*ep, dp: &*dp }))) {
         Err(_) if dry.has_overflowed() => {
             let most = in_words(Dry::MOST_BYTES);
@@ -50,7 +50,7 @@ pub(crate) fn on_dry<R>(
 }
 
 impl<'a, B: Kernels> RankState<'a, B> {
-    /// A rank of these sizes, whose weights and gradients have places and whose values mean nothing.
+    /// A rank of these sizes, whose weights and gradients have buffers and whose values mean nothing.
     pub(crate) fn of_shapes(b: &'a B, mesh: Mesh<'a, B>, config: &Config, recipe: &Recipe) -> Result<Self> {
         let dim = ModelSpec::new(&config.model).rope.dim;
         let table = |b: &B| Tensor::unwritten(b, DType::F32, config.data.seq_len, dim);
@@ -59,21 +59,21 @@ impl<'a, B: Kernels> RankState<'a, B> {
         Ok(rank)
     }
 
-    /// A forward pass for what it keeps; then, at every point of the run where precisions change, a step and an evaluation.
+    /// Runs a forward pass for what it saves; then, at every point of the run where precisions change, a step and an evaluation.
     ///
     /// # Errors
-    /// From the backend, where it has no more room.
+    /// From the backend, if its memory runs out.
     pub(crate) fn rehearse(&mut self) -> Result<Ledger> {
         let config = self.context.config.clone();
         let (size, seq_len, steps) = (config.train.batch_size, config.data.seq_len, config.train.steps);
         let world = self.context.mesh.all.world();
-        // More micro-batches than two find what the second found.
+        // A third micro-batch needs no more memory than the second.
         let micro_batches = config.train.grad_accum.min(2);
         let apart = self.context.config.data.document_mask;
         let [mine, all] = [size / world, size].map(|sequences| Batch::zeroed(sequences, seq_len, apart));
         let (ledger, _) = self.ledger_of(&mine)?;
         self.activations = self.context.b.arena("activations")?;
-        // A step that measures takes a little more, and not each as much.
+        // A measuring step takes a little more memory, and not every one the same.
         let turns = LayerSample::turns(config.model.layers);
         let measuring = config.train.measured_steps().take(turns);
         for step in steps_of_change(self.context.plans.recipe(), steps).into_iter().chain(measuring) {
@@ -103,7 +103,7 @@ impl<'a, B: Kernels> RankState<'a, B> {
         self.rehearse_step(self.context.config.train.grad_accum)
     }
 
-    /// The parts that a step of so many micro-batches consists of.
+    /// Runs the parts of a step with this number of micro-batches.
     fn rehearse_step(&mut self, micro_batches: usize) -> Result<()> {
         let Self { context, model, buffers, activations, .. } = self;
         let Some(buffers) = buffers else { return Ok(()) };
@@ -144,7 +144,7 @@ impl RankState<'_, Dry> {
         if micro_batches == 1 {
             return Ok(one);
         }
-        // What another micro-batch brings, each one brings.
+        // Each further micro-batch sends what the second one sends.
         let two = sent_by(2)?;
         let all = one.iter().map(|(call, bytes)| {
             (*call, bytes + (two.get(call).unwrap_or(bytes) - bytes) * (micro_batches - 1))

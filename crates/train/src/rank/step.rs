@@ -56,23 +56,23 @@ pub(crate) struct StepBuffers<B: Kernels> {
     /// A ring of two slots that the host writes.
     inputs: B::Buf<i32>,
     input_layout: InputLayout,
-    /// Tokens of the micro-batch under way.
+    /// Tokens of the current micro-batch.
     ids: B::Buf<i32>,
     targets: B::Buf<i32>,
-    /// Where documents are kept apart, where they begin.
+    /// Where documents begin, if they are kept apart.
     starts: B::Buf<i32>,
-    /// This rank's sums of the step under way.
+    /// This rank's sums of the current step.
     table: B::Buf<f64>,
     pub layout: Layout,
     pub optimizer: OptimizerState<B>,
-    /// Where the parameters' gradients and moments lie.
+    /// The arenas of the parameters' gradients and moments.
     pub gradients: B::Arena,
     pub moments: B::Arena,
-    /// What a context of the step takes over while it lives.
+    /// What the context of a step owns while the step lives.
     handed: Option<HandedOver<B>>,
 }
 
-/// What changes hands between the buffers and the context of a step.
+/// What moves between the buffers and the context of a step.
 #[derive(Debug)]
 struct HandedOver<B: Kernels> {
     shards: Shards<B>,
@@ -82,7 +82,7 @@ struct HandedOver<B: Kernels> {
 }
 
 impl<B: Kernels> StepBuffers<B> {
-    /// Buffers for this rank's part of this configuration, of the parameters their gradients and moments, and the records of delayed scales.
+    /// Buffers for this rank under this configuration, the parameters' gradients and moments, and the histories of delayed scales.
     pub fn new(context: &RankContext<'_, B>, model: &mut Decoder<B>) -> Result<Self> {
         let (b, mesh, config) = (context.b, context.mesh.shape(), &context.config);
         let t = &config.train;
@@ -131,23 +131,23 @@ impl<B: Kernels> StepBuffers<B> {
         self.handed.as_ref().map_or(&[], |handed| handed.counted.sites())
     }
 
-    /// What earlier steps left for scales; none while a step is under way.
+    /// The histories of delayed scales; `None` during a step.
     pub fn delayed(&self) -> Option<&DelayedRecords<B>> {
         self.handed.as_ref().map(|handed| &handed.delayed)
     }
 
-    /// The same, to be written.
+    /// The same, mutable.
     pub fn delayed_mut(&mut self) -> Option<&mut DelayedRecords<B>> {
         self.handed.as_mut().map(|handed| &mut handed.delayed)
     }
 
-    /// The device's clock begins at this step, and nothing has gone wrong yet.
+    /// Sets the device's clock to this step, and clears the control buffer with its stop flag.
     pub fn restart(&mut self, b: &B, step: u64) -> Result<()> {
         b.clear(&mut self.optimizer.control)?;
         self.set_clock(b, step)
     }
 
-    /// The device's clock goes past this step, of which nothing is done.
+    /// Moves the device's clock past this step, which is not run.
     pub fn pass_over(&mut self, b: &B, step: u64) -> Result<()> {
         self.set_clock(b, step + 1)
     }
@@ -159,7 +159,7 @@ impl<B: Kernels> StepBuffers<B> {
         }
     }
 
-    /// Writes the slot of the step that is to be issued: its scalars, what this rank tells the others and what its step before took, and its tokens.
+    /// Writes the slot of the next step: its scalars, what this rank tells the others, the time of the step before, and its tokens.
     pub fn write_inputs(
         &mut self,
         context: &RankContext<'_, B>,
@@ -183,7 +183,7 @@ impl<B: Kernels> StepBuffers<B> {
     }
 }
 
-/// Gradients and moments of all parameters that have them, each kind in an arena of its own.
+/// Allocates the gradients and moments of all parameters that have them, each kind in an arena of its own.
 fn place_parameters<B: Kernels>(
     b: &B,
     config: &Config,
@@ -197,9 +197,9 @@ fn place_parameters<B: Kernels>(
     let mut params: Vec<&mut Param<B>> = model.optimized();
     b.within(gradients, || {
         params.iter_mut().try_for_each(|param| {
-            // The head and the embedding both add to a tied table.
+            // With tied weights, the head and the embedding both add to one gradient.
             let at_once = t.grad_accum == 1 && (param.name != table || table != head);
-            // Norms, the table and the head are added to more than once a micro-batch: in F32, unless that sum is for a moment.
+            // Norms, the embedding and the head are added to several times per micro-batch: in F32, unless that sum is temporary.
             let several = !param.decays || param.name == table || param.name == head;
             let dtype = if several && !at_once { DType::F32 } else { t.grad_dtype.into() };
             param.place_gradient(b, GradientPlan { dtype, at_once }, param.placement.shards(shards))
@@ -253,7 +253,7 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
             clock.zip(delayed).map(|(clock, delayed)| HandedOver { shards, clock, counted, delayed });
     }
 
-    /// Everything, one part after the other. `before_optimizer` waits for whoever still reads what the optimizer changes.
+    /// Runs the whole step. `before_optimizer` waits for all readers of what the optimizer changes.
     pub fn run(&mut self, before_optimizer: impl FnOnce()) -> Result<()> {
         reach(Point::StepBegins)?;
         self.first_micro_batch()?;
@@ -271,7 +271,7 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
         self.first_micro_batch_seen(|_, _| Ok(()))
     }
 
-    /// [`Step::first_micro_batch`], whose forward pass `look` sees.
+    /// [`Step::first_micro_batch`], in which `look` sees the forward pass.
     pub fn first_micro_batch_seen(
         &mut self,
         look: impl FnOnce(&Cx<'_, B>, Inside<'_, B>) -> nibble_core::Result<()>,
@@ -285,7 +285,7 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
         self.micro_batch(look)
     }
 
-    /// Forward and backward of a micro-batch; adds to the gradients, where there are any.
+    /// Forward and backward of a micro-batch; adds to the gradients that exist.
     pub fn next_micro_batch(&mut self) -> Result<()> {
         self.micro_batch(|_, _| Ok(()))
     }
@@ -332,7 +332,7 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
         self.collect(None)
     }
 
-    /// Adds to the record what operations have counted, and the losses and what else a forward pass left.
+    /// Adds to the record what ops have counted, and, after a forward pass, its losses and other results.
     fn collect(&mut self, forward: Option<(&DecoderOut<B>, &DecoderSaved<B>)>) -> Result<()> {
         let StepBuffers { table, layout, optimizer, .. } = &mut *self.buffers;
         let waiting = self.cx.counted.borrow_mut().take(layout)?;
@@ -364,7 +364,7 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
         Ok(Collect { entries: &entries, table }.run(self.context.b)?)
     }
 
-    /// Every gradient, summed over shards and ranks, in the order of the parameters ([`Decoder::optimized`]), as `read` brings it to the host.
+    /// Every gradient, summed over shards and ranks, in the order of [`Decoder::optimized`], as `read` brings it to the host.
     pub fn gradients(
         &mut self,
         read: impl Fn(&Param<B>, &Tensor<B>) -> Result<Vec<f32>>,

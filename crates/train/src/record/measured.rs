@@ -1,27 +1,27 @@
-//! What quantization made of values, as a step that measures it counts.
+//! What quantization did to values, as counted in the steps that measure it.
 
 use crate::config::Config;
 
-/// Which layers a step that measures takes: some decoder layers, the next such step others, and what belongs to none.
+/// The layers that a measuring step measures: a part of the decoder layers, in turns, and everything outside decoder layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LayerSample {
-    /// Of so many steps that measure, one takes a layer.
+    /// Number of turns. Each decoder layer is measured in one of them.
     pub turns: usize,
-    /// Which of them this is.
+    /// This step's turn.
     pub turn: usize,
 }
 
 impl LayerSample {
-    /// About how many decoder layers a step takes: measuring all of a deep model would cost a large part of the step.
+    /// About how many decoder layers a step measures: measuring all of a deep model would cost a large part of the step.
     const LAYERS: usize = 4;
 
-    /// How many steps that measure take all of so many decoder layers.
+    /// Number of measuring steps that together measure `layers` decoder layers.
     #[must_use]
     pub fn turns(layers: usize) -> usize {
         layers.div_ceil(Self::LAYERS).max(1)
     }
 
-    /// Of a step, from 0, of this run; none where it does not measure.
+    /// The sample of a step (from 0) of this run; `None` if the step does not measure.
     #[must_use]
     pub fn of(config: &Config, step: u64) -> Option<Self> {
         let (turns, every) = (Self::turns(config.model.layers), config.train.quantization_every);
@@ -29,22 +29,22 @@ impl LayerSample {
         config.train.measures_in(step).then(|| Self { turns, turn: turn() })
     }
 
-    /// Whether it takes what is in this decoder layer, or in none.
+    /// Whether it includes this decoder layer. `None` stands for what is outside decoder layers.
     pub(crate) fn takes(self, layer: Option<usize>) -> bool {
         layer.is_none_or(|layer| layer % self.turns == self.turn)
     }
 }
 
-/// Values beside what they were quantized to ([`nibble_core::ops::MeasureQuantization`]).
+/// Counts from a comparison of values with what they were quantized to ([`nibble_core::ops::MeasureQuantization`]).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Measured {
-    /// Values that are what they were.
+    /// Values that did not change.
     pub exact: u64,
     /// Values other than zero that became zero.
     pub underflowed: u64,
     /// Values beyond the largest code under their scale.
     pub saturated: u64,
-    /// Values; a tensor that has rows and columns has twice as many.
+    /// All values. A tensor that is quantized by rows and by columns has twice as many.
     pub values: u64,
 }
 
@@ -58,7 +58,7 @@ impl std::ops::AddAssign for Measured {
 }
 
 impl Measured {
-    /// What each share of the values is called, and the share; none where nothing was measured.
+    /// Name and share of each count; `None` if nothing was measured.
     pub fn fractions(&self) -> Option<[(&'static str, f64); 3]> {
         let of = |count: u64| count as f64 / self.values as f64;
         (self.values > 0).then(|| {

@@ -21,7 +21,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-/// Counts of a measurement.
+/// Number of counts of a measurement.
 const MEASURED: usize = MeasureQuantization::<Dry>::COUNTS;
 
 /// Blocks of one site over a step, all ranks together.
@@ -33,20 +33,20 @@ pub struct SiteCounts {
     pub inexact: u64,
     /// Blocks that held a NaN or an infinity.
     pub non_finite: u64,
-    /// Values under a scale of earlier steps that it took past the largest number.
+    /// Values under a delayed scale that were larger than the largest number.
     pub saturated: u64,
-    /// Values under a scale of earlier steps.
+    /// Values under a delayed scale.
     pub delayed: u64,
-    /// What quantization made of the values, in a step that measures it.
+    /// What quantization did to the values, in a step that measures it.
     pub measured: Measured,
 }
 
-/// Where what is found of values under scales of earlier steps goes in a table.
+/// Cells of a table for what is found of values under delayed scales.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FoundCells {
     /// Number of the first span.
     pub first: usize,
-    /// Whether this rank's values count, and not another one's, which are the same.
+    /// Whether this rank's values count. If not, another rank counts the same values.
     pub is_counted: bool,
 }
 
@@ -57,9 +57,9 @@ pub struct Waiting<B: Backend> {
     pub site: usize,
     /// Blocks.
     pub counts: Counts<B>,
-    /// Of values under scales of earlier steps.
+    /// What was found of values under delayed scales.
     pub found: Option<(FoundCells, Found<B>)>,
-    /// What [`MeasureQuantization`] counted, of each plane.
+    /// What [`MeasureQuantization`] counted, for rows and for columns.
     pub measured: Vec<B::Buf<u64>>,
 }
 
@@ -78,7 +78,7 @@ impl<B: Backend> Default for Counted<B> {
 }
 
 impl<B: Backend> Counted<B> {
-    /// At these sites.
+    /// With these sites.
     pub fn at(sites: impl IntoIterator<Item = CountSite>) -> Self {
         let mut counted = Self::default();
         for site in sites {
@@ -87,31 +87,31 @@ impl<B: Backend> Counted<B> {
         counted
     }
 
-    /// Every site that is known: those that it was made with, and what was met beside them.
+    /// Every known site: those given at the start, and then those met later.
     pub fn sites(&self) -> &[CountSite] {
         &self.sites
     }
 
-    /// Keeps what was counted at a site.
+    /// Keeps the counts of a site until they are collected.
     pub fn keep(&mut self, site: CountSite, counts: Counts<B>, found: Option<(FoundCells, Found<B>)>) {
         let site = self.meet(site);
         self.waiting.push(Waiting { site, counts, found, measured: Vec::new() });
     }
 
-    /// Whether the site of what was kept last is one that a step measures.
+    /// Whether a step measures the site whose counts were kept last.
     pub fn is_measured(&self, sample: LayerSample) -> bool {
         let last = self.waiting.last().map(|last| &self.sites[last.site]);
         last.is_some_and(|site| sample.takes(site.decoder_layer()))
     }
 
-    /// Adds to what was kept last what was measured of it.
+    /// Adds measurements to the counts that were kept last.
     pub fn keep_measured(&mut self, measured: Vec<B::Buf<u64>>) {
         if let Some(last) = self.waiting.last_mut() {
             last.measured = measured;
         }
     }
 
-    /// The number of a site, behind those known so far where it is new.
+    /// The number of a site. A new site gets the next number.
     fn meet(&mut self, site: CountSite) -> usize {
         match self.numbers.get(&site) {
             Some(number) => *number,
@@ -123,17 +123,17 @@ impl<B: Backend> Counted<B> {
         }
     }
 
-    /// How many counts wait.
+    /// Number of counts that wait for collection.
     pub fn waiting(&self) -> usize {
         self.waiting.len()
     }
 
-    /// Forgets the counts after the first so many.
+    /// Forgets all counts but the first `waiting`.
     pub fn truncate(&mut self, waiting: usize) {
         self.waiting.truncate(waiting);
     }
 
-    /// Keeps the counts after the first so many `times` times.
+    /// Repeats all counts but the first `waiting`, so that there are `times` of each.
     pub fn repeat(&mut self, waiting: usize, times: usize) {
         let counts = self.waiting.split_off(waiting);
         self.waiting.extend(std::iter::repeat_n(counts, times).flatten());
@@ -142,7 +142,7 @@ impl<B: Backend> Counted<B> {
     /// Takes the counts that wait, all of which have cells in a table.
     ///
     /// # Errors
-    /// [`Error::Shape`] naming a site for which the table has no row: it was counted, and no plan has it.
+    /// [`Error::Shape`] naming a site for which the table has no cells: it was counted, and is in no plan.
     pub fn take(&mut self, layout: &Layout) -> Result<Vec<Waiting<B>>> {
         if let Some(site) = self.sites.get(layout.sites) {
             return Err(Error::shape("step record", "site", site, "one that a layer's plan has"));
@@ -151,12 +151,12 @@ impl<B: Backend> Counted<B> {
     }
 }
 
-/// What a rank tells the others when it issues a step: its record brings it to all of them, without a call of its own.
+/// What a rank tells the others when it issues a step. The step's record carries it to all of them, without a collective of its own.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Told {
-    /// What it was asked to end the run by, below 128; 0: by nothing.
+    /// The signal by which it was asked to end the run, below 128; 0: none.
     pub asked: u8,
-    /// It is writing files of a checkpoint.
+    /// Whether it is writing files of a checkpoint.
     pub writing: bool,
 }
 
@@ -171,23 +171,23 @@ impl Told {
     }
 }
 
-/// What a step took a rank, from when it was issued to when the one after it was. The record of that one tells it to every rank.
+/// A rank's time for a step, from the step's issue to the issue of the next one. The next step's record tells it to every rank.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Spent {
-    /// Seconds of it.
+    /// Seconds of the step.
     pub seconds: f64,
     /// Seconds of these in which the rank waited for others.
     pub waited: f64,
 }
 
-/// When the steps before the last one were issued first, and how long the rank had waited for others until then. A step that is done again is told
-/// of with what its first attempt took.
+/// When the latest steps were first issued, and how long the rank had waited for others until then. A step that is retried is reported
+/// with the time of its first attempt.
 #[derive(Debug, Default)]
 pub(crate) struct IssueTimes([Option<(u64, Instant, Duration)>; 3]);
 
 impl IssueTimes {
-    /// Step `step` is issued now. Returns the words that tell what the step before took: microseconds, and microseconds of waiting; zeros where
-    /// this process has not issued it.
+    /// Notes that step `step` is issued now. Returns the words that report the step before: microseconds, and microseconds of waiting;
+    /// zeros if this process has not issued that step.
     pub fn issue(&mut self, step: u64, now: Instant, waited: Duration) -> [i32; 2] {
         let place = |step: u64| (step % 3) as usize;
         let this = &mut self.0[place(step)];
@@ -206,14 +206,14 @@ impl IssueTimes {
 /// Ids that are checked against the vocabulary.
 const BAD_IDS: [&str; 2] = ["inputs", "targets"];
 
-/// Where everything lies in a table of sums.
+/// Layout of a table of sums.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Layout {
-    /// Sites there is room for.
+    /// Sites.
     pub sites: usize,
     /// Decoder layers.
     pub layers: usize,
-    /// How many of the first of them are dense: their cells for what routers leave stay zero.
+    /// How many of the first layers are dense: their cells for router results stay zero.
     pub dense: usize,
     /// Experts of a layer.
     pub experts: usize,
@@ -221,14 +221,14 @@ pub struct Layout {
     pub shards: usize,
     /// Runs of a rank's tokens that have routers' losses of their own: shards, or sequences.
     pub runs: usize,
-    /// Spans of a rank that have scales of earlier steps.
+    /// Spans of a rank with delayed scales.
     pub spans: usize,
     /// Whether some steps measure quantizations.
     pub measures: bool,
 }
 
 impl Layout {
-    /// Of a model's layers and experts alone.
+    /// For a model's layers and experts alone.
     pub fn of(model: &ModelSpec) -> Self {
         Self {
             sites: 0,
@@ -247,23 +247,23 @@ impl Layout {
         self.measured() + if self.measures { MEASURED * self.sites } else { 0 }
     }
 
-    /// Cells that must be zero: blocks that are not finite, rows without a place, ids outside the table.
+    /// Cells that must be zero: blocks that are not finite, rows that do not fit, ids outside the vocabulary.
     pub fn alarms(&self) -> Range<usize> {
         2 * self.sites..self.nats()
     }
 
-    /// Cells that must be finite: the losses, the sum of the step's scalars, and the largest magnitudes. (Those between them are whole numbers.)
+    /// Cells that must be finite: losses, the sum of the step's scalars, and largest magnitudes. (Cells between them are whole numbers.)
     pub fn finite(&self) -> Range<usize> {
         self.nats()..self.amax() + self.spans
     }
 
-    /// Of a site: where its counts go.
+    /// Where a site's counts go.
     pub fn counts<'a, B: Backend>(&self, site: usize, counts: &'a Counts<B>) -> Entry<'a, B> {
         Entry { source: EntrySource::U64(&counts.0), at: site, cells: 3, stride: self.sites }
     }
 
-    /// First of the three cells of a layer's occupancy. Where experts are divided among ranks it is what the fullest rank was sent, in shares, if that
-    /// was too much, and the others stay 0.
+    /// First of the three cells of a layer's occupancy. Under expert parallelism, this cell is, on overflow, what the fullest rank was
+    /// sent, as a multiple of its share; the other two stay 0.
     pub fn occupancy(&self, layer: usize) -> usize {
         3 * self.sites + OCCUPANCY_VALUES * layer
     }
@@ -273,44 +273,43 @@ impl Layout {
         self.occupancy(self.layers)
     }
 
-    /// First of the sums of losses, one a shard.
+    /// First of the sums of losses, one per shard.
     pub fn nats(&self) -> usize {
         self.bad_ids() + BAD_IDS.len()
     }
 
-    /// The sum of what the optimizer multiplies with: of interest only where it is not finite, since it would make NaN of
-    /// every weight.
+    /// The sum of the optimizer's scalars. It matters only where it is not finite, since the optimizer would make NaN of every weight.
     pub fn scalars(&self) -> usize {
         self.nats() + self.shards
     }
 
-    /// What this rank told the others when the step was issued, as [`Told::word`] says it; then what the step before took it, as [`Spent`]
+    /// What this rank told the others when the step was issued, as [`Told::word`] has it; then the time of the step before, as [`Spent`]
     /// has it, in microseconds.
     pub fn told(&self) -> usize {
         self.scalars() + 1
     }
 
-    /// First of the largest magnitudes, one a span with a scale of earlier steps.
+    /// First of the largest magnitudes, one per span with a delayed scale.
     pub fn amax(&self) -> usize {
         self.told() + InputLayout::TOLD_WORDS
     }
 
-    /// First of a layer's router losses, two a run.
+    /// First of a layer's router losses, two per run.
     pub fn router_losses(&self, layer: usize) -> usize {
         self.amax() + self.spans + 2 * self.runs * layer
     }
 
-    /// First of a layer's loads, one an expert.
+    /// First of a layer's loads, one per expert.
     pub fn load(&self, layer: usize) -> usize {
         self.router_losses(self.layers) + self.experts * layer
     }
 
-    /// First of the numbers of saturated values, one a site, before as many numbers of values. Without spans there are none.
+    /// First of the counts of saturated values, one per site; the counts of all values follow. Without spans there are none.
     fn saturated(&self) -> usize {
         self.load(self.layers)
     }
 
-    /// First of the numbers of exact values, one a site, before as many of the other counts of a measurement. Without measurements there are none.
+    /// First of the counts of exact values, one per site; a measurement's other counts follow. Without measurements there are none.
     fn measured(&self) -> usize {
         self.saturated() + if self.spans > 0 { 2 * self.sites } else { 0 }
     }
@@ -341,7 +340,7 @@ impl Layout {
     }
 }
 
-/// What a step left, read from the device: of every rank its table.
+/// What a step left, read from the device: a head, and every rank's table.
 #[derive(Debug)]
 pub struct Report<'a> {
     layout: Layout,
@@ -351,7 +350,7 @@ pub struct Report<'a> {
 }
 
 impl<'a> Report<'a> {
-    /// The parts of a report of so many ranks.
+    /// Splits a report into its head and its tables.
     ///
     /// # Errors
     /// [`Error::Shape`] if it has another length.
@@ -387,7 +386,7 @@ impl<'a> Report<'a> {
         })
     }
 
-    /// What the step before this one took each rank; none where any of them has not issued it.
+    /// Every rank's time for the step before this one; `None` if any rank has not issued it.
     pub fn spent(&self) -> Option<Vec<Spent>> {
         let first = self.layout.told() + 1;
         let seconds = |micros: f64| 1e-6 * micros;
@@ -398,19 +397,19 @@ impl<'a> Report<'a> {
         self.tables.iter().map(of_rank).collect()
     }
 
-    /// Where an exchange between ranks had less room than a rank was sent: what the one that was sent most was sent, in shares. Such a step has
-    /// changed nothing.
+    /// If an exchange between ranks overflowed: what the fullest rank was sent, as a multiple of its share. Such a step has changed
+    /// nothing.
     pub fn overflow(&self) -> Option<f64> {
         let needed = |layer: usize| {
             self.tables.iter().map(|table| table[self.layout.occupancy(layer)]).fold(0.0, f64::max)
         };
-        // The first layer says what was sent: behind it routers saw what was not. One that saw no numbers chose the first experts: no room
-        // helps that.
+        // Only the first overflow is a true count: later routers saw the results of rows that were not sent. A router that saw no numbers
+        // chose the first experts, which no capacity helps.
         let first = (0..self.layout.layers).find(|layer| needed(*layer) > 0.0);
         first.filter(|layer| self.is_routed(*layer)).map(needed)
     }
 
-    /// Whether a layer's routers saw numbers.
+    /// Whether a layer's router saw numbers.
     fn is_routed(&self, layer: usize) -> bool {
         let first = self.layout.router_losses(layer);
         self.is_finite(first..first + 2 * self.layout.runs)
@@ -455,10 +454,10 @@ impl<'a> Report<'a> {
         Err(Error::NonFinite { site: site.into(), layer: "-".into(), step })
     }
 
-    /// Every row has a place, every id a row.
+    /// Every row fits, and every id is in the vocabulary.
     fn verify_placed(&self, table: &[f64]) -> Result<()> {
         const OP: &str = "plan_permute";
-        // Where a router saw no numbers, that is the error.
+        // If a router saw no numbers, that is the error.
         for layer in (0..self.layout.layers).filter(|layer| self.is_routed(*layer)) {
             let cells = &table[self.layout.occupancy(layer)..][..OCCUPANCY_VALUES];
             if cells[0] > 0.0 {
@@ -511,13 +510,13 @@ impl<'a> Report<'a> {
         self.tables.iter().flat_map(of).copied().collect()
     }
 
-    /// Load-balancing loss and z-loss, summed over layers and shards, of each the mean over its runs; none of a model without routers.
+    /// Load-balancing loss and z-loss, summed over layers and shards, each the mean over its runs. `None` for a model without routers.
     pub fn router_losses(&self) -> Option<[f64; 2]> {
         let Layout { layers, dense, shards, runs, .. } = self.layout;
         if dense == layers {
             return None;
         }
-        // Run by run, whichever rank has it: in the order of the tokens.
+        // Run by run in the order of the tokens, whichever rank has them.
         let of_run = |table: &[f64], cell: usize| -> f64 {
             (0..layers).map(|layer| table[self.layout.router_losses(layer) + cell]).sum()
         };
@@ -530,7 +529,7 @@ impl<'a> Report<'a> {
         Some([all(0) * shards_a_run, all(1) * shards_a_run])
     }
 
-    /// Slots that chose each expert, by layer, all ranks together; of a dense layer none.
+    /// Slots that chose each expert, by layer, over all ranks; none for a dense layer.
     pub fn load(&self) -> Vec<Vec<f64>> {
         let sum = |cell: usize| self.tables.iter().map(|table| table[cell]).sum();
         (0..self.layout.layers)
@@ -556,7 +555,7 @@ mod tests {
         assert_eq!(issue(5, 0, 100), [0, 0], "the first of a process");
         assert_eq!(issue(6, 10, 104), [10, 4]);
         assert_eq!(issue(7, 30, 110), [20, 6]);
-        // The record of step 6 asks for more room: it is done again, and step 7.
+        // The exchange of step 6 overflowed: steps 6 and 7 are retried.
         assert_eq!(issue(6, 50, 130), [10, 4]);
         assert_eq!(issue(7, 80, 140), [20, 6]);
         assert_eq!(issue(8, 100, 150), [70, 40]);

@@ -3,21 +3,21 @@
 use nibble_core::formats::{BlockAxis, Format};
 use std::fmt;
 
-/// By what a tensor changes its representation at a site.
+/// How a tensor changes its representation at a site.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ChangeKind {
     /// A plain tensor becomes codes.
     Quantize,
     /// Codes along rows become other codes: MXFP4 is lifted, E4M3 is shifted to columns.
     Transcode {
-        /// The format that it has.
+        /// The format before.
         from: Format,
-        /// Along what the blocks of the result run.
+        /// The axis of the result's blocks.
         axis: BlockAxis,
     },
 }
 
-/// By what counts and random bits know the copies of a weight: that of fprop, and dgrad's where it is quantized by itself.
+/// Names of a weight's copies in counts and random bits: fprop's copy, and dgrad's if it is quantized by itself.
 pub(crate) const OF_FPROP: &str = "w";
 /// See [`OF_FPROP`].
 pub(crate) const OF_DGRAD: &str = "wt";
@@ -44,7 +44,7 @@ impl fmt::Display for CountSite {
 }
 
 impl CountSite {
-    /// Its name without that of its decoder layer: that of such sites in all layers.
+    /// Its name without the decoder layer's, common to such sites in all layers.
     pub fn in_any_layer(&self) -> String {
         let mut parts: Vec<&str> = self.layer.split('.').collect();
         if let Some(number) = parts.iter().position(|part| part.parse::<usize>().is_ok()) {

@@ -1,4 +1,4 @@
-//! What of a model can be counted: its parameters by kind, with the keys they grow with, and the arithmetic of a token.
+//! Counts of a model: its parameters by kind, with the configuration keys that they grow with, and the flops of a token.
 
 use super::{Group, LAYERS, ModelSpec, ParamSpec, Part, Run, Size};
 use crate::config::Config;
@@ -7,13 +7,13 @@ use std::collections::HashMap;
 /// The parameters of a group.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Parameters {
-    /// Whose.
+    /// The group.
     pub group: Group,
-    /// As a message calls them.
+    /// Its name in messages.
     pub what: &'static str,
-    /// What the largest tensors among them are a product of, the number of layers that have them first.
+    /// Sizes that its largest tensors are a product of; the number of layers with these tensors comes first.
     pub sizes: Vec<Size>,
-    /// How many over all ranks; none beyond 128 bits.
+    /// Number of parameters over all ranks; `None` beyond 128 bits.
     pub count: Option<u128>,
 }
 
@@ -77,12 +77,12 @@ impl ModelSpec {
         extents.map(|extent| extent.count()).try_fold(0, |widest, count| Some(widest.max(count?)))
     }
 
-    /// About how many values of a token a forward pass keeps, whatever the recipe.
+    /// About how many values per token a forward pass saves, whatever the recipe.
     pub(crate) fn kept_values(&self) -> f64 {
         self.runs.iter().map(|run| run.layers.value as f64 * run.block.kept_values()).sum()
     }
 
-    /// By a layer's id the group by which what it keeps is counted.
+    /// For each layer's id, the group under which its saved activations are counted.
     pub(crate) fn groups(&self) -> HashMap<String, Group> {
         let parts = self.parts().map(|part| (part.id, part.group));
         let nodes = self.blocks().flat_map(|block| {
@@ -91,7 +91,7 @@ impl ModelSpec {
         parts.chain(nodes).collect()
     }
 
-    /// Parameters of the matrices that a token meets: attention, router, its experts, the shared expert, dense MLPs, the head.
+    /// Parameters of the matrices that multiply a token: attention, router, its experts, the shared expert, dense MLPs, the head.
     #[must_use]
     pub fn active_parameters(&self) -> u64 {
         let of_run = |run: &Run| {
@@ -108,9 +108,9 @@ impl ModelSpec {
 }
 
 impl Config {
-    /// Flops of the products for a token, forward and backward: two a multiply-add, three products for each of the model.
-    /// Attention counts the half of the square that a causal mask leaves, experts their routed rows without padding; what is
-    /// computed again counts once.
+    /// Flops of a token's products, forward and backward: two per multiply-add, three products for each product of the model. Attention
+    /// counts the half of the square that a causal mask leaves; experts count their routed rows without padding. Recomputation does not
+    /// count.
     #[must_use]
     pub fn flops_per_token(&self) -> f64 {
         let spec = ModelSpec::new(&self.model);

@@ -1,5 +1,5 @@
 //! Multi-head latent attention.
-//! d model, h heads, n own elements of a head of queries and keys, r that turn, u value_dim, p q_rank, c kv_rank.
+//! d model, h heads, n own elements of a head of queries and keys, r rotated elements, u value_dim, p q_rank, c kv_rank.
 
 use super::{Extent, Group, Part, Rope, Size};
 
@@ -10,13 +10,13 @@ pub struct LatentShape {
     pub d_model: usize,
     /// Heads, of queries as of keys and values.
     pub heads: usize,
-    /// Elements of a head of queries and keys that do not turn: its own.
+    /// Elements of a head of queries and keys that are not rotated: its own.
     pub nope_dim: usize,
-    /// Elements after them, which turn; those of keys are one for all heads.
+    /// Elements after them, which are rotated. All heads share those of the key.
     pub rope_dim: usize,
     /// Elements of a head of values.
     pub value_dim: usize,
-    /// Width of the latent of queries; 0 = they come straight from the input.
+    /// Width of the latent of queries; 0 = queries come straight from the input.
     pub q_rank: usize,
     /// Width of the latent of keys and values.
     pub kv_rank: usize,
@@ -39,7 +39,7 @@ pub struct UpSpec {
     pub up: Part,
 }
 
-/// How queries are made.
+/// How queries are projected.
 #[derive(Debug, Clone)]
 #[allow(clippy::large_enum_variant)] // A decoder layer has one of them, in place.
 pub enum QueriesSpec {
@@ -67,13 +67,13 @@ pub struct LatentSpec {
     pub kv: Part,
     /// `[r, d]`.
     pub k_rope: Part,
-    /// `[h·(n + u), c]`: of each head n rows of its key, then u of its value.
+    /// `[h·(n + u), c]`: for each head n rows of its key, then u rows of its value.
     pub kv_up: UpSpec,
     /// `[d, h·u]`.
     pub o: Part,
-    /// How queries and keys turn, and by what their products are scaled.
+    /// Rotation of queries and keys, and the scale of their products.
     pub rope: Rope,
-    /// ε of the latents' norms: as published, whatever that of the residual stream is.
+    /// ε of the latents' norms: as published, whatever ε the residual stream's norms have.
     pub eps: f32,
 }
 
@@ -115,7 +115,7 @@ impl LatentSpec {
         }
     }
 
-    /// Its parts, in canonical order: that of a forward pass, but for the shared key, which is beside the latent that it is made beside.
+    /// Its parts in canonical order: that of a forward pass, except that the shared key's projection follows the one to the latent of keys.
     pub fn parts(&self) -> impl Iterator<Item = &Part> {
         let queries = match &self.q {
             QueriesSpec::Straight(part) => vec![part],
@@ -144,7 +144,7 @@ impl LatentSpec {
         self.shape.heads * (self.shape.head_dim() + self.shape.value_dim)
     }
 
-    /// About how many values of a token a forward pass keeps: the input, the latents, queries, keys, values and what comes out.
+    /// About how many values per token a forward pass saves: the input, the latents, queries, keys, values and the output.
     pub(super) fn kept_values(&self) -> f64 {
         let LatentShape { d_model, heads, value_dim, q_rank, kv_rank, .. } = self.shape;
         (d_model + q_rank + kv_rank) as f64 + 2.0 * heads as f64 * (self.shape.head_dim() + value_dim) as f64

@@ -1,4 +1,4 @@
-//! What the parts of a decoder layer make together: attention, an MLP, a mixture of experts.
+//! Layers that consist of several parts: attention, an MLP, a mixture of experts.
 //! d model, h heads, g key/value heads, c head_dim, u value_dim, f ffn, e experts.
 
 use super::{Extent, Group, LatentSpec, ParamSpec, Part, PartKind, Size};
@@ -41,11 +41,11 @@ pub struct GroupedQuerySpec {
     pub v: Part,
     /// `[d, h·u]`.
     pub o: Part,
-    /// Of each head of queries, and of keys: `[c]`; or of all heads together, `[h·c]` and `[g·c]`.
+    /// Norms of queries and of keys: over each head, `[c]`; or over all heads together, `[h·c]` and `[g·c]`.
     pub norms: Option<[Part; 2]>,
-    /// `[h]`: a score of each query head that no key has.
+    /// `[h]`: sinks, an additional score of each query head that belongs to no key.
     pub sinks: Option<Part>,
-    /// ε of those.
+    /// ε of the norms.
     pub eps: f32,
 }
 
@@ -57,7 +57,7 @@ impl GroupedQuerySpec {
         let (heads, kv_heads) =
             (Size::new("model.heads", shape.heads), Size::new("model.kv_heads", shape.kv_heads));
         let head_dim = Size::new("model.head_dim", shape.head_dim);
-        // The key of values' width need not be written: they are as wide as keys then.
+        // A configuration may leave the width of values out: they are as wide as keys then.
         let value_dim = match shape.value_dim == shape.head_dim {
             true => head_dim,
             false => Size::new("model.value_head_dim", shape.value_dim),
@@ -102,14 +102,14 @@ impl GroupedQuerySpec {
         heads * (head_dim + value_dim)
     }
 
-    /// About how many values of a token a forward pass keeps: the input, queries, keys, values and what comes out.
+    /// About how many values per token a forward pass saves: the input, queries, keys, values and the output.
     fn kept_values(&self) -> f64 {
         let GroupedQueryShape { d_model, heads, head_dim, value_dim, .. } = self.shape;
         d_model as f64 + 2.0 * heads as f64 * (head_dim + value_dim) as f64
     }
 }
 
-/// How a decoder layer's tokens see those before them.
+/// Attention of a decoder layer.
 #[derive(Debug, Clone)]
 // A decoder layer has one of them, in place: there is nothing to gain from a box.
 #[allow(clippy::large_enum_variant)]
@@ -139,7 +139,7 @@ impl AttentionSpec {
         }
     }
 
-    /// The projections of its input, in the order in which their gradients are made: they share what is made of it where their precisions are the same.
+    /// The projections of its input, in the order of their gradients. They share its conversions where their precisions agree.
     #[must_use]
     pub fn inputs(&self) -> [&Part; 3] {
         match self {
@@ -157,7 +157,7 @@ impl AttentionSpec {
         }
     }
 
-    /// The projection of what attention gives.
+    /// The projection of attention's output.
     #[must_use]
     pub fn out(&self) -> &Part {
         match self {
@@ -183,19 +183,19 @@ impl AttentionSpec {
     }
 }
 
-/// An MLP: that of a dense layer, or the expert that every token passes.
+/// An MLP: that of a dense layer, or the shared expert.
 #[derive(Debug, Clone)]
 pub struct MlpSpec {
     /// `model.layers.3.mlp`, or `model.layers.3.mlp.shared_expert`.
     pub id: String,
-    /// `[2f, d]`: the gate's rows before those that it gates.
+    /// `[2f, d]`: the gate's rows before the up projection's.
     pub gate_up: Part,
     /// `[d, f]`.
     pub down: Part,
 }
 
 impl MlpSpec {
-    /// An MLP of these widths, of the group of dense layers' or of shared experts. The second projection's weights have the second
+    /// An MLP of these widths, in the group of dense layers' MLPs or of shared experts. The second projection's weights have the second
     /// standard deviation.
     #[must_use]
     pub fn new(id: &str, group: Group, (d_model, ffn): (usize, usize), [std, out_std]: [f32; 2]) -> Self {
@@ -215,7 +215,7 @@ impl MlpSpec {
         [&self.gate_up, &self.down].into_iter()
     }
 
-    /// About how many values of a token a forward pass keeps: what each product reads, and what SwiGLU does.
+    /// About how many values per token a forward pass saves: what each product reads, and what SwiGLU reads.
     fn kept_values(&self) -> f64 {
         let values = |part: &Part| {
             let of_weight = |weight: &ParamSpec| match part.kind {
@@ -237,9 +237,9 @@ pub struct MoeShape {
     pub ffn: usize,
     /// Experts over all ranks.
     pub experts: usize,
-    /// Experts a token.
+    /// Experts per token.
     pub top_k: usize,
-    /// Divide the gate weights by their sum.
+    /// Whether the gate weights are divided by their sum.
     pub normalize: bool,
     /// Factor of the load-balancing loss.
     pub aux_coef: f32,
@@ -247,16 +247,16 @@ pub struct MoeShape {
     pub z_coef: f32,
 }
 
-/// What a router does beyond taking the largest softmax, which is the default.
+/// How a router differs from the default, which takes the largest softmax probabilities.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RouterOptions {
-    /// What logits become.
+    /// How logits become scores.
     pub scores: Scores,
     /// Groups of experts that are chosen first.
     pub groups: Option<ExpertGroups>,
-    /// Factor of the weights.
+    /// Factor of the gate weights.
     pub scale: f32,
-    /// Whether each expert has a bias of the choice.
+    /// Whether each expert has a bias, which counts in the choice alone.
     pub has_bias: bool,
     /// What the load-balancing loss is taken over.
     pub balance: Balance,
@@ -275,9 +275,9 @@ pub struct MoeSpec {
     pub id: String,
     /// Sizes and factors of the router's losses.
     pub shape: MoeShape,
-    /// How the router chooses.
+    /// How the router differs from the default.
     pub options: RouterOptions,
-    /// `[e, d]`, and the choice's bias `[e]` if there is one.
+    /// `[e, d]`, and the bias of the choice, `[e]`, if there is one.
     pub router: Part,
     /// `[e · 2f, d]` and `[e · d, f]`.
     pub experts: Part,
@@ -309,7 +309,7 @@ impl MoeSpec {
         [&self.router, &self.experts].into_iter()
     }
 
-    /// How the router chooses and weighs.
+    /// How the router chooses experts and computes gate weights.
     #[must_use]
     pub fn rule(&self) -> RouteRule {
         let (MoeShape { top_k, normalize, .. }, RouterOptions { scores, groups, scale, .. }) =
@@ -317,7 +317,7 @@ impl MoeSpec {
         RouteRule { scores, top_k, normalize, groups, scale, in_turn: false }
     }
 
-    /// About how many values of a token a forward pass keeps: what the first product reads and gives, for each of its experts.
+    /// About how many values per token a forward pass saves: input and output of the first product, for each of the token's experts.
     fn kept_values(&self) -> f64 {
         let MoeShape { top_k, d_model, ffn, .. } = self.shape;
         top_k as f64 * (d_model as f64 + 2.0 * ffn as f64)
@@ -335,7 +335,7 @@ pub enum FeedSpec {
     Experts {
         /// Router and experts.
         moe: MoeSpec,
-        /// The expert every token passes, if there is one.
+        /// The shared expert, which every token passes, if there is one.
         shared: Option<MlpSpec>,
     },
 }
@@ -352,7 +352,7 @@ impl FeedSpec {
         }
     }
 
-    /// What is kept of all of it, by a group of which a part has its id.
+    /// Ids of the layers that consist of several parts, with the group of each.
     fn nodes(&self) -> Vec<(&str, Group)> {
         match self {
             Self::Dense(mlp) => vec![(&mlp.id, Group::Mlps)],
@@ -380,7 +380,7 @@ pub struct BlockSpec {
     pub attn_norm: Part,
     /// Attention.
     pub attn: AttentionSpec,
-    /// `[d]`, before what follows.
+    /// `[d]`, before the feed.
     pub mlp_norm: Part,
     /// Experts, or one MLP.
     pub feed: FeedSpec,
@@ -396,12 +396,12 @@ impl BlockSpec {
         attention.chain([&self.mlp_norm]).chain(self.feed.parts()).collect()
     }
 
-    /// The ids of what has several parts, and the group by which what it keeps is counted.
+    /// Ids of the layers that consist of several parts, with the group under which each one's saved activations are counted.
     pub(super) fn nodes(&self) -> Vec<(&str, Group)> {
         [(self.attn.id(), Group::Attention)].into_iter().chain(self.feed.nodes()).collect()
     }
 
-    /// About how many values of a token a forward pass keeps.
+    /// About how many values per token a forward pass saves.
     pub(super) fn kept_values(&self) -> f64 {
         self.attn.kept_values() + self.feed.kept_values()
     }

@@ -52,19 +52,19 @@ use nibble_core::recipe;
 /// Standard deviation of initial weights; projections back into the residual stream have it divided by √(2·layers).
 const INIT_STD: f32 = 0.02;
 
-/// The embedding; the head's id as well where it is tied to it.
+/// Id of the embedding, and of a tied head.
 const EMBED: &str = "model.embed_tokens";
-/// The output head of its own.
+/// Id of a head with a weight of its own.
 const HEAD: &str = "lm_head";
 
 /// A model.
 #[derive(Debug, Clone)]
 pub struct ModelSpec {
-    /// Positions.
+    /// Rotation of queries and keys.
     pub rope: Rope,
     /// `[vocabulary, d]`.
     pub embed: Part,
-    /// Decoder layers that differ in their number alone, in order; no run is empty.
+    /// Runs of decoder layers that differ only in their number, in order; no run is empty.
     pub runs: Vec<Run>,
     /// `[d]`, before the head.
     pub norm: Part,
@@ -73,12 +73,12 @@ pub struct ModelSpec {
     config: ModelConfig,
 }
 
-/// Decoder layers one after the other that differ in their number alone.
+/// Consecutive decoder layers that differ only in their number.
 #[derive(Debug, Clone)]
 pub struct Run {
-    /// How many.
+    /// How many layers.
     pub layers: Size,
-    /// The first of them.
+    /// The first layer.
     pub block: BlockSpec,
 }
 
@@ -90,7 +90,7 @@ impl ModelSpec {
             (Size::new("model.vocab_size", config.vocab_size), Size::d_model(config.d_model));
         let tied = config.tie_embeddings;
         let head = if tied { EMBED } else { HEAD };
-        // One kind of layer has the key of all.
+        // If all layers are of one kind, their number has the key of all layers.
         let key = |of_two| if config.dense_layers == 0 || config.experts == 0 { LAYERS } else { of_two };
         let runs = [
             (0, Size::new(key("model.dense_layers"), config.num_dense())),
@@ -132,7 +132,7 @@ impl ModelSpec {
         self.config.experts
     }
 
-    /// Every part, in canonical order: that of the parameters, and of a forward pass but for norms of heads.
+    /// Every part in canonical order: that of the parameters, and of a forward pass except for norms of heads.
     pub fn parts(&self) -> impl Iterator<Item = Part> + '_ {
         let blocks = self.blocks().flat_map(|block| block.parts().into_iter().cloned().collect::<Vec<_>>());
         let (first, last) = (self.embed.clone(), [self.norm.clone(), self.head.clone()]);
@@ -144,7 +144,7 @@ impl ModelSpec {
         self.parts().flat_map(|part| part.params().to_vec())
     }
 
-    /// The layers that recipes speak of, in the order of a forward pass.
+    /// The layers that recipes describe, in the order of a forward pass.
     #[must_use]
     pub fn recipe_layers(&self) -> Vec<recipe::Layer> {
         let of_block =
@@ -156,7 +156,7 @@ impl ModelSpec {
 /// The key of the number of decoder layers.
 const LAYERS: &str = "model.layers";
 
-/// How queries and keys turn: the last elements of their heads, or all.
+/// Rotation of queries and keys: of the last elements of their heads, or of all.
 fn rope(config: &ModelConfig) -> Rope {
     let dim = if config.kv_rank > 0 { config.rope_dim } else { config.head_dim };
     Rope { dim, theta: config.rope_theta, scaling: config.rope_scaling }

@@ -3,7 +3,7 @@
 use crate::config::RopeScaling;
 use nibble_core::recipe::{Layer, LayerKind};
 
-/// Parts that are counted together where sizes are told.
+/// Parts that are counted together where sizes are reported.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Group {
     /// Embedding and head.
@@ -12,7 +12,7 @@ pub enum Group {
     Attention,
     /// MLPs of dense layers.
     Mlps,
-    /// The experts that every token passes.
+    /// Shared experts, which every token passes.
     SharedExperts,
     /// The experts that routers choose: these alone are divided over ranks.
     Experts,
@@ -34,7 +34,7 @@ impl Group {
         Self::Norms,
     ];
 
-    /// As a message calls them.
+    /// Its name in messages.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -49,17 +49,17 @@ impl Group {
     }
 }
 
-/// A size of the model, and the key of a configuration that says it.
+/// A size of the model, and the configuration key that sets it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Size {
     /// `model.d_model`.
     pub key: &'static str,
-    /// What it says.
+    /// The value of the key.
     pub value: usize,
 }
 
 impl Size {
-    /// The size that this key says.
+    /// The size that this key sets.
     #[must_use]
     pub const fn new(key: &'static str, value: usize) -> Self {
         Self { key, value }
@@ -71,12 +71,12 @@ impl Size {
     }
 }
 
-/// A number of rows or columns: a product of sizes, such as heads · head_dim, so many times.
+/// A number of rows or columns: `times` · a product of sizes, such as heads · head_dim.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Extent {
     /// 2 where the gate and the up projection lie in one matrix.
     pub times: usize,
-    /// None of a vector's one row.
+    /// Empty for the one row of a vector.
     pub sizes: Vec<Size>,
 }
 
@@ -87,7 +87,7 @@ impl Extent {
         Self { times: 1, sizes: sizes.to_vec() }
     }
 
-    /// The number, of a configuration whose sizes can be counted; any other's is cut off.
+    /// The number; saturates at `usize::MAX`.
     #[must_use]
     pub fn len(&self) -> usize {
         self.sizes.iter().fold(self.times, |product, size| product.saturating_mul(size.value))
@@ -99,7 +99,7 @@ impl Extent {
         self.len() == 0
     }
 
-    /// The number; none beyond 128 bits.
+    /// The number; `None` beyond 128 bits.
     #[must_use]
     pub fn count(&self) -> Option<u128> {
         let mut sizes = self.sizes.iter().map(|size| size.value as u128);
@@ -107,33 +107,33 @@ impl Extent {
     }
 }
 
-/// What a tensor's values are before the first step.
+/// Initial values of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Init {
     /// Zeros, as of every bias.
     Zeros,
     /// Ones, as of every norm.
     Ones,
-    /// Normal numbers of this standard deviation. Each is a function of the seed, the tensor's id and its own index.
+    /// Normally distributed values of this standard deviation. Each is a function of the seed, the tensor's id and its own index.
     Normal(f32),
 }
 
-/// By what a step changes a tensor.
+/// What changes a tensor in a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Update {
     /// Its gradient, by AdamW.
     Gradient,
-    /// The load of experts, without a gradient: see [`nibble_core::ops::BalanceBias`]. Every rank has all of it.
+    /// The load of experts, without a gradient: see [`nibble_core::ops::BalanceBias`]. Every rank has the whole tensor.
     Load,
 }
 
-/// A tensor that is trained: a matrix `[rows, cols]`, a stack of them, or a vector `[cols]`.
+/// A trained tensor: a matrix `[rows, cols]`, a stack of them, or a vector `[cols]`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ParamSpec {
-    /// `model.layers.3.self_attn.q_proj.weight`. It keys random numbers, transforms' signs and the histories of scales, so it is the same
-    /// whatever the tensor is called elsewhere.
+    /// `model.layers.3.self_attn.q_proj.weight`. It keys random numbers, transforms' signs and the histories of delayed scales, so it does
+    /// not depend on the tensor's name elsewhere.
     pub id: String,
-    /// How many experts' matrices are stacked in it, divided among the ranks. None of what every rank computes with.
+    /// How many experts' matrices are stacked in it, divided among the ranks; `None` for a tensor that every rank computes with.
     pub experts: Option<Size>,
     /// Rows of a matrix.
     pub rows: Extent,
@@ -154,7 +154,7 @@ impl ParamSpec {
         Self { id, experts: None, rows: Extent::of(&[]), cols, init, update }
     }
 
-    /// Whether it is a vector, and no matrix of one row.
+    /// Whether it is a vector, as opposed to a matrix of one row.
     #[must_use]
     pub fn is_vector(&self) -> bool {
         self.rows.sizes.is_empty()
@@ -188,27 +188,27 @@ impl ParamSpec {
 /// What a part does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PartKind {
-    /// Tokens to rows of its table.
+    /// Looks up rows of its table by token.
     Embedding,
     /// RMSNorm.
     Norm,
-    /// Scores of attention that no key has.
+    /// Attention sinks: scores that belong to no key.
     Sinks,
     /// Y = X·Wᵀ; SwiGLU follows a gated one.
     Linear {
-        /// Whether it makes the gate and what is gated.
+        /// Whether its output is a gate and the values that it gates.
         gated: bool,
     },
     /// Logits of experts.
     Router,
     /// Two grouped products with SwiGLU between.
     Experts {
-        /// Experts of a token.
+        /// Experts per token.
         top_k: usize,
     },
     /// Logits of the vocabulary, and the loss.
     Head {
-        /// Whether it takes the embedding's weight.
+        /// Whether it uses the embedding's weight.
         tied: bool,
     },
 }
@@ -216,11 +216,11 @@ pub enum PartKind {
 /// A part of the model that has weights: a leaf of the tree.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Part {
-    /// `model.layers.3.self_attn.q_proj`: by it recipes know the part, and whatever is kept or counted of it.
+    /// `model.layers.3.self_attn.q_proj`: the part's name in recipes, counts and lists of saved activations.
     pub id: String,
     /// What it does.
     pub kind: PartKind,
-    /// With which others it is counted.
+    /// The group under which it is counted.
     pub group: Group,
     weights: Vec<ParamSpec>,
 }
@@ -253,7 +253,7 @@ impl Part {
         Self { id: id.to_owned(), kind: PartKind::Norm, group, weights: vec![weight] }
     }
 
-    /// A sink of each head. It is its own parameter, `model.layers.3.self_attn.sinks`.
+    /// A sink for each head. It is its own parameter, `model.layers.3.self_attn.sinks`.
     pub(super) fn sinks(id: String, heads: Size, std: f32) -> Self {
         let weight = ParamSpec::vector(id.clone(), Extent::of(&[heads]), Init::Normal(std), Update::Gradient);
         Self { id, kind: PartKind::Sinks, group: Group::Attention, weights: vec![weight] }
@@ -266,7 +266,7 @@ impl Part {
         Self { id, kind: PartKind::Linear { gated }, group, weights }
     }
 
-    /// The same with a bias of each output, which lies behind its weight.
+    /// The same with a bias for each output, which follows the weight.
     #[must_use]
     pub(super) fn with_bias(mut self) -> Self {
         let of_outputs = self.weights.iter().map(|weight| weight.rows.clone());
@@ -276,7 +276,7 @@ impl Part {
         self
     }
 
-    /// A router `[experts, d]`, and the bias `[experts]` of its choice if it has one.
+    /// A router `[experts, d]`, and the bias `[experts]` of its choice, if there is one.
     pub(super) fn router(id: String, (experts, d_model): (Size, Size), std: f32, has_bias: bool) -> Self {
         let (rows, cols) = (Extent::of(&[experts]), Extent::of(&[d_model]));
         let mut weights = vec![ParamSpec::matrix(format!("{id}.weight"), rows.clone(), cols, std)];
@@ -307,7 +307,7 @@ impl Part {
         Self { id, kind: PartKind::Experts { top_k }, group: Group::Experts, weights }
     }
 
-    /// Every weight that it takes, the embedding's among them where the head is tied.
+    /// Every weight that it uses, including the embedding's if the head is tied.
     #[must_use]
     pub fn weights(&self) -> &[ParamSpec] {
         &self.weights
@@ -322,7 +322,7 @@ impl Part {
         }
     }
 
-    /// As a recipe knows it; none of what no recipe speaks of.
+    /// Its description in recipes; `None` for a part that no recipe describes.
     #[must_use]
     pub fn layer(&self) -> Option<Layer> {
         let (kind, gated) = match self.kind {
@@ -335,7 +335,7 @@ impl Part {
         Some(Layer { kind, name: self.id.clone(), gated })
     }
 
-    /// Parameters of the matrices that a token meets: as many multiply-adds does each of its products take.
+    /// Parameters of the matrices that multiply a token. Each of the part's three products takes as many multiply-adds per token.
     #[must_use]
     pub fn active_parameters(&self) -> usize {
         let matrices = |times: usize| {
@@ -355,10 +355,10 @@ fn table(id: &str, vocabulary: Size, d_model: Size, std: f32) -> ParamSpec {
     ParamSpec::matrix(format!("{id}.weight"), Extent::of(&[vocabulary]), Extent::of(&[d_model]), std)
 }
 
-/// How queries and keys turn with their position; every layer has the same.
+/// How queries and keys are rotated by their position; the same in every layer.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Rope {
-    /// Elements of a head that turn, in pairs.
+    /// Elements of a head that are rotated, in pairs.
     pub dim: usize,
     /// Base of the frequencies.
     pub theta: f64,

@@ -1,4 +1,4 @@
-//! The files of a tokenizer, so that others begin a text as a run has begun its documents.
+//! Changes exported tokenizer files so that other tools begin a text as the run began its documents.
 
 use std::fs;
 use std::path::Path;
@@ -11,12 +11,12 @@ use super::{SETTINGS_FILE, TOKENIZER_FILE, Tokenizer};
 use crate::error::{Error, Result};
 use crate::files;
 
-/// Changes the files of a tokenizer in this folder so that they put `bos` before a text, or nothing: `add_bos_token` and `bos_token` of
-/// `tokenizer_config.json`, and the post-processor of `tokenizer.json`, which alone counts for `transformers` from version 5 on. A tokenizer that puts
-/// nothing there, and names nothing, stays as it is where there is to be nothing.
+/// Changes the files of the tokenizer in this folder so that they put `bos` before a text, or nothing: `add_bos_token` and `bos_token` in
+/// `tokenizer_config.json`, and the post-processor in `tokenizer.json`, which alone matters to `transformers` from version 5 on. Without
+/// `bos`, a tokenizer that adds no such token and names none stays unchanged.
 ///
 /// # Errors
-/// [`Error::Io`]; [`Error::Tokenizer`] for files that are no tokenizer.
+/// [`Error::Io`]; [`Error::Tokenizer`] for invalid tokenizer files.
 pub(crate) fn begin_texts_with(dir: &Path, bos: Option<i32>) -> Result<()> {
     let file = dir.join(TOKENIZER_FILE);
     if !file.exists() {
@@ -53,7 +53,7 @@ pub(crate) fn begin_texts_with(dir: &Path, bos: Option<i32>) -> Result<()> {
     fs::write(&settings, text).map_err(Error::io(&settings))
 }
 
-/// A post-processor that puts these ids before and behind a text, in the place of the one that did; what else there was stays.
+/// A post-processor that puts these ids before and after a text, in place of the old template; other processors are kept.
 fn post_processor(tokenizer: &dyn Tokenizer, old: &Value, [before, behind]: [&Vec<i32>; 2]) -> Value {
     let is_of_ids = |of: &Value| {
         let kind = of["type"].as_str().unwrap_or_default();
@@ -98,7 +98,7 @@ mod tests {
     use super::*;
     use crate::tokenizer::{Bytes, open, transformers_tokenizer};
 
-    /// Bytes, whose first letters are control tokens, with this post-processor and these settings.
+    /// The byte tokenizer, whose first letters are control tokens, with this post-processor and these settings.
     fn folder(post_processor: &Value, settings: &Value) -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
         let mut whole: Value = serde_json::from_str(&Bytes.to_json()).unwrap();
@@ -119,7 +119,7 @@ mod tests {
         post_processor(&Bytes, &Value::Null, [&before.to_vec(), &behind.to_vec()])
     }
 
-    /// Whatever stood around a text: what `tokenizers` encodes begins as asked, ends as it did, and has the settings that say so.
+    /// Whatever the files added before: a text encoded by `tokenizers` begins as asked, ends as before, and the settings agree.
     #[test]
     fn others_begin_a_text_as_the_run_did() {
         let bytes = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false});
@@ -160,7 +160,7 @@ mod tests {
                             "{what}"
                         );
                     }
-                    // What puts nothing there and names nothing is left alone.
+                    // A tokenizer that adds and names nothing stays unchanged.
                     let is_nothing = bos.is_none() && before.is_empty() && settings == json!({});
                     assert_eq!(is == was, is_nothing, "{what}");
                 }

@@ -1,11 +1,11 @@
-//! Text as its bytes.
+//! Bytes as tokens.
 
 use serde_json::json;
 
 use super::{NO_TOKEN, Tokenizer, without_merges};
 use crate::error::Result;
 
-/// Token ids of byte-level text: one a byte.
+/// Number of token ids of byte-level text.
 pub const BYTE_VOCAB: usize = 256;
 
 /// A token is a byte.
@@ -57,12 +57,12 @@ impl Tokenizer for Bytes {
     }
 }
 
-/// The printable character that stands for a byte in byte-level BPE vocabularies (Radford et al., 2019): printable
-/// Latin-1 bytes stand for themselves, the others follow from U+0100 on.
+/// The printable character of a byte in byte-level BPE vocabularies (Radford et al., 2019): printable Latin-1 bytes are themselves, the
+/// others follow from U+0100 on.
 fn byte_alphabet(byte: usize) -> char {
     let printable = |b: usize| matches!(b, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
     let code = if printable(byte) { byte } else { 0x100 + (0..byte).filter(|&b| !printable(b)).count() };
-    // At most U+0143: a character.
+    // At most U+0143, a valid character.
     char::from_u32(code as u32).unwrap_or('\u{fffd}')
 }
 

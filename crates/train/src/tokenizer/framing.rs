@@ -1,25 +1,25 @@
-//! What stands around each document.
+//! The tokens around each document.
 
 use super::Tokenizer;
 use crate::error::{Error, Result};
 
-/// The word by which `data.bos_token` and `data.eos_token` leave it to the tokenizer's files.
+/// The value of `data.bos_token` and `data.eos_token` that follows the tokenizer's files.
 pub const AUTO: &str = "auto";
 
-/// The word by which they say that there is none.
+/// The value of these keys for no token.
 pub const NONE: &str = "none";
 
-/// The tokens before and behind each document.
+/// The tokens before and after each document.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Framing {
-    /// Stands before a document.
+    /// The token before a document.
     pub bos: Option<i32>,
-    /// Stands behind it.
+    /// The token after a document.
     pub eos: Option<i32>,
 }
 
 impl Framing {
-    /// What the keys `data.bos_token` and `data.eos_token` say: [`AUTO`], [`NONE`], or the text of a token.
+    /// The framing of `data.bos_token` and `data.eos_token`: [`AUTO`], [`NONE`], or the text of a token.
     ///
     /// # Errors
     /// [`Error::Config`] with the key, for a text that is no token.
@@ -44,7 +44,7 @@ impl Framing {
         })
     }
 
-    /// The ids of a document with what stands around it.
+    /// The ids of a document with its framing.
     #[must_use]
     pub fn frame(&self, ids: Vec<i32>) -> Vec<i32> {
         let mut framed = ids;

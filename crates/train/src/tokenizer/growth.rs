@@ -1,36 +1,36 @@
-//! What a `tokenizer.json` makes of a text before it has tokens: how much longer it may become, and how long that may take.
+//! Limits on what a `tokenizer.json` does to a text before tokenization: how much longer the text may become, and how long that may take.
 //!
-//! Its steps are a small program too. Twenty-five that write each letter twice make gigabytes of a word. What a step may do is told by its JSON, before
-//! anything is built of it; and where the steps together may still do much, each text is tried by parts first.
+//! Its steps form a small program: twenty-five steps that double each letter turn a word into gigabytes. The JSON is checked step by step
+//! before anything is built from it. If all steps together may still enlarge a text much, every text is tried piece by piece first.
 
 use serde::Deserialize;
 use serde_json::Value;
 use tokenizers::{NormalizedString, Normalizer, NormalizerWrapper};
 
-/// Steps of one kind, at most. Published files have up to ten.
+/// Limit of steps of one kind. Published files have up to ten.
 const MOST_STEPS: usize = 64;
-/// Sequences within sequences.
+/// Nesting depth of sequences.
 const MOST_DEPTH: usize = 4;
-/// How many times as long a text may become without being tried first. A space is three bytes in SentencePiece's files.
+/// Growth factor of a text that needs no trial. A space becomes three bytes in SentencePiece's files.
 const FREELY: f64 = 16.0;
-/// And at all, by what each step may do to its worst text.
+/// Largest product of all steps' worst-case growth.
 const MOST_GROWTH: f64 = 1e6;
-/// How many times as long a step may write one match.
+/// Largest worst-case growth of one step.
 const MOST_OF_STEP: f64 = 64.0;
-/// How many times as long a text may really become, and so many bytes more.
+/// Largest actual growth of a text in a trial, which may also add this many KiB.
 const TRIED: usize = 64;
-/// Bytes of the parts by which a text is tried.
+/// Bytes of the pieces of a trial.
 const PART: usize = 1024;
-/// Bytes that added tokens may become when they are read.
+/// Bytes that all added tokens may grow to while they are loaded.
 const MOST_ADDED: f64 = 64e6;
-/// Letters of one word that `WordPiece` looks at in every way. Published files have 100.
+/// Longest word in letters, for which `WordPiece` tries all substrings. Published files have 100.
 const MOST_WORD: u64 = 10_000;
-/// Bytes of a token. Published ones have some hundred.
+/// Longest token in bytes. Published tokens have some hundred.
 pub(super) const MOST_TOKEN: usize = 4096;
-/// Ids that are put around a text.
+/// Limit of the ids added around a text.
 const MOST_AROUND: usize = 10_000;
 
-/// The parts of the file that say how it changes texts.
+/// The parts of the file that change texts.
 #[derive(Deserialize)]
 struct Shape {
     #[serde(default)]
@@ -61,7 +61,7 @@ struct Added {
     content: String,
 }
 
-/// What the steps of a kind may do.
+/// The combined effect of the steps of one kind.
 #[derive(Default)]
 struct Steps {
     count: usize,
@@ -69,10 +69,10 @@ struct Steps {
     tables: usize,
 }
 
-/// Whether texts must be tried before they are given to the tokenizer of this file.
+/// Whether texts must be tried before they are passed to this file's tokenizer.
 ///
 /// # Errors
-/// Naming the part of the file that may do too much.
+/// Names the part of the file that exceeds a limit.
 pub(super) fn check(text: &str) -> Result<bool, String> {
     let shape: Shape =
         serde_json::from_str(text).map_err(|error| format!("is no tokenizer that can be read: {error}"))?;
@@ -99,7 +99,8 @@ pub(super) fn check(text: &str) -> Result<bool, String> {
     Ok(normalizer.growth > FREELY)
 }
 
-/// Bytes of the longest text of a value. The crate holds some vocabularies as trees of letters, and frees them one call deeper for each.
+/// Length of the longest string in a value, in bytes. The crate stores some vocabularies as tries, whose destructors recurse once per
+/// letter.
 fn longest_text(of: &Value) -> usize {
     match of {
         Value::String(text) => text.len(),
@@ -112,7 +113,7 @@ fn longest_text(of: &Value) -> usize {
 fn steps(part: &str, json: &Value) -> Result<Steps, String> {
     let mut all = Steps { growth: 1.0, ..Steps::default() };
     all.add(json, 0).map_err(|why| format!("has a `{part}` {why}"))?;
-    // Only a normalizer can be tried by itself.
+    // Only a normalizer can be tried separately.
     let most = if part == "normalizer" { MOST_GROWTH } else { FREELY };
     if all.growth > most {
         return Err(format!("has a `{part}` whose steps may make a text {:.0} times as long", all.growth));
@@ -148,7 +149,7 @@ impl Steps {
         Ok(())
     }
 
-    /// How many times as long a step makes its worst text. What Unicode says of a character is done once, however often it is asked for.
+    /// Worst-case growth of a step. Unicode normalization is idempotent, so repetitions add nothing.
     fn growth_of(&mut self, json: &Value) -> Result<f64, String> {
         let length = |text: &Value| text.as_str().map_or(0, str::len) as f64;
         let kind = json["type"].as_str().unwrap_or_default();
@@ -163,7 +164,7 @@ impl Steps {
         if json.get("content").is_some() && json.get("pattern").is_some() {
             let pattern = length(&json["pattern"]["String"]);
             return Ok(match pattern == 0.0 {
-                // Before each letter, perhaps.
+                // The content may be inserted before each letter.
                 true => length(&json["content"]) + 1.0,
                 false => (length(&json["content"]) / pattern).max(1.0),
             });
@@ -178,14 +179,14 @@ impl Steps {
             // Each space becomes a character of up to four bytes.
             "Metaspace" => length(&json["replacement"]).max(1.0),
             "BPEDecoder" if length(&json["suffix"]) == 0.0 => 2.0,
-            // Each byte becomes a character of up to two.
+            // Each byte becomes a character of up to two bytes.
             "ByteLevel" | "" => 2.0,
             _ => 1.0,
         })
     }
 }
 
-/// The longest text that a table of SentencePiece writes for a character: behind its trie they stand one after the other, with a zero after each.
+/// The longest replacement in a SentencePiece table: after its trie the replacements follow one another, each ending with a zero byte.
 fn longest_of_table(base64: &str) -> usize {
     let (mut bytes, mut bits, mut held) = (Vec::with_capacity(base64.len() / 4 * 3), 0_u32, 0);
     for byte in base64.bytes() {
@@ -208,7 +209,7 @@ fn longest_of_table(base64: &str) -> usize {
     texts.split(|byte| *byte == 0).map(<[u8]>::len).max().unwrap_or(0)
 }
 
-/// What is put around a text: each of its places once, and so many ids.
+/// Checks what the post-processor adds around a text: at most one copy of the text, and a limited number of ids.
 fn around(json: &Value) -> Result<(), String> {
     let fail = |why: &str| Err(format!("has a `post_processor` that {why}"));
     let processors: Vec<&Value> = match json["processors"].as_array() {
@@ -240,8 +241,8 @@ fn around(json: &Value) -> Result<(), String> {
     }
 }
 
-/// Refuses an expression that may take very long: one is searched by trying where it has what a finite automaton has not, and then no reference
-/// to what was found is let through, nor a repetition of a repetition; nor is one that is written out too often.
+/// Refuses a regular expression that may take very long: one with back-references, with nested unbounded repetitions next to look-around or
+/// similar features (which need backtracking), or with repetitions that expand too much.
 fn check_regex(regex: &str) -> Result<(), String> {
     let fail = |why: &str| {
         Err(format!("with a regular expression that {why}: {:?}", regex.chars().take(80).collect::<String>()))
@@ -251,7 +252,7 @@ fn check_regex(regex: &str) -> Result<(), String> {
     }
     let tries = ["(?=", "(?!", "(?<=", "(?<!", "(?>", "*+", "++", "?+", "}+", "\\G", "(?("];
     let tries = tries.iter().any(|mark| regex.contains(mark));
-    // Of each open group: whether it repeats something without an end, and how often what stands in it is written out.
+    // For each open group: whether it has an unbounded repetition, and how often its contents are expanded.
     let mut groups = vec![(false, 1_u64)];
     let mut chars = regex.chars().peekable();
     let (mut class, mut last) = (0_usize, (false, 1_u64));
@@ -289,13 +290,13 @@ fn check_regex(regex: &str) -> Result<(), String> {
                     *group = (group.0 || is_count && is_endless, group.1.max(written));
                 }
                 last = (is_count && is_endless, written);
-                // What is said of how it repeats.
+                // A lazy or possessive mark.
                 chars.next_if(|c| matches!(c, '?' | '+'));
             }
             _ => last = (false, 1),
         }
         if matches!(c, ')') {
-            // What a group holds, the one around it holds too.
+            // An outer group inherits from its inner groups.
             let (endless, written) = last;
             if let Some(group) = groups.last_mut() {
                 *group = (group.0 || endless, group.1.max(written));
@@ -305,10 +306,10 @@ fn check_regex(regex: &str) -> Result<(), String> {
     Ok(())
 }
 
-/// Whether a text becomes too long: its parts are changed step by step, and measured after each.
+/// Tries the normalizer on a text piece by piece, and measures the growth after each step.
 ///
 /// # Errors
-/// If it does; what a step says.
+/// If the text becomes too long; the errors of a step.
 pub(super) fn try_text(normalizer: Option<&NormalizerWrapper>, text: &str) -> Result<(), String> {
     let Some(normalizer) = normalizer else { return Ok(()) };
     let mut steps = Vec::new();

@@ -1,5 +1,5 @@
-//! Tokenizers of published models: `tokenizer.json`, as Hugging Face's `tokenizers` writes it, read by the crate of that name. That crate
-//! panics where the tables of a file contradict each other; the panic is caught here, and becomes an error that names the file.
+//! Tokenizers of published models: `tokenizer.json`, as Hugging Face's `tokenizers` writes it, read by that crate. The crate panics if the
+//! tables of a file contradict each other; the panic is caught here and becomes an error that names the file.
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -17,23 +17,23 @@ use super::{
 use crate::error::{Error, Result};
 use crate::files;
 
-/// More bytes than such a file has. Those of vocabularies of a quarter of a million tokens have 35 MB.
+/// Limit of a file's size. Files with vocabularies of a quarter of a million tokens have 35 MB.
 const MOST_BYTES: u64 = 512 << 20;
 
-/// A tokenizer of a `tokenizer.json`, with what lies beside it.
+/// The tokenizer of a `tokenizer.json` and of the files in its folder.
 pub struct HuggingFace {
     path: PathBuf,
-    /// The file, as it was, or with the tokens that other files list.
+    /// The file's text, with the tokens that other files list, if any.
     text: String,
     vocab_size: usize,
-    /// Takes the text of a control token for text.
+    /// Encodes the text of a control token as plain text.
     plain: tokenizers::Tokenizer,
-    /// The same, which takes it for the token. A copy, made when it is first asked for: which of both it is is a switch of the whole tokenizer.
+    /// A copy that encodes such a text as the token, made at first use: this is a setting of the whole tokenizer.
     control: OnceLock<tokenizers::Tokenizer>,
     settings: Settings,
-    /// Whether a text is tried first: the file's steps may make it much longer.
+    /// Whether each text is tried first, since the file's steps may enlarge it much.
     grows: bool,
-    /// What the file itself puts before and behind a text.
+    /// The ids that the file adds before and after a text.
     around: [Vec<i32>; 2],
     bos: Option<i32>,
     eos: Option<i32>,
@@ -60,10 +60,10 @@ pub(super) fn read(path: &Path) -> Result<String> {
 }
 
 impl HuggingFace {
-    /// The tokenizer of this text of the file `path`, with what its folder says of it.
+    /// The tokenizer of `text`, the contents of the file `path`, with the settings in its folder.
     ///
     /// # Errors
-    /// [`Error::Tokenizer`] for a text that is no tokenizer, or one whose ids depend on chance; [`Error::Io`].
+    /// [`Error::Tokenizer`] for an invalid tokenizer, or one with random ids; [`Error::Io`].
     pub fn of(path: &Path, text: String) -> Result<Self> {
         let settings = Settings::beside(path)?;
         let fail = |why: String| Error::Tokenizer { path: path.to_owned(), why };
@@ -84,7 +84,7 @@ impl HuggingFace {
         {
             return Err(fail("has a `dropout`: the same text would have other ids each time".into()));
         }
-        // A text is not cut, and nothing is added to a short one, whatever the file was used for before.
+        // No truncation and no padding, whatever the file was used for before.
         plain.with_truncation(None).map_err(|e| fail(e.to_string()))?;
         plain.with_padding(None);
         plain.set_encode_special_tokens(true);
@@ -101,17 +101,17 @@ impl HuggingFace {
             Self { path, text, vocab_size, plain, control, settings, grows, around, bos: None, eos: None };
         tokenizer.around = tokenizer.put_around()?;
         (tokenizer.bos, tokenizer.eos) = tokenizer.ends()?;
-        // Nothing is asked of it any more, and some move the places of tokens.
+        // The post-processor is no longer needed, and some of them shift offsets.
         tokenizer.plain.with_post_processor(None::<PostProcessorWrapper>);
         Ok(tokenizer)
     }
 
-    /// What the file itself puts before and behind a text.
+    /// The ids that the file adds before and after a text.
     pub(super) fn around(&self) -> &[Vec<i32>; 2] {
         &self.around
     }
 
-    /// The same, while the file's post-processor is there.
+    /// The same, computed while the post-processor is present.
     fn put_around(&self) -> Result<[Vec<i32>; 2]> {
         let ids = |add| self.ids(&self.plain, "a", add);
         let (bare, whole) = (ids(false)?, ids(true)?);
@@ -119,7 +119,7 @@ impl HuggingFace {
         Ok([whole[..first].to_vec(), whole[(first + bare.len()).min(whole.len())..].to_vec()])
     }
 
-    /// What a text begins with as the files say, and what a document ends with: by `tokenizer_config.json`, or what the file itself puts around a text.
+    /// BOS and EOS according to `tokenizer_config.json`, otherwise according to the ids that the file adds around a text.
     fn ends(&self) -> Result<(Option<i32>, Option<i32>)> {
         let [before, behind] = &self.around;
         let named = |key: &str| match self.settings.tokens.get(key) {
@@ -143,7 +143,7 @@ impl HuggingFace {
         Ok((bos, eos.or(behind.last().copied())))
     }
 
-    /// The tokenizer that takes the text of a control token for the token, or for text.
+    /// The tokenizer that encodes the text of a control token as the token, or as plain text.
     fn of_control(&self, control: bool) -> &tokenizers::Tokenizer {
         if !control {
             return &self.plain;
@@ -155,13 +155,13 @@ impl HuggingFace {
         })
     }
 
-    /// The tokens of a text, and where they stand in it.
+    /// The tokens of a text with their byte ranges.
     fn placed(&self, of: &tokenizers::Tokenizer, text: &str) -> Result<Vec<Placed>> {
         let encoding = self.encoding(text, of, |of| of.encode(text, false))?;
         let added = of.get_added_vocabulary().get_added_tokens_decoder();
         let place = |(id, (begin, end)): (&u32, &(usize, usize))| {
             let (mut begin, mut end) = (*begin, *end);
-            // White space that a token takes along is not its text.
+            // White space that a token absorbs is not part of its text.
             if let Some(token) = added.get(id)
                 && let Some(at) = text.get(begin..end).and_then(|text| text.find(&token.content))
             {
@@ -173,14 +173,14 @@ impl HuggingFace {
         Ok(encoding.get_ids().iter().zip(encoding.get_offsets()).map(place).collect())
     }
 
-    /// The ids of a text; `add` what the file puts around one.
+    /// The ids of a text; with `add`, also those that the file adds around it.
     fn ids(&self, of: &tokenizers::Tokenizer, text: &str, add: bool) -> Result<Vec<i32>> {
         let encoding = self.encoding(text, of, |of| of.encode_fast(text, add))?;
         // All ids are below `vocab_size`, an i32.
         Ok(encoding.get_ids().iter().map(|id| *id as i32).collect())
     }
 
-    /// What `encode` makes of a text, or what is wrong with it.
+    /// The result of `encode`, or its error.
     fn encoding(
         &self,
         text: &str,
@@ -222,7 +222,7 @@ impl Tokenizer for HuggingFace {
     }
 
     fn decode_bytes(&self, ids: &[i32]) -> Vec<u8> {
-        // Some decoders panic without a token.
+        // Some decoders panic on an empty list.
         if ids.is_empty() {
             return Vec::new();
         }
@@ -230,7 +230,7 @@ impl Tokenizer for HuggingFace {
             ids.iter().map(|id| self.token(*id).unwrap_or_else(|| NO_TOKEN.into())).collect();
         let Some(decoder) = self.plain.get_decoder() else { return tokens.join(" ").into_bytes() };
         let text = caught(|| decoder.decode(tokens.clone()));
-        // No decoder of the crate fails on tokens of its own; what is shown then are these.
+        // The crate's decoders accept all of their own tokens; if one fails, the tokens are shown.
         text.ok().and_then(Result::ok).unwrap_or_else(|| tokens.concat()).into_bytes()
     }
 
@@ -292,8 +292,8 @@ impl Tokenizer for HuggingFace {
     }
 }
 
-/// What a function of the crate gives. Its tables come from a file, and where they contradict each other it panics; here that is an error. Nothing
-/// is used again that a panic may have left half done: a tokenizer is only read.
+/// The result of one of the crate's functions, with a panic, which inconsistent tables may cause, turned into an error. Reuse after a panic
+/// is safe: a tokenizer is only read.
 fn caught<T>(of: impl FnOnce() -> T) -> Result<T, String> {
     catch_unwind(AssertUnwindSafe(of)).map_err(|_| "its tables contradict each other".to_owned())
 }

@@ -1,14 +1,14 @@
-//! Token ids of files whose tokenizer nobody has named.
+//! Token ids of files whose tokenizer is unknown.
 
 use serde_json::{Value, json};
 
 use super::Tokenizer;
 use crate::error::{Error, Result};
 
-/// A token is its id, written as a number. What text it is of is not known.
+/// Tokens written as their numbers. The text of a token is unknown.
 #[derive(Debug, Clone, Copy)]
 pub struct Ids {
-    /// Ids are below this.
+    /// Exclusive upper bound of ids.
     pub vocab_size: usize,
 }
 
@@ -81,7 +81,7 @@ mod tests {
         assert_eq!([ids.token(299), ids.token(300), ids.token(-1)], [Some("299".to_owned()), None, None]);
     }
 
-    /// Others read the same ids of the same numbers.
+    /// The crate `tokenizers` reads the same ids from the same numbers.
     #[test]
     fn the_crate_reads_it() {
         let ids = Ids { vocab_size: 300 };

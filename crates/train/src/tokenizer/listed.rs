@@ -1,7 +1,7 @@
-//! Tokens that lie in no `tokenizer.json`: those that the files beside it list, as `AutoTokenizer` of `transformers` adds them.
+//! Tokens missing in `tokenizer.json` that other files of its folder list, as `AutoTokenizer` of `transformers` adds them.
 //!
-//! `added_tokens_decoder` of `tokenizer_config.json` says all of them. Where it is absent, as in older folders, `special_tokens_map.json` says which tokens
-//! have a name, and `added_tokens.json` which ids others have. Names of tokens, and `additional_special_tokens`, may name more.
+//! `added_tokens_decoder` of `tokenizer_config.json` lists all of them. If it is absent, as in older folders, `special_tokens_map.json` has
+//! the named tokens, and `added_tokens.json` the ids of others. Keys such as `bos_token` and `additional_special_tokens` may list more.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -14,27 +14,27 @@ use super::growth::MOST_TOKEN;
 use crate::error::{Error, Result};
 use crate::files;
 
-/// What older folders have instead of `added_tokens_decoder`.
+/// The files of older folders in place of `added_tokens_decoder`.
 pub(crate) const NAMES_FILE: &str = "special_tokens_map.json";
 pub(crate) const ADDED_FILE: &str = "added_tokens.json";
 
-/// The keys of tokens that have a name, in the order in which `transformers` adds them.
+/// The keys of named tokens, in the order in which `transformers` adds them.
 const NAMED: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
-/// Where an id stands.
+/// The key of tokens with their ids.
 const DECODER: &str = "added_tokens_decoder";
-/// Lists of tokens without a name, of today and before.
+/// The keys of lists of unnamed tokens, new and old.
 const EXTRA: [&str; 2] = ["extra_special_tokens", "additional_special_tokens"];
 
-/// A file beside a tokenizer's.
+/// A file in the folder of a tokenizer.
 pub(super) fn read(tokenizer: &Path, name: &str) -> Result<Option<String>> {
     let path = tokenizer.with_file_name(name);
     let text = path.exists().then(|| files::read_text(&path, files::MOST_TEXT));
     text.transpose().map_err(Error::io(&path))
 }
 
-/// The object that a file is.
+/// A file's contents as a JSON object.
 pub(super) fn object(path: &Path, text: &str) -> Result<Map<String, Value>> {
     let fail = |why: String| Error::Tokenizer { path: path.to_owned(), why };
     match serde_json::from_str(text).map_err(|e| fail(format!("is no JSON: {e}")))? {
@@ -46,25 +46,25 @@ pub(super) fn object(path: &Path, text: &str) -> Result<Map<String, Value>> {
 /// The tokens that files list.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Listed {
-    /// Those with an id, and where that is said.
+    /// Tokens with an id, and the file that says so.
     with_ids: BTreeMap<u32, (AddedToken, PathBuf)>,
-    /// Whether the ids of `tokenizer.json` count before these.
+    /// Whether ids in `tokenizer.json` take precedence.
     yields: bool,
-    /// Those that have a name.
+    /// Tokens with a name.
     pub named: Vec<(String, AddedToken)>,
-    /// Others.
+    /// Other tokens.
     extra: Vec<AddedToken>,
-    /// Whether [`NAMES_FILE`] says a name.
+    /// Whether [`NAMES_FILE`] changes a name.
     pub is_renamed: bool,
 }
 
 impl Listed {
-    /// Whether none is listed.
+    /// Whether no token is listed.
     pub fn is_empty(&self) -> bool {
         self.with_ids.is_empty() && self.named.is_empty() && self.extra.is_empty()
     }
 
-    /// Those of the files beside a tokenizer's; `keys` are those of `tokenizer_config.json`, which get the names that another file says.
+    /// The tokens listed in a tokenizer's folder. `keys` are those of `tokenizer_config.json`; names from other files are added to them.
     pub fn of(tokenizer: &Path, keys: &mut Map<String, Value>) -> Result<Self> {
         let mut listed = Self::default();
         let path = tokenizer.with_file_name(SETTINGS_FILE);
@@ -89,7 +89,7 @@ impl Listed {
             match (&keys.get(key), NAMED.contains(&key)) {
                 (None | Some(Value::Null), _) => {}
                 (Some(value), _) if value.as_str() == Some("") => {}
-                // Others that end so may be switches.
+                // Other keys with this ending may be switches.
                 (Some(value), false) if !value.is_string() && !value.is_object() => {}
                 (Some(value), _) => {
                     let token = token_of(value, Some(true)).ok_or_else(|| wrong(&path, key, value))?;
@@ -102,7 +102,7 @@ impl Listed {
         Ok(listed)
     }
 
-    /// What older folders say in files of their own.
+    /// Reads the separate files of older folders.
     fn read_older(&mut self, tokenizer: &Path, keys: &mut Map<String, Value>) -> Result<()> {
         if let Some(text) = read(tokenizer, NAMES_FILE)? {
             for (key, value) in object(&tokenizer.with_file_name(NAMES_FILE), &text)? {
@@ -133,7 +133,7 @@ impl Listed {
         Ok(())
     }
 
-    /// Tokens without a name, or with one of their own.
+    /// Reads tokens without a name, or with a name of their own.
     fn read_extra(&mut self, path: &Path, keys: &Map<String, Value>) -> Result<()> {
         let is_said =
             |key: &&str| keys.get(*key).is_some_and(|value| !value.is_null() && *value != json!([]));
@@ -151,10 +151,10 @@ impl Listed {
         Ok(())
     }
 
-    /// Adds to a tokenizer what it lacks of these. Returns whether there was any.
+    /// Adds the missing tokens to a tokenizer. Returns whether there were any.
     ///
     /// # Errors
-    /// [`Error::Tokenizer`] naming the file and the token, where a token has another id than the file says.
+    /// [`Error::Tokenizer`] naming the file and the token, if a token gets another id than the file says.
     pub fn add_to(&self, tokenizer: &mut tokenizers::Tokenizer) -> Result<bool> {
         let own = tokenizer.get_added_vocabulary().get_added_tokens_decoder().clone();
         let with_ids: Vec<(&u32, &(AddedToken, PathBuf))> =
@@ -167,7 +167,7 @@ impl Listed {
             .collect();
         let mut contents: BTreeSet<String> = own.values().map(|known| known.content.clone()).collect();
         contents.extend(add.iter().map(|token| token.content.clone()));
-        // A name for what no text has, such as padding, makes no token. Where one follows that texts have, its id counts.
+        // A named token that is unknown, such as padding, is not created. If an extra token follows it, its id counts, so it is.
         let invents = |token: &AddedToken| tokenizer.token_to_id(&token.content).is_none();
         let extra = self.extra.iter().any(|token| !contents.contains(&token.content) && invents(token));
         let named = self.named.iter().map(|(_, token)| token).filter(|token| extra || !invents(token));
@@ -200,7 +200,7 @@ impl Listed {
 /// A `tokenizer.json` with the added tokens of this tokenizer.
 ///
 /// # Errors
-/// What is wrong with the text.
+/// For an invalid text.
 pub(super) fn with_tokens(text: &str, tokenizer: &tokenizers::Tokenizer) -> Result<String, String> {
     let mut json: Value = serde_json::from_str(text).map_err(|e| e.to_string())?;
     let added: BTreeMap<u32, AddedToken> =
@@ -215,7 +215,7 @@ pub(super) fn with_tokens(text: &str, tokenizer: &tokenizers::Tokenizer) -> Resu
     Ok(format!("{json:#}\n"))
 }
 
-/// A token as files write it: a text, or an object. `special`: whether it is, where that is known.
+/// A token in a file: a text, or an object. `special`: whether it is special, if known.
 fn token_of(value: &Value, special: Option<bool>) -> Option<AddedToken> {
     let content = value
         .as_str()

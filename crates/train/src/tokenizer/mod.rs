@@ -1,12 +1,12 @@
-//! Text to token ids and back: bytes, the built-in language's symbols, or a `tokenizer.json` through the crate `tokenizers`, with the ids
-//! of the Python package.
+//! Text to token ids and back: bytes, the built-in language's symbols, or a `tokenizer.json` through the crate `tokenizers`, with the same
+//! ids as the Python package.
 //!
 //! In data the text of a control token is plain text ([`Tokenizer::encode`]); in prompts and chat templates it is the token
-//! ([`Tokenizer::encode_with_control`]). [`Framing`] is what stands around documents, [`TextStream`] decodes text while its tokens come
-//! one by one, and [`ChatTemplate`] renders a conversation as text and marks the parts that are learned.
+//! ([`Tokenizer::encode_with_control`]). [`Framing`] holds the tokens around documents, [`TextStream`] decodes text token by token, and
+//! [`ChatTemplate`] renders a conversation as text and marks its answers.
 //!
-//! A configuration opens its tokenizer once, when it is first asked, and its clones share it (`config/tokens.rs`). The tokenizer's files
-//! are copied unchanged into the run's folder and into each checkpoint; a run that resumes reads these copies.
+//! A configuration opens its tokenizer once, at the first use, and its clones share it (`config/tokens.rs`). The tokenizer's files are
+//! copied unchanged into the run's folder and into each checkpoint; a run that resumes reads these copies.
 
 mod begun;
 mod bytes;
@@ -41,27 +41,27 @@ pub use symbols::Symbols;
 /// The file of a tokenizer, as Hugging Face's `tokenizers` reads it.
 pub const TOKENIZER_FILE: &str = "tokenizer.json";
 
-/// Beside it, what `transformers` puts around a text.
+/// In the same folder, the settings of `transformers`.
 pub const SETTINGS_FILE: &str = "tokenizer_config.json";
 
-/// Beside both, how a conversation is written, where that is a file of its own.
+/// In the same folder, the chat template, if it has a file of its own.
 pub const CHAT_TEMPLATE_FILE: &str = "chat_template.jinja";
 
-/// What makes token ids of text, and text of token ids.
+/// Converts text to token ids and back.
 ///
-/// Two tokenizers are the same where they are written alike ([`Tokenizer::to_json`]).
+/// Two tokenizers are equal if their JSON is ([`Tokenizer::to_json`]).
 pub trait Tokenizer: fmt::Debug + Send + Sync {
-    /// Ids are below this. A model may have rows to spare.
+    /// Exclusive upper bound of ids. A model's embedding may have more rows.
     fn vocab_size(&self) -> usize;
 
-    /// The ids of a text. Nothing is put before or behind them, and the text of a control token is text: a document that has `<|endoftext|>` in it
-    /// does not end there.
+    /// The ids of a text. No tokens are added around it, and the text of a control token is plain text: a document that contains
+    /// `<|endoftext|>` does not end there.
     ///
     /// # Errors
     /// [`Error::Tokenizer`], or [`Error::Config`] with the key `prompt`, for a text that has no ids.
     fn encode(&self, text: &str) -> Result<Vec<i32>>;
 
-    /// [`Tokenizer::encode`], but the text of a control token is that token, as in the text that a chat template makes.
+    /// Like [`Tokenizer::encode`], but the text of a control token is that token, as in a rendered chat template.
     ///
     /// # Errors
     /// As [`Tokenizer::encode`].
@@ -69,9 +69,9 @@ pub trait Tokenizer: fmt::Debug + Send + Sync {
         self.encode(text)
     }
 
-    /// The ids of texts that follow one another, of each its own: those of the whole text, where none of its tokens lies across two of them; else each text
-    /// is made tokens of up to its end, as a model sees a prompt. `continues`: more text stands before the first one, so that nothing is put before it that
-    /// texts begin with. `control`: as [`Tokenizer::encode_with_control`].
+    /// The ids of consecutive texts, for each text separately: those of the concatenated text if no token crosses a boundary; otherwise
+    /// each text is tokenized up to its end, as a model sees a prompt. `continues`: other text precedes the first one, so no prefix of a
+    /// new text is added. `control`: as [`Tokenizer::encode_with_control`].
     ///
     /// # Errors
     /// As [`Tokenizer::encode`].
@@ -82,30 +82,30 @@ pub trait Tokenizer: fmt::Debug + Send + Sync {
             .collect()
     }
 
-    /// The bytes of the ids, one text; an id beyond the vocabulary becomes U+FFFD. A character may take several tokens, so that those of a
+    /// The bytes of the ids as one text; an id beyond the vocabulary becomes U+FFFD. A character may take several tokens, so the bytes of a
     /// part of a text need not be UTF-8.
     fn decode_bytes(&self, ids: &[i32]) -> Vec<u8>;
 
-    /// The same tokenizer as a `tokenizer.json` of Hugging Face's `tokenizers`.
+    /// This tokenizer as a `tokenizer.json` of Hugging Face's `tokenizers`.
     fn to_json(&self) -> String;
 
-    /// What its tokens are, in a message: "bytes".
+    /// The kind of its tokens, for a message: "bytes".
     fn tokens(&self) -> String;
 
-    /// What an id stands for, as the vocabulary writes it.
+    /// The vocabulary's string of an id.
     fn token(&self, id: i32) -> Option<String>;
 
-    /// The id of what the vocabulary, or the list of added tokens, writes so.
+    /// The id of a string of the vocabulary or of the added tokens.
     fn token_id(&self, _token: &str) -> Option<i32> {
         None
     }
 
-    /// Whether an id is that of a token that was added to the vocabulary, as those that mark the parts of a conversation are.
+    /// Whether an id is an added token, such as those that mark the parts of a conversation.
     fn is_control(&self, _id: i32) -> bool {
         false
     }
 
-    /// The token that every text begins with, as its files say.
+    /// The token at the beginning of every text, according to its files.
     fn bos(&self) -> Option<i32> {
         None
     }
@@ -115,36 +115,36 @@ pub trait Tokenizer: fmt::Debug + Send + Sync {
         self.bos()
     }
 
-    /// The token that a document ends with, as its files say.
+    /// The token at the end of a document, according to its files.
     fn eos(&self) -> Option<i32> {
         None
     }
 
-    /// What a text may begin after, where none is given.
+    /// The ids after which a text is generated if there is no prompt.
     ///
     /// # Errors
     /// As [`Tokenizer::encode`].
     fn opening(&self) -> Result<Vec<i32>>;
 
-    /// How a conversation is written: the chat template of this name that came with it, or the one without a name.
+    /// The chat template of this name that came with the tokenizer, or the unnamed one for an empty name.
     ///
     /// # Errors
-    /// [`Error::Tokenizer`] for what is no template.
+    /// [`Error::Tokenizer`] for an invalid template.
     fn chat_template(&self, _name: &str) -> Result<Option<ChatTemplate>> {
         Ok(None)
     }
 
-    /// The files by which others read it, by their names.
+    /// Its files for other tools, by name.
     fn files(&self) -> Vec<(&'static str, String)> {
         vec![(TOKENIZER_FILE, self.to_json()), (SETTINGS_FILE, transformers_tokenizer())]
     }
 
-    /// Whether its tokens are known to be pieces of text.
+    /// Whether the text of its tokens is known.
     fn has_text(&self) -> bool {
         true
     }
 
-    /// What one token is: `byte` or `token`.
+    /// The unit of a token: `byte` or `token`.
     fn unit(&self) -> &'static str {
         "token"
     }
@@ -155,26 +155,26 @@ pub trait Tokenizer: fmt::Debug + Send + Sync {
     }
 }
 
-/// A tokenizer that several hold.
+/// A shared tokenizer.
 pub type SharedTokenizer = Arc<dyn Tokenizer>;
 
-/// This program's own, none of which needs a file.
+/// The built-in tokenizers, which need no file.
 #[must_use]
 pub fn built_in() -> [SharedTokenizer; 2] {
     [Arc::new(Bytes), Arc::new(Symbols)]
 }
 
-/// Whether an id means the same in both, as far as both have ids.
+/// Whether every id that both tokenizers have means the same in both.
 #[must_use]
 pub fn agree(a: &dyn Tokenizer, b: &dyn Tokenizer) -> bool {
     let both = a.vocab_size().min(b.vocab_size()) as i32;
     a.to_json() == b.to_json() || (0..both).all(|id| a.token(id) == b.token(id))
 }
 
-/// Opens a `tokenizer.json`, or that of a folder.
+/// Opens a `tokenizer.json`, or the one in a folder.
 ///
 /// # Errors
-/// [`Error::Io`] where it cannot be read; [`Error::Tokenizer`] for what is none.
+/// [`Error::Io`] where it cannot be read; [`Error::Tokenizer`] for an invalid file.
 pub fn open(path: &Path) -> Result<SharedTokenizer> {
     let file = if path.is_dir() { path.join(TOKENIZER_FILE) } else { path.to_owned() };
     if path.is_dir() && !file.exists() {
@@ -182,13 +182,13 @@ pub fn open(path: &Path) -> Result<SharedTokenizer> {
     }
     let text = hugging_face::read(&file)?;
     match built_in().into_iter().find(|own| own.to_json() == text) {
-        // What a folder says besides is not forgotten.
+        // Other settings in the folder must not be ignored.
         Some(own) if settings::Settings::beside(&file)?.is_nothing() => Ok(own),
         _ => Ok(Arc::new(HuggingFace::of(&file, text)?)),
     }
 }
 
-/// [`open`], where a folder has the file.
+/// Like [`open`], for a folder that may have no such file.
 ///
 /// # Errors
 /// As [`open`].
@@ -196,7 +196,7 @@ pub fn of_folder(dir: &Path) -> Result<Option<SharedTokenizer>> {
     dir.join(TOKENIZER_FILE).exists().then(|| open(dir)).transpose()
 }
 
-/// Why a folder has no tokenizer that is read here.
+/// Why a folder has no supported tokenizer.
 fn absent(dir: &Path) -> String {
     let others = ["tokenizer.model", "vocab.json", "tiktoken.model"];
     let other: Option<PathBuf> = others.iter().map(|name| dir.join(name)).find(|path| path.exists());
@@ -212,10 +212,10 @@ fn absent(dir: &Path) -> String {
     }
 }
 
-/// What stands for an id beyond the vocabulary.
+/// Text of an id beyond the vocabulary.
 const NO_TOKEN: &str = "\u{fffd}";
 
-/// `tokenizer.json` of BPE without merges: every entry of the vocabulary stays its own token.
+/// The `tokenizer.json` of a BPE without merges, so that every entry of the vocabulary is a token.
 fn without_merges(vocab: impl Iterator<Item = char>, pre_tokenizer: &Value, decoder: &Value) -> String {
     let vocab: serde_json::Map<String, Value> =
         vocab.enumerate().map(|(id, symbol)| (symbol.to_string(), json!(id))).collect();
@@ -227,8 +227,8 @@ fn without_merges(vocab: impl Iterator<Item = char>, pre_tokenizer: &Value, deco
     format!("{whole:#}\n")
 }
 
-/// `tokenizer_config.json` beside it, by which `AutoTokenizer` of Hugging Face's `transformers` takes `tokenizer.json` as it stands. Without
-/// the file it goes by the model's type, and Qwen's tokenizer normalizes a text before (NFC), and Llama's begins it with a token.
+/// The matching `tokenizer_config.json`, with which `AutoTokenizer` of Hugging Face's `transformers` uses `tokenizer.json` as it is.
+/// Without it the model's type decides: Qwen's tokenizer class normalizes texts (NFC), and Llama's adds BOS.
 #[must_use]
 pub fn transformers_tokenizer() -> String {
     let config = json!({"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": false,
@@ -246,7 +246,7 @@ mod tests {
         assert_eq!(Symbols.decode(&[0, 99]), "(\u{fffd}");
     }
 
-    /// A chat template, or a token that texts end with, beside this program's own tokenizer is read as beside any other.
+    /// A chat template or an EOS token in the folder of a built-in tokenizer is used as with any other tokenizer.
     #[test]
     fn what_lies_beside_the_bytes_is_read() {
         let dir = tempfile::tempdir().unwrap();
@@ -265,7 +265,7 @@ mod tests {
         assert_eq!(open().eos(), Some(65));
     }
 
-    /// `AutoTokenizer` takes the class from here, and with it nothing but what `tokenizer.json` says: no text is changed before its ids.
+    /// With this file `AutoTokenizer` uses only `tokenizer.json`: no text is changed before tokenization.
     #[test]
     fn transformers_is_told_to_take_the_tokenizer_as_it_stands() {
         let of = |text: &str| serde_json::from_str::<Value>(text).unwrap_or_default();

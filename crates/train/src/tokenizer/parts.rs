@@ -1,13 +1,13 @@
-//! Texts that follow one another, each with tokens of its own.
+//! Tokenizes consecutive texts so that each has tokens of its own.
 //!
-//! Tokenizers do something at the beginning of a text: those of SentencePiece's kind put a space there, some strip one. A part that stands behind
-//! others does not begin a text. So all parts are made tokens of together, and the tokens are given out by where they stand. Where a token lies across two
-//! parts, the text is cut there: what precedes the cut is what a model sees as its prompt, and what follows it is made tokens of behind some other text,
-//! with which none of its tokens joins.
+//! Tokenizers treat the beginning of a text specially: SentencePiece's kind adds a space there, others strip one. A part that follows
+//! others is not such a beginning. So all parts are tokenized together, and the tokens are assigned to parts by their offsets. If a token
+//! crosses a boundary, the text is cut there: the text before the cut is tokenized as a model sees its prompt, and the text after it is
+//! tokenized after a short other text with which none of its tokens joins.
 
 use crate::error::Result;
 
-/// A token, and the bytes of its text.
+/// A token and the byte range of its text.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Placed {
     pub id: i32,
@@ -15,17 +15,17 @@ pub(super) struct Placed {
     pub end: usize,
 }
 
-/// Makes tokens of a text.
+/// Tokenizes a text.
 type Encode<'a> = dyn Fn(&str) -> Result<Vec<Placed>> + 'a;
 
-/// Texts behind which another goes on, of which the first is taken whose tokens do not join with it. What a tokenizer splits or joins depends on what
-/// characters meet: a line break, a letter, a sign, a digit and so on are enough for all kinds known.
+/// Texts to put before a continued text: the first one whose tokens do not join with it is used. Splits and joins depend on the kinds of
+/// characters that meet; a line break, a letter, a sign, a digit and so on suffice for all known tokenizers.
 const BEFORE: [&str; 8] = ["\n", "a", ".", "1", " ", "é", "中", "\u{2028}"];
 
-/// The ids of each part. `continues`: whether more text stands before the first one.
+/// The ids of each part. `continues`: whether other text precedes the first part.
 ///
 /// # Errors
-/// What `encode` says.
+/// Those of `encode`.
 pub(super) fn encode(encode: &Encode<'_>, parts: &[&str], continues: bool) -> Result<Vec<Vec<i32>>> {
     let cuts = match together(encode, parts, continues)? {
         Given::Apart(ids) => return Ok(ids),
@@ -36,12 +36,12 @@ pub(super) fn encode(encode: &Encode<'_>, parts: &[&str], continues: bool) -> Re
         let run = &parts[first..end];
         match together(encode, run, continues || first > 0)? {
             Given::Apart(ids) => all.extend(ids),
-            // One that did not lie across before: rare enough to make tokens of each part alone.
+            // A token that crosses a boundary only now is so rare that each part is tokenized alone.
             Given::Across(_) => {
                 for at in first..end {
                     match together(encode, &parts[at..=at], continues || at > 0)? {
                         Given::Apart(ids) => all.extend(ids),
-                        // There is no place within one part where it could be.
+                        // A single part has no boundary to cross.
                         Given::Across(_) => all.push(Vec::new()),
                     }
                 }
@@ -52,15 +52,15 @@ pub(super) fn encode(encode: &Encode<'_>, parts: &[&str], continues: bool) -> Re
     Ok(all)
 }
 
-/// The tokens of parts that were made tokens of together.
+/// The tokens of parts that were tokenized together.
 enum Given {
-    /// Of each part its own.
+    /// The ids of each part.
     Apart(Vec<Vec<i32>>),
-    /// The parts that a token lies across the beginning of.
+    /// The parts at whose beginning a token crosses the boundary.
     Across(Vec<usize>),
 }
 
-/// Makes tokens of parts together.
+/// Tokenizes parts together.
 fn together(encode: &Encode<'_>, parts: &[&str], continues: bool) -> Result<Given> {
     let text = parts.concat();
     if !continues || text.is_empty() {
@@ -68,12 +68,12 @@ fn together(encode: &Encode<'_>, parts: &[&str], continues: bool) -> Result<Give
     }
     match behind(encode, &text)? {
         Some((before, first, tokens)) => Ok(given(&tokens[first..], parts, before.len())),
-        // A tokenizer that joins everything makes one token of a text, whatever stands before it.
+        // A tokenizer that joins everything gives one token per text, whatever precedes it.
         None => Ok(given(&encode(&text)?, parts, 0)),
     }
 }
 
-/// The tokens of a text behind another, with that and the number of its tokens; none where all join.
+/// The tokens of a text after one of `BEFORE`, that text and the number of its tokens; `None` if all of them join.
 fn behind(encode: &Encode<'_>, text: &str) -> Result<Option<(&'static str, usize, Vec<Placed>)>> {
     for before in BEFORE {
         let tokens = encode(&format!("{before}{text}"))?;
@@ -86,13 +86,13 @@ fn behind(encode: &Encode<'_>, text: &str) -> Result<Option<(&'static str, usize
     Ok(None)
 }
 
-/// Bytes of a text that say what it may stand behind.
+/// Bytes of a text that decide which text to put before it.
 const START: usize = 512;
 
-/// The ids of a long text that goes on behind another. `ids` makes them without their places, which takes less memory.
+/// The ids of a long continued text. `ids` tokenizes without offsets, which takes less memory.
 ///
 /// # Errors
-/// What `encode` and `ids` say.
+/// Those of `encode` and `ids`.
 pub(super) fn going_on(
     encode: &Encode<'_>,
     ids: &dyn Fn(&str) -> Result<Vec<i32>>,
@@ -111,7 +111,7 @@ pub(super) fn going_on(
     Ok(self::encode(encode, &[text], true)?.concat())
 }
 
-/// Gives tokens to the parts that they stand in; the first part begins at byte `from`.
+/// Assigns tokens to parts by their offsets; the first part begins at byte `from`.
 fn given(tokens: &[Placed], parts: &[&str], from: usize) -> Given {
     let (mut ids, mut across) = (vec![Vec::new(); parts.len()], Vec::new());
     let ends: Vec<usize> = parts
@@ -126,7 +126,7 @@ fn given(tokens: &[Placed], parts: &[&str], from: usize) -> Given {
         while part + 1 < parts.len() && token.begin >= ends[part] {
             part += 1;
         }
-        // All that begin before its end.
+        // All parts that begin before the token's end.
         let mut at = part;
         while at + 1 < parts.len() && token.end > ends[at] {
             at += 1;

@@ -1,4 +1,4 @@
-//! `tokenizer_config.json` and `chat_template.jinja` beside a tokenizer: what others put around a text.
+//! `tokenizer_config.json` and `chat_template.jinja` in a tokenizer's folder: special tokens and chat templates.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -9,33 +9,34 @@ use super::listed::{Listed, object, read};
 use super::{CHAT_TEMPLATE_FILE, SETTINGS_FILE, TOKENIZER_FILE, transformers_tokenizer};
 use crate::error::{Error, Result};
 
-/// The name of the chat template that has none.
+/// The name under which the unnamed chat template is stored.
 pub(super) const DEFAULT: &str = "default";
 
-/// What the files say.
+/// The settings in these files.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Settings {
-    /// `tokenizer_config.json`, as it was, or with the names of tokens that another file says.
+    /// The text of `tokenizer_config.json`, with token names from another file, if any.
     pub text: Option<String>,
-    /// `chat_template.jinja`, as it was.
+    /// The text of `chat_template.jinja`.
     pub chat_template_file: Option<String>,
-    /// Chat templates by their names; the one without is "default".
+    /// Chat templates by name; the unnamed one is "default".
     pub chat_templates: BTreeMap<String, String>,
-    /// The texts of the tokens that have a name, such as `pad_token`.
+    /// The texts of named tokens, such as `pad_token`.
     pub tokens: BTreeMap<String, String>,
-    /// Tokens that the tokenizer is to have.
+    /// Tokens to add to the tokenizer.
     pub listed: Listed,
-    /// Whether a text begins with it, where that is said.
+    /// Whether BOS begins a text, if the files say so.
     pub add_bos_token: Option<bool>,
 }
 
 impl Settings {
-    /// Whether no token has a name or is listed, and conversations are written in no way.
+    /// Whether there are no named or listed tokens and no chat templates.
     pub fn is_nothing(&self) -> bool {
         self.tokens.is_empty() && self.chat_templates.is_empty() && self.listed.is_empty()
     }
 
-    /// Those beside a tokenizer's file. A file of another name has none: what lies there may be of another tokenizer.
+    /// The settings in the folder of a `tokenizer.json`. For a file of another name there are none: the folder may belong to another
+    /// tokenizer.
     pub fn beside(tokenizer: &Path) -> Result<Self> {
         if tokenizer.file_name().is_none_or(|name| name != TOKENIZER_FILE) {
             return Ok(Self::default());
@@ -56,7 +57,7 @@ impl Settings {
                         .into(),
                 )
             })?;
-        // The file counts where both have one.
+        // The file takes precedence over the key.
         let in_file = settings.chat_template_file.clone().map(|template| (DEFAULT.to_owned(), template));
         settings.chat_templates.extend(in_file);
         settings.add_bos_token = match keys.get("add_bos_token") {
@@ -74,7 +75,7 @@ impl Settings {
         }
         if settings.listed.is_renamed {
             if settings.text.is_none() {
-                // With the names alone `transformers` would go by the model's type.
+                // Without `tokenizer_class`, `transformers` would choose by the model's type.
                 let mut whole = object(&path, &transformers_tokenizer())?;
                 whole.extend(keys);
                 keys = whole;
@@ -85,7 +86,7 @@ impl Settings {
     }
 }
 
-/// The chat templates that a key holds: one, several with names, or none.
+/// The chat templates under a key: one, several with names, or none.
 fn templates(value: &Value) -> Option<BTreeMap<String, String>> {
     match value {
         Value::Null => Some(BTreeMap::new()),

@@ -6,7 +6,7 @@ use super::{NO_TOKEN, Tokenizer, without_merges};
 use crate::data::synthetic::{SYNTHETIC_VOCAB, render_symbol, symbol_of};
 use crate::error::{Error, Result};
 
-/// A token is a symbol of the built-in language, written as one character.
+/// The symbols of the built-in language, each written as one character.
 #[derive(Debug, Clone, Copy)]
 pub struct Symbols;
 

@@ -1,4 +1,4 @@
-//! Text token by token, against the keys and values of the tokens before.
+//! Text token by token, with cached keys and values.
 
 use super::Trainer;
 use crate::error::Result;
@@ -7,7 +7,7 @@ use crate::rank::{RankContext, RankState};
 use nibble_core::ops::verify_ids;
 use nibble_core::{Error as CoreError, Kernels};
 
-/// A model that is asked for one token after the other. Its weights' copies and the caches live as long as this.
+/// A model that generates token by token. Its prepared weights and its caches live as long as this value.
 #[derive(Debug)]
 pub struct Decoding<'t, 'a, B: Kernels> {
     context: &'t RankContext<'a, B>,
@@ -19,7 +19,7 @@ pub struct Decoding<'t, 'a, B: Kernels> {
 }
 
 impl<'a, B: Kernels> Trainer<'a, B> {
-    /// Prepares the model to go on with texts.
+    /// Prepares the model to continue texts.
     ///
     /// # Errors
     /// If a step's record has not been read; from the backend.
@@ -38,14 +38,14 @@ impl<'a, B: Kernels> Trainer<'a, B> {
 }
 
 impl<B: Kernels> Decoding<'_, '_, B> {
-    /// Begins another text: what the caches hold is of none of its tokens, even where it begins alike. Where a scale is of all tokens that are computed at
-    /// a time, a token against caches has other logits than among the others, so that a text would depend on the one before it.
+    /// Starts another text: the caches are emptied even if both texts begin alike. Where a scale covers all tokens of a computation, the
+    /// logits of a token computed against caches differ from those of a whole sequence, so a text would depend on the one before it.
     pub fn forget(&mut self) {
         self.cached.clear();
     }
 
-    /// Logits of the last of these tokens, one sequence, as [`Trainer::next_logits`] gives them. Where they are those of the last call
-    /// and one more, only that one is computed; otherwise all of them: so a window that moves with the text costs its whole length.
+    /// Logits of the last of these tokens, one sequence, as [`Trainer::next_logits`]. If `ids` are those of the last call plus one token,
+    /// only that token is computed; otherwise all of them: so a sliding window costs its whole length at each call.
     ///
     /// # Errors
     /// If an id is no token of the vocabulary, or there are more of them than the model has positions; from the backend.
@@ -57,7 +57,7 @@ impl<B: Kernels> Decoding<'_, '_, B> {
         }
         let goes_on = ids.len() > 1 && ids[..ids.len() - 1] == self.cached;
         let new = if goes_on { &ids[ids.len() - 1..] } else { ids };
-        // Until it has succeeded the caches hold nothing.
+        // The caches count as empty until the computation has succeeded.
         self.cached.clear();
         if !goes_on {
             self.caches.iter_mut().for_each(AttentionCache::clear);

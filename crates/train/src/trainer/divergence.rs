@@ -1,9 +1,9 @@
-//! What helps where a run's numbers are none.
+//! Advice for runs whose loss or gradients are not finite.
 
 use crate::config::Config;
 use crate::error::Error;
 
-/// Says what to do about numbers that are none, of a step of this run or of its held-out loss; of other errors nothing.
+/// Adds advice to the error of non-finite numbers in a step or in the held-out loss; other errors are unchanged.
 pub(super) fn of_divergence(error: Error, config: &Config, held_out: bool) -> Error {
     match error {
         Error::Core(source @ nibble_core::Error::NonFinite { .. }) => {
@@ -13,7 +13,7 @@ pub(super) fn of_divergence(error: Error, config: &Config, held_out: bool) -> Er
     }
 }
 
-/// What most likely makes a run diverge, and what helps: a setting far from what is usual before all others.
+/// The most likely cause of divergence and a remedy: first of all a setting far from its usual value.
 fn against_divergence(config: &Config) -> String {
     let (m, t) = (&config.model, &config.train);
     let far = [

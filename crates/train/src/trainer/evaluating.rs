@@ -1,4 +1,4 @@
-//! What is evaluated while a run goes on: the held-out loss, and tasks.
+//! Evaluations during a run: the held-out loss, and tasks.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -15,20 +15,20 @@ use crate::tokenizer::Bytes;
 use nibble_core::Kernels;
 use nibble_core::allocation::{part, phase};
 
-/// Whether to go on, after so many batches of how many.
+/// Whether to go on, given the number of batches done and of all batches.
 type GoOn<'a> = dyn FnMut(usize, usize) -> Result<bool> + 'a;
 
-/// Evaluates a run, and ends that where somebody asks for it.
+/// Evaluates a run, and stops an evaluation on request.
 pub(super) struct Evaluator {
     pub options: Options,
     tasks: Vec<(Task, Vec<Request>)>,
 }
 
 impl Evaluator {
-    /// Reads the tasks of a run. The first rank tells what of them does not fit a sequence.
+    /// Reads the tasks of a run. The first rank reports requests that do not fit a sequence.
     ///
     /// # Errors
-    /// For what is no task, and texts that have no ids.
+    /// For invalid tasks, and texts without ids.
     pub fn of(
         config: &Config,
         options: Options,
@@ -49,13 +49,13 @@ impl Evaluator {
         Ok(Self { options, tasks })
     }
 
-    /// SHA-256 of what the tasks ask and of what is right.
+    /// SHA-256 of the tasks' requests and right answers.
     pub fn sha256(&self) -> String {
         crate::files::sha256_hex(format!("{:?}", self.tasks).as_bytes())
     }
 
-    /// A held-out loss over so many batches of [`HeldOut::BATCH`] sequences (0: all there are), and the scores of the tasks, written, drawn and told;
-    /// none if the run was asked to stop before it had them all.
+    /// The held-out loss over `batches` batches of [`HeldOut::BATCH`] sequences (0: all), and the scores of the tasks, written, plotted and
+    /// reported; `None` if the run was asked to stop before all of them were done.
     pub fn evaluate<B: Kernels>(
         &self,
         trainer: &mut Trainer<'_, B>,
@@ -87,7 +87,7 @@ impl Evaluator {
         Ok(Some(held_out))
     }
 
-    /// Evaluates by `work`, which asks all ranks after every batch whether to go on; the first rank tells how many are done, and what had to be done again.
+    /// Runs `work`, which asks all ranks after every batch whether to go on. The first rank reports progress and retries.
     fn told<'b, B: Kernels, T>(
         &self,
         trainer: &mut Trainer<'b, B>,
@@ -106,7 +106,7 @@ impl Evaluator {
         done.map_err(|error| trainer.of_divergence(error, true))
     }
 
-    /// The scores of all tasks by their names; none if the run was asked to stop before it had them.
+    /// The scores of all tasks by name; `None` if the run was asked to stop before they were done.
     fn scores<B: Kernels>(
         &self,
         trainer: &mut Trainer<'_, B>,

@@ -1,5 +1,5 @@
-//! One step laid open, for comparison with another implementation: weights, tokens, the experts that were chosen, logits, and
-//! the gradient of every weight.
+//! Exposes one step for comparison with another implementation: weights, tokens, selected experts, logits, and the gradient of every
+//! weight.
 
 use super::Trainer;
 use super::weights::{HostTensor, assembled, gather};
@@ -19,14 +19,14 @@ use std::collections::BTreeMap;
 use std::io::{self, Write};
 use std::path::Path;
 
-/// The tensors of one step, named and on the host.
+/// The named tensors of one step, on the host.
 #[derive(Debug, Default)]
 pub struct Inspection {
     tensors: Vec<HostTensor>,
 }
 
 impl Inspection {
-    /// A tensor of which every rank has as many rows of this length: all of them, in the order of the ranks, which is that of the tokens.
+    /// Adds a tensor of which every rank has equally many rows: those of all ranks, in rank order, which is the order of the tokens.
     fn push_rows<B: Kernels>(
         &mut self,
         name: impl Into<String>,
@@ -43,7 +43,7 @@ impl Inspection {
         self.tensors.push((name.into(), shape.to_vec(), values));
     }
 
-    /// What a forward pass chooses and gives, on all ranks.
+    /// Adds the routing and the logits of a forward pass, of all ranks.
     fn look<B: Kernels>(&mut self, cx: &Cx<'_, B>, inside: &Inside<'_, B>) -> nibble_core::Result<()> {
         let ranks = (cx.b, cx.mesh.all);
         for (layer, routing) in inside.routings() {
@@ -56,20 +56,20 @@ impl Inspection {
         self.push_rows("logits", ranks, logits.cols, logits.f32("inspect", "logits")?)
     }
 
-    /// Names and shapes, in the order they were made.
+    /// Names and shapes, in the order they were added.
     pub fn shapes(&self) -> impl Iterator<Item = (&str, &[usize])> {
         self.tensors.iter().map(|(name, shape, _)| (name.as_str(), shape.as_slice()))
     }
 
-    /// The values of one of them.
+    /// The values of the tensor `name`.
     pub fn values(&self, name: &str) -> Option<&[f32]> {
         self.tensors.iter().find(|(n, ..)| n == name).map(|(.., values)| values.as_slice())
     }
 
-    /// Writes them as one safetensors file, all F32, with these metadata.
+    /// Writes the tensors as one safetensors file, all F32, with this metadata.
     ///
     /// # Errors
-    /// What the system says.
+    /// Those of the system.
     pub fn write(&self, metadata: &BTreeMap<String, String>, to: &mut dyn Write) -> io::Result<()> {
         let tensors: BTreeMap<&str, _> =
             self.tensors.iter().map(|(name, ..)| name.as_str()).zip(&self.tensors).collect();
@@ -79,24 +79,24 @@ impl Inspection {
     }
 }
 
-/// Whole numbers below 2²⁴, which ids and numbers of experts are.
+/// Integers below 2²⁴, such as token ids and expert indices.
 fn as_floats(numbers: &[i32]) -> Vec<f32> {
     numbers.iter().map(|&number| number as f32).collect()
 }
 
 impl<B: Kernels> Trainer<'_, B> {
-    /// The next step's only micro-batch, forward and backward, without an optimizer: all of it of one pass, that of the step, with its
-    /// shards. The trainer is used up. Every rank returns the tensors of all ranks, with the bits of one: rows in the order of the tokens, experts by
-    /// their number.
+    /// Runs forward and backward of the next step's only micro-batch, without an optimizer: all tensors come from one pass, the step's own,
+    /// with its shards. The trainer is consumed. Every rank returns the tensors of all ranks, with the same bits as one rank: rows in token
+    /// order, experts by index.
     ///
-    /// Tensors: `ids`, `targets` `[sequences, seq_len]`, where documents are kept apart `starts` as well, and `ids.K`, `targets.K` of the K-th step after it, for as many `steps` in all, so that another
-    /// implementation can train on the same tokens; of layers with experts `experts.LAYER` and `gates.LAYER` `[t, k]`; `logits` `[t, v]`; each
-    /// weight under its checkpoint's name, and its gradient under `grad.NAME`. The loss is the mean of the tokens' nats and the
-    /// routers' losses.
+    /// Tensors: `ids`, `targets` `[sequences, seq_len]`, and `starts` if documents are separated; `ids.K` and `targets.K` of the K-th
+    /// following step, for `steps` steps in all, so that another implementation can train on the same tokens; `experts.LAYER` and
+    /// `gates.LAYER` `[t, k]` of layers with experts; `logits` `[t, v]`; each weight under its checkpoint's name, and its gradient under
+    /// `grad.NAME`. The loss is the tokens' mean in nats plus the routers' losses.
     ///
     /// # Errors
-    /// [`Error::Data`] of a step without a target. With several micro-batches, since a step's gradients are the sum over all of them, and the tensors of one would not explain them; from
-    /// the backend, the data and other ranks.
+    /// [`Error::Data`] for a step without a target. With several micro-batches, since a step's gradients are summed over all of them, so
+    /// that one micro-batch's tensors do not explain them; from the backend, the data and other ranks.
     pub fn inspect(mut self, steps: u64) -> Result<Inspection> {
         let micro_batches = self.rank.context.config.train.grad_accum;
         if micro_batches != 1 {
@@ -104,9 +104,9 @@ impl<B: Kernels> Trainer<'_, B> {
             return Err(CoreError::shape("inspect", "train.grad_accum", got, "one").into());
         }
         self.require_settled("inspect")?;
-        // Done once: there is room for whatever is sent.
+        // A single pass: the capacity is unlimited.
         self.rank.context.capacity_factor = f64::INFINITY;
-        // What routers chose is looked at, and so kept.
+        // The routing must be saved, since it is exposed.
         let scopes = self.rank.context.config.train.recompute.iter().copied();
         let kept: Vec<Scope> =
             scopes.filter(|scope| !matches!(scope, Scope::Layers | Scope::Experts)).collect();
@@ -117,7 +117,7 @@ impl<B: Kernels> Trainer<'_, B> {
         let mut tokens = |later: u64| -> Result<StepBatches> {
             let batches = self.rank.context.plan()?.step(self.rank.context.step + later)?;
             let number = if later == 0 { String::new() } else { format!(".{later}") };
-            // There is one.
+            // There is exactly one.
             for batch in &batches.micro_batches {
                 let all = [("ids", &batch.inputs), ("targets", &batch.targets), ("starts", &batch.starts)];
                 for (name, ids) in all.into_iter().filter(|(_, ids)| !ids.is_empty()) {
@@ -152,7 +152,7 @@ impl<B: Kernels> Trainer<'_, B> {
             step.first_micro_batch_seen(|cx, inside| seen.look(cx, &inside))?;
             let gradients = step.gradients(|param, grad| gather(b, mesh, param, grad))?;
             let mut gradients = gradients.into_iter();
-            // By the number of the parameter; of what has none nothing.
+            // Indexed by parameter, and empty for parameters without a gradient.
             let all = with_gradients.iter().map(|has| if *has { gradients.next() } else { None });
             let all: Vec<Vec<f32>> = all.map(Option::unwrap_or_default).collect();
             let has_one = |tensor: &&Named| tensor.rows.iter().all(|rows| with_gradients[rows.param]);

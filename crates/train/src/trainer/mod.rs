@@ -1,30 +1,30 @@
-//! Training, one rank's view of it: steps, evaluations, and what goes into a checkpoint.
+//! Training from the view of one rank: steps, evaluations, and the contents of checkpoints.
 //!
-//! A [`run()`] is read downwards, and nothing calls a file above it:
+//! A [`run()`] proceeds downwards through these files, and no file calls one above it:
 //!
 //! ```text
-//! options.rs         what a run is asked for, and what it tells (Observer)
-//! run.rs             the run: where it begins, what it is given, its steps, its end
-//!   start/           origin.rs: anew, from other weights, or from the newest whole checkpoint, whose configuration is compared first
-//!                    alike.rs: what all ranks must have alike
-//!                    outputs.rs, run_dir.rs: the files that a run writes, on the first rank, and the folder of these
-//!   steps.rs         steps issued, and their records read a step late; recorded.rs: replayed
-//!   evaluating.rs    what is evaluated between steps: held-out loss, tasks
-//!   saving/          save.rs: checkpoints, from where they begin to their place
-//!                    mod.rs: on the way to the disk; owners.rs, collect.rs: of several ranks
-//!                    files.rs: which values a file holds; pieces.rs: the host memory that they travel in
+//! options.rs         the options of a run, and its reports (Observer)
+//! run.rs             the run: its start, its inputs, its steps, its end
+//!   start/           origin.rs: a new start, or the newest complete checkpoint, whose configuration is compared first
+//!                    alike.rs: checks that all ranks have equal inputs
+//!                    outputs.rs, run_dir.rs: the files that the first rank writes, and their folder
+//!   steps.rs         issues steps, and reads their records one step late; recorded.rs replays recorded steps
+//!   evaluating.rs    evaluations between steps: held-out loss, tasks
+//!   saving/          save.rs: starts and completes checkpoints
+//!                    mod.rs: asynchronous writing; owners.rs, collect.rs: several ranks
+//!                    files.rs: the values of each file; pieces.rs: host buffers
 //! ```
 //!
-//! [`Trainer`] has what all of them work on. `ranks.rs` has what ranks ask each other beside a step. Other uses of a model are no run:
-//! `weights.rs` loads, `scoring.rs` computes losses (in evaluations as in `nibble eval`), `decoding.rs` generates text, and `inspect.rs`
-//! exposes one step.
+//! [`Trainer`] holds the state that all of them share. `ranks.rs` has the communication of ranks outside steps. Other uses of a model are
+//! no run: `weights.rs` loads, `scoring.rs` computes losses (in evaluations as in `nibble eval`), `decoding.rs` generates text, and
+//! `inspect.rs` exposes one step.
 //!
-//! A checkpoint comes before the evaluation of its step, so that an evaluation that fails costs no step. After the last step come the
-//! last checkpoint, the loss over all held-out data, the picture and the summary.
+//! A step's checkpoint precedes its evaluation, so that an evaluation that fails costs no step. After the last step come the last
+//! checkpoint, the loss over all held-out data, the plot and the summary.
 //!
-//! A run that is asked to stop finishes its step, saves it and draws its losses, on all ranks after the same step. One rank ends after
-//! the step under way. Of several, each writes whether it was asked into the next step's inputs, and that step's record tells all of
-//! them: two more steps at most. An evaluation asks all ranks after each batch; if it is cut short, the process that resumes repeats it.
+//! A run that is asked to stop finishes its step, saves a checkpoint and plots its losses, on all ranks after the same step. A single rank
+//! stops after the current step. With several ranks, each writes its request into the next step's inputs, and that step's record tells all
+//! of them: two more steps at most. An evaluation asks all ranks after each batch; if it is cut short, the process that resumes repeats it.
 
 mod decoding;
 mod divergence;
@@ -75,61 +75,61 @@ use std::time::{Duration, Instant};
 /// One rank of a training run.
 #[derive(Debug)]
 pub struct Trainer<'a, B: Kernels> {
-    /// The steps' recordings, where the backend can record. Gone before the memory that they were recorded with.
+    /// The steps' recordings, if the backend can record. Dropped before the memory that they use.
     recorded: Option<Recorded<B>>,
-    /// What the steps are of.
+    /// The model and its state on this rank.
     rank: RankState<'a, B>,
-    /// Makes the batches of the steps to come. None until there is a step.
+    /// Prepares the batches of later steps. `None` before the first step.
     loader: Option<Loader>,
-    /// Steps whose record has not been read: at most two, as many as the ring of reports has places.
+    /// Steps whose record has not been read: at most two, the size of the ring of reports.
     issued: VecDeque<Issued<B>>,
-    /// What the last record said layer by layer, if its step is one to tell of.
+    /// Layer metrics of the last record, if its step is one to report.
     layers: Option<LayerMetrics>,
-    /// What each of several ranks took for the step before that whose record was read last; none of one rank alone, and of a step of another process.
+    /// Times of several ranks in the step before the last record's; `None` with one rank, and if another process ran that step.
     rank_times: Option<RankTimes>,
-    /// When this rank, of several, issued its last steps.
+    /// Times at which this rank, of several, issued its last steps.
     issue_times: IssueTimes,
-    /// What this rank was asked to end the run by (0: by nothing). The records of the steps issued from here on tell it to every rank.
+    /// The signal by which this rank was asked to stop (0: none). The records of later steps tell it to every rank.
     asked: u8,
-    /// What any rank told, by the last record: the same on every rank.
+    /// Requests of any rank in the last record: the same on every rank.
     any_told: Told,
-    /// Whether a step could not be issued: this rank's own error ends the run, and it meets no other rank any more.
+    /// Whether a step could not be issued: this rank's own error ends the run, and it calls no further collective.
     has_failed: bool,
-    /// When the last record was read, if nothing but steps has come since.
+    /// Time at which the last record was read, if only steps followed.
     settled: Option<Instant>,
-    /// The checkpoint on its way to the disk, if there is one.
+    /// The asynchronous checkpoint, if there is one.
     saving: Saving<B>,
 }
 
-/// A step on its way.
+/// A step in flight.
 #[derive(Debug)]
 struct Issued<B: Kernels> {
-    /// Its number, from 0.
+    /// Its index, from 0.
     step: u64,
-    /// None of a step that was passed over, as it has no target.
+    /// `None` for a step that was skipped because it has no target.
     report: Option<B::Pending<f64>>,
     how: Issue,
     lr: f64,
-    /// Targets that count.
+    /// Number of targets.
     counted: u64,
     started: Instant,
-    /// How long the host waited for its tokens.
+    /// Time that the host waited for the step's tokens.
     waited: Duration,
-    /// How long the host took to issue it, recorded as it was.
+    /// Time that the host took to issue the step, without recording it.
     issuing: Duration,
 }
 
-/// How a step reaches the device.
+/// How a step is submitted to the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Issue {
-    /// As a recording, where the backend can record.
+    /// As a recording, if the backend can record.
     Replayed,
-    /// Operation by operation.
+    /// Op by op.
     Eager,
 }
 
 impl<'a, B: Kernels> Trainer<'a, B> {
-    /// A run at its beginning.
+    /// A trainer at the beginning of a run.
     ///
     /// # Errors
     /// For a recipe or data that cannot be read, or a batch that the recipe's blocks do not divide.
@@ -139,11 +139,11 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         Ok(trainer)
     }
 
-    /// Under a recipe that need not be the one that the configuration names: a checkpoint has the run's own. Without data, which
-    /// `with_data` adds: a model to generate with has none.
+    /// A trainer with this recipe, which may differ from the configuration's: a checkpoint has its run's own. It has no data, which
+    /// `with_data` adds: generation needs none.
     ///
     /// # Errors
-    /// As [`Trainer::new`], the data aside.
+    /// As [`Trainer::new`], except those of data.
     pub fn under(b: &'a B, mesh: impl Into<Mesh<'a, B>>, config: &Config, recipe: Recipe) -> Result<Self> {
         let (mesh, recipe) = (mesh.into(), recipe.in_run(config.run_size()));
         phase(format_args!("making the model"));
@@ -169,29 +169,29 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         })
     }
 
-    /// An error of this run, which says what needs the memory where there is none.
+    /// Adds to an out-of-memory error which sizes need the memory.
     fn without_room(&self, error: Error, when: impl Into<String>) -> Error {
         let (b, mesh) = (self.rank.context.b, self.rank.context.mesh.shape());
         error.without_room(when, || plan::sizes_of(b, mesh, self.config(), self.recipe()))
     }
 
-    /// An error of this run, which says what to do where numbers of a step, or of the held-out loss, are none.
+    /// Adds advice to an error of non-finite numbers in a step or in the held-out loss.
     fn of_divergence(&self, error: Error, held_out: bool) -> Error {
         of_divergence(error, self.config(), held_out)
     }
 
-    /// Tells what exchanges among ranks have done again, on the first rank alone: all have the same to say.
+    /// Reports retried exchanges, on the first rank only: all ranks have the same notes.
     fn tell_notes(&mut self, first: bool, observer: &mut dyn Observer) {
         let notes = self.take_notes();
         notes.iter().filter(|_| first).for_each(|note| observer.note(note));
     }
 
-    /// The model, this rank's part of it.
+    /// This rank's part of the model.
     pub fn model(&mut self) -> &mut Decoder<B> {
         &mut self.rank.model
     }
 
-    /// The same with the configuration's data.
+    /// The trainer with the configuration's data.
     ///
     /// # Errors
     /// For data that cannot be read.
@@ -200,23 +200,23 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         Ok(self.with(data))
     }
 
-    /// The same with these data.
+    /// The trainer with these data.
     pub(crate) fn with(mut self, data: Dataset) -> Self {
         self.rank.context.data = Some(Arc::new(data));
         self
     }
 
-    /// Optimizer steps issued.
+    /// Number of optimizer steps issued.
     pub fn step(&self) -> u64 {
         self.rank.context.step
     }
 
-    /// Steps issued whose record has not been read.
+    /// Number of issued steps whose record has not been read.
     pub fn unread(&self) -> usize {
         self.issued.len()
     }
 
-    /// Where it computes, and all ranks.
+    /// The backend and the communicator of all ranks.
     fn backend(&self) -> (&'a B, &'a dyn Comm<B>) {
         (self.rank.context.b, self.rank.context.mesh.all)
     }
@@ -234,12 +234,12 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// The run's data.
     ///
     /// # Errors
-    /// [`crate::Error::Config`] if it was made without.
+    /// [`crate::Error::Config`] if the trainer has no data.
     pub fn data(&self) -> Result<&Dataset> {
         self.rank.context.data()
     }
 
-    /// The tokenizer of the run's data; bytes where that is not known.
+    /// The tokenizer of the run's data; bytes if it is unknown.
     ///
     /// # Errors
     /// As [`Config::tokenizer`].
@@ -247,17 +247,17 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         Ok(self.rank.context.config.tokenizer()?.unwrap_or_else(|| Arc::new(Bytes)))
     }
 
-    /// Trainable numbers over all ranks.
+    /// Number of trainable parameters over all ranks.
     pub fn parameters(&mut self) -> usize {
         self.rank.parameters()
     }
 
-    /// Where the run's memory is, by the allocator. Gradients and moments are there from the first step on.
+    /// The run's memory according to the allocator. Gradients and moments exist from the first step on.
     pub fn memory(&self) -> RunMemory {
         self.rank.memory()
     }
 
-    /// Reads what steps have left, for what must come after them.
+    /// Checks that every step's record has been read, before work that must come after them.
     fn require_settled(&mut self, what: &'static str) -> Result<()> {
         self.settled = None;
         match self.issued.len() {

@@ -1,4 +1,4 @@
-//! What ranks ask and tell each other beside a step.
+//! Communication of ranks outside steps.
 //!
 //! The first rank chooses folders: of the run, and of each checkpoint. Every rank looks there for a file whose name no other process can
 //! know. So a folder of the same name on another host is detected before anything is written.
@@ -8,12 +8,12 @@ use crate::files::Mark;
 use nibble_core::{Comm, Error as CoreError, Kernels};
 use std::path::{Path, PathBuf};
 
-/// Whether it is so on any rank.
+/// Whether `here` is true on any rank.
 pub(super) fn any_rank<B: Kernels>(b: &B, comm: &dyn Comm<B>, here: bool) -> Result<bool> {
     Ok(largest(b, comm, u8::from(here))? != 0)
 }
 
-/// The largest of the ranks' numbers.
+/// The maximum of the ranks' numbers.
 pub(super) fn largest<B: Kernels>(b: &B, comm: &dyn Comm<B>, here: u8) -> Result<u8> {
     if comm.world() == 1 {
         return Ok(here);
@@ -24,11 +24,11 @@ pub(super) fn largest<B: Kernels>(b: &B, comm: &dyn Comm<B>, here: u8) -> Result
     Ok(all.into_iter().fold(0.0, f32::max) as u8)
 }
 
-/// What every rank says, in rank order. Where any has an error instead, every rank has one: its own, or else that of the first rank which has one.
-/// Every rank calls this.
+/// The bytes of every rank, in rank order. If any rank has an error, every rank gets one: its own, or that of the first rank with an error.
+/// Every rank must call this.
 ///
 /// # Errors
-/// That; from the backend and other ranks.
+/// As described; from the backend and other ranks.
 pub(super) fn of_all_ranks<B: Kernels>(
     b: &B,
     comm: &dyn Comm<B>,
@@ -41,7 +41,7 @@ pub(super) fn of_all_ranks<B: Kernels>(
     };
     let words =
         i32::try_from(said.len()).map_err(|_| CoreError::shape(CALL, "bytes", said.len(), "below 2 GiB"))?;
-    // To each rank the same two words: whether it is an error, and how long.
+    // The same two words to each rank: whether it is an error, and its length.
     let words = b.upload(&[failed, words].repeat(comm.world()))?;
     let words = b.download(&comm.counts(b, &words)?)?;
     comm.check()?;
@@ -65,13 +65,13 @@ pub(super) fn of_all_ranks<B: Kernels>(
     Ok((0..all.len()).map(|rank| said(rank).to_vec()).collect())
 }
 
-/// Tells every rank the folder that the first one has made, if it has: `made` is its word, and that of the others `Ok(None)`. Every rank looks
-/// whether it sees that very folder, and not another of its name on another host: the first rank leaves a file there until all have looked.
-/// `what` says in a message what the folder is.
+/// Tells every rank the folder that the first one has made, if any: `made` is the first rank's result, and `Ok(None)` on the others. Every
+/// rank checks that it sees this very folder, not one of the same name on another host: the first rank leaves a file in it until all have
+/// checked. `what` names the folder in messages.
 ///
 /// # Errors
-/// On every rank: that of the first one; [`Error::Checkpoint`] naming the folder and the first rank that does not see it, or whose name ranks
-/// cannot tell each other; from the backend and other ranks.
+/// On every rank: the first rank's error; [`Error::Checkpoint`] naming the folder and the first rank that does not see it, or a folder
+/// whose name is not UTF-8; from the backend and other ranks.
 pub(super) fn shared_folder<B: Kernels>(
     b: &B,
     comm: &dyn Comm<B>,
@@ -95,7 +95,7 @@ pub(super) fn shared_folder<B: Kernels>(
     Ok(Some(dir.to_owned()))
 }
 
-/// A file of this process's own in a folder, and its path.
+/// Leaves a file with a unique name in a folder, and returns its path.
 fn marked(dir: PathBuf) -> Result<(String, Mark)> {
     let mark = Mark::in_dir(&dir).map_err(Error::io(&dir))?;
     let unnamed =
@@ -104,7 +104,7 @@ fn marked(dir: PathBuf) -> Result<(String, Mark)> {
     Ok((path, mark))
 }
 
-/// Checks that a rank sees the file that the first rank has left.
+/// Checks that a rank sees the first rank's file.
 fn require_seen(file: &Path, rank: usize, what: &str) -> Result<()> {
     if file.exists() {
         return Ok(());
@@ -119,7 +119,7 @@ mod tests {
     use super::*;
     use nibble_cpu::{Cpu, HostComm};
 
-    /// What `mine` of each of three ranks gives on each of them.
+    /// The result of `mine` of each of three ranks, on each of them.
     fn told(mine: impl Fn(usize) -> Result<Vec<u8>> + Sync) -> Vec<Result<Vec<Vec<u8>>>> {
         std::thread::scope(|scope| {
             let mine = &mine;
@@ -143,7 +143,7 @@ mod tests {
         assert!(errors[0].contains(&format!("rank 1 failed: {}", error(1))), "{}", errors[0]);
     }
 
-    /// What three ranks find out about the folder that the first one gives.
+    /// The results of three ranks for the first rank's folder.
     fn shared(made: impl Fn() -> Result<Option<PathBuf>> + Sync) -> Vec<Result<Option<PathBuf>>> {
         std::thread::scope(|scope| {
             let made = &made;
@@ -169,7 +169,7 @@ mod tests {
         let errors = shared(|| Err(Error::config("run.dir", "is taken")));
         let errors: Vec<String> = errors.into_iter().map(|seen| seen.unwrap_err().to_string()).collect();
         assert!(errors.iter().all(|error| error.contains("is taken")), "{errors:?}");
-        // There is none of this name.
+        // The folder does not exist.
         let errors = shared(|| Ok(Some(dir.path().join("none"))));
         assert!(errors.into_iter().all(|seen| seen.unwrap_err().to_string().contains("none")));
     }

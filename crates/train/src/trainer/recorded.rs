@@ -4,11 +4,11 @@
 //! Where a recipe's precisions change within a run, the old recording is dropped before the new one is made. A step that measures
 //! quantization (`train.quantization_every`) is issued op by op.
 //!
-//! Several ranks issue each op, because an exchange tells the host how many rows travel. The parts between two such reads could be
-//! recorded separately if the experts' buffers lay at one address whatever comes. That would gain little: on two GPUs the gaps between
+//! Several ranks issue each op, because the host must read the row counts of each all-to-all. The parts between two such reads could be
+//! recorded separately if the experts' buffers had fixed addresses. That would gain little: on two GPUs the gaps between
 //! kernels take as small a share of a step as in a replayed step on one GPU.
 //!
-//! The CPU backend cannot record. Tests wrap it in a backend that can (`testkit/src/recorder`), and hold recorded runs to the bits of
+//! The CPU backend cannot record. Tests wrap it in a backend that can (`testkit/src/recorder`), and compare recorded runs bit for bit with
 //! issued ones.
 
 use super::saving::Saving;
@@ -22,10 +22,10 @@ use nibble_core::{Error as CoreError, Kernels};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// The recordings of a step's parts. With one micro-batch there is none of the others.
+/// The recordings of a step's parts. With one micro-batch, `next` is `None`.
 #[derive(Debug)]
 pub(super) struct Recorded<B: Kernels> {
-    /// What every layer's precisions were.
+    /// The precisions of every layer at the time of recording.
     precisions: Vec<Arc<LayerPlan>>,
     first: B::Recording,
     next: Option<B::Recording>,
@@ -33,9 +33,9 @@ pub(super) struct Recorded<B: Kernels> {
 }
 
 impl<B: Kernels> Recorded<B> {
-    /// Replays a step. It is recorded first, if it has not been or the precisions have changed since; the old recording is gone
-    /// before the new one is made. The optimizer waits until a checkpoint under way has copied what it changes. Returns how long
-    /// the recording took.
+    /// Replays a step, after recording it if there is no recording or the precisions have changed; the old recording is dropped before the
+    /// new one is made. The optimizer waits until a checkpoint in progress has copied the values that it changes. Returns the time that
+    /// recording took.
     pub fn run(
         recorded: &mut Option<Self>,
         context: &RankContext<'_, B>,
@@ -53,7 +53,7 @@ impl<B: Kernels> Recorded<B> {
         let recorded = recorded.insert(match kept {
             Some(kept) => kept,
             None => {
-                // Nothing else goes on while work is recorded.
+                // No other work may run while work is recorded.
                 saving.wait_copied();
                 Self::record(context, model, buffers, precisions)?
             }
@@ -71,7 +71,7 @@ impl<B: Kernels> Recorded<B> {
         Ok(recording)
     }
 
-    /// Records the parts one after the other. Nothing is executed: no weight, no gradient and no clock changes.
+    /// Records the parts one after the other. Nothing is executed: no weight, gradient or clock changes.
     fn record(
         context: &RankContext<'_, B>,
         model: &mut Decoder<B>,
@@ -90,7 +90,7 @@ impl<B: Kernels> Recorded<B> {
     }
 }
 
-/// Records one part. The error of the part itself, where it has one, is the one to report.
+/// Records one part. If the part itself fails, its own error is reported.
 fn part<B: Kernels>(b: &B, mut work: impl FnMut() -> Result<()>) -> Result<B::Recording> {
     let mut failed = None;
     let recording = b.record(&mut || {

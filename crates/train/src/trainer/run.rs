@@ -1,4 +1,4 @@
-//! A whole run: where it begins, what it is given, its steps, its end.
+//! A whole run: its start, its inputs, its steps, its end.
 
 use super::Trainer;
 use super::evaluating::Evaluator;
@@ -18,11 +18,10 @@ use nibble_core::{DeviceKind, Kernels, MemoryStats, Mesh};
 use std::ops::ControlFlow;
 use std::path::PathBuf;
 
-/// Trains to the end on this rank. Ranks other than the first have no summary, write nothing but files of checkpoints, and tell their observer nothing
-/// but that the run begins.
+/// Trains to the end on this rank. The other ranks have no summary, write only files of checkpoints, and report only the start of the run.
 ///
 /// # Errors
-/// Whatever stops a run; the error has been told to the other ranks.
+/// Any error that stops the run; the other ranks have been told.
 pub fn run<'a, B: Kernels>(
     b: &'a B,
     mesh: impl Into<Mesh<'a, B>>,
@@ -41,7 +40,7 @@ pub fn run<'a, B: Kernels>(
         let mut run = Run::begin(b, mesh, origin, options, observer)?;
         let done = run.take_steps().and_then(|()| run.finish());
         if let (Err(error), Some(outputs)) = (&done, &run.outputs) {
-            // Before anything else is done: the others are told where it was. The first error is the one to tell.
+            // Tells the other ranks at once, so that the first error is the one reported.
             mesh.all.abort(&error.to_string());
             let _ = outputs.draw();
         }
@@ -51,28 +50,28 @@ pub fn run<'a, B: Kernels>(
     whole().inspect_err(|error| mesh.all.abort(&error.to_string()))
 }
 
-/// A run under way, on one rank.
+/// A run in progress, on one rank.
 struct Run<'a, 'o, B: Kernels> {
     trainer: Trainer<'a, B>,
-    /// The first rank's.
+    /// On the first rank only.
     outputs: Option<Outputs>,
     evaluator: Evaluator,
     observer: &'o mut dyn Observer,
     watchdog: Watchdog,
-    /// Of the last step that had one.
+    /// Loss of the last step with a target.
     loss: Option<f64>,
-    /// Over all held-out data; none of a run that was stopped before it.
+    /// Over all held-out data; `None` if the run was stopped before.
     held_out: Option<HeldOut>,
     /// The newest checkpoint.
     saved: Option<PathBuf>,
-    /// The step of the newest one that was begun. One that fails ends the run.
+    /// The step of the newest checkpoint that was started. A checkpoint that fails ends the run.
     saved_at: Option<u64>,
     /// [`Outcome::stopped`].
     stopped: u8,
 }
 
 impl<'a, 'o, B: Kernels> Run<'a, 'o, B> {
-    /// Where it begins or goes on, and on the first rank its files. All ranks are told the run's folder, and then how it begins.
+    /// Starts or resumes a run, and opens its files on the first rank. All ranks learn the run's folder, then report the start.
     fn begin(
         b: &'a B,
         mesh: Mesh<'a, B>,
@@ -106,7 +105,7 @@ impl<'a, 'o, B: Kernels> Run<'a, 'o, B> {
             Ok(outputs) => (Ok(outputs.as_ref().map(|outputs| outputs.dir.clone())), outputs),
             Err(error) => (Err(error), None),
         };
-        // No rank does a step of a run that has no directory yet.
+        // No rank may take a step before the run has a directory.
         if let Some(dir) = shared_folder(b, mesh.all, made, "the run's folder")? {
             context.config.run.dir = dir.to_string_lossy().into_owned();
         }
@@ -120,7 +119,7 @@ impl<'a, 'o, B: Kernels> Run<'a, 'o, B> {
         Ok(Self { trainer, outputs, evaluator, observer, watchdog, loss, held_out, saved, saved_at, stopped })
     }
 
-    /// The steps, after those of the checkpoint that was loaded, if one was, and what is due between them.
+    /// Takes the remaining steps, with the checkpoints and evaluations that are due between them.
     fn take_steps(&mut self) -> Result<()> {
         let config = self.trainer.config();
         let (steps, save_every, eval) = (config.train.steps, config.checkpoint.every, config.eval.clone());
@@ -134,9 +133,9 @@ impl<'a, 'o, B: Kernels> Run<'a, 'o, B> {
             let goes_on = issued.is_ok() && step < steps;
             let evaluate = goes_on && due(step, eval.every);
             let save = goes_on && due(step, save_every);
-            // One rank alone need not wait for a record.
+            // A single rank need not wait for a record.
             self.stopped = if goes_on && is_alone { options.stop_asked() } else { 0 };
-            // The record of the step before is read while this one runs; what must not outrun this one waits for its own.
+            // The record of the previous step is read while this step runs. Work that must not overlap this step waits for its record.
             let unread = if !goes_on || self.stopped != 0 || evaluate || save { 0 } else { 1 };
             self.read_records(unread)?;
             let asked_of_any = self.trainer.any_told.asked;
@@ -147,7 +146,7 @@ impl<'a, 'o, B: Kernels> Run<'a, 'o, B> {
             issued?;
             let mut done = self.trainer.saved()?;
             if save && self.stopped == 0 {
-                // One at a time.
+                // One checkpoint at a time.
                 done = done.or(self.trainer.finish_save()?);
                 self.trainer.begin_save(self.outputs.as_ref().map(|o| &o.store))?;
                 self.saved_at = Some(step);
@@ -155,7 +154,7 @@ impl<'a, 'o, B: Kernels> Run<'a, 'o, B> {
             self.tell(done);
             if evaluate && self.stopped == 0 {
                 if !is_alone {
-                    // Before it: only steps tell several ranks that all have written, and an evaluation may take long and fail.
+                    // Before the evaluation, which may take long and fail: several ranks learn only from steps that all have written.
                     self.finish_save()?;
                 }
                 self.evaluate(eval.batches)?;
@@ -166,9 +165,9 @@ impl<'a, 'o, B: Kernels> Run<'a, 'o, B> {
         reach(Point::StepsDone)
     }
 
-    /// What comes after the last step.
+    /// The checkpoint and the evaluation after the last step.
     fn finish(&mut self) -> Result<()> {
-        // Before the evaluation, which takes its time and may fail: the last steps are not lost with it.
+        // The checkpoint comes first: the evaluation takes time and may fail, and must not cost the last steps.
         let CheckpointConfig { every, at_end, .. } = self.trainer.config().checkpoint;
         let step = self.trainer.step();
         let wanted = at_end || due(step, every) || self.stopped != 0 && every > 0;
@@ -182,11 +181,11 @@ impl<'a, 'o, B: Kernels> Run<'a, 'o, B> {
         Ok(())
     }
 
-    /// What the run came to.
+    /// The results of the run.
     fn conclude(self) -> Result<Outcome> {
         let Self { mut trainer, outputs, evaluator, observer, loss, held_out, saved, stopped, .. } = self;
         reach(Point::RunEnds)?;
-        // Every rank has a part in it.
+        // Every rank takes part.
         let digest = if evaluator.options.digest { Some(trainer.digest()?) } else { None };
         let entropy = trainer.data()?.entropy();
         let Some(outputs) = outputs else { return Ok(Outcome { summary: None, stopped }) };
@@ -198,7 +197,7 @@ impl<'a, 'o, B: Kernels> Run<'a, 'o, B> {
         Ok(Outcome { summary: Some(summary), stopped })
     }
 
-    /// Evaluates at the step that the run goes on from, where that is missing: the checkpoint was on the disk before it.
+    /// Evaluates the resumed step if its evaluation is missing: the checkpoint was on disk before it.
     fn evaluate_what_is_owed(&mut self) -> Result<()> {
         let (step, (b, comm), config) = (self.trainer.step(), self.trainer.backend(), self.trainer.config());
         let may = self.saved_at.is_some() && step < config.train.steps && due(step, config.eval.every);
@@ -210,7 +209,7 @@ impl<'a, 'o, B: Kernels> Run<'a, 'o, B> {
         Ok(())
     }
 
-    /// Evaluates over so many batches (0: all there are). Where that was cut short every rank knows it, and asks by what.
+    /// Evaluates over `batches` batches (0: all). If the evaluation was cut short, every rank asks all ranks for the reason.
     fn evaluate(&mut self, batches: usize) -> Result<Option<HeldOut>> {
         let Self { trainer, outputs, evaluator, observer, .. } = self;
         let found = evaluator.evaluate(trainer, batches, outputs, *observer)?;
@@ -221,7 +220,7 @@ impl<'a, 'o, B: Kernels> Run<'a, 'o, B> {
         Ok(found)
     }
 
-    /// Reads the records of all steps but the last so many, writes and tells what they say.
+    /// Reads, writes and reports the records of all but the last `unread` steps.
     fn read_records(&mut self, unread: usize) -> Result<()> {
         let Self { trainer, outputs, observer, watchdog, .. } = self;
         while trainer.unread() > unread {
@@ -251,14 +250,14 @@ impl<'a, 'o, B: Kernels> Run<'a, 'o, B> {
         Ok(())
     }
 
-    /// Waits for the checkpoint under way, if there is one, and tells of it.
+    /// Waits for the checkpoint in progress, if there is one, and reports it.
     fn finish_save(&mut self) -> Result<()> {
         let done = self.trainer.finish_save()?;
         self.tell(done);
         Ok(())
     }
 
-    /// Tells of a checkpoint that has got into its place, if one has.
+    /// Reports a completed checkpoint, if there is one.
     fn tell(&mut self, saved: Option<PathBuf>) {
         if let Some(path) = saved {
             self.observer.checkpoint(&path);
@@ -267,7 +266,7 @@ impl<'a, 'o, B: Kernels> Run<'a, 'o, B> {
     }
 }
 
-/// Whether a step, counted from 1, is one of every so many; of every 0 there is none.
+/// Whether step `step`, counted from 1, is a multiple of `every`; never if that is 0.
 fn due(step: u64, every: u64) -> bool {
     every > 0 && step.is_multiple_of(every)
 }
@@ -278,7 +277,7 @@ fn note_memory(metrics: &mut Metrics, memory: MemoryStats) {
     metrics.memory_percent = memory.total_bytes.map(|total| 100.0 * peak / total as f64);
 }
 
-/// Tells how many steps of the run had nothing to learn.
+/// Reports the number of steps without a target.
 fn tell_passed_over<B: Kernels>(trainer: &Trainer<'_, B>, observer: &mut dyn Observer) {
     let (count, of) = (trainer.rank.context.passed_over, trainer.step());
     if count > 0 {

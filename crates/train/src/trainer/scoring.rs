@@ -1,4 +1,4 @@
-//! What a trainer's model makes of tokens: losses of held-out ones, of given texts, and logits.
+//! Uses of a trainer's model on given tokens: held-out losses, log-likelihoods of texts, and logits.
 
 use super::Trainer;
 use crate::data::{Encoded, LeftOut, Watch, read_source};
@@ -13,12 +13,11 @@ use nibble_core::{Error as CoreError, Kernels};
 use std::path::Path;
 
 impl<B: Kernels> Trainer<'_, B> {
-    /// Mean cross-entropy in nats over the targets of held-out sequences, all ranks together: `batches` batches of [`HeldOut::BATCH`] sequences
-    /// from all over the data, or all of it (0), the shorter tail included.
+    /// Mean cross-entropy in nats over the targets of held-out sequences, over all ranks: `batches` batches of [`HeldOut::BATCH`] sequences
+    /// spread over the data, or all of it (0), including the shorter tail.
     ///
     /// # Errors
-    /// [`nibble_core::Error::NonFinite`] if the loss is not a number; [`Error::Data`] if none of the tokens is a target; from the backend and
-    /// other ranks.
+    /// [`nibble_core::Error::NonFinite`] if the loss is not finite; [`Error::Data`] without a target; from the backend and other ranks.
     pub fn evaluate(&mut self, batches: usize) -> Result<f64> {
         let found = self.evaluate_while(batches, &mut |_, _| Ok(true))?;
         found.and_then(|found| found.loss()).ok_or_else(|| {
@@ -26,11 +25,11 @@ impl<B: Kernels> Trainer<'_, B> {
         })
     }
 
-    /// What [`Trainer::evaluate`] takes the mean of, asking after every batch that is computed whether to go on, of how many; none once the answer
-    /// was no. Every rank asks after the same batches, and owes the same answer.
+    /// The sums behind [`Trainer::evaluate`]. `go_on(done, of)` is called after every batch; `None` once it returned false. Every rank
+    /// calls it after the same batches, and must return the same answer.
     ///
     /// # Errors
-    /// As [`Trainer::evaluate`], but for tokens without a target; what `go_on` returns.
+    /// As [`Trainer::evaluate`], except for data without a target; the errors of `go_on`.
     pub fn evaluate_while(
         &mut self,
         batches: usize,
@@ -44,10 +43,10 @@ impl<B: Kernels> Trainer<'_, B> {
         evaluated.map_err(|error| self.without_room(error, "the held-out loss"))
     }
 
-    /// Logits of the last of these tokens, one sequence, every rank alike.
+    /// Logits of the last of these tokens, which are one sequence; the same on every rank.
     ///
     /// # Errors
-    /// If an id is no token of the vocabulary; from the backend.
+    /// If an id is not in the vocabulary; from the backend.
     pub fn next_logits(&mut self, ids: &[i32]) -> Result<Vec<f32>> {
         self.require_settled("next_logits")?;
         let RankState { context, model, activations, .. } = &mut self.rank;
@@ -62,8 +61,7 @@ impl<B: Kernels> Trainer<'_, B> {
         Ok(last?)
     }
 
-    /// What a forward pass of this run keeps for its backward pass, measured by doing one; and the bytes the
-    /// allocator holds for it.
+    /// The saved activations of a forward pass of this run, measured by running one; and the bytes that the allocator holds for them.
     ///
     /// # Errors
     /// As [`Trainer::train_step`].
@@ -73,11 +71,11 @@ impl<B: Kernels> Trainer<'_, B> {
         self.rank.ledger_of(&batch)
     }
 
-    /// The log-likelihood in nats of what is scored of each request, behind what comes before it. Of a request that is longer than a sequence and
-    /// its last target the beginning is left out. `tell` hears after every batch how many are done, of how many.
+    /// The log-likelihood in nats of each request's scored tokens, given the tokens before them. A request longer than a sequence plus its
+    /// last target loses its beginning. `tell(done, of)` is called after every batch.
     ///
     /// # Errors
-    /// If an id is no token of the vocabulary, or a log-likelihood no number; from the backend and other ranks.
+    /// If an id is not in the vocabulary, or a log-likelihood is not finite; from the backend and other ranks.
     pub fn log_likelihoods(
         &mut self,
         requests: &[Request],
@@ -87,15 +85,15 @@ impl<B: Kernels> Trainer<'_, B> {
             tell(done, of);
             Ok(true)
         };
-        // Those that are not cut short are there.
+        // `go_on` never returned false, so there is a result.
         Ok(self.log_likelihoods_while(requests, &mut go_on)?.unwrap_or_default())
     }
 
-    /// [`Trainer::log_likelihoods`], asking after every batch whether to go on; none once the answer was no. Every rank asks after the same
-    /// batches, and owes the same answer.
+    /// [`Trainer::log_likelihoods`] with `go_on(done, of)` after every batch; `None` once it returned false. Every rank calls it after the
+    /// same batches, and must return the same answer.
     ///
     /// # Errors
-    /// As [`Trainer::log_likelihoods`]; what `go_on` returns.
+    /// As [`Trainer::log_likelihoods`]; the errors of `go_on`.
     pub fn log_likelihoods_while(
         &mut self,
         requests: &[Request],
@@ -132,20 +130,20 @@ impl<B: Kernels> Trainer<'_, B> {
         Ok(Some(sums.into_iter().map(|nats: f64| -nats).collect()))
     }
 
-    /// How well all documents of a source are predicted, and the rows of it that are left out. The source is read as the run's own data are. No
-    /// document sees another; `stride` tokens of one are predicted at once ([`Windows`]). The token that texts begin with stands before a document,
-    /// and none behind it but one that its file has there.
+    /// The perplexity of all documents of a source, and its rows that are left out. The source is read with the settings of the run's data.
+    /// Documents do not see each other; `stride` tokens of a document are predicted at a time ([`Windows`]). BOS precedes a document, and
+    /// an EOS follows it only if its file has one.
     ///
     /// # Errors
-    /// [`Error::Data`] for files that cannot be read, and where there is nothing to predict; [`Error::Config`] for token ids whose tokenizer is not
-    /// known; else as [`Windows::new`] and [`Trainer::log_likelihoods`].
+    /// [`Error::Data`] for files that cannot be read, and if there is nothing to predict; [`Error::Config`] for token ids of an unknown
+    /// tokenizer; otherwise as [`Windows::new`] and [`Trainer::log_likelihoods`].
     pub fn perplexity(
         &mut self,
         source: &str,
         (beginning, stride): (Beginning, usize),
         watch: &mut dyn Watch,
     ) -> Result<(Perplexity, LeftOut)> {
-        /// Tokens of windows that are held at once, about.
+        /// Approximate number of tokens of windows held in memory.
         const HELD: usize = 1 << 20;
         let config = self.config().clone();
         let tokenizer = self.tokenizer()?;
@@ -185,7 +183,7 @@ impl<B: Kernels> Trainer<'_, B> {
                 return Err(Error::config("data.tokenizer", why));
             }
             if !tokenizer.has_text() {
-                // Of ids whose tokenizer is not named nobody knows the text.
+                // The text of ids of an unnamed tokenizer is unknown.
                 return windows.add(&piece, &mut give);
             }
             bytes += piece.bytes.unwrap_or_else(|| bytes_of(&*tokenizer, &piece.ids, around)) as u64;
@@ -201,7 +199,7 @@ impl<B: Kernels> Trainer<'_, B> {
     }
 }
 
-/// Bytes of the text of ids, of which those that only stand around texts have none.
+/// Bytes of the text of ids, without the tokens that frame a text.
 fn bytes_of(tokenizer: &dyn Tokenizer, ids: &[u32], around: [Option<i32>; 4]) -> usize {
     let ids: Vec<i32> = ids.iter().map(|id| *id as i32).filter(|id| !around.contains(&Some(*id))).collect();
     tokenizer.decode_bytes(&ids).len()

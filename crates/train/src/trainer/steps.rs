@@ -13,7 +13,7 @@ use nibble_core::{Error as CoreError, Kernels};
 use std::time::{Duration, Instant};
 
 impl<B: Kernels> Trainer<'_, B> {
-    /// One optimizer step, and its record.
+    /// Takes one optimizer step, and returns its record.
     ///
     /// # Errors
     /// As [`Trainer::issue_step`] and [`Trainer::settle`].
@@ -22,7 +22,7 @@ impl<B: Kernels> Trainer<'_, B> {
         self.settle_all()
     }
 
-    /// One optimizer step, issued operation by operation also where steps are recorded and replayed.
+    /// Takes one optimizer step op by op, even if steps are recorded and replayed.
     ///
     /// # Errors
     /// As [`Trainer::train_step`].
@@ -41,9 +41,8 @@ impl<B: Kernels> Trainer<'_, B> {
         last.ok_or_else(|| CoreError::shape("train_step", "record", "none", "that of the step").into())
     }
 
-    /// Issues an optimizer step. The host waits for nothing: what the step found is for [`Trainer::settle`] to tell, at the
-    /// latest before the step after the next. A step whose gradients are not finite changes no weight, and neither does any
-    /// later one.
+    /// Issues an optimizer step without waiting for it. [`Trainer::settle`] must read its record before the step after the next is issued.
+    /// A step whose gradients are not finite changes no weight, and neither does any later step.
     ///
     /// # Errors
     /// From the backend, the data, or other ranks; if two steps' records have not been read.
@@ -89,9 +88,9 @@ impl<B: Kernels> Trainer<'_, B> {
         let waited = asked_for.elapsed();
         let (step, counted) = (context.step, batches.counted);
         if counted == 0 {
-            // There is no mean over no target, and so no gradient of it. Moments and weight decay would move the weights all the same, and in a
-            // layer of experts the balancing loss alone would: the step is passed over as a whole, by every rank alike, as each has counted the
-            // targets of all.
+            // Without a target there is no mean loss and no gradient. Moments and weight decay would still change the weights, and so would
+            // the balancing loss of a layer with experts: the whole step is skipped, on every rank, since each has counted the targets of
+            // all.
             buffers.pass_over(context.b, step)?;
             (context.step, context.passed_over) = (step + 1, context.passed_over + 1);
             let issuing = started.elapsed();
@@ -99,7 +98,7 @@ impl<B: Kernels> Trainer<'_, B> {
             return Ok(());
         }
         buffers.write_inputs(context, lr, told, spent, &batches)?;
-        // A recording measures nothing.
+        // A recording does not measure quantization.
         let is_replayed = how == Issue::Replayed && !context.config.train.measures_in(context.step);
         let mut whole = || -> Result<Duration> {
             if context.b.can_record() && alone && is_replayed {
@@ -115,22 +114,23 @@ impl<B: Kernels> Trainer<'_, B> {
         let first = context.step as usize % RING * len;
         let report = context.b.begin_download(&buffers.optimizer.reports, first..first + len)?;
         context.step += 1;
-        // While a step is recorded the device works on the one before, whose time that is.
+        // While a step is recorded, the device works on the previous step, to which this time belongs.
         let issuing = started.elapsed().saturating_sub(recording);
         let report = Some(report);
         self.issued.push_back(Issued { step, report, how, lr, counted, started, waited, issuing });
         Ok(())
     }
 
-    /// Waits for the oldest step whose record has not been read, and reads it; none if there is no such step.
+    /// Waits for the oldest unread record, and reads it; `None` if there is none.
     ///
-    /// Where experts are divided among ranks, a step may have had too little room for what its routers chose. Then it is done again with more,
-    /// with what was issued after it, and what it gives is of that. So every rank calls this after the same steps.
+    /// With expert parallelism, a step's all-to-all may have overflowed its buffers. The step and those issued after it are then retried
+    /// with larger buffers, and the retried step's metrics are returned. So every rank must call this after the same steps.
     ///
     /// # Errors
-    /// That of a rank that has failed meanwhile: nothing of the record is believed then. [`nibble_core::Error::NonFinite`] naming the first tensor
-    /// that is not finite, of whichever rank, and the step: no weight has changed since; [`nibble_core::Error::Capacity`] if an expert layer of one rank had more rows than its buffers hold; as
-    /// [`Trainer::issue_step`] where a step is done again; those of a checkpoint under way, which a step that fails or is done again ends.
+    /// The error of a rank that has failed meanwhile: the record is then discarded. [`nibble_core::Error::NonFinite`] naming the step and
+    /// the first tensor, on any rank, that is not finite: no weight has changed since; [`nibble_core::Error::Capacity`] if on one rank an
+    /// expert layer had more rows than its buffers hold; as [`Trainer::issue_step`] for a retry; those of a checkpoint in progress, which a
+    /// failed or retried step completes.
     pub fn settle(&mut self) -> Result<Option<Metrics>> {
         let Some(Issued { step, report, how, lr, counted, started, waited, issuing }) =
             self.issued.pop_front()
@@ -148,13 +148,13 @@ impl<B: Kernels> Trainer<'_, B> {
         };
         let values = self.rank.context.b.finish_download(report)?;
         if let Err(error) = self.rank.context.mesh.all.check() {
-            // The error of the step that could not be issued is the one to tell.
+            // If a step could not be issued, its error is the one to report.
             return if self.has_failed { Ok(None) } else { Err(error.into()) };
         }
         let Some(buffers) = &self.rank.buffers else { return Ok(None) };
         let report = Report::new(buffers.layout, buffers.sites(), &values)?;
         if let Some(needed) = report.overflow().filter(|_| self.rank.context.mesh.ep.world() > 1) {
-            // The error of the step that could not be issued is the one to tell.
+            // If a step could not be issued, its error is the one to report.
             if self.has_failed {
                 return Ok(None);
             }
@@ -170,14 +170,14 @@ impl<B: Kernels> Trainer<'_, B> {
             || config.train.measures_in(report.step());
         self.layers = told.then(|| LayerMetrics::of_step(&report));
         if let Err(error) = verified {
-            // Every rank has read it: all of them end the checkpoint under way, which is of an earlier step. Its own error comes second. A rank
-            // that has failed in a step meets nobody.
+            // Every rank has read this record, so all of them complete the checkpoint in progress, which is of an earlier step. Its own
+            // error is secondary. A rank that has failed in a step calls no collective.
             if !self.has_failed {
                 let _ = self.saving.finish_owned(&self.rank.context);
             }
             return Err(error.into());
         }
-        // From record to record; a backend that computes while the host issues has spent that time on the step after.
+        // From record to record; a backend that computes while the host issues has spent that time on the next step.
         let (now, later) = (Instant::now(), self.issued.front().map_or(Duration::ZERO, |next| next.issuing));
         let since = self.settled.map_or(started, |settled| settled.max(started));
         let seconds = (now - since).saturating_sub(later).max(issuing).as_secs_f64();
@@ -191,14 +191,14 @@ impl<B: Kernels> Trainer<'_, B> {
         })))
     }
 
-    /// Does a step again in which a rank was sent `needed` times its share and had less room, and what was issued after it. Every rank has read the
-    /// same record.
+    /// Retries a step in which a rank received `needed` times its share and overflowed, and the steps issued after it. Every rank has read
+    /// the same record.
     fn repeat(&mut self, (step, needed): (u64, f64), (how, started): (Issue, Instant)) -> Result<()> {
-        // Of an earlier step, and not to be lost if there is no memory for more room.
+        // This checkpoint is of an earlier step, and must not be lost if there is no memory for larger buffers.
         if let Some(path) = self.saving.finish_owned(&self.rank.context)? {
             self.saving.ended = Some(path);
         }
-        // Steps after it have changed nothing either.
+        // The later steps have changed nothing either.
         let later: Vec<Issued<B>> = self.issued.drain(..).collect();
         let hows: Vec<Issue> = std::iter::once(how).chain(later.iter().map(|issued| issued.how)).collect();
         let RankState { context, buffers, .. } = &mut self.rank;
@@ -215,18 +215,18 @@ impl<B: Kernels> Trainer<'_, B> {
         }
         hows.into_iter().try_for_each(|how| self.issue(how))?;
         if let Some(first) = self.issued.front_mut() {
-            // What the first attempt took is time of the step.
+            // The first attempt counts as time of the step.
             first.started = started;
         }
         Ok(())
     }
 
-    /// What whoever runs this should be told of the exchanges among ranks since this was asked last.
+    /// Notes about exchanges among ranks since the last call.
     pub fn take_notes(&mut self) -> Vec<String> {
         std::mem::take(&mut self.rank.context.notes)
     }
 
-    /// What the record that was read last says layer by layer, if its step is one to tell of ([`LayerMetrics::is_due`]), or has failed.
+    /// Layer metrics of the last record, if its step is to be reported ([`LayerMetrics::is_due`]) or has failed.
     pub fn take_layers(&mut self) -> Option<LayerMetrics> {
         self.layers.take()
     }

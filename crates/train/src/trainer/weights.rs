@@ -1,4 +1,4 @@
-//! Parameters and moments to and from checkpoints: logical tensors, so that the number of ranks may change.
+//! Reads parameters and moments from checkpoints and gathers them: tensors are logical, so the number of ranks may change.
 
 use super::Trainer;
 use super::saving::files::{Part, kept_by};
@@ -19,8 +19,8 @@ use std::path::Path;
 /// Name, shape and values of a tensor.
 pub(super) type HostTensor = (String, Vec<usize>, Vec<f32>);
 
-/// All values of one of a parameter's tensors, of which this rank has `mine`: the others' rows come from those who keep them, and other experts from
-/// the ranks that these are divided among.
+/// All values of one of a parameter's tensors, of which this rank has `mine`: gathers the other ranks' rows, and the experts of other
+/// expert-parallel ranks.
 pub(super) fn gather<B: Kernels>(
     b: &B,
     mesh: Mesh<'_, B>,
@@ -38,13 +38,13 @@ pub(super) fn gather<B: Kernels>(
     Ok(b.download(&mesh.ep.all_gather(b, values.f32("checkpoint", "parameter")?)?)?)
 }
 
-/// A checkpoint's tensor, of all values of all parameters.
+/// A checkpoint's tensor, assembled from the values of all parameters.
 pub(super) fn assembled(tensor: &Named, prefix: &str, params: &[Vec<f32>]) -> HostTensor {
     let values = tensor.runs().flat_map(|(param, range)| &params[param][range]).copied().collect();
     (format!("{prefix}{}", tensor.name), tensor.shape.clone(), values)
 }
 
-/// Takes this rank's values of this part of parameters from the tensors that hold them.
+/// Reads this rank's values of one part of the parameters from a checkpoint's tensors.
 fn take<B: Kernels>(
     b: &B,
     mesh: Mesh<'_, B>,
@@ -54,12 +54,12 @@ fn take<B: Kernels>(
 ) -> Result<()> {
     let mut piece = Vec::new();
     for tensor in named {
-        // Routers' biases have no moments.
+        // Router biases have no moments.
         if tensor.runs().all(|(param, _)| part.of_mut(params[param]).is_none()) {
             continue;
         }
         let stored = from.find(&format!("{}{}", tensor.name, part.suffix()), &tensor.shape)?;
-        // In the tensor.
+        // Offset within the tensor.
         let mut begin = 0;
         for (param, range) in tensor.runs() {
             let kept = kept_by(params[param], mesh.shape(), mesh.all.rank());
@@ -82,7 +82,7 @@ fn take<B: Kernels>(
     Ok(())
 }
 
-/// Writes values to those from `at` on of a tensor, rounded where that is BF16.
+/// Writes values into a tensor from index `at` on, rounded if it is BF16.
 fn write<B: Kernels>(b: &B, to: &mut Tensor<B>, at: usize, values: &[f32]) -> Result<()> {
     match &mut to.data {
         Data::F32(buf) => b.write(buf, at, values)?,
@@ -94,8 +94,8 @@ fn write<B: Kernels>(b: &B, to: &mut Tensor<B>, at: usize, values: &[f32]) -> Re
     Ok(())
 }
 
-/// Takes what earlier steps left for this rank's scales. A run that is made longer may meet other tensors: of one that the checkpoint lacks
-/// nothing is known yet, and what it holds of others is left.
+/// Restores the amax histories of this rank's delayed scales. An extended run may have other tensors: histories missing in the checkpoint
+/// start at zero, and extra ones are ignored.
 fn restore<B: Kernels>(
     b: &B,
     (mesh, expert_parts): (Mesh<'_, B>, usize),
@@ -117,8 +117,9 @@ fn restore<B: Kernels>(
 }
 
 impl<B: Kernels> Trainer<'_, B> {
-    /// SHA-256 of all weights, hexadecimal: of every parameter in canonical order its name and its F32 values, little-endian. Where two runs agree in
-    /// it their weights are the same bits, whatever their meshes and devices. It is made in memory, a parameter at a time; every rank asks for it.
+    /// SHA-256 of all weights, in hexadecimal: the name and the little-endian F32 values of every parameter in canonical order. If two runs
+    /// have equal hashes, their weights are bit-identical, whatever their meshes and devices. Needs host memory for one parameter; every
+    /// rank must call it.
     ///
     /// # Errors
     /// From the backend and other ranks.
@@ -137,8 +138,8 @@ impl<B: Kernels> Trainer<'_, B> {
     /// Continues from a checkpoint, written by any number of ranks.
     ///
     /// # Errors
-    /// [`crate::Error::Checkpoint`] naming a tensor that is missing, left over or of another shape, or a file that is not what was
-    /// written. Some tensors may have been taken by then: the trainer is of no further use.
+    /// [`crate::Error::Checkpoint`] naming a tensor that is missing, left over or of another shape, or a file that does not match its
+    /// checksum. The trainer is then unusable, since some tensors may have been loaded.
     pub fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         self.load_weights(checkpoint)?;
         self.rank.make_buffers().map_err(|error| self.without_room(error, "loading a checkpoint"))?;
@@ -155,7 +156,7 @@ impl<B: Kernels> Trainer<'_, B> {
         buffers.restart(b, self.rank.context.step)
     }
 
-    /// What earlier steps left for scales, on this rank; nothing under most recipes, and before the first step.
+    /// The amax histories of delayed scales on this rank; empty under most recipes, and before the first step.
     ///
     /// # Errors
     /// If a step's record has not been read; from the backend.
@@ -165,7 +166,7 @@ impl<B: Kernels> Trainer<'_, B> {
         Ok(delayed.map_or(Ok(Vec::new()), |delayed| delayed.histories(self.rank.context.b))?)
     }
 
-    /// Takes weights and step of a checkpoint, and leaves its moments: enough to evaluate and to generate.
+    /// Loads weights and step of a checkpoint without its moments: enough to evaluate and to generate.
     ///
     /// # Errors
     /// As [`Trainer::load`].
@@ -184,7 +185,7 @@ impl<B: Kernels> Trainer<'_, B> {
         Ok(())
     }
 
-    /// Takes the weights that the configuration says a run begins with, if it does.
+    /// Loads the weights of `train.init_from`, if it is set.
     ///
     /// # Errors
     /// [`crate::Error::Checkpoint`] naming a tensor that is missing, left over or of another shape; for a folder that cannot be read.

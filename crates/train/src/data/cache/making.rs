@@ -1,4 +1,4 @@
-//! Makes a cache: appends to its files, and keeps after each part how far it has come.
+//! Builds a cache: appends to its files, and records its progress after each part.
 
 use std::fs::{self, File};
 use std::io::Read;
@@ -19,11 +19,11 @@ use crate::files::hexadecimal;
 
 const PROGRESS: &str = "progress.json";
 
-/// Batches and bytes of a part: what a killed process loses at most.
+/// Batches and bytes of a part: the most work that a killed process loses.
 const PART_BATCHES: usize = 8;
 const PART_BYTES: u64 = 64 << 20;
 
-/// What is on the disk of a cache that is being made; what its files have beyond that does not count.
+/// Progress of an unfinished cache. Bytes of its files beyond this progress are ignored.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 struct Progress {
     version: u32,
@@ -31,36 +31,36 @@ struct Progress {
     tokens: u64,
     documents: u64,
     unlearnt: u64,
-    /// SHA-256 of what counts of each file: what somebody has written there meanwhile does not.
+    /// SHA-256 of each file up to this progress, which detects changes by other programs.
     files: [String; 3],
     left_out: LeftOut,
 }
 
 impl Progress {
-    /// None yet.
+    /// No progress.
     fn begin() -> Self {
         let files = [(); 3].map(|()| hexadecimal(&Sha256::new().finalize()));
         Self { version: VERSION, files, ..Self::default() }
     }
 
-    /// Bytes of each file, whose ids have so many each.
+    /// Bytes of each file, with ids of `width` bytes.
     fn bytes(&self, width: usize) -> [u64; 3] {
         bytes_of([self.tokens, self.documents, self.unlearnt], width)
     }
 }
 
-/// Where a cache is made.
+/// Where a cache is built.
 pub(super) struct Making<'a> {
-    /// Until it is whole.
+    /// Folder of the unfinished cache.
     pub dir: &'a Path,
-    /// Its place then.
+    /// Folder of the finished cache.
     pub place: &'a Path,
     pub key: &'a str,
-    /// Whether a whole one is at its place.
+    /// Whether a whole cache already has that place.
     pub is_there: &'a dyn Fn() -> Result<bool>,
 }
 
-/// A file that is being written, and SHA-256 of what it has.
+/// A file that is being written, and the SHA-256 of its contents.
 struct Part {
     path: PathBuf,
     file: File,
@@ -68,7 +68,7 @@ struct Part {
 }
 
 impl Part {
-    /// Opens a file and takes its first bytes. Returns whether they are there and have this SHA-256.
+    /// Opens a file and hashes its first bytes. Returns whether they exist and have this SHA-256.
     fn open(path: PathBuf, bytes: u64, sha256: &str) -> Result<(Self, bool)> {
         let file =
             File::options().create(true).read(true).append(true).open(&path).map_err(Error::io(&path))?;
@@ -85,18 +85,18 @@ impl Part {
         Ok(())
     }
 
-    /// Waits until all of it is on the disk.
+    /// Syncs the file to disk and returns the SHA-256 of its contents.
     fn keep(&self) -> Result<String> {
         self.file.sync_data().map_err(Error::io(&self.path))?;
         Ok(hexadecimal(&self.hash.clone().finalize()))
     }
 }
 
-/// A cache that is being made.
+/// A cache that is being built.
 struct Maker<'a> {
     dir: &'a Path,
     width: usize,
-    /// In the order of [`FILES`].
+    /// The files, in the order of [`FILES`].
     parts: [Part; 3],
     progress: Progress,
     /// Batches and bytes since the last part.
@@ -104,10 +104,10 @@ struct Maker<'a> {
     bytes: u64,
 }
 
-/// Makes the cache of what is read in `dir`, or goes on with what a killed process has left there, and gives it its place.
+/// Builds the cache of what `reading` yields in `making.dir`, resuming the work of a killed process, and moves it to its place.
 ///
 /// # Errors
-/// [`Error::Data`] for files that cannot be read; [`Error::Io`] where the cache cannot be written. What is made stays.
+/// [`Error::Data`] for files that cannot be read; [`Error::Io`] where the cache cannot be written. Finished parts stay on disk.
 pub(super) fn make(
     reading: &Reading,
     making: &Making<'_>,
@@ -140,10 +140,10 @@ pub(super) fn make(
     reach(Point::CacheWhole)?;
     if let Err(error) = fs::rename(dir, place) {
         if is_there()? {
-            // Another process, where there are no locks, was first.
+            // Without file locks another process can finish first.
             fs::remove_dir_all(dir).map_err(Error::io(dir))?;
         } else {
-            // What stands there is no cache, or one that somebody has damaged.
+            // The place has no cache, or a damaged one.
             files::remove(place).map_err(Error::io(place))?;
             fs::rename(dir, place).map_err(|_| Error::io(place)(error))?;
         }
@@ -158,7 +158,7 @@ fn write(path: &Path, text: String) -> Result<()> {
 }
 
 impl<'a> Maker<'a> {
-    /// Begins, or goes on.
+    /// Starts, or resumes from the recorded progress.
     fn begin(dir: &'a Path, width: usize) -> Result<Self> {
         fs::create_dir_all(dir).map_err(Error::io(dir))?;
         let known = files::read_text(&dir.join(PROGRESS), files::MOST_TEXT).ok();
@@ -178,12 +178,12 @@ impl<'a> Maker<'a> {
             part.file.set_len(bytes).map_err(Error::io(&part.path))?;
         }
         let parts = opened.into_iter().map(|(part, _)| part).collect::<Vec<_>>();
-        // As many as there are names.
+        // One part per name of `FILES`.
         let parts = parts.try_into().map_err(|_| Error::data(dir, "has other files than a cache"))?;
         Ok(Self { dir, width, parts, progress, batches: 0, bytes: 0 })
     }
 
-    /// What has been taken is on the disk, and stays.
+    /// Syncs the data taken so far to disk and records it as progress.
     fn keep(&mut self) -> Result<()> {
         for (part, sha256) in self.parts.iter().zip(&mut self.progress.files) {
             *sha256 = part.keep()?;

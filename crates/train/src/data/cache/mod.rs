@@ -1,20 +1,20 @@
-//! The token cache: what files hold, as token ids on the disk, so that it is read and tokenized once.
+//! The token cache: the token ids of files on disk, so that files are read and tokenized once.
 //!
-//! A cache is a folder that content names: SHA-256 of the files, the tokenizer and the settings. It is made under another name, in parts
-//! that stay if the process is killed, by one process at a time, and gets its name when it is whole.
+//! A cache is a folder named by its content: SHA-256 of the files, the tokenizer and the settings. One process at a time builds it under
+//! another name, in parts that survive if the process is killed; it gets its final name when it is whole.
 //!
-//! A cache is not believed: `cache.json` says whose it is and the SHA-256 of its files and of itself. They are compared whenever a cache is opened that
-//! has another size, time or number than when they were compared last (always, where it is small). What does not agree is made anew. While a run reads it, every
-//! sequence ends with a look at size and time.
+//! A cache is verified: `cache.json` has the cache's key and the SHA-256 of its files and of itself. A hash is checked at each opening if
+//! the file's size, time or inode changed since the last check, and always for a small cache. A damaged cache is rebuilt. While a run reads
+//! a cache, it checks size and time after every sequence.
 //!
 //! ```text
-//! CACHES/tokens/KEY/cache.json    how many of what; SHA-256 of the files and of the tokens; the rows that were left out
-//!                  /ids           the tokens, 1, 2 or 4 bytes each, little-endian as all of it
+//! CACHES/tokens/KEY/cache.json    counts of tokens, documents and runs; SHA-256 of the three files below and of itself; the rows left out
+//!                  /ids           the tokens, 1, 2 or 4 bytes each; all files are little-endian
 //!                  /documents     the first token of each document, 64 bits each
-//!                  /unlearnt      first and end of each run of tokens that are no targets, 64 bits each
-//! CACHES/tokens/KEY.making/       the same, while it is made, with progress.json
-//! CACHES/tokens/KEY.lock          whose lock the maker has
-//! CACHES/files/NAME.json          SHA-256 of a file, remembered
+//!                  /unlearnt      first token and end of each run of non-target tokens, 64 bits each
+//! CACHES/tokens/KEY.making/       an unfinished cache, with progress.json
+//! CACHES/tokens/KEY.lock          locked by the process that builds the cache
+//! CACHES/files/NAME.json          remembered SHA-256 of a file
 //! ```
 
 mod making;
@@ -41,23 +41,23 @@ use crate::files;
 use crate::files::sha256_hex;
 use making::Making;
 
-/// Of the format, and of what makes it: caches of another one are made anew.
+/// Version of the format and of the code that fills it: caches of other versions are rebuilt.
 const VERSION: u32 = 3;
 
 /// The files of a cache.
 const FILES: [&str; 3] = ["ids", "documents", "unlearnt"];
 const MANIFEST: &str = "cache.json";
 
-/// How long somebody waits before looking again whether another process has made a cache.
+/// Time between two checks whether another process has released the lock.
 const AGAIN: Duration = Duration::from_millis(50);
 
-/// What a cache says of itself.
+/// The contents of `cache.json`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Manifest {
     version: u32,
-    /// The name of its folder.
+    /// The name of the cache's folder.
     key: String,
-    /// Bytes of an id.
+    /// Bytes per id.
     width: usize,
     tokens: u64,
     documents: u64,
@@ -68,20 +68,20 @@ struct Manifest {
     left_out: LeftOut,
 }
 
-/// Bytes of the files of so many tokens, of so many bytes each, documents, and runs of tokens that are no targets.
+/// Bytes of the files with `counts` of tokens, documents and runs of non-target tokens, and ids of `width` bytes.
 fn bytes_of(counts: [u64; 3], width: usize) -> [u64; 3] {
     let [tokens, documents, unlearnt] = counts;
     [tokens.saturating_mul(width as u64), documents.saturating_mul(8), unlearnt.saturating_mul(16)]
 }
 
 impl Manifest {
-    /// Bytes of the files.
+    /// Bytes of each file.
     fn bytes(&self) -> [u64; 3] {
         bytes_of([self.tokens, self.documents, self.unlearnt], self.width)
     }
 
-    /// SHA-256 of the ids alone, where they are one document that is learnt whole: so a text has the same, packed or not. Else of that, and of
-    /// what says where documents begin and what is not learnt.
+    /// SHA-256 of the ids alone if they are one document without non-target tokens: a text has the same hash, compressed or not. Otherwise
+    /// also of the boundaries of documents and of non-target runs.
     fn sha256(&self) -> String {
         match (self.documents, self.unlearnt) {
             (1, 0) => self.files[0].clone(),
@@ -90,10 +90,10 @@ impl Manifest {
     }
 }
 
-/// The folder of caches: what the configuration says, or in the user's folder of caches.
+/// The folder of caches: `data.cache_dir`, or a folder in the user's cache folder.
 ///
 /// # Errors
-/// [`Error::Config`] where the user has none.
+/// [`Error::Config`] if the user has no such folder.
 pub(super) fn folder(set: &str) -> Result<PathBuf> {
     if !set.is_empty() {
         return Ok(set.into());
@@ -109,7 +109,7 @@ pub(super) fn folder(set: &str) -> Result<PathBuf> {
     })
 }
 
-/// The tokens of what is read, from their cache, which is made where there is none.
+/// The tokens of a source, from their cache, which is built if it does not exist.
 ///
 /// # Errors
 /// [`Error::Data`] for files that cannot be read; [`Error::Io`] where the cache cannot be written.
@@ -133,7 +133,7 @@ pub(super) fn open(
         Found::Damaged(file, why) => watch.damaged(&file, &why),
         Found::Nothing => {}
     }
-    // Where there are no locks, everybody makes their own, and the first one to be done has made it.
+    // Without file locks every process builds its own, and the first to finish provides the cache.
     let mine = if locked.is_some() {
         format!("{key}.making")
     } else {
@@ -149,7 +149,7 @@ pub(super) fn open(
     }
 }
 
-/// Waits until this process alone may make the cache. None where the file system has no locks.
+/// Waits until this process holds the lock; `None` if the file system has no locks.
 fn take_lock(path: &Path, watch: &mut dyn Watch) -> Result<Option<File>> {
     let file = File::options().create(true).append(true).open(path).map_err(Error::io(path))?;
     loop {
@@ -157,7 +157,7 @@ fn take_lock(path: &Path, watch: &mut dyn Watch) -> Result<Option<File>> {
             Ok(()) => return Ok(Some(file)),
             Err(TryLockError::Error(error)) if error.kind() == io::ErrorKind::Unsupported => return Ok(None),
             Err(TryLockError::Error(error)) => return Err(Error::io(path)(error)),
-            // Looked at again and again, and not waited for in the system, so that whoever watches can end it.
+            // Polls instead of blocking, so that `watch` can end the wait.
             Err(TryLockError::WouldBlock) if watch.waits() => std::thread::sleep(AGAIN),
             Err(TryLockError::WouldBlock) => {
                 return Err(Error::data(
@@ -169,15 +169,15 @@ fn take_lock(path: &Path, watch: &mut dyn Watch) -> Result<Option<File>> {
     }
 }
 
-/// What is at the place of a cache.
+/// What exists at the place of a cache.
 enum Found {
     Whole(Box<(TokenStream, LeftOut)>),
-    /// A file of it, and what is wrong with it.
+    /// A damaged file of it, and the damage.
     Damaged(PathBuf, String),
     Nothing,
 }
 
-/// The cache of this key at its place. Its files are read where nothing is remembered of them.
+/// The cache of this key at its place. Files without a remembered SHA-256 are read.
 fn find(place: &Path, key: &str, caches: &Path) -> Result<Found> {
     if !place.exists() {
         return Ok(Found::Nothing);
@@ -208,27 +208,27 @@ fn find(place: &Path, key: &str, caches: &Path) -> Result<Found> {
         }
         regions.push(region.known(&stamp, &sha256)?);
     }
-    // There are three parts.
+    // There are always three regions.
     let Ok([ids, documents, unlearnt]) = <[Region; 3]>::try_from(regions) else { return Ok(Found::Nothing) };
     let stream = TokenStream::of_parts(ids, manifest.width, documents, unlearnt, manifest.sha256());
     Ok(Found::Whole(Box::new((stream, manifest.left_out))))
 }
 
-/// What names a cache.
+/// The data that a cache's name is hashed from.
 #[derive(Serialize)]
 struct Key<'a> {
     version: u32,
-    /// Of each file what it is read as, and the SHA-256 of it and of those that belong to it.
+    /// Each file's kind, and the SHA-256 of it and of its companion files.
     files: Vec<(&'static str, Vec<String>)>,
     asked: &'a super::source::Asked,
-    /// Of the tokenizer as it is written; none where tokens are bytes.
+    /// SHA-256 of the tokenizer's JSON; none where tokens are bytes.
     tokenizer: Option<String>,
     framing: [Option<i32>; 2],
     vocab_size: usize,
     skips: bool,
 }
 
-/// The name of the cache of what is read, and what says that files are as they were when it was made.
+/// The name of a source's cache, and stamps to check that its files stay unchanged.
 fn key(reading: &Reading, caches: &Path) -> Result<(String, Vec<(PathBuf, Stamp)>)> {
     let (mut stamps, mut files) = (Vec::new(), Vec::new());
     let size = |path: &PathBuf| fs::metadata(path).map_or(0, |about| about.len());
@@ -246,7 +246,7 @@ fn key(reading: &Reading, caches: &Path) -> Result<(String, Vec<(PathBuf, Stamp)
             of.push(sha256);
             Ok(())
         };
-        // Before the file is looked at.
+        // Hashed before the file is opened, so that a later change is detected.
         add(path)?;
         let file = DataFile::open(path, &reading.asked, &Arc::new(AtomicU64::new(0)))?;
         let kind: &dyn Source = kind_of(&file, &reading.asked);
@@ -268,7 +268,7 @@ fn key(reading: &Reading, caches: &Path) -> Result<(String, Vec<(PathBuf, Stamp)
     Ok((sha256_hex(text.as_bytes()), stamps))
 }
 
-/// Checks that files are as they were.
+/// Checks that the files still have these stamps.
 fn unchanged(stamps: &[(PathBuf, Stamp)]) -> Result<()> {
     for (path, stamp) in stamps {
         if Stamp::of(path)? != *stamp {

@@ -1,4 +1,4 @@
-//! Conversations: messages with roles, of which the answers are learnt.
+//! Conversations: messages with roles, whose answers are the targets.
 
 use std::sync::Arc;
 use std::time::{Duration, UNIX_EPOCH};
@@ -10,11 +10,11 @@ use crate::config::DataConfig;
 use crate::error::{Error, Result};
 use crate::tokenizer::{ANSWERS, ChatTemplate, Conversation, Rendered, SharedTokenizer};
 
-/// The key of the messages of a row, and how they are written.
+/// The key of a row's messages, and the template that renders them.
 #[derive(Debug, Clone, Serialize)]
 pub(in crate::data) struct Chat {
     key: String,
-    /// The template's text: other text is other tokens.
+    /// The template's text. It is part of the cache key, since other text gives other tokens.
     written: String,
     #[serde(skip)]
     template: Arc<ChatTemplate>,
@@ -28,14 +28,14 @@ impl PartialEq for Chat {
 
 impl Eq for Chat {}
 
-/// 26 July 2024. A template that tells the day tells this one: the same conversations are the same tokens on another day.
+/// 26 July 2024. Templates that print the date print this one, so that the tokens of a conversation do not depend on the day.
 const DAY: Duration = Duration::from_secs(1_721_952_000);
 
 impl Chat {
-    /// What `data.messages_key` asks for, if it is set.
+    /// The template for `data.messages_key`, if that is set.
     ///
     /// # Errors
-    /// [`Error::Config`] where the tokenizer came without a chat template; [`Error::Tokenizer`] for one that cannot be read.
+    /// [`Error::Config`] if the tokenizer has no chat template; [`Error::Tokenizer`] if it cannot be read.
     pub fn of(config: &DataConfig, tokenizer: Option<&SharedTokenizer>) -> Result<Option<Self>> {
         let key = config.messages_key.clone();
         if key.is_empty() {
@@ -52,7 +52,7 @@ impl Chat {
         Ok(Some(Self { key, written: template.source().to_owned(), template: Arc::new(template) }))
     }
 
-    /// The documents of a row, or what is wrong with it: one, unless the template writes earlier answers otherwise as the conversation goes on.
+    /// The documents of a row, or why it has none: one, or more if the template rewrites earlier answers as the conversation goes on.
     pub fn documents(&self, row: &[u8]) -> Result<Vec<Piece>, String> {
         let row = std::str::from_utf8(row).map_err(|e| {
             format!("is no UTF-8 (byte {} of it is none), expected JSON", e.valid_up_to() + 1)
@@ -65,7 +65,7 @@ impl Chat {
         Ok(rendered.into_iter().map(|of| Piece::whole(Content::Chat(parts(of)))).collect())
     }
 
-    /// Why a conversation has nothing that could be learnt.
+    /// Why a conversation has no targets.
     fn without_answer(&self, conversation: &Conversation) -> String {
         let roles = conversation.roles();
         let why = match &roles[..] {
@@ -85,18 +85,18 @@ impl Chat {
         format!("\"{}\" has no answer: {why}", self.key)
     }
 
-    /// Begins a file.
+    /// Starts the work budget of a file.
     pub fn begin_file(&self) {
         self.template.begin_file();
     }
 
-    /// Whether the template has done all that it may in this file. That is no fault of a row, so none is left out for it.
+    /// Whether the template's work budget for this file is used up. That is no fault of a row, so it is an error and no row is left out.
     pub fn is_spent(&self) -> bool {
         self.template.is_spent()
     }
 }
 
-/// The parts of a text, each with whether it is an answer.
+/// The parts of a text, each with a flag whether it is an answer.
 fn parts(Rendered { text, answers }: Rendered) -> Vec<(String, bool)> {
     let (mut parts, mut at) = (Vec::new(), 0);
     let mut add = |text: &str, is_target| {
@@ -113,5 +113,5 @@ fn parts(Rendered { text, answers }: Rendered) -> Vec<(String, bool)> {
     parts
 }
 
-/// Roles that a message lists.
+/// Number of roles that a message lists.
 const MOST_ROLES: usize = 8;

@@ -1,4 +1,4 @@
-//! From a path, a folder or a glob to files, and from a file to its bytes, unpacked.
+//! From a path, a folder or a glob to files, and from a file to its decompressed bytes.
 
 use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader, Cursor, Read};
@@ -11,37 +11,37 @@ use super::{Asked, KINDS};
 use crate::error::{Error, Result};
 use crate::files;
 
-/// Bytes at the beginning of a file by which it is known.
+/// Leading bytes of a file that decide its kind.
 const HEAD_BYTES: usize = 64 << 10;
 
-/// Bytes of a buffer between a file and who reads it.
+/// Buffer size of file readers.
 const BUFFER_BYTES: usize = 256 << 10;
 
-/// More bytes than are held in memory of what comes through a pipe.
+/// Limit of the bytes from a pipe that are held in memory.
 const MOST_PIPED: u64 = 1 << 38;
 
 /// A file of data.
 #[derive(Debug, Clone)]
 pub(in crate::data) struct DataFile {
-    /// As it is named in messages.
+    /// The path as messages show it.
     pub path: PathBuf,
-    /// Its first bytes, unpacked.
+    /// Its first bytes, decompressed.
     pub head: Vec<u8>,
-    /// What it is packed with.
+    /// Its compression.
     pub packing: Option<Packing>,
     /// Its size on the disk.
     pub size: u64,
-    /// How much of it has been read.
+    /// Counter of the bytes read, shared with the reporter of progress.
     read: Arc<AtomicU64>,
-    /// All of it, where it came through a pipe.
+    /// The whole data, if it came through a pipe.
     held: Option<Arc<[u8]>>,
 }
 
 impl DataFile {
-    /// Looks at the beginning of a file.
+    /// Opens a file and looks at its beginning.
     ///
     /// # Errors
-    /// [`Error::Data`] for one that cannot be read, or is packed and damaged.
+    /// [`Error::Data`] for a file that cannot be read, or whose compressed data is damaged.
     pub fn open(path: &Path, asked: &Asked, read: &Arc<AtomicU64>) -> Result<Self> {
         let unread =
             |e: io::Error| Error::data(path, format!("cannot be read: {e}{}", where_to_get(path, &e)));
@@ -78,7 +78,7 @@ impl DataFile {
         Ok(file)
     }
 
-    /// Its bytes, unpacked.
+    /// Its bytes, decompressed.
     ///
     /// # Errors
     /// [`Error::Data`] where it cannot be opened.
@@ -92,7 +92,7 @@ impl DataFile {
         })
     }
 
-    /// Its bytes as they are.
+    /// Its bytes as stored.
     fn raw(&self) -> Result<Box<dyn BufRead + Send>> {
         if let Some(held) = &self.held {
             return Ok(Box::new(Cursor::new(held.clone())));
@@ -101,7 +101,7 @@ impl DataFile {
         Ok(Box::new(BufReader::with_capacity(BUFFER_BYTES, counted)))
     }
 
-    /// The file, opened anew, for kinds that read here and there.
+    /// The file, opened again, for kinds that need random access.
     ///
     /// # Errors
     /// [`Error::Data`] where it cannot be opened.
@@ -109,32 +109,32 @@ impl DataFile {
         files::open_to_read(&self.path).map_err(|e| Error::data(&self.path, format!("cannot be read: {e}")))
     }
 
-    /// Whether it is a file whose bytes are not packed, so that it can be read here and there.
+    /// Whether it is an uncompressed file, which allows random access.
     pub fn is_plain(&self) -> bool {
         self.packing.is_none() && self.held.is_none()
     }
 
-    /// Whether it came through a pipe, and is held in memory.
+    /// Whether it came through a pipe and is held in memory.
     pub fn is_piped(&self) -> bool {
         self.held.is_some()
     }
 
-    /// All of its bytes, where it came through a pipe.
+    /// The whole data, if it came through a pipe.
     pub fn held(&self) -> Option<&Arc<[u8]>> {
         self.held.as_ref()
     }
 
-    /// Tells that so many bytes more have been read, for kinds that do not read it from its beginning to its end.
+    /// Adds to the bytes read, for kinds that do not read the file sequentially.
     pub fn tell_read(&self, bytes: u64) {
         self.read.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// Whether its name ends so, small or large, before the ending of what packed it.
+    /// Whether its name has one of these endings, in any case, before the ending of a compression.
     pub fn is_named(&self, endings: &[&str]) -> bool {
         is_named(&self.path, endings)
     }
 
-    /// The error of a file that ends or breaks on the way.
+    /// The error of a file whose data ends or breaks off during reading.
     pub fn broken(&self, error: &io::Error) -> Error {
         let why = match self.packing {
             None => format!("cannot be read: {error}"),
@@ -147,7 +147,7 @@ impl DataFile {
     }
 }
 
-/// A file that counts what is read of it.
+/// A file that counts the bytes read from it.
 struct Counted {
     file: File,
     read: Arc<AtomicU64>,
@@ -161,7 +161,7 @@ impl Read for Counted {
     }
 }
 
-/// The files that a path, a folder or a glob means, in order.
+/// The files that a path, a folder or a glob stands for, in order.
 ///
 /// # Errors
 /// [`Error::Data`] where there are none, or a folder cannot be read.
@@ -181,7 +181,7 @@ pub(in crate::data) fn find(source: &str) -> Result<Vec<PathBuf>> {
         return Ok(vec![path.to_owned()]);
     }
     let wrong = |why: String| Error::data(path, format!("is no glob that can be followed: {why}"));
-    // As in a shell, hidden files are named or not meant.
+    // As in a shell, a glob matches hidden files only if it names the dot.
     let options = glob::MatchOptions { require_literal_leading_dot: true, ..glob::MatchOptions::new() };
     let names = glob::glob_with(source, options).map_err(|e| wrong(e.to_string()))?;
     let mut found = names.collect::<Result<Vec<_>, _>>().map_err(|e| wrong(e.to_string()))?;
@@ -193,10 +193,10 @@ pub(in crate::data) fn find(source: &str) -> Result<Vec<PathBuf>> {
     }
 }
 
-/// Folders in folders, at most: a link may lead back.
+/// Deepest nesting of folders: a link may lead back.
 const MOST_DEPTH: usize = 32;
 
-/// Adds the files of a folder and of the folders in it, but for hidden ones.
+/// Adds the files of a folder and its subfolders, except hidden ones.
 fn add_folder(folder: &Path, depth: usize, found: &mut Vec<PathBuf>) -> Result<()> {
     let unread = |e: io::Error| Error::data(folder, format!("cannot be read: {e}"));
     if depth > MOST_DEPTH {
@@ -218,17 +218,17 @@ fn add_folder(folder: &Path, depth: usize, found: &mut Vec<PathBuf>) -> Result<(
     Ok(())
 }
 
-/// Endings of the files that a folder is read for: beside data lie licences and pictures.
+/// Endings of the files that are read in a folder, which may also contain licences and images.
 const ENDINGS: [&str; 8] = [".txt", ".text", ".md", ".jsonl", ".ndjson", ".parquet", ".bin", ".idx"];
 
-/// Whether a file's name ends so, small or large, before the ending of what packed it.
+/// Whether a file's name has one of these endings, in any case, before the ending of a compression.
 fn is_named(path: &Path, endings: &[&str]) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy().to_ascii_lowercase();
     let name = [".gz", ".zst", ".zstd"].iter().find_map(|end| name.strip_suffix(end)).unwrap_or(&name);
     endings.iter().any(|ending| name.ends_with(ending))
 }
 
-/// Without those that one before them brings along.
+/// The files without those that are companions of an earlier file.
 fn without_companions(found: Vec<PathBuf>) -> Vec<PathBuf> {
     let (mut kept, mut brought) = (Vec::new(), Vec::new());
     for path in found {
@@ -240,7 +240,7 @@ fn without_companions(found: Vec<PathBuf>) -> Vec<PathBuf> {
     kept
 }
 
-/// Where to get a text that the built-in configuration names and does not bring along.
+/// Where to get the text that a built-in configuration names but does not include.
 fn where_to_get(path: &Path, error: &io::Error) -> &'static str {
     match error.kind() == io::ErrorKind::NotFound && path == Path::new("tinyshakespeare.txt") {
         true => {

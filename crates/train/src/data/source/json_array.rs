@@ -1,4 +1,4 @@
-//! A JSON array: its items are rows. It is read item by item.
+//! A JSON array whose items are rows, read item by item.
 
 use std::io::BufRead;
 
@@ -8,7 +8,7 @@ use super::json_row::{JsonRows, MARK, RowText, RowTexts};
 use super::{Asked, DataFile, MOST_ROW_BYTES, Pieces, Source, damaged, too_long};
 use crate::error::{Error, Result};
 
-/// A file that is one array of objects.
+/// A file that consists of one array of objects.
 pub(super) struct JsonArray;
 
 impl Source for JsonArray {
@@ -29,7 +29,7 @@ impl Source for JsonArray {
                     let behind = items[stream.byte_offset()..].trim_ascii_start().first();
                     behind.is_none_or(|byte| matches!(byte, b',' | b']'))
                 }
-                // It goes on beyond what has been looked at.
+                // The item continues beyond the bytes looked at.
                 Some(Err(error)) => error.is_eof() && items.len() > 1024,
                 None => false,
             }
@@ -47,13 +47,13 @@ struct Items {
     reader: Box<dyn BufRead + Send>,
     file: DataFile,
     item: Vec<u8>,
-    /// Of the item that was read last.
+    /// Number of the item read last.
     number: u64,
     is_over: bool,
 }
 
 impl Items {
-    /// The next byte that is no white space, which stays; none at the end of the file.
+    /// The next byte that is not white space, without consuming it; `None` at the end of the file.
     fn peek(&mut self) -> Result<Option<u8>> {
         loop {
             let buffer = self.reader.fill_buf().map_err(|e| self.file.broken(&e))?;
@@ -69,7 +69,7 @@ impl Items {
         }
     }
 
-    /// Goes behind the bracket that begins the array.
+    /// Consumes the opening bracket of the array.
     fn begin(&mut self) -> Result<()> {
         let buffer = self.reader.fill_buf().map_err(|e| self.file.broken(&e))?;
         if buffer.starts_with(MARK) {
@@ -82,7 +82,7 @@ impl Items {
         Ok(())
     }
 
-    /// Whether there is another item, at which the reader stands then.
+    /// Whether there is another item; if so, the reader is positioned at it.
     fn has_next(&mut self) -> Result<bool> {
         let broken = |items: &Self, why: &str| {
             Err(damaged(&items.file.path, format!("is damaged JSON: behind row {} {why}", items.number)))
@@ -106,7 +106,7 @@ impl Items {
         }
     }
 
-    /// Reads an item to its end. Of one that is too long nothing is kept; it is told.
+    /// Reads an item to its end. An item that is too long is discarded, and returned as an error.
     fn read_item(&mut self) -> Result<Result<(), String>> {
         let (mut depth, mut in_text, mut escaped) = (0u64, false, false);
         let (mut is_closed, mut is_long) = (false, false);

@@ -24,7 +24,7 @@ impl Source for JsonLines {
         };
         match serde_json::from_slice::<IgnoredAny>(first) {
             Ok(_) => true,
-            // It goes on beyond what has been looked at; or the name says what is meant.
+            // The row continues beyond the bytes looked at, or the file's name claims the format.
             Err(error) => error.is_eof() && first.len() > 1024 || file.is_named(&[".jsonl", ".ndjson"]),
         }
     }
@@ -43,7 +43,7 @@ struct Lines {
 }
 
 impl Lines {
-    /// Reads a line; false at the end. One that is too long is left out to its end, and told.
+    /// Reads a line; `None` at the end. A line that is too long is skipped to its end, and returned as an error.
     fn read_line(&mut self) -> io::Result<Option<Result<(), String>>> {
         self.line.clear();
         let most = MOST_ROW_BYTES as u64;

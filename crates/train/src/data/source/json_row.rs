@@ -1,4 +1,4 @@
-//! Rows that are JSON: objects of which a key holds the text, two hold a prompt and its answer, or one holds a conversation.
+//! JSON rows: objects with a key for the text, two keys for a prompt and its answer, or a key for a conversation.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -10,21 +10,21 @@ use super::{Asked, Chat, Content, DataFile, Piece, Pieces, Row, no_such_key};
 use crate::error::{Error, Result};
 use crate::json_rows::{RowKey, no_json};
 
-/// The mark that some programs begin a text in UTF-8 with.
+/// The byte-order mark with which some programs begin UTF-8 text.
 pub(super) const MARK: &[u8] = b"\xef\xbb\xbf";
 
-/// The number of a row, and its text, or why that cannot be read.
+/// The number of a row, and its text or the reason why it cannot be read.
 pub(super) type RowText<'a> = (u64, Result<&'a [u8], String>);
 
 /// The texts of a file's rows, in order.
 pub(super) trait RowTexts: Send {
-    /// What rows are counted in, from 1: `line`.
+    /// The unit in which rows are numbered from 1: `line`.
     fn unit(&self) -> &'static str;
 
-    /// The next one; none at the end.
+    /// The next row; `None` at the end.
     ///
     /// # Errors
-    /// [`Error::Data`] where the file is damaged, so that nothing behind that place can be trusted.
+    /// [`Error::Data`] where the file is damaged, so that nothing after that place can be trusted.
     fn next(&mut self) -> Result<Option<RowText<'_>>>;
 }
 
@@ -33,12 +33,12 @@ pub(super) struct JsonRows<T> {
     texts: T,
     file: DataFile,
     asked: Asked,
-    /// Those of the row that was read last.
+    /// Remaining documents of the row read last.
     waiting: VecDeque<Row>,
 }
 
 impl<T: RowTexts> JsonRows<T> {
-    /// Begins a file.
+    /// Starts a file.
     pub fn begin(texts: T, file: &DataFile, asked: &Asked) -> Self {
         if let Some(chat) = &asked.chat {
             chat.begin_file();
@@ -72,7 +72,7 @@ impl<T: RowTexts> Pieces for JsonRows<T> {
     }
 }
 
-/// The documents of a row, one at least, or what is wrong with it.
+/// The documents of a row, at least one, or why it has none.
 fn documents(row: &[u8], asked: &Asked) -> Result<Vec<Piece>, String> {
     if let Some(chat) = &asked.chat {
         return chat.documents(row);
@@ -80,7 +80,7 @@ fn documents(row: &[u8], asked: &Asked) -> Result<Vec<Piece>, String> {
     document(row, asked).map(|piece| vec![piece])
 }
 
-/// The document of a row that is no conversation.
+/// The document of a row without a conversation.
 fn document(row: &[u8], asked: &Asked) -> Result<Piece, String> {
     let keys = asked.keys();
     let mut found: Vec<Option<Value>> = keys.iter().map(|_| None).collect();
@@ -127,7 +127,7 @@ fn document(row: &[u8], asked: &Asked) -> Result<Piece, String> {
     Ok(Piece::whole(Content::Text(parts)))
 }
 
-/// What a value of JSON is, by its first byte.
+/// The type of a JSON value, by its first byte.
 fn kind_of(json: &[u8]) -> &'static str {
     match json.trim_ascii_start().first() {
         Some(b'{') => "an object",
@@ -139,16 +139,16 @@ fn kind_of(json: &[u8]) -> &'static str {
     }
 }
 
-/// Keys of a row that a message lists.
+/// Number of a row's keys that a message lists.
 const MOST_OTHERS: usize = 8;
 
-/// Takes of an object what is asked for, and nothing else into memory.
+/// Reads the requested keys of an object, and skips all other values without storing them.
 struct Object<'a> {
     keys: &'a [(&'a str, bool)],
     found: &'a mut [Option<Value>],
     others: &'a mut Vec<String>,
     twice: &'a mut Option<String>,
-    /// Why it is refused for a key that says something which is not read; none where such keys say nothing to anybody.
+    /// Why the row is refused: a key whose meaning for other trainers is not implemented. `None` if such keys are not checked.
     refused: Option<&'a mut Option<String>>,
 }
 

@@ -1,8 +1,8 @@
-//! Megatron's indexed data: ids in a `.bin`, and beside it an `.idx`, which says where sequences and documents begin.
+//! Megatron's indexed data: ids in a `.bin`, with an `.idx` of the same name that says where sequences and documents begin.
 //!
-//! The index: the mark, the version as 64 bits, the type of an id as one byte, the numbers of sequences and of documents as 64 bits each
-//! (one more than there are documents), the length of each sequence as 32 bits, its place in bytes as 64, and of each document its first
-//! sequence as 64, of which the last is the number of sequences.
+//! The index: a mark; the version (64 bits); the type of an id (8 bits); the number of sequences, and the number of documents plus one (64
+//! bits each); the length of each sequence (32 bits); the byte offset of each sequence (64 bits); and the first sequence of each document
+//! (64 bits), followed by the number of sequences.
 
 use std::fs::File;
 use std::io::{BufReader, ErrorKind, Read};
@@ -13,7 +13,7 @@ use crate::data::region::Region;
 use crate::error::{Error, Result};
 use crate::files;
 
-/// A pair of files of Megatron.
+/// A pair of Megatron files.
 pub(super) struct Megatron;
 
 const MARK: &[u8] = b"MMIDIDX\0\0";
@@ -21,7 +21,7 @@ const MARK: &[u8] = b"MMIDIDX\0\0";
 /// Bytes before the lengths.
 const HEADER_BYTES: usize = MARK.len() + 8 + 1 + 8 + 8;
 
-/// Types of ids by their number: bytes of one, and whether it has a sign. Numbers 6 and 7 are floating-point ones.
+/// Types of ids by number: bytes of an id, and whether it is signed. Numbers 6 and 7 are floating-point types.
 const TYPES: [(u8, usize, bool); 6] =
     [(1, 1, false), (2, 1, true), (3, 2, true), (4, 4, true), (5, 8, true), (8, 2, false)];
 
@@ -36,7 +36,7 @@ impl Source for Megatron {
     }
 
     fn id_bits(&self, file: &DataFile) -> Option<u32> {
-        // One that cannot be read is told of where it is opened.
+        // An unreadable index is reported when it is opened.
         let bits = |index: Index| index.width as u32 * 8 - u32::from(index.is_signed);
         Some(Index::open(&index_of(&file.path)).map_or(u32::BITS, bits))
     }
@@ -69,23 +69,23 @@ fn has_ending(path: &Path, ending: &str) -> bool {
     path.extension().is_some_and(|is| is.eq_ignore_ascii_case(ending))
 }
 
-/// Where the index of a file of ids is.
+/// The index of a file of ids.
 fn index_of(path: &Path) -> PathBuf {
     if has_ending(path, "idx") { path.to_owned() } else { beside(path, ["idx", "IDX"]) }
 }
 
-/// Where the ids of a file of ids or of its index are.
+/// The file of ids of a file of ids or an index.
 fn ids_of(path: &Path) -> PathBuf {
     if has_ending(path, "bin") { path.to_owned() } else { beside(path, ["bin", "BIN"]) }
 }
 
-/// The file beside another that ends so, in capitals where that is the one that is there.
+/// The file of the same name with this extension, in capitals if only that one exists.
 fn beside(path: &Path, [small, large]: [&str; 2]) -> PathBuf {
     let (small, large) = (path.with_extension(small), path.with_extension(large));
     if !small.exists() && large.exists() { large } else { small }
 }
 
-/// Whether there is a file that begins as an index does, or what cannot be read in its place: that is told where it is opened.
+/// Whether the path is an index by its first bytes, or exists but cannot be read, which is reported when it is opened.
 fn begins_so(path: &Path) -> bool {
     let mut start = Vec::new();
     let read =
@@ -93,7 +93,7 @@ fn begins_so(path: &Path) -> bool {
     read.map_or_else(|error| error.kind() != ErrorKind::NotFound, |_| start == MARK)
 }
 
-/// An index, which stays on the disk.
+/// An index, read from disk as needed.
 #[derive(Debug)]
 pub(in crate::data) struct Index {
     bytes: Region,
@@ -105,15 +105,15 @@ pub(in crate::data) struct Index {
 }
 
 impl Index {
-    /// Opens it. How its parts fit together is checked as they are read.
+    /// Opens an index. The consistency of its parts is checked as they are read.
     ///
     /// # Errors
-    /// [`Error::Data`] for what is no index, another version's, or of another length than it says.
+    /// [`Error::Data`] for a file that is no index, has another version, or another length than its header implies.
     pub fn open(path: &Path) -> Result<Self> {
         Self::of(Region::open(path)?, path)
     }
 
-    /// That of these bytes.
+    /// The index in these bytes.
     ///
     /// # Errors
     /// As [`Index::open`].
@@ -155,7 +155,7 @@ impl Index {
         Ok(index)
     }
 
-    /// The first sequence of a document, or behind the last one.
+    /// The first sequence of a document, or the end of the last document.
     fn first_sequence(&self, document: u64) -> Result<u64> {
         self.bytes.u64_at(HEADER_BYTES + 12 * self.sequences as usize + 8 * document as usize)
     }
@@ -163,7 +163,7 @@ impl Index {
     /// The sequences of a document.
     ///
     /// # Errors
-    /// [`Error::Data`] where they are none.
+    /// [`Error::Data`] if the range is invalid.
     pub fn document(&self, number: u64) -> Result<std::ops::Range<u64>> {
         let (first, end) = (self.first_sequence(number)?, self.first_sequence(number + 1)?);
         if first > end || end > self.sequences {
@@ -177,10 +177,10 @@ impl Index {
         Ok(first..end)
     }
 
-    /// The number of ids of a sequence that lies at this byte.
+    /// The number of ids of a sequence, which begins at byte `place`.
     ///
     /// # Errors
-    /// [`Error::Data`] where it has less than none, or does not lie there.
+    /// [`Error::Data`] if the length is negative, or the index has another offset.
     pub fn length(&self, sequence: u64, place: u64) -> Result<u64> {
         let at = HEADER_BYTES + 4 * sequence as usize;
         let length = i32::from_le_bytes(self.bytes.number(at)?);
@@ -202,14 +202,14 @@ struct Documents {
     index: Index,
     ids: BufReader<File>,
     path: PathBuf,
-    /// Bytes of the file of ids.
+    /// Size of the file of ids in bytes.
     has: u64,
     file: DataFile,
     document: u64,
     sequence: u64,
-    /// Ids of the sequence that have been given.
+    /// Ids of the current sequence that have been returned.
     within: u64,
-    /// Where the sequence lies.
+    /// Byte offset of the current sequence.
     place: u64,
 }
 
@@ -235,7 +235,7 @@ impl Pieces for Documents {
         let most = (MOST_ROW_BYTES / 4) as u64;
         while self.sequence < of.end && (ids.len() as u64) < most {
             let length = self.index.length(self.sequence, self.place)?;
-            // No product of these overflows: a length has 31 bits.
+            // No overflow: a length has 31 bits.
             if self.place + length * width > self.has {
                 let why = format!(
                     "ends at byte {}, within sequence {}, of {length} ids from byte {} on",
@@ -277,7 +277,7 @@ impl Pieces for Documents {
     }
 }
 
-/// A number of one to eight bytes.
+/// An integer of one to eight bytes.
 fn id_of(bytes: &[u8], is_signed: bool) -> i64 {
     let fill = if is_signed && bytes.last().is_some_and(|last| *last >= 0x80) { 0xff } else { 0 };
     let mut whole = [fill; 8];

@@ -1,6 +1,6 @@
-//! Files of data: which kinds there are, and the documents that each holds, one after the other.
+//! The kinds of data files, and the documents that a file holds, one after the other.
 //!
-//! A kind is one file of this folder and one line of [`KINDS`]. Nothing is ever held whole: a kind gives pieces of bounded size.
+//! A kind is one file of this folder and one entry of [`KINDS`]. No file is held whole in memory: a kind returns pieces of bounded size.
 
 mod chat;
 mod files;
@@ -24,7 +24,7 @@ pub(super) use files::{DataFile, find};
 use crate::config::USUAL_TEXT_KEY;
 use crate::error::{Error, Result};
 
-/// Kinds of files, the most particular first. The last one takes any file.
+/// Kinds of files, the most specific first. The last one accepts any file.
 const KINDS: [&dyn Source; 6] = [
     &parquet::Parquet,
     &megatron::Megatron,
@@ -34,56 +34,56 @@ const KINDS: [&dyn Source; 6] = [
     &text::PlainText,
 ];
 
-/// The text that is read as its bytes, whatever it begins with.
+/// Text read as its bytes, however it begins.
 const BYTES: &dyn Source = &text::AnyBytes;
 
 /// A kind of file.
 pub(super) trait Source: Sync {
-    /// What it is called: `JSON lines`.
+    /// Its name: `JSON lines`.
     fn name(&self) -> &'static str;
 
-    /// Whether a file is one, by what it holds, and where that says nothing by its name.
+    /// Whether a file is of this kind, by its content, or by its name if the content does not decide.
     fn is_of(&self, file: &DataFile) -> bool;
 
-    /// Whether a file of this kind is one text, which is its bytes.
+    /// Whether a file of this kind is one text, equal to the file's bytes.
     fn is_its_bytes(&self) -> bool {
         false
     }
 
-    /// Of a file of token ids, how many bits these have at most.
+    /// Number of bits of an id in a file of token ids.
     fn id_bits(&self, _file: &DataFile) -> Option<u32> {
         None
     }
 
-    /// The files beside it that belong to it.
+    /// Other files that belong to this one.
     fn companions(&self, _path: &Path) -> Vec<PathBuf> {
         Vec::new()
     }
 
-    /// Begins to read a file of this kind.
+    /// Starts reading a file of this kind.
     ///
     /// # Errors
-    /// [`Error::Data`] for one that is damaged, or holds nothing of what is asked for.
+    /// [`Error::Data`] for a file that is damaged, or lacks what is asked for.
     fn open(&self, file: &DataFile, asked: &Asked) -> Result<Box<dyn Pieces>>;
 }
 
-/// What is asked of the files.
+/// Settings for reading files.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub(super) struct Asked {
-    /// Whether files are taken as they are.
+    /// Whether files are read as plain bytes.
     pub bytes: bool,
     /// The key or column of texts.
     pub text_key: String,
-    /// Those of prompts and answers, which are read instead.
+    /// The keys of prompt and answer, which replace `text_key`.
     pub pair: Option<[String; 2]>,
-    /// That of conversations, which are read instead of both, and how they are written.
+    /// The key and template of conversations, which replace both.
     pub chat: Option<Chat>,
     /// The id that ends a document in files of ids.
     pub end: Option<u32>,
 }
 
 impl Asked {
-    /// The keys that every row must have, each with whether its tokens are targets.
+    /// The keys that every row must have, each with a flag whether its tokens are targets.
     fn keys(&self) -> Vec<(&str, bool)> {
         match &self.pair {
             None => vec![(&self.text_key, true)],
@@ -91,10 +91,10 @@ impl Asked {
         }
     }
 
-    /// Refuses a file of what has no rows, if keys of rows are set: other tokens would be learnt than they say.
+    /// Refuses a file without rows if keys of rows are set: they would have no effect on it.
     ///
     /// # Errors
-    /// [`Error::Data`] with the keys, and what has rows.
+    /// [`Error::Data`] with the keys, and the formats that have rows.
     fn require_no_keys(&self, file: &DataFile, what: &str) -> Result<()> {
         let set = match self {
             Self { chat: Some(_), .. } => "data.messages_key",
@@ -107,7 +107,7 @@ impl Asked {
         Err(Error::data(&file.path, why))
     }
 
-    /// What to say of keys that are not there.
+    /// Advice about missing keys.
     fn setting(&self) -> &'static str {
         if self.pair.is_some() {
             "data.prompt_key and data.answer_key name others"
@@ -117,28 +117,28 @@ impl Asked {
     }
 }
 
-/// The pieces of a file, in order. After an error there are none.
+/// The pieces of a file, in order; none after an error.
 pub(super) trait Pieces: Send {
-    /// What its pieces are counted in, from 1: `line`.
+    /// The unit in which pieces are numbered from 1: `line`.
     fn unit(&self) -> &'static str;
 
-    /// The next one.
+    /// The next piece.
     ///
     /// # Errors
-    /// [`Error::Data`] where the file is damaged, so that nothing behind that place can be trusted.
+    /// [`Error::Data`] where the file is damaged, so that nothing after that place can be trusted.
     fn next(&mut self) -> Result<Option<Row>>;
 }
 
 /// A row of a file.
 #[derive(Debug)]
 pub(super) struct Row {
-    /// Its number, from 1, in the unit of the file; of a piece of a longer document, that of its first byte or token.
+    /// Its number from 1, in the file's unit; for a piece of a longer document, the number of its first byte or token.
     pub number: u64,
-    /// What it holds, or why it cannot be read. Others can.
+    /// Its piece, or why it cannot be read. Later rows can still be read.
     pub holds: Result<Piece, String>,
 }
 
-/// A document or a part of one.
+/// A document or a contiguous part of one.
 #[derive(Debug)]
 pub(super) struct Piece {
     /// Whether a document begins here.
@@ -148,24 +148,24 @@ pub(super) struct Piece {
     pub content: Content,
 }
 
-/// What a piece consists of.
+/// The content of a piece.
 #[derive(Debug)]
 pub(super) enum Content {
-    /// Texts, one after the other, each with whether its tokens are targets.
+    /// Consecutive texts, each with a flag whether its tokens are targets.
     Text(Vec<(Vec<u8>, bool)>),
-    /// The same of a conversation: it has its control tokens in it, and all that stands around a document.
+    /// The texts of a rendered conversation with the same flags. They contain their control tokens and need no framing.
     Chat(Vec<(String, bool)>),
     /// Token ids.
     Ids(Vec<u32>),
 }
 
 impl Piece {
-    /// A document of its own.
+    /// A piece that is a whole document.
     fn whole(content: Content) -> Self {
         Self { begins: true, ends: true, content }
     }
 
-    /// Bytes that it takes.
+    /// Size in bytes.
     pub fn bytes(&self) -> usize {
         match &self.content {
             Content::Text(parts) => parts.iter().map(|(text, _)| text.len()).sum(),
@@ -175,27 +175,27 @@ impl Piece {
     }
 }
 
-/// Bytes of a row, at most.
+/// Largest size of a row in bytes.
 pub(in crate::data) const MOST_ROW_BYTES: usize = 64 << 20;
 
-/// What is wrong with a longer one.
+/// The error of a longer row.
 fn too_long() -> String {
     format!("is longer than {} MiB, which no row is", MOST_ROW_BYTES >> 20)
 }
 
-/// Bytes of a piece of a text, and of ids.
+/// Size of a piece of text or of ids, in bytes.
 const PIECE_BYTES: usize = 4 << 20;
 
-/// What a file is.
+/// The kind of a file.
 pub(super) fn kind_of(file: &DataFile, asked: &Asked) -> &'static dyn Source {
     if asked.bytes {
         return BYTES;
     }
-    // The last one takes any.
+    // The last kind accepts any file.
     KINDS.into_iter().find(|kind| kind.is_of(file)).unwrap_or(&text::PlainText)
 }
 
-/// Whether a source holds token ids. Where its files are gone, or come through a pipe, their names tell.
+/// Whether a source holds token ids. If its files are gone, or come through a pipe, their names decide.
 pub(crate) fn holds_ids(source: &str) -> bool {
     let path = Path::new(source);
     let first = find(source).ok().and_then(|files| files.into_iter().next());
@@ -207,19 +207,19 @@ pub(crate) fn holds_ids(source: &str) -> bool {
     opened.is_ok_and(|file| kind_of(&file, &asked).id_bits(&file).is_some())
 }
 
-/// What the kinds are called.
+/// The names of the kinds.
 #[cfg(test)]
 pub(super) fn kind_names() -> impl Iterator<Item = &'static str> {
     KINDS.iter().map(|kind| kind.name())
 }
 
-/// A row's text without an answer, or an answer without a prompt.
+/// The error of a row without its keys.
 fn no_such_key(missing: &[&str], there: &str, asked: &Asked) -> String {
     let missing = missing.iter().map(|key| format!("\"{key}\"")).collect::<Vec<_>>().join(" and ");
     format!("has no {missing}, {there}; {}", asked.setting())
 }
 
-/// What has rows, and how a file gets them.
+/// Advice on formats with rows and on conversion to them.
 fn to_rows(file: &DataFile) -> String {
     let read = match () {
         () if file.is_named(&[".json"]) => "DataFrame(json.load(open(\"IN\"))[\"KEY\"])",
@@ -234,7 +234,7 @@ fn to_rows(file: &DataFile) -> String {
     )
 }
 
-/// Why a file of several pieces cannot go on.
+/// The error of a damaged file.
 fn damaged(path: &Path, why: impl std::fmt::Display) -> Error {
     Error::data(path, why.to_string())
 }

@@ -1,4 +1,4 @@
-//! What packs a file as a whole: gzip and zstd, unpacked as it is read.
+//! Compression of whole files: gzip and zstd, decompressed while reading.
 
 use std::io::{self, BufRead, Read};
 use std::mem;
@@ -7,7 +7,7 @@ use flate2::bufread::GzDecoder;
 use ruzstd::decoding::errors::{FrameDecoderError, ReadFrameHeaderError};
 use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
 
-/// What a file is packed with.
+/// The compression of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::data) enum Packing {
     /// RFC 1952.
@@ -22,11 +22,11 @@ const GZIP_MAGIC: [u8; 2] = [0x1f, 0x8b];
 /// First bytes of a zstd frame (RFC 8878, 3.1.1).
 const ZSTD_MAGIC: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
 
-/// Those of one that is skipped, behind the first, of which the lower half is anything (RFC 8878, 3.1.2).
+/// The last three bytes of a skippable frame's magic number; the low half of its first byte is arbitrary (RFC 8878, 3.1.2).
 const SKIPPED_MAGIC: [u8; 3] = [0x2a, 0x4d, 0x18];
 
 impl Packing {
-    /// By the first four bytes of a file.
+    /// The compression, by a file's first four bytes.
     pub fn of(start: &[u8]) -> Option<Self> {
         if start.starts_with(&GZIP_MAGIC) {
             return Some(Self::Gzip);
@@ -36,7 +36,7 @@ impl Packing {
         (start.starts_with(&ZSTD_MAGIC) || is_skipped).then_some(Self::Zstd)
     }
 
-    /// What it is called.
+    /// Its name.
     pub fn name(self) -> &'static str {
         match self {
             Self::Gzip => "gzip",
@@ -44,22 +44,22 @@ impl Packing {
         }
     }
 
-    /// Whether it is unpacked even where a file's bytes are asked for, as it always was.
+    /// Whether such a file is decompressed even under `data.bytes`.
     pub fn is_always(self) -> bool {
         self == Self::Gzip
     }
 }
 
-/// No text is packed so much smaller; what is repeats itself, and may be made to fill the disk.
+/// Highest compression ratio of a text. Data beyond it is repetitive, and possibly made to fill the disk.
 const MOST_RATIO: u64 = 200;
 
-/// What may be unpacked whatever the ratio.
+/// Decompressed size that is allowed at any ratio.
 const ALWAYS_BYTES: u64 = 64 << 20;
 
-/// Bytes that a decoder of zstd looks back, at most: what `zstd --ultra -22` writes.
+/// Largest zstd window in bytes: that of `zstd --ultra -22`.
 const MOST_WINDOW: u64 = 128 << 20;
 
-/// The bytes of a packed file of so many bytes.
+/// The decompressed bytes of a file of `size` compressed bytes.
 pub(super) fn unpacked(packing: Packing, raw: Box<dyn BufRead + Send>, size: u64) -> impl Read + Send {
     let most = size.saturating_mul(MOST_RATIO).max(ALWAYS_BYTES);
     Bounded { members: Members { packing, at: Place::Between(raw) }, read: 0, most, size }
@@ -67,7 +67,7 @@ pub(super) fn unpacked(packing: Packing, raw: Box<dyn BufRead + Send>, size: u64
 
 type Raw = Box<dyn BufRead + Send>;
 
-/// The parts of a packed file, one after the other.
+/// The members or frames of a compressed file, one after the other.
 struct Members {
     packing: Packing,
     at: Place,
@@ -80,7 +80,7 @@ enum Place {
     Done,
 }
 
-/// Refuses to go on where there is more than any text has.
+/// Fails once the decompressed size exceeds that of any text.
 struct Bounded {
     members: Members,
     read: u64,
@@ -136,7 +136,7 @@ fn begin_member(mut raw: Raw) -> io::Result<Place> {
     })
 }
 
-/// Zeros pad a file to the blocks of a tape.
+/// Accepts only zeros, which pad a file to a tape's block size.
 fn only_zeros(raw: &mut Raw) -> io::Result<()> {
     let (mut count, mut are_zeros) = (0, true);
     loop {
@@ -158,12 +158,12 @@ fn only_zeros(raw: &mut Raw) -> io::Result<()> {
 struct Frame {
     raw: Raw,
     decoder: FrameDecoder,
-    /// Bytes that it has given.
+    /// Bytes returned so far.
     given: u64,
 }
 
 impl Frame {
-    /// The next bytes; none where it ends as it says.
+    /// The next bytes; none at the end, where checksum and size are verified.
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         while self.decoder.can_collect() == 0 && !self.decoder.is_finished() {
             if let Err(error) =
@@ -186,7 +186,7 @@ impl Frame {
     }
 }
 
-/// The next frame, if there is one; those that are to be skipped are.
+/// The next frame, if there is one. Skippable frames are skipped.
 fn begin_frame(mut raw: Raw) -> io::Result<Place> {
     loop {
         if raw.fill_buf()?.is_empty() {
@@ -207,7 +207,7 @@ fn begin_frame(mut raw: Raw) -> io::Result<Place> {
     }
 }
 
-/// What is wrong with a frame: it ends too early, or else what the decoder says.
+/// The error of a damaged frame: end of file if nothing is left, otherwise the decoder's error.
 fn broken(raw: &mut Raw, error: &FrameDecoderError) -> io::Error {
     let kind = match raw.fill_buf().is_ok_and(<[u8]>::is_empty) {
         true => io::ErrorKind::UnexpectedEof,

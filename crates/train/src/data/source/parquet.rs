@@ -1,4 +1,4 @@
-//! Parquet: of each row group the columns that are asked for, page by page.
+//! Parquet: the requested columns of each row group, page by page.
 
 use std::fs::File;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -14,21 +14,21 @@ use super::{Asked, Content, DataFile, MOST_ROW_BYTES, Piece, Pieces, Row, Source
 use crate::error::{Error, Result};
 use crate::json_rows::RowKey;
 
-/// A file of Parquet.
+/// A Parquet file.
 pub(super) struct Parquet;
 
 const MARK: &[u8] = b"PAR1";
 
-/// Rows that are taken of a column at once.
+/// Rows read of a column at once.
 const ROWS: usize = 256;
 
-/// Unpacked bytes of a column of a row group, at most.
+/// Largest decompressed size of a column in a row group.
 const MOST_GROUP_BYTES: i64 = 8 << 30;
 
-/// No column of text is packed so much smaller, beyond [`ALWAYS_BYTES`].
+/// Highest compression ratio of a text column beyond [`ALWAYS_BYTES`].
 const MOST_RATIO: i64 = 1000;
 
-/// What a column may unpack to whatever the ratio.
+/// Decompressed size of a column that is allowed at any ratio.
 const ALWAYS_BYTES: i64 = 64 << 20;
 
 impl Source for Parquet {
@@ -75,7 +75,7 @@ impl Source for Parquet {
     }
 }
 
-/// What a call of the reader gives. It may panic where a file is damaged.
+/// The result of a reader's call, with panics, which damaged files may cause, turned into errors.
 fn guarded<T>(file: &DataFile, call: impl FnOnce() -> Result<T, ParquetError>) -> Result<T> {
     match catch_unwind(AssertUnwindSafe(call)) {
         Ok(Ok(done)) => Ok(done),
@@ -89,39 +89,39 @@ struct Rows {
     reader: SerializedFileReader<File>,
     file: DataFile,
     asked: Asked,
-    /// Columns that are read, and what for.
+    /// Names of the columns that are read, with their uses.
     keys: Vec<(String, Use)>,
-    /// Which columns of the file these are.
+    /// Indices of these columns in the file.
     places: Vec<usize>,
     /// The next row group.
     group: usize,
-    /// Rows of this one that have not been read.
+    /// Unread rows of the current row group.
     left: u64,
     columns: Vec<Column>,
-    /// The row that was given last.
+    /// Number of the row returned last.
     number: u64,
 }
 
-/// What a column is read for.
+/// The use of a column.
 #[derive(Clone, Copy)]
 enum Use {
-    /// Its text, of which the tokens are targets or not.
+    /// Text, with a flag whether its tokens are targets.
     Text(bool),
-    /// That it says nothing: other trainers read it.
+    /// A check that it is empty, since other trainers give it a meaning.
     Nothing(RowKey),
 }
 
 /// A column of a row group.
 struct Column {
     reader: ColumnReaderImpl<ByteArrayType>,
-    /// The level of a value that is there.
+    /// Definition level of a value that is not null.
     full: i16,
-    /// Values that have been read, and none where there is null, the next one last.
+    /// Values read ahead in reverse order, `None` for null.
     read: Vec<Option<ByteArray>>,
 }
 
 impl Rows {
-    /// Finds the columns that are asked for, and refuses what cannot be read of them.
+    /// Finds the requested columns, and refuses those that cannot be read.
     fn find_columns(&mut self) -> Result<()> {
         let wrong = |why: String| Err(Error::data(&self.file.path, why));
         let metadata = self.reader.metadata();
@@ -136,7 +136,7 @@ impl Rows {
             return wrong(no_such_key(&missing, &format!("but the columns {there}"), &self.asked));
         }
         if self.asked.pair.is_some() {
-            // Of a column of lists or of objects the name is that of what is in it.
+            // The path of a nested column begins with the name of the top-level column.
             for name in &names {
                 let is_asked = self.keys.iter().any(|(key, _)| key == name);
                 let top = name.split('.').next().unwrap_or(name);
@@ -186,7 +186,7 @@ impl Rows {
         Ok(())
     }
 
-    /// Begins the next row group; false behind the last one.
+    /// Moves to the next row group; false after the last one.
     fn next_group(&mut self) -> Result<bool> {
         for column in &mut self.columns {
             if guarded(&self.file, || column.has_more())? {
@@ -199,7 +199,7 @@ impl Rows {
             return Ok(false);
         }
         let of = metadata.row_group(self.group);
-        // No group has fewer than no rows, or it is damaged.
+        // A negative number of rows is damage.
         self.left = u64::try_from(of.num_rows()).map_err(|_| {
             Error::data(&self.file.path, format!("row group {} has {} rows", self.group + 1, of.num_rows()))
         })?;
@@ -221,7 +221,7 @@ impl Rows {
     }
 }
 
-/// Why a column that is packed so cannot be read here.
+/// Why a column with this compression cannot be read.
 fn refused(packing: Compression, path: &Path) -> Option<String> {
     let name = match packing {
         Compression::ZSTD(_) => "zstd",
@@ -237,7 +237,7 @@ fn refused(packing: Compression, path: &Path) -> Option<String> {
 }
 
 impl Column {
-    /// Reads some values.
+    /// Reads up to `rows` values ahead.
     fn fill(&mut self, rows: usize) -> Result<(), ParquetError> {
         let (mut levels, mut values) = (Vec::new(), Vec::new());
         let (count, ..) = self.reader.read_records(rows, Some(&mut levels), None, &mut values)?;
@@ -255,7 +255,7 @@ impl Column {
         Ok(())
     }
 
-    /// Whether there are values beyond those that have been given.
+    /// Whether values remain beyond those returned.
     fn has_more(&mut self) -> Result<bool, ParquetError> {
         let read = self.reader.read_records(1, Some(&mut Vec::new()), None, &mut Vec::new())?;
         Ok(read.0 > 0 || !self.read.is_empty())

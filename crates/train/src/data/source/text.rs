@@ -1,4 +1,4 @@
-//! A text: one document, read piece by piece.
+//! Plain text: one document, read piece by piece.
 
 use std::io::{BufRead, Read};
 
@@ -6,7 +6,7 @@ use super::{Asked, Content, DataFile, PIECE_BYTES, Piece, Pieces, Row, Source, t
 use crate::data::signature;
 use crate::error::{Error, Result};
 
-/// Text, of which a file may be known not to be.
+/// Text, unless its first bytes are those of a binary format.
 pub(super) struct PlainText;
 
 /// Any bytes.
@@ -69,9 +69,9 @@ impl Source for AnyBytes {
 struct TextPieces {
     reader: Box<dyn BufRead + Send>,
     file: DataFile,
-    /// What has been read and belongs to the next piece.
+    /// Bytes read that belong to the next piece.
     rest: Vec<u8>,
-    /// Bytes of the pieces before.
+    /// Bytes of the earlier pieces.
     given: u64,
 }
 
@@ -99,8 +99,8 @@ impl Pieces for TextPieces {
     }
 }
 
-/// Where a text may be cut so that its tokens are those of the whole: behind the last newline that stands alone, which tokenizers that
-/// split words keep apart from what follows. Else behind white space, or between two characters.
+/// Where to cut a text so that its tokens stay those of the whole: after the last single newline, where tokenizers that split words always
+/// split. Otherwise after white space, or between two characters.
 fn end_of_piece(text: &[u8]) -> usize {
     let space = |at: usize| text.get(at).is_none_or(u8::is_ascii_whitespace);
     let alone = |at: &usize| {
@@ -114,7 +114,7 @@ fn end_of_piece(text: &[u8]) -> usize {
     if let Some(end) = within.clone().rev().find(|at| space(*at - 1) && !space(*at)) {
         return end;
     }
-    // Bytes of UTF-8 that do not begin a character.
+    // UTF-8 continuation bytes, which do not begin a character.
     within.rev().find(|at| text[*at] & 0xc0 != 0x80).unwrap_or(text.len())
 }
 

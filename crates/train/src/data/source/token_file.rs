@@ -1,35 +1,35 @@
-//! Files of token ids alone, `.bin`: llm.c's, with a header, and nanoGPT's, without one. Documents end with the id that ends texts.
+//! Files of token ids only, `.bin`: llm.c's with a header, and nanoGPT's without. Documents end with the EOS token's id.
 
 use std::io::{BufRead, Read};
 
 use super::{Asked, Content, DataFile, MOST_ROW_BYTES, PIECE_BYTES, Piece, Pieces, Row, Source, damaged};
 use crate::error::{Error, Result};
 
-/// A file of ids.
+/// A file of token ids.
 pub(super) struct TokenFile;
 
-/// Words of the header of llm.c, each of 32 bits: its mark, the version, and the number of tokens.
+/// Size of llm.c's header: 256 words of 32 bits. The first are its mark, the version, and the number of tokens.
 const HEADER_BYTES: usize = 256 * 4;
 
-/// Marks of llm.c, the version that goes with each, and bytes of an id.
+/// llm.c's marks, each with its version and the bytes per id.
 const LLM_C: [(u32, u32, usize); 2] = [(20_240_520, 1, 2), (20_240_801, 7, 4)];
 
-/// Bytes of an id of nanoGPT.
+/// Bytes per id of nanoGPT.
 const NANO_GPT: usize = 2;
 
-/// The word of this number.
+/// Word `number` of the header.
 fn word(head: &[u8], number: usize) -> Option<u32> {
     head.get(4 * number..)?.first_chunk().map(|bytes| u32::from_le_bytes(*bytes))
 }
 
-/// The line of [`LLM_C`] that a file begins with the mark of.
+/// The entry of [`LLM_C`] whose mark the file begins with.
 fn of_llm_c(head: &[u8]) -> Option<(u32, u32, usize)> {
     LLM_C.into_iter().find(|(mark, ..)| word(head, 0) == Some(*mark))
 }
 
-/// Whether ids of 16 bits would be the halves of wider ones: every second is 0, and others are not.
+/// Whether 16-bit ids are probably halves of 32-bit ids: every second one is 0, and not all others are.
 fn has_empty_halves(head: &[u8]) -> bool {
-    // Of fewer it may be chance.
+    // Fewer pairs may be zero by chance.
     const ENOUGH: usize = 16;
     let (pairs, _) = head.as_chunks::<4>();
     pairs.len() >= ENOUGH
@@ -95,13 +95,13 @@ struct Ids {
     reader: Box<dyn BufRead + Send>,
     file: DataFile,
     width: usize,
-    /// How many there are, where the header says so.
+    /// Number of tokens in the header, if there is a header.
     tokens: Option<u64>,
     /// The id that ends a document.
     end: Option<u32>,
-    /// Ids of the pieces before.
+    /// Ids of the earlier pieces.
     read: u64,
-    /// Ids that have been read, in the reverse order.
+    /// Ids read ahead, in reverse order.
     rest: Vec<u32>,
     /// Whether the next id begins a document.
     begins: bool,
@@ -110,7 +110,7 @@ struct Ids {
 }
 
 impl Ids {
-    /// Reads more of them into `rest`; they were all taken.
+    /// Refills `rest`, which must be empty.
     fn fill(&mut self) -> Result<()> {
         let mut bytes = Vec::new();
         let count = (PIECE_BYTES / 4 * self.width) as u64;
@@ -125,14 +125,14 @@ impl Ids {
         let ids = bytes.chunks_exact(self.width).rev().map(|id| match *id {
             [a, b] => u32::from(u16::from_le_bytes([a, b])),
             [a, b, c, d] => u32::from_le_bytes([a, b, c, d]),
-            // A width is 2 or 4.
+            // The width is 2 or 4.
             _ => 0,
         });
         self.rest = ids.collect();
         Ok(())
     }
 
-    /// That the file has no more is what its header says.
+    /// Checks at the end that the file has as many tokens as its header says.
     fn ended(&self) -> Result<Option<Row>> {
         match self.tokens {
             _ if self.read == 0 => Err(Error::data(&self.file.path, "is empty")),
@@ -167,7 +167,7 @@ impl Pieces for Ids {
         }
         self.read += ids.len() as u64;
         self.begins = ends;
-        // The last document need not say that it ends.
+        // The last document need not end with the EOS id.
         ends |= self.rest.is_empty() && self.over;
         Ok(Some(Row { number, holds: Ok(Piece { begins, ends, content: Content::Ids(ids) }) }))
     }

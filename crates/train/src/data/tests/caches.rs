@@ -1,4 +1,4 @@
-//! Caches: made once, by several at once, from where a killed process stopped, and never believed where they are damaged.
+//! Caches: built once, even by several processes; resumed where a killed process stopped; rebuilt if damaged.
 
 use std::path::{Path, PathBuf};
 use std::sync::Barrier;
@@ -12,7 +12,7 @@ use crate::data::encode::Encoder;
 use crate::data::reading::{BadRow, ReadTo, Reading, Sink, Watch};
 use crate::error::{Error, Result};
 
-/// The folders of whole caches, and what else lies beside them, locks aside.
+/// The folders of whole caches, and all other files except locks.
 pub(super) fn caches(dir: &Path) -> (Vec<PathBuf>, Vec<PathBuf>) {
     let entries = std::fs::read_dir(dir.join("caches/tokens")).into_iter().flatten();
     let paths = entries
@@ -34,7 +34,7 @@ fn a_cache_is_made_once_and_again_for_other_content_or_settings() {
         open(&source).unwrap();
         made(1);
     }
-    // Under another name it is the same; a later time changes nothing.
+    // A renamed file has the same cache, and a later time changes nothing.
     let other = put(dir.path(), &[("b.jsonl", lines(&docs))]);
     let later = SystemTime::now() + Duration::from_secs(100);
     std::fs::File::options().append(true).open(&source).unwrap().set_modified(later).unwrap();
@@ -67,7 +67,7 @@ fn several_make_one_cache() {
     assert_eq!((whole.len(), rest.len()), (1, 0));
 }
 
-/// Stops the making of a cache when it has been told so often how far it has come.
+/// Fails after taking this many batches.
 struct Stops(usize);
 
 impl Sink for Stops {
@@ -94,7 +94,7 @@ fn a_reading_goes_on_from_every_place() {
             reading.read(*place, &mut rest, &mut ()).unwrap();
             assert_eq!(rest.ids, whole.ids[*at..], "{}: {place:?}", first.display());
         }
-        // Who takes no more ends the reading.
+        // An error of the sink ends the reading.
         assert!(
             reading
                 .read(ReadTo::default(), &mut Stops(0), &mut ())
@@ -105,7 +105,7 @@ fn a_reading_goes_on_from_every_place() {
     }
 }
 
-/// Everything that is read, and how far that was each time.
+/// All ids read, and the progress after each batch.
 #[derive(Default)]
 struct All {
     ids: Vec<u32>,

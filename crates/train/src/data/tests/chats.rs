@@ -1,4 +1,4 @@
-//! Conversations of JSON lines: what the chat template writes, of which the answers are learnt.
+//! Conversations in JSON lines, rendered by a chat template, with answers as targets.
 
 use std::fs;
 use std::path::Path;
@@ -10,7 +10,7 @@ use crate::tokenizer;
 const TEMPLATE: &str = "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|endoftext|>{% endfor %}\
     {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
 
-/// A folder with a tokenizer, and a file of these lines beside it.
+/// A folder with a tokenizer and a file of these lines.
 fn place(template: Option<&str>, lines: &str) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     let own = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/tokenizers/qwen/tokenizer.json");
@@ -46,7 +46,7 @@ fn answers_alone_are_learnt() {
     let answer = ids("the answer<|endoftext|>");
     let one: Vec<i32> = [&prompt[..], &answer[..]].concat();
     let batch = data.valid_batch(0, 40).unwrap();
-    // Held out are whole documents, so that the first token is that of one.
+    // Whole documents are held out, so the first token begins a document.
     for (at, (input, target)) in batch.inputs.iter().zip(&batch.targets).enumerate() {
         assert_eq!(*input, one[at % one.len()], "token {at}");
         let next = (at + 1) % one.len();
@@ -92,7 +92,7 @@ fn a_row_that_is_no_conversation_is_named_or_left_out() {
     }
 }
 
-/// What has no answer would be learnt with a loss of 0.
+/// A conversation with an empty answer would have no targets.
 #[test]
 fn an_answer_without_a_text_is_none() {
     let rows = |content: &str| {
@@ -119,7 +119,7 @@ fn an_answer_without_a_text_is_none() {
     assert!(error.contains("line 1: \"talk\" has no answer: it has no message"), "{error}");
 }
 
-/// What a row says beside its messages is the template's, or the row is refused by name, also where one row of many says it.
+/// A row's other keys are used by the template, or the row is refused by name, also if only one of many rows has them.
 #[test]
 fn what_a_row_says_besides_is_used_or_refused() {
     let talk = r#""talk": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "an answer"}]"#;
@@ -173,7 +173,7 @@ fn what_a_row_says_besides_is_used_or_refused() {
     }
 }
 
-/// A message says by several keys whether it is learnt. What it says that a template does not write is not lost without a word.
+/// A message can say with several keys whether it is a target. Keys that the template does not render are refused.
 #[test]
 fn what_a_message_says_besides_is_used_or_refused() {
     let marked = "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.role == 'assistant' %}{% generation %}\
@@ -239,7 +239,7 @@ fn what_a_message_says_besides_is_used_or_refused() {
     assert!(error.is_err() || error == Ok([false, true]));
 }
 
-/// A template that does too much does it for each row: the file is not read to its end, whatever becomes of rows that cannot be read.
+/// A template that does too much for every row stops the file early, whatever `data.on_error` is.
 #[test]
 fn a_template_does_so_much_for_a_file() {
     let row =

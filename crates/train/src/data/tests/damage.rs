@@ -1,4 +1,4 @@
-//! Caches and texts that something else writes to, idle and while they are read: made anew or refused by name, never other tokens.
+//! Caches and texts changed by other programs, idle or while they are read: rebuilt or refused by name, never wrong tokens.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -18,11 +18,11 @@ use crate::error::Result;
 /// The files of a cache, the smallest last.
 const FILES: [&str; 4] = ["ids", "documents", "unlearnt", "cache.json"];
 
-/// What it is told of damaged files.
+/// Records reports of damaged files.
 #[derive(Default)]
 struct Told {
     damaged: Vec<String>,
-    /// What it changes the time of while it is read.
+    /// A file whose time is changed while it is read.
     touches: Option<PathBuf>,
 }
 
@@ -43,7 +43,7 @@ impl Watch for Told {
     }
 }
 
-/// A file of questions and answers, of which the answers are learnt.
+/// A file of questions and answers, whose answers are targets.
 fn source(dir: &Path, first: usize) -> PathBuf {
     let row = |i: usize| {
         format!(
@@ -71,7 +71,7 @@ fn open(source: &Path, watch: &mut Told) -> Result<Dataset> {
     Dataset::opened(&config, 5, encoder, watch)
 }
 
-/// A way to damage a file, and the bytes that it leaves.
+/// A way to damage a file, and the bytes that result.
 type Damage = (&'static str, fn(&[u8], u64) -> Vec<u8>);
 
 const DAMAGES: [Damage; 7] = [
@@ -92,7 +92,7 @@ const DAMAGES: [Damage; 7] = [
     }),
 ];
 
-/// Writes into a file that is there, as another program would, and gives it back the time that it had.
+/// Overwrites an existing file in place, as another program would, and restores its time.
 fn overwrite(path: &Path, bytes: &[u8]) {
     let before = fs::metadata(path).unwrap().modified().unwrap();
     fs::write(path, bytes).unwrap();
@@ -130,7 +130,7 @@ fn a_cache_that_is_damaged_anywhere_is_made_anew_and_told() {
     }
 }
 
-/// Each file swapped for that of another cache, and the whole folder for another's.
+/// Replaces each file by that of another cache, and the whole folder by another's.
 #[test]
 fn a_cache_of_something_else_is_not_taken_for_it() {
     let dir = tempfile::tempdir().unwrap();
@@ -149,7 +149,7 @@ fn a_cache_of_something_else_is_not_taken_for_it() {
     }
 }
 
-/// What a process that ended early has made of a cache is gone on with if it is as it was left.
+/// Unfinished work of a killed process is resumed only if it is undamaged.
 #[test]
 fn what_is_left_of_a_making_is_not_believed_either() {
     let dir = tempfile::tempdir().unwrap();
@@ -170,12 +170,12 @@ fn what_is_left_of_a_making_is_not_believed_either() {
     }
 }
 
-/// All that a dataset gives.
+/// Batches of both parts of a dataset.
 fn batches(data: &Dataset) -> Result<[Batch; 2]> {
     Ok([data.train_batch(0, 40)?, data.valid_batch(0, 40)?])
 }
 
-/// Another program writes to what a run has open: the next batch is an error that names the file.
+/// If another program writes to a file that a run has open, the next batch is an error that names the file.
 #[test]
 fn what_changes_while_it_is_read_is_refused_by_name() {
     let places = Breadth::of_tests().either(100, 1);
@@ -216,7 +216,7 @@ fn what_changes_while_it_is_read_is_refused_by_name() {
     }
 }
 
-/// What changes of a file but not its bytes, and a cache that is removed or replaced, do not end who reads it.
+/// Changes of a file's metadata, and the removal or replacement of a cache, do not stop a reader.
 #[cfg(unix)]
 #[test]
 fn a_file_with_the_same_bytes_stays_in_use() {
@@ -247,7 +247,7 @@ fn a_file_with_the_same_bytes_stays_in_use() {
     is_same("made again");
 }
 
-/// Who watches ends the waiting for another process.
+/// The watcher can end the wait for another process.
 #[test]
 fn a_lock_is_waited_for_until_somebody_stops_it() {
     let dir = tempfile::tempdir().unwrap();

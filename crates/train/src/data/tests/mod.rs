@@ -1,4 +1,4 @@
-//! What every kind of file is held to, whatever it is.
+//! Tests that apply to every kind of file.
 
 mod caches;
 mod chats;
@@ -12,19 +12,19 @@ use super::Dataset;
 use crate::config::DataConfig;
 use crate::error::Result;
 
-/// A file: its name and its bytes.
+/// A file's name and bytes.
 pub(super) type Written = (&'static str, Vec<u8>);
 
-/// A way to write documents into files, and what the files are called.
+/// A kind of file, and a writer for it.
 pub(super) struct Kind {
     pub name: &'static str,
-    /// The name of the first file, which is the one that is read.
+    /// Returns the files; the first one is read.
     pub write: fn(&[String]) -> Vec<Written>,
-    /// Whether documents are kept apart.
+    /// Whether the format separates documents.
     pub has_documents: bool,
 }
 
-/// Puts files into a folder; the first one is returned.
+/// Writes files into a folder, and returns the first one's path.
 pub(super) fn put(dir: &Path, files: &[Written]) -> PathBuf {
     for (name, bytes) in files {
         std::fs::write(dir.join(name), bytes).unwrap();
@@ -41,12 +41,12 @@ pub(super) fn open(source: &Path) -> Result<Dataset> {
     Dataset::open(&config(source, 32), 5)
 }
 
-/// Some documents, none of which are alike.
+/// Some documents, all different.
 pub(super) fn documents(count: usize) -> Vec<String> {
     (0..count).map(|i| format!("document {i}: «{}»\n", "word ".repeat(i % 7))).collect()
 }
 
-/// Every token of a dataset that whole windows and the tail hold, held-out ones behind the others.
+/// Every token of a dataset's whole windows and tail, training tokens first.
 pub(super) fn whole_text(data: &Dataset) -> Vec<u8> {
     let super::TokenSource::Files(corpus) = &data.source else { panic!("not of files") };
     corpus.tokens_of(0).unwrap().into_iter().map(|id| u8::try_from(id).unwrap()).collect()

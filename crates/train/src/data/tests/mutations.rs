@@ -1,4 +1,4 @@
-//! Damaged files of every kind: an error or other tokens, never a panic, and never fewer documents without a word.
+//! Damaged files of every kind give an error or other tokens, never a panic, and never silently fewer documents.
 
 use nibble_formats::philox::{Purpose, Stream, fnv1a32};
 
@@ -32,7 +32,7 @@ fn a_damaged_file_never_panics_and_loses_nothing_silently() {
                     let text = error.to_string();
                     assert!(error.is_user_error() && text.contains(dir.path().to_str().unwrap()), "{text}");
                 }
-                // A text that is cut between two lines is one all the same.
+                // A text cut between two lines is still valid.
                 Ok(_) if is_cut => {}
                 Ok(data) => {
                     let given = data.given(0).remove(0);

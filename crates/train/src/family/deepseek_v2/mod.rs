@@ -1,5 +1,5 @@
-//! DeepSeek-V2 and V2-Lite (`DeepseekV2ForCausalLM`): latent attention, softmax scores that are not normalised, of V2 from the best groups of experts.
-//! `transformers` has no load-balancing loss for it; `aux_loss_alpha` is of the published program.
+//! DeepSeek-V2 and V2-Lite (`DeepseekV2ForCausalLM`): latent attention, and softmax scores without normalization, in V2 with group-limited
+//! selection. `transformers` has no load-balancing loss for this family; `aux_loss_alpha` is a key of the original implementation.
 
 use super::latent::{GROUPS, LATENT, TOP_GROUPS, experts, read, read_groups, tensors, write, write_groups};
 use super::shared::DECODER;
@@ -14,7 +14,7 @@ use serde_json::{Map, Value};
 #[derive(Debug, Clone, Copy)]
 pub struct DeepseekV2;
 
-/// How experts are chosen: of all, or of the best groups.
+/// How experts are selected: among all, or among those of the best groups.
 const METHOD: &str = "topk_method";
 const OF_ALL: &str = "greedy";
 const OF_GROUPS: &str = "group_limited_greedy";
@@ -50,7 +50,7 @@ impl Family for DeepseekV2 {
 
     fn read_rest(&self, json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
         match json.word(METHOD)?.unwrap_or(OF_ALL) {
-            // What files say of groups counts for nothing then.
+            // The keys of groups then have no effect.
             OF_ALL => json.pass_over(&[GROUPS, TOP_GROUPS]),
             OF_GROUPS => read_groups(json, model, GroupScore::Max)?,
             other => {

@@ -1,5 +1,5 @@
-//! DeepSeek-V3 (`DeepseekV3ForCausalLM`): latent attention, sigmoid scores, and a bias of each expert for the choice alone. Published checkpoints have layers
-//! for the prediction of several tokens after the decoder's own (`model.layers.61.*` of V3); they are passed over.
+//! DeepSeek-V3 (`DeepseekV3ForCausalLM`): latent attention, sigmoid scores, and per-expert biases for selection only. Published checkpoints
+//! have multi-token-prediction layers after the decoder's own (`model.layers.61.*` in V3), which are ignored.
 
 use super::latent::{LATENT, experts, read, read_groups, tensors, write, write_groups};
 use super::shared::DECODER;
@@ -13,7 +13,7 @@ use serde_json::{Map, Value};
 #[derive(Debug, Clone, Copy)]
 pub struct DeepseekV3;
 
-/// Layers after the decoder's own.
+/// Number of multi-token-prediction layers.
 const MORE_LAYERS: &str = "num_nextn_predict_layers";
 
 impl Family for DeepseekV3 {
@@ -52,9 +52,9 @@ impl Family for DeepseekV3 {
     fn read_rest(&self, json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
         (model.scores, model.router_bias) = (Scores::Sigmoid, true);
         read_groups(json, model, GroupScore::Top2)?;
-        // They are passed over by their names, however many there are.
+        // They are recognized by their tensors' names, whatever their number.
         json.count(MORE_LAYERS)?;
-        // Its layers have no bias, whatever is said.
+        // Its layers have no bias, whatever these keys say.
         json.pass_over(&["mlp_bias", "num_mtp_layers"]);
         read(json, model)
     }

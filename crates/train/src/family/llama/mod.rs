@@ -1,4 +1,4 @@
-//! Llama (`LlamaForCausalLM`): dense layers, no norms of queries and keys. The ids of parts are its names.
+//! Llama (`LlamaForCausalLM`): dense layers without QK-norm. Tensor names equal the parameters' ids.
 
 use super::shared::{DECODER, DENSE, GROUPED_QUERY, NO_BIAS, read_dense, write_rope};
 use super::{ConfigJson, Family, Field};

@@ -1,5 +1,5 @@
-//! What no other program has: the ids of parts are its names, and `config.json` says an architecture that is not known elsewhere
-//! (`NibbleForCausalLM`), so that such a model is not taken for another. Its sizes stand there as a configuration has them.
+//! Models that no other program supports: tensor names equal the parameters' ids, and `config.json` has an architecture of its own
+//! (`NibbleForCausalLM`), so that nobody mistakes the model for another. It contains the table `[model]` of the configuration.
 
 use super::{ConfigJson, Family, Field};
 use crate::config::ModelConfig;
@@ -11,7 +11,7 @@ use serde_json::{Map, Value};
 #[derive(Debug, Clone, Copy)]
 pub struct Nibble;
 
-/// The table of a configuration.
+/// The key of the configuration's table.
 const MODEL: &str = "model";
 
 impl Family for Nibble {
@@ -29,7 +29,7 @@ impl Family for Nibble {
 
     fn read_rest(&self, json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
         let table = json.table(MODEL)?.ok_or_else(|| json.missing(MODEL))?;
-        // A list would be taken as the values of its keys, one after the other.
+        // Serde would accept a list as the fields of a table, in order.
         if let Some((key, list)) = table.iter().find(|(_, value)| value.is_array()) {
             return Err(json.error(
                 &format!("{MODEL}.{key}"),
@@ -42,7 +42,7 @@ impl Family for Nibble {
     }
 
     fn write_rest(&self, model: &ModelConfig, keys: &mut Map<String, Value>) {
-        // A table of numbers and words has a JSON form.
+        // A table of numbers and strings has a JSON form.
         keys.insert(MODEL.into(), serde_json::to_value(model).unwrap_or_default());
     }
 }

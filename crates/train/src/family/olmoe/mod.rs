@@ -1,5 +1,5 @@
-//! OLMoE (`OlmoeForCausalLM`): experts in every layer, queries and keys normed over all their heads together, scores not normalised. The ids of parts are
-//! its names. `clip_qkv`, which some of its trainings used, is not here.
+//! OLMoE (`OlmoeForCausalLM`): experts in every layer, QK-norm over all heads together, scores without normalization. Tensor names equal
+//! the parameters' ids. `clip_qkv`, which some OLMoE trainings used, is not supported.
 
 use super::shared::{
     AUX, DECODER, GROUPED_QUERY, MIXTURE, NO_BIAS, read_balance, read_heads, read_rope, write_balance,
@@ -53,7 +53,7 @@ impl Family for Olmoe {
     }
 
     fn write_rest(&self, model: &ModelConfig, keys: &mut Map<String, Value>) {
-        // Not said, they are those of its own tokenizer, and `transformers` gives the embedding of a token for padding no gradient.
+        // If missing, they default to those of OLMoE's tokenizer, and `transformers` gives the padding token's embedding no gradient.
         for token in ["pad_token_id", "eos_token_id"] {
             keys.insert(token.into(), Value::Null);
         }

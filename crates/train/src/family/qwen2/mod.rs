@@ -1,5 +1,5 @@
-//! Qwen2 and Qwen2.5 (`Qwen2ForCausalLM`): dense layers, no norms of queries and keys, and biases of the projections to queries, keys and values,
-//! of which `config.json` has no word. The ids of parts are its names.
+//! Qwen2 and Qwen2.5 (`Qwen2ForCausalLM`): dense layers without QK-norm, and biases of the QKV projections, which `config.json` does not
+//! mention. Tensor names equal the parameters' ids.
 
 use super::shared::{
     DECODER, DENSE, GROUPED_QUERY, Windowed, check_window, read_dense, write_rope, write_window,
@@ -32,7 +32,7 @@ impl Family for Qwen2 {
 
     fn read_rest(&self, json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
         model.qkv_bias = true;
-        // It says nothing here.
+        // The key has no effect in this family.
         json.pass_over(&["attention_bias"]);
         check_window(json, model, Windowed::Named)?;
         read_dense(json, model, QkNorm::None)

@@ -1,4 +1,4 @@
-//! Qwen3 (`Qwen3ForCausalLM`): dense layers, each head of queries and keys normed. The ids of parts are its names.
+//! Qwen3 (`Qwen3ForCausalLM`): dense layers with QK-norm per head. Tensor names equal the parameters' ids.
 
 use super::shared::{
     DECODER, DENSE, GROUPED_QUERY, NO_BIAS, Windowed, check_window, read_dense, write_rope, write_window,

@@ -1,5 +1,5 @@
-//! Qwen3-MoE (`Qwen3MoeForCausalLM`): experts, each head of queries and keys normed. The ids of parts are its names; experts are a stack here and one by
-//! one there. The dense layers, if there are any, are the first ones: `mlp_only_layers` may name no others.
+//! Qwen3-MoE (`Qwen3MoeForCausalLM`): experts, and QK-norm per head. Tensor names equal the parameters' ids; experts are stacked here and
+//! separate tensors there. Dense layers, if any, come first: `mlp_only_layers` may list no others.
 
 use super::shared::{
     AUX, DECODER, GROUPED_QUERY, MIXTURE, NO_BIAS, Windowed, check_window, read_balance, read_heads,
@@ -15,9 +15,9 @@ use serde_json::{Map, Value};
 #[derive(Debug, Clone, Copy)]
 pub struct Qwen3Moe;
 
-/// Which layers have no experts.
+/// Indices of the layers without experts.
 const DENSE: &str = "mlp_only_layers";
-/// The width of their MLPs. It stands in files of models that have none, too.
+/// The width of their MLPs. The key also appears in files of models without dense layers.
 const FFN: &str = "intermediate_size";
 
 impl Family for Qwen3Moe {

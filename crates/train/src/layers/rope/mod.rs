@@ -1,5 +1,5 @@
-//! Cosines and sines of RoPE, and how a model's frequencies are changed for longer sequences. Everything here is computed on the host in F64,
-//! with the same bits everywhere.
+//! Cosines and sines of RoPE, and how a model's frequencies are changed for longer sequences. Everything here is computed on the host in
+//! F64, with the same bits everywhere.
 
 use crate::config::{RopeScaling, RopeScalingKind};
 use crate::spec::Rope;
@@ -7,8 +7,8 @@ use nibble_core::formats::double;
 use nibble_core::{Kernels, Result, Tensor};
 use std::f64::consts::PI;
 
-/// Cosines, then sines, of position · frequency for each pair of a head, times the [amplitude](Rope::amplitude): `[positions, dim]` in F32, each
-/// rounded once.
+/// Cosines, then sines, of position · frequency for each pair of a head, times the [amplitude](Rope::amplitude): `[positions, dim]` in F32,
+/// each rounded once.
 ///
 /// # Errors
 /// From the backend.
@@ -26,7 +26,7 @@ pub fn rope_table<B: Kernels>(b: &B, positions: usize, rope: Rope) -> Result<Ten
 }
 
 impl Rope {
-    /// Radians a position of each pair: θ^(−2i/dim), changed as the scaling says.
+    /// Frequency of each pair in radians per position: θ^(−2i/dim), changed as the scaling says.
     #[must_use]
     pub fn frequencies(&self) -> Vec<f64> {
         let log_step = double::ln(self.theta) * -2.0 / self.dim as f64;
@@ -42,9 +42,9 @@ impl Rope {
         }
     }
 
-    /// By how much YaRN leaves the frequency of a pair as it is: 1 up to the pair that turns `beta_fast` times in the original positions, 0 from
-    /// that on which turns `beta_slow` times, and along a line between them. Both pairs are whole numbers: the first is rounded down, the second
-    /// up. (Peng et al. 2023, "YaRN: Efficient Context Window Extension of Large Language Models", section 3.2.)
+    /// How much of a pair's frequency YaRN leaves unchanged: 1 up to the pair that turns `beta_fast` times in the original positions, 0
+    /// from the pair on that turns `beta_slow` times, and linear in between. The first pair's number is rounded down, the second one's up.
+    /// (Peng et al. 2023, "YaRN: Efficient Context Window Extension of Large Language Models", section 3.2.)
     fn kept_by_yarn(&self) -> impl Fn(usize) -> f64 {
         let (dim, scaling) = (self.dim as f64, self.scaling);
         let pair = |turns: f64| {
@@ -53,13 +53,13 @@ impl Rope {
         };
         let first = pair(scaling.beta_fast).floor().max(0.0);
         let last = pair(scaling.beta_slow).ceil().min(dim - 1.0);
-        // As published: a step where both are one.
+        // As published: a step where both are the same.
         let width = if first == last { 0.001 } else { last - first };
         move |i| 1.0 - ((i as f64 - first) / width).clamp(0.0, 1.0)
     }
 
-    /// What cosines and sines are multiplied by: 1, but under YaRN, with g(m) = 0.1 · m · ln(factor) + 1, g(mscale) / g(mscale_all_dim) where both are
-    /// given, else g(1).
+    /// Factor of cosines and sines. It is 1, except under YaRN: g(mscale) / g(mscale_all_dim) where both are given, else g(1), with
+    /// g(m) = 0.1 · m · ln(factor) + 1.
     #[must_use]
     pub fn amplitude(&self) -> f64 {
         let RopeScaling { kind, factor, mscale, mscale_all_dim, .. } = self.scaling;
@@ -70,7 +70,7 @@ impl Rope {
         }
     }
 
-    /// What scores of latent attention are multiplied by: 1/√`head_dim`, under YaRN times (0.1 · mscale_all_dim · ln(factor) + 1)².
+    /// Factor of latent attention's scores: 1/√`head_dim`, under YaRN times (0.1 · mscale_all_dim · ln(factor) + 1)².
     #[must_use]
     pub fn latent_scale(&self, head_dim: usize) -> f32 {
         let RopeScaling { kind, factor, mscale_all_dim, .. } = self.scaling;
@@ -87,14 +87,14 @@ fn growth(factor: f64, mscale: f64) -> f64 {
     0.1 * mscale * double::ln(factor) + 1.0
 }
 
-/// Llama 3.1's rule, by the turns in the original positions: many leave a frequency as it is, few have it divided by the factor.
+/// Llama 3.1's rule, by the turns in the original positions: with many a frequency stays as it is, with few it is divided by the factor.
 fn llama3(frequency: f64, scaling: &RopeScaling) -> f64 {
     let turns = scaling.original_positions as f64 * frequency / (2.0 * PI);
     let (few, many) = (scaling.low_freq_factor, scaling.high_freq_factor);
     between(frequency / scaling.factor, frequency, ((turns - few) / (many - few)).clamp(0.0, 1.0))
 }
 
-/// From `a` at 0 to `b` at 1, along a line.
+/// Linear interpolation from `a` at 0 to `b` at 1.
 fn between(a: f64, b: f64, share: f64) -> f64 {
     (1.0 - share) * a + share * b
 }

@@ -1,4 +1,4 @@
-//! Against numbers of `_compute_llama3_parameters`, `_compute_yarn_parameters` and `yarn_apply_mscale` of transformers 5.24, which are of F32 arithmetic.
+//! Against F32 results of `_compute_llama3_parameters`, `_compute_yarn_parameters` and `yarn_apply_mscale` of transformers 5.24.
 
 use super::*;
 use nibble_cpu::Cpu;
@@ -69,7 +69,7 @@ fn frequencies_of_yarn() {
         (31, 3.333_803_53e-6),
     ];
     check(Rope { dim: 64, theta: 1e4, scaling: YARN }, &want);
-    // First and last pair are one.
+    // The first and the last pair are the same.
     let step = RopeScaling { factor: 4.0, original_positions: 64, beta_fast: 2.0, beta_slow: 1.0, ..YARN };
     let want = [(0, 1.0), (1, 0.0625), (2, 0.002_499_999_94), (3, 0.000_250_000_012)];
     check(Rope { dim: 8, theta: 1e4, scaling: step }, &want);

@@ -51,17 +51,17 @@ pub use traffic::{ExchangeBytes, SlotCounts};
 /// Where every (token, slot) of one layer goes.
 #[derive(Debug)]
 pub struct ExchangePlan<B: Kernels> {
-    /// The order of the rows on this rank, by (expert, part): what gradients of weights contract, and what has a scale of its own.
+    /// Order of the rows on this rank, by (expert, part). Weight gradients contract these groups, and each group may have its own scale.
     pub map: PermuteMap<B>,
-    /// The same rows by expert, whose parts lie one behind the other: which matrix they are multiplied with.
+    /// The same rows by expert, with an expert's parts in sequence: which matrix the rows are multiplied with.
     pub experts: Groups<B>,
     /// Gate weight of each expert-sorted row; 0 on padding. `[r]`
     pub gate_r: B::Buf<f32>,
-    /// The slots whose experts are here, of the tokens that are here or have arrived. Where rows are summed up a tree.
+    /// With a tree: the slots whose experts are on this rank, of its own tokens or of those that arrived.
     experts_tree: Option<TreeSlots<B>>,
-    /// Among several ranks: 0, or what a rank was sent that had less room, in shares. One value.
+    /// On several ranks, one value: 0, or, on overflow, what the fullest rank was sent, as a multiple of its share.
     pub overflow: Option<B::Buf<f32>>,
-    /// Among several ranks: how messages go.
+    /// On several ranks: how messages travel.
     pub wire: Option<Wire<B>>,
 }
 
@@ -77,46 +77,46 @@ struct TreeSlots<B: Kernels> {
 }
 
 impl<B: Kernels> TreeSlots<B> {
-    /// One row for each token: what its rows add up to.
+    /// The sum of each token's rows: one row per token.
     fn sum(&self, b: &B, rows: &Tensor<B>, plus: Option<&Tensor<B>>, top_k: usize) -> Result<Tensor<B>> {
         let Self { row: index, leaf, leaves } = self;
         CombineTree { rows, index, leaf, leaves: *leaves, plus, top_k }.run(b)
     }
 }
 
-/// Which of a rank's tokens go where.
+/// Which of this rank's tokens go to which ranks.
 #[derive(Debug)]
 pub struct Sending<B: Kernels> {
     /// Token of each row sent, by destination.
     pub token: B::Buf<i32>,
-    /// For each (token, slot), which of the rows sent is the token's, −1 where an earlier slot has it.
+    /// For each (token, slot), the token's row among those sent; −1 where an earlier slot has the row.
     pub place: B::Buf<i32>,
 }
 
-/// Rows of tokens that are to go to their experts.
+/// Token rows that are ready for dispatch.
 #[derive(Debug)]
 pub enum Outgoing<B: Kernels> {
-    /// Of a rank alone: one a token.
+    /// On one rank: one row per token.
     Here(Operand<B>),
-    /// Messages, by destination, of rows of this kind.
+    /// On several ranks: messages by destination, of rows of this kind.
     Messages(B::Buf<u8>, RowKind),
 }
 
-/// How messages go when there are other ranks.
+/// How messages travel among several ranks.
 #[derive(Debug)]
 pub struct Wire<B: Kernels> {
     /// What this rank sends.
     pub sending: Sending<B>,
     /// For each (token, slot), its place among the slot rows that come back, which arrive rank by rank.
     pub slot_place: B::Buf<i32>,
-    /// The slots of this rank's tokens, of which the first for each rank has the row that comes back from there. Where rows are summed up a tree.
+    /// With a tree: the slots of this rank's tokens. A token's first slot for each destination rank has the row that returns from there.
     ranks_tree: Option<TreeSlots<B>>,
-    /// How many rows, which is the transport's own business.
+    /// The numbers of rows, as the transport needs them.
     pub rows: RowPlan,
 }
 
 impl<B: Kernels> ExchangePlan<B> {
-    /// What this rank sends, where there are others.
+    /// What this rank sends, if there are several ranks.
     pub fn sending(&self) -> Option<&Sending<B>> {
         self.wire.as_ref().map(|wire| &wire.sending)
     }
@@ -156,7 +156,7 @@ impl<B: Kernels> Saved for ExchangePlan<B> {
     }
 }
 
-/// A plan while ranks tell each other how many rows go where: all of it that does not follow from that.
+/// A plan whose counts of rows are in flight: everything that does not depend on these counts.
 struct BegunPlan<B: Kernels> {
     counts: PendingRows<B>,
     room: ExchangeRoom,
@@ -166,7 +166,7 @@ struct BegunPlan<B: Kernels> {
     slots: PermuteMap<B>,
     /// Tokens by the ranks that they go to.
     sending: Sending<B>,
-    /// What is told of each token that is sent.
+    /// The record of each token that is sent.
     records: B::Buf<u8>,
 }
 
@@ -180,7 +180,7 @@ pub struct Exchange<'a, 'c, B: Kernels> {
 }
 
 impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
-    /// An exchange among the ranks that experts are divided among: evenly, in order.
+    /// An exchange among the ranks that divide `experts` experts, evenly and in order.
     pub fn new(cx: &'a Cx<'c, B>, experts: usize, top_k: usize) -> Self {
         Self { cx, experts, top_k, is_backward: false }
     }
@@ -191,7 +191,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         Self { is_backward: true, ..self }
     }
 
-    /// Begins what ranks do together.
+    /// Starts work that all ranks do together, at its fault point.
     fn among_ranks<R>(&self, work: impl FnOnce() -> Result<R>) -> Result<R> {
         let point = if self.is_backward { Point::BackwardExchange } else { Point::ForwardExchange };
         in_part(self.part(), || {
@@ -200,7 +200,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         })
     }
 
-    /// What the process says that it does meanwhile.
+    /// The name of the phase, for reports of the process.
     fn part(&self) -> &'static str {
         if self.is_backward { "backward exchange" } else { "forward exchange" }
     }
@@ -208,13 +208,13 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
     /// Decides where every (token, slot) goes.
     ///
     /// # Errors
-    /// Where rows are summed up a tree and the number of ranks is not a power of two; from the backend, and from other ranks.
+    /// For a tree over a number of ranks that is not a power of two; from the backend, and from other ranks.
     pub fn plan(&self, routing: &Routing<B>, align: usize) -> Result<ExchangePlan<B>> {
         Ok(self.plan_beside(routing, align, |_| Ok(()))?.0)
     }
 
-    /// Decides where every (token, slot) goes, and does other work beside it: among several ranks, when it is known what goes where, while they tell each
-    /// other how many rows there will be.
+    /// Decides where every (token, slot) goes, and does other work meanwhile. On several ranks, `beside` gets what this rank sends, and
+    /// runs while the counts of rows are in flight.
     ///
     /// # Errors
     /// Those of [`Exchange::plan`], and of the other work.
@@ -249,7 +249,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         self.cx.combine == Combine::Tree
     }
 
-    /// Those of the slots that have a row, which is of the slot `row_slot` says, at these leaves. Where rows are summed up a tree.
+    /// With a tree: slots at these leaves, with their rows where they have one. `row_slot` is the slot of each row.
     fn tree(&self, row_slot: &B::Buf<i32>, leaf: B::Buf<i32>, leaves: usize) -> Result<Option<TreeSlots<B>>> {
         if !self.has_tree() {
             return Ok(None);
@@ -258,8 +258,8 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         Ok(Some(TreeSlots { row, leaf, leaves }))
     }
 
-    /// Sorts received tokens by this rank's experts, and each expert's by parts; `slots` of their slots are here. The groups of the order, and of
-    /// each expert one.
+    /// Sorts received tokens by this rank's experts, and within an expert by part; `slots` of their slots are here. Returns the order with
+    /// its groups, and one group per expert.
     fn sort(
         &self,
         expert: &B::Buf<i32>,
@@ -291,7 +291,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         Ok((map, experts))
     }
 
-    /// Begins the plan among several ranks: they tell each other which tokens go where, with experts and gate weights.
+    /// Begins the plan on several ranks: starts the exchange of counts, and packs a record of experts and gate weights for each sent token.
     fn begin_plan(&self, routing: &Routing<B>) -> Result<BegunPlan<B>> {
         let (cx, b, ep, top_k) = (self.cx, self.cx.b, self.cx.mesh.ep, self.top_k);
         let world = ep.world();
@@ -300,7 +300,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         let room = ExchangeRoom::new(tokens, top_k, (world, experts_each), cx.capacity_factor);
         let ranks = AssignRanks { expert, top_k, experts_each, world }.run(b)?;
         let counts = RowPlan::begin(b, ep, &ranks.counts, room)?;
-        // While the counts are under way.
+        // Meanwhile the counts are in flight.
         let slots = self.sort_by_rank(&ranks.rank, B::len(expert))?;
         let tokens = self.sort_by_rank(&ranks.first, room.sent)?;
         let records = PackSlots {
@@ -317,7 +317,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         Ok(BegunPlan { counts, room, first: ranks.first, slots, sending, records })
     }
 
-    /// Waits for the counts, and sorts the tokens that come by their experts.
+    /// Waits for the counts, exchanges the records, and sorts the tokens that arrive by their experts.
     fn finish_plan(&self, begun: BegunPlan<B>, align: usize) -> Result<ExchangePlan<B>> {
         let BegunPlan { counts, room, first, slots, sending, records } = begun;
         let (cx, b, ep, top_k) = (self.cx, self.cx.b, self.cx.mesh.ep, self.top_k);
@@ -332,7 +332,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
 
         let record_bytes = size_of::<i32>() * record_words(top_k);
         let (tokens_here, slots_here) = rows.places();
-        // Where no record arrives there are zeros, which is one of no token.
+        // Places without a record stay zero, which stands for no token.
         let received = b.zeros::<u8>(tokens_here * record_bytes)?;
         let received = rows.begin_exchange(b, ep, (Leg::Tokens, record_bytes), records, received)?.wait(b)?;
         let received = UnpackSlots { records: &b.reinterpret(&received)?, top_k }.run(b)?;
@@ -345,7 +345,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         Ok(ExchangePlan { map, experts, gate_r, experts_tree, overflow, wire: Some(wire) })
     }
 
-    /// Sorts this rank's slots by the rank they go to, −1 for none; no more than `slots` of them go somewhere, and get a row each.
+    /// Sorts this rank's slots by destination rank, −1 for none. At most `slots` of them have a destination, and get a row each.
     fn sort_by_rank(&self, rank: &B::Buf<i32>, slots: usize) -> Result<PermuteMap<B>> {
         let (top_k, num_groups) = (self.top_k, self.cx.mesh.ep.world());
         let token_id = &self.cx.shards.groups.row_id;
@@ -361,8 +361,8 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         op.run(self.cx.b)
     }
 
-    /// A plain tensor's rows, in the form in which they travel. Those that are quantized for the way among ranks become messages in the same pass.
-    /// `sending` is [`ExchangePlan::sending`], or what [`Exchange::plan_beside`] gives.
+    /// The rows of a plain tensor, in the form in which they travel. Rows that are quantized for the all-to-all become messages in the same
+    /// pass. `sending` is [`ExchangePlan::sending`], or what [`Exchange::plan_beside`] hands to its other work.
     ///
     /// # Errors
     /// From the backend.
@@ -398,7 +398,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         self.deliver(plan, self.packed(plan.sending(), rows_td.clone())?)
     }
 
-    /// [`Exchange::dispatch`] of rows that were made ready for it.
+    /// [`Exchange::dispatch`] of rows that [`Exchange::outgoing`] has made ready.
     ///
     /// # Errors
     /// As [`Exchange::dispatch`]; [`Error::Defect`] for messages of another plan.
@@ -414,7 +414,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         }
     }
 
-    /// Begins a leg, which brings bytes with a place for each row that comes.
+    /// Begins a leg, which returns bytes with a place for each row that can come.
     fn begin(
         &self,
         rows: B::Buf<u8>,
@@ -428,7 +428,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         Ok(Transfer::new(move |b| in_part(part, || transfer.wait(b))))
     }
 
-    /// Brings the rows of each token back to it and sums them: [`Exchange::begin_combine`] and [`Exchange::finish_combine`] at once.
+    /// Sends the rows of each token back to it and sums them: [`Exchange::begin_combine`] and [`Exchange::finish_combine`] in one call.
     ///
     /// # Errors
     /// Those of both.
@@ -441,11 +441,11 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         self.finish_combine(plan, self.begin_combine(plan, rows_rd.clone())?, plus_td)
     }
 
-    /// Begins to bring the rows of each token back to it, as they will be summed: `[r, d]`. Other work may be done while they travel. On one
-    /// rank they are there.
+    /// Begins to send the rows `[r, d]` back to their tokens, where they will be summed. Other work may be done while they are in flight.
+    /// On one rank nothing travels.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for rows in blocks where they are summed up a tree; from the backend, and from other ranks.
+    /// [`Error::Unsupported`] for block-scaled rows with a tree; from the backend, and from other ranks.
     pub fn begin_combine(
         &self,
         plan: &ExchangePlan<B>,
@@ -464,7 +464,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
             let rows = wire.rows.capacity(Leg::SlotsBack);
             return Ok(Transfer::new(move |b| unpacked(b, &bytes.wait(b)?, kind, rows)));
         };
-        // A row for each token that arrived, in that order: rank by rank, as they go back. So they need no index, and no room between them.
+        // One row per token that arrived, in the same order: rank by rank, as rows go back. So they need no index and no padding.
         let sums = tree.sum(b, rows_rd.plain("combine")?, None, self.top_k)?;
         drop(rows_rd);
         let sent = sums.as_bytes(b)?;
@@ -477,8 +477,8 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         }))
     }
 
-    /// Waits for the rows of each token and sums them, in the order that [`Combine`] says: `[t, d]`; adds `plus_td` to that. Rows in blocks are
-    /// dequantized to the type of the activations before they are summed: on one rank as well, so that the sums are the same on every mesh.
+    /// Waits for the rows of each token and sums them in the order that [`Combine`] says: `[t, d]`; adds `plus_td`. Block-scaled rows are
+    /// dequantized to the type of the activations first, on one rank as well, so that the sums are the same on every mesh.
     ///
     /// # Errors
     /// From the backend, and from other ranks.
@@ -497,7 +497,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         CombineSlots { rows: &self.dequantized(&rows)?, index, plus: plus_td, top_k }.run(b)
     }
 
-    /// Rows as they are summed.
+    /// Rows in the form in which they are summed.
     fn dequantized(&self, rows: &Operand<B>) -> Result<Tensor<B>> {
         match rows {
             Operand::Plain(rows) => Ok(rows.clone()),
@@ -505,7 +505,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         }
     }
 
-    /// Begins to bring one number a row back to its (token, slot): `[r] → [t·k]`. On one rank they are there.
+    /// Begins to send one number per row back to its (token, slot): `[r] → [t·k]`. On one rank nothing travels.
     ///
     /// # Errors
     /// From the backend, and from other ranks.
@@ -525,7 +525,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
     }
 }
 
-/// Rows of this kind from what a leg has brought, which has places for so many.
+/// `rows` rows of this kind, from the bytes that a leg has brought.
 fn unpacked<B: Kernels>(b: &B, bytes: &B::Buf<u8>, kind: RowKind, rows: usize) -> Result<Operand<B>> {
     let dtype = match kind.format {
         Format::F32 => DType::F32,
@@ -535,7 +535,7 @@ fn unpacked<B: Kernels>(b: &B, bytes: &B::Buf<u8>, kind: RowKind, rows: usize) -
     if kind.row_bytes() > kind.code_bytes() {
         return UnpackRows { bytes, kind }.run(b);
     }
-    // Nothing lies between the rows: they are what came.
+    // Without padding, the bytes that came are the rows.
     Tensor::of_bytes(b, bytes, dtype, (rows, kind.cols)).map(Operand::Plain)
 }
 

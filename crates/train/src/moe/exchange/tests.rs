@@ -206,7 +206,7 @@ fn routing_of(cpu: &Cpu, case: &Case, rank: usize) -> Routing<Cpu> {
     }
 }
 
-/// The most slots that a rank of a case is sent, as a share of what each would be sent if all were sent the same.
+/// The most slots that a rank of a case is sent, as a multiple of its share under uniform routing.
 fn fullest(case: &Case) -> f64 {
     let slots = |rank| Outbox::new(&case.routing(rank).0, case.top_k, EACH, case.world).slots;
     let all: Vec<Vec<usize>> = (0..case.world).map(slots).collect();
@@ -214,7 +214,7 @@ fn fullest(case: &Case) -> f64 {
     most.unwrap() as f64 / (case.tokens * case.top_k).max(1) as f64
 }
 
-/// With room for everything, and with just enough.
+/// With unlimited capacity, and with just enough.
 fn check(case: Case, capacity_factor: f64, comm: HostComm) {
     let (cpu, recipe) = (Cpu::new(1).unwrap(), Recipe::builtin("bf16").unwrap());
     let comm: &dyn Comm<Cpu> = &comm;
@@ -238,14 +238,14 @@ fn check(case: Case, capacity_factor: f64, comm: HostComm) {
     }
 }
 
-/// Nothing is sent, nobody waits, and every rank's record tells of it.
+/// On overflow nothing is sent, no rank waits, and every rank's record says so.
 fn check_overflow(case: Case, comm: HostComm) {
     let (cpu, recipe) = (Cpu::new(1).unwrap(), Recipe::builtin("bf16").unwrap());
     let comm: &dyn Comm<Cpu> = &comm;
     let shards = Shards::new(&cpu, 1, case.tokens, comm.rank()).unwrap();
     for combine in [Combine::Slots, Combine::Tree] {
         let cx = Cx {
-            // A slot too little.
+            // One slot short.
             capacity_factor: fullest(&case) - 1.5 / (case.tokens * case.top_k) as f64,
             combine,
             ..Cx::inference(&cpu, Mesh::new(comm), &recipe, shards.clone(), 0.0)
@@ -272,7 +272,7 @@ fn what_does_not_fit_is_told_to_every_rank_and_is_not_sent() {
     }
 }
 
-/// Does so on every rank.
+/// Runs the check on every rank.
 fn on_ranks(world: usize, work: impl Fn(HostComm) + Sync) {
     std::thread::scope(|scope| {
         let work = &work;
@@ -323,7 +323,7 @@ fn rows_of(
     nibble_core::ops::Cast { x: &x, dtype }.run(cpu).unwrap()
 }
 
-/// Combines what experts made of the tokens of one rank, and compares with sums over all experts, as one rank would make them.
+/// Combines the experts' outputs for the tokens of one rank, and compares them with sums over all experts, as on a single rank.
 fn check_sums(case: Case, way: Combine, (dtype, cols): (DType, usize), comm: HostComm) {
     let (cpu, recipe) = (Cpu::new(1).unwrap(), Recipe::builtin("bf16").unwrap());
     let comm: &dyn Comm<Cpu> = &comm;
@@ -358,7 +358,7 @@ fn check_sums(case: Case, way: Combine, (dtype, cols): (DType, usize), comm: Hos
             "{case:?}, {way:?}, rank {rank}, {dtype} of {cols} columns"
         );
     }
-    // And one number a slot, however rows come back.
+    // And one number per slot, however rows come back.
     let gates: Vec<f32> =
         row_id.iter().map(|&id| usize::try_from(id).map_or(f32::NAN, |id| made(id, 63))).collect();
     let back = exchange.begin_return_scalars(&plan, cpu.upload(&gates).unwrap()).unwrap();
@@ -418,7 +418,7 @@ fn rows_in_blocks_come_back_and_add_up_as_on_one_rank() {
     }
 }
 
-/// Its sums would be rounded where ranks meet.
+/// The sums of a tree would be rounded where ranks meet.
 #[test]
 fn rows_in_blocks_are_not_summed_up_a_tree() {
     let (cpu, recipe) = (Cpu::new(1).unwrap(), Recipe::builtin("bf16").unwrap());

@@ -1,22 +1,22 @@
-//! What the exchange of one layer carries: a function of the routing, which tests hold the messages to.
+//! What the all-to-all of one layer carries, as a function of the routing. Tests compare the messages with it.
 
 use super::Combine;
 use nibble_core::RowKind;
 use nibble_core::ops::record_words;
 
-/// How often tokens are sent, and for how many slots.
+/// How many tokens are sent, and for how many slots.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct SlotCounts {
     /// Tokens, each counted once for every rank that has one of its experts.
     pub tokens: usize,
-    /// Slots of all tokens.
+    /// Slots of these tokens.
     pub slots: usize,
-    /// Slots a token.
+    /// Slots per token.
     pub top_k: usize,
 }
 
 impl SlotCounts {
-    /// Of the experts of each (token, slot), `[t·k]`, where each rank has `experts_each` of them, in order.
+    /// From the expert of each (token, slot), `[t·k]`, where each rank has `experts_each` consecutive experts.
     ///
     /// # Panics
     /// If `top_k` or `experts_each` is 0.
@@ -24,7 +24,7 @@ impl SlotCounts {
         Self::to(expert, top_k, experts_each, |_| true)
     }
 
-    /// The same of what leaves the rank `home`, whose tokens these are: without what it sends to itself.
+    /// The same for the tokens of rank `home`, without what that rank sends to itself.
     ///
     /// # Panics
     /// As [`Self::of`].
@@ -32,7 +32,7 @@ impl SlotCounts {
         Self::to(expert, top_k, experts_each, |rank| rank != home as i32)
     }
 
-    /// What goes to those ranks that `counts` is true of.
+    /// What goes to the ranks for which `counts` is true.
     fn to(expert: &[i32], top_k: usize, experts_each: usize, counts: impl Fn(i32) -> bool) -> Self {
         let mut all = Self { top_k, ..Self::default() };
         for experts in expert.chunks(top_k) {
@@ -47,29 +47,29 @@ impl SlotCounts {
     }
 }
 
-/// Bytes that the ranks of one exchange hand to the transport for a layer, all of them together, by leg. What a rank sends to itself is among
-/// them; on a mesh of N ranks with uniform routing it is one N-th.
+/// Bytes that all ranks of an exchange together hand to the transport for one layer, by leg. They include what a rank sends to itself:
+/// one N-th on N ranks with uniform routing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ExchangeBytes {
-    /// Numbers, experts and gate weights of the tokens, before the rows.
+    /// Numbers, experts and gate weights of tokens, sent before the rows.
     pub records: usize,
-    /// Rows to their experts.
+    /// Token rows, to the experts.
     pub dispatch: usize,
-    /// And back.
+    /// Output rows, back to the tokens.
     pub combine: usize,
-    /// Gradients of what experts return, to them.
+    /// Gradients of the output rows, to the experts.
     pub dispatch_backward: usize,
-    /// Gradients of the rows, back.
+    /// Gradients of the token rows, back to the tokens.
     pub combine_backward: usize,
-    /// Gradients of gate weights, back.
+    /// Gradients of gate weights, back to the tokens.
     pub scalars: usize,
 }
 
 impl ExchangeBytes {
-    /// Of rows that go to experts as `dispatch` says (forward, backward) and come back as `combine` says.
+    /// For rows that travel to experts in the formats `dispatch` (forward, backward), and back in the formats `combine`.
     ///
-    /// A token's record and its row travel once to each of its ranks. Back come a row for each slot, or, summed up a tree, one for each token
-    /// and rank, which is plain and not padded; the gate weight's gradient comes back for each slot.
+    /// A token's record and row travel once to each of its ranks. Back comes one row per slot, or, with a tree, one row per token and rank,
+    /// which is plain and not padded. The gradient of a gate weight comes back for each slot.
     pub fn of(counts: SlotCounts, way: Combine, dispatch: [RowKind; 2], combine: [RowKind; 2]) -> Self {
         let SlotCounts { tokens, slots, top_k } = counts;
         let [back, back_backward] = combine.map(|row| match way {

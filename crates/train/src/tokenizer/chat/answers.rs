@@ -1,4 +1,4 @@
-//! Which parts of a conversation's text are answers, which a model is to learn.
+//! Finds the answers, which are a model's targets, in the text of a conversation.
 
 use std::ops::Range;
 
@@ -6,22 +6,23 @@ use super::builtins::{BEGIN, END};
 use super::{ChatTemplate, Conversation, MARKED, PLAIN, Rendered};
 use crate::error::{Error, Result};
 
-/// Bytes of the texts of a conversation that a template writes anew as it grows.
+/// Limit on the texts of a conversation whose template rewrites earlier answers, in bytes.
 const MOST_BYTES: usize = 64 << 20;
 
-/// Characters of a text that a message shows.
+/// Number of characters of a text that a message shows.
 const SHOWN: usize = 60;
 
 impl ChatTemplate {
-    /// The texts of a conversation, and which parts of them are answers. Each answer that is learnt is one of exactly one text.
+    /// The texts of a conversation with the ranges of its answers. Each answer that is a target is in exactly one text.
     ///
-    /// Where the template has `{% generation %}` blocks, the text is that of the whole conversation, and what stands in them are the answers.
-    /// Without them an answer is what its message adds to the beginning of an answer to the messages before it, as it is when the model answers.
-    /// A template may write an earlier answer otherwise once the conversation goes on, as those do that drop its thoughts. Such an answer is
-    /// one of a text of its own, that of the conversation up to it.
+    /// If the template has `{% generation %}` blocks, there is one text, and the contents of these blocks are the answers. Otherwise an
+    /// answer is what its message adds to the prompt rendered from the messages before it, as when the model answers. Some templates
+    /// rewrite an earlier answer as the conversation goes on, for example without its reasoning. Such an answer gets a text of its own: the
+    /// conversation up to and including it.
     ///
     /// # Errors
-    /// As [`ChatTemplate::text`]; [`Error::Config`] with the key `messages`, naming the message whose answer does not follow that beginning.
+    /// As [`ChatTemplate::text`]; [`Error::Config`] with the key `messages`, naming the message whose rendering does not begin with that
+    /// prompt.
     pub fn render(&self, of: &Conversation) -> Result<Vec<Rendered>> {
         let text = self.text(of, false)?;
         match self.has_generation {
@@ -30,7 +31,7 @@ impl ChatTemplate {
         }
     }
 
-    /// What stands in `{% generation %}`.
+    /// The answers in `{% generation %}` blocks.
     fn marked(&self, of: &Conversation, text: String) -> Result<Rendered> {
         let marked = self.rendered(MARKED, of, of.messages.len(), false)?;
         let (mut answers, mut begin, mut at) = (Vec::new(), None, 0);
@@ -58,8 +59,8 @@ impl ChatTemplate {
         Ok(Rendered { text, answers })
     }
 
-    /// What each answer adds to what is written before it. The last ones first: they are of the text of the whole conversation, and so are those before
-    /// them, as long as they are written there as they were when they were given.
+    /// The text that each answer adds to its prompt, from the last answer backwards: an answer is in the text of the whole conversation if
+    /// that text still begins with the conversation up to the answer, and in a text of its own otherwise.
     fn added(&self, of: &Conversation, text: String) -> Result<Vec<Rendered>> {
         let (mut texts, mut bytes) = (Vec::new(), text.len());
         let mut now = Rendered { text, answers: Vec::new() };
@@ -91,7 +92,7 @@ impl ChatTemplate {
         }
         texts.push(now);
         texts.iter_mut().for_each(|of| of.answers.reverse());
-        // A text without an answer is that of the whole conversation, where what follows the last answer changes it.
+        // The text of the whole conversation has no answers if the messages after the last answer change it.
         let is_learnt = |of: &Rendered| of.answers.iter().any(|answer| !answer.is_empty());
         texts.reverse();
         if texts.len() > 1 {
@@ -100,7 +101,7 @@ impl ChatTemplate {
         Ok(texts)
     }
 
-    /// Why what a message adds cannot be told.
+    /// The error of a message whose rendering does not begin with its prompt.
     fn not_following(&self, at: usize, prompt: &str, whole: &str) -> String {
         let same = prompt.bytes().zip(whole.bytes()).take_while(|(a, b)| a == b).count();
         let from = (0..=same).rev().find(|at| prompt.is_char_boundary(*at) && whole.is_char_boundary(*at));
@@ -116,7 +117,7 @@ impl ChatTemplate {
     }
 }
 
-/// Of these answers, which stand in blocks of the template, those of messages that are learnt.
+/// The answers, found in blocks of the template, of messages that are targets.
 fn learnt(of: &Conversation, text: &str, answers: Vec<Range<usize>>) -> Result<Vec<Range<usize>>> {
     let messages: Vec<usize> = of.answers().collect();
     if messages.iter().all(|at| of.learnt[*at]) {

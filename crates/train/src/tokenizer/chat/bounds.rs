@@ -1,55 +1,55 @@
-//! How much a template may do, and what counts it.
+//! Limits on the work and the output of a template.
 //!
-//! There are two counts, neither of which depends on the machine. A step is an instruction of the engine, 64 bytes of text that are read, or an item of a
-//! list. What is made is counted in bytes, whether it is kept or not, so that memory is bounded by it too. A conversation warrants so many steps by its
-//! length; what a template takes beyond comes out of a reserve for the whole file, so that many rows cannot each take long.
+//! There are two counters, both independent of the machine. A step is an instruction of the engine, 64 bytes of text read, or an item of a
+//! list. Output is counted in bytes, whether it stays in memory or not, which also bounds memory. A conversation's length determines its
+//! step budget; a template's excess steps come out of a reserve per file, so that many rows cannot each take long.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use minijinja::value::ValueKind;
 use minijinja::{Error, ErrorKind, State, Value};
 
-/// Before what is said of a template that does too much.
+/// Prefix of the error of a template that exceeds a limit.
 pub(super) const EXCEEDED: &str = "exceeded: ";
 
-/// Steps beyond those that conversations warrant, for all of a file.
+/// Steps per file beyond the budgets of its conversations.
 const RESERVE: u64 = 2_000_000;
-/// Bytes of text that are read in one step.
+/// Bytes of text per step of reading.
 const STEP_BYTES: u64 = 64;
-/// Bytes that a conversation's template may make, besides some for each byte of the conversation.
+/// Bytes that the template may produce for a conversation, plus some per byte of the conversation.
 const MOST_MADE: u64 = 64 << 20;
-/// Bytes of one text, likewise.
+/// Bytes of a single text, with the same addition.
 const MOST_TEXT: u64 = 4 << 20;
-/// Lists within lists.
+/// Nesting depth of lists.
 const MOST_DEPTH: usize = 200;
-/// Bytes of an item of a list.
+/// Bytes charged per list item.
 pub(super) const ITEM_BYTES: u64 = 32;
 
-/// What a conversation warrants.
+/// The size of a conversation, which determines its budget.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Warrant {
-    /// Messages that are written.
+    /// Number of rendered messages.
     pub messages: usize,
     /// Bytes of the conversation as JSON.
     pub bytes: usize,
 }
 
 impl Warrant {
-    /// Templates of published models take some hundred steps for a message, and look at each message from each other.
+    /// Templates of published models take some hundred steps per message, and compare each message with every other.
     fn steps(self) -> u64 {
         let (messages, bytes) = (self.messages as u64, self.bytes as u64);
         100_000 + 1000 * messages + 10 * messages.min(1000).pow(2) + bytes / 2
     }
 }
 
-/// The counts of one template. It is run by one thread.
+/// The counters of one template, which runs on one thread.
 #[derive(Debug, Default)]
 pub(super) struct Bounds {
     reserve: AtomicU64,
     most_steps: AtomicU64,
-    /// Steps that are no instructions.
+    /// Steps other than instructions.
     steps: AtomicU64,
-    /// Instructions, when they were last looked at.
+    /// Instructions at the last reading.
     instructions: AtomicU64,
     most_made: AtomicU64,
     made: AtomicU64,
@@ -61,7 +61,7 @@ pub(super) fn exceeded(why: &str) -> Error {
 }
 
 impl Bounds {
-    /// The reserve of a file that is begun.
+    /// Resets the reserve for a new file.
     pub fn begin_file(&self) {
         self.reserve.store(RESERVE, Relaxed);
     }
@@ -80,14 +80,14 @@ impl Bounds {
         }
     }
 
-    /// Takes what a conversation took beyond its warrant from the reserve.
+    /// Takes a conversation's steps beyond its budget from the reserve.
     pub fn settle(&self, warrant: Warrant, instructions: u64) {
         let taken = self.steps.load(Relaxed) + self.instructions.load(Relaxed).max(instructions);
         let beyond = taken.saturating_sub(warrant.steps());
         self.reserve.store(self.reserve.load(Relaxed).saturating_sub(beyond), Relaxed);
     }
 
-    /// Steps that are left.
+    /// Remaining steps.
     fn left(&self, state: &State<'_, '_>) -> u64 {
         let (instructions, _) = state.fuel_levels().unwrap_or_default();
         self.instructions.store(instructions, Relaxed);
@@ -96,17 +96,17 @@ impl Bounds {
 
     /// Counts steps.
     pub fn step(&self, state: &State<'_, '_>, steps: u64) -> Result<(), Error> {
-        // A short text is none; each turn of a loop, and each call, is.
+        // Reading a short text counts as no step; each loop iteration and each call counts as one.
         if steps == 0 {
             return Ok(());
         }
         let left = self.left(state);
-        // One thread counts: no other comes between.
+        // Only one thread updates the counter.
         self.steps.store(self.steps.load(Relaxed) + steps.min(left.saturating_add(1)), Relaxed);
         if steps < left { Ok(()) } else { Err(exceeded("takes more steps than its conversations warrant")) }
     }
 
-    /// Counts bytes that are about to be made.
+    /// Counts output bytes before they are produced.
     pub fn make(&self, bytes: u64) -> Result<(), Error> {
         let most = self.most_made.load(Relaxed);
         let made = self.made.load(Relaxed).saturating_add(bytes);
@@ -118,7 +118,7 @@ impl Bounds {
         }
     }
 
-    /// Counts a text that is about to be made.
+    /// Counts a text before it is produced.
     pub fn make_text(&self, bytes: u64) -> Result<(), Error> {
         let most = self.most_text.load(Relaxed);
         if bytes > most {
@@ -127,7 +127,7 @@ impl Bounds {
         self.make(bytes)
     }
 
-    /// Counts a value that is read whole; its bytes as text, more or less.
+    /// Counts the reading of a whole value, and returns its approximate size as text.
     pub fn read(&self, state: &State<'_, '_>, value: &Value) -> Result<u64, Error> {
         if let Some(text) = value.as_str() {
             let bytes = text.len() as u64;
@@ -140,7 +140,7 @@ impl Bounds {
         weighed.map(|()| weight.bytes)
     }
 
-    /// Counts a value that is new. What would compute its items when asked has them computed: it may be made of another such, and so on without an end.
+    /// Counts a new value. A lazy iterable is evaluated: it may be built on another lazy one, and so on without limit.
     pub fn made(&self, state: &State<'_, '_>, value: Value) -> Result<Value, Error> {
         if let Some(text) = value.as_str() {
             let bytes = text.len() as u64;
@@ -159,7 +159,7 @@ impl Bounds {
         self.computed(state, &value)
     }
 
-    /// What an addition gives. The engine itself sees to it that a list of sums is not too deep, unless there is nothing in it.
+    /// Counts the result of an addition. The engine limits the depth of non-empty lazy sums itself.
     pub fn sum(&self, state: &State<'_, '_>, value: Value) -> Result<Value, Error> {
         match value.len() {
             Some(items @ 1..) if value.kind() == ValueKind::Iterable => {
@@ -170,7 +170,7 @@ impl Bounds {
         }
     }
 
-    /// The items of what computes them when asked.
+    /// Evaluates the items of a lazy iterable.
     fn computed(&self, state: &State<'_, '_>, value: &Value) -> Result<Value, Error> {
         let left = self.left(state);
         let known = value.len().map_or(0, |len| len as u64);
@@ -186,9 +186,9 @@ impl Bounds {
     }
 }
 
-/// What reading a value takes.
+/// The cost of reading a value.
 struct Weight {
-    /// Steps, at most.
+    /// Limit of steps.
     left: u64,
     steps: u64,
     bytes: u64,
@@ -210,13 +210,13 @@ impl Weight {
         if depth > MOST_DEPTH {
             return Err(exceeded(&format!("has lists within lists, {MOST_DEPTH} deep")));
         }
-        // One that held itself would never be freed.
+        // A namespace that contained itself would never be freed.
         if depth > 0 && is_namespace(value) {
             return Err(exceeded("keeps a namespace within another value"));
         }
         self.steps = self.steps.saturating_add(value.len().unwrap_or(0) as u64 / 8);
         for item in value.try_iter()? {
-            // Who called counts these steps, and fails.
+            // The caller counts these steps and fails.
             if self.steps > self.left {
                 return Ok(());
             }

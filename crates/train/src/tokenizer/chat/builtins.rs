@@ -1,4 +1,4 @@
-//! What templates may use: the filters, tests, functions and methods of the engine, each behind what counts its work.
+//! Filters, tests, functions and methods available to templates, each wrapped in code that counts its work.
 
 use std::sync::Arc;
 use std::time::SystemTime;
@@ -11,42 +11,42 @@ use super::bounds::{Bounds, ITEM_BYTES, exceeded, is_namespace};
 use super::{date, guard, python};
 use crate::words;
 
-/// The filters that stand where `{% generation %}` stood.
+/// The filters that replace `{% generation %}` blocks.
 pub(super) const BARE_FILTER: &str = "nibble_answer";
 pub(super) const MARK_FILTER: &str = "nibble_marked_answer";
 
-/// Around an answer while it is looked for; characters that Unicode keeps out of texts.
+/// Marks around an answer: code points that Unicode excludes from texts.
 pub(super) const BEGIN: char = '\u{fdd0}';
 pub(super) const END: char = '\u{fdd1}';
 
-/// Instructions that one conversation takes, at most: a template is a program of others, which need not end. Most are stopped earlier, by `bounds`.
+/// Limit of instructions per conversation: a third-party template need not terminate. `bounds` stops most templates earlier.
 pub(super) const MOST_WORK: u64 = 100_000_000;
 
-/// Before what a template raises.
+/// Prefix of errors that a template raises.
 pub(super) const RAISED: &str = "raised: ";
 
-/// Bytes of a macro, which is kept until its template ends.
+/// Bytes charged for a macro, which lives until its template ends.
 const MACRO_BYTES: u64 = 1024;
-/// What a number in a format widens a text to, at most.
+/// Largest width that a format may specify.
 const MOST_WIDTH: u64 = 10_000;
 
-/// Results that hold what they are made of one level deeper.
+/// Functions whose results nest their arguments one level deeper.
 const NESTING: &str = "batch dictsort groupby items map slice zip";
 
-/// What compares each item with several.
+/// Functions that compare items with each other.
 const SORTING: &str = "dictsort groupby sort unique";
 
-/// What makes a list of a text.
+/// Functions that split a text into a list.
 const TAKING_APART: &str = "\
     batch groupby lines list map max min reject rejectattr reverse select selectattr slice sort split \
     splitlines sum unique zip";
 
-/// What looks at the outermost level of a value alone.
+/// Functions that read only the outermost level of a value.
 const SHALLOW: &str = "count d default first get items keys last length values";
 
 type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// What templates may use. `time`: what `strftime_now` tells.
+/// The environment of templates. `time` is returned by `strftime_now`.
 pub(super) fn environment(bounds: &Arc<Bounds>, time: Option<SystemTime>) -> Environment<'static> {
     let mut environment = Environment::empty();
     environment.set_debug(false);
@@ -60,7 +60,7 @@ pub(super) fn environment(bounds: &Arc<Bounds>, time: Option<SystemTime>) -> Env
     environment.set_unknown_method_callback(move |state, value, method, args| {
         let all: Vec<Value> = std::iter::once(value).chain(args).cloned().collect();
         before(&of, state, method, &all)?;
-        // The engine's own never ends; Python finds nothing before each character and at the end.
+        // The engine's implementation does not terminate; Python counts a match before each character and one at the end.
         if let ("count", Some(text), [what]) = (method, value.as_str(), args)
             && what.as_str() == Some("")
         {
@@ -74,7 +74,7 @@ pub(super) fn environment(bounds: &Arc<Bounds>, time: Option<SystemTime>) -> Env
             of.make_text(text.len() as u64)?;
             out.write_str(text).map_err(Error::from)
         };
-        // One step more, so that nothing is written without an end.
+        // One extra step, so that empty output also counts.
         let read = value.as_str().map_or(0, |text| text.len() as u64 / 64);
         of.step(state, 1 + read)?;
         match value.as_str() {
@@ -88,7 +88,7 @@ pub(super) fn environment(bounds: &Arc<Bounds>, time: Option<SystemTime>) -> Env
     environment
 }
 
-/// Counts before a filter, a test or a method has been called with these, the first of which it is called on.
+/// Counts the work of a filter, test or method before it is called with `args`, the first of which is its receiver.
 fn before(bounds: &Bounds, state: &State<'_, '_>, name: &str, args: &[Value]) -> Result<()> {
     let Some((of, others)) = args.split_first() else { return Ok(()) };
     let mut read = 0;
@@ -108,7 +108,7 @@ fn before(bounds: &Bounds, state: &State<'_, '_>, name: &str, args: &[Value]) ->
     }
     let text = |at: usize| args.get(at).and_then(Value::as_str);
     let items = of.len().unwrap_or(0) as u64;
-    // A text is taken for the list of its characters, or made one.
+    // Such a function converts a text to a list of characters, or splits it.
     if let Some(whole) = of.as_str()
         && words::has(TAKING_APART, name)
     {
@@ -144,7 +144,7 @@ fn before(bounds: &Bounds, state: &State<'_, '_>, name: &str, args: &[Value]) ->
     }
 }
 
-/// The items that a text is taken apart to.
+/// Number of items that a text is split into.
 fn parts(name: &str, whole: &str, between: Option<&str>) -> u64 {
     let count = match (name, between) {
         ("split", Some(between)) => whole.matches(between).count() + 1,
@@ -155,11 +155,11 @@ fn parts(name: &str, whole: &str, between: Option<&str>) -> u64 {
     count as u64
 }
 
-/// Counts what a format writes, at most, before it does.
+/// Counts the most that a format can write, before it runs.
 fn widths(bounds: &Bounds, format: &str, args: &[Value], given: u64) -> Result<()> {
     let numbers = format.split(|c: char| !c.is_ascii_digit()).filter(|digits| !digits.is_empty());
     let widest = numbers.map(|digits| digits.parse().unwrap_or(u64::MAX)).max().unwrap_or(0);
-    // A width may be an argument itself: `%*d`.
+    // A width may be an argument: `%*d`.
     let given_widths = args.iter().filter(|_| format.contains('*')).filter_map(Value::as_usize);
     let widest = given_widths.map(|width| width as u64).max().unwrap_or(0).max(widest);
     if widest > MOST_WIDTH {
@@ -170,7 +170,7 @@ fn widths(bounds: &Bounds, format: &str, args: &[Value], given: u64) -> Result<(
     bounds.make_text(fields.saturating_mul(each).saturating_add(format.len() as u64))
 }
 
-/// Counts what has been made.
+/// Counts a result.
 fn after(bounds: &Bounds, state: &State<'_, '_>, name: &str, made: Value) -> Result<Value> {
     let made = bounds.made(state, made)?;
     if words::has(NESTING, name) {
@@ -179,7 +179,7 @@ fn after(bounds: &Bounds, state: &State<'_, '_>, name: &str, made: Value) -> Res
     Ok(made)
 }
 
-/// These functions of a module of the engine, each with its name.
+/// Functions of an engine's module, with their names.
 macro_rules! named {
     ($module:ident { $($name:ident)* }) => {
         [$((stringify!($name), Value::from_function($module::$name)),)*]
@@ -210,7 +210,7 @@ fn add_filters(environment: &mut Environment<'static>, bounds: &Arc<Bounds>) {
     }
 }
 
-/// Filters that are made here, and functions.
+/// Nibble's own filters and functions.
 fn add_own(environment: &mut Environment<'static>, bounds: &Arc<Bounds>, time: Option<SystemTime>) {
     let of = Arc::clone(bounds);
     let indent = move |state: &State<'_, '_>, text: String, width: Option<usize>, options: Kwargs| {
@@ -222,7 +222,7 @@ fn add_own(environment: &mut Environment<'static>, bounds: &Arc<Bounds>, time: O
     let of = Arc::clone(bounds);
     environment.add_filter("tojson", move |state: &State<'_, '_>, value: Value, options: Kwargs| {
         let indent: Option<usize> = options.get("indent")?;
-        // What Python's function takes besides, with the values that it has here.
+        // Arguments of Python's function that are accepted and ignored here.
         let _: (Option<bool>, Option<bool>, Option<Value>) =
             (options.get("ensure_ascii")?, options.get("sort_keys")?, options.get("separators")?);
         options.assert_all_used()?;
@@ -272,7 +272,7 @@ fn add_tests(environment: &mut Environment<'static>, bounds: &Arc<Bounds>) {
     environment.add_test("false", tests::is_false);
     environment.add_test("filter", tests::is_filter);
     environment.add_test("test", tests::is_test);
-    // Those that look into what they are given.
+    // Tests that compare their arguments.
     let eq = Value::from_function(tests::is_eq);
     let ne = Value::from_function(tests::is_ne);
     let [lt, le] = [Value::from_function(tests::is_lt), Value::from_function(tests::is_le)];
@@ -312,7 +312,7 @@ fn add_tests(environment: &mut Environment<'static>, bounds: &Arc<Bounds>) {
     }
 }
 
-/// What a guarded template calls around its operands and results.
+/// The filters that a guarded template applies to operands and results.
 fn add_hooks(environment: &mut Environment<'static>, bounds: &Arc<Bounds>) {
     type Hook = fn(&Bounds, &State<'_, '_>, Value) -> Result<Value>;
     let hooks: [(&str, Hook); 8] = [

@@ -1,4 +1,4 @@
-//! Conversations as rows of data have them: messages, and what a row says beside them.
+//! Conversations in rows of data: messages, and the other keys of a row.
 
 use minijinja::Value;
 use minijinja::value::ValueKind;
@@ -11,25 +11,25 @@ use crate::words;
 /// The role of a message that is an answer.
 pub const ANSWERS: &str = "assistant";
 
-/// A conversation: messages with roles, as JSON has them, and what the chat template gets beside them.
+/// A conversation: messages with roles, as in JSON, and other variables for the chat template.
 #[derive(Debug, Clone)]
 pub struct Conversation {
     pub(super) messages: Vec<Value>,
-    /// Of each message, whether it is learnt if it is an answer.
+    /// For each message, whether it is a target if it is an answer.
     pub(super) learnt: Vec<bool>,
     /// The tools that an answer may call.
     pub(super) tools: Option<Value>,
-    /// Further variables of the template, by their names.
+    /// Other variables of the template, by name.
     pub(super) variables: Vec<(String, Value)>,
-    /// Bytes that it had as JSON.
+    /// Size of its JSON in bytes.
     pub(super) bytes: usize,
 }
 
-/// The keys of a row that are read beside the messages.
+/// The keys of a row that are read in addition to the messages.
 const TOOLS: &str = "tools";
 const VARIABLES: &str = "chat_template_kwargs";
 
-/// Names of `apply_chat_template` itself, which no variable of a template can have.
+/// Parameter names of `apply_chat_template`, which no template variable can have.
 const TAKEN: &str = "\
     messages conversation tools chat_template add_generation_prompt continue_final_message tokenize \
     padding truncation max_length return_tensors return_dict return_assistant_tokens_mask \
@@ -39,17 +39,17 @@ impl Conversation {
     /// The messages of a JSON text: a list of objects. Keys keep their order, and those whose value is null are left out.
     ///
     /// # Errors
-    /// [`Error::Config`] with the key `messages`, for what is none; the caller knows of which file and row.
+    /// [`Error::Config`] with the key `messages` for invalid messages; the caller knows the file and the row.
     pub fn from_json(json: &str) -> Result<Self> {
         let read = serde_json::from_str(json).map_err(|e| format!("are no JSON: {e}"));
         read.and_then(|messages| Self::of(&messages, json.len()))
             .map_err(|why| Error::config("messages", why))
     }
 
-    /// The messages that an object has under this key, with what it says beside them: `tools` and `chat_template_kwargs`, as TRL reads them.
+    /// The messages of an object under this key, with its other keys `tools` and `chat_template_kwargs`, as TRL reads them.
     ///
     /// # Errors
-    /// What is wrong with the object, or a key of it that says what is not done here; the caller knows of which file and row.
+    /// What is invalid in the object, or a key whose meaning is not implemented; the caller knows the file and the row.
     pub fn of_row(json: &str, key: &str) -> Result<Self, String> {
         let row: Value = serde_json::from_str(json).map_err(|error| no_json(&error))?;
         if row.kind() != ValueKind::Map {
@@ -90,7 +90,7 @@ impl Conversation {
         Ok(Self { messages: all, learnt, tools: None, variables: Vec::new(), bytes })
     }
 
-    /// The roles of its messages, each once, in order.
+    /// The distinct roles of its messages, in order.
     #[must_use]
     pub fn roles(&self) -> Vec<String> {
         let mut roles = Vec::new();
@@ -107,13 +107,13 @@ impl Conversation {
         (0..self.messages.len()).filter(|at| role_of(&self.messages[*at]).as_deref() == Some(ANSWERS))
     }
 
-    /// Whether it has answers, and says of each of them that it is not learnt.
+    /// Whether it has answers, all of which are marked as no targets.
     #[must_use]
     pub fn learns_none(&self) -> bool {
         self.answers().next().is_some() && self.answers().all(|at| !self.learnt[at])
     }
 
-    /// What it says and a chat template of this text never names, so that it would be lost.
+    /// Checks that the chat template names every key of the conversation; a key that it never names would be lost.
     pub(super) fn require_named_by(&self, template: &str) -> Result<(), String> {
         let lost = |said: String| {
             Err(format!(
@@ -141,7 +141,7 @@ impl Conversation {
     }
 }
 
-/// Keys of messages that say something which a template writes, each with its other spellings.
+/// Keys of messages that a template must render, each with its alternative names.
 const WRITTEN: &[&[&str]] = &[
     &["tool_calls"],
     &["function_call"],
@@ -153,7 +153,7 @@ const WRITTEN: &[&[&str]] = &[
     &["video", "videos"],
 ];
 
-/// Whether a template has this name in it, as a word.
+/// Whether a template contains this name as a word.
 fn names(template: &str, name: &str) -> bool {
     let is_word = |c: char| c.is_alphanumeric() || c == '_';
     template.match_indices(name).any(|(at, _)| {
@@ -167,12 +167,12 @@ fn pairs(of: &Value) -> impl Iterator<Item = (String, Value)> + '_ {
     keys.filter_map(|key| Some((key.as_str()?.to_owned(), of.get_item(&key).ok()?)))
 }
 
-/// Whether a value says nothing: null, or empty.
+/// Whether a value is null or empty.
 fn is_nothing(value: &Value) -> bool {
     value.is_none() || value.len() == Some(0)
 }
 
-/// What a switch says: true or 1, false or 0; none for anything else.
+/// The value of a switch: true or 1, false or 0; `None` for anything else.
 fn is_yes(value: &Value) -> Option<bool> {
     match value.kind() {
         ValueKind::Bool => Some(value.is_true()),
@@ -203,7 +203,7 @@ fn tools(value: &Value) -> Result<Value, String> {
     }
 }
 
-/// The variables that a row gives to the template.
+/// The template variables of a row.
 fn variables(value: &Value) -> Result<Vec<(String, Value)>, String> {
     if value.kind() != ValueKind::Map {
         return Err(format!("\"{VARIABLES}\" is {}, expected an object", python::kind(value)));
@@ -217,7 +217,7 @@ fn variables(value: &Value) -> Result<Vec<(String, Value)>, String> {
     }
 }
 
-/// Whether a message is learnt if it is an answer, by the keys that other trainers know for that.
+/// Whether a message is a target if it is an answer, by the keys that other trainers use for this.
 fn is_learnt(message: &Value, role: &str) -> Result<bool, String> {
     const SAY: [(&str, bool); 8] = [
         ("weight", true),
@@ -249,7 +249,7 @@ fn is_learnt(message: &Value, role: &str) -> Result<bool, String> {
         }
     }
     match said {
-        // A weight of 1 is said of every message by some; that a question is to be learnt, by those who mean it.
+        // Some data sets give every message a weight of 1; but whoever sets `train` on a question wants it learnt.
         Some((key @ ("train" | "training" | "loss"), true)) if role != ANSWERS => Err(format!(
             "\"{key}\": true, and its role is {role}: messages of the role {ANSWERS} alone are learnt"
         )),
@@ -257,7 +257,7 @@ fn is_learnt(message: &Value, role: &str) -> Result<bool, String> {
     }
 }
 
-/// The keys that a message has instead, for what is said of it.
+/// The keys of a message, for an error about a missing key.
 fn keys_of(message: &Value) -> String {
     if message.kind() != ValueKind::Map {
         return format!(", which is {}", python::kind(message));
@@ -272,7 +272,7 @@ fn role_of(message: &Value) -> Option<String> {
     message.get_attr("role").ok()?.as_str().map(str::to_owned)
 }
 
-/// A message as templates see it: without nulls, and its reasoning under the names that templates know.
+/// A message as templates see it: without nulls, and with its reasoning under the names that templates use.
 fn message_of(message: &Value) -> Value {
     let keys = message.try_iter().into_iter().flatten();
     let mut pairs: Vec<(Value, Value)> = keys

@@ -1,4 +1,4 @@
-//! The day, for templates that tell it.
+//! The date, for templates that print it.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -6,10 +6,10 @@ use chrono::DateTime;
 use chrono::format::{Item, StrftimeItems};
 use minijinja::{Error, ErrorKind};
 
-/// A time of UTC as `strftime` of C writes it in English.
+/// A UTC time formatted as C's `strftime` does in English.
 ///
 /// # Errors
-/// For a directive that is not known here.
+/// For an unsupported directive.
 pub(super) fn strftime(time: SystemTime, format: &str) -> Result<String, Error> {
     let items: Vec<Item<'_>> = StrftimeItems::new(format).collect();
     if items.contains(&Item::Error) {

@@ -1,13 +1,13 @@
-//! Where an answer ends: the token that a chat template writes behind answers, and that a model learns with them.
+//! The end of an answer: the token that a chat template writes after answers, and that a model learns with them.
 
 use super::{ChatTemplate, Conversation};
 use crate::error::Result;
 use crate::tokenizer::Tokenizer;
 
-/// The answer of a conversation that a template is tried with.
+/// The answer in the trial conversation.
 const ANSWER: &str = "Four bits";
 
-/// Conversations whose answers end as those of a model do: one with a text, and one with a call of a tool.
+/// Trial conversations with a model's answers: one with a text, and one with a tool call.
 const TRIED: [&str; 2] = [
     r#"[{"role": "user", "content": "What is a nibble?"}, {"role": "assistant", "content": "Four bits"}]"#,
     r#"[{"role": "user", "content": "What is a nibble?"}, {"role": "assistant", "content": "Four bits",
@@ -15,11 +15,11 @@ const TRIED: [&str; 2] = [
 ];
 
 impl ChatTemplate {
-    /// The tokens that end answers, among what is learnt of them: the first control token behind the text of an answer, and the last one behind a call of a
-    /// tool. Empty where the template writes none there; none where it refuses a plain conversation, of which nothing is known then.
+    /// The target tokens that end answers: the first control token after the text of an answer, and the last one after a tool call. Empty
+    /// if the template writes none there; `None` if it refuses a plain conversation, so that nothing is known.
     ///
     /// # Errors
-    /// What the tokenizer says of the texts.
+    /// Those of the tokenizer.
     pub fn ends_of_answers(&self, tokenizer: &dyn Tokenizer) -> Result<Option<Vec<i32>>> {
         let mut ends = Vec::new();
         for (number, tried) in TRIED.into_iter().enumerate() {

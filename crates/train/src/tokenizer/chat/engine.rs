@@ -1,7 +1,7 @@
 //! The thread that runs a template.
 //!
-//! A template is compiled once and borrows its text, which a thread can keep on its stack. And the stack is of a known size: what the engine does with
-//! the deepest template and the deepest value that it lets through does not depend on who asks for a text.
+//! A compiled template borrows its text, which a thread can hold on its stack. The stack also has a fixed size, so that the deepest allowed
+//! template and value behave the same for every caller.
 
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -15,28 +15,28 @@ use minijinja::{AutoEscape, Environment, Error, Value};
 use super::bounds::{Bounds, Warrant};
 use super::{builtins, guard};
 
-/// Bytes of the thread's stack. Memory is taken as it is used.
+/// Stack size in bytes. Memory is committed as it is used.
 const STACK: usize = 64 << 20;
 
-/// Why a template has no text.
+/// Why a template gives no text.
 #[derive(Debug)]
 pub(super) enum Failure {
-    /// What the engine says.
+    /// An error of the engine.
     Said(Error),
-    /// What it should not do.
+    /// A panic of the engine.
     Broken,
 }
 
-/// What is asked of the thread.
+/// A request to the thread.
 struct Job {
-    /// Of its texts.
+    /// Index of one of its templates.
     program: usize,
     context: Value,
     warrant: Warrant,
     answer: Sender<Result<String, Failure>>,
 }
 
-/// A running thread. It ends when this is dropped.
+/// A running thread, which ends when this value is dropped.
 #[derive(Debug)]
 pub(super) struct Engine {
     jobs: Mutex<Sender<Job>>,
@@ -44,10 +44,10 @@ pub(super) struct Engine {
 }
 
 impl Engine {
-    /// Starts one for these texts, which are templates with a name each.
+    /// Starts a thread for these named templates.
     ///
     /// # Errors
-    /// For what is no template.
+    /// For invalid templates.
     pub fn start(texts: Vec<(&'static str, String)>, time: Option<SystemTime>) -> Result<Self, Failure> {
         let bounds = Arc::new(Bounds::default());
         bounds.begin_file();
@@ -57,7 +57,7 @@ impl Engine {
         let run = move || {
             let done = catch_unwind(AssertUnwindSafe(|| serve(&texts, time, &of, &asked, &ready)));
             if done.is_err() {
-                // Nobody waits any more where it served already.
+                // After a successful start, nobody receives this error.
                 let _ = ready.send(Err(Failure::Broken));
             }
         };
@@ -67,10 +67,10 @@ impl Engine {
         Ok(Self { jobs: Mutex::new(jobs), bounds })
     }
 
-    /// The text that the program of this number makes.
+    /// Renders the template of this index.
     ///
     /// # Errors
-    /// What the engine says.
+    /// Those of the engine.
     pub fn run(&self, program: usize, context: Value, warrant: Warrant) -> Result<String, Failure> {
         let (answer, answered) = channel();
         let job = Job { program, context, warrant, answer };
@@ -82,7 +82,7 @@ impl Engine {
     }
 }
 
-/// A template as the engine runs it.
+/// A template compiled for the engine.
 struct Program<'a> {
     main: Instructions<'a>,
     blocks: BTreeMap<&'a str, Instructions<'a>>,
@@ -121,9 +121,9 @@ fn serve(
     }
     for Job { program, context, warrant, answer } in asked {
         let run = || run(&environment, &programs[program], context, warrant, bounds);
-        // The engine's tables are made anew for each text: nothing is used again that a panic may have left half done.
+        // The engine's state is rebuilt for each text, so that nothing is reused after a panic.
         let text = catch_unwind(AssertUnwindSafe(run));
-        // Who asked may be gone.
+        // The caller may be gone.
         let _ = answer.send(text.unwrap_or(Err(Failure::Broken)));
     }
 }

@@ -1,9 +1,9 @@
-//! A template's program with a hook at every place where it can grow, or work without an end.
+//! Adds a hook to a template's program at every place where it can grow, or work without limit.
 //!
-//! The engine counts instructions, but not what an instruction costs: `x ~ x` forty times is forty instructions and a terabyte, and one `in` may look
-//! through a list of a billion items. Neither operators nor lists have a hook of their own, and constant ones are computed while a template is compiled. So
-//! the parsed template is rebuilt with filters around operands and results. Their names begin with `#`, so no template has one of its own; what they
-//! do stands in `bounds`. Filters, tests, functions and methods are guarded where they are registered.
+//! The engine counts instructions, but not the cost of an instruction: `x ~ x` forty times is forty instructions and a terabyte, and one
+//! `in` may search a list of a billion items. Operators and lists have no hooks, and constant expressions are evaluated at compile time. So
+//! the parsed template is rebuilt with filters around operands and results. Their names begin with `#`, which no template can write;
+//! `bounds` implements them. Filters, tests, functions and methods are guarded where they are registered.
 
 use minijinja::machinery::ast::{self, BinOpKind, CallArg, Expr, Spanned, Stmt, UnaryOpKind};
 use minijinja::machinery::{Span, Token, WhitespaceConfig, tokenize};
@@ -11,39 +11,39 @@ use minijinja::{Error, ErrorKind, Value};
 
 /// Charges for reading a value whole.
 pub(super) const READ: &str = "#read";
-/// Charges for reading a value whole, and for as much text.
+/// Charges for reading a value whole, and for writing it as text.
 pub(super) const WRITTEN: &str = "#written";
-/// Charges for a new value; what would be computed later, item by item, is computed now.
+/// Charges for a new value, and evaluates lazy items.
 pub(super) const MADE: &str = "#made";
-/// The same of an addition.
+/// The same for an addition.
 pub(super) const SUM: &str = "#sum";
-/// Charges for a list or an object with all that is in it, which may not be too deep.
+/// Charges for a list or an object with all its contents, and limits its depth.
 pub(super) const BUILT: &str = "#built";
-/// Refuses what a namespace cannot keep.
+/// Refuses values that a namespace must not hold.
 pub(super) const KEPT: &str = "#kept";
-/// Charges for the look at one item.
+/// Charges for access to one item.
 pub(super) const INDEXED: &str = "#indexed";
 /// Charges for a macro.
 pub(super) const DEFINED: &str = "#defined";
 
-/// White space around blocks, as `transformers` has it.
+/// White-space control of blocks, as in `transformers`.
 pub(super) const WHITESPACE: WhitespaceConfig =
     WhitespaceConfig { keep_trailing_newline: false, lstrip_blocks: true, trim_blocks: true };
 
-/// Bytes of a template, at most. Published ones have some ten thousand.
+/// Limit of a template's size in bytes. Published templates have some ten thousand.
 const MOST_SOURCE: usize = 1 << 20;
 
-/// Operators, names and brackets of one tag, at most: each may nest the expression by one level more. Published templates have a hundred.
+/// Limit of operators, names and brackets in a tag, each of which may nest one level deeper. Published templates have a hundred.
 const MOST_NESTING: usize = 2000;
 
-/// A text of so many bytes is copied for nothing.
+/// Size up to which copying a text is not charged, in bytes.
 const SMALL: usize = 64;
 
-/// Whether the template can be parsed on a thread of [`super::engine`]: the parser, the compiler and what frees their trees go one call deeper for
-/// each link of a chain.
+/// Checks that the template can be parsed on a thread of [`super::engine`]: the parser, the compiler and the destructors recurse once per
+/// link of a chain.
 ///
 /// # Errors
-/// Naming what there is too much of.
+/// Names the limit that is exceeded.
 pub(super) fn check_source(text: &str) -> Result<(), Error> {
     let fail = |why: String| Error::new(ErrorKind::SyntaxError, why);
     if text.len() > MOST_SOURCE {
@@ -51,7 +51,7 @@ pub(super) fn check_source(text: &str) -> Result<(), Error> {
     }
     let (mut nesting, mut branches) = (0, 0);
     for token in tokenize(text, false, minijinja::syntax::SyntaxConfig, WHITESPACE) {
-        // What is no token is told by the parser, with its line.
+        // The parser reports invalid tokens, with their line.
         let Ok((token, span)) = token else { return Ok(()) };
         match token {
             Token::TemplateData(_) | Token::VariableStart | Token::BlockStart => nesting = 0,
@@ -72,13 +72,13 @@ fn again<T, U>(of: &Spanned<T>, node: U) -> Spanned<U> {
     Spanned::new(node, of.span())
 }
 
-/// A filter around an expression.
+/// Wraps an expression in a filter.
 fn hook<'a>(name: &'static str, of: Expr<'a>) -> Expr<'a> {
     let span = of.span();
     Expr::Filter(Spanned::new(ast::Filter { name, expr: Some(of), args: Vec::new() }, span))
 }
 
-/// Nothing is written, which the formatter counts.
+/// Writes an empty text, which the formatter counts as a step.
 fn tick<'a>(span: Span) -> Stmt<'a> {
     Stmt::EmitExpr(Spanned::new(ast::EmitExpr { expr: constant("", span) }, span))
 }
@@ -87,7 +87,7 @@ fn constant<'a>(text: &str, span: Span) -> Expr<'a> {
     Expr::Const(Spanned::new(ast::Const { value: Value::from(text) }, span))
 }
 
-/// A constant that costs nothing to read: a number, a short text, or a list of such.
+/// A constant that costs nothing to read: a number, a short text, or a short list of them.
 fn is_small(of: &Expr<'_>) -> bool {
     match of {
         Expr::Const(of) => of.value.as_str().is_none_or(|text| text.len() <= SMALL),
@@ -96,13 +96,13 @@ fn is_small(of: &Expr<'_>) -> bool {
     }
 }
 
-/// What the compiler may compute: a hook around it keeps it from that.
+/// Expressions that the compiler may evaluate; a hook around them prevents that.
 fn may_be_constant(of: &Expr<'_>) -> bool {
     use Expr::{BinOp, Compare, Const, List, Map, UnaryOp};
     matches!(of, Const(_) | List(_) | Map(_) | UnaryOp(_) | BinOp(_) | Compare(_))
 }
 
-/// The expression, read whole unless that costs nothing.
+/// The expression, hooked for reading unless that costs nothing.
 fn read<'a>(of: &Expr<'a>) -> Expr<'a> {
     if is_small(of) { expr(of) } else { hook(READ, expr(of)) }
 }
@@ -110,7 +110,7 @@ fn read<'a>(of: &Expr<'a>) -> Expr<'a> {
 fn body<'a>(of: &[Stmt<'a>]) -> Vec<Stmt<'a>> {
     let mut out = Vec::with_capacity(of.len());
     for one in of {
-        // A macro is kept until the template ends.
+        // A macro lives until the template ends.
         if let Stmt::Macro(of) = one {
             let expr = hook(DEFINED, constant("", of.span()));
             out.push(Stmt::EmitExpr(again(of, ast::EmitExpr { expr })));
@@ -120,12 +120,12 @@ fn body<'a>(of: &[Stmt<'a>]) -> Vec<Stmt<'a>> {
     out
 }
 
-/// What may be run more than once.
+/// Statements that may run more than once.
 fn repeated<'a>(of: &[Stmt<'a>], span: Span) -> Vec<Stmt<'a>> {
     std::iter::once(tick(span)).chain(body(of)).collect()
 }
 
-/// What is set: a name, several, or an attribute of a namespace.
+/// An assignment target: a name, several names, or an attribute of a namespace.
 fn target<'a>(of: &Expr<'a>) -> Expr<'a> {
     match of {
         Expr::List(of) => Expr::List(again(of, ast::List { items: of.items.iter().map(target).collect() })),
@@ -137,14 +137,14 @@ fn all<'a>(of: &[Expr<'a>]) -> Vec<Expr<'a>> {
     of.iter().map(expr).collect()
 }
 
-/// The same template, or a statement of it, with its hooks.
+/// The same template or statement, with hooks.
 pub(super) fn guarded<'a>(of: &Stmt<'a>) -> Stmt<'a> {
     match of {
         Stmt::Template(of) => Stmt::Template(again(of, ast::Template { children: body(&of.children) })),
         Stmt::EmitExpr(of) => Stmt::EmitExpr(again(of, ast::EmitExpr { expr: expr(&of.expr) })),
         Stmt::EmitRaw(of) => match of.raw.len() <= SMALL {
             true => Stmt::EmitRaw(again(of, ast::EmitRaw { raw: of.raw })),
-            // As a value it goes through the formatter, which counts it.
+            // Output as a value goes through the formatter, which counts it.
             false => Stmt::EmitExpr(again(of, ast::EmitExpr { expr: constant(of.raw, of.span()) })),
         },
         Stmt::ForLoop(of) => Stmt::ForLoop(again(
@@ -168,7 +168,7 @@ pub(super) fn guarded<'a>(of: &Stmt<'a>) -> Stmt<'a> {
         }
         Stmt::Set(of) => {
             let from = expr(&of.expr);
-            // Only a namespace has attributes that can be set.
+            // Only a namespace has assignable attributes.
             let from = if matches!(of.target, Expr::GetAttr(_)) { hook(KEPT, from) } else { from };
             Stmt::Set(again(of, ast::Set { target: target(&of.target), expr: from }))
         }
@@ -232,7 +232,7 @@ fn expr<'a>(of: &Expr<'a>) -> Expr<'a> {
         Expr::BinOp(of) => binary(of),
         Expr::Compare(of) => {
             let ops = of.ops.iter().map(|op| ast::CompareOp { op: op.op, expr: read(&op.expr) }).collect();
-            // Never a constant, whatever is compared: the compiler would compute it.
+            // A hook around constants too: the compiler would evaluate the comparison.
             Expr::Compare(again(of, ast::Compare { expr: hook(READ, expr(&of.expr)), ops }))
         }
         Expr::IfExpr(of) => {
@@ -266,7 +266,7 @@ fn expr<'a>(of: &Expr<'a>) -> Expr<'a> {
     }
 }
 
-/// An operator, of whose operands one is no constant: the compiler would compute it.
+/// An operator with hooks that prevent the compiler from evaluating it.
 fn binary<'a>(of: &Spanned<ast::BinOp<'a>>) -> Expr<'a> {
     let (small_left, small_right) = (is_small(&of.left), is_small(&of.right));
     let (mut left, mut right) = (expr(&of.left), expr(&of.right));
@@ -315,7 +315,7 @@ fn args<'a>(of: &[CallArg<'a>]) -> Vec<CallArg<'a>> {
 
 fn call<'a>(of: &Spanned<ast::Call<'a>>) -> Spanned<ast::Call<'a>> {
     let mut args = args(&of.args);
-    // A loop's own methods compare what they are given.
+    // The methods of `loop` compare their arguments.
     let is_of_loop = |of: &Expr<'_>| matches!(of, Expr::Var(of) if of.id == "loop");
     if matches!(&of.expr, Expr::GetAttr(method) if is_of_loop(&method.expr)) {
         let read_whole = |arg| match arg {

@@ -1,4 +1,4 @@
-//! Conversations as text: the chat templates that published models bring along, with what Hugging Face's `transformers` gives them.
+//! Conversations as text: chat templates of published models, in the environment that Hugging Face's `transformers` provides.
 
 mod answers;
 mod bounds;
@@ -24,37 +24,37 @@ use crate::error::{Error, Result};
 
 pub use self::conversation::{ANSWERS, Conversation};
 
-/// A conversation that a template has made a text of.
+/// The text of a conversation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rendered {
     /// The text.
     pub text: String,
-    /// The bytes of it that are answers, what a model is to learn, in order and apart.
+    /// The byte ranges of the answers, which are the targets, sorted and disjoint.
     pub answers: Vec<Range<usize>>,
 }
 
-/// How a conversation is written.
+/// A chat template.
 #[derive(Debug)]
 pub struct ChatTemplate {
-    /// Where it stands.
+    /// Its file.
     path: PathBuf,
     source: String,
     engine: Engine,
-    /// Texts of tokens that templates put in, by their names.
+    /// Texts of tokens that templates insert, by name.
     tokens: BTreeMap<String, String>,
-    /// Whether it says itself what an answer is.
+    /// Whether it marks answers itself, by `{% generation %}`.
     has_generation: bool,
 }
 
-/// The numbers of the engine's programs: the template, and it with marks around answers.
+/// Indices of the engine's programs: the template, and the template with marks around answers.
 const PLAIN: usize = 0;
 const MARKED: usize = 1;
 
 impl ChatTemplate {
-    /// A template, which stands in the file `path`. `tokens`: what it may name, such as `bos_token`.
+    /// A template from the file `path`. `tokens`: the tokens that it may name, such as `bos_token`.
     ///
     /// # Errors
-    /// [`Error::Tokenizer`] naming the file, for what is no template.
+    /// [`Error::Tokenizer`] naming the file, for an invalid template.
     pub fn new(path: &Path, text: &str, tokens: &BTreeMap<String, String>) -> Result<Self> {
         let (engine, has_generation) = Self::start(path, text, None)?;
         Ok(Self {
@@ -66,7 +66,7 @@ impl ChatTemplate {
         })
     }
 
-    /// The engine of a template, and whether it says itself what an answer is.
+    /// The engine of a template, and whether the template marks answers itself.
     fn start(path: &Path, text: &str, time: Option<SystemTime>) -> Result<(Engine, bool)> {
         let (plain, has_generation) = without_generation(text, BARE_FILTER);
         let mut texts = vec![("chat", plain)];
@@ -80,42 +80,42 @@ impl ChatTemplate {
         Ok((engine, has_generation))
     }
 
-    /// As it was written.
+    /// Its original text.
     #[must_use]
     pub fn source(&self) -> &str {
         &self.source
     }
 
-    /// The same template on another day: `strftime_now` is of this time, in UTC. Without it, of now.
+    /// The same template on another day: `strftime_now` gives this time, in UTC, rather than the current time.
     ///
     /// # Errors
-    /// [`Error::Tokenizer`] where no thread can be started for it.
+    /// [`Error::Tokenizer`] if no thread can be started for it.
     pub fn at(mut self, time: SystemTime) -> Result<Self> {
         self.engine = Self::start(&self.path, &self.source, Some(time))?.0;
         Ok(self)
     }
 
-    /// Begins a file of conversations: what a template may do beyond what its conversations warrant is counted for a file.
+    /// Starts a file of conversations, with a new reserve of work beyond the conversations' own budgets.
     pub fn begin_file(&self) {
         self.engine.bounds.begin_file();
     }
 
-    /// Whether the conversations since then have used all of that. No other is then to be asked for: each may take as long.
+    /// Whether the conversations of the file have used up that reserve. Render no more of them then: each may take as long.
     #[must_use]
     pub fn is_spent(&self) -> bool {
         self.engine.bounds.is_spent()
     }
 
-    /// The text of a conversation, with the beginning of an answer if that is asked for.
+    /// The text of a conversation, optionally followed by the beginning of an answer.
     ///
     /// # Errors
-    /// [`Error::Tokenizer`] naming the template's file, with what it says.
+    /// [`Error::Tokenizer`] naming the template's file, with the template's error.
     pub fn text(&self, of: &Conversation, add_generation_prompt: bool) -> Result<String> {
         of.require_named_by(&self.source).map_err(|why| Error::config("messages", why))?;
         self.rendered(PLAIN, of, of.messages.len(), add_generation_prompt)
     }
 
-    /// The text of so many of the messages.
+    /// The text of the first `count` messages.
     fn rendered(
         &self,
         program: usize,
@@ -123,7 +123,7 @@ impl ChatTemplate {
         count: usize,
         add_generation_prompt: bool,
     ) -> Result<String> {
-        // As in `transformers`, a row's variables come before the tokenizer's tokens, and what is asked for before both.
+        // As in `transformers`, a row's variables override the tokenizer's tokens, and messages, tools and the prompt flag override both.
         let mut context = BTreeMap::from([("documents".to_owned(), Value::from(()))]);
         context.extend(self.tokens.iter().map(|(name, token)| (name.clone(), token.into())));
         context.extend(of.variables.iter().cloned());
@@ -142,7 +142,7 @@ impl ChatTemplate {
     }
 }
 
-/// What an error of a template says, in one line.
+/// The error of a template in one line.
 fn said(failure: &Failure) -> String {
     let error = match failure {
         Failure::Said(error) => error,
@@ -151,7 +151,7 @@ fn said(failure: &Failure) -> String {
     let line = error.line().map_or(String::new(), |line| format!("line {line}: "));
     let detail = error.detail().unwrap_or_default();
     match error.kind() {
-        // What the template itself says.
+        // An error that the template itself raises.
         ErrorKind::InvalidOperation if detail.starts_with(RAISED) => {
             detail.trim_start_matches(RAISED).to_owned()
         }
@@ -163,7 +163,8 @@ fn said(failure: &Failure) -> String {
     }
 }
 
-/// The template with a block of this filter for each `{% generation %}`, and whether there was one. Of blocks of other names there are none in the engine.
+/// The template with `{% generation %}` blocks replaced by blocks of this filter, and whether there were any. The engine knows no custom
+/// blocks.
 fn without_generation(text: &str, filter: &str) -> (String, bool) {
     let (mut out, mut rest, mut found) = (String::new(), text, false);
     while let Some(start) = rest.find("{%") {

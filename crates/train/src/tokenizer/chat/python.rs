@@ -1,9 +1,9 @@
-//! Values as Python writes them: templates were made where `{{ true }}` gives `True`.
+//! Values formatted as in Python: templates expect `{{ true }}` to give `True`.
 
 use minijinja::value::{Kwargs, Value, ValueKind};
 use minijinja::{Error, ErrorKind};
 
-/// What a value of JSON is, in a message.
+/// The type of a JSON value, for a message.
 pub(super) fn kind(value: &Value) -> &'static str {
     match value.kind() {
         ValueKind::None => "null",
@@ -15,12 +15,12 @@ pub(super) fn kind(value: &Value) -> &'static str {
     }
 }
 
-/// Whether a value has items to Python: `None` has none, a text has characters, and what is not defined is empty to Jinja2.
+/// Whether a value is iterable in Python: `None` is not, a text is, and an undefined value is empty in Jinja2.
 pub(super) fn has_items(value: &Value) -> bool {
     !matches!(value.kind(), ValueKind::None | ValueKind::Bool | ValueKind::Number)
 }
 
-/// `str(value)`; nothing of what is not defined.
+/// `str(value)`; empty if undefined.
 pub(super) fn text(value: &Value) -> String {
     match value.kind() {
         ValueKind::Undefined => String::new(),
@@ -65,7 +65,7 @@ fn number(value: &Value) -> String {
     }
 }
 
-/// The shortest digits that give the number back; with an exponent of two digits, at least, from 1e16 on and below 1e-4.
+/// The shortest digits that round-trip; with an exponent of at least two digits from 1e16 on and below 1e-4.
 fn float(x: f64) -> String {
     let size = x.abs();
     if size == 0.0 || (1e-4..1e16).contains(&size) {
@@ -83,7 +83,7 @@ fn float(x: f64) -> String {
     }
 }
 
-/// `repr(str)`: in single quotes, unless only single ones are in it.
+/// `repr(str)`: in single quotes, unless the text has single quotes and no double ones.
 fn quoted(text: &str) -> String {
     let quote = if text.contains('\'') && !text.contains('"') { '"' } else { '\'' };
     let mut out = String::from(quote);
@@ -111,16 +111,16 @@ fn quoted(text: &str) -> String {
     out
 }
 
-/// `str.isprintable`, of the characters that texts have: no controls, no white space but the space, and none that only formats.
+/// `str.isprintable`: no control characters, no white space except the space, and no format characters.
 fn is_printable(c: char) -> bool {
     let formats = matches!(c, '\u{ad}' | '\u{200b}'..='\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2060}'..='\u{2064}' | '\u{feff}');
     c == ' ' || !(c.is_control() || c.is_whitespace() || formats)
 }
 
-/// Jinja2's filter `indent`, which keeps a line break at the end.
+/// Jinja2's filter `indent`, which keeps a final line break.
 ///
 /// # Errors
-/// For arguments that it does not have; what `make` says to so many bytes.
+/// For unsupported arguments; the errors of `make` for this number of bytes.
 pub(super) fn indent(
     text: String,
     width: Option<usize>,
@@ -149,7 +149,7 @@ pub(super) fn indent(
 /// `json.dumps(value, ensure_ascii=False, indent=indent)`.
 ///
 /// # Errors
-/// For what JSON has not; what `make` says to so many bytes.
+/// For values that JSON cannot represent; the errors of `make` for this number of bytes.
 pub(super) fn json(
     value: &Value,
     indent: Option<usize>,
@@ -160,7 +160,7 @@ pub(super) fn json(
     Ok(out)
 }
 
-/// Spaces before what JSON nests, and what counts them.
+/// Indentation of nested JSON, and the counter of its bytes.
 struct Indent<'a> {
     width: Option<usize>,
     make: &'a dyn Fn(usize) -> Result<(), Error>,

@@ -1,6 +1,6 @@
-//! Pieces of a checkpoint's files, brought to their owners by the ranks that hold their values. Of the ranks that hold a value, one is
-//! asked. In a round each owner gets one piece; all pieces of a round together are up to 16 MiB. So no rank ever holds a model, nor sends
-//! more than one round's values at once.
+//! Sends pieces of a checkpoint's files from the ranks that hold their values to the files' owners. If several ranks hold a value, one of
+//! them sends it. In a round each owner receives one piece; all pieces of a round together have up to 16 MiB. So no rank ever holds a whole
+//! model, or sends more than one round's values at once.
 
 use super::files::{FileTensor, Files, Part, Run, cut, kept_by, num_values};
 use super::pieces::{Pieces, Stopped};
@@ -12,11 +12,11 @@ use half::bf16;
 use nibble_core::{Data, Kernels, Mesh, MeshShape};
 use std::ops::Range;
 
-/// Brings all values of these files to their owners, pieces of so many at a time, and this rank's on to its writer. Histories of scales every rank has
-/// already. Every rank calls this.
+/// Sends all values of these files to their owners in pieces of `piece` values, and this rank's pieces to its writer. Every rank already
+/// has the amax histories. Every rank must call this.
 ///
 /// # Errors
-/// From the backend and other ranks; what the writer says it tells at its end.
+/// From the backend and other ranks; the writer reports its own errors at its end.
 pub(in crate::trainer) fn bring<B: Kernels>(
     b: &B,
     mesh: Mesh<'_, B>,
@@ -51,7 +51,7 @@ pub(in crate::trainer) fn bring<B: Kernels>(
             && let Some(Err(Stopped)) =
                 pieces.as_ref().map(|pieces| pieces.take_whole(num_values(mine), read))
         {
-            // The writer has an error, which it tells at the end: until then the others want this rank's values.
+            // The writer has failed and reports its error at the end; until then the other ranks still need this rank's values.
             pieces = None;
         }
         if ends {
@@ -60,7 +60,7 @@ pub(in crate::trainer) fn bring<B: Kernels>(
     }
 }
 
-/// The pieces of a rank's files, in order, and whether each is the last of its file.
+/// The pieces of a rank's files in order, each with a flag whether it is the last of its file.
 fn sequence<'f>(files: &'f [&'f [FileTensor]], piece: usize) -> impl Iterator<Item = (Vec<Run>, bool)> + 'f {
     files.iter().flat_map(move |file| {
         let mut pieces = cut(file, piece).into_iter().peekable();
@@ -71,14 +71,14 @@ fn sequence<'f>(files: &'f [&'f [FileTensor]], piece: usize) -> impl Iterator<It
     })
 }
 
-/// Values of runs that one rank keeps: of which run, which of its values, and where in the piece they go.
+/// Values of a run that one rank holds: the run's index, the range of values, and their offset in the piece.
 struct Share {
     run: usize,
     values: Range<usize>,
     at: usize,
 }
 
-/// What of these runs a rank is asked for. Histories of scales every rank has already.
+/// The values of these runs that a rank must send. Every rank already has the amax histories.
 fn shares<B: Kernels>(params: &[&mut Param<B>], mesh: MeshShape, rank: usize, runs: &[Run]) -> Vec<Share> {
     let (mut shares, mut at) = (Vec::new(), 0);
     for (run, ((param, part), range)) in runs.iter().enumerate() {
@@ -87,7 +87,7 @@ fn shares<B: Kernels>(params: &[&mut Param<B>], mesh: MeshShape, rank: usize, ru
         }
         let param = &*params[*param];
         let kept = match param.update {
-            // Every rank has all of it: the first one is asked.
+            // Every rank has all values, so the first one sends them.
             Update::Load if rank > 0 => 0..0,
             _ => kept_by(param, mesh, rank),
         };
@@ -100,7 +100,7 @@ fn shares<B: Kernels>(params: &[&mut Param<B>], mesh: MeshShape, rank: usize, ru
     shares
 }
 
-/// Bytes of a value of these runs, which are all of one type.
+/// Bytes per value of these runs, which all have one type.
 fn value_bytes<B: Kernels>(params: &[&mut Param<B>], runs: &[Run]) -> Result<usize> {
     let Some(((param, part), _)) = runs.first().filter(|((_, part), _)| *part != Part::Scales) else {
         return Ok(1);
@@ -111,8 +111,8 @@ fn value_bytes<B: Kernels>(params: &[&mut Param<B>], runs: &[Run]) -> Result<usi
     })
 }
 
-/// A round of pieces: rank `p` gets what the others keep of `runs[p]`. Returns what comes to this rank, for [`place`]. Every rank calls this with the
-/// same runs.
+/// A round of pieces: rank `p` receives the other ranks' values of `runs[p]`. Returns this rank's values, for [`place`]. Every rank must
+/// call this with the same runs.
 ///
 /// # Errors
 /// From the backend and other ranks.
@@ -149,7 +149,7 @@ fn exchange<B: Kernels>(
     Ok(all.begin_all_to_all_v(b, sent, 1, &to, &from, received)?.wait(b)?)
 }
 
-/// Puts what came for this rank's runs where it belongs in their piece, as F32.
+/// Puts the values received for this rank's runs into their piece, as F32.
 ///
 /// # Errors
 /// From the backend.
@@ -172,7 +172,7 @@ fn place<B: Kernels>(
     Ok(())
 }
 
-/// As many values were received as all shares have.
+/// The shares have exactly as many values as were received.
 fn scatter<T: Copy>(
     mut received: &[T],
     shares: impl Iterator<Item = Share>,

@@ -1,4 +1,4 @@
-//! What the files of a checkpoint hold: which values of which parameters, in order.
+//! The contents of a checkpoint's files: which values of which parameters, in order.
 
 use crate::checkpoint::{TensorSpec, tensor_files};
 use crate::delayed::DelayedSite;
@@ -8,18 +8,18 @@ use crate::param::{Moments, Param, Placement};
 use nibble_core::{Error as CoreError, Kernels, MeshShape, Tensor};
 use std::ops::Range;
 
-/// Which of a parameter's tensors.
+/// A tensor of a parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(in crate::trainer) enum Part {
     Master,
     ExpAvg,
     ExpAvgSq,
-    /// What earlier steps left for scales, of no parameter: all of it together.
+    /// The amax histories of delayed scaling, all together; of no parameter.
     Scales,
 }
 
 impl Part {
-    /// What its name ends with in a checkpoint.
+    /// The suffix of its name in a checkpoint.
     pub fn suffix(self) -> &'static str {
         match self {
             Self::Master => "",
@@ -29,7 +29,7 @@ impl Part {
         }
     }
 
-    /// The tensor, this rank's rows of it, to be written to; none where there is no such.
+    /// This rank's rows of the tensor, for writing; `None` if there is no such tensor.
     pub fn of_mut<B: Kernels>(self, param: &mut Param<B>) -> Option<&mut Tensor<B>> {
         let Param { master, moments, .. } = param;
         match self {
@@ -40,7 +40,7 @@ impl Part {
         }
     }
 
-    /// The tensor, this rank's rows of it.
+    /// This rank's rows of the tensor.
     pub fn of<B: Kernels>(self, param: &Param<B>) -> Result<&Tensor<B>> {
         match (self, &param.moments) {
             (Self::Master, _) => Ok(&param.master),
@@ -56,20 +56,20 @@ impl Part {
     }
 }
 
-/// A tensor of a file: where its values lie.
+/// A tensor of a file, and where its values are.
 #[derive(Debug)]
 pub(in crate::trainer) struct FileTensor {
     pub spec: TensorSpec,
-    /// One after the other, in whole (all ranks') parameters.
+    /// Consecutive runs of values, as ranges of whole parameters (over all ranks).
     runs: Vec<Run>,
 }
 
 /// The tensors of a checkpoint.
 #[derive(Debug)]
 pub(in crate::trainer) struct Files {
-    /// Weights, moments, and histories of scales.
+    /// Weights, moments, and amax histories.
     pub kinds: [Vec<FileTensor>; 3],
-    /// Bytes of a file's values, at most; 0: all of a kind in one.
+    /// Largest size of a file's values, in bytes; 0: one file per kind.
     pub most_bytes: usize,
 }
 
@@ -79,7 +79,7 @@ impl Files {
         tensor_files(self.kinds.each_ref().map(Vec::as_slice), |source| &source.spec, self.most_bytes)
     }
 
-    /// Values of each file, in order.
+    /// Number of values of each file, in order.
     pub fn values(&self) -> Vec<usize> {
         self.named()
             .iter()
@@ -87,13 +87,13 @@ impl Files {
             .collect()
     }
 
-    /// Whether histories of scales are among them.
+    /// Whether there are amax histories.
     pub fn has_scales(&self) -> bool {
         !self.kinds[2].is_empty()
     }
 }
 
-/// A file's tensors in order of their names. `with_moments`: whether a parameter has gradients, and so moments.
+/// The tensors of a file, sorted by name. `with_moments`: whether each parameter has gradients, and so moments.
 pub(in crate::trainer) fn sources(named: &[Named], with_moments: &[bool], parts: &[Part]) -> Vec<FileTensor> {
     let has = |tensor: &Named, part: Part| {
         part == Part::Master || tensor.rows.iter().all(|rows| with_moments[rows.param])
@@ -109,7 +109,7 @@ pub(in crate::trainer) fn sources(named: &[Named], with_moments: &[bool], parts:
     all
 }
 
-/// The histories of scales in order of their names, of all ranks.
+/// The amax histories of all ranks, sorted by name.
 pub(in crate::trainer) fn scale_sources(sites: &[DelayedSite], mesh: MeshShape) -> Vec<FileTensor> {
     let mut first = 0;
     let source = |site: &DelayedSite| {
@@ -123,7 +123,7 @@ pub(in crate::trainer) fn scale_sources(sites: &[DelayedSite], mesh: MeshShape) 
     all
 }
 
-/// The values, of a parameter of all ranks, that a rank keeps.
+/// The range of a whole parameter's values that a rank holds.
 pub(in crate::trainer) fn kept_by<B: Kernels>(
     param: &Param<B>,
     mesh: MeshShape,
@@ -139,15 +139,15 @@ pub(in crate::trainer) fn kept_by<B: Kernels>(
     first + kept.start * cols..first + kept.end * cols
 }
 
-/// Values of one of a parameter's tensors.
+/// A range of values of one of a parameter's tensors.
 pub(in crate::trainer) type Run = ((usize, Part), Range<usize>);
 
-/// Values of a piece.
+/// Number of values of a piece.
 pub(in crate::trainer) fn num_values(runs: &[Run]) -> usize {
     runs.iter().map(|(_, range)| range.len()).sum()
 }
 
-/// A file's values, cut into pieces of so many; the last one may be shorter.
+/// A file's values, cut into pieces of `piece` values; the last piece may be shorter.
 pub(in crate::trainer) fn cut(file: &[FileTensor], piece: usize) -> Vec<Vec<Run>> {
     let mut all: Vec<Vec<Run>> = Vec::new();
     let mut room = 0;
@@ -159,7 +159,7 @@ pub(in crate::trainer) fn cut(file: &[FileTensor], piece: usize) -> Vec<Vec<Run>
                 room = piece.max(1);
             }
             let now = room.min(end - at);
-            // There is one: made where there was no room.
+            // The last piece exists: it was added when no room was left.
             all.last_mut().into_iter().for_each(|runs| runs.push((*of, at..at + now)));
             (at, room) = (at + now, room - now);
         }

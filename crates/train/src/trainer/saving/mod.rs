@@ -1,22 +1,23 @@
-//! A checkpoint on its way to the disk while training continues.
+//! Asynchronous checkpoints, written to disk while training continues.
 //!
-//! It begins once the step's record has been read and shows no error. Two threads work on it. One copies weights and moments to the host
-//! in the order of the files, in pieces of up to 16 MiB whatever tensors lie in them, through the device's second stream. The other
-//! hashes and writes the pieces, syncs the files and renames the checkpoint into place. The training thread issues the next step's
-//! forward and backward passes meanwhile. It waits once: the optimizer of the next step begins when everything is copied.
+//! A checkpoint starts once the step's record has been read and shows no error. Two threads work on it. One copies weights and moments to
+//! the host in file order, in pieces of up to 16 MiB regardless of tensor boundaries, through the device's second stream. The other hashes
+//! and writes the pieces, syncs the files and renames the checkpoint into place. The training thread issues the next step's forward and
+//! backward passes meanwhile. It waits once: the optimizer of the next step starts when everything is copied.
 //!
-//! No more than `checkpoint.host_gib` of pieces lie between the two threads, so copying slows to the speed of the disk where a checkpoint
-//! is larger, and the optimizer waits longer. The pieces' memory stays for the next checkpoint; a third thread allocates it beside the
-//! first steps. One checkpoint at a time is under way. Its error ends the run at the next step, or at the run's end, which waits for the
+//! At most `checkpoint.host_gib` of pieces are between the two threads, so copying slows to the speed of the disk if a checkpoint is
+//! larger, and the optimizer waits longer. The pieces' memory is reused by the next checkpoint; a third thread allocates it during the
+//! first steps. One checkpoint at a time is in progress. Its error ends the run at the next step, or at the run's end, which waits for the
 //! last checkpoint.
 //!
-//! The optimizer waits for the whole copy rather than slice by slice. The last slice of a step's AdamW cannot begin before the last value
-//! is copied, so slices would hide only the time of AdamW itself, for a launch per slice and a recording cut into as many parts.
+//! The optimizer waits for the whole copy rather than slice by slice. The last slice of a step's AdamW cannot start before the last value
+//! is copied, so slices would hide only the time of AdamW itself, at the price of a launch per slice and a recording cut into as many
+//! parts.
 //!
-//! Learning rate and batches are functions of the step and the position in the data. So a checkpoint needs weights, moments, histories of
-//! delayed scales, step, position, recipe and configuration, and a resumed run computes the same numbers.
+//! Learning rate and batches are functions of the step and the position in the data. So a checkpoint needs weights, moments, amax histories
+//! of delayed scaling, step, position, recipe and configuration, and a resumed run computes the same numbers.
 //!
-//! All this is one rank alone. Several ranks each write files of their own ([`owners`]).
+//! This describes a single rank. Several ranks each write files of their own ([`owners`]).
 
 pub(super) mod collect;
 pub(super) mod files;
@@ -40,20 +41,20 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::thread::{Builder, JoinHandle};
 
-/// A checkpoint under way. Dropping it waits for its end.
+/// A checkpoint in progress. Dropping it waits for its end.
 #[derive(Debug)]
 pub(super) struct Saving<B: Backend> {
-    /// Made when it is first wanted.
+    /// Created at first use.
     pub pool: Option<Arc<Pool<B>>>,
-    /// Makes the pool's memory.
+    /// The thread that allocates the pool's memory.
     pub filler: Option<JoinHandle<()>>,
-    /// Reads the device until everything is copied.
+    /// The thread that reads the device until everything is copied.
     copier: Option<JoinHandle<()>>,
-    /// Ends with the checkpoint in its place.
+    /// The thread that ends with the checkpoint in its place.
     writer: Option<JoinHandle<Result<PathBuf>>>,
-    /// Of several ranks, what this one writes: on all of them, or on none.
+    /// This rank's writer, of several ranks: present on all ranks or on none.
     pub owner: Option<Owner>,
-    /// The checkpoint that all ranks have ended before anybody asked for it.
+    /// A checkpoint that all ranks have completed before [`Saving::finish`] was called.
     pub ended: Option<PathBuf>,
 }
 
@@ -64,19 +65,20 @@ impl<B: Backend> Default for Saving<B> {
 }
 
 impl<B: Backend> Saving<B> {
-    /// Waits until nothing reads weights and moments any more: they may change. An error of copying is told by the writer.
+    /// Waits until nothing reads weights and moments, so that they may change. The writer reports errors of copying.
     pub fn wait_copied(&mut self) {
         if let Some(Err(panic)) = self.copier.take().map(JoinHandle::join) {
             std::panic::resume_unwind(panic);
         }
     }
 
-    /// Whether this rank, of several, is writing.
+    /// Whether this rank, of several, is still writing.
     pub fn is_writing(&self) -> bool {
         self.owner.as_ref().is_some_and(Owner::is_writing)
     }
 
-    /// Whether [`Saving::finish`] would not wait, after a step whose record says whether any of several ranks `writes`.
+    /// Whether [`Saving::finish`] would return at once, where `writes` is the last record's flag whether any of several ranks is still
+    /// writing.
     pub fn is_done(&self, writes: bool) -> bool {
         match self.owner {
             Some(_) => !writes,
@@ -90,15 +92,15 @@ impl<B: Backend> Saving<B> {
 }
 
 impl<B: Kernels> Saving<B> {
-    /// Makes the host's memory for checkpoints to come, beside what is done meanwhile.
+    /// Allocates host memory for later checkpoints in the background.
     pub fn fill(&mut self, pool: Arc<Pool<B>>) -> Result<()> {
-        // What the host cannot give, whoever takes a piece is told.
+        // If the host has no memory, whoever takes a piece gets the error.
         let filler = move || while let Ok(true) = pool.make() {};
         self.filler = Some(started("checkpoint memory", filler)?);
         Ok(())
     }
 
-    /// Begins a checkpoint of one rank alone: these tensors, and what writes the pieces of them.
+    /// Starts a checkpoint of a single rank: threads that copy these tensors and write their pieces.
     pub fn begin(
         &mut self,
         (store, outline, keep): (Store, Outline, usize),
@@ -120,7 +122,7 @@ impl<B: Kernels> Saving<B> {
         Ok(())
     }
 
-    /// Waits until the checkpoint under way is in its place, if there is one. Every rank calls this.
+    /// Waits until the checkpoint in progress, if any, is in its place. Every rank must call this.
     pub fn finish(&mut self, context: &RankContext<'_, B>) -> Result<Option<PathBuf>> {
         let ended = self.ended.take();
         if self.owner.is_some() {
@@ -137,14 +139,14 @@ impl<B: Kernels> Saving<B> {
         }
     }
 
-    /// [`Saving::finish`] of several ranks.
+    /// [`Saving::finish`] for several ranks.
     pub fn finish_owned(&mut self, context: &RankContext<'_, B>) -> Result<Option<PathBuf>> {
         let Some(owner) = self.owner.take() else { return Ok(None) };
         in_part("checkpoint", || owner.finish(context.b, context.mesh.all, context.config.checkpoint.keep))
     }
 }
 
-/// A thread of this name.
+/// Starts a thread of this name.
 fn started<T: Send + 'static>(
     name: &str,
     work: impl FnOnce() -> T + Send + 'static,
@@ -157,7 +159,7 @@ impl<B: Backend> Drop for Saving<B> {
         if let Some(pool) = &self.pool {
             pool.close();
         }
-        // Whoever drops it has an error to tell already, or does not ask.
+        // The caller has another error to report, or does not need this one.
         let _ = self.filler.take().map(JoinHandle::join);
         let _ = self.copier.take().map(JoinHandle::join);
         let _ = self.writer.take().map(JoinHandle::join);
@@ -167,7 +169,7 @@ impl<B: Backend> Drop for Saving<B> {
     }
 }
 
-/// Copies everything from this rank's device, which is the only one.
+/// Copies everything from this rank's device, the only one.
 fn copy<B: Kernels>(
     b: &B,
     (files, piece): (&Files, usize),
@@ -191,7 +193,7 @@ fn copy<B: Kernels>(
     }
 }
 
-/// Copies values as F32, all of them at once; through `narrow` if they are BF16. A file's tensors are of one type.
+/// Copies values as F32, all at once, via `narrow` if they are BF16. All tensors of a file have one type.
 fn copy_values<B: Kernels>(
     b: &B,
     tensors: &HashMap<(usize, Part), Tensor<B>>,
@@ -219,7 +221,7 @@ fn copy_values<B: Kernels>(
     }
 }
 
-/// Hashes and writes what comes.
+/// Hashes and writes the pieces.
 fn write<B: Kernels>(
     store: &Store,
     outline: &Outline,
@@ -228,10 +230,10 @@ fn write<B: Kernels>(
 ) -> Result<PathBuf> {
     let mut next = || match pieces.recv() {
         Ok(piece) => piece,
-        // Its thread has panicked: told there.
+        // The copying thread has panicked, which is reported there.
         Err(_) => Err(store.given_up(outline)),
     };
     let written = store.save(outline, &mut next, keep)?;
-    // Until the copying thread has ended: an error of its that comes after the last value is told as well.
+    // Drains the channel until the copying thread ends: an error after the last value must be reported as well.
     pieces.iter().find_map(Result::err).map_or(Ok(written), Err)
 }

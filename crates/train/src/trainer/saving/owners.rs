@@ -1,17 +1,17 @@
-//! A checkpoint of several ranks: each file has an owner, which receives its values in pieces, hashes and writes it.
+//! Checkpoints of several ranks: each file has an owner, which receives its values in pieces, hashes and writes it.
 //!
-//! Files are the same on every mesh: `checkpoint.file_mib` alone divides tensors among them. They are assigned, largest first, to the
-//! rank with the fewest values so far. The first rank makes one folder and tells the others; a rank that does not see that folder says so
-//! before anything travels.
+//! Files are the same on every mesh: `checkpoint.file_mib` alone decides how tensors are split over them. They are assigned, largest first,
+//! to the rank with the fewest values so far. The first rank makes one folder and tells the others; a rank that does not see that folder
+//! reports this before any value is sent.
 //!
-//! The training threads exchange rounds of pieces ([`collect`](super::collect)), before the next step. Writers call no collective: they
-//! hash and write beside the steps. Whether a rank still writes travels with a step's inputs, so all ranks read in the same record when
-//! none does. Then they meet: they exchange names, lengths and hashes, and the first rank writes the other files, `state.json` last, and
-//! renames the folder. They meet earlier, and wait for writers, where the next checkpoint or an evaluation begins, a step is refused or
-//! retried, or the run ends.
+//! The training threads exchange rounds of pieces ([`collect`](super::collect)) before the next step. Writers call no collective: they hash
+//! and write while steps run. Each step's inputs carry the flag whether a rank is still writing, so all ranks read in the same record that
+//! none is. Then they exchange names, lengths and hashes, and the first rank writes the other files, `state.json` last, and renames the
+//! folder. They do so earlier, waiting for the writers, when the next checkpoint or an evaluation starts, a step is refused or retried, or
+//! the run ends.
 //!
-//! An owner that cannot write takes part in the rounds to their end. Every rank then gets an error that names the owner and its file, and
-//! the checkpoint is removed.
+//! An owner that cannot write takes part in all rounds. Every rank then gets an error that names the owner and its file, and the checkpoint
+//! is removed.
 
 use super::files::Files;
 use super::pieces::{Piece, Pieces, Pool};
@@ -24,13 +24,14 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::thread::{Builder, JoinHandle};
 
-/// The rank that writes each file, of so many values: the largest file first, each to the rank that has the fewest values so far.
+/// The rank that writes each file, given the files' numbers of values: the largest file first, each to the rank with the fewest values so
+/// far.
 pub(in crate::trainer) fn owners(values: &[usize], ranks: usize) -> Vec<usize> {
     let mut order: Vec<usize> = (0..values.len()).collect();
     order.sort_by_key(|file| std::cmp::Reverse(values[*file]));
     let (mut held, mut owners) = (vec![0; ranks], vec![0; values.len()]);
     for file in order {
-        // There is a rank; of those with as few, the first.
+        // There is at least one rank; the first of equally loaded ranks is chosen.
         let owner = (0..ranks).min_by_key(|rank| held[*rank]).unwrap_or(0);
         held[owner] += values[file];
         owners[file] = owner;
@@ -38,10 +39,10 @@ pub(in crate::trainer) fn owners(values: &[usize], ranks: usize) -> Vec<usize> {
     owners
 }
 
-/// What the first rank needs to end a checkpoint.
+/// The first rank's data for completing a checkpoint.
 type Whole = (Store, Outline);
 
-/// A checkpoint under way, the part of one of several ranks.
+/// One rank's part of a checkpoint of several ranks, in progress.
 #[derive(Debug)]
 pub(in crate::trainer) struct Owner {
     writer: JoinHandle<Result<Vec<FileEntry>>>,
@@ -49,8 +50,8 @@ pub(in crate::trainer) struct Owner {
 }
 
 impl Owner {
-    /// Begins one, in a folder that all ranks see, and gives what takes this rank's pieces. Every rank calls this; `whole` is the first one's. None where
-    /// nobody has a store.
+    /// Starts a checkpoint in a folder that all ranks see, and returns the channel for this rank's pieces. Every rank must call this;
+    /// `whole` is given on the first rank. `None` if that has no store.
     pub fn begin<B: Kernels>(
         (b, all): (&B, &dyn Comm<B>),
         (files, owners): (&Files, &[usize]),
@@ -82,12 +83,12 @@ impl Owner {
         Ok(Some((Self { writer, whole }, Pieces::new(pool, to))))
     }
 
-    /// Whether this rank's files are still being written.
+    /// Whether this rank is still writing its files.
     pub fn is_writing(&self) -> bool {
         !self.writer.is_finished()
     }
 
-    /// Waits for this rank's files, and tells the others of them; the first rank puts the checkpoint in its place. Every rank calls this.
+    /// Waits for this rank's files, and exchanges their hashes; the first rank completes the checkpoint. Every rank must call this.
     pub fn finish<B: Kernels>(self, b: &B, all: &dyn Comm<B>, keep: usize) -> Result<Option<PathBuf>> {
         let Self { writer, whole } = self;
         let written = writer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
@@ -102,12 +103,13 @@ impl Owner {
             Ok(path) => (Ok(Vec::new()), path),
             Err(error) => (Err(error), None),
         };
-        // No rank takes for saved what the first one could not put in its place.
+        // If the first rank could not complete the checkpoint, no rank may consider it saved.
         of_all_ranks(b, all, said)?;
         Ok(path)
     }
 
-    /// Waits for this rank's files, whatever has become of them. Ranks will not meet, so there is no checkpoint: the first one removes what is there.
+    /// Waits for this rank's writer and ignores its result. Ranks no longer communicate, so the first one removes the unfinished
+    /// checkpoint.
     pub fn abandon(self) {
         let _ = self.writer.join();
         if let Some((store, outline)) = self.whole {
@@ -116,7 +118,7 @@ impl Owner {
     }
 }
 
-/// Ends the checkpoint on the rank that has it whole: in its place, or with what is left of it removed.
+/// Completes the checkpoint on the first rank, or removes its files.
 fn end<B: Kernels>(
     all: &dyn Comm<B>,
     whole: Option<Whole>,
@@ -132,10 +134,10 @@ fn end<B: Kernels>(
     }
 }
 
-/// A file that a rank writes.
+/// A file that this rank writes.
 type OwnFile = (String, Vec<TensorSpec>);
 
-/// Hashes and writes what comes for these files.
+/// Hashes and writes the pieces of these files.
 fn write<B: Backend>(
     dir: &Path,
     rank: usize,
@@ -144,7 +146,7 @@ fn write<B: Backend>(
 ) -> Result<Vec<FileEntry>> {
     let mut next = || match pieces.recv() {
         Ok(piece) => piece,
-        // The training thread has failed: told there.
+        // The training thread has failed, which is reported there.
         Err(_) => Err(Error::checkpoint(dir, "was given up before all of its values had come")),
     };
     let mut written = |(name, tensors): &OwnFile| {
@@ -152,7 +154,7 @@ fn write<B: Backend>(
         write_file(dir, name, tensors, &mut next).map_err(|error| {
             let why = |why: &dyn std::fmt::Display| format!("rank {rank} could not write it: {why}");
             match error {
-                // Of the kind that it is: whose mistake it was depends on that.
+                // Keeps the kind of the error, which decides whether it is the user's.
                 Error::Io { path: at, source } => {
                     let why = if at == path {
                         why(&source)
@@ -168,7 +170,7 @@ fn write<B: Backend>(
     files.iter().map(&mut written).collect()
 }
 
-/// The error of what ranks tell each other of their files.
+/// The error of an unreadable list of another rank's files.
 fn misread(error: serde_json::Error) -> Error {
     CoreError::shape("save", "what a rank wrote", error, "names, lengths and checksums").into()
 }

@@ -1,4 +1,4 @@
-//! Pieces of a checkpoint on their way from the device to the disk, and the host's memory that they lie in.
+//! Pieces of a checkpoint in transit from device to disk, and their host memory.
 
 use crate::error::Result;
 use crate::fault::{Point, reach};
@@ -6,14 +6,14 @@ use nibble_core::Backend;
 use std::sync::mpsc::SyncSender;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-/// Pieces that are always allowed: one is filled, one is written, and one holds BF16 values on their way.
+/// Smallest number of pieces: one is being filled, one written, and one holds BF16 values in transit.
 const FEWEST: usize = 3;
 
-/// Host memory for pieces, kept from one checkpoint to the next: making it takes far longer than copying to it.
+/// Host memory for pieces, reused by later checkpoints: allocation takes far longer than a copy.
 #[derive(Debug)]
 pub(in crate::trainer) struct Pool<B: Backend> {
     b: B,
-    /// Values of a piece.
+    /// Values per piece.
     len: usize,
     state: Mutex<State<B>>,
     freed: Condvar,
@@ -23,38 +23,38 @@ pub(in crate::trainer) struct Pool<B: Backend> {
 struct State<B: Backend> {
     free: Vec<B::Host>,
     made: usize,
-    /// Pieces that may be made.
+    /// Largest number of pieces.
     limit: usize,
 }
 
 impl<B: Backend> Pool<B> {
-    /// For pieces of `len` values, one at least, of so many values in all: so many bytes at most, unless fewer pieces than are needed would fit.
+    /// A pool of pieces of `len` values (at least 1) for `values` values in all: at most `bytes` bytes, but at least `FEWEST` pieces.
     pub fn new(b: &B, len: usize, values: usize, bytes: usize) -> Self {
         let limit = (bytes / (size_of::<f32>() * len)).min(values.div_ceil(len)).max(FEWEST);
         let state = State { free: Vec::new(), made: 0, limit };
         Self { b: b.clone(), len, state: Mutex::new(state), freed: Condvar::new() }
     }
 
-    /// Values of a piece, at most.
+    /// Largest number of values of a piece.
     pub fn piece_values(&self) -> usize {
         self.len
     }
 
-    /// The most pieces that there will be.
+    /// Largest number of pieces.
     pub fn limit(&self) -> usize {
         self.state().limit
     }
 
-    /// Bytes of all pieces so far.
+    /// Bytes of all allocated pieces.
     #[cfg(test)]
     pub fn bytes(&self) -> usize {
         self.state().made * self.len * size_of::<f32>()
     }
 
-    /// Makes one more piece. False where there are enough.
+    /// Allocates one more piece. False if the limit is reached.
     ///
     /// # Errors
-    /// What the backend says of memory that the host cannot give.
+    /// The backend's error if the host has no memory.
     pub fn make(&self) -> Result<bool> {
         {
             let mut state = self.state();
@@ -63,7 +63,7 @@ impl<B: Backend> Pool<B> {
             }
             state.made += 1;
         }
-        // Not while others wait for the lock: it takes milliseconds.
+        // Without the lock: allocation takes milliseconds.
         let made = self.b.host_values(self.len).inspect_err(|_| {
             self.state().made -= 1;
             self.freed.notify_all();
@@ -72,17 +72,17 @@ impl<B: Backend> Pool<B> {
         Ok(true)
     }
 
-    /// No more pieces than there are, or than are needed: ends those who make them.
+    /// Lowers the limit to the pieces that exist or are required, which ends the allocating thread.
     pub fn close(&self) {
         let mut state = self.state();
-        // Whoever still copies goes on with so many.
+        // A copy in progress continues with these pieces.
         state.limit = state.made.max(FEWEST).min(state.limit);
     }
 
-    /// A free piece: a new one, or one that comes back.
+    /// A free piece: a new one, or one that is returned.
     ///
     /// # Errors
-    /// If not even one can be made.
+    /// If the host has no memory for the required pieces.
     fn take(self: &Arc<Self>) -> Result<Piece<B>> {
         loop {
             let mut state = self.state();
@@ -98,7 +98,7 @@ impl<B: Backend> Pool<B> {
                 if state.made < FEWEST {
                     return Err(error);
                 }
-                // The host has no more: those that there are must do.
+                // The host has no more memory: the existing pieces must suffice.
                 state.limit = state.made;
             }
         }
@@ -114,32 +114,32 @@ impl<B: Backend> Pool<B> {
     }
 }
 
-/// Some values, in memory that goes back to the pool.
+/// Some values, in memory that returns to the pool.
 #[derive(Debug)]
 pub(in crate::trainer) struct Piece<B: Backend> {
-    /// Some until it is dropped.
+    /// `Some` until dropped.
     values: Option<B::Host>,
     filled: usize,
     pool: Arc<Pool<B>>,
 }
 
 impl<B: Backend> Piece<B> {
-    /// One of the pool's.
+    /// Takes a piece from the pool.
     ///
     /// # Errors
-    /// If the host cannot give its memory.
+    /// If the host has no memory for it.
     pub fn of(pool: &Arc<Pool<B>>) -> Result<Self> {
         pool.take()
     }
 
-    /// All of its memory.
+    /// Its whole memory.
     pub fn room(&mut self) -> &mut [f32] {
         self.values.as_mut().map(AsMut::as_mut).unwrap_or_default()
     }
 }
 
 impl<B: Backend> AsRef<[f32]> for Piece<B> {
-    /// What has been filled in.
+    /// The filled part.
     fn as_ref(&self) -> &[f32] {
         self.values.as_ref().map(|values| &values.as_ref()[..self.filled]).unwrap_or_default()
     }
@@ -153,13 +153,13 @@ impl<B: Backend> Drop for Piece<B> {
     }
 }
 
-/// Sends pieces to who writes them.
+/// Sends pieces to the writer.
 pub(in crate::trainer) struct Pieces<B: Backend> {
     pool: Arc<Pool<B>>,
     to: SyncSender<Result<Piece<B>>>,
 }
 
-/// The writer has stopped; it tells why.
+/// The writer has stopped, and reports the reason itself.
 pub(in crate::trainer) struct Stopped;
 
 impl<B: Backend> Pieces<B> {
@@ -167,16 +167,16 @@ impl<B: Backend> Pieces<B> {
         Self { pool, to }
     }
 
-    /// Sends the error of a fault.
+    /// Sends the error of an injected fault.
     pub fn reach(&self, point: Point) -> std::result::Result<(), Stopped> {
         reach(point).map_err(|error| {
-            // If nobody listens, there is an error already.
+            // If nobody receives it, there is an error already.
             let _ = self.to.send(Err(error));
             Stopped
         })
     }
 
-    /// Sends the next piece, of so many values, no more than a piece has: `read` copies them.
+    /// Sends the next piece, with `values` values copied by `read`; at most the size of a piece.
     pub fn take_whole(
         &self,
         values: usize,
@@ -188,7 +188,7 @@ impl<B: Backend> Pieces<B> {
             Ok(piece)
         });
         let stopped = filled.is_err();
-        // If nobody listens, there is an error already.
+        // If nobody receives it, there is an error already.
         let sent = self.to.send(filled);
         if stopped || sent.is_err() { Err(Stopped) } else { Ok(()) }
     }
@@ -206,7 +206,7 @@ mod tests {
         let pieces: Vec<_> = (0..FEWEST).map(|_| Piece::of(&pool).unwrap()).collect();
         assert!(!pool.make().unwrap());
         let mut places: Vec<_> = pieces.iter().map(|p| p.values.as_ref().unwrap().as_ptr()).collect();
-        // One more waits for the first that comes back.
+        // One more waits for the first piece that is returned.
         let waiting = std::thread::spawn({
             let pool = pool.clone();
             move || Piece::of(&pool).unwrap()

@@ -1,4 +1,4 @@
-//! Saving: the checkpoints of a run, from where they begin to their place.
+//! The checkpoints of a run, from their start to their final place.
 
 use super::collect::bring;
 use super::files::{Files, Part, scale_sources, sources};
@@ -17,7 +17,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 impl<B: Kernels> Trainer<'_, B> {
-    /// Writes a checkpoint and waits until it is in its place. The rank that has the store returns its directory.
+    /// Writes a checkpoint and waits for its completion. The rank that has the store returns its directory.
     ///
     /// # Errors
     /// As [`Trainer::begin_save`] and [`Trainer::finish_save`].
@@ -26,14 +26,14 @@ impl<B: Kernels> Trainer<'_, B> {
         self.finish_save()
     }
 
-    /// Begins to write a checkpoint of the step whose record was read last: training may go on at once. Every rank calls this; the
-    /// first one has the store, and without it nothing is written. Waits for a checkpoint that is still under way, which [`Trainer::saved`]
-    /// does not tell of then.
+    /// Starts a checkpoint of the step whose record was read last: training may continue at once. Every rank must call this; the first one
+    /// has the store, without which nothing is written. Waits for a checkpoint still in progress, which [`Trainer::saved`] then does not
+    /// return.
     ///
     /// # Errors
-    /// If a step's record has not been read; those of the checkpoint before; from the backend and other ranks;
-    /// [`crate::Error::Checkpoint`] on a rank that does not see the store's folder. What goes wrong later [`Trainer::saved`] and
-    /// [`Trainer::finish_save`] tell.
+    /// If a step's record has not been read; those of the previous checkpoint; from the backend and other ranks;
+    /// [`crate::Error::Checkpoint`] on a rank that does not see the store's folder. [`Trainer::saved`] and [`Trainer::finish_save`] return
+    /// later errors.
     pub fn begin_save(&mut self, store: Option<&Store>) -> Result<()> {
         self.require_settled("save")?;
         self.finish_save()?;
@@ -53,7 +53,7 @@ impl<B: Kernels> Trainer<'_, B> {
         let Self { rank: RankState { context, model, buffers, .. }, saving, .. } = self;
         let read = || {
             let b = context.b;
-            // What wrote the weights is done, whatever it was.
+            // Waits for the work that wrote the weights.
             if let Some(buffers) = &*buffers {
                 b.finish_download(b.begin_download(&buffers.optimizer.control, 0..1)?)?;
             }
@@ -74,7 +74,7 @@ impl<B: Kernels> Trainer<'_, B> {
         saving.begin((store.clone(), outline, context.config.checkpoint.keep), files, read, &pool)
     }
 
-    /// [`Trainer::begin_save`] of several ranks.
+    /// [`Trainer::begin_save`] for several ranks.
     fn begin_owned(&mut self, files: &Files, store: Option<&Store>) -> Result<()> {
         let whole = store.map(|store| Ok((store.clone(), self.outline(files)?))).transpose();
         let pool = self.pool(files);
@@ -86,7 +86,7 @@ impl<B: Kernels> Trainer<'_, B> {
         let begun = Owner::begin((b, mesh.all), of_files, whole, (pool, context.config.checkpoint.keep))?;
         let Some((owner, pieces)) = begun else { return Ok(()) };
         saving.owner = Some(owner);
-        // Until the record of a step to come says otherwise.
+        // Until a later step's record says otherwise.
         any_told.writing = true;
         reach(Point::SaveBegins)?;
         reach(Point::CopyBegins)?;
@@ -101,18 +101,18 @@ impl<B: Kernels> Trainer<'_, B> {
         bring(b, mesh, (&model.params(), &scales), of_files, (piece, pieces))
     }
 
-    /// The directory of a checkpoint that has got into its place since this was last asked. Does not wait. Several ranks put it there
-    /// together: once the record of a step, which all of them read, says that none was writing any more when it issued the step. So every
-    /// rank calls this after the same step.
+    /// The directory of a checkpoint that was completed since the last call. Does not block. Several ranks complete it together, once a
+    /// step's record, which all of them read, says that none was still writing when the step was issued. So every rank must call this after
+    /// the same step.
     ///
     /// # Errors
-    /// What went wrong with it: [`crate::Error::Io`] if it could not be written, errors of the backend. Of several ranks, where a file could not
-    /// be written, the error there names it and its rank, and [`nibble_core::Error::Comm`] on the others.
+    /// [`crate::Error::Io`] if the checkpoint could not be written; errors of the backend. With several ranks, if a file could not be
+    /// written, the error on its rank names file and rank, and the others get [`nibble_core::Error::Comm`].
     pub fn saved(&mut self) -> Result<Option<PathBuf>> {
         if self.saving.is_done(self.any_told.writing) { self.finish_save() } else { Ok(None) }
     }
 
-    /// As [`Trainer::saved`], waiting for the checkpoint under way, if there is one.
+    /// As [`Trainer::saved`], but waits for the checkpoint in progress, if there is one.
     ///
     /// # Errors
     /// As [`Trainer::saved`].
@@ -120,7 +120,7 @@ impl<B: Kernels> Trainer<'_, B> {
         self.saving.finish(&self.rank.context)
     }
 
-    /// Makes the host's memory for checkpoints to come, beside what is done meanwhile: a first checkpoint need not wait for it.
+    /// Allocates host memory for later checkpoints in the background, so that the first one need not wait for it.
     ///
     /// # Errors
     /// [`nibble_core::Error::Device`] if no thread can be started.
@@ -133,7 +133,7 @@ impl<B: Kernels> Trainer<'_, B> {
         self.saving.fill(pool)
     }
 
-    /// What the files of tensors hold. Buffers have been made.
+    /// The contents of the files of tensors. The step's buffers must exist.
     fn files(&mut self) -> Files {
         let named = self.rank.model.named_tensors();
         let delayed = self.rank.buffers.as_ref().and_then(|buffers| buffers.delayed());
@@ -148,7 +148,7 @@ impl<B: Kernels> Trainer<'_, B> {
         Files { kinds, most_bytes }
     }
 
-    /// All that a checkpoint holds but the values of these files.
+    /// The contents of a checkpoint except the values of these files.
     fn outline(&self, files: &Files) -> Result<Outline> {
         let [model, optim, scales] =
             files.kinds.each_ref().map(|kind| kind.iter().map(|source| source.spec.clone()).collect());
@@ -158,7 +158,7 @@ impl<B: Kernels> Trainer<'_, B> {
         Ok(Outline { model, optim, scales, file_bytes, config_json, tokenizer, position })
     }
 
-    /// This rank's share of the host's memory, which all ranks of the host divide evenly.
+    /// This rank's pool, with an equal share of the host memory for checkpoints.
     fn pool(&mut self, files: &Files) -> Arc<Pool<B>> {
         let (all, values) = (self.rank.context.mesh.all, files.values());
         let host_bytes = self.rank.context.config.checkpoint.host_gib.saturating_mul(1 << 30);
@@ -170,7 +170,7 @@ impl<B: Kernels> Trainer<'_, B> {
         self.saving.pool.get_or_insert_with(make).clone()
     }
 
-    /// Where the run stands.
+    /// The position of the run.
     pub fn position(&self) -> Result<Position> {
         let context = &self.rank.context;
         let (step, config, recipe) = (context.step, &context.config, context.plans.recipe());
@@ -188,7 +188,7 @@ impl<B: Kernels> Trainer<'_, B> {
         })
     }
 
-    /// The model's sizes as its family names them.
+    /// The model's `config.json` in its family.
     pub fn config_json(&self) -> String {
         let config = &self.rank.context.config;
         let json = config_json(self.rank.model.family, &config.model, config.positions());
@@ -203,7 +203,7 @@ mod tests {
     use nibble_core::Comm;
     use nibble_cpu::{Cpu, HostComm};
 
-    /// A model of more than ten pieces of 8 MiB, and of the host's memory what is always allowed.
+    /// A model of more than ten pieces of 8 MiB, and the smallest possible pool of host memory.
     #[test]
     fn what_waits_for_a_ranks_writer_is_no_more_than_its_share() {
         let sets = ["model.d_model=512", "model.vocab_size=16384", "checkpoint.host_gib=0", "run.ranks=2"];

@@ -1,6 +1,6 @@
-//! What every rank must have alike: data (by SHA-256), tasks, recipe, and every setting but where a rank finds things and what it
-//! computes with. Ranks that are processes have each read their own. A difference is refused by name, on all ranks, before the first
-//! step.
+//! The inputs that must be equal on every rank: data (by SHA-256), tasks, recipe, and all settings except where a rank finds things and
+//! what it computes with. Ranks that are processes have each read their own. A difference is refused by name, on all ranks, before the
+//! first step.
 
 use crate::config::Config;
 use crate::data::Dataset;
@@ -10,11 +10,11 @@ use nibble_core::{Comm, Kernels, Recipe};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Settings that each rank may have for itself: where it finds things, and what it computes with. That data and tasks are the same their SHA-256 says.
+/// Settings that may differ between ranks: where a rank finds things, and what it computes with. SHA-256 hashes compare data and tasks.
 const OWN: [&str; 7] =
     ["data.source", "data.mixture", "data.cache_dir", "eval.tasks", "run.dir", "run.device", "run.threads"];
 
-/// What a rank has.
+/// The inputs of a rank.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 struct Inputs {
     data_sha256: String,
@@ -22,10 +22,11 @@ struct Inputs {
     recipe: String,
 }
 
-/// Checks that all ranks train one model, on the same data, under the same recipe, and evaluate the same tasks. Every rank calls this, and all get the same answer.
+/// Checks that all ranks train one model, on the same data, with the same recipe, and evaluate the same tasks. Every rank must call this,
+/// and all get the same answer.
 ///
 /// # Errors
-/// [`Error::Config`] that names the first rank which differs from rank 0, and in what; from the backend and other ranks.
+/// [`Error::Config`] naming the first rank that differs from rank 0, and the difference; from the backend and other ranks.
 pub(in crate::trainer) fn require_alike<B: Kernels>(
     b: &B,
     comm: &dyn Comm<B>,
@@ -48,13 +49,13 @@ pub(in crate::trainer) fn require_alike<B: Kernels>(
     let others = all.iter().enumerate().skip(1);
     let found = others.into_iter().try_for_each(|(rank, inputs)| inputs.require_same_as(&all[0], rank));
     if found.is_err() {
-        // No rank ends before all know why: else the others would end with an echo. One that ends while this one waits knows it.
+        // No rank ends before all know the reason: otherwise the others would report a follow-up error. A rank that waits here knows it.
         let _ = comm.barrier();
     }
     found
 }
 
-/// The error of what ranks tell each other of their inputs: one of them is another program.
+/// The error of unreadable inputs of a rank, which runs another version of the program.
 fn misread(error: serde_json::Error) -> Error {
     let why = format!(
         "what a rank says of its data, configuration and recipe cannot be read ({error}): start the same program on all ranks"

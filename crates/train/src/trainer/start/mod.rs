@@ -1,4 +1,4 @@
-//! Where a run begins: anew, with other weights, or where another ended; its folder; what its ranks must have alike.
+//! The start of a run: new, from existing weights, or resumed; its folder; the inputs that its ranks must have in common.
 
 pub(super) mod alike;
 pub(super) mod origin;

@@ -1,5 +1,5 @@
-//! Where a run begins: from nothing, or from the newest whole checkpoint of its directory. The first rank looks for that and
-//! compares its files with their checksums; the others are told which it is.
+//! The start of a run: new, or resumed from the newest complete checkpoint of its directory. The first rank finds that checkpoint and
+//! verifies its checksums; the others are told which one it is.
 
 use super::run_dir::{METRICS_FILE, PICTURE_FILE, has_begun, stored_config};
 use crate::checkpoint::{Checkpoint, Store, latest_valid};
@@ -14,27 +14,27 @@ use nibble_core::{Comm, Kernels, Recipe};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
-/// Where a run begins, and under what.
+/// The start of a run, with its configuration and recipe.
 #[derive(Debug)]
 pub(in crate::trainer) struct Origin {
-    /// The run's checkpoints, open for writing: on the first rank, of a run that has begun before.
+    /// The run's checkpoints, opened for writing: on the first rank, for a run that has begun before.
     pub store: Option<Store>,
-    /// The checkpoint to go on from; none at the beginning.
+    /// The checkpoint to resume from; `None` at the beginning.
     pub checkpoint: Option<Checkpoint>,
-    /// What is asked for, with what was decided when the run began.
+    /// The requested configuration, completed by the run's decisions at its beginning.
     pub config: Config,
-    /// A run goes on under the recipe that it began with, whatever has become of the file.
+    /// A resumed run keeps its recipe, whatever has become of the recipe's file.
     pub recipe: Recipe,
-    /// Those of a run that goes on: they are what it was trained on.
+    /// The data of a resumed run, which are those that it was trained on.
     pub data: Option<Dataset>,
 }
 
 impl Origin {
-    /// Finds it. What the user asks for is compared with what the checkpoint holds before anything else is asked of the run.
+    /// Finds the start of a run. The requested configuration is compared with the checkpoint's before anything else.
     ///
     /// # Errors
     /// For a recipe that cannot be read, a directory without a run, a run whose checkpoints are all damaged, and a configuration that
-    /// is not that of the run.
+    /// differs from the run's.
     pub fn find<B: Kernels>(
         b: &B,
         comm: &dyn Comm<B>,
@@ -47,7 +47,7 @@ impl Origin {
             false => (None, None),
         };
         let Some(checkpoint) = checkpoint else {
-            // It has begun, and has no checkpoint yet. What another rank writes there meanwhile is the same.
+            // The run has begun and has no checkpoint yet. If another rank rewrites the file meanwhile, it writes the same.
             let earlier = resume.then(|| stored_config(Path::new(&config.run.dir), &[])).transpose()?;
             let asked = earlier.map_or_else(|| config.clone(), |(earlier, _)| config.going_on_from(&earlier));
             asked.validate_on(b.kind())?;
@@ -69,7 +69,7 @@ impl Origin {
         Ok(Self { store, checkpoint: Some(checkpoint), config, recipe, data: Some(data) })
     }
 
-    /// Breaks with what there is to say of a run that is done: every step, and the held-out loss after the last one.
+    /// Breaks with the summary of a finished run, which has done every step and the final evaluation.
     ///
     /// # Errors
     /// If its metrics cannot be read; from other ranks.
@@ -107,13 +107,13 @@ impl Origin {
             checkpoint: Some(checkpoint.path().to_owned()),
             picture: Some(dir.join(PICTURE_FILE)).filter(|picture| picture.exists()),
             dir,
-            // No weights are loaded.
+            // No weights are loaded, so there is no hash.
             digest: None,
         })))
     }
 }
 
-/// What a run begins with, of which the first rank tells what was decided here.
+/// The configuration of a new run; the first rank reports decisions made here.
 fn begun<B: Kernels>(
     b: &B,
     comm: &dyn Comm<B>,
@@ -138,7 +138,7 @@ fn begun<B: Kernels>(
     begun
 }
 
-/// What of a run that goes on is otherwise from here on.
+/// Notes about changes of a resumed run.
 fn changes_to_tell(now: &TrainConfig, then: &TrainConfig) -> Vec<String> {
     let mut changes = Vec::new();
     if now.steps > then.steps {
@@ -164,7 +164,7 @@ fn changes_to_tell(now: &TrainConfig, then: &TrainConfig) -> Vec<String> {
     changes
 }
 
-/// The checkpoints of a run that has begun, open on the first rank, and the newest whole one, on every rank.
+/// The checkpoints of a run that has begun, opened on the first rank, and the newest complete one, on every rank.
 fn chosen<B: Kernels>(
     b: &B,
     comm: &dyn Comm<B>,
@@ -175,7 +175,7 @@ fn chosen<B: Kernels>(
     let (mut store, mut found) = (None, None);
     if first {
         if has_begun(dir) {
-            // What a killed writer had moved aside is put back.
+            // Restores a checkpoint that a killed writer had moved aside.
             store = Some(Store::open(dir)?);
         }
         found = latest(config, observer)?;
@@ -193,13 +193,13 @@ fn chosen<B: Kernels>(
     Ok((store, found))
 }
 
-/// The newest whole checkpoint of the run; none where it has begun and has had none yet.
+/// The newest complete checkpoint of the run; `None` if it has begun and has no checkpoint yet.
 fn latest(config: &Config, observer: &mut dyn Observer) -> Result<Option<Checkpoint>> {
     let dir = PathBuf::from(&config.run.dir);
     let latest = latest_valid(&dir)?;
     latest.rejected.iter().for_each(|r| observer.rejected(&r.path, &r.why));
     if latest.checkpoint.is_none() {
-        // To begin again would overwrite what may yet be mended.
+        // A new beginning would overwrite checkpoints that might still be repaired.
         if !latest.rejected.is_empty() {
             return Err(Error::checkpoint(&dir, "every checkpoint is damaged; nothing was changed"));
         }
@@ -211,8 +211,8 @@ fn latest(config: &Config, observer: &mut dyn Observer) -> Result<Option<Checkpo
     Ok(latest.checkpoint)
 }
 
-/// Checks that a configuration is that of the run to be resumed; of what decides the numbers only `train.steps` may differ, by being
-/// more, `train.combine`, and `train.expert_shards` where no history of scales is of parts of experts. `recipe` is the run's own.
+/// Checks that a configuration is that of the run to be resumed. Of the settings that decide its numbers, only these may differ: a larger
+/// `train.steps`, `train.combine`, and `train.expert_shards` unless delayed scales are kept per shard. `recipe` is the run's own.
 fn require_same(
     config: &Config,
     earlier: &Config,
@@ -228,7 +228,7 @@ fn require_same(
             .push(format!("train.expert_shards: {before} → {parts}, of which scales of earlier steps are"));
     }
     let (then, now) = (&position.data_sha256, &data.sha256());
-    // Another path of the same content changes nothing.
+    // Another path with the same content changes nothing.
     if then == now {
         changes
             .retain(|change| !["data.source: ", "data.mixture: "].iter().any(|key| change.starts_with(key)));
@@ -257,7 +257,7 @@ fn is_of_tokenizer(change: &str) -> bool {
     change.starts_with("data.tokenizer: ")
 }
 
-/// Checks that nothing has changed since what is stored here.
+/// Checks that there are no changes since the configuration was stored.
 fn require_none(changes: &[String], stored: &Path) -> Result<()> {
     if changes.is_empty() {
         return Ok(());
@@ -267,7 +267,7 @@ fn require_none(changes: &[String], stored: &Path) -> Result<()> {
     Err(Error::config("configuration", why))
 }
 
-/// Checks that a run without checkpoints has not come far enough to have had one, or to be wanted without any.
+/// Checks that a run without checkpoints has done too few steps for a checkpoint, or for a restart to lose much.
 fn require_nothing_to_lose(dir: &Path, every: u64) -> Result<()> {
     if !has_begun(dir) {
         let why = format!("no run has begun in {}: there is nothing to go on from", dir.display());
@@ -275,7 +275,7 @@ fn require_nothing_to_lose(dir: &Path, every: u64) -> Result<()> {
     }
     let metrics = read_metrics(&dir.join(METRICS_FILE))?.metrics;
     let steps = metrics.iter().map(|m| m.step).max().unwrap_or(0);
-    // One may be on its way to the disk while the steps up to the next are done.
+    // A checkpoint may still be in progress during the steps up to the next one.
     if steps > 2 * every {
         let dir = dir.display();
         let why = format!(

@@ -1,4 +1,4 @@
-//! The files of a run, which its first rank alone has.
+//! The files of a run, which only its first rank writes.
 
 use super::run_dir::{
     COMPANIONS_DIR, CONFIG_FILE, LAYERS_FILE, METRICS_FILE, PICTURE_FILE, RANKS_FILE, RECIPE_FILE, claim,
@@ -18,23 +18,23 @@ use crate::trainer::options::{Observer, Options};
 use nibble_core::Recipe;
 use std::path::{Path, PathBuf};
 
-/// Checkpoints, metrics and picture, open for writing.
+/// Checkpoints, metrics and plot, opened for writing.
 pub(in crate::trainer) struct Outputs {
     pub dir: PathBuf,
     pub store: Store,
     log: MetricsLog,
     layers: StepLog<LayerMetrics>,
-    /// Of several ranks.
+    /// With several ranks.
     ranks: Option<StepLog<RankTimes>>,
     events: EventLog,
     curve: LossCurve,
-    /// The last step whose held-out loss an earlier process has left.
+    /// The last step whose held-out loss an earlier process has written.
     held_out: Option<u64>,
 }
 
 impl Outputs {
-    /// Continues the files of the run whose store this is; without one, finds a new run its directory, which this configuration
-    /// names from then on, and begins them. The picture begins with the losses that a resumed run already has.
+    /// Continues the files of the run with this store; without a store, claims a directory for a new run, puts it into the configuration,
+    /// and creates the files. The plot starts with the earlier losses of a resumed run.
     pub fn open(
         (config, recipe): (&mut Config, &Recipe),
         store: Option<Store>,
@@ -53,7 +53,7 @@ impl Outputs {
             let path = dir.join(name);
             write_whole(&path, text).map_err(Error::io(&path))
         };
-        // The first of all files: with it the run has begun.
+        // The first of all files: once it exists, the run has begun.
         write(CONFIG_FILE, config.resolved_toml()?)?;
         reach(Point::Configured)?;
         write(RECIPE_FILE, recipe.to_toml())?;
@@ -63,7 +63,7 @@ impl Outputs {
         reach(Point::RunOpened)?;
         let log = MetricsLog::open(&dir.join(METRICS_FILE), step)?;
         let layers = StepLog::open(&dir.join(LAYERS_FILE), step)?;
-        // Lines of steps that one rank does again are those of nobody.
+        // A resumed single rank truncates this file too: later lines would belong to no step.
         let times = dir.join(RANKS_FILE);
         let ranks =
             if config.run.ranks > 1 || times.exists() { Some(StepLog::open(&times, step)?) } else { None };
@@ -77,7 +77,7 @@ impl Outputs {
         Ok(Self { dir, store, log, layers, ranks, events, curve, held_out })
     }
 
-    /// Whether an earlier process has left the held-out loss of this step.
+    /// Whether an earlier process has written the held-out loss of this step.
     pub fn has_held_out(&self, step: u64) -> bool {
         self.held_out == Some(step)
     }
@@ -96,7 +96,7 @@ impl Outputs {
         self.ranks.as_mut().map_or(Ok(()), |ranks| ranks.write(times))
     }
 
-    /// Draws the losses so far, if there are any.
+    /// Plots the losses so far, if there are any.
     pub fn draw(&self) -> Result<Option<PathBuf>> {
         if self.curve.train.is_empty() && self.curve.valid.is_empty() {
             return Ok(None);
@@ -107,7 +107,7 @@ impl Outputs {
     }
 }
 
-/// Copies what lies beside the weights that the run begins with, and the files of a tokenizer that is named.
+/// Copies the companion files of the run's initial weights, and the files of a named tokenizer.
 fn keep_companions(config: &Config, to: &Path) -> Result<()> {
     let from = companions_of(Path::new(&config.train.init_from));
     if config.data.tokenizer.is_empty() {
@@ -115,7 +115,7 @@ fn keep_companions(config: &Config, to: &Path) -> Result<()> {
             return Ok(());
         }
         copy_companions(&from, to)?;
-        // A run on bytes has no file of its tokens but in its checkpoints, and a checkpoint may lie by itself.
+        // A run on bytes has tokenizer files only in its checkpoints, and the checkpoint may be in a folder of its own.
         if config.is_synthetic() || to.join(TOKENIZER_FILE).exists() {
             return Ok(());
         }
@@ -125,14 +125,14 @@ fn keep_companions(config: &Config, to: &Path) -> Result<()> {
     for (name, text) in tokenizer.files() {
         write_whole(&to.join(name), text).map_err(Error::io(to))?;
     }
-    // The rest is of the tokenizer that the weights came with.
+    // The other files belong to the tokenizer that came with the weights.
     match config.train.init_from.as_str() {
         "" => Ok(()),
         _ => copy_generation(&from, to),
     }
 }
 
-/// What stands over the picture of a run.
+/// The heading of a run's plot.
 #[must_use]
 pub fn heading(dir: &Path, recipe: &str) -> String {
     format!("{} · {recipe}", dir.display())

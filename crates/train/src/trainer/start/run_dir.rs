@@ -1,18 +1,18 @@
-//! Which directory a run writes to, and what it writes there. A new run replaces no file of another run, or of a person. A run has begun
-//! once `config.toml` has its name, under the lock of `checkpoints/.lock`; one that ended before that leaves its directory free.
+//! The directory of a run and its files. A new run replaces no file of another run or of a person. A run has begun once `config.toml`
+//! exists, under the lock of `checkpoints/.lock`; a run that ended before that leaves its directory free.
 //!
 //! | file | written | read by |
 //! |---|---|---|
 //! | `config.toml` | when the run begins or resumes: every key | `train --resume`, `plot`, `report` |
-//! | `recipe.toml` | when the run begins or resumes: the recipe in full | `plot`, `report`; a resumed run takes its checkpoint's recipe |
+//! | `recipe.toml` | when the run begins or resumes: the full recipe | `plot`, `report`; a resumed run takes its checkpoint's recipe |
 //! | `metrics.jsonl` | a line per step, and one per evaluation | `plot`, `report` |
-//! | `ranks.jsonl` | of several ranks, a line per step: seconds of each rank, and those in which it waited | people |
-//! | `ranks/` | of several ranks, a log of each but the first | people |
-//! | `layers.jsonl` | for some steps, and one that fails: rows of every expert, blocks of every site | `report` |
+//! | `ranks.jsonl` | with several ranks, a line per step: seconds of each rank, and the seconds it waited | people |
+//! | `ranks/` | with several ranks, a log of each except the first | people |
+//! | `layers.jsonl` | for some steps, and for a failed one: rows of every expert, blocks of every site | `report` |
 //! | `loss.svg`, `memory.txt`, TensorBoard events | at each evaluation; at the beginning; each step | people |
 //! | `train.log` | every setting, and the lines of the console | people |
 //! | `processes.jsonl` | when a process begins to work on the run: date, machine, version | `report` |
-//! | `checkpoints/` | whole or not at all | `train --resume`, `eval`, `generate` |
+//! | `checkpoints/` | each complete or absent | `train --resume`, `eval`, `generate` |
 //!
 //! A run that resumes from an earlier step truncates `metrics.jsonl`, `ranks.jsonl` and `layers.jsonl` to that step. The report computes
 //! nothing that a run did not record, with two exceptions: it rehearses the list of saved tensors from shapes, and runs the watchdog over
@@ -27,29 +27,29 @@ pub use crate::pretrained::COMPANIONS_DIR;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-/// The configuration of a run, every key.
+/// The configuration of a run, with every key.
 pub const CONFIG_FILE: &str = "config.toml";
-/// The recipe in full, as the run began with it.
+/// The full recipe of the run.
 pub const RECIPE_FILE: &str = "recipe.toml";
-/// A line for each step.
+/// One line per step.
 pub const METRICS_FILE: &str = "metrics.jsonl";
-/// For some steps a line that goes layer by layer.
+/// Layer metrics of some steps, one line each.
 pub const LAYERS_FILE: &str = "layers.jsonl";
-/// What each step took each rank, of several.
+/// Times of each of several ranks, one line per step.
 pub const RANKS_FILE: &str = "ranks.jsonl";
-/// A folder with a log of each rank but the first.
+/// A folder with a log of each rank except the first.
 pub const RANKS_DIR: &str = "ranks";
-/// The picture of the losses.
+/// The plot of the losses.
 pub const PICTURE_FILE: &str = "loss.svg";
 
-/// What memory the run takes, for people.
+/// The run's predicted memory, for people.
 pub const MEMORY_FILE: &str = "memory.txt";
-/// A line for each process that has worked on the run: when it began, after which step, and on what.
+/// One line for each process that has worked on the run: its start time, the step, and the machine.
 pub const PROCESSES_FILE: &str = "processes.jsonl";
-/// Every setting, and the lines that the console was told.
+/// Every setting, and the lines of the console.
 pub const LOG_FILE: &str = "train.log";
 
-/// What a run writes into its directory, beside events and checkpoints.
+/// Files that a run writes into its directory, in addition to events and checkpoints.
 const FILES: [&str; 9] = [
     CONFIG_FILE,
     RECIPE_FILE,
@@ -62,31 +62,30 @@ const FILES: [&str; 9] = [
     LOG_FILE,
 ];
 
-/// Whether a run has begun in a directory: it has its configuration there. One that ended before has left nothing but a lock, which
-/// the next one takes.
+/// Whether a run has begun in a directory: its configuration exists there. A run that ended earlier has left only a lock, which the next
+/// run takes.
 #[must_use]
 pub fn has_begun(dir: &Path) -> bool {
     Store::is_in(dir) && dir.join(CONFIG_FILE).exists() || has_checkpoints(dir)
 }
 
-/// Keys that every run's stored configuration has, whatever the program that wrote it: one in each of its tables, those of old and
-/// the last ones that are written among them.
+/// Keys of every stored configuration, whatever version wrote it: one in each table, including old keys and the last ones written.
 const STORED_KEYS: &str = "\
     recipe model.d_model model.layers data.source train.steps train.lr eval.every checkpoint.every \
     run.dir";
 
-/// The configuration of the run in a directory, changed by `overrides`, and what to tell if it is not from its file: where that is missing
-/// or no run's, the newest whole checkpoint has it too.
+/// The configuration of the run in a directory, changed by `overrides`, with a note if it does not come from its file: if the file is
+/// missing or invalid, the newest complete checkpoint has a copy.
 ///
 /// # Errors
-/// [`Error::Config`] naming the file, where neither holds it; as [`Config::from_text`].
+/// [`Error::Config`] naming the file, if neither has it; as [`Config::from_text`].
 pub fn stored_config(dir: &Path, overrides: &[String]) -> Result<(Config, Option<String>)> {
     let file = dir.join(CONFIG_FILE);
     let why = match read_text(&file) {
         Err(e) => e.to_string(),
         Ok(text) => match first_missing(&text) {
             None => {
-                // A run of an earlier program may have it in its checkpoints alone.
+                // A run of an earlier version may have its tokenizer only in its checkpoints.
                 let kept = [vec![dir.join(COMPANIONS_DIR)], checkpoint_folders(dir)?].concat();
                 return Ok((Config::stored_beside(&text, &file, overrides, kept)?, None));
             }
@@ -103,7 +102,7 @@ pub fn stored_config(dir: &Path, overrides: &[String]) -> Result<(Config, Option
     Ok((config, Some(format!("{why}; the configuration is that of {}", checkpoint.path().display()))))
 }
 
-/// What a text lacks to be the configuration that a run has stored, if anything.
+/// What a text lacks to be a run's stored configuration, if anything.
 fn first_missing(text: &str) -> Option<String> {
     let table: toml::Value = match toml::from_str::<toml::Table>(text) {
         Ok(table) => table.into(),
@@ -113,8 +112,8 @@ fn first_missing(text: &str) -> Option<String> {
     STORED_KEYS.split(' ').find(|key| !has(key)).map(|key| format!("it has no `{key}`"))
 }
 
-/// Whether a run that has begun writes this file, or will: it is called so in the run's directory, or lies below its checkpoints. Of a
-/// path without links.
+/// Whether a run that has begun writes this file, or will: by its name in the run's directory, or since it is below the run's checkpoints.
+/// The path must not contain links.
 #[must_use]
 pub fn is_of_a_run(path: &Path) -> bool {
     let Some(name) = path.file_name().map(|name| name.to_string_lossy()) else { return false };
@@ -132,7 +131,7 @@ pub fn is_of_a_run(path: &Path) -> bool {
 /// Checks that a new run would replace nothing in a directory that the user named.
 ///
 /// # Errors
-/// [`Error::Config`] of `run.dir` that says what is there.
+/// [`Error::Config`] for `run.dir`, naming the existing file.
 pub fn require_free(dir: &Path) -> Result<()> {
     let Some(taken) = taken(dir) else { return Ok(()) };
     let why = match has_begun(dir) {
@@ -150,11 +149,11 @@ pub fn require_free(dir: &Path) -> Result<()> {
     Err(Error::config("run.dir", why))
 }
 
-/// The directory of the run that a configuration continues: `run.dir` if the user has named it, or else the latest of the runs that have
-/// begun there and under its numbers, of which the configuration must be such a run's if there are several.
+/// The directory of the run that a configuration resumes: `run.dir` if the user has named it; otherwise, among the runs that have begun
+/// there and in its numbered siblings, the only one, or the latest with this configuration.
 ///
 /// # Errors
-/// If the directories cannot be listed; [`Error::Config`] that names them where there are several, and the configuration is none of theirs.
+/// If the directories cannot be listed; [`Error::Config`] naming them if there are several runs, and none has this configuration.
 pub fn latest(config: &Config, named_by_user: bool) -> Result<PathBuf> {
     let dir = PathBuf::from(&config.run.dir);
     if named_by_user {
@@ -168,7 +167,7 @@ pub fn latest(config: &Config, named_by_user: bool) -> Result<PathBuf> {
     };
     let mut of_newest = None;
     for run in runs.iter().rev() {
-        // One whose configuration cannot be read is not meant by another's name.
+        // A run with an unreadable configuration does not match.
         let changes = stored_config(run, &[]).and_then(|(stored, _)| config.changes_to_refuse(&stored));
         let changes = changes.unwrap_or_else(|e| vec![e.to_string()]);
         if changes.is_empty() {
@@ -187,7 +186,7 @@ pub fn latest(config: &Config, named_by_user: bool) -> Result<PathBuf> {
     Err(Error::config("configuration", why))
 }
 
-/// The runs that have begun in a directory and in those of its name with a number, the earliest first.
+/// The runs that have begun in a directory and in its numbered siblings, the earliest first.
 fn begun(dir: &Path) -> Result<Vec<PathBuf>> {
     let parent = dir.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let Some(name) = dir.file_name().map(|n| n.to_string_lossy()) else { return Ok(Vec::new()) };
@@ -207,8 +206,8 @@ fn begun(dir: &Path) -> Result<Vec<PathBuf>> {
     Ok(own.into_iter().chain(numbers.into_iter().map(|n| numbered(dir, n))).collect())
 }
 
-/// Takes a directory for a new run: this one, or if the user has not named it the next free number. Of two processes that want
-/// the same one, one gets it.
+/// Claims a directory for a new run: this one, or the next free number if the user has not named it. If two processes want the same
+/// directory, one gets it.
 ///
 /// # Errors
 /// As [`require_free`]; [`Error::Io`].
@@ -219,7 +218,7 @@ pub(in crate::trainer) fn claim(dir: &Path, named_by_user: bool) -> Result<(Path
     let all = std::iter::once(dir.to_owned()).chain((2u32..).map(|n| numbered(dir, n)));
     for candidate in all.filter(|dir| taken(dir).is_none()) {
         match Store::try_open(&candidate)? {
-            // Unless another process has had it, and begun, since this one looked.
+            // Unless another process has begun a run there in the meantime.
             Some(store) if taken(&candidate).is_none() => {
                 reach(Point::Claimed)?;
                 return Ok((candidate, store));
@@ -260,13 +259,13 @@ mod tests {
         };
         assert_eq!(latest(&config, false).unwrap(), dir);
         assert!(!has_begun(&dir));
-        // Neither has a run begun where one ended before it had a file.
+        // A run that ended before it wrote a file has not begun.
         drop(claim(&dir, false).unwrap());
         assert!(!has_begun(&dir));
         assert_eq!(claimed(&dir), dir);
         assert!(has_begun(&dir));
         assert_eq!(claimed(&dir), at("tiny-2"));
-        // What is left of a run whose checkpoints were removed.
+        // Remains of a run whose checkpoints were removed.
         std::fs::create_dir(at("tiny-3")).unwrap();
         std::fs::write(at("tiny-3/metrics.jsonl"), "").unwrap();
         assert_eq!(claimed(&dir), at("tiny-4"));
@@ -277,7 +276,7 @@ mod tests {
         std::fs::create_dir(at("tiny-11")).unwrap();
         assert_eq!(latest(&config, false).unwrap(), at("tiny-10"));
         assert_eq!(latest(&config, true).unwrap(), dir);
-        // Those of another configuration are not meant; more steps are the same one.
+        // Runs of another configuration do not match; more steps are allowed.
         let mut other = config.clone();
         other.train.lr *= 2.0;
         std::fs::write(at("tiny-10/config.toml"), other.resolved_toml().unwrap()).unwrap();
@@ -296,7 +295,7 @@ mod tests {
         let whole = Config::default().resolved_toml().unwrap();
         std::fs::write(&file, &whole).unwrap();
         assert!(stored_config(dir.path(), &[]).unwrap().1.is_none());
-        // Cut after any of its lines, it is no run's: the last table is that of `run`, whose first key is the directory.
+        // Cut after any line, it is invalid: the last table is `run`, whose first key is the directory.
         let needed = whole.find("[run]").unwrap();
         for (cut, _) in whole.match_indices('\n').filter(|(at, _)| *at < needed).chain([(0, "")]) {
             std::fs::write(&file, &whole[..cut]).unwrap();
@@ -348,7 +347,7 @@ mod tests {
     fn of_many_that_want_one_directory_each_gets_its_own() {
         let root = tempfile::tempdir().unwrap();
         let dir = root.path().join("tiny");
-        // It has a lock already, of a run that ended before it began.
+        // It has a lock of a run that ended before it began.
         drop(claim(&dir, false).unwrap());
         let claims: Vec<(PathBuf, Store)> = std::thread::scope(|scope| {
             let threads: Vec<_> = (0..8).map(|_| scope.spawn(|| claim(&dir, false).unwrap())).collect();
