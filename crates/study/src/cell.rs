@@ -86,7 +86,9 @@ impl Cell {
             Kind::Run => "run".into(),
             Kind::Floor { repeat } => format!("floor {repeat}"),
             Kind::Trunk => format!("trunk of {} steps", self.steps),
-            Kind::Branch { trunk, schedule, .. } => format!("branch of {trunk}, schedule {}", schedule.name()),
+            Kind::Branch { trunk, schedule, .. } => {
+                format!("branch of {trunk}, schedule {}", schedule.name())
+            }
         }
     }
 
@@ -174,9 +176,9 @@ impl Study {
 
 /// A name as it stands in an id: a file's stem, lower case, of at most 40 letters, digits, hyphens and underscores.
 fn short(name: &str) -> String {
-    let stem = name.strip_suffix(".toml").map_or(name, |path| {
-        Path::new(path).file_name().and_then(|stem| stem.to_str()).unwrap_or(path)
-    });
+    let stem = name
+        .strip_suffix(".toml")
+        .map_or(name, |path| Path::new(path).file_name().and_then(|stem| stem.to_str()).unwrap_or(path));
     let letter = |c: char| if c.is_ascii_alphanumeric() || c == '_' { c.to_ascii_lowercase() } else { '-' };
     stem.chars().take(40).map(letter).collect()
 }

@@ -50,11 +50,11 @@ pub use curve::{Curve, MOST_POINTS, diverged_at, last_tenth};
 pub use error::{Error, Result};
 pub use holder::Holder;
 pub use output::{csv, html, json, markdown};
-pub use plan::{Cost, From, Plan, Spread};
+pub use plan::{Basis, Cost, Plan, Spread};
 pub use queue::{Claim, Next, Queue, Running};
 pub use results::{
-    ALPHA, CellState, Comparison, ConfigResults, Counts, GroupResults, Lag, Measure, NoiseFloor, POWER, Results, State,
-    Verdict,
+    ALPHA, CellState, Comparison, ConfigResults, Counts, GroupResults, Lag, Measure, NoiseFloor, POWER,
+    Results, State, Verdict,
 };
 pub use row::{Outcome, Provenance, Row};
 pub use rows::{Rows, Stale, read_row, row_file, rows_dir, write_row};

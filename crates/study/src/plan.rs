@@ -12,7 +12,7 @@ use std::fmt;
 /// From what the seconds of a cell are told.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum From {
+pub enum Basis {
     /// Finished rows of the same configuration and recipe: the median of their seconds a step.
     Rows,
     /// The estimate of whoever asked.
@@ -39,7 +39,7 @@ pub struct Cost {
     /// Estimated seconds of one cell.
     pub seconds: Option<f64>,
     /// From what.
-    pub from: From,
+    pub from: Basis,
 }
 
 /// From where the standard deviation of paired differences is known.
@@ -99,9 +99,9 @@ impl Plan {
                 continue;
             }
             let (per_step, from) = match (measured(cell, &cells, rows), seconds_per_step(cell)) {
-                (Some(seconds), _) => (Some(seconds), From::Rows),
-                (None, Some(seconds)) => (Some(seconds), From::Estimate),
-                (None, None) => (None, From::Nothing),
+                (Some(seconds), _) => (Some(seconds), Basis::Rows),
+                (None, Some(seconds)) => (Some(seconds), Basis::Estimate),
+                (None, None) => (None, Basis::Nothing),
             };
             costs.push(Cost {
                 config: cell.config.clone(),
@@ -173,7 +173,7 @@ impl fmt::Display for Plan {
         writeln!(f, "\n  {:config$}  {:recipe$}  kind    steps  runs  left  each", "config", "recipe")?;
         for cost in &self.costs {
             let each = match (cost.seconds, cost.from) {
-                (Some(seconds), From::Rows) => format!("{}, from finished runs", duration(seconds)),
+                (Some(seconds), Basis::Rows) => format!("{}, from finished runs", duration(seconds)),
                 (Some(seconds), _) => format!("{}, estimated", duration(seconds)),
                 (None, _) => "unknown".into(),
             };

@@ -151,7 +151,8 @@ impl Queue {
     /// The lock under which marks change; `None` where the file system has none. Then a cell is still taken by one process only, but marks of dead ones stay.
     fn guard(&self) -> Result<Option<File>> {
         let path = rows_dir(&self.dir).join(".queue");
-        let file = File::options().create(true).truncate(false).write(true).open(&path).map_err(Error::io(&path))?;
+        let file =
+            File::options().create(true).truncate(false).write(true).open(&path).map_err(Error::io(&path))?;
         match file.lock() {
             Ok(()) => Ok(Some(file)),
             Err(error) if error.kind() == ErrorKind::Unsupported => Ok(None),

@@ -101,6 +101,19 @@ impl Row {
         }
     }
 
+    /// The same with every measured number rounded to 15 significant digits: a JSON reader takes a number of so few digits for the nearest `f64`, and one of more perhaps for its
+    /// neighbour. So a row is read as it was written.
+    #[must_use]
+    pub fn rounded(mut self) -> Self {
+        let round = |value: f64| format!("{value:.14e}").parse().unwrap_or(value);
+        self.seconds = round(self.seconds);
+        self.tokens_per_second = self.tokens_per_second.map(round);
+        self.joules_per_token = self.joules_per_token.map(round);
+        self.last_tenth = self.last_tenth.map(round);
+        self.held_out.iter_mut().for_each(|(_, loss)| *loss = round(*loss));
+        self
+    }
+
     /// Whether it can be written, read again and compared.
     ///
     /// # Errors

@@ -84,7 +84,10 @@ impl Rows {
             None => {
                 let now = cells.iter().find(|cell| cell.slug() == slug_of(&row.cell));
                 let why = match now {
-                    Some(cell) => format!("the configuration, recipe or settings have changed: the cell is {} now", cell.id),
+                    Some(cell) => format!(
+                        "the configuration, recipe or settings have changed: the cell is {} now",
+                        cell.id
+                    ),
                     None => "the study has no such cell".into(),
                 };
                 self.stale.push(Stale { file, why });
@@ -147,7 +150,7 @@ pub fn read_row(file: &Path) -> Result<Row> {
     }
 }
 
-/// Writes a row to `dir/rows/ID.json`, whole or not at all: beside its place first, then renamed. It replaces a row of the same cell.
+/// Writes a row, [`Row::rounded`], to `dir/rows/ID.json`, whole or not at all: beside its place first, then renamed. It replaces a row of the same cell.
 ///
 /// # Errors
 /// [`Error::Row`] for a row that could not be read back; [`Error::Io`].
@@ -155,7 +158,8 @@ pub fn write_row(dir: &Path, row: &Row) -> Result<PathBuf> {
     static TURN: AtomicU64 = AtomicU64::new(0);
     let file = row_file(dir, &row.cell);
     row.check().map_err(|why| Error::row(&file, why))?;
-    let mut text = serde_json::to_string(row).map_err(|error| Error::row(&file, error.to_string()))?;
+    let mut text = serde_json::to_string(&row.clone().rounded())
+        .map_err(|error| Error::row(&file, error.to_string()))?;
     text.push('\n');
     let folder = rows_dir(dir);
     fs::create_dir_all(&folder).map_err(Error::io(&folder))?;

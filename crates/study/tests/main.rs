@@ -1,1 +1,8 @@
+//! Whole studies, simulated: nothing is trained.
 
+mod output;
+mod queue;
+mod resume;
+mod rig;
+mod rows;
+mod simulated;

@@ -37,12 +37,10 @@ pub(super) fn bands(study: &Study, config: &str, group: Group, rows: &Rows) -> V
         let runs: Vec<&Row> = study.seeds.iter().filter_map(|&seed| done(recipe, seed)).collect();
         let is_baseline = *recipe == study.baseline;
         let pair = |&seed: &u64| Some((done(recipe, seed)?, done(&study.baseline, seed)?));
-        let pairs: Vec<(&Row, &Row)> =
-            study.seeds.iter().filter(|_| !is_baseline).filter_map(pair).collect();
+        let pairs: Vec<(&Row, &Row)> = study.seeds.iter().filter(|_| !is_baseline).filter_map(pair).collect();
         let losses = band(&runs, |row, step| row.curve.at(step), |row| row);
-        let relative = |&(a, b): &(&Row, &Row), step: f64| {
-            Some(100.0 * (a.curve.at(step)? / b.curve.at(step)? - 1.0))
-        };
+        let relative =
+            |&(a, b): &(&Row, &Row), step: f64| Some(100.0 * (a.curve.at(step)? / b.curve.at(step)? - 1.0));
         let differences = band(&pairs, relative, |pair| pair.0);
         Bands { recipe: recipe.clone(), seeds: runs.len(), losses, differences }
     };

@@ -59,11 +59,13 @@ fn add_comparisons(text: &mut String, group: &GroupResults) {
 }
 
 fn add_runs(text: &mut String, cells: &[CellState], seeds: &[u64]) {
-    let heads = || std::iter::once("recipe".to_owned()).chain(seeds.iter().map(|seed| format!("seed {seed}")));
+    let heads =
+        || std::iter::once("recipe".to_owned()).chain(seeds.iter().map(|seed| format!("seed {seed}")));
     add_row(text, heads());
     add_row(text, heads().map(|_| "---".to_owned()));
     for (name, row) in words::by_seed(cells, seeds) {
-        let states = row.into_iter().map(|cell| cell.map_or_else(words::dash, |cell| words::state(&cell.state)));
+        let states =
+            row.into_iter().map(|cell| cell.map_or_else(words::dash, |cell| words::state(&cell.state)));
         add_row(text, std::iter::once(name).chain(states));
     }
     text.push('\n');

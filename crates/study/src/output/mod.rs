@@ -5,8 +5,6 @@ mod markdown;
 mod numbers;
 mod page;
 mod svg;
-#[cfg(test)]
-mod tests;
 mod words;
 
 pub use markdown::markdown;

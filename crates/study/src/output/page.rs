@@ -109,7 +109,9 @@ fn pictures(study: &Study, rows: &Rows, config: &ConfigResults, group: &GroupRes
     let losses = svg("Training loss", "nats", &losses).map_err(failed)?;
     let apart = match apart.is_empty() {
         true => None,
-        false => Some(svg(&format!("Difference from {}", study.baseline), "per cent", &apart).map_err(failed)?),
+        false => {
+            Some(svg(&format!("Difference from {}", study.baseline), "per cent", &apart).map_err(failed)?)
+        }
     };
     Ok(html! {
         p.legend {

@@ -42,7 +42,12 @@ pub(super) fn svg(title: &str, axis: &str, lines: &[Line<'_>]) -> Result<String,
     Ok(text)
 }
 
-fn draw(title: &str, axis: &str, lines: &[Line<'_>], area: DrawingArea<SVGBackend<'_>, Shift>) -> Result<(), String> {
+fn draw(
+    title: &str,
+    axis: &str,
+    lines: &[Line<'_>],
+    area: DrawingArea<SVGBackend<'_>, Shift>,
+) -> Result<(), String> {
     let steps = || lines.iter().flat_map(|line| line.band).map(|point| point.0);
     let (first, last) = (steps().fold(f64::INFINITY, f64::min), steps().fold(f64::NEG_INFINITY, f64::max));
     if !first.is_finite() {

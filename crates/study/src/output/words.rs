@@ -139,7 +139,11 @@ pub(super) fn floor(floor: &NoiseFloor, results: &Results) -> String {
 
 /// A line under the name of a configuration.
 pub(super) fn about(config: &ConfigResults) -> String {
-    format!("{}; {} in the correction.", count(config.steps as usize, "step"), count(config.family, "comparison"))
+    format!(
+        "{}; {} in the correction.",
+        count(config.steps as usize, "step"),
+        count(config.family, "comparison")
+    )
 }
 
 /// `1 seed`, `3 seeds`.

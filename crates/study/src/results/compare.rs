@@ -113,7 +113,8 @@ fn compare(study: &Study, recipe: &str, cells: &[&Cell], rows: &Rows) -> Compari
     let mut pairs: Vec<(u64, &Row, &Row)> = Vec::new();
     for &seed in &study.seeds {
         let (of, baseline) = (row(recipe, seed), row(&study.baseline, seed));
-        let diverged = |row: Option<&Row>| row.is_some_and(|row| matches!(row.outcome, Outcome::Diverged { .. }));
+        let diverged =
+            |row: Option<&Row>| row.is_some_and(|row| matches!(row.outcome, Outcome::Diverged { .. }));
         let failed = |row: Option<&Row>| row.is_some_and(|row| matches!(row.outcome, Outcome::Failed { .. }));
         match (of, baseline) {
             _ if diverged(of) => counts.diverged += 1,
@@ -158,7 +159,8 @@ impl Measure {
         Self { differences, paired, p_holm: None, verdict: Verdict::TooFewPairs, detectable: None }
     }
 
-    fn conclude(&mut self, p_holm: Option<f64>, planned: usize, family: usize) {
+    /// `unit` is what can be detected where the standard deviation is 1.
+    fn conclude(&mut self, p_holm: Option<f64>, unit: Option<f64>) {
         self.p_holm = p_holm;
         self.verdict = match (self.paired, p_holm) {
             (Some(paired), Some(p)) if p < ALPHA && paired.mean > 0.0 => Verdict::Worse,
@@ -167,23 +169,22 @@ impl Measure {
             (_, None) => Verdict::TooFewPairs,
         };
         let sd = self.paired.and_then(|paired| paired.sd);
-        self.detectable = sd.and_then(|sd| minimum_detectable(sd, planned, ALPHA / family as f64, POWER));
+        self.detectable = sd.zip(unit).map(|(sd, unit)| sd * unit);
     }
 }
 
-/// Corrects the p-values of a configuration for so many planned comparisons, training and held-out losses each by themselves, and draws the conclusions.
-pub(super) fn correct(groups: &mut [GroupResults], family: usize) {
-    let measures: [fn(&mut Comparison) -> &mut Measure; 2] = [|one| &mut one.training, |one| &mut one.held_out];
+/// Corrects the p-values of a configuration for so many planned comparisons, training and held-out losses each by themselves, and draws the conclusions for so many planned seeds.
+pub(super) fn correct(groups: &mut [GroupResults], family: usize, seeds: usize) {
+    let unit = minimum_detectable(1.0, seeds, ALPHA / family.max(1) as f64, POWER);
+    let measures: [fn(&mut Comparison) -> &mut Measure; 2] =
+        [|one| &mut one.training, |one| &mut one.held_out];
     for measure in measures {
-        let mut all: Vec<(usize, &mut Measure)> = groups
-            .iter_mut()
-            .flat_map(|group| &mut group.comparisons)
-            .map(|one| (one.counts.planned, measure(one)))
-            .collect();
+        let mut all: Vec<&mut Measure> =
+            groups.iter_mut().flat_map(|group| &mut group.comparisons).map(measure).collect();
         let p: Vec<Option<f64>> =
-            all.iter().map(|(_, measure)| measure.paired.and_then(|paired| paired.p)).collect();
-        for ((planned, measure), adjusted) in all.iter_mut().zip(holm(&p, family)) {
-            measure.conclude(adjusted, *planned, family.max(1));
+            all.iter().map(|measure| measure.paired.and_then(|paired| paired.p)).collect();
+        for (measure, adjusted) in all.iter_mut().zip(holm(&p, family)) {
+            measure.conclude(adjusted, unit);
         }
     }
 }

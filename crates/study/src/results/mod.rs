@@ -5,8 +5,6 @@
 mod compare;
 mod floor;
 mod lag;
-#[cfg(test)]
-mod tests;
 
 use crate::cell::{Cell, Kind};
 use crate::row::{Outcome, Row};
@@ -162,7 +160,8 @@ fn of_config(study: &Study, config: &Config, cells: &[Cell], rows: &Rows) -> Con
         .groups()
         .into_iter()
         .map(|group| {
-            let cells: Vec<&Cell> = of_config.iter().copied().filter(|cell| cell.group() == Some(group)).collect();
+            let cells: Vec<&Cell> =
+                of_config.iter().copied().filter(|cell| cell.group() == Some(group)).collect();
             GroupResults {
                 group,
                 name: study.group_name(group),
@@ -175,7 +174,7 @@ fn of_config(study: &Study, config: &Config, cells: &[Cell], rows: &Rows) -> Con
         })
         .collect();
     let family = study.comparisons();
-    compare::correct(&mut groups, family);
+    compare::correct(&mut groups, family, study.seeds.len());
     let trunks = of_config.iter().filter(|cell| cell.kind == Kind::Trunk).map(state).collect();
     ConfigResults { config: config.name.clone(), steps: config.steps, family, groups, trunks }
 }
@@ -239,7 +238,8 @@ fn notes(rows: &Rows) -> Vec<String> {
     });
     for stale in rows.stale() {
         // The folder may be another one when the page is written again.
-        let file = stale.file.file_name().map_or_else(String::new, |name| name.to_string_lossy().into_owned());
+        let file =
+            stale.file.file_name().map_or_else(String::new, |name| name.to_string_lossy().into_owned());
         notes.push(format!("Not used: row {file}: {}.", stale.why));
     }
     notes

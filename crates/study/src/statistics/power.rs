@@ -50,17 +50,36 @@ pub fn minimum_detectable(sd: f64, pairs: usize, alpha: f64, wanted: f64) -> Opt
         return None;
     }
     let t = two_sided_quantile(alpha, pairs - 1);
-    let mut high = 1.0;
-    while power_beyond(high, pairs, t) < wanted {
+    let excess = |effect: f64| power_beyond(effect, pairs, t) - wanted;
+    let (mut low, mut below) = (0.0, excess(0.0));
+    if below >= 0.0 {
+        return Some(0.0);
+    }
+    let (mut high, mut above) = (1.0, excess(1.0));
+    while above < 0.0 {
+        (low, below) = (high, above);
         high *= 2.0;
+        above = excess(high);
         if high > 1e9 {
             return None;
         }
     }
-    let mut low = 0.0;
-    for _ in 0..48 {
-        let middle = (low + high) / 2.0;
-        if power_beyond(middle, pairs, t) < wanted { low = middle } else { high = middle }
+    // The Illinois form of false position: an end that stays twice loses half of its weight.
+    let mut was_low = None;
+    for _ in 0..100 {
+        let middle = high - above * (high - low) / (above - below);
+        let found = excess(middle);
+        if found.abs() < 1e-11 || high - low < 1e-13 * high {
+            return Some(sd * middle);
+        }
+        if found < 0.0 {
+            (low, below) = (middle, found);
+            above /= if was_low == Some(true) { 2.0 } else { 1.0 };
+        } else {
+            (high, above) = (middle, found);
+            below /= if was_low == Some(false) { 2.0 } else { 1.0 };
+        }
+        was_low = Some(found < 0.0);
     }
     Some(sd * high)
 }
@@ -94,19 +113,19 @@ fn normal(x: f64) -> f64 {
     }
 }
 
-/// Simpson's rule over 600 intervals.
+/// Simpson's rule over 200 intervals.
 fn simpson(f: impl Fn(f64) -> f64, low: f64, high: f64) -> f64 {
-    const HALVES: u32 = 600;
+    const INTERVALS: u32 = 200;
     if high <= low {
         return 0.0;
     }
-    let width = (high - low) / f64::from(HALVES);
+    let width = (high - low) / f64::from(INTERVALS);
     let weight = |i: u32| match i {
-        0 | HALVES => 1.0,
+        0 | INTERVALS => 1.0,
         _ if i % 2 == 1 => 4.0,
         _ => 2.0,
     };
-    (0..=HALVES).map(|i| weight(i) * f(low + width * f64::from(i))).sum::<f64>() * width / 3.0
+    (0..=INTERVALS).map(|i| weight(i) * f(low + width * f64::from(i))).sum::<f64>() * width / 3.0
 }
 
 #[cfg(test)]

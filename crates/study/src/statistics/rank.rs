@@ -74,9 +74,17 @@ mod tests {
     fn ties_share_their_rank_and_order_decides() {
         assert_eq!(ranks(&[3.0, 1.0, 3.0, 2.0]), [3.5, 1.0, 3.5, 2.0]);
         assert_eq!(ranks(&[0.0, -0.0]), [1.5, 1.5]);
-        assert_eq!(spearman(&[1.0, 2.0, 9.0], &[0.1, 0.2, 0.3]).map(|r| (r.rho, r.interval)), Some((1.0, None)));
+        assert_eq!(
+            spearman(&[1.0, 2.0, 9.0], &[0.1, 0.2, 0.3]).map(|r| (r.rho, r.interval)),
+            Some((1.0, None))
+        );
         assert_eq!(spearman(&[1.0, 2.0, 3.0, 4.0], &[4.0, 3.0, 2.0, 1.0]).map(|r| r.rho), Some(-1.0));
-        for (a, b) in [(&[1.0][..], &[1.0][..]), (&[1.0, 2.0], &[1.0]), (&[1.0, 1.0], &[1.0, 2.0]), (&[f64::NAN, 1.0], &[1.0, 2.0])] {
+        for (a, b) in [
+            (&[1.0][..], &[1.0][..]),
+            (&[1.0, 2.0], &[1.0]),
+            (&[1.0, 1.0], &[1.0, 2.0]),
+            (&[f64::NAN, 1.0], &[1.0, 2.0]),
+        ] {
             assert_eq!(spearman(a, b), None);
         }
     }

@@ -38,7 +38,13 @@ impl<'a> Keys<'a> {
     }
 
     /// The same, where one of these names was probably meant.
-    pub fn unknown<'n>(&self, key: &str, why: String, name: &str, known: impl IntoIterator<Item = &'n str>) -> Error {
+    pub fn unknown<'n>(
+        &self,
+        key: &str,
+        why: String,
+        name: &str,
+        known: impl IntoIterator<Item = &'n str>,
+    ) -> Error {
         let suggestion = nearest(name, known).filter(|near| near != name);
         Error::Study { file: self.file.to_owned(), key: format!("{}{key}", self.before), why, suggestion }
     }
@@ -54,7 +60,9 @@ impl<'a> Keys<'a> {
     pub fn text(&self, key: &str) -> Result<String> {
         match self.table.get(key).ok_or_else(|| self.missing(key))? {
             Value::String(text) if !text.trim().is_empty() => Ok(text.clone()),
-            other => Err(self.wrong(key, format!("is {}, expected a text that is not empty", Self::kind(other)))),
+            other => {
+                Err(self.wrong(key, format!("is {}, expected a text that is not empty", Self::kind(other))))
+            }
         }
     }
 
@@ -67,7 +75,10 @@ impl<'a> Keys<'a> {
     fn whole(&self, key: &str, value: &Value, least: u64, most: u64) -> Result<u64> {
         let number = value.as_integer().and_then(|number| u64::try_from(number).ok());
         number.filter(|number| (least..=most).contains(number)).ok_or_else(|| {
-            self.wrong(key, format!("is {}, expected a whole number from {least} to {most}", Self::kind(value)))
+            self.wrong(
+                key,
+                format!("is {}, expected a whole number from {least} to {most}", Self::kind(value)),
+            )
         })
     }
 
@@ -75,7 +86,8 @@ impl<'a> Keys<'a> {
     pub fn texts(&self, key: &str) -> Result<Option<Vec<String>>> {
         let Some(value) = self.table.get(key) else { return Ok(None) };
         let list = value.as_array();
-        let list = list.ok_or_else(|| self.wrong(key, format!("is {}, expected a list of texts", Self::kind(value))))?;
+        let list = list
+            .ok_or_else(|| self.wrong(key, format!("is {}, expected a list of texts", Self::kind(value))))?;
         let mut texts: Vec<String> = Vec::new();
         for (i, value) in list.iter().enumerate() {
             let key = format!("{key}[{i}]");
@@ -98,7 +110,11 @@ impl<'a> Keys<'a> {
     /// The same list, which is there and not empty.
     pub fn names(&self, key: &str) -> Result<Vec<String>> {
         let names = self.texts(key)?.ok_or_else(|| self.missing(key))?;
-        if names.is_empty() { Err(self.wrong(key, "is empty, expected at least one name")) } else { Ok(names) }
+        if names.is_empty() {
+            Err(self.wrong(key, "is empty, expected at least one name"))
+        } else {
+            Ok(names)
+        }
     }
 
     /// Seeds: a list of different numbers, or how many, counted from 1.
@@ -135,8 +151,10 @@ impl<'a> Keys<'a> {
     /// A list of tables, whose keys are these; empty where the key is absent.
     pub fn tables(&self, key: &str, known: &[&str]) -> Result<Vec<Keys<'a>>> {
         let Some(value) = self.table.get(key) else { return Ok(Vec::new()) };
-        let list = value.as_array().and_then(|list| list.iter().map(Value::as_table).collect::<Option<Vec<_>>>());
-        let list = list.ok_or_else(|| self.wrong(key, format!("is {}, expected [[{key}]] tables", value.type_str())))?;
+        let list =
+            value.as_array().and_then(|list| list.iter().map(Value::as_table).collect::<Option<Vec<_>>>());
+        let list = list
+            .ok_or_else(|| self.wrong(key, format!("is {}, expected [[{key}]] tables", value.type_str())))?;
         let of = |(i, table)| Keys::of(self.file, format!("{}{key}[{i}].", self.before), table, known);
         list.into_iter().enumerate().map(of).collect()
     }

@@ -259,7 +259,12 @@ fn configs(keys: &Keys<'_>, set: &[String], catalog: &dyn Catalog) -> Result<Vec
 }
 
 /// The recipes with the baseline at the head: a study that stops has the pairs that it can have.
-fn baseline_first(keys: &Keys<'_>, key: &str, baseline: &str, mut recipes: Vec<String>) -> Result<Vec<String>> {
+fn baseline_first(
+    keys: &Keys<'_>,
+    key: &str,
+    baseline: &str,
+    mut recipes: Vec<String>,
+) -> Result<Vec<String>> {
     let Some(at) = recipes.iter().position(|recipe| recipe == baseline) else {
         let why = format!("{baseline:?} is not among the recipes: {}", recipes.join(", "));
         return Err(keys.unknown(key, why, baseline, recipes.iter().map(String::as_str)));

@@ -31,7 +31,10 @@ impl Catalog for Names {
 }
 
 fn names() -> Names {
-    Names { recipes: vec![("bf16", "b"), ("fp8-flow", "f"), ("mxfp4-hopper", "m"), ("copy", "b")], steps: 2000 }
+    Names {
+        recipes: vec![("bf16", "b"), ("fp8-flow", "f"), ("mxfp4-hopper", "m"), ("copy", "b")],
+        steps: 2000,
+    }
 }
 
 fn parse(text: &str) -> Result<Study> {
@@ -102,7 +105,8 @@ fn ids_follow_what_decides_the_bits() {
     let before = parse(GOOD).unwrap().cells();
     // What was published stays: rows of released versions are found again.
     assert_eq!(before[0].id, "tiny.bf16.s4-a04477205fd6");
-    let renamed = parse(&GOOD.replace("tiny-formats", "other").replace("[4, 2]", "[4, 2, 9]")).unwrap().cells();
+    let renamed =
+        parse(&GOOD.replace("tiny-formats", "other").replace("[4, 2]", "[4, 2, 9]")).unwrap().cells();
     assert!(before.iter().all(|cell| renamed.iter().any(|other| other.id == cell.id)));
     let mut changed = names();
     changed.recipes[0].1 = "b, changed";
@@ -125,9 +129,24 @@ fn mistakes_are_named_with_their_key() {
     let cases = [
         ("floor = 1", "flor = 1", "`flor`: unknown key", "did you mean `floor`?"),
         ("steps = 500", "step = 500", "`branch[0].trunk.step`: unknown key", "did you mean `steps`?"),
-        ("\"fp8-flow\"", "\"fp8-flw\"", "`recipes[0]`: no recipe is called \"fp8-flw\"", "did you mean `fp8-flow`?"),
-        ("baseline = \"bf16\"", "baseline = \"bf1\"", "`baseline`: \"bf1\" is not among the recipes", "did you mean `bf16`?"),
-        ("[\"mxfp4-hopper\", \"bf16\"]", "[\"mxfp4-hopper\"]", "`branch[0].recipes`: \"bf16\" is not among", ""),
+        (
+            "\"fp8-flow\"",
+            "\"fp8-flw\"",
+            "`recipes[0]`: no recipe is called \"fp8-flw\"",
+            "did you mean `fp8-flow`?",
+        ),
+        (
+            "baseline = \"bf16\"",
+            "baseline = \"bf1\"",
+            "`baseline`: \"bf1\" is not among the recipes",
+            "did you mean `bf16`?",
+        ),
+        (
+            "[\"mxfp4-hopper\", \"bf16\"]",
+            "[\"mxfp4-hopper\"]",
+            "`branch[0].recipes`: \"bf16\" is not among",
+            "",
+        ),
         ("[\"tiny\", ", "[\"tiny\", \"tiny\", ", "`configs[1]`: \"tiny\" stands at 0 already", ""),
         ("[\"tiny\", ", "[\"tinny\", ", "`configs[0]`: no configuration", "did you mean `tiny`?"),
         ("\"fp8-flow\"", "\"copy\"", "`recipes[1]`: \"bf16\" is the same recipe as \"copy\"", ""),
@@ -139,15 +158,30 @@ fn mistakes_are_named_with_their_key() {
         ("configs = [\"tiny\", \"shakespeare\"]", "", "`configs`: is missing", ""),
         ("train.steps=2000", "train.steps", "`set[0]`: \"train.steps\" is no key=value", ""),
         ("train.steps=2000", "seed=3", "`set[0]`: `seed` is what the study varies: see `seeds`", ""),
-        ("schedule = \"kept\"", "schedule = \"keep\"", "`branch[0].schedule`: is \"keep\"", "did you mean `kept`?"),
-        ("steps = 500", "steps = 2000", "`branch[0].trunk.steps`: is 2000, expected fewer than the 2000 steps", ""),
+        (
+            "schedule = \"kept\"",
+            "schedule = \"keep\"",
+            "`branch[0].schedule`: is \"keep\"",
+            "did you mean `kept`?",
+        ),
+        (
+            "steps = 500",
+            "steps = 2000",
+            "`branch[0].trunk.steps`: is 2000, expected fewer than the 2000 steps",
+            "",
+        ),
         ("floor = 1", "floor = \"1\"", "`floor`: is \"1\" (string)", ""),
         ("name = ", "name = = ", "study a.toml: TOML parse error", ""),
     ];
     for (from, to, begins, ends) in cases {
         let error = wrong(from, to);
-        assert!(error.contains(begins) && error.starts_with("study a.toml: ") && error.contains(ends), "{error}");
+        assert!(
+            error.contains(begins) && error.starts_with("study a.toml: ") && error.contains(ends),
+            "{error}"
+        );
     }
-    let twice = GOOD.replace("schedule = \"new\"", "schedule = \"kept\"").replace("\"bf16\", \"fp8-flow\"]\nschedule", "\"mxfp4-hopper\", \"bf16\"]\nschedule");
+    let twice = GOOD
+        .replace("schedule = \"new\"", "schedule = \"kept\"")
+        .replace("\"bf16\", \"fp8-flow\"]\nschedule", "\"mxfp4-hopper\", \"bf16\"]\nschedule");
     assert!(parse(&twice).unwrap_err().to_string().contains("`branch[1].trunk`: the same branches"));
 }
