@@ -30,6 +30,10 @@
 //! continued: its tables are those of a study that was never stopped. A row whose configuration, recipe or settings have changed since has another id, is reported
 //! as stale, and is not used.
 
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
+
 mod catalog;
 mod cell;
 mod curve;
@@ -54,7 +58,7 @@ pub use plan::{Basis, Cost, Plan, Spread};
 pub use queue::{Claim, Next, Queue, Running};
 pub use results::{
     ALPHA, CellState, Comparison, ConfigResults, Counts, GroupResults, Lag, Measure, NoiseFloor, POWER,
-    Results, State, Verdict,
+    Pooled, Results, State, Verdict,
 };
 pub use row::{Outcome, Provenance, Row};
 pub use rows::{Rows, Stale, read_row, row_file, rows_dir, write_row};

@@ -49,7 +49,7 @@ pub struct Running {
 /// A cell that this process has taken. Dropping it gives the cell back.
 #[derive(Debug)]
 pub struct Claim {
-    cell: Cell,
+    cell: Box<Cell>,
     dir: PathBuf,
     mark: PathBuf,
 }
@@ -167,7 +167,8 @@ impl Queue {
             match File::options().write(true).create_new(true).open(&mark) {
                 Ok(mut file) => {
                     // From here on the mark goes away with the claim.
-                    let claim = Claim { cell: cell.clone(), dir: self.dir.clone(), mark: mark.clone() };
+                    let claim =
+                        Claim { cell: Box::new(cell.clone()), dir: self.dir.clone(), mark: mark.clone() };
                     let holder = Holder::this(&self.host);
                     let text = serde_json::to_vec(&holder).map_err(|error| Error::io(&mark)(error.into()))?;
                     file.write_all(&text).map_err(Error::io(&mark))?;

@@ -1,5 +1,6 @@
 //! Whole studies, simulated: nothing is trained.
 
+mod damaged;
 mod output;
 mod queue;
 mod resume;

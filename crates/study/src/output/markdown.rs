@@ -28,7 +28,7 @@ pub fn markdown(results: &Results) -> String {
 }
 
 fn add_config(text: &mut String, results: &Results, config: &ConfigResults) {
-    *text += &format!("## {}\n\n{}\n\n", escaped(&config.config), words::about(config));
+    *text += &format!("## {}\n\n{}\n\n", escaped(&config.config), words::about(config, results));
     for group in &config.groups {
         *text += &format!("### {}, {}\n\n", escaped(&config.config), escaped(&group.name));
         add_comparisons(text, group);

@@ -1,7 +1,7 @@
 //! The results as one HTML page that loads nothing.
 
 use super::curves::{Bands, bands};
-use super::svg::{Line, color, svg};
+use super::svg::{Line, Zero, color, svg};
 use super::words::{self, COLUMNS};
 use crate::error::{Error, Result};
 use crate::results::{CellState, Comparison, ConfigResults, GroupResults, Results, Verdict};
@@ -65,7 +65,7 @@ fn of_config(study: &Study, rows: &Rows, results: &Results, config: &ConfigResul
     Ok(html! {
         section {
             h2 { (config.config) }
-            p.note { (words::about(config)) }
+            p.note { (words::about(config, results)) }
             @for group in groups { (group) }
             @if !config.trunks.is_empty() { (runs("Trunks", &config.trunks, &results.seeds)) }
         }
@@ -106,12 +106,13 @@ fn pictures(study: &Study, rows: &Rows, config: &ConfigResults, group: &GroupRes
     let losses: Vec<Line<'_>> = all.iter().map(|one| Line { place: place(one), band: &one.losses }).collect();
     let apart = all.iter().filter(|one| !one.differences.is_empty());
     let apart: Vec<Line<'_>> = apart.map(|one| Line { place: place(one), band: &one.differences }).collect();
-    let losses = svg("Training loss", "nats", &losses).map_err(failed)?;
+    let losses = svg("Training loss", "nats", Zero::Absent, &losses).map_err(failed)?;
     let apart = match apart.is_empty() {
         true => None,
-        false => {
-            Some(svg(&format!("Difference from {}", study.baseline), "per cent", &apart).map_err(failed)?)
-        }
+        false => Some(
+            svg(&format!("Difference from {}", study.baseline), "per cent", Zero::Drawn, &apart)
+                .map_err(failed)?,
+        ),
     };
     Ok(html! {
         p.legend {

@@ -32,19 +32,30 @@ pub(super) struct Line<'a> {
     pub band: &'a Band,
 }
 
-/// Mean ± standard deviation of every line, below `title`. What lies before the first fifth of the steps may be cut off above and below.
+/// What the vertical axis holds beside the lines.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Zero {
+    /// A line at zero.
+    Drawn,
+    /// Nothing.
+    Absent,
+}
+
+/// Mean ± standard deviation of every line, below `title`. Lines may begin within the first fifth of the steps, where a loss falls fast: an axis that held its first values would have
+/// little room for the others.
 ///
 /// # Errors
 /// What the plotting library says, or that there is nothing to draw.
-pub(super) fn svg(title: &str, axis: &str, lines: &[Line<'_>]) -> Result<String, String> {
+pub(super) fn svg(title: &str, axis: &str, zero: Zero, lines: &[Line<'_>]) -> Result<String, String> {
     let mut text = String::new();
-    draw(title, axis, lines, SVGBackend::with_string(&mut text, SIZE).into_drawing_area())?;
+    draw(title, axis, zero, lines, SVGBackend::with_string(&mut text, SIZE).into_drawing_area())?;
     Ok(text)
 }
 
 fn draw(
     title: &str,
     axis: &str,
+    zero: Zero,
     lines: &[Line<'_>],
     area: DrawingArea<SVGBackend<'_>, Shift>,
 ) -> Result<(), String> {
@@ -53,7 +64,7 @@ fn draw(
     if !first.is_finite() {
         return Err("there are no curves".into());
     }
-    let (low, high) = values(lines, first + 0.2 * (last - first));
+    let (low, high) = values(lines, zero, first + 0.2 * (last - first));
     let text = |error: DrawingAreaErrorKind<_>| error.to_string();
     area.fill(&WHITE).map_err(text)?;
     let mut chart = ChartBuilder::on(&area)
@@ -72,27 +83,36 @@ fn draw(
         .x_label_formatter(&|step| format!("{step:.0}"))
         .draw()
         .map_err(text)?;
+    if zero == Zero::Drawn {
+        let line = LineSeries::new([(first, 0.0), (last, 0.0)], BLACK.stroke_width(1));
+        chart.draw_series(line).map_err(text)?;
+    }
     let inside = |value: f64| value.clamp(low, high);
+    let shown = |line: &Line<'_>| {
+        let begin = line.band.iter().position(|point| (low..=high).contains(&point.1));
+        line.band.get(begin.unwrap_or(line.band.len())..).unwrap_or_default().to_vec()
+    };
     for line in lines.iter().filter(|line| line.band.iter().any(|point| point.2 > 0.0)) {
-        let upper = line.band.iter().map(|&(step, mean, sd)| (step, inside(mean + sd)));
-        let lower = line.band.iter().rev().map(|&(step, mean, sd)| (step, inside(mean - sd)));
+        let band = shown(line);
+        let upper = band.iter().map(|&(step, mean, sd)| (step, inside(mean + sd)));
+        let lower = band.iter().rev().map(|&(step, mean, sd)| (step, inside(mean - sd)));
         let outline: Vec<(f64, f64)> = upper.chain(lower).collect();
         let band = Polygon::new(outline, color(line.place).mix(0.15));
         chart.draw_series(std::iter::once(band)).map_err(text)?;
     }
     for line in lines {
-        let points = line.band.iter().map(|&(step, mean, _)| (step, inside(mean)));
+        let points = shown(line).into_iter().map(|(step, mean, _)| (step, inside(mean)));
         chart.draw_series(LineSeries::new(points, color(line.place).stroke_width(2))).map_err(text)?;
     }
     area.present().map_err(text)
 }
 
 /// The lowest and highest value of the bands from this step on, with a margin.
-fn values(lines: &[Line<'_>], from: f64) -> (f64, f64) {
+fn values(lines: &[Line<'_>], zero: Zero, from: f64) -> (f64, f64) {
     let shown = lines.iter().flat_map(|line| line.band).filter(|point| point.0 >= from);
-    let (low, high) = shown.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), &(_, mean, sd)| {
-        (low.min(mean - sd), high.max(mean + sd))
-    });
+    let begin = if zero == Zero::Drawn { (0.0, 0.0) } else { (f64::INFINITY, f64::NEG_INFINITY) };
+    let (low, high) =
+        shown.fold(begin, |(low, high), &(_, mean, sd)| (low.min(mean - sd), high.max(mean + sd)));
     let margin = (0.06 * (high - low)).max(1e-4);
     (low - margin, high + margin)
 }

@@ -27,7 +27,8 @@ pub(super) fn legend(results: &Results) -> Vec<String> {
          is \"worse\" or \"better\". \"Not resolved\" means that these runs do not tell, not that the recipes are equal."
             .into(),
         format!(
-            "\"Detectable\" is the smallest true difference that the planned {} would resolve with probability {POWER}, given the standard deviation that was found.",
+            "\"Detectable\" is the smallest true difference that the planned {} would resolve with probability {POWER}, given the standard deviation that was found. With few pairs that standard \
+             deviation is itself uncertain; the one pooled over recipes is less so.",
             count(results.seeds.len(), "seed")
         ),
         format!(
@@ -137,13 +138,27 @@ pub(super) fn floor(floor: &NoiseFloor, results: &Results) -> String {
     )
 }
 
-/// A line under the name of a configuration.
-pub(super) fn about(config: &ConfigResults) -> String {
-    format!(
+/// What stands under the name of a configuration.
+pub(super) fn about(config: &ConfigResults, results: &Results) -> String {
+    let mut text = format!(
         "{}; {} in the correction.",
         count(config.steps as usize, "step"),
-        count(config.family, "comparison")
-    )
+        count(config.family, "planned comparison")
+    );
+    if let Some(pooled) = config.pooled {
+        text += &format!(
+            " Pooled over recipes, the differences of pairs have a standard deviation of {:.2} % ({} of freedom).",
+            pooled.sd,
+            count(pooled.freedom, "degree")
+        );
+        if let Some(detectable) = pooled.detectable {
+            text += &format!(
+                " With it, {} resolve {detectable:.2} % or more with probability {POWER}.",
+                count(results.seeds.len(), "seed")
+            );
+        }
+    }
+    text
 }
 
 /// `1 seed`, `3 seeds`.

@@ -58,6 +58,17 @@ pub struct Measure {
     pub detectable: Option<f64>,
 }
 
+/// The spread of pairs over all recipes of a configuration: of few seeds it is known much better than that of one recipe.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Pooled {
+    /// Standard deviation of the paired differences of training losses, per cent.
+    pub sd: f64,
+    /// Degrees of freedom. Recipes share their baseline's runs, so that these are fewer in truth.
+    pub freedom: usize,
+    /// As [`Measure::detectable`], with this standard deviation.
+    pub detectable: Option<f64>,
+}
+
 /// How many of the planned pairs there are, and what became of the others.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct Counts {
@@ -88,10 +99,10 @@ pub struct Comparison {
     pub held_out: Measure,
     /// The difference of training losses in steps of the baseline.
     pub lag: Lag,
-    /// Tokens a second over the baseline's: the mean ratio of pairs.
+    /// Tokens a second over the baseline's: the mean ratio of pairs that ran on one kind of device.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub speed: Option<f64>,
-    /// Joules a token over the baseline's: the mean ratio of pairs.
+    /// Joules a token over the baseline's: the mean ratio of the same pairs.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub energy: Option<f64>,
 }
@@ -126,7 +137,8 @@ fn compare(study: &Study, recipe: &str, cells: &[&Cell], rows: &Rows) -> Compari
     }
     counts.pairs = pairs.len();
     let ratio = |of: fn(&Row) -> Option<f64>| {
-        let ratios: Vec<f64> = pairs.iter().filter_map(|(_, a, b)| Some(of(a)? / of(b)?)).collect();
+        let same = pairs.iter().filter(|(_, a, b)| a.provenance.device == b.provenance.device);
+        let ratios: Vec<f64> = same.filter_map(|(_, a, b)| Some(of(a)? / of(b)?)).collect();
         (!ratios.is_empty()).then(|| ratios.iter().sum::<f64>() / ratios.len() as f64)
     };
     let training = |a: &Row, b: &Row| Some((a.last_tenth?, b.last_tenth?));
@@ -173,9 +185,26 @@ impl Measure {
     }
 }
 
-/// Corrects the p-values of a configuration for so many planned comparisons, training and held-out losses each by themselves, and draws the conclusions for so many planned seeds.
-pub(super) fn correct(groups: &mut [GroupResults], family: usize, seeds: usize) {
-    let unit = minimum_detectable(1.0, seeds, ALPHA / family.max(1) as f64, POWER);
+/// The smallest true difference that so many seeds resolve with probability [`POWER`] where the standard deviation of pairs is 1, at level [`ALPHA`] / family.
+pub(super) fn detectable_of_unit(seeds: usize, family: usize) -> Option<f64> {
+    minimum_detectable(1.0, seeds, ALPHA / family.max(1) as f64, POWER)
+}
+
+/// The standard deviation of paired differences of training losses, per cent, pooled over those comparisons that have two pairs or more: √(Σ (nᵢ − 1) sdᵢ² / Σ (nᵢ − 1)).
+pub(super) fn pooled<'a>(all: impl Iterator<Item = &'a Comparison>) -> Option<Pooled> {
+    let (mut squares, mut freedom) = (0.0, 0);
+    for paired in all.filter_map(|one| one.training.paired) {
+        if let Some(sd) = paired.sd {
+            squares += (paired.pairs - 1) as f64 * sd * sd;
+            freedom += paired.pairs - 1;
+        }
+    }
+    (freedom > 0).then(|| Pooled { sd: (squares / freedom as f64).sqrt(), freedom, detectable: None })
+}
+
+/// Corrects the p-values of a configuration for so many planned comparisons, training and held-out losses each by themselves, and draws the conclusions. `unit` is what can be detected where
+/// the standard deviation is 1.
+pub(super) fn correct(groups: &mut [GroupResults], family: usize, unit: Option<f64>) {
     let measures: [fn(&mut Comparison) -> &mut Measure; 2] =
         [|one| &mut one.training, |one| &mut one.held_out];
     for measure in measures {

@@ -13,7 +13,7 @@ use crate::study::{Config, Group, Study};
 use serde::Serialize;
 use std::collections::BTreeSet;
 
-pub use compare::{ALPHA, Comparison, Counts, Measure, POWER, Verdict};
+pub use compare::{ALPHA, Comparison, Counts, Measure, POWER, Pooled, Verdict};
 pub use floor::NoiseFloor;
 pub use lag::Lag;
 
@@ -91,6 +91,8 @@ pub struct ConfigResults {
     pub steps: u64,
     /// How many comparisons Holm's correction counts.
     pub family: usize,
+    /// The spread of pairs over all recipes.
+    pub pooled: Option<Pooled>,
     /// Runs, and branches.
     pub groups: Vec<GroupResults>,
     /// The trunks of branches.
@@ -136,20 +138,12 @@ impl Results {
         }
     }
 
-    /// The standard deviation of paired differences, per cent of the baseline's loss, pooled over all comparisons of training losses that have two pairs or more:
-    /// √(Σ (nᵢ − 1) sdᵢ² / Σ (nᵢ − 1)). `None` where there is none. What a pilot is for.
+    /// The standard deviation of paired differences of training losses, per cent of the baseline's loss, pooled over all configurations and recipes with two pairs or more. `None`
+    /// where there is none. What a pilot is for: see [`Plan::of`](crate::Plan::of).
     #[must_use]
     pub fn pooled_sd(&self) -> Option<f64> {
         let groups = self.configs.iter().flat_map(|config| &config.groups);
-        let measured = groups.flat_map(|group| &group.comparisons).filter_map(|one| one.training.paired);
-        let (mut squares, mut freedom) = (0.0, 0);
-        for paired in measured {
-            if let Some(sd) = paired.sd {
-                squares += (paired.pairs - 1) as f64 * sd * sd;
-                freedom += paired.pairs - 1;
-            }
-        }
-        (freedom > 0).then(|| (squares / freedom as f64).sqrt())
+        compare::pooled(groups.flat_map(|group| &group.comparisons)).map(|pooled| pooled.sd)
     }
 }
 
@@ -174,9 +168,12 @@ fn of_config(study: &Study, config: &Config, cells: &[Cell], rows: &Rows) -> Con
         })
         .collect();
     let family = study.comparisons();
-    compare::correct(&mut groups, family, study.seeds.len());
+    let unit = compare::detectable_of_unit(study.seeds.len(), family);
+    compare::correct(&mut groups, family, unit);
+    let pooled = compare::pooled(groups.iter().flat_map(|group| &group.comparisons));
+    let pooled = pooled.map(|pooled| Pooled { detectable: unit.map(|unit| unit * pooled.sd), ..pooled });
     let trunks = of_config.iter().filter(|cell| cell.kind == Kind::Trunk).map(state).collect();
-    ConfigResults { config: config.name.clone(), steps: config.steps, family, groups, trunks }
+    ConfigResults { config: config.name.clone(), steps: config.steps, family, pooled, groups, trunks }
 }
 
 fn cell_state(cell: &Cell, rows: &Rows) -> CellState {

@@ -119,7 +119,7 @@ impl<'a> Keys<'a> {
 
     /// Seeds: a list of different numbers, or how many, counted from 1.
     pub fn seeds(&self, key: &str) -> Result<Vec<u64>> {
-        const MOST: u64 = 10_000;
+        const MOST: u64 = 1000;
         // TOML has no larger number.
         const LARGEST: u64 = i64::MAX as u64;
         let value = self.table.get(key).ok_or_else(|| self.missing(key))?;

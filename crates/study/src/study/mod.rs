@@ -135,7 +135,7 @@ impl Study {
         };
         let seeds = keys.seeds("seeds")?;
         let configs = configs(&keys, &set, catalog)?;
-        let floor = keys.number("floor", 0, 1000)?.unwrap_or(0);
+        let floor = keys.number("floor", 0, 100)?.unwrap_or(0);
         if floor > 0 && recipes.is_empty() {
             return Err(keys.wrong("floor", "repeats runs of `recipes`, of which there are none"));
         }
