@@ -155,6 +155,7 @@ impl Study {
                 (format!(".from.{}.{trunk_steps}.{name}", short(of)), format!("branch {trunk} {name}"))
             }
         };
+        // The number changes with what a cell trains beside these texts, such as the perturbation of `lr_factor`.
         let mut text = format!("nibble study cell 1\n{}\n{recipe_sha256}\n{seed}\n{bits}\n", config.sha256);
         for setting in &self.set {
             text += &format!("{setting:?}\n");

@@ -2,29 +2,29 @@
 
 use crate::rig::{Random, plain, row, rows};
 use nibble_study::statistics::minimum_detectable;
-use nibble_study::{ALPHA, Measure, POWER, Results, Rows, Verdict};
+use nibble_study::{ALPHA, Measure, POWER, Results, Rows, Study, Verdict};
 
 const STUDIES: u64 = 200;
 
 /// The training losses of the first recipe of a study in which every recipe has this effect and sd of pairs, per cent. Seeds differ much more than recipes do.
-fn simulate(recipes: &[&str], seeds: u64, effect: f64, sd: f64, random: &mut Random) -> Vec<Measure> {
-    let study = plain(recipes, seeds);
-    let base: Vec<f64> = (0..seeds).map(|_| 2.0 * (1.0 + 0.03 * random.normal())).collect();
-    let rows = rows(&study, |recipe, seed| {
+fn simulate(study: &Study, effect: f64, sd: f64, random: &mut Random) -> Vec<Measure> {
+    let base: Vec<f64> = (0..study.seeds.len()).map(|_| 2.0 * (1.0 + 0.03 * random.normal())).collect();
+    let rows = rows(study, |recipe, seed| {
         let base = base[seed as usize - 1];
         if recipe == "base" { base } else { base * (1.0 + (effect + sd * random.normal()) / 100.0) }
     });
-    let results = Results::of(&study, &rows);
+    let results = Results::of(study, &rows);
     results.configs[0].groups[0].comparisons.iter().map(|one| one.training.clone()).collect()
 }
 
 #[test]
 fn intervals_contain_the_truth() {
     for seeds in [3, 5, 8] {
+        let study = plain(&["other"], seeds);
         for effect in [0.0, 0.5, -0.3] {
             let mut random = Random::of(&format!("{seeds} {effect}"));
             let contains = |_: &u64| {
-                let measure = simulate(&["other"], seeds, effect, 0.2, &mut random).remove(0);
+                let measure = simulate(&study, effect, 0.2, &mut random).remove(0);
                 let (low, high) = measure.paired.unwrap().interval().unwrap();
                 (low..=high).contains(&effect)
             };
@@ -39,9 +39,10 @@ fn intervals_contain_the_truth() {
 #[test]
 fn a_family_is_rarely_wrong() {
     for seeds in [3, 8] {
+        let study = plain(&["a", "b", "c", "d"], seeds);
         let mut random = Random(seeds);
         let is_wrong = |_: &u64| {
-            let measures = simulate(&["a", "b", "c", "d"], seeds, 0.0, 0.2, &mut random);
+            let measures = simulate(&study, 0.0, 0.2, &mut random);
             measures.iter().any(|measure| measure.verdict != Verdict::NotResolved)
         };
         let wrong = (0..STUDIES).filter(is_wrong).count();
@@ -53,11 +54,12 @@ fn a_family_is_rarely_wrong() {
 #[test]
 fn detectable_effects_are_detected() {
     for seeds in [3, 5, 8] {
+        let study = plain(&["other"], seeds);
         let mut random = Random(77 + seeds);
         let effect = minimum_detectable(0.2, seeds as usize, ALPHA, POWER).unwrap();
         let (mut worse, mut better) = (0, 0);
         for _ in 0..STUDIES {
-            match simulate(&["other"], seeds, effect, 0.2, &mut random)[0].verdict {
+            match simulate(&study, effect, 0.2, &mut random)[0].verdict {
                 Verdict::Worse => worse += 1,
                 Verdict::Better => better += 1,
                 _ => {}

@@ -94,7 +94,7 @@ impl<'a> Keys<'a> {
             match value {
                 Value::String(text) if !text.trim().is_empty() => {
                     if let Some(first) = texts.iter().position(|before| before == text) {
-                        return Err(self.wrong(&key, format!("{text:?} stands at {first} already")));
+                        return Err(self.wrong(&key, format!("{text:?} is listed twice, first at [{first}]")));
                     }
                     texts.push(text.clone());
                 }
@@ -133,7 +133,7 @@ impl<'a> Keys<'a> {
         for (i, value) in list.iter().enumerate() {
             let seed = self.whole(&format!("{key}[{i}]"), value, 0, LARGEST)?;
             if seeds.contains(&seed) {
-                return Err(self.wrong(&format!("{key}[{i}]"), format!("seed {seed} stands there twice")));
+                return Err(self.wrong(&format!("{key}[{i}]"), format!("seed {seed} is listed twice")));
             }
             seeds.push(seed);
         }

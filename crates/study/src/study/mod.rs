@@ -111,7 +111,7 @@ impl Study {
     /// Reads a study from its text. `file` is what errors name.
     ///
     /// # Errors
-    /// [`Error::Study`] with the key: unknown keys, names that `catalog` does not know, names or recipes that stand there twice, empty lists, a baseline that is not among the recipes.
+    /// [`Error::Study`] with the key: unknown keys, names that `catalog` does not know, names or recipes that are listed twice, empty lists, a baseline that is not among the recipes.
     pub fn parse(text: &str, file: &Path, catalog: &dyn Catalog) -> Result<Self> {
         let table: toml::Table = text.parse().map_err(|error: toml::de::Error| Error::Study {
             file: file.to_owned(),
@@ -143,7 +143,7 @@ impl Study {
         for keys in branch_keys {
             let branch = branch(&keys, &baseline, &configs, &mut known)?;
             if branches.contains(&branch) {
-                return Err(keys.wrong("trunk", "the same branches stand there twice"));
+                return Err(keys.wrong("trunk", "the same branches are listed twice"));
             }
             branches.push(branch);
         }
