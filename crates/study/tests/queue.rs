@@ -82,6 +82,7 @@ fn many_run_every_cell_once() {
         for _ in 0..8 {
             scope.spawn(|| {
                 let queue = Queue::open(dir.path(), cells.clone(), "here").unwrap();
+                let mut waited = 0;
                 loop {
                     match queue.next().unwrap() {
                         Next::Cell(claim) => {
@@ -89,7 +90,11 @@ fn many_run_every_cell_once() {
                             let row = row(claim.cell(), 2.0);
                             claim.finish(&row).unwrap();
                         }
-                        Next::Wait(_) => std::thread::yield_now(),
+                        Next::Wait(running) => {
+                            waited += 1;
+                            assert!(waited < 10_000, "{running:?}");
+                            std::thread::sleep(std::time::Duration::from_millis(1));
+                        }
                         Next::Done { .. } => break,
                     }
                 }
