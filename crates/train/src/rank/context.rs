@@ -108,8 +108,8 @@ impl<B: Kernels> RankContext<'_, B> {
         const SPARE: f64 = 1.125;
         let (before, now) = (self.capacity_factor, needed.max(self.capacity_factor) * SPARE);
         self.notes.push(format!(
-            "a rank was sent {needed:.2} times its share of the tokens, and had room for {before:.2}: from here on it is {now:.2}, and {again} is \
-             done again. run.capacity_factor={now:.2} has this room from the beginning"
+            "capacity overflow: a rank was sent {needed:.2} times its share of the tokens, and the capacity is {before:.2}. The capacity is {now:.2} from now on, \
+             and {again} is retried; no bit changes. With run.capacity_factor={now:.2} a run starts with this capacity"
         ));
         self.capacity_factor = now;
     }

@@ -120,7 +120,7 @@ fn a_step_without_room_is_done_again_with_the_same_bits() {
         let mesh = MESHES[i];
         let config = with_room(recipe, 0.05, SETTINGS[i]);
         let notes = assert_same(&config, mesh, Routers::Random);
-        assert!(notes.iter().any(|note| note.contains("step 1 is done again")), "{recipe}: {notes:?}");
+        assert!(notes.iter().any(|note| note.contains("step 1 is retried")), "{recipe}: {notes:?}");
         // With room it is done once.
         assert_eq!(assert_same(&with_room(recipe, 100.0, SETTINGS[i]), mesh, Routers::Random), [""; 0]);
     }
@@ -131,7 +131,7 @@ fn a_rank_may_be_sent_everything_and_others_nothing() {
     for (i, mesh) in MESHES.into_iter().enumerate() {
         let config = with_room("mxfp4-hopper", 1.25, SETTINGS[(i + 1) % 4]);
         let notes = assert_same(&config, mesh, Routers::Zero);
-        let (all, step) = (format!("sent {}.00 times its share", mesh.ep), "step 1 is done again");
+        let (all, step) = (format!("sent {}.00 times its share", mesh.ep), "step 1 is retried");
         assert!(notes[0].contains(&all) && notes[0].contains(step), "{notes:?}");
     }
 }
@@ -151,7 +151,7 @@ fn a_held_out_batch_without_room_is_done_again() {
     for mesh in MESHES {
         for (losses, notes) in on_mesh(mesh, evaluated) {
             assert_eq!(losses, one, "mesh {mesh}");
-            assert!(notes.iter().any(|note| note.contains("held-out sequences is done again")), "{notes:?}");
+            assert!(notes.iter().any(|note| note.contains("held-out sequences is retried")), "{notes:?}");
         }
     }
 }
@@ -244,7 +244,7 @@ fn a_run_with_too_little_room_leaves_the_files_of_one_with_enough() {
     for (i, mesh) in MESHES.into_iter().enumerate() {
         let name = format!("little-{i}");
         let little = run_of(mesh, 0.05, &name);
-        assert!(little.notes[0].contains("step 1 is done again"), "{:?}", little.notes);
+        assert!(little.notes[0].contains("step 1 is retried"), "{:?}", little.notes);
         assert_eq!((&little.steps, little.checkpoints), (&vec![1, 2, 3, 4, 5], enough.checkpoints));
         for step in ["step-00000002", "step-00000004", "step-00000005"] {
             for file in ["model.safetensors", "optim.safetensors"] {

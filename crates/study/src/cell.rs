@@ -1,0 +1,185 @@
+//! A cell: one run of a study, and the name under which its row is kept.
+
+use crate::study::{Branch, Config, Group, Schedule, Study, sha256};
+use std::path::Path;
+
+/// What a cell trains.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Kind {
+    /// A run from the beginning.
+    Run,
+    /// The same with the baseline's recipe and a learning rate that [`Cell::lr_factor`] perturbs.
+    Floor {
+        /// Which repetition, from 1.
+        repeat: u64,
+    },
+    /// A run whose last weights branches begin with. It trains under the configuration's schedule and stops early.
+    Trunk,
+    /// A run that begins with the weights of a trunk.
+    Branch {
+        /// The trunk's cell.
+        trunk: String,
+        /// The steps that the trunk has trained.
+        trunk_steps: u64,
+        /// What the learning rate does.
+        schedule: Schedule,
+        /// Where the branch stands in [`Study::branches`].
+        index: usize,
+    },
+}
+
+/// One run of a study.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Cell {
+    /// A readable name and, after its last hyphen, twelve digits of the SHA-256 of everything that decides the run's bits: the texts of configuration and recipe, the
+    /// settings, the seed, and for a branch its trunk. It is the name of the row's file.
+    pub id: String,
+    /// Name of the configuration.
+    pub config: String,
+    /// Name of the recipe.
+    pub recipe: String,
+    /// SHA-256 of the recipe's text.
+    pub recipe_sha256: String,
+    /// The seed.
+    pub seed: u64,
+    /// What it trains.
+    pub kind: Kind,
+    /// Optimizer steps that it trains itself, without its trunk's.
+    pub steps: u64,
+    /// Settings of the study, `key=value`.
+    pub settings: Vec<String>,
+}
+
+impl Cell {
+    /// What `train.lr` is multiplied by: 1, and in repetition k of the noise floor 1 + k · 10⁻⁶. That changes no expectation that matters, and every bit that follows.
+    #[must_use]
+    pub fn lr_factor(&self) -> f64 {
+        match self.kind {
+            Kind::Floor { repeat } => 1.0 + repeat as f64 * 1e-6,
+            _ => 1.0,
+        }
+    }
+
+    /// With which cells it is compared; a trunk with none.
+    #[must_use]
+    pub fn group(&self) -> Option<Group> {
+        match self.kind {
+            Kind::Run | Kind::Floor { .. } => Some(Group::Runs),
+            Kind::Trunk => None,
+            Kind::Branch { index, .. } => Some(Group::Branch(index)),
+        }
+    }
+
+    /// The trunk's cell, which must be done before.
+    #[must_use]
+    pub fn trunk(&self) -> Option<&str> {
+        match &self.kind {
+            Kind::Branch { trunk, .. } => Some(trunk),
+            _ => None,
+        }
+    }
+
+    /// What it trains, for people: `run`, `floor 1`, `trunk of 1000 steps`, `branch of ID, schedule kept`.
+    #[must_use]
+    pub fn kind_name(&self) -> String {
+        match &self.kind {
+            Kind::Run => "run".into(),
+            Kind::Floor { repeat } => format!("floor {repeat}"),
+            Kind::Trunk => format!("trunk of {} steps", self.steps),
+            Kind::Branch { trunk, schedule, .. } => {
+                format!("branch of {trunk}, schedule {}", schedule.name())
+            }
+        }
+    }
+
+    /// The id without its hash: cells of one study that differ in it differ in more than a text.
+    #[must_use]
+    pub fn slug(&self) -> &str {
+        slug_of(&self.id)
+    }
+}
+
+/// An id without its hash.
+pub(crate) fn slug_of(id: &str) -> &str {
+    id.rsplit_once('-').map_or(id, |(slug, _)| slug)
+}
+
+impl Study {
+    /// Every run of the study, in the order in which they are run: configuration by configuration, and within one seed by seed. A seed has its baseline first, then the other
+    /// recipes, the noise floor, and each trunk before its branches. So a study that stops anywhere has complete pairs of its first seeds.
+    #[must_use]
+    pub fn cells(&self) -> Vec<Cell> {
+        let mut cells: Vec<Cell> = Vec::new();
+        for config in &self.configs {
+            for &seed in &self.seeds {
+                self.add_seed(config, seed, &mut cells);
+            }
+        }
+        cells
+    }
+
+    fn add_seed(&self, config: &Config, seed: u64, cells: &mut Vec<Cell>) {
+        for recipe in &self.recipes {
+            cells.push(self.cell(config, recipe, seed, Kind::Run, config.steps));
+        }
+        for repeat in 1..=self.floor {
+            cells.push(self.cell(config, &self.baseline, seed, Kind::Floor { repeat }, config.steps));
+        }
+        for (index, branch) in self.branches.iter().enumerate() {
+            let &Branch { steps: trunk_steps, schedule, .. } = branch;
+            let trunk = self.cell(config, &branch.trunk, seed, Kind::Trunk, trunk_steps);
+            let kind = Kind::Branch { trunk: trunk.id.clone(), trunk_steps, schedule, index };
+            // Branches of two schedules have one trunk.
+            if cells.iter().all(|cell| cell.id != trunk.id) {
+                cells.push(trunk);
+            }
+            let steps = match schedule {
+                Schedule::Kept => config.steps.saturating_sub(trunk_steps),
+                Schedule::New => config.steps,
+            };
+            for recipe in &branch.recipes {
+                cells.push(self.cell(config, recipe, seed, kind.clone(), steps));
+            }
+        }
+    }
+
+    fn cell(&self, config: &Config, recipe: &str, seed: u64, kind: Kind, steps: u64) -> Cell {
+        let recipe_sha256 = self.recipe_sha256(recipe).to_owned();
+        let (slug, bits) = match &kind {
+            Kind::Run => (String::new(), "run".to_owned()),
+            Kind::Floor { repeat } => (format!(".floor{repeat}"), format!("floor {repeat}")),
+            Kind::Trunk => (format!(".trunk{steps}"), format!("trunk {steps}")),
+            Kind::Branch { trunk, trunk_steps, schedule, index } => {
+                let of = self.branches.get(*index).map_or("", |branch| &branch.trunk);
+                let name = schedule.name();
+                (format!(".from.{}.{trunk_steps}.{name}", short(of)), format!("branch {trunk} {name}"))
+            }
+        };
+        // The number changes with what a cell trains beside these texts, such as the perturbation of `lr_factor`.
+        let mut text = format!("nibble study cell 1\n{}\n{recipe_sha256}\n{seed}\n{bits}\n", config.sha256);
+        for setting in &self.set {
+            text += &format!("{setting:?}\n");
+        }
+        let hash = sha256(text.as_bytes());
+        let id = format!("{}.{}.s{seed}{slug}-{}", short(&config.name), short(recipe), &hash[..12]);
+        Cell {
+            id,
+            config: config.name.clone(),
+            recipe: recipe.to_owned(),
+            recipe_sha256,
+            seed,
+            kind,
+            steps,
+            settings: self.set.clone(),
+        }
+    }
+}
+
+/// A name as it stands in an id: a file's stem, lower case, of at most 40 letters, digits, hyphens and underscores.
+fn short(name: &str) -> String {
+    let stem = name
+        .strip_suffix(".toml")
+        .map_or(name, |path| Path::new(path).file_name().and_then(|stem| stem.to_str()).unwrap_or(path));
+    let letter = |c: char| if c.is_ascii_alphanumeric() || c == '_' { c.to_ascii_lowercase() } else { '-' };
+    stem.chars().take(40).map(letter).collect()
+}

@@ -1,0 +1,243 @@
+//! From rows to comparisons: for each configuration and recipe, how far its loss is from the baseline's, and how sure that is.
+//!
+//! Everything here is a function of the study and of the set of its rows: sums follow the order of seeds in the study, so the order in which rows were written or read changes no bit.
+
+mod compare;
+mod floor;
+mod lag;
+
+use crate::cell::{Cell, Kind};
+use crate::row::{Outcome, Row};
+use crate::rows::Rows;
+use crate::study::{Config, Group, Study};
+use serde::Serialize;
+use std::collections::BTreeSet;
+
+pub use compare::{ALPHA, Comparison, Counts, Measure, POWER, Pooled, Verdict};
+pub use floor::NoiseFloor;
+pub use lag::Lag;
+
+/// What became of a cell.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case", tag = "is")]
+pub enum State {
+    /// It has no row.
+    NotRun,
+    /// It has no row and will have none: its trunk did not end well.
+    TrunkLost,
+    /// It trained all of its steps.
+    Done {
+        /// Mean training loss of the last tenth, nats.
+        last_tenth: f64,
+        /// The last held-out loss, nats.
+        held_out: Option<f64>,
+    },
+    /// It diverged.
+    Diverged {
+        /// The step.
+        step: u64,
+    },
+    /// It failed.
+    Failed {
+        /// Why.
+        why: String,
+    },
+}
+
+/// A cell of the study and what became of it.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct CellState {
+    /// The cell's id.
+    pub cell: String,
+    /// What it trains.
+    pub kind: String,
+    /// Its recipe.
+    pub recipe: String,
+    /// Which repetition of the noise floor it is, from 1.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub repeat: Option<u64>,
+    /// Its seed.
+    pub seed: u64,
+    /// What became of it.
+    pub state: State,
+    /// Seconds that it took.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub seconds: Option<f64>,
+}
+
+/// Recipes that are compared with one another.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct GroupResults {
+    /// Which they are.
+    #[serde(skip)]
+    pub group: Group,
+    /// [`Study::group_name`].
+    pub name: String,
+    /// Each recipe but the baseline, in the study's order.
+    pub comparisons: Vec<Comparison>,
+    /// What chaos alone does, of a study that measures it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub floor: Option<NoiseFloor>,
+    /// Every cell of the group, in the study's order.
+    pub cells: Vec<CellState>,
+}
+
+/// A configuration.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct ConfigResults {
+    /// Its name.
+    pub config: String,
+    /// Optimizer steps of a run.
+    pub steps: u64,
+    /// How many comparisons Holm's correction counts.
+    pub family: usize,
+    /// The spread of pairs over all recipes.
+    pub pooled: Option<Pooled>,
+    /// Runs, and branches.
+    pub groups: Vec<GroupResults>,
+    /// The trunks of branches.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub trunks: Vec<CellState>,
+}
+
+/// All comparisons of a study.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Results {
+    /// The study's name.
+    pub study: String,
+    /// The baseline.
+    pub baseline: String,
+    /// The planned seeds.
+    pub seeds: Vec<u64>,
+    /// Settings of every run.
+    pub set: Vec<String>,
+    /// How many cells the study has, and how many of them have a row.
+    pub cells: usize,
+    /// How many of them have a row.
+    pub rows: usize,
+    /// Each configuration, in the study's order.
+    pub configs: Vec<ConfigResults>,
+    /// On what the rows ran; and what a reader must know: several commits or devices, stale rows.
+    pub notes: Vec<String>,
+}
+
+impl Results {
+    /// Compares what there is.
+    #[must_use]
+    pub fn of(study: &Study, rows: &Rows) -> Self {
+        let cells = study.cells();
+        Self {
+            study: study.name.clone(),
+            baseline: study.baseline.clone(),
+            seeds: study.seeds.clone(),
+            set: study.set.clone(),
+            cells: cells.len(),
+            rows: cells.iter().filter(|cell| rows.get(&cell.id).is_some()).count(),
+            configs: study.configs.iter().map(|config| of_config(study, config, &cells, rows)).collect(),
+            notes: notes(rows),
+        }
+    }
+
+    /// The standard deviation of paired differences of training losses, per cent of the baseline's loss, pooled over all configurations and recipes with two pairs or more. `None`
+    /// where there is none. What a pilot is for: see [`Plan::of`](crate::Plan::of).
+    #[must_use]
+    pub fn pooled_sd(&self) -> Option<f64> {
+        let groups = self.configs.iter().flat_map(|config| &config.groups);
+        compare::pooled(groups.flat_map(|group| &group.comparisons)).map(|pooled| pooled.sd)
+    }
+}
+
+fn of_config(study: &Study, config: &Config, cells: &[Cell], rows: &Rows) -> ConfigResults {
+    let of_config: Vec<&Cell> = cells.iter().filter(|cell| cell.config == config.name).collect();
+    let state = |cell: &&Cell| cell_state(cell, rows);
+    let mut groups: Vec<GroupResults> = study
+        .groups()
+        .into_iter()
+        .map(|group| {
+            let cells: Vec<&Cell> =
+                of_config.iter().copied().filter(|cell| cell.group() == Some(group)).collect();
+            GroupResults {
+                group,
+                name: study.group_name(group),
+                comparisons: compare::comparisons(study, group, &cells, rows),
+                floor: (group == Group::Runs && study.floor > 0)
+                    .then(|| floor::noise_floor(study, &cells, rows))
+                    .flatten(),
+                cells: cells.iter().map(state).collect(),
+            }
+        })
+        .collect();
+    let family = study.comparisons();
+    let unit = compare::detectable_of_unit(study.seeds.len(), family);
+    compare::correct(&mut groups, family, unit);
+    let pooled = compare::pooled(groups.iter().flat_map(|group| &group.comparisons));
+    let pooled = pooled.map(|pooled| Pooled { detectable: unit.map(|unit| unit * pooled.sd), ..pooled });
+    let trunks = of_config.iter().filter(|cell| cell.kind == Kind::Trunk).map(state).collect();
+    ConfigResults { config: config.name.clone(), steps: config.steps, family, pooled, groups, trunks }
+}
+
+fn cell_state(cell: &Cell, rows: &Rows) -> CellState {
+    let row = rows.get(&cell.id);
+    let trunk_lost = || {
+        let trunk = cell.trunk().and_then(|trunk| rows.get(trunk));
+        trunk.is_some_and(|trunk| trunk.outcome != Outcome::Done)
+    };
+    let state = match row.map(|row| (&row.outcome, row)) {
+        None if trunk_lost() => State::TrunkLost,
+        None => State::NotRun,
+        Some((Outcome::Done, row)) => State::Done {
+            // A row that is done and has none is refused when it is read.
+            last_tenth: row.last_tenth.unwrap_or(f64::NAN),
+            held_out: row.held_out.last().map(|(_, loss)| *loss),
+        },
+        Some((Outcome::Diverged { step }, _)) => State::Diverged { step: *step },
+        Some((Outcome::Failed { why }, _)) => State::Failed { why: why.clone() },
+    };
+    let repeat = match cell.kind {
+        Kind::Floor { repeat } => Some(repeat),
+        _ => None,
+    };
+    CellState {
+        cell: cell.id.clone(),
+        kind: cell.kind_name(),
+        recipe: cell.recipe.clone(),
+        repeat,
+        seed: cell.seed,
+        state,
+        seconds: row.map(|row| row.seconds),
+    }
+}
+
+/// On what the rows ran, and what a reader must know of them.
+fn notes(rows: &Rows) -> Vec<String> {
+    let mut notes = Vec::new();
+    let mut list = |what: &str, several: &str, of: &dyn Fn(&Row) -> Vec<String>| {
+        let values: BTreeSet<String> = rows.iter().flat_map(of).filter(|value| !value.is_empty()).collect();
+        if values.is_empty() {
+            return;
+        }
+        let warning = if values.len() > 1 { several } else { "" };
+        notes.push(format!("{what}: {}.{warning}", values.into_iter().collect::<Vec<_>>().join(", ")));
+    };
+    list("Machine", " Rows come from several machines.", &|row| vec![row.provenance.machine.clone()]);
+    list(
+        "Device",
+        " Rows come from several devices, so differences in loss may be the devices' as well.",
+        &|row| vec![row.provenance.device.clone()],
+    );
+    list(
+        "Commit",
+        " Rows come from several commits, so differences in loss may be the code's as well.",
+        &|row| vec![row.provenance.commit.clone()],
+    );
+    list("Versions", "", &|row| {
+        row.provenance.versions.iter().map(|(name, version)| format!("{name} {version}")).collect()
+    });
+    for stale in rows.stale() {
+        // The folder may be another one when the page is written again.
+        let file =
+            stale.file.file_name().map_or_else(String::new, |name| name.to_string_lossy().into_owned());
+        notes.push(format!("Not used: row {file}: {}.", stale.why));
+    }
+    notes
+}

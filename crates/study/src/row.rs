@@ -1,0 +1,147 @@
+//! A row: what a run leaves for a study, a few kilobytes of JSON.
+
+use crate::cell::Cell;
+use crate::curve::Curve;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// How a run ended.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "is")]
+pub enum Outcome {
+    /// It trained all of its steps.
+    Done,
+    /// It diverged, by the rule of [`diverged_at`](crate::diverged_at) or because its gradients were not finite. Its losses are not compared.
+    Diverged {
+        /// The step.
+        step: u64,
+    },
+    /// It ended for a reason that says nothing about the recipe, such as too little memory.
+    Failed {
+        /// The reason.
+        why: String,
+    },
+}
+
+/// On what a run ran, and what of Nibble.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Provenance {
+    /// The machine: its processor, or a name.
+    pub machine: String,
+    /// The device, such as `NVIDIA H200`.
+    pub device: String,
+    /// The commit of Nibble, with a mark if files were changed.
+    pub commit: String,
+    /// Versions of what else decides bits or speed: driver, NVRTC, Nibble.
+    pub versions: BTreeMap<String, String>,
+}
+
+/// What a run leaves.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Row {
+    /// Id of the cell.
+    pub cell: String,
+    /// What the cell trains: [`Cell::kind_name`].
+    pub kind: String,
+    /// Name of the configuration.
+    pub config: String,
+    /// Name of the recipe.
+    pub recipe: String,
+    /// SHA-256 of the recipe's text.
+    pub recipe_sha256: String,
+    /// The seed.
+    pub seed: u64,
+    /// Settings of the study.
+    pub settings: Vec<String>,
+    /// On what it ran.
+    pub provenance: Provenance,
+    /// How it ended.
+    pub outcome: Outcome,
+    /// Seconds of the run, evaluations included.
+    pub seconds: f64,
+    /// Tokens that it trained on.
+    pub tokens: u64,
+    /// Tokens a second: the median over steps.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub tokens_per_second: Option<f64>,
+    /// Joules a token, where the device tells its power.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub joules_per_token: Option<f64>,
+    /// Mean training loss of the last tenth of the steps, nats: [`last_tenth`](crate::last_tenth). A row that is done has it.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub last_tenth: Option<f64>,
+    /// Steps and held-out losses, nats, in the order of steps.
+    pub held_out: Vec<(u64, f64)>,
+    /// Training losses.
+    pub curve: Curve,
+}
+
+impl Row {
+    /// A row of this cell that has no losses yet.
+    #[must_use]
+    pub fn of(cell: &Cell, provenance: Provenance, outcome: Outcome) -> Self {
+        Self {
+            cell: cell.id.clone(),
+            kind: cell.kind_name(),
+            config: cell.config.clone(),
+            recipe: cell.recipe.clone(),
+            recipe_sha256: cell.recipe_sha256.clone(),
+            seed: cell.seed,
+            settings: cell.settings.clone(),
+            provenance,
+            outcome,
+            seconds: 0.0,
+            tokens: 0,
+            tokens_per_second: None,
+            joules_per_token: None,
+            last_tenth: None,
+            held_out: Vec::new(),
+            curve: Curve::default(),
+        }
+    }
+
+    /// The same with every measured number rounded to 15 significant digits: a JSON reader takes a number of so few digits for the nearest `f64`, and one of more perhaps for its
+    /// neighbour. So a row is read as it was written.
+    #[must_use]
+    pub fn rounded(mut self) -> Self {
+        let round = |value: f64| format!("{value:.14e}").parse().unwrap_or(value);
+        self.seconds = round(self.seconds);
+        self.tokens_per_second = self.tokens_per_second.map(round);
+        self.joules_per_token = self.joules_per_token.map(round);
+        self.last_tenth = self.last_tenth.map(round);
+        self.held_out.iter_mut().for_each(|(_, loss)| *loss = round(*loss));
+        self
+    }
+
+    /// Whether it can be written, read again and compared.
+    ///
+    /// # Errors
+    /// The key that is wrong, and how.
+    pub fn check(&self) -> Result<(), String> {
+        let plain = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
+        if self.cell.is_empty() || self.cell.starts_with('.') || !self.cell.chars().all(plain) {
+            return Err(format!("`cell` is {:?}, expected the id of a cell", self.cell));
+        }
+        let positive = |key: &str, value: Option<f64>| match value {
+            Some(value) if !(value.is_finite() && value > 0.0) => {
+                Err(format!("`{key}` is {value}, expected a positive number"))
+            }
+            _ => Ok(()),
+        };
+        if !(self.seconds.is_finite() && self.seconds >= 0.0) {
+            return Err(format!("`seconds` is {}, expected a number from 0 on", self.seconds));
+        }
+        positive("tokens_per_second", self.tokens_per_second)?;
+        positive("joules_per_token", self.joules_per_token)?;
+        positive("last_tenth", self.last_tenth)?;
+        self.held_out.iter().try_for_each(|(_, loss)| positive("held_out", Some(*loss)))?;
+        if self.held_out.windows(2).any(|pair| pair[0].0 >= pair[1].0) {
+            return Err("`held_out` is not in the order of steps".into());
+        }
+        if self.outcome == Outcome::Done && self.last_tenth.is_none() {
+            return Err("is done and has no `last_tenth`".into());
+        }
+        self.curve.check()
+    }
+}

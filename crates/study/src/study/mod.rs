@@ -1,0 +1,305 @@
+//! A study: which recipes are compared with which baseline, over which configurations and seeds.
+
+mod keys;
+#[cfg(test)]
+mod tests;
+
+use crate::catalog::Catalog;
+use crate::error::{Error, Result};
+use keys::Keys;
+use sha2::{Digest, Sha256};
+use std::path::Path;
+
+/// The keys of a study file.
+const KEYS: [&str; 8] = ["name", "baseline", "recipes", "configs", "seeds", "set", "floor", "branch"];
+
+/// A recipe of a study.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Recipe {
+    /// Its name, or its file, as the study has it.
+    pub name: String,
+    /// SHA-256 of its text, hexadecimal.
+    pub sha256: String,
+}
+
+/// A configuration of a study.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Config {
+    /// Its name, or its file, as the study has it.
+    pub name: String,
+    /// SHA-256 of [`Settled::text`](crate::Settled::text), hexadecimal.
+    pub sha256: String,
+    /// Optimizer steps of a run.
+    pub steps: u64,
+}
+
+/// What the learning rate of a branch does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Schedule {
+    /// The trunk's schedule goes on: trunk and branch together train the configuration's steps.
+    Kept,
+    /// A new schedule begins, warm-up included: the branch trains the configuration's steps.
+    New,
+}
+
+impl Schedule {
+    /// Its name in a study file.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Kept => "kept",
+            Self::New => "new",
+        }
+    }
+}
+
+/// Runs that begin with the weights of one shared run, the trunk. The trunk trains under the configuration's schedule and stops after `steps`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Branch {
+    /// The recipe of the trunk.
+    pub trunk: String,
+    /// Optimizer steps of the trunk.
+    pub steps: u64,
+    /// The recipes of the branches, the baseline first.
+    pub recipes: Vec<String>,
+    /// What their learning rate does.
+    pub schedule: Schedule,
+}
+
+/// Cells that are compared with one another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Group {
+    /// Runs that train from the beginning.
+    Runs,
+    /// The branches of [`Study::branches`] at this index.
+    Branch(usize),
+}
+
+/// A study, read from its file and checked.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Study {
+    /// Its name, which heads its tables.
+    pub name: String,
+    /// The recipe with which all others are compared.
+    pub baseline: String,
+    /// The recipes of runs from the beginning, the baseline first. Empty in a study of branches only.
+    pub recipes: Vec<String>,
+    /// What every recipe that the study names is, each once.
+    pub known: Vec<Recipe>,
+    /// The configurations.
+    pub configs: Vec<Config>,
+    /// The seeds, in the order in which they are run.
+    pub seeds: Vec<u64>,
+    /// Settings of every run, `key=value`.
+    pub set: Vec<String>,
+    /// Perturbed runs of the baseline for each seed, which show what chaos alone does.
+    pub floor: u64,
+    /// Runs that begin with a shared trunk.
+    pub branches: Vec<Branch>,
+}
+
+impl Study {
+    /// Reads a study file. `catalog` says what names mean.
+    ///
+    /// # Errors
+    /// [`Error::Io`] for a file that cannot be read; else as [`Study::parse`].
+    pub fn load(file: &Path, catalog: &dyn Catalog) -> Result<Self> {
+        let text = std::fs::read_to_string(file).map_err(Error::io(file))?;
+        Self::parse(&text, file, catalog)
+    }
+
+    /// Reads a study from its text. `file` is what errors name.
+    ///
+    /// # Errors
+    /// [`Error::Study`] with the key: unknown keys, names that `catalog` does not know, names or recipes that are listed twice, empty lists, a baseline that is not among the recipes.
+    pub fn parse(text: &str, file: &Path, catalog: &dyn Catalog) -> Result<Self> {
+        let table: toml::Table = text.parse().map_err(|error: toml::de::Error| Error::Study {
+            file: file.to_owned(),
+            key: String::new(),
+            why: error.to_string().trim_end().to_owned(),
+            suggestion: None,
+        })?;
+        let keys = Keys::of(file, String::new(), &table, &KEYS)?;
+        let (name, baseline) = (keys.text("name")?, keys.text("baseline")?);
+        let set = settings(&keys)?;
+        let branch_keys = keys.tables("branch", &["trunk", "recipes", "schedule"])?;
+        let recipes = match (keys.texts("recipes")?, branch_keys.is_empty()) {
+            (None, false) => Vec::new(),
+            _ => keys.names("recipes")?,
+        };
+        let mut known = Known { catalog, recipes: Vec::new() };
+        known.add_all(&keys, "recipes", &recipes)?;
+        let recipes = match recipes.is_empty() {
+            true => recipes,
+            false => baseline_first(&keys, "baseline", &baseline, recipes)?,
+        };
+        let seeds = keys.seeds("seeds")?;
+        let configs = configs(&keys, &set, catalog)?;
+        let floor = keys.number("floor", 0, 100)?.unwrap_or(0);
+        if floor > 0 && recipes.is_empty() {
+            return Err(keys.wrong("floor", "repeats runs of `recipes`, of which there are none"));
+        }
+        let mut branches: Vec<Branch> = Vec::new();
+        for keys in branch_keys {
+            let branch = branch(&keys, &baseline, &configs, &mut known)?;
+            if branches.contains(&branch) {
+                return Err(keys.wrong("trunk", "the same branches are listed twice"));
+            }
+            branches.push(branch);
+        }
+        Ok(Self { name, baseline, recipes, known: known.recipes, configs, seeds, set, floor, branches })
+    }
+
+    /// What is compared: the runs, if there are any, then each of [`Study::branches`].
+    #[must_use]
+    pub fn groups(&self) -> Vec<Group> {
+        let runs = (!self.recipes.is_empty()).then_some(Group::Runs);
+        runs.into_iter().chain((0..self.branches.len()).map(Group::Branch)).collect()
+    }
+
+    /// The recipes of a group, the baseline first; empty for a branch that the study does not have.
+    #[must_use]
+    pub fn recipes_of(&self, group: Group) -> &[String] {
+        match group {
+            Group::Runs => &self.recipes,
+            Group::Branch(i) => self.branches.get(i).map_or(&[], |branch| &branch.recipes),
+        }
+    }
+
+    /// How a table names a group: `runs`, or `branches of bf16 at step 1000, schedule kept`.
+    #[must_use]
+    pub fn group_name(&self, group: Group) -> String {
+        match group {
+            Group::Runs => "runs".into(),
+            Group::Branch(i) => self.branches.get(i).map_or_else(String::new, |branch| {
+                let Branch { trunk, steps, schedule, .. } = branch;
+                format!("branches of {trunk} at step {steps}, schedule {}", schedule.name())
+            }),
+        }
+    }
+
+    /// How many comparisons with the baseline the study plans within a configuration: the family of Holm's correction.
+    #[must_use]
+    pub fn comparisons(&self) -> usize {
+        self.groups().into_iter().map(|group| self.recipes_of(group).len().saturating_sub(1)).sum()
+    }
+
+    /// The SHA-256 of a recipe's text; empty for one that the study does not name.
+    #[must_use]
+    pub fn recipe_sha256(&self, name: &str) -> &str {
+        self.known.iter().find(|recipe| recipe.name == name).map_or("", |recipe| &recipe.sha256)
+    }
+}
+
+/// The recipes that were looked up.
+struct Known<'a> {
+    catalog: &'a dyn Catalog,
+    recipes: Vec<Recipe>,
+}
+
+impl Known<'_> {
+    fn add_all(&mut self, keys: &Keys<'_>, key: &str, names: &[String]) -> Result<()> {
+        names.iter().enumerate().try_for_each(|(i, name)| self.add(keys, &format!("{key}[{i}]"), name))
+    }
+
+    fn add(&mut self, keys: &Keys<'_>, key: &str, name: &str) -> Result<()> {
+        if self.recipes.iter().any(|recipe| recipe.name == name) {
+            return Ok(());
+        }
+        let text = self.catalog.recipe(name).map_err(|why| {
+            keys.unknown(key, why, name, self.catalog.recipe_names().iter().map(String::as_str))
+        })?;
+        let sha256 = sha256(text.as_bytes());
+        if let Some(same) = self.recipes.iter().find(|recipe| recipe.sha256 == sha256) {
+            return Err(keys.wrong(key, format!("{name:?} is the same recipe as {:?}", same.name)));
+        }
+        self.recipes.push(Recipe { name: name.to_owned(), sha256 });
+        Ok(())
+    }
+}
+
+/// Settings of every run; the study decides recipe and seed.
+fn settings(keys: &Keys<'_>) -> Result<Vec<String>> {
+    let set = keys.texts("set")?.unwrap_or_default();
+    let mut seen: Vec<&str> = Vec::new();
+    for (i, setting) in set.iter().enumerate() {
+        let at = format!("set[{i}]");
+        let Some((key, _)) = setting.split_once('=') else {
+            return Err(keys.wrong(&at, format!("{setting:?} is no key=value")));
+        };
+        let key = key.trim();
+        if ["seed", "recipe"].contains(&key) {
+            return Err(keys.wrong(&at, format!("`{key}` is what the study varies: see `{key}s`")));
+        }
+        if seen.contains(&key) {
+            return Err(keys.wrong(&at, format!("`{key}` is set twice")));
+        }
+        seen.push(key);
+    }
+    Ok(set)
+}
+
+fn configs(keys: &Keys<'_>, set: &[String], catalog: &dyn Catalog) -> Result<Vec<Config>> {
+    let mut configs: Vec<Config> = Vec::new();
+    for (i, name) in keys.names("configs")?.into_iter().enumerate() {
+        let key = format!("configs[{i}]");
+        let settled = catalog.config(&name, set).map_err(|why| {
+            keys.unknown(&key, why, &name, catalog.config_names().iter().map(String::as_str))
+        })?;
+        if settled.steps == 0 {
+            return Err(keys.wrong(&key, format!("{name:?} trains 0 steps, expected at least 1")));
+        }
+        let sha256 = sha256(settled.text.as_bytes());
+        if let Some(same) = configs.iter().find(|config| config.sha256 == sha256) {
+            return Err(keys.wrong(&key, format!("{name:?} is the same configuration as {:?}", same.name)));
+        }
+        configs.push(Config { name, sha256, steps: settled.steps });
+    }
+    Ok(configs)
+}
+
+/// The recipes with the baseline at the head: a study that stops has the pairs that it can have.
+fn baseline_first(
+    keys: &Keys<'_>,
+    key: &str,
+    baseline: &str,
+    mut recipes: Vec<String>,
+) -> Result<Vec<String>> {
+    let Some(at) = recipes.iter().position(|recipe| recipe == baseline) else {
+        let why = format!("{baseline:?} is not among the recipes: {}", recipes.join(", "));
+        return Err(keys.unknown(key, why, baseline, recipes.iter().map(String::as_str)));
+    };
+    recipes[..=at].rotate_right(1);
+    Ok(recipes)
+}
+
+fn branch(keys: &Keys<'_>, baseline: &str, configs: &[Config], known: &mut Known<'_>) -> Result<Branch> {
+    let trunk_keys = keys.table("trunk", &["recipe", "steps"])?;
+    let trunk = trunk_keys.text("recipe")?;
+    known.add(&trunk_keys, "recipe", &trunk)?;
+    let Some(steps) = trunk_keys.number("steps", 1, u64::from(u32::MAX))? else {
+        return Err(trunk_keys.wrong("steps", "is missing"));
+    };
+    let recipes = keys.names("recipes")?;
+    known.add_all(keys, "recipes", &recipes)?;
+    let recipes = baseline_first(keys, "recipes", baseline, recipes)?;
+    let schedule = match keys.text("schedule")?.as_str() {
+        "kept" => Schedule::Kept,
+        "new" => Schedule::New,
+        other => {
+            let why = format!("is {other:?}, expected \"kept\" or \"new\"");
+            return Err(keys.unknown("schedule", why, other, ["kept", "new"]));
+        }
+    };
+    // The trunk trains under the configuration's schedule, which ends with its steps.
+    if let Some(config) = configs.iter().find(|config| steps >= config.steps) {
+        let why = format!("is {steps}, expected fewer than the {} steps of {}", config.steps, config.name);
+        return Err(trunk_keys.wrong("steps", why));
+    }
+    Ok(Branch { trunk, steps, recipes, schedule })
+}
+
+/// SHA-256, hexadecimal.
+pub(crate) fn sha256(bytes: &[u8]) -> String {
+    Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
+}

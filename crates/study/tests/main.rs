@@ -1,0 +1,9 @@
+//! Whole studies, simulated: nothing is trained.
+
+mod damaged;
+mod output;
+mod queue;
+mod resume;
+mod rig;
+mod rows;
+mod simulated;
