@@ -20,6 +20,7 @@ mod recipe;
 mod report;
 mod run_files;
 mod signals;
+mod study;
 mod tensor_cores;
 mod train;
 mod verify;
@@ -54,6 +55,7 @@ enum Command {
     Export(export::Args),
     Plot(plot::Args),
     Report(report::Args),
+    Study(study::Args),
     Quantize(quantize::Args),
     Models(models::Args),
     Data(data::Args),
@@ -68,8 +70,7 @@ enum Command {
 }
 
 /// Clap's template without empty lines between its parts. The help fits a screen of 24 lines; a test counts them.
-const HELP: &str = "{about-with-newline}{usage-heading} {usage}\nCommands:\n{subcommands}\nOptions:\n{options}\n\
-    Examples: nibble train, a first run of ten seconds; nibble train --help";
+const HELP: &str = "{about-with-newline}{usage-heading} {usage}; a first run of ten seconds: nibble train\nCommands:\n{subcommands}\nOptions:\n{options}";
 
 /// The environment variables and the exit codes.
 fn surroundings() -> String {
@@ -147,6 +148,7 @@ fn run(cli: Cli) -> Result<()> {
         Command::Export(args) => export::run(args),
         Command::Plot(args) => plot::run(args),
         Command::Report(args) => report::run(args),
+        Command::Study(args) => study::run(args),
         Command::Quantize(args) => quantize::run(args),
         Command::Models(args) => models::run(args),
         Command::Data(args) => data::run(args),

@@ -41,6 +41,7 @@ mod scoring;
 mod signals;
 #[cfg(target_os = "linux")]
 mod streams;
+mod study;
 mod tokenizers;
 
 use std::path::{Path, PathBuf};

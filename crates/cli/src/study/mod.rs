@@ -1,0 +1,188 @@
+//! `nibble study`: trains recipes over seeds and compares their losses. Runs are processes of `nibble train`, each with a folder that is resumed where it was stopped; what a run
+//! leaves for the study is a row (`nibble_study::Row`), a few kilobytes that can be kept.
+
+mod catalog;
+mod runs;
+
+use catalog::Names;
+use nibble_command::error::{Error, Result};
+use nibble_command::output::{Force, Outputs};
+use nibble_command::{say, warn};
+use nibble_study::{Cell, Kind, Next, Plan, Queue, Results, Rows, Study};
+use runs::{Deadline, Runner};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// Trains recipes over seeds and compares their losses
+///
+/// Paired differences from a baseline, with 95 % intervals. Each run is a row in DIR/rows. A study may be stopped at any time and continued, also by several processes or GPUs at once; its tables are those of one that was never stopped.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:\n  \
+    nibble study formats.toml --plan\n  \
+    nibble study formats.toml --for 12m\n  \
+    nibble study formats.toml --device cuda:1\n  \
+    nibble study formats.toml --tables")]
+pub struct Args {
+    /// The study: a TOML file with recipes, a baseline, configurations and seeds.
+    #[arg(value_name = "FILE")]
+    file: PathBuf,
+    /// Folder of the rows and tables. Default: the study's file without its ending.
+    #[arg(long, value_name = "DIR")]
+    dir: Option<PathBuf>,
+    /// Starts no run after this time, and stops the one under way: 90s, 12m or 2h. It is resumed next time.
+    #[arg(long = "for", value_name = "TIME", value_parser = duration)]
+    time: Option<Duration>,
+    /// Device of the runs, as `run.device`.
+    #[arg(long, value_name = "DEVICE")]
+    device: Option<String>,
+    /// Prints the number of runs, their time and which differences the seeds can resolve; runs nothing.
+    #[arg(long, conflicts_with_all = ["time", "tables", "retry"])]
+    plan: bool,
+    /// Writes the tables from the rows; runs nothing.
+    #[arg(long, conflicts_with_all = ["time", "retry"])]
+    tables: bool,
+    /// Runs again what failed. Diverged runs are results and stay.
+    #[arg(long)]
+    retry: bool,
+    /// The commit of this program, for the rows.
+    #[arg(long, value_name = "COMMIT", default_value = "")]
+    commit: String,
+    /// Standard deviation of a paired difference, per cent, from a pilot: for --plan before there are rows.
+    #[arg(long, value_name = "SD")]
+    pilot_sd: Option<f64>,
+    #[command(flatten)]
+    force: Force,
+}
+
+pub fn run(args: Args) -> Result<()> {
+    let study = Study::load(&args.file, &Names).map_err(wrong)?;
+    if !study.branches.is_empty() {
+        let file = args.file.display();
+        return Err(Error::usage(format!(
+            "{file}: `branch`: this command runs no branches of trunks yet; leave [[branch]] out"
+        )));
+    }
+    let dir = args.dir.clone().unwrap_or_else(|| args.file.with_extension(""));
+    let rows = Rows::read(&dir, &study.cells()).map_err(wrong)?;
+    for stale in rows.stale() {
+        warn!("warning: {} is not used: {}", stale.file.display(), stale.why);
+    }
+    say!("{}", Plan::of(&study, &rows, &|_| None, args.pilot_sd).to_string().trim_end());
+    if args.plan {
+        return Ok(());
+    }
+    if !args.tables {
+        work(&args, &study, &dir)?;
+    }
+    tables(&args, &study, &dir)
+}
+
+/// Runs cells until none is left or the time is over.
+fn work(args: &Args, study: &Study, dir: &Path) -> Result<()> {
+    let host = runs::host();
+    let queue = Queue::open(dir, study.cells(), &host).map_err(wrong)?;
+    if args.retry {
+        let again = queue.forget_failed().map_err(wrong)?;
+        again.iter().for_each(|cell| say!("runs again: {cell}"));
+    }
+    let deadline = Deadline::after(args.time);
+    let runner = Runner::new(dir, args.device.as_deref(), &args.commit, deadline);
+    while !deadline.is_over() {
+        match queue.next().map_err(wrong)? {
+            Next::Cell(claim) => match runner.run(claim.cell())? {
+                Some(row) => {
+                    say!("{}", told(claim.cell(), &row));
+                    claim.finish(&row).map_err(wrong)?;
+                }
+                None => break,
+            },
+            Next::Wait(running) => {
+                say!("{} runs are under way elsewhere, and none is left to start", running.len());
+                break;
+            }
+            Next::Done { blocked } => {
+                blocked
+                    .iter()
+                    .for_each(|cell| warn!("warning: {} cannot run: its trunk diverged or failed", cell.id));
+                break;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// One line for a finished run.
+fn told(cell: &Cell, row: &nibble_study::Row) -> String {
+    let loss =
+        row.last_tenth.map_or_else(String::new, |loss| format!(", {loss:.4} nats over the last tenth"));
+    let outcome = match &row.outcome {
+        nibble_study::Outcome::Done => "done".to_owned(),
+        nibble_study::Outcome::Diverged { step } => format!("diverged at step {step}"),
+        nibble_study::Outcome::Failed { why } => format!("failed: {why}"),
+    };
+    format!("{}: {outcome}{loss}, {:.0} s", cell.id, row.seconds)
+}
+
+/// Writes the tables, and prints the Markdown one.
+fn tables(args: &Args, study: &Study, dir: &Path) -> Result<()> {
+    let rows = Rows::read(dir, &study.cells()).map_err(wrong)?;
+    let results = Results::of(study, &rows);
+    let page = nibble_study::html(study, &rows).map_err(wrong)?;
+    let markdown = nibble_study::markdown(&results);
+    let mut outputs = Outputs::new(args.force.clone(), [args.file.clone()]);
+    let files = [
+        ("table.md", markdown.clone()),
+        ("table.csv", nibble_study::csv(&results)),
+        ("table.json", nibble_study::json(&results)),
+        ("study.html", page),
+    ];
+    for (name, text) in files {
+        outputs.of_run(&dir.join(name))?.write(text)?;
+    }
+    say!("{}", markdown.trim_end());
+    say!("tables: {} (table.md, table.csv, table.json, study.html)", dir.display());
+    Ok(())
+}
+
+/// A study's error is about what the user gave, or about a file.
+fn wrong(error: nibble_study::Error) -> Error {
+    Error::usage(error)
+}
+
+/// `90s`, `12m`, `2h`.
+fn duration(text: &str) -> std::result::Result<Duration, String> {
+    let (number, unit) = text.split_at(text.len() - text.chars().next_back().map_or(0, char::len_utf8));
+    let seconds = match unit {
+        "s" => 1.0,
+        "m" => 60.0,
+        "h" => 3600.0,
+        _ => return Err("is no time; expected a number with s, m or h, such as 12m".into()),
+    };
+    let number: f64 =
+        number.parse().map_err(|_| "is no time; expected a number with s, m or h, such as 12m".to_owned())?;
+    Duration::try_from_secs_f64(number * seconds).map_err(|_| "is no time that can be waited for".into())
+}
+
+/// What a run of the baseline's kind adds to the configuration.
+fn settings(cell: &Cell, lr: f64) -> Vec<String> {
+    let mut settings = cell.settings.clone();
+    settings.push(format!("seed={}", cell.seed));
+    if let Kind::Floor { .. } = cell.kind {
+        settings.push(format!("train.lr={:?}", lr * cell.lr_factor()));
+    }
+    settings
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_have_a_unit() {
+        assert_eq!(duration("12m"), Ok(Duration::from_secs(720)));
+        assert_eq!(duration("1.5h"), Ok(Duration::from_secs(5400)));
+        for wrong in ["12", "", "m", "-1s", "xs", "1é"] {
+            assert!(duration(wrong).is_err(), "{wrong}");
+        }
+    }
+}

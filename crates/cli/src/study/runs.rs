@@ -1,0 +1,204 @@
+//! A study's run: a process of `nibble train` in a folder of its own, and the row that is read from what it leaves.
+
+use super::settings;
+use crate::processes::Process;
+use crate::run_files::RunFiles;
+use nibble_command::error::{Error, Result};
+use nibble_command::say;
+use nibble_study::{Cell, Curve, Outcome, Provenance, Row, diverged_at, last_tenth};
+use nibble_train::config::Config;
+use nibble_train::metrics::Metrics;
+use nibble_train::trainer;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+/// Time between two looks at a run.
+const POLL: Duration = Duration::from_millis(50);
+/// Last lines of a failed run that its row keeps.
+const LINES: usize = 4;
+
+/// When work ends; never, if no time is given.
+#[derive(Debug, Clone, Copy)]
+pub struct Deadline(Option<Instant>);
+
+impl Deadline {
+    /// This long from now.
+    pub fn after(time: Option<Duration>) -> Self {
+        Self(time.and_then(|time| Instant::now().checked_add(time)))
+    }
+
+    /// Whether it has passed.
+    pub fn is_over(self) -> bool {
+        self.0.is_some_and(|end| Instant::now() >= end)
+    }
+}
+
+/// Runs cells.
+#[derive(Debug)]
+pub struct Runner<'a> {
+    dir: &'a Path,
+    device: Option<&'a str>,
+    commit: &'a str,
+    deadline: Deadline,
+}
+
+impl<'a> Runner<'a> {
+    /// In the folder of a study, on this device. `commit` stands in the rows.
+    pub const fn new(dir: &'a Path, device: Option<&'a str>, commit: &'a str, deadline: Deadline) -> Self {
+        Self { dir, device, commit, deadline }
+    }
+
+    /// Trains a cell, from its last checkpoint if it was stopped before. `None` if it was stopped.
+    ///
+    /// # Errors
+    /// If no process can be started, or the folder cannot be written.
+    pub fn run(&self, cell: &Cell) -> Result<Option<Row>> {
+        let folder = self.dir.join("runs").join(&cell.id);
+        std::fs::create_dir_all(&folder).map_err(Error::io(&folder))?;
+        let log = folder.join("study.log");
+        let resumes = trainer::has_begun(&folder);
+        say!("{}: {}", cell.id, if resumes { "resumes" } else { "starts" });
+        let status = self.wait(self.start(cell, &folder, resumes, &log)?)?;
+        let Some(status) = status else { return Ok(None) };
+        if was_stopped(status) {
+            return Ok(None);
+        }
+        let row = row(cell, (&folder, &log), status, self.commit)?;
+        if row.outcome == Outcome::Done {
+            // What a finished run leaves is in its row; weights take gigabytes.
+            std::fs::remove_dir_all(folder.join("checkpoints")).or_else(|why| match why.kind() {
+                std::io::ErrorKind::NotFound => Ok(()),
+                _ => Err(Error::io(&folder)(why)),
+            })?;
+        }
+        Ok(Some(row))
+    }
+
+    fn start(&self, cell: &Cell, folder: &Path, resumes: bool, log: &Path) -> Result<Child> {
+        let program = std::env::current_exe().map_err(|why| Error::Failed(format!("this program: {why}")))?;
+        let mut process = Command::new(program);
+        process.arg("train");
+        if resumes {
+            process.arg(folder).arg("--resume");
+        } else {
+            let config = Config::load(&cell.config, &cell.settings)?;
+            process.arg(&cell.config).args(["--recipe", &cell.recipe]);
+            for change in settings(cell, config.train.lr) {
+                process.args(["--set", &change]);
+            }
+            process.arg("--set").arg(format!("run.dir={}", folder.display()));
+        }
+        process.args(self.device.iter().flat_map(|device| ["--device", device]));
+        let file = std::fs::OpenOptions::new().create(true).append(true).open(log).map_err(Error::io(log))?;
+        let copy = file.try_clone().map_err(Error::io(log))?;
+        process.stdin(Stdio::null()).stdout(file).stderr(copy);
+        process.spawn().map_err(|why| Error::Failed(format!("{}: its process: {why}", cell.id)))
+    }
+
+    /// Waits for a run, and stops it when the time is over.
+    fn wait(&self, mut child: Child) -> Result<Option<ExitStatus>> {
+        let failed = |why: std::io::Error| Error::Failed(format!("a run's process: {why}"));
+        let mut stopped = false;
+        loop {
+            if let Some(status) = child.try_wait().map_err(failed)? {
+                return Ok((!stopped || status.success()).then_some(status));
+            }
+            if !stopped && self.deadline.is_over() {
+                interrupt(&child);
+                stopped = true;
+            }
+            std::thread::sleep(POLL);
+        }
+    }
+}
+
+/// Whether somebody ended a run with a signal: it says nothing about the run, which is resumed another time.
+#[cfg(unix)]
+fn was_stopped(status: ExitStatus) -> bool {
+    use std::os::unix::process::ExitStatusExt;
+    const STOPS: [i32; 4] = [libc::SIGHUP, libc::SIGINT, libc::SIGTERM, libc::SIGKILL];
+    let signal = status.signal().or_else(|| status.code().map(|code| code - 128));
+    signal.is_some_and(|signal| STOPS.contains(&signal))
+}
+
+/// Exit codes tell of signals on Unix alone.
+#[cfg(not(unix))]
+fn was_stopped(_: ExitStatus) -> bool {
+    false
+}
+
+/// Asks a run to save a checkpoint and end.
+#[cfg(unix)]
+fn interrupt(child: &Child) {
+    let Ok(id) = i32::try_from(child.id()) else { return };
+    // SAFETY: a signal to a process that this one has started and not yet waited for.
+    unsafe { libc::kill(id, libc::SIGINT) };
+}
+
+/// A run goes on to its end where there are no signals.
+#[cfg(not(unix))]
+fn interrupt(_: &Child) {}
+
+/// The row of a run that has ended.
+fn row(cell: &Cell, (folder, log): (&Path, &Path), status: ExitStatus, commit: &str) -> Result<Row> {
+    let run = RunFiles::read(folder).ok();
+    let metrics = run.as_ref().map_or(&[][..], |run| &run.metrics);
+    let losses: Vec<(u64, f64)> = metrics.iter().filter_map(|m| Some((m.step, m.loss?))).collect();
+    let untrained = run.as_ref().map_or(f64::INFINITY, |run| (run.config.model.vocab_size as f64).ln());
+    let text = std::fs::read_to_string(log).unwrap_or_default();
+    let lines: Vec<&str> = text.lines().rev().filter(|line| line.starts_with("error")).take(LINES).collect();
+    // A run that a non-finite value ends says so; its recipe has diverged.
+    let non_finite = lines.iter().any(|line| line.contains(" is not finite "));
+    let outcome = match (status.success(), non_finite) {
+        (true, _) => diverged_at(&losses, untrained).map_or(Outcome::Done, |step| Outcome::Diverged { step }),
+        (false, true) => Outcome::Diverged { step: losses.last().map_or(1, |(step, _)| step + 1) },
+        (false, false) => Outcome::Failed {
+            why: lines.first().map_or_else(|| status.to_string(), |line| (*line).to_owned()),
+        },
+    };
+    let mut row = Row::of(cell, provenance(folder, commit), outcome);
+    row.seconds = metrics.iter().filter_map(|m| m.seconds).sum();
+    row.tokens = metrics.iter().filter_map(|m| m.n_tokens_seen).max().unwrap_or(0);
+    row.tokens_per_second = median(metrics.iter().filter_map(|m| m.tps));
+    row.joules_per_token = joules(metrics, row.tokens);
+    row.last_tenth = last_tenth(&losses);
+    row.held_out = held_out(metrics);
+    row.curve = Curve::of(&losses);
+    Ok(row.rounded())
+}
+
+/// Held-out losses, the last of each step.
+fn held_out(metrics: &[Metrics]) -> Vec<(u64, f64)> {
+    let losses: BTreeMap<u64, f64> = metrics.iter().filter_map(|m| Some((m.step, m.valid_loss?))).collect();
+    losses.into_iter().collect()
+}
+
+/// Joules a token: the power of each step times its seconds. Not where a step has no power.
+fn joules(metrics: &[Metrics], tokens: u64) -> Option<f64> {
+    let steps: Vec<_> = metrics.iter().filter(|m| m.seconds.is_some()).collect();
+    let sum = steps.iter().map(|m| Some(m.watts? * m.seconds?)).sum::<Option<f64>>()?;
+    (tokens > 0 && sum > 0.0).then(|| sum / tokens as f64)
+}
+
+fn median(values: impl Iterator<Item = f64>) -> Option<f64> {
+    let mut values: Vec<f64> = values.collect();
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied()
+}
+
+/// The last process that worked on a run.
+fn provenance(folder: &Path, commit: &str) -> Provenance {
+    let process = Process::of_run(folder).pop();
+    let version = process.as_ref().map_or_else(String::new, |process| process.version.clone());
+    let (machine, device) = process.map(|process| (process.processor, process.device)).unwrap_or_default();
+    let versions = BTreeMap::from([("nibble".to_owned(), version)]);
+    Provenance { machine, device, commit: commit.to_owned(), versions }
+}
+
+/// The name of this machine, by which processes know whose runs they can judge.
+pub fn host() -> String {
+    let name = PathBuf::from("/proc/sys/kernel/hostname");
+    std::fs::read_to_string(name).map_or_else(|_| "this host".to_owned(), |name| name.trim().to_owned())
+}
