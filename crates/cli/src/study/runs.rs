@@ -6,6 +6,7 @@ use crate::run_files::RunFiles;
 use nibble_command::error::{Error, Result};
 use nibble_command::say;
 use nibble_study::{Cell, Curve, Outcome, Provenance, Row, diverged_at, last_tenth};
+use nibble_train::checkpoint::latest_valid;
 use nibble_train::config::Config;
 use nibble_train::metrics::Metrics;
 use nibble_train::trainer;
@@ -58,7 +59,13 @@ impl<'a> Runner<'a> {
         let folder = self.dir.join("runs").join(&cell.id);
         std::fs::create_dir_all(&folder).map_err(Error::io(&folder))?;
         let log = folder.join("study.log");
-        let resumes = trainer::has_begun(&folder);
+        let resumes = trainer::has_begun(&folder) && has_checkpoint(&folder);
+        if !resumes && trainer::has_begun(&folder) {
+            // It was stopped before its first checkpoint. The folder is the study's own.
+            std::fs::remove_dir_all(&folder)
+                .and_then(|()| std::fs::create_dir_all(&folder))
+                .map_err(Error::io(&folder))?;
+        }
         say!("{}: {}", cell.id, if resumes { "resumes" } else { "starts" });
         let status = self.wait(self.start(cell, &folder, resumes, &log)?)?;
         let Some(status) = status else { return Ok(None) };
@@ -112,6 +119,11 @@ impl<'a> Runner<'a> {
             std::thread::sleep(POLL);
         }
     }
+}
+
+/// Whether a stopped run can be resumed.
+fn has_checkpoint(folder: &Path) -> bool {
+    latest_valid(folder).is_ok_and(|latest| latest.checkpoint.is_some())
 }
 
 /// Whether somebody ended a run with a signal: it says nothing about the run, which is resumed another time.

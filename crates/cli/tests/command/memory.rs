@@ -174,7 +174,10 @@ fn what_was_being_done_and_how_much_was_asked_for_are_told() {
     };
     // Beside the program there is room for less than the file, and for the file and less than its values in F32.
     let program = need(4 << 10, || alone(place.command(&["environment"])));
-    for (more, part) in [(32 << 10, "reading big.st: "), (128 << 10, "quantizing `w`: 134217728 bytes")] {
+    for (more, part) in [
+        (32 << 10, "reading big.st: "),
+        (128 << 10, "quantizing `w`: the system refused this process 134217728 bytes"),
+    ] {
         let out = within(&mut alone(quantize()), program + more);
         let said = String::from_utf8_lossy(&out.stderr);
         assert_eq!(out.status.code(), Some(1), "{said}");

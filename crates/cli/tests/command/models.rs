@@ -394,5 +394,5 @@ fn a_run_that_began_with_weights_goes_on_by_the_same_command() {
     let error = place.nibble(&["train", "small.toml", "--from", "run"]).failed(2);
     assert!(error.contains("--init-from takes a run"), "{error}");
     let error = place.nibble(&["train", "small.toml", "--init-from", "model"]).failed(2);
-    assert!(error.contains("--from takes a folder with a model"), "{error}");
+    assert!(error.contains("--from takes a model folder"), "{error}");
 }

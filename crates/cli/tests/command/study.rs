@@ -47,20 +47,28 @@ fn a_study_whose_runs_are_killed_has_the_rows_of_one_that_was_not() {
             .values()
             .all(|row| row["outcome"]["is"] == "done" && row["curve"].as_array().unwrap().len() == 6)
     );
-    // The first run is killed behind its checkpoint, and resumed by the next call.
-    let other = [&study[..], &["--dir", "other"]].concat();
-    let mut killed = place.command(&other);
-    let out = killed.env("NIBBLE_FAULT", "sigkill@checkpoint-ends:2").output().unwrap();
-    assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
-    assert!(rows(&place, "other").is_empty());
-    place.nibble(&other).ok().contains(": resumes");
-    assert_eq!(rows(&place, "other"), whole);
+    // The first run is killed, behind its second checkpoint or within its first, and goes on or begins anew by the next call.
+    for (dir, fault, told) in
+        [("other", "sigkill@checkpoint-ends:2", ": resumes"), ("early", "sigkill@file-written:1", ": starts")]
+    {
+        let other = [&study[..], &["--dir", dir]].concat();
+        let out = place.command(&other).env("NIBBLE_FAULT", fault).output().unwrap();
+        assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+        assert!(rows(&place, dir).is_empty(), "{fault}");
+        let done = place.nibble(&other).ok();
+        assert!(
+            done.stdout.lines().any(|line| line.contains(".bf16.s1-") && line.ends_with(told)),
+            "{}",
+            done.stdout
+        );
+        assert_eq!(rows(&place, dir), whole, "{fault}");
+    }
     // Tables are a function of the rows; nothing is run for them.
     let tables = || {
         ["table.md", "table.csv", "table.json", "study.html"].map(|name| read(place.path("other").join(name)))
     };
     let before = tables();
-    place.nibble(&[&other[..], &["--tables"]].concat()).ok();
+    place.nibble(&[&study[..], &["--dir", "other", "--tables"]].concat()).ok();
     assert_eq!(tables(), before);
 }
 
