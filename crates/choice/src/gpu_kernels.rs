@@ -35,8 +35,8 @@ pub struct TargetRows<'a, B: Backend> {
 /// The kernels and operations that the sequences of this crate issue. `nibble-cuda` launches them. `nibble-dry` counts their memory;
 /// a kernel that only writes to its arguments does nothing there.
 ///
-/// A sequence is a function of this crate that issues several kernels or operations and allocates their intermediate results. It is here
-/// because the order of its allocations and frees is part of the choice.
+/// A sequence is a function of `nibble-choice` that calls several kernels or operations of a backend and allocates their intermediate results. It is
+/// here because the order of its allocations and frees is part of the choice.
 pub trait GpuKernels: Backend {
     /// Quantizes, and adds its counts to `counts`, or to new counters.
     fn quantize_counting(

@@ -21,8 +21,7 @@ use std::path::{Path, PathBuf};
 /// `--force`.
 #[derive(Debug, Clone, Copy, Default, clap::Args)]
 pub struct Force {
-    /// Replaces existing files that this command did not write. Its inputs and the files of runs are never
-    /// replaced.
+    /// Replaces existing files, also those that this command did not write; never its own inputs or the files of a run.
     #[arg(long, global = true)]
     pub force: bool,
 }

@@ -106,7 +106,7 @@ impl<B: Kernels> Shipment<B> {
         Ok(Self { transfer, weights })
     }
 
-    /// Waits for all rows of each weight, in the order in which they were given.
+    /// Waits for all rows of each weight; weights are taken in the order in which they were given.
     ///
     /// # Errors
     /// From the backend and other ranks.

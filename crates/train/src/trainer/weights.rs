@@ -188,7 +188,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// Loads the weights of `train.init_from`, if it is set.
     ///
     /// # Errors
-    /// [`crate::Error::Checkpoint`] naming a tensor that is missing, left over or of another shape; for a folder that cannot be read.
+    /// [`crate::Error::Checkpoint`] if a tensor is missing, unexpected or of another shape (the error names it), or if the folder cannot be read.
     pub fn load_initial(&mut self) -> Result<()> {
         let from = self.rank.context.config.train.init_from.clone();
         if from.is_empty() {
