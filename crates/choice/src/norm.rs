@@ -44,7 +44,7 @@ pub const fn chunks_of_shard<B: Backend>(rows: usize, shards: usize) -> usize {
 }
 
 /// Temporary memory of a weight's gradient: a sum per chunk of rows.
-pub fn dweight_temporary<B: Backend>((rows, cols): (usize, usize), shards: usize) -> Temporary {
+pub fn column_sums_temporary<B: Backend>((rows, cols): (usize, usize), shards: usize) -> Temporary {
     let sums = shards * chunks_of_shard::<B>(rows, shards) * cols;
     Temporary::new("sums over chunks of rows", sums * size_of::<f32>())
 }

@@ -158,13 +158,13 @@ pub fn embed_backward(dry: &Dry, op: EmbedBackward<'_, Dry>) -> Result<()> {
 pub fn rms_norm_backward(dry: &Dry, op: RmsNormBackward<'_, Dry>) -> Result<Tensor<Dry>> {
     let dx = op.result(dry)?;
     op.dweight.make_own(dry)?;
-    dry.while_on_gpu([norm::dweight_temporary::<Dry>(op.x.shape(), op.dweight.rows)])?;
+    dry.while_on_gpu([norm::column_sums_temporary::<Dry>(op.x.shape(), op.dweight.rows)])?;
     Ok(dx)
 }
 
 pub fn add_bias_backward(dry: &Dry, op: AddBiasBackward<'_, Dry>) -> Result<()> {
     op.dbias.make_own(dry)?;
-    dry.while_on_gpu([norm::dweight_temporary::<Dry>(op.dy.shape(), op.dbias.rows)])
+    dry.while_on_gpu([norm::column_sums_temporary::<Dry>(op.dy.shape(), op.dbias.rows)])
 }
 
 /// A host has no fused pass.
@@ -183,7 +183,7 @@ pub fn norm_rope_backward(dry: &Dry, op: NormRopeBackward<'_, Dry>) -> Result<Te
     let heads = (op.heads(), op.table.cols);
     let _turned = dry.hold(norm_rope_path(dry, heads.1).between(op.x))?;
     op.dweight.make_own(dry)?;
-    dry.while_on_gpu([norm::dweight_temporary::<Dry>(heads, op.dweight.rows)])?;
+    dry.while_on_gpu([norm::column_sums_temporary::<Dry>(heads, op.dweight.rows)])?;
     Ok(dx)
 }
 

@@ -3,7 +3,7 @@
 
 use super::positions::{PositionsArg, angles};
 use super::rms_norm::{
-    Chunks, THREADS, TYPES, add_chunks, check_size, int, plain_launch, write_dx, write_norm,
+    Chunks, THREADS, TYPES, add_column_sums, check_size, int, plain_launch, write_dx, write_norm,
 };
 use super::rope::write_turned;
 use crate::Cuda;
@@ -145,7 +145,7 @@ pub(crate) fn norm_rope_backward(cuda: &Cuda, op: NormRopeBackward<'_, Cuda>) ->
     let places = PositionsArg::new(&buffers, positions, x.rows)?;
     let angles = angles(OP, table, positions)?;
     let weight = weight.f32(OP, "weight")?.get();
-    add_chunks(cuda.device(), OP, (rows, head_dim), dweight, |chunks| {
+    add_column_sums(cuda.device(), OP, (rows, head_dim), dweight, |chunks| {
         let Chunks { sums, all, rows_per_shard, per_shard } = chunks;
         let [x, dy, to] = [x, dy, &dx].map(|x| plain_arg(x).0);
         let args: [&dyn KernelArg; 13] = [

@@ -256,7 +256,7 @@ pub(super) fn write_dx(cuda: &Cuda, op: RmsNormBackward<'_, Cuda>, dx: &Tensor<C
     let config = Backward::choose(dtype, d);
     let blocks = d.div_ceil(THREADS);
     let [rows_arg, d_arg, blocks_arg] = [rows, d, blocks].map(|n| n as u32);
-    add_chunks(cuda.device(), OP, (rows, d), op.dweight, |chunks| {
+    add_column_sums(cuda.device(), OP, (rows, d), op.dweight, |chunks| {
         let Chunks { sums, all, rows_per_shard, per_shard } = chunks;
         let launches: Vec<(Launch, Vec<&dyn KernelArg>)> = match config {
             Backward::Short { threads } => {
@@ -310,7 +310,7 @@ pub(crate) struct Chunks {
 
 /// Calls `write`, which sums every chunk of rows, and adds these sums to dweight, shard by shard. Rows and columns are
 /// below 2^30. If there are no rows, `write` is not called.
-pub(crate) fn add_chunks(
+pub(crate) fn add_column_sums(
     device: &Device,
     op: &'static str,
     (rows, d): (usize, usize),

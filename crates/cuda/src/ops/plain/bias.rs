@@ -5,7 +5,7 @@ use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{KernelArg, Launch};
 use crate::ops::Instance;
 use crate::ops::buffer_check::BufferCheck;
-use crate::ops::norm::rms_norm::{Chunks, TYPES, add_chunks, check_size, plain_launch};
+use crate::ops::norm::rms_norm::{Chunks, TYPES, add_column_sums, check_size, plain_launch};
 use crate::ops::planes::{numbers_per_load, plain_arg, type_name};
 use nibble_core::ops::{AddBias, AddBiasBackward};
 use nibble_core::{DType, Data, Error, Result};
@@ -75,7 +75,7 @@ pub(crate) fn add_bias_backward(cuda: &Cuda, op: AddBiasBackward<'_, Cuda>) -> R
     let (dtype, (rows, d)) = (op.dy.dtype(), op.dy.shape());
     check_size(OP, rows, d)?;
     let count = count(dtype, d);
-    add_chunks(cuda.device(), OP, (rows, d), op.dbias, |chunks| {
+    add_column_sums(cuda.device(), OP, (rows, d), op.dbias, |chunks| {
         let Chunks { sums, all, rows_per_shard, per_shard } = chunks;
         let launch = launch(OP, (d / count, *all as usize), SUM_THREADS)?;
         let kernel = cuda.device().kernel(&spec(SUM, dtype, count))?;
