@@ -51,6 +51,7 @@ pub const ALL: &[Command] = &[
     says(&["models"]),
     says(&["data", "text.txt"]),
     says(&["models", "small.toml"]),
+    says(&["study", "study.toml", "--plan"]),
     says(&["recipe"]),
     says(&["recipe", "mxfp4-hopper", "--trace"]),
     says(&["recipe", "hif4", "--cost", "small.toml"]),
@@ -87,6 +88,7 @@ pub fn place() -> Place {
         .unwrap();
     place.nibble(&["quantize", "in.st", "q.st", "--format", "nvfp4", "--device", "cpu"]).ok();
     place.nibble(&["export", "run", "model"]).ok();
+    std::fs::write(place.path("study.toml"), crate::study::STUDY).unwrap();
     // So many that what is written of them takes more than a KiB.
     std::fs::write(place.path("quiz.jsonl"), crate::QUESTION.repeat(60)).unwrap();
     place

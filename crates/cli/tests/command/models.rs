@@ -240,12 +240,13 @@ fn the_instruction_set_changes_no_bit() {
 #[test]
 fn every_command_explains_itself() {
     let place = Place::new();
-    place.nibble(&["--help"]).ok().contains("Examples:");
+    place.nibble(&["--help"]).ok().contains("a first run of ten seconds: nibble train");
     let help = place.nibble(&["help", "environment"]).ok();
     help.contains("NIBBLE_THREADS ").contains("NIBBLE_ISA ").contains("Exit codes");
     // The GPU's, which are read elsewhere.
     help.contains("NIBBLE_NVRTC ").contains("NIBBLE_CUBIN_CACHE ").contains("NIBBLE_CSRC ");
-    for command in ["train", "eval", "generate", "quantize", "models", "recipe", "doctor", "bench", "verify"]
+    for command in
+        ["train", "eval", "generate", "quantize", "models", "recipe", "doctor", "bench", "verify", "study"]
     {
         place.nibble(&[command, "--help"]).ok().contains("Examples:");
     }

@@ -3,7 +3,8 @@
 use crate::{Place, read};
 use std::collections::BTreeMap;
 
-const STUDY: &str = r#"
+/// Two recipes, two seeds.
+pub const STUDY: &str = r#"
 name = "small"
 baseline = "bf16"
 recipes = ["bf16", "mxfp4-hopper"]
