@@ -17,10 +17,11 @@ use nibble_formats::{Purpose, Stream};
 use serde_json::{Value, json};
 use std::fmt;
 
-/// The GPU's causal BF16 attention, forward and backward: back-to-back calls on a chip at its power limit.
+/// Causal BF16 attention on the GPU, forward and backward: back-to-back calls at the power limit.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "The backward rate counts each product once, even where P and dS are computed twice. Takes half a minute; --quick, a few seconds.\n\n\
+    after_help = "The backward flop rate counts each matrix product once, even if P and dS are computed twice. The benchmark takes half a \
+    minute, with --quick a few seconds.\n\n\
     Examples:\n  \
     nibble bench attention --only 192\n  \
     nibble bench attention --documents 1024\n  \
@@ -30,11 +31,11 @@ pub struct Args {
     /// Only cases whose name contains NAME, ignoring case; repeatable.
     #[arg(long, value_name = "NAME")]
     only: Vec<String>,
-    /// Only single calls, on a chip below its power limit.
+    /// Measures only single calls, which stay below the GPU's power limit.
     #[arg(long)]
     quick: bool,
-    /// Also measures sequences of 8192 tokens packed with documents of TOKENS each, against one document per sequence. Flops count whole
-    /// tiles of 128 queries x 128 keys in which some query sees some key.
+    /// Also compares sequences of 8192 tokens that pack documents of TOKENS tokens with sequences of one document. Flops are counted for
+    /// each tile of 128 queries x 128 keys in which any query attends to any key.
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     documents: Option<u32>,
 }

@@ -20,20 +20,20 @@ const PROFILES: usize = 5;
 /// torchao's published shape, of Llama 4's experts.
 const SHAPE: ProductDims = ProductDims { m: 128_000, n: 8192, k: 5120 };
 
-/// The products of experts, forward and backward, quantization included: format against format.
+/// Grouped GEMMs of experts, forward and backward, quantization included, in several formats.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Y = X·Wᵀ, dX = dY·W, dW = dYᵀ·X. X, W and dY are given in BF16, and each is quantized along every contraction that it \
-    takes part in; dW is BF16. Formats without tensor-core support are decoded to BF16 first; the time includes that.\n\n\
+    after_help = "Y = X·Wᵀ, dX = dY·W, dW = dYᵀ·X. The inputs X, W and dY are BF16. Each input is quantized once per product, along the \
+    contracted dimension. dW is BF16. Formats without tensor-core support are decoded to BF16 first; the time includes the decoding.\n\n\
     Examples:\n  \
     nibble bench grouped --format mxfp8-e4m3 --groups 1,2,4,8\n  \
     nibble bench grouped --shapes 32768x16384x5120,32768x5120x8192 --groups 16"
 )]
 pub struct Args {
-    /// Rows of all groups × outputs × inputs of an expert. Default: 128000x8192x5120.
+    /// Shapes, as M (rows of all groups) × N (outputs of an expert) × K (inputs of an expert). Default: 128000x8192x5120.
     #[arg(long, value_name = "MxNxK", value_delimiter = ',', value_parser = parse_shape)]
     shapes: Vec<ProductDims>,
-    /// Numbers of groups; rows are divided evenly among groups.
+    /// Numbers of groups to measure; rows are divided evenly among groups.
     #[arg(long, value_name = "N", value_delimiter = ',', default_values_t = [1, 2, 4, 8])]
     groups: Vec<usize>,
     /// Formats to measure besides BF16.

@@ -25,7 +25,7 @@ use std::path::PathBuf;
 
 /// Measures training steps and operations
 ///
-/// On this machine's CPU, or what its GPU does.
+/// Measures the CPU or the GPU of this machine.
 #[derive(Debug, clap::Args)]
 #[command(
     subcommand_value_name = "WHAT",
@@ -56,9 +56,9 @@ pub struct Args {
 #[derive(Debug, clap::Subcommand)]
 enum What {
     Step(step::Args),
-    /// The CPU's operations on one thread: scalar and vectorised code in turns; GB/s counts bytes read and written.
+    /// CPU operations on one thread: scalar and vectorised code, measured alternately; GB/s counts bytes read and written.
     Ops,
-    /// Both `step` and `ops`: what `nibble bench` alone measures, of `tiny`.
+    /// Both `step` and `ops`. `nibble bench` without arguments does the same for `tiny`.
     All(step::Args),
     Kernels(kernels::Args),
     Gemm(gemm::Args),

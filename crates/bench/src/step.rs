@@ -18,19 +18,19 @@ use serde_json::{Value, json};
 use std::path::PathBuf;
 use std::time::Instant;
 
-/// Training steps: tokens a second under each recipe, and where the time goes.
+/// Training steps: tokens per second under each recipe, and the time per operation.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "The floor of a step is the flops of its products divided by the peak rate: on a CPU, its rate of pure multiply-adds, \
-    measured in the same run; on a GPU, its dense BF16 rate by the data sheet.\n\n\
-    On a GPU, if CUPTI is found, one step is traced, and each operation's time is printed beside its floor. The floor, summed over calls, is \
-    the larger of bytes / copy rate (each operand read once, each result written once, without padding of experts' rows; the rate is measured \
-    in the same run) and flops / dense BF16 or FP8 rate. Operands that are still in the cache may be read faster: an operation can exceed \
-    100 % of its floor.\n\n\
+    after_help = "The floor of a step is the flops of the step's matrix products divided by the peak rate. On a CPU, the peak rate is the rate of pure \
+    multiply-adds, measured in the same run. On a GPU, the peak rate is the dense BF16 rate in the data sheet.\n\n\
+    On a GPU, if CUPTI is found, one step is traced, and each operation's time is printed beside the operation's floor. The floor of a call is \
+    the larger of bytes / copy rate and flops / dense BF16 or FP8 rate; floors are summed over calls. Bytes count each operand read once and each \
+    result written once, without padding of experts' rows. The copy rate is measured in the same run. Operands that are still in the cache may be \
+    read faster, so an operation can exceed 100 % of its floor.\n\n\
     With `run.ranks` and `run.dp` the ranks are threads, each with its own GPU or an equal share of the CPU's threads. A step's time is \
-    that of the slowest rank. The peak rate and the bytes per parameter are of all ranks together; all other figures are of rank 0. \
-    Operations have no floors then, as a rank's work depends on the rows that it receives. A line reports the messages, and the part of them that \
-    no computation hides.\n\n\
+    the time of the slowest rank. The peak rate and the bytes per parameter are totals over all ranks; all other figures describe rank 0. \
+    With several ranks, operations have no floors, because a rank's work depends on the rows that the rank receives. One line reports the time of \
+    messages between ranks, and the part of this time that does not overlap with computation.\n\n\
     Examples:\n  \
     nibble bench step --recipe mxfp4-hopper --steps 20\n  \
     nibble bench step --recipe bf16 --recompute\n  \
@@ -39,25 +39,25 @@ use std::time::Instant;
     nibble bench step s --device cuda:0 --recipe mxfp4-hopper"
 )]
 pub struct Args {
-    /// Configuration of the step: a built-in one or the path of a TOML file.
+    /// Configuration of the step: a built-in configuration or the path of a TOML file.
     #[arg(value_name = "CONFIG", default_value = CONFIG)]
     config: String,
     /// Sets a configuration key; repeatable.
     #[arg(long = "set", value_name = "KEY=VALUE")]
     overrides: Vec<String>,
-    /// Recipe to measure; repeatable. Default: all built-in ones except studies.
+    /// Recipe to measure; repeatable. Default: all built-in recipes except studies.
     #[arg(long = "recipe", value_name = "RECIPE")]
     recipes: Vec<String>,
     /// Steps measured under each recipe, after two warm-up steps.
     #[arg(long, value_name = "N", default_value_t = STEPS)]
     steps: usize,
-    /// Seconds of steps before the measured ones: a warm GPU is clocked lower.
+    /// Seconds of training steps before the measured steps: a warm GPU has a lower clock rate.
     #[arg(long, value_name = "SECONDS", default_value_t = 0.0, value_parser = seconds)]
     warm_up: f64,
-    /// Measures what each scope of train.recompute saves and costs instead of where the time goes.
+    /// Measures the memory saved and the time added by each scope of train.recompute, instead of the time per operation.
     #[arg(long)]
     recompute: bool,
-    /// With --json: also each kernel, copy, fill and message of the traced step, with its start and duration.
+    /// Adds each kernel, copy, fill and message of the traced step to the --json file, with start and duration.
     #[arg(long)]
     spans: bool,
     #[command(flatten)]

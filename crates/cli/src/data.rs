@@ -11,8 +11,8 @@ use std::path::Path;
 
 /// Says what is in files of data
 ///
-/// File kinds, document and token counts, a histogram of document lengths, and sample documents. Files are read as `nibble train` reads
-/// them; nothing is written.
+/// Prints file kinds, document and token counts, a histogram of document lengths, and sample documents. Files are read as in
+/// `nibble train`. Nothing is written.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:\n  \
     nibble data book.txt\n  \
@@ -23,13 +23,13 @@ pub struct Args {
     /// Files, folders and globs.
     #[arg(value_name = "FILE", required = true)]
     files: Vec<String>,
-    /// Continues after a row that cannot be read, and reports each one. Exit code 1 if there are any.
+    /// Reports every unreadable row instead of stopping at the first one. Exit code 1 if a row is unreadable.
     #[arg(long)]
     check: bool,
     /// Lists the tokens of the sample documents, each with its id.
     #[arg(long)]
     tokens: bool,
-    /// Tokenizer for texts, as data.tokenizer: a tokenizer.json, or a folder that contains one. Default: bytes.
+    /// Tokenizer for texts (sets data.tokenizer): a tokenizer.json, or a folder that contains a tokenizer.json. Default: bytes.
     #[arg(long, value_name = "PATH")]
     tokenizer: Option<String>,
     /// Sets a configuration key, such as data.text_key; repeatable.

@@ -10,10 +10,10 @@ use std::path::PathBuf;
 
 /// Writes a checkpoint as a Hugging Face model folder
 ///
-/// config.json, weights in safetensors with an index, the tokenizer.
+/// The folder has config.json, the weights as safetensors files with an index, and the tokenizer.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "The model is streamed: memory use does not grow with its size. The folder gets its name when all of it is on the disk. \
+    after_help = "The model is streamed, so memory use does not grow with model size. The folder gets its final name after all files are written. \
     With --dtype fp8-block, linear layers and experts are E4M3 codes with one scale per block of 128 x 128, as DeepSeek-V3 is \
     published.\n\n\
     Examples:\n  \
@@ -22,16 +22,17 @@ use std::path::PathBuf;
     nibble export DeepSeek-V3 in-bf16"
 )]
 pub struct Args {
-    /// Directory of a run (its newest whole checkpoint is used), of one checkpoint, or of a Hugging Face model to convert to another type.
+    /// Directory of a run, of one checkpoint, or of a Hugging Face model to convert to another type. Of a run, the newest whole checkpoint is
+    /// exported.
     #[arg(value_name = "RUN_OR_MODEL")]
     path: PathBuf,
-    /// Folder to create; it must not exist yet, or be empty.
+    /// Folder to create. An existing folder must be empty.
     #[arg(value_name = "FOLDER")]
     folder: PathBuf,
     /// Type of the weights.
     #[arg(long, value_name = "TYPE", default_value = "bf16")]
     dtype: Type,
-    /// Maximum MiB of values per file; 0 = one file.
+    /// Maximum size of a weight file, in MiB; 0 = all weights in one file.
     #[arg(long, value_name = "MIB", default_value_t = 5120)]
     file_mib: usize,
 }
@@ -39,9 +40,9 @@ pub struct Args {
 /// Type of the weights on the command line.
 #[derive(Debug, Clone, Copy, clap::ValueEnum)]
 enum Type {
-    /// As the run has them.
+    /// F32, not rounded.
     F32,
-    /// Rounded to nearest.
+    /// BF16, rounded to nearest.
     Bf16,
     /// E4M3 codes, one scale per block of 128 x 128.
     Fp8Block,

@@ -13,12 +13,12 @@ use std::path::PathBuf;
 
 /// Writes one forward and backward pass to a file
 ///
-/// Weights, tokens, chosen experts, logits, gradients.
+/// The file has the weights, tokens, chosen experts, logits and gradients.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "All tensors are F32. Weights have their checkpoint names, gradients the prefix `grad.`. The model's sizes go to a .json file \
-    beside OUT. With `run.ranks`, tensors of all ranks are gathered; they equal those of one rank bit for bit. \
-    `benchmarks/peers/parity.py` compares both files with plain PyTorch.\n\n\
+    after_help = "All tensors are F32. Weights have the names of checkpoint tensors; gradients have the prefix `grad.`. The model's dimensions go to a \
+    .json file beside OUT. With `run.ranks`, the tensors of all ranks are gathered and equal the tensors of a run on one rank bit for bit. \
+    `benchmarks/peers/parity.py` compares OUT with the same computation in PyTorch.\n\n\
     Examples:\n  \
     nibble inspect tiny --recipe f32 --out step.safetensors\n  \
     python3 benchmarks/peers/parity.py step.safetensors --model step.json"
@@ -32,8 +32,8 @@ pub struct Args {
     /// The file to write, in the safetensors format.
     #[arg(long, value_name = "OUT")]
     out: PathBuf,
-    /// Number of steps whose tokens are written: beside the first step's, `ids.K` and `targets.K` of the K-th step after it, and `starts.K`
-    /// where documents are masked from one another.
+    /// Number of steps whose tokens are written. `ids.K` and `targets.K` are the tokens of the K-th step after the first step; `starts.K` is
+    /// added if attention is masked between packed documents.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     steps: u64,
     #[command(flatten)]

@@ -12,14 +12,14 @@ use nibble_train::spec::ModelSpec;
 
 /// Lists published models and the GPU on which each trains
 ///
-/// Published models with their parameter counts, and the recipe and recomputation with which one GPU of 80 GB or of 141 GB
-/// trains each in full; then a small model of each family. Everything is predicted; no GPU is needed.
+/// Prints each published model with its parameter count, and with the recipe and recomputation that let one GPU of 80 GB or 141 GB train
+/// all of its weights. Also lists a small model of each family. All results are predictions; no GPU is needed.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:\n  \
     nibble models\n  \
     nibble models llama-3-8b")]
 pub struct Args {
-    /// Prints this model's memory under each recipe, with more and more recomputed: a built-in configuration, or the path of a TOML file.
+    /// A built-in configuration or the path of a TOML file: prints its memory under each recipe, at increasing levels of recomputation.
     #[arg(value_name = "CONFIG")]
     config: Option<String>,
 }

@@ -10,10 +10,11 @@ use std::path::{Path, PathBuf};
 
 /// Draws the losses of runs into an SVG file
 ///
-/// Training and held-out losses of one run, or of several in one chart; for more than six runs only held-out losses, with a legend column.
+/// Draws training and held-out losses of one or several runs in one chart. With more than six runs, draws only held-out losses, with a
+/// legend column.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "The run may still be in progress: its own loss.svg is redrawn at every evaluation.\n\n\
+    after_help = "A run may still be in progress. A training run redraws its loss.svg at every evaluation.\n\n\
     Examples:\n  \
     nibble plot runs/tiny\n  \
     nibble plot runs/tiny runs/tiny-2 --output both.svg"
@@ -22,7 +23,7 @@ pub struct Args {
     /// Directories of runs.
     #[arg(value_name = "RUN", required = true)]
     runs: Vec<PathBuf>,
-    /// SVG file to write. Default: loss.svg in the directory of a single run, losses.svg here for several.
+    /// SVG file to write. Default: for one run, loss.svg in the run's directory; for several runs, losses.svg in the current directory.
     #[arg(long, value_name = "OUT")]
     output: Option<PathBuf>,
     #[command(flatten)]

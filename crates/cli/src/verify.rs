@@ -23,10 +23,10 @@ use std::time::Instant;
 
 /// Checks every operation against its specification here
 ///
-/// Conversions bit for bit, products within their bounds.
+/// Conversions must agree bit for bit, matrix products within stated error bounds.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Exit code 0 where every operation agrees, 1 where one does not, 2 where there is no GPU to verify.\n\n\
+    after_help = "Exit code: 0 if every operation agrees, 1 if an operation does not agree, 2 if there is no GPU to verify.\n\n\
     Examples:\n  \
     nibble verify\n  \
     nibble verify --only transcode --only swiglu\n  \
@@ -40,10 +40,11 @@ pub struct Args {
     /// Operation to verify; repeatable. Default: all.
     #[arg(long, value_name = "OP")]
     only: Vec<String>,
-    /// Cases compared concurrently, each on its own CPU threads and GPU stream; 0: one per two threads, at most 16; with --cpu one.
+    /// Number of cases compared concurrently, each on its own CPU threads and GPU stream. 0: one case per two threads, at most 16; with
+    /// --cpu, one case.
     #[arg(long, value_name = "N", default_value_t = 0)]
     jobs: usize,
-    /// Also converts at least N random elements in every format, there and back, and compares each bit.
+    /// Also quantizes and dequantizes at least N random elements in every format, and compares each bit.
     #[arg(long, value_name = "N", default_value_t = 0)]
     random: u64,
     /// Also writes the results to this JSON file.

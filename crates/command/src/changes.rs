@@ -8,7 +8,7 @@ pub struct Changes {
     /// Sets a configuration key; repeatable.
     #[arg(long = "set", value_name = "KEY=VALUE")]
     overrides: Vec<String>,
-    /// Precision recipe: a built-in one (see `nibble recipe`) or the path of a TOML file.
+    /// Precision recipe: a built-in recipe (see `nibble recipe`) or the path of a TOML file.
     #[arg(long, value_name = "RECIPE")]
     recipe: Option<String>,
     #[command(flatten)]

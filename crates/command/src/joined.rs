@@ -39,7 +39,7 @@ static CLIENT: RwLock<Option<Client>> = RwLock::new(None);
 /// Where the ranks of a run meet.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct RendezvousArg {
-    /// Address HOST:PORT on rank 0's host where ranks that are processes meet; needed where their launcher gives none (mpirun), or to
+    /// Address HOST:PORT on rank 0's host at which the processes of a run connect. Needed with mpirun, which sets no such address, or to
     /// choose a network.
     #[arg(long, value_name = "HOST:PORT")]
     rendezvous: Option<String>,

@@ -176,7 +176,7 @@ pub trait Backend: Clone + Debug + Send + Sync + Sized + 'static {
     /// Copies values of this range to index `at` of another buffer, at that buffer's address, on the device.
     ///
     /// # Errors
-    /// [`crate::Error::Shape`] if either has no such range.
+    /// [`crate::Error::Shape`] if either buffer has no such range.
     fn copy<T: Plain>(
         &self,
         from: &Self::Buf<T>,
@@ -187,7 +187,7 @@ pub trait Backend: Clone + Debug + Send + Sync + Sized + 'static {
     /// Copies rows of values, `(number, length)`, to rows of another buffer, at that buffer's address, on the device.
     ///
     /// # Errors
-    /// [`crate::Error::Shape`] if either has no such rows, or its rows overlap.
+    /// [`crate::Error::Shape`] if either buffer has no such rows, or if its rows overlap.
     fn copy_lines<T: Plain>(
         &self,
         from: (&Self::Buf<T>, Lines),
@@ -222,7 +222,7 @@ pub trait Backend: Clone + Debug + Send + Sync + Sized + 'static {
     /// [`crate::Error::Shape`] if a buffer has no such values, or `to` is not as long as all runs are; [`crate::Error::Device`] while
     /// work is recorded.
     fn copy_out<T: Plain>(&self, from: &[ValueRun<'_, Self, T>], to: &mut [T]) -> Result<()>;
-    /// Zeros in host memory for [`Backend::copy_out`]. Allocation takes far longer than a copy: reuse it.
+    /// Zeros in host memory for [`Backend::copy_out`]. Allocation takes far longer than a copy, so reuse the buffer.
     ///
     /// # Errors
     /// [`crate::Error::Device`] if the host has no such memory left.
@@ -255,7 +255,7 @@ pub trait Backend: Clone + Debug + Send + Sync + Sized + 'static {
     /// # Errors
     /// What `work` returns; [`crate::Error::Device`] if the backend cannot record, or cannot record this work.
     fn record(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<Self::Recording>;
-    /// Issues recorded work on the buffers that it was recorded with. It owns the arena meanwhile: memory that was freed in the recording,
-    /// or since, is overwritten, whatever the arena has allocated there.
+    /// Issues recorded work on the buffers that it was recorded with. The recorded work owns the arena while it runs. It overwrites memory
+    /// that was freed during the recording or since, even if the arena has allocated that memory again.
     fn replay(&self, recording: &Self::Recording) -> Result<()>;
 }

@@ -55,8 +55,8 @@ pub struct BlockScaled<B: Backend> {
     /// The layout of the scales. Those of rows and tiles are row-major, so that they move with their rows. Those of columns have the layout
     /// that the backend's products read best.
     pub scale_layout: ScaleLayout,
-    /// For `Col`: every aligned run of this many columns has identical scales, as columns made of blocks along rows have. Products use it
-    /// to run faster. 1 if unknown.
+    /// For `Col`: every aligned run of this many columns has identical scales, as columns that were converted from row blocks have.
+    /// Products run faster if they know the run. 1 if unknown.
     pub shared_cols: usize,
     /// The form of the numbers in `codes`: codes, unless only products read the tensor ([`only_for`](crate::ops::Quantize::only_for)).
     /// Lifted numbers have the scales of [`Format::LIFTED`] in `scales`, decoded ones those of their codes.
@@ -77,8 +77,8 @@ impl<B: Backend> BlockScaled<B> {
         Self::unwritten_as(b, stored, axis, shape, Taken::AsIs)
     }
 
-    /// [`BlockScaled::unwritten`] in the form that products take. [`Taken::Lifted`] needs a format that they lift, [`Taken::Decoded`]
-    /// blocks along rows or columns.
+    /// [`BlockScaled::unwritten`] in the form that products take. [`Taken::Lifted`] needs a format that products lift; [`Taken::Decoded`]
+    /// needs blocks along rows or columns.
     ///
     /// # Errors
     /// What the backend returns if it is out of memory.

@@ -8,18 +8,18 @@
 //! | axis | ranks | what is exchanged |
 //! |---|---|---|
 //! | `all` | every rank | losses, loads, reports; gradients of replicated weights: attention, norms, routers, embedding |
-//! | `ep` | those that shard the experts of a layer | tokens to experts and back |
-//! | `dp` | those that hold the same experts | gradients of experts |
+//! | `ep` | ranks that shard the experts of a layer | tokens to experts and back |
+//! | `dp` | ranks that hold the same experts | gradients of experts |
 //!
 //! In Megatron's and torchtitan's words: dense parameters are data-parallel over all ranks; experts are expert-parallel over `ep`, with
 //! `dp` replicas. Tokens are divided among all ranks in order, so the tokens of a replica are consecutive, and so are its shards of a
 //! micro-batch.
 //!
-//! If a rank fails, panics or leaves, pending and later calls of all other ranks return an error, along every axis. A collective that was
-//! interrupted may leave anything in its buffers, so a caller checks [`Comm::check`] before it uses a result. So no metrics, checkpoint
-//! or held-out loss comes from such numbers.
+//! If a rank fails, panics or leaves, pending and later calls of all other ranks return an error, along every axis. An interrupted
+//! collective may leave anything in its buffers, so a caller calls [`Comm::check`] before it uses a result. No metric, checkpoint or
+//! held-out loss is therefore computed from undefined buffers.
 //!
-//! Three kinds of parallelism are not built, but have a place here:
+//! Three kinds of parallelism are not implemented, but would fit in here:
 //!
 //! * Pipeline ranks would be a fourth, outermost axis. Each rank would own a range of blocks, and micro-batches would travel between
 //!   ranges.
@@ -44,12 +44,12 @@ pub trait Comm<B: Backend>: Debug + Send + Sync {
     /// with one read.
     fn counts(&self, b: &B, send: &B::Buf<i32>) -> Result<B::Buf<i32>>;
     /// Starts an all-to-all of rows of `row_bytes` bytes: `send_rows[p]` rows go to rank `p`, in order. The `recv_rows[p]` rows from each
-    /// rank, in rank order, become the first rows of `into`, which the transfer returns. Both buffers may be longer: further rows are not
-    /// sent, and not changed. Asynchronous: several transfers may be in flight, and other collectives may be called meanwhile.
+    /// rank, in rank order, become the first rows of `into`, which the transfer returns. Both buffers may be longer; rows beyond these are
+    /// neither sent nor changed. Asynchronous: several transfers may be in flight, and other collectives may be called meanwhile.
     ///
     /// # Errors
-    /// Those of the backend and of other ranks; for rows beyond the buffers' capacity, here; for received rows that differ from
-    /// `recv_rows`, when the transfer is awaited.
+    /// Errors of the backend and of other ranks. Rows beyond the buffers' capacity are an error of this call. A number of received rows
+    /// that differs from `recv_rows` is an error when the transfer is awaited.
     fn begin_all_to_all_v(
         &self,
         b: &B,
@@ -146,7 +146,7 @@ pub struct TreeSum<B: Backend> {
 /// A collective in flight, which returns `T` (sums, by default). It owns every buffer that it reads and writes until it is awaited, so that
 /// the lifetime of memory depends on when the rank waits, and not on the speed of another rank.
 ///
-/// If it is dropped instead, the other ranks still get their data.
+/// If a transfer is dropped without being awaited, the other ranks still get their data.
 #[must_use = "what is under way is waited for"]
 pub struct Transfer<B: Backend, T = Vec<<B as Backend>::Buf<f32>>>(Box<Finish<B, T>>);
 

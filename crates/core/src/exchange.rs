@@ -64,7 +64,7 @@ pub struct RowPlan {
 
 impl RowPlan {
     /// Sends this rank's row counts to all ranks. `send` holds the counts of [`AssignRanks`](crate::ops::AssignRanks): for each rank, the
-    /// tokens that go there, then the slots. The host reads the result in [`RowPlan::finish`], once, and nothing else.
+    /// tokens that go there, then the slots. The host reads only the result, once, in [`RowPlan::finish`].
     ///
     /// # Errors
     /// From the backend and other ranks.
@@ -98,7 +98,7 @@ impl RowPlan {
         self
     }
 
-    /// Capacity of this rank from here on: tokens received, and slots of them.
+    /// Capacity of this rank under this plan: received tokens, and slots of received tokens.
     pub fn places(&self) -> (usize, usize) {
         (self.room.tokens, self.room.slots)
     }
@@ -128,8 +128,8 @@ impl RowPlan {
         Ok(Self { tokens_to: to(rank, 0), tokens_from: from(rank, 0), slots_to, slots_from, room, overflow })
     }
 
-    /// The most slots sent to any rank, if they exceed the capacity. Every rank that shards the experts sees the same number. Nothing is
-    /// sent then: the received rows are undefined, and the step must be retried with more capacity.
+    /// The most slots sent to any rank, if they exceed the capacity. Every rank that shards the experts sees the same number. On such an
+    /// overflow no rows are sent, the received rows are undefined, and the step must be retried with more capacity.
     pub fn overflow(&self) -> Option<usize> {
         self.overflow
     }
@@ -144,7 +144,8 @@ impl RowPlan {
     }
 
     /// Starts the all-to-all of rows of `row_bytes` bytes, sorted by the receiving rank. The rows received, rank by rank, become the first
-    /// rows of `into`; its bytes after them do not change. On [overflow](Self::overflow) nothing is sent, and `into` is returned as it is.
+    /// rows of `into`; the bytes of `into` after these rows do not change. On [overflow](Self::overflow) nothing is sent, and `into` is
+    /// returned as it is.
     ///
     /// # Errors
     /// From the backend and other ranks, here or when the transfer is awaited.

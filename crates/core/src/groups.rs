@@ -20,11 +20,11 @@ pub struct Groups<B: Backend> {
     pub row_id: B::Buf<i32>,
     /// Number of groups.
     pub num_groups: usize,
-    /// 128 with any block-scaled product, 1 for plain ones.
+    /// 128 if any product over these groups is block-scaled, else 1.
     pub align: usize,
     /// Rows the buffers hold.
     pub capacity: usize,
-    /// Rows of every group, if the host knows that all have the same number: shards.
+    /// Rows per group, if the host knows that all groups have the same number of rows, as shards do.
     pub rows_each: Option<usize>,
 }
 
@@ -64,7 +64,7 @@ pub struct Grouping {
     pub count: usize,
     /// Every start is a multiple of this.
     pub align: usize,
-    /// Rows of every group, if the host knows that all have the same number.
+    /// Rows per group, if the host knows that all groups have the same number of rows.
     pub rows_each: Option<usize>,
 }
 
@@ -88,12 +88,12 @@ pub struct PermuteMap<B: Backend> {
     pub slot_row: B::Buf<i32>,
     /// Number of occupied (received token, slot) pairs that the plan expects.
     pub num_slots: usize,
-    /// Whether all of them have a row.
+    /// Whether all occupied pairs have a row.
     pub occupancy: Occupancy<B>,
 }
 
-/// What a plan found to sort, still on the device. If it does not fit, all groups are empty and all rows are padding. The caller of a plan
-/// calls [`Occupancy::verify`] when waiting costs nothing, such as at the end of a step.
+/// How many rows and slots the plan of a permutation found, still on the device. If the rows do not fit, all groups are empty and all rows
+/// are padding. The caller of a plan calls [`Occupancy::verify`] when waiting costs nothing, such as at the end of a step.
 #[derive(Debug, Clone)]
 pub struct Occupancy<B: Backend> {
     /// Rows that the groups need, padding included; occupied (received token, slot) pairs. Two values.

@@ -1,8 +1,9 @@
 //! Offsets of allocations in a growing range of memory: arithmetic only, for the arenas of every backend.
 //!
-//! A run has one arena each for weights, gradients and moments. Copies of weights and activations share a fourth, which is empty between
-//! two steps; evaluations use it as well. The same allocations in the same order get the same addresses. So each step issues the same ops
-//! on the same buffers, which is why a step can be recorded and replayed; `train/tests/steps/same_buffers.rs` compares them.
+//! A run has one arena each for weights, gradients and moments. Copies of weights and activations share a fourth arena, which is empty
+//! between two steps; evaluations use this arena as well. The same allocations in the same order get the same addresses. So each step
+//! issues the same ops on the same buffers, which is why a step can be recorded and replayed; `train/tests/steps/same_buffers.rs` tests
+//! this.
 //!
 //! `Dry`, the backend that predicts memory, places its buffers by the same arithmetic. So the predicted size of an arena includes its
 //! holes.
@@ -133,7 +134,7 @@ impl Heap {
         self.top.checked_add(rounded(bytes)?)
     }
 
-    /// Raises the capacity, if `capacity` is more. Only answers that were `None` change.
+    /// Raises the capacity to `capacity`, if that is more. Only allocations that would have failed change.
     pub fn raise_capacity(&mut self, capacity: usize) {
         self.capacity = self.capacity.max(capacity);
     }
@@ -155,7 +156,8 @@ impl Heap {
 }
 
 /// Consecutive heaps, for memory that cannot grow in place: segments never move and are never freed. A block goes into the first segment
-/// with enough room, so that its place depends only on the live blocks: later segments do not change the answers of earlier ones.
+/// with enough room, so that its place depends only on the live blocks: adding a segment does not change which blocks fit into earlier
+/// segments.
 #[derive(Debug, Clone, Default)]
 pub struct Segments {
     heaps: Vec<Heap>,
@@ -225,7 +227,7 @@ impl Segments {
         self.note_room(segment);
     }
 
-    /// Undoes the last segment and its blocks: there is no memory for it.
+    /// Removes the last segment and its blocks, because the device has no memory for the segment.
     pub fn forget_last(&mut self) {
         if let Some(heap) = self.heaps.pop() {
             self.capacity -= heap.capacity;

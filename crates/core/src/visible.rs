@@ -3,15 +3,15 @@
 use std::borrow::Cow;
 use std::fmt::{self, Write};
 
-/// Whether a terminal would obey this character, or a reader not see it: control characters except line breaks and tabs, and characters
-/// that change the direction of writing.
+/// Whether a terminal would act on this character, or a reader would not see it: control characters except line breaks and tabs, and
+/// characters that change the direction of writing.
 fn is_hidden(c: char) -> bool {
     let turns =
         matches!(c, '\u{061C}' | '\u{200E}'..='\u{200F}' | '\u{202A}'..='\u{202E}' | '\u{2066}'..='\u{2069}');
     turns || (c.is_control() && !matches!(c, '\n' | '\t'))
 }
 
-/// Writes text to `to`, with each character that a terminal would obey as an escape: `\u{1b}`.
+/// Writes text to `to`, with each character that a terminal would act on written as an escape: `\u{1b}`.
 #[derive(Debug)]
 pub struct Visible<W> {
     to: W,
@@ -35,7 +35,7 @@ impl<W: Write> Write for Visible<W> {
     }
 }
 
-/// The text, with each character that a terminal would obey as an escape.
+/// The text, with each character that a terminal would act on written as an escape.
 #[must_use]
 pub fn visible(text: fmt::Arguments<'_>) -> String {
     let mut shown = String::new();

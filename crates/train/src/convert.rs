@@ -14,7 +14,7 @@ use nibble_core::ops::{
 use nibble_core::recipe::{Computed, Conversion, Pair, Precision, Route, Transform};
 use nibble_core::{BlockScaled, DType, Error, Groups, Kernels, Operand, Result, RowKind, Tensor};
 
-/// Names of a tensor that is converted for a product. Its counts and random bits go by them.
+/// Names of a tensor that is converted for a product. They identify the tensor's counts and seed its random bits.
 #[derive(Debug, Clone, Copy)]
 pub struct TensorName<'a> {
     /// The layer.
@@ -134,7 +134,7 @@ impl<B: Kernels> Cx<'_, B> {
     }
 
     /// Runs a kernel that writes a tensor as the plan asks, keeps its counts, and converts the tensor to the plan's two representations.
-    /// `kernel` is told what to write, and returns it with whatever else it computes.
+    /// `kernel` gets the form in which to write the tensor, and returns the tensor with whatever else it computes.
     ///
     /// # Errors
     /// As [`Precision::codec`] and [`Cx::convert`]; from `kernel`.
@@ -394,7 +394,7 @@ impl<B: Kernels> Cx<'_, B> {
         }
     }
 
-    /// Recomputes in the backward pass what the forward pass computed; its counts are dropped.
+    /// Runs `work`, which recomputes in the backward pass what the forward pass computed, and drops its counts.
     pub fn again<R>(&self, work: impl FnOnce() -> Result<R>) -> Result<R> {
         let waiting = self.counted.borrow().waiting();
         let done = work();
@@ -402,7 +402,7 @@ impl<B: Kernels> Cx<'_, B> {
         done
     }
 
-    /// Does work once that `rows` equal rows would each need, and counts it `rows` times.
+    /// Runs `work` once instead of once for each of `rows` equal rows, and counts it `rows` times.
     pub fn counted_for<R>(&self, rows: usize, work: impl FnOnce() -> Result<R>) -> Result<R> {
         let waiting = self.counted.borrow().waiting();
         let done = work();

@@ -41,7 +41,8 @@ pub struct Cx<'a, B: Kernels> {
     pub experts_in_turn: bool,
     /// Capacity of a rank under expert parallelism, in slots, as a multiple of its share under uniform routing.
     pub capacity_factor: f64,
-    /// What the fullest rank was sent, as such a multiple, in the first exchange of this pass that overflowed; 0 if none did.
+    /// The slots that the fullest rank was sent in the first exchange of this pass that overflowed, as a multiple of its share; 0 without
+    /// an overflow.
     pub overflow: Cell<f32>,
     /// Micro-batches of the step: losses are means over all of them.
     pub micro_batches: usize,
@@ -51,7 +52,7 @@ pub struct Cx<'a, B: Kernels> {
     pub buckets: RefCell<Buckets<B>>,
     /// In training, the histories for delayed scales. Without them, tensors are measured.
     pub delayed: Option<DelayedRecords<B>>,
-    /// In a step that compares quantized values with their originals: in which layers.
+    /// In a step that compares quantized values with their originals: the layers in which it does so.
     pub measures: Option<LayerSample>,
 }
 
@@ -132,7 +133,7 @@ impl<'a, B: Kernels> Cx<'a, B> {
         self.plan_keeping(layer, false)
     }
 
-    /// The same, with `keep_a` of [`Passes::Both`].
+    /// The plan of a layer now, with `keep_a` of [`Passes::Both`].
     pub fn plan_keeping(&self, layer: &Layer, keep_a: bool) -> Arc<LayerPlan> {
         let passes = if self.training { Passes::Both { keep_a } } else { Passes::Forward };
         self.plans.plan(layer, self.progress, passes)

@@ -6,7 +6,7 @@
 //! spans, so ranks need not agree. Spans are numbered over all ranks, so `scales.safetensors` of a checkpoint holds the same whatever the
 //! mesh. A dense weight's history is the same on every rank.
 //!
-//! Which tensors these are follows from the layers' plans ([`crate::model_plan`]). The histories lie in the arena of the moments, at
+//! The layers' plans determine which tensors have histories ([`crate::model_plan`]). The histories lie in the arena of the moments, at
 //! fixed addresses, so that a step can be recorded.
 //!
 //! A step, in order:
@@ -17,8 +17,8 @@
 //!    recomputed tensor, or one that is quantized separately by rows and by columns, therefore changes nothing.
 //! 3. `PushAmax` ends the step: it writes each cell into its history, unless the step stopped.
 //!
-//! Of a weight whose rows several ranks hold, each rank finds the magnitude of all rows, which are measured first, and counts its own
-//! rows.
+//! If several ranks hold the rows of a weight, the largest magnitude of all rows is measured first. Each of these ranks records that
+//! magnitude, and counts only its own rows.
 //!
 //! The tensors a and dh of an expert layer are written as F32 by the fused kernels, and quantized separately. Delayed scales are refused,
 //! when the recipe is read, for rows that travel, for saved h, for transformed tensors, for what is quantized again, for the head's

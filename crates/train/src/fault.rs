@@ -36,11 +36,11 @@ points! {
     CacheWhole = "cache-whole",
     /// A rank has its device, and has read nothing.
     Loading = "loading",
-    /// The run's directory has one for checkpoints, and no lock in it.
+    /// The run's directory has a directory for checkpoints, and does not contain a lock file yet.
     DirectoryMade = "directory-made",
     /// The run's lock file is there, and nobody holds it yet.
     LockMade = "lock-made",
-    /// The directory is this run's, and nothing in it says so but the lock.
+    /// The run has claimed its directory, and only the lock file in it shows that.
     Claimed = "claimed",
     /// Bytes are about to be written to one of the run's files.
     Write = "write",
@@ -54,7 +54,7 @@ points! {
     StepBegins = "step-begins",
     /// Several ranks are about to exchange counts or rows in the forward pass.
     ForwardExchange = "forward-exchange",
-    /// The same in the backward pass.
+    /// Several ranks are about to exchange counts or rows in the backward pass.
     BackwardExchange = "backward-exchange",
     /// Several ranks are about to reduce gradients.
     Reduce = "reduce",

@@ -272,8 +272,9 @@ pub fn remove_unfinished() {
     }
 }
 
-/// Opens a file that has an end. Refuses what may have none, or may keep its reader waiting for ever: directories, devices, sockets, and
-/// pipes that have a name. A pipe without one, such as a shell's `<(...)`, has a writer. Refuses a Git LFS pointer, which nobody means.
+/// Opens a file that has an end. Refuses files that may never end, or may block their reader forever: directories, devices, sockets and
+/// named pipes. Accepts a pipe without a name, such as a shell's `<(...)`, because it has a writer. Refuses a Git LFS pointer, since its
+/// content is missing.
 ///
 /// # Errors
 /// What the system says, or what the path is instead of a file.

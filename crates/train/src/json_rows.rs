@@ -1,4 +1,4 @@
-//! Small files of JSON lines, an object a line, that are held whole. (What a run trains on is read row by row: `data`.)
+//! Small files of JSON lines, one object per line, that are read into memory whole. (What a run trains on is read row by row: `data`.)
 
 use serde_json::{Map, Value};
 

@@ -2,8 +2,8 @@
 //!
 //! Each `Saved` struct lists its buffers: layer, kind, format, bytes, and the identity of the allocation. A [`Ledger`] adds them up and
 //! counts a shared buffer once; in BF16, for example, attention's output is also the output projection's input. Copies of weights are not
-//! in it: they belong to the weights. `nibble train` prints the table, from the rehearsal of [`crate::plan`]. The CPU's allocator counts
-//! its live bytes, so tests compare the ledger's sum with what is really held.
+//! in the ledger, because they belong to the weights. `nibble train` prints the table, from the rehearsal of [`crate::plan`]. The CPU's
+//! allocator counts its live bytes, so tests compare the ledger's sum with what is really held.
 
 use nibble_core::formats::Format;
 use nibble_core::{Backend, Operand, Tensor};

@@ -1,4 +1,4 @@
-//! One layer by itself, forward and backward on random values: what a recipe does to it can be watched from the backend.
+//! Runs one layer alone, forward and backward on random values, so that the backend can observe what a recipe does to the layer.
 
 use crate::cx::Cx;
 use crate::layers::{Head, HeadInput, Layer, Linear, Mlp};

@@ -1,15 +1,15 @@
 //! AdamW with F32 masters and global-norm clipping, on values that stay on the device.
 //!
-//! Gradients that still lie in shards are summed by a tree, then over the ranks, each of which gets its own rows. Sums of squares of
-//! chunks are gathered from all ranks, with the tables of their records. `EndStep` decides the norm, the clipping factor, and whether the
-//! step counts; `AdamW` reads these from the control buffer. A router's bias (`model.router_bias`) is a parameter without gradient and
-//! moments, which every rank holds whole: `BalanceBias` moves it by the loads in the tables of all ranks.
+//! Gradients that still lie in shards are summed by a tree, then over the ranks, each of which gets its own rows. Sums of squares of chunks
+//! are gathered from all ranks, with the tables of their records. `EndStep` decides the norm, the clipping factor, and whether the step
+//! counts; `AdamW` reads these from the control buffer. A router's bias (`model.router_bias`) is a parameter without gradient and moments,
+//! which every rank holds whole: `BalanceBias` changes the bias by the loads in the tables of all ranks.
 //!
-//! **A step that fails changes nothing.** `EndStep` sets the *stop* flag if a block held a NaN or an infinity, a row found no place, an
-//! id is no token, or the loss, the norm or the learning rate is not finite. While the flag is set, `AdamW`, `BalanceBias` and `PushAmax`
-//! change nothing, in this step and in every later one. Only the host clears it. The host reads the report one step later and ends the
-//! run with the tensor, the layer and the step. A checkpoint waits for its step's report. `train/tests/steps/faults.rs` makes a result
-//! NaN after every op of a step.
+//! **A step that fails changes nothing.** `EndStep` sets the *stop* flag if a block held a NaN or an infinity, a row did not fit its
+//! buffer, an id is outside the vocabulary, or the loss, the norm or the learning rate is not finite. While the flag is set, `AdamW`,
+//! `BalanceBias` and `PushAmax` change nothing, in this step and in every later one. Only the host clears it. The host reads the report one
+//! step later and ends the run with the tensor, the layer and the step. A checkpoint waits for its step's report.
+//! `train/tests/steps/faults.rs` makes a result NaN after every op of a step.
 
 use crate::config::TrainConfig;
 use crate::cx::Cx;
@@ -80,7 +80,7 @@ impl<B: Kernels> OptimizerState<B> {
 /// F32. These sums are added in canonical order, so the norm is the same on every rank and for any number of ranks.
 ///
 /// # Errors
-/// From the backend and other ranks. Values that are not finite are no error here: the report says so.
+/// From the backend and other ranks. Values that are not finite are no error of this call; the report flags them.
 pub fn step<B: Kernels>(
     cx: &mut Cx<'_, B>,
     params: Vec<&mut Param<B>>,

@@ -8,14 +8,14 @@
 //! | `expert_input` | x of the experts: a row for each expert of a token | conversion and dispatch |
 //! | `mla_up` | queries, keys and values of latent attention | their projections from the latents |
 //! | `attention` | all of a layer's first half but its input | norm, projections, attention |
-//! | `experts` | all of its second half but its input | norm; router, dispatch, first products, SwiGLU; shared expert or MLP |
-//! | `layers` | all of a layer but its input | both of these, and attention's output projection |
+//! | `experts` | all of a layer's second half but its input | norm; router, dispatch, first products, SwiGLU; shared expert or MLP |
+//! | `layers` | all of a layer but its input | all that `attention` and `experts` run, and attention's output projection |
 //!
 //! Why no bit changes:
 //!
-//! * The copies of weights live until the end of the step, and ops are deterministic. So the router decides the same, and the plan is the
-//!   same.
-//! * Random bits are a function of tensor, element and step, so a recomputed tensor gets the same ones.
+//! * The copies of weights live until the end of the step, and ops are deterministic. So a recomputed router makes the same choices, and
+//!   the exchange plan is the same.
+//! * Random bits are a function of tensor, element and step, so a recomputed tensor gets the same random bits.
 //! * `Cx::again` drops what conversions count meanwhile. Loads and losses for the record are those of the first pass (`Routed`).
 //! * Several ranks exchange rows again. All of them run the same layers, so they make the same collective calls in the same order.
 //!

@@ -22,8 +22,8 @@
 //! A BF16 gradient is rounded once, after its shards (or parts) and ranks are summed in F32, where a step has one micro-batch. With
 //! several, each shard's gradient is rounded after every pass, and shards are summed in F32 at the end of the step.
 //!
-//! Blocks do not cross these borders: column blocks of dense tensors are 128 tokens of one shard, and the rows of an expert's part begin
-//! at multiples of 128.
+//! Blocks cross no border of a shard or a part: column blocks of dense tensors are 128 tokens of one shard, and the rows of an expert's
+//! part begin at multiples of 128.
 //!
 //! `train.shards`, `train.expert_shards` and `train.combine` therefore belong to a run: other values give other bits. A run that resumes
 //! may change the last two, where that is asked for.
@@ -74,12 +74,12 @@ impl<B: Kernels> Shards<B> {
         Ok(Self { local, sequences: local, groups, expert_parts: ExpertParts { local: 1, tokens } })
     }
 
-    /// The same shards with these parts of experts' rows.
+    /// These shards with the given parts of experts' rows.
     pub fn with_expert_parts(self, expert_parts: ExpertParts) -> Self {
         Self { expert_parts, ..self }
     }
 
-    /// The same tokens in sequences of this length.
+    /// These shards with their tokens in sequences of this length.
     pub fn with_sequences_of(self, seq_len: usize) -> Self {
         let sequences = self.tokens() / seq_len.max(1);
         Self { sequences, ..self }

@@ -97,11 +97,11 @@ impl Figures {
     }
 }
 
-/// The expert layer on the GPU, forward and backward, under each recipe. About two minutes.
+/// An expert layer on the GPU, forward and backward, under each recipe. Takes about two minutes.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Measures its time by operation, its saved activations, what each fused conversion saves, and the sizes from which it is faster \
-    than BF16; the last two only without --only.\n\n\
+    after_help = "Measures the layer's time per operation and its saved activations. Without --only, also measures the time that each fused conversion \
+    saves, and the layer sizes from which a recipe is faster than BF16.\n\n\
     Example:\n  \
     nibble bench experts --quick --only V3 --only Qwen3"
 )]
@@ -109,7 +109,7 @@ pub struct Args {
     /// Only layers whose name contains NAME, ignoring case; repeatable.
     #[arg(long, value_name = "NAME")]
     only: Vec<String>,
-    /// Only bursts, on a chip below its power limit.
+    /// Measures only short bursts of calls, which stay below the GPU's power limit.
     #[arg(long)]
     quick: bool,
 }

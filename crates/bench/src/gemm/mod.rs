@@ -31,27 +31,27 @@ use nibble_formats::Rounding;
 use serde_json::{Value, json};
 use std::path::PathBuf;
 
-/// The GPU's products beside its fastest dense ones: back-to-back calls on a chip at its power limit, and single calls.
+/// GPU GEMMs compared with the GPU's fastest dense GEMMs: back-to-back calls at the power limit, and single calls.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "The floor is the larger of flops / rate of the fastest dense product and bytes / memory rate. Takes about three \
-    minutes; --quick, 20 seconds.\n\n\
+    after_help = "The floor is the larger of two times: flops / rate of the fastest dense GEMM, and bytes / memory rate. The benchmark takes about three \
+    minutes, with --quick 20 seconds.\n\n\
     Examples:\n  \
     nibble bench gemm --only wgrad --only dgrad --json gemm.json --plot roofline.svg\n  \
     nibble bench gemm --only \"fprop 4096x7168\" --tune tuned.json"
 )]
 pub struct Args {
-    /// Only products whose name contains NAME, ignoring case; repeatable.
+    /// Only GEMMs whose name contains NAME, ignoring case; repeatable.
     #[arg(long, value_name = "NAME")]
     only: Vec<String>,
-    /// Only bursts, on a chip below its power limit.
+    /// Measures only short bursts of calls, which stay below the GPU's power limit.
     #[arg(long)]
     quick: bool,
     /// Also draws the roofline into this SVG file.
     #[arg(long, value_name = "OUT")]
     plot: Option<PathBuf>,
-    /// Tries other kernel instances instead, and writes the fastest to this JSON file; an instance already in the file is only
-    /// compared with the chosen one. Takes ten seconds per product, one with --quick. Only the next --tune reads the file: to use
+    /// Only searches for faster kernel instances, and writes the fastest to this JSON file. An instance that is already in the file is only
+    /// compared with the chosen instance. Takes ten seconds per GEMM, with --quick one second. Only a later --tune reads the file. To use
     /// a faster instance, make `TensorCoreConfig::choose` in crates/choice/src/products/tensor_cores.rs choose it.
     #[arg(long, value_name = "OUT", conflicts_with = "plot")]
     tune: Option<PathBuf>,

@@ -27,19 +27,19 @@ use serde_json::{Value, json};
 use std::path::PathBuf;
 use traffic::Traffic;
 
-/// The GPU's conversions against its memory's speed: single calls, with the L2 flushed before each.
+/// GPU format conversions compared with memory bandwidth: single calls, with the L2 cache flushed before each call.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "The floor is the least time in which this GPU's memory can move the kernel's bytes, by copy and fill rates measured in \
-    the same run.\n\n\
+    after_help = "The floor of a kernel is the least time in which this GPU's memory can move the kernel's bytes, at the copy and fill rates \
+    measured in the same run.\n\n\
     Example:\n  \
     nibble bench kernels --shapes 32768x7168,4096x7168 --only lift --plot lift.svg"
 )]
 pub struct Args {
-    /// Rows × columns. Default: five shapes from published models.
+    /// Matrix shapes, as rows × columns. Default: five shapes from published models.
     #[arg(long, value_name = "ROWSxCOLS", value_delimiter = ',', value_parser = parse_shape)]
     shapes: Vec<MatrixShape>,
-    /// Numbers of uneven groups of rows; 0 = dense rows.
+    /// Numbers of groups into which the rows are divided unevenly; 0 = one dense matrix.
     #[arg(long, value_name = "N", value_delimiter = ',', default_values_t = GROUPS)]
     groups: Vec<usize>,
     /// Only kernels whose name contains NAME, ignoring case; repeatable.

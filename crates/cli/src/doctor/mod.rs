@@ -17,24 +17,24 @@ use std::path::Path;
 
 /// Describes this machine and this build
 ///
-/// Processor, threads, memory, backends, and the environment variables that are set; --all adds every variable, format and recipe.
+/// Prints processor, threads, memory, backends, and the environment variables that are set. --all adds every variable, format and recipe.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "--warm needs no GPU. --time compiles into a temporary cache of its own. --links uses 128 MiB of each GPU; a slow link is a warning, \
-    and the exit code stays 0.\n\n\
+    after_help = "--warm needs no GPU. --time compiles into a temporary cache. --links uses 128 MiB of memory on each GPU; it warns of slow links, \
+    and a slow link does not change the exit code.\n\n\
     Examples:\n  nibble doctor\n  nibble doctor --all\n  nibble doctor --warm\n  nibble doctor --links\n  NIBBLE_ISA=avx2 nibble doctor"
 )]
 pub struct Args {
-    /// Also prints every environment variable, the formats with their blocks, scale rules and products, and the recipes.
+    /// Also prints every environment variable, every recipe, and every format with its block length, scale rules and matrix products.
     #[arg(long, conflicts_with_all = ["time", "warm", "links"])]
     all: bool,
-    /// Measures the start-up time of the GPU's kernels instead: with an empty cache, and with a warm one.
+    /// Measures only the start-up time of the GPU kernels: with an empty kernel cache, and with a warm cache.
     #[arg(long)]
     time: bool,
-    /// Compiles every kernel missing from the cache instead, so that no run has to.
+    /// Only compiles every GPU kernel that is missing from the kernel cache, so that later runs need not compile.
     #[arg(long, conflicts_with = "time")]
     warm: bool,
-    /// Measures bandwidth and latency between all GPUs of this machine instead, and names slow links.
+    /// Only measures bandwidth and latency between all GPUs of this machine, and names slow links.
     #[arg(long, conflicts_with_all = ["time", "warm"])]
     links: bool,
     /// What --links measures: cuda (or auto) for the GPUs, cpu for threads that copy through host memory.

@@ -26,14 +26,14 @@ use std::path::{Path, PathBuf};
     nibble eval my-model --set data.source=book.txt   a folder with a model\n  \
     nibble eval my-model --task quiz.jsonl     questions with choices instead of held-out data\n  \
     nibble eval my-model --perplexity book.txt --stride 64\n\n\
-    A task is a file of JSON lines with \"question\", \"choices\" and \"answer\", the index of the right choice from 0. Each choice follows its question \
-    after a space. The question follows the BOS token, if texts begin with one; --add-bos-token=false omits it. `acc` takes the likeliest choice, \
+    A task is a file of JSON lines with \"question\", \"choices\" and \"answer\", the index of the right choice from 0. Each choice is scored after \
+    its question and a space. The BOS token, if there is one, precedes the question; --add-bos-token=false omits the BOS token. `acc` takes the likeliest choice, \
     `acc_norm` the likeliest per character, `acc_bytes` the likeliest per byte, as lm-evaluation-harness does.\n\n\
-    A perplexity covers all documents of a source. Each document follows the run's data.bos_token, or else its data.eos_token; for a model folder, the \
-    tokenizer's bos_token, or else its eos_token. Each pass predicts --stride tokens after as much of the document as fits into data.seq_len. For \
-    documents longer than data.seq_len, a smaller stride gives each token more context and takes longer.")]
+    A perplexity covers all documents of a source. Each document is preceded by the run's data.bos_token, or by data.eos_token if there is no BOS token; \
+    for a model folder, by the tokenizer's bos_token or eos_token. Each pass predicts --stride tokens, with as much of the preceding document as fits \
+    into data.seq_len. For documents longer than data.seq_len, a smaller stride gives each token more context and takes longer.")]
 pub struct Args {
-    /// Directory of a run (its newest whole checkpoint is used), of one checkpoint, or of a Hugging Face model.
+    /// Directory of a run (the newest whole checkpoint is used), of one checkpoint, or of a Hugging Face model.
     #[arg(value_name = "RUN_OR_MODEL")]
     path: PathBuf,
     /// File of questions to score instead of held-out data; repeatable.

@@ -36,7 +36,7 @@ use stopping::StopTexts;
     nibble generate runs/tiny --temperature 0 --tokens 64"
 )]
 pub struct Args {
-    /// Directory of a run (its newest whole checkpoint is used), of one checkpoint, or of a Hugging Face model.
+    /// Directory of a run (the newest whole checkpoint is used), of one checkpoint, or of a Hugging Face model.
     #[arg(value_name = "RUN_OR_MODEL")]
     path: PathBuf,
     #[command(flatten)]
@@ -49,15 +49,15 @@ pub struct Args {
     /// Sampling seed.
     #[arg(long, value_name = "S", default_value_t = 0)]
     seed: u64,
-    /// Stops before this text; repeatable.
+    /// Stops generating before TEXT would appear in the output; repeatable.
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     stop: Vec<String>,
-    /// Does not stop at end tokens: those of `data.eos_token`, of the tokenizer, of a model's `generation_config.json` or `config.json`,
-    /// and, for answers, of the chat template.
+    /// Does not stop at end tokens. End tokens come from `data.eos_token`, the tokenizer, a model's `generation_config.json` or
+    /// `config.json`, and, with --chat, the chat template.
     #[arg(long)]
     ignore_eos: bool,
-    /// Recipe to compute under: a built-in one or the path of a TOML file. Default: the run's own, or bf16 for a model folder. Standard
-    /// error names it.
+    /// Precision recipe: a built-in recipe or the path of a TOML file. Default: the run's recipe, or bf16 for a model folder. The recipe is
+    /// named on standard error.
     #[arg(long, value_name = "RECIPE")]
     recipe: Option<String>,
     #[command(flatten)]

@@ -10,14 +10,14 @@ use std::path::{Path, PathBuf};
 /// Options that select the prompts.
 #[derive(Debug, clap::Args)]
 pub struct Prompts {
-    /// Text to continue; it is printed first. Default: the BOS or EOS token, a line break for bytes, or `(` for the built-in language.
+    /// Text to continue; the output begins with this text. Default: the BOS or EOS token, a line break for bytes, or `(` for the built-in language.
     #[arg(long, value_name = "TEXT", conflicts_with = "prompts")]
     prompt: Option<String>,
-    /// Continues each prompt of a file and writes JSON lines: prompt, completion, and why it ended (`length`, `stop` or `eos`). In
-    /// FILE.jsonl each line is an object with "prompt", a text, or "messages", a conversation; in FILE.txt each line is a prompt.
+    /// Continues each prompt of a file and writes JSON lines: the prompt, its completion, and why the completion ended (`length`, `stop`
+    /// or `eos`). In FILE.jsonl each line is an object with "prompt", a text, or "messages", a conversation; in FILE.txt each line is a prompt.
     #[arg(long, value_name = "FILE")]
     prompts: Option<PathBuf>,
-    /// Treats the prompt as a user message and writes the assistant's answer, by the tokenizer's chat template.
+    /// Formats the prompt as a user message with the tokenizer's chat template, and writes the assistant's answer.
     #[arg(long)]
     chat: bool,
     /// System message before the user message.

@@ -7,13 +7,13 @@ use std::cmp::Ordering;
 /// Sampling options.
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub struct Sampling {
-    /// Divides the logits; 0 always takes the likeliest token.
+    /// Sampling temperature, by which logits are divided; 0 always takes the likeliest token.
     #[arg(long, value_name = "T", default_value_t = 1.0, allow_negative_numbers = true)]
     temperature: f32,
-    /// Samples from the K likeliest tokens only; 0 = from all.
+    /// Samples from the K likeliest tokens only; 0 = from all tokens.
     #[arg(long, value_name = "K", default_value_t = 0)]
     top_k: usize,
-    /// Samples from the fewest likeliest tokens whose probabilities sum to P; applied after --top-k. 1 = from all.
+    /// Samples from the smallest set of likeliest tokens whose probabilities sum to at least P, after --top-k is applied; 1 = from all tokens.
     #[arg(long, value_name = "P", default_value_t = 1.0, allow_negative_numbers = true)]
     top_p: f64,
 }

@@ -17,8 +17,8 @@ use std::time::Duration;
 /// If a rank dies, hangs or fails, all ranks end with one message.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Each rank has a GPU, or the ranks share the host's cores and memory. Ctrl-C, SIGTERM and SIGHUP reach each rank once \
-    and end the run after a step, saved. On several hosts, torchrun, srun or mpirun starts the ranks: see the guide's page on several processes.\n\n\
+    after_help = "Each rank has a GPU, or the ranks share the host's cores and memory. After Ctrl-C, SIGTERM or SIGHUP all ranks finish the current step, \
+    write a checkpoint and end. On several hosts, torchrun, srun or mpirun starts the ranks: see the guide's page on several processes.\n\n\
     Examples:\n  \
     nibble launch --ranks 2 -- train tiny\n  \
     nibble launch --ranks 4 --max-restarts 10 -- train my.toml --set run.dp=2\n  \
@@ -28,19 +28,19 @@ pub struct Args {
     /// Number of ranks, one process each.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     ranks: u32,
-    /// How often a failed run is restarted, from its newest whole checkpoint.
+    /// How many times a failed run is restarted from the newest whole checkpoint.
     #[arg(long, value_name = "N", default_value_t = 0)]
     max_restarts: u32,
-    /// Restarts a failed run on fewer ranks, at least N: on the largest proper divisor of the previous number.
+    /// Restarts a failed run on fewer ranks, at least N. Each restart uses the largest proper divisor of the previous number of ranks.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     min_ranks: Option<u32>,
-    /// Seconds within which all ranks end after a failure; a rank that is silent for half of them has failed.
+    /// Seconds within which all ranks end after a failure. A rank that sends no heartbeat for half of this time counts as failed.
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(2..=86_400))]
     deadline: u64,
     /// Seconds within which all ranks must join.
     #[arg(long, value_name = "SECONDS", default_value_t = 300, value_parser = clap::value_parser!(u64).range(2..=86_400))]
     join_deadline: u64,
-    /// What every rank runs: `train` with its arguments.
+    /// Command that every rank runs: `train` and the arguments of `train`.
     #[arg(last = true, required = true, value_name = "COMMAND")]
     command: Vec<String>,
 }

@@ -33,15 +33,15 @@ use std::path::{Path, PathBuf};
 
 /// Quantizes a safetensors file, or dequantizes it
 ///
-/// Converts every matrix, and every stack of matrices, of F32, BF16 or F16 to a block format; with --back, a quantized file to plain
-/// numbers.
+/// Converts every F32, BF16 or F16 matrix, and every stack of such matrices, to a block format. With --back, converts a quantized file to
+/// plain numbers.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Blocks run along rows, down columns (the buffers are then transposed) or are square tiles. The first of three \
-    dimensions is the number of matrices, which are quantized separately. Tensors that are not float matrices, or are \
-    quantized already, are copied. The input is never modified, and equal input gives equal bytes. A line reports the \
-    largest error. Warnings report values that rounding does not explain: those that come back infinite, are larger than \
-    the format's largest number, or lie in blocks too small for any scale.\n\n\
+    after_help = "Blocks run along rows, run down columns (the buffers are then transposed), or are square tiles. A tensor with three \
+    dimensions is a stack of matrices, which are quantized separately. Tensors that are not float matrices, or are \
+    quantized already, are copied. The input file is never modified. Equal inputs give equal output bytes. The command \
+    prints the largest error. Warnings report errors that are not rounding: values that become infinite, values larger than \
+    the format's largest number, and values in blocks that are too small for any scale.\n\n\
     Buffers of a tensor NAME:\n  \
     NAME.codes         codes, packed from the lowest bit on: two 4-bit codes per byte, four 6-bit codes in\n                     \
     3 bytes\n  \
@@ -66,17 +66,17 @@ pub struct Args {
     /// Block format.
     #[arg(long, required_unless_present = "back", conflicts_with = "back", value_parser = block_format())]
     format: Option<Format>,
-    /// Direction of the blocks: row, col or tile (squares; e4m3, e5m2, their -tensor forms and nvfp4 only).
+    /// Direction of the blocks: row, col or tile. Tiles are square blocks, for e4m3, e5m2, e4m3-tensor, e5m2-tensor and nvfp4 only.
     #[arg(long, default_value = "row", conflicts_with = "back")]
     axis: BlockAxis,
-    /// Scale rule: floor, rceil, ceil or even (powers of two), amax, tensor-amax or cann. Default: the format's own; `nibble doctor --all`
+    /// Scale rule: floor, rceil, ceil or even (powers of two), amax, tensor-amax or cann. Default: depends on the format. `nibble doctor --all`
     /// lists each format's rules.
     #[arg(long, value_name = "RULE", conflicts_with = "back")]
     scale: Option<ScaleRule>,
     #[command(flatten)]
     scaling: ScalingArgs,
     /// Rounding: nearest-even, nearest-away, stochastic, or dither:DELTA.
-    /// Default: the format's own, nearest-away for hif4 and nearest-even for the others.
+    /// Default: nearest-away for hif4, nearest-even for all other formats.
     #[arg(long, value_name = "ROUNDING", conflicts_with = "back")]
     round: Option<Rounding>,
     /// Seed of stochastic rounding; the random bits depend on the seed and on the tensor's name.
@@ -103,7 +103,7 @@ struct ScalingArgs {
     /// Thresholds from which a part of a block gets another factor of two: 4,2 or 3.5,1.75 (hif4 only).
     #[arg(long, value_name = "TWO", conflicts_with = "back")]
     thresholds: Option<Thresholds>,
-    /// Code of a block's largest magnitude: 6, or 4 or 6 by the smaller error (4/6-mse, 4/6-mae; nvfp4 only).
+    /// Code to which a block's largest magnitude is scaled (nvfp4 only): 6; or 4 or 6, whichever gives the smaller error (4/6-mse, 4/6-mae).
     #[arg(long, conflicts_with = "back")]
     candidates: Option<Candidates>,
     /// Rounding of the tensor scale: tensor (F32) or power (a power of two; nvfp4 with tensor-amax only).

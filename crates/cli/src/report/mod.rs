@@ -22,12 +22,14 @@ use std::path::{Path, PathBuf};
 
 /// Writes a run's report, one HTML file
 ///
-/// Its losses, speed, expert load, memory, precisions and warnings.
+/// The report shows the run's losses, speed, expert load, memory, precisions and warnings.
 #[derive(Debug, clap::Args)]
-#[command(after_help = "The file needs no network and no other file. The run may still be in progress.\n\n\
+#[command(
+    after_help = "The report needs no network and no other file. The run may still be in progress.\n\n\
     Examples:\n  \
     nibble report runs/tiny\n  \
-    nibble report runs/tiny --out tiny.html")]
+    nibble report runs/tiny --out tiny.html"
+)]
 pub struct Args {
     /// Directory of the run.
     #[arg(value_name = "RUN")]

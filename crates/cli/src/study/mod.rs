@@ -15,7 +15,8 @@ use std::time::Duration;
 
 /// Trains recipes over seeds and compares their losses
 ///
-/// Paired differences from a baseline, with 95 % intervals. Each run is a row in DIR/rows. A study may be stopped at any time and continued, also by several processes or GPUs at once; its tables are those of one that was never stopped.
+/// Reports paired differences from a baseline, with 95 % confidence intervals. Each run is a row in DIR/rows. A study may be stopped at any
+/// time and continued, also by several processes or GPUs at once. The tables do not depend on interruptions.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:\n  \
     nibble study formats.toml --plan\n  \
@@ -26,28 +27,28 @@ pub struct Args {
     /// The study: a TOML file with recipes, a baseline, configurations and seeds.
     #[arg(value_name = "FILE")]
     file: PathBuf,
-    /// Folder of the rows and tables. Default: the study's file without its ending.
+    /// Folder of the rows and tables. Default: the path FILE without its extension.
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
-    /// Starts no run after this time, and stops the one under way: 90s, 12m or 2h. It is resumed next time.
+    /// Ends after TIME (90s, 12m or 2h): stops the current run, which the next call resumes, and starts no other run.
     #[arg(long = "for", value_name = "TIME", value_parser = duration)]
     time: Option<Duration>,
     /// Device of the runs, as `run.device`.
     #[arg(long, value_name = "DEVICE")]
     device: Option<String>,
-    /// Prints the number of runs, their time and which differences the seeds can resolve; runs nothing.
+    /// Only prints the number of runs, their expected time, and how small a difference the seeds can resolve.
     #[arg(long, conflicts_with_all = ["time", "tables", "retry"])]
     plan: bool,
-    /// Writes the tables from the rows; runs nothing.
+    /// Only writes the tables from existing rows; trains nothing.
     #[arg(long, conflicts_with_all = ["time", "retry"])]
     tables: bool,
-    /// Runs again what failed. Diverged runs are results and stay.
+    /// Repeats failed runs. Diverged runs count as results and are not repeated.
     #[arg(long)]
     retry: bool,
-    /// The commit of this program, for the rows.
+    /// The commit of this program, written to each row.
     #[arg(long, value_name = "COMMIT", default_value = "")]
     commit: String,
-    /// Standard deviation of a paired difference, per cent, from a pilot: for --plan before there are rows.
+    /// Standard deviation of a paired difference in per cent, measured in a pilot study; --plan uses it while there are no rows.
     #[arg(long, value_name = "SD")]
     pilot_sd: Option<f64>,
     #[command(flatten)]

@@ -28,13 +28,13 @@ use std::sync::atomic::Ordering;
 
 /// Trains a model, or resumes a run
 ///
-/// Without arguments: a small mixture of experts on the built-in language, whose entropy is known.
+/// Without arguments, trains a small mixture-of-experts model on the built-in language, whose entropy is known.
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "A run writes checkpoints, metrics.jsonl, the same metrics for TensorBoard, layers.jsonl, config.toml, recipe.toml and loss.svg \
-    to its directory, runs/NAME, or the next free runs/NAME-2, runs/NAME-3 ... `nibble report` makes a page of them. A kill at any moment costs \
-    at most the steps since the last checkpoint; Ctrl-C, SIGTERM or SIGHUP costs none. --resume continues the run and ends with bit-identical \
-    weights. A second signal after 3 seconds, or a third, ends the run at once.\n\n\
+    to the run's directory: runs/NAME, or the next free runs/NAME-2, runs/NAME-3 ... `nibble report` shows a run as an HTML page. A killed run \
+    loses at most the steps since the last checkpoint; a run stopped by Ctrl-C, SIGTERM or SIGHUP loses no step. --resume continues a run; the \
+    final weights are bit-identical to those of an uninterrupted run. A second signal after 3 seconds, or a third signal, ends the run at once.\n\n\
     Examples:\n  \
     nibble train\n  \
     nibble train tiny --recipe bf16 --set train.steps=1000\n  \
@@ -49,30 +49,31 @@ use std::sync::atomic::Ordering;
     nibble train runs/tiny --resume --set train.steps=600"
 )]
 pub struct Args {
-    /// A built-in configuration (tiny, tiny-dense, shakespeare; a small one of each family, such as deepseek-v3-tiny; for a GPU s, olmoe, qwen30b-4l,
-    /// dense1b, dsv3-1l; whole models, such as deepseek-v2-lite, for --dry-run; a wrong name lists all) or the path of a TOML file;
-    /// a run's config.toml starts another run like it. With --resume also the directory of a run.
+    /// A built-in configuration or the path of a TOML file; with --resume, also the directory of a run. Small configurations: tiny,
+    /// tiny-dense, shakespeare, and a small model of each family, such as deepseek-v3-tiny. For a GPU: s, olmoe, qwen30b-4l, dense1b,
+    /// dsv3-1l. For --dry-run: published models, such as deepseek-v2-lite. A wrong name lists all configurations. The config.toml of a run
+    /// starts a new run with the same configuration.
     #[arg(value_name = "CONFIG", default_value = "tiny")]
     config: String,
     #[command(flatten)]
     changes: Changes,
-    /// Starts from the weights of a Hugging Face model folder (config.json and safetensors). The folder then sets `[model]`, except for
-    /// losses and positions; all other keys come from CONFIG. With --resume, resumes the run that was started this way.
+    /// Starts from the weights of a Hugging Face model folder (config.json and safetensors). The folder sets the keys of `[model]`, except
+    /// for losses and positions; CONFIG sets all other keys. With --resume, resumes the run that was started from FOLDER.
     #[arg(long, value_name = "FOLDER", conflicts_with = "init_from")]
     from: Option<PathBuf>,
-    /// Starts a new run from the weights of another run (its newest whole checkpoint) or of one checkpoint, with a fresh optimizer.
-    /// With --resume, resumes the run that was started this way.
+    /// Starts a new run with a fresh optimizer from the weights of another run (the newest whole checkpoint is used) or of one checkpoint.
+    /// With --resume, resumes the run that was started from RUN.
     #[arg(long, value_name = "RUN")]
     init_from: Option<PathBuf>,
-    /// Resumes from the newest whole checkpoint of the latest run with this configuration, or of the run in the directory CONFIG. Of the
-    /// settings that affect results, only train.steps may change, to more, and, if set explicitly, train.combine and train.expert_shards.
+    /// Resumes from the newest whole checkpoint of the latest run with this configuration, or of the run in the directory CONFIG. Only
+    /// three settings that affect results may change: train.steps may grow, and train.combine and train.expert_shards may be set explicitly.
     #[arg(long)]
     resume: bool,
-    /// Prints configuration, parameter count and predicted memory, and exits: no weights are made, and nothing is written.
-    /// Predicts for the device that the run would use; =gpu: for a GPU, which this host need not have.
+    /// Prints configuration, parameter count and predicted memory, and exits without allocating weights or writing files. The prediction is
+    /// for the device that the run would use. --dry-run=gpu predicts for a GPU, also on a host without a GPU.
     #[arg(long, value_name = "WHERE", num_args = 0..=1, require_equals = true, default_missing_value = "device")]
     dry_run: Option<DryRunOn>,
-    /// Measures the links between the run's ranks before its first step, and names slow ones.
+    /// Before the first step, measures the links between the run's ranks and names slow links.
     #[arg(long, conflicts_with = "dry_run")]
     check_links: bool,
     /// Prints the SHA-256 of the weights after the last step; equal digests mean bit-identical weights.

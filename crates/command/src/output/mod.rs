@@ -21,7 +21,7 @@ use std::path::{Path, PathBuf};
 /// `--force`.
 #[derive(Debug, Clone, Copy, Default, clap::Args)]
 pub struct Force {
-    /// Replaces existing files, also those that this command did not write; never its own inputs or the files of a run.
+    /// Replaces existing output files, even if another program wrote them. Input files and the files of a run are never replaced.
     #[arg(long, global = true)]
     pub force: bool,
 }

@@ -1,5 +1,5 @@
-//! The arguments of every op, their checks, their results and their documentation. Related ops share a file. In every backend an op is a
-//! function of its name, in a file of the same name or of a related op.
+//! The arguments of every op, their checks, their results and their documentation. Related ops share a file. In every backend, an op is a
+//! function with the op's name, in a file with the name of the op or of a related op.
 //!
 //! `for_each_op!` lists every op once: its method, its arguments, its result, and which fields it reads and writes. The trait `Kernels`,
 //! each op's `run`, the delegates of every backend, the recorder of `testkit`, what dry runs count and the list of conformance tests are
@@ -31,7 +31,7 @@ use crate::{Groups, Kernels, Operand, PermuteMap, Result, Tensor};
 /// * `writes`: tensors and buffers that are overwritten, or added to, in place;
 /// * `plain`: values on the host.
 ///
-/// The last part is empty if the fields are not such a list: lists of tensors, structs of tensors and values.
+/// The last part is empty if the struct has fields of other kinds, such as lists of tensors, or structs of tensors and values.
 ///
 /// `for_each_op! { [callback] (given) B }` is `callback! { (given) ROWS }`, with `B` for the backend. The trait, the `run` of each struct,
 /// the delegates of each backend and the conformance tests are generated from this table, so an operation that lacks one of its parts does

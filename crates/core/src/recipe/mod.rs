@@ -37,7 +37,7 @@ use shipped::{BUILTIN, FORMATS, STUDIES};
 /// A change for some layers, in a part of the run.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Override {
-    /// The places of its layers: a layer must be in one of them.
+    /// Selections of layers; a layer must be in at least one of them.
     pub layers: Vec<Layers>,
     /// Its kinds of layers: a layer's name must have one of these among its parts (`q_proj`, `mlp`, `experts`, `lm_head`). Empty: all.
     pub kinds: Vec<String>,
@@ -97,7 +97,7 @@ impl Recipe {
         BUILTIN.iter().map(|(name, _)| *name)
     }
 
-    /// Names of the recipes to train with: those of [`Recipe::names`], and each format by itself.
+    /// Names of the recipes to train with: those of [`Recipe::names`], and one recipe for each format.
     pub fn training_names() -> impl Iterator<Item = &'static str> + Clone {
         BUILTIN.iter().chain(FORMATS).map(|(name, _)| *name)
     }

@@ -25,16 +25,16 @@ pub struct Precision {
     pub axis: BlockAxis,
     /// How scales are chosen.
     pub scale: ScaleRule,
-    /// How they are chosen, within the rule.
+    /// Further choices of scales within the rule.
     pub scaling: Scaling,
     /// Delayed scaling, from the magnitudes of earlier steps instead of the tensor's own.
     pub delayed: Option<DelayedScaling>,
     /// How elements are rounded.
     pub round: Rounding,
-    /// The transform of its product, if it has one. A saved tensor has that of wgrad if it is saved in the form that wgrad takes. The
-    /// section decides it ([`Section::transform`]); a precision outside a section has none.
+    /// The transform of the tensor's product, if the product has one. A saved tensor has wgrad's transform if it is saved in the form that
+    /// wgrad multiplies. The section sets the transform ([`Section::transform`]); a precision outside a section has none.
     pub rht: Option<Transform>,
-    /// How it is converted from other blocks.
+    /// How the tensor is converted from other blocks.
     pub by: By,
 }
 
@@ -199,8 +199,8 @@ impl Section {
         Self { sites, transforms: [None; Product::ALL.len()] }
     }
 
-    /// The precision of a site, or of the site it falls back on if it is not written. For an `a` that is not saved, the precision of
-    /// wgrad's operand.
+    /// The precision of a site, or of the site it falls back on if the recipe does not set it. For an `a` that is not saved, the precision
+    /// of wgrad's operand.
     pub fn at(&self, site: Site) -> Precision {
         let rht = match (site, site.operand_of()) {
             (_, Some(product)) => self.transform(product),
@@ -274,14 +274,14 @@ impl Section {
         }
     }
 
-    /// Whether dgrad's weight is fprop's transposed, from one quantization: plain, or in 2-D blocks.
+    /// Whether dgrad's weight is the transpose of fprop's weight, from one quantization: plain, or in 2-D blocks.
     pub fn has_one_weight(&self) -> bool {
         let (fprop, dgrad) = (self.at(Site::FpropW), self.at(Site::DgradW));
         fprop == dgrad && fprop.rht.is_none() && (fprop.axis == BlockAxis::Tile || !fprop.format.is_block())
     }
 
-    /// The plain type to which dgrad's weight is decoded from fprop's codes; none if it is made otherwise. The copy is decoded on demand,
-    /// per micro-batch, and not stored next to the codes.
+    /// The plain type to which dgrad's weight is decoded from fprop's codes; `None` if dgrad's weight has another source. The copy is
+    /// decoded on demand, per micro-batch, and not stored next to the codes.
     pub fn decoded_for_dgrad(&self) -> Option<DType> {
         let (fprop, dgrad) = (self.at(Site::FpropW), self.at(Site::DgradW));
         dgrad.dtype().filter(|_| dgrad.by == By::Requantize && fprop.format.is_block())

@@ -1,4 +1,5 @@
-//! Layers and steps of an override. Layers counted from an end of the model, and step numbers, need a run ([`Recipe::in_run`]).
+//! Layers and steps of an override. Selections that count layers from an end of the model, or name step numbers, need the size of the run
+//! ([`Recipe::in_run`]).
 
 use super::unknown::unknown;
 use super::{Layer, LayerKind, Override, Recipe, glob};
@@ -160,9 +161,9 @@ fn covers(pattern: &str, layer: &str) -> bool {
 /// The steps of a run in which an override holds.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Steps {
-    /// Half-open, in fractions of the run's steps; infinity to include the last step.
+    /// A half-open range, in fractions of the run's steps; an end of infinity includes the last step.
     Fractions(f64, f64),
-    /// Half-open, in steps from 0; none: to the run's end.
+    /// A half-open range of steps, counted from 0; without an end, up to the run's end.
     Numbers(u64, Option<u64>),
 }
 
@@ -258,8 +259,8 @@ impl Override {
 }
 
 impl Recipe {
-    /// The recipe for a run of this size, which layers counted from an end of the model and step numbers need. [`Recipe::parse`] returns a
-    /// recipe without a run, and [`Recipe::to_toml`] writes what was read, whatever the run.
+    /// The recipe for a run of this size. Overrides that count layers from an end of the model, or name step numbers, need the size.
+    /// [`Recipe::parse`] returns a recipe without a run, and [`Recipe::to_toml`] writes what was read, whatever the run.
     #[must_use]
     pub fn in_run(self, size: RunSize) -> Self {
         Self { run: Some(size), ..self }

@@ -9,35 +9,35 @@ pub enum Site {
     FpropX,
     /// Weight of Y = X·Wᵀ.
     FpropW,
-    /// Input of an expert's second product; as [`Site::FpropX`] if it is not written.
+    /// Input of an expert's second product; by default as [`Site::FpropX`].
     FpropA,
     /// Gradient in dX = dY·W.
     DgradDy,
-    /// Gradient of an expert's first product's output in dX = dH·W; as [`Site::DgradDy`] if it is not written.
+    /// Gradient of an expert's first product's output in dX = dH·W; by default as [`Site::DgradDy`].
     DgradDh,
-    /// Weight of dX = dY·W; as [`Site::FpropW`] if it is not written.
+    /// Weight of dX = dY·W; by default as [`Site::FpropW`].
     DgradW,
     /// Gradient in dW = dYᵀ·X.
     WgradDy,
-    /// Gradient of an expert's first product's output in dW = dHᵀ·X; as [`Site::WgradDy`] if it is not written.
+    /// Gradient of an expert's first product's output in dW = dHᵀ·X; by default as [`Site::WgradDy`].
     WgradDh,
     /// Input in dW = dYᵀ·X.
     WgradX,
-    /// Input of an expert's second product in dW = dYᵀ·A; as [`Site::WgradX`] if it is not written.
+    /// Input of an expert's second product in dW = dYᵀ·A; by default as [`Site::WgradX`].
     WgradA,
     /// The saved input of a linear layer.
     SavedX,
     /// The saved output of a gated layer's first product: SwiGLU's input.
     SavedH,
-    /// The saved input of an expert's second product; recomputed from h if it is not written.
+    /// The saved input of an expert's second product; by default recomputed from h.
     SavedA,
     /// Dispatch of tokens to experts.
     DispatchFwd,
     /// Dispatch of gradients to experts.
     DispatchBwd,
-    /// Combine of the experts' outputs, one row per slot; in the type of activations if it is not written.
+    /// Combine of the experts' outputs, one row per slot; by default in the type of activations.
     CombineFwd,
-    /// Combine of the gradients of the experts' inputs; in the type of activations if it is not written.
+    /// Combine of the gradients of the experts' inputs; by default in the type of activations.
     CombineBwd,
 }
 

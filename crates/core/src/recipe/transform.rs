@@ -38,7 +38,8 @@ impl Transform {
         }
     }
 
-    /// The transform of the layer `site` as an operation takes it, for a run's seed and step; `on_device`: the step, if it is there.
+    /// The transform of the layer `site` as an operation takes it, for a run's seed and step; `on_device`: a buffer with the step, if the
+    /// step is on the device.
     pub fn hadamard<'a, B: Backend>(
         &self,
         seed: u64,

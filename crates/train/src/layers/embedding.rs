@@ -7,8 +7,8 @@ use crate::spec::Part;
 use nibble_core::ops::{Embed, EmbedBackward, EmbedOut};
 use nibble_core::{Kernels, Result, Tensor};
 
-/// The embedding. It is no [`Layer`](super::Layer), since its input is ids, which have no gradient. Its weight is read as it is, without
-/// copies for products; a tied head makes those.
+/// The embedding. The embedding is no [`Layer`](super::Layer), since its input, token ids, has no gradient. It reads its weight directly.
+/// Only a tied head makes copies of the weight for matrix products.
 #[derive(Debug, Clone)]
 pub struct Embedding<B: Kernels> {
     /// `[v, d]`.
@@ -29,7 +29,7 @@ impl<B: Kernels> Saved for EmbeddingSaved<B> {
 }
 
 impl<B: Kernels> Embedding<B> {
-    /// Random weights. This rank keeps its rows of the master; every rank computes with all rows.
+    /// Random weights. This rank stores its own rows of the F32 master; every rank computes with all rows.
     pub fn new(cx: &Cx<'_, B>, part: &Part) -> Result<Self> {
         Ok(Self { weight: Param::only(cx, part)? })
     }

@@ -35,8 +35,8 @@ pub struct GroupedQuery<B: Kernels> {
     pub sinks: Option<Param<B>>,
     /// `[seq_len, c]`, as [`rope_table`](super::rope_table) makes it: a row for each position. Shared by all layers.
     pub rope: Tensor<B>,
-    /// Save normed and rotated queries and keys, instead of recomputing them in the backward pass. Without a norm they are always
-    /// saved.
+    /// Save normed and rotated queries and keys, instead of recomputing them in the backward pass. Without a norm, queries and keys are
+    /// always saved.
     pub keep_heads: bool,
 }
 
@@ -155,8 +155,8 @@ impl<B: Kernels> GroupedQuery<B> {
         Ok((o_input, GroupedQuerySaved { layer, x, q: q_saved, k: k_saved, v, out, lse, o }))
     }
 
-    /// The forward pass of a sequence's next tokens, which see the keys and values in the cache. Adds their own to the cache. Several
-    /// tokens at once only if the cache is empty.
+    /// The forward pass of a sequence's next tokens, which see the keys and values in the cache. Adds the tokens' own keys and values to
+    /// the cache. Several tokens at once are allowed only if the cache is empty.
     pub fn cached(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>, cache: &mut KvCache<B>) -> Result<Tensor<B>> {
         let Projected { q, k, v, .. } = self.projected(cx, x_td, cache.len())?;
         let out = cache.attended(cx.b, [&q, &k, &v], self.plain_sinks()?)?;

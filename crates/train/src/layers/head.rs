@@ -1,7 +1,7 @@
 //! The output head and its loss, in chunks of tokens. t tokens, d model, v vocabulary.
 //!
-//! A separate backward pass would need the head's input and the logits, which are as large as the vocabulary. So the head computes its
-//! gradients in the forward pass, while a chunk's logits exist, and saves only the gradient of its input. It has no `backward`.
+//! A separate backward pass would need the head's input and the logits of all tokens, whose width is the vocabulary. So the head computes
+//! its gradients in the forward pass, while a chunk's logits exist, and saves only the gradient of its input. It has no `backward`.
 //! `nibble_choice::head_loss` chooses the length of a chunk: 512 tokens on a CPU, up to 8192 on a GPU.
 //!
 //! Under a recipe's `[head]` the products may be quantized, in any format whose scales are for a block of tokens or less. Each chunk's
@@ -56,7 +56,8 @@ pub struct Head<B: Kernels> {
 }
 
 impl<B: Kernels> Head<B> {
-    /// Random weights. This rank keeps its rows of the master; every rank computes with all rows. A tied head has no weight of its own.
+    /// Random weights. This rank stores its own rows of the F32 master; every rank computes with all rows. A tied head has no weight of its
+    /// own.
     pub fn new(cx: &Cx<'_, B>, part: &Part) -> Result<Self> {
         let own = (!part.params().is_empty()).then(|| Param::only(cx, part));
         Ok(Self { id: part.id.clone(), own: own.transpose()? })
@@ -103,7 +104,8 @@ impl<B: Kernels> Head<B> {
         HeadLoss { x, w, codecs, targets, shards, chunk, grad: None }.run(cx.b)
     }
 
-    /// The losses, and the gradients of their sum times the factor in `control` ([`nibble_core::ops::Control`]). Adds that of the weight.
+    /// The losses, and the gradients of their sum times the factor in `control` ([`nibble_core::ops::Control`]). Adds the weight's gradient
+    /// to its accumulated gradient.
     pub fn losses_and_gradients(
         &mut self,
         cx: &Cx<'_, B>,

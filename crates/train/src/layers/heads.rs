@@ -1,5 +1,5 @@
-//! Queries or keys before attention: each head normed (Qwen3), or all of them together (OLMoE), or as they are (Llama), then rotated.
-//! t tokens, n heads, c head_dim.
+//! Norm and rotation of queries or keys before attention. The norm is over each head (Qwen3) or over all heads together (OLMoE); Llama has
+//! no such norm. Legend: t tokens, n heads, c head_dim.
 
 use super::{Norm, NormSaved};
 use crate::cx::Cx;

@@ -334,16 +334,16 @@ impl<B: Kernels> Latent<B> {
         })
     }
 
-    /// The forward pass of a sequence's next tokens, which see the keys and values in the cache. Adds their own to the cache. Several
-    /// tokens at once only if the cache is empty.
+    /// The forward pass of a sequence's next tokens, which see the keys and values in the cache. Adds the tokens' own keys and values to
+    /// the cache. Several tokens at once are allowed only if the cache is empty.
     pub fn cached(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>, cache: &mut KvCache<B>) -> Result<Tensor<B>> {
         let Projected { heads: QueriesKeysValues { q, k, v }, .. } = self.projected(cx, x_td, cache.len())?;
         let out = cache.attended(cx.b, [&q, &k, &v], None)?;
         self.o.product(cx, &self.o.input(cx, &out)?.0)
     }
 
-    /// A cache of each head's keys and values: h·(n + r + u) values per token. The latent and the shared key, which they come from, would
-    /// be c + r values, to be projected up again for every generated token.
+    /// A cache of each head's keys and values: h·(n + r + u) values per token. A cache of the latent and the shared key would take only c +
+    /// r values per token, but would have to be projected up again for every generated token.
     pub fn cache(&self, b: &B, activations: DType) -> Result<KvCache<B>> {
         let LatentShape { heads: kv_heads, value_dim, .. } = self.shape;
         let heads = CachedHeads { kv_heads, head_dim: self.shape.head_dim(), value_dim, scale: self.scale };

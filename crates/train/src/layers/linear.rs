@@ -1,11 +1,11 @@
 //! Dense linear layer Y = X·Wᵀ under a recipe. t tokens, n outputs, k inputs.
 //!
-//! `forward` asks its plan which representations fprop multiplies and the backward pass reads, converts x to both, multiplies, and
-//! returns the second one as [`LinearSaved`]. x itself is dropped. `backward` converts what was saved for wgrad, quantizes dy for both of
-//! its products (in one read where the formats allow it), and multiplies twice.
+//! The layer's plan names two representations of x: one for fprop and one for the backward pass. `forward` converts x to both, multiplies,
+//! returns the representation for the backward pass as [`LinearSaved`], and drops x itself. `backward` converts the saved x for wgrad,
+//! quantizes dy for dgrad and wgrad (in one read where the formats allow it), and runs both products.
 //!
-//! Under `mxfp4-hopper` fprop multiplies E4M3 made from the plain x, and the saved MXFP4 is made from the plain x too. So fprop and wgrad
-//! see two different roundings of the same x.
+//! Under `mxfp4-hopper` fprop multiplies E4M3 codes quantized from the plain x, and the saved MXFP4 codes are quantized from the plain x
+//! too. So fprop and wgrad see two different roundings of the same x.
 
 use super::Layer;
 use crate::convert::LayerName;
@@ -48,8 +48,8 @@ impl<B: Kernels> Saved for LinearSaved<B> {
 }
 
 impl<B: Kernels> Linear<B> {
-    /// Random weights. This rank keeps its rows of the master; every rank computes with all rows. A bias is zeros. `out` is the type of the
-    /// output.
+    /// Random weights. This rank stores its own rows of the F32 master; every rank computes with all rows. A bias is zeros. `out` is the
+    /// type of the output.
     ///
     /// # Errors
     /// [`Error::Shape`] for a part that is no linear layer; from the backend.
@@ -60,7 +60,7 @@ impl<B: Kernels> Linear<B> {
         Ok(Self { weight, bias, layer, linear, out })
     }
 
-    /// The same, as one of the projections of layer `layer` that share one input.
+    /// This linear layer, as one of the projections of layer `layer` that share one input.
     pub fn with_input_of(self, layer: &str) -> Self {
         Self { linear: layer.to_owned(), ..self }
     }

@@ -36,7 +36,7 @@ use nibble_core::{Kernels, Result, Tensor};
 /// A layer: forward returns its output and what backward needs; backward consumes that, adds the gradients of its
 /// parameters and returns the gradient of its input. Using a `Saved` twice does not compile.
 ///
-/// The embedding and the head have the same methods with other arguments; each says why.
+/// The embedding and the head do not implement this trait; they have methods of the same names with other arguments.
 pub trait Layer<B: Kernels> {
     /// Its input.
     type In;
@@ -65,7 +65,7 @@ pub trait Layer<B: Kernels> {
     /// The forward pass.
     fn forward(&self, cx: &Cx<'_, B>, x: Self::In) -> Result<(Self::Out, Self::Saved)>;
 
-    /// Recomputes what a forward pass saves. A layer that can do so leaves out what only its output needs.
+    /// Recomputes what a forward pass saves. Where possible, a layer leaves out work that only its output needs.
     fn again(&self, cx: &Cx<'_, B>, x: Self::In) -> Result<Self::Saved> {
         Ok(self.forward(cx, x)?.1)
     }

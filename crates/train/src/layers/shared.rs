@@ -1,4 +1,4 @@
-//! Linear projections of one input. It is converted, saved and lifted once for all projections whose recipes agree.
+//! Linear projections of one input. The input is converted, saved and lifted once for all projections whose recipes agree.
 
 use super::Linear;
 use crate::convert::LayerName;

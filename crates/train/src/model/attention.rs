@@ -1,5 +1,5 @@
-//! Attention of a decoder layer: one of a layer's two choices, beside [`Feed`](super::Feed). Each kind of attention has its own form of
-//! cache, for text that is generated token by token. t tokens, d model.
+//! Attention of a decoder layer. Its kind is one of the two choices of a layer; the other is its [`Feed`](super::Feed). Each kind of
+//! attention has its own form of cache, for text that is generated token by token. t tokens, d model.
 
 use crate::cx::Cx;
 use crate::layers::{GroupedQuery, GroupedQuerySaved, KvCache, Latent, LatentSaved, Layer};
@@ -71,7 +71,8 @@ impl<B: Kernels> Attention<B> {
         }))
     }
 
-    /// The forward pass of a sequence's next tokens, which are added to the cache. Several tokens at once only if the cache is empty.
+    /// The forward pass of a sequence's next tokens, which are added to the cache. Several tokens at once are allowed only if the cache is
+    /// empty.
     pub fn cached(
         &self,
         cx: &Cx<'_, B>,

@@ -2,9 +2,9 @@
 //!
 //! Either half, or both, may be recomputed in the backward pass (`kept.rs`).
 //!
-//! A half does not add its output to the residual stream: it returns the stream as x and a term ([`Residual`]). The next norm adds them
-//! in the pass in which it reads them, and returns the sum in what it saves. In the backward pass a norm likewise adds the stream's
-//! gradient to its own. The bits are those of separate ops, roundings between them included, with fewer passes over memory.
+//! A half of the layer does not add its output to the residual stream; it returns x and the output as two terms ([`Residual`]). The next
+//! norm adds the two terms when it reads them, and saves the sum. In the backward pass a norm likewise adds the gradient of the residual
+//! stream to its own gradient. The bits are those of separate ops with roundings in between, but memory is read and written fewer times.
 
 use super::kept::Kept;
 use super::{Attention, AttentionCache, AttentionSaved, Feed, FeedSaved};

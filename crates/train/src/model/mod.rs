@@ -58,7 +58,7 @@ impl<B: Kernels> DecoderOut<B> {
     /// Reads the counts from the device, waiting for the pass.
     ///
     /// # Errors
-    /// [`nibble_core::Error::Shape`] naming `op` and the first of inputs and targets that has a bad one.
+    /// [`nibble_core::Error::Shape`] naming `op`, and the inputs or else the targets, if any id is not in the vocabulary.
     pub fn verify_ids(&self, b: &B, op: &'static str, vocab: usize) -> Result<()> {
         let mut counts = ["inputs", "targets"].into_iter().zip(&self.bad_ids);
         counts.try_for_each(|(argument, bad)| verify_ids(b, op, argument, bad, vocab))
@@ -143,7 +143,8 @@ impl<B: Kernels> Decoder<B> {
         self.gathering.finish_next(cx, vec![self.head.weight_mut(&mut self.embed.weight)])
     }
 
-    /// Begins to make them, for [`Decoder::forward`] with the same context: rows of other ranks travel while earlier layers run.
+    /// Starts to make all weights' copies, for [`Decoder::forward`] with the same context: rows of other ranks travel while earlier layers
+    /// run.
     ///
     /// # Errors
     /// From the backend and other ranks.
@@ -190,9 +191,9 @@ impl<B: Kernels> Decoder<B> {
         self.params().into_iter().for_each(Param::clear_gradient);
     }
 
-    /// The losses of these tokens, and everything that the backward pass needs. The head's gradients are computed here, while there are
-    /// logits: those of the sum of the losses times the factor in `control` ([`nibble_core::ops::Control`]). Where weights' copies were
-    /// [begun](Decoder::begin_prepare), each layer waits for its own.
+    /// The losses of these tokens, and everything that the backward pass needs. The head's gradients are computed here, while its logits
+    /// exist. They are the gradients of the sum of the losses times the factor in `control` ([`nibble_core::ops::Control`]). If the copies
+    /// of weights were only [begun](Decoder::begin_prepare), each layer waits for its own copies.
     pub fn forward(
         &mut self,
         cx: &Cx<'_, B>,
@@ -331,8 +332,8 @@ pub struct Inside<'a, B: Kernels> {
 }
 
 impl<B: Kernels> Inside<'_, B> {
-    /// Logits after each token, F32 `[t, v]`. The head computes them in chunks and quantizes as is done here: what it quantizes has a scale
-    /// for each row at least, so that chunks do not matter.
+    /// Logits after each token, F32 `[t, v]`. The head computes the same logits in chunks. Every operand that the head quantizes has at
+    /// least one scale per row, so chunks do not change the logits.
     pub fn logits(&self, cx: &Cx<'_, B>) -> Result<Tensor<B>> {
         self.head.logits(cx, self.table, self.x_td)
     }

@@ -189,7 +189,7 @@ impl<B: Kernels> Experts<B> {
         Ok((dx, dgate))
     }
 
-    /// The backward pass without the gradients of weights. It comes first, since other ranks wait for its results.
+    /// The backward pass without the gradients of weights. It runs before `wgrad`, since other ranks wait for dx.
     ///
     /// # Errors
     /// [`Error::Defect`] where the input is missing; from the backend.

@@ -4,14 +4,15 @@
 //!
 //! | in flight | computed meanwhile |
 //! |---|---|
-//! | counts, to the host | slots sorted by rank, records, and the rows that will leave, quantized as they travel |
+//! | counts, to the host | sorting slots by rank, packing records, and quantizing the rows that will be sent |
 //! | y, back to its tokens | the shared expert, if there is one |
 //! | gradients of gate weights, and dx | gradients of the experts' weights; then the router's and the shared expert's backward pass |
 //!
-//! So both dgrads precede the first wgrad, on one rank as well. The operands of the second product's wgrad therefore live through one
-//! more product, and h and the rows of dh are freed before both wgrads. [`Moe::forward_beside`] and [`Moe::backward_beside`] take the
-//! shared expert as work to do meanwhile. On one rank, where nothing travels, that work follows the sum, when less memory is held. No
-//! product or sum differs, so the bits are those of one rank. `train/tests/ranks/beside.rs` tests the order.
+//! So both dgrads precede the first wgrad, on one rank as well. The operands of the second product's wgrad therefore live through one more
+//! product, and h and the rows of dh are freed before both wgrads. [`Moe::forward_beside`] and [`Moe::backward_beside`] take the shared
+//! expert as work to do meanwhile. On one rank, where nothing travels, the shared expert runs after the sum of the experts' rows, when less
+//! memory is in use. The overlap changes no product and no sum, so the bits are those of one rank. `train/tests/ranks/beside.rs` tests the
+//! order.
 //!
 //! The gate weight multiplies SwiGLU's output, inside its kernel, so combine is a plain sum. Two tensors stay in the type of activations
 //! under recipes whose fused kernels quantize: h before SwiGLU, and da before its backward pass.
@@ -21,8 +22,8 @@
 //!
 //! A replica of the experts has `train.expert_shards` / dp parts of a micro-batch. `AssignParts` maps the expert of each slot to (expert,
 //! part), by which rows are sorted and padded: gradients of weights contract these groups, and each has its own scale where a tensor has
-//! one. `JoinGroups` gives the same rows by expert, for the products with experts' weights. With one part per rank both are the same, and
-//! neither runs.
+//! one. `JoinGroups` gives the same rows by expert, for the products with experts' weights. With one part per rank both groupings are the
+//! same, and neither op runs.
 //!
 //! Legend: t tokens of this rank, r expert-sorted rows (padding included), d model, f ffn, e experts, l experts of this rank, k top-k.
 
@@ -57,8 +58,8 @@ pub struct Moe<B: Kernels> {
     pub experts: Experts<B>,
     /// Save the layer's input, instead of having it recomputed for [`MoeSaved::give_input`].
     pub keep_input: bool,
-    /// Recompute the experts' input in the backward pass from the layer's input, instead of saving one row for each expert of a token.
-    /// Several ranks dispatch it again.
+    /// Recompute the experts' input in the backward pass from the layer's input, instead of saving one row for each expert of a token. On
+    /// several ranks, these rows are dispatched again.
     pub remake_x: bool,
 }
 
@@ -255,8 +256,8 @@ impl<B: Kernels> Moe<B> {
         LayerName::new(&self.experts.name)
     }
 
-    /// The forward pass, with other work while rows come back from the experts. On one rank, where nothing travels, that work follows the
-    /// sum, when less memory is held.
+    /// The forward pass, with other work while rows come back from the experts. On one rank, where nothing travels, the other work runs
+    /// after the sum of the experts' rows, when less memory is in use.
     ///
     /// # Errors
     /// From the backend and other ranks, and those of the other work.

@@ -15,7 +15,7 @@ use nibble_core::{DType, Kernels, Operand, Result, Tensor};
 pub struct Router<B: Kernels> {
     /// `[e, d]`.
     pub weight: Param<B>,
-    /// Bias of each expert's score in the top-k choice: `[e]`. The load changes it, not a gradient.
+    /// Bias of each expert's score in the top-k choice: `[e]`. The load of the experts changes the bias, not a gradient.
     pub bias: Option<Param<B>>,
     /// Sizes and loss factors.
     pub shape: MoeShape,
@@ -58,7 +58,7 @@ impl<B: Kernels> Saved for RouterSaved<B> {
 }
 
 impl<B: Kernels> Router<B> {
-    /// Random weights. This rank keeps its rows of the master, and computes with all rows. Biases are zeros.
+    /// Random weights. This rank stores its own rows of the F32 master, and computes with all rows. Biases are zeros.
     ///
     /// # Errors
     /// As [`Param::only`] for another part than a router; from the backend.

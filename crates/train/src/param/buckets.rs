@@ -1,8 +1,8 @@
 //! Sums of gradients over ranks, several weights at a time, while the backward pass computes the next gradients.
 //!
-//! A gradient is put into a bucket right after its product, or at the end of a step of several micro-batches. There is one bucket for
-//! dense weights and one for experts. At 25 MiB a bucket is sent, after the one before it has been awaited: at most two of a kind lie in
-//! memory. What travels together, and when, changes no bit.
+//! A gradient is put into a bucket right after its product, or at the end of a step of several micro-batches. There is one bucket for dense
+//! weights and one for experts. A bucket is sent when it holds 25 MiB, after the previous bucket has been awaited; at most two buckets of a
+//! kind are in memory. Which gradients share a bucket, and when the bucket is sent, changes no bit.
 //!
 //! `begin_reduce_scatter_tree` brings each rank its rows of every other rank's sum and adds them by the tree of the shards: as many bytes
 //! as a ring, in one fixed order. A BF16 gradient is rounded after that. With `run.reductions = "nccl"` NCCL sums instead, in an order of
@@ -22,9 +22,9 @@ const BUCKET_BYTES: usize = 25 << 20;
 
 /// This rank's gradients, until they are summed over ranks.
 ///
-/// A gradient is put in when it is ready. Gradients that are summed over the same ranks fill a bucket in that order, which all of these
-/// ranks share. A full bucket is sent once the one before it has come back. So at most two lie in memory: one that is filled, one in
-/// flight. A gradient as large as a bucket goes alone.
+/// Gradients are put into a bucket in the order in which they become ready, which is the same on all ranks that sum them. A full bucket is
+/// sent once the previous bucket has come back. So at most two buckets are in memory: one that is being filled, and one in flight. A
+/// gradient as large as a bucket is sent alone.
 #[derive(Debug)]
 pub struct Buckets<B: Kernels> {
     bytes: usize,

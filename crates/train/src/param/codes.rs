@@ -1,11 +1,11 @@
-//! The copies of a quantized weight whose rows are sharded: each rank quantizes its own rows, and codes and scales go to all.
+//! The copies of a quantized weight whose rows are sharded: each rank quantizes its own rows, and sends its codes and scales to all ranks.
 //!
-//! A rank sends both copies, the weight as it stands and transposed: per value twice the bytes of a code and its share of a scale (2.06
-//! bytes in MXFP8, 1.13 in HiFloat4), where F32 takes 4 and BF16 2. For a forward pass alone the transposed copy is not sent.
+//! A rank sends two copies, the weight as it is and transposed. Together they take 2.06 bytes per value in MXFP8 and 1.13 in HiFloat4,
+//! where F32 takes 4 bytes and BF16 takes 2. For a forward pass alone the transposed copy is not sent.
 //!
 //! A scale of a whole tensor depends on several slices. Each rank measures its own rows (`MeasureAmax`), the maxima of all weights are
-//! gathered at once, and every rank quantizes under the largest (`Quantize::amax`), which is exact. Scales of whole rows cannot be found
-//! this way: with them F32 travels, and each rank quantizes all rows.
+//! gathered at once, and every rank quantizes under the largest (`Quantize::amax`), which is exact. Scales of whole rows or columns cannot
+//! be computed this way. In formats with such scales, ranks send F32 rows, and each rank quantizes all rows.
 
 use super::planes::{PARTS, PackedRows};
 use super::slices::{Piece, Slices, TILE};

@@ -1,13 +1,13 @@
 //! All rows of sharded weights, gathered a layer at a time, while earlier layers run.
 //!
-//! A layer says which weights it reads, and how (`Layer::wanted`). `Decoder::begin_prepare` computes what a rank can make of its own
-//! rows, of all weights in their order, so the sites of the record are those of one rank. Then the rows of a group travel in one message
-//! to each rank; groups are the embedding, each layer, the last norm, and the head.
+//! A layer says which weights it reads, and how (`Layer::wanted`). `Decoder::begin_prepare` first converts this rank's own rows of all
+//! weights, in the order of the weights, so the step's record has the same sites as on one rank. Then the rows of a group of weights travel
+//! in one message to each rank. The groups are the embedding, each layer, the last norm, and the head.
 //!
-//! The forward pass finishes a group right before it needs it, and sends the one after the next. So the rows of a layer travel beside the
-//! products of the layer before, and no more than two groups lie in memory twice. Later micro-batches and the backward pass find all rows
-//! there. Outside of training `Decoder::prepare` finishes all groups at once. All rows of norms and of the embedding stay until the
-//! optimizer changes them.
+//! The forward pass finishes a group right before it needs the group's weights, and then sends the group after the next. So the rows of a
+//! layer travel during the products of the previous layer, and at most two groups are in memory twice. Later micro-batches and the backward
+//! pass find all rows there. Outside of training `Decoder::prepare` finishes all groups at once. All rows of norms and of the embedding
+//! stay until the optimizer changes them.
 
 use super::shipment::{Cargo, Rows, Shipment, Whole};
 use super::{Param, Placement, Shadow, codes};
@@ -176,8 +176,8 @@ impl<B: Kernels> Gathering<B> {
         !self.groups.is_empty()
     }
 
-    /// Finishes the next group: waits for the rows of other ranks, gives the group's weights, which are among `params`, their copies, and
-    /// sends the rows of a later group. Does nothing if every group is finished.
+    /// Finishes the next group: waits for the rows of other ranks, stores the copies of the group's weights in `params`, and sends the rows
+    /// of a later group. Does nothing if every group is finished.
     ///
     /// # Errors
     /// From the backend and other ranks.

@@ -11,8 +11,8 @@ use nibble_core::{DType, Data, Error, Groups, Kernels, Operand, Result, Tensor};
 pub struct GradientPlan {
     /// F32, or BF16: rounded once per micro-batch, added in F32.
     pub dtype: DType,
-    /// Sum the shards, and begin the sum over ranks, right after the one pass of a step that computes them, so that there is one gradient
-    /// instead of one per shard. Only where a step has one such pass: one micro-batch, and a weight that is used once.
+    /// Sum the shards, and start the sum over ranks, right after the pass that computes the gradient, so that memory holds one gradient
+    /// instead of one per shard. This needs a step with only one such pass: one micro-batch, and a weight that is used once.
     pub at_once: bool,
 }
 
@@ -58,7 +58,7 @@ pub enum Writes {
 pub struct Optimized<'a, B: Kernels> {
     /// F32: the rows that this rank keeps.
     pub master: &'a mut Tensor<B>,
-    /// Summed over shards and ranks, of the same rows.
+    /// The gradient of the same rows, summed over shards and ranks.
     pub grad: &'a Tensor<B>,
     /// Moments of AdamW.
     pub moments: &'a mut Moments<B>,
@@ -176,8 +176,8 @@ impl<B: Kernels> Param<B> {
         cx.buckets.borrow_mut().put((b, self.replicas(cx.mesh)), self.placement, summand)
     }
 
-    /// What the passes of this step have written; `None` before the first pass, and while its sum over ranks is in flight. Shards that are
-    /// not yet summed have one matrix each.
+    /// The gradient that the passes of this step have written; `None` before the first pass, and while the sum over ranks is in flight.
+    /// Before the shards are summed, there is one matrix per shard.
     pub fn grad(&self) -> Option<&Tensor<B>> {
         let Gradient { values, written, .. } = &self.gradient;
         values.as_ref().filter(|_| *written)
@@ -195,8 +195,8 @@ impl<B: Kernels> Param<B> {
         self.values(b, shards).map(drop)
     }
 
-    /// Sums the gradient over shards and ranks, unless that was done after its pass: each rank gets the rows that it keeps. For several
-    /// weights see [`reduce_gradients`].
+    /// Sums the gradient over shards and ranks, or finishes this sum if it was started right after the gradient's pass. Each rank gets the
+    /// sum of the rows that it stores. For several weights see [`reduce_gradients`].
     ///
     /// # Errors
     /// From the backend and other ranks.

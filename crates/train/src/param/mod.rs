@@ -1,10 +1,10 @@
 //! Weights: the F32 master, its gradient, its moments, and the copies that products multiply with.
 //!
-//! State is sharded among the ranks that hold the same values (`slices.rs`): masters and moments of dense weights among all ranks, those
-//! of an expert among the ranks that have it. A rank therefore holds about 12 bytes × all parameters / ranks, or 8 with BF16 moments.
-//! That is ZeRO's first stage. With one micro-batch a step it is the second stage too, except for a tied embedding: the sum of a gradient
-//! over ranks begins in the backward pass, and a rank keeps its own rows. With several micro-batches the gradients of all rows stay until
-//! the end of the step.
+//! State is sharded among the ranks that hold the same values (`slices.rs`): masters and moments of dense weights among all ranks, those of
+//! an expert among the ranks that have it. A rank therefore holds about 12 bytes × all parameters / ranks, or 8 with BF16 moments. This is
+//! ZeRO stage 1. With one micro-batch per step it is also stage 2, except for a tied embedding: the sum of a gradient over ranks starts in
+//! the backward pass, and a rank then stores only its own rows of the gradient. With several micro-batches the gradients of all rows stay
+//! until the end of the step.
 //!
 //! ```text
 //!               gradients, F32                    masters, moments                copies for products
@@ -12,7 +12,7 @@
 //!                begin_reduce_scatter_tree                   begin_all_gather_parts
 //! ```
 //!
-//! `buckets.rs` sums gradients beside the backward pass; `gathering.rs` brings the rows of weights together beside the forward pass.
+//! `buckets.rs` sums gradients over ranks during the backward pass; `gathering.rs` gathers the rows of weights during the forward pass.
 
 mod buckets;
 mod codes;
@@ -52,7 +52,7 @@ pub struct Param<B: Kernels> {
     pub master: Tensor<B>,
     /// Which rank keeps which rows, of the ranks that hold the same values.
     pub slices: Slices,
-    /// What the backward passes of a step add up to.
+    /// The gradient to which the backward passes of a step add.
     pub gradient: Gradient<B>,
     /// What AdamW remembers; none in a model that is not trained.
     pub moments: Option<Moments<B>>,
@@ -221,9 +221,9 @@ impl<B: Kernels> Param<B> {
         Wanted { param: self, copies: Copies::AsItIs }
     }
 
-    /// The copies that products read by this plan, [`Param::w`] and [`Param::wt`]: quantized or cast, and transposed for dgrad. Sharded
-    /// rows travel as narrow as they are read, if a rank can convert its own rows: cast, or as codes unless a whole row or column has a
-    /// scale. A tensor scale is measured over all ranks first.
+    /// The copies that products read by this plan, [`Param::w`] and [`Param::wt`]: quantized or cast, and transposed for dgrad. Where
+    /// possible, a rank converts its own rows before it sends them: it casts them, or quantizes them unless one scale covers a whole row or
+    /// column. A tensor scale is measured over all ranks first.
     ///
     /// `linear`: the name of the layer, which seeds the signs of transforms.
     pub fn for_products(&self, plan: &WeightPlan, linear: &str) -> Wanted<'_, B> {

@@ -13,8 +13,8 @@ pub(super) const TILE: usize = 128;
 /// Which rank keeps which rows of a parameter, whose matrices are stacked by rows. A single rank keeps all rows.
 ///
 /// A slice is whole tiles of 128 rows of each matrix, where these are whole chunks of the gradient's norm, and otherwise whole matrices. So
-/// blocks and chunks are those of the whole. Ranks differ by at most one tile. Which ranks have fewer depends on the parameter's name,
-/// so that it is not always the same ranks.
+/// the blocks and chunks of a slice are those of the whole matrix. The slices of two ranks differ by at most one tile. Which ranks have the
+/// smaller slices depends on the parameter's name, so that they are not always the same ranks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Slices {
     /// Rows and columns of each matrix, and how many there are.

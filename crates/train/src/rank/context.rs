@@ -22,7 +22,7 @@ pub(crate) struct RankContext<'a, B: Kernels> {
     pub data: Option<Arc<Dataset>>,
     /// Steps issued.
     pub step: u64,
-    /// Steps among them that were skipped, since they have no target: the optimizer has made `step - passed_over` updates.
+    /// Issued steps that were skipped because they have no target: the optimizer has made `step - passed_over` updates.
     pub passed_over: u64,
     /// Capacity factor of exchanges: `run.capacity_factor`, or more after an overflow. The same on every rank.
     pub capacity_factor: f64,
@@ -66,8 +66,8 @@ impl<B: Kernels> RankContext<'_, B> {
         Ok(shards.with_expert_parts(ExpertParts::of(tokens, t.expert_shards, mesh.dp)))
     }
 
-    /// Held-out nats of `batches` batches of [`HeldOut::BATCH`] sequences from all over the data, or of all sequences (0). After every
-    /// batch, `go_on` gets the number of batches done and of all; once it says no, the result is `None`.
+    /// Held-out nats of `batches` batches of [`HeldOut::BATCH`] sequences from all over the data; 0 batches means all sequences. After
+    /// every batch, `go_on` gets the number of finished batches and the number of all batches. If it returns `false`, the result is `None`.
     pub fn evaluate(
         &mut self,
         model: &mut Decoder<B>,
@@ -132,7 +132,7 @@ impl<B: Kernels> RankContext<'_, B> {
         }
     }
 
-    /// The documents that begin there; `None` without beginnings, since documents are then not kept apart.
+    /// The documents that begin at `starts`; `None` if `starts` is empty, since attention then does not separate documents.
     pub fn documents(&self, starts: &[i32]) -> nibble_core::Result<Option<Documents<B>>> {
         let find = || Documents::find(self.b, &self.b.upload(starts)?, self.config.data.seq_len);
         (!starts.is_empty()).then(find).transpose()
@@ -146,7 +146,7 @@ impl<B: Kernels> RankContext<'_, B> {
         Ok(nats)
     }
 
-    /// The same for every token of the batch, and for the tokens that pad each rank's part.
+    /// Nats of every token of a batch, and of the tokens that pad each rank's part.
     pub fn nats_of_tokens(&mut self, model: &Decoder<B>, batch: &Batch) -> Result<Vec<f32>> {
         self.nats_of_runs(model, batch, self.config.data.seq_len)
     }

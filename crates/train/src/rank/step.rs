@@ -1,32 +1,33 @@
 //! One training step on the device: the buffers it lives in, its three parts, and the record it leaves.
 //!
-//! The host writes a step's tokens and scalars into one of two slots of a ring and issues the step's parts. It reads the record of the
-//! step before. Nothing in between waits for the host. On several ranks one read is added: the counts of each exchange plan.
+//! The host writes a step's tokens and scalars into one of two slots of a ring and issues the step's parts. It reads the record of the step
+//! before. Nothing in between waits for the host. On several ranks, the host also reads the counts of each exchange plan.
 //!
-//! 1. **Begin** ([`BeginStep`]). The device's clock chooses the slot. Its scalars go to the *control* buffer, and the table of sums
-//!    becomes zero.
+//! 1. **Begin** ([`BeginStep`]). The device's clock chooses the slot. The scalars of the slot go to the *control* buffer, and the table of
+//!    sums becomes zero.
 //! 2. **Prepare.** Each weight's copies are computed from its F32 master: quantized and quantized transposed, or cast and transposed. All
 //!    micro-batches use them. They are dropped before the optimizer changes the master. One copy is not prepared: the plain transpose of
 //!    quantized values (`dgrad.w` with `by = "requantize"`), which `Param::wt` decodes whenever a backward pass asks.
 //! 3. **Forward**, for each micro-batch. [`BeginMicroBatch`] brings its tokens and numbers its rows. Where documents are kept apart, the
 //!    index at which a token's document begins decides which keys a query sees ([`Documents`]), restarts positions, and separates
 //!    documents' balance losses.
-//! 4. **Head and loss** are one op, which also computes the gradients (`layers/head.rs`). The loss is the mean over the targets of the
-//!    step that count, of all micro-batches and ranks. Prompts, and the ends of documents that are kept apart, have no target
-//!    (`NO_TARGET`). Each rank's loader counts the targets of all ranks on the host, and one over their number is a scalar of the step
+//! 4. **Head and loss** are one op, which also computes the gradients (`layers/head.rs`). The loss is the mean over the targets of the step
+//!    that count, of all micro-batches and ranks. Prompts, and the ends of documents that are kept apart, have no target (`NO_TARGET`).
+//!    Each rank's loader counts the targets of all ranks on the host, and 1 divided by this number is a scalar of the step
 //!    (`Control::LOSS_SCALE`).
 //! 5. **Collect.** Conversions count blocks, and routers leave loads and losses. [`Collect`] adds all of them to the table (`record`),
 //!    after the forward and after the backward pass.
-//! 6. **Backward** consumes [`DecoderSaved`] from the last layer to the first. The first micro-batch overwrites the gradients, the others
-//!    add. With one micro-batch, shards are summed right after each product, so there is one gradient instead of one a shard.
+//! 6. **Backward** consumes [`DecoderSaved`] from the last layer to the first. The first micro-batch overwrites the gradients, and later
+//!    micro-batches add to them. With one micro-batch, shards are summed right after each product, so memory holds one gradient instead of
+//!    one per shard.
 //! 7. **Optimize** ([`optim::step`]).
 //!
 //! Under `model.balance = "batch"` the loads of all expert layers are added after the last block, over the ranks too, as whole numbers in
 //! F64; each router's backward pass reads that buffer. Under `"sequence"` sequences take the place of shards in a router's losses and
 //! loads.
 //!
-//! A step without a target is not issued: every rank has counted the same, and only the device's clock moves on. A checkpoint says how
-//! many there were (`Position::passed_over`), as AdamW's bias corrections count updates.
+//! A step without any target is not issued: every rank counts the targets of all ranks and so decides the same, and only the device's clock
+//! moves on. A checkpoint stores the number of such steps (`Position::passed_over`), because AdamW's bias corrections count updates.
 
 use super::context::RankContext;
 use crate::config::Config;

@@ -1,8 +1,7 @@
 //! The step's record: one table of sums on the device, and what each cell of it means.
 //!
-//! Operations leave counts, loads and losses in small buffers. [`Counted`] remembers which site each of them belongs to;
-//! one operation a pass adds them to the table. At the end of a step the tables of all ranks lie in one report,
-//! which the host reads when it likes.
+//! Operations leave counts, loads and losses in small buffers. [`Counted`] remembers the site of each buffer, and one operation per pass
+//! adds the buffers' values to the table. At the end of a step, one report holds the tables of all ranks; the host reads the report later.
 
 mod measured;
 mod site;
@@ -176,7 +175,7 @@ impl Told {
 pub struct Spent {
     /// Seconds of the step.
     pub seconds: f64,
-    /// Seconds of these in which the rank waited for others.
+    /// Seconds of the step in which the rank waited for others.
     pub waited: f64,
 }
 
@@ -186,8 +185,8 @@ pub struct Spent {
 pub(crate) struct IssueTimes([Option<(u64, Instant, Duration)>; 3]);
 
 impl IssueTimes {
-    /// Notes that step `step` is issued now. Returns the words that report the step before: microseconds, and microseconds of waiting;
-    /// zeros if this process has not issued that step.
+    /// Notes that step `step` is issued now. Returns the words that report the time of the previous step: its microseconds, and its
+    /// microseconds of waiting; zeros if this process has not issued that step.
     pub fn issue(&mut self, step: u64, now: Instant, waited: Duration) -> [i32; 2] {
         let place = |step: u64| (step % 3) as usize;
         let this = &mut self.0[place(step)];
@@ -262,8 +261,8 @@ impl Layout {
         Entry { source: EntrySource::U64(&counts.0), at: site, cells: 3, stride: self.sites }
     }
 
-    /// First of the three cells of a layer's occupancy. Under expert parallelism, this cell is, on overflow, what the fullest rank was
-    /// sent, as a multiple of its share; the other two stay 0.
+    /// First of the three cells of a layer's occupancy. Under expert parallelism, this cell holds, on overflow, the slots that the fullest
+    /// rank was sent, as a multiple of its share; the other two cells stay 0.
     pub fn occupancy(&self, layer: usize) -> usize {
         3 * self.sites + OCCUPANCY_VALUES * layer
     }
@@ -397,8 +396,8 @@ impl<'a> Report<'a> {
         self.tables.iter().map(of_rank).collect()
     }
 
-    /// If an exchange between ranks overflowed: what the fullest rank was sent, as a multiple of its share. Such a step has changed
-    /// nothing.
+    /// If an exchange between ranks overflowed: the slots that the fullest rank was sent, as a multiple of its share. Such a step has
+    /// changed nothing.
     pub fn overflow(&self) -> Option<f64> {
         let needed = |layer: usize| {
             self.tables.iter().map(|table| table[self.layout.occupancy(layer)]).fold(0.0, f64::max)

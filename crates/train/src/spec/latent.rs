@@ -8,7 +8,7 @@ use super::{Extent, Group, Part, Rope, Size};
 pub struct LatentShape {
     /// Model width.
     pub d_model: usize,
-    /// Heads, of queries as of keys and values.
+    /// Number of heads: queries, keys and values have the same number.
     pub heads: usize,
     /// Elements of a head of queries and keys that are not rotated: its own.
     pub nope_dim: usize,

@@ -35,9 +35,9 @@ pub struct GroupedQuerySpec {
     pub shape: GroupedQueryShape,
     /// `[h·c, d]`, and its bias `[h·c]` if there is one.
     pub q: Part,
-    /// `[g·c, d]`, and likewise.
+    /// `[g·c, d]`, and its bias `[g·c]` if there is one.
     pub k: Part,
-    /// `[g·u, d]`, and likewise.
+    /// `[g·u, d]`, and its bias `[g·u]` if there is one.
     pub v: Part,
     /// `[d, h·u]`.
     pub o: Part,

@@ -1,7 +1,7 @@
 //! The model, described once: a tree of parts, built from a configuration alone. Each part has an id, a kind, the shapes of its weights,
 //! how they are sharded, and what it multiplies.
 //!
-//! Everything else that needs to know the model reads this tree. Nothing is computed here, and no backend is known.
+//! Everything else that needs to know the model reads this tree. This module computes no tensors and knows no backend.
 //!
 //! ```text
 //! ModelConfig ─► ModelSpec ─► Decoder        Param::of, once for each ParamSpec: id, shape, initial values, stacks of experts
@@ -29,9 +29,9 @@
 //! lm_head                                   or, where it is tied, the embedding once more
 //! ```
 //!
-//! A block has two choices, both enums over layers, in the description (`AttentionSpec`, `FeedSpec`) as in the model (`Attention`,
-//! `Feed`). An id is not a name in a checkpoint: ids key random numbers, and a [`Family`](crate::family::Family) maps them to the names
-//! and layouts that others know.
+//! A block chooses its attention and its feed. Both choices are enums, in the description (`AttentionSpec`, `FeedSpec`) and in the model
+//! (`Attention`, `Feed`). An id is not a name in a checkpoint: ids key random numbers, and a [`Family`](crate::family::Family) maps ids to
+//! the tensor names and layouts of published checkpoints.
 
 mod count;
 mod latent;
@@ -132,7 +132,7 @@ impl ModelSpec {
         self.config.experts
     }
 
-    /// Every part in canonical order: that of the parameters, and of a forward pass except for norms of heads.
+    /// Every part in canonical order. Parameters have this order, and so has a forward pass, except for norms of heads.
     pub fn parts(&self) -> impl Iterator<Item = Part> + '_ {
         let blocks = self.blocks().flat_map(|block| block.parts().into_iter().cloned().collect::<Vec<_>>());
         let (first, last) = (self.embed.clone(), [self.norm.clone(), self.head.clone()]);

@@ -26,13 +26,13 @@ const NVLINK4: f64 = 450e9;
 /// What is timed, where ranks are asked for.
 #[derive(Debug, clap::Args)]
 pub struct TimedArgs {
-    /// Times the exchange between N ranks, a power of two: each has its own GPU, or a share of the CPU's threads.
+    /// Times the all-to-all between N ranks. N is a power of two. Each rank has its own GPU, or a share of the CPU's threads.
     #[arg(long, value_name = "N", conflicts_with = "recipe")]
     ranks: Option<usize>,
-    /// Device of the ranks: auto (a Hopper GPU for each if enough are usable, else the CPU), cpu or cuda.
+    /// Device of the ranks: auto (a Hopper GPU for each rank if enough GPUs are usable, else the CPU), cpu or cuda.
     #[arg(long, value_name = "DEVICE", requires = "ranks")]
     device: Option<DeviceChoice>,
-    /// Rows that each rank sends: a multiple of twice the ranks.
+    /// Rows that each rank sends: a multiple of twice the number of ranks.
     #[arg(long, value_name = "N", value_delimiter = ',', requires = "ranks", default_values_t = [4096, 32768])]
     rows: Vec<usize>,
     /// Columns of a row: a multiple of 128.

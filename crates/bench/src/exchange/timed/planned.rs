@@ -20,9 +20,9 @@ const PLACE: TensorName<'static> = TensorName { layer: "bench", tensor: "x", lin
 /// Distribution of rows over ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Splits {
-    /// Equal numbers to all ranks.
+    /// Each rank receives the same number of rows.
     Equal,
-    /// Half as many again to rank 0, and the rest to the others.
+    /// Rank 0 receives 1.5 times an equal share; the other ranks divide the remaining rows.
     Skewed,
 }
 

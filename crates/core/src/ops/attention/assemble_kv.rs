@@ -3,8 +3,9 @@ use crate::ops::Positions;
 use crate::{Agreement, Backend, DType, Error, Result, Tensor};
 
 /// Keys and values of multi-head latent attention, from a latent's up-projection and a key that all heads share (DeepSeek-AI 2024,
-/// "DeepSeek-V2", section 2.1). A head's key is its own n elements, then the r of the shared key, rotated as by [`Rope`](crate::ops::Rope);
-/// its value is its own u elements. The shared key is rounded once, after the rotation; all else is copied.
+/// "DeepSeek-V2", section 2.1). A head's key is its own n elements, followed by the r elements of the shared key, rotated as by
+/// [`Rope`](crate::ops::Rope). A head's value is its own u elements. The shared key is rounded once, after the rotation; all other elements
+/// are copied.
 ///
 /// Legend: t tokens, h heads, n own elements of a key, r shared elements of a key, u elements of a value.
 #[derive(Debug)]

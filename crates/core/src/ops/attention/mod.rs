@@ -12,12 +12,13 @@ use crate::{Agreement, Backend, DType, Error, Result, Tensor};
 /// the output) may differ in size from heads of queries and keys. For BF16 inputs a backend may round the probabilities P to BF16 before
 /// they multiply v, and in the backward pass P and dS before their products, as tensor cores need: see [`attention_agreement`].
 ///
-/// With [`Windows`] a query sees only some of these keys. Keys outside its window do not matter if they are finite: a backend may multiply
-/// them by a probability of 0. Windows that hide nothing give the same bits as no windows. On a CPU, a document has the same bits as in a
-/// sequence of its own. On a GPU, whose tiles run along the whole sequence, it agrees only within [`attention_agreement`].
+/// With [`Windows`] a query sees only some of its sequence's keys. Keys outside a query's window do not change the result as long as they
+/// are finite; a backend may multiply their values by a probability of 0. Windows that hide nothing give the same bits as no windows. On a
+/// CPU, a packed document has the same bits as in a sequence of its own. On a GPU, whose tiles run along the whole sequence, the two agree
+/// only within [`attention_agreement`].
 ///
-/// With sinks, the softmax of head h has one more term, exp(sink_h), that no value belongs to, so its weights sum to less than 1. A sink of -∞
-/// has no effect.
+/// With sinks, the softmax denominator of head h has one more term, exp(sink_h), which has no value, so the attention weights sum to less
+/// than 1. A sink of -∞ has no effect.
 #[derive(Debug)]
 pub struct Attention<'a, B: Backend> {
     /// `[t, heads · head_dim]`.
@@ -45,18 +46,18 @@ pub struct Attention<'a, B: Backend> {
 pub struct AttentionOut<B: Backend> {
     /// `[t, heads · value_dim]`, type of q.
     pub out: Tensor<B>,
-    /// log Σ exp(score) of each (row, head), the sink's among them: `t · heads` values.
+    /// log Σ exp(score) of each (row, head), including the term of a sink: `t · heads` values.
     pub lse: B::Buf<f32>,
 }
 
 /// How closely backends must agree in [`Attention`] and [`AttentionBackward`], by the type of q.
 ///
 /// F32: sums in another order. BF16: the effect of rounding P and dS to 8 bits. Each term is off by up to 2⁻⁹, and the errors of the terms
-/// are independent, so a sum is off by about 1e-3 of its size. With the rounding of the results on both sides, that is 2.2e-3 to 4.2e-3
-/// if scores spread by 1 or less (measured on an emulation, normal and heavy-tailed values, up to 300 tokens). The bound here is for
-/// the sums before they are rounded; a comparison adds the rounding, so 5e-4 becomes 4.5e-3. A scale that is off by 1 % makes 5e-3 and
-/// more; one key too many or too few, a tenth and more. If one key has nearly all of P, dq and dk are small differences of large
-/// numbers, and no bound holds for them.
+/// are independent, so a sum is off by about 1e-3 of its size. With the results rounded on both backends, the difference is 2.2e-3 to
+/// 4.2e-3 if scores spread by 1 or less (measured on an emulation, normal and heavy-tailed values, up to 300 tokens). This bound is for the
+/// sums before they are rounded. A comparison adds the error of rounding, so 5e-4 becomes 4.5e-3. By contrast, a scale that is off by 1 %
+/// causes a difference of 5e-3 or more, and one key too many or too few causes 0.1 or more. If one key has nearly all of P, dq and dk are
+/// small differences of large numbers, and no bound holds for dq and dk.
 pub fn attention_agreement(q: DType) -> Agreement {
     match q {
         DType::F32 => Agreement::RelL2(1e-5),
@@ -73,7 +74,7 @@ pub fn attention_scale(head_dim: usize) -> f32 {
 type Qkv<'a, B> = [&'a Tensor<B>; 3];
 
 impl<'a, B: Backend> Attention<'a, B> {
-    /// Of the usual scale ([`attention_scale`]), no keys hidden. `dims`: `head_dim` and `value_dim`.
+    /// Attention with the usual scale ([`attention_scale`]), in which no keys are hidden. `dims`: `head_dim` and `value_dim`.
     pub fn new([q, k, v]: Qkv<'a, B>, (head_dim, value_dim): (usize, usize), seq_len: usize) -> Self {
         let scale = attention_scale(head_dim);
         Self { q, k, v, head_dim, value_dim, scale, seq_len, windows: None, sinks: None }
@@ -96,9 +97,9 @@ impl<'a, B: Backend> Attention<'a, B> {
     }
 }
 
-/// Attention of one more token: the row of [`Attention`] for the last of `len` tokens, against the keys and values of all of them. Returns
-/// `[1, heads · value_dim]`, type of q. Backends must agree as in [`Attention`] ([`attention_agreement`]). On one backend it agrees with
-/// [`Attention`] within the same bound; on a CPU it is the same but for the sign of a zero.
+/// Attention of one new token: the row of [`Attention`] for the last of `len` tokens, over the keys and values of all `len` tokens. Returns
+/// `[1, heads · value_dim]`, type of q. Backends must agree as in [`Attention`] ([`attention_agreement`]). On one backend, the result
+/// agrees with that of [`Attention`] within the same bound; on a CPU the two have the same bits except for the sign of a zero.
 #[derive(Debug)]
 pub struct AttentionDecode<'a, B: Backend> {
     /// `[1, heads · head_dim]`.
@@ -120,7 +121,7 @@ pub struct AttentionDecode<'a, B: Backend> {
 }
 
 impl<'a, B: Backend> AttentionDecode<'a, B> {
-    /// Of the usual scale ([`attention_scale`]). `dims`: `head_dim` and `value_dim`.
+    /// Attention with the usual scale ([`attention_scale`]). `dims`: `head_dim` and `value_dim`.
     pub fn new([q, k, v]: Qkv<'a, B>, (head_dim, value_dim): (usize, usize), len: usize) -> Self {
         Self { q, k, v, head_dim, value_dim, scale: attention_scale(head_dim), len, sinks: None }
     }
@@ -154,9 +155,9 @@ pub struct AttentionBackward<'a, B: Backend> {
     pub k: &'a Tensor<B>,
     /// As in the forward pass.
     pub v: &'a Tensor<B>,
-    /// Its output.
+    /// Output of the forward pass.
     pub out: &'a Tensor<B>,
-    /// Its log-sum-exp.
+    /// Log-sum-exp from the forward pass.
     pub lse: &'a B::Buf<f32>,
     /// `[t, heads · value_dim]`.
     pub dout: &'a Tensor<B>,
@@ -183,13 +184,13 @@ pub struct AttentionGrads<B: Backend> {
     pub dk: Tensor<B>,
     /// Shape and type of v.
     pub dv: Tensor<B>,
-    /// F32 `[t, heads]`, of sinks: what each row adds to their gradient, -exp(sink - lse) · (out · dout). [`AddBiasBackward`](super::AddBiasBackward)
-    /// adds the rows up, as it does for any vector that all rows share.
+    /// F32 `[t, heads]`, with sinks: each row's contribution to the gradient of the sinks, -exp(sink - lse) · (out · dout).
+    /// [`AddBiasBackward`](super::AddBiasBackward) sums the rows.
     pub dsinks: Option<Tensor<B>>,
 }
 
 impl<'a, B: Backend> AttentionBackward<'a, B> {
-    /// Of [`Attention::new`] and its result, `out` and `lse`; `dout` is the gradient of `out`.
+    /// The backward pass of [`Attention::new`], from its result `out` and `lse`; `dout` is the gradient of `out`.
     pub fn new(
         [q, k, v]: Qkv<'a, B>,
         (out, lse): (&'a Tensor<B>, &'a B::Buf<f32>),

@@ -68,7 +68,7 @@ impl<B: Backend> FindWindows<'_, B> {
         Ok(())
     }
 
-    /// `window` and `chunk` as numbers, at most the length of a sequence, which stands for none. For checked arguments.
+    /// `window` and `chunk` as numbers; the length of a sequence stands for no limit. For checked arguments.
     pub fn limits(&self) -> [usize; 2] {
         [self.window, self.chunk].map(|most| most.unwrap_or(self.seq_len).min(self.seq_len))
     }

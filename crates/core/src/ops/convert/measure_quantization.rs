@@ -11,8 +11,8 @@ use crate::{Agreement, Backend, BlockScaled, Error, Groups, Result, Tensor};
 /// * [`SATURATED`](Self::SATURATED): the code has the element's largest magnitude, and |x| > |q|: x is out of range of its scale;
 /// * [`VALUES`](Self::VALUES): all values.
 ///
-/// A NaN is none of the first three, nor is a value of a block that is marked NaN. Padding rows of `groups` do not count; nor do the rows
-/// that `Col` tensors have beyond `x`.
+/// A NaN counts neither as exact nor as underflowed nor as saturated. The same holds for every value of a block that is marked NaN. Padding
+/// rows of `groups` are not counted; neither are the rows that `Col` tensors have beyond `x`.
 #[derive(Debug)]
 pub struct MeasureQuantization<'a, B: Backend> {
     /// F32 or BF16, the input of the quantization, without a transform.

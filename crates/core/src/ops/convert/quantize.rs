@@ -12,8 +12,8 @@ pub enum Planes {
     Cols,
     /// Both, from one read.
     Both,
-    /// The two tensors of a weight, as it is and transposed: in 2-D blocks if the format has them, otherwise in blocks along the rows of
-    /// each.
+    /// The two tensors of a weight, one as it is and one transposed: in 2-D blocks if the format has them, otherwise in blocks along the
+    /// rows of each tensor.
     Tiles,
 }
 
@@ -108,8 +108,8 @@ fn planes<B: Backend>(
     Ok(made.map(|plane| plane.map(Operand::Block)))
 }
 
-/// Allocates the two tensors of [`Planes::Tiles`], as it is and transposed, for `stack` matrices of `rows` rows in all; in blocks along the
-/// rows of each if the format has no 2-D blocks.
+/// Allocates the two tensors of [`Planes::Tiles`], the weight as it is and transposed, for `stack` matrices of `rows` rows in all. If the
+/// format has no 2-D blocks, blocks run along the rows of each tensor.
 ///
 /// # Errors
 /// What the backend returns if it is out of memory.
@@ -169,10 +169,10 @@ impl<B: Backend> Emitted<B> {
 pub struct Hadamard<'a, B: Backend> {
     /// Length of a transform block: 16, 32, 64 or 128.
     pub len: usize,
-    /// The signs, by position along the contraction, counted from the start of the group. Purpose `Sign`; site and seed of the linear
-    /// layer. The step is 0, or, for signs that change with the step, the step if it is not on the device.
+    /// The signs, by position along the contraction, counted from the start of the group. The stream's purpose is `Sign`, and its seed and
+    /// site are those of the linear layer. Its step is 0, unless the signs change with the step and the step is not on the device.
     pub signs: Stream,
-    /// For signs that change with the step: the step, as the first value of a buffer, as [`Random::step`].
+    /// For signs that change with the step: a buffer whose first value is the step, as in [`Random::step`].
     pub step: Option<&'a B::Buf<u32>>,
 }
 
@@ -199,11 +199,11 @@ impl<B: Backend> Hadamard<'_, B> {
 pub struct Random<'a, B: Backend> {
     /// Seed, purpose, site, and the step if it is not on the device.
     pub stream: Stream,
-    /// The step, as the first value of a buffer, read when the operation runs, so that recorded work uses other random bits in each
-    /// replay. It replaces the step of `stream`.
+    /// A buffer whose first value is the step. It is read when the operation runs, so that each replay of recorded work uses other random
+    /// bits, and it replaces the step of `stream`.
     pub step: Option<&'a B::Buf<u32>>,
-    /// Index of the tensor's first element, a multiple of the row length: not 0 if the tensor is a shard of a tensor that several ranks
-    /// divide.
+    /// Index of this tensor's first element in the whole tensor, a multiple of the row length. It can be above 0 if this tensor is one
+    /// rank's shard.
     pub first: u64,
 }
 
@@ -222,8 +222,8 @@ impl<B: Backend> From<Stream> for Random<'_, B> {
     }
 }
 
-/// Scales of earlier steps (delayed scaling), for a format whose only scale is the tensor's ([`nibble_formats::DelayedScaling`]): a record
-/// per span. A span is a group, a matrix of the stack, or the whole matrix.
+/// Scales from earlier steps (delayed scaling, [`nibble_formats::DelayedScaling`]), for a format whose only scale is a tensor scale. Each
+/// span has one record. A span is a group, a matrix of the stack, or the whole matrix.
 #[derive(Debug)]
 pub struct Delayed<'a, B: Backend> {
     /// The records of many tensors.
@@ -265,19 +265,20 @@ impl<B: Backend> Found<B> {
 /// padding is not counted.
 ///
 /// With `hadamard` the values are first transformed along the contraction: along the rows, or down the columns from each group's start.
-/// Rows missing from a group's last transform block read as +0. The transform turns them into values like others, which use the random bits
-/// of row id 0 (without groups: of their position). Past this block the codes are 0.
+/// Rows missing from a group's last transform block read as +0. The transform turns these zeros into ordinary values, whose stochastic
+/// rounding uses the random bits of row id 0 (without groups: of their position). Codes past the last transform block are 0.
 ///
-/// With `delayed` a span's scale is that of [`Codec::for_tensor`] for the magnitude that its record expects. If that is 0 the span is
-/// measured, as without `delayed`. Larger values than expected saturate. A block with a NaN or an infinity gets zero codes and is counted,
-/// and the stored scale of its span is NaN; other blocks of the span are still encoded, since one pass cannot know.
+/// With `delayed` the scale of a span is that of [`Codec::for_tensor`] for the magnitude that the span's record expects. If the expected
+/// magnitude is 0, the span is measured, as without `delayed`. Values above the expected magnitude saturate. A block with a NaN or an
+/// infinity gets zero codes and is counted, and the stored scale of its span is NaN. Other blocks of the span are still encoded, since a
+/// single pass does not know of a NaN elsewhere.
 ///
-/// With `only_for` a backend may write, in place of codes, what products of those numbers take ([`BlockScaled::taken`]): exactly the
-/// numbers that they would compute from the codes. Counts are those of the codes. Only such a product may read the result. The CPU always
-/// writes codes.
+/// With `only_for` a backend may write, in place of codes, the numbers that products multiply ([`BlockScaled::taken`]): exactly those that
+/// a product would compute from the codes. Counts are those of the codes. Only products of the given numbers may read the result. The CPU
+/// always writes codes.
 ///
-/// With `amax` the matrices are shards of larger matrices: their largest magnitudes are not measured but given, and are the ones found
-/// under `delayed`. So shards get the codes and scales that they have in the whole matrix.
+/// With `amax` the matrices are shards of larger matrices, and the largest magnitude of each larger matrix is given instead of measured. A
+/// shard then has the same codes and scales as in the whole matrix. Under `delayed`, the given magnitudes are also those returned as found.
 #[derive(Debug)]
 pub struct Quantize<'a, B: Backend> {
     /// F32 or BF16.
@@ -467,7 +468,7 @@ impl<'a, B: Backend> Quantize<'a, B> {
 }
 
 /// The largest magnitude of each matrix of a stack, which determines a tensor scale. In formats whose blocks can be marked NaN, values that
-/// are not finite do not count; otherwise they make the result NaN. Without values it is 0.
+/// are not finite do not count; otherwise they make the result NaN. The result for a matrix without values is 0.
 #[derive(Debug)]
 pub struct MeasureAmax<'a, B: Backend> {
     /// F32 or BF16, the matrices stacked.
@@ -500,7 +501,8 @@ impl<B: Backend> MeasureAmax<'_, B> {
 pub struct Dequantize<'a, B: Backend> {
     /// The quantized tensor.
     pub x: &'a BlockScaled<B>,
-    /// F32: code · scale, rounded; a tensor scale then multiplies it, rounded again. BF16: the F32 result, rounded to nearest even.
+    /// F32: code · scale, rounded; then times the tensor scale, if there is one, rounded again. BF16: the F32 result, rounded to nearest
+    /// even.
     pub dtype: DType,
 }
 

@@ -5,7 +5,7 @@ use crate::{Agreement, Backend, Error, Result, RowKind};
 /// [`PackRows`](crate::ops::PackRows) of the rows that [`Quantize`] computes, without writing these rows in between: each row is read and
 /// quantized once, however many records it goes into.
 ///
-/// A record without a row may hold anything.
+/// The content of a record without a row is undefined.
 #[derive(Debug)]
 pub struct QuantizePack<'a, B: Backend> {
     /// The quantization, along the rows.

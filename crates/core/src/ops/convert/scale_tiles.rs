@@ -14,9 +14,9 @@ pub enum CutSide {
 /// A dense matrix of one-byte scales, cut into ragged groups.
 ///
 /// In tiles ([`nibble_formats::ScaleLayout::Tiled128x4`]: 128 × 4 scales) each group begins with a new tile, and its last tiles are padded
-/// with zeros. Groups lie one after the other, the tiles of each row by row. Grouped products of block-scaled units read this layout
-/// (Blackwell). The bytes are those of torchao's `torch_to_blocked_2d_M_groups` and `torch_to_blocked_2d_K_groups`, for sizes that these
-/// accept (if rows are cut, they need a multiple of 4 columns).
+/// with zeros. Groups are stored one after the other, and the tiles of a group row by row. Blackwell's tensor cores read this layout in
+/// grouped block-scaled GEMMs. The bytes are those of torchao's `torch_to_blocked_2d_M_groups` and `torch_to_blocked_2d_K_groups`, for
+/// shapes that these functions accept (if rows are cut, the number of columns must be a multiple of 4).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct CutScales {
     /// Rows of scales.
@@ -25,7 +25,7 @@ pub struct CutScales {
     pub cols: usize,
     /// Which side is cut.
     pub side: CutSide,
-    /// Units of a group's start per scale: 1 if rows are cut; the values of a block if columns are cut.
+    /// How far a group's start advances per scale: by 1 if rows are cut; by the length of a block if columns are cut.
     pub per_scale: usize,
 }
 
@@ -46,8 +46,8 @@ impl CutScales {
         }
     }
 
-    /// Bytes of the tiles of `num_groups` groups: enough for any starts, since the host does not know them. Bytes that no group needs are
-    /// zero.
+    /// Bytes of the tiles of `num_groups` groups: enough for any starts, since the host does not know the starts. Bytes that no group needs
+    /// are zero.
     pub const fn tiled_len(&self, num_groups: usize) -> usize {
         let ([cut, other], [tile, other_tile]) = (self.sides(), self.tile());
         (cut + num_groups * tile) * other.next_multiple_of(other_tile)

@@ -6,7 +6,7 @@ use crate::ops::{Counts, Planes};
 use crate::{Agreement, Backend, BlockScaled, Error, Groups, Result};
 use nibble_formats::{BlockAxis, Format, ScaleLayout, ScaleRule};
 
-/// All transcodes: from blocks of the first format along rows, to blocks of the second format along this axis.
+/// All transcodes, as (source format, target format, target axis). The source always has blocks along rows.
 pub const CONVERSIONS: [(Format, Format, BlockAxis); 5] = [
     (Format::Mxfp4, Format::E4m3, BlockAxis::Row),
     (Format::Mxfp4, Format::E4m3, BlockAxis::Col),
@@ -15,8 +15,8 @@ pub const CONVERSIONS: [(Format, Format, BlockAxis); 5] = [
     (Format::E4m3, Format::Mxfp4, BlockAxis::Row),
 ];
 
-/// The scale rule of a transcode's result, for `to` as requested. MXFP4 gets new scales, by the requested rule. E4M3 in columns keeps the
-/// rule of its rows. A lift of MXFP4 has the scales of [`Format::LIFTED`], whatever rule the source has.
+/// The scale rule of a transcode's result, for `to` as requested. MXFP4 gets new scales, by the requested rule. E4M3 columns keep the rule
+/// of the E4M3 rows that they come from. A lift of MXFP4 has the scales of [`Format::LIFTED`], whatever rule the source has.
 pub fn converted_rule(from: (Format, ScaleRule), to: (Format, ScaleRule)) -> ScaleRule {
     match (from, to) {
         (_, (Format::Mxfp4, rule)) => rule,
@@ -33,7 +33,7 @@ pub fn converted_rule(from: (Format, ScaleRule), to: (Format, ScaleRule)) -> Sca
 /// * E4M3 rows → E4M3 columns (power-of-two scales): by exponent shift to the largest of the 128 row scales.
 /// * E4M3 rows → MXFP4 rows: the same bits as quantizing the decoded values.
 ///
-/// The counts' denominator is the blocks (of the source format) with a non-zero code; pads are excluded.
+/// The counts are of blocks of the source format, without padding; shares are relative to the blocks with a non-zero code.
 #[derive(Debug)]
 pub struct Transcode<'a, B: Backend> {
     /// Row-blocked source.
@@ -53,9 +53,9 @@ pub struct Transcode<'a, B: Backend> {
 pub struct Transcoded<B: Backend> {
     /// The converted tensor.
     pub out: BlockScaled<B>,
-    /// For tiles: the same of the transposed matrices.
+    /// For tiles: the converted transposed matrices.
     pub transposed: Option<BlockScaled<B>>,
-    /// Blocks with a non-zero code, of those inexact, blocks marked NaN.
+    /// Counts of blocks with a non-zero code, of inexact blocks among these, and of blocks marked NaN.
     pub counts: Counts<B>,
 }
 

@@ -6,8 +6,7 @@ use crate::{Agreement, Backend, DType, Result, Tensor};
 /// Queries or keys before attention: [`RmsNorm`](crate::ops::RmsNorm) of each head, rounded to the type of x, then
 /// [`Rope`](crate::ops::Rope), rounded again. Same bits as the two operations in sequence.
 ///
-/// Head h of row r is row r · heads + h of the norm. Returns y `[t, heads · head_dim]` and `inv_rms`, one number per head, without a
-/// sum.
+/// Head h of row r is row r · heads + h of the norm. Returns y `[t, heads · head_dim]` and `inv_rms`, one number per head; `sum` is `None`.
 #[derive(Debug)]
 pub struct NormRope<'a, B: Backend> {
     /// `[t, heads · head_dim]`, F32 or BF16.
@@ -61,7 +60,7 @@ pub struct NormRopeBackward<'a, B: Backend> {
     pub table: &'a Tensor<B>,
     /// Positions of the rows.
     pub positions: &'a Positions<B>,
-    /// F32 `[shards, head_dim]`; heads of all rows are divided evenly among the shards. Added to.
+    /// F32 `[shards, head_dim]`; heads of all rows are divided evenly among the shards. The op adds to this tensor.
     pub dweight: &'a mut Tensor<B>,
 }
 

@@ -10,7 +10,7 @@ use crate::{Agreement, Backend, DType, Result, Tensor};
 pub struct RmsNorm<'a, B: Backend> {
     /// `[rows, d]`, F32 or BF16.
     pub x: &'a Tensor<B>,
-    /// Added to x first, and the sum rounded, with the bits of [`Add`](crate::ops::Add): the norm of this sum is computed.
+    /// Added to x before the norm; the sum is rounded, with the bits of [`Add`](crate::ops::Add).
     pub plus: Option<&'a Tensor<B>>,
     /// F32 `[1, d]`.
     pub weight: &'a Tensor<B>,
@@ -79,7 +79,7 @@ pub struct RmsNormBackward<'a, B: Backend> {
     pub dy: &'a Tensor<B>,
     /// Added to the rounded dx, and the result rounded again: the bits of [`Add`](crate::ops::Add). Same shape as x.
     pub plus: Option<&'a Tensor<B>>,
-    /// F32 `[shards, d]`; rows are divided evenly among the shards. Added to.
+    /// F32 `[shards, d]`; rows are divided evenly among the shards. The op adds to this tensor.
     pub dweight: &'a mut Tensor<B>,
 }
 

@@ -31,7 +31,7 @@ impl<B: Backend> AddBias<'_, B> {
 pub struct AddBiasBackward<'a, B: Backend> {
     /// `[rows, n]`, F32 or BF16.
     pub dy: &'a Tensor<B>,
-    /// F32 `[shards, n]`; rows are divided evenly among the shards. Added to.
+    /// F32 `[shards, n]`; rows are divided evenly among the shards. The op adds to this tensor.
     pub dbias: &'a mut Tensor<B>,
 }
 

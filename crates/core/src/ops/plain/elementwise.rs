@@ -29,7 +29,7 @@ impl<B: Backend> Cast<'_, B> {
     }
 }
 
-/// Normally distributed F32 numbers of mean 0 and this standard deviation; element i uses index `first + i` of the stream.
+/// Normally distributed F32 numbers of mean 0 and standard deviation `std`; element i uses index `first + i` of the stream.
 #[derive(Debug, Clone, Copy)]
 pub struct InitNormal {
     /// Seed, purpose and site.
@@ -138,8 +138,8 @@ impl<B: Backend> SumShards<'_, B> {
     }
 }
 
-/// Σ x² of chunks of tensors, in F64: [`SQUARES_CHUNK`] elements over 16 lanes in element order, reduced by the tree 8, 4, 2, 1.
-/// [`CloseSquares`] adds the chunks.
+/// Σ x² of each chunk of [`SQUARES_CHUNK`] elements of some tensors, in F64: over 16 lanes in element order, reduced by the tree 8, 4, 2,
+/// 1. [`CloseSquares`] adds the sums of chunks.
 #[derive(Debug)]
 pub struct SumSquares<'a, B: Backend> {
     /// The tensors, in one call, so that a GPU needs only a few launches.
@@ -218,7 +218,7 @@ impl<B: Backend> SumSquares<'_, B> {
 pub struct CloseSquares<'a, B: Backend> {
     /// Sums of chunks.
     pub sums: &'a B::Buf<f64>,
-    /// Which sums belong together, in one call, so that a GPU needs only a few launches.
+    /// The chunks of each tensor, in one call, so that a GPU needs only a few launches.
     pub tensors: Vec<ChunkSums>,
     /// Output: the parts' sums.
     pub into: &'a mut B::Buf<f32>,

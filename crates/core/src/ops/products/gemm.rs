@@ -40,7 +40,7 @@ pub struct Factor {
 }
 
 impl Factor {
-    /// In this form, as codes, with nothing more known of its scales.
+    /// An operand that is stored in this way, as codes, with no known runs of equal scales.
     pub const fn new(stored: Stored, rows: usize, cols: usize) -> Self {
         Self { stored, rows, cols, shared_cols: 1, taken: Taken::AsIs }
     }
@@ -101,7 +101,7 @@ impl ProductDesc {
         m == 0 || n == 0 || k == 0 || self.num_groups() == 0
     }
 
-    /// Two per multiply-add.
+    /// Number of flops: two per multiply-add.
     pub fn flops(&self) -> f64 {
         let ProductDims { m, n, k } = self.dims;
         2.0 * m as f64 * n as f64 * k as f64
@@ -147,8 +147,8 @@ impl<B: Backend> ProductArgs<'_, B> {
 /// A dense product D = A·Bᵀ.
 ///
 /// Operands are plain or block-scaled (A by `Row`, B by `Row` or `Tile`), in any pair. [`Numbers`] determines which numbers are multiplied.
-/// Block-scaled codes: the dot product within a block, then total = fma(dot, scale_a · scale_b, total) in F32. Decoded BF16 numbers: sums
-/// without blocks; tensor scales multiply the sum.
+/// For block-scaled codes, each block's dot product is computed first, then total = fma(dot, scale_a · scale_b, total) in F32. Decoded BF16
+/// numbers are summed without regard to blocks, and tensor scales multiply the sum.
 #[derive(Debug)]
 pub struct Gemm<'a, B: Backend> {
     /// `[m, k]`.

@@ -1,19 +1,20 @@
-//! Which numbers a product multiplies. Any two formats multiply, with blocks of any lengths, or one of them plain. [`Numbers::of`]
-//! chooses the narrowest numbers that both operands reach. Every backend asks it, so all backends multiply the same numbers.
+//! Which numbers a product multiplies. The two operands may have any two formats, with blocks of any lengths, or be plain. [`Numbers::of`]
+//! chooses the narrowest numbers that both operands convert to. Every backend calls it, so all backends multiply the same numbers.
 //!
 //! * **FP8.** E4M3 and E5M2 codes under a scale for 128 values or more are multiplied as they are. FP8 codes are exact BF16 numbers, so
 //!   the dot product within a block is the BF16 dot; then `total = fma(dot, scale_a · scale_b, total)` in F32. MX blocks of FP4 and FP6
 //!   are *lifted*: four blocks of 32 become one E4M3 block of 128. `nibble_formats::lift` says when that is exact.
-//! * **BF16.** Other quantized operands become codes times the scales of their blocks, rounded to BF16. The rounding changes nothing for
-//!   formats that fold (`Format::folds_into_bf16`): all but those with F32 scales of blocks or rows. A tensor's scale multiplies the sum.
+//! * **BF16.** Other quantized operands become codes times the scales of their blocks, rounded to BF16. The rounding is exact for formats
+//!   in which code times scale is a BF16 number (`Format::folds_into_bf16`): all formats except those with F32 scales per block or row. A
+//!   tensor scale multiplies the sum.
 //! * **F32.** Where one operand is plain F32 (`activations = "f32"`), the other becomes the F32 numbers that it stands for.
 //!
-//! A recipe may name the conversion instead: `transcode` then lifts a tensor once before the product, and counts what it rounds. A
-//! product counts nothing.
+//! A recipe may instead ask for the lift as a conversion of its own (`transcode`). A tensor is then lifted once, before the product, and
+//! the blocks that change are counted. A product itself counts nothing.
 //!
-//! A tensor that only products read need not exist as codes. A layer says so when it quantizes (`Quantize::only_for`, with the numbers of
-//! those products from its plan), and a GPU then writes what the products take ([`Taken`]). No bit of a result changes. The CPU backend,
-//! which is the specification, always writes codes.
+//! A tensor that only products read need not exist as codes. For such a tensor, a layer sets `Quantize::only_for` to the numbers that its
+//! plan gives for these products, and a GPU then writes the form that the products multiply ([`Taken`]). No bit of a result changes. The
+//! CPU backend, which is the specification, always writes codes.
 
 use crate::{Agreement, DType};
 use nibble_formats::{BlockAxis, Codec, Element, Format, LIFTED_BLOCK, ScaleRule, WHOLE_LINE};
@@ -26,9 +27,9 @@ use std::fmt;
 /// largest product and not on the elements, whose products are exact: 8 bits for two E4M3 elements, 7 for E4M3 and E5M2, 6 for two E5M2.
 pub const FP8_AGREEMENT: Agreement = Agreement::RelL2(7e-4);
 
-/// How closely backends must agree for BF16 operands, of whose products the tensor cores keep more bits; for all other quantized operands,
-/// which are decoded; and for F32 operands in BF16 parts: all three parts, exact from 2⁻¹¹⁰ on, next to a BF16 operand; two parts for a
-/// BF16 result. An infinity may become NaN.
+/// How closely backends must agree for BF16 operands, and for quantized operands that are decoded to BF16. Tensor cores keep more bits of
+/// BF16 products than of FP8 products. The bound also holds for F32 operands that are split into BF16 parts: three parts next to a BF16
+/// operand, exact for magnitudes from 2⁻¹¹⁰ on, or two parts for a BF16 result. An infinity may become NaN.
 pub const BF16_AGREEMENT: Agreement = Agreement::RelL2(3e-5);
 
 /// The storage of an operand, as far as it determines how the operand is multiplied.
@@ -109,7 +110,7 @@ impl fmt::Display for Stored {
 /// | BF16 | BF16 | BF16 | BF16 | BF16 | F32 |
 /// | F32 | F32 | F32 | F32 | F32 | F32 |
 ///
-/// [`Numbers::takes`] is the conversion of an operand. FP8 and BF16 have F32 sums.
+/// [`Numbers::takes`] is the conversion of an operand. Products of FP8 and BF16 numbers are summed in F32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Numbers {
     /// Codes of E4M3 and E5M2. Scales multiply the dot of a block, or the sum.
@@ -126,16 +127,16 @@ pub enum Taken {
     /// As stored: codes that FP8 units read, or plain numbers.
     AsIs,
     /// E4M3 with one power-of-two scale per 128 values along the same axis ([`Stored::lifted`]), or per 128 × 128 block for the rows of a
-    /// second operand ([`Stored::lifted_as`]). Exact if the scales that become one lie within the octaves of the element
+    /// second operand ([`Stored::lifted_as`]). Exact if the scales that are merged into one lie within the octaves of the element
     /// ([`nibble_formats::Lift::octaves`]); otherwise rounded to nearest even.
     Lifted,
     /// Plain numbers. For BF16: a code times the scales of its block, without the tensor scale, in F32, then rounded to nearest even; the
-    /// rounding changes nothing if the format folds ([`Format::folds_into_bf16`]). For F32: the number that the code stands for.
+    /// rounding is exact if [`Format::folds_into_bf16`]. For F32: the number that the code stands for.
     Decoded,
 }
 
 impl Numbers {
-    /// For these two operands, in either order.
+    /// The numbers for these two operands, in either order.
     pub fn of(a: Stored, b: Stored) -> Self {
         match [a, b] {
             pair if pair.iter().any(|x| x.format == Format::F32) => Self::F32,

@@ -8,15 +8,15 @@ use crate::{Agreement, Backend, Error, Result, Tensor};
 /// has rows, its sum moves up bit for bit (−0 and the payload of a NaN stay). A token without rows gives zeros. Several slots at one leaf
 /// are added in slot order, each sum rounded.
 ///
-/// So a subtree can be summed on another rank: if `ranks` is a power of two that divides `leaves`, the sums over each rank's equal share of
-/// the leaves are the leaves of a tree of `ranks`, and its root has the same bits.
+/// Each rank can therefore sum a subtree. If `ranks` is a power of two that divides `leaves`, each rank sums its equal share of the leaves,
+/// and these sums are the leaves of a tree with `ranks` leaves. The root of that tree has the same bits.
 #[derive(Debug)]
 pub struct CombineTree<'a, B: Backend> {
     /// The rows.
     pub rows: &'a Tensor<B>,
-    /// For each (token, slot) its row; a slot without such a row is not summed. `[t·k]`
+    /// For each (token, slot) the index of its row; a slot whose index names no row is not summed. `[t·k]`
     pub index: &'a B::Buf<i32>,
-    /// For each (token, slot) its leaf; a slot without such a leaf is not summed. `[t·k]`
+    /// For each (token, slot) the index of its leaf; a slot whose index names no leaf is not summed. `[t·k]`
     pub leaf: &'a B::Buf<i32>,
     /// Leaves of the tree.
     pub leaves: usize,
@@ -60,13 +60,13 @@ impl<B: Backend> CombineTree<'_, B> {
     }
 }
 
-/// The inverse of a list of slots: for each slot its row, −1 if no row has it. [`CombineTree`] needs it for a
+/// Inverts a list of slots: the result holds the row of each slot, −1 if no row has the slot. [`CombineTree`] needs this inverse for a
 /// [`PermuteMap`](crate::PermuteMap) whose rows have only some of the slots.
 #[derive(Debug)]
 pub struct FindSlots<'a, B: Backend> {
     /// The (token, slot) of each row, as a map's `row_slot`; negative on padding. No slot occurs twice. `[r]`
     pub row_slot: &'a B::Buf<i32>,
-    /// Number of slots: t·k. Numbers from there on are no slots.
+    /// Number of slots, t·k. Numbers of t·k or more in `row_slot` are not slots.
     pub slots: usize,
 }
 

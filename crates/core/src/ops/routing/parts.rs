@@ -48,7 +48,7 @@ impl<B: Backend> AssignParts<'_, B> {
 }
 
 /// Joins every `parts` consecutive groups into one, over the same rows: from the groups of [`AssignParts`] to one group per expert. The
-/// padding of joined groups then lies within a group, in rows without an id.
+/// padding of the original groups then lies inside a joined group, in rows without an id.
 #[derive(Debug)]
 pub struct JoinGroups<'a, B: Backend> {
     /// The groups to join.

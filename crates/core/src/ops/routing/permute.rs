@@ -6,16 +6,17 @@ use crate::{Agreement, Backend, Error, Groups, Occupancy, Operand, PermuteMap, R
 /// a multiple of `align`.
 ///
 /// Too many rows and a wrong `num_slots` are detected on the device and reported by [`crate::Occupancy::verify`]. A backend that can read
-/// the slots on the host may report them at once, as well as experts and tokens that are out of range or order.
+/// the slots on the host may report both errors at once, as well as experts and tokens that are out of range or out of order.
 #[derive(Debug)]
 pub struct PlanPermute<'a, B: Backend> {
     /// Local expert of each (received token, slot), −1 if another rank has the expert: `tokens · top_k`.
     pub expert: &'a B::Buf<i32>,
-    /// Global index of each received token, strictly ascending. It does not matter for tokens without a slot on this rank.
+    /// Global index of each received token, strictly ascending. The index of a token without a slot on this rank does not matter.
     pub token_id: &'a B::Buf<i32>,
     /// Slots per token.
     pub top_k: usize,
-    /// Number of occupied slots. If there are fewer, the last values of `slot_row` are −1, and the occupancy reports it.
+    /// Expected number of occupied slots. If fewer slots are occupied, the last values of `slot_row` are −1, and the map's `occupancy`
+    /// reports the difference.
     pub num_slots: usize,
     /// Local experts.
     pub num_groups: usize,
@@ -76,8 +77,8 @@ impl<B: Backend> PlanPermute<'_, B> {
     }
 }
 
-/// Copies received rows to their expert-sorted places, codes and scales alike. Padding gets code 0 and scale byte 0
-/// (2⁻¹²⁶ for F32 scales), plain padding zeros.
+/// Copies received rows, with their codes and scales, into expert-sorted order. Padding rows get code 0 and scale byte 0 (2⁻¹²⁶ for F32
+/// scales); in a plain tensor they are zeros.
 #[derive(Debug)]
 pub struct Permute<'a, B: Backend> {
     /// Received rows: plain, or blocks along the row.
@@ -110,7 +111,7 @@ fn check_rows<B: Backend>(op: &'static str, rows: &Operand<B>) -> Result<()> {
     Ok(())
 }
 
-/// Returns expert-sorted rows to (received token, slot) order, codes and scales alike, one row per slot, without padding:
+/// Copies expert-sorted rows, with their codes and scales, back into (received token, slot) order: one row per slot, without padding,
 /// `[num_slots, cols]`.
 #[derive(Debug)]
 pub struct Unpermute<'a, B: Backend> {
@@ -136,8 +137,8 @@ impl<B: Backend> Unpermute<'_, B> {
     }
 }
 
-/// `out[i] = values[index[i]]`, 0 if the index is negative. Used for gate weights of expert-sorted rows, and for the gradients on the way
-/// back.
+/// `out[i] = values[index[i]]`, 0 if the index is negative. It brings gate weights to expert-sorted rows, and the gradients of gate weights
+/// back to slots.
 #[derive(Debug)]
 pub struct GatherScalars<'a, B: Backend> {
     /// Source values.
@@ -166,8 +167,8 @@ impl<B: Backend> GatherScalars<'_, B> {
 pub struct CombineSlots<'a, B: Backend> {
     /// The rows: one per (token, slot), unless `index` is given.
     pub rows: &'a Tensor<B>,
-    /// For each (token, slot) its row; slots without a row count as zeros. Same result as [`Unpermute`] or [`PackRows`] first, without
-    /// writing the rows in between.
+    /// For each (token, slot) its row; slots without a row count as zeros. The result is that of [`Unpermute`] or [`PackRows`] followed by
+    /// this sum, without writing the rows in between.
     pub index: Option<&'a B::Buf<i32>>,
     /// Added to the rounded sums, and the result rounded again: the bits of [`Add`](crate::ops::Add).
     pub plus: Option<&'a Tensor<B>>,
@@ -213,7 +214,7 @@ impl<'a, B: Backend> CombineSlots<'a, B> {
 }
 
 /// Writes chosen rows as records for an all-to-all: codes ‖ scales ‖ tensor scale if there is one ‖ zeros to a multiple of 16 bytes
-/// ([`RowKind::row_bytes`]). Zeros if an index is negative.
+/// ([`RowKind::row_bytes`]). A negative index gives a record of zeros.
 #[derive(Debug)]
 pub struct PackRows<'a, B: Backend> {
     /// Plain rows, or blocks along the row.

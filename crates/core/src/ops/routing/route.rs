@@ -37,11 +37,11 @@ pub struct RouteRule {
     pub scores: Scores,
     /// Experts per token.
     pub top_k: usize,
-    /// Divide the weights by their sum; for sigmoids by their sum + [`RouteRule::TINY`].
+    /// Divide a token's gate weights by their sum; for sigmoids by their sum + [`RouteRule::TINY`].
     pub normalize: bool,
     /// Choose groups first, then experts in these groups.
     pub groups: Option<ExpertGroups>,
-    /// Factor of the weights, applied last.
+    /// Factor of the gate weights, applied last.
     pub scale: f32,
     /// Round-robin routing, whatever the scores, biases and groups: slot j of token t of a shard goes to expert (t + j · ⌊e / k⌋) mod e.
     /// For measurements: if e divides the tokens of a shard, all experts have the same number of slots.
@@ -99,18 +99,20 @@ impl RouteRule {
 /// Computes the scores of experts, chooses the `top_k` experts with the largest choice scores, and weights them.
 ///
 /// An expert's choice score is its score, plus its bias if there is one. With groups, only experts of the best groups can be chosen. Among
-/// equal experts or groups the lower index is first; a NaN is last. Weights are scores without the bias. [`RouteRule::in_turn`] chooses
-/// round-robin instead.
+/// equal experts or groups the lower index is first; a NaN is last. Gate weights are computed from scores without the bias.
+/// [`RouteRule::in_turn`] chooses round-robin instead.
 ///
-/// A row with a NaN or +∞ (or only −∞) counts as a row of NaNs, whatever the scores; its experts are the first k, except in round-robin.
+/// A row of logits with a NaN or +∞, or with only −∞, counts as a row of NaNs under either score function. Its experts are the first k,
+/// unless routing is round-robin.
 ///
 /// The order of every sum:
-/// * over experts: expert j to lane j mod 64, each lane in order; four neighbouring lanes as (0 + 1) + (2 + 3), those sixteen
-///   sums by the tree 8, 4, 2, 1; in F32 (the load-balancing loss in F64), products by fma;
-/// * over slots: in slot order, in F32;
-/// * over the tokens of a shard: in chunks of [`Route::CHUNK`], in F32: token i of a chunk to lane i mod 16, each lane in order, reduced by
-///   the tree 8, 4, 2, 1. The sums of chunks are added in the same way, in F64, and rounded to F32 at the end of the loss. With documents,
-///   each token's share of the load-balancing loss is summed over experts in F32, and then over tokens in this order.
+/// * A sum over experts adds expert j to lane j mod 64, each lane in order. Four neighbouring lanes are added as (0 + 1) + (2 + 3), and the
+///   sixteen results by the tree 8, 4, 2, 1. Sums are F32 (F64 for the load-balancing loss), with products by fma.
+/// * A sum over slots runs in slot order, in F32.
+/// * A sum over the tokens of a shard has chunks of [`Route::CHUNK`] tokens. Token i of a chunk is added to lane i mod 16 in F32, each lane
+///   in order, and the lanes are reduced by the tree 8, 4, 2, 1. The sums of chunks are added in the same way, in F64, and rounded to F32
+///   at the end of the loss. With documents, each token's share of the load-balancing loss is summed over experts in F32, and then over
+///   tokens in this order.
 #[derive(Debug)]
 pub struct Route<'a, B: Backend> {
     /// `[t, e]`, F32.
@@ -121,8 +123,9 @@ pub struct Route<'a, B: Backend> {
     pub rule: RouteRule,
     /// Number of shards of equal size; losses are per shard. A shard may be any run of tokens, such as a sequence.
     pub shards: usize,
-    /// If shards are sequences of documents: for each token, the token of its shard where its document begins. The load-balancing loss of a
-    /// shard is then the mean over its tokens of their document's loss. A number out of range, 0 to the token's own, is clamped. `t`
+    /// For shards that are sequences of packed documents: for each token, the index within its shard of its document's first token. The
+    /// load-balancing loss of a shard is then the mean of its documents' losses, weighted by their tokens. An index outside the range 0 to
+    /// the token's own index is clamped. `t`
     pub documents: Option<&'a B::Buf<i32>>,
 }
 
@@ -140,15 +143,16 @@ pub struct Routing<B: Backend> {
     /// For each shard, the number of (token, slot) pairs per expert: `shards · e` values.
     pub load: B::Buf<i32>,
     /// Two values per shard: the load-balancing loss e · Σ_e (share of slots to e) · (mean probability of e), 1 if experts are balanced,
-    /// and the z-loss mean((log Σ exp logits)²). The shares of slots, load / (k · tokens), sum to 1; in Switch Transformer's loss for
-    /// several experts per token, as in `transformers`, they sum to k. A sigmoid counts as its share of the token's sum, as in equation 19
-    /// of [arXiv 2412.19437](https://arxiv.org/abs/2412.19437). With documents: e / (k · tokens) · Σ_t Σ_e p_te · n_e / l, for l tokens in
-    /// the document of t, n_e of whose slots chose e.
+    /// and the z-loss mean((log Σ exp logits)²). The shares of slots, load / (k · tokens), sum to 1 here; in the loss of `transformers`,
+    /// which is Switch Transformer's for several experts per token, they sum to k. With sigmoid scores, the probability of an expert is its
+    /// sigmoid divided by the token's sum of sigmoids, as in equation 19 of [arXiv 2412.19437](https://arxiv.org/abs/2412.19437). With
+    /// documents, the loss is e / (k · tokens) · Σ_t Σ_e p_te · n_e / l, where the document of token t has l tokens, and n_e of the
+    /// document's slots chose expert e.
     pub losses: B::Buf<f32>,
 }
 
 impl<B: Backend> Route<'_, B> {
-    /// Tokens of a chunk; the probabilities of each chunk are summed by themselves.
+    /// Tokens of a chunk, whose probabilities are summed before the sums of chunks are added.
     pub const CHUNK: usize = 64;
 
     /// How closely backends must agree.
@@ -185,13 +189,13 @@ impl<B: Backend> Route<'_, B> {
     }
 }
 
-/// The gradient of the logits, F32 `[t, e]`, from the gradients of gate weights and the two auxiliary losses. The choice and its bias have
-/// none.
+/// The gradient of the logits, F32 `[t, e]`, from the gradients of gate weights and the two auxiliary losses. The choice of experts and its
+/// bias have no gradient.
 ///
-/// With weights w = f·s / D, where D is the divisor (1 without `normalize`) and f the scale, a chosen score has the gradient
-/// (f·dw − Σ dw·w) / D. For softmax, the load-balancing loss adds b, its factor times the expert's load; a logit's gradient is
-/// s·(ds − Σ ds·s + z·lse). For sigmoids with the sum S, it adds (b − Σ b·s / S) / S; a logit's gradient is
-/// ds·s·(1 − s) + z·lse·exp(logit − lse).
+/// With weights w = f·s / D, where D is the divisor (1 without `normalize`) and f the scale, a chosen score has the gradient (f·dw − Σ
+/// dw·w) / D. For softmax, the load-balancing loss adds b, the loss's factor times the expert's load, to this gradient ds; a logit's
+/// gradient is s·(ds − Σ ds·s + z·lse). For sigmoids with the sum S, the load-balancing loss adds (b − Σ b·s / S) / S to ds; a logit's
+/// gradient is ds·s·(1 − s) + z·lse·exp(logit − lse).
 #[derive(Debug)]
 pub struct RouteBackward<'a, B: Backend> {
     /// The result of [`Route`].
@@ -206,10 +210,10 @@ pub struct RouteBackward<'a, B: Backend> {
     pub dweight: &'a B::Buf<f32>,
     /// Factor of each shard's load-balancing loss in the total loss, or of the one loss with `batch_load`.
     pub aux_scale: f32,
-    /// One load-balancing loss over many rows, of this routing and of others, e · Σ_e (load / rows) · (mean probability of e), instead of a
-    /// loss per shard: the number of (token, slot) pairs per expert over those rows, `e` whole numbers.
+    /// For one load-balancing loss over the rows of several routings, instead of a loss per shard: the number of (token, slot) pairs per
+    /// expert over those rows, `e` whole numbers. The loss is e · Σ_e (load / rows) · (mean probability of e).
     pub batch_load: Option<&'a B::Buf<f64>>,
-    /// The number of those rows; unused if every shard has its loss.
+    /// The number of rows that `batch_load` counts; unused if every shard has its own loss.
     pub batch_rows: usize,
     /// Factor of each shard's z-loss in the total loss.
     pub z_scale: f32,

@@ -21,7 +21,8 @@ pub struct AssignRanks<'a, B: Backend> {
 pub struct SlotRanks<B: Backend> {
     /// Rank of each (token, slot); −1 if no rank has the expert. `[t·k]`
     pub rank: B::Buf<i32>,
-    /// The same, but −1 if an earlier slot of the token has the same rank: a token is sent to a rank once. `[t·k]`
+    /// Rank of each (token, slot), but −1 if an earlier slot of the token has the same rank, since a token is sent to a rank only once.
+    /// `[t·k]`
     pub first: B::Buf<i32>,
     /// For each rank, the tokens sent to it, then the slots: `[2·world]`.
     pub counts: B::Buf<i32>,
@@ -72,11 +73,11 @@ pub const fn record_words(top_k: usize) -> usize {
 }
 
 /// The record of each token that is sent to a rank, in [`record_words`] words: the token's global number plus 1; for each slot the local
-/// number of its expert on that rank plus 1, or 0 if another rank has it; for each slot the bits of its gate weight. So a record of zeros
-/// has no token.
+/// number of its expert on that rank plus 1, or 0 if another rank has the expert; for each slot the bits of its gate weight. So a record of
+/// zeros has no token.
 ///
-/// The rank of a record is that of its slot's expert. For no slot (negative or past the end) all words are 0; if the slot's expert is
-/// negative, the words of all experts are 0.
+/// A record goes to the rank that has the expert of the record's slot. All words are 0 if the slot is negative or past the end. If the
+/// slot's expert is negative, the words for experts are 0.
 #[derive(Debug)]
 pub struct PackSlots<'a, B: Backend> {
     /// For each record, a (token, slot) that goes to its rank: `row_slot` of a plan over [`SlotRanks::first`]. `[m]`

@@ -7,8 +7,8 @@ use crate::{Agreement, Backend, DType, Error, Result, Tensor};
 /// g = grad · grad_scale; m = β₁m + (1−β₁)g; v = β₂v + (1−β₂)g²;
 /// w ← w − lr · weight_decay · w − lr · (m · bias1) / (sqrt(v · bias2) + eps).
 ///
-/// BF16 moments are widened when read and rounded to nearest even when written; the update uses them unrounded. If
-/// [`Control::STOP`] is set, nothing changes.
+/// BF16 moments are widened when read and rounded to nearest even when written; the update of a weight uses its new moments before they are
+/// rounded. If [`Control::STOP`] is set, nothing changes.
 #[derive(Debug)]
 pub struct AdamW<'a, B: Backend> {
     /// The parameters, in one call, so that a GPU needs only a few launches.

@@ -22,7 +22,8 @@ impl Control {
     pub const LOSS_SCALE: usize = 3;
     /// Factor of the gradient: clipping.
     pub const GRAD_SCALE: usize = 4;
-    /// Not 0: something was not finite, or overflowed. No weight changes while it is set, and only the host clears it.
+    /// Not 0 after a value was not finite or a buffer overflowed. No weight changes while this flag is set, and only the host clears the
+    /// flag.
     pub const STOP: usize = 5;
     /// Number of values.
     pub const LEN: usize = 6;
@@ -51,8 +52,9 @@ impl Clock {
 }
 
 /// A step's inputs from the host, as I32 words. First come [`InputLayout::SCALARS`] words: the bits of the F32 scalars of
-/// [`Control::FROM_HOST`] and the words at [`InputLayout::TOLD`]. Then, for each micro-batch, come its ids, its targets and, with separate
-/// documents, their starts. A ring has two such slots, so that one is written while the other is in use: step n reads slot n mod 2.
+/// [`Control::FROM_HOST`] and the words at [`InputLayout::TOLD`]. Then, for each micro-batch, come its ids, its targets and, if attention
+/// separates documents, the starts of its documents. These words fill one slot. A ring has two slots, so that the host writes one while the
+/// device reads the other: step n reads slot n mod 2.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct InputLayout {
     /// Tokens of a micro-batch on this rank.
@@ -69,7 +71,7 @@ impl InputLayout {
     /// Index of the first word that this rank reports to the others, such as whether it was asked to end the run. These words are part of
     /// the step's record, so that all ranks read the same.
     pub const TOLD: usize = Control::FROM_HOST;
-    /// Number of these words.
+    /// Number of words that this rank reports.
     pub const TOLD_WORDS: usize = 3;
 
     /// Words of one slot.
@@ -100,8 +102,8 @@ impl InputLayout {
     }
 }
 
-/// Begins a step: copies the scalars of its slot to the control buffer, zeroes the table of sums, and copies the words at
-/// [`InputLayout::TOLD`] to its cells from `told` on; no micro-batch has begun.
+/// Begins a step: copies the scalars of the step's slot to the control buffer, zeroes the table of sums, copies the words at
+/// [`InputLayout::TOLD`] to the table's cells from `told` on, and resets the count of begun micro-batches.
 #[derive(Debug)]
 pub struct BeginStep<'a, B: Backend> {
     /// The ring of inputs.
@@ -138,7 +140,7 @@ impl<B: Backend> BeginStep<'_, B> {
 /// Begins a micro-batch: copies its ids, its targets and its document starts from the step's slot to the buffers of the passes, and numbers
 /// its rows, (micro-batch · ranks + rank) · tokens + row. Advances the clock.
 ///
-/// A micro-batch beyond the layout's number is refused if the host can see it; otherwise it reads the last one again.
+/// A micro-batch beyond the layout's number is refused if the host can see the clock; otherwise the last micro-batch is read again.
 #[derive(Debug)]
 pub struct BeginMicroBatch<'a, B: Backend> {
     /// The ring of inputs.
@@ -149,11 +151,11 @@ pub struct BeginMicroBatch<'a, B: Backend> {
     pub clock: &'a mut B::Buf<u32>,
     /// Token ids, `layout.tokens`.
     pub ids: &'a mut B::Buf<i32>,
-    /// The targets, as many.
+    /// Targets, `layout.tokens`.
     pub targets: &'a mut B::Buf<i32>,
-    /// For each token, the index within its sequence where its document begins, as many; none if documents are not separate.
+    /// For each token, the index within its sequence where its document begins, `layout.tokens`; empty if documents are not separate.
     pub starts: &'a mut B::Buf<i32>,
-    /// Global number of each row, as many.
+    /// Global number of each row, `layout.tokens`.
     pub row_id: &'a mut B::Buf<i32>,
     /// This rank.
     pub rank: usize,
@@ -193,7 +195,7 @@ pub enum EntrySource<'a, B: Backend> {
     F32(&'a B::Buf<f32>),
     /// Sums.
     F64(&'a B::Buf<f64>),
-    /// Magnitudes: a cell holds the largest so far, NaN once there was one.
+    /// Magnitudes: a cell holds the largest so far, or NaN once a magnitude was NaN.
     Largest(&'a B::Buf<f32>),
     /// Three values, all 0 if every row fits: the rows needed and the capacity, if they do not fit, and the difference between occupied
     /// slots and the number that the plan expects.
@@ -274,9 +276,9 @@ impl<B: Backend> Collect<'_, B> {
 ///
 /// * norm² = Σ `squares[order[i]]` in F64, in the order of [`SumSquares`](crate::ops::SumSquares) and
 ///   [`CloseSquares`](crate::ops::CloseSquares): chunks, lanes, trees.
-/// * [`Control::STOP`] becomes 1, so that neither this step nor a later one counts, if the norm or any of `squares` is not finite (also one
-///   that `order` leaves out because another rank has it, too), or if, in any rank's table, a cell of `alarms` is not 0 or a cell of
-///   `finite` is not finite. It never becomes 0 here.
+/// * [`Control::STOP`] becomes 1 if the norm or any of `squares` is not finite, or if, in any rank's table, a cell of `alarms` is not 0 or
+///   a cell of `finite` is not finite. The squares that `order` leaves out, because another rank has them too, are checked as well. While
+///   the flag is 1, neither this step nor a later one counts; this op never resets the flag to 0.
 /// * [`Control::GRAD_SCALE`] = `clip_norm` / norm if the norm is larger and `clip_norm` is not 0, else 1.
 /// * Half (step mod 2) of `reports` gets [`REPORT_HEAD`] values (step, stop, norm, scale), then the tables.
 /// * The clock advances to the next step.

@@ -9,22 +9,22 @@ use crate::{Agreement, Backend, DType, Error, Result, Tensor};
 /// dz_i = scale · (e_i / s − \[i = y\]). The maximum skips a NaN, which returns through its exponential.
 ///
 /// s is a sum over 1024 lanes: element i goes to lane i mod 1024. Each lane sums in order from 0, and the lanes are reduced by the halving
-/// tree 512, 256, …, 1 (lane l with lane l + 512, and so on). Lanes past the vocabulary are zeros; as no e is −0, skipping them changes no
-/// bit.
+/// tree 512, 256, …, 1 (lane l with lane l + 512, and so on). Lanes past the vocabulary hold zeros. No e is −0, so a backend may skip such
+/// lanes without changing a bit.
 ///
-/// A negative target is not counted: loss 0, gradient 0. A target at or past the vocabulary is treated the same, and counted as a bad id. A
-/// caller reads this count when waiting costs nothing.
+/// A row with a negative target has loss 0 and gradient 0. So has a row whose target is at or past the end of the vocabulary, and this
+/// target is counted as a bad id. A caller reads the count of bad ids when waiting for the device costs nothing.
 #[derive(Debug)]
 pub struct CrossEntropy<'a, B: Backend> {
     /// `[t, vocab]`, F32.
     pub logits: &'a Tensor<B>,
     /// The target of each row.
     pub targets: &'a B::Buf<i32>,
-    /// The factor of the gradient is its [`Control::LOSS_SCALE`].
+    /// The step's scalars; [`Control::LOSS_SCALE`] is the factor of the gradient.
     pub control: &'a B::Buf<f32>,
     /// Number of shards; rows are divided evenly among them.
     pub shards: usize,
-    /// Type of the gradient; none if it is not needed.
+    /// Type of the gradient; `None` to compute only the losses.
     pub grad: Option<DType>,
 }
 
@@ -33,9 +33,9 @@ pub struct CrossEntropy<'a, B: Backend> {
 pub struct CrossEntropyOut<B: Backend> {
     /// Nats of each row, `t` values.
     pub loss: B::Buf<f32>,
-    /// Nats of each shard, summed in F64: chunks of [`CrossEntropy::CHUNK`] tokens over 16 lanes in token order, each reduced by the tree
-    /// 8, 4, 2, 1; then the sums of chunks by the tree over neighbours ((0+1)+(2+3))…, in which an odd sum moves up unchanged. `shards`
-    /// values.
+    /// Nats of each shard, summed in F64. A chunk of [`CrossEntropy::CHUNK`] tokens is summed over 16 lanes in token order, and the lanes
+    /// are reduced by the tree 8, 4, 2, 1. The sums of chunks are added by the tree over neighbours ((0+1)+(2+3))…, in which an odd sum
+    /// moves up unchanged. `shards` values.
     pub shard_nats: B::Buf<f64>,
     /// Number of targets at or past the vocabulary: one value.
     pub bad_ids: B::Buf<u64>,

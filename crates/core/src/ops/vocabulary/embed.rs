@@ -3,8 +3,8 @@ use crate::{Agreement, Backend, DType, Result, Tensor};
 
 /// Rows of a table: `x[i] = table[ids[i]]`, rounded to `dtype`.
 ///
-/// An id that is negative, or at or past the table's rows, reads as a row of zeros and is counted. A caller reads this count when waiting
-/// costs nothing ([`crate::ops::verify_ids`]).
+/// An id without a row in the table (negative or too large) gives a row of zeros and is counted. A caller reads the count of such ids with
+/// [`crate::ops::verify_ids`], at a time when waiting for the device costs nothing.
 #[derive(Debug)]
 pub struct Embed<'a, B: Backend> {
     /// `[vocab, d]`, F32.
@@ -40,22 +40,23 @@ impl<B: Backend> Embed<'_, B> {
     }
 }
 
-/// Adds dy to the rows of each shard's gradient table.
+/// Adds each row of dy to the embedding gradient of its shard, in the row of its token id.
 ///
 /// For each shard and each id: the shard's tokens with this id, in their order, form chunks of [`EmbedBackward::CHUNK`]. A chunk's rows of
 /// dy are summed in order from 0; the sums of chunks are added by the tree over neighbours ((0+1)+(2+3))…, in which an odd sum moves up
 /// unchanged; and the total is added once to the id's row. The row of an id without a token does not change. Tokens with an id outside the
 /// table are skipped; [`Embed`] has counted them.
 ///
-/// So a frequent id is not one long chain of additions. A GPU may sort the tokens of a shard by id, stably. The chunks are then runs of the
-/// sorted tokens that begin with each id; each is summed by itself, and a second pass adds the chunks of the few ids that have several.
+/// Chunks keep the sum of a frequent id from being one long chain of additions. A GPU may sort the tokens of a shard by id, stably. A chunk
+/// is then a run of sorted tokens with the same id. One pass sums every chunk, and a second pass adds the chunks of the few ids that have
+/// several.
 #[derive(Debug)]
 pub struct EmbedBackward<'a, B: Backend> {
     /// Token of each row.
     pub ids: &'a B::Buf<i32>,
     /// `[t, d]`.
     pub dy: &'a Tensor<B>,
-    /// F32 `[shards · vocab, d]`; rows of dy are divided evenly among the shards. Added to.
+    /// F32 `[shards · vocab, d]`; rows of dy are divided evenly among the shards. The op adds to this tensor.
     pub grad: &'a mut Tensor<B>,
     /// Number of shards.
     pub shards: usize,

@@ -13,7 +13,7 @@ const OP: &str = "head_loss";
 /// where scale is [`Control::LOSS_SCALE`]. The logits of all tokens never exist at once.
 ///
 /// The tokens of a shard are processed in chunks. Each chunk computes its logits (F32), losses, the gradient of the logits (dlogits,
-/// rounded to the type of x), dx and its share of dw before the next chunk begins. The result is that of
+/// rounded to the type of x), dx and its share of dw before the next chunk begins. The result is the same as that of these ops:
 ///
 /// ```text
 /// logits  = Gemm { x, w }                      F32 [t, v]
@@ -22,14 +22,14 @@ const OP: &str = "head_loss";
 /// dw      = GroupedWgrad { dlogits, x }        [shards · v, d]; the groups are the shards
 /// ```
 ///
-/// On the CPU, where products are sums in ascending order, the result has the same bits for any chunk: the sum of a weight's gradient
-/// continues from the F32 of the previous chunk, and is added to `dw` once, when its shard is done. On tensor cores, an F32 `dw` may be
-/// added to chunk by chunk; a BF16 `dw` is still rounded once per shard.
+/// On the CPU, where matrix products sum in ascending order, the result has the same bits for any length of a chunk. Each chunk continues
+/// the F32 sum of the weight's gradient from the previous chunk, and the sum is added to `dw` once, at the end of a shard. On tensor cores,
+/// an F32 `dw` may be added to chunk by chunk; a BF16 `dw` is still rounded once per shard.
 ///
-/// Products may take quantized operands, any two of them: the weight as given, x and dlogits by `codecs`, in rows for the logits and dx, in
-/// columns for dw. The result is as if [`crate::ops::Quantize`] had quantized all tokens at once: x, and dlogits rounded to the type of x
-/// first. A chunk that ends inside a shard ends with a whole block of columns. A scale for more tokens than a block (of a tensor or of a
-/// whole column) is refused: it is not known before the last chunk.
+/// Both operands of a product may be quantized, in any two formats. The caller quantizes the weight; this op quantizes x and dlogits by
+/// `codecs`, along rows for the logits and dx, along columns for dw. The result is as if [`crate::ops::Quantize`] had quantized all tokens
+/// at once: x as given, and dlogits after rounding to the type of x. A chunk that ends inside a shard ends with a whole block of columns.
+/// Formats with one scale per tensor or per whole column are refused, because such a scale is not known before the last chunk.
 #[derive(Debug)]
 pub struct HeadLoss<'a, B: Backend> {
     /// `[t, d]`, F32 or BF16.
@@ -42,16 +42,16 @@ pub struct HeadLoss<'a, B: Backend> {
     pub targets: &'a B::Buf<i32>,
     /// Number of shards; rows are divided evenly among them.
     pub shards: usize,
-    /// Most tokens whose logits exist at a time (`nibble_choice::head_loss::chunk` suits it to a device). Even, as the BF16 dot product
-    /// takes the contraction in pairs; with quantized columns a multiple of their block. Long shards are cut into chunks, and a chunk may
-    /// hold several whole short shards, but never parts of two shards.
+    /// The largest number of tokens whose logits exist at a time (`nibble_choice::head_loss::chunk` chooses it for a device). The number is
+    /// even, because the BF16 dot product takes the contraction in pairs; with quantized columns it is a multiple of their block length.
+    /// Long shards are cut into chunks, and a chunk may hold several whole short shards, but never parts of two shards.
     pub chunk: usize,
     /// Arguments of the gradients; none to compute only the losses.
     pub grad: Option<HeadLossGrad<'a, B>>,
 }
 
-/// What [`HeadLoss`] quantizes itself, by the names of a recipe; none: multiplied unquantized. Nothing is rounded
-/// stochastically.
+/// The operands that [`HeadLoss`] quantizes itself, by their names in a recipe. An operand with `None` is multiplied unquantized. No
+/// operand is rounded stochastically.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct HeadCodecs {
     /// x by rows, for the logits.
@@ -122,7 +122,7 @@ impl HeadCodecs {
 pub struct HeadLossGrad<'a, B: Backend> {
     /// The head's weight transposed, `[d, v]`: plain, type of x, or quantized as `w`.
     pub wt: &'a Operand<B>,
-    /// The factor of the gradient is its [`Control::LOSS_SCALE`].
+    /// The step's scalars; [`Control::LOSS_SCALE`] is the factor of the gradient.
     pub control: &'a B::Buf<f32>,
     /// The weight's gradient by shard, F32 or BF16 `[shards · v, d]`.
     pub dw: &'a mut Tensor<B>,
@@ -166,8 +166,8 @@ impl HeadLossChunk {
 }
 
 impl<B: Backend> HeadLoss<'_, B> {
-    /// How closely backends must agree, by the type of x. F32: the products' 1e-6, enlarged by the exponential. BF16: gradients of logits
-    /// from tensor cores differ by 3e-5 and more, and are rounded to 8 bits; one in a hundred is rounded differently.
+    /// How closely backends must agree, by the type of x. F32: the 1e-6 of matrix products, enlarged by the exponential. BF16: gradients of
+    /// logits from tensor cores differ by 3e-5 and more, and are rounded to 8 bits; one in a hundred is rounded differently.
     pub fn agreement(x: DType) -> Agreement {
         match x {
             DType::F32 => Agreement::RelL2(1e-5),
@@ -176,17 +176,18 @@ impl<B: Backend> HeadLoss<'_, B> {
     }
 
     /// The bound for any quantization, whatever the values. E4M3 logits differ by 7e-4 of their range ([`crate::ops::FP8_AGREEMENT`]), and
-    /// their gradients by several times that. Codes of these gradients are 6 to 12 % apart, so a few in a hundred differ. That is as much
-    /// as one rounding to E4M3, so a missing quantization can pass: see [`HeadLoss::gradient_agreement`].
+    /// their gradients by several times that. Codes of these gradients are 6 to 12 % apart, so a few codes in a hundred differ. These
+    /// differences are as large as one rounding to E4M3, so a backend that leaves out a quantization can pass this bound.
+    /// [`HeadLoss::gradient_agreement`] is a stricter bound.
     pub const QUANTIZED_AGREEMENT: Agreement = Agreement::RelL2(3e-2);
 
     /// From this vocabulary on, a backend may sum the rows of a BF16 head's cross-entropy in an order of its own.
     pub const OWN_ORDER_FROM: usize = 4096;
 
     /// How closely backends must agree in dx and dw if the sums of the logits are exact and the vocabulary is below
-    /// [`HeadLoss::OWN_ORDER_FROM`]. Then logits, losses, dlogits, their codes and the counts have the same bits on all backends, as those
-    /// of [`crate::ops::Gemm`], [`crate::ops::CrossEntropy`] and [`crate::ops::Quantize`]; only the last two products may sum in another
-    /// order. So each must agree as a product of these operands.
+    /// [`HeadLoss::OWN_ORDER_FROM`]. Then logits, losses, dlogits, their codes and the counts have the same bits on all backends, as the
+    /// results of [`crate::ops::Gemm`], [`crate::ops::CrossEntropy`] and [`crate::ops::Quantize`] have. Only the products for dx and dw may
+    /// sum in another order, so dx and dw must agree as closely as any product of these operands.
     pub fn gradient_agreement(dlogits: Stored, beside: Stored) -> Agreement {
         Numbers::of(dlogits, beside).agreement()
     }

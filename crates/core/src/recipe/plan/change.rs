@@ -84,8 +84,8 @@ pub struct Change {
 
 impl Change {
     /// The number of casts. A cast is a quantization of a plain tensor by a kernel of its own, along rows or along columns, or a
-    /// dequantization. Rows and columns from one read are two casts: a flow free of casts quantizes only the rows and transcodes them to
-    /// columns. A kernel that quantizes what it computes makes no cast.
+    /// dequantization. Rows and columns from one read are two casts. A flow without such casts quantizes only the rows, and transcodes the
+    /// rows to columns. A kernel that quantizes what it computes makes no cast.
     pub fn casts(&self) -> usize {
         match self.op {
             "quantize" => usize::from(self.to.rows) + usize::from(self.to.cols),

@@ -15,7 +15,8 @@ pub struct LinearPlan {
     pub x: Conversion,
     /// The precisions of the input for fprop, when saved, and for wgrad. Projections of one input share it if these are equal.
     input: [Precision; 3],
-    /// If SwiGLU follows the layer: the form in which SwiGLU's kernel writes its input; none if it is saved as it is.
+    /// If SwiGLU follows the layer: the form in which SwiGLU's kernel writes SwiGLU's input for the backward pass; `None` if that input is
+    /// saved as it is.
     pub h: Option<Precision>,
     /// The saved input, for wgrad.
     pub wgrad_x: Conversion,
@@ -68,7 +69,7 @@ pub struct HeadPlan {
 }
 
 impl HeadPlan {
-    /// What the head's kernel quantizes if only the losses are wanted. It multiplies the rest unquantized.
+    /// The operands that the head's kernel quantizes if only the losses are wanted. The kernel multiplies all other operands unquantized.
     ///
     /// # Errors
     /// As [`Precision::codec`].
@@ -77,7 +78,7 @@ impl HeadPlan {
         Ok(HeadCodecs { fprop_x, ..HeadCodecs::default() })
     }
 
-    /// What it quantizes if gradients are wanted, too.
+    /// The operands that the head's kernel quantizes if gradients are wanted, too.
     ///
     /// # Errors
     /// As [`Precision::codec`].

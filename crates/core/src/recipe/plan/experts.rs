@@ -16,8 +16,8 @@ pub enum WgradA {
     Again {
         /// The conversion.
         a: Conversion<Computed>,
-        /// Whether this is a quantization to count. It is not if it is the other form of what the forward pass has quantized and counted,
-        /// with the same values and bits.
+        /// Whether this quantization is counted. It is not counted if the forward pass has quantized and counted the same values, with the
+        /// same bits, in another form.
         counts: bool,
     },
 }
@@ -33,7 +33,7 @@ pub struct ExpertPlan {
     pub a: Conversion<Computed>,
     /// Whether the second form of `a` is saved.
     pub keeps_a: bool,
-    /// The form in which SwiGLU's kernel writes its input; none if it is saved as it is.
+    /// The form in which SwiGLU's kernel writes SwiGLU's input for the backward pass; `None` if that input is saved as it is.
     pub h: Option<Precision>,
     /// The experts' outputs, as they are sent back. Quantized rows are dequantized before they are summed.
     pub y_sent: Precision,

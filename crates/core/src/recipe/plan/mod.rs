@@ -3,7 +3,7 @@
 //!
 //! | field | says |
 //! |---|---|
-//! | `conversions` | for each tensor, the [`Route`] from the representation that exists to each one that is read, and who reads it |
+//! | `conversions` | for each tensor, the [`Route`] from its existing representation to each representation that is read, and the readers |
 //! | `products` | fprop, dgrad and wgrad of each weight: how both operands are stored, and which numbers are multiplied |
 //! | `weights` | the copies of the weights that a step makes |
 //! | `kept` | what a forward pass saves |
@@ -15,9 +15,9 @@
 //! `Cx::compute` runs a fused kernel and converts what it wrote. [`LayerPlan::steps`] lists the same changes in the order in which the
 //! layer makes them.
 //!
-//! Everything else that speaks of a layer's precisions reads its plan: `nibble recipe` prints it, `--cost` counts it, and `--trace`
-//! compares it with the operations that a backend received. `model_plan.rs` of `train` lays out the step's record and the histories of
-//! delayed scales by it.
+//! Everything else that depends on a layer's precisions reads the layer's plan. `nibble recipe` prints the plan, `nibble recipe --cost`
+//! computes costs from the plan, and `--trace` compares the plan with the operations that a backend received. `model_plan.rs` of `train`
+//! lays out the step's record and the histories of delayed scales by the plans.
 //!
 //! Two tests compare plans with what happens: `train/tests/numerics/recipe_plan` with the operations that a backend receives, and
 //! `train/tests/numerics/planned.rs` with the sites that a step counts and the tensors that it saves, under random recipes and models.
@@ -52,9 +52,10 @@ pub struct WeightPlan {
     pub w: Precision,
     /// For dgrad.
     pub wt: Precision,
-    /// The type to which dgrad's copy is decoded from fprop's, if it is: per micro-batch, on demand, and not stored next to the codes.
+    /// If dgrad's copy is decoded from fprop's: the type of the decoded copy. It is decoded on demand in each micro-batch, and not stored
+    /// next to the codes.
     pub decoded: Option<DType>,
-    /// Whether dgrad's copy is fprop's transposed, from one quantization.
+    /// Whether dgrad's copy is the transpose of fprop's copy, from one quantization.
     pub is_one: bool,
 }
 
@@ -178,7 +179,7 @@ impl LayerPlan {
         self.steps().into_iter().map(|step| step.change).collect()
     }
 
-    /// What its fused kernels leave to separate operations, and why.
+    /// The conversions that the layer's fused kernels leave to separate operations, with the reasons.
     pub fn unfused(&self) -> Vec<String> {
         match &self.conversions {
             Conversions::Experts(plan) => plan.unfused(),

@@ -1,30 +1,31 @@
 //! The all-to-all of an expert layer: tokens to the ranks of their experts, and back. `dispatch` and `combine` are each other's backward
 //! pass.
 //!
-//! **Dispatch.** A token is sent once to each rank that has one of its experts, as `codes ‖ scales ‖ padding to 16 bytes`. Rows arrive by
-//! source rank, and within it in the order of tokens. Ranks hold consecutive tokens, so that is the global order, and expert-sorted rows
-//! lie as on a single rank. Rows that are quantized for the all-to-all become messages in the same pass (`QuantizePack`). `UnpackPermute`
-//! unpacks what arrives and sorts it by expert, also in one pass.
+//! **Dispatch.** A token is sent once to each rank that has one of its experts, as `codes ‖ scales ‖ padding to 16 bytes`. Rows arrive
+//! sorted by source rank, and within a rank by token. Ranks hold consecutive tokens, so rows arrive in the global order of tokens, and
+//! expert-sorted rows have the same order as on a single rank. Rows that are quantized for the all-to-all become messages in the same pass
+//! (`QuantizePack`). `UnpackPermute` unpacks what arrives and sorts it by expert, also in one pass.
 //!
-//! **Combine.** [`Combine`] decides what travels back. With `slots` it is a row for each slot: under top 8, eight rows a token. With
-//! `tree` each rank sums what its experts computed for a token (`CombineTree`) and sends one unpadded row for each token that it was
-//! sent, in the order in which tokens came. These sums are nodes of the tree over all experts, since a power of two of ranks cuts it at
-//! nodes; the token's rank sums the rest. So the bits do not depend on the number of ranks. Gradients of gate weights travel as one
-//! number a slot either way.
+//! **Combine.** [`Combine`] decides what travels back. With `slots` it is a row for each slot: under top 8, eight rows a token. With `tree`
+//! each rank sums what its experts computed for a token (`CombineTree`) and sends one unpadded row for each token that it was sent, in the
+//! order in which tokens came. The number of ranks is a power of two, so these sums are nodes of the tree over all experts, and the token's
+//! own rank sums the nodes above them. So the bits do not depend on the number of ranks. Gradients of gate weights travel as one number a
+//! slot either way.
 //!
 //! Where a recipe quantizes `combine.fwd` or `combine.bwd`, each slot's row is quantized by itself, sent, dequantized, and summed in slot
-//! order. One rank quantizes and dequantizes too, so that the bits are the same. With `tree`, sums would be rounded where ranks meet,
-//! which depends on the mesh; so that is refused.
+//! order. A run on one rank quantizes and dequantizes these rows too, so its bits are the same. Quantized combine with `tree` is refused,
+//! because partial sums would be rounded at points that depend on the mesh.
 //!
 //! **Plan.** The device plans where everything goes: slots are sorted by the rank of their expert, and records of a token's number, its
 //! experts there and its gate weights travel before the rows. The host reads one buffer for each plan: tokens and slots from every rank
 //! to every rank. A layer is planned once per micro-batch, and twice where `train.recompute` names `experts` or `layers`. With `run.dp` =
 //! `run.ranks` no rows travel, and no counts are read. `train/tests/ranks/transfers.rs` counts every transfer to the host.
 //!
-//! **Capacity.** A rank has buffers for `run.capacity_factor` times its share of the slots (1.25 by default), but for no more than can
-//! come. Where one rank is sent more, every rank sees it in the counts, and none sends rows of that layer. The step's record says so, and
-//! the step changes nothing. On reading the record the host enlarges the buffers to 1.125 times what was sent and retries these steps,
-//! with the bits that they would have had. An evaluation's batch is retried too. No token is dropped.
+//! **Capacity.** A rank has buffers for `run.capacity_factor` times its share of the slots (1.25 by default), but never for more than can
+//! arrive. If a rank would receive more, every rank sees the overflow in the counts, and no rank sends rows of that layer. The step's
+//! record reports the overflow, and the step changes nothing. When the host reads the record, it enlarges the buffers to 1.125 times what
+//! was needed and retries the steps, with the same bits as without an overflow. A batch of an evaluation is retried too. No token is
+//! dropped.
 //!
 //! `ExchangeBytes` computes the bytes of each leg from a routing.
 
@@ -59,7 +60,7 @@ pub struct ExchangePlan<B: Kernels> {
     pub gate_r: B::Buf<f32>,
     /// With a tree: the slots whose experts are on this rank, of its own tokens or of those that arrived.
     experts_tree: Option<TreeSlots<B>>,
-    /// On several ranks, one value: 0, or, on overflow, what the fullest rank was sent, as a multiple of its share.
+    /// On several ranks, one value: 0 without an overflow; otherwise the slots that the fullest rank was sent, as a multiple of its share.
     pub overflow: Option<B::Buf<f32>>,
     /// On several ranks: how messages travel.
     pub wire: Option<Wire<B>>,
@@ -185,7 +186,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         Self { cx, experts, top_k, is_backward: false }
     }
 
-    /// The same in the backward pass.
+    /// This exchange in the backward pass.
     #[must_use]
     pub fn backward(self) -> Self {
         Self { is_backward: true, ..self }
@@ -431,7 +432,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
     /// Sends the rows of each token back to it and sums them: [`Exchange::begin_combine`] and [`Exchange::finish_combine`] in one call.
     ///
     /// # Errors
-    /// Those of both.
+    /// Those of the two calls.
     pub fn combine(
         &self,
         plan: &ExchangePlan<B>,
