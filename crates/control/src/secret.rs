@@ -95,7 +95,10 @@ mod tests {
         assert_ne!(Secret::random().unwrap(), secret);
         assert_eq!(format!("{secret:?}"), "Secret(..)");
         let short = Secret::from_text(" 0123456789abcde \n").unwrap_err().to_string();
-        assert!(short.starts_with("a secret of 15 bytes is too short, expected at least 16 bytes"), "{short}");
+        assert!(
+            short.starts_with("a secret of 15 bytes is too short, expected at least 16 bytes"),
+            "{short}"
+        );
         assert!(Secret::from_text("0123456789abcdef").is_ok());
     }
 
