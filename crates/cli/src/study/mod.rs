@@ -130,7 +130,7 @@ fn tables(args: &Args, study: &Study, dir: &Path) -> Result<()> {
     let results = Results::of(study, &rows);
     let page = nibble_study::html(study, &rows).map_err(wrong)?;
     let markdown = nibble_study::markdown(&results);
-    let mut outputs = Outputs::new(args.force.clone(), [args.file.clone()]);
+    let mut outputs = Outputs::new(args.force, [args.file.clone()]);
     let files = [
         ("table.md", markdown.clone()),
         ("table.csv", nibble_study::csv(&results)),
