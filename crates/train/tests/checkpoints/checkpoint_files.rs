@@ -410,7 +410,7 @@ fn child_that_saves_until_it_is_stopped() -> Outcome {
 }
 
 const CHILD_ARGS: [&str; 3] =
-    ["--exact", "checkpoint_files::child_that_saves_until_it_is_stopped", "--nocapture"];
+    ["--exact", "checkpoints::checkpoint_files::child_that_saves_until_it_is_stopped", "--nocapture"];
 
 #[cfg(debug_assertions)]
 #[test]
