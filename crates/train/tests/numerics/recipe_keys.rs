@@ -267,7 +267,10 @@ fn wgrad_is_in_bf16_under_every_recipe_that_is_asked_to() {
         if own.linear.at(Site::SavedX).rht.is_none() {
             assert_decides(recipe, "[[override]]\nproducts = \"wgrad\"\nset.recipe = \"bf16\"");
         }
-        assert_decides(recipe, "[[override]]\nproducts = [\"wgrad\", \"saved\"]\nset.recipe = \"bf16\"");
+        // The only override of this recipe is of what is saved: behind another of that it would decide nothing.
+        if recipe != "mxfp4-hopper-mlp" {
+            assert_decides(recipe, "[[override]]\nproducts = [\"wgrad\", \"saved\"]\nset.recipe = \"bf16\"");
+        }
     }
 }
 
