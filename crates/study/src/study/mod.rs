@@ -184,7 +184,7 @@ impl Study {
         self.groups().into_iter().map(|group| self.recipes_of(group).len().saturating_sub(1)).sum()
     }
 
-    /// The SHA-256 of a recipe's text; empty for one that the study does not name.
+    /// The SHA-256 of a recipe's text; empty if the study does not name the recipe.
     #[must_use]
     pub fn recipe_sha256(&self, name: &str) -> &str {
         self.known.iter().find(|recipe| recipe.name == name).map_or("", |recipe| &recipe.sha256)

@@ -126,7 +126,7 @@ impl ModelSpec {
         self.config.num_dense()
     }
 
-    /// Experts of a layer that has them.
+    /// The number of experts of a layer with experts.
     #[must_use]
     pub fn num_experts(&self) -> usize {
         self.config.experts
