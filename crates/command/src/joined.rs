@@ -325,7 +325,7 @@ fn status() -> Status {
 }
 
 /// The name of this host.
-pub(crate) fn host() -> String {
+pub fn host() -> String {
     let mut name = [0u8; 256];
     // SAFETY: the system writes at most the given number of bytes, and the last byte stays the terminating zero.
     #[cfg(unix)]

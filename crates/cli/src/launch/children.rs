@@ -133,7 +133,7 @@ impl Children {
             }
             #[cfg(target_os = "linux")]
             if world == 1 {
-                end_with_launcher(&mut process);
+                end_with_parent(&mut process);
             }
             if rank > 0 {
                 process.stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -248,17 +248,17 @@ impl Children {
     }
 }
 
-/// A single rank has no hub connection to lose; the system signals it when the launcher ends.
+/// The system sends this process SIGTERM when this program ends, which no connection tells it.
 #[cfg(target_os = "linux")]
-fn end_with_launcher(process: &mut Command) {
-    let launcher = std::process::id();
+pub fn end_with_parent(process: &mut Command) {
+    let parent = std::process::id();
     let ask = move || {
         // SAFETY: `prctl` only sets the signal that this process gets when its parent ends.
         if unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGTERM) } != 0 {
             return Err(std::io::Error::last_os_error());
         }
-        // The launcher may have ended before the call.
-        match std::os::unix::process::parent_id() == launcher {
+        // The parent may have ended before the call.
+        match std::os::unix::process::parent_id() == parent {
             true => Ok(()),
             false => Err(std::io::ErrorKind::BrokenPipe.into()),
         }

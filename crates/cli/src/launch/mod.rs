@@ -1,6 +1,6 @@
 //! `nibble launch`: starts the ranks of a run as processes of this host, watches and restarts them.
 
-mod children;
+pub mod children;
 
 use crate::{Cli, Command, train};
 use children::{Children, Ended, Signals};

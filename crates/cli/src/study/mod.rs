@@ -7,7 +7,7 @@ mod runs;
 use catalog::Names;
 use nibble_command::error::{Error, Result};
 use nibble_command::output::{Force, Outputs};
-use nibble_command::{say, warn};
+use nibble_command::{joined, say, warn};
 use nibble_study::{Cell, Kind, Next, Plan, Queue, Results, Rows, Study};
 use runs::{Deadline, Runner};
 use std::path::{Path, PathBuf};
@@ -80,8 +80,7 @@ pub fn run(args: Args) -> Result<()> {
 
 /// Runs cells until none is left or the time is over.
 fn work(args: &Args, study: &Study, dir: &Path) -> Result<()> {
-    let host = runs::host();
-    let queue = Queue::open(dir, study.cells(), &host).map_err(wrong)?;
+    let queue = Queue::open(dir, study.cells(), &joined::host()).map_err(wrong)?;
     if args.retry {
         let again = queue.forget_failed().map_err(wrong)?;
         again.iter().for_each(|cell| say!("runs again: {cell}"));
@@ -93,9 +92,16 @@ fn work(args: &Args, study: &Study, dir: &Path) -> Result<()> {
             Next::Cell(claim) => match runner.run(claim.cell())? {
                 Some(row) => {
                     say!("{}", told(claim.cell(), &row));
+                    let (cell, is_done) = (row.cell.clone(), row.outcome == nibble_study::Outcome::Done);
                     claim.finish(&row).map_err(wrong)?;
+                    if is_done {
+                        runner.drop_checkpoints(&cell)?;
+                    }
                 }
-                None => break,
+                None => {
+                    say!("{}: stopped; the next call resumes it", claim.cell().id);
+                    break;
+                }
             },
             Next::Wait(running) => {
                 say!("{} runs are under way elsewhere, and none is left to start", running.len());
@@ -157,14 +163,15 @@ fn duration(text: &str) -> std::result::Result<Duration, String> {
         "s" => 1.0,
         "m" => 60.0,
         "h" => 3600.0,
-        _ => return Err("is no time; expected a number with s, m or h, such as 12m".into()),
+        _ => return Err("invalid time, expected a number with s, m or h, such as 12m".into()),
     };
-    let number: f64 =
-        number.parse().map_err(|_| "is no time; expected a number with s, m or h, such as 12m".to_owned())?;
-    Duration::try_from_secs_f64(number * seconds).map_err(|_| "is no time that can be waited for".into())
+    let number: f64 = number
+        .parse()
+        .map_err(|_| "invalid time, expected a number with s, m or h, such as 12m".to_owned())?;
+    Duration::try_from_secs_f64(number * seconds).map_err(|_| "time out of range".into())
 }
 
-/// What a run of the baseline's kind adds to the configuration.
+/// The settings of a cell's run: those of the study, the seed, and the perturbed learning rate of a noise-floor run.
 fn settings(cell: &Cell, lr: f64) -> Vec<String> {
     let mut settings = cell.settings.clone();
     settings.push(format!("seed={}", cell.seed));

@@ -1,6 +1,8 @@
 //! A study's run: a process of `nibble train` in a folder of its own, and the row that is read from what it leaves.
 
 use super::settings;
+#[cfg(target_os = "linux")]
+use crate::launch::children::end_with_parent;
 use crate::processes::Process;
 use crate::run_files::RunFiles;
 use nibble_command::error::{Error, Result};
@@ -11,14 +13,12 @@ use nibble_train::config::Config;
 use nibble_train::metrics::Metrics;
 use nibble_train::trainer;
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 /// Time between two looks at a run.
 const POLL: Duration = Duration::from_millis(50);
-/// Last lines of a failed run that its row keeps.
-const LINES: usize = 4;
 
 /// When work ends; never, if no time is given.
 #[derive(Debug, Clone, Copy)]
@@ -59,8 +59,9 @@ impl<'a> Runner<'a> {
         let folder = self.dir.join("runs").join(&cell.id);
         std::fs::create_dir_all(&folder).map_err(Error::io(&folder))?;
         let log = folder.join("study.log");
-        let resumes = trainer::has_begun(&folder) && has_checkpoint(&folder);
-        if !resumes && trainer::has_begun(&folder) {
+        let has_begun = trainer::has_begun(&folder);
+        let resumes = has_begun && has_checkpoints(&folder)?;
+        if has_begun && !resumes {
             // It was stopped before its first checkpoint. The folder is the study's own.
             std::fs::remove_dir_all(&folder)
                 .and_then(|()| std::fs::create_dir_all(&folder))
@@ -72,15 +73,19 @@ impl<'a> Runner<'a> {
         if was_stopped(status) {
             return Ok(None);
         }
-        let row = row(cell, (&folder, &log), status, self.commit)?;
-        if row.outcome == Outcome::Done {
-            // What a finished run leaves is in its row; weights take gigabytes.
-            std::fs::remove_dir_all(folder.join("checkpoints")).or_else(|why| match why.kind() {
-                std::io::ErrorKind::NotFound => Ok(()),
-                _ => Err(Error::io(&folder)(why)),
-            })?;
+        row(cell, (&folder, &log), status, self.commit).map(Some)
+    }
+
+    /// Removes the checkpoints of a run whose row is written: the row has what the study needs, and weights take gigabytes.
+    ///
+    /// # Errors
+    /// If they cannot be removed.
+    pub fn drop_checkpoints(&self, cell: &str) -> Result<()> {
+        let folder = self.dir.join("runs").join(cell).join("checkpoints");
+        match std::fs::remove_dir_all(&folder) {
+            Err(why) if why.kind() != std::io::ErrorKind::NotFound => Err(Error::io(&folder)(why)),
+            _ => Ok(()),
         }
-        Ok(Some(row))
     }
 
     fn start(&self, cell: &Cell, folder: &Path, resumes: bool, log: &Path) -> Result<Child> {
@@ -101,6 +106,9 @@ impl<'a> Runner<'a> {
         let file = std::fs::OpenOptions::new().create(true).append(true).open(log).map_err(Error::io(log))?;
         let copy = file.try_clone().map_err(Error::io(log))?;
         process.stdin(Stdio::null()).stdout(file).stderr(copy);
+        // A run without its study would train on in a folder that the next process of the study takes.
+        #[cfg(target_os = "linux")]
+        end_with_parent(&mut process);
         process.spawn().map_err(|why| Error::Failed(format!("{}: its process: {why}", cell.id)))
     }
 
@@ -121,9 +129,10 @@ impl<'a> Runner<'a> {
     }
 }
 
-/// Whether a stopped run can be resumed.
-fn has_checkpoint(folder: &Path) -> bool {
-    latest_valid(folder).is_ok_and(|latest| latest.checkpoint.is_some())
+/// Whether a stopped run has checkpoints, complete or damaged: of damaged ones `nibble train --resume` says what is wrong.
+fn has_checkpoints(folder: &Path) -> Result<bool> {
+    let latest = latest_valid(folder)?;
+    Ok(latest.checkpoint.is_some() || !latest.rejected.is_empty())
 }
 
 /// Whether somebody ended a run with a signal: it says nothing about the run, which is resumed another time.
@@ -160,15 +169,14 @@ fn row(cell: &Cell, (folder, log): (&Path, &Path), status: ExitStatus, commit: &
     let losses: Vec<(u64, f64)> = metrics.iter().filter_map(|m| Some((m.step, m.loss?))).collect();
     let untrained = run.as_ref().map_or(f64::INFINITY, |run| (run.config.model.vocab_size as f64).ln());
     let text = std::fs::read_to_string(log).unwrap_or_default();
-    let lines: Vec<&str> = text.lines().rev().filter(|line| line.starts_with("error")).take(LINES).collect();
+    // The log also has what earlier processes of this run said.
+    let error = text.lines().rev().find(|line| line.starts_with("error: "));
     // A run that a non-finite value ends says so; its recipe has diverged.
-    let non_finite = lines.iter().any(|line| line.contains(" is not finite "));
+    let non_finite = error.is_some_and(|line| line.contains(" is not finite "));
     let outcome = match (status.success(), non_finite) {
         (true, _) => diverged_at(&losses, untrained).map_or(Outcome::Done, |step| Outcome::Diverged { step }),
         (false, true) => Outcome::Diverged { step: losses.last().map_or(1, |(step, _)| step + 1) },
-        (false, false) => Outcome::Failed {
-            why: lines.first().map_or_else(|| status.to_string(), |line| (*line).to_owned()),
-        },
+        (false, false) => Outcome::Failed { why: error.map_or_else(|| status.to_string(), str::to_owned) },
     };
     let mut row = Row::of(cell, provenance(folder, commit), outcome);
     row.seconds = metrics.iter().filter_map(|m| m.seconds).sum();
@@ -207,10 +215,4 @@ fn provenance(folder: &Path, commit: &str) -> Provenance {
     let (machine, device) = process.map(|process| (process.processor, process.device)).unwrap_or_default();
     let versions = BTreeMap::from([("nibble".to_owned(), version)]);
     Provenance { machine, device, commit: commit.to_owned(), versions }
-}
-
-/// The name of this machine, by which processes know whose runs they can judge.
-pub fn host() -> String {
-    let name = PathBuf::from("/proc/sys/kernel/hostname");
-    std::fs::read_to_string(name).map_or_else(|_| "this host".to_owned(), |name| name.trim().to_owned())
 }
