@@ -8,6 +8,7 @@ mod doctor;
 mod ending;
 mod eval;
 mod export;
+mod fidelity;
 mod generate;
 mod inspect;
 mod launch;
@@ -56,6 +57,7 @@ enum Command {
     Plot(plot::Args),
     Report(report::Args),
     Study(study::Args),
+    Fidelity(fidelity::Args),
     Quantize(quantize::Args),
     Models(models::Args),
     Data(data::Args),
@@ -149,6 +151,7 @@ fn run(cli: Cli) -> Result<()> {
         Command::Plot(args) => plot::run(args),
         Command::Report(args) => report::run(args),
         Command::Study(args) => study::run(args),
+        Command::Fidelity(args) => fidelity::run(args),
         Command::Quantize(args) => quantize::run(args),
         Command::Models(args) => models::run(args),
         Command::Data(args) => data::run(args),

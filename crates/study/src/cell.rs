@@ -8,11 +8,6 @@ use std::path::Path;
 pub enum Kind {
     /// A run from the beginning.
     Run,
-    /// The same with the baseline's recipe and a learning rate that [`Cell::lr_factor`] perturbs.
-    Floor {
-        /// Which repetition, from 1.
-        repeat: u64,
-    },
     /// A run whose last weights branches begin with. It trains under the configuration's schedule and stops early.
     Trunk,
     /// A run that begins with the weights of a trunk.
@@ -44,6 +39,8 @@ pub struct Cell {
     pub seed: u64,
     /// What it trains.
     pub kind: Kind,
+    /// In the noise floor, which repetition of the baseline this is, from 1: its learning rate is perturbed by [`Cell::lr_factor`]. 0 elsewhere.
+    pub repeat: u64,
     /// Optimizer steps that it trains itself, without its trunk's.
     pub steps: u64,
     /// Settings of the study, `key=value`.
@@ -54,17 +51,14 @@ impl Cell {
     /// What `train.lr` is multiplied by: 1, and in repetition k of the noise floor 1 + k · 10⁻⁶. That changes no expectation that matters, and every bit that follows.
     #[must_use]
     pub fn lr_factor(&self) -> f64 {
-        match self.kind {
-            Kind::Floor { repeat } => 1.0 + repeat as f64 * 1e-6,
-            _ => 1.0,
-        }
+        1.0 + self.repeat as f64 * 1e-6
     }
 
     /// With which cells it is compared; a trunk with none.
     #[must_use]
     pub fn group(&self) -> Option<Group> {
         match self.kind {
-            Kind::Run | Kind::Floor { .. } => Some(Group::Runs),
+            Kind::Run => Some(Group::Runs),
             Kind::Trunk => None,
             Kind::Branch { index, .. } => Some(Group::Branch(index)),
         }
@@ -79,16 +73,20 @@ impl Cell {
         }
     }
 
-    /// What it trains, for people: `run`, `floor 1`, `trunk of 1000 steps`, `branch of ID, schedule kept`.
+    /// What it trains, for people: `run`, `floor 1`, `trunk of 1000 steps`, `branch of ID, schedule kept`, `floor 1, branch of …`.
     #[must_use]
     pub fn kind_name(&self) -> String {
-        match &self.kind {
+        let of = match &self.kind {
             Kind::Run => "run".into(),
-            Kind::Floor { repeat } => format!("floor {repeat}"),
             Kind::Trunk => format!("trunk of {} steps", self.steps),
             Kind::Branch { trunk, schedule, .. } => {
                 format!("branch of {trunk}, schedule {}", schedule.name())
             }
+        };
+        match (self.repeat, &self.kind) {
+            (0, _) => of,
+            (repeat, Kind::Run) => format!("floor {repeat}"),
+            (repeat, _) => format!("floor {repeat}, {of}"),
         }
     }
 
@@ -120,14 +118,16 @@ impl Study {
 
     fn add_seed(&self, config: &Config, seed: u64, cells: &mut Vec<Cell>) {
         for recipe in &self.recipes {
-            cells.push(self.cell(config, recipe, seed, Kind::Run, config.steps));
+            cells.push(self.cell(config, recipe, seed, (Kind::Run, 0), config.steps));
         }
         for repeat in 1..=self.floor {
-            cells.push(self.cell(config, &self.baseline, seed, Kind::Floor { repeat }, config.steps));
+            if !self.recipes.is_empty() {
+                cells.push(self.cell(config, &self.baseline, seed, (Kind::Run, repeat), config.steps));
+            }
         }
         for (index, branch) in self.branches.iter().enumerate() {
             let &Branch { steps: trunk_steps, schedule, .. } = branch;
-            let trunk = self.cell(config, &branch.trunk, seed, Kind::Trunk, trunk_steps);
+            let trunk = self.cell(config, &branch.trunk, seed, (Kind::Trunk, 0), trunk_steps);
             let kind = Kind::Branch { trunk: trunk.id.clone(), trunk_steps, schedule, index };
             // Branches of two schedules have one trunk.
             if cells.iter().all(|cell| cell.id != trunk.id) {
@@ -138,16 +138,25 @@ impl Study {
                 Schedule::New => config.steps,
             };
             for recipe in &branch.recipes {
-                cells.push(self.cell(config, recipe, seed, kind.clone(), steps));
+                cells.push(self.cell(config, recipe, seed, (kind.clone(), 0), steps));
+            }
+            for repeat in 1..=self.floor {
+                cells.push(self.cell(config, &self.baseline, seed, (kind.clone(), repeat), steps));
             }
         }
     }
 
-    fn cell(&self, config: &Config, recipe: &str, seed: u64, kind: Kind, steps: u64) -> Cell {
+    fn cell(
+        &self,
+        config: &Config,
+        recipe: &str,
+        seed: u64,
+        (kind, repeat): (Kind, u64),
+        steps: u64,
+    ) -> Cell {
         let recipe_sha256 = self.recipe_sha256(recipe).to_owned();
-        let (slug, bits) = match &kind {
+        let (mut slug, mut bits) = match &kind {
             Kind::Run => (String::new(), "run".to_owned()),
-            Kind::Floor { repeat } => (format!(".floor{repeat}"), format!("floor {repeat}")),
             Kind::Trunk => (format!(".trunk{steps}"), format!("trunk {steps}")),
             Kind::Branch { trunk, trunk_steps, schedule, index } => {
                 let of = self.branches.get(*index).map_or("", |branch| &branch.trunk);
@@ -155,6 +164,10 @@ impl Study {
                 (format!(".from.{}.{trunk_steps}.{name}", short(of)), format!("branch {trunk} {name}"))
             }
         };
+        if repeat > 0 {
+            slug += &format!(".floor{repeat}");
+            bits = if kind == Kind::Run { format!("floor {repeat}") } else { format!("{bits} floor {repeat}") };
+        }
         // The number changes with what a cell trains beside these texts, such as the perturbation of `lr_factor`.
         let mut text = format!("nibble study cell 1\n{}\n{recipe_sha256}\n{seed}\n{bits}\n", config.sha256);
         for setting in &self.set {
@@ -169,6 +182,7 @@ impl Study {
             recipe_sha256,
             seed,
             kind,
+            repeat,
             steps,
             settings: self.set.clone(),
         }

@@ -38,6 +38,7 @@ mod catalog;
 mod cell;
 mod curve;
 mod error;
+pub mod fidelity;
 mod holder;
 mod output;
 mod plan;

@@ -142,8 +142,8 @@ impl Plan {
 
 fn kind(cell: &Cell) -> &'static str {
     match cell.kind {
+        _ if cell.repeat > 0 => "floor",
         Kind::Run => "run",
-        Kind::Floor { .. } => "floor",
         Kind::Trunk => "trunk",
         Kind::Branch { .. } => "branch",
     }

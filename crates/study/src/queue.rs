@@ -26,8 +26,13 @@ pub struct Queue {
 pub enum Next {
     /// This cell, which nobody else will take while the claim lives.
     Cell(Claim),
-    /// Nothing now: the cells that are left are run by others, or wait for a trunk that is.
-    Wait(Vec<Running>),
+    /// Nothing now: the cells that are left are run by others, or are branches of a trunk that is.
+    Wait {
+        /// The cells that others run.
+        running: Vec<Running>,
+        /// How many branches can start once a trunk of `running` is done.
+        branches: usize,
+    },
     /// Nothing any more. Branches whose trunk has diverged or failed cannot be run.
     Done {
         /// Those branches.
@@ -97,12 +102,15 @@ impl Queue {
     /// [`Error::Io`]; [`Error::Row`] for a damaged row of a trunk.
     pub fn next(&self) -> Result<Next> {
         let guard = self.guard()?;
-        let (mut running, mut blocked) = (Vec::new(), Vec::new());
+        let (mut running, mut blocked, mut branches) = (Vec::new(), Vec::new(), 0);
         for cell in self.cells.iter().filter(|cell| !self.has_row(&cell.id)) {
             match self.trunk_is(cell)? {
                 Trunk::Done => {}
-                // Its mark, or its own turn, comes before its branches.
-                Trunk::Missing => continue,
+                // The trunk precedes its branches in `cells`: it is in `running`.
+                Trunk::Missing => {
+                    branches += 1;
+                    continue;
+                }
                 Trunk::Lost => {
                     blocked.push(cell.clone());
                     continue;
@@ -115,7 +123,28 @@ impl Queue {
                 Err(by) => running.push(by),
             }
         }
-        Ok(if running.is_empty() { Next::Done { blocked } } else { Next::Wait(running) })
+        Ok(if running.is_empty() { Next::Done { blocked } } else { Next::Wait { running, branches } })
+    }
+
+    /// Takes this cell, whether it has a row or not: a trunk is trained again where its checkpoint is not at hand. `None` if somebody else runs
+    /// it.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn claim(&self, cell: &Cell) -> Result<Option<Claim>> {
+        let guard = self.guard()?;
+        Ok(self.take(cell, guard.is_some())?.ok())
+    }
+
+    /// The branches of this trunk that have no row.
+    pub fn branches_left<'q>(&'q self, trunk: &'q str) -> impl Iterator<Item = &'q Cell> {
+        self.cells.iter().filter(move |cell| cell.trunk() == Some(trunk) && !self.has_row(&cell.id))
+    }
+
+    /// The cell with this id.
+    #[must_use]
+    pub fn cell(&self, id: &str) -> Option<&Cell> {
+        self.cells.iter().find(|cell| cell.id == id)
     }
 
     /// Removes rows of runs that failed, so that they are run again, and returns their cells' ids. Diverged runs stay: they are results.

@@ -25,7 +25,7 @@ fn a_cell_is_taken_once_and_given_back() {
     let (one, two) = (open(), open());
     let (first, second) = (take(&one), take(&two));
     assert_eq!([&first.cell().id, &second.cell().id], [&cells[0].id, &cells[1].id]);
-    let Next::Wait(running) = two.next().unwrap() else { panic!("both are taken") };
+    let Next::Wait { running, branches: 0 } = two.next().unwrap() else { panic!("both are taken") };
     assert_eq!(running.len(), 2);
     assert_eq!(running[0].holder, Some(Holder::this("here")));
     drop(first);
@@ -62,7 +62,7 @@ fn marks_of_dead_processes_are_removed_and_others_stay() {
     let claims: Vec<Claim> = (0..4).map(|_| take(&queue)).collect();
     let taken: Vec<&str> = claims.iter().map(|claim| &*claim.cell().id).collect();
     assert_eq!(taken, [&cells[2].id, &cells[3].id, &cells[4].id, &cells[5].id]);
-    let Next::Wait(running) = queue.next().unwrap() else { panic!("two are others'") };
+    let Next::Wait { running, branches: 0 } = queue.next().unwrap() else { panic!("two are others'") };
     let hosts: Vec<_> =
         running.iter().map(|running| running.holder.as_ref().unwrap().host.as_str()).collect();
     assert_eq!(hosts, ["elsewhere", "here", "here", "here", "here", "here"]);
@@ -106,7 +106,7 @@ fn branches_wait_for_their_trunk() {
     let queue = Queue::open(dir.path(), cells.clone(), "here").unwrap();
     let (first, second) = (take(&queue), take(&queue));
     assert_eq!([first.cell(), second.cell()], [&cells[0], &cells[3]]);
-    assert!(matches!(queue.next().unwrap(), Next::Wait(running) if running.len() == 2));
+    assert!(matches!(queue.next().unwrap(), Next::Wait { running, branches: 4 } if running.len() == 2));
     first.finish(&row(&cells[0], 2.0)).unwrap();
     let diverged = Row::of(&cells[3], Provenance::default(), Outcome::Diverged { step: 9 });
     second.finish(&diverged).unwrap();

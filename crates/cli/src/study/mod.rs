@@ -8,8 +8,8 @@ use catalog::Names;
 use nibble_command::error::{Error, Result};
 use nibble_command::output::{Force, Outputs};
 use nibble_command::{joined, say, warn};
-use nibble_study::{Cell, Kind, Next, Plan, Queue, Results, Rows, Study};
-use runs::{Deadline, Runner};
+use nibble_study::{Cell, Claim, Kind, Next, Plan, Queue, Results, Rows, Schedule, Study};
+use runs::{Deadline, Runner, pause};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -57,12 +57,6 @@ pub struct Args {
 
 pub fn run(args: Args) -> Result<()> {
     let study = Study::load(&args.file, &Names).map_err(wrong)?;
-    if !study.branches.is_empty() {
-        let file = args.file.display();
-        return Err(Error::usage(format!(
-            "{file}: `branch`: this command runs no branches of trunks yet; leave [[branch]] out"
-        )));
-    }
     let dir = args.dir.clone().unwrap_or_else(|| args.file.with_extension(""));
     let rows = Rows::read(&dir, &study.cells()).map_err(wrong)?;
     for stale in rows.stale() {
@@ -89,21 +83,15 @@ fn work(args: &Args, study: &Study, dir: &Path) -> Result<()> {
     let runner = Runner::new(dir, args.device.as_deref(), &args.commit, deadline);
     while !deadline.is_over() {
         match queue.next().map_err(wrong)? {
-            Next::Cell(claim) => match runner.run(claim.cell())? {
-                Some(row) => {
-                    say!("{}", told(claim.cell(), &row));
-                    let (cell, is_done) = (row.cell.clone(), row.outcome == nibble_study::Outcome::Done);
-                    claim.finish(&row).map_err(wrong)?;
-                    if is_done {
-                        runner.drop_checkpoints(&cell)?;
-                    }
-                }
-                None => {
-                    say!("{}: stopped; the next call resumes it", claim.cell().id);
+            Next::Cell(claim) => {
+                let id = claim.cell().id.clone();
+                if !run_cell(&runner, &queue, claim)? {
+                    say!("{id}: stopped; the next call resumes it");
                     break;
                 }
-            },
-            Next::Wait(running) => {
+            }
+            Next::Wait { branches: 1.., .. } => pause(),
+            Next::Wait { running, .. } => {
                 say!("{} runs are under way elsewhere, and none is left to start", running.len());
                 break;
             }
@@ -116,6 +104,29 @@ fn work(args: &Args, study: &Study, dir: &Path) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Runs a cell and writes its row; false if the run was stopped. Checkpoints of finished runs are removed: those of a trunk with its last branch.
+fn run_cell(runner: &Runner<'_>, queue: &Queue, claim: Claim) -> Result<bool> {
+    let cell = claim.cell().clone();
+    let from = match cell.trunk().and_then(|trunk| queue.cell(trunk)) {
+        None => None,
+        Some(trunk) => match runner.trunk(queue, trunk)? {
+            Some(checkpoint) => Some(checkpoint),
+            None => return Ok(false),
+        },
+    };
+    let Some(row) = runner.run(&cell, from.as_deref())? else { return Ok(false) };
+    say!("{}", told(&cell, &row));
+    claim.finish(&row).map_err(wrong)?;
+    if row.outcome == nibble_study::Outcome::Done && queue.branches_left(&cell.id).next().is_none() {
+        runner.drop_checkpoints(&cell.id)?;
+    }
+    match cell.trunk() {
+        Some(trunk) if queue.branches_left(trunk).next().is_none() => runner.drop_checkpoints(trunk)?,
+        _ => {}
+    }
+    Ok(true)
 }
 
 /// One line for a finished run.
@@ -171,12 +182,18 @@ fn duration(text: &str) -> std::result::Result<Duration, String> {
     Duration::try_from_secs_f64(number * seconds).map_err(|_| "time out of range".into())
 }
 
-/// The settings of a cell's run: those of the study, the seed, and the perturbed learning rate of a noise-floor run.
-fn settings(cell: &Cell, lr: f64) -> Vec<String> {
+/// The settings of a cell's run: those of the study, the seed, the perturbed learning rate of a noise-floor run, and for a branch the checkpoint of its trunk.
+fn settings(cell: &Cell, lr: f64, from: Option<&Path>) -> Vec<String> {
     let mut settings = cell.settings.clone();
     settings.push(format!("seed={}", cell.seed));
-    if let Kind::Floor { .. } = cell.kind {
+    if cell.repeat > 0 {
         settings.push(format!("train.lr={:?}", lr * cell.lr_factor()));
+    }
+    if let (Kind::Branch { schedule, .. }, Some(from)) = (&cell.kind, from) {
+        settings.push(format!("train.init_from={}", from.display()));
+        if *schedule == Schedule::Kept {
+            settings.push("train.init_state=all".into());
+        }
     }
     settings
 }

@@ -6,19 +6,27 @@ use crate::launch::children::end_with_parent;
 use crate::processes::Process;
 use crate::run_files::RunFiles;
 use nibble_command::error::{Error, Result};
-use nibble_command::say;
-use nibble_study::{Cell, Curve, Outcome, Provenance, Row, diverged_at, last_tenth};
+use nibble_command::{say, warn};
+use nibble_study::{Cell, Curve, Kind, Outcome, Provenance, Queue, Row, Schedule, diverged_at, last_tenth, read_row, row_file};
 use nibble_train::checkpoint::latest_valid;
 use nibble_train::config::Config;
 use nibble_train::metrics::Metrics;
 use nibble_train::trainer;
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 /// Time between two looks at a run.
 const POLL: Duration = Duration::from_millis(50);
+
+/// Time between two looks at what other processes of a study do.
+const PAUSE: Duration = Duration::from_secs(1);
+
+/// Waits until it is worth looking again at what other processes of a study do.
+pub fn pause() {
+    std::thread::sleep(PAUSE);
+}
 
 /// When work ends; never, if no time is given.
 #[derive(Debug, Clone, Copy)]
@@ -51,12 +59,12 @@ impl<'a> Runner<'a> {
         Self { dir, device, commit, deadline }
     }
 
-    /// Trains a cell, from its last checkpoint if it was stopped before. `None` if it was stopped.
+    /// Trains a cell, from its last checkpoint if it was stopped before. `None` if it was stopped. A branch starts from the checkpoint `from`.
     ///
     /// # Errors
     /// If no process can be started, or the folder cannot be written.
-    pub fn run(&self, cell: &Cell) -> Result<Option<Row>> {
-        let folder = self.dir.join("runs").join(&cell.id);
+    pub fn run(&self, cell: &Cell, from: Option<&Path>) -> Result<Option<Row>> {
+        let folder = self.folder(cell);
         std::fs::create_dir_all(&folder).map_err(Error::io(&folder))?;
         let log = folder.join("study.log");
         let has_begun = trainer::has_begun(&folder);
@@ -68,12 +76,51 @@ impl<'a> Runner<'a> {
                 .map_err(Error::io(&folder))?;
         }
         say!("{}: {}", cell.id, if resumes { "resumes" } else { "starts" });
-        let status = self.wait(self.start(cell, &folder, resumes, &log)?)?;
+        let status = self.wait(self.start(cell, (&folder, from), resumes, &log)?)?;
         let Some(status) = status else { return Ok(None) };
         if was_stopped(status) {
             return Ok(None);
         }
         row(cell, (&folder, &log), status, self.commit).map(Some)
+    }
+
+    /// The last checkpoint of a trunk that has a row. Where it is not at hand, for example because the row was written on another machine, the trunk is
+    /// trained again: its weights depend on its seed, configuration and recipe only. `None` if that was stopped.
+    ///
+    /// # Errors
+    /// As [`Runner::run`]; if the trunk does not end well this time.
+    pub fn trunk(&self, queue: &Queue, trunk: &Cell) -> Result<Option<PathBuf>> {
+        let folder = self.folder(trunk);
+        while !self.deadline.is_over() {
+            let latest = latest_valid(&folder)?.checkpoint;
+            if let Some(checkpoint) = latest.filter(|checkpoint| checkpoint.position().step == trunk.steps) {
+                return Ok(Some(checkpoint.path().to_owned()));
+            }
+            let Some(_claim) = queue.claim(trunk).map_err(super::wrong)? else {
+                // Another process trains it.
+                pause();
+                continue;
+            };
+            let Some(row) = self.run(trunk, None)? else { return Ok(None) };
+            if row.outcome != Outcome::Done {
+                return Err(Error::Failed(format!("{}: trained again, it did not end well", trunk.id)));
+            }
+            let before = read_row(&row_file(self.dir, &trunk.id)).map_err(super::wrong)?;
+            if before.curve != row.curve {
+                let (then, now) = (before.provenance.device, row.provenance.device);
+                warn!(
+                    "warning: {}: trained again, its losses differ from its row's ({then} then, {now} now): branches of this trunk do not start from \
+                     the same weights",
+                    trunk.id
+                );
+            }
+        }
+        Ok(None)
+    }
+
+    /// The folder of a cell's run.
+    fn folder(&self, cell: &Cell) -> PathBuf {
+        self.dir.join("runs").join(&cell.id)
     }
 
     /// Removes the checkpoints of a run whose row is written: the row has what the study needs, and weights take gigabytes.
@@ -88,7 +135,13 @@ impl<'a> Runner<'a> {
         }
     }
 
-    fn start(&self, cell: &Cell, folder: &Path, resumes: bool, log: &Path) -> Result<Child> {
+    fn start(
+        &self,
+        cell: &Cell,
+        (folder, from): (&Path, Option<&Path>),
+        resumes: bool,
+        log: &Path,
+    ) -> Result<Child> {
         let program = std::env::current_exe().map_err(|why| Error::Failed(format!("this program: {why}")))?;
         let mut process = Command::new(program);
         process.arg("train");
@@ -97,10 +150,13 @@ impl<'a> Runner<'a> {
         } else {
             let config = Config::load(&cell.config, &cell.settings)?;
             process.arg(&cell.config).args(["--recipe", &cell.recipe]);
-            for change in settings(cell, config.train.lr) {
+            for change in settings(cell, config.train.lr, from) {
                 process.args(["--set", &change]);
             }
             process.arg("--set").arg(format!("run.dir={}", folder.display()));
+        }
+        if cell.kind == Kind::Trunk {
+            process.args(["--until", &cell.steps.to_string()]);
         }
         process.args(self.device.iter().flat_map(|device| ["--device", device]));
         let file = std::fs::OpenOptions::new().create(true).append(true).open(log).map_err(Error::io(log))?;
@@ -180,7 +236,15 @@ fn row(cell: &Cell, (folder, log): (&Path, &Path), status: ExitStatus, commit: &
     };
     let mut row = Row::of(cell, provenance(folder, commit), outcome);
     row.seconds = metrics.iter().filter_map(|m| m.seconds).sum();
-    row.tokens = metrics.iter().filter_map(|m| m.n_tokens_seen).max().unwrap_or(0);
+    // A branch that keeps its trunk's schedule counts on from the trunk's tokens.
+    let before = match (&cell.kind, &run) {
+        (&Kind::Branch { trunk_steps, schedule: Schedule::Kept, .. }, Some(run)) => {
+            trunk_steps.saturating_mul(run.config.tokens_per_step())
+        }
+        _ => 0,
+    };
+    let seen = metrics.iter().filter_map(|m| m.n_tokens_seen).max().unwrap_or(0);
+    row.tokens = seen.saturating_sub(before);
     row.tokens_per_second = median(metrics.iter().filter_map(|m| m.tps));
     row.joules_per_token = joules(metrics, row.tokens);
     row.last_tenth = last_tenth(&losses);
@@ -213,6 +277,6 @@ fn provenance(folder: &Path, commit: &str) -> Provenance {
     let process = Process::of_run(folder).pop();
     let version = process.as_ref().map_or_else(String::new, |process| process.version.clone());
     let (machine, device) = process.map(|process| (process.processor, process.device)).unwrap_or_default();
-    let versions = BTreeMap::from([("nibble".to_owned(), version)]);
+    let versions = [("nibble".to_owned(), version)].into_iter().filter(|(_, version)| !version.is_empty()).collect();
     Provenance { machine, device, commit: commit.to_owned(), versions }
 }

@@ -69,6 +69,9 @@ pub struct Args {
     /// three settings that affect results may change: train.steps may grow, and train.combine and train.expert_shards may be set explicitly.
     #[arg(long)]
     resume: bool,
+    /// Ends after step STEP of train.steps, with a checkpoint; the schedule stays that of train.steps. --resume continues the run.
+    #[arg(long, value_name = "STEP", conflicts_with = "dry_run", value_parser = clap::value_parser!(u64).range(1..))]
+    until: Option<u64>,
     /// Prints configuration, parameter count and predicted memory, and exits without allocating weights or writing files. The prediction is
     /// for the device that the run would use. --dry-run=gpu predicts for a GPU, also on a host without a GPU.
     #[arg(long, value_name = "WHERE", num_args = 0..=1, require_equals = true, default_missing_value = "device")]
@@ -165,7 +168,12 @@ pub fn run(args: Args) -> Result<()> {
         signals.into_iter().for_each(Signals::wait_until_told);
         return Err(if signal == 0 { error } else { Error::Stopped(signal) });
     }
-    let options = Options { resume: args.resume, numbered: !named_by_user, digest: args.digest, stop };
+    let until = args.until.unwrap_or(0);
+    if until > config.train.steps {
+        let why = format!("--until: {until} is beyond the run's last step, train.steps = {}", config.train.steps);
+        return Err(Error::usage(why));
+    }
+    let options = Options { resume: args.resume, numbered: !named_by_user, digest: args.digest, until, stop };
     let training = Training { config: &config, options, check_links: args.check_links };
     let Outcome { summary, stopped } = device::run(&config.run, &training)?;
     if let Some(summary) = summary {
@@ -202,8 +210,8 @@ impl Work for Training<'_> {
     }
 
     fn agreed(&self) -> String {
-        let Options { resume, digest, .. } = self.options;
-        format!("resume = {resume}\ncheck_links = {}\ndigest = {digest}", self.check_links)
+        let Options { resume, digest, until, .. } = self.options;
+        format!("resume = {resume}\ncheck_links = {}\ndigest = {digest}\nuntil = {until}", self.check_links)
     }
 }
 

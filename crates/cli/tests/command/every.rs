@@ -52,6 +52,13 @@ pub const ALL: &[Command] = &[
     says(&["data", "text.txt"]),
     says(&["models", "small.toml"]),
     says(&["study", "study.toml", "--plan"]),
+    writes(
+        "out.json",
+        &[
+            "fidelity", "run", "--recipe", "mxfp4", "--redraws", "2", "--batches", "2", "--out", "out.json", "--device",
+            "cpu",
+        ],
+    ),
     says(&["recipe"]),
     says(&["recipe", "mxfp4-hopper", "--trace"]),
     says(&["recipe", "hif4", "--cost", "small.toml"]),

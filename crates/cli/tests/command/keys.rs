@@ -119,6 +119,7 @@ fn cases() -> Vec<Case> {
         ("data.document_mask", ROWS, "true", Weights),
         ("data.valid_fraction", &[], "0.3", Weights),
         ("train.init_from", &[], "first", Weights),
+        ("train.init_state", &["train.init_from=first", "train.steps=6"], "all", Weights),
         ("train.steps", &[], "5", Weights),
         ("train.batch_size", &[], "8", Weights),
         ("train.grad_accum", &[], "2", Weights),

@@ -8,6 +8,7 @@ mod endings;
 #[cfg(target_os = "linux")]
 mod every;
 #[cfg(debug_assertions)]
+mod fidelity;
 mod full_disk;
 mod generating;
 mod gpu;

@@ -1,6 +1,5 @@
 //! The mean of several runs' curves, and how far the runs are from it.
 
-use crate::cell::Kind;
 use crate::row::{Outcome, Row};
 use crate::rows::Rows;
 use crate::statistics::sd;
@@ -29,7 +28,7 @@ pub(super) fn bands(study: &Study, config: &str, group: Group, rows: &Rows) -> V
                 && cell.recipe == recipe
                 && cell.seed == seed
                 && cell.group() == Some(group)
-                && !matches!(cell.kind, Kind::Floor { .. })
+                && cell.repeat == 0
         });
         cell.and_then(|cell| rows.get(&cell.id)).filter(|row| row.outcome == Outcome::Done)
     };

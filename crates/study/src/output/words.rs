@@ -3,7 +3,7 @@
 use crate::results::{CellState, Comparison, ConfigResults, Lag, Measure, NoiseFloor, POWER, Results, State};
 
 /// The columns of the table of comparisons.
-pub(super) const COLUMNS: [&str; 9] = [
+pub(super) const COLUMNS: [&str; 10] = [
     "recipe",
     "pairs",
     "training loss",
@@ -13,6 +13,7 @@ pub(super) const COLUMNS: [&str; 9] = [
     "in steps of the baseline",
     "held-out loss",
     "tokens/s",
+    "J/token",
 ];
 
 /// How the columns are to be read.
@@ -33,13 +34,13 @@ pub(super) fn legend(results: &Results) -> Vec<String> {
         ),
         format!(
             "\"In steps\" divides the difference by the slope of `{baseline}`'s mean training loss at the end. Seeds with a diverged run are excluded from the numbers; the column \"pairs\" \
-             counts them."
+             counts them. \"tokens/s\" and \"J/token\" are ratios to `{baseline}` on the same kind of device; energy is the GPU's power (NVML) times the time of the training steps."
         ),
     ]
 }
 
 /// The cells of a row of the table of comparisons, after the recipe's name.
-pub(super) fn columns(one: &Comparison) -> [String; 8] {
+pub(super) fn columns(one: &Comparison) -> [String; 9] {
     [
         pairs(one),
         difference(&one.training),
@@ -49,6 +50,7 @@ pub(super) fn columns(one: &Comparison) -> [String; 8] {
         lag(one),
         difference(&one.held_out),
         one.speed.map_or_else(dash, |ratio| format!("{ratio:.2} ×")),
+        one.energy.map_or_else(dash, |ratio| format!("{ratio:.2} ×")),
     ]
 }
 

@@ -2,7 +2,7 @@
 
 use super::GroupResults;
 use super::lag::{self, Lag};
-use crate::cell::{Cell, Kind};
+use crate::cell::Cell;
 use crate::row::{Outcome, Row};
 use crate::rows::Rows;
 use crate::statistics::{Paired, holm, minimum_detectable};
@@ -115,9 +115,7 @@ pub(super) fn comparisons(study: &Study, group: Group, cells: &[&Cell], rows: &R
 
 fn compare(study: &Study, recipe: &str, cells: &[&Cell], rows: &Rows) -> Comparison {
     let row = |recipe: &str, seed: u64| {
-        let is = |cell: &&&Cell| {
-            cell.recipe == recipe && cell.seed == seed && !matches!(cell.kind, Kind::Floor { .. })
-        };
+        let is = |cell: &&&Cell| cell.recipe == recipe && cell.seed == seed && cell.repeat == 0;
         cells.iter().find(is).and_then(|cell| rows.get(&cell.id))
     };
     let mut counts = Counts { planned: study.seeds.len(), ..Counts::default() };

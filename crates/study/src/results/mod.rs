@@ -63,6 +63,9 @@ pub struct CellState {
     /// Seconds that it took.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub seconds: Option<f64>,
+    /// Joules per token, where the device reports its power.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub joules_per_token: Option<f64>,
 }
 
 /// Recipes that are compared with one another.
@@ -160,7 +163,7 @@ fn of_config(study: &Study, config: &Config, cells: &[Cell], rows: &Rows) -> Con
                 group,
                 name: study.group_name(group),
                 comparisons: compare::comparisons(study, group, &cells, rows),
-                floor: (group == Group::Runs && study.floor > 0)
+                floor: (study.floor > 0)
                     .then(|| floor::noise_floor(study, &cells, rows))
                     .flatten(),
                 cells: cells.iter().map(state).collect(),
@@ -193,18 +196,15 @@ fn cell_state(cell: &Cell, rows: &Rows) -> CellState {
         Some((Outcome::Diverged { step }, _)) => State::Diverged { step: *step },
         Some((Outcome::Failed { why }, _)) => State::Failed { why: why.clone() },
     };
-    let repeat = match cell.kind {
-        Kind::Floor { repeat } => Some(repeat),
-        _ => None,
-    };
     CellState {
         cell: cell.id.clone(),
         kind: cell.kind_name(),
         recipe: cell.recipe.clone(),
-        repeat,
+        repeat: (cell.repeat > 0).then_some(cell.repeat),
         seed: cell.seed,
         state,
         seconds: row.map(|row| row.seconds),
+        joules_per_token: row.and_then(|row| row.joules_per_token),
     }
 }
 

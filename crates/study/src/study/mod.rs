@@ -92,7 +92,7 @@ pub struct Study {
     pub seeds: Vec<u64>,
     /// Settings of every run, `key=value`.
     pub set: Vec<String>,
-    /// Perturbed runs of the baseline for each seed, which show what chaos alone does.
+    /// Perturbed runs of the baseline for each seed and group, which show what chaos alone does.
     pub floor: u64,
     /// Runs that begin with a shared trunk.
     pub branches: Vec<Branch>,
@@ -136,9 +136,6 @@ impl Study {
         let seeds = keys.seeds("seeds")?;
         let configs = configs(&keys, &set, catalog)?;
         let floor = keys.number("floor", 0, 100)?.unwrap_or(0);
-        if floor > 0 && recipes.is_empty() {
-            return Err(keys.wrong("floor", "repeats runs of `recipes`, of which there are none"));
-        }
         let mut branches: Vec<Branch> = Vec::new();
         for keys in branch_keys {
             let branch = branch(&keys, &baseline, &configs, &mut known)?;

@@ -1,6 +1,5 @@
 use super::*;
 use crate::catalog::Settled;
-use crate::cell::Kind;
 
 /// Recipes and configurations by name, whose texts are these.
 pub struct Names {
@@ -84,15 +83,17 @@ fn cells_fill_one_seed_after_the_other() {
             format!("{config}.bf16.s{seed}.trunk500"),
             format!("{config}.bf16.s{seed}.from.bf16.500.kept"),
             format!("{config}.mxfp4-hopper.s{seed}.from.bf16.500.kept"),
+            format!("{config}.bf16.s{seed}.from.bf16.500.kept.floor1"),
             format!("{config}.bf16.s{seed}.from.bf16.500.new"),
             format!("{config}.fp8-flow.s{seed}.from.bf16.500.new"),
+            format!("{config}.bf16.s{seed}.from.bf16.500.new.floor1"),
         ]
     };
     let expected = [of("tiny", 4), of("tiny", 2), of("shakespeare", 4), of("shakespeare", 2)].concat();
     assert_eq!(slugs, expected);
-    let steps: Vec<u64> = cells[..9].iter().map(|cell| cell.steps).collect();
-    assert_eq!(steps, [2000, 2000, 2000, 2000, 500, 1500, 1500, 2000, 2000]);
-    assert_eq!(cells[3].kind, Kind::Floor { repeat: 1 });
+    let steps: Vec<u64> = cells[..11].iter().map(|cell| cell.steps).collect();
+    assert_eq!(steps, [2000, 2000, 2000, 2000, 500, 1500, 1500, 1500, 2000, 2000, 2000]);
+    assert_eq!([3, 7, 10].map(|i| cells[i].repeat), [1; 3]);
     assert!(cells[3].lr_factor() > 1.0 && cells[0].lr_factor() == 1.0);
     assert_eq!((cells[5].trunk(), cells[8].trunk()), (Some(&*cells[4].id), Some(&*cells[4].id)));
     let ids: std::collections::BTreeSet<_> = cells.iter().map(|cell| &cell.id).collect();

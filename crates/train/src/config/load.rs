@@ -11,7 +11,7 @@ use super::init::fill_model;
 use super::preset::{in_shell, preset, preset_names};
 use super::values::{in_short, insert, join, lookup, settings};
 use super::{
-    Balance, CheckpointConfig, Combine, Config, DataConfig, EvalConfig, GroupScore, MIXTURE, MixtureSource,
+    Balance, CheckpointConfig, Combine, Config, DataConfig, EvalConfig, GroupScore, InitState, MIXTURE, MixtureSource,
     ModelConfig, OnError, Reductions, RopeScaling, RunConfig, SYNTHETIC, Scores, TrainConfig, foreign,
 };
 use crate::error::{Error, Result};
@@ -202,6 +202,7 @@ impl Config {
         };
         let train = TrainConfig {
             init_from: "folder".into(),
+            init_state: InitState::All,
             expert_shards: 2,
             combine: Some(Combine::Tree),
             router_bias_rate: 0.0,

@@ -113,6 +113,10 @@ pub struct TrainConfig {
     /// except its losses and positions, and the optimizer state starts at zero. Empty: random weights.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub init_from: String,
+    /// What the run takes from the checkpoint in `init_from`: `weights`; or `all`: also the optimizer state, the step, the schedule's position and
+    /// the position in the data. The run then continues that run under another recipe or other settings.
+    #[serde(skip_serializing_if = "is_default")]
+    pub init_state: InitState,
     /// Optimizer steps of the whole run.
     pub steps: u64,
     /// Sequences of a micro-batch, over all ranks.
@@ -188,6 +192,17 @@ impl TrainConfig {
     }
 }
 
+/// What a run takes from the checkpoint that it starts from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum InitState {
+    /// The weights: the optimizer state is zero, and training starts at step 0.
+    #[default]
+    Weights,
+    /// Everything: weights, moments, amax histories of delayed scales, the step and the position in the data.
+    All,
+}
+
 /// A plain type, as a configuration names it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -212,6 +227,7 @@ impl Default for TrainConfig {
     fn default() -> Self {
         Self {
             init_from: String::new(),
+            init_state: InitState::default(),
             steps: 300,
             batch_size: 16,
             grad_accum: 1,
@@ -414,6 +430,7 @@ impl Config {
         now.train.combine = now.train.combine.or(earlier.train.combine);
         if now.train.init_from.is_empty() {
             now.train.init_from.clone_from(&earlier.train.init_from);
+            now.train.init_state = earlier.train.init_state;
         }
         now
     }

@@ -5,7 +5,7 @@
 use super::require::{fail, not_negative, positive, require};
 use super::values::settings;
 use super::{
-    Balance, Combine, Config, DeviceChoice, MIXTURE, MixtureSource, ModelConfig, QkNorm, RANDOM, SYNTHETIC,
+    Balance, Combine, Config, DeviceChoice, InitState, MIXTURE, MixtureSource, ModelConfig, QkNorm, RANDOM, SYNTHETIC,
     ScheduleKind,
 };
 use crate::data::{BYTE_VOCAB, RECORD_TOKENS, SYNTHETIC_VOCAB};
@@ -311,6 +311,9 @@ impl Config {
 
     fn validate_optimizer(&self) -> Result<()> {
         let t = &self.train;
+        require(t.init_state == InitState::Weights || !t.init_from.is_empty(), "train.init_state", || {
+            "is \"all\", but train.init_from names no checkpoint".into()
+        })?;
         positive("train.lr", t.lr)?;
         not_negative("train.min_lr", t.min_lr)?;
         require(t.min_lr <= t.lr, "train.min_lr", || {

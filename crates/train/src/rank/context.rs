@@ -74,6 +74,22 @@ impl<B: Kernels> RankContext<'_, B> {
         batches: usize,
         go_on: &mut dyn FnMut(usize, usize) -> Result<bool>,
     ) -> Result<Option<HeldOut>> {
+        let Some((nats, targets)) = self.held_out_sequences(model, batches, go_on)? else { return Ok(None) };
+        let found = HeldOut::of_sequences(&nats, targets);
+        if !found.nats.is_finite() {
+            let site = "held-out loss".into();
+            return Err(CoreError::NonFinite { site, layer: "-".into(), step: self.step }.into());
+        }
+        Ok(Some(found))
+    }
+
+    /// The nats of each sequence behind [`RankContext::evaluate`], and the number of targets.
+    pub fn held_out_sequences(
+        &mut self,
+        model: &mut Decoder<B>,
+        batches: usize,
+        go_on: &mut dyn FnMut(usize, usize) -> Result<bool>,
+    ) -> Result<Option<(Vec<f32>, u64)>> {
         let data = self.data.clone().ok_or_else(no_data)?;
         let parts = parts_of(data.valid_windows(), batches, self.config.train.batch_size);
         let (mut nats, mut targets) = (Vec::new(), 0);
@@ -94,12 +110,7 @@ impl<B: Kernels> RankContext<'_, B> {
             targets += tail.counted() as u64;
         }
         model.release();
-        let found = HeldOut::of_sequences(&nats, targets);
-        if !found.nats.is_finite() {
-            let site = "held-out loss".into();
-            return Err(CoreError::NonFinite { site, layer: "-".into(), step: self.step }.into());
-        }
-        Ok(Some(found))
+        Ok(Some((nats, targets)))
     }
 
     /// Raises the capacity of exchanges, since a rank was sent `needed` times its share. `again` names what is retried.

@@ -17,7 +17,7 @@
 //!
 //! [`Trainer`] holds the state that all of them share. `ranks.rs` has the communication of ranks outside steps. Other uses of a model are
 //! no run: `weights.rs` loads, `scoring.rs` computes losses (in evaluations as in `nibble eval`), `decoding.rs` generates text, and
-//! `inspect.rs` exposes one step.
+//! `inspect.rs` exposes one step; `fidelity.rs` returns gradients and losses of fixed weights.
 //!
 //! A step's checkpoint precedes its evaluation, so that an evaluation that fails costs no step. After the last step come the last
 //! checkpoint, the loss over all held-out data, the plot and the summary.
@@ -29,6 +29,7 @@
 mod decoding;
 mod divergence;
 mod evaluating;
+mod fidelity;
 mod inspect;
 mod options;
 mod ranks;
@@ -41,6 +42,7 @@ mod steps;
 mod weights;
 
 pub use decoding::Decoding;
+pub use fidelity::ParamGradient;
 pub use inspect::Inspection;
 pub use options::{Observer, Options, Outcome, Start, Summary};
 pub use run::run;

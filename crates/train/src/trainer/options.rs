@@ -24,6 +24,9 @@ pub struct Options {
     pub numbered: bool,
     /// Hash the weights after the last step: [`Summary::digest`].
     pub digest: bool,
+    /// If not 0, the run ends after this step of its schedule, counted from 1: it saves a checkpoint, plots, and skips the last evaluation.
+    /// It can be resumed. [`Outcome::stopped`] stays 0.
+    pub until: u64,
     /// If not 0, the run ends after the current step or evaluation batch: it saves a checkpoint, plots, and skips the last evaluation or
     /// the rest of it. The value is a signal's number or another one below 128, and every rank ends with it ([`Outcome::stopped`]). Any
     /// rank may have such a flag; a rank without one is never asked. Several ranks learn of it from the record of a step that was issued

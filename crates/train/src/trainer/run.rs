@@ -122,8 +122,8 @@ impl<'a, 'o, B: Kernels> Run<'a, 'o, B> {
     /// Takes the remaining steps, with the checkpoints and evaluations that are due between them.
     fn take_steps(&mut self) -> Result<()> {
         let config = self.trainer.config();
-        let (steps, save_every, eval) = (config.train.steps, config.checkpoint.every, config.eval.clone());
-        let options = self.evaluator.options;
+        let (save_every, eval) = (config.checkpoint.every, config.eval.clone());
+        let (options, steps) = (self.evaluator.options, self.last_step());
         self.evaluate_what_is_owed()?;
         let is_alone = self.trainer.backend().1.world() == 1;
         while self.trainer.step() < steps && self.stopped == 0 {
@@ -170,15 +170,26 @@ impl<'a, 'o, B: Kernels> Run<'a, 'o, B> {
         // The checkpoint comes first: the evaluation takes time and may fail, and must not cost the last steps.
         let CheckpointConfig { every, at_end, .. } = self.trainer.config().checkpoint;
         let step = self.trainer.step();
-        let wanted = at_end || due(step, every) || self.stopped != 0 && every > 0;
+        let is_whole = step >= self.trainer.config().train.steps;
+        // A run that ends early on request is to be continued.
+        let was_cut = self.stopped == 0 && !is_whole;
+        let wanted = at_end || due(step, every) || was_cut || self.stopped != 0 && every > 0;
         if wanted && self.saved_at != Some(step) {
             let done = self.trainer.save(self.outputs.as_ref().map(|o| &o.store))?;
             self.tell(done);
         }
-        if self.stopped == 0 {
+        if self.stopped == 0 && is_whole {
             self.held_out = self.evaluate(0)?;
         }
         Ok(())
+    }
+
+    /// The step after which this process ends, if nothing stops it before: the run's last one, or [`Options::until`].
+    fn last_step(&self) -> u64 {
+        match (self.trainer.config().train.steps, self.evaluator.options.until) {
+            (steps, 0) => steps,
+            (steps, until) => steps.min(until),
+        }
     }
 
     /// The results of the run.

@@ -2,9 +2,10 @@
 
 use super::Trainer;
 use super::saving::files::{Part, kept_by};
-use crate::checkpoint::{Checkpoint, PIECE, Tensors, little_endian};
+use crate::checkpoint::{Checkpoint, PIECE, Position, Tensors, little_endian};
+use crate::config::{Config, InitState};
 use crate::delayed::{DelayedRecords, History};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::family::Named;
 use crate::files::hexadecimal;
 use crate::param::{Param, Placement};
@@ -116,6 +117,28 @@ fn restore<B: Kernels>(
     scales.map_or(Ok(()), Tensors::finish_with_others)
 }
 
+/// The key that says how much of a checkpoint a run takes.
+const INIT_STATE: &str = "train.init_state";
+
+/// Checks that a run can continue from a checkpoint's position: it has steps left, and a step is as many sequences as in the earlier run,
+/// since the position in the data is counted in sequences.
+fn require_position(config: &Config, position: &Position) -> Result<()> {
+    let (step, steps) = (position.step, config.train.steps);
+    if step >= steps {
+        let why = format!("is \"all\", and the checkpoint is at step {step}, but train.steps = {steps}: no step is left");
+        return Err(Error::config(INIT_STATE, why));
+    }
+    let (per_step, cursor) = (config.sequences_per_step(), position.cursor);
+    if step.checked_mul(per_step) != Some(cursor) {
+        let why = format!(
+            "is \"all\", and the checkpoint has read {cursor} sequences in {step} steps, but here a step is {per_step} sequences \
+             (train.batch_size × train.grad_accum): use the same number"
+        );
+        return Err(Error::config(INIT_STATE, why));
+    }
+    Ok(())
+}
+
 impl<B: Kernels> Trainer<'_, B> {
     /// SHA-256 of all weights, in hexadecimal: the name and the little-endian F32 values of every parameter in canonical order. If two runs
     /// have equal hashes, their weights are bit-identical, whatever their meshes and devices. Needs host memory for one parameter; every
@@ -185,18 +208,29 @@ impl<B: Kernels> Trainer<'_, B> {
         Ok(())
     }
 
-    /// Loads the weights of `train.init_from`, if it is set.
+    /// Loads the weights of `train.init_from`, if it is set; under `train.init_state = "all"` also the state of that run.
     ///
     /// # Errors
-    /// [`crate::Error::Checkpoint`] if a tensor is missing, unexpected or of another shape (the error names it), or if the folder cannot be read.
+    /// [`crate::Error::Checkpoint`] if a tensor is missing, unexpected or of another shape (the error names it), or if the folder cannot be
+    /// read. [`crate::Error::Config`] if `train.init_state = "all"` cannot be met: the folder has no optimizer state, or its position is not
+    /// one of this run.
     pub fn load_initial(&mut self) -> Result<()> {
         let from = self.rank.context.config.train.init_from.clone();
+        let takes_all = self.rank.context.config.train.init_state == InitState::All;
         if from.is_empty() {
             return Ok(());
         }
         phase(format_args!("loading {from}"));
         let (b, mesh) = (self.rank.context.b, self.rank.context.mesh);
         match Initial::open(Path::new(&from))? {
+            Initial::Folder(_) if takes_all => {
+                let why = format!("is \"all\", but {from} is a model folder, which has no optimizer state and no step");
+                Err(Error::config(INIT_STATE, why))
+            }
+            Initial::Checkpoint(checkpoint) if takes_all => {
+                require_position(self.config(), checkpoint.position())?;
+                self.load(&checkpoint)
+            }
             Initial::Folder(folder) => {
                 self.rank.context.notes.extend(folder.notes.iter().cloned());
                 let mut tensors = folder.tensors()?;

@@ -274,7 +274,8 @@ fn require_nothing_to_lose(dir: &Path, every: u64) -> Result<()> {
         return Err(Error::config("run.dir", why));
     }
     let metrics = read_metrics(&dir.join(METRICS_FILE))?.metrics;
-    let steps = metrics.iter().map(|m| m.step).max().unwrap_or(0);
+    // A run that continues another one begins with a later step than 1.
+    let steps = metrics.iter().filter(|m| m.loss.is_some()).count() as u64;
     // A checkpoint may still be in progress during the steps up to the next one.
     if steps > 2 * every {
         let dir = dir.display();

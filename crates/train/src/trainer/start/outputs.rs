@@ -43,6 +43,7 @@ impl Outputs {
         observer: &mut dyn Observer,
     ) -> Result<Self> {
         let dir = PathBuf::from(&config.run.dir);
+        let is_new = store.is_none();
         let (dir, store) = match store {
             Some(store) => (dir, store),
             None => claim(&dir, !options.numbered)?,
@@ -57,7 +58,7 @@ impl Outputs {
         write(CONFIG_FILE, config.resolved_toml()?)?;
         reach(Point::Configured)?;
         write(RECIPE_FILE, recipe.to_toml())?;
-        if step == 0 {
+        if is_new || step == 0 {
             keep_companions(config, &dir.join(COMPANIONS_DIR))?;
         }
         reach(Point::RunOpened)?;

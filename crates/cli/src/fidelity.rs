@@ -1,0 +1,214 @@
+//! `nibble fidelity`: what recipes do to the gradients and to the held-out loss of one checkpoint, without training.
+
+use crate::checkpoint::Trained;
+use nibble_command::console::thousands;
+use nibble_command::device::{self, Device, DeviceArg, On, Work};
+use nibble_command::error::{Error, Result};
+use nibble_command::output::{Force, Mark, Outputs};
+use nibble_command::say;
+use nibble_core::Recipe;
+use nibble_study::fidelity::{Decomposition, Gradient, Redraws};
+use nibble_study::statistics::Paired;
+use nibble_train::config::Config;
+use nibble_train::trainer::ParamGradient;
+use serde::Serialize;
+use std::path::PathBuf;
+
+/// Compares recipes' gradients and losses at one checkpoint
+///
+/// Trains nothing. For each recipe, prints the change of the held-out loss, and the error of the gradient of one training step: bias, and
+/// variance over redraws of stochastic rounding and of random signs.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Squared errors are divided by the squared norm of the reference's gradient. The expected error of one gradient is bias + variance; of one redraw, \
+    only the sum can be estimated. \"Noise\" is the variance of the reference's gradient from one batch to another, which every training step has anyway.\n\n\
+    Examples:\n  \
+    nibble fidelity runs/tiny --recipe mxfp4-hopper --recipe mxfp4\n  \
+    nibble fidelity runs/tiny --recipe nvfp4 --redraws 16 --out fidelity.json")]
+pub struct Args {
+    /// Directory of a run (the newest whole checkpoint is used) or of one checkpoint.
+    #[arg(value_name = "RUN")]
+    path: PathBuf,
+    /// Recipe to compare with the reference; repeatable.
+    #[arg(long = "recipe", value_name = "RECIPE", required = true)]
+    recipes: Vec<String>,
+    /// The recipe without the error that is measured.
+    #[arg(long, value_name = "RECIPE", default_value = "bf16")]
+    reference: String,
+    /// Gradients per recipe that differ in the random numbers of rounding and signs; 1 for a recipe without random numbers.
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u64).range(1..))]
+    redraws: u64,
+    /// Training batches over which the noise of the reference's gradient is measured.
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u64).range(2..))]
+    batches: u64,
+    /// Batches of 16 sequences of held-out loss; 0 = all held-out data.
+    #[arg(long, value_name = "N", default_value_t = 16)]
+    held_out: usize,
+    /// Writes all numbers, tensor by tensor, to this JSON file.
+    #[arg(long, value_name = "FILE")]
+    out: Option<PathBuf>,
+    #[command(flatten)]
+    force: Force,
+    #[command(flatten)]
+    device: DeviceArg,
+}
+
+const FIGURES: Mark = Mark::Figures("nibble fidelity");
+
+pub fn run(args: Args) -> Result<()> {
+    let trained = Trained::open(&args.path)?;
+    let Some(checkpoint) = trained.checkpoint() else {
+        let why = format!("{}: is a model folder, expected a run or its checkpoint, which has training data", args.path.display());
+        return Err(Error::usage(why));
+    };
+    let step = checkpoint.position().step;
+    let overrides = args.device.after(Vec::new());
+    let config = trained.config(&overrides)?;
+    let recipe = |name: &String| -> Result<Recipe> {
+        let named = [overrides.clone(), vec![format!("recipe={name}")]].concat();
+        let recipe = trained.recipe(&trained.config(&named)?, &named)?;
+        if recipe.is_delayed() {
+            return Err(Error::usage(format!(
+                "recipe {name}: has delayed scales, which depend on earlier steps; a checkpoint alone does not decide its gradient"
+            )));
+        }
+        Ok(recipe)
+    };
+    let reference = recipe(&args.reference)?;
+    let recipes = args.recipes.iter().map(recipe).collect::<Result<Vec<_>>>()?;
+    let mut outputs = Outputs::new(args.force, [args.path.clone()]);
+    let out = args.out.as_ref().map(|path| outputs.named(path, &FIGURES)).transpose()?;
+    crate::caching::make(&config, None)?;
+    let measuring = Measuring { trained: &trained, config: &config, reference: &reference, recipes: &recipes, args: &args, step };
+    let found = device::run(&config.run, &measuring)?;
+    let (Some(out), Some(found)) = (out, found) else { return Ok(()) };
+    let json = serde_json::to_value(&found).map_err(|why| Error::Failed(why.to_string()))?;
+    out.write(FIGURES.json(json))
+}
+
+/// All numbers of one call.
+#[derive(Debug, Serialize)]
+struct Found {
+    checkpoint: PathBuf,
+    step: u64,
+    device: String,
+    version: &'static str,
+    reference: String,
+    /// Held-out loss of the reference, nats.
+    held_out: f64,
+    batches: u64,
+    /// The reference's gradients over training batches, beside that of the first batch: its variance is the noise of a batch.
+    noise: Vec<Decomposition>,
+    recipes: Vec<OfRecipe>,
+}
+
+#[derive(Debug, Serialize)]
+struct OfRecipe {
+    recipe: String,
+    /// Relative change of the held-out loss in per cent, paired by sequence.
+    held_out: Option<Paired>,
+    /// The gradient of the first batch, tensor by tensor, and of all tensors.
+    gradient: Vec<Decomposition>,
+}
+
+struct Measuring<'a> {
+    trained: &'a Trained,
+    config: &'a Config,
+    reference: &'a Recipe,
+    recipes: &'a [Recipe],
+    args: &'a Args,
+    step: u64,
+}
+
+impl Work for Measuring<'_> {
+    type Out = Option<Found>;
+
+    fn run<B: Device>(&self, on: &On<'_, B>) -> Result<Option<Found>> {
+        on.announce();
+        let Self { trained, config, reference, recipes, args, step } = self;
+        let mut trainer = trained.load(on, config, reference)?.with_data()?;
+        let (held_out, targets) = trainer.held_out_sequences(args.held_out)?;
+        let mean = held_out.iter().map(|nats| f64::from(*nats)).sum::<f64>() / held_out.len().max(1) as f64;
+        let first = trainer.gradient(0, 0)?;
+        let mut over_batches = Redraws::default();
+        add(&mut over_batches, &first)?;
+        (1..args.batches).try_for_each(|later| add(&mut over_batches, &trainer.gradient(later, 0)?))?;
+        drop(trainer);
+        let noise = over_batches.decompose(&by_name(&first)).map_err(other_tensor)?;
+        drop(over_batches);
+        let whole = noise.last().map_or(f64::NAN, |all| all.variance / all.reference);
+        if on.is_first() {
+            say!(
+                "checkpoint at step {}; reference {}: held-out loss {:.4} nats, noise of a batch's gradient {whole:.4}",
+                thousands(*step),
+                reference.name,
+                mean * held_out.len() as f64 / targets.max(1) as f64
+            );
+            say!("{:26} {:>7} {:>20} {:>9} {:>9} {:>9} {:>9}", "recipe", "redraws", "held-out loss", "error", "bias", "variance", "/ noise");
+        }
+        let mut all = Vec::new();
+        for recipe in *recipes {
+            let mut trainer = trained.load(on, config, recipe)?.with_data()?;
+            let (nats, _) = trainer.held_out_sequences(args.held_out)?;
+            let differences: Vec<f64> =
+                nats.iter().zip(&held_out).map(|(a, b)| 100.0 * f64::from(a - b) / mean).collect();
+            let mut redraws = Redraws::default();
+            for redraw in 0..args.redraws {
+                add(&mut redraws, &trainer.gradient(0, redraw)?)?;
+            }
+            let gradient = redraws.decompose(&by_name(&first)).map_err(other_tensor)?;
+            let found = OfRecipe { recipe: recipe.name.clone(), held_out: Paired::of(&differences), gradient };
+            if on.is_first() {
+                say!("{}", found.line(whole));
+            }
+            all.push(found);
+        }
+        let found = Found {
+            checkpoint: args.path.clone(),
+            step: *step,
+            device: on.describe(),
+            version: env!("CARGO_PKG_VERSION"),
+            reference: reference.name.clone(),
+            held_out: mean * held_out.len() as f64 / targets.max(1) as f64,
+            batches: args.batches,
+            noise,
+            recipes: all,
+        };
+        Ok(on.is_first().then_some(found))
+    }
+}
+
+impl OfRecipe {
+    /// A line of the table; `noise` is that of a batch, relative to the squared norm.
+    fn line(&self, noise: f64) -> String {
+        let held_out = self.held_out.map_or_else(String::new, |paired| match paired.half_width {
+            Some(half) => format!("{:+.3} % ± {half:.3}", paired.mean),
+            None => format!("{:+.3} %", paired.mean),
+        });
+        let Some(all) = self.gradient.last() else { return self.recipe.clone() };
+        let relative = |value: f64| format!("{:.5}", value / all.reference);
+        let (bias, variance) = match all.redraws {
+            1 => ("–".to_owned(), "–".to_owned()),
+            _ => (relative(all.bias), relative(all.variance)),
+        };
+        format!(
+            "{:26} {:>7} {held_out:>20} {:>9} {bias:>9} {variance:>9} {:>9.4}",
+            self.recipe,
+            all.redraws,
+            relative(all.bias + all.variance),
+            all.error() / noise
+        )
+    }
+}
+
+fn by_name(gradients: &[ParamGradient]) -> Vec<Gradient<'_>> {
+    gradients.iter().map(|gradient| (&*gradient.name, &*gradient.values)).collect()
+}
+
+fn add(redraws: &mut Redraws, gradients: &[ParamGradient]) -> Result<()> {
+    redraws.add(&by_name(gradients)).map_err(other_tensor)
+}
+
+/// Recipes of one model have the same parameters; the error names one that differs.
+fn other_tensor(name: String) -> Error {
+    Error::Failed(format!("the gradient of {name} is missing, or has another size, under one of the recipes"))
+}

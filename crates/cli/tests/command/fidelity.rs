@@ -1,0 +1,27 @@
+//! `nibble fidelity`: the reference has no error, rounding to nearest has no variance, and more bits have less error.
+
+use crate::{Place, read};
+use serde_json::Value;
+
+fn all<'a>(found: &'a Value, recipe: &str) -> &'a Value {
+    let of = found["recipes"].as_array().unwrap().iter().find(|one| one["recipe"] == recipe);
+    of.unwrap()["gradient"].as_array().unwrap().last().unwrap()
+}
+
+#[test]
+fn errors_of_gradients_are_those_of_the_recipe() {
+    let place = Place::with_text();
+    place.train(&["--recipe", "bf16", "--set", "run.dir=run"]).ok();
+    let args = "fidelity run --device cpu --redraws 3 --batches 2 --recipe bf16 --recipe mxfp8 --recipe ablation-mxfp4 --recipe nvfp4 --out found.json";
+    place.nibble(&args.split(' ').collect::<Vec<_>>()).ok().contains("reference bf16").contains("ablation-mxfp4");
+    let found: Value = serde_json::from_slice(&read(place.path("found.json"))).unwrap();
+    let number = |recipe: &str, key: &str| all(&found, recipe)[key].as_f64().unwrap();
+    assert_eq!([number("bf16", "bias"), number("bf16", "variance")], [0.0; 2]);
+    assert_eq!([number("mxfp8", "variance"), number("ablation-mxfp4", "variance")], [0.0; 2]);
+    // NVFP4 rounds gradients stochastically.
+    assert!(number("nvfp4", "variance") > 0.0);
+    assert!(0.0 < number("mxfp8", "bias") && number("mxfp8", "bias") < number("ablation-mxfp4", "bias"));
+    assert!(found["noise"].as_array().unwrap().last().unwrap()["variance"].as_f64().unwrap() > 0.0);
+    let wrong = place.nibble(&["fidelity", "run", "--device", "cpu", "--recipe", "fp8-delayed"]).failed(2);
+    assert!(wrong.contains("recipe fp8-delayed: has delayed scales"), "{wrong}");
+}

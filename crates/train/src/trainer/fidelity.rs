@@ -1,0 +1,76 @@
+//! Gradients and held-out losses of one state of the weights, for comparing recipes on it without training.
+
+use super::Trainer;
+use super::weights::gather;
+use crate::error::{Error, Result};
+use crate::evaluation::HeldOut;
+use crate::rank::{RankState, Step};
+use crate::record::Told;
+use nibble_core::{Error as CoreError, Kernels};
+use std::path::Path;
+
+/// The gradient of a parameter.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ParamGradient {
+    /// The parameter's name.
+    pub name: String,
+    /// All values of all ranks, F32.
+    pub values: Vec<f32>,
+}
+
+impl<B: Kernels> Trainer<'_, B> {
+    /// The gradient of a training step, without an optimizer: of the step that follows the trainer's by `later` steps. Weights, and the tokens
+    /// for equal `later`, are the same in every call. `redraw` changes the random numbers of stochastic rounding and of Hadamard signs; 0 uses
+    /// those of the run. Every rank must call it, and all get the same values.
+    ///
+    /// # Errors
+    /// [`Error::Data`] for a step without a target; from the backend, the data and other ranks.
+    pub fn gradient(&mut self, later: u64, redraw: u64) -> Result<Vec<ParamGradient>> {
+        self.require_settled("gradient")?;
+        self.rank.make_buffers()?;
+        let (b, mesh) = (self.rank.context.b, self.rank.context.mesh);
+        let batches = self.rank.context.plan()?.step(self.rank.context.step + later)?;
+        if batches.counted == 0 {
+            let source = self.rank.context.config.data.described();
+            let why = format!("step {} has no target, and so no gradient", self.rank.context.step + later + 1);
+            return Err(Error::data(Path::new(&source), why));
+        }
+        let RankState { context, model, buffers: Some(buffers), activations, .. } = &mut self.rank else {
+            return Err(CoreError::shape("gradient", "buffers", "none", "made").into());
+        };
+        buffers.restart(b, context.step)?;
+        buffers.write_inputs(context, 0.0, Told::default(), [0; 2], &batches)?;
+        // No exchange may overflow, since the pass is not retried. Data are already here: from now on the seed only decides rounding and signs.
+        let (seed, factor) = (context.config.seed, context.capacity_factor);
+        context.config.seed = seed ^ redraw.rotate_left(32);
+        context.capacity_factor = f64::INFINITY;
+        let names: Vec<String> = model.optimized().iter().map(|param| param.name.clone()).collect();
+        let mut work = || -> Result<Vec<Vec<f32>>> {
+            let mut step = Step::new(context, model, buffers)?;
+            step.first_micro_batch()?;
+            for _ in 1..context.config.train.grad_accum {
+                step.next_micro_batch()?;
+            }
+            let gradients = step.gradients(|param, grad| gather(b, mesh, param, grad))?;
+            step.end();
+            Ok(gradients)
+        };
+        let gradients = b.within(activations, || Ok(work()));
+        (context.config.seed, context.capacity_factor) = (seed, factor);
+        let named = names.into_iter().zip(gradients??);
+        Ok(named.map(|(name, values)| ParamGradient { name, values }).collect())
+    }
+
+    /// Held-out nats of each of the first sequences, `batches` batches of [`HeldOut::BATCH`] from all over the data, or of all (0), and the
+    /// number of their targets. Two recipes on the same weights can be compared sequence by sequence. The same on every rank.
+    ///
+    /// # Errors
+    /// As [`Trainer::evaluate`].
+    pub fn held_out_sequences(&mut self, batches: usize) -> Result<(Vec<f32>, u64)> {
+        self.require_settled("held_out_sequences")?;
+        let RankState { context, model, activations, .. } = &mut self.rank;
+        let sequences = context.b.within(activations, || Ok(context.held_out_sequences(model, batches, &mut |_, _| Ok(true))));
+        // `go_on` never returned false, so there is a result.
+        Ok(sequences??.unwrap_or_default())
+    }
+}
