@@ -39,8 +39,8 @@ static CLIENT: RwLock<Option<Client>> = RwLock::new(None);
 /// Where the ranks of a run meet.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct RendezvousArg {
-    /// Address HOST:PORT on rank 0's host at which the processes of a run connect. Needed with mpirun, which sets no such address, or to
-    /// choose a network.
+    /// Address HOST:PORT on rank 0's host to which the processes of a run connect. This option is needed with mpirun, which sets no such
+    /// address, or to choose a network.
     #[arg(long, value_name = "HOST:PORT")]
     rendezvous: Option<String>,
 }

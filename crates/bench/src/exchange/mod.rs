@@ -30,7 +30,7 @@ const RANKS: [usize; 3] = [2, 4, 8];
 /// Tokens of all ranks, whose experts are sampled.
 const TOKENS: usize = 8192;
 
-/// The expert all-to-all: bytes per token, and rounding errors of combine; with --ranks, the time.
+/// The expert all-to-all: bytes per token, and rounding errors of combine; with --ranks, its time.
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "A token has 7168 columns and is sent to 8 of 256 experts, which are divided among 2, 4 or 8 ranks. The experts of a token are \
@@ -49,7 +49,8 @@ const TOKENS: usize = 8192;
     nibble bench exchange --ranks 2 --device cpu --rows 256 --cols 512 --splits equal"
 )]
 pub struct Args {
-    /// Precision recipe: a built-in recipe (see `nibble recipe`) or the path of a TOML file.
+    /// Recipe, which sets number formats: a built-in recipe (see `nibble recipe`) or the path of a TOML
+    /// file.
     #[arg(long, value_name = "RECIPE", default_value = "mxfp4-hopper")]
     recipe: String,
     #[command(flatten)]

@@ -33,19 +33,19 @@ use std::path::{Path, PathBuf};
     for a model folder, by the tokenizer's bos_token or eos_token. Each pass predicts --stride tokens, with as much of the preceding document as fits \
     into data.seq_len. For documents longer than data.seq_len, a smaller stride gives each token more context and takes longer.")]
 pub struct Args {
-    /// Directory of a run (the newest whole checkpoint is used), of one checkpoint, or of a Hugging Face model.
+    /// Directory of a run (its newest undamaged checkpoint is used), of one checkpoint, or of a Hugging Face model.
     #[arg(value_name = "RUN_OR_MODEL")]
     path: PathBuf,
-    /// File of questions to score instead of held-out data; repeatable.
+    /// File of multiple-choice questions to score, instead of computing the held-out loss. This option may be repeated.
     #[arg(long = "task", value_name = "FILE")]
     tasks: Vec<PathBuf>,
-    /// Files, folder or glob to compute the perplexity of, instead of the held-out loss; repeatable.
+    /// File, folder or glob whose perplexity is computed, instead of the held-out loss. This option may be repeated.
     #[arg(long = "perplexity", value_name = "SOURCE")]
     texts: Vec<String>,
-    /// Tokens that --perplexity predicts per pass, from 1 to data.seq_len. Default: data.seq_len.
+    /// Number of tokens that --perplexity predicts per forward pass, from 1 to data.seq_len. Default: data.seq_len.
     #[arg(long, value_name = "TOKENS", requires = "texts")]
     stride: Option<usize>,
-    /// Whether each question of --task follows the BOS token, if the tokenizer has one. Default: the run's eval.add_bos_token, or true.
+    /// Whether the tokenizer's BOS token, if any, precedes each question of --task. Default: the run's eval.add_bos_token, or true.
     #[arg(long, value_name = "BOOL", requires = "tasks")]
     add_bos_token: Option<bool>,
     /// Writes the log-likelihood of each choice to this JSON file.

@@ -33,8 +33,7 @@ use std::path::{Path, PathBuf};
 
 /// Quantizes a safetensors file, or dequantizes it
 ///
-/// Converts every F32, BF16 or F16 matrix, and every stack of such matrices, to a block format. With --back, converts a quantized file to
-/// plain numbers.
+/// Converts every F32, BF16 or F16 matrix, and every stack of such matrices, to a block format. With --back, dequantizes a quantized file.
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "Blocks run along rows, run down columns (the buffers are then transposed), or are square tiles. A tensor with three \
@@ -63,14 +62,15 @@ pub struct Args {
     /// The safetensors file to write.
     #[arg(value_name = "OUT")]
     output: PathBuf,
-    /// Block format.
+    /// Block format to convert to.
     #[arg(long, required_unless_present = "back", conflicts_with = "back", value_parser = block_format())]
     format: Option<Format>,
-    /// Direction of the blocks: row, col or tile. Tiles are square blocks, for e4m3, e5m2, e4m3-tensor, e5m2-tensor and nvfp4 only.
+    /// Shape of the blocks: along rows (row), along columns (col), or square (tile). Only e4m3, e5m2, e4m3-tensor, e5m2-tensor and nvfp4
+    /// support square blocks.
     #[arg(long, default_value = "row", conflicts_with = "back")]
     axis: BlockAxis,
-    /// Scale rule: floor, rceil, ceil or even (powers of two), amax, tensor-amax or cann. Default: depends on the format. `nibble doctor --all`
-    /// lists each format's rules.
+    /// Scale rule: floor, rceil, ceil or even (power-of-two scales), amax, tensor-amax or cann. The default depends on the format; `nibble
+    /// doctor --all` lists each format's rules.
     #[arg(long, value_name = "RULE", conflicts_with = "back")]
     scale: Option<ScaleRule>,
     #[command(flatten)]
@@ -79,7 +79,7 @@ pub struct Args {
     /// Default: nearest-away for hif4, nearest-even for all other formats.
     #[arg(long, value_name = "ROUNDING", conflicts_with = "back")]
     round: Option<Rounding>,
-    /// Seed of stochastic rounding; the random bits depend on the seed and on the tensor's name.
+    /// Seed of stochastic and dither rounding. The random bits depend on the seed and on the tensor's name.
     #[arg(long, default_value_t = 0, conflicts_with = "back")]
     seed: u64,
     /// Quantizes only tensors whose name matches one of these globs (`*` and `?`).
@@ -97,16 +97,18 @@ pub struct Args {
 /// Scaling options besides the scale rule; refused if the format has no such choice.
 #[derive(Debug, clap::Args)]
 struct ScalingArgs {
-    /// Chooses block and tensor scales as if the largest magnitude were FACTOR times larger: 1 to 2 in steps of 1/16.
+    /// Chooses block and tensor scales as if the largest magnitude were FACTOR times larger. FACTOR is 1 to 2, in steps of 1/16.
     #[arg(long, value_name = "FACTOR", conflicts_with = "back", value_parser = headroom)]
     headroom: Option<Headroom>,
-    /// Thresholds from which a part of a block gets another factor of two: 4,2 or 3.5,1.75 (hif4 only).
+    /// Magnitudes, in units of the block's scale, from which the scale of an eighth or a sixteenth of a block is doubled: 4,2 or 3.5,1.75
+    /// (hif4 only).
     #[arg(long, value_name = "TWO", conflicts_with = "back")]
     thresholds: Option<Thresholds>,
-    /// Code to which a block's largest magnitude is scaled (nvfp4 only): 6; or 4 or 6, whichever gives the smaller error (4/6-mse, 4/6-mae).
+    /// Code to which a block's largest magnitude is mapped (nvfp4 only). 6: always to 6. 4/6-mse and 4/6-mae: to 4 or 6, whichever gives
+    /// the smaller squared or absolute error.
     #[arg(long, conflicts_with = "back")]
     candidates: Option<Candidates>,
-    /// Rounding of the tensor scale: tensor (F32) or power (a power of two; nvfp4 with tensor-amax only).
+    /// Type of the per-tensor scale (nvfp4 with tensor-amax only): tensor (F32), or power (rounded up to a power of two).
     #[arg(long, conflicts_with = "back")]
     outer: Option<Outer>,
 }
