@@ -38,7 +38,7 @@ const TOKENS: usize = 8192;
     so rank 0 has the busiest experts. `slots` and `tree` are values of train.combine. \
     `all` counts all bytes; `leaves` excludes the bytes that a rank sends to itself.\n\n\
     The last table sums rows of normally distributed numbers on the CPU under `slots` and under `tree`, and compares with F64 sums.\n\n\
-    With --ranks, the command only times N ranks that send rows to each other. Each stage is timed: quantize and pack into \
+    With --ranks, the command only measures the time in which N ranks send rows to each other. Each stage is timed: quantize and pack into \
     messages, the all-to-all alone, unpack into rows sorted by expert. Each row goes to one rank. \
     With skewed splits, rank 0 receives 1.5 times an equal share. On CPUs rows go through host memory, so CPU times \
     say nothing about GPU links; use few rows on CPUs.\n\n\

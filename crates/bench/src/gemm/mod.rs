@@ -34,7 +34,7 @@ use std::path::PathBuf;
 /// GPU GEMMs, compared with the GPU's fastest dense GEMMs: back-to-back calls at the power limit, and single calls.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "The floor is the larger of two times: flops / rate of the fastest dense GEMM, and bytes / memory rate. The benchmark takes about three \
+    after_help = "The floor of a GEMM is the larger of two times: flops / rate of the fastest dense GEMM, and bytes / memory bandwidth. The benchmark takes about three \
     minutes, with --quick 20 seconds.\n\n\
     Examples:\n  \
     nibble bench gemm --only wgrad --only dgrad --json gemm.json --plot roofline.svg\n  \

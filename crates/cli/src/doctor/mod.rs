@@ -21,8 +21,8 @@ use std::path::Path;
 /// recipe.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "--warm needs no GPU. --time compiles into a temporary cache. --links uses 128 MiB of memory on each GPU; it warns of slow links, \
-    and a slow link does not change the exit code.\n\n\
+    after_help = "--warm needs no GPU. --time compiles into a temporary cache. --links uses 128 MiB of memory on each GPU and warns of slow links; \
+    a slow link does not change the exit code.\n\n\
     Examples:\n  nibble doctor\n  nibble doctor --all\n  nibble doctor --warm\n  nibble doctor --links\n  NIBBLE_ISA=avx2 nibble doctor"
 )]
 pub struct Args {

@@ -26,9 +26,9 @@ use std::path::{Path, PathBuf};
     nibble eval my-model --set data.source=book.txt   a folder with a model\n  \
     nibble eval my-model --task quiz.jsonl     questions with choices instead of held-out data\n  \
     nibble eval my-model --perplexity book.txt --stride 64\n\n\
-    A task is a file of JSON lines with \"question\", \"choices\" and \"answer\", the index of the right choice from 0. Each choice is scored after \
-    its question and a space. The BOS token, if there is one, precedes the question; --add-bos-token=false omits the BOS token. `acc` takes the likeliest choice, \
-    `acc_norm` the likeliest per character, `acc_bytes` the likeliest per byte, as lm-evaluation-harness does.\n\n\
+    A task is a file of JSON lines with the keys \"question\", \"choices\" and \"answer\" (the index of the right choice, counted from 0). Each choice is scored after \
+    its question and a space. The BOS token, if there is one, precedes the question; --add-bos-token=false omits the BOS token. `acc` takes the choice with the highest log-likelihood, \
+    `acc_norm` the choice with the highest log-likelihood per character, `acc_bytes` per byte, as lm-evaluation-harness does.\n\n\
     A perplexity covers all documents of a source. Each document is preceded by the run's data.bos_token, or by data.eos_token if there is no BOS token; \
     for a model folder, by the tokenizer's bos_token or eos_token. Each pass predicts --stride tokens, with as much of the preceding document as fits \
     into data.seq_len. For documents longer than data.seq_len, a smaller stride gives each token more context and takes longer.")]
@@ -121,7 +121,7 @@ fn require_of_evaluation(overrides: &[String]) -> Result<()> {
     };
     match known.find(of_training) {
         None => Ok(()),
-        Some(key) => Err(Error::usage(format!("`{key}`: decides nothing in an evaluation; leave it out"))),
+        Some(key) => Err(Error::usage(format!("`{key}`: has no effect in an evaluation; leave it out"))),
     }
 }
 

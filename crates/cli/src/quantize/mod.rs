@@ -36,20 +36,20 @@ use std::path::{Path, PathBuf};
 /// Converts every F32, BF16 or F16 matrix, and every stack of such matrices, to a block format. With --back, dequantizes a quantized file.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Blocks run along rows, run down columns (the buffers are then transposed), or are square tiles. A tensor with three \
-    dimensions is a stack of matrices, which are quantized separately. Tensors that are not float matrices, or are \
+    after_help = "Blocks run along rows, run along columns (the buffers are then transposed), or are square. A tensor with three \
+    dimensions is a stack of matrices, which are quantized separately. Tensors that are not matrices of floats, or are \
     quantized already, are copied. The input file is never modified. Equal inputs give equal output bytes. The command \
-    prints the largest error. Warnings report errors that are not rounding: values that become infinite, values larger than \
+    prints the largest error. Warnings report errors that rounding does not explain: values that become infinite, values larger than \
     the format's largest number, and values in blocks that are too small for any scale.\n\n\
-    Buffers of a tensor NAME:\n  \
+    A tensor NAME is stored as these buffers:\n  \
     NAME.codes         codes, packed from the lowest bit on: two 4-bit codes per byte, four 6-bit codes in\n                     \
     3 bytes\n  \
-    NAME.scales        one record per block: an E8M0 byte (MX, FP8 with a power-of-two rule), an F32 (FP8 with\n                     \
-    amax), an E4M3 byte (nvfp4), 8 bytes (nvfp4-128: an E8M0 byte, 7 bits for 16 values\n                     \
-    each), or 4 bytes (hif4: an E6M2 byte, 8 bits for 8 values each, 16 bits for\n                     \
-    4 values each). e4m3-row and e5m2-row: one record per row; down columns\n                     \
-    one per 128 rows, all of a column alike\n  \
-    NAME.tensor_scale  one F32 per matrix that multiplies all its blocks (nvfp4 with tensor-amax,\n                     \
+    NAME.scales        the scales of each block: an E8M0 byte (MX, FP8 with a power-of-two rule), an F32 (FP8 with\n                     \
+    amax), an E4M3 byte (nvfp4), 8 bytes (nvfp4-128: an E8M0 byte, then 7 bits per 16 values),\n                     \
+    or 4 bytes (hif4: an E6M2 byte, then one bit per 8 values, then one bit per 4 values).\n                     \
+    e4m3-row and e5m2-row have one scale per row; with --axis col, each column has one scale\n                     \
+    per 128 rows, and all scales of a column are equal\n  \
+    NAME.tensor_scale  one F32 per matrix, which multiplies all blocks of the matrix (nvfp4 with tensor-amax,\n                     \
     e4m3-tensor, e5m2-tensor)\n\n\
     Examples:\n  \
     nibble quantize model.safetensors model-mxfp4.safetensors --format mxfp4\n  \
