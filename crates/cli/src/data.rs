@@ -9,10 +9,10 @@ use nibble_train::data::{Look, Survey};
 use nibble_train::tokenizer::Tokenizer;
 use std::path::Path;
 
-/// Says what is in files of data
+/// Shows what data files contain
 ///
 /// Prints file kinds, document and token counts, a histogram of document lengths, and sample documents. Files are read as in
-/// `nibble train`. Nothing is written.
+/// `nibble train`. The command writes no files.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:\n  \
     nibble data book.txt\n  \

@@ -10,7 +10,7 @@ use nibble_train::plan::{Fit, GPUS, Gpu, RECIPES, Trial, fits_whole, overrides};
 use nibble_train::recompute::Scope;
 use nibble_train::spec::ModelSpec;
 
-/// Lists published models and the GPU on which each trains
+/// Lists published models and which GPU can train each model
 ///
 /// Prints each published model with its parameter count, and predicts with which recipe and recomputation one GPU of 80 GB or 141 GB can
 /// train the whole model. Also lists a small model of each family. The predictions need no GPU.

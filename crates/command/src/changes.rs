@@ -2,7 +2,7 @@
 
 use nibble_train::config::DeviceChoice;
 
-/// `--set`, and the two keys with their own options.
+/// The options `--set`, `--recipe` and `--device`, which override a configuration.
 #[derive(Debug, clap::Args)]
 pub struct Changes {
     /// Sets a configuration key. This option may be repeated.

@@ -36,7 +36,7 @@ static THIS: OnceLock<Option<Process>> = OnceLock::new();
 /// This rank's connection to the hub, while it has one.
 static CLIENT: RwLock<Option<Client>> = RwLock::new(None);
 
-/// Where the ranks of a run meet.
+/// The option for the address at which the ranks of a run connect.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct RendezvousArg {
     /// Address HOST:PORT on rank 0's host to which the processes of a run connect. This option is needed with mpirun, which sets no such

@@ -23,7 +23,7 @@ const MOST_VALUES: usize = 1 << 31;
 /// NVLink 4 between two GPUs, by its maker, bytes a second in one direction.
 const NVLINK4: f64 = 450e9;
 
-/// What is timed, where ranks are asked for.
+/// Options of the timed all-to-all, which needs `--ranks`.
 #[derive(Debug, clap::Args)]
 pub struct TimedArgs {
     /// Measures the time of the all-to-all between N ranks; N must be a power of two. Each rank has its own GPU, or a share
