@@ -69,8 +69,8 @@ pub struct Args {
     /// support square blocks.
     #[arg(long, default_value = "row", conflicts_with = "back")]
     axis: BlockAxis,
-    /// Scale rule: floor, rceil, ceil or even (power-of-two scales), amax, tensor-amax or cann. The default depends on the format; `nibble
-    /// doctor --all` lists each format's rules.
+    /// Scale rule: floor, rceil, ceil or even (power-of-two scales), amax, tensor-amax or cann. The default depends on the format;
+    /// `nibble doctor --all` lists each format's rules.
     #[arg(long, value_name = "RULE", conflicts_with = "back")]
     scale: Option<ScaleRule>,
     #[command(flatten)]
