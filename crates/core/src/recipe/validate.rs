@@ -130,7 +130,7 @@ fn delayed(check: &Check<'_>) -> Result<()> {
                 "dispatched rows are quantized before their experts are known, but each expert has its own delayed scale"
             }
             SavedH => "the kernel that quantizes h supports no delayed scale",
-            _ if p.rht.is_some() => "delayed scaling does not support a tensor with a Hadamard transform",
+            _ if p.rht.is_some() => "delayed scaling does not support a transformed tensor (rht)",
             _ if p.by == By::Requantize => {
                 "delayed scaling does not support a requantized tensor, only a tensor that is quantized from a plain tensor"
             }
@@ -155,7 +155,7 @@ fn delayed(check: &Check<'_>) -> Result<()> {
     for (a, b) in shared.into_iter().filter(|(a, b)| check.kind.has(*a) && check.kind.has(*b)) {
         if let (Some(of_a), Some(of_b)) = (check.section.at(a).delayed, check.section.at(b).delayed) {
             let why = format!(
-                "is {of_b}, and {} is {of_a}: both are the same tensor, which has one amax history",
+                "is {of_b}, and {} is {of_a}: both are the same tensor, which has one history of amax",
                 a.key()
             );
             check.expect(b, of_a == of_b, &why)?;
@@ -250,7 +250,7 @@ fn conversion(check: &Check<'_>, site: Site) -> Result<()> {
     let rows = origin.axis == BlockAxis::Row && p.rht.is_none();
     let convertible = powers && rows && CONVERSIONS.contains(&(origin.format, p.format, p.axis));
     if !convertible {
-        return refuse(format!("{p} cannot be transcoded from {made}; use by = \"requantize\""));
+        return refuse(format!("{p} cannot be made from {made} by one conversion; use by = \"requantize\""));
     }
     let scale = converted_rule((origin.format, origin.scale), (p.format, p.scale));
     let why = format!(
