@@ -28,14 +28,14 @@ use std::fmt;
     nibble bench attention --quick --json attention.json"
 )]
 pub struct Args {
-    /// Only cases whose name contains NAME, ignoring case; repeatable.
+    /// Measures only cases whose name contains NAME, ignoring case. This option may be repeated.
     #[arg(long, value_name = "NAME")]
     only: Vec<String>,
-    /// Measures only single calls, which stay below the GPU's power limit.
+    /// Measures only single calls, during which the GPU stays below its power limit.
     #[arg(long)]
     quick: bool,
-    /// Also compares sequences of 8192 tokens that pack documents of TOKENS tokens with sequences of one document. Flops are counted for
-    /// each tile of 128 queries x 128 keys in which any query attends to any key.
+    /// Also compares two kinds of sequences of 8192 tokens: packed documents of TOKENS tokens, and one document. Flops are counted for each
+    /// tile of 128 queries x 128 keys that is not fully masked.
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     documents: Option<u32>,
 }

@@ -20,7 +20,7 @@ const PROFILES: usize = 5;
 /// torchao's published shape, of Llama 4's experts.
 const SHAPE: ProductDims = ProductDims { m: 128_000, n: 8192, k: 5120 };
 
-/// Grouped GEMMs of experts, forward and backward, quantization included, in several formats.
+/// Grouped GEMMs of experts in several formats, forward and backward, including quantization.
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "Y = X·Wᵀ, dX = dY·W, dW = dYᵀ·X. The inputs X, W and dY are BF16. Each input is quantized once per product, along the \
@@ -30,10 +30,10 @@ const SHAPE: ProductDims = ProductDims { m: 128_000, n: 8192, k: 5120 };
     nibble bench grouped --shapes 32768x16384x5120,32768x5120x8192 --groups 16"
 )]
 pub struct Args {
-    /// Shapes, as M (rows of all groups) × N (outputs of an expert) × K (inputs of an expert). Default: 128000x8192x5120.
+    /// Shapes of the GEMM: M (rows of all groups) × N (outputs of an expert) × K (inputs of an expert). Default: 128000x8192x5120.
     #[arg(long, value_name = "MxNxK", value_delimiter = ',', value_parser = parse_shape)]
     shapes: Vec<ProductDims>,
-    /// Numbers of groups to measure; rows are divided evenly among groups.
+    /// Numbers of groups to measure; the M rows are divided evenly among the groups.
     #[arg(long, value_name = "N", value_delimiter = ',', default_values_t = [1, 2, 4, 8])]
     groups: Vec<usize>,
     /// Formats to measure besides BF16.

@@ -56,9 +56,9 @@ pub struct Args {
 #[derive(Debug, clap::Subcommand)]
 enum What {
     Step(step::Args),
-    /// CPU operations on one thread: scalar and vectorised code, measured alternately; GB/s counts bytes read and written.
+    /// CPU operations on one thread: scalar and vectorised code, measured alternately. GB/s counts bytes read and written.
     Ops,
-    /// Both `step` and `ops`. `nibble bench` without arguments does the same for `tiny`.
+    /// Runs `step` and `ops`. `nibble bench` without arguments does the same for the configuration `tiny`.
     All(step::Args),
     Kernels(kernels::Args),
     Gemm(gemm::Args),

@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 use std::path::PathBuf;
 use std::time::Instant;
 
-/// Training steps: tokens per second under each recipe, and the time per operation.
+/// Training steps: tokens per second under each recipe, and the time of each operation.
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "The floor of a step is the flops of the step's matrix products divided by the peak rate. On a CPU, the peak rate is the rate of pure \
@@ -42,22 +42,22 @@ pub struct Args {
     /// Configuration of the step: a built-in configuration or the path of a TOML file.
     #[arg(value_name = "CONFIG", default_value = CONFIG)]
     config: String,
-    /// Sets a configuration key; repeatable.
+    /// Sets a configuration key. This option may be repeated.
     #[arg(long = "set", value_name = "KEY=VALUE")]
     overrides: Vec<String>,
-    /// Recipe to measure; repeatable. Default: all built-in recipes except studies.
+    /// Recipe to measure. This option may be repeated. Default: all built-in recipes except studies.
     #[arg(long = "recipe", value_name = "RECIPE")]
     recipes: Vec<String>,
-    /// Steps measured under each recipe, after two warm-up steps.
+    /// Number of steps measured under each recipe, after two warm-up steps.
     #[arg(long, value_name = "N", default_value_t = STEPS)]
     steps: usize,
-    /// Seconds of training steps before the measured steps: a warm GPU has a lower clock rate.
+    /// Seconds of training before the measured steps, because a warm GPU has a lower clock rate.
     #[arg(long, value_name = "SECONDS", default_value_t = 0.0, value_parser = seconds)]
     warm_up: f64,
-    /// Measures the memory saved and the time added by each scope of train.recompute, instead of the time per operation.
+    /// Measures how much memory each scope of train.recompute saves and how much time it costs, instead of the time of each operation.
     #[arg(long)]
     recompute: bool,
-    /// Adds each kernel, copy, fill and message of the traced step to the --json file, with start and duration.
+    /// Adds each kernel, copy, fill and message of one traced step to the --json file, with start time and duration.
     #[arg(long)]
     spans: bool,
     #[command(flatten)]

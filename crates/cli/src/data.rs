@@ -9,10 +9,10 @@ use nibble_train::data::{Look, Survey};
 use nibble_train::tokenizer::Tokenizer;
 use std::path::Path;
 
-/// Says what is in files of data
+/// Shows what data files contain
 ///
 /// Prints file kinds, document and token counts, a histogram of document lengths, and sample documents. Files are read as in
-/// `nibble train`. Nothing is written.
+/// `nibble train`. The command writes no files.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:\n  \
     nibble data book.txt\n  \
@@ -20,10 +20,11 @@ use std::path::Path;
     nibble data book.txt --tokenizer tokenizer.json --tokens\n  \
     nibble data rows.parquet --set data.text_key=content")]
 pub struct Args {
-    /// Files, folders and globs.
+    /// Data files, folders of data files, or globs.
     #[arg(value_name = "FILE", required = true)]
     files: Vec<String>,
-    /// Reports every unreadable row instead of stopping at the first one. Exit code 1 if a row is unreadable.
+    /// Reports every unreadable row, instead of stopping at the first unreadable row. The exit code is 1 if a row is
+    /// unreadable.
     #[arg(long)]
     check: bool,
     /// Lists the tokens of the sample documents, each with its id.
@@ -32,7 +33,7 @@ pub struct Args {
     /// Tokenizer for texts (sets data.tokenizer): a tokenizer.json, or a folder that contains a tokenizer.json. Default: bytes.
     #[arg(long, value_name = "PATH")]
     tokenizer: Option<String>,
-    /// Sets a configuration key, such as data.text_key; repeatable.
+    /// Sets a configuration key, such as data.text_key. This option may be repeated.
     #[arg(long = "set", value_name = "KEY=VALUE")]
     overrides: Vec<String>,
 }

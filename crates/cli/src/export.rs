@@ -22,8 +22,8 @@ use std::path::PathBuf;
     nibble export DeepSeek-V3 in-bf16"
 )]
 pub struct Args {
-    /// Directory of a run, of one checkpoint, or of a Hugging Face model to convert to another type. Of a run, the newest whole checkpoint is
-    /// exported.
+    /// Directory of a run, of one checkpoint, or of a Hugging Face model to convert to another type. For a run, the newest undamaged
+    /// checkpoint is exported.
     #[arg(value_name = "RUN_OR_MODEL")]
     path: PathBuf,
     /// Folder to create. An existing folder must be empty.
@@ -40,11 +40,11 @@ pub struct Args {
 /// Type of the weights on the command line.
 #[derive(Debug, Clone, Copy, clap::ValueEnum)]
 enum Type {
-    /// F32, not rounded.
+    /// F32, without rounding.
     F32,
-    /// BF16, rounded to nearest.
+    /// BF16; weights are rounded to nearest.
     Bf16,
-    /// E4M3 codes, one scale per block of 128 x 128.
+    /// E4M3 codes with one scale per block of 128 x 128 weights.
     Fp8Block,
 }
 

@@ -32,8 +32,8 @@ pub struct Args {
     /// The file to write, in the safetensors format.
     #[arg(long, value_name = "OUT")]
     out: PathBuf,
-    /// Number of steps whose tokens are written. `ids.K` and `targets.K` are the tokens of the K-th step after the first step; `starts.K` is
-    /// added if attention is masked between packed documents.
+    /// Number of steps whose tokens are written. The tensors `ids.K` and `targets.K` are the tokens of the K-th step after the first step.
+    /// If attention is masked between packed documents, the file also has `starts.K`.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     steps: u64,
     #[command(flatten)]

@@ -10,16 +10,17 @@ use nibble_train::plan::{Fit, GPUS, Gpu, RECIPES, Trial, fits_whole, overrides};
 use nibble_train::recompute::Scope;
 use nibble_train::spec::ModelSpec;
 
-/// Lists published models and the GPU on which each trains
+/// Lists published models and which GPU can train each model
 ///
-/// Prints each published model with its parameter count, and with the recipe and recomputation that let one GPU of 80 GB or 141 GB train
-/// all of its weights. Also lists a small model of each family. All results are predictions; no GPU is needed.
+/// Prints each published model with its parameter count, and predicts with which recipe and recomputation one GPU of 80 GB or 141 GB can
+/// train the whole model. Also lists a small model of each family. The predictions need no GPU.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:\n  \
     nibble models\n  \
     nibble models llama-3-8b")]
 pub struct Args {
-    /// A built-in configuration or the path of a TOML file: prints its memory under each recipe, at increasing levels of recomputation.
+    /// A built-in configuration or the path of a TOML file. If given, prints the configuration's memory under each recipe, with
+    /// increasing recomputation.
     #[arg(value_name = "CONFIG")]
     config: Option<String>,
 }

@@ -10,8 +10,8 @@ use std::path::{Path, PathBuf};
 
 /// Draws the losses of runs into an SVG file
 ///
-/// Draws training and held-out losses of one or several runs in one chart. With more than six runs, draws only held-out losses, with a
-/// legend column.
+/// Draws the training and held-out losses of one or several runs in one chart. With more than six runs, the chart has only held-out
+/// losses, and a legend column.
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "A run may still be in progress. A training run redraws its loss.svg at every evaluation.\n\n\

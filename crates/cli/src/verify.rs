@@ -23,7 +23,7 @@ use std::time::Instant;
 
 /// Checks every operation against its specification here
 ///
-/// Conversions must agree bit for bit, matrix products within stated error bounds.
+/// Conversions must agree bit for bit; matrix products must agree within stated error bounds.
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "Exit code: 0 if every operation agrees, 1 if an operation does not agree, 2 if there is no GPU to verify.\n\n\
@@ -37,14 +37,14 @@ pub struct Args {
     /// Checks the CPU's vectorised code against its scalar specification, instead of the GPU against the CPU.
     #[arg(long)]
     cpu: bool,
-    /// Operation to verify; repeatable. Default: all.
+    /// Operation to verify. This option may be repeated. Default: all operations.
     #[arg(long, value_name = "OP")]
     only: Vec<String>,
-    /// Number of cases compared concurrently, each on its own CPU threads and GPU stream. 0: one case per two threads, at most 16; with
-    /// --cpu, one case.
+    /// Number of test cases that run concurrently, each on its own CPU threads and GPU stream. 0 = one case per two CPU threads, at most
+    /// 16 cases; with --cpu, one case.
     #[arg(long, value_name = "N", default_value_t = 0)]
     jobs: usize,
-    /// Also quantizes and dequantizes at least N random elements in every format, and compares each bit.
+    /// Also quantizes and dequantizes at least N random elements in every format, and compares the results bit for bit.
     #[arg(long, value_name = "N", default_value_t = 0)]
     random: u64,
     /// Also writes the results to this JSON file.

@@ -2,13 +2,14 @@
 
 use nibble_train::config::DeviceChoice;
 
-/// `--set`, and the two keys with their own options.
+/// The options `--set`, `--recipe` and `--device`, which override a configuration.
 #[derive(Debug, clap::Args)]
 pub struct Changes {
-    /// Sets a configuration key; repeatable.
+    /// Sets a configuration key. This option may be repeated.
     #[arg(long = "set", value_name = "KEY=VALUE")]
     overrides: Vec<String>,
-    /// Precision recipe: a built-in recipe (see `nibble recipe`) or the path of a TOML file.
+    /// Recipe, which sets number formats: a built-in recipe (see `nibble recipe`) or the path of a TOML
+    /// file.
     #[arg(long, value_name = "RECIPE")]
     recipe: Option<String>,
     #[command(flatten)]
@@ -27,7 +28,8 @@ impl Changes {
 /// `--device`, short for `--set run.device=...`.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct DeviceArg {
-    /// Device: auto (a Hopper GPU for each rank if enough are usable, else the CPU), cpu, cuda, or cuda:N.
+    /// Device: cpu, cuda, cuda:N, or auto (one Hopper GPU per rank if enough GPUs are usable, otherwise
+    /// the CPU).
     #[arg(long, value_name = "DEVICE")]
     pub device: Option<DeviceChoice>,
 }

@@ -36,11 +36,11 @@ static THIS: OnceLock<Option<Process>> = OnceLock::new();
 /// This rank's connection to the hub, while it has one.
 static CLIENT: RwLock<Option<Client>> = RwLock::new(None);
 
-/// Where the ranks of a run meet.
+/// The option for the address at which the ranks of a run connect.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct RendezvousArg {
-    /// Address HOST:PORT on rank 0's host at which the processes of a run connect. Needed with mpirun, which sets no such address, or to
-    /// choose a network.
+    /// Address HOST:PORT on rank 0's host to which the processes of a run connect. This option is needed with mpirun, which sets no such
+    /// address, or to choose a network.
     #[arg(long, value_name = "HOST:PORT")]
     rendezvous: Option<String>,
 }

@@ -81,7 +81,7 @@ impl Scaling {
             Some((_, key, why)) => Err(Error::Unsupported {
                 format: spec.name,
                 with: format!("`{key}`"),
-                why: format!("it decides nothing, since {why}"),
+                why: format!("it has no effect, since {why}"),
             }),
         }
     }
@@ -122,7 +122,7 @@ mod tests {
                 let says = |scaling, key: &str, takes: bool| {
                     let said = named(scaling, format, rule);
                     let refusal =
-                        said.contains(&format!("`{format}` does not go with `{key}`: it decides nothing"));
+                        said.contains(&format!("`{format}` does not go with `{key}`: it has no effect"));
                     assert_eq!(refusal, !takes, "{format} {rule}: {said}");
                 };
                 let (fixed, kind) = (rule == ScaleRule::Cann, format.scale_kind(rule));

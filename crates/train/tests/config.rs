@@ -164,15 +164,15 @@ fn impossible_values_name_both_numbers_and_where_they_stand() {
         ),
         (
             "[model.rope_scaling]\nfactor = 8.0\n",
-            "run.toml:2: `model.rope_scaling.factor`: is 8.0, but decides nothing: model.rope_scaling.kind = \"none\"",
+            "run.toml:2: `model.rope_scaling.factor`: is 8.0, but has no effect: model.rope_scaling.kind = \"none\"",
         ),
         (
             "[model.rope_scaling]\nkind = \"llama3\"\nfactor = 8.0\noriginal_positions = 64\nbeta_fast = 16.0",
-            "run.toml:5: `model.rope_scaling.beta_fast`: is 16.0, but decides nothing",
+            "run.toml:5: `model.rope_scaling.beta_fast`: is 16.0, but has no effect",
         ),
         (
             "[model.rope_scaling]\nkind = \"yarn\"\nfactor = 8.0\noriginal_positions = 64\nmscale = 0.7",
-            "run.toml:5: `model.rope_scaling.mscale`: is 0.7, but decides nothing: model.rope_scaling.mscale_all_dim is 0",
+            "run.toml:5: `model.rope_scaling.mscale`: is 0.7, but has no effect: model.rope_scaling.mscale_all_dim is 0",
         ),
         (
             "[model.rope_scaling]\nkind = \"ntk\"\n",
@@ -189,7 +189,7 @@ fn impossible_values_name_both_numbers_and_where_they_stand() {
         ),
         (
             "[model]\nkv_rank = 32\nrope_dim = 8\nqk_norm = false\n",
-            "`model.kv_heads`: is 2, but model.kv_rank = 32: every head has keys and values of its own then",
+            "`model.kv_heads`: is 2, but model.kv_rank = 32: latent attention has one key and value head per query head",
         ),
         (
             "[model]\nkv_rank = 32\nrope_dim = 8\nkv_heads = 4\nqk_norm = true\n",
@@ -263,7 +263,7 @@ fn impossible_values_name_both_numbers_and_where_they_stand() {
 #[test]
 fn dense_layers_have_what_they_need_and_nothing_of_experts() -> Outcome {
     for (text, message) in [
-        ("experts = 0", "`model.ffn`: is 0, and model.experts = 0: without experts a layer has an MLP"),
+        ("experts = 0", "`model.ffn`: is 0, but model.experts = 0: every layer has an MLP"),
         (
             "experts = 0\nffn = 64\ntop_k = 2",
             "run.toml:4: `model.top_k`: is 2, but model.experts = 0: every layer is dense",
@@ -300,7 +300,7 @@ fn dense_layers_have_what_they_need_and_nothing_of_experts() -> Outcome {
         ("dense_layers = 1", "`model.ffn`: is 0, but model.dense_layers = 1"),
         (
             "dense_layers = 2\nffn = 64",
-            "run.toml:2: `model.dense_layers`: is 2, and model.layers = 2: no layer would have",
+            "run.toml:2: `model.dense_layers`: is 2, but model.layers = 2: no layer is left for",
         ),
         ("top_k = 0", "run.toml:2: `model.top_k`: is 0, expected at least 1: model.experts = 8"),
         ("expert_ffn = 0", "run.toml:2: `model.expert_ffn`: is 0, expected at least 1: model.experts = 8"),
@@ -449,7 +449,10 @@ fn the_presets_for_a_gpu_have_the_sizes_they_are_named_for() -> Outcome {
 #[test]
 fn random_tokens_need_a_vocabulary_and_devices_a_name() {
     let why = complaint("", &["data.source=random"]);
-    assert!(why.contains("`model.vocab_size`") && why.contains("set it, or data.tokenizer"), "{why}");
+    assert!(
+        why.contains("`model.vocab_size`") && why.contains("set model.vocab_size or data.tokenizer"),
+        "{why}"
+    );
     let why = complaint("[run]\ndevice = \"gpu\"", &[]);
     assert!(why.contains("run.device") && why.contains("run.toml:2") && why.contains("cuda:0"), "{why}");
     let why = complaint("", &["run.device=cuda:1", "run.ranks=2"]);
@@ -519,6 +522,6 @@ fn a_way_to_combine_is_decided_where_a_run_begins_and_kept() -> Outcome {
         "{got}"
     );
     let got = Config::load("tiny-dense", &overrides(&["train.combine=tree"])).unwrap_err().to_string();
-    assert!(got.starts_with("`train.combine`: is \"tree\", and model.experts = 0: without experts"), "{got}");
+    assert!(got.starts_with("`train.combine`: is \"tree\", but model.experts = 0: without experts"), "{got}");
     Ok(())
 }

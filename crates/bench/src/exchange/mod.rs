@@ -30,7 +30,7 @@ const RANKS: [usize; 3] = [2, 4, 8];
 /// Tokens of all ranks, whose experts are sampled.
 const TOKENS: usize = 8192;
 
-/// The expert all-to-all: bytes per token, and rounding errors of combine; with --ranks, the time.
+/// The expert all-to-all: bytes per token, and rounding errors of combine; with --ranks, its time.
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "A token has 7168 columns and is sent to 8 of 256 experts, which are divided among 2, 4 or 8 ranks. The experts of a token are \
@@ -38,7 +38,7 @@ const TOKENS: usize = 8192;
     so rank 0 has the busiest experts. `slots` and `tree` are values of train.combine. \
     `all` counts all bytes; `leaves` excludes the bytes that a rank sends to itself.\n\n\
     The last table sums rows of normally distributed numbers on the CPU under `slots` and under `tree`, and compares with F64 sums.\n\n\
-    With --ranks, the command only times N ranks that send rows to each other. Each stage is timed: quantize and pack into \
+    With --ranks, the command only measures the time in which N ranks send rows to each other. Each stage is timed: quantize and pack into \
     messages, the all-to-all alone, unpack into rows sorted by expert. Each row goes to one rank. \
     With skewed splits, rank 0 receives 1.5 times an equal share. On CPUs rows go through host memory, so CPU times \
     say nothing about GPU links; use few rows on CPUs.\n\n\
@@ -49,7 +49,8 @@ const TOKENS: usize = 8192;
     nibble bench exchange --ranks 2 --device cpu --rows 256 --cols 512 --splits equal"
 )]
 pub struct Args {
-    /// Precision recipe: a built-in recipe (see `nibble recipe`) or the path of a TOML file.
+    /// Recipe, which sets number formats: a built-in recipe (see `nibble recipe`) or the path of a TOML
+    /// file.
     #[arg(long, value_name = "RECIPE", default_value = "mxfp4-hopper")]
     recipe: String,
     #[command(flatten)]

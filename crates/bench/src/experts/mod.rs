@@ -106,10 +106,10 @@ impl Figures {
     nibble bench experts --quick --only V3 --only Qwen3"
 )]
 pub struct Args {
-    /// Only layers whose name contains NAME, ignoring case; repeatable.
+    /// Measures only layers whose name contains NAME, ignoring case. This option may be repeated.
     #[arg(long, value_name = "NAME")]
     only: Vec<String>,
-    /// Measures only short bursts of calls, which stay below the GPU's power limit.
+    /// Measures only short bursts of calls, during which the GPU stays below its power limit.
     #[arg(long)]
     quick: bool,
 }

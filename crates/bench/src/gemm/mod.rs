@@ -31,28 +31,29 @@ use nibble_formats::Rounding;
 use serde_json::{Value, json};
 use std::path::PathBuf;
 
-/// GPU GEMMs compared with the GPU's fastest dense GEMMs: back-to-back calls at the power limit, and single calls.
+/// GPU GEMMs, compared with the GPU's fastest dense GEMMs: back-to-back calls at the power limit, and single calls.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "The floor is the larger of two times: flops / rate of the fastest dense GEMM, and bytes / memory rate. The benchmark takes about three \
+    after_help = "The floor of a GEMM is the larger of two times: flops / rate of the fastest dense GEMM, and bytes / memory bandwidth. The benchmark takes about three \
     minutes, with --quick 20 seconds.\n\n\
     Examples:\n  \
     nibble bench gemm --only wgrad --only dgrad --json gemm.json --plot roofline.svg\n  \
     nibble bench gemm --only \"fprop 4096x7168\" --tune tuned.json"
 )]
 pub struct Args {
-    /// Only GEMMs whose name contains NAME, ignoring case; repeatable.
+    /// Measures only GEMMs whose name contains NAME, ignoring case. This option may be repeated.
     #[arg(long, value_name = "NAME")]
     only: Vec<String>,
-    /// Measures only short bursts of calls, which stay below the GPU's power limit.
+    /// Measures only short bursts of calls, during which the GPU stays below its power limit.
     #[arg(long)]
     quick: bool,
     /// Also draws the roofline into this SVG file.
     #[arg(long, value_name = "OUT")]
     plot: Option<PathBuf>,
-    /// Only searches for faster kernel instances, and writes the fastest to this JSON file. An instance that is already in the file is only
-    /// compared with the chosen instance. Takes ten seconds per GEMM, with --quick one second. Only a later --tune reads the file. To use
-    /// a faster instance, make `TensorCoreConfig::choose` in crates/choice/src/products/tensor_cores.rs choose it.
+    /// Searches for faster kernel instances, and writes the fastest instance of each GEMM to this JSON file; measures nothing else. If the
+    /// file already has an instance for a GEMM, only that instance is compared with Nibble's choice. The search takes ten seconds per GEMM,
+    /// or one second with --quick. Nothing but a later --tune reads the file. To use a faster instance, change `TensorCoreConfig::choose`
+    /// in crates/choice/src/products/tensor_cores.rs.
     #[arg(long, value_name = "OUT", conflicts_with = "plot")]
     tune: Option<PathBuf>,
 }

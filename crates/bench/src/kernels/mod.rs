@@ -27,7 +27,7 @@ use serde_json::{Value, json};
 use std::path::PathBuf;
 use traffic::Traffic;
 
-/// GPU format conversions compared with memory bandwidth: single calls, with the L2 cache flushed before each call.
+/// GPU format conversions, compared with memory bandwidth: single calls, with the L2 cache flushed before each call.
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "The floor of a kernel is the least time in which this GPU's memory can move the kernel's bytes, at the copy and fill rates \
@@ -39,13 +39,13 @@ pub struct Args {
     /// Matrix shapes, as rows × columns. Default: five shapes from published models.
     #[arg(long, value_name = "ROWSxCOLS", value_delimiter = ',', value_parser = parse_shape)]
     shapes: Vec<MatrixShape>,
-    /// Numbers of groups into which the rows are divided unevenly; 0 = one dense matrix.
+    /// Numbers of groups into which the rows of a matrix are divided unevenly; 0 = one dense matrix.
     #[arg(long, value_name = "N", value_delimiter = ',', default_values_t = GROUPS)]
     groups: Vec<usize>,
-    /// Only kernels whose name contains NAME, ignoring case; repeatable.
+    /// Measures only kernels whose name contains NAME, ignoring case. This option may be repeated.
     #[arg(long, value_name = "NAME")]
     only: Vec<String>,
-    /// Also draws each kernel's share of its floor into this SVG file.
+    /// Also draws each kernel's speed, as a share of the speed at the kernel's floor, into this SVG file.
     #[arg(long, value_name = "OUT")]
     plot: Option<PathBuf>,
 }

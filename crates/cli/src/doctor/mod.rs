@@ -17,18 +17,19 @@ use std::path::Path;
 
 /// Describes this machine and this build
 ///
-/// Prints processor, threads, memory, backends, and the environment variables that are set. --all adds every variable, format and recipe.
+/// Prints processor, threads, memory, backends, and the environment variables that are set. --all also prints every variable, format and
+/// recipe.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "--warm needs no GPU. --time compiles into a temporary cache. --links uses 128 MiB of memory on each GPU; it warns of slow links, \
-    and a slow link does not change the exit code.\n\n\
+    after_help = "--warm needs no GPU. --time compiles into a temporary cache. --links uses 128 MiB of memory on each GPU and warns of slow links; \
+    a slow link does not change the exit code.\n\n\
     Examples:\n  nibble doctor\n  nibble doctor --all\n  nibble doctor --warm\n  nibble doctor --links\n  NIBBLE_ISA=avx2 nibble doctor"
 )]
 pub struct Args {
     /// Also prints every environment variable, every recipe, and every format with its block length, scale rules and matrix products.
     #[arg(long, conflicts_with_all = ["time", "warm", "links"])]
     all: bool,
-    /// Measures only the start-up time of the GPU kernels: with an empty kernel cache, and with a warm cache.
+    /// Only measures how long the GPU kernels take to compile and load: with an empty kernel cache, and with a full kernel cache.
     #[arg(long)]
     time: bool,
     /// Only compiles every GPU kernel that is missing from the kernel cache, so that later runs need not compile.
@@ -37,10 +38,10 @@ pub struct Args {
     /// Only measures bandwidth and latency between all GPUs of this machine, and names slow links.
     #[arg(long, conflicts_with_all = ["time", "warm"])]
     links: bool,
-    /// What --links measures: cuda (or auto) for the GPUs, cpu for threads that copy through host memory.
+    /// Device that --links measures: cuda or auto for links between GPUs, cpu for threads that copy through host memory.
     #[arg(long, requires = "links", value_name = "DEVICE", default_value = "auto")]
     device: DeviceChoice,
-    /// Ranks that --links measures. Default: all GPUs, or 2 on a CPU.
+    /// Number of ranks between which --links measures. Default: one rank per GPU, or 2 on a CPU.
     #[arg(long, requires = "links", value_name = "N", value_parser = clap::value_parser!(u32).range(2..=1024))]
     ranks: Option<u32>,
 }

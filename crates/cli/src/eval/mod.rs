@@ -26,26 +26,26 @@ use std::path::{Path, PathBuf};
     nibble eval my-model --set data.source=book.txt   a folder with a model\n  \
     nibble eval my-model --task quiz.jsonl     questions with choices instead of held-out data\n  \
     nibble eval my-model --perplexity book.txt --stride 64\n\n\
-    A task is a file of JSON lines with \"question\", \"choices\" and \"answer\", the index of the right choice from 0. Each choice is scored after \
-    its question and a space. The BOS token, if there is one, precedes the question; --add-bos-token=false omits the BOS token. `acc` takes the likeliest choice, \
-    `acc_norm` the likeliest per character, `acc_bytes` the likeliest per byte, as lm-evaluation-harness does.\n\n\
+    A task is a file of JSON lines with the keys \"question\", \"choices\" and \"answer\" (the index of the right choice, counted from 0). Each choice is scored after \
+    its question and a space. The BOS token, if there is one, precedes the question; --add-bos-token=false omits the BOS token. `acc` takes the choice with the highest log-likelihood, \
+    `acc_norm` the choice with the highest log-likelihood per character, `acc_bytes` per byte, as lm-evaluation-harness does.\n\n\
     A perplexity covers all documents of a source. Each document is preceded by the run's data.bos_token, or by data.eos_token if there is no BOS token; \
     for a model folder, by the tokenizer's bos_token or eos_token. Each pass predicts --stride tokens, with as much of the preceding document as fits \
     into data.seq_len. For documents longer than data.seq_len, a smaller stride gives each token more context and takes longer.")]
 pub struct Args {
-    /// Directory of a run (the newest whole checkpoint is used), of one checkpoint, or of a Hugging Face model.
+    /// Directory of a run (its newest undamaged checkpoint is used), of one checkpoint, or of a Hugging Face model.
     #[arg(value_name = "RUN_OR_MODEL")]
     path: PathBuf,
-    /// File of questions to score instead of held-out data; repeatable.
+    /// File of multiple-choice questions to score, instead of computing the held-out loss. This option may be repeated.
     #[arg(long = "task", value_name = "FILE")]
     tasks: Vec<PathBuf>,
-    /// Files, folder or glob to compute the perplexity of, instead of the held-out loss; repeatable.
+    /// File, folder or glob whose perplexity is computed, instead of the held-out loss. This option may be repeated.
     #[arg(long = "perplexity", value_name = "SOURCE")]
     texts: Vec<String>,
-    /// Tokens that --perplexity predicts per pass, from 1 to data.seq_len. Default: data.seq_len.
+    /// Number of tokens that --perplexity predicts per forward pass, from 1 to data.seq_len. Default: data.seq_len.
     #[arg(long, value_name = "TOKENS", requires = "texts")]
     stride: Option<usize>,
-    /// Whether each question of --task follows the BOS token, if the tokenizer has one. Default: the run's eval.add_bos_token, or true.
+    /// Whether the tokenizer's BOS token, if any, precedes each question of --task. Default: the run's eval.add_bos_token, or true.
     #[arg(long, value_name = "BOOL", requires = "tasks")]
     add_bos_token: Option<bool>,
     /// Writes the log-likelihood of each choice to this JSON file.
@@ -121,7 +121,7 @@ fn require_of_evaluation(overrides: &[String]) -> Result<()> {
     };
     match known.find(of_training) {
         None => Ok(()),
-        Some(key) => Err(Error::usage(format!("`{key}`: decides nothing in an evaluation; leave it out"))),
+        Some(key) => Err(Error::usage(format!("`{key}`: has no effect in an evaluation; leave it out"))),
     }
 }
 

@@ -36,28 +36,28 @@ use stopping::StopTexts;
     nibble generate runs/tiny --temperature 0 --tokens 64"
 )]
 pub struct Args {
-    /// Directory of a run (the newest whole checkpoint is used), of one checkpoint, or of a Hugging Face model.
+    /// Directory of a run (its newest undamaged checkpoint is used), of one checkpoint, or of a Hugging Face model.
     #[arg(value_name = "RUN_OR_MODEL")]
     path: PathBuf,
     #[command(flatten)]
     prompts: Prompts,
-    /// Maximum tokens to generate.
+    /// Maximum number of tokens to generate.
     #[arg(long, value_name = "N", default_value_t = 256)]
     tokens: usize,
     #[command(flatten)]
     sampling: Sampling,
-    /// Sampling seed.
+    /// Seed of the sampling.
     #[arg(long, value_name = "S", default_value_t = 0)]
     seed: u64,
-    /// Stops generating before TEXT would appear in the output; repeatable.
+    /// Stops generating before TEXT would appear in the output. This option may be repeated.
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     stop: Vec<String>,
-    /// Does not stop at end tokens. End tokens come from `data.eos_token`, the tokenizer, a model's `generation_config.json` or
+    /// Does not stop at end tokens. End tokens are named by `data.eos_token`, the tokenizer, a model's `generation_config.json` or
     /// `config.json`, and, with --chat, the chat template.
     #[arg(long)]
     ignore_eos: bool,
-    /// Precision recipe: a built-in recipe or the path of a TOML file. Default: the run's recipe, or bf16 for a model folder. The recipe is
-    /// named on standard error.
+    /// Recipe, which sets number formats: a built-in recipe or the path of a TOML file. Default: the run's recipe, or bf16 for a model
+    /// folder. The recipe's name is printed to standard error.
     #[arg(long, value_name = "RECIPE")]
     recipe: Option<String>,
     #[command(flatten)]

@@ -10,17 +10,19 @@ use std::path::{Path, PathBuf};
 /// Options that select the prompts.
 #[derive(Debug, clap::Args)]
 pub struct Prompts {
-    /// Text to continue; the output begins with this text. Default: the BOS or EOS token, a line break for bytes, or `(` for the built-in language.
+    /// Text to continue; the output begins with this text. Default: the BOS or EOS token; a line break if tokens are bytes; `(` for the
+    /// built-in synthetic language.
     #[arg(long, value_name = "TEXT", conflicts_with = "prompts")]
     prompt: Option<String>,
-    /// Continues each prompt of a file and writes JSON lines: the prompt, its completion, and why the completion ended (`length`, `stop`
-    /// or `eos`). In FILE.jsonl each line is an object with "prompt", a text, or "messages", a conversation; in FILE.txt each line is a prompt.
+    /// Continues each prompt of a file. For each prompt, writes one line of JSON: the prompt, its completion, and why the completion ended
+    /// (`length`, `stop` or `eos`). In FILE.jsonl, each line is an object with the key "prompt" (a text) or "messages" (a conversation). In
+    /// FILE.txt, each line is a prompt.
     #[arg(long, value_name = "FILE")]
     prompts: Option<PathBuf>,
     /// Formats the prompt as a user message with the tokenizer's chat template, and writes the assistant's answer.
     #[arg(long)]
     chat: bool,
-    /// System message before the user message.
+    /// System message that precedes the user message.
     #[arg(long, value_name = "TEXT", requires = "chat")]
     system: Option<String>,
 }

@@ -7,10 +7,10 @@ use std::cmp::Ordering;
 /// Sampling options.
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub struct Sampling {
-    /// Sampling temperature, by which logits are divided; 0 always takes the likeliest token.
+    /// Sampling temperature, by which the logits are divided. With 0, the likeliest token is always taken.
     #[arg(long, value_name = "T", default_value_t = 1.0, allow_negative_numbers = true)]
     temperature: f32,
-    /// Samples from the K likeliest tokens only; 0 = from all tokens.
+    /// Samples only from the K likeliest tokens; 0 = from all tokens.
     #[arg(long, value_name = "K", default_value_t = 0)]
     top_k: usize,
     /// Samples from the smallest set of likeliest tokens whose probabilities sum to at least P, after --top-k is applied; 1 = from all tokens.

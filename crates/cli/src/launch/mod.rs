@@ -28,10 +28,11 @@ pub struct Args {
     /// Number of ranks, one process each.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     ranks: u32,
-    /// How many times a failed run is restarted from the newest whole checkpoint.
+    /// How many times a failed run is restarted from its newest undamaged checkpoint.
     #[arg(long, value_name = "N", default_value_t = 0)]
     max_restarts: u32,
-    /// Restarts a failed run on fewer ranks, at least N. Each restart uses the largest proper divisor of the previous number of ranks.
+    /// Restarts a failed run on fewer ranks, but on at least N ranks. Each restart uses the largest proper divisor of the previous
+    /// number of ranks.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     min_ranks: Option<u32>,
     /// Seconds within which all ranks end after a failure. A rank that sends no heartbeat for half of this time counts as failed.

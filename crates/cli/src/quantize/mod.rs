@@ -33,24 +33,23 @@ use std::path::{Path, PathBuf};
 
 /// Quantizes a safetensors file, or dequantizes it
 ///
-/// Converts every F32, BF16 or F16 matrix, and every stack of such matrices, to a block format. With --back, converts a quantized file to
-/// plain numbers.
+/// Converts every F32, BF16 or F16 matrix, and every stack of such matrices, to a block format. With --back, dequantizes a quantized file.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Blocks run along rows, run down columns (the buffers are then transposed), or are square tiles. A tensor with three \
-    dimensions is a stack of matrices, which are quantized separately. Tensors that are not float matrices, or are \
+    after_help = "Blocks run along rows, run along columns (the buffers are then transposed), or are square. A tensor with three \
+    dimensions is a stack of matrices, which are quantized separately. Tensors that are not matrices of floats, or are \
     quantized already, are copied. The input file is never modified. Equal inputs give equal output bytes. The command \
-    prints the largest error. Warnings report errors that are not rounding: values that become infinite, values larger than \
+    prints the largest error. Warnings report errors that rounding does not explain: values that become infinite, values larger than \
     the format's largest number, and values in blocks that are too small for any scale.\n\n\
-    Buffers of a tensor NAME:\n  \
+    A tensor NAME is stored as these buffers:\n  \
     NAME.codes         codes, packed from the lowest bit on: two 4-bit codes per byte, four 6-bit codes in\n                     \
     3 bytes\n  \
-    NAME.scales        one record per block: an E8M0 byte (MX, FP8 with a power-of-two rule), an F32 (FP8 with\n                     \
-    amax), an E4M3 byte (nvfp4), 8 bytes (nvfp4-128: an E8M0 byte, 7 bits for 16 values\n                     \
-    each), or 4 bytes (hif4: an E6M2 byte, 8 bits for 8 values each, 16 bits for\n                     \
-    4 values each). e4m3-row and e5m2-row: one record per row; down columns\n                     \
-    one per 128 rows, all of a column alike\n  \
-    NAME.tensor_scale  one F32 per matrix that multiplies all its blocks (nvfp4 with tensor-amax,\n                     \
+    NAME.scales        the scales of each block: an E8M0 byte (MX, FP8 with a power-of-two rule), an F32 (FP8 with\n                     \
+    amax), an E4M3 byte (nvfp4), 8 bytes (nvfp4-128: an E8M0 byte, then 7 bits per 16 values),\n                     \
+    or 4 bytes (hif4: an E6M2 byte, then one bit per 8 values, then one bit per 4 values).\n                     \
+    e4m3-row and e5m2-row have one scale per row; with --axis col, each column has one scale\n                     \
+    per 128 rows, and all scales of a column are equal\n  \
+    NAME.tensor_scale  one F32 per matrix, which multiplies all blocks of the matrix (nvfp4 with tensor-amax,\n                     \
     e4m3-tensor, e5m2-tensor)\n\n\
     Examples:\n  \
     nibble quantize model.safetensors model-mxfp4.safetensors --format mxfp4\n  \
@@ -63,14 +62,15 @@ pub struct Args {
     /// The safetensors file to write.
     #[arg(value_name = "OUT")]
     output: PathBuf,
-    /// Block format.
+    /// Block format to convert to.
     #[arg(long, required_unless_present = "back", conflicts_with = "back", value_parser = block_format())]
     format: Option<Format>,
-    /// Direction of the blocks: row, col or tile. Tiles are square blocks, for e4m3, e5m2, e4m3-tensor, e5m2-tensor and nvfp4 only.
+    /// Shape of the blocks: along rows (row), along columns (col), or square (tile). Only e4m3, e5m2, e4m3-tensor, e5m2-tensor and nvfp4
+    /// support square blocks.
     #[arg(long, default_value = "row", conflicts_with = "back")]
     axis: BlockAxis,
-    /// Scale rule: floor, rceil, ceil or even (powers of two), amax, tensor-amax or cann. Default: depends on the format. `nibble doctor --all`
-    /// lists each format's rules.
+    /// Scale rule: floor, rceil, ceil or even (power-of-two scales), amax, tensor-amax or cann. The default depends on the format;
+    /// `nibble doctor --all` lists each format's rules.
     #[arg(long, value_name = "RULE", conflicts_with = "back")]
     scale: Option<ScaleRule>,
     #[command(flatten)]
@@ -79,7 +79,7 @@ pub struct Args {
     /// Default: nearest-away for hif4, nearest-even for all other formats.
     #[arg(long, value_name = "ROUNDING", conflicts_with = "back")]
     round: Option<Rounding>,
-    /// Seed of stochastic rounding; the random bits depend on the seed and on the tensor's name.
+    /// Seed of stochastic and dither rounding. The random bits depend on the seed and on the tensor's name.
     #[arg(long, default_value_t = 0, conflicts_with = "back")]
     seed: u64,
     /// Quantizes only tensors whose name matches one of these globs (`*` and `?`).
@@ -97,16 +97,18 @@ pub struct Args {
 /// Scaling options besides the scale rule; refused if the format has no such choice.
 #[derive(Debug, clap::Args)]
 struct ScalingArgs {
-    /// Chooses block and tensor scales as if the largest magnitude were FACTOR times larger: 1 to 2 in steps of 1/16.
+    /// Chooses block and tensor scales as if the largest magnitude were FACTOR times larger. FACTOR is 1 to 2, in steps of 1/16.
     #[arg(long, value_name = "FACTOR", conflicts_with = "back", value_parser = headroom)]
     headroom: Option<Headroom>,
-    /// Thresholds from which a part of a block gets another factor of two: 4,2 or 3.5,1.75 (hif4 only).
+    /// Magnitudes, in units of the block's scale, from which the scale of an eighth or a sixteenth of a block is doubled: 4,2 or 3.5,1.75
+    /// (hif4 only).
     #[arg(long, value_name = "TWO", conflicts_with = "back")]
     thresholds: Option<Thresholds>,
-    /// Code to which a block's largest magnitude is scaled (nvfp4 only): 6; or 4 or 6, whichever gives the smaller error (4/6-mse, 4/6-mae).
+    /// Code to which a block's largest magnitude is mapped (nvfp4 only). 6: always to 6. 4/6-mse and 4/6-mae: to 4 or 6, whichever gives
+    /// the smaller squared or absolute error.
     #[arg(long, conflicts_with = "back")]
     candidates: Option<Candidates>,
-    /// Rounding of the tensor scale: tensor (F32) or power (a power of two; nvfp4 with tensor-amax only).
+    /// Type of the per-tensor scale (nvfp4 with tensor-amax only): tensor (F32), or power (rounded up to a power of two).
     #[arg(long, conflicts_with = "back")]
     outer: Option<Outer>,
 }

@@ -16,8 +16,8 @@ const SIZES: &str = "s";
 
 /// Lists the recipes, or explains one
 ///
-/// Prints every operand's format, axis, scale rule, rounding and origin. --all adds every conversion in a layer of each kind, for each
-/// part of a run in which the conversions differ.
+/// Prints the format, block axis, scale rule, rounding and source of every operand. --all also prints every conversion in a layer of each
+/// kind, for each part of a run in which the conversions differ.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:\n  \
     nibble recipe\n  \
@@ -30,19 +30,19 @@ pub struct Args {
     /// A built-in recipe or the path of a TOML file.
     #[arg(value_name = "NAME_OR_FILE")]
     recipe: Option<String>,
-    /// Lists the recipes for ablations of a format or a technique, instead of the recipes for training.
+    /// Lists the recipes for ablations of a format or of a technique, instead of the recipes for training.
     #[arg(long, conflicts_with_all = ["recipe", "all", "trace", "cost"])]
     studies: bool,
-    /// Also prints operands converted from quantized tensors, all settings of overrides, every conversion, and the saved activations. With
-    /// --cost, also prints the published figures of the HiFloat4 study.
+    /// Also prints every conversion, the saved activations, operands that are converted from quantized tensors, and all settings of
+    /// overrides. With --cost, also prints the figures that the HiFloat4 study published.
     #[arg(long, requires = "recipe")]
     all: bool,
-    /// Like --all, but runs the layers and prints the operations that ran. Also prints the layers' matrix products with operands, scales
-    /// and kernels, and the products that a GPU would not compute on tensor cores.
+    /// Like --all, but runs the layers and prints the operations that ran. Also prints the operands, scales and kernels of the layers'
+    /// matrix products, and which of these products a GPU would not compute on tensor cores.
     #[arg(long, requires = "recipe")]
     trace: bool,
-    /// Prints only the cost of a training step of CONFIG under the recipe: for each kind of layer, the share of multiply-adds at each code
-    /// width, and the work outside matrix products. CONFIG defaults to tiny.
+    /// Prints only the cost of a training step of CONFIG under the recipe: the share of multiply-adds per kind of layer and code width, and
+    /// the work outside matrix products. Default of CONFIG: tiny.
     #[arg(long, value_name = "CONFIG", num_args = 0..=1, default_missing_value = "tiny", requires = "recipe", conflicts_with = "trace")]
     cost: Option<String>,
 }

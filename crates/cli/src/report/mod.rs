@@ -34,8 +34,8 @@ pub struct Args {
     /// Directory of the run.
     #[arg(value_name = "RUN")]
     dir: PathBuf,
-    /// HTML file to write. Default: report.html in the run's directory. An existing file is replaced only if it is a report, and with
-    /// --out only if it is a report of this run.
+    /// HTML file to write. Default: report.html in the run's directory, where an existing report is replaced. With --out, an existing
+    /// file is replaced only if the file is a report of this run.
     #[arg(long, value_name = "OUT")]
     out: Option<PathBuf>,
     #[command(flatten)]

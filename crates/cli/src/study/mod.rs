@@ -15,8 +15,8 @@ use std::time::Duration;
 
 /// Trains recipes over seeds and compares their losses
 ///
-/// Reports paired differences from a baseline, with 95 % confidence intervals. Each run is a row in DIR/rows. A study may be stopped at any
-/// time and continued, also by several processes or GPUs at once. The tables do not depend on interruptions.
+/// Reports paired differences from a baseline, with 95 % confidence intervals. Each finished run writes a row (a JSON file) to DIR/rows. A
+/// study may be stopped at any time and continued, also by several processes or GPUs at once. Interruptions do not change the tables.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:\n  \
     nibble study formats.toml --plan\n  \
@@ -27,28 +27,28 @@ pub struct Args {
     /// The study: a TOML file with recipes, a baseline, configurations and seeds.
     #[arg(value_name = "FILE")]
     file: PathBuf,
-    /// Folder of the rows and tables. Default: the path FILE without its extension.
+    /// Folder of the rows and tables. Default: the path FILE without the file name's extension.
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
-    /// Ends after TIME (90s, 12m or 2h): stops the current run, which the next call resumes, and starts no other run.
+    /// Ends after TIME (such as 90s, 12m or 2h): stops the current run, which the next call resumes, and starts no other run.
     #[arg(long = "for", value_name = "TIME", value_parser = duration)]
     time: Option<Duration>,
-    /// Device of the runs, as `run.device`.
+    /// Device of the runs: a value of `run.device`, such as cuda:0.
     #[arg(long, value_name = "DEVICE")]
     device: Option<String>,
-    /// Only prints the number of runs, their expected time, and how small a difference the seeds can resolve.
+    /// Only prints the number of runs, their expected time, and the smallest difference that the seeds can resolve; trains nothing.
     #[arg(long, conflicts_with_all = ["time", "tables", "retry"])]
     plan: bool,
     /// Only writes the tables from existing rows; trains nothing.
     #[arg(long, conflicts_with_all = ["time", "retry"])]
     tables: bool,
-    /// Repeats failed runs. Diverged runs count as results and are not repeated.
+    /// Repeats failed runs. Diverged runs are results, and are not repeated.
     #[arg(long)]
     retry: bool,
-    /// The commit of this program, written to each row.
+    /// Commit of this program, which is written to each row.
     #[arg(long, value_name = "COMMIT", default_value = "")]
     commit: String,
-    /// Standard deviation of a paired difference in per cent, measured in a pilot study; --plan uses it while there are no rows.
+    /// Standard deviation of paired differences in per cent, measured in a pilot study. --plan uses this value while the study has no rows.
     #[arg(long, value_name = "SD")]
     pilot_sd: Option<f64>,
     #[command(flatten)]

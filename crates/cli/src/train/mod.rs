@@ -50,30 +50,32 @@ use std::sync::atomic::Ordering;
 )]
 pub struct Args {
     /// A built-in configuration or the path of a TOML file; with --resume, also the directory of a run. Small configurations: tiny,
-    /// tiny-dense, shakespeare, and a small model of each family, such as deepseek-v3-tiny. For a GPU: s, olmoe, qwen30b-4l, dense1b,
-    /// dsv3-1l. For --dry-run: published models, such as deepseek-v2-lite. A wrong name lists all configurations. The config.toml of a run
-    /// starts a new run with the same configuration.
+    /// tiny-dense, shakespeare, and a small model of each family, such as deepseek-v3-tiny. Configurations for a GPU: s, olmoe, qwen30b-4l,
+    /// dense1b, dsv3-1l. Configurations for --dry-run: published models, such as deepseek-v2-lite. The error for an unknown name lists all
+    /// configurations. The config.toml of a run starts a new run with the same configuration.
     #[arg(value_name = "CONFIG", default_value = "tiny")]
     config: String,
     #[command(flatten)]
     changes: Changes,
     /// Starts from the weights of a Hugging Face model folder (config.json and safetensors). The folder sets the keys of `[model]`, except
-    /// for losses and positions; CONFIG sets all other keys. With --resume, resumes the run that was started from FOLDER.
+    /// the keys of auxiliary losses and max_positions; CONFIG sets all other keys. With --resume, resumes the run that was started from
+    /// FOLDER.
     #[arg(long, value_name = "FOLDER", conflicts_with = "init_from")]
     from: Option<PathBuf>,
-    /// Starts a new run with a fresh optimizer from the weights of another run (the newest whole checkpoint is used) or of one checkpoint.
-    /// With --resume, resumes the run that was started from RUN.
+    /// Starts a new run with a new optimizer state from the weights of one checkpoint, or of the newest undamaged checkpoint of another
+    /// run. With --resume, resumes the run that was started from RUN.
     #[arg(long, value_name = "RUN")]
     init_from: Option<PathBuf>,
-    /// Resumes from the newest whole checkpoint of the latest run with this configuration, or of the run in the directory CONFIG. Only
-    /// three settings that affect results may change: train.steps may grow, and train.combine and train.expert_shards may be set explicitly.
+    /// Resumes from the newest undamaged checkpoint of the latest run with this configuration, or of the run in the directory CONFIG. Only
+    /// three settings that affect results may change: train.steps may grow, and train.combine and train.expert_shards may be set
+    /// explicitly.
     #[arg(long)]
     resume: bool,
     /// Ends after step STEP of train.steps, with a checkpoint; the schedule stays that of train.steps. --resume continues the run.
     #[arg(long, value_name = "STEP", conflicts_with = "dry_run", value_parser = clap::value_parser!(u64).range(1..))]
     until: Option<u64>,
     /// Prints configuration, parameter count and predicted memory, and exits without allocating weights or writing files. The prediction is
-    /// for the device that the run would use. --dry-run=gpu predicts for a GPU, also on a host without a GPU.
+    /// for the device that the run would use. --dry-run=gpu predicts the memory of a GPU, also on a host without a GPU.
     #[arg(long, value_name = "WHERE", num_args = 0..=1, require_equals = true, default_missing_value = "device")]
     dry_run: Option<DryRunOn>,
     /// Before the first step, measures the links between the run's ranks and names slow links.

@@ -281,7 +281,7 @@ fn what_decides_nothing_is_refused_where_it_stands_unless_a_run_has_stored_it() 
         (&["checkpoint.every=0", "checkpoint.at_end=false", "checkpoint.host_gib=7"], "checkpoint.host_gib"),
         (&["checkpoint.every=0", "checkpoint.at_end=false", "checkpoint.file_mib=7"], "checkpoint.file_mib"),
     ] {
-        assert!(refused(sets, key).contains("decides nothing"), "{key}");
+        assert!(refused(sets, key).contains("has no effect"), "{key}");
     }
     assert!(refused(&["run.log_every=0"], "run.log_every").contains("is 0, expected at least 1"));
     // A file names its line; a setting of a file that an override makes idle is none of the file's faults.
@@ -300,7 +300,7 @@ fn what_decides_nothing_is_refused_where_it_stands_unless_a_run_has_stored_it() 
     place.nibble(&["train", "run", "--resume", "--set", "train.steps=13"]).ok();
     place.nibble(&["train", "run/config.toml", "--dry-run"]).ok();
     let error = place.nibble(&["train", "run", "--resume", "--set", "eval.batches=2"]).failed(2);
-    assert!(error.contains("`eval.batches`: is 2, but decides nothing"), "{error}");
+    assert!(error.contains("`eval.batches`: is 2, but has no effect"), "{error}");
 }
 
 #[test]
@@ -313,7 +313,7 @@ fn an_evaluation_takes_no_key_that_decides_nothing_in_it() {
     for set in ["seed=3", "train.lr=1", "eval.batches=1", "run.ranks=1", "run.dir=other", "checkpoint.keep=1"]
     {
         let error = evaluate(set).failed(2);
-        assert!(error.contains("decides nothing in an evaluation"), "{set}: {error}");
+        assert!(error.contains("has no effect in an evaluation"), "{set}: {error}");
     }
     assert!(evaluate("train.lrr=1").failed(2).contains("unknown key"));
     assert!(evaluate("data.bytes=true").ok().stdout.contains("held-out loss"));

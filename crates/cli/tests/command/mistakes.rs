@@ -32,7 +32,7 @@ fn mistakes_in_the_configuration_name_key_file_and_line() {
     for (text, why) in [
         ("[[train]]\nsteps = 3", "bad.toml:1: `train`: is a list of tables, expected one table"),
         ("train = 5", "`train`: is 5, expected one table"),
-        ("[train]\nsteps = 99999999999999999999", "bad.toml:2: a number is too large: whole ones go up to"),
+        ("[train]\nsteps = 99999999999999999999", "bad.toml:2: a number is too large: integers go up to"),
     ] {
         std::fs::write(place.path("bad.toml"), text).unwrap();
         let error = place.nibble(&["train", "bad.toml"]).failed(2);
@@ -164,7 +164,7 @@ fn numbers_that_end_every_run_are_refused_and_printed_in_short() {
     for (set, why) in [
         (
             "model.aux_loss_coef=1e300",
-            "`model.aux_loss_coef`: is 1e300, expected a number that single precision",
+            "`model.aux_loss_coef`: is 1e300, expected a number in the range of single precision",
         ),
         ("model.z_loss_coef=1e39", "`model.z_loss_coef`: is 1e39"),
         ("train.clip_norm=1e-60", "`train.clip_norm`: is 1e-60"),

@@ -389,7 +389,7 @@ fn a_run_that_began_with_weights_goes_on_by_the_same_command() {
         let error = train(&other).failed(2);
         assert!(error.contains("model.aux_loss_coef"), "{option}: {error}");
         let error = train(&[option, from, "--set", "model.heads=4"]).failed(2);
-        assert!(error.contains("`model.heads`: is 4, and that of"), "{option}: {error}");
+        assert!(error.contains("`model.heads`: is 4, but the model in"), "{option}: {error}");
     }
     place.nibble(&["train", "second", "--resume", "--set", "train.steps=8"]).ok().contains("done: 8 steps");
     let error = place.nibble(&["train", "small.toml", "--from", "run"]).failed(2);

@@ -411,5 +411,5 @@ fn sums_by_nccl_are_refused_where_nothing_would_be_summed_by_it() {
         place.train(&["--set", "run.ranks=2", "--set", "run.reductions=nccl", "--device", "cpu"]).failed(2);
     error.contains("`run.reductions`: is \"nccl\", and the ranks compute on the CPU");
     let error = place.train(&["--set", "run.reductions=nccl"]).failed(2);
-    error.contains("`run.reductions`: is \"nccl\", but decides nothing");
+    error.contains("`run.reductions`: is \"nccl\", but has no effect");
 }

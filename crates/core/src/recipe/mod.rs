@@ -261,7 +261,7 @@ impl Recipe {
         };
         match o.set.iter().find(|(kind, setting)| !is_set(*kind, setting)) {
             Some((kind, setting)) if !o.is_whole() => {
-                let why = format!("decides nothing: no layer among {} has it", o.whose());
+                let why = format!("has no effect: no layer among {} has it", o.whose());
                 fail(format!("override.set.{}.{}", kind.name(), setting.key()), why)
             }
             _ => Ok(()),

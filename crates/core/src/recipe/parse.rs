@@ -90,20 +90,20 @@ pub(super) fn parse(name: &str, text: &str) -> Result<Recipe> {
 fn follows(kind: LayerKind, key: &str) -> Option<&'static str> {
     Some(match (kind, key) {
         (LayerKind::Router, _) => {
-            "decides nothing: the router multiplies in F32; its weight, fprop.w, may be bf16"
+            "has no effect: the router multiplies in F32; its weight, fprop.w, may be bf16"
         }
         (LayerKind::Head, "fprop.rht" | "dgrad.rht" | "wgrad.rht") => {
             "the head's fused loss applies no Hadamard transform"
         }
         (LayerKind::Head, "saved.x" | "saved.h" | "saved.a") => {
-            "decides nothing: the head computes its gradients in the forward pass and saves one, unquantized"
+            "has no effect: the head computes its gradients in the forward pass and saves one of them, unquantized"
         }
         (
             LayerKind::Linear | LayerKind::Head,
             "dispatch.fwd" | "dispatch.bwd" | "combine.fwd" | "combine.bwd",
-        ) => "decides nothing: only experts exchange rows",
+        ) => "has no effect: only experts dispatch and combine rows",
         (LayerKind::Linear, "fprop.a" | "wgrad.a" | "saved.a" | "dgrad.dh" | "wgrad.dh") => {
-            "decides nothing: only experts have two products in one layer; a dense layer's projections are layers of their own, gate_up_proj and down_proj"
+            "has no effect: only experts have two GEMMs in one layer; the projections of a dense MLP are separate layers, gate_up_proj and down_proj"
         }
         _ => return None,
     })
@@ -223,12 +223,12 @@ impl Reader<'_> {
             // A saved tensor is transformed if it is saved in the form that wgrad takes.
             let product = site.operand_of().or(site.chooses_axis().then_some(Product::Wgrad));
             let Some(product) = product.filter(|product| kind.transformed().contains(product)) else {
-                let why = "`rht` decides nothing: a transform applies to both operands of a product, as fprop.rht of a linear layer";
+                let why = "`rht` has no effect: a transform applies to both operands of a product, as fprop.rht of a linear layer";
                 return Err(self.error(&key, why.into()));
             };
             let is_said = |setting: &Setting| matches!(setting, Setting::Transform(of, _) if *of == product);
             if settings.iter().any(is_said) {
-                let why = format!("`rht` decides nothing beside {}; leave it out", product.rht_key());
+                let why = format!("`rht` has no effect beside {}; leave it out", product.rht_key());
                 return Err(self.error(&key, why));
             }
             let others = settings.iter().filter_map(|setting| match setting {
@@ -290,7 +290,7 @@ impl Reader<'_> {
                 return Err(self.error(key, unknown("field", field, known)));
             }
             if !format.is_block() && !matches!(field.as_str(), "format" | "by" | "from") {
-                return Err(self.error(key, format!("`{field}` decides nothing: {format} has no blocks")));
+                return Err(self.error(key, format!("`{field}` has no effect: {format} has no blocks")));
             }
             match field.as_str() {
                 "axis" => p.axis = self.axis(key, site, value)?,
@@ -301,7 +301,7 @@ impl Reader<'_> {
                 "history" | "amax" | "margin"
                     if table.get("scale").and_then(Value::as_str) != Some(DELAYED) =>
                 {
-                    let why = format!("`{field}` decides nothing without scale = \"{DELAYED}\"");
+                    let why = format!("`{field}` has no effect without scale = \"{DELAYED}\"");
                     return Err(self.error(key, why));
                 }
                 "scale" => {
@@ -323,7 +323,7 @@ impl Reader<'_> {
                     }
                 }
                 "from" => {
-                    let why = "decides nothing: the source of a tensor follows from its key; leave it out";
+                    let why = "has no effect: the source of a tensor follows from its key; leave it out";
                     return Err(self.error(key, format!("`from` {why}")));
                 }
                 _ => {}
@@ -365,7 +365,7 @@ impl Reader<'_> {
         let history = match amax {
             AmaxOf::Max => number("history", history)?,
             AmaxOf::MostRecent if table.contains_key("history") => {
-                let why = format!("`history` decides nothing with amax = \"{amax}\": one step decides");
+                let why = format!("`history` has no effect with amax = \"{amax}\": one step decides");
                 return Err(self.error(key, why));
             }
             AmaxOf::MostRecent => 1,
@@ -383,7 +383,7 @@ impl Reader<'_> {
         };
         if !site.chooses_axis() {
             let why = format!(
-                "`axis` decides nothing: blocks run along the contraction, here by {}; leave it out",
+                "`axis` has no effect: blocks run along the contraction, here by {}; leave it out",
                 axis_name(site.axis())
             );
             return Err(self.error(key, why));
@@ -403,11 +403,11 @@ impl Reader<'_> {
             other => return Err(self.error(key, unknown("block", other, [SQUARE, LINE].into_iter()))),
         };
         if !site.is_weight() {
-            return Err(self.error(key, "`block` decides nothing: square blocks are for weights".into()));
+            return Err(self.error(key, "`block` has no effect: square blocks are for weights".into()));
         }
         match format.spec().tiles {
             true => Ok(axis),
-            false => Err(self.error(key, format!("`block` decides nothing: {format} has no square blocks"))),
+            false => Err(self.error(key, format!("`block` has no effect: {format} has no square blocks"))),
         }
     }
 
@@ -451,11 +451,11 @@ impl Reader<'_> {
             }
         }
         let Some(set) = table.get("set") else {
-            return Err(self.error("override", "decides nothing without `set`".into()));
+            return Err(self.error("override", "has no effect without `set`".into()));
         };
         o.set = self.set(self.table("override.set", set)?, products.as_deref())?;
         match o.set.is_empty() {
-            true => Err(self.error("override.set", "decides nothing: it is empty".into())),
+            true => Err(self.error("override.set", "has no effect: it is empty".into())),
             false => Ok(o),
         }
     }
@@ -503,7 +503,7 @@ impl Reader<'_> {
             };
             for setting in self.settings(kind, &format!("override.set.{key}"), value)? {
                 if !is_meant(&setting) {
-                    let why = "decides nothing: it is of none of the override's `products`".into();
+                    let why = "has no effect: the key belongs to none of the override's `products`".into();
                     return Err(self.error(&format!("override.set.{key}.{}", setting.key()), why));
                 }
                 set.retain(|(k, s)| *k != kind || s.key() != setting.key());
@@ -526,7 +526,7 @@ impl Reader<'_> {
     fn steps(&self, text: &str) -> Result<Steps> {
         let why = || {
             format!(
-                "{text:?} is no range of fractions such as \"0.94..1\", and none of steps such as \"1000..2000 steps\""
+                "{text:?} must be a range of fractions, such as \"0.94..1\", or of steps, such as \"1000..2000 steps\""
             )
         };
         Steps::parse(text).ok_or_else(|| self.error("override.steps", why()))

@@ -50,7 +50,7 @@ fn read_outer(p: &mut Precision, value: &Value, has_rule: bool) -> Result<(), St
     };
     let (Some(under), Some(alone)) = (rule_of(true), rule_of(false)) else {
         return Err(format!(
-            "`outer` decides nothing: blocks of {format} have no scales under one of the tensor"
+            "`outer` has no effect: {format} does not have both block scales and a tensor scale"
         ));
     };
     let is_none = value.as_str() == Some(NONE);

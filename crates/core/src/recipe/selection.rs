@@ -77,7 +77,7 @@ impl Layers {
         let share = |share: &str| {
             let why = || {
                 format!(
-                    "{text:?} is no number of decoder layers, such as \"last:4\", and no part of them, such as \"last:15%\""
+                    "{text:?} must be a number of decoder layers, such as \"last:4\", or a percentage of them, such as \"last:15%\""
                 )
             };
             Share::parse(share).ok_or_else(why)

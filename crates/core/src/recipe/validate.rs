@@ -61,15 +61,15 @@ pub(super) fn section(recipe: &Recipe, kind: LayerKind, s: &Section) -> Result<(
     let check = Check { recipe, kind, section: s };
     for site in kind.sites().filter(|site| s.written(*site).is_some()) {
         let p = s.at(site);
-        let of_h = "h is quantized by the kernel that reads it, which rounds to nearest";
+        let of_h = "the kernel that quantizes h rounds to nearest";
         check.expect(site, site != Site::SavedH || !p.draws(), of_h)?;
-        let why = "`round` decides nothing: dither of no code steps is nearest-even";
+        let why = "`round` has no effect: dither of 0 code steps is nearest-even";
         check.expect(site, p.round != Rounding::Dither { delta_q16: 0 }, why)?;
         let nearest = kind != LayerKind::Head || site.is_weight() || !p.draws();
         check.expect(site, nearest, "the head's fused loss rounds tokens and gradients to nearest")?;
         let of_all = p.format.scale_kind(p.scale).has_tensor_scale()
             || p.format.spec().block == WHOLE_LINE && p.axis == BlockAxis::Col;
-        let why = "the head takes its tokens in chunks: a scale for all of them is not known before the last";
+        let why = "the head processes tokens in chunks, so a scale for all tokens is not known before the last chunk";
         check.expect(site, kind != LayerKind::Head || site.is_weight() || !of_all, why)?;
         let fresh = p.rht.is_some_and(|transform| transform.signs == Signs::Step);
         let why = "`correction` is unbiased only if the signs change in each step: its product needs rht = { len = 128, signs = \"step\" }";
@@ -80,7 +80,7 @@ pub(super) fn section(recipe: &Recipe, kind: LayerKind, s: &Section) -> Result<(
             (false, LayerKind::Router) => {}
             (false, _) if p.dtype() != Some(recipe.activations) => {
                 let (is, all) = (p.format, recipe.activations);
-                check.fail(site, format!("is {is}, while activations between products are {all}"))?;
+                check.fail(site, format!("is {is}, but activations between GEMMs are {all}"))?;
             }
             (false, _) => {}
         }
@@ -106,12 +106,12 @@ fn returned(check: &Check<'_>) -> Result<()> {
         }
         let cause = match p.format.scale_kind(p.scale).has_tensor_scale() {
             true => "has one scale for all rows of a rank, which would depend on the number of ranks",
-            false => "has no blocks of E4M3 codes, and a token's sum has the error of each of its rows",
+            false => "has no blocks of E4M3 codes, and the sum of a token's rows has the error of each row",
         };
         let (is, e4m3, mxfp8) = (p.format, Format::E4m3, Format::Mxfp8E4m3);
         check.fail::<()>(
             site,
-            format!("is {is}, which {cause}: rows come back in {e4m3}, {mxfp8}, or as the activations are"),
+            format!("is {is}, which {cause}: use {e4m3}, {mxfp8}, or the type of the activations"),
         )?;
     }
     Ok(())
@@ -127,12 +127,12 @@ fn delayed(check: &Check<'_>) -> Result<()> {
         }
         let why = match site {
             DispatchFwd | DispatchBwd => {
-                "dispatched rows are quantized before their experts are known, and a delayed scale is of one expert's rows"
+                "dispatched rows are quantized before their experts are known, but each expert has its own delayed scale"
             }
-            SavedH => "h is quantized by the kernel that reads it, which takes no delayed scale",
-            _ if p.rht.is_some() => "a transformed tensor is measured: delayed scales are of plain tensors",
+            SavedH => "the kernel that quantizes h supports no delayed scale",
+            _ if p.rht.is_some() => "delayed scaling does not support a transformed tensor (rht)",
             _ if p.by == By::Requantize => {
-                "a requantized tensor is measured: delayed scales are for tensors made from plain ones"
+                "delayed scaling does not support a requantized tensor, only a tensor that is quantized from a plain tensor"
             }
             _ => continue,
         };
@@ -154,8 +154,10 @@ fn delayed(check: &Check<'_>) -> Result<()> {
     ];
     for (a, b) in shared.into_iter().filter(|(a, b)| check.kind.has(*a) && check.kind.has(*b)) {
         if let (Some(of_a), Some(of_b)) = (check.section.at(a).delayed, check.section.at(b).delayed) {
-            let why =
-                format!("is {of_b}, and {} is {of_a}: they are one tensor, which has one history", a.key());
+            let why = format!(
+                "is {of_b}, and {} is {of_a}: both are the same tensor, which has one history of amax",
+                a.key()
+            );
             check.expect(b, of_a == of_b, &why)?;
         }
     }
@@ -193,7 +195,7 @@ fn lines(check: &Check<'_>) -> Result<()> {
     for site in check.kind.sites().filter(|site| site.is_weight() && check.section.written(*site).is_some()) {
         let p = check.section.at(site);
         let of_tensor = p.format.spec().tiles && p.format.scale_kind(p.scale).levels().is_empty();
-        let why = format!("`block` decides nothing: {} has one scale for the tensor", p.format);
+        let why = format!("`block` has no effect: {} has one scale for the tensor", p.format);
         check.expect(site, p.axis == BlockAxis::Tile || !of_tensor || p.round.is_random(), &why)?;
     }
     Ok(())
@@ -205,14 +207,18 @@ fn conversion(check: &Check<'_>, site: Site) -> Result<()> {
     let Some((origin_site, origin)) = check.made_from(site).filter(|(_, origin)| origin.format.is_block())
     else {
         let written = check.section.written(site).is_some_and(|p| p.by == By::Requantize);
-        return check.expect(site, !written, "`by` decides nothing: it is made of a plain tensor");
+        return check.expect(
+            site,
+            !written,
+            "`by` has no effect: the tensor is quantized from a plain tensor",
+        );
     };
     let made = format!("{} ({origin})", origin_site.key());
     let refuse = |why: String| check.fail::<()>(site, why);
     match p.by {
         // A weight has another source than fprop's operand.
         By::Requantize if !p.format.is_block() && site != Site::DgradW => {
-            return refuse(format!("`by` decides nothing: it is {made} dequantized"));
+            return refuse(format!("`by` has no effect: the tensor is {made}, dequantized"));
         }
         // Rows of dgrad's weight are columns of fprop's.
         By::Requantize
@@ -220,7 +226,7 @@ fn conversion(check: &Check<'_>, site: Site) -> Result<()> {
                 && p.round == origin.round
                 && (site != Site::DgradW || p.axis == BlockAxis::Tile && p.format.spec().tiles) =>
         {
-            return refuse(format!("`by` decides nothing: it is {made} as it stands"));
+            return refuse(format!("`by` has no effect: the tensor has the same codes and scales as {made}"));
         }
         By::Requantize => return Ok(()),
         By::Transcode if !p.format.is_block() => return Ok(()),
@@ -228,26 +234,27 @@ fn conversion(check: &Check<'_>, site: Site) -> Result<()> {
     }
     if p.same_bits(&origin) {
         let why = format!(
-            "`round` decides nothing: it is {made} as it stands; {} says how to round",
+            "`round` has no effect: the tensor has the same codes and scales as {made}; set `round` in {}",
             origin_site.key()
         );
         return check.expect(site, p.round == origin.round, &why);
     }
-    let why = "`round` decides nothing: conversions between block formats round to nearest even; \
-               by = \"requantize\" rounds as it is told";
+    let why = "`round` has no effect: conversions between block formats round to nearest even; \
+               by = \"requantize\" uses `round`";
     check.expect(site, p.round == Rounding::NearestEven, why)?;
-    let why = "`headroom` and its like decide nothing: conversions between block formats choose no scales of their own; \
-               by = \"requantize\" does";
+    let why = "`headroom` and other parameters of the scale rule have no effect: conversions between block formats derive scales from the source's scales; \
+               by = \"requantize\" chooses new scales";
     check.expect(site, p.scaling.is_default(), why)?;
     // E4M3 moves from one power of two to another; MXFP4 gets new scales.
     let powers = origin.scale != ScaleRule::Amax || p.format == Format::Mxfp4;
     let rows = origin.axis == BlockAxis::Row && p.rht.is_none();
     let convertible = powers && rows && CONVERSIONS.contains(&(origin.format, p.format, p.axis));
     if !convertible {
-        return refuse(format!("{p} cannot be made from {made} by one conversion; by = \"requantize\" can"));
+        return refuse(format!("{p} cannot be made from {made} by one conversion; use by = \"requantize\""));
     }
     let scale = converted_rule((origin.format, origin.scale), (p.format, p.scale));
-    let why =
-        format!("`scale` decides nothing: its scales follow from those of {made}; write scale = \"{scale}\"");
+    let why = format!(
+        "`scale` has no effect: its scales are derived from the scales of {made}; write scale = \"{scale}\""
+    );
     check.expect(site, scale == p.scale, &why)
 }

@@ -15,7 +15,7 @@ pub(super) fn idle<'a>(
         let why = why_idle(recipe, (i, o), layers, steps)?;
         // With several overrides, the key has the override's number, from 1.
         let key = if several { format!("override[{}]", i + 1) } else { "override".into() };
-        Some((key, format!("decides nothing: {why}")))
+        Some((key, format!("has no effect: {why}")))
     })
 }
 

@@ -42,7 +42,7 @@ impl Config {
                 return Err(Error::config(
                     key,
                     format!(
-                        "is {value:?}, expected a number that single precision holds: up to 3.4e38, and no smaller than 1.4e-45"
+                        "is {value:?}, expected a number in the range of single precision: at most 3.4e38, and not smaller than 1.4e-45"
                     ),
                 ));
             }
@@ -67,23 +67,22 @@ impl Config {
         let mut add = |holds: bool, keys: &[&'static str], by, because: &str| {
             for key in keys.iter().filter(|key| holds && is.get(**key) != usual.get(**key)) {
                 if let Some(is) = is.get(*key) {
-                    moot.push(Moot { key, by, why: format!("is {is}, but decides nothing: {because}") });
+                    moot.push(Moot { key, by, why: format!("is {is}, but has no effect: {because}") });
                 }
             }
         };
         let (d, t, m) = (&self.data, &self.train, &self.model);
-        let because =
-            "train.schedule is not \"wsd\", which alone decays at its end; leave it out, or set that";
+        let because = "only train.schedule = \"wsd\" uses it; leave it out, or set train.schedule";
         add(t.schedule != ScheduleKind::Wsd, &["train.decay_fraction"], &["train.schedule"], because);
 
         let (is_text, by, of_source) =
             (self.is_text(), &["data.source"], format!("data.source = \"{}\"", d.source));
-        let because = format!("{of_source} has held-out tokens of its own, of one size; leave it out");
+        let because = format!("{of_source} has its own held-out tokens; leave it out");
         add(!is_text, &["data.valid_fraction"], by, &because);
-        let no_file = format!("{of_source} is no file; leave it out");
+        let no_file = format!("{of_source} is not a file; leave it out");
         add(!is_text, &["data.bytes"], by, &no_file);
         // If a tokenizer is named, random tokens are sampled below its vocabulary size.
-        let because = format!("{of_source} has tokens of its own; leave it out");
+        let because = format!("{of_source} has its own tokens; leave it out");
         add(self.is_synthetic(), &["data.tokenizer"], by, &because);
         add(!is_text, &["data.bos_token", "data.eos_token"], by, &because);
         let of_rows = ["data.text_key", "data.prompt_key", "data.answer_key", "data.messages_key"];
@@ -94,25 +93,25 @@ impl Config {
         let because = "data.messages_key is set; leave it out";
         add(!d.messages_key.is_empty(), &["data.text_key"], &["data.messages_key"], because);
 
-        let because = "eval.every = 0, and the evaluation at the end takes all of the held-out data; leave it out, or set that";
+        let because = "eval.every = 0, and the evaluation at the end uses all held-out data; leave it out, or set eval.every";
         add(self.eval.every == 0, &["eval.batches"], &["eval.every"], because);
-        let because = "eval.tasks names no questions; leave it out, or set that";
+        let because = "eval.tasks is empty; leave it out, or set eval.tasks";
         add(self.eval.tasks.is_empty(), &["eval.add_bos_token"], &["eval.tasks"], because);
 
         for (key, because) in m.rope_scaling.moot() {
             add(true, &[key], &["model.rope_scaling.kind"], &because);
         }
-        let because = "model.router_bias = false; leave it out, or set that";
+        let because = "model.router_bias = false; leave it out, or set model.router_bias";
         add(!m.router_bias, &["train.router_bias_rate"], &["model.router_bias"], because);
-        let because = "model.experts = 0; leave it out, or set that";
+        let because = "model.experts = 0; leave it out, or set model.experts";
         add(m.experts == 0, &["train.force_load_balance"], &["model.experts"], because);
-        let because = "model.groups = 0; leave it out, or set that";
+        let because = "model.groups = 0; leave it out, or set model.groups";
         add(m.groups == 0, &["model.group_score"], &["model.groups"], because);
 
-        let because = "no experts are divided among ranks; leave it out, or set run.ranks";
+        let because = "no experts are sharded over ranks; leave it out, or set run.ranks";
         let by = &["run.ranks", "run.dp", "model.experts"];
         add(self.run.mesh().ep == 1 || m.experts == 0, &["run.capacity_factor"], by, because);
-        let because = "one rank has nothing to sum with others; leave it out, or set run.ranks";
+        let because = "a single rank has no other rank to sum with; leave it out, or set run.ranks";
         add(self.run.ranks == 1, &["run.reductions"], &["run.ranks"], because);
 
         let none = self.checkpoint.every == 0 && !self.checkpoint.at_end;

@@ -10,11 +10,11 @@ use Meaning::{Key, Said};
 const BATCH: Meaning = Key("train.batch_size");
 /// Settings that count something else than this key does.
 const EPOCHS: Meaning = Said(
-    "there are no epochs here: `train.steps` (--set train.steps=N) counts optimizer steps, over the data as often as that takes",
+    "Nibble has no epochs: `train.steps` (--set train.steps=N) counts optimizer steps, and the data are repeated as often as needed",
 );
 const RATIO: Meaning = Said("`train.warmup_steps` (--set train.warmup_steps=N) counts steps here");
 const GLOBAL: Meaning = Said(
-    "a step's sequences are `train.batch_size` (a micro-batch, over all ranks) times `train.grad_accum` here: --set train.batch_size=N --set train.grad_accum=M",
+    "a step has `train.batch_size` (sequences per micro-batch, over all ranks) times `train.grad_accum` sequences: --set train.batch_size=N --set train.grad_accum=M",
 );
 const PRECISION: Meaning =
     Said("the recipe sets the precisions here: `recipe`, such as --recipe bf16; `nibble recipe` lists them");

@@ -43,8 +43,11 @@ pub(super) fn fill_model(merged: &mut Table, written: &dyn Fn(&str) -> bool) -> 
             sizes.insert(name, value);
         } else if theirs.is_some_and(|theirs| *theirs != value) {
             let theirs = theirs.map(in_short).unwrap_or_default();
-            let why =
-                format!("is {}, and that of {} is {theirs}: leave it out", in_short(&value), path.display());
+            let why = format!(
+                "is {}, but the model in {} has {theirs}: leave it out",
+                in_short(&value),
+                path.display()
+            );
             return Err(Error::config(key, why));
         }
     }

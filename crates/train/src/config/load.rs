@@ -343,7 +343,7 @@ impl ConfigText<'_> {
             line: error.span().map(|span| self.line(span.start)),
             why: match error.message() {
                 text if ["overflowed", "i128"].iter().any(|word| text.contains(word)) => {
-                    "a number is too large: whole ones go up to 2^63 - 1, others to 1.8e308".to_owned()
+                    "a number is too large: integers go up to 2^63 - 1, other numbers to 1.8e308".to_owned()
                 }
                 text => text.to_owned(),
             },

@@ -186,7 +186,9 @@ impl ModelConfig {
         if groups == 0 {
             return match top {
                 0 => Ok(()),
-                _ => fail("model.top_groups", format!("is {top}, but model.groups = 0: set that too")),
+                _ => {
+                    fail("model.top_groups", format!("is {top}, but model.groups = 0: set model.groups too"))
+                }
             };
         }
         require(experts.is_multiple_of(groups), "model.groups", || {
@@ -198,14 +200,14 @@ impl ModelConfig {
         let each = experts / groups;
         require(self.top_k <= top * each, "model.top_k", || {
             format!(
-                "is {}, more than the {} experts of model.top_groups = {top} of model.groups = {groups} groups",
+                "is {}, more than the {} experts in model.top_groups = {top} groups (model.groups = {groups})",
                 self.top_k,
                 top * each
             )
         })?;
         require(self.group_score == GroupScore::Max || each >= 2, "model.group_score", || {
             format!(
-                "is \"top2\", and model.groups = {groups} leaves groups of {each}: take max, or fewer groups"
+                "is \"top2\", but with model.groups = {groups} each group has {each} expert: use \"max\", or fewer groups"
             )
         })
     }

@@ -16,7 +16,7 @@ pub(super) fn positive(key: &str, value: f64) -> Result<()> {
     // Kernels compute in single precision, where a smaller number would be zero.
     let single = value as f32;
     require(single.is_finite() && single > 0.0, key, || {
-        format!("is {value:?}, expected a number above 0 that single precision holds")
+        format!("is {value:?}, expected a number above 0 in the range of single precision")
     })
 }
 

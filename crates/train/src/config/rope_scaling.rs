@@ -72,9 +72,9 @@ impl RopeScaling {
             ("model.rope_scaling.mscale_all_dim", &[Yarn]),
         ];
         let kind = self.kind.name();
-        let because = format!("model.rope_scaling.kind = \"{kind}\" has no such number; leave it out");
+        let because = format!("model.rope_scaling.kind = \"{kind}\" does not use this key; leave it out");
         let others = keys.into_iter().filter(|(_, kinds)| !kinds.contains(&self.kind));
-        let alone = "model.rope_scaling.mscale_all_dim is 0, and it counts only beside that; leave it out, or set that";
+        let alone = "model.rope_scaling.mscale_all_dim is 0; leave it out, or set mscale_all_dim";
         let is_alone = self.kind == Yarn && self.mscale_all_dim == 0.0;
         let alone = is_alone.then(|| ("model.rope_scaling.mscale", alone.to_owned()));
         others.map(|(key, _)| (key, because.clone())).chain(alone).collect()

@@ -76,11 +76,11 @@ impl Config {
         let of_latents = self.train.recompute.contains(&Scope::MlaUp);
         require(m.kv_rank > 0 || !of_latents, "train.recompute", || {
             let scope = Scope::MlaUp.name();
-            format!("names {scope}, but model.kv_rank = 0: there are no latents to project up from")
+            format!("names {scope}, but model.kv_rank = 0: the model has no latent vectors; leave it out")
         })?;
         let is_random = self.data.source == RANDOM;
         require(m.vocab_size > 0 || !is_random, "model.vocab_size", || {
-            "is 0, but random tokens have no vocabulary size of their own: set it, or data.tokenizer".into()
+            "is 0, but data.source = \"random\" has no vocabulary size: set model.vocab_size or data.tokenizer".into()
         })?;
         require(i32::try_from(m.vocab_size).is_ok(), "model.vocab_size", || {
             format!("is {}, beyond 2^31 - 1, the largest token id", m.vocab_size)
@@ -105,7 +105,8 @@ impl Config {
     fn validate_dense(&self) -> Result<()> {
         let m = &self.model;
         require(m.ffn > 0, "model.ffn", || {
-            "is 0, and model.experts = 0: without experts a layer has an MLP, whose width this is".into()
+            "is 0, but model.experts = 0: every layer has an MLP; set model.ffn to the width of the MLP"
+                .into()
         })?;
         let set = settings("model", m)?;
         let of_experts = ["model.dense_layers", "model.top_k", "model.expert_ffn", "model.shared_ffn"];
@@ -138,7 +139,10 @@ impl Config {
             }
         }
         require(!self.train.recompute.contains(&Scope::ExpertInput), "train.recompute", || {
-            format!("names {}, but model.experts = 0: there are none", Scope::ExpertInput.name())
+            format!(
+                "names {}, but model.experts = 0: there are no experts; leave it out",
+                Scope::ExpertInput.name()
+            )
         })
     }
 
@@ -177,15 +181,15 @@ impl Config {
             ("data.answer_key", "data.prompt_key", &d.prompt_key, &d.answer_key),
         ] {
             require(is.is_empty() || !has.is_empty(), key, || {
-                format!("is empty, but {other} = \"{is}\": a prompt and its answer are named together")
+                format!("is empty, but {other} = \"{is}\": set both keys or neither")
             })?;
         }
         require(d.prompt_key.is_empty() || d.prompt_key != d.answer_key, "data.answer_key", || {
-            format!("is \"{}\", and so is data.prompt_key: an answer has a key of its own", d.answer_key)
+            format!("is \"{}\", like data.prompt_key: the two keys must differ", d.answer_key)
         })?;
         require(d.messages_key.is_empty() || d.prompt_key.is_empty(), "data.messages_key", || {
             format!(
-                "is \"{}\", and data.prompt_key = \"{}\": a row is one or the other",
+                "is \"{}\", but data.prompt_key = \"{}\": a row has either messages or a prompt; set only one of the two keys",
                 d.messages_key, d.prompt_key
             )
         })?;
@@ -244,7 +248,7 @@ impl Config {
         let is_one_gpu = matches!(self.run.device, DeviceChoice::Cuda(_));
         require(ranks == 1 || !is_one_gpu, "run.device", || {
             format!(
-                "is {}, which is one GPU, but run.ranks = {ranks}: run.device=cuda gives each rank its own",
+                "is {}, which is one GPU, but run.ranks = {ranks}: run.device=cuda gives each rank its own GPU",
                 self.run.device
             )
         })?;
@@ -258,7 +262,7 @@ impl Config {
             let top_k =
                 if self.model.experts > 0 { format!(" and model.top_k = {slots}") } else { String::new() };
             format!(
-                "is {}: times train.grad_accum = {}, data.seq_len = {}{top_k} that is beyond 2^31 - 1 rows",
+                "is {}: multiplied by train.grad_accum = {}, data.seq_len = {}{top_k}, it exceeds 2^31 - 1 rows",
                 t.batch_size, t.grad_accum, self.data.seq_len
             )
         })
@@ -292,19 +296,19 @@ impl Config {
             format!("is {parts}, expected a power of two that divides train.shards = {}", t.shards)
         })?;
         require(experts > 0 || parts == 1, "train.expert_shards", || {
-            format!("is {parts}, and model.experts = 0: without experts it decides nothing")
+            format!("is {parts}, but model.experts = 0: without experts, this key has no effect")
         })?;
         require(experts > 0 || t.combine.is_none(), "train.combine", || {
             let way = t.combine.unwrap_or_default().name();
-            format!("is \"{way}\", and model.experts = 0: without experts it decides nothing")
+            format!("is \"{way}\", but model.experts = 0: without experts, this key has no effect")
         })?;
         require(experts > 0 || dp == 1, "run.dp", || {
-            format!("is {dp}, and model.experts = 0: without experts it decides nothing")
+            format!("is {dp}, but model.experts = 0: without experts, this key has no effect")
         })?;
         require(parts.is_multiple_of(dp), "run.dp", || {
             format!(
-                "is {dp}, which does not divide train.expert_shards = {parts}; train.expert_shards={dp} would do, which changes the \
-                 order of sums, and so the last bits"
+                "is {dp}, which does not divide train.expert_shards = {parts}; train.expert_shards={dp} would do, but changes the \
+                 order of sums, and therefore the last bits"
             )
         })
     }
@@ -320,7 +324,10 @@ impl Config {
             format!("is {:?}, more than train.lr = {:?}", t.min_lr, t.lr)
         })?;
         require(t.warmup_steps <= t.steps, "train.warmup_steps", || {
-            format!("is {}, more than train.steps = {}; lower it, or raise that", t.warmup_steps, t.steps)
+            format!(
+                "is {}, more than train.steps = {}; lower train.warmup_steps, or raise train.steps",
+                t.warmup_steps, t.steps
+            )
         })?;
         require((0.0..=1.0).contains(&t.decay_fraction), "train.decay_fraction", || {
             format!("is {:?}, expected 0 to 1", t.decay_fraction)
@@ -417,13 +424,13 @@ fn validate_latent(m: &ModelConfig) -> Result<()> {
     }
     require(m.kv_heads == m.heads, "model.kv_heads", || {
         format!(
-            "is {}, but model.kv_rank = {}: every head has keys and values of its own then; set it to model.heads = {}",
+            "is {}, but model.kv_rank = {}: latent attention has one key and value head per query head; set it to model.heads = {}",
             m.kv_heads, m.kv_rank, m.heads
         )
     })?;
     require(m.qk_norm == QkNorm::None, "model.qk_norm", || {
         format!(
-            "is true, but model.kv_rank = {}: latents are normed instead of heads; set it to false",
+            "is true, but model.kv_rank = {}: latent attention normalizes latent vectors instead of heads; set it to false",
             m.kv_rank
         )
     })?;
@@ -456,12 +463,15 @@ fn validate_routed(m: &ModelConfig) -> Result<()> {
     })?;
     require(m.dense_layers < m.layers, "model.dense_layers", || {
         format!(
-            "is {}, and model.layers = {}: no layer would have the experts; for a dense model set model.experts = 0",
+            "is {}, but model.layers = {}: no layer is left for the experts; for a dense model set model.experts = 0",
             m.dense_layers, m.layers
         )
     })?;
     require(m.dense_layers == 0 || m.ffn > 0, "model.ffn", || {
-        format!("is 0, but model.dense_layers = {}: it is the width of their MLPs", m.dense_layers)
+        format!(
+            "is 0, but model.dense_layers = {}: set it to the width of the dense layers' MLPs",
+            m.dense_layers
+        )
     })?;
     require(m.ffn == 0 || m.dense_layers > 0, "model.ffn", || {
         format!("is {}, but no layer is dense: set model.dense_layers, or model.experts = 0", m.ffn)

@@ -281,7 +281,7 @@ impl ConfigJson {
     pub fn above_zero(&self, key: &str) -> Result<Option<f64>> {
         // Kernels compute in single precision, where a smaller number would be zero.
         let above = |value: &Value| single(value).filter(|number| *number as f32 > 0.0);
-        self.read(key, "a number above 0 that single precision holds", above)
+        self.read(key, "a number above 0 in the range of single precision", above)
     }
 
     /// The value of a key that must be true or false.

@@ -308,9 +308,9 @@ fn keys_that_do_not_fit_are_told_and_defaults_are_not_stored() {
             &["model.groups=8", "model.top_groups=4", "model.group_score=top2"],
             "`model.group_score`: is \"top2\"",
         ),
-        (&["model.group_score=top2"], "`model.group_score`: is \"top2\", but decides nothing"),
+        (&["model.group_score=top2"], "`model.group_score`: is \"top2\", but has no effect"),
         (&["model.route_scale=0"], "`model.route_scale`: is 0.0, expected a number above 0"),
-        (&["train.router_bias_rate=0.1"], "`train.router_bias_rate`: is 0.1, but decides nothing"),
+        (&["train.router_bias_rate=0.1"], "`train.router_bias_rate`: is 0.1, but has no effect"),
         (&["model.router_bias=true", "train.router_bias_rate=-1"], "`train.router_bias_rate`: is -1"),
         (
             &["model.experts=0", "model.ffn=96", "model.scores=sigmoid"],
@@ -318,7 +318,7 @@ fn keys_that_do_not_fit_are_told_and_defaults_are_not_stored() {
         ),
         (
             &["model.experts=0", "model.ffn=96", "train.force_load_balance=true"],
-            "`train.force_load_balance`: is true, but decides nothing",
+            "`train.force_load_balance`: is true, but has no effect",
         ),
         (
             &["model.experts=0", "model.ffn=96", "model.balance=sequence"],

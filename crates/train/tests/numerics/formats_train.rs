@@ -80,7 +80,7 @@ fn a_head_in_any_format_of_blocks_learns() {
     for (name, keys) in [("e4m3-tensor", &*all), ("e4m3-row", &*all), ("nvfp4", &*all)] {
         let config = config(name, keys);
         let e = nibble_train::checks::checked_recipe(&config).unwrap_err().to_string();
-        assert!(e.contains("head.") && e.contains("takes its tokens in chunks"), "{name}: {e}");
+        assert!(e.contains("head.") && e.contains("processes tokens in chunks"), "{name}: {e}");
     }
 }
 

@@ -473,7 +473,7 @@ fn every_key_under_every_recipe_decides_or_is_refused() {
             }
         }
     }
-    assert!(ignored.is_empty(), "decide nothing: {ignored:#?}");
+    assert!(ignored.is_empty(), "have no effect: {ignored:#?}");
     let undecided: Vec<&String> = all.difference(&decided).collect();
     assert!(undecided.is_empty(), "refused whatever they say: {undecided:?}");
 }
@@ -538,5 +538,5 @@ fn random_changes_of_random_recipes_decide() {
         }
     }
     println!("{number} changes decide, {refused} were refused, {same} changed nothing that was not so");
-    assert!(ignored.is_empty(), "{} decide nothing: {}", ignored.len(), ignored.join("\n"));
+    assert!(ignored.is_empty(), "{} have no effect: {}", ignored.len(), ignored.join("\n"));
 }

@@ -23,25 +23,26 @@ const MOST_VALUES: usize = 1 << 31;
 /// NVLink 4 between two GPUs, by its maker, bytes a second in one direction.
 const NVLINK4: f64 = 450e9;
 
-/// What is timed, where ranks are asked for.
+/// Options of the timed all-to-all, which needs `--ranks`.
 #[derive(Debug, clap::Args)]
 pub struct TimedArgs {
-    /// Times the all-to-all between N ranks. N is a power of two. Each rank has its own GPU, or a share of the CPU's threads.
+    /// Measures the time of the all-to-all between N ranks; N must be a power of two. Each rank has its own GPU, or a share
+    /// of the CPU's threads.
     #[arg(long, value_name = "N", conflicts_with = "recipe")]
     ranks: Option<usize>,
-    /// Device of the ranks: auto (a Hopper GPU for each rank if enough GPUs are usable, else the CPU), cpu or cuda.
+    /// Device of the ranks: cpu, cuda, or auto (one Hopper GPU per rank if enough GPUs are usable, otherwise the CPU).
     #[arg(long, value_name = "DEVICE", requires = "ranks")]
     device: Option<DeviceChoice>,
-    /// Rows that each rank sends: a multiple of twice the number of ranks.
+    /// Number of rows that each rank sends: a multiple of twice the number of ranks.
     #[arg(long, value_name = "N", value_delimiter = ',', requires = "ranks", default_values_t = [4096, 32768])]
     rows: Vec<usize>,
-    /// Columns of a row: a multiple of 128.
+    /// Number of columns of each row: a multiple of 128.
     #[arg(long, value_name = "N", value_delimiter = ',', requires = "ranks", default_values_t = [7168, 2048])]
     cols: Vec<usize>,
-    /// How rows are divided among ranks.
+    /// How the sent rows are divided among the receiving ranks.
     #[arg(long, value_name = "SPLIT", value_delimiter = ',', requires = "ranks", default_values = ["equal", "skewed"])]
     splits: Vec<Splits>,
-    /// Milliseconds per window; each figure is the median of five windows.
+    /// Duration of a measured window, in milliseconds; each printed time is the median of five windows.
     #[arg(long, value_name = "MS", requires = "ranks", default_value_t = 60.0, value_parser = milliseconds)]
     window_ms: f64,
 }

@@ -98,7 +98,7 @@ impl HeadCodecs {
         for (argument, codec, columns) in self.arguments() {
             let Some(codec) = codec else { continue };
             if codec.scale_kind().has_tensor_scale() || columns && codec.format().spec().block == WHOLE_LINE {
-                let why = "the head takes its tokens in chunks: a scale for all of them is not known before the last";
+                let why = "the head processes tokens in chunks, so a scale for all tokens is not known before the last chunk";
                 return Err(Error::unsupported(OP, codec.format(), why));
             }
             if codec.draws() {

@@ -16,7 +16,7 @@ fn rows_come_back_plain_or_in_blocks_of_e4m3() {
         of("[expert]\ncombine = { fwd = { format = \"bf16\" }, bwd = { format = \"bf16\" } }").unwrap();
     assert_eq!(written.expert, Recipe::builtin("bf16").unwrap().expert);
     let e = error("extends = \"bf16\"\n[expert]\ncombine.fwd = { format = \"f32\" }");
-    assert!(e.contains("expert.combine.fwd") && e.contains("activations between products are bf16"), "{e}");
+    assert!(e.contains("expert.combine.fwd") && e.contains("activations between GEMMs are bf16"), "{e}");
     // Sites that are not written follow the activations.
     let keys = ["fprop.x", "fprop.w", "dgrad.dy", "wgrad.dy", "wgrad.x", "saved.x", "saved.h"];
     let lines = |keys: &[&str]| -> String {
@@ -47,10 +47,7 @@ fn rows_come_back_plain_or_in_blocks_of_e4m3() {
                     let e = read.unwrap_err().to_string();
                     let key = format!("expert.{}", site.key());
                     assert!(e.contains(&key) && e.contains(&format!("is {format}, which has")), "{e}");
-                    assert!(
-                        e.contains("rows come back in e4m3, mxfp8-e4m3, or as the activations are"),
-                        "{e}"
-                    );
+                    assert!(e.contains("use e4m3, mxfp8-e4m3, or the type of the activations"), "{e}");
                     let one = format.scale_kind(format.spec().rules[0]).has_tensor_scale();
                     assert_eq!(e.contains("one scale for all rows of a rank"), one, "{e}");
                 }

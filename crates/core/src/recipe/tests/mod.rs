@@ -154,7 +154,7 @@ fn a_key_that_decides_nothing_is_refused_and_told_why() {
         (
             "fp8-flow",
             "[expert]\ndgrad.dy = { format = \"e4m3\", scale = \"rceil\", round = \"stochastic\" }",
-            ["expert.dgrad.dy", "dispatch.bwd says how to round"],
+            ["expert.dgrad.dy", "set `round` in dispatch.bwd"],
         ),
         (
             "fp8-flow",
@@ -164,17 +164,17 @@ fn a_key_that_decides_nothing_is_refused_and_told_why() {
         (
             "mxfp4-hopper",
             "[expert]\nfprop.x = { format = \"e4m3\", scale = \"floor\" }",
-            ["expert.fprop.x", "`scale` decides nothing"],
+            ["expert.fprop.x", "`scale` has no effect"],
         ),
         (
             "fp8-flow",
             "[linear]\nwgrad.x = { format = \"e4m3\", scale = \"floor\" }",
-            ["linear.wgrad.x", "`scale` decides nothing"],
+            ["linear.wgrad.x", "`scale` has no effect"],
         ),
         (
             "bf16",
             "[expert]\ncombine.fwd = { format = \"e4m3\", by = \"requantize\" }",
-            ["expert.combine.fwd", "made of a plain tensor"],
+            ["expert.combine.fwd", "quantized from a plain tensor"],
         ),
         (
             "bf16",
@@ -189,7 +189,7 @@ fn a_key_that_decides_nothing_is_refused_and_told_why() {
         (
             "fp8-flow",
             "[linear]\ndgrad.w = { format = \"e4m3\", scale = \"rceil\", by = \"requantize\" }",
-            ["linear.dgrad.w", "as it stands"],
+            ["linear.dgrad.w", "the same codes and scales as"],
         ),
         (
             "fp8-flow",
@@ -218,7 +218,7 @@ fn a_key_that_decides_nothing_is_refused_and_told_why() {
         (
             "fp8-flow",
             "[expert]\nfprop.x = { format = \"e4m3\", scale = \"rceil\", by = \"requantize\" }",
-            ["expert.fprop.x", "as it stands"],
+            ["expert.fprop.x", "the same codes and scales as"],
         ),
         ("bf16", "[router]\nfprop.x = { format = \"bf16\" }", ["router.fprop.x", "multiplies in F32"]),
         ("bf16", "[[override]]\nlayers = \"*\"", ["override", "without `set`"]),
@@ -360,7 +360,7 @@ fn a_head_that_cannot_be_is_refused_when_read() {
         Recipe::parse("mine", &text).unwrap_err().to_string()
     };
     for (line, parts) in [
-        ("saved.x = { format = \"bf16\" }", ["head.saved.x", "decides nothing"]),
+        ("saved.x = { format = \"bf16\" }", ["head.saved.x", "has no effect"]),
         ("dispatch.fwd = { format = \"bf16\" }", ["head.dispatch.fwd", "only experts"]),
         ("sent.x = { format = \"bf16\" }", ["head.sent", "there are: fprop, dgrad, wgrad"]),
         (
@@ -462,7 +462,7 @@ fn delayed_scales_are_refused_where_nothing_could_follow_them() {
         ),
         (
             "linear.fprop.x = { format = \"bf16\", history = 4 }".to_owned(),
-            ["linear.fprop.x", "`history` decides nothing"],
+            ["linear.fprop.x", "`history` has no effect"],
         ),
         (
             "linear.fprop.x = { format = \"e4m3-tensor\", history = 4 }".to_owned(),
@@ -471,7 +471,7 @@ fn delayed_scales_are_refused_where_nothing_could_follow_them() {
         (
             "linear.fprop.x = { format = \"e4m3-tensor\", scale = \"tensor-amax\", amax = \"max\" }"
                 .to_owned(),
-            ["linear.fprop.x", "`amax` decides nothing"],
+            ["linear.fprop.x", "`amax` has no effect"],
         ),
         (
             delayed.replace(" }", ", history = 0 }").replace("{ format", "linear.fprop.x = { format"),
@@ -487,7 +487,7 @@ fn delayed_scales_are_refused_where_nothing_could_follow_them() {
         ),
         (
             "linear.fprop.x = { format = \"e4m3-tensor\", scale = \"delayed\", amax = \"most_recent\", history = 4 }".to_owned(),
-            ["linear.fprop.x", "`history` decides nothing"],
+            ["linear.fprop.x", "`history` has no effect"],
         ),
         (
             delayed.replace(" }", ", amax = \"latest\" }").replace("{ format", "linear.fprop.x = { format"),
@@ -495,8 +495,8 @@ fn delayed_scales_are_refused_where_nothing_could_follow_them() {
         ),
         (format!("expert.dispatch.fwd = {delayed}"), ["expert.dispatch.fwd", "dispatched rows"]),
         (format!("expert.dispatch.bwd = {delayed}"), ["expert.dispatch.bwd", "dispatched rows"]),
-        (format!("expert.saved.h = {delayed}"), ["expert.saved.h", "takes no delayed scale"]),
-        (format!("linear.saved.h = {delayed}"), ["linear.saved.h", "takes no delayed scale"]),
+        (format!("expert.saved.h = {delayed}"), ["expert.saved.h", "supports no delayed scale"]),
+        (format!("linear.saved.h = {delayed}"), ["linear.saved.h", "supports no delayed scale"]),
         (
             format!("linear.dgrad.dy = {delayed}\nlinear.wgrad.dy = {other}"),
             ["linear.wgrad.dy", "one history"],

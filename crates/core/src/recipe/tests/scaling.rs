@@ -59,7 +59,7 @@ fn what_a_format_has_no_choice_of_is_refused_by_name() {
     for (precision, told) in [
         ("{ format = \"nvfp4\", headroom = 1.1 }", "`headroom`: got 1.1, expected 1 to 2 in steps of 1/16"),
         ("{ format = \"nvfp4\", headroom = \"big\" }", "`headroom` must be a number"),
-        ("{ format = \"nvfp4\", thresholds = \"4,2\" }", "`thresholds`: it decides nothing"),
+        ("{ format = \"nvfp4\", thresholds = \"4,2\" }", "`thresholds`: it has no effect"),
         (
             "{ format = \"nvfp4\", candidates = \"4\" }",
             "no candidates \"4\"; did you mean \"4/6-mae\"? There are: 6, 4/6-mse",
@@ -70,12 +70,12 @@ fn what_a_format_has_no_choice_of_is_refused_by_name() {
         ),
         ("{ format = \"nvfp4\", scale = \"amax\", outer = \"power\" }", "contradicts scale = \"amax\""),
         ("{ format = \"nvfp4\", scale = \"tensor-amax\", outer = \"none\" }", "contradicts"),
-        ("{ format = \"mxfp4\", candidates = \"6\" }", "`candidates`: it decides nothing"),
-        ("{ format = \"mxfp4\", outer = \"tensor\" }", "`outer` decides nothing"),
-        ("{ format = \"e4m3-tensor\", outer = \"power\" }", "`outer` decides nothing"),
-        ("{ format = \"e4m3-tensor\", headroom = 1.5 }", "`headroom`: it decides nothing"),
+        ("{ format = \"mxfp4\", candidates = \"6\" }", "`candidates`: it has no effect"),
+        ("{ format = \"mxfp4\", outer = \"tensor\" }", "`outer` has no effect"),
+        ("{ format = \"e4m3-tensor\", outer = \"power\" }", "`outer` has no effect"),
+        ("{ format = \"e4m3-tensor\", headroom = 1.5 }", "`headroom`: it has no effect"),
         ("{ format = \"hif4\", scale = \"cann\", thresholds = \"4,2\" }", "rule `cann` fixes them"),
-        ("{ format = \"bf16\", headroom = 1.5 }", "`headroom` decides nothing: bf16 has no blocks"),
+        ("{ format = \"bf16\", headroom = 1.5 }", "`headroom` has no effect: bf16 has no blocks"),
         ("{ format = \"nvfp4\", headrom = 1.5 }", "did you mean \"headroom\""),
     ] {
         let e = read("dgrad.dy", precision).unwrap_err();
@@ -111,7 +111,7 @@ fn corrections_want_fresh_signs() {
     let e = dy(", correction = \"eden\"").unwrap_err();
     assert!(e.contains("no correction \"eden\"") && e.contains("ms-eden"), "{e}");
     let e = read("dgrad.dy", "{ format = \"mxfp4\", correction = \"ms-eden\" }").unwrap_err();
-    assert!(e.contains("`correction`: it decides nothing, since its scales are not corrected"), "{e}");
+    assert!(e.contains("`correction`: it has no effect, since its scales are not corrected"), "{e}");
 }
 
 #[test]
@@ -139,7 +139,11 @@ fn scales_tell_representations_apart() {
     assert!(plain.one_read(&columns) && !roomy.one_read(&columns));
     let lifted = "extends = \"mxfp4-hopper\"\n[expert]\n";
     let e = error(&format!("{lifted}wgrad.x = {{ format = \"e4m3\", scale = \"rceil\", headroom = 1.5 }}"));
-    assert!(e.contains("expert.wgrad.x") && e.contains("`headroom` and its like decide nothing"), "{e}");
+    assert!(
+        e.contains("expert.wgrad.x")
+            && e.contains("`headroom` and other parameters of the scale rule have no effect"),
+        "{e}"
+    );
     let again = "{ format = \"e4m3\", scale = \"rceil\", headroom = 1.5, by = \"requantize\" }";
     assert!(Recipe::parse("mine", &format!("{lifted}wgrad.x = {again}")).is_ok());
 }

@@ -111,7 +111,7 @@ fn what_reaches_nothing_is_refused_by_its_key() {
         assert!(parts.iter().all(|part| e.contains(part)), "{lines}: {e}");
     }
     for (lines, part) in [
-        ("layers = \"first:0\"", "\"first:0\" is no number of decoder layers"),
+        ("layers = \"first:0\"", "\"first:0\" must be a number of decoder layers"),
         ("layers = \"last:101%\"", "\"last:101%\""),
         ("layers = \"last:1.125%\"", "\"last:1.125%\""),
         ("layers = \"last:-1\"", "\"last:-1\""),
@@ -188,5 +188,5 @@ fn an_optional_override_need_not_match() {
     };
     sections("gate_up_proj").unwrap();
     let error = sections("experts").unwrap_err().to_string();
-    assert!(error.contains("decides nothing: no layer among"), "{error}");
+    assert!(error.contains("has no effect: no layer among"), "{error}");
 }

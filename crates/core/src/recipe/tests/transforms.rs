@@ -101,7 +101,7 @@ fn what_an_operand_says_beside_its_product_is_refused() {
     let kept = "saved.x = { format = \"e4m3\", axis = \"col\", rht = 64 }";
     let text = format!("extends = \"fp8-block\"\n[linear]\nwgrad.rht = {{ len = 32 }}\n{kept}\n");
     let e = Recipe::parse("mine", &text).unwrap_err().to_string();
-    assert!(e.contains("linear.saved.x") && e.contains("`rht` decides nothing beside wgrad.rht"), "{e}");
+    assert!(e.contains("linear.saved.x") && e.contains("`rht` has no effect beside wgrad.rht"), "{e}");
 }
 
 /// Row blocks of a weight with one tensor scale need a reason: a transform, or stochastic rounding.
@@ -113,7 +113,7 @@ fn lines_under_one_scale_of_the_tensor_are_refused() {
         format!("extends = \"fp8-tensor\"\n[linear]\n{w}\n{x}\n")
     };
     let e = Recipe::parse("mine", &of("")).unwrap_err().to_string();
-    assert!(e.contains("linear.fprop.w") && e.contains("`block` decides nothing"), "{e}");
+    assert!(e.contains("linear.fprop.w") && e.contains("`block` has no effect"), "{e}");
     read(&of(", round = \"stochastic\""));
     read(&(of("") + "fprop.rht = { len = 32 }\n"));
 }

@@ -391,7 +391,7 @@ fn the_model_of_a_configuration_is_that_of_the_folder() {
         assert_eq!(with(&["model.z_loss_coef=0.25", "model.heads=2"]).unwrap().model.z_loss_coef, 0.25);
         let error = with(&["model.heads=4"]).unwrap_err().to_string();
         assert!(
-            error.contains("`model.heads`: is 4, and that of") && error.contains("is 2: leave it out"),
+            error.contains("`model.heads`: is 4, but the model in") && error.contains("has 2: leave it out"),
             "{error}"
         );
         // Its tokens are symbols of the built-in language.
