@@ -7,8 +7,8 @@ mod drivers;
 mod endings;
 #[cfg(target_os = "linux")]
 mod every;
-#[cfg(debug_assertions)]
 mod fidelity;
+#[cfg(debug_assertions)]
 mod full_disk;
 mod generating;
 mod gpu;

@@ -169,6 +169,47 @@ fn a_resumed_run_ends_with_the_same_weights() {
     assert_eq!(layers(place.path("whole/layers.jsonl")), layers(place.path("parts/layers.jsonl")));
 }
 
+/// A run that ends early on request goes on as if it had not; a branch of it under the same recipe is the run itself, and under another recipe is not.
+#[test]
+fn a_branch_of_a_run_continues_its_state() {
+    let place = Place::with_text();
+    let digest = |done: crate::Done| -> String {
+        let line = done.stdout.lines().find(|line| line.starts_with("weights: ")).map(str::to_owned);
+        line.unwrap_or_else(|| panic!("no digest in {}", done.stdout))
+    };
+    let whole = digest(place.train(&["--digest", "--set", "run.dir=whole"]).ok());
+    place.train(&["--until", "5", "--set", "run.dir=trunk"]).ok().contains("stopped after 5 of 12 steps");
+    let branch = |dir: &str, more: &[&str]| {
+        let dir = format!("run.dir={dir}");
+        let args = ["--digest", "--init-from", "trunk", "--set", "train.init_state=all", "--set", &dir];
+        place.train(&[&args[..], more].concat())
+    };
+    assert_eq!(digest(branch("same", &[]).ok()), whole);
+    assert_ne!(digest(branch("other", &["--recipe", "mxfp4"]).ok()), whole);
+    let steps: Vec<u64> = losses(place.path("same/metrics.jsonl")).iter().map(|(step, _)| *step).collect();
+    assert_eq!(steps, (6..=12).collect::<Vec<_>>());
+    // A branch that is stopped resumes from its own checkpoint, and from its trunk before it has one.
+    branch("late", &["--until", "7"]).ok();
+    std::fs::remove_dir_all(place.path("late/checkpoints")).unwrap();
+    assert_eq!(digest(place.nibble(&["train", "late", "--resume", "--digest"]).ok()), whole);
+    branch("cut", &["--until", "7"]).ok();
+    std::fs::remove_dir_all(place.path("trunk/checkpoints/step-00000005")).unwrap();
+    assert_eq!(digest(place.nibble(&["train", "cut", "--resume", "--digest"]).ok()), whole);
+    let trunk = |args: &[&str]| place.nibble(&[&["train", "trunk", "--resume"], args].concat());
+    trunk(&["--until", "13"]).failed(2);
+    for (wrong, told) in [
+        (&["--set", "train.steps=5"][..], "no step is left"),
+        (&["--set", "train.batch_size=2"], "use the same number"),
+    ] {
+        std::fs::remove_dir_all(place.path("trunk")).ok();
+        place.train(&["--until", "5", "--set", "run.dir=trunk"]).ok();
+        let error = branch("wrong", wrong).failed(2);
+        assert!(error.contains("train.init_state") && error.contains(told), "{error}");
+    }
+    let error = place.train(&["--set", "train.init_state=all", "--set", "run.dir=none"]).failed(2);
+    assert!(error.contains("train.init_from names no checkpoint"), "{error}");
+}
+
 #[test]
 fn resuming_passes_over_a_damaged_checkpoint() {
     let place = Place::with_text();
