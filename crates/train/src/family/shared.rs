@@ -58,7 +58,7 @@ pub const NO_BIAS: Field = Field::always("attention_bias", "false");
 /// Reads what no field covers of a dense model with this QK-norm.
 ///
 /// # Errors
-/// As [`read_heads`] and [`read_rope`].
+/// The errors of [`read_heads`] and [`read_rope`].
 pub fn read_dense(json: &ConfigJson, model: &mut ModelConfig, qk_norm: QkNorm) -> Result<()> {
     model.qk_norm = qk_norm;
     read_heads(json, model)?;

@@ -149,7 +149,7 @@ impl<B: Kernels> Gathering<B> {
     /// Makes everything that comes from a rank's own rows, and sends the rows of the first groups.
     ///
     /// # Errors
-    /// From the backend and other ranks.
+    /// The errors of the backend and other ranks.
     pub fn begin(cx: &Cx<'_, B>, groups: Vec<Vec<Wanted<'_, B>>>) -> Result<Self> {
         let mut here = BTreeSet::new();
         let mut ways = Vec::with_capacity(groups.len());
@@ -180,7 +180,7 @@ impl<B: Kernels> Gathering<B> {
     /// of a later group. Does nothing if every group is finished.
     ///
     /// # Errors
-    /// From the backend and other ranks.
+    /// The errors of the backend and other ranks.
     pub fn finish_next(&mut self, cx: &Cx<'_, B>, params: Vec<&mut Param<B>>) -> Result<()> {
         match self.groups.pop_front() {
             None => Ok(()),

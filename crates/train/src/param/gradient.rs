@@ -199,7 +199,7 @@ impl<B: Kernels> Param<B> {
     /// sum of the rows that it stores. For several weights see [`reduce_gradients`].
     ///
     /// # Errors
-    /// From the backend and other ranks.
+    /// The errors of the backend and other ranks.
     pub fn reduce_gradient(&mut self, cx: &Cx<'_, B>) -> Result<()> {
         self.begin_reduction(cx)?;
         self.finish_reduction(cx)
@@ -231,7 +231,7 @@ impl<B: Kernels> Param<B> {
     /// Waits for the sum over ranks, if it has begun. All ranks that hold a weight wait for their weights in the same order.
     ///
     /// # Errors
-    /// From the backend and other ranks.
+    /// The errors of the backend and other ranks.
     pub fn finish_reduction(&mut self, cx: &Cx<'_, B>) -> Result<()> {
         if !self.gradient.summing {
             return Ok(());
@@ -272,7 +272,7 @@ impl<B: Kernels> Param<B> {
 /// [`Param::reduce_gradient`] for all of these. Sums over ranks travel together; those that have not begun do so in this order.
 ///
 /// # Errors
-/// From the backend and other ranks.
+/// The errors of the backend and other ranks.
 pub fn reduce_gradients<B: Kernels>(cx: &Cx<'_, B>, params: &mut [&mut Param<B>]) -> Result<()> {
     params.iter_mut().try_for_each(|param| param.begin_reduction(cx))?;
     cx.buckets.borrow_mut().send(cx.b, cx.mesh)?;

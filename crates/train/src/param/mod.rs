@@ -125,7 +125,7 @@ impl<B: Kernels> Param<B> {
     /// A parameter with the initial values of its description: this rank's rows.
     ///
     /// # Errors
-    /// From the backend.
+    /// The errors of the backend.
     pub fn of(cx: &Cx<'_, B>, spec: &ParamSpec) -> Result<Self> {
         let ((rows, cols), Mesh { all, ep, dp }) = (spec.shape(), cx.mesh);
         let (placement, first, replicas) = match spec.experts {
@@ -162,7 +162,7 @@ impl<B: Kernels> Param<B> {
     /// The only weight of a part. Every rank computes with all of its rows; this rank keeps its own rows of the master.
     ///
     /// # Errors
-    /// [`Error::Shape`] for a part with other weights; from the backend.
+    /// [`Error::Shape`] for a part with other weights; errors of the backend.
     pub fn only(cx: &Cx<'_, B>, part: &Part) -> Result<Self> {
         match part.weights() {
             [weight] if weight.experts.is_none() => Self::of(cx, weight),
@@ -176,7 +176,7 @@ impl<B: Kernels> Param<B> {
     /// The weight of a part that has one weight, and its bias if there is one.
     ///
     /// # Errors
-    /// As [`Param::only`].
+    /// The errors of [`Param::only`].
     pub fn with_bias(cx: &Cx<'_, B>, part: &Part) -> Result<(Self, Option<Self>)> {
         match part.weights() {
             [weight, bias] if bias.shape().0 == 1 && weight.experts.is_none() => {
@@ -204,7 +204,7 @@ impl<B: Kernels> Param<B> {
     /// All rows of the master, or of a tensor with the same rows, gathered from every rank that keeps some. `mine`: this rank's rows.
     ///
     /// # Errors
-    /// From the backend and other ranks.
+    /// The errors of the backend and other ranks.
     pub fn gathered(&self, b: &B, mesh: Mesh<'_, B>, mine: &Tensor<B>) -> Result<Tensor<B>> {
         if !self.slices.is_divided() {
             return Ok(mine.clone());
@@ -401,7 +401,7 @@ impl<B: Kernels> Param<B> {
     /// The weight as dgrad reads it. A decoded copy lives as long as the returned value.
     ///
     /// # Errors
-    /// [`Error::Shape`] before they are made: see [`Param::for_products`]; from the backend.
+    /// [`Error::Shape`] before they are made: see [`Param::for_products`]; errors of the backend.
     pub fn wt(&self, cx: &Cx<'_, B>) -> Result<Cow<'_, Operand<B>>> {
         let Some(Shadow { w, wt: Some(wt) }) = &self.shadow else { return Err(self.unprepared()) };
         match wt {

@@ -63,7 +63,7 @@ impl<B: Kernels> Shipment<B> {
     /// quantized weights are sent transposed as well.
     ///
     /// # Errors
-    /// From the backend and other ranks.
+    /// The errors of the backend and other ranks.
     pub fn begin(b: &B, replicas: &dyn Comm<B>, training: bool, cargo: Vec<Cargo<B>>) -> Result<Self> {
         let mut weights: Vec<Coming> = cargo.iter().map(|cargo| Coming::of(cargo, training)).collect();
         if let [Cargo { slices, rows: Rows::Plain(x) }] = &cargo[..] {
@@ -109,7 +109,7 @@ impl<B: Kernels> Shipment<B> {
     /// Waits for all rows of each weight; weights are taken in the order in which they were given.
     ///
     /// # Errors
-    /// From the backend and other ranks.
+    /// The errors of the backend and other ranks.
     pub fn wait(self, b: &B) -> Result<Vec<Whole<B>>> {
         let came = self.transfer.wait(b)?;
         self.weights.iter().map(|weight| weight.whole(b, &came)).collect()

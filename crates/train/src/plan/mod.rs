@@ -133,7 +133,7 @@ pub fn predict(kind: DeviceKind, mesh: MeshShape, config: &Config, recipe: &Reci
 /// the capacity is no larger than that.
 ///
 /// # Errors
-/// As [`predict`].
+/// The errors of [`predict`].
 pub fn predict_balanced(
     kind: DeviceKind,
     mesh: MeshShape,
@@ -151,7 +151,7 @@ pub fn predict_balanced(
 /// [`predict`] for this rank of the mesh.
 ///
 /// # Errors
-/// As [`predict`]; [`nibble_core::Error::Shape`] for a rank outside the mesh.
+/// The errors of [`predict`]; [`nibble_core::Error::Shape`] for a rank outside the mesh.
 pub fn predict_rank(
     kind: DeviceKind,
     mesh: MeshShape,
@@ -169,7 +169,7 @@ pub fn predict_rank(
 /// Bytes that a rank sends in a step, by collective, with balanced routing; empty for a single rank.
 ///
 /// # Errors
-/// As [`predict_rank`].
+/// The errors of [`predict_rank`].
 pub fn sent_in_a_step(
     kind: DeviceKind,
     mesh: MeshShape,
@@ -238,7 +238,7 @@ fn kept_values(mesh: MeshShape, rank: usize, slices: &[(Slices, bool)]) -> impl 
 /// fills are no ops. Steps are counted from 0; at another step a recipe may have other precisions.
 ///
 /// # Errors
-/// As [`predict`].
+/// The errors of [`predict`].
 pub fn work_of_step(kind: DeviceKind, config: &Config, recipe: &Recipe, step: u64) -> Result<Vec<Call>> {
     on_shapes(kind, MeshShape::ONE, 0, config, recipe, |dry, rank| {
         let ((), calls) = dry.counted(|| rank.rehearse_whole_step(step))?;
@@ -260,7 +260,7 @@ pub struct OffTensorCores {
 /// The work of a run that a GPU would run on CUDA cores: in a step at every point where precisions change, and in an evaluation.
 ///
 /// # Errors
-/// As [`predict`].
+/// The errors of [`predict`].
 pub fn off_tensor_cores(config: &Config, recipe: &Recipe) -> Result<Vec<OffTensorCores>> {
     on_shapes(DeviceKind::Gpu, MeshShape::ONE, 0, config, recipe, |dry, rank| {
         let ((_, calls), slow) = dry.slow(|| dry.counted(|| rank.rehearse()))?;
@@ -350,7 +350,7 @@ pub fn require_room<B: Backend>(
 /// [`require_room`] with `host_ranks` ranks on this host.
 ///
 /// # Errors
-/// As [`require_room`].
+/// The errors of [`require_room`].
 pub fn require_room_for<B: Backend>(
     b: &B,
     mesh: MeshShape,

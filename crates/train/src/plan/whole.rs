@@ -34,7 +34,7 @@ impl Trial {
     /// The memory that one GPU needs to train the whole model with these settings.
     ///
     /// # Errors
-    /// As [`predict`]; for a model that cannot be trained with them.
+    /// The errors of [`predict`]; for a model that cannot be trained with them.
     pub fn bytes(&self, config: &Config) -> Result<usize> {
         let mut tried = alone(config);
         self.recipe.clone_into(&mut tried.recipe);
@@ -59,7 +59,7 @@ pub enum Fit {
 /// The first trial that fits this GPU. If the state is too large nothing is tried, so that the answer is immediate for a model of any size.
 ///
 /// # Errors
-/// As [`Trial::bytes`].
+/// The errors of [`Trial::bytes`].
 pub fn fits_whole(config: &Config, gpu: &Gpu) -> Result<Fit> {
     let config = alone(config);
     let recipe = checked_recipe(&config)?;

@@ -62,7 +62,7 @@ impl<'a, B: Kernels> RankState<'a, B> {
     /// Runs a forward pass for what it saves; then, at every point of the run where precisions change, a step and an evaluation.
     ///
     /// # Errors
-    /// From the backend, if its memory runs out.
+    /// The errors of the backend, if its memory runs out.
     pub(crate) fn rehearse(&mut self) -> Result<Ledger> {
         let config = self.context.config.clone();
         let (size, seq_len, steps) = (config.train.batch_size, config.data.seq_len, config.train.steps);
@@ -97,7 +97,7 @@ impl<'a, B: Kernels> RankState<'a, B> {
     /// The step of this number, with all of its micro-batches.
     ///
     /// # Errors
-    /// As [`RankState::rehearse`].
+    /// The errors of [`RankState::rehearse`].
     pub(crate) fn rehearse_whole_step(&mut self, step: u64) -> Result<()> {
         self.context.step = step;
         self.rehearse_step(self.context.config.train.grad_accum)
@@ -126,7 +126,7 @@ impl RankState<'_, Dry> {
     /// Bytes that the rank sends to others in the first step, by collective.
     ///
     /// # Errors
-    /// As [`RankState::rehearse`].
+    /// The errors of [`RankState::rehearse`].
     pub(crate) fn sent_in_a_step(&mut self) -> Result<BTreeMap<&'static str, u64>> {
         let (dry, micro_batches) = (self.context.b, self.context.config.train.grad_accum as u64);
         if self.context.mesh.all.world() == 1 {

@@ -54,7 +54,7 @@ impl fmt::Debug for HuggingFace {
 /// The text of a `tokenizer.json`.
 ///
 /// # Errors
-/// [`Error::Io`] where it cannot be read.
+/// [`Error::Io`] if it cannot be read.
 pub(super) fn read(path: &Path) -> Result<String> {
     files::read_text(path, MOST_BYTES).map_err(Error::io(path))
 }

@@ -64,7 +64,7 @@ pub trait Tokenizer: fmt::Debug + Send + Sync {
     /// Like [`Tokenizer::encode`], but the text of a control token is that token, as in a rendered chat template.
     ///
     /// # Errors
-    /// As [`Tokenizer::encode`].
+    /// The errors of [`Tokenizer::encode`].
     fn encode_with_control(&self, text: &str) -> Result<Vec<i32>> {
         self.encode(text)
     }
@@ -74,7 +74,7 @@ pub trait Tokenizer: fmt::Debug + Send + Sync {
     /// new text is added. `control`: as [`Tokenizer::encode_with_control`].
     ///
     /// # Errors
-    /// As [`Tokenizer::encode`].
+    /// The errors of [`Tokenizer::encode`].
     fn encode_parts(&self, parts: &[&str], control: bool, _continues: bool) -> Result<Vec<Vec<i32>>> {
         parts
             .iter()
@@ -123,7 +123,7 @@ pub trait Tokenizer: fmt::Debug + Send + Sync {
     /// The ids after which a text is generated if there is no prompt.
     ///
     /// # Errors
-    /// As [`Tokenizer::encode`].
+    /// The errors of [`Tokenizer::encode`].
     fn opening(&self) -> Result<Vec<i32>>;
 
     /// The chat template of this name that came with the tokenizer, or the unnamed one for an empty name.
@@ -174,7 +174,7 @@ pub fn agree(a: &dyn Tokenizer, b: &dyn Tokenizer) -> bool {
 /// Opens a `tokenizer.json`, or the one in a folder.
 ///
 /// # Errors
-/// [`Error::Io`] where it cannot be read; [`Error::Tokenizer`] for an invalid file.
+/// [`Error::Io`] if it cannot be read; [`Error::Tokenizer`] for an invalid file.
 pub fn open(path: &Path) -> Result<SharedTokenizer> {
     let file = if path.is_dir() { path.join(TOKENIZER_FILE) } else { path.to_owned() };
     if path.is_dir() && !file.exists() {
@@ -191,7 +191,7 @@ pub fn open(path: &Path) -> Result<SharedTokenizer> {
 /// Like [`open`], for a folder that may have no such file.
 ///
 /// # Errors
-/// As [`open`].
+/// The errors of [`open`].
 pub fn of_folder(dir: &Path) -> Result<Option<SharedTokenizer>> {
     dir.join(TOKENIZER_FILE).exists().then(|| open(dir)).transpose()
 }

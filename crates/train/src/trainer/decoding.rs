@@ -22,7 +22,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// Prepares the model to continue texts.
     ///
     /// # Errors
-    /// If a step's record has not been read; from the backend.
+    /// If a step's record has not been read; errors of the backend.
     pub fn decoding(&mut self) -> Result<Decoding<'_, 'a, B>> {
         self.require_settled("decoding")?;
         let RankState { context, model, activations, .. } = &mut self.rank;
@@ -48,7 +48,7 @@ impl<B: Kernels> Decoding<'_, '_, B> {
     /// only that token is computed; otherwise all of them: so a sliding window costs its whole length at each call.
     ///
     /// # Errors
-    /// If an id is no token of the vocabulary, or there are more of them than the model has positions; from the backend.
+    /// If an id is no token of the vocabulary, or there are more of them than the model has positions; errors of the backend.
     pub fn next_logits(&mut self, ids: &[i32]) -> Result<Vec<f32>> {
         let positions = self.context.config.data.seq_len;
         if ids.is_empty() || ids.len() > positions {

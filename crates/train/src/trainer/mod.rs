@@ -143,7 +143,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// `with_data` adds: generation needs none.
     ///
     /// # Errors
-    /// As [`Trainer::new`], except those of data.
+    /// The errors of [`Trainer::new`], except those of data.
     pub fn under(b: &'a B, mesh: impl Into<Mesh<'a, B>>, config: &Config, recipe: Recipe) -> Result<Self> {
         let (mesh, recipe) = (mesh.into(), recipe.in_run(config.run_size()));
         phase(format_args!("making the model"));
@@ -242,7 +242,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// The tokenizer of the run's data; bytes if it is unknown.
     ///
     /// # Errors
-    /// As [`Config::tokenizer`].
+    /// The errors of [`Config::tokenizer`].
     pub fn tokenizer(&self) -> Result<SharedTokenizer> {
         Ok(self.rank.context.config.tokenizer()?.unwrap_or_else(|| Arc::new(Bytes)))
     }

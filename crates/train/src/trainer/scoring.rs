@@ -29,7 +29,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// calls it after the same batches, and must return the same answer.
     ///
     /// # Errors
-    /// As [`Trainer::evaluate`], except for data without a target; the errors of `go_on`.
+    /// The errors of [`Trainer::evaluate`], except for data without a target; the errors of `go_on`.
     pub fn evaluate_while(
         &mut self,
         batches: usize,
@@ -46,7 +46,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// Logits of the last of these tokens, which are one sequence; the same on every rank.
     ///
     /// # Errors
-    /// If an id is not in the vocabulary; from the backend.
+    /// If an id is not in the vocabulary; errors of the backend.
     pub fn next_logits(&mut self, ids: &[i32]) -> Result<Vec<f32>> {
         self.require_settled("next_logits")?;
         let RankState { context, model, activations, .. } = &mut self.rank;
@@ -64,7 +64,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// The saved activations of a forward pass of this run, measured by running one; and the bytes that the allocator holds for them.
     ///
     /// # Errors
-    /// As [`Trainer::train_step`].
+    /// The errors of [`Trainer::train_step`].
     pub fn ledger(&mut self) -> Result<(Ledger, usize)> {
         self.require_settled("ledger")?;
         let batch = self.rank.context.plan()?.batch(self.rank.context.step, 0)?;
@@ -93,7 +93,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// same batches, and must return the same answer.
     ///
     /// # Errors
-    /// As [`Trainer::log_likelihoods`]; the errors of `go_on`.
+    /// The errors of [`Trainer::log_likelihoods`]; the errors of `go_on`.
     pub fn log_likelihoods_while(
         &mut self,
         requests: &[Request],

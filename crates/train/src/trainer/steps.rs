@@ -16,7 +16,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// Takes one optimizer step, and returns its record.
     ///
     /// # Errors
-    /// As [`Trainer::issue_step`] and [`Trainer::settle`].
+    /// The errors of [`Trainer::issue_step`] and [`Trainer::settle`].
     pub fn train_step(&mut self) -> Result<Metrics> {
         self.issue(Issue::Replayed)?;
         self.settle_all()
@@ -25,7 +25,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// Takes one optimizer step op by op, even if steps are recorded and replayed.
     ///
     /// # Errors
-    /// As [`Trainer::train_step`].
+    /// The errors of [`Trainer::train_step`].
     pub fn eager_step(&mut self) -> Result<Metrics> {
         self.issue(Issue::Eager)?;
         self.settle_all()
@@ -45,7 +45,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// A step whose gradients are not finite changes no weight, and neither does any later step.
     ///
     /// # Errors
-    /// From the backend, the data, or other ranks; if two steps' records have not been read.
+    /// The errors of the backend, the data, or other ranks; if two steps' records have not been read.
     pub fn issue_step(&mut self) -> Result<()> {
         self.issue(Issue::Replayed)
     }

@@ -122,7 +122,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// rank must call it.
     ///
     /// # Errors
-    /// From the backend and other ranks.
+    /// The errors of the backend and other ranks.
     pub fn digest(&mut self) -> Result<String> {
         let (b, mesh) = (self.rank.context.b, self.rank.context.mesh);
         let mut sha = Sha256::new();
@@ -159,7 +159,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// The amax histories of delayed scales on this rank; empty under most recipes, and before the first step.
     ///
     /// # Errors
-    /// If a step's record has not been read; from the backend.
+    /// If a step's record has not been read; errors of the backend.
     pub fn histories(&mut self) -> Result<Vec<History>> {
         self.require_settled("histories")?;
         let delayed = self.rank.buffers.as_ref().and_then(|buffers| buffers.delayed());
@@ -169,7 +169,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// Loads weights and step of a checkpoint without its moments: enough to evaluate and to generate.
     ///
     /// # Errors
-    /// As [`Trainer::load`].
+    /// The errors of [`Trainer::load`].
     pub fn load_weights(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         self.require_settled("load")?;
         phase(format_args!("loading {}", checkpoint.path().display()));

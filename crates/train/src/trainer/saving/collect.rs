@@ -16,7 +16,7 @@ use std::ops::Range;
 /// has the amax histories. Every rank must call this.
 ///
 /// # Errors
-/// From the backend and other ranks; the writer reports its own errors at its end.
+/// The errors of the backend and other ranks; the writer reports its own errors at its end.
 pub(in crate::trainer) fn bring<B: Kernels>(
     b: &B,
     mesh: Mesh<'_, B>,
@@ -115,7 +115,7 @@ fn value_bytes<B: Kernels>(params: &[&mut Param<B>], runs: &[Run]) -> Result<usi
 /// call this with the same runs.
 ///
 /// # Errors
-/// From the backend and other ranks.
+/// The errors of the backend and other ranks.
 fn exchange<B: Kernels>(
     b: &B,
     mesh: Mesh<'_, B>,
@@ -152,7 +152,7 @@ fn exchange<B: Kernels>(
 /// Puts the values received for this rank's runs into their piece, as F32.
 ///
 /// # Errors
-/// From the backend.
+/// The errors of the backend.
 fn place<B: Kernels>(
     b: &B,
     mesh: Mesh<'_, B>,

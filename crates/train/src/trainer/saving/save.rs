@@ -20,7 +20,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// Writes a checkpoint and waits for its completion. The rank that has the store returns its directory.
     ///
     /// # Errors
-    /// As [`Trainer::begin_save`] and [`Trainer::finish_save`].
+    /// The errors of [`Trainer::begin_save`] and [`Trainer::finish_save`].
     pub fn save(&mut self, store: Option<&Store>) -> Result<Option<PathBuf>> {
         self.begin_save(store)?;
         self.finish_save()
@@ -115,7 +115,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// As [`Trainer::saved`], but waits for the checkpoint in progress, if there is one.
     ///
     /// # Errors
-    /// As [`Trainer::saved`].
+    /// The errors of [`Trainer::saved`].
     pub fn finish_save(&mut self) -> Result<Option<PathBuf>> {
         self.saving.finish(&self.rank.context)
     }

@@ -210,7 +210,7 @@ fn begun(dir: &Path) -> Result<Vec<PathBuf>> {
 /// directory, one gets it.
 ///
 /// # Errors
-/// As [`require_free`]; [`Error::Io`].
+/// The errors of [`require_free`]; [`Error::Io`].
 pub(in crate::trainer) fn claim(dir: &Path, named_by_user: bool) -> Result<(PathBuf, Store)> {
     if named_by_user {
         require_free(dir)?;
