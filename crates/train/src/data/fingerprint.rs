@@ -84,7 +84,7 @@ struct Remembered {
 /// SHA-256 of a file, and the stamp of the file that was hashed. The hash is remembered in the folder of caches, if there is such a folder.
 ///
 /// # Errors
-/// [`Error::Data`] if it cannot be read.
+/// [`Error::Data`] if the file cannot be read.
 pub(super) fn sha256_of(path: &Path, caches: Option<&Path>) -> Result<(Stamp, String)> {
     let unread = |e: std::io::Error| Error::data(path, format!("cannot be read: {e}"));
     let stamp = Stamp::of(path)?;

@@ -125,7 +125,8 @@ impl Task {
         made.collect()
     }
 
-    /// The scores for the log-likelihoods of [`Task::requests`], in the same order. Among equal choices the first wins.
+    /// Computes scores from the log-likelihoods of [`Task::requests`], which are in the same order. Of equally likely choices, the first is
+    /// taken as the answer.
     #[must_use]
     pub fn score(&self, log_likelihoods: &[f64]) -> Scored {
         let mut rest = log_likelihoods;
@@ -145,14 +146,14 @@ impl Task {
 }
 
 impl Scored {
-    /// Each score with its name.
+    /// Each score and its name.
     #[must_use]
     pub fn named(&self) -> [(&'static str, Score); 3] {
         [("acc", self.acc), ("acc_norm", self.acc_norm), ("acc_bytes", self.acc_bytes)]
     }
 }
 
-/// Each fraction with its standard error, if known.
+/// Writes each fraction with its standard error, if the error is known.
 impl fmt::Display for Scored {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let one = |(name, Score { share, error }): (&str, Score)| match error.is_finite() {
@@ -196,7 +197,7 @@ impl Score {
     }
 }
 
-/// Index of the first maximum; `None` if there are no values, or one is NaN.
+/// Index of the first maximum; `None` if there are no values, or if a value is NaN.
 fn first_largest(values: impl Iterator<Item = f64>) -> Option<usize> {
     let mut best: Option<(usize, f64)> = None;
     for (i, value) in values.enumerate() {
@@ -225,7 +226,8 @@ mod tests {
 
     #[test]
     fn choices_are_compared_whole_and_by_length() {
-        // −2 and −3; over characters −2 and −1. −4 and −5; over characters −2 and −5/3, over bytes −1 and −5/3.
+        // First question: −2 and −3; divided by characters −2 and −1. Second question: −4 and −5; by characters −2 and −5/3, by bytes −1
+        // and −5/3.
         let Scored { acc, acc_norm, acc_bytes } = task().score(&[-2.0, -3.0, -4.0, -5.0]);
         assert_eq!([acc.share, acc_norm.share, acc_bytes.share], [0.5, 0.5, 1.0]);
         assert_eq!([acc.error, acc_bytes.error], [0.5, 0.0]);
