@@ -344,7 +344,7 @@ impl ConfigJson {
             if !known(key) {
                 unread.push(key.clone());
             } else if asked.iter().any(|asked| asked.starts_with(&inside)) {
-                // The keys of this table are read one by one, so unread keys are found in the same way.
+                // The keys of this table are read one by one, so unread keys of the table are reported too.
                 let inner = value.as_object().into_iter().flatten().filter(|(_, value)| !value.is_null());
                 let inner = inner.map(|(name, _)| format!("{inside}{name}"));
                 unread.extend(inner.filter(|key| !asked.contains(key)));
@@ -389,7 +389,7 @@ pub(super) fn written(family: &dyn Family, model: &ModelConfig) -> Value {
 pub(super) fn read(family: &dyn Family, json: &mut ConfigJson) -> Result<ModelConfig> {
     json.fill(family.absent());
     let json = &*json;
-    // The fields below replace defaults that do not apply to every model.
+    // These values replace defaults that do not apply to every model.
     let mut model = ModelConfig {
         experts: 0,
         top_k: 0,

@@ -381,7 +381,7 @@ mod tests {
                     continue;
                 }
                 for value in wrong.as_array().unwrap().iter().chain([&huge]) {
-                    // Only values of another type are tested, and impossible sizes.
+                    // A value of the right type may be accepted, but impossible sizes must be refused too.
                     let (whole, number) = (is.is_u64(), is.is_f64());
                     let may = value.is_boolean() && is.is_boolean()
                         || value == 5 && (whole || number)

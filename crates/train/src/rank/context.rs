@@ -235,7 +235,7 @@ fn no_data() -> Error {
 mod tests {
     use super::*;
 
-    /// The evaluated sequences are the same for every size of a part. All sequences are taken when sixteen sequences begin at each place.
+    /// The same sequences are evaluated for every size of a part. They form groups of sixteen consecutive sequences.
     #[test]
     fn what_is_evaluated_does_not_depend_on_the_batch_size() {
         for (windows, batches) in [(1, 0), (15, 1), (16, 1), (17, 1), (64, 3), (1000, 7), (1000, 0), (40, 9)]

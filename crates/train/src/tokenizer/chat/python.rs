@@ -161,7 +161,7 @@ pub(super) fn json(
     Ok(out)
 }
 
-/// Indentation of nested JSON, and the counter of its bytes.
+/// The indentation of nested JSON, and the counter of the bytes of this indentation.
 struct Indent<'a> {
     width: Option<usize>,
     make: &'a dyn Fn(usize) -> Result<(), Error>,
