@@ -125,7 +125,7 @@ fn keep_companions(config: &Config, to: &Path) -> Result<()> {
     for (name, text) in tokenizer.files() {
         write_whole(&to.join(name), text).map_err(Error::io(to))?;
     }
-    // The other files are copied only if the weights' own tokenizer is used, because the files belong to this tokenizer.
+    // The tokenizer files in the weights' folder are not copied, because they belong to another tokenizer.
     match config.train.init_from.as_str() {
         "" => Ok(()),
         _ => copy_generation(&from, to),

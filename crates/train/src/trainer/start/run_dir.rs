@@ -132,7 +132,7 @@ pub fn is_of_a_run(path: &Path) -> bool {
 /// Checks that a new run would replace nothing in a directory that the user named.
 ///
 /// # Errors
-/// [`Error::Config`] for `run.dir`, naming the existing file.
+/// [`Error::Config`] for the key `run.dir`, naming the existing file.
 pub fn require_free(dir: &Path) -> Result<()> {
     let Some(taken) = taken(dir) else { return Ok(()) };
     let why = match has_begun(dir) {
@@ -150,11 +150,11 @@ pub fn require_free(dir: &Path) -> Result<()> {
     Err(Error::config("run.dir", why))
 }
 
-/// The directory of the run that a configuration resumes: `run.dir` if the user has named it; otherwise, among the runs that have begun
-/// there and in its numbered siblings, the only one, or the latest with this configuration.
+/// The directory of the run that a configuration resumes. This is `run.dir` if the user has named it. Otherwise the runs that have begun in
+/// this directory and in its numbered siblings are considered: the only run, or the latest run with this configuration.
 ///
 /// # Errors
-/// If the directories cannot be listed; [`Error::Config`] naming them if there are several runs, and none has this configuration.
+/// An error if the directories cannot be listed; [`Error::Config`] naming the runs if there are several, and none has this configuration.
 pub fn latest(config: &Config, named_by_user: bool) -> Result<PathBuf> {
     let dir = PathBuf::from(&config.run.dir);
     if named_by_user {
@@ -187,7 +187,7 @@ pub fn latest(config: &Config, named_by_user: bool) -> Result<PathBuf> {
     Err(Error::config("configuration", why))
 }
 
-/// The runs that have begun in a directory and in its numbered siblings, the earliest first.
+/// The runs that have begun in a directory and in its numbered siblings, earliest first.
 fn begun(dir: &Path) -> Result<Vec<PathBuf>> {
     let parent = dir.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let Some(name) = dir.file_name().map(|n| n.to_string_lossy()) else { return Ok(Vec::new()) };
@@ -207,8 +207,8 @@ fn begun(dir: &Path) -> Result<Vec<PathBuf>> {
     Ok(own.into_iter().chain(numbers.into_iter().map(|n| numbered(dir, n))).collect())
 }
 
-/// Claims a directory for a new run: this one, or the next free number if the user has not named it. If two processes want the same
-/// directory, one gets it.
+/// Claims a directory for a new run: this directory, or the next free number if the user has not named the directory. If two processes want
+/// the same directory, only one of them gets it.
 ///
 /// # Errors
 /// The errors of [`require_free`]; [`Error::Io`].
@@ -219,7 +219,7 @@ pub(in crate::trainer) fn claim(dir: &Path, named_by_user: bool) -> Result<(Path
     let all = std::iter::once(dir.to_owned()).chain((2u32..).map(|n| numbered(dir, n)));
     for candidate in all.filter(|dir| taken(dir).is_none()) {
         match Store::try_open(&candidate)? {
-            // Unless another process has begun a run there in the meantime.
+            // The check is repeated, because another process may have begun a run there in the meantime.
             Some(store) if taken(&candidate).is_none() => {
                 reach(Point::Claimed)?;
                 return Ok((candidate, store));
@@ -236,7 +236,7 @@ fn numbered(dir: &Path, n: u32) -> PathBuf {
     dir.with_file_name(format!("{name}-{n}"))
 }
 
-/// What a run would replace in a directory, if anything.
+/// A file in a directory that a new run would replace, if any.
 fn taken(dir: &Path) -> Option<PathBuf> {
     let files = FILES.map(|name| dir.join(name));
     files.into_iter().find(|file| file.exists()).or_else(|| has_begun(dir).then(|| dir.to_owned()))
@@ -266,7 +266,7 @@ mod tests {
         assert_eq!(claimed(&dir), dir);
         assert!(has_begun(&dir));
         assert_eq!(claimed(&dir), at("tiny-2"));
-        // Remains of a run whose checkpoints were removed.
+        // These are the remains of a run whose checkpoints were removed.
         std::fs::create_dir(at("tiny-3")).unwrap();
         std::fs::write(at("tiny-3/metrics.jsonl"), "").unwrap();
         assert_eq!(claimed(&dir), at("tiny-4"));
@@ -296,7 +296,7 @@ mod tests {
         let whole = Config::default().resolved_toml().unwrap();
         std::fs::write(&file, &whole).unwrap();
         assert!(stored_config(dir.path(), &[]).unwrap().1.is_none());
-        // Cut after any line, it is invalid: the last table is `run`, whose first key is the directory.
+        // The text is invalid if it is cut after any line, because the last table is `run`, whose first key is the directory.
         let needed = whole.find("[run]").unwrap();
         for (cut, _) in whole.match_indices('\n').filter(|(at, _)| *at < needed).chain([(0, "")]) {
             std::fs::write(&file, &whole[..cut]).unwrap();
@@ -348,7 +348,7 @@ mod tests {
     fn of_many_that_want_one_directory_each_gets_its_own() {
         let root = tempfile::tempdir().unwrap();
         let dir = root.path().join("tiny");
-        // It has a lock of a run that ended before it began.
+        // The directory has the lock of a run that ended before it had begun.
         drop(claim(&dir, false).unwrap());
         let claims: Vec<(PathBuf, Store)> = std::thread::scope(|scope| {
             let threads: Vec<_> = (0..8).map(|_| scope.spawn(|| claim(&dir, false).unwrap())).collect();
