@@ -166,7 +166,7 @@ pub fn export<B: Kernels>(
     if to.file_name().is_none() {
         return Err(Error::config("FOLDER", format!("{} names no folder", to.display())));
     }
-    // This runs before anything is written, because opening a tokenizer may exhaust memory.
+    // The tokenizer is opened before anything is written, because opening it may exhaust memory.
     let end = original.end_of_texts()?;
     let folder = WholeFolder::create(to).map_err(Error::io(to))?;
     let exported = write_model(b, original, dtype, file_bytes, folder.unfinished())?;

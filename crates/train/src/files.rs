@@ -17,7 +17,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 /// Prefix of the names of unfinished files.
 pub const UNFINISHED_PREFIX: &str = ".nibble-tmp-";
 
-/// Unfinished files of this process. They are removed if the process ends early.
+/// Unfinished files of this process, which are removed if the process ends early.
 static UNFINISHED: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 
 /// A file that is written under a temporary name in the directory of its path. [`WholeFile::finish`] renames the file; a drop before the
@@ -200,8 +200,8 @@ impl Mark {
     }
 }
 
-/// The prefix of the next temporary name of this process. All prefixes differ. They have equal lengths, because ranks send temporary names
-/// to each other.
+/// The prefix of the next temporary name of this process. All prefixes differ. The prefixes have equal lengths, because ranks send
+/// temporary names to each other.
 fn own_prefix() -> String {
     static TURN: AtomicU64 = AtomicU64::new(0);
     format!("{UNFINISHED_PREFIX}{}-{:08}", std::process::id(), TURN.fetch_add(1, Ordering::Relaxed))

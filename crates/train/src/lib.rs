@@ -1,9 +1,9 @@
 //! Training: layers with hand-written backward passes, the mixture-of-experts layer, a Qwen3-MoE style decoder, AdamW, data, checkpoints
 //! and metrics. The crate is generic over the backend; no code here distinguishes a CPU from a GPU.
 //!
-//! A step works as follows. [`trainer::Trainer::issue_step`] copies tokens and scalars to the device. It then issues the weights' copies,
-//! the forward pass (which returns the saved activations, the loss and the head's gradients), the backward pass, and [`optim::step`], or
-//! replays these kernels. [`trainer::Trainer::settle`] reads the [`record`] of the step.
+//! A step works as follows. [`trainer::Trainer::issue_step`] copies tokens and scalars to the device. `issue_step` then issues the weights'
+//! copies, the forward pass (which returns the saved activations, the loss and the head's gradients), the backward pass, and
+//! [`optim::step`], or replays these kernels. [`trainer::Trainer::settle`] reads the [`record`] of the step.
 
 pub mod checkpoint;
 pub mod checks;

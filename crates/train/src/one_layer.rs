@@ -12,7 +12,7 @@ use nibble_core::recipe::{Layer as Name, LayerKind, LayerPlan, Pass, Passes, Pro
 use nibble_core::{DeviceKind, Kernels, Mesh, Recipe, Result, SoloComm, Tensor};
 use nibble_dry::{Dry, Multiplied};
 
-/// The width of the layer, and the number of tokens of each of its two shards. This is the smallest size that the recipes' blocks allow.
+/// The width of the layer, and the number of tokens of each of its two shards: the smallest size that the recipes' blocks allow.
 const WIDTH: usize = 128;
 const SHARD: usize = 128;
 /// Standard deviations of the weights.

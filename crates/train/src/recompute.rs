@@ -63,7 +63,7 @@ impl Scope {
         Self::Layers,
     ];
 
-    /// The default scopes of a run. Their recomputation costs next to nothing.
+    /// The default scopes of a run, whose recomputation costs next to nothing.
     pub const DEFAULT: [Self; 2] = [Self::Norms, Self::Swiglu];
 
     /// The scope's name in a configuration.

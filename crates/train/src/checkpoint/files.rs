@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::fault::{Point, reach};
 use crate::files::{append, hexadecimal, open_to_read, read_full_at, sha256_hex, sha256_of_file};
 
-/// Name, shape and type of a logical tensor. Its values are stored row-major.
+/// Name, shape and type of a logical tensor, whose values are stored row-major.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorSpec {
     /// The tensor's name in the file. A weight has the name that it has in the model's family.
@@ -136,7 +136,7 @@ impl OpenFile {
         let path = dir.join(name);
         match open_to_read(&path) {
             Ok(file) => Ok(Self { path, file: Arc::new(file) }),
-            // This is no damage: the process has reached the limit of open files.
+            // The file is not damaged: the process has reached the limit of open files.
             Err(source) if is_out_of_files(&source) => Err(Error::Io { path, source }),
             Err(source) => Err(unreadable(&path, source)),
         }

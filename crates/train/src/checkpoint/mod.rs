@@ -106,7 +106,7 @@ pub fn has_checkpoints(run_dir: &Path) -> bool {
     list(&run_dir.join(DIR)).is_ok_and(|all| !all.is_empty())
 }
 
-/// A checkpoint of a run. Its contents stay readable even after the run has removed the checkpoint.
+/// A checkpoint of a run, whose contents stay readable even after the run has removed the checkpoint.
 #[derive(Debug)]
 pub struct Checkpoint {
     path: PathBuf,

@@ -19,7 +19,7 @@ const LAYOUT: u32 = 2;
 /// The position of a run. Random numbers need no state: they are functions of seed, step and element.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Position {
-    /// Number of completed optimizer steps. This is also the index of the next step.
+    /// Number of completed optimizer steps, which is also the index of the next step.
     pub step: u64,
     /// Number of completed steps that had no target and changed nothing. AdamW's bias corrections do not count these steps.
     #[serde(default, skip_serializing_if = "is_default")]
@@ -73,7 +73,7 @@ pub struct State {
     pub position: Position,
     /// Every other file of the checkpoint.
     pub files: Vec<FileEntry>,
-    /// SHA-256 of `state.json` with 64 zeros in place of this value. It protects the other fields.
+    /// SHA-256 of `state.json` with 64 zeros in place of this value. The hash protects the other fields.
     sha256: String,
 }
 

@@ -97,8 +97,8 @@ impl Store {
     }
 
     /// Writes a checkpoint, removes all but the newest `keep` checkpoints (0: keeps all), and returns the new checkpoint's directory.
-    /// `next` supplies the values of the model's, the optimizer's and the scales' tensors in the outline's order. It supplies pieces of any
-    /// length, but each file ends at the end of a piece. Only one piece is in memory at a time.
+    /// `next` supplies the values of the model's, the optimizer's and the scales' tensors in the outline's order. `next` may supply pieces
+    /// of any length, but each file ends at the end of a piece. Only one piece is in memory at a time.
     ///
     /// # Errors
     /// [`Error::Io`] (such as a full disk), [`Error::Checkpoint`] for inconsistent tensors, and the errors of `next`. After an error, the
@@ -197,7 +197,7 @@ impl Store {
     }
 
     /// Removes all but the newest `keep` of the checkpoints up to `saved`, which was saved last. Later checkpoints remain from a
-    /// rolled-back run and may be damaged. They are neither counted nor removed.
+    /// rolled-back run and may be damaged. Such later checkpoints are neither counted nor removed.
     fn prune(&self, keep: usize, saved: &Path) -> Result<()> {
         let mut all = list(&self.dir)?;
         all.truncate(all.iter().position(|(_, path)| path == saved).map_or(all.len(), |i| i + 1));

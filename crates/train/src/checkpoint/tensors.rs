@@ -90,7 +90,7 @@ impl Tensors {
     /// [`Error::Checkpoint`] for a missing or damaged file, [`Error::Io`] for too many open files.
     pub(crate) fn of_folder(dir: &Path) -> Result<Self> {
         let index = dir.join(index_name(MODEL));
-        // A dangling link in place of the index is an error. It does not mean that the folder has no index.
+        // A dangling link in place of the index is an error; a folder with such a link is not a folder without an index.
         if fs::symlink_metadata(&index).is_err() {
             require_safetensors(dir)?;
             return Self::of_files(dir, &[&OpenFile::named(dir, MODEL_FILE)?], Types::Published);

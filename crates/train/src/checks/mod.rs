@@ -78,8 +78,8 @@ pub fn check_recipe(config: &Config, recipe: &Recipe) -> Result<()> {
     check_combine(config, recipe)
 }
 
-/// A note if the configuration measures quantization and the recipe quantizes nothing. This is no error, because one configuration is used
-/// with several recipes.
+/// A note if the configuration measures quantization and the recipe quantizes nothing. The note is no error, because one configuration is
+/// used with several recipes.
 #[must_use]
 pub fn measures_nothing(config: &Config, recipe: &Recipe) -> Option<String> {
     let every = config.train.quantization_every;

@@ -29,7 +29,7 @@ pub(crate) fn absent(name: &str) -> String {
     found.map_or_else(String::new, |(meaning, _)| format!("; {}", meaning.of_key()))
 }
 
-/// The table of absent names. It is searched after the table of foreign names.
+/// The table of absent names, which is searched after the table of foreign names.
 pub(super) const ABSENT: &[(Meaning, &str)] = &[
     (
         OPTIMIZER,

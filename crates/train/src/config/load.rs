@@ -42,7 +42,7 @@ impl Config {
     /// each `key=value` with a dotted key and a TOML value (a bare word is a string).
     ///
     /// The result is resolved (`model.vocab_size` and `run.dir` are filled in) and validated. Unused settings are errors in a user's file.
-    /// They are no errors in a file that a run has stored, because such a file contains every key.
+    /// In a file that a run has stored, unused settings are no errors, because such a file contains every key.
     ///
     /// # Errors
     /// [`Error::Config`] for an unknown name or key, a wrong type, an impossible value, or an unused setting; [`Error::Io`] for an
@@ -114,7 +114,7 @@ impl Config {
         let mut lines = Lines::new();
         let source = ConfigText { text, file, known: &known };
         source.merge(&mut merged, &mut lines)?;
-        // A run stores every key. Its values were checked at the run's start, and are not checked again.
+        // A run stores every key. The stored values were checked at the run's start, and are not checked again.
         let is_stored = Self::default().settings()?.keys().all(|key| lines.contains_key(key));
         let asked = of != Source::Stored && !is_stored;
         let mut set = BTreeSet::new();
@@ -280,7 +280,7 @@ impl Config {
         settings("", self)
     }
 
-    /// The [`Config::changes_since`] that prevent resuming. These changes are allowed: more steps, an explicit `train.expert_shards` (above
+    /// The [`Config::changes_since`] that prevent resuming. The allowed changes are more steps, an explicit `train.expert_shards` (above
     /// its default of 1), and an explicit `train.combine`.
     pub(crate) fn changes_to_refuse(&self, earlier: &Self) -> Result<Vec<String>> {
         let mut changes = self.changes_since(earlier)?;

@@ -396,8 +396,8 @@ impl Config {
     }
 
     /// The configuration of a run that starts on devices of this kind, with a value for `train.combine`. With experts sharded over GPUs,
-    /// the value is `tree`, because one row per slot would dominate the traffic. It is `slots` if `top_k` exceeds the GPU's limit for
-    /// trees, or if the recipe quantizes the rows that experts return.
+    /// the value is `tree`, because one row per slot would dominate the traffic. The value is `slots` if `top_k` exceeds the GPU's limit
+    /// for trees, or if the recipe quantizes the rows that experts return.
     #[must_use]
     pub fn begun_on(&self, kind: DeviceKind, recipe: &Recipe) -> Self {
         let mut begun = self.clone();
@@ -419,7 +419,7 @@ impl Config {
         now
     }
 
-    /// Number of positions of the model. It also limits the length of generated text.
+    /// Number of positions of the model, which also limits the length of generated text.
     #[must_use]
     pub fn positions(&self) -> usize {
         if self.model.max_positions == 0 { self.data.seq_len } else { self.model.max_positions }

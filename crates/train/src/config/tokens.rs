@@ -253,7 +253,7 @@ impl Config {
         Err(Error::config(key, why))
     }
 
-    /// Whether the data are text whose tokens are bytes. This is so if no key names a tokenizer.
+    /// Whether the data are text whose tokens are bytes, because no key names a tokenizer.
     pub(super) fn has_bytes(&self) -> bool {
         self.is_text() && self.tokenizer_place() == TokenizerIn::Nowhere && !self.holds_ids()
     }

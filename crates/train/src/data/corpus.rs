@@ -229,7 +229,7 @@ impl Reading {
 
 impl Tokens {
     fn valid_windows(&self, seq_len: usize) -> usize {
-        // One token is subtracted because the last target needs one more token.
+        // The code subtracts one token because the last target needs one more token.
         (self.stream.len() - self.split - 1) / seq_len
     }
 

@@ -4,9 +4,9 @@ use nibble_formats::philox::{Purpose, Stream, fnv1a32};
 
 /// The order in which an epoch visits the windows of a text.
 ///
-/// An epoch cuts the text into windows of `seq_len` tokens, starting at a random phase below `seq_len`. It visits each window once, in an
-/// order given by a Feistel permutation, which needs no table and no state and is the same for every rank and after every resume. Because
-/// of the phases, a target appears at every position of a window over the epochs.
+/// An epoch cuts the text into windows of `seq_len` tokens, starting at a random phase below `seq_len`. The epoch visits each window once,
+/// in an order given by a Feistel permutation, which needs no table and no state and is the same for every rank and after every resume.
+/// Because of the phases, a target appears at every position of a window over the epochs.
 #[derive(Debug, Clone, Copy)]
 pub struct WindowOrder {
     windows: Permutation,
@@ -34,7 +34,7 @@ impl Permutation {
     /// The image of `value`, which must be below `count`.
     pub fn at(&self, draw: &Stream, mut value: u64) -> u64 {
         loop {
-            // Cycle walking: the network is applied until the value is in range. This gives a permutation of 0..count, in at most four
+            // Cycle walking: the network is applied until the value is in range. The result is a permutation of 0..count, in at most four
             // iterations on average.
             value = self.feistel(draw, value);
             if value < self.count {
@@ -63,8 +63,8 @@ impl WindowOrder {
     #[must_use]
     pub fn new(tokens: usize, seq_len: usize, seed: u64) -> Self {
         let (tokens, seq_len) = (tokens as u64, (seq_len as u64).max(1));
-        // This is the number of windows that fit from any phase. At most one and a half windows per epoch are left out at the ends of the
-        // text.
+        // `windows` is the number of windows that fit from any phase. At most one and a half windows per epoch are left out at the ends of
+        // the text.
         let windows = (tokens.saturating_sub(seq_len) / seq_len).max(1);
         let phases = tokens.saturating_sub(windows * seq_len).clamp(1, seq_len);
         Self { windows: Permutation::of(windows), seq_len, phases, seed }
@@ -94,7 +94,7 @@ impl WindowOrder {
     }
 }
 
-/// Element of the random stream for the phase. It follows the elements of the rounds.
+/// Element of the random stream for the phase, which follows the elements of the rounds.
 const PHASE: u64 = ROUNDS << 32;
 
 #[cfg(test)]

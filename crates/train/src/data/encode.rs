@@ -75,7 +75,7 @@ impl Encoder {
         if self.tokenizer.is_none() && !self.has_ids { "bytes" } else { "tokens" }
     }
 
-    /// Exclusive upper bound of token ids. This is the size of the tokenizer's vocabulary, which may be smaller than the model's embedding.
+    /// Exclusive upper bound of token ids: the size of the tokenizer's vocabulary, which may be smaller than the model's embedding.
     pub fn vocabulary(&self) -> usize {
         match &self.tokenizer {
             None if self.has_ids => self.vocab_size,

@@ -16,7 +16,7 @@ pub struct StepBatches {
     pub counted: u64,
 }
 
-/// The sequences of a step's micro-batches on one rank. They are a pure function of the step.
+/// The sequences of a step's micro-batches on one rank, as a pure function of the step.
 #[derive(Debug, Clone)]
 pub struct BatchPlan {
     /// The data of the run.
@@ -84,7 +84,7 @@ struct Ahead {
 }
 
 impl Loader {
-    /// Creates a loader. Its thread starts with the first call of [`Loader::take`], at the step of this call.
+    /// Creates a loader, whose thread starts with the first call of [`Loader::take`], at the step of this call.
     #[must_use]
     pub fn new(plan: BatchPlan) -> Self {
         Self { plan, ahead: None }

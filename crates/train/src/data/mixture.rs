@@ -51,7 +51,7 @@ impl Mixture {
         let (block, within) = (cursor / BLOCK, cursor % BLOCK);
         let draw = Stream::new(self.seed, Purpose::Data, fnv1a32("data.mixture"), block as u32);
         let place = self.order.at(&draw, within);
-        // This is the last source whose first place is at most `place`. A source without a share has no place.
+        // `source` is the last source whose first place is at most `place`. A source without a share has no place.
         let source = self.places.partition_point(|first| *first <= place) - 1;
         (source, block * self.share(source) + place - self.places[source])
     }

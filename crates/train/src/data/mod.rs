@@ -154,7 +154,7 @@ enum TokenSource {
     },
 }
 
-/// Number of held-out records of the built-in language. They have 131,072 tokens, enough to measure a loss to about ±0.005 nats.
+/// Number of held-out records of the built-in language. The records have 131,072 tokens, enough to measure a loss to about ±0.005 nats.
 const HELD_OUT_RECORDS: usize = 4096;
 
 /// Seed of the held-out records. The seed is the same for every run, so that losses of runs with different seeds are comparable.
@@ -275,7 +275,7 @@ impl Dataset {
         self.seq_len
     }
 
-    /// The entropy rate and the unigram loss. Both are known only for the built-in language.
+    /// The entropy rate and the unigram loss, which are known only for the built-in language.
     #[must_use]
     pub fn entropy(&self) -> Option<Entropy> {
         match &self.source {

@@ -1,4 +1,4 @@
-//! The built-in language: a grammar with long-range structure. Its entropy rate is computed exactly, not estimated.
+//! The built-in language: a grammar with long-range structure, whose entropy rate is computed exactly, not estimated.
 //!
 //! A text is a sequence of independent records of 32 tokens:
 //!

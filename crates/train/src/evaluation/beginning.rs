@@ -74,7 +74,7 @@ impl Beginning {
     /// from the ids of text and continuation together. Trailing spaces of the text belong to the continuation. An empty text is replaced by
     /// the tokens before a text.
     ///
-    /// These are the rules of lm-evaluation-harness's `loglikelihood` and `_encode_pair`.
+    /// The rules are those of lm-evaluation-harness's `loglikelihood` and `_encode_pair`.
     ///
     /// # Errors
     /// An error for a text that has no ids.

@@ -24,7 +24,7 @@ impl Perplexity {
         (self.nats / self.tokens as f64).exp()
     }
 
-    /// The perplexity per byte: exp(nats per byte). It is comparable between tokenizers. `None` if the number of bytes is unknown.
+    /// The perplexity per byte: exp(nats per byte), which is comparable between tokenizers. `None` if the number of bytes is unknown.
     #[must_use]
     pub fn by_byte(&self) -> Option<f64> {
         (self.bytes > 0).then(|| (self.nats / self.bytes as f64).exp())
@@ -172,8 +172,8 @@ mod tests {
         assert_eq!(scored, [1..5, 1..5, 3..5]);
     }
 
-    /// Every target is predicted once, from as much of the preceding text as fits. This holds for every stride and for every way of
-    /// splitting documents into pieces.
+    /// Every target is predicted once, from as much of the preceding text as fits, for every stride and for every way of splitting
+    /// documents into pieces.
     #[test]
     fn every_target_is_predicted_once() {
         for (seq_len, stride) in [(1, 1), (4, 1), (4, 3), (7, 7), (16, 5), (100, 9)] {
@@ -214,8 +214,8 @@ mod tests {
         }
     }
 
-    /// Ids and conversations may already begin with the token before a text. This token is then not added again. It is added if they begin
-    /// with another token.
+    /// Ids and conversations may already begin with the token before a text. This token is then not added again. Before any other token,
+    /// the token before a text is added.
     #[test]
     fn a_document_has_one_beginning() {
         for (is_control, wanted) in [(false, vec![10, 10, 11]), (true, vec![10, 11])] {

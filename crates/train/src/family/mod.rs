@@ -14,8 +14,8 @@
 //! unsupported value is refused by name.
 //!
 //! A tensor of a checkpoint is a concatenation of rows of parameters ([`Named`]). So a family can split a parameter, join two parameters,
-//! and reorder rows, as DeepSeek's rotated rows require. It cannot transpose a parameter. `train/tests/models/spec.rs` has an invented
-//! family, with which a trained model is written and read back bit for bit.
+//! and reorder rows, as DeepSeek's rotated rows require. A family cannot transpose a parameter. `train/tests/models/spec.rs` has an
+//! invented family, with which a trained model is written and read back bit for bit.
 //!
 //! Checkpoints of a run also use the family's names and order of rows, in F32. So a run's checkpoint, an export and a published folder
 //! differ only in the type of their values, and one reader (`checkpoint::Tensors`) reads all of them.

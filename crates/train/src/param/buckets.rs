@@ -5,8 +5,8 @@
 //! of a kind are in memory. The assignment of gradients to buckets, and the time at which a bucket is sent, change no bit.
 //!
 //! `begin_reduce_scatter_tree` sends each rank the rows that it keeps of every other rank's sum, and adds these rows by the tree of the
-//! shards. This sends as many bytes as a ring, but in one fixed order. A BF16 gradient is rounded afterwards. With `run.reductions =
-//! "nccl"`, NCCL computes the sum in its own order. This is the only setting of a run that does not preserve bits.
+//! shards. The collective sends as many bytes as a ring, but sums in one fixed order. A BF16 gradient is rounded afterwards. With
+//! `run.reductions = "nccl"`, NCCL computes the sum in its own order; no other setting of a run fails to preserve bits.
 
 use super::placement::Placement;
 use crate::fault::{Point, exchanging};
@@ -104,7 +104,7 @@ pub(super) struct Summand<B: Kernels> {
     pub values: B::Buf<f32>,
     /// The ranges of values that each rank receives.
     pub parts: Vec<Range<usize>>,
-    /// The tensor that receives the sum of the rows that this rank keeps. It is F32, or BF16, to which the sum is rounded once.
+    /// The tensor that receives the sum of the rows that this rank keeps: F32, or BF16, to which the sum is rounded once.
     pub into: Tensor<B>,
 }
 

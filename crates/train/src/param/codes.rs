@@ -18,9 +18,8 @@ use nibble_core::ops::{
 use nibble_core::{BlockScaled, Comm, Data, Error, Kernels, LineCopy, Operand, Result, Tensor};
 use std::ops::Range;
 
-/// Whether weights with this codec are sent as codes. This requires that the codes of a slice equal the codes of the same rows in the whole
-/// weight, in both copies, so no block may cross the end of a tile. (A tensor scale follows from the largest magnitude of all slices, which
-/// is exact.)
+/// Whether weights with this codec are sent as codes. The codes of a slice must equal the codes of the same rows in the whole weight, in
+/// both copies, so no block may cross the end of a tile. (A tensor scale follows from the largest magnitude of all slices, which is exact.)
 pub(super) fn travel(codec: Codec) -> bool {
     TILE.is_multiple_of(codec.format().spec().block)
 }
@@ -73,7 +72,7 @@ impl<B: Kernels> OfRank<B> {
         Ok(())
     }
 
-    /// The counts and magnitudes of the pieces. They are zeros on a rank without rows, because all ranks count at the same sites.
+    /// The counts and magnitudes of the pieces. A rank without rows has zero counts, because all ranks count at the same sites.
     fn counted(&self, b: &B) -> Result<Vec<Emitted<B>>> {
         if !self.pieces.is_empty() {
             return Ok(self.pieces.clone());

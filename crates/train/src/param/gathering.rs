@@ -61,8 +61,7 @@ impl ProductCopies {
     }
 }
 
-/// The copies of weights for which passes wait. They are in groups, in the order in which the groups are finished. All ranks have the same
-/// groups.
+/// The copies of weights for which passes wait, in groups, in the order in which the groups are finished. All ranks have the same groups.
 ///
 /// When a gathering begins, each rank converts its own rows, in the order of the weights.
 #[derive(Debug)]

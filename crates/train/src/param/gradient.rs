@@ -12,7 +12,7 @@ pub struct GradientPlan {
     /// The type of the stored gradient: F32 or BF16. A BF16 gradient is rounded once per micro-batch and accumulated in F32.
     pub dtype: DType,
     /// Sum the shards, and start the sum over ranks, right after the pass that computes the gradient. Memory then holds one gradient
-    /// instead of one per shard. This requires that a step has only one such pass: one micro-batch, and a weight that is used once.
+    /// instead of one per shard. A step may have only one such pass: one micro-batch, and a weight that is used once.
     pub at_once: bool,
 }
 
@@ -22,7 +22,7 @@ impl Default for GradientPlan {
     }
 }
 
-/// The gradient of a parameter. Its buffer is allocated once, and its address does not change.
+/// The gradient of a parameter. The buffer of the gradient is allocated once and does not move.
 #[derive(Debug, Clone)]
 pub struct Gradient<B: Kernels> {
     plan: GradientPlan,
@@ -184,7 +184,7 @@ impl<B: Kernels> Param<B> {
         values.as_ref().filter(|_| *written)
     }
 
-    /// Marks the gradient as zero. Its buffer stays allocated, unless a sum over ranks is in flight.
+    /// Marks the gradient as zero. The buffer stays allocated, unless a sum over ranks is in flight.
     pub fn clear_gradient(&mut self) {
         let Gradient { sum, written, summing, .. } = &mut self.gradient;
         (*sum, *written, *summing) = (None, false, false);

@@ -2,9 +2,9 @@
 //!
 //! State is sharded among the ranks that hold the same values (`slices.rs`): masters and moments of dense weights among all ranks, and
 //! those of an expert among the ranks that have the expert. A rank therefore holds about 12 bytes × all parameters / ranks, or 8 with BF16
-//! moments. This is ZeRO stage 1. With one micro-batch per step it is also stage 2, except for a tied embedding: the sum of a gradient over
-//! ranks starts in the backward pass, and a rank then stores only its own rows of the gradient. With several micro-batches, the gradients
-//! of all rows stay in memory until the end of the step.
+//! moments. This sharding is ZeRO stage 1. With one micro-batch per step it is also stage 2, except for a tied embedding: the sum of a
+//! gradient over ranks starts in the backward pass, and a rank then stores only its own rows of the gradient. With several micro-batches,
+//! the gradients of all rows stay in memory until the end of the step.
 //!
 //! ```text
 //!               gradients, F32                    masters, moments                copies for products
@@ -58,7 +58,7 @@ pub struct Param<B: Kernels> {
     pub moments: Option<Moments<B>>,
     /// The placement of the parameter on ranks.
     pub placement: Placement,
-    /// Whether weight decay applies. It applies to matrices, but not to norms.
+    /// Whether weight decay applies: to matrices, but not to norms.
     pub decays: bool,
     /// The rule by which a step changes the parameter.
     pub update: Update,
@@ -79,7 +79,7 @@ pub struct Moments<B: Kernels> {
     pub exp_avg_sq: Tensor<B>,
 }
 
-/// The copies of a weight that GEMMs read. They are created once per step.
+/// The copies of a weight that GEMMs read, which are created once per step.
 #[derive(Debug, Clone)]
 struct Shadow<B: Kernels> {
     /// The copy for fprop, `[n, k]`.
@@ -93,8 +93,8 @@ struct Shadow<B: Kernels> {
 enum Turned<B: Kernels> {
     /// A copy that exists until the end of the step.
     There(Operand<B>),
-    /// A copy that is decoded to this type from fprop's copy whenever a backward pass needs it ([`WeightPlan::decoded`]). This costs passes
-    /// over one weight in each micro-batch, and saves the memory of all transposed weights.
+    /// A copy that is decoded to this type from fprop's copy whenever a backward pass needs it ([`WeightPlan::decoded`]). The decoding
+    /// costs passes over one weight in each micro-batch, and saves the memory of all transposed weights.
     Decoded(DType),
 }
 
@@ -123,7 +123,7 @@ impl<B: Kernels> Param<B> {
         }
     }
 
-    /// A parameter with the initial values of its description. It contains this rank's rows.
+    /// A parameter with this rank's rows of the initial values in its description.
     ///
     /// # Errors
     /// The errors of the backend.
@@ -387,7 +387,7 @@ impl<B: Kernels> Param<B> {
         Ok(())
     }
 
-    /// Drops the copies. Their memory is then free until the next step, and the master has no other handle.
+    /// Drops the copies. The memory of the copies is then free until the next step, and the master has no other handle.
     pub fn release(&mut self) {
         (self.shadow, self.whole) = (None, None);
     }

@@ -102,8 +102,7 @@ fn kept(model: &ModelSpec, prediction: &Prediction) -> HashMap<Group, usize> {
     sums
 }
 
-/// The sizes that determine a group's saved bytes. These are the sizes of the group's weights, but with `top_k` instead of the number of
-/// experts.
+/// The sizes that determine a group's saved bytes: the sizes of the group's weights, but with `top_k` instead of the number of experts.
 fn kept_by(config: &Config, group: Group, weights: Vec<Size>) -> Vec<Size> {
     let top_k = Size::new("model.top_k", config.model.top_k);
     let of_experts = |size: Size| if size.key == "model.experts" { top_k } else { size };

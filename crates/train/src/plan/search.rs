@@ -27,7 +27,7 @@ fn one(gains: bool, setting: &str) -> Vec<Vec<String>> {
     gains.then(|| vec![setting.to_owned()]).into_iter().collect()
 }
 
-/// More recomputation. It gives the same numbers at the cost of time: first little time, at most the time of a forward pass.
+/// More recomputation, which gives the same numbers at the cost of time: first little time, at most the time of a forward pass.
 fn recomputation(config: &Config) -> Vec<Vec<String>> {
     more_recomputation(config).iter().map(|scopes| vec![Scope::setting(scopes)]).collect()
 }
@@ -126,7 +126,7 @@ pub(super) fn shortest(
 fn by_shorter(config: &Config, rehearse: &dyn Fn(&Config) -> Result<usize>) -> Result<usize> {
     let of = |layers: usize| {
         let mut shorter = config.clone();
-        // This removes layers of the more numerous kind.
+        // The shorter model loses layers of the more numerous kind.
         if config.model.num_dense() > config.model.num_routed() && config.model.experts > 0 {
             shorter.model.dense_layers = layers - config.model.num_routed();
         }

@@ -53,7 +53,7 @@ pub enum Fit {
     With(Trial),
     /// The model does not fit. The trial that needs the least memory needs this many bytes.
     TooLarge(usize),
-    /// Masters, moments and gradients alone exceed the GPU's memory. They need this many bytes.
+    /// Masters, moments and gradients alone need this many bytes, which exceeds the GPU's memory.
     StateTooLarge(usize),
 }
 

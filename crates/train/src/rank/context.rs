@@ -24,7 +24,7 @@ pub(crate) struct RankContext<'a, B: Kernels> {
     pub step: u64,
     /// Number of issued steps that were skipped because they have no target. The optimizer has made `step - passed_over` updates.
     pub passed_over: u64,
-    /// Capacity factor of exchanges: `run.capacity_factor`, or a larger factor after an overflow. It is the same on every rank.
+    /// Capacity factor of exchanges: `run.capacity_factor`, or a larger factor after an overflow. The factor is the same on every rank.
     pub capacity_factor: f64,
     /// Messages to the user about overflows.
     pub notes: Vec<String>,
@@ -142,7 +142,7 @@ impl<B: Kernels> RankContext<'_, B> {
     /// The loss of each sequence of a batch, in nats. Every rank holds the whole batch and evaluates its part.
     pub fn held_out_nats(&mut self, model: &Decoder<B>, batch: &Batch) -> Result<Vec<f32>> {
         let mut nats = self.nats_of_runs(model, batch, 1)?;
-        // This removes the sequences that pad the ranks' parts.
+        // The truncation removes the sequences that pad the ranks' parts.
         nats.truncate(batch.sequences);
         Ok(nats)
     }
@@ -235,7 +235,7 @@ fn no_data() -> Error {
 mod tests {
     use super::*;
 
-    /// The same sequences are evaluated for every size of a part. They form groups of sixteen consecutive sequences.
+    /// The same sequences, in groups of sixteen consecutive sequences, are evaluated for every size of a part.
     #[test]
     fn what_is_evaluated_does_not_depend_on_the_batch_size() {
         for (windows, batches) in [(1, 0), (15, 1), (16, 1), (17, 1), (64, 3), (1000, 7), (1000, 0), (40, 9)]

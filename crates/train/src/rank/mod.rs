@@ -29,7 +29,7 @@ pub(crate) struct RankState<'a, B: Kernels> {
     pub model: Decoder<B>,
     /// The arena of the weights.
     pub weights: B::Arena,
-    /// The buffers of steps. They are created by the first step, or when a checkpoint is loaded.
+    /// The buffers of steps, which are created by the first step, or when a checkpoint is loaded.
     pub buffers: Option<StepBuffers<B>>,
     /// The arena of weights' copies and activations. Steps, recordings and evaluations take turns in using this arena.
     pub activations: B::Arena,

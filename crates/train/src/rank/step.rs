@@ -10,8 +10,8 @@
 //!    micro-batches use these copies, which are dropped before the optimizer changes the master. One copy is not prepared: the plain
 //!    transpose of quantized values (`dgrad.w` with `by = "requantize"`). `Param::wt` decodes this copy whenever a backward pass needs it.
 //! 3. **Forward**, for each micro-batch. [`BeginMicroBatch`] copies the micro-batch's tokens and numbers its rows. With document masking,
-//!    the index at which a token's document begins determines the keys that a query sees ([`Documents`]). It also restarts positions, and
-//!    separates documents' balance losses.
+//!    the index at which a token's document begins determines the keys that a query sees ([`Documents`]). The beginnings of documents also
+//!    restart positions, and separate the documents' balance losses.
 //! 4. **Head and loss** are one op, which also computes the gradients (`layers/head.rs`). The loss is the mean over the targets of the step
 //!    that count, of all micro-batches and ranks. Prompts, and the last tokens of separated documents, have no target (`NO_TARGET`). Each
 //!    rank's loader counts the targets of all ranks on the host, and 1 divided by this number is a scalar of the step

@@ -44,7 +44,7 @@ impl fmt::Display for CountSite {
 }
 
 impl CountSite {
-    /// The site's name without the decoder layer. It is the same for corresponding sites in all layers.
+    /// The site's name without the decoder layer, which is the same for corresponding sites in all layers.
     pub fn in_any_layer(&self) -> String {
         let mut parts: Vec<&str> = self.layer.split('.').collect();
         if let Some(number) = parts.iter().position(|part| part.parse::<usize>().is_ok()) {

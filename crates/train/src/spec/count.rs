@@ -54,7 +54,7 @@ impl ModelSpec {
             outside.map(|param| (1, param)).chain(runs.into_iter().flat_map(|(_, params)| params)).collect();
         let counts = all.iter().map(|(times, param)| param.count()?.checked_mul(*times as u128));
         let counts: Vec<Option<u128>> = counts.collect();
-        // This finds the first of the largest parameters. A count that overflows is larger than all others.
+        // `largest` is the first of the largest parameters. A count that overflows is larger than all others.
         let size = |at: &usize| counts[*at].unwrap_or(u128::MAX);
         let largest = (0..all.len()).reduce(|most, at| if size(&at) > size(&most) { at } else { most })?;
         let what = match group {

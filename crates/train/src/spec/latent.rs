@@ -73,7 +73,7 @@ pub struct LatentSpec {
     pub o: Part,
     /// The rotation of queries and keys, and the scale of their products.
     pub rope: Rope,
-    /// ε of the latents' norms. It has the published value, regardless of the ε of the residual stream's norms.
+    /// ε of the latents' norms: the published value, regardless of the ε of the residual stream's norms.
     pub eps: f32,
 }
 
@@ -115,7 +115,7 @@ impl LatentSpec {
         }
     }
 
-    /// The layer's parts in canonical order. This is the order of a forward pass, except that the projection to the shared key follows the
+    /// The layer's parts in canonical order: the order of a forward pass, except that the projection to the shared key follows the
     /// projection to the latent of keys.
     pub fn parts(&self) -> impl Iterator<Item = &Part> {
         let queries = match &self.q {

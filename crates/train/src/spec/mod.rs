@@ -156,7 +156,7 @@ impl ModelSpec {
 /// The key for the number of decoder layers.
 const LAYERS: &str = "model.layers";
 
-/// The rotation of queries and keys. It applies to the last elements of each head, or to all elements.
+/// The rotation of queries and keys, for the last elements of each head or for all elements.
 fn rope(config: &ModelConfig) -> Rope {
     let dim = if config.kv_rank > 0 { config.rope_dim } else { config.head_dim };
     Rope { dim, theta: config.rope_theta, scaling: config.rope_scaling }

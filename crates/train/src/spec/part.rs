@@ -87,7 +87,7 @@ impl Extent {
         Self { times: 1, sizes: sizes.to_vec() }
     }
 
-    /// The number of rows or columns. It saturates at `usize::MAX`.
+    /// The number of rows or columns, which saturates at `usize::MAX`.
     #[must_use]
     pub fn len(&self) -> usize {
         self.sizes.iter().fold(self.times, |product, size| product.saturating_mul(size.value))
@@ -216,10 +216,10 @@ pub enum PartKind {
     },
 }
 
-/// A part of the model that has weights. It is a leaf of the tree.
+/// A part of the model that has weights: a leaf of the tree.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Part {
-    /// The part's id, such as `model.layers.3.self_attn.q_proj`. It is the part's name in recipes, counts and lists of saved activations.
+    /// The part's id, such as `model.layers.3.self_attn.q_proj`: the part's name in recipes, counts and lists of saved activations.
     pub id: String,
     /// The kind of the part.
     pub kind: PartKind,
@@ -359,7 +359,7 @@ fn table(id: &str, vocabulary: Size, d_model: Size, std: f32) -> ParamSpec {
     ParamSpec::matrix(format!("{id}.weight"), Extent::of(&[vocabulary]), Extent::of(&[d_model]), std)
 }
 
-/// The rotation of queries and keys according to their position. It is the same in every layer.
+/// The rotation of queries and keys according to their position, which is the same in every layer.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Rope {
     /// Number of elements of a head that are rotated, in pairs.

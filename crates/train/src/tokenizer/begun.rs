@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::files;
 
 /// Changes the files of the tokenizer in this folder so that they put `bos` before a text; if `bos` is `None`, they put nothing before a
-/// text. This changes `add_bos_token` and `bos_token` in `tokenizer_config.json`, and the post-processor in `tokenizer.json`.
+/// text. The function changes `add_bos_token` and `bos_token` in `tokenizer_config.json`, and the post-processor in `tokenizer.json`.
 /// `transformers` from version 5 on uses only the post-processor. A tokenizer stays unchanged if `bos` is `None` and the tokenizer neither
 /// adds nor names such a token.
 ///
@@ -54,7 +54,7 @@ pub(crate) fn begin_texts_with(dir: &Path, bos: Option<i32>) -> Result<()> {
     fs::write(&settings, text).map_err(Error::io(&settings))
 }
 
-/// A post-processor that puts these ids before and after a text. It replaces the old template; other processors are kept.
+/// A post-processor that puts these ids before and after a text. The post-processor replaces the old template; other processors are kept.
 fn post_processor(tokenizer: &dyn Tokenizer, old: &Value, [before, behind]: [&Vec<i32>; 2]) -> Value {
     let is_of_ids = |of: &Value| {
         let kind = of["type"].as_str().unwrap_or_default();

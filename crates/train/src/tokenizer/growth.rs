@@ -212,7 +212,8 @@ fn longest_of_table(base64: &str) -> usize {
     texts.split(|byte| *byte == 0).map(<[u8]>::len).max().unwrap_or(0)
 }
 
-/// Checks the tokens that the post-processor adds around a text. It may add at most one copy of the text, and a limited number of ids.
+/// Checks the tokens that the post-processor adds around a text. The post-processor may add at most one copy of the text, and a limited
+/// number of ids.
 fn around(json: &Value) -> Result<(), String> {
     let fail = |why: &str| Err(format!("has a `post_processor` that {why}"));
     let processors: Vec<&Value> = match json["processors"].as_array() {
@@ -293,7 +294,7 @@ fn check_regex(regex: &str) -> Result<(), String> {
                     *group = (group.0 || is_count && is_endless, group.1.max(written));
                 }
                 last = (is_count && is_endless, written);
-                // This skips the mark of a lazy or possessive repetition.
+                // The next character may be the mark of a lazy or possessive repetition, which is skipped.
                 chars.next_if(|c| matches!(c, '?' | '+'));
             }
             _ => last = (false, 1),

@@ -112,7 +112,7 @@ impl HuggingFace {
         &self.around
     }
 
-    /// Computes the ids that the file adds before and after a text. This needs the post-processor.
+    /// Computes the ids that the file adds before and after a text. The computation needs the post-processor.
     fn put_around(&self) -> Result<[Vec<i32>; 2]> {
         let ids = |add| self.ids(&self.plain, "a", add);
         let (bare, whole) = (ids(false)?, ids(true)?);

@@ -227,8 +227,8 @@ fn without_merges(vocab: impl Iterator<Item = char>, pre_tokenizer: &Value, deco
     format!("{whole:#}\n")
 }
 
-/// The matching `tokenizer_config.json`. It makes `AutoTokenizer` of Hugging Face's `transformers` use `tokenizer.json` unchanged. Without
-/// this file the model's type decides: Qwen's tokenizer class normalizes texts (NFC), and Llama's adds BOS.
+/// The matching `tokenizer_config.json`, which makes `AutoTokenizer` of Hugging Face's `transformers` use `tokenizer.json` unchanged.
+/// Without this file the model's type decides: Qwen's tokenizer class normalizes texts (NFC), and Llama's adds BOS.
 #[must_use]
 pub fn transformers_tokenizer() -> String {
     let config = json!({"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": false,

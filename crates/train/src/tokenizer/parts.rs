@@ -36,12 +36,12 @@ pub(super) fn encode(encode: &Encode<'_>, parts: &[&str], continues: bool) -> Re
         let run = &parts[first..end];
         match together(encode, run, continues || first > 0)? {
             Given::Apart(ids) => all.extend(ids),
-            // A token crosses a boundary only after the cuts. This is so rare that each part is then tokenized separately.
+            // Only in rare cases does a token cross a boundary after the cuts. Each part is then tokenized separately.
             Given::Across(_) => {
                 for at in first..end {
                     match together(encode, &parts[at..=at], continues || at > 0)? {
                         Given::Apart(ids) => all.extend(ids),
-                        // This cannot happen, because a single part has no inner boundary.
+                        // This branch is never taken, because a single part has no inner boundary.
                         Given::Across(_) => all.push(Vec::new()),
                     }
                 }

@@ -25,7 +25,7 @@ impl<'a> TextStream<'a> {
         Self { tokenizer, ids: Vec::new(), given: 0 }
     }
 
-    /// A stream that continues after these tokens. Their text counts as returned.
+    /// A stream that continues after these tokens, whose text counts as returned.
     #[must_use]
     pub fn after(tokenizer: &'a dyn Tokenizer, ids: &[i32]) -> Self {
         Self { tokenizer, ids: ids.to_vec(), given: ids.len() }

@@ -7,7 +7,7 @@ use crate::rank::{RankContext, RankState};
 use nibble_core::ops::verify_ids;
 use nibble_core::{Error as CoreError, Kernels};
 
-/// A model that generates text token by token. Its prepared weights and its caches exist as long as this value.
+/// A model that generates text token by token. The prepared weights and the caches exist as long as this value.
 #[derive(Debug)]
 pub struct Decoding<'t, 'a, B: Kernels> {
     context: &'t RankContext<'a, B>,
@@ -38,9 +38,8 @@ impl<'a, B: Kernels> Trainer<'a, B> {
 }
 
 impl<B: Kernels> Decoding<'_, '_, B> {
-    /// Starts another text. The caches are emptied even if both texts begin alike. This matters if a scale covers all tokens of a
-    /// computation: the logits of a token computed with caches then differ from the logits of a whole sequence, so a text would depend on
-    /// the previous text.
+    /// Starts another text. The caches are emptied even if both texts begin alike. Otherwise a text could depend on the previous text: if a
+    /// scale covers all tokens of a computation, the logits of a token computed with caches differ from the logits of a whole sequence.
     pub fn forget(&mut self) {
         self.cached.clear();
     }

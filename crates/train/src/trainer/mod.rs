@@ -76,7 +76,7 @@ use std::time::{Duration, Instant};
 /// One rank of a training run.
 #[derive(Debug)]
 pub struct Trainer<'a, B: Kernels> {
-    /// The steps' recordings, if the backend can record. They are dropped before the memory that they use.
+    /// The steps' recordings, if the backend can record. Recordings are dropped before the memory that they use.
     recorded: Option<Recorded<B>>,
     /// The model and its state on this rank.
     rank: RankState<'a, B>,
@@ -93,7 +93,7 @@ pub struct Trainer<'a, B: Kernels> {
     issue_times: IssueTimes,
     /// The signal that asked this rank to stop (0: no signal). The records of later steps carry the signal to every rank.
     asked: u8,
-    /// The requests of all ranks in the last record. They are the same on every rank.
+    /// The requests of all ranks in the last record. The value is the same on every rank.
     any_told: Told,
     /// Whether a step could not be issued. This rank's own error then ends the run, and the rank calls no further collective.
     has_failed: bool,

@@ -27,7 +27,7 @@ pub struct Options {
     /// If not 0, the run ends after the current step or evaluation batch: it saves a checkpoint, plots, and skips the last evaluation or
     /// the rest of it. The value is a signal's number or another number below 128. Every rank ends with this value ([`Outcome::stopped`]).
     /// Each rank may have such a flag; without a flag, a rank makes no request. Several ranks learn of the value from the record of a later
-    /// step. They end after the same step, at most two steps later than a single rank would.
+    /// step. Several ranks end after the same step, at most two steps later than a single rank would.
     pub stop: Option<&'static AtomicUsize>,
 }
 
@@ -37,8 +37,8 @@ impl Options {
         self.stop.map_or(0, |stop| stop.load(Ordering::Relaxed).min(MOST_ASKED) as u8)
     }
 
-    /// The largest flag of all ranks. This is a collective that every rank must call, even without a flag. It is not used for steps,
-    /// because their records carry the flags.
+    /// The largest flag of all ranks. The function is a collective that every rank must call, even without a flag. The records of steps
+    /// carry the flags, so steps do not need this function.
     pub(super) fn stop_asked_of_any<B: Kernels>(self, b: &B, comm: &dyn Comm<B>) -> Result<u8> {
         largest(b, comm, self.stop_asked())
     }

@@ -40,7 +40,7 @@ pub fn run<'a, B: Kernels>(
         let mut run = Run::begin(b, mesh, origin, options, observer)?;
         let done = run.take_steps().and_then(|()| run.finish());
         if let (Err(error), Some(outputs)) = (&done, &run.outputs) {
-            // This informs the other ranks at once, so that the first error is the reported error.
+            // The call informs the other ranks at once, so that the first error is the reported error.
             mesh.all.abort(&error.to_string());
             let _ = outputs.draw();
         }

@@ -195,7 +195,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// Retries a step in which a rank received `needed` times its share and overflowed, and the steps issued after this step. Every rank
     /// has read the same record.
     fn repeat(&mut self, (step, needed): (u64, f64), (how, started): (Issue, Instant)) -> Result<()> {
-        // The checkpoint in progress belongs to an earlier step. It must not be lost if there is no memory for larger buffers.
+        // The checkpoint in progress belongs to an earlier step, and must not be lost if there is no memory for larger buffers.
         if let Some(path) = self.saving.finish_owned(&self.rank.context)? {
             self.saving.ended = Some(path);
         }

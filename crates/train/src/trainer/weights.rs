@@ -60,7 +60,7 @@ fn take<B: Kernels>(
             continue;
         }
         let stored = from.find(&format!("{}{}", tensor.name, part.suffix()), &tensor.shape)?;
-        // This is the offset of a run of values within the tensor.
+        // `begin` is the offset of a run of values within the tensor.
         let mut begin = 0;
         for (param, range) in tensor.runs() {
             let kept = kept_by(params[param], mesh.shape(), mesh.all.rank());

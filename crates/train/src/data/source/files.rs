@@ -124,7 +124,7 @@ impl DataFile {
         self.held.as_ref()
     }
 
-    /// Adds to the number of bytes read. This is for kinds that do not read the file sequentially.
+    /// Adds to the number of bytes read, for kinds that do not read the file sequentially.
     pub fn tell_read(&self, bytes: u64) {
         self.read.fetch_add(bytes, Ordering::Relaxed);
     }

@@ -82,7 +82,7 @@ impl Items {
         Ok(())
     }
 
-    /// Whether there is another item. If so, the reader is then at the beginning of this item.
+    /// Whether there is another item. The reader is then at the beginning of this item.
     fn has_next(&mut self) -> Result<bool> {
         let broken = |items: &Self, why: &str| {
             Err(damaged(&items.file.path, format!("is damaged JSON: behind row {} {why}", items.number)))

@@ -236,7 +236,7 @@ impl Pieces for Documents {
         let most = (MOST_ROW_BYTES / 4) as u64;
         while self.sequence < of.end && (ids.len() as u64) < most {
             let length = self.index.length(self.sequence, self.place)?;
-            // This does not overflow, because a length has at most 31 bits.
+            // The sum does not overflow, because a length has at most 31 bits.
             if self.place + length * width > self.has {
                 let why = format!(
                     "ends at byte {}, within sequence {}, of {length} ids from byte {} on",

@@ -1,4 +1,4 @@
-//! Whole files that are compressed with gzip or zstd. They are decompressed while they are read.
+//! Whole files that are compressed with gzip or zstd, and decompressed while they are read.
 
 use std::io::{self, BufRead, Read};
 use std::mem;

@@ -119,8 +119,8 @@ fn an_answer_without_a_text_is_none() {
     assert!(error.contains("line 1: \"talk\" has no answer: it has no message"), "{error}");
 }
 
-/// The template uses a row's other keys, or the row is refused with an error that names the key. This holds even if only one of many rows
-/// has such keys.
+/// The template uses a row's other keys, or the row is refused with an error that names the key, even if only one of many rows has such
+/// keys.
 #[test]
 fn what_a_row_says_besides_is_used_or_refused() {
     let talk = r#""talk": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "an answer"}]"#;

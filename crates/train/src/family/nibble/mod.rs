@@ -1,5 +1,6 @@
 //! Models that no other program supports. Tensor names equal the parameters' ids. `config.json` has its own architecture
-//! (`NibbleForCausalLM`), so that no program mistakes the model for another. It contains the table `[model]` of the configuration.
+//! (`NibbleForCausalLM`), so that no program mistakes the model for another. `config.json` contains the table `[model]` of the
+//! configuration.
 
 use super::{ConfigJson, Family, Field};
 use crate::config::ModelConfig;
@@ -7,7 +8,7 @@ use crate::error::Result;
 use nibble_core::shortened;
 use serde_json::{Map, Value};
 
-/// The family of models that no other family supports. It supports every model.
+/// The family of models that no other family supports. This family supports every model.
 #[derive(Debug, Clone, Copy)]
 pub struct Nibble;
 

@@ -1,6 +1,6 @@
 //! Limits on the work and the output of a template.
 //!
-//! There are two counters. Both are independent of the machine. A step is an instruction of the template engine, 64 bytes of text that are
+//! There are two counters, which are independent of the machine. A step is an instruction of the template engine, 64 bytes of text that are
 //! read, or an item of a list. Output is counted in bytes, whether it stays in memory or not; this count also bounds memory. A
 //! conversation's length determines its step budget. A template's excess steps are taken from a reserve per file, so that many rows cannot
 //! each take a long time.

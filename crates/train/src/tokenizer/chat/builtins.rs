@@ -15,7 +15,7 @@ use crate::words;
 pub(super) const BARE_FILTER: &str = "nibble_answer";
 pub(super) const MARK_FILTER: &str = "nibble_marked_answer";
 
-/// Marks before and after an answer. They are code points that Unicode excludes from texts.
+/// Marks before and after an answer: code points that Unicode excludes from texts.
 pub(super) const BEGIN: char = '\u{fdd0}';
 pub(super) const END: char = '\u{fdd1}';
 
@@ -75,7 +75,7 @@ pub(super) fn environment(bounds: &Arc<Bounds>, time: Option<SystemTime>) -> Env
             of.make_text(text.len() as u64)?;
             out.write_str(text).map_err(Error::from)
         };
-        // One extra step is added, so that empty output also counts.
+        // The code adds one extra step, so that empty output also counts.
         let read = value.as_str().map_or(0, |text| text.len() as u64 / 64);
         of.step(state, 1 + read)?;
         match value.as_str() {
@@ -130,7 +130,7 @@ fn before(bounds: &Bounds, state: &State<'_, '_>, name: &str, args: &[Value]) ->
             let between = text(1).map_or(0, str::len) as u64;
             bounds.make_text(items.saturating_mul(between).saturating_add(read))
         }
-        // This is the method `join`, as in `", ".join(items)`.
+        // This branch handles the method `join`, as in `", ".join(items)`.
         ("join", Some(between)) => {
             let items = others.first().and_then(Value::len).unwrap_or(0) as u64;
             bounds.make_text(items.saturating_mul(between.len() as u64).saturating_add(given))
@@ -223,7 +223,7 @@ fn add_own(environment: &mut Environment<'static>, bounds: &Arc<Bounds>, time: O
     let of = Arc::clone(bounds);
     environment.add_filter("tojson", move |state: &State<'_, '_>, value: Value, options: Kwargs| {
         let indent: Option<usize> = options.get("indent")?;
-        // Python's function has these arguments. They are accepted here but ignored.
+        // Python's function has these arguments, which are accepted here but ignored.
         let _: (Option<bool>, Option<bool>, Option<Value>) =
             (options.get("ensure_ascii")?, options.get("sort_keys")?, options.get("separators")?);
         options.assert_all_used()?;

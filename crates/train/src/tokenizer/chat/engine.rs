@@ -36,7 +36,7 @@ struct Job {
     answer: Sender<Result<String, Failure>>,
 }
 
-/// A running thread. It ends when this value is dropped.
+/// A running thread, which ends when this value is dropped.
 #[derive(Debug)]
 pub(super) struct Engine {
     jobs: Mutex<Sender<Job>>,

@@ -34,7 +34,8 @@ pub(super) const WHITESPACE: WhitespaceConfig =
 /// Largest size of a template in bytes. Published templates have some ten thousand bytes.
 const MOST_SOURCE: usize = 1 << 20;
 
-/// Largest number of operators, names and brackets in a tag. Each may nest one level deeper. Published templates have a hundred.
+/// Largest number of operators, names and brackets in a tag. Each may nest one level deeper. Published templates have a hundred of these in
+/// a tag.
 const MOST_NESTING: usize = 2000;
 
 /// Size in bytes up to which the copy of a text is not charged.

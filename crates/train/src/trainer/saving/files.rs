@@ -14,7 +14,7 @@ pub(in crate::trainer) enum Part {
     Master,
     ExpAvg,
     ExpAvgSq,
-    /// The amax histories of delayed scaling, all together. They belong to no parameter.
+    /// The amax histories of delayed scaling, all together. Histories belong to no parameter.
     Scales,
 }
 

@@ -8,8 +8,8 @@
 //!
 //! At most `checkpoint.host_gib` GiB of pieces are between the two threads. If a checkpoint is larger, copying slows down to the speed of
 //! the disk, and the optimizer waits longer. The next checkpoint reuses the memory of the pieces; a third thread allocates this memory
-//! during the first steps. Only one checkpoint is in progress at a time. Its error ends the run at the next step, or at the run's end,
-//! which waits for the last checkpoint.
+//! during the first steps. Only one checkpoint is in progress at a time. An error of the checkpoint ends the run at the next step, or at
+//! the run's end, which waits for the last checkpoint.
 //!
 //! The optimizer waits for the whole copy, not for one slice after another. The last slice of a step's AdamW could not start before the
 //! last value is copied. Slices would therefore hide only the time of AdamW itself, but would need a launch per slice and a recording cut
@@ -51,7 +51,7 @@ pub(super) struct Saving<B: Backend> {
     pub filler: Option<JoinHandle<()>>,
     /// The thread that reads the device until all values are copied.
     copier: Option<JoinHandle<()>>,
-    /// The thread that writes the checkpoint. It ends when the checkpoint has its final place.
+    /// The thread that writes the checkpoint, and ends when the checkpoint has its final place.
     writer: Option<JoinHandle<Result<PathBuf>>>,
     /// With several ranks: this rank's writer, which exists either on all ranks or on none.
     pub owner: Option<Owner>,
@@ -236,6 +236,6 @@ fn write<B: Kernels>(
         Err(_) => Err(store.given_up(outline)),
     };
     let written = store.save(outline, &mut next, keep)?;
-    // This drains the channel until the copying thread ends, because an error after the last value must be reported too.
+    // The iterator drains the channel until the copying thread ends, because an error after the last value must be reported too.
     pieces.iter().find_map(Result::err).map_or(Ok(written), Err)
 }

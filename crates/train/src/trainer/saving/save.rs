@@ -53,7 +53,7 @@ impl<B: Kernels> Trainer<'_, B> {
         let Self { rank: RankState { context, model, buffers, .. }, saving, .. } = self;
         let read = || {
             let b = context.b;
-            // This waits for the kernels that write the weights.
+            // The copy waits for the kernels that write the weights.
             if let Some(buffers) = &*buffers {
                 b.finish_download(b.begin_download(&buffers.optimizer.control, 0..1)?)?;
             }
@@ -158,7 +158,7 @@ impl<B: Kernels> Trainer<'_, B> {
         Ok(Outline { model, optim, scales, file_bytes, config_json, tokenizer, position })
     }
 
-    /// This rank's pool of pieces. It gets an equal share of the host memory for checkpoints.
+    /// This rank's pool of pieces, with an equal share of the host memory for checkpoints.
     fn pool(&mut self, files: &Files) -> Arc<Pool<B>> {
         let (all, values) = (self.rank.context.mesh.all, files.values());
         let host_bytes = self.rank.context.config.checkpoint.host_gib.saturating_mul(1 << 30);

@@ -36,7 +36,7 @@ pub const RECIPE_FILE: &str = "recipe.toml";
 pub const METRICS_FILE: &str = "metrics.jsonl";
 /// The file of layer metrics, with one line for each reported step.
 pub const LAYERS_FILE: &str = "layers.jsonl";
-/// The file with the times of each rank, if there are several ranks. It has one line per step.
+/// The file with the times of each rank, if there are several ranks, and one line per step.
 pub const RANKS_FILE: &str = "ranks.jsonl";
 /// The folder with a log of each rank except the first.
 pub const RANKS_DIR: &str = "ranks";
@@ -150,8 +150,8 @@ pub fn require_free(dir: &Path) -> Result<()> {
     Err(Error::config("run.dir", why))
 }
 
-/// The directory of the run that a configuration resumes. This is `run.dir` if the user has named it. Otherwise the runs that have begun in
-/// this directory and in its numbered siblings are considered: the only run, or the latest run with this configuration.
+/// The directory of the run that a configuration resumes: `run.dir`, if the user has named the directory. Otherwise the runs that have
+/// begun in this directory and in its numbered siblings are considered: the only run, or the latest run with this configuration.
 ///
 /// # Errors
 /// An error if the directories cannot be listed; [`Error::Config`] naming the runs if there are several, and none has this configuration.
@@ -266,7 +266,7 @@ mod tests {
         assert_eq!(claimed(&dir), dir);
         assert!(has_begun(&dir));
         assert_eq!(claimed(&dir), at("tiny-2"));
-        // These are the remains of a run whose checkpoints were removed.
+        // `tiny-3` contains the remains of a run whose checkpoints were removed.
         std::fs::create_dir(at("tiny-3")).unwrap();
         std::fs::write(at("tiny-3/metrics.jsonl"), "").unwrap();
         assert_eq!(claimed(&dir), at("tiny-4"));
