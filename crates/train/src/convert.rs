@@ -323,7 +323,7 @@ impl<B: Kernels> Cx<'_, B> {
         Ok(done.out)
     }
 
-    /// Casts a plain tensor to another type. Returns the same tensor if it already has that type.
+    /// Casts a plain tensor to another type. Returns the same tensor if the tensor already has this type.
     pub fn cast(&self, x: &Tensor<B>, dtype: DType) -> Result<Tensor<B>> {
         if x.dtype() == dtype { Ok(x.clone()) } else { Cast { x, dtype }.run(self.b) }
     }
@@ -379,7 +379,7 @@ impl<B: Kernels> Cx<'_, B> {
         );
     }
 
-    /// Keeps the counts of a quantization, and the magnitudes that it found under delayed scaling.
+    /// Keeps the counts of a quantization, and the magnitudes that the quantization found under delayed scaling.
     pub fn keep_quantized(
         &self,
         layer: &str,

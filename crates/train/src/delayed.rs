@@ -97,7 +97,7 @@ impl DelayedSites {
         self.sites.last().map_or(0, |site| site.records.first + site.records.len())
     }
 
-    /// The site of this name. An error if the site has another scaling or another number of spans.
+    /// The site of this name; an error if the site has another scaling or another number of spans.
     fn find(&self, name: &str, scaling: DelayedScaling, spans: usize) -> CoreResult<&DelayedSite> {
         let unknown = || {
             CoreError::shape(
@@ -136,9 +136,9 @@ pub struct History {
 pub struct DelayedRecords<B: Kernels> {
     /// The tensors that own the records.
     pub sites: DelayedSites,
-    /// The records in the order of the tensors. Their address does not change during a run.
+    /// The records in the order of the tensors, at an address that does not change during a run.
     pub records: B::Buf<f32>,
-    /// [`AmaxRecords::words`] of all tensors.
+    /// The output of [`AmaxRecords::words`] for all tensors.
     pub spans: B::Buf<u32>,
 }
 

@@ -54,7 +54,7 @@ pub enum Error {
     Io {
         /// The file or directory that could not be read or written.
         path: PathBuf,
-        /// The system's error.
+        /// The operating system's error.
         source: std::io::Error,
     },
     /// The device ran out of memory.

@@ -166,7 +166,7 @@ pub fn export<B: Kernels>(
     if to.file_name().is_none() {
         return Err(Error::config("FOLDER", format!("{} names no folder", to.display())));
     }
-    // The tokenizer is opened before anything is written, because opening it may exhaust memory.
+    // The tokenizer is opened before anything is written, because opening a tokenizer may exhaust memory.
     let end = original.end_of_texts()?;
     let folder = WholeFolder::create(to).map_err(Error::io(to))?;
     let exported = write_model(b, original, dtype, file_bytes, folder.unfinished())?;
@@ -399,7 +399,7 @@ fn write_companions(original: Original<'_>, end: Option<i32>, dir: &Path) -> Res
         Original::Checkpoint(checkpoint) => {
             let kept = companions_of(checkpoint.path());
             copy_companions(&kept, dir)?;
-            // The checkpoint may have been copied without its run's folder. Then the checkpoint itself has the tokenizer, except in
+            // The checkpoint may have been copied without its run's folder. The checkpoint itself also has the tokenizer, except in
             // checkpoints of earlier versions.
             for name in COMPANIONS.into_iter().filter(|name| !dir.join(name).exists() && checkpoint.has(name))
             {

@@ -44,7 +44,7 @@ points! {
     Claimed = "claimed",
     /// Bytes are about to be written to one of the run's files.
     Write = "write",
-    /// A file of this kind is either written whole or not at all; it is on the disk under its temporary name.
+    /// A file that is written completely or not at all is on the disk under its temporary name.
     FileUnnamed = "file-unnamed",
     /// The run's configuration is on the disk, but its recipe is not.
     Configured = "configured",
@@ -102,7 +102,7 @@ points! {
     RunEnds = "run-ends",
 }
 
-/// Injects the fault that a test armed for this point, if there is one.
+/// Injects the fault that a test armed for this point, if any.
 ///
 /// # Errors
 /// The injected error.

@@ -5,7 +5,7 @@ use nibble_core::recipe::{Layer, LayerPlan, Passes};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// A recipe, and the plans compiled for it so far.
+/// A recipe, and the plans that have been compiled for this recipe so far.
 #[derive(Debug)]
 pub struct LayerPlans {
     recipe: Recipe,

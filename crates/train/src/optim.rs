@@ -80,7 +80,7 @@ impl<B: Kernels> OptimizerState<B> {
 /// AdamW step and updates router biases. `table` is this rank's record.
 ///
 /// A rank has the summed gradients of its own rows, and updates only these rows. The sum of squares of each tensor (or each expert) is
-/// rounded to F32. These sums are added in canonical order, so the norm is the same on every rank and for any number of ranks.
+/// rounded to F32. The rounded sums are added in canonical order, so the norm is the same on every rank and for any number of ranks.
 ///
 /// # Errors
 /// Errors of the backend and of other ranks. Values that are not finite are no error of this call; the report flags such values.

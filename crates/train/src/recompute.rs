@@ -39,7 +39,7 @@ pub enum Scope {
     Swiglu,
     /// The experts' input, which has one row for each (token, expert) pair: tokens are dispatched again.
     ExpertInput,
-    /// Queries, keys and values of latent attention (`model.kv_rank`): they are projected from the latents again. Queries that are
+    /// Queries, keys and values of latent attention (`model.kv_rank`), which are projected from the latents again. Queries that are
     /// projected directly from the layer's input are saved.
     MlaUp,
     /// Attention with its projections and the preceding norm, recomputed from the residual stream.

@@ -13,7 +13,7 @@ pub enum ScheduleKind {
     Wsd,
 }
 
-/// The learning rate as a function of the step alone, so that a checkpoint need not store it.
+/// The learning rate as a function of the step alone, so that a checkpoint need not store the learning rate.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Schedule {
     /// The schedule's shape after the warm-up.

@@ -38,7 +38,7 @@ use nibble_core::{Groups, Kernels, MeshShape, Result};
 pub struct Shards<B: Kernels> {
     /// Number of shards on this rank.
     pub local: usize,
-    /// Number of sequences on this rank. All have the same length.
+    /// Number of sequences on this rank, which all have the same length.
     pub sequences: usize,
     /// The shards as ragged groups. Weight gradients of dense layers contract over these groups.
     pub groups: Groups<B>,

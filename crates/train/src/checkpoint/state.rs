@@ -16,7 +16,7 @@ pub(crate) const STATE_FILE: &str = "state.json";
 /// Version of the layout. A program reads only checkpoints of its own version.
 const LAYOUT: u32 = 2;
 
-/// The position of a run. Random numbers need no state: they are functions of seed, step and element.
+/// The position of a run. Random numbers need no state, because they are functions of seed, step and element.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Position {
     /// Number of completed optimizer steps, which is also the index of the next step.

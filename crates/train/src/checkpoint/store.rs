@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 const TMP_PREFIX: &str = ".tmp-";
-/// Prefix of a checkpoint that was moved aside because a new checkpoint of the same step replaces it.
+/// Prefix for the old checkpoint of a step while a new checkpoint of the same step replaces the old one.
 const REPLACED_PREFIX: &str = ".tmp-replaced-";
 const LOCK_FILE: &str = ".lock";
 
@@ -24,7 +24,7 @@ pub struct Outline {
     pub model: Vec<TensorSpec>,
     /// Optimizer moments, sorted by name.
     pub optim: Vec<TensorSpec>,
-    /// Amax histories of delayed scaling, sorted by name. If empty, the checkpoint has no file for them.
+    /// Amax histories of delayed scaling, sorted by name. If empty, the checkpoint has no file of amax histories.
     pub scales: Vec<TensorSpec>,
     /// Largest size of the values in a tensor file, in bytes; 0: one file per kind of tensor.
     pub file_bytes: usize,

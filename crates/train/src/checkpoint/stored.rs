@@ -21,7 +21,7 @@ pub(super) enum Kind {
     F32,
     Bf16,
     F16,
-    /// One-byte codes, one per value. A code is multiplied by the scale of its 128 × 128 block. Blocks at the edges may be smaller.
+    /// One code of one byte per value. A code is multiplied by the scale of its 128 × 128 block. Blocks at the edges may be smaller.
     E4m3 {
         /// The scales of the blocks, in row-major order.
         scales: Vec<f32>,

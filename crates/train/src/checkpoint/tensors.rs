@@ -16,8 +16,8 @@ use std::thread::{Builder, JoinHandle};
 const LONGEST_HEADER: u64 = 100_000_000;
 
 /// Tensors of one kind of a checkpoint, in one or several files. Each tensor can be taken once, and at the end every tensor must have been
-/// taken. While the tensors are read, another thread or another rank verifies the checksums. The values are known to be valid only after
-/// [`Tensors::finish`] has succeeded.
+/// taken. While the tensors are read, another thread or another rank verifies the checksums. The tensors' values are known to be valid only
+/// after [`Tensors::finish`] has succeeded.
 #[derive(Debug)]
 pub struct Tensors {
     /// The path of the file, or the directory of several files.
@@ -183,7 +183,7 @@ impl Tensors {
         Ok(stored)
     }
 
-    /// Reads the tensor's values from index `at` on. These values must exist.
+    /// Reads the tensor's values from index `at` on, which must exist.
     pub(crate) fn read(&mut self, stored: &TensorAt, at: usize, to: &mut [f32]) -> Result<()> {
         let place = stored.start + (at * stored.kind.bytes()) as u64;
         let file = &self.files[stored.file];

@@ -57,8 +57,8 @@ pub fn checked_recipe(config: &Config) -> Result<Recipe> {
 }
 
 /// The overrides of a recipe that have no effect in a run of this configuration, with one line per override. [`checked_recipe`] refuses
-/// such overrides in a recipe file, because the file's author can fix them. In a built-in recipe they are no mistake of the user, whose
-/// model and number of steps may differ.
+/// such overrides in a recipe file, because the file's author can fix them. In a built-in recipe, an override without effect is no mistake
+/// of the user, whose model and number of steps may differ.
 #[must_use]
 pub fn idle_overrides(config: &Config, recipe: &Recipe) -> Vec<String> {
     let recipe = recipe.clone().in_run(config.run_size());

@@ -7,8 +7,8 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Combine {
-    /// Rows are summed in slot order, in F32, and rounded once ([`CombineSlots`](nibble_core::ops::CombineSlots)). Ranks send back one row
-    /// per slot.
+    /// Output rows are summed in slot order, in F32, and rounded once ([`CombineSlots`](nibble_core::ops::CombineSlots)). Ranks send back
+    /// one row per slot.
     #[default]
     Slots,
     /// Rows are summed along a binary tree over the layer's experts, and rounded to the rows' type at each node

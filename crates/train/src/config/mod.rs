@@ -277,7 +277,7 @@ pub struct CheckpointConfig {
     /// Whether the run writes a checkpoint at its end.
     pub at_end: bool,
     /// Host memory in GiB that buffers checkpoints between device and disk, shared equally by the ranks of a host. With a GPU this memory
-    /// is page-locked; it stays allocated until the run ends. A checkpoint that fits is copied while the next step computes. A larger
+    /// is page-locked, and stays allocated until the run ends. A checkpoint that fits is copied while the next step computes. A larger
     /// checkpoint delays that step's optimizer until the rest has been written to disk.
     pub host_gib: usize,
     /// Largest size of a tensor file in MiB; 0 means one file for all tensors. A larger tensor has its own file.
@@ -303,7 +303,7 @@ pub struct RunConfig {
     /// Number of ranks; must divide `train.shards`. Ranks are threads, each with its own GPU or all on the CPU, or processes if a launcher
     /// starts that many. A batch's tokens are sharded over all ranks, and a layer's experts over `ranks / dp` ranks.
     pub ranks: usize,
-    /// Number of replicas of each expert; with 1, each expert is on one rank. Must divide `ranks` and `train.expert_shards`.
+    /// Number of replicas of each expert, which must divide `ranks` and `train.expert_shards`. With 1, each expert is on one rank.
     #[serde(skip_serializing_if = "is_one")]
     pub dp: usize,
     /// With expert parallelism, the capacity of a rank in token slots, as a multiple of the rank's share under balanced routing; at least

@@ -95,12 +95,12 @@ pub struct ModelConfig {
     /// With a latent, `kv_heads` equals `heads`, and `qk_norm`, `qkv_bias` and `attention_sinks` are false.
     #[serde(skip_serializing_if = "is_default")]
     pub kv_rank: usize,
-    /// Width of the latent from which all heads' queries are projected; 0 means that queries are projected directly from the input. Only
-    /// with `kv_rank`.
+    /// Width of the latent from which all heads' queries are projected; 0 means that queries are projected directly from the input.
+    /// Requires `kv_rank`.
     #[serde(skip_serializing_if = "is_default")]
     pub q_rank: usize,
     /// Number of elements, at the end of the `head_dim` elements of queries and keys, that RoPE rotates. All heads share these elements of
-    /// the keys. The number is even, and less than `head_dim`. Only with `kv_rank`: otherwise RoPE rotates all elements, and this is 0.
+    /// the keys. The number is even, and less than `head_dim`. Without `kv_rank`, RoPE rotates all elements and the number is 0.
     #[serde(skip_serializing_if = "is_default")]
     pub rope_dim: usize,
     /// Scaling of the RoPE frequencies for longer contexts.

@@ -38,7 +38,7 @@ pub struct RopeScaling {
     /// are interpolated.
     pub beta_slow: f64,
     /// `yarn`: cosines and sines are scaled by g(mscale) / g(mscale_all_dim), with g(m) = 0.1 · m · ln(factor) + 1. If `mscale` or
-    /// `mscale_all_dim` is 0, they are scaled by g(1).
+    /// `mscale_all_dim` is 0, cosines and sines are scaled by g(1).
     pub mscale: f64,
     /// `yarn`: see `mscale`. Latent attention (`model.kv_rank`) also multiplies its scores by g(mscale_all_dim)².
     pub mscale_all_dim: f64,

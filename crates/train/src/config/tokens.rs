@@ -165,8 +165,8 @@ impl Config {
         Framing::of(&*tokenizer, &self.data.bos_token, &self.data.eos_token)
     }
 
-    /// The tokens that end answers, if the data are conversations ([`ChatTemplate::ends_of_answers`]); `None` if they are not, or if the
-    /// tokens are unknown.
+    /// The tokens that end answers, if the data are conversations ([`ChatTemplate::ends_of_answers`]); `None` if the data are no
+    /// conversations, or if the tokens are unknown.
     ///
     /// [`ChatTemplate::ends_of_answers`]: crate::tokenizer::ChatTemplate::ends_of_answers
     ///

@@ -233,7 +233,7 @@ impl Tokens {
         (self.stream.len() - self.split - 1) / seq_len
     }
 
-    /// Fills sequence `index` of a batch with these tokens. The token that follows them is the last target.
+    /// Fills sequence `index` of a batch with these tokens. The next token after these tokens is the last target.
     fn fill(&self, inputs: Range<usize>, batch: &mut Batch, index: usize) -> Result<()> {
         let (first, end) = (inputs.start, inputs.end + 1);
         batch.set(index, self.stream.ids(first..end)?.into_iter());

@@ -85,7 +85,7 @@ impl WindowOrder {
     /// Index of the first token of the cursor's window.
     #[must_use]
     pub fn start(&self, cursor: u64) -> usize {
-        // Epochs repeat after 2^32 epochs. At one window per nanosecond, this takes four seconds for a text of one window.
+        // Epochs repeat after 2^32 epochs, which take four seconds for a text of one window at one window per nanosecond.
         let epoch = self.epoch(cursor) as u32;
         let draw = Stream::new(self.seed, Purpose::Data, fnv1a32("data.order"), epoch);
         let phase = u64::from(draw.u32_at(PHASE)) % self.phases;

@@ -252,8 +252,8 @@ impl Reading {
         Ok(())
     }
 
-    /// Checks that the file's ids are wide enough for the vocabulary. If they are not, they belong to another tokenizer, or their actual
-    /// width is larger than the width with which they are read.
+    /// Checks that the file's ids are wide enough for the vocabulary. Narrower ids belong to another tokenizer, or are read with a width
+    /// that is smaller than their actual width.
     ///
     /// # Errors
     /// [`Error::Data`] if the ids are too narrow.

@@ -14,8 +14,8 @@
 //! the record can predict the name and the closer at the end with certainty.
 //!
 //! Given all tokens since the opener, the process has no hidden state. So the entropy rate is the mean, over the 32 places, of the entropy
-//! of the next token given the past; it follows from the marginal distributions of the chain. Probabilities are multiples of 2⁻¹⁶ and are
-//! sampled with sixteen random bits. The sampler therefore has exactly the distribution from which the entropy is computed.
+//! of the next token given the past. The entropy rate follows from the marginal distributions of the chain. Probabilities are multiples of
+//! 2⁻¹⁶ and are sampled with sixteen random bits. The sampler therefore has exactly the distribution from which the entropy is computed.
 
 use nibble_formats::philox::{Purpose, Stream, fnv1a32};
 

@@ -27,9 +27,9 @@ impl Beginning {
         Self::new(config, framing.bos.or(framing.eos), framing.bos)
     }
 
-    /// The tokens that lm-evaluation-harness uses for a published folder. Before a text, this is the `bos_token` of the tokenizer's files,
-    /// even if the tokenizer does not put this token before texts; without a `bos_token` it is EOS. Before a question, it is the token that
-    /// the tokenizer puts before every text, if any. `data.bos_token` replaces both tokens.
+    /// The tokens that lm-evaluation-harness uses for a published folder. Before a text: the `bos_token` of the tokenizer's files, even if
+    /// the tokenizer does not put this token before texts, or EOS without a `bos_token`. Before a question: the token that the tokenizer
+    /// puts before every text, if any. `data.bos_token` replaces both tokens.
     ///
     /// # Errors
     /// The errors of [`Config::framing`].

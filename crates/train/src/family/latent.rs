@@ -51,7 +51,7 @@ pub fn read(json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
     // These keys are not read, because they follow from the two parts of a head.
     json.pass_over(&["head_dim", "qk_head_dim"]);
     model.kv_heads = json.size(KV_HEADS)?.unwrap_or(model.heads);
-    // This key also appears in files of models without dense layers.
+    // The key `intermediate_size` also appears in files of models without dense layers.
     let ffn = json.count(FFN)?;
     model.ffn = if model.dense_layers > 0 { ffn.ok_or_else(|| json.missing(FFN))? } else { 0 };
     model.q_rank = json.size(Q_RANK)?.unwrap_or(0);

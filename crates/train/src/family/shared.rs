@@ -358,8 +358,9 @@ pub fn write_balance(model: &ModelConfig, keys: &mut Map<String, Value>) {
 /// The loss of `transformers` (`load_balancing_loss_func` of Qwen3-MoE and Mixtral) treats all layers as one, and its fractions F_e sum to
 /// k. If n and P are the same in every layer, then F_e = n_e / T and P_e = P_le, so theirs = k · (ours / L). Nibble's weight times L / k is
 /// then the weight of `transformers`, for the loss and for its gradient. If layers differ, the losses differ too. In the loss of
-/// `transformers`, an expert's surplus in one layer offsets its deficit in another layer; in Nibble's loss it does not. Nibble's loss also
-/// does not combine the shards of a step. Under `balance = "batch"` the loss is that of `transformers`, and so is the weight.
+/// `transformers`, an expert's surplus in one layer offsets the expert's deficit in another layer; in Nibble's loss, a surplus offsets no
+/// deficit. Nibble's loss also does not combine the shards of a step. Under `balance = "batch"` the loss is that of `transformers`, and so
+/// is the weight.
 fn their_aux_loss_coef(m: &ModelConfig) -> f64 {
     if m.balance == Balance::Batch {
         return m.aux_loss_coef;

@@ -1,7 +1,7 @@
 //! The copies of a quantized weight whose rows are sharded. Each rank quantizes its own rows, and sends its codes and scales to all ranks.
 //!
-//! A rank sends two copies: the weight itself, and its transpose. Together they need 2.06 bytes per value in MXFP8 and 1.13 in HiFloat4,
-//! compared with 4 bytes in F32 and 2 bytes in BF16. In inference, the transposed copy is not sent.
+//! A rank sends two copies: the weight itself, and its transpose. Both copies together need 2.06 bytes per value in MXFP8 and 1.13 in
+//! HiFloat4, compared with 4 bytes in F32 and 2 bytes in BF16. In inference, the transposed copy is not sent.
 //!
 //! A tensor scale depends on several slices. Each rank measures its own rows (`MeasureAmax`), the maxima of all weights are gathered in one
 //! collective, and every rank quantizes with the largest maximum (`Quantize::amax`), which is exact. Scales of whole rows or columns cannot
@@ -28,7 +28,7 @@ pub(super) fn travel(codec: Codec) -> bool {
 #[derive(Debug)]
 pub(super) struct OfRank<B: Kernels> {
     pub codec: Codec,
-    /// The quantized pieces in order. Their magnitudes are those of all ranks' rows; their counts are those of this rank's rows.
+    /// The quantized pieces in order. The pieces' magnitudes cover all ranks' rows, and their counts cover this rank's rows.
     pieces: Vec<Emitted<B>>,
     /// Under delayed scales: the largest magnitude of each matrix, over the rows of all ranks.
     found_amax: Option<B::Buf<f32>>,
@@ -82,7 +82,7 @@ impl<B: Kernels> OfRank<B> {
         Ok(vec![Emitted { rows: None, cols: None, counts: Some(Counts::zeros(b)?), found }])
     }
 
-    /// The copies that put the codes into the bytes that this rank sends, from byte `at` on. Adds the buffers from which they read to
+    /// The copies that put the codes into the bytes that this rank sends, from byte `at` on. Adds the buffers from which the copies read to
     /// `from`.
     pub fn pack(
         &self,
@@ -160,7 +160,7 @@ fn own_pieces(slices: &Slices) -> impl Iterator<Item = (Piece, Range<usize>)> {
     })
 }
 
-/// The largest magnitude of each matrix over all ranks' rows, which is the same on every rank. The weights must have one codec; they share
+/// The largest magnitude of each matrix over all ranks' rows, which is the same on every rank. The weights must have one codec, and share
 /// one all-gather.
 pub(super) fn largest<B: Kernels>(
     b: &B,

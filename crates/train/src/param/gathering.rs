@@ -123,7 +123,7 @@ enum Way {
     There,
     /// The copies are computed from the master, which has all rows.
     Alone,
-    /// The copies are computed from all rows, which this rank will have at that time.
+    /// The copies are computed from all rows, which this rank will have when the copies are needed.
     Here,
     /// All rows are received in this type.
     Plain(DType),
@@ -132,8 +132,8 @@ enum Way {
 }
 
 impl<B: Kernels> Wanted<'_, B> {
-    /// The way in which this weight gets its copies. `is_here` says that this rank will have all rows at that time, even if it does not
-    /// have them now.
+    /// The way in which this weight gets its copies. `is_here` says that this rank will have all rows when the copies are needed, even if
+    /// some rows are missing now.
     fn way(&self, is_here: bool) -> Result<Way> {
         let (is_divided, is_here) = (self.param.slices.is_divided(), is_here || self.param.whole.is_some());
         Ok(match self.copies {

@@ -48,9 +48,9 @@ impl<B: Kernels> Default for Gradient<B> {
 pub enum Writes {
     /// The pass overwrites the gradient with the result of one GEMM, which is rounded once.
     Overwrites,
-    /// The pass overwrites the gradient, then adds to it. F32 only.
+    /// The pass overwrites the gradient, then adds to it. The gradient must be F32.
     InParts,
-    /// The pass always adds to the gradient, so the buffer must be zero first. F32 only.
+    /// The pass always adds to the gradient, so the buffer must be zero first. The gradient must be F32.
     Adds,
 }
 

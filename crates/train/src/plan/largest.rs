@@ -57,8 +57,8 @@ fn state(config: &Config, model: &ModelSpec, prediction: Option<&Prediction>) ->
     model.parameters().into_iter().map(part).collect()
 }
 
-/// The saved activations by group, and the rest of the arena. This rest is mostly copies of the weights, so it gets the sizes of the
-/// weights.
+/// The saved activations by group, and the rest of the arena. The rest is mostly copies of the weights, and is therefore listed with the
+/// sizes of the weights.
 fn activations(config: &Config, model: &ModelSpec, prediction: &Prediction, weights: &[Size]) -> Vec<Part> {
     const KEEP: [(Group, &str); 5] = [
         (Group::Attention, "activations of attention"),

@@ -4,19 +4,19 @@
 //! at which the recipe's precisions change, with the same allocations in the same order. So the sizes of arenas are exact, not estimated.
 //! The same rehearsal gives the bytes and flops of each op ([`work_of_step`]).
 //!
-//! Two quantities are unknown in advance. The first is the router's decisions: the prediction fills the buffers of the all-to-all to their
-//! capacity, and [`predict_balanced`] assumes that each rank receives an equal share. The second is the memory of a GPU's driver: one GiB
-//! is added, and two GiB if ranks use NCCL.
+//! Two quantities are unknown in advance. The first quantity is the router's decisions: the prediction fills the buffers of the all-to-all
+//! to their capacity, and [`predict_balanced`] assumes that each rank receives an equal share. The second quantity is the memory of a GPU's
+//! driver: one GiB is added, and two GiB if ranks use NCCL.
 //!
 //! Accuracy (`train/tests/memory/plan.rs`): on the CPU, the arenas of weights, gradients and moments match the prediction to the byte, on
-//! every rank of a mesh. Peak activations are within 1 % on one rank. On several ranks they never exceed the prediction, which fills every
-//! buffer. On an H200, the activations of configuration `s` are within 5 %.
+//! every rank of a mesh. Peak activations are within 1 % on one rank. On several ranks, peak activations never exceed the prediction, which
+//! fills every buffer. On an H200, the activations of configuration `s` are within 5 %.
 //!
-//! Before a run initializes its first weight, the prediction is compared with the device's free memory. For a GPU, this is the memory that
-//! other processes left when the GPU was opened. For a host, it is the memory that the operating system and the process's control groups
-//! allow. A run that does not fit is refused. The error names the run's largest parts, each with the keys that determine its size
-//! (`largest.rs`), and the shortest list of settings that would make the run fit. `search.rs` finds this list by rehearsing alternatives:
-//! first with one setting, then with two, and so on.
+//! Before a run initializes its first weight, the prediction is compared with the device's free memory. The free memory of a GPU is the
+//! memory that other processes left when the GPU was opened. The free memory of a host is the memory that the operating system and the
+//! process's control groups allow. A run that does not fit is refused. The error names the run's largest parts, each with the keys that
+//! determine its size (`largest.rs`), and the shortest list of settings that would make the run fit. `search.rs` finds this list by
+//! rehearsing alternatives: first with one setting, then with two, and so on.
 //!
 //! `--dry-run` prints the prediction and allocates nothing. `--dry-run=gpu` predicts for a GPU on a machine without a GPU. `nibble models`
 //! rehearses published models (`whole.rs`).

@@ -8,8 +8,8 @@ use crate::recompute::Scope;
 use nibble_core::{DeviceKind, MeshShape};
 use std::path::Path;
 
-/// A way to reduce memory. For a configuration, it returns alternatives, mildest first; each alternative is a list of overrides. The result
-/// is empty if the way saves nothing.
+/// A way to reduce memory. For a configuration, the function returns alternatives, mildest first; each alternative is a list of overrides.
+/// The result is empty if the way saves nothing.
 type Way = fn(&Config) -> Vec<Vec<String>>;
 
 /// All ways to reduce memory, ordered by their effect on a run's numbers, smallest effect first. A new way is a new entry.

@@ -1,5 +1,5 @@
 //! One rank's share of a run: the model, the memory of the model, and the phases of a step. A trainer calls this code for a real run. The
-//! prediction of memory calls it for one step of each kind, in which nothing is computed.
+//! prediction of memory calls this code for one step of each kind, in which nothing is computed.
 
 mod context;
 mod rehearse;
@@ -133,8 +133,7 @@ impl<'a, B: Kernels> RankState<'a, B> {
             let cx = cx.with_documents(documents);
             let (ids, targets) = (cx.b.upload(&batch.inputs)?, cx.b.upload(&batch.targets)?);
             let control = cx.b.zeros(Control::LEN)?;
-            // Counts of conversions exist until the end of the step, but they are not saved for the backward pass, so they are dropped
-            // here.
+            // Counts of conversions are dropped here, because they exist until the end of the step but are not saved for the backward pass.
             let forget = || cx.counted.borrow_mut().truncate(0);
             forget();
             let before = cx.b.memory().live_bytes - size_of::<i32>() * B::len(&ids);

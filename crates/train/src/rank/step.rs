@@ -53,7 +53,7 @@ use nibble_core::ops::{
 use nibble_core::{DType, Error as CoreError, Kernels, Tensor};
 use std::cell::RefCell;
 
-/// The buffers that a training step reads and writes. Their addresses do not change during a run; activations are in an arena.
+/// The buffers that a training step reads and writes, at addresses that do not change during a run. Activations are in an arena.
 #[derive(Debug)]
 pub(crate) struct StepBuffers<B: Kernels> {
     /// A ring of two slots into which the host writes.

@@ -214,7 +214,7 @@ pub struct Layout {
     pub sites: usize,
     /// Number of decoder layers.
     pub layers: usize,
-    /// Number of leading dense layers. Their cells for router results stay zero.
+    /// Number of leading dense layers, whose cells for router results stay zero.
     pub dense: usize,
     /// Number of experts of a layer.
     pub experts: usize,
@@ -270,7 +270,7 @@ impl Layout {
         3 * self.sites + OCCUPANCY_VALUES * layer
     }
 
-    /// Index of two cells: the number of inputs and the number of targets that are outside the vocabulary.
+    /// Index of the first of two cells: the number of inputs and the number of targets that are outside the vocabulary.
     pub fn bad_ids(&self) -> usize {
         self.occupancy(self.layers)
     }

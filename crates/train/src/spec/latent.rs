@@ -10,7 +10,7 @@ pub struct LatentShape {
     pub d_model: usize,
     /// Number of heads, which is the same for queries, keys and values.
     pub heads: usize,
-    /// Number of elements of a head of queries and keys that are not rotated. Each head has its own.
+    /// Number of elements of a head of queries and keys that are not rotated, and that heads do not share.
     pub nope_dim: usize,
     /// Number of elements that follow and are rotated. All heads share the rotated elements of the key.
     pub rope_dim: usize,

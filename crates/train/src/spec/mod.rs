@@ -49,7 +49,7 @@ pub use part::{Extent, Group, Init, ParamSpec, Part, PartKind, Rope, Size, Updat
 use crate::config::ModelConfig;
 use nibble_core::recipe;
 
-/// Standard deviation of initial weights. For projections back into the residual stream, it is divided by √(2·layers).
+/// Standard deviation of initial weights, which is divided by √(2·layers) for projections back into the residual stream.
 const INIT_STD: f32 = 0.02;
 
 /// The id of the embedding, and of a tied head.

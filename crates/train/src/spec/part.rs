@@ -16,7 +16,7 @@ pub enum Group {
     SharedExperts,
     /// The experts from which routers select. Only these experts are sharded over expert-parallel ranks.
     Experts,
-    /// Routers.
+    /// The routers of expert layers.
     Routers,
     /// Norms of the residual stream.
     Norms,

@@ -11,10 +11,10 @@ use super::{SETTINGS_FILE, TOKENIZER_FILE, Tokenizer};
 use crate::error::{Error, Result};
 use crate::files;
 
-/// Changes the files of the tokenizer in this folder so that they put `bos` before a text; if `bos` is `None`, they put nothing before a
-/// text. The function changes `add_bos_token` and `bos_token` in `tokenizer_config.json`, and the post-processor in `tokenizer.json`.
-/// `transformers` from version 5 on uses only the post-processor. A tokenizer stays unchanged if `bos` is `None` and the tokenizer neither
-/// adds nor names such a token.
+/// Changes the files of the tokenizer in this folder so that the tokenizer puts `bos` before a text, or nothing if `bos` is `None`. The
+/// function changes `add_bos_token` and `bos_token` in `tokenizer_config.json`, and the post-processor in `tokenizer.json`. `transformers`
+/// from version 5 on uses only the post-processor. A tokenizer stays unchanged if `bos` is `None` and the tokenizer neither adds nor names
+/// such a token.
 ///
 /// # Errors
 /// [`Error::Io`]; [`Error::Tokenizer`] for invalid tokenizer files.

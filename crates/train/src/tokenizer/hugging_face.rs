@@ -28,7 +28,7 @@ pub struct HuggingFace {
     vocab_size: usize,
     /// The tokenizer that encodes the text of a control token as plain text.
     plain: tokenizers::Tokenizer,
-    /// A copy of the tokenizer that encodes the text of a control token as this token. The copy is created at first use; it is needed
+    /// A copy of the tokenizer that encodes the text of a control token as this token. The copy, which is created at first use, is needed
     /// because this behaviour is a setting of the whole tokenizer.
     control: OnceLock<tokenizers::Tokenizer>,
     settings: Settings,
@@ -120,8 +120,8 @@ impl HuggingFace {
         Ok([whole[..first].to_vec(), whole[(first + bare.len()).min(whole.len())..].to_vec()])
     }
 
-    /// BOS and EOS according to `tokenizer_config.json`. If this file does not name them, they are the ids that `tokenizer.json` adds
-    /// around a text.
+    /// BOS and EOS according to `tokenizer_config.json`. If this file names no BOS and EOS, the ids that `tokenizer.json` adds around a
+    /// text are used.
     fn ends(&self) -> Result<(Option<i32>, Option<i32>)> {
         let [before, behind] = &self.around;
         let named = |key: &str| match self.settings.tokens.get(key) {

@@ -1,7 +1,7 @@
 //! Converts text to token ids and back. The tokenizer is bytes, the built-in language's symbols, or a `tokenizer.json`, which the crate
 //! `tokenizers` reads with the same ids as the Python package.
 //!
-//! In data, the text of a control token is plain text ([`Tokenizer::encode`]). In prompts and chat templates, it is the token
+//! In data, the text of a control token is plain text ([`Tokenizer::encode`]). In prompts and chat templates, this text becomes the token
 //! ([`Tokenizer::encode_with_control`]). [`Framing`] contains the tokens around documents, [`TextStream`] decodes text token by token, and
 //! [`ChatTemplate`] renders a conversation as text and marks its answers.
 //!
@@ -69,9 +69,10 @@ pub trait Tokenizer: fmt::Debug + Send + Sync {
         self.encode(text)
     }
 
-    /// The ids of consecutive texts, separately for each text. If no token crosses a boundary, these are the ids of the concatenated text.
-    /// Otherwise each text is tokenized up to its end, as a model sees a prompt. `continues` says that other text precedes the first text,
-    /// so no prefix of a new text is added. If `control` is true, control tokens are encoded as in [`Tokenizer::encode_with_control`].
+    /// The ids of consecutive texts, separately for each text. If no token crosses a boundary, the result has the ids of the concatenated
+    /// text. Otherwise each text is tokenized up to its end, as a model sees a prompt. `continues` says that other text precedes the first
+    /// text, so no prefix of a new text is added. If `control` is true, control tokens are encoded as in
+    /// [`Tokenizer::encode_with_control`].
     ///
     /// # Errors
     /// The errors of [`Tokenizer::encode`].

@@ -67,8 +67,7 @@ fn is_start(byte: u8) -> bool {
     byte & 0xc0 != 0x80
 }
 
-/// Whether a text ends within a character. Such a text ends with incomplete bytes, or with U+FFFD, which decoders write for incomplete
-/// bytes.
+/// Whether a text ends within a character: with incomplete bytes, or with U+FFFD, which decoders write for incomplete bytes.
 fn ends_within_a_character(text: &[u8]) -> bool {
     let last = text.utf8_chunks().last();
     let incomplete = |invalid: &[u8]| match std::str::from_utf8(invalid) {

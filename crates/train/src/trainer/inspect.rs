@@ -97,7 +97,7 @@ impl<B: Kernels> Trainer<'_, B> {
     ///
     /// # Errors
     /// [`Error::Data`] for a step without a target. An error for several micro-batches, because a step's gradients are sums over all
-    /// micro-batches, so the tensors of one micro-batch do not explain them. Errors of the backend, the data and other ranks.
+    /// micro-batches, so the tensors of one micro-batch do not explain the gradients. Errors of the backend, the data and other ranks.
     pub fn inspect(mut self, steps: u64) -> Result<Inspection> {
         let micro_batches = self.rank.context.config.train.grad_accum;
         if micro_batches != 1 {

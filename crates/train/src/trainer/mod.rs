@@ -142,7 +142,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     }
 
     /// A trainer with this recipe, which may differ from the configuration's recipe because a checkpoint contains its run's recipe. The
-    /// trainer has no data. Generation needs no data; `with_data` adds them.
+    /// trainer has no data, because generation needs none; `with_data` adds data.
     ///
     /// # Errors
     /// The errors of [`Trainer::new`], except those of data.
@@ -182,7 +182,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         of_divergence(error, self.config(), held_out)
     }
 
-    /// Reports retried exchanges. Only the first rank reports them, because all ranks have the same notes.
+    /// Reports retried exchanges. Only the first rank makes reports, because all ranks have the same notes.
     fn tell_notes(&mut self, first: bool, observer: &mut dyn Observer) {
         let notes = self.take_notes();
         notes.iter().filter(|_| first).for_each(|note| observer.note(note));

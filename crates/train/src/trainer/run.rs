@@ -213,7 +213,8 @@ impl<'a, 'o, B: Kernels> Run<'a, 'o, B> {
         Ok(())
     }
 
-    /// Evaluates over `batches` batches (0: all). If the evaluation was cut short, a collective determines the flag that stopped it.
+    /// Evaluates over `batches` batches (0: all). If the evaluation was cut short, a collective determines the flag that stopped the
+    /// evaluation.
     fn evaluate(&mut self, batches: usize) -> Result<Option<HeldOut>> {
         let Self { trainer, outputs, evaluator, observer, .. } = self;
         let found = evaluator.evaluate(trainer, batches, outputs, *observer)?;

@@ -26,8 +26,8 @@ impl<B: Kernels> Trainer<'_, B> {
         })
     }
 
-    /// The sums from which [`Trainer::evaluate`] computes the mean. `go_on(done, of)` is called after every batch; if it returns false, the
-    /// result is `None`. Every rank calls `go_on` after the same batches, and must return the same answer.
+    /// The sums from which [`Trainer::evaluate`] computes the mean. `go_on(done, of)` is called after every batch; if `go_on` returns
+    /// false, the result is `None`. Every rank calls `go_on` after the same batches, and must return the same answer.
     ///
     /// # Errors
     /// The errors of [`Trainer::evaluate`], except the error for data without a target; the errors of `go_on`.
@@ -91,8 +91,8 @@ impl<B: Kernels> Trainer<'_, B> {
         Ok(self.log_likelihoods_while(requests, &mut go_on)?.unwrap_or_default())
     }
 
-    /// Like [`Trainer::log_likelihoods`], but calls `go_on(done, of)` after every batch; if it returns false, the result is `None`. Every
-    /// rank calls `go_on` after the same batches, and must return the same answer.
+    /// Like [`Trainer::log_likelihoods`], but calls `go_on(done, of)` after every batch; if `go_on` returns false, the result is `None`.
+    /// Every rank calls `go_on` after the same batches, and must return the same answer.
     ///
     /// # Errors
     /// The errors of [`Trainer::log_likelihoods`] and of `go_on`.

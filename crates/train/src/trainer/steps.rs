@@ -89,8 +89,8 @@ impl<B: Kernels> Trainer<'_, B> {
         let (step, counted) = (context.step, batches.counted);
         if counted == 0 {
             // Without a target there is no mean loss and no gradient. Moments and weight decay would still change the weights, and so would
-            // the balancing loss of a layer with experts. So the whole step is skipped. Every rank skips it, because each rank has counted
-            // the targets of all ranks.
+            // the balancing loss of a layer with experts. So the whole step is skipped. Every rank skips the same steps, because each rank
+            // has counted the targets of all ranks.
             buffers.pass_over(context.b, step)?;
             (context.step, context.passed_over) = (step + 1, context.passed_over + 1);
             let issuing = started.elapsed();
@@ -123,8 +123,9 @@ impl<B: Kernels> Trainer<'_, B> {
 
     /// Waits for the oldest unread record and reads it. Returns `None` if there is no unread record.
     ///
-    /// With expert parallelism, a step's all-to-all may have overflowed its buffers. This step and the later issued steps are then retried
-    /// with larger buffers, and the retried step's metrics are returned. So every rank must call this function after the same steps.
+    /// With expert parallelism, a step's all-to-all may have overflowed its buffers. The step with the overflow and the later issued steps
+    /// are then retried with larger buffers, and the retried step's metrics are returned. So every rank must call this function after the
+    /// same steps.
     ///
     /// # Errors
     /// The error of a rank that has failed since the step was issued; the record is then discarded. [`nibble_core::Error::NonFinite`]

@@ -31,7 +31,7 @@ struct Progress {
     tokens: u64,
     documents: u64,
     unlearnt: u64,
-    /// SHA-256 of each file up to this progress. These hashes detect changes by other programs.
+    /// SHA-256 of each file up to this progress. The hashes detect changes by other programs.
     files: [String; 3],
     left_out: LeftOut,
 }
@@ -184,7 +184,7 @@ impl<'a> Maker<'a> {
         Ok(Self { dir, width, parts, progress, batches: 0, bytes: 0 })
     }
 
-    /// Syncs the data received so far to disk and records it as progress.
+    /// Syncs the data received so far to disk and records this state as progress.
     fn keep(&mut self) -> Result<()> {
         for (part, sha256) in self.parts.iter().zip(&mut self.progress.files) {
             *sha256 = part.keep()?;

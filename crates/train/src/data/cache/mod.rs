@@ -6,7 +6,7 @@
 //!
 //! A cache is verified: `cache.json` contains the cache's key, the SHA-256 of the cache's files, and its own SHA-256. Opening a cache
 //! checks the hash of a file if the file's size, time or inode changed since the last check, and always for a small cache. A damaged cache
-//! is rebuilt. While a run reads a cache, it checks the files' sizes and times after every sequence.
+//! is rebuilt. A run that reads a cache checks the files' sizes and times after every sequence.
 //!
 //! ```text
 //! CACHES/tokens/KEY/cache.json    counts of tokens, documents and runs; SHA-256 of the three files below and of itself; the rows left out

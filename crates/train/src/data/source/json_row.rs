@@ -28,7 +28,7 @@ pub(super) trait RowTexts: Send {
     fn next(&mut self) -> Result<Option<RowText<'_>>>;
 }
 
-/// The documents of rows.
+/// The documents in the rows of a file.
 pub(super) struct JsonRows<T> {
     texts: T,
     file: DataFile,

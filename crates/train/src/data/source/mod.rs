@@ -43,7 +43,7 @@ pub(super) trait Source: Sync {
     /// The name of the kind: `JSON lines`.
     fn name(&self) -> &'static str;
 
-    /// Whether a file is of this kind. The file's contents decide; if they are ambiguous, the file's name decides.
+    /// Whether a file is of this kind. The file's contents decide; if the contents are ambiguous, the file's name decides.
     fn is_of(&self, file: &DataFile) -> bool;
 
     /// Whether a file of this kind is one text, equal to the file's bytes.
@@ -77,7 +77,7 @@ pub(super) struct Asked {
     pub text_key: String,
     /// The keys of prompt and answer, which replace `text_key` if they are set.
     pub pair: Option<[String; 2]>,
-    /// The key and template of conversations. If set, they replace `text_key` and `pair`.
+    /// The key and template of conversations, which replace `text_key` and `pair` if they are set.
     pub chat: Option<Chat>,
     /// The id that ends a document in files of ids.
     pub end: Option<u32>,

@@ -1,5 +1,5 @@
-//! Tests of caches: a cache is built only once, even by several processes; it is resumed where a killed process stopped; it is rebuilt if
-//! damaged.
+//! Tests of caches: a cache is built only once, even by several processes; an unfinished cache is resumed where a killed process stopped; a
+//! damaged cache is rebuilt.
 
 use std::path::{Path, PathBuf};
 use std::sync::Barrier;

@@ -1,4 +1,5 @@
-//! Finds the token at the end of an answer. A chat template writes this token after answers, and a model learns it with them.
+//! Finds the token at the end of an answer. A chat template writes this token after answers, and a model learns the token together with the
+//! answers.
 
 use super::{ChatTemplate, Conversation};
 use crate::error::Result;

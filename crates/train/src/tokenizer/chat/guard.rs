@@ -146,7 +146,7 @@ pub(super) fn guarded<'a>(of: &Stmt<'a>) -> Stmt<'a> {
         Stmt::EmitExpr(of) => Stmt::EmitExpr(again(of, ast::EmitExpr { expr: expr(&of.expr) })),
         Stmt::EmitRaw(of) => match of.raw.len() <= SMALL {
             true => Stmt::EmitRaw(again(of, ast::EmitRaw { raw: of.raw })),
-            // Text that is output as a value goes through the formatter, which counts it.
+            // The formatter counts text that is output as a value.
             false => Stmt::EmitExpr(again(of, ast::EmitExpr { expr: constant(of.raw, of.span()) })),
         },
         Stmt::ForLoop(of) => Stmt::ForLoop(again(

@@ -223,7 +223,7 @@ fn copy_values<B: Kernels>(
     }
 }
 
-/// Hashes the pieces and writes them to the files.
+/// Hashes the pieces and writes the pieces to the files.
 fn write<B: Kernels>(
     store: &Store,
     outline: &Outline,

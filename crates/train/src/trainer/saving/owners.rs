@@ -1,10 +1,11 @@
-//! Checkpoints of several ranks. Each file has an owner: a rank that receives the file's values in pieces, hashes them and writes the file.
+//! Checkpoints of several ranks. Each file has an owner: a rank that receives the file's values in pieces, hashes the pieces and writes the
+//! file.
 //!
 //! Files are the same on every mesh: only `checkpoint.file_mib` decides how tensors are split over files. Files are assigned, largest
 //! first, to the rank with the fewest values so far. The first rank creates one folder and sends its path to the other ranks. A rank that
 //! does not see this folder reports this before any value is sent.
 //!
-//! The training threads exchange rounds of pieces ([`collect`](super::collect)) before the next step. Writers call no collective: they hash
+//! The training threads exchange rounds of pieces ([`collect`](super::collect)) before the next step. Writers call no collective, and hash
 //! and write while steps run. Each step's inputs carry a flag that says whether a rank is still writing. So all ranks learn from the same
 //! record that no rank is still writing. Then the ranks exchange names, lengths and hashes of files. The first rank writes the other files,
 //! `state.json` last, and renames the folder. The ranks complete a checkpoint earlier, by waiting for the writers, in these cases: the next

@@ -73,7 +73,7 @@ impl<B: Backend> Pool<B> {
         Ok(true)
     }
 
-    /// Lowers the limit to the number of pieces that exist or are required. This ends the allocating thread.
+    /// Lowers the limit to the number of pieces that exist or are required, which ends the allocating thread.
     pub fn close(&self) {
         let mut state = self.state();
         // A copy in progress continues with the existing pieces.

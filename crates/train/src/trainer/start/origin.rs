@@ -47,7 +47,7 @@ impl Origin {
             false => (None, None),
         };
         let Some(checkpoint) = checkpoint else {
-            // The run has begun and has no checkpoint yet. If another rank rewrites the file at the same time, it writes the same contents.
+            // The run has begun and has no checkpoint yet. Another rank that rewrites the file at the same time writes the same contents.
             let earlier = resume.then(|| stored_config(Path::new(&config.run.dir), &[])).transpose()?;
             let asked = earlier.map_or_else(|| config.clone(), |(earlier, _)| config.going_on_from(&earlier));
             asked.validate_on(b.kind())?;

@@ -260,7 +260,7 @@ mod tests {
         };
         assert_eq!(latest(&config, false).unwrap(), dir);
         assert!(!has_begun(&dir));
-        // A run that ended before it wrote a file has not begun.
+        // A run that ended before its first write has not begun.
         drop(claim(&dir, false).unwrap());
         assert!(!has_begun(&dir));
         assert_eq!(claimed(&dir), dir);
@@ -296,7 +296,7 @@ mod tests {
         let whole = Config::default().resolved_toml().unwrap();
         std::fs::write(&file, &whole).unwrap();
         assert!(stored_config(dir.path(), &[]).unwrap().1.is_none());
-        // The text is invalid if it is cut after any line, because the last table is `run`, whose first key is the directory.
+        // A text that is cut after any line is invalid, because the last table is `run`, whose first key is the directory.
         let needed = whole.find("[run]").unwrap();
         for (cut, _) in whole.match_indices('\n').filter(|(at, _)| *at < needed).chain([(0, "")]) {
             std::fs::write(&file, &whole[..cut]).unwrap();
