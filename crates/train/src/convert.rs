@@ -59,7 +59,7 @@ pub struct EarlierScales<'a, B: Kernels> {
 }
 
 impl<B: Kernels> Cx<'_, B> {
-    /// For each representation that only GEMMs read: the numbers ([`Numbers`]) that these GEMMs multiply. The result is `None` in a step
+    /// For each representation that only GEMMs read: the numbers ([`Numbers`]) that these GEMMs multiply. The numbers are `None` in a step
     /// that measures quantization, because the measurement reads codes too.
     fn numbers<To>(&self, conversion: &Conversion<To>) -> [Option<Numbers>; 2] {
         if self.measures.is_some() { [None; 2] } else { conversion.numbers() }

@@ -28,7 +28,7 @@ pub struct Cx<'a, B: Kernels> {
     pub progress: f64,
     /// The run's seed.
     pub seed: u64,
-    /// Whether a backward pass follows. Without a backward pass, nothing is saved.
+    /// Whether a backward pass follows. If not, nothing is computed for a backward pass.
     pub training: bool,
     /// This rank's tokens, in shards.
     pub shards: Shards<B>,
@@ -47,7 +47,7 @@ pub struct Cx<'a, B: Kernels> {
     pub overflow: Cell<f32>,
     /// Number of micro-batches in the step. Losses are means over all micro-batches.
     pub micro_batches: usize,
-    /// Counts of conversions by site. These counts are still on the device.
+    /// Counts of conversions by site, which are still on the device.
     pub counted: RefCell<Counted<B>>,
     /// Gradients whose sum over ranks is pending.
     pub buckets: RefCell<Buckets<B>>,

@@ -11,8 +11,8 @@
 //!
 //! A step does this, in order:
 //!
-//! 1. A quantization returns the largest magnitude of each span, and the number of values that were larger than expected (`Found`). Both
-//!    results stay on the device.
+//! 1. A quantization returns the largest magnitude of each span, and the number of values that were larger than expected (`Found`). The
+//!    magnitudes and the number stay on the device.
 //! 2. `Collect` copies the magnitudes of all micro-batches to the step's table, which has one cell per span, and keeps the largest
 //!    magnitude in each cell. So a tensor that is recomputed, or quantized separately by rows and by columns, changes nothing.
 //! 3. `PushAmax` ends the step: it writes each cell into the history of the cell's span, unless the step stopped.

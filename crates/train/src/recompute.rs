@@ -1,15 +1,15 @@
 //! Recomputation (`train.recompute`): the backward pass recomputes activations that the forward pass then does not save. Recomputation
 //! changes memory and time, but no bit of a loss, a weight or a metric.
 //!
-//! | scope | no longer saved | the backward pass runs again |
+//! | scope | activations that are not saved | work that the backward pass repeats |
 //! |---|---|---|
 //! | `norms` | the input of the experts; normed and rotated queries and keys; normed latents | norms, RoPE |
-//! | `swiglu` | the experts' a, where the forward pass has what wgrad reads | nothing more: `swiglu_backward` reads h anyway |
-//! | `expert_input` | x of the experts: a row for each expert of a token | conversion and dispatch |
+//! | `swiglu` | the experts' a, if wgrad reads the a of the forward pass | no additional op: `swiglu_backward` reads h anyway |
+//! | `expert_input` | the experts' x, with one row per expert of a token | conversion and dispatch |
 //! | `mla_up` | queries, keys and values of latent attention | their projections from the latents |
-//! | `attention` | all of a layer's first half but its input | norm, projections, attention |
-//! | `experts` | all of a layer's second half but its input | norm; router, dispatch, first products, SwiGLU; shared expert or MLP |
-//! | `layers` | all of a layer but its input | all that `attention` and `experts` run, and attention's output projection |
+//! | `attention` | all of a layer's first half except its input | norm, projections, attention |
+//! | `experts` | all of a layer's second half except its input | norm; router, dispatch, first products, SwiGLU; shared expert or MLP |
+//! | `layers` | all of a layer except its input | all that `attention` and `experts` run, and attention's output projection |
 //!
 //! Why no bit changes:
 //!

@@ -4,8 +4,8 @@
 //! RUN/checkpoints/step-00001000/
 //!   model.safetensors   F32 masters under the names of the model's family; for a large model model-00001-of-00003.safetensors and so on,
 //!                       and model.safetensors.index.json with the file of each tensor
-//!   optim.safetensors   NAME.exp_avg, NAME.exp_avg_sq; likewise
-//!   scales.safetensors  NAME.amax_history, if the recipe has delayed scales; likewise
+//!   optim.safetensors   NAME.exp_avg, NAME.exp_avg_sq; split like model.safetensors
+//!   scales.safetensors  NAME.amax_history, if the recipe has delayed scales; split like model.safetensors
 //!   config.json         the model's configuration in its family, for other tools; a resumed run reads state.json
 //!   tokenizer.json      the tokenizer, as `tokenizers` reads it
 //!   tokenizer_config.json   its settings for `transformers`; missing in checkpoints of earlier versions

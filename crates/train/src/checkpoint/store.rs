@@ -197,7 +197,7 @@ impl Store {
     }
 
     /// Removes all but the newest `keep` of the checkpoints up to `saved`, which was saved last. Later checkpoints remain from a
-    /// rolled-back run and may be damaged. Such later checkpoints are neither counted nor removed.
+    /// rolled-back run and may be damaged. Checkpoints after `saved` are neither counted nor removed.
     fn prune(&self, keep: usize, saved: &Path) -> Result<()> {
         let mut all = list(&self.dir)?;
         all.truncate(all.iter().position(|(_, path)| path == saved).map_or(all.len(), |i| i + 1));

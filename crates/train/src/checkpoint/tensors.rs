@@ -260,7 +260,7 @@ impl Tensors {
 /// Returns an error, with advice on conversion, for a folder whose weights have another format than safetensors.
 fn require_safetensors(dir: &Path) -> Result<()> {
     const KINDS: [&str; 7] = ["bin", "pt", "pth", "ckpt", "gguf", "h5", "msgpack"];
-    // Only these names are weights; other files, such as those of optimizers, are not.
+    // Only files with these names contain weights; other files, such as those of optimizers, do not.
     const WEIGHTS: [&str; 5] = ["pytorch_model", "consolidated", "model", "tf_model", "flax_model"];
     if dir.join(MODEL_FILE).exists() {
         return Ok(());

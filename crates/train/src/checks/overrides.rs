@@ -1,4 +1,4 @@
-//! Finds overrides of a recipe that have no effect in a run. Such overrides are mistakes.
+//! Finds overrides of a recipe that have no effect in a run. Overrides without effect are mistakes.
 
 use super::steps_of_change;
 use nibble_core::recipe::{Layer, Override};

@@ -21,8 +21,8 @@ const PREFERENCES: Meaning = Said(
 const DROPOUT: Meaning = Said("there is no dropout, and no label smoothing");
 const BUILT_IN: Meaning = Said("kernels are compiled and attention is fused without a setting");
 
-/// The end of an error message about an unknown name in a configuration or a recipe: Nibble's alternative to that name. The text is empty
-/// if the name is not in the table.
+/// The end of an error message about an unknown name in a configuration or a recipe: Nibble's alternative to that name, or an empty text if
+/// the name is not in the table.
 pub(crate) fn absent(name: &str) -> String {
     let name = name.to_ascii_lowercase().replace('-', "_");
     let found = ABSENT.iter().find(|(_, names)| words::has(names, &name));

@@ -53,8 +53,8 @@ pub struct DataConfig {
     pub cache_dir: String,
     /// Number of tokens of a sequence.
     pub seq_len: usize,
-    /// Whether the documents of a sequence are separated. Then positions restart at each document, and no token attends to or predicts a
-    /// token of another document.
+    /// Whether the documents of a sequence are separated: positions restart at each document, and no token attends to or predicts a token
+    /// of another document.
     #[serde(skip_serializing_if = "is_default")]
     pub document_mask: bool,
     /// Fraction of the tokens that is held out: whole documents at the end, or the end of a single document. The built-in language has

@@ -256,7 +256,7 @@ impl Config {
             all.entry("train.combine".to_owned())
                 .or_insert_with(|| in_short(&Combine::default().name().into()));
         }
-        // These keys determine the tokens, and the tokens themselves are compared.
+        // The `data` keys in this list determine the tokens, and the tokens themselves are compared.
         let reported_only = "eval. checkpoint. run. train.recompute train.quantization_every data.bytes data.text_key \
             data.prompt_key data.answer_key data.messages_key data.on_error data.cache_dir";
         let keys: BTreeSet<&String> = now.keys().chain(before.keys()).collect();

@@ -5,9 +5,9 @@ use Meaning::{Key, Said};
 /// The meaning in Nibble of another project's name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Meaning {
-    /// This key has the same meaning.
+    /// The configuration key with the same meaning.
     Key(&'static str),
-    /// No key has the same meaning. The text says what to do on the command line instead.
+    /// Advice for the command line, if no configuration key has the same meaning.
     Said(&'static str),
 }
 

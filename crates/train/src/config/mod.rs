@@ -157,7 +157,7 @@ pub struct TrainConfig {
     #[serde(skip_serializing_if = "is_usual_bias_rate")]
     pub router_bias_rate: f64,
     /// Whether training tokens are assigned to experts round-robin, regardless of the router, for speed measurements. Loads are equal if
-    /// the number of experts divides the number of tokens of a shard. Such training has no other use.
+    /// the number of experts divides the number of tokens of a shard. Training with this setting has no other use.
     #[serde(skip_serializing_if = "is_default")]
     pub force_load_balance: bool,
     /// Type of weight gradients: `f32`, or `bf16` at half the size. A `bf16` gradient is rounded once per micro-batch and accumulated in

@@ -58,7 +58,7 @@ pub struct ModelConfig {
     /// The router's score function: `softmax` or `sigmoid`.
     #[serde(skip_serializing_if = "is_default")]
     pub scores: Scores,
-    /// Whether each expert has a bias that is added to its score for selection only. This bias has no gradient: see
+    /// Whether each expert has a bias that is added to its score for selection only. The bias has no gradient: see
     /// `train.router_bias_rate`.
     #[serde(skip_serializing_if = "is_default")]
     pub router_bias: bool,
@@ -82,9 +82,9 @@ pub struct ModelConfig {
     pub tie_embeddings: bool,
     /// Weight of the load-balancing loss, which is summed over layers with experts and averaged over a step's shards and micro-batches.
     /// Under `balance = "shard"`, the loss of a layer and shard is experts · Σ (fraction of the shard's slots that an expert gets) · (the
-    /// expert's mean probability in the shard). This loss is 1 under uniform routing. So `train.shards` determines the number of tokens
-    /// over which experts must be balanced. `transformers` defines another loss: `router_aux_loss_coef` in an exported `config.json` is
-    /// this weight times layers with experts / `top_k`.
+    /// expert's mean probability in the shard), which is 1 under uniform routing. So `train.shards` determines the number of tokens over
+    /// which experts must be balanced. `transformers` defines another loss: `router_aux_loss_coef` in an exported `config.json` is this
+    /// weight times layers with experts / `top_k`.
     pub aux_loss_coef: f64,
     /// The scope of the load-balancing loss: `shard`, `sequence`, or `batch`, which is the loss of `transformers`.
     #[serde(skip_serializing_if = "is_default")]
@@ -100,7 +100,8 @@ pub struct ModelConfig {
     #[serde(skip_serializing_if = "is_default")]
     pub q_rank: usize,
     /// Number of elements, at the end of the `head_dim` elements of queries and keys, that RoPE rotates. All heads share these elements of
-    /// the keys. The number is even, and less than `head_dim`. Without `kv_rank`, RoPE rotates all elements and the number is 0.
+    /// the keys. The number of rotated elements is even, and less than `head_dim`. Without `kv_rank`, RoPE rotates all elements and the
+    /// number is 0.
     #[serde(skip_serializing_if = "is_default")]
     pub rope_dim: usize,
     /// Scaling of the RoPE frequencies for longer contexts.

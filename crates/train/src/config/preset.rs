@@ -73,7 +73,7 @@ pub fn preset_names() -> impl Iterator<Item = &'static str> {
     PRESETS.iter().map(|(name, _)| *name).chain(MODELS.iter().map(|(name, ..)| *name))
 }
 
-/// The small model of each family. Such a model makes it possible to try all other features of the family in seconds.
+/// The small model of each family, with which all other features of the family can be tried in seconds.
 pub fn tiny_models() -> impl Iterator<Item = &'static str> {
     MODELS.iter().filter(|(.., rest)| *rest == TINY).map(|(name, ..)| *name)
 }

@@ -15,13 +15,15 @@ use crate::tokenizer::{AUTO, NONE};
 use nibble_choice::routing::MOST_TREE_SLOTS;
 use nibble_core::DeviceKind;
 
-/// More layers than any model has. The number is limited because each layer is a separate object, even when only memory is counted.
+/// Largest number of layers, which exceeds that of any model. The number is limited because each layer is a separate object, even when only
+/// memory is counted.
 const MOST_LAYERS: usize = 1 << 12;
 
-/// More ranks than any run has. The number is limited because the search for divisors takes linear time.
+/// Largest number of ranks, which exceeds that of any run. The number is limited because the search for divisors takes linear time.
 const MOST_RANKS: usize = 1 << 20;
 
-/// More threads than any machine has cores. The number is limited because the start of more threads would take longer than a run.
+/// Largest number of threads, which exceeds the number of cores of any machine. The number is limited because the start of more threads
+/// would take longer than a run.
 pub const MOST_THREADS: usize = 4096;
 
 impl Config {
@@ -264,7 +266,7 @@ impl Config {
         })
     }
 
-    /// Checks that the number of ranks divides the shards and the experts.
+    /// Checks that the numbers of ranks and replicas divide the quantities that are sharded over ranks and replicas.
     fn validate_mesh(&self) -> Result<()> {
         let (t, ranks) = (&self.train, self.run.ranks);
         let (dp, experts) = (self.run.dp, self.model.experts);

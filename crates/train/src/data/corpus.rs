@@ -244,7 +244,7 @@ impl Tokens {
         if !batch.starts.is_empty() {
             batch.separate(index, self.stream.begins(first + 1..end)?.into_iter().map(|begin| begin - first));
         }
-        // This check comes after the read, so that any earlier write is detected.
+        // The check comes after the read, so that any earlier write is detected.
         self.stream.require_unchanged()
     }
 }

@@ -7,9 +7,9 @@
 //!
 //! | stage | where | what |
 //! |---|---|---|
-//! | source | `source/` | a kind of file: whether a file is one, and its documents, piece by piece |
+//! | source | `source/` | recognizes the kind of a file, and reads the file's documents piece by piece |
 //! | ids | `reading.rs`, `encode.rs` | one thread reads; all threads tokenize batches of rows, in order |
-//! | stream | `cache/`, `stream.rs`, `region.rs` | ids without gaps in a file; where documents begin; which ids are no targets |
+//! | stream | `cache/`, `stream.rs`, `region.rs` | contiguous ids in a file, beginnings of documents, and ids that are no targets |
 //! | batches | `corpus.rs`, `mixture.rs`, `cursor.rs` | a cursor's source and window, by two permutations that are computed, not stored |
 //!
 //! * A row without ids is an error with the row's number, or is left out and counted. A new kind of file needs a file in `source/`, an
@@ -72,8 +72,8 @@ pub struct Batch {
     pub inputs: Vec<i32>,
     /// Token ids \[sequences, seq_len\]: `targets[s, t]` follows `inputs[s, t]`, or is [`NO_TARGET`].
     pub targets: Vec<i32>,
-    /// With `data.document_mask`: for each token, the index within its sequence at which its document begins, \[sequences, seq_len\].
-    /// Otherwise empty.
+    /// With `data.document_mask`: for each token, the index within its sequence at which its document begins, \[sequences, seq_len\];
+    /// otherwise empty.
     pub starts: Vec<i32>,
     /// Number of sequences.
     pub sequences: usize,

@@ -181,7 +181,7 @@ impl Reading {
             };
             let reader = std::thread::Builder::new().name("nibble-data".into());
             reader.spawn_scoped(scope, give).map_err(nibble_core::Error::not_started)?;
-            // The receiver is dropped at the first error. This ends the reader.
+            // The receiver is dropped at the first error, which ends the reader.
             for batch in batches {
                 let batch = batch?;
                 let number = batch.file;

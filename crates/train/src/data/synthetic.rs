@@ -77,7 +77,7 @@ pub struct Entropy {
     pub unigram: f64,
 }
 
-/// The possible successors of a letter or a name in a dialect, most likely first. [`SUCCESSOR_WEIGHTS`] contains their probabilities.
+/// The possible successors of a letter or a name in a dialect, most likely first, with the probabilities [`SUCCESSOR_WEIGHTS`].
 type Row = [u8; SUCCESSORS];
 
 /// The built-in language: its tables, its sampler, and its exact entropy.

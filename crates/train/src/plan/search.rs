@@ -18,7 +18,7 @@ const WAYS: &[Way] = &[
     smaller_micro_batches,
     |config| one(config.train.grad_dtype == PlainType::F32, "train.grad_dtype=bf16"),
     |config| one(config.train.moment_dtype == PlainType::F32, "train.moment_dtype=bf16"),
-    // This recipe saves activations in four bits.
+    // `mxfp4-hopper` saves activations in four bits.
     |config| one(config.recipe != "mxfp4-hopper", "recipe=mxfp4-hopper"),
 ];
 

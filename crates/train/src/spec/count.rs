@@ -135,7 +135,7 @@ mod tests {
             + 64 * 8 + 2 * 3 * 64 * 64 + 3 * 64 * 32 // router, experts, shared expert
             + 64 * 64; // head
         assert_eq!(config.flops_per_token(), (3 * 2 * multiply_adds) as f64);
-        // Heads of values have width 8. This halves v, the input of the output projection, and the product of probabilities and values.
+        // Heads of values have width 8, which halves v, the input of the output projection, and the product of probabilities and values.
         let config = Config::load("tiny", &[&set[..], &["model.value_head_dim=8".into()]].concat()).unwrap();
         let fewer = 64 * 16 + 32 * 64 + 32 * 128 / 2;
         assert_eq!(config.flops_per_token(), (3 * 2 * (multiply_adds - fewer)) as f64);

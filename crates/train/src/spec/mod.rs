@@ -8,8 +8,8 @@
 //!                    │
 //!                    ├─► recipe_layers       the names that recipes' overrides match
 //!                    ├─► Family::tensors     names and layouts in checkpoints: one list writes and reads
-//!                    ├─► parameters          by group, with the keys they grow with: refusals, and what needs the memory
-//!                    ├─► flops_per_token     and Cost::of: a recipe's products by the width of their codes
+//!                    ├─► parameters          counts by group, with the keys that determine the counts, for error messages
+//!                    ├─► flops_per_token     and Cost::of: a recipe's GEMM flops by the width of the operands' codes
 //!                    └─► Layout              cells of the step's record
 //! ```
 //!
@@ -29,7 +29,7 @@
 //! lm_head                                   or, where it is tied, the embedding once more
 //! ```
 //!
-//! A block has one of two kinds of attention and one of two kinds of feed-forward half. Both choices are enums, in the description
+//! A block has one of two kinds of attention and one of two kinds of feed-forward half. The two choices are enums, in the description
 //! (`AttentionSpec`, `FeedSpec`) and in the model (`Attention`, `Feed`). An id is not a name in a checkpoint. Ids are keys of random
 //! numbers, and a [`Family`](crate::family::Family) maps ids to the tensor names and layouts of published checkpoints.
 

@@ -25,7 +25,7 @@ const TRIED: usize = 64;
 const PART: usize = 1024;
 /// Largest total size in bytes of all added tokens while they are loaded.
 const MOST_ADDED: f64 = 64e6;
-/// Largest number of letters of a word, because `WordPiece` tries all substrings of a word. Published files have 100.
+/// Largest number of letters of a word, because `WordPiece` tries all substrings of a word. Published files set 100 letters.
 const MOST_WORD: u64 = 10_000;
 /// Largest number of bytes of a token. Published tokens have some hundred bytes.
 pub(super) const MOST_TOKEN: usize = 4096;

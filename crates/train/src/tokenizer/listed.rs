@@ -54,7 +54,7 @@ pub(super) struct Listed {
     yields: bool,
     /// Tokens with a name.
     pub named: Vec<(String, AddedToken)>,
-    /// Other tokens.
+    /// Tokens with neither an id nor a name.
     extra: Vec<AddedToken>,
     /// Whether [`NAMES_FILE`] changes the token of a name.
     pub is_renamed: bool,

@@ -52,7 +52,7 @@ impl<'a> TextStream<'a> {
         let before = self.tokenizer.decode_bytes(&self.ids[..self.given]);
         let new = match text.starts_with(&before) {
             true => before.len(),
-            // Some returned bytes were an incomplete character that turned out to be invalid. These bytes are not returned again.
+            // Some returned bytes were an incomplete character that turned out to be invalid; they are not returned again.
             false => (before.len()..text.len()).find(|at| is_start(text[*at])).unwrap_or(text.len()),
         };
         let given = text[new..].to_vec();

@@ -5,7 +5,7 @@
 //! measures quantization (`train.quantization_every`) is issued op by op.
 //!
 //! Several ranks issue each op separately, because the host must read the row counts of each all-to-all. The work between two such reads
-//! could be recorded separately if the experts' buffers had fixed addresses. Such recordings would gain little: on two GPUs the gaps
+//! could be recorded separately if the experts' buffers had fixed addresses. Separate recordings would gain little: on two GPUs the gaps
 //! between kernels take as small a share of a step as in a replayed step on one GPU.
 //!
 //! The CPU backend cannot record. Tests wrap the CPU backend in a backend that can record (`testkit/src/recorder`), and compare recorded

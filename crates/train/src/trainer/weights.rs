@@ -167,7 +167,7 @@ impl<B: Kernels> Trainer<'_, B> {
         Ok(delayed.map_or(Ok(Vec::new()), |delayed| delayed.histories(self.rank.context.b))?)
     }
 
-    /// Loads the weights and the step of a checkpoint, but not the moments. This suffices for evaluation and generation.
+    /// Loads the weights and the step of a checkpoint, but not the moments, which evaluation and generation do not need.
     ///
     /// # Errors
     /// The errors of [`Trainer::load`].

@@ -158,7 +158,7 @@ fn take_lock(path: &Path, watch: &mut dyn Watch) -> Result<Option<File>> {
             Ok(()) => return Ok(Some(file)),
             Err(TryLockError::Error(error)) if error.kind() == io::ErrorKind::Unsupported => return Ok(None),
             Err(TryLockError::Error(error)) => return Err(Error::io(path)(error)),
-            // This loop polls instead of blocking, so that `watch` can end the wait.
+            // The loop polls instead of blocking, so that `watch` can end the wait.
             Err(TryLockError::WouldBlock) if watch.waits() => std::thread::sleep(AGAIN),
             Err(TryLockError::WouldBlock) => {
                 return Err(Error::data(

@@ -60,8 +60,8 @@ pub(super) fn environment(bounds: &Arc<Bounds>, time: Option<SystemTime>) -> Env
     environment.set_unknown_method_callback(move |state, value, method, args| {
         let all: Vec<Value> = std::iter::once(value).chain(args).cloned().collect();
         before(&of, state, method, &all)?;
-        // The engine's implementation does not terminate for an empty text. Python counts a match before each character and one match at
-        // the end.
+        // The engine's implementation does not terminate if the search text is empty. Python counts a match before each character and one
+        // match at the end.
         if let ("count", Some(text), [what]) = (method, value.as_str(), args)
             && what.as_str() == Some("")
         {

@@ -18,7 +18,7 @@
 //! Learning rate and batches are functions of the step and of the position in the data. So a checkpoint needs only weights, moments, amax
 //! histories of delayed scaling, step, position, recipe and configuration, and a resumed run computes the same numbers.
 //!
-//! This description applies to a single rank. With several ranks, each rank writes its own files ([`owners`]).
+//! The description above applies to a single rank. With several ranks, each rank writes its own files ([`owners`]).
 
 pub(super) mod collect;
 pub(super) mod files;

@@ -55,7 +55,7 @@ pub(in crate::trainer) fn require_alike<B: Kernels>(
     found
 }
 
-/// The error for a rank's inputs that cannot be parsed. Such a rank runs another version of the program.
+/// The error for inputs that cannot be parsed, because their rank runs another version of the program.
 fn misread(error: serde_json::Error) -> Error {
     let why = format!(
         "what a rank says of its data, configuration and recipe cannot be read ({error}): start the same program on all ranks"

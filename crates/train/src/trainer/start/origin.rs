@@ -1,5 +1,5 @@
-//! The start of a run: a new start, or a resumption from the newest complete checkpoint in the run's directory. The first rank finds this
-//! checkpoint, verifies its checksums, and sends its number of steps to the other ranks.
+//! The start of a run: a new start, or a resumption from the newest complete checkpoint in the run's directory. The first rank finds the
+//! checkpoint, verifies the checksums, and sends the checkpoint's step to the other ranks.
 
 use super::run_dir::{METRICS_FILE, PICTURE_FILE, has_begun, stored_config};
 use crate::checkpoint::{Checkpoint, Store, latest_valid};
@@ -69,7 +69,7 @@ impl Origin {
         Ok(Self { store, checkpoint: Some(checkpoint), config, recipe, data: Some(data) })
     }
 
-    /// Breaks with the summary of a finished run. Such a run has completed every step and the final evaluation.
+    /// Breaks with the summary of a finished run, which has completed every step and the final evaluation.
     ///
     /// # Errors
     /// An error if the run's metrics cannot be read; errors of other ranks.
