@@ -306,8 +306,8 @@ pub struct RunConfig {
     /// Number of replicas of each expert, which must divide `ranks` and `train.expert_shards`. With 1, each expert is on one rank.
     #[serde(skip_serializing_if = "is_one")]
     pub dp: usize,
-    /// With expert parallelism, the capacity of a rank in token slots, as a multiple of the rank's share under balanced routing; at least
-    /// 1. No token is dropped: on overflow the step is retried with larger capacity, with the same bits.
+    /// With expert parallelism, the capacity of a rank in token slots, as a multiple (at least 1) of the rank's share under balanced
+    /// routing. No token is dropped: on overflow the step is retried with larger capacity, with the same bits.
     #[serde(skip_serializing_if = "is_usual_capacity")]
     pub capacity_factor: f64,
     /// How gradients are summed over ranks. With `tree`, the order of the sum is independent of ranks and devices. With `nccl`, on GPUs
