@@ -20,9 +20,9 @@
 //! If several ranks hold the rows of a weight, the largest magnitude of all rows is measured first. Each of these ranks records this
 //! magnitude, but counts only its own rows.
 //!
-//! The fused kernels write the tensors a and dh of an expert layer as F32, and separate kernels quantize these tensors. The recipe's parser
-//! refuses delayed scales for rows that are sent to other ranks, saved h, transformed tensors, tensors that are quantized again, the head's
-//! tokens, and formats whose blocks have their own scales.
+//! The fused kernels write the tensors `a` and `dh` of an expert layer as F32, and separate kernels quantize these tensors. The recipe's
+//! parser refuses delayed scales for rows that are sent to other ranks, saved `h`, transformed tensors, tensors that are quantized again,
+//! the head's tokens, and formats whose blocks have their own scales.
 
 use crate::error::Result;
 use crate::model_plan::PlannedSite;

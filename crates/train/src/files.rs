@@ -1,5 +1,5 @@
-//! Files that are written completely or not at all, and reads of files that have an end. Runs, checkpoints and commands write all files
-//! that must be complete through this module.
+//! Files that are written completely or not at all, and reads of files that have an end. Runs, checkpoints and commands use this module to
+//! write all files that must be complete.
 //!
 //! A file is written under a temporary name in the same directory, synced, and renamed, so no program reads a half-written file. This
 //! module neither reads nor replaces devices, directories and named pipes.

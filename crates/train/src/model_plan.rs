@@ -230,7 +230,7 @@ impl Sites<'_> {
     }
 }
 
-/// How the record counts a conversion; `None` if the record does not count the conversion. The kernel that writes h counts nothing. The
+/// How the record counts a conversion; `None` if the record does not count the conversion. The kernel that writes `h` counts nothing. The
 /// kernel that recomputes `a` counts nothing either, because the forward pass has already counted `a`.
 fn counted(change: &Change) -> Option<ChangeKind> {
     let Change { op, tensor, from, to, .. } = change;

@@ -4,8 +4,8 @@
 //! | scope | activations that are not saved | work that the backward pass repeats |
 //! |---|---|---|
 //! | `norms` | the input of the experts; normed and rotated queries and keys; normed latents | norms, RoPE |
-//! | `swiglu` | the experts' a, if wgrad reads the a of the forward pass | no additional op: `swiglu_backward` reads h anyway |
-//! | `expert_input` | the experts' x, with one row per expert of a token | conversion and dispatch |
+//! | `swiglu` | the experts' `a`, if wgrad reads the `a` of the forward pass | no additional op: `swiglu_backward` reads h anyway |
+//! | `expert_input` | the experts' `x`, with one row per expert of a token | conversion and dispatch |
 //! | `mla_up` | queries, keys and values of latent attention | their projections from the latents |
 //! | `attention` | all of a layer's first half except its input | norm, projections, attention |
 //! | `experts` | all of a layer's second half except its input | norm; router, dispatch, first products, SwiGLU; shared expert or MLP |
@@ -19,9 +19,9 @@
 //! * `Cx::again` drops the counts of recomputed conversions. The record contains the loads and losses of the forward pass (`Routed`).
 //! * With several ranks, rows are exchanged again. All ranks run the same layers, so they make the same collective calls in the same order.
 //!
-//! Under `mxfp4-hopper`, wgrad's a is computed from the saved MXFP4 h, but fprop's a from h in BF16; so a is always recomputed in this
-//! recipe. The a of a shared expert, or of a dense layer's MLP, is the input of a linear layer and is saved like any input. Without QK
-//! norms, queries and keys are saved after the rotation, because the rotation's backward pass needs only the gradient. On one rank,
+//! Under `mxfp4-hopper`, wgrad's `a` is computed from the saved MXFP4 `h`, but fprop's `a` from `h` in BF16; so `a` is always recomputed in
+//! this recipe. The `a` of a shared expert, or of a dense layer's MLP, is the input of a linear layer and is saved like any input. Without
+//! QK norms, queries and keys are saved after the rotation, because the rotation's backward pass needs only the gradient. On one rank,
 //! `expert_input` converts each token's row for fprop once, before the row is copied to the token's experts, and multiplies the counts by
 //! the number of experts of a token.
 

@@ -300,8 +300,8 @@ pub struct RunConfig {
     /// The device: `cpu`; `cuda`, a Hopper GPU for each rank; `cuda:N`, the GPU with this driver index; or `auto`, Hopper GPUs if there are
     /// enough, otherwise the CPU. The results of GPU and CPU GEMMs differ in their last bits.
     pub device: DeviceChoice,
-    /// Number of ranks; must divide `train.shards`. Ranks are threads, each with its own GPU or all on the CPU, or processes if a launcher
-    /// starts that many. A batch's tokens are sharded over all ranks, and a layer's experts over `ranks / dp` ranks.
+    /// Number of ranks, which must divide `train.shards`. Ranks are threads, each with its own GPU or all on the CPU, or processes if a
+    /// launcher starts that many. A batch's tokens are sharded over all ranks, and a layer's experts over `ranks / dp` ranks.
     pub ranks: usize,
     /// Number of replicas of each expert, which must divide `ranks` and `train.expert_shards`. With 1, each expert is on one rank.
     #[serde(skip_serializing_if = "is_one")]

@@ -21,7 +21,7 @@ pub struct ModelConfig {
     pub layers: usize,
     /// Number of query heads.
     pub heads: usize,
-    /// Number of key and value heads; must divide `heads`.
+    /// Number of key and value heads, which must divide `heads`.
     pub kv_heads: usize,
     /// Width of a head of queries and keys. The width must be even, because RoPE rotates pairs.
     pub head_dim: usize,

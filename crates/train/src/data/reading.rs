@@ -135,7 +135,7 @@ pub(crate) fn read_source(
     Ok(giving.left_out)
 }
 
-/// Passes on pieces one by one.
+/// A sink that passes on pieces one by one.
 struct Giving<'a> {
     take: &'a mut dyn FnMut(Encoded) -> Result<()>,
     left_out: LeftOut,

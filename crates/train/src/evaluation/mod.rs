@@ -2,8 +2,8 @@
 //!
 //! [`Beginning`] contains the tokens before a text, with different rules for a run and for a published folder. Short texts are packed as
 //! documents into sequences, and each token's loss is added to the sum of its text ([`Request`]). A [`Perplexity`] cuts each document into
-//! [`Windows`]. Only the tokens of a window that no earlier window predicted are counted. Documents are read piece by piece and need no
-//! cache.
+//! [`Windows`]. A token of a window is counted only if no earlier window predicted this token. Documents are read piece by piece and need
+//! no cache.
 
 mod beginning;
 mod held_out;

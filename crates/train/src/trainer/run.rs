@@ -62,7 +62,7 @@ struct Run<'a, 'o, B: Kernels> {
     loss: Option<f64>,
     /// The loss over all held-out data; `None` if the run was stopped before the final evaluation.
     held_out: Option<HeldOut>,
-    /// The newest checkpoint.
+    /// The path of the newest checkpoint.
     saved: Option<PathBuf>,
     /// The step of the newest checkpoint that was started. A checkpoint that fails ends the run.
     saved_at: Option<u64>,

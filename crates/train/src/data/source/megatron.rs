@@ -85,8 +85,8 @@ fn beside(path: &Path, [small, large]: [&str; 2]) -> PathBuf {
     if !small.exists() && large.exists() { large } else { small }
 }
 
-/// Whether the file begins like an index. Also true if the file exists but cannot be read; the error is reported later, when the index is
-/// opened.
+/// Whether the file begins like an index. The result is also true if the file exists but cannot be read; the error is reported later, when
+/// the index is opened.
 fn begins_so(path: &Path) -> bool {
     let mut start = Vec::new();
     let read =

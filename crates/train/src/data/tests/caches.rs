@@ -68,7 +68,7 @@ fn several_make_one_cache() {
     assert_eq!((whole.len(), rest.len()), (1, 0));
 }
 
-/// Fails after taking this many batches.
+/// A sink that fails after this number of batches.
 struct Stops(usize);
 
 impl Sink for Stops {
