@@ -1,7 +1,8 @@
-//! Executes the conversions of a layer's plan: a tensor becomes what its products, its backward pass or other ranks read. The counts of
-//! each conversion (exact, rounded and non-finite blocks) are collected for the step's record.
+//! Executes the conversions of a layer's plan: a tensor is converted to the representations that GEMMs, the backward pass or other ranks
+//! read. The counts of each conversion (exact, rounded and non-finite blocks) are collected for the step's record.
 //!
-//! `Cx::convert` converts a tensor that exists. `Cx::compute` runs a fused kernel, says what it should write, and converts what it wrote.
+//! `Cx::convert` converts an existing tensor. `Cx::compute` tells a fused kernel what to write, runs the kernel, and converts the kernel's
+//! output.
 
 use crate::cx::Cx;
 use crate::record::{ChangeKind, CountSite, FoundCells};
@@ -14,59 +15,60 @@ use nibble_core::ops::{
 use nibble_core::recipe::{Computed, Conversion, Pair, Precision, Route, Transform};
 use nibble_core::{BlockScaled, DType, Error, Groups, Kernels, Operand, Result, RowKind, Tensor};
 
-/// Names of a tensor that is converted for a product. They identify the tensor's counts and seed its random bits.
+/// The names of a tensor that is converted for a GEMM. These names identify the tensor's counts and seed the tensor's random bits.
 #[derive(Debug, Clone, Copy)]
 pub struct TensorName<'a> {
-    /// The layer.
+    /// The layer's name.
     pub layer: &'a str,
-    /// The tensor.
+    /// The tensor's name within the layer.
     pub tensor: &'static str,
-    /// The linear layer whose product reads the tensor. It seeds the signs of a Hadamard transform, so both operands of wgrad get the
-    /// same signs. Layers that share an input share this name.
+    /// The name of the linear layer whose GEMM reads the tensor. This name seeds the signs of a Hadamard transform, so both operands of
+    /// wgrad get the same signs. Layers that share an input share this name.
     pub linear: &'a str,
 }
 
-/// The names of a layer's conversions.
+/// The names under which a layer's tensors are converted.
 #[derive(Debug, Clone, Copy)]
 pub struct LayerName<'a> {
-    /// [`TensorName::layer`].
+    /// See [`TensorName::layer`].
     pub layer: &'a str,
-    /// [`TensorName::linear`].
+    /// See [`TensorName::linear`].
     pub linear: &'a str,
 }
 
 impl<'a> LayerName<'a> {
-    /// Both names are `layer`.
+    /// Uses `layer` for both names.
     pub const fn new(layer: &'a str) -> Self {
         Self { layer, linear: layer }
     }
 
-    /// The names of one of its tensors.
+    /// The names of one tensor of the layer.
     pub const fn of(self, tensor: &'static str) -> TensorName<'a> {
         let Self { layer, linear } = self;
         TensorName { layer, tensor, linear }
     }
 }
 
-/// The delayed scales of a tensor's spans, and where what its quantization finds goes.
+/// The delayed scales of a tensor's spans, and the cells of the step's table that receive the magnitudes found by the quantization.
 #[derive(Debug)]
 pub struct EarlierScales<'a, B: Kernels> {
-    /// The scales.
+    /// The delayed scales.
     pub delayed: Delayed<'a, B>,
-    /// Its cells in a step's table.
+    /// The tensor's cells in the step's table.
     pub cells: FoundCells,
 }
 
 impl<B: Kernels> Cx<'_, B> {
-    /// For each representation, what its products multiply ([`Numbers`]), if only products read it. A step that measures reads codes too.
+    /// For each representation that only GEMMs read: the numbers ([`Numbers`]) that these GEMMs multiply. The numbers are `None` in a step
+    /// that measures quantization, because the measurement reads codes too.
     fn numbers<To>(&self, conversion: &Conversion<To>) -> [Option<Numbers>; 2] {
         if self.measures.is_some() { [None; 2] } else { conversion.numbers() }
     }
 
-    /// Converts a tensor to the two representations of a plan; they share one buffer if they are equal.
+    /// Converts a tensor to the two representations of a plan. Equal representations share one buffer.
     ///
     /// # Errors
-    /// [`Error::Shape`] for a tensor whose representation is not the one in the plan; from the backend.
+    /// [`Error::Shape`] if the tensor's representation is not the one in the plan; errors of the backend.
     pub fn convert(
         &self,
         name: LayerName<'_>,
@@ -103,7 +105,7 @@ impl<B: Kernels> Cx<'_, B> {
         }
     }
 
-    /// Converts a tensor along a route. `only_for`: as [`Quantize::only_for`].
+    /// Converts a tensor along a route. See [`Quantize::only_for`] for `only_for`.
     fn follow(
         &self,
         at: TensorName<'_>,
@@ -133,11 +135,11 @@ impl<B: Kernels> Cx<'_, B> {
         }
     }
 
-    /// Runs a kernel that writes a tensor as the plan asks, keeps its counts, and converts the tensor to the plan's two representations.
-    /// `kernel` gets the form in which to write the tensor, and returns the tensor with whatever else it computes.
+    /// Runs a kernel that writes a tensor in the form that the plan requires, keeps the kernel's counts, and converts the tensor to the
+    /// plan's two representations. `kernel` gets this form as its argument, and returns the tensor with its other results.
     ///
     /// # Errors
-    /// As [`Precision::codec`] and [`Cx::convert`]; from `kernel`.
+    /// The errors of [`Precision::codec`], [`Cx::convert`] and `kernel`.
     pub fn compute<R>(
         &self,
         name: LayerName<'_>,
@@ -151,10 +153,10 @@ impl<B: Kernels> Cx<'_, B> {
         Ok((first, second, others))
     }
 
-    /// What a fused kernel should write of a tensor that it computes.
+    /// The form in which a fused kernel should write a tensor that it computes.
     ///
     /// # Errors
-    /// As [`Precision::codec`].
+    /// The errors of [`Precision::codec`].
     pub fn emit(&self, conversion: &Conversion<Computed>) -> Result<Emit> {
         Ok(match &conversion.to {
             Computed::Plain { dtype, .. } => Emit::Plain(*dtype),
@@ -168,10 +170,10 @@ impl<B: Kernels> Cx<'_, B> {
         })
     }
 
-    /// Converts what a fused kernel wrote, as [`Cx::emit`] asked, to the two representations of a plan.
+    /// Converts a tensor that a fused kernel wrote, in the form of [`Cx::emit`], to the two representations of a plan.
     ///
     /// # Errors
-    /// As [`Cx::convert`].
+    /// The errors of [`Cx::convert`].
     pub fn convert_computed(
         &self,
         name: LayerName<'_>,
@@ -197,7 +199,7 @@ impl<B: Kernels> Cx<'_, B> {
         }
     }
 
-    /// A plain tensor in this precision: cast, or quantized along the axis of the precision.
+    /// Converts a plain tensor to this precision: casts it, or quantizes it along the axis of the precision.
     pub fn form(
         &self,
         at: TensorName<'_>,
@@ -222,7 +224,7 @@ impl<B: Kernels> Cx<'_, B> {
         }
     }
 
-    /// Quantizes a plain tensor in a kernel of its own; `only_for`: as [`Quantize::only_for`].
+    /// Quantizes a plain tensor in a separate kernel. See [`Quantize::only_for`] for `only_for`.
     pub fn quantize(
         &self,
         at: TensorName<'_>,
@@ -241,8 +243,8 @@ impl<B: Kernels> Cx<'_, B> {
         Ok(out)
     }
 
-    /// Quantizes the rows of a plain tensor straight into messages. `index` is the row of each message. `place` is, for each (row, slot) of
-    /// `top_k` slots, the message that the row goes into; negative for none.
+    /// Quantizes the rows of a plain tensor directly into messages. `index` contains the row of each message. For each (row, slot) pair of
+    /// `top_k` slots, `place` contains the message that the row goes into; a negative value means none.
     pub fn quantize_pack(
         &self,
         at: TensorName<'_>,
@@ -260,7 +262,7 @@ impl<B: Kernels> Cx<'_, B> {
         Ok((bytes, kind))
     }
 
-    /// The op that quantizes a plain tensor in a kernel of its own, and where what it finds goes.
+    /// The op that quantizes a plain tensor in a separate kernel, and the cells that receive the magnitudes found by the op.
     fn quantization<'s>(
         &'s self,
         at: TensorName<'_>,
@@ -273,7 +275,7 @@ impl<B: Kernels> Cx<'_, B> {
         let random = self.random(layer, tensor, to);
         let hadamard = to.rht.map(|transform| self.hadamard(&transform, fnv1a32(linear)));
         let op = Quantize { groups, random, hadamard, ..Quantize::new(x, to.codec()?, planes) };
-        // The host knows how many rows shards have, but not how many experts have.
+        // The host knows the number of rows of shards, but not the number of rows of experts.
         let of = match groups.is_some_and(|groups| groups.rows_each.is_none()) {
             true => Spans::ExpertParts,
             false => Spans::Shards,
@@ -283,10 +285,11 @@ impl<B: Kernels> Cx<'_, B> {
         Ok((Quantize { delayed, ..op }, scales.map(|scales| scales.cells)))
     }
 
-    /// In a step that measures their layer: counts what the last kept quantization did to the values, for rows and for columns.
+    /// Counts what the last kept quantization did to the values, for rows and for columns. Does nothing in a step that does not measure the
+    /// layer of this quantization.
     ///
     /// # Errors
-    /// From the backend.
+    /// The errors of the backend.
     pub(crate) fn measure(
         &self,
         x: &Tensor<B>,
@@ -320,12 +323,13 @@ impl<B: Kernels> Cx<'_, B> {
         Ok(done.out)
     }
 
-    /// A plain tensor in another type; the same tensor if it has that type already.
+    /// Casts a plain tensor to another type. Returns the same tensor if the tensor already has this type.
     pub fn cast(&self, x: &Tensor<B>, dtype: DType) -> Result<Tensor<B>> {
         if x.dtype() == dtype { Ok(x.clone()) } else { Cast { x, dtype }.run(self.b) }
     }
 
-    /// The random bits of a tensor, if its values or scales are stochastically rounded. In training, the device's clock counts the steps.
+    /// The random bits of a tensor; `None` if neither its values nor its scales are stochastically rounded. In training, the device's clock
+    /// counts the steps.
     pub fn random(&self, layer: &str, tensor: &str, to: &Precision) -> Option<Random<'_, B>> {
         to.draws().then(|| {
             let site = fnv1a32(&format!("{layer}.{tensor}"));
@@ -335,15 +339,15 @@ impl<B: Kernels> Cx<'_, B> {
         })
     }
 
-    /// A transform with the signs of a linear layer; `linear` is the hash of its name. In training, the device's clock counts the steps, as
-    /// for random bits.
+    /// A transform with the signs of a linear layer. `linear` is the hash of the layer's name. In training, the device's clock counts the
+    /// steps.
     pub fn hadamard(&self, transform: &Transform, linear: u32) -> Hadamard<'_, B> {
         let step = if self.clock.is_some() { 0 } else { self.step as u32 };
         transform.hadamard(self.seed, linear, step, self.clock.as_ref())
     }
 
-    /// The delayed scales of a tensor with this many spans, if the precision asks for them and this is training. A forward pass alone
-    /// measures the tensor, and changes no history.
+    /// The delayed scales of a tensor with this many spans, if the precision has delayed scaling and a backward pass follows. In inference,
+    /// the tensor is measured instead and no history changes.
     pub fn earlier_scales(
         &self,
         name: &str,
@@ -354,7 +358,7 @@ impl<B: Kernels> Cx<'_, B> {
         match (&self.delayed, to.delayed) {
             (Some(records), Some(scaling)) if self.training => {
                 let (delayed, first) = records.of(name, scaling, spans)?;
-                // Where several ranks have the same values, only those of the first rank count.
+                // If several ranks have the same values, only the values of the first rank count.
                 let is_counted = match of {
                     Spans::Whole => self.mesh.all.rank() == 0,
                     Spans::Experts => self.mesh.dp.rank() == 0,
@@ -366,7 +370,7 @@ impl<B: Kernels> Cx<'_, B> {
         }
     }
 
-    /// Keeps the counts of a kernel that quantizes what it computes. Without a backward pass nothing is recorded.
+    /// Keeps the counts of a kernel that quantizes its own result. Keeps nothing in a pass without a backward pass.
     pub fn keep_counts(&self, layer: &str, tensor: &'static str, counts: Option<&Counts<B>>) {
         self.keep(
             CountSite { layer: layer.to_owned(), tensor, conversion: ChangeKind::Quantize },
@@ -375,7 +379,7 @@ impl<B: Kernels> Cx<'_, B> {
         );
     }
 
-    /// Keeps the counts of a quantization, and what it found under delayed scales.
+    /// Keeps the counts of a quantization, and the magnitudes that the quantization found under delayed scaling.
     pub fn keep_quantized(
         &self,
         layer: &str,
@@ -394,7 +398,7 @@ impl<B: Kernels> Cx<'_, B> {
         }
     }
 
-    /// Runs `work`, which recomputes in the backward pass what the forward pass computed, and drops its counts.
+    /// Runs `work`, which recomputes results of the forward pass in the backward pass, and drops the counts of `work`.
     pub fn again<R>(&self, work: impl FnOnce() -> Result<R>) -> Result<R> {
         let waiting = self.counted.borrow().waiting();
         let done = work();
@@ -402,7 +406,7 @@ impl<B: Kernels> Cx<'_, B> {
         done
     }
 
-    /// Runs `work` once instead of once for each of `rows` equal rows, and counts it `rows` times.
+    /// Runs `work` once instead of once for each of `rows` equal rows, and multiplies the counts of `work` by `rows`.
     pub fn counted_for<R>(&self, rows: usize, work: impl FnOnce() -> Result<R>) -> Result<R> {
         let waiting = self.counted.borrow().waiting();
         let done = work();
@@ -411,7 +415,7 @@ impl<B: Kernels> Cx<'_, B> {
     }
 }
 
-/// What both readers of a tensor multiply, if that is the same.
+/// The numbers that both readers of a tensor multiply; `None` if the readers multiply different numbers.
 fn of_both([first, second]: [Option<Numbers>; 2]) -> Option<Numbers> {
     first.filter(|_| first == second)
 }

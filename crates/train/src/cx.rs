@@ -1,4 +1,5 @@
-//! What every layer is handed: the backend, the other ranks, the recipe, and where in the run it is. No globals.
+//! The context that every layer gets as an argument: the backend, the other ranks, the recipe, and the position in the run. There are no
+//! global variables.
 
 use crate::delayed::DelayedRecords;
 use crate::layer_plans::LayerPlans;
@@ -19,51 +20,51 @@ pub struct Cx<'a, B: Kernels> {
     pub b: &'a B,
     /// The mesh of ranks.
     pub mesh: Mesh<'a, B>,
-    /// The recipe, and the plans of layers under it.
+    /// The recipe, and the layers' plans under this recipe.
     pub plans: Arc<LayerPlans>,
-    /// The optimizer step, from 0.
+    /// The number of the optimizer step, counted from 0.
     pub step: u64,
-    /// step / steps of the run.
+    /// The progress of the run: step / number of steps.
     pub progress: f64,
     /// The run's seed.
     pub seed: u64,
-    /// Whether a backward pass follows. If not, nothing is computed for it.
+    /// Whether a backward pass follows. If not, nothing is computed for a backward pass.
     pub training: bool,
     /// This rank's tokens, in shards.
     pub shards: Shards<B>,
-    /// Their documents, if attention keeps documents apart.
+    /// The documents of this rank's tokens, with document masking.
     pub documents: Option<Documents<B>>,
-    /// In training, the device's count of steps and micro-batches: [`nibble_core::ops::Clock`].
+    /// In training, the device's counter of steps and micro-batches: [`nibble_core::ops::Clock`].
     pub clock: Option<B::Buf<u32>>,
     /// How the output rows of a token's experts are summed.
     pub combine: Combine,
-    /// Whether training assigns experts in turn, whatever the router says.
+    /// Whether training assigns experts to tokens in turn, regardless of the router's scores.
     pub experts_in_turn: bool,
-    /// Capacity of a rank under expert parallelism, in slots, as a multiple of its share under uniform routing.
+    /// Capacity of a rank under expert parallelism, in slots, as a multiple of the rank's share under uniform routing.
     pub capacity_factor: f64,
-    /// The slots that the fullest rank was sent in the first exchange of this pass that overflowed, as a multiple of its share; 0 without
-    /// an overflow.
+    /// The number of slots sent to the fullest rank in the first exchange of this pass that overflowed, as a multiple of the rank's share;
+    /// 0 without an overflow.
     pub overflow: Cell<f32>,
-    /// Micro-batches of the step: losses are means over all of them.
+    /// Number of micro-batches in the step. Losses are means over all micro-batches.
     pub micro_batches: usize,
-    /// Counts of conversions by site, still on the device.
+    /// Counts of conversions by site, which are still on the device.
     pub counted: RefCell<Counted<B>>,
     /// Gradients whose sum over ranks is pending.
     pub buckets: RefCell<Buckets<B>>,
-    /// In training, the histories for delayed scales. Without them, tensors are measured.
+    /// In training, the histories for delayed scales. If `None`, quantizations measure their tensors.
     pub delayed: Option<DelayedRecords<B>>,
-    /// In a step that compares quantized values with their originals: the layers in which it does so.
+    /// The layers in which a step compares quantized values with the original values; `None` in other steps.
     pub measures: Option<LayerSample>,
 }
 
 impl<'a, B: Kernels> Cx<'a, B> {
-    /// A context for a forward pass alone, at this point of training's precision schedule. A token's expert rows are summed in slot order,
-    /// and no exchange can overflow.
+    /// A context for inference, at this point of training's precision schedule. A token's expert rows are summed in slot order, and no
+    /// exchange can overflow.
     pub fn inference(b: &'a B, mesh: Mesh<'a, B>, recipe: &Recipe, shards: Shards<B>, progress: f64) -> Self {
         Self::under(b, mesh, Arc::new(LayerPlans::new(recipe.clone())), shards, progress)
     }
 
-    /// The same with an existing cache of layer plans.
+    /// A context for inference with an existing cache of layer plans.
     pub(crate) fn under(
         b: &'a B,
         mesh: Mesh<'a, B>,
@@ -99,47 +100,48 @@ impl<'a, B: Kernels> Cx<'a, B> {
         Self { documents, ..self }
     }
 
-    /// Which keys each query sees; `None` if a query sees its sequence up to itself.
+    /// The keys that each query sees; `None` if each query sees its sequence up to its own position.
     pub fn windows(&self) -> Option<&Windows<B>> {
         self.documents.as_ref().map(|documents| &documents.windows)
     }
 
-    /// Notes by how much an exchange overflowed, if it did. What such a pass computes is meaningless.
+    /// Notes the overflow of an exchange, as a factor; `None` if the exchange did not overflow. The results of a pass with an overflow are
+    /// meaningless.
     pub(crate) fn note_overflow(&self, factor: Option<f32>) {
-        // Only the first overflow is a true count: later routers see the results of rows that were not sent.
+        // Only the first overflow gives a true count: later routers read inputs that lack the rows that were not sent.
         if let (Some(factor), 0.0) = (factor, self.overflow.get()) {
             self.overflow.set(factor);
         }
     }
 
-    /// The shards of these rows, if they are the tokens of the context. Text that is generated token by token has no shards.
+    /// The shards of these rows, if the rows are the tokens of the context. Text that is generated token by token has no shards.
     pub fn groups_of(&self, x_td: &Tensor<B>) -> Option<&Groups<B>> {
         Some(&self.shards.groups).filter(|groups| groups.capacity == x_td.rows)
     }
 
-    /// Positions of tokens in sequences of this length. They restart with each document, where documents are kept apart.
+    /// Positions of tokens in sequences of this length. With document masking, positions restart with each document.
     pub fn positions(&self, seq_len: usize, first: usize) -> Positions<B> {
         let starts = self.documents.as_ref().map(|documents| documents.starts.clone());
         Positions { seq_len, first, starts }
     }
 
-    /// The recipe.
+    /// The recipe of the run.
     pub fn recipe(&self) -> &Recipe {
         self.plans.recipe()
     }
 
-    /// The plan of a layer now; nothing is saved beyond what its recipe says.
+    /// The current plan of a layer. A layer with this plan saves only what its recipe says.
     pub fn plan(&self, layer: &Layer) -> Arc<LayerPlan> {
         self.plan_keeping(layer, false)
     }
 
-    /// The plan of a layer now, with `keep_a` of [`Passes::Both`].
+    /// The current plan of a layer, with `keep_a` of [`Passes::Both`].
     pub fn plan_keeping(&self, layer: &Layer, keep_a: bool) -> Arc<LayerPlan> {
         let passes = if self.training { Passes::Both { keep_a } } else { Passes::Forward };
         self.plans.plan(layer, self.progress, passes)
     }
 
-    /// The type of activations between products.
+    /// The type of activations between GEMMs.
     pub fn activations(&self) -> DType {
         self.recipe().activations
     }

@@ -1,28 +1,28 @@
-//! Delayed scales of a model: which tensors have histories of their largest magnitudes, where these lie, and how a step reads and updates
-//! them.
+//! Delayed scales of a model: which tensors have histories of their largest magnitudes, where these histories lie, and how a step reads and
+//! updates them.
 //!
-//! A tensor has a history for each of its spans ([`Spans`]): the shards of a dense activation or gradient, the parts of experts for
-//! tensors of an expert layer, the experts for their weights, and the whole for a dense weight. A rank has the histories of its own
-//! spans, so ranks need not agree. Spans are numbered over all ranks, so `scales.safetensors` of a checkpoint holds the same whatever the
-//! mesh. A dense weight's history is the same on every rank.
+//! A tensor has one history for each of its spans ([`Spans`]). The spans of a dense activation or gradient are its shards, and the spans of
+//! an expert activation or gradient are the parts of each expert. Expert weights have one span per expert; a dense weight is one span. A
+//! rank has the histories of its own spans, so ranks need not agree. Spans are numbered over all ranks, so `scales.safetensors` of a
+//! checkpoint has the same contents for every mesh. A dense weight's history is the same on every rank.
 //!
 //! The layers' plans determine which tensors have histories ([`crate::model_plan`]). The histories lie in the arena of the moments, at
 //! fixed addresses, so that a step can be recorded.
 //!
-//! A step, in order:
+//! A step does this, in order:
 //!
-//! 1. A quantization returns the largest magnitude of each span, and how many values were larger than expected (`Found`). Both stay on
-//!    the device.
-//! 2. `Collect` brings the magnitudes of all micro-batches to the step's table, which has a cell for each span, and keeps the largest. A
-//!    recomputed tensor, or one that is quantized separately by rows and by columns, therefore changes nothing.
-//! 3. `PushAmax` ends the step: it writes each cell into its history, unless the step stopped.
+//! 1. A quantization returns the largest magnitude of each span, and the number of values that were larger than expected (`Found`). The
+//!    magnitudes and the number stay on the device.
+//! 2. `Collect` copies the magnitudes of all micro-batches to the step's table, which has one cell per span, and keeps the largest
+//!    magnitude in each cell. So a tensor that is recomputed, or quantized separately by rows and by columns, changes nothing.
+//! 3. `PushAmax` ends the step: it writes each cell into the history of the cell's span, unless the step stopped.
 //!
-//! If several ranks hold the rows of a weight, the largest magnitude of all rows is measured first. Each of these ranks records that
-//! magnitude, and counts only its own rows.
+//! If several ranks hold the rows of a weight, the largest magnitude of all rows is measured first. Each of these ranks records this
+//! magnitude, but counts only its own rows.
 //!
-//! The tensors a and dh of an expert layer are written as F32 by the fused kernels, and quantized separately. Delayed scales are refused,
-//! when the recipe is read, for rows that travel, for saved h, for transformed tensors, for what is quantized again, for the head's
-//! tokens, and for formats whose blocks have scales of their own.
+//! The fused kernels write the tensors `a` and `dh` of an expert layer as F32, and separate kernels quantize these tensors. The recipe's
+//! parser refuses delayed scales for rows that are sent to other ranks, saved `h`, transformed tensors, tensors that are quantized again,
+//! the head's tokens, and formats whose blocks have their own scales.
 
 use crate::error::Result;
 use crate::model_plan::PlannedSite;
@@ -32,35 +32,35 @@ use nibble_core::ops::{AmaxRecords, Delayed};
 use nibble_core::{Error as CoreError, Kernels, MeshShape, Result as CoreResult};
 use std::collections::HashMap;
 
-/// Suffix of a tensor's history in a checkpoint, after the tensor's name.
+/// The suffix that a history adds to its tensor's name in a checkpoint.
 const SUFFIX: &str = ".amax_history";
 
 /// A tensor with a delayed scale.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DelayedSite {
-    /// The layer's name and the tensor's.
+    /// The name of the layer and the tensor.
     pub name: String,
-    /// What its spans are.
+    /// The kind of the tensor's spans.
     pub spans: Spans,
-    /// The update rule of its records, and where this rank's records lie.
+    /// The update rule of the tensor's records, and the place of this rank's records.
     pub records: AmaxRecords,
-    /// Number of its first span among this rank's spans.
+    /// The number of the tensor's first span among this rank's spans.
     pub cell: usize,
 }
 
 impl DelayedSite {
-    /// Name in a checkpoint.
+    /// Name of the tensor's history in a checkpoint.
     pub fn tensor_name(&self) -> String {
         format!("{}{SUFFIX}", self.name)
     }
 
-    /// Shape in a checkpoint: `[spans of all ranks, values of a record]`.
+    /// Shape of the tensor's history in a checkpoint: `[spans of all ranks, values of a record]`.
     pub fn shape(&self, mesh: MeshShape) -> Vec<usize> {
         vec![self.spans.parts(mesh) * self.records.spans, self.records.scaling.record_len()]
     }
 }
 
-/// The tensors with a delayed scale, in the order of a step.
+/// The tensors with delayed scales, in the order in which a step quantizes the tensors.
 #[derive(Debug, Clone, Default)]
 pub struct DelayedSites {
     sites: Vec<DelayedSite>,
@@ -82,22 +82,22 @@ impl DelayedSites {
         all
     }
 
-    /// All sites.
+    /// All tensors with delayed scales.
     pub fn sites(&self) -> &[DelayedSite] {
         &self.sites
     }
 
-    /// Spans on this rank.
+    /// Number of spans on this rank.
     pub fn spans(&self) -> usize {
         self.sites.last().map_or(0, |site| site.cell + site.records.spans)
     }
 
-    /// Values of this rank's records.
+    /// Number of values in this rank's records.
     pub fn record_values(&self) -> usize {
         self.sites.last().map_or(0, |site| site.records.first + site.records.len())
     }
 
-    /// The site of this name, if its scaling and number of spans are these.
+    /// The site of this name; an error if the site has another scaling or another number of spans.
     fn find(&self, name: &str, scaling: DelayedScaling, spans: usize) -> CoreResult<&DelayedSite> {
         let unknown = || {
             CoreError::shape(
@@ -121,29 +121,29 @@ impl DelayedSites {
 /// A tensor's history of largest magnitudes, on this rank.
 #[derive(Debug, Clone, PartialEq)]
 pub struct History {
-    /// The layer's name and the tensor's.
+    /// The name of the layer and the tensor.
     pub name: String,
-    /// The update rule of its records.
+    /// The update rule of the tensor's records.
     pub scaling: DelayedScaling,
-    /// What its spans are.
+    /// The kind of the tensor's spans.
     pub spans: Spans,
-    /// One record for each span, as [`DelayedScaling`] lays it out.
+    /// One record per span, with the layout of [`DelayedScaling`].
     pub records: Vec<Vec<f32>>,
 }
 
-/// This rank's records, and the tensors that they belong to.
+/// This rank's records, and the tensors that own the records.
 #[derive(Debug)]
 pub struct DelayedRecords<B: Kernels> {
-    /// The tensors.
+    /// The tensors that own the records.
     pub sites: DelayedSites,
     /// The records in the order of the tensors, at an address that does not change during a run.
     pub records: B::Buf<f32>,
-    /// [`AmaxRecords::words`] of all tensors.
+    /// The output of [`AmaxRecords::words`] for all tensors.
     pub spans: B::Buf<u32>,
 }
 
 impl<B: Kernels> DelayedRecords<B> {
-    /// Empty records, in the arena that the backend allocates in now.
+    /// Creates empty records in the backend's current arena.
     pub fn new(b: &B, sites: DelayedSites) -> CoreResult<Self> {
         let mut words = Vec::with_capacity(sites.spans() * AmaxRecords::WORDS);
         for site in sites.sites() {
@@ -153,10 +153,10 @@ impl<B: Kernels> DelayedRecords<B> {
         Ok(Self { records, spans: b.upload(&words)?, sites })
     }
 
-    /// The scales of a tensor's spans, and the first of its cells in a step's table.
+    /// The scales of a tensor's spans, and the index of the tensor's first cell in a step's table.
     ///
     /// # Errors
-    /// [`CoreError::Shape`] for a tensor that is not planned, or is planned with another scaling or number of spans.
+    /// [`CoreError::Shape`] if the tensor is not planned, or is planned with another scaling or number of spans.
     pub fn of(
         &self,
         name: &str,
@@ -169,7 +169,7 @@ impl<B: Kernels> DelayedRecords<B> {
         Ok((delayed, *cell))
     }
 
-    /// All histories, on the host.
+    /// Copies all histories to the host.
     pub fn histories(&self, b: &B) -> CoreResult<Vec<History>> {
         let values = b.download(&self.records)?;
         let history = |site: &DelayedSite| {
@@ -181,8 +181,8 @@ impl<B: Kernels> DelayedRecords<B> {
         Ok(self.sites.sites().iter().map(history).collect())
     }
 
-    /// Brings the records of all ranks, concatenated by rank, into the order of a checkpoint: by site, then by the span's number over all
-    /// ranks. `expert_parts`: parts of an expert's rows on one rank.
+    /// Sorts the records of all ranks, which are concatenated by rank, into the order of a checkpoint: by site, then by the span's number
+    /// over all ranks. `expert_parts` is the number of parts of an expert's rows on one rank.
     pub fn in_order(&self, of_ranks: &[f32], mesh: MeshShape, expert_parts: usize) -> Vec<f32> {
         let sites = &self.sites;
         let mut all = Vec::new();
@@ -200,7 +200,7 @@ impl<B: Kernels> DelayedRecords<B> {
         all
     }
 
-    /// Writes this rank's records of a site, taken from `all`: the site's records of all ranks, as a checkpoint holds them.
+    /// Writes this rank's records of a site. `all` contains the site's records of all ranks, in the order of a checkpoint.
     pub fn restore(
         &mut self,
         b: &B,

@@ -1,5 +1,5 @@
-//! The error type of this crate: what went wrong, where, and whether the user can fix it. It wraps the errors of `formats` and `core` and
-//! adds those of configuration (key, file, line, suggestion), data, checkpoints and I/O. There is no catch-all variant.
+//! The error type of this crate: what went wrong, where, and whether the user can fix it. The type wraps the errors of `formats` and
+//! `core`, and adds errors of configuration (key, file, line, suggestion), data, checkpoints and I/O. There is no catch-all variant.
 
 use nibble_core::allocation::aside;
 use std::path::{Path, PathBuf};
@@ -7,14 +7,14 @@ use std::path::{Path, PathBuf};
 /// Result of this crate's functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// An error of training, or of anything around it.
+/// An error of training or of a related task.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// An invalid configuration: an unknown key, a value of the wrong type, or inconsistent numbers.
     #[error("{}", config_message(key, file.as_deref(), *line, why, suggestion.as_deref()))]
     Config {
-        /// Dotted key, such as `train.batch_size`; empty if the whole file could not be parsed.
+        /// Dotted key, such as `train.batch_size`. The key is empty if the whole file could not be parsed.
         key: String,
         /// The file that set the key; `None` for an override or a default.
         file: Option<PathBuf>,
@@ -30,15 +30,15 @@ pub enum Error {
     Data {
         /// The data file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// What is wrong with the data.
         why: String,
     },
     /// An unusable file of a tokenizer.
     #[error("tokenizer {}: {why}", path.display())]
     Tokenizer {
-        /// The file.
+        /// The tokenizer's file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// What is wrong with the file.
         why: String,
     },
     /// A checkpoint that is missing or damaged, or does not fit the model.
@@ -46,15 +46,15 @@ pub enum Error {
     Checkpoint {
         /// The checkpoint's directory, or the file inside it.
         path: PathBuf,
-        /// What is wrong with it.
+        /// What is wrong with the checkpoint.
         why: String,
     },
     /// The operating system failed to read or write a file (missing, no permission, disk full).
     #[error("{}: {source}", path.display())]
     Io {
-        /// The file or directory.
+        /// The file or directory that could not be read or written.
         path: PathBuf,
-        /// The system's error.
+        /// The operating system's error.
         source: std::io::Error,
     },
     /// The device ran out of memory.
@@ -63,31 +63,31 @@ pub enum Error {
          more scopes in train.recompute; train.grad_dtype=bf16, train.moment_dtype=bf16; a shorter data.seq_len"
     )]
     OutOfMemory {
-        /// The activity: `step 3`, counted from 0 as for [`nibble_core::Error::NonFinite`], or `making the model`.
+        /// What the run was doing: `step 3`, counted from 0 as in [`nibble_core::Error::NonFinite`], or `making the model`.
         when: String,
-        /// The sizes of the configuration that need the most memory: a sentence and a space, or empty if unknown.
+        /// The settings that need the most memory, as a sentence and a space; empty if unknown.
         sizes: String,
         /// The failed allocation.
         source: Box<nibble_core::Error>,
     },
-    /// A step whose loss or gradients are not finite, or a held-out loss that is not finite.
+    /// A loss or gradients of a step, or a held-out loss, are not finite.
     #[error("{source}\n{advice}. {}", what_is_left(*held_out))]
     Diverged {
-        /// The most likely cause, and remedies.
+        /// The most likely cause of the divergence, and remedies.
         advice: String,
-        /// Whether it is the held-out loss.
+        /// Whether the loss that is not finite is the held-out loss.
         held_out: bool,
-        /// The tensor and the step.
+        /// The tensor and the step of the value that is not finite.
         source: nibble_core::Error,
     },
     /// The run is predicted to need more memory than the device has.
     #[error("{why}")]
     Memory {
-        /// Bytes needed per device; `usize::MAX` if they could not be counted.
+        /// Number of bytes needed per device; `usize::MAX` if the number could not be computed.
         needed: usize,
-        /// Overrides that would make the run fit (`train.grad_dtype=bf16`); empty if no settings do.
+        /// Overrides that would make the run fit (`train.grad_dtype=bf16`); empty if no override would.
         settings: Vec<String>,
-        /// The numbers, and the settings that would make it fit.
+        /// The predicted sizes, and the settings that would make the run fit.
         why: String,
     },
     /// An error of an operation, a kernel or a collective.
@@ -96,8 +96,8 @@ pub enum Error {
 }
 
 impl Error {
-    /// Whether the user's own input (a configuration, a data file, a recipe, a path) is at fault, as opposed to a run that failed. The
-    /// command line exits with 2 for the former and with 1 for the latter.
+    /// Whether the cause is the user's own input (a configuration, a data file, a recipe, a path) and not a run that failed. The command
+    /// line exits with 2 for a user error and with 1 for other errors.
     #[must_use]
     pub fn is_user_error(&self) -> bool {
         match self {
@@ -119,7 +119,7 @@ impl Error {
         }
     }
 
-    /// Adds to an out-of-memory error when it occurred and which sizes need the memory; other errors are unchanged.
+    /// Adds the time of the failure and the sizes that need the memory to an out-of-memory error. Other errors are unchanged.
     pub(crate) fn without_room(self, when: impl Into<String>, sizes: impl FnOnce() -> String) -> Self {
         match self {
             Self::Core(source @ nibble_core::Error::OutOfMemory { .. }) => {
@@ -134,7 +134,7 @@ impl Error {
         Self::Config { key: key.into(), file: None, line: None, why: why.into(), suggestion: None }
     }
 
-    /// The same configuration error, with the file if it has none.
+    /// The same configuration error with this file, unless the error already names a file.
     pub(crate) fn in_file(mut self, path: &Path) -> Self {
         if let Self::Config { file: file @ None, .. } = &mut self {
             *file = Some(path.to_owned());
@@ -160,13 +160,13 @@ impl Error {
         Self::Checkpoint { path: path.to_path_buf(), why: why.into() }
     }
 
-    /// For `map_err`: adds the path of the operation.
+    /// For `map_err`: adds the path of the failed operation.
     pub(crate) fn io(path: &Path) -> impl FnOnce(std::io::Error) -> Self + '_ {
         move |source| Self::Io { path: path.to_path_buf(), source }
     }
 }
 
-/// What a diverged run has on disk.
+/// A sentence about the files that a diverged run leaves on disk.
 fn what_is_left(held_out: bool) -> &'static str {
     match held_out {
         false => "No weight has changed since the step before, and checkpoints are of earlier steps",
@@ -176,7 +176,7 @@ fn what_is_left(held_out: bool) -> &'static str {
     }
 }
 
-/// `tiny.toml:12: train.steps: expected an integer, got "many" (did you mean ...?)`.
+/// The text of a configuration error: `tiny.toml:12: train.steps: expected an integer, got "many" (did you mean ...?)`.
 fn config_message(
     key: &str,
     file: Option<&Path>,

@@ -1,8 +1,8 @@
-//! Exports a checkpoint, or a published folder, to a folder for Hugging Face tools: weights in files with an index, in F32, BF16 or E4M3
-//! with block scales; `config.json`, the tokenizer, and the generation settings.
+//! Exports a checkpoint, or a published folder, to a folder for Hugging Face tools. The folder contains the weights in files with an index
+//! (F32, BF16 or E4M3 with block scales), `config.json`, the tokenizer, and the generation settings.
 //!
-//! Tensors are read, converted and written piece by piece: only a few MiB of the model are in memory. The folder is written under a
-//! temporary name next to it, and renamed when all of it is on disk.
+//! Tensors are read, converted and written piece by piece: only a few MiB of the model are in memory. The export writes the folder under a
+//! temporary name in the same directory, and renames it when all files are on disk.
 
 use crate::checkpoint::{
     BLOCK, Checkpoint, SCALE_SUFFIX, TensorAt, TensorSpec, Tensors, divided, header, little_endian, metadata,
@@ -34,13 +34,13 @@ use std::path::Path;
 /// The type of exported weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExportType {
-    /// As in the run.
+    /// F32, as in the run.
     F32,
-    /// Rounded to nearest; router biases stay F32.
+    /// BF16, rounded to nearest. Router biases stay F32.
     Bf16,
-    /// Linear layers and experts in E4M3 with a scale per 128 × 128 block, as DeepSeek-V3 is published: these are the codes that the
-    /// forward pass multiplies, if the recipe has such weights and a tensor is aligned with its parameter's blocks. Everything else as
-    /// under [`ExportType::Bf16`].
+    /// Linear layers and experts in E4M3 with one scale per 128 × 128 block, as DeepSeek-V3 is published; all other tensors as under
+    /// [`ExportType::Bf16`]. The codes are those that the forward pass multiplies, if the recipe has such weights and a tensor is aligned
+    /// with its parameter's blocks.
     Fp8Block,
 }
 
@@ -49,7 +49,7 @@ pub enum ExportType {
 pub struct Exported {
     /// Number of tensors, including scales.
     pub tensors: usize,
-    /// Bytes of their values.
+    /// Number of bytes of the tensors' values.
     pub bytes: usize,
     /// Number of files.
     pub files: usize,
@@ -65,7 +65,7 @@ pub enum Original<'a> {
 }
 
 impl Original<'_> {
-    /// Its configuration, with the number of positions.
+    /// The model's configuration, including the number of positions.
     fn model(&self) -> Result<ModelConfig> {
         match self {
             Self::Checkpoint(checkpoint) => {
@@ -83,7 +83,7 @@ impl Original<'_> {
         }
     }
 
-    /// The recipe of its training, which is unknown for a folder.
+    /// The recipe with which the model was trained; `None` for a folder, whose recipe is unknown.
     fn recipe(&self) -> Result<Option<Recipe>> {
         match self {
             Self::Checkpoint(checkpoint) => {
@@ -101,8 +101,8 @@ impl Original<'_> {
         }
     }
 
-    /// The token that ends its texts: for a run that of its data, else that of its tokenizer. `None` if a tokenizer that is only copied
-    /// cannot be read here.
+    /// The end-of-text token: for a run the token of the run's data, otherwise the token of the tokenizer. `None` if the tokenizer is only
+    /// copied and cannot be read by Nibble.
     fn end_of_texts(&self) -> Result<Option<i32>> {
         let found = match self {
             Self::Checkpoint(checkpoint) => {
@@ -122,7 +122,7 @@ impl Original<'_> {
         }
     }
 
-    /// The tokens that end its answers, if it was trained on conversations.
+    /// The tokens that end the model's answers. Empty if the model was not trained on conversations.
     fn ends_of_answers(&self) -> Result<Vec<i32>> {
         let found = match self {
             Self::Checkpoint(checkpoint) => Config::of_checkpoint(checkpoint, &[])?.ends_of_answers(),
@@ -134,7 +134,7 @@ impl Original<'_> {
         }
     }
 
-    /// Checks that no tensors are left over.
+    /// Checks that every tensor was taken.
     fn finish(&self, tensors: Tensors) -> Result<()> {
         match self {
             Self::Checkpoint(_) => tensors.finish(),
@@ -166,7 +166,7 @@ pub fn export<B: Kernels>(
     if to.file_name().is_none() {
         return Err(Error::config("FOLDER", format!("{} names no folder", to.display())));
     }
-    // Before anything is written: opening a tokenizer may exhaust memory.
+    // The tokenizer is opened before anything is written, because opening a tokenizer may exhaust memory.
     let end = original.end_of_texts()?;
     let folder = WholeFolder::create(to).map_err(Error::io(to))?;
     let exported = write_model(b, original, dtype, file_bytes, folder.unfinished())?;
@@ -179,11 +179,11 @@ pub fn export<B: Kernels>(
 struct Job {
     name: String,
     shape: Vec<usize>,
-    /// The scale rule of its blocks, if it has block scales.
+    /// The scale rule of the tensor's blocks, if the tensor has block scales.
     blocks: Option<ScaleRule>,
 }
 
-/// Weights and `config.json`.
+/// Writes the weights and `config.json`.
 fn write_model<B: Kernels>(
     b: &B,
     original: Original<'_>,
@@ -217,7 +217,7 @@ fn write_model<B: Kernels>(
     Ok(Exported { tensors: specs.len(), bytes, files: files.len() })
 }
 
-/// Every tensor of the model, sorted by name.
+/// The jobs for every tensor of the model, sorted by name.
 fn jobs(model: &ModelSpec, named: Vec<Named>, dtype: ExportType, recipe: Option<&Recipe>) -> Vec<Job> {
     let parts: Vec<_> = model.parts().flat_map(|part| vec![part.clone(); part.params().len()]).collect();
     let blocks = |tensor: &Named| {
@@ -249,7 +249,7 @@ fn specs(jobs: &[Job], dtype: ExportType) -> Vec<(TensorSpec, usize)> {
         let dtype = match (dtype, blocks) {
             (_, Some(_)) => Dtype::F8_E4M3,
             (ExportType::F32, _) => Dtype::F32,
-            // The selection of experts is sensitive to its last bits.
+            // The router's bias stays F32, because the selection of experts depends on the bias's last bits.
             _ if name.ends_with(".e_score_correction_bias") => Dtype::F32,
             _ => Dtype::BF16,
         };
@@ -261,7 +261,7 @@ fn specs(jobs: &[Job], dtype: ExportType) -> Vec<(TensorSpec, usize)> {
     specs
 }
 
-/// Writes and syncs one file: its header, then each tensor at its offset.
+/// Writes and syncs one file: first the header, then each tensor at its offset.
 fn write_file<B: Kernels>(
     b: &B,
     tensors: &mut Tensors,
@@ -270,7 +270,7 @@ fn write_file<B: Kernels>(
     path: &Path,
 ) -> Result<()> {
     let mut order: Vec<&(TensorSpec, usize)> = specs.iter().collect();
-    // Readers want each tensor aligned to its type's size.
+    // Readers need each tensor aligned to the size of its type.
     order.sort_by_key(|(spec, _)| (Reverse(spec.dtype.bitsize()), spec.name.clone()));
     let named = order.iter().map(|(spec, _)| (spec.name.as_str(), spec.dtype, spec.shape.as_slice()));
     let header = header(&metadata(), named).map_err(|e| Error::checkpoint(path, e.to_string()))?;
@@ -350,7 +350,7 @@ fn write_plain(
     Ok(())
 }
 
-/// Writes codes, one band of blocks at a time, and their scales.
+/// Writes codes and their scales, one row of blocks at a time.
 fn write_blocks<B: Kernels>(
     b: &B,
     (tensors, name, stored): (&mut Tensors, &str, &TensorAt),
@@ -380,7 +380,7 @@ fn write_blocks<B: Kernels>(
     file.write(scales_at, &little_endian(&scales))
 }
 
-/// Writes the type of the weights for loaders.
+/// Writes the type of the weights into `config.json`, for programs that load the model.
 fn say_type(json: &mut Value, dtype: ExportType) {
     let name = if dtype == ExportType::F32 { "float32" } else { "bfloat16" };
     json["dtype"] = name.into();
@@ -392,15 +392,15 @@ fn say_type(json: &mut Value, dtype: ExportType) {
     }
 }
 
-/// Writes the tokenizer and other companion files: those of the run's initial model, or those of the checkpoint.
+/// Writes the tokenizer and other companion files. The source is the run's initial model or the checkpoint.
 fn write_companions(original: Original<'_>, end: Option<i32>, dir: &Path) -> Result<()> {
     match original {
         Original::Folder(folder) => copy_companions(folder.path(), dir)?,
         Original::Checkpoint(checkpoint) => {
             let kept = companions_of(checkpoint.path());
             copy_companions(&kept, dir)?;
-            // The checkpoint may have been copied without its run's folder; it has the tokenizer itself, except in checkpoints of earlier
-            // versions.
+            // The checkpoint may have been copied without its run's folder. The checkpoint itself also has the tokenizer, except in
+            // checkpoints of earlier versions.
             for name in COMPANIONS.into_iter().filter(|name| !dir.join(name).exists() && checkpoint.has(name))
             {
                 fs::write(dir.join(name), checkpoint.file(name)?).map_err(Error::io(dir))?;
@@ -408,7 +408,7 @@ fn write_companions(original: Original<'_>, end: Option<i32>, dir: &Path) -> Res
             if !dir.join(SETTINGS_FILE).exists() {
                 write_text(&dir.join(SETTINGS_FILE), &transformers_tokenizer())?;
             }
-            // Other tools must begin a text as the run began its documents.
+            // Other tools must begin a text with the same tokens as the run's documents.
             let config = Config::of_checkpoint(checkpoint, &[])?;
             if config.is_text() {
                 begin_texts_with(dir, config.framing()?.bos)?;

@@ -1,11 +1,11 @@
 //! Named points of a run at which tests inject faults: a kill, an error, a stopped thread or process, no memory, a full disk, a lost
 //! connection, a NaN.
 //!
-//! Only builds with debug assertions have them, such as cargo's builds for tests. Elsewhere `reach` is an empty function, and only the
-//! points' names are left in the code. This is the only such hook: NaNs in tensors need none, since a backend of the tests, which wraps
-//! another backend, writes them.
+//! Only builds with debug assertions, such as cargo's builds for tests, can inject faults. In other builds `reach` is an empty function,
+//! and only the points' names remain in the code. There are no other hooks for tests: a test backend that wraps another backend writes NaNs
+//! into tensors.
 
-/// Declares the points: name in the code, name in a fault, and what has happened by then.
+/// Declares the points. Each has a name in the code, a name in a fault, and a comment on the state of the run at the point.
 macro_rules! points {
     ($($(#[doc = $doc:literal])+ $point:ident = $name:literal,)+) => {
         /// A point of a run.
@@ -16,10 +16,10 @@ macro_rules! points {
 
         #[cfg(debug_assertions)]
         impl Point {
-            /// All of them.
+            /// All points.
             pub const ALL: &'static [Self] = &[$(Self::$point,)+];
 
-            /// Its name in a fault.
+            /// The point's name in a fault.
             pub fn name(self) -> &'static str {
                 match self {
                     $(Self::$point => $name,)+
@@ -30,25 +30,25 @@ macro_rules! points {
 }
 
 points! {
-    /// A part of a token cache is on the disk, and a later run would reuse it.
+    /// A part of a token cache is on the disk, and a later run would reuse this part.
     CacheKept = "cache-kept",
-    /// A cache of tokens is whole, and has its temporary name.
+    /// A token cache is complete, but still has its temporary name.
     CacheWhole = "cache-whole",
-    /// A rank has its device, and has read nothing.
+    /// A rank has its device, and has read nothing yet.
     Loading = "loading",
-    /// The run's directory has a directory for checkpoints, and does not contain a lock file yet.
+    /// The run's directory has a directory for checkpoints, but no lock file yet.
     DirectoryMade = "directory-made",
-    /// The run's lock file is there, and nobody holds it yet.
+    /// The run's lock file exists, but no process holds the lock yet.
     LockMade = "lock-made",
-    /// The run has claimed its directory, and only the lock file in it shows that.
+    /// The run has claimed its directory. Only the lock file in the directory shows this.
     Claimed = "claimed",
     /// Bytes are about to be written to one of the run's files.
     Write = "write",
-    /// A file that is written whole or not at all is on the disk under its temporary name.
+    /// A file that is written completely or not at all is on the disk under its temporary name.
     FileUnnamed = "file-unnamed",
-    /// The run's configuration is on the disk, and not its recipe.
+    /// The run's configuration is on the disk, but its recipe is not.
     Configured = "configured",
-    /// The run's directory has its configuration and its recipe, and not yet its metrics.
+    /// The run's directory has its configuration and its recipe, but no metrics yet.
     RunOpened = "run-opened",
     /// The host has written the scalars and tokens of a step.
     StepBegins = "step-begins",
@@ -58,51 +58,51 @@ points! {
     BackwardExchange = "backward-exchange",
     /// Several ranks are about to reduce gradients.
     Reduce = "reduce",
-    /// The gradients of a step are issued. A checkpoint in progress may still read weights and moments.
+    /// The kernels that compute a step's gradients are issued. A checkpoint in progress may still read weights and moments.
     BeforeOptimizer = "before-optimizer",
-    /// All of a step is issued.
+    /// All kernels of a step are issued.
     AfterOptimizer = "after-optimizer",
-    /// A step's record is read, and its line of metrics not written.
+    /// A step's record is read, but its line of metrics is not written yet.
     StepSettled = "step-settled",
     /// A step's line of metrics is written.
     MetricsWritten = "metrics-written",
     /// A held-out loss is about to be computed.
     EvaluationBegins = "evaluation-begins",
-    /// A held-out loss is written.
+    /// A held-out loss is written to the metrics.
     Evaluated = "evaluated",
-    /// A checkpoint's writer has started, on each rank if there are several, and nothing is copied.
+    /// A checkpoint's writer has started, on each rank if there are several ranks, but nothing is copied yet.
     SaveBegins = "save-begins",
-    /// The copy of weights and moments begins; on one rank training goes on meanwhile.
+    /// The copy of weights and moments begins. On one rank, training continues during the copy.
     CopyBegins = "copy-begins",
-    /// All values of one of a checkpoint's files of tensors are copied.
+    /// All values of one tensor file of a checkpoint are copied.
     FileCopied = "file-copied",
-    /// Nothing of a checkpoint is on the disk.
+    /// A checkpoint begins; none of its files is on the disk yet.
     CheckpointBegins = "checkpoint-begins",
-    /// A file of tensors has its header and none of its values.
+    /// A tensor file has its header but none of its values.
     FileBegun = "file-begun",
-    /// One of a checkpoint's files is on the disk, `state.json` aside.
+    /// One of a checkpoint's files, but not `state.json`, is on the disk.
     FileWritten = "file-written",
-    /// `state.json` is on the disk too.
+    /// All files of a checkpoint, including `state.json`, are on the disk.
     ManifestWritten = "manifest-written",
-    /// A checkpoint is whole, under its temporary name.
+    /// A checkpoint is complete, under its temporary name.
     BeforeRename = "before-rename",
     /// The checkpoint that this one replaces has been moved aside.
     MovedAside = "moved-aside",
-    /// A checkpoint has its name.
+    /// A checkpoint has its final name.
     Renamed = "renamed",
-    /// A surplus checkpoint has lost its name, and is not yet removed.
+    /// A surplus checkpoint has been renamed, but is not removed yet.
     Pruned = "pruned",
-    /// A checkpoint is written, and surplus ones are gone.
+    /// A checkpoint is written, and surplus checkpoints are removed.
     CheckpointEnds = "checkpoint-ends",
-    /// A run's checkpoints are listed, and the next one of them is about to be opened.
+    /// A run's checkpoints are listed, and the next checkpoint of the list is about to be opened.
     CheckpointListed = "checkpoint-listed",
     /// The last step is done, and all checkpoints in progress are written.
     StepsDone = "steps-done",
-    /// Everything is written but the plot.
+    /// All files but the plot are written.
     RunEnds = "run-ends",
 }
 
-/// Injects the fault that a test armed for this point, if there is one.
+/// Injects the fault that a test armed for this point, if any.
 ///
 /// # Errors
 /// The injected error.
@@ -112,14 +112,14 @@ pub(crate) fn reach(_: Point) -> crate::Result<()> {
     Ok(())
 }
 
-/// Runs a rehearsal on this thread, during which no point is reached.
+/// Runs a rehearsal on this thread. No point is reached during the rehearsal.
 #[cfg(not(debug_assertions))]
 #[inline(always)]
 pub(crate) fn rehearsing<R>(rehearse: impl FnOnce() -> R) -> R {
     rehearse()
 }
 
-/// [`Point::Write`], for code that returns I/O errors.
+/// Reaches [`Point::Write`], in code that returns I/O errors.
 ///
 /// # Errors
 /// The injected error.
@@ -130,7 +130,7 @@ pub(crate) fn writing() -> std::io::Result<()> {
     })
 }
 
-/// A point that ranks reach together, for code that returns the core's errors.
+/// Reaches a point that all ranks reach together, in code that returns errors of `core`.
 ///
 /// # Errors
 /// The injected error.
@@ -143,7 +143,7 @@ pub(crate) fn exchanging(point: Point) -> nibble_core::Result<()> {
     })
 }
 
-/// The learning rate of the step that is about to be issued, or NaN if a test asked for it.
+/// The learning rate of the step that is about to be issued, or NaN if a test injects a NaN.
 #[cfg(not(debug_assertions))]
 #[inline(always)]
 pub(crate) fn learning_rate(lr: f64) -> f64 {
@@ -167,33 +167,33 @@ mod armed {
     use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
     use std::time::Duration;
 
-    /// What happens at a point.
+    /// What a fault does at its point.
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
     pub enum Action {
-        /// The process aborts: nothing is flushed, no destructor runs. Before that it waits until other faults have stopped their
-        /// threads.
+        /// The process aborts: nothing is flushed, no destructor runs. Before the abort, the process waits until other faults have stopped
+        /// their threads.
         Kill,
-        /// The process is ended by SIGKILL, as by the system when memory runs out.
+        /// SIGKILL ends the process, as when the system runs out of memory.
         SigKill,
-        /// The process is stopped by SIGSTOP, all of its threads at once, until somebody sends SIGCONT.
+        /// SIGSTOP stops all threads of the process at once, until the process gets SIGCONT.
         SigStop,
-        /// The process loses its connection to the other ranks, through the function given to [`on_disconnect`], and goes on.
+        /// The process loses its connection to the other ranks, through the function given to [`on_disconnect`], and continues.
         Disconnect,
-        /// The learning rate of the step that is issued next is NaN, so that the step's record says so on every rank.
+        /// The learning rate of the next step is NaN, so that the step's record contains a NaN on every rank.
         Nan,
-        /// The thread stops for good.
+        /// The thread stops forever.
         Stop,
-        /// The thread makes a file `POINT.held` in the working directory, and goes on once somebody has removed it.
+        /// The thread creates a file `POINT.held` in the working directory, and continues when the file has been removed.
         Hold,
         /// The point returns a device error.
         Fail,
         /// The point returns an out-of-memory error of the device.
         OutOfMemory,
-        /// The point returns the error of a full disk, now and every later time: a full disk stays full.
+        /// The point returns the error of a full disk, now and every later time, because a full disk stays full.
         Full,
     }
 
-    /// Every action by its name.
+    /// Every action with its name.
     const ACTIONS: [(&str, Action); 10] = [
         ("kill", Action::Kill),
         ("sigkill", Action::SigKill),
@@ -207,16 +207,16 @@ mod armed {
         ("full", Action::Full),
     ];
 
-    /// A fault. It strikes once, but a full disk stays full. As text: `ACTION@POINT:COUNT` or `RANK/ACTION@POINT:COUNT`.
+    /// A fault. A fault strikes once, but a full disk stays full. As text, a fault is `ACTION@POINT:COUNT` or `RANK/ACTION@POINT:COUNT`.
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
     pub struct Fault {
-        /// The rank whose process it is for; `None`: every rank. The caller of [`arm`] leaves out the faults of other ranks.
+        /// The rank whose process has the fault; `None` means every rank. The caller of [`arm`] leaves out the faults of other ranks.
         pub rank: Option<usize>,
-        /// What.
+        /// What the fault does.
         pub action: Action,
-        /// Where.
+        /// The point at which the fault strikes.
         pub point: Point,
-        /// It strikes the `count`-th time that the point is reached, counted from 1 over all threads of the process.
+        /// The fault strikes when its point is reached for the `count`-th time, counted from 1 over all threads of the process.
         pub count: usize,
     }
 
@@ -251,7 +251,7 @@ mod armed {
         }
     }
 
-    /// The faults to come, and how many threads have stopped.
+    /// The faults that have not struck yet, and the number of stopped threads.
     struct Armed {
         faults: Vec<Fault>,
         stopped: usize,
@@ -360,12 +360,12 @@ mod armed {
         }
     }
 
-    /// Sends this process the signal. It never returns after SIGKILL; after SIGSTOP it returns once the process goes on.
+    /// Sends the signal to this process. The function never returns after SIGKILL; after SIGSTOP it returns when the process continues.
     #[cfg(unix)]
     fn signal(action: Action) -> std::result::Result<(), &'static str> {
         let number = if action == Action::SigKill { libc::SIGKILL } else { libc::SIGSTOP };
-        // Raised for this thread: a signal to the process might go to another thread, and this one would go on for a moment.
-        // SAFETY: a call of the system that reads no memory.
+        // The signal is raised for this thread: with a signal to the process, another thread might handle the signal and this thread would
+        // continue for a moment. SAFETY: `raise` is a system call that reads no memory.
         let sent = unsafe { libc::raise(number) };
         if sent == 0 { Ok(()) } else { Err("the system did not send the signal") }
     }
@@ -375,10 +375,10 @@ mod armed {
         Err("this system has no such signal")
     }
 
-    /// The system's number of a full disk.
+    /// The operating system's error number of a full disk.
     const DISK_FULL: i32 = if cfg!(windows) { 112 } else { 28 };
 
-    /// Writes the file `POINT.held`, and waits until somebody has removed it.
+    /// Writes the file `POINT.held`, and waits until the file has been removed.
     fn hold(point: Point) -> Result<()> {
         let held = PathBuf::from(format!("{}.held", point.name()));
         std::fs::write(&held, "").map_err(Error::io(&held))?;

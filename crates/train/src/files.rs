@@ -1,8 +1,8 @@
-//! Files that are written whole or not at all, and files that can be read to their end. Files of runs, checkpoints and commands that must
-//! be whole are written here.
+//! Files that are written completely or not at all, and reads of files that have an end. Runs, checkpoints and commands use this module to
+//! write all files that must be complete.
 //!
-//! A file is written beside its place, synced, and renamed, so nothing half-written is read back. Devices, directories and pipes with a
-//! name are neither read nor replaced.
+//! A file is written under a temporary name in the same directory, synced, and renamed, so no program reads a half-written file. This
+//! module neither reads nor replaces devices, directories and named pipes.
 
 use crate::fault::{Point, reach, writing};
 use nibble_core::allocation::phase;
@@ -17,10 +17,11 @@ use std::time::{SystemTime, UNIX_EPOCH};
 /// Prefix of the names of unfinished files.
 pub const UNFINISHED_PREFIX: &str = ".nibble-tmp-";
 
-/// Unfinished files of this process, to be removed if it ends early.
+/// Unfinished files of this process, which are removed if the process ends early.
 static UNFINISHED: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 
-/// A file that is written under a temporary name next to its path. [`WholeFile::finish`] renames it; a drop before that removes it.
+/// A file that is written under a temporary name in the directory of its path. [`WholeFile::finish`] renames the file; a drop before the
+/// rename removes the file.
 #[derive(Debug)]
 pub struct WholeFile {
     file: File,
@@ -28,18 +29,18 @@ pub struct WholeFile {
     path: PathBuf,
 }
 
-/// A temporary path. On a drop its file is removed, unless it has been renamed.
+/// A temporary path. A drop removes the file at this path, unless the file has been renamed.
 #[derive(Debug)]
 struct Unfinished(PathBuf);
 
 impl Unfinished {
-    /// Lists the path before there is a file, so that a process that ends in between removes the file.
+    /// Lists the path before the file exists. A process that ends between these two events therefore removes the file.
     fn named(path: PathBuf) -> Self {
         UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner).push(path.clone());
         Self(path)
     }
 
-    /// Renames the file for good.
+    /// Renames the file to its final name.
     fn rename(&self, to: &Path) -> io::Result<()> {
         reach(Point::FileUnnamed).map_err(|error| io::Error::other(error.to_string()))?;
         fs::rename(&self.0, to)?;
@@ -57,25 +58,25 @@ impl Unfinished {
 impl Drop for Unfinished {
     fn drop(&mut self) {
         if self.forget() {
-            // Only the error that led here is reported.
+            // The error of this removal is ignored: only the error that caused the drop is reported.
             let _ = remove(&self.0);
         }
     }
 }
 
-/// Removes a file, or a folder with what is in it.
+/// Removes a file, or a folder with its contents.
 ///
 /// # Errors
-/// What the system says.
+/// The error of the operating system.
 pub(crate) fn remove(path: &Path) -> io::Result<()> {
     if fs::symlink_metadata(path)?.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) }
 }
 
-/// Checks that a path that is to be written neither is nor passes through a dangling symbolic link. Somebody expects a file at the link's
-/// target, and it would not be there.
+/// Checks that a path is no dangling symbolic link and passes through none. Writing through such a link would not create the file that is
+/// expected at the link's target.
 ///
 /// # Errors
-/// Which link it is, and where it leads.
+/// The error names the link and the link's target.
 pub fn require_no_loose_link(path: &Path) -> io::Result<()> {
     for place in path.ancestors().filter(|place| !place.as_os_str().is_empty()) {
         let (Ok(target), Err(why)) = (fs::read_link(place), fs::metadata(place)) else { continue };
@@ -95,18 +96,19 @@ pub fn require_no_loose_link(path: &Path) -> io::Result<()> {
 /// Creates a folder and its missing parents.
 ///
 /// # Errors
-/// As [`require_no_loose_link`]; what the system says.
+/// The errors of [`require_no_loose_link`] and of the operating system.
 pub fn make_folder(path: &Path) -> io::Result<()> {
     require_no_loose_link(path)?;
     fs::create_dir_all(path)
 }
 
-/// The folder of a path.
+/// The folder that contains a path.
 fn folder_of(path: &Path) -> &Path {
     path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// A folder that is filled under a temporary name next to its path. [`WholeFolder::finish`] renames it; a drop before that removes it.
+/// A folder that is filled under a temporary name in the directory of its path. [`WholeFolder::finish`] renames the folder; a drop before
+/// the rename removes the folder.
 #[derive(Debug)]
 pub(crate) struct WholeFolder {
     unfinished: Unfinished,
@@ -114,10 +116,11 @@ pub(crate) struct WholeFolder {
 }
 
 impl WholeFolder {
-    /// Begins a folder that will be at `path`, where there is nothing or an empty folder. Removes what killed processes left next to it.
+    /// Starts a folder for `path`, where there must be nothing or an empty folder. Removes unfinished files that killed processes left in
+    /// the same directory.
     ///
     /// # Errors
-    /// What the system says.
+    /// The error of the operating system.
     pub fn create(path: &Path) -> io::Result<Self> {
         phase(format_args!("writing {}", path.display()));
         require_no_loose_link(path)?;
@@ -128,15 +131,15 @@ impl WholeFolder {
         Ok(Self { unfinished, path: path.to_owned() })
     }
 
-    /// The temporary path.
+    /// The temporary path of the folder.
     pub fn unfinished(&self) -> &Path {
         &self.unfinished.0
     }
 
-    /// Renames the folder. Its files must be on the disk already.
+    /// Renames the folder to its final name. The folder's files must be on the disk already.
     ///
     /// # Errors
-    /// What the system says. Until the rename succeeds, `path` is as it was.
+    /// The error of the operating system. Until the rename succeeds, `path` is unchanged.
     pub fn finish(self) -> io::Result<()> {
         sync_dir(&self.unfinished.0)?;
         self.unfinished.rename(&self.path)
@@ -144,16 +147,16 @@ impl WholeFolder {
 }
 
 impl WholeFile {
-    /// Begins a file that will be at `path`. If `path` is a symbolic link, the link's target is replaced, and not the link.
+    /// Starts a file for `path`. If `path` is a symbolic link, the file replaces the link's target and not the link.
     ///
     /// # Errors
-    /// What the system says.
+    /// The error of the operating system.
     pub fn create(path: &Path) -> io::Result<Self> {
         phase(format_args!("writing {}", path.display()));
         require_no_loose_link(path)?;
         let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
         let there = fs::metadata(&path).ok();
-        // A rename over a device or a pipe would remove it for everybody.
+        // A rename over a device or a pipe would remove the device or pipe for all processes.
         if let Some(what) = there.as_ref().and_then(|there| what_else(there.file_type())) {
             return Err(no_file(what));
         }
@@ -165,17 +168,17 @@ impl WholeFile {
         Ok(Self { file, unfinished, path })
     }
 
-    /// Waits until the content is on the disk, and renames the file.
+    /// Waits until the contents are on the disk, and renames the file to its final name.
     ///
     /// # Errors
-    /// What the system says. Until the rename succeeds, `path` is as it was.
+    /// The error of the operating system. Until the rename succeeds, `path` is unchanged.
     pub fn finish(self) -> io::Result<()> {
         self.file.sync_all()?;
         self.unfinished.rename(&self.path)
     }
 }
 
-/// An empty file with a unique name, by which other processes recognize its directory. A drop removes it.
+/// An empty file with a unique name, by which other processes recognize the file's directory. A drop removes the file.
 #[derive(Debug)]
 pub(crate) struct Mark(Unfinished);
 
@@ -183,7 +186,7 @@ impl Mark {
     /// Creates a mark in this directory.
     ///
     /// # Errors
-    /// What the system says.
+    /// The error of the operating system.
     pub fn in_dir(dir: &Path) -> io::Result<Self> {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let mark = Unfinished::named(dir.join(format!("{}-{:x}", own_prefix(), now.as_nanos())));
@@ -197,7 +200,8 @@ impl Mark {
     }
 }
 
-/// Prefix of the next temporary name of this process. All prefixes differ and have one length, since ranks send such names to each other.
+/// The prefix of the next temporary name of this process. All prefixes differ. The prefixes have equal lengths, because ranks send
+/// temporary names to each other.
 fn own_prefix() -> String {
     static TURN: AtomicU64 = AtomicU64::new(0);
     format!("{UNFINISHED_PREFIX}{}-{:08}", std::process::id(), TURN.fetch_add(1, Ordering::Relaxed))
@@ -214,39 +218,39 @@ impl Write for WholeFile {
     }
 }
 
-/// Writes a file whole, or leaves its place as it was.
+/// Writes a file completely, or leaves its path unchanged.
 ///
 /// # Errors
-/// What the system says.
+/// The error of the operating system.
 pub fn write_whole(path: &Path, content: impl AsRef<[u8]>) -> io::Result<()> {
     let mut file = WholeFile::create(path)?;
     file.write_all(content.as_ref())?;
     file.finish()
 }
 
-/// Appends bytes to a file: all of them, unless it returns an error.
+/// Appends all bytes to a file, or returns an error.
 ///
 /// # Errors
-/// What the system says; some of the bytes may be there then.
+/// The error of the operating system. After an error, the file may contain some of the bytes.
 pub(crate) fn append(file: &mut File, bytes: &[u8]) -> io::Result<()> {
     if let Err(error) = writing() {
-        // A full disk takes the first bytes.
+        // A full disk accepts only the first bytes.
         file.write_all(&bytes[..bytes.len() / 2])?;
         return Err(error);
     }
     file.write_all(bytes)
 }
 
-/// Removes the unfinished files and folders that processes which have ended left in a directory.
+/// Removes unfinished files and folders of ended processes from a directory.
 ///
 /// # Errors
-/// What the system says.
+/// The error of the operating system.
 pub(crate) fn remove_abandoned(dir: &Path) -> io::Result<()> {
     for entry in fs::read_dir(dir)? {
         let entry = entry?;
         let name = entry.file_name();
         let process = name.to_str().and_then(|name| name.strip_prefix(UNFINISHED_PREFIX)?.split('-').next());
-        // A process that still runs may be writing its file now.
+        // A process that still runs may be writing this file.
         if process.is_some_and(|id| !Path::new("/proc").join(id).exists()) {
             remove(&entry.path())?;
         }
@@ -257,13 +261,14 @@ pub(crate) fn remove_abandoned(dir: &Path) -> io::Result<()> {
 /// Waits until a directory's entries are on the disk.
 ///
 /// # Errors
-/// What the system says.
+/// The error of the operating system.
 pub fn sync_dir(dir: &Path) -> io::Result<()> {
-    // Elsewhere a directory cannot be opened as a file, and renames are written through.
+    // Other systems cannot open a directory as a file, and write renames to disk at once.
     if cfg!(unix) { File::open(dir)?.sync_all() } else { Ok(()) }
 }
 
-/// Removes the unfinished files and folders of this process, which is about to end. Those that another thread is adding just now may stay.
+/// Removes the unfinished files and folders of this process, which is about to end. Files that another thread is adding at this moment may
+/// remain.
 pub fn remove_unfinished() {
     if let Ok(mut all) = UNFINISHED.try_lock() {
         for path in all.drain(..) {
@@ -272,16 +277,16 @@ pub fn remove_unfinished() {
     }
 }
 
-/// Opens a file that has an end. Refuses files that may never end, or may block their reader forever: directories, devices, sockets and
-/// named pipes. Accepts a pipe without a name, such as a shell's `<(...)`, because it has a writer. Refuses a Git LFS pointer, since its
-/// content is missing.
+/// Opens a file that has an end. Refuses files that may never end, or that may block their reader forever: directories, devices, sockets
+/// and named pipes. Accepts a pipe without a name, such as a shell's `<(...)`, because such a pipe has a writer. Refuses a Git LFS pointer,
+/// because the file's actual contents are missing.
 ///
 /// # Errors
-/// What the system says, or what the path is instead of a file.
+/// The error of the operating system, or the kind of object that is at the path instead of a file.
 pub fn open_to_read(path: &Path) -> io::Result<File> {
     let file = open_with_an_end(path)?;
     let mut start = [0; LFS_POINTER.len()];
-    // A pointer is short, and nothing may be read of a pipe.
+    // A pointer is short. Nothing may be read from a pipe, because the bytes would be lost to the caller.
     let about = file.metadata()?;
     if about.is_file()
         && about.len() < 1024
@@ -300,17 +305,18 @@ const LFS_POINTER: &[u8] = b"version https://git-lfs.github.com/spec/";
 fn open_with_an_end(path: &Path) -> io::Result<File> {
     phase(format_args!("reading {}", path.display()));
     match what_else(fs::metadata(path)?.file_type()) {
-        // A pipe without a name has a writer.
+        // A pipe without a name has a writer, so reading it ends.
         Some(PIPE) if fs::canonicalize(path).is_err() => File::open(path),
         Some(what) => Err(no_file(what)),
         None => File::open(path),
     }
 }
 
-/// Reads from byte `at` of a file on until `to` is full or the file ends; returns the bytes read. On Unix the file's cursor stays.
+/// Reads bytes of a file from position `at`, until `to` is full or the file ends. Returns the number of bytes read. On Unix the file's
+/// cursor does not move.
 ///
 /// # Errors
-/// What the system says.
+/// The error of the operating system.
 pub(crate) fn read_full_at(file: &File, to: &mut [u8], at: u64) -> io::Result<usize> {
     let mut done = 0;
     while done < to.len() {
@@ -330,7 +336,7 @@ pub(crate) fn read_full_at(file: &File, to: &mut [u8], at: u64) -> io::Result<us
 
 const PIPE: &str = "a pipe";
 
-/// What a path is that is no regular file.
+/// The kind of a path that is not a regular file.
 fn what_else(kind: fs::FileType) -> Option<&'static str> {
     if kind.is_file() {
         None
@@ -347,10 +353,10 @@ fn no_file(what: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidInput, format!("is {what}, expected a file"))
 }
 
-/// All bytes of a file that [`open_to_read`] opens, if there are at most `most`.
+/// Reads all bytes of a file that [`open_to_read`] accepts, if there are at most `most` bytes.
 ///
 /// # Errors
-/// What the system says; what the path is instead of a file, or that it is longer.
+/// The errors of [`open_to_read`] and of the operating system; an error for a longer file.
 pub fn read_whole(path: &Path, most: u64) -> io::Result<Vec<u8>> {
     phase(format_args!("reading {}", path.display()));
     let mut bytes = Vec::new();
@@ -364,10 +370,10 @@ pub fn read_whole(path: &Path, most: u64) -> io::Result<Vec<u8>> {
     }
 }
 
-/// [`read_whole`], as text.
+/// Like [`read_whole`], but returns text.
 ///
 /// # Errors
-/// As [`read_whole`]; for what is not UTF-8.
+/// The errors of [`read_whole`]; an error for text that is not UTF-8.
 pub fn read_text(path: &Path, most: u64) -> io::Result<String> {
     String::from_utf8(read_whole(path, most)?).map_err(|e| {
         let why = format!("is no UTF-8 text (byte {} is none), expected one", e.utf8_error().valid_up_to());
@@ -375,10 +381,10 @@ pub fn read_text(path: &Path, most: u64) -> io::Result<String> {
     })
 }
 
-/// SHA-256 of a whole file. On Unix the file's cursor stays where it is, so others may read the file as well.
+/// SHA-256 of a whole file. On Unix the file's cursor does not move, so that other threads may read the file at the same time.
 ///
 /// # Errors
-/// What the system says.
+/// The error of the operating system.
 pub(crate) fn sha256_of_file(file: &File) -> io::Result<String> {
     let (mut hash, mut piece, mut at) = (Sha256::new(), vec![0; 1 << 20], 0);
     loop {
@@ -390,12 +396,12 @@ pub(crate) fn sha256_of_file(file: &File) -> io::Result<String> {
     }
 }
 
-/// SHA-256, hexadecimal.
+/// SHA-256 in hexadecimal digits.
 pub(crate) fn sha256_hex(content: &[u8]) -> String {
     hexadecimal(&Sha256::digest(content))
 }
 
-/// Two digits per byte.
+/// The bytes in hexadecimal, with two digits per byte.
 pub(crate) fn hexadecimal(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
@@ -447,7 +453,7 @@ mod tests {
     fn what_others_have_left_unfinished_goes_and_what_somebody_writes_stays() {
         let dir = tempfile::tempdir().unwrap();
         let mine = WholeFile::create(&dir.path().join("a.txt")).unwrap();
-        // No system has a process of this number.
+        // No system has a process with this number.
         fs::write(dir.path().join(format!("{UNFINISHED_PREFIX}4294967295-0")), "").unwrap();
         fs::write(dir.path().join("b.txt"), "").unwrap();
         assert_eq!(names(dir.path()).len(), 3);

@@ -1,9 +1,9 @@
-//! Small files of JSON lines, one object per line, that are read into memory whole. (What a run trains on is read row by row: `data`.)
+//! Small JSON Lines files, with one object per line, that are read into memory completely. (Training data is read row by row, by `data`.)
 
 use serde_json::{Map, Value};
 
-/// The lines of a text that are not blank: number from 1, text, and JSON object or the reason why there is none. A byte order mark at
-/// the beginning is skipped.
+/// The lines of a text that are not blank: the line number (from 1), the text, and the JSON object or the reason why the line is not an
+/// object. A byte order mark at the beginning is skipped.
 pub fn objects(text: &str) -> impl Iterator<Item = (usize, &str, Result<Map<String, Value>, String>)> {
     let text = text.strip_prefix('\u{feff}').unwrap_or(text);
     let lines = (1..).zip(text.lines()).filter(|(_, line)| !line.trim().is_empty());
@@ -13,7 +13,7 @@ pub fn objects(text: &str) -> impl Iterator<Item = (usize, &str, Result<Map<Stri
 /// The JSON object in a line.
 ///
 /// # Errors
-/// Why the line is none.
+/// The reason why the line is not a JSON object.
 pub fn object(line: &str) -> Result<Map<String, Value>, String> {
     match serde_json::from_str(line).map_err(|error| no_json(&error))? {
         Value::Object(object) => Ok(object),
@@ -21,25 +21,25 @@ pub fn object(line: &str) -> Result<Map<String, Value>, String> {
     }
 }
 
-/// The parser's error for a line, with the column and without the line number: the parser saw one line.
+/// The parser's error for a line, with the column but without the line number, because the parser saw only one line.
 pub(crate) fn no_json(error: &serde_json::Error) -> String {
     format!("is no JSON: {}", error.to_string().replace(" at line 1 column ", ", column "))
 }
 
-/// Refuses a row with a prompt if keys that Nibble does not read say something in it.
+/// Refuses a row with a prompt if the row has a non-empty value for a key that Nibble does not read.
 ///
 /// # Errors
-/// The key, and what to do about it.
+/// The key, and advice on the key.
 pub fn require_prompt_alone(row: &Map<String, Value>) -> Result<(), String> {
     let mut known = row.iter().filter_map(|(key, value)| Some((RowKey::of_pair(key)?, value)));
     known.try_for_each(|(key, value)| key.refuse_value(value))
 }
 
-/// A key of rows that other trainers read and Nibble does not. Ignoring it silently would change what is learnt.
+/// A key that other trainers read in data rows and Nibble does not. Ignoring the key silently would change what the model learns.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct RowKey {
     name: &'static str,
-    /// What to do about it.
+    /// Advice on the key.
     advice: &'static str,
 }
 
@@ -50,20 +50,20 @@ impl RowKey {
         keys.find(|key| key.name == name)
     }
 
-    /// The key of this name, in any row with an answer.
+    /// The key of this name in any row with an answer; `None` if Nibble reads or ignores the key.
     pub fn of(name: &str) -> Option<Self> {
         Self::find(OF_ANSWERS, name)
     }
 
-    /// The key of this name, in a row with a prompt and an answer.
+    /// The key of this name in a row with a prompt and an answer; `None` if Nibble reads or ignores the key.
     pub fn of_pair(name: &str) -> Option<Self> {
         Self::find(OF_PAIRS, name).or_else(|| Self::of(name))
     }
 
-    /// Refuses the key's value in a row, unless the value is empty or asks for what Nibble does anyway.
+    /// Refuses the key's value in a row, unless the value is empty or requests the behaviour that Nibble has anyway.
     ///
     /// # Errors
-    /// Why it is refused.
+    /// The reason of the refusal.
     pub fn refuse_value(&self, value: &Value) -> Result<(), String> {
         let says_nothing = match value {
             Value::Null => true,
@@ -76,10 +76,10 @@ impl RowKey {
         if says_nothing { Ok(()) } else { self.refuse(is_yes) }
     }
 
-    /// Refuses the key in a row where its value is not empty. `is_yes`: the value, if it is a switch.
+    /// Refuses the key in a row in which the key's value is not empty. `is_yes` is the value of a switch, and `None` for other keys.
     ///
     /// # Errors
-    /// Why it is refused.
+    /// The reason of the refusal.
     pub fn refuse(&self, is_yes: Option<bool>) -> Result<(), String> {
         match self.advice == ALIKE && is_yes == Some(true) {
             true => Ok(()),
@@ -91,11 +91,11 @@ impl RowKey {
     }
 }
 
-/// Advice for switches that, if true or 1, ask for what Nibble does anyway.
+/// Advice for switches that, if true or 1, request the behaviour that Nibble has anyway.
 const ALIKE: &str = "all rows count alike, and a message of the role assistant may say \"weight\": 0";
 const FIRST: &str = "write it as a first message of the role system, or into the prompt";
 
-/// Keys of rows with answers, and advice for each.
+/// Keys of rows with answers, and advice for each key.
 const OF_ANSWERS: &[(&str, &str)] = &[
     ("system system_prompt", FIRST),
     ("functions", "write them as \"tools\""),

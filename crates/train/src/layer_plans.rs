@@ -1,17 +1,17 @@
-//! The plans of layers under a recipe, each compiled once for a stretch of a run in which the recipe does not change.
+//! The plans of layers under a recipe. Each plan is compiled once for each stretch of a run in which the recipe does not change.
 
 use nibble_core::Recipe;
 use nibble_core::recipe::{Layer, LayerPlan, Passes};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// A recipe, and the plans compiled for it so far.
+/// A recipe, and the plans that have been compiled for this recipe so far.
 #[derive(Debug)]
 pub struct LayerPlans {
     recipe: Recipe,
     /// The points of a run (step / steps) at which the recipe may change, in order.
     starts: Vec<f64>,
-    /// By layer name.
+    /// The compiled plans by layer name.
     compiled: Mutex<HashMap<String, Vec<Compiled>>>,
 }
 
@@ -24,7 +24,7 @@ struct Compiled {
 }
 
 impl LayerPlans {
-    /// Without compiled plans.
+    /// Starts without compiled plans.
     pub fn new(recipe: Recipe) -> Self {
         let starts = recipe.stretches().into_iter().map(|(start, _)| start).collect();
         Self { recipe, starts, compiled: Mutex::default() }
@@ -38,7 +38,7 @@ impl LayerPlans {
     /// The plan of a layer at a point of a run (step / steps).
     pub fn plan(&self, layer: &Layer, progress: f64, passes: Passes) -> Arc<LayerPlan> {
         let stretch = self.starts.partition_point(|start| *start <= progress);
-        // A poisoned lock is harmless: each plan is inserted whole.
+        // A poisoned lock is harmless, because each plan is inserted in one step.
         let mut compiled = self.compiled.lock().unwrap_or_else(PoisonError::into_inner);
         let is_it = |known: &&Compiled| {
             (known.stretch, known.passes) == (stretch, passes) && known.plan.layer == *layer

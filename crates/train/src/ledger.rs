@@ -1,9 +1,9 @@
-//! What forward passes save for their backward passes, in bytes: the memory story of a recipe.
+//! The memory that forward passes save for their backward passes, in bytes: the memory use of a recipe.
 //!
-//! Each `Saved` struct lists its buffers: layer, kind, format, bytes, and the identity of the allocation. A [`Ledger`] adds them up and
-//! counts a shared buffer once; in BF16, for example, attention's output is also the output projection's input. Copies of weights are not
-//! in the ledger, because they belong to the weights. `nibble train` prints the table, from the rehearsal of [`crate::plan`]. The CPU's
-//! allocator counts its live bytes, so tests compare the ledger's sum with what is really held.
+//! Each `Saved` struct lists its buffers: layer, kind, format, bytes, and the identity of the allocation. A [`Ledger`] adds the buffers up
+//! and counts a shared buffer once; in BF16, for example, attention's output is also the output projection's input. Copies of weights are
+//! not in the ledger, because they belong to the weights. `nibble train` prints the table from the rehearsal of [`crate::plan`]. The CPU's
+//! allocator counts its live bytes, so tests compare the ledger's sum with the actually allocated memory.
 
 use nibble_core::formats::Format;
 use nibble_core::{Backend, Operand, Tensor};
@@ -14,35 +14,35 @@ use std::collections::BTreeMap;
 pub struct Entry {
     /// The layer's name.
     pub layer: String,
-    /// What is saved: `x`, `h`, `q` and so on.
+    /// The kind of the saved tensor: `x`, `h`, `q` and so on.
     pub kind: &'static str,
-    /// How it is stored.
+    /// The format in which the tensor is stored.
     pub format: Format,
-    /// Bytes of elements, or of codes and scales.
+    /// Number of bytes of the elements, or of the codes and scales.
     pub bytes: usize,
-    /// Identity of the allocation: equal for entries that share it.
+    /// Identity of the allocation. Entries that share an allocation have equal ids.
     pub buffer_id: u64,
 }
 
-/// All saved buffers. A buffer that several layers save is listed by each and counted once.
+/// All saved buffers. A buffer that several layers save is listed once per layer, but counted once.
 #[derive(Debug, Clone, Default)]
 pub struct Ledger {
-    /// In the order of the forward pass.
+    /// The entries in the order of the forward pass.
     pub entries: Vec<Entry>,
 }
 
 impl Ledger {
-    /// Lists an operand.
+    /// Adds an operand to the list.
     pub fn operand<B: Backend>(&mut self, layer: &str, kind: &'static str, x: &Operand<B>) {
         self.add(layer, kind, x.format(), x.bytes(), x.buffer_id());
     }
 
-    /// Lists a plain tensor.
+    /// Adds a plain tensor to the list.
     pub fn tensor<B: Backend>(&mut self, layer: &str, kind: &'static str, x: &Tensor<B>) {
         self.operand(layer, kind, &Operand::Plain(x.clone()));
     }
 
-    /// Lists a buffer of plain values: indices, row scalars, sums.
+    /// Adds a buffer of plain values to the list: indices, row scalars, sums.
     pub fn words<B: Backend, T: nibble_core::Plain>(
         &mut self,
         layer: &str,
@@ -56,7 +56,7 @@ impl Ledger {
         self.entries.push(Entry { layer: layer.to_owned(), kind, format, bytes, buffer_id });
     }
 
-    /// The entries, each allocation once.
+    /// The entries, with one entry per allocation.
     pub fn unique(&self) -> Vec<&Entry> {
         let mut seen = std::collections::HashSet::new();
         self.entries.iter().filter(|e| e.bytes > 0 && seen.insert(e.buffer_id)).collect()
@@ -101,13 +101,13 @@ impl Ledger {
     }
 }
 
-/// A struct whose fields are what a forward pass saves.
+/// A struct whose fields are the tensors that a forward pass saves.
 pub trait Saved {
-    /// Lists every buffer it holds.
+    /// Lists every buffer of the struct.
     fn ledger(&self, ledger: &mut Ledger);
 }
 
-/// 3 670 016 → `3.5 MiB`; nothing above GiB, so that sizes compare at a glance.
+/// Formats a size: 3 670 016 → `3.5 MiB`. No unit is larger than GiB, so that sizes are easy to compare.
 pub(crate) fn in_words(bytes: usize) -> String {
     const UNITS: [(&str, u32); 3] = [("GiB", 30), ("MiB", 20), ("KiB", 10)];
     match UNITS.into_iter().find(|(_, power)| bytes >> power > 0) {

@@ -1,9 +1,9 @@
-//! Training: layers with hand-written backward passes, the mixture-of-experts layer, a Qwen3-MoE style decoder, AdamW,
-//! data, checkpoints and metrics. Generic over the backend; nothing here knows a CPU from a GPU.
+//! Training: layers with hand-written backward passes, the mixture-of-experts layer, a Qwen3-MoE style decoder, AdamW, data, checkpoints
+//! and metrics. The crate is generic over the backend; no code here distinguishes a CPU from a GPU.
 //!
-//! The life of a step: [`trainer::Trainer::issue_step`] hands tokens and scalars to the device and issues the weights' copies,
-//! forward (which returns what backward needs, the loss and the head's gradients), backward, and [`optim::step`], or replays
-//! them; [`trainer::Trainer::settle`] reads the [`record`] they leave.
+//! A step works as follows. [`trainer::Trainer::issue_step`] copies tokens and scalars to the device. `issue_step` then issues the weights'
+//! copies, the forward pass (which returns the saved activations, the loss and the head's gradients), the backward pass, and
+//! [`optim::step`], or replays these kernels. [`trainer::Trainer::settle`] reads the [`record`] of the step.
 
 pub mod checkpoint;
 pub mod checks;
@@ -44,7 +44,7 @@ mod words;
 
 pub use error::{Error, Result};
 
-/// The example of the README compiles.
+/// The doc test of this item compiles the example of the README.
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;

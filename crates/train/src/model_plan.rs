@@ -1,5 +1,6 @@
-//! What a step of a whole model counts, by the layers' plans: every conversion in the order of a step, under the names of the step's
-//! record. The record, and the histories of delayed scales, are laid out by this list before the first step.
+//! The list of everything that a step of a whole model counts, derived from the layers' plans: every conversion in the order of a step,
+//! under the names of the step's record. This list determines the layout of the record and of the histories of delayed scales before the
+//! first step.
 
 use crate::checks::steps_of_change;
 use crate::config::Config;
@@ -17,13 +18,13 @@ use std::sync::Arc;
 /// A place in the model where a step counts blocks.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PlannedSite {
-    /// Its name in the record.
+    /// The site's name in the record.
     pub site: CountSite,
-    /// Under a delayed scale: the update rule of its records, and what its spans are.
+    /// For a tensor with a delayed scale: the update rule of the tensor's records, and the kind of its spans.
     pub delayed: Option<(DelayedScaling, Spans)>,
 }
 
-/// Sites, each once, in the order in which they were added.
+/// Sites without duplicates, in the order in which the sites were added.
 #[derive(Debug, Clone, Default)]
 struct SiteList {
     sites: Vec<PlannedSite>,
@@ -44,7 +45,7 @@ impl SiteList {
                     (format!("{scaling} of {site}"), format!("{known}: a tensor has one history in a run"));
                 Err(Error::shape("quantize", "delayed scale", got, expected))
             }
-            // Another quantization of the same tensor may be the one with the delayed scale.
+            // Another quantization of the same tensor may have the delayed scale.
             (of_known, of_this) => {
                 known.delayed = of_known.or(of_this);
                 Ok(())
@@ -53,10 +54,10 @@ impl SiteList {
     }
 }
 
-/// All sites that a run counts, in the order of a step. Sites that only later precisions add come last.
+/// All sites that a run counts, in the order of a step. Sites that appear only with later precisions of the run come last.
 ///
 /// # Errors
-/// As [`sites`]; [`Error::Shape`] where a tensor would have different histories in a run.
+/// The errors of [`sites`]; [`Error::Shape`] if a tensor would have different histories in a run.
 pub fn sites_of_run(config: &Config, plans: &LayerPlans) -> Result<Vec<PlannedSite>> {
     let (spec, steps) = (ModelSpec::new(&config.model), config.train.steps);
     let passes = Passes::Both { keep_a: !config.train.recompute.contains(&Scope::Swiglu) };
@@ -96,7 +97,7 @@ pub fn sites(
     Ok(sites.found.sites)
 }
 
-/// The parts of a decoder layer that have weights of products, in the order in which their copies are made.
+/// The parts of a decoder layer whose weights are GEMM operands, in the order in which the copies of these weights are created.
 fn weights_of(block: &BlockSpec) -> Vec<&Part> {
     let attn = block.attn.inputs().into_iter().chain(block.attn.of_latents()).chain([block.attn.out()]);
     attn.chain(block.feed.parts()).collect()
@@ -127,7 +128,7 @@ impl Sites<'_> {
         Some(self.plans.plan(&layer, self.progress, passes))
     }
 
-    /// The copies of a part's weights.
+    /// Adds the conversions of a part's weights.
     fn weights(&mut self, part: &Part) -> Result<()> {
         let Some(plan) = self.plan(part) else { return Ok(()) };
         part.weights().iter().filter(|weight| !weight.is_vector()).try_for_each(|weight| {
@@ -136,7 +137,7 @@ impl Sites<'_> {
         })
     }
 
-    /// The copies of the head's weight, which may be the embedding's.
+    /// Adds the conversions of the head's weight, which may be the embedding's weight.
     fn head_weight(&mut self, head: &Part, embed: &Part) -> Result<()> {
         let own = head.weights().first().or_else(|| embed.weights().first());
         match (self.plan(head), own) {
@@ -157,7 +158,7 @@ impl Sites<'_> {
         Ok(())
     }
 
-    /// Adds the counted conversions of a layer, under this layer name.
+    /// Adds the counted conversions of a layer under this name of a layer.
     fn steps(&mut self, layer: &str, spans: Spans, steps: Vec<Step>) -> Result<()> {
         for Step { change, quantized, .. } in steps {
             let delayed = quantized.and_then(|to| to.delayed).map(|scaling| (scaling, spans));
@@ -168,7 +169,7 @@ impl Sites<'_> {
         Ok(())
     }
 
-    /// A pass of a layer whose input no other layer shares.
+    /// Adds a pass of a layer that shares its input with no other layer.
     fn layer(&mut self, part: &Part, pass: Pass) -> Result<()> {
         let Some(plan) = self.plan(part) else { return Ok(()) };
         let spans = if plan.layer.kind == LayerKind::Expert { Spans::ExpertParts } else { Spans::Shards };
@@ -182,7 +183,8 @@ impl Sites<'_> {
         self.steps(&part.id, spans, steps)
     }
 
-    /// Projections that share one input, under this layer name. In the backward pass, their gradients follow the conversions of the input.
+    /// Adds a pass of projections that share one input, under this name of a layer. In the backward pass, the conversions of the
+    /// projections' gradients follow the conversions of the input.
     fn shared(&mut self, name: &str, parts: [&Part; 3], pass: Pass) -> Result<()> {
         let plans: Vec<_> = parts.iter().filter_map(|part| self.plan(part)).collect();
         let linear = plans.iter().map(|plan| plan.linear()).collect::<Result<Vec<_>>>()?;
@@ -228,8 +230,8 @@ impl Sites<'_> {
     }
 }
 
-/// How the record counts a conversion; `None` if it does not. The kernel that writes h counts nothing. Neither does the kernel that
-/// recomputes `a`, since the forward pass has counted it.
+/// How the record counts a conversion; `None` if the record does not count the conversion. The kernel that writes `h` counts nothing. The
+/// kernel that recomputes `a` counts nothing either, because the forward pass has already counted `a`.
 fn counted(change: &Change) -> Option<ChangeKind> {
     let Change { op, tensor, from, to, .. } = change;
     match (*op, *tensor) {

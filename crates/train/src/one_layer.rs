@@ -1,4 +1,4 @@
-//! Runs one layer alone, forward and backward on random values, so that the backend can observe what a recipe does to the layer.
+//! Runs one layer alone, forward and backward, on random values. The backend can then observe the effects of a recipe on the layer.
 
 use crate::cx::Cx;
 use crate::layers::{Head, HeadInput, Layer, Linear, Mlp};
@@ -12,10 +12,10 @@ use nibble_core::recipe::{Layer as Name, LayerKind, LayerPlan, Pass, Passes, Pro
 use nibble_core::{DeviceKind, Kernels, Mesh, Recipe, Result, SoloComm, Tensor};
 use nibble_dry::{Dry, Multiplied};
 
-/// Width of the layer, and tokens of each of its two shards: the least that the recipes' blocks allow.
+/// The width of the layer, and the number of tokens of each of its two shards: the smallest size that the recipes' blocks allow.
 const WIDTH: usize = 128;
 const SHARD: usize = 128;
-/// Standard deviations of weights.
+/// Standard deviations of the weights.
 const STDS: [f32; 2] = [0.1; 2];
 
 /// A layer of a model, under a recipe at one point of a run.
@@ -23,18 +23,18 @@ const STDS: [f32; 2] = [0.1; 2];
 pub struct OneLayer<'a> {
     /// The recipe.
     pub recipe: &'a Recipe,
-    /// The layer to run. A gated projection runs together with SwiGLU and the projection after it; a router runs nothing.
+    /// The layer to run. A gated projection runs together with SwiGLU and the next projection. For a router, nothing runs.
     pub layer: &'a Name,
-    /// step / steps of the run.
+    /// The progress of the run: step / number of steps.
     pub progress: f64,
 }
 
 impl OneLayer<'_> {
-    /// Runs both passes. Before each pass, calls `begin` with the pass, and the name and buffer id of the pass's input: x, or the gradient
-    /// of the layer's output. The head, which computes its gradients with its losses, has one pass.
+    /// Runs both passes. Before each pass, calls `begin` with the pass, and with the name and buffer id of the pass's input: x, or the
+    /// gradient of the layer's output. The head has only one pass, because it computes its gradients together with its losses.
     ///
     /// # Errors
-    /// From the backend, or for a recipe that it cannot follow.
+    /// Errors of the backend; an error if the backend does not support the recipe.
     pub fn run<B: Kernels>(&self, b: &B, begin: &mut dyn FnMut(Pass, &'static str, u64)) -> Result<()> {
         let Self { recipe, layer, progress } = *self;
         let shards = Shards::new(b, 2, SHARD, 0)?;
@@ -42,7 +42,7 @@ impl OneLayer<'_> {
         let (activations, width) = (cx.activations(), Size::new("model.d_model", WIDTH));
         let mut begin = |pass, tensor, x: &Tensor<B>| begin(pass, tensor, buffer_id(x));
         let id = layer.name.as_str();
-        // The id of the enclosing layer is the part's id without its last word.
+        // The id of the enclosing layer is the part's id without the last word.
         let whole = id.rsplit_once('.').map_or(id, |(whole, _)| whole);
         match layer.kind {
             LayerKind::Linear if layer.gated => {
@@ -76,14 +76,14 @@ impl OneLayer<'_> {
     }
 }
 
-/// A product that a layer runs.
+/// A GEMM that a layer runs.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LayerProduct {
-    /// Fprop, dgrad or wgrad.
+    /// The kind of the GEMM: fprop, dgrad or wgrad.
     pub product: Product,
-    /// The op that calls it.
+    /// The op that runs the GEMM.
     pub op: &'static str,
-    /// Its description, at the sizes of this small layer.
+    /// The description of the GEMM, at the sizes of this small layer.
     pub desc: ProductDesc,
 }
 
@@ -94,10 +94,10 @@ impl OneLayer<'_> {
         self.recipe.plan(self.layer, self.progress, Passes::TRAINING)
     }
 
-    /// The layer's products as a GPU runs them, in the order of a step, without duplicates.
+    /// The GEMMs of the layer on a GPU, in the order of a step, without duplicates.
     ///
     /// # Errors
-    /// As [`OneLayer::run`].
+    /// The errors of [`OneLayer::run`].
     pub fn products(&self) -> Result<Vec<LayerProduct>> {
         let (dry, kind) = (Dry::new(DeviceKind::Gpu), self.layer.kind);
         let mut forward = usize::MAX;
@@ -107,7 +107,7 @@ impl OneLayer<'_> {
             }
         };
         let ((), all) = dry.products(|| self.run(&dry, &mut begin))?;
-        // The router of an expert layer has products too: grouped by shard, or dense.
+        // The router of an expert layer has GEMMs too, which are grouped by shard or dense.
         let of_experts = |desc: &ProductDesc| desc.groups.is_some_and(|groups| groups.rows_each.is_none());
         let mut seen = Vec::new();
         let mut of_lines = 0;
@@ -119,7 +119,7 @@ impl OneLayer<'_> {
                 Ragged::Contraction => Product::Wgrad,
                 Ragged::Rows => {
                     of_lines += 1;
-                    // The head computes its gradients with its losses, so its fprop and dgrad alternate.
+                    // The head computes its gradients together with its losses, so the head's fprop and dgrad alternate.
                     let is_first = if kind == LayerKind::Head { of_lines % 2 == 1 } else { number < forward };
                     if is_first { Product::Fprop } else { Product::Dgrad }
                 }
@@ -134,7 +134,7 @@ impl OneLayer<'_> {
 }
 
 impl LayerProduct {
-    /// How its operands are stored.
+    /// The storage formats of the two operands.
     #[must_use]
     pub fn operands(&self) -> [Stored; 2] {
         [self.desc.a, self.desc.b].map(|factor| factor.stored)
@@ -144,8 +144,9 @@ impl LayerProduct {
         (self.product, self.operands()) == (planned.product, planned.operands)
     }
 
-    /// How the observed products of a layer differ from its plan, in a sentence. `None` if each planned pair of operands was observed, and
-    /// no other pair. Weights with equal plans need one observation. A router needs none, since no layer runs it by itself.
+    /// The difference between the observed GEMMs of a layer and its plan, as a sentence. `None` if the observed pairs of operands are
+    /// exactly the planned pairs. Weights with equal plans need one observation. A router needs no observation, because no layer runs the
+    /// router alone.
     #[must_use]
     pub fn difference(seen: &[Self], plan: &LayerPlan) -> Option<String> {
         let products: &[ProductPlan] =
@@ -159,7 +160,7 @@ impl LayerProduct {
         Some(format!("the layer never multiplies {a} by {b}, as its recipe means"))
     }
 
-    /// How this product differs from the closest planned product.
+    /// The difference between this GEMM and the closest planned GEMM.
     fn otherwise_than(&self, kind: LayerKind, planned: &[ProductPlan]) -> String {
         let operands = self.operands();
         let alike = |meant: &ProductPlan| {
@@ -180,12 +181,12 @@ impl LayerProduct {
     }
 }
 
-/// The key of one operand in a recipe's file.
+/// The key of one operand in a recipe file.
 fn key(kind: LayerKind, product: &ProductPlan, side: usize) -> String {
     format!("`{}.{}`", kind.name(), product.sites[side].key())
 }
 
-/// Runs both passes of a layer whose input and output are `WIDTH` wide.
+/// Runs both passes of a layer whose input and output have `WIDTH` columns.
 fn there_and_back<B: Kernels, L: Layer<B, In = Tensor<B>, Out = Tensor<B>>>(
     mut layer: L,
     cx: &Cx<'_, B>,
@@ -199,7 +200,7 @@ fn there_and_back<B: Kernels, L: Layer<B, In = Tensor<B>, Out = Tensor<B>>>(
     layer.backward(cx, saved, dy).map(drop)
 }
 
-/// Normally distributed values in the type of the activations; the name seeds them.
+/// Normally distributed values in the type of the activations. `name` seeds the values.
 fn values<B: Kernels>(cx: &Cx<'_, B>, name: &str) -> Result<Tensor<B>> {
     let stream = Stream::new(0, Purpose::Data, fnv1a32(name), 0);
     let op = InitNormal { stream, first: 0, rows: cx.shards.tokens(), cols: WIDTH, std: 1.0 };

@@ -1,15 +1,16 @@
-//! AdamW with F32 masters and global-norm clipping, on values that stay on the device.
+//! AdamW with F32 masters and global-norm clipping. All values stay on the device.
 //!
-//! Gradients that still lie in shards are summed by a tree, then over the ranks, each of which gets its own rows. Sums of squares of chunks
-//! are gathered from all ranks, with the tables of their records. `EndStep` decides the norm, the clipping factor, and whether the step
-//! counts; `AdamW` reads these from the control buffer. A router's bias (`model.router_bias`) is a parameter without gradient and moments,
-//! which every rank holds whole: `BalanceBias` changes the bias by the loads in the tables of all ranks.
+//! Gradients that are still separate per shard are first summed by a tree, then over the ranks; each rank gets the sums of its own rows.
+//! Sums of squares of chunks are gathered from all ranks, together with the tables of the ranks' records. `EndStep` computes the norm and
+//! the clipping factor, and decides whether the step counts. `AdamW` reads these results from the control buffer. A router's bias
+//! (`model.router_bias`) is a parameter without gradient and moments, of which every rank holds all values. `BalanceBias` changes the bias
+//! according to the loads in the tables of all ranks.
 //!
 //! **A step that fails changes nothing.** `EndStep` sets the *stop* flag if a block held a NaN or an infinity, a row did not fit its
-//! buffer, an id is outside the vocabulary, or the loss, the norm or the learning rate is not finite. While the flag is set, `AdamW`,
-//! `BalanceBias` and `PushAmax` change nothing, in this step and in every later one. Only the host clears it. The host reads the report one
-//! step later and ends the run with the tensor, the layer and the step. A checkpoint waits for its step's report.
-//! `train/tests/steps/faults.rs` makes a result NaN after every op of a step.
+//! buffer, a token id is outside the vocabulary, or the loss, the norm or the learning rate is not finite. While the flag is set, `AdamW`,
+//! `BalanceBias` and `PushAmax` change nothing, in this step and in every later step. Only the host clears the flag. The host reads the
+//! report one step later and ends the run with the tensor, the layer and the step. A checkpoint is written only after its step's report has
+//! been read. `train/tests/steps/faults.rs` replaces a result with NaN after every op of a step.
 
 use crate::config::TrainConfig;
 use crate::cx::Cx;
@@ -24,34 +25,36 @@ use nibble_core::ops::{
 use nibble_core::{DType, Data, Error, Kernels, MeshShape, Result};
 use std::ops::Range;
 
-/// The scalars of a step that the host decides: learning rate, bias corrections after `updates` earlier updates, and 1 / `counted`, the
-/// number of targets that count (at least one).
+/// The scalars of a step that the host computes: the learning rate, the bias corrections after `updates` earlier updates, and 1 /
+/// `counted`. `counted` is the number of targets that count, and is at least one.
 pub fn scalars(config: &TrainConfig, lr: f64, updates: u64, counted: u64) -> [f32; Control::FROM_HOST] {
     let bias = |beta: f64| (1.0 / (1.0 - power(beta, updates + 1))) as f32;
     [lr as f32, bias(config.beta1), bias(config.beta2), 1.0 / counted as f32]
 }
 
-/// The optimizer's device buffers besides those of each parameter.
+/// The optimizer's device buffers, except the buffers of each parameter.
 #[derive(Debug)]
 pub struct OptimizerState<B: Kernels> {
-    /// Sums of squares of this rank's gradients, in canonical order of the parameters: one per parameter, or one per expert of a stack.
+    /// Sums of squares of this rank's gradients, in canonical order of the parameters: one sum per parameter, or one per expert of a stack.
     squares: B::Buf<f32>,
-    /// Where the sums of the whole model lie among those of all ranks: in canonical order, experts by their global number.
+    /// The index, among the sums of all ranks, of each sum of the whole model. The sums are in canonical order, and experts are ordered by
+    /// global number.
     order: B::Buf<i32>,
     /// See [`Control`].
     pub control: B::Buf<f32>,
-    /// A ring of two reports: see [`EndStep`].
+    /// A ring of two reports; see [`EndStep`].
     pub reports: B::Buf<f64>,
 }
 
 impl<B: Kernels> OptimizerState<B> {
-    /// State for these parameters. `layout` is that of the step's record.
+    /// Creates the state for these parameters. `layout` is the layout of the step's record.
     pub fn new(b: &B, params: &[&mut Param<B>], mesh: MeshShape, layout: &Layout) -> Result<Self> {
         let each: usize = params.iter().map(|p| p.stack()).sum();
         let mut order = Vec::new();
         let mut first = 0;
         for param in params {
-            // Of sums that several ranks hold, the first rank's counts: for experts, the first replica, which is the first ranks.
+            // If several ranks hold a sum, the first rank's copy counts. For experts this is the first replica, which consists of the first
+            // ranks.
             let ranks = if param.placement == Placement::Replicated { 1 } else { mesh.ep };
             order.extend((0..ranks).flat_map(|rank| {
                 let first = rank * each + first;
@@ -73,14 +76,14 @@ impl<B: Kernels> OptimizerState<B> {
     }
 }
 
-/// Reduces all gradients, computes their norm, decides whether the step counts, and writes its report. If it counts, takes one AdamW step
-/// and updates router biases. `table` is this rank's record.
+/// Reduces all gradients, computes their norm, decides whether the step counts, and writes the step's report. If the step counts, takes one
+/// AdamW step and updates router biases. `table` is this rank's record.
 ///
-/// A rank has the summed gradients of its own rows, and updates only these. The sum of squares of each tensor (each expert) is rounded to
-/// F32. These sums are added in canonical order, so the norm is the same on every rank and for any number of ranks.
+/// A rank has the summed gradients of its own rows, and updates only these rows. The sum of squares of each tensor (or each expert) is
+/// rounded to F32. The rounded sums are added in canonical order, so the norm is the same on every rank and for any number of ranks.
 ///
 /// # Errors
-/// From the backend and other ranks. Values that are not finite are no error of this call; the report flags them.
+/// Errors of the backend and of other ranks. Values that are not finite are no error of this call; the report flags such values.
 pub fn step<B: Kernels>(
     cx: &mut Cx<'_, B>,
     params: Vec<&mut Param<B>>,
@@ -114,7 +117,8 @@ pub fn step<B: Kernels>(
     Ok(())
 }
 
-/// The sum of squares of each matrix on this rank. For a divided parameter, each rank sums the chunks of its own rows.
+/// The sum of squares of each matrix on this rank. For a parameter whose rows are split over ranks, each rank sums the chunks of its own
+/// rows.
 fn sum_squares<B: Kernels>(
     cx: &Cx<'_, B>,
     params: &mut [&mut Param<B>],
@@ -151,13 +155,13 @@ fn sum_squares<B: Kernels>(
     CloseSquares { sums: &sums, tensors: matrices, into: squares }.run(cx.b)
 }
 
-/// The chunks of this rank's rows; their sums go to `at` and after.
+/// The chunks of this rank's rows. The sums of these chunks are written from index `at` on.
 fn squared<B: Kernels>(param: &mut Param<B>, at: usize) -> Result<Squared<'_, B>> {
     let (part, skip) = (param.slices.matrix_values(), param.slices.skip());
     Ok(Squared { x: param.optimized()?.grad, part, skip, at })
 }
 
-/// Gathers the sums of chunks of parameters that the same ranks divide. Each parameter comes with the number of its first chunk.
+/// Gathers the sums of chunks, for parameters whose rows the same ranks share. Each parameter comes with the number of its first chunk.
 fn gather_chunks<B: Kernels>(
     cx: &Cx<'_, B>,
     params: &mut [(&mut Param<B>, usize)],
@@ -184,13 +188,14 @@ fn gather_chunks<B: Kernels>(
     let mut mine = b.alloc::<f64>(end)?;
     SumSquares { tensors, into: &mut mine }.run(b)?;
     let all = b.reinterpret::<f64, u8>(&sums)?;
-    // A second handle would force a copy of the buffer.
+    // A second handle to the buffer would force a copy of the buffer.
     drop(sums);
     let all = ranks.begin_all_gather_parts(b, b.reinterpret(&mine)?, &parts, all)?.wait(b)?;
     b.reinterpret(&all)
 }
 
-/// Norm, verdict and report over all ranks; then the router biases, one for each layer after the dense ones.
+/// Computes the norm, the decision whether the step counts, and the report, over all ranks. Then updates the router biases, one for each
+/// layer after the dense layers.
 fn end<B: Kernels>(
     cx: &mut Cx<'_, B>,
     config: &TrainConfig,

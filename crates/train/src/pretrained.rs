@@ -1,4 +1,4 @@
-//! Pretrained models from which a run may start: folders of Hugging Face tools, and checkpoints of other runs.
+//! Pretrained models from which a run may start: Hugging Face model folders, and checkpoints of other runs.
 
 use crate::checkpoint::{BLOCK, Checkpoint, STATE_FILE, Tensors, latest_valid};
 use crate::config::{Config, ModelConfig};
@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Files of a model's folder other than tensors; a run keeps copies for its exports.
+/// The files of a model's folder other than tensors. A run copies these files for its exports.
 pub const COMPANIONS: [&str; 9] = [
     TOKENIZER_FILE,
     SETTINGS_FILE,
@@ -26,34 +26,34 @@ pub const COMPANIONS: [&str; 9] = [
     GENERATION_FILE,
 ];
 
-/// The folder within a run's folder with copies of these files, and of its tokenizer's files, for exports.
+/// The folder within a run's folder that contains copies of the companion files and of the tokenizer's files, for exports.
 pub const COMPANIONS_DIR: &str = "model-files";
 
-/// The settings of generation.
+/// The file with the settings of generation.
 pub(crate) const GENERATION_FILE: &str = "generation_config.json";
 
-/// `config.json`.
+/// The file with the model's configuration.
 const CONFIG: &str = "config.json";
 
 /// A published model in a folder.
 #[derive(Debug)]
 pub struct Pretrained {
     path: PathBuf,
-    /// The family whose names its tensors have.
+    /// The model family that names the folder's tensors.
     pub family: &'static dyn Family,
-    /// Its configuration.
+    /// The model's configuration.
     pub model: ModelConfig,
-    /// Notes about keys of `config.json` that are not read.
+    /// Notes about keys of `config.json` that Nibble does not read.
     pub notes: Vec<String>,
 }
 
 impl Pretrained {
-    /// Reads the description of a folder's model. Tensors are not read, except an output head that `config.json` ties to the embedding: if
-    /// they differ, both are kept, as in `transformers`.
+    /// Reads the description of a folder's model. Tensors are not read, except an output head that `config.json` ties to the embedding. If
+    /// the head and the embedding differ, the model keeps both, as in `transformers`.
     ///
     /// # Errors
-    /// [`Error::Io`] without a `config.json`; [`Error::Config`] naming an unsupported value; [`Error::Checkpoint`] for a head that cannot
-    /// be read.
+    /// [`Error::Io`] if there is no `config.json`; [`Error::Config`] naming an unsupported value; [`Error::Checkpoint`] for a head that
+    /// cannot be read.
     pub fn open(path: &Path) -> Result<Self> {
         let mut json = ConfigJson::open(&path.join(CONFIG))?;
         let (family, mut model) = family::read(&mut json)?;
@@ -78,13 +78,13 @@ impl Pretrained {
         Ok(Self { path: path.to_owned(), family, model, notes })
     }
 
-    /// Its folder.
+    /// The model's folder.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Its tensors, to be read on demand: those of `model.safetensors.index.json`, or of `model.safetensors`.
+    /// The model's tensors, which are read on demand: the tensors of `model.safetensors.index.json`, or of `model.safetensors`.
     ///
     /// # Errors
     /// [`Error::Checkpoint`] for a file that is missing or damaged.
@@ -92,33 +92,33 @@ impl Pretrained {
         Tensors::of_folder(&self.path)
     }
 
-    /// The tensors of this model in the folder, and the rows of parameters that they contain.
+    /// The tensors of this model in the folder, and the parameter rows in each tensor.
     #[must_use]
     pub fn named(&self) -> Vec<Named> {
         self.family.tensors(&ModelSpec::new(&self.model))
     }
 
-    /// Whether a tensor is not part of the model: a tied head, RoPE frequencies, or a tensor that the family ignores.
+    /// Whether a tensor in the folder is not part of the model: a tied head, RoPE frequencies, or a tensor that the family ignores.
     #[must_use]
     pub fn passes_over(&self, name: &str) -> bool {
         let is_tied = self.model.tie_embeddings && name == HEAD;
         is_tied || name.ends_with("rotary_emb.inv_freq") || self.family.passes_over(name, &self.model)
     }
 
-    /// Its tokenizer; `None` if it has no file of one.
+    /// The model's tokenizer; `None` if the folder has no tokenizer file.
     ///
     /// # Errors
-    /// As [`tokenizer::open`].
+    /// The errors of [`tokenizer::open`].
     pub fn tokenizer(&self) -> Result<Option<SharedTokenizer>> {
         tokenizer::of_folder(&self.path)
     }
 }
 
-/// The output head and the embedding.
+/// The names of the output head and the embedding.
 const HEAD: &str = "lm_head.weight";
 const EMBEDDING: &str = "model.embed_tokens.weight";
 
-/// Whether a folder has a head that differs from the embedding. Errors of its tensors are reported when they are taken.
+/// Whether a folder has a head that differs from the embedding. Errors of these tensors are reported later, when the tensors are taken.
 fn has_own_head(path: &Path, model: &ModelConfig) -> Result<bool> {
     const AT_ONCE: usize = 1 << 20;
     let Ok(mut tensors) = Tensors::of_folder(path) else { return Ok(false) };
@@ -140,7 +140,7 @@ fn has_own_head(path: &Path, model: &ModelConfig) -> Result<bool> {
     Ok(false)
 }
 
-/// Whether a folder is a model of Hugging Face tools, rather than a run's checkpoint.
+/// Whether a folder is a Hugging Face model folder and not a run's checkpoint.
 #[must_use]
 pub fn is_folder(path: &Path) -> bool {
     path.join(CONFIG).is_file() && !path.join(STATE_FILE).exists()
@@ -160,12 +160,12 @@ fn check_quantization(json: &ConfigJson) -> Result<()> {
     }
 }
 
-/// The model in `train.init_from`.
+/// The initial model of a run (`train.init_from`).
 #[derive(Debug)]
 pub enum Initial {
     /// A published folder.
     Folder(Pretrained),
-    /// A checkpoint of another run, whose files are verified while they are read.
+    /// A checkpoint of another run. The checkpoint's files are verified while they are read.
     Checkpoint(Checkpoint),
 }
 
@@ -173,7 +173,7 @@ impl Initial {
     /// Opens a folder with a model, or a run's checkpoint.
     ///
     /// # Errors
-    /// As [`Pretrained::open`], or [`Error::Checkpoint`]; [`Error::Config`] if it is neither.
+    /// The errors of [`Pretrained::open`]; [`Error::Checkpoint`]; [`Error::Config`] if `path` is neither a model folder nor a checkpoint.
     pub fn open(path: &Path) -> Result<Self> {
         if path.join(STATE_FILE).exists() {
             return Ok(Self::Checkpoint(Checkpoint::open_unread(path)?));
@@ -188,7 +188,7 @@ impl Initial {
         Err(Error::config(KEY, why))
     }
 
-    /// Its configuration.
+    /// The initial model's configuration.
     ///
     /// # Errors
     /// [`Error::Config`] for an invalid stored configuration.
@@ -203,10 +203,10 @@ impl Initial {
 }
 
 impl Initial {
-    /// Its tokenizer; `None` if unknown, as for random tokens.
+    /// The initial model's tokenizer; `None` if unknown, as for a run on random tokens.
     ///
     /// # Errors
-    /// As [`tokenizer::open`]; [`Error::Config`] for an invalid stored configuration.
+    /// The errors of [`tokenizer::open`]; [`Error::Config`] for an invalid stored configuration.
     pub fn tokenizer(&self) -> Result<Option<SharedTokenizer>> {
         match self {
             Self::Folder(folder) => folder.tokenizer(),
@@ -218,16 +218,16 @@ impl Initial {
     }
 }
 
-/// The key of the model.
+/// The configuration key of the initial model.
 const KEY: &str = "train.init_from";
 
-/// When the model is not needed.
+/// A sentence that says when the initial model is not needed.
 const GOES_ON: &str = "a run that started from it resumes without it: nibble train RUN_DIR --resume";
 
-/// The path that a run stores for `train.init_from`: for a run's folder, its newest complete checkpoint.
+/// The path that a run stores for `train.init_from`. If the path is a run's folder, the newest complete checkpoint is stored.
 ///
 /// # Errors
-/// [`Error::Config`] if a run has none.
+/// [`Error::Config`] if a run's folder has no complete checkpoint.
 pub(crate) fn resolved(path: &Path) -> Result<PathBuf> {
     if path.join(STATE_FILE).exists() || is_folder(path) || !path.is_dir() {
         return Ok(path.to_owned());
@@ -244,7 +244,7 @@ pub(crate) fn resolved(path: &Path) -> Result<PathBuf> {
     }
 }
 
-/// The folder of the companion files of `train.init_from`: for a run's checkpoint, the run's copies.
+/// The folder of the companion files for `train.init_from`. For a run's checkpoint, this is the folder of the run's copies.
 #[must_use]
 pub fn companions_of(from: &Path) -> PathBuf {
     match from.parent().and_then(Path::parent).filter(|_| from.join(STATE_FILE).exists()) {
@@ -253,8 +253,8 @@ pub fn companions_of(from: &Path) -> PathBuf {
     }
 }
 
-/// The tokens that end a text according to a folder: `eos_token_id`, an id or a list, of its `generation_config.json`, or of its
-/// `config.json` without such a file.
+/// The end-of-text tokens of a folder: `eos_token_id` (an id or a list) of its `generation_config.json`. If there is no such file,
+/// `eos_token_id` of `config.json`.
 ///
 /// # Errors
 /// [`Error::Io`]; [`Error::Config`] naming the file, for an invalid value.
@@ -267,7 +267,7 @@ pub fn ends_of_texts(dir: &Path) -> Result<Vec<i32>> {
     ends_of(&json_of(&file)?).map_err(|why| wrong(&file, ENDS, why))
 }
 
-/// The key of the tokens that end a text.
+/// The key of the end-of-text tokens.
 const ENDS: &str = "eos_token_id";
 
 fn wrong(file: &Path, key: &str, why: String) -> Error {
@@ -308,7 +308,7 @@ pub(crate) fn ends_of(json: &Value) -> Result<Vec<i32>, String> {
     Ok(ends)
 }
 
-/// Copies the companion files that a folder has.
+/// Copies the companion files that exist in a folder.
 ///
 /// # Errors
 /// [`Error::Io`].
@@ -320,8 +320,8 @@ pub fn copy_companions(from: &Path, to: &Path) -> Result<()> {
     copy_generation(from, to)
 }
 
-/// Copies the companion files other than the tokenizer's. Without a `generation_config.json`, one is created with the end tokens of
-/// `config.json`, as `transformers` does.
+/// Copies the companion files other than the tokenizer's. If there is no `generation_config.json`, creates one with the end-of-text tokens
+/// of `config.json`, as `transformers` does.
 pub(crate) fn copy_generation(from: &Path, to: &Path) -> Result<()> {
     copy(GENERATION_FILE, from, to)?;
     let ends = if from.join(GENERATION_FILE).exists() { Vec::new() } else { ends_of_texts(from)? };

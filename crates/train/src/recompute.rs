@@ -1,28 +1,29 @@
-//! Recomputation (`train.recompute`): what a backward pass computes again instead of reading it from what the forward pass saved. It
-//! changes memory and time, and no bit of a loss, a weight or a metric.
+//! Recomputation (`train.recompute`): the backward pass recomputes activations that the forward pass then does not save. Recomputation
+//! changes memory and time, but no bit of a loss, a weight or a metric.
 //!
-//! | scope | no longer saved | the backward pass runs again |
+//! | scope | activations that are not saved | work that the backward pass repeats |
 //! |---|---|---|
 //! | `norms` | the input of the experts; normed and rotated queries and keys; normed latents | norms, RoPE |
-//! | `swiglu` | the experts' a, where the forward pass has what wgrad reads | nothing more: `swiglu_backward` reads h anyway |
-//! | `expert_input` | x of the experts: a row for each expert of a token | conversion and dispatch |
+//! | `swiglu` | the experts' `a`, if wgrad reads the `a` of the forward pass | no additional op: `swiglu_backward` reads h anyway |
+//! | `expert_input` | the experts' `x`, with one row per expert of a token | conversion and dispatch |
 //! | `mla_up` | queries, keys and values of latent attention | their projections from the latents |
-//! | `attention` | all of a layer's first half but its input | norm, projections, attention |
-//! | `experts` | all of a layer's second half but its input | norm; router, dispatch, first products, SwiGLU; shared expert or MLP |
-//! | `layers` | all of a layer but its input | all that `attention` and `experts` run, and attention's output projection |
+//! | `attention` | all of a layer's first half except its input | norm, projections, attention |
+//! | `experts` | all of a layer's second half except its input | norm; router, dispatch, first products, SwiGLU; shared expert or MLP |
+//! | `layers` | all of a layer except its input | all that `attention` and `experts` run, and attention's output projection |
 //!
 //! Why no bit changes:
 //!
 //! * The copies of weights live until the end of the step, and ops are deterministic. So a recomputed router makes the same choices, and
 //!   the exchange plan is the same.
 //! * Random bits are a function of tensor, element and step, so a recomputed tensor gets the same random bits.
-//! * `Cx::again` drops what conversions count meanwhile. Loads and losses for the record are those of the first pass (`Routed`).
-//! * Several ranks exchange rows again. All of them run the same layers, so they make the same collective calls in the same order.
+//! * `Cx::again` drops the counts of recomputed conversions. The record contains the loads and losses of the forward pass (`Routed`).
+//! * With several ranks, rows are exchanged again. All ranks run the same layers, so they make the same collective calls in the same order.
 //!
-//! Under `mxfp4-hopper`, wgrad's a is computed from the saved MXFP4 h, and fprop's a from h in BF16; so a is always recomputed there. The
-//! a of a shared expert, or of a dense layer's MLP, is the input of a linear layer and is saved like any input. Queries and keys without
-//! a norm are saved after the rotation, whose backward pass needs the gradient alone. On one rank, `expert_input` converts rows for fprop
-//! once a token, before they are copied to their experts, and multiplies the counts by the number of experts of a token.
+//! Under `mxfp4-hopper`, wgrad's `a` is computed from the saved MXFP4 `h`, but fprop's `a` from `h` in BF16; so `a` is always recomputed in
+//! this recipe. The `a` of a shared expert, or of a dense layer's MLP, is the input of a linear layer and is saved like any input. Without
+//! QK norms, queries and keys are saved after the rotation, because the rotation's backward pass needs only the gradient. On one rank,
+//! `expert_input` converts each token's row for fprop once, before the row is copied to the token's experts, and multiplies the counts by
+//! the number of experts of a token.
 
 use serde::{Deserialize, Serialize};
 
@@ -33,20 +34,20 @@ use serde::{Deserialize, Serialize};
 pub enum Scope {
     /// Outputs of norms, including rotated queries and keys, and normed latents.
     Norms,
-    /// The input of the experts' second product, computed from the first product's output. A recipe that saves that output in another
-    /// format always recomputes the input, from the saved copy.
+    /// The input of the experts' second GEMM, computed from the first GEMM's output. A recipe that saves the first GEMM's output in another
+    /// format always recomputes this input, from the saved copy.
     Swiglu,
-    /// The experts' input, which has one row for each (token, expert): dispatched again.
+    /// The experts' input, which has one row for each (token, expert) pair: tokens are dispatched again.
     ExpertInput,
-    /// Queries, keys and values of latent attention (`model.kv_rank`): projected up from the latents again. Queries that are projected
-    /// straight from the layer's input are saved.
+    /// Queries, keys and values of latent attention (`model.kv_rank`), which are projected from the latents again. Queries that are
+    /// projected directly from the layer's input are saved.
     MlaUp,
-    /// Attention with its projections and the norm before it, from the residual stream.
+    /// Attention with its projections and the preceding norm, recomputed from the residual stream.
     Attention,
-    /// The experts, the shared expert and the norm before them, from the residual stream: routed and dispatched again. In a dense
-    /// layer, the MLP and its norm.
+    /// The experts, the shared expert and the preceding norm, recomputed from the residual stream: tokens are routed and dispatched again.
+    /// In a dense layer, the MLP and its norm.
     Experts,
-    /// Whole decoder layers, from their input.
+    /// Whole decoder layers, recomputed from their input.
     Layers,
 }
 
@@ -62,10 +63,10 @@ impl Scope {
         Self::Layers,
     ];
 
-    /// The scopes of a run that sets none. Their recomputation costs next to nothing.
+    /// The default scopes of a run, whose recomputation costs next to nothing.
     pub const DEFAULT: [Self; 2] = [Self::Norms, Self::Swiglu];
 
-    /// Its name in a configuration.
+    /// The scope's name in a configuration.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Norms => "norms",
@@ -80,7 +81,7 @@ impl Scope {
 }
 
 impl Scope {
-    /// The scopes that this one includes.
+    /// The scopes that this scope includes.
     const fn within(self) -> &'static [Self] {
         match self {
             Self::Experts => &[Self::ExpertInput],
@@ -90,7 +91,7 @@ impl Scope {
         }
     }
 
-    /// The scopes in canonical order, without duplicates and without those that another one includes.
+    /// The scopes in canonical order, without duplicates and without scopes that another listed scope includes.
     pub fn normal(scopes: &[Self]) -> Vec<Self> {
         let is_covered = |scope: &Self| scopes.iter().any(|wider| wider.within().contains(scope));
         Self::ALL.into_iter().filter(|scope| scopes.contains(scope) && !is_covered(scope)).collect()

@@ -9,32 +9,32 @@ pub enum ScheduleKind {
     /// Half a cosine from the peak to the minimum (Loshchilov and Hutter, 2017).
     #[default]
     Cosine,
-    /// Constant, then linear down to the minimum over the last `decay_fraction` of the steps (Hu et al., 2024).
+    /// Constant, then a linear decay to the minimum over the last `decay_fraction` of the steps (Hu et al., 2024).
     Wsd,
 }
 
-/// The learning rate as a function of the step alone, so that a resumed run needs to store nothing for it.
+/// The learning rate as a function of the step alone, so that a checkpoint need not store the learning rate.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Schedule {
-    /// Shape after the warm-up.
+    /// The schedule's shape after the warm-up.
     pub kind: ScheduleKind,
     /// Peak learning rate.
     pub lr: f64,
-    /// Learning rate of the very last step.
+    /// Learning rate of the last step.
     pub min_lr: f64,
-    /// Steps of linear warm-up; step `warmup_steps - 1` is the first at the peak.
+    /// Number of steps of the linear warm-up; step `warmup_steps - 1` is the first step at the peak learning rate.
     pub warmup_steps: u64,
-    /// Steps of the whole run.
+    /// Number of steps of the whole run.
     pub steps: u64,
-    /// Share of all steps that WSD spends decaying; ignored by the cosine.
+    /// Fraction of all steps during which WSD decays the learning rate; ignored by the cosine schedule.
     pub decay_fraction: f64,
 }
 
 impl Schedule {
     /// The learning rate of `step`, counted from 0.
     ///
-    /// Warm-up gives `lr · (step + 1) / warmup_steps`, never 0. The last step (`steps - 1`) runs at `min_lr`, and so
-    /// does every step after it.
+    /// Warm-up gives `lr · (step + 1) / warmup_steps`, which is never 0. The last step (`steps - 1`) runs at `min_lr`, and so does every
+    /// step after it.
     #[must_use]
     pub fn lr(&self, step: u64) -> f64 {
         if step < self.warmup_steps {
@@ -42,7 +42,7 @@ impl Schedule {
         }
         let last = self.steps.saturating_sub(1);
         let (start, shape): (u64, fn(f64) -> f64) = match self.kind {
-            // The last step of the warm-up is at the peak already: the fall starts from there.
+            // The last step of the warm-up is already at the peak, so the decay starts from this step.
             ScheduleKind::Cosine => (self.warmup_steps.saturating_sub(1), |x| 0.5 * (1.0 + cos_pi(x))),
             ScheduleKind::Wsd => {
                 let decay = (self.steps as f64 * self.decay_fraction).round() as u64;
@@ -53,7 +53,7 @@ impl Schedule {
         if step >= last {
             return self.min_lr;
         }
-        // Here start <= step < last, unless the decay has not begun.
+        // Here start <= step < last, unless the decay has not begun yet.
         let progress = step.saturating_sub(start) as f64 / (last - start.min(step)) as f64;
         self.min_lr + (self.lr - self.min_lr) * shape(progress)
     }
@@ -61,8 +61,8 @@ impl Schedule {
 
 /// cos(π·x) for x in [0, 1], from its Taylor series about x = 1/2.
 ///
-/// The system's `cos` differs in the last bit between platforms, and a learning rate takes part in every weight: this
-/// one is only additions and products, the same bits everywhere (error below 1e-15).
+/// The system's `cos` differs in the last bit between platforms, and the learning rate affects every weight. This function uses only
+/// additions and products, so its bits are the same everywhere (error below 1e-15).
 fn cos_pi(x: f64) -> f64 {
     let z = (0.5 - x) * std::f64::consts::PI; // cos(πx) = sin(π/2 − πx), |z| <= π/2
     let z2 = z * z;

@@ -1,69 +1,70 @@
-//! The tokens that a rank holds of a micro-batch: their shards, the parts of experts' rows, their documents, and the spans of tensors
-//! with a scale each.
+//! The tokens that a rank holds of a micro-batch: their shards, the parts of experts' rows, the tokens' documents, and the spans of a
+//! tensor, which have one scale each.
 //!
-//! A micro-batch is cut into a fixed number of shards (`train.shards`, a power of two that the number of ranks divides). Every sum over
-//! tokens has an order that follows from these shards and not from the ranks, so every mesh gives the same bits, unless `run.reductions =
-//! "nccl"` leaves sums to NCCL.
+//! A micro-batch is cut into a fixed number of shards (`train.shards`, a power of two that the number of ranks divides). The order of every
+//! sum over tokens depends on these shards and not on the ranks. Every mesh therefore gives the same bits, unless `run.reductions = "nccl"`
+//! leaves sums to NCCL.
 //!
-//! * Gradients of dense weights, norms, router and embedding: the rows of a shard in order (for norms, and for the tokens of an id: 64 in
-//!   order, then a tree), then the shards by the tree ((0+1)+(2+3))…: first those of a rank, then the ranks.
-//! * Gradients of expert weights: the rows of an expert within a part, in global order, micro-batch after micro-batch; then the parts by
-//!   the same tree: first those of a replica, then the replicas.
-//! * Combine: with `train.combine = "slots"`, a token's rows in slot order, in F32, rounded once. With `"tree"`, a binary tree over the
-//!   layer's experts; each node adds its two halves in F32 and rounds to the type of the rows.
-//! * Loss and router losses: per shard (router losses under `model.balance = "sequence"`: per sequence), gathered, then added in a fixed
-//!   order.
-//! * Norm of the gradient: chunks of fixed size of each tensor or expert, each on the rank that has its rows, and a tree over them; then
-//!   the sums of tensors and experts in the order of the parameters.
+//! * Gradients of dense weights, norms, router and embedding: the rows of a shard are summed in order. (For norms, and for the tokens of
+//!   one id, 64 rows are summed in order, then a tree sums the results.) Then the tree ((0+1)+(2+3))… sums the shards: first the shards of
+//!   a rank, then the ranks.
+//! * Gradients of expert weights: the rows of an expert within a part are summed in global order, micro-batch after micro-batch. Then the
+//!   same tree sums the parts: first the parts of a replica, then the replicas.
+//! * Combine: with `train.combine = "slots"`, a token's rows are summed in slot order, in F32, and rounded once. With `"tree"`, a binary
+//!   tree over the layer's experts sums the rows; each node adds its two halves in F32 and rounds to the type of the rows.
+//! * Loss and router losses: the losses of each shard (router losses under `model.balance = "sequence"`: of each sequence) are gathered,
+//!   then added in a fixed order.
+//! * Norm of the gradient: each tensor or expert is cut into chunks of fixed size. A chunk is summed on the rank that has its rows, and a
+//!   tree sums the chunks. Then the sums of tensors and experts are added in the order of the parameters.
 //!
-//! Ranks hold consecutive shards, and replicas consecutive parts, so each sum is one tree for any number of them. A micro-batch has
-//! `train.expert_shards` equal parts (1 by default), over all ranks.
+//! Ranks hold consecutive shards, and replicas hold consecutive parts, so each sum is the same tree for any number of ranks or replicas. A
+//! micro-batch has `train.expert_shards` equal parts (1 by default), over all ranks.
 //!
-//! A BF16 gradient is rounded once, after its shards (or parts) and ranks are summed in F32, where a step has one micro-batch. With
-//! several, each shard's gradient is rounded after every pass, and shards are summed in F32 at the end of the step.
+//! If a step has one micro-batch, a BF16 gradient is rounded once, after the F32 sum over its shards (or parts) and ranks. With several
+//! micro-batches, each shard's gradient is rounded after every micro-batch, and the shards are summed in F32 at the end of the step.
 //!
-//! Blocks cross no border of a shard or a part: column blocks of dense tensors are 128 tokens of one shard, and the rows of an expert's
+//! Blocks cross no border of a shard or a part. Column blocks of dense tensors are 128 tokens of one shard, and the rows of an expert's
 //! part begin at multiples of 128.
 //!
-//! `train.shards`, `train.expert_shards` and `train.combine` therefore belong to a run: other values give other bits. A run that resumes
-//! may change the last two, where that is asked for.
+//! `train.shards`, `train.expert_shards` and `train.combine` are therefore fixed properties of a run: other values give other bits. A
+//! resumed run may change the last two settings, if the user explicitly asks for the change.
 
 use crate::config::Balance;
 use nibble_core::ops::{FindWindows, Windows};
 use nibble_core::{Groups, Kernels, MeshShape, Result};
 
-/// The tokens this rank holds of a micro-batch, in shards.
+/// The tokens that this rank holds of a micro-batch, in shards.
 #[derive(Debug, Clone)]
 pub struct Shards<B: Kernels> {
-    /// Shards on this rank.
+    /// Number of shards on this rank.
     pub local: usize,
-    /// Sequences on this rank, all of one length.
+    /// Number of sequences on this rank, which all have the same length.
     pub sequences: usize,
-    /// The shards as ragged groups: the contraction of dense weight gradients.
+    /// The shards as ragged groups. Weight gradients of dense layers contract over these groups.
     pub groups: Groups<B>,
     /// How the rows of experts are divided.
     pub expert_parts: ExpertParts,
 }
 
-/// The parts of a micro-batch, over all ranks. An expert's weight gradient is summed over them by a tree.
+/// The parts of a micro-batch, over all ranks. A tree sums an expert's weight gradient over the parts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ExpertParts {
-    /// Parts of this rank's replica of the experts.
+    /// Number of parts of this rank's replica of the experts.
     pub local: usize,
-    /// Tokens of one part.
+    /// Number of tokens of one part.
     pub tokens: usize,
 }
 
 impl ExpertParts {
-    /// For micro-batches of `tokens` tokens over all ranks, cut into `parts` parts that `dp` replicas share equally.
+    /// The parts of micro-batches that have `tokens` tokens over all ranks and `parts` parts. `dp` replicas share the parts equally.
     pub fn of(tokens: usize, parts: usize, dp: usize) -> Self {
         Self { local: parts / dp.max(1), tokens: tokens / parts.max(1) }
     }
 }
 
 impl<B: Kernels> Shards<B> {
-    /// `local` shards of `rows_each` tokens on this rank, one sequence each; every rank has the same number. `run` numbers such blocks of
-    /// `local · rows_each` tokens within a step: micro-batch · ranks + rank.
+    /// Creates `local` shards of `rows_each` tokens on this rank, with one sequence per shard. Every rank has the same number of shards.
+    /// `run` is the number of this block of `local · rows_each` tokens within a step: micro-batch · ranks + rank.
     ///
     /// # Errors
     /// [`nibble_core::Error::Device`] from the backend.
@@ -85,7 +86,8 @@ impl<B: Kernels> Shards<B> {
         Self { sequences, ..self }
     }
 
-    /// Number of runs of this rank's tokens, each with its own load-balancing loss or its share of a common one: shards, or sequences.
+    /// Number of groups of this rank's tokens that have a separate load-balancing loss, or a share of a common loss: the shards, or the
+    /// sequences.
     pub fn balance_runs(&self, balance: Balance) -> usize {
         if balance == Balance::Sequence { self.sequences } else { self.local }
     }
@@ -96,36 +98,36 @@ impl<B: Kernels> Shards<B> {
     }
 }
 
-/// Documents that see only themselves (`data.document_mask`).
+/// Documents whose tokens attend only to their own document (`data.document_mask`).
 #[derive(Debug, Clone)]
 pub struct Documents<B: Kernels> {
     /// For each token, the index within its sequence at which its document begins.
     pub starts: B::Buf<i32>,
-    /// Which keys each query sees: those of its own document.
+    /// The keys that each query sees: the keys of its own document.
     pub windows: Windows<B>,
 }
 
 impl<B: Kernels> Documents<B> {
-    /// Documents with these beginnings, in sequences of `seq_len` tokens.
+    /// Finds the documents with these first tokens, in sequences of `seq_len` tokens.
     ///
     /// # Errors
-    /// From the backend; if the tokens are not whole sequences.
+    /// Errors of the backend; an error if the tokens do not fill whole sequences.
     pub fn find(b: &B, starts: &B::Buf<i32>, seq_len: usize) -> Result<Self> {
         let windows = FindWindows { document: starts, seq_len, window: None, chunk: None }.run(b)?;
         Ok(Self { starts: starts.clone(), windows })
     }
 }
 
-/// What the spans of a tensor are. This decides which of all ranks' spans a rank has.
+/// The kind of a tensor's spans. The kind decides which of the spans a rank has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Spans {
-    /// Dense weight: one span, the same on every rank.
+    /// Dense weight: one span, which is the same on every rank.
     Whole,
-    /// Dense activation or gradient: its shards, in the order of the ranks.
+    /// Dense activation or gradient: one span per shard, in the order of the ranks.
     Shards,
-    /// Weights of experts: one span per expert, the same on every rank that holds the expert.
+    /// Weights of experts: one span per expert. The span is the same on every rank that holds the expert.
     Experts,
-    /// Activations and gradients of experts: one span per (expert, part).
+    /// Activations and gradients of experts: one span per (expert, part) pair.
     ExpertParts,
 }
 
@@ -141,7 +143,7 @@ pub struct SpanCounts {
 }
 
 impl Spans {
-    /// Spans of a tensor on a rank.
+    /// Number of spans of a tensor on a rank.
     pub(crate) fn on_a_rank(self, of: SpanCounts) -> usize {
         match self {
             Self::Whole => 1,
@@ -151,7 +153,7 @@ impl Spans {
         }
     }
 
-    /// The number of all ranks' spans, as a multiple of this rank's.
+    /// The number of spans over all ranks, divided by the number on one rank.
     pub(crate) fn parts(self, mesh: MeshShape) -> usize {
         match self {
             Self::Whole => 1,
@@ -160,7 +162,7 @@ impl Spans {
         }
     }
 
-    /// The number among all ranks' spans of each of a rank's `local` spans. `expert_parts`: parts of an expert on a rank.
+    /// The global number of each of a rank's `local` spans. `expert_parts` is the number of parts of an expert on a rank.
     pub(crate) fn of_rank(
         self,
         rank: usize,

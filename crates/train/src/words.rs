@@ -1,6 +1,6 @@
-//! Lists of words, with spaces between.
+//! Lists of words that are separated by spaces.
 
-/// Whether a list has this word.
+/// Whether a list contains this word.
 pub(crate) fn has(list: &str, word: &str) -> bool {
     list.split(' ').any(|one| one == word)
 }

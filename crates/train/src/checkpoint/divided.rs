@@ -1,4 +1,4 @@
-//! Tensors split over files by size, in the layout of Hugging Face tools.
+//! Tensors split into files by size, in the layout of Hugging Face tools.
 
 use super::files::TensorSpec;
 use crate::error::{Error, Result};
@@ -8,10 +8,11 @@ use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Component, Path, PathBuf};
 
-/// The extension of a file of tensors.
+/// The extension of a tensor file.
 const SUFFIX: &str = ".safetensors";
 
-/// Tensors grouped in order into files of at most `most_bytes` bytes of values (0: one file). A larger tensor has a file of its own.
+/// Groups tensors in order into files of at most `most_bytes` bytes of values (0: one file). A tensor that exceeds this limit has a file of
+/// its own.
 pub(crate) fn divided<T>(tensors: &[T], spec: impl Fn(&T) -> &TensorSpec, most_bytes: usize) -> Vec<&[T]> {
     let most = if most_bytes == 0 { usize::MAX } else { most_bytes };
     let bytes = |tensor| spec(tensor).num_bytes();
@@ -27,7 +28,7 @@ pub(crate) fn divided<T>(tensors: &[T], spec: impl Fn(&T) -> &TensorSpec, most_b
     files
 }
 
-/// The name of file `number` (from 0) of `files`: `model.safetensors`, or `model-00002-of-00005.safetensors`.
+/// The name of file number `number` (from 0) of `files` files: `model.safetensors`, or `model-00002-of-00005.safetensors`.
 pub(crate) fn name_of(kind: &str, number: usize, files: usize) -> String {
     match files {
         1 => format!("{kind}{SUFFIX}"),
@@ -35,18 +36,18 @@ pub(crate) fn name_of(kind: &str, number: usize, files: usize) -> String {
     }
 }
 
-/// Whether this is the name of a file of tensors of this kind.
+/// Whether this is the name of a tensor file of this kind.
 pub(crate) fn is_of_kind(name: &str, kind: &str) -> bool {
     let between = name.strip_prefix(kind).and_then(|name| name.strip_suffix(SUFFIX));
     between.is_some_and(|between| between.is_empty() || between.starts_with('-'))
 }
 
-/// The name of the index of files of this kind.
+/// The name of the index of the files of this kind.
 pub(crate) fn index_name(kind: &str) -> String {
     format!("{kind}{SUFFIX}.index.json")
 }
 
-/// An index: the file of each tensor, all in the index's folder.
+/// An index: the file of each tensor. All files are in the index's folder.
 #[derive(Debug)]
 pub(crate) struct Index {
     path: PathBuf,
@@ -57,7 +58,7 @@ impl Index {
     /// Reads an index.
     ///
     /// # Errors
-    /// [`Error::Io`]; [`Error::Checkpoint`] for an invalid index, and for a file in another folder.
+    /// [`Error::Io`]; [`Error::Checkpoint`] if the index is invalid or names a file in another folder.
     pub fn open(path: &Path) -> Result<Self> {
         let wrong = |why: String| Error::checkpoint(path, why);
         let text = read_text(path, MOST_TEXT).map_err(Error::io(path))?;
@@ -73,7 +74,7 @@ impl Index {
                     "says that `{tensor_name}` is in {is}, expected the name of a file"
                 )));
             };
-            // Only files in this folder: an index is untrusted input.
+            // Only files in the index's folder are accepted, because an index is untrusted input.
             let mut parts = Path::new(name).components();
             if !matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None)) {
                 return Err(wrong(format!("names `{}`, which is no file beside it", shortened(name))));
@@ -86,12 +87,12 @@ impl Index {
         Ok(Self { path: path.to_owned(), files })
     }
 
-    /// The distinct files that it names.
+    /// The distinct files that the index names.
     pub fn files(&self) -> BTreeSet<&str> {
         self.files.values().map(String::as_str).collect()
     }
 
-    /// Checks that the files have exactly the tensors of the index. `has`: each tensor, and the path of its file.
+    /// Checks that the files have exactly the tensors of the index. `has` yields each tensor in the files with the path of its file.
     ///
     /// # Errors
     /// [`Error::Checkpoint`] naming the first tensor that differs.
@@ -122,7 +123,7 @@ impl Index {
         }
     }
 
-    /// Adds to an error about a file that the index names it.
+    /// Adds to an error about a file that the index names this file.
     pub fn told(&self, error: Error) -> Error {
         match error {
             Error::Checkpoint { path, why } => {

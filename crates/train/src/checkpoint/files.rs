@@ -1,4 +1,4 @@
-//! Files of a checkpoint: synced writes, checksums, and tensors as safetensors.
+//! Files of a checkpoint: synced writes, checksums, and tensors in safetensors files.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -13,14 +13,14 @@ use crate::error::{Error, Result};
 use crate::fault::{Point, reach};
 use crate::files::{append, hexadecimal, open_to_read, read_full_at, sha256_hex, sha256_of_file};
 
-/// Name, shape and type of a logical tensor, whose values follow row-major.
+/// Name, shape and type of a logical tensor, whose values are stored row-major.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorSpec {
-    /// Its name in the file; for a weight, the name in the model's family.
+    /// The tensor's name in the file. A weight has the name that it has in the model's family.
     pub name: String,
-    /// Shape, the slowest dimension first.
+    /// The tensor's shape, with the slowest dimension first.
     pub shape: Vec<usize>,
-    /// Type of a value; F32 in a checkpoint.
+    /// The type of a value, which is F32 in a checkpoint.
     pub dtype: Dtype,
 }
 
@@ -31,7 +31,7 @@ impl TensorSpec {
         Self { name: name.into(), shape: shape.into(), dtype: Dtype::F32 }
     }
 
-    /// Bytes of its values.
+    /// Number of bytes of the tensor's values.
     #[must_use]
     pub fn num_bytes(&self) -> usize {
         self.num_values().saturating_mul(self.dtype.bitsize()) / 8
@@ -43,7 +43,7 @@ impl TensorSpec {
     }
 }
 
-/// The safetensors header of a file of these tensors, which must be sorted by name.
+/// The header of a safetensors file with these tensors, which must be sorted by name.
 fn checked_header(path: &Path, tensors: &[TensorSpec]) -> Result<Vec<u8>> {
     if let Some(pair) = tensors.windows(2).find(|pair| pair[0].name >= pair[1].name) {
         let why = match pair[0].name == pair[1].name {
@@ -56,8 +56,8 @@ fn checked_header(path: &Path, tensors: &[TensorSpec]) -> Result<Vec<u8>> {
     header(&metadata(), tensors).map_err(|e| Error::checkpoint(path, e.to_string()))
 }
 
-/// Writes and syncs a file of these F32 tensors, which must be sorted by name. `next` supplies their values in order, in pieces of any
-/// length.
+/// Writes and syncs a file of these F32 tensors, which must be sorted by name. `next` supplies the tensors' values in order, in pieces of
+/// any length.
 pub(super) fn write_tensors<P: AsRef<[f32]>>(
     dir: &Path,
     name: &str,
@@ -83,7 +83,7 @@ pub(super) fn write_tensors<P: AsRef<[f32]>>(
     file.finish(name)
 }
 
-/// A new file whose checksum is computed while it is written.
+/// A new file whose checksum is computed during the write.
 struct HashedFile {
     path: PathBuf,
     file: File,
@@ -118,7 +118,7 @@ pub(super) fn write_synced(dir: &Path, name: &str, content: &[u8]) -> Result<Fil
     file.finish(name)
 }
 
-/// An open file of a checkpoint: its contents stay readable even if the run removes the checkpoint. Reads are positional, so several
+/// An open file of a checkpoint. The file's contents stay readable even if the run removes the checkpoint. Reads are positional, so several
 /// threads can read at once.
 #[derive(Debug, Clone)]
 pub(super) struct OpenFile {
@@ -136,18 +136,18 @@ impl OpenFile {
         let path = dir.join(name);
         match open_to_read(&path) {
             Ok(file) => Ok(Self { path, file: Arc::new(file) }),
-            // No damage: the limit of open files is reached.
+            // The file is not damaged: the process has reached the limit of open files.
             Err(source) if is_out_of_files(&source) => Err(Error::Io { path, source }),
             Err(source) => Err(unreadable(&path, source)),
         }
     }
 
-    /// Its length in bytes.
+    /// The file's length in bytes.
     pub fn len(&self) -> Result<u64> {
         Ok(self.file.metadata().map_err(|e| unreadable(&self.path, e))?.len())
     }
 
-    /// Fills `to` from byte `at` on.
+    /// Fills `to` with the file's bytes from position `at` on.
     pub fn read_exact_at(&self, to: &mut [u8], at: u64) -> Result<()> {
         match read_full_at(&self.file, to, at) {
             Ok(read) if read == to.len() => Ok(()),
@@ -156,23 +156,23 @@ impl OpenFile {
         }
     }
 
-    /// Its path.
+    /// The file's path.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Compares it with its checksum, piece by piece.
+    /// Compares the file with its checksum, piece by piece.
     pub fn verify(&self, entry: &FileEntry) -> Result<()> {
         check_len(&self.path, self.len()?, entry)?;
         let sha256 = sha256_of_file(&self.file).map_err(|e| unreadable(&self.path, e))?;
         check_hash(&self.path, &sha256, entry)
     }
 
-    /// Reads it and compares it with its checksum.
+    /// Reads the file and compares it with its checksum.
     pub fn read_checked(&self, entry: &FileEntry) -> Result<Vec<u8>> {
         let bytes = self.len()?;
         check_len(&self.path, bytes, entry)?;
-        // Its length was checked above.
+        // The file's length was checked above.
         let mut content = vec![0; bytes as usize];
         self.read_exact_at(&mut content, 0)?;
         check_hash(&self.path, &sha256_hex(&content), entry)?;
@@ -185,7 +185,7 @@ pub(super) fn unreadable(path: &Path, e: std::io::Error) -> Error {
     Error::checkpoint(path, format!("cannot be read: {e}"))
 }
 
-/// Whether the error is the process's or the system's limit of open files.
+/// Whether the error says that the process or the system has reached its limit of open files.
 fn is_out_of_files(error: &std::io::Error) -> bool {
     const ENFILE: i32 = 23;
     const EMFILE: i32 = 24;

@@ -1,4 +1,4 @@
-//! The header of a safetensors file. Equal tensors and metadata give equal bytes.
+//! The header of a safetensors file. Equal tensors and equal metadata give equal bytes.
 
 use safetensors::tensor::{Dtype, TensorInfo};
 use std::borrow::Cow;
@@ -10,11 +10,11 @@ pub fn metadata() -> BTreeMap<String, String> {
     BTreeMap::from([("format".to_owned(), "pt".to_owned())])
 }
 
-/// The header of a file of these tensors, whose values are contiguous. Readers want each tensor aligned to its type's size, so the caller
-/// puts larger types first.
+/// The header of a file of these tensors, whose values are contiguous. Readers need each tensor aligned to the size of its type, so the
+/// caller puts larger types first.
 ///
 /// # Errors
-/// [`serde_json::Error`], which no text causes.
+/// [`serde_json::Error`], which no name or metadata can cause.
 pub fn header<'a>(
     metadata: &BTreeMap<String, String>,
     tensors: impl IntoIterator<Item = (&'a str, Dtype, &'a [usize])>,
@@ -26,13 +26,13 @@ pub fn header<'a>(
     let mut end = 0;
     for (name, dtype, shape) in tensors {
         let start = end;
-        // If one size is 0, the product of the others may overflow.
+        // If one dimension is 0, the product of the other dimensions may overflow.
         end += shape.iter().fold(1, |n: usize, size| n.saturating_mul(*size)) * dtype.bitsize() / 8;
         let info = TensorInfo { dtype, shape: shape.to_vec(), data_offsets: (start, end) };
         entries.push(format!("{}:{}", serde_json::to_string(name)?, serde_json::to_string(&info)?));
     }
     let text = format!("{{{}}}", entries.join(","));
-    // Trailing spaces align the values.
+    // Trailing spaces in the header align the values.
     let len = text.len().next_multiple_of(size_of::<u64>());
     let mut bytes = (len as u64).to_le_bytes().to_vec();
     bytes.extend(text.as_bytes());
@@ -40,7 +40,7 @@ pub fn header<'a>(
     Ok(bytes)
 }
 
-/// Values in the file's byte order.
+/// The values in the byte order of the file.
 #[must_use]
 pub fn little_endian(values: &[f32]) -> Cow<'_, [u8]> {
     match cfg!(target_endian = "big") {

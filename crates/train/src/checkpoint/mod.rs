@@ -1,11 +1,11 @@
-//! Checkpoints: complete or absent.
+//! Checkpoints: each is either complete or absent.
 //!
 //! ```text
 //! RUN/checkpoints/step-00001000/
 //!   model.safetensors   F32 masters under the names of the model's family; for a large model model-00001-of-00003.safetensors and so on,
 //!                       and model.safetensors.index.json with the file of each tensor
-//!   optim.safetensors   NAME.exp_avg, NAME.exp_avg_sq; likewise
-//!   scales.safetensors  NAME.amax_history, if the recipe has delayed scales; likewise
+//!   optim.safetensors   NAME.exp_avg, NAME.exp_avg_sq; split like model.safetensors
+//!   scales.safetensors  NAME.amax_history, if the recipe has delayed scales; split like model.safetensors
 //!   config.json         the model's configuration in its family, for other tools; a resumed run reads state.json
 //!   tokenizer.json      the tokenizer, as `tokenizers` reads it
 //!   tokenizer_config.json   its settings for `transformers`; missing in checkpoints of earlier versions
@@ -13,9 +13,10 @@
 //!   state.json          step, tokens, seed, cursor, schedule, the full recipe; length and SHA-256 of the files above, and its own SHA-256
 //! ```
 //!
-//! A checkpoint is written under `.tmp-…`, its files and the directory synced, `state.json` last, and then renamed. A kill at any instant
-//! leaves the earlier checkpoints untouched, and at worst a `.tmp-…` that the next writer removes. Tensors are logical, so the number of
-//! ranks may change between runs. Each rank writes its own files of tensors; the first rank writes all others and renames.
+//! A checkpoint is written under a name `.tmp-…`. The files and the directory are synced, `state.json` last, and then the directory is
+//! renamed. A kill at any instant leaves the earlier checkpoints untouched, and at worst a `.tmp-…` directory that the next writer removes.
+//! Tensors are logical, so the number of ranks may change between runs. Each rank writes its own tensor files; the first rank writes all
+//! other files and renames the directory.
 
 pub(crate) mod divided;
 mod files;
@@ -43,7 +44,7 @@ pub(crate) use stored::{BLOCK, SCALE_SUFFIX, scale_shape};
 pub(crate) use tensors::TensorAt;
 pub use tensors::Tensors;
 
-/// The files of a small model's checkpoint, in the order they are written.
+/// The files of a small model's checkpoint, in the order in which they are written.
 pub const FILES: [&str; 6] = [MODEL_FILE, OPTIM_FILE, CONFIG_FILE, TOKENIZER_FILE, SETTINGS_FILE, STATE_FILE];
 /// The directory of checkpoints within a run's directory.
 pub(crate) const DIR: &str = "checkpoints";
@@ -54,12 +55,13 @@ const MODEL_FILE: &str = "model.safetensors";
 const OPTIM_FILE: &str = "optim.safetensors";
 const CONFIG_FILE: &str = "config.json";
 const PREFIX: &str = "step-";
-/// Largest number of values in transit to or from a checkpoint: one rank's piece, or all concurrent pieces of several ranks together.
+/// Largest number of values that are copied to or from a checkpoint at once: one rank's piece, or all concurrent pieces of several ranks
+/// together.
 pub(crate) const PIECE: usize = 4 << 20;
-/// Threads that verify checksums.
+/// Number of threads that verify checksums.
 const VERIFIERS: usize = 6;
 
-/// The checkpoints' steps and directories, oldest first, complete or not.
+/// The steps and directories of the checkpoints, oldest first. Incomplete checkpoints are included.
 fn list(dir: &Path) -> Result<Vec<(u64, PathBuf)>> {
     let entries = match fs::read_dir(dir) {
         Ok(entries) => entries,
@@ -93,23 +95,23 @@ fn read_state(dir: &Path) -> Result<State> {
     State::from_json(&text, &path)
 }
 
-/// The folders of a run's checkpoints, complete or not, newest first.
+/// The folders of a run's checkpoints, newest first. Incomplete checkpoints are included.
 pub(crate) fn checkpoint_folders(run_dir: &Path) -> Result<Vec<PathBuf>> {
     Ok(list(&run_dir.join(DIR))?.into_iter().rev().map(|(_, path)| path).collect())
 }
 
-/// Whether a run's directory has a checkpoint, complete or not.
+/// Whether a run's directory has a checkpoint. An incomplete checkpoint counts.
 #[must_use]
 pub fn has_checkpoints(run_dir: &Path) -> bool {
     list(&run_dir.join(DIR)).is_ok_and(|all| !all.is_empty())
 }
 
-/// A checkpoint of a run. Its contents stay readable even after the run has removed it.
+/// A checkpoint of a run, whose contents stay readable even after the run has removed the checkpoint.
 #[derive(Debug)]
 pub struct Checkpoint {
     path: PathBuf,
     state: State,
-    /// The files that the state names, in its order.
+    /// The files that the checkpoint's state names, in the order of the state.
     files: Vec<OpenFile>,
     /// Whether files are also verified while they are read.
     checks: bool,
@@ -125,7 +127,7 @@ impl Checkpoint {
         std::thread::scope(|scope| {
             let files: Vec<_> = checkpoint.state.files.iter().zip(&checkpoint.files).collect();
             let files = Arc::new(files);
-            // At most as many threads as a small model has files; each takes every `VERIFIERS`-th file.
+            // There are at most as many threads as a small model has files. Each thread takes every `VERIFIERS`-th file.
             let start = |first| {
                 let files = files.clone();
                 let verify = move || {
@@ -148,19 +150,19 @@ impl Checkpoint {
         Ok(checkpoint)
     }
 
-    /// Opens the checkpoint of this step of the run in `run_dir` without verification: another rank verifies the checksums when it opens it
-    /// and while it reads.
+    /// Opens the checkpoint of this step of the run in `run_dir` without verification. Another rank verifies the checksums when it opens
+    /// and reads the checkpoint.
     ///
     /// # Errors
-    /// [`Error::Checkpoint`] where `state.json` is missing or altered.
+    /// [`Error::Checkpoint`] if `state.json` is missing or altered.
     pub(crate) fn open_verified(run_dir: &Path, step: u64) -> Result<Self> {
         Self::opened(&run_dir.join(DIR).join(name_of(step)), false)
     }
 
-    /// Opens the checkpoint in directory `path`; its files are verified only while they are read.
+    /// Opens the checkpoint in directory `path`. The checkpoint's files are verified only while they are read.
     ///
     /// # Errors
-    /// [`Error::Checkpoint`] where `state.json` is missing or altered.
+    /// [`Error::Checkpoint`] if `state.json` is missing or altered.
     pub(crate) fn open_unread(path: &Path) -> Result<Self> {
         Self::opened(path, true)
     }
@@ -186,7 +188,7 @@ impl Checkpoint {
     /// The master weights.
     ///
     /// # Errors
-    /// [`Error::Checkpoint`] where the file cannot be read, or holds tensors of another type than F32. [`Tensors::finish`] reports whether
+    /// [`Error::Checkpoint`] if the file cannot be read, or contains tensors of another type than F32. [`Tensors::finish`] reports whether
     /// the contents match the checksum.
     pub fn model(&self) -> Result<Tensors> {
         self.tensors(MODEL)?.ok_or_else(|| self.has_no(MODEL_FILE))
@@ -195,35 +197,35 @@ impl Checkpoint {
     /// The optimizer's moments.
     ///
     /// # Errors
-    /// As [`Checkpoint::model`].
+    /// The errors of [`Checkpoint::model`].
     pub fn optim(&self) -> Result<Tensors> {
         self.tensors(OPTIM)?.ok_or_else(|| self.has_no(OPTIM_FILE))
     }
 
-    /// Amax histories of delayed scaling, if the run has them.
+    /// Amax histories of delayed scaling, if the run has delayed scales.
     ///
     /// # Errors
-    /// As [`Checkpoint::model`].
+    /// The errors of [`Checkpoint::model`].
     pub fn scales(&self) -> Result<Option<Tensors>> {
         self.tensors(SCALES)
     }
 
-    /// The bytes of a file of the checkpoint, verified while they are read.
+    /// The bytes of a file of the checkpoint. The file is verified while it is read.
     ///
     /// # Errors
-    /// [`Error::Checkpoint`] where the file does not match its checksum.
+    /// [`Error::Checkpoint`] if the file does not match its checksum.
     pub fn file(&self, name: &str) -> Result<Vec<u8>> {
         let (entry, file) = self.required(name)?;
         file.read_checked(entry)
     }
 
-    /// Whether it has a file of this name.
+    /// Whether the checkpoint has a file of this name.
     #[must_use]
     pub fn has(&self, name: &str) -> bool {
         self.state.files.iter().any(|entry| entry.name == name)
     }
 
-    /// The tensors of this kind from all of its files; `None` if it has no file.
+    /// The tensors of this kind from all files of the kind; `None` if the checkpoint has no such file.
     fn tensors(&self, kind: &str) -> Result<Option<Tensors>> {
         let files = self.state.files.iter().zip(&self.files);
         let files: Vec<_> = files.filter(|(entry, _)| divided::is_of_kind(&entry.name, kind)).collect();
@@ -243,26 +245,27 @@ impl Checkpoint {
 /// A checkpoint that was rejected.
 #[derive(Debug)]
 pub struct Rejected {
-    /// Its directory.
+    /// The checkpoint's directory.
     pub path: PathBuf,
-    /// Why it was rejected.
+    /// Why the checkpoint was rejected.
     pub why: Error,
 }
 
-/// The newest complete checkpoint of a run, and the newer ones that are damaged.
+/// The newest complete checkpoint of a run, and all newer checkpoints, which are damaged.
 #[derive(Debug)]
 pub struct Latest {
-    /// The checkpoint to resume from; `None` if there is none.
+    /// The checkpoint to resume from; `None` if the run has no complete checkpoint.
     pub checkpoint: Option<Checkpoint>,
-    /// Newer, damaged checkpoints, the newest first, to be reported.
+    /// Damaged checkpoints that are newer, newest first. The caller reports these checkpoints to the user.
     pub rejected: Vec<Rejected>,
 }
 
 /// Finds the newest checkpoint of the run in `run_dir` whose files all match their checksums. Changes nothing on disk. If the run removes
-/// the checkpoint meanwhile, the search restarts.
+/// the checkpoint during the search, the search restarts.
 ///
 /// # Errors
-/// [`Error::Io`] if the directory exists but cannot be listed, or a thread cannot be started. Damage is no error: see [`Latest::rejected`].
+/// [`Error::Io`] if the directory exists but cannot be listed, or a thread cannot be started. A damaged checkpoint is no error: see
+/// [`Latest::rejected`].
 pub fn latest_valid(run_dir: &Path) -> Result<Latest> {
     loop {
         if let Some(latest) = look_for_latest(run_dir)? {
@@ -271,7 +274,7 @@ pub fn latest_valid(run_dir: &Path) -> Result<Latest> {
     }
 }
 
-/// One pass of [`latest_valid`]; `None` if a checkpoint disappeared during the pass and no older one is complete.
+/// One pass of [`latest_valid`]; `None` if a checkpoint disappeared during the pass and no older checkpoint is complete.
 fn look_for_latest(run_dir: &Path) -> Result<Option<Latest>> {
     let mut latest = Latest { checkpoint: None, rejected: Vec::new() };
     let mut is_one_gone = false;
@@ -290,7 +293,7 @@ fn look_for_latest(run_dir: &Path) -> Result<Option<Latest>> {
                 return Ok(Some(latest));
             }
             Err(_) if fs::symlink_metadata(&path).is_err() => is_one_gone = true,
-            // No thread could be started, or no file opened: the checkpoint may be undamaged.
+            // No thread could be started, or no file could be opened: the checkpoint may be undamaged.
             Err(why @ (Error::Core(_) | Error::Io { .. })) => return Err(why),
             Err(why) => latest.rejected.push(Rejected { path, why }),
         }

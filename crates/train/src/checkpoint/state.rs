@@ -10,36 +10,36 @@ use crate::files::sha256_hex;
 use crate::schedule::Schedule;
 use nibble_core::Recipe;
 
-/// Name of the file, written last: a directory without it is no checkpoint.
+/// Name of the checkpoint's last file. A directory without this file is no checkpoint.
 pub(crate) const STATE_FILE: &str = "state.json";
 
-/// Version of the layout; a program reads only its own.
+/// Version of the layout. A program reads only checkpoints of its own version.
 const LAYOUT: u32 = 2;
 
-/// The position of a run. Random numbers need no state: they are functions of seed, step and element.
+/// The position of a run. Random numbers need no state, because they are functions of seed, step and element.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Position {
-    /// Completed optimizer steps, which is the next step's index.
+    /// Number of completed optimizer steps, which is also the index of the next step.
     pub step: u64,
-    /// Completed steps that had no target and changed nothing. AdamW's bias corrections do not count them.
+    /// Number of completed steps that had no target and changed nothing. AdamW's bias corrections do not count these steps.
     #[serde(default, skip_serializing_if = "is_default")]
     pub passed_over: u64,
-    /// Tokens of the completed steps.
+    /// Number of tokens of the completed steps.
     pub tokens: u64,
     /// Seed of the run.
     pub seed: u64,
-    /// Global sample cursor: the next training sequence, over all ranks and micro-batches.
+    /// Global sample cursor: the index of the next training sequence, over all ranks and micro-batches.
     pub cursor: u64,
-    /// The schedule that `step` indexes.
+    /// The learning-rate schedule. `step` is a position in this schedule.
     pub schedule: Schedule,
     /// Name of the precision recipe.
     pub recipe: String,
-    /// The full recipe as TOML: the run's own copy, independent of later changes of the recipe's file.
-    #[serde(default)] // so that an older file is told by its layout
+    /// The full recipe as TOML. The run has its own copy, so later changes of the recipe's file do not affect the run.
+    #[serde(default)] // with a default, a file of an older layout is rejected because of its layout, not because of this field
     pub recipe_toml: String,
-    /// SHA-256 of the data, held-out part included.
+    /// SHA-256 of the data, including the held-out part.
     pub data_sha256: String,
-    /// The resolved configuration as TOML text, which restores it exactly.
+    /// The resolved configuration as TOML text. Parsing this text restores the configuration exactly.
     pub config: String,
 }
 
@@ -56,15 +56,15 @@ impl Position {
 /// A file of a checkpoint, with its checksum.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileEntry {
-    /// Name inside the checkpoint's directory.
+    /// The file's name inside the checkpoint's directory.
     pub name: String,
-    /// Length in bytes.
+    /// The file's length in bytes.
     pub bytes: u64,
-    /// SHA-256 of the content, hexadecimal.
+    /// SHA-256 of the file's contents, in hexadecimal.
     pub sha256: String,
 }
 
-/// The content of `state.json`.
+/// The contents of `state.json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct State {
     /// Version of the layout.
@@ -73,7 +73,7 @@ pub struct State {
     pub position: Position,
     /// Every other file of the checkpoint.
     pub files: Vec<FileEntry>,
-    /// SHA-256 of this file with 64 zeros in place of this value: it protects the numbers above.
+    /// SHA-256 of `state.json` with 64 zeros in place of this value. The hash protects the other fields.
     sha256: String,
 }
 
@@ -82,22 +82,22 @@ impl State {
         Self { layout: LAYOUT, position, files, sha256: unsigned() }
     }
 
-    /// The text of the file, with its own checksum.
+    /// The text of `state.json`, including its own checksum.
     pub(super) fn to_json(&self, path: &Path) -> Result<String> {
         let blank = Self { sha256: unsigned(), ..self.clone() };
         let mut text =
             serde_json::to_string_pretty(&blank).map_err(|e| Error::checkpoint(path, e.to_string()))?;
         text.push('\n');
         let signature = sha256_hex(text.as_bytes());
-        // The last occurrence: a name or the configuration may also contain 64 zeros.
+        // The last occurrence is the checksum's, because a name or the configuration may also contain 64 zeros.
         let at = text.rfind(&blank.sha256).unwrap_or(0);
         text.replace_range(at..at + signature.len(), &signature);
         Ok(text)
     }
 
-    /// Parses the output of [`State::to_json`]; any changed byte is an error.
+    /// Parses the output of [`State::to_json`]. Any changed byte causes an error.
     pub(super) fn from_json(text: &str, path: &Path) -> Result<Self> {
-        // Checked first: a newer layout may have unknown fields.
+        // The layout's version is checked first, because a newer layout may have unknown fields.
         #[derive(Deserialize)]
         struct Layout {
             layout: u32,

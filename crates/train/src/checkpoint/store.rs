@@ -1,4 +1,4 @@
-//! Writing, renaming and removing checkpoints.
+//! Writes, renames and removes checkpoints.
 
 use super::divided::{self, divided};
 use super::files::{TensorSpec, sync_dir, write_synced, write_tensors};
@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 const TMP_PREFIX: &str = ".tmp-";
-/// A checkpoint that was moved aside while another of the same step takes its place.
+/// Prefix for the old checkpoint of a step while a new checkpoint of the same step replaces the old one.
 const REPLACED_PREFIX: &str = ".tmp-replaced-";
 const LOCK_FILE: &str = ".lock";
 
@@ -24,13 +24,13 @@ pub struct Outline {
     pub model: Vec<TensorSpec>,
     /// Optimizer moments, sorted by name.
     pub optim: Vec<TensorSpec>,
-    /// Amax histories of delayed scaling, sorted by name; if empty, there is no such file.
+    /// Amax histories of delayed scaling, sorted by name. If empty, the checkpoint has no file of amax histories.
     pub scales: Vec<TensorSpec>,
-    /// Largest size of the values in a file of tensors, in bytes; 0: one file per kind.
+    /// Largest size of the values in a tensor file, in bytes; 0: one file per kind of tensor.
     pub file_bytes: usize,
-    /// `config.json`.
+    /// The contents of `config.json`.
     pub config_json: String,
-    /// The tokenizer's files, by name.
+    /// The tokenizer's files: names and contents.
     pub tokenizer: Vec<(&'static str, String)>,
     /// The position of the run.
     pub position: Position,
@@ -41,7 +41,7 @@ impl Outline {
         [&self.model, &self.optim, &self.scales]
     }
 
-    /// The files of tensors.
+    /// The names of the tensor files, and the tensors of each.
     fn files(&self) -> Vec<(String, &[TensorSpec])> {
         tensor_files(self.tensors(), |spec| spec, self.file_bytes)
     }
@@ -51,21 +51,22 @@ impl Outline {
 #[derive(Debug, Clone)]
 pub struct Store {
     dir: PathBuf,
-    /// Locked while a clone lives; the system unlocks it when the process ends, however it ends.
+    /// The file is locked while a clone of the store lives. The operating system unlocks the file when the process ends, however the
+    /// process ends.
     _lock: Arc<File>,
 }
 
 impl Store {
-    /// Opens (and creates) the checkpoints of the run in `run_dir`, and removes leftovers of killed writers.
+    /// Opens or creates the checkpoints of the run in `run_dir`, and removes leftovers of killed writers.
     ///
     /// # Errors
-    /// [`Error::Checkpoint`] where another process is writing here; [`Error::Io`].
+    /// [`Error::Checkpoint`] if another process is writing checkpoints in `run_dir`; [`Error::Io`].
     pub fn open(run_dir: &Path) -> Result<Self> {
         let in_use = || Error::checkpoint(&run_dir.join(DIR), "another process is writing checkpoints here");
         Self::try_open(run_dir)?.ok_or_else(in_use)
     }
 
-    /// [`Store::open`], or `None` if another process is writing.
+    /// Like [`Store::open`], but returns `None` if another process is writing.
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -95,13 +96,13 @@ impl Store {
         run_dir.join(DIR).join(LOCK_FILE).exists()
     }
 
-    /// Writes a checkpoint, removes all but the newest `keep` (0 = keep all), and returns its directory. `next` supplies the values of the
-    /// model's, the optimizer's and the scales' tensors in the outline's order, in pieces of any length that end at the end of a file. Only
-    /// one piece is held in memory.
+    /// Writes a checkpoint, removes all but the newest `keep` checkpoints (0: keeps all), and returns the new checkpoint's directory.
+    /// `next` supplies the values of the model's, the optimizer's and the scales' tensors in the outline's order. `next` may supply pieces
+    /// of any length, but each file ends at the end of a piece. Only one piece is in memory at a time.
     ///
     /// # Errors
-    /// [`Error::Io`] (such as a full disk), [`Error::Checkpoint`] for inconsistent tensors, and the errors of `next`; the earlier
-    /// checkpoints are then untouched.
+    /// [`Error::Io`] (such as a full disk), [`Error::Checkpoint`] for inconsistent tensors, and the errors of `next`. After an error, the
+    /// earlier checkpoints are untouched.
     pub fn save<P: AsRef<[f32]>>(
         &self,
         outline: &Outline,
@@ -127,12 +128,13 @@ impl Store {
         Ok(dir)
     }
 
-    /// Completes a checkpoint whose files of tensors are `written`, by any rank and in any order: writes all other files, `state.json`
-    /// last, renames its directory, removes all but the newest `keep` (0 = keep all), and returns its directory.
+    /// Completes a checkpoint. `written` lists its tensor files, which any rank may have written in any order. Writes all other files,
+    /// `state.json` last, renames the checkpoint's directory, and removes all but the newest `keep` checkpoints (0: keeps all). Returns the
+    /// new directory.
     ///
     /// # Errors
-    /// The errors in `written`; [`Error::Io`]; [`Error::Checkpoint`] if a file is missing. The earlier checkpoints are then untouched, and
-    /// this one is removed.
+    /// The errors in `written`; [`Error::Io`]; [`Error::Checkpoint`] if a file is missing. After an error, the earlier checkpoints are
+    /// untouched, and the new checkpoint is removed.
     pub(crate) fn finish(
         &self,
         outline: &Outline,
@@ -143,7 +145,8 @@ impl Store {
         let written = written.and_then(|entries| write_rest(&dir, outline, entries));
         let written = written.and_then(|()| self.publish(&dir, &name));
         if written.is_err() {
-            // The first error is the one to report; leftovers are removed when the store is next opened.
+            // Errors of this removal are ignored, because only the first error is reported. The next opening of the store removes
+            // leftovers.
             let _ = remove(&dir);
         }
         let path = written?;
@@ -152,7 +155,7 @@ impl Store {
         Ok(path)
     }
 
-    /// Removes the files of an unfinished checkpoint. Leftovers are removed when the store is next opened.
+    /// Removes the files of an unfinished checkpoint. The next opening of the store removes what remains.
     pub(crate) fn abandon(&self, outline: &Outline) {
         let _ = remove(&self.unnamed(outline));
     }
@@ -162,7 +165,7 @@ impl Store {
         self.dir.join(format!("{TMP_PREFIX}{}", name_of(outline.position.step)))
     }
 
-    /// The error of a checkpoint whose supply of values ended: the sender has failed, and reports why.
+    /// The error of a checkpoint whose sender of values stopped early: the sender has failed, and reports the reason.
     pub(crate) fn given_up(&self, outline: &Outline) -> Error {
         let path = self.dir.join(name_of(outline.position.step));
         Error::checkpoint(&path, "was given up before all of its values had come")
@@ -183,7 +186,7 @@ impl Store {
             fs::rename(tmp, &path).map_err(Error::io(&path))
         };
         if let Err(error) = moved() {
-            // Restores the old checkpoint at once; if that fails too, the next opening of the store restores it.
+            // Restores the old checkpoint at once. If the restoration fails too, the next opening of the store restores the checkpoint.
             let _ = fs::rename(&replaced, &path);
             return Err(error);
         }
@@ -193,14 +196,15 @@ impl Store {
         Ok(path)
     }
 
-    /// Removes all but `keep` of the checkpoints up to the one just saved. Later checkpoints are of a run that was rolled back, possibly
-    /// since they are damaged: they neither count nor are removed.
+    /// Removes all but the newest `keep` of the checkpoints up to `saved`, which was saved last. Later checkpoints remain from a
+    /// rolled-back run and may be damaged. Checkpoints after `saved` are neither counted nor removed.
     fn prune(&self, keep: usize, saved: &Path) -> Result<()> {
         let mut all = list(&self.dir)?;
         all.truncate(all.iter().position(|(_, path)| path == saved).map_or(all.len(), |i| i + 1));
         let surplus = if keep == 0 { 0 } else { all.len().saturating_sub(keep) };
         for (_, path) in &all[..surplus] {
-            // Under its own name a checkpoint is complete or absent.
+            // A directory with a checkpoint's final name is always a complete checkpoint, so the directory is renamed before its files are
+            // removed.
             let doomed = self.dir.join(format!("{TMP_PREFIX}pruned"));
             remove(&doomed)?;
             fs::rename(path, &doomed).map_err(Error::io(path))?;
@@ -210,7 +214,7 @@ impl Store {
         Ok(())
     }
 
-    /// Removes leftovers of killed writers, and restores a checkpoint that one had moved aside.
+    /// Removes leftovers of killed writers, and restores a checkpoint that a killed writer had moved aside.
     fn clean(&self) -> Result<()> {
         for entry in fs::read_dir(&self.dir).map_err(Error::io(&self.dir))? {
             let entry = entry.map_err(Error::io(&self.dir))?;
@@ -230,7 +234,7 @@ impl Store {
     }
 }
 
-/// Writes and syncs a file of tensors, whose values come from `next`.
+/// Writes and syncs a tensor file, whose values come from `next`.
 pub(crate) fn write_file<P: AsRef<[f32]>>(
     dir: &Path,
     name: &str,
@@ -242,7 +246,7 @@ pub(crate) fn write_file<P: AsRef<[f32]>>(
     Ok(entry)
 }
 
-/// Writes and syncs all files other than tensors, `state.json` last.
+/// Writes and syncs all files other than tensor files, `state.json` last.
 fn write_rest(dir: &Path, outline: &Outline, written: Vec<FileEntry>) -> Result<()> {
     let Outline { file_bytes, config_json, tokenizer, position, .. } = outline;
     let mut written: BTreeMap<String, FileEntry> =
@@ -272,14 +276,14 @@ fn write_rest(dir: &Path, outline: &Outline, written: Vec<FileEntry>) -> Result<
     reach(Point::BeforeRename)
 }
 
-/// The kinds of tensors, with their tensors. Without scales there is no such kind.
+/// The kinds of tensors, each with its tensors. The kind of the scales is left out if there are no scales.
 fn kinds<T>(tensors: [&[T]; 3]) -> impl Iterator<Item = (&'static str, &[T])> {
     let all = [MODEL, OPTIM, SCALES].into_iter().zip(tensors);
     all.filter(|(kind, tensors)| *kind != SCALES || !tensors.is_empty())
 }
 
-/// The files of tensors of a checkpoint by name, each with its tensors, in the order of `state.json`. `tensors`: those of the model, the
-/// optimizer, and the scales. A file has at most `most_bytes` bytes of values (0: one file per kind).
+/// The names of a checkpoint's tensor files, each with its tensors, in the order of `state.json`. `tensors` contains the tensors of the
+/// model, of the optimizer, and of the scales. A file has at most `most_bytes` bytes of values (0: one file per kind).
 pub(crate) fn tensor_files<T>(
     tensors: [&[T]; 3],
     spec: impl Fn(&T) -> &TensorSpec + Copy,

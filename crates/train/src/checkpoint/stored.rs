@@ -1,13 +1,13 @@
-//! Storage formats of values: F32, two bytes, or E4M3 codes with block scales, as DeepSeek-V3 is published.
+//! Storage formats of values: F32, two-byte types, or E4M3 codes with block scales, as DeepSeek-V3 is published.
 
 use crate::error::Result;
 use half::{bf16, f16};
 use nibble_core::formats::Element;
 
-/// The suffix of the name of a tensor's block scales: `model.layers.3.mlp.gate_proj.weight_scale_inv`.
+/// The suffix in the name of a tensor's block scales: `model.layers.3.mlp.gate_proj.weight_scale_inv`.
 pub(crate) const SCALE_SUFFIX: &str = "_scale_inv";
 
-/// Rows and columns of a scaled block.
+/// Number of rows, and of columns, of a block with one scale.
 pub(crate) const BLOCK: usize = 128;
 
 /// The shape of the block scales of a tensor of this shape.
@@ -21,17 +21,17 @@ pub(super) enum Kind {
     F32,
     Bf16,
     F16,
-    /// One code of one byte per value, multiplied by the scale of its 128 × 128 block. Blocks at the edges may be smaller.
+    /// One code of one byte per value. A code is multiplied by the scale of its 128 × 128 block. Blocks at the edges may be smaller.
     E4m3 {
-        /// Row-major.
+        /// The scales of the blocks, in row-major order.
         scales: Vec<f32>,
-        /// Columns of the tensor.
+        /// Number of columns of the tensor.
         cols: usize,
     },
 }
 
 impl Kind {
-    /// Bytes of a value.
+    /// Number of bytes of a value.
     pub fn bytes(&self) -> usize {
         match self {
             Self::F32 => 4,
@@ -40,14 +40,14 @@ impl Kind {
         }
     }
 
-    /// The index and value of the scale of the value at `index`, if it has one.
+    /// The index and the value of the scale for the value at `index`; `None` for a format without scales.
     pub fn scale_of(&self, index: usize) -> Option<(usize, f32)> {
         let Self::E4m3 { scales, cols } = self else { return None };
         let block = block_of(index, *cols);
         scales.get(block).map(|scale| (block, *scale))
     }
 
-    /// Reads values from index `at` on; `fill` supplies their bytes.
+    /// Reads values from index `at` on. `fill` supplies the bytes of these values.
     pub fn read(&self, at: usize, to: &mut [f32], fill: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<()> {
         if let Self::F32 = self {
             fill(bytemuck::cast_slice_mut(to))?;
@@ -80,7 +80,7 @@ fn block_of(index: usize, cols: usize) -> usize {
     row / BLOCK * cols.div_ceil(BLOCK) + col / BLOCK
 }
 
-/// `count` little-endian numbers of two bytes; `fill` supplies their bytes.
+/// Reads `count` little-endian numbers of two bytes. `fill` supplies the bytes of these numbers.
 fn halves(count: usize, fill: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<Vec<u16>> {
     let mut bits = vec![0u16; count];
     fill(bytemuck::cast_slice_mut(&mut bits))?;
@@ -113,12 +113,12 @@ mod tests {
         assert_eq!(read(&Kind::F16, 2, 2, &f16s), [f16::from_f32(3.0e-5).to_f32(), 448.0]);
     }
 
-    /// 130 rows of 200 columns have four blocks, two of them with fewer columns and two with fewer rows.
+    /// A tensor of 130 rows and 200 columns has four blocks; two of them have fewer than 128 columns, and two have fewer than 128 rows.
     #[test]
     fn codes_have_the_scale_of_their_block() {
         assert_eq!(scale_shape(&[130, 200]), [2, 2]);
         let kind = Kind::E4m3 { scales: vec![1.0, 2.0, 4.0, 8.0], cols: 200 };
-        // All values are 1.0.
+        // All values of the tensor are 1.0.
         let file = vec![0x38; 130 * 200];
         for (row, col, value) in [(0, 0, 1.0), (127, 127, 1.0), (3, 128, 2.0), (128, 0, 4.0), (129, 199, 8.0)]
         {

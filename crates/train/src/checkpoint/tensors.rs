@@ -1,4 +1,4 @@
-//! Tensors of a checkpoint, read on demand.
+//! Tensors of a checkpoint, which are read on demand.
 
 use super::divided::{Index, index_name};
 use super::files::OpenFile;
@@ -12,14 +12,15 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::thread::{Builder, JoinHandle};
 
-/// Largest accepted header of a safetensors file, which is also safetensors' own limit.
+/// Largest accepted header of a safetensors file, in bytes. The safetensors library has the same limit.
 const LONGEST_HEADER: u64 = 100_000_000;
 
-/// Tensors of one kind of a checkpoint, in one or several files; each can be taken once, and none may be left at the end. While they are
-/// read, another thread or another rank verifies the checksums: the values are valid once [`Tensors::finish`] has succeeded.
+/// Tensors of one kind of a checkpoint, in one or several files. Each tensor can be taken once, and at the end every tensor must have been
+/// taken. While the tensors are read, another thread or another rank verifies the checksums. The tensors' values are known to be valid only
+/// after [`Tensors::finish`] has succeeded.
 #[derive(Debug)]
 pub struct Tensors {
-    /// The file, or the directory of several files.
+    /// The path of the file, or the directory of several files.
     path: PathBuf,
     files: Vec<OpenFile>,
     tensors: BTreeMap<String, TensorAt>,
@@ -36,24 +37,24 @@ pub(crate) struct TensorAt {
     kind: Kind,
 }
 
-/// Types of tensors that files may hold.
+/// Types of tensors that files may contain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Types {
-    /// F32 only, as a run writes them.
+    /// Only F32, the type that a run writes.
     Own,
     /// Types of published models: F32, BF16, F16, and E4M3 with block scales.
     Published,
 }
 
 impl TensorAt {
-    /// Number of values.
+    /// Number of values of the tensor.
     pub fn num_values(&self) -> usize {
         self.shape.iter().product()
     }
 }
 
 impl Tensors {
-    /// The file, or the directory of several files.
+    /// The path of the file, or the directory of several files.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
@@ -69,7 +70,7 @@ impl Tensors {
         Ok(all)
     }
 
-    /// Opens one or more safetensors files of F32 tensors. `checks`: verifies their checksums in the background.
+    /// Opens one or more safetensors files of F32 tensors. If `checks` is true, a background thread verifies the files' checksums.
     pub(super) fn open(dir: &Path, files: &[(&FileEntry, &OpenFile)], checks: bool) -> Result<Self> {
         let opened: Vec<&OpenFile> = files.iter().map(|(_, open)| *open).collect();
         let mut all = Self::of_files(dir, &opened, Types::Own)?;
@@ -83,13 +84,13 @@ impl Tensors {
         Ok(all)
     }
 
-    /// The tensors of a published model's folder: those of the index, or of the single file.
+    /// The tensors of a published model's folder: the tensors of the index, or of the single file if there is no index.
     ///
     /// # Errors
     /// [`Error::Checkpoint`] for a missing or damaged file, [`Error::Io`] for too many open files.
     pub(crate) fn of_folder(dir: &Path) -> Result<Self> {
         let index = dir.join(index_name(MODEL));
-        // A dangling link to an index is an error, not a folder without an index.
+        // A dangling link in place of the index is an error; a folder with such a link is not a folder without an index.
         if fs::symlink_metadata(&index).is_err() {
             require_safetensors(dir)?;
             return Self::of_files(dir, &[&OpenFile::named(dir, MODEL_FILE)?], Types::Published);
@@ -138,7 +139,7 @@ impl Tensors {
     /// Takes the tensor `name`, which must have this shape.
     ///
     /// # Errors
-    /// [`Error::Checkpoint`] naming the tensor if it is missing or has another shape, or the file if it cannot be read.
+    /// [`Error::Checkpoint`], which names the tensor if it is missing or has another shape, or the file if the file cannot be read.
     pub fn take(&mut self, name: &str, shape: &[usize]) -> Result<Vec<f32>> {
         let stored = self.find(name, shape)?;
         let mut values = vec![0.0; stored.num_values()];
@@ -146,15 +147,15 @@ impl Tensors {
         Ok(values)
     }
 
-    /// As [`Tensors::take`], or `None` if there is no such tensor.
+    /// Like [`Tensors::take`], but returns `None` if there is no such tensor.
     ///
     /// # Errors
-    /// [`Error::Checkpoint`] naming the tensor if it has another shape, or the file if it cannot be read.
+    /// [`Error::Checkpoint`], which names the tensor if it has another shape, or the file if the file cannot be read.
     pub fn take_if_there(&mut self, name: &str, shape: &[usize]) -> Result<Option<Vec<f32>>> {
         self.tensors.contains_key(name).then(|| self.take(name, shape)).transpose()
     }
 
-    /// As [`Tensors::take`], but the values are read later, with [`Tensors::read`].
+    /// Like [`Tensors::take`], but returns only the location. [`Tensors::read`] reads the values later.
     pub(crate) fn find(&mut self, name: &str, shape: &[usize]) -> Result<TensorAt> {
         let mut stored = match self.tensors.get(name) {
             Some(stored) if stored.shape != shape => {
@@ -182,14 +183,14 @@ impl Tensors {
         Ok(stored)
     }
 
-    /// Reads values from index `at` on, which must exist.
+    /// Reads the tensor's values from index `at` on, which must exist.
     pub(crate) fn read(&mut self, stored: &TensorAt, at: usize, to: &mut [f32]) -> Result<()> {
         let place = stored.start + (at * stored.kind.bytes()) as u64;
         let file = &self.files[stored.file];
         stored.kind.read(at, to, |bytes| file.read_exact_at(bytes, place))
     }
 
-    /// As [`Tensors::read`], for weights, which must be finite.
+    /// Like [`Tensors::read`], but for weights, which must be finite.
     ///
     /// # Errors
     /// [`Error::Checkpoint`] naming the tensor `name` and its first value that is not finite.
@@ -213,7 +214,7 @@ impl Tensors {
         Err(Error::checkpoint(path, format!("{why}; no run goes on from it, and nothing is made of it")))
     }
 
-    /// Checks that the files match their checksums, and that every tensor was taken: a remaining tensor belongs to another model.
+    /// Checks that the files match their checksums, and that every tensor was taken. A tensor that remains belongs to another model.
     ///
     /// # Errors
     /// [`Error::Checkpoint`] naming a damaged file, or the first remaining tensor.
@@ -229,16 +230,16 @@ impl Tensors {
         }
     }
 
-    /// As [`Tensors::finish`], but ignores remaining tensors for which `passed_over` is true, and their scales.
+    /// Like [`Tensors::finish`], but ignores remaining tensors for which `passed_over` is true, and the scales of these tensors.
     ///
     /// # Errors
-    /// As [`Tensors::finish`].
+    /// The errors of [`Tensors::finish`].
     pub(crate) fn finish_but(mut self, passed_over: impl Fn(&str) -> bool) -> Result<()> {
         self.tensors.retain(|name, _| !passed_over(name.strip_suffix(SCALE_SUFFIX).unwrap_or(name)));
         self.finish()
     }
 
-    /// As [`Tensors::finish`], but ignores all remaining tensors.
+    /// Like [`Tensors::finish`], but ignores all remaining tensors.
     ///
     /// # Errors
     /// [`Error::Checkpoint`] naming the damaged file.
@@ -246,7 +247,7 @@ impl Tensors {
         self.check()
     }
 
-    /// Waits for the verification of the checksums.
+    /// Waits until the background thread has verified the checksums.
     fn check(&mut self) -> Result<()> {
         match self.checked.take().map(JoinHandle::join) {
             Some(Err(panic)) => std::panic::resume_unwind(panic),
@@ -256,10 +257,10 @@ impl Tensors {
     }
 }
 
-/// The error of a folder with weights in another format than safetensors, with advice on conversion.
+/// Returns an error, with advice on conversion, for a folder whose weights have another format than safetensors.
 fn require_safetensors(dir: &Path) -> Result<()> {
     const KINDS: [&str; 7] = ["bin", "pt", "pth", "ckpt", "gguf", "h5", "msgpack"];
-    // Files of optimizers and the like are no weights.
+    // Only files with these names contain weights; other files, such as those of optimizers, do not.
     const WEIGHTS: [&str; 5] = ["pytorch_model", "consolidated", "model", "tf_model", "flax_model"];
     if dir.join(MODEL_FILE).exists() {
         return Ok(());
@@ -282,7 +283,7 @@ fn require_safetensors(dir: &Path) -> Result<()> {
     Err(Error::checkpoint(dir, why))
 }
 
-/// The header of a safetensors file, and where its data begins.
+/// The header of a safetensors file, and the offset of the file's data.
 fn read_header(file: &OpenFile) -> Result<(Metadata, u64)> {
     let damaged = |why: String| Error::checkpoint(file.path(), format!("is damaged: {why}"));
     let mut len = [0; size_of::<u64>()];
@@ -291,7 +292,7 @@ fn read_header(file: &OpenFile) -> Result<(Metadata, u64)> {
     if len > LONGEST_HEADER {
         return Err(damaged(format!("a header of {len} bytes, {LONGEST_HEADER} at most are expected")));
     }
-    // A truncated header fails to parse.
+    // A truncated header is not refused here, because it fails to parse.
     let there = len.min(file.len()?.saturating_sub(size_of::<u64>() as u64));
     let mut text = vec![0; there as usize];
     file.read_exact_at(&mut text, size_of::<u64>() as u64)?;

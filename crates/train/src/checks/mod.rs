@@ -1,4 +1,4 @@
-//! Checks of a run before it starts.
+//! Checks of a configuration and its recipe before a run starts.
 
 mod overrides;
 mod recipe_file;
@@ -14,10 +14,10 @@ use nibble_core::Recipe;
 use nibble_core::recipe::{LayerPlan, Passes, Product, ProductPlan, RunSize, Section};
 use std::path::Path;
 
-/// A built-in recipe by name, or a recipe file by path.
+/// Loads a built-in recipe by name, or a recipe file by path.
 ///
 /// # Errors
-/// [`nibble_core::Error::Recipe`] for an unknown name; [`crate::Error::Config`] with path and line for a bad file; errors of reading it.
+/// [`nibble_core::Error::Recipe`] for an unknown name; [`crate::Error::Config`] with path and line for an invalid file; I/O errors.
 pub fn load_recipe(name_or_path: &str) -> Result<Recipe> {
     match path_of(name_or_path) {
         Some(path) => recipe_file::load(path),
@@ -31,15 +31,16 @@ pub fn load_recipe(name_or_path: &str) -> Result<Recipe> {
     }
 }
 
-/// The file of a recipe, unless it is built in.
+/// The path of a recipe's file; `None` for a built-in recipe.
 fn path_of(recipe: &str) -> Option<&Path> {
     recipe.ends_with(".toml").then(|| Path::new(recipe))
 }
 
-/// The recipe of a configuration, after checking that both fit each other.
+/// Loads the recipe of a configuration, and checks that recipe and configuration fit each other.
 ///
 /// # Errors
-/// For a recipe that cannot be read, as [`check_recipe`], and for an override in a recipe file that has no effect in this run.
+/// An error for a recipe that cannot be read; the errors of [`check_recipe`]; an error for an override in a recipe file that has no effect
+/// in this run.
 pub fn checked_recipe(config: &Config) -> Result<Recipe> {
     check_sizes(config)?;
     let recipe = load_recipe(&config.recipe)?.in_run(config.run_size());
@@ -55,8 +56,9 @@ pub fn checked_recipe(config: &Config) -> Result<Recipe> {
     Ok(recipe)
 }
 
-/// The overrides of a recipe that have no effect in a run of this configuration, one line each. [`checked_recipe`] refuses them in a file,
-/// whose author can fix them; in a built-in recipe they are no mistake of the user, whose model and steps may differ.
+/// The overrides of a recipe that have no effect in a run of this configuration, with one line per override. [`checked_recipe`] refuses
+/// such overrides in a recipe file, because the file's author can fix them. In a built-in recipe, an override without effect is no mistake
+/// of the user, whose model and number of steps may differ.
 #[must_use]
 pub fn idle_overrides(config: &Config, recipe: &Recipe) -> Vec<String> {
     let recipe = recipe.clone().in_run(config.run_size());
@@ -67,8 +69,8 @@ pub fn idle_overrides(config: &Config, recipe: &Recipe) -> Vec<String> {
 /// Checks that a configuration and a recipe fit each other.
 ///
 /// # Errors
-/// For uncountable sizes, an override without matching layers, a batch that the recipe's blocks do not divide, a transform that does not
-/// divide a contracted dimension, or a `train.combine` that quantized rows do not allow.
+/// An error for sizes that overflow, an override without matching layers, a batch that the recipe's blocks do not divide, a transform whose
+/// size does not divide a contracted dimension, or a `train.combine` that does not work with quantized rows.
 pub fn check_recipe(config: &Config, recipe: &Recipe) -> Result<()> {
     check_sizes(config)?;
     check_blocks(config, recipe)?;
@@ -76,7 +78,8 @@ pub fn check_recipe(config: &Config, recipe: &Recipe) -> Result<()> {
     check_combine(config, recipe)
 }
 
-/// A note if steps are to measure quantization and the recipe has none. That is no mistake: a configuration is used with several recipes.
+/// A note if the configuration measures quantization and the recipe quantizes nothing. The note is no error, because one configuration is
+/// used with several recipes.
 #[must_use]
 pub fn measures_nothing(config: &Config, recipe: &Recipe) -> Option<String> {
     let every = config.train.quantization_every;
@@ -90,8 +93,8 @@ pub fn measures_nothing(config: &Config, recipe: &Recipe) -> Option<String> {
     })
 }
 
-/// Checks that each transform divides the dimension that its product contracts. Wgrad contracts whole shards, whose size `check_blocks`
-/// checks.
+/// Checks that the size of each transform divides the contracted dimension of its GEMM. Wgrad contracts whole shards; `check_blocks` checks
+/// the size of shards.
 fn check_transforms(config: &Config, recipe: &Recipe) -> Result<()> {
     let spec = ModelSpec::new(&config.model);
     let takes = |part: &Part| {
@@ -104,7 +107,7 @@ fn check_transforms(config: &Config, recipe: &Recipe) -> Result<()> {
     spec.blocks().try_for_each(|block| block.parts().into_iter().try_for_each(takes))
 }
 
-/// [`check_transforms`] for one part of the model.
+/// Runs the check of [`check_transforms`] for one part of the model.
 fn part_takes(part: &Part, plan: &LayerPlan, recipe: &Recipe) -> Result<()> {
     let matrices: Vec<&ParamSpec> = part.weights().iter().filter(|weight| !weight.is_vector()).collect();
     for ProductPlan { product, weight, transform, .. } in &plan.products {
@@ -126,7 +129,7 @@ fn part_takes(part: &Part, plan: &LayerPlan, recipe: &Recipe) -> Result<()> {
     Ok(())
 }
 
-/// Checks that `train.combine` is possible if the recipe sends rows back quantized.
+/// Checks that `train.combine` works if the recipe quantizes the rows that experts return to other ranks.
 fn check_combine(config: &Config, recipe: &Recipe) -> Result<()> {
     match (config.train.combine, recipe.quantized_combine()) {
         (Some(Combine::Tree), Some((site, format))) => {
@@ -142,7 +145,7 @@ fn check_combine(config: &Config, recipe: &Recipe) -> Result<()> {
     }
 }
 
-/// The steps of a run at which a recipe's precisions may change, and `steps` itself.
+/// The steps of a run at which a recipe's precisions may change, followed by `steps`.
 #[must_use]
 pub fn steps_of_change(recipe: &Recipe, steps: u64) -> Vec<u64> {
     let at = |progress| first_step_at(progress, steps);
@@ -156,22 +159,22 @@ pub fn steps_of_change(recipe: &Recipe, steps: u64) -> Vec<u64> {
 /// The first of `steps` steps whose progress (step / steps) is at least `progress`.
 #[must_use]
 pub fn first_step_at(progress: f64, steps: u64) -> u64 {
-    // The product may be rounded up: 7 / 100 · 100 is more than 7.
+    // F64 may round the product up: 7 / 100 · 100 is more than 7.
     let near = (progress * steps as f64).floor() as u64;
     let reaches = |step: &u64| *step as f64 / steps as f64 >= progress;
     (near.saturating_sub(1)..=near + 1).find(reaches).unwrap_or(steps)
 }
 
 impl Config {
-    /// The sizes that a recipe's selections depend on.
+    /// The sizes on which a recipe's selections depend.
     #[must_use]
     pub fn run_size(&self) -> RunSize {
         RunSize { decoder_layers: self.model.layers, steps: self.train.steps }
     }
 }
 
-/// Checks the batch against the recipe's blocks, in every layer at every point of the run. Widths that no block divides are padded with
-/// zeros.
+/// Checks that the recipe's blocks divide the batch, in every layer and at every point of the run. Widths that no block divides are padded
+/// with zeros.
 fn check_blocks(config: &Config, recipe: &Recipe) -> Result<()> {
     let sections = recipe.sections(&ModelSpec::new(&config.model).recipe_layers())?;
     if !sections.iter().any(Section::has_blocks) {
@@ -193,7 +196,7 @@ fn check_blocks(config: &Config, recipe: &Recipe) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// For every step of every number of steps: 7 / 100 · 100 is more than 7 in F64.
+    /// Holds for every step of every number of steps, although 7 / 100 · 100 is more than 7 in F64.
     #[test]
     fn the_first_step_at_a_steps_own_progress_is_that_step() {
         for steps in 1..300u64 {

@@ -1,10 +1,10 @@
-//! Overrides of a recipe that have no effect in a run, which are mistakes.
+//! Finds overrides of a recipe that have no effect in a run. Overrides without effect are mistakes.
 
 use super::steps_of_change;
 use nibble_core::recipe::{Layer, Override};
 use nibble_core::{Error, Recipe, Result};
 
-/// The overrides without effect on these layers in a run of `steps` steps: the key of each, and the reason.
+/// The overrides that have no effect on these layers in a run of `steps` steps: the key of each override, and the reason.
 pub(super) fn idle<'a>(
     recipe: &'a Recipe,
     layers: &'a [Layer],
@@ -13,7 +13,7 @@ pub(super) fn idle<'a>(
     let several = recipe.overrides.len() > 1;
     recipe.overrides.iter().enumerate().filter_map(move |(i, o)| {
         let why = why_idle(recipe, (i, o), layers, steps)?;
-        // With several overrides, the key has the override's number, from 1.
+        // If there are several overrides, the key contains the override's number, from 1.
         let key = if several { format!("override[{}]", i + 1) } else { "override".into() };
         Some((key, format!("has no effect: {why}")))
     })
@@ -27,10 +27,10 @@ pub(super) fn check(recipe: &Recipe, layers: &[Layer], steps: u64) -> Result<()>
     }
 }
 
-/// The reason why an override has no effect, if it has none.
+/// The reason why an override has no effect; `None` if the override has an effect.
 fn why_idle(recipe: &Recipe, (i, o): (usize, &Override), layers: &[Layer], steps: u64) -> Option<String> {
     if !layers.iter().any(|layer| o.is_for(layer.kind, &layer.name, recipe.run)) {
-        // An optional override may have no such layers in this model.
+        // An optional override may match no layer of this model.
         return (!o.optional).then(|| "no layer name matches".to_owned());
     }
     let mut starts = steps_of_change(recipe, steps);

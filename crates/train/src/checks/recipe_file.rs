@@ -1,4 +1,4 @@
-//! Recipes from files, with path and line in their errors.
+//! Reads recipes from files, and adds path and line to the errors.
 
 use crate::config::read_text;
 use crate::error::{Error, Result};
@@ -7,14 +7,14 @@ use std::path::Path;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
-/// The recipe of a file, named by the file's stem.
+/// Loads a recipe from a file. The recipe's name is the file's stem.
 pub(super) fn load(path: &Path) -> Result<Recipe> {
     let text = read_text(path)?;
     let name = path.file_stem().map_or_else(|| path.to_string_lossy(), |stem| stem.to_string_lossy());
     Recipe::parse(&name, &text).map_err(|error| located(error.into(), path, &text))
 }
 
-/// Adds the place of its key to an error about a recipe, if the file has the key.
+/// Adds the line of the key to an error about a recipe, if the file contains the key.
 pub(super) fn in_file(error: Error, path: &Path) -> Error {
     match read_text(path) {
         Ok(text) => located(error, path, &text),
@@ -32,16 +32,16 @@ fn located(error: Error, path: &Path, text: &str) -> Error {
             (key, why, at)
         }
     };
-    // Counted from 1.
+    // Lines are counted from 1.
     let line = at.map(|at| text.bytes().take(at).filter(|byte| *byte == b'\n').count() + 1);
     Error::Config { key, file: Some(path.to_owned()), line, why, suggestion: None }
 }
 
-/// The longest prefix of a dotted key that exists in a table: its number of names, and the position of its last name. Keys inherited from
-/// another recipe are not in the file.
+/// The longest prefix of a dotted key that exists in a table: the number of names in this prefix, and the position of its last name. Keys
+/// that a recipe inherits from another recipe are not in the file.
 fn deepest(table: &DeTable<'_>, path: &[&str]) -> Option<(usize, usize)> {
     let (first, rest) = path.split_first()?;
-    // `override[2]` is the second of its list.
+    // `override[2]` is the second item of the list `override`.
     let (name, which) = match first.strip_suffix(']').and_then(|first| first.split_once('[')) {
         Some((name, which)) => (name, which.parse::<usize>().ok()?.checked_sub(1)),
         None => (*first, None),
@@ -56,7 +56,7 @@ fn deepest(table: &DeTable<'_>, path: &[&str]) -> Option<(usize, usize)> {
         (DeValue::Array(list), Some(which)) => {
             list.get(which).map(|one| below(one).unwrap_or((1, one.span().start)))
         }
-        // The first of the items with the longest prefix.
+        // Takes the first item among the items with the longest prefix.
         (DeValue::Array(list), None) => {
             list.iter().filter_map(below).reduce(|best, one| if one.0 > best.0 { one } else { best })
         }

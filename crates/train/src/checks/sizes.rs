@@ -1,29 +1,29 @@
-//! Upper bounds of sizes, so that later code can multiply them without overflow checks.
+//! Upper bounds of sizes. Because of these bounds, later code can multiply sizes without overflow checks.
 
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::spec::{ModelSpec, Size};
 
-/// Most parameters of a model.
+/// Largest number of parameters of a model.
 const MOST_PARAMETERS: u128 = 1 << 48;
-/// Most experts over all layers: each has named tensors of its own in a checkpoint.
+/// Largest number of experts over all layers. The number is limited because each expert has its own named tensors in a checkpoint.
 const MOST_EXPERTS: usize = 1 << 18;
-/// Most columns of a norm, whose weights are initialized on the host.
+/// Largest number of columns of a norm. The number is limited because the host initializes norm weights.
 const MOST_COLUMNS: usize = 1 << 24;
-/// Most tokens of a micro-batch on one rank, which the host also lists.
+/// Largest number of tokens of a micro-batch on one rank. The number is limited because the host also lists these tokens.
 const MOST_TOKENS: usize = 1 << 24;
-/// Most elements of one activation tensor.
+/// Largest number of elements of one activation tensor.
 const MOST_ELEMENTS: u128 = 1 << 50;
 
-/// `model.layers = 2, model.d_model = 64`.
+/// Formats sizes as text: `model.layers = 2, model.d_model = 64`.
 pub(crate) fn listed(sizes: &[Size]) -> String {
     sizes.iter().map(|size| format!("{} = {}", size.key, size.value)).collect::<Vec<_>>().join(", ")
 }
 
-/// Checks that every size of this configuration can be counted and is within what any machine has.
+/// Checks that the sizes of this configuration do not overflow and that a machine could have this much memory.
 ///
 /// # Errors
-/// [`Error::Config`] naming the key.
+/// [`Error::Config`] with the key of the size.
 pub fn check_sizes(config: &Config) -> Result<()> {
     let (m, t, ranks) = (&config.model, &config.train, config.run.ranks.max(1));
     let mesh = config.run.mesh();
@@ -33,7 +33,7 @@ pub fn check_sizes(config: &Config) -> Result<()> {
     let spec = ModelSpec::new(m);
     if spec.num_parameters().is_none_or(|n| n > MOST_PARAMETERS) {
         let groups = spec.parameters();
-        // An uncountable group is the largest.
+        // A group whose count overflows is the largest group.
         let most = groups.iter().max_by_key(|group| group.count.unwrap_or(u128::MAX));
         let most = most.map_or(String::new(), |group| {
             format!("; most of them are of {}: {}", group.what, listed(&group.sizes))
@@ -68,7 +68,7 @@ pub fn check_sizes(config: &Config) -> Result<()> {
         );
         return Err(Error::config("train.batch_size", why));
     }
-    // All sizes so far have at most 48 bits.
+    // All sizes computed so far have at most 48 bits.
     let tokens = tokens.unwrap_or(0);
     let parts = wide(t.expert_shards) / wide(mesh.dp.max(1));
     let rows = tokens * wide(m.top_k.max(1)) * wide(mesh.ep) + wide(m.experts) * parts.max(1) * 128;

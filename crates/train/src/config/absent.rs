@@ -1,4 +1,4 @@
-//! Keys and options of other trainers that have no counterpart here, with what Nibble offers instead.
+//! Keys and options of other trainers that have no counterpart in Nibble, with Nibble's alternatives.
 
 use super::meaning::Meaning::{self, Said};
 use crate::words;
@@ -21,14 +21,15 @@ const PREFERENCES: Meaning = Said(
 const DROPOUT: Meaning = Said("there is no dropout, and no label smoothing");
 const BUILT_IN: Meaning = Said("kernels are compiled and attention is fused without a setting");
 
-/// The end of an error message about an unknown name in a configuration or a recipe: what Nibble offers instead; empty for any other name.
+/// The end of an error message about an unknown name in a configuration or a recipe: Nibble's alternative to that name, or an empty text if
+/// the name is not in the table.
 pub(crate) fn absent(name: &str) -> String {
     let name = name.to_ascii_lowercase().replace('-', "_");
     let found = ABSENT.iter().find(|(_, names)| words::has(names, &name));
     found.map_or_else(String::new, |(meaning, _)| format!("; {}", meaning.of_key()))
 }
 
-/// The table, searched after the table of foreign names.
+/// The table of absent names, which is searched after the table of foreign names.
 pub(super) const ABSENT: &[(Meaning, &str)] = &[
     (
         OPTIMIZER,

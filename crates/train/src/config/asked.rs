@@ -1,4 +1,4 @@
-//! Values that a user may not ask for, though a stored run with them resumes: unused settings, and numbers with which no run ends well.
+//! Values that a user may not set, although a stored run with such values resumes: unused settings, and numbers that ruin every run.
 
 use super::values::settings;
 use super::{Config, RopeScaling, ScheduleKind};
@@ -7,22 +7,22 @@ use crate::error::{Error, Result};
 /// Where a user has written a value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Written {
-    /// In the file.
+    /// The user wrote the value in the file.
     File,
-    /// In an override.
+    /// The user wrote the value in an override.
     Override,
 }
 
-/// A value other than its default that has no effect.
+/// A setting that has no effect, although its value differs from the default.
 struct Moot {
     key: &'static str,
-    /// The keys that make it unused.
+    /// The keys because of which the setting has no effect.
     by: &'static [&'static str],
     why: String,
 }
 
 impl Config {
-    /// Checks the values that the user has written, according to `written`.
+    /// Checks the values that the user has written. `written` says where the user has written a key.
     ///
     /// # Errors
     /// [`Error::Config`] for a value that has no effect, that single precision cannot represent, or that ruins every run.
@@ -59,10 +59,10 @@ impl Config {
         }
     }
 
-    /// Every value that has no effect.
+    /// Every setting that has no effect.
     fn moot(&self) -> Result<Vec<Moot>> {
         let (mut moot, is, mut usual) = (Vec::new(), self.settings()?, Self::default().settings()?);
-        // The table is omitted when all of its values are defaults.
+        // The serialized configuration omits this table if all of its values are defaults.
         usual.extend(settings("model.rope_scaling", &RopeScaling::default())?);
         let mut add = |holds: bool, keys: &[&'static str], by, because: &str| {
             for key in keys.iter().filter(|key| holds && is.get(**key) != usual.get(**key)) {
@@ -81,7 +81,7 @@ impl Config {
         add(!is_text, &["data.valid_fraction"], by, &because);
         let no_file = format!("{of_source} is not a file; leave it out");
         add(!is_text, &["data.bytes"], by, &no_file);
-        // If a tokenizer is named, random tokens are sampled below its vocabulary size.
+        // If a tokenizer is named, random tokens are sampled below the tokenizer's vocabulary size.
         let because = format!("{of_source} has its own tokens; leave it out");
         add(self.is_synthetic(), &["data.tokenizer"], by, &because);
         add(!is_text, &["data.bos_token", "data.eos_token"], by, &because);
@@ -122,7 +122,7 @@ impl Config {
         Ok(moot)
     }
 
-    /// Numbers that kernels use in single precision.
+    /// Numbers that kernels convert to single precision.
     fn singles(&self) -> [(&'static str, f64); 13] {
         let (m, t) = (&self.model, &self.train);
         [

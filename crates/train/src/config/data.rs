@@ -1,59 +1,64 @@
-//! Where the tokens come from.
+//! The configuration of a run's training data.
 
 use serde::{Deserialize, Serialize};
 
 use super::is_default;
 use crate::tokenizer::AUTO;
 
-/// Where the tokens come from.
+/// The table `[data]`: the source of the tokens.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct DataConfig {
-    /// `synthetic` for the built-in language; `random` for uniform ids below `model.vocab_size`, to measure speed with; `mixture` (set
-    /// automatically) for the sources in `mixture`; otherwise a file, a glob, or a folder, whose files of known kinds are read in order of
-    /// their names. Files are text, JSON lines, JSON arrays, Parquet, or token ids; text and JSON may be compressed with gzip or zstd.
+    /// The source of the tokens. `synthetic` is the built-in language; `random` gives uniform ids below `model.vocab_size`, for speed
+    /// measurements; `mixture` (set automatically) means the sources in `mixture`. Any other value is a file, a glob, or a folder, whose
+    /// files of known kinds are read in order of their names. Files contain text, JSON Lines, JSON arrays, Parquet, or token ids; text and
+    /// JSON may be compressed with gzip or zstd.
     pub source: String,
     /// Whether to read a file as plain bytes, even if it begins like an archive, an image or another binary format.
     #[serde(skip_serializing_if = "is_default")]
     pub bytes: bool,
-    /// The tokenizer of text: the path of a `tokenizer.json`, or of a folder that has one. Empty: the tokenizer of the model in
-    /// `train.init_from`, else bytes.
+    /// The tokenizer of text: the path of a `tokenizer.json`, or of a folder that has one. If empty, the tokenizer of the model in
+    /// `train.init_from` is used; without such a model, tokens are bytes.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub tokenizer: String,
-    /// The token before each document: `auto`, as the tokenizer's files say; `none`; or the token's text.
+    /// The token before each document: `auto` for the token that the tokenizer's files specify, `none` for no token, or the token's text.
     #[serde(skip_serializing_if = "is_auto")]
     pub bos_token: String,
-    /// The token after each document: `auto`, as the tokenizer's files say; `none`; or the token's text.
+    /// The token after each document: `auto` for the token that the tokenizer's files specify, `none` for no token, or the token's text.
     #[serde(skip_serializing_if = "is_auto")]
     pub eos_token: String,
-    /// In JSON and Parquet, the key or column that holds the text of a document.
+    /// In JSON and Parquet files, the key or column with the text of a document.
     #[serde(skip_serializing_if = "is_usual_text_key")]
     pub text_key: String,
-    /// The key or column of a prompt, whose tokens are no targets; `answer_key` names its answer. Empty: documents are texts.
+    /// The key or column of a prompt, whose tokens are no targets; `answer_key` names the key of its answer. If empty, documents are plain
+    /// texts.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub prompt_key: String,
     /// The key or column of the answer to a prompt.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub answer_key: String,
-    /// In JSON, the key of a conversation's messages, which the tokenizer's chat template renders as text. Only the answers are targets.
+    /// In JSON files, the key of a conversation's messages. The tokenizer's chat template renders the messages as text. Only the answers
+    /// are targets.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub messages_key: String,
-    /// Several sources with weights: each gives `weight / sum of weights` of the sequences. Empty: `source` alone.
+    /// Several sources with weights: each source provides `weight / sum of weights` of the sequences. If empty, `source` is the only
+    /// source.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub mixture: Vec<MixtureSource>,
-    /// What happens to an unreadable row: `stop`, the run does not start; or `skip`, the row is left out, counted and reported.
+    /// What happens to an unreadable row. With `stop`, the run does not start. With `skip`, the row is left out, counted and reported.
     #[serde(skip_serializing_if = "is_default")]
     pub on_error: OnError,
-    /// Folder of token caches; empty = `nibble/data` in the user's cache folder.
+    /// Folder of token caches. If empty, `nibble/data` in the user's cache folder.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub cache_dir: String,
-    /// Tokens of a sequence.
+    /// Number of tokens of a sequence.
     pub seq_len: usize,
-    /// Whether the documents of a sequence are separated: positions restart at each, and no token attends to or predicts across a boundary.
+    /// Whether the documents of a sequence are separated: positions restart at each document, and no token attends to or predicts a token
+    /// of another document.
     #[serde(skip_serializing_if = "is_default")]
     pub document_mask: bool,
-    /// Fraction of the tokens that is held out: whole documents at the end, or the end of a single document. The built-in language holds
-    /// out separate records.
+    /// Fraction of the tokens that is held out: whole documents at the end, or the end of a single document. The built-in language has
+    /// separate held-out records.
     pub valid_fraction: f64,
 }
 
@@ -80,7 +85,7 @@ impl Default for DataConfig {
 }
 
 impl DataConfig {
-    /// The sources that are read, with their weights: those of the mixture, or the only one.
+    /// The sources of the data with their weights: the sources of the mixture, or the only source.
     #[must_use]
     pub fn sources(&self) -> Vec<MixtureSource> {
         match self.mixture.is_empty() {
@@ -89,7 +94,7 @@ impl DataConfig {
         }
     }
 
-    /// The sources that are read, in one line.
+    /// The sources of the data, in one line.
     #[must_use]
     pub fn described(&self) -> String {
         if self.mixture.is_empty() {
@@ -104,9 +109,9 @@ impl DataConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MixtureSource {
-    /// A file, a folder or a glob.
+    /// The source's file, folder or glob.
     pub source: String,
-    /// Its share of the sequences, relative to the other weights.
+    /// The source's share of the sequences, relative to the other weights.
     #[serde(default = "usual_weight")]
     pub weight: f64,
 }
@@ -126,12 +131,12 @@ pub enum OnError {
     Skip,
 }
 
-/// Stored configurations omit this value.
+/// Whether the token is `auto`. Stored configurations omit this value.
 fn is_auto(token: &str) -> bool {
     token == AUTO
 }
 
-/// The default of [`DataConfig::text_key`]. Stored configurations omit it.
+/// The default of [`DataConfig::text_key`]. Stored configurations omit this value.
 pub(crate) const USUAL_TEXT_KEY: &str = "text";
 
 fn is_usual_text_key(key: &str) -> bool {

@@ -1,17 +1,17 @@
-//! Where a run computes, as a configuration names it.
+//! The device of a run, as written in a configuration.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
-/// `run.device`.
+/// The value of `run.device`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum DeviceChoice {
-    /// A Hopper GPU for each rank if there are enough, else the CPU.
+    /// A Hopper GPU for each rank if there are enough GPUs, otherwise the CPU.
     #[default]
     Auto,
-    /// The CPU.
+    /// All ranks on the CPU.
     Cpu,
     /// One GPU per rank, in the driver's order.
     Gpus,

@@ -1,5 +1,5 @@
-//! Other projects' names of keys and options, with their names here: those of PyTorch's and argparse's scripts, of torchtitan, Megatron and
-//! nanoGPT, and of Hugging Face's `TrainingArguments` and `PretrainedConfig`.
+//! Names of keys and options in other projects, with the corresponding names in Nibble. The projects are PyTorch and argparse scripts,
+//! torchtitan, Megatron, nanoGPT, and Hugging Face's `TrainingArguments` and `PretrainedConfig`.
 
 use super::absent::ABSENT;
 use super::meaning::Meaning;
@@ -8,7 +8,7 @@ use Meaning::{Key, Said};
 
 /// The global micro-batch, over all ranks.
 const BATCH: Meaning = Key("train.batch_size");
-/// Settings that count something else than this key does.
+/// Settings that count in another unit than the corresponding key of Nibble.
 const EPOCHS: Meaning = Said(
     "Nibble has no epochs: `train.steps` (--set train.steps=N) counts optimizer steps, and the data are repeated as often as needed",
 );
@@ -26,7 +26,8 @@ const RESUME: Meaning =
 const CONFIG: Meaning = Said("the configuration is named without an option: nibble train FILE.toml");
 const WANDB: Meaning = Said("a run writes metrics.jsonl and events for TensorBoard by itself");
 
-/// The table: names separated by spaces, in lower case, with `_` for `-`. A name with a dot matches only together with its table.
+/// The table of names. Names are separated by spaces, in lower case, with `_` instead of `-`. A name with a dot matches only together with
+/// its table.
 const NAMES: &[(Meaning, &str)] = &[
     (Key("train.lr"), "learning_rate max_lr peak_lr base_lr lr_max"),
     (Key("train.min_lr"), "lr_min min_learning_rate lr_end final_lr end_lr"),
@@ -186,7 +187,7 @@ const NAMES: &[(Meaning, &str)] = &[
     (WANDB, "wandb wandb_project report_to tensorboard enable_tensorboard enable_wandb"),
 ];
 
-/// What a key unknown here means, if it is another project's.
+/// The meaning of a key that Nibble does not know, if the key belongs to another project.
 pub(super) fn of_key(key: &str) -> Option<Meaning> {
     let name = normal(key);
     let in_table = |wanted: &str| {
@@ -197,7 +198,8 @@ pub(super) fn of_key(key: &str) -> Option<Meaning> {
     in_table(&name).or_else(|| in_table(last))
 }
 
-/// The text with each key replaced by its name in the file that `is_there` knows: another project's name, or the key's own last word.
+/// Replaces each key in a text by its name in the file: another project's name for the key, or the key's own last word. `is_there` says
+/// whether the file has a name.
 pub(crate) fn in_words_of(text: &str, is_there: impl Fn(&str) -> bool) -> String {
     let mut text = text.to_owned();
     for (meaning, names) in NAMES {
@@ -211,7 +213,7 @@ pub(crate) fn in_words_of(text: &str, is_there: impl Fn(&str) -> bool) -> String
     text
 }
 
-/// What an unknown command-line option means, without its `--`. The last word of a key is recognized too.
+/// The meaning of an unknown command-line option, given without `--`. The last word of one of Nibble's keys is recognized too.
 #[must_use]
 pub fn of_option(option: &str) -> Option<Meaning> {
     let name = normal(option.trim_start_matches('-'));
@@ -222,12 +224,12 @@ fn normal(name: &str) -> String {
     name.to_ascii_lowercase().replace('-', "_")
 }
 
-/// The only key with this last word, under any table.
+/// The only key with this last word, in any table.
 fn own(last: &str) -> Option<Meaning> {
     OWN.split(' ').find(|key| key.rsplit('.').next() == Some(last)).map(Key)
 }
 
-/// Keys with a unique last word, which scripts have under another table or as an option.
+/// Keys with a unique last word. Other projects' scripts have these words in another table or as an option.
 const OWN: &str = "train.lr train.min_lr train.steps train.warmup_steps train.batch_size train.grad_accum train.shards \
     train.expert_shards train.combine train.schedule train.weight_decay train.beta1 train.beta2 train.eps \
     train.clip_norm train.recompute data.seq_len data.source model.d_model model.layers model.heads \

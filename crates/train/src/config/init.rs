@@ -1,4 +1,4 @@
-//! The model of a run that starts from existing weights: their sizes override those of the run's built-in configuration.
+//! The model of a run that starts from existing weights. The sizes of this model override the sizes in the run's built-in configuration.
 
 use super::ModelConfig;
 use super::values::in_short;
@@ -7,7 +7,7 @@ use crate::pretrained::{Initial, resolved};
 use std::path::Path;
 use toml::{Table, Value};
 
-/// Keys of `[model]` that such a run may choose: its losses, and its number of positions.
+/// The keys of `[model]` that a run may set when it starts from existing weights: losses, and the number of positions.
 const MAY_CHANGE: [&str; 4] = ["aux_loss_coef", "balance", "max_positions", "z_loss_coef"];
 
 /// The table `[model]` of this model.
@@ -15,19 +15,19 @@ fn table(model: &ModelConfig) -> Result<Table> {
     Table::try_from(model).map_err(|e| Error::config("model", e.to_string()))
 }
 
-/// `train.init_from`, if it is set.
+/// The value of `train.init_from`, if the key is set.
 fn asked(merged: &Table) -> Option<String> {
     let path = merged.get("train")?.get("init_from")?.as_str()?;
     (!path.is_empty()).then(|| path.to_owned())
 }
 
-/// Puts the sizes of the model in `train.init_from`, and its resolved path, into the configuration. A key for which `written` is true is
-/// the user's own and may not contradict the model; a built-in configuration's keys give way.
+/// Puts the sizes and the resolved path of the model in `train.init_from` into the configuration. `written` is true for keys that the user
+/// has written, which may not contradict the model. The model's values replace those of a built-in configuration.
 pub(super) fn fill_model(merged: &mut Table, written: &dyn Fn(&str) -> bool) -> Result<()> {
     let Some(path) = asked(merged) else { return Ok(()) };
     let path = resolved(Path::new(&path))?;
     let model = Initial::open(&path)?.model()?;
-    // The model's table omits keys with their default. The user may still have set those.
+    // The model's table omits keys with default values, but the user may have set these keys.
     let (mut sizes, all) = (table(&model)?, table(&ModelConfig::default())?);
     let own = match merged.get("model") {
         Some(Value::Table(own)) => own.clone(),

@@ -1,4 +1,4 @@
-//! From TOML text and overrides to a checked [`Config`] that remembers where each value came from.
+//! Loads a [`Config`] from TOML text and overrides, and checks it. Errors name the file and line of a value.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -19,33 +19,33 @@ use crate::files;
 use crate::pretrained::is_folder;
 use crate::recompute::Scope;
 
-/// Former keys, and what has become of them.
+/// Former keys, with the current replacement of each.
 const FORMER_KEYS: [(&str, &str); 1] =
     [("model.remake_expert_input", "is now a scope of train.recompute: add \"expert_input\" to that list")];
 
 /// Where a configuration's text comes from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Source {
-    /// It is built in.
+    /// The configuration is built in.
     BuiltIn,
-    /// A user wrote it.
+    /// A user wrote the configuration.
     Asked,
-    /// A run stored it.
+    /// A run stored the configuration.
     Stored,
 }
 
-/// Which line of the file set which dotted key.
+/// The line of the file that sets each dotted key.
 type Lines = BTreeMap<String, usize>;
 
 impl Config {
-    /// Loads what a user asks for: a built-in configuration by name, or a TOML file by path; then `overrides`, each `key=value` with a
-    /// dotted key and a TOML value (a bare word is a string).
+    /// Loads the configuration that a user requests: a built-in configuration by name, or a TOML file by path. Then applies `overrides`,
+    /// each `key=value` with a dotted key and a TOML value (a bare word is a string).
     ///
-    /// The result is resolved (`model.vocab_size` and `run.dir` are filled in) and validated. Unused settings are errors in a user's file,
-    /// but not in one that a run has stored, which has every key.
+    /// The result is resolved (`model.vocab_size` and `run.dir` are filled in) and validated. Unused settings are errors in a user's file.
+    /// In a file that a run has stored, unused settings are no errors, because such a file contains every key.
     ///
     /// # Errors
-    /// [`Error::Config`] for an unknown name or key, a wrong type, an impossible value, and an unused setting; [`Error::Io`] for an
+    /// [`Error::Config`] for an unknown name or key, a wrong type, an impossible value, or an unused setting; [`Error::Io`] for an
     /// unreadable file.
     pub fn load(name_or_path: &str, overrides: &[String]) -> Result<Self> {
         let path = Path::new(name_or_path);
@@ -72,32 +72,33 @@ impl Config {
         Self::asked(&read_text(path)?, path, overrides)
     }
 
-    /// Loads the configuration that a run has stored, which has every key; then `overrides`, which are checked as a user's.
+    /// Loads the configuration that a run has stored, which contains every key. Then applies `overrides`, which are checked like a user's
+    /// settings.
     ///
     /// # Errors
-    /// As [`Config::load`]; the file itself may contain unused settings.
+    /// The errors of [`Config::load`], except that the file may contain unused settings.
     pub fn stored(path: &Path, overrides: &[String]) -> Result<Self> {
         Self::from_text(&read_text(path)?, path, overrides)
     }
 
-    /// Like [`Config::load`], from text; errors name `file`, and its stem is the run's default name.
+    /// Like [`Config::load`], but from text. Errors name `file`, and the stem of `file` is the run's default name.
     ///
     /// # Errors
-    /// [`Error::Config`], as [`Config::load`].
+    /// [`Error::Config`], with the same causes as in [`Config::load`].
     pub fn asked(text: &str, file: &Path, overrides: &[String]) -> Result<Self> {
         Self::read(text, file, overrides, Source::Asked, Vec::new())
     }
 
-    /// Like [`Config::stored`], from text; errors name `file`, and its stem is the run's default name.
+    /// Like [`Config::stored`], but from text. Errors name `file`, and the stem of `file` is the run's default name.
     ///
     /// # Errors
-    /// [`Error::Config`], as [`Config::stored`].
+    /// [`Error::Config`], with the same causes as in [`Config::stored`].
     pub fn from_text(text: &str, file: &Path, overrides: &[String]) -> Result<Self> {
         Self::stored_beside(text, file, overrides, Vec::new())
     }
 
-    /// Like [`Config::from_text`], for a run with a copy of its tokenizer in one of these folders: the files that the keys name may be
-    /// gone.
+    /// Like [`Config::from_text`], for a run with a copy of its tokenizer in one of these folders. The files that the keys name may no
+    /// longer exist.
     pub(crate) fn stored_beside(
         text: &str,
         file: &Path,
@@ -113,7 +114,7 @@ impl Config {
         let mut lines = Lines::new();
         let source = ConfigText { text, file, known: &known };
         source.merge(&mut merged, &mut lines)?;
-        // A run stores every key. Its choices were checked when it started, and are not checked again.
+        // A run stores every key. The stored values were checked at the run's start, and are not checked again.
         let is_stored = Self::default().settings()?.keys().all(|key| lines.contains_key(key));
         let asked = of != Source::Stored && !is_stored;
         let mut set = BTreeSet::new();
@@ -148,7 +149,8 @@ impl Config {
         Ok(config)
     }
 
-    /// The files that a command reads after loading this configuration by name or path: its own, the recipe's, the data, the tokenizer.
+    /// The files that a command reads after loading this configuration by name or path: the configuration file, the recipe, the data, the
+    /// tokenizer.
     pub fn files(&self, name_or_path: &str) -> Vec<PathBuf> {
         let own = preset(name_or_path).is_none().then_some(name_or_path);
         let recipe = self.recipe.ends_with(".toml").then_some(self.recipe.as_str());
@@ -161,11 +163,11 @@ impl Config {
     /// Every dotted key, in alphabetical order.
     #[must_use]
     pub fn keys() -> Vec<String> {
-        // The conversion to TOML succeeds: a test checks it.
+        // The conversion to TOML always succeeds; a test checks this.
         settings("", &Self::with_every_key()).unwrap_or_default().into_keys().collect()
     }
 
-    /// A configuration whose TOML has every key, also those that are omitted at their default.
+    /// A configuration whose TOML contains every key, including keys that are omitted at their default.
     fn with_every_key() -> Self {
         let data = DataConfig {
             bytes: true,
@@ -217,7 +219,7 @@ impl Config {
         Self { data, model, train, eval, run, checkpoint, ..Self::default() }
     }
 
-    /// Fills in what depends on other keys.
+    /// Fills in the values that depend on other keys.
     fn resolve(&mut self, file: &Path) -> Result<()> {
         if !self.data.mixture.is_empty() && self.data.source == SYNTHETIC {
             self.data.source = MIXTURE.into();
@@ -241,21 +243,21 @@ impl Config {
         Ok(())
     }
 
-    /// The keys that decide a run's numbers and differ between `earlier` and `self`, each as `key: earlier → now`. A resumed run should
-    /// refuse when this is not empty. Tables `eval`, `checkpoint` and `run`, `train.recompute` and `train.quantization_every` are ignored:
-    /// they change reports and speed, never a weight (but for `run.reductions = "nccl"`, which is not reproducible). `train.combine` is
-    /// ignored where `self` leaves it unset.
+    /// The keys that determine a run's numbers and differ between `earlier` and `self`, each as `key: earlier → now`. A resumed run should
+    /// refuse to start if this list is not empty. Tables `eval`, `checkpoint` and `run`, and the keys `train.recompute` and
+    /// `train.quantization_every`, are ignored: they change reports and speed, but no weight (except `run.reductions = "nccl"`, which is
+    /// not reproducible). `train.combine` is ignored if `self` leaves the key unset.
     ///
     /// # Errors
-    /// As [`Config::resolved_toml`].
+    /// The errors of [`Config::resolved_toml`].
     pub fn changes_since(&self, earlier: &Self) -> Result<Vec<String>> {
         let (mut now, mut before) = (self.going_on_from(earlier).settings()?, earlier.settings()?);
-        // An older run did not store this key and used its default.
+        // An older run did not store this key, and used the key's default.
         for all in [&mut now, &mut before] {
             all.entry("train.combine".to_owned())
                 .or_insert_with(|| in_short(&Combine::default().name().into()));
         }
-        // These keys decide the tokens, which are compared themselves.
+        // The `data` keys in this list determine the tokens, and the tokens themselves are compared.
         let reported_only = "eval. checkpoint. run. train.recompute train.quantization_every data.bytes data.text_key \
             data.prompt_key data.answer_key data.messages_key data.on_error data.cache_dir";
         let keys: BTreeSet<&String> = now.keys().chain(before.keys()).collect();
@@ -271,16 +273,16 @@ impl Config {
         Ok(changes)
     }
 
-    /// Every setting that [`Config::resolved_toml`] writes, by its dotted key, as TOML.
+    /// Every setting that [`Config::resolved_toml`] writes: its dotted key, and its value as TOML.
     ///
     /// # Errors
-    /// As [`Config::resolved_toml`].
+    /// The errors of [`Config::resolved_toml`].
     pub(crate) fn settings(&self) -> Result<BTreeMap<String, String>> {
         settings("", self)
     }
 
-    /// The [`Config::changes_since`] that prevent resuming. Allowed are more steps, an explicit `train.expert_shards` (above its default of
-    /// 1), and an explicit `train.combine`.
+    /// The [`Config::changes_since`] that prevent resuming. The allowed changes are more steps, an explicit `train.expert_shards` (above
+    /// its default of 1), and an explicit `train.combine`.
     pub(crate) fn changes_to_refuse(&self, earlier: &Self) -> Result<Vec<String>> {
         let mut changes = self.changes_since(earlier)?;
         let (steps, parts) = (self.train.steps > earlier.train.steps, self.train.expert_shards > 1);
@@ -290,7 +292,7 @@ impl Config {
     }
 }
 
-/// An override of `data.source` replaces the file's mixture, and an override of `data.mixture` its source.
+/// Removes the file's mixture if an override sets `data.source`, and the file's source if an override sets `data.mixture`.
 fn name_one_data(merged: &mut Table, set: &BTreeSet<String>) {
     let Some(Value::Table(data)) = merged.get_mut("data") else { return };
     match ["data.source", "data.mixture"].map(|key| set.contains(key)) {
@@ -304,7 +306,7 @@ fn name_one_data(merged: &mut Table, set: &BTreeSet<String>) {
     }
 }
 
-/// In a model without experts, their unwritten keys are 0 or false rather than the default.
+/// In a model without experts, sets the experts' keys that the user has not written to 0 or false instead of their defaults.
 fn leave_out_experts(merged: &mut Table) {
     let Some(Value::Table(model)) = merged.get_mut("model") else { return };
     if model.get("experts") != Some(&Value::Integer(0)) {
@@ -322,12 +324,12 @@ fn leave_out_experts(merged: &mut Table) {
     }
 }
 
-/// The text of a configuration or a recipe.
+/// Reads the text of a configuration or a recipe.
 pub(crate) fn read_text(path: &Path) -> Result<String> {
     files::read_text(path, files::MOST_TEXT).map_err(Error::io(path))
 }
 
-/// A TOML text, its file, and all keys that may appear in it.
+/// A TOML text, the text's file, and all keys that may appear in the text.
 struct ConfigText<'a> {
     text: &'a str,
     file: &'a Path,
@@ -335,7 +337,7 @@ struct ConfigText<'a> {
 }
 
 impl ConfigText<'_> {
-    /// Checks every key and value of the text and merges them into `merged`.
+    /// Checks every key and value of the text, and merges the text into `merged`.
     fn merge(&self, merged: &mut Table, lines: &mut Lines) -> Result<()> {
         let syntax = |error: toml::de::Error| Error::Config {
             key: String::new(),
@@ -380,7 +382,7 @@ impl ConfigText<'_> {
         Ok(())
     }
 
-    /// Adds file and line to an error about a key that the file sets.
+    /// Adds file and line to an error about a key, if the file sets the key.
     fn located(&self, mut error: Error, lines: &Lines) -> Error {
         if let Error::Config { key, file: file @ None, line, .. } = &mut error
             && let Some(found) = lines.get(key)
@@ -390,13 +392,13 @@ impl ConfigText<'_> {
         error
     }
 
-    /// The 1-based line of a byte offset.
+    /// The line of a byte offset, counted from 1.
     fn line(&self, offset: usize) -> usize {
         self.text.bytes().take(offset).filter(|&byte| byte == b'\n').count() + 1
     }
 }
 
-/// Splits `train.steps=100` and types its value: as TOML where that parses and fits the key, else as a string.
+/// Splits an override such as `train.steps=100` and parses its value: as TOML if the TOML value fits the key, otherwise as a string.
 fn parse_override(text: &str, known: &Value) -> Result<(String, Value)> {
     let Some((key, value)) = text.split_once('=') else {
         return Err(Error::config(text, "an override reads `key=value`, and this has no `=`"));
@@ -414,18 +416,18 @@ fn parse_override(text: &str, known: &Value) -> Result<(String, Value)> {
     }
     let bare = Value::String(value.to_owned());
     let typed = match toml::from_str::<Table>(&format!("value = {value}")) {
-        // More than one key: the value contains a newline and TOML of its own. It is taken as a string.
+        // If the value contains a newline and further TOML, the table has more than one key. The value is then a string.
         Ok(mut table) if table.len() == 1 => table.remove("value").unwrap_or_else(|| bare.clone()),
         _ => bare.clone(),
     };
     match check_leaf(&key, &typed, known) {
         Ok(()) => Ok((key, typed)),
-        // A path called 2024 is still a path. If neither type fits, the first error is the better one.
+        // A path called 2024 is still a path. If the value fits neither as TOML nor as a string, the first error is the better error.
         Err(error) => check_leaf(&key, &bare, known).map_or(Err(error), |()| Ok((key, bare))),
     }
 }
 
-/// Checks that `key` exists and accepts such a value, by deserializing into the configuration's own types.
+/// Checks that `key` exists and that the value has the right type, by deserializing the value into the configuration's own types.
 fn check_leaf(key: &str, value: &Value, known: &Value) -> Result<()> {
     if let Some((_, why)) = FORMER_KEYS.iter().find(|(former, _)| *former == key) {
         return Err(Error::config(key, *why));
@@ -439,7 +441,7 @@ fn check_leaf(key: &str, value: &Value, known: &Value) -> Result<()> {
         let suggestion = closest(key, keys.keys().map(String::as_str).chain(sections));
         return Err(Error::config(key, "unknown key").suggesting(suggestion));
     };
-    // Serde would accept a list as the fields of a table, in order.
+    // Serde would accept a list as the fields of a struct, in order.
     if default.is_table() && !value.is_table() {
         return Err(Error::config(key, expected(value, default).unwrap_or_default()));
     }
@@ -456,7 +458,7 @@ fn check_leaf(key: &str, value: &Value, known: &Value) -> Result<()> {
     })
 }
 
-/// The value found and the type expected, where the default reveals the type.
+/// The value found and the type expected; `None` if the default does not reveal the type.
 fn expected(value: &Value, default: &Value) -> Option<String> {
     let wanted = match default {
         Value::Integer(_) => "a whole number from 0 to 2^63 - 1",
@@ -476,10 +478,10 @@ fn expected(value: &Value, default: &Value) -> Option<String> {
     Some(format!("is {is}, expected {wanted}"))
 }
 
-/// Longest value, in characters, that a message quotes in full.
+/// Largest length, in characters, of a value that a message quotes in full.
 const LONGEST: usize = 40;
 
-/// The nearest valid name of the first unknown scope in a list.
+/// The valid name that is most similar to the first unknown recomputation scope in a list.
 fn misspelt_scope(value: &Value) -> Option<String> {
     let names = || Scope::ALL.into_iter().map(Scope::name);
     let words = value.as_array()?.iter().filter_map(Value::as_str);
@@ -487,16 +489,16 @@ fn misspelt_scope(value: &Value) -> Option<String> {
     closest(unknown, names())
 }
 
-/// The candidate most similar to `word`, if any is similar.
+/// The candidate that is most similar to `word`; `None` if no candidate is similar.
 fn closest<'a>(word: &str, candidates: impl Iterator<Item = &'a str>) -> Option<String> {
     let last = |key: &str| key.rsplit('.').next().unwrap_or(key).to_owned();
-    // A word much longer than any name matches none, and would take long to compare.
+    // A word that is much longer than any name cannot match, and the comparison would take long.
     if word.len() > 4 * LONGEST {
         return None;
     }
     candidates
         .map(|candidate| {
-            // A right name under the wrong table (`steps` for `train.steps`) counts as a typing error.
+            // A correct name in the wrong table (`steps` for `train.steps`) counts as a misspelling.
             let whole = strsim::jaro_winkler(word, candidate);
             let tail = strsim::jaro_winkler(&last(word), &last(candidate)) * 0.99;
             (whole.max(tail), candidate)

@@ -1,13 +1,13 @@
-//! The meaning of another project's name here, and how messages say it.
+//! The meaning in Nibble of another project's name, and the messages that explain this meaning.
 
 use Meaning::{Key, Said};
 
-/// The meaning of another project's name.
+/// The meaning in Nibble of another project's name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Meaning {
-    /// This key means the same.
+    /// The configuration key with the same meaning.
     Key(&'static str),
-    /// No key means the same: the text says what to do on the command line instead.
+    /// Advice for the command line, if no configuration key has the same meaning.
     Said(&'static str),
 }
 

@@ -1,4 +1,4 @@
-//! A run's configuration: one TOML file, dotted overrides on top, checked as a whole, printed in full.
+//! A run's configuration: one TOML file, with dotted overrides. The configuration is checked as a whole and can be printed in full.
 //!
 //! ```toml
 //! recipe = "mxfp4-hopper"
@@ -6,9 +6,9 @@
 //! steps = 400
 //! ```
 //!
-//! Every key has a default ([`Config::default`]), every unknown key is an error that names the key, the file and the
-//! line. The origin of a value is remembered until it has been validated, so that "32 is not a multiple of 5" names
-//! the file and the line of the 32.
+//! Every key has a default ([`Config::default`]). Every unknown key is an error that names the key, the file and the line. The origin of a
+//! value is remembered until the value has been validated. So an error such as "32 is not a multiple of 5" names the file and the line of
+//! the value 32.
 
 mod absent;
 mod asked;
@@ -56,30 +56,30 @@ pub(crate) use tokens::{Opened, kept_beside};
 pub use validate::MOST_THREADS;
 pub(crate) use validate::check_model;
 
-/// Everything that decides a run. On one kind of device, two runs with equal configurations and equal data end with equal weights whatever
-/// `run` says, except under `run.reductions = "nccl"`. GPU and CPU products differ in their last bits. (`train.combine` must have resolved
-/// to the same value: [`Config::begun_on`].)
+/// All settings that determine a run. On one kind of device, two runs with equal configurations and equal data end with equal weights,
+/// regardless of the settings in `run`, except under `run.reductions = "nccl"`. The results of GPU and CPU GEMMs differ in their last bits.
+/// (`train.combine` must have resolved to the same value: [`Config::begun_on`].)
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Config {
     /// Precision recipe: a built-in name, or the path of a TOML file.
     pub recipe: String,
-    /// Seed of every random number of the run: initialisation, data order, stochastic rounding.
+    /// Seed of all random numbers of the run: initialisation, data order, stochastic rounding.
     pub seed: u64,
     /// The model's shape and its losses.
     pub model: ModelConfig,
-    /// Where the tokens come from.
+    /// The source of the tokens.
     pub data: DataConfig,
-    /// Steps, batch and optimizer.
+    /// Steps, batch size and optimizer.
     pub train: TrainConfig,
-    /// Held-out loss.
+    /// The evaluation on held-out data.
     pub eval: EvalConfig,
-    /// How often checkpoints are written and how many are kept.
+    /// How often checkpoints are written and how many are kept on disk.
     pub checkpoint: CheckpointConfig,
-    /// Where results go and what hardware the run may use. Nothing here changes the computation; bits change only with
-    /// the device (products) and `reductions = "nccl"` (sums).
+    /// The run's output folder and hardware. Nothing here changes the computation; bits change only with the device (GEMMs) and with
+    /// `reductions = "nccl"` (sums).
     pub run: RunConfig,
-    /// The tokenizer, once it has been opened.
+    /// The tokenizer, after it has been opened.
     #[serde(skip)]
     pub(crate) opened: Opened,
 }
@@ -100,50 +100,51 @@ impl Default for Config {
     }
 }
 
-/// Omitted from a stored configuration, as by earlier versions that did not have the key.
+/// Whether the value is the default. Stored configurations omit such values, as earlier versions without the key did.
 pub(crate) fn is_default<T: Default + PartialEq>(value: &T) -> bool {
     *value == T::default()
 }
 
-/// Steps, batch and optimizer.
+/// Steps, batch size and optimizer.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct TrainConfig {
-    /// Weights to start from: a folder with a Hugging Face model, a run, or one of its checkpoints. `[model]` is then taken from there,
-    /// except its losses and positions, and the optimizer state starts at zero. Empty: random weights.
+    /// Weights to start from: a Hugging Face model folder, a run, or a checkpoint of a run. The values of `[model]`, except its losses and
+    /// positions, are then read from this source, and the optimizer state starts at zero. If empty, the weights are random.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub init_from: String,
-    /// What the run takes from the checkpoint in `init_from`: `weights`; or `all`: also the optimizer state, the step, the schedule's position and
-    /// the position in the data. The run then continues that run under another recipe or other settings.
+    /// What the run takes from the checkpoint in `init_from`. With `weights`, only the weights. With `all`, also the optimizer state, the step and
+    /// the position in the data: the run then continues the other run under another recipe or other settings.
     #[serde(skip_serializing_if = "is_default")]
     pub init_state: InitState,
-    /// Optimizer steps of the whole run.
+    /// Number of optimizer steps of the whole run.
     pub steps: u64,
-    /// Sequences of a micro-batch, over all ranks.
+    /// Number of sequences of a micro-batch, over all ranks.
     pub batch_size: usize,
-    /// Micro-batches of a step.
+    /// Number of micro-batches of a step.
     pub grad_accum: usize,
-    /// Fixed shards of a micro-batch, whose partial sums are added as a binary tree: the result does not depend on the number of ranks if
-    /// that number divides this one.
+    /// Number of shards of a micro-batch, whose partial sums are added as a binary tree. The result does not depend on the number of ranks,
+    /// which must divide the number of shards.
     pub shards: usize,
-    /// Fixed shards of a micro-batch for experts' gradients, which are added as a binary tree: a power of two that `run.dp` divides. The
-    /// result depends on this number, not on the number of ranks.
+    /// Number of shards of a micro-batch for experts' gradients, which are added as a binary tree: a power of two that `run.dp` divides.
+    /// The result depends on this number, but not on the number of ranks.
     #[serde(skip_serializing_if = "is_one")]
     pub expert_shards: usize,
-    /// How the rows of a token's experts are summed: `slots`, in slot order, rounded once; or `tree`, along a binary tree over the experts,
-    /// rounded at each node, so that each rank sends one row per token. The result depends on this choice, not on the number of ranks. If
-    /// unset, the run decides at its start and keeps it: `tree` where experts are sharded over GPUs, else `slots`.
+    /// How the rows of a token's experts are summed. With `slots`, rows are summed in slot order and rounded once. With `tree`, rows are
+    /// summed along a binary tree over the experts and rounded at each node, so that each rank sends one row per token. The result depends
+    /// on this setting, but not on the number of ranks. If unset, the run sets and keeps a value at its start: `tree` if experts are
+    /// sharded over GPUs, otherwise `slots`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub combine: Option<Combine>,
     /// Peak learning rate.
     pub lr: f64,
     /// Learning rate of the last step.
     pub min_lr: f64,
-    /// Steps of linear warm-up.
+    /// Number of steps of the linear warm-up.
     pub warmup_steps: u64,
-    /// `cosine` or `wsd`.
+    /// The learning-rate schedule: `cosine` or `wsd`.
     pub schedule: ScheduleKind,
-    /// Fraction of the steps that `wsd` spends decaying.
+    /// Fraction of the steps during which `wsd` decays the learning rate.
     pub decay_fraction: f64,
     /// AdamW's decoupled weight decay.
     pub weight_decay: f64,
@@ -153,26 +154,26 @@ pub struct TrainConfig {
     pub beta2: f64,
     /// AdamW's ε.
     pub eps: f64,
-    /// Largest global gradient norm; 0 = no clipping.
+    /// Largest global gradient norm; 0 means no clipping.
     pub clip_norm: f64,
-    /// Step by which an expert's bias rises if fewer slots than the mean chose it, and falls if more did, under `model.router_bias`; 0 =
-    /// biases are constant ([arXiv 2408.15664](https://arxiv.org/abs/2408.15664)).
+    /// The amount by which a step changes an expert's bias under `model.router_bias`: the bias rises if fewer slots than the mean selected
+    /// the expert, and falls if more did. 0 means constant biases ([arXiv 2408.15664](https://arxiv.org/abs/2408.15664)).
     #[serde(skip_serializing_if = "is_usual_bias_rate")]
     pub router_bias_rate: f64,
-    /// Assigns training tokens to experts round-robin, whatever the router says, to measure speed: loads are equal if the number of experts
-    /// divides a shard's tokens. Such training is of no other use.
+    /// Whether training tokens are assigned to experts round-robin, regardless of the router, for speed measurements. Loads are equal if
+    /// the number of experts divides the number of tokens of a shard. Training with this setting has no other use.
     #[serde(skip_serializing_if = "is_default")]
     pub force_load_balance: bool,
-    /// Type of weight gradients: `f32`, or `bf16` at half the size, rounded once per micro-batch and accumulated in F32. Gradients of
-    /// embeddings and norms that are accumulated more than once a step stay F32.
+    /// Type of weight gradients: `f32`, or `bf16` at half the size. A `bf16` gradient is rounded once per micro-batch and accumulated in
+    /// F32. Gradients of embeddings and norms that are accumulated more than once a step stay F32.
     pub grad_dtype: PlainType,
     /// Type of AdamW's moments: `f32`, or `bf16` at half the size.
     pub moment_dtype: PlainType,
-    /// What the backward pass recomputes instead of saving, a list of `norms`, `swiglu`, `expert_input`, `mla_up`, `attention`, `experts`,
-    /// `layers`: less memory, more time, the same bits.
+    /// Activations that the backward pass recomputes instead of reading saved copies: a list of `norms`, `swiglu`, `expert_input`,
+    /// `mla_up`, `attention`, `experts`, `layers`. Recomputation needs less memory and more time, and gives the same bits.
     pub recompute: Vec<Scope>,
-    /// Steps between measurements of quantization: the fractions of values that stay exact, become zero, or are clipped; 0 = none. Each
-    /// measurement covers about four layers, in turn. No bit of the run changes; only these steps take longer.
+    /// Number of steps between measurements of quantization: the fractions of values that stay exact, become zero, or are clipped; 0 means
+    /// no measurements. Each measurement covers about four layers, in turn. No bit of the run changes; only the measured steps take longer.
     #[serde(skip_serializing_if = "is_default")]
     pub quantization_every: u64,
 }
@@ -184,7 +185,7 @@ impl TrainConfig {
         self.quantization_every > 0 && (step + 1).is_multiple_of(self.quantization_every)
     }
 
-    /// The steps that measure quantization, as a lazy sequence: a run may have too many steps to list.
+    /// The steps that measure quantization, as a lazy sequence, because a run may have too many steps to list.
     pub fn measured_steps(&self) -> impl Iterator<Item = u64> + '_ {
         let every = self.quantization_every;
         let last_ones = (1u64..).map_while(move |turn| every.checked_mul(turn)?.checked_sub(1));
@@ -196,14 +197,14 @@ impl TrainConfig {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum InitState {
-    /// The weights: the optimizer state is zero, and training starts at step 0.
+    /// The weights. The optimizer state is zero, and training starts at step 0.
     #[default]
     Weights,
-    /// Everything: weights, moments, amax histories of delayed scales, the step and the position in the data.
+    /// The weights, the moments, the amax histories of delayed scales, the step and the position in the data.
     All,
 }
 
-/// A plain type, as a configuration names it.
+/// A plain type, as written in a configuration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum PlainType {
@@ -254,19 +255,19 @@ impl Default for TrainConfig {
     }
 }
 
-/// Held-out loss.
+/// The evaluation on held-out data.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct EvalConfig {
-    /// Steps between evaluations; 0 = only at the end.
+    /// Number of steps between evaluations; 0 means only at the end.
     pub every: u64,
-    /// Batches of an evaluation during the run, each of 16 sequences whatever `train.batch_size` is; 0 = all held-out data. The last
-    /// evaluation always uses all of it.
+    /// Number of batches of an evaluation during the run; 0 means all held-out data. Each batch has 16 sequences, regardless of
+    /// `train.batch_size`. The last evaluation always uses all held-out data.
     pub batches: usize,
     /// Multiple-choice question files that every evaluation also scores.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub tasks: Vec<String>,
-    /// Whether a question begins with the BOS token if texts do (`data.bos_token`).
+    /// Whether a question begins with the BOS token if texts begin with this token (`data.bos_token`).
     #[serde(skip_serializing_if = "is_true")]
     pub add_bos_token: bool,
 }
@@ -281,21 +282,21 @@ impl Default for EvalConfig {
     }
 }
 
-/// How often checkpoints are written and how many are kept.
+/// How often checkpoints are written and how many are kept on disk.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct CheckpointConfig {
-    /// Steps between checkpoints; 0 = none during the run.
+    /// Number of steps between checkpoints; 0 means no checkpoint during the run.
     pub every: u64,
-    /// How many of the newest checkpoints stay on disk; 0 = all.
+    /// How many of the newest checkpoints stay on disk; 0 means all.
     pub keep: usize,
     /// Whether the run writes a checkpoint at its end.
     pub at_end: bool,
-    /// GiB of host memory that buffers checkpoints between device and disk, shared equally by the ranks of a host; page-locked where there
-    /// is a GPU, and allocated until the run ends. A checkpoint that fits is copied while the next step computes; a larger one delays that
-    /// step's optimizer until the disk has taken the rest.
+    /// Host memory in GiB that buffers checkpoints between device and disk, shared equally by the ranks of a host. With a GPU this memory
+    /// is page-locked, and stays allocated until the run ends. A checkpoint that fits is copied while the next step computes. A larger
+    /// checkpoint delays that step's optimizer until the rest has been written to disk.
     pub host_gib: usize,
-    /// Largest size of a file of tensors in MiB; 0 = one file for all. A tensor that is larger has its own file.
+    /// Largest size of a tensor file in MiB; 0 means one file for all tensors. A larger tensor has its own file.
     #[serde(skip_serializing_if = "is_usual_file")]
     pub file_mib: usize,
 }
@@ -306,32 +307,32 @@ impl Default for CheckpointConfig {
     }
 }
 
-/// Where results go and what hardware the run may use.
+/// The run's output folder and hardware.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RunConfig {
-    /// Directory of metrics, checkpoints and the plot; empty = `runs/NAME` with the configuration's name.
+    /// Directory of metrics, checkpoints and the plot. If empty, `runs/NAME` with the configuration's name.
     pub dir: String,
-    /// Where to compute: `cpu`; `cuda`, a Hopper GPU for each rank; `cuda:N`, the GPU with this driver index; or `auto`, such GPUs if there
-    /// are enough, else the CPU. GPU and CPU products differ in their last bits.
+    /// The device: `cpu`; `cuda`, a Hopper GPU for each rank; `cuda:N`, the GPU with this driver index; or `auto`, Hopper GPUs if there are
+    /// enough, otherwise the CPU. The results of GPU and CPU GEMMs differ in their last bits.
     pub device: DeviceChoice,
-    /// Ranks: threads, each with its own GPU or all on the CPU, or processes where a launcher starts as many; divides `train.shards`. A
-    /// batch's tokens are sharded over all ranks, and a layer's experts, if any, over `ranks / dp`.
+    /// Number of ranks, which must divide `train.shards`. Ranks are threads, each with its own GPU or all on the CPU, or processes if a
+    /// launcher starts that many. A batch's tokens are sharded over all ranks, and a layer's experts over `ranks / dp` ranks.
     pub ranks: usize,
-    /// Replicas of each expert; with 1 each expert is on one rank. Divides `ranks` and `train.expert_shards`.
+    /// Number of replicas of each expert, which must divide `ranks` and `train.expert_shards`. With 1, each expert is on one rank.
     #[serde(skip_serializing_if = "is_one")]
     pub dp: usize,
-    /// With expert parallelism, the capacity of a rank in token slots, as a multiple of its share under balanced routing; at least 1. No
-    /// token is dropped: on overflow the step is retried with larger capacity, with the same bits.
+    /// With expert parallelism, the capacity of a rank in token slots, as a multiple (at least 1) of the rank's share under balanced
+    /// routing. No token is dropped: on overflow the step is retried with larger capacity, with the same bits.
     #[serde(skip_serializing_if = "is_usual_capacity")]
     pub capacity_factor: f64,
-    /// How gradients are summed over ranks: `tree`, in an order independent of ranks and devices; or, on GPUs, `nccl`, in an order that
-    /// depends on NCCL's version, the GPUs and their links, so that a run's bits are not reproducible from one machine to another.
+    /// How gradients are summed over ranks. With `tree`, the order of the sum is independent of ranks and devices. With `nccl`, on GPUs
+    /// only, the order depends on NCCL's version, the GPUs and their links, so a run's bits are not reproducible on another machine.
     #[serde(skip_serializing_if = "is_default")]
     pub reductions: Reductions,
-    /// Worker threads over all ranks; 0 = one per core.
+    /// Number of worker threads over all ranks; 0 means one thread per core.
     pub threads: usize,
-    /// Steps between console lines; the metrics file always gets every step.
+    /// Number of steps between console lines; the metrics file always gets every step.
     pub log_every: u64,
 }
 
@@ -350,47 +351,47 @@ impl Default for RunConfig {
     }
 }
 
-/// How gradients are summed over ranks, as a configuration names it.
+/// How gradients are summed over ranks, as written in a configuration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Reductions {
-    /// By a balanced binary tree over the ranks, the same on every device.
+    /// A balanced binary tree over the ranks, which is the same on every device.
     #[default]
     Tree,
-    /// By NCCL, not bit-reproducible.
+    /// A reduction by NCCL, which is not bit-reproducible.
     Nccl,
 }
 
 impl RunConfig {
-    /// The number of ranks along each axis; for a valid configuration.
+    /// The number of ranks along each axis. The configuration must be valid.
     #[must_use]
     pub fn mesh(&self) -> MeshShape {
         MeshShape { dp: self.dp, ep: self.ranks / self.dp.max(1) }
     }
 }
 
-/// The default of [`CheckpointConfig::file_mib`]. Stored configurations omit it.
+/// The default of [`CheckpointConfig::file_mib`]. Stored configurations omit this value.
 const USUAL_FILE_MIB: usize = 5120;
 
 fn is_usual_file(mib: &usize) -> bool {
     *mib == USUAL_FILE_MIB
 }
 
-/// The default of [`TrainConfig::router_bias_rate`]. Stored configurations omit it.
+/// The default of [`TrainConfig::router_bias_rate`]. Stored configurations omit this value.
 const USUAL_BIAS_RATE: f64 = 1e-3;
 
 fn is_usual_bias_rate(rate: &f64) -> bool {
     *rate == USUAL_BIAS_RATE
 }
 
-/// The default of [`RunConfig::capacity_factor`]. Stored configurations omit it.
+/// The default of [`RunConfig::capacity_factor`]. Stored configurations omit this value.
 const USUAL_CAPACITY: f64 = 1.25;
 
 fn is_usual_capacity(factor: &f64) -> bool {
     *factor == USUAL_CAPACITY
 }
 
-/// Stored configurations omit this value.
+/// Whether the value is 1. Stored configurations omit this value.
 fn is_one<T: From<u8> + PartialEq>(n: &T) -> bool {
     *n == T::from(1)
 }
@@ -410,9 +411,9 @@ impl Config {
         }
     }
 
-    /// The configuration of a run that starts on devices of this kind, with `train.combine` decided. With experts sharded over GPUs it
-    /// becomes `tree`, since one row per slot would dominate the traffic; but `slots` if `top_k` exceeds the GPU's limit for trees, or the
-    /// recipe sends rows back quantized.
+    /// The configuration of a run that starts on devices of this kind, with a value for `train.combine`. With experts sharded over GPUs,
+    /// the value is `tree`, because one row per slot would dominate the traffic. The value is `slots` if `top_k` exceeds the GPU's limit
+    /// for trees, or if the recipe quantizes the rows that experts return.
     #[must_use]
     pub fn begun_on(&self, kind: DeviceKind, recipe: &Recipe) -> Self {
         let mut begun = self.clone();
@@ -423,7 +424,7 @@ impl Config {
         begun
     }
 
-    /// The configuration for resuming a run that began with `earlier`: unset choices are taken from there.
+    /// The configuration for resuming a run that began with `earlier`. Settings that `self` leaves unset are copied from `earlier`.
     #[must_use]
     pub fn going_on_from(&self, earlier: &Self) -> Self {
         let mut now = self.clone();
@@ -435,19 +436,19 @@ impl Config {
         now
     }
 
-    /// Positions of the model, which limit the length of generated text too.
+    /// Number of positions of the model, which also limits the length of generated text.
     #[must_use]
     pub fn positions(&self) -> usize {
         if self.model.max_positions == 0 { self.data.seq_len } else { self.model.max_positions }
     }
 
-    /// Sequences of one optimizer step: how far the data cursor advances.
+    /// Number of sequences of one optimizer step. The data cursor advances by this number in each step.
     #[must_use]
     pub fn sequences_per_step(&self) -> u64 {
         (self.train.batch_size * self.train.grad_accum) as u64
     }
 
-    /// Tokens of one optimizer step.
+    /// Number of tokens of one optimizer step.
     #[must_use]
     pub fn tokens_per_step(&self) -> u64 {
         self.sequences_per_step() * self.data.seq_len as u64
@@ -465,11 +466,11 @@ impl Config {
         !self.has_own_tokens()
     }
 
-    /// The complete configuration as TOML, with keys in a fixed order, so that equal configurations give equal text. Loading this text
-    /// gives the same configuration back.
+    /// The complete configuration as TOML. Keys are in a fixed order, so equal configurations give equal text. Loading this text gives the
+    /// same configuration.
     ///
     /// # Errors
-    /// [`Error::Config`] where a number has no TOML form, which [`Config::validate`] refuses too.
+    /// [`Error::Config`] if a number has no TOML form. [`Config::validate`] refuses such numbers too.
     pub fn resolved_toml(&self) -> Result<String> {
         toml::to_string(self).map_err(|e| Error::config("", e.to_string()))
     }

@@ -8,96 +8,100 @@ use serde::{Deserialize, Serialize};
 
 /// The shape of a decoder: grouped-query or latent attention (DeepSeek), then in each layer experts (Qwen3-MoE) or one MLP (Qwen3, Llama).
 ///
-/// A model without experts omits their keys: `top_k`, `expert_ffn`, `shared_ffn`, `norm_topk_prob`, the router's losses. Their values are
-/// then 0 or false.
+/// A model without experts omits the experts' keys: `top_k`, `expert_ffn`, `shared_ffn`, `norm_topk_prob`, and the router's losses. The
+/// values of these keys are then 0 or false.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ModelConfig {
-    /// Rows of the embedding; 0 = the vocabulary size of the data.
+    /// Number of rows of the embedding; 0 means the vocabulary size of the data.
     pub vocab_size: usize,
     /// Width of the residual stream.
     pub d_model: usize,
-    /// Decoder layers.
+    /// Number of decoder layers.
     pub layers: usize,
-    /// Query heads.
+    /// Number of query heads.
     pub heads: usize,
-    /// Key and value heads; divides `heads`.
+    /// Number of key and value heads, which must divide `heads`.
     pub kv_heads: usize,
-    /// Width of a head of queries and keys; even, because RoPE rotates pairs.
+    /// Width of a head of queries and keys. The width must be even, because RoPE rotates pairs.
     pub head_dim: usize,
-    /// Width of a head of values; 0 = as `head_dim`. See [`ModelConfig::value_head_dim`].
+    /// Width of a head of values; 0 means the same as `head_dim`. See [`ModelConfig::value_head_dim`].
     pub value_head_dim: usize,
-    /// The RMSNorm of queries and keys before RoPE: `true` for each head by itself, as in Qwen3; `"width"` for all heads together, as in
-    /// OLMoE; `false` for none, as in Llama.
+    /// The RMSNorm of queries and keys before RoPE: `true` normalizes each head separately, as in Qwen3; `"width"` normalizes all heads
+    /// together, as in OLMoE; `false` means no norm, as in Llama.
     pub qk_norm: QkNorm,
-    /// Whether the projections to queries, keys and values have biases, as in Qwen2.5. Not with `kv_rank`.
+    /// Whether the projections to queries, keys and values have biases, as in Qwen2.5. Not available with `kv_rank`.
     #[serde(skip_serializing_if = "is_default")]
     pub qkv_bias: bool,
-    /// Whether each query head has an attention sink, a learnt logit in its softmax that has no value, as in GPT-OSS. Not with `kv_rank`.
+    /// Whether each query head has an attention sink, a learnt logit in its softmax that has no value, as in GPT-OSS. Not available with
+    /// `kv_rank`.
     #[serde(skip_serializing_if = "is_default")]
     pub attention_sinks: bool,
-    /// Width inside the MLP of a dense layer; 0 = no layer is dense.
+    /// Width inside the MLP of a dense layer; 0 means that no layer is dense.
     pub ffn: usize,
-    /// Leading dense layers of a model with experts. Without experts all layers are dense, and this is 0.
+    /// Number of leading dense layers in a model with experts. In a model without experts all layers are dense, and this number is 0.
     pub dense_layers: usize,
-    /// Experts of a layer; 0 = every layer is dense.
+    /// Number of experts of a layer; 0 means that every layer is dense.
     pub experts: usize,
-    /// Experts a token is sent to.
+    /// Number of experts to which a token is sent.
     pub top_k: usize,
     /// Width inside an expert.
     pub expert_ffn: usize,
-    /// Width of the shared expert, which gets every token; 0 = none.
+    /// Width of the shared expert, which gets every token; 0 means no shared expert.
     pub shared_ffn: usize,
     /// Whether the weights of a token's selected experts are normalized to sum to 1.
     pub norm_topk_prob: bool,
-    /// Positions of the model: the longest sequence, in training and generation; 0 = `data.seq_len`. See
+    /// Number of positions of the model: the longest sequence in training and generation; 0 means `data.seq_len`. See
     /// [`Config::positions`](super::Config::positions).
     #[serde(skip_serializing_if = "is_default")]
     pub max_positions: usize,
     /// The router's score function: `softmax` or `sigmoid`.
     #[serde(skip_serializing_if = "is_default")]
     pub scores: Scores,
-    /// Whether each expert has a bias that is added to its score for selection only. It has no gradient: see `train.router_bias_rate`.
+    /// Whether each expert has a bias that is added to its score for selection only. The bias has no gradient: see
+    /// `train.router_bias_rate`.
     #[serde(skip_serializing_if = "is_default")]
     pub router_bias: bool,
-    /// Number of equal groups of consecutive experts; 0 = no groups.
+    /// Number of equal groups of consecutive experts; 0 means no groups.
     #[serde(skip_serializing_if = "is_default")]
     pub groups: usize,
-    /// Number of groups with the best scores, from which a token's experts are chosen.
+    /// Number of groups with the best scores. A token's experts are selected from these groups.
     #[serde(skip_serializing_if = "is_default")]
     pub top_groups: usize,
-    /// The score of a group: `max`, its best expert's score, or `top2`, the sum of its two best.
+    /// The score of a group: `max` is the score of the group's best expert, and `top2` is the sum of the scores of its two best experts.
     #[serde(skip_serializing_if = "is_default")]
     pub group_score: GroupScore,
-    /// Factor applied last to the weights of a token's experts.
+    /// Factor that is applied last to the weights of a token's experts.
     #[serde(skip_serializing_if = "is_one")]
     pub route_scale: f64,
     /// Base of the RoPE frequencies.
     pub rope_theta: f64,
     /// ε of RMSNorm.
     pub norm_eps: f64,
-    /// Whether the output head is the embedding.
+    /// Whether the output head shares the embedding's weight.
     pub tie_embeddings: bool,
-    /// Weight of the load-balancing loss, summed over layers with experts and averaged over a step's shards and micro-batches. Under
-    /// `balance = "shard"` the loss of a layer and shard is experts · Σ (fraction of the shard's slots that an expert gets) · (its mean
-    /// probability there), which is 1 under uniform routing. So `train.shards` decides over how many tokens experts must be balanced.
-    /// `transformers` defines another loss: `router_aux_loss_coef` in an exported `config.json` is this weight times layers with experts /
-    /// `top_k`.
+    /// Weight of the load-balancing loss, which is summed over layers with experts and averaged over a step's shards and micro-batches.
+    /// Under `balance = "shard"`, the loss of a layer and shard is experts · Σ (fraction of the shard's slots that an expert gets) · (the
+    /// expert's mean probability in the shard), which is 1 under uniform routing. So `train.shards` determines the number of tokens over
+    /// which experts must be balanced. `transformers` defines another loss: `router_aux_loss_coef` in an exported `config.json` is this
+    /// weight times layers with experts / `top_k`.
     pub aux_loss_coef: f64,
-    /// The scope of the load-balancing loss: `shard`; `batch` for the loss of `transformers`; or `sequence`.
+    /// The scope of the load-balancing loss: `shard`, `sequence`, or `batch`, which is the loss of `transformers`.
     #[serde(skip_serializing_if = "is_default")]
     pub balance: Balance,
     /// Weight of the router's z-loss.
     pub z_loss_coef: f64,
-    /// Width of the latent from which all heads' keys and values are projected, as in DeepSeek-V2 and V3; 0 = grouped-query attention. With
-    /// it `kv_heads` is `heads`, and `qk_norm`, `qkv_bias` and `attention_sinks` are false.
+    /// Width of the latent from which all heads' keys and values are projected, as in DeepSeek-V2 and V3; 0 means grouped-query attention.
+    /// With a latent, `kv_heads` equals `heads`, and `qk_norm`, `qkv_bias` and `attention_sinks` are false.
     #[serde(skip_serializing_if = "is_default")]
     pub kv_rank: usize,
-    /// Width of the latent from which all heads' queries are projected; 0 = directly from the input. Only with `kv_rank`.
+    /// Width of the latent from which all heads' queries are projected; 0 means that queries are projected directly from the input.
+    /// Requires `kv_rank`.
     #[serde(skip_serializing_if = "is_default")]
     pub q_rank: usize,
-    /// Last elements of the `head_dim` of queries and keys that RoPE rotates; all heads share those of keys. Even, and less than
-    /// `head_dim`. Only with `kv_rank`: otherwise RoPE rotates all elements, and this is 0.
+    /// Number of elements, at the end of the `head_dim` elements of queries and keys, that RoPE rotates. All heads share these elements of
+    /// the keys. The number of rotated elements is even, and less than `head_dim`. Without `kv_rank`, RoPE rotates all elements and the
+    /// number is 0.
     #[serde(skip_serializing_if = "is_default")]
     pub rope_dim: usize,
     /// Scaling of the RoPE frequencies for longer contexts.
@@ -106,7 +110,7 @@ pub struct ModelConfig {
 }
 
 impl ModelConfig {
-    /// Width of a head of values, and of attention's output for a head.
+    /// Width of a head of values. Attention's output for a head has the same width.
     #[must_use]
     pub fn value_head_dim(&self) -> usize {
         if self.value_head_dim == 0 { self.head_dim } else { self.value_head_dim }
@@ -155,13 +159,13 @@ impl Default for ModelConfig {
 }
 
 impl ModelConfig {
-    /// Dense layers, which come first.
+    /// Number of dense layers, which are the first layers.
     #[must_use]
     pub fn num_dense(&self) -> usize {
         if self.experts == 0 { self.layers } else { self.dense_layers.min(self.layers) }
     }
 
-    /// Layers with experts, which follow the dense ones.
+    /// Number of layers with experts, which follow the dense layers.
     #[must_use]
     pub fn num_routed(&self) -> usize {
         self.layers - self.num_dense()
@@ -169,14 +173,14 @@ impl ModelConfig {
 }
 
 impl ModelConfig {
-    /// The groups that experts are selected from, if any.
+    /// The groups from which experts are selected, if there are groups.
     #[must_use]
     pub fn expert_groups(&self) -> Option<ExpertGroups> {
         let (count, top) = (self.groups, self.top_groups);
         (count > 0).then(|| ExpertGroups { count, top, score: self.group_score.into() })
     }
 
-    /// Checks the groups of experts and the factor of their weights.
+    /// Checks the groups of experts and the factor of the experts' weights.
     pub(super) fn validate_routing(&self) -> Result<()> {
         let (experts, groups, top) = (self.experts, self.groups, self.top_groups);
         let scale = self.route_scale;
@@ -213,24 +217,26 @@ impl ModelConfig {
     }
 }
 
-/// The scope of the load-balancing loss, as a configuration names it.
+/// The scope of the load-balancing loss, as written in a configuration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Balance {
-    /// Each layer and shard separately; summed over layers, averaged over shards. It is 1 under uniform routing.
+    /// A separate loss for each layer and shard, summed over layers and averaged over shards. The loss of a layer and shard is 1 under
+    /// uniform routing.
     #[default]
     Shard,
-    /// All layers, shards and ranks of a micro-batch together, as `load_balancing_loss_func` of `transformers`: experts · Σ (an expert's
-    /// tokens per row) · (its mean probability), where each token has a row in each layer with experts. It is `top_k` under uniform
-    /// routing, and does not depend on `train.shards`.
+    /// One loss for all layers, shards and ranks of a micro-batch, like `load_balancing_loss_func` of `transformers`: experts · Σ (an
+    /// expert's tokens per row) · (the expert's mean probability), where each token has one row per layer with experts. The loss is `top_k`
+    /// under uniform routing, and does not depend on `train.shards`.
     Batch,
-    /// Each layer and sequence separately: as `Shard` with sequences for shards, averaged over sequences, as in DeepSeek-V2 and -V3 ([arXiv
-    /// 2412.19437](https://arxiv.org/abs/2412.19437), equations 17 to 20).
+    /// A separate loss for each layer and sequence, averaged over sequences, as in DeepSeek-V2 and -V3 ([arXiv
+    /// 2412.19437](https://arxiv.org/abs/2412.19437), equations 17 to 20). The formula is that of `Shard`, with sequences instead of
+    /// shards.
     Sequence,
 }
 
 impl Balance {
-    /// As a configuration names it.
+    /// The name of the scope in a configuration.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {

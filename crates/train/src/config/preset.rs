@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 use std::path::Path;
 
-/// Name and text of every built-in configuration that is one file, the default run first.
+/// Name and text of every built-in configuration that consists of one file. The default run is first.
 const PRESETS: [(&str, &str); 9] = [
     ("tiny", include_str!("../../configs/tiny.toml")),
     ("tiny-dense", include_str!("../../configs/tiny-dense.toml")),
@@ -16,11 +16,11 @@ const PRESETS: [(&str, &str); 9] = [
     ("dsv3-1l", include_str!("../../configs/dsv3-1l.toml")),
 ];
 
-/// Training settings that come before a published model's table, and before a tiny model's.
+/// Training settings that precede the `[model]` table of a published model and of a tiny model.
 const PUBLISHED: &str = include_str!("../../configs/models/published.toml");
 const TINY: &str = include_str!("../../configs/models/tiny.toml");
 
-/// Models: name, table `[model]`, and the settings that come before it.
+/// The built-in models: name, table `[model]`, and the settings that precede the table.
 const MODELS: [(&str, &str, &str); 16] = [
     ("qwen3-tiny", include_str!("../../configs/models/qwen3-tiny.toml"), TINY),
     ("qwen2.5-tiny", include_str!("../../configs/models/qwen2.5-tiny.toml"), TINY),
@@ -48,7 +48,8 @@ pub fn preset(name: &str) -> Option<Cow<'static, str>> {
     own.or_else(|| model.map(|(_, model, rest)| format!("{rest}\n{model}").into()))
 }
 
-/// A run's folder as an argument of `nibble train`. A folder named like a built-in configuration or an option gets a prefix: `./tiny`.
+/// A run's folder as an argument of `nibble train`. A folder gets the prefix `./` (`./tiny`) if its name is that of a built-in
+/// configuration or looks like an option.
 #[must_use]
 pub fn folder_argument(dir: &Path) -> String {
     let text = dir.display().to_string();
@@ -56,7 +57,7 @@ pub fn folder_argument(dir: &Path) -> String {
     if means_other { format!("./{text}") } else { text }
 }
 
-/// The same, quoted for a shell.
+/// The argument of [`folder_argument`], quoted for a shell.
 #[must_use]
 pub fn in_shell(dir: &Path) -> String {
     let text = folder_argument(dir);
@@ -72,12 +73,12 @@ pub fn preset_names() -> impl Iterator<Item = &'static str> {
     PRESETS.iter().map(|(name, _)| *name).chain(MODELS.iter().map(|(name, ..)| *name))
 }
 
-/// The small model of each family, with which everything else of a family can be tried in seconds.
+/// The small model of each family, with which all other features of the family can be tried in seconds.
 pub fn tiny_models() -> impl Iterator<Item = &'static str> {
     MODELS.iter().filter(|(.., rest)| *rest == TINY).map(|(name, ..)| *name)
 }
 
-/// The models of published sizes, not cut down.
+/// The models that have their full published sizes.
 pub fn published_models() -> impl Iterator<Item = &'static str> {
     let whole = ["olmoe", "qwen235b"].into_iter();
     whole.chain(MODELS.iter().filter(|(.., rest)| *rest == PUBLISHED).map(|(name, ..)| *name))

@@ -1,21 +1,21 @@
-//! The RMSNorm of queries and keys, as a configuration writes it.
+//! The RMSNorm of queries and keys, as written in a configuration.
 
 use serde::de::{Error, Unexpected, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::fmt;
 
-/// What the RMSNorm of queries and keys covers, before RoPE.
+/// The scope of the RMSNorm of queries and keys, which precedes RoPE.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum QkNorm {
-    /// No norm, as in Llama: `false`.
+    /// No norm, as in Llama. A configuration says `false`.
     None,
-    /// Each head separately, with one weight for all heads, as in Qwen3: `true`.
+    /// Each head is normalized separately, with one weight for all heads, as in Qwen3. A configuration says `true`.
     Heads,
-    /// All heads of a token together, as in OLMoE: `"width"`.
+    /// All heads of a token are normalized together, as in OLMoE. A configuration says `"width"`.
     Width,
 }
 
-/// How a configuration writes it.
+/// The value of [`QkNorm::Width`] in a configuration.
 const WIDTH: &str = "width";
 
 impl Serialize for QkNorm {
@@ -50,7 +50,7 @@ impl Visitor<'_> for Written {
     fn visit_str<E: Error>(self, word: &str) -> Result<QkNorm, E> {
         match word {
             WIDTH => Ok(QkNorm::Width),
-            // An override passes a bare word.
+            // An override passes any bare word as a string.
             other => Err(E::invalid_value(Unexpected::Str(other), &self)),
         }
     }

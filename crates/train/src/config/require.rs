@@ -2,18 +2,18 @@
 
 use crate::error::{Error, Result};
 
-/// The error of a key, as a result.
+/// The error of a key, as a [`Result`].
 pub(super) fn fail(key: &str, why: impl Into<String>) -> Result<()> {
     Err(Error::config(key, why))
 }
 
-/// An error about a key unless the condition holds.
+/// Returns an error about a key, unless the condition holds.
 pub(super) fn require(holds: bool, key: &str, why: impl FnOnce() -> String) -> Result<()> {
     if holds { Ok(()) } else { fail(key, why()) }
 }
 
 pub(super) fn positive(key: &str, value: f64) -> Result<()> {
-    // Kernels compute in single precision, where a smaller number would be zero.
+    // Kernels compute in single precision, which would round a smaller number to zero.
     let single = value as f32;
     require(single.is_finite() && single > 0.0, key, || {
         format!("is {value:?}, expected a number above 0 in the range of single precision")

@@ -4,38 +4,41 @@ use super::require::{positive, require};
 use crate::error::Result;
 use serde::{Deserialize, Serialize};
 
-/// How the frequencies are scaled.
+/// The rule by which the frequencies are scaled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum RopeScalingKind {
-    /// Not at all.
+    /// The frequencies are not scaled.
     #[default]
     None,
-    /// Llama 3.1's rule, by wavelength.
+    /// Llama 3.1's rule, which scales a frequency according to its wavelength.
     Llama3,
-    /// YaRN, by number of rotations; it also scales queries and keys.
+    /// YaRN, which scales a frequency according to its number of rotations. YaRN also scales queries and keys.
     Yarn,
 }
 
-/// The table `[model.rope_scaling]`, in the terms of `rope_parameters` in `config.json`. [`crate::layers::rope_table`] has the formulas.
+/// The table `[model.rope_scaling]`, with the names of `rope_parameters` in `config.json`. [`crate::layers::rope_table`] has the formulas.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RopeScaling {
-    /// `none`, `llama3` or `yarn`.
+    /// The kind of scaling: `none`, `llama3` or `yarn`.
     pub kind: RopeScalingKind,
-    /// Divisor of low frequencies: at least 1. Both kinds.
+    /// `llama3` and `yarn`: divisor of low frequencies; at least 1.
     pub factor: f64,
-    /// Positions of the original training. Both kinds.
+    /// `llama3` and `yarn`: number of positions of the original training.
     pub original_positions: usize,
-    /// `llama3`: frequencies with fewer rotations than this over the original positions are divided by the factor.
+    /// `llama3`: frequencies with fewer rotations than this number over the original positions are divided by the factor.
     pub low_freq_factor: f64,
-    /// `llama3`: frequencies with more rotations than this are unchanged; those between are interpolated.
+    /// `llama3`: frequencies with more rotations than this number are unchanged. Frequencies between `low_freq_factor` and this number are
+    /// interpolated.
     pub high_freq_factor: f64,
-    /// `yarn`: frequencies with more rotations than this over the original positions are unchanged.
+    /// `yarn`: frequencies with more rotations than this number over the original positions are unchanged.
     pub beta_fast: f64,
-    /// `yarn`: frequencies with fewer rotations than this are divided by the factor; those between are interpolated.
+    /// `yarn`: frequencies with fewer rotations than this number are divided by the factor. Frequencies between this number and `beta_fast`
+    /// are interpolated.
     pub beta_slow: f64,
-    /// `yarn`: cosines and sines are scaled by g(mscale) / g(mscale_all_dim), g(m) = 0.1 · m · ln(factor) + 1; by g(1) if either is 0.
+    /// `yarn`: cosines and sines are scaled by g(mscale) / g(mscale_all_dim), with g(m) = 0.1 · m · ln(factor) + 1. If `mscale` or
+    /// `mscale_all_dim` is 0, cosines and sines are scaled by g(1).
     pub mscale: f64,
     /// `yarn`: see `mscale`. Latent attention (`model.kv_rank`) also multiplies its scores by g(mscale_all_dim)².
     pub mscale_all_dim: f64,
@@ -58,7 +61,7 @@ impl Default for RopeScaling {
 }
 
 impl RopeScaling {
-    /// Keys without effect under this kind, each with the reason; the caller ignores those at their default.
+    /// Keys that have no effect with this kind of scaling, each with the reason. The caller ignores keys with default values.
     pub(super) fn moot(&self) -> Vec<(&'static str, String)> {
         use RopeScalingKind::{Llama3, Yarn};
         let keys: [(&str, &[RopeScalingKind]); 8] = [
@@ -80,7 +83,7 @@ impl RopeScaling {
         others.map(|(key, _)| (key, because.clone())).chain(alone).collect()
     }
 
-    /// Checks the numbers of this kind against each other and the base of the frequencies.
+    /// Checks the numbers of this kind of scaling against each other and against the base of the frequencies.
     pub(super) fn validate(&self, theta: f64) -> Result<()> {
         const FACTOR: &str = "model.rope_scaling.factor";
         const HIGH: &str = "model.rope_scaling.high_freq_factor";
@@ -131,7 +134,7 @@ impl RopeScaling {
 }
 
 impl RopeScalingKind {
-    /// As a configuration names it.
+    /// The name of the kind in a configuration.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {

@@ -1,4 +1,4 @@
-//! How routers select experts: the values of the configuration's keys.
+//! How routers select experts: the values of the corresponding configuration keys.
 
 use nibble_core::ops;
 use serde::{Deserialize, Serialize};
@@ -27,10 +27,10 @@ impl From<Scores> for ops::Scores {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum GroupScore {
-    /// The score of its best expert, as in DeepSeek-V2.
+    /// The score of the group's best expert, as in DeepSeek-V2.
     #[default]
     Max,
-    /// The sum of the scores of its two best experts, as in DeepSeek-V3.
+    /// The sum of the scores of the group's two best experts, as in DeepSeek-V3.
     Top2,
 }
 

@@ -1,4 +1,4 @@
-//! The tokenizer of a configuration's data, opened once.
+//! The tokenizer of a configuration's data, which is opened once.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
@@ -15,34 +15,35 @@ use crate::tokenizer::{
 /// Where a configuration's tokenizer comes from.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum TokenizerIn {
-    /// The built-in language.
+    /// The tokenizer belongs to the built-in language.
     BuiltIn,
-    /// The file or folder of `data.tokenizer`.
+    /// The tokenizer is the file or folder of `data.tokenizer`.
     File(PathBuf),
-    /// The model in `train.init_from`.
+    /// The tokenizer belongs to the model in `train.init_from`.
     Model(PathBuf),
     /// No key names a tokenizer.
     Nowhere,
 }
 
-/// An opened tokenizer and its place. Clones of a configuration share it. It adds nothing to what the keys decide.
+/// An opened tokenizer and its place. Clones of a configuration share the tokenizer. The configuration's keys determine the tokenizer
+/// completely.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Opened {
     /// A started run's copies of the tokenizer.
     kept: Option<Kept>,
     tokenizer: OnceLock<(TokenizerIn, Option<SharedTokenizer>)>,
-    /// Whether these sources hold token ids.
+    /// The data sources, and whether they contain token ids.
     ids: OnceLock<(Vec<String>, bool)>,
 }
 
-/// Copies of the tokenizer with which a run started.
+/// Copies of the tokenizer that a run had at its start.
 #[derive(Debug, Clone)]
 struct Kept {
-    /// The place of the original.
+    /// The place of the original tokenizer.
     of: TokenizerIn,
-    /// The model that the run started from, which has the same tokens; empty if none.
+    /// The model from which the run started, which has the same tokens; empty if there is none.
     init_from: String,
-    /// Folders that may have a copy, the best first.
+    /// Folders that may contain a copy, in order of preference.
     folders: Vec<PathBuf>,
 }
 
@@ -58,12 +59,12 @@ impl PartialEq for Opened {
     }
 }
 
-/// Folders with the tokenizer of a checkpoint's run, the checkpoint first. Checkpoints of earlier versions have no copy.
+/// Folders with the tokenizer of a checkpoint's run. The checkpoint is first, but checkpoints of earlier versions have no copy.
 pub(crate) fn kept_beside(checkpoint: &Checkpoint) -> Vec<PathBuf> {
     vec![checkpoint.path().to_owned(), companions_of(checkpoint.path())]
 }
 
-/// The message about a chat template without an end of answers.
+/// The message for a chat template that does not mark the end of answers.
 pub const UNENDED: &str = "the chat template writes no control token after a learnt answer, so a model does not learn to end its answers; \
     `nibble generate --stop TEXT` stops before a given text";
 
@@ -78,19 +79,19 @@ impl Config {
         }
     }
 
-    /// The tokenizer of the data: that of `data.tokenizer`; that of the model in `train.init_from`; or bytes for text, ids for files of
-    /// token ids, symbols for the built-in language, and none for random tokens. A file is opened at the first call, once for this value
-    /// and later clones.
+    /// The tokenizer of the data: the tokenizer of `data.tokenizer`, or of the model in `train.init_from`. Without these keys, tokens are
+    /// bytes for text, ids for files of token ids, and symbols for the built-in language; random tokens have no tokenizer. The first call
+    /// opens the tokenizer's file, once for this value and later clones.
     ///
     /// # Errors
-    /// As [`tokenizer::open`] and [`Initial::open`].
+    /// The errors of [`tokenizer::open`] and [`Initial::open`].
     pub fn tokenizer(&self) -> Result<Option<SharedTokenizer>> {
         let place = self.tokenizer_place();
         let named = match self.opened.tokenizer.get() {
             Some((opened, tokenizer)) if *opened == place => tokenizer.clone(),
             _ => {
                 let tokenizer = self.open_tokenizer(&place)?;
-                // If the tokenizer of other keys is already stored, this one is not.
+                // If the tokenizer of earlier keys is already stored, this tokenizer is not stored.
                 let _ = self.opened.tokenizer.set((place, tokenizer.clone()));
                 tokenizer
             }
@@ -102,7 +103,7 @@ impl Config {
         }))
     }
 
-    /// Whether the data are token ids. If files are gone, their names decide.
+    /// Whether the data are token ids. If the files no longer exist, their names decide.
     fn holds_ids(&self) -> bool {
         let sources: Vec<String> = self.data.sources().into_iter().map(|one| one.source).collect();
         match self.opened.ids.get() {
@@ -121,7 +122,7 @@ impl Config {
             (_, TokenizerIn::BuiltIn) => Ok(Some(Arc::new(Symbols))),
             (Some(folder), _) => self.open_kept(folder),
             (None, TokenizerIn::File(path)) => Ok(Some(tokenizer::open(path)?)),
-            // A model with more tokens than bytes has its own tokens, so a text's bytes would be wrong ids.
+            // A model whose vocabulary is larger than the number of bytes has its own tokens. A text's bytes would then be wrong token ids.
             (None, TokenizerIn::Model(path)) if self.is_text() && !self.holds_ids() && is_folder(path) => {
                 let own = tokenizer::of_folder(path)?;
                 if own.is_none() && self.model.vocab_size > BYTE_VOCAB {
@@ -139,7 +140,8 @@ impl Config {
         Ok(tokenizer::of_folder(folder)?.filter(|own| self.is_known(&**own)))
     }
 
-    /// The tokenizer of the model that the run starts from. A started run has a copy of it, and the model may be gone.
+    /// The tokenizer of the model from which the run starts. A started run has a copy of this tokenizer, because the model may no longer
+    /// exist.
     fn model_tokenizer(&self) -> Result<Option<SharedTokenizer>> {
         let kept = self.opened.kept.as_ref().filter(|kept| kept.init_from == self.train.init_from);
         match kept.and_then(Kept::folder) {
@@ -148,27 +150,28 @@ impl Config {
         }
     }
 
-    /// Whether the tokenizer in a checkpoint of this configuration is the data's: a run on random tokens stores the byte tokenizer if no
-    /// key names another.
+    /// Whether the tokenizer in a checkpoint of this configuration is the data's tokenizer. A run on random tokens stores the byte
+    /// tokenizer if no key names another tokenizer.
     pub(crate) fn is_known(&self, own: &dyn Tokenizer) -> bool {
         self.data.source != RANDOM || own.to_json() != Bytes.to_json()
     }
 
-    /// The tokens around each document, as `data.bos_token` and `data.eos_token` say; none around random tokens.
+    /// The tokens around each document, according to `data.bos_token` and `data.eos_token`. There are no such tokens around random tokens.
     ///
     /// # Errors
-    /// As [`Config::tokenizer`]; [`Error::Config`] for a text that is no token.
+    /// The errors of [`Config::tokenizer`]; [`Error::Config`] for a text that is no token.
     pub fn framing(&self) -> Result<Framing> {
         let Some(tokenizer) = self.tokenizer()? else { return Ok(Framing::default()) };
         Framing::of(&*tokenizer, &self.data.bos_token, &self.data.eos_token)
     }
 
-    /// The tokens that end answers, where the data are conversations ([`ChatTemplate::ends_of_answers`]); `None` otherwise, or if unknown.
+    /// The tokens that end answers, if the data are conversations ([`ChatTemplate::ends_of_answers`]); `None` if the data are no
+    /// conversations, or if the tokens are unknown.
     ///
     /// [`ChatTemplate::ends_of_answers`]: crate::tokenizer::ChatTemplate::ends_of_answers
     ///
     /// # Errors
-    /// As [`Config::tokenizer`].
+    /// The errors of [`Config::tokenizer`].
     pub fn ends_of_answers(&self) -> Result<Option<Vec<i32>>> {
         if self.data.messages_key.is_empty() {
             return Ok(None);
@@ -180,26 +183,26 @@ impl Config {
         }
     }
 
-    /// The message about conversations whose answers no token ends.
+    /// The message about conversations in which no token ends an answer.
     ///
     /// # Errors
-    /// As [`Config::ends_of_answers`].
+    /// The errors of [`Config::ends_of_answers`].
     pub fn told_of_answers(&self) -> Result<Option<String>> {
         let is_endless = self.ends_of_answers()?.is_some_and(|ends| ends.is_empty());
         Ok(is_endless.then(|| UNENDED.to_owned()))
     }
 
-    /// The configuration of a checkpoint, changed by `overrides`, with the checkpoint's copy of the tokenizer.
+    /// The configuration of a checkpoint, changed by `overrides`. The configuration uses the checkpoint's copy of the tokenizer.
     ///
     /// # Errors
-    /// As [`Config::stored`].
+    /// The errors of [`Config::stored`].
     pub fn of_checkpoint(checkpoint: &Checkpoint, overrides: &[String]) -> Result<Self> {
         let kept = kept_beside(checkpoint);
         Self::stored_beside(&checkpoint.position().config, checkpoint.path(), overrides, kept)
     }
 
-    /// Uses the copies of `stored`'s tokenizer in these folders wherever the keys still name that tokenizer: its original place may be
-    /// gone.
+    /// Uses the copies of `stored`'s tokenizer in these folders if the keys still name the same tokenizer. The tokenizer's original files
+    /// may no longer exist.
     pub(crate) fn keep_tokenizer(&mut self, stored: &Self, folders: Vec<PathBuf>) {
         let (of, init_from) = (stored.tokenizer_place(), stored.train.init_from.clone());
         if matches!(of, TokenizerIn::File(_) | TokenizerIn::Model(_)) || !init_from.is_empty() {
@@ -208,16 +211,17 @@ impl Config {
         }
     }
 
-    /// The unit of a token: `byte` or `token`. (A tokenizer that can no longer be opened is not the byte tokenizer, which needs no file.)
+    /// The unit of a token: `byte` or `token`. (A tokenizer that can no longer be opened counts as `token`, because the byte tokenizer
+    /// needs no file.)
     #[must_use]
     pub fn unit(&self) -> &'static str {
         self.tokenizer().ok().flatten().map_or("token", |tokenizer| tokenizer.unit())
     }
 
-    /// Checks that the embedding has a row for each token, and that the texts around documents are tokens.
+    /// Checks that the embedding has a row for each token, and that `data.bos_token` and `data.eos_token` name tokens.
     ///
     /// # Errors
-    /// [`Error::Config`] with the key.
+    /// [`Error::Config`] with the key at fault.
     pub(super) fn check_tokens(&self) -> Result<()> {
         let Some(tokenizer) = self.tokenizer()? else { return Ok(()) };
         let (rows, tokens) = (self.model.vocab_size, tokenizer.vocab_size());
@@ -229,7 +233,7 @@ impl Config {
         self.check_model_tokens(&tokenizer)
     }
 
-    /// Checks that the data has the tokens of the model that a run starts from.
+    /// Checks that the data has the same tokens as the model from which a run starts.
     fn check_model_tokens(&self, now: &SharedTokenizer) -> Result<()> {
         // Symbols cannot encode text, even if they are the model's tokenizer.
         let symbols_of_text = self.is_text() && now.to_json() == Symbols.to_json();
@@ -249,7 +253,7 @@ impl Config {
         Err(Error::config(key, why))
     }
 
-    /// Whether the data are text whose tokens are bytes, since no key names a tokenizer.
+    /// Whether the data are text whose tokens are bytes, because no key names a tokenizer.
     pub(super) fn has_bytes(&self) -> bool {
         self.is_text() && self.tokenizer_place() == TokenizerIn::Nowhere && !self.holds_ids()
     }

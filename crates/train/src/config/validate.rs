@@ -1,6 +1,6 @@
-//! What the numbers of a configuration must satisfy together.
+//! Conditions that the numbers of a configuration must satisfy together.
 //!
-//! A precision recipe's demands on widths (multiples of its block) are checked where recipe and model meet.
+//! Conditions of a precision recipe on widths (multiples of its block) are not checked here, but where recipe and model are combined.
 
 use super::require::{fail, not_negative, positive, require};
 use super::values::settings;
@@ -15,20 +15,22 @@ use crate::tokenizer::{AUTO, NONE};
 use nibble_choice::routing::MOST_TREE_SLOTS;
 use nibble_core::DeviceKind;
 
-/// More layers than any model has: each is a separate object, even when memory is only counted.
+/// Largest number of layers, which exceeds that of any model. The number is limited because each layer is a separate object, even when only
+/// memory is counted.
 const MOST_LAYERS: usize = 1 << 12;
 
-/// More ranks than any run has: the search for divisors is linear.
+/// Largest number of ranks, which exceeds that of any run. The number is limited because the search for divisors takes linear time.
 const MOST_RANKS: usize = 1 << 20;
 
-/// More threads than any machine has cores: starting them would take longer than a run.
+/// Largest number of threads, which exceeds the number of cores of any machine. The number is limited because the start of more threads
+/// would take longer than a run.
 pub const MOST_THREADS: usize = 4096;
 
 impl Config {
-    /// Checks that the values fit each other.
+    /// Checks that the values are consistent with each other.
     ///
     /// # Errors
-    /// [`Error::Config`](crate::Error::Config) with the key and the numbers that do not fit; file and line only through [`Config::load`].
+    /// [`Error::Config`](crate::Error::Config) with the key and the inconsistent numbers. Only [`Config::load`] adds file and line.
     pub fn validate(&self) -> Result<()> {
         if i64::try_from(self.seed).is_err() {
             return fail(
@@ -51,10 +53,10 @@ impl Config {
         }
     }
 
-    /// Checks that devices of this kind support `train.combine` as it is set.
+    /// Checks that devices of this kind support the value of `train.combine`.
     ///
     /// # Errors
-    /// [`Error::Config`](crate::Error::Config) with the key.
+    /// [`Error::Config`](crate::Error::Config) with the key `train.combine`.
     pub fn validate_on(&self, kind: DeviceKind) -> Result<()> {
         let (top_k, most) = (self.model.top_k, MOST_TREE_SLOTS);
         let has_tree = kind != DeviceKind::Gpu || top_k <= most;
@@ -85,7 +87,7 @@ impl Config {
         require(i32::try_from(m.vocab_size).is_ok(), "model.vocab_size", || {
             format!("is {}, beyond 2^31 - 1, the largest token id", m.vocab_size)
         })?;
-        // The tokens of a file are counted when it is opened (`Config::check_tokens`).
+        // `Config::check_tokens` checks the tokens of a file, because their number is known only after the file has been opened.
         let symbols = match self.is_synthetic() {
             true => SYNTHETIC_VOCAB,
             false if self.has_bytes() => BYTE_VOCAB,
@@ -101,7 +103,7 @@ impl Config {
         Ok(())
     }
 
-    /// Checks a model without experts: it has an MLP, and no settings of experts.
+    /// Checks that a model without experts has an MLP, and no settings of experts.
     fn validate_dense(&self) -> Result<()> {
         let m = &self.model;
         require(m.ffn > 0, "model.ffn", || {
@@ -127,7 +129,7 @@ impl Config {
             )
         })?;
         let groups = ["model.groups", "model.top_groups", "model.group_score"];
-        // Defaults are not serialized.
+        // Serialization omits defaults.
         for key in
             ["model.scores", "model.router_bias"].into_iter().chain(groups).chain(["model.route_scale"])
         {
@@ -172,7 +174,7 @@ impl Config {
         )
     }
 
-    /// Checks the keys of structured files, and the mixture.
+    /// Checks the mixture, and the keys that name fields of structured files.
     fn validate_sources(&self) -> Result<()> {
         let d = &self.data;
         require(!d.text_key.is_empty(), "data.text_key", || "is empty, expected the name of a key".into())?;
@@ -252,7 +254,7 @@ impl Config {
                 self.run.device
             )
         })?;
-        // Row and element indices of the random numbers and of the ragged groups are 32-bit.
+        // Row and element indices are 32-bit, in random numbers and in ragged groups.
         let slots = self.model.top_k.max(1);
         let rows = [t.batch_size, t.grad_accum, self.data.seq_len, slots]
             .iter()
@@ -268,7 +270,7 @@ impl Config {
         })
     }
 
-    /// Checks that the ranks divide what is sharded over them.
+    /// Checks that the numbers of ranks and replicas divide the quantities that are sharded over ranks and replicas.
     fn validate_mesh(&self) -> Result<()> {
         let (t, ranks) = (&self.train, self.run.ranks);
         let (dp, experts) = (self.run.dp, self.model.experts);
@@ -279,7 +281,7 @@ impl Config {
             )
         })?;
         let ep = ranks / dp;
-        // 0 is a multiple of everything.
+        // 0 is a multiple of every number.
         require(experts.is_multiple_of(ep), if dp > 1 { "run.dp" } else { "run.ranks" }, || {
             let would_do = these(dividing(ranks, |dp| experts.is_multiple_of(ranks / dp)));
             match dp {
@@ -355,10 +357,10 @@ impl Config {
     }
 }
 
-/// Checks the sizes of a model independently of its data: also those of other projects' files.
+/// Checks the sizes of a model independently of its data. Files of other projects are checked in the same way.
 ///
 /// # Errors
-/// [`Error::Config`](crate::Error::Config) with the key and the numbers that do not fit.
+/// [`Error::Config`](crate::Error::Config) with the key and the inconsistent numbers.
 pub(crate) fn check_model(m: &ModelConfig) -> Result<()> {
     let config = Config { model: m.clone(), ..Config::default() };
     validate_sizes(m)?;
@@ -410,7 +412,7 @@ fn validate_sizes(m: &ModelConfig) -> Result<()> {
     m.rope_scaling.validate(m.rope_theta)
 }
 
-/// Checks that latent attention has the sizes it needs, and grouped-query attention none of them.
+/// Checks that latent attention has all the sizes it needs, and that grouped-query attention has none of these sizes.
 fn validate_latent(m: &ModelConfig) -> Result<()> {
     if m.kv_rank == 0 {
         for (key, value) in [("model.q_rank", m.q_rank), ("model.rope_dim", m.rope_dim)] {
@@ -453,7 +455,7 @@ fn validate_latent(m: &ModelConfig) -> Result<()> {
     })
 }
 
-/// Checks a model with experts, in all layers or after the dense ones.
+/// Checks a model with experts, in all layers or after the dense layers.
 fn validate_routed(m: &ModelConfig) -> Result<()> {
     for (key, value) in [("model.top_k", m.top_k), ("model.expert_ffn", m.expert_ffn)] {
         require(value > 0, key, || format!("is 0, expected at least 1: model.experts = {}", m.experts))?;
@@ -486,7 +488,7 @@ fn dividing(n: usize, does: impl Fn(usize) -> bool) -> Vec<usize> {
     (1..=n).filter(|d| n.is_multiple_of(*d) && does(*d)).collect()
 }
 
-/// `1, 2 or 4 would do`.
+/// Formats the end of a message: `1, 2 or 4 would do`.
 fn these(values: Vec<usize>) -> String {
     let words: Vec<String> = values.iter().map(usize::to_string).collect();
     match words.split_last() {

@@ -15,7 +15,7 @@ pub(super) fn lookup<'a>(value: &'a Value, key: &str) -> Option<&'a Value> {
     key.split('.').try_fold(value, |value, name| value.as_table()?.get(name))
 }
 
-/// Puts `value` at a dotted key and creates missing tables.
+/// Inserts `value` at a dotted key and creates missing tables.
 pub(super) fn insert(table: &mut Table, key: &str, value: Value) {
     match key.split_once('.') {
         None => {
@@ -33,7 +33,7 @@ pub(super) fn insert(table: &mut Table, key: &str, value: Value) {
     }
 }
 
-/// A value as TOML, with the fewest digits of a number.
+/// A value as TOML text. A number is written with the fewest possible digits.
 pub(super) fn in_short(value: &Value) -> String {
     match value {
         Value::Float(number) => format!("{number:?}"),
@@ -41,7 +41,7 @@ pub(super) fn in_short(value: &Value) -> String {
     }
 }
 
-/// Every serialized setting of `of`, as TOML, by its dotted key below `prefix`.
+/// Every serialized setting of `of`: its dotted key below `prefix`, and its value as TOML.
 pub(super) fn settings(prefix: &str, of: &impl Serialize) -> Result<BTreeMap<String, String>> {
     let value = Value::try_from(of).map_err(|e| Error::config(prefix, e.to_string()))?;
     let mut settings = BTreeMap::new();
@@ -49,7 +49,7 @@ pub(super) fn settings(prefix: &str, of: &impl Serialize) -> Result<BTreeMap<Str
     Ok(settings)
 }
 
-/// Every leaf below `value` under its dotted key.
+/// Adds every leaf below `value` to `into` under the leaf's dotted key.
 fn flatten(prefix: &str, value: &Value, into: &mut BTreeMap<String, String>) {
     match value {
         Value::Table(table) => {

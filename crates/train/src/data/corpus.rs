@@ -1,4 +1,4 @@
-//! The tokens of one source or of a mixture: their division into sequences, and the held-out part.
+//! The tokens of one source or of a mixture, divided into sequences, with the held-out part.
 
 use std::ops::Range;
 use std::path::Path;
@@ -31,7 +31,7 @@ pub(super) struct Corpus {
 /// Statistics of a source in a run.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Given {
-    /// The source.
+    /// The source, as in the configuration.
     pub source: String,
     /// Number of documents, including held-out ones.
     pub documents: usize,
@@ -39,13 +39,13 @@ pub struct Given {
     pub tokens: usize,
     /// Number of held-out tokens.
     pub held_out: usize,
-    /// Passes of the run over the training tokens.
+    /// How many times the run passes over the training tokens.
     pub epochs: f64,
-    /// Rows and documents without tokens.
+    /// Rows that were left out, and documents without tokens.
     pub left_out: LeftOut,
 }
 
-/// The tokens of a source, in windows.
+/// The tokens of a source, divided into windows.
 #[derive(Debug, Clone)]
 struct Tokens {
     name: String,
@@ -60,8 +60,8 @@ impl Corpus {
     /// Opens the sources of the configuration.
     ///
     /// # Errors
-    /// [`Error::Data`] for files that cannot be read, or are too short; [`Error::Config`] for weights that give a source no sequence;
-    /// [`Error::Io`] where a token cache cannot be written.
+    /// [`Error::Data`] if files cannot be read or are too short; [`Error::Config`] if the weights give a source no sequence; [`Error::Io`]
+    /// if a token cache cannot be written.
     pub fn open(config: &DataConfig, seed: u64, encoder: &Encoder, watch: &mut dyn Watch) -> Result<Self> {
         let named = config.sources();
         let weights: Vec<f64> = named.iter().map(|one| one.weight).collect();
@@ -77,7 +77,7 @@ impl Corpus {
         }
         let open = |(number, source): (usize, &str)| {
             let (stream, left_out) = open_stream(source, config, encoder, watch)?;
-            // Sources with equal contents still get different orders.
+            // Each source gets its own seed, so that sources with equal contents get different orders.
             let own_seed = seed.wrapping_add((number as u64) << 32);
             let split = stream.split(config.valid_fraction)?;
             require_long_enough(Path::new(source), &stream, split, config, encoder.unit())?;
@@ -105,12 +105,12 @@ impl Corpus {
         Ok(Self { sources, mixture, seq_len: config.seq_len, vocab_size, sha256 })
     }
 
-    /// SHA-256 of the tokens; for a mixture, of its sources' shares and hashes.
+    /// SHA-256 of the tokens; for a mixture, SHA-256 of the sources' shares and hashes.
     pub fn sha256(&self) -> &str {
         &self.sha256
     }
 
-    /// Exclusive upper bound of ids.
+    /// Exclusive upper bound of token ids.
     pub fn vocab_size(&self) -> usize {
         self.vocab_size
     }
@@ -135,10 +135,10 @@ impl Corpus {
         self.sources.iter().enumerate().map(of).collect()
     }
 
-    /// Writes the training sequence of a cursor into sequence `index` of a batch.
+    /// Writes the training sequence at position `cursor` into sequence `index` of a batch.
     ///
     /// # Errors
-    /// [`Error::Data`] where a file has changed since it was opened, or cannot be read. The same holds for all methods below.
+    /// [`Error::Data`] if a file has changed since it was opened, or cannot be read. All methods below return the same error.
     pub fn train(&self, cursor: u64, batch: &mut Batch, index: usize) -> Result<()> {
         let (source, own) = self.mixture.of(cursor);
         let tokens = &self.sources[source];
@@ -146,7 +146,7 @@ impl Corpus {
         tokens.fill(start..start + self.seq_len, batch, index)
     }
 
-    /// Number of whole held-out sequences, source by source, without overlap.
+    /// Number of complete held-out sequences, without overlap. The sequences are numbered source by source.
     pub fn valid_windows(&self) -> usize {
         self.sources.iter().map(|tokens| tokens.valid_windows(self.seq_len)).sum()
     }
@@ -164,14 +164,14 @@ impl Corpus {
         Ok(())
     }
 
-    /// The held-out tokens after the last whole sequence, of a single source.
+    /// The held-out tokens after the last complete sequence. Only a single source has such a rest.
     fn rest(&self) -> Option<(&Tokens, Range<usize>)> {
         let [tokens] = self.sources.as_slice() else { return None };
         let start = tokens.split + tokens.valid_windows(self.seq_len) * self.seq_len;
         Some((tokens, start..tokens.stream.len() - 1)).filter(|(_, rest)| !rest.is_empty())
     }
 
-    /// Length of the last, shorter held-out sequence, if there is one.
+    /// Length of the last, shorter held-out sequence; `None` if there is no such sequence.
     pub fn valid_tail(&self) -> Option<usize> {
         Some(self.rest()?.1.len())
     }
@@ -182,7 +182,7 @@ impl Corpus {
     }
 }
 
-/// The tokens of a source: read in place if it is one plain text with bytes as tokens; otherwise from a cache.
+/// Opens the tokens of a source. One plain text with bytes as tokens is read in place; all other sources are read from a cache.
 fn open_stream(
     source: &str,
     config: &DataConfig,
@@ -194,7 +194,7 @@ fn open_stream(
         let file = DataFile::open(path, &reading.asked, &Arc::new(AtomicU64::new(0)))?;
         let kind = kind_of(&file, &reading.asked);
         if kind.is_its_bytes() && file.packing.is_none() && encoder.is_bytes() {
-            // Rejects binary and empty files.
+            // Refuses binary and empty files.
             kind.open(&file, &reading.asked)?;
             let (bytes, sha256) = match file.held() {
                 None => {
@@ -212,10 +212,10 @@ fn open_stream(
 }
 
 impl Reading {
-    /// The reading of a source under the configuration's settings.
+    /// How to read a source with the configuration's settings.
     ///
     /// # Errors
-    /// [`Error::Data`] where there is no file.
+    /// [`Error::Data`] if the source has no file.
     pub(super) fn of(source: &str, config: &DataConfig, encoder: &Encoder) -> Result<Self> {
         let pair =
             (!config.prompt_key.is_empty()).then(|| [config.prompt_key.clone(), config.answer_key.clone()]);
@@ -229,11 +229,11 @@ impl Reading {
 
 impl Tokens {
     fn valid_windows(&self, seq_len: usize) -> usize {
-        // The last target is one more token.
+        // The code subtracts one token because the last target needs one more token.
         (self.stream.len() - self.split - 1) / seq_len
     }
 
-    /// Fills sequence `index` of a batch with these tokens; the token after them is the last target.
+    /// Fills sequence `index` of a batch with these tokens. The next token after these tokens is the last target.
     fn fill(&self, inputs: Range<usize>, batch: &mut Batch, index: usize) -> Result<()> {
         let (first, end) = (inputs.start, inputs.end + 1);
         batch.set(index, self.stream.ids(first..end)?.into_iter());
@@ -244,7 +244,7 @@ impl Tokens {
         if !batch.starts.is_empty() {
             batch.separate(index, self.stream.begins(first + 1..end)?.into_iter().map(|begin| begin - first));
         }
-        // Checked after reading, so that any earlier write is detected.
+        // The check comes after the read, so that any earlier write is detected.
         self.stream.require_unchanged()
     }
 }
@@ -272,7 +272,7 @@ fn require_targets(
     Ok(())
 }
 
-/// Checks that both parts are long enough for a sequence.
+/// Checks that the training part and the held-out part are long enough for a sequence.
 fn require_long_enough(
     path: &Path,
     stream: &TokenStream,

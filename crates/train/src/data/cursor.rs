@@ -1,12 +1,12 @@
-//! From a global sample cursor to a window of a text: each epoch has a new permutation of windows and a new phase of their boundaries.
+//! Maps a global sample cursor to a window of a text. Each epoch has a new permutation of the windows and a new phase of their boundaries.
 
 use nibble_formats::philox::{Purpose, Stream, fnv1a32};
 
 /// The order in which an epoch visits the windows of a text.
 ///
-/// An epoch cuts the text into windows of `seq_len` tokens from a random phase below `seq_len` and visits each once, in
-/// an order given by a Feistel permutation: no table, no state, the same for every rank and after every resume.
-/// Phases let targets stand at every position of a window over the epochs.
+/// An epoch cuts the text into windows of `seq_len` tokens, starting at a random phase below `seq_len`. The epoch visits each window once,
+/// in an order given by a Feistel permutation, which needs no table and no state and is the same for every rank and after every resume.
+/// Because of the phases, a target appears at every position of a window over the epochs.
 #[derive(Debug, Clone, Copy)]
 pub struct WindowOrder {
     windows: Permutation,
@@ -15,7 +15,7 @@ pub struct WindowOrder {
     seed: u64,
 }
 
-/// Permutations of `0 .. count`, one per random stream.
+/// Permutations of `0 .. count`, one for each random stream.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Permutation {
     count: u64,
@@ -23,18 +23,19 @@ pub(super) struct Permutation {
 }
 
 impl Permutation {
-    /// Permutations of `count` numbers, at least one.
+    /// Permutations of `count` numbers. `count` must be at least one.
     pub fn of(count: u64) -> Self {
         let count = count.max(1);
-        // Even width: both halves of the network have the same number of bits.
+        // The width is even, so that both halves of the Feistel network have the same number of bits.
         let bits = 64 - (count - 1).leading_zeros();
         Self { count, half_bits: bits.div_ceil(2).max(1) }
     }
 
-    /// The image of `value`, which is below `count`.
+    /// The image of `value`, which must be below `count`.
     pub fn at(&self, draw: &Stream, mut value: u64) -> u64 {
         loop {
-            // Cycle walking until the value is in range: a permutation of 0..count, in at most four steps on average.
+            // Cycle walking: the network is applied until the value is in range. The result is a permutation of 0..count, in at most four
+            // iterations on average.
             value = self.feistel(draw, value);
             if value < self.count {
                 return value;
@@ -53,16 +54,17 @@ impl Permutation {
     }
 }
 
-/// Rounds of the Feistel network: from four on it is a pseudorandom permutation (Luby and Rackoff, 1988).
+/// Rounds of the Feistel network. With four or more rounds, the network is a pseudorandom permutation (Luby and Rackoff, 1988).
 const ROUNDS: u64 = 4;
 
 impl WindowOrder {
-    /// The order for a text of `tokens` tokens; a window is `seq_len` inputs and one more token for the last target,
-    /// so `tokens` must be at least `seq_len + 1` for the starts to lie inside the text.
+    /// The order for a text of `tokens` tokens. A window has `seq_len` inputs and one more token for the last target, so `tokens` must be
+    /// at least `seq_len + 1` for the starts to lie inside the text.
     #[must_use]
     pub fn new(tokens: usize, seq_len: usize, seed: u64) -> Self {
         let (tokens, seq_len) = (tokens as u64, (seq_len as u64).max(1));
-        // As many windows as fit from any phase; at most one and a half windows per epoch are left out at the ends.
+        // `windows` is the number of windows that fit from any phase. At most one and a half windows per epoch are left out at the ends of
+        // the text.
         let windows = (tokens.saturating_sub(seq_len) / seq_len).max(1);
         let phases = tokens.saturating_sub(windows * seq_len).clamp(1, seq_len);
         Self { windows: Permutation::of(windows), seq_len, phases, seed }
@@ -74,7 +76,7 @@ impl WindowOrder {
         self.windows.count
     }
 
-    /// The epoch of a cursor, from 0.
+    /// The epoch of a cursor, counted from 0.
     #[must_use]
     pub fn epoch(&self, cursor: u64) -> u64 {
         cursor / self.windows.count
@@ -83,7 +85,7 @@ impl WindowOrder {
     /// Index of the first token of the cursor's window.
     #[must_use]
     pub fn start(&self, cursor: u64) -> usize {
-        // Epochs repeat after 2^32: at one window per nanosecond, after four seconds of a one-window text.
+        // Epochs repeat after 2^32 epochs, which take four seconds for a text of one window at one window per nanosecond.
         let epoch = self.epoch(cursor) as u32;
         let draw = Stream::new(self.seed, Purpose::Data, fnv1a32("data.order"), epoch);
         let phase = u64::from(draw.u32_at(PHASE)) % self.phases;
@@ -92,7 +94,7 @@ impl WindowOrder {
     }
 }
 
-/// Element of the stream for the phase, after those of the rounds.
+/// Element of the random stream for the phase, which follows the elements of the rounds.
 const PHASE: u64 = ROUNDS << 32;
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! From pieces of documents to token ids.
+//! Converts pieces of documents to token ids.
 
 use std::ops::Range;
 
@@ -7,27 +7,27 @@ use crate::config::Config;
 use crate::error::Error;
 use crate::tokenizer::{Framing, SharedTokenizer, Tokenizer};
 
-/// Turns texts into ids, and bounds the ids.
+/// Converts texts to token ids, and checks that ids are below a bound.
 #[derive(Debug, Clone)]
 pub(super) struct Encoder {
-    /// `None` where tokens are bytes, or ids that files hold.
+    /// The tokenizer; `None` if tokens are bytes, or if the files contain ids.
     pub tokenizer: Option<SharedTokenizer>,
-    /// Whether files hold ids of an unnamed tokenizer.
+    /// Whether the files contain ids of an unnamed tokenizer.
     pub has_ids: bool,
     pub framing: Framing,
-    /// Exclusive upper bound of ids.
+    /// Exclusive upper bound of token ids.
     pub vocab_size: usize,
 }
 
-/// The ids of a piece.
+/// The token ids of a piece.
 #[derive(Debug, Default)]
 pub(crate) struct Encoded {
     pub ids: Vec<u32>,
-    /// Bytes of the target text; `None` for a piece of ids.
+    /// Number of bytes of the text that consists of targets; `None` for a piece of ids.
     pub bytes: Option<usize>,
     /// Non-empty, sorted ranges of ids that are no targets.
     pub unlearnt: Vec<Range<usize>>,
-    /// Whether a document begins here.
+    /// Whether a document begins with this piece.
     pub begins: bool,
 }
 
@@ -37,7 +37,7 @@ impl Encoded {
         Self { begins, bytes: Some(0), ..Self::default() }
     }
 
-    /// Ends a part of `bytes` bytes of text whose ids begin at index `first`.
+    /// Ends a part of the piece: `bytes` bytes of text whose ids begin at index `first`.
     fn part(&mut self, first: usize, bytes: usize, is_target: bool) {
         if is_target {
             self.bytes = self.bytes.map(|before| before + bytes);
@@ -51,7 +51,7 @@ impl Encoder {
     /// The encoder of a configuration's data, for ids below `vocab_size`.
     ///
     /// # Errors
-    /// As [`Config::tokenizer`] and [`Config::framing`].
+    /// The errors of [`Config::tokenizer`] and [`Config::framing`].
     pub fn of(config: &Config, vocab_size: usize) -> Result<Self, Error> {
         let (tokenizer, framing) = (config.tokenizer()?, config.framing()?);
         let has_ids = tokenizer.as_ref().is_some_and(|tokenizer| !tokenizer.has_text());
@@ -59,7 +59,7 @@ impl Encoder {
         Ok(Self { tokenizer, has_ids, framing, vocab_size })
     }
 
-    /// The byte encoder, with nothing around a text.
+    /// The byte encoder, which adds no tokens around a text.
     pub fn of_bytes() -> Self {
         let framing = Framing::default();
         Self { tokenizer: None, has_ids: false, framing, vocab_size: super::BYTE_VOCAB }
@@ -70,12 +70,12 @@ impl Encoder {
         self.tokenizer.is_none() && self.framing == Framing::default()
     }
 
-    /// The plural unit of its tokens.
+    /// The plural name of the encoder's tokens.
     pub fn unit(&self) -> &'static str {
         if self.tokenizer.is_none() && !self.has_ids { "bytes" } else { "tokens" }
     }
 
-    /// Exclusive upper bound of ids: the tokenizer's vocabulary, which may be smaller than the model's embedding.
+    /// Exclusive upper bound of token ids: the size of the tokenizer's vocabulary, which may be smaller than the model's embedding.
     pub fn vocabulary(&self) -> usize {
         match &self.tokenizer {
             None if self.has_ids => self.vocab_size,
@@ -84,7 +84,7 @@ impl Encoder {
         }
     }
 
-    /// The ids of a piece, or why it has none.
+    /// The token ids of a piece, or the reason why the piece has no ids.
     pub fn encode(&self, piece: Piece) -> Result<Encoded, String> {
         let begins = piece.begins;
         match piece.content {
@@ -127,7 +127,7 @@ impl Encoder {
         }
     }
 
-    /// Adds the ids of consecutive texts, each with a flag whether its tokens are targets.
+    /// Adds the ids of consecutive texts. Each text has a flag that says whether its tokens are targets.
     fn add(
         &self,
         tokenizer: &dyn Tokenizer,
@@ -177,7 +177,7 @@ impl Encoder {
     }
 }
 
-/// Bytes as UTF-8 text.
+/// Interprets bytes as UTF-8 text.
 fn utf8(text: &[u8]) -> Result<&str, String> {
     std::str::from_utf8(text)
         .map_err(|e| format!("is no UTF-8 (byte {} of it is none), expected a text", e.valid_up_to() + 1))
@@ -207,7 +207,7 @@ mod tests {
         assert_eq!(encoder.encode(text(&[("", true)])).unwrap().ids, [0; 0]);
     }
 
-    /// With a tokenizer that puts a space before a text: later parts of a document and later pieces of a long text get none.
+    /// A tokenizer may put a space before a text. Later parts of a document and later pieces of a long text get no such space.
     #[test]
     fn what_goes_on_with_a_text_begins_none() {
         let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/tokenizers/llama2");

@@ -1,4 +1,4 @@
-//! SHA-256 of files, remembered so that an unchanged file is not read again.
+//! SHA-256 of files. The hashes are remembered, so that an unchanged file is not read again.
 
 use std::fs::{self, File, Metadata};
 use std::path::{Path, PathBuf};
@@ -11,24 +11,25 @@ use crate::error::{Error, Result};
 use crate::files;
 use crate::files::sha256_hex;
 
-/// Smaller files are hashed again each time: that takes no time, and leaves nothing on disk.
+/// Files below this size are hashed again each time, because this takes almost no time and leaves nothing on disk.
 const REMEMBERED_BYTES: u64 = 16 << 20;
 
-/// The folder for remembered hashes, if `bytes`, the files' total size, is worth it.
+/// The folder for remembered hashes; `None` if `bytes`, the total size of the files, is too small to remember hashes.
 pub(super) fn remembering(caches: Option<&Path>, bytes: u64) -> Option<&Path> {
     caches.filter(|_| bytes >= REMEMBERED_BYTES)
 }
 
-/// A file changed more recently than this may change again within the resolution of its time.
+/// A file that changed more recently than this may change again without a change of its time stamp, because time stamps have a limited
+/// resolution.
 const SETTLED: Duration = Duration::from_secs(2);
 
 /// Metadata that identifies a version of a file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Stamp {
     size: u64,
-    /// Nanoseconds since 1970.
+    /// Time of the last modification, in nanoseconds since 1970.
     modified: u128,
-    /// Inode and time of the last change of any kind, where the system has them.
+    /// Inode and time of the last change of any kind, if the operating system has them.
     inode: u64,
     changed: i128,
 }
@@ -37,7 +38,7 @@ impl Stamp {
     /// The stamp of a file.
     ///
     /// # Errors
-    /// [`Error::Data`] where the system has no metadata of it.
+    /// [`Error::Data`] if the system returns no metadata of the file.
     pub fn of(path: &Path) -> Result<Self> {
         let about = fs::metadata(path).map_err(|e| Error::data(path, format!("cannot be read: {e}")))?;
         Ok(Self::of_metadata(&about))
@@ -50,7 +51,7 @@ impl Stamp {
         Self { size: about.len(), modified: modified.unwrap_or_default().as_nanos(), inode, changed }
     }
 
-    /// Bytes of the file.
+    /// Size of the file in bytes.
     pub fn size(&self) -> u64 {
         self.size
     }
@@ -80,10 +81,10 @@ struct Remembered {
     sha256: String,
 }
 
-/// SHA-256 of a file, remembered in the folder of caches if there is one, and the stamp of the file that was hashed.
+/// SHA-256 of a file, and the stamp of the file that was hashed. The hash is remembered in the folder of caches, if there is such a folder.
 ///
 /// # Errors
-/// [`Error::Data`] where it cannot be read.
+/// [`Error::Data`] if the file cannot be read.
 pub(super) fn sha256_of(path: &Path, caches: Option<&Path>) -> Result<(Stamp, String)> {
     let unread = |e: std::io::Error| Error::data(path, format!("cannot be read: {e}"));
     let stamp = Stamp::of(path)?;
@@ -106,7 +107,7 @@ pub(super) fn sha256_of(path: &Path, caches: Option<&Path>) -> Result<(Stamp, St
         && let Ok(text) = sealed::seal(Remembered { path, stamp: stamp.clone(), sha256: sha256.clone() })
         && let Some(folder) = place.parent()
     {
-        // If this fails, the file is hashed again the next time.
+        // If this write fails, the file is hashed again the next time.
         let _ = fs::create_dir_all(folder).and_then(|()| files::write_whole(&place, text));
     }
     Ok((stamp, sha256))

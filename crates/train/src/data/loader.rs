@@ -12,20 +12,20 @@ use std::thread::{Builder, JoinHandle};
 pub struct StepBatches {
     /// This rank's part of each micro-batch.
     pub micro_batches: Vec<Batch>,
-    /// Number of targets over all micro-batches and ranks: the divisor of the mean loss.
+    /// Number of targets over all micro-batches and ranks. The sum of the losses is divided by this number.
     pub counted: u64,
 }
 
-/// The sequences of a step's micro-batches on one rank: a pure function of the step.
+/// The sequences of a step's micro-batches on one rank, as a pure function of the step.
 #[derive(Debug, Clone)]
 pub struct BatchPlan {
     /// The data of the run.
     pub data: Arc<Dataset>,
-    /// Sequences of a micro-batch, over all ranks.
+    /// Number of sequences of a micro-batch, over all ranks.
     pub batch_size: usize,
-    /// Micro-batches of a step.
+    /// Number of micro-batches of a step.
     pub micro_batches: usize,
-    /// This rank.
+    /// The index of this rank.
     pub rank: usize,
     /// Number of ranks.
     pub ranks: usize,
@@ -35,7 +35,7 @@ impl BatchPlan {
     /// This rank's part of a micro-batch.
     ///
     /// # Errors
-    /// As [`Dataset::train_batch`].
+    /// The errors of [`Dataset::train_batch`].
     pub fn batch(&self, step: u64, micro: usize) -> Result<Batch> {
         Ok(self.part(&self.whole(step, micro)?))
     }
@@ -43,7 +43,7 @@ impl BatchPlan {
     /// All micro-batches of a step.
     ///
     /// # Errors
-    /// As [`Dataset::train_batch`].
+    /// The errors of [`Dataset::train_batch`].
     pub fn step(&self, step: u64) -> Result<StepBatches> {
         let mut batches = StepBatches { micro_batches: Vec::new(), counted: 0 };
         for micro in 0..self.micro_batches {
@@ -54,7 +54,7 @@ impl BatchPlan {
         Ok(batches)
     }
 
-    /// A micro-batch of all ranks.
+    /// A micro-batch with the parts of all ranks.
     fn whole(&self, step: u64, micro: usize) -> Result<Batch> {
         let number = step * self.micro_batches as u64 + micro as u64;
         self.data.train_batch(number * self.batch_size as u64, self.batch_size)
@@ -67,7 +67,7 @@ impl BatchPlan {
     }
 }
 
-/// Prepares batches step by step, one or two steps ahead of the consumer.
+/// Prepares batches step by step. The loader is one or two steps ahead of the consumer.
 #[derive(Debug)]
 pub struct Loader {
     plan: BatchPlan,
@@ -78,34 +78,35 @@ pub struct Loader {
 #[derive(Debug)]
 struct Ahead {
     next: u64,
-    /// `None` only during drop.
+    /// The channel of prepared batches; `None` only during drop.
     made: Option<Receiver<Result<StepBatches>>>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Loader {
-    /// A loader whose thread starts at the first step taken.
+    /// Creates a loader, whose thread starts with the first call of [`Loader::take`], at the step of this call.
     #[must_use]
     pub fn new(plan: BatchPlan) -> Self {
         Self { plan, ahead: None }
     }
 
-    /// The batches of a step. Take steps in order: any other step restarts the thread.
+    /// The batches of a step. Callers should take consecutive steps: any other step restarts the thread.
     ///
     /// # Errors
-    /// If no thread can be started; [`Error::Data`](crate::Error::Data) where a file has changed since it was opened, or cannot be read.
+    /// An error if no thread can be started; [`Error::Data`](crate::Error::Data) if a file has changed since it was opened, or cannot be
+    /// read.
     ///
     /// # Panics
-    /// With the panic of the thread, if there was one.
+    /// With the panic of the thread, if the thread panicked.
     pub fn take(&mut self, step: u64) -> Result<StepBatches> {
         if self.ahead.as_ref().is_none_or(|ahead| ahead.next != step) {
-            // The old thread ends before the new one starts.
+            // The old thread must end before the new thread starts.
             self.ahead = None;
             self.ahead = Some(Ahead::start(self.plan.clone(), step)?);
         }
         match self.ahead.as_mut().and_then(Ahead::take) {
             Some(batches) => batches,
-            // A thread that was not dropped ends only by a panic.
+            // A thread that was not dropped ends only because of a panic.
             None => match self.ahead.take().and_then(|mut ahead| ahead.thread.take()?.join().err()) {
                 Some(panic) => std::panic::resume_unwind(panic),
                 None => {
@@ -119,10 +120,10 @@ impl Loader {
 
 impl Ahead {
     fn start(plan: BatchPlan, first: u64) -> Result<Self> {
-        // One prepared step waits in the channel while the next is made.
+        // One prepared step waits in the channel while the thread prepares the next step.
         let (sender, made) = sync_channel(1);
         let make = move || {
-            // Ends when the receiver is dropped.
+            // The loop ends when the receiver is dropped.
             let _ = (first..).try_for_each(|step| sender.send(plan.step(step)));
         };
         let thread = Builder::new().name("nibble-loader".into()).spawn(make);
@@ -139,10 +140,10 @@ impl Ahead {
 
 impl Drop for Ahead {
     fn drop(&mut self) {
-        // A blocked sender then gives up.
+        // A blocked `send` then returns an error, and the thread ends.
         drop(self.made.take());
         if let Some(thread) = self.thread.take() {
-            // After the last step, a panic of the thread is ignored.
+            // If the thread panicked after the last step, the panic is ignored.
             let _ = thread.join();
         }
     }

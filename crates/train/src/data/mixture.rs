@@ -1,5 +1,5 @@
-//! From a global sample cursor to a source of a mixture and one of its sequences: shares are exact in every block of cursors, in an order
-//! that the seed decides, without stored tables.
+//! Maps a global sample cursor to a source of a mixture and to one of the source's sequences. The sources' shares are exact in every block
+//! of cursors. The seed determines the order within a block, without stored tables.
 
 use nibble_formats::philox::{Purpose, Stream, fnv1a32};
 
@@ -11,14 +11,15 @@ pub(super) const BLOCK: u64 = 4096;
 /// The shares of the sources of a mixture.
 #[derive(Debug, Clone)]
 pub(super) struct Mixture {
-    /// The first place of each source in an unpermuted block, and the end of the last source.
+    /// The first place of each source in a block before the permutation, and the end of the last source.
     places: Vec<u64>,
     order: Permutation,
     seed: u64,
 }
 
 impl Mixture {
-    /// Shares by weight, rounded to whole cursors of a block by largest remainder; among equal remainders the first source gets more.
+    /// Computes shares from weights and rounds them to whole cursors of a block by largest remainder. Among equal remainders, the first
+    /// source gets more.
     pub fn new(weights: &[f64], seed: u64) -> Self {
         let sum: f64 = weights.iter().sum();
         let exact: Vec<f64> = weights.iter().map(|weight| weight / sum * BLOCK as f64).collect();
@@ -50,12 +51,12 @@ impl Mixture {
         let (block, within) = (cursor / BLOCK, cursor % BLOCK);
         let draw = Stream::new(self.seed, Purpose::Data, fnv1a32("data.mixture"), block as u32);
         let place = self.order.at(&draw, within);
-        // The last source whose first place is at most `place`: a source without a share has no place.
+        // `source` is the last source whose first place is at most `place`. A source without a share has no place.
         let source = self.places.partition_point(|first| *first <= place) - 1;
         (source, block * self.share(source) + place - self.places[source])
     }
 
-    /// Number of sequences of a source among the first `cursors`.
+    /// Number of sequences of a source among the first `cursors` cursors.
     pub fn sequences(&self, source: usize, cursors: u64) -> u64 {
         let whole = cursors / BLOCK * self.share(source);
         let rest = (cursors / BLOCK * BLOCK..cursors).filter(|cursor| self.of(*cursor).0 == source).count();

@@ -1,25 +1,26 @@
-//! Tokens: where they come from, and which of them a step sees.
+//! The training data: where tokens come from, and which tokens a step gets.
 //!
-//! A batch is a pure function of (seed, global sample cursor). A resumed run, and any number of ranks that each take their part of the
-//! cursor's range, therefore see the same sequences.
+//! A batch is a pure function of (seed, global sample cursor). So a resumed run sees the same sequences. Any number of ranks also see the
+//! same sequences, because each rank takes its part of the cursor's range.
 //!
-//! Files become batches in four stages, each of which depends only on the one before.
+//! Files become batches in four stages. Each stage depends only on the previous stage.
 //!
 //! | stage | where | what |
 //! |---|---|---|
-//! | source | `source/` | a kind of file: whether a file is one, and its documents, piece by piece |
+//! | source | `source/` | recognizes the kind of a file, and reads the file's documents piece by piece |
 //! | ids | `reading.rs`, `encode.rs` | one thread reads; all threads tokenize batches of rows, in order |
-//! | stream | `cache/`, `stream.rs`, `region.rs` | ids without gaps in a file; where documents begin; which ids are no targets |
+//! | stream | `cache/`, `stream.rs`, `region.rs` | contiguous ids in a file, beginnings of documents, and ids that are no targets |
 //! | batches | `corpus.rs`, `mixture.rs`, `cursor.rs` | a cursor's source and window, by two permutations that are computed, not stored |
 //!
-//! * A row without ids is an error with its number, or is left out and counted. A new kind of file is a file in `source/`, an entry of
-//!   `KINDS`, and a writer in `tests/kinds.rs`, which the tests of all kinds use.
-//! * A single plain text with bytes as tokens is read in place; everything else goes through a token cache (`cache/`).
-//! * A dataset's SHA-256 is that of its tokens. So a text has the same hash plain, compressed, or as one line of JSON.
-//! * Memory is bounded by the batches in flight (8 MiB of rows each) and by the longest row (64 MiB, or an error). Only data from a pipe is
-//!   held whole.
-//! * `loader.rs` prepares the batches of the next steps on a thread that touches no device. `survey.rs` (`nibble data`) runs the first two
-//!   stages and counts, without a cache.
+//! * A row without ids is an error with the row's number, or is left out and counted. A new kind of file needs a file in `source/`, an
+//!   entry of `KINDS`, and a writer in `tests/kinds.rs`, which the tests of all kinds use.
+//! * A single plain text with bytes as tokens is read in place; all other sources are read through a token cache (`cache/`).
+//! * A dataset's SHA-256 is the hash of the dataset's tokens. So a text has the same hash whether it is plain, compressed, or one line of
+//!   JSON.
+//! * Memory is bounded by the batches in flight (8 MiB of rows each) and by the longest row (at most 64 MiB; a longer row is an error).
+//!   Only data from a pipe is completely in memory.
+//! * `loader.rs` prepares the batches of the next steps on a thread that uses no device. `survey.rs` (`nibble data`) runs the first two
+//!   stages and counts tokens, without a cache.
 
 mod cache;
 mod corpus;
@@ -64,24 +65,24 @@ pub use crate::tokenizer::BYTE_VOCAB;
 /// Marks a position of [`Batch::targets`] without a target.
 pub const NO_TARGET: i32 = -1;
 
-/// Sequences of tokens with their targets, the next tokens.
+/// Sequences of tokens with their targets, which are the next tokens.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Batch {
     /// Token ids \[sequences, seq_len\].
     pub inputs: Vec<i32>,
     /// Token ids \[sequences, seq_len\]: `targets[s, t]` follows `inputs[s, t]`, or is [`NO_TARGET`].
     pub targets: Vec<i32>,
-    /// With `data.document_mask`, for each token the index within its sequence at which its document begins, \[sequences, seq_len\]; else
-    /// empty.
+    /// With `data.document_mask`: for each token, the index within its sequence at which its document begins, \[sequences, seq_len\];
+    /// otherwise empty.
     pub starts: Vec<i32>,
     /// Number of sequences.
     pub sequences: usize,
-    /// Tokens of a sequence.
+    /// Number of tokens of a sequence.
     pub seq_len: usize,
 }
 
 impl Batch {
-    /// A batch of zeros. `apart`: whether documents are separated; each sequence is then one document.
+    /// A batch of zeros. `apart` says whether documents are separated; each sequence is then one document.
     pub(crate) fn zeroed(sequences: usize, seq_len: usize, apart: bool) -> Self {
         let tokens = vec![0; sequences * seq_len];
         let starts = if apart { tokens.clone() } else { Vec::new() };
@@ -94,7 +95,7 @@ impl Batch {
         self.targets.iter().filter(|target| **target >= 0).count()
     }
 
-    /// A batch of the sequences `first .. first + count`: a rank's or a shard's part. Clamped to the existing sequences.
+    /// A batch of the sequences `first .. first + count`, for a rank or a shard. The range is clamped to the existing sequences.
     #[must_use]
     pub fn part(&self, first: usize, count: usize) -> Self {
         let first = first.min(self.sequences);
@@ -109,8 +110,8 @@ impl Batch {
         }
     }
 
-    /// Separates the documents of sequence `index`, which begin at these ascending indices among its inputs and last target, all above 0: a
-    /// document's first token is not predicted from the preceding document.
+    /// Separates the documents of sequence `index`. `begins` contains the ascending indices, all above 0, at which documents begin among
+    /// the sequence's inputs and last target. A document's first token is not predicted from the preceding document.
     fn separate(&mut self, index: usize, begins: impl IntoIterator<Item = usize>) {
         let of_sequence = index * self.seq_len..(index + 1) * self.seq_len;
         let (targets, starts) = (&mut self.targets[of_sequence.clone()], &mut self.starts[of_sequence]);
@@ -133,7 +134,7 @@ impl Batch {
     }
 }
 
-/// The tokens of a run: training sequences by cursor, held-out sequences in order.
+/// The tokens of a run. Training sequences are addressed by cursor; held-out sequences are in order.
 #[derive(Debug, Clone)]
 pub struct Dataset {
     source: TokenSource,
@@ -153,10 +154,10 @@ enum TokenSource {
     },
 }
 
-/// Held-out records of the built-in language: 131,072 tokens, enough to measure a loss to about ±0.005 nats.
+/// Number of held-out records of the built-in language. The records have 131,072 tokens, enough to measure a loss to about ±0.005 nats.
 const HELD_OUT_RECORDS: usize = 4096;
 
-/// Seed of the held-out records: the same for every run, so that losses of different seeds are comparable.
+/// Seed of the held-out records. The seed is the same for every run, so that losses of runs with different seeds are comparable.
 const HELD_OUT_SEED: u64 = 0;
 
 /// Number of held-out random tokens.
@@ -166,7 +167,7 @@ impl Dataset {
     /// Opens the data of a run.
     ///
     /// # Errors
-    /// As [`Dataset::watched`].
+    /// The errors of [`Dataset::watched`].
     pub fn of(config: &Config) -> Result<Self> {
         Self::watched(config, &mut ())
     }
@@ -174,7 +175,7 @@ impl Dataset {
     /// Opens the data of a run, and reports to `watch` the progress of any token cache that must be built.
     ///
     /// # Errors
-    /// As [`Dataset::open`]; [`Error::Io`] where a token cache cannot be written.
+    /// The errors of [`Dataset::open`]; [`Error::Io`] if a token cache cannot be written.
     pub fn watched(config: &Config, watch: &mut dyn Watch) -> Result<Self> {
         if config.data.source == crate::config::RANDOM {
             let source = TokenSource::Random { vocab_size: config.model.vocab_size };
@@ -185,11 +186,11 @@ impl Dataset {
         Self::opened(&config.data, config.seed, encoder, watch)
     }
 
-    /// Builds the token caches of a run's data before the run starts, and returns statistics of its sources. Nothing for data without
-    /// files, or from a pipe, which can be read only once.
+    /// Builds the token caches of a run's data before the run starts, and returns statistics of the data's sources. Returns no statistics
+    /// for data without files, or for data from a pipe, which can be read only once.
     ///
     /// # Errors
-    /// As [`Dataset::watched`].
+    /// The errors of [`Dataset::watched`].
     pub fn prepare(config: &Config, watch: &mut dyn Watch) -> Result<Vec<Given>> {
         let is_piped =
             |source: &str| std::fs::metadata(source).is_ok_and(|about| !about.is_file() && !about.is_dir());
@@ -200,8 +201,8 @@ impl Dataset {
         Ok(Self::watched(config, watch)?.given(sequences))
     }
 
-    /// Opens the built-in language, or the configuration's files with bytes as tokens. `seed` decides the order of the training sequences
-    /// (and the training records of the built-in language), never what is held out.
+    /// Opens the built-in language, or the configuration's files with bytes as tokens. `seed` determines the order of the training
+    /// sequences (and the training records of the built-in language), but never the held-out data.
     ///
     /// # Errors
     /// [`Error::Data`] for a file that is missing, empty, damaged, or too short for one training and one held-out
@@ -236,7 +237,7 @@ impl Dataset {
         Ok(Self { source, seq_len, seed, apart: config.document_mask })
     }
 
-    /// Statistics of each source of files in a run, in the order of the mixture; empty for tokens without files.
+    /// Statistics of each source of files in a run, in the order of the mixture. Empty for tokens without files.
     #[must_use]
     pub fn given(&self, sequences: u64) -> Vec<Given> {
         match &self.source {
@@ -268,7 +269,7 @@ impl Dataset {
         }
     }
 
-    /// Tokens of a sequence.
+    /// Number of tokens of a sequence.
     #[must_use]
     pub fn seq_len(&self) -> usize {
         self.seq_len
@@ -287,7 +288,7 @@ impl Dataset {
     /// micro-batches and epochs.
     ///
     /// # Errors
-    /// [`Error::Data`] where a file has been changed since it was opened, or cannot be read.
+    /// [`Error::Data`] if a file has changed since it was opened, or cannot be read.
     pub fn train_batch(&self, cursor: u64, sequences: usize) -> Result<Batch> {
         let mut batch = Batch::zeroed(sequences, self.seq_len, self.apart);
         for index in 0..sequences {
@@ -307,14 +308,14 @@ impl Dataset {
         Ok(batch)
     }
 
-    /// Separates the records of the built-in language, each of which is a document.
+    /// Separates the records of the built-in language. Each record is a document.
     fn separate_records(&self, batch: &mut Batch, index: usize) {
         if self.apart {
             batch.separate(index, (RECORD_TOKENS..=self.seq_len).step_by(RECORD_TOKENS));
         }
     }
 
-    /// Number of whole held-out sequences. They follow one another without overlap.
+    /// Number of complete held-out sequences, which follow one another without overlap.
     #[must_use]
     pub fn valid_windows(&self) -> usize {
         match &self.source {
@@ -324,10 +325,10 @@ impl Dataset {
         }
     }
 
-    /// The held-out sequences `first .. first + sequences`, fewer where the held-out data ends.
+    /// The held-out sequences `first .. first + sequences`, or fewer at the end of the held-out data.
     ///
     /// # Errors
-    /// As [`Dataset::train_batch`].
+    /// The errors of [`Dataset::train_batch`].
     pub fn valid_batch(&self, first: usize, sequences: usize) -> Result<Batch> {
         let sequences = sequences.min(self.valid_windows().saturating_sub(first));
         let mut batch = Batch::zeroed(sequences, self.seq_len, self.apart);
@@ -350,11 +351,12 @@ impl Dataset {
         Ok(batch)
     }
 
-    /// The rest of the held-out tokens after the last whole sequence: one shorter sequence. [`Dataset::valid_batch`] and this together
-    /// predict every held-out token but the first. `None` if nothing is left, and for a mixture, where each source would leave a rest.
+    /// The held-out tokens after the last complete sequence, as one shorter sequence. This function and [`Dataset::valid_batch`] together
+    /// return every held-out token except the first as a target. `None` if no tokens remain, and for a mixture, in which each source would
+    /// leave a rest.
     ///
     /// # Errors
-    /// As [`Dataset::train_batch`].
+    /// The errors of [`Dataset::train_batch`].
     pub fn valid_tail(&self) -> Result<Option<Batch>> {
         let TokenSource::Files(corpus) = &self.source else { return Ok(None) };
         let Some(length) = corpus.valid_tail() else { return Ok(None) };
@@ -364,15 +366,15 @@ impl Dataset {
     }
 }
 
-/// The files that a path, a folder or a glob means, in the order in which they are read.
+/// The files of a path, a folder or a glob, in the order in which they are read.
 ///
 /// # Errors
-/// [`Error::Data`] where there are none, or a folder cannot be read.
+/// [`Error::Data`] if there are no files, or a folder cannot be read.
 pub fn files_of(source: &str) -> Result<Vec<PathBuf>> {
     source::find(source)
 }
 
-/// The random sequence of this number, with one token more than its length.
+/// The random sequence of this number, with one token more than the sequence length.
 fn random(
     seed: u64,
     split: &str,
@@ -382,7 +384,7 @@ fn random(
 ) -> impl Iterator<Item = i32> {
     let draw = Stream::new(seed, Purpose::Data, fnv1a32(split), 1);
     let first = index * (seq_len as u64 + 1);
-    // The high word of a product: uniform to one part in 2³² / vocab_size.
+    // An id is the high word of a product, so ids are uniform to one part in 2³² / vocab_size.
     (first..=first + seq_len as u64)
         .map(move |e| ((u64::from(draw.u32_at(e)) * vocab_size as u64) >> 32) as i32)
 }

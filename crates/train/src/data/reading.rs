@@ -1,4 +1,5 @@
-//! Reads all documents of a source's files in order as token ids: one thread reads, a pool tokenizes, and the caller gets the result.
+//! Reads all documents of a source's files, in order, as token ids. One thread reads, a pool of threads tokenizes, and the caller gets the
+//! ids.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -15,22 +16,22 @@ use crate::config::{Config, OnError};
 use crate::error::{Error, Result};
 use crate::tokenizer::Framing;
 
-/// Approximate bytes and rows of a batch. A few batches are in memory at once.
+/// Approximate number of bytes and rows of a batch. A few batches are in memory at once.
 const BATCH_BYTES: usize = 8 << 20;
 const BATCH_ROWS: usize = 4096;
 
-/// What to read, and with which settings.
+/// The files to read, and the settings with which they are read.
 #[derive(Debug, Clone)]
 pub(super) struct Reading {
     pub files: Vec<PathBuf>,
-    /// The only file, if it came through a pipe and is held in memory.
+    /// The only file of the source, if the file came through a pipe and is in memory.
     pub piped: Option<DataFile>,
     pub asked: Asked,
     pub encoder: Encoder,
     pub on_error: OnError,
 }
 
-/// Progress: this many rows of this file, and all earlier files.
+/// Progress of reading: all earlier files, and this many rows of this file, have been read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub(super) struct ReadTo {
     pub file: usize,
@@ -40,11 +41,11 @@ pub(super) struct ReadTo {
 /// A row that was left out.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BadRow {
-    /// The file.
+    /// The file that contains the row.
     pub file: PathBuf,
-    /// Where in the file: `line 7`.
+    /// The row's place in the file: `line 7`.
     pub place: String,
-    /// Why it was left out.
+    /// Why the row was left out.
     pub why: String,
 }
 
@@ -57,15 +58,15 @@ impl std::fmt::Display for BadRow {
 /// Rows and documents of a source that have no tokens.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeftOut {
-    /// Rows that could not be read.
+    /// Number of rows that could not be read.
     pub rows: u64,
-    /// The first of those rows.
+    /// The first rows that could not be read.
     pub first: Vec<BadRow>,
-    /// Documents without tokens.
+    /// Number of documents without tokens.
     pub empty: u64,
 }
 
-/// Number of unreadable rows that are listed; the others are only counted.
+/// Number of unreadable rows that are listed; further unreadable rows are only counted.
 const MOST_TOLD: usize = 20;
 
 impl LeftOut {
@@ -77,9 +78,9 @@ impl LeftOut {
     }
 }
 
-/// Receives the ids.
+/// Receives token ids.
 pub(super) trait Sink {
-    /// Takes the ids of consecutive pieces, the rows left out among them, and the progress up to there.
+    /// Takes the ids of consecutive pieces, the rows that were left out between these pieces, and the progress after the last piece.
     ///
     /// # Errors
     /// An error ends the reading.
@@ -88,17 +89,17 @@ pub(super) trait Sink {
 
 /// Reports the progress of long work.
 pub trait Watch {
-    /// `done` of `of` bytes of files are read. Returns whether to go on; finished parts stay on disk if not.
+    /// Reports that `done` of `of` bytes of the files have been read. Returns whether to continue; if not, finished parts stay on disk.
     fn read(&mut self, done: u64, of: u64) -> bool;
 
-    /// Another process is building the same cache: called repeatedly. Returns whether to go on waiting.
+    /// Called repeatedly while another process builds the same cache. Returns whether to continue waiting.
     fn waits(&mut self) -> bool;
 
-    /// A file of a cache is damaged, so the cache is rebuilt.
+    /// Reports that a file of a cache is damaged, so that the cache is rebuilt.
     fn damaged(&mut self, file: &Path, why: &str);
 }
 
-/// No reports.
+/// Ignores all reports.
 impl Watch for () {
     fn read(&mut self, _: u64, _: u64) -> bool {
         true
@@ -111,18 +112,18 @@ impl Watch for () {
     fn damaged(&mut self, _: &Path, _: &str) {}
 }
 
-/// Passes the ids of all files of a source to `take`, read with the configuration's settings, without tokens around documents. Returns what
-/// was left out.
+/// Passes the token ids of all files of a source to `take`. The files are read with the configuration's settings, but without tokens around
+/// documents. Returns the rows and documents that were left out.
 ///
 /// # Errors
-/// [`Error::Data`] for files that cannot be read, and for a bad row, unless such rows are left out; the errors of `take`.
+/// [`Error::Data`] for files that cannot be read, and for a bad row unless bad rows are left out; the errors of `take`.
 pub(crate) fn read_source(
     config: &Config,
     source: &str,
     take: &mut dyn FnMut(Encoded) -> Result<()>,
     watch: &mut dyn Watch,
 ) -> Result<LeftOut> {
-    // `Asked::end`, which separates documents of token ids, comes from the framing, so the framing is cleared only afterwards.
+    // The framing determines `Asked::end`, which separates documents of token ids, so the framing is cleared only afterwards.
     let mut reading = Reading::of(source, &config.data, &Encoder::of(config, config.model.vocab_size)?)?;
     reading.encoder.framing = Framing::default();
     if let [path] = reading.files.as_slice() {
@@ -134,7 +135,7 @@ pub(crate) fn read_source(
     Ok(giving.left_out)
 }
 
-/// Passes on pieces one by one.
+/// A sink that passes on pieces one by one.
 struct Giving<'a> {
     take: &'a mut dyn FnMut(Encoded) -> Result<()>,
     left_out: LeftOut,
@@ -154,12 +155,12 @@ struct Batch {
     file: usize,
     unit: &'static str,
     place: ReadTo,
-    /// Bytes of the file read so far.
+    /// Number of bytes of the file that have been read so far.
     read: u64,
 }
 
 impl Reading {
-    /// Reads from this place on. An error in a file is returned after everything read before it has been taken.
+    /// Reads from this place on. An error in a file is returned only after the sink has taken all pieces before the error.
     ///
     /// # Errors
     /// [`Error::Data`] for files that cannot be read, and for the first bad row if bad rows are errors; the errors of the sink.
@@ -174,7 +175,7 @@ impl Reading {
             let give = move || {
                 let made = self.batches(from, &mut |batch| sender.send(Ok(batch)).is_ok());
                 if let Err(error) = made {
-                    // If the sink has ended the reading, nobody receives this error.
+                    // If the sink has ended the reading, no thread receives this error.
                     let _ = sender.send(Err(error));
                 }
             };
@@ -199,7 +200,7 @@ impl Reading {
         })
     }
 
-    /// Passes the rows of all files to `give`, batch by batch, until it returns false.
+    /// Passes the rows of all files to `give`, batch by batch, until `give` returns false.
     fn batches(&self, from: ReadTo, give: &mut dyn FnMut(Batch) -> bool) -> Result<()> {
         for (number, path) in self.files.iter().enumerate().skip(from.file) {
             let read = Arc::new(AtomicU64::new(0));
@@ -251,10 +252,11 @@ impl Reading {
         Ok(())
     }
 
-    /// Checks that the file's ids are wide enough for the vocabulary: if not, they are of another tokenizer, or wider than they are read.
+    /// Checks that the file's ids are wide enough for the vocabulary. Narrower ids belong to another tokenizer, or are read with a width
+    /// that is smaller than their actual width.
     ///
     /// # Errors
-    /// [`Error::Data`] if they are not.
+    /// [`Error::Data`] if the ids are too narrow.
     pub fn require_width(&self, kind: &dyn Source, file: &DataFile) -> Result<()> {
         let Some(bits) = kind.id_bits(file).filter(|bits| *bits < u32::BITS) else { return Ok(()) };
         let named = self.encoder.tokenizer.as_ref().filter(|tokenizer| tokenizer.has_text());
@@ -274,7 +276,7 @@ impl Reading {
         Err(Error::data(&file.path, why))
     }
 
-    /// The ids of a batch, in order, and its bad rows.
+    /// The ids of a batch, in order, and the batch's bad rows.
     fn encode(&self, pool: &ThreadPool, batch: Batch) -> Result<(Vec<Encoded>, Vec<BadRow>)> {
         let Batch { rows, file, unit, .. } = batch;
         let path = &self.files[file];
@@ -291,7 +293,7 @@ impl Reading {
         for (is_whole, one) in all {
             match one {
                 Ok(one) => encoded.push(one),
-                // A document cannot be left out after a part of it was taken.
+                // A document cannot be left out after the sink has taken a part of it.
                 Err(bad) if is_whole && self.on_error == OnError::Skip => left_out.push(bad),
                 Err(bad) => {
                     let other = if is_whole { "; data.on_error=skip leaves such rows out" } else { "" };

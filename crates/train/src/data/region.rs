@@ -1,5 +1,5 @@
-//! Random access to the bytes of a file. Files are read by position, not mapped: if another program truncates the file, the error names it,
-//! where a mapping would crash the process.
+//! Random access to the bytes of a file. Files are read by position and not mapped. If another program truncates a file, the result is an
+//! error that names the file; with a mapping the process would crash.
 
 use std::borrow::Cow;
 use std::fs::File;
@@ -15,9 +15,9 @@ use crate::files;
 /// Bytes with random access.
 #[derive(Debug)]
 pub(super) enum Region {
-    /// A file.
+    /// The bytes are in a file.
     StoredFile(StoredFile),
-    /// Data from a pipe, or nothing.
+    /// The bytes are in memory: data from a pipe, or no bytes.
     Held(Arc<[u8]>),
 }
 
@@ -28,7 +28,7 @@ pub(super) struct StoredFile {
     file: File,
     len: usize,
     stamp: Mutex<Stamp>,
-    /// Of the whole file, if known.
+    /// SHA-256 of the whole file, if known.
     sha256: Option<String>,
     blocks: Mutex<Vec<Block>>,
 }
@@ -42,14 +42,14 @@ struct Block {
 
 const BLOCK_BYTES: usize = 4096;
 
-/// Cached blocks: numbers are read at a few places that move forward.
+/// Number of cached blocks. A few blocks suffice, because numbers are read at a few places that move forward.
 const MOST_BLOCKS: usize = 8;
 
 impl Region {
     /// Opens a file.
     ///
     /// # Errors
-    /// [`Error::Data`] where it cannot be read.
+    /// [`Error::Data`] if the file cannot be read.
     pub fn open(path: &Path) -> Result<Self> {
         let wrong = |e: io::Error| Error::data(path, format!("cannot be read: {e}"));
         let file = files::open_to_read(path).map_err(wrong)?;
@@ -66,8 +66,8 @@ impl Region {
         }))
     }
 
-    /// This region, whose bytes have this SHA-256 if the file has this stamp. A later change of the stamp but not of the bytes is then
-    /// accepted.
+    /// Records that the region's bytes have this SHA-256 if the file has this stamp. A later change of the stamp is then accepted if the
+    /// bytes are unchanged.
     ///
     /// # Errors
     /// [`Error::Data`] if the stamp has already changed.
@@ -93,7 +93,7 @@ impl Region {
     /// The bytes of a range.
     ///
     /// # Errors
-    /// [`Error::Data`] where the file cannot be read, or has been cut short.
+    /// [`Error::Data`] if the file cannot be read, or has been truncated.
     pub fn read(&self, range: Range<usize>) -> Result<Cow<'_, [u8]>> {
         match self {
             Self::StoredFile(stored) => {
@@ -108,10 +108,10 @@ impl Region {
         }
     }
 
-    /// The bytes of one number at this place.
+    /// The bytes of the number at this place.
     ///
     /// # Errors
-    /// As [`Region::read`].
+    /// The errors of [`Region::read`].
     pub fn number<const N: usize>(&self, place: usize) -> Result<[u8; N]> {
         let mut number = [0; N];
         match self {
@@ -126,7 +126,7 @@ impl Region {
     /// The `u64` at this place.
     ///
     /// # Errors
-    /// As [`Region::read`].
+    /// The errors of [`Region::read`].
     pub fn u64_at(&self, place: usize) -> Result<u64> {
         self.number(place).map(u64::from_le_bytes)
     }
@@ -134,7 +134,7 @@ impl Region {
     /// Checks that the file has not changed since it was opened.
     ///
     /// # Errors
-    /// [`Error::Data`] if it has.
+    /// [`Error::Data`] if the file has changed.
     pub fn require_unchanged(&self) -> Result<()> {
         match self {
             Self::StoredFile(stored) => stored.require_unchanged(),
@@ -182,7 +182,7 @@ impl StoredFile {
                 0
             }
         };
-        // The least recently used block is evicted first.
+        // The block moves to the front, so that the least recently used block is evicted first.
         blocks[..=found].rotate_right(1);
         let bytes = blocks[0].bytes.get(place..place + to.len());
         let bytes = bytes.ok_or_else(|| Error::data(&self.path, format!("ends at byte {}", self.len)))?;
@@ -196,7 +196,7 @@ impl StoredFile {
         if *stamp == now {
             return Ok(());
         }
-        // A new name, a new owner, or a removed link changes the stamp too; only in such a case is the whole file hashed again.
+        // A new name, a new owner, or a removed link changes the stamp too. The whole file is hashed again only if the stamp has changed.
         if let Some(sha256) = &self.sha256
             && now.size() == self.len as u64
             && *sha256 == files::sha256_of_file(&self.file).map_err(|e| self.unread(&e))?
@@ -212,7 +212,7 @@ impl StoredFile {
 mod tests {
     use super::*;
 
-    /// Reads numbers at every place, within blocks and across them, from files and from memory.
+    /// Numbers are read at every place, within blocks and across block boundaries, from files and from memory.
     #[test]
     fn numbers_are_read_across_blocks() {
         let dir = tempfile::tempdir().unwrap();

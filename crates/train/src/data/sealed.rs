@@ -8,20 +8,20 @@ use crate::files::sha256_hex;
 #[derive(Serialize, Deserialize)]
 struct Sealed<T> {
     holds: T,
-    /// Of `holds`, serialized without white space.
+    /// SHA-256 of `holds`, serialized without white space.
     sha256: String,
 }
 
-/// The sealed text of a value.
+/// The JSON text of a value and its hash.
 ///
 /// # Errors
-/// For values that JSON cannot represent.
+/// An error for values that JSON cannot represent.
 pub(super) fn seal<T: Serialize>(holds: T) -> serde_json::Result<String> {
     let sha256 = sha256_hex(serde_json::to_string(&holds)?.as_bytes());
     serde_json::to_string_pretty(&Sealed { holds, sha256 })
 }
 
-/// The value of a sealed text, if the text is unchanged.
+/// The value in a text from [`seal`]; `None` if the text has changed.
 pub(super) fn open<T: Serialize + DeserializeOwned>(text: &str) -> Option<T> {
     let Sealed { holds, sha256 } = serde_json::from_str::<Sealed<T>>(text).ok()?;
     let written = serde_json::to_string(&holds).ok()?;

@@ -2,24 +2,24 @@
 
 use Mark::{At, Both, Safetensors, Zlib};
 
-/// The format of a file and advice about it, if it begins like a known binary format.
+/// The format of a file, with advice, if the file begins like a known binary format.
 pub(super) fn kind_of(bytes: &[u8]) -> Option<String> {
     let (what, advice, _) = KINDS.iter().find(|(.., marks)| marks.iter().any(|mark| mark.is_of(bytes)))?;
     Some(format!("is {what}, expected a text: {advice}"))
 }
 
-/// A binary format: its name, the advice, and its marks.
+/// A binary format: its name, the advice on the format, and the marks that identify it.
 type Kind = (&'static str, &'static str, &'static [Mark]);
 
 /// Bytes at a fixed offset in every file of a format.
 enum Mark {
-    /// These bytes.
+    /// The mark consists of these bytes at this offset.
     At(usize, &'static [u8]),
-    /// These bytes, and others at an offset.
+    /// The mark consists of the first bytes, and of other bytes at an offset.
     Both(&'static [u8], usize, &'static [u8]),
-    /// A zlib header (RFC 1950, 2.2) with a window of 32 KiB: two bytes, then a deflate block that no text has.
+    /// The mark is a zlib header (RFC 1950, 2.2) with a window of 32 KiB: two bytes, then a deflate block that no text contains.
     Zlib,
-    /// A safetensors header: a length, then JSON of that length.
+    /// The mark is a safetensors header: a length, then JSON of that length.
     Safetensors,
 }
 
@@ -31,7 +31,7 @@ impl Mark {
             Self::Both(first, at, second) => stands(0, first) && stands(*at, second),
             Self::Zlib => {
                 let [0x78, level @ (0x01 | 0x5e | 0x9c | 0xda), ..] = bytes else { return false };
-                // A text may begin with "x^"; zlib's output does not stay ASCII for long.
+                // A text may begin with "x^", but the output of zlib soon contains bytes that are not ASCII.
                 *level != 0x5e || bytes.iter().take(64).any(|byte| !byte.is_ascii())
             }
             Self::Safetensors => {
@@ -43,13 +43,13 @@ impl Mark {
     }
 }
 
-/// Advice for files that contain text in another format.
+/// Advice for files of other formats that contain text.
 const EXPORT: &str = "export what it holds as text";
 
 /// Advice for files without text.
 const NO_TEXT: &str = "name another file";
 
-/// The most specific mark first.
+/// The known binary formats, with the most specific marks first.
 const KINDS: &[Kind] = &[
     (
         "a zip archive",
@@ -57,7 +57,7 @@ const KINDS: &[Kind] = &[
         &[At(0, b"PK\x03\x04"), At(0, b"PK\x05\x06"), At(0, b"PK\x07\x08")],
     ),
     ("packed with xz", "unpack it with `xz -d`", &[At(0, b"\xfd7zXZ\0")]),
-    // After the level come the digits of pi, or of its square root if the file is empty.
+    // After the compression level, a bzip2 file contains the digits of pi, or of the square root of pi if the file is empty.
     (
         "packed with bzip2",
         "unpack it with `bzip2 -d`",

@@ -1,4 +1,4 @@
-//! The tokens of a source in order: their ids, the beginnings of documents, and the runs that are no targets.
+//! The tokens of a source in order: their ids, the beginnings of documents, and the runs of non-target tokens.
 
 use std::ops::Range;
 
@@ -9,7 +9,7 @@ use crate::error::Result;
 #[derive(Debug)]
 pub(super) struct TokenStream {
     ids: Region,
-    /// Bytes per id: 1, 2 or 4.
+    /// Number of bytes per id: 1, 2 or 4.
     width: usize,
     /// The first token of each document, 64 bits each.
     documents: Region,
@@ -18,7 +18,7 @@ pub(super) struct TokenStream {
     sha256: String,
 }
 
-/// Bytes per id for this vocabulary size.
+/// Number of bytes per id for this vocabulary size.
 pub(super) fn width_of(vocab_size: usize) -> usize {
     match vocab_size {
         0..=0x100 => 1,
@@ -28,18 +28,18 @@ pub(super) fn width_of(vocab_size: usize) -> usize {
 }
 
 impl TokenStream {
-    /// One document with bytes as tokens.
+    /// A stream of one document with bytes as tokens.
     pub fn of_bytes(bytes: Region, sha256: String) -> Self {
         let [documents, unlearnt] = [&[0; 8][..], &[]].map(|bytes| Region::Held(bytes.into()));
         Self { ids: bytes, width: 1, documents, unlearnt, sha256 }
     }
 
-    /// The contents of a cache.
+    /// A stream of the contents of a cache.
     pub fn of_parts(ids: Region, width: usize, documents: Region, unlearnt: Region, sha256: String) -> Self {
         Self { ids, width, documents, unlearnt, sha256 }
     }
 
-    /// SHA-256 of the tokens; for one document of bytes, of the bytes.
+    /// SHA-256 of the tokens. For one document of bytes, this is the SHA-256 of the bytes.
     pub fn sha256(&self) -> &str {
         &self.sha256
     }
@@ -57,20 +57,20 @@ impl TokenStream {
     /// The ids of a range of tokens.
     ///
     /// # Errors
-    /// [`Error::Data`](crate::Error::Data) where the file cannot be read, as in all that follows.
+    /// [`Error::Data`](crate::Error::Data) if the file cannot be read. All methods below return the same error.
     pub fn ids(&self, tokens: Range<usize>) -> Result<Vec<i32>> {
         let bytes = self.ids.read(tokens.start * self.width..tokens.end * self.width)?;
         let id = |id: &[u8]| match *id {
             [a] => i32::from(a),
             [a, b] => i32::from(u16::from_le_bytes([a, b])),
             [a, b, c, d] => i32::from_le_bytes([a, b, c, d]),
-            // The width is 1, 2 or 4.
+            // Other widths do not occur, because the width is 1, 2 or 4.
             _ => 0,
         };
         Ok(bytes.chunks_exact(self.width).map(id).collect())
     }
 
-    /// The first token of a document. If another program writes to the file, it may be any number.
+    /// The first token of a document. If another program writes to the file, the result may be any number.
     fn first(&self, document: usize) -> Result<usize> {
         Ok(self.documents.u64_at(8 * document)? as usize)
     }
@@ -80,7 +80,7 @@ impl TokenStream {
         Ok(self.unlearnt.u64_at(16 * number)? as usize..self.unlearnt.u64_at(16 * number + 8)? as usize)
     }
 
-    /// Binary search: the first index for which `is_so` is true; it stays true after that.
+    /// Binary search for the first index at which `is_so` is true. `is_so` must also be true at all later indices.
     fn first_with(count: usize, is_so: impl Fn(usize) -> Result<bool>) -> Result<usize> {
         let (mut below, mut end) = (0, count);
         while below < end {
@@ -124,9 +124,9 @@ impl TokenStream {
         Ok(runs)
     }
 
-    /// Whether a range has a target. With `apart`, documents are separated and the first token of each is no target.
+    /// Whether a range contains a target. With `apart`, documents are separated, and the first token of each document is no target.
     pub fn has_target(&self, tokens: Range<usize>, apart: bool) -> Result<bool> {
-        // Tokens per search step: the first step nearly always finds a target.
+        // Number of tokens per search step. The first step nearly always finds a target.
         const PART: usize = 1 << 16;
         for start in tokens.clone().step_by(PART) {
             let part = start..tokens.end.min(start + PART);
@@ -149,8 +149,8 @@ impl TokenStream {
         Ok(false)
     }
 
-    /// Index of the first held-out token: any token in a single document; otherwise the beginning of a document, so that at most this
-    /// fraction of the tokens is held out.
+    /// Index of the first held-out token. In a single document, any token can be the first held-out token. With several documents, it is
+    /// the beginning of a document, so that at most this fraction of the tokens is held out.
     pub fn split(&self, valid_fraction: f64) -> Result<usize> {
         let at = self.len() as f64 * (1.0 - valid_fraction);
         match self.documents() {
@@ -201,7 +201,7 @@ mod tests {
         assert!(stream.unlearnt(12..20).unwrap().is_empty());
     }
 
-    /// Compares with a search token by token.
+    /// Compares `has_target` with a search that reads token by token.
     #[test]
     fn a_target_is_found_where_there_is_one() {
         let stream = stream();
@@ -214,7 +214,7 @@ mod tests {
                 assert_eq!(stream.has_target(start..end, apart).unwrap(), wanted, "{start}..{end}, {apart}");
             }
         }
-        // The target is beyond the first step.
+        // The target is beyond the tokens of the first search step.
         let of = |runs: &[u64]| {
             TokenStream::of_parts(
                 Region::Held(vec![0; 1 << 17].into()),

@@ -1,4 +1,4 @@
-//! Statistics of files without building a cache: counts, lengths, sample documents, and every unreadable row.
+//! Statistics of files without a cache: counts, lengths, sample documents, and every unreadable row.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -14,11 +14,11 @@ use crate::error::Result;
 /// A surveyed file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Surveyed {
-    /// The file.
+    /// The file's path.
     pub path: PathBuf,
-    /// Its kind: `JSON lines, gzip`.
+    /// The file's kind: `JSON lines, gzip`.
     pub kind: String,
-    /// Its size on the disk.
+    /// The file's size on the disk.
     pub bytes: u64,
 }
 
@@ -27,47 +27,48 @@ pub struct Surveyed {
 pub struct Survey {
     /// The files, in the order in which they are read.
     pub files: Vec<Surveyed>,
-    /// Non-empty documents.
+    /// Number of non-empty documents.
     pub documents: u64,
-    /// Their tokens.
+    /// Number of tokens of the documents.
     pub tokens: u64,
-    /// Non-target tokens.
+    /// Number of tokens that are no targets.
     pub unlearnt: u64,
-    /// Whether some tokens came as ids, of an unknown tokenizer.
+    /// Whether some files contain token ids of an unknown tokenizer.
     pub has_ids: bool,
-    /// The largest id.
+    /// The largest token id.
     pub largest_id: u32,
     /// Length of the longest document in tokens.
     pub longest: u64,
-    /// Histogram of document lengths by number of binary digits: index 0 is always 0, index 1 counts length 1, index 2 lengths 2 and 3.
+    /// Histogram of document lengths by their number of binary digits. Index 0 is always 0; index 1 counts documents of length 1, and index
+    /// 2 counts documents of lengths 2 and 3.
     pub lengths: Vec<u64>,
-    /// The first tokens of some documents, each with its document's number, from 1.
+    /// The first tokens of some documents. Each sample has its document's number, counted from 1.
     pub samples: Vec<(u64, Vec<i32>)>,
     /// Rows and documents without tokens.
     pub left_out: LeftOut,
 }
 
-/// Number of tokens shown of a document.
+/// Number of tokens of a sample document that are shown.
 const SAMPLE_TOKENS: usize = 400;
 
-/// Number of documents shown.
+/// Number of sample documents that are shown.
 const SAMPLES: usize = 3;
 
 /// Options of a survey.
 #[derive(Debug, Clone, Copy)]
 pub struct Look {
-    /// Whether bad rows are reported and left out even if the configuration makes them errors.
+    /// Whether bad rows are reported and left out, even if the configuration treats them as errors.
     pub checks: bool,
-    /// Exclusive upper bound of ids.
+    /// Exclusive upper bound of token ids.
     pub vocab_size: usize,
 }
 
 impl Survey {
-    /// Surveys the files of these paths, folders and globs with the configuration's settings. `tell` gets every row that is left out, and
-    /// `watch` the progress.
+    /// Surveys the files of these paths, folders and globs with the configuration's settings. `tell` receives every row that is left out,
+    /// and `watch` receives the progress.
     ///
     /// # Errors
-    /// [`crate::Error::Data`] for files that cannot be read, and for a row that cannot, unless such rows are left out.
+    /// [`crate::Error::Data`] for files that cannot be read, and for rows that cannot be read unless bad rows are left out.
     pub fn of(
         config: &Config,
         sources: &[String],
@@ -96,18 +97,18 @@ impl Survey {
     }
 }
 
-/// Counts the pieces.
+/// A sink that counts documents and tokens.
 struct Counting<'a> {
     survey: Survey,
-    /// Tokens of the current document.
+    /// Number of tokens of the current document.
     length: u64,
-    /// First tokens of the current document, if it is a sample.
+    /// The first tokens of the current document, if the document is a sample.
     sample: Option<Vec<i32>>,
     tell: &'a mut dyn FnMut(&BadRow),
 }
 
 impl Counting<'_> {
-    /// Ends the current document.
+    /// Finishes the statistics of the current document.
     fn document_ends(&mut self) {
         let (length, survey) = (std::mem::take(&mut self.length), &mut self.survey);
         if length == 0 {
@@ -120,7 +121,7 @@ impl Counting<'_> {
         }
         survey.lengths[digits] += 1;
         if let Some(sample) = self.sample.take() {
-            // Keeps the first sample and the most recent ones.
+            // Keeps the first sample and the most recent samples.
             if survey.samples.len() == SAMPLES {
                 survey.samples.remove(1);
             }

@@ -1,6 +1,6 @@
-//! The built-in language: grammar with long-range structure and an entropy rate that is computed, not estimated.
+//! The built-in language: a grammar with long-range structure, whose entropy rate is computed exactly, not estimated.
 //!
-//! A text is a row of independent records of 32 tokens:
+//! A text is a sequence of independent records of 32 tokens:
 //!
 //! ```text
 //!  0        1      2 … 28                     29       30     31
@@ -8,21 +8,21 @@
 //!  ⟦one of 8⟧ ⟦of 7⟧ ⟦Markov chain of the dialect⟧  =     again  matches the opener
 //! ```
 //!
-//! The opener decides which of four dialects the letters follow: each dialect has its own table in which a letter (and, for the first
-//! letter, the name) has four possible successors of unequal probability. A model that sees only the last token sees a mixture of four
-//! dialects; a model that attends to the opener knows the table. Name and closer at the end are certain for a model that remembers the
-//! beginning.
+//! The opener determines which of four dialects the letters follow. Each dialect has its own table of successors. In this table, a letter
+//! has four possible successors of unequal probability; the first letter depends on the name in the same way. A model that sees only the
+//! last token sees a mixture of four dialects; a model that attends to the opener knows the table. A model that remembers the beginning of
+//! the record can predict the name and the closer at the end with certainty.
 //!
-//! Given everything since the opener the process has no hidden state, so the entropy rate is the mean over the 32 places of the entropy of
-//! the next token given the past, and follows from the marginal distributions of the chain. Probabilities are multiples of 2⁻¹⁶, sampled
-//! with sixteen random bits: the sampler has exactly the distribution that the entropy is computed from.
+//! Given all tokens since the opener, the process has no hidden state. So the entropy rate is the mean, over the 32 places, of the entropy
+//! of the next token given the past. The entropy rate follows from the marginal distributions of the chain. Probabilities are multiples of
+//! 2⁻¹⁶ and are sampled with sixteen random bits. The sampler therefore has exactly the distribution from which the entropy is computed.
 
 use nibble_formats::philox::{Purpose, Stream, fnv1a32};
 
-/// Tokens of a record.
+/// Number of tokens of a record.
 pub const RECORD_TOKENS: usize = 32;
 
-/// Distinct tokens.
+/// Number of distinct tokens.
 pub const SYNTHETIC_VOCAB: usize = 64;
 
 const OPENERS: usize = 8;
@@ -31,14 +31,14 @@ const LETTERS: usize = 40;
 const DIALECTS: usize = 4;
 const SUCCESSORS: usize = 4;
 
-// Token ids: openers, closers, names, marker, letters, in this order.
+// Token ids are numbered in this order: openers, closers, names, marker, letters.
 const FIRST_CLOSER: usize = OPENERS;
 const FIRST_NAME: usize = FIRST_CLOSER + OPENERS;
 const MARKER: usize = FIRST_NAME + NAMES;
 const FIRST_LETTER: usize = MARKER + 1;
 const _: () = assert!(FIRST_LETTER + LETTERS == SYNTHETIC_VOCAB);
 
-// Places in a record.
+// Places of tokens within a record.
 const NAME_AT: usize = 1;
 const BODY_AT: usize = 2;
 const MARKER_AT: usize = RECORD_TOKENS - 3;
@@ -48,18 +48,18 @@ const CLOSER_AT: usize = RECORD_TOKENS - 1;
 /// 2¹⁶: the sum of the integer probabilities of a choice.
 const ONE: u32 = 1 << 16;
 
-/// Probabilities of a letter's four successors, in 1/65536: about 0.55, 0.25, 0.13, 0.07.
+/// Probabilities of a letter's four successors, in units of 1/65536: about 0.55, 0.25, 0.13, 0.07.
 const SUCCESSOR_WEIGHTS: [u32; SUCCESSORS] = [36_045, 16_384, 8_520, 4_587];
 const _: () =
     assert!(SUCCESSOR_WEIGHTS[0] + SUCCESSOR_WEIGHTS[1] + SUCCESSOR_WEIGHTS[2] + SUCCESSOR_WEIGHTS[3] == ONE);
 
-/// Seed of the language's tables, the same in every run.
+/// Seed of the language's tables, which is the same in every run.
 const LANGUAGE_SEED: u64 = 0x6e69_6262_6c65;
 
 /// One printable character per token, in the order of the ids.
 const SYMBOLS: &str = "([{<«‹⟨⌈)]}>»›⟩⌉ABCDEFG=abcdefghijklmnopqrstuvwxyz0123456789+-*/";
 
-/// Training or held-out records. Equal seeds and indices give unrelated records in the two.
+/// Training or held-out records. Records of different splits with equal seeds and indices are unrelated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Split {
     /// Records to train on.
@@ -71,19 +71,19 @@ pub enum Split {
 /// Bounds of the loss of a model of the language, in nats per token.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Entropy {
-    /// Entropy rate H: the loss of a model that knows everything.
+    /// Entropy rate H: the loss of a perfect model of the language.
     pub rate: f64,
-    /// Entropy U of a single token without its past: the loss of a model that knows only how frequent tokens are.
+    /// Entropy U of a single token without context: the loss of a model that knows only the frequencies of tokens.
     pub unigram: f64,
 }
 
-/// The possible successors of a letter or a name in a dialect, the likeliest first, with [`SUCCESSOR_WEIGHTS`].
+/// The possible successors of a letter or a name in a dialect, most likely first, with the probabilities [`SUCCESSOR_WEIGHTS`].
 type Row = [u8; SUCCESSORS];
 
-/// The built-in language: its tables, its sampler, its exact entropy.
+/// The built-in language: its tables, its sampler, and its exact entropy.
 #[derive(Debug, Clone)]
 pub struct Language {
-    /// `successors[dialect][state]`: letters follow state = letter, or = `LETTERS` + name for the first one.
+    /// `successors[dialect][state]`: the successors of a state. The state is a letter, or, for the first letter, `LETTERS` + name.
     successors: [[Row; LETTERS + NAMES]; DIALECTS],
 }
 
@@ -94,7 +94,7 @@ impl Default for Language {
 }
 
 impl Language {
-    /// The language; there is only one.
+    /// Creates the language. All instances are equal.
     #[must_use]
     pub fn new() -> Self {
         let site = fnv1a32("data.language");
@@ -108,7 +108,7 @@ impl Language {
         Self { successors }
     }
 
-    /// Record `index` of a split: a pure function of its arguments.
+    /// Record `index` of a split. The record is a pure function of the arguments.
     #[must_use]
     pub fn record(&self, seed: u64, split: Split, index: u64) -> [i32; RECORD_TOKENS] {
         let name = match split {
@@ -138,9 +138,9 @@ impl Language {
         record
     }
 
-    /// Sequence `index` of a split: `seq_len + 1` tokens from the beginning of a record, the last of them the next
-    /// record's opener. `seq_len` is a multiple of [`RECORD_TOKENS`] ([`super::Dataset::open`] sees to that); sequences
-    /// share no record but that opener's.
+    /// Sequence `index` of a split: `seq_len + 1` tokens from the beginning of a record. The last of these tokens is the next record's
+    /// opener. `seq_len` must be a multiple of [`RECORD_TOKENS`], which [`super::Dataset::open`] checks. Sequences share no record except
+    /// the record of this opener.
     pub(super) fn sequence(&self, seed: u64, split: Split, index: u64, seq_len: usize) -> Vec<i32> {
         let records = seq_len / RECORD_TOKENS;
         let first = index * records as u64;
@@ -150,7 +150,7 @@ impl Language {
         tokens
     }
 
-    /// The negative log-probability of a record under the language, in nats; infinite if it breaks the grammar.
+    /// The negative log-probability of a record under the language, in nats. The result is infinite if the record violates the grammar.
     #[must_use]
     pub fn nats(&self, record: &[i32; RECORD_TOKENS]) -> f64 {
         let place = |at: usize, first: usize, count: usize| {
@@ -179,11 +179,11 @@ impl Language {
         nats
     }
 
-    /// The exact entropies, in nats a token.
+    /// The exact entropies, in nats per token.
     ///
-    /// H = (H(opener) + H(name) + Σ H(successor)) / 32: every row has the same successor probabilities, and the tokens after the letters
-    /// are certain. U is the entropy of the token distribution averaged over the 32 places; the distributions of letters are propagated
-    /// through each dialect's chain.
+    /// H = (H(opener) + H(name) + Σ H(successor)) / 32: every row of a table has the same successor probabilities, and the tokens after the
+    /// letters are certain. U is the entropy of the token distribution averaged over the 32 places. The distributions of letters are
+    /// propagated through each dialect's chain.
     #[must_use]
     pub fn entropy(&self) -> Entropy {
         let openers: Vec<f64> = (0..OPENERS).map(|i| uniform_share(i, OPENERS)).collect();
@@ -192,7 +192,7 @@ impl Language {
         let body = (MARKER_AT - BODY_AT) as f64;
         let rate = (shannon(&openers) + shannon(&names) + body * shannon(&successor)) / RECORD_TOKENS as f64;
 
-        let mut expected = [0.0; SYNTHETIC_VOCAB]; // occurrences in a record
+        let mut expected = [0.0; SYNTHETIC_VOCAB]; // expected occurrences in a record
         for (opener, p) in openers.iter().enumerate() {
             expected[opener] += p;
             expected[FIRST_CLOSER + opener] += p;
@@ -206,7 +206,7 @@ impl Language {
         Entropy { rate, unigram: shannon(&unigram) }
     }
 
-    /// Adds the expected letters of a record in `dialect`, which has probability `weight`.
+    /// Adds the expected letters of a record in `dialect`. The dialect has probability `weight`.
     fn add_letters(&self, dialect: usize, weight: f64, names: &[f64], expected: &mut [f64; SYNTHETIC_VOCAB]) {
         let mut now = [0.0; LETTERS + NAMES];
         now[LETTERS..].copy_from_slice(names);
@@ -235,7 +235,7 @@ fn distinct_letters(draw: &Stream) -> Row {
     std::array::from_fn(|i| letters[i])
 }
 
-/// The successor that sixteen random bits choose.
+/// The successor that is selected by sixteen random bits.
 fn pick(row: &Row, bits: u32) -> u8 {
     let mut bound = 0;
     for (&letter, weight) in row.iter().zip(SUCCESSOR_WEIGHTS) {
@@ -244,10 +244,10 @@ fn pick(row: &Row, bits: u32) -> u8 {
             return letter;
         }
     }
-    row[SUCCESSORS - 1] // unreachable: the bounds end at 2^16
+    row[SUCCESSORS - 1] // unreachable, because the bounds end at 2^16
 }
 
-/// Sixteen random bits below this number choose one of the first `i + 1` of `n` equally likely items.
+/// Sixteen random bits below this number select one of the first `i + 1` of `n` equally likely items.
 fn uniform_bound(i: usize, n: usize) -> u32 {
     ONE * (i as u32 + 1) / n as u32
 }
@@ -262,7 +262,7 @@ fn share(weight: u32) -> f64 {
     f64::from(weight) / f64::from(ONE)
 }
 
-/// −Σ p ln p.
+/// The entropy −Σ p ln p of a distribution.
 fn shannon(probabilities: &[f64]) -> f64 {
     probabilities.iter().filter(|&&p| p > 0.0).map(|p| -p * p.ln()).sum()
 }
@@ -314,8 +314,8 @@ mod tests {
         let good = language.record(1, Split::Train, 7);
         assert!(language.nats(&good).is_finite());
         for at in 0..RECORD_TOKENS {
-            // A letter of no row, a wrong closer, a name in the marker's place: at least one of the 63 other tokens is wrong everywhere,
-            // and outside the body every one of them is.
+            // The bad record has a letter that is no successor, a wrong closer, or a name in the marker's place. At every place, at least
+            // one of the 63 other tokens is wrong; outside the letters, all 63 are wrong.
             let wrong = (0..SYNTHETIC_VOCAB as i32).filter(|&id| {
                 let mut bad = good;
                 bad[at] = id;
@@ -331,7 +331,7 @@ mod tests {
 
     #[test]
     fn a_perfect_model_gains_much_by_looking_back() {
-        // The entropy of the four dialects' mixed rows: the best loss of a model that sees only the last letter.
+        // The entropy of the four dialects' mixed rows is the best loss of a model that sees only the last letter.
         let language = Language::new();
         let mixed: f64 = (0..LETTERS)
             .map(|state| {

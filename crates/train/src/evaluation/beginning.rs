@@ -1,4 +1,4 @@
-//! The tokens before a scored text, and requests of a text with its continuation.
+//! The tokens before a scored text, and requests that consist of a text and its continuation.
 
 use super::Request;
 use crate::config::Config;
@@ -10,29 +10,29 @@ use crate::tokenizer::{AUTO, Bytes, Tokenizer};
 pub struct Beginning {
     /// Tokens before a text without context.
     alone: Vec<i32>,
-    /// Whether that is BOS or EOS, which a document of ids or a conversation may already begin with.
+    /// Whether the tokens before a text are BOS or EOS. A document of ids or a conversation may already begin with such a token.
     is_control: bool,
     /// The token before a question, if there is one.
     question: Option<i32>,
 }
 
 impl Beginning {
-    /// As in a run's own documents: the token of `data.bos_token` before a text, and before a question too. If there is none, a text
-    /// follows the token that ends documents (`data.eos_token`).
+    /// The tokens that a run puts before its own documents: the token of `data.bos_token` before a text, and also before a question. If
+    /// there is no such token, the token that ends documents (`data.eos_token`) precedes a text.
     ///
     /// # Errors
-    /// As [`Config::framing`].
+    /// The errors of [`Config::framing`].
     pub fn of_run(config: &Config) -> Result<Self> {
         let framing = config.framing()?;
         Self::new(config, framing.bos.or(framing.eos), framing.bos)
     }
 
-    /// As in lm-evaluation-harness, for a published folder: before a text the `bos_token` of the tokenizer's files, even if texts do not
-    /// begin with it, else EOS; before a question the token that the tokenizer puts before every text, if any. `data.bos_token` replaces
-    /// both.
+    /// The tokens that lm-evaluation-harness uses for a published folder. Before a text: the `bos_token` of the tokenizer's files, even if
+    /// the tokenizer does not put this token before texts, or EOS without a `bos_token`. Before a question: the token that the tokenizer
+    /// puts before every text, if any. `data.bos_token` replaces both tokens.
     ///
     /// # Errors
-    /// As [`Config::framing`].
+    /// The errors of [`Config::framing`].
     pub fn of_folder(config: &Config) -> Result<Self> {
         let framing = config.framing()?;
         let named = match config.tokenizer()? {
@@ -52,13 +52,13 @@ impl Beginning {
         Ok(Self { alone, is_control, question })
     }
 
-    /// From these values, for tests.
+    /// Creates a value from its fields, for tests.
     #[cfg(test)]
     pub(super) fn of(alone: Vec<i32>, is_control: bool, question: Option<i32>) -> Self {
         Self { alone, is_control, question }
     }
 
-    /// The tokens to put before these ids of a document.
+    /// The tokens to put before a document with these ids.
     pub(super) fn of_document(&self, ids: &[i32]) -> &[i32] {
         let has_it = self.is_control && ids.first() == self.alone.first();
         if has_it { &[] } else { &self.alone }
@@ -69,14 +69,15 @@ impl Beginning {
         self.alone.len()
     }
 
-    /// The ids of a text and its continuation as one request: those of the text alone, then those of the whole after the same number of
-    /// ids. If a token of the whole crosses the end of the text, the request's ids differ from those of the whole. Trailing spaces of the
-    /// text belong to the continuation. An empty text is replaced by the tokens before a text.
+    /// The ids of a text and its continuation as one request. The request contains the ids of the text alone, then the remaining ids of
+    /// text and continuation together, after as many ids as the text alone has. If a token crosses the end of the text, these ids differ
+    /// from the ids of text and continuation together. Trailing spaces of the text belong to the continuation. An empty text is replaced by
+    /// the tokens before a text.
     ///
-    /// These are the rules of lm-evaluation-harness's `loglikelihood` and `_encode_pair`.
+    /// The rules are those of lm-evaluation-harness's `loglikelihood` and `_encode_pair`.
     ///
     /// # Errors
-    /// For a text that has no ids.
+    /// An error for a text that has no ids.
     pub fn request(&self, tokenizer: &dyn Tokenizer, context: &str, continuation: &str) -> Result<Request> {
         let text = context.trim_end_matches(is_space);
         let whole = tokenizer.encode_with_control(&[context, continuation].concat())?;
@@ -86,14 +87,14 @@ impl Beginning {
             Some(bos) if alone.first() != Some(bos) => std::slice::from_ref(bos),
             _ => &[],
         };
-        // If an empty text is followed by ids that begin with the token before a text, that token is the context.
+        // The continuation of an empty text may begin with the token before a text. Then this token is the context.
         let first = (before.len() + alone.len()).max(1);
         let behind = whole.get(alone.len()..).unwrap_or_default();
         Ok(Request::behind(first, [before, &alone, behind].concat()))
     }
 }
 
-/// The characters that Python's `str.rstrip` strips: white space, and ASCII's separators.
+/// Whether Python's `str.rstrip` strips this character: white space, and ASCII's separators.
 fn is_space(of: char) -> bool {
     of.is_whitespace() || ('\u{1c}'..='\u{1f}').contains(&of)
 }
@@ -102,7 +103,7 @@ fn is_space(of: char) -> bool {
 mod tests {
     use super::*;
 
-    /// Bytes as tokens, except that an exclamation mark and a following line end are one token.
+    /// A tokenizer with bytes as tokens, except that an exclamation mark and a following line end are one token.
     #[derive(Debug)]
     struct Merging;
 
@@ -130,18 +131,19 @@ mod tests {
         }
     }
 
-    /// As in the harness, the context has the ids that it has alone, even if the whole is tokenized differently.
+    /// As in the harness, the ids of a context are the ids of the context alone, even if text and continuation together are tokenized
+    /// differently.
     #[test]
     fn a_context_has_the_ids_that_it_has_alone() {
         for (question, before) in [(Some(1), vec![1]), (None, vec![])] {
             let made = Beginning::of(vec![1], true, question).request(&Merging, "ab!\n", " c").unwrap();
-            // The whole is `a`, `b`, the joint token, ` `, `c`: after as many ids as `ab!` has come the last two.
+            // Together, the tokens are `a`, `b`, the joint token, ` `, `c`. `ab!` alone has three ids, so the last two tokens follow.
             let wanted = [before.clone(), Bytes.encode("ab! c").unwrap()].concat();
             assert_eq!(made, Request::behind(before.len() + 3, wanted));
         }
     }
 
-    /// Byte 1 is BOS, which a text may also contain.
+    /// Byte 1 is BOS. A text may also contain this byte.
     #[test]
     fn a_question_begins_as_the_harness_has_it() {
         let with = Beginning::of(vec![1], true, Some(1));
@@ -151,16 +153,16 @@ mod tests {
             (ids, scored[0].start)
         };
         let ids = |text: &str| Bytes.encode(text).unwrap();
-        // (context, continuation, ids with BOS and index of the first scored one, the same without BOS)
+        // The columns are: context, continuation, ids with BOS and index of the first scored id, and the same without BOS.
         for (context, continuation, wanted, plain) in [
             ("ab", " c", ("\u{1}ab c", 3), ("ab c", 2)),
             ("ab ", " c", ("\u{1}ab  c", 3), ("ab  c", 2)),
-            // White space in Python: two of ASCII's separators, and one of Unicode's.
+            // These characters are white space in Python: two of ASCII's separators, and one of Unicode's.
             ("ab\u{1c}\u{1f}", "c", ("\u{1}ab\u{1c}\u{1f}c", 3), ("ab\u{1c}\u{1f}c", 2)),
             ("ab\u{2003}", "c", ("\u{1}ab\u{2003}c", 3), ("ab\u{2003}c", 2)),
-            // A text that begins with BOS gets no second one.
+            // A text that begins with BOS gets no second BOS.
             ("\u{1}ab", " c", ("\u{1}ab c", 3), ("\u{1}ab c", 3)),
-            // Without a question it is the token before a text, wherever that is requested.
+            // An empty question is replaced by the token before a text, with or without BOS before questions.
             ("", "c", ("\u{1}c", 1), ("\u{1}c", 1)),
             (" ", "c", ("\u{1} c", 1), ("\u{1} c", 1)),
             ("", "\u{1}c", ("\u{1}c", 1), ("\u{1}c", 1)),
@@ -176,7 +178,7 @@ mod tests {
                 "{context:?}, {continuation:?}"
             );
         }
-        // A new line precedes a text of bytes, even one that begins with a new line.
+        // A new line precedes a text of bytes, even if the text begins with a new line.
         let bytes = Beginning::of(vec![10], false, None);
         assert_eq!(of(&bytes, "", "\nc"), (ids("\n\nc"), 1));
         assert_eq!(of(&bytes, "\n", "c"), (ids("\n\nc"), 1));

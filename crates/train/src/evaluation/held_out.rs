@@ -3,23 +3,23 @@
 /// Sum of the losses of held-out targets, in nats.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct HeldOut {
-    /// Sum over all targets.
+    /// Sum of the losses of all targets, in nats.
     pub nats: f64,
     /// Number of targets.
     pub targets: u64,
 }
 
 impl HeldOut {
-    /// Sequences per batch of `eval.batches`, whatever `train.batch_size` is.
+    /// Number of sequences per batch of `eval.batches`, regardless of `train.batch_size`.
     pub const BATCH: usize = 16;
 
-    /// The sum of the sequences' nats, in an order that does not depend on the batch size.
+    /// Adds the losses of the sequences, in an order that does not depend on the batch size.
     pub(crate) fn of_sequences(nats: &[f32], targets: u64) -> Self {
         let sums = nats.chunks(Self::BATCH).map(|nats| nats.iter().copied().map(f64::from).sum::<f64>());
         Self { nats: sums.sum(), targets }
     }
 
-    /// Nats per target; `None` without targets, where a mean has no value.
+    /// The mean loss in nats per target; `None` if there are no targets.
     #[must_use]
     pub fn loss(&self) -> Option<f64> {
         (self.targets > 0).then(|| self.nats / self.targets as f64)

@@ -1,8 +1,9 @@
-//! Evaluation on given texts: log-likelihoods of continuations, tasks scored by them, and perplexities.
+//! Evaluation on given texts: log-likelihoods of continuations, tasks scored by log-likelihoods, and perplexities.
 //!
-//! [`Beginning`] holds the tokens before a text, separately for a run and for a published folder. Short texts are packed as documents into
-//! sequences, and each token's loss is added to its text's ([`Request`]). A [`Perplexity`] cuts each document into [`Windows`]; of a
-//! window, only tokens that no earlier window predicted count. Documents are read piece by piece and need no cache.
+//! [`Beginning`] contains the tokens before a text, with different rules for a run and for a published folder. Short texts are packed as
+//! documents into sequences, and each token's loss is added to the sum of its text ([`Request`]). A [`Perplexity`] cuts each document into
+//! [`Windows`]. A token of a window is counted only if no earlier window predicted this token. Documents are read piece by piece and need
+//! no cache.
 
 mod beginning;
 mod held_out;

@@ -1,13 +1,13 @@
-//! Packs many short texts into few sequences: each text is a document and does not see the others.
+//! Packs many short texts into few sequences. Each text is a separate document, so texts do not attend to each other.
 
 use std::ops::Range;
 
 use crate::data::{Batch, NO_TARGET};
 
-/// A text with scored parts.
+/// A text of which some tokens are scored.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Request {
-    /// Its token ids, including the context.
+    /// The token ids of the text, including the context.
     pub ids: Vec<i32>,
     /// Ranges of scored ids, in order.
     pub scored: Vec<Range<usize>>,
@@ -27,13 +27,13 @@ impl Request {
 pub(super) struct Placed {
     /// Index of the request.
     pub request: usize,
-    /// Index of its first target among the batch's tokens.
+    /// Index of the request's first target among the tokens of the batch.
     pub first: usize,
-    /// Number of its targets.
+    /// Number of targets of the request.
     pub count: usize,
 }
 
-/// A batch of requests, and the places of the requests in it.
+/// A batch of requests, and the place of each request in the batch.
 #[derive(Debug)]
 pub(crate) struct Packed {
     /// The sequences, with separated documents.
@@ -42,7 +42,7 @@ pub(crate) struct Packed {
 }
 
 impl Packed {
-    /// Adds each token's nats to its request's sum; `nats` has one entry per token of the batch.
+    /// Adds each token's loss to the sum of its request. `nats` has one entry per token of the batch.
     pub fn add_to(&self, nats: &[f32], sums: &mut [f64]) {
         for Placed { request, first, count } in &self.placed {
             sums[*request] += nats[*first..first + count].iter().map(|nats| f64::from(*nats)).sum::<f64>();
@@ -50,17 +50,18 @@ impl Packed {
     }
 }
 
-/// Number of leading ids to drop from a request so that the rest fits a sequence, of which the last id is only a target.
+/// Number of leading ids to drop from a request so that the remaining ids fit into a sequence. The last id needs no space in the sequence,
+/// because it is only a target.
 pub(super) fn cut(request: &Request, seq_len: usize) -> usize {
     request.ids.len().saturating_sub(seq_len + 1)
 }
 
-/// Number of requests longer than a sequence of `seq_len` tokens plus its last target.
+/// Number of requests that are longer than a sequence of `seq_len` tokens plus its last target.
 pub(super) fn num_cut(requests: &[Request], seq_len: usize) -> usize {
     requests.iter().filter(|request| cut(request, seq_len) > 0).count()
 }
 
-/// Packs requests, in their order, into batches of at most `sequences` sequences of `seq_len` tokens.
+/// Packs requests, in their order, into batches. A batch has at most `sequences` sequences of `seq_len` tokens.
 pub(crate) fn pack(requests: &[Request], (sequences, seq_len): (usize, usize)) -> Vec<Packed> {
     let mut batches = Vec::new();
     let mut next = 0;
@@ -83,10 +84,10 @@ pub(crate) fn pack(requests: &[Request], (sequences, seq_len): (usize, usize)) -
             batch.inputs[place..place + inputs].copy_from_slice(&ids[..inputs]);
             let end = (sequence + 1) * seq_len;
             batch.starts[place..place + inputs].fill(at as i32);
-            // The padding after the last request is a document of its own.
+            // The padding after the last request is a separate document.
             batch.starts[place + inputs..end].fill((at + inputs) as i32);
             for scored in request.scored.iter().filter(|scored| !scored.is_empty()) {
-                // A scored token is predicted at the token before it.
+                // A scored token is predicted at the position of the preceding token.
                 let [first, end] = [scored.start, scored.end].map(|at| at.saturating_sub(cut).max(1) - 1);
                 batch.targets[place + first..place + end].copy_from_slice(&ids[first + 1..end + 1]);
                 placed.push(Placed { request: next, first: place + first, count: end - first });
@@ -116,7 +117,7 @@ mod tests {
         assert_eq!(batch.inputs[..8], [0, 1, 2, 10, 11, 0, 0, 0]);
         assert_eq!(batch.targets[..8], [-1, 2, 3, 11, 12, -1, -1, -1]);
         assert_eq!(batch.starts[..8], [0, 0, 0, 3, 3, 5, 5, 5]);
-        // Ten ids are one more than a sequence plus its last target: the first is dropped.
+        // Ten ids are one more than a sequence plus its last target, so the first id is dropped.
         assert_eq!(batch.inputs[8..], [21, 22, 23, 24, 25, 26, 27, 28]);
         assert_eq!(batch.targets[8..], [-1, -1, -1, -1, -1, -1, -1, 29]);
         assert_eq!(placed.len(), 3);

@@ -1,4 +1,4 @@
-//! Perplexity of whole documents, window by window.
+//! Perplexity of whole documents, which are scored window by window.
 
 use super::{Beginning, Request};
 use crate::data::Encoded;
@@ -7,30 +7,30 @@ use crate::error::{Error, Result};
 /// The losses of documents.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Perplexity {
-    /// Non-empty documents.
+    /// Number of non-empty documents.
     pub documents: u64,
-    /// Predicted tokens.
+    /// Number of predicted tokens.
     pub tokens: u64,
-    /// Bytes of their text; 0 if unknown.
+    /// Number of bytes of the predicted text; 0 if unknown.
     pub bytes: u64,
-    /// Sum of their losses in nats.
+    /// Sum of the losses of the predicted tokens, in nats.
     pub nats: f64,
 }
 
 impl Perplexity {
-    /// exp(nats per token).
+    /// The perplexity per token: exp(nats per token).
     #[must_use]
     pub fn by_token(&self) -> f64 {
         (self.nats / self.tokens as f64).exp()
     }
 
-    /// exp(nats per byte), which is comparable between tokenizers; `None` if the text is unknown.
+    /// The perplexity per byte: exp(nats per byte), which is comparable between tokenizers. `None` if the number of bytes is unknown.
     #[must_use]
     pub fn by_byte(&self) -> Option<f64> {
         (self.bytes > 0).then(|| (self.nats / self.bytes as f64).exp())
     }
 
-    /// Bits per byte; `None` if the text is unknown.
+    /// Loss in bits per byte; `None` if the number of bytes is unknown.
     #[must_use]
     pub fn bits_per_byte(&self) -> Option<f64> {
         (self.bytes > 0).then(|| self.nats / self.bytes as f64 / std::f64::consts::LN_2)
@@ -39,30 +39,30 @@ impl Perplexity {
 
 /// Cuts documents into windows that are scored separately, so that every token is predicted once.
 ///
-/// The first window of a document has a sequence's tokens plus its last target; each later window predicts the next `stride` tokens, or the
-/// rest, given as much of the document as a sequence holds. With a stride of a whole sequence these are the windows of
-/// lm-evaluation-harness's `get_rolling_token_windows`.
+/// The first window of a document contains the tokens of a sequence plus its last target. Each later window predicts the next `stride`
+/// tokens, or the remaining tokens, from as much of the document as fits into a sequence. If the stride is a whole sequence, the windows
+/// are those of lm-evaluation-harness's `get_rolling_token_windows`.
 #[derive(Debug)]
 pub struct Windows {
     seq_len: usize,
     stride: usize,
     /// The tokens before a document.
     beginning: Beginning,
-    /// The current document's tokens that are still needed, with a flag for each whether it is a target.
+    /// The tokens of the current document that are still needed. Each token has a flag that says whether it is a target.
     ids: Vec<i32>,
     is_target: Vec<bool>,
-    /// How many of them are already predicted, or never will be.
+    /// Number of tokens in `ids` that are already predicted, or that are never predicted.
     done: usize,
     /// Number of tokens at which a window is complete.
     whole: usize,
 }
 
 impl Windows {
-    /// Windows of a model with sequences of `seq_len` tokens, moved by `stride`.
+    /// Creates windows for a model with sequences of `seq_len` tokens. Each window advances by `stride` tokens.
     ///
     /// # Errors
-    /// [`Error::Config`] with the key `stride` if that is 0 or more than a sequence, and with the key `data.seq_len` if a sequence is
-    /// shorter than the tokens before a document.
+    /// [`Error::Config`] with the key `stride` if the stride is 0 or longer than a sequence, and with the key `data.seq_len` if a sequence
+    /// is shorter than the tokens before a document.
     pub fn new(beginning: Beginning, seq_len: usize, stride: usize) -> Result<Self> {
         if stride == 0 || stride > seq_len {
             let why =
@@ -77,10 +77,10 @@ impl Windows {
         Ok(Self { seq_len, stride, beginning, ids, is_target, done: 0, whole: seq_len + 1 })
     }
 
-    /// Adds a piece, which begins or continues a document, and passes complete windows to `give`.
+    /// Adds a piece that begins or continues a document, and passes complete windows to `give`.
     ///
     /// # Errors
-    /// Those of `give`.
+    /// The errors of `give`.
     pub(crate) fn add(&mut self, piece: &Encoded, give: &mut dyn FnMut(Request) -> Result<()>) -> Result<()> {
         if piece.begins {
             self.end(give)?;
@@ -106,7 +106,7 @@ impl Windows {
     /// Ends the last document.
     ///
     /// # Errors
-    /// Those of `give`.
+    /// The errors of `give`.
     pub(crate) fn end(&mut self, give: &mut dyn FnMut(Request) -> Result<()>) -> Result<()> {
         if self.ids.len() > self.done {
             self.window(give)?;
@@ -162,7 +162,7 @@ mod tests {
         all
     }
 
-    /// The result of `get_rolling_token_windows` of lm-evaluation-harness for ten tokens, four at a time.
+    /// The windows that `get_rolling_token_windows` of lm-evaluation-harness returns for ten tokens, four tokens at a time.
     #[test]
     fn a_stride_of_a_sequence_is_the_harness_s() {
         let all = windows(4, 4, &[piece(100..110, &[], true)]);
@@ -172,7 +172,8 @@ mod tests {
         assert_eq!(scored, [1..5, 1..5, 3..5]);
     }
 
-    /// However documents are split and whatever the stride, every target is predicted once, given as much of the preceding text as fits.
+    /// Every target is predicted once, from as much of the preceding text as fits, for every stride and for every way of splitting
+    /// documents into pieces.
     #[test]
     fn every_target_is_predicted_once() {
         for (seq_len, stride) in [(1, 1), (4, 1), (4, 3), (7, 7), (16, 5), (100, 9)] {
@@ -182,7 +183,7 @@ mod tests {
             for (number, length) in lengths.into_iter().enumerate() {
                 let first = 1000 * (number as u32 + 1);
                 let cut = length / 2;
-                // The tokens between a third and half of the document are no targets.
+                // The tokens between a third and a half of the document are no targets.
                 let unlearnt = cut * 2 / 3..cut;
                 let all = std::slice::from_ref(&unlearnt);
                 let all = if unlearnt.is_empty() { &[] } else { all };
@@ -213,7 +214,8 @@ mod tests {
         }
     }
 
-    /// Ids and conversations may already begin with the token before a text, which is then not added. Other tokens do not count.
+    /// Ids and conversations may already begin with the token before a text. This token is then not added again. Before any other token,
+    /// the token before a text is added.
     #[test]
     fn a_document_has_one_beginning() {
         for (is_control, wanted) in [(false, vec![10, 10, 11]), (true, vec![10, 11])] {

@@ -1,4 +1,4 @@
-//! Multiple-choice questions, scored by the log-likelihood of each choice given its question, as in lm-evaluation-harness.
+//! Multiple-choice questions. The score is the log-likelihood of each choice given its question, as in lm-evaluation-harness.
 
 use std::fmt;
 use std::ops::Range;
@@ -16,11 +16,11 @@ use crate::tokenizer::Tokenizer;
 /// A question with its choices and the right answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Question {
-    /// The text before each choice; a space separates them.
+    /// The text before each choice. A space separates question and choice.
     pub question: String,
-    /// The answers.
+    /// The possible answers.
     pub choices: Vec<String>,
-    /// Index of the right choice, from 0.
+    /// Index of the right choice, counted from 0.
     pub answer: usize,
 }
 
@@ -29,27 +29,27 @@ pub struct Question {
 pub struct Task {
     /// The file's name without its extension.
     pub name: String,
-    /// In the order of the file.
+    /// The questions in the order of the file.
     pub questions: Vec<Question>,
 }
 
 /// A fraction of right answers.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Score {
-    /// The fraction.
+    /// The fraction of right answers.
     pub share: f64,
-    /// Its standard error, from the sample variance; NaN for one question.
+    /// The standard error of the fraction, from the sample variance; NaN for one question.
     pub error: f64,
 }
 
 /// The scores of a task.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Scored {
-    /// By log-likelihood.
+    /// Accuracy if choices are compared by log-likelihood.
     pub acc: Score,
-    /// By log-likelihood per character of the choice.
+    /// Accuracy if choices are compared by log-likelihood per character of the choice.
     pub acc_norm: Score,
-    /// By log-likelihood per UTF-8 byte of the choice.
+    /// Accuracy if choices are compared by log-likelihood per UTF-8 byte of the choice.
     pub acc_bytes: Score,
 }
 
@@ -57,11 +57,11 @@ pub struct Scored {
 const MOST_BYTES: u64 = 1 << 30;
 
 impl Task {
-    /// Reads a file of JSON lines, each an object with `question`, `choices` (a list of texts), and `answer` (the index of the right
-    /// choice, from 0).
+    /// Reads a JSON Lines file. Each line is an object with `question`, `choices` (a list of texts), and `answer` (the index of the right
+    /// choice, counted from 0).
     ///
     /// # Errors
-    /// [`Error::Io`]; [`Error::Data`] naming an invalid line, and for an empty file.
+    /// [`Error::Io`]; [`Error::Data`] for an empty file or an invalid line, which the error names.
     pub fn open(path: &Path) -> Result<Self> {
         let text = files::read_text(path, MOST_BYTES).map_err(Error::io(path))?;
         let question = |(number, _, row): (usize, &str, Result<Map<String, Value>, String>)| {
@@ -79,7 +79,7 @@ impl Task {
     /// Reads several files with distinct names.
     ///
     /// # Errors
-    /// As [`Task::open`]; [`Error::Data`] for a repeated name.
+    /// The errors of [`Task::open`]; [`Error::Data`] for a repeated name.
     pub fn open_all(paths: &[impl AsRef<Path>]) -> Result<Vec<Self>> {
         let mut all: Vec<Self> = Vec::new();
         for path in paths {
@@ -107,7 +107,7 @@ impl Task {
         })
     }
 
-    /// A request for each choice of each question, in order, with the tokens of `beginning` before the question.
+    /// A request for each choice of each question, in order. The tokens of `beginning` precede the question.
     ///
     /// # Errors
     /// [`Error::Data`] for a choice without tokens.
@@ -125,7 +125,8 @@ impl Task {
         made.collect()
     }
 
-    /// The scores for the log-likelihoods of [`Task::requests`], in the same order. Among equal choices the first wins.
+    /// Computes scores from the log-likelihoods of [`Task::requests`], which are in the same order. Of equally likely choices, the first is
+    /// taken as the answer.
     #[must_use]
     pub fn score(&self, log_likelihoods: &[f64]) -> Scored {
         let mut rest = log_likelihoods;
@@ -145,14 +146,14 @@ impl Task {
 }
 
 impl Scored {
-    /// Each score with its name.
+    /// Each score and its name.
     #[must_use]
     pub fn named(&self) -> [(&'static str, Score); 3] {
         [("acc", self.acc), ("acc_norm", self.acc_norm), ("acc_bytes", self.acc_bytes)]
     }
 }
 
-/// Each fraction with its standard error, if known.
+/// Writes each fraction with its standard error, if the error is known.
 impl fmt::Display for Scored {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let one = |(name, Score { share, error }): (&str, Score)| match error.is_finite() {
@@ -196,7 +197,7 @@ impl Score {
     }
 }
 
-/// Index of the first maximum; `None` if there are no values, or one is NaN.
+/// Index of the first maximum; `None` if there are no values, or if a value is NaN.
 fn first_largest(values: impl Iterator<Item = f64>) -> Option<usize> {
     let mut best: Option<(usize, f64)> = None;
     for (i, value) in values.enumerate() {
@@ -225,7 +226,8 @@ mod tests {
 
     #[test]
     fn choices_are_compared_whole_and_by_length() {
-        // −2 and −3; over characters −2 and −1. −4 and −5; over characters −2 and −5/3, over bytes −1 and −5/3.
+        // First question: −2 and −3; divided by characters −2 and −1. Second question: −4 and −5; by characters −2 and −5/3, by bytes −1
+        // and −5/3.
         let Scored { acc, acc_norm, acc_bytes } = task().score(&[-2.0, -3.0, -4.0, -5.0]);
         assert_eq!([acc.share, acc_norm.share, acc_bytes.share], [0.5, 0.5, 1.0]);
         assert_eq!([acc.error, acc_bytes.error], [0.5, 0.0]);

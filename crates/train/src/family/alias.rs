@@ -1,5 +1,5 @@
-//! Models that compute as a family does under another name: `config.json` has another `model_type` and other defaults, and tensors have the
-//! same names. They are written as the family.
+//! Models that compute like a family but have another name: their `config.json` has another `model_type` and other defaults, and their
+//! tensors have the same names. Such a model is written as a model of the family.
 
 use super::shared::{Windowed, check_window};
 use super::{ConfigJson, Family, Llama, config_json};
@@ -8,18 +8,18 @@ use crate::error::Result;
 use nibble_core::shortened;
 use serde_json::Value;
 
-/// A `model_type` whose models, or some of them, belong to a family.
+/// A `model_type` whose models, or some of whose models, belong to a family.
 #[derive(Debug)]
 pub struct Alias {
-    /// `model_type`.
+    /// The value of `model_type`.
     pub name: &'static str,
-    /// The family.
+    /// The family to which the models belong.
     pub of: &'static dyn Family,
-    /// Defaults of its configuration class, as [`Family::absent`].
+    /// Defaults of the alias's configuration class, as in [`Family::absent`].
     absent: &'static [(&'static str, &'static str)],
     /// Default base of the RoPE frequencies.
     theta: f64,
-    /// Refuses what the family does not support.
+    /// Refuses models with features that the family does not support.
     check: fn(&ConfigJson, &ModelConfig) -> Result<()>,
 }
 
@@ -61,11 +61,11 @@ pub const ALIASES: [Alias; 5] = [
     },
 ];
 
-/// The base of the aliases above: Llama without differences.
+/// The base of the aliases above: Llama without changes.
 const LLAMA: Alias = Alias { name: "llama", of: &Llama, absent: &[], theta: 1e4, check: |_, _| Ok(()) };
 
 impl Alias {
-    /// The model of a `config.json`.
+    /// Reads the model of a `config.json`.
     ///
     /// # Errors
     /// [`crate::Error::Config`] naming a key with an unsupported value.
@@ -78,7 +78,7 @@ impl Alias {
     }
 }
 
-/// Checks that a switch is not true.
+/// Checks that a switch is false or missing.
 fn check_off(json: &ConfigJson, key: &str) -> Result<()> {
     match json.switch(key)? {
         Some(true) => Err(json.error(key, "is true, which the decoder does not have: it has false alone")),
@@ -86,7 +86,8 @@ fn check_off(json: &ConfigJson, key: &str) -> Result<()> {
     }
 }
 
-/// Checks that RoPE applies in all layers. Layers without RoPE would be the only ones with a sliding window, too.
+/// Checks that RoPE applies in all layers. This check also excludes sliding windows, because only layers without RoPE would have such a
+/// window.
 fn check_turned(json: &ConfigJson, model: &ModelConfig) -> Result<()> {
     const LAYERS: &str = "no_rope_layers";
     const INTERVAL: &str = "no_rope_layer_interval";

@@ -1,4 +1,4 @@
-//! Reads and writes `config.json`: a table of [`Field`]s defines the meaning of each key once.
+//! Reads and writes `config.json`. A table of [`Field`]s defines the meaning of each key, for both directions.
 
 use super::Family;
 use crate::config::{ModelConfig, check_model, in_words_of};
@@ -14,79 +14,79 @@ use std::path::{Path, PathBuf};
 /// A key of `config.json`.
 #[derive(Debug, Clone, Copy)]
 pub struct Field {
-    /// `hidden_size`.
+    /// The key's name, such as `hidden_size`.
     key: &'static str,
-    /// An alternative name in files.
+    /// An alternative name of the key in files.
     or_key: Option<&'static str>,
     is: Is,
     /// The default for a missing key, as JSON; `None` if the key is required.
     absent: Option<&'static str>,
-    /// The value that `null` stands for, as JSON; `None` if `null` is refused.
+    /// The value that `null` means, as JSON; `None` if `null` is refused.
     null: Option<&'static str>,
 }
 
-/// The counterpart of a key.
+/// What corresponds to a key in Nibble.
 #[derive(Debug, Clone, Copy)]
 enum Is {
     Size(fn(&mut ModelConfig) -> &mut usize),
     Count(fn(&mut ModelConfig) -> &mut usize),
     Number(fn(&mut ModelConfig) -> &mut f64),
     Switch(fn(&mut ModelConfig) -> &mut bool),
-    /// Always this value, as JSON: the decoder supports no other.
+    /// The key always has this value, given as JSON. The decoder supports no other value.
     Always(&'static str),
 }
 
 impl Field {
-    /// An integer above 0.
+    /// A field whose value is an integer above 0.
     pub const fn size(key: &'static str, of: fn(&mut ModelConfig) -> &mut usize) -> Self {
         Self { key, or_key: None, is: Is::Size(of), absent: None, null: None }
     }
 
-    /// An integer that may be 0.
+    /// A field whose value is an integer that may be 0.
     pub const fn count(key: &'static str, of: fn(&mut ModelConfig) -> &mut usize) -> Self {
         Self { key, or_key: None, is: Is::Count(of), absent: None, null: None }
     }
 
-    /// A number above 0.
+    /// A field whose value is a number above 0.
     pub const fn number(key: &'static str, of: fn(&mut ModelConfig) -> &mut f64) -> Self {
         Self { key, or_key: None, is: Is::Number(of), absent: None, null: None }
     }
 
-    /// True or false.
+    /// A field whose value is true or false.
     pub const fn switch(key: &'static str, of: fn(&mut ModelConfig) -> &mut bool) -> Self {
         Self { key, or_key: None, is: Is::Switch(of), absent: None, null: None }
     }
 
-    /// A key with the only supported value, as JSON, which is also its default: any other is refused.
+    /// A field with one supported value, given as JSON, which is also the default. Any other value is refused.
     pub const fn always(key: &'static str, value: &'static str) -> Self {
         Self { key, or_key: None, is: Is::Always(value), absent: Some(value), null: None }
     }
 
-    /// The same field with this default, as JSON.
+    /// The same field with this default, given as JSON.
     #[must_use]
     pub const fn or(self, absent: &'static str) -> Self {
         Self { absent: Some(absent), ..self }
     }
 
-    /// The same field, with `null` standing for this value, as JSON.
+    /// The same field, in which `null` means this value, given as JSON.
     #[must_use]
     pub const fn or_null(self, null: &'static str) -> Self {
         Self { null: Some(null), ..self }
     }
 
-    /// The same field with an alternative name in files; it is written under the first name.
+    /// The same field with an alternative name in files. The field is written under its first name.
     #[must_use]
     pub const fn also(self, key: &'static str) -> Self {
         Self { or_key: Some(key), ..self }
     }
 
-    /// Its name.
+    /// The field's name.
     #[must_use]
     pub fn key(&self) -> &'static str {
         self.key
     }
 
-    /// Whether its JSON texts are valid.
+    /// Whether the field's JSON texts are valid.
     #[cfg(test)]
     pub(super) fn is_json(&self) -> bool {
         let only = if let Is::Always(only) = self.is { Some(only) } else { None };
@@ -100,7 +100,7 @@ impl Field {
             true => (self.null, json.error(key, "is null, which it may not be")),
             false => (self.absent, json.missing(self.key)),
         };
-        // A default may be 0 even if a file's value may not.
+        // A default may be 0, although a value in the file may not be 0.
         let usual = || otherwise.map(literal).ok_or(error);
         let whole =
             |usual: Value| usual.as_u64().and_then(|size| usize::try_from(size).ok()).unwrap_or_default();
@@ -133,7 +133,7 @@ impl Field {
         Ok(())
     }
 
-    /// The name in this file; the field's own name if the key is missing.
+    /// The name that this file uses for the field. If the file does not have the key, the field's first name.
     fn said(&self, json: &ConfigJson) -> Result<&'static str> {
         let Some(other) = self.or_key else { return Ok(self.key) };
         match (json.get(self.key), json.get(other)) {
@@ -157,17 +157,17 @@ impl Field {
     }
 }
 
-/// Parses JSON of a table; a test checks that it is valid.
+/// Parses a JSON text from a table of fields. A test checks that the text is valid.
 fn literal(json: &str) -> Value {
     serde_json::from_str(json).unwrap_or_default()
 }
 
-/// A value, shortened for messages.
+/// A value, shortened for error messages.
 fn in_short(value: &Value) -> String {
     shortened(&value.to_string()).into_owned()
 }
 
-/// Keys that do not affect what a model computes.
+/// Keys that do not affect the computation of a model.
 pub(super) const OF_NO_INTEREST: &str = "\
     _name_or_path architectures auto_map bos_token_id dtype eos_token_id ep_size id2label \
     initializer_range label2id max_window_layers model_type output_router_logits pad_token_id \
@@ -175,7 +175,7 @@ pub(super) const OF_NO_INTEREST: &str = "\
     output_hidden_states return_dict chunk_size_feed_forward is_encoder_decoder problem_type \
     _attn_implementation_autoset layer_types nibble_balance quantization_config router_z_loss_coef";
 
-/// A `config.json` with a record of the keys that were read.
+/// A `config.json`, and a record of the keys that were read.
 #[derive(Debug)]
 pub struct ConfigJson {
     path: PathBuf,
@@ -186,27 +186,27 @@ pub struct ConfigJson {
 }
 
 impl ConfigJson {
-    /// Largest accepted file, in bytes.
+    /// Largest accepted size of the file, in bytes.
     const LONGEST: u64 = 4 << 20;
 
-    /// The `config.json` of a folder.
+    /// Opens the `config.json` of a folder.
     ///
     /// # Errors
-    /// [`Error::Io`] if it does not exist; [`Error::Config`] if it is no JSON object.
+    /// [`Error::Io`] if the file does not exist; [`Error::Config`] if the file is not a JSON object.
     pub fn open(path: &Path) -> Result<Self> {
         let text = files::read_text(path, Self::LONGEST).map_err(Error::io(path))?;
         Self::parse(path, &text)
     }
 
-    /// From these keys, without a file.
+    /// Creates a value from these keys, without a file.
     pub(super) fn of(keys: Map<String, Value>) -> Self {
         Self { path: PathBuf::new(), keys, asked: RefCell::default(), usual_theta: USUAL_THETA }
     }
 
-    /// From text.
+    /// Parses the text of a `config.json`.
     ///
     /// # Errors
-    /// [`Error::Config`] if it is no JSON object.
+    /// [`Error::Config`] if the text is not a JSON object.
     pub fn parse(path: &Path, text: &str) -> Result<Self> {
         let error = |why: String| Error::config("", why).in_file(path);
         match serde_json::from_str(text) {
@@ -216,7 +216,8 @@ impl ConfigJson {
         }
     }
 
-    /// The value of a key; `None` if missing or `null`. A dot separates a table's name: `rope_scaling.factor`.
+    /// The value of a key; `None` if the key is missing or `null`. A dot separates the name of a table from a key in this table:
+    /// `rope_scaling.factor`.
     pub fn get(&self, key: &str) -> Option<&Value> {
         self.asked.borrow_mut().insert(key.to_owned());
         let value = match key.split_once('.') {
@@ -226,12 +227,12 @@ impl ConfigJson {
         value.filter(|value| !value.is_null())
     }
 
-    /// Whether a key is `null`.
+    /// Whether the value of a key is `null`.
     pub(super) fn is_null(&self, key: &str) -> bool {
         self.keys.get(key).is_some_and(Value::is_null)
     }
 
-    /// Adds a configuration class's defaults for missing keys.
+    /// Inserts the defaults of a configuration class for missing keys.
     pub(super) fn fill(&mut self, absent: &[(&str, &str)]) {
         for (key, usual) in absent {
             self.keys.entry(*key).or_insert_with(|| literal(usual));
@@ -252,7 +253,7 @@ impl ConfigJson {
     /// The value of a key that must be an integer above 0.
     ///
     /// # Errors
-    /// [`Error::Config`] if it is not.
+    /// [`Error::Config`] if the value is not such an integer.
     pub fn size(&self, key: &str) -> Result<Option<usize>> {
         let expected = format!("a whole number from 1 to {MOST}");
         self.read(key, &expected, |value| whole(value).filter(|size| *size > 0))
@@ -261,7 +262,7 @@ impl ConfigJson {
     /// The value of a key that must be a non-negative integer.
     ///
     /// # Errors
-    /// [`Error::Config`] if it is not.
+    /// [`Error::Config`] if the value is not such an integer.
     pub fn count(&self, key: &str) -> Result<Option<usize>> {
         self.read(key, &format!("a whole number from 0 to {MOST}"), whole)
     }
@@ -269,7 +270,7 @@ impl ConfigJson {
     /// The value of a key that must be a non-negative number.
     ///
     /// # Errors
-    /// [`Error::Config`] if it is not.
+    /// [`Error::Config`] if the value is not such a number.
     pub fn number(&self, key: &str) -> Result<Option<f64>> {
         self.read(key, "a number of at least 0", |value| single(value).filter(|number| *number >= 0.0))
     }
@@ -277,9 +278,9 @@ impl ConfigJson {
     /// The value of a key that must be a number above 0.
     ///
     /// # Errors
-    /// [`Error::Config`] if it is not.
+    /// [`Error::Config`] if the value is not such a number.
     pub fn above_zero(&self, key: &str) -> Result<Option<f64>> {
-        // Kernels compute in single precision, where a smaller number would be zero.
+        // Kernels compute in single precision, which would round a smaller number to zero.
         let above = |value: &Value| single(value).filter(|number| *number as f32 > 0.0);
         self.read(key, "a number above 0 in the range of single precision", above)
     }
@@ -287,7 +288,7 @@ impl ConfigJson {
     /// The value of a key that must be true or false.
     ///
     /// # Errors
-    /// [`Error::Config`] if it is not.
+    /// [`Error::Config`] if the value is neither.
     pub fn switch(&self, key: &str) -> Result<Option<bool>> {
         self.read(key, "true or false", Value::as_bool)
     }
@@ -295,7 +296,7 @@ impl ConfigJson {
     /// The value of a key that must be a string.
     ///
     /// # Errors
-    /// [`Error::Config`] if it is not.
+    /// [`Error::Config`] if the value is not a string.
     pub fn word(&self, key: &str) -> Result<Option<&str>> {
         self.read(key, "a text", Value::as_str)
     }
@@ -303,7 +304,7 @@ impl ConfigJson {
     /// The value of a key that must be a table.
     ///
     /// # Errors
-    /// [`Error::Config`] if it is not.
+    /// [`Error::Config`] if the value is not a table.
     pub fn table(&self, key: &str) -> Result<Option<&Map<String, Value>>> {
         self.read(key, "an object", Value::as_object)
     }
@@ -323,7 +324,7 @@ impl ConfigJson {
         Error::config(key, why).in_file(&self.path)
     }
 
-    /// Renames a configuration's key in an error to this file's key.
+    /// Replaces the name of a configuration key in an error by the name of the key in this file.
     fn named(&self, mut error: Error) -> Error {
         let here = |text: &str| in_words_of(text, |name| self.keys.contains_key(name));
         if let Error::Config { key, why, .. } = &mut error {
@@ -332,7 +333,7 @@ impl ConfigJson {
         error
     }
 
-    /// Keys that were not read although they may affect the model.
+    /// Keys that were not read, although they may affect the model.
     pub fn passed_over(&self) -> Vec<String> {
         let asked = self.asked.borrow();
         let known = |key: &str| asked.contains(key) || words::has(OF_NO_INTEREST, key);
@@ -343,7 +344,7 @@ impl ConfigJson {
             if !known(key) {
                 unread.push(key.clone());
             } else if asked.iter().any(|asked| asked.starts_with(&inside)) {
-                // The keys of this table are read one by one.
+                // The keys of this table are read one by one, so unread keys of the table are reported too.
                 let inner = value.as_object().into_iter().flatten().filter(|(_, value)| !value.is_null());
                 let inner = inner.map(|(name, _)| format!("{inside}{name}"));
                 unread.extend(inner.filter(|key| !asked.contains(key)));
@@ -353,22 +354,22 @@ impl ConfigJson {
     }
 }
 
-/// `default_theta` of most configuration classes.
+/// The default base of the RoPE frequencies (`default_theta`) in most configuration classes.
 const USUAL_THETA: f64 = 10_000.0;
 
-/// Largest accepted size: row and element indices are 32-bit.
+/// Largest accepted size. The size is limited because row and element indices are 32-bit.
 const MOST: usize = i32::MAX as usize;
 
 fn whole(value: &Value) -> Option<usize> {
     value.as_u64().and_then(|size| usize::try_from(size).ok()).filter(|size| *size <= MOST)
 }
 
-/// A number that single precision, in which kernels compute, can represent.
+/// A number, if single precision can represent it. Kernels compute in single precision.
 fn single(value: &Value) -> Option<f64> {
     value.as_f64().filter(|number| (*number as f32).is_finite())
 }
 
-/// The `config.json` of a model in a family.
+/// Writes the `config.json` of a model in a family.
 pub(super) fn written(family: &dyn Family, model: &ModelConfig) -> Value {
     let mut model = model.clone();
     let mut keys = Map::new();
@@ -381,14 +382,14 @@ pub(super) fn written(family: &dyn Family, model: &ModelConfig) -> Value {
     Value::Object(keys)
 }
 
-/// The model of a family's `config.json`.
+/// Reads the model of a family's `config.json`.
 ///
 /// # Errors
 /// [`Error::Config`] naming a key with an unsupported value.
 pub(super) fn read(family: &dyn Family, json: &mut ConfigJson) -> Result<ModelConfig> {
     json.fill(family.absent());
     let json = &*json;
-    // Clears defaults that do not apply to every model.
+    // These values replace defaults that do not apply to every model.
     let mut model = ModelConfig {
         experts: 0,
         top_k: 0,

@@ -1,7 +1,8 @@
-//! Common parts of DeepSeek-V2 and V3: latent attention, dense layers before layers with experts, a shared expert.
+//! Common parts of DeepSeek-V2 and V3: latent attention, dense layers before layers with experts, and a shared expert.
 //!
-//! DeepSeek's RoPE rotates neighbouring elements (2i and 2i + 1) together, Nibble's rotates i and i + r/2: so the rows that produce them
-//! are permuted. DeepSeek has one tensor for the latent of keys and values and the RoPE key shared by all heads; Nibble has two parameters.
+//! DeepSeek's RoPE rotates the neighbouring elements 2i and 2i + 1 together, and Nibble's RoPE rotates the elements i and i + r/2. So the
+//! weight rows that produce these elements are permuted. DeepSeek has one tensor for the latent of keys and values and for the RoPE key
+//! shared by all heads; Nibble has two parameters.
 
 use super::config_json::{ConfigJson, Field};
 use super::shared::{read_rope, write_rope};
@@ -11,12 +12,12 @@ use crate::error::Result;
 use crate::spec::{AttentionSpec, LatentShape, ModelSpec};
 use serde_json::{Map, Value};
 
-/// Number of experts, with an alternative name in files.
+/// The field for the number of experts. `also` is its alternative name in files.
 pub const fn experts(also: &'static str) -> Field {
     Field::size("n_routed_experts", |m| &mut m.experts).also(also)
 }
 
-/// Common sizes.
+/// Fields for the sizes that both families have.
 pub const LATENT: [Field; 11] = [
     Field::size("kv_lora_rank", |m| &mut m.kv_rank),
     Field::size("qk_rope_head_dim", |m| &mut m.rope_dim),
@@ -41,16 +42,16 @@ const AUX: &str = "aux_loss_alpha";
 const OF_SEQUENCES: &str = "seq_aux";
 const KV_HEADS: &str = "num_key_value_heads";
 
-/// Reads what no field covers, except the router's selection.
+/// Reads all settings that no field covers, except the router's selection.
 ///
 /// # Errors
 /// [`crate::Error::Config`] naming a key with an unsupported value.
 pub fn read(json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
     model.qk_norm = QkNorm::None;
-    // They follow from the two parts of a head.
+    // These keys are not read, because they follow from the two parts of a head.
     json.pass_over(&["head_dim", "qk_head_dim"]);
     model.kv_heads = json.size(KV_HEADS)?.unwrap_or(model.heads);
-    // The key also appears in files of models without dense layers.
+    // The key `intermediate_size` also appears in files of models without dense layers.
     let ffn = json.count(FFN)?;
     model.ffn = if model.dense_layers > 0 { ffn.ok_or_else(|| json.missing(FFN))? } else { 0 };
     model.q_rank = json.size(Q_RANK)?.unwrap_or(0);
@@ -75,7 +76,7 @@ pub fn read(json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
     read_rope(json, model)
 }
 
-/// Writes what no field covers, except the router's selection.
+/// Writes all settings that no field covers, except the router's selection.
 pub fn write(model: &ModelConfig, keys: &mut Map<String, Value>) {
     let mut add = |key: &str, value: Value| keys.insert(key.to_owned(), value);
     add(KV_HEADS, model.kv_heads.into());
@@ -88,7 +89,7 @@ pub fn write(model: &ModelConfig, keys: &mut Map<String, Value>) {
     write_rope(model, keys);
 }
 
-/// Reads the groups that experts are selected from; a single group means none.
+/// Reads the groups from which experts are selected. A single group means no groups.
 ///
 /// # Errors
 /// [`crate::Error::Config`] for an invalid value.
@@ -100,10 +101,10 @@ pub fn read_groups(json: &ConfigJson, model: &mut ModelConfig, score: GroupScore
     Ok(())
 }
 
-/// The number of groups, and how many of them are selected.
+/// The number of groups, and the number of groups that are selected.
 ///
 /// # Errors
-/// [`crate::Error::Config`] for a key that is no integer above 0, or if more groups are selected than exist.
+/// [`crate::Error::Config`] if a key is not an integer above 0, or if more groups are selected than exist.
 fn groups(json: &ConfigJson) -> Result<(usize, usize)> {
     let [groups, top] = [GROUPS, TOP_GROUPS].map(|key| json.size(key)?.ok_or_else(|| json.missing(key)));
     let (groups, top) = (groups?, top?);
@@ -113,13 +114,13 @@ fn groups(json: &ConfigJson) -> Result<(usize, usize)> {
     Ok((groups, top))
 }
 
-/// Writes the groups that experts are selected from.
+/// Writes the groups from which experts are selected.
 pub fn write_groups(model: &ModelConfig, keys: &mut Map<String, Value>) {
     keys.insert(GROUPS.into(), model.groups.max(1).into());
     keys.insert(TOP_GROUPS.into(), model.top_groups.max(1).into());
 }
 
-/// The tensors of a model with latent attention, with DeepSeek's names and order of rows.
+/// The tensors of a model with latent attention, with DeepSeek's names and DeepSeek's order of rows.
 pub fn tensors(model: &ModelSpec) -> Vec<Named> {
     let shape = model.runs.first().and_then(|run| match &run.block.attn {
         AttentionSpec::Latent(spec) => Some(spec.shape),
@@ -134,7 +135,7 @@ pub fn tensors(model: &ModelSpec) -> Vec<Named> {
             let rows = numbers.iter().flat_map(|param| of_heads(*param, &shape)).collect();
             all.push(Named { rows, ..tensor });
         } else if is_part("k_rope_proj") {
-            // Appended to the rows of the latent.
+            // The rows of the RoPE key follow the rows of the latent.
             let turned = numbers.iter().flat_map(|param| neighbours(*param, 0, shape.rope_dim));
             if let Some(latent) = all.last_mut() {
                 latent.shape[0] += shape.rope_dim;
@@ -148,7 +149,7 @@ pub fn tensors(model: &ModelSpec) -> Vec<Named> {
     all
 }
 
-/// The rows of all query heads; RoPE rotates the last `rope_dim` of each head.
+/// The rows of all query heads. RoPE rotates the last `rope_dim` rows of each head.
 fn of_heads(param: usize, shape: &LatentShape) -> Vec<Rows> {
     let (head_dim, rope_dim) = (shape.head_dim(), shape.rope_dim);
     let head = |head: usize| {
@@ -158,7 +159,7 @@ fn of_heads(param: usize, shape: &LatentShape) -> Vec<Rows> {
     (0..shape.heads).flat_map(head).collect()
 }
 
-/// `count` rows from `first` on, with row i followed by its rotation partner i + count/2.
+/// `count` rows from `first` on, in DeepSeek's order: row i is followed by its rotation partner i + count/2.
 fn neighbours(param: usize, first: usize, count: usize) -> impl Iterator<Item = Rows> {
     let row = move |row: usize| Rows { param, range: first + row..first + row + 1 };
     (0..count / 2).flat_map(move |i| [row(i), row(i + count / 2)])

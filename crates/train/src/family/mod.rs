@@ -1,24 +1,24 @@
-//! Families of models: the names of their tensors and sizes outside of Nibble.
+//! Families of models: the names of tensors and sizes in other programs.
 //!
-//! A parameter's id decides its initial values, its random bits and its place in a run. Its family decides the name under which a
-//! checkpoint has it, and how its rows are laid out in tensors there. So a family changes no weight, and the same model can be written as
-//! any family that has names for its parts. A family does no arithmetic: what names and orders of rows cannot express is a choice of the
-//! decoder.
+//! A parameter's id determines its initial values, its random bits and its place in a run. The model's family determines the parameter's
+//! name in a checkpoint, and the layout of the parameter's rows in the checkpoint's tensors. So a family changes no weight, and the same
+//! model can be written as any family that has names for the model's parts. A family does no arithmetic. A difference that names and orders
+//! of rows cannot express needs an option of the decoder.
 //!
-//! A family is a folder here and an entry of [`FAMILIES`]: names and layouts of tensors, and a mapping to and from `config.json`. Its first
-//! comment says which models it covers and how they differ from those of other programs. No setting names a family. A model is written as
-//! the first family whose `config.json`, read again, gives that model; a test may choose another. If a new family takes over models of
-//! another one, older checkpoints of these models have the old names and cannot be loaded.
+//! A family consists of a folder here and an entry of [`FAMILIES`]: names and layouts of tensors, and a mapping to and from `config.json`.
+//! The first comment in the folder says which models the family covers and how they differ from the models of other programs. No setting
+//! names a family. A model is written as the first family whose `config.json`, when read, gives the same model; a test may choose another
+//! family. If a new family takes over models of another family, older checkpoints of these models have the old names and cannot be loaded.
 //!
-//! One table of [`Field`]s reads and writes most of `config.json`; two functions handle what no field expresses. A key with an unsupported
-//! value is refused by name.
+//! One table of [`Field`]s reads and writes most of `config.json`; two functions handle the settings that no field expresses. A key with an
+//! unsupported value is refused by name.
 //!
-//! A tensor of a checkpoint is a concatenation of rows of parameters ([`Named`]). So a family can split a parameter, join two, and
-//! reorder rows, as DeepSeek's rotated rows need; it cannot transpose. `train/tests/models/spec.rs` has a made-up family, with which
-//! a trained model is written and read back bit for bit.
+//! A tensor of a checkpoint is a concatenation of rows of parameters ([`Named`]). So a family can split a parameter, join two parameters,
+//! and reorder rows, as DeepSeek's rotated rows require. A family cannot transpose a parameter. `train/tests/models/spec.rs` has an
+//! invented family, with which a trained model is written and read back bit for bit.
 //!
-//! Checkpoints of a run have the family's names and order too, in F32. So a run's checkpoint, an export and a published folder differ
-//! only in the type of their values, and one reader (`checkpoint::Tensors`) serves all of them.
+//! Checkpoints of a run also use the family's names and order of rows, in F32. So a run's checkpoint, an export and a published folder
+//! differ only in the type of their values, and one reader (`checkpoint::Tensors`) reads all of them.
 
 mod alias;
 mod config_json;
@@ -53,21 +53,21 @@ use nibble_core::shortened;
 use serde_json::{Map, Value};
 use std::fmt;
 
-/// Every family; a model is written as the first one that supports it. The last one supports every model.
+/// Every family. A model is written as the first family that supports the model. The last family supports every model.
 pub const FAMILIES: [&dyn Family; 8] =
     [&Qwen3Moe, &Qwen3, &Llama, &Qwen2, &Olmoe, &DeepseekV2, &DeepseekV3, &Nibble];
 
-/// The family that a model is written as: the first whose `config.json` describes it completely.
+/// The family as which a model is written: the first family whose `config.json` describes the model completely.
 #[must_use]
 pub fn of(model: &ModelConfig) -> &'static dyn Family {
     FAMILIES.into_iter().find(|family| has(*family, model)).unwrap_or(&Nibble)
 }
 
-/// Whether a family's `config.json` describes a model completely: reading it back gives the same model, except for positions and training
+/// Whether a family's `config.json` describes a model completely: reading the file gives the same model, except for positions and training
 /// losses.
 fn has(family: &dyn Family, model: &ModelConfig) -> bool {
     let alike = |model: &ModelConfig| ModelConfig {
-        // 0 and `head_dim` mean the same width.
+        // `value_head_dim` may be 0 or `head_dim` for the same width.
         value_head_dim: model.value_head_dim(),
         max_positions: 0,
         aux_loss_coef: 0.0,
@@ -79,13 +79,13 @@ fn has(family: &dyn Family, model: &ModelConfig) -> bool {
     config_json::read(family, &mut ConfigJson::of(keys)).is_ok_and(|read| alike(&read) == alike(model))
 }
 
-/// The `config.json` of a model in this family, which other tools and [`read`] read. `positions`: the model's number of positions.
+/// The `config.json` of a model in this family, for other tools and for [`read`]. `positions` is the model's number of positions.
 #[must_use]
 pub fn config_json(family: &dyn Family, model: &ModelConfig, positions: usize) -> Value {
     config_json::written(family, &ModelConfig { max_positions: positions, ..model.clone() })
 }
 
-/// The model of a `config.json`, and its family.
+/// Reads the model of a `config.json`, and determines its family.
 ///
 /// # Errors
 /// [`crate::Error::Config`] naming a key with an unsupported value.
@@ -103,39 +103,39 @@ pub fn read(json: &mut ConfigJson) -> Result<(&'static dyn Family, ModelConfig)>
     Err(json.error(KIND, format!("is \"{}\", expected one of {}", shortened(kind), known.join(", "))))
 }
 
-/// The external names of a family of models.
+/// The names that other programs use for a family of models.
 pub trait Family: fmt::Debug + Sync {
-    /// Its `model_type` in `config.json`.
+    /// The family's `model_type` in `config.json`.
     fn name(&self) -> &'static str;
 
-    /// Its entry of `architectures` in `config.json`.
+    /// The family's entry of `architectures` in `config.json`.
     fn architecture(&self) -> &'static str;
 
-    /// The keys of `config.json` that map to one size each, or that have only one supported value.
+    /// The keys of `config.json` that correspond to one size each, or that have only one supported value.
     fn fields(&self) -> Vec<Field>;
 
-    /// Defaults of its configuration class in `transformers`, as JSON, for keys without a default in a field. Never for keys that determine
-    /// the shapes of tensors: those are required in a file.
+    /// Defaults, as JSON, of the family's configuration class in `transformers`, for keys whose field has no default. Keys that determine
+    /// the shapes of tensors never have a default here, because a file must contain such keys.
     fn absent(&self) -> &'static [(&'static str, &'static str)] {
         &[]
     }
 
-    /// Reads what no field covers into a model with the fields' values, and otherwise a dense Qwen3's defaults.
+    /// Reads all settings that no field covers. `model` has the values of the fields, and otherwise the defaults of a dense Qwen3.
     ///
     /// # Errors
     /// [`crate::Error::Config`] naming a key with an unsupported value.
     fn read_rest(&self, json: &ConfigJson, model: &mut ModelConfig) -> Result<()>;
 
-    /// Writes what no field covers.
+    /// Writes all settings that no field covers.
     fn write_rest(&self, model: &ModelConfig, keys: &mut Map<String, Value>);
 
-    /// The tensors of a model's checkpoint, which contain each row of each parameter exactly once. The same list serves writing and
-    /// reading. A gated projection is one parameter, with the gate's rows before the up projection's.
+    /// The tensors of a model's checkpoint, which contain each row of each parameter exactly once. The same list is used for writing and
+    /// for reading. A gated projection is one parameter, in which the gate's rows precede the rows of the up projection.
     fn tensors(&self, model: &ModelSpec) -> Vec<Named> {
         as_they_are(model)
     }
 
-    /// Whether a tensor of a published checkpoint is not part of the model and is ignored.
+    /// Whether a tensor of a published checkpoint is ignored because it is not part of the model.
     fn passes_over(&self, _name: &str, _model: &ModelConfig) -> bool {
         false
     }
@@ -147,8 +147,8 @@ mod tests {
     use crate::config::Config;
     use std::collections::BTreeSet;
 
-    /// DeepSeek's order of rotated rows: elements 2i and 2i + 1 are rotated together there, i and i + r/2 here. Expected values are by
-    /// hand.
+    /// The order of rotated rows in DeepSeek's tensors. DeepSeek rotates elements 2i and 2i + 1 together; Nibble rotates i and i + r/2. The
+    /// expected values were computed by hand.
     #[test]
     fn rows_that_turn_lie_beside_their_partners_in_deepseeks_tensors() {
         let changes = [
@@ -167,7 +167,7 @@ mod tests {
         };
         let ids: Vec<String> = model.params().map(|param| param.id).collect();
         let number = |part: &str| ids.iter().position(|id| id.ends_with(part)).unwrap();
-        // Two heads of 12 elements without RoPE and 4 with RoPE.
+        // There are two heads; each has 12 elements without RoPE and 4 elements with RoPE.
         let q = number("layers.0.self_attn.q_proj.weight");
         let head = |first: usize| (first..first + 12).chain([12, 14, 13, 15].map(|row| first + row));
         let expected: Vec<_> = head(0).chain(head(16)).map(|row| (q, row)).collect();
@@ -306,7 +306,7 @@ mod tests {
             let error = read_with(key, value).unwrap_err().to_string();
             assert!(error.contains(key) && error.contains(why), "{error}");
         }
-        // Integers are numbers, and missing keys have their defaults.
+        // Integers are accepted as numbers, and missing keys have their defaults.
         assert_eq!(
             read_with("attention_dropout", 0.into()).unwrap(),
             read_with("use_cache", true.into()).unwrap()
@@ -357,7 +357,7 @@ mod tests {
         shapes.into_iter().map(keys).collect()
     }
 
-    /// Reads these keys with one changed; a dot separates a table's name.
+    /// Reads these keys after a change of one key. A dot separates the name of a table from a key in this table.
     fn read_changed(keys: &Map<String, Value>, key: &str, value: &Value) -> Result<ModelConfig> {
         let mut keys = keys.clone();
         match key.split_once('.') {
@@ -381,7 +381,7 @@ mod tests {
                     continue;
                 }
                 for value in wrong.as_array().unwrap().iter().chain([&huge]) {
-                    // The right type; impossible sizes are refused too.
+                    // A value of the right type may be accepted, but impossible sizes must be refused too.
                     let (whole, number) = (is.is_u64(), is.is_f64());
                     let may = value.is_boolean() && is.is_boolean()
                         || value == 5 && (whole || number)
@@ -409,7 +409,7 @@ mod tests {
         let zero = Value::from(0);
         for (family, keys) in of_each_family() {
             for (key, is) in keys.iter().filter(|(_, is)| is.is_number()) {
-                // Keys that may be 0, or that are not read.
+                // These keys may be 0, or are not read.
                 let may = [
                     "num_nextn_predict_layers",
                     "first_k_dense_replace",
@@ -460,7 +460,7 @@ mod tests {
         }
         let read = read_changed(&keys, "rope_scaling", &yarn).unwrap().rope_scaling;
         assert_eq!((read.factor, read.original_positions), (4.0, 64));
-        // `rope_scaling` takes precedence, as in transformers, and a base that would be lost is an error.
+        // `rope_scaling` takes precedence, as in transformers. A base of the frequencies that would be lost is an error.
         let former = super::read(&mut ConfigJson::of(keys.clone())).unwrap().1;
         assert_eq!(read_changed(&keys, "rope_parameters", &yarn).unwrap(), former);
         let mut others = keys.clone();

@@ -1,53 +1,53 @@
-//! Tensors of parameters: their rows, the order of the rows, and the names that most families use.
+//! The tensors of parameters: their rows, the order of the rows, and the names that most families use.
 
 use crate::spec::{ModelSpec, ParamSpec};
 use std::ops::Range;
 
-/// Rows of a parameter, by its index in canonical order. The matrices of experts follow one another.
+/// Rows of a parameter. The parameter is given by its index in canonical order. The matrices of experts follow one another.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rows {
     /// Index of the parameter.
     pub param: usize,
-    /// Range of its rows.
+    /// Range of the parameter's rows.
     pub range: Range<usize>,
 }
 
-/// A tensor of a checkpoint: a concatenation of rows of parameters.
+/// A tensor of a checkpoint, which is a concatenation of rows of parameters.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Named {
-    /// `model.layers.0.mlp.experts.3.up_proj.weight`.
+    /// The tensor's name: `model.layers.0.mlp.experts.3.up_proj.weight`.
     pub name: String,
-    /// Its shape; the last dimension is a row's.
+    /// The tensor's shape. The last dimension is the length of a row.
     pub shape: Vec<usize>,
-    /// The rows that it consists of.
+    /// The rows of which the tensor consists.
     pub rows: Vec<Rows>,
 }
 
 impl Named {
-    /// Consecutive rows of one parameter.
+    /// A tensor that consists of consecutive rows of one parameter.
     #[must_use]
     pub fn of(name: String, shape: Vec<usize>, param: usize, range: Range<usize>) -> Self {
         Self { name, shape, rows: vec![Rows { param, range }] }
     }
 
-    /// Number of values.
+    /// Number of values of the tensor.
     #[must_use]
     pub fn num_values(&self) -> usize {
         self.shape.iter().product()
     }
 
-    /// Contiguous runs of values: a parameter's index, and the range of its values.
+    /// Contiguous runs of values: the index of a parameter, and a range of the parameter's values.
     pub fn runs(&self) -> impl Iterator<Item = (usize, Range<usize>)> + '_ {
         let cols = self.shape.last().copied().unwrap_or(0);
         self.rows.iter().map(move |rows| (rows.param, rows.range.start * cols..rows.range.end * cols))
     }
 }
 
-/// The halves of a gated projection.
+/// The names of the two halves of a gated projection.
 const HALVES: [&str; 2] = ["gate_proj", "up_proj"];
 
-/// The tensors of every parameter in canonical order, named by their ids: gated projections are split in halves, stacked experts one by
-/// one, and everything else is unchanged. Each row appears exactly once.
+/// The tensors of every parameter in canonical order, named by the parameters' ids. A gated projection is split into its halves, stacked
+/// experts are separate tensors, and all other parameters are unchanged. Each row appears exactly once.
 #[must_use]
 pub fn as_they_are(model: &ModelSpec) -> Vec<Named> {
     model.params().enumerate().flat_map(|(number, param)| of_param(number, &param)).collect()
@@ -70,7 +70,7 @@ fn of_param(number: usize, param: &ParamSpec) -> Vec<Named> {
     vec![Named::of(param.id.clone(), shape, number, 0..rows)]
 }
 
-/// Tensors with equal numbers of consecutive rows of a parameter, from row `first` on.
+/// Tensors with equal numbers of rows. The rows are consecutive rows of a parameter, starting with row `first`.
 fn side_by_side(
     (number, layer): (usize, &str),
     parts: &[&str],

@@ -1,4 +1,4 @@
-//! Common parts of several families' `config.json`.
+//! Parts of `config.json` that several families share.
 
 use super::config_json::{ConfigJson, Field};
 use crate::config::{Balance, ModelConfig, QkNorm, RopeScaling, RopeScalingKind};
@@ -6,7 +6,7 @@ use crate::error::Result;
 use nibble_core::shortened;
 use serde_json::{Map, Value, json};
 
-/// Fields of every decoder.
+/// Fields that every decoder has.
 pub const DECODER: [Field; 8] = [
     Field::size("vocab_size", |m| &mut m.vocab_size),
     Field::size("hidden_size", |m| &mut m.d_model),
@@ -18,17 +18,17 @@ pub const DECODER: [Field; 8] = [
     Field::always("attention_dropout", "0.0").or_null("0.0"),
 ];
 
-/// Key-value heads. `null` means as many as query heads, and a head dimension of the width divided by the query heads; a missing key means
-/// the same unless the family has another default.
+/// The number of key-value heads, and the head dimension. `null` means as many key-value heads as query heads, and a head dimension equal
+/// to the width divided by the number of query heads. A missing key means the same, unless the family has another default.
 pub const GROUPED_QUERY: [Field; 2] = [
     Field::size("num_key_value_heads", |m| &mut m.kv_heads).or("0").or_null("0"),
     Field::size("head_dim", |m| &mut m.head_dim).or("0").or_null("0"),
 ];
 
-/// Replaces the zeros that [`GROUPED_QUERY`] leaves.
+/// Replaces the zeros that [`GROUPED_QUERY`] leaves for these values.
 ///
 /// # Errors
-/// [`crate::Error::Config`] if the heads do not divide the width.
+/// [`crate::Error::Config`] if the number of heads does not divide the width.
 pub fn read_heads(json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
     if model.kv_heads == 0 {
         model.kv_heads = model.heads;
@@ -52,24 +52,24 @@ pub const DENSE: [Field; 2] = [
     Field::number("rms_norm_eps", |m| &mut m.norm_eps).or("1e-6"),
 ];
 
-/// The attention projections have no bias.
+/// A field that requires attention projections without bias.
 pub const NO_BIAS: Field = Field::always("attention_bias", "false");
 
-/// Reads what no field covers of a dense model with this QK-norm.
+/// Reads all settings of a dense model with this QK norm that no field covers.
 ///
 /// # Errors
-/// As [`read_heads`] and [`read_rope`].
+/// The errors of [`read_heads`] and [`read_rope`].
 pub fn read_dense(json: &ConfigJson, model: &mut ModelConfig, qk_norm: QkNorm) -> Result<()> {
     model.qk_norm = qk_norm;
     read_heads(json, model)?;
     read_rope(json, model)
 }
 
-/// Reads RoPE from `rope_theta` and `rope_scaling`, or from `rope_parameters`, the newer name. A non-empty `rope_scaling` takes precedence,
-/// as in `RotaryEmbeddingConfigMixin` of `transformers`.
+/// Reads RoPE from `rope_theta` and `rope_scaling`, or from `rope_parameters`, which is the newer name. A non-empty `rope_scaling` takes
+/// precedence, as in `RotaryEmbeddingConfigMixin` of `transformers`.
 ///
 /// # Errors
-/// [`crate::Error::Config`] for an unsupported kind, and for two different bases.
+/// [`crate::Error::Config`] for an unsupported kind of scaling, and for two different bases of the frequencies.
 pub fn read_rope(json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
     let (parameters, scaling) = (json.table(TABLE)?, json.table(FORMER)?);
     let says = |table: Option<&Map<String, Value>>| table.is_some_and(|table| !table.is_empty());
@@ -104,7 +104,7 @@ pub fn read_rope(json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
     }
 }
 
-/// The name of RoPE's table, and its former name.
+/// The current and the former name of RoPE's table.
 const TABLE: &str = "rope_parameters";
 const FORMER: &str = "rope_scaling";
 const THETA: &str = "rope_theta";
@@ -117,7 +117,8 @@ fn pass_over_table(json: &ConfigJson, table: &str) -> Result<()> {
     Ok(())
 }
 
-/// Checks that RoPE rotates all elements equally in all layers: no partial rotation, and no table per kind of layer.
+/// Checks that RoPE rotates all elements, in the same way in all layers: there is no partial rotation, and no separate table per kind of
+/// layer.
 fn check_turns(json: &ConfigJson, table: &str) -> Result<()> {
     const PART: &str = "partial_rotary_factor";
     for key in [PART, &format!("{table}.{PART}")] {
@@ -138,7 +139,7 @@ fn check_turns(json: &ConfigJson, table: &str) -> Result<()> {
     }
 }
 
-/// The rule that a table names, unless it is the default.
+/// The scaling rule that a table names; `None` for the default.
 fn rope_kind(json: &ConfigJson, table: &str) -> Result<Option<RopeScalingKind>> {
     let [key, former] = ["rope_type", "type"].map(|name| format!("{table}.{name}"));
     let (said, other) = (json.word(&key)?, json.word(&former)?);
@@ -166,7 +167,7 @@ fn rope_kind(json: &ConfigJson, table: &str) -> Result<Option<RopeScalingKind>> 
     }
 }
 
-/// The positions of the original training: from the file, from the table, or all positions of the model.
+/// The number of positions of the original training: from the file, or from the table, or else the model's number of positions.
 fn original_positions(json: &ConfigJson, table: &str, model: &ModelConfig) -> Result<usize> {
     const ORIGINAL: &str = "original_max_position_embeddings";
     let inside = format!("{table}.{ORIGINAL}");
@@ -206,7 +207,7 @@ fn read_rope_scaling(
     scaling.beta_fast = above("beta_fast", usual.beta_fast)?;
     scaling.beta_slow = above("beta_slow", usual.beta_slow)?;
     (scaling.mscale, scaling.mscale_all_dim) = (number("mscale")?, number("mscale_all_dim")?);
-    // Without `mscale_all_dim` it has no effect.
+    // Without `mscale_all_dim`, `mscale` has no effect.
     if scaling.mscale_all_dim == 0.0 {
         scaling.mscale = 0.0;
     }
@@ -223,7 +224,7 @@ fn read_rope_scaling(
     }
 }
 
-/// Writes RoPE under the keys that every reader knows.
+/// Writes RoPE under the keys that every program knows.
 pub fn write_rope(model: &ModelConfig, keys: &mut Map<String, Value>) {
     keys.insert("rope_theta".into(), model.rope_theta.into());
     let s = &model.rope_scaling;
@@ -252,24 +253,24 @@ pub fn write_rope(model: &ModelConfig, keys: &mut Map<String, Value>) {
 /// The layers with sliding-window attention.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Windowed {
-    /// Those in `layer_types`, otherwise those from `max_window_layers` on; none without `use_sliding_window`.
+    /// The layers in `layer_types`; if this key is missing, the layers from `max_window_layers` on. No layers without `use_sliding_window`.
     Named,
-    /// All, if `use_sliding_window` is set.
+    /// All layers, if `use_sliding_window` is set.
     All,
-    /// All, whatever `use_sliding_window` says.
+    /// All layers, regardless of `use_sliding_window`.
     Always,
-    /// Those in `layer_types`, or all if that is missing; none if `use_sliding_window` is false.
+    /// The layers in `layer_types`, or all layers if this key is missing. No layers if `use_sliding_window` is false.
     Listed,
 }
 
-/// Checks that no window ever hides a key from a query: the decoder has only full attention.
+/// Checks that no window hides a key from a query, because the decoder has only full attention.
 ///
 /// # Errors
 /// [`crate::Error::Config`] for a window shorter than the model's positions.
 pub fn check_window(json: &ConfigJson, model: &ModelConfig, of: Windowed) -> Result<()> {
     const WINDOW: &str = "sliding_window";
     const LAYERS: &str = "layer_types";
-    // The configuration classes' default of `max_window_layers`.
+    // The default of `max_window_layers` in the configuration classes.
     const FULL: usize = 28;
     let is_used = of == Windowed::Always || json.switch(USE_WINDOW)?.unwrap_or(of == Windowed::Listed);
     let window = json.count(WINDOW)?.filter(|_| is_used);
@@ -310,25 +311,25 @@ pub fn check_window(json: &ConfigJson, model: &ModelConfig, of: Windowed) -> Res
 /// The key that enables the window.
 const USE_WINDOW: &str = "use_sliding_window";
 
-/// Writes that there is no window.
+/// Writes that the model has no window.
 pub fn write_window(keys: &mut Map<String, Value>) {
     keys.insert(USE_WINDOW.into(), false.into());
 }
 
-/// Fields of a mixture of experts; the keys of widths differ between families.
+/// Fields of a mixture of experts. The keys of widths are not included, because they differ between families.
 pub const MIXTURE: [Field; 3] = [
     Field::size("num_experts", |m| &mut m.experts).also("num_local_experts"),
     Field::size("num_experts_per_tok", |m| &mut m.top_k),
     Field::switch("norm_topk_prob", |m| &mut m.norm_topk_prob).or("false"),
 ];
 
-/// The key of the weight of `transformers`' load-balancing loss.
+/// The key for the weight of the load-balancing loss in `transformers`.
 pub const AUX: &str = "router_aux_loss_coef";
 
-/// Reads the load-balancing loss of `transformers`, over all layers together.
+/// Reads the weight of the load-balancing loss of `transformers`, which treats all layers together.
 ///
 /// # Errors
-/// [`crate::Error::Config`] if its weight is no number.
+/// [`crate::Error::Config`] if the weight is not a number.
 pub fn read_balance(json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
     model.balance = Balance::Batch;
     model.aux_loss_coef = json.number(AUX)?.ok_or_else(|| json.missing(AUX))?;
@@ -344,20 +345,22 @@ pub fn write_balance(model: &ModelConfig, keys: &mut Map<String, Value>) {
     }
 }
 
-/// The weight with which the load-balancing loss of `transformers` is as strong as ours.
+/// The weight with which the load-balancing loss of `transformers` is as strong as Nibble's loss.
 ///
-/// With E experts and top-k routing of T tokens per layer, n_le tokens of layer l reach expert e, whose mean probability there is P_le.
-/// Ours is summed over the L layers with experts, each of which contributes 1 under uniform routing:
+/// With E experts and top-k routing of T tokens per layer, n_le tokens of layer l reach expert e, and P_le is the mean probability of
+/// expert e in layer l. Nibble's loss is summed over the L layers with experts; each layer contributes 1 under uniform routing:
 ///
 /// ```text
 /// ours   = Σ_l E · Σ_e n_le / (k · T) · P_le
 /// theirs = E · Σ_e F_e · P_e,   F_e = Σ_l n_le / (L · T),   P_e = Σ_l P_le / L
 /// ```
 ///
-/// Theirs (`load_balancing_loss_func` of Qwen3-MoE and Mixtral) treats all layers as one, and its fractions F_e sum to k. If n and P are
-/// the same in every layer, F_e = n_e / T and P_e = P_le, so theirs = k · (ours / L): our weight times L / k is theirs, for the loss and
-/// its gradient. If layers differ, so do the losses: in theirs an expert's surplus in one layer offsets its deficit in another, in ours it
-/// does not; nor does ours combine the shards of a step. Under `balance = "batch"` the loss is theirs, and so is the weight.
+/// The loss of `transformers` (`load_balancing_loss_func` of Qwen3-MoE and Mixtral) treats all layers as one, and its fractions F_e sum to
+/// k. If n and P are the same in every layer, then F_e = n_e / T and P_e = P_le, so theirs = k · (ours / L). Nibble's weight times L / k is
+/// then the weight of `transformers`, for the loss and for its gradient. If layers differ, the losses differ too. In the loss of
+/// `transformers`, an expert's surplus in one layer offsets the expert's deficit in another layer; in Nibble's loss, a surplus offsets no
+/// deficit. Nibble's loss also does not combine the shards of a step. Under `balance = "batch"` the loss is that of `transformers`, and so
+/// is the weight.
 fn their_aux_loss_coef(m: &ModelConfig) -> f64 {
     if m.balance == Balance::Batch {
         return m.aux_loss_coef;

@@ -1,12 +1,12 @@
-//! Sums of gradients over ranks, several weights at a time, while the backward pass computes the next gradients.
+//! Sums gradients over ranks, several weights at a time, while the backward pass computes the next gradients.
 //!
-//! A gradient is put into a bucket right after its product, or at the end of a step of several micro-batches. There is one bucket for dense
-//! weights and one for experts. A bucket is sent when it holds 25 MiB, after the previous bucket has been awaited; at most two buckets of a
-//! kind are in memory. Which gradients share a bucket, and when the bucket is sent, changes no bit.
+//! A gradient is put into a bucket right after its GEMM, or at the end of a step with several micro-batches. There is one bucket for dense
+//! weights and one for experts. A bucket is sent when it contains 25 MiB, after the previous bucket has been awaited; at most two buckets
+//! of a kind are in memory. The assignment of gradients to buckets, and the time at which a bucket is sent, change no bit.
 //!
-//! `begin_reduce_scatter_tree` brings each rank its rows of every other rank's sum and adds them by the tree of the shards: as many bytes
-//! as a ring, in one fixed order. A BF16 gradient is rounded after that. With `run.reductions = "nccl"` NCCL sums instead, in an order of
-//! its own: the one setting of a run that does not keep bits.
+//! `begin_reduce_scatter_tree` sends each rank the rows that it keeps of every other rank's sum, and adds these rows by the tree of the
+//! shards. The collective sends as many bytes as a ring, but sums in one fixed order. A BF16 gradient is rounded afterwards. With
+//! `run.reductions = "nccl"`, NCCL computes the sum in its own order; no other setting of a run fails to preserve bits.
 
 use super::placement::Placement;
 use crate::fault::{Point, exchanging};
@@ -16,21 +16,21 @@ use nibble_core::{Comm, Data, Error, Kernels, Mesh, Result, Tensor, Transfer, Tr
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// Bytes of F32 gradients that are sent together. Smaller buckets would not reach the full rate of a link. With larger ones the last
-/// bucket, which no computation overlaps, would take longer. PyTorch's DDP uses the same size.
+/// Number of bytes of F32 gradients that are sent together. Smaller buckets would not reach the full rate of a link. Larger buckets would
+/// make the last bucket slower, which no computation overlaps. PyTorch's DDP uses the same size.
 const BUCKET_BYTES: usize = 25 << 20;
 
 /// This rank's gradients, until they are summed over ranks.
 ///
-/// Gradients are put into a bucket in the order in which they become ready, which is the same on all ranks that sum them. A full bucket is
-/// sent once the previous bucket has come back. So at most two buckets are in memory: one that is being filled, and one in flight. A
-/// gradient as large as a bucket is sent alone.
+/// Gradients are put into a bucket in the order in which they become ready, which is the same on all ranks that sum these gradients. A full
+/// bucket is sent after the previous bucket has been received. So at most two buckets are in memory: one that is being filled, and one in
+/// flight. A gradient as large as a bucket is sent alone.
 #[derive(Debug)]
 pub struct Buckets<B: Kernels> {
     bytes: usize,
-    /// For weights that every rank holds.
+    /// The bucket for weights that every rank holds.
     replicated: Lane<B>,
-    /// For experts.
+    /// The bucket for experts' weights.
     experts: Lane<B>,
 }
 
@@ -41,7 +41,7 @@ impl<B: Kernels> Default for Buckets<B> {
 }
 
 impl<B: Kernels> Buckets<B> {
-    /// Buckets of this many bytes. No bit of a sum depends on the size.
+    /// Buckets of this size in bytes. No bit of a sum depends on the size.
     pub fn of_bytes(bytes: usize) -> Self {
         Self { bytes, replicated: Lane::default(), experts: Lane::default() }
     }
@@ -64,13 +64,14 @@ impl<B: Kernels> Buckets<B> {
         if lane.open_bytes >= full { lane.send(b, ranks) } else { Ok(()) }
     }
 
-    /// Sends the open buckets, full or not.
+    /// Sends the open buckets, even if they are not full.
     pub(super) fn send(&mut self, b: &B, mesh: Mesh<'_, B>) -> Result<()> {
         self.replicated.send(b, mesh.all)?;
         self.experts.send(b, mesh.dp)
     }
 
-    /// Waits for the gradient sum of the weight of this name, and for all sums put in before. All ranks ask in the same order.
+    /// Waits for the gradient sum of the weight with this name, and for all gradients that were put in earlier. All ranks call this
+    /// function in the same order.
     pub(super) fn take(
         &mut self,
         (b, ranks): (&B, &dyn Comm<B>),
@@ -94,36 +95,36 @@ impl<B: Kernels> Buckets<B> {
     }
 }
 
-/// A gradient that is to be summed over ranks.
+/// A gradient that must be summed over ranks.
 #[derive(Debug)]
 pub(super) struct Summand<B: Kernels> {
-    /// Name of the weight.
+    /// The name of the weight.
     pub name: String,
-    /// This rank's sum, for all rows.
+    /// This rank's gradient, with all rows.
     pub values: B::Buf<f32>,
-    /// Which values go to each rank.
+    /// The ranges of values that each rank receives.
     pub parts: Vec<Range<usize>>,
-    /// Where the sum goes: the rows that this rank keeps; in F32, or in BF16, rounded once.
+    /// The tensor that receives the sum of the rows that this rank keeps: F32, or BF16, to which the sum is rounded once.
     pub into: Tensor<B>,
 }
 
 /// The buckets of gradients that are summed over the same ranks.
 #[derive(Debug)]
 struct Lane<B: Kernels> {
-    /// Gradients that have not been sent.
+    /// Gradients that have not been sent yet.
     open: Vec<Summand<B>>,
     open_bytes: usize,
     under_way: Option<(Transfer<B>, Vec<Destination<B>>)>,
-    /// Sums by weight.
+    /// Finished sums, by the weight's name.
     done: BTreeMap<String, Tensor<B>>,
 }
 
-/// Where a sum in flight goes.
+/// The destination of a sum in flight.
 #[derive(Debug)]
 struct Destination<B: Kernels> {
     name: String,
     shape: (usize, usize),
-    /// The tensor that it is rounded into, if that is not F32.
+    /// The tensor into which the sum is rounded; `None` if the sum stays in F32.
     rounded: Option<Tensor<B>>,
 }
 
@@ -134,7 +135,7 @@ impl<B: Kernels> Default for Lane<B> {
 }
 
 impl<B: Kernels> Lane<B> {
-    /// Sends the open bucket, once the one before it has come back.
+    /// Sends the open bucket, after the previous bucket has been received.
     fn send(&mut self, b: &B, ranks: &dyn Comm<B>) -> Result<()> {
         if self.open.is_empty() {
             return Ok(());

@@ -1,11 +1,11 @@
-//! The copies of a quantized weight whose rows are sharded: each rank quantizes its own rows, and sends its codes and scales to all ranks.
+//! The copies of a quantized weight whose rows are sharded. Each rank quantizes its own rows, and sends its codes and scales to all ranks.
 //!
-//! A rank sends two copies, the weight as it is and transposed. Together they take 2.06 bytes per value in MXFP8 and 1.13 in HiFloat4,
-//! where F32 takes 4 bytes and BF16 takes 2. For a forward pass alone the transposed copy is not sent.
+//! A rank sends two copies: the weight itself, and its transpose. Both copies together need 2.06 bytes per value in MXFP8 and 1.13 in
+//! HiFloat4, compared with 4 bytes in F32 and 2 bytes in BF16. In inference, the transposed copy is not sent.
 //!
-//! A scale of a whole tensor depends on several slices. Each rank measures its own rows (`MeasureAmax`), the maxima of all weights are
-//! gathered at once, and every rank quantizes under the largest (`Quantize::amax`), which is exact. Scales of whole rows or columns cannot
-//! be computed this way. In formats with such scales, ranks send F32 rows, and each rank quantizes all rows.
+//! A tensor scale depends on several slices. Each rank measures its own rows (`MeasureAmax`), the maxima of all weights are gathered in one
+//! collective, and every rank quantizes with the largest maximum (`Quantize::amax`), which is exact. Scales of whole rows or columns cannot
+//! be computed in this way. In formats with such scales, ranks send F32 rows, and each rank quantizes all rows.
 
 use super::planes::{PARTS, PackedRows};
 use super::slices::{Piece, Slices, TILE};
@@ -18,24 +18,25 @@ use nibble_core::ops::{
 use nibble_core::{BlockScaled, Comm, Data, Error, Kernels, LineCopy, Operand, Result, Tensor};
 use std::ops::Range;
 
-/// Whether the codes of a slice equal those of the same rows in the whole weight, in both copies: no block crosses the end of a tile. (A
-/// tensor scale follows from the largest magnitude of all slices, which is exact.)
+/// Whether weights with this codec are sent as codes. The codes of a slice must equal the codes of the same rows in the whole weight, in
+/// both copies, so no block may cross the end of a tile. (A tensor scale follows from the largest magnitude of all slices, which is exact.)
 pub(super) fn travel(codec: Codec) -> bool {
     TILE.is_multiple_of(codec.format().spec().block)
 }
 
-/// A weight's rows on this rank, quantized.
+/// The quantized rows of a weight on this rank.
 #[derive(Debug)]
 pub(super) struct OfRank<B: Kernels> {
     pub codec: Codec,
-    /// In order. The magnitudes found are those of all ranks' rows; the counts are of this rank's rows.
+    /// The quantized pieces in order. The pieces' magnitudes cover all ranks' rows, and their counts cover this rank's rows.
     pieces: Vec<Emitted<B>>,
-    /// Under delayed scales: the largest magnitude of each matrix, over all ranks' rows.
+    /// Under delayed scales: the largest magnitude of each matrix, over the rows of all ranks.
     found_amax: Option<B::Buf<f32>>,
 }
 
 impl<B: Kernels> OfRank<B> {
-    /// Quantizes this rank's rows of the master. `delayed`: all matrices' scales; `amax`: from [`largest`], for tensor scales.
+    /// Quantizes this rank's rows of the master. `delayed` contains the delayed scales of all matrices. For tensor scales, `amax` contains
+    /// the result of [`largest`].
     pub fn new(
         b: &B,
         (slices, master): (&Slices, &Tensor<B>),
@@ -63,15 +64,15 @@ impl<B: Kernels> OfRank<B> {
         Ok(Self { codec, pieces, found_amax: amax.filter(|_| delayed.is_some()) })
     }
 
-    /// Keeps what was counted and found in these rows.
+    /// Keeps the counts and magnitudes of these rows.
     pub fn keep_counts(&self, cx: &Cx<'_, B>, name: &str, cells: Option<FoundCells>) -> Result<()> {
-        // No other rank has these rows.
+        // This rank's values count, because no other rank has these rows.
         let cells = cells.map(|cells| FoundCells { is_counted: true, ..cells });
         self.counted(cx.b)?.iter().for_each(|made| cx.keep_quantized(name, OF_FPROP, made, cells));
         Ok(())
     }
 
-    /// What the pieces have counted and found. A rank without rows has zeros, since all ranks count at the same sites.
+    /// The counts and magnitudes of the pieces. A rank without rows has zero counts, because all ranks count at the same sites.
     fn counted(&self, b: &B) -> Result<Vec<Emitted<B>>> {
         if !self.pieces.is_empty() {
             return Ok(self.pieces.clone());
@@ -81,7 +82,8 @@ impl<B: Kernels> OfRank<B> {
         Ok(vec![Emitted { rows: None, cols: None, counts: Some(Counts::zeros(b)?), found }])
     }
 
-    /// The copies that bring the codes into the bytes that this rank sends, from `at` on. Adds the buffers that they read to `from`.
+    /// The copies that put the codes into the bytes that this rank sends, from byte `at` on. Adds the buffers from which the copies read to
+    /// `from`.
     pub fn pack(
         &self,
         b: &B,
@@ -104,7 +106,8 @@ impl<B: Kernels> OfRank<B> {
     }
 }
 
-/// The whole weight from all ranks' rows as they came: as it stands and, if it `is_twice` there, transposed.
+/// Assembles the whole weight from the received rows of all ranks. The result is the weight itself and, if `is_twice` is true, its
+/// transpose.
 pub(super) fn unpacked<B: Kernels>(
     b: &B,
     packed: &PackedRows,
@@ -114,9 +117,9 @@ pub(super) fn unpacked<B: Kernels>(
     let slices = packed.slices();
     let sizes = (slices.num_rows(), slices.cols(), slices.stack());
     let mut whole = weight_planes(b, (codec.format(), codec.rule()), sizes)?.to_vec();
-    // Without a backward pass nothing reads the transposed copy.
+    // Without a backward pass, the transposed copy is not needed.
     whole.truncate(if is_twice { 2 } else { 1 });
-    // The buffers are taken out while they are written, as one with two handles would be copied.
+    // The buffers are moved out of `whole` for the writes, because a buffer with two handles would be copied.
     let (mut to, mut copies) = (Vec::new(), Vec::new());
     for (copy, whole) in whole.iter_mut().enumerate() {
         let nothing = || b.alloc(0);
@@ -147,7 +150,7 @@ pub(super) fn unpacked<B: Kernels>(
     Ok((w, whole.next()))
 }
 
-/// This rank's pieces, and each one's rows in the slice.
+/// This rank's pieces, and the rows of each piece within the slice.
 fn own_pieces(slices: &Slices) -> impl Iterator<Item = (Piece, Range<usize>)> {
     let mut at = 0;
     slices.pieces(slices.rank()).into_iter().map(move |piece| {
@@ -157,7 +160,8 @@ fn own_pieces(slices: &Slices) -> impl Iterator<Item = (Piece, Range<usize>)> {
     })
 }
 
-/// The largest magnitude of each matrix over all ranks' rows, the same on every rank. The weights have one codec and share one all-gather.
+/// The largest magnitude of each matrix over all ranks' rows, which is the same on every rank. The weights must have one codec, and share
+/// one all-gather.
 pub(super) fn largest<B: Kernels>(
     b: &B,
     replicas: &dyn Comm<B>,
@@ -165,7 +169,7 @@ pub(super) fn largest<B: Kernels>(
     weights: &[(&Slices, &Tensor<B>)],
 ) -> Result<Vec<B::Buf<f32>>> {
     let all: usize = weights.iter().map(|(slices, _)| slices.stack()).sum();
-    // 0 for a matrix of which this rank has no rows.
+    // The magnitude stays 0 for a matrix of which this rank has no rows.
     let (mut mine, mut at) = (b.zeros(all)?, 0);
     for (slices, master) in weights {
         for (piece, rows) in own_pieces(slices) {
@@ -175,7 +179,7 @@ pub(super) fn largest<B: Kernels>(
         }
         at += slices.stack();
     }
-    // The magnitudes `[ranks, matrices]`, transposed: each matrix's magnitudes are now a matrix themselves.
+    // The magnitudes `[ranks, matrices]` are transposed, so that the magnitudes of each matrix form one row.
     let of_ranks = Tensor::new(Data::F32(replicas.all_gather(b, &mine)?), replicas.world(), all)?;
     let of_matrices = Transpose { x: &of_ranks, stack: 1 }.run(b)?;
     let amax = MeasureAmax { x: &of_matrices, codec, stack: all }.run(b)?;
@@ -204,7 +208,7 @@ fn rows_of<B: Kernels>(b: &B, x: &Tensor<B>, rows: Range<usize>) -> Result<Tenso
     Ok(part)
 }
 
-/// The bytes of one part: codes, scales, or scales of the tensor.
+/// The bytes of one buffer: codes, scales, or tensor scales.
 fn part<B: Kernels>(b: &B, x: &BlockScaled<B>, number: usize) -> Result<B::Buf<u8>> {
     match number {
         0 => Ok(x.codes.clone()),
@@ -224,13 +228,13 @@ mod tests {
     use nibble_core::formats::{Format, Purpose, Rounding, Stream};
     use nibble_cpu::{Cpu, HostComm};
 
-    /// Rows and columns of each matrix, and how many there are.
+    /// Numbers of rows and columns of each matrix, and number of matrices.
     type Shape = (usize, usize, usize);
 
-    /// Bits of a weight's copies, and what was counted and found.
+    /// The bits of a weight's copies, and the counts and magnitudes of their quantization.
     #[derive(Debug, PartialEq)]
     struct Made {
-        /// Codes, scales and scales of the tensor, of both copies.
+        /// Codes, scales and tensor scales of both copies.
         copies: Vec<(Vec<u8>, Vec<u8>, Vec<u32>)>,
         counts: Vec<u64>,
         amax: Vec<u32>,
@@ -270,7 +274,8 @@ mod tests {
         sums.iter_mut().zip(counts).for_each(|(sum, count)| *sum += count);
     }
 
-    /// Normal numbers, but for what is not finite in the last rows of some matrices; the second is zeros.
+    /// Normally distributed numbers. One matrix in four is zero, and unless `is_finite`, the last row of some matrices contains a NaN or an
+    /// infinity.
     fn values((rows, cols, stack): Shape, is_finite: bool) -> Vec<f32> {
         let stream = Stream::new(3, Purpose::Data, 1, 0);
         let mut values: Vec<f32> = (0..(stack * rows * cols) as u64).map(|i| stream.normal_at(i)).collect();
@@ -289,7 +294,7 @@ mod tests {
         records.map(|records| Delayed { records, first: 1, stride: 2 })
     }
 
-    /// Every second matrix expects a magnitude that some values exceed.
+    /// Delayed scales in which every second matrix expects a magnitude that some values exceed.
     fn records(cpu: &Cpu, stack: usize) -> <Cpu as Backend>::Buf<f32> {
         let all: Vec<f32> = (0..2 * stack + 1).map(|i| if i % 4 == 1 { 2.5 } else { 0.0 }).collect();
         cpu.upload(&all).unwrap()
@@ -317,7 +322,7 @@ mod tests {
         let values = &all[mine.start * cols..mine.end * cols];
         let master = Tensor::from_f32(&cpu, values, mine.len(), cols).unwrap();
         let records = is_delayed.then(|| records(&cpu, stack));
-        // Together with another weight, as the weights of a layer are.
+        // Two weights are sent together, as the weights of a layer are.
         let weights = [(&slices, &master), (&slices, &master)];
         let amax =
             codec.scale_kind().has_tensor_scale().then(|| largest(&cpu, comm, codec, &weights).unwrap());
@@ -340,7 +345,7 @@ mod tests {
         Made::of(&[Some(w), wt], &counted)
     }
 
-    /// Slices that end within matrices, and ranks without any rows.
+    /// Tests slices that end within matrices, and ranks without any rows.
     #[test]
     fn slices_of_every_format_are_those_of_the_whole() {
         let rules = |format: Format| format.spec().rules.iter().map(move |rule| (format, *rule));

@@ -1,13 +1,13 @@
-//! All rows of sharded weights, gathered a layer at a time, while earlier layers run.
+//! Gathers all rows of sharded weights, one layer at a time, while earlier layers run.
 //!
-//! A layer says which weights it reads, and how (`Layer::wanted`). `Decoder::begin_prepare` first converts this rank's own rows of all
-//! weights, in the order of the weights, so the step's record has the same sites as on one rank. Then the rows of a group of weights travel
-//! in one message to each rank. The groups are the embedding, each layer, the last norm, and the head.
+//! A layer lists the weights that it reads, and the form in which it reads them (`Layer::wanted`). `Decoder::begin_prepare` first converts
+//! this rank's own rows of all weights, in the order of the weights, so the step's record has the same sites as on one rank. Then the rows
+//! of a group of weights are sent in one message to each rank. The groups are the embedding, each layer, the last norm, and the head.
 //!
 //! The forward pass finishes a group right before it needs the group's weights, and then sends the group after the next. So the rows of a
-//! layer travel during the products of the previous layer, and at most two groups are in memory twice. Later micro-batches and the backward
-//! pass find all rows there. Outside of training `Decoder::prepare` finishes all groups at once. All rows of norms and of the embedding
-//! stay until the optimizer changes them.
+//! layer are transferred during the GEMMs of the previous layer, and at most two groups are in memory twice. Later micro-batches and the
+//! backward pass use the same copies. Outside of training, `Decoder::prepare` finishes all groups at once. All rows of norms and of the
+//! embedding stay in memory until the optimizer changes them.
 
 use super::shipment::{Cargo, Rows, Shipment, Whole};
 use super::{Param, Placement, Shadow, codes};
@@ -18,11 +18,12 @@ use nibble_core::recipe::WeightPlan;
 use nibble_core::{Comm, DType, Error, Kernels, Result, Tensor};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-/// Groups in flight at once: the one that is awaited, and the one after it, which travels while the layer before it runs. Each takes
-/// memory for its message until the rows lie where they are read. A third would arrive no sooner: messages go one after the other.
+/// Number of groups in flight at once: the group that is awaited, and the next group, which is transferred while the previous layer runs.
+/// Each group needs memory for its message until its rows are at their final place. A third group would not arrive earlier, because
+/// messages are sent one after the other.
 const UNDER_WAY: usize = 2;
 
-/// A weight, and how passes read it: [`Param::as_it_is`], [`Param::for_products`].
+/// A weight, and the form in which passes read it: [`Param::as_it_is`], [`Param::for_products`].
 #[derive(Debug)]
 pub struct Wanted<'a, B: Kernels> {
     pub(super) param: &'a Param<B>,
@@ -31,38 +32,38 @@ pub struct Wanted<'a, B: Kernels> {
 
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Copies {
-    /// All rows, F32.
+    /// All rows of the weight, in F32.
     AsItIs,
-    /// The copies that products read.
+    /// The copies that GEMMs read.
     Products(ProductCopies),
 }
 
-/// How products read a weight.
+/// The copies of a weight for GEMMs.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ProductCopies {
-    /// The copies.
+    /// The plan of the copies.
     pub plan: WeightPlan,
-    /// Hash of the linear layer's name, which seeds a transform's signs.
+    /// Hash of the linear layer's name. The hash seeds a transform's signs.
     pub linear: u32,
 }
 
 impl ProductCopies {
-    /// The codec, if the rows travel as codes that each rank computes of its own rows.
+    /// The codec of the codes that ranks send; `None` if ranks do not send codes. Each rank computes the codes of its own rows.
     fn as_codes(&self) -> Result<Option<Codec>> {
-        // Random bits depend on the place in the whole weight.
+        // Stochastically rounded codes are not sent, because random bits depend on the place in the whole weight.
         let travels = self.plan.is_one && self.plan.w.dtype().is_none() && !self.plan.w.draws();
         Ok(travels.then(|| self.plan.w.codec()).transpose()?.filter(|codec| codes::travel(*codec)))
     }
 
-    /// The type in which rows travel otherwise: that of both copies if they have one, else F32.
+    /// The type of the rows that ranks send if they do not send codes: the type of both copies if they have the same type, otherwise F32.
     fn as_plain(&self) -> DType {
         self.plan.w.dtype().filter(|_| self.plan.is_one).unwrap_or(DType::F32)
     }
 }
 
-/// The copies of weights that passes wait for, in groups, in the order in which they are finished. All ranks have the same groups.
+/// The copies of weights for which passes wait, in groups, in the order in which the groups are finished. All ranks have the same groups.
 ///
-/// Everything that comes from a rank's own rows is made when a gathering begins, in the order of the weights.
+/// When a gathering begins, each rank converts its own rows, in the order of the weights.
 #[derive(Debug)]
 pub struct Gathering<B: Kernels> {
     groups: VecDeque<Group<B>>,
@@ -74,14 +75,14 @@ impl<B: Kernels> Default for Gathering<B> {
     }
 }
 
-/// A transfer in flight belongs to the gathering that waits for it: a clone has nothing to wait for.
+/// A transfer in flight belongs to the gathering that waits for it, so a clone waits for nothing.
 impl<B: Kernels> Clone for Gathering<B> {
     fn clone(&self) -> Self {
         Self::default()
     }
 }
 
-/// Weights that are needed at once.
+/// Weights that are needed at the same time.
 #[derive(Debug)]
 struct Group<B: Kernels> {
     weights: Vec<Weight<B>>,
@@ -89,14 +90,14 @@ struct Group<B: Kernels> {
     experts: Lane<B>,
 }
 
-/// The rows of a group's weights that travel among the same ranks.
+/// The rows of a group's weights that are sent among the same ranks.
 #[derive(Debug)]
 enum Lane<B: Kernels> {
     Waiting(Vec<Cargo<B>>),
     UnderWay(Shipment<B>),
 }
 
-/// A weight that is to get its copies.
+/// A weight whose copies are still missing.
 #[derive(Debug)]
 struct Weight<B: Kernels> {
     name: String,
@@ -104,41 +105,42 @@ struct Weight<B: Kernels> {
     from: Source<B>,
 }
 
-/// What the copies are made from.
+/// The source of a weight's copies.
 #[derive(Debug)]
 enum Source<B: Kernels> {
-    /// They exist.
+    /// The copies already exist.
     Made(Shadow<B>),
-    /// All rows, which this rank has by then.
+    /// All rows of the weight, which this rank will have when the group is finished.
     Here,
     /// The next rows that arrive in the lane of this placement.
     Coming(Placement),
 }
 
-/// How a weight gets its copies.
+/// The way in which a weight gets its copies.
 #[derive(Debug, Clone, Copy)]
 enum Way {
-    /// Nothing to do: all rows are here.
+    /// No copy is needed, because this rank already has all rows.
     There,
-    /// From the master, which has all rows.
+    /// The copies are computed from the master, which has all rows.
     Alone,
-    /// From all rows, which are here by then.
+    /// The copies are computed from all rows, which this rank will have when the copies are needed.
     Here,
-    /// All rows arrive in this type.
+    /// All rows are received in this type.
     Plain(DType),
-    /// All rows arrive quantized.
+    /// All rows are received as codes of this codec.
     Codes(Codec),
 }
 
 impl<B: Kernels> Wanted<'_, B> {
-    /// `is_here`: all rows will be here by then, even if they are not here now.
+    /// The way in which this weight gets its copies. `is_here` says that this rank will have all rows when the copies are needed, even if
+    /// some rows are missing now.
     fn way(&self, is_here: bool) -> Result<Way> {
         let (is_divided, is_here) = (self.param.slices.is_divided(), is_here || self.param.whole.is_some());
         Ok(match self.copies {
             Copies::AsItIs if is_here || !is_divided => Way::There,
             Copies::AsItIs => Way::Plain(DType::F32),
             Copies::Products(_) if !is_divided => Way::Alone,
-            // A tied embedding travels once.
+            // The rows of a tied embedding are sent only once.
             Copies::Products(_) if is_here => Way::Here,
             Copies::Products(to) => to.as_codes()?.map_or(Way::Plain(to.as_plain()), Way::Codes),
         })
@@ -146,10 +148,10 @@ impl<B: Kernels> Wanted<'_, B> {
 }
 
 impl<B: Kernels> Gathering<B> {
-    /// Makes everything that comes from a rank's own rows, and sends the rows of the first groups.
+    /// Converts this rank's own rows, and sends the rows of the first groups.
     ///
     /// # Errors
-    /// From the backend and other ranks.
+    /// The errors of the backend and other ranks.
     pub fn begin(cx: &Cx<'_, B>, groups: Vec<Vec<Wanted<'_, B>>>) -> Result<Self> {
         let mut here = BTreeSet::new();
         let mut ways = Vec::with_capacity(groups.len());
@@ -171,7 +173,7 @@ impl<B: Kernels> Gathering<B> {
         Ok(gathering)
     }
 
-    /// Whether a group is not finished.
+    /// Whether any group is not finished yet.
     pub fn is_under_way(&self) -> bool {
         !self.groups.is_empty()
     }
@@ -180,7 +182,7 @@ impl<B: Kernels> Gathering<B> {
     /// of a later group. Does nothing if every group is finished.
     ///
     /// # Errors
-    /// From the backend and other ranks.
+    /// The errors of the backend and other ranks.
     pub fn finish_next(&mut self, cx: &Cx<'_, B>, params: Vec<&mut Param<B>>) -> Result<()> {
         match self.groups.pop_front() {
             None => Ok(()),
@@ -268,7 +270,7 @@ impl<B: Kernels> Group<B> {
 }
 
 impl<B: Kernels> Lane<B> {
-    /// Sends the rows, unless they have been sent.
+    /// Sends the rows, unless they have been sent already.
     fn send(&mut self, cx: &Cx<'_, B>, replicas: &dyn Comm<B>) -> Result<()> {
         if let Self::Waiting(cargo) = self
             && !cargo.is_empty()
@@ -287,7 +289,7 @@ impl<B: Kernels> Lane<B> {
     }
 }
 
-/// The largest magnitude of each matrix, by the weight's name, for weights that travel as codes with a tensor scale.
+/// The largest magnitude of each matrix, by the weight's name, for weights that are sent as codes with a tensor scale.
 fn largest<'a, B: Kernels + 'a>(
     cx: &Cx<'_, B>,
     wanted: impl Iterator<Item = &'a (Wanted<'a, B>, Way)>,

@@ -1,4 +1,4 @@
-//! A parameter's gradient: what the passes of a step add to it, and its sum over shards and ranks.
+//! A parameter's gradient: the contributions of a step's passes, and their sum over shards and ranks.
 
 use super::buckets::Summand;
 use super::{Moments, Param};
@@ -6,13 +6,13 @@ use crate::cx::Cx;
 use nibble_core::ops::{GroupedWgrad, SumShards};
 use nibble_core::{DType, Data, Error, Groups, Kernels, Operand, Result, Tensor};
 
-/// How a gradient is stored, and when its shards are summed.
+/// The type of a gradient, and the time at which its shards are summed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GradientPlan {
-    /// F32, or BF16: rounded once per micro-batch, added in F32.
+    /// The type of the stored gradient: F32 or BF16. A BF16 gradient is rounded once per micro-batch and accumulated in F32.
     pub dtype: DType,
-    /// Sum the shards, and start the sum over ranks, right after the pass that computes the gradient, so that memory holds one gradient
-    /// instead of one per shard. This needs a step with only one such pass: one micro-batch, and a weight that is used once.
+    /// Sum the shards, and start the sum over ranks, right after the pass that computes the gradient. Memory then holds one gradient
+    /// instead of one per shard. A step may have only one such pass: one micro-batch, and a weight that is used once.
     pub at_once: bool,
 }
 
@@ -22,17 +22,18 @@ impl Default for GradientPlan {
     }
 }
 
-/// The gradient of a parameter. Its buffer is allocated once and does not move.
+/// The gradient of a parameter. The buffer of the gradient is allocated once and does not move.
 #[derive(Debug, Clone)]
 pub struct Gradient<B: Kernels> {
     plan: GradientPlan,
-    /// Shaped as the master; if shards and ranks are summed at the end of a step, one whole matrix per local shard and matrix of the stack.
+    /// The gradient, with the shape of the master. If shards and ranks are summed at the end of a step, there is one whole matrix for each
+    /// local shard and each matrix of the stack.
     values: Option<Tensor<B>>,
-    /// The sum over shards and ranks, if it is not in `values`: shaped as the master, for the rest of the step.
+    /// The sum over shards and ranks for the rest of the step, with the shape of the master; `None` if the sum is in `values`.
     sum: Option<Tensor<B>>,
-    /// Whether anything was written since the step began.
+    /// Whether a pass has written the gradient since the step began.
     written: bool,
-    /// Whether the sum over ranks has begun. Until it is finished, the buckets own the buffer that it goes to.
+    /// Whether the sum over ranks has started. Until the sum is finished, the buckets own the buffer that receives it.
     summing: bool,
 }
 
@@ -42,30 +43,30 @@ impl<B: Kernels> Default for Gradient<B> {
     }
 }
 
-/// How a pass writes a gradient that holds nothing yet.
+/// How a pass writes a gradient that has no contents yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Writes {
-    /// It overwrites, with one product that is rounded once.
+    /// The pass overwrites the gradient with the result of one GEMM, which is rounded once.
     Overwrites,
-    /// It overwrites, then adds to that: F32 only.
+    /// The pass overwrites the gradient, then adds to it. The gradient must be F32.
     InParts,
-    /// It always adds, so the buffer must be zero: F32 only.
+    /// The pass always adds to the gradient, so the buffer must be zero first. The gradient must be F32.
     Adds,
 }
 
-/// What the optimizer reads and changes of a parameter.
+/// The tensors of a parameter that the optimizer reads and changes.
 #[derive(Debug)]
 pub struct Optimized<'a, B: Kernels> {
-    /// F32: the rows that this rank keeps.
+    /// The master in F32, with the rows that this rank keeps.
     pub master: &'a mut Tensor<B>,
     /// The gradient of the same rows, summed over shards and ranks.
     pub grad: &'a Tensor<B>,
-    /// Moments of AdamW.
+    /// AdamW's moments of the same rows.
     pub moments: &'a mut Moments<B>,
 }
 
 impl<B: Kernels> Param<B> {
-    /// Adds dW = dYᵀ·X of each group to the gradient: groups are shards for a replicated weight, parts of experts for a stack.
+    /// Adds dW = dYᵀ·X of each group to the gradient. The groups are shards for a replicated weight, and parts of experts for a stack.
     pub fn accumulate_wgrad(
         &mut self,
         cx: &Cx<'_, B>,
@@ -78,11 +79,11 @@ impl<B: Kernels> Param<B> {
         })
     }
 
-    /// Runs a pass that computes this parameter's gradient. `pass` gets the matrices to write, and whether to add to what they hold. There
-    /// is one matrix per matrix of the parameter and local shard, stacked by rows.
+    /// Runs a pass that computes this parameter's gradient. `pass` gets the matrices to write, and whether to add to their contents. There
+    /// is one matrix for each matrix of the parameter and each local shard, stacked by rows.
     ///
     /// # Errors
-    /// What `pass` returns; [`Error::Shape`] for a second pass of a step whose shards were summed after the first.
+    /// The errors of `pass`; [`Error::Shape`] for a second pass of a step whose shards were summed after the first pass.
     pub fn add_gradient<R>(
         &mut self,
         cx: &Cx<'_, B>,
@@ -95,7 +96,7 @@ impl<B: Kernels> Param<B> {
             let got = format!("{} a second time in a step", self.name);
             return Err(Error::shape("add_gradient", "parameter", got, "one that is used once"));
         }
-        // Sums over ranks, and over a pass's own parts, are in F32, before anything is rounded.
+        // Sums over ranks, and over a pass's own parts, are computed in F32 before the result is rounded.
         let one_product = writes == Writes::Overwrites;
         let alone = shards == 1 && !self.slices.is_divided() && (dtype == DType::F32 || one_product);
         if dtype == DType::Bf16 && !one_product && !at_once {
@@ -123,7 +124,7 @@ impl<B: Kernels> Param<B> {
         Ok(made)
     }
 
-    /// The buffer of the gradient, allocated now if there is none.
+    /// The buffer of the gradient. If there is no buffer, it is allocated now.
     fn values(&mut self, b: &B, shards: usize) -> Result<&mut Tensor<B>> {
         let values = self.take_values(b, shards)?;
         Ok(self.gradient.values.insert(values))
@@ -141,7 +142,7 @@ impl<B: Kernels> Param<B> {
         }
     }
 
-    /// Sums the shards by a tree into the gradient's buffer, rounded once. On several ranks, begins the sum over ranks.
+    /// Sums the shards by a tree into the gradient's buffer, and rounds the sum once. On several ranks, starts the sum over ranks.
     fn store_sum(&mut self, cx: &Cx<'_, B>, parts: Tensor<B>, shards: usize) -> Result<()> {
         let (b, stack) = (cx.b, self.stack());
         let mut values = self.take_values(b, shards)?;
@@ -154,7 +155,7 @@ impl<B: Kernels> Param<B> {
         stored
     }
 
-    /// Sums the shards, and puts the sum into the buckets to be summed over ranks. This rank's rows of the result go to `into`.
+    /// Sums the shards, and puts the sum into a bucket, which is summed over ranks. This rank's rows of the result are written to `into`.
     fn begin_sum_of_ranks(
         &mut self,
         cx: &Cx<'_, B>,
@@ -183,29 +184,29 @@ impl<B: Kernels> Param<B> {
         values.as_ref().filter(|_| *written)
     }
 
-    /// Makes the gradient count as zero. Its buffer stays, unless a sum over ranks is in flight.
+    /// Marks the gradient as zero. The buffer stays allocated, unless a sum over ranks is in flight.
     pub fn clear_gradient(&mut self) {
         let Gradient { sum, written, summing, .. } = &mut self.gradient;
         (*sum, *written, *summing) = (None, false, false);
     }
 
-    /// Allocates the gradient's buffer, for `shards` shards on this rank, in the backend's current arena.
+    /// Allocates the gradient's buffer for `shards` shards on this rank, in the backend's current arena.
     pub fn place_gradient(&mut self, b: &B, plan: GradientPlan, shards: usize) -> Result<()> {
         self.gradient = Gradient { plan, ..Gradient::default() };
         self.values(b, shards).map(drop)
     }
 
     /// Sums the gradient over shards and ranks, or finishes this sum if it was started right after the gradient's pass. Each rank gets the
-    /// sum of the rows that it stores. For several weights see [`reduce_gradients`].
+    /// sum of the rows that it stores. See [`reduce_gradients`] for several weights.
     ///
     /// # Errors
-    /// From the backend and other ranks.
+    /// The errors of the backend and other ranks.
     pub fn reduce_gradient(&mut self, cx: &Cx<'_, B>) -> Result<()> {
         self.begin_reduction(cx)?;
         self.finish_reduction(cx)
     }
 
-    /// Sums the shards, and begins the sum over ranks, unless that has begun.
+    /// Sums the shards, and starts the sum over ranks if it has not been started.
     fn begin_reduction(&mut self, cx: &Cx<'_, B>) -> Result<()> {
         let (shards, stack) = (self.shards(cx), self.stack());
         if !self.gradient.written {
@@ -228,10 +229,10 @@ impl<B: Kernels> Param<B> {
         Ok(())
     }
 
-    /// Waits for the sum over ranks, if it has begun. All ranks that hold a weight wait for their weights in the same order.
+    /// Waits for the sum over ranks, if it has been started. All ranks that hold a weight must wait for their weights in the same order.
     ///
     /// # Errors
-    /// From the backend and other ranks.
+    /// The errors of the backend and other ranks.
     pub fn finish_reduction(&mut self, cx: &Cx<'_, B>) -> Result<()> {
         if !self.gradient.summing {
             return Ok(());
@@ -244,13 +245,13 @@ impl<B: Kernels> Param<B> {
         Ok(())
     }
 
-    /// The sum over shards and ranks, shaped as the master, after [`Param::reduce_gradient`].
+    /// The sum over shards and ranks, with the shape of the master, after [`Param::reduce_gradient`].
     pub fn reduced(&self) -> Option<&Tensor<B>> {
         let grad = self.gradient.sum.as_ref().or(self.gradient.values.as_ref());
         grad.filter(|grad| grad.shape() == self.master.shape())
     }
 
-    /// What [`Param::reduced`] returns, with the parts that the optimizer changes.
+    /// The result of [`Param::reduced`], with the tensors that the optimizer changes.
     ///
     /// # Errors
     /// [`Error::Shape`] before [`Param::reduce_gradient`], or without moments.
@@ -269,10 +270,11 @@ impl<B: Kernels> Param<B> {
     }
 }
 
-/// [`Param::reduce_gradient`] for all of these. Sums over ranks travel together; those that have not begun do so in this order.
+/// Calls [`Param::reduce_gradient`] for all of these parameters. Sums over ranks are sent together. Sums that have not been started are
+/// started in this order.
 ///
 /// # Errors
-/// From the backend and other ranks.
+/// The errors of the backend and other ranks.
 pub fn reduce_gradients<B: Kernels>(cx: &Cx<'_, B>, params: &mut [&mut Param<B>]) -> Result<()> {
     params.iter_mut().try_for_each(|param| param.begin_reduction(cx))?;
     cx.buckets.borrow_mut().send(cx.b, cx.mesh)?;

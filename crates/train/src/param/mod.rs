@@ -1,10 +1,10 @@
-//! Weights: the F32 master, its gradient, its moments, and the copies that products multiply with.
+//! Weights: the F32 master, its gradient, its moments, and the copies that GEMMs read.
 //!
-//! State is sharded among the ranks that hold the same values (`slices.rs`): masters and moments of dense weights among all ranks, those of
-//! an expert among the ranks that have it. A rank therefore holds about 12 bytes × all parameters / ranks, or 8 with BF16 moments. This is
-//! ZeRO stage 1. With one micro-batch per step it is also stage 2, except for a tied embedding: the sum of a gradient over ranks starts in
-//! the backward pass, and a rank then stores only its own rows of the gradient. With several micro-batches the gradients of all rows stay
-//! until the end of the step.
+//! State is sharded among the ranks that hold the same values (`slices.rs`): masters and moments of dense weights among all ranks, and
+//! those of an expert among the ranks that have the expert. A rank therefore holds about 12 bytes × all parameters / ranks, or 8 with BF16
+//! moments. This sharding is ZeRO stage 1. With one micro-batch per step it is also stage 2, except for a tied embedding: the sum of a
+//! gradient over ranks starts in the backward pass, and a rank then stores only its own rows of the gradient. With several micro-batches,
+//! the gradients of all rows stay in memory until the end of the step.
 //!
 //! ```text
 //!               gradients, F32                    masters, moments                copies for products
@@ -12,7 +12,7 @@
 //!                begin_reduce_scatter_tree                   begin_all_gather_parts
 //! ```
 //!
-//! `buckets.rs` sums gradients over ranks during the backward pass; `gathering.rs` gathers the rows of weights during the forward pass.
+//! `buckets.rs` sums gradients over ranks during the backward pass. `gathering.rs` gathers the rows of weights during the forward pass.
 
 mod buckets;
 mod codes;
@@ -43,62 +43,63 @@ use nibble_core::{BlockScaled, Comm, DType, Error, Kernels, Mesh, Operand, Resul
 use shipment::{Cargo, Rows, Shipment, Whole};
 use std::borrow::Cow;
 
-/// A trainable tensor: the weight, its gradient, and what the optimizer remembers of it.
+/// A trainable tensor: the weight, its gradient, and its optimizer state.
 #[derive(Debug, Clone)]
 pub struct Param<B: Kernels> {
-    /// Canonical name; for stacked experts, of the stack.
+    /// The canonical name. For stacked experts, this is the name of the stack.
     pub name: String,
-    /// F32: the rows of [`Param::slices`] that this rank keeps.
+    /// The master weight in F32, with the rows of [`Param::slices`] that this rank keeps.
     pub master: Tensor<B>,
-    /// Which rank keeps which rows, of the ranks that hold the same values.
+    /// The rows that each rank keeps, among the ranks that hold the same values.
     pub slices: Slices,
     /// The gradient to which the backward passes of a step add.
     pub gradient: Gradient<B>,
-    /// What AdamW remembers; none in a model that is not trained.
+    /// AdamW's moments; `None` in a model that is not trained.
     pub moments: Option<Moments<B>>,
-    /// Where it lives.
+    /// The placement of the parameter on ranks.
     pub placement: Placement,
-    /// Whether weight decay applies (matrices, but not norms).
+    /// Whether weight decay applies: to matrices, but not to norms.
     pub decays: bool,
-    /// What changes it.
+    /// The rule by which a step changes the parameter.
     pub update: Update,
     shadow: Option<Shadow<B>>,
-    /// All rows, for passes that read them as they are, if this rank keeps only some of them.
+    /// All rows, for passes that read the rows directly. `None` if this rank's master has all rows.
     whole: Option<Tensor<B>>,
-    /// Number of its first element in the stack over all ranks, so that random bits do not depend on how ranks divide it.
+    /// The index of the parameter's first element in the stack over all ranks. Because of this index, random bits do not depend on the
+    /// sharding of the stack.
     first: u64,
 }
 
-/// First and second moment of AdamW, both F32 or both BF16, of the rows of the master.
+/// First and second moment of AdamW, both F32 or both BF16, for the rows of the master.
 #[derive(Debug, Clone)]
 pub struct Moments<B: Kernels> {
-    /// As the master.
+    /// The first moment, with the shape of the master.
     pub exp_avg: Tensor<B>,
-    /// As the master.
+    /// The second moment, with the shape of the master.
     pub exp_avg_sq: Tensor<B>,
 }
 
-/// The copies of a weight that products read, made once a step.
+/// The copies of a weight that GEMMs read, which are created once per step.
 #[derive(Debug, Clone)]
 struct Shadow<B: Kernels> {
-    /// `[n, k]` for fprop.
+    /// The copy for fprop, `[n, k]`.
     w: Operand<B>,
-    /// `[k, n]` for dgrad.
+    /// The copy for dgrad, `[k, n]`.
     wt: Option<Turned<B>>,
 }
 
-/// A weight as dgrad reads it.
+/// The transposed weight that dgrad reads.
 #[derive(Debug, Clone)]
 enum Turned<B: Kernels> {
-    /// Lives until the end of the step.
+    /// A copy that exists until the end of the step.
     There(Operand<B>),
-    /// Decoded to this type from fprop's copy whenever a backward pass asks ([`WeightPlan::decoded`]). That costs passes over one weight in
-    /// each micro-batch, and saves the memory of all transposed weights.
+    /// A copy that is decoded to this type from fprop's copy whenever a backward pass needs it ([`WeightPlan::decoded`]). The decoding
+    /// costs passes over one weight in each micro-batch, and saves the memory of all transposed weights.
     Decoded(DType),
 }
 
 impl<B: Kernels> Param<B> {
-    /// A parameter with these values, all of them on this rank.
+    /// A parameter with these values. All values are on this rank.
     pub fn new(name: impl Into<String>, master: Tensor<B>, placement: Placement) -> Self {
         let name = name.into();
         let stack = placement.stack();
@@ -122,10 +123,10 @@ impl<B: Kernels> Param<B> {
         }
     }
 
-    /// A parameter with the initial values of its description: this rank's rows.
+    /// A parameter with this rank's rows of the initial values in its description.
     ///
     /// # Errors
-    /// From the backend.
+    /// The errors of the backend.
     pub fn of(cx: &Cx<'_, B>, spec: &ParamSpec) -> Result<Self> {
         let ((rows, cols), Mesh { all, ep, dp }) = (spec.shape(), cx.mesh);
         let (placement, first, replicas) = match spec.experts {
@@ -154,15 +155,15 @@ impl<B: Kernels> Param<B> {
         Ok(Self { update: spec.update, first, ..Self::of_slice(name, slices, master, placement) })
     }
 
-    /// Whether it has a gradient and moments.
+    /// Whether the parameter has a gradient and moments.
     pub fn has_gradient(&self) -> bool {
         self.update == Update::Gradient
     }
 
-    /// The only weight of a part. Every rank computes with all of its rows; this rank keeps its own rows of the master.
+    /// The only weight of a part. Every rank computes with all rows of the weight; this rank keeps its own rows of the master.
     ///
     /// # Errors
-    /// [`Error::Shape`] for a part with other weights; from the backend.
+    /// [`Error::Shape`] for a part with several weights; errors of the backend.
     pub fn only(cx: &Cx<'_, B>, part: &Part) -> Result<Self> {
         match part.weights() {
             [weight] if weight.experts.is_none() => Self::of(cx, weight),
@@ -173,10 +174,10 @@ impl<B: Kernels> Param<B> {
         }
     }
 
-    /// The weight of a part that has one weight, and its bias if there is one.
+    /// The weight of a part with one weight, and the part's bias if there is one.
     ///
     /// # Errors
-    /// As [`Param::only`].
+    /// The errors of [`Param::only`].
     pub fn with_bias(cx: &Cx<'_, B>, part: &Part) -> Result<(Self, Option<Self>)> {
         match part.weights() {
             [weight, bias] if bias.shape().0 == 1 && weight.experts.is_none() => {
@@ -186,25 +187,25 @@ impl<B: Kernels> Param<B> {
         }
     }
 
-    /// The id of the part whose weight it is.
+    /// The id of the part to which the weight belongs.
     pub fn layer(&self) -> &str {
         self.name.trim_end_matches(".weight")
     }
 
-    /// Matrices stacked in it.
+    /// Number of matrices that are stacked in the parameter on this rank.
     pub fn stack(&self) -> usize {
         self.placement.stack()
     }
 
-    /// Rows and columns of all slices together.
+    /// Numbers of rows and columns of all slices together.
     pub fn shape(&self) -> (usize, usize) {
         (self.slices.num_rows(), self.slices.cols())
     }
 
-    /// All rows of the master, or of a tensor with the same rows, gathered from every rank that keeps some. `mine`: this rank's rows.
+    /// All rows of the master, or of a tensor with the same rows, gathered from all ranks that keep rows. `mine` contains this rank's rows.
     ///
     /// # Errors
-    /// From the backend and other ranks.
+    /// The errors of the backend and other ranks.
     pub fn gathered(&self, b: &B, mesh: Mesh<'_, B>, mine: &Tensor<B>) -> Result<Tensor<B>> {
         if !self.slices.is_divided() {
             return Ok(mine.clone());
@@ -216,16 +217,16 @@ impl<B: Kernels> Param<B> {
         }
     }
 
-    /// All rows, for passes that read them as they are: [`Param::plain`].
+    /// All rows, for passes that read the rows directly: [`Param::plain`].
     pub fn as_it_is(&self) -> Wanted<'_, B> {
         Wanted { param: self, copies: Copies::AsItIs }
     }
 
-    /// The copies that products read by this plan, [`Param::w`] and [`Param::wt`]: quantized or cast, and transposed for dgrad. Where
-    /// possible, a rank converts its own rows before it sends them: it casts them, or quantizes them unless one scale covers a whole row or
-    /// column. A tensor scale is measured over all ranks first.
+    /// The copies that GEMMs read under this plan, [`Param::w`] and [`Param::wt`]: quantized or cast, and transposed for dgrad. If
+    /// possible, a rank converts its own rows before it sends them: it casts the rows, or quantizes them unless one scale covers a whole
+    /// row or column. A tensor scale is first measured over all ranks.
     ///
-    /// `linear`: the name of the layer, which seeds the signs of transforms.
+    /// `linear` is the name of the layer, which seeds the signs of transforms.
     pub fn for_products(&self, plan: &WeightPlan, linear: &str) -> Wanted<'_, B> {
         let to = ProductCopies { plan: *plan, linear: fnv1a32(linear) };
         Wanted { param: self, copies: Copies::Products(to) }
@@ -234,7 +235,7 @@ impl<B: Kernels> Param<B> {
     /// All rows of the weight, in F32.
     ///
     /// # Errors
-    /// [`Error::Shape`] before all rows are here.
+    /// [`Error::Shape`] if this rank does not have all rows yet.
     pub fn plain(&self) -> Result<&Tensor<B>> {
         match self.slices.is_divided() {
             false => Ok(&self.master),
@@ -242,7 +243,7 @@ impl<B: Kernels> Param<B> {
         }
     }
 
-    /// The copies that products read, from all rows in F32 or in the type of the copies.
+    /// Creates the copies that GEMMs read, from all rows in F32 or in the type of the copies.
     fn products(&self, cx: &Cx<'_, B>, to: &ProductCopies, whole: &Tensor<B>) -> Result<Shadow<B>> {
         if !to.plan.is_one {
             return self.each_by_itself(cx, to, whole);
@@ -256,17 +257,17 @@ impl<B: Kernels> Param<B> {
         Ok(Shadow { w: Operand::Plain(w), wt })
     }
 
-    /// Transposes each matrix.
+    /// The transpose of each matrix.
     fn turned(&self, cx: &Cx<'_, B>, x: &Tensor<B>) -> Result<Tensor<B>> {
         Transpose { x, stack: self.stack() }.run(cx.b)
     }
 
-    /// Dequantizes and transposes each matrix.
+    /// The transpose of each matrix, dequantized.
     fn decoded(&self, cx: &Cx<'_, B>, x: &BlockScaled<B>) -> Result<Tensor<B>> {
         self.turned(cx, &Dequantize { x, dtype: cx.activations() }.run(cx.b)?)
     }
 
-    /// The copies, if each has a quantization of its own.
+    /// Creates the copies if each copy is quantized separately.
     fn each_by_itself(&self, cx: &Cx<'_, B>, to: &ProductCopies, whole: &Tensor<B>) -> Result<Shadow<B>> {
         let w = self.copy(cx, (OF_FPROP, to.linear), &to.plan.w, whole)?;
         if !cx.training {
@@ -283,7 +284,7 @@ impl<B: Kernels> Param<B> {
         Ok(Shadow { w, wt: Some(Turned::There(wt)) })
     }
 
-    /// One copy of a weight or of its transpose: cast, or quantized in 2-D blocks or in blocks along its rows.
+    /// Creates one copy of a weight or of its transpose. The copy is cast, or quantized in 2-D blocks or in blocks along its rows.
     fn copy(
         &self,
         cx: &Cx<'_, B>,
@@ -307,12 +308,13 @@ impl<B: Kernels> Param<B> {
         made.take_rows("prepare")
     }
 
-    /// The random bits of a copy. A matrix and its transpose have the same number of elements, so `first` is that of both.
+    /// The random bits of a copy. A matrix and its transpose have the same number of elements, so `first` is the same for both.
     fn random<'c>(&self, cx: &'c Cx<'_, B>, name: &str, to: &Precision) -> Option<Random<'c, B>> {
         cx.random(&self.name, name, to).map(|random| Random { first: self.first, ..random })
     }
 
-    /// Keeps what was counted and found in all rows. Every rank that has the weight finds the same, so the first rank's blocks count.
+    /// Keeps the counts and magnitudes of all rows. Every rank that has the weight finds the same values, so only the first rank's blocks
+    /// count.
     fn keep_counts_once(
         &self,
         cx: &Cx<'_, B>,
@@ -328,7 +330,7 @@ impl<B: Kernels> Param<B> {
         Ok(())
     }
 
-    /// Quantizes all rows, and keeps what was counted and found.
+    /// Quantizes all rows, and keeps the counts and magnitudes.
     fn quantized(&self, cx: &Cx<'_, B>, to: &Precision, whole: &Tensor<B>) -> Result<Shadow<B>> {
         let (stack, codec, scales) = (self.stack(), to.codec()?, self.earlier_scales(cx, to)?);
         let delayed = scales.as_ref().map(|scales| scales.delayed);
@@ -337,14 +339,14 @@ impl<B: Kernels> Param<B> {
         let tiles = op.run(cx.b)?;
         self.keep_counts_once(cx, OF_FPROP, &tiles, scales.map(|scales| scales.cells))?;
         if self.replicas(cx.mesh).rank() == 0 {
-            // The other copy is transposed.
+            // Only one copy is measured, because the other copy is its transpose.
             cx.measure(whole, [&tiles.rows, &None], None)?;
         }
         Ok(Shadow { w: tiles.take_rows("prepare")?, wt: tiles.cols.map(Turned::There) })
     }
 
-    /// Quantizes this rank's rows, and keeps what was counted and found. `amax`: the largest magnitude of each matrix over all ranks' rows,
-    /// for tensor scales.
+    /// Quantizes this rank's rows, and keeps the counts and magnitudes. For tensor scales, `amax` contains the largest magnitude of each
+    /// matrix over all ranks' rows.
     fn own_codes(
         &self,
         cx: &Cx<'_, B>,
@@ -359,7 +361,7 @@ impl<B: Kernels> Param<B> {
         Ok(mine)
     }
 
-    /// The delayed scales, if the recipe has them.
+    /// The weight's delayed scales, if the recipe has delayed scales.
     fn earlier_scales<'c>(&self, cx: &'c Cx<'_, B>, to: &Precision) -> Result<Option<EarlierScales<'c, B>>> {
         let of = match self.placement {
             Placement::Replicated => Spans::Whole,
@@ -368,7 +370,7 @@ impl<B: Kernels> Param<B> {
         cx.earlier_scales(&format!("{}.{OF_FPROP}", self.name), to, of, self.stack())
     }
 
-    /// Stores its copies, made from all rows as they came.
+    /// Stores the weight's copies, which are created from the received rows of all ranks.
     fn take(&mut self, cx: &Cx<'_, B>, copies: Copies, whole: Whole<B>) -> Result<()> {
         match (copies, whole) {
             (Copies::AsItIs, Whole::Plain(whole)) => self.whole = Some(whole),
@@ -385,23 +387,23 @@ impl<B: Kernels> Param<B> {
         Ok(())
     }
 
-    /// Drops the copies: their memory is free until the next step, and the master has no other handle.
+    /// Drops the copies. The memory of the copies is then free until the next step, and the master has no other handle.
     pub fn release(&mut self) {
         (self.shadow, self.whole) = (None, None);
     }
 
-    /// The weight as fprop reads it.
+    /// The copy of the weight that fprop reads.
     ///
     /// # Errors
-    /// [`Error::Shape`] before they are made: see [`Param::for_products`].
+    /// [`Error::Shape`] if the copies do not exist yet: see [`Param::for_products`].
     pub fn w(&self) -> Result<&Operand<B>> {
         self.shadow.as_ref().map(|s| &s.w).ok_or_else(|| self.unprepared())
     }
 
-    /// The weight as dgrad reads it. A decoded copy lives as long as the returned value.
+    /// The copy of the weight that dgrad reads. A decoded copy exists as long as the returned value.
     ///
     /// # Errors
-    /// [`Error::Shape`] before they are made: see [`Param::for_products`]; from the backend.
+    /// [`Error::Shape`] if the copies do not exist yet: see [`Param::for_products`]; errors of the backend.
     pub fn wt(&self, cx: &Cx<'_, B>) -> Result<Cow<'_, Operand<B>>> {
         let Some(Shadow { w, wt: Some(wt) }) = &self.shadow else { return Err(self.unprepared()) };
         match wt {
@@ -422,12 +424,12 @@ impl<B: Kernels> Param<B> {
         )
     }
 
-    /// Copies of each matrix's gradient that a step adds up on this rank.
+    /// Number of copies of each matrix's gradient that a step sums on this rank.
     fn shards(&self, cx: &Cx<'_, B>) -> usize {
         self.placement.shards(&cx.shards)
     }
 
-    /// The ranks that hold the same values, and sum their gradients.
+    /// The ranks that hold the same values and sum their gradients.
     pub fn replicas<'a>(&self, mesh: Mesh<'a, B>) -> &'a dyn Comm<B> {
         match self.placement {
             Placement::Replicated => mesh.all,
@@ -435,7 +437,7 @@ impl<B: Kernels> Param<B> {
         }
     }
 
-    /// Allocates the moments, both zero, in the backend's current arena.
+    /// Allocates both moments in the backend's current arena, with zeros.
     pub fn place_moments(&mut self, b: &B, dtype: DType) -> Result<()> {
         let (rows, cols) = self.master.shape();
         let zeros = || Tensor::zeros(b, dtype, rows, cols);

@@ -1,20 +1,20 @@
-//! Where parameters live.
+//! The placement of parameters on ranks.
 
 use crate::shards::Shards;
 use nibble_core::Kernels;
 
-/// Where a parameter lives, and over what its gradients are summed.
+/// The ranks that hold a parameter, and the groups over which its gradients are summed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Placement {
-    /// On every rank; gradients are summed over the shards by a tree.
+    /// Every rank holds the parameter. A tree sums gradients over the shards.
     Replicated,
-    /// Stacked experts, divided among ranks; gradients are summed over the parts of an expert's rows by a tree. The value is the number of
+    /// Stacked experts, which are sharded over ranks. A tree sums gradients over the parts of an expert's rows. The value is the number of
     /// experts on this rank.
     Experts(usize),
 }
 
 impl Placement {
-    /// Matrices on this rank.
+    /// Number of matrices on this rank.
     pub fn stack(self) -> usize {
         match self {
             Self::Replicated => 1,
@@ -22,7 +22,7 @@ impl Placement {
         }
     }
 
-    /// Copies of each matrix's gradient that a step adds up on a rank of these shards.
+    /// Number of copies of each matrix's gradient that a step sums on a rank with these shards.
     pub fn shards<B: Kernels>(self, shards: &Shards<B>) -> usize {
         match self {
             Self::Replicated => shards.local,

@@ -1,13 +1,14 @@
-//! Layout of a weight's code and scale buffers among the bytes that ranks send, and in the whole weight.
+//! Layout of a weight's code and scale buffers in the bytes that ranks send, and in the whole weight.
 
 use super::slices::{Piece, Slices};
 use nibble_core::formats::{BlockAxis, Codec};
 use nibble_core::{LineCopy, Lines};
 
-/// Buffers of a copy: codes, scales, and a scale of the tensor for each row.
+/// Number of buffers of a copy: codes, scales, and a tensor scale for each row.
 pub(super) const PARTS: usize = 3;
 
-/// The rows of a weight as ranks send them: for each rank one buffer after the other, and for each buffer the pieces of the rank's slice.
+/// The rows of a weight in the form in which ranks send them. The bytes of a rank contain one buffer after the other, and each buffer
+/// contains the pieces of the rank's slice.
 #[derive(Debug)]
 pub(super) struct PackedRows {
     slices: Slices,
@@ -15,13 +16,13 @@ pub(super) struct PackedRows {
 }
 
 impl PackedRows {
-    /// One buffer, of values of `of_value` bytes.
+    /// A layout with one buffer of values, which have `of_value` bytes each.
     pub fn plain(slices: Slices, of_value: usize) -> Self {
         let planes = vec![PlaneBytes { lines: 1, each: 1, bits: 8 * of_value * slices.cols() }];
         Self { slices, planes }
     }
 
-    /// [`PARTS`] buffers of the weight as it stands and, if it `is_twice` there, as many of its transpose.
+    /// A layout with [`PARTS`] buffers of the weight and, if `is_twice` is true, as many buffers of its transpose.
     pub fn codes(slices: Slices, codec: Codec, is_twice: bool) -> Self {
         let axis = if codec.format().spec().tiles { BlockAxis::Tile } else { BlockAxis::Row };
         let matrix = (slices.matrix_rows(), slices.cols());
@@ -32,18 +33,18 @@ impl PackedRows {
         Self { slices, planes }
     }
 
-    /// Which rank sends which rows.
+    /// The rows that each rank sends.
     pub fn slices(&self) -> &Slices {
         &self.slices
     }
 
-    /// Bytes that a rank sends.
+    /// Number of bytes that a rank sends.
     pub fn bytes(&self, rank: usize) -> usize {
         let pieces = self.slices.pieces(rank);
         self.planes.iter().flat_map(|plane| pieces.iter().map(|piece| plane.bytes_of(piece))).sum()
     }
 
-    /// What this rank sends, in order: number of the buffer, number of the piece, and bytes.
+    /// The parts that this rank sends, in order: number of the buffer, number of the piece, and number of bytes.
     pub fn mine(&self) -> Vec<(usize, usize, usize)> {
         let pieces = self.slices.pieces(self.slices.rank());
         let of_plane = |(number, plane): (usize, &PlaneBytes)| -> Vec<_> {
@@ -52,8 +53,8 @@ impl PackedRows {
         self.planes.iter().enumerate().flat_map(of_plane).collect()
     }
 
-    /// The copies that bring all ranks' rows of buffer `number` to their places in the whole, which is output buffer `to`. `starts`: where
-    /// each rank's bytes begin in the input buffer, which holds what came.
+    /// The copies that put all ranks' rows of buffer `number` at their places in the whole buffer, which is output buffer `to`. The input
+    /// buffer contains the received bytes, and `starts` contains the offset of each rank's bytes in the input buffer.
     pub fn unpack(&self, starts: &[usize], number: usize, to: usize) -> Vec<LineCopy> {
         let (before, plane) = (&self.planes[..number], &self.planes[number]);
         let matrix_rows = self.slices.matrix_rows();
@@ -64,7 +65,7 @@ impl PackedRows {
             let mut at = start + before.iter().map(all).sum::<usize>();
             let Some(first) = pieces.first().filter(|_| all(plane) > 0) else { continue };
             if plane.lines == 1 {
-                // Rows that follow each other here do so in the whole too.
+                // Rows that are consecutive in the piece are also consecutive in the whole buffer.
                 copies.push(LineCopy::line((0, at), (to, plane.first(first, matrix_rows)), all(plane)));
                 continue;
             }
@@ -85,18 +86,18 @@ impl PackedRows {
     }
 }
 
-/// Layout of a buffer: each matrix has `lines` lines, and a line has an entry for the rows of the weight, in order.
+/// Layout of a buffer. Each matrix has `lines` lines, and each line has entries for the rows of the weight, in order.
 #[derive(Debug, Clone, Copy)]
 struct PlaneBytes {
-    /// Lines of a matrix.
+    /// Number of lines of a matrix.
     lines: usize,
-    /// Rows that share an entry of a line.
+    /// Number of rows that share an entry of a line.
     each: usize,
-    /// Bits of an entry.
+    /// Number of bits of an entry.
     bits: usize,
 }
 
-/// The buffers of the weight as it stands: a matrix is one line.
+/// The buffers of the weight itself, in which a matrix is one line.
 fn upright(codec: Codec, axis: BlockAxis, (_, cols): (usize, usize)) -> [PlaneBytes; PARTS] {
     let (format, record) = (codec.format(), codec.scale_kind().bytes());
     let each = if axis == BlockAxis::Tile { format.spec().block } else { 1 };
@@ -107,7 +108,8 @@ fn upright(codec: Codec, axis: BlockAxis, (_, cols): (usize, usize)) -> [PlaneBy
     ]
 }
 
-/// The same for the transpose: one line per column, or per row of tiles. The tensor scales, equal for all columns, are at the first row.
+/// The buffers of the transpose, with one line per column, or per row of tiles. The tensor scales are equal for all columns, so they are
+/// sent with the first row.
 fn transposed(codec: Codec, axis: BlockAxis, (rows, cols): (usize, usize)) -> [PlaneBytes; PARTS] {
     let (format, record) = (codec.format(), codec.scale_kind().bytes());
     let lines = if axis == BlockAxis::Tile { format.scales_per_row(cols) } else { cols };
@@ -118,18 +120,18 @@ fn transposed(codec: Codec, axis: BlockAxis, (rows, cols): (usize, usize)) -> [P
     ]
 }
 
-/// Bits of the tensor scale of one row.
+/// Number of bits of the tensor scale of one row.
 fn tensor_scale_bits(codec: Codec) -> usize {
     if codec.scale_kind().has_tensor_scale() { 8 * size_of::<f32>() } else { 0 }
 }
 
 impl PlaneBytes {
-    /// Byte of a line at which a row begins. The row is the first of a tile, or of the next matrix.
+    /// The byte offset of a row within a line. The row must be the first row of a tile, or of the next matrix.
     fn at(&self, row: usize) -> usize {
         (row.div_ceil(self.each) * self.bits).div_ceil(8)
     }
 
-    /// Bytes of a piece in each line.
+    /// Number of bytes of a piece in each line.
     fn width(&self, piece: &Piece) -> usize {
         self.at(piece.rows.end) - self.at(piece.rows.start)
     }
@@ -138,7 +140,7 @@ impl PlaneBytes {
         piece.matrices * self.lines * self.width(piece)
     }
 
-    /// Byte at which a piece begins among matrices of `matrix_rows` rows.
+    /// The byte offset of a piece among matrices of `matrix_rows` rows.
     fn first(&self, piece: &Piece, matrix_rows: usize) -> usize {
         piece.first * self.lines * self.at(matrix_rows) + self.at(piece.rows.start)
     }

@@ -1,4 +1,4 @@
-//! Rows of several weights that travel together, among the ranks that compute with them.
+//! Sends rows of several weights together, among the ranks that compute with these weights.
 
 use super::codes::{OfRank, unpacked};
 use super::planes::PackedRows;
@@ -6,36 +6,36 @@ use super::slices::Slices;
 use nibble_core::formats::Codec;
 use nibble_core::{Comm, DType, Kernels, LineCopy, Operand, Result, Tensor, Transfer};
 
-/// Alignment of each rank's bytes among those that come, so that NCCL moves whole words.
+/// Alignment of each rank's bytes in the receive buffer, so that NCCL copies whole words.
 const ALIGN: usize = 128;
 
-/// What this rank sends of a weight.
+/// The rows of a weight that this rank sends.
 #[derive(Debug)]
 pub(super) struct Cargo<B: Kernels> {
-    /// Which rank keeps which rows.
+    /// The rows that each rank keeps.
     pub slices: Slices,
     pub rows: Rows<B>,
 }
 
-/// A weight's rows on this rank.
+/// The rows of a weight on this rank.
 #[derive(Debug)]
 pub(super) enum Rows<B: Kernels> {
-    /// F32 or BF16.
+    /// The rows are F32 or BF16.
     Plain(Tensor<B>),
-    /// Quantized.
+    /// The rows are quantized.
     Codes(OfRank<B>),
 }
 
 /// All rows of a weight.
 #[derive(Debug)]
 pub(super) enum Whole<B: Kernels> {
-    /// In the type in which they travelled.
+    /// The weight has the type in which its rows were sent.
     Plain(Tensor<B>),
-    /// As they stand, and transposed if that travelled.
+    /// The quantized weight, and its transpose if the transpose was sent.
     Codes(Operand<B>, Option<Operand<B>>),
 }
 
-/// Rows of weights in flight.
+/// A transfer of rows of weights.
 #[derive(Debug)]
 pub(super) struct Shipment<B: Kernels> {
     transfer: Transfer<B, B::Buf<u8>>,
@@ -47,23 +47,23 @@ pub(super) struct Shipment<B: Kernels> {
 struct Coming {
     packed: PackedRows,
     form: Form,
-    /// Where each rank's bytes of it begin among those that come. Empty if those bytes are the weight.
+    /// The offsets of each rank's bytes of this weight in the receive buffer. Empty if the receive buffer is the weight itself.
     starts: Vec<usize>,
 }
 
 #[derive(Debug, Clone, Copy)]
 enum Form {
     Plain(DType),
-    /// Also whether the transposed copy comes.
+    /// The rows are codes. The flag says whether the transposed copy is sent too.
     Codes(Codec, bool),
 }
 
 impl<B: Kernels> Shipment<B> {
-    /// Sends this rank's rows in one message to each rank. A single plain weight arrives where it stays. If a backward pass follows,
-    /// quantized weights are sent transposed as well.
+    /// Sends this rank's rows in one message to each rank. A single plain weight is received directly at its final place. If a backward
+    /// pass follows, the transposes of quantized weights are sent too.
     ///
     /// # Errors
-    /// From the backend and other ranks.
+    /// The errors of the backend and other ranks.
     pub fn begin(b: &B, replicas: &dyn Comm<B>, training: bool, cargo: Vec<Cargo<B>>) -> Result<Self> {
         let mut weights: Vec<Coming> = cargo.iter().map(|cargo| Coming::of(cargo, training)).collect();
         if let [Cargo { slices, rows: Rows::Plain(x) }] = &cargo[..] {
@@ -106,10 +106,10 @@ impl<B: Kernels> Shipment<B> {
         Ok(Self { transfer, weights })
     }
 
-    /// Waits for all rows of each weight; weights are taken in the order in which they were given.
+    /// Waits for all rows of each weight. Returns the weights in the order in which they were sent.
     ///
     /// # Errors
-    /// From the backend and other ranks.
+    /// The errors of the backend and other ranks.
     pub fn wait(self, b: &B) -> Result<Vec<Whole<B>>> {
         let came = self.transfer.wait(b)?;
         self.weights.iter().map(|weight| weight.whole(b, &came)).collect()

@@ -1,47 +1,49 @@
-//! How a parameter's rows are divided among the ranks that hold the same values: which rank keeps which masters, moments and gradient sums.
+//! How a parameter's rows are sharded over the ranks that hold the same values: the masters, moments and gradient sums that each rank
+//! keeps.
 //!
-//! A slice is whole tiles of 128 rows where a matrix's columns are a multiple of 32, and otherwise whole matrices. So slices cut neither
-//! a block of codes nor a chunk of the norm.
+//! If a matrix's number of columns is a multiple of 32, a slice consists of whole tiles of 128 rows. Otherwise a slice consists of whole
+//! matrices. So a slice boundary splits neither a block of codes nor a chunk of the norm.
 
 use nibble_core::formats::fnv1a32;
 use nibble_core::ops::{SQUARES_CHUNK, squares_chunks};
 use std::ops::Range;
 
-/// Rows of a tile, which no slice cuts: those of a block of codes in either direction.
+/// Number of rows of a tile. A slice boundary never splits a tile, so it never splits a block of codes in either direction.
 pub(super) const TILE: usize = 128;
 
-/// Which rank keeps which rows of a parameter, whose matrices are stacked by rows. A single rank keeps all rows.
+/// The rows of a parameter that each rank keeps. The parameter's matrices are stacked by rows. A single rank keeps all rows.
 ///
-/// A slice is whole tiles of 128 rows of each matrix, where these are whole chunks of the gradient's norm, and otherwise whole matrices. So
-/// the blocks and chunks of a slice are those of the whole matrix. The slices of two ranks differ by at most one tile. Which ranks have the
-/// smaller slices depends on the parameter's name, so that they are not always the same ranks.
+/// A slice consists of whole tiles of 128 rows of each matrix, if such tiles are whole chunks of the gradient's norm; otherwise it consists
+/// of whole matrices. So the blocks and chunks of a slice are also blocks and chunks of the whole matrix. The slices of two ranks differ by
+/// at most one tile. The parameter's name determines which ranks have the smaller slices, so that these are not always the same ranks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Slices {
-    /// Rows and columns of each matrix, and how many there are.
+    /// Number of rows of each matrix; `cols` and `stack` are the numbers of columns and of matrices.
     matrix: usize,
     cols: usize,
     stack: usize,
-    /// Tiles of a matrix.
+    /// Number of tiles of a matrix.
     tiles: usize,
-    /// Which of the equal shares the first rank has.
+    /// The index of the first rank's share among the equal shares.
     shift: usize,
     rank: usize,
     ranks: usize,
 }
 
-/// A part of a slice: the same rows of one matrix, or of several matrices in sequence.
+/// A part of a slice: some rows of one matrix, or several consecutive whole matrices.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Piece {
     /// Number of the first matrix.
     pub first: usize,
-    /// How many there are: one, or several whole ones.
+    /// Number of matrices: one matrix, or several whole matrices.
     pub matrices: usize,
-    /// Which rows of each.
+    /// The range of rows of each matrix.
     pub rows: Range<usize>,
 }
 
 impl Slices {
-    /// For a parameter of this name: `stack` matrices of `matrix` rows and `cols` columns, on rank `rank` of `ranks`.
+    /// The slices of the parameter `name`, which has `stack` matrices of `matrix` rows and `cols` columns, seen from rank `rank` of
+    /// `ranks`.
     pub fn new(
         name: &str,
         (matrix, cols): (usize, usize),
@@ -54,17 +56,17 @@ impl Slices {
         Self { matrix, cols, stack, tiles, shift: fnv1a32(name) as usize % ranks, rank, ranks }
     }
 
-    /// Whether other ranks keep some of it.
+    /// Whether the parameter is sharded, so that other ranks keep some of its rows.
     pub fn is_divided(&self) -> bool {
         self.ranks > 1
     }
 
-    /// Rows of all slices.
+    /// Number of rows of all slices.
     pub fn num_rows(&self) -> usize {
         self.stack * self.matrix
     }
 
-    /// Values of a row.
+    /// Number of values of a row.
     pub fn cols(&self) -> usize {
         self.cols
     }
@@ -82,7 +84,8 @@ impl Slices {
         begin(place * all / self.ranks)..begin((place + 1) * all / self.ranks)
     }
 
-    /// A rank's slice in pieces, in order: the end of a matrix, whole matrices, the beginning of a matrix, as far as it has these.
+    /// The pieces of a rank's slice, in order: the end of a matrix, whole matrices, the beginning of a matrix. Pieces that the slice does
+    /// not have are left out.
     pub(super) fn pieces(&self, rank: usize) -> Vec<Piece> {
         let Range { start: mut row, end } = self.rows(rank);
         let mut pieces = Vec::new();
@@ -98,27 +101,27 @@ impl Slices {
         pieces
     }
 
-    /// This rank.
+    /// The index of this rank.
     pub(super) fn rank(&self) -> usize {
         self.rank
     }
 
-    /// How many matrices there are.
+    /// Number of matrices.
     pub(super) fn stack(&self) -> usize {
         self.stack
     }
 
-    /// Rows of each matrix.
+    /// Number of rows of each matrix.
     pub(super) fn matrix_rows(&self) -> usize {
         self.matrix
     }
 
-    /// The values of every rank's slice, in the order of the ranks.
+    /// The range of values of every rank's slice, in the order of the ranks.
     pub fn values(&self) -> Vec<Range<usize>> {
         self.scaled(self.cols).collect()
     }
 
-    /// The bytes of every rank's slice, with `of_value` bytes per value.
+    /// The range of bytes of every rank's slice, with `of_value` bytes per value.
     pub fn bytes(&self, of_value: usize) -> Vec<Vec<Range<usize>>> {
         self.scaled(self.cols * of_value).map(|range| vec![range]).collect()
     }
@@ -127,17 +130,17 @@ impl Slices {
         (0..self.ranks).map(|rank| self.rows(rank)).map(move |rows| rows.start * by..rows.end * by)
     }
 
-    /// Values of a matrix: a part of the gradient's norm.
+    /// Number of values of a matrix. The gradient's norm is computed matrix by matrix.
     pub fn matrix_values(&self) -> usize {
         self.matrix * self.cols
     }
 
-    /// Values before this rank's slice in the matrix in which the slice begins.
+    /// Number of values that precede this rank's slice in the matrix in which the slice begins.
     pub fn skip(&self) -> usize {
         self.mine().start.checked_rem(self.matrix).unwrap_or(0) * self.cols
     }
 
-    /// The norm's chunks of every rank's slice, in the order of the ranks.
+    /// The range of the norm's chunks in every rank's slice, in the order of the ranks.
     pub fn chunks(&self) -> Vec<Range<usize>> {
         let of_matrix = squares_chunks(self.matrix_values());
         let before = |row: usize| match self.matrix {
@@ -193,7 +196,7 @@ mod tests {
                     chunks.sort_by_key(|chunks| (chunks.start, chunks.end));
                     assert!(chunks.windows(2).all(|pair| pair[0].end == pair[1].start), "{chunks:?}");
                     assert_eq!(chunks[ranks - 1].end, stack * (matrix * cols).div_ceil(SQUARES_CHUNK));
-                    // None has more than a tile more than another.
+                    // No slice has more than one tile more than another slice.
                     let tiles = |rows: &Range<usize>| rows.len().div_ceil(TILE.min(matrix));
                     let most = rows.iter().map(tiles).max().unwrap();
                     assert!(rows.iter().all(|rows| tiles(rows) + 1 + stack >= most), "{rows:?}");

@@ -1,4 +1,4 @@
-//! The sizes that need the memory: its largest parts, each with the keys of the configuration that determine it.
+//! Names the largest parts of a run's memory, each with the configuration keys that determine its size.
 
 use super::Prediction;
 use crate::checks::listed;
@@ -14,7 +14,7 @@ struct Part {
     sizes: Vec<Size>,
 }
 
-/// The largest parts of a run's memory: `most of it: ...`. Without a prediction (for uncountable sizes) they are estimated.
+/// The largest parts of a run's memory, as a text `most of it: ...`. Without a prediction (if sizes overflow), the parts are estimated.
 pub(super) fn largest(config: &Config, prediction: Option<&Prediction>) -> String {
     const TOLD: usize = 3;
     let largest_first = |parts: &mut Vec<Part>| parts.sort_by(|a, b| b.bytes.total_cmp(&a.bytes));
@@ -35,12 +35,13 @@ pub(super) fn largest(config: &Config, prediction: Option<&Prediction>) -> Strin
     format!("most of it: {}", told.collect::<Vec<_>>().join("; "))
 }
 
-/// Weights, gradients and moments.
+/// The memory of weights, gradients and moments, by group of parameters.
 fn state(config: &Config, model: &ModelSpec, prediction: Option<&Prediction>) -> Vec<Part> {
     let width = |dtype: PlainType| if dtype == PlainType::F32 { 4.0 } else { 2.0 };
     let (kept, gradient) = (4.0 + 2.0 * width(config.train.moment_dtype), width(config.train.grad_dtype));
     let part = |of: Parameters| {
-        // Masters and moments are sharded over all ranks. Accumulated gradients are whole on every rank that computes with them.
+        // Masters and moments are sharded over all ranks. Every rank that computes with a parameter holds the accumulated gradients of all
+        // its rows.
         let each = prediction.map_or(kept + gradient, |prediction| {
             let (here, mesh) = (prediction.ranks_of_a_device() as f64, prediction.mesh);
             let ranks = match (config.train.grad_accum, of.group) {
@@ -56,7 +57,8 @@ fn state(config: &Config, model: &ModelSpec, prediction: Option<&Prediction>) ->
     model.parameters().into_iter().map(part).collect()
 }
 
-/// The saved activations by part, and the rest of the arena: mostly copies of the weights, which have these sizes.
+/// The saved activations by group, and the rest of the arena. The rest is mostly copies of the weights, and is therefore listed with the
+/// sizes of the weights.
 fn activations(config: &Config, model: &ModelSpec, prediction: &Prediction, weights: &[Size]) -> Vec<Part> {
     const KEEP: [(Group, &str); 5] = [
         (Group::Attention, "activations of attention"),
@@ -85,7 +87,7 @@ fn activations(config: &Config, model: &ModelSpec, prediction: &Prediction, weig
     parts
 }
 
-/// Saved bytes by group: routers count as experts, and everything else as norms.
+/// Saved bytes by group. Routers are counted with the experts, and all other layers with the norms.
 fn kept(model: &ModelSpec, prediction: &Prediction) -> HashMap<Group, usize> {
     let groups = model.groups();
     let mut sums = HashMap::new();
@@ -100,7 +102,7 @@ fn kept(model: &ModelSpec, prediction: &Prediction) -> HashMap<Group, usize> {
     sums
 }
 
-/// The sizes that determine a group's saved bytes: those of its weights, but with `top_k` for the number of experts.
+/// The sizes that determine a group's saved bytes: the sizes of the group's weights, but with `top_k` instead of the number of experts.
 fn kept_by(config: &Config, group: Group, weights: Vec<Size>) -> Vec<Size> {
     let top_k = Size::new("model.top_k", config.model.top_k);
     let of_experts = |size: Size| if size.key == "model.experts" { top_k } else { size };
@@ -110,7 +112,7 @@ fn kept_by(config: &Config, group: Group, weights: Vec<Size>) -> Vec<Size> {
     }
 }
 
-/// Estimates some BF16 tensors per token and layer.
+/// Estimates the activations as a number of BF16 tensors per token and layer.
 fn estimated_activations(config: &Config, model: &ModelSpec) -> Part {
     let m = &config.model;
     let tokens = tokens(config);

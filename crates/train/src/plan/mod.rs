@@ -1,23 +1,24 @@
-//! Predicts a run's memory from shapes alone, and finds settings that would make it fit.
+//! Predicts a run's memory from shapes alone, and finds settings with which the run would fit.
 //!
-//! A run is rehearsed on [`Dry`], which computes nothing: a rank's own step and evaluation, at every point where the recipe's precisions
-//! change, with the same allocations in the same order. So the sizes of arenas are exact rather than estimated. The same step gives each
-//! op's bytes and flops ([`work_of_step`]).
+//! A run is rehearsed on [`Dry`], a backend that computes nothing. The rehearsal executes a rank's own step and evaluation, at every point
+//! at which the recipe's precisions change, with the same allocations in the same order. So the sizes of arenas are exact, not estimated.
+//! The same rehearsal gives the bytes and flops of each op ([`work_of_step`]).
 //!
-//! Two things are unknown in advance. The router's decisions: the prediction fills the buffers of the all-to-all to their capacity, and
-//! [`predict_balanced`] assumes that each rank receives an equal share. And the memory of a GPU's driver: one gibibyte is added, and two if
-//! ranks use NCCL.
+//! Two quantities are unknown in advance. The first quantity is the router's decisions: the prediction fills the buffers of the all-to-all
+//! to their capacity, and [`predict_balanced`] assumes that each rank receives an equal share. The second quantity is the memory of a GPU's
+//! driver: one GiB is added, and two GiB if ranks use NCCL.
 //!
-//! Accuracy (`train/tests/memory/plan.rs`): on the CPU the arenas of weights, gradients and moments match the prediction to the byte, on
-//! every rank of a mesh. Peak activations are within 1 % on one rank; on several ranks they never exceed the prediction, which fills every
-//! buffer. On an H200 the activations of configuration `s` are within 5 %.
+//! Accuracy (`train/tests/memory/plan.rs`): on the CPU, the arenas of weights, gradients and moments match the prediction to the byte, on
+//! every rank of a mesh. Peak activations are within 1 % on one rank. On several ranks, peak activations never exceed the prediction, which
+//! fills every buffer. On an H200, the activations of configuration `s` are within 5 %.
 //!
-//! Before a run initializes its first weight, the prediction is compared with the device's free memory: for a GPU, what other processes
-//! left when it was opened; for a host, what the system and the process's control groups allow. A run that does not fit is refused with its
-//! largest parts, each with the keys that determine it (`largest.rs`), and the shortest list of settings that would make it fit.
-//! `search.rs` finds it by rehearsing alternatives: one setting first, then two, and so on.
+//! Before a run initializes its first weight, the prediction is compared with the device's free memory. The free memory of a GPU is the
+//! memory that other processes left when the GPU was opened. The free memory of a host is the memory that the operating system and the
+//! process's control groups allow. A run that does not fit is refused. The error names the run's largest parts, each with the keys that
+//! determine its size (`largest.rs`), and the shortest list of settings that would make the run fit. `search.rs` finds this list by
+//! rehearsing alternatives: first with one setting, then with two, and so on.
 //!
-//! `--dry-run` prints the prediction and allocates nothing; `--dry-run=gpu` predicts for a GPU on a machine without one. `nibble models`
+//! `--dry-run` prints the prediction and allocates nothing. `--dry-run=gpu` predicts for a GPU on a machine without a GPU. `nibble models`
 //! rehearses published models (`whole.rs`).
 
 mod largest;
@@ -44,13 +45,13 @@ use std::collections::BTreeMap;
 /// A supported GPU.
 #[derive(Debug)]
 pub struct Gpu {
-    /// Its product name.
+    /// The GPU's product name.
     pub name: &'static str,
-    /// Bytes that its driver gives a process.
+    /// Number of bytes that the GPU's driver gives a process.
     pub bytes: usize,
 }
 
-/// Hopper GPUs, the smallest first, with the memory that the driver and ECC leave.
+/// Hopper GPUs, smallest first, with the memory that remains after the driver and ECC.
 pub const GPUS: [Gpu; 3] = [
     Gpu { name: "H100 (80 GB)", bytes: 79 << 30 },
     Gpu { name: "H100 NVL or GH200 (94 to 96 GB)", bytes: 93 << 30 },
@@ -60,33 +61,34 @@ pub const GPUS: [Gpu; 3] = [
 /// The memory of a run on one rank.
 #[derive(Debug, Clone)]
 pub struct Prediction {
-    /// Kind of its device.
+    /// The kind of the rank's device.
     pub kind: DeviceKind,
-    /// Its mesh of ranks.
+    /// The run's mesh of ranks.
     pub mesh: MeshShape,
-    /// Ranks per host, which share its memory if they compute there: all of them, unless known otherwise.
+    /// Number of ranks per host. These ranks share the host's memory if they compute on the CPU. Unless known otherwise, this is the number
+    /// of all ranks.
     pub host_ranks: usize,
-    /// The predicted rank: [`predict`] takes the first of those with the most memory.
+    /// The predicted rank. [`predict`] takes the first of the ranks with the most memory.
     pub rank: usize,
-    /// The rank's arenas at their largest.
+    /// The largest size of each of the rank's arenas.
     pub memory: RunMemory,
-    /// Bytes of a rank outside arenas: inputs, sums, reports, and with several ranks the gathered pieces of a checkpoint.
+    /// Number of bytes of a rank outside arenas: inputs, sums, reports, and with several ranks the gathered pieces of a checkpoint.
     pub beside_bytes: usize,
     /// The saved activations of a forward pass.
     pub ledger: Ledger,
-    /// Trainable parameters over all ranks.
+    /// Number of trainable parameters over all ranks.
     pub parameters: usize,
 }
 
 impl Prediction {
-    /// Bytes of each part on one rank.
+    /// Number of bytes of each part on one rank.
     pub fn parts(&self) -> [(&'static str, usize); 5] {
         let [weights, gradients, moments, activations] =
             self.memory.arenas().map(|(name, stats)| (name, stats.total_bytes.unwrap_or(stats.peak_bytes)));
         [weights, gradients, moments, activations, ("other buffers", self.beside_bytes)]
     }
 
-    /// The device's own memory, with its description.
+    /// The memory that the device itself needs, with a description.
     pub fn allowance(&self) -> (&'static str, usize) {
         match self.kind {
             DeviceKind::Host => ("the process", 64 << 20),
@@ -96,7 +98,7 @@ impl Prediction {
         }
     }
 
-    /// Bytes per device: a GPU has one rank; a host has all of its ranks, each counted like this one.
+    /// Number of bytes per device. A GPU has one rank. A host has all of its ranks; each is counted like this rank.
     pub fn device_bytes(&self) -> usize {
         let rank: usize = self.parts().iter().map(|(_, bytes)| bytes).sum();
         rank * self.ranks_of_a_device() + self.allowance().1
@@ -109,7 +111,7 @@ impl Prediction {
         }
     }
 
-    /// `weights 1.5 GiB, gradients 1.5 GiB, ...`.
+    /// A text with the parts: `weights 1.5 GiB, gradients 1.5 GiB, ...`.
     pub fn summary(&self) -> String {
         let ranks = match self.ranks_of_a_device() {
             1 => String::new(),
@@ -124,16 +126,16 @@ impl Prediction {
 /// Predicts a run on a device of this kind, for the rank with the most memory.
 ///
 /// # Errors
-/// [`Error::Memory`] if it needs more than any device has; errors of the configuration.
+/// [`Error::Memory`] if the run needs more memory than any device has; errors of the configuration.
 pub fn predict(kind: DeviceKind, mesh: MeshShape, config: &Config, recipe: &Recipe) -> Result<Prediction> {
     predict_rank(kind, mesh, largest_rank(mesh, config)?, config, recipe)
 }
 
-/// [`predict`] with balanced routing: each rank receives its share of the rows instead of its capacity. `None` if no rows are exchanged, or
-/// the capacity is no larger than that.
+/// Like [`predict`], but with balanced routing: each rank receives its share of the rows instead of its capacity. `None` if no rows are
+/// exchanged, or if the capacity is no larger than the share.
 ///
 /// # Errors
-/// As [`predict`].
+/// The errors of [`predict`].
 pub fn predict_balanced(
     kind: DeviceKind,
     mesh: MeshShape,
@@ -148,10 +150,10 @@ pub fn predict_balanced(
     predict(kind, mesh, &balanced, recipe).map(Some)
 }
 
-/// [`predict`] for this rank of the mesh.
+/// Like [`predict`], but for this rank of the mesh.
 ///
 /// # Errors
-/// As [`predict`]; [`nibble_core::Error::Shape`] for a rank outside the mesh.
+/// The errors of [`predict`]; [`nibble_core::Error::Shape`] for a rank outside the mesh.
 pub fn predict_rank(
     kind: DeviceKind,
     mesh: MeshShape,
@@ -166,10 +168,10 @@ pub fn predict_rank(
     rehearsed(kind, mesh, rank, config, recipe, |rank| rank.rehearse())
 }
 
-/// Bytes that a rank sends in a step, by collective, with balanced routing; empty for a single rank.
+/// Number of bytes that a rank sends in a step with balanced routing, by collective. Empty for a single rank.
 ///
 /// # Errors
-/// As [`predict_rank`].
+/// The errors of [`predict_rank`].
 pub fn sent_in_a_step(
     kind: DeviceKind,
     mesh: MeshShape,
@@ -180,16 +182,17 @@ pub fn sent_in_a_step(
     on_shapes(kind, mesh, rank, config, recipe, |_, state| state.sent_in_a_step())
 }
 
-/// Predicts the state that lives as long as the run, without activations.
+/// Predicts the memory that exists as long as the run, without activations.
 fn predict_state(kind: DeviceKind, mesh: MeshShape, config: &Config, recipe: &Recipe) -> Result<Prediction> {
     let rank = largest_rank(mesh, config)?;
     rehearsed(kind, mesh, rank, config, recipe, |_| Ok(Ledger::default()))
 }
 
-/// Groups of ranks that keep equally many rows of every parameter, and so need the same memory, in the order of their first ranks.
+/// Groups of ranks, in the order of their first ranks. The ranks of a group keep equally many rows of every parameter, so they need the
+/// same memory.
 ///
 /// # Errors
-/// [`Error::Config`] for uncountable sizes.
+/// [`Error::Config`] for sizes that overflow.
 pub fn kinds_of_ranks(mesh: MeshShape, config: &Config) -> Result<Vec<Vec<usize>>> {
     check_sizes(config)?;
     let slices = divided(mesh, config);
@@ -202,7 +205,7 @@ pub fn kinds_of_ranks(mesh: MeshShape, config: &Config) -> Result<Vec<Vec<usize>
     Ok(kinds)
 }
 
-/// The first of the ranks that keep the most.
+/// The first of the ranks that keep the largest number of values.
 fn largest_rank(mesh: MeshShape, config: &Config) -> Result<usize> {
     if mesh.ranks() == 1 {
         return Ok(0);
@@ -213,7 +216,7 @@ fn largest_rank(mesh: MeshShape, config: &Config) -> Result<usize> {
     Ok((0..mesh.ranks()).rev().max_by_key(kept).unwrap_or(0))
 }
 
-/// How every parameter is sharded, and whether over replicas only.
+/// The slices of every parameter, and whether the parameter is sharded over replicas only.
 fn divided(mesh: MeshShape, config: &Config) -> Vec<(Slices, bool)> {
     let of = |param: ParamSpec| {
         let (stack, ranks) = match param.experts {
@@ -234,11 +237,11 @@ fn kept_values(mesh: MeshShape, rank: usize, slices: &[(Slices, bool)]) -> impl 
     })
 }
 
-/// The ops of one step on one rank, in order, with the bytes and flops of each. Recomputation in the backward pass is included; copies and
-/// fills are no ops. Steps are counted from 0; at another step a recipe may have other precisions.
+/// The ops of one step on one rank, in order, with the bytes and flops of each op. Recomputation in the backward pass is included; copies
+/// and fills are no ops. Steps are counted from 0. Another step may have other precisions.
 ///
 /// # Errors
-/// As [`predict`].
+/// The errors of [`predict`].
 pub fn work_of_step(kind: DeviceKind, config: &Config, recipe: &Recipe, step: u64) -> Result<Vec<Call>> {
     on_shapes(kind, MeshShape::ONE, 0, config, recipe, |dry, rank| {
         let ((), calls) = dry.counted(|| rank.rehearse_whole_step(step))?;
@@ -246,21 +249,21 @@ pub fn work_of_step(kind: DeviceKind, config: &Config, recipe: &Recipe, step: u6
     })
 }
 
-/// Products and attention that a GPU runs on CUDA cores, many times slower than on tensor cores.
+/// GEMMs and attention that a GPU runs on CUDA cores, which are many times slower than tensor cores.
 #[derive(Debug, Clone, PartialEq)]
 pub struct OffTensorCores {
     /// The reason: formats that tensor cores do not support, or a size.
     pub why: String,
-    /// The distinct ops concerned.
+    /// The distinct ops that run on CUDA cores for this reason.
     pub ops: Vec<&'static str>,
-    /// Their fraction of the flops of all products and attention of a run.
+    /// The fraction of these ops in the flops of all GEMMs and attention of a run.
     pub share: f64,
 }
 
-/// The work of a run that a GPU would run on CUDA cores: in a step at every point where precisions change, and in an evaluation.
+/// The work of a run that a GPU would run on CUDA cores: in a step at every point at which precisions change, and in an evaluation.
 ///
 /// # Errors
-/// As [`predict`].
+/// The errors of [`predict`].
 pub fn off_tensor_cores(config: &Config, recipe: &Recipe) -> Result<Vec<OffTensorCores>> {
     on_shapes(DeviceKind::Gpu, MeshShape::ONE, 0, config, recipe, |dry, rank| {
         let ((_, calls), slow) = dry.slow(|| dry.counted(|| rank.rehearse()))?;
@@ -301,7 +304,7 @@ fn rehearsed(
     })
 }
 
-/// Runs `run` with a rank that computes nothing. For uncountable sizes, the error names the sizes responsible.
+/// Calls `run` with a rank that computes nothing. If sizes overflow, the error names the sizes at fault.
 fn on_shapes<R>(
     kind: DeviceKind,
     mesh: MeshShape,
@@ -322,8 +325,8 @@ fn on_shapes<R>(
     })
 }
 
-/// The memory of a checkpoint's gathering: what a rank sends to all owners in a round plus the piece that it receives, of three values per
-/// parameter; or the amax histories.
+/// The memory for gathering a checkpoint: the values that a rank sends to all owners in a round, plus the piece that it receives, with
+/// three values per parameter. If the amax histories are larger, their memory is returned instead.
 fn collected_bytes(rank: &mut RankState<'_, Dry>, mesh: MeshShape) -> usize {
     if mesh.ranks() == 1 {
         return 0;
@@ -334,10 +337,11 @@ fn collected_bytes(rank: &mut RankState<'_, Dry>, mesh: MeshShape) -> usize {
     size_of::<f32>() * round.max(records * mesh.ranks())
 }
 
-/// Predicts the run, if it fits this device's free memory with all ranks on one host. Memory of other processes does not count as free.
+/// Predicts the run. Returns the prediction if the run fits this device's free memory with all ranks on one host. Memory of other processes
+/// does not count as free.
 ///
 /// # Errors
-/// [`Error::Memory`] if it does not fit, with its largest parts and the shortest list of settings that would make it fit.
+/// [`Error::Memory`] if the run does not fit, with the run's largest parts and the shortest list of settings that would make it fit.
 pub fn require_room<B: Backend>(
     b: &B,
     mesh: MeshShape,
@@ -347,10 +351,10 @@ pub fn require_room<B: Backend>(
     require_room_for(b, mesh, mesh.ranks(), config, recipe)
 }
 
-/// [`require_room`] with `host_ranks` ranks on this host.
+/// Like [`require_room`], but with `host_ranks` ranks on this host.
 ///
 /// # Errors
-/// As [`require_room`].
+/// The errors of [`require_room`].
 pub fn require_room_for<B: Backend>(
     b: &B,
     mesh: MeshShape,
@@ -367,7 +371,7 @@ pub fn require_room_for<B: Backend>(
         Err(Error::Memory { .. }) => (usize::MAX, None),
         Err(_) => return predicted,
     };
-    // Uncountable sizes are uncountable with every setting.
+    // Sizes that overflow do so with every setting, so there is no search.
     let found = match needed {
         usize::MAX => None,
         _ => search::shortest(b.kind(), mesh, host_ranks, config, device.bytes())?,
@@ -392,19 +396,19 @@ pub fn require_room_for<B: Backend>(
     Err(Error::Memory { needed, settings, why })
 }
 
-/// The device that refuses.
+/// The device whose memory is too small.
 struct Device {
     name: String,
     room: Option<Room>,
 }
 
 impl Device {
-    /// Memory available to a run.
+    /// Number of bytes that are available to a run.
     fn bytes(&self) -> usize {
         self.room.map_or(usize::MAX, |room| room.bytes())
     }
 
-    /// `the run takes 30.1 GiB (weights ...), and NVIDIA H200 has 23.4 GiB of its 139.8 GiB free ...`.
+    /// The text of the error: `the run takes 30.1 GiB (weights ...), and NVIDIA H200 has 23.4 GiB of its 139.8 GiB free ...`.
     fn refusal(
         &self,
         what: &str,
@@ -430,7 +434,7 @@ impl Device {
     }
 }
 
-/// The largest parts of a run that ran out of memory: a sentence and a space; empty if they cannot be determined.
+/// The largest parts of a run that ran out of memory, as a sentence and a space. Empty if the parts cannot be determined.
 pub(crate) fn sizes_of<B: Backend>(b: &B, mesh: MeshShape, config: &Config, recipe: &Recipe) -> String {
     let largest = match predict(b.kind(), mesh, config, recipe) {
         Ok(prediction) => largest(config, Some(&prediction)),
@@ -440,7 +444,7 @@ pub(crate) fn sizes_of<B: Backend>(b: &B, mesh: MeshShape, config: &Config, reci
     format!("By the prediction {largest}. ")
 }
 
-/// Settings as command-line options.
+/// Formats settings as command-line options.
 #[must_use]
 pub fn overrides(settings: &[String]) -> String {
     let option = |setting: &String| match setting.contains(['"', ' ']) {
@@ -453,7 +457,7 @@ pub fn overrides(settings: &[String]) -> String {
 /// Checks that this device has enough memory for weights, gradients and moments.
 ///
 /// # Errors
-/// [`Error::Memory`] if it has not.
+/// [`Error::Memory`] if the device has too little memory.
 pub(crate) fn require_room_for_state<B: Backend>(
     b: &B,
     mesh: MeshShape,

@@ -1,4 +1,4 @@
-//! Searches the shortest list of settings with which a run would fit, by rehearsing alternatives.
+//! Searches the shortest list of settings with which a run would fit. The search rehearses alternatives.
 
 use super::{Prediction, predict};
 use crate::checks::checked_recipe;
@@ -8,31 +8,31 @@ use crate::recompute::Scope;
 use nibble_core::{DeviceKind, MeshShape};
 use std::path::Path;
 
-/// A way to reduce memory: its alternatives for a configuration, the mildest first, each a list of overrides. Empty if nothing can be
-/// gained.
+/// A way to reduce memory. For a configuration, the function returns alternatives, mildest first; each alternative is a list of overrides.
+/// The result is empty if the way saves nothing.
 type Way = fn(&Config) -> Vec<Vec<String>>;
 
-/// All ways, those that change a run's numbers least first. A new way is a new entry.
+/// All ways to reduce memory, ordered by their effect on a run's numbers, smallest effect first. A new way is a new entry.
 const WAYS: &[Way] = &[
     recomputation,
     smaller_micro_batches,
     |config| one(config.train.grad_dtype == PlainType::F32, "train.grad_dtype=bf16"),
     |config| one(config.train.moment_dtype == PlainType::F32, "train.moment_dtype=bf16"),
-    // Activations in four bits.
+    // `mxfp4-hopper` saves activations in four bits.
     |config| one(config.recipe != "mxfp4-hopper", "recipe=mxfp4-hopper"),
 ];
 
-/// A single alternative, if it gains anything.
+/// A single alternative, if it saves memory.
 fn one(gains: bool, setting: &str) -> Vec<Vec<String>> {
     gains.then(|| vec![setting.to_owned()]).into_iter().collect()
 }
 
-/// The same numbers at the cost of time: little at first, up to a forward pass.
+/// More recomputation, which gives the same numbers at the cost of time: first little time, at most the time of a forward pass.
 fn recomputation(config: &Config) -> Vec<Vec<String>> {
     more_recomputation(config).iter().map(|scopes| vec![Scope::setting(scopes)]).collect()
 }
 
-/// Values of `train.recompute` that extend the configuration's own, the cheapest first.
+/// Values of `train.recompute` that extend the value in the configuration, cheapest first.
 pub(super) fn more_recomputation(config: &Config) -> Vec<Vec<Scope>> {
     const MORE: [&[Scope]; 6] = [
         &[],
@@ -59,7 +59,7 @@ pub(super) fn more_recomputation(config: &Config) -> Vec<Vec<Scope>> {
     choices
 }
 
-/// The same number of tokens per step, in more and smaller micro-batches.
+/// More and smaller micro-batches with the same number of tokens per step.
 fn smaller_micro_batches(config: &Config) -> Vec<Vec<String>> {
     let t = &config.train;
     let parts = (1..usize::BITS).map(|power| 1usize << power);
@@ -77,17 +77,17 @@ pub(super) struct Found {
     pub bytes: usize,
 }
 
-/// Layers of the shorter model that is rehearsed in place of a much deeper one.
+/// Number of layers of the shorter model that is rehearsed instead of a much deeper model.
 const SHORT: usize = 8;
 
-/// The first settings with which the run fits into `there` bytes: from one way, else from two, and so on; if none do, those that need the
-/// least memory. `None` if no setting is possible.
+/// The first settings with which the run fits into `there` bytes. Settings from one way are tried first, then from two ways, and so on. If
+/// no settings suffice, the result is the settings that need the least memory. `None` if no setting is possible.
 ///
-/// Deep models are tried as shorter ones with the same kinds of layers. The result is then rehearsed with the whole model; if that
-/// contradicts it, every alternative is.
+/// Instead of a deep model, the search rehearses shorter models with the same kinds of layers. The whole model is then rehearsed with the
+/// settings found. If this rehearsal contradicts the search, every alternative is rehearsed with the whole model.
 ///
 /// # Errors
-/// If the configuration cannot be written as TOML.
+/// An error if the configuration cannot be written as TOML.
 pub(super) fn shortest(
     kind: DeviceKind,
     mesh: MeshShape,
@@ -122,11 +122,11 @@ pub(super) fn shortest(
     Ok(search(config, there, &exact))
 }
 
-/// Estimates a deep model's memory from two shorter ones.
+/// Estimates a deep model's memory from two shorter models.
 fn by_shorter(config: &Config, rehearse: &dyn Fn(&Config) -> Result<usize>) -> Result<usize> {
     let of = |layers: usize| {
         let mut shorter = config.clone();
-        // Removes layers of the more numerous kind.
+        // The shorter model loses layers of the more numerous kind.
         if config.model.num_dense() > config.model.num_routed() && config.model.experts > 0 {
             shorter.model.dense_layers = layers - config.model.num_routed();
         }
@@ -138,10 +138,10 @@ fn by_shorter(config: &Config, rehearse: &dyn Fn(&Config) -> Result<usize>) -> R
     Ok(less.saturating_add(each.saturating_mul(config.model.layers - SHORT)))
 }
 
-/// The search, where `bytes` gives the memory with these settings.
+/// Searches the settings. `bytes` returns the memory that the run needs with these settings.
 fn search(config: &Config, there: usize, bytes: &dyn Fn(&[String]) -> Option<usize>) -> Option<Found> {
     let all = bytes(&[]).unwrap_or(usize::MAX);
-    // An alternative that gains nothing over a milder one is dropped.
+    // An alternative is dropped if it saves no memory over a milder alternative.
     let gaining = |way: &Way| {
         let mut least = all;
         let mut gains = |settings: &Vec<String>| match bytes(settings) {
@@ -157,7 +157,7 @@ fn search(config: &Config, there: usize, bytes: &dyn Fn(&[String]) -> Option<usi
         WAYS.iter().map(gaining).filter(|alternatives| !alternatives.is_empty()).collect();
     let mut least: Option<Found> = None;
     let mut subsets: Vec<u32> = (1..1u32 << ways.len()).collect();
-    // By number of ways, then in the order of the table.
+    // The subsets are sorted by the number of ways, then by the order of the table.
     subsets.sort_by_key(|subset| (subset.count_ones(), std::cmp::Reverse(subset.reverse_bits())));
     for subset in subsets {
         let chosen: Vec<&Vec<Vec<String>>> =
@@ -168,7 +168,7 @@ fn search(config: &Config, there: usize, bytes: &dyn Fn(&[String]) -> Option<usi
             if least.as_ref().is_none_or(|least| bytes < least.bytes) {
                 least = Some(Found { settings: settings.clone(), bytes });
             }
-            // From the strongest alternative to the mildest that fits.
+            // The loop goes from the strongest alternative to the mildest alternative that fits.
             if bytes > there {
                 break;
             }
@@ -181,7 +181,7 @@ fn search(config: &Config, there: usize, bytes: &dyn Fn(&[String]) -> Option<usi
     least
 }
 
-/// One alternative of each way, in all combinations; the mildest first.
+/// All combinations of one alternative from each way, mildest first.
 fn combinations(ways: &[&Vec<Vec<String>>]) -> Vec<Vec<String>> {
     ways.iter().fold(vec![Vec::new()], |made, way| {
         made.iter()
@@ -213,7 +213,7 @@ mod tests {
             let sets: Vec<String> = sets.iter().map(|set| (*set).to_owned()).collect();
             let config = Config::load(name, &sets).unwrap();
             for kind in [DeviceKind::Host, DeviceKind::Gpu] {
-                // Without the device's own memory, which hides differences.
+                // The device's own memory is not counted here, because it would hide differences.
                 let whole = |config: &Config| -> Result<usize> {
                     let prediction = predict(kind, MeshShape::ONE, config, &checked_recipe(config)?)?;
                     Ok(prediction.memory.arenas().iter().map(|(_, stats)| stats.peak_bytes).sum())

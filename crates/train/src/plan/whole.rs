@@ -1,4 +1,4 @@
-//! Whether a GPU can train a whole model, and with which recipe and recomputation: rehearsed.
+//! Determines by rehearsals whether a GPU can train a whole model, and with which recipe and recomputation.
 
 use super::search::more_recomputation;
 use super::{Gpu, predict, predict_state};
@@ -8,20 +8,21 @@ use crate::error::Result;
 use crate::recompute::Scope;
 use nibble_core::{DeviceKind, MeshShape};
 
-/// The recipes to try: the baseline first, then recipes that save less and less. A new recipe is a new name.
+/// The recipes to try. The baseline is first; each later recipe saves smaller activations. A new recipe is a new name in this list.
 pub const RECIPES: [&str; 3] = ["bf16", "fp8-flow", "mxfp4-hopper"];
 
-/// Settings to try.
+/// Settings for a trial.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Trial {
-    /// One of [`RECIPES`].
+    /// The recipe, one of [`RECIPES`].
     pub recipe: &'static str,
-    /// Its recomputation, in the order of [`Scope::ALL`].
+    /// The scopes of recomputation, in the order of [`Scope::ALL`].
     pub recompute: Vec<Scope>,
 }
 
 impl Trial {
-    /// Every trial of a configuration: its own recomputation under each recipe, then more and more of it under each.
+    /// Every trial of a configuration. The first trials use the configuration's own recomputation, with each recipe; later trials use more
+    /// and more recomputation, with each recipe.
     #[must_use]
     pub fn all(config: &Config) -> Vec<Self> {
         let own = Scope::normal(&config.train.recompute);
@@ -34,7 +35,7 @@ impl Trial {
     /// The memory that one GPU needs to train the whole model with these settings.
     ///
     /// # Errors
-    /// As [`predict`]; for a model that cannot be trained with them.
+    /// The errors of [`predict`]; an error for a model that cannot be trained with these settings.
     pub fn bytes(&self, config: &Config) -> Result<usize> {
         let mut tried = alone(config);
         self.recipe.clone_into(&mut tried.recipe);
@@ -48,18 +49,19 @@ impl Trial {
 /// Whether a model fits one GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Fit {
-    /// It fits with these settings, the first that do.
+    /// The model fits with these settings, which are the first settings that suffice.
     With(Trial),
-    /// It does not fit: the smallest trial needs this many bytes.
+    /// The model does not fit. The trial that needs the least memory needs this many bytes.
     TooLarge(usize),
-    /// Masters, moments and gradients alone exceed the GPU's memory, with this many bytes.
+    /// Masters, moments and gradients alone need this many bytes, which exceeds the GPU's memory.
     StateTooLarge(usize),
 }
 
-/// The first trial that fits this GPU. If the state is too large nothing is tried, so that the answer is immediate for a model of any size.
+/// The first trial that fits this GPU. If masters, moments and gradients alone are too large, no trial is made, so that the answer is
+/// immediate for a model of any size.
 ///
 /// # Errors
-/// As [`Trial::bytes`].
+/// The errors of [`Trial::bytes`].
 pub fn fits_whole(config: &Config, gpu: &Gpu) -> Result<Fit> {
     let config = alone(config);
     let recipe = checked_recipe(&config)?;

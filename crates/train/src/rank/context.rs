@@ -1,4 +1,4 @@
-//! What a pass needs besides the model: one rank's backend, data, recipe and place in the run.
+//! Everything that a pass needs besides the model: one rank's backend, data, recipe and position in the run.
 
 use crate::config::Config;
 use crate::cx::Cx;
@@ -12,7 +12,7 @@ use nibble_core::{Error as CoreError, Kernels, Mesh};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Everything of a rank but the model and the buffers of its steps.
+/// The state of a rank, except the model and the buffers of the rank's steps.
 #[derive(Debug)]
 pub(crate) struct RankContext<'a, B: Kernels> {
     pub b: &'a B,
@@ -20,11 +20,11 @@ pub(crate) struct RankContext<'a, B: Kernels> {
     pub config: Config,
     pub plans: Arc<LayerPlans>,
     pub data: Option<Arc<Dataset>>,
-    /// Steps issued.
+    /// Number of steps that have been issued.
     pub step: u64,
-    /// Issued steps that were skipped because they have no target: the optimizer has made `step - passed_over` updates.
+    /// Number of issued steps that were skipped because they have no target. The optimizer has made `step - passed_over` updates.
     pub passed_over: u64,
-    /// Capacity factor of exchanges: `run.capacity_factor`, or more after an overflow. The same on every rank.
+    /// Capacity factor of exchanges: `run.capacity_factor`, or a larger factor after an overflow. The factor is the same on every rank.
     pub capacity_factor: f64,
     /// Messages to the user about overflows.
     pub notes: Vec<String>,
@@ -35,12 +35,12 @@ impl<B: Kernels> RankContext<'_, B> {
         self.data.as_deref().ok_or_else(no_data)
     }
 
-    /// Step / steps.
+    /// The progress of the run: step / number of steps.
     pub fn progress(&self) -> f64 {
         self.step as f64 / self.config.train.steps.max(1) as f64
     }
 
-    /// Which sequences this rank's micro-batches are.
+    /// The plan that selects the sequences of this rank's micro-batches.
     pub fn plan(&self) -> Result<BatchPlan> {
         let data = self.data.clone().ok_or_else(no_data)?;
         let train = &self.config.train;
@@ -48,17 +48,17 @@ impl<B: Kernels> RankContext<'_, B> {
         Ok(BatchPlan { data, batch_size: train.batch_size, micro_batches: train.grad_accum, rank, ranks })
     }
 
-    /// Parts of an expert's rows on a rank.
+    /// Number of parts of an expert's rows on a rank.
     pub fn expert_parts(&self) -> usize {
         self.config.train.expert_shards / self.mesh.dp.world()
     }
 
-    /// This rank's shards of a training micro-batch. `run`: as in [`Shards::new`].
+    /// This rank's shards of a training micro-batch. See [`Shards::new`] for `run`.
     pub fn training_shards(&self, run: usize) -> nibble_core::Result<Shards<B>> {
         self.shards_of(self.config.train.batch_size * self.config.data.seq_len, run)
     }
 
-    /// The same for `tokens` tokens over all ranks.
+    /// This rank's shards of `tokens` tokens over all ranks.
     fn shards_of(&self, tokens: usize, run: usize) -> nibble_core::Result<Shards<B>> {
         let (mesh, t) = (self.mesh.shape(), &self.config.train);
         let shards = Shards::new(self.b, t.shards / mesh.ranks(), tokens / t.shards, run)?;
@@ -66,8 +66,9 @@ impl<B: Kernels> RankContext<'_, B> {
         Ok(shards.with_expert_parts(ExpertParts::of(tokens, t.expert_shards, mesh.dp)))
     }
 
-    /// Held-out nats of `batches` batches of [`HeldOut::BATCH`] sequences from all over the data; 0 batches means all sequences. After
-    /// every batch, `go_on` gets the number of finished batches and the number of all batches. If it returns `false`, the result is `None`.
+    /// The held-out loss of `batches` batches of [`HeldOut::BATCH`] sequences from all parts of the data; 0 batches means all sequences.
+    /// After every batch, `go_on` gets the number of finished batches and the total number of batches. If `go_on` returns `false`, the
+    /// result is `None`.
     pub fn evaluate(
         &mut self,
         model: &mut Decoder<B>,
@@ -113,9 +114,9 @@ impl<B: Kernels> RankContext<'_, B> {
         Ok(Some((nats, targets)))
     }
 
-    /// Raises the capacity of exchanges, since a rank was sent `needed` times its share. `again` names what is retried.
+    /// Raises the capacity of exchanges, because a rank was sent `needed` times its share. `again` names the work that is retried.
     pub fn make_room(&mut self, needed: f64, again: &str) {
-        // Some spare capacity: the next routing may be even less balanced.
+        // The factor adds spare capacity, because the next routing may be even less balanced.
         const SPARE: f64 = 1.125;
         let (before, now) = (self.capacity_factor, needed.max(self.capacity_factor) * SPARE);
         self.notes.push(format!(
@@ -125,13 +126,13 @@ impl<B: Kernels> RankContext<'_, B> {
         self.capacity_factor = now;
     }
 
-    /// The context of a forward pass alone over `tokens` tokens, in which no exchange can overflow.
+    /// The context of inference over `tokens` tokens. No exchange can overflow in this context.
     pub fn inference_cx(&self, tokens: usize) -> Result<Cx<'_, B>> {
         let shards = Shards::new(self.b, 1, tokens, self.mesh.all.rank())?;
         Ok(Cx { capacity_factor: f64::INFINITY, ..self.cx(shards) })
     }
 
-    /// The context of a forward pass alone over these tokens.
+    /// The context of inference over these tokens.
     pub fn cx(&self, shards: Shards<B>) -> Cx<'_, B> {
         let combine = self.config.train.combine.unwrap_or_default();
         let (capacity_factor, experts_in_turn) = (self.capacity_factor, self.config.train.force_load_balance);
@@ -143,26 +144,26 @@ impl<B: Kernels> RankContext<'_, B> {
         }
     }
 
-    /// The documents that begin at `starts`; `None` if `starts` is empty, since attention then does not separate documents.
+    /// The documents that begin at `starts`. `None` if `starts` is empty, because attention then does not separate documents.
     pub fn documents(&self, starts: &[i32]) -> nibble_core::Result<Option<Documents<B>>> {
         let find = || Documents::find(self.b, &self.b.upload(starts)?, self.config.data.seq_len);
         (!starts.is_empty()).then(find).transpose()
     }
 
-    /// Nats of each sequence of a batch. Every rank holds the whole batch and evaluates its part.
+    /// The loss of each sequence of a batch, in nats. Every rank holds the whole batch and evaluates its part.
     pub fn held_out_nats(&mut self, model: &Decoder<B>, batch: &Batch) -> Result<Vec<f32>> {
         let mut nats = self.nats_of_runs(model, batch, 1)?;
-        // Without the sequences that pad the ranks' parts.
+        // The truncation removes the sequences that pad the ranks' parts.
         nats.truncate(batch.sequences);
         Ok(nats)
     }
 
-    /// Nats of every token of a batch, and of the tokens that pad each rank's part.
+    /// The loss of every token of a batch in nats, including the tokens that pad each rank's part.
     pub fn nats_of_tokens(&mut self, model: &Decoder<B>, batch: &Batch) -> Result<Vec<f32>> {
         self.nats_of_runs(model, batch, self.config.data.seq_len)
     }
 
-    /// The same for each of `runs` equal runs of every sequence.
+    /// The losses in nats of `runs` equal runs of every sequence.
     fn nats_of_runs(&mut self, model: &Decoder<B>, batch: &Batch, runs: usize) -> Result<Vec<f32>> {
         loop {
             match self.nats_that_fit(model, batch, runs)? {
@@ -172,7 +173,8 @@ impl<B: Kernels> RankContext<'_, B> {
         }
     }
 
-    /// [`Self::nats_of_runs`]; if an exchange overflowed, what the fullest rank was sent, as a multiple of its share.
+    /// Like [`Self::nats_of_runs`]. If an exchange overflowed, the error is the number of slots sent to the fullest rank, as a multiple of
+    /// its share.
     fn nats_that_fit(
         &self,
         model: &Decoder<B>,
@@ -180,10 +182,10 @@ impl<B: Kernels> RankContext<'_, B> {
         runs: usize,
     ) -> Result<std::result::Result<Vec<f32>, f64>> {
         let (ranks, shards) = (self.mesh.all.world(), self.config.train.shards);
-        // The shards of training: a scale of a shard, or of a part of an expert's rows, is then the same on every mesh.
+        // The shards are those of training. So the scale of a shard, or of a part of an expert's rows, is the same on every mesh.
         let each = batch.sequences.next_multiple_of(shards) / ranks;
         let mine = batch.part(self.mesh.all.rank() * each, each);
-        // Every rank runs the same number of tokens. Tokens past the batch, or past a single shorter sequence, have no target.
+        // Every rank runs the same number of tokens. Tokens after the end of the batch, or of a single shorter sequence, have no target.
         let tokens = each * self.config.data.seq_len;
         let padded = |ids: &[i32], with: i32| -> Vec<i32> {
             ids.iter().copied().chain(std::iter::repeat(with)).take(tokens).collect()
@@ -210,8 +212,8 @@ impl<B: Kernels> RankContext<'_, B> {
     }
 }
 
-/// Which of `windows` held-out sequences are evaluated, in parts of at most `size` sequences. The choice does not depend on `size`. The
-/// sequences come from all over the data, so that a loss during a run is comparable with the last one.
+/// Selects the held-out sequences to evaluate from `windows` sequences, in parts of at most `size` sequences. The selection does not depend
+/// on `size`. The sequences come from all parts of the data, so that a loss during the run is comparable with the final loss.
 fn parts_of(windows: usize, batches: usize, size: usize) -> Vec<Range<usize>> {
     let all = windows.div_ceil(HeldOut::BATCH);
     let whole = |first: usize, end: usize| {
@@ -224,8 +226,8 @@ fn parts_of(windows: usize, batches: usize, size: usize) -> Vec<Range<usize>> {
     firsts.flat_map(|first| whole(first, (first + HeldOut::BATCH).min(windows))).collect()
 }
 
-/// Beginnings of documents for `tokens` tokens, of which `starts` are the first; none if `starts` is empty. Later tokens
-/// continue the last document of their sequence.
+/// The beginnings of documents for `tokens` tokens. `starts` contains the beginnings for the first of these tokens; later tokens continue
+/// the last document of their sequence. Empty if `starts` is empty.
 fn padded_starts(starts: &[i32], (seq_len, tokens): (usize, usize)) -> Vec<i32> {
     let mut padded = Vec::new();
     let tokens = if starts.is_empty() { 0 } else { tokens };
@@ -244,7 +246,7 @@ fn no_data() -> Error {
 mod tests {
     use super::*;
 
-    /// Sequence by sequence: the same for every size of a part, all of them from where sixteen sequences begin.
+    /// The same sequences, in groups of sixteen consecutive sequences, are evaluated for every size of a part.
     #[test]
     fn what_is_evaluated_does_not_depend_on_the_batch_size() {
         for (windows, batches) in [(1, 0), (15, 1), (16, 1), (17, 1), (64, 3), (1000, 7), (1000, 0), (40, 9)]

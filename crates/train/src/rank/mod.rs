@@ -1,5 +1,5 @@
-//! One rank's part of a run: the model, the memory that it lies in, and the parts of a step. A trainer drives it through a run; the
-//! prediction of memory takes it through one step of each kind, where nothing is computed.
+//! One rank's share of a run: the model, the memory of the model, and the phases of a step. A trainer calls this code for a real run. The
+//! prediction of memory calls this code for one step of each kind, in which nothing is computed.
 
 mod context;
 mod rehearse;
@@ -25,31 +25,31 @@ use std::sync::Arc;
 #[derive(Debug)]
 pub(crate) struct RankState<'a, B: Kernels> {
     pub context: RankContext<'a, B>,
-    /// The model, this rank's part of it.
+    /// This rank's part of the model.
     pub model: Decoder<B>,
     /// The arena of the weights.
     pub weights: B::Arena,
-    /// Made by the first step, or by loading a checkpoint.
+    /// The buffers of steps, which are created by the first step, or when a checkpoint is loaded.
     pub buffers: Option<StepBuffers<B>>,
-    /// The arena of weights' copies and activations. Steps, recordings and evaluations use it in turn.
+    /// The arena of weights' copies and activations. Steps, recordings and evaluations take turns in using this arena.
     pub activations: B::Arena,
 }
 
 /// The arenas of a run, on one rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RunMemory {
-    /// F32 masters, and RoPE's table.
+    /// F32 masters, and the table of RoPE.
     pub weights: MemoryStats,
-    /// Gradients that live through a step.
+    /// Gradients that exist during a whole step.
     pub gradients: MemoryStats,
     /// AdamW's moments, and the histories of delayed scales.
     pub moments: MemoryStats,
-    /// What lives only within a step or an evaluation: copies of the weights, activations, temporary gradients.
+    /// Buffers that exist only within a step or an evaluation: copies of the weights, activations, temporary gradients.
     pub activations: MemoryStats,
 }
 
 impl RunMemory {
-    /// Each arena by its name.
+    /// Each arena with its name.
     pub fn arenas(&self) -> [(&'static str, MemoryStats); 4] {
         [
             ("weights", self.weights),
@@ -61,7 +61,7 @@ impl RunMemory {
 }
 
 impl<'a, B: Kernels> RankState<'a, B> {
-    /// A rank whose RoPE table `rope` computes. Nothing is checked.
+    /// Creates a rank. `rope` computes the RoPE table. This function checks nothing.
     pub fn assemble(
         b: &'a B,
         mesh: Mesh<'a, B>,
@@ -93,7 +93,7 @@ impl<'a, B: Kernels> RankState<'a, B> {
         self.model.named_tensors().iter().map(Named::num_values).sum()
     }
 
-    /// The run's memory by arena, from the allocator. Gradients and moments exist from the first step on.
+    /// The run's memory by arena, as counted by the allocator. Gradients and moments exist only after the first step has started.
     pub fn memory(&self) -> RunMemory {
         let b = self.context.b;
         let [gradients, moments] = match &self.buffers {
@@ -104,7 +104,7 @@ impl<'a, B: Kernels> RankState<'a, B> {
         RunMemory { weights, gradients, moments, activations }
     }
 
-    /// Makes the buffers of steps, if there are none yet.
+    /// Creates the buffers of steps, if they do not exist yet.
     pub fn make_buffers(&mut self) -> Result<()> {
         if self.buffers.is_none() {
             let mut buffers = StepBuffers::new(&self.context, &mut self.model)?;
@@ -114,9 +114,9 @@ impl<'a, B: Kernels> RankState<'a, B> {
         Ok(())
     }
 
-    /// What a forward pass over this batch saves, and the allocator's bytes for it.
+    /// The buffers that a forward pass over this batch saves, and the number of bytes that the allocator counts for these buffers.
     pub fn ledger_of(&mut self, batch: &Batch) -> Result<(Ledger, usize)> {
-        // The forward pass computes the head's gradient, which gets its place for the whole run.
+        // The forward pass computes the head's gradient, whose buffer is allocated for the whole run.
         self.make_buffers()?;
         let Self { context, model, activations, .. } = self;
         let t = &context.config.train;
@@ -133,14 +133,14 @@ impl<'a, B: Kernels> RankState<'a, B> {
             let cx = cx.with_documents(documents);
             let (ids, targets) = (cx.b.upload(&batch.inputs)?, cx.b.upload(&batch.targets)?);
             let control = cx.b.zeros(Control::LEN)?;
-            // Counts of conversions live until the end of the step; they are not for the backward pass.
+            // Counts of conversions are dropped here, because they exist until the end of the step but are not saved for the backward pass.
             let forget = || cx.counted.borrow_mut().truncate(0);
             forget();
             let before = cx.b.memory().live_bytes - size_of::<i32>() * B::len(&ids);
             let (out, saved) = model.forward(&cx, ids, &targets, &control)?;
             drop(out);
             forget();
-            // The message with the head's gradient is not saved, and the gradient's buffer comes back.
+            // The message with the head's gradient is not a saved buffer. This call ends the reduction, and returns the gradient's buffer.
             model.params().into_iter().try_for_each(|param| param.finish_reduction(&cx))?;
             let live = cx.b.memory().live_bytes - before;
             let mut ledger = Ledger::default();

@@ -1,4 +1,4 @@
-//! A run on a backend that computes nothing: every part of it that takes memory, once.
+//! Rehearses a run on a backend that computes nothing. Each part of the run that allocates memory is executed once.
 
 use super::RankState;
 use super::step::Step;
@@ -15,10 +15,10 @@ use nibble_core::{Comm, DType, DeviceKind, Kernels, Mesh, MeshShape, Recipe, Sol
 use nibble_dry::{Dry, DryComm};
 use std::collections::BTreeMap;
 
-/// Runs `run` as this rank, with a device that computes nothing.
+/// Calls `run` as this rank, with a device that computes nothing.
 ///
 /// # Errors
-/// [`Error::Memory`] with `usize::MAX` bytes where `run` takes more than can be counted.
+/// [`Error::Memory`] with `usize::MAX` bytes if the number of bytes that `run` needs overflows.
 pub(crate) fn on_dry<R>(
     kind: DeviceKind,
     mesh: MeshShape,
@@ -38,7 +38,7 @@ pub(crate) fn on_dry<R>(
             };
             several
         });
-    // The rehearsal's phases are not reported as the process's.
+    // The phases of the rehearsal are not reported as phases of the process.
     match aside(|| rehearsing(|| run(&dry, Mesh { all: &*all, ep: &*ep, dp: &*dp }))) {
         Err(_) if dry.has_overflowed() => {
             let most = in_words(Dry::MOST_BYTES);
@@ -50,7 +50,7 @@ pub(crate) fn on_dry<R>(
 }
 
 impl<'a, B: Kernels> RankState<'a, B> {
-    /// A rank of these sizes, whose weights and gradients have buffers and whose values mean nothing.
+    /// A rank with these sizes. Weights and gradients have buffers, but their values are meaningless.
     pub(crate) fn of_shapes(b: &'a B, mesh: Mesh<'a, B>, config: &Config, recipe: &Recipe) -> Result<Self> {
         let dim = ModelSpec::new(&config.model).rope.dim;
         let table = |b: &B| Tensor::unwritten(b, DType::F32, config.data.seq_len, dim);
@@ -59,10 +59,11 @@ impl<'a, B: Kernels> RankState<'a, B> {
         Ok(rank)
     }
 
-    /// Runs a forward pass for what it saves; then, at every point of the run where precisions change, a step and an evaluation.
+    /// Runs a forward pass, and lists the buffers that it saves. Then runs a step and an evaluation at every point of the run at which
+    /// precisions change.
     ///
     /// # Errors
-    /// From the backend, if its memory runs out.
+    /// An error of the backend, if its memory runs out.
     pub(crate) fn rehearse(&mut self) -> Result<Ledger> {
         let config = self.context.config.clone();
         let (size, seq_len, steps) = (config.train.batch_size, config.data.seq_len, config.train.steps);
@@ -73,7 +74,7 @@ impl<'a, B: Kernels> RankState<'a, B> {
         let [mine, all] = [size / world, size].map(|sequences| Batch::zeroed(sequences, seq_len, apart));
         let (ledger, _) = self.ledger_of(&mine)?;
         self.activations = self.context.b.arena("activations")?;
-        // A measuring step takes a little more memory, and not every one the same.
+        // A step that measures quantization needs a little more memory, and the amount differs between such steps.
         let turns = LayerSample::turns(config.model.layers);
         let measuring = config.train.measured_steps().take(turns);
         for step in steps_of_change(self.context.plans.recipe(), steps).into_iter().chain(measuring) {
@@ -94,10 +95,10 @@ impl<'a, B: Kernels> RankState<'a, B> {
         Ok(ledger)
     }
 
-    /// The step of this number, with all of its micro-batches.
+    /// Runs the step of this number, with all of its micro-batches.
     ///
     /// # Errors
-    /// As [`RankState::rehearse`].
+    /// The errors of [`RankState::rehearse`].
     pub(crate) fn rehearse_whole_step(&mut self, step: u64) -> Result<()> {
         self.context.step = step;
         self.rehearse_step(self.context.config.train.grad_accum)
@@ -123,10 +124,10 @@ impl<'a, B: Kernels> RankState<'a, B> {
 }
 
 impl RankState<'_, Dry> {
-    /// Bytes that the rank sends to others in the first step, by collective.
+    /// Number of bytes that the rank sends to other ranks in the first step, by collective.
     ///
     /// # Errors
-    /// As [`RankState::rehearse`].
+    /// The errors of [`RankState::rehearse`].
     pub(crate) fn sent_in_a_step(&mut self) -> Result<BTreeMap<&'static str, u64>> {
         let (dry, micro_batches) = (self.context.b, self.context.config.train.grad_accum as u64);
         if self.context.mesh.all.world() == 1 {
@@ -144,7 +145,7 @@ impl RankState<'_, Dry> {
         if micro_batches == 1 {
             return Ok(one);
         }
-        // Each further micro-batch sends what the second one sends.
+        // Each later micro-batch sends as many bytes as the second micro-batch.
         let two = sent_by(2)?;
         let all = one.iter().map(|(call, bytes)| {
             (*call, bytes + (two.get(call).unwrap_or(bytes) - bytes) * (micro_batches - 1))

@@ -1,33 +1,35 @@
-//! One training step on the device: the buffers it lives in, its three parts, and the record it leaves.
+//! One training step on the device: the step's buffers, its phases, and its record.
 //!
-//! The host writes a step's tokens and scalars into one of two slots of a ring and issues the step's parts. It reads the record of the step
-//! before. Nothing in between waits for the host. On several ranks, the host also reads the counts of each exchange plan.
+//! The host writes a step's tokens and scalars into one of two slots of a ring and issues the step's phases. Then the host reads the record
+//! of the previous step. The device does not wait for the host in between. On several ranks, the host also reads the counts of each
+//! exchange plan.
 //!
-//! 1. **Begin** ([`BeginStep`]). The device's clock chooses the slot. The scalars of the slot go to the *control* buffer, and the table of
-//!    sums becomes zero.
+//! 1. **Begin** ([`BeginStep`]). The device's clock selects the slot. The scalars of the slot are copied to the *control* buffer, and the
+//!    table of sums is set to zero.
 //! 2. **Prepare.** Each weight's copies are computed from its F32 master: quantized and quantized transposed, or cast and transposed. All
-//!    micro-batches use them. They are dropped before the optimizer changes the master. One copy is not prepared: the plain transpose of
-//!    quantized values (`dgrad.w` with `by = "requantize"`), which `Param::wt` decodes whenever a backward pass asks.
-//! 3. **Forward**, for each micro-batch. [`BeginMicroBatch`] brings its tokens and numbers its rows. Where documents are kept apart, the
-//!    index at which a token's document begins decides which keys a query sees ([`Documents`]), restarts positions, and separates
-//!    documents' balance losses.
+//!    micro-batches use these copies, which are dropped before the optimizer changes the master. One copy is not prepared: the plain
+//!    transpose of quantized values (`dgrad.w` with `by = "requantize"`). `Param::wt` decodes this copy whenever a backward pass needs it.
+//! 3. **Forward**, for each micro-batch. [`BeginMicroBatch`] copies the micro-batch's tokens and numbers its rows. With document masking,
+//!    the index at which a token's document begins determines the keys that a query sees ([`Documents`]). The beginnings of documents also
+//!    restart positions, and separate the documents' balance losses.
 //! 4. **Head and loss** are one op, which also computes the gradients (`layers/head.rs`). The loss is the mean over the targets of the step
-//!    that count, of all micro-batches and ranks. Prompts, and the ends of documents that are kept apart, have no target (`NO_TARGET`).
-//!    Each rank's loader counts the targets of all ranks on the host, and 1 divided by this number is a scalar of the step
+//!    that count, of all micro-batches and ranks. Prompts, and the last tokens of separated documents, have no target (`NO_TARGET`). Each
+//!    rank's loader counts the targets of all ranks on the host, and 1 divided by this number is a scalar of the step
 //!    (`Control::LOSS_SCALE`).
-//! 5. **Collect.** Conversions count blocks, and routers leave loads and losses. [`Collect`] adds all of them to the table (`record`),
+//! 5. **Collect.** Conversions count blocks, and routers compute loads and losses. [`Collect`] adds all of these to the table (`record`),
 //!    after the forward and after the backward pass.
 //! 6. **Backward** consumes [`DecoderSaved`] from the last layer to the first. The first micro-batch overwrites the gradients, and later
-//!    micro-batches add to them. With one micro-batch, shards are summed right after each product, so memory holds one gradient instead of
-//!    one per shard.
+//!    micro-batches add to them. With one micro-batch, shards are summed immediately after each GEMM, so memory holds one gradient instead
+//!    of one per shard.
 //! 7. **Optimize** ([`optim::step`]).
 //!
-//! Under `model.balance = "batch"` the loads of all expert layers are added after the last block, over the ranks too, as whole numbers in
-//! F64; each router's backward pass reads that buffer. Under `"sequence"` sequences take the place of shards in a router's losses and
-//! loads.
+//! Under `model.balance = "batch"`, the loads of all expert layers are added after the last block, also over the ranks, as whole numbers in
+//! F64. Each router's backward pass reads these sums. Under `"sequence"`, a router's losses and loads are computed per sequence instead of
+//! per shard.
 //!
-//! A step without any target is not issued: every rank counts the targets of all ranks and so decides the same, and only the device's clock
-//! moves on. A checkpoint stores the number of such steps (`Position::passed_over`), because AdamW's bias corrections count updates.
+//! A step without any target is not issued. Every rank counts the targets of all ranks and therefore makes the same decision. Only the
+//! device's clock advances. A checkpoint stores the number of such steps (`Position::passed_over`), because AdamW's bias corrections count
+//! updates.
 
 use super::context::RankContext;
 use crate::config::Config;
@@ -51,16 +53,16 @@ use nibble_core::ops::{
 use nibble_core::{DType, Error as CoreError, Kernels, Tensor};
 use std::cell::RefCell;
 
-/// What a training step reads and writes, at addresses that do not change during a run; activations lie in an arena.
+/// The buffers that a training step reads and writes, at addresses that do not change during a run. Activations are in an arena.
 #[derive(Debug)]
 pub(crate) struct StepBuffers<B: Kernels> {
-    /// A ring of two slots that the host writes.
+    /// A ring of two slots into which the host writes.
     inputs: B::Buf<i32>,
     input_layout: InputLayout,
     /// Tokens of the current micro-batch.
     ids: B::Buf<i32>,
     targets: B::Buf<i32>,
-    /// Where documents begin, if they are kept apart.
+    /// The beginnings of documents, with document masking.
     starts: B::Buf<i32>,
     /// This rank's sums of the current step.
     table: B::Buf<f64>,
@@ -69,11 +71,11 @@ pub(crate) struct StepBuffers<B: Kernels> {
     /// The arenas of the parameters' gradients and moments.
     pub gradients: B::Arena,
     pub moments: B::Arena,
-    /// What the context of a step owns while the step lives.
+    /// The objects that the context of a step owns during the step; `None` during a step.
     handed: Option<HandedOver<B>>,
 }
 
-/// What moves between the buffers and the context of a step.
+/// The objects that move from the buffers to the context of a step, and back.
 #[derive(Debug)]
 struct HandedOver<B: Kernels> {
     shards: Shards<B>,
@@ -83,7 +85,8 @@ struct HandedOver<B: Kernels> {
 }
 
 impl<B: Kernels> StepBuffers<B> {
-    /// Buffers for this rank under this configuration, the parameters' gradients and moments, and the histories of delayed scales.
+    /// Allocates the buffers of this rank for this configuration, the parameters' gradients and moments, and the histories of delayed
+    /// scales.
     pub fn new(context: &RankContext<'_, B>, model: &mut Decoder<B>) -> Result<Self> {
         let (b, mesh, config) = (context.b, context.mesh.shape(), &context.config);
         let t = &config.train;
@@ -127,7 +130,7 @@ impl<B: Kernels> StepBuffers<B> {
         })
     }
 
-    /// The sites met so far.
+    /// The sites whose counts have been recorded so far.
     pub fn sites(&self) -> &[crate::record::CountSite] {
         self.handed.as_ref().map_or(&[], |handed| handed.counted.sites())
     }
@@ -137,18 +140,18 @@ impl<B: Kernels> StepBuffers<B> {
         self.handed.as_ref().map(|handed| &handed.delayed)
     }
 
-    /// The same, mutable.
+    /// A mutable reference to the histories of delayed scales; `None` during a step.
     pub fn delayed_mut(&mut self) -> Option<&mut DelayedRecords<B>> {
         self.handed.as_mut().map(|handed| &mut handed.delayed)
     }
 
-    /// Sets the device's clock to this step, and clears the control buffer with its stop flag.
+    /// Sets the device's clock to this step, and clears the control buffer including its stop flag.
     pub fn restart(&mut self, b: &B, step: u64) -> Result<()> {
         b.clear(&mut self.optimizer.control)?;
         self.set_clock(b, step)
     }
 
-    /// Moves the device's clock past this step, which is not run.
+    /// Advances the device's clock past this step without running the step.
     pub fn pass_over(&mut self, b: &B, step: u64) -> Result<()> {
         self.set_clock(b, step + 1)
     }
@@ -160,7 +163,8 @@ impl<B: Kernels> StepBuffers<B> {
         }
     }
 
-    /// Writes the slot of the next step: its scalars, what this rank tells the others, the time of the step before, and its tokens.
+    /// Writes the slot of the next step: the step's scalars, this rank's message to the other ranks, the time of the previous step, and the
+    /// step's tokens.
     pub fn write_inputs(
         &mut self,
         context: &RankContext<'_, B>,
@@ -184,7 +188,7 @@ impl<B: Kernels> StepBuffers<B> {
     }
 }
 
-/// Allocates the gradients and moments of all parameters that have them, each kind in an arena of its own.
+/// Allocates the gradients and moments of all parameters that have them. Gradients and moments have separate arenas.
 fn place_parameters<B: Kernels>(
     b: &B,
     config: &Config,
@@ -198,9 +202,10 @@ fn place_parameters<B: Kernels>(
     let mut params: Vec<&mut Param<B>> = model.optimized();
     b.within(gradients, || {
         params.iter_mut().try_for_each(|param| {
-            // With tied weights, the head and the embedding both add to one gradient.
+            // With tied weights, the head and the embedding both add to the same gradient.
             let at_once = t.grad_accum == 1 && (param.name != table || table != head);
-            // Norms, the embedding and the head are added to several times per micro-batch: in F32, unless that sum is temporary.
+            // The gradients of norms, the embedding and the head are accumulated several times per micro-batch. This accumulation is in
+            // F32, unless the sum is temporary.
             let several = !param.decays || param.name == table || param.name == head;
             let dtype = if several && !at_once { DType::F32 } else { t.grad_dtype.into() };
             param.place_gradient(b, GradientPlan { dtype, at_once }, param.placement.shards(shards))
@@ -212,7 +217,7 @@ fn place_parameters<B: Kernels>(
     Ok(())
 }
 
-/// The parts of a step over one model and its buffers.
+/// The phases of a step with one model and its buffers.
 pub(crate) struct Step<'s, 'a, B: Kernels> {
     context: &'s RankContext<'a, B>,
     model: &'s mut Decoder<B>,
@@ -221,7 +226,7 @@ pub(crate) struct Step<'s, 'a, B: Kernels> {
 }
 
 impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
-    /// A step of this rank, as its recipe is now. Ended by [`Step::end`].
+    /// Starts a step of this rank, with the recipe's current precisions. [`Step::end`] must end the step.
     pub fn new(
         context: &'s RankContext<'a, B>,
         model: &'s mut Decoder<B>,
@@ -245,16 +250,16 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
         Ok(Self { context, model, buffers, cx })
     }
 
-    /// Gives the buffers back.
+    /// Returns the objects of the context to the buffers.
     pub fn end(self) {
         let Cx { shards, clock, counted, delayed, .. } = self.cx;
         let counted = counted.into_inner();
-        // Put there by `new`.
+        // `new` moved these objects into the context.
         self.buffers.handed =
             clock.zip(delayed).map(|(clock, delayed)| HandedOver { shards, clock, counted, delayed });
     }
 
-    /// Runs the whole step. `before_optimizer` waits for all readers of what the optimizer changes.
+    /// Runs the whole step. `before_optimizer` waits until no reader needs the values that the optimizer changes.
     pub fn run(&mut self, before_optimizer: impl FnOnce()) -> Result<()> {
         reach(Point::StepBegins)?;
         self.first_micro_batch()?;
@@ -267,12 +272,12 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
         reach(Point::AfterOptimizer)
     }
 
-    /// Makes the weights' copies; forward and backward of the first micro-batch, which overwrites the gradients.
+    /// Creates the weights' copies, and runs forward and backward of the first micro-batch, which overwrites the gradients.
     pub fn first_micro_batch(&mut self) -> Result<()> {
         self.first_micro_batch_seen(|_, _| Ok(()))
     }
 
-    /// [`Step::first_micro_batch`], in which `look` sees the forward pass.
+    /// Like [`Step::first_micro_batch`], but also passes the forward pass to `look`.
     pub fn first_micro_batch_seen(
         &mut self,
         look: impl FnOnce(&Cx<'_, B>, Inside<'_, B>) -> nibble_core::Result<()>,
@@ -286,7 +291,7 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
         self.micro_batch(look)
     }
 
-    /// Forward and backward of a micro-batch; adds to the gradients that exist.
+    /// Runs forward and backward of a later micro-batch, which adds to the existing gradients.
     pub fn next_micro_batch(&mut self) -> Result<()> {
         self.micro_batch(|_, _| Ok(()))
     }
@@ -333,7 +338,7 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
         self.collect(None)
     }
 
-    /// Adds to the record what ops have counted, and, after a forward pass, its losses and other results.
+    /// Adds the counts of ops to the record. After a forward pass, also adds its losses and other results.
     fn collect(&mut self, forward: Option<(&DecoderOut<B>, &DecoderSaved<B>)>) -> Result<()> {
         let StepBuffers { table, layout, optimizer, .. } = &mut *self.buffers;
         let waiting = self.cx.counted.borrow_mut().take(layout)?;
@@ -365,7 +370,7 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
         Ok(Collect { entries: &entries, table }.run(self.context.b)?)
     }
 
-    /// Every gradient, summed over shards and ranks, in the order of [`Decoder::optimized`], as `read` brings it to the host.
+    /// Every gradient, summed over shards and ranks, in the order of [`Decoder::optimized`]. `read` copies a gradient to the host.
     pub fn gradients(
         &mut self,
         read: impl Fn(&Param<B>, &Tensor<B>) -> Result<Vec<f32>>,
@@ -382,7 +387,7 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
         Ok(gradients)
     }
 
-    /// Reduces the gradients, takes an AdamW step, reports.
+    /// Reduces the gradients, takes an AdamW step, and writes the report.
     pub fn optimize(&mut self) -> Result<()> {
         self.model.release();
         let StepBuffers { table, layout, optimizer, .. } = &mut *self.buffers;

@@ -1,27 +1,29 @@
-//! What quantization did to values, as counted in the steps that measure it.
+//! The effect of quantization on values, as counted in the steps that measure it.
 
 use crate::config::Config;
 
-/// The layers that a measuring step measures: a part of the decoder layers, in turns, and everything outside decoder layers.
+/// The layers that a measuring step measures: a part of the decoder layers, which changes from turn to turn, and all tensors outside
+/// decoder layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LayerSample {
-    /// Number of turns. Each decoder layer is measured in one of them.
+    /// Number of turns. Each decoder layer is measured in one turn.
     pub turns: usize,
-    /// This step's turn.
+    /// The turn of this step.
     pub turn: usize,
 }
 
 impl LayerSample {
-    /// About how many decoder layers a step measures: measuring all of a deep model would cost a large part of the step.
+    /// Approximate number of decoder layers that a step measures. The number is limited because the measurement of all layers would take a
+    /// large part of the step in a deep model.
     const LAYERS: usize = 4;
 
-    /// Number of measuring steps that together measure `layers` decoder layers.
+    /// Number of measuring steps that together measure all of `layers` decoder layers.
     #[must_use]
     pub fn turns(layers: usize) -> usize {
         layers.div_ceil(Self::LAYERS).max(1)
     }
 
-    /// The sample of a step (from 0) of this run; `None` if the step does not measure.
+    /// The sample of a step (counted from 0) of this run; `None` if the step does not measure quantization.
     #[must_use]
     pub fn of(config: &Config, step: u64) -> Option<Self> {
         let (turns, every) = (Self::turns(config.model.layers), config.train.quantization_every);
@@ -29,22 +31,22 @@ impl LayerSample {
         config.train.measures_in(step).then(|| Self { turns, turn: turn() })
     }
 
-    /// Whether it includes this decoder layer. `None` stands for what is outside decoder layers.
+    /// Whether the sample includes this decoder layer. `None` means tensors outside decoder layers.
     pub(crate) fn takes(self, layer: Option<usize>) -> bool {
         layer.is_none_or(|layer| layer % self.turns == self.turn)
     }
 }
 
-/// Counts from a comparison of values with what they were quantized to ([`nibble_core::ops::MeasureQuantization`]).
+/// Counts from a comparison of quantized values with the original values ([`nibble_core::ops::MeasureQuantization`]).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Measured {
-    /// Values that did not change.
+    /// Number of values that did not change.
     pub exact: u64,
-    /// Values other than zero that became zero.
+    /// Number of non-zero values that became zero.
     pub underflowed: u64,
-    /// Values beyond the largest code under their scale.
+    /// Number of values that are larger than the largest code under their scale.
     pub saturated: u64,
-    /// All values. A tensor that is quantized by rows and by columns has twice as many.
+    /// Number of all values. For a tensor that is quantized by rows and by columns, each value counts twice.
     pub values: u64,
 }
 
@@ -58,7 +60,7 @@ impl std::ops::AddAssign for Measured {
 }
 
 impl Measured {
-    /// Name and share of each count; `None` if nothing was measured.
+    /// The name and the fraction of each count; `None` if nothing was measured.
     pub fn fractions(&self) -> Option<[(&'static str, f64); 3]> {
         let of = |count: u64| count as f64 / self.values as f64;
         (self.values > 0).then(|| {

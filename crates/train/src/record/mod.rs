@@ -1,7 +1,7 @@
-//! The step's record: one table of sums on the device, and what each cell of it means.
+//! The step's record: one table of sums on the device, and the meaning of each cell of this table.
 //!
-//! Operations leave counts, loads and losses in small buffers. [`Counted`] remembers the site of each buffer, and one operation per pass
-//! adds the buffers' values to the table. At the end of a step, one report holds the tables of all ranks; the host reads the report later.
+//! Ops write counts, loads and losses to small buffers. [`Counted`] remembers the site of each buffer, and one op per pass adds the
+//! buffers' values to the table. At the end of a step, one report contains the tables of all ranks. The host reads the report later.
 
 mod measured;
 mod site;
@@ -23,46 +23,46 @@ use std::time::{Duration, Instant};
 /// Number of counts of a measurement.
 const MEASURED: usize = MeasureQuantization::<Dry>::COUNTS;
 
-/// Blocks of one site over a step, all ranks together.
+/// Counts of blocks of one site in a step, over all ranks.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct SiteCounts {
-    /// Blocks with a non-zero code.
+    /// Number of blocks with a non-zero code.
     pub non_zero: u64,
-    /// Of those, blocks in which a conversion changed a value.
+    /// Number of non-zero blocks in which a conversion changed a value.
     pub inexact: u64,
-    /// Blocks that held a NaN or an infinity.
+    /// Number of blocks that contained a NaN or an infinity.
     pub non_finite: u64,
-    /// Values under a delayed scale that were larger than the largest number.
+    /// Number of values under a delayed scale that were larger than the largest representable number.
     pub saturated: u64,
-    /// Values under a delayed scale.
+    /// Number of values under a delayed scale.
     pub delayed: u64,
-    /// What quantization did to the values, in a step that measures it.
+    /// The effect of quantization on the values, in a step that measures it.
     pub measured: Measured,
 }
 
-/// Cells of a table for what is found of values under delayed scales.
+/// The cells of a table that receive the results of a quantization under delayed scales.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FoundCells {
-    /// Number of the first span.
+    /// Number of the tensor's first span.
     pub first: usize,
-    /// Whether this rank's values count. If not, another rank counts the same values.
+    /// Whether this rank's values count. If false, another rank counts the same values.
     pub is_counted: bool,
 }
 
-/// What an operation left for the record.
+/// Results that an op has written for the record.
 #[derive(Debug, Clone)]
 pub struct Waiting<B: Backend> {
-    /// Number of the site.
+    /// Number of the op's site.
     pub site: usize,
-    /// Blocks.
+    /// Counts of blocks.
     pub counts: Counts<B>,
-    /// What was found of values under delayed scales.
+    /// The results of a quantization under delayed scales, and the cells for these results.
     pub found: Option<(FoundCells, Found<B>)>,
-    /// What [`MeasureQuantization`] counted, for rows and for columns.
+    /// The counts of [`MeasureQuantization`], for rows and for columns.
     pub measured: Vec<B::Buf<u64>>,
 }
 
-/// The sites of a step, in its order, and counts that have not been added to the table.
+/// The sites of a step, in the order of the step, and counts that have not been added to the table yet.
 #[derive(Debug)]
 pub struct Counted<B: Backend> {
     sites: Vec<CountSite>,
@@ -77,7 +77,7 @@ impl<B: Backend> Default for Counted<B> {
 }
 
 impl<B: Backend> Counted<B> {
-    /// With these sites.
+    /// A record with these sites and no counts.
     pub fn at(sites: impl IntoIterator<Item = CountSite>) -> Self {
         let mut counted = Self::default();
         for site in sites {
@@ -86,7 +86,7 @@ impl<B: Backend> Counted<B> {
         counted
     }
 
-    /// Every known site: those given at the start, and then those met later.
+    /// Every known site: the sites given at the start, followed by sites that were added later.
     pub fn sites(&self) -> &[CountSite] {
         &self.sites
     }
@@ -110,7 +110,7 @@ impl<B: Backend> Counted<B> {
         }
     }
 
-    /// The number of a site. A new site gets the next number.
+    /// The number of a site. A new site gets the next free number.
     fn meet(&mut self, site: CountSite) -> usize {
         match self.numbers.get(&site) {
             Some(number) => *number,
@@ -127,21 +127,21 @@ impl<B: Backend> Counted<B> {
         self.waiting.len()
     }
 
-    /// Forgets all counts but the first `waiting`.
+    /// Drops all counts except the first `waiting`.
     pub fn truncate(&mut self, waiting: usize) {
         self.waiting.truncate(waiting);
     }
 
-    /// Repeats all counts but the first `waiting`, so that there are `times` of each.
+    /// Repeats all counts except the first `waiting`, so that each is present `times` times.
     pub fn repeat(&mut self, waiting: usize, times: usize) {
         let counts = self.waiting.split_off(waiting);
         self.waiting.extend(std::iter::repeat_n(counts, times).flatten());
     }
 
-    /// Takes the counts that wait, all of which have cells in a table.
+    /// Takes the counts that wait for collection. Every site must have cells in the table.
     ///
     /// # Errors
-    /// [`Error::Shape`] naming a site for which the table has no cells: it was counted, and is in no plan.
+    /// [`Error::Shape`] naming a site for which the table has no cells, because the site was counted but is in no plan.
     pub fn take(&mut self, layout: &Layout) -> Result<Vec<Waiting<B>>> {
         if let Some(site) = self.sites.get(layout.sites) {
             return Err(Error::shape("step record", "site", site, "one that a layer's plan has"));
@@ -150,17 +150,18 @@ impl<B: Backend> Counted<B> {
     }
 }
 
-/// What a rank tells the others when it issues a step. The step's record carries it to all of them, without a collective of its own.
+/// A rank's message to the other ranks when it issues a step. The step's record carries the message to all ranks, without a separate
+/// collective.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Told {
-    /// The signal by which it was asked to end the run, below 128; 0: none.
+    /// The signal that asked the rank to end the run, below 128; 0 means no signal.
     pub asked: u8,
-    /// Whether it is writing files of a checkpoint.
+    /// Whether the rank is writing files of a checkpoint.
     pub writing: bool,
 }
 
 impl Told {
-    /// As the word at [`nibble_core::ops::InputLayout::TOLD`].
+    /// The message as the word at [`nibble_core::ops::InputLayout::TOLD`].
     pub fn word(self) -> i32 {
         i32::from(self.asked) << 1 | i32::from(self.writing)
     }
@@ -170,23 +171,24 @@ impl Told {
     }
 }
 
-/// A rank's time for a step, from the step's issue to the issue of the next one. The next step's record tells it to every rank.
+/// A rank's time for a step, from the issue of the step to the issue of the next step. The next step's record carries this time to every
+/// rank.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Spent {
-    /// Seconds of the step.
+    /// Duration of the step in seconds.
     pub seconds: f64,
-    /// Seconds of the step in which the rank waited for others.
+    /// Time in seconds for which the rank waited for other ranks.
     pub waited: f64,
 }
 
-/// When the latest steps were first issued, and how long the rank had waited for others until then. A step that is retried is reported
-/// with the time of its first attempt.
+/// For the latest steps: the time of their first issue, and the total time for which the rank had waited for other ranks until then. A
+/// retried step is reported with the time of its first attempt.
 #[derive(Debug, Default)]
 pub(crate) struct IssueTimes([Option<(u64, Instant, Duration)>; 3]);
 
 impl IssueTimes {
-    /// Notes that step `step` is issued now. Returns the words that report the time of the previous step: its microseconds, and its
-    /// microseconds of waiting; zeros if this process has not issued that step.
+    /// Records that step `step` is issued now. Returns the words that report the time of the previous step: its duration and its waiting
+    /// time, in microseconds. Both words are zero if this process has not issued the previous step.
     pub fn issue(&mut self, step: u64, now: Instant, waited: Duration) -> [i32; 2] {
         let place = |step: u64| (step % 3) as usize;
         let this = &mut self.0[place(step)];
@@ -202,32 +204,32 @@ impl IssueTimes {
     }
 }
 
-/// Ids that are checked against the vocabulary.
+/// Arguments whose token ids are checked against the vocabulary.
 const BAD_IDS: [&str; 2] = ["inputs", "targets"];
 
 /// Layout of a table of sums.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Layout {
-    /// Sites.
+    /// Number of sites.
     pub sites: usize,
-    /// Decoder layers.
+    /// Number of decoder layers.
     pub layers: usize,
-    /// How many of the first layers are dense: their cells for router results stay zero.
+    /// Number of leading dense layers, whose cells for router results stay zero.
     pub dense: usize,
-    /// Experts of a layer.
+    /// Number of experts of a layer.
     pub experts: usize,
-    /// Shards of a rank.
+    /// Number of shards of a rank.
     pub shards: usize,
-    /// Runs of a rank's tokens that have routers' losses of their own: shards, or sequences.
+    /// Number of groups of a rank's tokens that have separate router losses: the shards, or the sequences.
     pub runs: usize,
-    /// Spans of a rank with delayed scales.
+    /// Number of spans with delayed scales on a rank.
     pub spans: usize,
-    /// Whether some steps measure quantizations.
+    /// Whether some steps measure quantization.
     pub measures: bool,
 }
 
 impl Layout {
-    /// For a model's layers and experts alone.
+    /// A layout with cells only for a model's layers and experts.
     pub fn of(model: &ModelSpec) -> Self {
         Self {
             sites: 0,
@@ -241,79 +243,83 @@ impl Layout {
         }
     }
 
-    /// Cells of a table.
+    /// Number of cells of a table.
     pub fn cells(&self) -> usize {
         self.measured() + if self.measures { MEASURED * self.sites } else { 0 }
     }
 
-    /// Cells that must be zero: blocks that are not finite, rows that do not fit, ids outside the vocabulary.
+    /// Range of the cells that must be zero: blocks that are not finite, rows that do not fit, ids outside the vocabulary.
     pub fn alarms(&self) -> Range<usize> {
         2 * self.sites..self.nats()
     }
 
-    /// Cells that must be finite: losses, the sum of the step's scalars, and largest magnitudes. (Cells between them are whole numbers.)
+    /// Range of the cells that must be finite: losses, the sum of the step's scalars, and largest magnitudes. (The other cells in the range
+    /// are whole numbers.)
     pub fn finite(&self) -> Range<usize> {
         self.nats()..self.amax() + self.spans
     }
 
-    /// Where a site's counts go.
+    /// The table entry for a site's counts.
     pub fn counts<'a, B: Backend>(&self, site: usize, counts: &'a Counts<B>) -> Entry<'a, B> {
         Entry { source: EntrySource::U64(&counts.0), at: site, cells: 3, stride: self.sites }
     }
 
-    /// First of the three cells of a layer's occupancy. Under expert parallelism, this cell holds, on overflow, the slots that the fullest
-    /// rank was sent, as a multiple of its share; the other two cells stay 0.
+    /// Index of the first of the three cells of a layer's occupancy. Under expert parallelism, this cell contains, after an overflow, the
+    /// number of slots sent to the fullest rank, as a multiple of the rank's share. The other two cells stay 0.
     pub fn occupancy(&self, layer: usize) -> usize {
         3 * self.sites + OCCUPANCY_VALUES * layer
     }
 
-    /// Two cells: how many inputs and how many targets lay outside the vocabulary.
+    /// Index of the first of two cells: the number of inputs and the number of targets that are outside the vocabulary.
     pub fn bad_ids(&self) -> usize {
         self.occupancy(self.layers)
     }
 
-    /// First of the sums of losses, one per shard.
+    /// Index of the first sum of losses. There is one sum per shard.
     pub fn nats(&self) -> usize {
         self.bad_ids() + BAD_IDS.len()
     }
 
-    /// The sum of the optimizer's scalars. It matters only where it is not finite, since the optimizer would make NaN of every weight.
+    /// Index of the sum of the optimizer's scalars. The sum matters only if it is not finite, because the optimizer would then turn every
+    /// weight into NaN.
     pub fn scalars(&self) -> usize {
         self.nats() + self.shards
     }
 
-    /// What this rank told the others when the step was issued, as [`Told::word`] has it; then the time of the step before, as [`Spent`]
-    /// has it, in microseconds.
+    /// Index of this rank's message at the issue of the step, as written by [`Told::word`]. The time of the previous step follows, as in
+    /// [`Spent`], but in microseconds.
     pub fn told(&self) -> usize {
         self.scalars() + 1
     }
 
-    /// First of the largest magnitudes, one per span with a delayed scale.
+    /// Index of the first largest magnitude. There is one magnitude per span with a delayed scale.
     pub fn amax(&self) -> usize {
         self.told() + InputLayout::TOLD_WORDS
     }
 
-    /// First of a layer's router losses, two per run.
+    /// Index of a layer's first router loss. There are two losses per shard or sequence ([`Layout::runs`]).
     pub fn router_losses(&self, layer: usize) -> usize {
         self.amax() + self.spans + 2 * self.runs * layer
     }
 
-    /// First of a layer's loads, one per expert.
+    /// Index of a layer's first load. There is one load per expert.
     pub fn load(&self, layer: usize) -> usize {
         self.router_losses(self.layers) + self.experts * layer
     }
 
-    /// First of the counts of saturated values, one per site; the counts of all values follow. Without spans there are none.
+    /// Index of the first count of saturated values. There is one count per site; the counts of all values follow. Without spans there are
+    /// no such counts.
     fn saturated(&self) -> usize {
         self.load(self.layers)
     }
 
-    /// First of the counts of exact values, one per site; a measurement's other counts follow. Without measurements there are none.
+    /// Index of the first count of exact values. There is one count per site; a measurement's other counts follow. Without measurements
+    /// there are no such counts.
     fn measured(&self) -> usize {
         self.saturated() + if self.spans > 0 { 2 * self.sites } else { 0 }
     }
 
-    /// Where what was measured of a site's values goes.
+    /// The table entry for the measurements of a site's values.
     pub fn measurements<'a, B: Backend>(&self, site: usize, counts: &'a B::Buf<u64>) -> Entry<'a, B> {
         Entry {
             source: EntrySource::U64(counts),
@@ -323,7 +329,7 @@ impl Layout {
         }
     }
 
-    /// Where what was found of a site's values goes.
+    /// The table entries for the results of quantizing a site's values under delayed scales.
     pub fn found<'a, B: Backend>(
         &self,
         site: usize,
@@ -339,7 +345,7 @@ impl Layout {
     }
 }
 
-/// What a step left, read from the device: a head, and every rank's table.
+/// The report of a step, read from the device: a head, and every rank's table.
 #[derive(Debug)]
 pub struct Report<'a> {
     layout: Layout,
@@ -352,7 +358,7 @@ impl<'a> Report<'a> {
     /// Splits a report into its head and its tables.
     ///
     /// # Errors
-    /// [`Error::Shape`] if it has another length.
+    /// [`Error::Shape`] if the report has another length.
     pub fn new(layout: Layout, sites: &'a [CountSite], values: &'a [f64]) -> Result<Self> {
         let cells = layout.cells();
         match values.split_at_checked(REPORT_HEAD) {
@@ -376,7 +382,7 @@ impl<'a> Report<'a> {
         self.head[2]
     }
 
-    /// What any rank told when it issued the step: the same on every rank.
+    /// The combined messages of all ranks at the issue of the step. The result is the same on every rank.
     pub fn told(&self) -> Told {
         let told = |table: &[f64]| Told::of_word(table[self.layout.told()] as i32);
         self.tables.iter().map(|table| told(table)).fold(Told::default(), |any, one| Told {
@@ -385,7 +391,7 @@ impl<'a> Report<'a> {
         })
     }
 
-    /// Every rank's time for the step before this one; `None` if any rank has not issued it.
+    /// Every rank's time for the previous step; `None` if any rank has not issued that step.
     pub fn spent(&self) -> Option<Vec<Spent>> {
         let first = self.layout.told() + 1;
         let seconds = |micros: f64| 1e-6 * micros;
@@ -396,19 +402,19 @@ impl<'a> Report<'a> {
         self.tables.iter().map(of_rank).collect()
     }
 
-    /// If an exchange between ranks overflowed: the slots that the fullest rank was sent, as a multiple of its share. Such a step has
-    /// changed nothing.
+    /// If an exchange between ranks overflowed: the number of slots sent to the fullest rank, as a multiple of the rank's share. A step
+    /// with an overflow has changed nothing.
     pub fn overflow(&self) -> Option<f64> {
         let needed = |layer: usize| {
             self.tables.iter().map(|table| table[self.layout.occupancy(layer)]).fold(0.0, f64::max)
         };
-        // Only the first overflow is a true count: later routers saw the results of rows that were not sent. A router that saw no numbers
-        // chose the first experts, which no capacity helps.
+        // Only the first overflow is a true count, because later routers read inputs that lack the rows that were not sent. A router whose
+        // inputs were NaN selected the first experts, and no capacity would have been large enough.
         let first = (0..self.layout.layers).find(|layer| needed(*layer) > 0.0);
         first.filter(|layer| self.is_routed(*layer)).map(needed)
     }
 
-    /// Whether a layer's router saw numbers.
+    /// Whether a layer's router losses are finite, so that its routing is meaningful.
     fn is_routed(&self, layer: usize) -> bool {
         let first = self.layout.router_losses(layer);
         self.is_finite(first..first + 2 * self.layout.runs)
@@ -418,13 +424,12 @@ impl<'a> Report<'a> {
         self.tables.iter().all(|table| table[cells.clone()].iter().all(|x| x.is_finite()))
     }
 
-    /// Whether the step counts.
+    /// Checks whether the step counts.
     ///
     /// # Errors
-    /// [`Error::NonFinite`] naming the first site of the first rank that held a NaN or an infinity, or the loss, the optimizer's
-    /// scalars, or the norm;
-    /// [`Error::Capacity`] if an expert layer had more rows than its buffers hold; [`Error::Shape`] for ids outside the
-    /// vocabulary.
+    /// [`Error::NonFinite`] naming the first site of the first rank that contained a NaN or an infinity, or the loss, the optimizer's
+    /// scalars, or the norm; [`Error::Capacity`] if an expert layer had more rows than its buffers hold; [`Error::Shape`] for ids outside
+    /// the vocabulary.
     pub fn verify(&self) -> Result<()> {
         if self.head[1] == 0.0 {
             return Ok(());
@@ -453,10 +458,10 @@ impl<'a> Report<'a> {
         Err(Error::NonFinite { site: site.into(), layer: "-".into(), step })
     }
 
-    /// Every row fits, and every id is in the vocabulary.
+    /// Checks that every row fits, and that every id is in the vocabulary.
     fn verify_placed(&self, table: &[f64]) -> Result<()> {
         const OP: &str = "plan_permute";
-        // If a router saw no numbers, that is the error.
+        // Layers with non-finite router losses are left out, because these losses are the error to report.
         for layer in (0..self.layout.layers).filter(|layer| self.is_routed(*layer)) {
             let cells = &table[self.layout.occupancy(layer)..][..OCCUPANCY_VALUES];
             if cells[0] > 0.0 {
@@ -477,7 +482,7 @@ impl<'a> Report<'a> {
         Ok(())
     }
 
-    /// Counts of every site, all ranks together.
+    /// The counts of every site, summed over all ranks.
     pub fn counts(&self) -> impl Iterator<Item = (&'a CountSite, SiteCounts)> + '_ {
         type Op<'a> = MeasureQuantization<'a, Dry>;
         let sum = |cell: usize| self.tables.iter().map(|table| table[cell] as u64).sum::<u64>();
@@ -503,19 +508,20 @@ impl<'a> Report<'a> {
         })
     }
 
-    /// Nats of every shard, in the order of the tokens.
+    /// The sum of losses of every shard in nats, in the order of the tokens.
     pub fn nats(&self) -> Vec<f64> {
         let of = |table: &&'a [f64]| &table[self.layout.nats()..self.layout.scalars()];
         self.tables.iter().flat_map(of).copied().collect()
     }
 
-    /// Load-balancing loss and z-loss, summed over layers and shards, each the mean over its runs. `None` for a model without routers.
+    /// Load-balancing loss and z-loss, summed over layers and shards. The loss of a shard is the mean over its sequences if losses are per
+    /// sequence. `None` for a model without routers.
     pub fn router_losses(&self) -> Option<[f64; 2]> {
         let Layout { layers, dense, shards, runs, .. } = self.layout;
         if dense == layers {
             return None;
         }
-        // Run by run in the order of the tokens, whichever rank has them.
+        // The sum is in the order of the tokens, regardless of the ranks that have the tokens.
         let of_run = |table: &[f64], cell: usize| -> f64 {
             (0..layers).map(|layer| table[self.layout.router_losses(layer) + cell]).sum()
         };
@@ -528,7 +534,7 @@ impl<'a> Report<'a> {
         Some([all(0) * shards_a_run, all(1) * shards_a_run])
     }
 
-    /// Slots that chose each expert, by layer, over all ranks; none for a dense layer.
+    /// Number of slots that selected each expert, by layer, over all ranks. Empty for a dense layer.
     pub fn load(&self) -> Vec<Vec<f64>> {
         let sum = |cell: usize| self.tables.iter().map(|table| table[cell]).sum();
         (0..self.layout.layers)
@@ -554,7 +560,7 @@ mod tests {
         assert_eq!(issue(5, 0, 100), [0, 0], "the first of a process");
         assert_eq!(issue(6, 10, 104), [10, 4]);
         assert_eq!(issue(7, 30, 110), [20, 6]);
-        // The exchange of step 6 overflowed: steps 6 and 7 are retried.
+        // The exchange of step 6 overflowed, so steps 6 and 7 are retried.
         assert_eq!(issue(6, 50, 130), [10, 4]);
         assert_eq!(issue(7, 80, 140), [20, 6]);
         assert_eq!(issue(8, 100, 150), [70, 40]);

@@ -3,23 +3,23 @@
 use nibble_core::formats::{BlockAxis, Format};
 use std::fmt;
 
-/// How a tensor changes its representation at a site.
+/// The kind of a tensor's conversion at a site.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ChangeKind {
-    /// A plain tensor becomes codes.
+    /// A plain tensor is quantized.
     Quantize,
-    /// Codes along rows become other codes: MXFP4 is lifted, E4M3 is shifted to columns.
+    /// Codes of row blocks are transcoded: MXFP4 is lifted, or E4M3 is shifted to columns.
     Transcode {
-        /// The format before.
+        /// The format before the conversion.
         from: Format,
         /// The axis of the result's blocks.
         axis: BlockAxis,
     },
 }
 
-/// Names of a weight's copies in counts and random bits: fprop's copy, and dgrad's if it is quantized by itself.
+/// Name of fprop's copy of a weight in counts and random bits.
 pub(crate) const OF_FPROP: &str = "w";
-/// See [`OF_FPROP`].
+/// Name of dgrad's copy of a weight in counts and random bits, if this copy is quantized separately.
 pub(crate) const OF_DGRAD: &str = "wt";
 
 /// A place in the model where blocks are counted.
@@ -27,9 +27,9 @@ pub(crate) const OF_DGRAD: &str = "wt";
 pub struct CountSite {
     /// The layer's name.
     pub layer: String,
-    /// The tensor.
+    /// The tensor's name.
     pub tensor: &'static str,
-    /// What happens to it.
+    /// The tensor's conversion.
     pub conversion: ChangeKind,
 }
 
@@ -44,7 +44,7 @@ impl fmt::Display for CountSite {
 }
 
 impl CountSite {
-    /// Its name without the decoder layer's, common to such sites in all layers.
+    /// The site's name without the decoder layer, which is the same for corresponding sites in all layers.
     pub fn in_any_layer(&self) -> String {
         let mut parts: Vec<&str> = self.layer.split('.').collect();
         if let Some(number) = parts.iter().position(|part| part.parse::<usize>().is_ok()) {
@@ -53,12 +53,12 @@ impl CountSite {
         format!("{}.{}", parts.join("."), self.tensor)
     }
 
-    /// The number of its decoder layer, or `-`.
+    /// The number of the site's decoder layer as text; `-` outside decoder layers.
     pub(super) fn layer_number(&self) -> String {
         self.decoder_layer().map_or("-".to_owned(), |number| number.to_string())
     }
 
-    /// The number of its decoder layer.
+    /// The number of the site's decoder layer; `None` outside decoder layers.
     pub(super) fn decoder_layer(&self) -> Option<usize> {
         self.layer.split('.').find_map(|part| part.parse().ok())
     }

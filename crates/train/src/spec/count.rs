@@ -1,4 +1,4 @@
-//! Counts of a model: its parameters by kind, with the configuration keys that they grow with, and the flops of a token.
+//! Counts for a model: parameters by group, the configuration keys that determine their number, and the flops per token.
 
 use super::{Group, LAYERS, ModelSpec, ParamSpec, Part, Run, Size};
 use crate::config::Config;
@@ -7,30 +7,30 @@ use std::collections::HashMap;
 /// The parameters of a group.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Parameters {
-    /// The group.
+    /// The group of parameters.
     pub group: Group,
-    /// Its name in messages.
+    /// The group's name in messages.
     pub what: &'static str,
-    /// Sizes that its largest tensors are a product of; the number of layers with these tensors comes first.
+    /// The sizes whose product gives the group's largest tensors. The number of layers with these tensors comes first.
     pub sizes: Vec<Size>,
-    /// Number of parameters over all ranks; `None` beyond 128 bits.
+    /// Number of parameters over all ranks; `None` if the number exceeds 128 bits.
     pub count: Option<u128>,
 }
 
 impl ModelSpec {
-    /// The parameters of every group that the model has.
+    /// The parameters of every non-empty group of the model.
     #[must_use]
     pub fn parameters(&self) -> Vec<Parameters> {
         Group::ALL.into_iter().filter_map(|group| self.parameters_of(group)).collect()
     }
 
-    /// How many parameters the model has; none beyond 128 bits.
+    /// Number of parameters of the model; `None` if the number exceeds 128 bits.
     #[must_use]
     pub fn num_parameters(&self) -> Option<u128> {
         self.parameters().iter().try_fold(0u128, |sum, group| sum.checked_add(group.count?))
     }
 
-    /// The parameters of a group, if the model has any.
+    /// The parameters of a group; `None` if the model has no parameters in the group.
     #[must_use]
     pub fn parameters_of(&self, group: Group) -> Option<Parameters> {
         let of_part = |part: &Part| match part.group == group {
@@ -43,7 +43,7 @@ impl ModelSpec {
         };
         let runs: Vec<(Size, Vec<(usize, ParamSpec)>)> =
             self.runs.iter().map(|run| (run.layers, of_run(run))).collect();
-        // The layers that have some: those of one run, or all.
+        // The layers with parameters in this group: the layers of one run, or all layers.
         let mut with = runs.iter().filter(|(_, params)| !params.is_empty()).map(|(layers, _)| *layers);
         let layers = match (with.next(), with.next()) {
             (Some(_), Some(_)) => Some(Size::new(LAYERS, self.num_blocks())),
@@ -54,7 +54,7 @@ impl ModelSpec {
             outside.map(|param| (1, param)).chain(runs.into_iter().flat_map(|(_, params)| params)).collect();
         let counts = all.iter().map(|(times, param)| param.count()?.checked_mul(*times as u128));
         let counts: Vec<Option<u128>> = counts.collect();
-        // The first of the largest; what is beyond counting is larger than all.
+        // `largest` is the first of the largest parameters. A count that overflows is larger than all others.
         let size = |at: &usize| counts[*at].unwrap_or(u128::MAX);
         let largest = (0..all.len()).reduce(|most, at| if size(&at) > size(&most) { at } else { most })?;
         let what = match group {
@@ -69,7 +69,7 @@ impl ModelSpec {
         })
     }
 
-    /// The most columns of an activation between the embedding and the head's logits; none beyond 128 bits.
+    /// The largest number of columns of an activation between the embedding and the head's logits; `None` if the number exceeds 128 bits.
     pub(crate) fn widest(&self) -> Option<u128> {
         let parts = self.runs.iter().flat_map(|run| run.block.parts());
         let weights = parts.flat_map(Part::weights);
@@ -77,12 +77,12 @@ impl ModelSpec {
         extents.map(|extent| extent.count()).try_fold(0, |widest, count| Some(widest.max(count?)))
     }
 
-    /// About how many values per token a forward pass saves, whatever the recipe.
+    /// Approximate number of values per token that a forward pass saves, regardless of the recipe.
     pub(crate) fn kept_values(&self) -> f64 {
         self.runs.iter().map(|run| run.layers.value as f64 * run.block.kept_values()).sum()
     }
 
-    /// For each layer's id, the group under which its saved activations are counted.
+    /// The group in which the saved activations of each layer are counted, by the layer's id.
     pub(crate) fn groups(&self) -> HashMap<String, Group> {
         let parts = self.parts().map(|part| (part.id, part.group));
         let nodes = self.blocks().flat_map(|block| {
@@ -91,7 +91,8 @@ impl ModelSpec {
         parts.chain(nodes).collect()
     }
 
-    /// Parameters of the matrices that multiply a token: attention, router, its experts, the shared expert, dense MLPs, the head.
+    /// Number of parameters of the matrices that multiply a token: attention, router, the token's experts, the shared expert, dense MLPs,
+    /// the head.
     #[must_use]
     pub fn active_parameters(&self) -> u64 {
         let of_run = |run: &Run| {
@@ -101,16 +102,16 @@ impl ModelSpec {
         (self.runs.iter().map(of_run).sum::<usize>() + self.head.active_parameters()) as u64
     }
 
-    /// Multiply-adds of attention's scores and values for each pair of tokens.
+    /// Number of multiply-adds of attention's scores and values for each pair of tokens.
     fn pair_multiply_adds(&self) -> usize {
         self.runs.iter().map(|run| run.layers.value * run.block.attn.pair_multiply_adds()).sum()
     }
 }
 
 impl Config {
-    /// Flops of a token's products, forward and backward: two per multiply-add, three products for each product of the model. Attention
-    /// counts the half of the square that a causal mask leaves; experts count their routed rows without padding. Recomputation does not
-    /// count.
+    /// Flops per token of all GEMMs, forward and backward: two flops per multiply-add, and three GEMMs (fprop, dgrad, wgrad) for each GEMM
+    /// of the model. Attention counts only the half of the score matrix that a causal mask leaves. Experts count their routed rows without
+    /// padding. Recomputation does not count.
     #[must_use]
     pub fn flops_per_token(&self) -> f64 {
         let spec = ModelSpec::new(&self.model);
@@ -127,13 +128,14 @@ mod tests {
     fn flops_of_a_token_written_out() {
         let set = ["model.layers=1", "model.shared_ffn=32"].map(String::from);
         let config = Config::load("tiny", &set).unwrap();
-        // d 64, 4 heads and 2 key-value heads of 16, 8 experts of 64, 2 a token, 64 symbols, sequences of 128.
+        // The model has d 64, 4 heads and 2 key-value heads of 16, 8 experts of width 64, 2 experts per token, 64 symbols, and sequences of
+        // 128 tokens.
         let multiply_adds = 64 * 64 + 2 * 64 * 32 + 64 * 64 // q, k and v, out
-            + 2 * 64 * 128 / 2 // scores and values, half of the square
+            + 2 * 64 * 128 / 2 // scores and values, half of the score matrix
             + 64 * 8 + 2 * 3 * 64 * 64 + 3 * 64 * 32 // router, experts, shared expert
             + 64 * 64; // head
         assert_eq!(config.flops_per_token(), (3 * 2 * multiply_adds) as f64);
-        // Values of 8: half of v and of what goes out, and of the product of probabilities and values.
+        // Heads of values have width 8, which halves v, the input of the output projection, and the product of probabilities and values.
         let config = Config::load("tiny", &[&set[..], &["model.value_head_dim=8".into()]].concat()).unwrap();
         let fewer = 64 * 16 + 32 * 64 + 32 * 128 / 2;
         assert_eq!(config.flops_per_token(), (3 * 2 * (multiply_adds - fewer)) as f64);

@@ -1,5 +1,5 @@
-//! Multi-head latent attention.
-//! d model, h heads, n own elements of a head of queries and keys, r rotated elements, u value_dim, p q_rank, c kv_rank.
+//! Multi-head latent attention. Dimensions: d model, h heads, n unrotated elements of a head of queries and keys, r rotated elements, u
+//! value_dim, p q_rank, c kv_rank.
 
 use super::{Extent, Group, Part, Rope, Size};
 
@@ -8,48 +8,48 @@ use super::{Extent, Group, Part, Rope, Size};
 pub struct LatentShape {
     /// Model width.
     pub d_model: usize,
-    /// Number of heads: queries, keys and values have the same number.
+    /// Number of heads, which is the same for queries, keys and values.
     pub heads: usize,
-    /// Elements of a head of queries and keys that are not rotated: its own.
+    /// Number of elements of a head of queries and keys that are not rotated, and that heads do not share.
     pub nope_dim: usize,
-    /// Elements after them, which are rotated. All heads share those of the key.
+    /// Number of elements that follow and are rotated. All heads share the rotated elements of the key.
     pub rope_dim: usize,
-    /// Elements of a head of values.
+    /// Number of elements of a head of values.
     pub value_dim: usize,
-    /// Width of the latent of queries; 0 = queries come straight from the input.
+    /// Width of the latent of queries; 0 means that queries are projected directly from the input.
     pub q_rank: usize,
     /// Width of the latent of keys and values.
     pub kv_rank: usize,
 }
 
 impl LatentShape {
-    /// Elements of a head of queries and keys.
+    /// Number of elements of a head of queries and keys.
     #[must_use]
     pub const fn head_dim(&self) -> usize {
         self.nope_dim + self.rope_dim
     }
 }
 
-/// A latent's norm, and the projection up from it.
+/// The norm of a latent, and the projection from the latent to all heads.
 #[derive(Debug, Clone)]
 pub struct UpSpec {
-    /// `[rank]`.
+    /// The weight of the latent's norm, `[rank]`.
     pub norm: Part,
-    /// To all heads.
+    /// The projection from the latent to all heads.
     pub up: Part,
 }
 
 /// How queries are projected.
 #[derive(Debug, Clone)]
-#[allow(clippy::large_enum_variant)] // A decoder layer has one of them, in place.
+#[allow(clippy::large_enum_variant)] // A decoder layer stores one of the variants in place.
 pub enum QueriesSpec {
-    /// From the input: `[h·(n + r), d]`.
+    /// A projection directly from the input: `[h·(n + r), d]`.
     Straight(Part),
-    /// From a latent.
+    /// A projection through a latent.
     Latent {
-        /// `[p, d]`.
+        /// The projection from the input to the latent, `[p, d]`.
         down: Part,
-        /// `[h·(n + r), p]`.
+        /// The projection from the latent to all heads, `[h·(n + r), p]`, with the latent's norm.
         up: UpSpec,
     },
 }
@@ -57,28 +57,28 @@ pub enum QueriesSpec {
 /// Multi-head latent attention.
 #[derive(Debug, Clone)]
 pub struct LatentSpec {
-    /// `model.layers.3.self_attn`.
+    /// The id of the layer, such as `model.layers.3.self_attn`.
     pub id: String,
-    /// Sizes.
+    /// The layer's sizes.
     pub shape: LatentShape,
-    /// Queries.
+    /// The projection of queries.
     pub q: QueriesSpec,
-    /// `[c, d]`.
+    /// The projection from the input to the latent of keys and values, `[c, d]`.
     pub kv: Part,
-    /// `[r, d]`.
+    /// The projection from the input to the rotated elements of the key, `[r, d]`.
     pub k_rope: Part,
-    /// `[h·(n + u), c]`: for each head n rows of its key, then u rows of its value.
+    /// The projection from the latent to keys and values, `[h·(n + u), c]`: each head has n rows for its key, then u rows for its value.
     pub kv_up: UpSpec,
-    /// `[d, h·u]`.
+    /// The projection of attention's output, `[d, h·u]`.
     pub o: Part,
-    /// Rotation of queries and keys, and the scale of their products.
+    /// The rotation of queries and keys, and the scale of their products.
     pub rope: Rope,
-    /// ε of the latents' norms: as published, whatever ε the residual stream's norms have.
+    /// ε of the latents' norms: the published value, regardless of the ε of the residual stream's norms.
     pub eps: f32,
 }
 
 impl LatentSpec {
-    /// Attention of these sizes. The output projection's weights have the second standard deviation.
+    /// Latent attention of these sizes. The second standard deviation applies to the weights of the output projection.
     #[must_use]
     pub fn new(id: &str, shape: LatentShape, rope: Rope, [std, out_std]: [f32; 2]) -> Self {
         const GROUP: Group = Group::Attention;
@@ -115,7 +115,8 @@ impl LatentSpec {
         }
     }
 
-    /// Its parts in canonical order: that of a forward pass, except that the shared key's projection follows the one to the latent of keys.
+    /// The layer's parts in canonical order: the order of a forward pass, except that the projection to the shared key follows the
+    /// projection to the latent of keys.
     pub fn parts(&self) -> impl Iterator<Item = &Part> {
         let queries = match &self.q {
             QueriesSpec::Straight(part) => vec![part],
@@ -125,13 +126,13 @@ impl LatentSpec {
         queries.into_iter().chain([&self.kv, &self.k_rope, norm, up, &self.o])
     }
 
-    /// The projections of its input.
+    /// The projections that read the layer's input.
     pub(super) fn inputs(&self) -> [&Part; 3] {
         let (QueriesSpec::Straight(q) | QueriesSpec::Latent { down: q, .. }) = &self.q;
         [q, &self.kv, &self.k_rope]
     }
 
-    /// The projections of latents, in the order of a forward pass.
+    /// The projections that read latents, in the order of a forward pass.
     pub(super) fn ups(&self) -> impl Iterator<Item = &UpSpec> {
         let of_queries = match &self.q {
             QueriesSpec::Straight(_) => None,
@@ -144,7 +145,7 @@ impl LatentSpec {
         self.shape.heads * (self.shape.head_dim() + self.shape.value_dim)
     }
 
-    /// About how many values per token a forward pass saves: the input, the latents, queries, keys, values and the output.
+    /// Approximate number of values per token that a forward pass saves: the input, the latents, queries, keys, values and the output.
     pub(super) fn kept_values(&self) -> f64 {
         let LatentShape { d_model, heads, value_dim, q_rank, kv_rank, .. } = self.shape;
         (d_model + q_rank + kv_rank) as f64 + 2.0 * heads as f64 * (self.shape.head_dim() + value_dim) as f64

@@ -1,63 +1,63 @@
-//! Layers that consist of several parts: attention, an MLP, a mixture of experts.
-//! d model, h heads, g key/value heads, c head_dim, u value_dim, f ffn, e experts.
+//! Layers that consist of several parts: attention, an MLP, a mixture of experts. Dimensions: d model, h heads, g key/value heads, c
+//! head_dim, u value_dim, f ffn, e experts.
 
 use super::{Extent, Group, LatentSpec, ParamSpec, Part, PartKind, Size};
 use crate::config::{Balance, QkNorm};
 use nibble_core::ops::{ExpertGroups, RouteRule, Scores};
 
-/// Sizes of attention.
+/// Sizes of grouped-query attention.
 #[derive(Debug, Clone, Copy)]
 pub struct GroupedQueryShape {
     /// Model width.
     pub d_model: usize,
-    /// Query heads.
+    /// Number of query heads.
     pub heads: usize,
-    /// Key and value heads.
+    /// Number of key and value heads.
     pub kv_heads: usize,
-    /// Elements of a head of queries and keys.
+    /// Number of elements of a head of queries and keys.
     pub head_dim: usize,
-    /// Elements of a head of values.
+    /// Number of elements of a head of values.
     pub value_dim: usize,
-    /// What norms of queries and keys are over.
+    /// The scope of the norms of queries and keys.
     pub qk_norm: QkNorm,
-    /// Whether queries, keys and values have biases.
+    /// Whether the projections to queries, keys and values have biases.
     pub qkv_bias: bool,
-    /// Whether each query head has a sink.
+    /// Whether each query head has an attention sink.
     pub sinks: bool,
 }
 
 /// Attention in which several heads of queries share keys and values.
 #[derive(Debug, Clone)]
 pub struct GroupedQuerySpec {
-    /// `model.layers.3.self_attn`.
+    /// The id of the layer, such as `model.layers.3.self_attn`.
     pub id: String,
-    /// Sizes.
+    /// The layer's sizes.
     pub shape: GroupedQueryShape,
-    /// `[h·c, d]`, and its bias `[h·c]` if there is one.
+    /// The projection to queries, `[h·c, d]`, and its bias `[h·c]` if there is one.
     pub q: Part,
-    /// `[g·c, d]`, and its bias `[g·c]` if there is one.
+    /// The projection to keys, `[g·c, d]`, and its bias `[g·c]` if there is one.
     pub k: Part,
-    /// `[g·u, d]`, and its bias `[g·u]` if there is one.
+    /// The projection to values, `[g·u, d]`, and its bias `[g·u]` if there is one.
     pub v: Part,
-    /// `[d, h·u]`.
+    /// The projection of attention's output, `[d, h·u]`.
     pub o: Part,
-    /// Norms of queries and of keys: over each head, `[c]`; or over all heads together, `[h·c]` and `[g·c]`.
+    /// Norms of queries and of keys. A norm over each head has the weight `[c]`; norms over all heads together have `[h·c]` and `[g·c]`.
     pub norms: Option<[Part; 2]>,
-    /// `[h]`: sinks, an additional score of each query head that belongs to no key.
+    /// Attention sinks `[h]`: an additional score of each query head, which belongs to no key.
     pub sinks: Option<Part>,
     /// ε of the norms.
     pub eps: f32,
 }
 
 impl GroupedQuerySpec {
-    /// Attention of these sizes. The output projection's weights have the second standard deviation.
+    /// Grouped-query attention of these sizes. The second standard deviation applies to the weights of the output projection.
     #[must_use]
     pub fn new(id: &str, shape: GroupedQueryShape, eps: f32, [std, out_std]: [f32; 2]) -> Self {
         const GROUP: Group = Group::Attention;
         let (heads, kv_heads) =
             (Size::new("model.heads", shape.heads), Size::new("model.kv_heads", shape.kv_heads));
         let head_dim = Size::new("model.head_dim", shape.head_dim);
-        // A configuration may leave the width of values out: they are as wide as keys then.
+        // A configuration may leave out the width of values. Values are then as wide as keys.
         let value_dim = match shape.value_dim == shape.head_dim {
             true => head_dim,
             false => Size::new("model.value_head_dim", shape.value_dim),
@@ -91,7 +91,7 @@ impl GroupedQuerySpec {
         }
     }
 
-    /// Its parts, in canonical order.
+    /// The layer's parts, in canonical order.
     pub fn parts(&self) -> impl Iterator<Item = &Part> {
         let linears = [&self.q, &self.k, &self.v, &self.o];
         linears.into_iter().chain(self.norms.iter().flatten()).chain(&self.sinks)
@@ -102,7 +102,7 @@ impl GroupedQuerySpec {
         heads * (head_dim + value_dim)
     }
 
-    /// About how many values per token a forward pass saves: the input, queries, keys, values and the output.
+    /// Approximate number of values per token that a forward pass saves: the input, queries, keys, values and the output.
     fn kept_values(&self) -> f64 {
         let GroupedQueryShape { d_model, heads, head_dim, value_dim, .. } = self.shape;
         d_model as f64 + 2.0 * heads as f64 * (head_dim + value_dim) as f64
@@ -111,17 +111,17 @@ impl GroupedQuerySpec {
 
 /// Attention of a decoder layer.
 #[derive(Debug, Clone)]
-// A decoder layer has one of them, in place: there is nothing to gain from a box.
+// A decoder layer stores one of the variants in place, so a box would save nothing.
 #[allow(clippy::large_enum_variant)]
 pub enum AttentionSpec {
-    /// Several heads of queries share keys and values.
+    /// Attention in which several heads of queries share keys and values.
     GroupedQuery(GroupedQuerySpec),
-    /// Keys and values come from a latent.
+    /// Attention whose keys and values are projected from a latent.
     Latent(LatentSpec),
 }
 
 impl AttentionSpec {
-    /// `model.layers.3.self_attn`.
+    /// The id of the layer, such as `model.layers.3.self_attn`.
     #[must_use]
     pub fn id(&self) -> &str {
         match self {
@@ -130,7 +130,7 @@ impl AttentionSpec {
         }
     }
 
-    /// Its parts, in canonical order.
+    /// The layer's parts, in canonical order.
     #[must_use]
     pub fn parts(&self) -> Vec<&Part> {
         match self {
@@ -139,7 +139,8 @@ impl AttentionSpec {
         }
     }
 
-    /// The projections of its input, in the order of their gradients. They share its conversions where their precisions agree.
+    /// The projections that read the layer's input, in the order of their gradients. These projections share the conversions of the input
+    /// if their precisions agree.
     #[must_use]
     pub fn inputs(&self) -> [&Part; 3] {
         match self {
@@ -148,7 +149,7 @@ impl AttentionSpec {
         }
     }
 
-    /// The projections of latents.
+    /// The projections that read latents.
     #[must_use]
     pub fn of_latents(&self) -> Vec<&Part> {
         match self {
@@ -166,7 +167,7 @@ impl AttentionSpec {
         }
     }
 
-    /// Multiply-adds of scores and of values for each pair of tokens.
+    /// Number of multiply-adds of scores and of values for each pair of tokens.
     #[must_use]
     pub fn pair_multiply_adds(&self) -> usize {
         match self {
@@ -183,20 +184,20 @@ impl AttentionSpec {
     }
 }
 
-/// An MLP: that of a dense layer, or the shared expert.
+/// An MLP: the MLP of a dense layer, or the shared expert.
 #[derive(Debug, Clone)]
 pub struct MlpSpec {
-    /// `model.layers.3.mlp`, or `model.layers.3.mlp.shared_expert`.
+    /// The id of the layer: `model.layers.3.mlp`, or `model.layers.3.mlp.shared_expert`.
     pub id: String,
-    /// `[2f, d]`: the gate's rows before the up projection's.
+    /// The gated projection, `[2f, d]`: the rows of the gate precede the rows of the up projection.
     pub gate_up: Part,
-    /// `[d, f]`.
+    /// The down projection, `[d, f]`.
     pub down: Part,
 }
 
 impl MlpSpec {
-    /// An MLP of these widths, in the group of dense layers' MLPs or of shared experts. The second projection's weights have the second
-    /// standard deviation.
+    /// An MLP of these widths. `group` is the group of dense layers' MLPs or of shared experts. The second standard deviation applies to
+    /// the weights of the down projection.
     #[must_use]
     pub fn new(id: &str, group: Group, (d_model, ffn): (usize, usize), [std, out_std]: [f32; 2]) -> Self {
         let key = if group == Group::SharedExperts { "model.shared_ffn" } else { "model.ffn" };
@@ -210,12 +211,12 @@ impl MlpSpec {
         }
     }
 
-    /// Its parts, in canonical order.
+    /// The MLP's parts, in canonical order.
     pub fn parts(&self) -> impl Iterator<Item = &Part> {
         [&self.gate_up, &self.down].into_iter()
     }
 
-    /// About how many values per token a forward pass saves: what each product reads, and what SwiGLU reads.
+    /// Approximate number of values per token that a forward pass saves: the inputs of each GEMM and of SwiGLU.
     fn kept_values(&self) -> f64 {
         let values = |part: &Part| {
             let of_weight = |weight: &ParamSpec| match part.kind {
@@ -235,9 +236,9 @@ pub struct MoeShape {
     pub d_model: usize,
     /// Width inside an expert.
     pub ffn: usize,
-    /// Experts over all ranks.
+    /// Number of experts over all ranks.
     pub experts: usize,
-    /// Experts per token.
+    /// Number of experts per token.
     pub top_k: usize,
     /// Whether the gate weights are divided by their sum.
     pub normalize: bool,
@@ -247,18 +248,18 @@ pub struct MoeShape {
     pub z_coef: f32,
 }
 
-/// How a router differs from the default, which takes the largest softmax probabilities.
+/// How a router differs from the default router, which selects the experts with the largest softmax probabilities.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RouterOptions {
-    /// How logits become scores.
+    /// The function that converts logits to scores.
     pub scores: Scores,
-    /// Groups of experts that are chosen first.
+    /// The groups of experts, from which the best groups are selected first.
     pub groups: Option<ExpertGroups>,
     /// Factor of the gate weights.
     pub scale: f32,
-    /// Whether each expert has a bias, which counts in the choice alone.
+    /// Whether each expert has a bias that affects only the selection.
     pub has_bias: bool,
-    /// What the load-balancing loss is taken over.
+    /// The scope of the load-balancing loss.
     pub balance: Balance,
 }
 
@@ -271,26 +272,26 @@ impl Default for RouterOptions {
 /// Router and experts of a decoder layer.
 #[derive(Debug, Clone)]
 pub struct MoeSpec {
-    /// `model.layers.3.mlp`.
+    /// The id of the layer, such as `model.layers.3.mlp`.
     pub id: String,
-    /// Sizes and factors of the router's losses.
+    /// The layer's sizes, and the factors of the router's losses.
     pub shape: MoeShape,
-    /// How the router differs from the default.
+    /// How the router differs from the default router.
     pub options: RouterOptions,
-    /// `[e, d]`, and the bias of the choice, `[e]`, if there is one.
+    /// The router's weight `[e, d]`, and the bias for the selection, `[e]`, if there is one.
     pub router: Part,
-    /// `[e · 2f, d]` and `[e · d, f]`.
+    /// The experts' stacked projections, `[e · 2f, d]` and `[e · d, f]`.
     pub experts: Part,
 }
 
 impl MoeSpec {
-    /// A mixture of these sizes. The experts' second projections have the second standard deviation.
+    /// A mixture of experts of these sizes. The second standard deviation applies to the experts' down projections.
     #[must_use]
     pub fn new(id: &str, shape: MoeShape, stds: [f32; 2]) -> Self {
         Self::with_options(id, shape, RouterOptions::default(), stds)
     }
 
-    /// [`MoeSpec::new`] with another router.
+    /// Like [`MoeSpec::new`], but with these options of the router.
     #[must_use]
     pub fn with_options(id: &str, shape: MoeShape, options: RouterOptions, stds: [f32; 2]) -> Self {
         let (experts, d_model) = (Size::new("model.experts", shape.experts), Size::d_model(shape.d_model));
@@ -304,12 +305,12 @@ impl MoeSpec {
         }
     }
 
-    /// Its parts, in canonical order.
+    /// The layer's parts, in canonical order.
     pub fn parts(&self) -> impl Iterator<Item = &Part> {
         [&self.router, &self.experts].into_iter()
     }
 
-    /// How the router chooses experts and computes gate weights.
+    /// The rule by which the router selects experts and computes gate weights.
     #[must_use]
     pub fn rule(&self) -> RouteRule {
         let (MoeShape { top_k, normalize, .. }, RouterOptions { scores, groups, scale, .. }) =
@@ -317,31 +318,32 @@ impl MoeSpec {
         RouteRule { scores, top_k, normalize, groups, scale, in_turn: false }
     }
 
-    /// About how many values per token a forward pass saves: input and output of the first product, for each of the token's experts.
+    /// Approximate number of values per token that a forward pass saves: input and output of the first GEMM, for each of the token's
+    /// experts.
     fn kept_values(&self) -> f64 {
         let MoeShape { top_k, d_model, ffn, .. } = self.shape;
         top_k as f64 * (d_model as f64 + 2.0 * ffn as f64)
     }
 }
 
-/// What a decoder layer does after attention.
+/// The second half of a decoder layer, after attention.
 #[derive(Debug, Clone)]
-// A decoder layer has one of them, in place: there is nothing to gain from a box.
+// A decoder layer stores one of the variants in place, so a box would save nothing.
 #[allow(clippy::large_enum_variant)]
 pub enum FeedSpec {
-    /// One MLP for all tokens.
+    /// One MLP, which processes all tokens.
     Dense(MlpSpec),
-    /// Some experts for each token.
+    /// Experts, of which each token passes some.
     Experts {
         /// Router and experts.
         moe: MoeSpec,
-        /// The shared expert, which every token passes, if there is one.
+        /// The shared expert, if there is one. Every token passes the shared expert.
         shared: Option<MlpSpec>,
     },
 }
 
 impl FeedSpec {
-    /// Its parts, in canonical order.
+    /// The parts of this half, in canonical order.
     #[must_use]
     pub fn parts(&self) -> Vec<&Part> {
         match self {
@@ -352,7 +354,7 @@ impl FeedSpec {
         }
     }
 
-    /// Ids of the layers that consist of several parts, with the group of each.
+    /// The ids of the layers that consist of several parts, each with its group.
     fn nodes(&self) -> Vec<(&str, Group)> {
         match self {
             Self::Dense(mlp) => vec![(&mlp.id, Group::Mlps)],
@@ -373,35 +375,35 @@ impl FeedSpec {
     }
 }
 
-/// A decoder layer: norm, attention, norm, and what comes after attention.
+/// A decoder layer: norm, attention, norm, and then experts or one MLP.
 #[derive(Debug, Clone)]
 pub struct BlockSpec {
-    /// `[d]`, before attention.
+    /// The norm before attention, `[d]`.
     pub attn_norm: Part,
     /// Attention.
     pub attn: AttentionSpec,
-    /// `[d]`, before the feed.
+    /// The norm before the experts or the MLP, `[d]`.
     pub mlp_norm: Part,
-    /// Experts, or one MLP.
+    /// The experts, or one MLP.
     pub feed: FeedSpec,
     /// ε of the norms.
     pub eps: f32,
 }
 
 impl BlockSpec {
-    /// Its parts, in canonical order.
+    /// The decoder layer's parts, in canonical order.
     #[must_use]
     pub fn parts(&self) -> Vec<&Part> {
         let attention = [&self.attn_norm].into_iter().chain(self.attn.parts());
         attention.chain([&self.mlp_norm]).chain(self.feed.parts()).collect()
     }
 
-    /// Ids of the layers that consist of several parts, with the group under which each one's saved activations are counted.
+    /// The ids of the layers that consist of several parts, each with the group in which its saved activations are counted.
     pub(super) fn nodes(&self) -> Vec<(&str, Group)> {
         [(self.attn.id(), Group::Attention)].into_iter().chain(self.feed.nodes()).collect()
     }
 
-    /// About how many values per token a forward pass saves.
+    /// Approximate number of values per token that a forward pass saves.
     pub(super) fn kept_values(&self) -> f64 {
         self.attn.kept_values() + self.feed.kept_values()
     }

@@ -1,15 +1,15 @@
-//! The model, described once: a tree of parts, built from a configuration alone. Each part has an id, a kind, the shapes of its weights,
-//! how they are sharded, and what it multiplies.
+//! The description of the model: a tree of parts, built only from a configuration. Each part has an id, a kind, the shapes of its weights,
+//! their sharding, and the GEMMs that use them.
 //!
-//! Everything else that needs to know the model reads this tree. This module computes no tensors and knows no backend.
+//! All other code that needs to know the model reads this tree. This module computes no tensors and does not depend on a backend.
 //!
 //! ```text
 //! ModelConfig ─► ModelSpec ─► Decoder        Param::of, once for each ParamSpec: id, shape, initial values, stacks of experts
 //!                    │
 //!                    ├─► recipe_layers       the names that recipes' overrides match
 //!                    ├─► Family::tensors     names and layouts in checkpoints: one list writes and reads
-//!                    ├─► parameters          by group, with the keys they grow with: refusals, and what needs the memory
-//!                    ├─► flops_per_token     and Cost::of: a recipe's products by the width of their codes
+//!                    ├─► parameters          counts by group, with the keys that determine the counts, for error messages
+//!                    ├─► flops_per_token     and Cost::of: a recipe's GEMM flops by the width of the operands' codes
 //!                    └─► Layout              cells of the step's record
 //! ```
 //!
@@ -29,9 +29,9 @@
 //! lm_head                                   or, where it is tied, the embedding once more
 //! ```
 //!
-//! A block chooses its attention and its feed. Both choices are enums, in the description (`AttentionSpec`, `FeedSpec`) and in the model
-//! (`Attention`, `Feed`). An id is not a name in a checkpoint: ids key random numbers, and a [`Family`](crate::family::Family) maps ids to
-//! the tensor names and layouts of published checkpoints.
+//! A block has one of two kinds of attention and one of two kinds of feed-forward half. The two choices are enums, in the description
+//! (`AttentionSpec`, `FeedSpec`) and in the model (`Attention`, `Feed`). An id is not a name in a checkpoint. Ids are keys of random
+//! numbers, and a [`Family`](crate::family::Family) maps ids to the tensor names and layouts of published checkpoints.
 
 mod count;
 mod latent;
@@ -49,26 +49,26 @@ pub use part::{Extent, Group, Init, ParamSpec, Part, PartKind, Rope, Size, Updat
 use crate::config::ModelConfig;
 use nibble_core::recipe;
 
-/// Standard deviation of initial weights; projections back into the residual stream have it divided by √(2·layers).
+/// Standard deviation of initial weights, which is divided by √(2·layers) for projections back into the residual stream.
 const INIT_STD: f32 = 0.02;
 
-/// Id of the embedding, and of a tied head.
+/// The id of the embedding, and of a tied head.
 const EMBED: &str = "model.embed_tokens";
-/// Id of a head with a weight of its own.
+/// The id of a head with its own weight.
 const HEAD: &str = "lm_head";
 
-/// A model.
+/// The description of a model.
 #[derive(Debug, Clone)]
 pub struct ModelSpec {
-    /// Rotation of queries and keys.
+    /// The rotation of queries and keys.
     pub rope: Rope,
-    /// `[vocabulary, d]`.
+    /// The embedding, `[vocabulary, d]`.
     pub embed: Part,
-    /// Runs of decoder layers that differ only in their number, in order; no run is empty.
+    /// Runs of decoder layers, in order. The layers of a run differ only in their number; no run is empty.
     pub runs: Vec<Run>,
-    /// `[d]`, before the head.
+    /// The norm before the head, `[d]`.
     pub norm: Part,
-    /// `[vocabulary, d]`.
+    /// The output head, `[vocabulary, d]`.
     pub head: Part,
     config: ModelConfig,
 }
@@ -76,21 +76,21 @@ pub struct ModelSpec {
 /// Consecutive decoder layers that differ only in their number.
 #[derive(Debug, Clone)]
 pub struct Run {
-    /// How many layers.
+    /// Number of layers of the run.
     pub layers: Size,
-    /// The first layer.
+    /// The first layer of the run.
     pub block: BlockSpec,
 }
 
 impl ModelSpec {
-    /// The model of a configuration.
+    /// The description of a configuration's model.
     #[must_use]
     pub fn new(config: &ModelConfig) -> Self {
         let (vocabulary, d_model) =
             (Size::new("model.vocab_size", config.vocab_size), Size::d_model(config.d_model));
         let tied = config.tie_embeddings;
         let head = if tied { EMBED } else { HEAD };
-        // If all layers are of one kind, their number has the key of all layers.
+        // If all layers are of one kind, the key of their number is the key of all layers.
         let key = |of_two| if config.dense_layers == 0 || config.experts == 0 { LAYERS } else { of_two };
         let runs = [
             (0, Size::new(key("model.dense_layers"), config.num_dense())),
@@ -114,13 +114,13 @@ impl ModelSpec {
         (0..self.config.layers).map(|layer| block(&self.config, layer))
     }
 
-    /// Decoder layers.
+    /// Number of decoder layers.
     #[must_use]
     pub fn num_blocks(&self) -> usize {
         self.config.layers
     }
 
-    /// How many of the first decoder layers have no router.
+    /// Number of leading decoder layers without a router.
     #[must_use]
     pub fn num_dense(&self) -> usize {
         self.config.num_dense()
@@ -132,7 +132,7 @@ impl ModelSpec {
         self.config.experts
     }
 
-    /// Every part in canonical order. Parameters have this order, and so has a forward pass, except for norms of heads.
+    /// Every part in canonical order. Parameters are in this order. A forward pass uses the parts in this order, except norms of heads.
     pub fn parts(&self) -> impl Iterator<Item = Part> + '_ {
         let blocks = self.blocks().flat_map(|block| block.parts().into_iter().cloned().collect::<Vec<_>>());
         let (first, last) = (self.embed.clone(), [self.norm.clone(), self.head.clone()]);
@@ -144,7 +144,7 @@ impl ModelSpec {
         self.parts().flat_map(|part| part.params().to_vec())
     }
 
-    /// The layers that recipes describe, in the order of a forward pass.
+    /// The layers for which recipes have settings, in the order of a forward pass.
     #[must_use]
     pub fn recipe_layers(&self) -> Vec<recipe::Layer> {
         let of_block =
@@ -153,16 +153,16 @@ impl ModelSpec {
     }
 }
 
-/// The key of the number of decoder layers.
+/// The key for the number of decoder layers.
 const LAYERS: &str = "model.layers";
 
-/// Rotation of queries and keys: of the last elements of their heads, or of all.
+/// The rotation of queries and keys, for the last elements of each head or for all elements.
 fn rope(config: &ModelConfig) -> Rope {
     let dim = if config.kv_rank > 0 { config.rope_dim } else { config.head_dim };
     Rope { dim, theta: config.rope_theta, scaling: config.rope_scaling }
 }
 
-/// The attention of this id.
+/// The attention layer with this id.
 fn attention(config: &ModelConfig, id: &str, stds: [f32; 2]) -> AttentionSpec {
     let (d_model, heads, value_dim) = (config.d_model, config.heads, config.value_head_dim());
     if config.kv_rank > 0 {
@@ -190,7 +190,7 @@ fn attention(config: &ModelConfig, id: &str, stds: [f32; 2]) -> AttentionSpec {
     AttentionSpec::GroupedQuery(GroupedQuerySpec::new(id, shape, config.norm_eps as f32, stds))
 }
 
-/// The decoder layer of this number.
+/// The decoder layer with this number.
 fn block(config: &ModelConfig, layer: usize) -> BlockSpec {
     let id = format!("model.layers.{layer}");
     let norm = |part: &str| Part::norm(&format!("{id}.{part}"), Size::d_model(config.d_model), Group::Norms);
@@ -204,7 +204,7 @@ fn block(config: &ModelConfig, layer: usize) -> BlockSpec {
     }
 }
 
-/// What comes after attention: an MLP in the first layers, experts in the others.
+/// The second half of a decoder layer: an MLP in the first layers, experts in the other layers.
 fn feed(config: &ModelConfig, layer: usize, id: &str, stds: [f32; 2]) -> FeedSpec {
     let mlp = |id: &str, group, ffn| MlpSpec::new(id, group, (config.d_model, ffn), stds);
     if layer < config.num_dense() {
@@ -236,7 +236,7 @@ mod tests {
     use super::*;
     use crate::config::QkNorm;
 
-    /// Ids key every random number of a run: these are what they always were.
+    /// Ids are keys of every random number of a run, so the ids must never change.
     #[test]
     fn ids_of_a_model_with_everything() {
         let config = ModelConfig {
@@ -304,7 +304,7 @@ mod tests {
             let short = |id: &str| id["model.layers.1.self_attn.".len()..].to_owned();
             params.map(|param| (short(&param.id), param.shape())).collect()
         };
-        // d 64, 4 heads of 16, 6 of which turn, values of 12.
+        // The model has d 64, and 4 heads of 16 elements, 6 of which are rotated; values have 12 elements.
         let rest = [
             ("kv_a_proj.weight", (40, 64)),
             ("k_rope_proj.weight", (6, 64)),

@@ -1,22 +1,22 @@
-//! The leaves of a model's description: parts that have weights, and the shapes of those.
+//! The leaves of a model's description: parts that have weights, and the shapes of these weights.
 
 use crate::config::RopeScaling;
 use nibble_core::recipe::{Layer, LayerKind};
 
-/// Parts that are counted together where sizes are reported.
+/// Parts whose sizes are reported together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Group {
-    /// Embedding and head.
+    /// The embedding and the head.
     Tables,
     /// Projections of attention, norms of heads, and sinks.
     Attention,
     /// MLPs of dense layers.
     Mlps,
-    /// Shared experts, which every token passes.
+    /// Shared experts, through which every token passes.
     SharedExperts,
-    /// The experts that routers choose: these alone are divided over ranks.
+    /// The experts from which routers select. Only these experts are sharded over expert-parallel ranks.
     Experts,
-    /// Routers.
+    /// The routers of expert layers.
     Routers,
     /// Norms of the residual stream.
     Norms,
@@ -34,7 +34,7 @@ impl Group {
         Self::Norms,
     ];
 
-    /// Its name in messages.
+    /// The group's name in messages.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -52,7 +52,7 @@ impl Group {
 /// A size of the model, and the configuration key that sets it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Size {
-    /// `model.d_model`.
+    /// The configuration key, such as `model.d_model`.
     pub key: &'static str,
     /// The value of the key.
     pub value: usize,
@@ -71,35 +71,35 @@ impl Size {
     }
 }
 
-/// A number of rows or columns: `times` · a product of sizes, such as heads · head_dim.
+/// A number of rows or columns: `times` multiplied by a product of sizes, such as heads · head_dim.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Extent {
-    /// 2 where the gate and the up projection lie in one matrix.
+    /// The factor: 2 if the gate and the up projection are in one matrix, otherwise 1.
     pub times: usize,
-    /// Empty for the one row of a vector.
+    /// The sizes of the product. Empty for the single row of a vector.
     pub sizes: Vec<Size>,
 }
 
 impl Extent {
-    /// The product of these.
+    /// The product of these sizes.
     #[must_use]
     pub fn of(sizes: &[Size]) -> Self {
         Self { times: 1, sizes: sizes.to_vec() }
     }
 
-    /// The number; saturates at `usize::MAX`.
+    /// The number of rows or columns, which saturates at `usize::MAX`.
     #[must_use]
     pub fn len(&self) -> usize {
         self.sizes.iter().fold(self.times, |product, size| product.saturating_mul(size.value))
     }
 
-    /// Whether it is 0.
+    /// Whether the number is 0.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The number; `None` beyond 128 bits.
+    /// The number of rows or columns; `None` if the number exceeds 128 bits.
     #[must_use]
     pub fn count(&self) -> Option<u128> {
         let mut sizes = self.sizes.iter().map(|size| size.value as u128);
@@ -110,38 +110,41 @@ impl Extent {
 /// Initial values of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Init {
-    /// Zeros, as of every bias.
+    /// The values are zero, as in every bias.
     Zeros,
-    /// Ones, as of every norm.
+    /// The values are one, as in every norm.
     Ones,
-    /// Normally distributed values of this standard deviation. Each is a function of the seed, the tensor's id and its own index.
+    /// The values are normally distributed with this standard deviation. Each value is a function of the seed, the tensor's id and the
+    /// value's index.
     Normal(f32),
 }
 
-/// What changes a tensor in a step.
+/// The rule by which a step changes a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Update {
-    /// Its gradient, by AdamW.
+    /// AdamW changes the tensor according to its gradient.
     Gradient,
-    /// The load of experts, without a gradient: see [`nibble_core::ops::BalanceBias`]. Every rank has the whole tensor.
+    /// The tensor changes according to the loads of experts and has no gradient: see [`nibble_core::ops::BalanceBias`]. Every rank has the
+    /// whole tensor.
     Load,
 }
 
-/// A trained tensor: a matrix `[rows, cols]`, a stack of them, or a vector `[cols]`.
+/// A trained tensor: a matrix `[rows, cols]`, a stack of such matrices, or a vector `[cols]`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ParamSpec {
-    /// `model.layers.3.self_attn.q_proj.weight`. It keys random numbers, transforms' signs and the histories of delayed scales, so it does
-    /// not depend on the tensor's name elsewhere.
+    /// The tensor's id, such as `model.layers.3.self_attn.q_proj.weight`. The id is the key of random numbers, of transforms' signs and of
+    /// the histories of delayed scales, so it does not depend on the tensor's name in checkpoints.
     pub id: String,
-    /// How many experts' matrices are stacked in it, divided among the ranks; `None` for a tensor that every rank computes with.
+    /// Number of experts whose matrices are stacked in the tensor and sharded over ranks. `None` for a tensor with which every rank
+    /// computes.
     pub experts: Option<Size>,
-    /// Rows of a matrix.
+    /// Number of rows of a matrix.
     pub rows: Extent,
-    /// Columns.
+    /// Number of columns.
     pub cols: Extent,
-    /// Initial values.
+    /// The tensor's initial values.
     pub init: Init,
-    /// What changes them.
+    /// The rule by which a step changes the tensor.
     pub update: Update,
 }
 
@@ -154,61 +157,61 @@ impl ParamSpec {
         Self { id, experts: None, rows: Extent::of(&[]), cols, init, update }
     }
 
-    /// Whether it is a vector, as opposed to a matrix of one row.
+    /// Whether the tensor is a vector, as opposed to a matrix of one row.
     #[must_use]
     pub fn is_vector(&self) -> bool {
         self.rows.sizes.is_empty()
     }
 
-    /// Rows and columns of a matrix, one of the stack.
+    /// Numbers of rows and columns of one matrix of the stack.
     #[must_use]
     pub fn shape(&self) -> (usize, usize) {
         (self.rows.len(), self.cols.len())
     }
 
-    /// Matrices stacked in it, over all ranks.
+    /// Number of matrices that are stacked in the tensor, over all ranks.
     #[must_use]
     pub fn stack(&self) -> usize {
         self.experts.map_or(1, |experts| experts.value)
     }
 
-    /// Values over all ranks; none beyond 128 bits.
+    /// Number of values over all ranks; `None` if the number exceeds 128 bits.
     #[must_use]
     pub fn count(&self) -> Option<u128> {
         let matrix = self.rows.count()?.checked_mul(self.cols.count()?)?;
         matrix.checked_mul(self.stack() as u128)
     }
 
-    /// The sizes that its number of values grows with.
+    /// The sizes that determine the tensor's number of values.
     pub(super) fn sizes(&self) -> impl Iterator<Item = Size> + '_ {
         self.experts.into_iter().chain(self.cols.sizes.iter().copied()).chain(self.rows.sizes.iter().copied())
     }
 }
 
-/// What a part does.
+/// The kind of a part, which says what the part computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PartKind {
-    /// Looks up rows of its table by token.
+    /// An embedding, which looks up a row of its weight for each token.
     Embedding,
-    /// RMSNorm.
+    /// An RMSNorm.
     Norm,
-    /// Attention sinks: scores that belong to no key.
+    /// Attention sinks, which are scores that belong to no key.
     Sinks,
-    /// Y = X·Wᵀ; SwiGLU follows a gated one.
+    /// A linear layer, Y = X·Wᵀ. SwiGLU follows a gated linear layer.
     Linear {
-        /// Whether its output is a gate and the values that it gates.
+        /// Whether the layer's output consists of a gate and of the values that the gate multiplies.
         gated: bool,
     },
-    /// Logits of experts.
+    /// A router, which computes logits of experts.
     Router,
-    /// Two grouped products with SwiGLU between.
+    /// Experts: two grouped GEMMs with SwiGLU between them.
     Experts {
-        /// Experts per token.
+        /// Number of experts per token.
         top_k: usize,
     },
-    /// Logits of the vocabulary, and the loss.
+    /// The output head, which computes logits of the vocabulary and the loss.
     Head {
-        /// Whether it uses the embedding's weight.
+        /// Whether the head uses the embedding's weight.
         tied: bool,
     },
 }
@@ -216,23 +219,23 @@ pub enum PartKind {
 /// A part of the model that has weights: a leaf of the tree.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Part {
-    /// `model.layers.3.self_attn.q_proj`: the part's name in recipes, counts and lists of saved activations.
+    /// The part's id, such as `model.layers.3.self_attn.q_proj`: the part's name in recipes, counts and lists of saved activations.
     pub id: String,
-    /// What it does.
+    /// The kind of the part.
     pub kind: PartKind,
-    /// The group under which it is counted.
+    /// The group in which the part is counted.
     pub group: Group,
     weights: Vec<ParamSpec>,
 }
 
 impl Part {
-    /// A table `[vocabulary, d]`.
+    /// An embedding `[vocabulary, d]`.
     pub(super) fn embedding(id: &str, vocabulary: Size, d_model: Size, std: f32) -> Self {
         let weights = vec![table(id, vocabulary, d_model, std)];
         Self { id: id.to_owned(), kind: PartKind::Embedding, group: Group::Tables, weights }
     }
 
-    /// The output head `[vocabulary, d]`; tied if it has the embedding's id.
+    /// The output head `[vocabulary, d]`. A tied head has the embedding's id.
     #[must_use]
     pub fn head(id: &str, tied: bool, vocabulary: Size, d_model: Size, std: f32) -> Self {
         let weights = vec![table(id, vocabulary, d_model, std)];
@@ -245,7 +248,7 @@ impl Part {
         Self::norm_over(id, &[width], group)
     }
 
-    /// A norm over the product of these sizes.
+    /// A norm whose number of columns is the product of these sizes.
     #[must_use]
     pub fn norm_over(id: &str, width: &[Size], group: Group) -> Self {
         let weight =
@@ -253,7 +256,7 @@ impl Part {
         Self { id: id.to_owned(), kind: PartKind::Norm, group, weights: vec![weight] }
     }
 
-    /// A sink for each head. It is its own parameter, `model.layers.3.self_attn.sinks`.
+    /// An attention sink for each head. The part is also its own parameter, `model.layers.3.self_attn.sinks`.
     pub(super) fn sinks(id: String, heads: Size, std: f32) -> Self {
         let weight = ParamSpec::vector(id.clone(), Extent::of(&[heads]), Init::Normal(std), Update::Gradient);
         Self { id, kind: PartKind::Sinks, group: Group::Attention, weights: vec![weight] }
@@ -266,7 +269,7 @@ impl Part {
         Self { id, kind: PartKind::Linear { gated }, group, weights }
     }
 
-    /// The same with a bias for each output, which follows the weight.
+    /// The same linear layer with a bias for each output. The bias follows the weight.
     #[must_use]
     pub(super) fn with_bias(mut self) -> Self {
         let of_outputs = self.weights.iter().map(|weight| weight.rows.clone());
@@ -276,7 +279,7 @@ impl Part {
         self
     }
 
-    /// A router `[experts, d]`, and the bias `[experts]` of its choice, if there is one.
+    /// A router `[experts, d]`, and the bias `[experts]` for its selection, if there is one.
     pub(super) fn router(id: String, (experts, d_model): (Size, Size), std: f32, has_bias: bool) -> Self {
         let (rows, cols) = (Extent::of(&[experts]), Extent::of(&[d_model]));
         let mut weights = vec![ParamSpec::matrix(format!("{id}.weight"), rows.clone(), cols, std)];
@@ -286,8 +289,8 @@ impl Part {
         Self { id, kind: PartKind::Router, group: Group::Routers, weights }
     }
 
-    /// Experts, whose stacks are: gate and up projections `[experts · 2·ffn, d]`, each expert's gate rows before its up rows, and down
-    /// projections `[experts · d, ffn]`.
+    /// Experts with two stacks: gate and up projections `[experts · 2·ffn, d]`, in which each expert's gate rows precede its up rows, and
+    /// down projections `[experts · d, ffn]`.
     pub(super) fn experts(
         id: String,
         (experts, top_k): (Size, usize),
@@ -307,13 +310,13 @@ impl Part {
         Self { id, kind: PartKind::Experts { top_k }, group: Group::Experts, weights }
     }
 
-    /// Every weight that it uses, including the embedding's if the head is tied.
+    /// Every weight that the part uses, including the embedding's weight if the head is tied.
     #[must_use]
     pub fn weights(&self) -> &[ParamSpec] {
         &self.weights
     }
 
-    /// Its own parameters, in canonical order.
+    /// The part's own parameters, in canonical order.
     #[must_use]
     pub fn params(&self) -> &[ParamSpec] {
         match self.kind {
@@ -322,7 +325,7 @@ impl Part {
         }
     }
 
-    /// Its description in recipes; `None` for a part that no recipe describes.
+    /// The part as a layer of recipes; `None` for a part for which recipes have no settings.
     #[must_use]
     pub fn layer(&self) -> Option<Layer> {
         let (kind, gated) = match self.kind {
@@ -335,7 +338,8 @@ impl Part {
         Some(Layer { kind, name: self.id.clone(), gated })
     }
 
-    /// Parameters of the matrices that multiply a token. Each of the part's three products takes as many multiply-adds per token.
+    /// Number of parameters of the matrices that multiply a token. Each of the part's three GEMMs (fprop, dgrad, wgrad) needs this many
+    /// multiply-adds per token.
     #[must_use]
     pub fn active_parameters(&self) -> usize {
         let matrices = |times: usize| {
@@ -355,13 +359,13 @@ fn table(id: &str, vocabulary: Size, d_model: Size, std: f32) -> ParamSpec {
     ParamSpec::matrix(format!("{id}.weight"), Extent::of(&[vocabulary]), Extent::of(&[d_model]), std)
 }
 
-/// How queries and keys are rotated by their position; the same in every layer.
+/// The rotation of queries and keys according to their position, which is the same in every layer.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Rope {
-    /// Elements of a head that are rotated, in pairs.
+    /// Number of elements of a head that are rotated, in pairs.
     pub dim: usize,
     /// Base of the frequencies.
     pub theta: f64,
-    /// How the frequencies are changed.
+    /// The scaling of the frequencies.
     pub scaling: RopeScaling,
 }

@@ -1,4 +1,4 @@
-//! Changes exported tokenizer files so that other tools begin a text as the run began its documents.
+//! Changes exported tokenizer files so that other tools begin a text with the same tokens as the run's documents.
 
 use std::fs;
 use std::path::Path;
@@ -11,9 +11,10 @@ use super::{SETTINGS_FILE, TOKENIZER_FILE, Tokenizer};
 use crate::error::{Error, Result};
 use crate::files;
 
-/// Changes the files of the tokenizer in this folder so that they put `bos` before a text, or nothing: `add_bos_token` and `bos_token` in
-/// `tokenizer_config.json`, and the post-processor in `tokenizer.json`, which alone matters to `transformers` from version 5 on. Without
-/// `bos`, a tokenizer that adds no such token and names none stays unchanged.
+/// Changes the files of the tokenizer in this folder so that the tokenizer puts `bos` before a text, or nothing if `bos` is `None`. The
+/// function changes `add_bos_token` and `bos_token` in `tokenizer_config.json`, and the post-processor in `tokenizer.json`. `transformers`
+/// from version 5 on uses only the post-processor. A tokenizer stays unchanged if `bos` is `None` and the tokenizer neither adds nor names
+/// such a token.
 ///
 /// # Errors
 /// [`Error::Io`]; [`Error::Tokenizer`] for invalid tokenizer files.
@@ -53,7 +54,7 @@ pub(crate) fn begin_texts_with(dir: &Path, bos: Option<i32>) -> Result<()> {
     fs::write(&settings, text).map_err(Error::io(&settings))
 }
 
-/// A post-processor that puts these ids before and after a text, in place of the old template; other processors are kept.
+/// A post-processor that puts these ids before and after a text. The post-processor replaces the old template; other processors are kept.
 fn post_processor(tokenizer: &dyn Tokenizer, old: &Value, [before, behind]: [&Vec<i32>; 2]) -> Value {
     let is_of_ids = |of: &Value| {
         let kind = of["type"].as_str().unwrap_or_default();
@@ -98,7 +99,7 @@ mod tests {
     use super::*;
     use crate::tokenizer::{Bytes, open, transformers_tokenizer};
 
-    /// The byte tokenizer, whose first letters are control tokens, with this post-processor and these settings.
+    /// A folder with the byte tokenizer, this post-processor and these settings. The first letters of this tokenizer are control tokens.
     fn folder(post_processor: &Value, settings: &Value) -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
         let mut whole: Value = serde_json::from_str(&Bytes.to_json()).unwrap();
@@ -119,7 +120,8 @@ mod tests {
         post_processor(&Bytes, &Value::Null, [&before.to_vec(), &behind.to_vec()])
     }
 
-    /// Whatever the files added before: a text encoded by `tokenizers` begins as asked, ends as before, and the settings agree.
+    /// Regardless of the tokens that the files added before: a text encoded by `tokenizers` begins with the requested token and ends as
+    /// before, and the settings agree.
     #[test]
     fn others_begin_a_text_as_the_run_did() {
         let bytes = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false});
@@ -160,7 +162,7 @@ mod tests {
                             "{what}"
                         );
                     }
-                    // A tokenizer that adds and names nothing stays unchanged.
+                    // A tokenizer that neither adds nor names a token stays unchanged.
                     let is_nothing = bos.is_none() && before.is_empty() && settings == json!({});
                     assert_eq!(is == was, is_nothing, "{what}");
                 }

@@ -1,4 +1,4 @@
-//! Bytes as tokens.
+//! A tokenizer whose tokens are bytes.
 
 use serde_json::json;
 
@@ -8,7 +8,7 @@ use crate::error::Result;
 /// Number of token ids of byte-level text.
 pub const BYTE_VOCAB: usize = 256;
 
-/// A token is a byte.
+/// The tokenizer in which each byte is a token.
 #[derive(Debug, Clone, Copy)]
 pub struct Bytes;
 
@@ -57,12 +57,12 @@ impl Tokenizer for Bytes {
     }
 }
 
-/// The printable character of a byte in byte-level BPE vocabularies (Radford et al., 2019): printable Latin-1 bytes are themselves, the
-/// others follow from U+0100 on.
+/// The printable character that represents a byte in byte-level BPE vocabularies (Radford et al., 2019). Printable Latin-1 bytes represent
+/// themselves; the other bytes are represented by characters from U+0100 on.
 fn byte_alphabet(byte: usize) -> char {
     let printable = |b: usize| matches!(b, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
     let code = if printable(byte) { byte } else { 0x100 + (0..byte).filter(|&b| !printable(b)).count() };
-    // At most U+0143, a valid character.
+    // The code is at most U+0143, which is a valid character.
     char::from_u32(code as u32).unwrap_or('\u{fffd}')
 }
 

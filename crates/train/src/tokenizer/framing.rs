@@ -3,10 +3,10 @@
 use super::Tokenizer;
 use crate::error::{Error, Result};
 
-/// The value of `data.bos_token` and `data.eos_token` that follows the tokenizer's files.
+/// The value of `data.bos_token` and `data.eos_token` that means the token in the tokenizer's files.
 pub const AUTO: &str = "auto";
 
-/// The value of these keys for no token.
+/// The value of `data.bos_token` and `data.eos_token` that means no token.
 pub const NONE: &str = "none";
 
 /// The tokens before and after each document.
@@ -19,10 +19,10 @@ pub struct Framing {
 }
 
 impl Framing {
-    /// The framing of `data.bos_token` and `data.eos_token`: [`AUTO`], [`NONE`], or the text of a token.
+    /// The framing for `data.bos_token` and `data.eos_token`. Each value is [`AUTO`], [`NONE`], or the text of a token.
     ///
     /// # Errors
-    /// [`Error::Config`] with the key, for a text that is no token.
+    /// [`Error::Config`] with the key, if the text is no token.
     pub fn of(tokenizer: &dyn Tokenizer, bos_token: &str, eos_token: &str) -> Result<Self> {
         let id = |key: &str, says: &str, own: Option<i32>| match says {
             AUTO => Ok(own),

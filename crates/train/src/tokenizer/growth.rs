@@ -1,36 +1,38 @@
-//! Limits on what a `tokenizer.json` does to a text before tokenization: how much longer the text may become, and how long that may take.
+//! Limits on the effect of a `tokenizer.json` on a text before tokenization: how much longer the text may become, and how long this may
+//! take.
 //!
-//! Its steps form a small program: twenty-five steps that double each letter turn a word into gigabytes. The JSON is checked step by step
-//! before anything is built from it. If all steps together may still enlarge a text much, every text is tried piece by piece first.
+//! The steps in such a file form a small program: twenty-five steps that double each letter turn a word into gigabytes. The JSON is checked
+//! step by step before a tokenizer is built from it. If all steps together can still enlarge a text much, every text is first passed
+//! through the steps piece by piece, as a trial.
 
 use serde::Deserialize;
 use serde_json::Value;
 use tokenizers::{NormalizedString, Normalizer, NormalizerWrapper};
 
-/// Limit of steps of one kind. Published files have up to ten.
+/// Largest number of steps of one kind. Published files have up to ten steps.
 const MOST_STEPS: usize = 64;
-/// Nesting depth of sequences.
+/// Largest nesting depth of sequences.
 const MOST_DEPTH: usize = 4;
-/// Growth factor of a text that needs no trial. A space becomes three bytes in SentencePiece's files.
+/// Worst-case growth factor of a text up to which no trial is needed. For example, a space becomes three bytes in SentencePiece's files.
 const FREELY: f64 = 16.0;
-/// Largest product of all steps' worst-case growth.
+/// Largest product of the worst-case growth factors of all steps.
 const MOST_GROWTH: f64 = 1e6;
-/// Largest worst-case growth of one step.
+/// Largest worst-case growth factor of one step.
 const MOST_OF_STEP: f64 = 64.0;
-/// Largest actual growth of a text in a trial, which may also add this many KiB.
+/// Largest actual growth factor of a text in a trial. The text may also grow by this many KiB.
 const TRIED: usize = 64;
-/// Bytes of the pieces of a trial.
+/// Number of bytes of a piece in a trial.
 const PART: usize = 1024;
-/// Bytes that all added tokens may grow to while they are loaded.
+/// Largest total size in bytes of all added tokens while they are loaded.
 const MOST_ADDED: f64 = 64e6;
-/// Longest word in letters, for which `WordPiece` tries all substrings. Published files have 100.
+/// Largest number of letters of a word, because `WordPiece` tries all substrings of a word. Published files set 100 letters.
 const MOST_WORD: u64 = 10_000;
-/// Longest token in bytes. Published tokens have some hundred.
+/// Largest number of bytes of a token. Published tokens have some hundred bytes.
 pub(super) const MOST_TOKEN: usize = 4096;
-/// Limit of the ids added around a text.
+/// Largest number of ids that may be added around a text.
 const MOST_AROUND: usize = 10_000;
 
-/// The parts of the file that change texts.
+/// The parts of a `tokenizer.json` that change texts.
 #[derive(Deserialize)]
 struct Shape {
     #[serde(default)]
@@ -69,10 +71,10 @@ struct Steps {
     tables: usize,
 }
 
-/// Whether texts must be tried before they are passed to this file's tokenizer.
+/// Checks a `tokenizer.json`. Returns whether each text needs a trial before it is passed to this file's tokenizer.
 ///
 /// # Errors
-/// Names the part of the file that exceeds a limit.
+/// The part of the file that exceeds a limit.
 pub(super) fn check(text: &str) -> Result<bool, String> {
     let shape: Shape =
         serde_json::from_str(text).map_err(|error| format!("is no tokenizer that can be read: {error}"))?;
@@ -99,8 +101,8 @@ pub(super) fn check(text: &str) -> Result<bool, String> {
     Ok(normalizer.growth > FREELY)
 }
 
-/// Length of the longest string in a value, in bytes. The crate stores some vocabularies as tries, whose destructors recurse once per
-/// letter.
+/// Length of the longest string in a value, in bytes. The length is limited because the crate `tokenizers` stores some vocabularies as
+/// tries, whose destructors recurse once per letter.
 fn longest_text(of: &Value) -> usize {
     match of {
         Value::String(text) => text.len(),
@@ -113,7 +115,7 @@ fn longest_text(of: &Value) -> usize {
 fn steps(part: &str, json: &Value) -> Result<Steps, String> {
     let mut all = Steps { growth: 1.0, ..Steps::default() };
     all.add(json, 0).map_err(|why| format!("has a `{part}` {why}"))?;
-    // Only a normalizer can be tried separately.
+    // Only a normalizer can be tried separately, so other parts must not grow much.
     let most = if part == "normalizer" { MOST_GROWTH } else { FREELY };
     if all.growth > most {
         return Err(format!("has a `{part}` whose steps may make a text {:.0} times as long", all.growth));
@@ -149,7 +151,7 @@ impl Steps {
         Ok(())
     }
 
-    /// Worst-case growth of a step. Unicode normalization is idempotent, so repetitions add nothing.
+    /// Worst-case growth factor of a step. Unicode normalization is idempotent, so repetitions add no growth.
     fn growth_of(&mut self, json: &Value) -> Result<f64, String> {
         let length = |text: &Value| text.as_str().map_or(0, str::len) as f64;
         let kind = json["type"].as_str().unwrap_or_default();
@@ -186,7 +188,8 @@ impl Steps {
     }
 }
 
-/// The longest replacement in a SentencePiece table: after its trie the replacements follow one another, each ending with a zero byte.
+/// The longest replacement in a SentencePiece table. The replacements follow the table's trie one after the other, and each ends with a
+/// zero byte.
 fn longest_of_table(base64: &str) -> usize {
     let (mut bytes, mut bits, mut held) = (Vec::with_capacity(base64.len() / 4 * 3), 0_u32, 0);
     for byte in base64.bytes() {
@@ -209,7 +212,8 @@ fn longest_of_table(base64: &str) -> usize {
     texts.split(|byte| *byte == 0).map(<[u8]>::len).max().unwrap_or(0)
 }
 
-/// Checks what the post-processor adds around a text: at most one copy of the text, and a limited number of ids.
+/// Checks the tokens that the post-processor adds around a text. The post-processor may add at most one copy of the text, and a limited
+/// number of ids.
 fn around(json: &Value) -> Result<(), String> {
     let fail = |why: &str| Err(format!("has a `post_processor` that {why}"));
     let processors: Vec<&Value> = match json["processors"].as_array() {
@@ -241,8 +245,8 @@ fn around(json: &Value) -> Result<(), String> {
     }
 }
 
-/// Refuses a regular expression that may take very long: one with back-references, with nested unbounded repetitions next to look-around or
-/// similar features (which need backtracking), or with repetitions that expand too much.
+/// Refuses a regular expression that may take very long. Such an expression has back-references; or nested unbounded repetitions together
+/// with look-around or similar features, which need backtracking; or repetitions that expand too much.
 fn check_regex(regex: &str) -> Result<(), String> {
     let fail = |why: &str| {
         Err(format!("with a regular expression that {why}: {:?}", regex.chars().take(80).collect::<String>()))
@@ -252,7 +256,7 @@ fn check_regex(regex: &str) -> Result<(), String> {
     }
     let tries = ["(?=", "(?!", "(?<=", "(?<!", "(?>", "*+", "++", "?+", "}+", "\\G", "(?("];
     let tries = tries.iter().any(|mark| regex.contains(mark));
-    // For each open group: whether it has an unbounded repetition, and how often its contents are expanded.
+    // The entries are the open groups: whether the group has an unbounded repetition, and how often the group's contents are expanded.
     let mut groups = vec![(false, 1_u64)];
     let mut chars = regex.chars().peekable();
     let (mut class, mut last) = (0_usize, (false, 1_u64));
@@ -290,13 +294,13 @@ fn check_regex(regex: &str) -> Result<(), String> {
                     *group = (group.0 || is_count && is_endless, group.1.max(written));
                 }
                 last = (is_count && is_endless, written);
-                // A lazy or possessive mark.
+                // The next character may be the mark of a lazy or possessive repetition, which is skipped.
                 chars.next_if(|c| matches!(c, '?' | '+'));
             }
             _ => last = (false, 1),
         }
         if matches!(c, ')') {
-            // An outer group inherits from its inner groups.
+            // An outer group inherits these properties from its inner groups.
             let (endless, written) = last;
             if let Some(group) = groups.last_mut() {
                 *group = (group.0 || endless, group.1.max(written));
@@ -309,7 +313,7 @@ fn check_regex(regex: &str) -> Result<(), String> {
 /// Tries the normalizer on a text piece by piece, and measures the growth after each step.
 ///
 /// # Errors
-/// If the text becomes too long; the errors of a step.
+/// An error if the text becomes too long; the errors of a step.
 pub(super) fn try_text(normalizer: Option<&NormalizerWrapper>, text: &str) -> Result<(), String> {
     let Some(normalizer) = normalizer else { return Ok(()) };
     let mut steps = Vec::new();

@@ -1,5 +1,5 @@
-//! Tokenizers of published models: `tokenizer.json`, as Hugging Face's `tokenizers` writes it, read by that crate. The crate panics if the
-//! tables of a file contradict each other; the panic is caught here and becomes an error that names the file.
+//! Tokenizers of published models, read from a `tokenizer.json` by Hugging Face's crate `tokenizers`. The crate panics if the tables of a
+//! file contradict each other. This module catches the panic and returns an error that names the file.
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -17,21 +17,22 @@ use super::{
 use crate::error::{Error, Result};
 use crate::files;
 
-/// Limit of a file's size. Files with vocabularies of a quarter of a million tokens have 35 MB.
+/// Largest size of a file in bytes. Files with vocabularies of a quarter of a million tokens have 35 MB.
 const MOST_BYTES: u64 = 512 << 20;
 
 /// The tokenizer of a `tokenizer.json` and of the files in its folder.
 pub struct HuggingFace {
     path: PathBuf,
-    /// The file's text, with the tokens that other files list, if any.
+    /// The text of `tokenizer.json`, including tokens that only other files list.
     text: String,
     vocab_size: usize,
-    /// Encodes the text of a control token as plain text.
+    /// The tokenizer that encodes the text of a control token as plain text.
     plain: tokenizers::Tokenizer,
-    /// A copy that encodes such a text as the token, made at first use: this is a setting of the whole tokenizer.
+    /// A copy of the tokenizer that encodes the text of a control token as this token. The copy, which is created at first use, is needed
+    /// because this behaviour is a setting of the whole tokenizer.
     control: OnceLock<tokenizers::Tokenizer>,
     settings: Settings,
-    /// Whether each text is tried first, since the file's steps may enlarge it much.
+    /// Whether each text needs a trial first, because the file's steps may enlarge it much.
     grows: bool,
     /// The ids that the file adds before and after a text.
     around: [Vec<i32>; 2],
@@ -51,19 +52,19 @@ impl fmt::Debug for HuggingFace {
     }
 }
 
-/// The text of a `tokenizer.json`.
+/// Reads the text of a `tokenizer.json`.
 ///
 /// # Errors
-/// [`Error::Io`] where it cannot be read.
+/// [`Error::Io`] if the file cannot be read.
 pub(super) fn read(path: &Path) -> Result<String> {
     files::read_text(path, MOST_BYTES).map_err(Error::io(path))
 }
 
 impl HuggingFace {
-    /// The tokenizer of `text`, the contents of the file `path`, with the settings in its folder.
+    /// Creates a tokenizer from `text`, the contents of the file `path`, and from the settings in the file's folder.
     ///
     /// # Errors
-    /// [`Error::Tokenizer`] for an invalid tokenizer, or one with random ids; [`Error::Io`].
+    /// [`Error::Tokenizer`] for a tokenizer that is invalid or has random ids; [`Error::Io`].
     pub fn of(path: &Path, text: String) -> Result<Self> {
         let settings = Settings::beside(path)?;
         let fail = |why: String| Error::Tokenizer { path: path.to_owned(), why };
@@ -84,7 +85,7 @@ impl HuggingFace {
         {
             return Err(fail("has a `dropout`: the same text would have other ids each time".into()));
         }
-        // No truncation and no padding, whatever the file was used for before.
+        // Truncation and padding are removed, because the file may contain them from an earlier use.
         plain.with_truncation(None).map_err(|e| fail(e.to_string()))?;
         plain.with_padding(None);
         plain.set_encode_special_tokens(true);
@@ -101,7 +102,7 @@ impl HuggingFace {
             Self { path, text, vocab_size, plain, control, settings, grows, around, bos: None, eos: None };
         tokenizer.around = tokenizer.put_around()?;
         (tokenizer.bos, tokenizer.eos) = tokenizer.ends()?;
-        // The post-processor is no longer needed, and some of them shift offsets.
+        // The post-processor is removed because it is no longer needed, and because some post-processors shift offsets.
         tokenizer.plain.with_post_processor(None::<PostProcessorWrapper>);
         Ok(tokenizer)
     }
@@ -111,7 +112,7 @@ impl HuggingFace {
         &self.around
     }
 
-    /// The same, computed while the post-processor is present.
+    /// Computes the ids that the file adds before and after a text. The computation needs the post-processor.
     fn put_around(&self) -> Result<[Vec<i32>; 2]> {
         let ids = |add| self.ids(&self.plain, "a", add);
         let (bare, whole) = (ids(false)?, ids(true)?);
@@ -119,7 +120,8 @@ impl HuggingFace {
         Ok([whole[..first].to_vec(), whole[(first + bare.len()).min(whole.len())..].to_vec()])
     }
 
-    /// BOS and EOS according to `tokenizer_config.json`, otherwise according to the ids that the file adds around a text.
+    /// BOS and EOS according to `tokenizer_config.json`. If this file names no BOS and EOS, the ids that `tokenizer.json` adds around a
+    /// text are used.
     fn ends(&self) -> Result<(Option<i32>, Option<i32>)> {
         let [before, behind] = &self.around;
         let named = |key: &str| match self.settings.tokens.get(key) {
@@ -143,7 +145,7 @@ impl HuggingFace {
         Ok((bos, eos.or(behind.last().copied())))
     }
 
-    /// The tokenizer that encodes the text of a control token as the token, or as plain text.
+    /// The tokenizer that encodes the text of a control token as this token (if `control` is true) or as plain text.
     fn of_control(&self, control: bool) -> &tokenizers::Tokenizer {
         if !control {
             return &self.plain;
@@ -155,13 +157,13 @@ impl HuggingFace {
         })
     }
 
-    /// The tokens of a text with their byte ranges.
+    /// The tokens of a text, each with its byte range.
     fn placed(&self, of: &tokenizers::Tokenizer, text: &str) -> Result<Vec<Placed>> {
         let encoding = self.encoding(text, of, |of| of.encode(text, false))?;
         let added = of.get_added_vocabulary().get_added_tokens_decoder();
         let place = |(id, (begin, end)): (&u32, &(usize, usize))| {
             let (mut begin, mut end) = (*begin, *end);
-            // White space that a token absorbs is not part of its text.
+            // White space that a token absorbs is not part of the token's text.
             if let Some(token) = added.get(id)
                 && let Some(at) = text.get(begin..end).and_then(|text| text.find(&token.content))
             {
@@ -173,14 +175,14 @@ impl HuggingFace {
         Ok(encoding.get_ids().iter().zip(encoding.get_offsets()).map(place).collect())
     }
 
-    /// The ids of a text; with `add`, also those that the file adds around it.
+    /// The ids of a text. If `add` is true, the ids include those that the file adds around a text.
     fn ids(&self, of: &tokenizers::Tokenizer, text: &str, add: bool) -> Result<Vec<i32>> {
         let encoding = self.encoding(text, of, |of| of.encode_fast(text, add))?;
-        // All ids are below `vocab_size`, an i32.
+        // The conversion is lossless, because all ids are below `vocab_size`, an i32.
         Ok(encoding.get_ids().iter().map(|id| *id as i32).collect())
     }
 
-    /// The result of `encode`, or its error.
+    /// The result or the error of `encode`.
     fn encoding(
         &self,
         text: &str,
@@ -230,7 +232,7 @@ impl Tokenizer for HuggingFace {
             ids.iter().map(|id| self.token(*id).unwrap_or_else(|| NO_TOKEN.into())).collect();
         let Some(decoder) = self.plain.get_decoder() else { return tokens.join(" ").into_bytes() };
         let text = caught(|| decoder.decode(tokens.clone()));
-        // The crate's decoders accept all of their own tokens; if one fails, the tokens are shown.
+        // The crate's decoders accept all tokens of their own vocabulary. If a decoder fails, the tokens' strings are returned.
         text.ok().and_then(Result::ok).unwrap_or_else(|| tokens.concat()).into_bytes()
     }
 
@@ -292,8 +294,8 @@ impl Tokenizer for HuggingFace {
     }
 }
 
-/// The result of one of the crate's functions, with a panic, which inconsistent tables may cause, turned into an error. Reuse after a panic
-/// is safe: a tokenizer is only read.
+/// Calls a function of the crate, and converts a panic to an error. Inconsistent tables may cause such a panic. Reuse of the tokenizer
+/// after a panic is safe, because a tokenizer is only read.
 fn caught<T>(of: impl FnOnce() -> T) -> Result<T, String> {
     catch_unwind(AssertUnwindSafe(of)).map_err(|_| "its tables contradict each other".to_owned())
 }

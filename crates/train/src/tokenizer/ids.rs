@@ -5,10 +5,10 @@ use serde_json::{Value, json};
 use super::Tokenizer;
 use crate::error::{Error, Result};
 
-/// Tokens written as their numbers. The text of a token is unknown.
+/// A tokenizer that writes tokens as their numbers, because the text of a token is unknown.
 #[derive(Debug, Clone, Copy)]
 pub struct Ids {
-    /// Exclusive upper bound of ids.
+    /// Exclusive upper bound of token ids.
     pub vocab_size: usize,
 }
 

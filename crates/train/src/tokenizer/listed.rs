@@ -1,7 +1,9 @@
-//! Tokens missing in `tokenizer.json` that other files of its folder list, as `AutoTokenizer` of `transformers` adds them.
+//! Tokens that are missing in `tokenizer.json` but listed in other files of its folder. `AutoTokenizer` of `transformers` adds these tokens
+//! too.
 //!
-//! `added_tokens_decoder` of `tokenizer_config.json` lists all of them. If it is absent, as in older folders, `special_tokens_map.json` has
-//! the named tokens, and `added_tokens.json` the ids of others. Keys such as `bos_token` and `additional_special_tokens` may list more.
+//! `added_tokens_decoder` of `tokenizer_config.json` lists all such tokens. If this key is absent, as in older folders,
+//! `special_tokens_map.json` contains the named tokens, and `added_tokens.json` contains the ids of other tokens. Keys such as `bos_token`
+//! and `additional_special_tokens` may list more tokens.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -14,7 +16,7 @@ use super::growth::MOST_TOKEN;
 use crate::error::{Error, Result};
 use crate::files;
 
-/// The files of older folders in place of `added_tokens_decoder`.
+/// The files that older folders have instead of the key `added_tokens_decoder`.
 pub(crate) const NAMES_FILE: &str = "special_tokens_map.json";
 pub(crate) const ADDED_FILE: &str = "added_tokens.json";
 
@@ -22,12 +24,12 @@ pub(crate) const ADDED_FILE: &str = "added_tokens.json";
 const NAMED: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
-/// The key of tokens with their ids.
+/// The key that lists tokens with their ids.
 const DECODER: &str = "added_tokens_decoder";
-/// The keys of lists of unnamed tokens, new and old.
+/// The new and the old key for lists of unnamed tokens.
 const EXTRA: [&str; 2] = ["extra_special_tokens", "additional_special_tokens"];
 
-/// A file in the folder of a tokenizer.
+/// Reads a file in the folder of a tokenizer; `None` if there is no such file.
 pub(super) fn read(tokenizer: &Path, name: &str) -> Result<Option<String>> {
     let path = tokenizer.with_file_name(name);
     let text = path.exists().then(|| files::read_text(&path, files::MOST_TEXT));
@@ -43,18 +45,18 @@ pub(super) fn object(path: &Path, text: &str) -> Result<Map<String, Value>> {
     }
 }
 
-/// The tokens that files list.
+/// The tokens that the files of a folder list.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Listed {
-    /// Tokens with an id, and the file that says so.
+    /// Tokens with an id, each with the file that specifies the id.
     with_ids: BTreeMap<u32, (AddedToken, PathBuf)>,
-    /// Whether ids in `tokenizer.json` take precedence.
+    /// Whether the ids in `tokenizer.json` take precedence over the ids in `with_ids`.
     yields: bool,
     /// Tokens with a name.
     pub named: Vec<(String, AddedToken)>,
-    /// Other tokens.
+    /// Tokens with neither an id nor a name.
     extra: Vec<AddedToken>,
-    /// Whether [`NAMES_FILE`] changes a name.
+    /// Whether [`NAMES_FILE`] changes the token of a name.
     pub is_renamed: bool,
 }
 
@@ -64,7 +66,8 @@ impl Listed {
         self.with_ids.is_empty() && self.named.is_empty() && self.extra.is_empty()
     }
 
-    /// The tokens listed in a tokenizer's folder. `keys` are those of `tokenizer_config.json`; names from other files are added to them.
+    /// The tokens that a tokenizer's folder lists. `keys` are the keys of `tokenizer_config.json`; this function adds names from other
+    /// files.
     pub fn of(tokenizer: &Path, keys: &mut Map<String, Value>) -> Result<Self> {
         let mut listed = Self::default();
         let path = tokenizer.with_file_name(SETTINGS_FILE);
@@ -89,7 +92,7 @@ impl Listed {
             match (&keys.get(key), NAMED.contains(&key)) {
                 (None | Some(Value::Null), _) => {}
                 (Some(value), _) if value.as_str() == Some("") => {}
-                // Other keys with this ending may be switches.
+                // Other keys with this ending may be switches, so they are skipped.
                 (Some(value), false) if !value.is_string() && !value.is_object() => {}
                 (Some(value), _) => {
                     let token = token_of(value, Some(true)).ok_or_else(|| wrong(&path, key, value))?;
@@ -133,7 +136,7 @@ impl Listed {
         Ok(())
     }
 
-    /// Reads tokens without a name, or with a name of their own.
+    /// Reads tokens that have no name, or a name that is not in [`NAMED`].
     fn read_extra(&mut self, path: &Path, keys: &Map<String, Value>) -> Result<()> {
         let is_said =
             |key: &&str| keys.get(*key).is_some_and(|value| !value.is_null() && *value != json!([]));
@@ -151,10 +154,10 @@ impl Listed {
         Ok(())
     }
 
-    /// Adds the missing tokens to a tokenizer. Returns whether there were any.
+    /// Adds the missing tokens to a tokenizer. Returns whether there were missing tokens.
     ///
     /// # Errors
-    /// [`Error::Tokenizer`] naming the file and the token, if a token gets another id than the file says.
+    /// [`Error::Tokenizer`] naming the file and the token, if a token gets another id than the file specifies.
     pub fn add_to(&self, tokenizer: &mut tokenizers::Tokenizer) -> Result<bool> {
         let own = tokenizer.get_added_vocabulary().get_added_tokens_decoder().clone();
         let with_ids: Vec<(&u32, &(AddedToken, PathBuf))> =
@@ -167,7 +170,8 @@ impl Listed {
             .collect();
         let mut contents: BTreeSet<String> = own.values().map(|known| known.content.clone()).collect();
         contents.extend(add.iter().map(|token| token.content.clone()));
-        // A named token that is unknown, such as padding, is not created. If an extra token follows it, its id counts, so it is.
+        // An unknown named token, such as a padding token, is created only if an extra token follows, because the named token then shifts
+        // the id of the extra token.
         let invents = |token: &AddedToken| tokenizer.token_to_id(&token.content).is_none();
         let extra = self.extra.iter().any(|token| !contents.contains(&token.content) && invents(token));
         let named = self.named.iter().map(|(_, token)| token).filter(|token| extra || !invents(token));
@@ -197,10 +201,10 @@ impl Listed {
     }
 }
 
-/// A `tokenizer.json` with the added tokens of this tokenizer.
+/// The text of a `tokenizer.json`, with the added tokens of this tokenizer.
 ///
 /// # Errors
-/// For an invalid text.
+/// An error for an invalid text.
 pub(super) fn with_tokens(text: &str, tokenizer: &tokenizers::Tokenizer) -> Result<String, String> {
     let mut json: Value = serde_json::from_str(text).map_err(|e| e.to_string())?;
     let added: BTreeMap<u32, AddedToken> =
@@ -215,7 +219,7 @@ pub(super) fn with_tokens(text: &str, tokenizer: &tokenizers::Tokenizer) -> Resu
     Ok(format!("{json:#}\n"))
 }
 
-/// A token in a file: a text, or an object. `special`: whether it is special, if known.
+/// Reads a token in a file: a text, or an object. `special` says whether the token is special, if this is known.
 fn token_of(value: &Value, special: Option<bool>) -> Option<AddedToken> {
     let content = value
         .as_str()

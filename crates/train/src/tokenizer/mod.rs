@@ -1,12 +1,12 @@
-//! Text to token ids and back: bytes, the built-in language's symbols, or a `tokenizer.json` through the crate `tokenizers`, with the same
-//! ids as the Python package.
+//! Converts text to token ids and back. The tokenizer is bytes, the built-in language's symbols, or a `tokenizer.json`, which the crate
+//! `tokenizers` reads with the same ids as the Python package.
 //!
-//! In data the text of a control token is plain text ([`Tokenizer::encode`]); in prompts and chat templates it is the token
-//! ([`Tokenizer::encode_with_control`]). [`Framing`] holds the tokens around documents, [`TextStream`] decodes text token by token, and
+//! In data, the text of a control token is plain text ([`Tokenizer::encode`]). In prompts and chat templates, this text becomes the token
+//! ([`Tokenizer::encode_with_control`]). [`Framing`] contains the tokens around documents, [`TextStream`] decodes text token by token, and
 //! [`ChatTemplate`] renders a conversation as text and marks its answers.
 //!
-//! A configuration opens its tokenizer once, at the first use, and its clones share it (`config/tokens.rs`). The tokenizer's files are
-//! copied unchanged into the run's folder and into each checkpoint; a run that resumes reads these copies.
+//! A configuration opens its tokenizer once, at the first use, and clones of the configuration share the tokenizer (`config/tokens.rs`).
+//! The tokenizer's files are copied unchanged into the run's folder and into each checkpoint. A resumed run reads these copies.
 
 mod begun;
 mod bytes;
@@ -38,43 +38,44 @@ pub(crate) use listed::{ADDED_FILE, NAMES_FILE};
 pub use stream::TextStream;
 pub use symbols::Symbols;
 
-/// The file of a tokenizer, as Hugging Face's `tokenizers` reads it.
+/// The file of a tokenizer, in the format of Hugging Face's `tokenizers`.
 pub const TOKENIZER_FILE: &str = "tokenizer.json";
 
-/// In the same folder, the settings of `transformers`.
+/// The file with the settings of `transformers`, in the folder of `tokenizer.json`.
 pub const SETTINGS_FILE: &str = "tokenizer_config.json";
 
-/// In the same folder, the chat template, if it has a file of its own.
+/// The file of the chat template, in the folder of `tokenizer.json`. A template may also be stored in the settings instead.
 pub const CHAT_TEMPLATE_FILE: &str = "chat_template.jinja";
 
 /// Converts text to token ids and back.
 ///
-/// Two tokenizers are equal if their JSON is ([`Tokenizer::to_json`]).
+/// Two tokenizers are equal if their JSON texts are equal ([`Tokenizer::to_json`]).
 pub trait Tokenizer: fmt::Debug + Send + Sync {
-    /// Exclusive upper bound of ids. A model's embedding may have more rows.
+    /// Exclusive upper bound of token ids. A model's embedding may have more rows.
     fn vocab_size(&self) -> usize;
 
-    /// The ids of a text. No tokens are added around it, and the text of a control token is plain text: a document that contains
+    /// The ids of a text. No tokens are added around the text. The text of a control token is plain text, so a document that contains
     /// `<|endoftext|>` does not end there.
     ///
     /// # Errors
     /// [`Error::Tokenizer`], or [`Error::Config`] with the key `prompt`, for a text that has no ids.
     fn encode(&self, text: &str) -> Result<Vec<i32>>;
 
-    /// Like [`Tokenizer::encode`], but the text of a control token is that token, as in a rendered chat template.
+    /// Like [`Tokenizer::encode`], but the text of a control token becomes this token, as in a rendered chat template.
     ///
     /// # Errors
-    /// As [`Tokenizer::encode`].
+    /// The errors of [`Tokenizer::encode`].
     fn encode_with_control(&self, text: &str) -> Result<Vec<i32>> {
         self.encode(text)
     }
 
-    /// The ids of consecutive texts, for each text separately: those of the concatenated text if no token crosses a boundary; otherwise
-    /// each text is tokenized up to its end, as a model sees a prompt. `continues`: other text precedes the first one, so no prefix of a
-    /// new text is added. `control`: as [`Tokenizer::encode_with_control`].
+    /// The ids of consecutive texts, separately for each text. If no token crosses a boundary, the result has the ids of the concatenated
+    /// text. Otherwise each text is tokenized up to its end, as a model sees a prompt. `continues` says that other text precedes the first
+    /// text, so no prefix of a new text is added. If `control` is true, control tokens are encoded as in
+    /// [`Tokenizer::encode_with_control`].
     ///
     /// # Errors
-    /// As [`Tokenizer::encode`].
+    /// The errors of [`Tokenizer::encode`].
     fn encode_parts(&self, parts: &[&str], control: bool, _continues: bool) -> Result<Vec<Vec<i32>>> {
         parts
             .iter()
@@ -82,51 +83,51 @@ pub trait Tokenizer: fmt::Debug + Send + Sync {
             .collect()
     }
 
-    /// The bytes of the ids as one text; an id beyond the vocabulary becomes U+FFFD. A character may take several tokens, so the bytes of a
-    /// part of a text need not be UTF-8.
+    /// The bytes of the ids as one text. An id beyond the vocabulary becomes U+FFFD. A character may consist of several tokens, so the
+    /// bytes of a part of a text need not be UTF-8.
     fn decode_bytes(&self, ids: &[i32]) -> Vec<u8>;
 
-    /// This tokenizer as a `tokenizer.json` of Hugging Face's `tokenizers`.
+    /// This tokenizer as the text of a `tokenizer.json` for Hugging Face's `tokenizers`.
     fn to_json(&self) -> String;
 
-    /// The kind of its tokens, for a message: "bytes".
+    /// The kind of the tokenizer's tokens, for a message: "bytes".
     fn tokens(&self) -> String;
 
-    /// The vocabulary's string of an id.
+    /// The string that the vocabulary has for an id.
     fn token(&self, id: i32) -> Option<String>;
 
-    /// The id of a string of the vocabulary or of the added tokens.
+    /// The id of a string that is in the vocabulary or among the added tokens.
     fn token_id(&self, _token: &str) -> Option<i32> {
         None
     }
 
-    /// Whether an id is an added token, such as those that mark the parts of a conversation.
+    /// Whether an id is an added token, such as a token that marks a part of a conversation.
     fn is_control(&self, _id: i32) -> bool {
         false
     }
 
-    /// The token at the beginning of every text, according to its files.
+    /// The token at the beginning of every text, according to the tokenizer's files.
     fn bos(&self) -> Option<i32> {
         None
     }
 
-    /// The token that its files call `bos_token`, whether or not texts begin with it.
+    /// The token that the tokenizer's files call `bos_token`, whether or not texts begin with this token.
     fn named_bos(&self) -> Option<i32> {
         self.bos()
     }
 
-    /// The token at the end of a document, according to its files.
+    /// The token at the end of a document, according to the tokenizer's files.
     fn eos(&self) -> Option<i32> {
         None
     }
 
-    /// The ids after which a text is generated if there is no prompt.
+    /// The ids from which text generation starts if there is no prompt.
     ///
     /// # Errors
-    /// As [`Tokenizer::encode`].
+    /// The errors of [`Tokenizer::encode`].
     fn opening(&self) -> Result<Vec<i32>>;
 
-    /// The chat template of this name that came with the tokenizer, or the unnamed one for an empty name.
+    /// The tokenizer's chat template of this name; an empty name means the unnamed template.
     ///
     /// # Errors
     /// [`Error::Tokenizer`] for an invalid template.
@@ -134,12 +135,12 @@ pub trait Tokenizer: fmt::Debug + Send + Sync {
         Ok(None)
     }
 
-    /// Its files for other tools, by name.
+    /// The tokenizer's files for other tools: names and contents.
     fn files(&self) -> Vec<(&'static str, String)> {
         vec![(TOKENIZER_FILE, self.to_json()), (SETTINGS_FILE, transformers_tokenizer())]
     }
 
-    /// Whether the text of its tokens is known.
+    /// Whether the text of the tokenizer's tokens is known.
     fn has_text(&self) -> bool {
         true
     }
@@ -149,7 +150,7 @@ pub trait Tokenizer: fmt::Debug + Send + Sync {
         "token"
     }
 
-    /// The text of the ids; bytes that are not UTF-8 become U+FFFD.
+    /// The text of the ids. Bytes that are not UTF-8 become U+FFFD.
     fn decode(&self, ids: &[i32]) -> String {
         String::from_utf8_lossy(&self.decode_bytes(ids)).into_owned()
     }
@@ -164,17 +165,17 @@ pub fn built_in() -> [SharedTokenizer; 2] {
     [Arc::new(Bytes), Arc::new(Symbols)]
 }
 
-/// Whether every id that both tokenizers have means the same in both.
+/// Whether every id that exists in both tokenizers has the same meaning in both.
 #[must_use]
 pub fn agree(a: &dyn Tokenizer, b: &dyn Tokenizer) -> bool {
     let both = a.vocab_size().min(b.vocab_size()) as i32;
     a.to_json() == b.to_json() || (0..both).all(|id| a.token(id) == b.token(id))
 }
 
-/// Opens a `tokenizer.json`, or the one in a folder.
+/// Opens a `tokenizer.json`, or the `tokenizer.json` in a folder.
 ///
 /// # Errors
-/// [`Error::Io`] where it cannot be read; [`Error::Tokenizer`] for an invalid file.
+/// [`Error::Io`] if the file cannot be read; [`Error::Tokenizer`] if the file is invalid.
 pub fn open(path: &Path) -> Result<SharedTokenizer> {
     let file = if path.is_dir() { path.join(TOKENIZER_FILE) } else { path.to_owned() };
     if path.is_dir() && !file.exists() {
@@ -182,21 +183,21 @@ pub fn open(path: &Path) -> Result<SharedTokenizer> {
     }
     let text = hugging_face::read(&file)?;
     match built_in().into_iter().find(|own| own.to_json() == text) {
-        // Other settings in the folder must not be ignored.
+        // The built-in tokenizer is used only if the folder has no other settings, because these must not be ignored.
         Some(own) if settings::Settings::beside(&file)?.is_nothing() => Ok(own),
         _ => Ok(Arc::new(HuggingFace::of(&file, text)?)),
     }
 }
 
-/// Like [`open`], for a folder that may have no such file.
+/// Like [`open`], but returns `None` for a folder without a `tokenizer.json`.
 ///
 /// # Errors
-/// As [`open`].
+/// The errors of [`open`].
 pub fn of_folder(dir: &Path) -> Result<Option<SharedTokenizer>> {
     dir.join(TOKENIZER_FILE).exists().then(|| open(dir)).transpose()
 }
 
-/// Why a folder has no supported tokenizer.
+/// The reason why a folder has no supported tokenizer.
 fn absent(dir: &Path) -> String {
     let others = ["tokenizer.model", "vocab.json", "tiktoken.model"];
     let other: Option<PathBuf> = others.iter().map(|name| dir.join(name)).find(|path| path.exists());
@@ -212,10 +213,10 @@ fn absent(dir: &Path) -> String {
     }
 }
 
-/// Text of an id beyond the vocabulary.
+/// The text of an id that is beyond the vocabulary.
 const NO_TOKEN: &str = "\u{fffd}";
 
-/// The `tokenizer.json` of a BPE without merges, so that every entry of the vocabulary is a token.
+/// The `tokenizer.json` of a BPE tokenizer without merges, so that every entry of the vocabulary is a token.
 fn without_merges(vocab: impl Iterator<Item = char>, pre_tokenizer: &Value, decoder: &Value) -> String {
     let vocab: serde_json::Map<String, Value> =
         vocab.enumerate().map(|(id, symbol)| (symbol.to_string(), json!(id))).collect();
@@ -227,8 +228,8 @@ fn without_merges(vocab: impl Iterator<Item = char>, pre_tokenizer: &Value, deco
     format!("{whole:#}\n")
 }
 
-/// The matching `tokenizer_config.json`, with which `AutoTokenizer` of Hugging Face's `transformers` uses `tokenizer.json` as it is.
-/// Without it the model's type decides: Qwen's tokenizer class normalizes texts (NFC), and Llama's adds BOS.
+/// The matching `tokenizer_config.json`, which makes `AutoTokenizer` of Hugging Face's `transformers` use `tokenizer.json` unchanged.
+/// Without this file the model's type decides: Qwen's tokenizer class normalizes texts (NFC), and Llama's adds BOS.
 #[must_use]
 pub fn transformers_tokenizer() -> String {
     let config = json!({"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": false,
@@ -246,7 +247,7 @@ mod tests {
         assert_eq!(Symbols.decode(&[0, 99]), "(\u{fffd}");
     }
 
-    /// A chat template or an EOS token in the folder of a built-in tokenizer is used as with any other tokenizer.
+    /// A chat template or an EOS token in the folder of a built-in tokenizer is used in the same way as with any other tokenizer.
     #[test]
     fn what_lies_beside_the_bytes_is_read() {
         let dir = tempfile::tempdir().unwrap();
@@ -265,7 +266,7 @@ mod tests {
         assert_eq!(open().eos(), Some(65));
     }
 
-    /// With this file `AutoTokenizer` uses only `tokenizer.json`: no text is changed before tokenization.
+    /// With this file, `AutoTokenizer` uses only `tokenizer.json`, so no text is changed before tokenization.
     #[test]
     fn transformers_is_told_to_take_the_tokenizer_as_it_stands() {
         let of = |text: &str| serde_json::from_str::<Value>(text).unwrap_or_default();

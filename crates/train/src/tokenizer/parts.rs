@@ -1,9 +1,9 @@
-//! Tokenizes consecutive texts so that each has tokens of its own.
+//! Tokenizes consecutive texts so that each text has its own tokens.
 //!
-//! Tokenizers treat the beginning of a text specially: SentencePiece's kind adds a space there, others strip one. A part that follows
-//! others is not such a beginning. So all parts are tokenized together, and the tokens are assigned to parts by their offsets. If a token
-//! crosses a boundary, the text is cut there: the text before the cut is tokenized as a model sees its prompt, and the text after it is
-//! tokenized after a short other text with which none of its tokens joins.
+//! Tokenizers treat the beginning of a text specially: SentencePiece tokenizers add a space there, and others strip a space. A part that
+//! follows other parts is not such a beginning. So all parts are tokenized together, and the tokens are assigned to parts by their offsets.
+//! If a token crosses a boundary, the text is cut at this boundary. The text before the cut is tokenized as a model sees its prompt. The
+//! text after the cut is tokenized after a short prefix, with which none of its tokens joins.
 
 use crate::error::Result;
 
@@ -15,17 +15,17 @@ pub(super) struct Placed {
     pub end: usize,
 }
 
-/// Tokenizes a text.
+/// A function that tokenizes a text.
 type Encode<'a> = dyn Fn(&str) -> Result<Vec<Placed>> + 'a;
 
-/// Texts to put before a continued text: the first one whose tokens do not join with it is used. Splits and joins depend on the kinds of
+/// Prefixes for a continued text. The first prefix whose tokens do not join with the text is used. Splits and joins depend on the kinds of
 /// characters that meet; a line break, a letter, a sign, a digit and so on suffice for all known tokenizers.
 const BEFORE: [&str; 8] = ["\n", "a", ".", "1", " ", "é", "中", "\u{2028}"];
 
-/// The ids of each part. `continues`: whether other text precedes the first part.
+/// The ids of each part. `continues` says whether other text precedes the first part.
 ///
 /// # Errors
-/// Those of `encode`.
+/// The errors of `encode`.
 pub(super) fn encode(encode: &Encode<'_>, parts: &[&str], continues: bool) -> Result<Vec<Vec<i32>>> {
     let cuts = match together(encode, parts, continues)? {
         Given::Apart(ids) => return Ok(ids),
@@ -36,12 +36,12 @@ pub(super) fn encode(encode: &Encode<'_>, parts: &[&str], continues: bool) -> Re
         let run = &parts[first..end];
         match together(encode, run, continues || first > 0)? {
             Given::Apart(ids) => all.extend(ids),
-            // A token that crosses a boundary only now is so rare that each part is tokenized alone.
+            // Only in rare cases does a token cross a boundary after the cuts. Each part is then tokenized separately.
             Given::Across(_) => {
                 for at in first..end {
                     match together(encode, &parts[at..=at], continues || at > 0)? {
                         Given::Apart(ids) => all.extend(ids),
-                        // A single part has no boundary to cross.
+                        // This branch is never taken, because a single part has no inner boundary.
                         Given::Across(_) => all.push(Vec::new()),
                     }
                 }
@@ -68,12 +68,13 @@ fn together(encode: &Encode<'_>, parts: &[&str], continues: bool) -> Result<Give
     }
     match behind(encode, &text)? {
         Some((before, first, tokens)) => Ok(given(&tokens[first..], parts, before.len())),
-        // A tokenizer that joins everything gives one token per text, whatever precedes it.
+        // No prefix works with a tokenizer that gives one token per text. The text is then tokenized without a prefix.
         None => Ok(given(&encode(&text)?, parts, 0)),
     }
 }
 
-/// The tokens of a text after one of `BEFORE`, that text and the number of its tokens; `None` if all of them join.
+/// Tokenizes a text after a prefix from `BEFORE`. Returns the prefix, the number of its tokens, and all tokens; `None` if every prefix
+/// joins with the text.
 fn behind(encode: &Encode<'_>, text: &str) -> Result<Option<(&'static str, usize, Vec<Placed>)>> {
     for before in BEFORE {
         let tokens = encode(&format!("{before}{text}"))?;
@@ -86,13 +87,13 @@ fn behind(encode: &Encode<'_>, text: &str) -> Result<Option<(&'static str, usize
     Ok(None)
 }
 
-/// Bytes of a text that decide which text to put before it.
+/// Number of bytes at the beginning of a text that decide which prefix is used.
 const START: usize = 512;
 
-/// The ids of a long continued text. `ids` tokenizes without offsets, which takes less memory.
+/// The ids of a long continued text. `ids` tokenizes without offsets, which needs less memory.
 ///
 /// # Errors
-/// Those of `encode` and `ids`.
+/// The errors of `encode` and `ids`.
 pub(super) fn going_on(
     encode: &Encode<'_>,
     ids: &dyn Fn(&str) -> Result<Vec<i32>>,
@@ -111,7 +112,7 @@ pub(super) fn going_on(
     Ok(self::encode(encode, &[text], true)?.concat())
 }
 
-/// Assigns tokens to parts by their offsets; the first part begins at byte `from`.
+/// Assigns tokens to parts by their offsets. The first part begins at byte `from`.
 fn given(tokens: &[Placed], parts: &[&str], from: usize) -> Given {
     let (mut ids, mut across) = (vec![Vec::new(); parts.len()], Vec::new());
     let ends: Vec<usize> = parts
@@ -126,7 +127,7 @@ fn given(tokens: &[Placed], parts: &[&str], from: usize) -> Given {
         while part + 1 < parts.len() && token.begin >= ends[part] {
             part += 1;
         }
-        // All parts that begin before the token's end.
+        // The loop visits all parts that begin before the end of the token.
         let mut at = part;
         while at + 1 < parts.len() && token.end > ends[at] {
             at += 1;

@@ -1,4 +1,4 @@
-//! `tokenizer_config.json` and `chat_template.jinja` in a tokenizer's folder: special tokens and chat templates.
+//! Reads special tokens and chat templates from `tokenizer_config.json` and `chat_template.jinja` in a tokenizer's folder.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -12,20 +12,20 @@ use crate::error::{Error, Result};
 /// The name under which the unnamed chat template is stored.
 pub(super) const DEFAULT: &str = "default";
 
-/// The settings in these files.
+/// The settings in `tokenizer_config.json` and `chat_template.jinja`.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Settings {
-    /// The text of `tokenizer_config.json`, with token names from another file, if any.
+    /// The text of `tokenizer_config.json`, including token names that come from another file.
     pub text: Option<String>,
     /// The text of `chat_template.jinja`.
     pub chat_template_file: Option<String>,
-    /// Chat templates by name; the unnamed one is "default".
+    /// Chat templates by name. The name of the unnamed template is "default".
     pub chat_templates: BTreeMap<String, String>,
     /// The texts of named tokens, such as `pad_token`.
     pub tokens: BTreeMap<String, String>,
-    /// Tokens to add to the tokenizer.
+    /// Tokens that must be added to the tokenizer.
     pub listed: Listed,
-    /// Whether BOS begins a text, if the files say so.
+    /// Whether BOS begins a text; `None` if the files do not say.
     pub add_bos_token: Option<bool>,
 }
 
@@ -35,8 +35,8 @@ impl Settings {
         self.tokens.is_empty() && self.chat_templates.is_empty() && self.listed.is_empty()
     }
 
-    /// The settings in the folder of a `tokenizer.json`. For a file of another name there are none: the folder may belong to another
-    /// tokenizer.
+    /// The settings in the folder of a `tokenizer.json`. A file of another name has no settings, because the folder's settings may belong
+    /// to another tokenizer.
     pub fn beside(tokenizer: &Path) -> Result<Self> {
         if tokenizer.file_name().is_none_or(|name| name != TOKENIZER_FILE) {
             return Ok(Self::default());
@@ -57,7 +57,7 @@ impl Settings {
                         .into(),
                 )
             })?;
-        // The file takes precedence over the key.
+        // The template in a separate file takes precedence over the template in the key.
         let in_file = settings.chat_template_file.clone().map(|template| (DEFAULT.to_owned(), template));
         settings.chat_templates.extend(in_file);
         settings.add_bos_token = match keys.get("add_bos_token") {
@@ -75,7 +75,7 @@ impl Settings {
         }
         if settings.listed.is_renamed {
             if settings.text.is_none() {
-                // Without `tokenizer_class`, `transformers` would choose by the model's type.
+                // If `tokenizer_class` were missing, `transformers` would choose the class by the model's type.
                 let mut whole = object(&path, &transformers_tokenizer())?;
                 whole.extend(keys);
                 keys = whole;
@@ -86,7 +86,7 @@ impl Settings {
     }
 }
 
-/// The chat templates under a key: one, several with names, or none.
+/// The chat templates under a key: no template, one unnamed template, or several named templates.
 fn templates(value: &Value) -> Option<BTreeMap<String, String>> {
     match value {
         Value::Null => Some(BTreeMap::new()),

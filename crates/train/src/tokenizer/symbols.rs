@@ -6,7 +6,7 @@ use super::{NO_TOKEN, Tokenizer, without_merges};
 use crate::data::synthetic::{SYNTHETIC_VOCAB, render_symbol, symbol_of};
 use crate::error::{Error, Result};
 
-/// The symbols of the built-in language, each written as one character.
+/// A tokenizer for the symbols of the built-in language. Each symbol is written as one character.
 #[derive(Debug, Clone, Copy)]
 pub struct Symbols;
 

@@ -1,4 +1,4 @@
-//! Text token by token, with cached keys and values.
+//! Generates text token by token, with cached keys and values.
 
 use super::Trainer;
 use crate::error::Result;
@@ -7,22 +7,22 @@ use crate::rank::{RankContext, RankState};
 use nibble_core::ops::verify_ids;
 use nibble_core::{Error as CoreError, Kernels};
 
-/// A model that generates token by token. Its prepared weights and its caches live as long as this value.
+/// A model that generates text token by token. The prepared weights and the caches exist as long as this value.
 #[derive(Debug)]
 pub struct Decoding<'t, 'a, B: Kernels> {
     context: &'t RankContext<'a, B>,
     model: &'t mut Decoder<B>,
     activations: &'t B::Arena,
     caches: Vec<AttentionCache<B>>,
-    /// The tokens whose keys and values the caches hold.
+    /// The tokens whose keys and values are in the caches.
     cached: Vec<i32>,
 }
 
 impl<'a, B: Kernels> Trainer<'a, B> {
-    /// Prepares the model to continue texts.
+    /// Prepares the model for the continuation of texts.
     ///
     /// # Errors
-    /// If a step's record has not been read; from the backend.
+    /// An error if a step's record has not been read; errors of the backend.
     pub fn decoding(&mut self) -> Result<Decoding<'_, 'a, B>> {
         self.require_settled("decoding")?;
         let RankState { context, model, activations, .. } = &mut self.rank;
@@ -38,17 +38,18 @@ impl<'a, B: Kernels> Trainer<'a, B> {
 }
 
 impl<B: Kernels> Decoding<'_, '_, B> {
-    /// Starts another text: the caches are emptied even if both texts begin alike. Where a scale covers all tokens of a computation, the
-    /// logits of a token computed against caches differ from those of a whole sequence, so a text would depend on the one before it.
+    /// Starts another text. The caches are emptied even if both texts begin alike. Otherwise a text could depend on the previous text: if a
+    /// scale covers all tokens of a computation, the logits of a token computed with caches differ from the logits of a whole sequence.
     pub fn forget(&mut self) {
         self.cached.clear();
     }
 
-    /// Logits of the last of these tokens, one sequence, as [`Trainer::next_logits`]. If `ids` are those of the last call plus one token,
-    /// only that token is computed; otherwise all of them: so a sliding window costs its whole length at each call.
+    /// Logits of the last of these tokens, which form one sequence, as in [`Trainer::next_logits`]. If `ids` consists of the ids of the
+    /// last call plus one token, only this token is computed. Otherwise all tokens are computed, so a sliding window costs its whole length
+    /// at each call.
     ///
     /// # Errors
-    /// If an id is no token of the vocabulary, or there are more of them than the model has positions; from the backend.
+    /// An error if an id is not in the vocabulary, or if there are more ids than the model has positions; errors of the backend.
     pub fn next_logits(&mut self, ids: &[i32]) -> Result<Vec<f32>> {
         let positions = self.context.config.data.seq_len;
         if ids.is_empty() || ids.len() > positions {

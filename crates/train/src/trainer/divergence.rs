@@ -3,7 +3,7 @@
 use crate::config::Config;
 use crate::error::Error;
 
-/// Adds advice to the error of non-finite numbers in a step or in the held-out loss; other errors are unchanged.
+/// Adds advice to an error of non-finite numbers in a step or in the held-out loss. Other errors are unchanged.
 pub(super) fn of_divergence(error: Error, config: &Config, held_out: bool) -> Error {
     match error {
         Error::Core(source @ nibble_core::Error::NonFinite { .. }) => {
@@ -13,7 +13,7 @@ pub(super) fn of_divergence(error: Error, config: &Config, held_out: bool) -> Er
     }
 }
 
-/// The most likely cause of divergence and a remedy: first of all a setting far from its usual value.
+/// The most likely cause of divergence, and a remedy. A setting that is far from its usual value is named first.
 fn against_divergence(config: &Config) -> String {
     let (m, t) = (&config.model, &config.train);
     let far = [

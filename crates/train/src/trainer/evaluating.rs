@@ -1,4 +1,4 @@
-//! Evaluations during a run: the held-out loss, and tasks.
+//! Evaluations during a run: the held-out loss, and the scores of tasks.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::tokenizer::Bytes;
 use nibble_core::Kernels;
 use nibble_core::allocation::{part, phase};
 
-/// Whether to go on, given the number of batches done and of all batches.
+/// Returns whether to continue. The arguments are the number of finished batches and the total number of batches.
 type GoOn<'a> = dyn FnMut(usize, usize) -> Result<bool> + 'a;
 
 /// Evaluates a run, and stops an evaluation on request.
@@ -28,7 +28,7 @@ impl Evaluator {
     /// Reads the tasks of a run. The first rank reports requests that do not fit a sequence.
     ///
     /// # Errors
-    /// For invalid tasks, and texts without ids.
+    /// An error for invalid tasks, and for texts without ids.
     pub fn of(
         config: &Config,
         options: Options,
@@ -54,8 +54,8 @@ impl Evaluator {
         crate::files::sha256_hex(format!("{:?}", self.tasks).as_bytes())
     }
 
-    /// The held-out loss over `batches` batches of [`HeldOut::BATCH`] sequences (0: all), and the scores of the tasks, written, plotted and
-    /// reported; `None` if the run was asked to stop before all of them were done.
+    /// Computes the held-out loss over `batches` batches of [`HeldOut::BATCH`] sequences (0: all sequences), and the scores of the tasks.
+    /// Writes, plots and reports the results. Returns `None` if the run was asked to stop before the evaluation was complete.
     pub fn evaluate<B: Kernels>(
         &self,
         trainer: &mut Trainer<'_, B>,
@@ -87,7 +87,7 @@ impl Evaluator {
         Ok(Some(held_out))
     }
 
-    /// Runs `work`, which asks all ranks after every batch whether to go on. The first rank reports progress and retries.
+    /// Runs `work`, which asks all ranks after every batch whether to continue. The first rank reports progress and retries.
     fn told<'b, B: Kernels, T>(
         &self,
         trainer: &mut Trainer<'b, B>,
@@ -106,7 +106,7 @@ impl Evaluator {
         done.map_err(|error| trainer.of_divergence(error, true))
     }
 
-    /// The scores of all tasks by name; `None` if the run was asked to stop before they were done.
+    /// The scores of all tasks by name; `None` if the run was asked to stop before the scores were complete.
     fn scores<B: Kernels>(
         &self,
         trainer: &mut Trainer<'_, B>,

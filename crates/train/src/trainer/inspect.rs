@@ -26,7 +26,8 @@ pub struct Inspection {
 }
 
 impl Inspection {
-    /// Adds a tensor of which every rank has equally many rows: those of all ranks, in rank order, which is the order of the tokens.
+    /// Adds a tensor of which every rank has equally many rows. The rows of all ranks are concatenated in rank order, which is the order of
+    /// the tokens.
     fn push_rows<B: Kernels>(
         &mut self,
         name: impl Into<String>,
@@ -43,7 +44,7 @@ impl Inspection {
         self.tensors.push((name.into(), shape.to_vec(), values));
     }
 
-    /// Adds the routing and the logits of a forward pass, of all ranks.
+    /// Adds the routing and the logits of a forward pass, with the rows of all ranks.
     fn look<B: Kernels>(&mut self, cx: &Cx<'_, B>, inside: &Inside<'_, B>) -> nibble_core::Result<()> {
         let ranks = (cx.b, cx.mesh.all);
         for (layer, routing) in inside.routings() {
@@ -56,7 +57,7 @@ impl Inspection {
         self.push_rows("logits", ranks, logits.cols, logits.f32("inspect", "logits")?)
     }
 
-    /// Names and shapes, in the order they were added.
+    /// Names and shapes of the tensors, in the order in which they were added.
     pub fn shapes(&self) -> impl Iterator<Item = (&str, &[usize])> {
         self.tensors.iter().map(|(name, shape, _)| (name.as_str(), shape.as_slice()))
     }
@@ -66,10 +67,10 @@ impl Inspection {
         self.tensors.iter().find(|(n, ..)| n == name).map(|(.., values)| values.as_slice())
     }
 
-    /// Writes the tensors as one safetensors file, all F32, with this metadata.
+    /// Writes the tensors as one safetensors file with this metadata. All tensors are F32.
     ///
     /// # Errors
-    /// Those of the system.
+    /// The errors of the operating system.
     pub fn write(&self, metadata: &BTreeMap<String, String>, to: &mut dyn Write) -> io::Result<()> {
         let tensors: BTreeMap<&str, _> =
             self.tensors.iter().map(|(name, ..)| name.as_str()).zip(&self.tensors).collect();
@@ -79,24 +80,24 @@ impl Inspection {
     }
 }
 
-/// Integers below 2²⁴, such as token ids and expert indices.
+/// Converts integers below 2²⁴, such as token ids and expert indices, to F32.
 fn as_floats(numbers: &[i32]) -> Vec<f32> {
     numbers.iter().map(|&number| number as f32).collect()
 }
 
 impl<B: Kernels> Trainer<'_, B> {
-    /// Runs forward and backward of the next step's only micro-batch, without an optimizer: all tensors come from one pass, the step's own,
-    /// with its shards. The trainer is consumed. Every rank returns the tensors of all ranks, with the same bits as one rank: rows in token
-    /// order, experts by index.
+    /// Runs forward and backward of the next step's only micro-batch, without the optimizer. All tensors come from the step's own pass,
+    /// with the step's shards. The trainer is consumed. Every rank returns the tensors of all ranks, with the same bits as one rank: rows
+    /// are in token order, and experts are ordered by index.
     ///
-    /// Tensors: `ids`, `targets` `[sequences, seq_len]`, and `starts` if documents are separated; `ids.K` and `targets.K` of the K-th
-    /// following step, for `steps` steps in all, so that another implementation can train on the same tokens; `experts.LAYER` and
+    /// The tensors are: `ids`, `targets` `[sequences, seq_len]`, and `starts` if documents are separated; `ids.K` and `targets.K` of the
+    /// K-th following step, for `steps` steps in total, so that another implementation can train on the same tokens; `experts.LAYER` and
     /// `gates.LAYER` `[t, k]` of layers with experts; `logits` `[t, v]`; each weight under its checkpoint's name, and its gradient under
-    /// `grad.NAME`. The loss is the tokens' mean in nats plus the routers' losses.
+    /// `grad.NAME`. The loss is the mean over the tokens in nats plus the routers' losses.
     ///
     /// # Errors
-    /// [`Error::Data`] for a step without a target. With several micro-batches, since a step's gradients are summed over all of them, so
-    /// that one micro-batch's tensors do not explain them; from the backend, the data and other ranks.
+    /// [`Error::Data`] for a step without a target. An error for several micro-batches, because a step's gradients are sums over all
+    /// micro-batches, so the tensors of one micro-batch do not explain the gradients. Errors of the backend, the data and other ranks.
     pub fn inspect(mut self, steps: u64) -> Result<Inspection> {
         let micro_batches = self.rank.context.config.train.grad_accum;
         if micro_batches != 1 {
@@ -104,9 +105,9 @@ impl<B: Kernels> Trainer<'_, B> {
             return Err(CoreError::shape("inspect", "train.grad_accum", got, "one").into());
         }
         self.require_settled("inspect")?;
-        // A single pass: the capacity is unlimited.
+        // There is only a single pass, so the capacity is unlimited.
         self.rank.context.capacity_factor = f64::INFINITY;
-        // The routing must be saved, since it is exposed.
+        // The routing must be saved, because it is exposed.
         let scopes = self.rank.context.config.train.recompute.iter().copied();
         let kept: Vec<Scope> =
             scopes.filter(|scope| !matches!(scope, Scope::Layers | Scope::Experts)).collect();
@@ -117,7 +118,7 @@ impl<B: Kernels> Trainer<'_, B> {
         let mut tokens = |later: u64| -> Result<StepBatches> {
             let batches = self.rank.context.plan()?.step(self.rank.context.step + later)?;
             let number = if later == 0 { String::new() } else { format!(".{later}") };
-            // There is exactly one.
+            // There is exactly one micro-batch.
             for batch in &batches.micro_batches {
                 let all = [("ids", &batch.inputs), ("targets", &batch.targets), ("starts", &batch.starts)];
                 for (name, ids) in all.into_iter().filter(|(_, ids)| !ids.is_empty()) {
@@ -152,7 +153,7 @@ impl<B: Kernels> Trainer<'_, B> {
             step.first_micro_batch_seen(|cx, inside| seen.look(cx, &inside))?;
             let gradients = step.gradients(|param, grad| gather(b, mesh, param, grad))?;
             let mut gradients = gradients.into_iter();
-            // Indexed by parameter, and empty for parameters without a gradient.
+            // The list is indexed by parameter, and `None` for parameters without a gradient.
             let all = with_gradients.iter().map(|has| if *has { gradients.next() } else { None });
             let all: Vec<Vec<f32>> = all.map(Option::unwrap_or_default).collect();
             let has_one = |tensor: &&Named| tensor.rows.iter().all(|rows| with_gradients[rows.param]);

@@ -1,6 +1,6 @@
-//! Training from the view of one rank: steps, evaluations, and the contents of checkpoints.
+//! Training on one rank: steps, evaluations, and the contents of checkpoints.
 //!
-//! A [`run()`] proceeds downwards through these files, and no file calls one above it:
+//! A [`run()`] uses these files from top to bottom, and no file calls a file above it:
 //!
 //! ```text
 //! options.rs         the options of a run, and its reports (Observer)
@@ -15,16 +15,17 @@
 //!                    files.rs: the values of each file; pieces.rs: host buffers
 //! ```
 //!
-//! [`Trainer`] holds the state that all of them share. `ranks.rs` has the communication of ranks outside steps. Other uses of a model are
-//! no run: `weights.rs` loads, `scoring.rs` computes losses (in evaluations as in `nibble eval`), `decoding.rs` generates text, and
-//! `inspect.rs` exposes one step; `fidelity.rs` returns gradients and losses of fixed weights.
+//! [`Trainer`] contains the state that all of these files share. `ranks.rs` has the communication of ranks outside steps. Other uses of a
+//! model are not part of a run: `weights.rs` loads weights, `scoring.rs` computes losses (in evaluations and in `nibble eval`),
+//! `decoding.rs` generates text, `inspect.rs` exposes one step, and `fidelity.rs` returns gradients and losses of fixed weights.
 //!
-//! A step's checkpoint precedes its evaluation, so that an evaluation that fails costs no step. After the last step come the last
+//! The checkpoint of a step precedes the step's evaluation, so that a failed evaluation loses no step. After the last step come the last
 //! checkpoint, the loss over all held-out data, the plot and the summary.
 //!
 //! A run that is asked to stop finishes its step, saves a checkpoint and plots its losses, on all ranks after the same step. A single rank
-//! stops after the current step. With several ranks, each writes its request into the next step's inputs, and that step's record tells all
-//! of them: two more steps at most. An evaluation asks all ranks after each batch; if it is cut short, the process that resumes repeats it.
+//! stops after the current step. With several ranks, each rank writes its request into the next step's inputs, and this step's record
+//! carries the request to all ranks; this takes at most two more steps. During an evaluation, all ranks are asked after each batch. If the
+//! evaluation is cut short, the process that resumes the run repeats the evaluation.
 
 mod decoding;
 mod divergence;
@@ -77,56 +78,57 @@ use std::time::{Duration, Instant};
 /// One rank of a training run.
 #[derive(Debug)]
 pub struct Trainer<'a, B: Kernels> {
-    /// The steps' recordings, if the backend can record. Dropped before the memory that they use.
+    /// The steps' recordings, if the backend can record. Recordings are dropped before the memory that they use.
     recorded: Option<Recorded<B>>,
     /// The model and its state on this rank.
     rank: RankState<'a, B>,
-    /// Prepares the batches of later steps. `None` before the first step.
+    /// The loader that prepares the batches of later steps; `None` before the first step.
     loader: Option<Loader>,
-    /// Steps whose record has not been read: at most two, the size of the ring of reports.
+    /// Steps whose record has not been read. There are at most two such steps, because the ring of reports has two slots.
     issued: VecDeque<Issued<B>>,
-    /// Layer metrics of the last record, if its step is one to report.
+    /// Layer metrics of the last record, if they are reported for the record's step.
     layers: Option<LayerMetrics>,
-    /// Times of several ranks in the step before the last record's; `None` with one rank, and if another process ran that step.
+    /// With several ranks: the ranks' times for the step before the last record's step. `None` with one rank, or if another process ran
+    /// that step.
     rank_times: Option<RankTimes>,
-    /// Times at which this rank, of several, issued its last steps.
+    /// With several ranks: the times at which this rank issued its last steps.
     issue_times: IssueTimes,
-    /// The signal by which this rank was asked to stop (0: none). The records of later steps tell it to every rank.
+    /// The signal that asked this rank to stop (0: no signal). The records of later steps carry the signal to every rank.
     asked: u8,
-    /// Requests of any rank in the last record: the same on every rank.
+    /// The requests of all ranks in the last record. The value is the same on every rank.
     any_told: Told,
-    /// Whether a step could not be issued: this rank's own error ends the run, and it calls no further collective.
+    /// Whether a step could not be issued. This rank's own error then ends the run, and the rank calls no further collective.
     has_failed: bool,
-    /// Time at which the last record was read, if only steps followed.
+    /// Time at which the last record was read; `None` if other work than steps followed.
     settled: Option<Instant>,
-    /// The asynchronous checkpoint, if there is one.
+    /// The asynchronous checkpoint, if one is in progress.
     saving: Saving<B>,
 }
 
-/// A step in flight.
+/// A step that has been issued and whose record has not been read.
 #[derive(Debug)]
 struct Issued<B: Kernels> {
-    /// Its index, from 0.
+    /// The index of the step, from 0.
     step: u64,
-    /// `None` for a step that was skipped because it has no target.
+    /// The pending report; `None` for a step that was skipped because it has no target.
     report: Option<B::Pending<f64>>,
     how: Issue,
     lr: f64,
-    /// Number of targets.
+    /// Number of targets of the step.
     counted: u64,
     started: Instant,
-    /// Time that the host waited for the step's tokens.
+    /// Time for which the host waited for the step's tokens.
     waited: Duration,
-    /// Time that the host took to issue the step, without recording it.
+    /// Time that the host needed to issue the step, without the time for recording it.
     issuing: Duration,
 }
 
 /// How a step is submitted to the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Issue {
-    /// As a recording, if the backend can record.
+    /// The step is replayed from a recording, if the backend can record.
     Replayed,
-    /// Op by op.
+    /// The step is issued op by op.
     Eager,
 }
 
@@ -134,18 +136,18 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// A trainer at the beginning of a run.
     ///
     /// # Errors
-    /// For a recipe or data that cannot be read, or a batch that the recipe's blocks do not divide.
+    /// An error for a recipe or data that cannot be read, or for a batch that the recipe's blocks do not divide.
     pub fn new(b: &'a B, mesh: impl Into<Mesh<'a, B>>, config: &Config) -> Result<Self> {
         let mut trainer = Self::under(b, mesh, config, checked_recipe(config)?)?.with_data()?;
         trainer.load_initial()?;
         Ok(trainer)
     }
 
-    /// A trainer with this recipe, which may differ from the configuration's: a checkpoint has its run's own. It has no data, which
-    /// `with_data` adds: generation needs none.
+    /// A trainer with this recipe, which may differ from the configuration's recipe because a checkpoint contains its run's recipe. The
+    /// trainer has no data, because generation needs none; `with_data` adds data.
     ///
     /// # Errors
-    /// As [`Trainer::new`], except those of data.
+    /// The errors of [`Trainer::new`], except those of data.
     pub fn under(b: &'a B, mesh: impl Into<Mesh<'a, B>>, config: &Config, recipe: Recipe) -> Result<Self> {
         let (mesh, recipe) = (mesh.into(), recipe.in_run(config.run_size()));
         phase(format_args!("making the model"));
@@ -171,7 +173,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         })
     }
 
-    /// Adds to an out-of-memory error which sizes need the memory.
+    /// Adds the sizes that need the most memory to an out-of-memory error.
     fn without_room(&self, error: Error, when: impl Into<String>) -> Error {
         let (b, mesh) = (self.rank.context.b, self.rank.context.mesh.shape());
         error.without_room(when, || plan::sizes_of(b, mesh, self.config(), self.recipe()))
@@ -182,7 +184,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         of_divergence(error, self.config(), held_out)
     }
 
-    /// Reports retried exchanges, on the first rank only: all ranks have the same notes.
+    /// Reports retried exchanges. Only the first rank makes reports, because all ranks have the same notes.
     fn tell_notes(&mut self, first: bool, observer: &mut dyn Observer) {
         let notes = self.take_notes();
         notes.iter().filter(|_| first).for_each(|note| observer.note(note));
@@ -193,22 +195,22 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         &mut self.rank.model
     }
 
-    /// The trainer with the configuration's data.
+    /// Adds the configuration's data to the trainer.
     ///
     /// # Errors
-    /// For data that cannot be read.
+    /// An error for data that cannot be read.
     pub fn with_data(self) -> Result<Self> {
         let data = Dataset::of(&self.rank.context.config)?;
         Ok(self.with(data))
     }
 
-    /// The trainer with these data.
+    /// Adds these data to the trainer.
     pub(crate) fn with(mut self, data: Dataset) -> Self {
         self.rank.context.data = Some(Arc::new(data));
         self
     }
 
-    /// Number of optimizer steps issued.
+    /// Number of optimizer steps that have been issued.
     pub fn step(&self) -> u64 {
         self.rank.context.step
     }
@@ -241,10 +243,10 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         self.rank.context.data()
     }
 
-    /// The tokenizer of the run's data; bytes if it is unknown.
+    /// The tokenizer of the run's data. If the tokenizer is unknown, the byte tokenizer.
     ///
     /// # Errors
-    /// As [`Config::tokenizer`].
+    /// The errors of [`Config::tokenizer`].
     pub fn tokenizer(&self) -> Result<SharedTokenizer> {
         Ok(self.rank.context.config.tokenizer()?.unwrap_or_else(|| Arc::new(Bytes)))
     }
@@ -254,12 +256,12 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         self.rank.parameters()
     }
 
-    /// The run's memory according to the allocator. Gradients and moments exist from the first step on.
+    /// The run's memory, as counted by the allocator. Gradients and moments exist only after the first step has started.
     pub fn memory(&self) -> RunMemory {
         self.rank.memory()
     }
 
-    /// Checks that every step's record has been read, before work that must come after them.
+    /// Checks that every step's record has been read. Some work must not start earlier.
     fn require_settled(&mut self, what: &'static str) -> Result<()> {
         self.settled = None;
         match self.issued.len() {

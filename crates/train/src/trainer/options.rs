@@ -1,4 +1,4 @@
-//! The options of a run, and its reports: during the run, and at its end.
+//! The options of a run, and the reports that a run makes during its steps and at its end.
 
 use super::ranks::largest;
 use crate::config::Config;
@@ -17,70 +17,70 @@ const MOST_ASKED: usize = 127;
 /// Options in addition to the configuration.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Options {
-    /// Resume from the newest complete checkpoint of the run's directory; from the beginning if a run has begun there and has no checkpoint
-    /// yet.
+    /// Resume from the newest complete checkpoint in the run's directory. If a run has begun there but has no checkpoint yet, start from
+    /// the beginning.
     pub resume: bool,
-    /// If a new run's directory is taken, use the next free number: `runs/tiny-2`.
+    /// If the directory of a new run is already in use, add the next free number: `runs/tiny-2`.
     pub numbered: bool,
-    /// Hash the weights after the last step: [`Summary::digest`].
+    /// Hash the weights after the last step; the result is [`Summary::digest`].
     pub digest: bool,
     /// If not 0, the run ends after this step of its schedule, counted from 1: it saves a checkpoint, plots, and skips the last evaluation.
     /// It can be resumed. [`Outcome::stopped`] stays 0.
     pub until: u64,
     /// If not 0, the run ends after the current step or evaluation batch: it saves a checkpoint, plots, and skips the last evaluation or
-    /// the rest of it. The value is a signal's number or another one below 128, and every rank ends with it ([`Outcome::stopped`]). Any
-    /// rank may have such a flag; a rank without one is never asked. Several ranks learn of it from the record of a step that was issued
-    /// later, and end after the same step, at most two steps later than a single rank would.
+    /// the rest of it. The value is a signal's number or another number below 128. Every rank ends with this value ([`Outcome::stopped`]).
+    /// Each rank may have such a flag; without a flag, a rank makes no request. Several ranks learn of the value from the record of a later
+    /// step. Several ranks end after the same step, at most two steps later than a single rank would.
     pub stop: Option<&'static AtomicUsize>,
 }
 
 impl Options {
-    /// The value of this rank's flag; 0 if it is not set.
+    /// The value of this rank's flag; 0 if the flag is not set.
     pub(super) fn stop_asked(self) -> u8 {
         self.stop.map_or(0, |stop| stop.load(Ordering::Relaxed).min(MOST_ASKED) as u8)
     }
 
-    /// The largest flag of all ranks, by a collective that every rank must call, even without a flag. Not used for steps, whose records
-    /// carry the flags anyway.
+    /// The largest flag of all ranks. The function is a collective that every rank must call, even without a flag. The records of steps
+    /// carry the flags, so steps do not need this function.
     pub(super) fn stop_asked_of_any<B: Kernels>(self, b: &B, comm: &dyn Comm<B>) -> Result<u8> {
         largest(b, comm, self.stop_asked())
     }
 }
 
-/// Receives the reports of a run on its first rank, and [`Observer::start`] on every rank.
+/// Receives the reports of a run. Only the first rank makes reports, except [`Observer::start`], which every rank calls.
 pub trait Observer {
-    /// The run starts (or resumes) in this folder, which the first rank now holds; a new run has written nothing in it.
+    /// The run starts or resumes in this folder. The first rank now holds the folder's lock; a new run has written nothing there yet.
     fn claimed(&mut self, _dir: &str) {}
-    /// The run starts (or resumes) at this step, in a folder that all ranks see.
+    /// The run starts or resumes at this step. All ranks see the run's folder.
     fn start(&mut self, start: &Start<'_>);
-    /// A note in one sentence that does not stop the run.
+    /// The run makes a note of one sentence and continues.
     fn note(&mut self, _text: &str) {}
-    /// A checkpoint was rejected while resuming.
+    /// A checkpoint was rejected during the resumption of the run.
     fn rejected(&mut self, path: &Path, why: &Error);
-    /// A step is done: adds measurements of the device's owner to its metrics, before they are written and reported.
+    /// Called after a step, before the step's metrics are written and reported. May add measurements of the device to the metrics.
     fn measure(&mut self, _: &mut Metrics) {}
-    /// A step is done.
+    /// A step is complete.
     fn step(&mut self, metrics: &Metrics);
-    /// `done` of `of` batches of an evaluation are done.
+    /// `done` of `of` batches of an evaluation are complete.
     fn evaluating(&mut self, _done: usize, _of: usize) {}
-    /// A held-out loss after this number of steps; `None` if no evaluated token is a target.
+    /// The held-out loss after this number of steps; `None` if no evaluated token is a target.
     fn evaluation(&mut self, step: u64, valid_loss: Option<f64>);
     /// The scores of a task after this number of steps.
     fn task(&mut self, _step: u64, _name: &str, _scored: &Scored) {}
-    /// A checkpoint is on disk.
+    /// A checkpoint is complete on disk.
     fn checkpoint(&mut self, path: &Path);
 }
 
-/// Facts known when a run starts.
+/// Facts that are known when a run starts.
 #[derive(Debug)]
 pub struct Start<'a> {
-    /// Steps already done.
+    /// Number of completed steps.
     pub step: u64,
-    /// The configuration.
+    /// The run's configuration.
     pub config: &'a Config,
-    /// The recipe.
+    /// The run's recipe.
     pub recipe: &'a Recipe,
-    /// Its predicted size and memory.
+    /// The run's predicted size and memory.
     pub prediction: &'a Prediction,
     /// The entropy rate and the unigram loss of the data, if known.
     pub entropy: Option<Entropy>,
@@ -89,22 +89,23 @@ pub struct Start<'a> {
 /// The end of a run.
 #[derive(Debug)]
 pub struct Outcome {
-    /// The results, on the first rank.
+    /// The results of the run, on the first rank; `None` on the others.
     pub summary: Option<Summary>,
-    /// The flag by which some rank stopped the run ([`Options::stop`]) before its end; 0 otherwise. The same on every rank.
+    /// The flag with which a rank stopped the run before its end ([`Options::stop`]); 0 if no rank did. The value is the same on every
+    /// rank.
     pub stopped: u8,
 }
 
 /// The results of a run.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Summary {
-    /// Completed steps.
+    /// Number of completed steps.
     pub steps: u64,
-    /// Loss of the last step with a target, if this process made one.
+    /// Loss of the last step with a target; `None` if this process ran no such step.
     pub loss: Option<f64>,
     /// Whether the run has completed its last step and the final evaluation.
     pub is_whole: bool,
-    /// Loss over all held-out data; `None` if the run was stopped before, or none of its tokens is a target.
+    /// Loss over all held-out data; `None` if the run was stopped before the final evaluation, or if no held-out token is a target.
     pub valid_loss: Option<f64>,
     /// The entropy rate and the unigram loss of the data, if known.
     pub entropy: Option<Entropy>,
@@ -112,7 +113,7 @@ pub struct Summary {
     pub dir: PathBuf,
     /// The last checkpoint, if the run has one.
     pub checkpoint: Option<PathBuf>,
-    /// The plot of the losses, if there are any.
+    /// The plot of the losses; `None` if there are no losses.
     pub picture: Option<PathBuf>,
     /// [`Trainer::digest`](super::Trainer::digest), if requested.
     pub digest: Option<String>,

@@ -1,7 +1,7 @@
 //! Communication of ranks outside steps.
 //!
-//! The first rank chooses folders: of the run, and of each checkpoint. Every rank looks there for a file whose name no other process can
-//! know. So a folder of the same name on another host is detected before anything is written.
+//! The first rank chooses the folder of the run and of each checkpoint. Every rank looks in this folder for a file whose name no other
+//! process can know. So a folder of the same name on another host is detected before anything is written.
 
 use crate::error::{Error, Result};
 use crate::files::Mark;
@@ -13,7 +13,7 @@ pub(super) fn any_rank<B: Kernels>(b: &B, comm: &dyn Comm<B>, here: bool) -> Res
     Ok(largest(b, comm, u8::from(here))? != 0)
 }
 
-/// The maximum of the ranks' numbers.
+/// The maximum of the numbers of all ranks.
 pub(super) fn largest<B: Kernels>(b: &B, comm: &dyn Comm<B>, here: u8) -> Result<u8> {
     if comm.world() == 1 {
         return Ok(here);
@@ -24,11 +24,11 @@ pub(super) fn largest<B: Kernels>(b: &B, comm: &dyn Comm<B>, here: u8) -> Result
     Ok(all.into_iter().fold(0.0, f32::max) as u8)
 }
 
-/// The bytes of every rank, in rank order. If any rank has an error, every rank gets one: its own, or that of the first rank with an error.
-/// Every rank must call this.
+/// The bytes of every rank, in rank order. If any rank has an error, every rank gets an error: its own, or the error of the first rank with
+/// an error. Every rank must call this function.
 ///
 /// # Errors
-/// As described; from the backend and other ranks.
+/// The errors of the ranks, as described above; errors of the backend and of communication with other ranks.
 pub(super) fn of_all_ranks<B: Kernels>(
     b: &B,
     comm: &dyn Comm<B>,
@@ -41,7 +41,7 @@ pub(super) fn of_all_ranks<B: Kernels>(
     };
     let words =
         i32::try_from(said.len()).map_err(|_| CoreError::shape(CALL, "bytes", said.len(), "below 2 GiB"))?;
-    // The same two words to each rank: whether it is an error, and its length.
+    // Each rank gets the same two words: whether the bytes are an error, and their length.
     let words = b.upload(&[failed, words].repeat(comm.world()))?;
     let words = b.download(&comm.counts(b, &words)?)?;
     comm.check()?;
@@ -65,13 +65,13 @@ pub(super) fn of_all_ranks<B: Kernels>(
     Ok((0..all.len()).map(|rank| said(rank).to_vec()).collect())
 }
 
-/// Tells every rank the folder that the first one has made, if any: `made` is the first rank's result, and `Ok(None)` on the others. Every
-/// rank checks that it sees this very folder, not one of the same name on another host: the first rank leaves a file in it until all have
-/// checked. `what` names the folder in messages.
+/// Sends the path of the folder that the first rank has created, if any, to every rank. `made` is the first rank's result, and `Ok(None)`
+/// on other ranks. Every rank checks that it sees this folder, and not a folder of the same name on another host. For this check, the first
+/// rank puts a file into the folder until all ranks have checked. `what` names the folder in messages.
 ///
 /// # Errors
-/// On every rank: the first rank's error; [`Error::Checkpoint`] naming the folder and the first rank that does not see it, or a folder
-/// whose name is not UTF-8; from the backend and other ranks.
+/// Every rank gets the same kinds of errors: the first rank's error; [`Error::Checkpoint`] naming the folder and the first rank that does
+/// not see it, or a folder whose name is not UTF-8; errors of the backend and of other ranks.
 pub(super) fn shared_folder<B: Kernels>(
     b: &B,
     comm: &dyn Comm<B>,
@@ -95,7 +95,7 @@ pub(super) fn shared_folder<B: Kernels>(
     Ok(Some(dir.to_owned()))
 }
 
-/// Leaves a file with a unique name in a folder, and returns its path.
+/// Puts a file with a unique name into a folder, and returns the file's path.
 fn marked(dir: PathBuf) -> Result<(String, Mark)> {
     let mark = Mark::in_dir(&dir).map_err(Error::io(&dir))?;
     let unnamed =
@@ -119,7 +119,7 @@ mod tests {
     use super::*;
     use nibble_cpu::{Cpu, HostComm};
 
-    /// The result of `mine` of each of three ranks, on each of them.
+    /// The result on each of three ranks if the ranks' inputs are the results of `mine`.
     fn told(mine: impl Fn(usize) -> Result<Vec<u8>> + Sync) -> Vec<Result<Vec<Vec<u8>>>> {
         std::thread::scope(|scope| {
             let mine = &mine;
@@ -143,7 +143,7 @@ mod tests {
         assert!(errors[0].contains(&format!("rank 1 failed: {}", error(1))), "{}", errors[0]);
     }
 
-    /// The results of three ranks for the first rank's folder.
+    /// The results on three ranks for the folder of the first rank.
     fn shared(made: impl Fn() -> Result<Option<PathBuf>> + Sync) -> Vec<Result<Option<PathBuf>>> {
         std::thread::scope(|scope| {
             let made = &made;

@@ -1,15 +1,15 @@
-//! A step recorded once and replayed: its parts at one point of the precision schedule.
+//! Records a step once and replays it. A recording contains the step's phases at one point of the precision schedule.
 //!
-//! Where the backend can record, three parts are recorded without being executed: the first micro-batch, the others, and the optimizer.
-//! Where a recipe's precisions change within a run, the old recording is dropped before the new one is made. A step that measures
-//! quantization (`train.quantization_every`) is issued op by op.
+//! If the backend can record, three phases are recorded without being executed: the first micro-batch, the other micro-batches, and the
+//! optimizer. If a recipe's precisions change within a run, the old recording is dropped before a new recording is made. A step that
+//! measures quantization (`train.quantization_every`) is issued op by op.
 //!
-//! Several ranks issue each op, because the host must read the row counts of each all-to-all. The parts between two such reads could be
-//! recorded separately if the experts' buffers had fixed addresses. That would gain little: on two GPUs the gaps between
-//! kernels take as small a share of a step as in a replayed step on one GPU.
+//! Several ranks issue each op separately, because the host must read the row counts of each all-to-all. The work between two such reads
+//! could be recorded separately if the experts' buffers had fixed addresses. Separate recordings would gain little: on two GPUs the gaps
+//! between kernels take as small a share of a step as in a replayed step on one GPU.
 //!
-//! The CPU backend cannot record. Tests wrap it in a backend that can (`testkit/src/recorder`), and compare recorded runs bit for bit with
-//! issued ones.
+//! The CPU backend cannot record. Tests wrap the CPU backend in a backend that can record (`testkit/src/recorder`), and compare recorded
+//! runs bit for bit with issued runs.
 
 use super::saving::Saving;
 use crate::error::Result;
@@ -22,7 +22,7 @@ use nibble_core::{Error as CoreError, Kernels};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// The recordings of a step's parts. With one micro-batch, `next` is `None`.
+/// The recordings of a step's phases. With one micro-batch, `next` is `None`.
 #[derive(Debug)]
 pub(super) struct Recorded<B: Kernels> {
     /// The precisions of every layer at the time of recording.
@@ -33,9 +33,9 @@ pub(super) struct Recorded<B: Kernels> {
 }
 
 impl<B: Kernels> Recorded<B> {
-    /// Replays a step, after recording it if there is no recording or the precisions have changed; the old recording is dropped before the
-    /// new one is made. The optimizer waits until a checkpoint in progress has copied the values that it changes. Returns the time that
-    /// recording took.
+    /// Replays a step. First records the step if there is no recording or the precisions have changed; the old recording is dropped before
+    /// the new recording is made. The optimizer waits until a checkpoint in progress has copied the values that the optimizer changes.
+    /// Returns the time that the recording took.
     pub fn run(
         recorded: &mut Option<Self>,
         context: &RankContext<'_, B>,
@@ -53,7 +53,7 @@ impl<B: Kernels> Recorded<B> {
         let recorded = recorded.insert(match kept {
             Some(kept) => kept,
             None => {
-                // No other work may run while work is recorded.
+                // No other work may run on the device during a recording.
                 saving.wait_copied();
                 Self::record(context, model, buffers, precisions)?
             }
@@ -71,7 +71,7 @@ impl<B: Kernels> Recorded<B> {
         Ok(recording)
     }
 
-    /// Records the parts one after the other. Nothing is executed: no weight, gradient or clock changes.
+    /// Records the phases one after the other. Nothing is executed: no weight, gradient or clock changes.
     fn record(
         context: &RankContext<'_, B>,
         model: &mut Decoder<B>,
@@ -90,7 +90,7 @@ impl<B: Kernels> Recorded<B> {
     }
 }
 
-/// Records one part. If the part itself fails, its own error is reported.
+/// Records one phase. If the phase itself fails, its own error is returned.
 fn part<B: Kernels>(b: &B, mut work: impl FnMut() -> Result<()>) -> Result<B::Recording> {
     let mut failed = None;
     let recording = b.record(&mut || {

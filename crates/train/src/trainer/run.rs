@@ -18,10 +18,10 @@ use nibble_core::{DeviceKind, Kernels, MemoryStats, Mesh};
 use std::ops::ControlFlow;
 use std::path::PathBuf;
 
-/// Trains to the end on this rank. The other ranks have no summary, write only files of checkpoints, and report only the start of the run.
+/// Trains to the end on this rank. The other ranks have no summary, write only checkpoint files, and report only the start of the run.
 ///
 /// # Errors
-/// Any error that stops the run; the other ranks have been told.
+/// Any error that stops the run. The other ranks have already been informed of the error.
 pub fn run<'a, B: Kernels>(
     b: &'a B,
     mesh: impl Into<Mesh<'a, B>>,
@@ -40,7 +40,7 @@ pub fn run<'a, B: Kernels>(
         let mut run = Run::begin(b, mesh, origin, options, observer)?;
         let done = run.take_steps().and_then(|()| run.finish());
         if let (Err(error), Some(outputs)) = (&done, &run.outputs) {
-            // Tells the other ranks at once, so that the first error is the one reported.
+            // The call informs the other ranks at once, so that the first error is the reported error.
             mesh.all.abort(&error.to_string());
             let _ = outputs.draw();
         }
@@ -53,25 +53,26 @@ pub fn run<'a, B: Kernels>(
 /// A run in progress, on one rank.
 struct Run<'a, 'o, B: Kernels> {
     trainer: Trainer<'a, B>,
-    /// On the first rank only.
+    /// The run's files; `None` on all ranks except the first.
     outputs: Option<Outputs>,
     evaluator: Evaluator,
     observer: &'o mut dyn Observer,
     watchdog: Watchdog,
     /// Loss of the last step with a target.
     loss: Option<f64>,
-    /// Over all held-out data; `None` if the run was stopped before.
+    /// The loss over all held-out data; `None` if the run was stopped before the final evaluation.
     held_out: Option<HeldOut>,
-    /// The newest checkpoint.
+    /// The path of the newest checkpoint.
     saved: Option<PathBuf>,
     /// The step of the newest checkpoint that was started. A checkpoint that fails ends the run.
     saved_at: Option<u64>,
-    /// [`Outcome::stopped`].
+    /// See [`Outcome::stopped`].
     stopped: u8,
 }
 
 impl<'a, 'o, B: Kernels> Run<'a, 'o, B> {
-    /// Starts or resumes a run, and opens its files on the first rank. All ranks learn the run's folder, then report the start.
+    /// Starts or resumes a run, and opens the run's files on the first rank. All ranks receive the path of the run's folder, then report
+    /// the start.
     fn begin(
         b: &'a B,
         mesh: Mesh<'a, B>,
@@ -119,7 +120,7 @@ impl<'a, 'o, B: Kernels> Run<'a, 'o, B> {
         Ok(Self { trainer, outputs, evaluator, observer, watchdog, loss, held_out, saved, saved_at, stopped })
     }
 
-    /// Takes the remaining steps, with the checkpoints and evaluations that are due between them.
+    /// Takes the remaining steps. Checkpoints and evaluations are made between the steps when they are due.
     fn take_steps(&mut self) -> Result<()> {
         let config = self.trainer.config();
         let (save_every, eval) = (config.checkpoint.every, config.eval.clone());
@@ -133,9 +134,10 @@ impl<'a, 'o, B: Kernels> Run<'a, 'o, B> {
             let goes_on = issued.is_ok() && step < steps;
             let evaluate = goes_on && due(step, eval.every);
             let save = goes_on && due(step, save_every);
-            // A single rank need not wait for a record.
+            // A single rank need not wait for a record, so it reads its own flag.
             self.stopped = if goes_on && is_alone { options.stop_asked() } else { 0 };
-            // The record of the previous step is read while this step runs. Work that must not overlap this step waits for its record.
+            // The record of the previous step is read while this step runs. Work that must not overlap this step waits for this step's
+            // record.
             let unread = if !goes_on || self.stopped != 0 || evaluate || save { 0 } else { 1 };
             self.read_records(unread)?;
             let asked_of_any = self.trainer.any_told.asked;
@@ -146,7 +148,7 @@ impl<'a, 'o, B: Kernels> Run<'a, 'o, B> {
             issued?;
             let mut done = self.trainer.saved()?;
             if save && self.stopped == 0 {
-                // One checkpoint at a time.
+                // Only one checkpoint may be in progress at a time.
                 done = done.or(self.trainer.finish_save()?);
                 self.trainer.begin_save(self.outputs.as_ref().map(|o| &o.store))?;
                 self.saved_at = Some(step);
@@ -154,7 +156,8 @@ impl<'a, 'o, B: Kernels> Run<'a, 'o, B> {
             self.tell(done);
             if evaluate && self.stopped == 0 {
                 if !is_alone {
-                    // Before the evaluation, which may take long and fail: several ranks learn only from steps that all have written.
+                    // The checkpoint is finished before the evaluation, which may take long and fail. Several ranks would otherwise learn
+                    // only from later steps that all ranks have written their files.
                     self.finish_save()?;
                 }
                 self.evaluate(eval.batches)?;
@@ -165,9 +168,9 @@ impl<'a, 'o, B: Kernels> Run<'a, 'o, B> {
         reach(Point::StepsDone)
     }
 
-    /// The checkpoint and the evaluation after the last step.
+    /// Writes the checkpoint and runs the evaluation after the last step.
     fn finish(&mut self) -> Result<()> {
-        // The checkpoint comes first: the evaluation takes time and may fail, and must not cost the last steps.
+        // The checkpoint comes first, because the evaluation takes time and may fail, and the last steps must not be lost.
         let CheckpointConfig { every, at_end, .. } = self.trainer.config().checkpoint;
         let step = self.trainer.step();
         let is_whole = step >= self.trainer.config().train.steps;
@@ -196,7 +199,7 @@ impl<'a, 'o, B: Kernels> Run<'a, 'o, B> {
     fn conclude(self) -> Result<Outcome> {
         let Self { mut trainer, outputs, evaluator, observer, loss, held_out, saved, stopped, .. } = self;
         reach(Point::RunEnds)?;
-        // Every rank takes part.
+        // All ranks take part in computing the hash.
         let digest = if evaluator.options.digest { Some(trainer.digest()?) } else { None };
         let entropy = trainer.data()?.entropy();
         let Some(outputs) = outputs else { return Ok(Outcome { summary: None, stopped }) };
@@ -208,7 +211,8 @@ impl<'a, 'o, B: Kernels> Run<'a, 'o, B> {
         Ok(Outcome { summary: Some(summary), stopped })
     }
 
-    /// Evaluates the resumed step if its evaluation is missing: the checkpoint was on disk before it.
+    /// Evaluates the step from which the run resumed, if its evaluation is missing. The checkpoint of a step is written before the
+    /// evaluation.
     fn evaluate_what_is_owed(&mut self) -> Result<()> {
         let (step, (b, comm), config) = (self.trainer.step(), self.trainer.backend(), self.trainer.config());
         let may = self.saved_at.is_some() && step < config.train.steps && due(step, config.eval.every);
@@ -220,7 +224,8 @@ impl<'a, 'o, B: Kernels> Run<'a, 'o, B> {
         Ok(())
     }
 
-    /// Evaluates over `batches` batches (0: all). If the evaluation was cut short, every rank asks all ranks for the reason.
+    /// Evaluates over `batches` batches (0: all). If the evaluation was cut short, a collective determines the flag that stopped the
+    /// evaluation.
     fn evaluate(&mut self, batches: usize) -> Result<Option<HeldOut>> {
         let Self { trainer, outputs, evaluator, observer, .. } = self;
         let found = evaluator.evaluate(trainer, batches, outputs, *observer)?;
@@ -261,7 +266,7 @@ impl<'a, 'o, B: Kernels> Run<'a, 'o, B> {
         Ok(())
     }
 
-    /// Waits for the checkpoint in progress, if there is one, and reports it.
+    /// Waits for the checkpoint in progress, if any, and reports the checkpoint.
     fn finish_save(&mut self) -> Result<()> {
         let done = self.trainer.finish_save()?;
         self.tell(done);
@@ -277,7 +282,7 @@ impl<'a, 'o, B: Kernels> Run<'a, 'o, B> {
     }
 }
 
-/// Whether step `step`, counted from 1, is a multiple of `every`; never if that is 0.
+/// Whether step `step`, counted from 1, is a multiple of `every`. If `every` is 0, no step is.
 fn due(step: u64, every: u64) -> bool {
     every > 0 && step.is_multiple_of(every)
 }

@@ -1,4 +1,4 @@
-//! Uses of a trainer's model on given tokens: held-out losses, log-likelihoods of texts, and logits.
+//! Uses of a trainer's model with given tokens: held-out losses, log-likelihoods of texts, and logits.
 
 use super::Trainer;
 use crate::data::{Encoded, LeftOut, Watch, read_source};
@@ -13,11 +13,12 @@ use nibble_core::{Error as CoreError, Kernels};
 use std::path::Path;
 
 impl<B: Kernels> Trainer<'_, B> {
-    /// Mean cross-entropy in nats over the targets of held-out sequences, over all ranks: `batches` batches of [`HeldOut::BATCH`] sequences
-    /// spread over the data, or all of it (0), including the shorter tail.
+    /// Mean cross-entropy in nats over the targets of held-out sequences, over all ranks. The sequences are `batches` batches of
+    /// [`HeldOut::BATCH`] sequences spread over the data; 0 means all held-out data, including the shorter tail.
     ///
     /// # Errors
-    /// [`nibble_core::Error::NonFinite`] if the loss is not finite; [`Error::Data`] without a target; from the backend and other ranks.
+    /// [`nibble_core::Error::NonFinite`] if the loss is not finite; [`Error::Data`] if there is no target; errors of the backend and of
+    /// other ranks.
     pub fn evaluate(&mut self, batches: usize) -> Result<f64> {
         let found = self.evaluate_while(batches, &mut |_, _| Ok(true))?;
         found.and_then(|found| found.loss()).ok_or_else(|| {
@@ -25,11 +26,11 @@ impl<B: Kernels> Trainer<'_, B> {
         })
     }
 
-    /// The sums behind [`Trainer::evaluate`]. `go_on(done, of)` is called after every batch; `None` once it returned false. Every rank
-    /// calls it after the same batches, and must return the same answer.
+    /// The sums from which [`Trainer::evaluate`] computes the mean. `go_on(done, of)` is called after every batch; if `go_on` returns
+    /// false, the result is `None`. Every rank calls `go_on` after the same batches, and must return the same answer.
     ///
     /// # Errors
-    /// As [`Trainer::evaluate`], except for data without a target; the errors of `go_on`.
+    /// The errors of [`Trainer::evaluate`], except the error for data without a target; the errors of `go_on`.
     pub fn evaluate_while(
         &mut self,
         batches: usize,
@@ -43,10 +44,10 @@ impl<B: Kernels> Trainer<'_, B> {
         evaluated.map_err(|error| self.without_room(error, "the held-out loss"))
     }
 
-    /// Logits of the last of these tokens, which are one sequence; the same on every rank.
+    /// Logits of the last of these tokens, which form one sequence. The logits are the same on every rank.
     ///
     /// # Errors
-    /// If an id is not in the vocabulary; from the backend.
+    /// An error if an id is not in the vocabulary; errors of the backend.
     pub fn next_logits(&mut self, ids: &[i32]) -> Result<Vec<f32>> {
         self.require_settled("next_logits")?;
         let RankState { context, model, activations, .. } = &mut self.rank;
@@ -61,21 +62,22 @@ impl<B: Kernels> Trainer<'_, B> {
         Ok(last?)
     }
 
-    /// The saved activations of a forward pass of this run, measured by running one; and the bytes that the allocator holds for them.
+    /// Runs a forward pass of this run, and returns the list of its saved activations and the number of bytes that the allocator holds for
+    /// these activations.
     ///
     /// # Errors
-    /// As [`Trainer::train_step`].
+    /// The errors of [`Trainer::train_step`].
     pub fn ledger(&mut self) -> Result<(Ledger, usize)> {
         self.require_settled("ledger")?;
         let batch = self.rank.context.plan()?.batch(self.rank.context.step, 0)?;
         self.rank.ledger_of(&batch)
     }
 
-    /// The log-likelihood in nats of each request's scored tokens, given the tokens before them. A request longer than a sequence plus its
-    /// last target loses its beginning. `tell(done, of)` is called after every batch.
+    /// The log-likelihood in nats of each request's scored tokens, given the preceding tokens. A request that is longer than a sequence
+    /// plus its last target loses its beginning. `tell(done, of)` is called after every batch.
     ///
     /// # Errors
-    /// If an id is not in the vocabulary, or a log-likelihood is not finite; from the backend and other ranks.
+    /// An error if an id is not in the vocabulary, or if a log-likelihood is not finite; errors of the backend and of other ranks.
     pub fn log_likelihoods(
         &mut self,
         requests: &[Request],
@@ -85,15 +87,15 @@ impl<B: Kernels> Trainer<'_, B> {
             tell(done, of);
             Ok(true)
         };
-        // `go_on` never returned false, so there is a result.
+        // `go_on` never returns false here, so there is a result.
         Ok(self.log_likelihoods_while(requests, &mut go_on)?.unwrap_or_default())
     }
 
-    /// [`Trainer::log_likelihoods`] with `go_on(done, of)` after every batch; `None` once it returned false. Every rank calls it after the
-    /// same batches, and must return the same answer.
+    /// Like [`Trainer::log_likelihoods`], but calls `go_on(done, of)` after every batch; if `go_on` returns false, the result is `None`.
+    /// Every rank calls `go_on` after the same batches, and must return the same answer.
     ///
     /// # Errors
-    /// As [`Trainer::log_likelihoods`]; the errors of `go_on`.
+    /// The errors of [`Trainer::log_likelihoods`] and of `go_on`.
     pub fn log_likelihoods_while(
         &mut self,
         requests: &[Request],
@@ -130,20 +132,20 @@ impl<B: Kernels> Trainer<'_, B> {
         Ok(Some(sums.into_iter().map(|nats: f64| -nats).collect()))
     }
 
-    /// The perplexity of all documents of a source, and its rows that are left out. The source is read with the settings of the run's data.
-    /// Documents do not see each other; `stride` tokens of a document are predicted at a time ([`Windows`]). BOS precedes a document, and
-    /// an EOS follows it only if its file has one.
+    /// The perplexity of all documents of a source, and the source's rows that are left out. The source is read with the settings of the
+    /// run's data. Tokens attend only to their own document; `stride` tokens of a document are predicted at a time ([`Windows`]). BOS
+    /// precedes a document. EOS follows a document only if the document's file contains EOS.
     ///
     /// # Errors
-    /// [`Error::Data`] for files that cannot be read, and if there is nothing to predict; [`Error::Config`] for token ids of an unknown
-    /// tokenizer; otherwise as [`Windows::new`] and [`Trainer::log_likelihoods`].
+    /// [`Error::Data`] if files cannot be read, or if there is no token to predict; [`Error::Config`] for token ids of an unknown
+    /// tokenizer; otherwise the errors of [`Windows::new`] and [`Trainer::log_likelihoods`].
     pub fn perplexity(
         &mut self,
         source: &str,
         (beginning, stride): (Beginning, usize),
         watch: &mut dyn Watch,
     ) -> Result<(Perplexity, LeftOut)> {
-        /// Approximate number of tokens of windows held in memory.
+        /// Approximate number of tokens of windows that are in memory at once.
         const HELD: usize = 1 << 20;
         let config = self.config().clone();
         let tokenizer = self.tokenizer()?;
@@ -183,7 +185,7 @@ impl<B: Kernels> Trainer<'_, B> {
                 return Err(Error::config("data.tokenizer", why));
             }
             if !tokenizer.has_text() {
-                // The text of ids of an unnamed tokenizer is unknown.
+                // The ids of an unnamed tokenizer have no known text, so their bytes cannot be counted.
                 return windows.add(&piece, &mut give);
             }
             bytes += piece.bytes.unwrap_or_else(|| bytes_of(&*tokenizer, &piece.ids, around)) as u64;
@@ -199,7 +201,7 @@ impl<B: Kernels> Trainer<'_, B> {
     }
 }
 
-/// Bytes of the text of ids, without the tokens that frame a text.
+/// Number of bytes of the text of ids, without the tokens that frame a text.
 fn bytes_of(tokenizer: &dyn Tokenizer, ids: &[u32], around: [Option<i32>; 4]) -> usize {
     let ids: Vec<i32> = ids.iter().map(|id| *id as i32).filter(|id| !around.contains(&Some(*id))).collect();
     tokenizer.decode_bytes(&ids).len()

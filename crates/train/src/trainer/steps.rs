@@ -1,4 +1,4 @@
-//! Steps: issued to the device, and their records read one step late; retried where an exchange among ranks overflowed its buffers.
+//! Issues steps to the device, and reads their records one step late. Retries a step if an exchange among ranks overflowed its buffers.
 
 use super::recorded::Recorded;
 use super::{Issue, Issued, Trainer};
@@ -13,10 +13,10 @@ use nibble_core::{Error as CoreError, Kernels};
 use std::time::{Duration, Instant};
 
 impl<B: Kernels> Trainer<'_, B> {
-    /// Takes one optimizer step, and returns its record.
+    /// Takes one optimizer step, and returns the step's metrics.
     ///
     /// # Errors
-    /// As [`Trainer::issue_step`] and [`Trainer::settle`].
+    /// The errors of [`Trainer::issue_step`] and [`Trainer::settle`].
     pub fn train_step(&mut self) -> Result<Metrics> {
         self.issue(Issue::Replayed)?;
         self.settle_all()
@@ -25,27 +25,27 @@ impl<B: Kernels> Trainer<'_, B> {
     /// Takes one optimizer step op by op, even if steps are recorded and replayed.
     ///
     /// # Errors
-    /// As [`Trainer::train_step`].
+    /// The errors of [`Trainer::train_step`].
     pub fn eager_step(&mut self) -> Result<Metrics> {
         self.issue(Issue::Eager)?;
         self.settle_all()
     }
 
-    /// The record of the last step issued.
+    /// Reads all unread records, and returns the metrics of the last step that was issued.
     fn settle_all(&mut self) -> Result<Metrics> {
         let mut last = None;
         while let Some(metrics) = self.settle()? {
             last = Some(metrics);
         }
-        // The step just issued has a record.
+        // There is a record, because a step has been issued.
         last.ok_or_else(|| CoreError::shape("train_step", "record", "none", "that of the step").into())
     }
 
-    /// Issues an optimizer step without waiting for it. [`Trainer::settle`] must read its record before the step after the next is issued.
-    /// A step whose gradients are not finite changes no weight, and neither does any later step.
+    /// Issues an optimizer step without waiting for it. [`Trainer::settle`] must read the step's record before the step after the next is
+    /// issued. A step whose gradients are not finite changes no weight, and neither does any later step.
     ///
     /// # Errors
-    /// From the backend, the data, or other ranks; if two steps' records have not been read.
+    /// Errors of the backend, the data, or other ranks; an error if the records of two steps have not been read.
     pub fn issue_step(&mut self) -> Result<()> {
         self.issue(Issue::Replayed)
     }
@@ -89,8 +89,8 @@ impl<B: Kernels> Trainer<'_, B> {
         let (step, counted) = (context.step, batches.counted);
         if counted == 0 {
             // Without a target there is no mean loss and no gradient. Moments and weight decay would still change the weights, and so would
-            // the balancing loss of a layer with experts: the whole step is skipped, on every rank, since each has counted the targets of
-            // all.
+            // the balancing loss of a layer with experts. So the whole step is skipped. Every rank skips the same steps, because each rank
+            // has counted the targets of all ranks.
             buffers.pass_over(context.b, step)?;
             (context.step, context.passed_over) = (step + 1, context.passed_over + 1);
             let issuing = started.elapsed();
@@ -98,7 +98,7 @@ impl<B: Kernels> Trainer<'_, B> {
             return Ok(());
         }
         buffers.write_inputs(context, lr, told, spent, &batches)?;
-        // A recording does not measure quantization.
+        // Recordings do not measure quantization, so a measuring step is not replayed.
         let is_replayed = how == Issue::Replayed && !context.config.train.measures_in(context.step);
         let mut whole = || -> Result<Duration> {
             if context.b.can_record() && alone && is_replayed {
@@ -114,23 +114,24 @@ impl<B: Kernels> Trainer<'_, B> {
         let first = context.step as usize % RING * len;
         let report = context.b.begin_download(&buffers.optimizer.reports, first..first + len)?;
         context.step += 1;
-        // While a step is recorded, the device works on the previous step, to which this time belongs.
+        // While a step is recorded, the device works on the previous step, so the time of the recording belongs to that step.
         let issuing = started.elapsed().saturating_sub(recording);
         let report = Some(report);
         self.issued.push_back(Issued { step, report, how, lr, counted, started, waited, issuing });
         Ok(())
     }
 
-    /// Waits for the oldest unread record, and reads it; `None` if there is none.
+    /// Waits for the oldest unread record and reads it. Returns `None` if there is no unread record.
     ///
-    /// With expert parallelism, a step's all-to-all may have overflowed its buffers. The step and those issued after it are then retried
-    /// with larger buffers, and the retried step's metrics are returned. So every rank must call this after the same steps.
+    /// With expert parallelism, a step's all-to-all may have overflowed its buffers. The step with the overflow and the later issued steps
+    /// are then retried with larger buffers, and the retried step's metrics are returned. So every rank must call this function after the
+    /// same steps.
     ///
     /// # Errors
-    /// The error of a rank that has failed meanwhile: the record is then discarded. [`nibble_core::Error::NonFinite`] naming the step and
-    /// the first tensor, on any rank, that is not finite: no weight has changed since; [`nibble_core::Error::Capacity`] if on one rank an
-    /// expert layer had more rows than its buffers hold; as [`Trainer::issue_step`] for a retry; those of a checkpoint in progress, which a
-    /// failed or retried step completes.
+    /// The error of a rank that has failed since the step was issued; the record is then discarded. [`nibble_core::Error::NonFinite`]
+    /// naming the step and the first tensor, on any rank, that is not finite; no weight has changed since then.
+    /// [`nibble_core::Error::Capacity`] if an expert layer on one rank had more rows than its buffers hold. The errors of
+    /// [`Trainer::issue_step`] for a retry, and of a checkpoint in progress, which a failed or retried step completes.
     pub fn settle(&mut self) -> Result<Option<Metrics>> {
         let Some(Issued { step, report, how, lr, counted, started, waited, issuing }) =
             self.issued.pop_front()
@@ -148,13 +149,13 @@ impl<B: Kernels> Trainer<'_, B> {
         };
         let values = self.rank.context.b.finish_download(report)?;
         if let Err(error) = self.rank.context.mesh.all.check() {
-            // If a step could not be issued, its error is the one to report.
+            // If a step could not be issued, the error of that step is reported instead.
             return if self.has_failed { Ok(None) } else { Err(error.into()) };
         }
         let Some(buffers) = &self.rank.buffers else { return Ok(None) };
         let report = Report::new(buffers.layout, buffers.sites(), &values)?;
         if let Some(needed) = report.overflow().filter(|_| self.rank.context.mesh.ep.world() > 1) {
-            // If a step could not be issued, its error is the one to report.
+            // If a step could not be issued, the error of that step is reported instead.
             if self.has_failed {
                 return Ok(None);
             }
@@ -170,14 +171,15 @@ impl<B: Kernels> Trainer<'_, B> {
             || config.train.measures_in(report.step());
         self.layers = told.then(|| LayerMetrics::of_step(&report));
         if let Err(error) = verified {
-            // Every rank has read this record, so all of them complete the checkpoint in progress, which is of an earlier step. Its own
-            // error is secondary. A rank that has failed in a step calls no collective.
+            // Every rank has read this record, so all ranks complete the checkpoint in progress, which belongs to an earlier step. An error
+            // of the checkpoint is secondary. A rank that has failed in a step calls no collective.
             if !self.has_failed {
                 let _ = self.saving.finish_owned(&self.rank.context);
             }
             return Err(error.into());
         }
-        // From record to record; a backend that computes while the host issues has spent that time on the next step.
+        // A step's time is measured from record to record. A backend that computes while the host issues has spent the issuing time on the
+        // next step.
         let (now, later) = (Instant::now(), self.issued.front().map_or(Duration::ZERO, |next| next.issuing));
         let since = self.settled.map_or(started, |settled| settled.max(started));
         let seconds = (now - since).saturating_sub(later).max(issuing).as_secs_f64();
@@ -191,10 +193,10 @@ impl<B: Kernels> Trainer<'_, B> {
         })))
     }
 
-    /// Retries a step in which a rank received `needed` times its share and overflowed, and the steps issued after it. Every rank has read
-    /// the same record.
+    /// Retries a step in which a rank received `needed` times its share and overflowed, and the steps issued after this step. Every rank
+    /// has read the same record.
     fn repeat(&mut self, (step, needed): (u64, f64), (how, started): (Issue, Instant)) -> Result<()> {
-        // This checkpoint is of an earlier step, and must not be lost if there is no memory for larger buffers.
+        // The checkpoint in progress belongs to an earlier step, and must not be lost if there is no memory for larger buffers.
         if let Some(path) = self.saving.finish_owned(&self.rank.context)? {
             self.saving.ended = Some(path);
         }
@@ -215,7 +217,7 @@ impl<B: Kernels> Trainer<'_, B> {
         }
         hows.into_iter().try_for_each(|how| self.issue(how))?;
         if let Some(first) = self.issued.front_mut() {
-            // The first attempt counts as time of the step.
+            // The time of the first attempt counts as time of the step.
             first.started = started;
         }
         Ok(())
@@ -226,7 +228,7 @@ impl<B: Kernels> Trainer<'_, B> {
         std::mem::take(&mut self.rank.context.notes)
     }
 
-    /// Layer metrics of the last record, if its step is to be reported ([`LayerMetrics::is_due`]) or has failed.
+    /// Layer metrics of the last record. `None` unless the record's step is to be reported ([`LayerMetrics::is_due`]) or has failed.
     pub fn take_layers(&mut self) -> Option<LayerMetrics> {
         self.layers.take()
     }

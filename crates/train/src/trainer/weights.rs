@@ -1,4 +1,5 @@
-//! Reads parameters and moments from checkpoints and gathers them: tensors are logical, so the number of ranks may change.
+//! Reads parameters and moments from checkpoints, and gathers them from all ranks. Tensors in checkpoints are logical, so the number of
+//! ranks may change.
 
 use super::Trainer;
 use super::saving::files::{Part, kept_by};
@@ -20,8 +21,8 @@ use std::path::Path;
 /// Name, shape and values of a tensor.
 pub(super) type HostTensor = (String, Vec<usize>, Vec<f32>);
 
-/// All values of one of a parameter's tensors, of which this rank has `mine`: gathers the other ranks' rows, and the experts of other
-/// expert-parallel ranks.
+/// All values of one tensor of a parameter. This rank has the values `mine`; the function gathers the other ranks' rows, and the experts of
+/// other expert-parallel ranks.
 pub(super) fn gather<B: Kernels>(
     b: &B,
     mesh: Mesh<'_, B>,
@@ -55,12 +56,12 @@ fn take<B: Kernels>(
 ) -> Result<()> {
     let mut piece = Vec::new();
     for tensor in named {
-        // Router biases have no moments.
+        // Router biases have no moments, so these tensors are not in the checkpoint.
         if tensor.runs().all(|(param, _)| part.of_mut(params[param]).is_none()) {
             continue;
         }
         let stored = from.find(&format!("{}{}", tensor.name, part.suffix()), &tensor.shape)?;
-        // Offset within the tensor.
+        // `begin` is the offset of a run of values within the tensor.
         let mut begin = 0;
         for (param, range) in tensor.runs() {
             let kept = kept_by(params[param], mesh.shape(), mesh.all.rank());
@@ -83,7 +84,7 @@ fn take<B: Kernels>(
     Ok(())
 }
 
-/// Writes values into a tensor from index `at` on, rounded if it is BF16.
+/// Writes values into a tensor from index `at` on. The values are rounded if the tensor is BF16.
 fn write<B: Kernels>(b: &B, to: &mut Tensor<B>, at: usize, values: &[f32]) -> Result<()> {
     match &mut to.data {
         Data::F32(buf) => b.write(buf, at, values)?,
@@ -95,8 +96,8 @@ fn write<B: Kernels>(b: &B, to: &mut Tensor<B>, at: usize, values: &[f32]) -> Re
     Ok(())
 }
 
-/// Restores the amax histories of this rank's delayed scales. An extended run may have other tensors: histories missing in the checkpoint
-/// start at zero, and extra ones are ignored.
+/// Restores the amax histories of this rank's delayed scales. A run that was extended may have other tensors: histories that are missing in
+/// the checkpoint start at zero, and additional histories are ignored.
 fn restore<B: Kernels>(
     b: &B,
     (mesh, expert_parts): (Mesh<'_, B>, usize),
@@ -141,11 +142,11 @@ fn require_position(config: &Config, position: &Position) -> Result<()> {
 
 impl<B: Kernels> Trainer<'_, B> {
     /// SHA-256 of all weights, in hexadecimal: the name and the little-endian F32 values of every parameter in canonical order. If two runs
-    /// have equal hashes, their weights are bit-identical, whatever their meshes and devices. Needs host memory for one parameter; every
-    /// rank must call it.
+    /// have equal hashes, their weights are bit-identical, even on different meshes and devices. The function needs host memory for one
+    /// parameter. Every rank must call this function.
     ///
     /// # Errors
-    /// From the backend and other ranks.
+    /// The errors of the backend and other ranks.
     pub fn digest(&mut self) -> Result<String> {
         let (b, mesh) = (self.rank.context.b, self.rank.context.mesh);
         let mut sha = Sha256::new();
@@ -158,11 +159,11 @@ impl<B: Kernels> Trainer<'_, B> {
         Ok(hexadecimal(&sha.finalize()))
     }
 
-    /// Continues from a checkpoint, written by any number of ranks.
+    /// Continues from a checkpoint that was written by any number of ranks.
     ///
     /// # Errors
     /// [`crate::Error::Checkpoint`] naming a tensor that is missing, left over or of another shape, or a file that does not match its
-    /// checksum. The trainer is then unusable, since some tensors may have been loaded.
+    /// checksum. The trainer is unusable after an error, because some tensors may have been loaded.
     pub fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         self.load_weights(checkpoint)?;
         self.rank.make_buffers().map_err(|error| self.without_room(error, "loading a checkpoint"))?;
@@ -179,20 +180,20 @@ impl<B: Kernels> Trainer<'_, B> {
         buffers.restart(b, self.rank.context.step)
     }
 
-    /// The amax histories of delayed scales on this rank; empty under most recipes, and before the first step.
+    /// The amax histories of delayed scales on this rank. Empty if the recipe has no delayed scales, and before the first step.
     ///
     /// # Errors
-    /// If a step's record has not been read; from the backend.
+    /// An error if a step's record has not been read; errors of the backend.
     pub fn histories(&mut self) -> Result<Vec<History>> {
         self.require_settled("histories")?;
         let delayed = self.rank.buffers.as_ref().and_then(|buffers| buffers.delayed());
         Ok(delayed.map_or(Ok(Vec::new()), |delayed| delayed.histories(self.rank.context.b))?)
     }
 
-    /// Loads weights and step of a checkpoint without its moments: enough to evaluate and to generate.
+    /// Loads the weights and the step of a checkpoint, but not the moments, which evaluation and generation do not need.
     ///
     /// # Errors
-    /// As [`Trainer::load`].
+    /// The errors of [`Trainer::load`].
     pub fn load_weights(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         self.require_settled("load")?;
         phase(format_args!("loading {}", checkpoint.path().display()));
@@ -208,7 +209,7 @@ impl<B: Kernels> Trainer<'_, B> {
         Ok(())
     }
 
-    /// Loads the weights of `train.init_from`, if it is set; under `train.init_state = "all"` also the state of that run.
+    /// Loads the weights of `train.init_from`, if this key is set; with `train.init_state = "all"`, also the state of that run.
     ///
     /// # Errors
     /// [`crate::Error::Checkpoint`] if a tensor is missing, unexpected or of another shape (the error names it), or if the folder cannot be

@@ -1,4 +1,4 @@
-//! Builds a cache: appends to its files, and records its progress after each part.
+//! Builds a cache: appends to the cache's files, and records the progress after each part.
 
 use std::fs::{self, File};
 use std::io::Read;
@@ -19,11 +19,11 @@ use crate::files::hexadecimal;
 
 const PROGRESS: &str = "progress.json";
 
-/// Batches and bytes of a part: the most work that a killed process loses.
+/// Number of batches and bytes of a part. A killed process loses at most the work on one part.
 const PART_BATCHES: usize = 8;
 const PART_BYTES: u64 = 64 << 20;
 
-/// Progress of an unfinished cache. Bytes of its files beyond this progress are ignored.
+/// Progress of an unfinished cache. Bytes in the cache's files beyond this progress are ignored.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 struct Progress {
     version: u32,
@@ -31,36 +31,36 @@ struct Progress {
     tokens: u64,
     documents: u64,
     unlearnt: u64,
-    /// SHA-256 of each file up to this progress, which detects changes by other programs.
+    /// SHA-256 of each file up to this progress. The hashes detect changes by other programs.
     files: [String; 3],
     left_out: LeftOut,
 }
 
 impl Progress {
-    /// No progress.
+    /// The progress of a cache that has no contents yet.
     fn begin() -> Self {
         let files = [(); 3].map(|()| hexadecimal(&Sha256::new().finalize()));
         Self { version: VERSION, files, ..Self::default() }
     }
 
-    /// Bytes of each file, with ids of `width` bytes.
+    /// Number of bytes of each file if an id has `width` bytes.
     fn bytes(&self, width: usize) -> [u64; 3] {
         bytes_of([self.tokens, self.documents, self.unlearnt], width)
     }
 }
 
-/// Where a cache is built.
+/// The folders in which a cache is built.
 pub(super) struct Making<'a> {
     /// Folder of the unfinished cache.
     pub dir: &'a Path,
     /// Folder of the finished cache.
     pub place: &'a Path,
     pub key: &'a str,
-    /// Whether a whole cache already has that place.
+    /// Whether a complete cache already exists at that place.
     pub is_there: &'a dyn Fn() -> Result<bool>,
 }
 
-/// A file that is being written, and the SHA-256 of its contents.
+/// A file that is being written, and the SHA-256 of the file's contents.
 struct Part {
     path: PathBuf,
     file: File,
@@ -68,7 +68,7 @@ struct Part {
 }
 
 impl Part {
-    /// Opens a file and hashes its first bytes. Returns whether they exist and have this SHA-256.
+    /// Opens a file and hashes its first `bytes` bytes. Returns whether these bytes exist and have this SHA-256.
     fn open(path: PathBuf, bytes: u64, sha256: &str) -> Result<(Self, bool)> {
         let file =
             File::options().create(true).read(true).append(true).open(&path).map_err(Error::io(&path))?;
@@ -85,7 +85,7 @@ impl Part {
         Ok(())
     }
 
-    /// Syncs the file to disk and returns the SHA-256 of its contents.
+    /// Syncs the file to disk and returns the SHA-256 of the file's contents.
     fn keep(&self) -> Result<String> {
         self.file.sync_data().map_err(Error::io(&self.path))?;
         Ok(hexadecimal(&self.hash.clone().finalize()))
@@ -96,18 +96,19 @@ impl Part {
 struct Maker<'a> {
     dir: &'a Path,
     width: usize,
-    /// The files, in the order of [`FILES`].
+    /// The cache's files, in the order of [`FILES`].
     parts: [Part; 3],
     progress: Progress,
-    /// Batches and bytes since the last part.
+    /// Number of batches and bytes since the end of the last part.
     batches: usize,
     bytes: u64,
 }
 
-/// Builds the cache of what `reading` yields in `making.dir`, resuming the work of a killed process, and moves it to its place.
+/// Builds a cache from the output of `reading` in the folder `making.dir`, and moves the cache to its final place. Resumes the work of a
+/// killed process.
 ///
 /// # Errors
-/// [`Error::Data`] for files that cannot be read; [`Error::Io`] where the cache cannot be written. Finished parts stay on disk.
+/// [`Error::Data`] if files cannot be read; [`Error::Io`] if the cache cannot be written. Completed parts stay on disk.
 pub(super) fn make(
     reading: &Reading,
     making: &Making<'_>,
@@ -140,10 +141,10 @@ pub(super) fn make(
     reach(Point::CacheWhole)?;
     if let Err(error) = fs::rename(dir, place) {
         if is_there()? {
-            // Without file locks another process can finish first.
+            // If the file system has no locks, another process can finish first.
             fs::remove_dir_all(dir).map_err(Error::io(dir))?;
         } else {
-            // The place has no cache, or a damaged one.
+            // There is no cache at this place, or a damaged cache.
             files::remove(place).map_err(Error::io(place))?;
             fs::rename(dir, place).map_err(|_| Error::io(place)(error))?;
         }
@@ -158,7 +159,7 @@ fn write(path: &Path, text: String) -> Result<()> {
 }
 
 impl<'a> Maker<'a> {
-    /// Starts, or resumes from the recorded progress.
+    /// Starts a cache, or resumes from the recorded progress.
     fn begin(dir: &'a Path, width: usize) -> Result<Self> {
         fs::create_dir_all(dir).map_err(Error::io(dir))?;
         let known = files::read_text(&dir.join(PROGRESS), files::MOST_TEXT).ok();
@@ -178,12 +179,12 @@ impl<'a> Maker<'a> {
             part.file.set_len(bytes).map_err(Error::io(&part.path))?;
         }
         let parts = opened.into_iter().map(|(part, _)| part).collect::<Vec<_>>();
-        // One part per name of `FILES`.
+        // There is one part for each name in `FILES`.
         let parts = parts.try_into().map_err(|_| Error::data(dir, "has other files than a cache"))?;
         Ok(Self { dir, width, parts, progress, batches: 0, bytes: 0 })
     }
 
-    /// Syncs the data taken so far to disk and records it as progress.
+    /// Syncs the data received so far to disk and records this state as progress.
     fn keep(&mut self) -> Result<()> {
         for (part, sha256) in self.parts.iter().zip(&mut self.progress.files) {
             *sha256 = part.keep()?;

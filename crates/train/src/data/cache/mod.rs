@@ -1,11 +1,12 @@
-//! The token cache: the token ids of files on disk, so that files are read and tokenized once.
+//! The token cache: the token ids of files, stored on disk so that files are read and tokenized only once.
 //!
-//! A cache is a folder named by its content: SHA-256 of the files, the tokenizer and the settings. One process at a time builds it under
-//! another name, in parts that survive if the process is killed; it gets its final name when it is whole.
+//! A cache is a folder whose name is a hash of the cache's inputs: the SHA-256 of the files, the tokenizer and the settings. One process at
+//! a time builds a cache under another name, in parts that survive if the process is killed. The cache gets its final name when it is
+//! complete.
 //!
-//! A cache is verified: `cache.json` has the cache's key and the SHA-256 of its files and of itself. A hash is checked at each opening if
-//! the file's size, time or inode changed since the last check, and always for a small cache. A damaged cache is rebuilt. While a run reads
-//! a cache, it checks size and time after every sequence.
+//! A cache is verified: `cache.json` contains the cache's key, the SHA-256 of the cache's files, and its own SHA-256. Opening a cache
+//! checks the hash of a file if the file's size, time or inode changed since the last check, and always for a small cache. A damaged cache
+//! is rebuilt. A run that reads a cache checks the files' sizes and times after every sequence.
 //!
 //! ```text
 //! CACHES/tokens/KEY/cache.json    counts of tokens, documents and runs; SHA-256 of the three files below and of itself; the rows left out
@@ -41,10 +42,10 @@ use crate::files;
 use crate::files::sha256_hex;
 use making::Making;
 
-/// Version of the format and of the code that fills it: caches of other versions are rebuilt.
+/// Version of the format and of the code that fills the cache. Caches of other versions are rebuilt.
 const VERSION: u32 = 3;
 
-/// The files of a cache.
+/// The names of a cache's files.
 const FILES: [&str; 3] = ["ids", "documents", "unlearnt"];
 const MANIFEST: &str = "cache.json";
 
@@ -57,31 +58,31 @@ struct Manifest {
     version: u32,
     /// The name of the cache's folder.
     key: String,
-    /// Bytes per id.
+    /// Number of bytes per id.
     width: usize,
     tokens: u64,
     documents: u64,
-    /// Runs of tokens that are no targets.
+    /// Number of runs of tokens that are no targets.
     unlearnt: u64,
-    /// SHA-256 of the files, in the order of [`FILES`].
+    /// SHA-256 of each file, in the order of [`FILES`].
     files: [String; 3],
     left_out: LeftOut,
 }
 
-/// Bytes of the files with `counts` of tokens, documents and runs of non-target tokens, and ids of `width` bytes.
+/// Number of bytes of each file. `counts` are the numbers of tokens, documents and runs of non-target tokens; an id has `width` bytes.
 fn bytes_of(counts: [u64; 3], width: usize) -> [u64; 3] {
     let [tokens, documents, unlearnt] = counts;
     [tokens.saturating_mul(width as u64), documents.saturating_mul(8), unlearnt.saturating_mul(16)]
 }
 
 impl Manifest {
-    /// Bytes of each file.
+    /// Number of bytes of each file.
     fn bytes(&self) -> [u64; 3] {
         bytes_of([self.tokens, self.documents, self.unlearnt], self.width)
     }
 
-    /// SHA-256 of the ids alone if they are one document without non-target tokens: a text has the same hash, compressed or not. Otherwise
-    /// also of the boundaries of documents and of non-target runs.
+    /// SHA-256 of the ids alone, if they are one document without non-target tokens. So a text has the same hash whether it is compressed
+    /// or not. For other ids, the hash also covers the boundaries of documents and of non-target runs.
     fn sha256(&self) -> String {
         match (self.documents, self.unlearnt) {
             (1, 0) => self.files[0].clone(),
@@ -93,7 +94,7 @@ impl Manifest {
 /// The folder of caches: `data.cache_dir`, or a folder in the user's cache folder.
 ///
 /// # Errors
-/// [`Error::Config`] if the user has no such folder.
+/// [`Error::Config`] if the user has no cache folder.
 pub(super) fn folder(set: &str) -> Result<PathBuf> {
     if !set.is_empty() {
         return Ok(set.into());
@@ -109,10 +110,10 @@ pub(super) fn folder(set: &str) -> Result<PathBuf> {
     })
 }
 
-/// The tokens of a source, from their cache, which is built if it does not exist.
+/// The tokens of a source from the source's cache. The cache is built if it does not exist.
 ///
 /// # Errors
-/// [`Error::Data`] for files that cannot be read; [`Error::Io`] where the cache cannot be written.
+/// [`Error::Data`] if files cannot be read; [`Error::Io`] if the cache cannot be written.
 pub(super) fn open(
     reading: &Reading,
     caches: &Path,
@@ -133,7 +134,7 @@ pub(super) fn open(
         Found::Damaged(file, why) => watch.damaged(&file, &why),
         Found::Nothing => {}
     }
-    // Without file locks every process builds its own, and the first to finish provides the cache.
+    // If the file system has no locks, every process builds its own cache. The first process to finish provides the cache for all.
     let mine = if locked.is_some() {
         format!("{key}.making")
     } else {
@@ -149,7 +150,7 @@ pub(super) fn open(
     }
 }
 
-/// Waits until this process holds the lock; `None` if the file system has no locks.
+/// Waits until this process holds the lock. Returns `None` if the file system has no locks.
 fn take_lock(path: &Path, watch: &mut dyn Watch) -> Result<Option<File>> {
     let file = File::options().create(true).append(true).open(path).map_err(Error::io(path))?;
     loop {
@@ -157,7 +158,7 @@ fn take_lock(path: &Path, watch: &mut dyn Watch) -> Result<Option<File>> {
             Ok(()) => return Ok(Some(file)),
             Err(TryLockError::Error(error)) if error.kind() == io::ErrorKind::Unsupported => return Ok(None),
             Err(TryLockError::Error(error)) => return Err(Error::io(path)(error)),
-            // Polls instead of blocking, so that `watch` can end the wait.
+            // The loop polls instead of blocking, so that `watch` can end the wait.
             Err(TryLockError::WouldBlock) if watch.waits() => std::thread::sleep(AGAIN),
             Err(TryLockError::WouldBlock) => {
                 return Err(Error::data(
@@ -169,15 +170,15 @@ fn take_lock(path: &Path, watch: &mut dyn Watch) -> Result<Option<File>> {
     }
 }
 
-/// What exists at the place of a cache.
+/// The state of the place at which a cache is expected.
 enum Found {
     Whole(Box<(TokenStream, LeftOut)>),
-    /// A damaged file of it, and the damage.
+    /// The cache has a damaged file. The fields are the file and a description of the damage.
     Damaged(PathBuf, String),
     Nothing,
 }
 
-/// The cache of this key at its place. Files without a remembered SHA-256 are read.
+/// Looks for the cache of this key at its place. Reads the files whose SHA-256 is not remembered.
 fn find(place: &Path, key: &str, caches: &Path) -> Result<Found> {
     if !place.exists() {
         return Ok(Found::Nothing);
@@ -208,27 +209,27 @@ fn find(place: &Path, key: &str, caches: &Path) -> Result<Found> {
         }
         regions.push(region.known(&stamp, &sha256)?);
     }
-    // There are always three regions.
+    // The number of regions is always three.
     let Ok([ids, documents, unlearnt]) = <[Region; 3]>::try_from(regions) else { return Ok(Found::Nothing) };
     let stream = TokenStream::of_parts(ids, manifest.width, documents, unlearnt, manifest.sha256());
     Ok(Found::Whole(Box::new((stream, manifest.left_out))))
 }
 
-/// The data that a cache's name is hashed from.
+/// The inputs of the hash that names a cache.
 #[derive(Serialize)]
 struct Key<'a> {
     version: u32,
-    /// Each file's kind, and the SHA-256 of it and of its companion files.
+    /// The kind of each file, and the SHA-256 of the file and of its companion files.
     files: Vec<(&'static str, Vec<String>)>,
     asked: &'a super::source::Asked,
-    /// SHA-256 of the tokenizer's JSON; none where tokens are bytes.
+    /// SHA-256 of the tokenizer's JSON; `None` if tokens are bytes.
     tokenizer: Option<String>,
     framing: [Option<i32>; 2],
     vocab_size: usize,
     skips: bool,
 }
 
-/// The name of a source's cache, and stamps to check that its files stay unchanged.
+/// The name of a source's cache, and stamps with which to check that the source's files stay unchanged.
 fn key(reading: &Reading, caches: &Path) -> Result<(String, Vec<(PathBuf, Stamp)>)> {
     let (mut stamps, mut files) = (Vec::new(), Vec::new());
     let size = |path: &PathBuf| fs::metadata(path).map_or(0, |about| about.len());
@@ -246,7 +247,7 @@ fn key(reading: &Reading, caches: &Path) -> Result<(String, Vec<(PathBuf, Stamp)
             of.push(sha256);
             Ok(())
         };
-        // Hashed before the file is opened, so that a later change is detected.
+        // The file is hashed before it is opened, so that a later change is detected.
         add(path)?;
         let file = DataFile::open(path, &reading.asked, &Arc::new(AtomicU64::new(0)))?;
         let kind: &dyn Source = kind_of(&file, &reading.asked);

@@ -1,4 +1,4 @@
-//! Conversations: messages with roles, whose answers are the targets.
+//! Conversations: messages with roles. The answers are the targets.
 
 use std::sync::Arc;
 use std::time::{Duration, UNIX_EPOCH};
@@ -14,7 +14,7 @@ use crate::tokenizer::{ANSWERS, ChatTemplate, Conversation, Rendered, SharedToke
 #[derive(Debug, Clone, Serialize)]
 pub(in crate::data) struct Chat {
     key: String,
-    /// The template's text. It is part of the cache key, since other text gives other tokens.
+    /// The template's text. The text is part of the cache key, because another template gives other tokens.
     written: String,
     #[serde(skip)]
     template: Arc<ChatTemplate>,
@@ -28,14 +28,14 @@ impl PartialEq for Chat {
 
 impl Eq for Chat {}
 
-/// 26 July 2024. Templates that print the date print this one, so that the tokens of a conversation do not depend on the day.
+/// 26 July 2024. Templates that print the current date print this date, so that the tokens of a conversation do not depend on the day.
 const DAY: Duration = Duration::from_secs(1_721_952_000);
 
 impl Chat {
-    /// The template for `data.messages_key`, if that is set.
+    /// The template for `data.messages_key`; `None` if this key is not set.
     ///
     /// # Errors
-    /// [`Error::Config`] if the tokenizer has no chat template; [`Error::Tokenizer`] if it cannot be read.
+    /// [`Error::Config`] if the tokenizer has no chat template; [`Error::Tokenizer`] if the template cannot be read.
     pub fn of(config: &DataConfig, tokenizer: Option<&SharedTokenizer>) -> Result<Option<Self>> {
         let key = config.messages_key.clone();
         if key.is_empty() {
@@ -52,7 +52,8 @@ impl Chat {
         Ok(Some(Self { key, written: template.source().to_owned(), template: Arc::new(template) }))
     }
 
-    /// The documents of a row, or why it has none: one, or more if the template rewrites earlier answers as the conversation goes on.
+    /// The documents of a row, or the reason why the row has none. A row has several documents if the template changes earlier answers in
+    /// the course of the conversation.
     pub fn documents(&self, row: &[u8]) -> Result<Vec<Piece>, String> {
         let row = std::str::from_utf8(row).map_err(|e| {
             format!("is no UTF-8 (byte {} of it is none), expected JSON", e.valid_up_to() + 1)
@@ -65,7 +66,7 @@ impl Chat {
         Ok(rendered.into_iter().map(|of| Piece::whole(Content::Chat(parts(of)))).collect())
     }
 
-    /// Why a conversation has no targets.
+    /// The reason why a conversation has no targets.
     fn without_answer(&self, conversation: &Conversation) -> String {
         let roles = conversation.roles();
         let why = match &roles[..] {
@@ -85,18 +86,19 @@ impl Chat {
         format!("\"{}\" has no answer: {why}", self.key)
     }
 
-    /// Starts the work budget of a file.
+    /// Starts the template's work budget for a file.
     pub fn begin_file(&self) {
         self.template.begin_file();
     }
 
-    /// Whether the template's work budget for this file is used up. That is no fault of a row, so it is an error and no row is left out.
+    /// Whether the template's work budget for this file is used up. No single row uses up the budget, so the result is an error and no row
+    /// is left out.
     pub fn is_spent(&self) -> bool {
         self.template.is_spent()
     }
 }
 
-/// The parts of a text, each with a flag whether it is an answer.
+/// The parts of a text. Each part has a flag that says whether it is an answer.
 fn parts(Rendered { text, answers }: Rendered) -> Vec<(String, bool)> {
     let (mut parts, mut at) = (Vec::new(), 0);
     let mut add = |text: &str, is_target| {
@@ -113,5 +115,5 @@ fn parts(Rendered { text, answers }: Rendered) -> Vec<(String, bool)> {
     parts
 }
 
-/// Number of roles that a message lists.
+/// Number of roles that an error message lists.
 const MOST_ROLES: usize = 8;

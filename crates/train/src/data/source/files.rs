@@ -1,4 +1,4 @@
-//! From a path, a folder or a glob to files, and from a file to its decompressed bytes.
+//! Finds the files of a path, a folder or a glob, and decompresses the bytes of a file.
 
 use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader, Cursor, Read};
@@ -11,34 +11,34 @@ use super::{Asked, KINDS};
 use crate::error::{Error, Result};
 use crate::files;
 
-/// Leading bytes of a file that decide its kind.
+/// Number of bytes at the beginning of a file that decide its kind.
 const HEAD_BYTES: usize = 64 << 10;
 
 /// Buffer size of file readers.
 const BUFFER_BYTES: usize = 256 << 10;
 
-/// Limit of the bytes from a pipe that are held in memory.
+/// Largest number of bytes from a pipe that are kept in memory.
 const MOST_PIPED: u64 = 1 << 38;
 
-/// A file of data.
+/// A data file.
 #[derive(Debug, Clone)]
 pub(in crate::data) struct DataFile {
-    /// The path as messages show it.
+    /// The file's path, as shown in messages.
     pub path: PathBuf,
-    /// Its first bytes, decompressed.
+    /// The file's first bytes, decompressed.
     pub head: Vec<u8>,
-    /// Its compression.
+    /// The file's compression.
     pub packing: Option<Packing>,
-    /// Its size on the disk.
+    /// The file's size on the disk.
     pub size: u64,
-    /// Counter of the bytes read, shared with the reporter of progress.
+    /// Counter of the bytes read. The reporter of the progress shares this counter.
     read: Arc<AtomicU64>,
-    /// The whole data, if it came through a pipe.
+    /// All bytes of the file, if they came through a pipe.
     held: Option<Arc<[u8]>>,
 }
 
 impl DataFile {
-    /// Opens a file and looks at its beginning.
+    /// Opens a file and reads the file's first bytes.
     ///
     /// # Errors
     /// [`Error::Data`] for a file that cannot be read, or whose compressed data is damaged.
@@ -78,10 +78,10 @@ impl DataFile {
         Ok(file)
     }
 
-    /// Its bytes, decompressed.
+    /// A reader of the file's decompressed bytes.
     ///
     /// # Errors
-    /// [`Error::Data`] where it cannot be opened.
+    /// [`Error::Data`] if the file cannot be opened.
     pub fn reader(&self) -> Result<Box<dyn BufRead + Send>> {
         let raw = self.raw()?;
         Ok(match self.packing {
@@ -92,7 +92,7 @@ impl DataFile {
         })
     }
 
-    /// Its bytes as stored.
+    /// A reader of the file's bytes as stored.
     fn raw(&self) -> Result<Box<dyn BufRead + Send>> {
         if let Some(held) = &self.held {
             return Ok(Box::new(Cursor::new(held.clone())));
@@ -101,40 +101,40 @@ impl DataFile {
         Ok(Box::new(BufReader::with_capacity(BUFFER_BYTES, counted)))
     }
 
-    /// The file, opened again, for kinds that need random access.
+    /// Opens the file again, for kinds that need random access.
     ///
     /// # Errors
-    /// [`Error::Data`] where it cannot be opened.
+    /// [`Error::Data`] if the file cannot be opened.
     pub fn file(&self) -> Result<File> {
         files::open_to_read(&self.path).map_err(|e| Error::data(&self.path, format!("cannot be read: {e}")))
     }
 
-    /// Whether it is an uncompressed file, which allows random access.
+    /// Whether this is an uncompressed file, which allows random access.
     pub fn is_plain(&self) -> bool {
         self.packing.is_none() && self.held.is_none()
     }
 
-    /// Whether it came through a pipe and is held in memory.
+    /// Whether the data came through a pipe and is in memory.
     pub fn is_piped(&self) -> bool {
         self.held.is_some()
     }
 
-    /// The whole data, if it came through a pipe.
+    /// All bytes of the data, if the data came through a pipe.
     pub fn held(&self) -> Option<&Arc<[u8]>> {
         self.held.as_ref()
     }
 
-    /// Adds to the bytes read, for kinds that do not read the file sequentially.
+    /// Adds to the number of bytes read, for kinds that do not read the file sequentially.
     pub fn tell_read(&self, bytes: u64) {
         self.read.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// Whether its name has one of these endings, in any case, before the ending of a compression.
+    /// Whether the file's name has one of these endings. The case is ignored, and so is the additional ending of a compressed file.
     pub fn is_named(&self, endings: &[&str]) -> bool {
         is_named(&self.path, endings)
     }
 
-    /// The error of a file whose data ends or breaks off during reading.
+    /// The error of a file whose data ends or becomes unreadable during reading.
     pub fn broken(&self, error: &io::Error) -> Error {
         let why = match self.packing {
             None => format!("cannot be read: {error}"),
@@ -161,10 +161,10 @@ impl Read for Counted {
     }
 }
 
-/// The files that a path, a folder or a glob stands for, in order.
+/// The files of a path, a folder or a glob, in order.
 ///
 /// # Errors
-/// [`Error::Data`] where there are none, or a folder cannot be read.
+/// [`Error::Data`] if there are no files, or a folder cannot be read.
 pub(in crate::data) fn find(source: &str) -> Result<Vec<PathBuf>> {
     let path = Path::new(source);
     if path.is_dir() {
@@ -181,7 +181,7 @@ pub(in crate::data) fn find(source: &str) -> Result<Vec<PathBuf>> {
         return Ok(vec![path.to_owned()]);
     }
     let wrong = |why: String| Error::data(path, format!("is no glob that can be followed: {why}"));
-    // As in a shell, a glob matches hidden files only if it names the dot.
+    // As in a shell, a glob matches hidden files only if the glob contains the dot.
     let options = glob::MatchOptions { require_literal_leading_dot: true, ..glob::MatchOptions::new() };
     let names = glob::glob_with(source, options).map_err(|e| wrong(e.to_string()))?;
     let mut found = names.collect::<Result<Vec<_>, _>>().map_err(|e| wrong(e.to_string()))?;
@@ -193,10 +193,10 @@ pub(in crate::data) fn find(source: &str) -> Result<Vec<PathBuf>> {
     }
 }
 
-/// Deepest nesting of folders: a link may lead back.
+/// Deepest nesting of folders. The depth is limited because a link may lead back to a parent folder.
 const MOST_DEPTH: usize = 32;
 
-/// Adds the files of a folder and its subfolders, except hidden ones.
+/// Adds the files of a folder and its subfolders. Hidden files are left out.
 fn add_folder(folder: &Path, depth: usize, found: &mut Vec<PathBuf>) -> Result<()> {
     let unread = |e: io::Error| Error::data(folder, format!("cannot be read: {e}"));
     if depth > MOST_DEPTH {
@@ -218,17 +218,17 @@ fn add_folder(folder: &Path, depth: usize, found: &mut Vec<PathBuf>) -> Result<(
     Ok(())
 }
 
-/// Endings of the files that are read in a folder, which may also contain licences and images.
+/// Endings of the files that are read in a folder. The folder may also contain other files, such as licences and images.
 const ENDINGS: [&str; 8] = [".txt", ".text", ".md", ".jsonl", ".ndjson", ".parquet", ".bin", ".idx"];
 
-/// Whether a file's name has one of these endings, in any case, before the ending of a compression.
+/// Whether a file's name has one of these endings. The case is ignored, and so is the additional ending of a compressed file.
 fn is_named(path: &Path, endings: &[&str]) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy().to_ascii_lowercase();
     let name = [".gz", ".zst", ".zstd"].iter().find_map(|end| name.strip_suffix(end)).unwrap_or(&name);
     endings.iter().any(|ending| name.ends_with(ending))
 }
 
-/// The files without those that are companions of an earlier file.
+/// Removes files that are companions of an earlier file.
 fn without_companions(found: Vec<PathBuf>) -> Vec<PathBuf> {
     let (mut kept, mut brought) = (Vec::new(), Vec::new());
     for path in found {
@@ -240,7 +240,7 @@ fn without_companions(found: Vec<PathBuf>) -> Vec<PathBuf> {
     kept
 }
 
-/// Where to get the text that a built-in configuration names but does not include.
+/// Where the user can get the text that a built-in configuration names but Nibble does not include.
 fn where_to_get(path: &Path, error: &io::Error) -> &'static str {
     match error.kind() == io::ErrorKind::NotFound && path == Path::new("tinyshakespeare.txt") {
         true => {

@@ -1,4 +1,4 @@
-//! A JSON array whose items are rows, read item by item.
+//! A JSON array whose items are rows. The array is read item by item.
 
 use std::io::BufRead;
 
@@ -29,7 +29,7 @@ impl Source for JsonArray {
                     let behind = items[stream.byte_offset()..].trim_ascii_start().first();
                     behind.is_none_or(|byte| matches!(byte, b',' | b']'))
                 }
-                // The item continues beyond the bytes looked at.
+                // The item continues beyond the bytes that were read.
                 Some(Err(error)) => error.is_eof() && items.len() > 1024,
                 None => false,
             }
@@ -47,13 +47,13 @@ struct Items {
     reader: Box<dyn BufRead + Send>,
     file: DataFile,
     item: Vec<u8>,
-    /// Number of the item read last.
+    /// Number of the last item that was read.
     number: u64,
     is_over: bool,
 }
 
 impl Items {
-    /// The next byte that is not white space, without consuming it; `None` at the end of the file.
+    /// Returns the next byte that is not white space, without consuming the byte; `None` at the end of the file.
     fn peek(&mut self) -> Result<Option<u8>> {
         loop {
             let buffer = self.reader.fill_buf().map_err(|e| self.file.broken(&e))?;
@@ -82,7 +82,7 @@ impl Items {
         Ok(())
     }
 
-    /// Whether there is another item; if so, the reader is positioned at it.
+    /// Whether there is another item. The reader is then at the beginning of this item.
     fn has_next(&mut self) -> Result<bool> {
         let broken = |items: &Self, why: &str| {
             Err(damaged(&items.file.path, format!("is damaged JSON: behind row {} {why}", items.number)))
@@ -106,7 +106,7 @@ impl Items {
         }
     }
 
-    /// Reads an item to its end. An item that is too long is discarded, and returned as an error.
+    /// Reads an item to its end. An item that is too long is discarded and reported as an error.
     fn read_item(&mut self) -> Result<Result<(), String>> {
         let (mut depth, mut in_text, mut escaped) = (0u64, false, false);
         let (mut is_closed, mut is_long) = (false, false);

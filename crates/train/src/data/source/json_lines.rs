@@ -1,4 +1,4 @@
-//! JSON lines: one row a line.
+//! JSON Lines: each line is a row.
 
 use std::io::{self, BufRead, Read};
 
@@ -24,7 +24,7 @@ impl Source for JsonLines {
         };
         match serde_json::from_slice::<IgnoredAny>(first) {
             Ok(_) => true,
-            // The row continues beyond the bytes looked at, or the file's name claims the format.
+            // The row continues beyond the bytes that were read, or the file's name says that the file is JSON Lines.
             Err(error) => error.is_eof() && first.len() > 1024 || file.is_named(&[".jsonl", ".ndjson"]),
         }
     }
@@ -43,7 +43,7 @@ struct Lines {
 }
 
 impl Lines {
-    /// Reads a line; `None` at the end. A line that is too long is skipped to its end, and returned as an error.
+    /// Reads a line; `None` at the end of the file. A line that is too long is skipped and reported as an error.
     fn read_line(&mut self) -> io::Result<Option<Result<(), String>>> {
         self.line.clear();
         let most = MOST_ROW_BYTES as u64;

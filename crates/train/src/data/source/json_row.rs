@@ -10,30 +10,30 @@ use super::{Asked, Chat, Content, DataFile, Piece, Pieces, Row, no_such_key};
 use crate::error::{Error, Result};
 use crate::json_rows::{RowKey, no_json};
 
-/// The byte-order mark with which some programs begin UTF-8 text.
+/// The byte order mark that some programs write at the beginning of UTF-8 text.
 pub(super) const MARK: &[u8] = b"\xef\xbb\xbf";
 
-/// The number of a row, and its text or the reason why it cannot be read.
+/// The number of a row, and the row's text or the reason why the row cannot be read.
 pub(super) type RowText<'a> = (u64, Result<&'a [u8], String>);
 
 /// The texts of a file's rows, in order.
 pub(super) trait RowTexts: Send {
-    /// The unit in which rows are numbered from 1: `line`.
+    /// The unit in which rows are counted from 1: `line`.
     fn unit(&self) -> &'static str;
 
-    /// The next row; `None` at the end.
+    /// The next row; `None` at the end of the file.
     ///
     /// # Errors
-    /// [`Error::Data`] where the file is damaged, so that nothing after that place can be trusted.
+    /// [`Error::Data`] if the file is damaged and all following bytes are unreliable.
     fn next(&mut self) -> Result<Option<RowText<'_>>>;
 }
 
-/// The documents of rows.
+/// The documents in the rows of a file.
 pub(super) struct JsonRows<T> {
     texts: T,
     file: DataFile,
     asked: Asked,
-    /// Remaining documents of the row read last.
+    /// Remaining documents of the last row that was read.
     waiting: VecDeque<Row>,
 }
 
@@ -72,7 +72,7 @@ impl<T: RowTexts> Pieces for JsonRows<T> {
     }
 }
 
-/// The documents of a row, at least one, or why it has none.
+/// The documents of a row (at least one), or the reason why the row has none.
 fn documents(row: &[u8], asked: &Asked) -> Result<Vec<Piece>, String> {
     if let Some(chat) = &asked.chat {
         return chat.documents(row);
@@ -80,7 +80,7 @@ fn documents(row: &[u8], asked: &Asked) -> Result<Vec<Piece>, String> {
     document(row, asked).map(|piece| vec![piece])
 }
 
-/// The document of a row without a conversation.
+/// The document of a row that is not a conversation.
 fn document(row: &[u8], asked: &Asked) -> Result<Piece, String> {
     let keys = asked.keys();
     let mut found: Vec<Option<Value>> = keys.iter().map(|_| None).collect();
@@ -127,7 +127,7 @@ fn document(row: &[u8], asked: &Asked) -> Result<Piece, String> {
     Ok(Piece::whole(Content::Text(parts)))
 }
 
-/// The type of a JSON value, by its first byte.
+/// The type of a JSON value, according to the value's first byte.
 fn kind_of(json: &[u8]) -> &'static str {
     match json.trim_ascii_start().first() {
         Some(b'{') => "an object",
@@ -139,7 +139,7 @@ fn kind_of(json: &[u8]) -> &'static str {
     }
 }
 
-/// Number of a row's keys that a message lists.
+/// Number of a row's keys that an error message lists.
 const MOST_OTHERS: usize = 8;
 
 /// Reads the requested keys of an object, and skips all other values without storing them.
@@ -148,7 +148,7 @@ struct Object<'a> {
     found: &'a mut [Option<Value>],
     others: &'a mut Vec<String>,
     twice: &'a mut Option<String>,
-    /// Why the row is refused: a key whose meaning for other trainers is not implemented. `None` if such keys are not checked.
+    /// Why the row is refused: the row has a key that other trainers read and Nibble does not. `None` if such keys are not checked.
     refused: Option<&'a mut Option<String>>,
 }
 

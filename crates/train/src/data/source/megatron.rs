@@ -1,8 +1,8 @@
-//! Megatron's indexed data: ids in a `.bin`, with an `.idx` of the same name that says where sequences and documents begin.
+//! Megatron's indexed data: token ids in a `.bin` file. An `.idx` file of the same name says where sequences and documents begin.
 //!
-//! The index: a mark; the version (64 bits); the type of an id (8 bits); the number of sequences, and the number of documents plus one (64
-//! bits each); the length of each sequence (32 bits); the byte offset of each sequence (64 bits); and the first sequence of each document
-//! (64 bits), followed by the number of sequences.
+//! The index contains a mark; the version (64 bits); the type of an id (8 bits); the number of sequences, and the number of documents plus
+//! one (64 bits each); the length of each sequence (32 bits); the byte offset of each sequence (64 bits); and the first sequence of each
+//! document (64 bits), followed by the number of sequences.
 
 use std::fs::File;
 use std::io::{BufReader, ErrorKind, Read};
@@ -13,15 +13,15 @@ use crate::data::region::Region;
 use crate::error::{Error, Result};
 use crate::files;
 
-/// A pair of Megatron files.
+/// Token ids and their index in a pair of Megatron files.
 pub(super) struct Megatron;
 
 const MARK: &[u8] = b"MMIDIDX\0\0";
 
-/// Bytes before the lengths.
+/// Number of bytes that precede the sequence lengths.
 const HEADER_BYTES: usize = MARK.len() + 8 + 1 + 8 + 8;
 
-/// Types of ids by number: bytes of an id, and whether it is signed. Numbers 6 and 7 are floating-point types.
+/// Types of ids: the type's number, the bytes of an id, and whether ids are signed. Numbers 6 and 7 are floating-point types.
 const TYPES: [(u8, usize, bool); 6] =
     [(1, 1, false), (2, 1, true), (3, 2, true), (4, 4, true), (5, 8, true), (8, 2, false)];
 
@@ -36,7 +36,7 @@ impl Source for Megatron {
     }
 
     fn id_bits(&self, file: &DataFile) -> Option<u32> {
-        // An unreadable index is reported when it is opened.
+        // An unreadable index is reported later, when the index is opened.
         let bits = |index: Index| index.width as u32 * 8 - u32::from(index.is_signed);
         Some(Index::open(&index_of(&file.path)).map_or(u32::BITS, bits))
     }
@@ -69,23 +69,24 @@ fn has_ending(path: &Path, ending: &str) -> bool {
     path.extension().is_some_and(|is| is.eq_ignore_ascii_case(ending))
 }
 
-/// The index of a file of ids.
+/// The path of the index that belongs to a file of ids.
 fn index_of(path: &Path) -> PathBuf {
     if has_ending(path, "idx") { path.to_owned() } else { beside(path, ["idx", "IDX"]) }
 }
 
-/// The file of ids of a file of ids or an index.
+/// The path of the file of ids that belongs to `path`, which is a file of ids or an index.
 fn ids_of(path: &Path) -> PathBuf {
     if has_ending(path, "bin") { path.to_owned() } else { beside(path, ["bin", "BIN"]) }
 }
 
-/// The file of the same name with this extension, in capitals if only that one exists.
+/// The path with the extension `small`, or with `large` (in capitals) if only the file with `large` exists.
 fn beside(path: &Path, [small, large]: [&str; 2]) -> PathBuf {
     let (small, large) = (path.with_extension(small), path.with_extension(large));
     if !small.exists() && large.exists() { large } else { small }
 }
 
-/// Whether the path is an index by its first bytes, or exists but cannot be read, which is reported when it is opened.
+/// Whether the file begins like an index. The result is also true if the file exists but cannot be read; the error is reported later, when
+/// the index is opened.
 fn begins_so(path: &Path) -> bool {
     let mut start = Vec::new();
     let read =
@@ -93,7 +94,7 @@ fn begins_so(path: &Path) -> bool {
     read.map_or_else(|error| error.kind() != ErrorKind::NotFound, |_| start == MARK)
 }
 
-/// An index, read from disk as needed.
+/// An index whose parts are read from disk as needed.
 #[derive(Debug)]
 pub(in crate::data) struct Index {
     bytes: Region,
@@ -105,18 +106,18 @@ pub(in crate::data) struct Index {
 }
 
 impl Index {
-    /// Opens an index. The consistency of its parts is checked as they are read.
+    /// Opens an index. The index's parts are checked for consistency when they are read.
     ///
     /// # Errors
-    /// [`Error::Data`] for a file that is no index, has another version, or another length than its header implies.
+    /// [`Error::Data`] for a file that is no index, has another version, or has another length than its header implies.
     pub fn open(path: &Path) -> Result<Self> {
         Self::of(Region::open(path)?, path)
     }
 
-    /// The index in these bytes.
+    /// Interprets these bytes as an index.
     ///
     /// # Errors
-    /// As [`Index::open`].
+    /// The errors of [`Index::open`].
     pub fn of(bytes: Region, path: &Path) -> Result<Self> {
         let wrong = |why: String| Error::data(path, why);
         if bytes.len() < HEADER_BYTES || *bytes.read(0..MARK.len())? != *MARK {
@@ -155,7 +156,7 @@ impl Index {
         Ok(index)
     }
 
-    /// The first sequence of a document, or the end of the last document.
+    /// The first sequence of a document. For the number of documents: the end of the last document.
     fn first_sequence(&self, document: u64) -> Result<u64> {
         self.bytes.u64_at(HEADER_BYTES + 12 * self.sequences as usize + 8 * document as usize)
     }
@@ -177,10 +178,10 @@ impl Index {
         Ok(first..end)
     }
 
-    /// The number of ids of a sequence, which begins at byte `place`.
+    /// The number of ids of a sequence that begins at byte `place`.
     ///
     /// # Errors
-    /// [`Error::Data`] if the length is negative, or the index has another offset.
+    /// [`Error::Data`] if the length is negative, or if the index contains another offset than `place`.
     pub fn length(&self, sequence: u64, place: u64) -> Result<u64> {
         let at = HEADER_BYTES + 4 * sequence as usize;
         let length = i32::from_le_bytes(self.bytes.number(at)?);
@@ -197,7 +198,7 @@ impl Index {
     }
 }
 
-/// The documents of a pair of files.
+/// The documents in a pair of Megatron files.
 struct Documents {
     index: Index,
     ids: BufReader<File>,
@@ -207,7 +208,7 @@ struct Documents {
     file: DataFile,
     document: u64,
     sequence: u64,
-    /// Ids of the current sequence that have been returned.
+    /// Number of ids of the current sequence that have been returned.
     within: u64,
     /// Byte offset of the current sequence.
     place: u64,
@@ -235,7 +236,7 @@ impl Pieces for Documents {
         let most = (MOST_ROW_BYTES / 4) as u64;
         while self.sequence < of.end && (ids.len() as u64) < most {
             let length = self.index.length(self.sequence, self.place)?;
-            // No overflow: a length has 31 bits.
+            // The sum does not overflow, because a length has at most 31 bits.
             if self.place + length * width > self.has {
                 let why = format!(
                     "ends at byte {}, within sequence {}, of {length} ids from byte {} on",
@@ -277,7 +278,7 @@ impl Pieces for Documents {
     }
 }
 
-/// An integer of one to eight bytes.
+/// Decodes an integer of one to eight bytes.
 fn id_of(bytes: &[u8], is_signed: bool) -> i64 {
     let fill = if is_signed && bytes.last().is_some_and(|last| *last >= 0x80) { 0xff } else { 0 };
     let mut whole = [fill; 8];

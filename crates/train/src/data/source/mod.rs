@@ -1,6 +1,7 @@
-//! The kinds of data files, and the documents that a file holds, one after the other.
+//! The kinds of data files, and the documents in a file, which are read one after the other.
 //!
-//! A kind is one file of this folder and one entry of [`KINDS`]. No file is held whole in memory: a kind returns pieces of bounded size.
+//! A kind needs one file in this folder and one entry of [`KINDS`]. No file is completely in memory, because kinds return pieces of bounded
+//! size.
 
 mod chat;
 mod files;
@@ -24,7 +25,7 @@ pub(super) use files::{DataFile, find};
 use crate::config::USUAL_TEXT_KEY;
 use crate::error::{Error, Result};
 
-/// Kinds of files, the most specific first. The last one accepts any file.
+/// Kinds of files, with the most specific kind first. The last kind accepts any file.
 const KINDS: [&dyn Source; 6] = [
     &parquet::Parquet,
     &megatron::Megatron,
@@ -34,15 +35,15 @@ const KINDS: [&dyn Source; 6] = [
     &text::PlainText,
 ];
 
-/// Text read as its bytes, however it begins.
+/// The kind that reads any file as plain bytes, even if the file begins like a binary format.
 const BYTES: &dyn Source = &text::AnyBytes;
 
 /// A kind of file.
 pub(super) trait Source: Sync {
-    /// Its name: `JSON lines`.
+    /// The name of the kind: `JSON lines`.
     fn name(&self) -> &'static str;
 
-    /// Whether a file is of this kind, by its content, or by its name if the content does not decide.
+    /// Whether a file is of this kind. The file's contents decide; if the contents are ambiguous, the file's name decides.
     fn is_of(&self, file: &DataFile) -> bool;
 
     /// Whether a file of this kind is one text, equal to the file's bytes.
@@ -50,12 +51,12 @@ pub(super) trait Source: Sync {
         false
     }
 
-    /// Number of bits of an id in a file of token ids.
+    /// Number of bits of an id; `None` if files of this kind do not contain token ids.
     fn id_bits(&self, _file: &DataFile) -> Option<u32> {
         None
     }
 
-    /// Other files that belong to this one.
+    /// Other files that belong to the file at this path.
     fn companions(&self, _path: &Path) -> Vec<PathBuf> {
         Vec::new()
     }
@@ -63,7 +64,7 @@ pub(super) trait Source: Sync {
     /// Starts reading a file of this kind.
     ///
     /// # Errors
-    /// [`Error::Data`] for a file that is damaged, or lacks what is asked for.
+    /// [`Error::Data`] for a file that is damaged, or that lacks a key or column in `asked`.
     fn open(&self, file: &DataFile, asked: &Asked) -> Result<Box<dyn Pieces>>;
 }
 
@@ -72,18 +73,18 @@ pub(super) trait Source: Sync {
 pub(super) struct Asked {
     /// Whether files are read as plain bytes.
     pub bytes: bool,
-    /// The key or column of texts.
+    /// The key or column that contains the texts.
     pub text_key: String,
-    /// The keys of prompt and answer, which replace `text_key`.
+    /// The keys of prompt and answer, which replace `text_key` if they are set.
     pub pair: Option<[String; 2]>,
-    /// The key and template of conversations, which replace both.
+    /// The key and template of conversations, which replace `text_key` and `pair` if they are set.
     pub chat: Option<Chat>,
     /// The id that ends a document in files of ids.
     pub end: Option<u32>,
 }
 
 impl Asked {
-    /// The keys that every row must have, each with a flag whether its tokens are targets.
+    /// The keys that every row must have. Each key has a flag that says whether its tokens are targets.
     fn keys(&self) -> Vec<(&str, bool)> {
         match &self.pair {
             None => vec![(&self.text_key, true)],
@@ -91,10 +92,10 @@ impl Asked {
         }
     }
 
-    /// Refuses a file without rows if keys of rows are set: they would have no effect on it.
+    /// Refuses a file without rows if keys of rows are set, because these keys would have no effect on the file.
     ///
     /// # Errors
-    /// [`Error::Data`] with the keys, and the formats that have rows.
+    /// [`Error::Data`] with the keys, and with the formats that have rows.
     fn require_no_keys(&self, file: &DataFile, what: &str) -> Result<()> {
         let set = match self {
             Self { chat: Some(_), .. } => "data.messages_key",
@@ -117,33 +118,34 @@ impl Asked {
     }
 }
 
-/// The pieces of a file, in order; none after an error.
+/// The pieces of a file, in order. There are no more pieces after an error.
 pub(super) trait Pieces: Send {
-    /// The unit in which pieces are numbered from 1: `line`.
+    /// The unit in which pieces are counted from 1: `line`.
     fn unit(&self) -> &'static str;
 
     /// The next piece.
     ///
     /// # Errors
-    /// [`Error::Data`] where the file is damaged, so that nothing after that place can be trusted.
+    /// [`Error::Data`] if the file is damaged and all following bytes are unreliable.
     fn next(&mut self) -> Result<Option<Row>>;
 }
 
 /// A row of a file.
 #[derive(Debug)]
 pub(super) struct Row {
-    /// Its number from 1, in the file's unit; for a piece of a longer document, the number of its first byte or token.
+    /// The row's number in the file's unit, counted from 1. For a piece of a longer document, the number of the piece's first byte or
+    /// token.
     pub number: u64,
-    /// Its piece, or why it cannot be read. Later rows can still be read.
+    /// The row's piece, or the reason why the row cannot be read. Later rows can still be read.
     pub holds: Result<Piece, String>,
 }
 
-/// A document or a contiguous part of one.
+/// A document, or a contiguous part of a document.
 #[derive(Debug)]
 pub(super) struct Piece {
-    /// Whether a document begins here.
+    /// Whether a document begins at the start of this piece.
     pub begins: bool,
-    /// Whether a document ends here.
+    /// Whether a document ends at the end of this piece.
     pub ends: bool,
     pub content: Content,
 }
@@ -151,21 +153,22 @@ pub(super) struct Piece {
 /// The content of a piece.
 #[derive(Debug)]
 pub(super) enum Content {
-    /// Consecutive texts, each with a flag whether its tokens are targets.
+    /// Consecutive texts. Each text has a flag that says whether its tokens are targets.
     Text(Vec<(Vec<u8>, bool)>),
-    /// The texts of a rendered conversation with the same flags. They contain their control tokens and need no framing.
+    /// The texts of a rendered conversation. Each text has a flag that says whether its tokens are targets. The texts contain their control
+    /// tokens and need no framing.
     Chat(Vec<(String, bool)>),
-    /// Token ids.
+    /// The piece consists of token ids.
     Ids(Vec<u32>),
 }
 
 impl Piece {
-    /// A piece that is a whole document.
+    /// A piece that contains a whole document.
     fn whole(content: Content) -> Self {
         Self { begins: true, ends: true, content }
     }
 
-    /// Size in bytes.
+    /// Size of the piece in bytes.
     pub fn bytes(&self) -> usize {
         match &self.content {
             Content::Text(parts) => parts.iter().map(|(text, _)| text.len()).sum(),
@@ -178,7 +181,7 @@ impl Piece {
 /// Largest size of a row in bytes.
 pub(in crate::data) const MOST_ROW_BYTES: usize = 64 << 20;
 
-/// The error of a longer row.
+/// The error of a row that is longer than the limit.
 fn too_long() -> String {
     format!("is longer than {} MiB, which no row is", MOST_ROW_BYTES >> 20)
 }
@@ -186,7 +189,7 @@ fn too_long() -> String {
 /// Size of a piece of text or of ids, in bytes.
 const PIECE_BYTES: usize = 4 << 20;
 
-/// The kind of a file.
+/// Determines the kind of a file.
 pub(super) fn kind_of(file: &DataFile, asked: &Asked) -> &'static dyn Source {
     if asked.bytes {
         return BYTES;
@@ -195,7 +198,7 @@ pub(super) fn kind_of(file: &DataFile, asked: &Asked) -> &'static dyn Source {
     KINDS.into_iter().find(|kind| kind.is_of(file)).unwrap_or(&text::PlainText)
 }
 
-/// Whether a source holds token ids. If its files are gone, or come through a pipe, their names decide.
+/// Whether a source consists of token ids. The names of the files decide if the files no longer exist, or come through a pipe.
 pub(crate) fn holds_ids(source: &str) -> bool {
     let path = Path::new(source);
     let first = find(source).ok().and_then(|files| files.into_iter().next());
@@ -207,19 +210,19 @@ pub(crate) fn holds_ids(source: &str) -> bool {
     opened.is_ok_and(|file| kind_of(&file, &asked).id_bits(&file).is_some())
 }
 
-/// The names of the kinds.
+/// The names of all kinds of files.
 #[cfg(test)]
 pub(super) fn kind_names() -> impl Iterator<Item = &'static str> {
     KINDS.iter().map(|kind| kind.name())
 }
 
-/// The error of a row without its keys.
+/// The error of a row that lacks the requested keys.
 fn no_such_key(missing: &[&str], there: &str, asked: &Asked) -> String {
     let missing = missing.iter().map(|key| format!("\"{key}\"")).collect::<Vec<_>>().join(" and ");
     format!("has no {missing}, {there}; {}", asked.setting())
 }
 
-/// Advice on formats with rows and on conversion to them.
+/// Advice on formats with rows and on conversion to these formats.
 fn to_rows(file: &DataFile) -> String {
     let read = match () {
         () if file.is_named(&[".json"]) => "DataFrame(json.load(open(\"IN\"))[\"KEY\"])",

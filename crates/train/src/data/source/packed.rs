@@ -1,4 +1,4 @@
-//! Compression of whole files: gzip and zstd, decompressed while reading.
+//! Whole files that are compressed with gzip or zstd, and decompressed while they are read.
 
 use std::io::{self, BufRead, Read};
 use std::mem;
@@ -10,9 +10,9 @@ use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
 /// The compression of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::data) enum Packing {
-    /// RFC 1952.
+    /// The gzip format of RFC 1952.
     Gzip,
-    /// RFC 8878.
+    /// The zstd format of RFC 8878.
     Zstd,
 }
 
@@ -26,7 +26,7 @@ const ZSTD_MAGIC: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
 const SKIPPED_MAGIC: [u8; 3] = [0x2a, 0x4d, 0x18];
 
 impl Packing {
-    /// The compression, by a file's first four bytes.
+    /// The compression of a file, according to its first four bytes; `None` for an uncompressed file.
     pub fn of(start: &[u8]) -> Option<Self> {
         if start.starts_with(&GZIP_MAGIC) {
             return Some(Self::Gzip);
@@ -36,7 +36,7 @@ impl Packing {
         (start.starts_with(&ZSTD_MAGIC) || is_skipped).then_some(Self::Zstd)
     }
 
-    /// Its name.
+    /// The name of the compression.
     pub fn name(self) -> &'static str {
         match self {
             Self::Gzip => "gzip",
@@ -44,22 +44,22 @@ impl Packing {
         }
     }
 
-    /// Whether such a file is decompressed even under `data.bytes`.
+    /// Whether a file with this compression is decompressed even under `data.bytes`.
     pub fn is_always(self) -> bool {
         self == Self::Gzip
     }
 }
 
-/// Highest compression ratio of a text. Data beyond it is repetitive, and possibly made to fill the disk.
+/// Highest accepted compression ratio of a text. Data with a higher ratio is repetitive, and may have been created to fill the disk.
 const MOST_RATIO: u64 = 200;
 
-/// Decompressed size that is allowed at any ratio.
+/// Decompressed size up to which any compression ratio is accepted.
 const ALWAYS_BYTES: u64 = 64 << 20;
 
-/// Largest zstd window in bytes: that of `zstd --ultra -22`.
+/// Largest zstd window in bytes, which is the window of `zstd --ultra -22`.
 const MOST_WINDOW: u64 = 128 << 20;
 
-/// The decompressed bytes of a file of `size` compressed bytes.
+/// Decompresses a file of `size` compressed bytes.
 pub(super) fn unpacked(packing: Packing, raw: Box<dyn BufRead + Send>, size: u64) -> impl Read + Send {
     let most = size.saturating_mul(MOST_RATIO).max(ALWAYS_BYTES);
     Bounded { members: Members { packing, at: Place::Between(raw) }, read: 0, most, size }
@@ -67,7 +67,7 @@ pub(super) fn unpacked(packing: Packing, raw: Box<dyn BufRead + Send>, size: u64
 
 type Raw = Box<dyn BufRead + Send>;
 
-/// The members or frames of a compressed file, one after the other.
+/// The members or frames of a compressed file, which are read one after the other.
 struct Members {
     packing: Packing,
     at: Place,
@@ -80,7 +80,7 @@ enum Place {
     Done,
 }
 
-/// Fails once the decompressed size exceeds that of any text.
+/// A reader that fails when the decompressed size exceeds the size that a text can have.
 struct Bounded {
     members: Members,
     read: u64,
@@ -124,7 +124,7 @@ impl Read for Members {
     }
 }
 
-/// The next member, if there is one.
+/// Starts the next member, if there is one.
 fn begin_member(mut raw: Raw) -> io::Result<Place> {
     Ok(match raw.fill_buf()?.first() {
         Some(first) if *first == GZIP_MAGIC[0] => Place::InGzip(Box::new(GzDecoder::new(raw))),
@@ -136,7 +136,7 @@ fn begin_member(mut raw: Raw) -> io::Result<Place> {
     })
 }
 
-/// Accepts only zeros, which pad a file to a tape's block size.
+/// Accepts only zeros, because zeros pad a file to the block size of a tape.
 fn only_zeros(raw: &mut Raw) -> io::Result<()> {
     let (mut count, mut are_zeros) = (0, true);
     loop {
@@ -158,12 +158,12 @@ fn only_zeros(raw: &mut Raw) -> io::Result<()> {
 struct Frame {
     raw: Raw,
     decoder: FrameDecoder,
-    /// Bytes returned so far.
+    /// Number of bytes returned so far.
     given: u64,
 }
 
 impl Frame {
-    /// The next bytes; none at the end, where checksum and size are verified.
+    /// Reads the next bytes. Returns 0 at the end of the frame, where checksum and size are verified.
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         while self.decoder.can_collect() == 0 && !self.decoder.is_finished() {
             if let Err(error) =
@@ -186,7 +186,7 @@ impl Frame {
     }
 }
 
-/// The next frame, if there is one. Skippable frames are skipped.
+/// Starts the next frame, if there is one. Skippable frames are skipped.
 fn begin_frame(mut raw: Raw) -> io::Result<Place> {
     loop {
         if raw.fill_buf()?.is_empty() {
@@ -207,7 +207,7 @@ fn begin_frame(mut raw: Raw) -> io::Result<Place> {
     }
 }
 
-/// The error of a damaged frame: end of file if nothing is left, otherwise the decoder's error.
+/// The error of a damaged frame: an unexpected end of file if no bytes are left, otherwise the decoder's error.
 fn broken(raw: &mut Raw, error: &FrameDecoderError) -> io::Error {
     let kind = match raw.fill_buf().is_ok_and(<[u8]>::is_empty) {
         true => io::ErrorKind::UnexpectedEof,

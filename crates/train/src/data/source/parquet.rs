@@ -1,4 +1,4 @@
-//! Parquet: the requested columns of each row group, page by page.
+//! Parquet files. The requested columns of each row group are read page by page.
 
 use std::fs::File;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -19,16 +19,16 @@ pub(super) struct Parquet;
 
 const MARK: &[u8] = b"PAR1";
 
-/// Rows read of a column at once.
+/// Number of rows of a column that are read at once.
 const ROWS: usize = 256;
 
 /// Largest decompressed size of a column in a row group.
 const MOST_GROUP_BYTES: i64 = 8 << 30;
 
-/// Highest compression ratio of a text column beyond [`ALWAYS_BYTES`].
+/// Highest accepted compression ratio of a text column that is larger than [`ALWAYS_BYTES`].
 const MOST_RATIO: i64 = 1000;
 
-/// Decompressed size of a column that is allowed at any ratio.
+/// Decompressed size of a column up to which any compression ratio is accepted.
 const ALWAYS_BYTES: i64 = 64 << 20;
 
 impl Source for Parquet {
@@ -75,7 +75,7 @@ impl Source for Parquet {
     }
 }
 
-/// The result of a reader's call, with panics, which damaged files may cause, turned into errors.
+/// Calls the Parquet reader, and converts panics to errors. Damaged files may cause such panics.
 fn guarded<T>(file: &DataFile, call: impl FnOnce() -> Result<T, ParquetError>) -> Result<T> {
     match catch_unwind(AssertUnwindSafe(call)) {
         Ok(Ok(done)) => Ok(done),
@@ -91,23 +91,23 @@ struct Rows {
     asked: Asked,
     /// Names of the columns that are read, with their uses.
     keys: Vec<(String, Use)>,
-    /// Indices of these columns in the file.
+    /// Indices in the file of the columns that are read.
     places: Vec<usize>,
-    /// The next row group.
+    /// The index of the next row group.
     group: usize,
-    /// Unread rows of the current row group.
+    /// Number of unread rows of the current row group.
     left: u64,
     columns: Vec<Column>,
-    /// Number of the row returned last.
+    /// Number of the last row that was returned.
     number: u64,
 }
 
 /// The use of a column.
 #[derive(Clone, Copy)]
 enum Use {
-    /// Text, with a flag whether its tokens are targets.
+    /// The column contains text; the flag says whether its tokens are targets.
     Text(bool),
-    /// A check that it is empty, since other trainers give it a meaning.
+    /// The column must be empty, because other trainers give it a meaning that Nibble does not implement.
     Nothing(RowKey),
 }
 
@@ -116,12 +116,12 @@ struct Column {
     reader: ColumnReaderImpl<ByteArrayType>,
     /// Definition level of a value that is not null.
     full: i16,
-    /// Values read ahead in reverse order, `None` for null.
+    /// Values that have been read ahead, in reverse order. A null is `None`.
     read: Vec<Option<ByteArray>>,
 }
 
 impl Rows {
-    /// Finds the requested columns, and refuses those that cannot be read.
+    /// Finds the requested columns, and refuses columns that cannot be read.
     fn find_columns(&mut self) -> Result<()> {
         let wrong = |why: String| Err(Error::data(&self.file.path, why));
         let metadata = self.reader.metadata();
@@ -186,7 +186,7 @@ impl Rows {
         Ok(())
     }
 
-    /// Moves to the next row group; false after the last one.
+    /// Moves to the next row group. Returns false after the last row group.
     fn next_group(&mut self) -> Result<bool> {
         for column in &mut self.columns {
             if guarded(&self.file, || column.has_more())? {
@@ -199,7 +199,7 @@ impl Rows {
             return Ok(false);
         }
         let of = metadata.row_group(self.group);
-        // A negative number of rows is damage.
+        // A negative number of rows means that the file is damaged.
         self.left = u64::try_from(of.num_rows()).map_err(|_| {
             Error::data(&self.file.path, format!("row group {} has {} rows", self.group + 1, of.num_rows()))
         })?;
@@ -221,7 +221,7 @@ impl Rows {
     }
 }
 
-/// Why a column with this compression cannot be read.
+/// The reason why a column with this compression cannot be read.
 fn refused(packing: Compression, path: &Path) -> Option<String> {
     let name = match packing {
         Compression::ZSTD(_) => "zstd",
@@ -255,7 +255,7 @@ impl Column {
         Ok(())
     }
 
-    /// Whether values remain beyond those returned.
+    /// Whether more values remain after the values that have been returned.
     fn has_more(&mut self) -> Result<bool, ParquetError> {
         let read = self.reader.read_records(1, Some(&mut Vec::new()), None, &mut Vec::new())?;
         Ok(read.0 > 0 || !self.read.is_empty())

@@ -1,4 +1,4 @@
-//! Plain text: one document, read piece by piece.
+//! Plain text: one document, which is read piece by piece.
 
 use std::io::{BufRead, Read};
 
@@ -6,10 +6,10 @@ use super::{Asked, Content, DataFile, PIECE_BYTES, Piece, Pieces, Row, Source, t
 use crate::data::signature;
 use crate::error::{Error, Result};
 
-/// Text, unless its first bytes are those of a binary format.
+/// Text, unless the file begins like a binary format.
 pub(super) struct PlainText;
 
-/// Any bytes.
+/// Files with any contents, read as bytes.
 pub(super) struct AnyBytes;
 
 impl Source for PlainText {
@@ -69,9 +69,9 @@ impl Source for AnyBytes {
 struct TextPieces {
     reader: Box<dyn BufRead + Send>,
     file: DataFile,
-    /// Bytes read that belong to the next piece.
+    /// Bytes that have been read, but belong to the next piece.
     rest: Vec<u8>,
-    /// Bytes of the earlier pieces.
+    /// Number of bytes of the earlier pieces.
     given: u64,
 }
 
@@ -99,8 +99,8 @@ impl Pieces for TextPieces {
     }
 }
 
-/// Where to cut a text so that its tokens stay those of the whole: after the last single newline, where tokenizers that split words always
-/// split. Otherwise after white space, or between two characters.
+/// Where to cut a text so that the tokens of the pieces are the tokens of the whole text: after the last single newline, because tokenizers
+/// that split text into words always split there. Without such a newline, the cut is after white space, or between two characters.
 fn end_of_piece(text: &[u8]) -> usize {
     let space = |at: usize| text.get(at).is_none_or(u8::is_ascii_whitespace);
     let alone = |at: &usize| {
@@ -114,7 +114,7 @@ fn end_of_piece(text: &[u8]) -> usize {
     if let Some(end) = within.clone().rev().find(|at| space(*at - 1) && !space(*at)) {
         return end;
     }
-    // UTF-8 continuation bytes, which do not begin a character.
+    // The cut is not before a UTF-8 continuation byte, because such a byte does not begin a character.
     within.rev().find(|at| text[*at] & 0xc0 != 0x80).unwrap_or(text.len())
 }
 

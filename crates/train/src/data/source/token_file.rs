@@ -1,4 +1,5 @@
-//! Files of token ids only, `.bin`: llm.c's with a header, and nanoGPT's without. Documents end with the EOS token's id.
+//! Files that contain only token ids (`.bin`): files of llm.c, which have a header, and files of nanoGPT, which have none. A document ends
+//! with the id of the EOS token.
 
 use std::io::{BufRead, Read};
 
@@ -8,28 +9,28 @@ use crate::error::{Error, Result};
 /// A file of token ids.
 pub(super) struct TokenFile;
 
-/// Size of llm.c's header: 256 words of 32 bits. The first are its mark, the version, and the number of tokens.
+/// Size of llm.c's header: 256 words of 32 bits. The first words are the mark, the version, and the number of tokens.
 const HEADER_BYTES: usize = 256 * 4;
 
-/// llm.c's marks, each with its version and the bytes per id.
+/// The marks of llm.c's files, each with the file's version and the number of bytes per id.
 const LLM_C: [(u32, u32, usize); 2] = [(20_240_520, 1, 2), (20_240_801, 7, 4)];
 
-/// Bytes per id of nanoGPT.
+/// Number of bytes per id in nanoGPT's files.
 const NANO_GPT: usize = 2;
 
-/// Word `number` of the header.
+/// Word number `number` of the header.
 fn word(head: &[u8], number: usize) -> Option<u32> {
     head.get(4 * number..)?.first_chunk().map(|bytes| u32::from_le_bytes(*bytes))
 }
 
-/// The entry of [`LLM_C`] whose mark the file begins with.
+/// The entry of [`LLM_C`] whose mark is at the beginning of the file.
 fn of_llm_c(head: &[u8]) -> Option<(u32, u32, usize)> {
     LLM_C.into_iter().find(|(mark, ..)| word(head, 0) == Some(*mark))
 }
 
-/// Whether 16-bit ids are probably halves of 32-bit ids: every second one is 0, and not all others are.
+/// Whether 16-bit ids are probably halves of 32-bit ids: every second id is 0, and at least one other id is not 0.
 fn has_empty_halves(head: &[u8]) -> bool {
-    // Fewer pairs may be zero by chance.
+    // A smaller number of pairs may contain zeros by chance.
     const ENOUGH: usize = 16;
     let (pairs, _) = head.as_chunks::<4>();
     pairs.len() >= ENOUGH
@@ -99,9 +100,9 @@ struct Ids {
     tokens: Option<u64>,
     /// The id that ends a document.
     end: Option<u32>,
-    /// Ids of the earlier pieces.
+    /// Number of ids in the earlier pieces.
     read: u64,
-    /// Ids read ahead, in reverse order.
+    /// Ids that have been read ahead, in reverse order.
     rest: Vec<u32>,
     /// Whether the next id begins a document.
     begins: bool,
@@ -125,14 +126,14 @@ impl Ids {
         let ids = bytes.chunks_exact(self.width).rev().map(|id| match *id {
             [a, b] => u32::from(u16::from_le_bytes([a, b])),
             [a, b, c, d] => u32::from_le_bytes([a, b, c, d]),
-            // The width is 2 or 4.
+            // The other widths do not occur, because the width is 2 or 4.
             _ => 0,
         });
         self.rest = ids.collect();
         Ok(())
     }
 
-    /// Checks at the end that the file has as many tokens as its header says.
+    /// Checks at the end of the file that the file has as many tokens as its header says.
     fn ended(&self) -> Result<Option<Row>> {
         match self.tokens {
             _ if self.read == 0 => Err(Error::data(&self.file.path, "is empty")),

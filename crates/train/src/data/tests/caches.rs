@@ -1,4 +1,5 @@
-//! Caches: built once, even by several processes; resumed where a killed process stopped; rebuilt if damaged.
+//! Tests of caches: a cache is built only once, even by several processes; an unfinished cache is resumed where a killed process stopped; a
+//! damaged cache is rebuilt.
 
 use std::path::{Path, PathBuf};
 use std::sync::Barrier;
@@ -12,7 +13,7 @@ use crate::data::encode::Encoder;
 use crate::data::reading::{BadRow, ReadTo, Reading, Sink, Watch};
 use crate::error::{Error, Result};
 
-/// The folders of whole caches, and all other files except locks.
+/// The folders of complete caches, and all other files except locks.
 pub(super) fn caches(dir: &Path) -> (Vec<PathBuf>, Vec<PathBuf>) {
     let entries = std::fs::read_dir(dir.join("caches/tokens")).into_iter().flatten();
     let paths = entries
@@ -34,7 +35,7 @@ fn a_cache_is_made_once_and_again_for_other_content_or_settings() {
         open(&source).unwrap();
         made(1);
     }
-    // A renamed file has the same cache, and a later time changes nothing.
+    // A renamed file has the same cache, and a later time stamp changes nothing.
     let other = put(dir.path(), &[("b.jsonl", lines(&docs))]);
     let later = SystemTime::now() + Duration::from_secs(100);
     std::fs::File::options().append(true).open(&source).unwrap().set_modified(later).unwrap();
@@ -67,7 +68,7 @@ fn several_make_one_cache() {
     assert_eq!((whole.len(), rest.len()), (1, 0));
 }
 
-/// Fails after taking this many batches.
+/// A sink that fails after this number of batches.
 struct Stops(usize);
 
 impl Sink for Stops {
@@ -94,7 +95,7 @@ fn a_reading_goes_on_from_every_place() {
             reading.read(*place, &mut rest, &mut ()).unwrap();
             assert_eq!(rest.ids, whole.ids[*at..], "{}: {place:?}", first.display());
         }
-        // An error of the sink ends the reading.
+        // An error of the sink must end the reading.
         assert!(
             reading
                 .read(ReadTo::default(), &mut Stops(0), &mut ())
@@ -105,7 +106,7 @@ fn a_reading_goes_on_from_every_place() {
     }
 }
 
-/// All ids read, and the progress after each batch.
+/// A sink that keeps all ids, and the progress after each batch.
 #[derive(Default)]
 struct All {
     ids: Vec<u32>,

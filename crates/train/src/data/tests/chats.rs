@@ -1,4 +1,4 @@
-//! Conversations in JSON lines, rendered by a chat template, with answers as targets.
+//! Tests of conversations in JSON Lines. A chat template renders the conversations, and the answers are targets.
 
 use std::fs;
 use std::path::Path;
@@ -10,7 +10,7 @@ use crate::tokenizer;
 const TEMPLATE: &str = "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|endoftext|>{% endfor %}\
     {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
 
-/// A folder with a tokenizer and a file of these lines.
+/// Creates a folder with a tokenizer and a file of these lines.
 fn place(template: Option<&str>, lines: &str) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     let own = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/tokenizers/qwen/tokenizer.json");
@@ -46,7 +46,7 @@ fn answers_alone_are_learnt() {
     let answer = ids("the answer<|endoftext|>");
     let one: Vec<i32> = [&prompt[..], &answer[..]].concat();
     let batch = data.valid_batch(0, 40).unwrap();
-    // Whole documents are held out, so the first token begins a document.
+    // Whole documents are held out, so the first held-out token begins a document.
     for (at, (input, target)) in batch.inputs.iter().zip(&batch.targets).enumerate() {
         assert_eq!(*input, one[at % one.len()], "token {at}");
         let next = (at + 1) % one.len();
@@ -119,7 +119,8 @@ fn an_answer_without_a_text_is_none() {
     assert!(error.contains("line 1: \"talk\" has no answer: it has no message"), "{error}");
 }
 
-/// A row's other keys are used by the template, or the row is refused by name, also if only one of many rows has them.
+/// The template uses a row's other keys, or the row is refused with an error that names the key, even if only one of many rows has such
+/// keys.
 #[test]
 fn what_a_row_says_besides_is_used_or_refused() {
     let talk = r#""talk": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "an answer"}]"#;
@@ -173,7 +174,7 @@ fn what_a_row_says_besides_is_used_or_refused() {
     }
 }
 
-/// A message can say with several keys whether it is a target. Keys that the template does not render are refused.
+/// Several keys of a message can say whether the message is a target. Keys that the template does not render are refused.
 #[test]
 fn what_a_message_says_besides_is_used_or_refused() {
     let marked = "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.role == 'assistant' %}{% generation %}\
@@ -239,7 +240,7 @@ fn what_a_message_says_besides_is_used_or_refused() {
     assert!(error.is_err() || error == Ok([false, true]));
 }
 
-/// A template that does too much for every row stops the file early, whatever `data.on_error` is.
+/// A template that does too much work for every row stops the file early, for every value of `data.on_error`.
 #[test]
 fn a_template_does_so_much_for_a_file() {
     let row =

@@ -1,4 +1,5 @@
-//! Caches and texts changed by other programs, idle or while they are read: rebuilt or refused by name, never wrong tokens.
+//! Tests of caches and texts that other programs change, before or during reads. Such files are rebuilt or refused by name, and never give
+//! wrong tokens.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -15,14 +16,14 @@ use crate::data::encode::Encoder;
 use crate::data::{Batch, Dataset, Watch};
 use crate::error::Result;
 
-/// The files of a cache, the smallest last.
+/// The files of a cache, with the smallest file last.
 const FILES: [&str; 4] = ["ids", "documents", "unlearnt", "cache.json"];
 
 /// Records reports of damaged files.
 #[derive(Default)]
 struct Told {
     damaged: Vec<String>,
-    /// A file whose time is changed while it is read.
+    /// A file whose time stamp is changed while it is read.
     touches: Option<PathBuf>,
 }
 
@@ -43,7 +44,7 @@ impl Watch for Told {
     }
 }
 
-/// A file of questions and answers, whose answers are targets.
+/// Writes a file of questions and answers. The answers are targets.
 fn source(dir: &Path, first: usize) -> PathBuf {
     let row = |i: usize| {
         format!(
@@ -71,7 +72,7 @@ fn open(source: &Path, watch: &mut Told) -> Result<Dataset> {
     Dataset::opened(&config, 5, encoder, watch)
 }
 
-/// A way to damage a file, and the bytes that result.
+/// A way to damage a file: its name, and a function that returns the damaged bytes.
 type Damage = (&'static str, fn(&[u8], u64) -> Vec<u8>);
 
 const DAMAGES: [Damage; 7] = [
@@ -92,7 +93,7 @@ const DAMAGES: [Damage; 7] = [
     }),
 ];
 
-/// Overwrites an existing file in place, as another program would, and restores its time.
+/// Overwrites an existing file in place, as another program would, and restores the file's time stamp.
 fn overwrite(path: &Path, bytes: &[u8]) {
     let before = fs::metadata(path).unwrap().modified().unwrap();
     fs::write(path, bytes).unwrap();
@@ -130,7 +131,7 @@ fn a_cache_that_is_damaged_anywhere_is_made_anew_and_told() {
     }
 }
 
-/// Replaces each file by that of another cache, and the whole folder by another's.
+/// Replaces each file by the corresponding file of another cache, and the whole folder by another cache's folder.
 #[test]
 fn a_cache_of_something_else_is_not_taken_for_it() {
     let dir = tempfile::tempdir().unwrap();
@@ -149,7 +150,7 @@ fn a_cache_of_something_else_is_not_taken_for_it() {
     }
 }
 
-/// Unfinished work of a killed process is resumed only if it is undamaged.
+/// The unfinished cache of a killed process is resumed only if it is undamaged.
 #[test]
 fn what_is_left_of_a_making_is_not_believed_either() {
     let dir = tempfile::tempdir().unwrap();
@@ -170,7 +171,7 @@ fn what_is_left_of_a_making_is_not_believed_either() {
     }
 }
 
-/// Batches of both parts of a dataset.
+/// Batches of the training part and of the held-out part of a dataset.
 fn batches(data: &Dataset) -> Result<[Batch; 2]> {
     Ok([data.train_batch(0, 40)?, data.valid_batch(0, 40)?])
 }

@@ -16,7 +16,7 @@ use crate::config::{DataConfig, MixtureSource, OnError};
 use crate::data::source::kind_names;
 use crate::data::{Dataset, NO_TARGET};
 
-/// A writer for each kind and each compression. A test fails for a kind without a writer.
+/// A writer for each kind of file and each compression. A test fails for a kind without a writer.
 pub(super) const KINDS: [Kind; 14] = [
     Kind { name: "text", write: |docs| vec![("a.txt", docs.concat().into_bytes())], has_documents: false },
     Kind {
@@ -52,7 +52,7 @@ pub(super) fn gzip(bytes: &[u8]) -> Vec<u8> {
     packed.finish().unwrap()
 }
 
-/// Two frames with a skippable frame between them.
+/// Compresses bytes into two frames with a skippable frame between them.
 pub(super) fn zstd(bytes: &[u8]) -> Vec<u8> {
     let level = ruzstd::encoding::CompressionLevel::Fastest;
     let (first, second) = bytes.split_at(bytes.len() / 3);
@@ -67,14 +67,14 @@ pub(super) fn lines(docs: &[String]) -> Vec<u8> {
     docs.iter().enumerate().map(line).collect::<String>().into_bytes()
 }
 
-/// The objects of [`lines`] in an array, with `before` before each.
+/// The objects of [`lines`] in a JSON array, with the text `before` before each object.
 fn array(docs: &[String], before: &str) -> Vec<u8> {
     let rows = String::from_utf8(lines(docs)).unwrap();
     let rows: Vec<String> = rows.lines().map(|row| format!("{before}{row}")).collect();
     format!("\u{feff}[{}\n]\n", rows.join(",")).into_bytes()
 }
 
-/// A file of two row groups; the values of rows `nulls` are null.
+/// A Parquet file of two row groups. The values of the rows in `nulls` are null.
 pub(super) fn parquet(docs: &[String], nulls: &[usize]) -> Vec<u8> {
     let schema =
         parse_message_type("message rows { optional binary other (UTF8); optional binary text (UTF8); }")
@@ -100,7 +100,7 @@ pub(super) fn parquet(docs: &[String], nulls: &[usize]) -> Vec<u8> {
     file.into_inner().unwrap()
 }
 
-/// The bytes of the texts as ids of `WIDTH` bytes.
+/// A file of ids: each byte of the texts is an id of `WIDTH` bytes.
 fn ids<const WIDTH: usize>(docs: &[String]) -> Vec<u8> {
     let id = |byte: u8| std::array::from_fn::<u8, WIDTH, _>(|at| if at == 0 { byte } else { 0 });
     docs.concat().bytes().flat_map(id).collect()
@@ -113,7 +113,7 @@ fn llm_c(docs: &[String]) -> Vec<u8> {
     [header.iter().flat_map(|word| word.to_le_bytes()).collect(), body].concat()
 }
 
-/// Documents of two sequences each.
+/// A pair of Megatron files whose documents have two sequences each.
 fn megatron(docs: &[String]) -> Vec<Written> {
     let (mut lengths, mut places, mut place) = (Vec::new(), Vec::new(), 0u64);
     for doc in docs {
@@ -156,7 +156,7 @@ fn every_kind_gives_the_tokens_of_the_plain_text() {
         let given = &data.given(0)[0];
         let count = if kind.has_documents { docs.len() } else { 1 };
         assert_eq!((given.documents, given.tokens), (count, docs.concat().len()), "{}", source.display());
-        // As a single document they equal the plain text in every respect.
+        // Written as a single document, the texts equal the plain text in every respect.
         let source = put(dir.path(), &(kind.write)(&[docs.concat()]));
         let [one, plain] = [&source, &plain].map(|path| open(path).unwrap());
         assert_eq!(
@@ -196,12 +196,12 @@ fn folders_and_globs_are_their_files_in_order() {
     assert_eq!(whole_text(&glob), docs[..40].concat().into_bytes());
     let error = open(&dir.path().join("data/*.csv")).unwrap_err().to_string();
     assert!(error.contains("no file fits"), "{error}");
-    // A file whose name contains glob characters is found by its name.
+    // A file whose name contains glob characters is found by this name.
     let odd = put(dir.path(), &[("odd[1].txt", docs.concat().into_bytes())]);
     assert_eq!(whole_text(&open(&odd).unwrap()), docs.concat().into_bytes());
 }
 
-/// Rows of prompts and answers.
+/// A file whose rows have prompts and answers.
 fn pairs(count: usize) -> Vec<u8> {
     let row =
         |i: usize| format!("{}\n", json!({"q": format!("what is {i}? "), "a": format!("it is {i}.\n")}));
@@ -222,7 +222,7 @@ fn prompts_are_read_and_not_learnt() {
             let at = text.find(&window).unwrap();
             for (place, target) in targets.iter().enumerate() {
                 let before = &text[..at + place + 1];
-                // An answer begins after "? " and ends with its line.
+                // An answer begins after "? " and ends at the end of its line.
                 let begun = before.rfind("? ").map_or(0, |at| at + 2);
                 let is_answer = begun > before.rfind('\n').map_or(0, |at| at + 1) && !before.ends_with('\n');
                 let next = i32::from(text.as_bytes()[at + place + 1]);
@@ -275,7 +275,7 @@ fn bad_rows_are_named_and_can_be_left_out() {
     }
 }
 
-/// The same rows and faults in an array: bad rows can be left out, but a broken array ends the reading.
+/// An array with the rows and faults of the previous test. Bad rows can be left out, but a broken array ends the reading.
 #[test]
 fn bad_items_of_an_array_are_named_and_can_be_left_out() {
     let docs = documents(60);
@@ -313,7 +313,7 @@ fn bad_items_of_an_array_are_named_and_can_be_left_out() {
     }
 }
 
-/// A row that is too long is skipped to its end, and the next one is read.
+/// A row that is too long is skipped, and the next row is read.
 #[test]
 fn an_item_that_is_no_row_by_its_length_is_left_out() {
     let dir = tempfile::tempdir().unwrap();
@@ -328,7 +328,8 @@ fn an_item_that_is_no_row_by_its_length_is_left_out() {
 
 type Change = fn(&mut DataConfig);
 
-/// If keys of rows are set, a file without rows is refused by itself, in a folder and in a mixture; without keys it is read.
+/// If keys of rows are set, a file without rows is refused, whether it is alone, in a folder or in a mixture. If no keys are set, the file
+/// is read.
 #[test]
 fn keys_of_rows_are_refused_of_files_without_rows() {
     let docs = documents(60);
@@ -366,7 +367,8 @@ fn keys_of_rows_are_refused_of_files_without_rows() {
                 assert!(error.contains(name) && error.contains(key) && error.contains(what), "{error}");
             }
         }
-        // A file named as rows is no plain text even without keys, unless its bytes are asked for.
+        // A file whose name claims a format with rows is not read as plain text, even if no keys are set. With `data.bytes`, its bytes are
+        // read.
         let plain =
             |bytes| Dataset::open(&DataConfig { bytes, ..config(&source, 8) }, 0).map_err(|e| e.to_string());
         match name.ends_with(".bin") {
@@ -379,7 +381,7 @@ fn keys_of_rows_are_refused_of_files_without_rows() {
     }
 }
 
-/// Keys of prompt-answer rows that have a meaning for other trainers are refused, wherever they stand.
+/// Keys of prompt-answer rows that have a meaning for other trainers are refused, at every place in a row.
 #[test]
 fn keys_that_say_more_than_is_read_are_refused() {
     let dir = tempfile::tempdir().unwrap();
@@ -420,7 +422,7 @@ fn keys_that_say_more_than_is_read_are_refused() {
     assert!(pairs("x").unwrap_err().contains("pairs.parquet: row 1: has \"input\""));
 }
 
-/// 600 rows of these columns, each column with one text.
+/// A file with 600 rows of these columns. Each column contains the same text in every row.
 fn columns(of: &[(&str, &str)]) -> Vec<u8> {
     let fields: String = of.iter().map(|(name, _)| format!("required binary {name} (UTF8); ")).collect();
     let schema = parse_message_type(&format!("message rows {{ {fields} }}")).unwrap();
@@ -491,7 +493,7 @@ fn a_mixture_has_the_batches_of_its_sources() {
     assert_eq!(of_a, 1024);
     assert_eq!(batch.part(1000, 7), Dataset::open(&mixed, 1).unwrap().train_batch(1000, 7).unwrap());
     assert_ne!(batch, Dataset::open(&mixed, 2).unwrap().train_batch(0, 4096).unwrap());
-    // 4,500 training tokens are 139 windows of a, 18,000 are 561 of b.
+    // 4,500 training tokens are 139 windows of source a, and 18,000 training tokens are 561 windows of source b.
     let epochs: Vec<f64> = data.given(4096).iter().map(|given| given.epochs).collect();
     assert_eq!(epochs, [1024.0 / 139.0, 3072.0 / 561.0]);
     assert_eq!(data.valid_windows(), 499 / 32 + 1999 / 32);

@@ -12,19 +12,19 @@ use super::Dataset;
 use crate::config::DataConfig;
 use crate::error::Result;
 
-/// A file's name and bytes.
+/// The name of a file, and the file's bytes.
 pub(super) type Written = (&'static str, Vec<u8>);
 
-/// A kind of file, and a writer for it.
+/// A kind of file, and a writer for this kind.
 pub(super) struct Kind {
     pub name: &'static str,
-    /// Returns the files; the first one is read.
+    /// Returns the written files. The first file is the one to read.
     pub write: fn(&[String]) -> Vec<Written>,
     /// Whether the format separates documents.
     pub has_documents: bool,
 }
 
-/// Writes files into a folder, and returns the first one's path.
+/// Writes files into a folder, and returns the path of the first file.
 pub(super) fn put(dir: &Path, files: &[Written]) -> PathBuf {
     for (name, bytes) in files {
         std::fs::write(dir.join(name), bytes).unwrap();
@@ -41,12 +41,12 @@ pub(super) fn open(source: &Path) -> Result<Dataset> {
     Dataset::open(&config(source, 32), 5)
 }
 
-/// Some documents, all different.
+/// Creates documents that all differ.
 pub(super) fn documents(count: usize) -> Vec<String> {
     (0..count).map(|i| format!("document {i}: «{}»\n", "word ".repeat(i % 7))).collect()
 }
 
-/// Every token of a dataset's whole windows and tail, training tokens first.
+/// Every token of a dataset's complete windows and tail, with training tokens first.
 pub(super) fn whole_text(data: &Dataset) -> Vec<u8> {
     let super::TokenSource::Files(corpus) = &data.source else { panic!("not of files") };
     corpus.tokens_of(0).unwrap().into_iter().map(|id| u8::try_from(id).unwrap()).collect()

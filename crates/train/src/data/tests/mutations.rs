@@ -1,4 +1,5 @@
-//! Damaged files of every kind give an error or other tokens, never a panic, and never silently fewer documents.
+//! Tests with damaged files of every kind. The result is an error or other tokens, but never a panic, and never fewer documents without an
+//! error.
 
 use nibble_formats::philox::{Purpose, Stream, fnv1a32};
 
@@ -32,7 +33,7 @@ fn a_damaged_file_never_panics_and_loses_nothing_silently() {
                     let text = error.to_string();
                     assert!(error.is_user_error() && text.contains(dir.path().to_str().unwrap()), "{text}");
                 }
-                // A text cut between two lines is still valid.
+                // A text that was cut between two lines is still valid.
                 Ok(_) if is_cut => {}
                 Ok(data) => {
                     let given = data.given(0).remove(0);

@@ -1,5 +1,5 @@
-//! DeepSeek-V2 and V2-Lite (`DeepseekV2ForCausalLM`): latent attention, and softmax scores without normalization, in V2 with group-limited
-//! selection. `transformers` has no load-balancing loss for this family; `aux_loss_alpha` is a key of the original implementation.
+//! DeepSeek-V2 and V2-Lite (`DeepseekV2ForCausalLM`): latent attention, and softmax scores without normalization. V2 selects experts from
+//! groups. `transformers` has no load-balancing loss for this family; `aux_loss_alpha` is a key of the original implementation.
 
 use super::latent::{GROUPS, LATENT, TOP_GROUPS, experts, read, read_groups, tensors, write, write_groups};
 use super::shared::DECODER;
@@ -10,11 +10,11 @@ use crate::spec::ModelSpec;
 use nibble_core::shortened;
 use serde_json::{Map, Value};
 
-/// DeepSeek-V2, and V2-Lite, whose queries have no latent.
+/// DeepSeek-V2, and V2-Lite, in which queries have no latent.
 #[derive(Debug, Clone, Copy)]
 pub struct DeepseekV2;
 
-/// How experts are selected: among all, or among those of the best groups.
+/// The key that says how experts are selected: from all experts, or from the experts of the best groups.
 const METHOD: &str = "topk_method";
 const OF_ALL: &str = "greedy";
 const OF_GROUPS: &str = "group_limited_greedy";
@@ -50,7 +50,7 @@ impl Family for DeepseekV2 {
 
     fn read_rest(&self, json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
         match json.word(METHOD)?.unwrap_or(OF_ALL) {
-            // The keys of groups then have no effect.
+            // The keys of groups have no effect with this method.
             OF_ALL => json.pass_over(&[GROUPS, TOP_GROUPS]),
             OF_GROUPS => read_groups(json, model, GroupScore::Max)?,
             other => {

@@ -1,5 +1,5 @@
 //! DeepSeek-V3 (`DeepseekV3ForCausalLM`): latent attention, sigmoid scores, and per-expert biases for selection only. Published checkpoints
-//! have multi-token-prediction layers after the decoder's own (`model.layers.61.*` in V3), which are ignored.
+//! have multi-token-prediction layers after the decoder layers (`model.layers.61.*` in V3). Nibble ignores these layers.
 
 use super::latent::{LATENT, experts, read, read_groups, tensors, write, write_groups};
 use super::shared::DECODER;
@@ -9,11 +9,11 @@ use crate::error::Result;
 use crate::spec::ModelSpec;
 use serde_json::{Map, Value};
 
-/// DeepSeek-V3.
+/// DeepSeek-V3 models.
 #[derive(Debug, Clone, Copy)]
 pub struct DeepseekV3;
 
-/// Number of multi-token-prediction layers.
+/// The key for the number of multi-token-prediction layers.
 const MORE_LAYERS: &str = "num_nextn_predict_layers";
 
 impl Family for DeepseekV3 {
@@ -52,9 +52,9 @@ impl Family for DeepseekV3 {
     fn read_rest(&self, json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
         (model.scores, model.router_bias) = (Scores::Sigmoid, true);
         read_groups(json, model, GroupScore::Top2)?;
-        // They are recognized by their tensors' names, whatever their number.
+        // The number is not used, because multi-token-prediction layers are recognized by the names of their tensors.
         json.count(MORE_LAYERS)?;
-        // Its layers have no bias, whatever these keys say.
+        // The layers of this family have no bias, whatever the values of these keys are.
         json.pass_over(&["mlp_bias", "num_mtp_layers"]);
         read(json, model)
     }

@@ -1,4 +1,4 @@
-//! Llama (`LlamaForCausalLM`): dense layers without QK-norm. Tensor names equal the parameters' ids.
+//! Llama (`LlamaForCausalLM`): dense layers without QK norm. Tensor names equal the parameters' ids.
 
 use super::shared::{DECODER, DENSE, GROUPED_QUERY, NO_BIAS, read_dense, write_rope};
 use super::{ConfigJson, Family, Field};
@@ -6,7 +6,7 @@ use crate::config::{ModelConfig, QkNorm};
 use crate::error::Result;
 use serde_json::{Map, Value};
 
-/// Llama 2 and 3.
+/// Llama 2 and Llama 3 models.
 #[derive(Debug, Clone, Copy)]
 pub struct Llama;
 

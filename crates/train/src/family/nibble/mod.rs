@@ -1,5 +1,6 @@
-//! Models that no other program supports: tensor names equal the parameters' ids, and `config.json` has an architecture of its own
-//! (`NibbleForCausalLM`), so that nobody mistakes the model for another. It contains the table `[model]` of the configuration.
+//! Models that no other program supports. Tensor names equal the parameters' ids. `config.json` has its own architecture
+//! (`NibbleForCausalLM`), so that no program mistakes the model for another. `config.json` contains the table `[model]` of the
+//! configuration.
 
 use super::{ConfigJson, Family, Field};
 use crate::config::ModelConfig;
@@ -7,11 +8,11 @@ use crate::error::Result;
 use nibble_core::shortened;
 use serde_json::{Map, Value};
 
-/// Every model.
+/// The family of models that no other family supports. This family supports every model.
 #[derive(Debug, Clone, Copy)]
 pub struct Nibble;
 
-/// The key of the configuration's table.
+/// The key under which `config.json` contains the configuration's table.
 const MODEL: &str = "model";
 
 impl Family for Nibble {
@@ -29,7 +30,7 @@ impl Family for Nibble {
 
     fn read_rest(&self, json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
         let table = json.table(MODEL)?.ok_or_else(|| json.missing(MODEL))?;
-        // Serde would accept a list as the fields of a table, in order.
+        // Serde would accept a list as the fields of a struct, in order.
         if let Some((key, list)) = table.iter().find(|(_, value)| value.is_array()) {
             return Err(json.error(
                 &format!("{MODEL}.{key}"),
@@ -42,7 +43,7 @@ impl Family for Nibble {
     }
 
     fn write_rest(&self, model: &ModelConfig, keys: &mut Map<String, Value>) {
-        // A table of numbers and strings has a JSON form.
+        // The conversion cannot fail, because a table of numbers and strings has a JSON form.
         keys.insert(MODEL.into(), serde_json::to_value(model).unwrap_or_default());
     }
 }

@@ -1,5 +1,5 @@
-//! OLMoE (`OlmoeForCausalLM`): experts in every layer, QK-norm over all heads together, scores without normalization. Tensor names equal
-//! the parameters' ids. `clip_qkv`, which some OLMoE trainings used, is not supported.
+//! OLMoE (`OlmoeForCausalLM`): experts in every layer, a QK norm over all heads together, and scores without normalization. Tensor names
+//! equal the parameters' ids. `clip_qkv`, which was used to train some OLMoE models, is not supported.
 
 use super::shared::{
     AUX, DECODER, GROUPED_QUERY, MIXTURE, NO_BIAS, read_balance, read_heads, read_rope, write_balance,
@@ -10,7 +10,7 @@ use crate::config::{ModelConfig, QkNorm};
 use crate::error::Result;
 use serde_json::{Map, Value};
 
-/// OLMoE.
+/// OLMoE models.
 #[derive(Debug, Clone, Copy)]
 pub struct Olmoe;
 
@@ -53,7 +53,8 @@ impl Family for Olmoe {
     }
 
     fn write_rest(&self, model: &ModelConfig, keys: &mut Map<String, Value>) {
-        // If missing, they default to those of OLMoE's tokenizer, and `transformers` gives the padding token's embedding no gradient.
+        // If these keys were missing, `transformers` would use the ids of OLMoE's tokenizer, and would give the padding token's embedding
+        // no gradient.
         for token in ["pad_token_id", "eos_token_id"] {
             keys.insert(token.into(), Value::Null);
         }

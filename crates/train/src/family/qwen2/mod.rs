@@ -1,4 +1,4 @@
-//! Qwen2 and Qwen2.5 (`Qwen2ForCausalLM`): dense layers without QK-norm, and biases of the QKV projections, which `config.json` does not
+//! Qwen2 and Qwen2.5 (`Qwen2ForCausalLM`): dense layers without QK norm. The QKV projections have biases, which `config.json` does not
 //! mention. Tensor names equal the parameters' ids.
 
 use super::shared::{
@@ -9,7 +9,7 @@ use crate::config::{ModelConfig, QkNorm};
 use crate::error::Result;
 use serde_json::{Map, Value};
 
-/// Qwen2 and Qwen2.5.
+/// Qwen2 and Qwen2.5 models.
 #[derive(Debug, Clone, Copy)]
 pub struct Qwen2;
 
@@ -32,7 +32,7 @@ impl Family for Qwen2 {
 
     fn read_rest(&self, json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
         model.qkv_bias = true;
-        // The key has no effect in this family.
+        // This key has no effect in this family.
         json.pass_over(&["attention_bias"]);
         check_window(json, model, Windowed::Named)?;
         read_dense(json, model, QkNorm::None)

@@ -1,4 +1,4 @@
-//! Qwen3 (`Qwen3ForCausalLM`): dense layers with QK-norm per head. Tensor names equal the parameters' ids.
+//! Qwen3 (`Qwen3ForCausalLM`): dense layers with a QK norm per head. Tensor names equal the parameters' ids.
 
 use super::shared::{
     DECODER, DENSE, GROUPED_QUERY, NO_BIAS, Windowed, check_window, read_dense, write_rope, write_window,
@@ -8,7 +8,7 @@ use crate::config::{ModelConfig, QkNorm};
 use crate::error::Result;
 use serde_json::{Map, Value};
 
-/// Qwen3's dense models.
+/// The dense models of Qwen3.
 #[derive(Debug, Clone, Copy)]
 pub struct Qwen3;
 

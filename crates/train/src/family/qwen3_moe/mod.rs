@@ -1,5 +1,5 @@
-//! Qwen3-MoE (`Qwen3MoeForCausalLM`): experts, and QK-norm per head. Tensor names equal the parameters' ids; experts are stacked here and
-//! separate tensors there. Dense layers, if any, come first: `mlp_only_layers` may list no others.
+//! Qwen3-MoE (`Qwen3MoeForCausalLM`): experts, and a QK norm per head. Tensor names equal the parameters' ids. Experts are stacked in
+//! Nibble, and separate tensors in Qwen3-MoE. Dense layers must be the first layers: `mlp_only_layers` may not list other layers.
 
 use super::shared::{
     AUX, DECODER, GROUPED_QUERY, MIXTURE, NO_BIAS, Windowed, check_window, read_balance, read_heads,
@@ -11,13 +11,13 @@ use crate::error::Result;
 use nibble_core::shortened;
 use serde_json::{Map, Value};
 
-/// Qwen3's mixtures of experts.
+/// The mixture-of-experts models of Qwen3.
 #[derive(Debug, Clone, Copy)]
 pub struct Qwen3Moe;
 
-/// Indices of the layers without experts.
+/// The key with the indices of the layers without experts.
 const DENSE: &str = "mlp_only_layers";
-/// The width of their MLPs. The key also appears in files of models without dense layers.
+/// The key with the width of the MLPs in dense layers. The key also appears in files of models without dense layers.
 const FFN: &str = "intermediate_size";
 
 impl Family for Qwen3Moe {

@@ -1,4 +1,4 @@
-//! Finds the answers, which are a model's targets, in the text of a conversation.
+//! Finds the answers in the text of a conversation. The answers are a model's targets.
 
 use std::ops::Range;
 
@@ -6,23 +6,23 @@ use super::builtins::{BEGIN, END};
 use super::{ChatTemplate, Conversation, MARKED, PLAIN, Rendered};
 use crate::error::{Error, Result};
 
-/// Limit on the texts of a conversation whose template rewrites earlier answers, in bytes.
+/// Largest total size, in bytes, of the texts of a conversation whose template rewrites earlier answers.
 const MOST_BYTES: usize = 64 << 20;
 
-/// Number of characters of a text that a message shows.
+/// Number of characters of a text that an error message shows.
 const SHOWN: usize = 60;
 
 impl ChatTemplate {
-    /// The texts of a conversation with the ranges of its answers. Each answer that is a target is in exactly one text.
+    /// The texts of a conversation, each with the ranges of its answers. Each answer that is a target is in exactly one text.
     ///
     /// If the template has `{% generation %}` blocks, there is one text, and the contents of these blocks are the answers. Otherwise an
-    /// answer is what its message adds to the prompt rendered from the messages before it, as when the model answers. Some templates
-    /// rewrite an earlier answer as the conversation goes on, for example without its reasoning. Such an answer gets a text of its own: the
-    /// conversation up to and including it.
+    /// answer is the text that its message adds to the prompt; the prompt is rendered from the preceding messages, as when the model
+    /// generates the answer. Some templates rewrite an earlier answer in the course of the conversation, for example without its reasoning.
+    /// Such an answer gets a separate text: the conversation up to and including the answer.
     ///
     /// # Errors
-    /// As [`ChatTemplate::text`]; [`Error::Config`] with the key `messages`, naming the message whose rendering does not begin with that
-    /// prompt.
+    /// The errors of [`ChatTemplate::text`]; [`Error::Config`] with the key `messages`, naming a message whose rendering does not begin
+    /// with its prompt.
     pub fn render(&self, of: &Conversation) -> Result<Vec<Rendered>> {
         let text = self.text(of, false)?;
         match self.has_generation {
@@ -31,7 +31,7 @@ impl ChatTemplate {
         }
     }
 
-    /// The answers in `{% generation %}` blocks.
+    /// The answers that `{% generation %}` blocks mark.
     fn marked(&self, of: &Conversation, text: String) -> Result<Rendered> {
         let marked = self.rendered(MARKED, of, of.messages.len(), false)?;
         let (mut answers, mut begin, mut at) = (Vec::new(), None, 0);
@@ -59,8 +59,8 @@ impl ChatTemplate {
         Ok(Rendered { text, answers })
     }
 
-    /// The text that each answer adds to its prompt, from the last answer backwards: an answer is in the text of the whole conversation if
-    /// that text still begins with the conversation up to the answer, and in a text of its own otherwise.
+    /// The text that each answer adds to its prompt, from the last answer backwards. An answer is in the text of the whole conversation if
+    /// that text begins with the conversation up to the answer. Otherwise the answer gets a separate text.
     fn added(&self, of: &Conversation, text: String) -> Result<Vec<Rendered>> {
         let (mut texts, mut bytes) = (Vec::new(), text.len());
         let mut now = Rendered { text, answers: Vec::new() };
@@ -92,7 +92,7 @@ impl ChatTemplate {
         }
         texts.push(now);
         texts.iter_mut().for_each(|of| of.answers.reverse());
-        // The text of the whole conversation has no answers if the messages after the last answer change it.
+        // The text of the whole conversation has no answers if the messages after the last answer change this answer's text.
         let is_learnt = |of: &Rendered| of.answers.iter().any(|answer| !answer.is_empty());
         texts.reverse();
         if texts.len() > 1 {
@@ -117,7 +117,7 @@ impl ChatTemplate {
     }
 }
 
-/// The answers, found in blocks of the template, of messages that are targets.
+/// Selects the answers that are targets from the answers in the template's blocks.
 fn learnt(of: &Conversation, text: &str, answers: Vec<Range<usize>>) -> Result<Vec<Range<usize>>> {
     let messages: Vec<usize> = of.answers().collect();
     if messages.iter().all(|at| of.learnt[*at]) {

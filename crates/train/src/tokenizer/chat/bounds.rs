@@ -1,55 +1,57 @@
 //! Limits on the work and the output of a template.
 //!
-//! There are two counters, both independent of the machine. A step is an instruction of the engine, 64 bytes of text read, or an item of a
-//! list. Output is counted in bytes, whether it stays in memory or not, which also bounds memory. A conversation's length determines its
-//! step budget; a template's excess steps come out of a reserve per file, so that many rows cannot each take long.
+//! There are two counters, which are independent of the machine. A step is an instruction of the template engine, 64 bytes of text that are
+//! read, or an item of a list. Output is counted in bytes, whether it stays in memory or not; this count also bounds memory. A
+//! conversation's length determines its step budget. A template's excess steps are taken from a reserve per file, so that many rows cannot
+//! each take a long time.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use minijinja::value::ValueKind;
 use minijinja::{Error, ErrorKind, State, Value};
 
-/// Prefix of the error of a template that exceeds a limit.
+/// Prefix of the error for a template that exceeds a limit.
 pub(super) const EXCEEDED: &str = "exceeded: ";
 
-/// Steps per file beyond the budgets of its conversations.
+/// Number of steps per file in addition to the budgets of the file's conversations.
 const RESERVE: u64 = 2_000_000;
-/// Bytes of text per step of reading.
+/// Number of bytes of text that are read in one step.
 const STEP_BYTES: u64 = 64;
-/// Bytes that the template may produce for a conversation, plus some per byte of the conversation.
+/// Number of bytes that the template may produce for a conversation. Each byte of the conversation adds to this limit.
 const MOST_MADE: u64 = 64 << 20;
-/// Bytes of a single text, with the same addition.
+/// Number of bytes of a single text. Each byte of the conversation adds to this limit.
 const MOST_TEXT: u64 = 4 << 20;
-/// Nesting depth of lists.
+/// Largest nesting depth of lists.
 const MOST_DEPTH: usize = 200;
-/// Bytes charged per list item.
+/// Number of bytes charged per list item.
 pub(super) const ITEM_BYTES: u64 = 32;
 
-/// The size of a conversation, which determines its budget.
+/// The size of a conversation. This size determines the conversation's budget.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Warrant {
     /// Number of rendered messages.
     pub messages: usize,
-    /// Bytes of the conversation as JSON.
+    /// Number of bytes of the conversation as JSON.
     pub bytes: usize,
 }
 
 impl Warrant {
-    /// Templates of published models take some hundred steps per message, and compare each message with every other.
+    /// The step budget of the conversation. Templates of published models take some hundred steps per message, and compare each message
+    /// with every other message.
     fn steps(self) -> u64 {
         let (messages, bytes) = (self.messages as u64, self.bytes as u64);
         100_000 + 1000 * messages + 10 * messages.min(1000).pow(2) + bytes / 2
     }
 }
 
-/// The counters of one template, which runs on one thread.
+/// The counters of one template. The template runs on one thread.
 #[derive(Debug, Default)]
 pub(super) struct Bounds {
     reserve: AtomicU64,
     most_steps: AtomicU64,
-    /// Steps other than instructions.
+    /// Number of steps other than instructions.
     steps: AtomicU64,
-    /// Instructions at the last reading.
+    /// Number of instructions when the counter was last read.
     instructions: AtomicU64,
     most_made: AtomicU64,
     made: AtomicU64,
@@ -61,7 +63,7 @@ pub(super) fn exceeded(why: &str) -> Error {
 }
 
 impl Bounds {
-    /// Resets the reserve for a new file.
+    /// Resets the reserve at the beginning of a file.
     pub fn begin_file(&self) {
         self.reserve.store(RESERVE, Relaxed);
     }
@@ -80,23 +82,23 @@ impl Bounds {
         }
     }
 
-    /// Takes a conversation's steps beyond its budget from the reserve.
+    /// Takes the steps of a conversation that exceed its budget from the reserve.
     pub fn settle(&self, warrant: Warrant, instructions: u64) {
         let taken = self.steps.load(Relaxed) + self.instructions.load(Relaxed).max(instructions);
         let beyond = taken.saturating_sub(warrant.steps());
         self.reserve.store(self.reserve.load(Relaxed).saturating_sub(beyond), Relaxed);
     }
 
-    /// Remaining steps.
+    /// Number of remaining steps.
     fn left(&self, state: &State<'_, '_>) -> u64 {
         let (instructions, _) = state.fuel_levels().unwrap_or_default();
         self.instructions.store(instructions, Relaxed);
         self.most_steps.load(Relaxed).saturating_sub(self.steps.load(Relaxed) + instructions)
     }
 
-    /// Counts steps.
+    /// Counts `steps` steps.
     pub fn step(&self, state: &State<'_, '_>, steps: u64) -> Result<(), Error> {
-        // Reading a short text counts as no step; each loop iteration and each call counts as one.
+        // Reading a short text counts as no step, but each loop iteration and each call counts as one step.
         if steps == 0 {
             return Ok(());
         }
@@ -106,7 +108,7 @@ impl Bounds {
         if steps < left { Ok(()) } else { Err(exceeded("takes more steps than its conversations warrant")) }
     }
 
-    /// Counts output bytes before they are produced.
+    /// Counts bytes of output before they are produced.
     pub fn make(&self, bytes: u64) -> Result<(), Error> {
         let most = self.most_made.load(Relaxed);
         let made = self.made.load(Relaxed).saturating_add(bytes);
@@ -118,7 +120,7 @@ impl Bounds {
         }
     }
 
-    /// Counts a text before it is produced.
+    /// Counts the bytes of a text before the text is produced.
     pub fn make_text(&self, bytes: u64) -> Result<(), Error> {
         let most = self.most_text.load(Relaxed);
         if bytes > most {
@@ -140,7 +142,7 @@ impl Bounds {
         weighed.map(|()| weight.bytes)
     }
 
-    /// Counts a new value. A lazy iterable is evaluated: it may be built on another lazy one, and so on without limit.
+    /// Counts a new value. A lazy iterable is evaluated first, because it may be built on another lazy iterable, and so on without limit.
     pub fn made(&self, state: &State<'_, '_>, value: Value) -> Result<Value, Error> {
         if let Some(text) = value.as_str() {
             let bytes = text.len() as u64;
@@ -159,7 +161,7 @@ impl Bounds {
         self.computed(state, &value)
     }
 
-    /// Counts the result of an addition. The engine limits the depth of non-empty lazy sums itself.
+    /// Counts the result of an addition. The template engine itself limits the depth of non-empty lazy sums.
     pub fn sum(&self, state: &State<'_, '_>, value: Value) -> Result<Value, Error> {
         match value.len() {
             Some(items @ 1..) if value.kind() == ValueKind::Iterable => {
@@ -188,7 +190,7 @@ impl Bounds {
 
 /// The cost of reading a value.
 struct Weight {
-    /// Limit of steps.
+    /// Limit of the number of steps.
     left: u64,
     steps: u64,
     bytes: u64,
@@ -216,7 +218,7 @@ impl Weight {
         }
         self.steps = self.steps.saturating_add(value.len().unwrap_or(0) as u64 / 8);
         for item in value.try_iter()? {
-            // The caller counts these steps and fails.
+            // The caller counts these steps and returns an error.
             if self.steps > self.left {
                 return Ok(());
             }

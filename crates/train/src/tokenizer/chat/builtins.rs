@@ -1,4 +1,4 @@
-//! Filters, tests, functions and methods available to templates, each wrapped in code that counts its work.
+//! Filters, tests, functions and methods that templates may use. Each is wrapped in code that counts its work.
 
 use std::sync::Arc;
 use std::time::SystemTime;
@@ -11,21 +11,21 @@ use super::bounds::{Bounds, ITEM_BYTES, exceeded, is_namespace};
 use super::{date, guard, python};
 use crate::words;
 
-/// The filters that replace `{% generation %}` blocks.
+/// The names of the filters that replace `{% generation %}` blocks.
 pub(super) const BARE_FILTER: &str = "nibble_answer";
 pub(super) const MARK_FILTER: &str = "nibble_marked_answer";
 
-/// Marks around an answer: code points that Unicode excludes from texts.
+/// Marks before and after an answer: code points that Unicode excludes from texts.
 pub(super) const BEGIN: char = '\u{fdd0}';
 pub(super) const END: char = '\u{fdd1}';
 
-/// Limit of instructions per conversation: a third-party template need not terminate. `bounds` stops most templates earlier.
+/// Largest number of instructions per conversation. A third-party template need not terminate, but `bounds` stops most templates earlier.
 pub(super) const MOST_WORK: u64 = 100_000_000;
 
-/// Prefix of errors that a template raises.
+/// Prefix of the errors that a template itself raises.
 pub(super) const RAISED: &str = "raised: ";
 
-/// Bytes charged for a macro, which lives until its template ends.
+/// Number of bytes charged for a macro, because a macro lives until its template ends.
 const MACRO_BYTES: u64 = 1024;
 /// Largest width that a format may specify.
 const MOST_WIDTH: u64 = 10_000;
@@ -46,7 +46,7 @@ const SHALLOW: &str = "count d default first get items keys last length values";
 
 type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// The environment of templates. `time` is returned by `strftime_now`.
+/// The environment of templates. `strftime_now` returns `time`, or the current time if `time` is `None`.
 pub(super) fn environment(bounds: &Arc<Bounds>, time: Option<SystemTime>) -> Environment<'static> {
     let mut environment = Environment::empty();
     environment.set_debug(false);
@@ -60,7 +60,8 @@ pub(super) fn environment(bounds: &Arc<Bounds>, time: Option<SystemTime>) -> Env
     environment.set_unknown_method_callback(move |state, value, method, args| {
         let all: Vec<Value> = std::iter::once(value).chain(args).cloned().collect();
         before(&of, state, method, &all)?;
-        // The engine's implementation does not terminate; Python counts a match before each character and one at the end.
+        // The engine's implementation does not terminate if the search text is empty. Python counts a match before each character and one
+        // match at the end.
         if let ("count", Some(text), [what]) = (method, value.as_str(), args)
             && what.as_str() == Some("")
         {
@@ -74,7 +75,7 @@ pub(super) fn environment(bounds: &Arc<Bounds>, time: Option<SystemTime>) -> Env
             of.make_text(text.len() as u64)?;
             out.write_str(text).map_err(Error::from)
         };
-        // One extra step, so that empty output also counts.
+        // The code adds one extra step, so that empty output also counts.
         let read = value.as_str().map_or(0, |text| text.len() as u64 / 64);
         of.step(state, 1 + read)?;
         match value.as_str() {
@@ -88,7 +89,7 @@ pub(super) fn environment(bounds: &Arc<Bounds>, time: Option<SystemTime>) -> Env
     environment
 }
 
-/// Counts the work of a filter, test or method before it is called with `args`, the first of which is its receiver.
+/// Counts the work of a filter, test or method before it is called with `args`. The first argument is the receiver.
 fn before(bounds: &Bounds, state: &State<'_, '_>, name: &str, args: &[Value]) -> Result<()> {
     let Some((of, others)) = args.split_first() else { return Ok(()) };
     let mut read = 0;
@@ -108,7 +109,7 @@ fn before(bounds: &Bounds, state: &State<'_, '_>, name: &str, args: &[Value]) ->
     }
     let text = |at: usize| args.get(at).and_then(Value::as_str);
     let items = of.len().unwrap_or(0) as u64;
-    // Such a function converts a text to a list of characters, or splits it.
+    // These functions convert a text to a list of characters, or split the text.
     if let Some(whole) = of.as_str()
         && words::has(TAKING_APART, name)
     {
@@ -129,7 +130,7 @@ fn before(bounds: &Bounds, state: &State<'_, '_>, name: &str, args: &[Value]) ->
             let between = text(1).map_or(0, str::len) as u64;
             bounds.make_text(items.saturating_mul(between).saturating_add(read))
         }
-        // The method: `", ".join(items)`.
+        // This branch handles the method `join`, as in `", ".join(items)`.
         ("join", Some(between)) => {
             let items = others.first().and_then(Value::len).unwrap_or(0) as u64;
             bounds.make_text(items.saturating_mul(between.len() as u64).saturating_add(given))
@@ -144,7 +145,7 @@ fn before(bounds: &Bounds, state: &State<'_, '_>, name: &str, args: &[Value]) ->
     }
 }
 
-/// Number of items that a text is split into.
+/// Number of items into which a text is split.
 fn parts(name: &str, whole: &str, between: Option<&str>) -> u64 {
     let count = match (name, between) {
         ("split", Some(between)) => whole.matches(between).count() + 1,
@@ -155,11 +156,11 @@ fn parts(name: &str, whole: &str, between: Option<&str>) -> u64 {
     count as u64
 }
 
-/// Counts the most that a format can write, before it runs.
+/// Counts the largest output that a format can write, before the format is applied.
 fn widths(bounds: &Bounds, format: &str, args: &[Value], given: u64) -> Result<()> {
     let numbers = format.split(|c: char| !c.is_ascii_digit()).filter(|digits| !digits.is_empty());
     let widest = numbers.map(|digits| digits.parse().unwrap_or(u64::MAX)).max().unwrap_or(0);
-    // A width may be an argument: `%*d`.
+    // A width may be given as an argument: `%*d`.
     let given_widths = args.iter().filter(|_| format.contains('*')).filter_map(Value::as_usize);
     let widest = given_widths.map(|width| width as u64).max().unwrap_or(0).max(widest);
     if widest > MOST_WIDTH {
@@ -170,7 +171,7 @@ fn widths(bounds: &Bounds, format: &str, args: &[Value], given: u64) -> Result<(
     bounds.make_text(fields.saturating_mul(each).saturating_add(format.len() as u64))
 }
 
-/// Counts a result.
+/// Counts the size of a result.
 fn after(bounds: &Bounds, state: &State<'_, '_>, name: &str, made: Value) -> Result<Value> {
     let made = bounds.made(state, made)?;
     if words::has(NESTING, name) {
@@ -179,14 +180,14 @@ fn after(bounds: &Bounds, state: &State<'_, '_>, name: &str, made: Value) -> Res
     Ok(made)
 }
 
-/// Functions of an engine's module, with their names.
+/// Lists functions of a module of the engine, with their names.
 macro_rules! named {
     ($module:ident { $($name:ident)* }) => {
         [$((stringify!($name), Value::from_function($module::$name)),)*]
     };
 }
 
-/// The engine's filters.
+/// Adds the engine's filters.
 fn add_filters(environment: &mut Environment<'static>, bounds: &Arc<Bounds>) {
     let own = named!(filters {
         safe escape lower upper title capitalize replace length dictsort items reverse trim join split lines default
@@ -210,7 +211,7 @@ fn add_filters(environment: &mut Environment<'static>, bounds: &Arc<Bounds>) {
     }
 }
 
-/// Nibble's own filters and functions.
+/// Adds Nibble's own filters and functions.
 fn add_own(environment: &mut Environment<'static>, bounds: &Arc<Bounds>, time: Option<SystemTime>) {
     let of = Arc::clone(bounds);
     let indent = move |state: &State<'_, '_>, text: String, width: Option<usize>, options: Kwargs| {
@@ -222,7 +223,7 @@ fn add_own(environment: &mut Environment<'static>, bounds: &Arc<Bounds>, time: O
     let of = Arc::clone(bounds);
     environment.add_filter("tojson", move |state: &State<'_, '_>, value: Value, options: Kwargs| {
         let indent: Option<usize> = options.get("indent")?;
-        // Arguments of Python's function that are accepted and ignored here.
+        // Python's function has these arguments, which are accepted here but ignored.
         let _: (Option<bool>, Option<bool>, Option<Value>) =
             (options.get("ensure_ascii")?, options.get("sort_keys")?, options.get("separators")?);
         options.assert_all_used()?;
@@ -250,7 +251,7 @@ fn add_own(environment: &mut Environment<'static>, bounds: &Arc<Bounds>, time: O
     }
 }
 
-/// The engine's tests.
+/// Adds the engine's tests.
 fn add_tests(environment: &mut Environment<'static>, bounds: &Arc<Bounds>) {
     environment.add_test("undefined", tests::is_undefined);
     environment.add_test("defined", tests::is_defined);
@@ -272,7 +273,7 @@ fn add_tests(environment: &mut Environment<'static>, bounds: &Arc<Bounds>) {
     environment.add_test("false", tests::is_false);
     environment.add_test("filter", tests::is_filter);
     environment.add_test("test", tests::is_test);
-    // Tests that compare their arguments.
+    // These tests compare their arguments.
     let eq = Value::from_function(tests::is_eq);
     let ne = Value::from_function(tests::is_ne);
     let [lt, le] = [Value::from_function(tests::is_lt), Value::from_function(tests::is_le)];
@@ -312,7 +313,7 @@ fn add_tests(environment: &mut Environment<'static>, bounds: &Arc<Bounds>) {
     }
 }
 
-/// The filters that a guarded template applies to operands and results.
+/// Adds the filters that a guarded template applies to operands and results.
 fn add_hooks(environment: &mut Environment<'static>, bounds: &Arc<Bounds>) {
     type Hook = fn(&Bounds, &State<'_, '_>, Value) -> Result<Value>;
     let hooks: [(&str, Hook); 8] = [

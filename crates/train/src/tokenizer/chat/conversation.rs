@@ -1,4 +1,4 @@
-//! Conversations in rows of data: messages, and the other keys of a row.
+//! Conversations in rows of data: the messages, and the other keys of a row.
 
 use minijinja::Value;
 use minijinja::value::ValueKind;
@@ -15,17 +15,17 @@ pub const ANSWERS: &str = "assistant";
 #[derive(Debug, Clone)]
 pub struct Conversation {
     pub(super) messages: Vec<Value>,
-    /// For each message, whether it is a target if it is an answer.
+    /// For each message, whether the message is a target if it is an answer.
     pub(super) learnt: Vec<bool>,
     /// The tools that an answer may call.
     pub(super) tools: Option<Value>,
     /// Other variables of the template, by name.
     pub(super) variables: Vec<(String, Value)>,
-    /// Size of its JSON in bytes.
+    /// Size of the conversation's JSON in bytes.
     pub(super) bytes: usize,
 }
 
-/// The keys of a row that are read in addition to the messages.
+/// The keys that are read from a row in addition to the messages.
 const TOOLS: &str = "tools";
 const VARIABLES: &str = "chat_template_kwargs";
 
@@ -36,20 +36,20 @@ const TAKEN: &str = "\
     tokenizer_kwargs";
 
 impl Conversation {
-    /// The messages of a JSON text: a list of objects. Keys keep their order, and those whose value is null are left out.
+    /// Reads messages from a JSON text, which must be a list of objects. Keys keep their order, and keys whose value is null are left out.
     ///
     /// # Errors
-    /// [`Error::Config`] with the key `messages` for invalid messages; the caller knows the file and the row.
+    /// [`Error::Config`] with the key `messages` for invalid messages. The caller must add the file and the row.
     pub fn from_json(json: &str) -> Result<Self> {
         let read = serde_json::from_str(json).map_err(|e| format!("are no JSON: {e}"));
         read.and_then(|messages| Self::of(&messages, json.len()))
             .map_err(|why| Error::config("messages", why))
     }
 
-    /// The messages of an object under this key, with its other keys `tools` and `chat_template_kwargs`, as TRL reads them.
+    /// Reads the messages under this key of an object, and the object's keys `tools` and `chat_template_kwargs`, as TRL does.
     ///
     /// # Errors
-    /// What is invalid in the object, or a key whose meaning is not implemented; the caller knows the file and the row.
+    /// What is invalid in the object, or a key that other trainers read and Nibble does not. The caller must add the file and the row.
     pub fn of_row(json: &str, key: &str) -> Result<Self, String> {
         let row: Value = serde_json::from_str(json).map_err(|error| no_json(&error))?;
         if row.kind() != ValueKind::Map {
@@ -90,7 +90,7 @@ impl Conversation {
         Ok(Self { messages: all, learnt, tools: None, variables: Vec::new(), bytes })
     }
 
-    /// The distinct roles of its messages, in order.
+    /// The distinct roles of the conversation's messages, in order.
     #[must_use]
     pub fn roles(&self) -> Vec<String> {
         let mut roles = Vec::new();
@@ -107,13 +107,13 @@ impl Conversation {
         (0..self.messages.len()).filter(|at| role_of(&self.messages[*at]).as_deref() == Some(ANSWERS))
     }
 
-    /// Whether it has answers, all of which are marked as no targets.
+    /// Whether the conversation has answers, and all of them are marked as no targets.
     #[must_use]
     pub fn learns_none(&self) -> bool {
         self.answers().next().is_some() && self.answers().all(|at| !self.learnt[at])
     }
 
-    /// Checks that the chat template names every key of the conversation; a key that it never names would be lost.
+    /// Checks that the chat template names every key of the conversation. The value of a key that the template never names would be lost.
     pub(super) fn require_named_by(&self, template: &str) -> Result<(), String> {
         let lost = |said: String| {
             Err(format!(
@@ -141,7 +141,7 @@ impl Conversation {
     }
 }
 
-/// Keys of messages that a template must render, each with its alternative names.
+/// Keys of messages that a template must render. Each key is listed with its alternative names.
 const WRITTEN: &[&[&str]] = &[
     &["tool_calls"],
     &["function_call"],
@@ -172,7 +172,7 @@ fn is_nothing(value: &Value) -> bool {
     value.is_none() || value.len() == Some(0)
 }
 
-/// The value of a switch: true or 1, false or 0; `None` for anything else.
+/// The value of a switch: true for true or 1, false for false or 0, and `None` for any other value.
 fn is_yes(value: &Value) -> Option<bool> {
     match value.kind() {
         ValueKind::Bool => Some(value.is_true()),
@@ -185,7 +185,7 @@ fn is_yes(value: &Value) -> Option<bool> {
     }
 }
 
-/// The tools of a row: a list of objects, or one as a text of JSON.
+/// The tools of a row: a list of objects, or such a list as JSON text.
 fn tools(value: &Value) -> Result<Value, String> {
     let fail =
         |why: String| format!("\"{TOOLS}\" {why}, expected a list of objects, or a text that is one in JSON");
@@ -217,7 +217,7 @@ fn variables(value: &Value) -> Result<Vec<(String, Value)>, String> {
     }
 }
 
-/// Whether a message is a target if it is an answer, by the keys that other trainers use for this.
+/// Whether a message is a target if it is an answer, according to the keys that other trainers use for this purpose.
 fn is_learnt(message: &Value, role: &str) -> Result<bool, String> {
     const SAY: [(&str, bool); 8] = [
         ("weight", true),
@@ -249,7 +249,8 @@ fn is_learnt(message: &Value, role: &str) -> Result<bool, String> {
         }
     }
     match said {
-        // Some data sets give every message a weight of 1; but whoever sets `train` on a question wants it learnt.
+        // Some data sets give every message a weight of 1, so a weight on a question is accepted. But `train` on a question means that the
+        // question should be learnt.
         Some((key @ ("train" | "training" | "loss"), true)) if role != ANSWERS => Err(format!(
             "\"{key}\": true, and its role is {role}: messages of the role {ANSWERS} alone are learnt"
         )),
@@ -257,7 +258,7 @@ fn is_learnt(message: &Value, role: &str) -> Result<bool, String> {
     }
 }
 
-/// The keys of a message, for an error about a missing key.
+/// The keys of a message, for an error message about a missing key.
 fn keys_of(message: &Value) -> String {
     if message.kind() != ValueKind::Map {
         return format!(", which is {}", python::kind(message));
@@ -272,7 +273,7 @@ fn role_of(message: &Value) -> Option<String> {
     message.get_attr("role").ok()?.as_str().map(str::to_owned)
 }
 
-/// A message as templates see it: without nulls, and with its reasoning under the names that templates use.
+/// A message in the form that templates get: without nulls, and with its reasoning under the names that templates use.
 fn message_of(message: &Value) -> Value {
     let keys = message.try_iter().into_iter().flatten();
     let mut pairs: Vec<(Value, Value)> = keys

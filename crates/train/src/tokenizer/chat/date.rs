@@ -1,4 +1,4 @@
-//! The date, for templates that print it.
+//! Formats the date, for templates that print it.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -6,10 +6,10 @@ use chrono::DateTime;
 use chrono::format::{Item, StrftimeItems};
 use minijinja::{Error, ErrorKind};
 
-/// A UTC time formatted as C's `strftime` does in English.
+/// A UTC time, formatted like C's `strftime` in English.
 ///
 /// # Errors
-/// For an unsupported directive.
+/// An error for an unsupported directive.
 pub(super) fn strftime(time: SystemTime, format: &str) -> Result<String, Error> {
     let items: Vec<Item<'_>> = StrftimeItems::new(format).collect();
     if items.contains(&Item::Error) {

@@ -1,4 +1,5 @@
-//! The end of an answer: the token that a chat template writes after answers, and that a model learns with them.
+//! Finds the token at the end of an answer. A chat template writes this token after answers, and a model learns the token together with the
+//! answers.
 
 use super::{ChatTemplate, Conversation};
 use crate::error::Result;
@@ -7,7 +8,7 @@ use crate::tokenizer::Tokenizer;
 /// The answer in the trial conversation.
 const ANSWER: &str = "Four bits";
 
-/// Trial conversations with a model's answers: one with a text, and one with a tool call.
+/// Trial conversations with answers of a model: one answer has a text, and one has a tool call.
 const TRIED: [&str; 2] = [
     r#"[{"role": "user", "content": "What is a nibble?"}, {"role": "assistant", "content": "Four bits"}]"#,
     r#"[{"role": "user", "content": "What is a nibble?"}, {"role": "assistant", "content": "Four bits",
@@ -15,11 +16,12 @@ const TRIED: [&str; 2] = [
 ];
 
 impl ChatTemplate {
-    /// The target tokens that end answers: the first control token after the text of an answer, and the last one after a tool call. Empty
-    /// if the template writes none there; `None` if it refuses a plain conversation, so that nothing is known.
+    /// The target tokens that end answers: the first control token after the text of an answer, and the last control token after a tool
+    /// call. Empty if the template writes no such tokens. `None` if the template refuses a plain conversation, so that the tokens are
+    /// unknown.
     ///
     /// # Errors
-    /// Those of the tokenizer.
+    /// The errors of the tokenizer.
     pub fn ends_of_answers(&self, tokenizer: &dyn Tokenizer) -> Result<Option<Vec<i32>>> {
         let mut ends = Vec::new();
         for (number, tried) in TRIED.into_iter().enumerate() {

@@ -1,7 +1,7 @@
 //! The thread that runs a template.
 //!
-//! A compiled template borrows its text, which a thread can hold on its stack. The stack also has a fixed size, so that the deepest allowed
-//! template and value behave the same for every caller.
+//! A compiled template borrows its text, which a thread can hold on its stack. The thread's stack also has a fixed size, so that the
+//! deepest allowed template and value behave the same for every caller.
 
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -15,21 +15,21 @@ use minijinja::{AutoEscape, Environment, Error, Value};
 use super::bounds::{Bounds, Warrant};
 use super::{builtins, guard};
 
-/// Stack size in bytes. Memory is committed as it is used.
+/// Stack size of the thread in bytes. The operating system commits this memory only as it is used.
 const STACK: usize = 64 << 20;
 
-/// Why a template gives no text.
+/// The reason why a template gives no text.
 #[derive(Debug)]
 pub(super) enum Failure {
-    /// An error of the engine.
+    /// The engine returned an error.
     Said(Error),
-    /// A panic of the engine.
+    /// The engine panicked.
     Broken,
 }
 
 /// A request to the thread.
 struct Job {
-    /// Index of one of its templates.
+    /// Index of one of the thread's templates.
     program: usize,
     context: Value,
     warrant: Warrant,
@@ -44,10 +44,10 @@ pub(super) struct Engine {
 }
 
 impl Engine {
-    /// Starts a thread for these named templates.
+    /// Starts a thread for these templates, each with its name.
     ///
     /// # Errors
-    /// For invalid templates.
+    /// An error for invalid templates.
     pub fn start(texts: Vec<(&'static str, String)>, time: Option<SystemTime>) -> Result<Self, Failure> {
         let bounds = Arc::new(Bounds::default());
         bounds.begin_file();
@@ -57,7 +57,7 @@ impl Engine {
         let run = move || {
             let done = catch_unwind(AssertUnwindSafe(|| serve(&texts, time, &of, &asked, &ready)));
             if done.is_err() {
-                // After a successful start, nobody receives this error.
+                // After a successful start, no thread receives this error.
                 let _ = ready.send(Err(Failure::Broken));
             }
         };
@@ -67,10 +67,10 @@ impl Engine {
         Ok(Self { jobs: Mutex::new(jobs), bounds })
     }
 
-    /// Renders the template of this index.
+    /// Renders the template with this index.
     ///
     /// # Errors
-    /// Those of the engine.
+    /// The errors of the engine.
     pub fn run(&self, program: usize, context: Value, warrant: Warrant) -> Result<String, Failure> {
         let (answer, answered) = channel();
         let job = Job { program, context, warrant, answer };
@@ -82,7 +82,7 @@ impl Engine {
     }
 }
 
-/// A template compiled for the engine.
+/// A template that has been compiled for the engine.
 struct Program<'a> {
     main: Instructions<'a>,
     blocks: BTreeMap<&'a str, Instructions<'a>>,
@@ -121,9 +121,9 @@ fn serve(
     }
     for Job { program, context, warrant, answer } in asked {
         let run = || run(&environment, &programs[program], context, warrant, bounds);
-        // The engine's state is rebuilt for each text, so that nothing is reused after a panic.
+        // The engine's state is rebuilt for each text, so that no state is reused after a panic.
         let text = catch_unwind(AssertUnwindSafe(run));
-        // The caller may be gone.
+        // The caller may have stopped waiting for the text.
         let _ = answer.send(text.unwrap_or(Err(Failure::Broken)));
     }
 }

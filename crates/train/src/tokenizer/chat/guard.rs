@@ -1,25 +1,26 @@
-//! Adds a hook to a template's program at every place where it can grow, or work without limit.
+//! Adds hooks to a template's program at every place where values can grow, or where the work is unlimited.
 //!
-//! The engine counts instructions, but not the cost of an instruction: `x ~ x` forty times is forty instructions and a terabyte, and one
-//! `in` may search a list of a billion items. Operators and lists have no hooks, and constant expressions are evaluated at compile time. So
-//! the parsed template is rebuilt with filters around operands and results. Their names begin with `#`, which no template can write;
-//! `bounds` implements them. Filters, tests, functions and methods are guarded where they are registered.
+//! The engine counts instructions, but not the cost of an instruction. Forty instructions `x ~ x` give a text of a terabyte, and one `in`
+//! may search a list of a billion items. Operators and lists have no hooks in the engine, and constant expressions are evaluated at compile
+//! time. So this module rebuilds the parsed template with filters around operands and results. The names of these filters begin with `#`,
+//! which no template can write; `bounds` implements the filters. Filters, tests, functions and methods of templates are guarded where they
+//! are registered.
 
 use minijinja::machinery::ast::{self, BinOpKind, CallArg, Expr, Spanned, Stmt, UnaryOpKind};
 use minijinja::machinery::{Span, Token, WhitespaceConfig, tokenize};
 use minijinja::{Error, ErrorKind, Value};
 
-/// Charges for reading a value whole.
+/// Charges for reading a whole value.
 pub(super) const READ: &str = "#read";
-/// Charges for reading a value whole, and for writing it as text.
+/// Charges for reading a whole value and for writing it as text.
 pub(super) const WRITTEN: &str = "#written";
-/// Charges for a new value, and evaluates lazy items.
+/// Charges for a new value, and evaluates its lazy items.
 pub(super) const MADE: &str = "#made";
-/// The same for an addition.
+/// Charges for the result of an addition, and evaluates its lazy items.
 pub(super) const SUM: &str = "#sum";
-/// Charges for a list or an object with all its contents, and limits its depth.
+/// Charges for a list or an object with all its contents, and limits its nesting depth.
 pub(super) const BUILT: &str = "#built";
-/// Refuses values that a namespace must not hold.
+/// Refuses values that a namespace must not contain.
 pub(super) const KEPT: &str = "#kept";
 /// Charges for access to one item.
 pub(super) const INDEXED: &str = "#indexed";
@@ -30,20 +31,21 @@ pub(super) const DEFINED: &str = "#defined";
 pub(super) const WHITESPACE: WhitespaceConfig =
     WhitespaceConfig { keep_trailing_newline: false, lstrip_blocks: true, trim_blocks: true };
 
-/// Limit of a template's size in bytes. Published templates have some ten thousand.
+/// Largest size of a template in bytes. Published templates have some ten thousand bytes.
 const MOST_SOURCE: usize = 1 << 20;
 
-/// Limit of operators, names and brackets in a tag, each of which may nest one level deeper. Published templates have a hundred.
+/// Largest number of operators, names and brackets in a tag. Each may nest one level deeper. Published templates have a hundred of these in
+/// a tag.
 const MOST_NESTING: usize = 2000;
 
-/// Size up to which copying a text is not charged, in bytes.
+/// Size in bytes up to which the copy of a text is not charged.
 const SMALL: usize = 64;
 
-/// Checks that the template can be parsed on a thread of [`super::engine`]: the parser, the compiler and the destructors recurse once per
-/// link of a chain.
+/// Checks that the template can be parsed on a thread of [`super::engine`]. The stack limits the size of a template, because the parser,
+/// the compiler and the destructors recurse once per link of a chain.
 ///
 /// # Errors
-/// Names the limit that is exceeded.
+/// The error names the limit that the template exceeds.
 pub(super) fn check_source(text: &str) -> Result<(), Error> {
     let fail = |why: String| Error::new(ErrorKind::SyntaxError, why);
     if text.len() > MOST_SOURCE {
@@ -51,7 +53,7 @@ pub(super) fn check_source(text: &str) -> Result<(), Error> {
     }
     let (mut nesting, mut branches) = (0, 0);
     for token in tokenize(text, false, minijinja::syntax::SyntaxConfig, WHITESPACE) {
-        // The parser reports invalid tokens, with their line.
+        // The parser reports invalid tokens later, with their line.
         let Ok((token, span)) = token else { return Ok(()) };
         match token {
             Token::TemplateData(_) | Token::VariableStart | Token::BlockStart => nesting = 0,
@@ -78,7 +80,7 @@ fn hook<'a>(name: &'static str, of: Expr<'a>) -> Expr<'a> {
     Expr::Filter(Spanned::new(ast::Filter { name, expr: Some(of), args: Vec::new() }, span))
 }
 
-/// Writes an empty text, which the formatter counts as a step.
+/// A statement that writes an empty text, which the formatter counts as a step.
 fn tick<'a>(span: Span) -> Stmt<'a> {
     Stmt::EmitExpr(Spanned::new(ast::EmitExpr { expr: constant("", span) }, span))
 }
@@ -87,7 +89,7 @@ fn constant<'a>(text: &str, span: Span) -> Expr<'a> {
     Expr::Const(Spanned::new(ast::Const { value: Value::from(text) }, span))
 }
 
-/// A constant that costs nothing to read: a number, a short text, or a short list of them.
+/// Whether this is a constant that costs nothing to read: a number, a short text, or a short list of such constants.
 fn is_small(of: &Expr<'_>) -> bool {
     match of {
         Expr::Const(of) => of.value.as_str().is_none_or(|text| text.len() <= SMALL),
@@ -96,13 +98,13 @@ fn is_small(of: &Expr<'_>) -> bool {
     }
 }
 
-/// Expressions that the compiler may evaluate; a hook around them prevents that.
+/// Whether the compiler may evaluate the expression. A hook around such an expression prevents the evaluation.
 fn may_be_constant(of: &Expr<'_>) -> bool {
     use Expr::{BinOp, Compare, Const, List, Map, UnaryOp};
     matches!(of, Const(_) | List(_) | Map(_) | UnaryOp(_) | BinOp(_) | Compare(_))
 }
 
-/// The expression, hooked for reading unless that costs nothing.
+/// The expression with a hook that charges for reading, unless reading costs nothing.
 fn read<'a>(of: &Expr<'a>) -> Expr<'a> {
     if is_small(of) { expr(of) } else { hook(READ, expr(of)) }
 }
@@ -110,7 +112,7 @@ fn read<'a>(of: &Expr<'a>) -> Expr<'a> {
 fn body<'a>(of: &[Stmt<'a>]) -> Vec<Stmt<'a>> {
     let mut out = Vec::with_capacity(of.len());
     for one in of {
-        // A macro lives until the template ends.
+        // A macro lives until the template ends, so each definition is charged.
         if let Stmt::Macro(of) = one {
             let expr = hook(DEFINED, constant("", of.span()));
             out.push(Stmt::EmitExpr(again(of, ast::EmitExpr { expr })));
@@ -120,12 +122,12 @@ fn body<'a>(of: &[Stmt<'a>]) -> Vec<Stmt<'a>> {
     out
 }
 
-/// Statements that may run more than once.
+/// Adds hooks to statements that may run more than once.
 fn repeated<'a>(of: &[Stmt<'a>], span: Span) -> Vec<Stmt<'a>> {
     std::iter::once(tick(span)).chain(body(of)).collect()
 }
 
-/// An assignment target: a name, several names, or an attribute of a namespace.
+/// Adds hooks to an assignment target: a name, several names, or an attribute of a namespace.
 fn target<'a>(of: &Expr<'a>) -> Expr<'a> {
     match of {
         Expr::List(of) => Expr::List(again(of, ast::List { items: of.items.iter().map(target).collect() })),
@@ -137,14 +139,14 @@ fn all<'a>(of: &[Expr<'a>]) -> Vec<Expr<'a>> {
     of.iter().map(expr).collect()
 }
 
-/// The same template or statement, with hooks.
+/// The same template or statement with hooks.
 pub(super) fn guarded<'a>(of: &Stmt<'a>) -> Stmt<'a> {
     match of {
         Stmt::Template(of) => Stmt::Template(again(of, ast::Template { children: body(&of.children) })),
         Stmt::EmitExpr(of) => Stmt::EmitExpr(again(of, ast::EmitExpr { expr: expr(&of.expr) })),
         Stmt::EmitRaw(of) => match of.raw.len() <= SMALL {
             true => Stmt::EmitRaw(again(of, ast::EmitRaw { raw: of.raw })),
-            // Output as a value goes through the formatter, which counts it.
+            // The formatter counts text that is output as a value.
             false => Stmt::EmitExpr(again(of, ast::EmitExpr { expr: constant(of.raw, of.span()) })),
         },
         Stmt::ForLoop(of) => Stmt::ForLoop(again(
@@ -232,7 +234,7 @@ fn expr<'a>(of: &Expr<'a>) -> Expr<'a> {
         Expr::BinOp(of) => binary(of),
         Expr::Compare(of) => {
             let ops = of.ops.iter().map(|op| ast::CompareOp { op: op.op, expr: read(&op.expr) }).collect();
-            // A hook around constants too: the compiler would evaluate the comparison.
+            // Constants get a hook too, because the compiler would otherwise evaluate the comparison.
             Expr::Compare(again(of, ast::Compare { expr: hook(READ, expr(&of.expr)), ops }))
         }
         Expr::IfExpr(of) => {
@@ -266,7 +268,7 @@ fn expr<'a>(of: &Expr<'a>) -> Expr<'a> {
     }
 }
 
-/// An operator with hooks that prevent the compiler from evaluating it.
+/// An operator with hooks. The hooks prevent the compiler from evaluating the operator.
 fn binary<'a>(of: &Spanned<ast::BinOp<'a>>) -> Expr<'a> {
     let (small_left, small_right) = (is_small(&of.left), is_small(&of.right));
     let (mut left, mut right) = (expr(&of.left), expr(&of.right));

@@ -1,4 +1,4 @@
-//! Conversations as text: chat templates of published models, in the environment that Hugging Face's `transformers` provides.
+//! Conversations as text. Chat templates of published models are rendered in the environment that Hugging Face's `transformers` provides.
 
 mod answers;
 mod bounds;
@@ -24,37 +24,37 @@ use crate::error::{Error, Result};
 
 pub use self::conversation::{ANSWERS, Conversation};
 
-/// The text of a conversation.
+/// A rendered conversation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rendered {
-    /// The text.
+    /// The text of the conversation.
     pub text: String,
-    /// The byte ranges of the answers, which are the targets, sorted and disjoint.
+    /// The byte ranges of the answers, which are the targets. The ranges are sorted and disjoint.
     pub answers: Vec<Range<usize>>,
 }
 
 /// A chat template.
 #[derive(Debug)]
 pub struct ChatTemplate {
-    /// Its file.
+    /// The template's file.
     path: PathBuf,
     source: String,
     engine: Engine,
-    /// Texts of tokens that templates insert, by name.
+    /// Names and texts of the tokens that templates insert.
     tokens: BTreeMap<String, String>,
-    /// Whether it marks answers itself, by `{% generation %}`.
+    /// Whether the template itself marks answers, with `{% generation %}`.
     has_generation: bool,
 }
 
-/// Indices of the engine's programs: the template, and the template with marks around answers.
+/// Indices of the engine's two programs: the template, and the template with marks around answers.
 const PLAIN: usize = 0;
 const MARKED: usize = 1;
 
 impl ChatTemplate {
-    /// A template from the file `path`. `tokens`: the tokens that it may name, such as `bos_token`.
+    /// Compiles a template from the file `path`. `tokens` contains the tokens that the template may name, such as `bos_token`.
     ///
     /// # Errors
-    /// [`Error::Tokenizer`] naming the file, for an invalid template.
+    /// [`Error::Tokenizer`] naming the file, if the template is invalid.
     pub fn new(path: &Path, text: &str, tokens: &BTreeMap<String, String>) -> Result<Self> {
         let (engine, has_generation) = Self::start(path, text, None)?;
         Ok(Self {
@@ -66,7 +66,7 @@ impl ChatTemplate {
         })
     }
 
-    /// The engine of a template, and whether the template marks answers itself.
+    /// Starts the engine of a template, and returns whether the template itself marks answers.
     fn start(path: &Path, text: &str, time: Option<SystemTime>) -> Result<(Engine, bool)> {
         let (plain, has_generation) = without_generation(text, BARE_FILTER);
         let mut texts = vec![("chat", plain)];
@@ -80,33 +80,34 @@ impl ChatTemplate {
         Ok((engine, has_generation))
     }
 
-    /// Its original text.
+    /// The template's original text.
     #[must_use]
     pub fn source(&self) -> &str {
         &self.source
     }
 
-    /// The same template on another day: `strftime_now` gives this time, in UTC, rather than the current time.
+    /// The same template at another time: `strftime_now` returns this time, in UTC, instead of the current time.
     ///
     /// # Errors
-    /// [`Error::Tokenizer`] if no thread can be started for it.
+    /// [`Error::Tokenizer`] if no thread can be started for the template.
     pub fn at(mut self, time: SystemTime) -> Result<Self> {
         self.engine = Self::start(&self.path, &self.source, Some(time))?.0;
         Ok(self)
     }
 
-    /// Starts a file of conversations, with a new reserve of work beyond the conversations' own budgets.
+    /// Starts a file of conversations. The file gets a new reserve of work, in addition to the conversations' own budgets.
     pub fn begin_file(&self) {
         self.engine.bounds.begin_file();
     }
 
-    /// Whether the conversations of the file have used up that reserve. Render no more of them then: each may take as long.
+    /// Whether the conversations of the file have used up the reserve. Callers should then render no more conversations, because each may
+    /// take long.
     #[must_use]
     pub fn is_spent(&self) -> bool {
         self.engine.bounds.is_spent()
     }
 
-    /// The text of a conversation, optionally followed by the beginning of an answer.
+    /// Renders a conversation as text, optionally followed by the beginning of an answer.
     ///
     /// # Errors
     /// [`Error::Tokenizer`] naming the template's file, with the template's error.
@@ -115,7 +116,7 @@ impl ChatTemplate {
         self.rendered(PLAIN, of, of.messages.len(), add_generation_prompt)
     }
 
-    /// The text of the first `count` messages.
+    /// Renders the first `count` messages as text.
     fn rendered(
         &self,
         program: usize,
@@ -123,7 +124,7 @@ impl ChatTemplate {
         count: usize,
         add_generation_prompt: bool,
     ) -> Result<String> {
-        // As in `transformers`, a row's variables override the tokenizer's tokens, and messages, tools and the prompt flag override both.
+        // As in `transformers`, a row's variables override the tokenizer's tokens. Messages, tools and the prompt flag override both.
         let mut context = BTreeMap::from([("documents".to_owned(), Value::from(()))]);
         context.extend(self.tokens.iter().map(|(name, token)| (name.clone(), token.into())));
         context.extend(of.variables.iter().cloned());
@@ -142,7 +143,7 @@ impl ChatTemplate {
     }
 }
 
-/// The error of a template in one line.
+/// The error of a template, in one line.
 fn said(failure: &Failure) -> String {
     let error = match failure {
         Failure::Said(error) => error,
@@ -151,7 +152,7 @@ fn said(failure: &Failure) -> String {
     let line = error.line().map_or(String::new(), |line| format!("line {line}: "));
     let detail = error.detail().unwrap_or_default();
     match error.kind() {
-        // An error that the template itself raises.
+        // The template itself raises this error.
         ErrorKind::InvalidOperation if detail.starts_with(RAISED) => {
             detail.trim_start_matches(RAISED).to_owned()
         }
@@ -163,8 +164,8 @@ fn said(failure: &Failure) -> String {
     }
 }
 
-/// The template with `{% generation %}` blocks replaced by blocks of this filter, and whether there were any. The engine knows no custom
-/// blocks.
+/// Replaces the `{% generation %}` blocks of a template by blocks of this filter, because the engine does not support custom blocks.
+/// Returns the new text, and whether there were such blocks.
 fn without_generation(text: &str, filter: &str) -> (String, bool) {
     let (mut out, mut rest, mut found) = (String::new(), text, false);
     while let Some(start) = rest.find("{%") {

@@ -1,9 +1,9 @@
-//! Values formatted as in Python: templates expect `{{ true }}` to give `True`.
+//! Formats values as Python does, because templates expect that `{{ true }}` gives `True`.
 
 use minijinja::value::{Kwargs, Value, ValueKind};
 use minijinja::{Error, ErrorKind};
 
-/// The type of a JSON value, for a message.
+/// The type of a JSON value, for an error message.
 pub(super) fn kind(value: &Value) -> &'static str {
     match value.kind() {
         ValueKind::None => "null",
@@ -15,12 +15,13 @@ pub(super) fn kind(value: &Value) -> &'static str {
     }
 }
 
-/// Whether a value is iterable in Python: `None` is not, a text is, and an undefined value is empty in Jinja2.
+/// Whether a value is iterable in Python. `None` is not iterable, a text is iterable, and an undefined value is an empty iterable in
+/// Jinja2.
 pub(super) fn has_items(value: &Value) -> bool {
     !matches!(value.kind(), ValueKind::None | ValueKind::Bool | ValueKind::Number)
 }
 
-/// `str(value)`; empty if undefined.
+/// The result of `str(value)` in Python; empty if the value is undefined.
 pub(super) fn text(value: &Value) -> String {
     match value.kind() {
         ValueKind::Undefined => String::new(),
@@ -29,7 +30,7 @@ pub(super) fn text(value: &Value) -> String {
     }
 }
 
-/// `repr(value)`.
+/// The result of `repr(value)` in Python.
 fn repr(value: &Value) -> String {
     let list =
         |of: &Value| -> Vec<String> { of.try_iter().into_iter().flatten().map(|item| repr(&item)).collect() };
@@ -52,7 +53,7 @@ fn pairs(map: &Value) -> impl Iterator<Item = (Value, Value)> + '_ {
     keys.map(|key| (key.clone(), map.get_item(&key).unwrap_or_default()))
 }
 
-/// An integer, or a float as `repr(float)`.
+/// An integer, or a float formatted like `repr(float)` in Python.
 fn number(value: &Value) -> String {
     if value.is_integer() {
         return value.to_string();
@@ -65,7 +66,7 @@ fn number(value: &Value) -> String {
     }
 }
 
-/// The shortest digits that round-trip; with an exponent of at least two digits from 1e16 on and below 1e-4.
+/// The shortest digits that round-trip. Numbers from 1e16 on and below 1e-4 have an exponent of at least two digits.
 fn float(x: f64) -> String {
     let size = x.abs();
     if size == 0.0 || (1e-4..1e16).contains(&size) {
@@ -83,7 +84,7 @@ fn float(x: f64) -> String {
     }
 }
 
-/// `repr(str)`: in single quotes, unless the text has single quotes and no double ones.
+/// The result of `repr(str)` in Python: in single quotes, unless the text contains single quotes and no double quotes.
 fn quoted(text: &str) -> String {
     let quote = if text.contains('\'') && !text.contains('"') { '"' } else { '\'' };
     let mut out = String::from(quote);
@@ -111,16 +112,16 @@ fn quoted(text: &str) -> String {
     out
 }
 
-/// `str.isprintable`: no control characters, no white space except the space, and no format characters.
+/// Whether Python's `str.isprintable` is true: no control characters, no white space except the space, and no format characters.
 fn is_printable(c: char) -> bool {
     let formats = matches!(c, '\u{ad}' | '\u{200b}'..='\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2060}'..='\u{2064}' | '\u{feff}');
     c == ' ' || !(c.is_control() || c.is_whitespace() || formats)
 }
 
-/// Jinja2's filter `indent`, which keeps a final line break.
+/// Applies Jinja2's filter `indent`, which keeps a final line break.
 ///
 /// # Errors
-/// For unsupported arguments; the errors of `make` for this number of bytes.
+/// An error for unsupported arguments; the errors of `make` for this number of bytes.
 pub(super) fn indent(
     text: String,
     width: Option<usize>,
@@ -146,10 +147,10 @@ pub(super) fn indent(
     Ok(lines.collect::<Vec<_>>().join("\n"))
 }
 
-/// `json.dumps(value, ensure_ascii=False, indent=indent)`.
+/// The result of `json.dumps(value, ensure_ascii=False, indent=indent)` in Python.
 ///
 /// # Errors
-/// For values that JSON cannot represent; the errors of `make` for this number of bytes.
+/// An error for values that JSON cannot represent; the errors of `make` for this number of bytes.
 pub(super) fn json(
     value: &Value,
     indent: Option<usize>,
@@ -160,7 +161,7 @@ pub(super) fn json(
     Ok(out)
 }
 
-/// Indentation of nested JSON, and the counter of its bytes.
+/// The indentation of nested JSON, and the counter of the bytes of this indentation.
 struct Indent<'a> {
     width: Option<usize>,
     make: &'a dyn Fn(usize) -> Result<(), Error>,

@@ -1,6 +1,6 @@
-//! Sends pieces of a checkpoint's files from the ranks that hold their values to the files' owners. If several ranks hold a value, one of
-//! them sends it. In a round each owner receives one piece; all pieces of a round together have up to 16 MiB. So no rank ever holds a whole
-//! model, or sends more than one round's values at once.
+//! Sends pieces of a checkpoint's files from the ranks that hold the values to the owners of the files. If several ranks hold a value, one
+//! of these ranks sends it. In each round, each owner receives one piece; all pieces of a round together have up to 16 MiB. So no rank ever
+//! holds a whole model, or sends more than the values of one round at once.
 
 use super::files::{FileTensor, Files, Part, Run, cut, kept_by, num_values};
 use super::pieces::{Pieces, Stopped};
@@ -12,11 +12,11 @@ use half::bf16;
 use nibble_core::{Data, Kernels, Mesh, MeshShape};
 use std::ops::Range;
 
-/// Sends all values of these files to their owners in pieces of `piece` values, and this rank's pieces to its writer. Every rank already
-/// has the amax histories. Every rank must call this.
+/// Sends all values of these files to their owners in pieces of `piece` values, and passes this rank's pieces to its writer. The amax
+/// histories are not sent, because every rank already has them. Every rank must call this function.
 ///
 /// # Errors
-/// From the backend and other ranks; the writer reports its own errors at its end.
+/// Errors of the backend and of other ranks. The writer reports its own errors when it ends.
 pub(in crate::trainer) fn bring<B: Kernels>(
     b: &B,
     mesh: Mesh<'_, B>,
@@ -51,7 +51,7 @@ pub(in crate::trainer) fn bring<B: Kernels>(
             && let Some(Err(Stopped)) =
                 pieces.as_ref().map(|pieces| pieces.take_whole(num_values(mine), read))
         {
-            // The writer has failed and reports its error at the end; until then the other ranks still need this rank's values.
+            // The writer has failed and reports its error when it ends. Until then, the other ranks still need this rank's values.
             pieces = None;
         }
         if ends {
@@ -60,7 +60,7 @@ pub(in crate::trainer) fn bring<B: Kernels>(
     }
 }
 
-/// The pieces of a rank's files in order, each with a flag whether it is the last of its file.
+/// The pieces of a rank's files in order. Each piece has a flag that says whether it is the last piece of its file.
 fn sequence<'f>(files: &'f [&'f [FileTensor]], piece: usize) -> impl Iterator<Item = (Vec<Run>, bool)> + 'f {
     files.iter().flat_map(move |file| {
         let mut pieces = cut(file, piece).into_iter().peekable();
@@ -71,14 +71,14 @@ fn sequence<'f>(files: &'f [&'f [FileTensor]], piece: usize) -> impl Iterator<It
     })
 }
 
-/// Values of a run that one rank holds: the run's index, the range of values, and their offset in the piece.
+/// Values of a run that one rank holds: the index of the run, the range of the values, and their offset in the piece.
 struct Share {
     run: usize,
     values: Range<usize>,
     at: usize,
 }
 
-/// The values of these runs that a rank must send. Every rank already has the amax histories.
+/// The values of these runs that a rank must send. The amax histories are left out, because every rank already has them.
 fn shares<B: Kernels>(params: &[&mut Param<B>], mesh: MeshShape, rank: usize, runs: &[Run]) -> Vec<Share> {
     let (mut shares, mut at) = (Vec::new(), 0);
     for (run, ((param, part), range)) in runs.iter().enumerate() {
@@ -87,7 +87,7 @@ fn shares<B: Kernels>(params: &[&mut Param<B>], mesh: MeshShape, rank: usize, ru
         }
         let param = &*params[*param];
         let kept = match param.update {
-            // Every rank has all values, so the first one sends them.
+            // Every rank has all values, so the first rank sends them.
             Update::Load if rank > 0 => 0..0,
             _ => kept_by(param, mesh, rank),
         };
@@ -100,7 +100,7 @@ fn shares<B: Kernels>(params: &[&mut Param<B>], mesh: MeshShape, rank: usize, ru
     shares
 }
 
-/// Bytes per value of these runs, which all have one type.
+/// Number of bytes per value of these runs. All runs have the same type.
 fn value_bytes<B: Kernels>(params: &[&mut Param<B>], runs: &[Run]) -> Result<usize> {
     let Some(((param, part), _)) = runs.first().filter(|((_, part), _)| *part != Part::Scales) else {
         return Ok(1);
@@ -111,11 +111,11 @@ fn value_bytes<B: Kernels>(params: &[&mut Param<B>], runs: &[Run]) -> Result<usi
     })
 }
 
-/// A round of pieces: rank `p` receives the other ranks' values of `runs[p]`. Returns this rank's values, for [`place`]. Every rank must
-/// call this with the same runs.
+/// Exchanges a round of pieces: rank `p` receives the other ranks' values of `runs[p]`. Returns the values received by this rank, for
+/// [`place`]. Every rank must call this function with the same runs.
 ///
 /// # Errors
-/// From the backend and other ranks.
+/// Errors of the backend and of other ranks.
 fn exchange<B: Kernels>(
     b: &B,
     mesh: Mesh<'_, B>,
@@ -149,10 +149,10 @@ fn exchange<B: Kernels>(
     Ok(all.begin_all_to_all_v(b, sent, 1, &to, &from, received)?.wait(b)?)
 }
 
-/// Puts the values received for this rank's runs into their piece, as F32.
+/// Puts the values received for this rank's runs into the runs' piece, as F32.
 ///
 /// # Errors
-/// From the backend.
+/// Errors of the backend.
 fn place<B: Kernels>(
     b: &B,
     mesh: Mesh<'_, B>,
@@ -172,7 +172,7 @@ fn place<B: Kernels>(
     Ok(())
 }
 
-/// The shares have exactly as many values as were received.
+/// The number of values in the shares equals the number of values that were received.
 fn scatter<T: Copy>(
     mut received: &[T],
     shares: impl Iterator<Item = Share>,

@@ -1,4 +1,4 @@
-//! The contents of a checkpoint's files: which values of which parameters, in order.
+//! The contents of a checkpoint's files: the parameters whose values each file contains, and the order of these values.
 
 use crate::checkpoint::{TensorSpec, tensor_files};
 use crate::delayed::DelayedSite;
@@ -14,12 +14,12 @@ pub(in crate::trainer) enum Part {
     Master,
     ExpAvg,
     ExpAvgSq,
-    /// The amax histories of delayed scaling, all together; of no parameter.
+    /// The amax histories of delayed scaling, all together. Histories belong to no parameter.
     Scales,
 }
 
 impl Part {
-    /// The suffix of its name in a checkpoint.
+    /// The suffix of the tensor's name in a checkpoint.
     pub fn suffix(self) -> &'static str {
         match self {
             Self::Master => "",
@@ -56,11 +56,11 @@ impl Part {
     }
 }
 
-/// A tensor of a file, and where its values are.
+/// A tensor of a file, and the place of its values.
 #[derive(Debug)]
 pub(in crate::trainer) struct FileTensor {
     pub spec: TensorSpec,
-    /// Consecutive runs of values, as ranges of whole parameters (over all ranks).
+    /// Consecutive runs of values. A run is a range of the values of a whole parameter (over all ranks).
     runs: Vec<Run>,
 }
 
@@ -69,17 +69,17 @@ pub(in crate::trainer) struct FileTensor {
 pub(in crate::trainer) struct Files {
     /// Weights, moments, and amax histories.
     pub kinds: [Vec<FileTensor>; 3],
-    /// Largest size of a file's values, in bytes; 0: one file per kind.
+    /// Largest size of a file's values in bytes; 0: one file per kind of tensor.
     pub most_bytes: usize,
 }
 
 impl Files {
-    /// The files by name, each with its tensors, in the order they are written.
+    /// The names of the files, each with its tensors, in the order in which the files are written.
     pub fn named(&self) -> Vec<(String, &[FileTensor])> {
         tensor_files(self.kinds.each_ref().map(Vec::as_slice), |source| &source.spec, self.most_bytes)
     }
 
-    /// Number of values of each file, in order.
+    /// Number of values of each file, in the order of the files.
     pub fn values(&self) -> Vec<usize> {
         self.named()
             .iter()
@@ -93,7 +93,7 @@ impl Files {
     }
 }
 
-/// The tensors of a file, sorted by name. `with_moments`: whether each parameter has gradients, and so moments.
+/// The tensors of a file, sorted by name. `with_moments` says for each parameter whether it has gradients, and therefore moments.
 pub(in crate::trainer) fn sources(named: &[Named], with_moments: &[bool], parts: &[Part]) -> Vec<FileTensor> {
     let has = |tensor: &Named, part: Part| {
         part == Part::Master || tensor.rows.iter().all(|rows| with_moments[rows.param])
@@ -139,7 +139,7 @@ pub(in crate::trainer) fn kept_by<B: Kernels>(
     first + kept.start * cols..first + kept.end * cols
 }
 
-/// A range of values of one of a parameter's tensors.
+/// A range of values of one tensor of a parameter.
 pub(in crate::trainer) type Run = ((usize, Part), Range<usize>);
 
 /// Number of values of a piece.
@@ -147,7 +147,7 @@ pub(in crate::trainer) fn num_values(runs: &[Run]) -> usize {
     runs.iter().map(|(_, range)| range.len()).sum()
 }
 
-/// A file's values, cut into pieces of `piece` values; the last piece may be shorter.
+/// Cuts a file's values into pieces of `piece` values. The last piece may be shorter.
 pub(in crate::trainer) fn cut(file: &[FileTensor], piece: usize) -> Vec<Vec<Run>> {
     let mut all: Vec<Vec<Run>> = Vec::new();
     let mut room = 0;
@@ -159,7 +159,7 @@ pub(in crate::trainer) fn cut(file: &[FileTensor], piece: usize) -> Vec<Vec<Run>
                 room = piece.max(1);
             }
             let now = room.min(end - at);
-            // The last piece exists: it was added when no room was left.
+            // The last piece exists, because a piece is added whenever the previous piece is full.
             all.last_mut().into_iter().for_each(|runs| runs.push((*of, at..at + now)));
             (at, room) = (at + now, room - now);
         }

@@ -1,23 +1,24 @@
-//! Asynchronous checkpoints, written to disk while training continues.
+//! Asynchronous checkpoints, which are written to disk while training continues.
 //!
-//! A checkpoint starts once the step's record has been read and shows no error. Two threads work on it. One copies weights and moments to
-//! the host in file order, in pieces of up to 16 MiB regardless of tensor boundaries, through the device's second stream. The other hashes
-//! and writes the pieces, syncs the files and renames the checkpoint into place. The training thread issues the next step's forward and
-//! backward passes meanwhile. It waits once: the optimizer of the next step starts when everything is copied.
+//! A checkpoint starts after the step's record has been read and shows no error. Two threads work on the checkpoint. The first thread
+//! copies weights and moments to the host in file order, in pieces of up to 16 MiB regardless of tensor boundaries, through the device's
+//! second stream. The second thread hashes and writes the pieces, syncs the files and renames the checkpoint into place. During this time,
+//! the training thread issues the next step's forward and backward passes. Training waits once: the optimizer of the next step starts only
+//! after all values have been copied.
 //!
-//! At most `checkpoint.host_gib` of pieces are between the two threads, so copying slows to the speed of the disk if a checkpoint is
-//! larger, and the optimizer waits longer. The pieces' memory is reused by the next checkpoint; a third thread allocates it during the
-//! first steps. One checkpoint at a time is in progress. Its error ends the run at the next step, or at the run's end, which waits for the
-//! last checkpoint.
+//! At most `checkpoint.host_gib` GiB of pieces are between the two threads. If a checkpoint is larger, copying slows down to the speed of
+//! the disk, and the optimizer waits longer. The next checkpoint reuses the memory of the pieces; a third thread allocates this memory
+//! during the first steps. Only one checkpoint is in progress at a time. An error of the checkpoint ends the run at the next step, or at
+//! the run's end, which waits for the last checkpoint.
 //!
-//! The optimizer waits for the whole copy rather than slice by slice. The last slice of a step's AdamW cannot start before the last value
-//! is copied, so slices would hide only the time of AdamW itself, at the price of a launch per slice and a recording cut into as many
-//! parts.
+//! The optimizer waits for the whole copy, not for one slice after another. The last slice of a step's AdamW could not start before the
+//! last value is copied. Slices would therefore hide only the time of AdamW itself, but would need a launch per slice and a recording cut
+//! into as many parts.
 //!
-//! Learning rate and batches are functions of the step and the position in the data. So a checkpoint needs weights, moments, amax histories
-//! of delayed scaling, step, position, recipe and configuration, and a resumed run computes the same numbers.
+//! Learning rate and batches are functions of the step and of the position in the data. So a checkpoint needs only weights, moments, amax
+//! histories of delayed scaling, step, position, recipe and configuration, and a resumed run computes the same numbers.
 //!
-//! This describes a single rank. Several ranks each write files of their own ([`owners`]).
+//! The description above applies to a single rank. With several ranks, each rank writes its own files ([`owners`]).
 
 pub(super) mod collect;
 pub(super) mod files;
@@ -41,20 +42,20 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::thread::{Builder, JoinHandle};
 
-/// A checkpoint in progress. Dropping it waits for its end.
+/// A checkpoint in progress. A drop of this value waits for the end of the checkpoint.
 #[derive(Debug)]
 pub(super) struct Saving<B: Backend> {
-    /// Created at first use.
+    /// The host memory for pieces, which is created at first use.
     pub pool: Option<Arc<Pool<B>>>,
     /// The thread that allocates the pool's memory.
     pub filler: Option<JoinHandle<()>>,
-    /// The thread that reads the device until everything is copied.
+    /// The thread that reads the device until all values are copied.
     copier: Option<JoinHandle<()>>,
-    /// The thread that ends with the checkpoint in its place.
+    /// The thread that writes the checkpoint, and ends when the checkpoint has its final place.
     writer: Option<JoinHandle<Result<PathBuf>>>,
-    /// This rank's writer, of several ranks: present on all ranks or on none.
+    /// With several ranks: this rank's writer, which exists either on all ranks or on none.
     pub owner: Option<Owner>,
-    /// A checkpoint that all ranks have completed before [`Saving::finish`] was called.
+    /// A checkpoint that all ranks completed before [`Saving::finish`] was called.
     pub ended: Option<PathBuf>,
 }
 
@@ -65,20 +66,21 @@ impl<B: Backend> Default for Saving<B> {
 }
 
 impl<B: Backend> Saving<B> {
-    /// Waits until nothing reads weights and moments, so that they may change. The writer reports errors of copying.
+    /// Waits until no thread reads weights and moments, so that they may change. Errors of the copy are not returned here; the writer
+    /// reports them.
     pub fn wait_copied(&mut self) {
         if let Some(Err(panic)) = self.copier.take().map(JoinHandle::join) {
             std::panic::resume_unwind(panic);
         }
     }
 
-    /// Whether this rank, of several, is still writing.
+    /// With several ranks: whether this rank is still writing.
     pub fn is_writing(&self) -> bool {
         self.owner.as_ref().is_some_and(Owner::is_writing)
     }
 
-    /// Whether [`Saving::finish`] would return at once, where `writes` is the last record's flag whether any of several ranks is still
-    /// writing.
+    /// Whether [`Saving::finish`] would return at once. `writes` is a flag of the last record; with several ranks, it says whether any rank
+    /// is still writing.
     pub fn is_done(&self, writes: bool) -> bool {
         match self.owner {
             Some(_) => !writes,
@@ -94,13 +96,13 @@ impl<B: Backend> Saving<B> {
 impl<B: Kernels> Saving<B> {
     /// Allocates host memory for later checkpoints in the background.
     pub fn fill(&mut self, pool: Arc<Pool<B>>) -> Result<()> {
-        // If the host has no memory, whoever takes a piece gets the error.
+        // If the host has no memory, the error is returned to the thread that takes a piece.
         let filler = move || while let Ok(true) = pool.make() {};
         self.filler = Some(started("checkpoint memory", filler)?);
         Ok(())
     }
 
-    /// Starts a checkpoint of a single rank: threads that copy these tensors and write their pieces.
+    /// Starts a checkpoint of a single rank: starts the threads that copy these tensors and write their pieces.
     pub fn begin(
         &mut self,
         (store, outline, keep): (Store, Outline, usize),
@@ -122,7 +124,7 @@ impl<B: Kernels> Saving<B> {
         Ok(())
     }
 
-    /// Waits until the checkpoint in progress, if any, is in its place. Every rank must call this.
+    /// Waits until the checkpoint in progress, if any, has its final place. Every rank must call this function.
     pub fn finish(&mut self, context: &RankContext<'_, B>) -> Result<Option<PathBuf>> {
         let ended = self.ended.take();
         if self.owner.is_some() {
@@ -139,14 +141,14 @@ impl<B: Kernels> Saving<B> {
         }
     }
 
-    /// [`Saving::finish`] for several ranks.
+    /// Implements [`Saving::finish`] for several ranks.
     pub fn finish_owned(&mut self, context: &RankContext<'_, B>) -> Result<Option<PathBuf>> {
         let Some(owner) = self.owner.take() else { return Ok(None) };
         in_part("checkpoint", || owner.finish(context.b, context.mesh.all, context.config.checkpoint.keep))
     }
 }
 
-/// Starts a thread of this name.
+/// Starts a thread with this name.
 fn started<T: Send + 'static>(
     name: &str,
     work: impl FnOnce() -> T + Send + 'static,
@@ -159,7 +161,7 @@ impl<B: Backend> Drop for Saving<B> {
         if let Some(pool) = &self.pool {
             pool.close();
         }
-        // The caller has another error to report, or does not need this one.
+        // The thread's result is ignored, because the caller has another error to report or does not need this result.
         let _ = self.filler.take().map(JoinHandle::join);
         let _ = self.copier.take().map(JoinHandle::join);
         let _ = self.writer.take().map(JoinHandle::join);
@@ -169,7 +171,7 @@ impl<B: Backend> Drop for Saving<B> {
     }
 }
 
-/// Copies everything from this rank's device, the only one.
+/// Copies all values from the device of this rank, which is the only rank.
 fn copy<B: Kernels>(
     b: &B,
     (files, piece): (&Files, usize),
@@ -193,7 +195,7 @@ fn copy<B: Kernels>(
     }
 }
 
-/// Copies values as F32, all at once, via `narrow` if they are BF16. All tensors of a file have one type.
+/// Copies values as F32, all in one call; BF16 values are copied via `narrow`. All tensors of a file have the same type.
 fn copy_values<B: Kernels>(
     b: &B,
     tensors: &HashMap<(usize, Part), Tensor<B>>,
@@ -221,7 +223,7 @@ fn copy_values<B: Kernels>(
     }
 }
 
-/// Hashes and writes the pieces.
+/// Hashes the pieces and writes the pieces to the files.
 fn write<B: Kernels>(
     store: &Store,
     outline: &Outline,
@@ -230,10 +232,10 @@ fn write<B: Kernels>(
 ) -> Result<PathBuf> {
     let mut next = || match pieces.recv() {
         Ok(piece) => piece,
-        // The copying thread has panicked, which is reported there.
+        // The copying thread has panicked. The panic is reported where the thread is joined.
         Err(_) => Err(store.given_up(outline)),
     };
     let written = store.save(outline, &mut next, keep)?;
-    // Drains the channel until the copying thread ends: an error after the last value must be reported as well.
+    // The iterator drains the channel until the copying thread ends, because an error after the last value must be reported too.
     pieces.iter().find_map(Result::err).map_or(Ok(written), Err)
 }

@@ -1,17 +1,18 @@
-//! Checkpoints of several ranks: each file has an owner, which receives its values in pieces, hashes and writes it.
+//! Checkpoints of several ranks. Each file has an owner: a rank that receives the file's values in pieces, hashes the pieces and writes the
+//! file.
 //!
-//! Files are the same on every mesh: `checkpoint.file_mib` alone decides how tensors are split over them. They are assigned, largest first,
-//! to the rank with the fewest values so far. The first rank makes one folder and tells the others; a rank that does not see that folder
-//! reports this before any value is sent.
+//! Files are the same on every mesh: only `checkpoint.file_mib` decides how tensors are split over files. Files are assigned, largest
+//! first, to the rank with the fewest values so far. The first rank creates one folder and sends its path to the other ranks. A rank that
+//! does not see this folder reports this before any value is sent.
 //!
-//! The training threads exchange rounds of pieces ([`collect`](super::collect)) before the next step. Writers call no collective: they hash
-//! and write while steps run. Each step's inputs carry the flag whether a rank is still writing, so all ranks read in the same record that
-//! none is. Then they exchange names, lengths and hashes, and the first rank writes the other files, `state.json` last, and renames the
-//! folder. They do so earlier, waiting for the writers, when the next checkpoint or an evaluation starts, a step is refused or retried, or
-//! the run ends.
+//! The training threads exchange rounds of pieces ([`collect`](super::collect)) before the next step. Writers call no collective, and hash
+//! and write while steps run. Each step's inputs carry a flag that says whether a rank is still writing. So all ranks learn from the same
+//! record that no rank is still writing. Then the ranks exchange names, lengths and hashes of files. The first rank writes the other files,
+//! `state.json` last, and renames the folder. The ranks complete a checkpoint earlier, by waiting for the writers, in these cases: the next
+//! checkpoint or an evaluation starts, a step is refused or retried, or the run ends.
 //!
-//! An owner that cannot write takes part in all rounds. Every rank then gets an error that names the owner and its file, and the checkpoint
-//! is removed.
+//! An owner that cannot write still takes part in all rounds. Every rank then gets an error that names the owner and its file, and the
+//! checkpoint is removed.
 
 use super::files::Files;
 use super::pieces::{Piece, Pieces, Pool};
@@ -24,14 +25,14 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::thread::{Builder, JoinHandle};
 
-/// The rank that writes each file, given the files' numbers of values: the largest file first, each to the rank with the fewest values so
-/// far.
+/// The rank that writes each file. `values` contains the number of values of each file. The files are assigned largest first, each to the
+/// rank with the fewest values so far.
 pub(in crate::trainer) fn owners(values: &[usize], ranks: usize) -> Vec<usize> {
     let mut order: Vec<usize> = (0..values.len()).collect();
     order.sort_by_key(|file| std::cmp::Reverse(values[*file]));
     let (mut held, mut owners) = (vec![0; ranks], vec![0; values.len()]);
     for file in order {
-        // There is at least one rank; the first of equally loaded ranks is chosen.
+        // There is at least one rank. Of equally loaded ranks, the first is chosen.
         let owner = (0..ranks).min_by_key(|rank| held[*rank]).unwrap_or(0);
         held[owner] += values[file];
         owners[file] = owner;
@@ -39,10 +40,10 @@ pub(in crate::trainer) fn owners(values: &[usize], ranks: usize) -> Vec<usize> {
     owners
 }
 
-/// The first rank's data for completing a checkpoint.
+/// The data with which the first rank completes a checkpoint.
 type Whole = (Store, Outline);
 
-/// One rank's part of a checkpoint of several ranks, in progress.
+/// With several ranks: one rank's part of a checkpoint in progress.
 #[derive(Debug)]
 pub(in crate::trainer) struct Owner {
     writer: JoinHandle<Result<Vec<FileEntry>>>,
@@ -50,8 +51,8 @@ pub(in crate::trainer) struct Owner {
 }
 
 impl Owner {
-    /// Starts a checkpoint in a folder that all ranks see, and returns the channel for this rank's pieces. Every rank must call this;
-    /// `whole` is given on the first rank. `None` if that has no store.
+    /// Starts a checkpoint in a folder that all ranks see, and returns the channel for this rank's pieces. Every rank must call this
+    /// function. `whole` is `Some` on the first rank if this rank has a store. Without a store, the result is `None`.
     pub fn begin<B: Kernels>(
         (b, all): (&B, &dyn Comm<B>),
         (files, owners): (&Files, &[usize]),
@@ -88,7 +89,8 @@ impl Owner {
         !self.writer.is_finished()
     }
 
-    /// Waits for this rank's files, and exchanges their hashes; the first rank completes the checkpoint. Every rank must call this.
+    /// Waits for this rank's files, and exchanges the files' hashes. The first rank then completes the checkpoint. Every rank must call
+    /// this function.
     pub fn finish<B: Kernels>(self, b: &B, all: &dyn Comm<B>, keep: usize) -> Result<Option<PathBuf>> {
         let Self { writer, whole } = self;
         let written = writer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
@@ -103,13 +105,13 @@ impl Owner {
             Ok(path) => (Ok(Vec::new()), path),
             Err(error) => (Err(error), None),
         };
-        // If the first rank could not complete the checkpoint, no rank may consider it saved.
+        // If the first rank could not complete the checkpoint, no rank may treat the checkpoint as saved.
         of_all_ranks(b, all, said)?;
         Ok(path)
     }
 
-    /// Waits for this rank's writer and ignores its result. Ranks no longer communicate, so the first one removes the unfinished
-    /// checkpoint.
+    /// Waits for this rank's writer and ignores its result. The ranks no longer communicate at this point, so the first rank removes the
+    /// unfinished checkpoint.
     pub fn abandon(self) {
         let _ = self.writer.join();
         if let Some((store, outline)) = self.whole {
@@ -118,7 +120,7 @@ impl Owner {
     }
 }
 
-/// Completes the checkpoint on the first rank, or removes its files.
+/// Completes the checkpoint on the first rank, or removes the checkpoint's files.
 fn end<B: Kernels>(
     all: &dyn Comm<B>,
     whole: Option<Whole>,
@@ -137,7 +139,7 @@ fn end<B: Kernels>(
 /// A file that this rank writes.
 type OwnFile = (String, Vec<TensorSpec>);
 
-/// Hashes and writes the pieces of these files.
+/// Hashes the pieces of these files and writes them.
 fn write<B: Backend>(
     dir: &Path,
     rank: usize,
@@ -146,7 +148,7 @@ fn write<B: Backend>(
 ) -> Result<Vec<FileEntry>> {
     let mut next = || match pieces.recv() {
         Ok(piece) => piece,
-        // The training thread has failed, which is reported there.
+        // The training thread has failed. The failure is reported by that thread.
         Err(_) => Err(Error::checkpoint(dir, "was given up before all of its values had come")),
     };
     let mut written = |(name, tensors): &OwnFile| {
@@ -154,7 +156,7 @@ fn write<B: Backend>(
         write_file(dir, name, tensors, &mut next).map_err(|error| {
             let why = |why: &dyn std::fmt::Display| format!("rank {rank} could not write it: {why}");
             match error {
-                // Keeps the kind of the error, which decides whether it is the user's.
+                // The kind of the error is kept, because it decides whether the error is the user's fault.
                 Error::Io { path: at, source } => {
                     let why = if at == path {
                         why(&source)
@@ -170,7 +172,7 @@ fn write<B: Backend>(
     files.iter().map(&mut written).collect()
 }
 
-/// The error of an unreadable list of another rank's files.
+/// The error for another rank's list of files that cannot be parsed.
 fn misread(error: serde_json::Error) -> Error {
     CoreError::shape("save", "what a rank wrote", error, "names, lengths and checksums").into()
 }

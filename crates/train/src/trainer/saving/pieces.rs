@@ -1,4 +1,4 @@
-//! Pieces of a checkpoint in transit from device to disk, and their host memory.
+//! Pieces of a checkpoint between device and disk, and the host memory of these pieces.
 
 use crate::error::Result;
 use crate::fault::{Point, reach};
@@ -6,14 +6,14 @@ use nibble_core::Backend;
 use std::sync::mpsc::SyncSender;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-/// Smallest number of pieces: one is being filled, one written, and one holds BF16 values in transit.
+/// Smallest number of pieces: one piece is being filled, one is being written, and one holds BF16 values during the copy.
 const FEWEST: usize = 3;
 
-/// Host memory for pieces, reused by later checkpoints: allocation takes far longer than a copy.
+/// Host memory for pieces. Later checkpoints reuse this memory, because an allocation takes far longer than a copy.
 #[derive(Debug)]
 pub(in crate::trainer) struct Pool<B: Backend> {
     b: B,
-    /// Values per piece.
+    /// Number of values per piece.
     len: usize,
     state: Mutex<State<B>>,
     freed: Condvar,
@@ -28,7 +28,8 @@ struct State<B: Backend> {
 }
 
 impl<B: Backend> Pool<B> {
-    /// A pool of pieces of `len` values (at least 1) for `values` values in all: at most `bytes` bytes, but at least `FEWEST` pieces.
+    /// A pool of pieces of `len` values (at least 1), for `values` values in total. The pool has at most `bytes` bytes, but at least
+    /// `FEWEST` pieces.
     pub fn new(b: &B, len: usize, values: usize, bytes: usize) -> Self {
         let limit = (bytes / (size_of::<f32>() * len)).min(values.div_ceil(len)).max(FEWEST);
         let state = State { free: Vec::new(), made: 0, limit };
@@ -45,13 +46,13 @@ impl<B: Backend> Pool<B> {
         self.state().limit
     }
 
-    /// Bytes of all allocated pieces.
+    /// Number of bytes of all allocated pieces.
     #[cfg(test)]
     pub fn bytes(&self) -> usize {
         self.state().made * self.len * size_of::<f32>()
     }
 
-    /// Allocates one more piece. False if the limit is reached.
+    /// Allocates one more piece. Returns false if the limit is reached.
     ///
     /// # Errors
     /// The backend's error if the host has no memory.
@@ -63,7 +64,7 @@ impl<B: Backend> Pool<B> {
             }
             state.made += 1;
         }
-        // Without the lock: allocation takes milliseconds.
+        // The lock is not held here, because the allocation takes milliseconds.
         let made = self.b.host_values(self.len).inspect_err(|_| {
             self.state().made -= 1;
             self.freed.notify_all();
@@ -72,17 +73,17 @@ impl<B: Backend> Pool<B> {
         Ok(true)
     }
 
-    /// Lowers the limit to the pieces that exist or are required, which ends the allocating thread.
+    /// Lowers the limit to the number of pieces that exist or are required, which ends the allocating thread.
     pub fn close(&self) {
         let mut state = self.state();
-        // A copy in progress continues with these pieces.
+        // A copy in progress continues with the existing pieces.
         state.limit = state.made.max(FEWEST).min(state.limit);
     }
 
-    /// A free piece: a new one, or one that is returned.
+    /// Returns a free piece: a new piece, or a piece that has been returned to the pool.
     ///
     /// # Errors
-    /// If the host has no memory for the required pieces.
+    /// An error if the host has no memory for the required pieces.
     fn take(self: &Arc<Self>) -> Result<Piece<B>> {
         loop {
             let mut state = self.state();
@@ -98,7 +99,7 @@ impl<B: Backend> Pool<B> {
                 if state.made < FEWEST {
                     return Err(error);
                 }
-                // The host has no more memory: the existing pieces must suffice.
+                // The host has no more memory, so the existing pieces must suffice.
                 state.limit = state.made;
             }
         }
@@ -114,10 +115,10 @@ impl<B: Backend> Pool<B> {
     }
 }
 
-/// Some values, in memory that returns to the pool.
+/// Values in memory that returns to the pool when the piece is dropped.
 #[derive(Debug)]
 pub(in crate::trainer) struct Piece<B: Backend> {
-    /// `Some` until dropped.
+    /// The piece's memory; `None` only during a drop.
     values: Option<B::Host>,
     filled: usize,
     pool: Arc<Pool<B>>,
@@ -127,19 +128,19 @@ impl<B: Backend> Piece<B> {
     /// Takes a piece from the pool.
     ///
     /// # Errors
-    /// If the host has no memory for it.
+    /// An error if the host has no memory for the piece.
     pub fn of(pool: &Arc<Pool<B>>) -> Result<Self> {
         pool.take()
     }
 
-    /// Its whole memory.
+    /// The whole memory of the piece.
     pub fn room(&mut self) -> &mut [f32] {
         self.values.as_mut().map(AsMut::as_mut).unwrap_or_default()
     }
 }
 
 impl<B: Backend> AsRef<[f32]> for Piece<B> {
-    /// The filled part.
+    /// The filled part of the piece.
     fn as_ref(&self) -> &[f32] {
         self.values.as_ref().map(|values| &values.as_ref()[..self.filled]).unwrap_or_default()
     }
@@ -159,7 +160,7 @@ pub(in crate::trainer) struct Pieces<B: Backend> {
     to: SyncSender<Result<Piece<B>>>,
 }
 
-/// The writer has stopped, and reports the reason itself.
+/// The error of a writer that has stopped. The writer itself reports the reason.
 pub(in crate::trainer) struct Stopped;
 
 impl<B: Backend> Pieces<B> {
@@ -167,16 +168,16 @@ impl<B: Backend> Pieces<B> {
         Self { pool, to }
     }
 
-    /// Sends the error of an injected fault.
+    /// Sends the error of a fault that a test has injected.
     pub fn reach(&self, point: Point) -> std::result::Result<(), Stopped> {
         reach(point).map_err(|error| {
-            // If nobody receives it, there is an error already.
+            // If the channel is closed, the writer has already failed with another error.
             let _ = self.to.send(Err(error));
             Stopped
         })
     }
 
-    /// Sends the next piece, with `values` values copied by `read`; at most the size of a piece.
+    /// Sends the next piece, with `values` values copied by `read`. `values` is at most the size of a piece.
     pub fn take_whole(
         &self,
         values: usize,
@@ -188,7 +189,7 @@ impl<B: Backend> Pieces<B> {
             Ok(piece)
         });
         let stopped = filled.is_err();
-        // If nobody receives it, there is an error already.
+        // If the channel is closed, the writer has already failed with another error.
         let sent = self.to.send(filled);
         if stopped || sent.is_err() { Err(Stopped) } else { Ok(()) }
     }
@@ -206,7 +207,7 @@ mod tests {
         let pieces: Vec<_> = (0..FEWEST).map(|_| Piece::of(&pool).unwrap()).collect();
         assert!(!pool.make().unwrap());
         let mut places: Vec<_> = pieces.iter().map(|p| p.values.as_ref().unwrap().as_ptr()).collect();
-        // One more waits for the first piece that is returned.
+        // One more request waits for the first piece that is returned.
         let waiting = std::thread::spawn({
             let pool = pool.clone();
             move || Piece::of(&pool).unwrap()

@@ -17,21 +17,21 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 impl<B: Kernels> Trainer<'_, B> {
-    /// Writes a checkpoint and waits for its completion. The rank that has the store returns its directory.
+    /// Writes a checkpoint and waits for its completion. On the rank that has the store, returns the checkpoint's directory.
     ///
     /// # Errors
-    /// As [`Trainer::begin_save`] and [`Trainer::finish_save`].
+    /// The errors of [`Trainer::begin_save`] and [`Trainer::finish_save`].
     pub fn save(&mut self, store: Option<&Store>) -> Result<Option<PathBuf>> {
         self.begin_save(store)?;
         self.finish_save()
     }
 
-    /// Starts a checkpoint of the step whose record was read last: training may continue at once. Every rank must call this; the first one
-    /// has the store, without which nothing is written. Waits for a checkpoint still in progress, which [`Trainer::saved`] then does not
-    /// return.
+    /// Starts a checkpoint of the step whose record was read last. Training may continue at once. Every rank must call this function. The
+    /// first rank passes the store; without a store, nothing is written. Waits for a checkpoint that is still in progress;
+    /// [`Trainer::saved`] then does not return that checkpoint.
     ///
     /// # Errors
-    /// If a step's record has not been read; those of the previous checkpoint; from the backend and other ranks;
+    /// An error if a step's record has not been read; the errors of the previous checkpoint; errors of the backend and of other ranks;
     /// [`crate::Error::Checkpoint`] on a rank that does not see the store's folder. [`Trainer::saved`] and [`Trainer::finish_save`] return
     /// later errors.
     pub fn begin_save(&mut self, store: Option<&Store>) -> Result<()> {
@@ -53,7 +53,7 @@ impl<B: Kernels> Trainer<'_, B> {
         let Self { rank: RankState { context, model, buffers, .. }, saving, .. } = self;
         let read = || {
             let b = context.b;
-            // Waits for the work that wrote the weights.
+            // The copy waits for the kernels that write the weights.
             if let Some(buffers) = &*buffers {
                 b.finish_download(b.begin_download(&buffers.optimizer.control, 0..1)?)?;
             }
@@ -74,7 +74,7 @@ impl<B: Kernels> Trainer<'_, B> {
         saving.begin((store.clone(), outline, context.config.checkpoint.keep), files, read, &pool)
     }
 
-    /// [`Trainer::begin_save`] for several ranks.
+    /// Implements [`Trainer::begin_save`] for several ranks.
     fn begin_owned(&mut self, files: &Files, store: Option<&Store>) -> Result<()> {
         let whole = store.map(|store| Ok((store.clone(), self.outline(files)?))).transpose();
         let pool = self.pool(files);
@@ -86,7 +86,7 @@ impl<B: Kernels> Trainer<'_, B> {
         let begun = Owner::begin((b, mesh.all), of_files, whole, (pool, context.config.checkpoint.keep))?;
         let Some((owner, pieces)) = begun else { return Ok(()) };
         saving.owner = Some(owner);
-        // Until a later step's record says otherwise.
+        // The flag stays true until a later step's record says otherwise.
         any_told.writing = true;
         reach(Point::SaveBegins)?;
         reach(Point::CopyBegins)?;
@@ -101,26 +101,26 @@ impl<B: Kernels> Trainer<'_, B> {
         bring(b, mesh, (&model.params(), &scales), of_files, (piece, pieces))
     }
 
-    /// The directory of a checkpoint that was completed since the last call. Does not block. Several ranks complete it together, once a
-    /// step's record, which all of them read, says that none was still writing when the step was issued. So every rank must call this after
-    /// the same step.
+    /// The directory of a checkpoint that was completed since the last call. This function does not block. Several ranks complete a
+    /// checkpoint together, when a step's record says that no rank was still writing when the step was issued. All ranks read this record,
+    /// so every rank must call this function after the same step.
     ///
     /// # Errors
-    /// [`crate::Error::Io`] if the checkpoint could not be written; errors of the backend. With several ranks, if a file could not be
-    /// written, the error on its rank names file and rank, and the others get [`nibble_core::Error::Comm`].
+    /// [`crate::Error::Io`] if the checkpoint could not be written; errors of the backend. With several ranks, the error on the rank that
+    /// could not write a file names the file and the rank, and the other ranks get [`nibble_core::Error::Comm`].
     pub fn saved(&mut self) -> Result<Option<PathBuf>> {
         if self.saving.is_done(self.any_told.writing) { self.finish_save() } else { Ok(None) }
     }
 
-    /// As [`Trainer::saved`], but waits for the checkpoint in progress, if there is one.
+    /// Like [`Trainer::saved`], but waits for the checkpoint in progress, if there is one.
     ///
     /// # Errors
-    /// As [`Trainer::saved`].
+    /// The errors of [`Trainer::saved`].
     pub fn finish_save(&mut self) -> Result<Option<PathBuf>> {
         self.saving.finish(&self.rank.context)
     }
 
-    /// Allocates host memory for later checkpoints in the background, so that the first one need not wait for it.
+    /// Allocates host memory for later checkpoints in the background, so that the first checkpoint need not wait for the memory.
     ///
     /// # Errors
     /// [`nibble_core::Error::Device`] if no thread can be started.
@@ -133,7 +133,7 @@ impl<B: Kernels> Trainer<'_, B> {
         self.saving.fill(pool)
     }
 
-    /// The contents of the files of tensors. The step's buffers must exist.
+    /// The contents of the tensor files. The step's buffers must exist.
     fn files(&mut self) -> Files {
         let named = self.rank.model.named_tensors();
         let delayed = self.rank.buffers.as_ref().and_then(|buffers| buffers.delayed());
@@ -148,7 +148,7 @@ impl<B: Kernels> Trainer<'_, B> {
         Files { kinds, most_bytes }
     }
 
-    /// The contents of a checkpoint except the values of these files.
+    /// The contents of a checkpoint, except the values of the tensor files.
     fn outline(&self, files: &Files) -> Result<Outline> {
         let [model, optim, scales] =
             files.kinds.each_ref().map(|kind| kind.iter().map(|source| source.spec.clone()).collect());
@@ -158,7 +158,7 @@ impl<B: Kernels> Trainer<'_, B> {
         Ok(Outline { model, optim, scales, file_bytes, config_json, tokenizer, position })
     }
 
-    /// This rank's pool, with an equal share of the host memory for checkpoints.
+    /// This rank's pool of pieces, with an equal share of the host memory for checkpoints.
     fn pool(&mut self, files: &Files) -> Arc<Pool<B>> {
         let (all, values) = (self.rank.context.mesh.all, files.values());
         let host_bytes = self.rank.context.config.checkpoint.host_gib.saturating_mul(1 << 30);
@@ -188,7 +188,7 @@ impl<B: Kernels> Trainer<'_, B> {
         })
     }
 
-    /// The model's `config.json` in its family.
+    /// The model's `config.json`, in the format of the model's family.
     pub fn config_json(&self) -> String {
         let config = &self.rank.context.config;
         let json = config_json(self.rank.model.family, &config.model, config.positions());
@@ -203,7 +203,7 @@ mod tests {
     use nibble_core::Comm;
     use nibble_cpu::{Cpu, HostComm};
 
-    /// A model of more than ten pieces of 8 MiB, and the smallest possible pool of host memory.
+    /// The model has more than ten pieces of 8 MiB, and the pool of host memory has the smallest possible size.
     #[test]
     fn what_waits_for_a_ranks_writer_is_no_more_than_its_share() {
         let sets = ["model.d_model=512", "model.vocab_size=16384", "checkpoint.host_gib=0", "run.ranks=2"];

@@ -1,6 +1,5 @@
-//! The inputs that must be equal on every rank: data (by SHA-256), tasks, recipe, and all settings except where a rank finds things and
-//! what it computes with. Ranks that are processes have each read their own. A difference is refused by name, on all ranks, before the
-//! first step.
+//! Checks the inputs that must be equal on every rank: data (by SHA-256), tasks, recipe, and all settings except paths and hardware. Ranks
+//! that are processes have each read their own inputs. A difference is an error that names the input, on all ranks, before the first step.
 
 use crate::config::Config;
 use crate::data::Dataset;
@@ -10,11 +9,11 @@ use nibble_core::{Comm, Kernels, Recipe};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Settings that may differ between ranks: where a rank finds things, and what it computes with. SHA-256 hashes compare data and tasks.
+/// Settings that may differ between ranks: paths and hardware. Data and tasks at these paths are compared by SHA-256.
 const OWN: [&str; 7] =
     ["data.source", "data.mixture", "data.cache_dir", "eval.tasks", "run.dir", "run.device", "run.threads"];
 
-/// The inputs of a rank.
+/// The inputs of a rank that must be equal on all ranks.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 struct Inputs {
     data_sha256: String,
@@ -22,11 +21,11 @@ struct Inputs {
     recipe: String,
 }
 
-/// Checks that all ranks train one model, on the same data, with the same recipe, and evaluate the same tasks. Every rank must call this,
-/// and all get the same answer.
+/// Checks that all ranks train one model, on the same data, with the same recipe, and evaluate the same tasks. Every rank must call this
+/// function, and all ranks get the same answer.
 ///
 /// # Errors
-/// [`Error::Config`] naming the first rank that differs from rank 0, and the difference; from the backend and other ranks.
+/// [`Error::Config`] naming the first rank that differs from rank 0, and the difference; errors of the backend and of other ranks.
 pub(in crate::trainer) fn require_alike<B: Kernels>(
     b: &B,
     comm: &dyn Comm<B>,
@@ -49,13 +48,14 @@ pub(in crate::trainer) fn require_alike<B: Kernels>(
     let others = all.iter().enumerate().skip(1);
     let found = others.into_iter().try_for_each(|(rank, inputs)| inputs.require_same_as(&all[0], rank));
     if found.is_err() {
-        // No rank ends before all know the reason: otherwise the others would report a follow-up error. A rank that waits here knows it.
+        // No rank ends before all ranks know the reason, because the other ranks would otherwise report a follow-up error. A rank that
+        // waits at this barrier knows the reason.
         let _ = comm.barrier();
     }
     found
 }
 
-/// The error of unreadable inputs of a rank, which runs another version of the program.
+/// The error for inputs that cannot be parsed, because their rank runs another version of the program.
 fn misread(error: serde_json::Error) -> Error {
     let why = format!(
         "what a rank says of its data, configuration and recipe cannot be read ({error}): start the same program on all ranks"

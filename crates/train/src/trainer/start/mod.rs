@@ -1,4 +1,5 @@
-//! The start of a run: new, from existing weights, or resumed; its folder; the inputs that its ranks must have in common.
+//! The start of a run: a new start, a start from existing weights, or a resumption; the run's folder; the inputs that all ranks must have
+//! in common.
 
 pub(super) mod alike;
 pub(super) mod origin;

@@ -1,5 +1,5 @@
-//! The start of a run: new, or resumed from the newest complete checkpoint of its directory. The first rank finds that checkpoint and
-//! verifies its checksums; the others are told which one it is.
+//! The start of a run: a new start, or a resumption from the newest complete checkpoint in the run's directory. The first rank finds the
+//! checkpoint, verifies the checksums, and sends the checkpoint's step to the other ranks.
 
 use super::run_dir::{METRICS_FILE, PICTURE_FILE, has_begun, stored_config};
 use crate::checkpoint::{Checkpoint, Store, latest_valid};
@@ -14,27 +14,27 @@ use nibble_core::{Comm, Kernels, Recipe};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
-/// The start of a run, with its configuration and recipe.
+/// The start of a run: checkpoint, configuration, recipe and data.
 #[derive(Debug)]
 pub(in crate::trainer) struct Origin {
-    /// The run's checkpoints, opened for writing: on the first rank, for a run that has begun before.
+    /// The run's checkpoints, opened for writing. `Some` on the first rank, for a run that has begun before.
     pub store: Option<Store>,
-    /// The checkpoint to resume from; `None` at the beginning.
+    /// The checkpoint to resume from; `None` at the beginning of a run.
     pub checkpoint: Option<Checkpoint>,
-    /// The requested configuration, completed by the run's decisions at its beginning.
+    /// The requested configuration, completed by the values that the run chose at its beginning.
     pub config: Config,
-    /// A resumed run keeps its recipe, whatever has become of the recipe's file.
+    /// The run's recipe. A resumed run keeps its recipe even if the recipe's file has changed.
     pub recipe: Recipe,
-    /// The data of a resumed run, which are those that it was trained on.
+    /// The data of a resumed run, which are the data on which the run was trained.
     pub data: Option<Dataset>,
 }
 
 impl Origin {
-    /// Finds the start of a run. The requested configuration is compared with the checkpoint's before anything else.
+    /// Finds the start of a run. The requested configuration is compared with the checkpoint's configuration before any other check.
     ///
     /// # Errors
-    /// For a recipe that cannot be read, a directory without a run, a run whose checkpoints are all damaged, and a configuration that
-    /// differs from the run's.
+    /// An error for a recipe that cannot be read, a directory without a run, a run whose checkpoints are all damaged, or a configuration
+    /// that differs from the run's configuration.
     pub fn find<B: Kernels>(
         b: &B,
         comm: &dyn Comm<B>,
@@ -47,7 +47,7 @@ impl Origin {
             false => (None, None),
         };
         let Some(checkpoint) = checkpoint else {
-            // The run has begun and has no checkpoint yet. If another rank rewrites the file meanwhile, it writes the same.
+            // The run has begun and has no checkpoint yet. Another rank that rewrites the file at the same time writes the same contents.
             let earlier = resume.then(|| stored_config(Path::new(&config.run.dir), &[])).transpose()?;
             let asked = earlier.map_or_else(|| config.clone(), |(earlier, _)| config.going_on_from(&earlier));
             asked.validate_on(b.kind())?;
@@ -69,10 +69,10 @@ impl Origin {
         Ok(Self { store, checkpoint: Some(checkpoint), config, recipe, data: Some(data) })
     }
 
-    /// Breaks with the summary of a finished run, which has done every step and the final evaluation.
+    /// Breaks with the summary of a finished run, which has completed every step and the final evaluation.
     ///
     /// # Errors
-    /// If its metrics cannot be read; from other ranks.
+    /// An error if the run's metrics cannot be read; errors of other ranks.
     pub fn finished<B: Kernels>(
         &self,
         b: &B,
@@ -107,13 +107,13 @@ impl Origin {
             checkpoint: Some(checkpoint.path().to_owned()),
             picture: Some(dir.join(PICTURE_FILE)).filter(|picture| picture.exists()),
             dir,
-            // No weights are loaded, so there is no hash.
+            // There is no hash of the weights, because no weights are loaded.
             digest: None,
         })))
     }
 }
 
-/// The configuration of a new run; the first rank reports decisions made here.
+/// The configuration of a new run. The first rank reports the values that are chosen here.
 fn begun<B: Kernels>(
     b: &B,
     comm: &dyn Comm<B>,
@@ -138,7 +138,7 @@ fn begun<B: Kernels>(
     begun
 }
 
-/// Notes about changes of a resumed run.
+/// Notes about the settings that a resumed run changes.
 fn changes_to_tell(now: &TrainConfig, then: &TrainConfig) -> Vec<String> {
     let mut changes = Vec::new();
     if now.steps > then.steps {
@@ -164,7 +164,7 @@ fn changes_to_tell(now: &TrainConfig, then: &TrainConfig) -> Vec<String> {
     changes
 }
 
-/// The checkpoints of a run that has begun, opened on the first rank, and the newest complete one, on every rank.
+/// Opens the checkpoints of a run that has begun, on the first rank. Returns the newest complete checkpoint on every rank.
 fn chosen<B: Kernels>(
     b: &B,
     comm: &dyn Comm<B>,
@@ -175,7 +175,7 @@ fn chosen<B: Kernels>(
     let (mut store, mut found) = (None, None);
     if first {
         if has_begun(dir) {
-            // Restores a checkpoint that a killed writer had moved aside.
+            // Opening the store restores a checkpoint that a killed writer had moved aside.
             store = Some(Store::open(dir)?);
         }
         found = latest(config, observer)?;
@@ -193,13 +193,13 @@ fn chosen<B: Kernels>(
     Ok((store, found))
 }
 
-/// The newest complete checkpoint of the run; `None` if it has begun and has no checkpoint yet.
+/// The newest complete checkpoint of the run; `None` if the run has begun and has no checkpoint yet.
 fn latest(config: &Config, observer: &mut dyn Observer) -> Result<Option<Checkpoint>> {
     let dir = PathBuf::from(&config.run.dir);
     let latest = latest_valid(&dir)?;
     latest.rejected.iter().for_each(|r| observer.rejected(&r.path, &r.why));
     if latest.checkpoint.is_none() {
-        // A new beginning would overwrite checkpoints that might still be repaired.
+        // A new start would overwrite damaged checkpoints, which might still be repaired.
         if !latest.rejected.is_empty() {
             return Err(Error::checkpoint(&dir, "every checkpoint is damaged; nothing was changed"));
         }
@@ -211,8 +211,9 @@ fn latest(config: &Config, observer: &mut dyn Observer) -> Result<Option<Checkpo
     Ok(latest.checkpoint)
 }
 
-/// Checks that a configuration is that of the run to be resumed. Of the settings that decide its numbers, only these may differ: a larger
-/// `train.steps`, `train.combine`, and `train.expert_shards` unless delayed scales are kept per shard. `recipe` is the run's own.
+/// Checks that a configuration is the configuration of the run to be resumed. Of the settings that determine the run's numbers, only these
+/// may differ: a larger `train.steps`, `train.combine`, and `train.expert_shards` unless delayed scales are kept per shard. `recipe` is the
+/// run's own recipe.
 fn require_same(
     config: &Config,
     earlier: &Config,
@@ -228,7 +229,7 @@ fn require_same(
             .push(format!("train.expert_shards: {before} → {parts}, of which scales of earlier steps are"));
     }
     let (then, now) = (&position.data_sha256, &data.sha256());
-    // Another path with the same content changes nothing.
+    // Another path to a recipe with the same contents changes nothing.
     if then == now {
         changes
             .retain(|change| !["data.source: ", "data.mixture: "].iter().any(|key| change.starts_with(key)));
@@ -267,16 +268,16 @@ fn require_none(changes: &[String], stored: &Path) -> Result<()> {
     Err(Error::config("configuration", why))
 }
 
-/// Checks that a run without checkpoints has done too few steps for a checkpoint, or for a restart to lose much.
+/// Checks that a run without checkpoints has taken too few steps for a checkpoint, so that a restart loses little work.
 fn require_nothing_to_lose(dir: &Path, every: u64) -> Result<()> {
     if !has_begun(dir) {
         let why = format!("no run has begun in {}: there is nothing to go on from", dir.display());
         return Err(Error::config("run.dir", why));
     }
     let metrics = read_metrics(&dir.join(METRICS_FILE))?.metrics;
-    // A run that continues another one begins with a later step than 1.
+    // A run that continues another run starts with a later step than step 1.
     let steps = metrics.iter().filter(|m| m.loss.is_some()).count() as u64;
-    // A checkpoint may still be in progress during the steps up to the next one.
+    // A checkpoint may still be in progress during the steps before the next checkpoint.
     if steps > 2 * every {
         let dir = dir.display();
         let why = format!(

@@ -1,4 +1,4 @@
-//! The files of a run, which only its first rank writes.
+//! The files that only the first rank of a run writes.
 
 use super::run_dir::{
     COMPANIONS_DIR, CONFIG_FILE, LAYERS_FILE, METRICS_FILE, PICTURE_FILE, RANKS_FILE, RECIPE_FILE, claim,
@@ -18,13 +18,13 @@ use crate::trainer::options::{Observer, Options};
 use nibble_core::Recipe;
 use std::path::{Path, PathBuf};
 
-/// Checkpoints, metrics and plot, opened for writing.
+/// The run's checkpoints, metrics and plot, opened for writing.
 pub(in crate::trainer) struct Outputs {
     pub dir: PathBuf,
     pub store: Store,
     log: MetricsLog,
     layers: StepLog<LayerMetrics>,
-    /// With several ranks.
+    /// The times of the ranks, if there are several ranks.
     ranks: Option<StepLog<RankTimes>>,
     events: EventLog,
     curve: LossCurve,
@@ -33,8 +33,8 @@ pub(in crate::trainer) struct Outputs {
 }
 
 impl Outputs {
-    /// Continues the files of the run with this store; without a store, claims a directory for a new run, puts it into the configuration,
-    /// and creates the files. The plot starts with the earlier losses of a resumed run.
+    /// Continues the files of the run with this store. Without a store, claims a directory for a new run, puts the directory's path into
+    /// the configuration, and creates the files. The plot of a resumed run starts with the run's earlier losses.
     pub fn open(
         (config, recipe): (&mut Config, &Recipe),
         store: Option<Store>,
@@ -54,7 +54,7 @@ impl Outputs {
             let path = dir.join(name);
             write_whole(&path, text).map_err(Error::io(&path))
         };
-        // The first of all files: once it exists, the run has begun.
+        // The configuration is the first of all files. When this file exists, the run has begun.
         write(CONFIG_FILE, config.resolved_toml()?)?;
         reach(Point::Configured)?;
         write(RECIPE_FILE, recipe.to_toml())?;
@@ -64,7 +64,7 @@ impl Outputs {
         reach(Point::RunOpened)?;
         let log = MetricsLog::open(&dir.join(METRICS_FILE), step)?;
         let layers = StepLog::open(&dir.join(LAYERS_FILE), step)?;
-        // A resumed single rank truncates this file too: later lines would belong to no step.
+        // A run that resumes on a single rank truncates this file too, because later lines would belong to no step.
         let times = dir.join(RANKS_FILE);
         let ranks =
             if config.run.ranks > 1 || times.exists() { Some(StepLog::open(&times, step)?) } else { None };
@@ -97,7 +97,7 @@ impl Outputs {
         self.ranks.as_mut().map_or(Ok(()), |ranks| ranks.write(times))
     }
 
-    /// Plots the losses so far, if there are any.
+    /// Plots the losses so far. Returns `None` if there are no losses.
     pub fn draw(&self) -> Result<Option<PathBuf>> {
         if self.curve.train.is_empty() && self.curve.valid.is_empty() {
             return Ok(None);
@@ -108,7 +108,7 @@ impl Outputs {
     }
 }
 
-/// Copies the companion files of the run's initial weights, and the files of a named tokenizer.
+/// Copies the companion files of the run's initial weights, and the files of a tokenizer that the configuration names.
 fn keep_companions(config: &Config, to: &Path) -> Result<()> {
     let from = companions_of(Path::new(&config.train.init_from));
     if config.data.tokenizer.is_empty() {
@@ -116,7 +116,7 @@ fn keep_companions(config: &Config, to: &Path) -> Result<()> {
             return Ok(());
         }
         copy_companions(&from, to)?;
-        // A run on bytes has tokenizer files only in its checkpoints, and the checkpoint may be in a folder of its own.
+        // A run on bytes has tokenizer files only in its checkpoints, and the checkpoint may have been moved to another folder.
         if config.is_synthetic() || to.join(TOKENIZER_FILE).exists() {
             return Ok(());
         }
@@ -126,7 +126,7 @@ fn keep_companions(config: &Config, to: &Path) -> Result<()> {
     for (name, text) in tokenizer.files() {
         write_whole(&to.join(name), text).map_err(Error::io(to))?;
     }
-    // The other files belong to the tokenizer that came with the weights.
+    // The tokenizer files in the weights' folder are not copied, because they belong to another tokenizer.
     match config.train.init_from.as_str() {
         "" => Ok(()),
         _ => copy_generation(&from, to),

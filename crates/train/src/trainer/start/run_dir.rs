@@ -1,5 +1,6 @@
-//! The directory of a run and its files. A new run replaces no file of another run or of a person. A run has begun once `config.toml`
-//! exists, under the lock of `checkpoints/.lock`; a run that ended before that leaves its directory free.
+//! The directory of a run, and the files in it. A new run replaces no file of another run or of a person. A run has begun when
+//! `config.toml` exists, under the lock of `checkpoints/.lock`. A run that ended before this point leaves its directory free for other
+//! runs.
 //!
 //! | file | written | read by |
 //! |---|---|---|
@@ -14,9 +15,9 @@
 //! | `processes.jsonl` | when a process begins to work on the run: date, machine, version | `report` |
 //! | `checkpoints/` | each complete or absent | `train --resume`, `eval`, `generate` |
 //!
-//! A run that resumes from an earlier step truncates `metrics.jsonl`, `ranks.jsonl` and `layers.jsonl` to that step. The report computes
-//! nothing that a run did not record, with two exceptions: it rehearses the list of saved tensors from shapes, and runs the watchdog over
-//! the metrics again.
+//! A run that resumes from an earlier step truncates `metrics.jsonl`, `ranks.jsonl` and `layers.jsonl` to this step. `nibble report` shows
+//! only what the run recorded, with two exceptions: it derives the list of saved tensors from a rehearsal of the shapes, and it runs the
+//! watchdog over the metrics again.
 
 use crate::checkpoint::{DIR, Store, checkpoint_folders, has_checkpoints, latest_valid};
 use crate::config::{Config, in_shell, read_text};
@@ -27,26 +28,26 @@ pub use crate::pretrained::COMPANIONS_DIR;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-/// The configuration of a run, with every key.
+/// The file with the configuration of a run, which contains every key.
 pub const CONFIG_FILE: &str = "config.toml";
-/// The full recipe of the run.
+/// The file with the full recipe of the run.
 pub const RECIPE_FILE: &str = "recipe.toml";
-/// One line per step.
+/// The file of metrics, with one line per step.
 pub const METRICS_FILE: &str = "metrics.jsonl";
-/// Layer metrics of some steps, one line each.
+/// The file of layer metrics, with one line for each reported step.
 pub const LAYERS_FILE: &str = "layers.jsonl";
-/// Times of each of several ranks, one line per step.
+/// The file with the times of each rank, if there are several ranks, and one line per step.
 pub const RANKS_FILE: &str = "ranks.jsonl";
-/// A folder with a log of each rank except the first.
+/// The folder with a log of each rank except the first.
 pub const RANKS_DIR: &str = "ranks";
-/// The plot of the losses.
+/// The file with the plot of the losses.
 pub const PICTURE_FILE: &str = "loss.svg";
 
-/// The run's predicted memory, for people.
+/// The file with the run's predicted memory, for people to read.
 pub const MEMORY_FILE: &str = "memory.txt";
-/// One line for each process that has worked on the run: its start time, the step, and the machine.
+/// The file with one line for each process that has worked on the run: the process's start time, the step, and the machine.
 pub const PROCESSES_FILE: &str = "processes.jsonl";
-/// Every setting, and the lines of the console.
+/// The file with every setting, and with the lines of the console.
 pub const LOG_FILE: &str = "train.log";
 
 /// Files that a run writes into its directory, in addition to events and checkpoints.
@@ -62,23 +63,23 @@ const FILES: [&str; 9] = [
     LOG_FILE,
 ];
 
-/// Whether a run has begun in a directory: its configuration exists there. A run that ended earlier has left only a lock, which the next
-/// run takes.
+/// Whether a run has begun in a directory: the run's configuration exists there. A run that ended before this point has left only a lock
+/// file, which the next run takes over.
 #[must_use]
 pub fn has_begun(dir: &Path) -> bool {
     Store::is_in(dir) && dir.join(CONFIG_FILE).exists() || has_checkpoints(dir)
 }
 
-/// Keys of every stored configuration, whatever version wrote it: one in each table, including old keys and the last ones written.
+/// Keys that every version writes to a stored configuration: one key in each table, including old keys and the keys that are written last.
 const STORED_KEYS: &str = "\
     recipe model.d_model model.layers data.source train.steps train.lr eval.every checkpoint.every \
     run.dir";
 
-/// The configuration of the run in a directory, changed by `overrides`, with a note if it does not come from its file: if the file is
-/// missing or invalid, the newest complete checkpoint has a copy.
+/// The configuration of the run in a directory, changed by `overrides`. If the configuration file is missing or invalid, the configuration
+/// comes from the newest complete checkpoint, and a note says so.
 ///
 /// # Errors
-/// [`Error::Config`] naming the file, if neither has it; as [`Config::from_text`].
+/// [`Error::Config`] naming the file, if neither the file nor a checkpoint has the configuration; the errors of [`Config::from_text`].
 pub fn stored_config(dir: &Path, overrides: &[String]) -> Result<(Config, Option<String>)> {
     let file = dir.join(CONFIG_FILE);
     let why = match read_text(&file) {
@@ -102,7 +103,7 @@ pub fn stored_config(dir: &Path, overrides: &[String]) -> Result<(Config, Option
     Ok((config, Some(format!("{why}; the configuration is that of {}", checkpoint.path().display()))))
 }
 
-/// What a text lacks to be a run's stored configuration, if anything.
+/// What is missing in a text that should be a run's stored configuration; `None` if nothing is missing.
 fn first_missing(text: &str) -> Option<String> {
     let table: toml::Value = match toml::from_str::<toml::Table>(text) {
         Ok(table) => table.into(),
@@ -112,8 +113,8 @@ fn first_missing(text: &str) -> Option<String> {
     STORED_KEYS.split(' ').find(|key| !has(key)).map(|key| format!("it has no `{key}`"))
 }
 
-/// Whether a run that has begun writes this file, or will: by its name in the run's directory, or since it is below the run's checkpoints.
-/// The path must not contain links.
+/// Whether a run that has begun writes this file now or later. The file's name in the run's directory decides, or the file's place below
+/// the run's checkpoints. The path must not contain links.
 #[must_use]
 pub fn is_of_a_run(path: &Path) -> bool {
     let Some(name) = path.file_name().map(|name| name.to_string_lossy()) else { return false };
@@ -131,7 +132,7 @@ pub fn is_of_a_run(path: &Path) -> bool {
 /// Checks that a new run would replace nothing in a directory that the user named.
 ///
 /// # Errors
-/// [`Error::Config`] for `run.dir`, naming the existing file.
+/// [`Error::Config`] for the key `run.dir`, naming the existing file.
 pub fn require_free(dir: &Path) -> Result<()> {
     let Some(taken) = taken(dir) else { return Ok(()) };
     let why = match has_begun(dir) {
@@ -149,11 +150,11 @@ pub fn require_free(dir: &Path) -> Result<()> {
     Err(Error::config("run.dir", why))
 }
 
-/// The directory of the run that a configuration resumes: `run.dir` if the user has named it; otherwise, among the runs that have begun
-/// there and in its numbered siblings, the only one, or the latest with this configuration.
+/// The directory of the run that a configuration resumes: `run.dir`, if the user has named the directory. Otherwise the runs that have
+/// begun in this directory and in its numbered siblings are considered: the only run, or the latest run with this configuration.
 ///
 /// # Errors
-/// If the directories cannot be listed; [`Error::Config`] naming them if there are several runs, and none has this configuration.
+/// An error if the directories cannot be listed; [`Error::Config`] naming the runs if there are several, and none has this configuration.
 pub fn latest(config: &Config, named_by_user: bool) -> Result<PathBuf> {
     let dir = PathBuf::from(&config.run.dir);
     if named_by_user {
@@ -186,7 +187,7 @@ pub fn latest(config: &Config, named_by_user: bool) -> Result<PathBuf> {
     Err(Error::config("configuration", why))
 }
 
-/// The runs that have begun in a directory and in its numbered siblings, the earliest first.
+/// The runs that have begun in a directory and in its numbered siblings, earliest first.
 fn begun(dir: &Path) -> Result<Vec<PathBuf>> {
     let parent = dir.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let Some(name) = dir.file_name().map(|n| n.to_string_lossy()) else { return Ok(Vec::new()) };
@@ -206,11 +207,11 @@ fn begun(dir: &Path) -> Result<Vec<PathBuf>> {
     Ok(own.into_iter().chain(numbers.into_iter().map(|n| numbered(dir, n))).collect())
 }
 
-/// Claims a directory for a new run: this one, or the next free number if the user has not named it. If two processes want the same
-/// directory, one gets it.
+/// Claims a directory for a new run: this directory, or the next free number if the user has not named the directory. If two processes want
+/// the same directory, only one of them gets it.
 ///
 /// # Errors
-/// As [`require_free`]; [`Error::Io`].
+/// The errors of [`require_free`]; [`Error::Io`].
 pub(in crate::trainer) fn claim(dir: &Path, named_by_user: bool) -> Result<(PathBuf, Store)> {
     if named_by_user {
         require_free(dir)?;
@@ -218,7 +219,7 @@ pub(in crate::trainer) fn claim(dir: &Path, named_by_user: bool) -> Result<(Path
     let all = std::iter::once(dir.to_owned()).chain((2u32..).map(|n| numbered(dir, n)));
     for candidate in all.filter(|dir| taken(dir).is_none()) {
         match Store::try_open(&candidate)? {
-            // Unless another process has begun a run there in the meantime.
+            // The check is repeated, because another process may have begun a run there in the meantime.
             Some(store) if taken(&candidate).is_none() => {
                 reach(Point::Claimed)?;
                 return Ok((candidate, store));
@@ -235,7 +236,7 @@ fn numbered(dir: &Path, n: u32) -> PathBuf {
     dir.with_file_name(format!("{name}-{n}"))
 }
 
-/// What a run would replace in a directory, if anything.
+/// A file in a directory that a new run would replace, if any.
 fn taken(dir: &Path) -> Option<PathBuf> {
     let files = FILES.map(|name| dir.join(name));
     files.into_iter().find(|file| file.exists()).or_else(|| has_begun(dir).then(|| dir.to_owned()))
@@ -259,13 +260,13 @@ mod tests {
         };
         assert_eq!(latest(&config, false).unwrap(), dir);
         assert!(!has_begun(&dir));
-        // A run that ended before it wrote a file has not begun.
+        // A run that ended before its first write has not begun.
         drop(claim(&dir, false).unwrap());
         assert!(!has_begun(&dir));
         assert_eq!(claimed(&dir), dir);
         assert!(has_begun(&dir));
         assert_eq!(claimed(&dir), at("tiny-2"));
-        // Remains of a run whose checkpoints were removed.
+        // `tiny-3` contains the remains of a run whose checkpoints were removed.
         std::fs::create_dir(at("tiny-3")).unwrap();
         std::fs::write(at("tiny-3/metrics.jsonl"), "").unwrap();
         assert_eq!(claimed(&dir), at("tiny-4"));
@@ -295,7 +296,7 @@ mod tests {
         let whole = Config::default().resolved_toml().unwrap();
         std::fs::write(&file, &whole).unwrap();
         assert!(stored_config(dir.path(), &[]).unwrap().1.is_none());
-        // Cut after any line, it is invalid: the last table is `run`, whose first key is the directory.
+        // A text that is cut after any line is invalid, because the last table is `run`, whose first key is the directory.
         let needed = whole.find("[run]").unwrap();
         for (cut, _) in whole.match_indices('\n').filter(|(at, _)| *at < needed).chain([(0, "")]) {
             std::fs::write(&file, &whole[..cut]).unwrap();
@@ -347,7 +348,7 @@ mod tests {
     fn of_many_that_want_one_directory_each_gets_its_own() {
         let root = tempfile::tempdir().unwrap();
         let dir = root.path().join("tiny");
-        // It has a lock of a run that ended before it began.
+        // The directory has the lock of a run that ended before it had begun.
         drop(claim(&dir, false).unwrap());
         let claims: Vec<(PathBuf, Store)> = std::thread::scope(|scope| {
             let threads: Vec<_> = (0..8).map(|_| scope.spawn(|| claim(&dir, false).unwrap())).collect();
