@@ -65,7 +65,7 @@ impl<B: Backend> Tensor<B> {
     /// Allocates a tensor that the next operation overwrites.
     ///
     /// # Errors
-    /// [`Error::Shape`] for more elements than can be counted.
+    /// [`Error::Shape`] if `rows · cols` overflows.
     pub fn unwritten(b: &B, dtype: DType, rows: usize, cols: usize) -> Result<Self> {
         let len = rows.checked_mul(cols);
         let len = len.ok_or_else(|| {
@@ -89,7 +89,7 @@ impl<B: Backend> Tensor<B> {
     /// An F32 tensor with these values.
     ///
     /// # Errors
-    /// [`Error::Shape`] unless there are `rows · cols` of them.
+    /// [`Error::Shape`] unless there are `rows · cols` values.
     pub fn from_f32(b: &B, values: &[f32], rows: usize, cols: usize) -> Result<Self> {
         expect_eq("Tensor::from_f32", "values.len()", values.len(), rows * cols)?;
         Ok(Self { data: Data::F32(b.upload(values)?), rows, cols })
@@ -98,7 +98,7 @@ impl<B: Backend> Tensor<B> {
     /// A BF16 tensor with these values.
     ///
     /// # Errors
-    /// [`Error::Shape`] unless there are `rows · cols` of them.
+    /// [`Error::Shape`] unless there are `rows · cols` values.
     pub fn from_bf16(b: &B, values: &[bf16], rows: usize, cols: usize) -> Result<Self> {
         expect_eq("Tensor::from_bf16", "values.len()", values.len(), rows * cols)?;
         Ok(Self { data: Data::Bf16(b.upload(values)?), rows, cols })
@@ -117,10 +117,10 @@ impl<B: Backend> Tensor<B> {
         Ok(Self { data, rows, cols })
     }
 
-    /// The tensor with these bytes as elements, in the same buffer.
+    /// A tensor whose elements are these bytes; it shares the buffer.
     ///
     /// # Errors
-    /// [`Error::Shape`] unless there are bytes for `rows · cols` elements.
+    /// [`Error::Shape`] unless the buffer has the bytes of `rows · cols` elements.
     pub fn of_bytes(b: &B, bytes: &B::Buf<u8>, dtype: DType, (rows, cols): (usize, usize)) -> Result<Self> {
         let data = match dtype {
             DType::F32 => Data::F32(b.reinterpret(bytes)?),
@@ -129,7 +129,7 @@ impl<B: Backend> Tensor<B> {
         Self::new(data, rows, cols)
     }
 
-    /// The bytes of the elements, in the same buffer.
+    /// The elements as bytes; the result shares the buffer.
     ///
     /// # Errors
     /// From the backend.
@@ -158,7 +158,7 @@ impl<B: Backend> Tensor<B> {
         self.rows * self.cols * self.dtype().size_bytes()
     }
 
-    /// Identity of the allocation.
+    /// Identity of the buffer's allocation.
     pub fn buffer_id(&self) -> u64 {
         match &self.data {
             Data::F32(buf) => B::buffer_id(buf),
@@ -166,7 +166,7 @@ impl<B: Backend> Tensor<B> {
         }
     }
 
-    /// The same elements with another shape.
+    /// A tensor of another shape with the same elements, in the same buffer.
     ///
     /// # Errors
     /// [`Error::Shape`] if the number of elements differs.

@@ -4,18 +4,19 @@ use crate::ops::{Positions, RmsNormBackward, RmsNormOut};
 use crate::{Agreement, Backend, DType, Result, Tensor};
 
 /// Queries or keys before attention: [`RmsNorm`](crate::ops::RmsNorm) of each head, rounded to the type of x, then
-/// [`Rope`](crate::ops::Rope), rounded again. Same bits as the two operations in sequence.
+/// [`Rope`](crate::ops::Rope), rounded again. The result has the same bits as that of the two operations in sequence.
 ///
-/// Head h of row r is row r · heads + h of the norm. Returns y `[t, heads · head_dim]` and `inv_rms`, one number per head; `sum` is `None`.
+/// Head h of row r is row r · heads + h of the norm. The op returns y `[t, heads · head_dim]` and `inv_rms`, one number per head of each
+/// row; `sum` is `None`.
 #[derive(Debug)]
 pub struct NormRope<'a, B: Backend> {
     /// `[t, heads · head_dim]`, F32 or BF16.
     pub x: &'a Tensor<B>,
     /// F32 `[1, head_dim]`.
     pub weight: &'a Tensor<B>,
-    /// Added to the mean square.
+    /// Epsilon, which is added to the mean square.
     pub eps: f32,
-    /// F32 `[positions, head_dim]`, as [`Rope`](crate::ops::Rope) has it.
+    /// The table of [`Rope`](crate::ops::Rope), F32 `[positions, head_dim]`.
     pub table: &'a Tensor<B>,
     /// Positions of the rows.
     pub positions: &'a Positions<B>,
@@ -32,7 +33,7 @@ impl<B: Backend> NormRope<'_, B> {
         check_weight(OP, self.weight, self.table)
     }
 
-    /// Heads of all rows. For checked arguments.
+    /// Number of heads in all rows together. For checked arguments.
     pub fn heads(&self) -> usize {
         self.x.rows * (self.x.cols / self.table.cols)
     }
@@ -45,18 +46,18 @@ impl<B: Backend> NormRope<'_, B> {
 }
 
 /// The backward pass of [`NormRope`]: the inverse [`Rope`](crate::ops::Rope), rounded to the type of dy, then [`RmsNormBackward`] of each
-/// head. Returns dx and adds to each shard's dweight.
+/// head. The op returns dx and adds to each shard's dweight.
 #[derive(Debug)]
 pub struct NormRopeBackward<'a, B: Backend> {
-    /// The input, `[t, heads · head_dim]`.
+    /// The input of the forward pass, `[t, heads · head_dim]`.
     pub x: &'a Tensor<B>,
     /// F32 `[1, head_dim]`.
     pub weight: &'a Tensor<B>,
-    /// From the forward pass.
+    /// `inv_rms` of the forward pass.
     pub inv_rms: &'a B::Buf<f32>,
-    /// Same shape as x.
+    /// Gradient of y, with the shape of x.
     pub dy: &'a Tensor<B>,
-    /// F32 `[positions, head_dim]`.
+    /// The table of the forward pass, F32 `[positions, head_dim]`.
     pub table: &'a Tensor<B>,
     /// Positions of the rows.
     pub positions: &'a Positions<B>,
@@ -68,7 +69,7 @@ impl<B: Backend> NormRopeBackward<'_, B> {
     /// How closely backends must agree.
     pub const AGREEMENT: Agreement = RmsNormBackward::<B>::AGREEMENT;
 
-    /// Heads of all rows. For checked arguments.
+    /// Number of heads in all rows together. For checked arguments.
     pub fn heads(&self) -> usize {
         self.x.rows * (self.x.cols / self.table.cols)
     }

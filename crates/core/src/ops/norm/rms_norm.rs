@@ -10,11 +10,11 @@ use crate::{Agreement, Backend, DType, Result, Tensor};
 pub struct RmsNorm<'a, B: Backend> {
     /// `[rows, d]`, F32 or BF16.
     pub x: &'a Tensor<B>,
-    /// Added to x before the norm; the sum is rounded, with the bits of [`Add`](crate::ops::Add).
+    /// A tensor that is added to x before the norm. The sum is rounded and has the same bits as [`Add`](crate::ops::Add).
     pub plus: Option<&'a Tensor<B>>,
     /// F32 `[1, d]`.
     pub weight: &'a Tensor<B>,
-    /// Added to the mean square.
+    /// Epsilon, which is added to the mean square.
     pub eps: f32,
 }
 
@@ -33,7 +33,7 @@ impl<'a, B: Backend> RmsNorm<'a, B> {
     /// How closely backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// The norm of x alone.
+    /// The norm of x, without `plus`.
     pub fn new(x: &'a Tensor<B>, weight: &'a Tensor<B>, eps: f32) -> Self {
         Self { x, plus: None, weight, eps }
     }
@@ -69,22 +69,23 @@ fn check_plus<B: Backend>(op: &'static str, plus: Option<&Tensor<B>>, x: &Tensor
 /// to dweight.
 #[derive(Debug)]
 pub struct RmsNormBackward<'a, B: Backend> {
-    /// The input.
+    /// The input of the forward pass.
     pub x: &'a Tensor<B>,
     /// F32 `[1, d]`.
     pub weight: &'a Tensor<B>,
-    /// From the forward pass.
+    /// `inv_rms` of the forward pass.
     pub inv_rms: &'a B::Buf<f32>,
-    /// Same shape as x.
+    /// Gradient of y, with the shape of x.
     pub dy: &'a Tensor<B>,
-    /// Added to the rounded dx, and the result rounded again: the bits of [`Add`](crate::ops::Add). Same shape as x.
+    /// A tensor that is added to the rounded dx, with the shape of x. The result is rounded again and has the same bits as
+    /// [`Add`](crate::ops::Add).
     pub plus: Option<&'a Tensor<B>>,
     /// F32 `[shards, d]`; rows are divided evenly among the shards. The op adds to this tensor.
     pub dweight: &'a mut Tensor<B>,
 }
 
 impl<B: Backend> RmsNormBackward<'_, B> {
-    /// Rows of a chunk of dweight's sum.
+    /// Number of rows of a chunk in the sum of dweight.
     pub const CHUNK: usize = 64;
 
     /// How closely backends must agree.

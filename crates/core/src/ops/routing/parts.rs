@@ -47,13 +47,13 @@ impl<B: Backend> AssignParts<'_, B> {
     }
 }
 
-/// Joins every `parts` consecutive groups into one, over the same rows: from the groups of [`AssignParts`] to one group per expert. The
-/// padding of the original groups then lies inside a joined group, in rows without an id.
+/// Joins every `parts` consecutive groups into one group over the same rows. This turns the groups of [`AssignParts`] into one group per
+/// expert. The padding of the original groups then lies inside a joined group, in rows without an id.
 #[derive(Debug)]
 pub struct JoinGroups<'a, B: Backend> {
     /// The groups to join.
     pub groups: &'a Groups<B>,
-    /// Groups per joined group; divides their number.
+    /// Number of original groups per joined group; it divides the number of groups.
     pub parts: usize,
 }
 
@@ -70,7 +70,7 @@ impl<B: Backend> JoinGroups<'_, B> {
         }
         Ok(())
     }
-    /// Allocates starts and lengths; row ids are shared. For checked arguments.
+    /// Allocates starts and lengths; the result shares the row ids. For checked arguments.
     pub fn result(&self, b: &B) -> Result<Groups<B>> {
         let num_groups = self.groups.num_groups / self.parts;
         let (start, len) = (b.alloc(num_groups + 1)?, b.alloc(num_groups)?);
