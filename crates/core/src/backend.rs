@@ -114,7 +114,7 @@ impl Lines {
     /// Checks that `lines` rows of `len` values lie within a buffer of `values`, and do not overlap.
     ///
     /// # Errors
-    /// [`Error::Shape`] naming `op`.
+    /// [`Error::Shape`] that names `op`.
     pub fn check(&self, op: &'static str, (lines, len): (usize, usize), values: usize) -> Result<()> {
         if lines == 0 || len == 0 {
             return Ok(());

@@ -56,7 +56,7 @@ pub struct BlockScaled<B: Backend> {
     /// The layout of the scales. Scales of row blocks and of 2-D blocks are row-major, so that they move with their rows. Scales of column
     /// blocks have the layout that the backend's products read fastest.
     pub scale_layout: ScaleLayout,
-    /// For `Col`: every aligned run of this many columns has identical scales, as in columns that were converted from row blocks. Products
+    /// With `Col`, every aligned run of this many columns has identical scales, as in columns that were converted from row blocks. Products
     /// run faster if this number is known; 1 means unknown.
     pub shared_cols: usize,
     /// The form of the numbers in `codes`. They are codes unless only products read the tensor
@@ -69,7 +69,7 @@ impl<B: Backend> BlockScaled<B> {
     /// Allocates a tensor that the next operation overwrites. `rows` counts the rows of all `stack` matrices.
     ///
     /// # Errors
-    /// What the backend returns if it is out of memory.
+    /// The backend's error if it is out of memory.
     pub fn unwritten(
         b: &B,
         stored: (Format, ScaleRule),
@@ -83,7 +83,7 @@ impl<B: Backend> BlockScaled<B> {
     /// needs blocks along rows or columns.
     ///
     /// # Errors
-    /// What the backend returns if it is out of memory.
+    /// The backend's error if it is out of memory.
     pub fn unwritten_as(
         b: &B,
         (format, rule): (Format, ScaleRule),
@@ -205,7 +205,7 @@ impl<B: Backend> BlockScaled<B> {
     /// Checks that rows can be sent to another rank: a row must consist of whole blocks with their scales.
     ///
     /// # Errors
-    /// [`Error::Shape`] naming `argument` unless blocks run along the row; [`Error::Unsupported`] unless the scales are row-major.
+    /// [`Error::Shape`] that names `argument` unless blocks run along the row; [`Error::Unsupported`] unless the scales are row-major.
     pub fn check_rows_travel(&self, op: &'static str, argument: &'static str) -> Result<()> {
         self.check_has_codes(op)?;
         if self.axis != BlockAxis::Row {
@@ -415,7 +415,7 @@ impl RowKind {
     /// Allocates `rows` rows of this layout, which the next operation overwrites.
     ///
     /// # Errors
-    /// What the backend returns if it is out of memory.
+    /// The backend's error if it is out of memory.
     pub fn unwritten<B: Backend>(&self, b: &B, rows: usize) -> Result<Operand<B>> {
         let plain = |dtype| Tensor::unwritten(b, dtype, rows, self.cols).map(Operand::Plain);
         match self.format {

@@ -267,11 +267,11 @@ impl<'a, B: Backend> From<&'a dyn Comm<B>> for Mesh<'a, B> {
 /// A rank's communicators along the axes of a [`Mesh`].
 #[derive(Debug)]
 pub struct Axes<C> {
-    /// Every rank.
+    /// The communicator of all ranks.
     pub all: C,
-    /// The ranks that shard the experts.
+    /// The communicator of the ranks that shard the experts.
     pub ep: C,
-    /// The ranks that hold the same experts.
+    /// The communicator of the ranks that hold the same experts.
     pub dp: C,
 }
 

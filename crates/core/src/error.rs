@@ -164,7 +164,7 @@ pub fn check_range(op: &'static str, len: usize, range: Range<usize>) -> Result<
 /// Checks that every range lies within its own number of values, and that all ranges together have `room` values.
 ///
 /// # Errors
-/// [`Error::Shape`] naming `op`.
+/// [`Error::Shape`] that names `op`.
 pub fn check_runs(
     op: &'static str,
     runs: impl IntoIterator<Item = (usize, Range<usize>)>,

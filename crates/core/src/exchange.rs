@@ -67,7 +67,7 @@ impl RowPlan {
     /// number of tokens sent to that rank, then the number of their slots. The host only reads the result, once, in [`RowPlan::finish`].
     ///
     /// # Errors
-    /// From the backend and other ranks.
+    /// Errors of the backend and of other ranks.
     pub fn begin<B: Backend>(
         b: &B,
         comm: &dyn Comm<B>,
@@ -81,7 +81,7 @@ impl RowPlan {
     /// Waits for the counts.
     ///
     /// # Errors
-    /// [`Error::Comm`] for invalid counts, [`Error::Shape`] if a slot has no expert; from the backend.
+    /// [`Error::Comm`] for invalid counts, [`Error::Shape`] if a slot has no expert; errors of the backend.
     pub fn finish<B: Backend>(b: &B, comm: &dyn Comm<B>, pending: PendingRows<B>) -> Result<Self> {
         let table = b.finish_download(pending.counts)?;
         comm.check()?;
@@ -149,7 +149,7 @@ impl RowPlan {
     /// is returned unchanged.
     ///
     /// # Errors
-    /// From the backend and other ranks, here or when the transfer is awaited.
+    /// Errors of the backend and of other ranks, either of this call or of the wait for the transfer.
     pub fn begin_exchange<B: Backend>(
         &self,
         b: &B,

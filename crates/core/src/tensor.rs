@@ -81,7 +81,7 @@ impl<B: Backend> Tensor<B> {
     /// Allocates a tensor of the same type and shape, which the next operation overwrites.
     ///
     /// # Errors
-    /// What the backend returns if it is out of memory.
+    /// The backend's error if it is out of memory.
     pub fn unwritten_like(&self, b: &B) -> Result<Self> {
         Self::unwritten(b, self.dtype(), self.rows, self.cols)
     }
@@ -132,7 +132,7 @@ impl<B: Backend> Tensor<B> {
     /// The elements as bytes; the result shares the buffer.
     ///
     /// # Errors
-    /// From the backend.
+    /// Errors of the backend.
     pub fn as_bytes(&self, b: &B) -> Result<B::Buf<u8>> {
         match &self.data {
             Data::F32(values) => b.reinterpret(values),
@@ -178,7 +178,7 @@ impl<B: Backend> Tensor<B> {
     /// The F32 buffer.
     ///
     /// # Errors
-    /// [`Error::Shape`] naming `argument` if the elements are of another type.
+    /// [`Error::Shape`] that names `argument` if the elements are of another type.
     pub fn f32(&self, op: &'static str, argument: &'static str) -> Result<&B::Buf<f32>> {
         match &self.data {
             Data::F32(buf) => Ok(buf),

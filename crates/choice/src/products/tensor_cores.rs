@@ -266,7 +266,7 @@ pub enum Adds {
 /// The order in which tiles are computed; mixed tiles have a separate kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Order {
-    /// Full tiles first; tiles that end a group early last.
+    /// Full tiles come first, and partial tiles at the ends of groups come last.
     FullFirst,
     /// Tiles of long and of short groups are mixed, because long groups keep the tensor cores busy and short groups the memory
     /// ([`Ragged::Rows`], E4M3 with one scale per tile of B).

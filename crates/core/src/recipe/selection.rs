@@ -168,7 +168,7 @@ pub enum Steps {
 }
 
 impl Steps {
-    /// All steps.
+    /// The selection of all steps.
     pub const ALL: Self = Self::Fractions(0.0, f64::INFINITY);
 
     /// Parses a range such as `"0.94..1"`, from 94 % of the steps to the end (an end of 1 includes the last step), or `"1000..2000 steps"`.

@@ -10,7 +10,7 @@ use crate::{Agreement, Backend, DType, Error, Result, Tensor};
 /// Legend: t tokens, h heads, n own elements of a key, r shared elements of a key, u elements of a value.
 #[derive(Debug)]
 pub struct AssembleKv<'a, B: Backend> {
-    /// `[t, h · (n + u)]`, F32 or BF16: for each head, n elements of its key, then u elements of its value.
+    /// Shape `[t, h · (n + u)]`, F32 or BF16: for each head, n elements of its key, then u elements of its value.
     pub up: &'a Tensor<B>,
     /// The shared key before the rotation, `[t, r]`, of the same type as `up`.
     pub shared: &'a Tensor<B>,
@@ -27,14 +27,14 @@ pub struct AssembleKv<'a, B: Backend> {
 /// The result of [`AssembleKv`], of the type of its operands.
 #[derive(Debug, Clone)]
 pub struct AssembledKv<B: Backend> {
-    /// `[t, h · (n + r)]`.
+    /// Shape `[t, h · (n + r)]`.
     pub k: Tensor<B>,
-    /// `[t, h · u]`.
+    /// Shape `[t, h · u]`.
     pub v: Tensor<B>,
 }
 
 impl<B: Backend> AssembleKv<'_, B> {
-    /// How closely backends must agree.
+    /// How closely the results of backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.
@@ -48,12 +48,12 @@ impl<B: Backend> AssembleKv<'_, B> {
         self.positions.check(OP, up.rows, table)
     }
 
-    /// Number h of heads. For checked arguments.
+    /// Number h of heads. The arguments must have passed `check`.
     pub fn heads(&self) -> usize {
         self.up.cols / (self.key_dim + self.value_dim)
     }
 
-    /// Allocates the result. For checked arguments.
+    /// Allocates the result. The arguments must have passed `check`.
     pub fn result(&self, b: &B) -> Result<AssembledKv<B>> {
         let of = |dim| Tensor::unwritten(b, self.up.dtype(), self.up.rows, self.heads() * dim);
         Ok(AssembledKv { k: of(self.key_dim + self.table.cols)?, v: of(self.value_dim)? })
@@ -66,9 +66,9 @@ impl<B: Backend> AssembleKv<'_, B> {
 /// result is ((p₀ + p₄) + (p₂ + p₆)) + ((p₁ + p₅) + (p₃ + p₇)).
 #[derive(Debug)]
 pub struct AssembleKvBackward<'a, B: Backend> {
-    /// `[t, h · (n + r)]`, F32 or BF16.
+    /// Shape `[t, h · (n + r)]`, F32 or BF16.
     pub dk: &'a Tensor<B>,
-    /// `[t, h · u]`, of the same type.
+    /// Shape `[t, h · u]`, of the same type.
     pub dv: &'a Tensor<B>,
     /// The table of the forward pass, F32 `[positions, r]`.
     pub table: &'a Tensor<B>,
@@ -83,14 +83,14 @@ pub struct AssembleKvBackward<'a, B: Backend> {
 /// The result of [`AssembleKvBackward`], of the type of its operands.
 #[derive(Debug, Clone)]
 pub struct AssembledKvGrads<B: Backend> {
-    /// `[t, h · (n + u)]`.
+    /// Shape `[t, h · (n + u)]`.
     pub dup: Tensor<B>,
-    /// `[t, r]`.
+    /// Shape `[t, r]`.
     pub dshared: Tensor<B>,
 }
 
 impl<B: Backend> AssembleKvBackward<'_, B> {
-    /// How closely backends must agree.
+    /// How closely the results of backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
     /// Number of partial sums over heads.
     pub const PARTIAL_SUMS: usize = 8;
@@ -106,12 +106,12 @@ impl<B: Backend> AssembleKvBackward<'_, B> {
         self.positions.check(OP, dk.rows, table)
     }
 
-    /// Number h of heads. For checked arguments.
+    /// Number h of heads. The arguments must have passed `check`.
     pub fn heads(&self) -> usize {
         self.dk.cols / (self.key_dim + self.table.cols)
     }
 
-    /// Allocates the result. For checked arguments.
+    /// Allocates the result. The arguments must have passed `check`.
     pub fn result(&self, b: &B) -> Result<AssembledKvGrads<B>> {
         let of = |cols| Tensor::unwritten(b, self.dk.dtype(), self.dk.rows, cols);
         let dup = of(self.heads() * (self.key_dim + self.value_dim))?;

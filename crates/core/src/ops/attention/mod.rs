@@ -22,11 +22,11 @@ use crate::{Agreement, Backend, DType, Error, Result, Tensor};
 /// sum to less than 1. A sink of -∞ has no effect.
 #[derive(Debug)]
 pub struct Attention<'a, B: Backend> {
-    /// `[t, heads · head_dim]`.
+    /// Shape `[t, heads · head_dim]`.
     pub q: &'a Tensor<B>,
-    /// `[t, kv_heads · head_dim]`.
+    /// Shape `[t, kv_heads · head_dim]`.
     pub k: &'a Tensor<B>,
-    /// `[t, kv_heads · value_dim]`.
+    /// Shape `[t, kv_heads · value_dim]`.
     pub v: &'a Tensor<B>,
     /// Elements of a head of queries and keys.
     pub head_dim: usize,
@@ -38,7 +38,7 @@ pub struct Attention<'a, B: Backend> {
     pub seq_len: usize,
     /// Which keys each query sees, if not all keys of its sequence up to its own position.
     pub windows: Option<&'a Windows<B>>,
-    /// F32 `[1, heads]`: the attention sink of each query head, an unscaled score without a key.
+    /// F32 of shape `[1, heads]`: the attention sink of each query head, an unscaled score without a key.
     pub sinks: Option<&'a Tensor<B>>,
 }
 
@@ -91,7 +91,7 @@ impl<'a, B: Backend> Attention<'a, B> {
         check_sinks(OP, self.sinks, heads)
     }
 
-    /// Allocates the result. For checked arguments.
+    /// Allocates the result. The arguments must have passed `check`.
     pub fn result(&self, b: &B) -> Result<AttentionOut<B>> {
         let (tokens, heads) = (self.q.rows, self.q.cols / self.head_dim);
         let out = Tensor::unwritten(b, self.q.dtype(), tokens, heads * self.value_dim)?;
@@ -104,7 +104,7 @@ impl<'a, B: Backend> Attention<'a, B> {
 /// the result agrees with that of [`Attention`] within the same bound; on a CPU the two have the same bits except for the sign of a zero.
 #[derive(Debug)]
 pub struct AttentionDecode<'a, B: Backend> {
-    /// `[1, heads · head_dim]`.
+    /// Shape `[1, heads · head_dim]`.
     pub q: &'a Tensor<B>,
     /// Keys `[capacity, kv_heads · head_dim]`; rows from `len` on are not read.
     pub k: &'a Tensor<B>,
@@ -142,7 +142,7 @@ impl<'a, B: Backend> AttentionDecode<'a, B> {
         }
     }
 
-    /// Allocates the result. For checked arguments.
+    /// Allocates the result. The arguments must have passed `check`.
     pub fn result(&self, b: &B) -> Result<Tensor<B>> {
         Tensor::unwritten(b, self.q.dtype(), 1, self.q.cols / self.head_dim * self.value_dim)
     }
@@ -186,7 +186,7 @@ pub struct AttentionGrads<B: Backend> {
     pub dk: Tensor<B>,
     /// Gradient of v, with the shape and type of v.
     pub dv: Tensor<B>,
-    /// F32 `[t, heads]`, with sinks: each row's contribution to the gradient of the sinks, -exp(sink - lse) · (out · dout).
+    /// F32 of shape `[t, heads]`, with sinks: each row's contribution to the gradient of the sinks, -exp(sink - lse) · (out · dout).
     /// [`AddBiasBackward`](super::AddBiasBackward) sums the rows.
     pub dsinks: Option<Tensor<B>>,
 }
@@ -220,7 +220,7 @@ impl<'a, B: Backend> AttentionBackward<'a, B> {
         expect_eq(OP, "lse.len()", B::len(self.lse), self.q.rows * heads)
     }
 
-    /// Allocates the result. For checked arguments.
+    /// Allocates the result. The arguments must have passed `check`.
     pub fn result(&self, b: &B) -> Result<AttentionGrads<B>> {
         let [dq, dk, dv] = [self.q, self.k, self.v].map(|x| x.unwritten_like(b));
         let (tokens, heads) = (self.q.rows, self.q.cols / self.head_dim);

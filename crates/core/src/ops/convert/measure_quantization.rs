@@ -35,7 +35,7 @@ impl<B: Backend> MeasureQuantization<'_, B> {
     /// Number of counts.
     pub const COUNTS: usize = 4;
 
-    /// How closely backends must agree.
+    /// How closely the results of backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes and buffers.
@@ -53,7 +53,7 @@ impl<B: Backend> MeasureQuantization<'_, B> {
         }
     }
 
-    /// Allocates the counts, zeroed. For checked arguments.
+    /// Allocates the counts, zeroed. The arguments must have passed `check`.
     pub fn result(&self, b: &B) -> Result<B::Buf<u64>> {
         b.counters(Self::COUNTS)
     }

@@ -54,14 +54,14 @@ pub struct Transcode<'a, B: Backend> {
 pub struct Transcoded<B: Backend> {
     /// The converted tensor.
     pub out: BlockScaled<B>,
-    /// For tiles: the converted transposed matrices.
+    /// For tiles, the converted transposed matrices.
     pub transposed: Option<BlockScaled<B>>,
     /// Counts of blocks with a non-zero code, of inexact blocks among these, and of blocks marked NaN.
     pub counts: Counts<B>,
 }
 
 impl<B: Backend> Transcode<'_, B> {
-    /// How closely backends must agree.
+    /// How closely the results of backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes and the combination.
@@ -94,7 +94,7 @@ impl<B: Backend> Transcode<'_, B> {
         }
     }
 
-    /// Allocates the result, with zeroed counts. For checked arguments.
+    /// Allocates the result, with zeroed counts. The arguments must have passed `check`.
     pub fn result(&self, b: &B) -> Result<Transcoded<B>> {
         let x = self.x;
         let stored = (self.to, converted_rule((x.format, x.rule), (self.to, self.rule)));

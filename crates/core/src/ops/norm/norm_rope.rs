@@ -10,9 +10,9 @@ use crate::{Agreement, Backend, DType, Result, Tensor};
 /// row; `sum` is `None`.
 #[derive(Debug)]
 pub struct NormRope<'a, B: Backend> {
-    /// `[t, heads · head_dim]`, F32 or BF16.
+    /// Shape `[t, heads · head_dim]`, F32 or BF16.
     pub x: &'a Tensor<B>,
-    /// F32 `[1, head_dim]`.
+    /// F32 of shape `[1, head_dim]`.
     pub weight: &'a Tensor<B>,
     /// Epsilon, which is added to the mean square.
     pub eps: f32,
@@ -23,7 +23,7 @@ pub struct NormRope<'a, B: Backend> {
 }
 
 impl<B: Backend> NormRope<'_, B> {
-    /// How closely backends must agree.
+    /// How closely the results of backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.
@@ -33,12 +33,12 @@ impl<B: Backend> NormRope<'_, B> {
         check_weight(OP, self.weight, self.table)
     }
 
-    /// Number of heads in all rows together. For checked arguments.
+    /// Number of heads in all rows together. The arguments must have passed `check`.
     pub fn heads(&self) -> usize {
         self.x.rows * (self.x.cols / self.table.cols)
     }
 
-    /// Allocates the result. For checked arguments.
+    /// Allocates the result. The arguments must have passed `check`.
     pub fn result(&self, b: &B) -> Result<RmsNormOut<B>> {
         let inv_rms = b.alloc(self.heads())?;
         Ok(RmsNormOut { y: self.x.unwritten_like(b)?, inv_rms, sum: None })
@@ -51,7 +51,7 @@ impl<B: Backend> NormRope<'_, B> {
 pub struct NormRopeBackward<'a, B: Backend> {
     /// The input of the forward pass, `[t, heads · head_dim]`.
     pub x: &'a Tensor<B>,
-    /// F32 `[1, head_dim]`.
+    /// F32 of shape `[1, head_dim]`.
     pub weight: &'a Tensor<B>,
     /// `inv_rms` of the forward pass.
     pub inv_rms: &'a B::Buf<f32>,
@@ -61,15 +61,15 @@ pub struct NormRopeBackward<'a, B: Backend> {
     pub table: &'a Tensor<B>,
     /// Positions of the rows.
     pub positions: &'a Positions<B>,
-    /// F32 `[shards, head_dim]`; heads of all rows are divided evenly among the shards. The op adds to this tensor.
+    /// F32 of shape `[shards, head_dim]`; heads of all rows are divided evenly among the shards. The op adds to this tensor.
     pub dweight: &'a mut Tensor<B>,
 }
 
 impl<B: Backend> NormRopeBackward<'_, B> {
-    /// How closely backends must agree.
+    /// How closely the results of backends must agree.
     pub const AGREEMENT: Agreement = RmsNormBackward::<B>::AGREEMENT;
 
-    /// Number of heads in all rows together. For checked arguments.
+    /// Number of heads in all rows together. The arguments must have passed `check`.
     pub fn heads(&self) -> usize {
         self.x.rows * (self.x.cols / self.table.cols)
     }
@@ -86,7 +86,7 @@ impl<B: Backend> NormRopeBackward<'_, B> {
         expect_eq(OP, "heads modulo the shards of dweight", self.heads() % self.dweight.rows.max(1), 0)
     }
 
-    /// Allocates the result. For checked arguments.
+    /// Allocates the result. The arguments must have passed `check`.
     pub fn result(&self, b: &B) -> Result<Tensor<B>> {
         self.x.unwritten_like(b)
     }

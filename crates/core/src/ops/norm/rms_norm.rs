@@ -8,11 +8,11 @@ use crate::{Agreement, Backend, DType, Result, Tensor};
 /// 32 threads of a warp, each with the 8 elements of a 16-byte load.
 #[derive(Debug)]
 pub struct RmsNorm<'a, B: Backend> {
-    /// `[rows, d]`, F32 or BF16.
+    /// Shape `[rows, d]`, F32 or BF16.
     pub x: &'a Tensor<B>,
     /// A tensor that is added to x before the norm. The sum is rounded and has the same bits as [`Add`](crate::ops::Add).
     pub plus: Option<&'a Tensor<B>>,
-    /// F32 `[1, d]`.
+    /// F32 of shape `[1, d]`.
     pub weight: &'a Tensor<B>,
     /// Epsilon, which is added to the mean square.
     pub eps: f32,
@@ -21,7 +21,7 @@ pub struct RmsNorm<'a, B: Backend> {
 /// The result of [`RmsNorm`].
 #[derive(Debug, Clone)]
 pub struct RmsNormOut<B: Backend> {
-    /// `[rows, d]`, type of x.
+    /// Shape `[rows, d]`, type of x.
     pub y: Tensor<B>,
     /// 1 / sqrt(mean(x²) + eps) of each row.
     pub inv_rms: B::Buf<f32>,
@@ -30,7 +30,7 @@ pub struct RmsNormOut<B: Backend> {
 }
 
 impl<'a, B: Backend> RmsNorm<'a, B> {
-    /// How closely backends must agree.
+    /// How closely the results of backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// The norm of x, without `plus`.
@@ -46,7 +46,7 @@ impl<'a, B: Backend> RmsNorm<'a, B> {
         check_plus(OP, self.plus, self.x)
     }
 
-    /// Allocates the result. For checked arguments.
+    /// Allocates the result. The arguments must have passed `check`.
     pub fn result(&self, b: &B) -> Result<RmsNormOut<B>> {
         let inv_rms = b.alloc(self.x.rows)?;
         let y = self.x.unwritten_like(b)?;
@@ -71,7 +71,7 @@ fn check_plus<B: Backend>(op: &'static str, plus: Option<&Tensor<B>>, x: &Tensor
 pub struct RmsNormBackward<'a, B: Backend> {
     /// The input of the forward pass.
     pub x: &'a Tensor<B>,
-    /// F32 `[1, d]`.
+    /// F32 of shape `[1, d]`.
     pub weight: &'a Tensor<B>,
     /// `inv_rms` of the forward pass.
     pub inv_rms: &'a B::Buf<f32>,
@@ -80,7 +80,7 @@ pub struct RmsNormBackward<'a, B: Backend> {
     /// A tensor that is added to the rounded dx, with the shape of x. The result is rounded again and has the same bits as
     /// [`Add`](crate::ops::Add).
     pub plus: Option<&'a Tensor<B>>,
-    /// F32 `[shards, d]`; rows are divided evenly among the shards. The op adds to this tensor.
+    /// F32 of shape `[shards, d]`; rows are divided evenly among the shards. The op adds to this tensor.
     pub dweight: &'a mut Tensor<B>,
 }
 
@@ -88,7 +88,7 @@ impl<B: Backend> RmsNormBackward<'_, B> {
     /// Number of rows of a chunk in the sum of dweight.
     pub const CHUNK: usize = 64;
 
-    /// How closely backends must agree.
+    /// How closely the results of backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.
@@ -103,7 +103,7 @@ impl<B: Backend> RmsNormBackward<'_, B> {
         expect_eq(OP, "rows modulo the shards of dweight", self.x.rows % self.dweight.rows.max(1), 0)
     }
 
-    /// Allocates the result. For checked arguments.
+    /// Allocates the result. The arguments must have passed `check`.
     pub fn result(&self, b: &B) -> Result<Tensor<B>> {
         self.x.unwritten_like(b)
     }

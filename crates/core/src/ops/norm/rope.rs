@@ -7,9 +7,9 @@ use crate::{Agreement, Backend, Error, Result, Tensor};
 /// The backward pass is the inverse rotation.
 #[derive(Debug)]
 pub struct Rope<'a, B: Backend> {
-    /// `[t, heads · head_dim]`.
+    /// Shape `[t, heads · head_dim]`.
     pub x: &'a Tensor<B>,
-    /// F32 `[positions, c]`: cosines of the c/2 angles, then sines. The host computes this table.
+    /// F32 of shape `[positions, c]`: cosines of the c/2 angles, then sines. The host computes this table.
     pub table: &'a Tensor<B>,
     /// Number of elements of a head, which is even and at least c.
     pub head_dim: usize,
@@ -74,7 +74,7 @@ pub(in crate::ops) fn check_turn<B: Backend>(
 }
 
 impl<B: Backend> Rope<'_, B> {
-    /// How closely backends must agree.
+    /// How closely the results of backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.
@@ -82,7 +82,7 @@ impl<B: Backend> Rope<'_, B> {
         check_turn("rope", self.x, (self.table, self.head_dim), self.positions)
     }
 
-    /// Allocates the result. For checked arguments.
+    /// Allocates the result. The arguments must have passed `check`.
     pub fn result(&self, b: &B) -> Result<Tensor<B>> {
         self.x.unwritten_like(b)
     }

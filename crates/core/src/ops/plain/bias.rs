@@ -5,14 +5,14 @@ use crate::{Agreement, Backend, DType, Result, Tensor};
 /// Adds a bias to each row of x, in F32, and rounds once to the type of x. The op works in place, because x is the result of a product.
 #[derive(Debug)]
 pub struct AddBias<'a, B: Backend> {
-    /// `[rows, n]`, F32 or BF16. The op overwrites this tensor.
+    /// Shape `[rows, n]`, F32 or BF16. The op overwrites this tensor.
     pub x: &'a mut Tensor<B>,
-    /// F32 `[1, n]`.
+    /// F32 of shape `[1, n]`.
     pub bias: &'a Tensor<B>,
 }
 
 impl<B: Backend> AddBias<'_, B> {
-    /// How closely backends must agree.
+    /// How closely the results of backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.
@@ -29,9 +29,9 @@ impl<B: Backend> AddBias<'_, B> {
 /// over neighbouring chunks adds their sums, and the total is added once to dbias.
 #[derive(Debug)]
 pub struct AddBiasBackward<'a, B: Backend> {
-    /// `[rows, n]`, F32 or BF16.
+    /// Shape `[rows, n]`, F32 or BF16.
     pub dy: &'a Tensor<B>,
-    /// F32 `[shards, n]`; rows are divided evenly among the shards. The op adds to this tensor.
+    /// F32 of shape `[shards, n]`; rows are divided evenly among the shards. The op adds to this tensor.
     pub dbias: &'a mut Tensor<B>,
 }
 
@@ -39,7 +39,7 @@ impl<B: Backend> AddBiasBackward<'_, B> {
     /// Number of rows of a chunk in the sum.
     pub const CHUNK: usize = RmsNormBackward::<B>::CHUNK;
 
-    /// How closely backends must agree.
+    /// How closely the results of backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.

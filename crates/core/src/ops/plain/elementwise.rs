@@ -12,7 +12,7 @@ pub struct Cast<'a, B: Backend> {
 }
 
 impl<B: Backend> Cast<'_, B> {
-    /// How closely backends must agree.
+    /// How closely the results of backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Always succeeds, for any shape and either type.
@@ -45,7 +45,7 @@ pub struct InitNormal {
 }
 
 impl InitNormal {
-    /// How closely backends must agree.
+    /// How closely the results of backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks that every element has an index.
@@ -60,7 +60,7 @@ impl InitNormal {
         }
     }
 
-    /// Allocates the result. For checked arguments.
+    /// Allocates the result. The arguments must have passed `check`.
     pub fn result<B: Backend>(&self, b: &B) -> Result<Tensor<B>> {
         Tensor::unwritten(b, DType::F32, self.rows, self.cols)
     }
@@ -78,7 +78,7 @@ pub struct Add<'a, B: Backend> {
 }
 
 impl<'a, B: Backend> Add<'a, B> {
-    /// How closely backends must agree.
+    /// How closely the results of backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// A sum of two terms.
@@ -97,7 +97,7 @@ impl<'a, B: Backend> Add<'a, B> {
         Ok(())
     }
 
-    /// Allocates the result. For checked arguments.
+    /// Allocates the result. The arguments must have passed `check`.
     pub fn result(&self, b: &B) -> Result<Tensor<B>> {
         self.a.unwritten_like(b)
     }
@@ -113,12 +113,12 @@ pub struct SumShards<'a, B: Backend> {
     pub stack: usize,
     /// Number of shards of each matrix, a power of two.
     pub shards: usize,
-    /// `[stack · rows, cols]`, F32 or BF16, overwritten.
+    /// Shape `[stack · rows, cols]`, F32 or BF16, overwritten.
     pub into: &'a mut Tensor<B>,
 }
 
 impl<B: Backend> SumShards<'_, B> {
-    /// How closely backends must agree.
+    /// How closely the results of backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.
@@ -187,7 +187,7 @@ pub fn squares_chunks(elements: usize) -> usize {
 pub const SQUARES_CHUNK: usize = 4096;
 
 impl<B: Backend> SumSquares<'_, B> {
-    /// How closely backends must agree.
+    /// How closely the results of backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the parts and the indices of their sums.
@@ -238,7 +238,7 @@ pub struct ChunkSums {
 }
 
 impl<B: Backend> CloseSquares<'_, B> {
-    /// How closely backends must agree.
+    /// How closely the results of backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the chunks and the indices of sums.
@@ -276,14 +276,14 @@ fn check_places(op: &'static str, places: impl Iterator<Item = (usize, usize)>, 
 /// Transposes each of `stack` matrices `[n, k]` to `[k, n]`, for dgrad of a plain weight. The result is `[stack · k, n]` of the same type.
 #[derive(Debug)]
 pub struct Transpose<'a, B: Backend> {
-    /// `[stack · n, k]`.
+    /// Shape `[stack · n, k]`.
     pub x: &'a Tensor<B>,
     /// Number of stacked matrices.
     pub stack: usize,
 }
 
 impl<B: Backend> Transpose<'_, B> {
-    /// How closely backends must agree.
+    /// How closely the results of backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the stack.
@@ -295,7 +295,7 @@ impl<B: Backend> Transpose<'_, B> {
         Ok(())
     }
 
-    /// Allocates the result. For checked arguments.
+    /// Allocates the result. The arguments must have passed `check`.
     pub fn result(&self, b: &B) -> Result<Tensor<B>> {
         Tensor::unwritten(b, self.x.dtype(), self.stack * self.x.cols, self.x.rows / self.stack)
     }

@@ -151,16 +151,16 @@ impl<B: Backend> ProductArgs<'_, B> {
 /// in F32. Decoded BF16 numbers are summed without regard to blocks, and tensor scales multiply the sum.
 #[derive(Debug)]
 pub struct Gemm<'a, B: Backend> {
-    /// `[m, k]`.
+    /// Shape `[m, k]`.
     pub a: &'a Operand<B>,
-    /// `[n, k]`.
+    /// Shape `[n, k]`.
     pub b: &'a Operand<B>,
     /// Type of D.
     pub out: DType,
 }
 
 impl<'a, B: Backend> Gemm<'a, B> {
-    /// How closely backends must agree. Operands of tensor cores have other bounds: [`FP8_AGREEMENT`](crate::ops::FP8_AGREEMENT) and
+    /// How closely the results of backends must agree. Operands of tensor cores have other bounds: [`FP8_AGREEMENT`](crate::ops::FP8_AGREEMENT) and
     /// [`BF16_AGREEMENT`](crate::ops::BF16_AGREEMENT).
     pub const AGREEMENT: Agreement = Agreement::RelL2(1e-6);
 
@@ -179,7 +179,7 @@ impl<'a, B: Backend> Gemm<'a, B> {
         Ok(ProductArgs { op, ragged, groups: None, dims, a: self.a, b: self.b, accumulate: false })
     }
 
-    /// Allocates D, with zeros if the contraction is empty. For checked arguments.
+    /// Allocates D, with zeros if the contraction is empty. The arguments must have passed `check`.
     pub fn result(&self, b: &B) -> Result<Tensor<B>> {
         let (m, n) = (self.a.rows(), self.b.rows());
         if self.a.cols() == 0 {
@@ -193,7 +193,7 @@ impl<'a, B: Backend> Gemm<'a, B> {
 /// as it is) and dgrad (w transposed). Rows of D past a group's length are zero.
 #[derive(Debug)]
 pub struct GroupedGemm<'a, B: Backend> {
-    /// `[capacity, k]`.
+    /// Shape `[capacity, k]`.
     pub x: &'a Operand<B>,
     /// `num_groups` stacked matrices `[n, k]`.
     pub w: &'a Operand<B>,
@@ -204,7 +204,7 @@ pub struct GroupedGemm<'a, B: Backend> {
 }
 
 impl<'a, B: Backend> GroupedGemm<'a, B> {
-    /// How closely backends must agree. Operands of tensor cores have other bounds: [`FP8_AGREEMENT`](crate::ops::FP8_AGREEMENT) and
+    /// How closely the results of backends must agree. Operands of tensor cores have other bounds: [`FP8_AGREEMENT`](crate::ops::FP8_AGREEMENT) and
     /// [`BF16_AGREEMENT`](crate::ops::BF16_AGREEMENT).
     pub const AGREEMENT: Agreement = Agreement::RelL2(1e-6);
 
@@ -229,7 +229,7 @@ impl<'a, B: Backend> GroupedGemm<'a, B> {
         Ok(ProductArgs { op, ragged, groups, dims, a: self.x, b: self.w, accumulate: false })
     }
 
-    /// Allocates D. For checked arguments.
+    /// Allocates D. The arguments must have passed `check`.
     pub fn result(&self, b: &B) -> Result<Tensor<B>> {
         Tensor::unwritten(b, self.out, self.x.rows(), self.w.rows() / self.groups.num_groups.max(1))
     }
@@ -241,9 +241,9 @@ impl<'a, B: Backend> GroupedGemm<'a, B> {
 /// Groups start at multiples of [`Numbers::column_step`]. An empty group's gradient is zero.
 #[derive(Debug)]
 pub struct GroupedWgrad<'a, B: Backend> {
-    /// `[capacity, n]`.
+    /// Shape `[capacity, n]`.
     pub dy: &'a Operand<B>,
-    /// `[capacity, k]`.
+    /// Shape `[capacity, k]`.
     pub x: &'a Operand<B>,
     /// The rows of each group.
     pub groups: &'a Groups<B>,
@@ -254,7 +254,7 @@ pub struct GroupedWgrad<'a, B: Backend> {
 }
 
 impl<'a, B: Backend> GroupedWgrad<'a, B> {
-    /// How closely backends must agree. Operands of tensor cores have other bounds: [`FP8_AGREEMENT`](crate::ops::FP8_AGREEMENT) and
+    /// How closely the results of backends must agree. Operands of tensor cores have other bounds: [`FP8_AGREEMENT`](crate::ops::FP8_AGREEMENT) and
     /// [`BF16_AGREEMENT`](crate::ops::BF16_AGREEMENT).
     pub const AGREEMENT: Agreement = Agreement::RelL2(1e-6);
 

@@ -22,12 +22,12 @@ pub struct CombineTree<'a, B: Backend> {
     pub leaves: usize,
     /// A tensor that is added to the root. The result is rounded again and has the same bits as [`Add`](crate::ops::Add).
     pub plus: Option<&'a Tensor<B>>,
-    /// Slots per token.
+    /// Number of slots per token.
     pub top_k: usize,
 }
 
 impl<B: Backend> CombineTree<'_, B> {
-    /// How closely backends must agree.
+    /// How closely the results of backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks lengths, and `plus`.
@@ -49,12 +49,12 @@ impl<B: Backend> CombineTree<'_, B> {
         Ok(())
     }
 
-    /// Number of tokens. For checked arguments.
+    /// Number of tokens. The arguments must have passed `check`.
     pub fn tokens(&self) -> usize {
         B::len(self.index) / self.top_k
     }
 
-    /// Allocates the result. For checked arguments.
+    /// Allocates the result. The arguments must have passed `check`.
     pub fn result(&self, b: &B) -> Result<Tensor<B>> {
         Tensor::unwritten(b, self.rows.dtype(), self.tokens(), self.rows.cols)
     }
@@ -71,7 +71,7 @@ pub struct FindSlots<'a, B: Backend> {
 }
 
 impl<B: Backend> FindSlots<'_, B> {
-    /// How closely backends must agree.
+    /// How closely the results of backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks sizes.
@@ -83,7 +83,7 @@ impl<B: Backend> FindSlots<'_, B> {
         Ok(())
     }
 
-    /// Allocates the result. For checked arguments.
+    /// Allocates the result. The arguments must have passed `check`.
     pub fn result(&self, b: &B) -> Result<B::Buf<i32>> {
         b.alloc(self.slots)
     }

@@ -8,7 +8,7 @@ use crate::{Agreement, Backend, Error, Result};
 pub struct AssignRanks<'a, B: Backend> {
     /// Global expert of each (token, slot): `[t·k]`.
     pub expert: &'a B::Buf<i32>,
-    /// Slots per token.
+    /// Number of slots per token.
     pub top_k: usize,
     /// Experts per rank.
     pub experts_each: usize,
@@ -29,7 +29,7 @@ pub struct SlotRanks<B: Backend> {
 }
 
 impl<B: Backend> AssignRanks<'_, B> {
-    /// How closely backends must agree.
+    /// How closely the results of backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks sizes.
@@ -48,7 +48,7 @@ impl<B: Backend> AssignRanks<'_, B> {
         check_slots(OP, B::len(self.expert), self.top_k).map(drop)
     }
 
-    /// Allocates the result, with zeroed counts. For checked arguments.
+    /// Allocates the result, with zeroed counts. The arguments must have passed `check`.
     pub fn result(&self, b: &B) -> Result<SlotRanks<B>> {
         let slots = B::len(self.expert);
         Ok(SlotRanks { rank: b.alloc(slots)?, first: b.alloc(slots)?, counts: b.zeros(2 * self.world)? })
@@ -86,7 +86,7 @@ pub struct PackSlots<'a, B: Backend> {
     pub expert: &'a B::Buf<i32>,
     /// Gate weight of each (token, slot). `[t·k]`
     pub weight: &'a B::Buf<f32>,
-    /// Slots per token.
+    /// Number of slots per token.
     pub top_k: usize,
     /// The number of experts per rank that was given to [`AssignRanks`].
     pub experts_each: usize,
@@ -95,7 +95,7 @@ pub struct PackSlots<'a, B: Backend> {
 }
 
 impl<B: Backend> PackSlots<'_, B> {
-    /// How closely backends must agree.
+    /// How closely the results of backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks sizes.
@@ -110,7 +110,7 @@ impl<B: Backend> PackSlots<'_, B> {
         check_words(OP, "slot.len()", B::len(self.slot), self.top_k)
     }
 
-    /// Allocates the result. For checked arguments.
+    /// Allocates the result. The arguments must have passed `check`.
     pub fn result(&self, b: &B) -> Result<B::Buf<i32>> {
         b.alloc(B::len(self.slot) * record_words(self.top_k))
     }
@@ -132,7 +132,7 @@ fn check_words(op: &'static str, argument: &'static str, records: usize, top_k: 
 pub struct UnpackSlots<'a, B: Backend> {
     /// Records one after the other: `[m, record_words]`.
     pub records: &'a B::Buf<i32>,
-    /// Slots per token.
+    /// Number of slots per token.
     pub top_k: usize,
 }
 
@@ -148,7 +148,7 @@ pub struct ReceivedSlots<B: Backend> {
 }
 
 impl<B: Backend> UnpackSlots<'_, B> {
-    /// How closely backends must agree.
+    /// How closely the results of backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the length.
@@ -165,7 +165,7 @@ impl<B: Backend> UnpackSlots<'_, B> {
         B::len(self.records) / record_words(self.top_k)
     }
 
-    /// Allocates the result. For checked arguments.
+    /// Allocates the result. The arguments must have passed `check`.
     pub fn result(&self, b: &B) -> Result<ReceivedSlots<B>> {
         let (records, slots) = (self.records(), self.records() * self.top_k);
         Ok(ReceivedSlots { token_id: b.alloc(records)?, expert: b.alloc(slots)?, weight: b.alloc(slots)? })

@@ -9,7 +9,7 @@ use nibble_formats::{BlockAxis, Codec};
 /// both products are computed in F32; `a` is rounded once.
 #[derive(Debug)]
 pub struct Swiglu<'a, B: Backend> {
-    /// `[r, 2f]`, gate half first.
+    /// Shape `[r, 2f]`, gate half first.
     pub h: &'a Tensor<B>,
     /// Gate weight of each row; 1 if absent (dense layers).
     pub weight: Option<&'a B::Buf<f32>>,
@@ -24,7 +24,7 @@ pub struct Swiglu<'a, B: Backend> {
 /// The result of [`Swiglu`].
 #[derive(Debug, Clone)]
 pub struct SwigluOut<B: Backend> {
-    /// `[r, f]`.
+    /// Shape `[r, f]`.
     pub a: Emitted<B>,
     /// Quantized h, if requested.
     pub h: Option<BlockScaled<B>>,
@@ -55,7 +55,7 @@ fn check_emit<B: Backend>(
 }
 
 impl<B: Backend> Swiglu<'_, B> {
-    /// How closely backends must agree.
+    /// How closely the results of backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.
@@ -70,7 +70,7 @@ impl<B: Backend> Swiglu<'_, B> {
         }
     }
 
-    /// Allocates the result, with zeroed counts. For checked arguments.
+    /// Allocates the result, with zeroed counts. The arguments must have passed `check`.
     pub fn result(&self, b: &B) -> Result<SwigluOut<B>> {
         let stored = |codec: Codec| (codec.format(), codec.rule());
         let save =
@@ -93,7 +93,7 @@ impl<B: Backend> Swiglu<'_, B> {
 pub struct SwigluBackward<'a, B: Backend> {
     /// The saved h: plain, or MXFP4 with blocks along its rows.
     pub h: &'a Operand<B>,
-    /// `[r, f]`.
+    /// Shape `[r, f]`.
     pub da: &'a Tensor<B>,
     /// Gate weight of each row.
     pub weight: Option<&'a B::Buf<f32>>,
@@ -108,9 +108,9 @@ pub struct SwigluBackward<'a, B: Backend> {
 /// The result of [`SwigluBackward`].
 #[derive(Debug, Clone)]
 pub struct SwigluGrads<B: Backend> {
-    /// `[r, 2f]`.
+    /// Shape `[r, 2f]`.
     pub dh: Emitted<B>,
-    /// `[r, f]`, if requested.
+    /// Shape `[r, f]`, if requested.
     pub a: Option<Emitted<B>>,
     /// Gradient of each row's gate weight; 0 in padding rows. `r` values.
     pub dweight: B::Buf<f32>,
@@ -120,7 +120,7 @@ impl<B: Backend> SwigluBackward<'_, B> {
     /// Number of columns of a part in the sum of the gate weight's gradient.
     pub const PART: usize = 128;
 
-    /// How closely backends must agree.
+    /// How closely the results of backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.
@@ -142,7 +142,7 @@ impl<B: Backend> SwigluBackward<'_, B> {
         }
     }
 
-    /// Allocates the result, with zeroed counts. For checked arguments.
+    /// Allocates the result, with zeroed counts. The arguments must have passed `check`.
     pub fn result(&self, b: &B) -> Result<SwigluGrads<B>> {
         let (rows, f) = self.da.shape();
         // Columns of dh and `a` are padded to the same length.

@@ -16,7 +16,7 @@ use crate::{Agreement, Backend, DType, Error, Result, Tensor};
 /// gradient 0, and its target is counted as a bad id. A caller reads the count of bad ids when waiting for the device costs nothing.
 #[derive(Debug)]
 pub struct CrossEntropy<'a, B: Backend> {
-    /// `[t, vocab]`, F32.
+    /// Shape `[t, vocab]`, F32.
     pub logits: &'a Tensor<B>,
     /// The target of each row.
     pub targets: &'a B::Buf<i32>,
@@ -44,7 +44,7 @@ pub struct CrossEntropyOut<B: Backend> {
 }
 
 impl<B: Backend> CrossEntropy<'_, B> {
-    /// How closely backends must agree.
+    /// How closely the results of backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Number of tokens of a chunk in a shard's sum; one CTA sums a chunk.
@@ -59,7 +59,7 @@ impl<B: Backend> CrossEntropy<'_, B> {
         check_shards(OP, self.logits.rows, self.shards)
     }
 
-    /// Allocates the result, with a zeroed count of bad ids. For checked arguments.
+    /// Allocates the result, with a zeroed count of bad ids. The arguments must have passed `check`.
     pub fn result(&self, b: &B) -> Result<CrossEntropyOut<B>> {
         let (tokens, vocab) = self.logits.shape();
         let (loss, bad_ids) = (b.alloc(tokens)?, b.counters(1)?);

@@ -7,7 +7,7 @@ use crate::{Agreement, Backend, DType, Result, Tensor};
 /// [`crate::ops::verify_ids`], at a time when waiting for the device costs nothing.
 #[derive(Debug)]
 pub struct Embed<'a, B: Backend> {
-    /// `[vocab, d]`, F32.
+    /// Shape `[vocab, d]`, F32.
     pub table: &'a Tensor<B>,
     /// Token id of each row.
     pub ids: &'a B::Buf<i32>,
@@ -18,14 +18,14 @@ pub struct Embed<'a, B: Backend> {
 /// The result of [`Embed`].
 #[derive(Debug, Clone)]
 pub struct EmbedOut<B: Backend> {
-    /// `[t, d]`.
+    /// Shape `[t, d]`.
     pub x: Tensor<B>,
     /// Number of bad ids: one value.
     pub bad_ids: B::Buf<u64>,
 }
 
 impl<B: Backend> Embed<'_, B> {
-    /// How closely backends must agree.
+    /// How closely the results of backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks types.
@@ -33,7 +33,7 @@ impl<B: Backend> Embed<'_, B> {
         expect_eq("embed", "type of table", self.table.dtype(), DType::F32)
     }
 
-    /// Allocates the result, with a zeroed count of bad ids. For checked arguments.
+    /// Allocates the result, with a zeroed count of bad ids. The arguments must have passed `check`.
     pub fn result(&self, b: &B) -> Result<EmbedOut<B>> {
         let bad_ids = b.counters(1)?;
         Ok(EmbedOut { x: Tensor::unwritten(b, self.dtype, B::len(self.ids), self.table.cols)?, bad_ids })
@@ -54,9 +54,9 @@ impl<B: Backend> Embed<'_, B> {
 pub struct EmbedBackward<'a, B: Backend> {
     /// Token id of each row.
     pub ids: &'a B::Buf<i32>,
-    /// `[t, d]`.
+    /// Shape `[t, d]`.
     pub dy: &'a Tensor<B>,
-    /// F32 `[shards · vocab, d]`; rows of dy are divided evenly among the shards. The op adds to this tensor.
+    /// F32 of shape `[shards · vocab, d]`; rows of dy are divided evenly among the shards. The op adds to this tensor.
     pub grad: &'a mut Tensor<B>,
     /// Number of shards.
     pub shards: usize,
@@ -66,7 +66,7 @@ impl<B: Backend> EmbedBackward<'_, B> {
     /// Number of tokens of a chunk, which are summed one after the other.
     pub const CHUNK: usize = 64;
 
-    /// How closely backends must agree.
+    /// How closely the results of backends must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.

@@ -32,7 +32,7 @@ const OP: &str = "head_loss";
 /// The op refuses formats with one scale per tensor or per whole column, because such a scale is not known before the last chunk.
 #[derive(Debug)]
 pub struct HeadLoss<'a, B: Backend> {
-    /// `[t, d]`, F32 or BF16.
+    /// Shape `[t, d]`, F32 or BF16.
     pub x: &'a Tensor<B>,
     /// The head's weight `[v, d]`. It is plain with the type of x, or quantized in 2-D blocks (along rows if the format has no 2-D blocks).
     pub w: &'a Operand<B>,
@@ -193,7 +193,7 @@ impl<B: Backend> HeadLoss<'_, B> {
         Numbers::of(dlogits, beside).agreement()
     }
 
-    /// Number of tokens of the longest chunk, which holds whole shards or a part of one shard. For checked arguments.
+    /// Number of tokens of the longest chunk, which holds whole shards or a part of one shard. The arguments must have passed `check`.
     pub fn longest_chunk(&self) -> usize {
         let each = self.x.rows / self.shards.max(1);
         match self.chunk.checked_div(each) {
@@ -236,7 +236,7 @@ impl<B: Backend> HeadLoss<'_, B> {
         Ok(())
     }
 
-    /// Allocates the result, with zeroed counts. For checked arguments.
+    /// Allocates the result, with zeroed counts. The arguments must have passed `check`.
     pub fn result(&self, b: &B) -> Result<HeadLossOut<B>> {
         let HeadCodecs { fprop_x, dgrad_dy, wgrad_dy, wgrad_x } = self.codecs;
         let counts =
