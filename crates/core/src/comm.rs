@@ -208,7 +208,7 @@ pub struct MeshShape {
 }
 
 impl MeshShape {
-    /// One rank.
+    /// The shape of a mesh with one rank.
     pub const ONE: Self = Self { dp: 1, ep: 1 };
 
     /// Number of ranks.

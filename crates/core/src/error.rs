@@ -83,7 +83,7 @@ pub enum Error {
         call: &'static str,
         /// The rank that reports the error.
         rank: usize,
-        /// What happened.
+        /// A description of the failure.
         why: String,
     },
     /// A NaN or an infinity in a tensor that must be finite for training to continue.

@@ -78,7 +78,7 @@ impl RowPlan {
         Ok(PendingRows { counts: b.begin_download(&counts, 0..B::len(&counts))?, room })
     }
 
-    /// Waits for the counts.
+    /// Waits for the row counts, and makes the plan from them.
     ///
     /// # Errors
     /// [`Error::Comm`] for invalid counts, [`Error::Shape`] if a slot has no expert; errors of the backend.

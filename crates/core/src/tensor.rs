@@ -46,7 +46,7 @@ pub enum Data<B: Backend> {
 pub struct Tensor<B: Backend> {
     /// The elements, `rows · cols` of them.
     pub data: Data<B>,
-    /// Rows.
+    /// Number of rows.
     pub rows: usize,
     /// Columns; elements of a row are contiguous.
     pub cols: usize,
@@ -148,7 +148,7 @@ impl<B: Backend> Tensor<B> {
         }
     }
 
-    /// `(rows, cols)`.
+    /// The shape `(rows, cols)`.
     pub fn shape(&self) -> (usize, usize) {
         (self.rows, self.cols)
     }

@@ -135,11 +135,11 @@ impl Site {
 /// One of the three matrix products of a linear layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Product {
-    /// Y = X·Wᵀ.
+    /// The product Y = X·Wᵀ.
     Fprop,
-    /// dX = dY·W.
+    /// The product dX = dY·W.
     Dgrad,
-    /// dW = dYᵀ·X.
+    /// The product dW = dYᵀ·X.
     Wgrad,
 }
 

@@ -30,7 +30,7 @@ impl<B: Backend> Counts<B> {
     /// Index of the number of blocks marked NaN.
     pub const NON_FINITE: usize = 2;
 
-    /// Zeroed counts.
+    /// Allocates zeroed counts.
     pub fn zeros(b: &B) -> Result<Self> {
         b.counters(3).map(Self)
     }

@@ -67,7 +67,7 @@ pub struct InputLayout {
 }
 
 impl InputLayout {
-    /// Words before the first id.
+    /// Number of words before the first id.
     pub const SCALARS: usize = Self::TOLD + Self::TOLD_WORDS;
     /// Index of the first word that this rank reports to the other ranks, for example whether the rank received a request to end the run.
     /// These words are part of the step's record, so that all ranks read the same words.
@@ -107,9 +107,9 @@ impl InputLayout {
 /// [`InputLayout::TOLD`] to the table's cells from `told` on, and resets the count of started micro-batches.
 #[derive(Debug)]
 pub struct BeginStep<'a, B: Backend> {
-    /// The ring of inputs.
+    /// The ring buffer of inputs.
     pub inputs: &'a B::Buf<i32>,
-    /// Layout of a slot.
+    /// Layout of a slot of the ring buffer.
     pub layout: InputLayout,
     /// See [`Clock`].
     pub clock: &'a mut B::Buf<u32>,
@@ -144,9 +144,9 @@ impl<B: Backend> BeginStep<'_, B> {
 /// A backend refuses a micro-batch beyond the layout's number if the host can see the clock; otherwise it reads the last micro-batch again.
 #[derive(Debug)]
 pub struct BeginMicroBatch<'a, B: Backend> {
-    /// The ring of inputs.
+    /// The ring buffer of inputs.
     pub inputs: &'a B::Buf<i32>,
-    /// Layout of a slot.
+    /// Layout of a slot of the ring buffer.
     pub layout: InputLayout,
     /// See [`Clock`].
     pub clock: &'a mut B::Buf<u32>,
@@ -248,7 +248,7 @@ pub struct Entry<'a, B: Backend> {
 pub struct Collect<'a, B: Backend> {
     /// The values to add, and their cells.
     pub entries: &'a [Entry<'a, B>],
-    /// The table.
+    /// The table of sums.
     pub table: &'a mut B::Buf<f64>,
 }
 

@@ -51,7 +51,7 @@ impl AmaxRecords {
 /// span's record ([`DelayedScaling::push`]). If [`Control::STOP`] is set, nothing changes.
 #[derive(Debug)]
 pub struct PushAmax<'a, B: Backend> {
-    /// The step's table.
+    /// The step's table of sums and magnitudes.
     pub table: &'a B::Buf<f64>,
     /// The cell of the first span's magnitude.
     pub at: usize,
@@ -59,7 +59,7 @@ pub struct PushAmax<'a, B: Backend> {
     pub spans: &'a B::Buf<u32>,
     /// See [`Control`].
     pub control: &'a B::Buf<f32>,
-    /// The records.
+    /// The amax records of delayed scaling.
     pub records: &'a mut B::Buf<f32>,
 }
 
