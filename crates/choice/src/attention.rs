@@ -2,8 +2,8 @@
 //!
 //! If no heads share keys and the heads are long, the backward pass is one kernel. It computes the gradients of keys and values and stores
 //! the gradients of scores (at most 512 MiB); some heads later, it computes the gradients of queries from these stored gradients. Otherwise
-//! the backward pass computes the scores twice, once for keys and values and once for queries. Each sum is computed by one CTA, in one
-//! order.
+//! the backward pass computes the scores twice, once for keys and values and once for queries. Each sum has one owner, which adds the terms
+//! in a fixed order.
 
 use crate::Temporary;
 use nibble_core::ops::AttentionBackward;
@@ -38,7 +38,7 @@ pub fn check_heads(op: &'static str, (head_dim, value_dim): (usize, usize)) -> R
 pub enum AttentionPath {
     /// The tensor cores.
     TensorCores,
-    /// The CUDA cores, many times slower.
+    /// The CUDA cores, which are many times slower.
     OrdinaryCores {
         /// Why the tensor cores do not compute attention, in words.
         why: String,
@@ -90,7 +90,7 @@ pub struct StoredScoreGrads {
 }
 
 impl StoredScoreGrads {
-    /// Limit on the bytes of all slots.
+    /// Limit on the bytes of dS that are stored at a time.
     const BYTES: usize = 512 << 20;
     /// Number of keys of a CTA that computes dk and dv.
     const KEYS: usize = 128;
@@ -122,7 +122,7 @@ impl StoredScoreGrads {
         fits.then_some(Self { ahead, slots, slot_bytes })
     }
 
-    /// Bytes of all slots.
+    /// Bytes of dS that are stored at a time.
     pub const fn bytes(&self) -> usize {
         self.slots * self.slot_bytes
     }

@@ -38,7 +38,7 @@ impl PlanChunks {
         self.chunks * self.columns
     }
 
-    /// Temporary memory of the plan.
+    /// Temporary memory of `plan_permute`.
     pub const fn temporary(&self) -> Temporary {
         Temporary::new("slots of each group in each chunk", self.counts() * size_of::<u16>())
     }

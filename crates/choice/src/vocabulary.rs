@@ -4,7 +4,7 @@ use crate::{GpuKernels, Temporary};
 use nibble_core::ops::{CrossEntropy, EmbedBackward, PlanPermute};
 use nibble_core::{Backend, Error, Result};
 
-/// Maximum number of bits of a radix digit: `plan_permute` takes at most 2 to this power of groups.
+/// Maximum number of bits of a radix digit: `plan_permute` takes at most 2^`DIGIT_BITS` groups.
 pub const DIGIT_BITS: u32 = 12;
 /// Number of words of a task of `embed_backward`.
 pub const TASK_WORDS: usize = 4;

@@ -141,8 +141,8 @@ impl<B: Backend> BlockScaled<B> {
         code_bytes(format, axis, (rows, cols))
     }
 
-    /// Rows and columns of the matrix of scales for this format, axis and shape. It has a row per row of codes (for `Tile`, per row of
-    /// blocks of each matrix) and a column per block along that row.
+    /// Rows and columns of the matrix of scales for this format, axis and shape. The matrix has one row per row of codes (for `Tile`, per
+    /// row of blocks of each matrix) and one column per block along a row.
     pub fn scale_shape(
         format: Format,
         axis: BlockAxis,

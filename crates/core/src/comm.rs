@@ -3,7 +3,8 @@
 //! [`Comm`] has an all-to-all of counts and of rows of bytes, reduce-scatters that sum by a balanced tree, gathers, a barrier, and `abort`.
 //! The all-to-all of rows, reduce-scatters and gathers of parts are asynchronous: they return a [`Transfer`] that owns its buffers.
 //!
-//! A [`Mesh`] has a communicator for each axis along which something is sharded. Code that needs the number of a rank names the axis.
+//! A [`Mesh`] has a communicator for each axis along which something is sharded. A rank has a number on each axis, so code that needs this
+//! number chooses an axis.
 //!
 //! | axis | ranks | what is exchanged |
 //! |---|---|---|
@@ -180,7 +181,7 @@ impl<B: Backend, T> Debug for Transfer<B, T> {
 }
 
 /// The ranks of a run, with a communicator for each axis along which something is sharded. Code that needs the number of a rank, or a
-/// number of ranks, names the axis.
+/// number of ranks, chooses an axis.
 ///
 /// There are dp · ep ranks; rank = dp rank · ep + ep rank. The experts of every layer are sharded over the ep ranks of a replica; the dp
 /// replicas hold the same experts. All other weights are replicated on every rank. F32 masters and moments are sharded over the ranks that

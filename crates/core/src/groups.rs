@@ -14,7 +14,7 @@ pub fn round_up(n: usize, align: usize) -> usize {
 pub struct Groups<B: Backend> {
     /// First row of each group, and the end of the last group's padding: `num_groups + 1` values.
     pub start: B::Buf<i32>,
-    /// Rows of each group, without padding.
+    /// Number of rows of each group, without padding.
     pub len: B::Buf<i32>,
     /// For each row, global token · k + slot; −1 for padding. `capacity` values.
     pub row_id: B::Buf<i32>,

@@ -135,7 +135,7 @@ impl Heap {
         self.top.checked_add(rounded(bytes)?)
     }
 
-    /// Raises the capacity to `capacity` if it is lower. This changes only allocations that would have failed.
+    /// Raises the capacity to `capacity`, but never lowers it. This changes only allocations that would have failed.
     pub fn raise_capacity(&mut self, capacity: usize) {
         self.capacity = self.capacity.max(capacity);
     }

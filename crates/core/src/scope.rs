@@ -1,4 +1,4 @@
-//! The arena that a backend allocates from.
+//! The arena from which a backend allocates.
 
 use crate::{Error, Result};
 use std::fmt::Debug;
@@ -19,7 +19,7 @@ impl<A> Default for Scope<A> {
 }
 
 impl<A: Clone + Debug> Scope<A> {
-    /// The arena to allocate from; `None` means the device's pool.
+    /// The current arena; `None` means that allocations come from the device's pool.
     pub fn current(&self) -> Option<A> {
         self.lock().as_ref().map(|(arena, _)| arena.clone())
     }

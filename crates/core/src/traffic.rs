@@ -3,8 +3,8 @@
 use std::ops::Sub;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Copies between host and device since the backend was created. The difference of two `Traffic` values is the traffic between their two
-/// moments.
+/// Copies between host and device since the backend was created. The difference of two `Traffic` values is the traffic between the two
+/// readings.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Traffic {
     /// Copies from the host to the device.

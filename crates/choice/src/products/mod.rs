@@ -90,7 +90,7 @@ impl Becomes {
         }
     }
 
-    /// Temporary memory of the conversion, with these names.
+    /// The temporary buffers of the conversion. The arguments are their names.
     fn temporaries(self, [decoded, its_codes, its_scales, widened]: [&'static str; 4]) -> Vec<Temporary> {
         match self {
             Self::AsIs => Vec::new(),

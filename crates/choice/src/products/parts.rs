@@ -41,8 +41,8 @@ impl Parts {
     /// See [`Parts::LEFT`].
     pub const RIGHT: [u32; 3] = [0, 1, 0];
 
-    /// The product in parts, if the tensor cores take these operands and sizes. Two F32 operands are split only for a BF16 result: because
-    /// an F32 result needs all of their bits.
+    /// Splits the product into BF16 parts, if the tensor cores take these operands and sizes. Two F32 operands are split only for a BF16
+    /// result, because an F32 result needs all of their bits.
     pub(super) fn choose(product: &ProductDesc) -> Option<Self> {
         let is_dense = product.ragged == Ragged::Rows && !product.accumulate && product.groups.is_none();
         let is_contraction = product.ragged == Ragged::Contraction;

@@ -36,7 +36,7 @@ const BANDS: [usize; 6] = [2, 4, 8, 16, 32, 64];
 /// Limit of sizes, because the kernels count rows, columns and scales in `int`.
 const MAX_EXTENT: usize = i32::MAX as usize - 512;
 
-/// The kind of operands.
+/// The kind of the operands A and B.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OperandKind {
     /// FP8 operands: the elements (E4M3 or E5M2) of A and of B, and the scales of B. A has one scale per 1 × 128 values.
@@ -114,7 +114,7 @@ impl ScalesB {
 pub struct TensorCoreProduct {
     /// Whether groups divide the rows or the contraction.
     pub ragged: Ragged,
-    /// The kind of operands.
+    /// The kind of the operands A and B.
     pub kind: OperandKind,
     /// The type of D.
     pub out: DType,
@@ -396,7 +396,7 @@ impl TensorCoreConfig {
         let operands = (BLOCK_M + BLOCK_N) * ROW_BYTES;
         let scales = match desc.kind.scales_b() {
             Some(ScalesB::Tile | ScalesB::Strips) => BLOCK_M + 4,
-            // B's scales are powers of two in BF16. They are stored in four parts, each padded by 4 scales.
+            // B's scales are powers of two in BF16. They are stored in four parts, each padded by 16 bytes.
             Some(ScalesB::Powers) => BLOCK_M + BLOCK_N / 2 + 16,
             Some(ScalesB::Floats) => BLOCK_M + BLOCK_N + 16,
             None => 0,
@@ -409,7 +409,7 @@ impl TensorCoreConfig {
     }
 }
 
-/// Overrides the choice for tensor-core products, to measure other instances.
+/// Overrides the choice of kernel instances for tensor-core products, so that other instances can be measured.
 #[derive(Debug, Clone, Default)]
 pub struct ProductTrial {
     /// The instance of every tensor-core product; `None` means the usual choice.

@@ -131,8 +131,7 @@ impl Recipe {
     /// Reads a recipe file's text.
     ///
     /// # Errors
-    /// [`Error::Recipe`] naming the key, for an unknown key, a bad value, a key that decides nothing, or a combination without
-    /// kernels.
+    /// [`Error::Recipe`] that names the key, for an unknown key, a bad value, a key that decides nothing, or a combination without kernels.
     pub fn parse(name: &str, text: &str) -> Result<Self> {
         let recipe = parse::parse(name, text)?;
         validate::validate(&recipe)?;

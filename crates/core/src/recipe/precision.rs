@@ -200,7 +200,7 @@ impl Section {
     }
 
     /// The precision of a site. If the recipe does not set the site, this is the precision of the site on which it falls back. For an `a`
-    /// that is not saved, the precision of wgrad's operand.
+    /// that is not saved, this is the precision of wgrad's operand.
     pub fn at(&self, site: Site) -> Precision {
         let rht = match (site, site.operand_of()) {
             (_, Some(product)) => self.transform(product),

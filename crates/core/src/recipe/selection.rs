@@ -132,7 +132,7 @@ impl fmt::Display for Layers {
     }
 }
 
-/// The number of the decoder layer that contains a layer: 3 of `model.layers.3.mlp.experts`.
+/// The number of the decoder layer that contains a layer, such as 3 for `model.layers.3.mlp.experts`.
 fn decoder_layer(layer: &str) -> Option<usize> {
     layer.split('.').skip_while(|part| *part != "layers").nth(1)?.parse().ok()
 }

@@ -118,7 +118,7 @@ fn returned(check: &Check<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Delayed scaling needs a separate quantization from a plain tensor; and each tensor has one history of magnitudes.
+/// Delayed scaling needs a separate quantization from a plain tensor, and each tensor has one history of magnitudes.
 fn delayed(check: &Check<'_>) -> Result<()> {
     use Site::*;
     for site in check.kind.sites().filter(|site| check.section.written(*site).is_some()) {
@@ -213,7 +213,7 @@ fn conversion(check: &Check<'_>, site: Site) -> Result<()> {
     let made = format!("{} ({origin})", origin_site.key());
     let refuse = |why: String| check.fail::<()>(site, why);
     match p.by {
-        // dgrad's weight is an exception, because it is not made from fprop's operand.
+        // For dgrad's weight, `by` decides the source: without it, the source is not fprop's operand.
         By::Requantize if !p.format.is_block() && site != Site::DgradW => {
             return refuse(format!("`by` decides nothing: it is {made} dequantized"));
         }

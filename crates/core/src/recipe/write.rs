@@ -99,7 +99,7 @@ fn in_words(section: &Section, kind: LayerKind, site: Site) -> String {
 /// Maximum number of settings of an override that the short form lists. If an override has more, the short form prints their number.
 const FEW: usize = 4;
 
-/// Prints the recipe in full. `{:#}` leaves out double quantizations, and the settings of overrides that have more than [`FEW`] settings.
+/// Prints the recipe in full. `{:#}` leaves out double quantizations, and the settings of overrides that have more than `FEW` settings.
 impl fmt::Display for Recipe {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "recipe {}: {}", self.name, self.description)?;

@@ -1,5 +1,5 @@
 //! Causal attention with grouped query heads and RoPE, RMSNorm on each query and key head (Qwen3) or no norm (Llama), and sinks (GPT-OSS).
-//! t tokens, d model, h heads, g key/value heads, c head_dim, u value_dim (the size of a head of values, usually equal to c).
+//! Legend: t tokens, d model, h heads, g key/value heads, c head_dim, u value_dim (the size of a head of values, usually equal to c).
 
 use super::kv_cache::CachedHeads;
 use super::shared::SharedProjections;

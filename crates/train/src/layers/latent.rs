@@ -309,7 +309,7 @@ impl<B: Kernels> Latent<B> {
         Ok((o_input, LatentSaved { layer, x, q_up, kv_up, heads, out, lse, o }))
     }
 
-    /// Queries, keys and values, saved or recomputed.
+    /// Returns queries, keys and values, which were saved or are recomputed.
     fn heads(
         &self,
         cx: &Cx<'_, B>,

@@ -22,8 +22,8 @@ pub struct Experts<B: Kernels> {
     pub gate_up: Param<B>,
     /// The down projections: `[l · d, f]`.
     pub down: Param<B>,
-    /// Decides about the second product's input if the recipe does not. If true, this input is saved instead of recomputed from h, provided
-    /// that the forward pass has exactly the bits that wgrad reads.
+    /// Whether to save the second product's input, if the recipe does not decide this. The input is saved, instead of recomputed from h,
+    /// only if the forward pass has exactly the bits that wgrad reads.
     pub keep_a: bool,
 }
 

@@ -6,8 +6,7 @@
 //! |---|---|
 //! | counts, to the host | sorting slots by rank, packing records, and quantizing the rows that will be sent |
 //! | y, back to its tokens | the shared expert, if there is one |
-//! | gradients of gate weights, and dx | gradients of the experts' weights; then the backward passes of the router and of the shared expert
-//! |
+//! | gradients of gate weights, and dx | gradients of the experts' weights; then the router's and the shared expert's backward passes |
 //!
 //! Both dgrads therefore precede the first wgrad, also on one rank. The operands of the second product's wgrad live through one more
 //! product, and h and the rows of dh are freed before both wgrads. [`Moe::forward_beside`] and [`Moe::backward_beside`] take the shared
@@ -192,7 +191,7 @@ impl<B: Kernels> Moe<B> {
         Ok((a_rf, MoeSaved { x_td: kept, router, plan, experts }))
     }
 
-    /// Computes the rows that fprop multiplies from the input's rows in the form in which they are sent. No tensor is computed for the
+    /// Converts the input's rows from the form in which they are sent to the form that fprop multiplies. No tensor is computed for the
     /// backward pass.
     fn fprop_input(
         &self,

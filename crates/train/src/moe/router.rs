@@ -78,7 +78,8 @@ impl<B: Kernels> Router<B> {
         if cx.training { cx.shards.balance_runs(self.balance) } else { cx.shards.local }
     }
 
-    /// The starts of documents, if each document has its own load-balancing loss. This is so in training if each sequence has its own loss.
+    /// The starts of documents, if each document has its own load-balancing loss. Documents have their own losses in training if each
+    /// sequence has its own loss.
     fn documents<'c>(&self, cx: &'c Cx<'_, B>) -> Option<&'c B::Buf<i32>> {
         let of_sequences = cx.training && self.balance == Balance::Sequence;
         cx.documents.as_ref().filter(|_| of_sequences).map(|documents| &documents.starts)

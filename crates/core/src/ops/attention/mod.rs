@@ -56,9 +56,9 @@ pub struct AttentionOut<B: Backend> {
 /// For F32, the bound covers sums in another order. For BF16, it covers the rounding of P and dS to 8 bits. Each term is off by up to 2⁻⁹,
 /// and the errors of the terms are independent, so a sum is off by about 1e-3 of its size. If both backends round their results, the
 /// difference is 2.2e-3 to 4.2e-3 for scores that spread by 1 or less (measured on an emulation, normal and heavy-tailed values, up to 300
-/// tokens). This bound is for the sums before they are rounded. A comparison adds the error of rounding, so 5e-4 becomes 4.5e-3. By
-/// contrast, a scale that is off by 1 % causes a difference of 5e-3 or more, and one key too many or too few causes 0.1 or more. If one key
-/// has nearly all of P, dq and dk are small differences of large numbers, and no bound holds for dq and dk.
+/// tokens). This bound is for the sums before they are rounded. A comparison adds the error of rounding, so the bound of 5e-4 becomes
+/// 4.5e-3. By contrast, a scale that is off by 1 % causes a difference of 5e-3 or more, and one key too many or too few causes 0.1 or more.
+/// If one key has nearly all of P, dq and dk are small differences of large numbers, and no bound holds for dq and dk.
 pub fn attention_agreement(q: DType) -> Agreement {
     match q {
         DType::F32 => Agreement::RelL2(1e-5),

@@ -14,9 +14,9 @@ use crate::{Agreement, Backend, Error, Result, Tensor};
 pub struct CombineTree<'a, B: Backend> {
     /// The rows.
     pub rows: &'a Tensor<B>,
-    /// For each (token, slot) the index of its row; a slot with an index out of range is not summed. `[t·k]`
+    /// For each (token, slot), the index of its row; a slot with an index out of range is not summed. `[t·k]`
     pub index: &'a B::Buf<i32>,
-    /// For each (token, slot) the index of its leaf; a slot with an index out of range is not summed. `[t·k]`
+    /// For each (token, slot), the index of its leaf; a slot with an index out of range is not summed. `[t·k]`
     pub leaf: &'a B::Buf<i32>,
     /// Number of leaves of the tree.
     pub leaves: usize,

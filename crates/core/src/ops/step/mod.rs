@@ -288,8 +288,8 @@ impl<B: Backend> Collect<'_, B> {
 pub struct EndStep<'a, B: Backend> {
     /// Sums of squares of every rank's gradients, rank by rank.
     pub squares: &'a B::Buf<f32>,
-    /// Indices in `squares` of the sums to add, each once, in an order that does not depend on the number of ranks. An index out of range
-    /// is the caller's error: a backend that can see the index reports the error, and no backend reads past the end.
+    /// Indices in `squares` of the sums to add. Each index occurs once, and the order does not depend on the number of ranks. An index out
+    /// of range is the caller's error: a backend that can see the index reports the error, and no backend reads past the end.
     pub order: &'a B::Buf<i32>,
     /// Every rank's table, one after the other.
     pub tables: &'a B::Buf<f64>,

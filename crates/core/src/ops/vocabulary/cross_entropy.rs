@@ -37,7 +37,7 @@ pub struct CrossEntropyOut<B: Backend> {
     /// lanes are reduced by the tree 8, 4, 2, 1. The sums of chunks are added by the tree over neighbours ((0+1)+(2+3))…, in which an odd
     /// sum moves up unchanged. `shards` values.
     pub shard_nats: B::Buf<f64>,
-    /// Number of targets at or past the vocabulary: one value.
+    /// Number of targets at or past the end of the vocabulary: one value.
     pub bad_ids: B::Buf<u64>,
     /// Gradient of the logits `[t, vocab]`, if requested.
     pub dlogits: Option<Tensor<B>>,

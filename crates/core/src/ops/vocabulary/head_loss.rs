@@ -22,9 +22,9 @@ const OP: &str = "head_loss";
 /// dw      = GroupedWgrad { dlogits, x }        [shards · v, d]; the groups are the shards
 /// ```
 ///
-/// On the CPU, where matrix products sum in ascending order, the result has the same bits for any length of a chunk. Each chunk continues
-/// the F32 sum of the weight's gradient from the previous chunk, and the sum is added to `dw` once, at the end of a shard. On tensor cores,
-/// a backend may add the gradient of each chunk to an F32 `dw` directly; a BF16 `dw` is still rounded once per shard.
+/// On the CPU, where matrix products sum in ascending order, the result has the same bits for any chunk length. Each chunk continues the
+/// F32 sum of the weight's gradient from the previous chunk, and the sum is added to `dw` once, at the end of a shard. On tensor cores, a
+/// backend may add the gradient of each chunk to an F32 `dw` directly; a BF16 `dw` is still rounded once per shard.
 ///
 /// Both operands of a product may be quantized, in any two formats. The caller quantizes the weight; this op quantizes x and dlogits by
 /// `codecs`, along rows for the logits and dx, along columns for dw. The result is as if [`crate::ops::Quantize`] had quantized all tokens
@@ -135,7 +135,7 @@ pub struct HeadLossGrad<'a, B: Backend> {
 pub struct HeadLossOut<B: Backend> {
     /// Loss of each shard in nats, summed as in [`crate::ops::CrossEntropyOut::shard_nats`]. `shards` values.
     pub shard_nats: B::Buf<f64>,
-    /// Number of targets at or past the vocabulary: one value.
+    /// Number of targets at or past the end of the vocabulary: one value.
     pub bad_ids: B::Buf<u64>,
     /// Gradient of x, with the shape and type of x, if gradients were requested.
     pub dx: Option<Tensor<B>>,

@@ -14,8 +14,8 @@ pub enum Passes {
     Forward,
     /// The layer runs a forward pass, and a backward pass from what the forward pass saves.
     Both {
-        /// Decides about the input of an expert's second product, if the section does not. If true, this input is saved instead of
-        /// recomputed from h, provided that the forward pass has exactly the bits that wgrad takes.
+        /// Whether to save the input of an expert's second product, if the section does not decide this. The input is saved, instead of
+        /// recomputed from h, only if the forward pass has exactly the bits that wgrad takes.
         keep_a: bool,
     },
 }
@@ -76,7 +76,7 @@ impl Compiler<'_> {
                 let x = kept("x", at(Site::SavedX), Cols::Inputs);
                 [x].into_iter().chain(h).chain(a.map(|a| kept("a", a, Cols::Hidden))).collect()
             }
-            // The head saves gradients, and the router saves the choice of experts; a section does not decide their formats.
+            // The head saves gradients, and the router saves the choice of experts.
             LayerKind::Head | LayerKind::Router => Vec::new(),
         }
     }

@@ -134,7 +134,7 @@ impl LayerTensor {
 pub struct Kept {
     /// The tensor's name: `x`, `h` or `a`.
     pub tensor: &'static str,
-    /// The form in which it is saved.
+    /// The form in which the tensor is saved.
     pub precision: Precision,
     /// The tensor's size.
     pub size: TensorSize,

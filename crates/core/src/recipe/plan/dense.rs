@@ -25,7 +25,7 @@ pub struct LinearPlan {
     pub dy: Conversion,
 }
 
-/// The input of one of several projections that share it.
+/// The input of one of several projections that share this input.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SharedInput {
     /// The conversion of the input.
@@ -147,7 +147,7 @@ impl LinearPlan {
             steps.add("swiglu_backward", LayerTensor::backward("dh", size), h.into(), plain);
         }
         steps.convert(&self.wgrad_x);
-        // If SwiGLU follows the layer, the gradient of its output is the gradient of h.
+        // If SwiGLU follows the layer, the gradient of the layer's output is dh.
         let name = if gated { "dh" } else { self.dy.tensor.name };
         steps.convert(&Conversion { tensor: LayerTensor { name, ..self.dy.tensor }, ..self.dy });
     }

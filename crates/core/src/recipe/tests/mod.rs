@@ -404,7 +404,7 @@ fn globs() {
     assert!(!glob("a*d", "abc") && !glob("a?c", "ac") && !glob("", "a"));
 }
 
-/// A recipe with E4M3 by tensor in every product, except for the keys in `change`.
+/// A recipe with E4M3 and one scale per tensor in every product, except for the keys in `change`.
 fn by_tensor(change: &str) -> Result<Recipe> {
     let plain = "{ format = \"e4m3-tensor\" }";
     let keys = ["fprop.x", "fprop.w", "dgrad.dy", "wgrad.dy", "wgrad.x"];
