@@ -34,7 +34,7 @@ pub struct AssembledKv<B: Backend> {
 }
 
 impl<B: Backend> AssembleKv<'_, B> {
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.
@@ -48,12 +48,12 @@ impl<B: Backend> AssembleKv<'_, B> {
         self.positions.check(OP, up.rows, table)
     }
 
-    /// Number h of heads. The arguments must have passed `check`.
+    /// Number h of heads. Call `check` first.
     pub fn heads(&self) -> usize {
         self.up.cols / (self.key_dim + self.value_dim)
     }
 
-    /// Allocates the result. The arguments must have passed `check`.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<AssembledKv<B>> {
         let of = |dim| Tensor::unwritten(b, self.up.dtype(), self.up.rows, self.heads() * dim);
         Ok(AssembledKv { k: of(self.key_dim + self.table.cols)?, v: of(self.value_dim)? })
@@ -90,7 +90,7 @@ pub struct AssembledKvGrads<B: Backend> {
 }
 
 impl<B: Backend> AssembleKvBackward<'_, B> {
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
     /// Number of partial sums over heads.
     pub const PARTIAL_SUMS: usize = 8;
@@ -106,12 +106,12 @@ impl<B: Backend> AssembleKvBackward<'_, B> {
         self.positions.check(OP, dk.rows, table)
     }
 
-    /// Number h of heads. The arguments must have passed `check`.
+    /// Number h of heads. Call `check` first.
     pub fn heads(&self) -> usize {
         self.dk.cols / (self.key_dim + self.table.cols)
     }
 
-    /// Allocates the result. The arguments must have passed `check`.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<AssembledKvGrads<B>> {
         let of = |cols| Tensor::unwritten(b, self.dk.dtype(), self.dk.rows, cols);
         let dup = of(self.heads() * (self.key_dim + self.value_dim))?;

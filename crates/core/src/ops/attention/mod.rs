@@ -91,7 +91,7 @@ impl<'a, B: Backend> Attention<'a, B> {
         check_sinks(OP, self.sinks, heads)
     }
 
-    /// Allocates the result. The arguments must have passed `check`.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<AttentionOut<B>> {
         let (tokens, heads) = (self.q.rows, self.q.cols / self.head_dim);
         let out = Tensor::unwritten(b, self.q.dtype(), tokens, heads * self.value_dim)?;
@@ -142,7 +142,7 @@ impl<'a, B: Backend> AttentionDecode<'a, B> {
         }
     }
 
-    /// Allocates the result. The arguments must have passed `check`.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<Tensor<B>> {
         Tensor::unwritten(b, self.q.dtype(), 1, self.q.cols / self.head_dim * self.value_dim)
     }
@@ -220,7 +220,7 @@ impl<'a, B: Backend> AttentionBackward<'a, B> {
         expect_eq(OP, "lse.len()", B::len(self.lse), self.q.rows * heads)
     }
 
-    /// Allocates the result. The arguments must have passed `check`.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<AttentionGrads<B>> {
         let [dq, dk, dv] = [self.q, self.k, self.v].map(|x| x.unwritten_like(b));
         let (tokens, heads) = (self.q.rows, self.q.cols / self.head_dim);

@@ -46,7 +46,7 @@ pub struct FindWindows<'a, B: Backend> {
 }
 
 impl<B: Backend> FindWindows<'_, B> {
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks sizes.
@@ -68,12 +68,12 @@ impl<B: Backend> FindWindows<'_, B> {
         Ok(())
     }
 
-    /// `window` and `chunk` as numbers; the length of a sequence means no limit. The arguments must have passed `check`.
+    /// `window` and `chunk` as numbers; the length of a sequence means no limit. Call `check` first.
     pub fn limits(&self) -> [usize; 2] {
         [self.window, self.chunk].map(|most| most.unwrap_or(self.seq_len).min(self.seq_len))
     }
 
-    /// Allocates the result. The arguments must have passed `check`.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<Windows<B>> {
         let tokens = B::len(self.document);
         Ok(Windows { first_key: b.alloc(tokens)?, end_query: b.alloc(tokens)? })

@@ -35,7 +35,7 @@ impl<B: Backend> MeasureQuantization<'_, B> {
     /// Number of counts.
     pub const COUNTS: usize = 4;
 
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes and buffers.
@@ -53,7 +53,7 @@ impl<B: Backend> MeasureQuantization<'_, B> {
         }
     }
 
-    /// Allocates the counts, zeroed. The arguments must have passed `check`.
+    /// Allocates the counts, zeroed. Call `check` first.
     pub fn result(&self, b: &B) -> Result<B::Buf<u64>> {
         b.counters(Self::COUNTS)
     }

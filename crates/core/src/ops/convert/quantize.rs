@@ -307,7 +307,7 @@ pub struct Quantize<'a, B: Backend> {
 }
 
 impl<'a, B: Backend> Quantize<'a, B> {
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// A quantization of dense rows with rounding to nearest.
@@ -441,7 +441,7 @@ impl<'a, B: Backend> Quantize<'a, B> {
         }
     }
 
-    /// Allocates the result, with zeroed counts. The arguments must have passed `check`.
+    /// Allocates the result, with zeroed counts. Call `check` first.
     pub fn result(&self, b: &B) -> Result<Emitted<B>> {
         self.result_as(b, Taken::AsIs)
     }
@@ -483,7 +483,7 @@ pub struct MeasureAmax<'a, B: Backend> {
 }
 
 impl<B: Backend> MeasureAmax<'_, B> {
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the stack, and that the codec has a tensor scale.
@@ -493,7 +493,7 @@ impl<B: Backend> MeasureAmax<'_, B> {
         check_stack(OP, self.x.rows, self.stack, Planes::Tiles)
     }
 
-    /// Allocates the result, zeroed. The arguments must have passed `check`.
+    /// Allocates the result, zeroed. Call `check` first.
     pub fn result(&self, b: &B) -> Result<B::Buf<f32>> {
         b.zeros(self.stack)
     }
@@ -510,7 +510,7 @@ pub struct Dequantize<'a, B: Backend> {
 }
 
 impl<B: Backend> Dequantize<'_, B> {
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the lengths of the buffers.
@@ -518,7 +518,7 @@ impl<B: Backend> Dequantize<'_, B> {
         check_planes("dequantize", self.x)
     }
 
-    /// Allocates the result. The arguments must have passed `check`.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<Tensor<B>> {
         Tensor::unwritten(b, self.dtype, self.x.rows, self.x.cols)
     }

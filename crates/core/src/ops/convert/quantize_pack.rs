@@ -65,7 +65,7 @@ impl<B: Backend> QuantizePack<'_, B> {
         RowKind { format: codec.format(), rule: codec.rule(), cols: x.cols }
     }
 
-    /// Allocates the result, with zeroed counts, for backends that compute the result in one pass. The arguments must have passed `check`.
+    /// Allocates the result, with zeroed counts, for backends that compute the result in one pass. Call `check` first.
     pub fn result(&self, b: &B) -> Result<PackedRows<B>> {
         let bytes = b.alloc(B::len(self.index) * self.kind().row_bytes())?;
         Ok(PackedRows { bytes, counts: Counts::zeros(b)?, found: None })

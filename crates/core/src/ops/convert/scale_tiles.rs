@@ -91,7 +91,7 @@ pub struct TileScales<'a, B: Backend> {
 }
 
 impl<B: Backend> TileScales<'_, B> {
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks lengths.
@@ -101,7 +101,7 @@ impl<B: Backend> TileScales<'_, B> {
         expect_eq(OP, "scales.len()", B::len(self.scales), self.matrix.rows * self.matrix.cols)
     }
 
-    /// Allocates the result, zeroed. The arguments must have passed `check`.
+    /// Allocates the result, zeroed. Call `check` first.
     pub fn result(&self, b: &B) -> Result<B::Buf<u8>> {
         b.zeros(self.matrix.tiled_len(B::len(self.starts) - 1))
     }
@@ -119,7 +119,7 @@ pub struct UntileScales<'a, B: Backend> {
 }
 
 impl<B: Backend> UntileScales<'_, B> {
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks lengths.
@@ -129,7 +129,7 @@ impl<B: Backend> UntileScales<'_, B> {
         expect_eq(OP, "tiles.len()", B::len(self.tiles), self.matrix.tiled_len(B::len(self.starts) - 1))
     }
 
-    /// Allocates the result, zeroed. The arguments must have passed `check`.
+    /// Allocates the result, zeroed. Call `check` first.
     pub fn result(&self, b: &B) -> Result<B::Buf<u8>> {
         b.zeros(self.matrix.rows * self.matrix.cols)
     }

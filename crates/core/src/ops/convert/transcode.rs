@@ -61,7 +61,7 @@ pub struct Transcoded<B: Backend> {
 }
 
 impl<B: Backend> Transcode<'_, B> {
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes and the combination.
@@ -94,7 +94,7 @@ impl<B: Backend> Transcode<'_, B> {
         }
     }
 
-    /// Allocates the result, with zeroed counts. The arguments must have passed `check`.
+    /// Allocates the result, with zeroed counts. Call `check` first.
     pub fn result(&self, b: &B) -> Result<Transcoded<B>> {
         let x = self.x;
         let stored = (self.to, converted_rule((x.format, x.rule), (self.to, self.rule)));

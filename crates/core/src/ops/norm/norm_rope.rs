@@ -23,7 +23,7 @@ pub struct NormRope<'a, B: Backend> {
 }
 
 impl<B: Backend> NormRope<'_, B> {
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.
@@ -33,12 +33,12 @@ impl<B: Backend> NormRope<'_, B> {
         check_weight(OP, self.weight, self.table)
     }
 
-    /// Number of heads in all rows together. The arguments must have passed `check`.
+    /// Number of heads in all rows together. Call `check` first.
     pub fn heads(&self) -> usize {
         self.x.rows * (self.x.cols / self.table.cols)
     }
 
-    /// Allocates the result. The arguments must have passed `check`.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<RmsNormOut<B>> {
         let inv_rms = b.alloc(self.heads())?;
         Ok(RmsNormOut { y: self.x.unwritten_like(b)?, inv_rms, sum: None })
@@ -66,10 +66,10 @@ pub struct NormRopeBackward<'a, B: Backend> {
 }
 
 impl<B: Backend> NormRopeBackward<'_, B> {
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = RmsNormBackward::<B>::AGREEMENT;
 
-    /// Number of heads in all rows together. The arguments must have passed `check`.
+    /// Number of heads in all rows together. Call `check` first.
     pub fn heads(&self) -> usize {
         self.x.rows * (self.x.cols / self.table.cols)
     }
@@ -86,7 +86,7 @@ impl<B: Backend> NormRopeBackward<'_, B> {
         expect_eq(OP, "heads modulo the shards of dweight", self.heads() % self.dweight.rows.max(1), 0)
     }
 
-    /// Allocates the result. The arguments must have passed `check`.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<Tensor<B>> {
         self.x.unwritten_like(b)
     }

@@ -30,7 +30,7 @@ pub struct RmsNormOut<B: Backend> {
 }
 
 impl<'a, B: Backend> RmsNorm<'a, B> {
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// The norm of x, without `plus`.
@@ -46,7 +46,7 @@ impl<'a, B: Backend> RmsNorm<'a, B> {
         check_plus(OP, self.plus, self.x)
     }
 
-    /// Allocates the result. The arguments must have passed `check`.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<RmsNormOut<B>> {
         let inv_rms = b.alloc(self.x.rows)?;
         let y = self.x.unwritten_like(b)?;
@@ -88,7 +88,7 @@ impl<B: Backend> RmsNormBackward<'_, B> {
     /// Number of rows of a chunk in the sum of dweight.
     pub const CHUNK: usize = 64;
 
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.
@@ -103,7 +103,7 @@ impl<B: Backend> RmsNormBackward<'_, B> {
         expect_eq(OP, "rows modulo the shards of dweight", self.x.rows % self.dweight.rows.max(1), 0)
     }
 
-    /// Allocates the result. The arguments must have passed `check`.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<Tensor<B>> {
         self.x.unwritten_like(b)
     }

@@ -74,7 +74,7 @@ pub(in crate::ops) fn check_turn<B: Backend>(
 }
 
 impl<B: Backend> Rope<'_, B> {
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.
@@ -82,7 +82,7 @@ impl<B: Backend> Rope<'_, B> {
         check_turn("rope", self.x, (self.table, self.head_dim), self.positions)
     }
 
-    /// Allocates the result. The arguments must have passed `check`.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<Tensor<B>> {
         self.x.unwritten_like(b)
     }

@@ -12,7 +12,7 @@ pub struct AddBias<'a, B: Backend> {
 }
 
 impl<B: Backend> AddBias<'_, B> {
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.
@@ -39,7 +39,7 @@ impl<B: Backend> AddBiasBackward<'_, B> {
     /// Number of rows of a chunk in the sum.
     pub const CHUNK: usize = RmsNormBackward::<B>::CHUNK;
 
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.

@@ -12,7 +12,7 @@ pub struct Cast<'a, B: Backend> {
 }
 
 impl<B: Backend> Cast<'_, B> {
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Always succeeds, for any shape and either type.
@@ -45,7 +45,7 @@ pub struct InitNormal {
 }
 
 impl InitNormal {
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks that every element has an index.
@@ -60,7 +60,7 @@ impl InitNormal {
         }
     }
 
-    /// Allocates the result. The arguments must have passed `check`.
+    /// Allocates the result. Call `check` first.
     pub fn result<B: Backend>(&self, b: &B) -> Result<Tensor<B>> {
         Tensor::unwritten(b, DType::F32, self.rows, self.cols)
     }
@@ -78,7 +78,7 @@ pub struct Add<'a, B: Backend> {
 }
 
 impl<'a, B: Backend> Add<'a, B> {
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// A sum of two terms.
@@ -97,7 +97,7 @@ impl<'a, B: Backend> Add<'a, B> {
         Ok(())
     }
 
-    /// Allocates the result. The arguments must have passed `check`.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<Tensor<B>> {
         self.a.unwritten_like(b)
     }
@@ -118,7 +118,7 @@ pub struct SumShards<'a, B: Backend> {
 }
 
 impl<B: Backend> SumShards<'_, B> {
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.
@@ -187,7 +187,7 @@ pub fn squares_chunks(elements: usize) -> usize {
 pub const SQUARES_CHUNK: usize = 4096;
 
 impl<B: Backend> SumSquares<'_, B> {
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the parts and the indices of their sums.
@@ -238,7 +238,7 @@ pub struct ChunkSums {
 }
 
 impl<B: Backend> CloseSquares<'_, B> {
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the chunks and the indices of sums.
@@ -283,7 +283,7 @@ pub struct Transpose<'a, B: Backend> {
 }
 
 impl<B: Backend> Transpose<'_, B> {
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the stack.
@@ -295,7 +295,7 @@ impl<B: Backend> Transpose<'_, B> {
         Ok(())
     }
 
-    /// Allocates the result. The arguments must have passed `check`.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<Tensor<B>> {
         Tensor::unwritten(b, self.x.dtype(), self.stack * self.x.cols, self.x.rows / self.stack)
     }

@@ -160,7 +160,7 @@ pub struct Gemm<'a, B: Backend> {
 }
 
 impl<'a, B: Backend> Gemm<'a, B> {
-    /// How closely the results of backends must agree. Operands of tensor cores have other bounds: [`FP8_AGREEMENT`](crate::ops::FP8_AGREEMENT) and
+    /// How closely backends' results must agree. Operands of tensor cores have other bounds: [`FP8_AGREEMENT`](crate::ops::FP8_AGREEMENT) and
     /// [`BF16_AGREEMENT`](crate::ops::BF16_AGREEMENT).
     pub const AGREEMENT: Agreement = Agreement::RelL2(1e-6);
 
@@ -179,7 +179,7 @@ impl<'a, B: Backend> Gemm<'a, B> {
         Ok(ProductArgs { op, ragged, groups: None, dims, a: self.a, b: self.b, accumulate: false })
     }
 
-    /// Allocates D, with zeros if the contraction is empty. The arguments must have passed `check`.
+    /// Allocates D, with zeros if the contraction is empty. Call `check` first.
     pub fn result(&self, b: &B) -> Result<Tensor<B>> {
         let (m, n) = (self.a.rows(), self.b.rows());
         if self.a.cols() == 0 {
@@ -204,7 +204,7 @@ pub struct GroupedGemm<'a, B: Backend> {
 }
 
 impl<'a, B: Backend> GroupedGemm<'a, B> {
-    /// How closely the results of backends must agree. Operands of tensor cores have other bounds: [`FP8_AGREEMENT`](crate::ops::FP8_AGREEMENT) and
+    /// How closely backends' results must agree. Operands of tensor cores have other bounds: [`FP8_AGREEMENT`](crate::ops::FP8_AGREEMENT) and
     /// [`BF16_AGREEMENT`](crate::ops::BF16_AGREEMENT).
     pub const AGREEMENT: Agreement = Agreement::RelL2(1e-6);
 
@@ -229,7 +229,7 @@ impl<'a, B: Backend> GroupedGemm<'a, B> {
         Ok(ProductArgs { op, ragged, groups, dims, a: self.x, b: self.w, accumulate: false })
     }
 
-    /// Allocates D. The arguments must have passed `check`.
+    /// Allocates D. Call `check` first.
     pub fn result(&self, b: &B) -> Result<Tensor<B>> {
         Tensor::unwritten(b, self.out, self.x.rows(), self.w.rows() / self.groups.num_groups.max(1))
     }
@@ -254,7 +254,7 @@ pub struct GroupedWgrad<'a, B: Backend> {
 }
 
 impl<'a, B: Backend> GroupedWgrad<'a, B> {
-    /// How closely the results of backends must agree. Operands of tensor cores have other bounds: [`FP8_AGREEMENT`](crate::ops::FP8_AGREEMENT) and
+    /// How closely backends' results must agree. Operands of tensor cores have other bounds: [`FP8_AGREEMENT`](crate::ops::FP8_AGREEMENT) and
     /// [`BF16_AGREEMENT`](crate::ops::BF16_AGREEMENT).
     pub const AGREEMENT: Agreement = Agreement::RelL2(1e-6);
 

@@ -27,7 +27,7 @@ pub struct CombineTree<'a, B: Backend> {
 }
 
 impl<B: Backend> CombineTree<'_, B> {
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks lengths, and `plus`.
@@ -49,12 +49,12 @@ impl<B: Backend> CombineTree<'_, B> {
         Ok(())
     }
 
-    /// Number of tokens. The arguments must have passed `check`.
+    /// Number of tokens. Call `check` first.
     pub fn tokens(&self) -> usize {
         B::len(self.index) / self.top_k
     }
 
-    /// Allocates the result. The arguments must have passed `check`.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<Tensor<B>> {
         Tensor::unwritten(b, self.rows.dtype(), self.tokens(), self.rows.cols)
     }
@@ -71,7 +71,7 @@ pub struct FindSlots<'a, B: Backend> {
 }
 
 impl<B: Backend> FindSlots<'_, B> {
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks sizes.
@@ -83,7 +83,7 @@ impl<B: Backend> FindSlots<'_, B> {
         Ok(())
     }
 
-    /// Allocates the result. The arguments must have passed `check`.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<B::Buf<i32>> {
         b.alloc(self.slots)
     }

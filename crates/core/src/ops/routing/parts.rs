@@ -21,7 +21,7 @@ pub struct AssignParts<'a, B: Backend> {
 }
 
 impl<B: Backend> AssignParts<'_, B> {
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks sizes.
@@ -41,7 +41,7 @@ impl<B: Backend> AssignParts<'_, B> {
         expect_eq(OP, "expert.len()", slots, B::len(self.token_id) * self.top_k)
     }
 
-    /// Allocates the result. The arguments must have passed `check`.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<B::Buf<i32>> {
         b.alloc(B::len(self.expert))
     }
@@ -58,7 +58,7 @@ pub struct JoinGroups<'a, B: Backend> {
 }
 
 impl<B: Backend> JoinGroups<'_, B> {
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the number of groups.
@@ -70,7 +70,7 @@ impl<B: Backend> JoinGroups<'_, B> {
         }
         Ok(())
     }
-    /// Allocates starts and lengths; the result shares the row ids. The arguments must have passed `check`.
+    /// Allocates starts and lengths; the result shares the row ids. Call `check` first.
     pub fn result(&self, b: &B) -> Result<Groups<B>> {
         let num_groups = self.groups.num_groups / self.parts;
         let (start, len) = (b.alloc(num_groups + 1)?, b.alloc(num_groups)?);

@@ -26,7 +26,7 @@ pub struct PlanPermute<'a, B: Backend> {
 }
 
 impl<B: Backend> PlanPermute<'_, B> {
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks lengths.
@@ -64,7 +64,7 @@ impl<B: Backend> PlanPermute<'_, B> {
         expect_eq(OP, "expert.len()", B::len(self.expert), B::len(self.token_id) * self.top_k)
     }
 
-    /// Allocates the result. The arguments must have passed `check`.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<PermuteMap<B>> {
         let &Self { num_groups, align, capacity, num_slots, .. } = self;
         let (start, len, row_id) = (b.alloc(num_groups + 1)?, b.alloc(num_groups)?, b.alloc(capacity)?);
@@ -87,7 +87,7 @@ pub struct Permute<'a, B: Backend> {
 }
 
 impl<B: Backend> Permute<'_, B> {
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the buffers.
@@ -95,7 +95,7 @@ impl<B: Backend> Permute<'_, B> {
         check_rows("permute", self.rows)
     }
 
-    /// Allocates the result. The arguments must have passed `check`.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<Operand<B>> {
         self.rows.row_kind().unwritten(b, self.map.groups.capacity)
     }
@@ -121,7 +121,7 @@ pub struct Unpermute<'a, B: Backend> {
 }
 
 impl<B: Backend> Unpermute<'_, B> {
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the buffers, and the number of rows.
@@ -130,7 +130,7 @@ impl<B: Backend> Unpermute<'_, B> {
         expect_eq("unpermute", "rows", self.rows.rows(), self.map.groups.capacity)
     }
 
-    /// Allocates the result. The arguments must have passed `check`.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<Operand<B>> {
         self.rows.row_kind().unwritten(b, self.map.num_slots)
     }
@@ -147,7 +147,7 @@ pub struct GatherScalars<'a, B: Backend> {
 }
 
 impl<B: Backend> GatherScalars<'_, B> {
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Always succeeds, because indices are on the device and come from a [`PermuteMap`].
@@ -155,7 +155,7 @@ impl<B: Backend> GatherScalars<'_, B> {
         Ok(())
     }
 
-    /// Allocates the result. The arguments must have passed `check`.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<B::Buf<f32>> {
         b.alloc(B::len(self.index))
     }
@@ -177,7 +177,7 @@ pub struct CombineSlots<'a, B: Backend> {
 }
 
 impl<'a, B: Backend> CombineSlots<'a, B> {
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// A combine of all rows, in the order of the slots.
@@ -202,12 +202,12 @@ impl<'a, B: Backend> CombineSlots<'a, B> {
         Ok(())
     }
 
-    /// Number of tokens. The arguments must have passed `check`.
+    /// Number of tokens. Call `check` first.
     pub fn tokens(&self) -> usize {
         self.index.map_or(self.rows.rows, B::len) / self.top_k
     }
 
-    /// Allocates the result. The arguments must have passed `check`.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<Tensor<B>> {
         Tensor::unwritten(b, self.rows.dtype(), self.tokens(), self.rows.cols)
     }
@@ -224,7 +224,7 @@ pub struct PackRows<'a, B: Backend> {
 }
 
 impl<B: Backend> PackRows<'_, B> {
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the buffers.
@@ -238,7 +238,7 @@ impl<B: Backend> PackRows<'_, B> {
         }
     }
 
-    /// Allocates the records, zeroed if they are padded. The arguments must have passed `check`.
+    /// Allocates the records, zeroed if they are padded. Call `check` first.
     pub fn result(&self, b: &B) -> Result<B::Buf<u8>> {
         let kind = self.rows.row_kind();
         let len = B::len(self.index).checked_mul(kind.row_bytes());
@@ -259,7 +259,7 @@ pub struct UnpackRows<'a, B: Backend> {
 }
 
 impl<B: Backend> UnpackRows<'_, B> {
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the length.
@@ -267,7 +267,7 @@ impl<B: Backend> UnpackRows<'_, B> {
         check_messages("unpack_rows", B::len(self.bytes), self.kind)
     }
 
-    /// Allocates the result. The arguments must have passed `check`.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<Operand<B>> {
         self.kind.unwritten(b, B::len(self.bytes) / self.kind.row_bytes())
     }
@@ -294,7 +294,7 @@ pub struct UnpackPermute<'a, B: Backend> {
 }
 
 impl<B: Backend> UnpackPermute<'_, B> {
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the length.
@@ -302,12 +302,12 @@ impl<B: Backend> UnpackPermute<'_, B> {
         check_messages("unpack_permute", B::len(self.bytes), self.kind)
     }
 
-    /// Number of records. The arguments must have passed `check`.
+    /// Number of records. Call `check` first.
     pub fn messages(&self) -> usize {
         B::len(self.bytes) / self.kind.row_bytes()
     }
 
-    /// Allocates the result. The arguments must have passed `check`.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<Operand<B>> {
         self.kind.unwritten(b, self.map.groups.capacity)
     }

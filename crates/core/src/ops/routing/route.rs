@@ -155,7 +155,7 @@ impl<B: Backend> Route<'_, B> {
     /// Number of tokens of a chunk. The probabilities of a chunk's tokens are summed before the sums of chunks are added.
     pub const CHUNK: usize = 64;
 
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.
@@ -175,7 +175,7 @@ impl<B: Backend> Route<'_, B> {
         expect_eq(OP, "tokens modulo the shards", self.logits.rows % self.shards, 0)
     }
 
-    /// Allocates the result. The arguments must have passed `check`.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<Routing<B>> {
         let ((tokens, experts), slots) = (self.logits.shape(), self.logits.rows * self.rule.top_k);
         let kept = match self.rule.scores {
@@ -220,7 +220,7 @@ pub struct RouteBackward<'a, B: Backend> {
 }
 
 impl<B: Backend> RouteBackward<'_, B> {
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Factors of the two losses in a logit's gradient, with t tokens per shard. In the load-balancing loss, the factor of an expert's load
@@ -265,7 +265,7 @@ impl<B: Backend> RouteBackward<'_, B> {
         expect_eq(OP, "dweight.len()", B::len(self.dweight), slots)
     }
 
-    /// Allocates the result. The arguments must have passed `check`.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<Tensor<B>> {
         self.routing.kept.unwritten_like(b)
     }

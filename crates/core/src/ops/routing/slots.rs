@@ -29,7 +29,7 @@ pub struct SlotRanks<B: Backend> {
 }
 
 impl<B: Backend> AssignRanks<'_, B> {
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks sizes.
@@ -48,7 +48,7 @@ impl<B: Backend> AssignRanks<'_, B> {
         check_slots(OP, B::len(self.expert), self.top_k).map(drop)
     }
 
-    /// Allocates the result, with zeroed counts. The arguments must have passed `check`.
+    /// Allocates the result, with zeroed counts. Call `check` first.
     pub fn result(&self, b: &B) -> Result<SlotRanks<B>> {
         let slots = B::len(self.expert);
         Ok(SlotRanks { rank: b.alloc(slots)?, first: b.alloc(slots)?, counts: b.zeros(2 * self.world)? })
@@ -72,9 +72,9 @@ pub const fn record_words(top_k: usize) -> usize {
     1 + 2 * top_k
 }
 
-/// Writes the record of each token that is sent to a rank. A record has [`record_words`] words. The first is the token's global number plus
-/// 1. Then, for each slot, comes the local number of the slot's expert on that rank plus 1, or 0 if another rank has the expert. Then, for
-/// each slot, come the bits of the slot's gate weight. So a record of zeros has no token.
+/// Writes the record of each token that is sent to a rank, in [`record_words`] words: the token's global number plus 1; for each slot, the
+/// local number of the slot's expert on that rank plus 1, or 0 if another rank has the expert; for each slot, the bits of the gate weight.
+/// So a record of zeros has no token.
 ///
 /// A record goes to the rank that has the expert of the record's slot. All words of the record are 0 if the slot is negative or past the
 /// end. If the slot's expert is negative, the words for experts are 0.
@@ -95,7 +95,7 @@ pub struct PackSlots<'a, B: Backend> {
 }
 
 impl<B: Backend> PackSlots<'_, B> {
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks sizes.
@@ -110,7 +110,7 @@ impl<B: Backend> PackSlots<'_, B> {
         check_words(OP, "slot.len()", B::len(self.slot), self.top_k)
     }
 
-    /// Allocates the result. The arguments must have passed `check`.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<B::Buf<i32>> {
         b.alloc(B::len(self.slot) * record_words(self.top_k))
     }
@@ -148,7 +148,7 @@ pub struct ReceivedSlots<B: Backend> {
 }
 
 impl<B: Backend> UnpackSlots<'_, B> {
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the length.
@@ -165,7 +165,7 @@ impl<B: Backend> UnpackSlots<'_, B> {
         B::len(self.records) / record_words(self.top_k)
     }
 
-    /// Allocates the result. The arguments must have passed `check`.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<ReceivedSlots<B>> {
         let (records, slots) = (self.records(), self.records() * self.top_k);
         Ok(ReceivedSlots { token_id: b.alloc(records)?, expert: b.alloc(slots)?, weight: b.alloc(slots)? })

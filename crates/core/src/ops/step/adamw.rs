@@ -53,7 +53,7 @@ impl<B: Backend> AdamWTensor<'_, B> {
 }
 
 impl<B: Backend> AdamW<'_, B> {
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes and types.

@@ -122,7 +122,7 @@ pub struct BeginStep<'a, B: Backend> {
 }
 
 impl<B: Backend> BeginStep<'_, B> {
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks lengths, and that the cells from `told` on are within the table.
@@ -166,7 +166,7 @@ pub struct BeginMicroBatch<'a, B: Backend> {
 }
 
 impl<B: Backend> BeginMicroBatch<'_, B> {
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks lengths.
@@ -253,7 +253,7 @@ pub struct Collect<'a, B: Backend> {
 }
 
 impl<B: Backend> Collect<'_, B> {
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks that every entry is within the table.
@@ -310,7 +310,7 @@ pub struct EndStep<'a, B: Backend> {
 }
 
 impl<B: Backend> EndStep<'_, B> {
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
     /// Checks lengths.
     pub fn check(&self) -> Result<()> {
@@ -352,7 +352,7 @@ pub struct BalanceBias<'a, B: Backend> {
 }
 
 impl<B: Backend> BalanceBias<'_, B> {
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks lengths.
@@ -369,7 +369,7 @@ impl<B: Backend> BalanceBias<'_, B> {
         expect_eq(OP, "control.len()", B::len(self.control), Control::LEN)
     }
 
-    /// Number of cells of a table. The arguments must have passed `check`.
+    /// Number of cells of a table. Call `check` first.
     pub fn cells(&self) -> usize {
         B::len(self.tables) / self.ranks
     }

@@ -64,7 +64,7 @@ pub struct PushAmax<'a, B: Backend> {
 }
 
 impl<B: Backend> PushAmax<'_, B> {
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks lengths. The words are on the device, so they are not checked: a span whose record is not within the records, or whose

@@ -55,7 +55,7 @@ fn check_emit<B: Backend>(
 }
 
 impl<B: Backend> Swiglu<'_, B> {
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.
@@ -70,7 +70,7 @@ impl<B: Backend> Swiglu<'_, B> {
         }
     }
 
-    /// Allocates the result, with zeroed counts. The arguments must have passed `check`.
+    /// Allocates the result, with zeroed counts. Call `check` first.
     pub fn result(&self, b: &B) -> Result<SwigluOut<B>> {
         let stored = |codec: Codec| (codec.format(), codec.rule());
         let save =
@@ -120,7 +120,7 @@ impl<B: Backend> SwigluBackward<'_, B> {
     /// Number of columns of a part in the sum of the gate weight's gradient.
     pub const PART: usize = 128;
 
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.
@@ -142,7 +142,7 @@ impl<B: Backend> SwigluBackward<'_, B> {
         }
     }
 
-    /// Allocates the result, with zeroed counts. The arguments must have passed `check`.
+    /// Allocates the result, with zeroed counts. Call `check` first.
     pub fn result(&self, b: &B) -> Result<SwigluGrads<B>> {
         let (rows, f) = self.da.shape();
         // Columns of dh and `a` are padded to the same length.

@@ -44,7 +44,7 @@ pub struct CrossEntropyOut<B: Backend> {
 }
 
 impl<B: Backend> CrossEntropy<'_, B> {
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Number of tokens of a chunk in a shard's sum; one CTA sums a chunk.
@@ -59,7 +59,7 @@ impl<B: Backend> CrossEntropy<'_, B> {
         check_shards(OP, self.logits.rows, self.shards)
     }
 
-    /// Allocates the result, with a zeroed count of bad ids. The arguments must have passed `check`.
+    /// Allocates the result, with a zeroed count of bad ids. Call `check` first.
     pub fn result(&self, b: &B) -> Result<CrossEntropyOut<B>> {
         let (tokens, vocab) = self.logits.shape();
         let (loss, bad_ids) = (b.alloc(tokens)?, b.counters(1)?);

@@ -25,7 +25,7 @@ pub struct EmbedOut<B: Backend> {
 }
 
 impl<B: Backend> Embed<'_, B> {
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks types.
@@ -33,7 +33,7 @@ impl<B: Backend> Embed<'_, B> {
         expect_eq("embed", "type of table", self.table.dtype(), DType::F32)
     }
 
-    /// Allocates the result, with a zeroed count of bad ids. The arguments must have passed `check`.
+    /// Allocates the result, with a zeroed count of bad ids. Call `check` first.
     pub fn result(&self, b: &B) -> Result<EmbedOut<B>> {
         let bad_ids = b.counters(1)?;
         Ok(EmbedOut { x: Tensor::unwritten(b, self.dtype, B::len(self.ids), self.table.cols)?, bad_ids })
@@ -66,7 +66,7 @@ impl<B: Backend> EmbedBackward<'_, B> {
     /// Number of tokens of a chunk, which are summed one after the other.
     pub const CHUNK: usize = 64;
 
-    /// How closely the results of backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.

@@ -193,7 +193,7 @@ impl<B: Backend> HeadLoss<'_, B> {
         Numbers::of(dlogits, beside).agreement()
     }
 
-    /// Number of tokens of the longest chunk, which holds whole shards or a part of one shard. The arguments must have passed `check`.
+    /// Number of tokens of the longest chunk, which holds whole shards or a part of one shard. Call `check` first.
     pub fn longest_chunk(&self) -> usize {
         let each = self.x.rows / self.shards.max(1);
         match self.chunk.checked_div(each) {
@@ -236,7 +236,7 @@ impl<B: Backend> HeadLoss<'_, B> {
         Ok(())
     }
 
-    /// Allocates the result, with zeroed counts. The arguments must have passed `check`.
+    /// Allocates the result, with zeroed counts. Call `check` first.
     pub fn result(&self, b: &B) -> Result<HeadLossOut<B>> {
         let HeadCodecs { fprop_x, dgrad_dy, wgrad_dy, wgrad_x } = self.codecs;
         let counts =
