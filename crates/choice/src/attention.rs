@@ -1,9 +1,9 @@
 //! Attention on a GPU: which head sizes run on the tensor cores, and what the backward pass stores per query.
 //!
-//! If no heads share keys and the heads are long, the backward pass is one kernel. It computes the gradients of keys and values and stores
-//! the gradients of scores (at most 512 MiB); some heads later, it computes the gradients of queries from these stored gradients. Otherwise
-//! the backward pass computes the scores twice, once for keys and values and once for queries. Each sum has one owner, which adds the terms
-//! in a fixed order.
+//! If no heads share keys and the heads are long, the backward pass is one kernel. The kernel computes the gradients of keys and values and
+//! stores the gradients of scores (at most 512 MiB). Some heads later, the kernel computes the gradients of queries from the stored
+//! gradients. Otherwise the backward pass computes the scores twice, once for keys and values and once for queries. Every sum has one
+//! owner, which adds the terms in a fixed order.
 
 use crate::Temporary;
 use nibble_core::ops::AttentionBackward;
@@ -102,7 +102,7 @@ impl StoredScoreGrads {
 
     /// Chooses the plan for BF16 heads of the sizes `heads` = (queries and keys, values). The result is `None` for heads without a
     /// tensor-core kernel, if two kernels are faster (short heads, heads that share keys), and if dS of long sequences takes too much
-    /// memory. Then each of the two kernels computes dS itself.
+    /// memory. With two kernels, each of them computes dS itself.
     pub fn of(
         heads: (usize, usize),
         sequences: usize,

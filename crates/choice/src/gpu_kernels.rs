@@ -55,7 +55,7 @@ pub trait GpuKernels: Backend {
     /// Sums the losses of each shard's tokens.
     fn sum_losses(&self, loss: &Self::Buf<f32>, shard_nats: &Self::Buf<f64>) -> Result<()>;
 
-    /// Makes the handle the only owner of its bytes. If another handle shares the bytes, they are copied.
+    /// Makes the handle the only owner of its bytes. The bytes are copied if another handle shares them.
     fn make_sole(&self, x: &mut Tensor<Self>) -> Result<()>;
     /// A view of some rows of a matrix.
     fn rows_of(&self, x: &Tensor<Self>, rows: Range<usize>) -> Result<Tensor<Self>>;

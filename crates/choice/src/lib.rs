@@ -1,5 +1,5 @@
 //! Decides how an op runs on a GPU: the op's path, and its temporary buffers in order of allocation. The decisions are pure functions of
-//! shapes, formats and groups. They are generic over the backend of the arguments' buffers, so that they can be called without a GPU.
+//! shapes, formats and groups. The functions are generic over the backend of the arguments' buffers, so that callers need no GPU.
 //!
 //! An op has three forms: the request (`nibble-core`'s arguments; for a product, `ProductDesc`), the choice of this crate (`ProductPath`,
 //! `QuantizePath` and so on), and the launches of `nibble-cuda`. `nibble-dry` counts the memory of the same choice, and commands explain

@@ -63,14 +63,14 @@ impl FastKernels {
         formats.into_iter().flat_map(of)
     }
 
-    /// Whether kernels for 2-D blocks are built. They are not built for stochastic rounding, because weights are not rounded
-    /// stochastically, nor for MXFP4, which has no 2-D blocks.
+    /// Whether kernels for 2-D blocks are built. Stochastic rounding has no such kernels, because weights are not rounded stochastically;
+    /// MXFP4 has no 2-D blocks.
     pub fn has_tiles(&self) -> bool {
         self.format.spec().tiles && self.rounding == Rounding::NearestEven && self.hadamard.is_none()
     }
 
-    /// Whether the kernel can lift the codes that it quantizes. It can for MXFP4: along rows without a transform, and along columns with a
-    /// transform.
+    /// Whether the kernel can lift the codes that it quantizes. A kernel can lift MXFP4 codes, along rows without a transform and along
+    /// columns with a transform.
     pub fn lifts(&self, planes: Planes) -> bool {
         let has_planes = match planes {
             Planes::Rows => self.hadamard.is_none(),
@@ -91,8 +91,8 @@ pub fn has_fast_kernels(format: Format) -> bool {
     FastKernels::all().any(|kernels| kernels.format == format)
 }
 
-/// The formats and roundings for which the general kernel can decode the codes that it quantizes. They are formats whose products multiply
-/// BF16, with the roundings that recipes use.
+/// The formats and roundings for which the general kernel can decode the codes that it quantizes. The formats are those whose products
+/// multiply BF16, with the roundings that recipes use.
 pub const DECODED: [(Format, &[Rounding]); 6] = [
     (Format::Nvfp4, &[Rounding::NearestEven, Rounding::Stochastic]),
     (Format::Nvfp4In128, &[Rounding::NearestEven, Rounding::Stochastic]),
@@ -204,8 +204,8 @@ impl QuantizeDesc {
         is_wanted && is_built && takes_shape && self.codec.scaling().is_default_in_blocks()
     }
 
-    /// The fast kernels, if they are built for this request and can process the shape. They choose scales only by the rule, and never
-    /// decode.
+    /// The fast kernels, if they are built for this request and can process the shape. Fast kernels choose scales only by the rule, and
+    /// never decode.
     fn fast_kernels(&self) -> Option<FastKernels> {
         if !self.codec.scaling().is_default() || self.is_decoded() {
             return None;

@@ -61,14 +61,15 @@ pub enum SwigluPath {
         /// The codec of h.
         save_h: Option<Codec>,
     },
-    /// One kernel writes row blocks and column blocks of `a` in E4M3. Then h is quantized, if h is saved.
+    /// One kernel writes row blocks and column blocks of `a` in E4M3. After this kernel, h is quantized if h is saved.
     RowsCols {
         /// The codec of `a`.
         codec: Codec,
         /// Row capacity of the column tensor.
         capacity: usize,
     },
-    /// A kernel writes a plain `a` of this type, which is quantized if a block format is requested. Then h is quantized, if h is saved.
+    /// A kernel writes a plain `a` of this type, which is quantized if a block format is requested. After this kernel, h is quantized if h
+    /// is saved.
     Plain(DType),
 }
 

@@ -30,7 +30,7 @@ pub fn digits(keys: u32) -> impl Iterator<Item = Digit> {
 }
 
 /// A stable radix sort of the tokens by `keys` keys, one plan per digit. `list(digit, order, values, tokens)` writes each token's value of
-/// the digit in the order `order`. Without an `order`, it writes the values in token order, and also writes the unsorted tokens.
+/// the digit in the order `order`. Without an `order`, `list` writes the values in token order, and also writes the unsorted tokens.
 pub fn sorted_tokens<B: GpuKernels>(
     b: &B,
     tokens: usize,
@@ -59,7 +59,7 @@ pub fn sorted_tokens<B: GpuKernels>(
 /// The sizes of the sums that `embed_backward` computes after it has sorted the tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EmbedTasks {
-    /// Maximum number of runs of tokens with one id that take several chunks. Such a run has more tokens than a chunk.
+    /// Maximum number of runs of tokens with one id that take several chunks. A run of several chunks has more tokens than a chunk.
     pub most_runs: usize,
     /// Number of rows of partial sums: two rows per 64 tokens, so that every run of several chunks has its own rows.
     pub rows: usize,

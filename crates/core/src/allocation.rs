@@ -2,7 +2,7 @@
 //! a failed allocation.
 //!
 //! The status has a phase ("step 12", "reading FILE"), a part of the phase (such as forward, backward, an all-to-all, reduce, gather,
-//! optimizer, checkpoint or evaluation) and the number of the step. If a part fails, it stays set, so that a message can name the part.
+//! optimizer, checkpoint or evaluation) and the number of the step. A part that fails stays set, so that a message can name the part.
 //!
 //! Code that can handle a failed allocation runs within [`may_be_refused`]. Everywhere else such a failure ends the process with an error.
 
@@ -116,8 +116,8 @@ pub fn aside<R>(work: impl FnOnce() -> R) -> R {
     done
 }
 
-/// Passes the phase and its part to `tell`. Both texts are empty if no status is set, or while another thread writes the status. The
-/// function does not allocate or wait.
+/// Passes the phase and its part to `tell`. The phase and the part are empty texts if no status is set, or while another thread writes the
+/// status. The function does not allocate or wait.
 pub fn with_phase<R>(tell: impl FnOnce(&str, &'static str) -> R) -> R {
     match PHASE.try_lock() {
         Ok(phase) => tell(std::str::from_utf8(&phase.text[..phase.len]).unwrap_or_default(), phase.part),

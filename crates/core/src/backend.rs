@@ -216,9 +216,9 @@ pub trait Backend: Clone + Debug + Send + Sync + Sized + 'static {
     fn begin_download<T: Plain>(&self, buf: &Self::Buf<T>, range: Range<usize>) -> Result<Self::Pending<T>>;
     /// Waits for a download of [`Backend::begin_download`], and returns its values.
     fn finish_download<T: Plain>(&self, pending: Self::Pending<T>) -> Result<Vec<T>>;
-    /// Copies these runs of values to the host, one after the other, concurrently with work that other threads issue. Neither the copies
-    /// nor that work wait for the other. The caller guarantees that no work that writes these values is in flight or is issued before the
-    /// call returns. All runs share one wait, so many short runs take hardly longer than one run.
+    /// Copies these runs of values to the host, one after the other, concurrently with work that other threads issue. Copies and work do
+    /// not wait for each other. The caller guarantees that no work that writes these values is in flight or is issued before the call
+    /// returns. All runs share one wait, so many short runs take hardly longer than one run.
     ///
     /// # Errors
     /// [`crate::Error::Shape`] if a buffer has no such values, or if `to` is not as long as all runs together; [`crate::Error::Device`]

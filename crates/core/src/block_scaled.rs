@@ -59,7 +59,7 @@ pub struct BlockScaled<B: Backend> {
     /// With `Col`, every aligned run of this many columns has identical scales, as in columns that were converted from row blocks. Products
     /// run faster if this number is known; 1 means unknown.
     pub shared_cols: usize,
-    /// The form of the numbers in `codes`. They are codes unless only products read the tensor
+    /// The form of the numbers in `codes`. The numbers are codes unless only products read the tensor
     /// ([`only_for`](crate::ops::Quantize::only_for)). For lifted numbers, `scales` holds the scales of [`Format::LIFTED`]; for decoded
     /// numbers, `scales` holds the scales of the codes.
     pub taken: Taken,

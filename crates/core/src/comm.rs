@@ -111,8 +111,8 @@ pub trait Comm<B: Backend>: Debug + Send + Sync {
     }
 }
 
-/// Communication between the hosts of a communicator's ranks, independent of the transport that carries rows. It is used to create and to
-/// end a device's communicator.
+/// Communication between the hosts of a communicator's ranks, independent of the transport that carries rows. A `Peers` is used to create
+/// and to end a device's communicator.
 pub trait Peers: Debug + Send + Sync {
     /// This rank, from 0.
     fn rank(&self) -> usize;
@@ -148,8 +148,8 @@ pub struct TreeSum<B: Backend> {
     pub into: B::Buf<f32>,
 }
 
-/// A collective in flight, which returns `T` (sums, by default). It owns every buffer that it reads and writes until it is awaited, so that
-/// the lifetime of memory depends on when the rank waits, and not on the speed of another rank.
+/// A collective in flight, which returns `T` (sums, by default). Until a transfer is awaited, it owns every buffer that it reads and
+/// writes, so that the lifetime of memory depends on when the rank waits, and not on the speed of another rank.
 ///
 /// If a transfer is dropped without being awaited, the other ranks still get their data.
 #[must_use = "what is under way is waited for"]
@@ -194,8 +194,8 @@ pub struct Mesh<'a, B: Backend> {
     pub all: &'a dyn Comm<B>,
     /// The communicator of the ranks that shard a layer's experts, for dispatch and combine.
     pub ep: &'a dyn Comm<B>,
-    /// The communicator of the ranks that hold the same experts. It reduces the gradients of these experts, and gathers their weights
-    /// before a step.
+    /// The communicator of the ranks that hold the same experts. The gradients of these experts are reduced here, and their weights are
+    /// gathered here before a step.
     pub dp: &'a dyn Comm<B>,
 }
 

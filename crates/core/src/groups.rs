@@ -93,9 +93,9 @@ pub struct PermuteMap<B: Backend> {
     pub occupancy: Occupancy<B>,
 }
 
-/// The numbers of rows and slots that the plan of a permutation found. These numbers are on the device. If the rows do not fit, all groups
-/// are empty and all rows are padding. The caller of a plan calls [`Occupancy::verify`] when waiting costs nothing, such as at the end of a
-/// step.
+/// The numbers of rows and slots that the plan of a permutation found. The two numbers are on the device. If the rows do not fit, all
+/// groups are empty and all rows are padding. The caller of a plan calls [`Occupancy::verify`] when waiting costs nothing, such as at the
+/// end of a step.
 #[derive(Debug, Clone)]
 pub struct Occupancy<B: Backend> {
     /// Rows that the groups need, padding included; occupied (received token, slot) pairs. Two values.

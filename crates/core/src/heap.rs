@@ -135,7 +135,7 @@ impl Heap {
         self.top.checked_add(rounded(bytes)?)
     }
 
-    /// Raises the capacity to `capacity`, but never lowers it. This changes only allocations that would have failed.
+    /// Raises the capacity to `capacity`, but never lowers it. A raised capacity changes only allocations that would have failed.
     pub fn raise_capacity(&mut self, capacity: usize) {
         self.capacity = self.capacity.max(capacity);
     }
@@ -157,8 +157,8 @@ impl Heap {
 }
 
 /// Consecutive heaps, for memory that cannot grow in place: segments never move and are never freed. A block goes into the first segment
-/// with enough free space. Its place therefore depends only on the live blocks, because a new segment does not change which blocks fit into
-/// earlier segments.
+/// with enough free space. A block's place therefore depends only on the live blocks, because a new segment does not change which blocks
+/// fit into earlier segments.
 #[derive(Debug, Clone, Default)]
 pub struct Segments {
     heaps: Vec<Heap>,

@@ -3,8 +3,8 @@
 use std::borrow::Cow;
 use std::fmt::{self, Write};
 
-/// Whether a terminal would interpret this character, or a reader would not see it. Such characters are control characters other than line
-/// breaks and tabs, and characters that change the direction of writing.
+/// Whether a terminal would interpret this character, or a reader would not see it. Hidden characters are control characters other than
+/// line breaks and tabs, and characters that change the direction of writing.
 fn is_hidden(c: char) -> bool {
     let turns =
         matches!(c, '\u{061C}' | '\u{200E}'..='\u{200F}' | '\u{202A}'..='\u{202E}' | '\u{2066}'..='\u{2069}');

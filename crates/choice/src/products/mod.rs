@@ -52,7 +52,7 @@ pub enum Cores {
     },
     /// The tensor cores, with F32 operands split into sums of BF16 numbers.
     Parts(Parts),
-    /// The CUDA cores, for products that the tensor cores cannot compute. They are many times slower.
+    /// The CUDA cores, which are many times slower, for products that the tensor cores cannot compute.
     Ordinary,
 }
 
@@ -314,7 +314,7 @@ fn kind(a: &Factor, b: &Factor) -> Option<OperandKind> {
 }
 
 /// The request to the tensor-core kernels, if they take such operands as stored. With `transposed`, A and B are swapped, so that the rows
-/// that share scales are B's. This is faster, and exists only for F32 results.
+/// that share scales are B's. Swapped products are faster, and exist only for F32 results.
 fn as_they_are(asked: &ProductDesc, out: DType, accumulate: bool) -> Option<TensorCoreProduct> {
     let ProductDims { m, n, k } = asked.dims;
     let product = TensorCoreProduct {

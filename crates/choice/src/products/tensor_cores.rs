@@ -79,13 +79,14 @@ impl OperandKind {
 /// How the rows of B share scales; each scale covers 128 values of the contraction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ScalesB {
-    /// One scale per 128 rows, as in weights and in columns that were converted from E4M3 rows. This is the fastest case.
+    /// One scale per 128 rows, as in weights and in columns that were converted from E4M3 rows. Products with one scale per 128 rows are
+    /// the fastest.
     Tile,
     /// One scale per 32 rows, as in columns that were converted from MXFP4 rows ([`Ragged::Contraction`]).
     Strips,
     /// One E8M0 scale per row.
     Powers,
-    /// One F32 scale per row. This is the slowest case.
+    /// One F32 scale per row, which makes products slowest.
     Floats,
 }
 
@@ -396,7 +397,7 @@ impl TensorCoreConfig {
         let operands = (BLOCK_M + BLOCK_N) * ROW_BYTES;
         let scales = match desc.kind.scales_b() {
             Some(ScalesB::Tile | ScalesB::Strips) => BLOCK_M + 4,
-            // B's scales are powers of two in BF16. They are stored in four parts, each padded by 16 bytes.
+            // B's scales are powers of two in BF16, stored in four parts, each padded by 16 bytes.
             Some(ScalesB::Powers) => BLOCK_M + BLOCK_N / 2 + 16,
             Some(ScalesB::Floats) => BLOCK_M + BLOCK_N + 16,
             None => 0,

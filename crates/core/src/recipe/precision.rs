@@ -274,7 +274,8 @@ impl Section {
         }
     }
 
-    /// Whether dgrad's weight is the transpose of fprop's weight, from one quantization. This is so for plain weights and for 2-D blocks.
+    /// Whether dgrad's weight is the transpose of fprop's weight, from one quantization. Plain weights and weights in 2-D blocks need only
+    /// one quantization.
     pub fn has_one_weight(&self) -> bool {
         let (fprop, dgrad) = (self.at(Site::FpropW), self.at(Site::DgradW));
         fprop == dgrad && fprop.rht.is_none() && (fprop.axis == BlockAxis::Tile || !fprop.format.is_block())

@@ -1,6 +1,6 @@
 //! Errors for unknown names.
 
-/// The message that `name` is not a known `what`. It lists the known names, and suggests the nearest name.
+/// The message that `name` is not a known `what`. The message lists the known names, and suggests the nearest name.
 pub(super) fn unknown<'a>(what: &str, name: &str, known: impl Iterator<Item = &'a str> + Clone) -> String {
     // A name that is much longer than all known names is not similar to any of them, and is slow to compare.
     let named = known.clone().filter(|_| name.len() < 200);

@@ -201,8 +201,8 @@ fn lines(check: &Check<'_>) -> Result<()> {
     Ok(())
 }
 
-/// A tensor that is converted from a quantized tensor must be reachable by one conversion. Its keys must not set what this conversion
-/// determines.
+/// A tensor that is converted from a quantized tensor must be reachable by one conversion. The tensor's keys must not set what this
+/// conversion determines.
 fn conversion(check: &Check<'_>, site: Site) -> Result<()> {
     let p = check.section.at(site);
     let Some((origin_site, origin)) = check.made_from(site).filter(|(_, origin)| origin.format.is_block())

@@ -29,7 +29,7 @@ pub enum Technique {
     Transcodes,
     /// Tensors that are dequantized and quantized a second time.
     Requantizations,
-    /// Weights that are cast or quantized for fprop and for dgrad, once per step. If dgrad's copy is decoded, it is decoded in each
+    /// Weights that are cast or quantized for fprop and for dgrad, once per step. A copy that is decoded for dgrad is decoded in each
     /// micro-batch.
     WeightQuantizations,
     /// Transposes of plain weights, as often as the weights are quantized.
@@ -164,7 +164,7 @@ fn weights(sizes: &PartSizes, plan: &WeightPlan, add: &mut impl FnMut(Technique,
             add(Technique::Measuring, values);
         }
     }
-    // If one quantization serves fprop and dgrad, it writes the codes in both orders, without a transpose.
+    // A quantization that serves fprop and dgrad writes the codes in both orders, without a transpose.
     if !plan.is_one || plan.w.dtype().is_some() {
         add(Technique::WeightTransposes, for_dgrad * values);
     }

@@ -55,7 +55,7 @@ pub struct HeadsSaved<B: Kernels> {
     /// The norm's input, if there is a norm.
     norm: Option<NormSaved<B>>,
     /// The result, which attention's backward pass reads, unless the result is recomputed. Without a norm the result is always saved,
-    /// because it is no larger than its input, and the backward pass of a rotation needs neither.
+    /// because it is no larger than its input, and the backward pass of a rotation needs neither of the two.
     turned: Option<Tensor<B>>,
 }
 

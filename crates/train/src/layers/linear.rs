@@ -27,8 +27,8 @@ pub struct Linear<B: Kernels> {
     pub bias: Option<Param<B>>,
     /// The layer's description for recipes.
     pub layer: recipe::Layer,
-    /// The name that seeds the signs of the transforms of the layer's products. It is the layer's own name, or the name of the layer whose
-    /// projections share one input.
+    /// The name that seeds the signs of the transforms of the layer's products. This name is the layer's own name, or the name of the layer
+    /// whose projections share one input.
     pub linear: String,
     /// Type of the output.
     pub out: DType,

@@ -23,8 +23,8 @@ impl<B: Kernels, const N: usize> SharedProjections<'_, B, N> {
         self.converted(cx, (Pass::Forward, self.name), |_| Operand::Plain(x_td.clone()), cx.groups_of(x_td))
     }
 
-    /// The saved inputs in the form that each projection's wgrad reads. They are lifted once for all projections whose recipes agree. The
-    /// common lift has its own name, and thus its own random bits if it needs any.
+    /// The saved inputs in the form that each projection's wgrad reads. The inputs are lifted once for all projections whose recipes agree.
+    /// The common lift has its own name, and thus its own random bits if it needs any.
     pub fn wgrad_inputs(&self, cx: &Cx<'_, B>, saved: [Operand<B>; N]) -> Result<Vec<Made<B>>> {
         let whole = format!("{}.qkv", self.name);
         self.converted(cx, (Pass::Backward, &whole), |i| saved[i].clone(), Some(&cx.shards.groups))

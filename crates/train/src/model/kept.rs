@@ -1,9 +1,9 @@
 //! The saved activations of a half of a decoder layer, which the backward pass may recompute: either everything that the half's backward
 //! pass reads, or only the half's input.
 //!
-//! `Kept::all` returns all of these activations. If only the input was saved, it runs the half's forward pass again up to the last product,
-//! because the backward pass does not read that product's output. A wider scope of recomputation replaces the scopes inside it, so nothing
-//! is computed three times.
+//! `Kept::all` returns all of these activations. If only the input was saved, `Kept::all` runs the half's forward pass again up to the last
+//! product, because the backward pass does not read that product's output. A wider scope of recomputation replaces the scopes inside it, so
+//! nothing is computed three times.
 
 use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};

@@ -192,7 +192,7 @@ impl<B: Kernels> Decoder<B> {
     }
 
     /// Computes the losses of these tokens, and saves the activations that the backward pass needs. The head's gradients are computed here,
-    /// while its logits exist. These are the gradients of the sum of the losses times the factor in `control`
+    /// while its logits exist. The gradients are those of the sum of the losses times the factor in `control`
     /// ([`nibble_core::ops::Control`]). If the copies of weights were only [started](Decoder::begin_prepare), each layer waits for its own
     /// copies.
     pub fn forward(

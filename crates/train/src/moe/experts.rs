@@ -35,8 +35,8 @@ pub struct ExpertsSaved<B: Kernels> {
     pub x: Option<Operand<B>>,
     /// The first product's output, `[r, 2f]`.
     pub h: Operand<B>,
-    /// The second product's input `[r, f]`, in the recipe's saved form. If the recipe does not set this form, it is the form that the
-    /// second product's wgrad reads. `None` means that the input is recomputed from h.
+    /// The second product's input `[r, f]`, in the recipe's saved form. If the recipe does not set this form, the input has the form that
+    /// the second product's wgrad reads. `None` means that the input is recomputed from h.
     pub a: Option<Operand<B>>,
 }
 
@@ -189,7 +189,7 @@ impl<B: Kernels> Experts<B> {
         Ok((dx, dgate))
     }
 
-    /// The backward pass without the gradients of weights. It runs before `wgrad`, because other ranks wait for dx.
+    /// The backward pass without the gradients of weights. `dgrad` runs before `wgrad`, because other ranks wait for dx.
     ///
     /// # Errors
     /// [`Error::Defect`] if the input is missing; errors of the backend.

@@ -1,6 +1,6 @@
 //! The mixture-of-experts layer: router → dispatch → permute → experts → unpermute → combine.
 //!
-//! Work that does not need the transferred rows overlaps their transfer. This determines the order of a layer's work:
+//! Work that does not need the transferred rows overlaps their transfer. The overlap determines the order of a layer's work:
 //!
 //! | transferred | computed meanwhile |
 //! |---|---|
@@ -73,7 +73,7 @@ pub struct MoeSaved<B: Kernels> {
     experts: ExpertsSaved<B>,
 }
 
-/// The values of a layer for the step's record. They are saved whether or not the layer is recomputed.
+/// The values of a layer for the step's record. These values are saved whether or not the layer is recomputed.
 #[derive(Debug, Clone)]
 pub struct Routed<B: Kernels> {
     layer: String,
@@ -84,8 +84,8 @@ pub struct Routed<B: Kernels> {
     pub losses: B::Buf<f32>,
     /// Whether the rows fit on this rank.
     pub placed: Placed<B>,
-    /// The loads for the layer's load-balancing loss, if the loss is not computed for each shard separately. They come from the forward
-    /// pass, and recomputation does not change them.
+    /// The loads for the layer's load-balancing loss, if the loss is not computed for each shard separately. The loads come from the
+    /// forward pass, and recomputation does not change them.
     pub batch: Option<BatchLoad<B>>,
 }
 
@@ -202,7 +202,8 @@ impl<B: Kernels> Moe<B> {
     ) -> Result<Operand<B>> {
         let name = self.experts.of_gate_up();
         match rows {
-            // Each token is converted once, then copied to its experts. This is impossible with tensor scales, because they are per expert.
+            // Each token is converted once, then copied to its experts. With tensor scales, which are per expert, a token cannot be
+            // converted once for all experts.
             Outgoing::Here(rows) if !fprop.to.first().has_tensor_scale() => {
                 let top_k = self.router.shape.top_k;
                 let (x_td, _) = cx.counted_for(top_k, || cx.convert(name, &rows, fprop, None))?;
@@ -216,7 +217,7 @@ impl<B: Kernels> Moe<B> {
         }
     }
 
-    /// The rows that the backward pass reads. They are recomputed if the forward pass did not save them.
+    /// The rows that the backward pass reads, recomputed if the forward pass did not save them.
     fn kept_input(
         &self,
         cx: &Cx<'_, B>,

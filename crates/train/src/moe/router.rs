@@ -32,14 +32,15 @@ pub struct RouterSaved<B: Kernels> {
     scores: Scores,
     /// The chosen experts and their gate weights.
     pub routing: Routing<B>,
-    /// The loads for the load-balancing loss, if the loss is not computed for each shard separately. They are set before the backward pass.
+    /// The loads for the load-balancing loss, if the loss is not computed for each shard separately. These loads are set before the
+    /// backward pass.
     pub(super) batch: Option<BatchLoad<B>>,
 }
 
 /// The loads of all expert layers together. The load-balancing loss treats the rows of these layers as one batch.
 #[derive(Debug, Clone)]
 pub struct BatchLoad<B: Kernels> {
-    /// For each expert, the number of slots of the micro-batch that chose the expert, over all layers and ranks. These are whole numbers.
+    /// For each expert, the number of slots of the micro-batch that chose the expert, over all layers and ranks, as whole numbers.
     pub load: B::Buf<f64>,
     /// Number of rows of probabilities: layers · tokens of the micro-batch.
     pub rows: usize,

@@ -4,7 +4,7 @@ use crate::{Agreement, Backend, Error, Result};
 /// Which keys each query of [`Attention`](crate::ops::Attention) sees, in addition to the causal mask: documents, sliding windows, chunks.
 ///
 /// Both lists have one number per token of a batch of sequences; positions i and j count from the start of a sequence. Query i sees the
-/// keys `first_key[i]` ..= i; key j is seen by the queries j .. `end_query[j]`. The two lists must describe the same mask. Neither
+/// keys `first_key[i]` ..= i; key j is seen by the queries j .. `end_query[j]`. The two lists must describe the same mask. Neither list
 /// decreases within a sequence; `first_key[i]` ≤ i and `end_query[j]` ≥ j + 1. [`FindWindows`] computes both lists.
 ///
 /// Operations cannot check values on a device. Operations clamp a number that is out of range; other invalid lists give meaningless
@@ -35,7 +35,7 @@ impl<B: Backend> Windows<B> {
 ///   attention, as in Llama 4).
 #[derive(Debug)]
 pub struct FindWindows<'a, B: Backend> {
-    /// The document number of each token. It never decreases within a sequence. `[t]`
+    /// The document number of each token, which never decreases within a sequence. `[t]`
     pub document: &'a B::Buf<i32>,
     /// Tokens of a sequence.
     pub seq_len: usize,

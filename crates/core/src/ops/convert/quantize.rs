@@ -145,7 +145,7 @@ impl<B: Backend> Emitted<B> {
     /// The `Row` tensor or the plain result.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the result has neither.
+    /// [`Error::Shape`] if the result has no such tensor.
     pub fn take_rows(&self, op: &'static str) -> Result<Operand<B>> {
         self.rows.clone().ok_or_else(|| Error::shape(op, "rows", "not written", "a row plane"))
     }
@@ -153,7 +153,7 @@ impl<B: Backend> Emitted<B> {
     /// The operand of a contraction down the rows: the `Col` tensor, or the plain result.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the result has neither.
+    /// [`Error::Shape`] if the result has no such tensor.
     pub fn take_cols(&self, op: &'static str) -> Result<Operand<B>> {
         match (&self.cols, &self.rows) {
             (Some(cols), _) => Ok(cols.clone()),
@@ -170,8 +170,8 @@ pub struct Hadamard<'a, B: Backend> {
     /// Length of a transform block: 16, 32, 64 or 128.
     pub len: usize,
     /// The random signs, which depend on the position along the contraction, counted from the start of the group. The stream's purpose is
-    /// `Sign`, and its seed and site are those of the linear layer. Its step is 0, unless the signs change with the step and the step is
-    /// not on the device.
+    /// `Sign`, and its seed and site are those of the linear layer. The stream's step is 0, unless the signs change with the step and the
+    /// step is not on the device.
     pub signs: Stream,
     /// If the signs change with the step, a buffer whose first value is the step, as in [`Random::step`].
     pub step: Option<&'a B::Buf<u32>>,
@@ -195,7 +195,7 @@ impl<B: Backend> Hadamard<'_, B> {
     }
 }
 
-/// Random bits of each element for stochastic rounding. They are a function of the seed, the site and the step.
+/// Random bits of each element for stochastic rounding: a function of the seed, the site and the step.
 #[derive(Debug)]
 pub struct Random<'a, B: Backend> {
     /// Seed, purpose, site, and the step if it is not on the device.
@@ -274,9 +274,9 @@ impl<B: Backend> Found<B> {
 /// an infinity gets zero codes and is counted, and the stored scale of its span is NaN. Other blocks of the span are still encoded, since a
 /// single pass does not know of a NaN elsewhere.
 ///
-/// With `only_for`, a backend may write, in place of codes, the numbers that products multiply ([`BlockScaled::taken`]). They are exactly
-/// the numbers that a product would compute from the codes. The counts do not change. Only products of the given numbers may read the
-/// result. The CPU always writes codes.
+/// With `only_for`, a backend may write, in place of codes, the numbers that products multiply ([`BlockScaled::taken`]). A product would
+/// compute exactly the same numbers from the codes. The counts do not change. Only products of the given numbers may read the result. The
+/// CPU always writes codes.
 ///
 /// With `amax`, the matrices are shards of larger matrices, and the largest magnitude of each larger matrix is given instead of measured. A
 /// shard then has the same codes and scales as in the whole matrix. Under `delayed`, the given magnitudes are also returned in [`Found`].
@@ -299,8 +299,8 @@ pub struct Quantize<'a, B: Backend> {
     pub hadamard: Option<Hadamard<'a, B>>,
     /// Scales of earlier steps instead of measured scales.
     pub delayed: Option<Delayed<'a, B>>,
-    /// The largest magnitude of each matrix of the stack, for example from [`MeasureAmax`] (tiles only). It is no less than the magnitude
-    /// of any value of `x` in that matrix.
+    /// The largest magnitude of each matrix of the stack, for example from [`MeasureAmax`] (tiles only). The given magnitude is no less
+    /// than that of any value of `x` in the matrix.
     pub amax: Option<&'a B::Buf<f32>>,
     /// The numbers that products multiply, if only products read the result; `None` if other ops may read the result.
     pub only_for: Option<Numbers>,

@@ -60,7 +60,7 @@ impl CutScales {
         if self.per_scale == 0 {
             return Err(Error::shape(op, "per_scale", 0, "at least 1"));
         }
-        // This is 128-bit arithmetic, which does not overflow before the comparison.
+        // The arithmetic has 128 bits, so that it does not overflow before the comparison.
         let [cut, other] = self.sides().map(|n| n as u128);
         let bytes = (cut + num_groups as u128 * 128) * (other + 128);
         if cut * self.per_scale as u128 >= 1 << 31 || bytes >= 1 << 40 {

@@ -28,7 +28,7 @@ pub fn converted_rule(from: (Format, ScaleRule), to: (Format, ScaleRule)) -> Sca
 
 /// Converts one block format to another without a plain tensor in between.
 ///
-/// * MXFP4 rows → E4M3 rows or E4M3 columns: the *lift*. It is exact if the scales of a block span at most 14 powers of two.
+/// * MXFP4 rows → E4M3 rows or E4M3 columns: the *lift*. A lift is exact if the scales of a block span at most 14 powers of two.
 /// * MXFP4 rows → E4M3 tiles: the lift of a weight, both as it is and transposed. The result has one scale per 128 × 128 block, separately
 ///   for each matrix of a stack (`x.stack`).
 /// * E4M3 rows → E4M3 columns (power-of-two scales): by an exponent shift to the largest of the 128 row scales.

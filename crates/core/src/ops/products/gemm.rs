@@ -18,9 +18,9 @@ pub struct ProductDims {
 /// Whether groups divide the rows or the contraction of a product.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ragged {
-    /// Groups divide the rows of A and D, and each group has its own matrix of B. This is the case in fprop and dgrad.
+    /// Groups divide the rows of A and D, and each group has its own matrix of B, as in fprop and dgrad.
     Rows,
-    /// Groups divide the contraction, and each group has its own matrix of D. This is the case in wgrad.
+    /// Groups divide the contraction, and each group has its own matrix of D, as in wgrad.
     Contraction,
 }
 

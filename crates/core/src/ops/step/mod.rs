@@ -54,8 +54,8 @@ impl Clock {
 
 /// A step's inputs from the host, as I32 words. First come [`InputLayout::SCALARS`] words: the bits of the F32 scalars of
 /// [`Control::FROM_HOST`] and the words at [`InputLayout::TOLD`]. Then, for each micro-batch, come its ids, its targets and, if attention
-/// separates documents, the starts of its documents. These words fill one slot. A ring has two slots, so that the host writes one while the
-/// device reads the other: step n reads slot n mod 2.
+/// separates documents, the starts of its documents. All of these words together fill one slot. A ring has two slots, so that the host
+/// writes one while the device reads the other: step n reads slot n mod 2.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct InputLayout {
     /// Tokens of a micro-batch on this rank.
@@ -199,7 +199,7 @@ pub enum EntrySource<'a, B: Backend> {
     F64(&'a B::Buf<f64>),
     /// Magnitudes: a cell holds the largest magnitude so far, or NaN once a magnitude was NaN.
     Largest(&'a B::Buf<f32>),
-    /// Three values, all 0 if every row fits. They are the number of needed rows and the capacity, if the rows do not fit, and the
+    /// Three values, all 0 if every row fits. The values are the number of needed rows and the capacity, if the rows do not fit, and the
     /// difference between occupied slots and the number that the plan expects.
     Occupancy(&'a Occupancy<B>),
 }
@@ -226,7 +226,7 @@ impl<B: Backend> EntrySource<'_, B> {
 /// Number of values of [`EntrySource::Occupancy`].
 pub const OCCUPANCY_VALUES: usize = 3;
 
-/// Number of values of a report before the tables. They are the step, the stop flag, the gradient norm and the factor of the gradient.
+/// Number of values of a report before the tables: the step, the stop flag, the gradient norm and the factor of the gradient.
 pub const REPORT_HEAD: usize = 4;
 
 /// Destination of a source's values: value i is added to cell `at + (i mod cells) · stride`.
@@ -333,8 +333,8 @@ impl<B: Backend> EndStep<'_, B> {
 
 /// Updates the biases of a router at the end of a step. The bias of an expert with fewer slots than the layer's mean grows by `rate`, and
 /// the bias of an expert with more slots shrinks by `rate` (arXiv 2408.15664, algorithm 1): b += rate · sign(mean load − load), one
-/// addition in F32. The loads count the slots of the whole step on all ranks. They are whole numbers, so sums and comparisons are exact. If
-/// [`Control::STOP`] is set, nothing changes.
+/// addition in F32. The loads count the slots of the whole step on all ranks; loads are whole numbers, so sums and comparisons are exact.
+/// If [`Control::STOP`] is set, nothing changes.
 #[derive(Debug)]
 pub struct BalanceBias<'a, B: Backend> {
     /// Every rank's table, one after the other.

@@ -5,7 +5,7 @@ use nibble_formats::{BlockAxis, Codec};
 
 /// a = silu(g) · u · w, from h = `[g | u]` of `[r, 2f]` and the gate weight w of each row.
 ///
-/// The op reads h once. It writes `a` in the requested form and, on request, h quantized along its rows for the backward pass. silu and
+/// The op reads h once. The op writes `a` in the requested form and, on request, h quantized along its rows for the backward pass. silu and
 /// both products are computed in F32; `a` is rounded once.
 #[derive(Debug)]
 pub struct Swiglu<'a, B: Backend> {

@@ -34,7 +34,7 @@ const OP: &str = "head_loss";
 pub struct HeadLoss<'a, B: Backend> {
     /// Shape `[t, d]`, F32 or BF16.
     pub x: &'a Tensor<B>,
-    /// The head's weight `[v, d]`. It is plain with the type of x, or quantized in 2-D blocks (along rows if the format has no 2-D blocks).
+    /// The head's weight `[v, d]`, plain with the type of x, or quantized in 2-D blocks (along rows if the format has no 2-D blocks).
     pub w: &'a Operand<B>,
     /// The quantization of x and dlogits.
     pub codecs: HeadCodecs,
@@ -186,9 +186,9 @@ impl<B: Backend> HeadLoss<'_, B> {
     pub const OWN_ORDER_FROM: usize = 4096;
 
     /// How closely backends must agree in dx and dw if the sums of the logits are exact and the vocabulary is below
-    /// [`HeadLoss::OWN_ORDER_FROM`]. Then logits, losses, dlogits, their codes and the counts have the same bits on all backends, like the
-    /// results of [`crate::ops::Gemm`], [`crate::ops::CrossEntropy`] and [`crate::ops::Quantize`]. Only the products for dx and dw may sum
-    /// in another order, so dx and dw must agree as closely as any product of these operands.
+    /// [`HeadLoss::OWN_ORDER_FROM`]. In this case, logits, losses, dlogits, their codes and the counts have the same bits on all backends,
+    /// like the results of [`crate::ops::Gemm`], [`crate::ops::CrossEntropy`] and [`crate::ops::Quantize`]. Only the products for dx and dw
+    /// may sum in another order, so dx and dw must agree as closely as any product of these operands.
     pub fn gradient_agreement(dlogits: Stored, beside: Stored) -> Agreement {
         Numbers::of(dlogits, beside).agreement()
     }

@@ -15,8 +15,8 @@ pub enum Reader {
     Backward,
     /// The all-to-all sends the representation.
     Exchange,
-    /// Several products that multiply different numbers read the representation, or the readers are unknown. They need codes instead of the
-    /// form for one product.
+    /// Several products that multiply different numbers read the representation, or the readers are unknown. Such readers need codes
+    /// instead of the form for one product.
     Several,
 }
 

@@ -16,8 +16,8 @@ pub enum WgradA {
     Again {
         /// The conversion of the recomputed input.
         a: Conversion<Computed>,
-        /// Whether the quantization of the recomputed input is counted. It is not counted if the forward pass has already quantized and
-        /// counted the same values, with the same bits, in another form.
+        /// Whether the quantization of the recomputed input is counted. The quantization is not counted if the forward pass has already
+        /// quantized and counted the same values, with the same bits, in another form.
         counts: bool,
     },
 }

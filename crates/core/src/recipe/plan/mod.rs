@@ -45,15 +45,15 @@ use crate::{DType, Error, Result};
 use compile::Compiler;
 use steps::Steps;
 
-/// The copies of a weight that products read. They are made once per step.
+/// The copies of a weight that products read, which are made once per step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct WeightPlan {
     /// The precision of the copy for fprop.
     pub w: Precision,
     /// The precision of the copy for dgrad.
     pub wt: Precision,
-    /// The type of dgrad's copy, if this copy is decoded from fprop's copy. In that case it is decoded on demand in each micro-batch, and
-    /// not stored next to the codes.
+    /// The type of dgrad's copy, if this copy is decoded from fprop's copy. Such a copy is decoded on demand in each micro-batch, and not
+    /// stored next to the codes.
     pub decoded: Option<DType>,
     /// Whether dgrad's copy is the transpose of fprop's copy, from one quantization.
     pub is_one: bool,

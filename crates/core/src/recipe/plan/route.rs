@@ -1,8 +1,8 @@
 //! Routes of a tensor to the representations that a section requires. Routes are the elements of a layer's plan ([`super::LayerPlan`]).
 //!
-//! SwiGLU's kernels of the expert layer write FP8 in blocks of 128 directly. A separate quantization writes any other format. It reads
-//! SwiGLU's output in the type of activations, because BF16 needs half of the memory traffic of F32. A separate quantization also writes
-//! tensors that are transformed or stochastically rounded.
+//! SwiGLU's kernels of the expert layer write FP8 in blocks of 128 directly. A separate quantization writes any other format. This
+//! quantization reads SwiGLU's output in the type of activations, because BF16 needs half of the memory traffic of F32. A separate
+//! quantization also writes tensors that are transformed or stochastically rounded.
 //!
 //! Separate quantizations read F32 in two cases: with delayed scales, and for FP8 blocks of dh if dgrad and wgrad need different
 //! quantizations.
@@ -146,8 +146,8 @@ pub enum Computed {
 }
 
 impl Precision {
-    /// Whether the kernel that computes a tensor can write the tensor in both precisions, with `self` for fprop. Such a kernel measures the
-    /// scales itself.
+    /// Whether the kernel that computes a tensor can write the tensor in both precisions, with `self` for fprop. A kernel that writes both
+    /// precisions measures the scales itself.
     fn fused_with(&self, kept: &Self) -> bool {
         let made_of_one = (self.same_bits(kept) && self.round == kept.round) || self.one_read(kept);
         self.delayed.is_none() && made_of_one
@@ -184,8 +184,8 @@ impl Section {
         }
     }
 
-    /// The form in which the second product's input is saved, if it is saved. With `if_there`, it is also saved if the recipe does not
-    /// require it but the forward pass computes the form that wgrad takes.
+    /// The form in which the second product's input is saved, if it is saved. With `if_there`, the input is also saved if only the forward
+    /// pass, and not the recipe, provides the form that wgrad takes.
     pub(super) fn second_a(&self, if_there: bool) -> Option<Precision> {
         let has_it = if_there && self.makes_both_of_a();
         self.kept_a().or(has_it.then_some(self.at(Site::WgradA)))

@@ -176,8 +176,8 @@ fn selections_are_written_as_they_were_read() {
     );
 }
 
-/// An optional override accepts models without its layers. If a model has some of these layers, they must have the sites that the override
-/// sets.
+/// An optional override accepts models without its layers. If a model has some of these layers, the layers must have the sites that the
+/// override sets.
 #[test]
 fn an_optional_override_need_not_match() {
     let layers = layers("lm_head");

@@ -42,10 +42,10 @@ impl Rope {
         }
     }
 
-    /// The share of a pair's frequency that YaRN leaves unchanged. It is 1 up to the pair that rotates `beta_fast` times over the original
-    /// positions, 0 from the pair that rotates `beta_slow` times, and linear in between. The index of the first of these pairs is rounded
-    /// down, and the index of the second is rounded up. (Peng et al. 2023, "YaRN: Efficient Context Window Extension of Large Language
-    /// Models", section 3.2.)
+    /// The share of a pair's frequency that YaRN leaves unchanged. The share is 1 up to the pair that rotates `beta_fast` times over the
+    /// original positions, 0 from the pair that rotates `beta_slow` times, and linear in between. The index of the first of these pairs is
+    /// rounded down, and the index of the second is rounded up. (Peng et al. 2023, "YaRN: Efficient Context Window Extension of Large
+    /// Language Models", section 3.2.)
     fn kept_by_yarn(&self) -> impl Fn(usize) -> f64 {
         let (dim, scaling) = (self.dim as f64, self.scaling);
         let pair = |turns: f64| {

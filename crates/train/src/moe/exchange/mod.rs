@@ -16,9 +16,9 @@
 //! order. A run on one rank also quantizes and dequantizes these rows, so its bits are the same. Quantized combine with `tree` is an error,
 //! because partial sums would be rounded at points that depend on the mesh.
 //!
-//! **Plan.** The device computes the destinations of all rows. It sorts slots by the rank of their expert, and sends records before the
-//! rows. A record has a token's number, the token's experts on the destination rank, and its gate weights. The host reads one buffer per
-//! plan: the numbers of tokens and slots from every rank to every rank. A layer is planned once per micro-batch, and twice if
+//! **Plan.** The device computes the destinations of all rows. The device sorts slots by the rank of their expert, and sends records before
+//! the rows. A record has a token's number, the token's experts on the destination rank, and its gate weights. The host reads one buffer
+//! per plan: the numbers of tokens and slots from every rank to every rank. A layer is planned once per micro-batch, and twice if
 //! `train.recompute` names `experts` or `layers`. With `run.dp` = `run.ranks` no rows are sent, and the host reads no counts.
 //! `train/tests/ranks/transfers.rs` counts every transfer to the host.
 //!
@@ -63,8 +63,8 @@ pub struct ExchangePlan<B: Kernels> {
     pub gate_r: B::Buf<f32>,
     /// With a tree, the slots whose experts are on this rank, for the rank's own tokens or for received tokens.
     experts_tree: Option<TreeSlots<B>>,
-    /// On several ranks, one value. It is 0 without an overflow; otherwise it is the number of slots of the fullest rank, as a multiple of
-    /// that rank's share.
+    /// On several ranks, one value: 0 without an overflow; otherwise the number of slots of the fullest rank, as a multiple of that rank's
+    /// share.
     pub overflow: Option<B::Buf<f32>>,
     /// On several ranks, the order and the numbers of the rows that are sent.
     pub wire: Option<Wire<B>>,
@@ -162,7 +162,7 @@ impl<B: Kernels> Saved for ExchangePlan<B> {
     }
 }
 
-/// A plan whose row counts are still being transferred. It holds everything that does not depend on these counts.
+/// A plan whose row counts are still being transferred. This struct holds everything that does not depend on the row counts.
 struct BegunPlan<B: Kernels> {
     counts: PendingRows<B>,
     room: ExchangeRoom,
@@ -197,7 +197,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         Self { is_backward: true, ..self }
     }
 
-    /// Runs work in which all ranks take part. This is also a fault point for tests.
+    /// Runs work in which all ranks take part, after a fault point for tests.
     fn among_ranks<R>(&self, work: impl FnOnce() -> Result<R>) -> Result<R> {
         let point = if self.is_backward { Point::BackwardExchange } else { Point::ForwardExchange };
         in_part(self.part(), || {

@@ -369,7 +369,7 @@ fn check_sums(case: Case, way: Combine, (dtype, cols): (DType, usize), comm: Hos
 
 #[test]
 fn rows_come_back_and_add_up_as_on_one_rank() {
-    // Some rows are multiples of 16 bytes, and others are not; the latter's records are padded if combine sends one row per slot.
+    // Some rows are multiples of 16 bytes, and others are not. Records of the other rows are padded if combine sends one row per slot.
     let kinds = [(DType::Bf16, 8), (DType::Bf16, 5), (DType::F32, 4), (DType::F32, 7)];
     for (i, case) in Case::all().into_iter().enumerate() {
         for (j, way) in [Combine::Slots, Combine::Tree].into_iter().enumerate() {

@@ -47,7 +47,7 @@ impl SlotCounts {
     }
 }
 
-/// Bytes that all ranks of an exchange together pass to the transport for one layer, by leg. They include the bytes that a rank sends to
+/// Bytes that all ranks of an exchange together pass to the transport for one layer, by leg. The bytes include those that a rank sends to
 /// itself: one N-th on N ranks with uniform routing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ExchangeBytes {
