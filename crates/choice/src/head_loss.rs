@@ -185,7 +185,8 @@ fn key_of(chunk: &HeadLossChunk) -> (usize, usize) {
 }
 
 /// The groups of all chunks; their column tensors end with a whole block. The groups are computed on the device, because this function
-/// uploads nothing. The groups exist before the first logits, so that the logits of each chunk reuse the memory of the previous chunk's logits.
+/// uploads nothing. The groups exist before the first logits, so that the logits of each chunk reuse the memory of the previous chunk's
+/// logits.
 fn groups_of<B: GpuKernels>(b: &B, chunks: &[HeadLossChunk], block: usize) -> Result<Grouped<B>> {
     let mut all = Grouped::<B>::new();
     for (count, each) in chunks.iter().map(key_of) {

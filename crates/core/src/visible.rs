@@ -11,7 +11,7 @@ fn is_hidden(c: char) -> bool {
     turns || (c.is_control() && !matches!(c, '\n' | '\t'))
 }
 
-/// Writes text to `to`, and replaces each hidden control character by an escape such as `\u{1b}`.
+/// Writes text to `to`, and replaces each hidden character by an escape such as `\u{1b}`.
 #[derive(Debug)]
 pub struct Visible<W> {
     to: W,
@@ -35,7 +35,7 @@ impl<W: Write> Write for Visible<W> {
     }
 }
 
-/// The text, with each hidden control character replaced by an escape.
+/// The text, with each hidden character replaced by an escape.
 #[must_use]
 pub fn visible(text: fmt::Arguments<'_>) -> String {
     let mut shown = String::new();
