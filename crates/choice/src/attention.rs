@@ -1,8 +1,9 @@
-//! Attention: which heads run on the tensor cores, and what the backward pass stores per query.
+//! Attention on a GPU: which head sizes run on the tensor cores, and what the backward pass stores per query.
 //!
-//! If no heads share keys and the heads are long, one kernel computes the gradients of keys and values and stores the gradients of scores
-//! (at most 512 MiB); some heads later it computes the gradients of queries from them. Otherwise the backward pass computes the scores
-//! twice: once for keys and values, once for queries. Every sum has one owner and one order.
+//! If no heads share keys and the heads are long, the backward pass is one kernel. The kernel computes the gradients of keys and values and
+//! stores the gradients of scores (at most 512 MiB). Some heads later, the kernel computes the gradients of queries from the stored
+//! gradients. Otherwise the backward pass computes the scores twice, once for keys and values and once for queries. Every sum has one
+//! owner, which adds the terms in a fixed order.
 
 use crate::Temporary;
 use nibble_core::ops::AttentionBackward;
@@ -12,16 +13,17 @@ use std::fmt;
 /// Head sizes with tensor-core kernels: (queries and keys, values).
 pub const HEADS: [(usize, usize); 3] = [(64, 64), (128, 128), (192, 128)];
 
-/// The backward pass pads a head's queries to a multiple of this, which the tiles of every kernel divide.
+/// The backward pass pads a head's queries to a multiple of this number, which is a multiple of the query tiles of every kernel.
 pub const PADDED_QUERIES: usize = 128;
 
-/// Largest head, of queries and keys or of values: four tiles of such heads must fit a multiprocessor.
+/// Largest head size of queries and keys, and of values. Four tiles of heads of this size must fit into the shared memory of a
+/// multiprocessor.
 pub const HEAD_LIMIT: usize = 256;
 
-/// Refuses heads without a kernel.
+/// Returns an error for head sizes without a kernel.
 ///
 /// # Errors
-/// [`Error::Shape`] beyond [`HEAD_LIMIT`].
+/// [`Error::Shape`] if a head size exceeds [`HEAD_LIMIT`].
 pub fn check_heads(op: &'static str, (head_dim, value_dim): (usize, usize)) -> Result<()> {
     for (name, dim) in [("head_dim", head_dim), ("value_dim", value_dim)] {
         if dim > HEAD_LIMIT {
@@ -36,15 +38,15 @@ pub fn check_heads(op: &'static str, (head_dim, value_dim): (usize, usize)) -> R
 pub enum AttentionPath {
     /// The tensor cores.
     TensorCores,
-    /// The CUDA cores, many times slower.
+    /// The CUDA cores, which are many times slower.
     OrdinaryCores {
-        /// Why, in words.
+        /// Why the tensor cores do not compute attention, in words.
         why: String,
     },
 }
 
 impl AttentionPath {
-    /// The path for `heads`: (queries and keys, values).
+    /// The path for the head sizes `heads` of (queries and keys, values).
     pub fn of(dtype: DType, heads: (usize, usize)) -> Self {
         let of = |(head, value)| match head == value {
             true => format!("{head}"),
@@ -69,34 +71,38 @@ impl fmt::Display for AttentionPath {
     }
 }
 
-/// Queries of all heads in the backward pass's lists, each head padded: `heads` heads, sequences of `seq_len` tokens.
+/// Number of queries of all heads in the backward pass's lists, with the padding of each head, for `heads` heads and sequences of `seq_len`
+/// tokens.
 pub const fn padded_queries(sequences: usize, heads: usize, seq_len: usize) -> usize {
     sequences * seq_len.next_multiple_of(PADDED_QUERIES) * heads
 }
 
-/// The backward pass in one kernel, which stores dS, the gradients of scores: dk and dv of a head are computed some heads ahead of its dq.
+/// The backward pass in one kernel, which stores dS, the gradients of scores. The kernel computes dk and dv of a head some heads before the
+/// head's dq.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StoredScoreGrads {
-    /// Heads by which dk and dv are ahead.
+    /// Number of heads by which dk and dv are ahead of dq.
     pub ahead: usize,
-    /// Heads whose dS fit in memory: at least `ahead`.
+    /// Number of heads whose dS fits in memory, at least `ahead`.
     pub slots: usize,
     /// Bytes of one head's dS.
     pub slot_bytes: usize,
 }
 
 impl StoredScoreGrads {
-    /// Limit of the bytes of all slots.
+    /// Limit on the bytes of dS that are stored at a time.
     const BYTES: usize = 512 << 20;
-    /// Keys of a CTA of dk and dv.
+    /// Number of keys of a CTA that computes dk and dv.
     const KEYS: usize = 128;
-    /// Queries of a block of dS, each with all keys up to its last query.
+    /// Number of queries of a block of dS. A block has all keys up to its last query.
     const BLOCK: usize = 256;
-    /// CTAs of dk and dv that run while the CTA with the most queries of a head runs: fills the 132 multiprocessors of an H100.
+    /// Number of CTAs for dk and dv that run while the CTA with the most queries of a head runs. This number fills the 132 multiprocessors
+    /// of an H100.
     const CTAS_AHEAD: usize = 211;
 
-    /// For BF16 heads, `heads` = (queries and keys, values). None for heads without a tensor-core kernel, where two kernels are faster
-    /// (short heads, heads that share keys), and where dS of long sequences takes too much memory: then each kernel computes dS itself.
+    /// Chooses the plan for BF16 heads of the sizes `heads` = (queries and keys, values). The result is `None` for heads without a
+    /// tensor-core kernel, if two kernels are faster (short heads, heads that share keys), and if dS of long sequences takes too much
+    /// memory. With two kernels, each of them computes dS itself.
     pub fn of(
         heads: (usize, usize),
         sequences: usize,
@@ -116,13 +122,13 @@ impl StoredScoreGrads {
         fits.then_some(Self { ahead, slots, slot_bytes })
     }
 
-    /// Bytes of all slots.
+    /// Bytes of dS that are stored at a time.
     pub const fn bytes(&self) -> usize {
         self.slots * self.slot_bytes
     }
 }
 
-/// Temporary memory of the backward pass: two numbers per query, and dS if it is stored.
+/// Temporary memory of the backward pass: two numbers per query, and dS if the kernel stores it.
 pub fn backward_temporaries<B: Backend>(op: &AttentionBackward<'_, B>) -> Vec<Temporary> {
     let (sequences, heads) = (op.q.rows / op.seq_len, op.q.cols / op.head_dim);
     let bytes = padded_queries(sequences, heads, op.seq_len) * size_of::<f32>();
@@ -154,7 +160,7 @@ mod tests {
         assert_eq!(of((64, 64), 1, [8, 8], 4096), None);
         assert_eq!(of((192, 192), 1, [8, 8], 4096), None);
         assert_eq!(of((128, 128), 1, [8, 8], usize::MAX), None);
-        // 16 blocks of 256 queries, the i-th with i blocks of 256 keys, 2 bytes per score.
+        // A head has 16 blocks of 256 queries, of which the i-th has i blocks of 256 keys; a score has 2 bytes.
         let stored = StoredScoreGrads::of((192, 128), 4, [128, 128], 4096).unwrap();
         assert_eq!(stored.bytes(), 12 * 136 * 256 * 256 * 2);
         let one = StoredScoreGrads::of((192, 128), 1, [1, 1], 1).unwrap();

@@ -15,59 +15,59 @@ pub struct Lines {
     pub from: usize,
     /// Bytes of a target row.
     pub to: usize,
-    /// Mask of the bits that count in the last byte of a source row.
+    /// Mask of the bits of the last byte of a source row that belong to codes.
     pub last: u32,
 }
 
-/// Inputs of a cross-entropy of some rows, besides the logits.
+/// The inputs of a cross-entropy of some rows other than the logits.
 #[derive(Debug)]
 pub struct TargetRows<'a, B: Backend> {
     /// The target of each row.
     pub targets: &'a B::Buf<i32>,
-    /// Holds the factor of the gradient; none without a gradient.
+    /// The buffer with the factor of the gradient; `None` if there is no gradient.
     pub control: Option<&'a B::Buf<f32>>,
-    /// Counts targets at or past the vocabulary.
+    /// The counter of targets at or past the end of the vocabulary.
     pub bad_ids: &'a B::Buf<u64>,
-    /// The type of the tokens, which selects the kernel.
+    /// The type of the tokens' activations, which selects the kernel.
     pub tokens: DType,
 }
 
-/// The kernels and operations that the sequences of this crate issue. `nibble-cuda` launches them. `nibble-dry` counts their memory;
-/// a kernel that only writes to its arguments does nothing there.
+/// The kernels and operations that the sequences of this crate issue. `nibble-cuda` launches them, and `nibble-dry` counts their memory. In
+/// `nibble-dry`, a kernel that only writes to its arguments does nothing.
 ///
-/// A sequence is a function of `nibble-choice` that calls several kernels or operations of a backend and allocates their intermediate results. It is
-/// here because the order of its allocations and frees is part of the choice.
+/// A sequence is a function of `nibble-choice` that calls several kernels or operations of a backend and allocates their intermediate
+/// results. A sequence belongs to this crate because the order of its allocations and frees is part of the choice.
 pub trait GpuKernels: Backend {
-    /// Quantizes, and adds its counts to `counts`, or to new counters.
+    /// Quantizes a tensor, and adds the counts to `counts`, or to new counters.
     fn quantize_counting(
         &self,
         op: Quantize<'_, Self>,
         counts: Option<&Counts<Self>>,
     ) -> Result<Emitted<Self>>;
-    /// Dequantizes.
+    /// Dequantizes a tensor.
     fn decode(&self, op: Dequantize<'_, Self>) -> Result<Tensor<Self>>;
     /// Transcodes rows of whole blocks.
     fn transcode_whole_blocks(&self, op: Transcode<'_, Self>) -> Result<Transcoded<Self>>;
     /// Sorts slots by group.
     fn plan(&self, op: PlanPermute<'_, Self>) -> Result<PermuteMap<Self>>;
-    /// Multiplies into D. An empty contraction gives zeros.
+    /// Computes a product into D. An empty contraction gives zeros.
     fn multiply(&self, product: ProductArgs<'_, Self>, d: &mut Tensor<Self>) -> Result<()>;
     /// Sums the losses of each shard's tokens.
     fn sum_losses(&self, loss: &Self::Buf<f32>, shard_nats: &Self::Buf<f64>) -> Result<()>;
 
-    /// Makes the handle the only one to its bytes: copies them first if another handle shares them.
+    /// Makes the handle the only owner of its bytes. The bytes are copied if another handle shares them.
     fn make_sole(&self, x: &mut Tensor<Self>) -> Result<()>;
     /// A view of some rows of a matrix.
     fn rows_of(&self, x: &Tensor<Self>, rows: Range<usize>) -> Result<Tensor<Self>>;
     /// A view of some values of a buffer.
     fn part_of<T: Plain>(&self, x: &Self::Buf<T>, range: Range<usize>) -> Result<Self::Buf<T>>;
 
-    /// Kernel: copies rows of bytes to longer or shorter rows.
+    /// Launches the kernel that copies rows of bytes to longer or shorter rows.
     fn recut(&self, lines: &Lines, from: &Self::Buf<u8>, to: &Self::Buf<u8>) -> Result<()>;
-    /// Kernel: the first result of [`Swiglu`] on its path.
+    /// Launches the kernel that computes the first result of [`Swiglu`] on its path.
     fn swiglu_kernel(&self, op: &Swiglu<'_, Self>, path: &SwigluPath, out: &SwigluOut<Self>) -> Result<()>;
-    /// Kernel: the first result of [`SwigluBackward`] on its path, from `h`, which is plain or in the form that the path reads. `parts`
-    /// holds partial gradients of the gate weights.
+    /// Launches the kernel that computes the first result of [`SwigluBackward`] on its path from `h`, which is plain or in the form that
+    /// the path reads. `parts` holds partial gradients of the gate weights.
     fn swiglu_backward_kernel(
         &self,
         op: &SwigluBackward<'_, Self>,
@@ -76,7 +76,7 @@ pub trait GpuKernels: Backend {
         parts: Option<&Self::Buf<f32>>,
         out: &SwigluGrads<Self>,
     ) -> Result<()>;
-    /// Kernel: cross-entropy of some rows, and the gradient of their logits if `dlogits` is given.
+    /// Launches the kernel that computes the cross-entropy of some rows, and the gradient of their logits if `dlogits` is given.
     fn target_rows(
         &self,
         rows: &TargetRows<'_, Self>,
@@ -84,8 +84,8 @@ pub trait GpuKernels: Backend {
         loss: &Self::Buf<f32>,
         dlogits: Option<&Tensor<Self>>,
     ) -> Result<()>;
-    /// Kernel: lists starts and lengths of groups of `each` rows that begin `apart` rows from each other.
+    /// Launches the kernel that lists starts and lengths of groups of `each` rows; the starts are `apart` rows apart.
     fn list_groups(&self, groups: &Groups<Self>, each: usize, apart: usize) -> Result<()>;
-    /// Kernel: rounds a sum to a BF16 gradient, or adds it to the gradient.
+    /// Launches the kernel that rounds a sum to a BF16 gradient, or adds the sum to the gradient.
     fn round_sum(&self, sum: &Tensor<Self>, grad: &Tensor<Self>, accumulate: bool) -> Result<()>;
 }

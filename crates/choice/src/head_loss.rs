@@ -1,4 +1,4 @@
-//! The head's products and loss, chunk by chunk: which tensors are quantized, which products follow, and the lifetime of each buffer.
+//! The head's products and loss on a GPU, chunk by chunk: the order of quantizations and products, and the lifetime of each buffer.
 
 use crate::GpuKernels;
 pub use crate::gpu_kernels::TargetRows;
@@ -12,17 +12,17 @@ use nibble_core::{Backend, DType, DeviceKind, Error, Groups, Operand, Result, Te
 const OP: &str = "head_loss";
 
 /// Tokens per chunk of [`HeadLoss`] for this kind of device and a head of `vocab` rows. On a CPU, a chunk is large enough to amortize
-/// packing the weight, and small enough that the logits are still cached when they are read again. On a GPU, it is large enough to fill
-/// the products, within a memory limit for logits and gradients.
+/// packing the weight, and small enough that the logits stay in the cache until they are read again. On a GPU, a chunk is large enough that
+/// its products fill the GPU, within a memory limit for logits and gradients.
 pub fn chunk(kind: DeviceKind, vocab: usize) -> usize {
-    /// Tokens on a CPU.
+    /// Number of tokens of a chunk on a CPU.
     const OF_A_CPU: usize = 512;
-    /// Tokens on a GPU: with fewer, reading and writing dW in each chunk costs more than its products hide.
+    /// Number of tokens of a chunk on a GPU. With fewer tokens, the products of a chunk do not hide the time to read and write dW.
     const OF_A_GPU: usize = 8192;
-    /// Limit of the F32 logits and their BF16 gradients on a GPU. If the gradients are quantized, their row and column tensors reuse the
-    /// memory of the logits.
+    /// Limit on the bytes of the F32 logits and their BF16 gradients on a GPU. If the gradients are quantized, their row and column tensors
+    /// reuse the memory of the logits.
     const GPU_BYTES: usize = 15 << 29;
-    /// Rows of a product's tile.
+    /// Number of rows of a product's tile.
     const TILE: usize = 128;
     match kind {
         DeviceKind::Host => OF_A_CPU,
@@ -70,7 +70,7 @@ pub fn head_loss<B: GpuKernels>(b: &B, op: HeadLoss<'_, B>) -> Result<HeadLossOu
     Ok(out)
 }
 
-/// D `[m, n]` = a `[m, k]` · b `[n, k]`ᵀ.
+/// Computes D `[m, n]` = a `[m, k]` · b `[n, k]`ᵀ.
 fn dense<B: GpuKernels>(
     b: &B,
     dims: ProductDims,
@@ -82,14 +82,14 @@ fn dense<B: GpuKernels>(
     b.multiply(product, d)
 }
 
-/// Quantizes a tensor, chunk by chunk, into the operands of the products, and counts.
+/// Quantizes a tensor into the operands of the products, chunk by chunk, and adds up the counts.
 struct Quantizer<'a, B: Backend> {
     rows: Option<Codec>,
     cols: Option<Codec>,
     counts: Option<&'a Counts<B>>,
 }
 
-/// A matrix as an operand of a product along its rows, and of one down its columns.
+/// A matrix as the operand of a product that contracts along rows, and of a product that contracts down columns.
 struct Factors<B: Backend> {
     rows: Operand<B>,
     cols: Operand<B>,
@@ -118,20 +118,20 @@ impl<B: GpuKernels> Quantizer<'_, B> {
     }
 }
 
-/// State for the gradients.
+/// The state of the computation of gradients.
 struct Gradients<'a, B: Backend> {
     wt: &'a Operand<B>,
     /// The gradient of all tokens.
     dx: &'a Tensor<B>,
-    /// The gradient of the weight, by shard.
+    /// The gradient of the weight, one per shard.
     dw: &'a Tensor<B>,
     accumulate: bool,
-    /// The F32 sum of a shard that takes several chunks, `[vocab, d]`: a BF16 dw would be rounded after each chunk.
+    /// The F32 sum of a shard that takes several chunks, `[vocab, d]`: it is needed because a BF16 dw would be rounded after each chunk.
     sum: Option<Tensor<B>>,
     groups: Grouped<B>,
 }
 
-/// The groups of each kind of chunk. The key is its number of shards and the tokens of each.
+/// The groups of each kind of chunk. The key is the chunk's number of shards and the number of tokens of each shard.
 type Grouped<B> = Vec<((usize, usize), Groups<B>)>;
 
 impl<'a, B: GpuKernels> Gradients<'a, B> {
@@ -150,7 +150,7 @@ impl<'a, B: GpuKernels> Gradients<'a, B> {
         Ok(Self { wt, dx, dw, accumulate, sum, groups })
     }
 
-    /// Computes a chunk's dx, and adds its share of dw.
+    /// Computes a chunk's dx, and adds the chunk's share of dw.
     fn add(&mut self, b: &B, chunk: &HeadLossChunk, dlogits: &Factors<B>, x: &Factors<B>) -> Result<()> {
         let (vocab, d) = (self.wt.cols(), self.wt.rows());
         let mut dx = b.rows_of(self.dx, chunk.tokens.clone())?;
@@ -167,7 +167,7 @@ impl<'a, B: GpuKernels> Gradients<'a, B> {
             op: OP,
             ragged: Ragged::Contraction,
             groups: Some(groups),
-            // Columns end with a whole block.
+            // Column tensors end with a whole block.
             dims: ProductDims { m: vocab, n: d, k: dlogits.cols.rows() },
             a: &dlogits.cols,
             b: &x.cols,
@@ -179,13 +179,14 @@ impl<'a, B: GpuKernels> Gradients<'a, B> {
     }
 }
 
-/// The number of shards, and the tokens of each.
+/// The number of shards of a chunk, and the number of tokens of each shard.
 fn key_of(chunk: &HeadLossChunk) -> (usize, usize) {
     (chunk.shards.len(), chunk.tokens_each())
 }
 
-/// The groups of all chunks; their columns end with a whole block. They are computed on the device, because nothing is uploaded here, and
-/// before the first logits, so that the logits of each chunk reuse the memory of the previous chunk's.
+/// The groups of all chunks; their column tensors end with a whole block. The groups are computed on the device, because this function
+/// uploads nothing. The groups exist before the first logits, so that the logits of each chunk reuse the memory of the previous chunk's
+/// logits.
 fn groups_of<B: GpuKernels>(b: &B, chunks: &[HeadLossChunk], block: usize) -> Result<Grouped<B>> {
     let mut all = Grouped::<B>::new();
     for (count, each) in chunks.iter().map(key_of) {
@@ -201,7 +202,7 @@ fn groups_of<B: GpuKernels>(b: &B, chunks: &[HeadLossChunk], block: usize) -> Re
             num_groups: count,
             align: 1,
             capacity: count * apart,
-            // Set only if groups are contiguous, without padding.
+            // The number is set only if groups are contiguous, without padding.
             rows_each: (apart == each).then_some(each),
         };
         b.list_groups(&groups, each, apart)?;

@@ -1,9 +1,9 @@
-//! How an op runs on a GPU: its path, and its temporaries in order of allocation. Pure functions of shapes, formats and groups, generic
-//! over the backend of the arguments' buffers, so that they can be called without a GPU.
+//! Decides how an op runs on a GPU: the op's path, and its temporary buffers in order of allocation. The decisions are pure functions of
+//! shapes, formats and groups. The functions are generic over the backend of the arguments' buffers, so that callers need no GPU.
 //!
-//! An op has three forms: what is asked (`nibble-core`'s arguments; for a product, `ProductDesc`), what is chosen here (`ProductPath`,
-//! `QuantizePath` and so on), and what `nibble-cuda` launches. `nibble-dry` counts the memory of the same choice, and commands explain it.
-//! No condition is evaluated in two places.
+//! An op has three forms: the request (`nibble-core`'s arguments; for a product, `ProductDesc`), the choice of this crate (`ProductPath`,
+//! `QuantizePath` and so on), and the launches of `nibble-cuda`. `nibble-dry` counts the memory of the same choice, and commands explain
+//! the choice. No condition is evaluated in two places.
 
 pub mod attention;
 mod gpu_kernels;
@@ -25,14 +25,14 @@ use std::fmt;
 /// Memory that an operation allocates besides its results, and frees before it returns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Temporary {
-    /// Its purpose.
+    /// The purpose of the memory.
     pub what: &'static str,
-    /// How large it is.
+    /// The size in bytes.
     pub bytes: usize,
 }
 
 impl Temporary {
-    /// `bytes` bytes.
+    /// Temporary memory of `bytes` bytes for the purpose `what`.
     pub const fn new(what: &'static str, bytes: usize) -> Self {
         Self { what, bytes }
     }
@@ -44,7 +44,7 @@ impl fmt::Display for Temporary {
     }
 }
 
-/// The example of the README compiles.
+/// Compiles the README's example as a doc test.
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;

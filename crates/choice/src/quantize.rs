@@ -1,4 +1,4 @@
-//! Quantization: which kernels run, and their temporary memory.
+//! Quantization on a GPU: the kernels that run, and their temporary memory.
 
 use crate::Temporary;
 use nibble_core::formats::{BlockAxis, Codec, Element, Format, Rounding, ScaleKind, WHOLE_LINE, hadamard};
@@ -6,27 +6,27 @@ use nibble_core::ops::{Numbers, Planes, Quantize, Stored, Taken};
 use nibble_core::{Backend, DType, Grouping};
 use std::fmt;
 
-/// Rows and columns of a CTA's tile; the block of FP8.
+/// Rows and columns of a CTA's tile, which equal the block length of FP8.
 pub const TILE: usize = 128;
-/// Columns per lane and step in the kernel that transforms rows; [`MOST_UNITS`] such units are the longest row.
+/// Number of columns per lane and step in the kernel that transforms rows. The longest row has [`MOST_UNITS`] units of this many columns.
 pub const UNIT_COLS: usize = 64;
-/// See [`UNIT_COLS`].
+/// Maximum number of units of [`UNIT_COLS`] columns in a row.
 pub const MOST_UNITS: usize = 768;
 
-/// What an instance of the fast kernels is built for.
+/// The properties for which an instance of the fast kernels is built.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct FastKernels {
     /// The input type.
     pub input: DType,
     /// The format.
     pub format: Format,
-    /// The element of its codes.
+    /// The element type of the format's codes.
     pub element: Element,
     /// One scale per block: a power of two or an F32.
     pub kind: ScaleKind,
     /// How values are rounded.
     pub rounding: Rounding,
-    /// The length of the transform; with a transform, the kernel writes rows or columns, not both.
+    /// The length of the transform; with a transform, the kernel writes either rows or columns.
     pub hadamard: Option<usize>,
 }
 
@@ -63,12 +63,14 @@ impl FastKernels {
         formats.into_iter().flat_map(of)
     }
 
-    /// Whether 2-D blocks are built: weights are not rounded stochastically, and MXFP4 has no 2-D blocks.
+    /// Whether kernels for 2-D blocks are built. Stochastic rounding has no such kernels, because weights are not rounded stochastically;
+    /// MXFP4 has no 2-D blocks.
     pub fn has_tiles(&self) -> bool {
         self.format.spec().tiles && self.rounding == Rounding::NearestEven && self.hadamard.is_none()
     }
 
-    /// Whether the kernel can lift what it quantizes: MXFP4, along rows without a transform, down columns with one.
+    /// Whether the kernel can lift the codes that it quantizes. A kernel can lift MXFP4 codes, along rows without a transform and along
+    /// columns with a transform.
     pub fn lifts(&self, planes: Planes) -> bool {
         let has_planes = match planes {
             Planes::Rows => self.hadamard.is_none(),
@@ -78,7 +80,7 @@ impl FastKernels {
         self.format == Format::Mxfp4 && has_planes
     }
 
-    /// Whether a kernel writes rows straight into all-to-all buffers: activations and gradients without a transform.
+    /// Whether a kernel writes rows directly into all-to-all buffers, as it does for activations and gradients without a transform.
     pub fn packs(&self) -> bool {
         self.input == DType::Bf16 && self.hadamard.is_none()
     }
@@ -89,7 +91,8 @@ pub fn has_fast_kernels(format: Format) -> bool {
     FastKernels::all().any(|kernels| kernels.format == format)
 }
 
-/// What the general kernel can decode as it quantizes: formats whose products multiply BF16, with the roundings of recipes.
+/// The formats and roundings for which the general kernel can decode the codes that it quantizes. The formats are those whose products
+/// multiply BF16, with the roundings that recipes use.
 pub const DECODED: [(Format, &[Rounding]); 6] = [
     (Format::Nvfp4, &[Rounding::NearestEven, Rounding::Stochastic]),
     (Format::Nvfp4In128, &[Rounding::NearestEven, Rounding::Stochastic]),
@@ -99,26 +102,26 @@ pub const DECODED: [(Format, &[Rounding]); 6] = [
     (Format::Mxfp8E5m2, &[Rounding::NearestEven]),
 ];
 
-/// What determines the kernels and their launches.
+/// The properties of a quantization that determine its kernels and their launches.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct QuantizeDesc {
     /// The input type.
     pub input: DType,
     /// Format, rule and rounding.
     pub codec: Codec,
-    /// Rows, columns, both, or 2-D blocks.
+    /// Which block-scaled tensors to write.
     pub planes: Planes,
-    /// Rows of one matrix.
+    /// Number of rows of one matrix.
     pub rows: usize,
-    /// Columns.
+    /// Number of columns.
     pub cols: usize,
-    /// Matrices.
+    /// Number of matrices.
     pub stack: usize,
-    /// Rows of the column-wise result.
+    /// Row capacity of the column tensor.
     pub capacity: usize,
     /// Groups of rows; some rows may be padding.
     pub groups: Option<Grouping>,
-    /// Whether a fast kernel reads which rows are padding.
+    /// Whether a fast kernel reads a list of the padding rows.
     pub ragged: bool,
     /// The length of a transform that precedes quantization.
     pub hadamard: Option<usize>,
@@ -126,23 +129,23 @@ pub struct QuantizeDesc {
     pub only_for: Option<Numbers>,
 }
 
-/// Layout of row scales that a kernel for rows and columns stores block by block, before a second kernel makes them row-major.
+/// Layout of row scales that a kernel for rows and columns stores block by block, before a second kernel writes them in row-major order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RowScales {
-    /// Rows of codes.
+    /// Number of rows of codes.
     pub lines: usize,
-    /// Blocks per row.
+    /// Number of blocks per row.
     pub blocks: usize,
-    /// Records from one block to the next, a multiple of 128 rows.
+    /// Number of records from one block to the next, a multiple of 128.
     pub stride: usize,
-    /// Blocks that the kernel writes, with padding to whole tiles.
+    /// Number of blocks that the kernel writes, with padding to whole tiles.
     pub written: usize,
-    /// Bytes of a record.
+    /// Bytes of one record of scales.
     pub bytes: usize,
 }
 
 impl RowScales {
-    /// Temporary bytes, until the second kernel is done.
+    /// Bytes of the temporary buffer, which is freed after the second kernel.
     pub const fn total_bytes(&self) -> usize {
         self.written * self.stride * self.bytes
     }
@@ -152,11 +155,11 @@ impl QuantizeDesc {
     /// The description of an operation.
     pub fn of<B: Backend>(op: &Quantize<'_, B>) -> Self {
         let has_cols = matches!(op.planes, Planes::Cols | Planes::Both);
-        // Without tensor scales, the rows of all matrices of a stack are quantized alike.
+        // Without tensor scales, the rows of all matrices of a stack are quantized in the same way.
         let is_one = op.planes == Planes::Rows && !op.codec.scale_kind().has_tensor_scale();
         let stack = if is_one { 1 } else { op.stack };
         let rows = op.x.rows / stack.max(1);
-        // Dense columns end with a whole block, ragged ones at the capacity of their groups.
+        // Column tensors of dense rows end with a whole block; column tensors of groups end at the groups' capacity.
         let dense_capacity = rows.next_multiple_of(op.codec.format().column_step());
         let capacity = if has_cols && op.groups.is_none() { dense_capacity } else { rows };
         Self {
@@ -174,12 +177,12 @@ impl QuantizeDesc {
         }
     }
 
-    /// The scales in a block's record.
+    /// The kind and number of the scales in a block's record.
     pub fn kind(&self) -> ScaleKind {
         self.codec.scale_kind()
     }
 
-    /// The form that products take, if only products read the result.
+    /// The form that products read, if only products read the result.
     fn asked_for(&self) -> Taken {
         let axis = match self.planes {
             Planes::Rows | Planes::Both => BlockAxis::Row,
@@ -191,17 +194,18 @@ impl QuantizeDesc {
         numbers.map_or(Taken::AsIs, |numbers| numbers.takes(stored))
     }
 
-    /// Whether the general kernel decodes as it quantizes.
+    /// Whether the general kernel decodes the codes that it quantizes.
     fn is_decoded(&self) -> bool {
         let (format, rounding) = (self.codec.format(), self.codec.rounding());
-        // A draw of random bits covers eight neighbours of a row.
+        // One call of the random generator gives the bits for eight neighbours of a row.
         let takes_shape = !rounding.is_random() || self.cols.is_multiple_of(8);
         let is_built = DECODED.iter().any(|(of, roundings)| *of == format && roundings.contains(&rounding));
         let is_wanted = self.asked_for() == Taken::Decoded;
         is_wanted && is_built && takes_shape && self.codec.scaling().is_default_in_blocks()
     }
 
-    /// The fast kernels, if they are built and take the shape. They choose scales by the rule alone, and never decode.
+    /// The fast kernels, if they are built for this request and can process the shape. Fast kernels choose scales only by the rule, and
+    /// never decode.
     fn fast_kernels(&self) -> Option<FastKernels> {
         if !self.codec.scaling().is_default() || self.is_decoded() {
             return None;
@@ -215,7 +219,7 @@ impl QuantizeDesc {
                 self.cols.is_multiple_of(TILE) && units <= MOST_UNITS && self.rows * units < 1 << 30
             }
             Planes::Rows => true,
-            // The lanes that count blocks of 32, for rows and columns at once, must all have columns.
+            // All lanes that count blocks of 32 for rows and columns together must have columns.
             Planes::Both if format.spec().block == 32 => {
                 self.capacity.is_multiple_of(32) && self.cols.is_multiple_of(32)
             }
@@ -235,24 +239,25 @@ impl QuantizeDesc {
 /// Where a transform is computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TransformMade {
-    /// In F32 in memory, by a kernel of its own.
+    /// A separate kernel computes the transform and writes it in F32 to memory.
     First,
-    /// By the general kernel as it loads.
+    /// The general kernel computes the transform when it loads values.
     AsItReads,
 }
 
 /// The path of a quantization.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct QuantizePath {
-    /// The request.
+    /// The requested quantization.
     pub asked: QuantizeDesc,
-    /// Where a transform is computed; none without one, or if the fast kernel does it.
+    /// Where a transform is computed; `None` without a transform, or if the fast kernel computes it.
     pub transform: Option<TransformMade>,
-    /// What remains after the transform.
+    /// The quantization that remains after the transform.
     pub last: QuantizeDesc,
-    /// The fast kernels for `last`; none: the general kernel.
+    /// The fast kernels for `last`; `None` means the general kernel.
     pub kernels: Option<FastKernels>,
-    /// The form of the result: codes, unless only products read it and a kernel makes at once the form that they take.
+    /// The form of the result. The result holds codes, unless only products read it and a kernel directly writes the form that these
+    /// products read.
     pub taken: Taken,
 }
 
@@ -270,7 +275,7 @@ impl QuantizePath {
                 let last = QuantizeDesc { input: DType::F32, rows, hadamard: None, ..asked };
                 let kernels = last.fast_kernels();
                 let is_general = kernels.is_none();
-                // Formats with one scale per row or column measure maxima on the transformed matrix, in memory.
+                // Formats with one scale per row or column measure maxima on the transformed matrix in memory.
                 let by_line = asked.codec.format().spec().block == WHOLE_LINE;
                 let reads = is_general && asked.planes == Planes::Cols && !by_line;
                 let transform = if reads { TransformMade::AsItReads } else { TransformMade::First };
@@ -286,15 +291,16 @@ impl QuantizePath {
         Self { asked, transform, last, kernels, taken }
     }
 
-    /// Whether a kernel writes these rows straight into all-to-all buffers; otherwise they are quantized and then packed.
+    /// Whether a kernel writes these rows directly into all-to-all buffers; otherwise the rows are first quantized and then packed.
     pub fn packs(&self) -> bool {
         let is_whole = self.transform.is_none() && self.asked.planes == Planes::Rows;
         is_whole && self.kernels.is_some_and(|kernels| kernels.packs())
     }
 
-    /// The row scales, with padding to whole tiles, if a second kernel moves them to their places. The fast kernels store the scales of
-    /// neighbouring rows together. The general kernel stores four record bytes as a word: in their places, every four bytes would be an L2
-    /// sector of their own. That pays for MX formats; NVFP4, with twice as many records, loses more by the second kernel.
+    /// The layout of row scales, with padding to whole tiles, if a second kernel moves them to their final addresses. The fast kernels
+    /// store the scales of neighbouring rows together. The general kernel stores four record bytes as a word, because at their final
+    /// addresses every four bytes would occupy a separate L2 sector. The second kernel pays off for MX formats, but not for NVFP4, which
+    /// has twice as many records.
     pub fn row_scales(&self) -> Option<RowScales> {
         let QuantizeDesc { codec, planes, rows, cols, capacity, .. } = self.last;
         let (block, kind) = (codec.format().spec().block, codec.scale_kind());
@@ -339,7 +345,7 @@ impl QuantizePath {
 }
 
 impl QuantizeDesc {
-    /// What is measured before values are encoded, for formats with one scale per row or column, or with tensor scales.
+    /// Temporary memory of the measurements before values are encoded, for formats with one scale per row or column, or with tensor scales.
     fn measured(&self) -> Vec<Temporary> {
         let by_line = self.codec.format().spec().block == WHOLE_LINE;
         if !by_line && !self.kind().has_tensor_scale() {

@@ -1,9 +1,9 @@
-//! Sums of squares: the levels of the trees over the sums of chunks.
+//! Sums of squares (gradient norms): the levels of the trees over the sums of chunks.
 
 use crate::Temporary;
 use nibble_core::ops::ChunkSums;
 
-/// Sums of one level that are added to one sum of the next.
+/// Number of sums of one level that are added to one sum of the next level.
 pub const GROUP: usize = 2048;
 
 /// Number of sums of the next level.
@@ -11,7 +11,8 @@ pub fn next_level(sums: usize) -> usize {
     sums.div_ceil(GROUP).max(1)
 }
 
-/// Memory of each level, until the next one is computed: the sums of tensors with more than one sum per part. The last level is empty.
+/// Temporary memory of each level, which lives until the next level is computed. A level holds the sums of tensors with more than one sum
+/// per part, so the last level is empty.
 pub fn levels(tensors: &[ChunkSums]) -> Vec<Temporary> {
     let mut open: Vec<(usize, usize)> = tensors.iter().map(|tensor| (tensor.parts, tensor.chunks)).collect();
     open.retain(|&(parts, _)| parts > 0);

@@ -1,4 +1,4 @@
-//! `swiglu` and its backward pass on a GPU, by path.
+//! `swiglu` and its backward pass on a GPU, along the chosen path.
 
 use crate::GpuKernels;
 pub use crate::swiglu_path::{FUSED_RULES, HSource, SwigluBackwardPath, SwigluPath, TILE, check_size};
@@ -7,7 +7,8 @@ use nibble_core::ops::{
 };
 use nibble_core::{DType, Groups, Operand, Result};
 
-/// `swiglu` on a GPU. What no kernel writes directly is quantized afterwards, when only its input and the results are in memory.
+/// `swiglu` on a GPU. A form that no kernel writes directly is quantized afterwards, when only the quantization's input and the results are
+/// in memory.
 pub fn swiglu<B: GpuKernels>(b: &B, op: &Swiglu<'_, B>) -> Result<SwigluOut<B>> {
     let (path, rows, f) = (SwigluPath::of(op), op.h.rows, op.h.cols / 2);
     let first = match path {
@@ -30,7 +31,7 @@ pub fn swiglu<B: GpuKernels>(b: &B, op: &Swiglu<'_, B>) -> Result<SwigluOut<B>> 
     Ok(SwigluOut { a, h: op.save_h.map(save).transpose()? })
 }
 
-/// A plain matrix in the form asked for.
+/// Converts a plain matrix to the requested form.
 fn emitted<B: GpuKernels>(
     b: &B,
     x: Emitted<B>,

@@ -1,17 +1,18 @@
-//! The paths of `swiglu` and its backward pass: one kernel for the forms in recipes; plain matrices, then quantization, for other forms.
+//! The paths of `swiglu` and its backward pass: one fused kernel for the forms that recipes use, or plain matrices and a separate
+//! quantization for other forms.
 
 use nibble_core::formats::{Codec, Format, Rounding, ScaleLayout, ScaleRule};
 use nibble_core::ops::{Emit, Planes, Swiglu, SwigluBackward};
 use nibble_core::{Backend, DType, Error, Groups, Operand, Result};
 use std::fmt;
 
-/// Rows and columns of a tile of the kernels, E4M3's block.
+/// Rows and columns of a kernel's tile, which equal the block length of E4M3.
 pub const TILE: usize = 128;
 
 /// The scale rules for which fused E4M3 kernels are built: those of the recipes.
 pub const FUSED_RULES: [ScaleRule; 2] = [ScaleRule::Amax, ScaleRule::Rceil];
 
-/// Whether the fused kernels can write this codec: E4M3, with scales by the rule alone.
+/// Whether the fused kernels can write this codec: E4M3 whose scales depend only on the rule.
 fn is_fused_e4m3(codec: Codec) -> bool {
     codec.format() == Format::E4m3
         && codec.rounding() == Rounding::NearestEven
@@ -19,7 +20,7 @@ fn is_fused_e4m3(codec: Codec) -> bool {
         && codec.scaling().is_default()
 }
 
-/// The type of the plain matrix that a form is made from. Quantization reads F32, without a rounding to BF16 first.
+/// The type of the plain matrix from which a form is made. A quantization reads F32 values that were not rounded to BF16.
 fn plain_form(emit: Emit) -> DType {
     match emit {
         Emit::Plain(dtype) => dtype,
@@ -27,22 +28,22 @@ fn plain_form(emit: Emit) -> DType {
     }
 }
 
-/// Rows of E4M3 columns, in whole tiles; `None` if groups do not start at a tile.
+/// Row capacity of an E4M3 column tensor, in whole tiles; `None` if groups do not start at multiples of a tile.
 fn tiled_capacity<B: Backend>(rows: usize, groups: Option<&Groups<B>>) -> Option<usize> {
     let whole = groups.is_none_or(|g| rows.is_multiple_of(TILE) && g.align.is_multiple_of(TILE));
     whole.then(|| rows.next_multiple_of(TILE))
 }
 
-/// Refuses sizes beyond the kernels' 32-bit arithmetic, for h `[rows, 2f]`.
+/// Returns an error if h `[rows, 2f]` is too large for the kernels' 32-bit arithmetic.
 ///
 /// # Errors
-/// [`Error::Shape`] naming the size that is too large.
+/// [`Error::Shape`] that names the size that is too large.
 pub fn check_size(op: &'static str, rows: usize, f: usize) -> Result<()> {
     // A row of h in BF16 has 4f bytes.
     if f >= 1 << 29 {
         return Err(Error::shape(op, "columns of h", f.saturating_mul(2), "below 2^30"));
     }
-    // There are fewer than 2^31 tasks, of at least eight columns each.
+    // The number of tasks must be below 2^31, and a task has at least eight columns.
     if rows.saturating_mul(f.div_ceil(8)) >= 1 << 31 {
         let got = format!("{rows} · {}", 2 * f);
         return Err(Error::shape(op, "rows · columns of h", got, "below 2^35"));
@@ -55,19 +56,20 @@ pub fn check_size(op: &'static str, rows: usize, f: usize) -> Result<()> {
 pub enum SwigluPath {
     /// One kernel writes MXFP4 rows of h, if h is saved, and `a`: E4M3 rows, or BF16 without a codec.
     Rows {
-        /// Codec of `a`.
+        /// The codec of `a`.
         codec: Option<Codec>,
-        /// Codec of h.
+        /// The codec of h.
         save_h: Option<Codec>,
     },
-    /// One kernel writes rows and columns of `a` in E4M3; then h is quantized, if it is saved.
+    /// One kernel writes row blocks and column blocks of `a` in E4M3. After this kernel, h is quantized if h is saved.
     RowsCols {
-        /// Codec of `a`.
+        /// The codec of `a`.
         codec: Codec,
-        /// Rows of the column-wise result.
+        /// Row capacity of the column tensor.
         capacity: usize,
     },
-    /// A plain `a` of this type, quantized if a block format is asked for; then h is quantized, if it is saved.
+    /// A kernel writes a plain `a` of this type, which is quantized if a block format is requested. After this kernel, h is quantized if h
+    /// is saved.
     Plain(DType),
 }
 
@@ -120,9 +122,9 @@ impl fmt::Display for SwigluPath {
 /// The form in which the kernel of the backward pass reads h.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HSource {
-    /// MXFP4 rows.
+    /// The kernel reads h in MXFP4 rows.
     Saved,
-    /// BF16.
+    /// The kernel reads h in BF16.
     Plain,
 }
 
@@ -141,24 +143,24 @@ impl HSource {
 /// The path of [`SwigluBackward`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum SwigluBackwardPath {
-    /// One kernel writes rows and columns of dh and columns of `a`, all in E4M3, and partial gradients of the gate weights.
+    /// One kernel writes row blocks and column blocks of dh, column blocks of `a` (all in E4M3), and partial gradients of the gate weights.
     Fused {
         /// The form of h.
         source: HSource,
-        /// Codec of dh and `a`.
+        /// The codec of dh and `a`.
         codec: Codec,
-        /// Rows of the column-wise results.
+        /// Row capacity of the column tensors.
         capacity: usize,
         /// Number of partial gradients of all gate weights.
         parts: usize,
     },
-    /// Plain dh and `a`, quantized if block formats are asked for.
+    /// A kernel writes plain dh and `a`, which are quantized if block formats are requested.
     Plain {
         /// Whether h is decoded to F32 first.
         decoded: bool,
         /// Type of dh before it is quantized.
         dh: DType,
-        /// Type of `a` before it is quantized, if it is wanted.
+        /// Type of `a` before it is quantized, if `a` is requested.
         a: Option<DType>,
     },
 }
@@ -168,12 +170,12 @@ impl SwigluBackwardPath {
     pub fn of<B: Backend>(op: &SwigluBackward<'_, B>) -> Self {
         let (rows, f) = op.da.shape();
         let (dh, wanted) = (plain_form(op.dh), op.a.map(plain_form));
-        // With a BF16 da, the kernel for plain matrices reads h as it was saved.
+        // With a BF16 da, the kernel for plain matrices reads the saved form of h.
         let is_saved = HSource::of(op.h) == Some(HSource::Saved);
         let as_saved = is_saved && f.is_multiple_of(32) && op.da.dtype() == DType::Bf16;
         let decoded = matches!(op.h, Operand::Block(_)) && !as_saved;
         let plain = Self::Plain { decoded, dh, a: wanted };
-        // The fused kernel always writes `a`, which is dropped if it is not wanted.
+        // The fused kernel always writes `a`, which is dropped if it was not requested.
         let a = op.a.unwrap_or(match op.dh {
             Emit::Block { codec, planes: Planes::Both, .. } => Emit::block(codec, Planes::Cols),
             Emit::Block { .. } => Emit::Plain(DType::Bf16),

@@ -1,4 +1,4 @@
-//! Transcodes: which need rows extended to whole blocks.
+//! Transcodes on a GPU, some of which need rows that are extended to whole blocks.
 
 use crate::GpuKernels;
 pub use crate::gpu_kernels::Lines;
@@ -7,15 +7,15 @@ use nibble_core::formats::{BlockAxis, Format};
 use nibble_core::ops::{Transcode, Transcoded};
 use nibble_core::{BlockScaled, Result};
 
-/// Columns up to the end of the last MXFP4 block, if rows end inside one. The kernels take whole MXFP4 blocks, so such rows are extended by
-/// zeros, and the result is cut. None if the kernels take the rows as they are.
+/// The number of columns up to the end of the last MXFP4 block, if rows end inside a block. The kernels take whole MXFP4 blocks, so such
+/// rows are extended by zeros, and the result is cut. The result is `None` if the kernels take the rows as they are.
 pub fn whole_cols(from: Format, to: Format, cols: usize) -> Option<usize> {
     let whole = cols.next_multiple_of(Format::Mxfp4.spec().block);
     ([from, to].contains(&Format::Mxfp4) && whole != cols).then_some(whole)
 }
 
 impl Lines {
-    /// Rows that are cut, or that end with a whole byte.
+    /// Rows whose end is cut off, or that end with a whole byte.
     const fn whole(count: usize, from: usize, to: usize) -> Self {
         Self { count, from, to, last: 0xFF }
     }
@@ -33,7 +33,7 @@ pub fn transcode<B: GpuKernels>(b: &B, op: Transcode<'_, B>) -> Result<Transcode
     let Some(whole) = whole_cols(x.format, op.to, x.cols) else { return b.transcode_whole_blocks(op) };
     let (axis, [from, to]) = (op.axis, [x.cols, whole].map(|cols| x.format.row_code_bytes(cols)));
     let extended = Lines { last: last_byte(x.format, x.cols), ..Lines::whole(x.rows, from, to) };
-    // The number of scales stays: blocks of E4M3 end where blocks of MXFP4 do.
+    // The number of scales does not change, because every block of E4M3 ends where a block of MXFP4 ends.
     let extended = BlockScaled { cols: whole, codes: extended.recut(b, &x.codes)?, ..x.clone() };
     let made = b.transcode_whole_blocks(Transcode { x: &extended, ..op })?;
     let out = match axis {
@@ -44,7 +44,7 @@ pub fn transcode<B: GpuKernels>(b: &B, op: Transcode<'_, B>) -> Result<Transcode
     Ok(Transcoded { out, transposed, counts: made.counts })
 }
 
-/// The first `cols` of each row.
+/// The first `cols` columns of each row.
 fn cut_rows<B: GpuKernels>(b: &B, q: BlockScaled<B>, cols: usize) -> Result<BlockScaled<B>> {
     let [from, to] = [q.cols, cols].map(|cols| q.format.row_code_bytes(cols));
     let codes = Lines::whole(q.rows, from, to).recut(b, &q.codes)?;

@@ -1,24 +1,25 @@
-//! Embedding gradients and losses: tokens sorted by id, and losses summed by shard.
+//! Embedding gradients and losses on a GPU: the sort of tokens by id, and the sum of losses by shard.
 
 use crate::{GpuKernels, Temporary};
 use nibble_core::ops::{CrossEntropy, EmbedBackward, PlanPermute};
 use nibble_core::{Backend, Error, Result};
 
-/// Most bits of a digit: `plan_permute` takes 2 to this power of groups.
+/// Maximum number of bits of a radix digit: `plan_permute` takes at most 2^`DIGIT_BITS` groups.
 pub const DIGIT_BITS: u32 = 12;
-/// Words of a task of `embed_backward`.
+/// Number of words of a task of `embed_backward`.
 pub const TASK_WORDS: usize = 4;
 
-/// A radix digit that `embed_backward` sorts tokens by.
+/// A radix digit by which `embed_backward` sorts tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Digit {
-    /// Its lowest bit.
+    /// Index of the digit's lowest bit.
     pub shift: u32,
-    /// Number of its values.
+    /// Number of values of the digit.
     pub values: usize,
 }
 
-/// The radix digits, lowest first, that distinguish `keys` keys and one value past them. A `plan_permute` sorts the tokens by each digit.
+/// The radix digits, lowest first, that distinguish `keys` keys and one value past the last key. For each digit, one `plan_permute` sorts
+/// the tokens.
 pub fn digits(keys: u32) -> impl Iterator<Item = Digit> {
     let bits = (32 - keys.leading_zeros()).max(1);
     let each = bits.div_ceil(bits.div_ceil(DIGIT_BITS));
@@ -28,8 +29,8 @@ pub fn digits(keys: u32) -> impl Iterator<Item = Digit> {
     })
 }
 
-/// A stable radix sort of the tokens by `keys` keys, one plan per digit. `list(digit, order, values, tokens)` writes each token's value
-/// of the digit: in `order`, if there is one; otherwise in token order, and then it also writes the unsorted tokens.
+/// A stable radix sort of the tokens by `keys` keys, one plan per digit. `list(digit, order, values, tokens)` writes each token's value of
+/// the digit in the order `order`. Without an `order`, `list` writes the values in token order, and also writes the unsorted tokens.
 pub fn sorted_tokens<B: GpuKernels>(
     b: &B,
     tokens: usize,
@@ -55,28 +56,29 @@ pub fn sorted_tokens<B: GpuKernels>(
     order.ok_or_else(|| Error::shape("embed_backward", "rows of grad", keys, "at least one id"))
 }
 
-/// What `embed_backward` sums after it has sorted the tokens.
+/// The sizes of the sums that `embed_backward` computes after it has sorted the tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EmbedTasks {
-    /// Most runs of tokens with one id that take several chunks; such a run has more tokens than a chunk.
+    /// Maximum number of runs of tokens with one id that take several chunks. A run of several chunks has more tokens than a chunk.
     pub most_runs: usize,
-    /// Rows of partial sums: two per 64 tokens, so that every run of several chunks has its own.
+    /// Number of rows of partial sums: two rows per 64 tokens, so that every run of several chunks has its own rows.
     pub rows: usize,
 }
 
 impl EmbedTasks {
-    /// None if there is nothing to add.
+    /// The sizes for an operation; `None` if there is nothing to add.
     pub fn of<B: Backend>(op: &EmbedBackward<'_, B>) -> Option<Self> {
         let ((tokens, d), rows) = (op.dy.shape(), op.grad.rows);
         (tokens * d * rows > 0).then(|| Self::new::<B>(tokens))
     }
 
-    /// For `tokens` tokens.
+    /// The sizes for `tokens` tokens.
     pub const fn new<B: Backend>(tokens: usize) -> Self {
         Self { most_runs: tokens.div_ceil(EmbedBackward::<B>::CHUNK), rows: tokens.div_ceil(32) }
     }
 
-    /// Temporary memory for `tokens` rows of `d` columns, in order: tasks of chunks, tasks of runs, partial sums. Two counters are extra.
+    /// Temporary memory for `tokens` rows of `d` columns, in order: tasks of chunks, tasks of runs, partial sums. Two counters are
+    /// allocated separately.
     pub const fn temporaries(&self, tokens: usize, d: usize) -> [Temporary; 3] {
         [
             Temporary::new("chunks", TASK_WORDS * tokens * size_of::<i32>()),
@@ -86,7 +88,7 @@ impl EmbedTasks {
     }
 }
 
-/// Chunks of a shard's losses; each chunk is summed by itself.
+/// Number of chunks of a shard's losses; each chunk is summed separately.
 pub const fn chunks_of_losses<B: Backend>(tokens: usize, shards: usize) -> usize {
     (tokens / if shards == 0 { 1 } else { shards }).div_ceil(CrossEntropy::<B>::CHUNK)
 }
@@ -104,7 +106,7 @@ mod tests {
     fn tasks_of_an_embedding_s_gradient_are_counted_by_hand() {
         let tasks = EmbedTasks { most_runs: 3, rows: 5 };
         let bytes = tasks.temporaries(100, 64).map(|temporary| temporary.bytes);
-        // Words of four bytes each, and an F32 of four for each column of five rows.
+        // A word and an F32 value have four bytes each; there are five rows of partial sums.
         assert_eq!(bytes, [TASK_WORDS * 100 * 4, TASK_WORDS * 3 * 4, 5 * 64 * 4]);
     }
 

@@ -3,6 +3,6 @@
 pub enum Agreement {
     /// The same bits on every input (NaN compared as NaN).
     Bitwise,
-    /// A relative L2 error of at most this; the same bits on inputs whose partial sums are exact.
+    /// A relative L2 error of at most this value, and the same bits on inputs whose partial sums are exact.
     RelL2(f64),
 }

@@ -1,7 +1,8 @@
-//! The status of the process, readable at any moment without allocating or waiting; and which code can handle a failed allocation.
+//! The status of the process, which code can read at any time without allocating or waiting. This module also records which code can handle
+//! a failed allocation.
 //!
-//! The status has a phase ("step 12", "reading FILE"), a part of the phase (forward, backward, an all-to-all in either, reduce, gather,
-//! optimizer, checkpoint, evaluation) and the number of the step. A part that fails stays set, so that a message can name it.
+//! The status has a phase ("step 12", "reading FILE"), a part of the phase (such as forward, backward, an all-to-all, reduce, gather,
+//! optimizer, checkpoint or evaluation) and the number of the step. A part that fails stays set, so that a message can name the part.
 //!
 //! Code that can handle a failed allocation runs within [`may_be_refused`]. Everywhere else such a failure ends the process with an error.
 
@@ -15,7 +16,7 @@ thread_local! {
     static MAY_BE_REFUSED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs code that handles failed allocations. Outside of it, a failed allocation ends the `nibble` command.
+/// Runs code that handles failed allocations. In all other code, a failed allocation ends the `nibble` command.
 pub fn may_be_refused<R>(ask: impl FnOnce() -> R) -> R {
     struct Before(bool);
     impl Drop for Before {
@@ -33,7 +34,7 @@ pub fn takes_refusals() -> bool {
     MAY_BE_REFUSED.get()
 }
 
-/// The status, in a fixed buffer: to read it allocates nothing.
+/// The status in a buffer of fixed size, so that reading the status allocates nothing.
 #[derive(Clone, Copy)]
 struct Phase {
     text: [u8; 240],
@@ -48,7 +49,7 @@ static STEP: AtomicU64 = AtomicU64::new(NO_STEP);
 const NO_STEP: u64 = u64::MAX;
 
 impl Write for Phase {
-    /// Drops text beyond the buffer's capacity.
+    /// Appends text, and drops the part that exceeds the buffer's capacity.
     fn write_str(&mut self, text: &str) -> fmt::Result {
         for c in text.chars() {
             let Some(room) = self.text[self.len..].get_mut(..c.len_utf8()) else { return Err(fmt::Error) };
@@ -65,7 +66,8 @@ fn phase_now() -> MutexGuard<'static, Phase> {
 /// Called on each change of the status.
 static ON_CHANGE: OnceLock<fn()> = OnceLock::new();
 
-/// Calls `told` on each change of the status, on the thread that makes the change; `told` may read the status. Only the first call counts.
+/// Calls `told` on each change of the status, on the thread that makes the change; `told` may read the status. Only the first call of
+/// `on_change` has an effect.
 pub fn on_change(told: fn()) {
     let _ = ON_CHANGE.set(told);
 }
@@ -86,17 +88,17 @@ pub fn phase(what: fmt::Arguments<'_>) {
     changed();
 }
 
-/// Sets the part of the phase, as "forward"; an empty text is none.
+/// Sets the part of the phase, for example "forward"; an empty text means no part.
 pub fn part(what: &'static str) {
     phase_now().part = what;
     changed();
 }
 
-/// Runs `work` as a part, as "reduce", and restores the previous part. If `work` fails, its part stays set, so that the error message can
-/// name it.
+/// Runs `work` as a part of the phase, for example "reduce", and restores the previous part. If `work` fails, its part stays set, so that
+/// the error message can name it.
 ///
 /// # Errors
-/// What `work` returns.
+/// Errors of `work`.
 pub fn in_part<R, E>(what: &'static str, work: impl FnOnce() -> Result<R, E>) -> Result<R, E> {
     let before = std::mem::replace(&mut phase_now().part, what);
     changed();
@@ -105,7 +107,7 @@ pub fn in_part<R, E>(what: &'static str, work: impl FnOnce() -> Result<R, E>) ->
     Ok(done)
 }
 
-/// Runs `work`, for example to find out more about an error, and restores the status: what `work` sets does not last.
+/// Runs `work`, for example to find out more about an error, and then restores the status, even if `work` has changed it.
 pub fn aside<R>(work: impl FnOnce() -> R) -> R {
     let Phase { text, len, part } = *phase_now();
     let done = work();
@@ -114,8 +116,8 @@ pub fn aside<R>(work: impl FnOnce() -> R) -> R {
     done
 }
 
-/// Passes the phase and its part to `tell`: empty texts if nothing is known, or while another thread writes the status. Does not allocate
-/// or wait.
+/// Passes the phase and its part to `tell`. The phase and the part are empty texts if no status is set, or while another thread writes the
+/// status. The function does not allocate or wait.
 pub fn with_phase<R>(tell: impl FnOnce(&str, &'static str) -> R) -> R {
     match PHASE.try_lock() {
         Ok(phase) => tell(std::str::from_utf8(&phase.text[..phase.len]).unwrap_or_default(), phase.part),
@@ -123,13 +125,13 @@ pub fn with_phase<R>(tell: impl FnOnce(&str, &'static str) -> R) -> R {
     }
 }
 
-/// Sets the training step that is being issued, counted from 0 as in messages; none outside of a run's steps.
+/// Sets the training step that is being issued, counted from 0 as in messages; `None` means that no step is being issued.
 pub fn set_step(step: Option<u64>) {
     STEP.store(step.unwrap_or(NO_STEP), Ordering::Relaxed);
     changed();
 }
 
-/// The training step that was issued last, from 0. Does not wait.
+/// The training step that was issued last, counted from 0. The call does not wait.
 #[must_use]
 pub fn step() -> Option<u64> {
     Some(STEP.load(Ordering::Relaxed)).filter(|step| *step != NO_STEP)
@@ -145,7 +147,7 @@ mod tests {
         with_phase(|text, part| assert_eq!((text, part), (r"reading a\u{1b}b", "")));
         phase(format_args!("reading {}", "é".repeat(300)));
         with_phase(|text, _| assert!(text.starts_with("reading éé") && (238..=240).contains(&text.len())));
-        // The part that is set inside.
+        // The part that is set at this moment.
         let part_now = || with_phase(|_, part| part);
         part("forward");
         assert_eq!(in_part("reduce", || Ok::<_, ()>(part_now())), Ok("reduce"));

@@ -3,7 +3,7 @@ use nibble_formats::ScaleLayout;
 use std::fmt::Debug;
 use std::ops::Range;
 
-/// A plain scalar a buffer may hold.
+/// A plain scalar type that a buffer can hold.
 pub trait Plain: bytemuck::Pod + Debug + PartialEq + Send + Sync + 'static {}
 impl Plain for u8 {}
 impl Plain for i32 {}
@@ -20,7 +20,7 @@ pub struct MemoryStats {
     pub live_bytes: usize,
     /// Peak of `live_bytes`.
     pub peak_bytes: usize,
-    /// The device's total, if it is known.
+    /// The device's total memory, if it is known.
     pub total_bytes: Option<usize>,
 }
 
@@ -40,17 +40,17 @@ impl Room {
     }
 }
 
-/// The kind of device: how operations use memory, and who shares that memory.
+/// The kind of device: it determines how operations use memory, and which ranks share that memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DeviceKind {
-    /// The host: ranks share its memory.
+    /// The host; its ranks share the memory.
     Host,
-    /// A GPU: each rank has its own.
+    /// A GPU; each rank has its own GPU memory.
     Gpu,
 }
 
 impl DeviceKind {
-    /// The layout of scales of blocks down columns, as kernels write it and products read it best.
+    /// The layout of the scales of column blocks that kernels write and that products read fastest.
     pub fn column_scales(self) -> ScaleLayout {
         match self {
             Self::Host => ScaleLayout::RowMajor,
@@ -68,7 +68,7 @@ pub struct ValueRun<'a, B: Backend, T: Plain> {
     pub range: Range<usize>,
 }
 
-/// Rows of values in a buffer, at a constant stride.
+/// Rows of values in a buffer; the stride between rows is constant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Lines {
     /// Index of the first row's first value.
@@ -91,7 +91,7 @@ pub struct LineCopy {
 }
 
 impl LineCopy {
-    /// One row of bytes.
+    /// A copy of one row of bytes.
     pub fn line(from: (usize, usize), to: (usize, usize), len: usize) -> Self {
         let lie = |(buffer, first)| (buffer, Lines { first, stride: len });
         Self { from: lie(from), to: lie(to), lines: 1, len }
@@ -100,7 +100,7 @@ impl LineCopy {
     /// The source and target buffers.
     ///
     /// # Errors
-    /// [`crate::Error::Shape`] if there is no such buffer.
+    /// [`crate::Error::Shape`] if an index is out of range.
     pub fn buffers<'b, Buf>(&self, from: &'b [Buf], to: &'b mut [Buf]) -> Result<(&'b Buf, &'b mut Buf)> {
         let expected = format!("of {} and {} buffers", from.len(), to.len());
         match (from.get(self.from.0), to.get_mut(self.to.0)) {
@@ -114,7 +114,7 @@ impl Lines {
     /// Checks that `lines` rows of `len` values lie within a buffer of `values`, and do not overlap.
     ///
     /// # Errors
-    /// [`Error::Shape`] naming `op`.
+    /// [`Error::Shape`] that names `op`.
     pub fn check(&self, op: &'static str, (lines, len): (usize, usize), values: usize) -> Result<()> {
         if lines == 0 || len == 0 {
             return Ok(());
@@ -127,20 +127,20 @@ impl Lines {
     }
 }
 
-/// Memory and order only; nothing numeric.
+/// The memory of a device and the order of its work; nothing numeric.
 ///
-/// A buffer is reference counted. A clone shares the bytes; a write through a shared handle copies the bytes first, so that no operation
-/// changes a tensor that another owner holds.
+/// A buffer is reference counted. A clone shares the bytes; a write through a shared handle first copies the bytes, so that no operation
+/// changes another owner's tensor.
 pub trait Backend: Clone + Debug + Send + Sync + Sized + 'static {
     /// A typed buffer on the device.
     type Buf<T: Plain>: Clone + Debug + Send + Sync;
-    /// Memory that repeated work reuses: see [`Backend::within`].
+    /// Memory that repeated work reuses; see [`Backend::within`].
     type Arena: Clone + Debug + Send + Sync;
     /// A download in flight.
     type Pending<T: Plain>: Debug + Send;
     /// Work recorded by [`Backend::record`].
     type Recording: Debug + Send;
-    /// Host memory to which [`Backend::copy_out`] copies at the full bandwidth of the link: pinned, on a GPU.
+    /// Host memory to which [`Backend::copy_out`] copies at the full bandwidth of the link. For a GPU this memory is pinned.
     type Host: AsRef<[f32]> + AsMut<[f32]> + Debug + Send + Sync;
 
     /// Name of the backend and its device, for messages.
@@ -149,31 +149,32 @@ pub trait Backend: Clone + Debug + Send + Sync + Sized + 'static {
     fn kind(&self) -> DeviceKind;
     /// A buffer of zeros.
     fn zeros<T: Plain>(&self, len: usize) -> Result<Self::Buf<T>>;
-    /// A few zeroed counters of an operation. A device may cut them from a larger buffer that it zeroes at once.
+    /// A small buffer of zeroed counters for one operation. A device may take these counters from a larger buffer that it zeroes with one
+    /// call.
     fn counters(&self, len: usize) -> Result<Self::Buf<u64>>;
     /// An uninitialized buffer, for an operation that overwrites all of it.
     fn alloc<T: Plain>(&self, len: usize) -> Result<Self::Buf<T>>;
     /// A buffer with these values.
     fn upload<T: Plain>(&self, values: &[T]) -> Result<Self::Buf<T>>;
-    /// Downloads a buffer, after everything that writes it.
+    /// Downloads a buffer after all issued work that writes to the buffer.
     fn download<T: Plain>(&self, buf: &Self::Buf<T>) -> Result<Vec<T>>;
-    /// Number of values.
+    /// Number of values in a buffer.
     fn len<T: Plain>(buf: &Self::Buf<T>) -> usize;
     /// Identity of the underlying allocation: equal exactly when two handles share bytes.
     fn buffer_id<T: Plain>(buf: &Self::Buf<T>) -> u64;
     /// Memory that the allocator holds.
     fn memory(&self) -> MemoryStats;
-    /// The device's memory as the system reports it, now or when the device was opened; none if it reports nothing.
+    /// The device's memory as the system reports it, now or when the device was opened; `None` if the system reports nothing.
     fn room(&self) -> Option<Room>;
     /// Bytes moved between host and device so far.
     fn traffic(&self) -> Traffic;
 
-    /// Overwrites the values from index `at` on, at the buffer's address. `values` may be reused when this returns.
+    /// Overwrites values from index `at` on, without a change of the buffer's address. The caller may reuse `values` after the call.
     ///
     /// # Errors
-    /// [`crate::Error::Shape`] if they do not fit.
+    /// [`crate::Error::Shape`] if the values do not fit.
     fn write<T: Plain>(&self, buf: &mut Self::Buf<T>, at: usize, values: &[T]) -> Result<()>;
-    /// Copies values of this range to index `at` of another buffer, at that buffer's address, on the device.
+    /// Copies the values in `range` to index `at` of another buffer, on the device, without a change of that buffer's address.
     ///
     /// # Errors
     /// [`crate::Error::Shape`] if either buffer has no such range.
@@ -184,7 +185,8 @@ pub trait Backend: Clone + Debug + Send + Sync + Sized + 'static {
         to: &mut Self::Buf<T>,
         at: usize,
     ) -> Result<()>;
-    /// Copies rows of values, `(number, length)`, to rows of another buffer, at that buffer's address, on the device.
+    /// Copies rows of values to rows of another buffer, on the device, without a change of that buffer's address. `lines_and_len` is the
+    /// number of rows and their length.
     ///
     /// # Errors
     /// [`crate::Error::Shape`] if either buffer has no such rows, or if its rows overlap.
@@ -194,68 +196,68 @@ pub trait Backend: Clone + Debug + Send + Sync + Sized + 'static {
         to: (&mut Self::Buf<T>, Lines),
         lines_and_len: (usize, usize),
     ) -> Result<()>;
-    /// Copies rows of bytes between several buffers, at the target buffers' addresses: as [`Backend::copy_lines`] for each copy, but
-    /// together where that is faster. No two copies write the same bytes.
+    /// Copies rows of bytes between several buffers, like one [`Backend::copy_lines`] for each copy, but batched where batching is faster.
+    /// The target buffers' addresses do not change. No two copies write the same bytes.
     ///
     /// # Errors
-    /// Those of [`Backend::copy_lines`]; [`crate::Error::Shape`] if there is no such buffer.
+    /// Errors of [`Backend::copy_lines`]; [`crate::Error::Shape`] if an index of a buffer is out of range.
     fn copy_many(&self, from: &[Self::Buf<u8>], to: &mut [Self::Buf<u8>], copies: &[LineCopy]) -> Result<()> {
         copies.iter().try_for_each(|copy| {
             let (source, target) = copy.buffers(from, to)?;
             self.copy_lines((source, copy.from.1), (target, copy.to.1), (copy.lines, copy.len))
         })
     }
-    /// Sets every byte of the buffer to 0, at its address.
+    /// Sets every byte of the buffer to 0, without a change of its address.
     fn clear<T: Plain>(&self, buf: &mut Self::Buf<T>) -> Result<()>;
-    /// Starts a download of these values, as they are after everything issued so far. Asynchronous.
+    /// Starts an asynchronous download of the values in `range`, as they are after all work issued so far.
     ///
     /// # Errors
     /// [`crate::Error::Shape`] if the buffer has no such range.
     fn begin_download<T: Plain>(&self, buf: &Self::Buf<T>, range: Range<usize>) -> Result<Self::Pending<T>>;
     /// Waits for a download of [`Backend::begin_download`], and returns its values.
     fn finish_download<T: Plain>(&self, pending: Self::Pending<T>) -> Result<Vec<T>>;
-    /// Copies these runs of values to the host, one after the other, concurrently with work that other threads issue: neither waits for the
-    /// other. The caller guarantees that no work that writes these values is in flight or is issued before this returns. There is one
-    /// wait for all runs, so many short runs take hardly longer than one.
+    /// Copies these runs of values to the host, one after the other, concurrently with work that other threads issue. Copies and work do
+    /// not wait for each other. The caller guarantees that no work that writes these values is in flight or is issued before the call
+    /// returns. All runs share one wait, so many short runs take hardly longer than one run.
     ///
     /// # Errors
-    /// [`crate::Error::Shape`] if a buffer has no such values, or `to` is not as long as all runs are; [`crate::Error::Device`] while
-    /// work is recorded.
+    /// [`crate::Error::Shape`] if a buffer has no such values, or if `to` is not as long as all runs together; [`crate::Error::Device`]
+    /// while work is recorded.
     fn copy_out<T: Plain>(&self, from: &[ValueRun<'_, Self, T>], to: &mut [T]) -> Result<()>;
-    /// Zeros in host memory for [`Backend::copy_out`]. Allocation takes far longer than a copy, so reuse the buffer.
+    /// Zeros in host memory for [`Backend::copy_out`]. Allocation takes far longer than a copy, so callers reuse the buffer.
     ///
     /// # Errors
-    /// [`crate::Error::Device`] if the host has no such memory left.
+    /// [`crate::Error::Device`] if the host cannot allocate the memory.
     fn host_values(&self, len: usize) -> Result<Self::Host>;
-    /// The same bytes as values of another type, sharing the allocation.
+    /// Reinterprets the bytes as values of another type; the result shares the allocation.
     ///
     /// # Errors
-    /// [`crate::Error::Shape`] unless the bytes are a whole number of `U`.
+    /// [`crate::Error::Shape`] unless the bytes are a whole number of values of type `U`.
     fn reinterpret<T: Plain, U: Plain>(&self, buf: &Self::Buf<T>) -> Result<Self::Buf<U>>;
 
-    /// An empty arena. It grows on demand, without moving anything, and frees its memory when it and every buffer in it are dropped. `name`
-    /// is its name in messages.
+    /// Creates an empty arena. The arena grows on demand without moving its buffers, and frees its memory when the arena and all of its
+    /// buffers are dropped. Messages use the arena's `name`.
     fn arena(&self, name: &'static str) -> Result<Self::Arena>;
     /// Runs `work` with allocations from the arena. Work that allocates and frees the same sizes in the same order, and finds the arena in
-    /// the same state, gets the same addresses. Only one thread at a time may be within an arena of a backend; what other threads allocate
-    /// meanwhile comes from that arena, too (see [`crate::Scope`]). Calls nest: the inner arena is used, and the outer one is restored
-    /// afterwards, also after a panic.
+    /// the same state, gets the same addresses. Only one thread at a time may be within an arena of a backend; other threads' allocations
+    /// meanwhile also come from that arena (see [`crate::Scope`]). Calls can be nested: the inner arena is used, and the outer arena is
+    /// restored afterwards, even after a panic.
     ///
     /// # Errors
-    /// What `work` returns; [`crate::Error::Device`] while another thread works within an arena.
+    /// Errors of `work`; [`crate::Error::Device`] while another thread works within an arena.
     fn within<R>(&self, arena: &Self::Arena, work: impl FnOnce() -> Result<R>) -> Result<R>;
-    /// Memory of the arena: live and peak bytes, and as `total_bytes` the memory that backs it.
+    /// The arena's live and peak bytes, and, as `total_bytes`, the bytes of memory that back the arena.
     fn arena_memory(&self, arena: &Self::Arena) -> MemoryStats;
 
     /// Whether the backend can record work.
     fn can_record(&self) -> bool;
-    /// Records the work that `work` issues, without executing it: no value on the device changes. `work` runs once; it must not upload or
-    /// download. It must allocate from an arena, which the recording keeps alive.
+    /// Records the work that `work` issues, without executing it: no value on the device changes. `work` runs once and must not upload or
+    /// download. `work` must allocate from an arena, which the recording keeps alive.
     ///
     /// # Errors
-    /// What `work` returns; [`crate::Error::Device`] if the backend cannot record, or cannot record this work.
+    /// Errors of `work`; [`crate::Error::Device`] if the backend cannot record, or cannot record this work.
     fn record(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<Self::Recording>;
-    /// Issues recorded work on the buffers that it was recorded with. The recorded work owns the arena while it runs. It overwrites memory
-    /// that was freed during the recording or since, even if the arena has allocated that memory again.
+    /// Issues recorded work on the buffers of the recording. The recorded work owns the arena while it runs. A replay overwrites memory
+    /// that was freed during or after the recording, even if the arena has allocated that memory again.
     fn replay(&self, recording: &Self::Recording) -> Result<()>;
 }

@@ -6,15 +6,16 @@
 //! | `Col` | columns, stored transposed | wgrad, both operands: its contraction runs down the rows, which are contiguous here |
 //! | `Tile` | both: 2-D blocks | weights: one tensor for fprop, its transpose for dgrad. Formats without 2-D blocks use `Row` for both |
 //!
-//! * Codes of less than a byte are packed from the lowest bit on. Each row of codes (each column of `Col`) begins at a byte.
-//! * A row or column that ends inside a block is extended by zeros. `Col` stores these zeros: it rounds the number of rows up to a block.
-//! * Some formats have one scale per row (`e4m3-row`). In `Col` their scales are per column and group of rows: an expert, or a shard of
-//!   dense tokens. So ranks need not agree on a scale. The scale is stored once per 128 rows, because groups begin at multiples of 128;
-//!   products read it as the scale of a block of 128.
-//! * A block that holds a NaN or an infinity has a NaN scale and zero codes, and is counted. Formats without block scales mark the
-//!   tensor's scale.
-//! * A tensor that only products read may hold, in place of codes, the numbers that those products take (`Taken`). Every other op refuses
-//!   such a tensor by name. Tensors that are saved for the backward pass or sent to another rank always have codes.
+//! * Codes of less than a byte are packed from the lowest bit on. Each row of codes (each column for `Col`) begins at a byte boundary.
+//! * A row or column that ends inside a block is extended by zeros. `Col` stores these zeros, because it rounds the number of rows up to
+//!   whole blocks.
+//! * Some formats have one scale per row (`e4m3-row`). With `Col`, these formats have one scale per column and group of rows (an expert, or
+//!   a shard of dense tokens), so ranks need not agree on a scale. This scale is stored once per 128 rows, because groups begin at
+//!   multiples of 128; products read it as the scale of a block of 128 rows.
+//! * A block that holds a NaN or an infinity has a NaN scale and zero codes, and quantization counts such blocks. Formats without block
+//!   scales mark the tensor's scale instead.
+//! * A tensor that only products read may hold lifted or decoded numbers in place of codes (`Taken`). Every other op returns an error for
+//!   such a tensor. Tensors that are saved for the backward pass or sent to another rank always have codes.
 
 use crate::ops::{Stored, Taken};
 use crate::{Backend, DType, Error, Result, Tensor};
@@ -24,50 +25,51 @@ use nibble_formats::{BlockAxis, Format, Scale, ScaleKind, ScaleLayout, ScalePlan
 ///
 /// * `Row`: codes `[rows][cols]`, scales `[rows][⌈cols/block⌉]`.
 /// * `Col`: stored transposed, codes `[cols][capacity]`, scales `[cols][⌈capacity/block⌉]`, so that the contraction down the rows is
-///   contiguous. `rows` is the row capacity. In a format with one scale per row, a column has one scale per group of rows (one in all
-///   without groups), stored once per 128 rows ([`Format::record_len`]).
+///   contiguous. `rows` is the row capacity. In a format with one scale per row, a column has one scale per group of rows (one scale in
+///   total if there are no groups), stored once per 128 rows ([`Format::record_len`]).
 /// * `Tile`: codes `[rows][cols]`, scales `[⌈rows/block⌉][⌈cols/block⌉]`.
 ///
-/// Codes of less than a byte are packed from the lowest bit on. A block's scales are a record of [`ScaleKind::bytes`] bytes, whatever
-/// their types. `stack` equal matrices may be stacked (expert weights): blocks never cross from one matrix to the next, and `Tile`
-/// scales are `[stack][⌈rows/stack/block⌉][⌈cols/block⌉]`.
+/// Codes of less than a byte are packed from the lowest bit on. The scales of a block, whatever their types, are stored as a record of
+/// [`ScaleKind::bytes`] bytes. `stack` equal matrices may be stacked (expert weights): blocks never cross from one matrix to the next, and
+/// `Tile` scales are `[stack][⌈rows/stack/block⌉][⌈cols/block⌉]`.
 #[derive(Debug, Clone)]
 pub struct BlockScaled<B: Backend> {
     /// The element format and block length.
     pub format: Format,
-    /// The direction of a block.
+    /// The direction along which a block runs.
     pub axis: BlockAxis,
     /// How the scales were chosen. Together with the format it determines their type ([`BlockScaled::scale_kind`]).
     pub rule: ScaleRule,
-    /// Rows of the logical matrix, all matrices of the stack together.
+    /// Number of rows of the logical matrix, over all matrices of the stack.
     pub rows: usize,
-    /// Columns of the logical matrix.
+    /// Number of columns of the logical matrix.
     pub cols: usize,
-    /// Matrices stacked; 1 for activations.
+    /// Number of stacked matrices; 1 for activations.
     pub stack: usize,
     /// The codes.
     pub codes: B::Buf<u8>,
     /// The scales, as bytes.
     pub scales: B::Buf<u8>,
     /// The tensor scale of each row of the logical matrix, for formats with tensor scales ([`ScaleKind::has_tensor_scale`]). Rows that were
-    /// quantized together have the same one, and keep it through an all-to-all.
+    /// quantized together have the same tensor scale, and keep this scale in an all-to-all.
     pub tensor_scale: Option<B::Buf<f32>>,
-    /// The layout of the scales. Those of rows and tiles are row-major, so that they move with their rows. Those of columns have the layout
-    /// that the backend's products read best.
+    /// The layout of the scales. Scales of row blocks and of 2-D blocks are row-major, so that they move with their rows. Scales of column
+    /// blocks have the layout that the backend's products read fastest.
     pub scale_layout: ScaleLayout,
-    /// For `Col`: every aligned run of this many columns has identical scales, as columns that were converted from row blocks have.
-    /// Products run faster if they know the run. 1 if unknown.
+    /// With `Col`, every aligned run of this many columns has identical scales, as in columns that were converted from row blocks. Products
+    /// run faster if this number is known; 1 means unknown.
     pub shared_cols: usize,
-    /// The form of the numbers in `codes`: codes, unless only products read the tensor ([`only_for`](crate::ops::Quantize::only_for)).
-    /// Lifted numbers have the scales of [`Format::LIFTED`] in `scales`, decoded ones those of their codes.
+    /// The form of the numbers in `codes`. The numbers are codes unless only products read the tensor
+    /// ([`only_for`](crate::ops::Quantize::only_for)). For lifted numbers, `scales` holds the scales of [`Format::LIFTED`]; for decoded
+    /// numbers, `scales` holds the scales of the codes.
     pub taken: Taken,
 }
 
 impl<B: Backend> BlockScaled<B> {
-    /// Allocates a tensor that the next operation overwrites. `rows` are those of all `stack` matrices.
+    /// Allocates a tensor that the next operation overwrites. `rows` counts the rows of all `stack` matrices.
     ///
     /// # Errors
-    /// What the backend returns if it is out of memory.
+    /// The backend's error if it is out of memory.
     pub fn unwritten(
         b: &B,
         stored: (Format, ScaleRule),
@@ -77,11 +79,11 @@ impl<B: Backend> BlockScaled<B> {
         Self::unwritten_as(b, stored, axis, shape, Taken::AsIs)
     }
 
-    /// [`BlockScaled::unwritten`] in the form that products take. [`Taken::Lifted`] needs a format that products lift; [`Taken::Decoded`]
+    /// [`BlockScaled::unwritten`] for numbers in the form `taken`. [`Taken::Lifted`] needs a format that products lift; [`Taken::Decoded`]
     /// needs blocks along rows or columns.
     ///
     /// # Errors
-    /// What the backend returns if it is out of memory.
+    /// The backend's error if it is out of memory.
     pub fn unwritten_as(
         b: &B,
         (format, rule): (Format, ScaleRule),
@@ -94,7 +96,7 @@ impl<B: Backend> BlockScaled<B> {
             BlockAxis::Col => b.kind().column_scales(),
             BlockAxis::Row | BlockAxis::Tile => ScaleLayout::RowMajor,
         };
-        // For rows without values, a GPU writes no scales.
+        // A GPU writes no tensor scales for rows without columns.
         let tensor_scale = || if cols == 0 { b.upload(&vec![1.0; rows]) } else { b.alloc(rows) };
         let stored = Stored { format, rule, axis };
         let [codes, scales] = stored.plane_bytes((rows, cols, stack), taken, scale_layout);
@@ -114,15 +116,15 @@ impl<B: Backend> BlockScaled<B> {
         })
     }
 
-    /// Bytes of codes and of scales, by shape and form.
+    /// Expected bytes of the codes and of the scales, computed from the shape and the form.
     pub fn expected_bytes(&self) -> [usize; 2] {
         Stored::block(self).plane_bytes((self.rows, self.cols, self.stack), self.taken, self.scale_layout)
     }
 
-    /// Refuses a tensor without codes.
+    /// Returns an error for a tensor without codes.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if it holds the numbers that products take instead.
+    /// [`Error::Unsupported`] if the tensor holds lifted or decoded numbers instead of codes.
     pub fn check_has_codes(&self, op: &'static str) -> Result<()> {
         if self.taken == Taken::AsIs {
             return Ok(());
@@ -139,8 +141,8 @@ impl<B: Backend> BlockScaled<B> {
         code_bytes(format, axis, (rows, cols))
     }
 
-    /// Rows and columns of the matrix of scales for this format, axis and shape: rows of codes (for `Tile`, blocks down all matrices), and
-    /// blocks per row.
+    /// Rows and columns of the matrix of scales for this format, axis and shape. The matrix has one row per row of codes (for `Tile`, per
+    /// row of blocks of each matrix) and one column per block along a row.
     pub fn scale_shape(
         format: Format,
         axis: BlockAxis,
@@ -168,15 +170,15 @@ impl<B: Backend> BlockScaled<B> {
         B::len(&self.codes) + B::len(&self.scales) + tensor_scale
     }
 
-    /// The scales in a block's record.
+    /// The kind and number of the scales in a block's record.
     pub fn scale_kind(&self) -> ScaleKind {
         self.format.scale_kind(self.rule)
     }
 
-    /// The records of scales on the host, row after row whatever their layout. A NaN has the bits of [`ScaleKind::nan`].
+    /// Downloads the records of scales, and returns them row by row, whatever their layout. A NaN has the bits of [`ScaleKind::nan`].
     ///
     /// # Errors
-    /// [`Error::Shape`] if the buffer does not have the bytes of its layout; what the backend reports.
+    /// [`Error::Shape`] if the buffer does not have the bytes of its layout; errors of the backend.
     pub fn records(&self, b: &B) -> Result<Vec<Scale>> {
         self.check_has_codes("records")?;
         let (kind, (lines, blocks)) = (self.scale_kind(), self.shape_of_scales());
@@ -200,10 +202,10 @@ impl<B: Backend> BlockScaled<B> {
         B::buffer_id(&self.codes)
     }
 
-    /// Checks that rows can be sent: a row must hold whole blocks, with their scales.
+    /// Checks that rows can be sent to another rank: a row must consist of whole blocks with their scales.
     ///
     /// # Errors
-    /// [`Error::Shape`] naming `argument` unless blocks run along the row; [`Error::Unsupported`] unless the scales are row-major.
+    /// [`Error::Shape`] that names `argument` unless blocks run along the row; [`Error::Unsupported`] unless the scales are row-major.
     pub fn check_rows_travel(&self, op: &'static str, argument: &'static str) -> Result<()> {
         self.check_has_codes(op)?;
         if self.axis != BlockAxis::Row {
@@ -220,10 +222,10 @@ impl<B: Backend> BlockScaled<B> {
         Ok(())
     }
 
-    /// The E8M0 scale bytes.
+    /// The bytes of the scales, if the scales are E8M0.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if the scales are of another kind: there is no exponent to shift by.
+    /// [`Error::Unsupported`] if the scales are not E8M0, because other scales have no exponent to shift by.
     pub fn e8m0_scales(&self, op: &'static str) -> Result<&B::Buf<u8>> {
         if self.scale_kind() == ScaleKind::E8M0 {
             return Ok(&self.scales);
@@ -257,8 +259,8 @@ fn scale_shape(
 }
 
 impl Stored {
-    /// Bytes of codes and of scales for `stack` matrices, in the form `taken` and this layout of scales. Decoded numbers are BF16, row by
-    /// row whatever the axis, and keep the scales of their codes.
+    /// Bytes of codes and of scales for `stack` matrices, in the form `taken` and with the scale layout `layout`. Decoded numbers are
+    /// row-major BF16, whatever the axis, and keep the scales of their codes.
     pub fn plane_bytes(
         self,
         (rows, cols, stack): (usize, usize, usize),
@@ -283,9 +285,9 @@ impl Stored {
 /// An argument of a product or a permutation: plain or block-scaled rows. A clone shares the buffers.
 #[derive(Debug, Clone)]
 pub enum Operand<B: Backend> {
-    /// F32 or BF16.
+    /// A tensor of F32 or BF16.
     Plain(Tensor<B>),
-    /// Quantized.
+    /// A quantized tensor.
     Block(BlockScaled<B>),
 }
 
@@ -306,7 +308,7 @@ impl<B: Backend> Operand<B> {
         }
     }
 
-    /// Bytes held.
+    /// Bytes of the elements, or of the codes and scales.
     pub fn bytes(&self) -> usize {
         match self {
             Self::Plain(t) => t.bytes(),
@@ -314,7 +316,7 @@ impl<B: Backend> Operand<B> {
         }
     }
 
-    /// Identity of the allocation of elements or codes.
+    /// Identity of the buffer of elements or codes.
     pub fn buffer_id(&self) -> u64 {
         match self {
             Self::Plain(t) => t.buffer_id(),
@@ -336,7 +338,7 @@ impl<B: Backend> Operand<B> {
     /// The plain tensor.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if it is quantized.
+    /// [`Error::Unsupported`] if the operand is quantized.
     pub fn plain(&self, op: &'static str) -> Result<&Tensor<B>> {
         match self {
             Self::Plain(t) => Ok(t),
@@ -347,7 +349,7 @@ impl<B: Backend> Operand<B> {
     /// The quantized tensor.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if it is plain.
+    /// [`Error::Unsupported`] if the operand is plain.
     pub fn block(&self, op: &'static str) -> Result<&BlockScaled<B>> {
         match self {
             Self::Plain(_) => {
@@ -357,7 +359,7 @@ impl<B: Backend> Operand<B> {
         }
     }
 
-    /// The record of one of its rows.
+    /// The layout of one row in an all-to-all.
     pub fn row_kind(&self) -> RowKind {
         match self {
             Self::Plain(t) => RowKind { format: self.format(), rule: ScaleRule::Amax, cols: t.cols },
@@ -367,7 +369,7 @@ impl<B: Backend> Operand<B> {
 }
 
 impl Stored {
-    /// The record of an operand's rows.
+    /// The layout of an operand's rows in an all-to-all.
     pub fn of<B: Backend>(x: &Operand<B>) -> Self {
         match x {
             Operand::Plain(x) => Self::plain(x.dtype()),
@@ -375,20 +377,20 @@ impl Stored {
         }
     }
 
-    /// The record of a quantized matrix's rows.
+    /// The layout of a quantized matrix's rows in an all-to-all.
     pub fn block<B: Backend>(x: &BlockScaled<B>) -> Self {
         Self { format: x.format, rule: x.rule, axis: x.axis }
     }
 }
 
-/// The record of one row in an all-to-all: codes, then scales, then the tensor scale if there is one, padded to 16 bytes.
+/// The layout of one row in an all-to-all: codes, then scales, then the tensor scale if there is one, padded to 16 bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RowKind {
-    /// Plain or block format; blocks run along the row.
+    /// The plain or block format; blocks run along the row.
     pub format: Format,
-    /// Determines the type of scales (ignored for plain formats).
+    /// The scale rule, which determines the type of the scales (ignored for plain formats).
     pub rule: ScaleRule,
-    /// Elements of a row.
+    /// Number of elements of a row.
     pub cols: usize,
 }
 
@@ -396,7 +398,7 @@ impl RowKind {
     /// Checks that the format has scales of this rule.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if it does not.
+    /// [`Error::Unsupported`] if the format has no such scales.
     pub fn check_rule(&self, op: &'static str) -> Result<()> {
         if self.format.is_block() && !self.format.spec().rules.contains(&self.rule) {
             let why = format!("it has no scale rule `{}`", self.rule);
@@ -405,15 +407,15 @@ impl RowKind {
         Ok(())
     }
 
-    /// The scales in a block's record.
+    /// The kind and number of the scales in a block's record.
     pub fn scale_kind(&self) -> ScaleKind {
         if self.format.is_block() { self.format.scale_kind(self.rule) } else { ScaleKind::NONE }
     }
 
-    /// Allocates `rows` such rows, to be overwritten.
+    /// Allocates `rows` rows of this layout, which the next operation overwrites.
     ///
     /// # Errors
-    /// What the backend returns if it is out of memory.
+    /// The backend's error if it is out of memory.
     pub fn unwritten<B: Backend>(&self, b: &B, rows: usize) -> Result<Operand<B>> {
         let plain = |dtype| Tensor::unwritten(b, dtype, rows, self.cols).map(Operand::Plain);
         match self.format {
@@ -426,12 +428,12 @@ impl RowKind {
         }
     }
 
-    /// Whether a record ends with padding.
+    /// Whether a row of this layout ends with padding.
     pub fn is_padded(&self) -> bool {
         self.row_bytes() != self.code_bytes() + self.scale_bytes() + self.tensor_scale_bytes()
     }
 
-    /// Rows of a block format with these codes and scales.
+    /// Creates rows of a block format from these codes and scales.
     pub fn block_rows<B: Backend>(
         &self,
         rows: usize,
@@ -455,22 +457,22 @@ impl RowKind {
         }
     }
 
-    /// Bytes of the codes or plain elements.
+    /// Bytes of a row's codes or plain elements.
     pub fn code_bytes(&self) -> usize {
         self.format.row_code_bytes(self.cols)
     }
 
-    /// Bytes of the blocks' scales.
+    /// Bytes of the scales of a row's blocks.
     pub fn scale_bytes(&self) -> usize {
         self.scale_kind().bytes() * self.format.scales_per_row(self.cols)
     }
 
-    /// Bytes of the tensor scale.
+    /// Bytes of a row's tensor scale.
     pub fn tensor_scale_bytes(&self) -> usize {
         if self.scale_kind().has_tensor_scale() { size_of::<f32>() } else { 0 }
     }
 
-    /// Bytes of the whole record, a multiple of 16.
+    /// Bytes of the whole row with its padding, a multiple of 16.
     pub fn row_bytes(&self) -> usize {
         (self.code_bytes() + self.scale_bytes() + self.tensor_scale_bytes()).next_multiple_of(16)
     }

@@ -1,9 +1,10 @@
 //! Collectives between ranks, and the mesh of ranks.
 //!
-//! [`Comm`] has an all-to-all of counts and of rows of bytes, reduce-scatters by a balanced tree, gathers, a barrier, and `abort`. The
-//! all-to-all of rows, reduce-scatters and gathers of parts are asynchronous: they return a [`Transfer`] that owns its buffers.
+//! [`Comm`] has an all-to-all of counts and of rows of bytes, reduce-scatters that sum by a balanced tree, gathers, a barrier, and `abort`.
+//! The all-to-all of rows, reduce-scatters and gathers of parts are asynchronous: they return a [`Transfer`] that owns its buffers.
 //!
-//! A [`Mesh`] has a communicator for each axis along which something is sharded. A caller that asks for a rank names the axis.
+//! A [`Mesh`] has a communicator for each axis along which something is sharded. A rank has a number on each axis, so code that needs this
+//! number chooses an axis.
 //!
 //! | axis | ranks | what is exchanged |
 //! |---|---|---|
@@ -12,40 +13,39 @@
 //! | `dp` | ranks that hold the same experts | gradients of experts |
 //!
 //! In Megatron's and torchtitan's words: dense parameters are data-parallel over all ranks; experts are expert-parallel over `ep`, with
-//! `dp` replicas. Tokens are divided among all ranks in order, so the tokens of a replica are consecutive, and so are its shards of a
-//! micro-batch.
+//! `dp` replicas. Tokens are divided among all ranks in order, so the tokens and the micro-batch shards of a replica are consecutive.
 //!
 //! If a rank fails, panics or leaves, pending and later calls of all other ranks return an error, along every axis. An interrupted
-//! collective may leave anything in its buffers, so a caller calls [`Comm::check`] before it uses a result. No metric, checkpoint or
-//! held-out loss is therefore computed from undefined buffers.
+//! collective may leave undefined values in its buffers, so the caller calls [`Comm::check`] before it uses a result. No metric, checkpoint
+//! or held-out loss is therefore computed from undefined buffers.
 //!
-//! Three kinds of parallelism are not implemented, but would fit in here:
+//! Three kinds of parallelism are not implemented, but this interface could be extended to them:
 //!
 //! * Pipeline ranks would be a fourth, outermost axis. Each rank would own a range of blocks, and micro-batches would travel between
 //!   ranges.
-//! * A two-level all-to-all, within a host and between hosts, would be an exchange over an `ep` of two communicators. A token would be
-//!   sent once to a host, and from there once to each rank.
-//! * Context parallelism would divide attention by positions. Keys and values would go around the ranks of a fifth axis; all other ops
-//!   treat tokens independently.
+//! * A two-level all-to-all, within a host and between hosts, would use two communicators for the `ep` axis. A token would be sent once to
+//!   a host, and from there once to each rank.
+//! * Context parallelism would shard attention by sequence position. Keys and values would circulate among the ranks of a fifth axis; all
+//!   other ops treat tokens independently.
 
 use crate::{Backend, Error, Result};
 use std::fmt::{self, Debug};
 use std::ops::Range;
 use std::time::Duration;
 
-/// Collectives between ranks. Every method is called by all ranks in the same order.
+/// Collectives between ranks. All ranks call the methods in the same order.
 pub trait Comm<B: Backend>: Debug + Send + Sync {
     /// This rank, from 0.
     fn rank(&self) -> usize;
     /// Number of ranks.
     fn world(&self) -> usize;
-    /// All-gather of row counts. `send` holds n counts per rank; those for rank `p` begin at `p · n`. The result is
-    /// `[world, world · n]`: row `r` is what rank `r` sends, and the columns of `p` are what rank `p` receives, so that a host learns both
-    /// with one read.
+    /// All-gather of row counts. `send` holds n counts per rank; the counts for rank `p` begin at index `p · n`. The result is `[world,
+    /// world · n]`: row `r` holds the counts that rank `r` sends, and the columns of `p` hold the counts that rank `p` receives. The host
+    /// thus reads both with one download.
     fn counts(&self, b: &B, send: &B::Buf<i32>) -> Result<B::Buf<i32>>;
     /// Starts an all-to-all of rows of `row_bytes` bytes: `send_rows[p]` rows go to rank `p`, in order. The `recv_rows[p]` rows from each
-    /// rank, in rank order, become the first rows of `into`, which the transfer returns. Both buffers may be longer; rows beyond these are
-    /// neither sent nor changed. Asynchronous: several transfers may be in flight, and other collectives may be called meanwhile.
+    /// rank, in rank order, become the first rows of `into`, which the transfer returns. Both buffers may have more rows, which are neither
+    /// sent nor changed. The call is asynchronous: several transfers may be in flight, and other collectives may be called meanwhile.
     ///
     /// # Errors
     /// Errors of the backend and of other ranks. Rows beyond the buffers' capacity are an error of this call. A number of received rows
@@ -59,18 +59,21 @@ pub trait Comm<B: Backend>: Debug + Send + Sync {
         recv_rows: &[usize],
         into: B::Buf<u8>,
     ) -> Result<Transfer<B, B::Buf<u8>>>;
-    /// Starts reduce-scatters over ranks, by a balanced tree, ((0+1)+(2+3))…; each rank gets its part. Asynchronous: several transfers may
-    /// be in flight, and other collectives may be called meanwhile. All ranks pass the same number of sums, with the same parts.
+    /// Starts reduce-scatters over ranks, by a balanced tree, ((0+1)+(2+3))…; each rank receives the sum of its part. The call is
+    /// asynchronous: several transfers may be in flight, and other collectives may be called meanwhile. All ranks pass the same number of
+    /// sums, with the same parts.
     ///
     /// # Errors
-    /// Those of the backend and of other ranks; for parts out of range of the values or `into`, here or when the transfer is awaited.
+    /// Errors of the backend and of other ranks. Parts that exceed the values or `into` are an error of this call or of the wait for the
+    /// transfer.
     fn begin_reduce_scatter_tree(&self, b: &B, sums: Vec<TreeSum<B>>) -> Result<Transfer<B>>;
     /// Starts a gather of parts to every rank: the bytes of rank `p` go to the ranges `parts[p]` of `into`, one after the other. Bytes of
-    /// `into` outside all parts do not change. All ranks pass the same parts. Asynchronous, as [`Comm::begin_reduce_scatter_tree`]. If
-    /// another handle shares `into`, the result is a copy.
+    /// `into` outside all parts do not change. All ranks pass the same parts. The call is asynchronous, like
+    /// [`Comm::begin_reduce_scatter_tree`]. If another handle shares `into`, the result is a copy.
     ///
     /// # Errors
-    /// Those of the backend and of other ranks; for parts out of range of `mine` or `into`, here or when the transfer is awaited.
+    /// Errors of the backend and of other ranks. Parts that exceed `mine` or `into` are an error of this call or of the wait for the
+    /// transfer.
     fn begin_all_gather_parts(
         &self,
         b: &B,
@@ -78,23 +81,23 @@ pub trait Comm<B: Backend>: Debug + Send + Sync {
         parts: &[Vec<Range<usize>>],
         into: B::Buf<u8>,
     ) -> Result<Transfer<B, B::Buf<u8>>>;
-    /// Every rank's values, in rank order. All ranks send the same number of values.
+    /// Gathers every rank's values, in rank order. All ranks send the same number of values.
     fn all_gather(&self, b: &B, values: &B::Buf<f32>) -> Result<B::Buf<f32>>;
-    /// [`Comm::all_gather`] of F64, bit for bit.
+    /// [`Comm::all_gather`] of F64 values, without a change of any bit.
     fn all_gather_f64(&self, b: &B, values: &B::Buf<f64>) -> Result<B::Buf<f64>>;
     /// Waits for all ranks.
     fn barrier(&self) -> Result<()>;
     /// Reports to all ranks that this one failed; their pending and later calls return this error.
     fn abort(&self, why: &str);
-    /// Whether a rank has failed, without waiting. Call it after reading the result of a collective and before using it: an interrupted
-    /// collective may leave anything.
+    /// Checks, without waiting, whether a rank has failed. Call this method after reading the result of a collective and before using that
+    /// result, because an interrupted collective may leave undefined values.
     ///
     /// # Errors
-    /// [`Error::Comm`] if one has.
+    /// [`Error::Comm`] if a rank has failed.
     fn check(&self) -> Result<()> {
         Ok(())
     }
-    /// Time that this rank has waited for others, in all of its collectives so far, along every axis of the mesh.
+    /// Total time that this rank has waited for other ranks so far, in its collectives along every axis of the mesh.
     fn waited(&self) -> Duration {
         Duration::ZERO
     }
@@ -102,22 +105,24 @@ pub trait Comm<B: Backend>: Debug + Send + Sync {
     fn host_ranks(&self) -> usize {
         self.world()
     }
-    /// Whether an all-to-all counts as filled to its capacity, whatever arrives: for predictions of memory.
+    /// Whether every all-to-all counts as filled to its capacity, however few rows arrive. Predictions of memory return `true`.
     fn fills_room(&self) -> bool {
         false
     }
 }
 
-/// The ranks of a communicator on the host side, whatever transport carries their rows: used to create and to end a device's communicator.
+/// Communication between the hosts of a communicator's ranks, independent of the transport that carries rows. A `Peers` is used to create
+/// and to end a device's communicator.
 pub trait Peers: Debug + Send + Sync {
     /// This rank, from 0.
     fn rank(&self) -> usize;
     /// Number of ranks.
     fn world(&self) -> usize;
-    /// Every rank's bytes, in rank order. Waits for all ranks; all call this in the same order among their collectives.
+    /// Gathers every rank's bytes, in rank order, and waits for all ranks. All ranks call this method in the same order among their
+    /// collectives.
     ///
     /// # Errors
-    /// [`Error::Comm`] for a rank that has failed or left.
+    /// [`Error::Comm`] if a rank has failed or left.
     fn gather(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>>;
     /// See [`Comm::abort`].
     fn abort(&self, why: &str);
@@ -135,16 +140,16 @@ pub trait Peers: Debug + Send + Sync {
 /// A sum of [`Comm::begin_reduce_scatter_tree`].
 #[derive(Debug)]
 pub struct TreeSum<B: Backend> {
-    /// This rank's values.
+    /// This rank's values, which are added to those of the other ranks.
     pub values: B::Buf<f32>,
-    /// The range of values for each rank; it may be empty.
+    /// For each rank, the range of values whose sum this rank receives; a range may be empty.
     pub parts: Vec<Range<usize>>,
-    /// Buffer for the sum of this rank's part, of the part's length.
+    /// Buffer that receives the sum of this rank's part and has the part's length.
     pub into: B::Buf<f32>,
 }
 
-/// A collective in flight, which returns `T` (sums, by default). It owns every buffer that it reads and writes until it is awaited, so that
-/// the lifetime of memory depends on when the rank waits, and not on the speed of another rank.
+/// A collective in flight, which returns `T` (sums, by default). Until a transfer is awaited, it owns every buffer that it reads and
+/// writes, so that the lifetime of memory depends on when the rank waits, and not on the speed of another rank.
 ///
 /// If a transfer is dropped without being awaited, the other ranks still get their data.
 #[must_use = "what is under way is waited for"]
@@ -153,15 +158,17 @@ pub struct Transfer<B: Backend, T = Vec<<B as Backend>::Buf<f32>>>(Box<Finish<B,
 type Finish<B, T> = dyn FnOnce(&B) -> Result<T> + Send;
 
 impl<B: Backend, T> Transfer<B, T> {
-    /// A transfer that `finish` completes. `finish` owns the buffers; when it is dropped, nothing may read or write them any more.
+    /// Creates a transfer that `finish` completes. `finish` owns the buffers; after `finish` is dropped, nothing may read or write these
+    /// buffers.
     pub fn new(finish: impl FnOnce(&B) -> Result<T> + Send + 'static) -> Self {
         Self(Box::new(finish))
     }
 
-    /// Waits, and returns the results in the buffers that were passed in. Device work that is issued afterwards runs after the transfer.
+    /// Waits for the transfer, and returns the results in the buffers that were passed in. Device work that is issued afterwards runs after
+    /// the transfer.
     ///
     /// # Errors
-    /// From the backend and other ranks, as from a pending call.
+    /// Errors of the backend and of other ranks, as for any pending call.
     pub fn wait(self, b: &B) -> Result<T> {
         (self.0)(b)
     }
@@ -173,35 +180,36 @@ impl<B: Backend, T> Debug for Transfer<B, T> {
     }
 }
 
-/// The ranks of a run, with a communicator for each axis along which something is sharded. A caller that asks for a rank or a number of
-/// ranks names the axis.
+/// The ranks of a run, with a communicator for each axis along which something is sharded. Code that needs the number of a rank, or a
+/// number of ranks, chooses an axis.
 ///
 /// There are dp · ep ranks; rank = dp rank · ep + ep rank. The experts of every layer are sharded over the ep ranks of a replica; the dp
-/// replicas hold the same experts. All other weights are replicated on every rank. F32 masters and moments are sharded over the ranks
-/// that hold the same weights: each rank keeps its rows. The tokens of a batch are divided among all ranks, in order, so that the tokens
-/// of a replica are consecutive.
+/// replicas hold the same experts. All other weights are replicated on every rank. F32 masters and moments are sharded over the ranks that
+/// hold the same weights: each rank stores some of the rows. The tokens of a batch are divided among all ranks, in order, so that the
+/// tokens of a replica are consecutive.
 #[derive(Debug)]
 pub struct Mesh<'a, B: Backend> {
-    /// Every rank. Each has its own shards of a batch, so losses, loads, reports and the gradients of replicated weights are reduced here;
-    /// checkpoints gather values here.
+    /// The communicator of all ranks. Each rank has its own shards of a batch, so this communicator reduces losses, loads, reports and the
+    /// gradients of replicated weights. Checkpoints use it to gather values.
     pub all: &'a dyn Comm<B>,
-    /// The ranks that shard a layer's experts: dispatch and combine.
+    /// The communicator of the ranks that shard a layer's experts, for dispatch and combine.
     pub ep: &'a dyn Comm<B>,
-    /// The ranks that hold the same experts: their gradients are reduced here, and before a step their weights are gathered.
+    /// The communicator of the ranks that hold the same experts. The gradients of these experts are reduced here, and their weights are
+    /// gathered here before a step.
     pub dp: &'a dyn Comm<B>,
 }
 
 /// The number of ranks along each axis of a [`Mesh`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct MeshShape {
-    /// Replicas of the experts.
+    /// Number of replicas of the experts.
     pub dp: usize,
-    /// Ranks that shard the experts.
+    /// Number of ranks that shard the experts.
     pub ep: usize,
 }
 
 impl MeshShape {
-    /// One rank.
+    /// The shape of a mesh with one rank.
     pub const ONE: Self = Self { dp: 1, ep: 1 };
 
     /// Number of ranks.
@@ -232,7 +240,7 @@ impl fmt::Display for MeshShape {
 }
 
 impl<'a, B: Backend> Mesh<'a, B> {
-    /// Experts sharded over all ranks: no two ranks hold the same.
+    /// A mesh that shards the experts over all ranks, so that no two ranks hold the same expert.
     pub fn new(all: &'a dyn Comm<B>) -> Self {
         Self { all, ep: all, dp: &SoloComm }
     }
@@ -260,11 +268,11 @@ impl<'a, B: Backend> From<&'a dyn Comm<B>> for Mesh<'a, B> {
 /// A rank's communicators along the axes of a [`Mesh`].
 #[derive(Debug)]
 pub struct Axes<C> {
-    /// Every rank.
+    /// The communicator of all ranks.
     pub all: C,
-    /// The ranks that shard the experts.
+    /// The communicator of the ranks that shard the experts.
     pub ep: C,
-    /// The ranks that hold the same experts.
+    /// The communicator of the ranks that hold the same experts.
     pub dp: C,
 }
 
@@ -286,7 +294,7 @@ impl<B: Backend> Clone for Mesh<'_, B> {
 
 impl<B: Backend> Copy for Mesh<'_, B> {}
 
-/// One rank alone: every collective is the identity.
+/// The communicator of a run with one rank: every collective is the identity.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct SoloComm;
 
@@ -357,7 +365,7 @@ impl<B: Backend> Comm<B> for SoloComm {
     fn abort(&self, _: &str) {}
 }
 
-/// Checks that the only rank's part is everything.
+/// Checks that the part of the only rank covers all `len` values.
 fn all_of(call: &'static str, parts: &[Range<usize>], len: usize) -> Result<()> {
     match parts {
         [all] if *all == (0..len) => Ok(()),

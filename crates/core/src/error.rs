@@ -4,28 +4,28 @@ use std::ops::Range;
 /// The result of every fallible function of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// What can go wrong below the training loop. Every message names the argument, what it was and what was expected.
+/// What can go wrong below the training loop. Every message names the argument, its value and the expected value.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A shape, length or alignment that the operation cannot take.
+    /// A shape, length or alignment that the operation does not support.
     #[error("{op}: `{argument}` is {got}, expected {expected}")]
     Shape {
         /// The operation.
         op: &'static str,
         /// The argument at fault.
         argument: &'static str,
-        /// What it was.
+        /// The argument's shape, length or alignment.
         got: String,
-        /// What the operation takes.
+        /// The shape, length or alignment that the operation expects.
         expected: String,
     },
-    /// An internal error: no input causes it.
+    /// An internal error that no input should cause.
     #[error("internal error, a defect of nibble: {place}: {what}")]
     Defect {
         /// The layer or the operation.
         place: &'static str,
-        /// What should be impossible.
+        /// The condition that should be impossible.
         what: &'static str,
     },
     /// A combination of format, axis or type for which there is no kernel.
@@ -33,9 +33,9 @@ pub enum Error {
     Unsupported {
         /// The operation.
         op: &'static str,
-        /// The format asked for.
+        /// The requested format.
         format: String,
-        /// Why not, and what is supported instead.
+        /// Why the combination is unsupported, and what is supported instead.
         why: String,
     },
     /// More routed rows than the buffers hold.
@@ -63,7 +63,7 @@ pub enum Error {
     Device {
         /// The call.
         call: String,
-        /// The device's answer.
+        /// The device's error message.
         why: String,
     },
     /// The device is out of memory.
@@ -71,22 +71,22 @@ pub enum Error {
     OutOfMemory {
         /// The arena, or the device's pool.
         place: String,
-        /// Bytes asked for.
+        /// Number of requested bytes.
         bytes: usize,
-        /// Total and free memory, and the device's answer.
+        /// Total and free memory, and the device's error message.
         why: String,
     },
-    /// A collective failed, or another rank did.
+    /// A collective failed, or another rank failed.
     #[error("rank {rank}: {call}: {why}")]
     Comm {
         /// The collective.
         call: &'static str,
-        /// The rank that reports.
+        /// The rank that reports the error.
         rank: usize,
-        /// What happened.
+        /// A description of the failure.
         why: String,
     },
-    /// A NaN or an infinity where training needs a number.
+    /// A NaN or an infinity in a tensor that must be finite for training to continue.
     #[error("step {step}: {site} is not finite (layer {layer})")]
     NonFinite {
         /// The tensor.
@@ -96,23 +96,23 @@ pub enum Error {
         /// The training step.
         step: u64,
     },
-    /// A recipe that cannot be read or does not make sense.
+    /// A recipe that cannot be read or is invalid.
     #[error("recipe {recipe}: {key}: {why}")]
     Recipe {
         /// The recipe's name.
         recipe: String,
         /// The key at fault.
         key: String,
-        /// What is wrong with it, with a suggestion where there is one.
+        /// What is wrong with the key, with a suggestion if there is one.
         why: String,
     },
-    /// A number format's own refusal.
+    /// An error of the crate `formats`.
     #[error(transparent)]
     Format(#[from] nibble_formats::Error),
 }
 
 impl Error {
-    /// The system did not start a thread: there are too many, or no memory for its stack.
+    /// The error for a thread that the system did not start, because there are too many threads or no memory for its stack.
     #[must_use]
     pub fn not_started(why: std::io::Error) -> Self {
         Self::Device {
@@ -153,7 +153,7 @@ pub(crate) fn expect_eq<T: PartialEq + std::fmt::Debug>(
 /// Returns the range if it lies within `len` values.
 ///
 /// # Errors
-/// [`Error::Shape`] of the argument `range` if it does not.
+/// [`Error::Shape`] for the argument `range` if the range exceeds `len`.
 pub fn check_range(op: &'static str, len: usize, range: Range<usize>) -> Result<Range<usize>> {
     if range.start > range.end || range.end > len {
         return Err(Error::shape(op, "range", format!("{range:?}"), format!("within 0..{len}")));
@@ -164,7 +164,7 @@ pub fn check_range(op: &'static str, len: usize, range: Range<usize>) -> Result<
 /// Checks that every range lies within its own number of values, and that all ranges together have `room` values.
 ///
 /// # Errors
-/// [`Error::Shape`] naming `op`.
+/// [`Error::Shape`] that names `op`.
 pub fn check_runs(
     op: &'static str,
     runs: impl IntoIterator<Item = (usize, Range<usize>)>,

@@ -4,54 +4,54 @@
 //! plan, because the transport needs the numbers of rows to send and to receive ([`RowPlan`]). Later ops compute only on the rows that
 //! were received.
 //!
-//! If more rows go to a rank than its capacity, every rank sees this in the same counts, and no rank sends rows of that layer.
+//! If the rows for a rank exceed its capacity, every rank detects this overflow from the same counts, and no rank sends rows of that layer.
 
 use crate::{Backend, Comm, Error, Result, Transfer};
 
 /// The capacity of an all-to-all, the same on every rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ExchangeRoom {
-    /// Tokens that a rank receives.
+    /// Number of tokens that a rank receives.
     pub tokens: usize,
-    /// Slots of received tokens whose experts are on the rank.
+    /// Number of slots of received tokens for which the rank has the expert.
     pub slots: usize,
-    /// Most tokens that a rank sends, each counted once per receiving rank.
+    /// Maximum number of tokens that a rank sends. A token counts once per receiving rank.
     pub sent: usize,
-    /// Slots of a rank's own tokens.
+    /// Number of slots of a rank's own tokens.
     pub own_slots: usize,
 }
 
 impl ExchangeRoom {
-    /// For `world` ranks of `tokens` tokens with `top_k` slots each, and `experts_each` experts per rank. The capacity is `factor` times
-    /// the slots of a balanced all-to-all, but at most what is possible.
+    /// The capacity for `world` ranks, each with `experts_each` experts and with `tokens` tokens of `top_k` slots. The capacity is `factor`
+    /// times the slots of a balanced all-to-all, but at most the largest possible number of slots.
     pub fn new(tokens: usize, top_k: usize, (world, experts_each): (usize, usize), factor: f64) -> Self {
         let own_slots = tokens * top_k;
         let (all, most) = (world * tokens, world * tokens * top_k.min(experts_each));
-        // The cast saturates.
+        // The cast to `usize` saturates.
         let slots = ((factor * own_slots as f64).ceil() as usize).min(most);
         Self { tokens: slots.min(all), slots, sent: tokens * top_k.min(world), own_slots }
     }
 }
 
-/// A direction of rows between ranks.
+/// The rows that an all-to-all sends, and their direction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Leg {
-    /// Dispatch: a row per token, to every rank that has one of its experts.
+    /// Dispatch: one row per token and rank that has an expert of this token.
     Tokens,
-    /// Combine: a row per token and rank.
+    /// Combine: one row per token and sending rank.
     TokensBack,
-    /// Combine: a row per slot.
+    /// Combine: one row per slot.
     SlotsBack,
 }
 
-/// Counts on their way to the host.
+/// Row counts whose download to the host has started.
 #[derive(Debug)]
 pub struct PendingRows<B: Backend> {
     counts: B::Pending<i32>,
     room: ExchangeRoom,
 }
 
-/// Numbers of rows between this rank and each rank that shards the experts, itself included.
+/// The numbers of rows that this rank exchanges with each rank that shards the experts, itself included.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RowPlan {
     tokens_to: Vec<usize>,
@@ -64,10 +64,10 @@ pub struct RowPlan {
 
 impl RowPlan {
     /// Sends this rank's row counts to all ranks. `send` holds the counts of [`AssignRanks`](crate::ops::AssignRanks): for each rank, the
-    /// tokens that go there, then the slots. The host reads only the result, once, in [`RowPlan::finish`].
+    /// number of tokens sent to that rank, then the number of their slots. The host only reads the result, once, in [`RowPlan::finish`].
     ///
     /// # Errors
-    /// From the backend and other ranks.
+    /// Errors of the backend and of other ranks.
     pub fn begin<B: Backend>(
         b: &B,
         comm: &dyn Comm<B>,
@@ -78,10 +78,10 @@ impl RowPlan {
         Ok(PendingRows { counts: b.begin_download(&counts, 0..B::len(&counts))?, room })
     }
 
-    /// Waits for the counts.
+    /// Waits for the row counts, and makes the plan from them.
     ///
     /// # Errors
-    /// [`Error::Comm`] for invalid counts, [`Error::Shape`] if a slot has no expert; from the backend.
+    /// [`Error::Comm`] for invalid counts, [`Error::Shape`] if a slot has no expert; errors of the backend.
     pub fn finish<B: Backend>(b: &B, comm: &dyn Comm<B>, pending: PendingRows<B>) -> Result<Self> {
         let table = b.finish_download(pending.counts)?;
         comm.check()?;
@@ -89,7 +89,8 @@ impl RowPlan {
         Ok(if comm.fills_room() { plan } else { plan.fitted() })
     }
 
-    /// Shrinks the capacity to what is needed, at least one token; an overflow leaves it as it is.
+    /// Shrinks the capacity to the number of rows that this plan needs, and to at least one token. After an overflow, the capacity stays as
+    /// it is.
     fn fitted(mut self) -> Self {
         if self.overflow.is_none() {
             self.room.tokens = self.tokens_from.iter().sum::<usize>().max(1);
@@ -98,12 +99,12 @@ impl RowPlan {
         self
     }
 
-    /// Capacity of this rank under this plan: received tokens, and slots of received tokens.
+    /// This rank's capacity under this plan: the number of received tokens, and the number of their slots.
     pub fn places(&self) -> (usize, usize) {
         (self.room.tokens, self.room.slots)
     }
 
-    /// From the counts of tokens and slots between all ranks, `[world, world, 2]`.
+    /// Makes the plan from the counts of tokens and slots between all ranks, `[world, world, 2]`.
     fn of(table: &[i32], (rank, world): (usize, usize), room: ExchangeRoom) -> Result<Self> {
         let error = |why| Error::Comm { call: "counts", rank, why };
         if table.len() != 2 * world * world {
@@ -116,7 +117,7 @@ impl RowPlan {
         let to = |from: usize, what| -> Vec<usize> { (0..world).map(|to| between(from, to, what)).collect() };
         let from =
             |to: usize, what| -> Vec<usize> { (0..world).map(|from| between(from, to, what)).collect() };
-        // Rows of slots go back, in the opposite direction.
+        // Combine sends one row per slot, from the rank of the expert to the rank of the token.
         let (slots_from, slots_to) = (to(rank, 1), from(rank, 1));
         let placed: usize = slots_from.iter().sum();
         if placed != room.own_slots {
@@ -128,13 +129,13 @@ impl RowPlan {
         Ok(Self { tokens_to: to(rank, 0), tokens_from: from(rank, 0), slots_to, slots_from, room, overflow })
     }
 
-    /// The most slots sent to any rank, if they exceed the capacity. Every rank that shards the experts sees the same number. On such an
-    /// overflow no rows are sent, the received rows are undefined, and the step must be retried with more capacity.
+    /// The largest number of slots sent to any rank, if it exceeds the capacity. Every rank that shards the experts computes the same
+    /// number. After such an overflow no rows are sent, the received rows are undefined, and the step must be retried with more capacity.
     pub fn overflow(&self) -> Option<usize> {
         self.overflow
     }
 
-    /// Capacity, in rows, of a direction.
+    /// Capacity in rows for one direction.
     pub fn capacity(&self, leg: Leg) -> usize {
         match leg {
             Leg::Tokens => self.room.tokens,
@@ -144,11 +145,11 @@ impl RowPlan {
     }
 
     /// Starts the all-to-all of rows of `row_bytes` bytes, sorted by the receiving rank. The rows received, rank by rank, become the first
-    /// rows of `into`; the bytes of `into` after these rows do not change. On [overflow](Self::overflow) nothing is sent, and `into` is
-    /// returned as it is.
+    /// rows of `into`; the bytes of `into` after these rows do not change. After an [overflow](Self::overflow) no rows are sent, and `into`
+    /// is returned unchanged.
     ///
     /// # Errors
-    /// From the backend and other ranks, here or when the transfer is awaited.
+    /// Errors of the backend and of other ranks, either of this call or of the wait for the transfer.
     pub fn begin_exchange<B: Backend>(
         &self,
         b: &B,
@@ -187,7 +188,7 @@ mod tests {
         assert_eq!(ExchangeRoom::new(100, 4, (2, 8), 1.0).sent, 200);
     }
 
-    /// Tokens and slots between two ranks.
+    /// Counts of tokens and slots between two ranks, `[from, to, 2]`.
     const TABLE: [i32; 8] = [1, 2, 3, 4, 5, 6, 7, 8];
 
     #[test]
@@ -197,7 +198,7 @@ mod tests {
         assert_eq!((&plan.tokens_to[..], &plan.tokens_from[..]), (&[1, 3][..], &[1, 5][..]));
         assert_eq!((&plan.slots_from[..], &plan.slots_to[..]), (&[2, 4][..], &[2, 6][..]));
         assert_eq!([Leg::Tokens, Leg::TokensBack, Leg::SlotsBack].map(|leg| plan.capacity(leg)), [9, 20, 6]);
-        // Rank 0 receives 2 + 6 slots, rank 1 4 + 8: both ranks know.
+        // Rank 0 receives 2 + 6 slots, rank 1 4 + 8: neither exceeds the capacity.
         assert_eq!(plan.overflow(), None);
         for (rank, own_slots) in [(0, 6), (1, 14)] {
             let room = ExchangeRoom { own_slots, ..room(11) };

@@ -6,7 +6,7 @@ pub fn round_up(n: usize, align: usize) -> usize {
     n.div_ceil(align) * align
 }
 
-/// Ragged rows: which rows belong to which expert (or shard). The lists are on the device.
+/// The rows of each expert (or shard) in a tensor, if experts have different numbers of rows. The lists are on the device.
 ///
 /// Group `g` owns rows `start[g] .. start[g] + len[g]`; rows up to `start[g+1]` are padding. Every start is a
 /// multiple of `align`.
@@ -14,7 +14,7 @@ pub fn round_up(n: usize, align: usize) -> usize {
 pub struct Groups<B: Backend> {
     /// First row of each group, and the end of the last group's padding: `num_groups + 1` values.
     pub start: B::Buf<i32>,
-    /// Rows of each group, without padding.
+    /// Number of rows of each group, without padding.
     pub len: B::Buf<i32>,
     /// For each row, global token · k + slot; −1 for padding. `capacity` values.
     pub row_id: B::Buf<i32>,
@@ -22,7 +22,7 @@ pub struct Groups<B: Backend> {
     pub num_groups: usize,
     /// 128 if any product over these groups is block-scaled, else 1.
     pub align: usize,
-    /// Rows the buffers hold.
+    /// Number of rows that the buffers can hold.
     pub capacity: usize,
     /// Rows per group, if the host knows that all groups have the same number of rows, as shards do.
     pub rows_each: Option<usize>,
@@ -57,55 +57,57 @@ impl<B: Backend> Groups<B> {
     }
 }
 
-/// What a choice of kernel needs to know of an operation's groups.
+/// The properties of an operation's groups on which the choice of a kernel depends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Grouping {
     /// Number of groups.
     pub count: usize,
-    /// Every start is a multiple of this.
+    /// Each group's first row is a multiple of this number.
     pub align: usize,
     /// Rows per group, if the host knows that all groups have the same number of rows.
     pub rows_each: Option<usize>,
 }
 
 impl Grouping {
-    /// The description of these groups.
+    /// The properties of these groups.
     pub fn of<B: Backend>(groups: &Groups<B>) -> Self {
         Self { count: groups.num_groups, align: groups.align, rows_each: groups.rows_each }
     }
 }
 
-/// The order that sorts received rows by expert, and back.
+/// The permutation that sorts received rows by expert, and its inverse.
 #[derive(Debug, Clone)]
 pub struct PermuteMap<B: Backend> {
     /// The expert-sorted, padded rows: sorted by (expert, global token, slot).
     pub groups: Groups<B>,
-    /// For each expert-sorted row, the received row it copies; −1 for padding. `capacity` values.
+    /// For each expert-sorted row, the index of the received row that it copies; −1 for padding. `capacity` values.
     pub source_row: B::Buf<i32>,
     /// For each expert-sorted row, received token · k + slot; −1 for padding. `capacity` values.
     pub row_slot: B::Buf<i32>,
-    /// For each occupied (received token, slot), in that order, its expert-sorted row; −1 after them. `num_slots` values.
+    /// For each occupied (received token, slot) pair, in that order, the expert-sorted row of the pair; the remaining values are −1.
+    /// `num_slots` values.
     pub slot_row: B::Buf<i32>,
     /// Number of occupied (received token, slot) pairs that the plan expects.
     pub num_slots: usize,
-    /// Whether all occupied pairs have a row.
+    /// The result of the check that every occupied pair has a row.
     pub occupancy: Occupancy<B>,
 }
 
-/// How many rows and slots the plan of a permutation found, still on the device. If the rows do not fit, all groups are empty and all rows
-/// are padding. The caller of a plan calls [`Occupancy::verify`] when waiting costs nothing, such as at the end of a step.
+/// The numbers of rows and slots that the plan of a permutation found. The two numbers are on the device. If the rows do not fit, all
+/// groups are empty and all rows are padding. The caller of a plan calls [`Occupancy::verify`] when waiting costs nothing, such as at the
+/// end of a step.
 #[derive(Debug, Clone)]
 pub struct Occupancy<B: Backend> {
     /// Rows that the groups need, padding included; occupied (received token, slot) pairs. Two values.
     pub found: B::Buf<i32>,
-    /// Pairs that the plan expects.
+    /// Number of pairs that the plan expects.
     pub num_slots: usize,
-    /// Rows of the buffers.
+    /// Number of rows that the buffers can hold.
     pub capacity: usize,
 }
 
 impl<B: Backend> Occupancy<B> {
-    /// Reads the numbers from the device; waits for the plan.
+    /// Waits for the plan, reads the two numbers from the device, and checks them.
     ///
     /// # Errors
     /// [`Error::Capacity`] if the rows did not fit; [`Error::Shape`] if there were more or fewer occupied slots than the plan expects.

@@ -1,23 +1,24 @@
-//! Offsets of allocations in a growing range of memory: arithmetic only, for the arenas of every backend.
+//! Arithmetic of allocation offsets in a growing range of memory, for the arenas of every backend.
 //!
 //! A run has one arena each for weights, gradients and moments. Copies of weights and activations share a fourth arena, which is empty
 //! between two steps; evaluations use this arena as well. The same allocations in the same order get the same addresses. So each step
-//! issues the same ops on the same buffers, which is why a step can be recorded and replayed; `train/tests/steps/same_buffers.rs` tests
-//! this.
+//! issues the same ops on the same buffers, and a recording of a step can be replayed. `train/tests/steps/same_buffers.rs` tests this
+//! property.
 //!
-//! `Dry`, the backend that predicts memory, places its buffers by the same arithmetic. So the predicted size of an arena includes its
+//! `Dry`, the backend that predicts memory, places its buffers by the same arithmetic, so the predicted size of an arena includes its
 //! holes.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Every offset of a [`Heap`] is a multiple of this, in bytes.
+/// Alignment of every offset of a [`Heap`], in bytes.
 pub const HEAP_ALIGN: usize = 256;
 
-/// A deterministic allocator of offsets: best fit, at the lowest offset among equals, else at the end.
+/// A deterministic allocator of offsets: it takes the smallest hole that fits (the one with the lowest offset among equals), or else the
+/// end.
 ///
-/// An offset depends only on the live blocks, not on their history. A hole is free space between live blocks; everything above the highest
-/// live block counts as one hole, larger than all others, however far the heap once reached. So the same allocations and frees from the
-/// same live blocks give the same offsets.
+/// An offset depends only on the live blocks, not on their history. A hole is free space between live blocks; the space above the highest
+/// live block counts as one hole that is larger than all others, however large the heap was before. So the same allocations and frees give
+/// the same offsets if they start from the same live blocks.
 ///
 /// ```
 /// # use nibble_core::Heap;
@@ -30,9 +31,9 @@ pub const HEAP_ALIGN: usize = 256;
 #[derive(Debug, Clone, Default)]
 pub struct Heap {
     capacity: usize,
-    /// Holes below `top`: start and end. No two are adjacent, and none is adjacent to `top`.
+    /// Start and end of each hole below `top`. No two are adjacent, and none is adjacent to `top`.
     holes: BTreeMap<usize, usize>,
-    /// The same holes: bytes and start. A deep model's activations leave more than one hole per layer.
+    /// Bytes and start of each hole, sorted by size. A deep model's activations leave more than one hole per layer.
     by_size: BTreeSet<(usize, usize)>,
     /// End of the highest live block.
     top: usize,
@@ -41,7 +42,7 @@ pub struct Heap {
     peak: usize,
 }
 
-/// Bytes of a block, rounded up; an empty block has an offset of its own, too.
+/// Bytes of a block, rounded up to the alignment. An empty block has an offset of its own, too.
 fn rounded(bytes: usize) -> Option<usize> {
     bytes.max(1).checked_next_multiple_of(HEAP_ALIGN)
 }
@@ -73,7 +74,7 @@ impl Heap {
         Some(offset)
     }
 
-    /// The smallest hole of at least `size` bytes, the lowest among equals: its bytes and its start.
+    /// Bytes and start of the smallest hole of at least `size` bytes, the lowest hole among equals.
     fn best_hole(&self, size: usize) -> Option<(usize, usize)> {
         self.by_size.range((size, 0)..).next().copied()
     }
@@ -90,20 +91,20 @@ impl Heap {
         self.by_size.remove(&(end - start, start));
     }
 
-    /// The largest block that fits, rounded.
+    /// Bytes of the largest block that fits, rounded.
     fn room(&self) -> usize {
         (self.capacity - self.top).max(self.by_size.last().map_or(0, |(bytes, _)| *bytes))
     }
 
-    /// Frees a block, by the offset and the bytes of its allocation.
+    /// Frees the block of `bytes` bytes that was allocated at `offset`.
     ///
     /// # Panics
-    /// In debug builds if no such block can be live.
+    /// Panics in debug builds if no such block can be live.
     pub fn free(&mut self, offset: usize, bytes: usize) {
-        // The size of a live block can be rounded.
+        // Rounding the bytes of a live block does not fail.
         let Some(size) = rounded(bytes) else { return };
         let end = offset + size;
-        // The hole below the block, and the first above it.
+        // The nearest hole below the block, and the nearest hole above the block.
         let below = self.holes.range(..offset).next_back().map(|(start, end)| (*start, *end));
         let above = self.holes.range(offset..).next().map(|(start, end)| (*start, *end));
         debug_assert!(
@@ -123,23 +124,23 @@ impl Heap {
             to = end;
         }
         match to == self.top {
-            // Free space at the end is no hole.
+            // Free space at the end is not stored as a hole.
             true => self.top = from,
             false => self.open(from, to),
         }
     }
 
-    /// Where a block of `bytes` bytes would end if it used no hole; `None` beyond the address space.
+    /// Where a block of `bytes` bytes would end if it used no hole; `None` if the end is beyond the address space.
     pub fn end_with(&self, bytes: usize) -> Option<usize> {
         self.top.checked_add(rounded(bytes)?)
     }
 
-    /// Raises the capacity to `capacity`, if that is more. Only allocations that would have failed change.
+    /// Raises the capacity to `capacity`, but never lowers it. A raised capacity changes only allocations that would have failed.
     pub fn raise_capacity(&mut self, capacity: usize) {
         self.capacity = self.capacity.max(capacity);
     }
 
-    /// Bytes of live blocks, as requested.
+    /// Sum of the requested bytes of all live blocks.
     pub fn live(&self) -> usize {
         self.live
     }
@@ -149,15 +150,15 @@ impl Heap {
         self.peak
     }
 
-    /// The highest end of any block so far: what must be backed by memory.
+    /// The highest end of any block so far: the number of bytes that memory must back.
     pub fn extent(&self) -> usize {
         self.extent
     }
 }
 
 /// Consecutive heaps, for memory that cannot grow in place: segments never move and are never freed. A block goes into the first segment
-/// with enough room, so that its place depends only on the live blocks: adding a segment does not change which blocks fit into earlier
-/// segments.
+/// with enough free space. A block's place therefore depends only on the live blocks, because a new segment does not change which blocks
+/// fit into earlier segments.
 #[derive(Debug, Clone, Default)]
 pub struct Segments {
     heaps: Vec<Heap>,
@@ -167,13 +168,13 @@ pub struct Segments {
 }
 
 impl Segments {
-    /// The smallest segment, in bytes. Each new segment is as large as all before it, up to [`Segments::LARGEST_STEP`], and at least as
-    /// large as the request.
+    /// The smallest segment, in bytes. Each new segment is as large as all earlier segments together, up to [`Segments::LARGEST_STEP`], and
+    /// at least as large as the request.
     pub const SMALLEST: usize = 1 << 20;
-    /// The largest segment, unless one request is larger.
+    /// The bytes of the largest segment, unless a single request is larger.
     pub const LARGEST_STEP: usize = 1 << 30;
 
-    /// Segment and offset of a block of `bytes` bytes; `None` beyond the address space. The size of a new segment is
+    /// Segment and offset of a block of `bytes` bytes; `None` if the block would exceed the address space. The size of a new segment is
     /// [`Segments::capacity`].
     pub fn alloc(&mut self, bytes: usize) -> Option<(usize, usize)> {
         let size = rounded(bytes)?;
@@ -202,7 +203,7 @@ impl Segments {
         Some(node - leaves)
     }
 
-    /// Updates the tree for a segment.
+    /// Updates the tree after a change of a segment.
     fn note_room(&mut self, segment: usize) {
         if segment >= self.room.len() / 2 {
             let leaves = self.heaps.len().next_power_of_two();
@@ -221,7 +222,7 @@ impl Segments {
     /// Frees a block.
     ///
     /// # Panics
-    /// As [`Heap::free`]; if there is no such segment.
+    /// Panics like [`Heap::free`], and if there is no such segment.
     pub fn free(&mut self, (segment, offset): (usize, usize), bytes: usize) {
         self.heaps[segment].free(offset, bytes);
         self.note_room(segment);
@@ -243,12 +244,12 @@ impl Segments {
     /// Bytes of a segment.
     ///
     /// # Panics
-    /// If there is no such segment.
+    /// Panics if there is no such segment.
     pub fn capacity(&self, segment: usize) -> usize {
         self.heaps[segment].capacity
     }
 
-    /// Bytes to be backed by memory, in all segments.
+    /// Bytes that memory must back, in all segments together.
     pub fn extent(&self) -> usize {
         self.heaps.iter().map(Heap::extent).sum()
     }
@@ -259,14 +260,14 @@ mod tests {
     use super::*;
     use nibble_formats::{Purpose, Stream};
 
-    /// Allocates and frees at random; returns every offset in order, and checks each against the live intervals.
+    /// Allocates and frees random blocks; returns every offset in order, and checks each against the live intervals.
     fn random_walk(heap: &mut Heap, seed: u64, steps: u64) -> Vec<usize> {
         let draw = Stream::new(seed, Purpose::Data, 1, 0);
         let mut live: Vec<(usize, usize)> = Vec::new();
         let mut offsets = Vec::new();
         for step in 0..steps {
             let [kind, size, which, _] = draw.block(step).map(|word| word as usize);
-            // Grows to about 60 blocks, and stays there.
+            // The number of live blocks grows to about 60, and stays there.
             if kind % 120 >= live.len() {
                 let bytes = size % (1 << ((size >> 20) % 18));
                 let offset = heap.alloc(bytes).unwrap();
@@ -294,7 +295,7 @@ mod tests {
             let mut heap = Heap::new(usize::MAX);
             let first = random_walk(&mut heap, seed, 2000);
             let extent = heap.extent();
-            // The second time the heap has been larger before, and still gives the same offsets.
+            // In the second walk, the heap has already been larger, and it still gives the same offsets.
             assert_eq!(random_walk(&mut heap, seed, 2000), first, "seed {seed}");
             assert_eq!(heap.extent(), extent);
             assert_eq!(random_walk(&mut Heap::new(usize::MAX), seed, 2000), first, "seed {seed}, a new heap");
@@ -402,8 +403,8 @@ mod tests {
         assert_eq!(segments.alloc(usize::MAX), None);
     }
 
-    /// A training step: saved activations are stacked and popped from the other end, temporaries of many sizes come and go in between, and
-    /// gradients stay.
+    /// A training step: the forward pass allocates saved activations, and the backward pass frees them in reverse order. Temporaries of
+    /// many sizes are allocated and freed in between, and gradients stay until the end.
     #[test]
     fn a_training_step_needs_little_more_than_what_it_holds_at_once() {
         let mut heap = Heap::new(usize::MAX);

@@ -8,9 +8,10 @@ macro_rules! methods {
     )*};
 }
 
-/// Every operation of a backend: one method per row of [`for_each_op!`]. None has a default, so an incomplete backend does not compile.
+/// Every operation of a backend: one method per row of [`for_each_op!`]. No method has a default, so an incomplete backend does not
+/// compile.
 ///
-/// Arguments have passed their `check`: callers use the arguments' `run`.
+/// A kernel's arguments have already passed their `check`, because callers use the arguments' `run`.
 pub trait Kernels: Backend {
     for_each_op! { [methods] () Self }
 }

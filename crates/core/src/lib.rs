@@ -1,9 +1,9 @@
-//! The interfaces of Nibble: what a tensor is, what a backend must do, which arguments each op takes and how they are checked, and the
-//! recipe that decides every precision.
+//! The interfaces of Nibble: tensors, the traits of a backend, the arguments of each op with their checks, and the recipe that decides
+//! every precision.
 //!
-//! Nothing here computes. A backend implements two traits. [`Backend`] is memory and order, and nothing numeric; [`Kernels`] has a method
-//! for each op. Neither has default methods, so a missing kernel does not compile. A layer builds an op's argument struct and calls its
-//! `run`, which checks shapes once for all backends.
+//! This crate contains no kernels. A backend implements two traits. [`Backend`] manages memory and the order of work, and does nothing
+//! numeric; [`Kernels`] has a method for each op. [`Kernels`] has no default methods, so a backend without a kernel does not compile. A
+//! layer builds an op's argument struct and calls its `run`, which checks shapes once for all backends.
 //!
 //! Products everywhere are D = A·Bᵀ with A `[m, k]` and B `[n, k]`.
 //!
@@ -48,7 +48,7 @@ pub use tensor::{DType, Data, Tensor};
 pub use traffic::{Traffic, TrafficCounter};
 pub use visible::{Visible, readable, shortened, visible};
 
-/// The example of the README compiles.
+/// Compiles the README's example as a doc test.
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;

@@ -1,12 +1,12 @@
-//! The arena that a backend allocates from.
+//! The arena from which a backend allocates.
 
 use crate::{Error, Result};
 use std::fmt::Debug;
 use std::sync::{Mutex, PoisonError};
 use std::thread::{self, ThreadId};
 
-/// The arena that [`Backend::within`](crate::Backend::within) chose, if any. A backend has one: while one thread works within an arena, all
-/// threads that allocate from the backend allocate there, including those of a thread pool.
+/// The arena that [`Backend::within`](crate::Backend::within) chose, if any. Each backend has one `Scope`. While one thread works within an
+/// arena, all threads that allocate from the backend use that arena, including the threads of a thread pool.
 #[derive(Debug)]
 pub struct Scope<A> {
     current: Mutex<Option<(A, ThreadId)>>,
@@ -19,16 +19,16 @@ impl<A> Default for Scope<A> {
 }
 
 impl<A: Clone + Debug> Scope<A> {
-    /// The arena to allocate from; `None` is the pool.
+    /// The current arena; `None` means that allocations come from the device's pool.
     pub fn current(&self) -> Option<A> {
         self.lock().as_ref().map(|(arena, _)| arena.clone())
     }
 
-    /// Runs `work` with this arena as the current one; restores the previous one afterwards, also if `work` panics.
+    /// Runs `work` with `arena` as the current arena, and restores the previous arena afterwards, even if `work` panics.
     ///
     /// # Errors
-    /// What `work` returns; [`Error::Device`] while another thread works within an arena. There is no waiting: ranks that wait for each
-    /// other within arenas would deadlock.
+    /// Errors of `work`; [`Error::Device`] while another thread works within an arena. `run` does not wait for that thread, because ranks
+    /// that wait for each other within arenas would deadlock.
     pub fn run<R>(&self, arena: &A, work: impl FnOnce() -> Result<R>) -> Result<R> {
         let mut current = self.lock();
         let me = thread::current().id();
@@ -44,12 +44,12 @@ impl<A: Clone + Debug> Scope<A> {
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Option<(A, ThreadId)>> {
-        // The value is replaced as a whole, so it is valid after a panic, too.
+        // The value is replaced as a whole, so it is valid even after a panic.
         self.current.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Restores the outer arena.
+/// Restores the outer arena when it is dropped.
 struct Restored<'a, A: Clone + Debug> {
     scope: &'a Scope<A>,
     outer: Option<(A, ThreadId)>,
@@ -58,7 +58,7 @@ struct Restored<'a, A: Clone + Debug> {
 impl<A: Clone + Debug> Drop for Restored<'_, A> {
     fn drop(&mut self) {
         let inner = std::mem::replace(&mut *self.scope.lock(), self.outer.take());
-        // Outside the lock: this may be the arena's last handle.
+        // `inner` is dropped outside the lock, because it may be the arena's last handle.
         drop(inner);
     }
 }

@@ -46,7 +46,7 @@ pub enum Data<B: Backend> {
 pub struct Tensor<B: Backend> {
     /// The elements, `rows · cols` of them.
     pub data: Data<B>,
-    /// Rows.
+    /// Number of rows.
     pub rows: usize,
     /// Columns; elements of a row are contiguous.
     pub cols: usize,
@@ -65,7 +65,7 @@ impl<B: Backend> Tensor<B> {
     /// Allocates a tensor that the next operation overwrites.
     ///
     /// # Errors
-    /// [`Error::Shape`] for more elements than can be counted.
+    /// [`Error::Shape`] if `rows · cols` overflows.
     pub fn unwritten(b: &B, dtype: DType, rows: usize, cols: usize) -> Result<Self> {
         let len = rows.checked_mul(cols);
         let len = len.ok_or_else(|| {
@@ -81,7 +81,7 @@ impl<B: Backend> Tensor<B> {
     /// Allocates a tensor of the same type and shape, which the next operation overwrites.
     ///
     /// # Errors
-    /// What the backend returns if it is out of memory.
+    /// The backend's error if it is out of memory.
     pub fn unwritten_like(&self, b: &B) -> Result<Self> {
         Self::unwritten(b, self.dtype(), self.rows, self.cols)
     }
@@ -89,7 +89,7 @@ impl<B: Backend> Tensor<B> {
     /// An F32 tensor with these values.
     ///
     /// # Errors
-    /// [`Error::Shape`] unless there are `rows · cols` of them.
+    /// [`Error::Shape`] unless there are `rows · cols` values.
     pub fn from_f32(b: &B, values: &[f32], rows: usize, cols: usize) -> Result<Self> {
         expect_eq("Tensor::from_f32", "values.len()", values.len(), rows * cols)?;
         Ok(Self { data: Data::F32(b.upload(values)?), rows, cols })
@@ -98,7 +98,7 @@ impl<B: Backend> Tensor<B> {
     /// A BF16 tensor with these values.
     ///
     /// # Errors
-    /// [`Error::Shape`] unless there are `rows · cols` of them.
+    /// [`Error::Shape`] unless there are `rows · cols` values.
     pub fn from_bf16(b: &B, values: &[bf16], rows: usize, cols: usize) -> Result<Self> {
         expect_eq("Tensor::from_bf16", "values.len()", values.len(), rows * cols)?;
         Ok(Self { data: Data::Bf16(b.upload(values)?), rows, cols })
@@ -117,10 +117,10 @@ impl<B: Backend> Tensor<B> {
         Ok(Self { data, rows, cols })
     }
 
-    /// The tensor with these bytes as elements, in the same buffer.
+    /// A tensor whose elements are these bytes; it shares the buffer.
     ///
     /// # Errors
-    /// [`Error::Shape`] unless there are bytes for `rows · cols` elements.
+    /// [`Error::Shape`] unless the buffer has the bytes of `rows · cols` elements.
     pub fn of_bytes(b: &B, bytes: &B::Buf<u8>, dtype: DType, (rows, cols): (usize, usize)) -> Result<Self> {
         let data = match dtype {
             DType::F32 => Data::F32(b.reinterpret(bytes)?),
@@ -129,10 +129,10 @@ impl<B: Backend> Tensor<B> {
         Self::new(data, rows, cols)
     }
 
-    /// The bytes of the elements, in the same buffer.
+    /// The elements as bytes; the result shares the buffer.
     ///
     /// # Errors
-    /// From the backend.
+    /// Errors of the backend.
     pub fn as_bytes(&self, b: &B) -> Result<B::Buf<u8>> {
         match &self.data {
             Data::F32(values) => b.reinterpret(values),
@@ -148,7 +148,7 @@ impl<B: Backend> Tensor<B> {
         }
     }
 
-    /// `(rows, cols)`.
+    /// The shape `(rows, cols)`.
     pub fn shape(&self) -> (usize, usize) {
         (self.rows, self.cols)
     }
@@ -158,7 +158,7 @@ impl<B: Backend> Tensor<B> {
         self.rows * self.cols * self.dtype().size_bytes()
     }
 
-    /// Identity of the allocation.
+    /// Identity of the buffer's allocation.
     pub fn buffer_id(&self) -> u64 {
         match &self.data {
             Data::F32(buf) => B::buffer_id(buf),
@@ -166,7 +166,7 @@ impl<B: Backend> Tensor<B> {
         }
     }
 
-    /// The same elements with another shape.
+    /// A tensor of another shape with the same elements, in the same buffer.
     ///
     /// # Errors
     /// [`Error::Shape`] if the number of elements differs.
@@ -178,7 +178,7 @@ impl<B: Backend> Tensor<B> {
     /// The F32 buffer.
     ///
     /// # Errors
-    /// [`Error::Shape`] naming `argument` if the elements are of another type.
+    /// [`Error::Shape`] that names `argument` if the elements are of another type.
     pub fn f32(&self, op: &'static str, argument: &'static str) -> Result<&B::Buf<f32>> {
         match &self.data {
             Data::F32(buf) => Ok(buf),

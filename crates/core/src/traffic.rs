@@ -3,28 +3,29 @@
 use std::ops::Sub;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Copies between host and device since the backend was created. The difference of two values is the traffic in between.
+/// Copies between host and device since the backend was created. The difference of two `Traffic` values is the traffic between the two
+/// readings.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Traffic {
     /// Copies from the host to the device.
     pub uploads: u64,
-    /// Bytes of these uploads.
+    /// Bytes of all copies from the host to the device.
     pub upload_bytes: u64,
     /// Copies from the device to the host.
     pub downloads: u64,
-    /// Bytes of these downloads.
+    /// Bytes of all copies from the device to the host.
     pub download_bytes: u64,
-    /// Waits of the host for the device: one per [`Backend::download`](crate::Backend::download) and
+    /// Number of times the host waited for the device: one per [`Backend::download`](crate::Backend::download) and
     /// [`Backend::finish_download`](crate::Backend::finish_download).
     pub waits: u64,
-    /// Writes through a shared handle; each copied the whole buffer first.
+    /// Number of writes through a shared handle. Each of these writes first copied the whole buffer.
     pub copies_on_write: u64,
 }
 
 impl Sub for Traffic {
     type Output = Self;
 
-    /// The traffic after `earlier`.
+    /// The traffic between `earlier` and `self`.
     fn sub(self, earlier: Self) -> Self {
         Self {
             uploads: self.uploads - earlier.uploads,
@@ -66,12 +67,12 @@ impl TrafficCounter {
         self.waits.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Counts a copy of a buffer for a write.
+    /// Counts a copy of a buffer that a write through a shared handle caused.
     pub fn copy_on_write(&self) {
         self.copies_on_write.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// The traffic so far.
+    /// The traffic counted so far.
     pub fn so_far(&self) -> Traffic {
         let [uploads, upload_bytes, downloads, download_bytes, waits, copies_on_write] = [
             &self.uploads,

@@ -3,22 +3,22 @@
 use std::borrow::Cow;
 use std::fmt::{self, Write};
 
-/// Whether a terminal would act on this character, or a reader would not see it: control characters except line breaks and tabs, and
-/// characters that change the direction of writing.
+/// Whether a terminal would interpret this character, or a reader would not see it. Hidden characters are control characters other than
+/// line breaks and tabs, and characters that change the direction of writing.
 fn is_hidden(c: char) -> bool {
     let turns =
         matches!(c, '\u{061C}' | '\u{200E}'..='\u{200F}' | '\u{202A}'..='\u{202E}' | '\u{2066}'..='\u{2069}');
     turns || (c.is_control() && !matches!(c, '\n' | '\t'))
 }
 
-/// Writes text to `to`, with each character that a terminal would act on written as an escape: `\u{1b}`.
+/// Writes text to `to`, and replaces each hidden character by an escape such as `\u{1b}`.
 #[derive(Debug)]
 pub struct Visible<W> {
     to: W,
 }
 
 impl<W: Write> Visible<W> {
-    /// Writes to `to`.
+    /// A writer that passes the escaped text to `to`.
     pub fn new(to: W) -> Self {
         Self { to }
     }
@@ -35,7 +35,7 @@ impl<W: Write> Write for Visible<W> {
     }
 }
 
-/// The text, with each character that a terminal would act on written as an escape.
+/// The text, with each hidden character replaced by an escape.
 #[must_use]
 pub fn visible(text: fmt::Arguments<'_>) -> String {
     let mut shown = String::new();
@@ -44,16 +44,16 @@ pub fn visible(text: fmt::Arguments<'_>) -> String {
     shown
 }
 
-/// Most characters of a name or a value that a message repeats.
+/// Maximum number of characters of a name or a value that a message repeats.
 const REPEATED: usize = 100;
 
-/// The longest name in a message; file paths are no longer.
+/// Maximum number of bytes of a name in a message; file paths are not longer.
 const LONGEST_NAME: usize = 4096;
 
-/// Bytes of the longest message.
+/// Maximum number of bytes of a message.
 const LONGEST_MESSAGE: usize = 64 << 10;
 
-/// An untrusted value as a message repeats it: a long value is cut, and its length is given.
+/// An untrusted value, shortened for a message: a long value is cut, and its length is added.
 #[must_use]
 pub fn shortened(value: &str) -> Cow<'_, str> {
     match value.char_indices().nth(REPEATED).filter(|_| value.chars().nth(2 * REPEATED).is_some()) {
@@ -62,7 +62,7 @@ pub fn shortened(value: &str) -> Cow<'_, str> {
     }
 }
 
-/// A message with names no longer than a path can be, and no longer than people read: what is longer is cut.
+/// The message, cut to at most 64 KiB, and with any name longer than a file path can be cut, too.
 #[must_use]
 pub fn readable(message: &str) -> Cow<'_, str> {
     if message.len() <= LONGEST_NAME {
@@ -101,7 +101,7 @@ mod tests {
         }
         let name = "é".repeat(1 << 20);
         let text = readable(&format!("m.safetensors: has no tensor `{name}`\nsecond line")).into_owned();
-        // The number counts its quotes.
+        // The number of characters includes the two quotes.
         let end = "... (1048578 characters)\nsecond line";
         assert!(text.starts_with("m.safetensors: has no tensor `é") && text.ends_with(end), "{text}");
         let spaced = readable(&"word ".repeat(1 << 20)).into_owned();

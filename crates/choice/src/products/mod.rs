@@ -1,8 +1,9 @@
-//! Matrix products: which path a pair of operands takes.
+//! Matrix products on a GPU: the conversions of both operands, and the cores that multiply them.
 //!
-//! [`Numbers`] names the type that a pair of operands is multiplied in. The tensor cores take BF16, and FP8 codes with one scale per 128 or
-//! more values. Other quantized operands are lifted to FP8 or decoded to BF16 first; next to plain F32, to F32. Plain F32 goes to the CUDA
-//! cores, unless one operand or the result is BF16: then products of BF16 parts are summed. Rows of odd sizes go to the CUDA cores, too.
+//! [`Numbers`] names the type in which a pair of operands is multiplied. The tensor cores take BF16, and FP8 codes with one scale per 128
+//! or more values. Other quantized operands are first lifted to FP8 or decoded to BF16, or decoded to F32 if the other operand is plain
+//! F32. The CUDA cores multiply plain F32, unless one operand or the result is BF16; in that case, products of BF16 parts are summed. The
+//! CUDA cores also multiply operands whose rows are not multiples of 16 bytes.
 
 mod parts;
 mod tensor_cores;
@@ -19,50 +20,52 @@ use nibble_core::ops::{Factor, Numbers, ProductDesc, ProductDims, Ragged, Stored
 use nibble_core::{DType, DeviceKind, Grouping};
 use std::fmt;
 
-/// Numbers that a thread sums at a time: the rows of such sums are multiples of this.
+/// Number of values that a thread sums at a time. Rows of such sums are multiples of this number.
 pub const SUMMED_UNIT: usize = 4;
 
-/// The path of a product: what its operands become, and which cores multiply them.
+/// The path of a product: the conversions of its operands, and the cores that multiply them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ProductPath {
-    /// The numbers that operands are converted to; none if both are multiplied as stored.
+    /// The numbers to which operands are converted; `None` if both operands are multiplied as stored.
     pub lowered_to: Option<Numbers>,
-    /// The conversions of A and B. A conversion to BF16 leaves the tensor scales out.
+    /// The conversions of A and B. A conversion to BF16 leaves out the tensor scales.
     pub sides: [Becomes; 2],
-    /// Groups whose ends are moved to the end of their last block; none if groups are taken as they are.
+    /// Number of groups, if each group is extended to the end of its last block; `None` if groups are used as they are.
     pub whole_groups: Option<usize>,
-    /// F32 sums that a second kernel multiplies by tensor scales; none without tensor scales, or where the product applies them itself.
+    /// Number of F32 sums that a second kernel multiplies by tensor scales; `None` without tensor scales, or if the product applies them
+    /// itself.
     pub sums: Option<usize>,
     /// Which cores multiply the converted operands.
     pub cores: Cores,
 }
 
-/// Which cores multiply.
+/// The cores that multiply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Cores {
     /// The tensor cores.
     Tensor {
-        /// The product, all runs together.
+        /// The product over all runs together.
         product: TensorCoreProduct,
-        /// Split-K: runs that each group's rows are cut into if D has too few tiles for the GPU; the D of all runs are summed. Else 1.
+        /// Number of runs into which each group's rows are cut (split-K) if D has too few tiles for the GPU; otherwise 1. The D matrices of
+        /// all runs are summed.
         runs: usize,
     },
-    /// The tensor cores, with F32 operands as sums of BF16 numbers.
+    /// The tensor cores, with F32 operands split into sums of BF16 numbers.
     Parts(Parts),
-    /// The CUDA cores: what the tensor cores cannot do, many times slower.
+    /// The CUDA cores, which are many times slower, for products that the tensor cores cannot compute.
     Ordinary,
 }
 
 /// The conversion of an operand before it is multiplied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Becomes {
-    /// Unchanged, or converted when it was quantized.
+    /// The operand is unchanged, or was already converted when it was quantized.
     AsIs,
-    /// Codes and scales of [`Format::LIFTED`].
+    /// The operand is lifted to codes and scales of [`Format::LIFTED`].
     Lifted {
-        /// The axis of its blocks: that of the operand, or `Tile` for the rows of a second operand.
+        /// The axis of the lifted blocks: that of the operand, or `Tile` for row blocks of a second operand.
         axis: BlockAxis,
-        /// Matrices, each with its own 2-D blocks.
+        /// Number of matrices, each with its own 2-D blocks.
         matrices: usize,
         /// Bytes of codes.
         codes: usize,
@@ -71,14 +74,14 @@ pub enum Becomes {
         /// Layout of the scales.
         layout: ScaleLayout,
     },
-    /// Decoded to this many plain numbers of this type.
+    /// The operand is decoded to this number of plain values of this type.
     Decoded(DType, usize),
-    /// BF16 widened to this many F32 numbers: for the CUDA cores, if the other operand is F32.
+    /// A BF16 operand is widened to this number of F32 values, for the CUDA cores, if the other operand is F32.
     Widened(usize),
 }
 
 impl Becomes {
-    /// Values that are decoded or lifted.
+    /// Number of values that are decoded or lifted.
     pub const fn values(self) -> usize {
         match self {
             Self::AsIs | Self::Widened(_) => 0,
@@ -87,7 +90,7 @@ impl Becomes {
         }
     }
 
-    /// Its temporary memory, under these names.
+    /// The temporary buffers of the conversion. The arguments are their names.
     fn temporaries(self, [decoded, its_codes, its_scales, widened]: [&'static str; 4]) -> Vec<Temporary> {
         match self {
             Self::AsIs => Vec::new(),
@@ -115,7 +118,7 @@ impl ProductPath {
                 let product = TensorCoreProduct { kind: OperandKind::ScaledBf16, ..product };
                 (Cores::Tensor { product, runs: 1 }, None)
             }
-            // Other products give F32 sums, which a second kernel scales.
+            // Other products write F32 sums, which a second kernel multiplies by the tensor scales.
             _ if scaled => {
                 let ProductDims { m, n, .. } = asked.dims;
                 let matrices = if asked.ragged == Ragged::Contraction { asked.num_groups() } else { 1 };
@@ -137,7 +140,7 @@ impl ProductPath {
                 Becomes::Lifted { axis, matrices, codes, scales, layout }
             }
         };
-        // The kernels for codes handle whole blocks themselves. Plain rows past the end of a group may hold anything.
+        // The kernels for codes handle whole blocks themselves. Plain rows past the end of a group may hold undefined values.
         let of_blocks = lowered_to == Numbers::Bf16 && factors.iter().all(|x| x.stored.format.is_block());
         Self {
             lowered_to: Some(lowered_to),
@@ -148,7 +151,7 @@ impl ProductPath {
         }
     }
 
-    /// Whether the CUDA cores have no part in the product.
+    /// Whether the tensor cores compute the whole product.
     pub fn is_on_tensor_cores(&self) -> bool {
         self.cores != Cores::Ordinary
     }
@@ -158,7 +161,7 @@ impl ProductPath {
         self.sums.is_some() || self.is_on_tensor_cores()
     }
 
-    /// Temporary memory besides D, in order of allocation. All of it lives until the product is done.
+    /// Temporary memory besides D, in order of allocation. All of this memory lives until the product is done.
     pub fn temporaries(&self) -> Vec<Temporary> {
         let [a, b] = self.sides;
         let mut all = a.temporaries(["A, decoded", "A's codes, lifted", "A's scales, lifted", "A in F32"]);
@@ -179,7 +182,7 @@ impl ProductPath {
 }
 
 impl Cores {
-    /// The cores for operands that are already converted.
+    /// Chooses the cores for operands that are already converted.
     fn of(asked: &ProductDesc) -> Self {
         let runs = runs(asked);
         if runs > 1
@@ -197,7 +200,7 @@ impl Cores {
     }
 }
 
-/// Why the CUDA cores compute a product, in words; none if they do not.
+/// Why the CUDA cores compute a product, in words; `None` if the tensor cores compute the product.
 pub fn obstacle(asked: &ProductDesc) -> Option<String> {
     if ProductPath::of(asked).is_on_tensor_cores() {
         return None;
@@ -208,8 +211,8 @@ pub fn obstacle(asked: &ProductDesc) -> Option<String> {
     Some(odd.unwrap_or_else(|| format!("{a} x {b} to {}", asked.out)))
 }
 
-/// The numbers that are multiplied, what A and B become for them, and the product of the converted operands, in the type asked for, before
-/// tensor scales. None if both are multiplied as stored.
+/// The numbers that are multiplied, the converted forms of A and B, and the product of the converted operands in the requested type, before
+/// tensor scales. The result is `None` if both operands are multiplied as stored.
 fn taken_first(asked: &ProductDesc) -> Option<(Numbers, [Taken; 2], ProductDesc)> {
     let numbers = Numbers::of(asked.a.stored, asked.b.stored);
     let taken = [asked.a, asked.b].map(|x| numbers.takes(x.stored));
@@ -222,12 +225,12 @@ fn taken_first(asked: &ProductDesc) -> Option<(Numbers, [Taken; 2], ProductDesc)
     (taken != [Taken::AsIs; 2]).then_some((numbers, taken, ProductDesc { a, b, ..*asked }))
 }
 
-/// The type that operands are decoded to for these numbers.
+/// The type to which operands are decoded for these numbers.
 fn decoded_type(numbers: Numbers) -> DType {
     if numbers == Numbers::F32 { DType::F32 } else { DType::Bf16 }
 }
 
-/// The conversion of a plain operand for these cores, next to `other`.
+/// The conversion of a plain operand for these cores, if the other operand is `other`.
 fn widened(x: &Factor, other: &Factor, cores: Cores) -> Becomes {
     match (x.stored.format, other.stored.format, cores) {
         (Format::Bf16, Format::F32, Cores::Ordinary) => Becomes::Widened(x.len()),
@@ -245,14 +248,16 @@ fn has_tensor_scale(x: &Factor) -> bool {
     format.is_block() && format.scale_kind(rule).has_tensor_scale()
 }
 
-/// The number of groups, if a contraction over blocks extends each group to the end of its last block; none if groups end there anyway.
+/// The number of groups, if a contraction over blocks extends each group to the end of its last block; `None` if groups already end with
+/// whole blocks.
 fn whole_groups(asked: &ProductDesc) -> Option<usize> {
     let Grouping { count, align, rows_each } = asked.groups?;
     let are_whole = rows_each.is_some_and(|rows| rows.is_multiple_of(align.max(1)));
     (asked.ragged == Ragged::Contraction && !are_whole).then_some(count)
 }
 
-/// Runs that each group's rows are cut into (split-K): 1, unless it is a contraction over groups that are known to be equal.
+/// Number of runs into which each group's rows are cut (split-K). The number is 1 unless the product is a contraction over groups that are
+/// known to have equal lengths.
 fn runs(asked: &ProductDesc) -> usize {
     match (asked.ragged, asked.groups.and_then(|groups| groups.rows_each)) {
         (Ragged::Contraction, Some(rows)) if (asked.dims.m * asked.dims.n).is_multiple_of(SUMMED_UNIT) => {
@@ -262,15 +267,16 @@ fn runs(asked: &ProductDesc) -> usize {
     }
 }
 
-/// Runs for a contraction over groups of `rows` rows: the number with the least time by a simple count of whole waves of tiles, with each
-/// run's D written and read once. Depends only on the size of D and on a group's rows, so that bits do not depend on the number of groups.
+/// Number of runs for a contraction over groups of `rows` rows. The function estimates the time of each number from whole waves of tiles
+/// and from one write and read of each run's D, and returns the fastest number. The result depends only on the size of D and on the rows of
+/// a group, so that the bits of D do not depend on the number of groups.
 fn runs_of(dims: ProductDims, rows: usize) -> usize {
-    /// Concurrent tiles.
+    /// Number of tiles that run concurrently.
     const MULTIPROCESSORS: usize = 132;
-    /// Least rows of a run: a tile's prologue and epilogue are paid per run.
+    /// Minimum number of rows of a run, because each run pays for a tile's prologue and epilogue.
     const SHORTEST: usize = 1024;
     const MOST: usize = 16;
-    /// Microseconds per row of a tile, and per number of D to write and read it.
+    /// Microseconds per row of a tile, and per value of D to write and read it.
     const ROW_US: f64 = 7.4e-3;
     const NUMBER_US: f64 = 2e-6;
     let ProductDims { m, n, .. } = dims;
@@ -299,7 +305,7 @@ fn scales_b(x: &Factor, elements: [Element; 2]) -> ScalesB {
     }
 }
 
-/// How the tensor-core kernels see A and B, if they take such operands as stored.
+/// The kind of A and B for the tensor-core kernels, if the kernels take such operands as stored.
 fn kind(a: &Factor, b: &Factor) -> Option<OperandKind> {
     match (a.stored.fp8(), b.stored.fp8()) {
         (Some(of_a), Some(of_b)) => Some(OperandKind::Fp8([of_a, of_b], scales_b(b, [of_a, of_b]))),
@@ -307,8 +313,8 @@ fn kind(a: &Factor, b: &Factor) -> Option<OperandKind> {
     }
 }
 
-/// The request to the tensor-core kernels, if they take such operands as stored. With `transposed`, A and B change places, so that the
-/// rows that share scales are B's: this is faster, and exists for F32 results only.
+/// The request to the tensor-core kernels, if they take such operands as stored. With `transposed`, A and B are swapped, so that the rows
+/// that share scales are B's. Swapped products are faster, and exist only for F32 results.
 fn as_they_are(asked: &ProductDesc, out: DType, accumulate: bool) -> Option<TensorCoreProduct> {
     let ProductDims { m, n, k } = asked.dims;
     let product = TensorCoreProduct {
@@ -333,13 +339,13 @@ fn on_tensor_cores(asked: &ProductDesc, out: DType, accumulate: bool) -> Option<
     as_they_are(asked, out, accumulate).filter(|product| product.check().is_ok())
 }
 
-/// Starts and lengths of `runs` runs.
+/// Temporary memory for the starts and lengths of `runs` runs.
 fn run_lists(runs: usize) -> [Temporary; 2] {
     let list = |what, len| Temporary::new(what, len * size_of::<i32>());
     [list("runs' starts", runs + 1), list("runs' lengths", runs)]
 }
 
-/// Plain numbers.
+/// Temporary memory for `len` plain values.
 fn numbers(what: &'static str, dtype: DType, len: usize) -> Temporary {
     Temporary::new(what, len * dtype.size_bytes())
 }
@@ -370,7 +376,7 @@ mod tests {
 
     #[test]
     fn small_gradients_of_many_rows_are_cut_and_others_are_not() {
-        // Queries, keys and the router of a model of width 1024; experts' widths; few rows.
+        // The cases are queries, keys and the router of a model of width 1024, the widths of experts, and few rows.
         for (m, n, rows, runs) in [
             (2048, 1024, 32_768, 2),
             (512, 1024, 32_768, 8),

@@ -7,42 +7,42 @@ use nibble_core::formats::Format;
 use nibble_core::ops::{ProductDesc, ProductDims, Ragged};
 use std::fmt;
 
-/// BF16 numbers per F32 number.
+/// Number of BF16 parts per F32 number.
 pub const PARTS: usize = 3;
 
-/// How the parts of two operands are multiplied.
+/// The arrangement in which the BF16 parts of two operands are multiplied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PartsForm {
-    /// Dense, A in BF16: B's parts are stacked as three matrices, and their products lie side by side.
+    /// A dense product with A in BF16: B's parts are stacked as three matrices, and their products lie side by side.
     Right,
-    /// Dense, both in F32: one product over the pairs of parts, which are concatenated along the contraction.
+    /// A dense product of two F32 operands: one product over the pairs of parts, which are concatenated along the contraction.
     Both,
-    /// Contraction of A's columns in F32 with B's in BF16: A's parts lie side by side, and their gradients are stacked.
+    /// A contraction of A's columns in F32 with B's columns in BF16: A's parts lie side by side, and their gradients are stacked.
     Left,
 }
 
 /// A product of BF16 parts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Parts {
-    /// How they are multiplied.
+    /// The arrangement of the parts.
     pub form: PartsForm,
-    /// The BF16 product.
+    /// The product of the BF16 parts.
     pub product: TensorCoreProduct,
-    /// Runs that each group's rows are cut into (split-K).
+    /// Number of runs into which each group's rows are cut (split-K).
     pub runs: usize,
-    /// Values of A and of B.
+    /// Numbers of values of A and of B.
     values: [usize; 2],
 }
 
 impl Parts {
-    /// For two F32 operands, the pairs of parts that are multiplied: part `LEFT[i]` of A with part `RIGHT[i]` of B. The omitted pairs
+    /// The pairs of parts that are multiplied for two F32 operands: part `LEFT[i]` of A with part `RIGHT[i]` of B. The omitted pairs
     /// contribute at most 3 · 2⁻¹⁸ of a product, of either sign; a BF16 result is precise to 2⁻⁹.
     pub const LEFT: [u32; 3] = [0, 0, 1];
     /// See [`Parts::LEFT`].
     pub const RIGHT: [u32; 3] = [0, 1, 0];
 
-    /// The product in parts, if the tensor cores take these operands and sizes. Two F32 operands are split only for a BF16 result: an F32
-    /// result needs all of their bits.
+    /// Splits the product into BF16 parts, if the tensor cores take these operands and sizes. Two F32 operands are split only for a BF16
+    /// result, because an F32 result needs all of their bits.
     pub(super) fn choose(product: &ProductDesc) -> Option<Self> {
         let is_dense = product.ragged == Ragged::Rows && !product.accumulate && product.groups.is_none();
         let is_contraction = product.ragged == Ragged::Contraction;
@@ -79,7 +79,7 @@ impl Parts {
         (whole && desc.check().is_ok()).then_some(Self { form, product: desc, runs, values })
     }
 
-    /// Parts that each value of A and of B is split into; 0 for BF16.
+    /// Number of parts into which each value of A and of B is split; 0 for BF16.
     pub const fn of_each(&self) -> [usize; 2] {
         match self.form {
             PartsForm::Right => [0, PARTS],

@@ -1,5 +1,5 @@
-//! Products for the tensor-core kernels: sizes, kinds of operands and limits; the instance that runs; and the order in which it walks
-//! the tiles of D.
+//! Products for the tensor-core kernels: their sizes, kinds of operands and limits, the kernel instance that runs, and the order in which
+//! it computes the tiles of D.
 
 use nibble_core::formats::Element;
 use nibble_core::ops::Ragged;
@@ -8,52 +8,52 @@ use std::fmt;
 use std::sync::{Arc, Mutex};
 
 const OP: &str = "grouped_product";
-/// Values along the contraction that share a scale.
+/// Number of values along the contraction that share a scale.
 const BLOCK_K: usize = 128;
-/// Rows of a tile of D.
+/// Number of rows of a tile of D.
 pub const BLOCK_M: usize = 256;
-/// Columns of a tile of D.
+/// Number of columns of a tile of D.
 pub const BLOCK_N: usize = 128;
-/// Bytes of a row in a stage.
+/// Bytes of a row of an operand in a pipeline stage.
 pub const ROW_BYTES: usize = 128;
-/// Rows of a warp's store: 16 rows of 64 bytes (columns, if the product is transposed).
+/// Number of rows of a warp's store, which has 16 rows of 64 bytes (columns, if the product is transposed).
 pub const OUT_ROWS: usize = 16;
-/// See [`OUT_ROWS`].
+/// Bytes of a row of a warp's store.
 pub const OUT_ROW_BYTES: usize = 64;
 const MATH_WARPS: usize = 8;
-/// Bytes of the device's `Tile`; each stage has one.
+/// Bytes of the device's struct `Tile`, of which each stage has one.
 const TILE_BYTES: usize = 32;
-/// Average rows per group below which warps add to D.
+/// Average number of rows per group below which warps add to D.
 pub const SHORT: usize = 1536;
-/// Average rows per group, with padding, below which tiles are mixed.
+/// Average number of rows per group, with padding, below which tiles of long and short groups are mixed.
 const MIXED_ROWS: usize = 256;
-/// Least number of groups for mixed tiles.
+/// Minimum number of groups for mixed tiles.
 pub const MIXED_GROUPS: usize = 16;
-/// Shared memory of the device's `TileQueue`, with its alignment.
+/// Bytes of shared memory of the device's struct `TileQueue`, with its alignment.
 const QUEUE_BYTES: usize = 4 * (48 + 2 * size_of::<u64>()) + 16;
-/// Bands to try.
+/// The heights of bands to try, in tile rows.
 const BANDS: [usize; 6] = [2, 4, 8, 16, 32, 64];
-/// Limit of sizes: the kernels count rows, columns and scales in `int`.
+/// Limit of sizes, because the kernels count rows, columns and scales in `int`.
 const MAX_EXTENT: usize = i32::MAX as usize - 512;
 
-/// The kind of operands.
+/// The kind of the operands A and B.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OperandKind {
-    /// E4M3 or E5M2: the elements of A and of B. A has 1 × 128 scales, B those of the second field.
+    /// FP8 operands: the elements (E4M3 or E5M2) of A and of B, and the scales of B. A has one scale per 1 × 128 values.
     Fp8([Element; 2], ScalesB),
-    /// BF16.
+    /// BF16 operands.
     Bf16,
-    /// BF16; the tensor scales of both operands multiply the sums before they are rounded or added to D.
+    /// BF16 operands whose tensor scales multiply the sums before they are rounded or added to D.
     ScaledBf16,
 }
 
 impl OperandKind {
-    /// Both in E4M3.
+    /// FP8 operands that are both in E4M3.
     pub const fn e4m3(scales: ScalesB) -> Self {
         Self::Fp8([Element::E4M3; 2], scales)
     }
 
-    /// The device's kernel. For mixed tiles of short groups, an equivalent kernel may run instead.
+    /// The name of the device's kernel. For mixed tiles of short groups, an equivalent kernel may run instead.
     pub const fn kernel(self) -> &'static str {
         match self {
             Self::Fp8(..) => "nib::grouped_fp8_block",
@@ -62,7 +62,7 @@ impl OperandKind {
         }
     }
 
-    /// How B is scaled; none if it is plain.
+    /// How B is scaled; `None` if B is plain.
     pub const fn scales_b(self) -> Option<ScalesB> {
         match self {
             Self::Fp8(_, scales) => Some(scales),
@@ -70,7 +70,7 @@ impl OperandKind {
         }
     }
 
-    /// Whether both are BF16.
+    /// Whether both operands are BF16.
     pub const fn is_bf16(self) -> bool {
         matches!(self, Self::Bf16 | Self::ScaledBf16)
     }
@@ -79,18 +79,19 @@ impl OperandKind {
 /// How the rows of B share scales; each scale covers 128 values of the contraction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ScalesB {
-    /// One scale per 128 rows: weights, and columns made of E4M3 rows. The fastest.
+    /// One scale per 128 rows, as in weights and in columns that were converted from E4M3 rows. Products with one scale per 128 rows are
+    /// the fastest.
     Tile,
-    /// One scale per 32 rows: columns made of MXFP4 rows ([`Ragged::Contraction`]).
+    /// One scale per 32 rows, as in columns that were converted from MXFP4 rows ([`Ragged::Contraction`]).
     Strips,
     /// One E8M0 scale per row.
     Powers,
-    /// One F32 scale per row. The slowest.
+    /// One F32 scale per row, which makes products slowest.
     Floats,
 }
 
 impl ScalesB {
-    /// Rows of B that share a scale.
+    /// Number of rows of B that share a scale.
     pub const fn rows(self) -> usize {
         match self {
             Self::Tile => 128,
@@ -99,7 +100,7 @@ impl ScalesB {
         }
     }
 
-    /// The kind of E8M0 scales of which each aligned run of `rows` neighbours is known to be equal.
+    /// The kind of E8M0 scales for which each aligned run of `rows` scales is known to be equal.
     pub const fn repeating(rows: usize) -> Self {
         match rows {
             128 => Self::Tile,
@@ -109,54 +110,55 @@ impl ScalesB {
     }
 }
 
-/// A product as the tensor-core kernels take it: sizes and operands.
+/// The arguments of the tensor-core kernels for a product: sizes and kinds of operands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TensorCoreProduct {
     /// Whether groups divide the rows or the contraction.
     pub ragged: Ragged,
-    /// The kind of operands.
+    /// The kind of the operands A and B.
     pub kind: OperandKind,
     /// The type of D.
     pub out: DType,
-    /// Add to D, with one F32 addition per element, instead of overwriting it ([`Ragged::Contraction`]); a BF16 sum is rounded once.
+    /// Whether to add to D, with one F32 addition per element, instead of overwriting D ([`Ragged::Contraction`]). A BF16 sum is rounded
+    /// once.
     pub accumulate: bool,
-    /// D holds transposed matrices, `[n][m]`: A and B change places if the rows that share scales are A's
-    /// ([`Ragged::Contraction`], FP8, F32).
+    /// Whether D holds transposed matrices, `[n][m]`. A and B are swapped if the rows that share scales are A's ([`Ragged::Contraction`],
+    /// FP8, F32).
     pub transposed: bool,
-    /// Groups.
+    /// Number of groups.
     pub groups: usize,
-    /// Rows of A and D, all groups together; with [`Ragged::Contraction`], of one matrix of D.
+    /// Number of rows of A and D over all groups; with [`Ragged::Contraction`], number of rows of one matrix of D.
     pub m: usize,
-    /// Columns of D: rows of one group's B.
+    /// Number of columns of D, which are the rows of one group's B.
     pub n: usize,
-    /// The contraction; with [`Ragged::Contraction`], of all groups together.
+    /// Length of the contraction; with [`Ragged::Contraction`], of all groups together.
     pub k: usize,
 }
 
-/// Values of this many bytes per unit of a row: the tensor-core path needs rows of whole units, because TMA copies multiples of
-/// 16 bytes.
+/// Number of values of `value_bytes` bytes in a unit of 16 bytes. The tensor-core path needs rows of whole units, because TMA copies
+/// multiples of 16 bytes.
 pub const fn row_unit(value_bytes: usize) -> usize {
     16 / value_bytes
 }
 
 impl TensorCoreProduct {
-    /// Length of A.
+    /// Number of values of A.
     pub const fn a(&self) -> usize {
         self.m * self.k
     }
 
-    /// Length of B.
+    /// Number of values of B.
     pub const fn b(&self) -> usize {
         self.rows_b() * self.k
     }
 
-    /// Length of D.
+    /// Number of values of D.
     pub const fn d(&self) -> usize {
         let [matrices, rows, cols] = self.shape_d();
         matrices.saturating_mul(rows).saturating_mul(cols)
     }
 
-    /// Matrices of D, and the rows and columns of each.
+    /// Number of matrices of D, and the rows and columns of each matrix.
     pub const fn shape_d(&self) -> [usize; 3] {
         match (self.ragged, self.transposed) {
             (Ragged::Rows, _) => [1, self.m, self.n],
@@ -165,7 +167,7 @@ impl TensorCoreProduct {
         }
     }
 
-    /// Rows of B, of all groups together.
+    /// Number of rows of B over all groups.
     pub const fn rows_b(&self) -> usize {
         match self.ragged {
             Ragged::Rows => self.groups.saturating_mul(self.n),
@@ -173,12 +175,12 @@ impl TensorCoreProduct {
         }
     }
 
-    /// Blocks of the contraction; the last may be short.
+    /// Number of blocks of the contraction; the last block may be short.
     pub const fn blocks_k(&self) -> usize {
         self.k.div_ceil(BLOCK_K)
     }
 
-    /// Numbers of tensor scales of A and of B, one per row; for a contraction over groups, one per row of the contraction.
+    /// Numbers of tensor scales of A and of B, one scale per row; for a contraction over groups, one scale per row of the contraction.
     pub const fn tensor_scales(&self) -> (usize, usize) {
         match self.ragged {
             Ragged::Rows => (self.m, self.rows_b()),
@@ -186,7 +188,7 @@ impl TensorCoreProduct {
         }
     }
 
-    /// Rows of the scale matrices of A and B.
+    /// Numbers of rows of the scale matrices of A and B.
     pub const fn scale_rows(&self) -> (usize, usize) {
         let rows_b = match self.kind {
             OperandKind::Fp8(_, scales) => {
@@ -198,7 +200,7 @@ impl TensorCoreProduct {
         (self.m, rows_b)
     }
 
-    /// The sizes, and what each must be a multiple of.
+    /// The sizes, and the number of which each size must be a multiple.
     fn extents(&self) -> [(&'static str, usize, usize); 4] {
         let of_d = row_unit(self.out.size_bytes());
         let (fp8, bf16) = (row_unit(1), row_unit(2));
@@ -211,13 +213,13 @@ impl TensorCoreProduct {
         [("groups", self.groups, 1), ("m", self.m, m), ("n", self.n, n), ("k", self.k, k)]
     }
 
-    /// The first size that leaves rows not a multiple of 16 bytes, in words.
+    /// The first size for which rows are not a multiple of 16 bytes, in words.
     pub(super) fn odd_size(&self) -> Option<String> {
         let odd = self.extents().into_iter().find(|(_, value, multiple)| value % multiple != 0);
         odd.map(|(argument, value, multiple)| format!("{argument} = {value}, not a multiple of {multiple}"))
     }
 
-    /// Checks that the kernels can take the product.
+    /// Checks that the kernels can compute the product.
     pub fn check(&self) -> Result<()> {
         for (argument, value, multiple) in self.extents() {
             if value == 0 || value % multiple != 0 || value > MAX_EXTENT {
@@ -253,41 +255,41 @@ impl TensorCoreProduct {
     }
 }
 
-/// Where totals are added to D.
+/// Where sums are added to the existing values of D.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Adds {
-    /// In the L2, F32.
+    /// The L2 cache adds F32 values.
     InL2,
-    /// In the warp that holds the totals.
+    /// The warp that holds the sums adds them.
     InWarp,
 }
 
-/// The order of tiles; mixed tiles have a kernel of their own.
+/// The order in which tiles are computed; mixed tiles have a separate kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Order {
-    /// Full tiles first; tiles that end a group early last.
+    /// Full tiles come first, and partial tiles at the ends of groups come last.
     FullFirst,
-    /// Tiles of long and of short groups mixed: long groups keep the tensor cores busy, short ones the memory
+    /// Tiles of long and of short groups are mixed, because long groups keep the tensor cores busy and short groups the memory
     /// ([`Ragged::Rows`], E4M3 with one scale per tile of B).
     Mixed,
 }
 
-/// An instance of a kernel template, and the raster it walks.
+/// An instance of a kernel template, and the raster of tiles that it computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TensorCoreConfig {
-    /// Stages of the ring.
+    /// Number of stages of the pipeline's ring buffer.
     pub stages: usize,
-    /// CTAs of a cluster, side by side, which share rows of A: 1 or 2.
+    /// Number of CTAs of a cluster, 1 or 2. The CTAs lie side by side and share rows of A.
     pub cluster: usize,
-    /// Staging buffers per warp for its stores.
+    /// Number of staging buffers per warp for its stores.
     pub out_buffers: usize,
-    /// Boxes of D per buffer: 16 rows of 64 bytes each.
+    /// Number of boxes of D per buffer, of 16 rows of 64 bytes each.
     pub out_boxes: usize,
-    /// Where totals are added to D, if they are.
+    /// Where sums are added to D, if the product accumulates.
     pub adds: Adds,
-    /// The order of tiles.
+    /// The order in which tiles are computed.
     pub order: Order,
-    /// Tile rows in a band of the raster (an argument of the launch).
+    /// Number of tile rows in a band of the raster (an argument of the launch).
     pub band: usize,
 }
 
@@ -313,13 +315,14 @@ impl TensorCoreConfig {
         band: 8,
     };
 
-    /// The instance for a product. Only the device knows the groups' lengths, so the average rows per group decide.
+    /// The instance for a product. Only the device knows the groups' lengths, so the choice depends on the average number of rows per
+    /// group.
     ///
-    /// The L2 adds F32 at a quarter of the memory bandwidth. Long contractions hide this, and so do products with a scale per row of B. The
-    /// warps add all other gradients, and BF16 gradients, which are rounded once: with one stage fewer, half an F32 tile of D, or a whole
-    /// BF16 tile, fits in shared memory and is loaded during the products.
+    /// The L2 cache adds F32 values at a quarter of the memory bandwidth. Long contractions hide this time, and so do products with one
+    /// scale per row of B. The warps add all other gradients, and BF16 gradients, which are rounded once. With one stage fewer, half an F32
+    /// tile of D, or a whole BF16 tile, fits in shared memory and is loaded during the products.
     ///
-    /// If groups are short on average, tiles are mixed. At 256 rows per group, mixing is 4 % slower.
+    /// If groups are short on average, tiles of long and short groups are mixed. At 256 rows per group, mixing is 4 % slower.
     pub fn choose(desc: &TensorCoreProduct) -> Self {
         let in_warp = Self { stages: 3, adds: Adds::InWarp, ..Self::USUAL };
         let shared = matches!(desc.kind, OperandKind::Fp8(_, ScalesB::Tile | ScalesB::Strips));
@@ -341,7 +344,7 @@ impl TensorCoreConfig {
         by_rows && desc.groups > 1
     }
 
-    /// Instances to try: the choice first, then the others whose shared memory fits a CTA.
+    /// The instances to try: first the chosen instance, then the other instances whose shared memory fits a CTA.
     pub fn candidates(desc: &TensorCoreProduct, shared_bytes_per_cta: usize) -> Vec<Self> {
         let chosen = Self::choose(desc);
         let others =
@@ -350,7 +353,7 @@ impl TensorCoreConfig {
         std::iter::once(chosen).chain(others.filter(fits)).collect()
     }
 
-    /// Checks that the kernels have such an instance and raster.
+    /// Checks that the kernels have this instance and raster.
     pub fn check(&self) -> Result<()> {
         let good = matches!(self.cluster, 1 | 2)
             && (1..=1 << 20).contains(&self.band)
@@ -364,7 +367,7 @@ impl TensorCoreConfig {
         Err(Error::shape("grouped_product", "config", self.to_string(), expected))
     }
 
-    /// Checks the instance against the product: whether it can mix tiles, and whether its way of adding suits the type and the output
+    /// Checks the instance against the product: whether it can mix tiles, and whether `adds` is possible for the type of D and the output
     /// buffers, which cycle through a tile's parts of D (the device's `Stores`).
     pub fn check_for(&self, desc: &TensorCoreProduct) -> Result<()> {
         if self.order == Order::Mixed && !Self::can_mix(desc) {
@@ -389,12 +392,12 @@ impl TensorCoreConfig {
         Err(Error::shape("grouped_product", "config", self.to_string(), expected))
     }
 
-    /// Dynamic shared memory in bytes: the kernel's `SharedLayout`, and 1024 for its alignment.
+    /// Dynamic shared memory in bytes: the kernel's `SharedLayout`, and 1024 bytes for its alignment.
     pub const fn shared_bytes(&self, desc: &TensorCoreProduct) -> usize {
         let operands = (BLOCK_M + BLOCK_N) * ROW_BYTES;
         let scales = match desc.kind.scales_b() {
             Some(ScalesB::Tile | ScalesB::Strips) => BLOCK_M + 4,
-            // B's scales in four parts, each padded by 4; powers of two as BF16.
+            // B's scales are powers of two in BF16, stored in four parts, each padded by 16 bytes.
             Some(ScalesB::Powers) => BLOCK_M + BLOCK_N / 2 + 16,
             Some(ScalesB::Floats) => BLOCK_M + BLOCK_N + 16,
             None => 0,
@@ -407,12 +410,12 @@ impl TensorCoreConfig {
     }
 }
 
-/// Overrides of tensor-core products, for measuring instances.
+/// Overrides the choice of kernel instances for tensor-core products, so that other instances can be measured.
 #[derive(Debug, Clone, Default)]
 pub struct ProductTrial {
-    /// The instance of every such product; none: the chosen one.
+    /// The instance of every tensor-core product; `None` means the usual choice.
     pub config: Option<TensorCoreConfig>,
-    /// Collects the products that are asked for.
+    /// A list that collects the requested products.
     pub asked: Option<Arc<Mutex<Vec<TensorCoreProduct>>>>,
 }
 
@@ -432,7 +435,7 @@ mod tests {
         k: 7168,
     };
 
-    /// Most shared memory per CTA of a Hopper GPU.
+    /// Maximum shared memory per CTA of a Hopper GPU, in bytes.
     const MOST_SHARED: usize = 232_448;
 
     #[test]

@@ -1,9 +1,9 @@
 //! The arguments of every op, their checks, their results and their documentation. Related ops share a file. In every backend, an op is a
 //! function with the op's name, in a file with the name of the op or of a related op.
 //!
-//! `for_each_op!` lists every op once: its method, its arguments, its result, and which fields it reads and writes. The trait `Kernels`,
-//! each op's `run`, the delegates of every backend, the recorder of `testkit`, what dry runs count and the list of conformance tests are
-//! generated from it. `for_each_result!` lists the structs that ops return.
+//! `for_each_op!` lists every op once: its method, its arguments, its result, and which fields it reads and writes. This list generates the
+//! trait `Kernels`, each op's `run`, the delegates of every backend, the recorder of `testkit`, the counts of dry runs and the list of
+//! conformance tests. `for_each_result!` lists the structs that ops return.
 //!
 //! Legend: t tokens, r routed rows (padding included), d model, f ffn, e experts, l local experts, k top-k, s shards.
 
@@ -31,11 +31,11 @@ use crate::{Groups, Kernels, Operand, PermuteMap, Result, Tensor};
 /// * `writes`: tensors and buffers that are overwritten, or added to, in place;
 /// * `plain`: values on the host.
 ///
-/// The last part is empty if the struct has fields of other kinds, such as lists of tensors, or structs of tensors and values.
+/// The use of fields is left empty if the struct has fields of other kinds, such as lists of tensors, or structs of tensors and values.
 ///
-/// `for_each_op! { [callback] (given) B }` is `callback! { (given) ROWS }`, with `B` for the backend. The trait, the `run` of each struct,
-/// the delegates of each backend and the conformance tests are generated from this table, so an operation that lacks one of its parts does
-/// not compile.
+/// `for_each_op! { [callback] (given) B }` expands to `callback! { (given) ROWS }`, with `B` for the backend. The trait, the `run` of each
+/// struct, the delegates of each backend and the conformance tests are generated from this table, so an operation that lacks one of these
+/// does not compile.
 #[macro_export]
 macro_rules! for_each_op {
     ([$($callback:tt)+] $given:tt $B:ident) => {
@@ -135,13 +135,13 @@ macro_rules! for_each_op {
     };
 }
 
-/// Every struct that an operation returns, listed once: the kind of each of its fields, in order.
+/// Every struct that an operation returns, listed once with the kind of each of its fields, in order.
 ///
 /// * `part`: a tensor, an operand or another struct, possibly optional;
 /// * `buffer`: a buffer; `per_row(NAME)`: a buffer with an F32 number per row of the part `NAME`;
 /// * `counts`: a struct of counters; `counter`: a buffer of a few counters.
 ///
-/// `for_each_result! { [callback] }` is `callback! { ROWS }`.
+/// `for_each_result! { [callback] }` expands to `callback! { ROWS }`.
 #[macro_export]
 macro_rules! for_each_result {
     ([$($callback:tt)+]) => {
@@ -170,7 +170,7 @@ macro_rules! for_each_result {
     };
 }
 
-/// `run` of each argument struct.
+/// Defines `run` for each argument struct.
 macro_rules! runs {
     (() $($name:ident($Op:ident $(<$l:lifetime, $B:ident>)?) -> $out:ty { $($fields:tt)* })*) => {
         $(runs! { @one $name($Op $(<$l, $B>)?) -> $out })*
@@ -180,20 +180,20 @@ macro_rules! runs {
             /// Checks the arguments, and runs the operation on the backend.
             ///
             /// # Errors
-            /// [`crate::Error::Shape`] that names the argument; what the backend returns.
+            /// [`crate::Error::Shape`] that names the argument; errors of the backend.
             pub fn run(self, b: &$B) -> Result<$out> {
                 self.check()?;
                 b.$name(self)
             }
         }
     };
-    // No buffer among the arguments determines the backend.
+    // This arm is for operations without a buffer that determines the backend.
     (@one $name:ident($Op:ident) -> $out:ty) => {
         impl $Op {
             /// Checks the arguments, and runs the operation on the backend.
             ///
             /// # Errors
-            /// [`crate::Error::Shape`] that names the argument; what the backend returns.
+            /// [`crate::Error::Shape`] that names the argument; errors of the backend.
             pub fn run<B: Kernels>(self, b: &B) -> Result<$out> {
                 self.check()?;
                 b.$name(self)

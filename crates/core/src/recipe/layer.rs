@@ -1,20 +1,20 @@
-//! A layer as recipes see it.
+//! The properties of a layer on which recipes depend.
 
 use super::{LayerKind, Section, Setting, Site};
 
-/// A layer as overrides see it.
+/// The properties of a layer by which overrides select it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Layer {
-    /// Its kind, and so its section.
+    /// The layer's kind, which determines its section.
     pub kind: LayerKind,
-    /// Its name, `model.layers.3.self_attn.q_proj`.
+    /// The layer's name, for example `model.layers.3.self_attn.q_proj`.
     pub name: String,
-    /// Whether SwiGLU follows it: then the input of SwiGLU is saved, in the precision of `saved.h`.
+    /// Whether SwiGLU follows the layer. If so, the input of SwiGLU is saved in the precision of `saved.h`.
     pub gated: bool,
 }
 
 impl Layer {
-    /// A layer without SwiGLU after it.
+    /// A layer that SwiGLU does not follow.
     pub fn new(kind: LayerKind, name: impl Into<String>) -> Self {
         Self { kind, name: name.into(), gated: false }
     }
@@ -26,7 +26,7 @@ impl Layer {
             && (self.gated || kind != LayerKind::Linear || site != Site::SavedH)
     }
 
-    /// Whether the layer has what the setting decides.
+    /// Whether the layer has the site or the product that the setting decides.
     pub(super) fn has_setting(&self, kind: LayerKind, setting: &Setting) -> bool {
         match setting {
             Setting::Site(site, _) => self.has(kind, *site),
@@ -34,7 +34,7 @@ impl Layer {
         }
     }
 
-    /// Whether two sections decide the same for this layer.
+    /// Whether two sections make the same decisions for this layer.
     pub fn same(&self, a: &Section, b: &Section) -> bool {
         let mut sites = self.kind.sites().filter(|site| self.has(self.kind, *site));
         a.kept_a().is_some() == b.kept_a().is_some() && sites.all(|site| a.at(site) == b.at(site))

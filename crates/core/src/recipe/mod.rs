@@ -1,9 +1,9 @@
 //! A recipe decides every precision: for each operand of the three products, each kind of saved activation and each direction of the
-//! all-to-all, it has the format, the scale rule, the rounding, and a transform. The axes of blocks, the sources of tensors and the
-//! conversions are derived from these ([`LayerPlan`]). A key that decides nothing is refused.
+//! all-to-all, it has a format, a scale rule, a rounding and a transform. Nibble derives the axes of blocks, the sources of tensors and the
+//! conversions from these ([`LayerPlan`]). A key that decides nothing is an error.
 //!
-//! A recipe is a TOML file. [`Recipe::builtin`] knows those of `recipes/`; [`Recipe::parse`] reads any other, and [`Recipe::to_toml`]
-//! writes one in full.
+//! A recipe is a TOML file. [`Recipe::builtin`] returns a recipe of `recipes/` by name, [`Recipe::parse`] reads any other recipe, and
+//! [`Recipe::to_toml`] writes a recipe in full.
 
 mod layer;
 mod parse;
@@ -34,29 +34,30 @@ use crate::{DType, Error, Result};
 use nibble_formats::Format;
 use shipped::{BUILTIN, FORMATS, STUDIES};
 
-/// A change for some layers, in a part of the run.
+/// A change of a recipe for some layers, in a part of the run.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Override {
     /// Selections of layers; a layer must be in at least one of them.
     pub layers: Vec<Layers>,
-    /// Its kinds of layers: a layer's name must have one of these among its parts (`q_proj`, `mlp`, `experts`, `lm_head`). Empty: all.
+    /// Kinds of layers: the layer's name must contain one of these components (`q_proj`, `mlp`, `experts`, `lm_head`). An empty list
+    /// selects all kinds.
     pub kinds: Vec<String>,
     /// Whether a model without such layers is accepted.
     pub optional: bool,
-    /// Part of the run.
+    /// The part of the run.
     pub steps: Steps,
     /// The settings, by kind of layer.
     pub set: Vec<(LayerKind, Setting)>,
 }
 
 impl Override {
-    /// A section of a kind of layer, with this change.
+    /// A section of this kind of layer, with this change applied.
     fn applied(&self, kind: LayerKind, mut section: Section) -> Section {
         self.set.iter().filter(|(k, _)| *k == kind).for_each(|(_, setting)| section.set(*setting));
         section
     }
 
-    /// Whether it takes all sites from another recipe, or all sites of some products.
+    /// Whether the override takes all sites, or all sites of some products, from another recipe.
     fn is_whole(&self) -> bool {
         let has = |kind, site| {
             self.set.iter().any(|(k, s)| *k == kind && matches!(s, Setting::Site(s, _) if *s == site))
@@ -68,26 +69,26 @@ impl Override {
     }
 }
 
-/// A recipe: every precision of a run.
+/// A recipe, which determines every precision of a run.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Recipe {
-    /// Its name.
+    /// The recipe's name.
     pub name: String,
     /// One line of description.
     pub description: String,
-    /// The type between products: residual stream, norms, attention.
+    /// The type of activations between products: in the residual stream, norms and attention.
     pub activations: DType,
-    /// Dense linear layers.
+    /// The section of dense linear layers.
     pub linear: Section,
-    /// Expert layers.
+    /// The section of expert layers.
     pub expert: Section,
-    /// The output head: plain unless the recipe says otherwise.
+    /// The section of the output head, which is plain unless the recipe sets it.
     pub head: Section,
-    /// The router weight: F32 unless the recipe says otherwise.
+    /// The section of the router weight, which is F32 unless the recipe sets it.
     pub router: Section,
-    /// Overrides; later ones win.
+    /// The overrides, of which later ones take precedence.
     pub overrides: Vec<Override>,
-    /// The run that follows the recipe, if it is known.
+    /// The sizes of the run that uses the recipe, if they are known.
     pub run: Option<RunSize>,
 }
 
@@ -97,7 +98,7 @@ impl Recipe {
         BUILTIN.iter().map(|(name, _)| *name)
     }
 
-    /// Names of the recipes to train with: those of [`Recipe::names`], and one recipe for each format.
+    /// Names of the recipes to train with: the recipes of [`Recipe::names`], and one recipe for each format.
     pub fn training_names() -> impl Iterator<Item = &'static str> + Clone {
         BUILTIN.iter().chain(FORMATS).map(|(name, _)| *name)
     }
@@ -115,7 +116,7 @@ impl Recipe {
     /// A recipe that ships with Nibble.
     ///
     /// # Errors
-    /// [`Error::Recipe`] with a suggestion if there is none of this name.
+    /// [`Error::Recipe`] with a suggestion if there is no recipe of this name.
     pub fn builtin(name: &str) -> Result<Self> {
         match shipped::all().find(|(n, _)| *n == name) {
             Some((_, text)) => Self::parse(name, text),
@@ -130,8 +131,7 @@ impl Recipe {
     /// Reads a recipe file's text.
     ///
     /// # Errors
-    /// [`Error::Recipe`] naming the key, for an unknown key, a bad value, a key that decides nothing, or a combination without
-    /// kernels.
+    /// [`Error::Recipe`] that names the key, for an unknown key, a bad value, a key that decides nothing, or a combination without kernels.
     pub fn parse(name: &str, text: &str) -> Result<Self> {
         let recipe = parse::parse(name, text)?;
         validate::validate(&recipe)?;
@@ -173,8 +173,8 @@ impl Recipe {
         written.chain(set).any(|p| p.delayed.is_some())
     }
 
-    /// A combine site of experts whose rows are quantized at some point of a run, and its format. Each such row is rounded by itself, so a
-    /// token's rows are then summed in slot order.
+    /// An expert layer's combine site whose rows are quantized at some point of a run, and its format. Quantized rows are rounded one by
+    /// one, so a token's rows are then summed in slot order.
     pub fn quantized_combine(&self) -> Option<(Site, Format)> {
         let of_base = Site::COMBINE.into_iter().map(|site| (site, self.expert.at(site)));
         let set = self.overrides.iter().flat_map(|o| &o.set);
@@ -188,7 +188,7 @@ impl Recipe {
         all.into_iter().find(|(_, format)| format.is_block())
     }
 
-    /// The points of a run (step / steps) at which sections may change, its beginning first.
+    /// The points of a run (step / steps) at which sections may change; the first point is the beginning of the run.
     pub fn boundaries(&self) -> Vec<f64> {
         let ends =
             self.overrides.iter().filter_map(|o| o.steps.fractions(self.run)).flat_map(<[f64; 2]>::from);
@@ -225,11 +225,11 @@ impl Recipe {
         plans
     }
 
-    /// Every section of these layers over a run, with overrides, each checked.
+    /// Checks and returns every section of these layers over a run, with overrides applied.
     ///
     /// # Errors
-    /// [`Error::Recipe`] for an override that matches no layer, depends on a run that is not known, or sets what none of its layers has,
-    /// and for overrides that together make a combination without kernels.
+    /// [`Error::Recipe`] for an override that matches no layer, depends on a run whose sizes are unknown, or sets a site that none of its
+    /// layers has. The same error is returned for overrides that together make a combination without kernels.
     pub fn sections(&self, layers: &[Layer]) -> Result<Vec<Section>> {
         self.overrides.iter().try_for_each(|o| self.check_override(o, layers))?;
         let boundaries = self.boundaries();
@@ -269,7 +269,7 @@ impl Recipe {
     }
 }
 
-/// Whether a glob matches a whole name: `*` is any run of characters, `?` any one character.
+/// Whether a glob matches a whole name: `*` stands for any run of characters, and `?` for any single character.
 pub fn glob(pattern: &str, name: &str) -> bool {
     let (p, n) = (pattern.as_bytes(), name.as_bytes());
     let (mut pi, mut ni, mut star) = (0, 0, None);

@@ -1,4 +1,4 @@
-//! TOML to [`Recipe`].
+//! Parses TOML text to a [`Recipe`].
 
 use super::precision::{DELAYED, LINE, NO_TRANSFORM, SQUARE, axis_name};
 use super::unknown::unknown;
@@ -48,11 +48,11 @@ pub(super) fn parse(name: &str, text: &str) -> Result<Recipe> {
     recipe.name = name.to_owned();
     if let Some(activations) = activations {
         recipe.activations = activations;
-        // A head without quantization follows the activations.
+        // A head without quantization has the type of activations.
         if !recipe.head.has_blocks() {
             recipe.head = Section::plain(recipe.activations);
         }
-        // So do the rows of combine.
+        // Plain rows of combine also have the type of activations.
         for site in Site::COMBINE {
             if !recipe.expert.at(site).format.is_block() {
                 recipe.expert.set(Setting::Site(site, Some(Precision::plain(recipe.activations))));
@@ -86,7 +86,7 @@ pub(super) fn parse(name: &str, text: &str) -> Result<Recipe> {
     Ok(recipe)
 }
 
-/// Why a key that a reader may expect does not exist.
+/// Why a key does not exist, if a user may expect it to exist.
 fn follows(kind: LayerKind, key: &str) -> Option<&'static str> {
     Some(match (kind, key) {
         (LayerKind::Router, _) => {
@@ -114,7 +114,7 @@ impl Reader<'_> {
         Error::Recipe { recipe: self.recipe.into(), key: key.into(), why }
     }
 
-    /// An error about a recipe that this recipe names at `key`.
+    /// An error in another recipe, to which this recipe refers at `key`.
     fn about(&self, key: &str, error: Error) -> Error {
         match error {
             Error::Recipe { why, .. } => self.error(key, why),
@@ -138,7 +138,7 @@ impl Reader<'_> {
         }
     }
 
-    /// `fprop.x = { .. }` and the like: two levels of keys, then a precision; or `fprop.rht`, the transform of a product.
+    /// Reads settings such as `fprop.x = { .. }` (two levels of keys, then a precision), or `fprop.rht`, the transform of a product.
     fn settings(&self, kind: LayerKind, name: &str, value: &Value) -> Result<Vec<Setting>> {
         let mut settings = Vec::new();
         let mut of_operands = Vec::new();
@@ -170,7 +170,7 @@ impl Reader<'_> {
         Ok(settings)
     }
 
-    /// `{ len = 64, signs = "run" }`, or no transform.
+    /// Reads a transform such as `{ len = 64, signs = "run" }`, or no transform.
     fn transform(&self, key: &str, value: &Value) -> Result<Option<Transform>> {
         if value.as_str() == Some(NO_TRANSFORM) {
             return Ok(None);
@@ -204,13 +204,14 @@ impl Reader<'_> {
             .ok_or_else(|| self.error(key, format!("`{field}` must be 16, 32, 64 or 128, got {value}")))
     }
 
-    /// `rht = 64` of an operand: the older syntax, from before products had a transform.
+    /// Reads `rht = 64` of an operand, the older syntax for a transform, which is now set per product.
     fn transform_of_operand(&self, key: &str, value: &Value) -> Result<Option<usize>> {
         let rht = value.as_table().and_then(|table| table.get("rht"));
         rht.map(|len| self.length(key, "rht", len)).transpose()
     }
 
-    /// The transforms of products from those of operands: all written operands of a product must have the same.
+    /// Derives the transforms of products from those of operands. All operands of a product that the recipe sets must have the same
+    /// transform.
     fn transforms_of_operands(
         &self,
         (kind, name): (LayerKind, &str),
@@ -250,7 +251,7 @@ impl Reader<'_> {
         Ok(transforms)
     }
 
-    /// A precision; for an optional site also the name of the site that it follows, or `"again"`.
+    /// Reads a precision. For an optional site, the value may also be the name of the site that it follows, or `"again"`.
     fn choice(&self, key: &str, site: Site, value: &Value) -> Result<Option<Precision>> {
         let unset = match site {
             Site::SavedA => Some("again"),
@@ -394,7 +395,7 @@ impl Reader<'_> {
         }
     }
 
-    /// Blocks of a weight: 2-D if the format has them, or along rows.
+    /// Reads the blocks of a weight: 2-D if the format has 2-D blocks, or along rows.
     fn block(&self, key: &str, site: Site, format: Format, value: &Value) -> Result<BlockAxis> {
         let text = self.string(key, value)?;
         let axis = match text {
@@ -413,7 +414,7 @@ impl Reader<'_> {
 
     fn overrides(&self, value: &Value) -> Result<Vec<Override>> {
         let list = value.as_array().ok_or_else(|| self.error("override", "write [[override]]".into()))?;
-        // With several overrides, the error names the number, from 1.
+        // With several overrides, the error gives the override's number, counted from 1.
         let of = |i: usize| {
             move |error| match error {
                 Error::Recipe { recipe, key, why } if list.len() > 1 => {
@@ -460,7 +461,7 @@ impl Reader<'_> {
         }
     }
 
-    /// One string, or several.
+    /// Reads one string or a list of strings.
     fn strings(&self, key: &str, value: &Value) -> Result<Vec<String>> {
         let list = match value {
             Value::String(one) => return Ok(vec![one.clone()]),
@@ -481,7 +482,7 @@ impl Reader<'_> {
         }
     }
 
-    /// `set = { recipe = "bf16" }` takes every site of another recipe, with `products` only those of some products; `set.linear`,
+    /// `set = { recipe = "bf16" }` takes every site of another recipe, or with `products` only the sites of some products; `set.linear`,
     /// `set.expert`, `set.head` and `set.router` set single sites.
     fn set(&self, table: &Table, products: Option<&[String]>) -> Result<Vec<(LayerKind, Setting)>> {
         let is_meant = |setting: &Setting| {

@@ -9,30 +9,30 @@ use std::fmt;
 /// How a block-scaled tensor is converted to other blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum By {
-    /// Code by code, without a plain tensor in between ([`crate::ops::Transcode`]).
+    /// Codes are converted one by one, without a plain tensor in between ([`crate::ops::Transcode`]).
     #[default]
     Transcode,
-    /// Dequantized to the type of the activations, and quantized again with scales of its own.
+    /// The tensor is dequantized to the type of the activations, and quantized again with new scales.
     Requantize,
 }
 
 /// The representation of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Precision {
-    /// Element format and block.
+    /// The format of elements and blocks.
     pub format: Format,
-    /// The direction of blocks.
+    /// The axis along which blocks run.
     pub axis: BlockAxis,
     /// How scales are chosen.
     pub scale: ScaleRule,
     /// Further choices of scales within the rule.
     pub scaling: Scaling,
-    /// Delayed scaling, from the magnitudes of earlier steps instead of the tensor's own.
+    /// Delayed scaling, if scales come from the magnitudes of earlier steps instead of the tensor's own magnitudes.
     pub delayed: Option<DelayedScaling>,
     /// How elements are rounded.
     pub round: Rounding,
     /// The transform of the tensor's product, if the product has one. A saved tensor has wgrad's transform if it is saved in the form that
-    /// wgrad multiplies. The section sets the transform ([`Section::transform`]); a precision outside a section has none.
+    /// wgrad multiplies. The section sets the transform ([`Section::transform`]); a precision outside a section has no transform.
     pub rht: Option<Transform>,
     /// How the tensor is converted from other blocks.
     pub by: By,
@@ -74,18 +74,18 @@ impl Precision {
         Ok(Codec::new(self.format, self.scale, self.round)?.with(self.scaling)?)
     }
 
-    /// Whether it needs random bits: values or corrected scales are rounded stochastically.
+    /// Whether this precision needs random bits, because it rounds values or corrected scales stochastically.
     pub fn draws(&self) -> bool {
         self.round.is_random() || self.scaling.draws()
     }
 
-    /// Whether two precisions name the same representation (rounding aside).
+    /// Whether two precisions have the same representation, apart from the rounding.
     pub fn same_bits(&self, other: &Self) -> bool {
         let blocks = |p: &Self| p.format.is_block().then_some((p.axis, p.scale, p.scaling, p.delayed, p.rht));
         self.format == other.format && blocks(self) == blocks(other)
     }
 
-    /// Whether one kernel can write both from one read of a plain tensor, this one along rows and the other along columns.
+    /// Whether one kernel can write both precisions from one read of a plain tensor: `self` along rows and `other` along columns.
     pub(super) fn one_read(&self, other: &Self) -> bool {
         let codec = |p: &Self| (p.format, p.scale, p.scaling, p.delayed, p.round, p.rht);
         let axes = [self.axis, other.axis];
@@ -100,7 +100,7 @@ impl fmt::Display for Precision {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.format)?;
         if self.format.is_block() {
-            // A weight without 2-D blocks is quantized twice: as it is for fprop, and transposed for dgrad.
+            // A weight without 2-D blocks is quantized twice: untransposed for fprop, and transposed for dgrad.
             let axis = match self.axis {
                 BlockAxis::Tile if !self.format.spec().tiles => "row+col",
                 axis => axis_name(axis),
@@ -125,15 +125,15 @@ impl fmt::Display for Precision {
     }
 }
 
-/// In a recipe file, in place of a scale rule: delayed scaling.
+/// The value for delayed scaling, which replaces a scale rule in a recipe file.
 pub(super) const DELAYED: &str = "delayed";
 
-/// In a recipe file, in place of a transform: no transform.
+/// The value for no transform in a recipe file.
 pub(super) const NO_TRANSFORM: &str = "none";
 
-/// In a recipe file, blocks of weights: 2-D, or along rows.
+/// The value for 2-D blocks of weights in a recipe file.
 pub(super) const SQUARE: &str = "square";
-/// See [`SQUARE`].
+/// The value for row blocks of weights in a recipe file.
 pub(super) const LINE: &str = "line";
 
 /// The name of an axis in a recipe file.
@@ -155,7 +155,7 @@ pub struct Section {
 /// One decision of a section.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Setting {
-    /// The precision of a site; none if it falls back on another site, or is not saved.
+    /// The precision of a site; `None` if the site falls back on another site, or its tensor is not saved.
     Site(Site, Option<Precision>),
     /// The transform of a product, if it has one.
     Transform(Product, Option<Transform>),
@@ -188,7 +188,7 @@ impl Setting {
 }
 
 impl Section {
-    /// Every site plain; an expert's `a` is recomputed.
+    /// A section in which every site is plain, and an expert's `a` is recomputed.
     pub fn plain(dtype: DType) -> Self {
         let plain = Some(Precision::plain(dtype));
         let sites = Site::ALL.map(|site| match site {
@@ -199,8 +199,8 @@ impl Section {
         Self { sites, transforms: [None; Product::ALL.len()] }
     }
 
-    /// The precision of a site, or of the site it falls back on if the recipe does not set it. For an `a` that is not saved, the precision
-    /// of wgrad's operand.
+    /// The precision of a site. If the recipe does not set the site, this is the precision of the site on which it falls back. For an `a`
+    /// that is not saved, this is the precision of wgrad's operand.
     pub fn at(&self, site: Site) -> Precision {
         let rht = match (site, site.operand_of()) {
             (_, Some(product)) => self.transform(product),
@@ -216,7 +216,7 @@ impl Section {
         match (&self.sites[site as usize], site) {
             (Some(precision), _) => precision,
             (None, Site::SavedA) => self.untransformed(Site::WgradA),
-            // Sites without a fallback are always written.
+            // A recipe always sets the sites without a fallback.
             (None, _) => self.untransformed(site.falls_back_on().unwrap_or(Site::FpropX)),
         }
     }
@@ -233,12 +233,12 @@ impl Section {
         self.transforms[product as usize]
     }
 
-    /// The precision of a site as written, if it is: without the product's transform.
+    /// The precision that the recipe sets for a site, if it sets one, without the product's transform.
     pub fn written(&self, site: Site) -> Option<&Precision> {
         self.sites[site as usize].as_ref()
     }
 
-    /// The format in which an expert saves the second product's input; none if it is recomputed from h.
+    /// The format in which an expert saves the second product's input; `None` if this input is recomputed from h.
     pub fn kept_a(&self) -> Option<Precision> {
         self.written(Site::SavedA).map(|_| self.at(Site::SavedA))
     }
@@ -274,7 +274,8 @@ impl Section {
         }
     }
 
-    /// Whether dgrad's weight is the transpose of fprop's weight, from one quantization: plain, or in 2-D blocks.
+    /// Whether dgrad's weight is the transpose of fprop's weight, from one quantization. Plain weights and weights in 2-D blocks need only
+    /// one quantization.
     pub fn has_one_weight(&self) -> bool {
         let (fprop, dgrad) = (self.at(Site::FpropW), self.at(Site::DgradW));
         fprop == dgrad && fprop.rht.is_none() && (fprop.axis == BlockAxis::Tile || !fprop.format.is_block())
@@ -287,7 +288,7 @@ impl Section {
         dgrad.dtype().filter(|_| dgrad.by == By::Requantize && fprop.format.is_block())
     }
 
-    /// Whether any tensor has blocks: if so, ragged rows are aligned to 128.
+    /// Whether any tensor has blocks. If so, each group of rows is aligned to 128 rows.
     pub fn has_blocks(&self) -> bool {
         self.sites.iter().flatten().any(|p| p.format.is_block())
     }

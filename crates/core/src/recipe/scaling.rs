@@ -1,17 +1,18 @@
-//! Choices of scales within a rule, as keys of a precision.
+//! The keys of a precision that choose scales within a scale rule.
 
 use super::Precision;
 use super::unknown::unknown;
 use nibble_formats::{Candidates, Correction, Headroom, Outer, ScaleRule, Scaling, Thresholds};
 use toml::{Table, Value};
 
-/// A further value of `outer`, besides those of [`Outer`]: no tensor scale.
+/// The value of the key `outer` that means no tensor scale, besides the values of [`Outer`].
 const NONE: &str = "none";
 
-/// Reads the keys of a precision whose format and rule are known. A key that the format has no choice of is refused, even with its default.
+/// Reads the keys of a precision whose format and rule are known. A key for which the format has no choice is an error, even with its
+/// default value.
 ///
 /// # Errors
-/// Why not, with the key's name.
+/// The reason why a key cannot be read, with the key's name.
 pub(super) fn read(p: &mut Precision, table: &Table) -> Result<(), String> {
     if let Some(value) = table.get("outer") {
         read_outer(p, value, table.contains_key("scale"))?;
@@ -40,7 +41,7 @@ pub(super) fn read(p: &mut Precision, table: &Table) -> Result<(), String> {
     Ok(())
 }
 
-/// Reads `outer`, which without a tensor scale names another rule.
+/// Reads the key `outer`. The value for no tensor scale selects another scale rule.
 fn read_outer(p: &mut Precision, value: &Value, has_rule: bool) -> Result<(), String> {
     let (format, rules) = (p.format, p.format.spec().rules);
     let beside = |rule: &ScaleRule| !format.scale_kind(*rule).levels().is_empty();
@@ -74,7 +75,7 @@ fn named<T: Copy>(key: &str, value: &Value, all: &[T], name: fn(T) -> &'static s
     found.ok_or_else(|| unknown(key, text, all.iter().map(|one| name(*one))))
 }
 
-/// The values that differ from the defaults, in a file's syntax.
+/// The values that differ from the defaults, in the syntax of a recipe file.
 pub(super) fn in_toml(scaling: &Scaling) -> String {
     let field = |(key, value)| match key {
         "headroom" => format!(", {key} = {:?}", scaling.headroom.factor()),

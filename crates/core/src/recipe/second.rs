@@ -8,7 +8,7 @@ impl Section {
         let mut found = Vec::new();
         for site in kind.sites() {
             let p = self.at(site);
-            // What SwiGLU computes from the saved h.
+            // Tensors that SwiGLU computes from the saved h.
             let of_h = match site {
                 Site::DgradDh | Site::WgradDh => true,
                 Site::WgradA => self.kept_a().is_none(),
@@ -35,7 +35,7 @@ impl Section {
 }
 
 impl Recipe {
-    /// Every tensor that is quantized from a quantized tensor: those of the recipe, and those of each override by itself.
+    /// Every tensor that is quantized from a quantized tensor: those of the recipe, and those of each override applied alone.
     pub fn requantizations(&self) -> Vec<String> {
         let of = |sections: &dyn Fn(LayerKind) -> Section| -> Vec<String> {
             LayerKind::ALL.into_iter().flat_map(|kind| sections(kind).requantizations(kind)).collect()

@@ -1,5 +1,5 @@
-//! Layers and steps of an override. Selections that count layers from an end of the model, or name step numbers, need the size of the run
-//! ([`Recipe::in_run`]).
+//! The selection of layers and steps by an override. Selections that count layers from an end of the model, or name step numbers, need the
+//! size of the run ([`Recipe::in_run`]).
 
 use super::unknown::unknown;
 use super::{Layer, LayerKind, Override, Recipe, glob};
@@ -20,33 +20,33 @@ pub struct RunSize {
 pub enum Layers {
     /// Layers whose name, or the name of a module that contains them, matches a glob (`*` and `?`).
     Named(String),
-    /// Layers of the first decoder layers.
+    /// Layers in the first decoder layers.
     First(Share),
-    /// Layers of the last decoder layers.
+    /// Layers in the last decoder layers.
     Last(Share),
 }
 
 /// A number of decoder layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Share {
-    /// This many.
+    /// This number of decoder layers.
     Layers(usize),
-    /// Hundredths of a percent of all decoder layers, rounded up to whole layers.
+    /// A share in hundredths of a percent of all decoder layers, rounded up to whole layers.
     Hundredths(u32),
 }
 
 impl Share {
-    /// The number, out of `decoder_layers`.
+    /// The number of decoder layers, out of `decoder_layers`.
     pub(super) fn of(self, decoder_layers: usize) -> usize {
         const ALL: u128 = 10_000;
         match self {
             Self::Layers(layers) => layers,
-            // At most all layers.
+            // The result is at most all layers.
             Self::Hundredths(part) => (decoder_layers as u128 * u128::from(part)).div_ceil(ALL) as usize,
         }
     }
 
-    /// `"4"`, `"15%"` or `"12.5%"`.
+    /// Parses a share such as `"4"`, `"15%"` or `"12.5%"`.
     pub(super) fn parse(text: &str) -> Option<Self> {
         let Some(percent) = text.strip_suffix('%') else {
             return text.parse().ok().filter(|layers| *layers > 0).map(Self::Layers);
@@ -72,7 +72,7 @@ impl fmt::Display for Share {
 }
 
 impl Layers {
-    /// A glob, or `first:` or `last:` with a number or a percentage of decoder layers.
+    /// Parses a glob, or `first:` or `last:` with a number or a percentage of decoder layers.
     pub(super) fn parse(text: &str) -> std::result::Result<Self, String> {
         let share = |share: &str| {
             let why = || {
@@ -89,7 +89,7 @@ impl Layers {
         }
     }
 
-    /// Whether it selects a layer of this name. Without a known run, `first` and `last` select none.
+    /// Whether the selection contains a layer of this name. If the run is unknown, `first` and `last` select no layer.
     fn covers(&self, layer: &str, run: Option<RunSize>) -> bool {
         let place = || Some((decoder_layer(layer)?, run?.decoder_layers));
         match self {
@@ -99,7 +99,7 @@ impl Layers {
         }
     }
 
-    /// Why it selects no layer, or more than there are.
+    /// Why the selection contains no layer, or asks for more layers than exist.
     fn fault(&self, layers: &[Layer], run: Option<RunSize>) -> Option<String> {
         match (self, run) {
             (Self::First(_) | Self::Last(_), None) => {
@@ -132,12 +132,12 @@ impl fmt::Display for Layers {
     }
 }
 
-/// The number of the decoder layer that contains a layer: 3 of `model.layers.3.mlp.experts`.
+/// The number of the decoder layer that contains a layer, such as 3 for `model.layers.3.mlp.experts`.
 fn decoder_layer(layer: &str) -> Option<usize> {
     layer.split('.').skip_while(|part| *part != "layers").nth(1)?.parse().ok()
 }
 
-/// The names by which `kinds` knows a layer: its own and those of the modules that contain it, below its decoder layer.
+/// The names by which `kinds` knows a layer: the layer's own name, and the names of the modules that contain it within its decoder layer.
 fn kinds_of(kind: LayerKind, layer: &str) -> Vec<&str> {
     match kind {
         // A tied head has the name of the embedding.
@@ -161,17 +161,17 @@ fn covers(pattern: &str, layer: &str) -> bool {
 /// The steps of a run in which an override holds.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Steps {
-    /// A half-open range, in fractions of the run's steps; an end of infinity includes the last step.
+    /// A half-open range in fractions of the run's steps. An end of infinity includes the last step.
     Fractions(f64, f64),
-    /// A half-open range of steps, counted from 0; without an end, up to the run's end.
+    /// A half-open range of steps, counted from 0. A range without an end extends to the end of the run.
     Numbers(u64, Option<u64>),
 }
 
 impl Steps {
-    /// All steps.
+    /// The selection of all steps.
     pub const ALL: Self = Self::Fractions(0.0, f64::INFINITY);
 
-    /// `"0.94..1"`: from 94 % of the steps to the end (an end of 1 includes the last step); `"1000..2000 steps"`.
+    /// Parses a range such as `"0.94..1"`, from 94 % of the steps to the end (an end of 1 includes the last step), or `"1000..2000 steps"`.
     pub(super) fn parse(text: &str) -> Option<Self> {
         let numbers = text.strip_suffix("steps").map(str::trim_end);
         let (from, to) = numbers.unwrap_or(text).split_once("..")?;
@@ -186,13 +186,13 @@ impl Steps {
         is_part.then_some(Self::Fractions(from, if to == 1.0 { f64::INFINITY } else { to }))
     }
 
-    /// The steps as fractions of a run; none for step numbers without a known run.
+    /// The steps as fractions of a run; `None` for step numbers if the run is unknown.
     pub fn fractions(self, run: Option<RunSize>) -> Option<(f64, f64)> {
         match self {
             Self::Fractions(from, to) => Some((from, to)),
             Self::Numbers(from, to) => {
                 let steps = run?.steps;
-                // Exactly the progress of that step; steps after the last are never reached.
+                // The result is exactly the progress of that step; steps after the last are never reached.
                 let at = |step: u64| if step < steps { step as f64 / steps as f64 } else { f64::INFINITY };
                 Some((at(from), to.map_or(f64::INFINITY, at)))
             }
@@ -211,7 +211,7 @@ impl fmt::Display for Steps {
 }
 
 impl Override {
-    /// Whether it selects a layer of this kind and name, in such a run.
+    /// Whether the override selects a layer of this kind and name, in a run of these sizes.
     #[must_use]
     pub fn is_for(&self, kind: LayerKind, layer: &str, run: Option<RunSize>) -> bool {
         let is_of = |wanted: &String| kinds_of(kind, layer).contains(&wanted.as_str());
@@ -219,13 +219,13 @@ impl Override {
             && (self.kinds.is_empty() || self.kinds.iter().any(is_of))
     }
 
-    /// Whether it holds at this point of such a run (step / steps).
+    /// Whether the override applies at this point (step / steps) of a run of these sizes.
     #[must_use]
     pub fn holds(&self, progress: f64, run: Option<RunSize>) -> bool {
         self.steps.fractions(run).is_some_and(|(from, to)| (from..to).contains(&progress))
     }
 
-    /// Its layers in words: `last:15%, of these self_attn`.
+    /// The override's layers in words: `last:15%, of these self_attn`.
     pub(super) fn whose(&self) -> String {
         let layers = self.layers.iter().map(Layers::to_string).collect::<Vec<_>>().join(", ");
         match self.kinds.is_empty() {
@@ -234,7 +234,7 @@ impl Override {
         }
     }
 
-    /// The key that selects none of these layers, or needs a run that is not known, and why.
+    /// The key that selects none of these layers, or that needs the sizes of an unknown run, and the reason.
     pub(super) fn fault(&self, layers: &[Layer], run: Option<RunSize>) -> Option<(&'static str, String)> {
         let of_layers =
             self.layers.iter().find_map(|part| Some(("override.layers", part.fault(layers, run)?)));
@@ -260,7 +260,7 @@ impl Override {
 
 impl Recipe {
     /// The recipe for a run of this size. Overrides that count layers from an end of the model, or name step numbers, need the size.
-    /// [`Recipe::parse`] returns a recipe without a run, and [`Recipe::to_toml`] writes what was read, whatever the run.
+    /// [`Recipe::parse`] returns a recipe without a run, and [`Recipe::to_toml`] writes the selections as they were read, whatever the run.
     #[must_use]
     pub fn in_run(self, size: RunSize) -> Self {
         Self { run: Some(size), ..self }

@@ -1,29 +1,29 @@
-//! The sites at which a recipe decides a precision, and what follows from the site alone.
+//! The sites at which a recipe decides a precision, and the properties that follow from the site alone.
 
 use nibble_formats::BlockAxis;
 
 /// A place in a layer where a precision is chosen. The names are the keys of a recipe file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Site {
-    /// Input of Y = X·Wᵀ.
+    /// The input X in Y = X·Wᵀ.
     FpropX,
-    /// Weight of Y = X·Wᵀ.
+    /// The weight W in Y = X·Wᵀ.
     FpropW,
-    /// Input of an expert's second product; by default as [`Site::FpropX`].
+    /// Input of an expert's second product; the default is [`Site::FpropX`].
     FpropA,
-    /// Gradient in dX = dY·W.
+    /// The gradient dY in dX = dY·W.
     DgradDy,
-    /// Gradient of an expert's first product's output in dX = dH·W; by default as [`Site::DgradDy`].
+    /// The gradient dH of the output of an expert's first product in dX = dH·W; the default is [`Site::DgradDy`].
     DgradDh,
-    /// Weight of dX = dY·W; by default as [`Site::FpropW`].
+    /// The weight W in dX = dY·W; the default is [`Site::FpropW`].
     DgradW,
-    /// Gradient in dW = dYᵀ·X.
+    /// The gradient dY in dW = dYᵀ·X.
     WgradDy,
-    /// Gradient of an expert's first product's output in dW = dHᵀ·X; by default as [`Site::WgradDy`].
+    /// The gradient dH of the output of an expert's first product in dW = dHᵀ·X; the default is [`Site::WgradDy`].
     WgradDh,
-    /// Input in dW = dYᵀ·X.
+    /// The input X in dW = dYᵀ·X.
     WgradX,
-    /// Input of an expert's second product in dW = dYᵀ·A; by default as [`Site::WgradX`].
+    /// The input A of an expert's second product in dW = dYᵀ·A; the default is [`Site::WgradX`].
     WgradA,
     /// The saved input of a linear layer.
     SavedX,
@@ -35,9 +35,9 @@ pub enum Site {
     DispatchFwd,
     /// Dispatch of gradients to experts.
     DispatchBwd,
-    /// Combine of the experts' outputs, one row per slot; by default in the type of activations.
+    /// Combine of the experts' outputs, one row per slot. The default is the type of activations.
     CombineFwd,
-    /// Combine of the gradients of the experts' inputs; by default in the type of activations.
+    /// Combine of the gradients of the experts' inputs. The default is the type of activations.
     CombineBwd,
 }
 
@@ -63,10 +63,10 @@ impl Site {
         Self::CombineBwd,
     ];
 
-    /// Sites of rows sent back from the experts.
+    /// The sites of the rows that the experts send back.
     pub const COMBINE: [Self; 2] = [Self::CombineFwd, Self::CombineBwd];
 
-    /// Its key in a recipe file.
+    /// The site's key in a recipe file.
     pub fn key(self) -> &'static str {
         match self {
             Self::FpropX => "fprop.x",
@@ -89,12 +89,12 @@ impl Site {
         }
     }
 
-    /// The part of the key before the dot: the product, `saved`, `dispatch` or `combine`.
+    /// The part of the site's key before the dot: the product, `saved`, `dispatch` or `combine`.
     pub fn product(self) -> &'static str {
         self.key().split_once('.').map_or("", |(product, _)| product)
     }
 
-    /// The site that this one falls back on if it is not written; none for a site that must be written.
+    /// The site on which this site falls back if a recipe does not set it; `None` for a site that every recipe must set.
     pub fn falls_back_on(self) -> Option<Self> {
         match self {
             Self::FpropA => Some(Self::FpropX),
@@ -106,8 +106,8 @@ impl Site {
         }
     }
 
-    /// The direction of its blocks: along the contraction. Blocks of a saved tensor run along rows, unless the recipe saves the columns
-    /// that wgrad multiplies.
+    /// The axis along which the site's blocks run: the contraction. Blocks of a saved tensor run along rows, unless the recipe saves the
+    /// columns that wgrad multiplies.
     pub fn axis(self) -> BlockAxis {
         match self {
             Self::FpropW | Self::DgradW => BlockAxis::Tile,
@@ -116,17 +116,17 @@ impl Site {
         }
     }
 
-    /// Whether blocks may also run along the other axis: the only sites where the axis is a decision.
+    /// Whether blocks may also run along the other axis. The axis is a decision of the recipe only at such sites.
     pub fn chooses_axis(self) -> bool {
         matches!(self, Self::SavedX | Self::SavedA)
     }
 
-    /// Whether it is a weight: blocks are 2-D, or run along rows.
+    /// Whether the site is a weight, whose blocks are 2-D or run along rows.
     pub fn is_weight(self) -> bool {
         matches!(self, Self::FpropW | Self::DgradW)
     }
 
-    /// The product that it is an operand of; none for saved and sent tensors.
+    /// The product whose operand the site is; `None` for saved and sent tensors.
     pub fn operand_of(self) -> Option<Product> {
         Product::ALL.into_iter().find(|product| product.name() == self.product())
     }
@@ -135,11 +135,11 @@ impl Site {
 /// One of the three matrix products of a linear layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Product {
-    /// Y = X·Wᵀ.
+    /// The product Y = X·Wᵀ.
     Fprop,
-    /// dX = dY·W.
+    /// The product dX = dY·W.
     Dgrad,
-    /// dW = dYᵀ·X.
+    /// The product dW = dYᵀ·X.
     Wgrad,
 }
 
@@ -147,7 +147,7 @@ impl Product {
     /// Every product.
     pub const ALL: [Self; 3] = [Self::Fprop, Self::Dgrad, Self::Wgrad];
 
-    /// The part of its operands' keys before the dot.
+    /// The part of the keys of the product's operands before the dot.
     pub fn name(self) -> &'static str {
         match self {
             Self::Fprop => "fprop",
@@ -156,7 +156,7 @@ impl Product {
         }
     }
 
-    /// The key of its transform.
+    /// The key of the product's transform.
     pub fn rht_key(self) -> &'static str {
         match self {
             Self::Fprop => "fprop.rht",
@@ -166,7 +166,7 @@ impl Product {
     }
 }
 
-/// The source of a tensor. It follows from the site.
+/// The source of a tensor, which follows from the site.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum From {
     /// The plain tensor that the layer computed or received.
@@ -180,7 +180,7 @@ pub enum From {
 }
 
 impl From {
-    /// Its name in a printed recipe.
+    /// The source's name in a printed recipe.
     pub fn name(self) -> &'static str {
         match self {
             Self::Source => "source",
@@ -190,7 +190,7 @@ impl From {
         }
     }
 
-    /// The site whose representation is converted; none for a plain source.
+    /// The site whose representation is converted; `None` for a plain source.
     pub fn site(self) -> Option<Site> {
         match self {
             Self::Source => None,
@@ -206,9 +206,9 @@ pub enum LayerKind {
     Linear,
     /// Expert layers.
     Expert,
-    /// The output head with its loss; its dY is the gradient of the logits.
+    /// The output head with its loss. The head's dY is the gradient of the logits.
     Head,
-    /// The router weight. Its products are F32; the weight may be BF16.
+    /// The router weight. The router's products are F32, but the weight may be BF16.
     Router,
 }
 
@@ -216,7 +216,7 @@ impl LayerKind {
     /// Every kind.
     pub const ALL: [Self; 4] = [Self::Linear, Self::Expert, Self::Head, Self::Router];
 
-    /// The name of its table.
+    /// The name of the section's table in a recipe file.
     pub fn name(self) -> &'static str {
         match self {
             Self::Linear => "linear",
@@ -226,8 +226,8 @@ impl LayerKind {
         }
     }
 
-    /// Whether it has this site. Only experts have dispatch, combine and two products; the head saves only a gradient; a router chooses
-    /// only the precision of its weight.
+    /// Whether this kind of layer has the site. Only experts have dispatch, combine and two products; the head saves only a gradient; a
+    /// router chooses only the precision of its weight.
     pub fn has(self, site: Site) -> bool {
         use Site::*;
         match self {
@@ -240,12 +240,12 @@ impl LayerKind {
         }
     }
 
-    /// Its sites.
+    /// The sites of this kind of layer.
     pub fn sites(self) -> impl Iterator<Item = Site> + Clone {
         Site::ALL.into_iter().filter(move |site| self.has(*site))
     }
 
-    /// The products that may have a transform: none of the head's fused loss, and none of the router.
+    /// The products that may have a transform. The head's fused loss and the router have no such products.
     pub fn transformed(self) -> &'static [Product] {
         match self {
             Self::Linear | Self::Expert => &Product::ALL,
@@ -253,7 +253,7 @@ impl LayerKind {
         }
     }
 
-    /// The parts of the keys of its sites before the dot.
+    /// The parts before the dot of the keys of this kind's sites.
     pub fn products(self) -> Vec<&'static str> {
         let mut products: Vec<_> = self.sites().map(Site::product).collect();
         products.dedup();

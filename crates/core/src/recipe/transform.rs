@@ -10,24 +10,24 @@ use std::fmt;
 pub struct Transform {
     /// Length of a transform block: one of [`hadamard::LENGTHS`].
     pub len: usize,
-    /// How its signs are sampled.
+    /// How the signs are sampled.
     pub signs: Signs,
 }
 
 /// How the signs of a transform are sampled. Each layer has its own signs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Signs {
-    /// Once, from the run's seed.
+    /// The signs are sampled once, from the run's seed.
     #[default]
     Run,
-    /// In every step, from the run's seed.
+    /// The signs are sampled in every step, from the run's seed.
     Step,
-    /// Once, from this seed: the same in every run.
+    /// The signs are sampled once, from this seed, and are the same in every run.
     Seed(u64),
 }
 
 impl Transform {
-    /// A transform of this length.
+    /// A transform of length `len`.
     ///
     /// # Errors
     /// [`Error::Shape`] for an invalid length.
@@ -38,8 +38,8 @@ impl Transform {
         }
     }
 
-    /// The transform of the layer `site` as an operation takes it, for a run's seed and step; `on_device`: a buffer with the step, if the
-    /// step is on the device.
+    /// The transform of the layer `site` as an argument of an operation, for a run's seed and step. `on_device` is a buffer with the step,
+    /// if the step is on the device.
     pub fn hadamard<'a, B: Backend>(
         &self,
         seed: u64,

@@ -1,8 +1,8 @@
 //! Errors for unknown names.
 
-/// `name` is no `what`; lists the known names, and the nearest one.
+/// The message that `name` is not a known `what`. The message lists the known names, and suggests the nearest name.
 pub(super) fn unknown<'a>(what: &str, name: &str, known: impl Iterator<Item = &'a str> + Clone) -> String {
-    // A name much longer than all others is similar to none, and slow to compare.
+    // A name that is much longer than all known names is not similar to any of them, and is slow to compare.
     let named = known.clone().filter(|_| name.len() < 200);
     let near = named.max_by(|a, b| strsim::jaro(a, name).total_cmp(&strsim::jaro(b, name)));
     let list = known.collect::<Vec<_>>().join(", ");

@@ -1,4 +1,4 @@
-//! Checks of a recipe when it is read, so that it does not fail at step 4,000. Keys that decide nothing fail, too.
+//! Checks a recipe when it is read, so that an error does not stop a run at a later step. Keys that decide nothing are errors, too.
 
 use super::{By, LayerKind, Precision, Product, Recipe, Section, Signs, Site};
 use crate::ops::{CONVERSIONS, converted_rule};
@@ -9,7 +9,7 @@ pub(super) fn validate(recipe: &Recipe) -> Result<()> {
     for kind in LayerKind::ALL {
         section(recipe, kind, recipe.of(kind))?;
     }
-    // Each override by itself must leave a recipe with kernels.
+    // The recipe with any single override applied must have kernels for all of its products.
     for o in &recipe.overrides {
         for kind in LayerKind::ALL {
             section(recipe, kind, &o.applied(kind, *recipe.of(kind))).map_err(of_override)?;
@@ -18,7 +18,7 @@ pub(super) fn validate(recipe: &Recipe) -> Result<()> {
     Ok(())
 }
 
-/// An error of a section with an override applied.
+/// Marks an error as that of a section to which an override was applied.
 fn of_override(error: Error) -> Error {
     match error {
         Error::Recipe { recipe, key, why } => {
@@ -51,7 +51,7 @@ impl Check<'_> {
         if ok { Ok(()) } else { self.fail(site, why) }
     }
 
-    /// The source of a site, if it has a representation of its own.
+    /// The source of a site, if the site has its own representation.
     fn made_from(&self, site: Site) -> Option<(Site, Precision)> {
         self.section.origin(self.kind, site).site().map(|origin| (origin, self.section.at(origin)))
     }
@@ -97,7 +97,8 @@ pub(super) fn section(recipe: &Recipe, kind: LayerKind, s: &Section) -> Result<(
     kind.sites().try_for_each(|site| conversion(&check, site))
 }
 
-/// Combine needs blocks with scales of their own, so that scales are the same on every mesh. A token's sum has the error of every row.
+/// Combine needs blocks with their own scales, so that scales are the same on every mesh. Each row's rounding error is part of the token's
+/// sum.
 fn returned(check: &Check<'_>) -> Result<()> {
     for site in Site::COMBINE {
         let p = check.section.at(site);
@@ -117,7 +118,7 @@ fn returned(check: &Check<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Delayed scaling needs a separate quantization from a plain tensor; a tensor has one history.
+/// Delayed scaling needs a separate quantization from a plain tensor, and each tensor has one history of magnitudes.
 fn delayed(check: &Check<'_>) -> Result<()> {
     use Site::*;
     for site in check.kind.sites().filter(|site| check.section.written(*site).is_some()) {
@@ -164,7 +165,7 @@ fn delayed(check: &Check<'_>) -> Result<()> {
     Ok(())
 }
 
-/// A Hadamard transform applies to both operands of its product, as they are quantized.
+/// A Hadamard transform applies to both operands of its product, when they are quantized.
 fn transforms(check: &Check<'_>) -> Result<()> {
     for &product in check.kind.transformed() {
         if check.section.transform(product).is_none() {
@@ -186,7 +187,8 @@ fn transforms(check: &Check<'_>) -> Result<()> {
     Ok(())
 }
 
-/// With one tensor scale, row blocks and 2-D blocks of a weight give the same numbers, unless it is transformed or stochastically rounded.
+/// With one tensor scale, row blocks and 2-D blocks of a weight give the same numbers, unless the weight is transformed or stochastically
+/// rounded.
 fn lines(check: &Check<'_>) -> Result<()> {
     let is_transformed = |product| check.section.transform(product).is_some();
     if [Product::Fprop, Product::Dgrad].into_iter().any(is_transformed) {
@@ -201,7 +203,8 @@ fn lines(check: &Check<'_>) -> Result<()> {
     Ok(())
 }
 
-/// A tensor made from a quantized tensor must be reachable by one conversion, and must not set what this conversion decides.
+/// A tensor that is converted from a quantized tensor must be reachable by one conversion. The tensor's keys must not set what this
+/// conversion determines.
 fn conversion(check: &Check<'_>, site: Site) -> Result<()> {
     let p = check.section.at(site);
     let Some((origin_site, origin)) = check.made_from(site).filter(|(_, origin)| origin.format.is_block())
@@ -216,11 +219,11 @@ fn conversion(check: &Check<'_>, site: Site) -> Result<()> {
     let made = format!("{} ({origin})", origin_site.key());
     let refuse = |why: String| check.fail::<()>(site, why);
     match p.by {
-        // A weight has another source than fprop's operand.
+        // For dgrad's weight, `by` decides the source: without it, the source is not fprop's operand.
         By::Requantize if !p.format.is_block() && site != Site::DgradW => {
             return refuse(format!("`by` has no effect: the tensor is {made}, dequantized"));
         }
-        // Rows of dgrad's weight are columns of fprop's.
+        // Rows of dgrad's weight are columns of fprop's weight.
         By::Requantize
             if p.same_bits(&origin)
                 && p.round == origin.round
@@ -245,7 +248,7 @@ fn conversion(check: &Check<'_>, site: Site) -> Result<()> {
     let why = "`headroom` and other parameters of the scale rule have no effect: conversions between block formats derive scales from the source's scales; \
                by = \"requantize\" chooses new scales";
     check.expect(site, p.scaling.is_default(), why)?;
-    // E4M3 moves from one power of two to another; MXFP4 gets new scales.
+    // A transcode to E4M3 needs scales that are powers of two; a transcode to MXFP4 computes new scales.
     let powers = origin.scale != ScaleRule::Amax || p.format == Format::Mxfp4;
     let rows = origin.axis == BlockAxis::Row && p.rht.is_none();
     let convertible = powers && rows && CONVERSIONS.contains(&(origin.format, p.format, p.axis));

@@ -1,4 +1,4 @@
-//! A recipe as text: for people, and as a file that reads back as the same recipe.
+//! Writes a recipe as text for people, and as a file from which the same recipe can be read.
 
 use super::precision::{DELAYED, LINE, NO_TRANSFORM, axis_name};
 use super::{By, LayerKind, Layers, Precision, Recipe, Section, Setting, Signs, Site, Transform, scaling};
@@ -7,7 +7,7 @@ use std::fmt::{self, Write};
 use toml::Value;
 
 impl Recipe {
-    /// The whole recipe as a file, without reference to another recipe. [`Recipe::parse`] reads the same recipe from it.
+    /// The whole recipe as a file that does not refer to another recipe. [`Recipe::parse`] reads the same recipe from it.
     pub fn to_toml(&self) -> String {
         let mut out = format!(
             "description = {}\nactivations = \"{}\"\n",
@@ -70,7 +70,7 @@ fn precision_in_toml(site: Site, precision: Option<&Precision>) -> String {
         if p.axis == BlockAxis::Col && site.chooses_axis() {
             let _ = write!(out, ", axis = \"{}\"", axis_name(p.axis));
         }
-        // Some formats have another default rounding.
+        // Some formats have a default rounding other than nearest even.
         if [p.round, p.format.rounding(p.scale)] != [Rounding::NearestEven; 2] {
             let _ = write!(out, ", round = \"{}\"", p.round);
         }
@@ -84,7 +84,7 @@ fn precision_in_toml(site: Site, precision: Option<&Precision>) -> String {
     out + " }"
 }
 
-/// The precision of a site, and its source or the site that it copies.
+/// The precision of a site, and the site's source or the site that it copies.
 fn in_words(section: &Section, kind: LayerKind, site: Site) -> String {
     match (section.written(site), site.falls_back_on()) {
         (None, Some(other)) => format!("as {}: {}", other.key(), section.at(site)),
@@ -96,10 +96,10 @@ fn in_words(section: &Section, kind: LayerKind, site: Site) -> String {
     }
 }
 
-/// Most settings of an override that the short form lists; for more it prints their number.
+/// Maximum number of settings of an override that the short form lists. If an override has more, the short form prints their number.
 const FEW: usize = 4;
 
-/// In full; `{:#}` leaves out double quantizations, and the settings of overrides that have many.
+/// Prints the recipe in full. `{:#}` leaves out double quantizations, and the settings of overrides that have more than `FEW` settings.
 impl fmt::Display for Recipe {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "recipe {}: {}", self.name, self.description)?;

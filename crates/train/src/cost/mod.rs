@@ -1,8 +1,8 @@
-//! What a recipe costs a step of a run, by arithmetic alone: the formats of the products of linear layers, the GPU units that compute
+//! The cost of a recipe for a step of a run, by arithmetic alone: the formats of the products of linear layers, the GPU units that compute
 //! them, and the work of the recipe's techniques besides products and quantization.
 //!
-//! Experts count the rows that are routed to them, without padding. Recomputation does not count. Where a recipe changes during a run,
-//! every number is the mean over the run's steps.
+//! The cost of experts counts the rows that are routed to them, without padding. Recomputation does not count. If a recipe changes during a
+//! run, every number is the mean over the run's steps.
 
 mod products;
 mod technique;
@@ -19,23 +19,23 @@ use nibble_core::recipe::{LayerPlan, LinearPlan, Pass, Passes, SharedInput};
 use products::PartSizes;
 use std::collections::BTreeMap;
 
-/// Products of one kind: multiply-adds of a step.
+/// Products with the same bits and engine, and their multiply-adds in a step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Products {
-    /// Bits of a code of the wider operand: 4, 8, 16, 32.
+    /// Number of bits of a code (4, 8, 16 or 32), for the operand with the wider codes.
     pub bits: u32,
-    /// The GPU units that compute them.
+    /// The GPU units that compute the products.
     pub engine: Engine,
-    /// Multiply-adds of a step.
+    /// Number of multiply-adds of a step.
     pub multiply_adds: f64,
 }
 
 /// The products of all layers of one kind.
 #[derive(Debug, Clone, PartialEq)]
 pub struct KindCost {
-    /// Their common name, such as `attention q, k, v`.
+    /// The common name of the layers, such as `attention q, k, v`.
     pub name: &'static str,
-    /// Fprop, dgrad and wgrad together; products with the same bits and engine are one entry.
+    /// The products fprop, dgrad and wgrad together. Products with the same bits and engine are one entry.
     pub products: Vec<Products>,
 }
 
@@ -47,20 +47,20 @@ impl KindCost {
         }
     }
 
-    /// Multiply-adds of a step.
+    /// Number of multiply-adds of a step.
     #[must_use]
     pub fn total(&self) -> f64 {
         self.products.iter().map(|products| products.multiply_adds).sum()
     }
 
-    /// Multiply-adds of products whose wider operand has codes of this many bits.
+    /// Number of multiply-adds of products whose wider operand has codes of `bits` bits.
     #[must_use]
     pub fn in_bits(&self, bits: u32) -> f64 {
         let has = self.products.iter().filter(|products| products.bits == bits);
         has.map(|products| products.multiply_adds).sum()
     }
 
-    /// Multiply-adds of products on this engine.
+    /// Number of multiply-adds of products on this engine.
     #[must_use]
     pub fn through(&self, engine: Engine) -> f64 {
         let made = self.products.iter().filter(|products| products.engine == engine);
@@ -68,24 +68,25 @@ impl KindCost {
     }
 }
 
-/// What a step costs.
+/// The cost of a step.
 #[derive(Debug, Clone)]
 pub struct Cost {
-    /// Tokens of a step.
+    /// Number of tokens of a step.
     pub tokens: u64,
     /// Kinds of layers, in the order of a forward pass.
     pub kinds: Vec<KindCost>,
-    /// Multiply-adds of attention's scores and values, forward and backward, of the half of the square that a causal mask leaves.
+    /// Number of multiply-adds of attention's scores and values, forward and backward, in the half of the score matrix that a causal mask
+    /// leaves.
     pub attention: f64,
-    /// Counts of a step for each technique that the recipe uses.
+    /// The count of a step for each technique that the recipe uses.
     pub techniques: BTreeMap<Technique, f64>,
 }
 
 impl Cost {
-    /// What a step of this run costs under this recipe.
+    /// The cost of a step of this run under this recipe.
     ///
     /// # Errors
-    /// For a recipe that does not fit the run: see [`check_recipe`].
+    /// An error if the recipe does not fit the run; see [`check_recipe`].
     pub fn of(config: &Config, recipe: &Recipe) -> Result<Self> {
         check_recipe(config, recipe)?;
         let spec = ModelSpec::new(&config.model);
@@ -105,13 +106,13 @@ impl Cost {
         Ok(cost)
     }
 
-    /// Multiply-adds of all linear layers.
+    /// Number of multiply-adds of all linear layers.
     #[must_use]
     pub fn total(&self) -> f64 {
         self.kinds.iter().map(KindCost::total).sum()
     }
 
-    /// Adds the stretch of a run that begins at `progress` and is `share` of the run.
+    /// Adds the cost of the stretch of a run that begins at `progress` and is the fraction `share` of the run.
     fn add_stretch(
         &mut self,
         config: &Config,
@@ -167,7 +168,7 @@ impl Cost {
     }
 }
 
-/// Conversions of a layer's input that another layer has made: attention's projections convert it once where their recipes agree.
+/// Conversions of a layer's input that another layer makes. Attention's projections convert their input once if their recipes agree.
 #[derive(Debug, Clone, Copy, Default)]
 struct SharedParts {
     forward: bool,
@@ -175,7 +176,7 @@ struct SharedParts {
 }
 
 impl SharedParts {
-    /// For each projection of one input, by its id.
+    /// The shared conversions of each projection of one input, by the projection's id.
     fn of_inputs<'a>(parts: [&'a Part; 3], recipe: &Recipe, progress: f64) -> Vec<(&'a str, Self)> {
         let plan = |part: &&Part| Some(recipe.plan(&part.layer()?, progress, Passes::TRAINING));
         let plans: Vec<LayerPlan> = parts.iter().filter_map(plan).collect();

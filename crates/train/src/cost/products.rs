@@ -11,13 +11,13 @@ use std::fmt;
 /// The GPU units that compute a product.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Engine {
-    /// Tensor cores, on FP8 codes.
+    /// Tensor cores that multiply FP8 codes.
     Fp8,
-    /// Tensor cores, on BF16 numbers, including decoded ones.
+    /// Tensor cores that multiply BF16 numbers, including decoded numbers.
     Bf16,
-    /// Tensor cores, on the BF16 parts of F32 numbers: several products for one.
+    /// Tensor cores that multiply the BF16 parts of F32 numbers, with several products for one product.
     Bf16Parts,
-    /// CUDA cores, many times slower.
+    /// CUDA cores, which are many times slower.
     F32,
 }
 
@@ -25,7 +25,7 @@ impl Engine {
     /// Every engine.
     pub const ALL: [Self; 4] = [Self::Fp8, Self::Bf16, Self::Bf16Parts, Self::F32];
 
-    /// Its common name.
+    /// The engine's common name.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -52,7 +52,7 @@ impl fmt::Display for Engine {
     }
 }
 
-/// Shape of a weight `[n, k]`; of one expert's weight in a stack.
+/// Shape of a weight `[n, k]`; for a stack of experts, the shape of one expert's weight.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Shape {
     pub n: usize,
@@ -62,15 +62,15 @@ pub(super) struct Shape {
 /// The sizes of a part of the model in a run.
 #[derive(Debug)]
 pub(super) struct PartSizes {
-    /// Tokens of a micro-batch.
+    /// Number of tokens of a micro-batch.
     pub tokens: usize,
-    /// Rows of its products in a micro-batch: tokens, or the rows that are routed to experts.
+    /// Number of rows of the part's products in a micro-batch: tokens, or the rows that are routed to experts.
     pub rows: usize,
-    /// Micro-batches of a step.
+    /// Number of micro-batches of a step.
     pub micro_batches: f64,
     /// Number of experts; 1 for any other part.
     pub stack: usize,
-    /// Its weights, in the order of its products.
+    /// Shapes of the part's weights, in the order of its products.
     pub shapes: Vec<Shape>,
 }
 
@@ -91,7 +91,7 @@ impl PartSizes {
         }
     }
 
-    /// Values of a tensor in a step.
+    /// Number of values of a tensor in a step.
     pub fn values(&self, size: TensorSize) -> f64 {
         let Some(first) = self.shapes.first() else { return 0.0 };
         let cols = match size.cols {
@@ -107,15 +107,15 @@ impl PartSizes {
 /// A product of a step.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct CountedProduct {
-    /// Bits of a code of the wider operand.
+    /// Number of bits of a code, for the operand with the wider codes.
     pub bits: u32,
     pub engine: Engine,
     pub multiply_adds: f64,
-    /// Values of operands that a GPU decodes or lifts, in a kernel of their own or as it quantizes them.
+    /// Number of operand values that a GPU decodes or lifts, either in a separate kernel or in the kernel that quantizes them.
     pub decoded: f64,
 }
 
-/// A product of a step, with the weight of this shape.
+/// Counts a product of a step whose weight has this shape.
 pub(super) fn made(
     config: &Config,
     sizes: &PartSizes,
@@ -132,7 +132,7 @@ pub(super) fn made(
     }
 }
 
-/// A product as the GPU's choice of paths sees it. The head's product is cut into chunks, which take the same path.
+/// The description of a product for the GPU's choice of paths. The head's product is cut into chunks, which all take the same path.
 fn described(config: &Config, sizes: &PartSizes, plan: &LayerPlan, product: &ProductPlan) -> ProductDesc {
     let (m, Shape { n, k }, stack) = (sizes.rows, sizes.shapes[product.weight], sizes.stack);
     let [a, b] = product.operands;

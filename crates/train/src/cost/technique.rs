@@ -7,21 +7,21 @@ use nibble_core::formats::Scaling;
 use nibble_core::recipe::{Change, LayerPlan, Precision, Step, WeightPlan};
 use std::collections::BTreeMap;
 
-/// Random bits for each stochastically rounded value ([`nibble_core::formats::Rounding`]).
+/// Number of random bits per stochastically rounded value ([`nibble_core::formats::Rounding`]).
 const RANDOM_BITS: f64 = 16.0;
 
-/// Something that a recipe does to tensors.
+/// A technique that a recipe applies to tensors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Technique {
     /// Random Hadamard transforms of both operands of products, along the contraction.
     Hadamard,
     /// Stochastic rounding.
     RandomRounding,
-    /// Values that are encoded under two scales to choose one of them, or summed to correct a scale.
+    /// Values that are encoded with two scales to choose one of the scales, or that are summed to correct a scale.
     ChosenScales,
-    /// Tensors whose largest magnitude is found before they are quantized.
+    /// Tensors whose largest magnitude is computed before they are quantized.
     Measuring,
-    /// Quantizations and dequantizations in a kernel of their own.
+    /// Quantizations and dequantizations in a separate kernel.
     Casts,
     /// Quantizations within the kernel that computes the tensor.
     FusedQuantizations,
@@ -29,16 +29,18 @@ pub enum Technique {
     Transcodes,
     /// Tensors that are dequantized and quantized a second time.
     Requantizations,
-    /// Weights that are cast or quantized, by rows and by columns: once a step, or for each micro-batch where dgrad's copy is decoded.
+    /// Weights that are cast or quantized for fprop and for dgrad, once per step. A copy that is decoded for dgrad is decoded in each
+    /// micro-batch.
     WeightQuantizations,
-    /// Transposes of plain weights, as often.
+    /// Transposes of plain weights, as often as the weights are quantized.
     WeightTransposes,
-    /// Operands that a GPU decodes or lifts to FP8, since tensor cores do not read their codes: in their own kernel or as it quantizes.
+    /// Operands that a GPU decodes or lifts to FP8, because tensor cores cannot multiply their codes. The GPU does so in a separate kernel
+    /// or in the kernel that quantizes.
     Decoding,
 }
 
 impl Technique {
-    /// Its common name.
+    /// The technique's common name.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -56,7 +58,7 @@ impl Technique {
         }
     }
 
-    /// Its count for a product of X `[M, K]` and W `[N, K]`, in its own unit.
+    /// The technique's count for a product of X `[M, K]` and W `[N, K]`, in the technique's own unit.
     #[must_use]
     pub const fn formula(self) -> &'static str {
         match self {
@@ -69,7 +71,7 @@ impl Technique {
         }
     }
 
-    /// The unit of its counts.
+    /// The unit of the technique's counts.
     #[must_use]
     pub const fn unit(self) -> &'static str {
         match self {
@@ -80,7 +82,7 @@ impl Technique {
     }
 }
 
-/// The counts of a step for one layer. `shared`: the conversions of its input that another layer makes.
+/// The counts of a step for one layer. `shared` has the conversions of the layer's input that another layer makes.
 pub(super) fn of_layer(sizes: &PartSizes, plan: &LayerPlan, shared: SharedParts) -> BTreeMap<Technique, f64> {
     let mut counts = BTreeMap::new();
     let mut add = |technique, count: f64| {
@@ -114,19 +116,19 @@ pub(super) fn of_layer(sizes: &PartSizes, plan: &LayerPlan, shared: SharedParts)
     counts
 }
 
-/// Whether a tensor's largest magnitude is found before it is quantized.
+/// Whether a tensor's largest magnitude is computed before the tensor is quantized.
 fn is_measured(to: &Precision) -> bool {
     to.delayed.is_none() && to.format.is_block() && to.format.scale_kind(to.scale).has_tensor_scale()
 }
 
-/// Whether a tensor is dequantized to be quantized again.
+/// Whether two changes dequantize a tensor and quantize it again.
 fn is_again(change: &Change, next: &Change) -> bool {
     change.op == "dequantize"
         && next.op == "quantize"
         && (change.pass, change.tensor) == (next.pass, next.tensor)
 }
 
-/// The techniques within a quantization.
+/// Adds the techniques within a quantization.
 fn of_quantization(to: &Precision, values: f64, add: &mut impl FnMut(Technique, f64)) {
     if let Some(transform) = to.rht {
         add(Technique::Hadamard, values * (transform.len as f64).log2());
@@ -136,13 +138,13 @@ fn of_quantization(to: &Precision, values: f64, add: &mut impl FnMut(Technique, 
         add(Technique::ChosenScales, values);
     }
     if to.draws() {
-        // Where only scales are stochastically rounded, one value per block.
+        // If only scales are stochastically rounded, there is one random value per block.
         let each = if to.round.is_random() { 1 } else { to.format.spec().block };
         add(Technique::RandomRounding, RANDOM_BITS * values / each as f64);
     }
 }
 
-/// The copies of the weights: once a step, except for what each backward pass decodes.
+/// Adds the work for the copies of the weights. Copies are made once per step, except for a copy that each backward pass decodes.
 fn weights(sizes: &PartSizes, plan: &WeightPlan, add: &mut impl FnMut(Technique, f64)) {
     let each = |shape: &super::products::Shape| shape.n as f64 * shape.k as f64;
     let values = sizes.stack as f64 * sizes.shapes.iter().map(each).sum::<f64>();
@@ -150,7 +152,7 @@ fn weights(sizes: &PartSizes, plan: &WeightPlan, add: &mut impl FnMut(Technique,
     let copies = [(&plan.w, values), (&plan.wt, for_dgrad * values)];
     for (w, values) in copies.into_iter().take(if plan.is_one { 1 } else { 2 }) {
         let planes = match w.dtype() {
-            // The master is F32.
+            // An F32 copy needs no work, because the master is F32.
             Some(DType::F32) => 0.0,
             Some(DType::Bf16) => 1.0,
             None if plan.is_one && !w.format.spec().tiles => 2.0,
@@ -162,7 +164,7 @@ fn weights(sizes: &PartSizes, plan: &WeightPlan, add: &mut impl FnMut(Technique,
             add(Technique::Measuring, values);
         }
     }
-    // One quantization writes its codes in both orders, without a transpose.
+    // A quantization that serves fprop and dgrad writes the codes in both orders, without a transpose.
     if !plan.is_one || plan.w.dtype().is_some() {
         add(Technique::WeightTransposes, for_dgrad * values);
     }

@@ -1,4 +1,4 @@
-//! Tokens to vectors. t tokens, d model, v vocabulary.
+//! The embedding of tokens. Legend: t tokens, d model, v vocabulary.
 
 use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
@@ -7,15 +7,15 @@ use crate::spec::Part;
 use nibble_core::ops::{Embed, EmbedBackward, EmbedOut};
 use nibble_core::{Kernels, Result, Tensor};
 
-/// The embedding. The embedding is no [`Layer`](super::Layer), since its input, token ids, has no gradient. It reads its weight directly.
-/// Only a tied head makes copies of the weight for matrix products.
+/// The embedding. The embedding is not a [`Layer`](super::Layer), because its input, token ids, has no gradient. The embedding reads its
+/// weight directly; only a tied head makes copies of the weight for matrix products.
 #[derive(Debug, Clone)]
 pub struct Embedding<B: Kernels> {
-    /// `[v, d]`.
+    /// The weight `[v, d]`.
     pub weight: Param<B>,
 }
 
-/// The tokens.
+/// The saved token ids.
 #[derive(Debug)]
 pub struct EmbeddingSaved<B: Kernels> {
     layer: String,
@@ -29,7 +29,7 @@ impl<B: Kernels> Saved for EmbeddingSaved<B> {
 }
 
 impl<B: Kernels> Embedding<B> {
-    /// Random weights. This rank stores its own rows of the F32 master; every rank computes with all rows.
+    /// Creates the embedding with random weights. This rank stores its own rows of the F32 master; every rank computes with all rows.
     pub fn new(cx: &Cx<'_, B>, part: &Part) -> Result<Self> {
         Ok(Self { weight: Param::only(cx, part)? })
     }
@@ -39,22 +39,22 @@ impl<B: Kernels> Embedding<B> {
         vec![self.weight.as_it_is()]
     }
 
-    /// Its parameter.
+    /// The embedding's parameter.
     pub fn params(&mut self) -> Vec<&mut Param<B>> {
         vec![&mut self.weight]
     }
 
-    /// `[t, d]`, and how many of the tokens are not in the vocabulary.
+    /// The vectors `[t, d]` of the tokens, and the number of tokens that are not in the vocabulary.
     pub fn forward(&self, cx: &Cx<'_, B>, ids: &B::Buf<i32>) -> Result<EmbedOut<B>> {
         Embed { table: self.weight.plain()?, ids, dtype: cx.activations() }.run(cx.b)
     }
 
-    /// What the backward pass needs.
+    /// The token ids, which the backward pass needs.
     pub fn saved(&self, ids: B::Buf<i32>) -> EmbeddingSaved<B> {
         EmbeddingSaved { layer: self.weight.layer().to_owned(), ids }
     }
 
-    /// Adds the weight's gradient, from the gradient of the vectors.
+    /// Adds the gradient of the weight, computed from the gradient of the vectors.
     pub fn backward(&mut self, cx: &Cx<'_, B>, saved: EmbeddingSaved<B>, dy_td: &Tensor<B>) -> Result<()> {
         let shards = cx.shards.local;
         self.weight.add_gradient(cx, Writes::Adds, |grad, _| {

@@ -1,5 +1,5 @@
-//! Causal attention with grouped query heads and RoPE, RMSNorm on each query and key head (Qwen3) or none (Llama), and sinks (GPT-OSS).
-//! t tokens, d model, h heads, g key/value heads, c head_dim, u value_dim: heads of values, mostly the same.
+//! Causal attention with grouped query heads and RoPE, RMSNorm on each query and key head (Qwen3) or no norm (Llama), and sinks (GPT-OSS).
+//! Legend: t tokens, d model, h heads, g key/value heads, c head_dim, u value_dim (the size of a head of values, usually equal to c).
 
 use super::kv_cache::CachedHeads;
 use super::shared::SharedProjections;
@@ -15,41 +15,41 @@ use nibble_core::{DType, Kernels, Operand, Result, Tensor};
 /// Attention in which several heads of queries share keys and values.
 #[derive(Debug, Clone)]
 pub struct GroupedQuery<B: Kernels> {
-    /// Its name, `model.layers.3.self_attn`.
+    /// The layer's name, for example `model.layers.3.self_attn`.
     pub name: String,
-    /// Sizes.
+    /// The layer's sizes.
     pub shape: GroupedQueryShape,
-    /// `[h·c, d]`.
+    /// The projection to queries, `[h·c, d]`.
     pub q: Linear<B>,
-    /// `[g·c, d]`.
+    /// The projection to keys, `[g·c, d]`.
     pub k: Linear<B>,
-    /// `[g·u, d]`.
+    /// The projection to values, `[g·u, d]`.
     pub v: Linear<B>,
-    /// `[d, h·u]`.
+    /// The output projection, `[d, h·u]`.
     pub o: Linear<B>,
     /// Norm and rotation of the queries.
     pub q_heads: Heads<B>,
     /// Norm and rotation of the keys.
     pub k_heads: Heads<B>,
-    /// `[1, h]`: sinks, an additional score of each query head that belongs to no key; `None` without sinks.
+    /// The sinks `[1, h]`: an additional score of each query head that belongs to no key. `None` means no sinks.
     pub sinks: Option<Param<B>>,
-    /// `[seq_len, c]`, as [`rope_table`](super::rope_table) makes it: a row for each position. Shared by all layers.
+    /// The table `[seq_len, c]` of [`rope_table`](super::rope_table), with one row per position. All layers share this table.
     pub rope: Tensor<B>,
-    /// Save normed and rotated queries and keys, instead of recomputing them in the backward pass. Without a norm, queries and keys are
-    /// always saved.
+    /// Whether to save normalized and rotated queries and keys, instead of recomputing them in the backward pass. Without a norm, queries
+    /// and keys are always saved.
     pub keep_heads: bool,
 }
 
-/// The input of queries, keys and values, one operand each. Projections whose recipes agree share a buffer.
+/// The input of the query, key and value projections, one operand per projection. Projections whose recipes agree share a buffer.
 type PerProjection<B> = [Operand<B>; 3];
 
-/// Queries, keys and values of some tokens, and what is saved on the way.
+/// Queries, keys and values of some tokens, and the activations that their computation saves.
 struct Projected<B: Kernels> {
     x: PerProjection<B>,
-    /// Rotated.
+    /// The rotated queries.
     q: Tensor<B>,
     q_saved: HeadsSaved<B>,
-    /// Rotated.
+    /// The rotated keys.
     k: Tensor<B>,
     k_saved: HeadsSaved<B>,
     v: Tensor<B>,
@@ -59,7 +59,7 @@ struct Projected<B: Kernels> {
 #[derive(Debug)]
 pub struct GroupedQuerySaved<B: Kernels> {
     layer: String,
-    /// The input of queries, keys and values: the same buffers for all three, unless their recipes differ.
+    /// The saved input of the query, key and value projections. All three share the same buffers unless their recipes differ.
     x: PerProjection<B>,
     q: HeadsSaved<B>,
     k: HeadsSaved<B>,
@@ -82,7 +82,7 @@ impl<B: Kernels> Saved for GroupedQuerySaved<B> {
 }
 
 impl<B: Kernels> GroupedQuery<B> {
-    /// Random weights; `rope` has a row for each position of a sequence.
+    /// Creates the layer with random weights; `rope` has one row per position of a sequence.
     pub fn new(cx: &Cx<'_, B>, spec: &GroupedQuerySpec, rope: Tensor<B>) -> Result<Self> {
         let linear = |part: &Part| Linear::new(cx, part, cx.activations());
         let [q_norm, k_norm] = match &spec.norms {
@@ -112,7 +112,7 @@ impl<B: Kernels> GroupedQuery<B> {
         self.rope.rows
     }
 
-    /// The projections of the layer's input.
+    /// The three projections of the layer's input.
     fn shared(&self) -> SharedProjections<'_, B, 3> {
         SharedProjections { name: &self.name, projections: [&self.q, &self.k, &self.v] }
     }
@@ -121,13 +121,13 @@ impl<B: Kernels> GroupedQuery<B> {
         self.sinks.as_ref().map(Param::plain).transpose()
     }
 
-    /// The heads in the form that a cache has.
+    /// The number and sizes of the heads in a cache.
     fn cached_heads(&self) -> CachedHeads {
         let GroupedQueryShape { kv_heads, head_dim, value_dim, .. } = self.shape;
         CachedHeads { kv_heads, head_dim, value_dim, scale: attention_scale(head_dim) }
     }
 
-    /// Queries, keys and values of tokens from this position on, and what is saved on the way.
+    /// Queries, keys and values of tokens from this position on, and the activations that their computation saves.
     fn projected(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>, first_position: usize) -> Result<Projected<B>> {
         let inputs = self.shared().inputs(cx, x_td)?;
         let product = |projection: &Linear<B>, i: usize| projection.product(cx, &inputs[i].0);
@@ -141,7 +141,7 @@ impl<B: Kernels> GroupedQuery<B> {
         Ok(Projected { x, q, q_saved, k, k_saved, v })
     }
 
-    /// The forward pass up to its last product: that product's input, and the saved activations.
+    /// The forward pass up to its last product. Returns the input of that product, and the saved activations.
     fn attended(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<(Operand<B>, GroupedQuerySaved<B>)> {
         let Projected { x, q, q_saved, k, k_saved, v } = self.projected(cx, &x_td, 0)?;
         let GroupedQueryShape { head_dim, value_dim, .. } = self.shape;
@@ -155,8 +155,8 @@ impl<B: Kernels> GroupedQuery<B> {
         Ok((o_input, GroupedQuerySaved { layer, x, q: q_saved, k: k_saved, v, out, lse, o }))
     }
 
-    /// The forward pass of a sequence's next tokens, which see the keys and values in the cache. Adds the tokens' own keys and values to
-    /// the cache. Several tokens at once are allowed only if the cache is empty.
+    /// The forward pass of a sequence's next tokens, which see the keys and values in the cache. The call adds the tokens' own keys and
+    /// values to the cache. Several tokens at once are allowed only if the cache is empty.
     pub fn cached(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>, cache: &mut KvCache<B>) -> Result<Tensor<B>> {
         let Projected { q, k, v, .. } = self.projected(cx, x_td, cache.len())?;
         let out = cache.attended(cx.b, [&q, &k, &v], self.plain_sinks()?)?;

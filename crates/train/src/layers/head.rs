@@ -1,12 +1,12 @@
-//! The output head and its loss, in chunks of tokens. t tokens, d model, v vocabulary.
+//! The output head and its loss, in chunks of tokens. Legend: t tokens, d model, v vocabulary.
 //!
-//! A separate backward pass would need the head's input and the logits of all tokens, whose width is the vocabulary. So the head computes
-//! its gradients in the forward pass, while a chunk's logits exist, and saves only the gradient of its input. It has no `backward`.
-//! `nibble_choice::head_loss` chooses the length of a chunk: 512 tokens on a CPU, up to 8192 on a GPU.
+//! A separate backward pass would need the head's input and the logits of all tokens, whose width is the vocabulary. The head therefore
+//! computes its gradients in the forward pass, while a chunk's logits exist, and saves only the gradient of its input. The head has no
+//! `backward`. `nibble_choice::head_loss` chooses the length of a chunk: 512 tokens on a CPU, up to 8192 on a GPU.
 //!
-//! Under a recipe's `[head]` the products may be quantized, in any format whose scales are for a block of tokens or less. Each chunk's
-//! input, and the gradients of its logits once they are rounded to BF16, are then quantized to rows and columns; the weight is quantized
-//! once a step like any other.
+//! Under a recipe's `[head]`, the products may be quantized in any format in which a scale covers a block of tokens or less. Each chunk's
+//! input, and the BF16 gradients of the chunk's logits, are then quantized along rows and columns. The weight is quantized once per step,
+//! like any other weight.
 
 use crate::convert::LayerName;
 use crate::cx::Cx;
@@ -20,11 +20,11 @@ use nibble_core::recipe::{Layer, LayerKind, LayerPlan};
 use nibble_core::{DType, Error, Kernels, Operand, Result, Tensor};
 use std::sync::Arc;
 
-/// The gradient of the head's input, made in the forward pass.
+/// The gradient of the head's input, which the forward pass computes.
 #[derive(Debug)]
 pub struct HeadSaved<B: Kernels> {
     layer: String,
-    /// `[t, d]`, type of the activations.
+    /// The gradient `[t, d]`, in the type of the activations.
     pub dx: Tensor<B>,
 }
 
@@ -37,27 +37,27 @@ impl<B: Kernels> Saved for HeadSaved<B> {
 /// A head's tokens and their targets.
 #[derive(Debug)]
 pub struct HeadInput<'a, B: Kernels> {
-    /// `[t, d]`.
+    /// The head's input, `[t, d]`.
     pub x_td: &'a Tensor<B>,
     /// The target token of each row. Rows with a negative target do not count.
     pub targets: &'a B::Buf<i32>,
-    /// Number of equal runs of rows whose losses are summed. With gradients, these are the shards of the pass.
+    /// Number of equal runs of rows over which losses are summed. With gradients, the runs are the shards of the pass.
     pub shards: usize,
 }
 
-/// The output head: a weight `[v, d]` of its own, or the embedding's. It is no [`Layer`](super::Layer), since its gradients are computed in
-/// the forward pass. Callers pass the embedding's weight as `table`, which a tied head uses.
+/// The output head, with its own weight `[v, d]` or with the embedding's weight. The head is not a [`Layer`](super::Layer), because its
+/// gradients are computed in the forward pass. Callers pass the embedding's weight as `table`, which a tied head uses.
 #[derive(Debug, Clone)]
 pub struct Head<B: Kernels> {
-    /// Its name in recipes: `lm_head`, or the embedding's id.
+    /// The head's name in recipes: `lm_head`, or the embedding's id.
     pub id: String,
-    /// Its own weight, unless it is tied to the embedding.
+    /// The head's own weight, unless the head is tied to the embedding.
     pub own: Option<Param<B>>,
 }
 
 impl<B: Kernels> Head<B> {
-    /// Random weights. This rank stores its own rows of the F32 master; every rank computes with all rows. A tied head has no weight of its
-    /// own.
+    /// Creates the head with random weights. This rank stores its own rows of the F32 master; every rank computes with all rows. A tied
+    /// head does not have its own weight.
     pub fn new(cx: &Cx<'_, B>, part: &Part) -> Result<Self> {
         let own = (!part.params().is_empty()).then(|| Param::only(cx, part));
         Ok(Self { id: part.id.clone(), own: own.transpose()? })
@@ -67,7 +67,7 @@ impl<B: Kernels> Head<B> {
         self.own.as_ref().unwrap_or(table)
     }
 
-    /// The weight that it uses.
+    /// The weight that the head uses.
     pub(crate) fn weight_mut<'a>(&'a mut self, table: &'a mut Param<B>) -> &'a mut Param<B> {
         self.own.as_mut().unwrap_or(table)
     }
@@ -81,15 +81,15 @@ impl<B: Kernels> Head<B> {
         vec![self.weight(table).for_products(&self.plan(cx).weights, &self.id)]
     }
 
-    /// Makes the weight's copies for this step.
+    /// Makes the copies of the weight for this step.
     ///
     /// # Errors
-    /// From the backend and other ranks.
+    /// Errors of the backend and of other ranks.
     pub fn prepare(&mut self, cx: &Cx<'_, B>, table: &mut Param<B>) -> Result<()> {
         Gathering::begin(cx, vec![self.wanted(cx, table)])?.finish_next(cx, vec![self.weight_mut(table)])
     }
 
-    /// The losses alone.
+    /// Computes only the losses.
     pub fn losses(
         &self,
         cx: &Cx<'_, B>,
@@ -104,8 +104,8 @@ impl<B: Kernels> Head<B> {
         HeadLoss { x, w, codecs, targets, shards, chunk, grad: None }.run(cx.b)
     }
 
-    /// The losses, and the gradients of their sum times the factor in `control` ([`nibble_core::ops::Control`]). Adds the weight's gradient
-    /// to its accumulated gradient.
+    /// Computes the losses, and the gradients of the sum of the losses times the factor in `control` ([`nibble_core::ops::Control`]). The
+    /// call adds the weight's gradient to the accumulated gradient.
     pub fn losses_and_gradients(
         &mut self,
         cx: &Cx<'_, B>,
@@ -128,7 +128,7 @@ impl<B: Kernels> Head<B> {
         Ok((out, HeadSaved { layer: self.id.clone(), dx }))
     }
 
-    /// Logits F32 `[t, v]` of the plain `[t, d]`.
+    /// Logits, F32 `[t, v]`, of the plain input `x`, `[t, d]`.
     pub fn logits(&self, cx: &Cx<'_, B>, table: &Param<B>, x: &Tensor<B>) -> Result<Tensor<B>> {
         let to = self.plan(cx).head()?.x.first();
         let (x, _) = cx.convert(LayerName::new(&self.id), &Operand::Plain(x.clone()), &to, None)?;

@@ -7,26 +7,26 @@ use crate::ledger::{Ledger, Saved};
 use nibble_core::ops::{NormRope, NormRopeBackward, Positions, RmsNorm, Rope};
 use nibble_core::{Error, Kernels, Result, Tensor};
 
-/// The norm of queries or keys, which are rotated after it.
+/// The norm of queries or keys before their rotation.
 #[derive(Debug, Clone)]
 pub struct Heads<B: Kernels> {
-    /// Over each head, `[1, c]`, or over all heads together, `[1, n·c]`; `None` in a model without these norms.
+    /// A norm over each head, `[1, c]`, or over all heads together, `[1, n·c]`; `None` in a model without these norms.
     pub norm: Option<Norm<B>>,
 }
 
-/// A norm, and the rotation after it.
+/// A norm, and the rotation that follows the norm.
 struct Turn<'a, B: Kernels> {
     norm: &'a Norm<B>,
     rotation: &'a Rotation<'a, B>,
 }
 
 impl<B: Kernels> Turn<'_, B> {
-    /// Whether each head is normed by itself: then one op does norm and rotation.
+    /// Whether each head is normalized separately. If so, one op computes norm and rotation.
     fn by_heads(&self) -> bool {
         self.norm.weight.shape().1 == self.rotation.table.cols
     }
 
-    /// Heads of x, normed and rotated, and 1 / rms of each head, or of each row.
+    /// The normalized and rotated heads of x, and 1 / rms of each head or of each row.
     fn of(&self, cx: &Cx<'_, B>, x: &Tensor<B>) -> Result<(Tensor<B>, B::Buf<f32>)> {
         let Self { norm, rotation } = self;
         let (weight, eps) = (norm.weight.plain()?, norm.eps);
@@ -43,24 +43,24 @@ impl<B: Kernels> Turn<'_, B> {
 /// The rotation of heads.
 #[derive(Debug)]
 pub struct Rotation<'a, B: Kernels> {
-    /// As [`nibble_core::ops::Rope`] has it.
+    /// The table of cosines and sines of [`nibble_core::ops::Rope`].
     pub table: &'a Tensor<B>,
     /// Positions of the tokens.
     pub positions: Positions<B>,
 }
 
-/// What norm and rotation save.
+/// The activations that norm and rotation save.
 #[derive(Debug)]
 pub struct HeadsSaved<B: Kernels> {
     /// The norm's input, if there is a norm.
     norm: Option<NormSaved<B>>,
-    /// The result, which attention's backward pass reads, unless it is recomputed. Without a norm it is always saved: it is no larger than
-    /// its input, and a rotation's own backward pass needs neither.
+    /// The result, which attention's backward pass reads, unless the result is recomputed. Without a norm the result is always saved,
+    /// because it is no larger than its input, and the backward pass of a rotation needs neither of the two.
     turned: Option<Tensor<B>>,
 }
 
 impl<B: Kernels> HeadsSaved<B> {
-    /// Lists what is saved; the result as `kind` of this layer.
+    /// Lists the saved activations, with the result as `kind` of this layer.
     pub(super) fn list(&self, ledger: &mut Ledger, layer: &str, kind: &'static str) {
         if let Some(norm) = &self.norm {
             norm.ledger(ledger);
@@ -72,7 +72,7 @@ impl<B: Kernels> HeadsSaved<B> {
 }
 
 impl<B: Kernels> Heads<B> {
-    /// The heads of x, normed if there is a norm, then rotated: `[t, n·c]`. With `keep` the result is saved.
+    /// The heads of x, normalized if there is a norm, and then rotated: `[t, n·c]`. With `keep`, the result is saved.
     pub fn forward(
         &self,
         cx: &Cx<'_, B>,
@@ -90,7 +90,7 @@ impl<B: Kernels> Heads<B> {
         Ok((y, HeadsSaved { norm: Some(saved), turned }))
     }
 
-    /// The normed and rotated heads, saved or recomputed.
+    /// The normalized and rotated heads, saved or recomputed.
     pub fn turned(
         &self,
         cx: &Cx<'_, B>,
@@ -104,7 +104,7 @@ impl<B: Kernels> Heads<B> {
         }
     }
 
-    /// dx, from the gradient dy of what [`Heads::forward`] returns.
+    /// Returns dx, from the gradient dy of the result of [`Heads::forward`].
     pub fn backward(
         &mut self,
         cx: &Cx<'_, B>,

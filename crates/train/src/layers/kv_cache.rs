@@ -4,33 +4,33 @@ use nibble_core::ops::{Attention, AttentionDecode};
 use nibble_core::{DType, Data, Error, Kernels, Result, Tensor};
 use std::ops::Range;
 
-/// Rotated keys and values of a sequence's tokens so far, in one layer, for each head that has its own.
+/// Rotated keys, and values, of a sequence's tokens so far in one layer, for each key/value head.
 #[derive(Debug)]
 pub struct KvCache<B: Kernels> {
-    /// `[positions, heads of keys · head_dim]`.
+    /// The keys `[positions, heads of keys · head_dim]`.
     k: Tensor<B>,
-    /// `[positions, heads of keys · value_dim]`.
+    /// The values `[positions, heads of keys · value_dim]`.
     v: Tensor<B>,
     heads: CachedHeads,
-    /// Rows that are filled.
+    /// Number of rows that are filled.
     len: usize,
 }
 
-/// Heads whose keys and values are cached.
+/// The number and sizes of the heads whose keys and values are cached.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct CachedHeads {
-    /// Heads that have keys and values.
+    /// Number of key/value heads.
     pub kv_heads: usize,
     /// Elements of a head of queries and keys.
     pub head_dim: usize,
     /// Elements of a head of values.
     pub value_dim: usize,
-    /// What scores are multiplied by.
+    /// The factor of the scores.
     pub scale: f32,
 }
 
 impl<B: Kernels> KvCache<B> {
-    /// An empty cache with capacity for this many tokens.
+    /// An empty cache with capacity for `positions` tokens.
     pub(super) fn new(b: &B, dtype: DType, positions: usize, heads: CachedHeads) -> Result<Self> {
         let zeros = |dim| Tensor::zeros(b, dtype, positions, heads.kv_heads * dim);
         Ok(Self { k: zeros(heads.head_dim)?, v: zeros(heads.value_dim)?, heads, len: 0 })
@@ -41,13 +41,13 @@ impl<B: Kernels> KvCache<B> {
         self.len = 0;
     }
 
-    /// Tokens in the cache.
+    /// Number of tokens in the cache.
     pub(super) fn len(&self) -> usize {
         self.len
     }
 
-    /// Attention's output for tokens that follow those in the cache. Adds their keys and values to the cache. Several tokens at once only
-    /// if the cache is empty. `sinks`: F32 `[1, heads of queries]`.
+    /// Attention's output for tokens that follow the tokens in the cache. The call adds the new tokens' keys and values to the cache.
+    /// Several tokens at once are allowed only if the cache is empty. `sinks` is F32 `[1, heads of queries]`.
     pub(super) fn attended(
         &mut self,
         b: &B,
@@ -69,7 +69,7 @@ impl<B: Kernels> KvCache<B> {
     }
 }
 
-/// Copies `rows` of one tensor to the rows from `at` on of another, which has the same type and number of columns.
+/// Copies `rows` of one tensor to the rows from `at` on of another tensor, which has the same type and number of columns.
 pub fn copy_rows<B: Kernels>(
     b: &B,
     from: &Tensor<B>,

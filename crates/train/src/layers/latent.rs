@@ -1,7 +1,7 @@
 //! Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1). Keys and values come from a narrow latent of the token,
-//! which is normed and projected up for every head. Queries come from another latent, or straight from the input. RoPE rotates the last
-//! elements of each query head, and a key that all heads share. t tokens, d model, h heads, n own elements of a head of queries and keys,
-//! r rotated elements, u value_dim, p q_rank, c kv_rank.
+//! which is normalized and projected up for every head. Queries come from another latent, or directly from the input. RoPE rotates the last
+//! elements of each query head, and a key that all heads share. Legend: t tokens, d model, h heads, n own elements of a head of queries and
+//! keys, r rotated elements, u value_dim, p q_rank, c kv_rank.
 
 use super::kv_cache::CachedHeads;
 use super::shared::SharedProjections;
@@ -16,20 +16,20 @@ use nibble_core::ops::{
 };
 use nibble_core::{DType, Error, Kernels, Operand, Result, Tensor};
 
-/// A latent's norm, and the projection up from it.
+/// The norm of a latent, and the projection from the latent up to all heads.
 #[derive(Debug, Clone)]
 pub struct LatentUp<B: Kernels> {
-    /// Of the latent.
+    /// The norm of the latent.
     pub norm: Norm<B>,
-    /// To all heads.
+    /// The projection to all heads.
     pub up: Linear<B>,
 }
 
-/// What is saved of a latent.
+/// The saved activations of a latent.
 #[derive(Debug)]
 pub struct LatentUpSaved<B: Kernels> {
     norm: NormSaved<B>,
-    /// The normed latent as the projection saves it, unless it is recomputed.
+    /// The normalized latent in the form that the projection saves, unless the latent is recomputed.
     x: Option<LinearSaved<B>>,
 }
 
@@ -56,7 +56,7 @@ impl<B: Kernels> LatentUp<B> {
         vec![&mut self.norm.weight, &mut self.up.weight]
     }
 
-    /// Projects the latent `[t, rank]` up to all heads. `keep`: whether the projection's input is saved.
+    /// Projects the latent `[t, rank]` up to all heads. With `keep`, the projection's input is saved.
     fn forward(
         &self,
         cx: &Cx<'_, B>,
@@ -75,7 +75,7 @@ impl<B: Kernels> LatentUp<B> {
         self.up.product(cx, &fprop)
     }
 
-    /// The latent's gradient.
+    /// Returns the gradient of the latent.
     fn backward(
         &mut self,
         cx: &Cx<'_, B>,
@@ -94,51 +94,52 @@ impl<B: Kernels> LatentUp<B> {
 /// Multi-head latent attention.
 #[derive(Debug, Clone)]
 pub struct Latent<B: Kernels> {
-    /// Its name, `model.layers.3.self_attn`.
+    /// The layer's name, for example `model.layers.3.self_attn`.
     pub name: String,
-    /// Sizes.
+    /// The layer's sizes.
     pub shape: LatentShape,
-    /// What scores are multiplied by.
+    /// The factor of the scores.
     pub scale: f32,
-    /// `[p, d]`, to the latent of queries; or `[h·(n + r), d]`, straight to the queries.
+    /// The projection `[p, d]` to the latent of queries, or `[h·(n + r), d]` directly to the queries.
     pub q: Linear<B>,
-    /// From the latent of queries, `[h·(n + r), p]`, if there is one.
+    /// The projection `[h·(n + r), p]` from the latent of queries, if there is such a latent.
     pub q_up: Option<LatentUp<B>>,
-    /// `[c, d]`, to the latent of keys and values.
+    /// The projection `[c, d]` to the latent of keys and values.
     pub kv: Linear<B>,
-    /// `[r, d]`, to the key that all heads share.
+    /// The projection `[r, d]` to the key that all heads share.
     pub k_rope: Linear<B>,
-    /// From the latent of keys and values, `[h·(n + u), c]`: for each head n rows of its key, then u rows of its value.
+    /// The projection `[h·(n + u), c]` from the latent of keys and values. For each head, it has n rows for the key, then u rows for the
+    /// value.
     pub kv_up: LatentUp<B>,
-    /// `[d, h·u]`.
+    /// The output projection, `[d, h·u]`.
     pub o: Linear<B>,
-    /// `[positions, r]`, as [`rope_table`](super::rope_table) makes it. Shared by all layers.
+    /// The table `[positions, r]` of [`rope_table`](super::rope_table). All layers share this table.
     pub rope: Tensor<B>,
-    /// Save normed latents as their projections read them, instead of recomputing them in the backward pass.
+    /// Whether to save normalized latents in the form that their projections read, instead of recomputing them in the backward pass.
     pub keep_normed: bool,
-    /// Save queries, keys and values, instead of recomputing them from the latents.
+    /// Whether to save queries, keys and values, instead of recomputing them from the latents.
     pub keep_heads: bool,
 }
 
-/// Queries, keys and values of all heads, as attention reads them.
+/// Queries, keys and values of all heads, in the form that attention reads.
 #[derive(Debug)]
 struct QueriesKeysValues<B: Kernels> {
-    /// `[t, h·(n + r)]`, rotated.
+    /// The queries `[t, h·(n + r)]`, rotated.
     q: Tensor<B>,
-    /// `[t, h·(n + r)]`, with the shared key, rotated.
+    /// The keys `[t, h·(n + r)]`, with the shared key, rotated.
     k: Tensor<B>,
-    /// `[t, h·u]`.
+    /// The values `[t, h·u]`.
     v: Tensor<B>,
 }
 
-/// What is saved of queries, keys and values.
+/// The saved form of queries, keys and values.
 #[derive(Debug)]
 enum HeadsKept<B: Kernels> {
-    /// All of them.
+    /// Queries, keys and values are saved.
     All(QueriesKeysValues<B>),
-    /// What they are recomputed from, together with the latents.
+    /// The tensors from which, together with the latents, queries, keys and values are recomputed.
     Again {
-        /// Queries that are projected straight from the input. They have no latent, so they are saved themselves.
+        /// Queries that are projected directly from the input. Such queries have no latent, so they are saved themselves.
         q: Option<Tensor<B>>,
         /// The shared key, `[t, r]`, not yet rotated.
         shared: Tensor<B>,
@@ -146,7 +147,8 @@ enum HeadsKept<B: Kernels> {
 }
 
 impl<B: Kernels> HeadsKept<B> {
-    /// All of them, or what they are recomputed from. `queries`: whether that includes the queries, which then have no latent.
+    /// Saves queries, keys and values if `all`, or else the tensors from which they are recomputed. With `queries`, these tensors include
+    /// the queries, which then have no latent.
     fn of(heads: QueriesKeysValues<B>, shared: Tensor<B>, all: bool, queries: bool) -> Self {
         if all {
             return Self::All(heads);
@@ -159,7 +161,7 @@ impl<B: Kernels> HeadsKept<B> {
 #[derive(Debug)]
 pub struct LatentSaved<B: Kernels> {
     layer: String,
-    /// The input of the three projections from it: the same buffers for all three, unless their recipes differ.
+    /// The saved input of the three projections. All three share the same buffers unless their recipes differ.
     x: [Operand<B>; 3],
     q_up: Option<LatentUpSaved<B>>,
     kv_up: LatentUpSaved<B>,
@@ -193,7 +195,7 @@ impl<B: Kernels> Saved for LatentSaved<B> {
     }
 }
 
-/// Queries, keys and values of some tokens, and what is saved on the way.
+/// Queries, keys and values of some tokens, and the activations that their computation saves.
 struct Projected<B: Kernels> {
     x: [Operand<B>; 3],
     q_up: Option<LatentUpSaved<B>>,
@@ -203,7 +205,7 @@ struct Projected<B: Kernels> {
 }
 
 impl<B: Kernels> Latent<B> {
-    /// Random weights; `rope` has a row for each position of a sequence.
+    /// Creates the layer with random weights; `rope` has one row per position of a sequence.
     pub fn new(cx: &Cx<'_, B>, spec: &LatentSpec, rope: Tensor<B>) -> Result<Self> {
         let linear = |part: &Part| Linear::new(cx, part, cx.activations());
         let up = |up: &UpSpec| LatentUp::new(cx, up, spec.eps);
@@ -240,12 +242,12 @@ impl<B: Kernels> Latent<B> {
         Rotation { table: &self.rope, positions }
     }
 
-    /// The projections of the layer's input.
+    /// The three projections of the layer's input.
     fn shared(&self) -> SharedProjections<'_, B, 3> {
         SharedProjections { name: &self.name, projections: [&self.q, &self.kv, &self.k_rope] }
     }
 
-    /// Queries with the last elements of each head rotated, or rotated back.
+    /// Queries in which the last elements of each head are rotated forward or back.
     fn turned(
         &self,
         cx: &Cx<'_, B>,
@@ -258,7 +260,7 @@ impl<B: Kernels> Latent<B> {
         Rope { x: &x, table, head_dim, positions, inverse }.run(cx.b)
     }
 
-    /// Keys and values.
+    /// Assembles the keys and values of all heads.
     fn assembled(
         &self,
         cx: &Cx<'_, B>,
@@ -270,7 +272,7 @@ impl<B: Kernels> Latent<B> {
         AssembleKv { up: &up, shared, table, key_dim, value_dim, positions }.run(cx.b)
     }
 
-    /// Queries, keys and values of tokens from this position on, and what is saved on the way.
+    /// Queries, keys and values of tokens from this position on, and the activations that their computation saves.
     fn projected(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>, first_position: usize) -> Result<Projected<B>> {
         let rotation = self.rotation(cx, x_td.rows, first_position);
         let keep = self.keep_normed && self.keep_heads;
@@ -292,7 +294,7 @@ impl<B: Kernels> Latent<B> {
         Ok(Projected { x, q_up, kv_up, shared, heads: QueriesKeysValues { q, k, v } })
     }
 
-    /// The forward pass up to its last product: that product's input, and the saved activations.
+    /// The forward pass up to its last product. Returns the input of that product, and the saved activations.
     fn attended(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<(Operand<B>, LatentSaved<B>)> {
         let Projected { x, q_up, kv_up, shared, heads } = self.projected(cx, &x_td, 0)?;
         let seq_len = self.positions().min(x_td.rows);
@@ -307,7 +309,7 @@ impl<B: Kernels> Latent<B> {
         Ok((o_input, LatentSaved { layer, x, q_up, kv_up, heads, out, lse, o }))
     }
 
-    /// Queries, keys and values, saved or recomputed.
+    /// Returns queries, keys and values, which were saved or are recomputed.
     fn heads(
         &self,
         cx: &Cx<'_, B>,
@@ -334,8 +336,8 @@ impl<B: Kernels> Latent<B> {
         })
     }
 
-    /// The forward pass of a sequence's next tokens, which see the keys and values in the cache. Adds the tokens' own keys and values to
-    /// the cache. Several tokens at once are allowed only if the cache is empty.
+    /// The forward pass of a sequence's next tokens, which see the keys and values in the cache. The call adds the tokens' own keys and
+    /// values to the cache. Several tokens at once are allowed only if the cache is empty.
     pub fn cached(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>, cache: &mut KvCache<B>) -> Result<Tensor<B>> {
         let Projected { heads: QueriesKeysValues { q, k, v }, .. } = self.projected(cx, x_td, cache.len())?;
         let out = cache.attended(cx.b, [&q, &k, &v], None)?;

@@ -1,11 +1,11 @@
-//! Dense linear layer Y = X·Wᵀ under a recipe. t tokens, n outputs, k inputs.
+//! Dense linear layer Y = X·Wᵀ under a recipe. Legend: t tokens, n outputs, k inputs.
 //!
 //! The layer's plan names two representations of x: one for fprop and one for the backward pass. `forward` converts x to both, multiplies,
 //! returns the representation for the backward pass as [`LinearSaved`], and drops x itself. `backward` converts the saved x for wgrad,
-//! quantizes dy for dgrad and wgrad (in one read where the formats allow it), and runs both products.
+//! quantizes dy for dgrad and wgrad (in one read if the formats allow it), and runs both products.
 //!
-//! Under `mxfp4-hopper` fprop multiplies E4M3 codes quantized from the plain x, and the saved MXFP4 codes are quantized from the plain x
-//! too. So fprop and wgrad see two different roundings of the same x.
+//! Under `mxfp4-hopper`, fprop multiplies E4M3 codes that are quantized from the plain x. The saved MXFP4 codes are also quantized from the
+//! plain x, so fprop and wgrad read two different roundings of the same x.
 
 use super::Layer;
 use crate::convert::LayerName;
@@ -21,23 +21,24 @@ use std::sync::Arc;
 /// A dense linear layer, with or without a bias for each output.
 #[derive(Debug, Clone)]
 pub struct Linear<B: Kernels> {
-    /// `[n, k]`.
+    /// The weight `[n, k]`.
     pub weight: Param<B>,
-    /// `[1, n]`, added to the rounded product and rounded again.
+    /// The bias `[1, n]`, which is added to the rounded product; the sum is rounded again.
     pub bias: Option<Param<B>>,
-    /// Its description in recipes.
+    /// The layer's description for recipes.
     pub layer: recipe::Layer,
-    /// The name that seeds the signs of its products' transforms: its own, or that of the layer whose projections share one input.
+    /// The name that seeds the signs of the transforms of the layer's products. This name is the layer's own name, or the name of the layer
+    /// whose projections share one input.
     pub linear: String,
     /// Type of the output.
     pub out: DType,
 }
 
-/// The input as the recipe saves it.
+/// The input, in the form in which the recipe saves it.
 #[derive(Debug)]
 pub struct LinearSaved<B: Kernels> {
     layer: String,
-    /// `[t, k]`.
+    /// The saved input `[t, k]`.
     pub x: Operand<B>,
 }
 
@@ -48,11 +49,11 @@ impl<B: Kernels> Saved for LinearSaved<B> {
 }
 
 impl<B: Kernels> Linear<B> {
-    /// Random weights. This rank stores its own rows of the F32 master; every rank computes with all rows. A bias is zeros. `out` is the
-    /// type of the output.
+    /// Creates the layer with random weights. This rank stores its own rows of the F32 master; every rank computes with all rows. A bias
+    /// starts with zeros. `out` is the type of the output.
     ///
     /// # Errors
-    /// [`Error::Shape`] for a part that is no linear layer; from the backend.
+    /// [`Error::Shape`] if `part` is not a linear layer; errors of the backend.
     pub fn new(cx: &Cx<'_, B>, part: &Part, out: DType) -> Result<Self> {
         let (weight, bias) = Param::with_bias(cx, part)?;
         let linear = weight.layer().to_owned();
@@ -60,12 +61,13 @@ impl<B: Kernels> Linear<B> {
         Ok(Self { weight, bias, layer, linear, out })
     }
 
-    /// This linear layer, as one of the projections of layer `layer` that share one input.
+    /// Turns this linear layer into one of the projections of `layer` that share one input.
     pub fn with_input_of(self, layer: &str) -> Self {
         Self { linear: layer.to_owned(), ..self }
     }
 
-    /// Its own name, which no other layer has, so that no two share random bits. [`Linear::layer`] may have an enclosing layer's name.
+    /// The layer's own name, which no other layer has, so that no two layers share random bits. [`Linear::layer`] may have the name of an
+    /// enclosing layer.
     pub(super) fn site(&self) -> &str {
         self.weight.layer()
     }
@@ -74,12 +76,12 @@ impl<B: Kernels> Linear<B> {
         LayerName { layer: self.site(), linear: &self.linear }
     }
 
-    /// The layer's plan now.
+    /// The layer's plan at the current step.
     pub fn plan(&self, cx: &Cx<'_, B>) -> Arc<LayerPlan> {
         cx.plan(&self.layer)
     }
 
-    /// The forward pass up to its product: fprop's operand, and the saved input.
+    /// The forward pass up to its product. Returns fprop's operand and the saved input.
     pub fn input(&self, cx: &Cx<'_, B>, x_tk: &Tensor<B>) -> Result<(Operand<B>, LinearSaved<B>)> {
         let plan = self.plan(cx);
         let x = Operand::Plain(x_tk.clone());
@@ -87,7 +89,7 @@ impl<B: Kernels> Linear<B> {
         Ok((fprop, LinearSaved { layer: self.site().to_owned(), x: saved }))
     }
 
-    /// Y, from an input that other layers may share.
+    /// Returns Y, from an input that other layers may share.
     pub fn product(&self, cx: &Cx<'_, B>, x: &Operand<B>) -> Result<Tensor<B>> {
         let mut y = Gemm { a: x, b: self.weight.w()?, out: self.out }.run(cx.b)?;
         if let Some(bias) = &self.bias {
@@ -96,7 +98,7 @@ impl<B: Kernels> Linear<B> {
         Ok(y)
     }
 
-    /// Returns dX, and adds the gradients of weight and bias. `x` is the input as wgrad reads it, which other layers may share.
+    /// Returns dX, and adds the gradients of weight and bias. `x` is the input in the form that wgrad reads; other layers may share `x`.
     pub fn gradients(&mut self, cx: &Cx<'_, B>, x: &Operand<B>, dy_tn: &Tensor<B>) -> Result<Tensor<B>> {
         let (plan, groups) = (self.plan(cx), &cx.shards.groups);
         let dy = Operand::Plain(dy_tn.clone());

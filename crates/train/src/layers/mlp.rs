@@ -1,8 +1,8 @@
-//! Dense SwiGLU feed-forward layer: the MLP of a dense layer, or the shared expert. t tokens, d model, f ffn.
+//! Dense SwiGLU feed-forward layer: the MLP of a dense layer, or the shared expert. Legend: t tokens, d model, f ffn.
 //!
-//! It is two linear layers with SwiGLU between them. Each linear layer saves its input, and SwiGLU saves h. SwiGLU and its backward pass
-//! write plain a and dh, which the projections quantize: under `mxfp4-hopper` that is six separate quantizations, where the fused kernels
-//! of an expert layer need two.
+//! The layer consists of two linear layers with SwiGLU between them. Each linear layer saves its input, and SwiGLU saves h. SwiGLU and its
+//! backward pass write plain a and dh, which the projections quantize. Under `mxfp4-hopper` this takes six separate quantizations, while
+//! the fused kernels of an expert layer need two.
 
 use super::{Layer, Linear, LinearSaved};
 use crate::cx::Cx;
@@ -12,24 +12,24 @@ use crate::spec::MlpSpec;
 use nibble_core::ops::{Emit, Swiglu, SwigluBackward};
 use nibble_core::{Kernels, Operand, Result, Tensor};
 
-/// y = (silu(x·Wgᵀ) · x·Wuᵀ)·Wdᵀ.
+/// A layer that computes y = (silu(x·Wgᵀ) · x·Wuᵀ)·Wdᵀ.
 #[derive(Debug, Clone)]
 pub struct Mlp<B: Kernels> {
-    /// Its name, `model.layers.3.mlp`, or `model.layers.3.mlp.shared_expert`.
+    /// The layer's name, for example `model.layers.3.mlp` or `model.layers.3.mlp.shared_expert`.
     pub name: String,
-    /// Gate and up projections, one over the other: `[2f, d]`.
+    /// The gate and up projections, stacked: `[2f, d]`.
     pub gate_up: Linear<B>,
-    /// `[d, f]`.
+    /// The down projection, `[d, f]`.
     pub down: Linear<B>,
 }
 
-/// The inputs of both projections and what lies between.
+/// The saved inputs of both projections, and the saved input of SwiGLU.
 #[derive(Debug)]
 pub struct MlpSaved<B: Kernels> {
     layer: String,
-    /// The layer's input.
+    /// The saved input of the layer.
     pub gate_up: LinearSaved<B>,
-    /// Gate and up, `[t, 2f]`, before SwiGLU.
+    /// The gate and up values `[t, 2f]`, before SwiGLU.
     pub h: Operand<B>,
     /// SwiGLU's output, `[t, f]`.
     pub down: LinearSaved<B>,
@@ -44,13 +44,13 @@ impl<B: Kernels> Saved for MlpSaved<B> {
 }
 
 impl<B: Kernels> Mlp<B> {
-    /// Random weights.
+    /// Creates the layer with random weights.
     pub fn new(cx: &Cx<'_, B>, spec: &MlpSpec) -> Result<Self> {
         let linear = |part| Linear::new(cx, part, cx.activations());
         Ok(Self { name: spec.id.clone(), gate_up: linear(&spec.gate_up)?, down: linear(&spec.down)? })
     }
 
-    /// The forward pass up to its last product: that product's input, and the saved activations.
+    /// The forward pass up to its last product. Returns the input of that product, and the saved activations.
     fn hidden(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<(Operand<B>, MlpSaved<B>)> {
         let (h_tf, gate_up) = self.gate_up.forward(cx, x_td)?;
         let a = Emit::Plain(cx.activations());

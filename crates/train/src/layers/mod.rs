@@ -1,8 +1,10 @@
-//! Layers with hand-written backward passes. A layer stores nothing between its passes: `forward` returns what `backward` needs, and
-//! `backward` consumes it. There is no autograd graph, so the fields of a `Saved` struct are the complete list of saved activations.
+//! Layers with hand-written backward passes. A layer stores nothing between its passes: `forward` returns the activations that `backward`
+//! needs, and `backward` consumes them. There is no autograd graph, so the fields of a `Saved` struct are the complete list of saved
+//! activations.
 //!
-//! A [`Layer`] also says which copies of its weights a step makes ([`Layer::wanted`]), lists its parameters, and can recompute what its
-//! forward pass saved ([`Layer::again`]). Attention's projections share one input: it is saved and lifted once (`shared.rs`).
+//! A [`Layer`] also lists the copies of its weights that a step makes ([`Layer::wanted`]), lists its parameters, and can recompute the
+//! saved activations of its forward pass ([`Layer::again`]). Attention's projections share one input, which is saved and lifted once
+//! (`shared.rs`).
 
 mod embedding;
 mod grouped_query;
@@ -33,43 +35,43 @@ use crate::param::{Gathering, Param, Wanted};
 use crate::recompute::Scope;
 use nibble_core::{Kernels, Result, Tensor};
 
-/// A layer: forward returns its output and what backward needs; backward consumes that, adds the gradients of its
-/// parameters and returns the gradient of its input. Using a `Saved` twice does not compile.
+/// A layer. `forward` returns the output and the activations that `backward` needs. `backward` consumes these activations, adds the
+/// gradients of the layer's parameters and returns the gradient of the input. Code that uses a `Saved` twice does not compile.
 ///
 /// The embedding and the head do not implement this trait; they have methods of the same names with other arguments.
 pub trait Layer<B: Kernels> {
-    /// Its input.
+    /// The layer's input.
     type In;
-    /// Its output.
+    /// The layer's output.
     type Out;
-    /// The activations that it saves for the backward pass.
+    /// The activations that the layer saves for the backward pass.
     type Saved: Saved;
 
-    /// Its weights as its passes read them, in the order in which their copies are made.
+    /// The layer's weights in the forms that its passes read, in the order in which their copies are made.
     fn wanted(&self, cx: &Cx<'_, B>) -> Vec<Wanted<'_, B>>;
 
-    /// Makes the weights' copies for this step.
+    /// Makes the copies of the weights for this step.
     ///
     /// # Errors
-    /// From the backend and other ranks.
+    /// Errors of the backend and of other ranks.
     fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
         Gathering::begin(cx, vec![self.wanted(cx)])?.finish_next(cx, self.params())
     }
 
-    /// Its parameters, in canonical order.
+    /// The layer's parameters, in canonical order.
     fn params(&mut self) -> Vec<&mut Param<B>>;
 
-    /// Sets what later backward passes recompute. Most layers have no choice.
+    /// Sets which activations later backward passes recompute. Most layers ignore this setting.
     fn recompute(&mut self, _scopes: &[Scope]) {}
 
     /// The forward pass.
     fn forward(&self, cx: &Cx<'_, B>, x: Self::In) -> Result<(Self::Out, Self::Saved)>;
 
-    /// Recomputes what a forward pass saves. Where possible, a layer leaves out work that only its output needs.
+    /// Recomputes the activations that a forward pass saves. If possible, a layer leaves out the work that only its output needs.
     fn again(&self, cx: &Cx<'_, B>, x: Self::In) -> Result<Self::Saved> {
         Ok(self.forward(cx, x)?.1)
     }
 
-    /// The backward pass: the gradient of the input, from that of the output.
+    /// The backward pass: computes the gradient of the input from the gradient of the output.
     fn backward(&mut self, cx: &Cx<'_, B>, saved: Self::Saved, dy: Tensor<B>) -> Result<Tensor<B>>;
 }

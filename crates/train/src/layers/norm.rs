@@ -1,4 +1,4 @@
-//! RMSNorm, of the residual stream or of heads. t tokens, d width.
+//! RMSNorm, of the residual stream or of heads. Legend: t tokens, d width.
 
 use super::Layer;
 use crate::cx::Cx;
@@ -8,33 +8,33 @@ use crate::spec::Part;
 use nibble_core::ops::{RmsNorm, RmsNormBackward};
 use nibble_core::{Kernels, Result, Tensor};
 
-/// y = x / rms(x) · weight.
+/// A layer that computes y = x / rms(x) · weight.
 #[derive(Debug, Clone)]
 pub struct Norm<B: Kernels> {
-    /// `[1, d]`.
+    /// The weight `[1, d]`.
     pub weight: Param<B>,
-    /// Added to the mean square.
+    /// Epsilon, which is added to the mean square.
     pub eps: f32,
 }
 
-/// The input, and one scalar per row.
+/// The saved input, and one scalar per row.
 #[derive(Debug)]
 pub struct NormSaved<B: Kernels> {
     /// Name of the norm.
     pub layer: String,
-    /// `[t, d]`.
+    /// The input of the norm, `[t, d]`.
     pub x: Tensor<B>,
-    /// 1 / rms of each row, or head.
+    /// 1 / rms of each row, or of each head.
     pub inv_rms: B::Buf<f32>,
 }
 
-/// The residual stream between two norms: x, and the output of one half of a layer, which is yet to be added. The next norm adds them in
-/// the pass in which it reads them, and returns the sum as the x that it saves.
+/// The residual stream between two norms: x, and the output of one half of a layer, which is not yet added to x. The next norm adds the two
+/// tensors when it reads them, and saves the sum as its x.
 #[derive(Debug, Clone)]
 pub struct Residual<B: Kernels> {
-    /// `[t, d]`.
+    /// The first term of the residual stream, `[t, d]`.
     pub x: Tensor<B>,
-    /// Yet to be added.
+    /// The second term of the residual stream, which is not yet added.
     pub plus: Option<Tensor<B>>,
 }
 
@@ -52,17 +52,17 @@ impl<B: Kernels> Saved for NormSaved<B> {
 }
 
 impl<B: Kernels> Norm<B> {
-    /// Weights of ones.
+    /// Creates the norm with weights of 1.
     pub fn new(cx: &Cx<'_, B>, part: &Part, eps: f32) -> Result<Self> {
         Ok(Self { weight: Param::only(cx, part)?, eps })
     }
 
-    /// Its name, `model.layers.3.input_layernorm`.
+    /// The norm's name, for example `model.layers.3.input_layernorm`.
     pub fn layer(&self) -> String {
         self.weight.layer().to_owned()
     }
 
-    /// The norm of the residual stream. What is saved holds the stream itself.
+    /// The norm of the residual stream. The saved activations hold the sum of the stream's two terms.
     pub fn of(&self, cx: &Cx<'_, B>, residual: Residual<B>) -> Result<(Tensor<B>, NormSaved<B>)> {
         let Residual { x, plus } = residual;
         let op = RmsNorm { x: &x, plus: plus.as_ref(), weight: self.weight.plain()?, eps: self.eps };
@@ -70,12 +70,12 @@ impl<B: Kernels> Norm<B> {
         Ok((out.y, NormSaved { layer: self.layer(), x: out.sum.unwrap_or(x), inv_rms: out.inv_rms }))
     }
 
-    /// The output, recomputed from what was saved.
+    /// The output, recomputed from the saved activations.
     pub fn output(&self, cx: &Cx<'_, B>, saved: &NormSaved<B>) -> Result<Tensor<B>> {
         Ok(RmsNorm::new(&saved.x, self.weight.plain()?, self.eps).run(cx.b)?.y)
     }
 
-    /// dx + plus, from the gradient dy of the output.
+    /// Returns dx + plus, from the gradient dy of the output.
     pub fn gradient(
         &mut self,
         cx: &Cx<'_, B>,

@@ -6,30 +6,31 @@ use crate::cx::Cx;
 use nibble_core::recipe::{Pass, SharedInput};
 use nibble_core::{Groups, Kernels, Operand, Result, Tensor};
 
-/// Projections of one input. `name` is that of the layer to which they belong.
+/// Projections of one input. `name` is the name of the layer to which the projections belong.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct SharedProjections<'a, B: Kernels, const N: usize> {
     pub name: &'a str,
     pub projections: [&'a Linear<B>; N],
 }
 
-/// What a projection multiplies, and what is saved for it; in the backward pass wgrad's operand, twice.
+/// The operand that a projection multiplies in fprop, and the operand that is saved for the projection. In the backward pass, both are
+/// wgrad's operand.
 type Made<B> = (Operand<B>, Operand<B>);
 
 impl<B: Kernels, const N: usize> SharedProjections<'_, B, N> {
-    /// What each projection multiplies, and what is saved for it.
+    /// For each projection, the operand of fprop and the operand that is saved.
     pub fn inputs(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>) -> Result<Vec<Made<B>>> {
         self.converted(cx, (Pass::Forward, self.name), |_| Operand::Plain(x_td.clone()), cx.groups_of(x_td))
     }
 
-    /// The saved inputs as each projection's wgrad reads them, lifted once for all whose recipes agree. The common lift has a name of its
-    /// own, and so random bits of its own if it needs any.
+    /// The saved inputs in the form that each projection's wgrad reads. The inputs are lifted once for all projections whose recipes agree.
+    /// The common lift has its own name, and thus its own random bits if it needs any.
     pub fn wgrad_inputs(&self, cx: &Cx<'_, B>, saved: [Operand<B>; N]) -> Result<Vec<Made<B>>> {
         let whole = format!("{}.qkv", self.name);
         self.converted(cx, (Pass::Backward, &whole), |i| saved[i].clone(), Some(&cx.shards.groups))
     }
 
-    /// What all projections share goes by the name `whole`.
+    /// Converts the input for each projection. A conversion that all projections share has the name `whole`.
     fn converted(
         &self,
         cx: &Cx<'_, B>,

@@ -1,5 +1,5 @@
-//! Attention of a decoder layer. Its kind is one of the two choices of a layer; the other is its [`Feed`](super::Feed). Each kind of
-//! attention has its own form of cache, for text that is generated token by token. t tokens, d model.
+//! Attention of a decoder layer. A decoder layer chooses its kind of attention and its [`Feed`](super::Feed). Each kind of attention has
+//! its own form of cache, for text that is generated token by token. Legend: t tokens, d model.
 
 use crate::cx::Cx;
 use crate::layers::{GroupedQuery, GroupedQuerySaved, KvCache, Latent, LatentSaved, Layer};
@@ -11,29 +11,29 @@ use nibble_core::{Error, Kernels, Result, Tensor};
 
 /// The attention of one decoder layer.
 #[derive(Debug, Clone)]
-// A decoder layer has one of them, in place: there is nothing to gain from a box.
+// A decoder layer stores one `Attention` in place, so a box would save nothing.
 #[allow(clippy::large_enum_variant)]
 pub enum Attention<B: Kernels> {
-    /// Several heads of queries share keys and values (Qwen3, Llama).
+    /// Attention in which several query heads share keys and values (Qwen3, Llama).
     GroupedQuery(GroupedQuery<B>),
-    /// Keys and values come from a latent (DeepSeek-V2, V3).
+    /// Attention whose keys and values come from a latent (DeepSeek-V2, V3).
     Latent(Latent<B>),
 }
 
-/// Attention's saved activations.
+/// The saved activations of attention.
 #[derive(Debug)]
 #[allow(clippy::large_enum_variant)] // as of `Attention`
 pub enum AttentionSaved<B: Kernels> {
-    /// Of heads that share keys and values.
+    /// The saved activations of heads that share keys and values.
     GroupedQuery(GroupedQuerySaved<B>),
-    /// Of heads whose keys and values come from a latent.
+    /// The saved activations of heads whose keys and values come from a latent.
     Latent(LatentSaved<B>),
 }
 
 /// One layer's cache of a sequence's tokens so far.
 #[derive(Debug)]
 pub enum AttentionCache<B: Kernels> {
-    /// Keys and values.
+    /// The keys and values of each head.
     KeysValues(KvCache<B>),
 }
 
@@ -55,7 +55,7 @@ impl<B: Kernels> Saved for AttentionSaved<B> {
 }
 
 impl<B: Kernels> Attention<B> {
-    /// Random weights; `rope` has a row for each position of a sequence.
+    /// Creates the attention layer with random weights; `rope` has one row per position of a sequence.
     pub fn new(cx: &Cx<'_, B>, spec: &AttentionSpec, rope: Tensor<B>) -> Result<Self> {
         Ok(match spec {
             AttentionSpec::GroupedQuery(spec) => Self::GroupedQuery(GroupedQuery::new(cx, spec, rope)?),

@@ -1,10 +1,12 @@
-//! One decoder layer: x + attention(norm(x)), then x + feed(norm(x)), where the feed is experts or an MLP. t tokens, d model.
+//! One decoder layer computes x + attention(norm(x)), then x + feed(norm(x)), where the feed is a layer of experts or an MLP. Legend: t
+//! tokens, d model.
 //!
 //! Either half, or both, may be recomputed in the backward pass (`kept.rs`).
 //!
 //! A half of the layer does not add its output to the residual stream; it returns x and the output as two terms ([`Residual`]). The next
 //! norm adds the two terms when it reads them, and saves the sum. In the backward pass a norm likewise adds the gradient of the residual
-//! stream to its own gradient. The bits are those of separate ops with roundings in between, but memory is read and written fewer times.
+//! stream to its own gradient. The results have the same bits as with separate ops that round in between, but memory is read and written
+//! fewer times.
 
 use super::kept::Kept;
 use super::{Attention, AttentionCache, AttentionSaved, Feed, FeedSaved};
@@ -21,22 +23,22 @@ use nibble_core::{Kernels, Result, Tensor};
 /// One decoder layer.
 #[derive(Debug, Clone)]
 pub struct Block<B: Kernels> {
-    /// Before attention.
+    /// The norm before attention.
     pub attn_norm: Norm<B>,
-    /// Attention.
+    /// The attention layer.
     pub attn: Attention<B>,
-    /// Before the feed.
+    /// The norm before the feed.
     pub mlp_norm: Norm<B>,
-    /// Experts, or one MLP.
+    /// The feed: experts, or one MLP.
     pub feed: Feed<B>,
-    /// What the backward pass recomputes. Set by [`Layer::recompute`], which also sets it in the parts.
+    /// The scopes that the backward pass recomputes. [`Layer::recompute`] sets this field here and in the layer's parts.
     recompute: Vec<Scope>,
 }
 
 /// Saved activations of a decoder layer.
 #[derive(Debug)]
 pub struct BlockSaved<B: Kernels> {
-    /// For the step's record, in a layer with experts.
+    /// The values for the step's record, in a layer with experts.
     pub routed: Option<Routed<B>>,
     halves: Kept<B, Halves<B>>,
 }
@@ -48,7 +50,7 @@ struct Halves<B: Kernels> {
     feed: Kept<B, HalfSaved<B, FeedSaved<B>>>,
 }
 
-/// Saved activations of one half of a decoder layer: of its norm, and of attention or feed.
+/// Saved activations of one half of a decoder layer: those of the norm, and of attention or the feed.
 #[derive(Debug)]
 struct HalfSaved<B: Kernels, S> {
     norm: NormSaved<B>,
@@ -56,7 +58,7 @@ struct HalfSaved<B: Kernels, S> {
 }
 
 impl<B: Kernels> BlockSaved<B> {
-    /// What the router chose, if there is a router and its choice was saved.
+    /// The router's choice, if there is a router and its choice was saved.
     pub(super) fn routing(&self) -> Option<&Routing<B>> {
         match &self.halves {
             Kept::All(Halves { feed: Kept::All(second), .. }) => second.inner.routing(),
@@ -89,7 +91,7 @@ impl<B: Kernels, S: Saved> Saved for HalfSaved<B, S> {
 }
 
 impl<B: Kernels> Block<B> {
-    /// Random weights, this rank's part of them; `rope` has a row for each position of a sequence.
+    /// Creates this rank's part of the layer with random weights; `rope` has one row per position of a sequence.
     pub(super) fn new(cx: &Cx<'_, B>, spec: &BlockSpec, rope: Tensor<B>) -> Result<Self> {
         let norm = |part| Norm::new(cx, part, spec.eps);
         let mut block = Self {
@@ -107,7 +109,7 @@ impl<B: Kernels> Block<B> {
         self.recompute.contains(&scope)
     }
 
-    /// The forward pass of tokens that follow those in the cache: see [`Attention::cached`].
+    /// The forward pass of tokens that follow the tokens in the cache; see [`Attention::cached`].
     pub fn cached(
         &self,
         cx: &Cx<'_, B>,
@@ -123,7 +125,7 @@ impl<B: Kernels> Block<B> {
 /// A half's output, and its saved activations.
 type Half<B, S> = (Residual<B>, HalfSaved<B, S>);
 
-/// x + layer(norm(x)), as two terms that are yet to be added.
+/// Computes x + layer(norm(x)), as two terms that are not yet added.
 fn half<B: Kernels, L: Layer<B, In = Tensor<B>, Out = Tensor<B>>>(
     cx: &Cx<'_, B>,
     (norm, layer): (&Norm<B>, &L),
@@ -135,7 +137,7 @@ fn half<B: Kernels, L: Layer<B, In = Tensor<B>, Out = Tensor<B>>>(
     Ok((y, HalfSaved { norm, inner }))
 }
 
-/// Recomputes what [`half()`] saves.
+/// Recomputes the activations that [`half()`] saves.
 fn half_again<B: Kernels, L: Layer<B, In = Tensor<B>>>(
     cx: &Cx<'_, B>,
     (norm, layer): (&Norm<B>, &L),
@@ -196,7 +198,7 @@ impl<B: Kernels> Layer<B> for Block<B> {
         Ok((y, BlockSaved { routed, halves }))
     }
 
-    /// The gradient of the residual stream before the layer, from the gradient after it.
+    /// Computes the gradient of the residual stream before the layer from the gradient after the layer.
     fn backward(&mut self, cx: &Cx<'_, B>, saved: BlockSaved<B>, dy_td: Tensor<B>) -> Result<Tensor<B>> {
         let Self { attn_norm, attn, mlp_norm, feed: layer, .. } = self;
         let Halves { attend, feed } = saved.halves.all(cx, |x_td| {

@@ -1,5 +1,5 @@
-//! What follows attention in a decoder layer: a mixture of experts, with a shared expert if there is one, or one dense MLP. t tokens,
-//! d model.
+//! The feed-forward part of a decoder layer: a mixture of experts, with a shared expert if there is one, or one dense MLP. Legend: t
+//! tokens, d model.
 
 use crate::cx::Cx;
 use crate::layers::{Layer, Mlp, MlpSaved};
@@ -11,16 +11,16 @@ use crate::spec::{FeedSpec, MlpSpec};
 use nibble_core::ops::{Add, Routing};
 use nibble_core::{Error, Kernels, Result, Tensor};
 
-/// Experts, or one MLP.
+/// The feed-forward part of a decoder layer: experts, or one MLP.
 #[derive(Debug, Clone)]
-// A decoder layer has one of them, in place: there is nothing to gain from a box.
+// A decoder layer stores one `Feed` in place, so a box would save nothing.
 #[allow(clippy::large_enum_variant)]
 pub enum Feed<B: Kernels> {
-    /// Some experts for each token.
+    /// A mixture of experts, of which each token uses some.
     Experts {
-        /// Router and experts.
+        /// The router and the experts.
         moe: Moe<B>,
-        /// The shared expert, which every token passes, if there is one.
+        /// The shared expert, which processes every token, if there is one.
         shared: Option<Mlp<B>>,
     },
     /// One MLP for all tokens.
@@ -31,19 +31,19 @@ pub enum Feed<B: Kernels> {
 #[derive(Debug)]
 #[allow(clippy::large_enum_variant)]
 pub enum FeedSaved<B: Kernels> {
-    /// Of experts.
+    /// The saved activations of a mixture of experts.
     Experts {
-        /// Of router and experts.
+        /// The saved activations of router and experts.
         moe: MoeSaved<B>,
-        /// Of the shared expert.
+        /// The saved activations of the shared expert.
         shared: Option<MlpSaved<B>>,
     },
-    /// Of an MLP, which saves its own input.
+    /// The saved activations of an MLP, which include the MLP's input.
     Dense(MlpSaved<B>),
 }
 
 impl<B: Kernels> FeedSaved<B> {
-    /// What a router chose, if there is one.
+    /// The router's choice, if there is a router.
     pub fn routing(&self) -> Option<&Routing<B>> {
         match self {
             Self::Experts { moe, .. } => Some(moe.routing()),
@@ -51,7 +51,7 @@ impl<B: Kernels> FeedSaved<B> {
         }
     }
 
-    /// For the step's record, if there are experts.
+    /// The values for the step's record, if there are experts.
     pub fn routed(&self) -> Option<Routed<B>> {
         match self {
             Self::Experts { moe, .. } => Some(moe.routed()),
@@ -59,7 +59,7 @@ impl<B: Kernels> FeedSaved<B> {
         }
     }
 
-    /// Recomputes the input if the backward pass needs it and it was not saved.
+    /// Recomputes the input if the backward pass needs the input and the input was not saved.
     pub fn give_input(&mut self, again: impl FnOnce() -> Result<Tensor<B>>) -> Result<()> {
         match self {
             Self::Experts { moe, .. } => moe.give_input(again),
@@ -67,7 +67,7 @@ impl<B: Kernels> FeedSaved<B> {
         }
     }
 
-    /// Sets what the load-balancing loss is taken over, if there are experts.
+    /// Sets the rows over which the load-balancing loss is computed, if there are experts.
     pub fn balance_over(&mut self, batch: Option<BatchLoad<B>>) {
         if let Self::Experts { moe, .. } = self {
             moe.balance_over(batch);
@@ -90,7 +90,7 @@ impl<B: Kernels> Saved for FeedSaved<B> {
 }
 
 impl<B: Kernels> Feed<B> {
-    /// Random weights, this rank's part of them.
+    /// Creates this rank's part of the feed with random weights.
     pub fn new(cx: &Cx<'_, B>, spec: &FeedSpec) -> Result<Self> {
         let mlp = |spec: &MlpSpec| Mlp::new(cx, spec);
         Ok(match spec {
@@ -129,7 +129,7 @@ impl<B: Kernels> Layer<B> for Feed<B> {
         }
     }
 
-    /// An MLP always saves what its products read, as every linear layer does.
+    /// An MLP has no such choice, because it always saves the inputs of its products, like every linear layer.
     fn recompute(&mut self, scopes: &[Scope]) {
         if let Self::Experts { moe, .. } = self {
             moe.recompute(scopes);

@@ -1,21 +1,22 @@
-//! What a half of a decoder layer saves where the backward pass may recompute it: everything that its backward pass reads, or the half's
-//! input alone.
+//! The saved activations of a half of a decoder layer, which the backward pass may recompute: either everything that the half's backward
+//! pass reads, or only the half's input.
 //!
-//! `Kept::all` returns everything. If only the input was saved, it runs the half's forward pass again up to its last product, whose
-//! output nobody reads. A wider scope of recomputation replaces those inside it, so nothing is computed three times.
+//! `Kept::all` returns all of these activations. If only the input was saved, `Kept::all` runs the half's forward pass again up to the last
+//! product, because the backward pass does not read that product's output. A wider scope of recomputation replaces the scopes inside it, so
+//! nothing is computed three times.
 
 use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
 use nibble_core::{Backend, Kernels, Result, Tensor};
 
-/// What a part of the model saves: everything that its backward pass reads, or its input alone.
+/// The saved activations of a part of the model: everything that its backward pass reads, or only its input.
 #[derive(Debug)]
 pub(super) enum Kept<B: Backend, S> {
-    /// Everything.
+    /// All activations that the backward pass reads.
     All(S),
-    /// What everything is recomputed from.
+    /// The input from which all activations are recomputed.
     Input {
-        /// The first layer of the part.
+        /// The name of the first layer of the part.
         layer: String,
         /// The residual stream, `[t, d]`.
         x_td: Tensor<B>,
@@ -23,12 +24,12 @@ pub(super) enum Kept<B: Backend, S> {
 }
 
 impl<B: Kernels, S> Kept<B, S> {
-    /// What is saved of a forward pass from `x_td`.
+    /// The activations to save of a forward pass from `x_td`: only the input if `input_alone`.
     pub(super) fn of(input_alone: bool, layer: String, x_td: &Tensor<B>, saved: S) -> Self {
         if input_alone { Self::Input { layer, x_td: x_td.clone() } } else { Self::All(saved) }
     }
 
-    /// Everything. If only the input was saved, `again` recomputes everything from it.
+    /// Returns all activations. If only the input was saved, `again` recomputes the activations from it.
     pub(super) fn all(self, cx: &Cx<'_, B>, again: impl FnOnce(&Tensor<B>) -> Result<S>) -> Result<S> {
         match self {
             Self::All(saved) => Ok(saved),

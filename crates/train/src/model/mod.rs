@@ -1,5 +1,5 @@
 //! A decoder: RMSNorm → attention → RMSNorm → mixture of experts (Qwen3-MoE) or MLP (Qwen3, Llama), each added to the residual stream.
-//! t tokens, d model, v vocabulary.
+//! Legend: t tokens, d model, v vocabulary.
 
 mod attention;
 mod block;
@@ -29,36 +29,36 @@ use nibble_core::{Kernels, Mesh, Recipe, Result, Tensor};
 /// The whole decoder.
 #[derive(Debug, Clone)]
 pub struct Decoder<B: Kernels> {
-    /// Sizes.
+    /// The sizes of the model.
     pub config: ModelConfig,
-    /// Names its tensors in checkpoints. No value depends on it.
+    /// The model family, which names the tensors in checkpoints. No value of a weight depends on the family.
     pub family: &'static dyn Family,
-    /// `[v, d]`.
+    /// The embedding, `[v, d]`.
     pub embed: Embedding<B>,
-    /// Decoder layers.
+    /// The decoder layers.
     pub blocks: Vec<Block<B>>,
-    /// Before the head.
+    /// The norm before the head.
     pub norm: Norm<B>,
-    /// `[v, d]`, its own or the embedding's.
+    /// The output head, with its own weight `[v, d]` or with the embedding's weight.
     pub head: Head<B>,
-    /// Weights' copies that the next forward pass waits for.
+    /// The copies of weights for which the next forward pass waits.
     gathering: Gathering<B>,
 }
 
-/// Results of a pass over tokens, still on the device.
+/// The results of a pass over tokens, on the device.
 #[derive(Debug)]
 pub struct DecoderOut<B: Kernels> {
-    /// Nats of each shard.
+    /// The loss of each shard in nats.
     pub shard_nats: B::Buf<f64>,
-    /// How many inputs, and how many targets, are not in the vocabulary; one value each.
+    /// The number of inputs and the number of targets that are not in the vocabulary, one value each.
     pub bad_ids: [B::Buf<u64>; 2],
 }
 
 impl<B: Kernels> DecoderOut<B> {
-    /// Reads the counts from the device, waiting for the pass.
+    /// Waits for the pass, and reads the counts from the device.
     ///
     /// # Errors
-    /// [`nibble_core::Error::Shape`] naming `op`, and the inputs or else the targets, if any id is not in the vocabulary.
+    /// [`nibble_core::Error::Shape`] if any id is not in the vocabulary. The error names `op`, and the inputs or else the targets.
     pub fn verify_ids(&self, b: &B, op: &'static str, vocab: usize) -> Result<()> {
         let mut counts = ["inputs", "targets"].into_iter().zip(&self.bad_ids);
         counts.try_for_each(|(argument, bad)| verify_ids(b, op, argument, bad, vocab))
@@ -69,7 +69,7 @@ impl<B: Kernels> DecoderOut<B> {
 #[derive(Debug)]
 pub struct DecoderSaved<B: Kernels> {
     embed: EmbeddingSaved<B>,
-    /// One per decoder layer.
+    /// The saved activations of each decoder layer.
     pub blocks: Vec<BlockSaved<B>>,
     norm: NormSaved<B>,
     head: HeadSaved<B>,
@@ -85,10 +85,10 @@ impl<B: Kernels> Saved for DecoderSaved<B> {
 }
 
 impl<B: Kernels> Decoder<B> {
-    /// A decoder with random weights, this rank's part of it. The weights are a function of the seed alone.
+    /// Creates this rank's part of a decoder with random weights. The weights depend only on the seed.
     ///
     /// # Errors
-    /// From the backend; the configuration is checked where it is read.
+    /// Errors of the backend. The configuration was already checked when it was read.
     pub fn new(
         b: &B,
         mesh: Mesh<'_, B>,
@@ -101,7 +101,7 @@ impl<B: Kernels> Decoder<B> {
         Self::with_rope(b, mesh, recipe, config, rope, seed)
     }
 
-    /// [`Decoder::new`] with RoPE's table, `[positions, dim]`.
+    /// [`Decoder::new`] with the table of RoPE, `[positions, dim]`.
     pub(crate) fn with_rope(
         b: &B,
         mesh: Mesh<'_, B>,
@@ -125,31 +125,31 @@ impl<B: Kernels> Decoder<B> {
         })
     }
 
-    /// Sets what later backward passes recompute; [`Scope::DEFAULT`] until then.
+    /// Sets the scopes that later backward passes recompute; before the first call they are [`Scope::DEFAULT`].
     pub fn recompute(&mut self, scopes: &[Scope]) {
         self.blocks.iter_mut().for_each(|block| block.recompute(scopes));
     }
 
-    /// Makes all weights' copies for this step.
+    /// Makes the copies of all weights for this step.
     ///
     /// # Errors
-    /// From the backend and other ranks.
+    /// Errors of the backend and of other ranks.
     pub fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
         self.begin_prepare(cx)?;
         self.gathering.finish_next(cx, self.embed.params())?;
-        // Each group is looked up among its own layer's parameters: a deep model has thousands.
+        // Each group is looked up only among the parameters of its own layer, because a deep model has thousands of parameters.
         self.blocks.iter_mut().try_for_each(|block| self.gathering.finish_next(cx, block.params()))?;
         self.gathering.finish_next(cx, self.norm.params())?;
         self.gathering.finish_next(cx, vec![self.head.weight_mut(&mut self.embed.weight)])
     }
 
-    /// Starts to make all weights' copies, for [`Decoder::forward`] with the same context: rows of other ranks travel while earlier layers
-    /// run.
+    /// Starts to make the copies of all weights, for [`Decoder::forward`] with the same context. Rows of other ranks are transferred while
+    /// earlier layers run.
     ///
     /// # Errors
-    /// From the backend and other ranks.
+    /// Errors of the backend and of other ranks.
     pub fn begin_prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
-        // In the order in which the forward pass finishes them.
+        // The groups are in the order in which the forward pass waits for them.
         let mut groups = vec![self.embed.wanted()];
         groups.extend(self.blocks.iter().map(|block| block.wanted(cx)));
         groups.extend([self.norm.wanted(cx), self.head.wanted(cx, &self.embed.weight)]);
@@ -157,12 +157,12 @@ impl<B: Kernels> Decoder<B> {
         Ok(())
     }
 
-    /// Whether any weights' copies are still missing.
+    /// Whether any copies of weights are still missing.
     pub fn is_gathering(&self) -> bool {
         self.gathering.is_under_way()
     }
 
-    /// Drops all weights' copies.
+    /// Drops the copies of all weights.
     pub fn release(&mut self) {
         self.params().into_iter().for_each(Param::release);
     }
@@ -176,24 +176,25 @@ impl<B: Kernels> Decoder<B> {
         params
     }
 
-    /// The parameters that have gradients: all but router biases.
+    /// The parameters that have gradients: all parameters except router biases.
     pub fn optimized(&mut self) -> Vec<&mut Param<B>> {
         self.params().into_iter().filter(|param| param.has_gradient()).collect()
     }
 
-    /// The tensors of its checkpoints.
+    /// The tensors of the decoder's checkpoints.
     pub fn named_tensors(&self) -> Vec<Named> {
         self.family.tensors(&ModelSpec::new(&self.config))
     }
 
-    /// Forgets every gradient.
+    /// Drops every gradient.
     pub fn clear_gradients(&mut self) {
         self.params().into_iter().for_each(Param::clear_gradient);
     }
 
-    /// The losses of these tokens, and everything that the backward pass needs. The head's gradients are computed here, while its logits
-    /// exist. They are the gradients of the sum of the losses times the factor in `control` ([`nibble_core::ops::Control`]). If the copies
-    /// of weights were only [begun](Decoder::begin_prepare), each layer waits for its own copies.
+    /// Computes the losses of these tokens, and saves the activations that the backward pass needs. The head's gradients are computed here,
+    /// while its logits exist. The gradients are those of the sum of the losses times the factor in `control`
+    /// ([`nibble_core::ops::Control`]). If the copies of weights were only [started](Decoder::begin_prepare), each layer waits for its own
+    /// copies.
     pub fn forward(
         &mut self,
         cx: &Cx<'_, B>,
@@ -204,7 +205,7 @@ impl<B: Kernels> Decoder<B> {
         self.forward_seen(cx, ids, targets, control, |_| Ok(()))
     }
 
-    /// [`Decoder::forward`], in which `look` sees intermediate results.
+    /// [`Decoder::forward`], in which `look` receives intermediate results.
     pub fn forward_seen(
         &mut self,
         cx: &Cx<'_, B>,
@@ -231,7 +232,7 @@ impl<B: Kernels> Decoder<B> {
         Ok((out, DecoderSaved { embed: self.embed.saved(ids), blocks, norm, head }))
     }
 
-    /// The losses of these tokens, summed within each of `shards` equal runs.
+    /// Computes the losses of these tokens, summed within each of `shards` equal runs.
     pub fn losses(
         &self,
         cx: &Cx<'_, B>,
@@ -245,7 +246,7 @@ impl<B: Kernels> Decoder<B> {
         Ok(DecoderOut { shard_nats: loss.shard_nats, bad_ids: [bad_ids, loss.bad_ids] })
     }
 
-    /// Logits after the last of these tokens, F32 `[1, v]`; and how many of the tokens are not in the vocabulary.
+    /// The logits after the last of these tokens, F32 `[1, v]`, and the number of tokens that are not in the vocabulary.
     pub fn last_logits(&self, cx: &Cx<'_, B>, ids: &B::Buf<i32>) -> Result<(Tensor<B>, B::Buf<u64>)> {
         let Trunk { x_td, bad_ids, .. } = self.trunk(cx, ids)?;
         Ok((self.logits(cx, &last_row(cx.b, &x_td)?)?, bad_ids))
@@ -256,7 +257,7 @@ impl<B: Kernels> Decoder<B> {
         self.blocks.iter().map(|block| block.attn.cache(cx)).collect()
     }
 
-    /// As [`Decoder::last_logits`], for tokens that follow those in the caches: see [`Attention::cached`].
+    /// [`Decoder::last_logits`] for tokens that follow the tokens in the caches; see [`Attention::cached`].
     pub fn cached_logits(
         &self,
         cx: &Cx<'_, B>,
@@ -277,13 +278,13 @@ impl<B: Kernels> Decoder<B> {
         self.head.logits(cx, &self.embed.weight, x_td)
     }
 
-    /// Everything but the head.
+    /// The forward pass of all layers except the head.
     fn trunk(&self, cx: &Cx<'_, B>, ids: &B::Buf<i32>) -> Result<Trunk<B>> {
         let embedded = self.embed.forward(cx, ids)?;
         self.normed(cx, through(cx, embedded, self.blocks.iter().map(Ok))?)
     }
 
-    /// What follows the layers, up to the head.
+    /// The forward pass from the last decoder layer up to the head.
     fn normed(&self, cx: &Cx<'_, B>, layers: Through<B>) -> Result<Trunk<B>> {
         let Through { residual, bad_ids, mut blocks } = layers;
         if cx.training && self.config.balance == Balance::Batch {
@@ -293,7 +294,7 @@ impl<B: Kernels> Decoder<B> {
         Ok(Trunk { x_td, bad_ids, blocks, norm })
     }
 
-    /// Adds up the loads of all expert layers and all ranks, over which each layer's load-balancing loss is taken.
+    /// Adds up the loads of all expert layers on all ranks. Each layer's load-balancing loss is computed with these loads.
     fn balance_over_batch(&self, cx: &Cx<'_, B>, blocks: &mut [BlockSaved<B>]) -> Result<()> {
         let experts = self.config.experts;
         let routed = blocks.iter().filter_map(|block| block.routed.as_ref());
@@ -302,7 +303,7 @@ impl<B: Kernels> Decoder<B> {
             routed.map(|routed| EntrySource::I32(&routed.load)).enumerate().map(entry).collect();
         let (mut of_layers, mut load) = (cx.b.zeros(loads.len() * experts)?, cx.b.zeros(experts)?);
         Collect { entries: &loads, table: &mut of_layers }.run(cx.b)?;
-        // Whole numbers: their sum is the same in any order.
+        // The loads are whole numbers, so their sum is the same in any order.
         let of_ranks = cx.mesh.all.all_gather_f64(cx.b, &of_layers)?;
         Collect { entries: &[entry((0, EntrySource::F64(&of_ranks)))], table: &mut load }.run(cx.b)?;
         let rows = self.config.num_routed() * cx.shards.tokens() * cx.mesh.all.world();
@@ -312,7 +313,7 @@ impl<B: Kernels> Decoder<B> {
         Ok(())
     }
 
-    /// Adds every parameter's gradient, except that of the head's weight, which the forward pass has added.
+    /// Adds every parameter's gradient, except the gradient of the head's weight, which the forward pass has already added.
     pub fn backward(&mut self, cx: &Cx<'_, B>, saved: DecoderSaved<B>) -> Result<()> {
         let mut dx_td = self.norm.backward(cx, saved.norm, saved.head.dx)?;
         for (block, saved) in self.blocks.iter_mut().zip(saved.blocks).rev() {
@@ -322,7 +323,7 @@ impl<B: Kernels> Decoder<B> {
     }
 }
 
-/// A forward pass at the end of its layers.
+/// The state of a forward pass after the last decoder layer.
 #[derive(Debug)]
 pub struct Inside<'a, B: Kernels> {
     x_td: &'a Tensor<B>,
@@ -332,37 +333,37 @@ pub struct Inside<'a, B: Kernels> {
 }
 
 impl<B: Kernels> Inside<'_, B> {
-    /// Logits after each token, F32 `[t, v]`. The head computes the same logits in chunks. Every operand that the head quantizes has at
+    /// The logits after each token, F32 `[t, v]`. The head computes the same logits in chunks. Every operand that the head quantizes has at
     /// least one scale per row, so chunks do not change the logits.
     pub fn logits(&self, cx: &Cx<'_, B>) -> Result<Tensor<B>> {
         self.head.logits(cx, self.table, self.x_td)
     }
 
-    /// What routers chose, by the number of their layer, for layers that saved it.
+    /// The choices of the routers with the numbers of their layers, for layers that saved the choice.
     pub fn routings(&self) -> impl Iterator<Item = (usize, &Routing<B>)> {
         self.blocks.iter().enumerate().filter_map(|(layer, block)| Some((layer, block.routing()?)))
     }
 }
 
-/// Results of everything but the head, and what is saved.
+/// The result of all layers except the head, and the saved activations.
 struct Trunk<B: Kernels> {
     /// The head's input, `[t, d]`.
     x_td: Tensor<B>,
     bad_ids: B::Buf<u64>,
-    /// Empty if no backward pass follows.
+    /// The saved activations of the decoder layers; empty if no backward pass follows.
     blocks: Vec<BlockSaved<B>>,
     norm: NormSaved<B>,
 }
 
-/// Results of the layers, and what they save.
+/// The result of the decoder layers, and their saved activations.
 struct Through<B: Kernels> {
     residual: Residual<B>,
     bad_ids: B::Buf<u64>,
-    /// Empty if no backward pass follows.
+    /// The saved activations of the decoder layers; empty if no backward pass follows.
     blocks: Vec<BlockSaved<B>>,
 }
 
-/// The layers' forward passes, one after the other.
+/// Runs the layers' forward passes, one after the other.
 fn through<'a, B: Kernels>(
     cx: &Cx<'_, B>,
     EmbedOut { x, bad_ids }: EmbedOut<B>,
@@ -379,7 +380,7 @@ fn through<'a, B: Kernels>(
     Ok(Through { residual, bad_ids, blocks: kept })
 }
 
-/// The last row.
+/// The last row of x.
 fn last_row<B: Kernels>(b: &B, x: &Tensor<B>) -> Result<Tensor<B>> {
     let mut row = Tensor::zeros(b, x.dtype(), 1, x.cols)?;
     copy_rows(b, x, x.rows.saturating_sub(1)..x.rows, &mut row, 0)?;

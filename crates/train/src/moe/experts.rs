@@ -1,5 +1,5 @@
-//! The experts of one rank under a recipe: two grouped products with SwiGLU between, and their backward passes.
-//! r expert-sorted rows, d model, f ffn, l experts of this rank.
+//! The experts of one rank under a recipe: two grouped products with SwiGLU between them, and their backward passes. Legend: r
+//! expert-sorted rows, d model, f ffn, l experts of this rank.
 
 use super::ExchangePlan;
 use crate::convert::LayerName;
@@ -13,41 +13,41 @@ use nibble_core::recipe::{ExpertPlan, Layer, LayerKind, LayerPlan, Precision, Wg
 use nibble_core::{Error, Kernels, Operand, Result, Tensor};
 use std::sync::Arc;
 
-/// Stacked expert weights.
+/// The stacked weights of this rank's experts.
 #[derive(Debug, Clone)]
 pub struct Experts<B: Kernels> {
-    /// Its name, `model.layers.3.mlp.experts`.
+    /// The layer's name, for example `model.layers.3.mlp.experts`.
     pub name: String,
-    /// Gate and up projections: `[l · 2f, d]`, each expert's gate rows before its up rows.
+    /// The gate and up projections, `[l · 2f, d]`; each expert's gate rows come before its up rows.
     pub gate_up: Param<B>,
-    /// Down projections: `[l · d, f]`.
+    /// The down projections: `[l · d, f]`.
     pub down: Param<B>,
-    /// Where the recipe leaves it open: save the second product's input if the forward pass has exactly the bits that wgrad reads, instead
-    /// of recomputing it from h.
+    /// Whether to save the second product's input, if the recipe does not decide this. The input is saved, instead of recomputed from h,
+    /// only if the forward pass has exactly the bits that wgrad reads.
     pub keep_a: bool,
 }
 
-/// The experts' saved activations: their input and the first product's output, as the recipe says.
+/// The experts' saved activations: their input and the first product's output, in the recipe's precisions.
 #[derive(Debug)]
 pub struct ExpertsSaved<B: Kernels> {
     layer: String,
-    /// `[r, d]`; `None` if it is recomputed from the layer's input.
+    /// The experts' input `[r, d]`; `None` if it is recomputed from the layer's input.
     pub x: Option<Operand<B>>,
-    /// `[r, 2f]`.
+    /// The first product's output, `[r, 2f]`.
     pub h: Operand<B>,
-    /// `[r, f]` as the recipe saves it, or, if the recipe leaves that open, as the second product's wgrad reads it; `None` if it is
-    /// recomputed from h.
+    /// The second product's input `[r, f]`, in the recipe's saved form. If the recipe does not set this form, the input has the form that
+    /// the second product's wgrad reads. `None` means that the input is recomputed from h.
     pub a: Option<Operand<B>>,
 }
 
-/// The gradients of rows and gate weights, and what the rest of the backward pass needs.
+/// The gradients of rows and gate weights, and the operands that the rest of the backward pass needs.
 #[derive(Debug)]
 pub struct ExpertsDgrad<B: Kernels> {
-    /// dx of the expert-sorted rows: `[r, d]`.
+    /// The gradient dx of the expert-sorted rows: `[r, d]`.
     pub dx: Tensor<B>,
     /// The gradient of each row's gate weight: `[r]`.
     pub dgate: B::Buf<f32>,
-    /// For [`Experts::wgrad`].
+    /// The operands for [`Experts::wgrad`].
     pub wgrad: WgradOperands<B>,
 }
 
@@ -57,7 +57,7 @@ pub struct WgradOperands<B: Kernels> {
     dy: Operand<B>,
     a: Operand<B>,
     dh: Operand<B>,
-    /// As it was saved.
+    /// The experts' input in the saved form.
     x: Operand<B>,
 }
 
@@ -74,7 +74,7 @@ impl<B: Kernels> Saved for ExpertsSaved<B> {
 }
 
 impl<B: Kernels> Experts<B> {
-    /// Random weights: each expert's are a function of its global number.
+    /// Creates the experts with random weights, which depend on each expert's global number.
     pub fn new(cx: &Cx<'_, B>, part: &Part) -> Result<Self> {
         let [gate_up, down] = part.weights() else {
             let got = format!("{} of {}", part.weights().len(), part.id);
@@ -91,20 +91,20 @@ impl<B: Kernels> Experts<B> {
         [&self.gate_up, &self.down].map(|weight| weight.for_products(&plan.weights, &weight.name)).into()
     }
 
-    /// Makes the weights' copies for this step.
+    /// Makes the copies of the weights for this step.
     ///
     /// # Errors
-    /// From the backend and other ranks.
+    /// Errors of the backend and of other ranks.
     pub fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
         Gathering::begin(cx, vec![self.wanted(cx)])?.finish_next(cx, self.params())
     }
 
-    /// Its parameters, in canonical order.
+    /// The experts' parameters, in canonical order.
     pub fn params(&mut self) -> Vec<&mut Param<B>> {
         vec![&mut self.gate_up, &mut self.down]
     }
 
-    /// The layer's plan now.
+    /// The layer's plan at the current step.
     pub fn plan(&self, cx: &Cx<'_, B>) -> Arc<LayerPlan> {
         cx.plan_keeping(&Layer::new(LayerKind::Expert, &self.name), self.keep_a)
     }
@@ -119,10 +119,10 @@ impl<B: Kernels> Experts<B> {
         LayerName { layer: &self.name, linear: &self.down.name }
     }
 
-    /// The forward pass on expert-sorted rows that arrived.
+    /// The forward pass on received, expert-sorted rows.
     ///
     /// # Errors
-    /// From the backend.
+    /// Errors of the backend.
     pub fn forward(
         &self,
         cx: &Cx<'_, B>,
@@ -136,8 +136,8 @@ impl<B: Kernels> Experts<B> {
         Ok((self.output(cx, a, plan)?, saved))
     }
 
-    /// The forward pass up to its last product, on expert-sorted rows as fprop multiplies them. Returns the last product's input and the
-    /// saved activations. `kept`: the rows as the backward pass reads them.
+    /// The forward pass up to its last product, on expert-sorted rows in the form that fprop multiplies. Returns the last product's input
+    /// and the saved activations. `kept` is the rows in the form that the backward pass reads.
     pub(super) fn hidden(
         &self,
         cx: &Cx<'_, B>,
@@ -162,7 +162,7 @@ impl<B: Kernels> Experts<B> {
         Ok((a, ExpertsSaved { layer: self.name.clone(), x: kept, h, a: a_kept }))
     }
 
-    /// The last product.
+    /// Computes the last product of the forward pass.
     pub(super) fn output(
         &self,
         cx: &Cx<'_, B>,
@@ -173,10 +173,10 @@ impl<B: Kernels> Experts<B> {
         GroupedGemm { x: &a_rf, w: self.down.w()?, groups, out: cx.activations() }.run(cx.b)
     }
 
-    /// The backward pass: returns dx of the expert-sorted rows and the gradient of each row's gate weight.
+    /// The backward pass: returns the gradient dx of the expert-sorted rows and the gradient of each row's gate weight.
     ///
     /// # Errors
-    /// Those of [`Experts::dgrad`] and [`Experts::wgrad`].
+    /// Errors of [`Experts::dgrad`] and [`Experts::wgrad`].
     pub fn backward(
         &mut self,
         cx: &Cx<'_, B>,
@@ -189,10 +189,10 @@ impl<B: Kernels> Experts<B> {
         Ok((dx, dgate))
     }
 
-    /// The backward pass without the gradients of weights. It runs before `wgrad`, since other ranks wait for dx.
+    /// The backward pass without the gradients of weights. `dgrad` runs before `wgrad`, because other ranks wait for dx.
     ///
     /// # Errors
-    /// [`Error::Defect`] where the input is missing; from the backend.
+    /// [`Error::Defect`] if the input is missing; errors of the backend.
     pub fn dgrad(
         &self,
         cx: &Cx<'_, B>,
@@ -222,7 +222,7 @@ impl<B: Kernels> Experts<B> {
     /// Adds the gradients of both weights.
     ///
     /// # Errors
-    /// From the backend, and from other ranks where a sum of gradients over ranks begins.
+    /// Errors of the backend, and errors of other ranks if a sum of gradients over ranks starts here.
     pub fn wgrad(
         &mut self,
         cx: &Cx<'_, B>,
@@ -238,8 +238,8 @@ impl<B: Kernels> Experts<B> {
         self.gate_up.accumulate_wgrad(cx, &dh, &x, groups)
     }
 
-    /// dh for dgrad and for wgrad, `a` for wgrad (recomputed unless it was saved), and the gradient of each row's gate weight. One kernel
-    /// computes all of them, and writes them as the products read them where the recipe allows that.
+    /// Computes dh for dgrad and for wgrad, `a` for wgrad (recomputed unless it was saved), and the gradient of each row's gate weight. One
+    /// kernel computes all of them, and directly writes the forms that the products read if the recipe allows this.
     #[allow(clippy::type_complexity)]
     fn swiglu_backward(
         &self,

@@ -1,29 +1,29 @@
 //! The mixture-of-experts layer: router → dispatch → permute → experts → unpermute → combine.
 //!
-//! Work that does not need rows in flight overlaps their transfer. That fixes the order of a layer:
+//! Work that does not need the transferred rows overlaps their transfer. The overlap determines the order of a layer's work:
 //!
-//! | in flight | computed meanwhile |
+//! | transferred | computed meanwhile |
 //! |---|---|
 //! | counts, to the host | sorting slots by rank, packing records, and quantizing the rows that will be sent |
 //! | y, back to its tokens | the shared expert, if there is one |
-//! | gradients of gate weights, and dx | gradients of the experts' weights; then the router's and the shared expert's backward pass |
+//! | gradients of gate weights, and dx | gradients of the experts' weights; then the router's and the shared expert's backward passes |
 //!
-//! So both dgrads precede the first wgrad, on one rank as well. The operands of the second product's wgrad therefore live through one more
+//! Both dgrads therefore precede the first wgrad, also on one rank. The operands of the second product's wgrad live through one more
 //! product, and h and the rows of dh are freed before both wgrads. [`Moe::forward_beside`] and [`Moe::backward_beside`] take the shared
-//! expert as work to do meanwhile. On one rank, where nothing travels, the shared expert runs after the sum of the experts' rows, when less
-//! memory is in use. The overlap changes no product and no sum, so the bits are those of one rank. `train/tests/ranks/beside.rs` tests the
-//! order.
+//! expert as the work that overlaps the transfer. On one rank, where no rows are sent, the shared expert runs after the sum of the experts'
+//! rows, when less memory is in use. The overlap changes no product and no sum, so the bits are those of one rank.
+//! `train/tests/ranks/beside.rs` tests the order.
 //!
-//! The gate weight multiplies SwiGLU's output, inside its kernel, so combine is a plain sum. Two tensors stay in the type of activations
-//! under recipes whose fused kernels quantize: h before SwiGLU, and da before its backward pass.
+//! SwiGLU's kernel multiplies its output by the gate weight, so combine is a plain sum. Two tensors stay in the type of activations even if
+//! the recipe's fused kernels quantize: h before SwiGLU, and da before SwiGLU's backward pass.
 //!
-//! Rows of an expert are contiguous, in the order of (global token, slot), and begin at a multiple of 128 (of 1 if nothing is quantized).
-//! `Groups` holds each expert's offset and length on the device. No valid result depends on what the padding holds.
+//! Rows of an expert are contiguous, in the order of (global token, slot), and begin at a multiple of 128 rows (of 1 if nothing is
+//! quantized). `Groups` holds each expert's offset and length on the device. No valid result depends on the contents of padding rows.
 //!
 //! A replica of the experts has `train.expert_shards` / dp parts of a micro-batch. `AssignParts` maps the expert of each slot to (expert,
-//! part), by which rows are sorted and padded: gradients of weights contract these groups, and each has its own scale where a tensor has
-//! one. `JoinGroups` gives the same rows by expert, for the products with experts' weights. With one part per rank both groupings are the
-//! same, and neither op runs.
+//! part), by which rows are sorted and padded. Gradients of weights contract the rows of these groups, and a tensor scale covers one such
+//! group. `JoinGroups` groups the same rows by expert, for the products with experts' weights. With one part per rank both groupings are
+//! the same, and neither op runs.
 //!
 //! Legend: t tokens of this rank, r expert-sorted rows (padding included), d model, f ffn, e experts, l experts of this rank, k top-k.
 
@@ -47,53 +47,54 @@ use nibble_core::ops::Routing;
 use nibble_core::recipe::{Conversion, ExpertPlan, Pair, Precision};
 use nibble_core::{Error, Kernels, Occupancy, Operand, Result, Tensor};
 
-/// Router and experts of one decoder layer.
+/// The router and the experts of one decoder layer.
 #[derive(Debug, Clone)]
 pub struct Moe<B: Kernels> {
-    /// Its name, `model.layers.3.mlp`.
+    /// The layer's name, for example `model.layers.3.mlp`.
     pub name: String,
     /// The router.
     pub router: Router<B>,
     /// This rank's experts.
     pub experts: Experts<B>,
-    /// Save the layer's input, instead of having it recomputed for [`MoeSaved::give_input`].
+    /// Whether to save the layer's input, instead of recomputing it for [`MoeSaved::give_input`].
     pub keep_input: bool,
-    /// Recompute the experts' input in the backward pass from the layer's input, instead of saving one row for each expert of a token. On
-    /// several ranks, these rows are dispatched again.
+    /// Whether to recompute the experts' input in the backward pass from the layer's input, instead of saving one row per expert of a
+    /// token. On several ranks, these rows are dispatched again.
     pub remake_x: bool,
 }
 
 /// The layer's saved activations.
 #[derive(Debug)]
 pub struct MoeSaved<B: Kernels> {
-    /// The input, unless it is recomputed.
+    /// The layer's input, unless it is recomputed.
     x_td: Option<Tensor<B>>,
     router: RouterSaved<B>,
     plan: ExchangePlan<B>,
     experts: ExpertsSaved<B>,
 }
 
-/// What a step's record takes from a layer. It is there whether or not the layer is recomputed.
+/// The values of a layer for the step's record. These values are saved whether or not the layer is recomputed.
 #[derive(Debug, Clone)]
 pub struct Routed<B: Kernels> {
     layer: String,
-    /// Tokens·slots that chose each expert, for each shard (or, under `balance = "sequence"`, each sequence) of this rank: `[shards · e]`.
+    /// For each shard of this rank (or, with `balance = "sequence"`, each sequence), the number of (token, slot) pairs per expert: `[shards
+    /// · e]`.
     pub load: B::Buf<i32>,
-    /// Load-balancing loss and z-loss of each of these shards or sequences.
+    /// The load-balancing loss and the z-loss of each of these shards or sequences.
     pub losses: B::Buf<f32>,
     /// Whether the rows fit on this rank.
     pub placed: Placed<B>,
-    /// What the layer's load-balancing loss is taken over, if not over each shard by itself. It comes from the forward pass; recomputation
-    /// does not change it.
+    /// The loads for the layer's load-balancing loss, if the loss is not computed for each shard separately. The loads come from the
+    /// forward pass, and recomputation does not change them.
     pub batch: Option<BatchLoad<B>>,
 }
 
-/// Whether the rows of a layer fit.
+/// Whether the rows of a layer fit the capacity.
 #[derive(Debug, Clone)]
 pub enum Placed<B: Kernels> {
-    /// On one rank: how many rows were found, and the capacity.
+    /// On one rank, the number of rows that were found, and the capacity.
     Here(Occupancy<B>),
-    /// On several ranks: [`ExchangePlan::overflow`].
+    /// On several ranks, the value of [`ExchangePlan::overflow`].
     AmongRanks(B::Buf<f32>),
 }
 
@@ -117,7 +118,7 @@ impl<B: Kernels> MoeSaved<B> {
         &self.router.routing
     }
 
-    /// Loads, losses, and whether the rows fit.
+    /// The loads, the losses, and whether the rows fit the capacity.
     pub fn routed(&self) -> Routed<B> {
         let routing = &self.router.routing;
         Routed {
@@ -132,7 +133,7 @@ impl<B: Kernels> MoeSaved<B> {
         }
     }
 
-    /// Recomputes the input if it was not saved: the backward pass needs it.
+    /// Recomputes the input if it was not saved, because the backward pass needs the input.
     pub fn give_input(&mut self, again: impl FnOnce() -> Result<Tensor<B>>) -> Result<()> {
         if self.x_td.is_none() {
             self.x_td = Some(again()?);
@@ -140,7 +141,7 @@ impl<B: Kernels> MoeSaved<B> {
         Ok(())
     }
 
-    /// Sets what the load-balancing loss is taken over.
+    /// Sets the loads for the load-balancing loss.
     pub(crate) fn balance_over(&mut self, batch: Option<BatchLoad<B>>) {
         self.router.batch = batch;
     }
@@ -158,7 +159,7 @@ impl<B: Kernels> Saved for MoeSaved<B> {
 }
 
 impl<B: Kernels> Moe<B> {
-    /// Random weights.
+    /// Creates the layer with random weights.
     pub fn new(cx: &Cx<'_, B>, spec: &MoeSpec) -> Result<Self> {
         Ok(Self {
             name: spec.id.clone(),
@@ -169,7 +170,7 @@ impl<B: Kernels> Moe<B> {
         })
     }
 
-    /// The forward pass up to its last product: the input of that product, and the saved activations.
+    /// The forward pass up to its last product. Returns the input of that product, and the saved activations.
     fn hidden(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>) -> Result<(Operand<B>, MoeSaved<B>)> {
         let layer = self.experts.plan(cx);
         let ExpertPlan { x_sent, x, .. } = layer.experts()?;
@@ -190,7 +191,8 @@ impl<B: Kernels> Moe<B> {
         Ok((a_rf, MoeSaved { x_td: kept, router, plan, experts }))
     }
 
-    /// The rows that fprop multiplies, from the input's rows as they travel. Nothing is made for the backward pass.
+    /// Converts the input's rows from the form in which they are sent to the form that fprop multiplies. No tensor is computed for the
+    /// backward pass.
     fn fprop_input(
         &self,
         cx: &Cx<'_, B>,
@@ -200,13 +202,14 @@ impl<B: Kernels> Moe<B> {
     ) -> Result<Operand<B>> {
         let name = self.experts.of_gate_up();
         match rows {
-            // Each token is converted once, then copied to its experts. Tensor scales forbid this: they are per expert.
+            // Each token is converted once, then copied to its experts. With tensor scales, which are per expert, a token cannot be
+            // converted once for all experts.
             Outgoing::Here(rows) if !fprop.to.first().has_tensor_scale() => {
                 let top_k = self.router.shape.top_k;
                 let (x_td, _) = cx.counted_for(top_k, || cx.convert(name, &rows, fprop, None))?;
                 self.exchange(cx).dispatch(plan, &x_td)
             }
-            // Messages stay as narrow as the recipe says.
+            // Records keep the format in which the recipe sends them.
             rows => {
                 let x_rd = self.exchange(cx).deliver(plan, rows)?;
                 Ok(cx.convert(name, &x_rd, fprop, Some(&plan.map.groups))?.0)
@@ -214,7 +217,7 @@ impl<B: Kernels> Moe<B> {
         }
     }
 
-    /// The rows that the backward pass reads, recomputed where the forward pass saved none.
+    /// The rows that the backward pass reads, recomputed if the forward pass did not save them.
     fn kept_input(
         &self,
         cx: &Cx<'_, B>,
@@ -230,7 +233,8 @@ impl<B: Kernels> Moe<B> {
         let x_rd = cx.again(arrived)?;
         let to = layer.x.second();
         let kept = || cx.convert(self.experts.of_gate_up(), &x_rd, &to, Some(&plan.map.groups));
-        // A plain tensor quantized once for both passes was counted in the forward pass; one quantized for this pass alone was not.
+        // A plain tensor that is quantized once for both passes was counted in the forward pass. A tensor that is quantized only for this
+        // pass was not counted.
         let counted = !matches!(layer.x.to, Pair::Two(..));
         Ok(if counted { cx.again(kept)? } else { kept()? }.0)
     }
@@ -239,7 +243,7 @@ impl<B: Kernels> Moe<B> {
         Exchange::new(cx, self.router.shape.experts, self.router.shape.top_k)
     }
 
-    /// Rows as they travel back from the experts: each slot's row is converted by itself, on every mesh.
+    /// Rows in the form in which the experts send them back. Each slot's row is converted separately, on every mesh.
     fn returning(
         &self,
         cx: &Cx<'_, B>,
@@ -256,11 +260,11 @@ impl<B: Kernels> Moe<B> {
         LayerName::new(&self.experts.name)
     }
 
-    /// The forward pass, with other work while rows come back from the experts. On one rank, where nothing travels, the other work runs
-    /// after the sum of the experts' rows, when less memory is in use.
+    /// The forward pass, with other work while the experts send back rows. On one rank, where no rows are sent, the other work runs after
+    /// the sum of the experts' rows, when less memory is in use.
     ///
     /// # Errors
-    /// From the backend and other ranks, and those of the other work.
+    /// Errors of the backend, of other ranks and of the other work.
     pub fn forward_beside<T>(
         &self,
         cx: &Cx<'_, B>,
@@ -279,11 +283,11 @@ impl<B: Kernels> Moe<B> {
         Ok((y_td, saved, made))
     }
 
-    /// The backward pass, with other work while rows go back, as in [`Moe::forward_beside`]. The gradients of weights are computed
-    /// meanwhile too.
+    /// The backward pass, with other work while rows are sent back, as in [`Moe::forward_beside`]. The gradients of weights are also
+    /// computed during this transfer.
     ///
     /// # Errors
-    /// From the backend and other ranks, and those of the other work.
+    /// Errors of the backend, of other ranks and of the other work.
     pub fn backward_beside<T>(
         &mut self,
         cx: &Cx<'_, B>,
@@ -315,7 +319,7 @@ impl<B: Kernels> Moe<B> {
     }
 }
 
-/// Sums the rows that come back, and does other work: first the other work, if rows are in flight.
+/// Sums the rows that are sent back, and runs other work. If rows are being transferred, the other work runs first.
 fn in_turn<S, T>(
     travels: bool,
     sum: impl FnOnce() -> Result<S>,
@@ -351,7 +355,7 @@ impl<B: Kernels> Layer<B> for Moe<B> {
         self.remake_x = has(Scope::ExpertInput) && !has(Scope::Experts) && !has(Scope::Layers);
     }
 
-    /// `x_td` is the normed residual stream.
+    /// The forward pass, in which `x_td` is the normalized residual stream.
     fn forward(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<(Tensor<B>, MoeSaved<B>)> {
         let (y_td, saved, ()) = self.forward_beside(cx, x_td, || Ok(()))?;
         Ok((y_td, saved))

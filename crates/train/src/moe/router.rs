@@ -1,4 +1,4 @@
-//! The router: F32 sums, never quantized. t tokens, d model, e experts, k top-k.
+//! The router: its sums are F32, and it is never quantized. Legend: t tokens, d model, e experts, k top-k.
 
 use super::MoeShape;
 use crate::config::Balance;
@@ -10,38 +10,39 @@ use nibble_core::ops::{Gemm, Route, RouteBackward, RouteRule, Routing, Scores};
 use nibble_core::recipe::{Layer, LayerKind};
 use nibble_core::{DType, Kernels, Operand, Result, Tensor};
 
-/// Logits X·Wᵀ, scores, top-k.
+/// The router computes logits X·Wᵀ and their scores, and chooses the top-k experts.
 #[derive(Debug, Clone)]
 pub struct Router<B: Kernels> {
-    /// `[e, d]`.
+    /// The weight `[e, d]`.
     pub weight: Param<B>,
-    /// Bias of each expert's score in the top-k choice: `[e]`. The load of the experts changes the bias, not a gradient.
+    /// Bias of each expert's score in the top-k choice: `[e]`. The load of the experts changes the bias; a bias has no gradient.
     pub bias: Option<Param<B>>,
-    /// Sizes and loss factors.
+    /// The sizes and the loss factors.
     pub shape: MoeShape,
-    /// How experts are chosen, and their gate weights computed.
+    /// How experts are chosen, and how their gate weights are computed.
     pub rule: RouteRule,
-    /// What its load-balancing loss is taken over.
+    /// The rows over which the load-balancing loss is computed.
     pub balance: Balance,
 }
 
-/// What the router decided. The caller brings the router's input to the backward pass.
+/// The router's saved decision. The caller passes the router's input to the backward pass.
 #[derive(Debug)]
 pub struct RouterSaved<B: Kernels> {
     pub(super) layer: String,
     scores: Scores,
-    /// Experts and weights.
+    /// The chosen experts and their gate weights.
     pub routing: Routing<B>,
-    /// What the load-balancing loss is taken over, if not over each shard by itself: set before the backward pass.
+    /// The loads for the load-balancing loss, if the loss is not computed for each shard separately. These loads are set before the
+    /// backward pass.
     pub(super) batch: Option<BatchLoad<B>>,
 }
 
-/// The load of all expert layers together: the load-balancing loss takes their rows as one batch.
+/// The loads of all expert layers together. The load-balancing loss treats the rows of these layers as one batch.
 #[derive(Debug, Clone)]
 pub struct BatchLoad<B: Kernels> {
-    /// Slots of the micro-batch that chose each expert, over all layers and ranks: whole numbers.
+    /// For each expert, the number of slots of the micro-batch that chose the expert, over all layers and ranks, as whole numbers.
     pub load: B::Buf<f64>,
-    /// Rows of probabilities: layers · tokens of the micro-batch.
+    /// Number of rows of probabilities: layers · tokens of the micro-batch.
     pub rows: usize,
 }
 
@@ -58,16 +59,17 @@ impl<B: Kernels> Saved for RouterSaved<B> {
 }
 
 impl<B: Kernels> Router<B> {
-    /// Random weights. This rank stores its own rows of the F32 master, and computes with all rows. Biases are zeros.
+    /// Creates the router with random weights. This rank stores its own rows of the F32 master, and computes with all rows. Biases start
+    /// with zeros.
     ///
     /// # Errors
-    /// As [`Param::only`] for another part than a router; from the backend.
+    /// The error of [`Param::only`] if the part is not a router; errors of the backend.
     pub fn new(cx: &Cx<'_, B>, spec: &MoeSpec) -> Result<Self> {
         let (weight, bias) = Param::with_bias(cx, &spec.router)?;
         Ok(Self { weight, bias, shape: spec.shape, rule: spec.rule(), balance: spec.options.balance })
     }
 
-    /// Its parameters.
+    /// The router's parameters.
     pub fn params(&mut self) -> impl Iterator<Item = &mut Param<B>> {
         [&mut self.weight].into_iter().chain(&mut self.bias)
     }
@@ -77,18 +79,19 @@ impl<B: Kernels> Router<B> {
         if cx.training { cx.shards.balance_runs(self.balance) } else { cx.shards.local }
     }
 
-    /// Where documents begin, if each has its own load-balancing loss: in training, where each sequence has one.
+    /// The starts of documents, if each document has its own load-balancing loss. Documents have their own losses in training if each
+    /// sequence has its own loss.
     fn documents<'c>(&self, cx: &'c Cx<'_, B>) -> Option<&'c B::Buf<i32>> {
         let of_sequences = cx.training && self.balance == Balance::Sequence;
         cx.documents.as_ref().filter(|_| of_sequences).map(|documents| &documents.starts)
     }
 
-    /// Its name in a recipe's overrides.
+    /// The router's name in a recipe's overrides.
     fn layer(&self) -> &str {
         self.weight.layer()
     }
 
-    /// See [`Layer::wanted`](crate::layers::Layer::wanted): F32 unless the recipe says BF16.
+    /// See [`Layer::wanted`](crate::layers::Layer::wanted): the copy is F32 unless the recipe sets BF16.
     pub fn wanted(&self, cx: &Cx<'_, B>) -> Wanted<'_, B> {
         let layer = Layer::new(LayerKind::Router, self.layer());
         self.weight.for_products(&cx.plan(&layer).weights, self.layer())
@@ -110,7 +113,7 @@ impl<B: Kernels> Router<B> {
         Ok(RouterSaved { layer: self.layer().to_owned(), scores: self.rule.scores, routing, batch: None })
     }
 
-    /// Adds the weight's gradient; returns the input's, in the type of the input.
+    /// Adds the gradient of the weight, and returns the gradient of the input in the type of the input.
     pub fn backward(
         &mut self,
         cx: &Cx<'_, B>,
@@ -118,10 +121,10 @@ impl<B: Kernels> Router<B> {
         x_td: &Tensor<B>,
         dweight_tk: &B::Buf<f32>,
     ) -> Result<Tensor<B>> {
-        // A step's loss is the mean over its runs of tokens and micro-batches.
+        // A step's loss is the mean over its micro-batches and their runs of tokens.
         let runs = self.runs(cx);
         let all_runs = (cx.mesh.all.world() * runs * cx.micro_batches) as f32;
-        // Where all rows are taken together, a micro-batch has one balance loss.
+        // If all rows are one batch, a micro-batch has a single load-balancing loss.
         let (losses, batch) = match &saved.batch {
             Some(batch) => (cx.micro_batches as f32, Some(batch)),
             None => (all_runs, None),

@@ -2,23 +2,23 @@ use crate::error::expect_eq;
 use crate::ops::Positions;
 use crate::{Agreement, Backend, DType, Error, Result, Tensor};
 
-/// Keys and values of multi-head latent attention, from a latent's up-projection and a key that all heads share (DeepSeek-AI 2024,
-/// "DeepSeek-V2", section 2.1). A head's key is its own n elements, followed by the r elements of the shared key, rotated as by
-/// [`Rope`](crate::ops::Rope). A head's value is its own u elements. The shared key is rounded once, after the rotation; all other elements
-/// are copied.
+/// Assembles keys and values of multi-head latent attention from a latent's up-projection and from a key that all heads share (DeepSeek-AI
+/// 2024, "DeepSeek-V2", section 2.1). A head's key is its own n elements, followed by the r elements of the shared key, which are rotated
+/// as in [`Rope`](crate::ops::Rope). A head's value is its own u elements. The shared key is rounded once, after the rotation; all other
+/// elements are copied.
 ///
 /// Legend: t tokens, h heads, n own elements of a key, r shared elements of a key, u elements of a value.
 #[derive(Debug)]
 pub struct AssembleKv<'a, B: Backend> {
-    /// `[t, h · (n + u)]`, F32 or BF16: for each head n elements of its key, then u of its value.
+    /// Shape `[t, h · (n + u)]`, F32 or BF16: for each head, n elements of its key, then u elements of its value.
     pub up: &'a Tensor<B>,
-    /// `[t, r]`, before the rotation, of the same type.
+    /// The shared key before the rotation, `[t, r]`, of the same type as `up`.
     pub shared: &'a Tensor<B>,
-    /// F32 `[positions, r]`, as [`Rope`](crate::ops::Rope) has it.
+    /// The table of [`Rope`](crate::ops::Rope), F32 `[positions, r]`.
     pub table: &'a Tensor<B>,
-    /// n.
+    /// Number n of own elements of a key.
     pub key_dim: usize,
-    /// u.
+    /// Number u of elements of a value.
     pub value_dim: usize,
     /// Positions of the rows.
     pub positions: &'a Positions<B>,
@@ -27,14 +27,14 @@ pub struct AssembleKv<'a, B: Backend> {
 /// The result of [`AssembleKv`], of the type of its operands.
 #[derive(Debug, Clone)]
 pub struct AssembledKv<B: Backend> {
-    /// `[t, h · (n + r)]`.
+    /// Shape `[t, h · (n + r)]`.
     pub k: Tensor<B>,
-    /// `[t, h · u]`.
+    /// Shape `[t, h · u]`.
     pub v: Tensor<B>,
 }
 
 impl<B: Backend> AssembleKv<'_, B> {
-    /// How closely backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.
@@ -48,33 +48,33 @@ impl<B: Backend> AssembleKv<'_, B> {
         self.positions.check(OP, up.rows, table)
     }
 
-    /// h. For checked arguments.
+    /// Number h of heads. Call `check` first.
     pub fn heads(&self) -> usize {
         self.up.cols / (self.key_dim + self.value_dim)
     }
 
-    /// Allocates the result. For checked arguments.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<AssembledKv<B>> {
         let of = |dim| Tensor::unwritten(b, self.up.dtype(), self.up.rows, self.heads() * dim);
         Ok(AssembledKv { k: of(self.key_dim + self.table.cols)?, v: of(self.value_dim)? })
     }
 }
 
-/// The backward pass of [`AssembleKv`]. The gradient of the shared key is the sum over heads, rotated back, in F32, and rounded once.
+/// The backward pass of [`AssembleKv`]. The gradient of the shared key is summed over heads and rotated back in F32, and is rounded once.
 ///
 /// Order of the sum: eight partial sums p₀ to p₇ begin at zero. Partial sum i adds heads i, i + 8, i + 16 and so on, in that order. The
 /// result is ((p₀ + p₄) + (p₂ + p₆)) + ((p₁ + p₅) + (p₃ + p₇)).
 #[derive(Debug)]
 pub struct AssembleKvBackward<'a, B: Backend> {
-    /// `[t, h · (n + r)]`, F32 or BF16.
+    /// Shape `[t, h · (n + r)]`, F32 or BF16.
     pub dk: &'a Tensor<B>,
-    /// `[t, h · u]`, of the same type.
+    /// Shape `[t, h · u]`, of the same type.
     pub dv: &'a Tensor<B>,
-    /// F32 `[positions, r]`.
+    /// The table of the forward pass, F32 `[positions, r]`.
     pub table: &'a Tensor<B>,
-    /// n.
+    /// Number n of own elements of a key.
     pub key_dim: usize,
-    /// u.
+    /// Number u of elements of a value.
     pub value_dim: usize,
     /// Positions of the rows.
     pub positions: &'a Positions<B>,
@@ -83,16 +83,16 @@ pub struct AssembleKvBackward<'a, B: Backend> {
 /// The result of [`AssembleKvBackward`], of the type of its operands.
 #[derive(Debug, Clone)]
 pub struct AssembledKvGrads<B: Backend> {
-    /// `[t, h · (n + u)]`.
+    /// Shape `[t, h · (n + u)]`.
     pub dup: Tensor<B>,
-    /// `[t, r]`.
+    /// Shape `[t, r]`.
     pub dshared: Tensor<B>,
 }
 
 impl<B: Backend> AssembleKvBackward<'_, B> {
-    /// How closely backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
-    /// Partial sums over heads.
+    /// Number of partial sums over heads.
     pub const PARTIAL_SUMS: usize = 8;
 
     /// Checks shapes.
@@ -106,12 +106,12 @@ impl<B: Backend> AssembleKvBackward<'_, B> {
         self.positions.check(OP, dk.rows, table)
     }
 
-    /// h. For checked arguments.
+    /// Number h of heads. Call `check` first.
     pub fn heads(&self) -> usize {
         self.dk.cols / (self.key_dim + self.table.cols)
     }
 
-    /// Allocates the result. For checked arguments.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<AssembledKvGrads<B>> {
         let of = |cols| Tensor::unwritten(b, self.dk.dtype(), self.dk.rows, cols);
         let dup = of(self.heads() * (self.key_dim + self.value_dim))?;

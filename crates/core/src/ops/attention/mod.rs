@@ -9,42 +9,43 @@ use crate::{Agreement, Backend, DType, Error, Result, Tensor};
 /// Causal softmax attention with grouped query heads: head i attends with key/value head i / (heads / kv_heads).
 ///
 /// Rows are sequences of `seq_len` tokens, one after the other. Scores are q·k · `scale`; scores and sums are F32. Heads of values (and of
-/// the output) may differ in size from heads of queries and keys. For BF16 inputs a backend may round the probabilities P to BF16 before
-/// they multiply v, and in the backward pass P and dS before their products, as tensor cores need: see [`attention_agreement`].
+/// the output) may differ in size from heads of queries and keys. For BF16 inputs, a backend may round the probabilities P to BF16 before
+/// they multiply v, because tensor cores need BF16 operands. In the backward pass it may round P and dS before their products; see
+/// [`attention_agreement`].
 ///
 /// With [`Windows`] a query sees only some of its sequence's keys. Keys outside a query's window do not change the result as long as they
 /// are finite; a backend may multiply their values by a probability of 0. Windows that hide nothing give the same bits as no windows. On a
-/// CPU, a packed document has the same bits as in a sequence of its own. On a GPU, whose tiles run along the whole sequence, the two agree
-/// only within [`attention_agreement`].
+/// CPU, a packed document has the same bits as in a sequence of its own. On a GPU, whose tiles run along the whole sequence, the two
+/// results agree only within [`attention_agreement`].
 ///
-/// With sinks, the softmax denominator of head h has one more term, exp(sink_h), which has no value, so the attention weights sum to less
-/// than 1. A sink of -∞ has no effect.
+/// With sinks, the softmax denominator of head h has one more term, exp(sink_h). This term has no value vector, so the attention weights
+/// sum to less than 1. A sink of -∞ has no effect.
 #[derive(Debug)]
 pub struct Attention<'a, B: Backend> {
-    /// `[t, heads · head_dim]`.
+    /// Shape `[t, heads · head_dim]`.
     pub q: &'a Tensor<B>,
-    /// `[t, kv_heads · head_dim]`.
+    /// Shape `[t, kv_heads · head_dim]`.
     pub k: &'a Tensor<B>,
-    /// `[t, kv_heads · value_dim]`.
+    /// Shape `[t, kv_heads · value_dim]`.
     pub v: &'a Tensor<B>,
     /// Elements of a head of queries and keys.
     pub head_dim: usize,
     /// Elements of a head of values and of the output.
     pub value_dim: usize,
-    /// Factor of the scores, finite and above 0: [`attention_scale`] unless a model has its own.
+    /// Factor of the scores, finite and above 0: [`attention_scale`] unless a model has its own scale.
     pub scale: f32,
     /// Tokens of a sequence.
     pub seq_len: usize,
     /// Which keys each query sees, if not all keys of its sequence up to its own position.
     pub windows: Option<&'a Windows<B>>,
-    /// F32 `[1, heads]`: the attention sink of each query head, an unscaled score without a key.
+    /// F32 of shape `[1, heads]`: the attention sink of each query head, an unscaled score without a key.
     pub sinks: Option<&'a Tensor<B>>,
 }
 
 /// The result of [`Attention`].
 #[derive(Debug, Clone)]
 pub struct AttentionOut<B: Backend> {
-    /// `[t, heads · value_dim]`, type of q.
+    /// The output `[t, heads · value_dim]`, of the type of q.
     pub out: Tensor<B>,
     /// log Σ exp(score) of each (row, head), including the term of a sink: `t · heads` values.
     pub lse: B::Buf<f32>,
@@ -52,12 +53,12 @@ pub struct AttentionOut<B: Backend> {
 
 /// How closely backends must agree in [`Attention`] and [`AttentionBackward`], by the type of q.
 ///
-/// F32: sums in another order. BF16: the effect of rounding P and dS to 8 bits. Each term is off by up to 2⁻⁹, and the errors of the terms
-/// are independent, so a sum is off by about 1e-3 of its size. With the results rounded on both backends, the difference is 2.2e-3 to
-/// 4.2e-3 if scores spread by 1 or less (measured on an emulation, normal and heavy-tailed values, up to 300 tokens). This bound is for the
-/// sums before they are rounded. A comparison adds the error of rounding, so 5e-4 becomes 4.5e-3. By contrast, a scale that is off by 1 %
-/// causes a difference of 5e-3 or more, and one key too many or too few causes 0.1 or more. If one key has nearly all of P, dq and dk are
-/// small differences of large numbers, and no bound holds for dq and dk.
+/// For F32, the bound covers sums in another order. For BF16, it covers the rounding of P and dS to 8 bits. Each term is off by up to 2⁻⁹,
+/// and the errors of the terms are independent, so a sum is off by about 1e-3 of its size. If both backends round their results, the
+/// difference is 2.2e-3 to 4.2e-3 for scores that spread by 1 or less (measured on an emulation, normal and heavy-tailed values, up to 300
+/// tokens). This bound is for the sums before they are rounded. A comparison adds the error of rounding, so the bound of 5e-4 becomes
+/// 4.5e-3. By contrast, a scale that is off by 1 % causes a difference of 5e-3 or more, and one key too many or too few causes 0.1 or more.
+/// If one key has nearly all of P, dq and dk are small differences of large numbers, and no bound holds for dq and dk.
 pub fn attention_agreement(q: DType) -> Agreement {
     match q {
         DType::F32 => Agreement::RelL2(1e-5),
@@ -65,7 +66,8 @@ pub fn attention_agreement(q: DType) -> Agreement {
     }
 }
 
-/// The usual scale of scores, 1/√head_dim (Vaswani et al., 2017): products of random queries and keys then have a variance of one.
+/// The usual scale of scores, 1/√head_dim (Vaswani et al., 2017). With this scale, scores of random queries and keys have a variance of
+/// one.
 pub fn attention_scale(head_dim: usize) -> f32 {
     1.0 / (head_dim as f32).sqrt()
 }
@@ -74,7 +76,7 @@ pub fn attention_scale(head_dim: usize) -> f32 {
 type Qkv<'a, B> = [&'a Tensor<B>; 3];
 
 impl<'a, B: Backend> Attention<'a, B> {
-    /// Attention with the usual scale ([`attention_scale`]), in which no keys are hidden. `dims`: `head_dim` and `value_dim`.
+    /// Attention with the usual scale ([`attention_scale`]) and without windows or sinks.
     pub fn new([q, k, v]: Qkv<'a, B>, (head_dim, value_dim): (usize, usize), seq_len: usize) -> Self {
         let scale = attention_scale(head_dim);
         Self { q, k, v, head_dim, value_dim, scale, seq_len, windows: None, sinks: None }
@@ -89,7 +91,7 @@ impl<'a, B: Backend> Attention<'a, B> {
         check_sinks(OP, self.sinks, heads)
     }
 
-    /// Allocates the result. For checked arguments.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<AttentionOut<B>> {
         let (tokens, heads) = (self.q.rows, self.q.cols / self.head_dim);
         let out = Tensor::unwritten(b, self.q.dtype(), tokens, heads * self.value_dim)?;
@@ -97,31 +99,31 @@ impl<'a, B: Backend> Attention<'a, B> {
     }
 }
 
-/// Attention of one new token: the row of [`Attention`] for the last of `len` tokens, over the keys and values of all `len` tokens. Returns
-/// `[1, heads · value_dim]`, type of q. Backends must agree as in [`Attention`] ([`attention_agreement`]). On one backend, the result
-/// agrees with that of [`Attention`] within the same bound; on a CPU the two have the same bits except for the sign of a zero.
+/// Attention of one new token: the row of [`Attention`] for the last of `len` tokens, over the keys and values of all `len` tokens. The
+/// result is `[1, heads · value_dim]`, of the type of q. Backends must agree as in [`Attention`] ([`attention_agreement`]). On one backend,
+/// the result agrees with that of [`Attention`] within the same bound; on a CPU the two have the same bits except for the sign of a zero.
 #[derive(Debug)]
 pub struct AttentionDecode<'a, B: Backend> {
-    /// `[1, heads · head_dim]`.
+    /// Shape `[1, heads · head_dim]`.
     pub q: &'a Tensor<B>,
-    /// `[capacity, kv_heads · head_dim]`: rows from `len` on are not read.
+    /// Keys `[capacity, kv_heads · head_dim]`; rows from `len` on are not read.
     pub k: &'a Tensor<B>,
-    /// `[capacity, kv_heads · value_dim]`, likewise.
+    /// Values `[capacity, kv_heads · value_dim]`; rows from `len` on are not read.
     pub v: &'a Tensor<B>,
     /// Elements of a head of queries and keys.
     pub head_dim: usize,
     /// Elements of a head of values and of the output.
     pub value_dim: usize,
-    /// Factor of the scores, finite and above 0: [`attention_scale`] unless a model has its own.
+    /// Factor of the scores, finite and above 0: [`attention_scale`] unless a model has its own scale.
     pub scale: f32,
-    /// Tokens so far, including the token of q.
+    /// Number of tokens so far, including the token of q.
     pub len: usize,
-    /// As in [`Attention`].
+    /// The attention sinks, as in [`Attention`].
     pub sinks: Option<&'a Tensor<B>>,
 }
 
 impl<'a, B: Backend> AttentionDecode<'a, B> {
-    /// Attention with the usual scale ([`attention_scale`]). `dims`: `head_dim` and `value_dim`.
+    /// Attention with the usual scale ([`attention_scale`]) and without sinks.
     pub fn new([q, k, v]: Qkv<'a, B>, (head_dim, value_dim): (usize, usize), len: usize) -> Self {
         Self { q, k, v, head_dim, value_dim, scale: attention_scale(head_dim), len, sinks: None }
     }
@@ -140,7 +142,7 @@ impl<'a, B: Backend> AttentionDecode<'a, B> {
         }
     }
 
-    /// Allocates the result. For checked arguments.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<Tensor<B>> {
         Tensor::unwritten(b, self.q.dtype(), 1, self.q.cols / self.head_dim * self.value_dim)
     }
@@ -149,42 +151,42 @@ impl<'a, B: Backend> AttentionDecode<'a, B> {
 /// The backward pass of [`Attention`]; scores are recomputed from q, k and lse.
 #[derive(Debug)]
 pub struct AttentionBackward<'a, B: Backend> {
-    /// As in the forward pass.
+    /// The queries of the forward pass.
     pub q: &'a Tensor<B>,
-    /// As in the forward pass.
+    /// The keys of the forward pass.
     pub k: &'a Tensor<B>,
-    /// As in the forward pass.
+    /// The values of the forward pass.
     pub v: &'a Tensor<B>,
     /// Output of the forward pass.
     pub out: &'a Tensor<B>,
     /// Log-sum-exp from the forward pass.
     pub lse: &'a B::Buf<f32>,
-    /// `[t, heads · value_dim]`.
+    /// The gradient of `out`, `[t, heads · value_dim]`.
     pub dout: &'a Tensor<B>,
     /// Elements of a head of queries and keys.
     pub head_dim: usize,
     /// Elements of a head of values and of the output.
     pub value_dim: usize,
-    /// Factor of the scores, finite and above 0: [`attention_scale`] unless a model has its own.
+    /// Factor of the scores, finite and above 0: [`attention_scale`] unless a model has its own scale.
     pub scale: f32,
     /// Tokens of a sequence.
     pub seq_len: usize,
-    /// As in the forward pass.
+    /// The windows of the forward pass.
     pub windows: Option<&'a Windows<B>>,
-    /// As in the forward pass.
+    /// The sinks of the forward pass.
     pub sinks: Option<&'a Tensor<B>>,
 }
 
 /// The result of [`AttentionBackward`].
 #[derive(Debug, Clone)]
 pub struct AttentionGrads<B: Backend> {
-    /// Shape and type of q.
+    /// Gradient of q, with the shape and type of q.
     pub dq: Tensor<B>,
-    /// Shape and type of k.
+    /// Gradient of k, with the shape and type of k.
     pub dk: Tensor<B>,
-    /// Shape and type of v.
+    /// Gradient of v, with the shape and type of v.
     pub dv: Tensor<B>,
-    /// F32 `[t, heads]`, with sinks: each row's contribution to the gradient of the sinks, -exp(sink - lse) · (out · dout).
+    /// F32 of shape `[t, heads]`, with sinks: each row's contribution to the gradient of the sinks, -exp(sink - lse) · (out · dout).
     /// [`AddBiasBackward`](super::AddBiasBackward) sums the rows.
     pub dsinks: Option<Tensor<B>>,
 }
@@ -218,7 +220,7 @@ impl<'a, B: Backend> AttentionBackward<'a, B> {
         expect_eq(OP, "lse.len()", B::len(self.lse), self.q.rows * heads)
     }
 
-    /// Allocates the result. For checked arguments.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<AttentionGrads<B>> {
         let [dq, dk, dv] = [self.q, self.k, self.v].map(|x| x.unwritten_like(b));
         let (tokens, heads) = (self.q.rows, self.q.cols / self.head_dim);
@@ -240,7 +242,7 @@ fn check_sinks<B: Backend>(op: &'static str, sinks: Option<&Tensor<B>>, heads: u
     expect_eq(op, "type of sinks", sinks.dtype(), DType::F32)
 }
 
-/// Returns the number of query heads. `dims`: `head_dim` and `value_dim`.
+/// Returns the number of query heads. `dims` is `(head_dim, value_dim)`.
 fn check_qkv<B: Backend>(
     op: &'static str,
     q: &Tensor<B>,
@@ -279,7 +281,7 @@ fn check_heads<B: Backend>(
         return Err(Error::shape(op, "value_dim", value_dim, "at least 1"));
     }
     let heads = q.cols / head_dim;
-    // There are at least as many query heads as others, so nothing else overflows either.
+    // There are at least as many query heads as key/value heads, so no other product overflows either.
     if heads.checked_mul(value_dim).is_none() {
         return Err(Error::shape(
             op,

@@ -3,12 +3,12 @@ use crate::{Agreement, Backend, Error, Result};
 
 /// Which keys each query of [`Attention`](crate::ops::Attention) sees, in addition to the causal mask: documents, sliding windows, chunks.
 ///
-/// Both lists have a number per token of a batch of sequences; positions i and j count from the start of a sequence. Query i sees the keys
-/// `first_key[i]` ..= i; key j is seen by the queries j .. `end_query[j]`. The two lists must describe the same mask. Neither decreases
-/// within a sequence; `first_key[i]` ≤ i and `end_query[j]` ≥ j + 1. [`FindWindows`] computes them.
+/// Both lists have one number per token of a batch of sequences; positions i and j count from the start of a sequence. Query i sees the
+/// keys `first_key[i]` ..= i; key j is seen by the queries j .. `end_query[j]`. The two lists must describe the same mask. Neither list
+/// decreases within a sequence; `first_key[i]` ≤ i and `end_query[j]` ≥ j + 1. [`FindWindows`] computes both lists.
 ///
-/// Operations cannot check values on a device. They clamp a number that is out of range; other invalid lists give meaningless results,
-/// which differ between backends.
+/// Operations cannot check values on a device. Operations clamp a number that is out of range; other invalid lists give meaningless
+/// results, which differ between backends.
 #[derive(Debug, Clone)]
 pub struct Windows<B: Backend> {
     /// The first key that each query sees. `[t]`
@@ -25,28 +25,28 @@ impl<B: Backend> Windows<B> {
     }
 }
 
-/// The [`Windows`] of documents, which lie one after the other in sequences.
+/// Computes the [`Windows`] of documents that are packed one after the other into sequences.
 ///
 /// A document is a run of tokens of one sequence with the same number. A query sees the keys of its own document up to its own position,
-/// and of these keys
+/// with these limits:
 ///
-/// * with `window`, only the last `window`, its own included (sliding windows, as in Mistral 7B);
-/// * with `chunk`, only those of its own chunk: a document is cut into chunks of `chunk` tokens from its start on (chunked attention, as
-///   in Llama 4).
+/// * With `window`, a query sees only the last `window` of these keys, including its own key (sliding windows, as in Mistral 7B).
+/// * With `chunk`, a query sees only the keys of its own chunk. A document is cut into chunks of `chunk` tokens from its start on (chunked
+///   attention, as in Llama 4).
 #[derive(Debug)]
 pub struct FindWindows<'a, B: Backend> {
-    /// The document number of each token. It never decreases within a sequence. `[t]`
+    /// The document number of each token, which never decreases within a sequence. `[t]`
     pub document: &'a B::Buf<i32>,
     /// Tokens of a sequence.
     pub seq_len: usize,
-    /// The most keys that a query sees, at least 1. None: no limit.
+    /// Maximum number of keys that a query sees, at least 1; `None` means no limit.
     pub window: Option<usize>,
-    /// Tokens of a chunk, at least 1. None: documents are not cut.
+    /// Number of tokens of a chunk, at least 1; `None` means that documents are not cut.
     pub chunk: Option<usize>,
 }
 
 impl<B: Backend> FindWindows<'_, B> {
-    /// How closely backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks sizes.
@@ -68,12 +68,12 @@ impl<B: Backend> FindWindows<'_, B> {
         Ok(())
     }
 
-    /// `window` and `chunk` as numbers; the length of a sequence stands for no limit. For checked arguments.
+    /// `window` and `chunk` as numbers; the length of a sequence means no limit. Call `check` first.
     pub fn limits(&self) -> [usize; 2] {
         [self.window, self.chunk].map(|most| most.unwrap_or(self.seq_len).min(self.seq_len))
     }
 
-    /// Allocates the result. For checked arguments.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<Windows<B>> {
         let tokens = B::len(self.document);
         Ok(Windows { first_key: b.alloc(tokens)?, end_query: b.alloc(tokens)? })

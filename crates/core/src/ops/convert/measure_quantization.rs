@@ -7,19 +7,19 @@ use crate::{Agreement, Backend, BlockScaled, Error, Groups, Result, Tensor};
 /// For each value x, whose code decodes to q in F32:
 ///
 /// * [`EXACT`](Self::EXACT): q = x;
-/// * [`UNDERFLOWED`](Self::UNDERFLOWED): x is not zero, and q is;
+/// * [`UNDERFLOWED`](Self::UNDERFLOWED): x is not zero, but q is zero;
 /// * [`SATURATED`](Self::SATURATED): the code has the element's largest magnitude, and |x| > |q|: x is out of range of its scale;
-/// * [`VALUES`](Self::VALUES): all values.
+/// * [`VALUES`](Self::VALUES): the number of all values.
 ///
-/// A NaN counts neither as exact nor as underflowed nor as saturated. The same holds for every value of a block that is marked NaN. Padding
-/// rows of `groups` are not counted; neither are the rows that `Col` tensors have beyond `x`.
+/// A NaN does not count as exact, underflowed or saturated. The same holds for every value of a block that is marked NaN. The op counts
+/// neither padding rows of `groups` nor the rows that `Col` tensors have beyond `x`.
 #[derive(Debug)]
 pub struct MeasureQuantization<'a, B: Backend> {
-    /// F32 or BF16, the input of the quantization, without a transform.
+    /// The input of the quantization, F32 or BF16, before any transform.
     pub x: &'a Tensor<B>,
     /// The quantized x, along any axis.
     pub quantized: &'a BlockScaled<B>,
-    /// Ragged rows.
+    /// The groups of rows, if any.
     pub groups: Option<&'a Groups<B>>,
 }
 
@@ -30,12 +30,12 @@ impl<B: Backend> MeasureQuantization<'_, B> {
     pub const UNDERFLOWED: usize = 1;
     /// Index of the number of values beyond the largest code.
     pub const SATURATED: usize = 2;
-    /// Index of the number of values.
+    /// Index of the number of all values.
     pub const VALUES: usize = 3;
     /// Number of counts.
     pub const COUNTS: usize = 4;
 
-    /// How closely backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes and buffers.
@@ -53,7 +53,7 @@ impl<B: Backend> MeasureQuantization<'_, B> {
         }
     }
 
-    /// Allocates the counts, zeroed. For checked arguments.
+    /// Allocates the counts, zeroed. Call `check` first.
     pub fn result(&self, b: &B) -> Result<B::Buf<u64>> {
         b.counters(Self::COUNTS)
     }

@@ -10,7 +10,7 @@ pub enum Planes {
     Rows,
     /// Blocks down the columns, stored transposed.
     Cols,
-    /// Both, from one read.
+    /// Row blocks and column blocks, from one read of the matrix.
     Both,
     /// The two tensors of a weight, one as it is and one transposed: in 2-D blocks if the format has them, otherwise in blocks along the
     /// rows of each tensor.
@@ -25,12 +25,12 @@ pub struct Counts<B: Backend>(pub B::Buf<u64>);
 impl<B: Backend> Counts<B> {
     /// Index of the number of blocks with a non-zero code.
     pub const NON_ZERO: usize = 0;
-    /// Index of the number of those blocks in which a non-zero code changed value.
+    /// Index of the number of blocks in which the value of a non-zero code changed.
     pub const INEXACT: usize = 1;
     /// Index of the number of blocks marked NaN.
     pub const NON_FINITE: usize = 2;
 
-    /// Zeroed counts.
+    /// Allocates zeroed counts.
     pub fn zeros(b: &B) -> Result<Self> {
         b.counters(3).map(Self)
     }
@@ -39,26 +39,26 @@ impl<B: Backend> Counts<B> {
 /// The form of a fused kernel's result.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Emit {
-    /// As plain elements.
+    /// The result has plain elements of this type.
     Plain(DType),
-    /// Quantized.
+    /// The result is quantized.
     Block {
         /// Format, scale rule and rounding.
         codec: Codec,
-        /// Rows, columns, both, or tiles.
+        /// Which block-scaled tensors to write.
         planes: Planes,
-        /// As [`Quantize::only_for`].
+        /// The numbers that products multiply, as in [`Quantize::only_for`].
         only_for: Option<Numbers>,
     },
 }
 
 impl Emit {
-    /// Quantized, for any reader.
+    /// A quantized result that any op may read.
     pub const fn block(codec: Codec, planes: Planes) -> Self {
         Self::Block { codec, planes, only_for: None }
     }
 
-    /// The length of columns is a multiple of this; 1 without columns.
+    /// The length of columns is padded to a multiple of this number, which is 1 without columns.
     pub fn column_step(self) -> usize {
         match self {
             Self::Block { codec, planes: Planes::Cols | Planes::Both, .. } => codec.format().column_step(),
@@ -108,11 +108,11 @@ fn planes<B: Backend>(
     Ok(made.map(|plane| plane.map(Operand::Block)))
 }
 
-/// Allocates the two tensors of [`Planes::Tiles`], the weight as it is and transposed, for `stack` matrices of `rows` rows in all. If the
+/// Allocates the two tensors of [`Planes::Tiles`], the weight as it is and transposed, for `stack` matrices of `rows` rows in total. If the
 /// format has no 2-D blocks, blocks run along the rows of each tensor.
 ///
 /// # Errors
-/// What the backend returns if it is out of memory.
+/// The backend's error if it is out of memory.
 pub fn weight_planes<B: Backend>(
     b: &B,
     stored: (Format, ScaleRule),
@@ -123,7 +123,7 @@ pub fn weight_planes<B: Backend>(
     Ok([plane(rows, cols)?, plane(stack * cols, rows / stack.max(1))?])
 }
 
-/// The result in the form of an [`Emit`].
+/// The result, in the form that an [`Emit`] requested.
 #[derive(Debug, Clone)]
 pub struct Emitted<B: Backend> {
     /// The plain result, the `Row` tensor, or the tiles of the matrix as it is.
@@ -132,7 +132,7 @@ pub struct Emitted<B: Backend> {
     pub cols: Option<Operand<B>>,
     /// Counts, if anything was quantized.
     pub counts: Option<Counts<B>>,
-    /// Largest magnitudes and saturation under scales of earlier steps ([`Quantize::delayed`]).
+    /// Largest magnitudes and numbers of saturated values, under delayed scaling ([`Quantize::delayed`]).
     pub found: Option<Found<B>>,
 }
 
@@ -145,7 +145,7 @@ impl<B: Backend> Emitted<B> {
     /// The `Row` tensor or the plain result.
     ///
     /// # Errors
-    /// [`Error::Shape`] if it was not asked for.
+    /// [`Error::Shape`] if the result has no such tensor.
     pub fn take_rows(&self, op: &'static str) -> Result<Operand<B>> {
         self.rows.clone().ok_or_else(|| Error::shape(op, "rows", "not written", "a row plane"))
     }
@@ -153,7 +153,7 @@ impl<B: Backend> Emitted<B> {
     /// The operand of a contraction down the rows: the `Col` tensor, or the plain result.
     ///
     /// # Errors
-    /// [`Error::Shape`] if there is neither.
+    /// [`Error::Shape`] if the result has no such tensor.
     pub fn take_cols(&self, op: &'static str) -> Result<Operand<B>> {
         match (&self.cols, &self.rows) {
             (Some(cols), _) => Ok(cols.clone()),
@@ -163,16 +163,17 @@ impl<B: Backend> Emitted<B> {
     }
 }
 
-/// A random Hadamard transform along a contraction, in F32, before blocks are formed: signs, then x·H/√len ([`hadamard::rht`]). Both
-/// operands of a product must have the same transform, or the product is meaningless.
+/// A random Hadamard transform along a contraction, in F32, before blocks are formed: random signs, then x·H/√len ([`hadamard::rht`]). Both
+/// operands of a product must have the same transform, because otherwise the product is meaningless.
 #[derive(Debug)]
 pub struct Hadamard<'a, B: Backend> {
     /// Length of a transform block: 16, 32, 64 or 128.
     pub len: usize,
-    /// The signs, by position along the contraction, counted from the start of the group. The stream's purpose is `Sign`, and its seed and
-    /// site are those of the linear layer. Its step is 0, unless the signs change with the step and the step is not on the device.
+    /// The random signs, which depend on the position along the contraction, counted from the start of the group. The stream's purpose is
+    /// `Sign`, and its seed and site are those of the linear layer. The stream's step is 0, unless the signs change with the step and the
+    /// step is not on the device.
     pub signs: Stream,
-    /// For signs that change with the step: a buffer whose first value is the step, as in [`Random::step`].
+    /// If the signs change with the step, a buffer whose first value is the step, as in [`Random::step`].
     pub step: Option<&'a B::Buf<u32>>,
 }
 
@@ -185,7 +186,7 @@ impl<B: Backend> Clone for Hadamard<'_, B> {
 impl<B: Backend> Copy for Hadamard<'_, B> {}
 
 impl<B: Backend> Hadamard<'_, B> {
-    /// The usual length.
+    /// The usual length of a transform block.
     pub const DEFAULT_LEN: usize = 64;
 
     /// The default transform of the linear layer `site`.
@@ -194,16 +195,16 @@ impl<B: Backend> Hadamard<'_, B> {
     }
 }
 
-/// Random bits for stochastic rounding, by element: a function of seed, site and step.
+/// Random bits of each element for stochastic rounding: a function of the seed, the site and the step.
 #[derive(Debug)]
 pub struct Random<'a, B: Backend> {
     /// Seed, purpose, site, and the step if it is not on the device.
     pub stream: Stream,
-    /// A buffer whose first value is the step. It is read when the operation runs, so that each replay of recorded work uses other random
-    /// bits, and it replaces the step of `stream`.
+    /// A buffer whose first value is the step. The operation reads the step from this buffer when it runs, so that each replay of recorded
+    /// work uses other random bits. This step replaces the step of `stream`.
     pub step: Option<&'a B::Buf<u32>>,
-    /// Index of this tensor's first element in the whole tensor, a multiple of the row length. It can be above 0 if this tensor is one
-    /// rank's shard.
+    /// Index of this tensor's first element in the whole tensor, a multiple of the row length. The index can be above 0 if this tensor is
+    /// one rank's shard.
     pub first: u64,
 }
 
@@ -216,7 +217,7 @@ impl<B: Backend> Clone for Random<'_, B> {
 impl<B: Backend> Copy for Random<'_, B> {}
 
 impl<B: Backend> From<Stream> for Random<'_, B> {
-    /// At the stream's own step, for a whole tensor.
+    /// Random bits for a whole tensor, at the stream's own step.
     fn from(stream: Stream) -> Self {
         Self { stream, step: None, first: 0 }
     }
@@ -242,73 +243,74 @@ impl<B: Backend> Clone for Delayed<'_, B> {
 
 impl<B: Backend> Copy for Delayed<'_, B> {}
 
-/// What a quantization under delayed scaling found, on the device.
+/// The measurements of a quantization under delayed scaling, on the device.
 #[derive(Debug, Clone)]
 pub struct Found<B: Backend> {
     /// The largest magnitude of each span; NaN if a value is NaN or infinite.
     pub amax: B::Buf<f32>,
-    /// [`Found::SATURATED`] and [`Found::VALUES`]. Padding is not counted.
+    /// The counts [`Found::SATURATED`] and [`Found::VALUES`], without padding.
     pub counts: B::Buf<u64>,
 }
 
 impl<B: Backend> Found<B> {
     /// Index of the number of finite values above the expected magnitude, which saturate; 0 if no magnitude is expected.
     pub const SATURATED: usize = 0;
-    /// Index of the number of values.
+    /// Index of the number of all values.
     pub const VALUES: usize = 1;
 }
 
-/// Quantizes a matrix `[rows, cols]`. A row or column that ends inside a block is extended by zeros: the block's scale is that of its
+/// Quantizes a matrix `[rows, cols]`. A row or column that ends inside a block is extended by zeros, so the block's scale is that of its
 /// values.
 ///
-/// With `groups` the rows are ragged: blocks down the columns start at each group's start, rows past a group's length read as zero, and
-/// padding is not counted.
+/// With `groups`, the rows are those of several groups: column blocks start at each group's start, rows past a group's length read as zero,
+/// and padding is not counted.
 ///
-/// With `hadamard` the values are first transformed along the contraction: along the rows, or down the columns from each group's start.
+/// With `hadamard`, the values are first transformed along the contraction: along the rows, or down the columns from each group's start.
 /// Rows missing from a group's last transform block read as +0. The transform turns these zeros into ordinary values, whose stochastic
-/// rounding uses the random bits of row id 0 (without groups: of their position). Codes past the last transform block are 0.
+/// rounding uses the random bits of row id 0 (without groups, the bits of their position). Codes past the last transform block are 0.
 ///
-/// With `delayed` the scale of a span is that of [`Codec::for_tensor`] for the magnitude that the span's record expects. If the expected
-/// magnitude is 0, the span is measured, as without `delayed`. Values above the expected magnitude saturate. A block with a NaN or an
-/// infinity gets zero codes and is counted, and the stored scale of its span is NaN. Other blocks of the span are still encoded, since a
+/// With `delayed`, the scale of a span is computed by [`Codec::for_tensor`] from the magnitude that the span's record expects. If the
+/// expected magnitude is 0, the span is measured, as without `delayed`. Values above the expected magnitude saturate. A block with a NaN or
+/// an infinity gets zero codes and is counted, and the stored scale of its span is NaN. Other blocks of the span are still encoded, since a
 /// single pass does not know of a NaN elsewhere.
 ///
-/// With `only_for` a backend may write, in place of codes, the numbers that products multiply ([`BlockScaled::taken`]): exactly those that
-/// a product would compute from the codes. Counts are those of the codes. Only products of the given numbers may read the result. The CPU
-/// always writes codes.
+/// With `only_for`, a backend may write, in place of codes, the numbers that products multiply ([`BlockScaled::taken`]). A product would
+/// compute exactly the same numbers from the codes. The counts do not change. Only products of the given numbers may read the result. The
+/// CPU always writes codes.
 ///
-/// With `amax` the matrices are shards of larger matrices, and the largest magnitude of each larger matrix is given instead of measured. A
-/// shard then has the same codes and scales as in the whole matrix. Under `delayed`, the given magnitudes are also those returned as found.
+/// With `amax`, the matrices are shards of larger matrices, and the largest magnitude of each larger matrix is given instead of measured. A
+/// shard then has the same codes and scales as in the whole matrix. Under `delayed`, the given magnitudes are also returned in [`Found`].
 #[derive(Debug)]
 pub struct Quantize<'a, B: Backend> {
     /// F32 or BF16.
     pub x: &'a Tensor<B>,
     /// Format, scale rule and rounding.
     pub codec: Codec,
-    /// Rows, columns, both, or tiles.
+    /// Which block-scaled tensors to write.
     pub planes: Planes,
-    /// Ragged rows.
+    /// The groups of rows, if any.
     pub groups: Option<&'a Groups<B>>,
-    /// Matrices stacked in `x` (tiles and rows only): each is a span.
+    /// Number of matrices stacked in `x` (tiles and rows only); each matrix is a span.
     pub stack: usize,
     /// Random bits for stochastic rounding; element (row, col) uses index first + row_id · cols + col, also in the transposed tensor of a
     /// weight. Scales that are rounded stochastically use the bits of their block's first element, with the purpose `Scale`.
     pub random: Option<Random<'a, B>>,
-    /// A transform before blocks are formed (rows or columns, not both).
+    /// A transform before blocks are formed (along rows or along columns, not both).
     pub hadamard: Option<Hadamard<'a, B>>,
-    /// Scales of earlier steps instead of measured ones.
+    /// Scales of earlier steps instead of measured scales.
     pub delayed: Option<Delayed<'a, B>>,
-    /// The largest magnitude of each matrix of the stack, as from [`MeasureAmax`], at least that of its values (tiles only).
+    /// The largest magnitude of each matrix of the stack, for example from [`MeasureAmax`] (tiles only). The given magnitude is no less
+    /// than that of any value of `x` in the matrix.
     pub amax: Option<&'a B::Buf<f32>>,
-    /// The numbers that products multiply, if only products read the result; none if other ops may read it.
+    /// The numbers that products multiply, if only products read the result; `None` if other ops may read the result.
     pub only_for: Option<Numbers>,
 }
 
 impl<'a, B: Backend> Quantize<'a, B> {
-    /// How closely backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// Dense rows, nearest rounding.
+    /// A quantization of dense rows with rounding to nearest.
     pub fn new(x: &'a Tensor<B>, codec: Codec, planes: Planes) -> Self {
         Self {
             x,
@@ -324,7 +326,7 @@ impl<'a, B: Backend> Quantize<'a, B> {
         }
     }
 
-    /// Spans with a scale of their own, in formats with tensor scales.
+    /// Number of spans, which have their own scales in formats with tensor scales.
     pub fn spans(&self) -> usize {
         self.groups.map_or(self.stack, |groups| groups.num_groups)
     }
@@ -373,7 +375,7 @@ impl<'a, B: Backend> Quantize<'a, B> {
         self.hadamard.map_or(Ok(()), |transform| self.check_hadamard(transform))
     }
 
-    /// Checks that every span has a record, and that the only scale is the tensor's.
+    /// Checks that every span has a record, and that the format's only scale is a tensor scale.
     fn check_delayed(&self, Delayed { records, first, stride }: Delayed<'_, B>) -> Result<()> {
         const OP: &str = "quantize";
         if !self.codec.format().may_be_delayed() {
@@ -418,7 +420,8 @@ impl<'a, B: Backend> Quantize<'a, B> {
             return Err(Error::shape(OP, "hadamard.signs.purpose", got, "Sign"));
         }
         let whole = format!("a multiple of the transform's {len}");
-        // Blocks of 128 are extended by zeros to whole blocks, which any transform divides; groups are padded already.
+        // Columns with blocks of 128 are extended by zeros to whole blocks, and any transform length divides 128. Groups are padded
+        // already.
         let extended = self.groups.is_none() && self.codec.format().column_step() >= 128;
         match (self.planes, self.groups) {
             (Planes::Rows, _) if !self.x.cols.is_multiple_of(len) => {
@@ -438,12 +441,12 @@ impl<'a, B: Backend> Quantize<'a, B> {
         }
     }
 
-    /// Allocates the result, with zeroed counts. For checked arguments.
+    /// Allocates the result, with zeroed counts. Call `check` first.
     pub fn result(&self, b: &B) -> Result<Emitted<B>> {
         self.result_as(b, Taken::AsIs)
     }
 
-    /// [`Quantize::result`] for a backend that writes its numbers in this form.
+    /// [`Quantize::result`] for a backend that writes numbers in the form `taken`.
     pub fn result_as(&self, b: &B, taken: Taken) -> Result<Emitted<B>> {
         let made = self.uncounted_as(b, taken)?;
         Ok(Emitted { counts: Some(Counts::zeros(b)?), ..made })
@@ -467,20 +470,20 @@ impl<'a, B: Backend> Quantize<'a, B> {
     }
 }
 
-/// The largest magnitude of each matrix of a stack, which determines a tensor scale. In formats whose blocks can be marked NaN, values that
-/// are not finite do not count; otherwise they make the result NaN. The result for a matrix without values is 0.
+/// The largest magnitude of each matrix of a stack, which determines a tensor scale. In formats whose blocks can be marked NaN, non-finite
+/// values do not count; in other formats, a non-finite value makes the result NaN. The result for a matrix without values is 0.
 #[derive(Debug)]
 pub struct MeasureAmax<'a, B: Backend> {
-    /// F32 or BF16, the matrices stacked.
+    /// The stacked matrices, F32 or BF16.
     pub x: &'a Tensor<B>,
     /// A codec with a tensor scale.
     pub codec: Codec,
-    /// Matrices.
+    /// Number of matrices.
     pub stack: usize,
 }
 
 impl<B: Backend> MeasureAmax<'_, B> {
-    /// How closely backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the stack, and that the codec has a tensor scale.
@@ -490,7 +493,7 @@ impl<B: Backend> MeasureAmax<'_, B> {
         check_stack(OP, self.x.rows, self.stack, Planes::Tiles)
     }
 
-    /// Allocates the result, zeroed. For checked arguments.
+    /// Allocates the result, zeroed. Call `check` first.
     pub fn result(&self, b: &B) -> Result<B::Buf<f32>> {
         b.zeros(self.stack)
     }
@@ -501,13 +504,13 @@ impl<B: Backend> MeasureAmax<'_, B> {
 pub struct Dequantize<'a, B: Backend> {
     /// The quantized tensor.
     pub x: &'a BlockScaled<B>,
-    /// F32: code · scale, rounded; then times the tensor scale, if there is one, rounded again. BF16: the F32 result, rounded to nearest
-    /// even.
+    /// The type of the result. F32 is code · scale, rounded, then multiplied by the tensor scale, if there is one, and rounded again. BF16
+    /// is the F32 result, rounded to nearest even.
     pub dtype: DType,
 }
 
 impl<B: Backend> Dequantize<'_, B> {
-    /// How closely backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the lengths of the buffers.
@@ -515,7 +518,7 @@ impl<B: Backend> Dequantize<'_, B> {
         check_planes("dequantize", self.x)
     }
 
-    /// Allocates the result. For checked arguments.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<Tensor<B>> {
         Tensor::unwritten(b, self.dtype, self.x.rows, self.x.cols)
     }
@@ -539,7 +542,7 @@ pub(crate) fn check_group_align<B: Backend>(
     }
 }
 
-/// Checks that a ragged operation has exactly the capacity's rows.
+/// Checks that the rows of a grouped operation are exactly as many as the groups' capacity.
 pub(crate) fn check_group_rows<B: Backend>(
     op: &'static str,
     groups: Option<&Groups<B>>,
@@ -551,7 +554,7 @@ pub(crate) fn check_group_rows<B: Backend>(
     }
 }
 
-/// Checks that all blocks of a tensor share a scale.
+/// Checks that a codec has a tensor scale, which all blocks of a tensor share.
 fn check_tensor_scale(op: &'static str, codec: Codec) -> Result<()> {
     match codec.scale_kind().has_tensor_scale() {
         true => Ok(()),
@@ -562,7 +565,7 @@ fn check_tensor_scale(op: &'static str, codec: Codec) -> Result<()> {
 /// Checks that a stochastic codec has a stream of random bits.
 ///
 /// # Errors
-/// [`Error::Shape`] that says what is random.
+/// [`Error::Shape`] if there is no stream; the error names what is stochastic.
 pub fn check_random(op: &'static str, codec: Codec, is_given: bool) -> Result<()> {
     if is_given || !codec.draws() {
         return Ok(());
@@ -591,7 +594,7 @@ pub(crate) fn check_planes<B: Backend>(op: &'static str, x: &BlockScaled<B>) -> 
     check_lengths(op, x)
 }
 
-/// Checks lengths, also of a tensor in the form that products take.
+/// Checks the lengths of the buffers, also for a tensor of lifted or decoded numbers.
 pub(crate) fn check_lengths<B: Backend>(op: &'static str, x: &BlockScaled<B>) -> Result<()> {
     let [codes, scales] = x.expected_bytes();
     expect_eq(op, "bytes of x.codes", B::len(&x.codes), codes)?;

@@ -2,31 +2,31 @@ use crate::error::expect_eq;
 use crate::ops::{Counts, Found, Planes, Quantize};
 use crate::{Agreement, Backend, Error, Result, RowKind};
 
-/// [`PackRows`](crate::ops::PackRows) of the rows that [`Quantize`] computes, without writing these rows in between: each row is read and
-/// quantized once, however many records it goes into.
+/// [`PackRows`](crate::ops::PackRows) of the rows that [`Quantize`] computes, without writing these intermediate rows. The op reads and
+/// quantizes each row once, however many records contain the row.
 ///
 /// The content of a record without a row is undefined.
 #[derive(Debug)]
 pub struct QuantizePack<'a, B: Backend> {
     /// The quantization, along the rows.
     pub quantize: Quantize<'a, B>,
-    /// The row of each record, negative for none.
+    /// The index of each record's row; negative if the record has no row.
     pub index: &'a B::Buf<i32>,
-    /// The inverse of `index`: for each (row, slot) its record, negative for none. Every record that has a row occurs once.
+    /// The inverse of `index`: the record of each (row, slot), negative if there is none. Every record that has a row occurs once.
     /// `[rows·k]`
     pub place: &'a B::Buf<i32>,
     /// Slots per row.
     pub top_k: usize,
 }
 
-/// What [`QuantizePack`] returns.
+/// The result of [`QuantizePack`].
 #[derive(Debug, Clone)]
 pub struct PackedRows<B: Backend> {
-    /// The records, back to back.
+    /// The records, one after the other.
     pub bytes: B::Buf<u8>,
-    /// Counts of the conversion; each row counts once.
+    /// Counts of the quantization, in which each row counts once.
     pub counts: Counts<B>,
-    /// Largest magnitudes and saturation under scales of earlier steps.
+    /// Largest magnitudes and numbers of saturated values, under delayed scaling.
     pub found: Option<Found<B>>,
 }
 
@@ -65,7 +65,7 @@ impl<B: Backend> QuantizePack<'_, B> {
         RowKind { format: codec.format(), rule: codec.rule(), cols: x.cols }
     }
 
-    /// Allocates the result, with zeroed counts, for backends that compute it in one pass. For checked arguments.
+    /// Allocates the result, with zeroed counts, for backends that compute the result in one pass. Call `check` first.
     pub fn result(&self, b: &B) -> Result<PackedRows<B>> {
         let bytes = b.alloc(B::len(self.index) * self.kind().row_bytes())?;
         Ok(PackedRows { bytes, counts: Counts::zeros(b)?, found: None })

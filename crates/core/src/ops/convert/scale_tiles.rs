@@ -5,13 +5,13 @@ use nibble_formats::{TILE_COLS, TILE_ROWS};
 /// Which side of a matrix of scales is cut into groups.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum CutSide {
-    /// Groups of rows, as the tokens of experts in a forward product.
+    /// Groups of rows, such as the tokens of each expert in a forward product.
     Rows,
-    /// Groups of columns, as the tokens of experts in a weight gradient's contraction.
+    /// Groups of columns, such as the tokens of each expert in the contraction of a weight gradient.
     Cols,
 }
 
-/// A dense matrix of one-byte scales, cut into ragged groups.
+/// A dense matrix of one-byte scales, cut into groups of different lengths.
 ///
 /// In tiles ([`nibble_formats::ScaleLayout::Tiled128x4`]: 128 × 4 scales) each group begins with a new tile, and its last tiles are padded
 /// with zeros. Groups are stored one after the other, and the tiles of a group row by row. Blackwell's tensor cores read this layout in
@@ -19,9 +19,9 @@ pub enum CutSide {
 /// shapes that these functions accept (if rows are cut, the number of columns must be a multiple of 4).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct CutScales {
-    /// Rows of scales.
+    /// Number of rows of scales.
     pub rows: usize,
-    /// Columns of scales.
+    /// Number of columns of scales.
     pub cols: usize,
     /// Which side is cut.
     pub side: CutSide,
@@ -46,8 +46,8 @@ impl CutScales {
         }
     }
 
-    /// Bytes of the tiles of `num_groups` groups: enough for any starts, since the host does not know the starts. Bytes that no group needs
-    /// are zero.
+    /// Bytes of the tiles of `num_groups` groups: they suffice for any starts of the groups, because the host does not know the starts.
+    /// Bytes that no group needs are zero.
     pub const fn tiled_len(&self, num_groups: usize) -> usize {
         let ([cut, other], [tile, other_tile]) = (self.sides(), self.tile());
         (cut + num_groups * tile) * other.next_multiple_of(other_tile)
@@ -60,7 +60,7 @@ impl CutScales {
         if self.per_scale == 0 {
             return Err(Error::shape(op, "per_scale", 0, "at least 1"));
         }
-        // 128-bit arithmetic does not overflow before the comparison.
+        // The arithmetic has 128 bits, so that it does not overflow before the comparison.
         let [cut, other] = self.sides().map(|n| n as u128);
         let bytes = (cut + num_groups as u128 * 128) * (other + 128);
         if cut * self.per_scale as u128 >= 1 << 31 || bytes >= 1 << 40 {
@@ -76,22 +76,22 @@ impl CutScales {
     }
 }
 
-/// Stores the scales of ragged groups in tiles, group by group: [`CutScales::tiled_len`] bytes.
+/// Stores the scales of groups of different lengths in tiles, group by group: [`CutScales::tiled_len`] bytes.
 ///
-/// Starts are on the device. A backend that can read them on the host reports a start that is out of range or order; other backends clamp
-/// it to the nearest valid one.
+/// Starts are on the device. A backend that can read the starts on the host reports a start that is out of range or order; other backends
+/// clamp such a start to the nearest valid start.
 #[derive(Debug)]
 pub struct TileScales<'a, B: Backend> {
-    /// `rows · cols` scales.
+    /// The scales: `rows · cols` bytes.
     pub scales: &'a B::Buf<u8>,
-    /// The start of each group, ascending, and the end of the last one: `start` of [`crate::Groups`].
+    /// The start of each group, ascending, and the end of the last group: `start` of [`crate::Groups`].
     pub starts: &'a B::Buf<i32>,
     /// The matrix of scales.
     pub matrix: CutScales,
 }
 
 impl<B: Backend> TileScales<'_, B> {
-    /// How closely backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks lengths.
@@ -101,7 +101,7 @@ impl<B: Backend> TileScales<'_, B> {
         expect_eq(OP, "scales.len()", B::len(self.scales), self.matrix.rows * self.matrix.cols)
     }
 
-    /// Allocates the result, zeroed. For checked arguments.
+    /// Allocates the result, zeroed. Call `check` first.
     pub fn result(&self, b: &B) -> Result<B::Buf<u8>> {
         b.zeros(self.matrix.tiled_len(B::len(self.starts) - 1))
     }
@@ -110,16 +110,16 @@ impl<B: Backend> TileScales<'_, B> {
 /// The inverse of [`TileScales`]: `[rows][cols]`, zero outside all groups. Starts are as in [`TileScales`].
 #[derive(Debug)]
 pub struct UntileScales<'a, B: Backend> {
-    /// [`CutScales::tiled_len`] bytes.
+    /// The tiles: [`CutScales::tiled_len`] bytes.
     pub tiles: &'a B::Buf<u8>,
-    /// As in [`TileScales`].
+    /// The starts of the groups, as in [`TileScales`].
     pub starts: &'a B::Buf<i32>,
     /// The matrix of scales.
     pub matrix: CutScales,
 }
 
 impl<B: Backend> UntileScales<'_, B> {
-    /// How closely backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks lengths.
@@ -129,7 +129,7 @@ impl<B: Backend> UntileScales<'_, B> {
         expect_eq(OP, "tiles.len()", B::len(self.tiles), self.matrix.tiled_len(B::len(self.starts) - 1))
     }
 
-    /// Allocates the result, zeroed. For checked arguments.
+    /// Allocates the result, zeroed. Call `check` first.
     pub fn result(&self, b: &B) -> Result<B::Buf<u8>> {
         b.zeros(self.matrix.rows * self.matrix.cols)
     }

@@ -15,8 +15,9 @@ pub const CONVERSIONS: [(Format, Format, BlockAxis); 5] = [
     (Format::E4m3, Format::Mxfp4, BlockAxis::Row),
 ];
 
-/// The scale rule of a transcode's result, for `to` as requested. MXFP4 gets new scales, by the requested rule. E4M3 columns keep the rule
-/// of the E4M3 rows that they come from. A lift of MXFP4 has the scales of [`Format::LIFTED`], whatever rule the source has.
+/// The scale rule of a transcode's result, for the requested format and rule `to`. An MXFP4 result gets new scales by the requested rule.
+/// E4M3 columns keep the rule of the E4M3 rows from which they are converted. A lift of MXFP4 has the scales of [`Format::LIFTED`],
+/// whatever rule the source has.
 pub fn converted_rule(from: (Format, ScaleRule), to: (Format, ScaleRule)) -> ScaleRule {
     match (from, to) {
         (_, (Format::Mxfp4, rule)) => rule,
@@ -27,24 +28,24 @@ pub fn converted_rule(from: (Format, ScaleRule), to: (Format, ScaleRule)) -> Sca
 
 /// Converts one block format to another without a plain tensor in between.
 ///
-/// * MXFP4 rows → E4M3 rows, and → E4M3 columns: the *lift*. Exact while the scales of a block lie within 14 octaves.
-/// * MXFP4 rows → E4M3 tiles: the lift of a weight, as it is and transposed. One scale per 128 × 128 block, separately for each matrix
-///   of a stack (`x.stack`).
-/// * E4M3 rows → E4M3 columns (power-of-two scales): by exponent shift to the largest of the 128 row scales.
-/// * E4M3 rows → MXFP4 rows: the same bits as quantizing the decoded values.
+/// * MXFP4 rows → E4M3 rows or E4M3 columns: the *lift*. A lift is exact if the scales of a block span at most 14 powers of two.
+/// * MXFP4 rows → E4M3 tiles: the lift of a weight, both as it is and transposed. The result has one scale per 128 × 128 block, separately
+///   for each matrix of a stack (`x.stack`).
+/// * E4M3 rows → E4M3 columns (power-of-two scales): by an exponent shift to the largest of the 128 row scales.
+/// * E4M3 rows → MXFP4 rows: the result has the same bits as a quantization of the decoded values.
 ///
-/// The counts are of blocks of the source format, without padding; shares are relative to the blocks with a non-zero code.
+/// The op counts blocks of the source format, without padding. Shares of blocks are relative to the blocks with a non-zero code.
 #[derive(Debug)]
 pub struct Transcode<'a, B: Backend> {
-    /// Row-blocked source.
+    /// The source, with blocks along its rows.
     pub x: &'a BlockScaled<B>,
     /// Target format.
     pub to: Format,
     /// Target axis.
     pub axis: BlockAxis,
-    /// Target scale rule: only E4M3 → MXFP4 chooses scales by it ([`converted_rule`]).
+    /// Target scale rule. Only E4M3 → MXFP4 chooses scales by this rule ([`converted_rule`]).
     pub rule: ScaleRule,
-    /// Ragged rows; not for tiles. Column output is zero past each group's length.
+    /// The groups of rows; tiles cannot have groups. Column output is zero past each group's length.
     pub groups: Option<&'a Groups<B>>,
 }
 
@@ -53,14 +54,14 @@ pub struct Transcode<'a, B: Backend> {
 pub struct Transcoded<B: Backend> {
     /// The converted tensor.
     pub out: BlockScaled<B>,
-    /// For tiles: the converted transposed matrices.
+    /// For tiles, the converted transposed matrices.
     pub transposed: Option<BlockScaled<B>>,
     /// Counts of blocks with a non-zero code, of inexact blocks among these, and of blocks marked NaN.
     pub counts: Counts<B>,
 }
 
 impl<B: Backend> Transcode<'_, B> {
-    /// How closely backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes and the combination.
@@ -93,7 +94,7 @@ impl<B: Backend> Transcode<'_, B> {
         }
     }
 
-    /// Allocates the result, with zeroed counts. For checked arguments.
+    /// Allocates the result, with zeroed counts. Call `check` first.
     pub fn result(&self, b: &B) -> Result<Transcoded<B>> {
         let x = self.x;
         let stored = (self.to, converted_rule((x.format, x.rule), (self.to, self.rule)));

@@ -4,25 +4,26 @@ use crate::ops::{Positions, RmsNormBackward, RmsNormOut};
 use crate::{Agreement, Backend, DType, Result, Tensor};
 
 /// Queries or keys before attention: [`RmsNorm`](crate::ops::RmsNorm) of each head, rounded to the type of x, then
-/// [`Rope`](crate::ops::Rope), rounded again. Same bits as the two operations in sequence.
+/// [`Rope`](crate::ops::Rope), rounded again. The result has the same bits as that of the two operations in sequence.
 ///
-/// Head h of row r is row r · heads + h of the norm. Returns y `[t, heads · head_dim]` and `inv_rms`, one number per head; `sum` is `None`.
+/// Head h of row r is row r · heads + h of the norm. The op returns y `[t, heads · head_dim]` and `inv_rms`, one number per head of each
+/// row; `sum` is `None`.
 #[derive(Debug)]
 pub struct NormRope<'a, B: Backend> {
-    /// `[t, heads · head_dim]`, F32 or BF16.
+    /// Shape `[t, heads · head_dim]`, F32 or BF16.
     pub x: &'a Tensor<B>,
-    /// F32 `[1, head_dim]`.
+    /// F32 of shape `[1, head_dim]`.
     pub weight: &'a Tensor<B>,
-    /// Added to the mean square.
+    /// Epsilon, which is added to the mean square.
     pub eps: f32,
-    /// F32 `[positions, head_dim]`, as [`Rope`](crate::ops::Rope) has it.
+    /// The table of [`Rope`](crate::ops::Rope), F32 `[positions, head_dim]`.
     pub table: &'a Tensor<B>,
     /// Positions of the rows.
     pub positions: &'a Positions<B>,
 }
 
 impl<B: Backend> NormRope<'_, B> {
-    /// How closely backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.
@@ -32,12 +33,12 @@ impl<B: Backend> NormRope<'_, B> {
         check_weight(OP, self.weight, self.table)
     }
 
-    /// Heads of all rows. For checked arguments.
+    /// Number of heads in all rows together. Call `check` first.
     pub fn heads(&self) -> usize {
         self.x.rows * (self.x.cols / self.table.cols)
     }
 
-    /// Allocates the result. For checked arguments.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<RmsNormOut<B>> {
         let inv_rms = b.alloc(self.heads())?;
         Ok(RmsNormOut { y: self.x.unwritten_like(b)?, inv_rms, sum: None })
@@ -45,30 +46,30 @@ impl<B: Backend> NormRope<'_, B> {
 }
 
 /// The backward pass of [`NormRope`]: the inverse [`Rope`](crate::ops::Rope), rounded to the type of dy, then [`RmsNormBackward`] of each
-/// head. Returns dx and adds to each shard's dweight.
+/// head. The op returns dx and adds to each shard's dweight.
 #[derive(Debug)]
 pub struct NormRopeBackward<'a, B: Backend> {
-    /// The input, `[t, heads · head_dim]`.
+    /// The input of the forward pass, `[t, heads · head_dim]`.
     pub x: &'a Tensor<B>,
-    /// F32 `[1, head_dim]`.
+    /// F32 of shape `[1, head_dim]`.
     pub weight: &'a Tensor<B>,
-    /// From the forward pass.
+    /// `inv_rms` of the forward pass.
     pub inv_rms: &'a B::Buf<f32>,
-    /// Same shape as x.
+    /// Gradient of y, with the shape of x.
     pub dy: &'a Tensor<B>,
-    /// F32 `[positions, head_dim]`.
+    /// The table of the forward pass, F32 `[positions, head_dim]`.
     pub table: &'a Tensor<B>,
     /// Positions of the rows.
     pub positions: &'a Positions<B>,
-    /// F32 `[shards, head_dim]`; heads of all rows are divided evenly among the shards. The op adds to this tensor.
+    /// F32 of shape `[shards, head_dim]`; heads of all rows are divided evenly among the shards. The op adds to this tensor.
     pub dweight: &'a mut Tensor<B>,
 }
 
 impl<B: Backend> NormRopeBackward<'_, B> {
-    /// How closely backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = RmsNormBackward::<B>::AGREEMENT;
 
-    /// Heads of all rows. For checked arguments.
+    /// Number of heads in all rows together. Call `check` first.
     pub fn heads(&self) -> usize {
         self.x.rows * (self.x.cols / self.table.cols)
     }
@@ -85,7 +86,7 @@ impl<B: Backend> NormRopeBackward<'_, B> {
         expect_eq(OP, "heads modulo the shards of dweight", self.heads() % self.dweight.rows.max(1), 0)
     }
 
-    /// Allocates the result. For checked arguments.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<Tensor<B>> {
         self.x.unwritten_like(b)
     }

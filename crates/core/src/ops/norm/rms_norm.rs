@@ -8,20 +8,20 @@ use crate::{Agreement, Backend, DType, Result, Tensor};
 /// 32 threads of a warp, each with the 8 elements of a 16-byte load.
 #[derive(Debug)]
 pub struct RmsNorm<'a, B: Backend> {
-    /// `[rows, d]`, F32 or BF16.
+    /// Shape `[rows, d]`, F32 or BF16.
     pub x: &'a Tensor<B>,
-    /// Added to x before the norm; the sum is rounded, with the bits of [`Add`](crate::ops::Add).
+    /// A tensor that is added to x before the norm. The sum is rounded and has the same bits as [`Add`](crate::ops::Add).
     pub plus: Option<&'a Tensor<B>>,
-    /// F32 `[1, d]`.
+    /// F32 of shape `[1, d]`.
     pub weight: &'a Tensor<B>,
-    /// Added to the mean square.
+    /// Epsilon, which is added to the mean square.
     pub eps: f32,
 }
 
 /// The result of [`RmsNorm`].
 #[derive(Debug, Clone)]
 pub struct RmsNormOut<B: Backend> {
-    /// `[rows, d]`, type of x.
+    /// Shape `[rows, d]`, type of x.
     pub y: Tensor<B>,
     /// 1 / sqrt(mean(x²) + eps) of each row.
     pub inv_rms: B::Buf<f32>,
@@ -30,10 +30,10 @@ pub struct RmsNormOut<B: Backend> {
 }
 
 impl<'a, B: Backend> RmsNorm<'a, B> {
-    /// How closely backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// The norm of x alone.
+    /// The norm of x, without `plus`.
     pub fn new(x: &'a Tensor<B>, weight: &'a Tensor<B>, eps: f32) -> Self {
         Self { x, plus: None, weight, eps }
     }
@@ -46,7 +46,7 @@ impl<'a, B: Backend> RmsNorm<'a, B> {
         check_plus(OP, self.plus, self.x)
     }
 
-    /// Allocates the result. For checked arguments.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<RmsNormOut<B>> {
         let inv_rms = b.alloc(self.x.rows)?;
         let y = self.x.unwritten_like(b)?;
@@ -69,25 +69,26 @@ fn check_plus<B: Backend>(op: &'static str, plus: Option<&Tensor<B>>, x: &Tensor
 /// to dweight.
 #[derive(Debug)]
 pub struct RmsNormBackward<'a, B: Backend> {
-    /// The input.
+    /// The input of the forward pass.
     pub x: &'a Tensor<B>,
-    /// F32 `[1, d]`.
+    /// F32 of shape `[1, d]`.
     pub weight: &'a Tensor<B>,
-    /// From the forward pass.
+    /// `inv_rms` of the forward pass.
     pub inv_rms: &'a B::Buf<f32>,
-    /// Same shape as x.
+    /// Gradient of y, with the shape of x.
     pub dy: &'a Tensor<B>,
-    /// Added to the rounded dx, and the result rounded again: the bits of [`Add`](crate::ops::Add). Same shape as x.
+    /// A tensor that is added to the rounded dx, with the shape of x. The result is rounded again and has the same bits as
+    /// [`Add`](crate::ops::Add).
     pub plus: Option<&'a Tensor<B>>,
-    /// F32 `[shards, d]`; rows are divided evenly among the shards. The op adds to this tensor.
+    /// F32 of shape `[shards, d]`; rows are divided evenly among the shards. The op adds to this tensor.
     pub dweight: &'a mut Tensor<B>,
 }
 
 impl<B: Backend> RmsNormBackward<'_, B> {
-    /// Rows of a chunk of dweight's sum.
+    /// Number of rows of a chunk in the sum of dweight.
     pub const CHUNK: usize = 64;
 
-    /// How closely backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.
@@ -102,7 +103,7 @@ impl<B: Backend> RmsNormBackward<'_, B> {
         expect_eq(OP, "rows modulo the shards of dweight", self.x.rows % self.dweight.rows.max(1), 0)
     }
 
-    /// Allocates the result. For checked arguments.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<Tensor<B>> {
         self.x.unwritten_like(b)
     }

@@ -2,17 +2,17 @@ use crate::error::expect_eq;
 use crate::ops::RmsNormBackward;
 use crate::{Agreement, Backend, DType, Result, Tensor};
 
-/// x + bias, for each row, in F32, rounded once to the type of x. In place: x is the result of a product.
+/// Adds a bias to each row of x, in F32, and rounds once to the type of x. The op works in place, because x is the result of a product.
 #[derive(Debug)]
 pub struct AddBias<'a, B: Backend> {
-    /// `[rows, n]`, F32 or BF16. Overwritten.
+    /// Shape `[rows, n]`, F32 or BF16. The op overwrites this tensor.
     pub x: &'a mut Tensor<B>,
-    /// F32 `[1, n]`.
+    /// F32 of shape `[1, n]`.
     pub bias: &'a Tensor<B>,
 }
 
 impl<B: Backend> AddBias<'_, B> {
-    /// How closely backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.
@@ -25,21 +25,21 @@ impl<B: Backend> AddBias<'_, B> {
 
 /// The backward pass of [`AddBias`]: sums each shard's rows of dy, and adds the sum to the shard's row of dbias. The gradient of x is dy.
 ///
-/// The sum is that of [`RmsNormBackward`]: chunks of [`AddBiasBackward::CHUNK`] rows, each summed in order from 0; then the tree over
-/// neighbouring chunks; then one addition to dbias.
+/// The order of the sum is that of [`RmsNormBackward`]. Each chunk of [`AddBiasBackward::CHUNK`] rows is summed in order from 0. A tree
+/// over neighbouring chunks adds their sums, and the total is added once to dbias.
 #[derive(Debug)]
 pub struct AddBiasBackward<'a, B: Backend> {
-    /// `[rows, n]`, F32 or BF16.
+    /// Shape `[rows, n]`, F32 or BF16.
     pub dy: &'a Tensor<B>,
-    /// F32 `[shards, n]`; rows are divided evenly among the shards. The op adds to this tensor.
+    /// F32 of shape `[shards, n]`; rows are divided evenly among the shards. The op adds to this tensor.
     pub dbias: &'a mut Tensor<B>,
 }
 
 impl<B: Backend> AddBiasBackward<'_, B> {
-    /// Rows of a chunk of the sum.
+    /// Number of rows of a chunk in the sum.
     pub const CHUNK: usize = RmsNormBackward::<B>::CHUNK;
 
-    /// How closely backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.

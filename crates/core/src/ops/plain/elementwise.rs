@@ -2,25 +2,25 @@ use crate::error::expect_eq;
 use crate::{Agreement, Backend, DType, Error, Result, Tensor};
 use nibble_formats::Stream;
 
-/// Plain → plain, rounding to nearest even.
+/// Converts a plain tensor to another plain type, with rounding to nearest even.
 #[derive(Debug)]
 pub struct Cast<'a, B: Backend> {
-    /// Source.
+    /// The source.
     pub x: &'a Tensor<B>,
-    /// Target type.
+    /// The target type.
     pub dtype: DType,
 }
 
 impl<B: Backend> Cast<'_, B> {
-    /// How closely backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// Always succeeds: any shape, either type.
+    /// Always succeeds, for any shape and either type.
     pub fn check(&self) -> Result<()> {
         Ok(())
     }
 
-    /// Allocates the result, or shares x if it has the type.
+    /// Allocates the result, or shares x if x already has the target type.
     pub fn result(&self, b: &B) -> Result<Tensor<B>> {
         if self.x.dtype() == self.dtype {
             return Ok(self.x.clone());
@@ -36,16 +36,16 @@ pub struct InitNormal {
     pub stream: Stream,
     /// Index of the first element in the logical tensor.
     pub first: u64,
-    /// Rows.
+    /// Number of rows.
     pub rows: usize,
-    /// Columns.
+    /// Number of columns.
     pub cols: usize,
     /// Standard deviation.
     pub std: f32,
 }
 
 impl InitNormal {
-    /// How closely backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks that every element has an index.
@@ -60,28 +60,28 @@ impl InitNormal {
         }
     }
 
-    /// Allocates the result. For checked arguments.
+    /// Allocates the result. Call `check` first.
     pub fn result<B: Backend>(&self, b: &B) -> Result<Tensor<B>> {
         Tensor::unwritten(b, DType::F32, self.rows, self.cols)
     }
 }
 
-/// a + b, elementwise in F32, rounded once to the type of a; then a third term in the same way, if there is one.
+/// Adds a and b elementwise in F32, and rounds once to the type of a. A third term, if there is one, is then added in the same way.
 #[derive(Debug)]
 pub struct Add<'a, B: Backend> {
     /// First term.
     pub a: &'a Tensor<B>,
-    /// Second term, same shape and type.
+    /// Second term, with the shape and type of `a`.
     pub b: &'a Tensor<B>,
-    /// Added to the rounded sum, and the result rounded again: two additions in one pass.
+    /// A third term that is added to the rounded sum in the same pass. The result is rounded again.
     pub plus: Option<&'a Tensor<B>>,
 }
 
 impl<'a, B: Backend> Add<'a, B> {
-    /// How closely backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// Two terms.
+    /// A sum of two terms.
     pub fn new(a: &'a Tensor<B>, b: &'a Tensor<B>) -> Self {
         Self { a, b, plus: None }
     }
@@ -97,7 +97,7 @@ impl<'a, B: Backend> Add<'a, B> {
         Ok(())
     }
 
-    /// Allocates the result. For checked arguments.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<Tensor<B>> {
         self.a.unwritten_like(b)
     }
@@ -109,16 +109,16 @@ impl<'a, B: Backend> Add<'a, B> {
 pub struct SumShards<'a, B: Backend> {
     /// F32 or BF16; the shards of a matrix are stacked.
     pub x: &'a Tensor<B>,
-    /// Matrices.
+    /// Number of matrices.
     pub stack: usize,
-    /// Shards of each matrix; a power of two.
+    /// Number of shards of each matrix, a power of two.
     pub shards: usize,
-    /// `[stack · rows, cols]`, F32 or BF16, overwritten.
+    /// Shape `[stack · rows, cols]`, F32 or BF16, overwritten.
     pub into: &'a mut Tensor<B>,
 }
 
 impl<B: Backend> SumShards<'_, B> {
-    /// How closely backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.
@@ -138,37 +138,37 @@ impl<B: Backend> SumShards<'_, B> {
     }
 }
 
-/// Σ x² of each chunk of [`SQUARES_CHUNK`] elements of some tensors, in F64: over 16 lanes in element order, reduced by the tree 8, 4, 2,
-/// 1. [`CloseSquares`] adds the sums of chunks.
+/// Computes Σ x² in F64 for each chunk of [`SQUARES_CHUNK`] elements of several tensors. A chunk is summed over 16 lanes in element order,
+/// and the tree 8, 4, 2, 1 reduces the lanes. [`CloseSquares`] adds the sums of chunks.
 #[derive(Debug)]
 pub struct SumSquares<'a, B: Backend> {
-    /// The tensors, in one call, so that a GPU needs only a few launches.
+    /// The tensors. One call takes all of them, so that a GPU needs only a few launches.
     pub tensors: Vec<Squared<'a, B>>,
-    /// Output: the sums of chunks.
+    /// Output buffer for the sums of chunks.
     pub into: &'a mut B::Buf<f64>,
 }
 
-/// One tensor of [`SumSquares`], divided into parts (experts of a stack) one after the other. Each part begins a new chunk; the last chunk
-/// of a part may be shorter.
+/// One tensor of [`SumSquares`], divided into consecutive parts (experts of a stack). Each part begins a new chunk; the last chunk of a
+/// part may be shorter.
 #[derive(Debug)]
 pub struct Squared<'a, B: Backend> {
-    /// F32 or BF16. It ends at the end of a chunk.
+    /// The tensor, F32 or BF16, which ends at the end of a chunk.
     pub x: &'a Tensor<B>,
-    /// Elements of a part.
+    /// Number of elements of a part.
     pub part: usize,
-    /// Elements of the first part that precede x: whole chunks.
+    /// Number of elements of the first part that precede x, a whole number of chunks.
     pub skip: usize,
-    /// Index of the first chunk's sum; the others follow. No two sums have the same index.
+    /// Index of the first chunk's sum; the other sums follow. No two sums have the same index.
     pub at: usize,
 }
 
 impl<B: Backend> Squared<'_, B> {
-    /// Elements of the tensor.
+    /// Number of elements of the tensor.
     fn len(&self) -> usize {
         self.x.rows * self.x.cols
     }
 
-    /// Number of its chunks.
+    /// Number of chunks of the tensor.
     pub fn chunks(&self) -> usize {
         let before = |elements: usize| match self.part {
             0 => 0,
@@ -178,16 +178,16 @@ impl<B: Backend> Squared<'_, B> {
     }
 }
 
-/// Chunks of a part of `elements` elements.
+/// Number of chunks of a part of `elements` elements.
 pub fn squares_chunks(elements: usize) -> usize {
     elements.div_ceil(SQUARES_CHUNK)
 }
 
-/// Elements of a chunk of [`SumSquares`]; each chunk is summed by itself.
+/// Number of elements of a chunk of [`SumSquares`]; each chunk is summed separately.
 pub const SQUARES_CHUNK: usize = 4096;
 
 impl<B: Backend> SumSquares<'_, B> {
-    /// How closely backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the parts and the indices of their sums.
@@ -216,11 +216,11 @@ impl<B: Backend> SumSquares<'_, B> {
 /// Adds the sums of chunks by the tree ((0+1)+(2+3))…, in which an odd sum moves up unchanged; each part's sum is rounded to F32.
 #[derive(Debug)]
 pub struct CloseSquares<'a, B: Backend> {
-    /// Sums of chunks.
+    /// The sums of chunks.
     pub sums: &'a B::Buf<f64>,
-    /// The chunks of each tensor, in one call, so that a GPU needs only a few launches.
+    /// The chunks of each tensor. One call takes all tensors, so that a GPU needs only a few launches.
     pub tensors: Vec<ChunkSums>,
-    /// Output: the parts' sums.
+    /// Output buffer for the sums of parts.
     pub into: &'a mut B::Buf<f32>,
 }
 
@@ -229,16 +229,16 @@ pub struct CloseSquares<'a, B: Backend> {
 pub struct ChunkSums {
     /// Index of the first chunk's sum.
     pub first: usize,
-    /// Number of parts; nothing is done for 0.
+    /// Number of parts; if it is 0, the op does nothing for this tensor.
     pub parts: usize,
-    /// Chunks of each part.
+    /// Number of chunks of each part.
     pub chunks: usize,
-    /// Index of the first part's sum; the others follow. No two sums have the same index.
+    /// Index of the first part's sum; the other sums follow. No two sums have the same index.
     pub at: usize,
 }
 
 impl<B: Backend> CloseSquares<'_, B> {
-    /// How closely backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the chunks and the indices of sums.
@@ -273,17 +273,17 @@ fn check_places(op: &'static str, places: impl Iterator<Item = (usize, usize)>, 
     }
 }
 
-/// Transposes each of `stack` matrices `[n, k]` to `[k, n]`, for dgrad of a plain weight. Returns `[stack · k, n]` of the same type.
+/// Transposes each of `stack` matrices `[n, k]` to `[k, n]`, for dgrad of a plain weight. The result is `[stack · k, n]` of the same type.
 #[derive(Debug)]
 pub struct Transpose<'a, B: Backend> {
-    /// `[stack · n, k]`.
+    /// Shape `[stack · n, k]`.
     pub x: &'a Tensor<B>,
-    /// Matrices stacked.
+    /// Number of stacked matrices.
     pub stack: usize,
 }
 
 impl<B: Backend> Transpose<'_, B> {
-    /// How closely backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the stack.
@@ -295,7 +295,7 @@ impl<B: Backend> Transpose<'_, B> {
         Ok(())
     }
 
-    /// Allocates the result. For checked arguments.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<Tensor<B>> {
         Tensor::unwritten(b, self.x.dtype(), self.stack * self.x.cols, self.x.rows / self.stack)
     }

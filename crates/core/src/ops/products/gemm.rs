@@ -11,36 +11,36 @@ pub struct ProductDims {
     pub m: usize,
     /// Rows of B, columns of D.
     pub n: usize,
-    /// The contraction.
+    /// Length of the contraction.
     pub k: usize,
 }
 
 /// Whether groups divide the rows or the contraction of a product.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ragged {
-    /// Rows of A and D; each group has a matrix of B. Forward, and gradient of the data.
+    /// Groups divide the rows of A and D, and each group has its own matrix of B, as in fprop and dgrad.
     Rows,
-    /// The contraction; each group has a matrix of D. Gradient of the weights.
+    /// Groups divide the contraction, and each group has its own matrix of D, as in wgrad.
     Contraction,
 }
 
 /// An operand of a product, without its values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Factor {
-    /// How it is stored.
+    /// How the operand is stored.
     pub stored: Stored,
-    /// Rows of the logical matrix, all groups together.
+    /// Number of rows of the logical matrix, over all groups.
     pub rows: usize,
-    /// Columns of the logical matrix.
+    /// Number of columns of the logical matrix.
     pub cols: usize,
-    /// Aligned runs of this many columns are known to share scales.
+    /// Number of columns in an aligned run that is known to share its scales.
     pub shared_cols: usize,
-    /// The form in which it was quantized.
+    /// The form of the operand's numbers.
     pub taken: Taken,
 }
 
 impl Factor {
-    /// An operand that is stored in this way, as codes, with no known runs of equal scales.
+    /// The description of an operand that is stored as codes, without known runs of equal scales.
     pub const fn new(stored: Stored, rows: usize, cols: usize) -> Self {
         Self { stored, rows, cols, shared_cols: 1, taken: Taken::AsIs }
     }
@@ -64,24 +64,24 @@ impl Factor {
         self.rows * self.cols
     }
 
-    /// Whether it has no values.
+    /// Whether the matrix has no values.
     pub const fn is_empty(&self) -> bool {
         self.len() == 0
     }
 }
 
-/// A product D `[m, n]` = A · Bᵀ, without its values: all that a backend's choice of path depends on.
+/// A product D `[m, n]` = A · Bᵀ, without its values: everything on which a backend's choice of kernels depends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProductDesc {
     /// Whether groups divide the rows or the contraction.
     pub ragged: Ragged,
-    /// None if the product is dense.
+    /// `None` if the product is dense.
     pub groups: Option<Grouping>,
     /// `m` counts all groups. With [`Ragged::Contraction`], `m` and `n` are those of one matrix of D, and `k` counts all groups.
     pub dims: ProductDims,
-    /// A.
+    /// The operand A.
     pub a: Factor,
-    /// B.
+    /// The operand B.
     pub b: Factor,
     /// The type of D.
     pub out: DType,
@@ -111,17 +111,17 @@ impl ProductDesc {
 /// A product in the form in which all operations pass it to a backend.
 #[derive(Debug)]
 pub struct ProductArgs<'a, B: Backend> {
-    /// The operation, for errors.
+    /// The operation's name, for errors.
     pub op: &'static str,
     /// Whether groups divide the rows or the contraction.
     pub ragged: Ragged,
-    /// None if the product is dense.
+    /// `None` if the product is dense.
     pub groups: Option<&'a Groups<B>>,
-    /// As in [`ProductDesc`].
+    /// The sizes, as in [`ProductDesc`].
     pub dims: ProductDims,
-    /// A.
+    /// The operand A.
     pub a: &'a Operand<B>,
-    /// B.
+    /// The operand B.
     pub b: &'a Operand<B>,
     /// Whether the product is added to D.
     pub accumulate: bool,
@@ -146,21 +146,21 @@ impl<B: Backend> ProductArgs<'_, B> {
 
 /// A dense product D = A·Bᵀ.
 ///
-/// Operands are plain or block-scaled (A by `Row`, B by `Row` or `Tile`), in any pair. [`Numbers`] determines which numbers are multiplied.
-/// For block-scaled codes, each block's dot product is computed first, then total = fma(dot, scale_a · scale_b, total) in F32. Decoded BF16
-/// numbers are summed without regard to blocks, and tensor scales multiply the sum.
+/// Operands are plain or block-scaled (A by `Row`, B by `Row` or `Tile`), in any combination. [`Numbers`] determines which numbers the
+/// product multiplies. For block-scaled codes, each block's dot product is computed first, then total = fma(dot, scale_a · scale_b, total)
+/// in F32. Decoded BF16 numbers are summed without regard to blocks, and tensor scales multiply the sum.
 #[derive(Debug)]
 pub struct Gemm<'a, B: Backend> {
-    /// `[m, k]`.
+    /// Shape `[m, k]`.
     pub a: &'a Operand<B>,
-    /// `[n, k]`.
+    /// Shape `[n, k]`.
     pub b: &'a Operand<B>,
     /// Type of D.
     pub out: DType,
 }
 
 impl<'a, B: Backend> Gemm<'a, B> {
-    /// How closely backends must agree, except for operands of tensor cores: see [`FP8_AGREEMENT`](crate::ops::FP8_AGREEMENT) and
+    /// How closely backends' results must agree. Operands of tensor cores have other bounds: [`FP8_AGREEMENT`](crate::ops::FP8_AGREEMENT) and
     /// [`BF16_AGREEMENT`](crate::ops::BF16_AGREEMENT).
     pub const AGREEMENT: Agreement = Agreement::RelL2(1e-6);
 
@@ -173,13 +173,13 @@ impl<'a, B: Backend> Gemm<'a, B> {
         Ok(ProductDims { m: self.a.rows(), n: self.b.rows(), k: self.a.cols() })
     }
 
-    /// The product, checked.
+    /// Checks the arguments, and returns the product.
     pub fn product(&self) -> Result<ProductArgs<'a, B>> {
         let (op, ragged, dims) = ("gemm", Ragged::Rows, self.check()?);
         Ok(ProductArgs { op, ragged, groups: None, dims, a: self.a, b: self.b, accumulate: false })
     }
 
-    /// Allocates D; zeros if the contraction is empty. For checked arguments.
+    /// Allocates D, with zeros if the contraction is empty. Call `check` first.
     pub fn result(&self, b: &B) -> Result<Tensor<B>> {
         let (m, n) = (self.a.rows(), self.b.rows());
         if self.a.cols() == 0 {
@@ -189,11 +189,11 @@ impl<'a, B: Backend> Gemm<'a, B> {
     }
 }
 
-/// Ragged rows times expert weights, all groups at once: the rows of group g multiply matrix g. Used for fprop (w as it is) and dgrad
-/// (w transposed). Rows past a group's length are zero in D.
+/// Multiplies the rows of all groups by expert weights in one call: the rows of group g are multiplied by matrix g. The op serves fprop (w
+/// as it is) and dgrad (w transposed). Rows of D past a group's length are zero.
 #[derive(Debug)]
 pub struct GroupedGemm<'a, B: Backend> {
-    /// `[capacity, k]`.
+    /// Shape `[capacity, k]`.
     pub x: &'a Operand<B>,
     /// `num_groups` stacked matrices `[n, k]`.
     pub w: &'a Operand<B>,
@@ -204,7 +204,7 @@ pub struct GroupedGemm<'a, B: Backend> {
 }
 
 impl<'a, B: Backend> GroupedGemm<'a, B> {
-    /// How closely backends must agree, except for operands of tensor cores: see [`FP8_AGREEMENT`](crate::ops::FP8_AGREEMENT) and
+    /// How closely backends' results must agree. Operands of tensor cores have other bounds: [`FP8_AGREEMENT`](crate::ops::FP8_AGREEMENT) and
     /// [`BF16_AGREEMENT`](crate::ops::BF16_AGREEMENT).
     pub const AGREEMENT: Agreement = Agreement::RelL2(1e-6);
 
@@ -223,43 +223,42 @@ impl<'a, B: Backend> GroupedGemm<'a, B> {
         })
     }
 
-    /// The product, checked.
+    /// Checks the arguments, and returns the product.
     pub fn product(&self) -> Result<ProductArgs<'a, B>> {
         let (op, ragged, dims, groups) = ("grouped_gemm", Ragged::Rows, self.check()?, Some(self.groups));
         Ok(ProductArgs { op, ragged, groups, dims, a: self.x, b: self.w, accumulate: false })
     }
 
-    /// Allocates D. For checked arguments.
+    /// Allocates D. Call `check` first.
     pub fn result(&self, b: &B) -> Result<Tensor<B>> {
         Tensor::unwritten(b, self.out, self.x.rows(), self.w.rows() / self.groups.num_groups.max(1))
     }
 }
 
-/// Weight gradients of all groups: for each group g, dW_g `[n, k]` = dY_gᵀ · X_g, contracted over the group's rows in
-/// order.
+/// Computes the weight gradients of all groups. For each group g, dW_g `[n, k]` = dY_gᵀ · X_g, contracted over the group's rows in order.
 ///
-/// Plain operands are row-major `[capacity, n]` and `[capacity, k]`; block-scaled operands are `Col`; any two can be combined. Groups start
-/// at multiples of [`Numbers::column_step`]. An empty group's gradient is zero.
+/// Plain operands are row-major `[capacity, n]` and `[capacity, k]`; block-scaled operands are `Col`; any two formats can be combined.
+/// Groups start at multiples of [`Numbers::column_step`]. An empty group's gradient is zero.
 #[derive(Debug)]
 pub struct GroupedWgrad<'a, B: Backend> {
-    /// `[capacity, n]`.
+    /// Shape `[capacity, n]`.
     pub dy: &'a Operand<B>,
-    /// `[capacity, k]`.
+    /// Shape `[capacity, k]`.
     pub x: &'a Operand<B>,
     /// The rows of each group.
     pub groups: &'a Groups<B>,
     /// F32 or BF16 `[num_groups · n, k]`; BF16 is the F32 gradient, rounded to nearest even.
     pub grad: &'a mut Tensor<B>,
-    /// Add to `grad` (one F32 addition per element, then rounded to its type) instead of overwriting it.
+    /// Whether to add to `grad` instead of overwriting it. Each element is added in F32 and rounded to the type of `grad`.
     pub accumulate: bool,
 }
 
 impl<'a, B: Backend> GroupedWgrad<'a, B> {
-    /// How closely backends must agree, except for operands of tensor cores: see [`FP8_AGREEMENT`](crate::ops::FP8_AGREEMENT) and
+    /// How closely backends' results must agree. Operands of tensor cores have other bounds: [`FP8_AGREEMENT`](crate::ops::FP8_AGREEMENT) and
     /// [`BF16_AGREEMENT`](crate::ops::BF16_AGREEMENT).
     pub const AGREEMENT: Agreement = Agreement::RelL2(1e-6);
 
-    /// Checks shapes and the combination. `m` = n of the layer, `n` = k of the layer, `k` = the capacity.
+    /// Checks shapes and the combination. In the returned sizes, `m` is the layer's n, `n` is the layer's k, and `k` is the capacity.
     pub fn check(&self) -> Result<ProductDims> {
         const OP: &str = "grouped_wgrad";
         for (argument, x) in [("dy.axis", self.dy), ("x.axis", self.x)] {
@@ -282,7 +281,7 @@ impl<'a, B: Backend> GroupedWgrad<'a, B> {
         Ok(dims)
     }
 
-    /// The product, checked, and its D.
+    /// Checks the arguments, and returns the product and its D.
     pub fn product(self) -> Result<(ProductArgs<'a, B>, &'a mut Tensor<B>)> {
         let (op, ragged, dims) = ("grouped_wgrad", Ragged::Contraction, self.check()?);
         let Self { dy: a, x: b, groups, grad, accumulate } = self;
@@ -304,7 +303,7 @@ fn check_pair<B: Backend>(op: &'static str, a: &Operand<B>, b: &Operand<B>) -> R
     check_taken(op, a, b)
 }
 
-/// Refuses an operand that was quantized for products of other numbers.
+/// Returns an error for an operand that was quantized for products of other numbers.
 fn check_taken<B: Backend>(op: &'static str, a: &Operand<B>, b: &Operand<B>) -> Result<()> {
     let numbers = Numbers::of(Stored::of(a), Stored::of(b));
     if let Operand::Block(q) = b

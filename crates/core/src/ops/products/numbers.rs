@@ -1,41 +1,43 @@
-//! Which numbers a product multiplies. The two operands may have any two formats, with blocks of any lengths, or be plain. [`Numbers::of`]
-//! chooses the narrowest numbers that both operands convert to. Every backend calls it, so all backends multiply the same numbers.
+//! Determines which numbers a product multiplies. The two operands may have any two formats, with blocks of any lengths, or be plain.
+//! [`Numbers::of`] chooses the narrowest numbers that both operands convert to. Every backend calls this function, so all backends multiply
+//! the same numbers.
 //!
-//! * **FP8.** E4M3 and E5M2 codes under a scale for 128 values or more are multiplied as they are. FP8 codes are exact BF16 numbers, so
-//!   the dot product within a block is the BF16 dot; then `total = fma(dot, scale_a · scale_b, total)` in F32. MX blocks of FP4 and FP6
-//!   are *lifted*: four blocks of 32 become one E4M3 block of 128. `nibble_formats::lift` says when that is exact.
-//! * **BF16.** Other quantized operands become codes times the scales of their blocks, rounded to BF16. The rounding is exact for formats
-//!   in which code times scale is a BF16 number (`Format::folds_into_bf16`): all formats except those with F32 scales per block or row. A
-//!   tensor scale multiplies the sum.
-//! * **F32.** Where one operand is plain F32 (`activations = "f32"`), the other becomes the F32 numbers that it stands for.
+//! * **FP8.** E4M3 and E5M2 codes with one scale per 128 or more values are multiplied as they are. FP8 codes are exact BF16 numbers, so
+//!   the dot product within a block is a BF16 dot product; then `total = fma(dot, scale_a · scale_b, total)` in F32. MX blocks of FP4 and
+//!   FP6 are *lifted*: four blocks of 32 become one E4M3 block of 128. `nibble_formats::lift` states when a lift is exact.
+//! * **BF16.** Other quantized operands are converted to codes times the scales of their blocks, rounded to BF16. The rounding is exact for
+//!   formats in which code times scale is a BF16 number (`Format::folds_into_bf16`): all formats except those with F32 scales per block or
+//!   row. A tensor scale multiplies the sum.
+//! * **F32.** If one operand is plain F32 (`activations = "f32"`), the other operand is converted to F32 numbers.
 //!
-//! A recipe may instead ask for the lift as a conversion of its own (`transcode`). A tensor is then lifted once, before the product, and
-//! the blocks that change are counted. A product itself counts nothing.
+//! A recipe may instead request the lift as a separate conversion (`transcode`). The tensor is then lifted once, before the product, and
+//! inexact blocks are counted. A product does not count inexact blocks.
 //!
-//! A tensor that only products read need not exist as codes. For such a tensor, a layer sets `Quantize::only_for` to the numbers that its
-//! plan gives for these products, and a GPU then writes the form that the products multiply ([`Taken`]). No bit of a result changes. The
-//! CPU backend, which is the specification, always writes codes.
+//! A tensor that only products read need not be stored as codes. For such a tensor, a layer sets `Quantize::only_for` to the numbers that
+//! its plan gives for these products, and a GPU then writes the form that the products multiply ([`Taken`]). The results of the products
+//! keep the same bits. The CPU backend, which is the specification, always writes codes.
 
 use crate::{Agreement, DType};
 use nibble_formats::{BlockAxis, Codec, Element, Format, LIFTED_BLOCK, ScaleRule, WHOLE_LINE};
 use std::fmt;
 
 /// How closely backends must agree for E4M3 and E5M2 operands with one scale per 128 or more values, and F32 output. Hopper's tensor cores
-/// align the products of a sum to the largest product and keep some 13 bits below it, where F32 keeps 23. With partial sums promoted every
-/// 128 values of the contraction, the error is 1.6e-4 on random data, 3e-4 on heavy tails, and up to 6e-4 if one product of a block is far
-/// larger than the others (outliers along the contraction). These are measurements of E4M3. The bits that are cut off depend only on the
-/// largest product and not on the elements, whose products are exact: 8 bits for two E4M3 elements, 7 for E4M3 and E5M2, 6 for two E5M2.
+/// align the products of a sum to the largest product and keep about 13 bits below the largest product, where F32 keeps 23 bits. With
+/// partial sums promoted every 128 values of the contraction, the error is 1.6e-4 on random data, 3e-4 on heavy tails, and up to 6e-4 if
+/// one product of a block is far larger than the others (outliers along the contraction). These errors were measured with E4M3. The bits
+/// that are cut off depend only on the largest product and not on the elements, whose products are exact: 8 bits for two E4M3 elements, 7
+/// for E4M3 and E5M2, 6 for two E5M2.
 pub const FP8_AGREEMENT: Agreement = Agreement::RelL2(7e-4);
 
 /// How closely backends must agree for BF16 operands, and for quantized operands that are decoded to BF16. Tensor cores keep more bits of
-/// BF16 products than of FP8 products. The bound also holds for F32 operands that are split into BF16 parts: three parts next to a BF16
-/// operand, exact for magnitudes from 2⁻¹¹⁰ on, or two parts for a BF16 result. An infinity may become NaN.
+/// BF16 products than of FP8 products. The bound also holds for F32 operands that are split into BF16 parts: three parts if the other
+/// operand is BF16 (exact for magnitudes from 2⁻¹¹⁰ on), or two parts if the result is BF16. An infinity may become NaN.
 pub const BF16_AGREEMENT: Agreement = Agreement::RelL2(3e-5);
 
 /// The storage of an operand, as far as it determines how the operand is multiplied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stored {
-    /// Plain or quantized.
+    /// The format, plain or quantized.
     pub format: Format,
     /// How scales were chosen; meaningless for a plain matrix.
     pub rule: ScaleRule,
@@ -53,7 +55,7 @@ impl Stored {
         Self { format, rule: ScaleRule::Amax, axis: BlockAxis::Row }
     }
 
-    /// The storage of a codec's result along an axis, for a matrix of this type; without a codec, the plain matrix.
+    /// The storage of a matrix that `codec` quantizes along `axis`; without a codec, the storage of a plain matrix of type `dtype`.
     pub fn made(codec: Option<Codec>, axis: BlockAxis, dtype: DType) -> Self {
         match codec {
             Some(codec) => Self { format: codec.format(), rule: codec.rule(), axis },
@@ -61,14 +63,14 @@ impl Stored {
         }
     }
 
-    /// The element of codes that FP8 units read: E4M3 or E5M2, with one scale per [`LIFTED_BLOCK`] or more values.
+    /// The element of codes that FP8 units can multiply: E4M3 or E5M2 with one scale per [`LIFTED_BLOCK`] or more values.
     pub fn fp8(self) -> Option<Element> {
         let spec = self.format.spec();
         let is_long = spec.block.is_multiple_of(LIFTED_BLOCK) || spec.block == WHOLE_LINE;
         spec.element.filter(|element| is_long && [Element::E4M3, Element::E5M2].contains(element))
     }
 
-    /// Whether a lift converts it to FP8 ([`Format::lift`]).
+    /// Whether a lift converts the operand to FP8 ([`Format::lift`]).
     fn is_lifted(self) -> bool {
         self.format.lift(self.rule, self.axis).is_some()
     }
@@ -79,9 +81,9 @@ impl Stored {
         Self { format, rule, axis: self.axis }
     }
 
-    /// The result of a lift for the first or the second operand of a product. The axis stays, except for the rows of a second operand (a
-    /// weight): these get 2-D blocks of [`LIFTED_BLOCK`] × [`LIFTED_BLOCK`]. Products with one scale per block of columns of D are faster,
-    /// and the scales of a weight are close to each other.
+    /// The result of a lift for the first or the second operand of a product. The lift keeps the axis, except that row blocks of a second
+    /// operand (a weight) become 2-D blocks of [`LIFTED_BLOCK`] × [`LIFTED_BLOCK`]. Products with one scale per block of columns of D are
+    /// faster, and the scales of a weight are close to each other.
     pub const fn lifted_as(self, is_second: bool) -> Self {
         let axis = match self.axis {
             BlockAxis::Row if is_second => BlockAxis::Tile,
@@ -100,7 +102,7 @@ impl fmt::Display for Stored {
     }
 }
 
-/// The numbers that a product multiplies: the narrowest that both operands convert to.
+/// The numbers that a product multiplies: the narrowest type to which both operands can be converted.
 ///
 /// | | FP8, one scale per 128 or more | MX blocks of E2M1, E2M3, E3M2 | any other block format | BF16 | F32 |
 /// |---|---|---|---|---|---|
@@ -110,33 +112,33 @@ impl fmt::Display for Stored {
 /// | BF16 | BF16 | BF16 | BF16 | BF16 | F32 |
 /// | F32 | F32 | F32 | F32 | F32 | F32 |
 ///
-/// [`Numbers::takes`] is the conversion of an operand. Products of FP8 and BF16 numbers are summed in F32.
+/// [`Numbers::takes`] gives the conversion of an operand. Products of FP8 and BF16 numbers are summed in F32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Numbers {
-    /// Codes of E4M3 and E5M2. Scales multiply the dot of a block, or the sum.
+    /// Codes of E4M3 and E5M2. Scales multiply the dot product of a block, or the whole sum.
     Fp8,
     /// BF16 numbers. Tensor scales multiply the sum.
     Bf16,
-    /// F32 numbers, only if an operand is plain F32.
+    /// F32 numbers, which are used only if an operand is plain F32.
     F32,
 }
 
-/// The form of an operand when it is multiplied. A product does not count what it rounds.
+/// The form of an operand when it is multiplied. A product does not count the values that it rounds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Taken {
-    /// As stored: codes that FP8 units read, or plain numbers.
+    /// The operand as stored: codes that FP8 units can multiply, or plain numbers.
     AsIs,
     /// E4M3 with one power-of-two scale per 128 values along the same axis ([`Stored::lifted`]), or per 128 × 128 block for the rows of a
-    /// second operand ([`Stored::lifted_as`]). Exact if the scales that are merged into one lie within the octaves of the element
-    /// ([`nibble_formats::Lift::octaves`]); otherwise rounded to nearest even.
+    /// second operand ([`Stored::lifted_as`]). The conversion is exact if the powers of two spanned by the merged scales fit into the
+    /// element ([`nibble_formats::Lift::octaves`]); otherwise it rounds to nearest even.
     Lifted,
-    /// Plain numbers. For BF16: a code times the scales of its block, without the tensor scale, in F32, then rounded to nearest even; the
-    /// rounding is exact if [`Format::folds_into_bf16`]. For F32: the number that the code stands for.
+    /// Plain numbers. A BF16 number is a code times the scales of its block, without the tensor scale, computed in F32 and rounded to
+    /// nearest even. This rounding is exact if [`Format::folds_into_bf16`]. An F32 number is the value that the code represents.
     Decoded,
 }
 
 impl Numbers {
-    /// The numbers for these two operands, in either order.
+    /// The numbers that a product of these two operands multiplies, in either order of the operands.
     pub fn of(a: Stored, b: Stored) -> Self {
         match [a, b] {
             pair if pair.iter().any(|x| x.format == Format::F32) => Self::F32,
@@ -145,7 +147,7 @@ impl Numbers {
         }
     }
 
-    /// The form of an operand. Plain numbers stay as they are: BF16 numbers are F32 numbers.
+    /// The form in which an operand is multiplied. Plain numbers stay as they are, because BF16 numbers are also F32 numbers.
     pub fn takes(self, x: Stored) -> Taken {
         match self {
             _ if !x.format.is_block() => Taken::AsIs,
@@ -224,7 +226,7 @@ mod tests {
         }
     }
 
-    /// A converted operand has the same numbers, and is not converted further.
+    /// A converted operand has the same numbers as the product multiplies, and is not converted again.
     #[test]
     fn what_is_taken_is_what_is_multiplied() {
         let all = all();

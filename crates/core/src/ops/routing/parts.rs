@@ -12,7 +12,7 @@ pub struct AssignParts<'a, B: Backend> {
     pub expert: &'a B::Buf<i32>,
     /// Global index of each token: `[t]`.
     pub token_id: &'a B::Buf<i32>,
-    /// Slots per token.
+    /// Number of slots per token.
     pub top_k: usize,
     /// Parts per expert on this rank.
     pub parts: usize,
@@ -21,7 +21,7 @@ pub struct AssignParts<'a, B: Backend> {
 }
 
 impl<B: Backend> AssignParts<'_, B> {
-    /// How closely backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks sizes.
@@ -41,24 +41,24 @@ impl<B: Backend> AssignParts<'_, B> {
         expect_eq(OP, "expert.len()", slots, B::len(self.token_id) * self.top_k)
     }
 
-    /// Allocates the result. For checked arguments.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<B::Buf<i32>> {
         b.alloc(B::len(self.expert))
     }
 }
 
-/// Joins every `parts` consecutive groups into one, over the same rows: from the groups of [`AssignParts`] to one group per expert. The
-/// padding of the original groups then lies inside a joined group, in rows without an id.
+/// Joins every `parts` consecutive groups into one group over the same rows. This turns the groups of [`AssignParts`] into one group per
+/// expert. The padding of the original groups then lies inside a joined group, in rows without an id.
 #[derive(Debug)]
 pub struct JoinGroups<'a, B: Backend> {
     /// The groups to join.
     pub groups: &'a Groups<B>,
-    /// Groups per joined group; divides their number.
+    /// Number of original groups per joined group; it divides the number of groups.
     pub parts: usize,
 }
 
 impl<B: Backend> JoinGroups<'_, B> {
-    /// How closely backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the number of groups.
@@ -70,7 +70,7 @@ impl<B: Backend> JoinGroups<'_, B> {
         }
         Ok(())
     }
-    /// Allocates starts and lengths; row ids are shared. For checked arguments.
+    /// Allocates starts and lengths; the result shares the row ids. Call `check` first.
     pub fn result(&self, b: &B) -> Result<Groups<B>> {
         let num_groups = self.groups.num_groups / self.parts;
         let (start, len) = (b.alloc(num_groups + 1)?, b.alloc(num_groups)?);

@@ -2,32 +2,31 @@ use crate::error::expect_eq;
 use crate::ops::convert::quantize::check_planes;
 use crate::{Agreement, Backend, Error, Groups, Occupancy, Operand, PermuteMap, Result, RowKind, Tensor};
 
-/// Sorts received (token, slot) pairs by expert: the order (expert, global token, slot), stable, each group padded to
-/// a multiple of `align`.
+/// Sorts received (token, slot) pairs stably by (expert, global token, slot), and pads each group to a multiple of `align` rows.
 ///
 /// Too many rows and a wrong `num_slots` are detected on the device and reported by [`crate::Occupancy::verify`]. A backend that can read
-/// the slots on the host may report both errors at once, as well as experts and tokens that are out of range or out of order.
+/// the slots on the host may report both errors immediately, as well as experts and tokens that are out of range or out of order.
 #[derive(Debug)]
 pub struct PlanPermute<'a, B: Backend> {
     /// Local expert of each (received token, slot), −1 if another rank has the expert: `tokens · top_k`.
     pub expert: &'a B::Buf<i32>,
     /// Global index of each received token, strictly ascending. The index of a token without a slot on this rank does not matter.
     pub token_id: &'a B::Buf<i32>,
-    /// Slots per token.
+    /// Number of slots per token.
     pub top_k: usize,
     /// Expected number of occupied slots. If fewer slots are occupied, the last values of `slot_row` are −1, and the map's `occupancy`
     /// reports the difference.
     pub num_slots: usize,
-    /// Local experts.
+    /// Number of local experts.
     pub num_groups: usize,
-    /// Alignment of each group's start.
+    /// Alignment of each group's start, in rows.
     pub align: usize,
-    /// Rows the permuted buffers hold.
+    /// Number of rows that the permuted buffers can hold.
     pub capacity: usize,
 }
 
 impl<B: Backend> PlanPermute<'_, B> {
-    /// How closely backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks lengths.
@@ -65,7 +64,7 @@ impl<B: Backend> PlanPermute<'_, B> {
         expect_eq(OP, "expert.len()", B::len(self.expert), B::len(self.token_id) * self.top_k)
     }
 
-    /// Allocates the result. For checked arguments.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<PermuteMap<B>> {
         let &Self { num_groups, align, capacity, num_slots, .. } = self;
         let (start, len, row_id) = (b.alloc(num_groups + 1)?, b.alloc(num_groups)?, b.alloc(capacity)?);
@@ -81,14 +80,14 @@ impl<B: Backend> PlanPermute<'_, B> {
 /// scales); in a plain tensor they are zeros.
 #[derive(Debug)]
 pub struct Permute<'a, B: Backend> {
-    /// Received rows: plain, or blocks along the row.
+    /// The received rows, plain or with blocks along the rows.
     pub rows: &'a Operand<B>,
-    /// The order.
+    /// The permutation.
     pub map: &'a PermuteMap<B>,
 }
 
 impl<B: Backend> Permute<'_, B> {
-    /// How closely backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the buffers.
@@ -96,7 +95,7 @@ impl<B: Backend> Permute<'_, B> {
         check_rows("permute", self.rows)
     }
 
-    /// Allocates the result. For checked arguments.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<Operand<B>> {
         self.rows.row_kind().unwritten(b, self.map.groups.capacity)
     }
@@ -115,14 +114,14 @@ fn check_rows<B: Backend>(op: &'static str, rows: &Operand<B>) -> Result<()> {
 /// `[num_slots, cols]`.
 #[derive(Debug)]
 pub struct Unpermute<'a, B: Backend> {
-    /// Expert-sorted rows `[capacity, cols]`: plain, or blocks along the row.
+    /// Expert-sorted rows `[capacity, cols]`: plain or with blocks along the rows.
     pub rows: &'a Operand<B>,
-    /// The order.
+    /// The permutation.
     pub map: &'a PermuteMap<B>,
 }
 
 impl<B: Backend> Unpermute<'_, B> {
-    /// How closely backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the buffers, and the number of rows.
@@ -131,14 +130,14 @@ impl<B: Backend> Unpermute<'_, B> {
         expect_eq("unpermute", "rows", self.rows.rows(), self.map.groups.capacity)
     }
 
-    /// Allocates the result. For checked arguments.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<Operand<B>> {
         self.rows.row_kind().unwritten(b, self.map.num_slots)
     }
 }
 
-/// `out[i] = values[index[i]]`, 0 if the index is negative. It brings gate weights to expert-sorted rows, and the gradients of gate weights
-/// back to slots.
+/// `out[i] = values[index[i]]`, 0 if the index is negative. The op permutes gate weights to expert-sorted rows, and the gradients of gate
+/// weights back to slots.
 #[derive(Debug)]
 pub struct GatherScalars<'a, B: Backend> {
     /// Source values.
@@ -148,39 +147,40 @@ pub struct GatherScalars<'a, B: Backend> {
 }
 
 impl<B: Backend> GatherScalars<'_, B> {
-    /// How closely backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// Always succeeds: indices are on the device, and come from a [`PermuteMap`].
+    /// Always succeeds, because indices are on the device and come from a [`PermuteMap`].
     pub fn check(&self) -> Result<()> {
         Ok(())
     }
 
-    /// Allocates the result. For checked arguments.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<B::Buf<f32>> {
         b.alloc(B::len(self.index))
     }
 }
 
-/// Sums the `top_k` rows of each token in F32, in slot order from slot 0's row, and rounds once to the rows' type: to `[t, d]`.
+/// Sums the `top_k` rows of each token in F32, in slot order from slot 0's row, and rounds the sum once to the rows' type. The result has
+/// the shape `[t, d]`.
 #[derive(Debug)]
 pub struct CombineSlots<'a, B: Backend> {
     /// The rows: one per (token, slot), unless `index` is given.
     pub rows: &'a Tensor<B>,
-    /// For each (token, slot) its row; slots without a row count as zeros. The result is that of [`Unpermute`] or [`PackRows`] followed by
-    /// this sum, without writing the rows in between.
+    /// The row of each (token, slot); slots without a row count as zeros. The result is that of [`Unpermute`] or [`PackRows`] followed by
+    /// this sum, without writing the intermediate rows.
     pub index: Option<&'a B::Buf<i32>>,
-    /// Added to the rounded sums, and the result rounded again: the bits of [`Add`](crate::ops::Add).
+    /// A tensor that is added to the rounded sums. The result is rounded again and has the same bits as [`Add`](crate::ops::Add).
     pub plus: Option<&'a Tensor<B>>,
-    /// Slots per token.
+    /// Number of slots per token.
     pub top_k: usize,
 }
 
 impl<'a, B: Backend> CombineSlots<'a, B> {
-    /// How closely backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// All rows in order.
+    /// A combine of all rows, in the order of the slots.
     pub fn new(rows: &'a Tensor<B>, top_k: usize) -> Self {
         Self { rows, index: None, plus: None, top_k }
     }
@@ -202,29 +202,29 @@ impl<'a, B: Backend> CombineSlots<'a, B> {
         Ok(())
     }
 
-    /// Number of tokens. For checked arguments.
+    /// Number of tokens. Call `check` first.
     pub fn tokens(&self) -> usize {
         self.index.map_or(self.rows.rows, B::len) / self.top_k
     }
 
-    /// Allocates the result. For checked arguments.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<Tensor<B>> {
         Tensor::unwritten(b, self.rows.dtype(), self.tokens(), self.rows.cols)
     }
 }
 
-/// Writes chosen rows as records for an all-to-all: codes ‖ scales ‖ tensor scale if there is one ‖ zeros to a multiple of 16 bytes
-/// ([`RowKind::row_bytes`]). A negative index gives a record of zeros.
+/// Writes the rows given by `index` as records for an all-to-all: codes ‖ scales ‖ tensor scale if there is one ‖ zeros to a multiple of 16
+/// bytes ([`RowKind::row_bytes`]). A negative index gives a record of zeros.
 #[derive(Debug)]
 pub struct PackRows<'a, B: Backend> {
-    /// Plain rows, or blocks along the row.
+    /// The rows, plain or with blocks along the rows.
     pub rows: &'a Operand<B>,
-    /// The row of each record.
+    /// The index of each record's row.
     pub index: &'a B::Buf<i32>,
 }
 
 impl<B: Backend> PackRows<'_, B> {
-    /// How closely backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the buffers.
@@ -238,7 +238,7 @@ impl<B: Backend> PackRows<'_, B> {
         }
     }
 
-    /// Allocates the records, zeroed if they are padded. For checked arguments.
+    /// Allocates the records, zeroed if they are padded. Call `check` first.
     pub fn result(&self, b: &B) -> Result<B::Buf<u8>> {
         let kind = self.rows.row_kind();
         let len = B::len(self.index).checked_mul(kind.row_bytes());
@@ -249,17 +249,17 @@ impl<B: Backend> PackRows<'_, B> {
     }
 }
 
-/// The inverse of [`PackRows`]: records to rows.
+/// The inverse of [`PackRows`]: converts records to rows.
 #[derive(Debug)]
 pub struct UnpackRows<'a, B: Backend> {
-    /// The records, back to back.
+    /// The records, one after the other.
     pub bytes: &'a B::Buf<u8>,
     /// The layout of a record.
     pub kind: RowKind,
 }
 
 impl<B: Backend> UnpackRows<'_, B> {
-    /// How closely backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the length.
@@ -267,7 +267,7 @@ impl<B: Backend> UnpackRows<'_, B> {
         check_messages("unpack_rows", B::len(self.bytes), self.kind)
     }
 
-    /// Allocates the result. For checked arguments.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<Operand<B>> {
         self.kind.unwritten(b, B::len(self.bytes) / self.kind.row_bytes())
     }
@@ -282,19 +282,19 @@ fn check_messages(op: &'static str, bytes: usize, kind: RowKind) -> Result<()> {
     expect_eq(op, "bytes modulo the record's length", bytes % kind.row_bytes(), 0)
 }
 
-/// [`UnpackRows`], then [`Permute`], without writing the rows in between.
+/// [`UnpackRows`], then [`Permute`], without writing the intermediate rows.
 #[derive(Debug)]
 pub struct UnpackPermute<'a, B: Backend> {
-    /// The records, back to back.
+    /// The records, one after the other.
     pub bytes: &'a B::Buf<u8>,
     /// The layout of a record.
     pub kind: RowKind,
-    /// The order.
+    /// The permutation.
     pub map: &'a PermuteMap<B>,
 }
 
 impl<B: Backend> UnpackPermute<'_, B> {
-    /// How closely backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the length.
@@ -302,12 +302,12 @@ impl<B: Backend> UnpackPermute<'_, B> {
         check_messages("unpack_permute", B::len(self.bytes), self.kind)
     }
 
-    /// Number of records. For checked arguments.
+    /// Number of records. Call `check` first.
     pub fn messages(&self) -> usize {
         B::len(self.bytes) / self.kind.row_bytes()
     }
 
-    /// Allocates the result. For checked arguments.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<Operand<B>> {
         self.kind.unwritten(b, self.map.groups.capacity)
     }

@@ -10,21 +10,21 @@ pub enum Scores {
     Sigmoid,
 }
 
-/// The score of a group of experts, from the choice scores of its experts.
+/// How the score of a group is computed from the choice scores of its experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GroupScore {
-    /// The largest: DeepSeek-V2 ([arXiv 2405.04434](https://arxiv.org/abs/2405.04434), 2.2.2).
+    /// The largest score, as in DeepSeek-V2 ([arXiv 2405.04434](https://arxiv.org/abs/2405.04434), section 2.2.2).
     Max,
-    /// The sum of the two largest: DeepSeek-V3 ([arXiv 2412.19437](https://arxiv.org/abs/2412.19437), 2.1.2).
+    /// The sum of the two largest scores, as in DeepSeek-V3 ([arXiv 2412.19437](https://arxiv.org/abs/2412.19437), section 2.1.2).
     Top2,
 }
 
-/// Group-limited routing: a token's experts come from its best groups. Expert i is in group i / (experts / `count`).
+/// Group-limited routing: a token's experts come from the groups with the largest scores. Expert i is in group i / (experts / `count`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ExpertGroups {
     /// Number of groups, of equal size.
     pub count: usize,
-    /// Groups per token: those with the largest scores.
+    /// Number of groups that are chosen per token: the groups with the largest scores.
     pub top: usize,
     /// The score of a group.
     pub score: GroupScore,
@@ -37,32 +37,32 @@ pub struct RouteRule {
     pub scores: Scores,
     /// Experts per token.
     pub top_k: usize,
-    /// Divide a token's gate weights by their sum; for sigmoids by their sum + [`RouteRule::TINY`].
+    /// Whether to divide a token's gate weights by their sum. For sigmoids, the divisor is their sum + [`RouteRule::TINY`].
     pub normalize: bool,
-    /// Choose groups first, then experts in these groups.
+    /// If given, the router first chooses groups, and then chooses experts in these groups.
     pub groups: Option<ExpertGroups>,
     /// Factor of the gate weights, applied last.
     pub scale: f32,
     /// Round-robin routing, whatever the scores, biases and groups: slot j of token t of a shard goes to expert (t + j · ⌊e / k⌋) mod e.
-    /// For measurements: if e divides the tokens of a shard, all experts have the same number of slots.
+    /// This routing is for measurements: if e divides the tokens of a shard, all experts have the same number of slots.
     pub in_turn: bool,
 }
 
 impl RouteRule {
-    /// Added to divisors that are sums of sigmoids, which may be 0.
+    /// A constant that is added to divisors that are sums of sigmoids, because such a sum may be 0.
     pub const TINY: f32 = 1e-20;
 
-    /// Softmax over all experts; the largest are chosen.
+    /// Softmax over all experts; the experts with the largest scores are chosen.
     pub const fn softmax(top_k: usize, normalize: bool) -> Self {
         Self { scores: Scores::Softmax, top_k, normalize, groups: None, scale: 1.0, in_turn: false }
     }
 
-    /// With round-robin routing, the expert of a slot of a token of a shard, among `experts` experts.
+    /// The expert, out of `experts`, that round-robin routing chooses for slot `slot` of a shard's token `token`.
     pub const fn turn(&self, token: usize, slot: usize, experts: usize) -> usize {
         (token + slot * (experts / self.top_k)) % experts
     }
 
-    /// Added to divisors.
+    /// The constant that is added to divisors under this rule.
     pub const fn tiny(&self) -> f32 {
         match self.scores {
             Scores::Softmax => 0.0,
@@ -99,11 +99,11 @@ impl RouteRule {
 /// Computes the scores of experts, chooses the `top_k` experts with the largest choice scores, and weights them.
 ///
 /// An expert's choice score is its score, plus its bias if there is one. With groups, only experts of the best groups can be chosen. Among
-/// equal experts or groups the lower index is first; a NaN is last. Gate weights are computed from scores without the bias.
-/// [`RouteRule::in_turn`] chooses round-robin instead.
+/// experts or groups with equal scores, the lower index comes first; a NaN comes last. Gate weights are computed from scores without the
+/// bias. [`RouteRule::in_turn`] chooses round-robin instead.
 ///
-/// A row of logits with a NaN or +∞, or with only −∞, counts as a row of NaNs under either score function. Its experts are the first k,
-/// unless routing is round-robin.
+/// A row of logits with a NaN or +∞, or with only −∞, counts as a row of NaNs under either score function. The experts of such a row are
+/// the first k, unless routing is round-robin.
 ///
 /// The order of every sum:
 /// * A sum over experts adds expert j to lane j mod 64, each lane in order. Four neighbouring lanes are added as (0 + 1) + (2 + 3), and the
@@ -115,17 +115,17 @@ impl RouteRule {
 ///   tokens in this order.
 #[derive(Debug)]
 pub struct Route<'a, B: Backend> {
-    /// `[t, e]`, F32.
+    /// Shape `[t, e]`, F32.
     pub logits: &'a Tensor<B>,
-    /// Added to the scores, for the choice only: `e`.
+    /// A bias for each expert, which is added to the scores only for the choice of experts: `e` values.
     pub bias: Option<&'a B::Buf<f32>>,
     /// How experts are chosen and weighted.
     pub rule: RouteRule,
     /// Number of shards of equal size; losses are per shard. A shard may be any run of tokens, such as a sequence.
     pub shards: usize,
-    /// For shards that are sequences of packed documents: for each token, the index within its shard of its document's first token. The
-    /// load-balancing loss of a shard is then the mean of its documents' losses, weighted by their tokens. An index outside the range 0 to
-    /// the token's own index is clamped. `t`
+    /// For shards that are sequences of packed documents, the index of the first token of each token's document, counted within the shard:
+    /// `t` values. The load-balancing loss of a shard is then the mean of its documents' losses, weighted by their tokens. An index outside
+    /// the range 0 to the token's own index is clamped.
     pub documents: Option<&'a B::Buf<i32>>,
 }
 
@@ -136,26 +136,26 @@ pub struct Routing<B: Backend> {
     pub expert: B::Buf<i32>,
     /// Gate weight of each (token, slot).
     pub weight: B::Buf<f32>,
-    /// Saved for the backward pass, F32 `[t, e]`: the softmax of the logits; for sigmoids the logits themselves, not copied.
+    /// Saved for the backward pass, F32 `[t, e]`: the softmax of the logits; for sigmoids, the logits themselves, without a copy.
     pub kept: Tensor<B>,
-    /// log Σ exp of each token's logits: `t`.
+    /// log Σ exp of each token's logits: `t` values.
     pub log_sum_exp: B::Buf<f32>,
     /// For each shard, the number of (token, slot) pairs per expert: `shards · e` values.
     pub load: B::Buf<i32>,
-    /// Two values per shard: the load-balancing loss e · Σ_e (share of slots to e) · (mean probability of e), 1 if experts are balanced,
-    /// and the z-loss mean((log Σ exp logits)²). The shares of slots, load / (k · tokens), sum to 1 here; in the loss of `transformers`,
-    /// which is Switch Transformer's for several experts per token, they sum to k. With sigmoid scores, the probability of an expert is its
-    /// sigmoid divided by the token's sum of sigmoids, as in equation 19 of [arXiv 2412.19437](https://arxiv.org/abs/2412.19437). With
-    /// documents, the loss is e / (k · tokens) · Σ_t Σ_e p_te · n_e / l, where the document of token t has l tokens, and n_e of the
-    /// document's slots chose expert e.
+    /// Two values per shard. The first is the load-balancing loss e · Σ_e (share of slots sent to e) · (mean probability of e), which is 1
+    /// if experts are balanced. The second is the z-loss mean((log Σ exp logits)²). The shares of slots, load / (k · tokens), sum to 1
+    /// here; in the loss of `transformers`, which extends Switch Transformer's loss to several experts per token, the shares sum to k. With
+    /// sigmoid scores, the probability of an expert is its sigmoid divided by the token's sum of sigmoids, as in equation 19 of [arXiv
+    /// 2412.19437](https://arxiv.org/abs/2412.19437). With documents, the loss is e / (k · tokens) · Σ_t Σ_e p_te · n_e / l, where the
+    /// document of token t has l tokens, and n_e of the document's slots chose expert e.
     pub losses: B::Buf<f32>,
 }
 
 impl<B: Backend> Route<'_, B> {
-    /// Tokens of a chunk, whose probabilities are summed before the sums of chunks are added.
+    /// Number of tokens of a chunk. The probabilities of a chunk's tokens are summed before the sums of chunks are added.
     pub const CHUNK: usize = 64;
 
-    /// How closely backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.
@@ -175,7 +175,7 @@ impl<B: Backend> Route<'_, B> {
         expect_eq(OP, "tokens modulo the shards", self.logits.rows % self.shards, 0)
     }
 
-    /// Allocates the result. For checked arguments.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<Routing<B>> {
         let ((tokens, experts), slots) = (self.logits.shape(), self.logits.rows * self.rule.top_k);
         let kept = match self.rule.scores {
@@ -200,18 +200,18 @@ impl<B: Backend> Route<'_, B> {
 pub struct RouteBackward<'a, B: Backend> {
     /// The result of [`Route`].
     pub routing: &'a Routing<B>,
-    /// As given to [`Route`].
+    /// The rule that was given to [`Route`].
     pub rule: RouteRule,
-    /// As given to [`Route`].
+    /// The number of shards that was given to [`Route`].
     pub shards: usize,
-    /// As given to [`Route`]. None with `batch_load`.
+    /// The documents that were given to [`Route`]; `None` with `batch_load`.
     pub documents: Option<&'a B::Buf<i32>>,
     /// Gradient of each (token, slot)'s gate weight: `t · top_k`.
     pub dweight: &'a B::Buf<f32>,
-    /// Factor of each shard's load-balancing loss in the total loss, or of the one loss with `batch_load`.
+    /// Factor of each shard's load-balancing loss in the total loss, or of the single loss with `batch_load`.
     pub aux_scale: f32,
-    /// For one load-balancing loss over the rows of several routings, instead of a loss per shard: the number of (token, slot) pairs per
-    /// expert over those rows, `e` whole numbers. The loss is e · Σ_e (load / rows) · (mean probability of e).
+    /// If given, a single load-balancing loss over the rows of several routings replaces the losses per shard. This buffer is the number of
+    /// (token, slot) pairs per expert over those rows, `e` whole numbers. The loss is e · Σ_e (load / rows) · (mean probability of e).
     pub batch_load: Option<&'a B::Buf<f64>>,
     /// The number of rows that `batch_load` counts; unused if every shard has its own loss.
     pub batch_rows: usize,
@@ -220,12 +220,12 @@ pub struct RouteBackward<'a, B: Backend> {
 }
 
 impl<B: Backend> RouteBackward<'_, B> {
-    /// How closely backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// Factors of the losses in a logit's gradient, with t tokens per shard. For the load-balancing loss, the factor of an expert's load:
-    /// aux · e / (k · t²); with one loss for all rows aux · e / rows²; with documents aux · e / (k · t), for the document's load divided by
-    /// its tokens. For the z-loss, the factor of the log-sum-exp: 2 · z / t.
+    /// Factors of the two losses in a logit's gradient, with t tokens per shard. In the load-balancing loss, the factor of an expert's load
+    /// is aux · e / (k · t²), or aux · e / rows² with one loss for all rows. With documents, the factor of a document's load divided by its
+    /// tokens is aux · e / (k · t). In the z-loss, the factor of the log-sum-exp is 2 · z / t.
     pub fn loss_factors(&self) -> (f64, f32) {
         let (tokens, experts) = self.routing.kept.shape();
         let per_shard = (tokens / self.shards).max(1);
@@ -265,7 +265,7 @@ impl<B: Backend> RouteBackward<'_, B> {
         expect_eq(OP, "dweight.len()", B::len(self.dweight), slots)
     }
 
-    /// Allocates the result. For checked arguments.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<Tensor<B>> {
         self.routing.kept.unwritten_like(b)
     }

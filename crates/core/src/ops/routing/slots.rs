@@ -2,13 +2,13 @@ use crate::error::expect_eq;
 use crate::{Agreement, Backend, Error, Result};
 
 /// The rank of each (token, slot), for experts sharded over ranks evenly and in order: expert / `experts_each`.
-/// [`PlanPermute`](crate::ops::PlanPermute) sorts slots by rank as it does by expert. An expert out of range is no error: its rank is −1,
-/// and it is not counted.
+/// [`PlanPermute`](crate::ops::PlanPermute) sorts slots by rank as it does by expert. An expert out of range is not an error: the slot's
+/// rank is −1, and the slot is not counted.
 #[derive(Debug)]
 pub struct AssignRanks<'a, B: Backend> {
     /// Global expert of each (token, slot): `[t·k]`.
     pub expert: &'a B::Buf<i32>,
-    /// Slots per token.
+    /// Number of slots per token.
     pub top_k: usize,
     /// Experts per rank.
     pub experts_each: usize,
@@ -24,12 +24,12 @@ pub struct SlotRanks<B: Backend> {
     /// Rank of each (token, slot), but −1 if an earlier slot of the token has the same rank, since a token is sent to a rank only once.
     /// `[t·k]`
     pub first: B::Buf<i32>,
-    /// For each rank, the tokens sent to it, then the slots: `[2·world]`.
+    /// For each rank, the number of tokens sent to that rank, then the number of slots: `[2·world]`.
     pub counts: B::Buf<i32>,
 }
 
 impl<B: Backend> AssignRanks<'_, B> {
-    /// How closely backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks sizes.
@@ -48,7 +48,7 @@ impl<B: Backend> AssignRanks<'_, B> {
         check_slots(OP, B::len(self.expert), self.top_k).map(drop)
     }
 
-    /// Allocates the result, with zeroed counts. For checked arguments.
+    /// Allocates the result, with zeroed counts. Call `check` first.
     pub fn result(&self, b: &B) -> Result<SlotRanks<B>> {
         let slots = B::len(self.expert);
         Ok(SlotRanks { rank: b.alloc(slots)?, first: b.alloc(slots)?, counts: b.zeros(2 * self.world)? })
@@ -67,35 +67,35 @@ fn check_slots(op: &'static str, slots: usize, top_k: usize) -> Result<usize> {
     Ok(slots / top_k)
 }
 
-/// Words of the record of one token: see [`PackSlots`].
+/// Number of words in the record of one token; see [`PackSlots`].
 pub const fn record_words(top_k: usize) -> usize {
     1 + 2 * top_k
 }
 
-/// The record of each token that is sent to a rank, in [`record_words`] words: the token's global number plus 1; for each slot the local
-/// number of its expert on that rank plus 1, or 0 if another rank has the expert; for each slot the bits of its gate weight. So a record of
-/// zeros has no token.
+/// Writes the record of each token that is sent to a rank, in [`record_words`] words: the token's global number plus 1; for each slot, the
+/// local number of the slot's expert on that rank plus 1, or 0 if another rank has the expert; for each slot, the bits of the gate weight.
+/// So a record of zeros has no token.
 ///
-/// A record goes to the rank that has the expert of the record's slot. All words are 0 if the slot is negative or past the end. If the
-/// slot's expert is negative, the words for experts are 0.
+/// A record goes to the rank that has the expert of the record's slot. All words of the record are 0 if the slot is negative or past the
+/// end. If the slot's expert is negative, the words for experts are 0.
 #[derive(Debug)]
 pub struct PackSlots<'a, B: Backend> {
-    /// For each record, a (token, slot) that goes to its rank: `row_slot` of a plan over [`SlotRanks::first`]. `[m]`
+    /// For each record, a (token, slot) pair that is sent to the record's rank: `row_slot` of a plan over [`SlotRanks::first`]. `[m]`
     pub slot: &'a B::Buf<i32>,
-    /// As given to [`AssignRanks`]. `[t·k]`
+    /// The experts that were given to [`AssignRanks`]. `[t·k]`
     pub expert: &'a B::Buf<i32>,
     /// Gate weight of each (token, slot). `[t·k]`
     pub weight: &'a B::Buf<f32>,
-    /// Slots per token.
+    /// Number of slots per token.
     pub top_k: usize,
-    /// As given to [`AssignRanks`].
+    /// The number of experts per rank that was given to [`AssignRanks`].
     pub experts_each: usize,
     /// Global number of each token. `[t]`
     pub token_id: &'a B::Buf<i32>,
 }
 
 impl<B: Backend> PackSlots<'_, B> {
-    /// How closely backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks sizes.
@@ -110,13 +110,13 @@ impl<B: Backend> PackSlots<'_, B> {
         check_words(OP, "slot.len()", B::len(self.slot), self.top_k)
     }
 
-    /// Allocates the result. For checked arguments.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<B::Buf<i32>> {
         b.alloc(B::len(self.slot) * record_words(self.top_k))
     }
 }
 
-/// Checks that the words of all records can be counted.
+/// Checks that the number of words of all records does not overflow.
 fn check_words(op: &'static str, argument: &'static str, records: usize, top_k: usize) -> Result<()> {
     let words = records.saturating_mul(record_words(top_k));
     if words >= 1 << 31 {
@@ -126,13 +126,13 @@ fn check_words(op: &'static str, argument: &'static str, records: usize, top_k: 
     Ok(())
 }
 
-/// The inverse of [`PackSlots`]: records to the inputs of [`PlanPermute`](crate::ops::PlanPermute) and
+/// The inverse of [`PackSlots`]: converts records to the inputs of [`PlanPermute`](crate::ops::PlanPermute) and
 /// [`GatherScalars`](crate::ops::GatherScalars). A record of zeros has token −1, experts −1 and weights 0.
 #[derive(Debug)]
 pub struct UnpackSlots<'a, B: Backend> {
-    /// Records back to back: `[m, record_words]`.
+    /// Records one after the other: `[m, record_words]`.
     pub records: &'a B::Buf<i32>,
-    /// Slots per token.
+    /// Number of slots per token.
     pub top_k: usize,
 }
 
@@ -141,14 +141,14 @@ pub struct UnpackSlots<'a, B: Backend> {
 pub struct ReceivedSlots<B: Backend> {
     /// Global number of each token. `[m]`
     pub token_id: B::Buf<i32>,
-    /// Local expert of each (token, slot), −1 if another rank has it. `[m·k]`
+    /// Local expert of each (token, slot), −1 if another rank has the expert. `[m·k]`
     pub expert: B::Buf<i32>,
     /// Gate weight of each (token, slot). `[m·k]`
     pub weight: B::Buf<f32>,
 }
 
 impl<B: Backend> UnpackSlots<'_, B> {
-    /// How closely backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks the length.
@@ -165,7 +165,7 @@ impl<B: Backend> UnpackSlots<'_, B> {
         B::len(self.records) / record_words(self.top_k)
     }
 
-    /// Allocates the result. For checked arguments.
+    /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<ReceivedSlots<B>> {
         let (records, slots) = (self.records(), self.records() * self.top_k);
         Ok(ReceivedSlots { token_id: b.alloc(records)?, expert: b.alloc(slots)?, weight: b.alloc(slots)? })

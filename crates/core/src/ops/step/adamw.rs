@@ -11,15 +11,15 @@ use crate::{Agreement, Backend, DType, Error, Result, Tensor};
 /// rounded. If [`Control::STOP`] is set, nothing changes.
 #[derive(Debug)]
 pub struct AdamW<'a, B: Backend> {
-    /// The parameters, in one call, so that a GPU needs only a few launches.
+    /// The parameters. One call takes all of them, so that a GPU needs only a few launches.
     pub tensors: Vec<AdamWTensor<'a, B>>,
     /// Learning rate, bias corrections, clipping factor and the stop flag: see [`Control`].
     pub control: &'a B::Buf<f32>,
-    /// β₁.
+    /// The decay rate β₁ of the first moment.
     pub beta1: f32,
-    /// β₂.
+    /// The decay rate β₂ of the second moment.
     pub beta2: f32,
-    /// Added to the denominator.
+    /// Epsilon, which is added to the denominator.
     pub eps: f32,
 }
 
@@ -32,9 +32,9 @@ pub struct AdamWTensor<'a, B: Backend> {
     pub grad: &'a Tensor<B>,
     /// First moment, F32 or BF16.
     pub exp_avg: &'a mut Tensor<B>,
-    /// Second moment, of the same type.
+    /// Second moment, of the same type as the first.
     pub exp_avg_sq: &'a mut Tensor<B>,
-    /// Decoupled weight decay.
+    /// The factor of the decoupled weight decay.
     pub weight_decay: f32,
 }
 
@@ -53,7 +53,7 @@ impl<B: Backend> AdamWTensor<'_, B> {
 }
 
 impl<B: Backend> AdamW<'_, B> {
-    /// How closely backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes and types.

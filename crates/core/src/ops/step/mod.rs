@@ -16,21 +16,22 @@ impl Control {
     pub const LR: usize = 0;
     /// 1 / (1 − β₁^step) of AdamW.
     pub const BIAS1: usize = 1;
-    /// 1 / (1 − β₂^step).
+    /// 1 / (1 − β₂^step) of AdamW.
     pub const BIAS2: usize = 2;
-    /// Factor of the gradient of a target's loss: 1 / (targets of the step that count), for a mean over them.
+    /// Factor of the gradient of a target's loss: 1 / (number of the step's targets that count), so that the loss is a mean over these
+    /// targets.
     pub const LOSS_SCALE: usize = 3;
-    /// Factor of the gradient: clipping.
+    /// Factor of the gradient for clipping.
     pub const GRAD_SCALE: usize = 4;
-    /// Not 0 after a value was not finite or a buffer overflowed. No weight changes while this flag is set, and only the host clears the
-    /// flag.
+    /// A flag that is not 0 after a value was not finite or a buffer overflowed. No weight changes while this flag is set, and only the
+    /// host clears the flag.
     pub const STOP: usize = 5;
     /// Number of values.
     pub const LEN: usize = 6;
     /// The number of values, from the first on, that the host sets for each step.
     pub const FROM_HOST: usize = 4;
 
-    /// Values for a pass without a step: all zero except the factor of losses.
+    /// Scalars for a pass outside of a training step. All scalars are zero except the factor of losses.
     pub fn with_loss_scale(scale: f32) -> [f32; Self::LEN] {
         let mut control = [0.0; Self::LEN];
         control[Self::LOSS_SCALE] = scale;
@@ -43,9 +44,9 @@ impl Control {
 pub struct Clock;
 
 impl Clock {
-    /// Number of the current step, from 0.
+    /// Number of the current step, counted from 0.
     pub const STEP: usize = 0;
-    /// Micro-batches of the step that have begun.
+    /// Number of the step's micro-batches that have started.
     pub const MICRO: usize = 1;
     /// Number of values.
     pub const LEN: usize = 2;
@@ -53,8 +54,8 @@ impl Clock {
 
 /// A step's inputs from the host, as I32 words. First come [`InputLayout::SCALARS`] words: the bits of the F32 scalars of
 /// [`Control::FROM_HOST`] and the words at [`InputLayout::TOLD`]. Then, for each micro-batch, come its ids, its targets and, if attention
-/// separates documents, the starts of its documents. These words fill one slot. A ring has two slots, so that the host writes one while the
-/// device reads the other: step n reads slot n mod 2.
+/// separates documents, the starts of its documents. All of these words together fill one slot. A ring has two slots, so that the host
+/// writes one while the device reads the other: step n reads slot n mod 2.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct InputLayout {
     /// Tokens of a micro-batch on this rank.
@@ -66,15 +67,15 @@ pub struct InputLayout {
 }
 
 impl InputLayout {
-    /// Words before the first id.
+    /// Number of words before the first id.
     pub const SCALARS: usize = Self::TOLD + Self::TOLD_WORDS;
-    /// Index of the first word that this rank reports to the others, such as whether it was asked to end the run. These words are part of
-    /// the step's record, so that all ranks read the same.
+    /// Index of the first word that this rank reports to the other ranks, for example whether the rank received a request to end the run.
+    /// These words are part of the step's record, so that all ranks read the same words.
     pub const TOLD: usize = Control::FROM_HOST;
     /// Number of words that this rank reports.
     pub const TOLD_WORDS: usize = 3;
 
-    /// Words of one slot.
+    /// Number of words of one slot.
     pub fn slot_len(&self) -> usize {
         Self::SCALARS + self.words_a_token() * self.tokens * self.micro_batches
     }
@@ -83,7 +84,7 @@ impl InputLayout {
         2 + usize::from(self.apart)
     }
 
-    /// Words of document starts per micro-batch: one per token, or none.
+    /// Number of words of document starts per micro-batch: one per token, or 0.
     pub fn starts(&self) -> usize {
         if self.apart { self.tokens } else { 0 }
     }
@@ -103,12 +104,12 @@ impl InputLayout {
 }
 
 /// Begins a step: copies the scalars of the step's slot to the control buffer, zeroes the table of sums, copies the words at
-/// [`InputLayout::TOLD`] to the table's cells from `told` on, and resets the count of begun micro-batches.
+/// [`InputLayout::TOLD`] to the table's cells from `told` on, and resets the count of started micro-batches.
 #[derive(Debug)]
 pub struct BeginStep<'a, B: Backend> {
-    /// The ring of inputs.
+    /// The ring buffer of inputs.
     pub inputs: &'a B::Buf<i32>,
-    /// Layout of a slot.
+    /// Layout of a slot of the ring buffer.
     pub layout: InputLayout,
     /// See [`Clock`].
     pub clock: &'a mut B::Buf<u32>,
@@ -116,12 +117,12 @@ pub struct BeginStep<'a, B: Backend> {
     pub control: &'a mut B::Buf<f32>,
     /// The table that [`Collect`] adds to.
     pub table: &'a mut B::Buf<f64>,
-    /// The first of the [`InputLayout::TOLD_WORDS`] cells for what this rank reports to the others.
+    /// The first of the [`InputLayout::TOLD_WORDS`] cells for the words that this rank reports to the other ranks.
     pub told: usize,
 }
 
 impl<B: Backend> BeginStep<'_, B> {
-    /// How closely backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks lengths, and that the cells from `told` on are within the table.
@@ -138,33 +139,34 @@ impl<B: Backend> BeginStep<'_, B> {
 }
 
 /// Begins a micro-batch: copies its ids, its targets and its document starts from the step's slot to the buffers of the passes, and numbers
-/// its rows, (micro-batch · ranks + rank) · tokens + row. Advances the clock.
+/// its rows as (micro-batch · ranks + rank) · tokens + row. The op also advances the clock.
 ///
-/// A micro-batch beyond the layout's number is refused if the host can see the clock; otherwise the last micro-batch is read again.
+/// A backend refuses a micro-batch beyond the layout's number if the host can see the clock; otherwise it reads the last micro-batch again.
 #[derive(Debug)]
 pub struct BeginMicroBatch<'a, B: Backend> {
-    /// The ring of inputs.
+    /// The ring buffer of inputs.
     pub inputs: &'a B::Buf<i32>,
-    /// Layout of a slot.
+    /// Layout of a slot of the ring buffer.
     pub layout: InputLayout,
     /// See [`Clock`].
     pub clock: &'a mut B::Buf<u32>,
-    /// Token ids, `layout.tokens`.
+    /// Token ids, `layout.tokens` values.
     pub ids: &'a mut B::Buf<i32>,
-    /// Targets, `layout.tokens`.
+    /// Targets, `layout.tokens` values.
     pub targets: &'a mut B::Buf<i32>,
-    /// For each token, the index within its sequence where its document begins, `layout.tokens`; empty if documents are not separate.
+    /// For each token, the index within its sequence where its document begins, `layout.tokens` values. The buffer is empty if attention
+    /// does not separate documents.
     pub starts: &'a mut B::Buf<i32>,
-    /// Global number of each row, `layout.tokens`.
+    /// Global number of each row, `layout.tokens` values.
     pub row_id: &'a mut B::Buf<i32>,
-    /// This rank.
+    /// The number of this rank.
     pub rank: usize,
     /// Number of ranks.
     pub ranks: usize,
 }
 
 impl<B: Backend> BeginMicroBatch<'_, B> {
-    /// How closely backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks lengths.
@@ -184,21 +186,21 @@ impl<B: Backend> BeginMicroBatch<'_, B> {
     }
 }
 
-/// A few values that an operation has left on the device.
+/// Values on the device that an operation has computed.
 #[derive(Debug)]
 pub enum EntrySource<'a, B: Backend> {
-    /// Counts.
+    /// Counts as U64 integers.
     U64(&'a B::Buf<u64>),
-    /// Loads.
+    /// Loads of experts.
     I32(&'a B::Buf<i32>),
-    /// Losses.
+    /// Losses in F32.
     F32(&'a B::Buf<f32>),
-    /// Sums.
+    /// Sums in F64.
     F64(&'a B::Buf<f64>),
-    /// Magnitudes: a cell holds the largest so far, or NaN once a magnitude was NaN.
+    /// Magnitudes: a cell holds the largest magnitude so far, or NaN once a magnitude was NaN.
     Largest(&'a B::Buf<f32>),
-    /// Three values, all 0 if every row fits: the rows needed and the capacity, if they do not fit, and the difference between occupied
-    /// slots and the number that the plan expects.
+    /// Three values, all 0 if every row fits. The values are the number of needed rows and the capacity, if the rows do not fit, and the
+    /// difference between occupied slots and the number that the plan expects.
     Occupancy(&'a Occupancy<B>),
 }
 
@@ -224,7 +226,7 @@ impl<B: Backend> EntrySource<'_, B> {
 /// Number of values of [`EntrySource::Occupancy`].
 pub const OCCUPANCY_VALUES: usize = 3;
 
-/// Values of a report before the tables: the step, whether it stopped, the gradient norm, the factor of the gradient.
+/// Number of values of a report before the tables: the step, the stop flag, the gradient norm and the factor of the gradient.
 pub const REPORT_HEAD: usize = 4;
 
 /// Destination of a source's values: value i is added to cell `at + (i mod cells) · stride`.
@@ -232,7 +234,7 @@ pub const REPORT_HEAD: usize = 4;
 pub struct Entry<'a, B: Backend> {
     /// The values.
     pub source: EntrySource<'a, B>,
-    /// First cell.
+    /// Index of the first cell.
     pub at: usize,
     /// Number of cells; a divisor of the number of values.
     pub cells: usize,
@@ -240,18 +242,18 @@ pub struct Entry<'a, B: Backend> {
     pub stride: usize,
 }
 
-/// Adds values that operations have left on the device to a table of F64 sums (and of largest magnitudes), in one launch: the values of one
-/// cell in the order of the entries. Counts, whose sums are exact, and magnitudes may share a cell; other entries may not.
+/// Adds values that operations have left on the device to a table of F64 sums (and of largest magnitudes), in one launch. The values of one
+/// cell are added in the order of the entries. Counts, whose sums are exact, and magnitudes may share a cell; other entries may not.
 #[derive(Debug)]
 pub struct Collect<'a, B: Backend> {
     /// The values to add, and their cells.
     pub entries: &'a [Entry<'a, B>],
-    /// The table.
+    /// The table of sums.
     pub table: &'a mut B::Buf<f64>,
 }
 
 impl<B: Backend> Collect<'_, B> {
-    /// How closely backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks that every entry is within the table.
@@ -278,16 +280,16 @@ impl<B: Backend> Collect<'_, B> {
 ///   [`CloseSquares`](crate::ops::CloseSquares): chunks, lanes, trees.
 /// * [`Control::STOP`] becomes 1 if the norm or any of `squares` is not finite, or if, in any rank's table, a cell of `alarms` is not 0 or
 ///   a cell of `finite` is not finite. The squares that `order` leaves out, because another rank has them too, are checked as well. While
-///   the flag is 1, neither this step nor a later one counts; this op never resets the flag to 0.
-/// * [`Control::GRAD_SCALE`] = `clip_norm` / norm if the norm is larger and `clip_norm` is not 0, else 1.
+///   the flag is 1, no step counts; this op never resets the flag to 0.
+/// * [`Control::GRAD_SCALE`] = `clip_norm` / norm if the norm is larger than `clip_norm` and `clip_norm` is not 0, else 1.
 /// * Half (step mod 2) of `reports` gets [`REPORT_HEAD`] values (step, stop, norm, scale), then the tables.
 /// * The clock advances to the next step.
 #[derive(Debug)]
 pub struct EndStep<'a, B: Backend> {
     /// Sums of squares of every rank's gradients, rank by rank.
     pub squares: &'a B::Buf<f32>,
-    /// Indices in `squares` of the sums to add, each once, in an order that does not depend on the number of ranks. An index out of range
-    /// is the caller's error: a backend that can see it reports it, and none reads past the end.
+    /// Indices in `squares` of the sums to add. Each index occurs once, and the order does not depend on the number of ranks. An index out
+    /// of range is the caller's error: a backend that can see the index reports the error, and no backend reads past the end.
     pub order: &'a B::Buf<i32>,
     /// Every rank's table, one after the other.
     pub tables: &'a B::Buf<f64>,
@@ -297,18 +299,18 @@ pub struct EndStep<'a, B: Backend> {
     pub alarms: Range<usize>,
     /// Cells of a table that must be finite.
     pub finite: Range<usize>,
-    /// Largest norm; 0 = no clipping.
+    /// Largest norm of the clipped gradient; 0 means no clipping.
     pub clip_norm: f64,
     /// See [`Clock`].
     pub clock: &'a mut B::Buf<u32>,
     /// See [`Control`].
     pub control: &'a mut B::Buf<f32>,
-    /// A ring of two reports.
+    /// A ring buffer of two reports.
     pub reports: &'a mut B::Buf<f64>,
 }
 
 impl<B: Backend> EndStep<'_, B> {
-    /// How closely backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
     /// Checks lengths.
     pub fn check(&self) -> Result<()> {
@@ -329,16 +331,17 @@ impl<B: Backend> EndStep<'_, B> {
     }
 }
 
-/// Ends a step for a router with biases: the bias of an expert with fewer slots than the layer's mean grows by `rate`, and that of an
-/// expert with more shrinks by it (arXiv 2408.15664, algorithm 1): b += rate · sign(mean load − load), one addition in F32. Loads are those
-/// of the whole step, of all ranks: whole numbers, so sums and comparisons are exact. If [`Control::STOP`] is set, nothing changes.
+/// Updates the biases of a router at the end of a step. The bias of an expert with fewer slots than the layer's mean grows by `rate`, and
+/// the bias of an expert with more slots shrinks by `rate` (arXiv 2408.15664, algorithm 1): b += rate · sign(mean load − load), one
+/// addition in F32. The loads count the slots of the whole step on all ranks; loads are whole numbers, so sums and comparisons are exact.
+/// If [`Control::STOP`] is set, nothing changes.
 #[derive(Debug)]
 pub struct BalanceBias<'a, B: Backend> {
     /// Every rank's table, one after the other.
     pub tables: &'a B::Buf<f64>,
     /// Number of ranks.
     pub ranks: usize,
-    /// The cell of the first expert's load in a table; the others follow.
+    /// The cell of the first expert's load in a table; the other loads follow.
     pub at: usize,
     /// Change of a bias per step.
     pub rate: f32,
@@ -349,7 +352,7 @@ pub struct BalanceBias<'a, B: Backend> {
 }
 
 impl<B: Backend> BalanceBias<'_, B> {
-    /// How closely backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks lengths.
@@ -366,7 +369,7 @@ impl<B: Backend> BalanceBias<'_, B> {
         expect_eq(OP, "control.len()", B::len(self.control), Control::LEN)
     }
 
-    /// Cells of a table. For checked arguments.
+    /// Number of cells of a table. Call `check` first.
     pub fn cells(&self) -> usize {
         B::len(self.tables) / self.ranks
     }

@@ -4,10 +4,10 @@ use nibble_formats::{AmaxOf, DelayedScaling};
 
 use crate::ops::Control;
 
-/// The records of several spans with one [`DelayedScaling`], one after the other.
+/// Consecutive records of several spans that share one [`DelayedScaling`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AmaxRecords {
-    /// Their update rule.
+    /// The update rule of the records.
     pub scaling: DelayedScaling,
     /// Index of the first record.
     pub first: usize,
@@ -16,10 +16,10 @@ pub struct AmaxRecords {
 }
 
 impl AmaxRecords {
-    /// Words per span: see [`AmaxRecords::words`].
+    /// Number of words per span; see [`AmaxRecords::words`].
     pub const WORDS: usize = 4;
 
-    /// F32 values of all records.
+    /// Number of F32 values of all records.
     pub fn len(&self) -> usize {
         self.spans * self.scaling.record_len()
     }
@@ -29,10 +29,11 @@ impl AmaxRecords {
         self.spans == 0
     }
 
-    /// For each span: the index of its record, the length of its history, whether the most recent magnitude decides, and the margin.
+    /// For each span: the index of its record, the length of its history, whether only the most recent magnitude determines the scale, and
+    /// the margin.
     ///
     /// # Errors
-    /// If history or margin is out of range; [`Error::Shape`] if the index of a record does not fit a word.
+    /// An error if the history or the margin is out of range; [`Error::Shape`] if the index of a record does not fit a word.
     pub fn words(&self) -> Result<impl Iterator<Item = u32> + use<>> {
         let Self { scaling: DelayedScaling { history, amax, margin }, first, spans } = *self;
         let len = DelayedScaling::new(history, amax, margin)?.record_len();
@@ -46,11 +47,11 @@ impl AmaxRecords {
     }
 }
 
-/// Ends a step of delayed scaling: every span's largest magnitude, which [`Collect`](crate::ops::Collect) has put into a table, goes into
-/// its record ([`DelayedScaling::push`]). If [`Control::STOP`] is set, nothing changes.
+/// Ends a step of delayed scaling: adds every span's largest magnitude, which [`Collect`](crate::ops::Collect) has put into a table, to the
+/// span's record ([`DelayedScaling::push`]). If [`Control::STOP`] is set, nothing changes.
 #[derive(Debug)]
 pub struct PushAmax<'a, B: Backend> {
-    /// The step's table.
+    /// The step's table of sums and magnitudes.
     pub table: &'a B::Buf<f64>,
     /// The cell of the first span's magnitude.
     pub at: usize,
@@ -58,16 +59,16 @@ pub struct PushAmax<'a, B: Backend> {
     pub spans: &'a B::Buf<u32>,
     /// See [`Control`].
     pub control: &'a B::Buf<f32>,
-    /// The records.
+    /// The amax records of delayed scaling.
     pub records: &'a mut B::Buf<f32>,
 }
 
 impl<B: Backend> PushAmax<'_, B> {
-    /// How closely backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// Checks lengths. The words are on the device: a span whose record is not within the records, or whose history or margin is out of
-    /// [`DelayedScaling`]'s range, is skipped.
+    /// Checks lengths. The words are on the device, so they are not checked: a span whose record is not within the records, or whose
+    /// history or margin is out of [`DelayedScaling`]'s range, is skipped.
     pub fn check(&self) -> Result<()> {
         const OP: &str = "push_amax";
         let (words, cells) = (B::len(self.spans), B::len(self.table));

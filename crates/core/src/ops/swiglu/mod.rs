@@ -5,28 +5,28 @@ use nibble_formats::{BlockAxis, Codec};
 
 /// a = silu(g) · u · w, from h = `[g | u]` of `[r, 2f]` and the gate weight w of each row.
 ///
-/// One read of h writes `a` in the form asked for and, if asked, h quantized along its rows for the backward pass. silu and both products
-/// are F32; `a` is rounded once.
+/// The op reads h once. The op writes `a` in the requested form and, on request, h quantized along its rows for the backward pass. silu and
+/// both products are computed in F32; `a` is rounded once.
 #[derive(Debug)]
 pub struct Swiglu<'a, B: Backend> {
-    /// `[r, 2f]`, gate half first.
+    /// Shape `[r, 2f]`, gate half first.
     pub h: &'a Tensor<B>,
     /// Gate weight of each row; 1 if absent (dense layers).
     pub weight: Option<&'a B::Buf<f32>>,
-    /// Ragged rows; `a` is zero on padding.
+    /// The groups of rows, if any; `a` is zero in padding rows.
     pub groups: Option<&'a Groups<B>>,
     /// The form of `a`: plain or block-scaled.
     pub a: Emit,
-    /// Also write h with blocks along its rows.
+    /// The codec for a copy of h with blocks along its rows, if this copy is requested.
     pub save_h: Option<Codec>,
 }
 
 /// The result of [`Swiglu`].
 #[derive(Debug, Clone)]
 pub struct SwigluOut<B: Backend> {
-    /// `[r, f]`.
+    /// Shape `[r, f]`.
     pub a: Emitted<B>,
-    /// h quantized, if asked for.
+    /// Quantized h, if requested.
     pub h: Option<BlockScaled<B>>,
 }
 
@@ -55,7 +55,7 @@ fn check_emit<B: Backend>(
 }
 
 impl<B: Backend> Swiglu<'_, B> {
-    /// How closely backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.
@@ -70,7 +70,7 @@ impl<B: Backend> Swiglu<'_, B> {
         }
     }
 
-    /// Allocates the result, with zeroed counts. For checked arguments.
+    /// Allocates the result, with zeroed counts. Call `check` first.
     pub fn result(&self, b: &B) -> Result<SwigluOut<B>> {
         let stored = |codec: Codec| (codec.format(), codec.rule());
         let save =
@@ -80,48 +80,47 @@ impl<B: Backend> Swiglu<'_, B> {
     }
 }
 
-/// The backward pass of [`Swiglu`], with `a` recomputed from h if asked for: one kernel writes dh, `a` and the gate weight's
-/// gradient.
+/// The backward pass of [`Swiglu`], with `a` recomputed from h on request. One kernel writes dh, `a` and the gate weight's gradient.
 ///
 /// With s = sigmoid(g): dw = Σ silu(g)·u·da; dg = da·w·u·(s·(1 + g·(1 − s))); du = da·w·silu(g).
 ///
-/// Products associate from the left; factors that depend on g alone are rounded by themselves.
+/// Products are evaluated from left to right; factors that depend only on g are rounded separately.
 ///
 /// dw is summed in F32 over parts of [`PART`](Self::PART) columns, so that a CTA with a tile of that many columns sums its own part. With p
 /// = silu(g)·u of the part's columns (zeros past the last column), neighbours form pairs fma(p₁, da₁, p₀·da₀), which are reduced by the
 /// tree of neighbours ((0+1)+(2+3))…. The parts are added to 0 in order.
 #[derive(Debug)]
 pub struct SwigluBackward<'a, B: Backend> {
-    /// h as it was saved: plain, or MXFP4 with blocks along its rows.
+    /// The saved h: plain, or MXFP4 with blocks along its rows.
     pub h: &'a Operand<B>,
-    /// `[r, f]`.
+    /// Shape `[r, f]`.
     pub da: &'a Tensor<B>,
     /// Gate weight of each row.
     pub weight: Option<&'a B::Buf<f32>>,
-    /// Ragged rows; dh and `a` are zero on padding.
+    /// The groups of rows, if any; dh and `a` are zero in padding rows.
     pub groups: Option<&'a Groups<B>>,
     /// The form of dh.
     pub dh: Emit,
-    /// The form of `a`, for the second product's wgrad; none if it is not wanted.
+    /// The form of `a`, for the wgrad of the second GEMM; `None` if `a` is not needed.
     pub a: Option<Emit>,
 }
 
 /// The result of [`SwigluBackward`].
 #[derive(Debug, Clone)]
 pub struct SwigluGrads<B: Backend> {
-    /// `[r, 2f]`.
+    /// Shape `[r, 2f]`.
     pub dh: Emitted<B>,
-    /// `[r, f]`, if asked for.
+    /// Shape `[r, f]`, if requested.
     pub a: Option<Emitted<B>>,
-    /// Gradient of each row's gate weight; 0 on padding. `r` values.
+    /// Gradient of each row's gate weight; 0 in padding rows. `r` values.
     pub dweight: B::Buf<f32>,
 }
 
 impl<B: Backend> SwigluBackward<'_, B> {
-    /// Columns of a part of the gate weight's gradient.
+    /// Number of columns of a part in the sum of the gate weight's gradient.
     pub const PART: usize = 128;
 
-    /// How closely backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// Checks shapes.
@@ -143,10 +142,10 @@ impl<B: Backend> SwigluBackward<'_, B> {
         }
     }
 
-    /// Allocates the result, with zeroed counts. For checked arguments.
+    /// Allocates the result, with zeroed counts. Call `check` first.
     pub fn result(&self, b: &B) -> Result<SwigluGrads<B>> {
         let (rows, f) = self.da.shape();
-        // Columns of dh and `a` have the same length.
+        // Columns of dh and `a` are padded to the same length.
         let step = self.dh.column_step().max(self.a.map_or(1, Emit::column_step));
         let dh = self.dh.result_with(b, (rows, 2 * f), step)?;
         let a = self.a.map(|a| a.result_with(b, (rows, f), step)).transpose()?;

@@ -2,21 +2,21 @@ use crate::error::expect_eq;
 use crate::ops::Control;
 use crate::{Agreement, Backend, DType, Error, Result, Tensor};
 
-/// Cross-entropy in nats, of each token and summed over each shard, and the gradient of scale · Σ loss with respect to the logits, where
-/// scale is [`Control::LOSS_SCALE`].
+/// Computes the cross-entropy in nats of each token, its sum over each shard, and the gradient of scale · Σ loss with respect to the
+/// logits, where scale is [`Control::LOSS_SCALE`].
 ///
-/// For a row z with target y: e_i = exp(z_i − max z), s = Σ e, loss = log s + (max z − z_y),
-/// dz_i = scale · (e_i / s − \[i = y\]). The maximum skips a NaN, which returns through its exponential.
+/// For a row z with target y: e_i = exp(z_i − max z), s = Σ e, loss = log s + (max z − z_y), dz_i = scale · (e_i / s − \[i = y\]). The
+/// maximum ignores a NaN, but the exponential of the NaN still makes the loss NaN.
 ///
 /// s is a sum over 1024 lanes: element i goes to lane i mod 1024. Each lane sums in order from 0, and the lanes are reduced by the halving
-/// tree 512, 256, …, 1 (lane l with lane l + 512, and so on). Lanes past the vocabulary hold zeros. No e is −0, so a backend may skip such
-/// lanes without changing a bit.
+/// tree 512, 256, …, 1 (lane l with lane l + 512, and so on). Lanes past the vocabulary hold zeros. No e is −0, so a backend may skip lanes
+/// of zeros without changing a bit of the sum.
 ///
-/// A row with a negative target has loss 0 and gradient 0. So has a row whose target is at or past the end of the vocabulary, and this
-/// target is counted as a bad id. A caller reads the count of bad ids when waiting for the device costs nothing.
+/// A row with a negative target has loss 0 and gradient 0. A row whose target is at or past the end of the vocabulary also has loss 0 and
+/// gradient 0, and its target is counted as a bad id. A caller reads the count of bad ids when waiting for the device costs nothing.
 #[derive(Debug)]
 pub struct CrossEntropy<'a, B: Backend> {
-    /// `[t, vocab]`, F32.
+    /// Shape `[t, vocab]`, F32.
     pub logits: &'a Tensor<B>,
     /// The target of each row.
     pub targets: &'a B::Buf<i32>,
@@ -31,23 +31,23 @@ pub struct CrossEntropy<'a, B: Backend> {
 /// The result of [`CrossEntropy`].
 #[derive(Debug, Clone)]
 pub struct CrossEntropyOut<B: Backend> {
-    /// Nats of each row, `t` values.
+    /// Loss of each row in nats: `t` values.
     pub loss: B::Buf<f32>,
-    /// Nats of each shard, summed in F64. A chunk of [`CrossEntropy::CHUNK`] tokens is summed over 16 lanes in token order, and the lanes
-    /// are reduced by the tree 8, 4, 2, 1. The sums of chunks are added by the tree over neighbours ((0+1)+(2+3))…, in which an odd sum
-    /// moves up unchanged. `shards` values.
+    /// Loss of each shard in nats, summed in F64. A chunk of [`CrossEntropy::CHUNK`] tokens is summed over 16 lanes in token order, and the
+    /// lanes are reduced by the tree 8, 4, 2, 1. The sums of chunks are added by the tree over neighbours ((0+1)+(2+3))…, in which an odd
+    /// sum moves up unchanged. `shards` values.
     pub shard_nats: B::Buf<f64>,
-    /// Number of targets at or past the vocabulary: one value.
+    /// Number of targets at or past the end of the vocabulary: one value.
     pub bad_ids: B::Buf<u64>,
-    /// `[t, vocab]`, if asked for.
+    /// Gradient of the logits `[t, vocab]`, if requested.
     pub dlogits: Option<Tensor<B>>,
 }
 
 impl<B: Backend> CrossEntropy<'_, B> {
-    /// How closely backends must agree.
+    /// How closely backends' results must agree.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// Tokens of a chunk of a shard's sum; one CTA sums a chunk.
+    /// Number of tokens of a chunk in a shard's sum; one CTA sums a chunk.
     pub const CHUNK: usize = 4096;
 
     /// Checks shapes.
@@ -59,7 +59,7 @@ impl<B: Backend> CrossEntropy<'_, B> {
         check_shards(OP, self.logits.rows, self.shards)
     }
 
-    /// Allocates the result, with a zeroed count of bad ids. For checked arguments.
+    /// Allocates the result, with a zeroed count of bad ids. Call `check` first.
     pub fn result(&self, b: &B) -> Result<CrossEntropyOut<B>> {
         let (tokens, vocab) = self.logits.shape();
         let (loss, bad_ids) = (b.alloc(tokens)?, b.counters(1)?);
@@ -79,7 +79,7 @@ pub(in crate::ops) fn check_shards(op: &'static str, tokens: usize, shards: usiz
 /// Reads a count of bad ids from the device; waits for the operation that counts them.
 ///
 /// # Errors
-/// [`Error::Shape`] naming operation and argument unless the count is zero.
+/// [`Error::Shape`] that names the operation and the argument, unless the count is zero.
 pub fn verify_ids<B: Backend>(
     b: &B,
     op: &'static str,

@@ -22,31 +22,31 @@ const OP: &str = "head_loss";
 /// dw      = GroupedWgrad { dlogits, x }        [shards · v, d]; the groups are the shards
 /// ```
 ///
-/// On the CPU, where matrix products sum in ascending order, the result has the same bits for any length of a chunk. Each chunk continues
-/// the F32 sum of the weight's gradient from the previous chunk, and the sum is added to `dw` once, at the end of a shard. On tensor cores,
-/// an F32 `dw` may be added to chunk by chunk; a BF16 `dw` is still rounded once per shard.
+/// On the CPU, where matrix products sum in ascending order, the result has the same bits for any chunk length. Each chunk continues the
+/// F32 sum of the weight's gradient from the previous chunk, and the sum is added to `dw` once, at the end of a shard. On tensor cores, a
+/// backend may add the gradient of each chunk to an F32 `dw` directly; a BF16 `dw` is still rounded once per shard.
 ///
 /// Both operands of a product may be quantized, in any two formats. The caller quantizes the weight; this op quantizes x and dlogits by
 /// `codecs`, along rows for the logits and dx, along columns for dw. The result is as if [`crate::ops::Quantize`] had quantized all tokens
 /// at once: x as given, and dlogits after rounding to the type of x. A chunk that ends inside a shard ends with a whole block of columns.
-/// Formats with one scale per tensor or per whole column are refused, because such a scale is not known before the last chunk.
+/// The op refuses formats with one scale per tensor or per whole column, because such a scale is not known before the last chunk.
 #[derive(Debug)]
 pub struct HeadLoss<'a, B: Backend> {
-    /// `[t, d]`, F32 or BF16.
+    /// Shape `[t, d]`, F32 or BF16.
     pub x: &'a Tensor<B>,
-    /// The head's weight `[v, d]`: plain, type of x, or quantized as weights are: in 2-D blocks, or along rows if the format has none.
+    /// The head's weight `[v, d]`, plain with the type of x, or quantized in 2-D blocks (along rows if the format has no 2-D blocks).
     pub w: &'a Operand<B>,
     /// The quantization of x and dlogits.
     pub codecs: HeadCodecs,
-    /// The target of each row; see [`crate::ops::CrossEntropy`] for rows without one.
+    /// The target of each row; see [`crate::ops::CrossEntropy`] for rows without a target.
     pub targets: &'a B::Buf<i32>,
     /// Number of shards; rows are divided evenly among them.
     pub shards: usize,
     /// The largest number of tokens whose logits exist at a time (`nibble_choice::head_loss::chunk` chooses it for a device). The number is
-    /// even, because the BF16 dot product takes the contraction in pairs; with quantized columns it is a multiple of their block length.
-    /// Long shards are cut into chunks, and a chunk may hold several whole short shards, but never parts of two shards.
+    /// even, because the BF16 dot product takes the contraction in pairs; if columns are quantized, the number is a multiple of their block
+    /// length. Long shards are cut into chunks, and a chunk may hold several whole short shards, but never parts of two shards.
     pub chunk: usize,
-    /// Arguments of the gradients; none to compute only the losses.
+    /// Arguments of the gradients; `None` to compute only the losses.
     pub grad: Option<HeadLossGrad<'a, B>>,
 }
 
@@ -54,13 +54,13 @@ pub struct HeadLoss<'a, B: Backend> {
 /// operand is rounded stochastically.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct HeadCodecs {
-    /// x by rows, for the logits.
+    /// The codec of x along rows, for the logits.
     pub fprop_x: Option<Codec>,
-    /// dlogits by rows, for dx.
+    /// The codec of dlogits along rows, for dx.
     pub dgrad_dy: Option<Codec>,
-    /// dlogits by columns, for dw.
+    /// The codec of dlogits along columns, for dw.
     pub wgrad_dy: Option<Codec>,
-    /// x by columns, for dw.
+    /// The codec of x along columns, for dw.
     pub wgrad_x: Option<Codec>,
 }
 
@@ -70,10 +70,10 @@ impl HeadCodecs {
         *self == Self::default()
     }
 
-    /// Length of the longest blocks down the columns, as stored or multiplied; 1 if there are none.
+    /// Length of the longest column blocks, as stored or as multiplied; 1 if there are no column blocks.
     pub fn column_block(&self) -> usize {
         let [dy, x] = [self.wgrad_dy, self.wgrad_x];
-        // The type of a plain operand does not matter: nothing is lifted next to it.
+        // The type of a plain operand does not matter, because a product with a plain operand lifts no operand.
         let columns = |codec| Stored::made(codec, BlockAxis::Col, DType::Bf16);
         Numbers::column_step(columns(dy), columns(x))
     }
@@ -84,7 +84,7 @@ impl HeadCodecs {
         step(self.wgrad_dy) == step(self.wgrad_x)
     }
 
-    /// Each codec with the argument's name, and whether it is for columns.
+    /// Each codec with the name of its argument, and whether the codec is for columns.
     pub fn arguments(&self) -> [(&'static str, Option<Codec>, bool); 4] {
         [
             ("codecs.fprop_x", self.fprop_x, false),
@@ -120,54 +120,55 @@ impl HeadCodecs {
 /// Arguments of [`HeadLoss`] for the gradients.
 #[derive(Debug)]
 pub struct HeadLossGrad<'a, B: Backend> {
-    /// The head's weight transposed, `[d, v]`: plain, type of x, or quantized as `w`.
+    /// The head's weight transposed, `[d, v]`: plain with the type of x, or quantized like `w`.
     pub wt: &'a Operand<B>,
     /// The step's scalars; [`Control::LOSS_SCALE`] is the factor of the gradient.
     pub control: &'a B::Buf<f32>,
     /// The weight's gradient by shard, F32 or BF16 `[shards · v, d]`.
     pub dw: &'a mut Tensor<B>,
-    /// Add to `dw` (one F32 addition per element, then rounded to its type) instead of overwriting it.
+    /// Whether to add to `dw` instead of overwriting it. Each element is added in F32 and rounded to the type of `dw`.
     pub accumulate: bool,
 }
 
 /// The result of [`HeadLoss`].
 #[derive(Debug, Clone)]
 pub struct HeadLossOut<B: Backend> {
-    /// Nats of each shard, summed as in [`crate::ops::CrossEntropyOut::shard_nats`]. `shards` values.
+    /// Loss of each shard in nats, summed as in [`crate::ops::CrossEntropyOut::shard_nats`]. `shards` values.
     pub shard_nats: B::Buf<f64>,
-    /// Number of targets at or past the vocabulary: one value.
+    /// Number of targets at or past the end of the vocabulary: one value.
     pub bad_ids: B::Buf<u64>,
-    /// `[t, d]`, type of x, if gradients were asked for.
+    /// Gradient of x, with the shape and type of x, if gradients were requested.
     pub dx: Option<Tensor<B>>,
-    /// Counts of blocks of x, if x is quantized.
+    /// Counts of the quantization of x, if x is quantized.
     pub x_counts: Option<Counts<B>>,
-    /// Counts of blocks of dlogits, if they are quantized.
+    /// Counts of the quantization of dlogits, if dlogits are quantized.
     pub dlogits_counts: Option<Counts<B>>,
 }
 
-/// A chunk of [`HeadLoss`]: whole shards, or a part of one.
+/// A chunk of [`HeadLoss`]: whole shards, or a part of one shard.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HeadLossChunk {
-    /// The shards of its tokens.
+    /// The shards of the chunk's tokens.
     pub shards: Range<usize>,
-    /// The tokens.
+    /// The tokens of the chunk.
     pub tokens: Range<usize>,
-    /// Whether it holds the shards' first tokens.
+    /// Whether the chunk holds the shards' first tokens.
     pub is_first: bool,
-    /// Whether it holds the shards' last tokens.
+    /// Whether the chunk holds the shards' last tokens.
     pub is_last: bool,
 }
 
 impl HeadLossChunk {
-    /// Tokens of each of its shards in this chunk.
+    /// Number of tokens that each of the chunk's shards has in the chunk.
     pub fn tokens_each(&self) -> usize {
         self.tokens.len() / self.shards.len().max(1)
     }
 }
 
 impl<B: Backend> HeadLoss<'_, B> {
-    /// How closely backends must agree, by the type of x. F32: the 1e-6 of matrix products, enlarged by the exponential. BF16: gradients of
-    /// logits from tensor cores differ by 3e-5 and more, and are rounded to 8 bits; one in a hundred is rounded differently.
+    /// How closely backends must agree, by the type of x. For F32, the bound is the 1e-6 of matrix products, enlarged by the exponential.
+    /// For BF16, gradients of logits from tensor cores differ by 3e-5 and more before they are rounded to 8 bits, so one gradient in a
+    /// hundred is rounded differently.
     pub fn agreement(x: DType) -> Agreement {
         match x {
             DType::F32 => Agreement::RelL2(1e-5),
@@ -175,24 +176,24 @@ impl<B: Backend> HeadLoss<'_, B> {
         }
     }
 
-    /// The bound for any quantization, whatever the values. E4M3 logits differ by 7e-4 of their range ([`crate::ops::FP8_AGREEMENT`]), and
-    /// their gradients by several times that. Codes of these gradients are 6 to 12 % apart, so a few codes in a hundred differ. These
-    /// differences are as large as one rounding to E4M3, so a backend that leaves out a quantization can pass this bound.
-    /// [`HeadLoss::gradient_agreement`] is a stricter bound.
+    /// How closely backends must agree under any quantization, whatever the values. E4M3 logits differ by 7e-4 of their range
+    /// ([`crate::ops::FP8_AGREEMENT`]), and their gradients differ by several times as much. Neighbouring codes of these gradients are 6 to
+    /// 12 % apart, so a few codes in a hundred differ. These differences are as large as one rounding to E4M3, so a backend that leaves out
+    /// a quantization can pass this bound. [`HeadLoss::gradient_agreement`] is a stricter bound.
     pub const QUANTIZED_AGREEMENT: Agreement = Agreement::RelL2(3e-2);
 
-    /// From this vocabulary on, a backend may sum the rows of a BF16 head's cross-entropy in an order of its own.
+    /// From this vocabulary size on, a backend may sum each row of a BF16 head's cross-entropy in its own order.
     pub const OWN_ORDER_FROM: usize = 4096;
 
     /// How closely backends must agree in dx and dw if the sums of the logits are exact and the vocabulary is below
-    /// [`HeadLoss::OWN_ORDER_FROM`]. Then logits, losses, dlogits, their codes and the counts have the same bits on all backends, as the
-    /// results of [`crate::ops::Gemm`], [`crate::ops::CrossEntropy`] and [`crate::ops::Quantize`] have. Only the products for dx and dw may
-    /// sum in another order, so dx and dw must agree as closely as any product of these operands.
+    /// [`HeadLoss::OWN_ORDER_FROM`]. In this case, logits, losses, dlogits, their codes and the counts have the same bits on all backends,
+    /// like the results of [`crate::ops::Gemm`], [`crate::ops::CrossEntropy`] and [`crate::ops::Quantize`]. Only the products for dx and dw
+    /// may sum in another order, so dx and dw must agree as closely as any product of these operands.
     pub fn gradient_agreement(dlogits: Stored, beside: Stored) -> Agreement {
         Numbers::of(dlogits, beside).agreement()
     }
 
-    /// Tokens of the longest chunk: whole shards, or a part of one. For checked arguments.
+    /// Number of tokens of the longest chunk, which holds whole shards or a part of one shard. Call `check` first.
     pub fn longest_chunk(&self) -> usize {
         let each = self.x.rows / self.shards.max(1);
         match self.chunk.checked_div(each) {
@@ -219,8 +220,8 @@ impl<B: Backend> HeadLoss<'_, B> {
         self.check_columns(tokens)
     }
 
-    /// Column blocks must begin with a shard, and no chunk may cut one. Columns of two lengths end alike if shards have whole blocks of
-    /// both.
+    /// Checks that each shard begins with a new column block, and that no chunk cuts a column block. Column blocks of two lengths end at
+    /// the same row if each shard has whole blocks of both lengths.
     fn check_columns(&self, tokens: usize) -> Result<()> {
         let (block, each) = (self.codecs.column_block(), tokens / self.shards);
         if !self.chunk.is_multiple_of(block) {
@@ -235,7 +236,7 @@ impl<B: Backend> HeadLoss<'_, B> {
         Ok(())
     }
 
-    /// Allocates the result, with zeroed counts. For checked arguments.
+    /// Allocates the result, with zeroed counts. Call `check` first.
     pub fn result(&self, b: &B) -> Result<HeadLossOut<B>> {
         let HeadCodecs { fprop_x, dgrad_dy, wgrad_dy, wgrad_x } = self.codecs;
         let counts =

@@ -1,11 +1,11 @@
-//! A change of a tensor's representation in a layer, as planned and as a backend sees it.
+//! A change of a tensor's representation in a layer, both as planned and as observed by a backend.
 
 use crate::DType;
 use crate::recipe::Precision;
 use nibble_formats::{BlockAxis, Format};
 use std::fmt;
 
-/// The pass.
+/// A pass of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Pass {
     /// The forward pass.
@@ -32,13 +32,13 @@ pub struct Form {
 }
 
 impl Form {
-    /// Plain elements, or blocks along an axis (2-D blocks along both).
+    /// The form with plain elements, or with blocks along an axis (2-D blocks run along both axes).
     pub fn new(format: Format, axis: BlockAxis) -> Self {
         let is_block = format.is_block();
         Self { format, rows: is_block && axis != BlockAxis::Col, cols: is_block && axis != BlockAxis::Row }
     }
 
-    /// Rows and columns of one tensor, from one read.
+    /// The form with both row blocks and column blocks, written from one read of the tensor.
     pub fn both(format: Format) -> Self {
         Self::new(format, BlockAxis::Tile)
     }
@@ -70,11 +70,11 @@ impl fmt::Display for Form {
 /// A change of representation, or a move of rows between tokens and experts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Change {
-    /// The pass.
+    /// The pass of the layer.
     pub pass: Pass,
     /// The kernel: `quantize`, `transcode`, `swiglu+quantize`, `dispatch+permute`, …
     pub op: &'static str,
-    /// The tensor.
+    /// The name of the tensor.
     pub tensor: &'static str,
     /// The source representation.
     pub from: Form,
@@ -83,9 +83,9 @@ pub struct Change {
 }
 
 impl Change {
-    /// The number of casts. A cast is a quantization of a plain tensor by a kernel of its own, along rows or along columns, or a
-    /// dequantization. Rows and columns from one read are two casts. A flow without such casts quantizes only the rows, and transcodes the
-    /// rows to columns. A kernel that quantizes what it computes makes no cast.
+    /// The number of casts. A cast is a quantization of a plain tensor by a separate kernel, along rows or along columns, or a
+    /// dequantization. Row blocks and column blocks from one read count as two casts. A flow without such casts quantizes only along rows,
+    /// and transcodes row blocks to column blocks. A kernel that quantizes its own result makes no cast.
     pub fn casts(&self) -> usize {
         match self.op {
             "quantize" => usize::from(self.to.rows) + usize::from(self.to.cols),
@@ -94,12 +94,12 @@ impl Change {
         }
     }
 
-    /// Whether rows only move.
+    /// Whether this change only moves rows.
     pub fn is_move(&self) -> bool {
         matches!(self.op, "dispatch+permute" | "unpermute+combine")
     }
 
-    /// The first difference between observed and planned changes of a layer, in a sentence; none if they are the same.
+    /// The first difference between observed and planned changes of a layer, as a sentence; `None` if the changes are the same.
     pub fn difference(seen: &[Self], planned: &[Self]) -> Option<String> {
         let at = (0..seen.len().max(planned.len())).find(|at| seen.get(*at) != planned.get(*at))?;
         let told = |changes: &[Self]| match changes.get(at) {

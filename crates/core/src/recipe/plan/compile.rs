@@ -1,4 +1,4 @@
-//! Compiles a section to a plan.
+//! Compiles a recipe's section to a layer's plan.
 
 use super::change::Form;
 use super::conversion::{Cols, Conversion, Kept, LayerTensor, Reader, Rows, TensorSize};
@@ -7,21 +7,21 @@ use super::route::{Pair, Route};
 use crate::DType;
 use crate::recipe::{Layer, LayerKind, Precision, Product, Section, Site};
 
-/// The passes of a layer.
+/// The passes that a layer runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Passes {
-    /// Only a forward pass: nothing is saved.
+    /// The layer runs only a forward pass, and saves nothing.
     Forward,
-    /// A forward pass, and a backward pass from what it saves.
+    /// The layer runs a forward pass, and a backward pass from what the forward pass saves.
     Both {
-        /// If the section does not say how to save the input of an expert's second product: save it if the forward pass has exactly the
-        /// bits that wgrad takes, instead of recomputing it from h.
+        /// Whether to save the input of an expert's second product, if the section does not decide this. The input is saved, instead of
+        /// recomputed from h, only if the forward pass has exactly the bits that wgrad takes.
         keep_a: bool,
     },
 }
 
 impl Passes {
-    /// Training that saves only what the section says.
+    /// Training that saves only the tensors that the section names.
     pub const TRAINING: Self = Self::Both { keep_a: false };
 }
 
@@ -35,7 +35,7 @@ pub(super) struct Compiler<'a> {
 }
 
 impl Compiler<'_> {
-    /// The product with the `weight`-th weight, as a reader.
+    /// The product with weight number `weight`, as a reader.
     pub fn reader(&self, weight: usize, product: Product) -> Reader {
         Reader::Product(self.products[Product::ALL.len() * weight + product as usize])
     }
@@ -52,7 +52,7 @@ impl Compiler<'_> {
         (&self.section.at(site)).into()
     }
 
-    /// The input of a layer, which the first weight multiplies: for fprop, and in the form to save if there is a backward pass.
+    /// The conversion of a layer's input for fprop of the first weight and, if there is a backward pass, to the saved form.
     pub fn x(&self, from: Form, size: TensorSize) -> Conversion {
         let fprop = self.reader(0, Product::Fprop);
         let (to, readers) = match self.passes {
@@ -62,7 +62,7 @@ impl Compiler<'_> {
         Conversion { tensor: LayerTensor::forward("x", size), from, to, readers }
     }
 
-    /// What a forward pass saves.
+    /// The tensors that a forward pass saves.
     pub fn kept(&self) -> Vec<Kept> {
         let Passes::Both { keep_a } = self.passes else { return Vec::new() };
         let is_expert = self.layer.kind == LayerKind::Expert;
@@ -76,12 +76,12 @@ impl Compiler<'_> {
                 let x = kept("x", at(Site::SavedX), Cols::Inputs);
                 [x].into_iter().chain(h).chain(a.map(|a| kept("a", a, Cols::Hidden))).collect()
             }
-            // They save gradients and the choice of experts.
+            // The head saves gradients, and the router saves the choice of experts.
             LayerKind::Head | LayerKind::Router => Vec::new(),
         }
     }
 
-    /// The form in which SwiGLU's kernel writes its input for the backward pass; none if it is saved as it is.
+    /// The form in which SwiGLU's kernel writes SwiGLU's input h for the backward pass; `None` if h is saved as it is.
     pub fn kept_h(&self) -> Option<Precision> {
         Some(self.section.at(Site::SavedH)).filter(|h| self.passes != Passes::Forward && h.format.is_block())
     }

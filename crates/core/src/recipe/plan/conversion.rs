@@ -9,18 +9,19 @@ use crate::recipe::Precision;
 /// The reader of a representation of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reader {
-    /// A product.
+    /// A product reads the representation.
     Product(ProductPlan),
-    /// The backward pass, for which it is saved.
+    /// The backward pass reads the representation, which is saved for it.
     Backward,
-    /// The all-to-all.
+    /// The all-to-all sends the representation.
     Exchange,
-    /// Several products with different numbers, or unknown readers: they need codes, not the form of one product.
+    /// Several products that multiply different numbers read the representation, or the readers are unknown. Such readers need codes
+    /// instead of the form for one product.
     Several,
 }
 
 impl Reader {
-    /// The numbers of a product.
+    /// The numbers that the product multiplies, if the reader is a product.
     fn numbers(&self) -> Option<Numbers> {
         match self {
             Self::Product(product) => Some(product.numbers()),
@@ -29,17 +30,17 @@ impl Reader {
     }
 }
 
-/// The conversion of a layer's tensor for its readers. `To` is a [`Pair`] for a tensor that exists, or the output of the kernel that
-/// computes it ([`Computed`](super::Computed)).
+/// The conversion of a layer's tensor for its readers. `To` is a [`Pair`] for an existing tensor, or the output of the kernel that computes
+/// the tensor ([`Computed`](super::Computed)).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Conversion<To = Pair> {
     /// The tensor.
     pub tensor: LayerTensor,
-    /// The representation that exists; for a computed tensor, that of the kernel's input.
+    /// The existing representation; for a computed tensor, the representation of the kernel's input.
     pub from: Form,
     /// The target representations.
     pub to: To,
-    /// The readers of the first and of the second representation; equal if there is only one.
+    /// The readers of the first and of the second representation; they are equal if there is only one representation.
     pub readers: [Reader; 2],
 }
 
@@ -51,22 +52,22 @@ impl<To> Conversion<To> {
 }
 
 impl Conversion {
-    /// A plain tensor to be sent to other ranks.
+    /// The conversion of a plain tensor that is sent to other ranks.
     pub(super) fn sent(tensor: LayerTensor, from: Form, wire: &Precision) -> Self {
         Self::one(tensor, from, Route::of_plain(wire), Reader::Exchange)
     }
 
-    /// To one representation.
+    /// A conversion to one representation.
     pub(super) fn one(tensor: LayerTensor, from: Form, route: Route, reader: Reader) -> Self {
         Self { tensor, from, to: Pair::One(route), readers: [reader; 2] }
     }
 
-    /// Only the first representation, for unknown readers.
+    /// The conversion to the first representation only, for unknown readers.
     pub fn first(&self) -> Self {
         Self { to: Pair::One(self.to.first()), readers: [Reader::Several; 2], ..*self }
     }
 
-    /// Only the second representation.
+    /// The conversion to the second representation only.
     pub fn second(&self) -> Self {
         Self { to: Pair::One(self.to.second()), readers: [self.readers[1]; 2], ..*self }
     }
@@ -75,7 +76,7 @@ impl Conversion {
 /// The rows of a tensor of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Rows {
-    /// The tokens.
+    /// One row per token.
     Tokens,
     /// One row per slot, for each expert of a token.
     Routed,
@@ -84,20 +85,20 @@ pub enum Rows {
 /// The columns of a tensor of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Cols {
-    /// The inputs of the first weight.
+    /// The input columns of the first weight.
     Inputs,
-    /// The outputs of the first weight.
+    /// The output columns of the first weight.
     Outputs,
-    /// Half of these outputs: the output of SwiGLU.
+    /// Half of the output columns of the first weight: the output of SwiGLU.
     Hidden,
 }
 
 /// The size of a tensor of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TensorSize {
-    /// Rows.
+    /// The rows of the tensor.
     pub rows: Rows,
-    /// Columns.
+    /// The columns of the tensor.
     pub cols: Cols,
 }
 
@@ -110,11 +111,11 @@ impl TensorSize {
 /// A tensor of a layer in one of its passes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LayerTensor {
-    /// `x`, `dy`, …
+    /// The tensor's name: `x`, `dy`, …
     pub name: &'static str,
-    /// The pass.
+    /// The pass in which the tensor occurs.
     pub pass: Pass,
-    /// Its size.
+    /// The tensor's size.
     pub size: TensorSize,
 }
 
@@ -131,10 +132,10 @@ impl LayerTensor {
 /// A tensor that a forward pass saves.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Kept {
-    /// The tensor: `x`, `h`, `a`.
+    /// The tensor's name: `x`, `h` or `a`.
     pub tensor: &'static str,
-    /// The form in which it is saved.
+    /// The form in which the tensor is saved.
     pub precision: Precision,
-    /// Its size.
+    /// The tensor's size.
     pub size: TensorSize,
 }

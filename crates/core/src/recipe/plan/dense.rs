@@ -11,32 +11,34 @@ use crate::recipe::{Precision, Product, Site};
 /// The conversions of a dense linear layer.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LinearPlan {
-    /// Its input: for fprop, and in the form to save if there is a backward pass.
+    /// The conversion of the layer's input for fprop and, if there is a backward pass, to the saved form.
     pub x: Conversion,
-    /// The precisions of the input for fprop, when saved, and for wgrad. Projections of one input share it if these are equal.
+    /// The precisions of the input: for fprop, as saved, and for wgrad. Projections of one input share its conversion if these precisions
+    /// are equal.
     input: [Precision; 3],
-    /// If SwiGLU follows the layer: the form in which SwiGLU's kernel writes SwiGLU's input for the backward pass; `None` if that input is
+    /// If SwiGLU follows the layer, the form in which SwiGLU's kernel writes SwiGLU's input for the backward pass; `None` if that input is
     /// saved as it is.
     pub h: Option<Precision>,
-    /// The saved input, for wgrad.
+    /// The conversion of the saved input for wgrad.
     pub wgrad_x: Conversion,
-    /// The gradient of its output: for dgrad, and for wgrad.
+    /// The conversion of the output's gradient for dgrad and for wgrad.
     pub dy: Conversion,
 }
 
-/// The input of one of several projections that share it.
+/// The input of one of several projections that share this input.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SharedInput {
-    /// Its conversion.
+    /// The conversion of the input.
     pub conversion: Conversion,
-    /// An earlier projection with the same conversion, which runs once.
+    /// The index of an earlier projection with the same conversion. The shared conversion runs once.
     pub like: Option<usize>,
     /// Whether all projections have the same conversion.
     pub of_all: bool,
 }
 
 impl SharedInput {
-    /// The input of projections: in the forward pass for fprop and to save, in the backward pass for wgrad.
+    /// The inputs of projections that share one tensor. The forward pass converts the input for fprop and to the saved form; the backward
+    /// pass converts it for wgrad.
     pub fn of(plans: &[&LinearPlan], pass: Pass) -> Vec<Self> {
         let is_forward = pass == Pass::Forward;
         let agreed = if is_forward { 2 } else { 3 };
@@ -45,7 +47,7 @@ impl SharedInput {
         let all = 0..plans.len();
         let of = |i: usize| {
             let mut conversion = *made(i);
-            // A shared conversion keeps codes if the numbers of its products differ.
+            // A shared conversion writes codes if its products multiply different numbers.
             if all.clone().any(|j| agree(i, j) && made(j).numbers() != made(i).numbers()) {
                 conversion.readers = conversion.readers.map(|reader| match reader {
                     Reader::Product(_) => Reader::Several,
@@ -62,26 +64,26 @@ impl SharedInput {
 /// The conversions of the output head, which its fused kernel runs chunk by chunk.
 #[derive(Debug, Clone, PartialEq)]
 pub struct HeadPlan {
-    /// Its input: for fprop, and for wgrad, since the head computes gradients in the forward pass.
+    /// The conversion of the head's input for fprop and for wgrad, because the head computes gradients in the forward pass.
     pub x: Conversion,
-    /// The gradient of the logits: for dgrad, and for wgrad.
+    /// The conversion of the gradient of the logits for dgrad and for wgrad.
     pub dlogits: Conversion,
 }
 
 impl HeadPlan {
-    /// The operands that the head's kernel quantizes if only the losses are wanted. The kernel multiplies all other operands unquantized.
+    /// The operands that the head's kernel quantizes if only the losses are needed. The kernel multiplies all other operands unquantized.
     ///
     /// # Errors
-    /// As [`Precision::codec`].
+    /// Errors are those of [`Precision::codec`].
     pub fn losses(&self) -> Result<HeadCodecs> {
         let [fprop_x, _] = self.x.first().to.codecs()?;
         Ok(HeadCodecs { fprop_x, ..HeadCodecs::default() })
     }
 
-    /// The operands that the head's kernel quantizes if gradients are wanted, too.
+    /// The operands that the head's kernel quantizes if gradients are needed, too.
     ///
     /// # Errors
-    /// As [`Precision::codec`].
+    /// Errors are those of [`Precision::codec`].
     pub fn losses_and_gradients(&self) -> Result<HeadCodecs> {
         let [fprop_x, wgrad_x] = self.x.to.codecs()?;
         let [dgrad_dy, wgrad_dy] = self.dlogits.to.codecs()?;
@@ -145,7 +147,7 @@ impl LinearPlan {
             steps.add("swiglu_backward", LayerTensor::backward("dh", size), h.into(), plain);
         }
         steps.convert(&self.wgrad_x);
-        // After SwiGLU it is the gradient of h.
+        // If SwiGLU follows the layer, the gradient of the layer's output is dh.
         let name = if gated { "dh" } else { self.dy.tensor.name };
         steps.convert(&Conversion { tensor: LayerTensor { name, ..self.dy.tensor }, ..self.dy });
     }

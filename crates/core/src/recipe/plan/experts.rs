@@ -7,17 +7,17 @@ use super::route::{Computed, Route};
 use super::steps::Steps;
 use crate::recipe::{Precision, Product, Site};
 
-/// The source of the second product's input for its wgrad.
+/// The source of the second product's input for the second product's wgrad.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum WgradA {
-    /// Saved by the forward pass.
+    /// The forward pass saves the input.
     Kept(Conversion),
-    /// Recomputed from h by SwiGLU's backward kernel.
+    /// SwiGLU's backward kernel recomputes the input from h.
     Again {
-        /// The conversion.
+        /// The conversion of the recomputed input.
         a: Conversion<Computed>,
-        /// Whether this quantization is counted. It is not counted if the forward pass has quantized and counted the same values, with the
-        /// same bits, in another form.
+        /// Whether the quantization of the recomputed input is counted. The quantization is not counted if the forward pass has already
+        /// quantized and counted the same values, with the same bits, in another form.
         counts: bool,
     },
 }
@@ -25,33 +25,33 @@ pub enum WgradA {
 /// The conversions of an expert layer, in the order in which the layer runs them.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ExpertPlan {
-    /// Tokens, as they are sent.
+    /// The precision in which tokens are sent.
     pub x_sent: Precision,
-    /// Received tokens: for fprop, and in the form to save.
+    /// The conversion of received tokens for fprop, and to the saved form.
     pub x: Conversion,
-    /// The second product's input: for fprop, and in the form to save.
+    /// The conversion of the second product's input for fprop, and to the saved form.
     pub a: Conversion<Computed>,
-    /// Whether the second form of `a` is saved.
+    /// Whether the saved form of `a` exists.
     pub keeps_a: bool,
     /// The form in which SwiGLU's kernel writes SwiGLU's input for the backward pass; `None` if that input is saved as it is.
     pub h: Option<Precision>,
-    /// The experts' outputs, as they are sent back. Quantized rows are dequantized before they are summed.
+    /// The precision in which the experts' outputs are sent back. Quantized rows are dequantized before the sum.
     pub y_sent: Precision,
-    /// Gradients, as they are sent.
+    /// The precision in which gradients are sent.
     pub dy_sent: Precision,
-    /// Received gradients: for dgrad, and for wgrad.
+    /// The conversion of received gradients for dgrad and for wgrad.
     pub dy: Conversion,
-    /// The gradient of h: for dgrad, and for wgrad.
+    /// The conversion of the gradient of h for dgrad and for wgrad.
     pub dh: Conversion<Computed>,
-    /// The second product's input for wgrad.
+    /// The source of the second product's input for wgrad.
     pub wgrad_a: WgradA,
-    /// The gradients of the experts' inputs, as they are sent back.
+    /// The precision in which the gradients of the experts' inputs are sent back.
     pub dx_sent: Precision,
-    /// The saved tokens, for wgrad.
+    /// The conversion of the saved tokens for wgrad.
     pub wgrad_x: Conversion,
 }
 
-/// The weights, in the order of the products.
+/// Indices of the weights, in the order of the products.
 const GATE_UP: usize = 0;
 const DOWN: usize = 1;
 
@@ -136,7 +136,7 @@ impl ExpertPlan {
         const BACKWARD: [&str; 2] = ["swiglu_backward", "swiglu_backward+quantize"];
         steps.sent(LayerTensor::forward("x", token), &self.x_sent);
         steps.convert(&self.x);
-        // The kernel writes both before `a` is converted.
+        // The kernel writes h and `a` before `a` is converted.
         steps.written(FORWARD, &self.a);
         if let Some(h) = &self.h {
             steps.add(FORWARD[1], LayerTensor::forward("h", self.dh.tensor.size), steps.plain, h.into());
@@ -160,14 +160,14 @@ impl ExpertPlan {
                 steps.convert(a);
             }
         }
-        // Rows are sent before the weight gradients are computed, and summed after that.
+        // The rows of dx are sent before the weight gradients are computed, and summed after that.
         let dx = LayerTensor::backward("dx", row);
         steps.convert(&Conversion::sent(dx, steps.plain, &self.dx_sent));
         steps.convert(&self.wgrad_x);
         steps.summed(dx, &self.dx_sent);
     }
 
-    /// What its fused kernels leave to separate operations, and why.
+    /// The conversions that the layer's fused kernels leave to separate operations, and the reasons.
     pub(super) fn unfused(&self) -> Vec<String> {
         let again = match &self.wgrad_a {
             WgradA::Again { a, .. } => Some(("swiglu_backward", a)),

@@ -1,5 +1,5 @@
-//! What a layer does under its section of the recipe. A plan is compiled once for each stretch of a run in which the recipe does not
-//! change, and is a plain value without a backend.
+//! The plan of a layer: what the layer does under its section of the recipe. A plan is compiled once for each stretch of a run in which the
+//! recipe does not change, and does not depend on a backend.
 //!
 //! | field | says |
 //! |---|---|
@@ -9,17 +9,17 @@
 //! | `kept` | what a forward pass saves |
 //!
 //! A route is a cast, a quantization, a transcode, or a dequantization followed by a quantization. A fused kernel that computes a tensor
-//! writes it as a [`Computed`] says. Where the kernel leaves the conversion to a separate op, the plan says why.
+//! writes the form that a [`Computed`] describes. If the kernel leaves the conversion to a separate op, the plan gives the reason.
 //!
-//! Layers execute plans. In the crate `train`, `Cx::plan` compiles (`layer_plans.rs`), `Cx::convert` carries a [`Conversion`] out, and
-//! `Cx::compute` runs a fused kernel and converts what it wrote. [`LayerPlan::steps`] lists the same changes in the order in which the
-//! layer makes them.
+//! Layers execute plans. In the crate `train`, `Cx::plan` compiles a plan (`layer_plans.rs`), `Cx::convert` runs a [`Conversion`], and
+//! `Cx::compute` runs a fused kernel and converts its output. [`LayerPlan::steps`] lists the same conversions in the order in which the
+//! layer runs them.
 //!
-//! Everything else that depends on a layer's precisions reads the layer's plan. `nibble recipe` prints the plan, `nibble recipe --cost`
+//! All other code that depends on a layer's precisions reads the layer's plan. `nibble recipe` prints the plan, `nibble recipe --cost`
 //! computes costs from the plan, and `--trace` compares the plan with the operations that a backend received. `model_plan.rs` of `train`
-//! lays out the step's record and the histories of delayed scales by the plans.
+//! uses the plans to lay out the step's record and the histories of delayed scales.
 //!
-//! Two tests compare plans with what happens: `train/tests/numerics/recipe_plan` with the operations that a backend receives, and
+//! Two tests compare plans with actual runs: `train/tests/numerics/recipe_plan` with the operations that a backend receives, and
 //! `train/tests/numerics/planned.rs` with the sites that a step counts and the tensors that it saves, under random recipes and models.
 
 mod change;
@@ -45,15 +45,15 @@ use crate::{DType, Error, Result};
 use compile::Compiler;
 use steps::Steps;
 
-/// The copies of a weight that products take, made once per step.
+/// The copies of a weight that products read, which are made once per step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct WeightPlan {
-    /// For fprop.
+    /// The precision of the copy for fprop.
     pub w: Precision,
-    /// For dgrad.
+    /// The precision of the copy for dgrad.
     pub wt: Precision,
-    /// If dgrad's copy is decoded from fprop's: the type of the decoded copy. It is decoded on demand in each micro-batch, and not stored
-    /// next to the codes.
+    /// The type of dgrad's copy, if this copy is decoded from fprop's copy. Such a copy is decoded on demand in each micro-batch, and not
+    /// stored next to the codes.
     pub decoded: Option<DType>,
     /// Whether dgrad's copy is the transpose of fprop's copy, from one quantization.
     pub is_one: bool,
@@ -69,13 +69,13 @@ impl WeightPlan {
 /// The conversions of a layer, by its kind.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Conversions {
-    /// A dense linear layer.
+    /// The conversions of a dense linear layer.
     Linear(Box<LinearPlan>),
-    /// An expert layer.
+    /// The conversions of an expert layer.
     Experts(Box<ExpertPlan>),
-    /// The output head.
+    /// The conversions of the output head.
     Head(Box<HeadPlan>),
-    /// A router, which converts only its weight.
+    /// No conversions: a router converts only its weight.
     Router,
 }
 
@@ -84,17 +84,17 @@ pub enum Conversions {
 pub struct LayerPlan {
     /// The layer.
     pub layer: Layer,
-    /// The copies of its weights.
+    /// The copies of the layer's weights.
     pub weights: WeightPlan,
-    /// fprop, dgrad and wgrad, weight by weight.
+    /// The products fprop, dgrad and wgrad of each weight, weight by weight.
     pub products: Vec<ProductPlan>,
-    /// The conversions of its tensors.
+    /// The conversions of the layer's tensors.
     pub conversions: Conversions,
-    /// What a forward pass saves, among the tensors of a section.
+    /// The tensors of a section that a forward pass saves.
     pub kept: Vec<Kept>,
-    /// Alignment of groups of ragged rows: 128 if any tensor has blocks, else 1.
+    /// Alignment of each group's first row: 128 if any tensor has blocks, else 1.
     pub row_alignment: usize,
-    /// The type between products.
+    /// The type of activations between products.
     pub activations: DType,
 }
 
@@ -128,7 +128,7 @@ impl LayerPlan {
     /// The plan of a dense linear layer.
     ///
     /// # Errors
-    /// [`Error::Defect`] for the plan of another kind of layer.
+    /// [`Error::Defect`] if the plan is for another kind of layer.
     pub fn linear(&self) -> Result<&LinearPlan> {
         match &self.conversions {
             Conversions::Linear(plan) => Ok(plan),
@@ -139,7 +139,7 @@ impl LayerPlan {
     /// The plan of an expert layer.
     ///
     /// # Errors
-    /// As [`LayerPlan::linear`].
+    /// Errors are those of [`LayerPlan::linear`].
     pub fn experts(&self) -> Result<&ExpertPlan> {
         match &self.conversions {
             Conversions::Experts(plan) => Ok(plan),
@@ -150,7 +150,7 @@ impl LayerPlan {
     /// The plan of the output head.
     ///
     /// # Errors
-    /// As [`LayerPlan::linear`].
+    /// Errors are those of [`LayerPlan::linear`].
     pub fn head(&self) -> Result<&HeadPlan> {
         match &self.conversions {
             Conversions::Head(plan) => Ok(plan),
@@ -158,8 +158,8 @@ impl LayerPlan {
         }
     }
 
-    /// Every change of representation of activations and gradients, in the order in which the layer makes them on one rank, if nothing that
-    /// is saved is recomputed. Copies of weights are left out: they are made once per step.
+    /// Every change of representation of activations and gradients, in the order in which the layer makes them on one rank, if no saved
+    /// tensor is recomputed. Copies of weights are left out, because they are made once per step.
     pub fn steps(&self) -> Vec<Step> {
         let mut steps = Steps::new(self.activations);
         match &self.conversions {
@@ -174,7 +174,7 @@ impl LayerPlan {
         steps.made()
     }
 
-    /// [`LayerPlan::steps`] as a backend sees them.
+    /// The changes of [`LayerPlan::steps`], as a backend observes them.
     pub fn changes(&self) -> Vec<Change> {
         self.steps().into_iter().map(|step| step.change).collect()
     }

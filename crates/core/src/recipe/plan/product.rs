@@ -8,20 +8,20 @@ use nibble_formats::BlockAxis;
 /// One of the products of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProductPlan {
-    /// fprop, dgrad or wgrad.
+    /// The kind of product: fprop, dgrad or wgrad.
     pub product: Product,
-    /// Index of the weight: an expert has two.
+    /// Index of the weight; an expert has two weights.
     pub weight: usize,
-    /// The sites of its operands.
+    /// The sites of the operands.
     pub sites: [Site; 2],
-    /// The storage of its operands.
+    /// The storage of the operands.
     pub operands: [Stored; 2],
     /// The transform of both operands, along the contraction.
     pub transform: Option<Transform>,
 }
 
 impl ProductPlan {
-    /// A product with a layer's `weight`-th weight.
+    /// A product with the layer's weight number `weight`.
     pub(super) fn new(
         section: &Section,
         kind: LayerKind,
@@ -46,7 +46,7 @@ impl ProductPlan {
         Self { product, weight, sites, operands, transform: section.transform(product) }
     }
 
-    /// The numbers that it multiplies.
+    /// The numbers that the product multiplies.
     pub fn numbers(&self) -> Numbers {
         let [a, b] = self.operands;
         Numbers::of(a, b)
@@ -60,7 +60,7 @@ fn stored(precision: &Precision, axis: BlockAxis) -> Stored {
     }
 }
 
-/// The sites of a product's operands; those of an expert's second product differ from its first.
+/// The sites of a product's operands; the sites of an expert's second product differ from those of the first.
 fn operand_sites(kind: LayerKind, weight: usize, product: Product) -> [Site; 2] {
     use Site::*;
     match (kind, product, weight) {

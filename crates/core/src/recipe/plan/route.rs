@@ -1,10 +1,11 @@
-//! Routes of a tensor to the representations that a section asks for: the elements of a layer's plan ([`super::LayerPlan`]).
+//! Routes of a tensor to the representations that a section requires. Routes are the elements of a layer's plan ([`super::LayerPlan`]).
 //!
-//! SwiGLU's kernels of the expert layer write FP8 in blocks of 128 directly. Any other format is left to a separate quantization, which
-//! reads SwiGLU's output in the type of activations: in BF16 that is half of the memory traffic of F32. Tensors that are transformed or
-//! stochastically rounded are left to a separate quantization, too.
+//! SwiGLU's kernels of the expert layer write FP8 in blocks of 128 directly. A separate quantization writes any other format. This
+//! quantization reads SwiGLU's output in the type of activations, because BF16 needs half of the memory traffic of F32. A separate
+//! quantization also writes tensors that are transformed or stochastically rounded.
 //!
-//! Two cases are quantized from F32: delayed scales, and FP8 blocks of dh that dgrad and wgrad need quantized differently.
+//! Separate quantizations read F32 in two cases: with delayed scales, and for FP8 blocks of dh if dgrad and wgrad need different
+//! quantizations.
 
 use crate::ops::{Planes, Stored};
 use crate::recipe::{By, LayerKind, Precision, Section, Site};
@@ -14,30 +15,31 @@ use nibble_formats::{BlockAxis, Codec, LIFTED_BLOCK};
 /// The route of a tensor from one representation to another.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Route {
-    /// The same buffers: it already has the representation.
+    /// The tensor already has the representation, and keeps its buffers.
     Same,
-    /// To plain elements of a type: a block-scaled tensor is dequantized, a plain tensor is cast unless it has the type.
+    /// The tensor becomes plain elements of this type: a block-scaled tensor is dequantized, and a plain tensor is cast unless it already
+    /// has the type.
     Plain(DType),
     /// A plain tensor is quantized.
     Quantize(Precision),
-    /// Codes to other codes, without a plain tensor in between.
+    /// Codes are converted to other codes, without a plain tensor in between.
     Transcode(Precision),
-    /// A block-scaled tensor is dequantized, and quantized again with scales of its own.
+    /// A block-scaled tensor is dequantized, and quantized again with new scales.
     Requantize {
-        /// The plain type in between.
+        /// The plain type between the two conversions.
         through: DType,
-        /// The target.
+        /// The target precision.
         to: Precision,
     },
 }
 
 impl Route {
-    /// From a plain tensor.
+    /// The route from a plain tensor.
     pub fn of_plain(to: &Precision) -> Self {
         to.dtype().map_or(Self::Quantize(*to), Self::Plain)
     }
 
-    /// From the precision of one site to that of another.
+    /// The route from the precision of one site to the precision of another.
     fn between(origin: &Precision, to: &Precision, activations: DType) -> Self {
         if to.same_bits(origin) && to.by == By::Transcode {
             return Self::Same;
@@ -49,7 +51,7 @@ impl Route {
         }
     }
 
-    /// Its target; none if the tensor stays as it is.
+    /// The route's target precision; `None` if the tensor stays as it is.
     pub fn to(&self) -> Option<Precision> {
         match self {
             Self::Same => None,
@@ -58,12 +60,12 @@ impl Route {
         }
     }
 
-    /// Whether the target has a tensor scale, over all rows.
+    /// Whether the target has one tensor scale for all rows.
     pub fn has_tensor_scale(&self) -> bool {
         self.to().is_some_and(|to| to.format.is_block() && to.format.scale_kind(to.scale).has_tensor_scale())
     }
 
-    /// The codec of a kernel that takes a plain tensor along this route; none without a quantization.
+    /// The codec of a kernel that takes a plain tensor along this route; `None` if the route does not quantize.
     fn codec(&self) -> Result<Option<Codec>> {
         match self {
             Self::Quantize(to) => to.codec().map(Some),
@@ -72,19 +74,19 @@ impl Route {
     }
 }
 
-/// The routes of one tensor to two representations: that of fprop or dgrad, and a second one.
+/// The routes of one tensor to two representations: one for fprop or dgrad, and a second representation.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Pair {
-    /// One tensor serves as both.
+    /// One converted tensor serves as both representations.
     One(Route),
-    /// One read of a plain tensor writes rows and columns.
+    /// One read of a plain tensor writes both row blocks and column blocks.
     OneRead(Precision),
-    /// Two separate conversions.
+    /// Two separate conversions write the two representations.
     Two(Route, Route),
 }
 
 impl Pair {
-    /// From a plain tensor.
+    /// The routes from a plain tensor.
     fn of_plain(first: &Precision, second: &Precision) -> Self {
         if second.same_bits(first) && second.round == first.round {
             Self::One(Route::of_plain(first))
@@ -111,7 +113,8 @@ impl Pair {
         }
     }
 
-    /// The codecs of a kernel that makes both from a plain tensor; none for a second one that is the first.
+    /// The codecs of a kernel that writes both representations from a plain tensor; `None` for a second representation that equals the
+    /// first.
     pub(super) fn codecs(&self) -> Result<[Option<Codec>; 2]> {
         Ok(match self {
             Self::One(route) => [route.codec()?, None],
@@ -126,16 +129,16 @@ impl Pair {
 pub enum Computed {
     /// The kernel writes the representation directly.
     Fused {
-        /// What it writes: plain, or block-scaled.
+        /// The precision that the kernel writes, plain or block-scaled.
         to: Precision,
-        /// For block formats: rows, columns or both.
+        /// For block formats, which block-scaled tensors the kernel writes.
         planes: Planes,
     },
     /// The kernel writes plain elements, which are converted by separate operations.
     Plain {
-        /// What it writes.
+        /// The type that the kernel writes.
         dtype: DType,
-        /// The conversions.
+        /// The conversions by separate operations.
         then: Pair,
         /// Why the kernel does not convert.
         why: &'static str,
@@ -143,14 +146,15 @@ pub enum Computed {
 }
 
 impl Precision {
-    /// Whether the kernel that computes a tensor can write it in both forms, this one for fprop. It measures its own scales.
+    /// Whether the kernel that computes a tensor can write the tensor in both precisions, with `self` for fprop. A kernel that writes both
+    /// precisions measures the scales itself.
     fn fused_with(&self, kept: &Self) -> bool {
         let made_of_one = (self.same_bits(kept) && self.round == kept.round) || self.one_read(kept);
         self.delayed.is_none() && made_of_one
     }
 
-    /// Whether SwiGLU's kernels leave it to a separate operation: all block formats but FP8 in blocks of 128. That operation reads the type
-    /// of activations, in BF16 half the bytes of the kernel's F32 values.
+    /// Whether SwiGLU's kernels leave this precision to a separate operation, as they do for all block formats except FP8 in blocks of 128.
+    /// The operation reads the type of activations; BF16 has half the bytes of the kernel's F32 values.
     fn is_left_by_swiglu(&self) -> bool {
         let stored = Stored { format: self.format, rule: self.scale, axis: self.axis };
         let is_written = stored.fp8().is_some() && self.format.spec().block == LIFTED_BLOCK;
@@ -180,27 +184,28 @@ impl Section {
         }
     }
 
-    /// The form in which the second product's input is saved, if it is. `if_there`: also if only the forward pass has it, not the recipe.
+    /// The form in which the second product's input is saved, if it is saved. With `if_there`, the input is also saved if only the forward
+    /// pass, and not the recipe, provides the form that wgrad takes.
     pub(super) fn second_a(&self, if_there: bool) -> Option<Precision> {
         let has_it = if_there && self.makes_both_of_a();
         self.kept_a().or(has_it.then_some(self.at(Site::WgradA)))
     }
 
-    /// Whether the forward pass has exactly the bits of the second product's input that wgrad takes.
+    /// Whether the forward pass computes exactly the bits of the second product's input that wgrad takes.
     pub(super) fn makes_both_of_a(&self) -> bool {
-        // If h is saved in another format, wgrad's input is recomputed from that.
+        // If h is saved in another format, wgrad's input is recomputed from the saved h.
         let h_is_plain = !self.at(Site::SavedH).format.is_block();
         h_is_plain && self.at(Site::FpropA).fused_with(&self.at(Site::WgradA))
     }
 
-    /// SwiGLU's output for fprop, and in the form to save.
+    /// SwiGLU's output for fprop and, if `kept` is given, in the saved form.
     pub(super) fn a(&self, kept: Option<Precision>, activations: DType) -> Computed {
         let fprop = self.at(Site::FpropA);
         let then = kept.map_or(Pair::One(Route::of_plain(&fprop)), |kept| Pair::of_plain(&fprop, &kept));
         let apart = |dtype, why| Computed::Plain { dtype, then, why };
         match kept {
             _ if fprop.rht.is_some() => apart(activations, "fprop.a is transformed"),
-            // Delayed scales are for F32 values, as the kernel has them.
+            // Delayed scales apply to the kernel's F32 values.
             _ if fprop.delayed.is_some() => apart(DType::F32, "fprop.a has a delayed scale"),
             _ if fprop.draws() => apart(activations, "fprop.a is rounded stochastically"),
             _ if fprop.is_left_by_swiglu() => apart(activations, "fprop.a is not in FP8 blocks of 128"),
@@ -227,7 +232,7 @@ impl Section {
     /// The gradient of SwiGLU's input, for dgrad and for wgrad.
     pub(super) fn dh(&self, activations: DType) -> Computed {
         let (dgrad, wgrad) = (self.at(Site::DgradDh), self.at(Site::WgradDh));
-        // Delayed scales are for F32 values, as the kernel has them. FP8 blocks of 128 that need two reads are quantized from F32, too.
+        // Delayed scales apply to the kernel's F32 values. FP8 blocks of 128 that need two reads are quantized from F32, too.
         let apart = if !dgrad.format.is_block() && !wgrad.format.is_block() {
             None
         } else if dgrad.delayed.is_some() || wgrad.delayed.is_some() {

@@ -1,4 +1,4 @@
-//! A plan as the sequence of changes of representation that a backend sees.
+//! A plan as the sequence of changes of representation that a backend observes.
 
 use super::change::{Change, Form};
 use super::conversion::{Conversion, LayerTensor, TensorSize};
@@ -10,16 +10,16 @@ use crate::recipe::Precision;
 /// A change of representation that a layer makes.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Step {
-    /// The change.
+    /// The change of representation.
     pub change: Change,
-    /// The precision, if it quantizes a plain tensor.
+    /// The target precision, if the change quantizes a plain tensor.
     pub quantized: Option<Precision>,
     /// The size of the tensor.
     pub size: TensorSize,
 }
 
 impl Conversion {
-    /// The changes of this conversion.
+    /// The changes of representation of this conversion.
     pub fn steps(&self) -> Vec<Step> {
         let mut steps = Steps { plain: self.from, made: Vec::new() };
         steps.convert(self);
@@ -27,9 +27,9 @@ impl Conversion {
     }
 }
 
-/// The changes of a layer, collected in order.
+/// The changes of representation of a layer, collected in order.
 pub(super) struct Steps {
-    /// The form between products.
+    /// The form of activations between products.
     pub plain: Form,
     made: Vec<Step>,
 }
@@ -39,30 +39,30 @@ impl Steps {
         Self { plain: activations.into(), made: Vec::new() }
     }
 
-    /// All changes.
+    /// All changes of representation, in order.
     pub fn made(self) -> Vec<Step> {
         self.made
     }
 
-    /// Attributes all changes to one kernel.
+    /// Attributes all changes of representation to one kernel.
     pub fn in_one_kernel(&mut self, op: &'static str) {
         self.made.iter_mut().for_each(|step| step.change.op = op);
     }
 
-    /// Adds a change by this operation.
+    /// Adds a change of representation by the operation `op`.
     pub fn add(&mut self, op: &'static str, tensor: LayerTensor, from: Form, to: Form) {
         let LayerTensor { name, pass, size } = tensor;
         self.made.push(Step { change: Change { pass, op, tensor: name, from, to }, quantized: None, size });
     }
 
-    /// The last change quantizes a plain tensor to this precision.
+    /// Records that the last change quantizes a plain tensor to this precision.
     pub fn quantized(&mut self, to: &Precision) {
         if let Some(last) = self.made.last_mut() {
             last.quantized = Some(*to);
         }
     }
 
-    /// Adds the conversion of a tensor that exists.
+    /// Adds the conversion of an existing tensor.
     pub fn convert(&mut self, conversion: &Conversion) {
         self.pair(conversion, conversion.from, &conversion.to);
     }
@@ -108,7 +108,7 @@ impl Steps {
         }
     }
 
-    /// Adds the output of a fused kernel. From plain to plain is no change.
+    /// Adds the output of a fused kernel. A plain output of a plain input is not a change.
     pub fn written(&mut self, [op, quantizing]: [&'static str; 2], of: &Conversion<Computed>) {
         let (to, precision) = match &of.to {
             Computed::Fused { to, planes: Planes::Both } if to.format.is_block() => {
@@ -128,13 +128,13 @@ impl Steps {
         }
     }
 
-    /// Adds the dispatch of tokens' rows.
+    /// Adds the dispatch of the tokens' rows.
     pub fn sent(&mut self, tensor: LayerTensor, wire: &Precision) {
         self.convert(&Conversion::sent(tensor, self.plain, wire));
         self.add("dispatch+permute", tensor, wire.into(), wire.into());
     }
 
-    /// Adds the combine of rows sent back.
+    /// Adds the combine of the rows that the experts send back.
     pub fn summed(&mut self, tensor: LayerTensor, wire: &Precision) {
         if wire.format.is_block() {
             self.add("dequantize", tensor, wire.into(), self.plain);

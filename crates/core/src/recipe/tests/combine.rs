@@ -1,8 +1,8 @@
-//! Precisions of combine.
+//! Tests of the precisions of combine.
 
 use super::*;
 
-/// Combine: in the type of activations if nothing is written, in blocks of E4M3 codes, or refused.
+/// Combine has the type of activations if the recipe sets nothing, or blocks of E4M3 codes. Other precisions are errors.
 #[test]
 fn rows_come_back_plain_or_in_blocks_of_e4m3() {
     for name in Recipe::all_names() {
@@ -17,7 +17,7 @@ fn rows_come_back_plain_or_in_blocks_of_e4m3() {
     assert_eq!(written.expert, Recipe::builtin("bf16").unwrap().expert);
     let e = error("extends = \"bf16\"\n[expert]\ncombine.fwd = { format = \"f32\" }");
     assert!(e.contains("expert.combine.fwd") && e.contains("activations between GEMMs are bf16"), "{e}");
-    // Sites that are not written follow the activations.
+    // Sites that the recipe does not set follow the type of activations.
     let keys = ["fprop.x", "fprop.w", "dgrad.dy", "wgrad.dy", "wgrad.x", "saved.x", "saved.h"];
     let lines = |keys: &[&str]| -> String {
         keys.iter().map(|key| format!("{key} = {{ format = \"f32\" }}\n")).collect()

@@ -26,7 +26,7 @@ fn every_shipped_recipe_reads_and_prints() {
     );
 }
 
-/// Formats without 2-D blocks are not printed with them, whatever the recipe or override.
+/// Formats without 2-D blocks are not printed with 2-D blocks, whatever the recipe or override.
 #[test]
 fn tiles_are_printed_of_formats_that_have_them() {
     let weights = |recipe: &Recipe| {
@@ -85,14 +85,14 @@ fn impossible_recipes_fail_when_read() {
         "extends = \"mxfp4-hopper\"\n[linear]\nsaved.h = { format = \"mxfp4\", round = \"stochastic\" }";
     let e = error(text);
     assert!(e.contains("linear.saved.h") && e.contains("rounds to nearest"), "{e}");
-    // One half of a transformed product, in the syntax from before products had a transform.
+    // Only one operand of a product has a transform, in the older syntax with a transform per operand.
     let e = error(
         "extends = \"fp8-block\"\n[linear]\nwgrad = { dy = { format = \"e4m3\", rht = 64 }, x = { format = \"e4m3\" } }",
     );
     assert!(e.contains("linear.wgrad.dy") && e.contains("the same"), "{e}");
 }
 
-/// Any two formats multiply, in each product; plain operands have the type of activations.
+/// Each product accepts operands of any two formats; plain operands have the type of activations.
 #[test]
 fn any_two_formats_may_be_operands() {
     for (a, b) in Format::ALL.into_iter().flat_map(|a| Format::ALL.map(|b| (a, b))) {
@@ -105,7 +105,7 @@ fn any_two_formats_may_be_operands() {
             let keys = format!("{left} = {{ format = \"{a}\" }}\n{right} = {{ format = \"{b}\" }}");
             let text = format!("extends = \"bf16\"\n[{}]\n{keys}", kind.name());
             let spec = |format: Format| format.spec();
-            // The head takes tokens in chunks, so it does not know a scale for all tokens.
+            // The head takes tokens in chunks, so it does not know a scale that depends on all tokens.
             let of_all = kind == LayerKind::Head
                 && spec(a).default_rule().is_some_and(|rule| a.scale_kind(rule).has_tensor_scale());
             let fits = ![a, b].contains(&Format::F32) && !of_all;
@@ -114,7 +114,8 @@ fn any_two_formats_may_be_operands() {
     }
 }
 
-/// Unless a recipe says otherwise, elements are rounded as the format is defined; for HiFloat4 the scale rule decides.
+/// Unless a recipe says otherwise, elements are rounded as the format's definition requires; for HiFloat4, the scale rule determines the
+/// rounding.
 #[test]
 fn the_rounding_is_the_formats_own() {
     let round = |of: &str| {
@@ -131,7 +132,7 @@ fn the_rounding_is_the_formats_own() {
     assert_eq!(round(", scale = \"cann\", round = \"nearest-away\""), Rounding::NearestAway);
 }
 
-/// Keys that would be printed and change nothing.
+/// A recipe with keys that would be printed but change nothing is an error.
 #[test]
 fn a_key_that_decides_nothing_is_refused_and_told_why() {
     let e4m3 = "{ format = \"e4m3\", scale = \"rceil\" }";
@@ -239,7 +240,7 @@ fn a_key_that_decides_nothing_is_refused_and_told_why() {
     }
 }
 
-/// The same decisions make the same recipe: a tensor's source follows from its site.
+/// The same decisions give the same recipe, because a tensor's source follows from its site.
 #[test]
 fn what_is_made_from_the_saved_input_says_so() {
     let base = Recipe::builtin("mxfp4-hopper").unwrap();
@@ -335,7 +336,7 @@ fn the_head_is_plain_unless_a_recipe_says_otherwise() {
             (_, DType::Bf16) => Format::Bf16,
         };
         assert!(sites(&recipe).iter().all(|of| *of == format), "{name}");
-        // A checkpoint compares recipes by how they print.
+        // A checkpoint compares recipes by their printed text.
         assert_eq!(recipe.to_string().contains("[head]"), format == Format::E4m3, "{name}");
     }
     let [with, without] = ["mxfp4-hopper-head8", "mxfp4-hopper"].map(|name| Recipe::builtin(name).unwrap());
@@ -403,7 +404,7 @@ fn globs() {
     assert!(!glob("a*d", "abc") && !glob("a?c", "ac") && !glob("", "a"));
 }
 
-/// A recipe with E4M3 by tensor in every product, except for the keys in `change`.
+/// A recipe with E4M3 and one scale per tensor in every product, except for the keys in `change`.
 fn by_tensor(change: &str) -> Result<Recipe> {
     let plain = "{ format = \"e4m3-tensor\" }";
     let keys = ["fprop.x", "fprop.w", "dgrad.dy", "wgrad.dy", "wgrad.x"];
@@ -446,7 +447,7 @@ fn delayed_scales_read_print_and_read_again() {
     assert!(!Recipe::parse("mine", late).unwrap().is_delayed());
 }
 
-/// Refused by name, with the reason.
+/// The error names the key and gives the reason.
 #[test]
 fn delayed_scales_are_refused_where_nothing_could_follow_them() {
     let delayed = "{ format = \"e4m3-tensor\", scale = \"delayed\" }";
@@ -501,7 +502,7 @@ fn delayed_scales_are_refused_where_nothing_could_follow_them() {
             format!("linear.dgrad.dy = {delayed}\nlinear.wgrad.dy = {other}"),
             ["linear.wgrad.dy", "one history"],
         ),
-        // Quantized from what is saved in BF16.
+        // This tensor is quantized from a tensor that is saved in BF16.
         (
             format!(
                 "linear.fprop.x = {delayed}\nlinear.saved.x = {{ format = \"bf16\" }}\nlinear.wgrad.x = {other}"
@@ -509,7 +510,7 @@ fn delayed_scales_are_refused_where_nothing_could_follow_them() {
             ["linear.wgrad.x", "fprop.x is delayed"],
         ),
         (format!("expert.fprop.a = {delayed}\nexpert.wgrad.a = {other}"), ["expert.wgrad.a", "one history"]),
-        // Quantized from a tensor with measured scales, or with other scales.
+        // This tensor is quantized from a tensor with measured scales, or with other scales.
         (
             format!(
                 "linear.saved.x = {}\nlinear.wgrad.x = {}",
@@ -563,7 +564,7 @@ fn experts(recipe: &Recipe) -> LayerPlan {
     LayerPlan::new(&recipe.expert, &layer, recipe.activations, Passes::TRAINING)
 }
 
-/// Rows and columns quantized from a plain tensor are two casts; a flow free of casts transcodes rows to columns.
+/// Rows and columns quantized from a plain tensor are two casts; a flow without casts transcodes row blocks to column blocks.
 #[test]
 fn casts_are_counted_by_quantization() {
     let casts = |name: &str| {
@@ -574,7 +575,7 @@ fn casts_are_counted_by_quantization() {
     assert_eq!(names.map(casts), [0, 2, 2, 4, 6]);
 }
 
-/// Each fused kernel that a choice loses is named with the choice; shipped recipes lose only those they must.
+/// If a choice prevents a fused kernel, the message names both. Shipped recipes prevent a fused kernel only if they must.
 #[test]
 fn fused_kernels_that_a_choice_loses_are_named() {
     let lost = |base: &str, line: &str| {

@@ -1,4 +1,4 @@
-//! Choices of scales, in files.
+//! Tests of the keys that choose scales in recipe files.
 
 use super::*;
 use nibble_formats::{Candidates, Correction, Headroom, Outer, ScaleRule, Scaling, Thresholds};
@@ -83,7 +83,7 @@ fn what_a_format_has_no_choice_of_is_refused_by_name() {
     }
 }
 
-/// A correction requires what makes it unbiased.
+/// A correction requires the settings that make it unbiased.
 #[test]
 fn corrections_want_fresh_signs() {
     let with = |rht: &str, more: &str| {

@@ -1,4 +1,4 @@
-//! Layers and steps of an override.
+//! Tests of an override's selection of layers and steps.
 
 use super::*;
 
@@ -29,7 +29,7 @@ fn recipe(lines: &str) -> Recipe {
 
 const RUN: RunSize = RunSize { decoder_layers: 10, steps: 100 };
 
-/// The layers whose precisions the override changes, such as `9.experts`.
+/// The names of the layers whose precisions the override changes, such as `9.experts`.
 fn meant(lines: &str) -> Vec<String> {
     let recipe = recipe(lines).in_run(RUN);
     let layers = layers("lm_head");
@@ -53,7 +53,7 @@ fn places_are_counted_from_either_end() {
         ("last:4", 6..10),
         ("first:10", 0..10),
         ("last:100%", 0..10),
-        // Rounded up to whole layers, unless the percentage gives a whole number.
+        // A percentage is rounded up to whole layers.
         ("last:15%", 8..10),
         ("first:10%", 0..1),
         ("first:0.01%", 0..1),
@@ -126,7 +126,7 @@ fn what_reaches_nothing_is_refused_by_its_key() {
     }
 }
 
-/// Layers counted from an end, and step numbers, are errors without a known run.
+/// Layers counted from an end, and step numbers, are errors if the run is unknown.
 #[test]
 fn selections_of_a_run_are_refused_where_none_is_known() {
     for (lines, part) in [
@@ -140,7 +140,7 @@ fn selections_of_a_run_are_refused_where_none_is_known() {
     }
 }
 
-/// The progress of a numbered step is exact, whatever the number of steps.
+/// The progress that a step number gives is exact, whatever the run's number of steps.
 #[test]
 fn numbers_of_steps_are_those_of_the_run() {
     for steps in [1u64, 3, 7, 50, 51, 100, 1_000] {
@@ -159,7 +159,7 @@ fn numbers_of_steps_are_those_of_the_run() {
     assert_eq!(recipe("steps = \"500.. steps\"").in_run(RUN).stretches(), [(0.0, 1.0)], "behind the end");
 }
 
-/// Written as read, so that a stored recipe means the same in a run that continues for longer.
+/// Selections are written as they were read, so that a stored recipe means the same in a run that is extended.
 #[test]
 fn selections_are_written_as_they_were_read() {
     let lines =
@@ -176,7 +176,8 @@ fn selections_are_written_as_they_were_read() {
     );
 }
 
-/// An optional override accepts models without its layers. If a model has some, they must have what it sets.
+/// An optional override accepts models without its layers. If a model has some of these layers, the layers must have the sites that the
+/// override sets.
 #[test]
 fn an_optional_override_need_not_match() {
     let layers = layers("lm_head");

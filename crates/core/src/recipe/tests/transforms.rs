@@ -1,4 +1,4 @@
-//! Transforms of products, and weights that are quantized twice.
+//! Tests of transforms of products, and of weights that are quantized twice.
 
 use super::super::*;
 use nibble_formats::{BlockAxis, Format};
@@ -27,7 +27,7 @@ fn a_transform_is_of_both_operands_of_its_product_and_of_no_other() {
     assert!(printed.contains("rht32 of each step") && printed.contains("rht16 of seed 9"), "{printed}");
 }
 
-/// Columns saved in the form that wgrad takes are saved transformed; a tensor that wgrad quantizes again is not.
+/// A tensor that is saved in column blocks for wgrad is saved with the transform; a tensor that wgrad quantizes again is saved without.
 #[test]
 fn what_is_kept_as_wgrad_takes_it_is_kept_transformed() {
     let kept = |more: &str| {
@@ -41,7 +41,7 @@ fn what_is_kept_as_wgrad_takes_it_is_kept_transformed() {
     ));
 }
 
-/// Older recipes write the transform per operand and per saved tensor.
+/// Older recipes set the transform per operand and per saved tensor.
 #[test]
 fn a_transform_said_of_operands_is_that_of_their_product() {
     let e4m3 = |more: &str| format!("{{ format = \"e4m3\", scale = \"amax\"{more} }}");
@@ -75,7 +75,7 @@ fn a_weight_is_one_unless_a_recipe_says_otherwise() {
     assert_eq!(lines("").linear.at(Site::DgradW).axis, BlockAxis::Row);
     let other = read("extends = \"fp8-block\"\n[linear]\ndgrad.w = { format = \"e4m3\", scale = \"rceil\" }");
     assert!(!other.linear.has_one_weight() && other.expert.has_one_weight());
-    // 2-D blocks for dgrad, which are not made from fprop's row blocks.
+    // dgrad has 2-D blocks, which are not converted from fprop's row blocks.
     let square = lines("dgrad.w = { format = \"e4m3\", scale = \"amax\", block = \"square\" }");
     assert_eq!(square.linear.at(Site::DgradW).axis, BlockAxis::Tile);
     let again =
@@ -95,7 +95,7 @@ fn one_table_says_the_same_of_dense_layers_and_experts_and_each_may_differ() {
     assert!(e.contains("all.dispatch.fwd") && e.contains("only experts"), "{e}");
 }
 
-/// A transform is written for a product or for its operands, not for both.
+/// A recipe may set a transform for a product or for its operands, but not for both.
 #[test]
 fn what_an_operand_says_beside_its_product_is_refused() {
     let kept = "saved.x = { format = \"e4m3\", axis = \"col\", rht = 64 }";

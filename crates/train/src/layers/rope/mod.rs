@@ -1,5 +1,5 @@
-//! Cosines and sines of RoPE, and how a model's frequencies are changed for longer sequences. Everything here is computed on the host in
-//! F64, with the same bits everywhere.
+//! The cosines and sines of RoPE, and the changes of a model's frequencies for longer sequences. The host computes all of them in F64, with
+//! the same bits on every machine.
 
 use crate::config::{RopeScaling, RopeScalingKind};
 use crate::spec::Rope;
@@ -7,11 +7,11 @@ use nibble_core::formats::double;
 use nibble_core::{Kernels, Result, Tensor};
 use std::f64::consts::PI;
 
-/// Cosines, then sines, of position · frequency for each pair of a head, times the [amplitude](Rope::amplitude): `[positions, dim]` in F32,
-/// each rounded once.
+/// The table `[positions, dim]` in F32 of cosines, then sines, of position · frequency for each pair of a head, times the
+/// [amplitude](Rope::amplitude). Each value is rounded once.
 ///
 /// # Errors
-/// From the backend.
+/// Errors of the backend.
 pub fn rope_table<B: Kernels>(b: &B, positions: usize, rope: Rope) -> Result<Tensor<B>> {
     let (frequencies, amplitude) = (rope.frequencies(), rope.amplitude());
     let mut values = Vec::with_capacity(positions * rope.dim);
@@ -26,7 +26,7 @@ pub fn rope_table<B: Kernels>(b: &B, positions: usize, rope: Rope) -> Result<Ten
 }
 
 impl Rope {
-    /// Frequency of each pair in radians per position: θ^(−2i/dim), changed as the scaling says.
+    /// Frequency of each pair in radians per position: θ^(−2i/dim), changed by the model's scaling.
     #[must_use]
     pub fn frequencies(&self) -> Vec<f64> {
         let log_step = double::ln(self.theta) * -2.0 / self.dim as f64;
@@ -42,9 +42,10 @@ impl Rope {
         }
     }
 
-    /// How much of a pair's frequency YaRN leaves unchanged: 1 up to the pair that turns `beta_fast` times in the original positions, 0
-    /// from the pair on that turns `beta_slow` times, and linear in between. The first pair's number is rounded down, the second one's up.
-    /// (Peng et al. 2023, "YaRN: Efficient Context Window Extension of Large Language Models", section 3.2.)
+    /// The share of a pair's frequency that YaRN leaves unchanged. The share is 1 up to the pair that rotates `beta_fast` times over the
+    /// original positions, 0 from the pair that rotates `beta_slow` times, and linear in between. The index of the first of these pairs is
+    /// rounded down, and the index of the second is rounded up. (Peng et al. 2023, "YaRN: Efficient Context Window Extension of Large
+    /// Language Models", section 3.2.)
     fn kept_by_yarn(&self) -> impl Fn(usize) -> f64 {
         let (dim, scaling) = (self.dim as f64, self.scaling);
         let pair = |turns: f64| {
@@ -53,13 +54,13 @@ impl Rope {
         };
         let first = pair(scaling.beta_fast).floor().max(0.0);
         let last = pair(scaling.beta_slow).ceil().min(dim - 1.0);
-        // As published: a step where both are the same.
+        // As in the publication, the ramp becomes a step if both pairs are the same.
         let width = if first == last { 0.001 } else { last - first };
         move |i| 1.0 - ((i as f64 - first) / width).clamp(0.0, 1.0)
     }
 
-    /// Factor of cosines and sines. It is 1, except under YaRN: g(mscale) / g(mscale_all_dim) where both are given, else g(1), with
-    /// g(m) = 0.1 · m · ln(factor) + 1.
+    /// The factor of cosines and sines, which is 1 except under YaRN. There it is g(mscale) / g(mscale_all_dim) if both are given, else
+    /// g(1), with g(m) = 0.1 · m · ln(factor) + 1.
     #[must_use]
     pub fn amplitude(&self) -> f64 {
         let RopeScaling { kind, factor, mscale, mscale_all_dim, .. } = self.scaling;
@@ -70,7 +71,7 @@ impl Rope {
         }
     }
 
-    /// Factor of latent attention's scores: 1/√`head_dim`, under YaRN times (0.1 · mscale_all_dim · ln(factor) + 1)².
+    /// The factor of latent attention's scores: 1/√`head_dim`, multiplied under YaRN by (0.1 · mscale_all_dim · ln(factor) + 1)².
     #[must_use]
     pub fn latent_scale(&self, head_dim: usize) -> f32 {
         let RopeScaling { kind, factor, mscale_all_dim, .. } = self.scaling;
@@ -82,19 +83,20 @@ impl Rope {
     }
 }
 
-/// 0.1 · mscale · ln(factor) + 1.
+/// Returns 0.1 · mscale · ln(factor) + 1.
 fn growth(factor: f64, mscale: f64) -> f64 {
     0.1 * mscale * double::ln(factor) + 1.0
 }
 
-/// Llama 3.1's rule, by the turns in the original positions: with many a frequency stays as it is, with few it is divided by the factor.
+/// The rule of Llama 3.1, which depends on how often a pair rotates over the original positions. With many rotations the frequency does not
+/// change; with few rotations it is divided by the factor.
 fn llama3(frequency: f64, scaling: &RopeScaling) -> f64 {
     let turns = scaling.original_positions as f64 * frequency / (2.0 * PI);
     let (few, many) = (scaling.low_freq_factor, scaling.high_freq_factor);
     between(frequency / scaling.factor, frequency, ((turns - few) / (many - few)).clamp(0.0, 1.0))
 }
 
-/// Linear interpolation from `a` at 0 to `b` at 1.
+/// Returns the linear interpolation from `a` at 0 to `b` at 1.
 fn between(a: f64, b: f64, share: f64) -> f64 {
     (1.0 - share) * a + share * b
 }

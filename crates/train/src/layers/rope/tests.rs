@@ -1,4 +1,5 @@
-//! Against F32 results of `_compute_llama3_parameters`, `_compute_yarn_parameters` and `yarn_apply_mscale` of transformers 5.24.
+//! Compares RoPE's frequencies with F32 results of `_compute_llama3_parameters`, `_compute_yarn_parameters` and `yarn_apply_mscale` of
+//! transformers 5.24.
 
 use super::*;
 use nibble_cpu::Cpu;
@@ -69,7 +70,7 @@ fn frequencies_of_yarn() {
         (31, 3.333_803_53e-6),
     ];
     check(Rope { dim: 64, theta: 1e4, scaling: YARN }, &want);
-    // The first and the last pair are the same.
+    // With these values, the first and the last pair of YaRN's ramp are the same pair.
     let step = RopeScaling { factor: 4.0, original_positions: 64, beta_fast: 2.0, beta_slow: 1.0, ..YARN };
     let want = [(0, 1.0), (1, 0.0625), (2, 0.002_499_999_94), (3, 0.000_250_000_012)];
     check(Rope { dim: 8, theta: 1e4, scaling: step }, &want);

@@ -1,30 +1,31 @@
-//! The all-to-all of an expert layer: tokens to the ranks of their experts, and back. `dispatch` and `combine` are each other's backward
-//! pass.
+//! The all-to-all of an expert layer, which sends tokens to the ranks of their experts and returns the experts' outputs. `dispatch` and
+//! `combine` are each other's backward pass.
 //!
 //! **Dispatch.** A token is sent once to each rank that has one of its experts, as `codes ‖ scales ‖ padding to 16 bytes`. Rows arrive
 //! sorted by source rank, and within a rank by token. Ranks hold consecutive tokens, so rows arrive in the global order of tokens, and
-//! expert-sorted rows have the same order as on a single rank. Rows that are quantized for the all-to-all become messages in the same pass
-//! (`QuantizePack`). `UnpackPermute` unpacks what arrives and sorts it by expert, also in one pass.
+//! expert-sorted rows have the same order as on a single rank. The kernel that quantizes rows for the all-to-all also packs them into
+//! records (`QuantizePack`). `UnpackPermute` unpacks received records and sorts the rows by expert, also in one pass.
 //!
-//! **Combine.** [`Combine`] decides what travels back. With `slots` it is a row for each slot: under top 8, eight rows a token. With `tree`
-//! each rank sums what its experts computed for a token (`CombineTree`) and sends one unpadded row for each token that it was sent, in the
-//! order in which tokens came. The number of ranks is a power of two, so these sums are nodes of the tree over all experts, and the token's
-//! own rank sums the nodes above them. So the bits do not depend on the number of ranks. Gradients of gate weights travel as one number a
-//! slot either way.
+//! **Combine.** [`Combine`] decides which rows are sent back. With `slots`, one row per slot is sent: with top 8, eight rows per token.
+//! With `tree`, each rank sums its experts' outputs for a token (`CombineTree`) and sends one unpadded row per received token, in the order
+//! in which the tokens arrived. The number of ranks is a power of two, so these sums are nodes of the tree over all experts, and the
+//! token's own rank sums the nodes above them. The bits therefore do not depend on the number of ranks. In both cases, gradients of gate
+//! weights are sent as one number per slot.
 //!
-//! Where a recipe quantizes `combine.fwd` or `combine.bwd`, each slot's row is quantized by itself, sent, dequantized, and summed in slot
-//! order. A run on one rank quantizes and dequantizes these rows too, so its bits are the same. Quantized combine with `tree` is refused,
+//! If a recipe quantizes `combine.fwd` or `combine.bwd`, each slot's row is quantized separately, sent, dequantized, and summed in slot
+//! order. A run on one rank also quantizes and dequantizes these rows, so its bits are the same. Quantized combine with `tree` is an error,
 //! because partial sums would be rounded at points that depend on the mesh.
 //!
-//! **Plan.** The device plans where everything goes: slots are sorted by the rank of their expert, and records of a token's number, its
-//! experts there and its gate weights travel before the rows. The host reads one buffer for each plan: tokens and slots from every rank
-//! to every rank. A layer is planned once per micro-batch, and twice where `train.recompute` names `experts` or `layers`. With `run.dp` =
-//! `run.ranks` no rows travel, and no counts are read. `train/tests/ranks/transfers.rs` counts every transfer to the host.
+//! **Plan.** The device computes the destinations of all rows. The device sorts slots by the rank of their expert, and sends records before
+//! the rows. A record has a token's number, the token's experts on the destination rank, and its gate weights. The host reads one buffer
+//! per plan: the numbers of tokens and slots from every rank to every rank. A layer is planned once per micro-batch, and twice if
+//! `train.recompute` names `experts` or `layers`. With `run.dp` = `run.ranks` no rows are sent, and the host reads no counts.
+//! `train/tests/ranks/transfers.rs` counts every transfer to the host.
 //!
-//! **Capacity.** A rank has buffers for `run.capacity_factor` times its share of the slots (1.25 by default), but never for more than can
-//! arrive. If a rank would receive more, every rank sees the overflow in the counts, and no rank sends rows of that layer. The step's
-//! record reports the overflow, and the step changes nothing. When the host reads the record, it enlarges the buffers to 1.125 times what
-//! was needed and retries the steps, with the same bits as without an overflow. A batch of an evaluation is retried too. No token is
+//! **Capacity.** A rank has buffers for `run.capacity_factor` times its share of the slots (1.25 by default), but never for more slots than
+//! can arrive. If a rank would receive more, every rank sees the overflow in the counts, and no rank sends rows of that layer. The step's
+//! record reports the overflow, and the step changes nothing. When the host reads the record, it enlarges the buffers to 1.125 times the
+//! needed capacity and retries the steps, with the same bits as without an overflow. A batch of an evaluation is also retried. No token is
 //! dropped.
 //!
 //! `ExchangeBytes` computes the bytes of each leg from a routing.
@@ -49,31 +50,34 @@ use nibble_core::{
 pub use crate::config::Combine;
 pub use traffic::{ExchangeBytes, SlotCounts};
 
-/// Where every (token, slot) of one layer goes.
+/// The destinations of every (token, slot) of one layer.
 #[derive(Debug)]
 pub struct ExchangePlan<B: Kernels> {
-    /// Order of the rows on this rank, by (expert, part). Weight gradients contract these groups, and each group may have its own scale.
+    /// The order of the rows on this rank, sorted by (expert, part). Weight gradients contract the rows of these groups, and each group may
+    /// have its own scale.
     pub map: PermuteMap<B>,
-    /// The same rows by expert, with an expert's parts in sequence: which matrix the rows are multiplied with.
+    /// The groups of the same rows by expert, with an expert's parts one after the other. These groups determine the weight that multiplies
+    /// a row.
     pub experts: Groups<B>,
-    /// Gate weight of each expert-sorted row; 0 on padding. `[r]`
+    /// Gate weight of each expert-sorted row; 0 for padding rows. `[r]`
     pub gate_r: B::Buf<f32>,
-    /// With a tree: the slots whose experts are on this rank, of its own tokens or of those that arrived.
+    /// With a tree, the slots whose experts are on this rank, for the rank's own tokens or for received tokens.
     experts_tree: Option<TreeSlots<B>>,
-    /// On several ranks, one value: 0 without an overflow; otherwise the slots that the fullest rank was sent, as a multiple of its share.
+    /// On several ranks, one value: 0 without an overflow; otherwise the number of slots of the fullest rank, as a multiple of that rank's
+    /// share.
     pub overflow: Option<B::Buf<f32>>,
-    /// On several ranks: how messages travel.
+    /// On several ranks, the order and the numbers of the rows that are sent.
     pub wire: Option<Wire<B>>,
 }
 
-/// Slots of tokens at the leaves of a tree.
+/// The slots of tokens at the leaves of a tree.
 #[derive(Debug)]
 struct TreeSlots<B: Kernels> {
-    /// Row of each (token, slot), −1 for none.
+    /// Row of each (token, slot), −1 if there is no row.
     row: B::Buf<i32>,
-    /// Leaf of each (token, slot), −1 for none.
+    /// Leaf of each (token, slot), −1 if there is no leaf.
     leaf: B::Buf<i32>,
-    /// Leaves of the tree.
+    /// Number of leaves of the tree.
     leaves: usize,
 }
 
@@ -85,39 +89,40 @@ impl<B: Kernels> TreeSlots<B> {
     }
 }
 
-/// Which of this rank's tokens go to which ranks.
+/// The ranks to which this rank's tokens are sent.
 #[derive(Debug)]
 pub struct Sending<B: Kernels> {
-    /// Token of each row sent, by destination.
+    /// The token of each row that is sent, ordered by destination.
     pub token: B::Buf<i32>,
-    /// For each (token, slot), the token's row among those sent; −1 where an earlier slot has the row.
+    /// For each (token, slot), the index of the token's row among the rows that are sent; −1 if an earlier slot has the row.
     pub place: B::Buf<i32>,
 }
 
 /// Token rows that are ready for dispatch.
 #[derive(Debug)]
 pub enum Outgoing<B: Kernels> {
-    /// On one rank: one row per token.
+    /// On one rank, one row per token.
     Here(Operand<B>),
-    /// On several ranks: messages by destination, of rows of this kind.
+    /// On several ranks, records of rows with this layout, ordered by destination.
     Messages(B::Buf<u8>, RowKind),
 }
 
-/// How messages travel among several ranks.
+/// The order and the numbers of the rows that are sent among several ranks.
 #[derive(Debug)]
 pub struct Wire<B: Kernels> {
-    /// What this rank sends.
+    /// The tokens that this rank sends.
     pub sending: Sending<B>,
-    /// For each (token, slot), its place among the slot rows that come back, which arrive rank by rank.
+    /// For each (token, slot), its position among the slot rows that combine returns, which arrive rank by rank.
     pub slot_place: B::Buf<i32>,
-    /// With a tree: the slots of this rank's tokens. A token's first slot for each destination rank has the row that returns from there.
+    /// With a tree, the slots of this rank's tokens. A token's first slot for each destination rank has the row that returns from that
+    /// rank.
     ranks_tree: Option<TreeSlots<B>>,
     /// The numbers of rows, as the transport needs them.
     pub rows: RowPlan,
 }
 
 impl<B: Kernels> ExchangePlan<B> {
-    /// What this rank sends, if there are several ranks.
+    /// The tokens that this rank sends, if there are several ranks.
     pub fn sending(&self) -> Option<&Sending<B>> {
         self.wire.as_ref().map(|wire| &wire.sending)
     }
@@ -157,21 +162,21 @@ impl<B: Kernels> Saved for ExchangePlan<B> {
     }
 }
 
-/// A plan whose counts of rows are in flight: everything that does not depend on these counts.
+/// A plan whose row counts are still being transferred. This struct holds everything that does not depend on the row counts.
 struct BegunPlan<B: Kernels> {
     counts: PendingRows<B>,
     room: ExchangeRoom,
-    /// [`SlotRanks::first`](nibble_core::ops::SlotRanks::first).
+    /// The result [`SlotRanks::first`](nibble_core::ops::SlotRanks::first).
     first: B::Buf<i32>,
-    /// Slots by the rank of their expert.
+    /// The slots, sorted by the rank of their expert.
     slots: PermuteMap<B>,
-    /// Tokens by the ranks that they go to.
+    /// The tokens, ordered by the ranks to which they are sent.
     sending: Sending<B>,
-    /// The record of each token that is sent.
+    /// The records of the tokens that are sent.
     records: B::Buf<u8>,
 }
 
-/// The exchange of one layer.
+/// The all-to-all of one layer.
 #[derive(Debug)]
 pub struct Exchange<'a, 'c, B: Kernels> {
     cx: &'a Cx<'c, B>,
@@ -181,18 +186,18 @@ pub struct Exchange<'a, 'c, B: Kernels> {
 }
 
 impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
-    /// An exchange among the ranks that divide `experts` experts, evenly and in order.
+    /// An all-to-all among the ranks that shard `experts` experts, evenly and in order.
     pub fn new(cx: &'a Cx<'c, B>, experts: usize, top_k: usize) -> Self {
         Self { cx, experts, top_k, is_backward: false }
     }
 
-    /// This exchange in the backward pass.
+    /// The same all-to-all in the backward pass.
     #[must_use]
     pub fn backward(self) -> Self {
         Self { is_backward: true, ..self }
     }
 
-    /// Starts work that all ranks do together, at its fault point.
+    /// Runs work in which all ranks take part, after a fault point for tests.
     fn among_ranks<R>(&self, work: impl FnOnce() -> Result<R>) -> Result<R> {
         let point = if self.is_backward { Point::BackwardExchange } else { Point::ForwardExchange };
         in_part(self.part(), || {
@@ -201,24 +206,24 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         })
     }
 
-    /// The name of the phase, for reports of the process.
+    /// The name of this part of the phase, for the status of the process.
     fn part(&self) -> &'static str {
         if self.is_backward { "backward exchange" } else { "forward exchange" }
     }
 
-    /// Decides where every (token, slot) goes.
+    /// Computes the destination of every (token, slot).
     ///
     /// # Errors
-    /// For a tree over a number of ranks that is not a power of two; from the backend, and from other ranks.
+    /// An error for a tree over a number of ranks that is not a power of two; errors of the backend and of other ranks.
     pub fn plan(&self, routing: &Routing<B>, align: usize) -> Result<ExchangePlan<B>> {
         Ok(self.plan_beside(routing, align, |_| Ok(()))?.0)
     }
 
-    /// Decides where every (token, slot) goes, and does other work meanwhile. On several ranks, `beside` gets what this rank sends, and
-    /// runs while the counts of rows are in flight.
+    /// Computes the destination of every (token, slot), and runs other work meanwhile. On several ranks, `beside` receives the tokens that
+    /// this rank sends, and runs during the transfer of the row counts.
     ///
     /// # Errors
-    /// Those of [`Exchange::plan`], and of the other work.
+    /// Errors of [`Exchange::plan`], and of the other work.
     pub fn plan_beside<T>(
         &self,
         routing: &Routing<B>,
@@ -250,7 +255,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         self.cx.combine == Combine::Tree
     }
 
-    /// With a tree: slots at these leaves, with their rows where they have one. `row_slot` is the slot of each row.
+    /// With a tree, the slots at these leaves, with their rows if they have one. `row_slot` is the slot of each row.
     fn tree(&self, row_slot: &B::Buf<i32>, leaf: B::Buf<i32>, leaves: usize) -> Result<Option<TreeSlots<B>>> {
         if !self.has_tree() {
             return Ok(None);
@@ -259,8 +264,8 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         Ok(Some(TreeSlots { row, leaf, leaves }))
     }
 
-    /// Sorts received tokens by this rank's experts, and within an expert by part; `slots` of their slots are here. Returns the order with
-    /// its groups, and one group per expert.
+    /// Sorts received tokens by this rank's experts, and within an expert by part; `slots` of their slots have experts on this rank.
+    /// Returns the order with its groups, and also the groups with one group per expert.
     fn sort(
         &self,
         expert: &B::Buf<i32>,
@@ -292,7 +297,8 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         Ok((map, experts))
     }
 
-    /// Begins the plan on several ranks: starts the exchange of counts, and packs a record of experts and gate weights for each sent token.
+    /// Starts the plan on several ranks: starts the all-to-all of counts, and packs a record of experts and gate weights for each token
+    /// that is sent.
     fn begin_plan(&self, routing: &Routing<B>) -> Result<BegunPlan<B>> {
         let (cx, b, ep, top_k) = (self.cx, self.cx.b, self.cx.mesh.ep, self.top_k);
         let world = ep.world();
@@ -301,7 +307,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         let room = ExchangeRoom::new(tokens, top_k, (world, experts_each), cx.capacity_factor);
         let ranks = AssignRanks { expert, top_k, experts_each, world }.run(b)?;
         let counts = RowPlan::begin(b, ep, &ranks.counts, room)?;
-        // Meanwhile the counts are in flight.
+        // This work overlaps the transfer of the counts.
         let slots = self.sort_by_rank(&ranks.rank, B::len(expert))?;
         let tokens = self.sort_by_rank(&ranks.first, room.sent)?;
         let records = PackSlots {
@@ -318,7 +324,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         Ok(BegunPlan { counts, room, first: ranks.first, slots, sending, records })
     }
 
-    /// Waits for the counts, exchanges the records, and sorts the tokens that arrive by their experts.
+    /// Waits for the counts, exchanges the records, and sorts the received tokens by their experts.
     fn finish_plan(&self, begun: BegunPlan<B>, align: usize) -> Result<ExchangePlan<B>> {
         let BegunPlan { counts, room, first, slots, sending, records } = begun;
         let (cx, b, ep, top_k) = (self.cx, self.cx.b, self.cx.mesh.ep, self.top_k);
@@ -333,7 +339,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
 
         let record_bytes = size_of::<i32>() * record_words(top_k);
         let (tokens_here, slots_here) = rows.places();
-        // Places without a record stay zero, which stands for no token.
+        // The space of missing records stays zero; a record of zeros has no token.
         let received = b.zeros::<u8>(tokens_here * record_bytes)?;
         let received = rows.begin_exchange(b, ep, (Leg::Tokens, record_bytes), records, received)?.wait(b)?;
         let received = UnpackSlots { records: &b.reinterpret(&received)?, top_k }.run(b)?;
@@ -346,7 +352,8 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         Ok(ExchangePlan { map, experts, gate_r, experts_tree, overflow, wire: Some(wire) })
     }
 
-    /// Sorts this rank's slots by destination rank, −1 for none. At most `slots` of them have a destination, and get a row each.
+    /// Sorts this rank's slots by destination rank, which is −1 for a slot without destination. At most `slots` slots have a destination,
+    /// and each of these gets a row.
     fn sort_by_rank(&self, rank: &B::Buf<i32>, slots: usize) -> Result<PermuteMap<B>> {
         let (top_k, num_groups) = (self.top_k, self.cx.mesh.ep.world());
         let token_id = &self.cx.shards.groups.row_id;
@@ -362,11 +369,11 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         op.run(self.cx.b)
     }
 
-    /// The rows of a plain tensor, in the form in which they travel. Rows that are quantized for the all-to-all become messages in the same
-    /// pass. `sending` is [`ExchangePlan::sending`], or what [`Exchange::plan_beside`] hands to its other work.
+    /// Converts the rows of a plain tensor to the form in which they are sent. The kernel that quantizes rows for the all-to-all also packs
+    /// them into records. `sending` is [`ExchangePlan::sending`], or the value that [`Exchange::plan_beside`] passes to its other work.
     ///
     /// # Errors
-    /// From the backend.
+    /// Errors of the backend.
     pub fn outgoing(
         &self,
         sending: Option<&Sending<B>>,
@@ -391,18 +398,18 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         Ok(Outgoing::Messages(bytes, rows_td.row_kind()))
     }
 
-    /// Sends each token's row to the ranks of its experts and sorts what arrives by expert: `[t, d] → [r, d]`.
+    /// Sends each token's row to the ranks of its experts, and sorts the received rows by expert: `[t, d] → [r, d]`.
     ///
     /// # Errors
-    /// From the backend, and from other ranks.
+    /// Errors of the backend and of other ranks.
     pub fn dispatch(&self, plan: &ExchangePlan<B>, rows_td: &Operand<B>) -> Result<Operand<B>> {
         self.deliver(plan, self.packed(plan.sending(), rows_td.clone())?)
     }
 
-    /// [`Exchange::dispatch`] of rows that [`Exchange::outgoing`] has made ready.
+    /// [`Exchange::dispatch`] of rows that [`Exchange::outgoing`] has converted.
     ///
     /// # Errors
-    /// As [`Exchange::dispatch`]; [`Error::Defect`] for messages of another plan.
+    /// Errors of [`Exchange::dispatch`]; [`Error::Defect`] for records of another plan.
     pub fn deliver(&self, plan: &ExchangePlan<B>, rows: Outgoing<B>) -> Result<Operand<B>> {
         let (b, map) = (self.cx.b, &plan.map);
         match (&plan.wire, rows) {
@@ -415,7 +422,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         }
     }
 
-    /// Begins a leg, which returns bytes with a place for each row that can come.
+    /// Starts a leg of the all-to-all, which returns a buffer with space for every row that can arrive.
     fn begin(
         &self,
         rows: B::Buf<u8>,
@@ -429,10 +436,11 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         Ok(Transfer::new(move |b| in_part(part, || transfer.wait(b))))
     }
 
-    /// Sends the rows of each token back to it and sums them: [`Exchange::begin_combine`] and [`Exchange::finish_combine`] in one call.
+    /// Sends the rows of each token back to the token's rank and sums them, as [`Exchange::begin_combine`] and [`Exchange::finish_combine`]
+    /// in one call.
     ///
     /// # Errors
-    /// Those of the two calls.
+    /// Errors of [`Exchange::begin_combine`] and of [`Exchange::finish_combine`].
     pub fn combine(
         &self,
         plan: &ExchangePlan<B>,
@@ -442,11 +450,11 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         self.finish_combine(plan, self.begin_combine(plan, rows_rd.clone())?, plus_td)
     }
 
-    /// Begins to send the rows `[r, d]` back to their tokens, where they will be summed. Other work may be done while they are in flight.
-    /// On one rank nothing travels.
+    /// Starts to send the rows `[r, d]` back to the ranks of their tokens, where they will be summed. Other work may run during the
+    /// transfer. On one rank no rows are sent.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for block-scaled rows with a tree; from the backend, and from other ranks.
+    /// [`Error::Unsupported`] for block-scaled rows with a tree; errors of the backend and of other ranks.
     pub fn begin_combine(
         &self,
         plan: &ExchangePlan<B>,
@@ -465,7 +473,8 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
             let rows = wire.rows.capacity(Leg::SlotsBack);
             return Ok(Transfer::new(move |b| unpacked(b, &bytes.wait(b)?, kind, rows)));
         };
-        // One row per token that arrived, in the same order: rank by rank, as rows go back. So they need no index and no padding.
+        // The sums have one row per received token, in the order of arrival, rank by rank. Rows are sent back in this order, so they need
+        // no index and no padding.
         let sums = tree.sum(b, rows_rd.plain("combine")?, None, self.top_k)?;
         drop(rows_rd);
         let sent = sums.as_bytes(b)?;
@@ -478,11 +487,11 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         }))
     }
 
-    /// Waits for the rows of each token and sums them in the order that [`Combine`] says: `[t, d]`; adds `plus_td`. Block-scaled rows are
-    /// dequantized to the type of the activations first, on one rank as well, so that the sums are the same on every mesh.
+    /// Waits for the rows of each token, sums them in the order of [`Combine`], and adds `plus_td`: `[t, d]`. Block-scaled rows are first
+    /// dequantized to the type of the activations, also on one rank, so that the sums are the same on every mesh.
     ///
     /// # Errors
-    /// From the backend, and from other ranks.
+    /// Errors of the backend and of other ranks.
     pub fn finish_combine(
         &self,
         plan: &ExchangePlan<B>,
@@ -498,7 +507,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         CombineSlots { rows: &self.dequantized(&rows)?, index, plus: plus_td, top_k }.run(b)
     }
 
-    /// Rows in the form in which they are summed.
+    /// Dequantizes rows to the type in which they are summed.
     fn dequantized(&self, rows: &Operand<B>) -> Result<Tensor<B>> {
         match rows {
             Operand::Plain(rows) => Ok(rows.clone()),
@@ -506,10 +515,10 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         }
     }
 
-    /// Begins to send one number per row back to its (token, slot): `[r] → [t·k]`. On one rank nothing travels.
+    /// Starts to send one number per row back to the row's (token, slot): `[r] → [t·k]`. On one rank no numbers are sent.
     ///
     /// # Errors
-    /// From the backend, and from other ranks.
+    /// Errors of the backend and of other ranks.
     pub fn begin_return_scalars(
         &self,
         plan: &ExchangePlan<B>,
@@ -526,7 +535,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
     }
 }
 
-/// `rows` rows of this kind, from the bytes that a leg has brought.
+/// Unpacks `rows` rows of this layout from the bytes that a leg has received.
 fn unpacked<B: Kernels>(b: &B, bytes: &B::Buf<u8>, kind: RowKind, rows: usize) -> Result<Operand<B>> {
     let dtype = match kind.format {
         Format::F32 => DType::F32,
@@ -536,7 +545,7 @@ fn unpacked<B: Kernels>(b: &B, bytes: &B::Buf<u8>, kind: RowKind, rows: usize) -
     if kind.row_bytes() > kind.code_bytes() {
         return UnpackRows { bytes, kind }.run(b);
     }
-    // Without padding, the bytes that came are the rows.
+    // Without padding, the received bytes are the rows.
     Tensor::of_bytes(b, bytes, dtype, (rows, kind.cols)).map(Operand::Plain)
 }
 

@@ -1,4 +1,4 @@
-//! Plans made on the device, against plans made on the host from the routings of all ranks.
+//! Compares plans made on the device with plans made on the host from the routings of all ranks.
 
 use super::*;
 use crate::shards::Shards;
@@ -7,28 +7,28 @@ use nibble_core::ops::{Planes, Quantize};
 use nibble_core::{Backend, Comm, DType, Mesh, Recipe};
 use nibble_cpu::{Cpu, HostComm};
 
-/// Experts of a rank.
+/// Number of experts per rank.
 const EACH: usize = 4;
 
-/// Which experts tokens choose.
+/// How the tokens of a case choose experts.
 #[derive(Debug, Clone, Copy)]
 enum Choice {
-    /// Any.
+    /// Tokens choose random experts.
     Random,
-    /// Those of the last rank.
+    /// All tokens choose experts of the last rank.
     AllOnOneRank,
-    /// None of the first rank's, where there are others.
+    /// No token chooses an expert of the first rank, if there are other ranks.
     NoneOnOneRank,
-    /// Neighbours, so that several are of the same rank.
+    /// A token chooses neighbouring experts, so that several of them are on the same rank.
     Neighbours,
-    /// The first ones most often, by Zipf's law.
+    /// Tokens choose the first experts most often, by Zipf's law.
     Skewed,
 }
 
 #[derive(Debug, Clone, Copy)]
 struct Case {
     world: usize,
-    /// On each rank.
+    /// Number of tokens on each rank.
     tokens: usize,
     top_k: usize,
     choice: Choice,
@@ -50,7 +50,7 @@ impl Case {
         all
     }
 
-    /// Different experts for each token of a rank, and weights.
+    /// For each token of a rank, different experts and their gate weights.
     fn routing(&self, rank: usize) -> (Vec<i32>, Vec<f32>) {
         let stream = Stream::new(5, Purpose::Data, (rank * 8 + self.top_k) as u32, self.choice as u32);
         let experts = EACH * self.world;
@@ -65,7 +65,7 @@ impl Case {
             let step = if matches!(self.choice, Choice::Neighbours) { 1 } else { 1 + (start >> 16) };
             let mut chosen = Vec::new();
             if matches!(self.choice, Choice::Skewed) {
-                // Expert e about as often as 1 / (e + 1).
+                // Expert e is chosen with a frequency of about 1 / (e + 1).
                 let draws =
                     (0..40).map(|i| stream.u32_at((token * 40 + i) as u64 + 5000) as f32 / u32::MAX as f32);
                 for e in draws.map(|u| ((count as f32 + 1.0).powf(u) - 1.0) as usize) {
@@ -86,13 +86,13 @@ impl Case {
     }
 }
 
-/// What one rank sends, by its routing.
+/// The tokens and slots that one rank sends under its routing.
 struct Outbox {
-    /// Tokens for each rank, ascending.
+    /// The tokens sent to each rank, in ascending order.
     tokens: Vec<Vec<usize>>,
-    /// For each (token, slot), its rank and its place among the slots of that rank.
+    /// For each (token, slot), the rank of its expert and its position among the slots of that rank.
     slot: Vec<(usize, usize)>,
-    /// Slots on each rank.
+    /// Number of slots on each rank.
     slots: Vec<usize>,
 }
 
@@ -112,12 +112,12 @@ impl Outbox {
         outbox
     }
 
-    /// Token of each row sent, by destination.
+    /// The token of each row that is sent, ordered by destination.
     fn send_token(&self) -> Vec<i32> {
         self.tokens.iter().flatten().map(|t| *t as i32).collect()
     }
 
-    /// For each (token, slot), its place among the slot rows that come back, which arrive rank by rank.
+    /// For each (token, slot), its position among the slot rows that combine returns, which arrive rank by rank.
     fn slot_place(&self) -> Vec<i32> {
         let first_of: Vec<usize> =
             self.slots.iter().scan(0, |sum, n| Some(std::mem::replace(sum, *sum + n))).collect();
@@ -125,19 +125,19 @@ impl Outbox {
     }
 }
 
-/// A slot of an expert of this rank.
+/// A slot whose expert is on this rank.
 #[derive(Debug, Clone, Copy)]
 struct Slot {
     expert: usize,
-    /// Over all ranks.
+    /// The token's number over all ranks.
     token: usize,
     slot: usize,
-    /// Place of its token among those that arrived.
+    /// The position of the slot's token among the received tokens.
     received: usize,
     weight: f32,
 }
 
-/// What the plan of one rank must hold, in the order of [`contents`].
+/// The expected contents of the plan of one rank, in the order of [`contents`].
 fn want(case: &Case, rank: usize) -> Vec<(&'static str, Vec<i32>)> {
     let Case { world, tokens, top_k, .. } = *case;
     let routings: Vec<_> = (0..world).map(|r| case.routing(r)).collect();
@@ -176,7 +176,7 @@ fn want(case: &Case, rank: usize) -> Vec<(&'static str, Vec<i32>)> {
     ]
 }
 
-/// What the plan of one rank holds.
+/// The actual contents of the plan of one rank.
 fn contents(cpu: &Cpu, plan: &ExchangePlan<Cpu>) -> Vec<(&'static str, Vec<i32>)> {
     let map = &plan.map;
     let mut lists = vec![
@@ -206,7 +206,7 @@ fn routing_of(cpu: &Cpu, case: &Case, rank: usize) -> Routing<Cpu> {
     }
 }
 
-/// The most slots that a rank of a case is sent, as a multiple of its share under uniform routing.
+/// The largest number of slots that a rank of a case receives, as a multiple of its share under uniform routing.
 fn fullest(case: &Case) -> f64 {
     let slots = |rank| Outbox::new(&case.routing(rank).0, case.top_k, EACH, case.world).slots;
     let all: Vec<Vec<usize>> = (0..case.world).map(slots).collect();
@@ -214,7 +214,7 @@ fn fullest(case: &Case) -> f64 {
     most.unwrap() as f64 / (case.tokens * case.top_k).max(1) as f64
 }
 
-/// With unlimited capacity, and with just enough.
+/// Checks plans with unlimited capacity, and with exactly the necessary capacity.
 fn check(case: Case, capacity_factor: f64, comm: HostComm) {
     let (cpu, recipe) = (Cpu::new(1).unwrap(), Recipe::builtin("bf16").unwrap());
     let comm: &dyn Comm<Cpu> = &comm;
@@ -238,14 +238,14 @@ fn check(case: Case, capacity_factor: f64, comm: HostComm) {
     }
 }
 
-/// On overflow nothing is sent, no rank waits, and every rank's record says so.
+/// After an overflow no rows are sent, no rank waits, and every rank's record reports the overflow.
 fn check_overflow(case: Case, comm: HostComm) {
     let (cpu, recipe) = (Cpu::new(1).unwrap(), Recipe::builtin("bf16").unwrap());
     let comm: &dyn Comm<Cpu> = &comm;
     let shards = Shards::new(&cpu, 1, case.tokens, comm.rank()).unwrap();
     for combine in [Combine::Slots, Combine::Tree] {
         let cx = Cx {
-            // One slot short.
+            // The capacity is one slot too small.
             capacity_factor: fullest(&case) - 1.5 / (case.tokens * case.top_k) as f64,
             combine,
             ..Cx::inference(&cpu, Mesh::new(comm), &recipe, shards.clone(), 0.0)
@@ -305,12 +305,12 @@ fn the_cases_have_what_they_are_for() {
     }
 }
 
-/// What the expert of a (token, slot), counted over all ranks, returns in a column.
+/// The value that the expert of slot `id` (a (token, slot) counted over all ranks) returns in column `col`.
 fn made(id: usize, col: usize) -> f32 {
     Stream::new(6, Purpose::Data, 0, 0).normal_at((id * 64 + col) as u64)
 }
 
-/// A matrix of such values, by what stands in its rows.
+/// A matrix of expert outputs, whose rows are given by their (token, slot).
 fn rows_of(
     cpu: &Cpu,
     dtype: DType,
@@ -334,7 +334,7 @@ fn check_sums(case: Case, way: Combine, (dtype, cols): (DType, usize), comm: Hos
     let exchange = Exchange::new(&cx, experts, top_k);
     let plan = exchange.plan(&routing, 4).unwrap();
     let row_id = plan.map.groups.row_id.as_slice();
-    // Padding holds what must not be read.
+    // Padding rows hold NaN, which must not be read.
     let made_here = |row: usize, col| usize::try_from(row_id[row]).map_or(f32::NAN, |id| made(id, col));
     let rows_rd = rows_of(&cpu, dtype, row_id.len(), cols, made_here);
     let first = rank * case.tokens;
@@ -358,7 +358,7 @@ fn check_sums(case: Case, way: Combine, (dtype, cols): (DType, usize), comm: Hos
             "{case:?}, {way:?}, rank {rank}, {dtype} of {cols} columns"
         );
     }
-    // And one number per slot, however rows come back.
+    // The gradients of gate weights return as one number per slot, whether or not combine uses a tree.
     let gates: Vec<f32> =
         row_id.iter().map(|&id| usize::try_from(id).map_or(f32::NAN, |id| made(id, 63))).collect();
     let back = exchange.begin_return_scalars(&plan, cpu.upload(&gates).unwrap()).unwrap();
@@ -369,7 +369,7 @@ fn check_sums(case: Case, way: Combine, (dtype, cols): (DType, usize), comm: Hos
 
 #[test]
 fn rows_come_back_and_add_up_as_on_one_rank() {
-    // Rows of whole 16 bytes, and others, whose messages are padded where a row for each slot travels.
+    // Some rows are multiples of 16 bytes, and others are not. Records of the other rows are padded if combine sends one row per slot.
     let kinds = [(DType::Bf16, 8), (DType::Bf16, 5), (DType::F32, 4), (DType::F32, 7)];
     for (i, case) in Case::all().into_iter().enumerate() {
         for (j, way) in [Combine::Slots, Combine::Tree].into_iter().enumerate() {
@@ -378,7 +378,7 @@ fn rows_come_back_and_add_up_as_on_one_rank() {
     }
 }
 
-/// Rows in blocks are rounded slot by slot, so a token's sum is that of its dequantized rows, whichever ranks made them.
+/// Quantized rows are rounded slot by slot, so a token's sum is the sum of its dequantized rows, on whichever ranks the experts are.
 fn check_blocks(case: Case, format: Format, comm: HostComm) {
     const COLS: usize = 160;
     let (cpu, recipe) = (Cpu::new(1).unwrap(), Recipe::builtin("bf16").unwrap());
@@ -418,7 +418,7 @@ fn rows_in_blocks_come_back_and_add_up_as_on_one_rank() {
     }
 }
 
-/// The sums of a tree would be rounded where ranks meet.
+/// Quantized rows with a tree are an error, because partial sums would be rounded at rank boundaries.
 #[test]
 fn rows_in_blocks_are_not_summed_up_a_tree() {
     let (cpu, recipe) = (Cpu::new(1).unwrap(), Recipe::builtin("bf16").unwrap());
@@ -434,7 +434,7 @@ fn rows_in_blocks_are_not_summed_up_a_tree() {
     assert!(why.contains("e4m3") && why.contains("slot order"), "{why}");
 }
 
-/// A tree of which no rank has a node.
+/// A tree is an error if the number of ranks is not a power of two, because no rank's sum is then a node of the tree.
 #[test]
 fn a_tree_over_other_numbers_of_ranks_is_refused() {
     on_ranks(3, |comm| {
@@ -450,7 +450,7 @@ fn a_tree_over_other_numbers_of_ranks_is_refused() {
 
 #[test]
 fn bytes_follow_from_the_routing() {
-    // Tokens of two slots, two experts a rank: one rank, two, one.
+    // Each token has two slots, and each rank two experts. The three tokens go to one rank, two ranks, and one rank.
     let counts = SlotCounts::of(&[0, 1, 1, 2, 5, 4], 2, 2);
     assert_eq!(counts, SlotCounts { tokens: 4, slots: 6, top_k: 2 });
     // Rank 0 has two slots of the first token and one of the second.
@@ -472,7 +472,8 @@ fn bytes_follow_from_the_routing() {
     assert_eq!(of(Combine::Tree), tree);
     assert_eq!(of(Combine::Slots), ExchangeBytes { combine: 6 * 1024, combine_backward: 6 * 1024, ..tree });
     assert_eq!(tree.total(), 4 * (20 + 272 + 3 * 1024) + 24);
-    // A byte a code, and a byte for each 32 of them; four for each 128, which is padded to 16.
+    // MXFP8 has one byte per code and one scale byte per 32 codes. The 128-blocks have four scale bytes per 128 codes, and padding to 16
+    // bytes.
     let mxfp8 = row(Format::Mxfp8E4m3);
     let e4m3 = RowKind { rule: ScaleRule::Amax, ..row(Format::E4m3) };
     let back = ExchangeBytes::of(counts, Combine::Slots, [fp4, bf16], [mxfp8, e4m3]);

@@ -1,38 +1,38 @@
-//! What the all-to-all of one layer carries, as a function of the routing. Tests compare the messages with it.
+//! The bytes that the all-to-all of one layer sends, as a function of the routing. Tests compare the actual messages with these bytes.
 
 use super::Combine;
 use nibble_core::RowKind;
 use nibble_core::ops::record_words;
 
-/// How many tokens are sent, and for how many slots.
+/// The number of tokens that are sent, and the number of their slots.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct SlotCounts {
-    /// Tokens, each counted once for every rank that has one of its experts.
+    /// Number of tokens; a token counts once per rank that has one of its experts.
     pub tokens: usize,
-    /// Slots of these tokens.
+    /// Number of slots of these tokens.
     pub slots: usize,
-    /// Slots per token.
+    /// Number of slots per token.
     pub top_k: usize,
 }
 
 impl SlotCounts {
-    /// From the expert of each (token, slot), `[t·k]`, where each rank has `experts_each` consecutive experts.
+    /// The counts for the expert of each (token, slot), `[t·k]`, if each rank has `experts_each` consecutive experts.
     ///
     /// # Panics
-    /// If `top_k` or `experts_each` is 0.
+    /// Panics if `top_k` or `experts_each` is 0.
     pub fn of(expert: &[i32], top_k: usize, experts_each: usize) -> Self {
         Self::to(expert, top_k, experts_each, |_| true)
     }
 
-    /// The same for the tokens of rank `home`, without what that rank sends to itself.
+    /// The counts for the tokens of rank `home`, without the tokens that this rank sends to itself.
     ///
     /// # Panics
-    /// As [`Self::of`].
+    /// Panics like [`Self::of`].
     pub fn leaving(expert: &[i32], top_k: usize, experts_each: usize, home: usize) -> Self {
         Self::to(expert, top_k, experts_each, |rank| rank != home as i32)
     }
 
-    /// What goes to the ranks for which `counts` is true.
+    /// The counts for the ranks for which `counts` is true.
     fn to(expert: &[i32], top_k: usize, experts_each: usize, counts: impl Fn(i32) -> bool) -> Self {
         let mut all = Self { top_k, ..Self::default() };
         for experts in expert.chunks(top_k) {
@@ -47,29 +47,29 @@ impl SlotCounts {
     }
 }
 
-/// Bytes that all ranks of an exchange together hand to the transport for one layer, by leg. They include what a rank sends to itself:
-/// one N-th on N ranks with uniform routing.
+/// Bytes that all ranks of an exchange together pass to the transport for one layer, by leg. The bytes include those that a rank sends to
+/// itself: one N-th on N ranks with uniform routing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ExchangeBytes {
-    /// Numbers, experts and gate weights of tokens, sent before the rows.
+    /// Bytes of the records (a token's number, experts and gate weights), which are sent before the rows.
     pub records: usize,
-    /// Token rows, to the experts.
+    /// Bytes of token rows that are sent to the experts.
     pub dispatch: usize,
-    /// Output rows, back to the tokens.
+    /// Bytes of output rows that are sent back to the tokens.
     pub combine: usize,
-    /// Gradients of the output rows, to the experts.
+    /// Bytes of gradients of output rows that are sent to the experts.
     pub dispatch_backward: usize,
-    /// Gradients of the token rows, back to the tokens.
+    /// Bytes of gradients of token rows that are sent back to the tokens.
     pub combine_backward: usize,
-    /// Gradients of gate weights, back to the tokens.
+    /// Bytes of gradients of gate weights that are sent back to the tokens.
     pub scalars: usize,
 }
 
 impl ExchangeBytes {
-    /// For rows that travel to experts in the formats `dispatch` (forward, backward), and back in the formats `combine`.
+    /// The bytes for rows that are sent to experts in the formats `dispatch` (forward, backward), and back in the formats `combine`.
     ///
-    /// A token's record and row travel once to each of its ranks. Back comes one row per slot, or, with a tree, one row per token and rank,
-    /// which is plain and not padded. The gradient of a gate weight comes back for each slot.
+    /// A token's record and row are sent once to each rank that has one of its experts. Combine returns one row per slot, or, with a tree,
+    /// one plain row without padding per token and rank. One gradient of a gate weight is returned per slot.
     pub fn of(counts: SlotCounts, way: Combine, dispatch: [RowKind; 2], combine: [RowKind; 2]) -> Self {
         let SlotCounts { tokens, slots, top_k } = counts;
         let [back, back_backward] = combine.map(|row| match way {
@@ -86,7 +86,7 @@ impl ExchangeBytes {
         }
     }
 
-    /// Each leg by its name, in the order of a step.
+    /// The bytes of each leg with its name, in the order of a step.
     pub fn legs(&self) -> [(&'static str, usize); 6] {
         [
             ("records", self.records),
@@ -98,7 +98,7 @@ impl ExchangeBytes {
         ]
     }
 
-    /// All legs.
+    /// Bytes of all legs together.
     pub fn total(&self) -> usize {
         self.legs().iter().map(|(_, bytes)| bytes).sum()
     }
