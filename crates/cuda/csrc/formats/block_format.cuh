@@ -23,12 +23,11 @@
 //   kCorrection  whether records of blocks of 16 may be `corrected` after rounding (Nvfp4); `scale` takes the largest value's multiplier
 //   kCandidates  whether blocks of 16 choose between two scales: scale<true> maps the largest magnitude to 4, not 6; `lost` compares;
 //                see Nvfp4Codes
-// A block with a NaN or an infinity has a record whose inverse is NaN, and its codes are zeros. The twin of
+// A block with a NaN or an infinity has a record whose inverse is NaN, and its codes are zeros. This interface is the twin of
 // crates/formats/src/block.rs.
 //
-// A line of its own, NIB_UNIT_FORMAT(format, scale rule, struct, roundings..), declares the struct for a format. This crate's build
-// script reads these lines, and generates the table for launches (src/ops/convert/units.rs) and formats/all.cuh. For the
-// compiler the macro is empty.
+// A line NIB_UNIT_FORMAT(format, scale rule, struct, roundings..) declares the struct for a format. This crate's build script reads these
+// lines, and generates the launch table (src/ops/convert/units.rs) and formats/all.cuh. The compiler sees an empty macro.
 //   format       its name in crates/formats/src/format.rs
 //   scale rule   the rule of crates/formats/src/e8m0.rs for this struct; AnyOther: all rules that no earlier line names for the format
 //   struct       in the namespace nib, or an alias there
@@ -43,22 +42,22 @@
 namespace nib {
 
 /// A rule for power-of-two scales; `ScaleArg` of the launch. `up` is added to the bits of the largest magnitude, and
-/// the carry into the exponent rounds the scale according to the rule. For subnormal magnitudes `up_least` replaces
-/// `up`. From the bits `nan_from` on the scale is NaN.
+/// the carry into the exponent rounds the scale according to the rule. For subnormal magnitudes, `up_least` is added
+/// instead of `up`. If the bits are `nan_from` or more, the scale is NaN.
 struct ScaleArg {
     u32 up;
     u32 up_least;
     u32 nan_from;
 };
 
-/// A tensor's scale: the factor for its values, and its reciprocal. With delayed scales (of earlier steps), `unit` is
-/// the expected magnitude instead (`tensor_scales` in whole_scales.cuh).
+/// A tensor's scale: the factor for its values, and its reciprocal. With delayed scales (computed in earlier steps),
+/// `unit` is the expected magnitude instead (`tensor_scales` in whole_scales.cuh).
 struct TensorInverse {
     float inverse;
     float unit;
 };
 
-/// A block's record, and the factor for its values, before the factors of its parts.
+/// A block's scale record, and the factor for the block's values. Scales of parts are not included.
 struct Scaled {
     u32 record;
     float inverse;
@@ -71,7 +70,8 @@ struct Scaled {
 template <class F>
 constexpr bool kHasParts = F::kPart < F::kBlock;
 
-/// Whether those scales are numbers for sixteen values each, not octaves. Like a block's scale they have headroom above the largest.
+/// Whether the scales of parts are numbers for sixteen values each, not power-of-two steps. Like a block's scale, these scales leave
+/// headroom above the largest code.
 template <class F>
 constexpr bool kPartsHaveScales = kHasParts<F> && F::kPart == 16;
 
@@ -87,25 +87,26 @@ struct RecordBits<8> {
 template <class F>
 using Record = typename RecordBits<F::kScaleBytes>::Type;
 
-/// A power-of-two scale for values of E.
+/// A power-of-two scale for values of element type E.
 template <class E>
 __device__ __forceinline__ Scaled power_of(u32 amax, ScaleArg rule) {
     if (amax >= rule.nan_from) return Scaled::nan(kScaleNan);
-    // A subnormal magnitude exceeds the least scale only if the largest element is below two.
+    // `up_least` is needed only if the largest element is below two. For other elements, a
+    // subnormal magnitude never exceeds the least scale.
     const u32 up = E::kEmax == 0 && amax < 0x00800000 ? rule.up_least : rule.up;
     const u32 byte = min(max(int((amax + up) >> 23) - E::kEmax, 0), 254);
     return {byte, __uint_as_float(byte == 254 ? 0x00400000 : (254 - byte) << 23)};
 }
 
-/// Non-default choice of scales within a rule; `ScalingArg` of the launch.
+/// Non-default choices of scales within a scale rule; `ScalingArg` of the launch.
 struct ScalingArg {
     float headroom;
-    float high, low;  // thresholds of octaves
+    float high, low;  // thresholds above which a part's scale rises by a factor of two
     u32 divides;      // whether values are multiplied by the F32 reciprocal of their scale
     u32 corrects;     // whether a block's scale is corrected for rounding losses, and rounded stochastically
-    u32 candidates;   // 0: the scale maps the largest magnitude to 6. 1, 2: to 6 or 4, by squared errors (1) or by absolute errors (2)
+    u32 candidates;   // 0: the scale maps the largest magnitude to 6; 1 or 2: to 6 or to 4, whichever has less squared (1) or absolute (2) error
 
-    /// The bits of a magnitude times the headroom.
+    /// The bits of a magnitude multiplied by the headroom factor.
     __device__ __forceinline__ u32 over(u32 amax) const {
         return amax >= kInfinityBits ? amax : __float_as_uint(fminf(__fmul_rn(__uint_as_float(amax), headroom), 0x1.fffffep127f));
     }
@@ -142,8 +143,8 @@ struct OneFactor {
         return false;
     }
 
-    /// `decision(i)` says how value i is rounded, where that is known only at run time. For kStochastic it is the
-    /// `rounded_up` of `stochastic_codes`.
+    /// `decision(i)` says how value i is rounded, if the rounding mode is known only at run time. For
+    /// kStochastic, `decision` is the argument `rounded_up` of `stochastic_codes`.
     template <int kRound, bool kWithin, int kFactors, class Decide>
     __device__ __forceinline__ static bool encode(const float (&x)[16], const float (&factor)[kFactors], u32 (&words)[E::kBits / 2],
                                                   const Decide& decision) {
@@ -179,7 +180,8 @@ __device__ __forceinline__ bool encode_by(const float (&y)[16], u32 (&words)[E::
 template <class E>
 struct MxFormat : OneFactor<E> {
     static constexpr int kBlock = 32, kPart = 32, kScaleBytes = 1;
-    // Under some rules the largest values exceed the largest code; only conversions to FP8 saturate by themselves.
+    // Under some scale rules the largest values exceed the largest code; only conversions to FP8 saturate in
+    // hardware.
     static constexpr bool kLimits = E::kBits < 8 || E::kTwosComplement;
 
     __device__ __forceinline__ static float limit(const Scaled& scale) { return __fmul_rn(e8m0_decode(scale.record), E::kMax); }

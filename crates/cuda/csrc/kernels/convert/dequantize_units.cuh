@@ -1,5 +1,5 @@
-// Blocks of any format with their scales -> BF16 or F32 [rows][cols]: f32(code · scales), times the tensor's scale of its row, rounded
-// again, if `tensor_scale` is given; for BF16 rounded once more.
+// Codes of any block format with their scales -> BF16 or F32 [rows][cols]: f32(code · scales). If `tensor_scale` is given, this is
+// multiplied by the tensor scale of the row and rounded again. BF16 values are then rounded once more.
 //
 // dequantize_units<F, Out, kDown>: 256 threads; sizeof(DecodedShared<F, Out, kAcross>) dynamic shared memory, kAcross = kDown ? 2 : 16.
 //   Along the rows, or 2-D blocks: codes [rows][cols]; grid ceil(rows / 16) * ceil(cols / 1024).
@@ -14,9 +14,10 @@ struct DecodedArg {
     const u8* codes;
     u8* out;
     RecordPlane records;
-    const float* tensor_scale;  // of each row, or null
+    const float* tensor_scale;  // tensor scale of each row, or null
     int rows, cols;
-    // 2-D blocks: lines that share a record (1 for blocks of lines), lines of one matrix, and how many records it has down them.
+    // 2-D blocks: the number of rows that share a record (1 for row blocks), the number of rows of one matrix, and the number of
+    // records down a matrix.
     int tile_lines, matrix_lines, matrix_tiles;
     u32 codes_aligned, out_aligned, pad;
 
