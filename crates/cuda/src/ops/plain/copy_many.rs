@@ -1,4 +1,5 @@
-//! Many copies of strided lines of bytes in one launch (`csrc/kernels/plain/copy_many.cuh`): see [`nibble_core::Backend::copy_many`].
+//! Many copies of strided rows of bytes in one launch (`csrc/kernels/plain/copy_many.cuh`); [`nibble_core::Backend::copy_many`]
+//! describes them.
 
 use crate::compile::jit::KernelSpec;
 use crate::device::buf::Buf;
@@ -11,7 +12,7 @@ const OP: &str = "copy_many";
 const THREADS: u32 = 256;
 /// Units per CTA.
 const UNITS: u32 = 4 * THREADS;
-/// Runs per launch: the table is a kernel parameter, and parameters are limited to 4 KB.
+/// Runs per launch. The table of runs is a kernel parameter, and parameters are limited to 4 KB.
 const MOST: usize = 64;
 
 /// The device's `CopyRun`.
@@ -39,8 +40,8 @@ fn spec() -> KernelSpec {
 }
 
 impl Run {
-    /// For lines within their buffers, which start at these addresses; in the largest unit that divides all addresses and sizes. `None`
-    /// where a number is too large for the kernel.
+    /// The run for rows within their buffers, which start at these addresses. Its unit is the largest that divides all addresses and
+    /// sizes. Returns `None` if a number is too large for the kernel.
     fn of(copy: &LineCopy, from: u64, to: u64) -> Option<Self> {
         let LineCopy { from: (_, of), to: (_, into), lines, len } = *copy;
         // A single line may have any stride.
@@ -66,7 +67,7 @@ impl Run {
     }
 }
 
-/// Makes these copies; a copy that is too large for the kernel is made separately.
+/// Makes these copies; a copy that is too large for the kernel is made by a separate call.
 pub(crate) fn copy_many(
     device: &Device,
     from: &[Buf<u8>],
@@ -107,8 +108,8 @@ fn launch(device: &Device, runs: &mut [Run]) -> Result<()> {
     }
     let launch = Launch { ctas, threads: THREADS, cluster: 1, shared_bytes: 0 };
     let args: [&dyn KernelArg; 2] = [&table, &(runs.len() as u32)];
-    // SAFETY: every run lies within its buffers, of this device (checked above), which are freed behind the kernel in the stream; what is written has no
-    // other handle. There are `runs.len()` of them, one at least, and a CTA for each 1024 units of each.
+    // SAFETY: every run lies within its buffers, which are on this device (checked above) and are freed after the kernel in the stream; the
+    // destination has no other handle. There are `runs.len()` runs, at least one, and one CTA per 1024 units of each run.
     unsafe { device.kernel(&spec())?.launch(launch, &args) }
 }
 

@@ -25,7 +25,7 @@ pub(crate) fn init_normal(cuda: &Cuda, op: InitNormal) -> Result<Tensor<Cuda>> {
     Ok(out)
 }
 
-/// One thread for every four elements, which share a block of random bits; but no more CTAs than run at once.
+/// One thread per four elements, which share a block of random bits; but at most as many CTAs as run at once.
 fn launch(first: u64, len: u64, num_sms: u32) -> Launch {
     let quads = (first % 4 + len).div_ceil(4);
     let ctas = quads.div_ceil(u64::from(THREADS)).min(u64::from(32 * num_sms));

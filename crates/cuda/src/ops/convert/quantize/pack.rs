@@ -77,8 +77,9 @@ fn in_one_pass(
     let rounding = RoundingArg::new(codec, op.quantize.random);
     let MatrixArgs { x, row_id, .. } = MatrixArgs::of(&op.quantize);
     let kernel = device.kernel(&launched.spec)?;
-    // SAFETY: `check` held `place` to its slots, `check_buffers` x and the groups to the sizes passed; the kernel writes messages below `messages`
-    // only, whatever the places hold, and `made` is new: it has room for them, and nobody else writes or reads it.
+    // SAFETY: `check` checked `place` against its slots, and `check_buffers` checked x and the groups against the sizes passed. The kernel
+    // writes only messages below `messages`, whatever `place` contains. `made` is new and has capacity for these messages, and nothing else
+    // accesses it.
     unsafe {
         kernel.launch(
             launched.launch,
