@@ -2,8 +2,8 @@
 //   Eight                 eight values as loaded from memory
 //   Magnitudes            the largest |x| of each of eight columns, as bits that sort as integers like the magnitudes
 //                         (NaN above infinity above all finite values)
-//   number                one value, from memory
-//   block_maxima          the largest |x| along the row, over adjacent eights and lanes; as bits of F32 magnitudes
+//   number                loads one value from memory, as F32
+//   block_maxima          the largest |x| along the row, over adjacent groups of eight values and over lanes, as F32 bits
 #pragma once
 #include "ptx/global.cuh"
 #include "ptx/packed.cuh"
@@ -32,7 +32,7 @@ struct Bf16 {
 
     __device__ __forceinline__ static Eight zeros() { return {{0, 0, 0, 0}}; }
 
-    /// One value, as F32.
+    /// Loads one value, as F32.
     __device__ __forceinline__ static float number(const void* from) {
         return __uint_as_float(u32(*static_cast<const u16*>(from)) << 16);
     }
@@ -75,7 +75,7 @@ struct Bf16 {
 
     __device__ __forceinline__ static u32 larger(u32 a, u32 b) { return ptx::max_u16x2(a, b); }
 
-    /// The largest magnitude of column `col` over kLines lines of magnitudes, as F32 bits.
+    /// The largest magnitude of column `col` over kLines rows of magnitudes, as F32 bits.
     template <int kLines>
     __device__ __forceinline__ static u32 column_max(const u32 (*lines)[kWords * 16], int col) {
         u32 largest = 0;

@@ -2,36 +2,37 @@
 //   Element      its element type (small_elements.cuh)
 //   kBlock       values per scale record: 16, 32, 64 or 128
 //   kPart        values per part of a block: the largest magnitude of each part is measured, and each part has its own factor.
-//                Below 16 only in blocks of 64; or 16 in blocks of 128
-//   kScaleBytes  bytes of a record: 0, 1, 4 or 8. 4 only in blocks of 64 or 128, as F32 unless blocks have parts; padding: least scale
+//                Parts smaller than blocks have less than 16 values, in blocks of 64, or 16 values, in blocks of 128
+//   kScaleBytes  bytes of a record: 0, 1, 4 or 8. Records of 4 bytes exist only in blocks of 64 or 128; they are F32 unless blocks
+//                have parts, and padding has the least scale
 //   kPartBits    only with parts of 16: bits per part in the record; the first part's bits follow the lowest byte
-//   kLine        whether a whole line has one record instead of one record per block
+//   kLine        whether a whole row or column has one record instead of one record per block
 //   kTensor      whether all blocks of a tensor share a second scale
 //   kTiles       whether 2-D blocks (kBlock x kBlock) are supported
 //   scale        maps the bits of a block's largest magnitude to its record and the factor for its values
-//   refine       only where blocks have parts: the record's bits for some parts (octaves, or scales), and the factors for their values
+//   refine       only if blocks have parts: the record's bits for some parts (doublings, or scales), and the factors for these parts
 //   multiplier   the factor for the codes of a part when they are decoded
 //   kLimits      whether BF16 values are clamped before they are encoded, two at a time
 //   limit        the bound of that clamp under a scale: the element's largest value times the scale, which is a BF16 number
 //   encode       sixteen values to packed codes; returns whether any code is not zero. kWithin: the values are BF16 numbers, and
 //                clamped if the format has kLimits and the rounding is to nearest
-//   has_pairs    whether two lines of BF16 values are encoded side by side under a rounding mode; see Hif4
-//   has_table    whether BF16 values are encoded two at a time, with a table entry per scale byte; see Nvfp4Block,
+//   has_pairs    whether two rows or columns of BF16 values are encoded together under a rounding mode, as in Hif4
+//   has_table    whether BF16 values are encoded two at a time, with a table entry per scale byte, as in Nvfp4Block,
 //                with the `bytes_of` and `pair_code` that table_encoder.cuh calls
-//   kChosen      whether scales are chosen by ScalingArg: true only in Chosen<..>. The members below are for that case only
-//   kThresholds  whether `refine` also takes the thresholds of octaves
+//   kChosen      whether scales are chosen by ScalingArg: true only in Chosen<..>. Only Chosen<..> uses the members below
+//   kThresholds  whether `refine` also takes the thresholds of doublings
 //   kCorrection  whether records of blocks of 16 may be `corrected` after rounding (Nvfp4); `scale` takes the largest value's multiplier
-//   kCandidates  whether blocks of 16 choose between two scales: scale<true> maps the largest magnitude to 4, not 6; `lost` compares;
-//                see Nvfp4Codes
+//   kCandidates  whether blocks of 16 choose between two scales: scale<true> maps the largest magnitude to 4, not 6, and `lost` compares them,
+//                as in Nvfp4Codes
 // A block with a NaN or an infinity has a record whose inverse is NaN, and its codes are zeros. This interface is the twin of
 // crates/formats/src/block.rs.
 //
-// A line NIB_UNIT_FORMAT(format, scale rule, struct, roundings..) declares the struct for a format. This crate's build script reads these
-// lines, and generates the launch table (src/ops/convert/units.rs) and formats/all.cuh. The compiler sees an empty macro.
-//   format       its name in crates/formats/src/format.rs
+// A source line NIB_UNIT_FORMAT(format, scale rule, struct, roundings..) declares the struct for a format. This crate's build script reads
+// these lines, and generates the launch table (src/ops/convert/units.rs) and formats/all.cuh. The compiler sees an empty macro.
+//   format       the format's name in crates/formats/src/format.rs
 //   scale rule   the rule of crates/formats/src/e8m0.rs for this struct; AnyOther: all rules that no earlier line names for the format
-//   struct       in the namespace nib, or an alias there
-//   roundings    NearestEven, NearestAway, Stochastic: the rounding modes with their own instances of quantize_units. All others share one,
+//   struct       a struct in the namespace nib, or an alias of one
+//   roundings    NearestEven, NearestAway, Stochastic: the rounding modes with their own instances of quantize_units. All other modes share one,
 //                kAnyRounding. A format with faster kernels for the common cases needs few such instances or none.
 //                Where scales may be chosen (ScalingArg), two more instances, of Chosen<struct>, handle every rounding mode.
 #pragma once

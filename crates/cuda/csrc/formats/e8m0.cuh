@@ -58,8 +58,8 @@ __device__ __forceinline__ float over_max(float amax) {
     return __fmaf_rn(__fmaf_rn(-E::kMax, guess, amax), kReciprocal, guess);
 }
 
-/// 1 / x with IEEE rounding for x from 2^-126 to 2^125. One Newton step rounds correctly, except where 1 / x is just
-/// above the midpoint of two floats. This happens only if the mantissa of x is all ones.
+/// 1 / x with IEEE rounding for x from 2^-126 to 2^125. One Newton step rounds 1 / x correctly, except where 1 / x
+/// is just above the midpoint of two floats. Such a 1 / x occurs only if the mantissa of x is all ones.
 __device__ __forceinline__ float reciprocal(float x) {
     const float approx = ptx::reciprocal_approx(x);
     const float nearest = __fmaf_rn(__fmaf_rn(-x, approx, 1.0f), approx, approx);

@@ -20,8 +20,8 @@ struct Hif4 {
         constexpr float kSeventh = 73.0f / 512.0f;  // 1/7 rounded to BF16
         constexpr u32 kLeast = 0x27800000, kMost = 0x47400000, kAboveMost = 0x47500000;  // 2^-48, 1.5 · 2^15 and 1.625 · 2^15
         const float largest = kCann ? bf16_rounded(__uint_as_float(amax)) : __uint_as_float(amax);
-        // This product is rounded to odd: truncated, with the last bit set if the product was inexact. Rounding this
-        // result once more rounds the exact product.
+        // The product is rounded to odd: truncated, with the last bit set if it was inexact. Rounding this result
+        // once more rounds the exact product.
         const float cut = __fmul_rz(largest, kSeventh);
         const u32 to_odd = __float_as_uint(cut) | u32(__fmaf_rz(largest, kSeventh, -cut) != 0.0f);
         u32 wanted = __float_as_uint(bf16_rounded(__uint_as_float(to_odd)));
@@ -105,8 +105,8 @@ struct Hif4 {
     __device__ __forceinline__ static bool encode(const float (&x)[16], const float (&factor)[kFactors], u32 (&words)[2],
                                                   const Decide& decision) {
         static_assert(kFactors == 4, "four values have a factor");
-        // kCann rounds products to BF16. Otherwise products must stay exact until they are rounded to codes. Products
-        // of BF16 numbers are exact in F32; products of F32 numbers are rounded to odd, or computed by fused
+        // kCann rounds products to BF16. Without kCann, products must stay exact until they are rounded to codes.
+        // Products of BF16 numbers are exact in F32; products of F32 numbers are rounded to odd, or computed by fused
         // multiply-adds (`nearest`).
         if constexpr (kCann || kRound == kAnyRounding || (kRound == kStochastic && !kWithin)) {
             float y[16];

@@ -67,8 +67,8 @@ struct Nvfp4 : Nvfp4Codes {
         return {byte, fminf(__frcp_rn(value), 0x1.fffffep127f)};
     }
 
-    /// The scale times Σ v² / Σ v · code(v), which compensates rounding errors. It is rounded up iff the sixteen random bits `r` are
-    /// below the fraction.
+    /// The scale times Σ v² / Σ v · code(v), which compensates rounding errors. The result is rounded up iff the sixteen random bits
+    /// `r` are below its fraction.
     __device__ __forceinline__ static u32 corrected(const float (&x)[16], const Scaled& scale, u32 r) {
         if (scale.record == 0) return 0;
         float square[16], product[16];

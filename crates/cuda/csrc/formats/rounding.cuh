@@ -4,10 +4,10 @@
 //
 //   template <class In, class E, int kRule, bool kAligned, class Round> __global__ void kernel(..., RoundingArg rounding) {
 //       const Round round(rounding);
-//       const u64 e = u64(row_id) * cols + col;                              // of the first of eight columns
-//       const auto bits = round.template bits<kAligned>(e, i);               // of the eight 8·i columns further; i is best a constant
-//       auto codes = round.template encode<E, kRule, In>(x, inverse, bits);  // x: In::Eight
-//       if (scale.is_nan()) codes = E::zeros();                              // as after E::encode
+//       const u64 e = u64(row_id) * cols + col;                              // index of the first of eight columns
+//       const auto bits = round.template bits<kAligned>(e, i);               // bits of the eight columns that are 8·i further; i is best a constant
+//       auto codes = round.template encode<E, kRule, In>(x, inverse, bits);  // x is an In::Eight
+//       if (scale.is_nan()) codes = E::zeros();                              // the same is needed after E::encode
 //
 // * e = row_id · cols + col whether blocks lie along rows or down columns. So a thread generates random bits once for eight adjacent
 //   columns of a row, for row blocks and column blocks. `inverse` is one float (blocks along the row, or a 2-D block), or an array of
@@ -15,8 +15,8 @@
 //   For blocks down the columns too, the thread encodes row after row, so that only one row's random bits are live, and then
 //   transposes the codes (`turn_8x8`). Where both row blocks and column blocks are written, they share the random bits.
 // * bits<kAligned>: cols is a multiple of 8. NearestEven and NearestAway need no random bits; `Bits` is then empty.
-// * Whether a block has a non-zero code: `Round::reaches<E>(largest |x| · inverse)` if Round::kDraws is false. Otherwise only the
-//   codes tell: E::any(codes) over the threads of the block.
+// * Whether a block has a non-zero code: `Round::reaches<E>(largest |x| · inverse)` if Round::kDraws is false. If Round::kDraws is true,
+//   only the codes tell: E::any(codes) over the threads of the block.
 // * x · inverse is the F32 product of the specification. Under a NaN scale the codes are undefined.
 //
 // A product is scaled by a power of two so that the smallest normal numbers of the element and of F32 coincide, and then rounded
@@ -179,8 +179,8 @@ struct Stochastic {
     }
 
     /// `encode` in two steps, for power-of-two scales. `prepare` takes a whole block, whose largest magnitude is
-    /// `largest`. It may change the values, and returns the factor for the second step. `encode_prepared` takes its
-    /// random bits from `draws(e)`: these bits are already complemented, see Stream.
+    /// `largest`. `prepare` may change the values, and returns the factor for the second step. `encode_prepared`
+    /// takes its random bits from `draws(e)`: these bits are already complemented, see Stream.
     __device__ __forceinline__ Stream::Complements draws(u64 e) const { return stream.complements(first + e); }
     template <class E, class Eight, int kCount>
     __device__ __forceinline__ static float prepare(Eight (&x)[kCount], float largest, float factor) {
@@ -250,8 +250,8 @@ private:
     /// 1/2 - d in units of 2^-32: from 2^15 to 2^32 - 2^15.
     __device__ __forceinline__ u32 half_less_d(u32 r) const { return 0x80000000u + 65535u * delta_q16 - 2 * delta_q16 * r; }
 
-    /// The code of a magnitude up to the largest element. It is rounded up if its fraction exceeds `half_less_d`; ties
-    /// go to the even code.
+    /// The code of a magnitude that is at most the largest element. The magnitude is rounded up if its fraction exceeds
+    /// `half_less_d`; ties go to the even code.
     template <class E>
     __device__ __noinline__ static u32 exact_code(float magnitude, u32 half_less_d) {
         constexpr u32 kMinExponent = 128 - E::kBias;  // exponent of the smallest normal element

@@ -1,12 +1,12 @@
 // Elements of blocks, sixteen adjacent values of a row or column at a time: the element interface of quantize_units and
 // dequantize_units. The structs are twins of crates/formats/src/element.rs. Each struct has its constants and
-//   nearest_even   sixteen x · factor to codes, packed as they are stored; returns whether any code is not zero
-//   decode         sixteen packed codes to their values
+//   nearest_even   encodes sixteen products x · factor, packed as they are stored; returns whether any code is non-zero
+//   decode         decodes sixteen packed codes
 // `spec_code` below implements every rounding mode for one value, as in crates/formats/src/element.rs.
 //
 // Hopper has instructions for E4M3 and E5M2. A narrower element with as many mantissa bits has the same codes, once its
 // values are scaled so that the smallest normal numbers coincide. E2M3 is the lower part of E4M3; E3M2 and S1P2
-// (multiples of 1/4) are the lower part of E5M2. This correspondence holds for subnormal codes too.
+// (multiples of 1/4) are the lower part of E5M2. The codes correspond for subnormal values too.
 #pragma once
 #include "formats/e2m1.cuh"
 #include "formats/e4m3.cuh"
@@ -366,8 +366,8 @@ struct S1p2 {
 
 private:
     /// Magnitudes times factor of two BF16 values, rounded to integers up to 7. Adding 128 rounds the exact product
-    /// once, ties to even. For ties away from zero, adding the odd number 129 rounds the product a second time. Its
-    /// ties go the other way, so the larger of both results is rounded away from zero.
+    /// once, ties to even. For ties away from zero, adding the odd number 129 rounds the product a second time. The
+    /// ties of this second rounding go the other way, so the larger of both results is rounded away from zero.
     template <int kRound>
     __device__ __forceinline__ static u32 whole(u32 x, u32 factor) {
         constexpr u32 kFar = 0x43004300;  // the bits of 128, whose last place is worth one

@@ -9,7 +9,8 @@ namespace nib {
 /// e^x for x <= 0 (any x below -104 gives 0). For a NaN, the result is an arbitrary number.
 ///
 /// The Rust function scales by 2^n in two exact steps and rounds once at the end. Here n + 64 is added directly to
-/// the exponent, and only the multiplication by 2^-64 rounds. This gives the same bits in fewer instructions.
+/// the exponent, and only the multiplication by 2^-64 rounds. The result has the same bits as that of the Rust
+/// function, in fewer instructions.
 __device__ __forceinline__ float exp_of_negative(float x) {
     constexpr float kRoundToInteger = 12582912.0f;  // 1.5 * 2^23; the left shift by 23 below drops its bits
     const float clamped = fmaxf(x, -104.0f);

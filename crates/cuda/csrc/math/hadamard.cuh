@@ -62,8 +62,8 @@ struct HadamardArg {
         return {bits.x & kSigns, bits.y & kSigns, bits.z & kSigns, bits.w & kSigns};
     }
 
-    /// Sign bits of eight rows from `row` on, for a transform down the columns: two rows per word. They are zeros in a
-    /// transform block without a valid row.
+    /// Sign bits of eight rows from `row` on, for a transform down the columns: two rows per word. The sign bits are
+    /// zeros in a transform block without a valid row.
     template <int kLen>
     __device__ __forceinline__ uint4 sign_bits_of_eight_rows(int row, int rows, const int* __restrict__ row_id,
                                                              const int* __restrict__ start, int num_groups) const {
@@ -71,9 +71,9 @@ struct HadamardArg {
         return sign_bits_of_eight(position_in_group(start, num_groups, row));
     }
 
-    /// The signs of eight rows from `row` on, for a transform down the columns, one bit each. They are zeros in a
-    /// transform block without a valid row (by row_id and `rows`), so that the block's zeros stay +0. A group's
-    /// rows precede its padding, so it is enough to test the block's first row.
+    /// The signs of eight rows from `row` on, for a transform down the columns, one bit each. The signs are zeros
+    /// in a transform block without a valid row (by row_id and `rows`), so that the block's zeros stay +0. A
+    /// group's rows precede its padding, so it is enough to test the block's first row.
     __device__ __forceinline__ u8 signs_of_eight_rows(int row, int rows, const int* __restrict__ row_id,
                                                       const int* __restrict__ start, int num_groups) const {
         return block_counts(row, len, rows, row_id) ? u8(signs_of_eight(position_in_group(start, num_groups, row))) : 0;
@@ -114,8 +114,8 @@ __device__ __forceinline__ void butterflies(float (&x)[kCount], u32 len) {
 
 /// The last step of the transform, the multiplication by `factor`, for values that came from BF16. If the factor is
 /// a power of two (lengths 16 and 64), this function returns it, and the caller multiplies by it together with
-/// another power of two. That multiplication is exact because the values are multiples of 2^-133. For other lengths,
-/// this function multiplies and returns 1.
+/// another power of two. The caller's multiplication is exact because the values are multiples of 2^-133. For other
+/// lengths, this function multiplies and returns 1.
 template <int kLen, int kCount>
 __device__ __forceinline__ float scale_exactly(float (&x)[kCount], float factor) {
     if constexpr (kLen == 16 || kLen == 64) {

@@ -1,5 +1,5 @@
-// A row is summed in 256 partial sums, called lanes as on the CPU (not a warp's lanes). These partial sums are added by
-// halving: l with l + 128, then with l + 64, and so on down to 1.
+// A row is summed in 256 partial sums, called lanes as on the CPU (not a warp's lanes). The 256 partial sums are added
+// by halving: l with l + 128, then with l + 64, and so on down to 1.
 #pragma once
 #include "ptx/types.cuh"
 

@@ -1,14 +1,15 @@
-// Standard normal numbers, bit-identical to `normal_from_bits` in crates/formats/src/philox.rs. They use Acklam's
-// approximation of the inverse distribution function in F64, with every rounding explicit and no fused multiply-adds. Of 32
-// uniform bits, the top bit is the sign, and the other bits are a probability below 1/2. One number in twenty lies in the
-// tail and needs a logarithm and a square root, so a warp collects the tail numbers and processes them together.
+// Standard normal numbers, bit-identical to `normal_from_bits` in crates/formats/src/philox.rs. The numbers are computed by
+// Acklam's approximation of the inverse distribution function in F64, with every rounding explicit and no fused
+// multiply-adds. Of 32 uniform bits, the top bit is the sign, and the other bits are a probability below 1/2. One number in
+// twenty lies in the tail and needs a logarithm and a square root, so a warp collects the tail numbers and processes them
+// together.
 #pragma once
 #include "math/log.cuh"
 #include "ptx/types.cuh"
 
 namespace nib {
 
-/// Coefficients, the highest power first. They are in constant memory, which arithmetic
+/// Coefficients, the highest power first. The coefficients are in constant memory, which arithmetic
 /// instructions read directly.
 __constant__ double kMiddleNumerator[6] = {-39.69683028665376, 220.9460984245205, -275.9285104469687,
                                            138.357751867269,   -30.66479806614716, 2.506628277459239};

@@ -1,7 +1,7 @@
-// Random bits by Philox4x32-10 with the counters of crates/formats/src/philox.rs. They are a pure function, so they
-// depend neither on the launch nor on the thread that computes them. A thread that holds eight adjacent columns
-// calls it once: one block of 128 bits gives each column sixteen bits, if the index of the first element is a
-// multiple of eight.
+// Random bits by Philox4x32-10 with the counters of crates/formats/src/philox.rs. The bits are a pure function of
+// seed, stream and index, so they depend neither on the launch nor on the thread that computes them. A thread that
+// holds eight adjacent columns calls it once: one block of 128 bits gives each column sixteen bits, if the index of
+// the first element is a multiple of eight.
 #pragma once
 #include "ptx/thread.cuh"
 #include "ptx/types.cuh"
@@ -31,7 +31,7 @@ struct Stream {
     u32 site;
     u32 step;
 
-    /// The same stream at another step.
+    /// A stream with the same parameters at another step.
     __device__ __forceinline__ Stream at(u32 other) const {
         Stream stream = *this;
         stream.step = other;

@@ -1,5 +1,5 @@
-// Integer sums and maxima over a warp and over a launch. Their results do not depend on the order
-// of operations.
+// Integer sums and maxima over a warp and over a launch. Integer sums and maxima do not depend on
+// the order of operations.
 #pragma once
 #include "ptx/thread.cuh"
 #include "ptx/types.cuh"

@@ -4,8 +4,8 @@
 
 namespace nib::ptx {
 
-/// One barrier object. The parameter `parity` is the low bit of a phase. A new barrier is in phase 0, so a wait for parity
-/// 1 returns at once; thus a producer's first pass through the ring does not block.
+/// One mbarrier object in shared memory. The parameter `parity` is the low bit of a phase. A new barrier is in phase 0, so
+/// a wait for parity 1 returns at once; thus a producer's first pass through the ring does not block.
 struct alignas(8) Barrier {
     u64 state;
 };

@@ -202,8 +202,8 @@ __device__ __forceinline__ u32 f16x2_from_e4m3x4(u32 four) {
     return wide;
 }
 
-/// Converts four F16 values to E4M3, rounded to nearest even, saturating; NaN gives 0x7F. This
-/// takes two instructions.
+/// Converts four F16 values to E4M3, rounded to nearest even, saturating; NaN gives 0x7F. The
+/// conversion takes two instructions.
 __device__ __forceinline__ u32 e4m3x4_from_f16x2(u32 lower, u32 upper) {
     u32 four;
     asm("{\n"

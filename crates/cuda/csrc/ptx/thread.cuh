@@ -62,7 +62,7 @@ __device__ __forceinline__ void named_barrier_wait(u32 barrier) {
 }
 
 /// Releases registers. Every warp of the warpgroup must execute it, in a branch of one if/else per role, and the kernel
-/// must have __launch_bounds__(threads, 1). Otherwise ptxas ignores the instruction (warning C7508).
+/// must have __launch_bounds__(threads, 1). In other code ptxas ignores the instruction (warning C7508).
 template <u32 kRegisters>
 __device__ __forceinline__ void registers_shrink_to() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));

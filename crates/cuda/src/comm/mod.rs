@@ -378,8 +378,8 @@ impl Comm<Cuda> for NcclComm {
         self.peers.check()
     }
 
-    /// This time includes the transfer time of the messages, because the device cannot distinguish
-    /// it from waiting.
+    /// The time that ranks wait includes the transfer time of the messages, because the device
+    /// cannot distinguish it from waiting.
     fn waited(&self) -> Duration {
         self.peers.waited() + self.queue.busy()
     }

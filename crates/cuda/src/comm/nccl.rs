@@ -35,8 +35,8 @@ const BYTES_TYPE: c_int = 1;
 /// The values of `ncclFloat32` and `ncclSum`.
 const SUM_OF_F32: (c_int, c_int) = (7, 0);
 
-/// The oldest version of NCCL that is accepted. It has every function called here; older versions were not
-/// tested.
+/// The oldest version of NCCL that is accepted. NCCL 2.18 has every function that is called here; older
+/// versions were not tested.
 const OLDEST: Version = Version { major: 2, minor: 18, patch: 0 };
 
 /// A version of NCCL.

@@ -13,8 +13,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// Memory is mapped in pieces of at least this many bytes, because each mapping is a slow driver call.
 const SMALLEST_PIECE: usize = 64 << 20;
 
-/// An arena of one device; [`nibble_core::Backend::arena`] explains arenas. Its memory is freed when the last handle,
-/// the last buffer in it, and every recording that may use it are gone.
+/// An arena of one device; [`nibble_core::Backend::arena`] explains arenas. An arena's memory is freed when its last
+/// handle, its last buffer, and every recording that may use it are gone.
 #[derive(Clone)]
 pub struct Arena {
     shared: Arc<Shared>,
@@ -197,8 +197,8 @@ pub(crate) struct Entered {
 }
 
 impl Entered {
-    /// Enters an arena. Its zeroed words are allocated by the first work that needs them, so that a recording zeroes
-    /// its own words.
+    /// Enters an arena. The arena's zeroed words are allocated by the first work that needs them, so that a
+    /// recording zeroes its own words.
     pub fn new(arena: Arena) -> Self {
         Self { arena, zeros: Arc::default() }
     }

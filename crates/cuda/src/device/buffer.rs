@@ -98,8 +98,8 @@ fn pooled(device: &Device, bytes: usize, stream: sys::CUstream) -> Result<sys::C
 const ZEROS: usize = 6 << 10;
 
 impl Device {
-    /// Allocates a buffer with undefined content, for outputs that a kernel writes in full. It lies in this thread's
-    /// current arena; if there is none, it lies in the pool.
+    /// Allocates a buffer with undefined content, for outputs that a kernel writes in full. The buffer lies in this
+    /// thread's current arena or, if there is none, in the pool.
     ///
     /// # Errors
     /// [`Error::Device`] if no memory is left, or outside an arena while work is being recorded.
@@ -111,8 +111,8 @@ impl Device {
         Ok(Buffer { address: storage.address, len, storage: Arc::new(storage), element: PhantomData })
     }
 
-    /// Allocates a few zeroed words, for the counters of a conversion. They are part of a range that a single fill
-    /// has zeroed; in a recording, one fill per replay zeroes all of its counters.
+    /// Allocates a few zeroed words, for the counters of a conversion. The words are part of a range that a single
+    /// fill has zeroed; in a recording, one fill per replay zeroes all of its counters.
     pub(crate) fn counters(&self, len: usize) -> Result<Buffer<u64>> {
         if len > ZEROS {
             return self.filled(len, 0);

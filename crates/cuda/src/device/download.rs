@@ -93,10 +93,10 @@ impl<T: Pod> Buffer<T> {
     }
 }
 
-/// Copies runs of values to the host, concatenated. It uses only the second stream and makes no copy on the device.
-/// Any thread may call this function while the first stream continues. The caller must have waited for the work that
-/// wrote the values, and the values must not be written before this function returns. The buffers must be on this
-/// device.
+/// Copies runs of values to the host, concatenated. The function uses only the second stream and makes no copy on the
+/// device. Any thread may call this function while the first stream continues. The caller must have waited for the
+/// work that wrote the values, and the values must not be written before this function returns. The buffers must be
+/// on this device.
 ///
 /// # Errors
 /// [`nibble_core::Error::Shape`] if a buffer has no such values, or the length of `to` is not the total length of the

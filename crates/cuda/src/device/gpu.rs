@@ -9,7 +9,7 @@ use nibble_core::{MemoryStats, Result, Room};
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// An opened GPU. It is closed when the device, and all of its arenas and buffers, are gone.
+/// An opened GPU. The GPU is closed when the device, and all of its arenas and buffers, are gone.
 pub(crate) struct Gpu {
     pub info: GpuInfo,
     device: sys::CUdevice,
@@ -105,7 +105,7 @@ impl Gpu {
         }
     }
 
-    /// Frees memory. This must be called only while no work is being recorded, because the stream
+    /// Frees memory. `free` must be called only while no work is being recorded, because the stream
     /// would record the free.
     pub fn free(&self, kept: Kept) {
         // A failure means that the context is lost, and so is the memory.

@@ -58,7 +58,7 @@ impl Recordings {
     }
 
     /// Retains memory that was allocated when `born` recordings had finished, if a later recording may use it.
-    /// Otherwise returns the memory for the caller to free.
+    /// If no later recording may use the memory, it is returned for the caller to free.
     pub fn keep(&self, born: u64, kept: Kept) -> Option<Kept> {
         let mut state = self.lock();
         let life = (born, state.begun);

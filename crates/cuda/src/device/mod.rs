@@ -61,8 +61,8 @@ struct Inner {
     launches: Mutex<Option<Launches>>,
 }
 
-/// Zeroed words of the pool. They contain no handle of the device, because the device contains
-/// them.
+/// Zeroed words of the pool. `PooledZeros` contains no handle of the device, because the device
+/// contains it.
 pub(crate) struct PooledZeros {
     pub address: sys::CUdeviceptr,
     /// How many recordings had finished when the words were allocated.

@@ -35,9 +35,9 @@ impl fmt::Debug for Recording {
 impl Device {
     /// Records the work that the function `work` issues to this device, without executing it: no value on the device changes. The
     /// kernels that the work needs are compiled and loaded. `work` must issue its work from this thread alone, and must not wait: no
-    /// uploads, no downloads. It must allocate in an arena ([`nibble_core::Backend::within`], around the recording or inside it), and
-    /// the recording keeps that arena alive. A device has one stream, so work that other threads issue to it in the meantime is also
-    /// recorded, or refused.
+    /// uploads, no downloads. `work` must allocate in an arena ([`nibble_core::Backend::within`], around the recording or inside it),
+    /// and the recording keeps that arena alive. A device has one stream, so work that other threads issue to it in the meantime is
+    /// also recorded, or refused.
     ///
     /// # Errors
     /// The error of `work`; [`nibble_core::Error::Device`] for a call that cannot be recorded, or if another recording is in progress.

@@ -137,8 +137,9 @@ impl Kernel {
     /// Issues the kernel on the device's stream.
     ///
     /// # Safety
-    /// The kernel must not access memory outside the buffers that it is given. These buffers must live until the stream has
-    /// passed the kernel (dropping them later in stream order is enough), and no other stream may write to them meanwhile.
+    /// The kernel must not access memory outside the buffers that it is given. The kernel's buffers must live until the
+    /// stream has passed the kernel (dropping them later in stream order is enough), and no other stream may write to them
+    /// meanwhile.
     pub unsafe fn launch(&self, launch: Launch, args: &[&dyn KernelArg]) -> Result<()> {
         // SAFETY: the caller guarantees the conditions.
         unsafe { self.issue(launch, Start::InOrder, args) }
@@ -175,8 +176,8 @@ impl Kernel {
         self.checked("cuLaunchKernelEx", launch, code)
     }
 
-    /// How many clusters of this shape the device can run at once. This may be less than SMs / CTAs per cluster,
-    /// because a cluster lies within one group of SMs (GPC), and some groups are smaller than others.
+    /// How many clusters of this shape the device can run at once. The number may be less than SMs / CTAs per
+    /// cluster, because a cluster lies within one group of SMs (GPC), and some groups are smaller than others.
     pub fn max_clusters(&self, launch: Launch) -> Result<u32> {
         launch.check(self.device.info().shared_bytes_per_cta)?;
         if let Some(&(_, clusters)) =

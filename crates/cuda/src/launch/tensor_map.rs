@@ -129,7 +129,7 @@ impl Tiles {
         )
     }
 
-    /// Encodes the descriptor. This needs the driver library, but no device.
+    /// Encodes the descriptor. Encoding needs the driver library, but no device.
     pub fn encode(&self) -> Result<TensorMap> {
         self.encode_fetching(Fetch::Bytes256)
     }
@@ -257,8 +257,8 @@ fn encode<const RANK: usize, const STRIDES: usize>(
     Ok(map)
 }
 
-/// An encoded descriptor, passed to kernels by value. It contains only the address, so the memory must outlive the
-/// launch.
+/// An encoded descriptor, passed to kernels by value. A descriptor contains only the address of the memory, so the
+/// memory must outlive the launch.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct TensorMap(pub(crate) sys::CUtensorMap);
 

@@ -1,5 +1,5 @@
-//! A GPU's power draw and clocks while work runs, read through NVIDIA's management library (NVML). They show whether
-//! power limits performance.
+//! A GPU's power draw and clocks while work runs, read through NVIDIA's management library (NVML). Power and clocks
+//! show whether power limits performance.
 
 use nvml_wrapper::Nvml;
 use nvml_wrapper::enum_wrappers::device::Clock;

@@ -2,9 +2,9 @@
 //!
 //! | step | where | what |
 //! |---|---|---|
-//! | description | the op's file | its arguments as plain numbers, checked |
-//! | configuration | the same | instance, grid, shared memory: pure functions of the description, tested without a GPU |
-//! | launch | `launch/` | the number and size of the arguments are compared with what the cubin declares |
+//! | description | the operation's file | the arguments of the operation as plain numbers, checked |
+//! | configuration | the operation's file | instance, grid and shared memory: pure functions of the description, tested without a GPU |
+//! | launch | `launch/` | the number and sizes of the arguments are compared with those that the cubin declares |
 //!
 //! `instances()` lists the template instances of every folder; `tests/resources.txt` records their registers and shared memory. Kernels
 //! are in `csrc/kernels/FOLDER/NAME.cuh`, built from shared headers in `csrc/pieces/FOLDER/`; inline PTX is in `csrc/ptx/` alone.

@@ -29,7 +29,8 @@ pub(super) fn rule_arg(rule: ScaleRule) -> TemplateArg {
         ScaleRule::Rceil => 2,
         ScaleRule::Ceil => 3,
         ScaleRule::Even => 4,
-        // These rules belong to the kernels for all formats, which have no such template argument.
+        // The rules TensorAmax and Cann belong to the kernels for all formats, which have no such
+        // template argument.
         ScaleRule::TensorAmax | ScaleRule::Cann => -1,
     })
 }

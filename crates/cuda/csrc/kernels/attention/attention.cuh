@@ -5,8 +5,8 @@
 //   the keys from first_key[i] on, and first_key never decreases; tiles of keys before the first key of the CTA's first query are skipped.
 //   kSinks: F32 `sinks` [heads], attention sinks that are added to each query's softmax sum.
 //   256 threads; grid ceil(seq_len / 64) · heads · sequences, CTAs with the most keys first; dynamic shared memory (2 · kDim + 64) · 68 · 4
-//   bytes. A CTA has 64 queries of a head. It loops over their keys 64 at a time, in order, with an online softmax (Milakov and
-//   Gimelshein). All arithmetic is F32; the softmax weights P are not rounded.
+//   bytes. A CTA has 64 queries of a head. A CTA loops over the keys of its queries 64 at a time, in order, with an online softmax (Milakov
+//   and Gimelshein). All arithmetic is F32; the softmax weights P are not rounded.
 #pragma once
 #include "math/log.cuh"
 #include "pieces/attention/attention_tile.cuh"

@@ -11,8 +11,9 @@
 //   ceil(cols / 256) * ceil(rows / 256); sizeof(LiftTilesShared) dynamic shared memory. Buffers are 16-byte aligned.
 //
 // Measured as in lift_cols.cuh: 32768 x 7168 87 %, 16384 x 7168 84 %, 24576 x 2048 80 %, 4096 x 7168 73 %. Both outputs are written in
-// runs of 256 bytes. One block across instead of two is 9 % slower, one block down is 4 % slower, and sweeping whole panels instead of
-// bands of four strips is 7 % slower. With three CTAs per SM, registers spill. ncu reports that the L2 is 81 % busy and memory 70 %.
+// runs of 256 bytes. A CTA that takes one block across instead of two is 9 % slower, one block down is 4 % slower, and sweeping whole
+// panels instead of bands of four strips is 7 % slower. With three CTAs per SM, registers spill. ncu reports that the L2 is 81 % busy
+// and memory 70 %.
 #pragma once
 #include "math/reduce.cuh"
 #include "pieces/convert/column_tile.cuh"
@@ -101,9 +102,9 @@ __global__ void __launch_bounds__(kLiftTilesThreads, 2)
         __syncthreads();
         const uint2 largest = largest_of_squares(shared.largest[i % 2][square][lane % kLiftTilesWarps], square);
         const int target = lift_target(owned_square == 0 ? largest.x : largest.y);  // target scale of the 2-D block whose scales this lane loaded
-        // These words hold one byte per scale. `above`: how many powers of two the scale is above the lowest scale
-        // that gives normal numbers. `nan`: bit 7 marks a NaN. `rare`: bit 7 marks a NaN, or a scale that does not
-        // give normal numbers.
+        // The words below hold one byte per scale. `above`: how many powers of two the scale is above the lowest
+        // scale that gives normal numbers. `nan`: bit 7 marks a NaN. `rare`: bit 7 marks a NaN, or a scale that
+        // does not give normal numbers.
         const u32 above = add_bytes(four, (kLiftFar - kLiftNormal - u32(target) & 0xFF) * kEachByte);
         const u32 nan = (four & ~kEachSign) + kEachByte & four & exists;
         const u32 rare = (((above & ~kEachSign) + (0x80 - (kLiftNan - kLiftNormal)) * kEachByte | above) & exists) | nan;

@@ -5,8 +5,8 @@
 //   for random bits. counts[3] (null: not counted) increases by the number of blocks with a non-zero code, by 0, and by the number of
 //   blocks with a NaN or infinity. 128 threads; a warp takes a segment of 256 · row_chunks columns at a time. row_tasks.cuh defines the
 //   grid; 16 chunks per warp are fastest. No dynamic shared memory. If cols is a multiple of the block, the launch may pass x as one row
-//   without a row_id, provided that x has less than 2^30 values; `folded` then holds the ids, unless all rows are valid. One row is faster
-//   if a real row would fill its segments only partly.
+//   without a row_id, provided that x has less than 2^30 values; `folded` then holds the ids, unless all rows are valid. Passing x as one
+//   row is faster if a real row would fill its segments only partly.
 //
 // quantize_rows_lifted<In, Round>: quantizes to MXFP4, but writes the codes and scales that lift_lines would compute from MXFP4: E4M3
 //   [rows][cols], scales [rows][ceil(cols / 128)]. If x is passed as one row, cols is a multiple of 128. counts are those of MXFP4.

@@ -18,10 +18,11 @@
 //   With `transform` (In is F32, form kFormCols, one matrix): x [transform.rows][cols] is BF16 if of_bf16, else F32. The kernel encodes the
 //   Hadamard transform of x down the columns. The transform has `rows` rows, and id_mask maps a row to the first row of its transform
 //   block.
-//   Formats with one scale per row or column take `row_amax` and `col_amax`, the bits of the largest magnitude of each row or column. They
-//   write to `row_any` and `col_any` whether a row or column has a non-zero code. Column magnitudes and flags are per span of rows
-//   (`span_of_row`; one span if null). There is one record per `column_record` rows: 128 rows, to which group starts are aligned, or all
-//   rows. Formats with one scale per tensor take `tensor`, indexed by the row's span: `span_of_row`, or the row's matrix if null.
+//   Formats with one scale per row or column take `row_amax` and `col_amax`, the bits of the largest magnitude of each row or column. For
+//   these formats the kernel writes to `row_any` and `col_any` whether a row or column has a non-zero code. Column magnitudes and flags are
+//   per span of rows (`span_of_row`; one span if null). There is one record per `column_record` rows: 128 rows, to which group starts are
+//   aligned, or all rows. Formats with one scale per tensor take `tensor`, indexed by the row's span: `span_of_row`, or the row's matrix if
+//   null.
 //   Chosen<F> takes its options from `scaling`. For 2-D blocks, integer sums in shared memory accumulate the errors of both candidate
 //   scales.
 //   `found` (only with a tensor's delayed scale) receives the bits of the largest magnitude of each of `found_spans` spans, initially
@@ -34,9 +35,9 @@
 //   cols_in_pairs: the columns' records if those of adjacent columns are contiguous (line_stride 1), and cols and block_stride are even.
 //
 // quantize_units_decoded<F, In, kRound, kAcross>: writes row-major BF16 values instead of codes: row_codes [stack * rows][cols], col_codes
-//   [capacity][cols]. It does not support kFormTiles, and supports both forms at once only if kDecodesBoth. These values are what
-//   dequantize_units would compute without a tensor scale. Records are still written; rows_aligned and cols_aligned refer to the values.
-//   The kernel needs sizeof(DecodedUnitsShared<F, In, kRound, kAcross>) dynamic shared memory.
+//   [capacity][cols]. The kernel does not support kFormTiles, and supports both forms at once only if kDecodesBoth. The values are those
+//   that dequantize_units would compute without a tensor scale. Records are still written; rows_aligned and cols_aligned refer to the
+//   values. The kernel needs sizeof(DecodedUnitsShared<F, In, kRound, kAcross>) dynamic shared memory.
 //
 // A thread encodes 64 values of a row, then 32 rows of two columns. Asynchronous copies bring the tile to shared memory; threads read the
 // values there, and write codes there. So global memory is read and written in runs of at least 128 bytes.
@@ -129,9 +130,9 @@ constexpr int kUnitCtas = In::kBytes == 4 || (F::kPart < 16 && !kSideBySide<F, I
 template <class F, class In, int kRound>
 constexpr bool kByTable = In::kBytes == 2 && F::template has_table<kRound>();
 
-/// Whether a thread encodes the transform of its columns from registers, so that shared.values is never written. This is safe because
-/// `found`, which would read shared.values, is never used with a transform. kAnyRounding is excluded because its loops index the values.
-/// Stochastic rounding of a format with part scales is excluded because its random bits leave no registers.
+/// Whether a thread encodes the transform of its columns from registers, so that shared.values is never written. Not writing
+/// shared.values is safe, because `found`, which would read it, is never used with a transform. kAnyRounding is excluded because its
+/// loops index the values. Stochastic rounding of a format with part scales is excluded because its random bits leave no registers.
 template <class F, int kRound>
 constexpr bool kHoldsTransform = kRound != kAnyRounding && !(F::kPart < 16 && kRound == kStochastic);
 

@@ -22,8 +22,8 @@ struct ScaleGroup {
     bool is_one;
 };
 
-/// The group to which tile `at` along the cut side belongs. The whole warp calls this; it examines 32 groups per
-/// iteration.
+/// The group to which tile `at` belongs, counted along the side that is cut into groups. The whole warp calls
+/// this; it examines 32 groups per iteration.
 template <u32 kTile>
 __device__ __forceinline__ ScaleGroup group_of_tile(u32 at, const int* __restrict__ starts, u32 num_groups, u32 cut, u32 per_scale) {
     constexpr u32 kAll = 0xFFFFFFFF;

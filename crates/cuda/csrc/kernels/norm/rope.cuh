@@ -3,9 +3,9 @@
 // rope<T, kCount>: x, y [rows, heads * 2 * units * kCount] of type T (Bf16 or F32). In each head the first 2 * kept_units * kCount elements
 //   are copied, and the following 2 * half elements are rotated, half = (units - kept_units) * kCount. table [positions, 2 * half] F32:
 //   cosines, then sines, from the first position on. A thread rotates kCount pairs of a row in up to kRopeHeads heads, or copies as many
-//   elements; it reads the pairs' angles once. Its heads are g, g + head_groups, ..., head_groups = ceil(heads / kRopeHeads). A unit of
-//   kCount elements has 16 bytes if half of the copied and half of the rotated elements are multiples of 16 bytes; otherwise kCount is 1.
-//   sign: 1, or -1 to rotate back.
+//   elements; it reads the pairs' angles once. A thread's heads are g, g + head_groups, ..., head_groups = ceil(heads / kRopeHeads). A unit
+//   of kCount elements has 16 bytes if half of the copied and half of the rotated elements are multiples of 16 bytes; otherwise kCount is
+//   1. sign: 1, or -1 to rotate back.
 //   256 threads; grid ceil(tasks / 256), tasks = rows * head_groups * units below 2^31.
 #pragma once
 #include "pieces/norm/turn.cuh"

@@ -1,10 +1,10 @@
-// The fprop GEMM of grouped_fp8_block.cuh for many short groups. It has the same operands, arithmetic and results
-// (E4M3, kRagged::kRows, 128x128 scales of B), but another order of tiles and another use of the ring.
+// The fprop GEMM of grouped_fp8_block.cuh for many short groups. The operands, arithmetic and results are the same
+// (E4M3, kRagged::kRows, 128x128 scales of B), but the order of tiles and the use of the ring differ.
 //
 // Tiles of short groups stream B from memory; tiles of long groups keep the tensor cores busy. Both kinds of tiles are
 // interleaved (grouped_mixed_schedule.cuh), so that memory and tensor cores are always busy. If a tile has rows for one
 // wave only, a stage holds two blocks of the contraction, so that twice as many bytes are in flight. B of a short group
-// is read only once, so the L2 is told to evict it first.
+// is read only once, so its loads make the L2 evict it first.
 //
 // Grid, CTA and shared memory are as in grouped_fp8_block.cuh, except that one warp finds the tiles for the other
 // warps, and A is loaded in waves of 64 rows.

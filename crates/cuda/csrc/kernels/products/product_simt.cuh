@@ -1,5 +1,5 @@
-// D = A·Bᵀ, dense or over groups, of any two operands, on the CUDA cores. It serves F32 GEMMs, and cases that the tensor-core
-// kernels do not support (odd sizes, rare pairs of formats).
+// D = A·Bᵀ, dense or over groups, of any two operands, on the CUDA cores. The kernel serves F32 GEMMs, and cases that the
+// tensor-core kernels do not support (odd sizes, rare pairs of formats).
 //
 // An operand is F32, BF16 or codes (E4M3, E5M2, or two E2M1 codes per byte) with one scale per block along the contraction.
 // Element (row, k) is at row * row_stride + k * k_stride elements; one of the strides is 1. kRagged is as in

@@ -166,8 +166,8 @@ __device__ __forceinline__ void fill_padding(const PlanRows& rows, const int* st
         rows.set(row, -1, -1, -1);
 }
 
-/// Dynamic shared memory of plan_place: four numbers per column and one per token of a pass. One region is used first for the
-/// counts of several chunks, then for the sorted slots of a pass and each warp's counts.
+/// Dynamic shared memory of plan_place: four numbers per column and one per token of a pass. One region of shared memory is
+/// used first for the counts of several chunks, then for the sorted slots of a pass and each warp's counts.
 __device__ constexpr u64 plan_place_shared_bytes(u64 columns, u64 count_rows) {
     const u64 sorted = sizeof(u32) * kPassSlots + sizeof(u16) * kPlanWarps * columns, counted = 2 * count_rows * columns * sizeof(int);
     return sizeof(int) * (4 * columns + kPassSlots + 4) + (sorted > counted ? sorted : counted);

@@ -125,8 +125,8 @@ __device__ __forceinline__ T close_token_lanes(T sum) {
     return sum;
 }
 
-/// The sum of a column of the chunk's rows: one thread adds the even partial sums, the next thread the odd
-/// ones.
+/// The sum of a column of the chunk's rows: one thread adds the even partial sums, and the next thread
+/// adds the odd partial sums.
 template <int kStride>
 __device__ __forceinline__ float sum_column(const float* rows, int column) {
     const int odd = threadIdx.x % 2;

@@ -21,7 +21,8 @@ namespace nib {
 
 // Indices into `Clock`.
 enum { kStep = 0, kMicro = 1 };
-// Index of the first told word among a slot's scalars, and the number of such words.
+// Index of the first of the words that the host passes to the table, among a slot's scalars, and
+// the number of such words.
 enum { kTold = kFromHost, kToldWords = 3 };
 
 constexpr int kBeginThreads = 256;

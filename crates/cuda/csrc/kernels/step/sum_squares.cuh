@@ -5,10 +5,10 @@
 //   [all_chunks] F64. x begins at chunk first_chunk of the first part. Eight threads share a chunk; each has two of the chunk's partial
 //   sums. Tensor i has ceil(all_chunks / 32) CTAs, from first_cta[i] to the next tensor's first CTA. 256 threads; the grid has the CTAs of
 //   all tensors.
-// close_squares<kThreads>: kThreads is kSquaresThreads. It adds kSquaresGroup adjacent sums of each tensor's sums [parts * count] to one:
-//   out [parts * groups] F64. If there is one group per part, the sum is rounded to F32 and stored in into[at + part], and out is null.
-//   256 threads; the grid has parts * groups CTAs of all tensors; may be launched early. No sum is -0, so positions past the last sum may
-//   be read as +0.
+// close_squares<kThreads>: kThreads is kSquaresThreads. The kernel adds kSquaresGroup adjacent sums of each tensor's sums [parts * count]
+//   to one: out [parts * groups] F64. If there is one group per part, the sum is rounded to F32 and stored in into[at + part], and out is
+//   null. 256 threads; the grid has parts * groups CTAs of all tensors; may be launched early. No sum is -0, so positions past the last
+//   sum may be read as +0.
 #pragma once
 #include "formats/plain.cuh"
 #include "pieces/step/tensor_list.cuh"

@@ -86,8 +86,8 @@ __global__ void __launch_bounds__(kSwigluThreads, 1)
     const u32 tasks = u32(rows) * segments, stride = gridDim.x * kWarps;
     u32 task = blockIdx.x * kWarps + threadIdx.x / 32;
     SwigluTask one, other;
-    // The row id of a task. It is read one task ahead of the row itself, because a load that waited for the id would
-    // stall the warp.
+    // The row id of a task. The row id is read one task ahead of the row itself, because a load that waited for the
+    // id would stall the warp.
     const auto id_of = [&](u32 at) {
         if (at >= tasks) return -1;
         return row_id == nullptr ? 0 : __ldg(row_id + by_segments.divide(at));

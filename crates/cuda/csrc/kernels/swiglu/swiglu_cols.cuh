@@ -25,8 +25,8 @@
 
 namespace nib {
 
-/// A transposed tile of codes, and the maxima from which its scales are computed. They are never in use at the same
-/// time, so they share memory.
+/// A transposed tile of codes, and the maxima from which its scales are computed. The codes and the maxima are
+/// never in use at the same time, so they share memory.
 union RowsColsTurn {
     struct {
         ColumnMaxima<1> maxima;

@@ -25,7 +25,7 @@ namespace nib {
 constexpr int kSumOver = 1024;  // partial sums (lanes) per row
 constexpr u32 kOneWarp = 0xFFFFFFFF;
 
-/// Values exchanged between the CTAs and warps of a row. This struct precedes the logits in shared
+/// Values exchanged between the CTAs and warps of a row. EntropyRoom precedes the logits in shared
 /// memory.
 struct alignas(16) EntropyRoom {
     float lanes[kSumOver];  // partial sums

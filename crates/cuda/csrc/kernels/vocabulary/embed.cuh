@@ -4,7 +4,7 @@
 //   units = ceil(d / kCount), at least 1; kCount: 4 if d is a multiple of 4, else 1.
 //   256 threads; grid ceil(rows * units / 1024), rows * units below 2^31.
 //
-// kThreads is always kEmbedThreads. It is a template parameter so that these kernels are compiled only where they are launched. The
+// kThreads is always kEmbedThreads. kThreads is a template parameter so that these kernels are compiled only where they are launched. The
 // backward pass sorts the tokens by key = shard * vocab + id, stably, one digit per pass: embed_digits extracts the digits, and
 // `plan_permute` sorts. A run of tokens with the same key is divided into chunks of 64 tokens.
 // embed_digits<kThreads>: digit[i] = key(order[i]) >> shift & mask. If order is null, tokens are in their own order, which is written to

@@ -2,9 +2,10 @@
 // hardware's. cross_entropy.cuh has the kernel that gives the same bits as the CPU.
 //
 // head_rows<kCluster>: for each row of logits [rows][vocab] the loss; dlogits [rows][vocab] in BF16, unless dlogits is null; bad_ids counts
-//   targets at or past the vocabulary's end. These targets, and negative targets, give no loss and no gradient. A cluster processes every
-//   (gridDim.x / kCluster)-th row, and each of its CTAs has `part` adjacent elements; part and vocab are multiples of 8. While a row is
-//   processed, TMA loads the next row. 512 threads; grid a multiple of kCluster; dynamic shared memory: HeadRoom, and 2 * part * 4 bytes.
+//   targets at or past the vocabulary's end. Targets at or past the vocabulary's end, and negative targets, give no loss and no gradient. A
+//   cluster processes every (gridDim.x / kCluster)-th row, and each of its CTAs has `part` adjacent elements; part and vocab are multiples
+//   of 8. While a row is processed, TMA loads the next row. 512 threads; grid a multiple of kCluster; dynamic shared memory: HeadRoom, and
+//   2 * part * 4 bytes.
 #pragma once
 #include "formats/plain.cuh"
 #include "math/log.cuh"

@@ -1,5 +1,5 @@
-// Attention sinks: each query head has an additional score that belongs to no key. This score enters only the
-// sum of the softmax.
+// Attention sinks: each query head has an additional score that belongs to no key. The sink's score enters
+// only the sum of the softmax.
 #pragma once
 #include "math/exp.cuh"
 #include "ptx/types.cuh"

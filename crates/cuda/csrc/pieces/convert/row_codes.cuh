@@ -47,8 +47,8 @@ __device__ __forceinline__ void store_together(u8* to, int left, bool, const u32
     if (left > 0) ptx::store_16(to, {codes[0], codes[1], codes[2], codes[3]});
 }
 
-/// The F32 bits of the largest magnitude of 32 values. This takes fewer instructions than In::block_maxima, for kernels
-/// that are bound by instructions.
+/// The F32 bits of the largest magnitude of 32 values. The function takes fewer instructions than In::block_maxima, for
+/// kernels that are bound by instructions.
 __device__ __forceinline__ u32 largest_bits(const Bf16::Eight (&x)[4]) {
     u32 two = 0;
 #pragma unroll

@@ -155,9 +155,9 @@ __device__ __forceinline__ void store_lines(u8* to, u32 stride, int lines, bool 
 }
 
 /// A transposed tile of codes in the layout that TMA stores with the 128-byte swizzle. Each column of values is a row
-/// of 128 bytes of this tile. These rows are in the order of columns 0, 8, 16, ..., 1, 9, ... So when a warp writes,
-/// the eight lanes that share rows differ in the 16-byte chunk, and the warp's four groups of rows differ in the word
-/// of a chunk. There are no bank conflicts.
+/// of 128 bytes of this tile. The tile's rows are in the order of columns 0, 8, 16, ..., 1, 9, ... So when a warp
+/// writes, the eight lanes that share rows differ in the 16-byte chunk, and the warp's four groups of rows differ in
+/// the word of a chunk. There are no bank conflicts.
 struct alignas(1024) TurnedTile {
     static constexpr int kNext = kTile / 8 * kTile;  // distance in bytes from a column to the next column
     u8 bytes[kTile * kTile];

@@ -319,7 +319,8 @@ private:
         const float expected = span < 0 ? 0.0f : arg.tensor_of(matrix, row).unit;
         u32 larger = 0;
         if (span >= 0 && !(__uint_as_float(amax) <= expected)) {
-            // This case is rare. The values are read again, because registers cannot be indexed.
+            // Values above the expected magnitude are rare. The values are read again, because
+            // registers cannot be indexed.
 #pragma unroll 1
             for (int i = 0; i < 64; ++i) {
                 const u32 magnitude = __float_as_uint(value(i / 16, i % 16)) & 0x7FFFFFFF;

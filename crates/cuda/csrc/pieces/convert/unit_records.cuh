@@ -85,8 +85,8 @@ struct UnitRecords {
             if (arg.form == kFormCols) found.count(tally);
             return;
         }
-        // For weights in MX formats, the record bytes of the transposed codes are stored row by row. These bytes are
-        // stored as words if all columns of the warp exist.
+        // For weights in MX formats, the record bytes of the transposed codes are stored row by row. Record bytes
+        // are stored as words if all columns of the warp exist.
         if constexpr (kSteps == 1) {
             if (arg.col_words.words != nullptr && at.first_row + 128 <= arg.capacity && at.col - at.in_tile % 16 + 16 <= arg.cols) {
                 store_column_words(line, at, found.bytes);

@@ -64,8 +64,8 @@ __device__ __forceinline__ void close_rows(const float* x, u32 rows, u64 cols, b
 #pragma unroll
                 for (int k = 0; k < kCount; ++k) node[i][k] = room.part[i][at + k];
             close_eight(node, group * kTreeRows, kTreeEach, rows);
-            // This works like the carries of a binary counter: a sum waits at its level until its right neighbour
-            // is complete.
+            // The sums are combined like the carries of a binary counter: a sum waits at its level until its
+            // right neighbour is complete.
             int level = 0;
             for (u32 carry = group; carry & 1; carry >>= 1, ++level)
 #pragma unroll

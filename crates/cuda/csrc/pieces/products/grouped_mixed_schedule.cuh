@@ -3,8 +3,8 @@
 // every n-th tile of either kind and interleaves the two kinds evenly. A phase offset between clusters keeps memory
 // and tensor cores busy at all times.
 //
-// One warp finds the tiles and passes them to the other warps through a small ring. This warp runs ahead, so that no
-// other warp waits for the lists of groups in global memory.
+// One warp finds the tiles and passes them to the other warps through a small ring. The warp that finds the tiles
+// runs ahead, so that no other warp waits for the lists of groups in global memory.
 #pragma once
 #include "pieces/products/grouped_store.cuh"
 
@@ -188,7 +188,7 @@ class MixedSchedule {
     int columns_;  // columns of clusters in one group's D
     int clusters_, rank_;
     int next_long_, next_short_;  // this cluster's next tile of either kind
-    int tiles_, longs_, left_;    // this cluster's tiles: all, the long ones, and those still to come
+    int tiles_, longs_, left_;    // this cluster's tiles: all tiles, long tiles, and tiles still to come
     int phase_;                   // increases by longs_ modulo tiles_; whenever it wraps, a long tile follows
     Walk<true> long_;
     Walk<false> short_;

@@ -1,4 +1,5 @@
-//! `assemble_kv` and `assemble_kv_backward` on a GPU (`csrc/kernels/attention/assemble_kv.cuh`).
+//! Runs `assemble_kv` and `assemble_kv_backward` on a GPU
+//! (`csrc/kernels/attention/assemble_kv.cuh`).
 
 use crate::Cuda;
 use crate::compile::jit::{KernelSpec, TemplateArg};
@@ -101,7 +102,7 @@ fn spec(name: &'static str, dtype: DType, count: usize) -> KernelSpec {
 const FORWARD: &str = "nib::assemble_kv";
 const BACKWARD: &str = "nib::assemble_kv_backward";
 
-/// See [`AssembleKv`].
+/// Runs [`AssembleKv`] on the GPU.
 pub(crate) fn assemble_kv(cuda: &Cuda, op: AssembleKv<'_, Cuda>) -> Result<AssembledKv<Cuda>> {
     const OP: &str = "assemble_kv";
     op.check()?;
@@ -134,7 +135,7 @@ pub(crate) fn assemble_kv(cuda: &Cuda, op: AssembleKv<'_, Cuda>) -> Result<Assem
     Ok(out)
 }
 
-/// See [`AssembleKvBackward`].
+/// Runs [`AssembleKvBackward`] on the GPU.
 pub(crate) fn assemble_kv_backward(
     cuda: &Cuda,
     op: AssembleKvBackward<'_, Cuda>,

@@ -1,5 +1,5 @@
-//! `attention_decode` on a GPU (`csrc/kernels/attention/attention_decode.cuh`): one CTA per query head, on the CUDA
-//! cores.
+//! Runs `attention_decode` on a GPU (`csrc/kernels/attention/attention_decode.cuh`): one CTA per query head, on the
+//! CUDA cores.
 
 use super::sinks_of;
 use crate::Cuda;
@@ -20,7 +20,7 @@ const _: () = assert!(HEAD_LIMIT <= THREADS as usize);
 /// the kernel's own 4 KiB.
 const MOST_KEYS: usize = 48 << 10;
 
-/// See [`AttentionDecode`].
+/// Runs [`AttentionDecode`] on the GPU.
 pub(crate) fn attention_decode(cuda: &Cuda, op: AttentionDecode<'_, Cuda>) -> Result<Tensor<Cuda>> {
     op.check()?;
     let buffers = BufferCheck::by(OP, cuda);

@@ -1,4 +1,4 @@
-//! `find_windows` on a GPU (`csrc/kernels/attention/find_windows.cuh`): one thread per token.
+//! Runs `find_windows` on a GPU (`csrc/kernels/attention/find_windows.cuh`): one thread per token.
 
 use crate::Cuda;
 use crate::compile::jit::KernelSpec;
@@ -10,7 +10,7 @@ use nibble_core::ops::{FindWindows, Windows};
 
 const THREADS: u32 = 256;
 
-/// See [`FindWindows`].
+/// Runs [`FindWindows`] on the GPU.
 pub(crate) fn find_windows(cuda: &Cuda, op: FindWindows<'_, Cuda>) -> Result<Windows<Cuda>> {
     op.check()?;
     let document = BufferCheck::by("find_windows", cuda).buffer("document", op.document)?;

@@ -1,4 +1,4 @@
-//! `attention` and `attention_backward` on a GPU. BF16 heads of 64, of 128, and of 192 with values of 128 use the tensor cores
+//! Runs `attention` and `attention_backward` on a GPU. BF16 heads of 64, of 128, and of 192 with values of 128 use the tensor cores
 //! (`attention_wgmma.rs`); all other heads use the CUDA cores (`csrc/kernels/attention/attention.cuh`, `attention_backward.cuh`).
 //!
 //! No CTA adds to the sums of another CTA. So the backward pass computes P and dS twice, once for dq and once for dk and dv, unless dS
@@ -138,7 +138,7 @@ impl Sizes {
     }
 }
 
-/// See [`Attention`].
+/// Runs [`Attention`] on the GPU.
 pub(crate) fn attention(cuda: &Cuda, op: Attention<'_, Cuda>) -> Result<AttentionOut<Cuda>> {
     op.check()?;
     let buffers = BufferCheck::by(FORWARD, cuda);
@@ -217,7 +217,7 @@ fn forward_shared(dim: usize) -> usize {
     (2 * dim + QUERIES) * (QUERIES + 4) * size_of::<f32>()
 }
 
-/// See [`AttentionBackward`].
+/// Runs [`AttentionBackward`] on the GPU.
 pub(crate) fn attention_backward(
     cuda: &Cuda,
     op: AttentionBackward<'_, Cuda>,

@@ -1,4 +1,4 @@
-//! `measure_quantization` on a GPU, by a kernel for all formats
+//! Runs `measure_quantization` on a GPU, by a kernel for all formats
 //! (`csrc/kernels/convert/measure_quantization.cuh`).
 
 use super::units::{LONG, RecordPlane, SQUARE, UnitFormat, tiles};
@@ -58,7 +58,7 @@ pub(crate) fn instances() -> Vec<Instance> {
     formats.flat_map(of).collect()
 }
 
-/// See [`MeasureQuantization`].
+/// Runs [`MeasureQuantization`] on the GPU.
 pub(crate) fn measure_quantization(cuda: &Cuda, op: MeasureQuantization<'_, Cuda>) -> Result<Buf<u64>> {
     let check = BufferCheck::by(OP, cuda);
     check.tensor("x", op.x)?;

@@ -1,4 +1,4 @@
-//! `tile_scales` and `untile_scales` on a GPU (`csrc/kernels/convert/scale_tiles.cuh`).
+//! Runs `tile_scales` and `untile_scales` on a GPU (`csrc/kernels/convert/scale_tiles.cuh`).
 
 use crate::backend::Buf;
 use crate::compile::jit::{KernelSpec, TemplateArg};
@@ -16,7 +16,7 @@ const TILES_A_CTA: usize = 8;
 /// Number of bytes of a tile.
 const TILE_BYTES: usize = TILE_ROWS * TILE_COLS;
 
-/// See [`TileScales`].
+/// Runs [`TileScales`] on the GPU.
 pub(crate) fn tile_scales(cuda: &Cuda, op: TileScales<'_, Cuda>) -> Result<Buf<u8>> {
     op.check()?;
     let buffers = BufferCheck::by("tile_scales", cuda);
@@ -27,7 +27,7 @@ pub(crate) fn tile_scales(cuda: &Cuda, op: TileScales<'_, Cuda>) -> Result<Buf<u
     Ok(out)
 }
 
-/// See [`UntileScales`].
+/// Runs [`UntileScales`] on the GPU.
 pub(crate) fn untile_scales(cuda: &Cuda, op: UntileScales<'_, Cuda>) -> Result<Buf<u8>> {
     op.check()?;
     let buffers = BufferCheck::by("untile_scales", cuda);

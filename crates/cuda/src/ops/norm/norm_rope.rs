@@ -1,5 +1,5 @@
-//! `norm_rope`, `norm_rope_backward` on a GPU (`csrc/kernels/norm/norm_rope.cuh`). Heads of 64, 128 and 256 are processed in one
-//! pass; for other heads the two operations run in sequence.
+//! Runs `norm_rope` and `norm_rope_backward` on a GPU (`csrc/kernels/norm/norm_rope.cuh`). Heads of 64, 128 and 256 are
+//! processed in one pass; for other heads the two operations run in sequence.
 
 use super::positions::{PositionsArg, angles};
 use super::rms_norm::{
@@ -63,12 +63,12 @@ impl NormRopeConfig {
     }
 }
 
-/// The same matrix, viewed with each head as a row.
+/// The matrix viewed with each head as a row.
 fn head_rows(x: &Tensor<Cuda>, head_dim: usize) -> Result<Tensor<Cuda>> {
     x.reshape(x.rows * (x.cols / head_dim), head_dim)
 }
 
-/// See [`NormRope`].
+/// Runs [`NormRope`] on the GPU.
 pub(crate) fn norm_rope(cuda: &Cuda, op: NormRope<'_, Cuda>) -> Result<RmsNormOut<Cuda>> {
     const OP: &str = "norm_rope";
     op.check()?;
@@ -118,7 +118,7 @@ pub(crate) fn norm_rope(cuda: &Cuda, op: NormRope<'_, Cuda>) -> Result<RmsNormOu
     Ok(out)
 }
 
-/// See [`NormRopeBackward`].
+/// Runs [`NormRopeBackward`] on the GPU.
 pub(crate) fn norm_rope_backward(cuda: &Cuda, op: NormRopeBackward<'_, Cuda>) -> Result<Tensor<Cuda>> {
     const OP: &str = "norm_rope_backward";
     op.check()?;

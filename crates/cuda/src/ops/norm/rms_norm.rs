@@ -1,6 +1,6 @@
-//! `rms_norm`, `rms_norm_backward` on a GPU (`csrc/kernels/norm/{rms_norm,rms_norm_backward}.cuh`). The forward pass
-//! holds rows in registers, and the backward pass holds chunks of rows in shared memory, so both read rows once. Rows
-//! of unsupported widths are read twice.
+//! Runs `rms_norm` and `rms_norm_backward` on a GPU (`csrc/kernels/norm/{rms_norm,rms_norm_backward}.cuh`). The
+//! forward pass holds rows in registers, and the backward pass holds chunks of rows in shared memory, so both read
+//! rows once. Rows of unsupported widths are read twice.
 
 use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{KernelArg, Launch};
@@ -117,7 +117,7 @@ pub(crate) fn plain_launch(ctas: usize, threads: usize) -> Launch {
     Launch { ctas: ctas as u32, threads: threads as u32, cluster: 1, shared_bytes: 0 }
 }
 
-/// See [`RmsNorm`].
+/// Runs [`RmsNorm`] on the GPU.
 pub(crate) fn rms_norm(cuda: &Cuda, op: RmsNorm<'_, Cuda>) -> Result<RmsNormOut<Cuda>> {
     const OP: &str = "rms_norm";
     op.check()?;
@@ -231,7 +231,7 @@ impl Backward {
     }
 }
 
-/// See [`RmsNormBackward`].
+/// Runs [`RmsNormBackward`] on the GPU.
 pub(crate) fn rms_norm_backward(cuda: &Cuda, op: RmsNormBackward<'_, Cuda>) -> Result<Tensor<Cuda>> {
     op.check()?;
     let dx = op.result(cuda)?;

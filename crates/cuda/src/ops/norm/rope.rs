@@ -1,4 +1,4 @@
-//! `rope` on a GPU (`csrc/kernels/norm/rope.cuh`).
+//! Runs `rope` on a GPU (`csrc/kernels/norm/rope.cuh`).
 
 use super::positions::{PositionsArg, angles};
 use crate::Cuda;
@@ -59,7 +59,7 @@ impl RopeConfig {
     }
 }
 
-/// See [`Rope`].
+/// Runs [`Rope`] on the GPU.
 pub(crate) fn rope(cuda: &Cuda, op: Rope<'_, Cuda>) -> Result<Tensor<Cuda>> {
     op.check()?;
     let buffers = BufferCheck::by(OP, cuda);

@@ -1,4 +1,4 @@
-//! `add_bias`, `add_bias_backward` on a GPU (`csrc/kernels/plain/bias.cuh`).
+//! Runs `add_bias` and `add_bias_backward` on a GPU (`csrc/kernels/plain/bias.cuh`).
 
 use crate::Cuda;
 use crate::compile::jit::{KernelSpec, TemplateArg};
@@ -41,7 +41,7 @@ fn launch(op: &'static str, (units, rows): (usize, usize), threads: usize) -> Re
     }
 }
 
-/// See [`AddBias`].
+/// Runs [`AddBias`] on the GPU.
 pub(crate) fn add_bias(cuda: &Cuda, op: AddBias<'_, Cuda>) -> Result<()> {
     const OP: &str = "add_bias";
     op.check()?;
@@ -66,7 +66,7 @@ pub(crate) fn add_bias(cuda: &Cuda, op: AddBias<'_, Cuda>) -> Result<()> {
     unsafe { kernel.launch(launch, &[x, bias, &(rows as u32), &(d as u32)]) }
 }
 
-/// See [`AddBiasBackward`].
+/// Runs [`AddBiasBackward`] on the GPU.
 pub(crate) fn add_bias_backward(cuda: &Cuda, op: AddBiasBackward<'_, Cuda>) -> Result<()> {
     const OP: &str = "add_bias_backward";
     op.check()?;

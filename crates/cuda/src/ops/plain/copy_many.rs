@@ -40,11 +40,11 @@ fn spec() -> KernelSpec {
 }
 
 impl Run {
-    /// The run for rows within their buffers, which start at these addresses. Its unit is the largest that divides all addresses and
-    /// sizes. Returns `None` if a number is too large for the kernel.
+    /// The run for rows within their buffers, which start at these addresses. The unit of the run is the largest that divides all
+    /// addresses and sizes. Returns `None` if a number is too large for the kernel.
     fn of(copy: &LineCopy, from: u64, to: u64) -> Option<Self> {
         let LineCopy { from: (_, of), to: (_, into), lines, len } = *copy;
-        // A single line may have any stride.
+        // A single row may have any stride.
         let stride = |lie: Lines| if lines == 1 { len } else { lie.stride };
         let (from, to) = (from + of.first as u64, to + into.first as u64);
         let all = from | to | (stride(of) | stride(into) | len) as u64;
@@ -132,7 +132,7 @@ mod tests {
             (wide.log, wide.from, wide.from_stride, wide.to_stride, wide.len, wide.units),
             (4, 4128, 4, 3, 1, 3)
         );
-        // The stride of a single line does not matter.
+        // The stride of a single row does not matter.
         assert_eq!(run(copy(lie(0, 7), lie(16, 3), 1, 32)).log, 4);
         assert_eq!(run(copy(lie(0, 7), lie(16, 3), 2, 3)).log, 0);
         assert_eq!(run(copy(lie(4, 8), lie(0, 8), 2, 6)).log, 1);

@@ -1,4 +1,5 @@
-//! `cast`, `add`, `sum_shards`, `transpose` on a GPU (`csrc/kernels/plain/{cast,add,sum_shards,transpose}.cuh`).
+//! Runs `cast`, `add`, `sum_shards` and `transpose` on a GPU
+//! (`csrc/kernels/plain/{cast,add,sum_shards,transpose}.cuh`).
 
 use crate::Cuda;
 use crate::compile::jit::{KernelSpec, TemplateArg};
@@ -18,7 +19,7 @@ const ADD_UNITS_PER_CTA: usize = 1024;
 /// Units of 16 bytes per side of a transposed tile.
 const TILE_UNITS: usize = 16;
 
-/// See [`Cast`]. A cast to the same type shares the buffer.
+/// Runs [`Cast`] on the GPU. A cast to the same type shares the buffer.
 pub(crate) fn cast(cuda: &Cuda, op: Cast<'_, Cuda>) -> Result<Tensor<Cuda>> {
     BufferCheck::by("cast", cuda).tensor("x", op.x)?;
     let out = op.result(cuda)?;
@@ -56,7 +57,7 @@ fn cast_spec(to: DType) -> KernelSpec {
     }
 }
 
-/// See [`Add`].
+/// Runs [`Add`] on the GPU.
 pub(crate) fn add(cuda: &Cuda, op: Add<'_, Cuda>) -> Result<Tensor<Cuda>> {
     op.check()?;
     let buffers = BufferCheck::by("add", cuda);
@@ -95,7 +96,7 @@ fn sums_per_cta(shards: usize) -> usize {
     1024 * (4 / shards).max(1)
 }
 
-/// See [`SumShards`].
+/// Runs [`SumShards`] on the GPU.
 pub(crate) fn sum_shards(cuda: &Cuda, op: SumShards<'_, Cuda>) -> Result<()> {
     const OP: &str = "sum_shards";
     op.check()?;
@@ -206,7 +207,7 @@ impl TransposeConfig {
     }
 }
 
-/// See [`Transpose`].
+/// Runs [`Transpose`] on the GPU.
 pub(crate) fn transpose(cuda: &Cuda, op: Transpose<'_, Cuda>) -> Result<Tensor<Cuda>> {
     op.check()?;
     BufferCheck::by("transpose", cuda).tensor("x", op.x)?;

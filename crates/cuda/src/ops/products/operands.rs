@@ -257,8 +257,8 @@ impl GroupsArg {
 
 crate::launch::plain_args!(ScalesArg, GroupsArg);
 
-/// D on the device, borrowed mutably. It is overwritten, or each element is added to with one F32 addition, which a BF16
-/// D rounds once.
+/// D on the device, borrowed mutably. D is overwritten, or added to with one F32 addition per element, which a BF16 D
+/// rounds once.
 #[derive(Debug)]
 pub struct Target<'a> {
     pub(super) dtype: DType,

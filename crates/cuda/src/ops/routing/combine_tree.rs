@@ -1,4 +1,4 @@
-//! `combine_tree`, `find_slots` on a GPU (`csrc/kernels/routing/combine_tree.cuh`).
+//! Runs `combine_tree` and `find_slots` on a GPU (`csrc/kernels/routing/combine_tree.cuh`).
 //!
 //! Indices and leaves come from a plan on the device, for which the host does not wait. Whatever the values of indices and leaves,
 //! kernels only read rows that exist.
@@ -118,7 +118,7 @@ fn tree_entries(top_k: usize, leaves: usize) -> usize {
     if top_k <= 2 { 0 } else { waiting.max(2 * waiting.min(3)) }
 }
 
-/// See [`CombineTree`].
+/// Runs [`CombineTree`] on the GPU.
 pub(crate) fn combine_tree(cuda: &Cuda, op: CombineTree<'_, Cuda>) -> Result<Tensor<Cuda>> {
     op.check()?;
     let buffers = BufferCheck::by("combine_tree", cuda);
@@ -136,7 +136,7 @@ fn find_spec() -> KernelSpec {
     KernelSpec { source: SOURCE, name: "nib::find_slots", args: Vec::new() }
 }
 
-/// See [`FindSlots`].
+/// Runs [`FindSlots`] on the GPU.
 pub(crate) fn find_slots(cuda: &Cuda, op: FindSlots<'_, Cuda>) -> Result<Buf<i32>> {
     op.check()?;
     let row_slot = BufferCheck::by("find_slots", cuda).buffer("row_slot", op.row_slot)?;

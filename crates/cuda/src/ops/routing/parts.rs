@@ -1,4 +1,4 @@
-//! `assign_parts`, `join_groups` on a GPU (`csrc/kernels/routing/parts.cuh`).
+//! Runs `assign_parts` and `join_groups` on a GPU (`csrc/kernels/routing/parts.cuh`).
 
 use crate::Cuda;
 use crate::backend::Buf;
@@ -19,7 +19,7 @@ fn launch(threads: u32) -> Launch {
     Launch { ctas: threads.div_ceil(THREADS), threads: THREADS, cluster: 1, shared_bytes: 0 }
 }
 
-/// See [`AssignParts`].
+/// Runs [`AssignParts`] on the GPU.
 pub(crate) fn assign_parts(cuda: &Cuda, op: AssignParts<'_, Cuda>) -> Result<Buf<i32>> {
     op.check()?;
     let buffers = BufferCheck::by("assign_parts", cuda);
@@ -40,7 +40,7 @@ pub(crate) fn assign_parts(cuda: &Cuda, op: AssignParts<'_, Cuda>) -> Result<Buf
     Ok(out)
 }
 
-/// See [`JoinGroups`].
+/// Runs [`JoinGroups`] on the GPU.
 pub(crate) fn join_groups(cuda: &Cuda, op: JoinGroups<'_, Cuda>) -> Result<Groups<Cuda>> {
     op.check()?;
     let num_groups = op.groups.num_groups;

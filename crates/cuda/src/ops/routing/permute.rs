@@ -1,4 +1,5 @@
-//! `permute`, `unpermute`, `gather_scalars`, `combine_slots` on a GPU (`csrc/kernels/routing/{copy_rows,gather_scalars,combine}.cuh`).
+//! Runs `permute`, `unpermute`, `gather_scalars` and `combine_slots` on a GPU
+//! (`csrc/kernels/routing/{copy_rows,gather_scalars,combine}.cuh`).
 //!
 //! Indices come from a plan on the device, for which the host does not wait. Whatever the values of indices, kernels only read rows
 //! that exist, and write padding rows for all other indices.
@@ -19,7 +20,7 @@ const THREADS: u32 = 256;
 /// Units per thread if fewer than 4 slots are combined.
 const FEW_SLOTS_UNITS: usize = 4;
 
-/// See [`Permute`].
+/// Runs [`Permute`] on the GPU.
 pub(crate) fn permute(cuda: &Cuda, op: Permute<'_, Cuda>) -> Result<Operand<Cuda>> {
     const OP: &str = "permute";
     op.check()?;
@@ -63,7 +64,7 @@ fn reorder(
     unsafe { copy.run(RowSpans::of(rows), RowSpans::of(to)) }
 }
 
-/// See [`Unpermute`].
+/// Runs [`Unpermute`] on the GPU.
 pub(crate) fn unpermute(cuda: &Cuda, op: Unpermute<'_, Cuda>) -> Result<Operand<Cuda>> {
     const OP: &str = "unpermute";
     op.check()?;
@@ -83,7 +84,7 @@ fn ctas(op: &'static str, threads: usize) -> Result<u32> {
     Ok((threads as u32).div_ceil(THREADS))
 }
 
-/// See [`GatherScalars`].
+/// Runs [`GatherScalars`] on the GPU.
 pub(crate) fn gather_scalars(cuda: &Cuda, op: GatherScalars<'_, Cuda>) -> Result<Buf<f32>> {
     const OP: &str = "gather_scalars";
     let buffers = BufferCheck::by(OP, cuda);
@@ -192,7 +193,7 @@ impl Combine {
     }
 }
 
-/// See [`CombineSlots`].
+/// Runs [`CombineSlots`] on the GPU.
 pub(crate) fn combine_slots(cuda: &Cuda, op: CombineSlots<'_, Cuda>) -> Result<Tensor<Cuda>> {
     op.check()?;
     let buffers = BufferCheck::by("combine_slots", cuda);

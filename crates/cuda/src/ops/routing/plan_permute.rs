@@ -1,5 +1,5 @@
-//! `plan_permute` on a GPU: a counting sort in two launches. The first counts the slots of each group in each chunk,
-//! the second computes the destinations.
+//! Runs `plan_permute` on a GPU: a counting sort in two launches. The first counts the slots of each group in each
+//! chunk, the second computes the destinations.
 
 use crate::Cuda;
 use crate::backend::Buf;
@@ -116,8 +116,8 @@ fn spec(name: &'static str) -> KernelSpec {
     KernelSpec { source: SOURCE, name, args }
 }
 
-/// See [`PlanPermute`]. A slot whose expert is out of range counts as unoccupied; the caller determines the order of
-/// tokens.
+/// Runs [`PlanPermute`] on the GPU. A slot whose expert is out of range counts as unoccupied; the caller determines
+/// the order of tokens.
 pub(crate) fn plan_permute(cuda: &Cuda, op: PlanPermute<'_, Cuda>) -> Result<PermuteMap<Cuda>> {
     op.check()?;
     let buffers = BufferCheck::by(OP, cuda);

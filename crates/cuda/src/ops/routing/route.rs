@@ -1,4 +1,5 @@
-//! `route`, `route_backward` on a GPU: a few lanes share each token; then one cluster per shard computes the shard's losses.
+//! Runs `route` and `route_backward` on a GPU: a few lanes share each token; then one cluster per shard computes the shard's
+//! losses.
 
 use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{KernelArg, Launch, plain_args};
@@ -301,7 +302,7 @@ impl Chunks {
     }
 }
 
-/// See [`Route`].
+/// Runs [`Route`] on the GPU.
 pub(crate) fn route(cuda: &Cuda, op: Route<'_, Cuda>) -> Result<Routing<Cuda>> {
     const OP: &str = "route";
     op.check()?;
@@ -394,7 +395,8 @@ fn hold(cuda: &Cuda, op: &RouteBackward<'_, Cuda>) -> Result<()> {
     buffers.values("dweight", op.dweight, slots).map(drop)
 }
 
-/// See [`RouteBackward`]. The kernel ignores an expert past the last one; [`Route`] never produces such an index.
+/// Runs [`RouteBackward`] on the GPU. The kernel ignores an expert past the last one; [`Route`] never produces
+/// such an index.
 pub(crate) fn route_backward(cuda: &Cuda, op: RouteBackward<'_, Cuda>) -> Result<Tensor<Cuda>> {
     const OP: &str = "route_backward";
     op.check()?;

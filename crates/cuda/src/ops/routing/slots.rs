@@ -1,4 +1,5 @@
-//! `assign_ranks`, `pack_slots`, `unpack_slots` on a GPU (`csrc/kernels/routing/slots.cuh`).
+//! Runs `assign_ranks`, `pack_slots` and `unpack_slots` on a GPU
+//! (`csrc/kernels/routing/slots.cuh`).
 
 use crate::Cuda;
 use crate::backend::Buf;
@@ -30,7 +31,7 @@ fn count_bytes(world: usize) -> usize {
     8 * world
 }
 
-/// See [`AssignRanks`].
+/// Runs [`AssignRanks`] on the GPU.
 pub(crate) fn assign_ranks(cuda: &Cuda, op: AssignRanks<'_, Cuda>) -> Result<SlotRanks<Cuda>> {
     const OP: &str = "assign_ranks";
     op.check()?;
@@ -62,7 +63,7 @@ pub(crate) fn assign_ranks(cuda: &Cuda, op: AssignRanks<'_, Cuda>) -> Result<Slo
     Ok(out)
 }
 
-/// See [`PackSlots`].
+/// Runs [`PackSlots`] on the GPU.
 pub(crate) fn pack_slots(cuda: &Cuda, op: PackSlots<'_, Cuda>) -> Result<Buf<i32>> {
     op.check()?;
     let buffers = BufferCheck::by("pack_slots", cuda);
@@ -101,7 +102,7 @@ pub(crate) fn pack_slots(cuda: &Cuda, op: PackSlots<'_, Cuda>) -> Result<Buf<i32
     Ok(out)
 }
 
-/// See [`UnpackSlots`].
+/// Runs [`UnpackSlots`] on the GPU.
 pub(crate) fn unpack_slots(cuda: &Cuda, op: UnpackSlots<'_, Cuda>) -> Result<ReceivedSlots<Cuda>> {
     op.check()?;
     let records = BufferCheck::by("unpack_slots", cuda).buffer("records", op.records)?;

@@ -1,5 +1,5 @@
-//! `pack_rows`, `unpack_rows`, `unpack_permute` on a GPU (`csrc/kernels/routing/copy_rows.cuh`). A record is codes ‖ scales ‖ the tensor
-//! scale ‖ zeros up to a multiple of 16 bytes.
+//! Runs `pack_rows`, `unpack_rows` and `unpack_permute` on a GPU (`csrc/kernels/routing/copy_rows.cuh`). A record is codes ‖ scales ‖
+//! the tensor scale ‖ zeros up to a multiple of 16 bytes.
 
 use super::copy_rows::{Order, PadRows, Reorder, RowSpans};
 use super::permute::expert_order;
@@ -10,7 +10,7 @@ use crate::ops::buffer_check::BufferCheck;
 use nibble_core::ops::{PackRows, UnpackPermute, UnpackRows};
 use nibble_core::{Operand, Result, RowKind};
 
-/// See [`PackRows`].
+/// Runs [`PackRows`] on the GPU.
 pub(crate) fn pack_rows(cuda: &Cuda, op: PackRows<'_, Cuda>) -> Result<Buf<u8>> {
     const OP: &str = "pack_rows";
     op.check()?;
@@ -26,7 +26,7 @@ pub(crate) fn pack_rows(cuda: &Cuda, op: PackRows<'_, Cuda>) -> Result<Buf<u8>> 
     Ok(out)
 }
 
-/// See [`UnpackRows`].
+/// Runs [`UnpackRows`] on the GPU.
 pub(crate) fn unpack_rows(cuda: &Cuda, op: UnpackRows<'_, Cuda>) -> Result<Operand<Cuda>> {
     const OP: &str = "unpack_rows";
     op.check()?;
@@ -36,7 +36,7 @@ pub(crate) fn unpack_rows(cuda: &Cuda, op: UnpackRows<'_, Cuda>) -> Result<Opera
     Ok(out)
 }
 
-/// See [`UnpackPermute`].
+/// Runs [`UnpackPermute`] on the GPU.
 pub(crate) fn unpack_permute(cuda: &Cuda, op: UnpackPermute<'_, Cuda>) -> Result<Operand<Cuda>> {
     const OP: &str = "unpack_permute";
     op.check()?;

@@ -1,4 +1,4 @@
-//! `adamw` on a GPU (`csrc/kernels/step/adamw.cuh`).
+//! Runs `adamw` on a GPU (`csrc/kernels/step/adamw.cuh`).
 
 use super::tensor_list::{Listed, each_list};
 use crate::Cuda;
@@ -59,7 +59,7 @@ fn spec(grad: DType, moment: DType) -> KernelSpec {
     }
 }
 
-/// See [`AdamW`]. It makes one launch for every 72 tensors of the same types.
+/// Runs [`AdamW`] on the GPU. There is one launch for every 72 tensors of the same types.
 pub(crate) fn adamw(cuda: &Cuda, op: AdamW<'_, Cuda>) -> Result<()> {
     op.check()?;
     let buffers = BufferCheck::by(OP, cuda);

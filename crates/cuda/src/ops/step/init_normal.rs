@@ -1,4 +1,4 @@
-//! `init_normal` on a GPU (`csrc/kernels/step/init_normal.cuh`).
+//! Runs `init_normal` on a GPU (`csrc/kernels/step/init_normal.cuh`).
 
 use crate::Cuda;
 use crate::compile::jit::KernelSpec;
@@ -10,7 +10,7 @@ use nibble_core::{Result, Tensor};
 
 const THREADS: u32 = 256;
 
-/// See [`InitNormal`].
+/// Runs [`InitNormal`] on the GPU.
 pub(crate) fn init_normal(cuda: &Cuda, op: InitNormal) -> Result<Tensor<Cuda>> {
     op.check()?;
     let len = op.rows * op.cols;

@@ -1,4 +1,5 @@
-//! `begin_step`, `begin_micro_batch`, `collect`, `end_step`, `push_amax`, `balance_bias` on a GPU (`csrc/kernels/step/step.cuh`).
+//! Runs `begin_step`, `begin_micro_batch`, `collect`, `end_step`, `push_amax` and `balance_bias` on a GPU
+//! (`csrc/kernels/step/step.cuh`).
 
 pub(crate) mod adamw;
 pub(crate) mod init_normal;
@@ -37,7 +38,7 @@ fn spec(name: &'static str) -> KernelSpec {
     KernelSpec { source: "kernels/step/step.cuh", name, args: Vec::new() }
 }
 
-/// See [`BeginStep`].
+/// Runs [`BeginStep`] on the GPU.
 pub(crate) fn begin_step(cuda: &Cuda, op: BeginStep<'_, Cuda>) -> Result<()> {
     const OP: &str = "begin_step";
     op.check()?;
@@ -70,7 +71,7 @@ struct MicroBatchArg {
     apart: u32,
 }
 
-/// See [`BeginMicroBatch`].
+/// Runs [`BeginMicroBatch`] on the GPU.
 pub(crate) fn begin_micro_batch(cuda: &Cuda, op: BeginMicroBatch<'_, Cuda>) -> Result<()> {
     const OP: &str = "begin_micro_batch";
     op.check()?;
@@ -185,8 +186,8 @@ fn turns(entries: &[EntryArg], cells: usize) -> Vec<usize> {
     entries.iter().map(turn_of).collect()
 }
 
-/// See [`Collect`]. It makes one launch for every [`COLLECT_ENTRIES`] entries, and another launch for each
-/// repetition of a cell.
+/// Runs [`Collect`] on the GPU. There is one launch for every [`COLLECT_ENTRIES`] entries, and another
+/// launch for each repetition of a cell.
 pub(crate) fn collect(cuda: &Cuda, op: Collect<'_, Cuda>) -> Result<()> {
     const OP: &str = "collect";
     op.check()?;
@@ -217,7 +218,7 @@ pub(crate) fn collect(cuda: &Cuda, op: Collect<'_, Cuda>) -> Result<()> {
     Ok(())
 }
 
-/// See [`PushAmax`]. A span whose state is out of range is skipped.
+/// Runs [`PushAmax`] on the GPU. A span whose state is out of range is skipped.
 pub(crate) fn push_amax(cuda: &Cuda, op: PushAmax<'_, Cuda>) -> Result<()> {
     const OP: &str = "push_amax";
     op.check()?;
@@ -244,7 +245,7 @@ pub(crate) fn push_amax(cuda: &Cuda, op: PushAmax<'_, Cuda>) -> Result<()> {
     }
 }
 
-/// See [`BalanceBias`].
+/// Runs [`BalanceBias`] on the GPU.
 pub(crate) fn balance_bias(cuda: &Cuda, op: BalanceBias<'_, Cuda>) -> Result<()> {
     const OP: &str = "balance_bias";
     op.check()?;
@@ -279,7 +280,7 @@ struct StepEndArg {
     clip_norm: f64,
 }
 
-/// See [`EndStep`]. An index in `order` that is outside `squares` makes the norm NaN.
+/// Runs [`EndStep`] on the GPU. An index in `order` that is outside `squares` makes the norm NaN.
 pub(crate) fn end_step(cuda: &Cuda, op: EndStep<'_, Cuda>) -> Result<()> {
     const OP: &str = "end_step";
     op.check()?;

@@ -1,5 +1,5 @@
-//! `sum_squares` and `close_squares` on a GPU (`csrc/kernels/step/sum_squares.cuh`): the sums of chunks, and the tree over these
-//! sums. Each launch adds 2048 adjacent sums to one sum.
+//! Runs `sum_squares` and `close_squares` on a GPU (`csrc/kernels/step/sum_squares.cuh`): the sums of chunks, and the tree over
+//! these sums. Each launch adds 2048 adjacent sums to one sum.
 
 use super::tensor_list::{Listed, each_list};
 use crate::compile::jit::{KernelSpec, TemplateArg};
@@ -75,7 +75,7 @@ unsafe impl Listed for SumsArg {
     }
 }
 
-/// See [`SumSquares`]. It makes one launch for every 72 tensors of a type.
+/// Runs [`SumSquares`] on the GPU. There is one launch for every 72 tensors of a type.
 pub(crate) fn sum_squares(cuda: &Cuda, op: SumSquares<'_, Cuda>) -> Result<()> {
     const OP: &str = "sum_squares";
     op.check()?;
@@ -117,7 +117,8 @@ pub(crate) fn sum_squares(cuda: &Cuda, op: SumSquares<'_, Cuda>) -> Result<()> {
     Ok(())
 }
 
-/// See [`CloseSquares`]. It makes one launch for every 72 tensors and each level of their trees.
+/// Runs [`CloseSquares`] on the GPU. There is one launch for every 72 tensors and each level of
+/// their trees.
 pub(crate) fn close_squares(cuda: &Cuda, op: CloseSquares<'_, Cuda>) -> Result<()> {
     const OP: &str = "close_squares";
     op.check()?;

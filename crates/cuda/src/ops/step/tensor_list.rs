@@ -5,8 +5,8 @@ use crate::launch::KernelArg;
 use nibble_core::{Error, Result};
 use std::ffi::c_void;
 
-/// The most tensors per launch, limited by the size of its arguments. This is `kListedTensors` of
-/// the kernels.
+/// The most tensors per launch, limited by the size of its arguments. The kernels call this number
+/// `kListedTensors`.
 const LISTED: usize = 72;
 
 /// A kernel's argument for one tensor, which consists of plain words without padding, so that every
@@ -27,8 +27,8 @@ pub(super) struct List<T> {
     count: u64,
 }
 
-// SAFETY: the pointer and the size are those of the value itself. Its tensors have no padding (`Listed`), and their total size is a
-// multiple of the count's alignment (`LISTED` is even).
+// SAFETY: the pointer and the size are those of the value itself. The list's tensors have no padding (`Listed`), and their total
+// size is a multiple of the count's alignment (`LISTED` is even).
 unsafe impl<T: Listed> KernelArg for List<T> {
     fn pointer(&self) -> *const c_void {
         std::ptr::from_ref(self).cast()

@@ -1,5 +1,5 @@
-//! `swiglu` on a GPU: one kernel from BF16 to E4M3 rows or BF16 (`csrc/kernels/swiglu/swiglu.cuh`), and one kernel from BF16 to E4M3
-//! rows and columns (`csrc/kernels/swiglu/swiglu_cols.cuh`). For all other formats a kernel writes a plain matrix
+//! Runs `swiglu` on a GPU: one kernel from BF16 to E4M3 rows or BF16 (`csrc/kernels/swiglu/swiglu.cuh`), and one kernel from BF16 to
+//! E4M3 rows and columns (`csrc/kernels/swiglu/swiglu_cols.cuh`). For all other formats a kernel writes a plain matrix
 //! (`csrc/kernels/swiglu/swiglu_plain.cuh`), which [`Quantize`](nibble_core::ops::Quantize) converts.
 
 pub(crate) mod swiglu_backward;
@@ -22,7 +22,7 @@ use nibble_core::{BlockScaled, DType, Data, Error, Groups, Operand, Result, Tens
 
 const OP: &str = "swiglu";
 
-/// See [`Swiglu`].
+/// Runs [`Swiglu`] on the GPU.
 pub(crate) fn swiglu(cuda: &Cuda, op: Swiglu<'_, Cuda>) -> Result<SwigluOut<Cuda>> {
     op.check()?;
     let buffers = BufferCheck::by(OP, cuda);

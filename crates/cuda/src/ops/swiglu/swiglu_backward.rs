@@ -1,4 +1,4 @@
-//! `swiglu_backward` on a GPU: one kernel from BF16 or MXFP4 to all E4M3 forms that the next GEMMs need
+//! Runs `swiglu_backward` on a GPU: one kernel from BF16 or MXFP4 to all E4M3 forms that the next GEMMs need
 //! (`csrc/kernels/swiglu/swiglu_backward.cuh`). For all other formats a kernel writes plain F32 matrices
 //! (`csrc/kernels/swiglu/swiglu_backward_plain.cuh`), which [`Quantize`](nibble_core::ops::Quantize) converts.
 
@@ -19,7 +19,7 @@ use nibble_core::{BlockScaled, DType, Error, Operand, Result};
 
 const OP: &str = "swiglu_backward";
 
-/// See [`SwigluBackward`].
+/// Runs [`SwigluBackward`] on the GPU.
 pub(crate) fn swiglu_backward(cuda: &Cuda, op: SwigluBackward<'_, Cuda>) -> Result<SwigluGrads<Cuda>> {
     op.check()?;
     let buffers = BufferCheck::by(OP, cuda);

@@ -1,4 +1,5 @@
-//! `cross_entropy` on a GPU (`csrc/kernels/vocabulary/cross_entropy.cuh`): one cluster per row, then one CTA per shard.
+//! Runs `cross_entropy` on a GPU (`csrc/kernels/vocabulary/cross_entropy.cuh`): one cluster per row, then one CTA per
+//! shard.
 
 use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::Launch;
@@ -20,7 +21,7 @@ const PART_BYTES: usize = 70 << 10;
 /// The number of threads that sum a shard's losses.
 const NATS_THREADS: u32 = 512;
 
-/// See [`CrossEntropy`].
+/// Runs [`CrossEntropy`] on the GPU.
 pub(crate) fn cross_entropy(cuda: &Cuda, op: CrossEntropy<'_, Cuda>) -> Result<CrossEntropyOut<Cuda>> {
     const OP: &str = "cross_entropy";
     op.check()?;

@@ -1,6 +1,6 @@
-//! `embed`, `embed_backward` on a GPU (`csrc/kernels/vocabulary/embed.cuh`). The backward pass sorts the tokens by shard and id, with one
-//! [`PlanPermute`](nibble_core::ops::PlanPermute) per digit; sums chunks of tokens with the same id; and adds the sums of ids that have
-//! several chunks.
+//! Runs `embed` and `embed_backward` on a GPU (`csrc/kernels/vocabulary/embed.cuh`). The backward pass sorts the tokens by shard and id,
+//! with one [`PlanPermute`](nibble_core::ops::PlanPermute) per digit; sums chunks of tokens with the same id; and adds the sums of ids
+//! that have several chunks.
 
 use crate::backend::Buf;
 use crate::compile::jit::{KernelSpec, TemplateArg};
@@ -41,7 +41,7 @@ fn launch(ctas: usize) -> Launch {
     Launch { ctas: ctas as u32, threads: THREADS as u32, cluster: 1, shared_bytes: 0 }
 }
 
-/// See [`Embed`].
+/// Runs [`Embed`] on the GPU.
 pub(crate) fn embed(cuda: &Cuda, op: Embed<'_, Cuda>) -> Result<EmbedOut<Cuda>> {
     const OP: &str = "embed";
     op.check()?;
@@ -124,7 +124,7 @@ impl Keys {
     }
 }
 
-/// See [`EmbedBackward`].
+/// Runs [`EmbedBackward`] on the GPU.
 pub(crate) fn embed_backward(cuda: &Cuda, op: EmbedBackward<'_, Cuda>) -> Result<()> {
     const OP: &str = "embed_backward";
     op.check()?;

@@ -1,5 +1,5 @@
-//! `head_loss` on a GPU: the two kernels that belong to it alone (`csrc/kernels/vocabulary/head_loss.cuh`). `nibble-choice`
-//! defines the sequence of operations for each chunk of tokens.
+//! Runs `head_loss` on a GPU: the two kernels that belong to it alone (`csrc/kernels/vocabulary/head_loss.cuh`).
+//! `nibble-choice` defines the sequence of operations for each chunk of tokens.
 
 use super::cross_entropy::TargetRows;
 use crate::Cuda;
@@ -17,7 +17,7 @@ const THREADS: u32 = 256;
 /// Gradient elements that a CTA rounds.
 const ROUNDED_PER_CTA: usize = 1024;
 
-/// See [`HeadLoss`].
+/// Runs [`HeadLoss`] on the GPU.
 pub(crate) fn head_loss(cuda: &Cuda, op: HeadLoss<'_, Cuda>) -> Result<HeadLossOut<Cuda>> {
     op.check()?;
     let buffers = BufferCheck::by(OP, cuda);
@@ -63,8 +63,8 @@ pub(crate) fn list_groups(cuda: &Cuda, groups: &Groups<Cuda>, each: usize, apart
     let launch =
         Launch { ctas: (count as u32 + 1).div_ceil(THREADS), threads: THREADS, cluster: 1, shared_bytes: 0 };
     let kernel = cuda.device().kernel(&spec("nib::equal_groups"))?;
-    // SAFETY: there are as many starts and lengths as the kernel is told; the number of tokens, and so every
-    // start, is below 2^31.
+    // SAFETY: there are as many starts and lengths as the number that is passed to the kernel; the number of
+    // tokens, and so every start, is below 2^31.
     unsafe { kernel.launch(launch, &[groups.start.get(), groups.len.get(), &num_groups, &rows, &far]) }
 }
 

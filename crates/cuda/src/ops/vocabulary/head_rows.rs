@@ -1,5 +1,5 @@
-//! Cross-entropy of long rows for the head of a BF16 model (`csrc/kernels/vocabulary/head_rows.cuh`). It guarantees a
-//! relative error, but not the CPU's bits.
+//! Cross-entropy of long rows for the head of a BF16 model (`csrc/kernels/vocabulary/head_rows.cuh`). The kernel
+//! guarantees a relative error, but not the CPU's bits.
 
 use super::cross_entropy::TargetRows;
 use crate::compile::jit::{KernelSpec, TemplateArg};

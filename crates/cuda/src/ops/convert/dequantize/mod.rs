@@ -1,5 +1,5 @@
-//! `dequantize` on a GPU: E2M1 and FP8 with one scale per block have a separate kernel (`csrc/kernels/convert/dequantize.cuh`); all
-//! other formats use the kernel for all formats.
+//! Runs `dequantize` on a GPU: E2M1 and FP8 with one scale per block have a separate kernel
+//! (`csrc/kernels/convert/dequantize.cuh`); all other formats use the kernel for all formats.
 
 mod units;
 
@@ -26,7 +26,7 @@ const BAND: i32 = 4;
 /// The most elements that may be passed as one row.
 const ONE_ROW: usize = 1 << 30;
 
-/// See [`Dequantize`].
+/// Runs [`Dequantize`] on the GPU.
 pub(crate) fn dequantize(cuda: &Cuda, op: Dequantize<'_, Cuda>) -> Result<Tensor<Cuda>> {
     op.check()?;
     let out = op.result(cuda)?;

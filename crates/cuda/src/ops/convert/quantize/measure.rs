@@ -87,11 +87,11 @@ pub(super) struct Measure<'a> {
     pub source: &'a MatrixArgs<'a>,
     pub earlier: EarlierArg,
     pub len: Option<&'a Buffer<i32>>,
-    /// Largest magnitudes of the matrices, used instead of measured ones.
+    /// Largest magnitudes of the matrices, used instead of measured magnitudes.
     pub amax: Option<&'a Buf<f32>>,
 }
 
-/// See [`MeasureAmax`].
+/// Runs [`MeasureAmax`] on the GPU.
 pub(crate) fn measure_amax(cuda: &Cuda, op: MeasureAmax<'_, Cuda>) -> Result<Buf<f32>> {
     op.check()?;
     BufferCheck::by("measure_amax", cuda).tensor("x", op.x)?;
@@ -260,7 +260,8 @@ impl Measure<'_> {
         let Some((_, any)) = measured.rows.as_ref().or(measured.cols.as_ref()) else { return Ok(()) };
         let kernel = self.device.kernel(&whole_spec("nib::count_lines", vec![]))?;
         let args: [&dyn KernelArg; 3] = [any, &(any.len() as i32), counts];
-        // SAFETY: there are as many flags as the kernel is told, and three counts.
+        // SAFETY: there are as many flags as the number that is passed to the kernel, and three
+        // counts.
         unsafe { kernel.launch(grid(any.len()), &args) }
     }
 }

@@ -1,4 +1,4 @@
-//! `quantize` and `measure_amax` on a GPU (`csrc/kernels/convert/quantize*.cuh`).
+//! Runs `quantize` and `measure_amax` on a GPU (`csrc/kernels/convert/quantize*.cuh`).
 
 mod args;
 mod config;
@@ -64,7 +64,7 @@ impl PowerRule {
     }
 }
 
-/// See [`Quantize`].
+/// Runs [`Quantize`] on the GPU.
 pub(crate) fn quantize(cuda: &Cuda, op: Quantize<'_, Cuda>) -> Result<Emitted<Cuda>> {
     quantize_counting(cuda, op, None)
 }

@@ -1,4 +1,4 @@
-//! `quantize_pack` on a GPU (`csrc/kernels/convert/quantize_pack.cuh`).
+//! Runs `quantize_pack` on a GPU (`csrc/kernels/convert/quantize_pack.cuh`).
 
 use super::args::MatrixArgs;
 use super::config::{self, QuantizeConfig, QuantizeDesc, QuantizeKernel, QuantizePath};
@@ -25,7 +25,7 @@ struct MessagesArg {
 }
 plain_args!(MessagesArg);
 
-/// See [`QuantizePack`].
+/// Runs [`QuantizePack`] on the GPU.
 pub(crate) fn quantize_pack(cuda: &Cuda, op: QuantizePack<'_, Cuda>) -> Result<PackedRows<Cuda>> {
     op.check()?;
     let path = QuantizePath::of_op(&op.quantize);

@@ -1,4 +1,5 @@
-//! `transcode` on a GPU: `csrc/kernels/convert/{lift_rows,lift_cols,lift_tiles,shift_cols,requantize_rows,recut_lines}.cuh`.
+//! Runs `transcode` on a GPU:
+//! `csrc/kernels/convert/{lift_rows,lift_cols,lift_tiles,shift_cols,requantize_rows,recut_lines}.cuh`.
 
 mod lift_tiles;
 mod limits;
@@ -201,7 +202,7 @@ impl RowPlan {
     }
 }
 
-/// See [`Transcode`].
+/// Runs [`Transcode`] on the GPU.
 pub(crate) fn transcode(cuda: &Cuda, op: Transcode<'_, Cuda>) -> Result<Transcoded<Cuda>> {
     op.check()?;
     let (x, buffers) = (op.x, BufferCheck::by(OP, cuda));
