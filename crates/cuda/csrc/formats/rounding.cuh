@@ -247,7 +247,7 @@ struct Dither {
     }
 
 private:
-    /// 1/2 - d in units of 2^-32: from 2^15 to 2^32 - 2^15.
+    /// 1/2 - d in units of 2^-32; the result is between 2^15 and 2^32 - 2^15.
     __device__ __forceinline__ u32 half_less_d(u32 r) const { return 0x80000000u + 65535u * delta_q16 - 2 * delta_q16 * r; }
 
     /// The code of a magnitude that is at most the largest element. The magnitude is rounded up if its fraction exceeds

@@ -8,7 +8,8 @@ use nibble_formats::{Codec, Rounding, Stream, hadamard};
 
 plain_args!(Divider, StreamArg, RoundingArg, HadamardArg, DecodeArg);
 
-/// The device's `Divider` (csrc/math/reduce.cuh): n / d for n below 2^31 by a multiplication.
+/// Mirrors the device struct `Divider` (csrc/math/reduce.cuh): n / d for n below 2^31 by a
+/// multiplication.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Divider {
@@ -26,7 +27,8 @@ impl Divider {
     }
 }
 
-/// The device's `Stream` (csrc/math/philox.cuh). The keys of all rounds are computed here, once per launch.
+/// Mirrors the device struct `Stream` (csrc/math/philox.cuh). The keys of all rounds are computed here,
+/// once per launch.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StreamArg {
@@ -51,8 +53,8 @@ impl StreamArg {
     }
 }
 
-/// The device's `RoundingArg` (csrc/formats/rounding.cuh): the parameters of a rounding. The rounding mode
-/// itself is a template argument.
+/// Mirrors the device struct `RoundingArg` (csrc/formats/rounding.cuh): the parameters of a rounding. The
+/// rounding mode itself is a template argument.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RoundingArg {
@@ -90,7 +92,7 @@ impl RoundingArg {
     }
 }
 
-/// The device's `HadamardArg` (csrc/math/hadamard.cuh).
+/// Mirrors the device struct `HadamardArg` (csrc/math/hadamard.cuh).
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct HadamardArg {
@@ -114,8 +116,8 @@ impl HadamardArg {
     }
 }
 
-/// The device's `DecodeArg` (csrc/kernels/convert/dequantize.cuh): the format of the codes, and the row of scales for
-/// each row of codes.
+/// Mirrors the device struct `DecodeArg` (csrc/kernels/convert/dequantize.cuh): the format of the codes, and the row
+/// of scales for each row of codes.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct DecodeArg {

@@ -19,7 +19,7 @@
 //
 // Measured on an H200, sustained: dk and dv 626 to 648 TFLOP/s at heads of 128, counting four GEMMs, and 544 at heads of 64; dq 582 to 637
 // and 510, counting three GEMMs. A dense BF16 GEMM of cuBLASLt sustains 651 TFLOP/s on the same GPU. On an H100 with heads of 192 and
-// values of 128: dk and dv 603 TFLOP/s, dq 640.
+// values of 128, dk and dv reach 603 TFLOP/s, and dq reaches 640.
 #pragma once
 #include "pieces/attention/key_grads.cuh"
 

@@ -128,7 +128,8 @@ __device__ __forceinline__ void keep(u8* to, const Few<T, kCount>& x) {
         *reinterpret_cast<u16*>(to) = u16(x.word[0]);
 }
 
-/// Sums kUnits units per lane, from the warp's unit `first_unit` on, for a token with at most kRows rows; kRows = 8: any number.
+/// Sums kUnits units per lane, from the warp's unit `first_unit` on, for a token with at most kRows rows; kRows = 8 stands for
+/// any number of rows.
 template <int kUnits, int kRows, typename T, int kCount>
 __device__ __forceinline__ void sum_units(const TreeRows& from, const TreeOrder& order, u32 first_unit, u8* stack) {
     using Unit = Few<T, kCount>;

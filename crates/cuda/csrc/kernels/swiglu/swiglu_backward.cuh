@@ -201,7 +201,7 @@ struct RowHalves {
 
 template <class H>
 struct alignas(1024) BackwardShared {
-    typename H::Table table;  // comes first, because SigmoidTable requires it
+    typename H::Table table;  // the first member, because SigmoidTable requires a low address
     TurnedTile own[H::kTiles];
     BackwardStage<H> stage[H::kStages];
     float4 spare[H::kSpares - H::kInDa][kStripThreads];

@@ -17,7 +17,7 @@ const HEADS: usize = 4;
 /// Units per half of the shared key that a warp sums.
 const SUM_UNITS: usize = 4;
 
-/// The device's `AssembleSizes`.
+/// Mirrors the device struct `AssembleSizes`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct AssembleSizes {

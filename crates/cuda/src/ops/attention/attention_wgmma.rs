@@ -244,7 +244,7 @@ impl Wgmma {
     }
 }
 
-/// The device's `OncePlan`.
+/// Mirrors the device struct `OncePlan`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct OncePlan {

@@ -34,7 +34,7 @@ const DIMS: [usize; 4] = [32, 64, 128, HEAD_LIMIT];
 
 const LOG2_E: f32 = std::f32::consts::LOG2_E;
 
-/// The device's `AttentionSizes` (csrc/pieces/attention/attention_sizes.cuh).
+/// Mirrors the device struct `AttentionSizes` (csrc/pieces/attention/attention_sizes.cuh).
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Sizes {

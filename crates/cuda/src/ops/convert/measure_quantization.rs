@@ -16,7 +16,7 @@ use nibble_core::{BlockScaled, DType, Error, Result};
 const OP: &str = "measure_quantization";
 const THREADS: u32 = 256;
 
-/// The device's `MeasuredArg`.
+/// Mirrors the device struct `MeasuredArg`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct MeasuredArg {

@@ -104,7 +104,7 @@ pub(super) fn tiles(rows: usize, cols: usize, across: usize) -> usize {
     rows.div_ceil(UNITS / across) * cols.div_ceil(VALUES_PER_UNIT * across)
 }
 
-/// The device's `RecordPlane`.
+/// Mirrors the device struct `RecordPlane`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct RecordPlane {

@@ -6,7 +6,7 @@ use crate::ops::buffer_check::BufferCheck;
 use nibble_core::ops::Positions;
 use nibble_core::{Result, Tensor};
 
-/// The device's `Positions` (`csrc/pieces/norm/turn.cuh`).
+/// Mirrors the device struct `Positions` (`csrc/pieces/norm/turn.cuh`).
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct PositionsArg {

@@ -15,7 +15,7 @@ const UNITS: u32 = 4 * THREADS;
 /// Runs per launch. The table of runs is a kernel parameter, and parameters are limited to 4 KB.
 const MOST: usize = 64;
 
-/// The device's `CopyRun`.
+/// Mirrors the device struct `CopyRun`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Run {
@@ -29,7 +29,7 @@ struct Run {
     first_cta: u32,
 }
 
-/// The device's `CopyTable`.
+/// Mirrors the device struct `CopyTable`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Table([Run; MOST]);

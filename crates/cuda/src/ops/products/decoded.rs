@@ -31,7 +31,7 @@ pub(super) fn whole_groups(device: &Device, groups: &Groups<Cuda>) -> Result<Gro
     Ok(Groups { len: Buf::new(len), ..groups.clone() })
 }
 
-/// The device's `ScaledSums`.
+/// Mirrors the device struct `ScaledSums`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct ScaledSums {

@@ -204,7 +204,7 @@ impl<'a> StridedScales<'a> {
     }
 }
 
-/// The device's `Scales`.
+/// Mirrors the device struct `Scales`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(crate) struct ScalesArg {
@@ -220,7 +220,7 @@ impl ScalesArg {
     pub(crate) const NONE: Self = Self { values: 0, row_stride: 0, block_stride: 0, is_f32: 0, pad: 0 };
 }
 
-/// The device's `Groups`.
+/// Mirrors the device struct `Groups`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(crate) struct GroupsArg {

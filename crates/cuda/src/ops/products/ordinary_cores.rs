@@ -56,7 +56,7 @@ struct Side<'a> {
     tile_rows: usize,
 }
 
-/// The device's `Side`.
+/// Mirrors the device struct `Side`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct SideArg {

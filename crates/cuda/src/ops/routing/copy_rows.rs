@@ -90,7 +90,7 @@ impl Plane {
     }
 }
 
-/// The device's `RowPlane`.
+/// Mirrors the device struct `RowPlane`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct RowPlane {

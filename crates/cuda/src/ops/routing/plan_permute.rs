@@ -19,7 +19,7 @@ const MOST_GROUPS: usize = 4096;
 /// The fewest CTAs of `plan_place`, so that padding is not written by too few CTAs.
 const PLACE_CTAS: i32 = 64;
 
-/// The kernel's `PlanSizes`.
+/// Mirrors the device struct `PlanSizes`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Sizes {

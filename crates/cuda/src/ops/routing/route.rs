@@ -167,7 +167,7 @@ impl Loads {
     }
 }
 
-/// The device's `RouteDocuments`; null pointers without documents.
+/// Mirrors the device struct `RouteDocuments`; null pointers without documents.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 struct DocumentsArg {

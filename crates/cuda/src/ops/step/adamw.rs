@@ -19,7 +19,7 @@ const TYPES: [DType; 2] = [DType::F32, DType::Bf16];
 const _: () = assert!(Control::LR == 0 && Control::BIAS1 == 1 && Control::BIAS2 == 2);
 const _: () = assert!(Control::LOSS_SCALE == 3 && Control::GRAD_SCALE == 4 && Control::STOP == 5);
 
-/// The kernel's `AdamArg`.
+/// Mirrors the device struct `AdamArg`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Arg {
@@ -31,7 +31,7 @@ struct Arg {
 }
 plain_args!(Arg);
 
-/// The kernel's `AdamTensor`.
+/// Mirrors the device struct `AdamTensor`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 struct TensorArg {

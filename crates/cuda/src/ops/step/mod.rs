@@ -58,7 +58,7 @@ pub(crate) fn begin_step(cuda: &Cuda, op: BeginStep<'_, Cuda>) -> Result<()> {
     unsafe { kernel.launch(launch, &[inputs, &*clock, &*control, &*table, &slot, &cells, &told]) }
 }
 
-/// The device's `MicroBatch`.
+/// Mirrors the device struct `MicroBatch`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 struct MicroBatchArg {
@@ -109,7 +109,7 @@ pub(crate) fn begin_micro_batch(cuda: &Cuda, op: BeginMicroBatch<'_, Cuda>) -> R
     unsafe { kernel.launch(launch, &[inputs, &*clock, &*ids, &*targets, &*starts, &*row_id, &batch]) }
 }
 
-/// The device's `CollectEntry`.
+/// Mirrors the device struct `CollectEntry`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct EntryArg {
@@ -166,7 +166,7 @@ impl EntryArg {
     }
 }
 
-/// The device's `CollectEntries`.
+/// Mirrors the device struct `CollectEntries`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct EntriesArg {
@@ -267,7 +267,7 @@ pub(crate) fn balance_bias(cuda: &Cuda, op: BalanceBias<'_, Cuda>) -> Result<()>
     }
 }
 
-/// The device's `StepEnd`.
+/// Mirrors the device struct `StepEnd`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 struct StepEndArg {

@@ -36,7 +36,7 @@ fn launch(ctas: u32) -> Launch {
     Launch { ctas, threads: THREADS, cluster: 1, shared_bytes: 0 }
 }
 
-/// The kernel's `SquaresTensor`, which describes the chunks of one tensor.
+/// Mirrors the device struct `SquaresTensor`, which describes the chunks of one tensor.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 struct ChunksArg {
@@ -56,7 +56,7 @@ unsafe impl Listed for ChunksArg {
     }
 }
 
-/// The kernel's `SumsTensor`, which describes the sums of one tensor.
+/// Mirrors the device struct `SumsTensor`, which describes the sums of one tensor.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 struct SumsArg {

@@ -86,7 +86,7 @@ fn look_up(
     }
 }
 
-/// The kernels' `EmbedKeys`, which computes the sort keys of tokens.
+/// Mirrors the device struct `EmbedKeys`, which computes the sort keys of tokens.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Keys {

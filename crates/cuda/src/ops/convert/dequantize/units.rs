@@ -15,7 +15,7 @@ pub(super) const OP: &str = "dequantize";
 
 const THREADS: u32 = 256;
 
-/// The device's `DecodedArg`.
+/// Mirrors the device struct `DecodedArg`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct DecodedArg {

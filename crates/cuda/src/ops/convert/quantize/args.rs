@@ -22,7 +22,7 @@ pub(super) struct MatrixArgs<'a> {
     pub(super) transform: Option<Transform>,
 }
 
-/// The device's `TransformArg` (csrc/pieces/convert/transformed_columns.cuh).
+/// Mirrors the device struct `TransformArg` (csrc/pieces/convert/transformed_columns.cuh).
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct TransformArg {
@@ -69,7 +69,7 @@ impl<'a> MatrixArgs<'a> {
     }
 }
 
-/// The device's `FoldedRows` (csrc/pieces/convert/row_quantizer.cuh).
+/// Mirrors the device struct `FoldedRows` (csrc/pieces/convert/row_quantizer.cuh).
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct FoldedRows {

@@ -45,7 +45,7 @@ pub(super) fn instances() -> impl Iterator<Item = KernelSpec> {
     maxima.chain(tensor).chain(others)
 }
 
-/// The device's `EarlierArg`.
+/// Mirrors the device struct `EarlierArg`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct EarlierArg {

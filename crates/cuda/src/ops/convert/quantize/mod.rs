@@ -29,7 +29,7 @@ pub(crate) fn instances() -> Vec<Instance> {
     [config::instances(), units::instances()].concat()
 }
 
-/// The device's `PowerRule` (csrc/formats/e8m0.cuh).
+/// Mirrors the device struct `PowerRule` (csrc/formats/e8m0.cuh).
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct PowerRule {

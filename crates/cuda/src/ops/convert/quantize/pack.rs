@@ -12,7 +12,7 @@ use nibble_core::{Error, Result};
 
 const OP: &str = "quantize_pack";
 
-/// The device's `MessagesArg`.
+/// Mirrors the device struct `MessagesArg`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct MessagesArg {

@@ -48,7 +48,7 @@ impl Sweep {
     }
 }
 
-/// The device's `ScaleArg` (csrc/formats/block_format.cuh).
+/// Mirrors the device struct `ScaleArg` (csrc/formats/block_format.cuh).
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct ScaleArg {
@@ -77,7 +77,7 @@ impl ScaleArg {
     }
 }
 
-/// The device's `ScalingArg` (csrc/formats/block_format.cuh).
+/// Mirrors the device struct `ScalingArg` (csrc/formats/block_format.cuh).
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct ScalingArg {
@@ -104,7 +104,7 @@ impl ScalingArg {
     }
 }
 
-/// The device's `RecordWords`.
+/// Mirrors the device struct `RecordWords`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct RecordWords {
@@ -135,7 +135,7 @@ fn has_bytes(plane: &BlockScaled<Cuda>) -> bool {
     plane.scale_kind().bytes() == 1 && plane.format.spec().block <= 32
 }
 
-/// The device's `UnitsArg`.
+/// Mirrors the device struct `UnitsArg`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct UnitsArg {
