@@ -28,12 +28,12 @@
 // crates/formats/src/block.rs.
 //
 // A source line NIB_UNIT_FORMAT(format, scale rule, struct, roundings..) declares the struct for a format. This crate's build script reads
-// these lines, and generates the launch table (src/ops/convert/units.rs) and formats/all.cuh. The compiler sees an empty macro.
+// these lines, and generates the launch table (src/ops/convert/units.rs) and formats/all.cuh. For the compiler the macro is empty.
 //   format       the format's name in crates/formats/src/format.rs
 //   scale rule   the rule of crates/formats/src/e8m0.rs for this struct; AnyOther: all rules that no earlier line names for the format
 //   struct       a struct in the namespace nib, or an alias of one
 //   roundings    NearestEven, NearestAway, Stochastic: the rounding modes with their own instances of quantize_units. All other modes share one,
-//                kAnyRounding. A format with faster kernels for the common cases needs few such instances or none.
+//                kAnyRounding. A format with faster kernels for the common cases needs few instances, or none, of its own.
 //                Where scales may be chosen (ScalingArg), two more instances, of Chosen<struct>, handle every rounding mode.
 #pragma once
 #include "formats/small_elements.cuh"
@@ -42,9 +42,9 @@
 
 namespace nib {
 
-/// A rule for power-of-two scales; `ScaleArg` of the launch. `up` is added to the bits of the largest magnitude, and
-/// the carry into the exponent rounds the scale according to the rule. For subnormal magnitudes, `up_least` is added
-/// instead of `up`. If the bits are `nan_from` or more, the scale is NaN.
+/// A rule for power-of-two scales; the launch code builds it as `ScaleArg`. `up` is added to the bits of the largest
+/// magnitude, and the carry into the exponent rounds the scale according to the rule. For subnormal magnitudes,
+/// `up_least` is added instead of `up`. If the bits are `nan_from` or more, the scale is NaN.
 struct ScaleArg {
     u32 up;
     u32 up_least;
@@ -99,7 +99,7 @@ __device__ __forceinline__ Scaled power_of(u32 amax, ScaleArg rule) {
     return {byte, __uint_as_float(byte == 254 ? 0x00400000 : (254 - byte) << 23)};
 }
 
-/// Non-default choices of scales within a scale rule; `ScalingArg` of the launch.
+/// Non-default choices of scales within a scale rule; the launch code builds it as `ScalingArg`.
 struct ScalingArg {
     float headroom;
     float high, low;  // thresholds above which a part's scale rises by a factor of two

@@ -47,7 +47,8 @@ struct ScaleType<kRuleAmax> {
     using Stored = float;
 };
 
-/// Whether scaled values may exceed the largest element under a rule; such values saturate.
+/// Whether scaled values may exceed the largest element under a scale rule; values above the
+/// largest element saturate.
 __host__ __device__ constexpr bool rule_exceeds(int rule) { return rule == kRuleFloor || rule == kRuleEven; }
 
 /// amax / kMax with IEEE rounding where the quotient is normal. The remainder of a first guess is exact, and corrects the guess.
@@ -59,7 +60,8 @@ __device__ __forceinline__ float over_max(float amax) {
 }
 
 /// 1 / x with IEEE rounding for x from 2^-126 to 2^125. One Newton step rounds 1 / x correctly, except where 1 / x
-/// is just above the midpoint of two floats. Such a 1 / x occurs only if the mantissa of x is all ones.
+/// is just above the midpoint of two floats. 1 / x is just above such a midpoint only if the mantissa of x is all
+/// ones.
 __device__ __forceinline__ float reciprocal(float x) {
     const float approx = ptx::reciprocal_approx(x);
     const float nearest = __fmaf_rn(__fmaf_rn(-x, approx, 1.0f), approx, approx);

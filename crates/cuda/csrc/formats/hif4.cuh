@@ -20,8 +20,8 @@ struct Hif4 {
         constexpr float kSeventh = 73.0f / 512.0f;  // 1/7 rounded to BF16
         constexpr u32 kLeast = 0x27800000, kMost = 0x47400000, kAboveMost = 0x47500000;  // 2^-48, 1.5 · 2^15 and 1.625 · 2^15
         const float largest = kCann ? bf16_rounded(__uint_as_float(amax)) : __uint_as_float(amax);
-        // The product is rounded to odd: truncated, with the last bit set if it was inexact. Rounding this result
-        // once more rounds the exact product.
+        // The product is rounded to odd: truncated, with the last bit set if it was inexact. Rounding a result
+        // that was rounded to odd gives the same as rounding the exact product.
         const float cut = __fmul_rz(largest, kSeventh);
         const u32 to_odd = __float_as_uint(cut) | u32(__fmaf_rz(largest, kSeventh, -cut) != 0.0f);
         u32 wanted = __float_as_uint(bf16_rounded(__uint_as_float(to_odd)));
@@ -70,7 +70,7 @@ struct Hif4 {
         u32 of_eighths = 0, of_parts = 0;
 #pragma unroll
         for (int i = 6; i >= 0; i -= 2) {
-            // Only the signs of these differences are used, and rounding preserves signs. A sign is set if the product
+            // Only the signs of the differences are used, and rounding preserves signs. A sign is set if the product
             // is below four, or below two.
             const u32 a4 = ptx::fma_bf16x2(amax[i], inverse, kMinusFour), b4 = ptx::fma_bf16x2(amax[i + 1], inverse, kMinusFour);
             const u32 a2 = ptx::fma_bf16x2(amax[i], inverse, kMinusTwo), b2 = ptx::fma_bf16x2(amax[i + 1], inverse, kMinusTwo);
@@ -136,8 +136,8 @@ private:
         return __uint_as_float((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000);
     }
 
-    /// x rounded to odd: truncated to F32, with the last bit set if x was inexact. Rounding this result once more
-    /// rounds x itself.
+    /// x rounded to odd: truncated to F32, with the last bit set if x was inexact. Rounding a result that was
+    /// rounded to odd gives the same as rounding x itself.
     __device__ __forceinline__ static float to_odd(double x) {
         const float cut = __double2float_rz(x);
         return double(cut) == x ? cut : __uint_as_float(__float_as_uint(cut) | 1);

@@ -133,11 +133,11 @@ struct Nvfp4Block : Nvfp4Codes {
     ///
     /// F16 has too few bits for x / scale, but enough to tell on which side of a threshold between codes the quotient
     /// lies. Thresholds and scales have mantissas of three bits. So a BF16 number x and a threshold times the scale are
-    /// either equal or differ by at least 2^-8 of their size, and F16 keeps such a difference. Where x and that product
-    /// are equal, x · inverse in F32 is exactly the threshold, with one exception: under a scale of 15/8 times a power
-    /// of two, x · inverse is the next number above each of the thresholds 0.75, 1.25 and so on, but not above 0.25.
-    /// F16 arithmetic gives the same results if the factor is larger by 2^-11 under that scale, and under 11/8 too.
-    /// There, the threshold 0.25 is a subnormal F16 number.
+    /// either equal or differ by at least 2^-8 of their size, and F16 keeps such a difference. Where x and a threshold
+    /// times the scale are equal, x · inverse in F32 is exactly the threshold, with one exception: under a scale of
+    /// 15/8 times a power of two, x · inverse is the next number above each of the thresholds 0.75, 1.25 and so on, but
+    /// not above 0.25. F16 arithmetic gives the same results if the factor is larger by 2^-11 under the scale 15/8, and
+    /// under 11/8 too. The threshold 0.25 is a subnormal F16 number in this method.
     ///
     /// Under a scale of zero the inverse is the largest F32 number, slightly less than 2^128, and all normal numbers
     /// get the largest code. A subnormal number with the BF16 bits b becomes slightly less than b / 32 after the
@@ -151,7 +151,8 @@ struct Nvfp4Block : Nvfp4Codes {
     }
 };
 
-/// NVFP4 in blocks of 128 values that share a power of two. Under this power of two, every 16 values have an E4M3 scale.
+/// NVFP4 in blocks of 128 values that share a power of two. Every 16 values have an E4M3 scale relative to the power of
+/// two.
 struct Nvfp4In128 : Nvfp4Codes {
     static constexpr int kBlock = 128, kScaleBytes = 8, kPartBits = 7;
     static constexpr bool kTiles = false, kCandidates = false;

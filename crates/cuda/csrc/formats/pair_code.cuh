@@ -15,7 +15,7 @@ __device__ __forceinline__ u32 pack_row(const u32* x, const u32 (&magnitude)[4])
     // The words hold elements 0, 2, 1, 3 and 4, 6, 5, 7, one per byte.
     const u32 a = (magnitude[1] * 256 + magnitude[0]) | (signs_of_pairs(x[0], x[1]) & 0x08080808);
     const u32 b = (magnitude[3] * 256 + magnitude[2]) | (signs_of_pairs(x[2], x[3]) & 0x08080808);
-    // The upper half-words hold the odd elements, whose codes go to the high nibbles. So these
+    // The upper half-words hold the odd elements, whose codes go to the high nibbles. So the upper
     // half-words are multiplied by sixteen.
     return ptx::halves_mul_add(a, 0x1001, ptx::halves_mul_add(b, 0x1001, 0) * 65536);
 }

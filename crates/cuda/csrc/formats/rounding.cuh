@@ -205,9 +205,9 @@ struct Stochastic {
 
 /// Rounds x + d to nearest even, where d is uniform in (-delta, delta) code steps.
 ///
-/// A magnitude is rounded up iff fraction + d exceeds one half. The fraction's upper bits decide this unless they equal the
-/// upper bits of 1/2 - d, which happens about once in a million values. Then all eight values are encoded again with 32 bits
-/// of the fraction and a sticky bit.
+/// A magnitude is rounded up iff fraction + d exceeds one half. The fraction's upper bits decide the rounding unless they
+/// equal the upper bits of 1/2 - d, which happens about once in a million values. Then all eight values are encoded again
+/// with 32 bits of the fraction and a sticky bit.
 struct Dither {
     static constexpr bool kDraws = true;
     using Bits = RandomBits;

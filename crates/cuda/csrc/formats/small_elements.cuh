@@ -249,7 +249,7 @@ struct SixteenE2m1 {
 
     __device__ __forceinline__ static void decode(const u32 (&words)[2], float (&value)[16]) {
         // The upper bytes of F16 numbers: kSmall holds 0, 0.5, 1, 1.5, and kLarge holds 2, 3, 4, 6. A code without
-        // its sign selects one of these bytes.
+        // its sign selects one byte of kSmall or kLarge.
         constexpr u32 kSmall = 0x3E3C3800, kLarge = 0x46444240;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {

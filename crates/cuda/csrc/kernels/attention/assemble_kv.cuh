@@ -7,13 +7,13 @@
 // ceil(heads / kAssembleHeads). There are fewer than 2^31 tasks, and fewer than 2^31 warps. 256 threads.
 //
 // assemble_kv<T, kCount>: up [rows, heads * (key + value)], shared [rows, 2 * half] -> k [rows, heads * (key + 2 * half)], v [rows, heads *
-//   value]. Some threads copy a head's own units. The others rotate a unit of each half of the shared key and write both units to up to
-//   kAssembleHeads heads.
+//   value]. Some threads copy a head's own units. All other threads rotate a unit of each half of the shared key and write both units to up
+//   to kAssembleHeads heads.
 //   tasks = rows * head_groups * (key_units + value_units + half_units); grid ceil(tasks / 256).
 // assemble_kv_backward<T, kCount>: dk, dv -> dup, dshared. The first sum_ctas CTAs sum over heads: a warp has four units of each half of a
 //   row, with eight lanes per unit. A lane starts at zero and adds heads j, j + 8, ...; by_chunks divides by chunks = ceil(half_units / 4).
-//   The lanes' sums are added across lanes 4, 2 and 1 apart, rotated back and rounded once. The other CTAs copy the heads' own units: tasks
-//   = rows * head_groups * (key_units + value_units). The grid is sum_ctas + ceil(tasks / 256).
+//   The lanes' sums are added across lanes 4, 2 and 1 apart, rotated back and rounded once. CTAs after the first sum_ctas copy the heads'
+//   own units: tasks = rows * head_groups * (key_units + value_units). The grid is sum_ctas + ceil(tasks / 256).
 #pragma once
 #include "pieces/norm/turn.cuh"
 

@@ -2,9 +2,9 @@
 // that see each key.
 //
 // find_windows: document [t], the document number of each token, which never decreases within a sequence of seq_len tokens. Writes
-//   first_key and end_query [t], in positions of the sequence. A query sees keys of its own document, up to its own position. Of these
-//   keys it sees only the last `window`, and only those in its chunk of `chunk` tokens, counted from the document's first token. window
-//   and chunk: 1 to seq_len.
+//   first_key and end_query [t], in positions of the sequence. A query sees keys of its own document, up to its own position. Of the
+//   keys up to its position a query sees only the last `window`, and only those in its chunk of `chunk` tokens, counted from the
+//   document's first token. window and chunk: 1 to seq_len.
 //   256 threads, one token per thread; grid ceil(t / 256); t below 2^31. Bisection finds a document's ends.
 #pragma once
 #include "ptx/types.cuh"

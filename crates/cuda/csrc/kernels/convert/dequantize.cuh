@@ -25,7 +25,7 @@
 
 namespace nib {
 
-/// The scale buffer and the code format; `DecodeArg` of the launch.
+/// The scale buffer and the code format; the launch code builds it as `DecodeArg`.
 struct DecodeArg {
     u32 is_f32;  // whether scales are F32; otherwise E8M0 bytes
     u32 is_e5m2;
@@ -54,7 +54,7 @@ struct DecodeArg {
 /// Eight E2M1 codes as E5M2 codes of the same values, which are the upper bytes of F16.
 __device__ __forceinline__ uint2 e5m2_from_e2m1(u32 eight) {
     // kSmall holds the codes of 0, 0.5, 1 and 1.5, and kLarge those of 2, 3, 4 and 6. A code
-    // without its sign selects one of these bytes.
+    // without its sign selects one byte of kSmall or kLarge.
     constexpr u32 kSmall = 0x3E3C3800, kLarge = 0x46444240;
     const u32 magnitudes = eight & 0x77777777, even_signs = eight << 4;
     const u32 low = __byte_perm(kSmall, kLarge, magnitudes), high = __byte_perm(kSmall, kLarge, magnitudes >> 16);
@@ -211,8 +211,8 @@ __global__ void __launch_bounds__(256, !kAligned ? 3 : kBits == 4 ? 5 : 4)
     }
     __syncthreads();
 
-    // Each thread transposes eight rows of eight columns in registers. For F32 these columns are two groups of four, so
-    // that adjacent threads store adjacent bytes.
+    // Each thread transposes eight rows of eight columns in registers. For F32 the eight columns of a thread are two
+    // groups of four, so that adjacent threads store adjacent bytes.
     const int lane = threadIdx.x % 32, octet = threadIdx.x / 32 * 2 + lane / 16, chunk = lane % 16;
     const auto first = [&](int half) { return Out::kBytes == 2 ? chunk * 8 + half * 4 : half * (kTile / 2) + chunk * 4; };
     u32 row[2][8];

@@ -1,5 +1,5 @@
-// Codes of any block format with their scales -> BF16 or F32 [rows][cols]: f32(code · scales). If `tensor_scale` is given, this is
-// multiplied by the tensor scale of the row and rounded again. BF16 values are then rounded once more.
+// Codes of any block format with their scales -> BF16 or F32 [rows][cols]: f32(code · scales). If `tensor_scale` is given, the value is
+// multiplied by the tensor scale of its row and rounded again. BF16 values are then rounded once more.
 //
 // dequantize_units<F, Out, kDown>: 256 threads; sizeof(DecodedShared<F, Out, kAcross>) dynamic shared memory, kAcross = kDown ? 2 : 16.
 //   Along the rows, or 2-D blocks: codes [rows][cols]; grid ceil(rows / 16) * ceil(cols / 1024).
@@ -9,7 +9,7 @@
 
 namespace nib {
 
-/// `DecodedArg` of the launch.
+/// The launch code builds this struct as `DecodedArg`.
 struct DecodedArg {
     const u8* codes;
     u8* out;

@@ -37,7 +37,8 @@ struct alignas(16) LiftTilesShared {
 /// Adds the four bytes of two words, without carries between bytes.
 __device__ __forceinline__ u32 add_bytes(u32 a, u32 b) { return ((a & ~kEachSign) + (b & ~kEachSign)) ^ ((a ^ b) & kEachSign); }
 
-/// The largest word of each of two 2-D blocks, in all lanes. This lane's `word` belongs to `square`.
+/// The largest word of each of two 2-D blocks, in all lanes. `square` is the index of the 2-D block
+/// to which this lane's `word` belongs.
 __device__ __forceinline__ uint2 largest_of_squares(u32 word, int square) {
     return {__reduce_max_sync(kAllLanes, square == 0 ? word : 0), __reduce_max_sync(kAllLanes, square == 1 ? word : 0)};
 }
@@ -160,7 +161,7 @@ __global__ void __launch_bounds__(kLiftTilesThreads, 2)
     }
     __syncthreads();
 
-    // Stores the transposed codes: for each column one run over all strips, 16 bytes per thread if these runs are
+    // Stores the transposed codes: for each column one run over all strips, 16 bytes per thread if the runs are
     // 16-byte aligned, otherwise one byte per thread.
     constexpr int kStore = kWhole ? 16 : 1, kChunks = kDepth * kTile / kStore, kLines = kLiftTilesThreads / kChunks;
     const int row = threadIdx.x % kChunks * kStore, first_line = threadIdx.x / kChunks;

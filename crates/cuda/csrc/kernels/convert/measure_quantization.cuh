@@ -11,7 +11,7 @@
 
 namespace nib {
 
-/// `MeasuredArg` of the launch.
+/// The launch code builds this struct as `MeasuredArg`.
 struct MeasuredArg {
     const u8* codes;
     const u8* x;

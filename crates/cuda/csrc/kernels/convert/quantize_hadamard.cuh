@@ -6,13 +6,13 @@
 //   kLen, and capacity is a multiple of kLen. Rows missing from a group's last transform block read as +0; after the transform they are
 //   ordinary values. A CTA takes tiles of 128 x 128 values (256 x 128 if two codes share a byte) in a loop; by_height divides by the number
 //   of tiles that are vertically adjacent.
-//   256 threads; any grid, best two CTAs per SM; sizeof(QuantizeHadamardShared<E, Round>) dynamic shared memory.
+//   256 threads; any grid works, and two CTAs per SM are best; sizeof(QuantizeHadamardShared<E, Round>) dynamic shared memory.
 //
 // quantize_hadamard_cols_lifted<kLen, Round>: quantizes to MXFP4, but writes the codes and scales that lift_lines would compute from MXFP4:
 //   E4M3, col_scales [ceil(capacity / 128)][scale_stride]. counts are those of MXFP4. by_height counts tiles of 128 x 128.
 //
 // A thread has a unit, which is half a column of a 128 x 128 tile; `ldmatrix` loads it transposed. Random bits are generated for eight
-// adjacent values of a row, and `ldmatrix` distributes them to the threads in the same way.
+// adjacent values of a row, and `ldmatrix` distributes them to the threads, as it distributes the values.
 //
 // Measured as in quantize_hadamard_rows: MXFP4 65 % (52 %), E4M3 90 % (71 %).
 #pragma once

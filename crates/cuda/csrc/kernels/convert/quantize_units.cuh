@@ -19,10 +19,10 @@
 //   Hadamard transform of x down the columns. The transform has `rows` rows, and id_mask maps a row to the first row of its transform
 //   block.
 //   Formats with one scale per row or column take `row_amax` and `col_amax`, the bits of the largest magnitude of each row or column. For
-//   these formats the kernel writes to `row_any` and `col_any` whether a row or column has a non-zero code. Column magnitudes and flags are
-//   per span of rows (`span_of_row`; one span if null). There is one record per `column_record` rows: 128 rows, to which group starts are
-//   aligned, or all rows. Formats with one scale per tensor take `tensor`, indexed by the row's span: `span_of_row`, or the row's matrix if
-//   null.
+//   formats with one scale per row or column the kernel writes to `row_any` and `col_any` whether a row or column has a non-zero code.
+//   Column magnitudes and flags are per span of rows (`span_of_row`; one span if null). There is one record per `column_record` rows: 128
+//   rows, to which group starts are aligned, or all rows. Formats with one scale per tensor take `tensor`, indexed by the row's span:
+//   `span_of_row`, or the row's matrix if null.
 //   Chosen<F> takes its options from `scaling`. For 2-D blocks, integer sums in shared memory accumulate the errors of both candidate
 //   scales.
 //   `found` (only with a tensor's delayed scale) receives the bits of the largest magnitude of each of `found_spans` spans, initially
@@ -122,7 +122,7 @@ struct CtaPlace {
     }
 };
 
-/// CTAs per SM, limited by registers.
+/// The number of CTAs per SM, which registers limit.
 template <class F, class In, int kRound>
 constexpr int kUnitCtas = In::kBytes == 4 || (F::kPart < 16 && !kSideBySide<F, In, kRound>) ? 2 : F::kLine || kRound >= kStochastic ? 3 : 4;
 

@@ -88,7 +88,7 @@ struct ByOctaves {
     }
 
     /// A quick test of the first eight values, for values up to 6: returns true if any of them is not
-    /// representable in E2M1. If it returns false, the other values have yet to be tested.
+    /// representable in E2M1. If the result is false, the other values have yet to be tested.
     __device__ __forceinline__ bool few_lose(const u32 (&pair)[16]) const {
         u32 lost = 0;
 #pragma unroll

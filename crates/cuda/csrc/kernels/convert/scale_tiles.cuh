@@ -2,8 +2,8 @@
 //
 // tile_scales<kCutRows, kToTiles>: dense [rows][cols]; tiles in the layout of nibble_core::ops::CutScales. starts [num_groups + 1], each
 //   divided by `per_scale`; a start that is out of range or out of order is clamped to the nearest valid start. Each warp has one tile,
-//   each CTA eight; grid ceil(num_tiles / 8), where `num_tiles` is the capacity in tiles. Tiles outside all groups become zeros; in the
-//   other direction, scales outside all groups are not written.
+//   each CTA eight; grid ceil(num_tiles / 8), where `num_tiles` is the capacity in tiles. With kToTiles, tiles outside all groups become
+//   zeros; without kToTiles, scales outside all groups are not written.
 //
 // Each lane has 16 bytes of a tile: four columns of four rows that are 32 rows apart.
 #pragma once
@@ -23,13 +23,13 @@ struct ScaleGroup {
 };
 
 /// The group to which tile `at` belongs, counted along the side that is cut into groups. The whole warp calls
-/// this; it examines 32 groups per iteration.
+/// this function, which examines 32 groups per iteration.
 template <u32 kTile>
 __device__ __forceinline__ ScaleGroup group_of_tile(u32 at, const int* __restrict__ starts, u32 num_groups, u32 cut, u32 per_scale) {
     constexpr u32 kAll = 0xFFFFFFFF;
     const u32 lane = ptx::lane_idx();
     const auto start_of = [&](u32 group) { return min(u32(max(__ldg(starts + group), 0)) / per_scale, cut); };
-    u32 before = 0, reached = 0;  // tiles of the groups before these 32, and the largest start so far
+    u32 before = 0, reached = 0;  // tiles of the groups that were examined before, and the largest start so far
 #pragma unroll 1
     for (u32 base = 0; base < num_groups; base += 32) {
         const u32 group = base + lane;

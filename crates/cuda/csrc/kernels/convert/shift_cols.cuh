@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kTile * kPanels, 6 / kPanels)
     const uint2 bytes = me.scales(scale);
     const u32 above = me.largest_above_nan(bytes), target = above == 0 ? 0 : above - 1;
     me.store_scale(out_scales, target, strips, first_col, cols, scale_stride);
-    u32 factors[4], factor[kGroupRows / 2];  // factors of two rows each, as F16
+    u32 factors[4], factor[kGroupRows / 2];  // each word has the factors of two rows, as F16
     bool far = false;
 #pragma unroll
     for (int k = 0; k < 4; ++k) {

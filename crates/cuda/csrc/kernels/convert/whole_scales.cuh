@@ -15,9 +15,9 @@
 //   num_groups. 256 threads; grid ceil(rows / 256).
 // tensor_scales: for each of `spans` spans, the factor for its values, the factor's reciprocal, and the stored scale, for NVFP4 (kNvfp4) or
 //   FP8. `largest` is the value to which the largest magnitude times `headroom` is mapped. kPower: NVFP4's scale is rounded up to a power
-//   of two. With `earlier`, the scale is computed from the expected magnitude of the span, if that is known. The expected magnitude
-//   (infinity if unknown) then replaces the reciprocal. counts[1] increases by the number of values of those spans: cols in each of
-//   len[span] rows, or of matrix_rows if null. 256 threads; grid ceil(spans / 256).
+//   of two. With `earlier`, the scale is computed from the expected magnitude of the span, if that is known. With `earlier`, the expected
+//   magnitude (infinity if unknown) replaces the reciprocal. counts[1] increases by the number of values of spans whose expected magnitude
+//   is known: cols in each of len[span] rows, or of matrix_rows if null. 256 threads; grid ceil(spans / 256).
 // spread_scales: out[row] = scale[span_of_row[row]], or scale[row / matrix_rows] if span_of_row is null; NaN if `found` says that a value
 //   of the span is not finite. 256 threads; grid ceil(rows / 256).
 // count_lines: counts[0] += the number of non-zero bytes among `lines` bytes. 256 threads; grid ceil(lines / 256).
@@ -29,8 +29,8 @@
 
 namespace nib {
 
-/// Delayed scales' input from earlier steps; `EarlierArg` of the launch. For each of `spans` spans it holds the
-/// expected magnitude (0 if unknown), `stride` apart.
+/// Delayed scales' input from earlier steps; the launch code builds it as `EarlierArg`. For each of `spans`
+/// spans it holds the expected magnitude (0 if unknown), `stride` apart.
 struct EarlierArg {
     const float* expected;
     u64 stride;

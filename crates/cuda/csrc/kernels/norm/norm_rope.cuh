@@ -3,10 +3,10 @@
 // x, y, dy, dx [rows, 8 * kThreads] of type T (Bf16 or F32), one head per row: head h of token t is row t * heads + h. weight [8 *
 // kThreads], inv_rms [rows] F32; table [positions, 8 * kThreads] F32, from the first position on: 4 * kThreads cosines, then as many
 // sines. kThreads adjacent threads share a row, eight columns each. The columns with which a thread's columns are rotated belong to
-// another of these threads. 128 threads.
+// another of the row's threads. 128 threads.
 // norm_rope<T, kThreads>: a thread has its eight columns of four consecutive rows, so that heads of one token share their angles. Grid
 //   ceil(rows / (4 * 128 / kThreads)).
-// norm_rope_backward<T, kThreads>: the same as `rms_backward_short` for gradients that are first rotated back and rounded.
+// norm_rope_backward<T, kThreads>: computes what `rms_backward_short` computes, for gradients that are first rotated back and rounded.
 #pragma once
 #include "pieces/norm/gradient_rows.cuh"
 #include "pieces/norm/norm_rows.cuh"

@@ -1,8 +1,8 @@
 // D = A·Bᵀ over groups, with BF16 operands: the grouped GEMMs of the BF16 recipe, and of formats whose decoded values are BF16 numbers.
 //
-// grouped_bf16_scaled: the same, but sums are multiplied by a_scale · b_scale before they are rounded or added. a_scale and b_scale are
-//   the operands' tensor scales (F32; null: 1), and the arithmetic is that of scale_sums.cuh. kRows: a_scale[row of A] and b_scale[row
-//   of B]; kContraction: both at the group's first row.
+// grouped_bf16_scaled: computes the same as grouped_bf16, but sums are multiplied by a_scale · b_scale before they are rounded or
+//   added. a_scale and b_scale are the operands' tensor scales (F32; null: 1), and the arithmetic is that of scale_sums.cuh. kRows:
+//   a_scale[row of A] and b_scale[row of B]; kContraction: both at the group's first row.
 // kRagged::kRows (fprop, dgrad): as in grouped_fp8_block.cuh; A [rows][k], B [groups · n][k], k % 8 == 0. Groups may start at any row.
 // kRagged::kContraction (wgrad): D is a stack of matrices [m][n], one per group; A [rows][m] and B [rows][n] are multiplied over rows
 //   start[g] .. start[g] + len[g], whatever the following rows contain; m, n % 8 == 0. An empty group gives zeros.

@@ -73,9 +73,9 @@ __device__ __forceinline__ void produce_mixed(Shared& shared, const TensorMap& m
 }
 
 /// Runs in the scale warps: fetches scales for four stages at a time and puts them into the ring. `thread` is the index
-/// within these warps. A thread loads the scales of four rows and four blocks of a tile. A paired tile has eight blocks
-/// in four stages, and rows for 16 threads: the first 16 threads load the first four blocks, the next 16 threads the
-/// other four.
+/// within the scale warps. A thread loads the scales of four rows and four blocks of a tile. A paired tile has eight
+/// blocks in four stages, and rows for 16 threads: the first 16 threads load the first four blocks, the next 16 threads
+/// the other four.
 template <typename FourRows<4>::Layout kLayout, int kStages, class Shared>
 __device__ __forceinline__ void fetch_mixed(Shared& shared, const Scales& scales_a, const Scales& scales_b, const Groups& groups,
                                             int thread) {

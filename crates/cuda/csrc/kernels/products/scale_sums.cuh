@@ -11,7 +11,7 @@
 
 namespace nib {
 
-/// `ScaledSums` of the launch.
+/// The launch code builds this struct as `ScaledSums`.
 struct ScaledSums {
     const float* sums;
     u8* d;

@@ -14,9 +14,9 @@
 //   (initially zeros) count them. 256 threads; grid ceil(tokens / 256). `chunks` [tokens], `runs` [tokens / 64].
 // embed_sums<T, kCount>: each chunk's rows of dy [tokens, d] are summed in order. The sum is added to the row of grad [shards * vocab, d]
 //   F32 if the run has no other chunk; otherwise it is stored as a row of partial [ceil(tokens / 32), d] F32.
-//   256 threads; any grid; blocks = ceil(d / (256 * kCount)).
+//   256 threads; any grid works; blocks = ceil(d / (256 * kCount)).
 // embed_close<kCount>: a tree over neighbours adds the sums of each run's chunks; the result is added to grad.
-//   256 threads; any grid; blocks = ceil(d / (32 * kCount)).
+//   256 threads; any grid works; blocks = ceil(d / (32 * kCount)).
 #pragma once
 #include "formats/plain.cuh"
 #include "math/reduce.cuh"

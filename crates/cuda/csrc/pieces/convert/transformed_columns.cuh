@@ -7,8 +7,8 @@
 
 namespace nib {
 
-/// `TransformArg` of the launch. Transform blocks begin at the start of each of num_groups groups, which is a
-/// multiple of the block's length (start null: at row 0).
+/// The launch code builds this struct as `TransformArg`. Transform blocks begin at the start of each of
+/// num_groups groups, which is a multiple of the block's length (start null: at row 0).
 struct TransformArg {
     const int* start;
     int num_groups;

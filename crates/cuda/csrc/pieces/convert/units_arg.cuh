@@ -18,7 +18,7 @@ struct RecordWords {
     __device__ __forceinline__ u8* at(u64 line, int word) const { return words + line * line_stride + u32(word) * next; }
 };
 
-/// `UnitsArg` of the launch.
+/// The launch code builds this struct as `UnitsArg`.
 struct UnitsArg {
     const u8* x;
     u8* row_codes;

@@ -178,9 +178,9 @@ __device__ __forceinline__ void put_columns(u32* scale_b, int column, float4 fou
 }
 
 /// Runs in the scale warps: fetches scales for four stages at a time and puts them into the ring. `thread` is the
-/// index within these warps. Each of the first 64 threads fetches the scales of four rows of A. If each column has a
-/// scale, each of the next 32 threads fetches the scales of four columns of B; otherwise the first threads fetch B's
-/// scales too.
+/// index within the scale warps. Each of the first 64 threads fetches the scales of four rows of A. If each column
+/// has a scale, each of the next 32 threads fetches the scales of four columns of B; otherwise the first threads
+/// fetch B's scales too.
 template <Ragged kRagged, int kStages, int kCluster, ScalesOfB kScalesB, class Shared>
 __device__ __forceinline__ void fetch_scales(Shared& shared, const Scales& scales_a, const Scales& scales_b,
                                              const Groups& groups, int thread) {
@@ -372,7 +372,7 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
 #pragma unroll
         for (int part = from; part < to; ++part) {
             // A tile with one wave has no rows for half of its parts. No code waits for the stores
-            // of these parts.
+            // of parts without rows.
             if (Shared::kPairs && rows_of(tile, part).stored <= 0) continue;
             stores.store(total[part / kParts], rows_of(tile, part), part);
             constexpr int kPending = Stored::kLeaving;
@@ -501,7 +501,7 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
                             advance(ring.stage);
                         }
                     }
-                    // `take_pair` has overwritten these registers.
+                    // `take_pair` has overwritten the registers of the second wave's sums.
 #pragma unroll
                     for (int i = 0; i < 64; ++i) total[1][i] = 0.0f;
                 }

@@ -44,8 +44,8 @@ pub(super) struct Wgmma {
 }
 
 impl Wgmma {
-    /// The parameters, or `None` if the kernels do not support heads of these sizes. Tensors must be aligned to 16 bytes, as all
-    /// backends allocate them, because a descriptor of another address is an error.
+    /// The parameters for heads of the given sizes, or `None` if the kernels do not support such heads. Tensors must be aligned
+    /// to 16 bytes, as all backends allocate them, because a descriptor of another address is an error.
     pub fn choose(sizes: &Sizes, dtype: DType, num_sms: u32) -> Option<Self> {
         let takes = AttentionPath::of(dtype, sizes.dims()) == AttentionPath::TensorCores && sizes.heads() > 0;
         takes.then_some(Self { sizes: *sizes, num_sms: num_sms as usize })

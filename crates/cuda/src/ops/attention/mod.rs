@@ -284,8 +284,8 @@ pub(super) struct QueryRows {
 }
 
 impl QueryRows {
-    /// Computes these values for the kernels on these cores; with sinks, also each row's contribution to the gradient of
-    /// the sinks.
+    /// Computes lse and delta for the kernels on the given cores; with sinks, also each row's contribution to the
+    /// gradient of the sinks.
     fn of(
         device: &Device,
         op: &AttentionBackward<'_, Cuda>,

@@ -331,7 +331,7 @@ pub(crate) fn add_column_sums(
     }
     let rows_per_shard = rows / shards;
     let per_shard = chunks_of_shard::<Cuda>(rows, shards);
-    let all = shards * per_shard; // this is at most the number of rows
+    let all = shards * per_shard; // `all` is at most the number of rows
     let sums = device.alloc::<f32>(all * d)?;
     let [all, rows_per_shard, chunks] = [all, rows_per_shard, per_shard].map(|n| n as u32);
     let chunks = Chunks { sums, all, rows_per_shard, per_shard: chunks };

@@ -40,8 +40,9 @@ fn spec() -> KernelSpec {
 }
 
 impl Run {
-    /// The run for rows within their buffers, which start at these addresses. The unit of the run is the largest that divides all
-    /// addresses and sizes. Returns `None` if a number is too large for the kernel.
+    /// The run of a copy between two buffers that start at the addresses `from` and `to`; its rows must lie within the buffers.
+    /// The unit of the run is the largest that divides all addresses and sizes. Returns `None` if a number is too large for the
+    /// kernel.
     fn of(copy: &LineCopy, from: u64, to: u64) -> Option<Self> {
         let LineCopy { from: (_, of), to: (_, into), lines, len } = *copy;
         // A single row may have any stride.

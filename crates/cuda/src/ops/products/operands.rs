@@ -83,7 +83,7 @@ impl<'a> Matrix<'a> {
 /// The layout of a quantized operand's scales.
 fn scales<'a>(op: &'static str, q: &'a BlockScaled<Cuda>) -> Result<StridedScales<'a>> {
     if let Some(of_rows) = &q.tensor_scale {
-        // There is one scale per row of the matrix. Row codes share this scale within a row. Column codes share a scale within a
+        // There is one scale per row of the matrix. Row codes share a scale within a row. Column codes share a scale within a
         // block, because a block ends where its group ends.
         let values = ScaleValues::f32(of_rows.get());
         return Ok(match q.axis {

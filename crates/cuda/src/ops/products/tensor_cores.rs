@@ -195,7 +195,8 @@ impl TensorCoreLaunch<'_> {
 fn store_map(product: &TensorCoreProduct, d: &Target<'_>) -> Result<TensorMap> {
     let [matrices, rows, cols] = product.shape_d();
     let element = plain_element(d.dtype);
-    // For a transposed GEMM, 64 bytes of a row are 16 rows of the GEMM, and a box has as many of its columns.
+    // For a transposed GEMM, a box has 16 rows of D, which are columns of the GEMM; each row has 64 bytes,
+    // which are 16 rows of the GEMM.
     Tiles {
         element,
         address: d.address,

@@ -11,8 +11,8 @@ use nibble_core::ops::{AssignRanks, PackSlots, ReceivedSlots, SlotRanks, UnpackS
 use nibble_core::{Error, Result};
 
 const THREADS: u32 = 256;
-/// The most CTAs of `assign_ranks` per SM; it is small because all CTAs add their sums to the same few
-/// counts.
+/// The most CTAs of `assign_ranks` per SM; the number is small because all CTAs add their sums to the
+/// same few counts.
 const ASSIGN_CTAS: u32 = 4;
 /// The most ranks, because a CTA has two counts per rank in shared memory.
 const MOST_RANKS: usize = 4096;
@@ -141,7 +141,7 @@ mod tests {
         assert_eq!([1, 256, 257].map(|words| launch(words, u32::MAX, 0).ctas), [1, 1, 2]);
         assert_eq!(launch((1 << 31) - 1, u32::MAX, 0).ctas, 1 << 23);
         assert_eq!([1, 300_000].map(|slots| launch(slots, ASSIGN_CTAS * 132, 64).ctas), [1, 528]);
-        // A CTA can have this much shared memory without an opt-in for more.
+        // A CTA can have 48 KiB of shared memory without an opt-in for more.
         assert!(count_bytes(MOST_RANKS) <= 48 << 10);
     }
 }

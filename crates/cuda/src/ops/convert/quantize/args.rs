@@ -116,7 +116,7 @@ pub(super) struct ByBlock {
 }
 
 impl ByBlock {
-    /// Allocates a buffer if the path writes scales in this order.
+    /// Allocates a buffer if the path writes row scales block by block.
     pub(super) fn new(device: &Device, path: &QuantizePath) -> Result<Option<Self>> {
         let new = |plane: RowScales| Ok(Self { plane, scales: device.alloc(plane.total_bytes())? });
         path.row_scales().map(new).transpose()

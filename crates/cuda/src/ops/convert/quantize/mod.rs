@@ -104,7 +104,7 @@ pub(crate) fn quantize_counting(
             let transformed = transform_first(device, &source, &path, &arg)?;
             let address = transformed.address();
             // The transform has turned padding into ordinary values wherever a transform block has a valid row. The kernel for all
-            // formats handles this; for the other kernels zeros are ordinary values too.
+            // formats handles padding that became ordinary values; for all other kernels zeros are ordinary values too.
             let row_id = source.row_id.filter(|_| path.kernels.is_none());
             let source = MatrixArgs { x: &transformed, address, row_id, id_mask, ..source };
             launch(device, &op, &path, &source, &out)?;

@@ -268,7 +268,8 @@ impl UnitsConfig {
         let has_own = unit.own.contains(&rounding) && (!rounding.is_random() || desc.cols.is_multiple_of(8));
         let is_default = desc.codec.scaling().is_default_in_blocks();
         let own = has_own.then_some(rounding).filter(|_| is_default);
-        // Rows of this length are read and written fastest, if the data fills most of them.
+        // Tiles with rows of `long_cols` values are read and written fastest, if the data fills
+        // most of them.
         let long_cols = LONG * VALUES_PER_UNIT;
         let is_filled = 4 * desc.cols >= 3 * desc.cols.next_multiple_of(long_cols);
         let long = desc.planes == Planes::Rows && desc.input == DType::Bf16 && own.is_some() && is_filled;

@@ -255,7 +255,7 @@ fn line_rows(path: &QuantizePath) -> usize {
     TILE * 8 / path.last.codec.format().spec().code_bits as usize
 }
 
-/// The number of such runs of 128 bytes in a column.
+/// The number of runs of 128 bytes in a column of codes.
 pub(super) fn lines_height(path: &QuantizePath) -> usize {
     path.last.capacity.div_ceil(line_rows(path))
 }
