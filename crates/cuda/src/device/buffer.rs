@@ -230,7 +230,7 @@ impl<T: Pod> Buffer<T> {
         &self.storage.device
     }
 
-    /// Another handle of the same bytes.
+    /// Another handle of this buffer's bytes.
     pub(crate) fn shared(&self) -> Self {
         Self { storage: self.storage.clone(), ..*self }
     }

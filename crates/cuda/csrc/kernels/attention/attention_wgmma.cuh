@@ -96,9 +96,9 @@ struct SoftmaxRows {
     float max[2];    // the score that is subtracted in the exponentials
     float total[2];  // sum of the weights in this thread's columns
 
-    /// Replaces scores by softmax weights. Returns whether a maximum of the warp has changed. If so, the caller
-    /// multiplies its sums by `less` (kFirst: there are no sums yet, and `less` is not set). `factor` is log2(e)
-    /// times the scale of scores.
+    /// Replaces scores by softmax weights. Returns whether a maximum of the warp has changed. If a maximum has
+    /// changed, the caller multiplies its sums by `less` (kFirst: there are no sums yet, and `less` is not set).
+    /// `factor` is log2(e) times the scale of scores.
     template <bool kFirst, int kCount>
     __device__ __forceinline__ bool update(float (&s)[kCount], float factor, float (&less)[2]) {
         float highest[2];

@@ -2,7 +2,7 @@
 // multiplied by the tensor scale of its row and rounded again. BF16 values are then rounded once more.
 //
 // dequantize_units<F, Out, kDown>: 256 threads; sizeof(DecodedShared<F, Out, kAcross>) dynamic shared memory, kAcross = kDown ? 2 : 16.
-//   Along the rows, or 2-D blocks: codes [rows][cols]; grid ceil(rows / 16) * ceil(cols / 1024).
+//   Blocks along the rows, and 2-D blocks: codes [rows][cols]; grid ceil(rows / 16) * ceil(cols / 1024).
 //   kDown: codes [cols][rows]; grid ceil(rows / 128) * ceil(cols / 128).
 #pragma once
 #include "pieces/convert/unit_decoder.cuh"

@@ -2,7 +2,7 @@
 // the largest code, and of all values. Codes are decoded as by dequantize_units.
 //
 // measure_quantization<F, X, kDown>: 256 threads; sizeof(UnitCodes<F>) dynamic shared memory, kAcross = kDown ? 2 : 16.
-//   Along the rows, or 2-D blocks: codes [rows][cols]; grid ceil(rows / 16) * ceil(cols / 1024).
+//   Blocks along the rows, and 2-D blocks: codes [rows][cols]; grid ceil(rows / 16) * ceil(cols / 1024).
 //   kDown: codes [cols][rows]; grid ceil(rows / 128) * ceil(cols / 128).
 // Plain values are loaded one by one: a run measures only in a few steps.
 #pragma once

@@ -1,7 +1,7 @@
 // transpose<T, kAligned>: transposes each matrix of a stack from [n, k] to [k, n]. A CTA transposes kTile x kTile elements. A thread
-//   reads kPerChunk rows of 16 bytes, transposes them in registers and writes them to shared memory. From there, whole rows of the
-//   result are stored. The 16-byte chunks of shared memory are swizzled by their row, so that neither writes nor reads have bank
-//   conflicts.
+//   reads kPerChunk rows of 16 bytes, transposes them in registers and writes them to shared memory. Whole rows of the result are
+//   then stored from shared memory. The 16-byte chunks of shared memory are swizzled by their row, so that neither writes nor reads
+//   have bank conflicts.
 //   256 threads; grid stack · ceil(n / kTile) · ceil(k / kTile); kTile = 128 (BF16), 64 (F32). kAligned: n and k are multiples of 16
 //   bytes.
 //

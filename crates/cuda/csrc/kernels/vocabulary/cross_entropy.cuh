@@ -86,7 +86,7 @@ struct EntropyPart {
     __device__ __forceinline__ float* place(int round) const { return held + round * kLanes + lane; }
 
     /// Loads the logits; positions past the row's end are -infinity. Returns the thread's largest logit, or a
-    /// NaN.
+    /// NaN if any logit is NaN.
     __device__ __forceinline__ float load(const float* __restrict__ row) const {
         constexpr int kBatch = 8;
         float max = -infinity();
@@ -114,8 +114,8 @@ struct EntropyPart {
         return max;
     }
 
-    /// The row's largest logit, or a NaN, from each thread's largest. The function ends with a
-    /// barrier.
+    /// The row's largest logit, or a NaN, from the largest logit of each thread. The function ends
+    /// with a barrier.
     __device__ __forceinline__ float largest(EntropyRoom& room, float max) const {
 #pragma unroll
         for (int half = 16; half > 0; half /= 2) max = ptx::max_or_nan(max, __shfl_xor_sync(kOneWarp, max, half));

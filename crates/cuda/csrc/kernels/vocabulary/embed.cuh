@@ -27,7 +27,7 @@ namespace nib {
 constexpr int kEmbedThreads = 256;
 constexpr int kEmbedUnits = 4;  // units per thread, whose loads are all in flight
 constexpr u32 kEmbedChunk = 64;
-constexpr int kEmbedRows = 8;  // loads in flight of rows of dy
+constexpr int kEmbedRows = 8;  // rows of dy whose loads are in flight
 
 template <typename T, int kCount>
 __global__ void __launch_bounds__(kEmbedThreads)

@@ -59,7 +59,7 @@ struct UnitsArg {
     __device__ __forceinline__ int span_of(int row, int otherwise) const {
         return span_of_row == nullptr ? otherwise : __ldg(span_of_row + min(row, rows - 1));
     }
-    /// The index of the maximum that applies to row `row` of a row or column `line`.
+    /// The index of the maximum that applies at position `row` of the row or column `line`.
     __device__ __forceinline__ u64 maximum_of(bool down, u64 line, int row) const {
         return down ? u64(span_of(row, 0)) * (u64(stack) * cols) + line : line;
     }
