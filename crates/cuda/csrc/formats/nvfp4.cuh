@@ -18,7 +18,7 @@ struct Nvfp4Codes : OneFactor<SixteenE2m1> {
     }
 
     /// The rounding error of sixteen values under a scale, in a unit that `six` makes the same for both candidate scales.
-    /// Errors are integers, so their sum does not depend on the order.
+    /// Rounding errors are integers, so their sum does not depend on the order.
     __device__ __forceinline__ static u32 lost(const float (&x)[16], const Scaled& scale, const Scaled& six, TensorInverse tensor, bool squared) {
         const float of_code = E4m3::decode(scale.record);
         const u32 exponent = __float_as_uint(fmaxf(E4m3::decode(six.record), 0x1p-9f)) >> 23;

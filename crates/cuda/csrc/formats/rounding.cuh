@@ -40,12 +40,12 @@ struct RoundingArg {
     const u32* step_at;  // the step of the random bits; null: the stream's own step
     u64 first;           // number of the first element; a multiple of the row length
 
-    /// The step of the random bits. A kernel reads it once, at its start.
+    /// The step of the random bits. A kernel reads the step once, at its start.
     __device__ __forceinline__ u32 step() const { return step_at == nullptr ? stream.step : __ldg(step_at); }
 };
 
-/// x · inverse, saturated if the scale rule allows products above the largest element. Rounded F32 scales allow
-/// them too.
+/// x · inverse, saturated if the scale rule allows products above the largest element. Rounded F32 scales also
+/// allow products above the largest element.
 template <class E, int kRule>
 __device__ __forceinline__ float scaled(float x, float inverse) {
     const float y = __fmul_rn(x, inverse);

@@ -25,7 +25,8 @@ __device__ __forceinline__ float close_lanes(const float (&lane)[8], u32 index) 
     float sum = (upper ? two[1] : two[0]) + __shfl_xor_sync(kAll, upper ? two[0] : two[1], kThreads / 8);
 #pragma unroll
     for (int distance = kThreads / 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(kAll, sum, distance);
-    // Eight partial sums are left. The top three bits of `index` say which of them a thread holds.
+    // Eight partial sums are left. The top three bits of `index` say which of the eight partial
+    // sums a thread holds.
     sum += __shfl_xor_sync(kAll, sum, kThreads / 2);
     sum += __shfl_xor_sync(kAll, sum, kThreads / 4);
     sum += __shfl_xor_sync(kAll, sum, kThreads / 8);

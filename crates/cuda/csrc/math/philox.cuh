@@ -22,8 +22,8 @@ struct RandomBits {
 };
 
 /// Random bits for one (seed, purpose, site, step), addressed by element; a kernel parameter (`StreamArg` in
-/// src/launch/args.rs). The host computes the keys of all rounds. Because they are kernel parameters, they are
-/// operands in constant memory, which need no extra instruction.
+/// src/launch/args.rs). The host computes the keys of all rounds. Because the keys are kernel parameters, they
+/// are operands in constant memory, which need no extra instruction.
 struct Stream {
     static constexpr u32 kFactor0 = 0xD2511F53, kFactor1 = 0xCD9E8D57;
     u32 key[10][2];  // key of each round; the first is the seed, low word first

@@ -40,8 +40,8 @@ __device__ __forceinline__ u32 load_4_if(bool present, const void* from) {
     return v;
 }
 
-/// Starts an asynchronous copy of 16 bytes to shared memory, 16-byte aligned. If not `present` it writes zeros and does
-/// not read `from`.
+/// Starts an asynchronous copy of 16 bytes to shared memory, 16-byte aligned. If not `present`, the copy writes zeros
+/// and does not read `from`.
 __device__ __forceinline__ void copy_16_async(void* to, const void* from, bool present) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(present ? 16 : 0)
                  : "memory");

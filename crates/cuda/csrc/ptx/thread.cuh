@@ -61,8 +61,9 @@ __device__ __forceinline__ void named_barrier_wait(u32 barrier) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
 }
 
-/// Releases registers. Every warp of the warpgroup must execute it, in a branch of one if/else per role, and the kernel
-/// must have __launch_bounds__(threads, 1). In other code ptxas ignores the instruction (warning C7508).
+/// Releases registers. Every warp of the warpgroup must execute the instruction, in a branch of one if/else per role,
+/// and the kernel must have __launch_bounds__(threads, 1). In other code ptxas ignores register releases (warning
+/// C7508).
 template <u32 kRegisters>
 __device__ __forceinline__ void registers_shrink_to() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));

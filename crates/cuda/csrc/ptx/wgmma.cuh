@@ -41,8 +41,8 @@ __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.a
 
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-/// Keeps the compiler from moving uses of the accumulators across this point. Without it the compiler assumes that a
-/// wgmma has finished once it is issued.
+/// Keeps the compiler from moving uses of the accumulators across this point. Without this function the compiler
+/// assumes that a wgmma has finished once it is issued.
 template <int kCount>
 __device__ __forceinline__ void wgmma_pin(float (&d)[kCount]) {
 #pragma unroll

@@ -8,7 +8,7 @@
 //! * A rank's communicators, along all axes, share one queue: a stream and one NCCL communicator of all ranks. So every rank sends its
 //!   messages in the same order. Events order the queue after the device's work, and the device's work after the queue; the host waits
 //!   for neither.
-//! * Hosts synchronize, exchange values and report failures through [`Peers`]. Before NCCL starts, they exchange the first rank's id,
+//! * Hosts synchronize, exchange values and report failures through [`Peers`]. Before NCCL starts, hosts exchange the first rank's id,
 //!   the versions of NCCL and the UUIDs of the GPUs.
 //! * A thread that waits for the device may be waiting for messages of ranks that have exited. So a second thread aborts the NCCL
 //!   communicator if a rank has failed, or if messages take longer than the deadline (`NIBBLE_EXCHANGE_DEADLINE`).
@@ -104,8 +104,8 @@ impl NcclComm {
         })
     }
 
-    /// Leaves the mesh along all axes. Each rank calls this function when its work is done. A rank whose work has failed does not call it.
-    /// Dropping the communicator then aborts messages in flight, without waiting.
+    /// Leaves the mesh along all axes. Each rank calls this function when its work is done. A rank whose work has failed does not call
+    /// `leave`. Dropping the communicator then aborts messages in flight, without waiting.
     ///
     /// # Errors
     /// [`Error::Comm`] if another rank fails in the meantime.

@@ -89,7 +89,7 @@ impl Arena {
         Ok(())
     }
 
-    /// Frees a block. Later work in the stream may reuse it.
+    /// Frees a block. Later work in the stream may reuse the block.
     fn release(&self, address: u64, bytes: usize) {
         let mut state = self.shared.lock();
         let offset = (address - state.mapping.base) as usize;

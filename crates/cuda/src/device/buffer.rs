@@ -12,8 +12,8 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::{Arc, MutexGuard, PoisonError};
 
-/// A typed allocation of device memory. Dropping it frees the bytes in stream order, after all work
-/// issued so far.
+/// A typed allocation of device memory. Dropping a buffer frees its bytes in stream order, after
+/// all work issued so far.
 pub struct Buffer<T: Pod> {
     address: sys::CUdeviceptr,
     len: usize,

@@ -142,7 +142,7 @@ impl Device {
         }
     }
 
-    /// Takes a pinned block back for reuse. A copy to it may still be in flight.
+    /// Takes a pinned block back for reuse. A copy to the block may still be in flight.
     fn land(&self, landing: Option<Landing>) {
         let Some(landing) = landing else { return };
         if landing.size <= LARGEST_KEPT {
@@ -235,7 +235,7 @@ impl Device {
     }
 
     /// Issues a copy of `bytes` bytes at `from` to pinned memory, on the second stream alone. The event `done` of `marked`
-    /// passes when they have arrived.
+    /// passes when the bytes have arrived.
     ///
     /// # Safety
     /// `bytes` bytes must be readable at `from` and writable at `to`. Both ranges must stay alive, and `to` must not be

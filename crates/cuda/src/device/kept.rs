@@ -46,8 +46,8 @@ impl Recordings {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The number of recordings that have finished. None of them can use memory that is allocated
-    /// now.
+    /// The number of recordings that have finished. Finished recordings cannot use memory that is
+    /// allocated now.
     pub fn finished(&self) -> u64 {
         let state = self.lock();
         state.begun - u64::from(state.under_way)

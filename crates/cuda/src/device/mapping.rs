@@ -4,8 +4,8 @@ use crate::driver::check;
 use cudarc::driver::sys;
 use nibble_core::Result;
 
-/// A reserved range of addresses whose first part is backed by memory. Dropping it frees nothing; [`Mapping::unmap`]
-/// frees the memory.
+/// A reserved range of addresses whose first part is backed by memory. Dropping a `Mapping` frees nothing;
+/// [`Mapping::unmap`] frees the memory.
 #[derive(Default)]
 pub(crate) struct Mapping {
     pub base: u64,

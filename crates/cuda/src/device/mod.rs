@@ -230,8 +230,8 @@ impl Device {
         }
     }
 
-    /// Runs an operation. Meanwhile launches are noted under its name; nested operations count as the outer
-    /// operation.
+    /// Runs an operation. Meanwhile launches are noted under the operation's name; nested operations count
+    /// as the outer operation.
     pub(crate) fn for_op<R>(&self, op: &'static str, run: impl FnOnce() -> R) -> R {
         let outermost = match &mut *self.launches() {
             Some(launches) if launches.op.is_none() => launches.op.replace(op).is_none(),

@@ -1,5 +1,5 @@
-//! Pinned host memory that a caller owns. The copy engine writes to it directly, at the full bandwidth
-//! of the bus.
+//! Pinned host memory that a caller owns. The copy engine writes to pinned memory directly, at the
+//! full bandwidth of the bus.
 
 use crate::device::Device;
 use crate::driver::named;

@@ -74,8 +74,8 @@ impl Device {
         }
         self.not_recording("Device::replay")?;
         let stream = self.stream()?;
-        // SAFETY: the graph is alive. Every address in it is still mapped, because older memory is retained and the recording
-        // keeps its arenas alive. The stream orders the graph with all other work.
+        // SAFETY: the graph is alive. Every address in the graph is still mapped, because older memory is retained and the
+        // recording keeps its arenas alive. The stream orders the graph with all other work.
         named("cuGraphLaunch", unsafe { result::graph::launch(recording.exec, stream) })?;
         if let Some(launches) = &mut *self.launches() {
             launches.all.extend(&recording.launched);

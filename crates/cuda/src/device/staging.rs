@@ -1,6 +1,6 @@
-//! Pinned host memory through which copies go. The copy engine reads and writes it directly, at the full bandwidth of the bus.
-//! The memory has two halves: one half is filled or emptied while the other is copied. Small copies share a half, so an upload
-//! waits only if megabytes of earlier uploads have not arrived.
+//! Pinned host memory through which copies go. The copy engine reads and writes pinned memory directly, at the full bandwidth
+//! of the bus. The memory has two halves: one half is filled or emptied while the other is copied. Small copies share a half,
+//! so an upload waits only if megabytes of earlier uploads have not arrived.
 
 use crate::driver::{check, named};
 use cudarc::driver::{result, sys};

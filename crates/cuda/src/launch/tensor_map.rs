@@ -158,8 +158,8 @@ impl Tiles {
     }
 }
 
-/// A matrix of one-byte codes: `lines` rows of `stride` bytes. A tile has 128 rows of 128 bytes. In shared memory its
-/// rows are in the order 0, 8, ..., 120, 1, 9, ..., with the 128-byte swizzle (the device's `TurnedTile`).
+/// A matrix of one-byte codes: `lines` rows of `stride` bytes. A tile has 128 rows of 128 bytes. In shared memory the
+/// tile's rows are in the order 0, 8, ..., 120, 1, 9, ..., with the 128-byte swizzle (the device's `TurnedTile`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TurnedTiles {
     /// Device address of the first code.

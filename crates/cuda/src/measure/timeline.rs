@@ -159,7 +159,7 @@ fn layout() -> std::alloc::Layout {
     std::alloc::Layout::from_size_align(BUFFER_BYTES, BUFFER_ALIGN).expect("a buffer's layout")
 }
 
-/// CUPTI calls this to get memory for its records.
+/// CUPTI calls this function to get memory for its records.
 unsafe extern "C" fn requested(buffer: *mut *mut u8, size: *mut usize, most: *mut usize) {
     // SAFETY: CUPTI passes three places to write to; the layout has a non-zero size.
     unsafe {
@@ -169,7 +169,7 @@ unsafe extern "C" fn requested(buffer: *mut *mut u8, size: *mut usize, most: *mu
     }
 }
 
-/// CUPTI calls this to return memory; the first `valid` bytes hold records.
+/// CUPTI calls this function to return memory; the first `valid` bytes hold records.
 unsafe extern "C" fn completed(_: *mut c_void, _: u32, buffer: *mut u8, _: usize, valid: usize) {
     if buffer.is_null() {
         return;

@@ -11,8 +11,8 @@
 //
 // Each lane has a whole target block.
 //
-// Measured as in quantize.cuh, with E8M0 scales: 32768 x 7168 84 %, 4096 x 7168 59 %. The integer units are the limit: they are busy 71 %
-// of the time.
+// Measured as in quantize.cuh, with E8M0 scales: 32768 x 7168 84 %, 4096 x 7168 59 %. The integer units limit the speed: they are busy 71
+// % of the time.
 #pragma once
 #include "formats/e2m1.cuh"
 #include "formats/e4m3.cuh"

@@ -30,7 +30,7 @@
 namespace nib {
 
 /// Delayed scales' input from earlier steps; the launch code builds it as `EarlierArg`. For each of `spans`
-/// spans it holds the expected magnitude (0 if unknown), `stride` apart.
+/// spans EarlierArg holds the expected magnitude (0 if unknown), `stride` apart.
 struct EarlierArg {
     const float* expected;
     u64 stride;

@@ -5,9 +5,9 @@
 // has a chunk of 64 tokens; a shard of tokens_per_shard tokens has `chunks` chunks.
 //
 // route_tokens<kLanes, kPerLane, kAnyRule>: logits, kept [tokens][experts]; bias [experts] or null; expert, weight [tokens][top_k];
-//   log_sum_exp [tokens]. For each chunk it writes the sums of the probabilities [experts] and of the squares of log_sum_exp, and how many
-//   slots chose each expert [experts]. Without kAnyRule the experts with the largest softmax are chosen, without bias, groups or sigmoids.
-//   `kept` is written for a softmax only. `tiny` is added to those sums of sigmoids that are divisors.
+//   log_sum_exp [tokens]. For each chunk the kernel writes the sums of the probabilities [experts] and of the squares of log_sum_exp, and
+//   how many slots chose each expert [experts]. Without kAnyRule the experts with the largest softmax are chosen, without bias, groups or
+//   sigmoids. `kept` is written for a softmax only. `tiny` is added to those sums of sigmoids that are divisors.
 //   min(256, 64 * kLanes) threads; grid shards * chunks. Dynamic shared memory has 4 bytes for each of these numbers: 64 rows of kLanes *
 //   kPerLane + 16, 64, experts, and threads / kLanes rows of top_k + groups.
 // route_documents: starts [tokens], expert [tokens][top_k] -> slots and lengths of RouteDocuments, which are initially zeros.
@@ -265,9 +265,9 @@ __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kRoute
     }
 }
 
-/// For shards that are sequences of documents: for each token, the token of its shard at which its document begins. In the rows of those
-/// first tokens it also holds how many slots of the document chose each expert [tokens][experts_padded], and how many tokens the document
-/// has [tokens].
+/// For shards that are sequences of documents: for each token, the token of its shard at which its document begins. In the rows of the
+/// documents' first tokens RouteDocuments also holds how many slots of the document chose each expert [tokens][experts_padded], and how
+/// many tokens the document has [tokens].
 struct RouteDocuments {
     const int* starts;
     const int* slots;
@@ -431,7 +431,7 @@ struct SlotSums {
     float divisor;
 };
 
-/// Computes these values from a token's slots and its row of scores, all in shared memory.
+/// Computes the sums from a token's slots and its row of scores, all in shared memory.
 template <int kLanes>
 __device__ __forceinline__ SlotSums sum_slots(const float* row, const u32* expert, const float* weight, const float* dweight, int experts,
                                               int top_k) {

@@ -93,7 +93,7 @@ struct SavedH {
     /// Eight columns of a row.
     struct Row {
         u32 gate;       // codes
-        u32 gate_line;  // address of the table line of their scale
+        u32 gate_line;  // address of the table line for the codes' scale
         u32 up[4];      // BF16 values
 
         __device__ __forceinline__ void load(const Stage& stage, const Table& table, int in_tile, int col) {

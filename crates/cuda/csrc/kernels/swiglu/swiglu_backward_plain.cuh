@@ -85,7 +85,7 @@ struct Bf16Chunk : TableChunk {
     __device__ __forceinline__ const Eight& ups() const { return up; }
 };
 
-/// h as the forward pass saved it, in MXFP4. Codes are decoded only where they are used, which
+/// h as the forward pass saved it, in MXFP4. Codes are decoded only where values are used, which
 /// saves registers.
 struct SavedChunk : TableChunk {
     u32 gate, up;  // codes of gate and up

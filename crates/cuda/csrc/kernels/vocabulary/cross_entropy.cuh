@@ -138,8 +138,8 @@ struct EntropyPart {
         return max;
     }
 
-    /// Replaces the logits by exponentials and sums them. `smallest` is explained at Quotient. The
-    /// function ends with a barrier.
+    /// Replaces the logits by exponentials and sums them. The comment of Quotient explains
+    /// `smallest`. The function ends with a barrier.
     __device__ __forceinline__ float exponentials(EntropyRoom& room, float max, u32& smallest) const {
         float sum[kWide] = {};
 #pragma unroll 4

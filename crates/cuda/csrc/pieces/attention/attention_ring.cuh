@@ -65,12 +65,12 @@ __device__ __forceinline__ AttentionWork work_at(int at, int tiles, int section,
     return {unit / heads, unit % heads, kLastFirst ? tiles - 1 - tile : tile};
 }
 
-/// A tile of queries, 64 for each of kGroups warpgroups, as the loading warp passes it to the math warps. The loading warp computes it
-/// because that takes divisions and loads, for which the math warps would have to wait.
+/// A tile of queries, 64 for each of kGroups warpgroups, as the loading warp passes it to the math warps. The loading warp computes
+/// the tile's fields because that takes divisions and loads, for which the math warps would have to wait.
 template <int kGroups>
 struct QueryTile {
     AttentionWork work;
-    int first;          // first tile of keys that it sees: the tile of its first query's first key
+    int first;          // first tile of keys that the queries see: the tile of its first query's first key
     int edge[kGroups];  // tiles of keys that begin before this key need a window mask for some row of the warpgroup
 
     /// Sets item `number` of all work, with `tiles` tiles per head and tiles of `keys` keys.

@@ -1,6 +1,6 @@
 // The encoder of quantize_units: it converts a thread's values of a tile to codes in shared memory and to records.
 //
-// Along the rows a thread has one unit. Down the columns it has 32 rows of two adjacent columns, both of which it
+// Along the rows a thread has one unit. Down the columns a thread has 32 rows of two adjacent columns, which it
 // reads together. Each quarter of a warp has another 32 rows of the same columns, so blocks of 64 and of 128 rows
 // only need exchanges within a warp.
 #pragma once
@@ -408,7 +408,8 @@ private:
     }
 
     /// Complements of the random bits of sixteen rows of this thread's two columns. Random bits are generated for eight
-    /// columns, which four lanes share. Each lane generates them for every fourth row, and the lanes exchange them.
+    /// columns, which four lanes share. Each lane generates the random bits for every fourth row, and the lanes
+    /// exchange these bits.
     __device__ __forceinline__ void draw_rows(const Stream& stream, int matrix, int row, int col, u32 (&drawn)[16]) const {
         const int mine = threadIdx.x % 4;
 #pragma unroll

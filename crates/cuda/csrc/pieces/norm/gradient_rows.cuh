@@ -44,7 +44,7 @@ struct ReadGradient {
     __device__ __forceinline__ typename T::Eight of(const typename T::Eight& dy) const { return dy; }
 };
 
-/// The body of `rms_backward_short`. For each row it calls `gradient.begin(row, present)`, and then
+/// The body of `rms_backward_short`. For each row the function calls `gradient.begin(row, present)`, and then
 /// `gradient.of(..)` with the row's gradient as it was read. The whole warp makes these calls, even if some of its
 /// rows do not exist.
 template <typename T, int kThreads, bool kPlus, typename Gradient>

@@ -189,7 +189,7 @@ class MixedSchedule {
     int clusters_, rank_;
     int next_long_, next_short_;  // this cluster's next tile of either kind
     int tiles_, longs_, left_;    // this cluster's tiles: all tiles, long tiles, and tiles still to come
-    int phase_;                   // increases by longs_ modulo tiles_; whenever it wraps, a long tile follows
+    int phase_;                   // increases by longs_ modulo tiles_; whenever the sum wraps, a long tile follows
     Walk<true> long_;
     Walk<false> short_;
 };

@@ -188,8 +188,8 @@ struct Program(sys::nvrtcProgram);
 
 impl Drop for Program {
     fn drop(&mut self) {
-        // SAFETY: the program was created once and is destroyed once. If it cannot be destroyed it leaks, because
-        // nothing else can be done.
+        // SAFETY: the program was created once and is destroyed once. If the program cannot be destroyed, it
+        // leaks, because nothing else can be done.
         let _ = unsafe { result::destroy_program(self.0) };
     }
 }

@@ -171,7 +171,7 @@ fn one_process_of_many() {
     }
 }
 
-/// This test needs a GPU. Without a GPU it prints that it was skipped, or fails if
+/// This test needs a GPU. Without a GPU the test prints that it was skipped, or fails if
 /// `NIBBLE_REQUIRE_GPU=1`.
 #[test]
 fn a_cubin_that_the_driver_refuses_is_built_again() {

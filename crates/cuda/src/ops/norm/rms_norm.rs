@@ -143,7 +143,7 @@ pub(super) fn write_norm(cuda: &Cuda, op: &RmsNorm<'_, Cuda>, out: &RmsNormOut<C
         let args: [&dyn KernelArg; 9] =
             [x, plus, weight, y, sum, out.inv_rms.get(), &(rows as u32), &(d as u32), &op.eps];
         // SAFETY: `BufferCheck` and `check` checked that x and plus are `[rows, d]` and that weight has d values; y and sum are as large as
-        // x, and inv_rms has one value per row. The instance supports d, and adds `plus` if it is given.
+        // x, and inv_rms has one value per row. The instance supports d, and adds `plus` if `plus` is given.
         unsafe { kernel.launch(config.launch(rows), &args) }?;
     }
     Ok(())
@@ -291,8 +291,8 @@ pub(super) fn write_dx(cuda: &Cuda, op: RmsNormBackward<'_, Cuda>, dx: &Tensor<C
         };
         for (spec, (launch, args)) in config.specs(dtype, op.plus.is_some()).iter().zip(launches) {
             // SAFETY: `BufferCheck` and `check` checked that x, dy and plus are `[rows, d]`, that weight has d values and inv_rms one value
-            // per row; dx is as large as x, and `sums` has a row of d values per chunk. The instance supports d, and adds `plus` if it is
-            // given.
+            // per row; dx is as large as x, and `sums` has a row of d values per chunk. The instance supports d, and adds `plus` if `plus`
+            // is given.
             unsafe { cuda.device().kernel(spec)?.launch(launch, &args) }?;
         }
         Ok(())

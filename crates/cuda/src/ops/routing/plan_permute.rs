@@ -147,8 +147,8 @@ pub(crate) fn plan_permute(cuda: &Cuda, op: PlanPermute<'_, Cuda>) -> Result<Per
     let (top_k, by_top_k) = (op.top_k as i32, Divider::by(op.top_k as u32));
     // SAFETY: `expert` and `counts` have these sizes; token_id has one value per top_k slots (`PlanPermute::check`). Rows are
     // written only if all rows fit the capacity, for which row_id, source_row and row_slot are allocated, and all occupied slots
-    // fit num_slots, for which slot_row is allocated. Before the kernel waits it reads only `expert` and `token_id`, which were
-    // complete before plan_count; without slots it reads neither.
+    // fit num_slots, for which slot_row is allocated. Before the kernel plan_place waits, it reads only `expert` and `token_id`,
+    // which were complete before plan_count; without slots it reads neither.
     unsafe {
         device.kernel(&spec("nib::plan_place"))?.launch_early(
             sizes.place(),

@@ -158,8 +158,8 @@ pub(crate) fn close_squares(cuda: &Cuda, op: CloseSquares<'_, Cuda>) -> Result<(
         });
         each_list(OP, &args.collect::<Vec<_>>(), |list, ctas| {
             let kernel = device.kernel(&close_spec())?;
-            // SAFETY: each tensor has `count` sums per part, and `groups` places per part in `next`. Without `next` it has one place per
-            // part in `into` from `at` on, which no other tensor has (`check`). The kernel waits for earlier kernels.
+            // SAFETY: each tensor has `count` sums per part, and `groups` places per part in `next`. Without `next` a tensor has one
+            // place per part in `into` from `at` on, which no other tensor has (`check`). The kernel waits for earlier kernels.
             unsafe { kernel.launch_early(launch(ctas), &[list, &*into]) }
         })?;
         (open, level) = (later, Some(next));

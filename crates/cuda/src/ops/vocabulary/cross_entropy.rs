@@ -142,8 +142,8 @@ impl TargetRows<'_> {
         let kernel = device.kernel(&config.spec())?;
         let control = self.control_address(dlogits)?;
         // SAFETY: logits and dlogits (if given) have rows · vocab values, and loss has one value per row. The caller checked that
-        // they are on this device and that dlogits has no other handle. A cluster stays within its row, and targets are compared
-        // with the vocabulary.
+        // logits, dlogits and loss are on this device and that dlogits has no other handle. A cluster stays within its row, and
+        // targets are compared with the vocabulary.
         unsafe {
             kernel.launch(launch, &[logits, targets, loss, &address, bad_ids, &vocab, &control, &is_bf16])
         }

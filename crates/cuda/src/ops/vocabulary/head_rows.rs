@@ -82,8 +82,8 @@ pub(crate) fn run(
             let args: [&dyn KernelArg; 9] =
                 [logits, rows.targets, loss, &address, rows.bad_ids, &count, &vocab, &part, &control];
             // SAFETY: logits and dlogits (if given) have count · vocab values, and loss has one value per row. The caller checked that
-            // they are on this device and that dlogits has no other handle. Rows start at multiples of 32 bytes, and targets are
-            // compared with the vocabulary.
+            // logits, dlogits and loss are on this device and that dlogits has no other handle. Rows start at multiples of 32 bytes,
+            // and targets are compared with the vocabulary.
             unsafe { kernel.launch(launch, &args) }
         }
     }
