@@ -6,11 +6,10 @@
 //   256 threads; tiles of kRows queries and keys; dynamic shared memory (4 · kDim + 2 · kRows) · (kRows + 4) · 4 bytes.
 // kWindowed: query i of a sequence sees the keys from first_key[i] on, and the queries before end_query[j] see key j. Neither array
 //   decreases. So tiles before the first key of a CTA's first query, and tiles after the last query of a CTA's last key, are skipped.
-// attention_backward_q<T, kDim, kRows, kWindowed>: dq = scale · dS · k. The grid of attention_backward_q is ceil(seq_len / kRows) · heads
-// · sequences, CTAs with the most keys first. attention_backward_kv<T, kDim, kRows, kWindowed>: dv = Pᵀ · dout and dk = scale · dSᵀ · q,
-// summed over the group's query heads in order
-//   and over each head's queries in order. The grid of attention_backward_kv is ceil(seq_len / kRows) · kv_heads · sequences, CTAs with
-//   the most queries first.
+// attention_backward_q<T, kDim, kRows, kWindowed>: dq = scale · dS · k. Grid ceil(seq_len / kRows) · heads · sequences, CTAs with the most
+//   keys first.
+// attention_backward_kv<T, kDim, kRows, kWindowed>: dv = Pᵀ · dout and dk = scale · dSᵀ · q, summed over the group's query heads in order
+//   and over each head's queries in order. Grid ceil(seq_len / kRows) · kv_heads · sequences, CTAs with the most queries first.
 #pragma once
 #include "pieces/attention/attention_tile.cuh"
 

@@ -12,8 +12,8 @@
 //   Storing each row scale in its final place directly would take 11 % of the whole time.
 //
 // transpose_scales<Stored>: transposes the row scales into their final order, [blocks][stride] -> [rows][blocks], stride a multiple of
-//   128. transpose_scales may be launched early (programmatic dependent launch). Words of four one-byte records are transposed like F32
-//   scales. Words of four record bytes are transposed like F32 scales.
+//   128. 256 threads; grid ceil(blocks / 32) * ceil(rows / 128). The kernel may be launched early (programmatic dependent launch). Words
+//   of four one-byte records are transposed like F32 scales.
 //
 // Measured as in quantize.cuh: BF16 -> E4M3 columns 98, 93 and 84 %, rows and columns 90, 83 and 77 %. Of the time for rows and columns,
 // transpose_scales takes 2 us, or 4 us if it is not launched early.

@@ -5,7 +5,7 @@
 // kRagged::kContraction (wgrad): D is a stack of matrices [m][n], one per group; A [m][k] and B [n][k] are multiplied over columns
 //   start[g] .. start[g] + len[g], rounded up to 128: codes past len are zeros. An empty group gives zeros.
 //
-// A  codes [rows][k], k contiguous, k % 16 == 0; 1x128 scales. kA, kB: the elements, E4M3 or E5M2.
+// A  codes [rows][k], k contiguous, k % 16 == 0; 1x128 scales. kA, kB: the elements of A and B, E4M3 or E5M2.
 // B  codes [rows][k];                            128x128, 32x128 or 1x128 scales (kScalesB).
 //    A scale is F32 or an E8M0 byte. The scale of a row and a block along the contraction is at row * row_stride + block * block_stride.
 // D  BF16 or F32, overwritten or, with kAdds, accumulated to; kTransposed: [n][m] instead. Its rows are multiples of 16 bytes.
@@ -16,9 +16,8 @@
 //
 // Grid: persistent, one CTA per SM; the kCluster CTAs of a cluster take adjacent columns and share the rows of A.
 // CTA: three warpgroups. In the first warpgroup, one warp moves tiles with TMA into a ring of stages, and two or three warps fetch the
-// scales.
-// The other two warpgroups multiply in waves of 64 rows: one takes the waves that start at rows 0 and 128, the other the waves that
-// start at rows 64 and 192. So both warpgroups share a tile with few rows, and rows past a group's end cost nothing. Finished sums are
+// scales. The other two warpgroups multiply in waves of 64 rows: one takes the waves that start at rows 0 and 128, the other the waves
+// that start at rows 64 and 192. So both warpgroups share a tile with few rows, and rows past a group's end cost nothing. Finished sums are
 // stored, part by part, while the tensor cores work on the next product, which accumulates in other registers.
 // Shared memory is laid out by SharedLayout of fp8_block.cuh; the launch requests 1024 bytes more, for alignment.
 #pragma once

@@ -1,8 +1,8 @@
 // Sums the rows of a token's slots in a binary tree over leaves, rounding at each node.
 //
 // combine_tree<T, kCount>: out[t] = the root's sum of rows[index[t · top_k + s]]; each of these rows is at leaf[t · top_k + s]. A node
-// lo..hi is split at lo
-//   + (hi - lo) / 2. If both children have rows, the node's sum is left + right in F32, rounded to T; a single child moves up unchanged.
+//   lo..hi is split at lo + (hi - lo) / 2. If both children have rows, the node's sum is left + right in F32, rounded to T; a single child
+//   moves up unchanged.
 //   Rows of one leaf are added in slot order, and each sum is rounded. A slot is valid if its row is below num_rows and its leaf below
 //   `leaves` (below 2^31); out[t] is zero if no slot is valid. With `plus`, plus[t] is added to the root's sum, and the result is rounded
 //   again. T is Bf16 or F32. A unit has kCount columns: 16 bytes if a row is a multiple of 16 bytes, else one column.

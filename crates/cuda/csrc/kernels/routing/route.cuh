@@ -20,8 +20,8 @@
 // route_backward<kLanes, kPerLane, Load, kSigmoid>: computes dlogits from the gradients of the weights, of the load-balancing loss
 //   (`balance` for each slot of the load) and of the z-loss (z). `kept` holds probabilities, or logits with kSigmoid. Load: int, double, or
 //   RouteDocuments for the loads of documents, in which case `load` is null. Threads and grid are those of route_tokens; dynamic shared
-//   memory: 4 bytes for each number in 65 rows of kLanes
-//   * kPerLane and 3 * 64 rows of top_k.
+//   memory: 4 bytes for each number in 65 rows of
+//   kLanes * kPerLane and 3 * 64 rows of top_k.
 //
 // Measured on an H200 with 32768 tokens, 4 shards, top 8, softmax, as shares of the bandwidth limit. 128 experts: route_tokens 42 % (bound
 // by instructions: 65 % of issue slots while it runs), with route_losses 32 %, route_backward 60 %. 256 experts: 43, 37 and 68 %.
