@@ -11,8 +11,8 @@
 //   padding. Dynamic shared memory: plan_count 4 * columns bytes; plan_place 8208 + 16 * columns + max(8 * count_rows * columns, 8192 + 32
 //   * columns). columns at most 4096, slots below 2^31 - 2^16.
 //
-// Measured on an H200, 32768 slots: both launches take 16 us for 8 to 256 groups, of which an empty launch takes 3.3 us. The rest is a
-// chain of latencies, and the first instruction fetch (3 us less if the code has recently run).
+// Measured on an H200, 32768 slots: both launches take 16 us for 8 to 256 groups, of which an empty launch takes 3.3 us. The rest of the
+// time is a chain of latencies, and the first instruction fetch (3 us less if the code has recently run).
 #pragma once
 #include "math/reduce.cuh"
 #include "ptx/thread.cuh"

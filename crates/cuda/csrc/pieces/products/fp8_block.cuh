@@ -419,7 +419,8 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
     // The scales of a promotion are read before its product starts. If the warp adds to D and needs the registers, the
     // scales are read after the stores that are issued during that product.
     constexpr bool kLate = Stored::kLoads;
-    // Multiplies both waves of a stage. Meanwhile parts of the previous tile, or of this tile, are stored.
+    // Multiplies both waves of a stage. While the tensor cores work, parts of the previous tile, or of
+    // this tile, are stored.
     const auto take = [&](const Tile& tile, u32 stage, bool first, bool second, bool last) {
         if (!first) await(stage);
         const u32 a = first_a + stage * kStageA, b = first_b + stage * kStageB;
