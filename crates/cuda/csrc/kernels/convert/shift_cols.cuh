@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kTile * kPanels, 6 / kPanels)
         factors[k] = 0;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const u32 octaves = target - ((k < 2 ? bytes.x : bytes.y) >> (k % 2 * 16 + r * 8) & 0xFF);  // the scale byte of a NaN wraps around to a large shift
+            const u32 octaves = target - ((k < 2 ? bytes.x : bytes.y) >> (k % 2 * 16 + r * 8) & 0xFF);  // a NaN gives a large shift
             const bool is_far = octaves > kShiftFarthest;
             far |= is_far;
             factors[k] |= ((kF16Bias - (is_far ? 0 : octaves)) << 10) << (16 * r);

@@ -138,7 +138,7 @@ __device__ __forceinline__ void sum_units(const TreeRows& from, const TreeOrder&
     Unit x[kUnits][kRows], sum[kUnits] = {};
     u32 at[kUnits];
 #pragma unroll
-    for (int u = 0; u < kUnits; ++u) at[u] = min(unit + 32 * u, from.units_per_row - 1) * Unit::kBytes;  // units past the end are computed but not stored
+    for (int u = 0; u < kUnits; ++u) at[u] = min(unit + 32 * u, from.units_per_row - 1) * Unit::kBytes;  // units past the end are not stored
     u8* top = stack;
     for (int base = 0; base < order.count; base += kRows) {
 #pragma unroll

@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kRoute
     int* const count = reinterpret_cast<int*>(logs + kRouteChunk);  // [experts]: slots that chose the expert
     const int group = threadIdx.x / kLanes;
     int* const slots = count + experts + group * top_k;  // [tokens at once][top_k]: slots of this thread's token
-    u32* const group_scores = reinterpret_cast<u32*>(count + experts + kGroups * top_k) + group * groups;  // [tokens at once][groups]: scores of expert groups
+    u32* const group_scores = reinterpret_cast<u32*>(count + experts + kGroups * top_k) + group * groups;  // [tokens at once][groups]
     const int shard = blockIdx.x / chunks, first = (blockIdx.x - shard * chunks) * kRouteChunk;
     const int tokens = min(kRouteChunk, tokens_per_shard - first);
     const u64 first_token = u64(shard) * tokens_per_shard + first;

@@ -36,7 +36,7 @@ union RowsColsTurn {
 };
 
 struct alignas(128) RowsColsShared {
-    SigmoidTable sigmoids;                              // the first member, because SigmoidTable requires a low address; its spare memory holds a RowsColsTurn
+    SigmoidTable sigmoids;                              // first, because it needs a low address; its spare memory holds a RowsColsTurn
     alignas(128) u8 h[2][kTile][kTile * Bf16::kBytes];  // gate, up
     ColumnInverses inverses;
     int row_id[kTile];   // row ids of the tile after the one that is being loaded
