@@ -1,4 +1,5 @@
-//! The CUDA backend's memory: the methods of [`Backend`]. Operations are in [`ops`](crate::ops).
+//! Memory of the CUDA backend: its implementation of [`Backend`]. The operations are in
+//! [`ops`](crate::ops).
 
 use crate::device::arena::{Arena, Entered};
 pub use crate::device::buf::Buf;
@@ -15,10 +16,11 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
-/// The operations timed so far, each with the events before and after it; `None` while nobody asks for times.
+/// The operations timed so far, each with the events before and after it; `None` if times are not being
+/// recorded.
 pub(crate) type Marks = Mutex<Option<Vec<(&'static str, Event, Event)>>>;
 
-/// One GPU as a backend.
+/// One GPU, as a backend.
 #[derive(Clone)]
 pub struct Cuda {
     device: Device,
@@ -27,35 +29,36 @@ pub struct Cuda {
 }
 
 impl Cuda {
-    /// Opens the GPU with this number of the driver.
+    /// Opens the GPU that the driver lists under this number.
     ///
     /// # Errors
-    /// [`nibble_core::Error::Device`] where there is no driver, no such GPU, no Hopper, or no NVRTC.
+    /// [`nibble_core::Error::Device`] if there is no driver, no such GPU, no NVRTC, or the GPU is
+    /// not Hopper.
     pub fn new(ordinal: usize) -> Result<Self> {
         Device::open(ordinal).map(Self::on)
     }
 
-    /// The backend on an opened device.
+    /// The backend on a device that is already open.
     pub fn on(device: Device) -> Self {
         Self { device, marks: Arc::default(), trial: ProductTrial::default() }
     }
 
-    /// The device.
+    /// The device of this backend.
     pub fn device(&self) -> &Device {
         &self.device
     }
 
-    /// A handle of the same device whose products run with the settings of `trial`.
+    /// A handle of the same device whose GEMMs run with the settings of `trial`.
     pub fn with_trial(&self, trial: ProductTrial) -> Self {
         Self { trial, ..self.clone() }
     }
 
-    /// The settings of products on the tensor cores.
+    /// The settings of GEMMs on the tensor cores.
     pub(crate) const fn trial(&self) -> &ProductTrial {
         &self.trial
     }
 
-    /// The operations that are being timed.
+    /// The list of operations that are being timed.
     pub(crate) fn marks(&self) -> &Marks {
         &self.marks
     }

@@ -1,4 +1,4 @@
-//! Dense products by cuBLASLt, as a reference: D = A·Bᵀ of BF16, or of E4M3 with one scale per tensor; D is BF16.
+//! Dense GEMMs by cuBLASLt, as a reference: D = A·Bᵀ of BF16, or of E4M3 with one scale per tensor; D is BF16.
 
 use crate::driver::failed;
 use crate::{Buffer, Device};
@@ -11,22 +11,23 @@ use std::ffi::c_void;
 use std::marker::PhantomData;
 
 const OP: &str = "cublaslt gemm";
-/// The workspace size that NVIDIA advises for Hopper.
+/// The workspace size that NVIDIA recommends for Hopper.
 const WORKSPACE_BYTES: usize = 32 << 20;
 
-/// `CUBLAS_OP_T`, an int in the library's interface.
+/// The value of `CUBLAS_OP_T`, which is an int in the library's interface.
 const OP_TRANSPOSE: i32 = 1;
 
 fn named<T>(call: &str, result: Result<T, CublasError>) -> Result<T> {
     result.map_err(|error| failed(call, error))
 }
 
-/// Sets an attribute of a product.
+/// Sets an attribute of a GEMM.
 ///
 /// # Safety
-/// `desc` is alive, and `V` is the attribute's type.
+/// `desc` must be alive, and `V` must be the attribute's type.
 unsafe fn set<V: Copy>(desc: sys::cublasLtMatmulDesc_t, attribute: Attribute, value: V) -> Result<()> {
-    // SAFETY: as the caller says; the value lives through the call, which copies it.
+    // SAFETY: the caller guarantees `desc` and `V`; the value lives through the call, which copies
+    // it.
     let done = unsafe {
         result::set_matmul_desc_attribute(desc, attribute, (&raw const value).cast(), size_of::<V>())
     };
@@ -35,7 +36,7 @@ unsafe fn set<V: Copy>(desc: sys::cublasLtMatmulDesc_t, attribute: Attribute, va
 
 /// The element type of A and B.
 pub trait Element: Pod {
-    /// Whether it is E4M3.
+    /// Whether the element type is E4M3.
     const IS_FP8: bool;
 }
 
@@ -48,8 +49,9 @@ impl Element for u8 {
     const IS_FP8: bool = true;
 }
 
-/// A dense product of fixed sizes, with the algorithm that the library advises. Sums are F32. For E4M3 they are the
-/// tensor cores' own sums, with fewer bits ("fast accumulation"), and A and B have one scale each, which is 1.
+/// A dense GEMM of fixed sizes, with the algorithm that the library recommends. Sums are in F32. For E4M3 the
+/// tensor cores compute the sums with fewer bits ("fast accumulation"), and A and B have one scale each, which is
+/// 1.
 #[derive(Debug)]
 pub struct Gemm<T: Element> {
     handle: sys::cublasLtHandle_t,
@@ -66,7 +68,7 @@ pub struct Gemm<T: Element> {
 }
 
 impl<T: Element> Gemm<T> {
-    /// D `[m][n]` = A `[m][k]` · B `[n][k]`ᵀ.
+    /// Prepares D `[m][n]` = A `[m][k]` · B `[n][k]`ᵀ.
     pub fn new(device: &Device, m: usize, n: usize, k: usize) -> Result<Self> {
         crate::probe().cublaslt.clone().map_err(|why| failed("loading cuBLASLt", why))?;
         let workspace = device.alloc(WORKSPACE_BYTES)?;
@@ -75,8 +77,8 @@ impl<T: Element> Gemm<T> {
         let bf16_type = sys::cudaDataType::CUDA_R_16BF;
         let element = if T::IS_FP8 { sys::cudaDataType::CUDA_R_8F_E4M3 } else { bf16_type };
         // The library is column-major: row-major D = A·Bᵀ is its Dᵀ = (Bᵀ)ᵀ · Aᵀ, with its first operand transposed.
-        // SAFETY: handles are used between creation and destruction; attribute values live through the calls that read
-        // them and have the sizes given. On an error some descriptors leak, a few hundred bytes once.
+        // SAFETY: handles are used only between creation and destruction; attribute values live through the calls that
+        // read them and have the given sizes. On an error some descriptors leak, which costs a few hundred bytes once.
         unsafe {
             let handle = named("cublasLtCreate", result::create_handle())?;
             let desc = named(
@@ -110,7 +112,7 @@ impl<T: Element> Gemm<T> {
             )?;
             let [b, a, d] = layouts;
             let found = result::get_matmul_algo_heuristic(handle, desc, b, a, d, d, preference);
-            // Not used again; a failure leaks a few bytes.
+            // The preference is not used again, so a failure only leaks a few bytes.
             let _ = result::destroy_matmul_pref(preference);
             let algo = named("cublasLtMatmulAlgoGetHeuristic", found)?.algo;
             Ok(Self {
@@ -128,7 +130,7 @@ impl<T: Element> Gemm<T> {
         }
     }
 
-    /// Issues the product on the device's stream.
+    /// Issues the GEMM on the device's stream.
     pub fn run(&self, a: &Buffer<T>, b: &Buffer<T>, d: &mut Buffer<bf16>) -> Result<()> {
         let Self { m, n, k, .. } = *self;
         for (argument, got, expected) in [("a", a.len(), m * k), ("b", b.len(), n * k), ("d", d.len(), m * n)]
@@ -175,7 +177,7 @@ impl<T: Element> Gemm<T> {
 
 impl<T: Element> Drop for Gemm<T> {
     fn drop(&mut self) {
-        // SAFETY: created once, destroyed once; the library copied what it needs for calls still running.
+        // SAFETY: created once and destroyed once; the library has copied what its running calls need.
         unsafe {
             for layout in self.layouts {
                 let _ = result::destroy_matrix_layout(layout);

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-/// What each variable means, for `--help` pages and `doctor`.
+/// The meaning of each variable, for `--help` pages and `doctor`.
 pub const HELP: &[(&str, &str)] = &[
     (
         "NIBBLE_NVRTC",
@@ -30,32 +30,34 @@ pub const HELP: &[(&str, &str)] = &[
     ),
 ];
 
-/// Variables that NCCL reads, with the values that a program with ranks on GPUs sets before it starts a second thread, unless they are set.
+/// Variables that NCCL reads. A program with ranks on GPUs sets them to these values before it starts a second thread, unless they are
+/// already set.
 ///
-/// NVLink multicast is useless here, since every message has one receiver, and NCCL's probe for it can fail on hosts that do not allow it.
-/// Messages between ranks of one process go through NCCL's own buffers: this crate's memory is not mapped on the other GPUs.
+/// NVLink multicast is useless here, because every message has one receiver, and NCCL's probe for multicast can fail on hosts that do not
+/// allow it. Messages between ranks of one process go through NCCL's own buffers, because this crate's memory is not mapped on the other
+/// GPUs.
 pub const OF_NCCL: [(&str, &str); 2] = [("NCCL_NVLS_ENABLE", "0"), ("NCCL_P2P_DIRECT_DISABLE", "1")];
 
 fn path(name: &str) -> Option<PathBuf> {
     std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from)
 }
 
-/// `NIBBLE_NVRTC`.
+/// The value of `NIBBLE_NVRTC`.
 pub fn nvrtc() -> Option<PathBuf> {
     path("NIBBLE_NVRTC")
 }
 
-/// `NIBBLE_CUPTI`.
+/// The value of `NIBBLE_CUPTI`.
 pub fn cupti() -> Option<PathBuf> {
     path("NIBBLE_CUPTI")
 }
 
-/// `NIBBLE_NCCL`.
+/// The value of `NIBBLE_NCCL`.
 pub fn nccl() -> Option<PathBuf> {
     path("NIBBLE_NCCL")
 }
 
-/// `NIBBLE_CSRC`.
+/// The value of `NIBBLE_CSRC`.
 pub fn csrc() -> Option<PathBuf> {
     path("NIBBLE_CSRC")
 }
@@ -70,18 +72,18 @@ pub fn update() -> bool {
     std::env::var_os("NIBBLE_UPDATE").is_some()
 }
 
-/// The words of `NIBBLE_ONLY`; empty if it is not set.
+/// The words of `NIBBLE_ONLY`; empty if the variable is not set.
 pub fn only() -> Vec<String> {
     let words = std::env::var("NIBBLE_ONLY").unwrap_or_default();
     words.split_whitespace().map(str::to_owned).collect()
 }
 
-/// `NIBBLE_RANDOM_ELEMENTS`, if it is a number above zero.
+/// The value of `NIBBLE_RANDOM_ELEMENTS`, if it is a number above zero.
 pub fn random_elements() -> Option<usize> {
     std::env::var("NIBBLE_RANDOM_ELEMENTS").ok()?.parse().ok().filter(|&elements| elements > 0)
 }
 
-/// The folder of compiled kernels, or `None` to keep them in memory only.
+/// The directory of compiled kernels, or `None` if kernels are kept in memory only.
 pub fn cubin_cache() -> Option<PathBuf> {
     match path("NIBBLE_CUBIN_CACHE") {
         Some(value) if value.as_os_str() == "off" => None,

@@ -1,4 +1,4 @@
-//! The operations: each calls the function of the same name in `ops`.
+//! The operations of the backend: each method calls the function of the same name in `ops`.
 
 use crate::{Cuda, ops};
 use nibble_core::ops::*;

@@ -1,4 +1,4 @@
-//! What CUDA is installed on this machine. Asking never fails and never panics.
+//! Finds the CUDA driver, libraries and GPUs of this machine. A probe never fails and never panics.
 
 use crate::compile::jit::Nvrtc;
 use crate::driver::symbols;
@@ -7,37 +7,37 @@ use cudarc::driver::{result, sys};
 use std::fmt;
 use std::sync::OnceLock;
 
-/// One GPU.
+/// Properties of one GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GpuInfo {
-    /// The driver's number for it.
+    /// The driver's number for this GPU.
     pub ordinal: usize,
-    /// As the driver names it.
+    /// The GPU's name, as the driver reports it.
     pub name: String,
-    /// Its unique id: `GPU-`, and 32 hexadecimal digits in five parts.
+    /// The GPU's unique id: `GPU-`, and 32 hexadecimal digits in five parts.
     pub uuid: String,
     /// Compute capability, (9, 0) for Hopper.
     pub compute_capability: (u32, u32),
-    /// Streaming multiprocessors.
+    /// The number of streaming multiprocessors.
     pub num_sms: u32,
     /// Device memory in bytes.
     pub memory_bytes: usize,
     /// L2 cache in bytes.
     pub l2_bytes: usize,
-    /// The most dynamic shared memory a CTA may ask for, in bytes.
+    /// The most dynamic shared memory that a CTA may request, in bytes.
     pub shared_bytes_per_cta: usize,
 }
 
 /// The result of [`probe`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Probe {
-    /// The newest CUDA version that the driver supports, (13, 0) for example; or why no driver can be used.
+    /// The newest CUDA version that the driver supports, such as (13, 0); or why no driver can be used.
     pub driver: Result<(u32, u32), String>,
     /// NVRTC's version, or why it cannot be used.
     pub nvrtc: Result<(u32, u32), String>,
-    /// Why cuBLASLt cannot be used, if so.
+    /// `Ok` if cuBLASLt can be used; otherwise the reason why not.
     pub cublaslt: Result<(), String>,
-    /// The GPUs, in the driver's order.
+    /// The GPUs, in the order of the driver.
     pub gpus: Vec<GpuInfo>,
 }
 
@@ -79,7 +79,7 @@ impl fmt::Display for Probe {
     }
 }
 
-/// Probes once; later calls return the same result.
+/// Probes the machine once; later calls return the same result.
 pub fn probe() -> &'static Probe {
     static PROBE: OnceLock<Probe> = OnceLock::new();
     PROBE.get_or_init(|| {
@@ -91,19 +91,20 @@ pub fn probe() -> &'static Probe {
 
 fn cublaslt() -> Result<(), String> {
     use cudarc::cublaslt::sys;
-    // SAFETY: loading a library runs its initialisers; cuBLASLt's are made for that.
+    // SAFETY: loading a library runs its initialisers; those of cuBLASLt are safe to run.
     if !unsafe { sys::is_culib_present() } {
         return Err("libcublasLt.so cannot be loaded".into());
     }
-    // SAFETY: as above; the library was just found.
+    // SAFETY: the library was just found, so loading it is safe.
     symbols::missing("libcublasLt.so", unsafe { sys::culib() }, symbols::CUBLASLT)
 }
 
-/// The oldest CUDA version that a driver must support: 12.8 introduced `cuEventElapsedTime_v2`. The next newest call
-/// made here is `cuFuncGetParamInfo`, from 12.4.
+/// The oldest CUDA version that a driver must support: 12.8 introduced `cuEventElapsedTime_v2`. The next newest
+/// function that this crate calls is `cuFuncGetParamInfo`, from 12.4.
 const OLDEST_DRIVER: (u32, u32) = (12, 8);
 
-/// The CUDA version that a driver supports, from its number: 13000 for 13.0. An error if a call is missing: `cudarc` would panic there.
+/// Converts the driver's version number to a CUDA version: 13000 is 13.0. Returns an error if a driver function is missing, because
+/// `cudarc` would panic.
 fn spoken(number: u32) -> Result<(u32, u32), String> {
     let version = (number / 1000, number % 1000 / 10);
     if version >= OLDEST_DRIVER {
@@ -118,16 +119,17 @@ fn spoken(number: u32) -> Result<(u32, u32), String> {
 /// Whether `libcuda` can be loaded, has every function that is called, and is new enough; otherwise every other call into `cudarc::driver`
 /// panics.
 fn driver_version() -> Result<(u32, u32), String> {
-    // SAFETY: loading the driver library runs its initialisers, which are made for that.
+    // SAFETY: loading the driver library runs its initialisers, which are safe to run.
     if !unsafe { sys::is_culib_present() } {
         return Err("libcuda.so cannot be loaded".into());
     }
-    // SAFETY: as above; the library was just found.
+    // SAFETY: the library was just found, so loading it is safe.
     let library = unsafe { sys::culib() };
-    // A driver that is too old may lack functions: its version is a clearer error than their names.
+    // A driver that is too old may lack functions; its version is a clearer error than the names of
+    // these functions.
     symbols::missing("libcuda.so", library, symbols::DRIVER_VERSION)?;
     let mut version = 0;
-    // SAFETY: writes one int.
+    // SAFETY: the call writes one int.
     let code = unsafe { sys::cuDriverGetVersion(&mut version) };
     crate::driver::check("cuDriverGetVersion", code).map_err(|error| error.to_string())?;
     let version = spoken(version.max(0) as u32)?;
@@ -154,7 +156,7 @@ fn gpu(ordinal: usize) -> Result<GpuInfo, cudarc::driver::DriverError> {
             attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)? as u32,
         ),
         num_sms: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32,
-        // SAFETY: as above.
+        // SAFETY: `device` came from `device::get`.
         memory_bytes: unsafe { result::device::total_mem(device)? },
         l2_bytes: attribute(Attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)? as usize,
         shared_bytes_per_cta: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?
@@ -162,7 +164,7 @@ fn gpu(ordinal: usize) -> Result<GpuInfo, cudarc::driver::DriverError> {
     })
 }
 
-/// The UUID as NVIDIA's tools write it.
+/// Formats a UUID as NVIDIA's tools do.
 fn uuid(bytes: [u8; 16]) -> String {
     let mut text = String::from("GPU");
     for (i, byte) in bytes.into_iter().enumerate() {

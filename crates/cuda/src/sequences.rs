@@ -1,4 +1,4 @@
-//! The building blocks for the sequences of `nibble-choice`: see [`GpuKernels`].
+//! The operations from which `nibble-choice` composes sequences; [`GpuKernels`] lists them.
 
 use crate::Cuda;
 use crate::backend::Buf;
@@ -16,7 +16,7 @@ use nibble_core::{Data, Groups, Operand, PermuteMap, Plain, Result, Tensor};
 use std::ops::Range;
 
 impl Cuda {
-    /// Sets every value to 0, of a tensor that has no other handle.
+    /// Sets every value of a tensor to 0; the tensor must have no other handle.
     pub(crate) fn clear_tensor(&self, x: &mut Tensor<Self>) -> Result<()> {
         match &mut x.data {
             Data::F32(values) => values.in_place().fill(0),

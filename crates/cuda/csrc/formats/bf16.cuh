@@ -2,8 +2,8 @@
 //   Eight                 eight values as loaded from memory
 //   Magnitudes            the largest |x| of each of eight columns, as bits that sort as integers like the magnitudes
 //                         (NaN above infinity above all finite values)
-//   number                one value, from memory
-//   block_maxima          the largest |x| along the row, over adjacent eights and lanes; as bits of F32 magnitudes
+//   number                loads one value from memory, as F32
+//   block_maxima          the largest |x| along the row, over adjacent groups of eight values and over lanes, as F32 bits
 #pragma once
 #include "ptx/global.cuh"
 #include "ptx/packed.cuh"
@@ -32,13 +32,13 @@ struct Bf16 {
 
     __device__ __forceinline__ static Eight zeros() { return {{0, 0, 0, 0}}; }
 
-    /// One value, as F32.
+    /// Loads one value, as F32.
     __device__ __forceinline__ static float number(const void* from) {
         return __uint_as_float(u32(*static_cast<const u16*>(from)) << 16);
     }
 
-    /// Eight values, zeros from the `left`-th on. kAligned: `from` is 16-byte aligned, and either all eight values are
-    /// left or none.
+    /// Loads eight values; values from the `left`-th on are zeros. kAligned: `from` is 16-byte aligned, and either all
+    /// eight values exist or none.
     template <bool kAligned>
     __device__ __forceinline__ static Eight load(const void* from, int left) {
         Eight x = zeros();
@@ -55,7 +55,7 @@ struct Bf16 {
         return x;
     }
 
-    /// From 16-byte aligned shared memory.
+    /// Loads eight values from 16-byte aligned shared memory.
     __device__ __forceinline__ static Eight load_shared(const u8* from) {
         const uint4 v = *reinterpret_cast<const uint4*>(from);
         return {{v.x, v.y, v.z, v.w}};
@@ -75,7 +75,7 @@ struct Bf16 {
 
     __device__ __forceinline__ static u32 larger(u32 a, u32 b) { return ptx::max_u16x2(a, b); }
 
-    /// The largest magnitude of column `col` over kLines lines of magnitudes, as F32 bits.
+    /// The largest magnitude of column `col` over kLines rows of magnitudes, as F32 bits.
     template <int kLines>
     __device__ __forceinline__ static u32 column_max(const u32 (*lines)[kWords * 16], int col) {
         u32 largest = 0;
@@ -87,7 +87,8 @@ struct Bf16 {
         return largest << 16;
     }
 
-    /// The largest of the even-numbered values in the low half, of the odd-numbered ones in the high half.
+    /// The largest even-numbered magnitude in the low half, and the largest odd-numbered magnitude in the
+    /// high half.
     __device__ __forceinline__ static u32 fold(const Magnitudes& m) {
         return larger(larger(m.word[0], m.word[1]), larger(m.word[2], m.word[3]));
     }
@@ -141,7 +142,8 @@ struct Bf16 {
         bits[0] = b1 ? c & 0xFFFF0000 : c << 16;
     }
 
-    /// The same over 4 adjacent lanes; lane l gets rows l % 4 * 2 and the next.
+    /// The largest magnitude of each of eight rows over 4 adjacent lanes; lane l gets rows l % 4 *
+    /// 2 and l % 4 * 2 + 1.
     __device__ __forceinline__ static void row_maxima_of_eight(const Eight (&x)[8], int lane, u32 (&bits)[2]) {
         u32 two[4];
 #pragma unroll
@@ -247,7 +249,7 @@ struct F32 {
     }
 
     /// The largest magnitude of each of eight rows. kHeld = 1: over 16 adjacent lanes; lane l gets row l / 2 % 8. kHeld
-    /// = 2: over 4 adjacent lanes; lane l gets rows l % 4 * 2 and the next.
+    /// = 2: over 4 adjacent lanes; lane l gets rows l % 4 * 2 and l % 4 * 2 + 1.
     template <int kHeld>
     __device__ __forceinline__ static void row_maxima_of_eight(const Eight (&x)[8], int lane, u32 (&bits)[kHeld]) {
         u32 one[8];

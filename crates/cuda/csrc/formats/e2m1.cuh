@@ -1,5 +1,5 @@
-// E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives; blocks of 32, two codes per byte, the even element in the low
-// nibble. The twin of crates/formats/src/element.rs.
+// E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives. Blocks have 32 values; a byte holds two codes, the even
+// element in the low nibble. This file is the twin of crates/formats/src/element.rs.
 #pragma once
 #include "formats/bf16.cuh"
 #include "ptx/packed.cuh"
@@ -13,61 +13,62 @@ struct E2m1 {
     static constexpr int kMantissaBits = 1;
     static constexpr int kEmax = 2;
     static constexpr int kBias = 1;
-    static constexpr float kToCode = 0x1p-126f;  // brings the smallest normal number to that of F32
-    static constexpr u32 kMaxMantissa = 0x400000;  // of 6, as F32
+    static constexpr float kToCode = 0x1p-126f;  // maps the smallest normal E2M1 number to that of F32
+    static constexpr u32 kMaxMantissa = 0x400000;  // the F32 mantissa of 6
     static constexpr float kMax = 6.0f;
-    static constexpr float kLargestToZero = 0.25f;  // a tie, to even
+    static constexpr float kLargestToZero = 0.25f;  // a tie, which rounds to even
     static constexpr u32 kMagnitudes = 0x77777777;
     /// Eight codes.
     using Eight = u32;
 
     __device__ __forceinline__ static Eight zeros() { return 0; }
 
-    /// Whether any of the codes is not zero.
+    /// Whether any of the codes is non-zero.
     __device__ __forceinline__ static bool any(Eight codes) { return codes & kMagnitudes; }
 
-    /// Codes of x * inverse, nearest-even, for BF16 values. `inverse` is a power of two, common or one per value, and |x *
-    /// inverse| is below 8. kExceeds: products above 6 may occur, and saturate.
+    /// Codes of x * inverse for BF16 values, rounded to nearest even. `inverse` is a power of two, one for all values or
+    /// one per value, and |x * inverse| is below 8. kExceeds: products above 6 may occur, and saturate.
     ///
-    /// F16 contains E2M1: scaled by 2^-14 the smallest normal numbers of both coincide. Then bits 9 and up of an F16
-    /// number are the code, and the bits below are the fraction that is rounded. F16's ten bits of mantissa hold a BF16
-    /// product exactly down to 0.125; anything smaller gets the code 0 in any case. So one integer addition on the F16
-    /// bits rounds two numbers.
+    /// F16 contains E2M1: after a multiplication by 2^-14, the smallest normal numbers of both formats coincide. Then bits
+    /// 9 and up of an F16 number are the code, and the bits below are the fraction to be rounded. F16's ten mantissa bits
+    /// hold a BF16 product exactly down to 0.125; anything smaller gets the code 0 in any case. So one integer addition on
+    /// the F16 bits rounds two numbers.
     template <bool kExceeds, class Inverse>
     __device__ __forceinline__ static Eight encode(const Bf16::Eight& x, const Inverse& inverse) {
-        // Neighbours in a register are (0, 2), (4, 6), (1, 3), (5, 7): so bytes, not nibbles, are interleaved below.
+        // The two halves of a register hold elements (0, 2), (4, 6), (1, 3) or (5, 7), so the code below interleaves
+        // bytes, not nibbles.
         u32 half[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int first = i % 2 * 4 + i / 2;
-            // 2^-14, exact: inverse is at least 2^-126.
+            // 2^-14; the product is exact because inverse is at least 2^-126.
             const float scale_a = __fmul_rn(inverse_of(inverse, first), 6.103515625e-05f);
             const float scale_b = __fmul_rn(inverse_of(inverse, first + 2), 6.103515625e-05f);
             half[i] = ptx::f16x2_from_f32(__fmul_rn(Bf16::value(x, first), scale_a), __fmul_rn(Bf16::value(x, first + 2), scale_b));
-            // Half a step less one, and one more where the code below is odd.
+            // Half a step less one, plus one if the code below is odd.
             half[i] += 0x00FF00FF + (half[i] >> 9 & 0x00010001);
         }
         return pack_halves<kExceeds>(half);
     }
 
-    /// Codes of x · factor, nearest-even, for finite BF16 numbers with |x · factor| <= 6. `factor` is a power of two,
-    /// as BF16 in both halves. This takes fewer instructions of the integer pipe than `encode`.
+    /// Codes of x · factor for finite BF16 numbers with |x · factor| <= 6, rounded to nearest even. `factor` is a power
+    /// of two, as BF16 in both halves. This function takes fewer instructions of the integer pipe than `encode`.
     ///
-    /// With v = |x · factor|, the code rises by 1 every 0.5 up to v = 2, every 1 up to 4, and every 2 up to 6. So it is
-    /// the smallest of 2v, v + 2 and v / 2 + 4. Each of the three is a fused multiply-add onto a number whose last
-    /// place is worth 0.5, 1 or 2: the addition rounds v to that step, and the last bits of the sum are the code.
+    /// With v = |x · factor|, the code rises by 1 every 0.5 up to v = 2, every 1 up to 4, and every 2 up to 6. So the
+    /// code is the smallest of 2v, v + 2 and v / 2 + 4. Each of the three is a fused multiply-add onto a constant whose
+    /// last place is worth 0.5, 1 or 2. The addition rounds v to that step, and the last bits of the sum are the code.
     __device__ __forceinline__ static Eight encode_within(const Bf16::Eight& x, u32 factor) {
-        u32 code[4];  // above 0x42C0 in either half
+        u32 code[4];  // the sum exceeds 0x42C0 in either half
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const u32 magnitude = x.word[i] & 0x7FFF7FFF;
-            const u32 halves = ptx::fma_bf16x2(magnitude, factor, 0x42C042C0);  // 96
-            const u32 ones = ptx::fma_bf16x2(magnitude, factor, 0x43424342);    // 192 + 2
-            const u32 twos = ptx::fma_bf16x2(magnitude, factor, 0x43C443C4);    // 384 + 8
+            const u32 halves = ptx::fma_bf16x2(magnitude, factor, 0x42C042C0);  // 96 (0x42C0)
+            const u32 ones = ptx::fma_bf16x2(magnitude, factor, 0x43424342);    // 194 (0x4342) = 192 + 2
+            const u32 twos = ptx::fma_bf16x2(magnitude, factor, 0x43C443C4);    // 392 (0x43C4) = 384 + 8
             code[i] = ptx::add_min_s16x2(twos, 0xFF00FF00, ptx::add_min_s16x2(ones, 0xFF80FF80, halves));
         }
-        // Bytes of elements 0, 2, 1, 3 and 4, 6, 5, 7. Non-overlapping fields are combined by addition; their constants
-        // are subtracted at the end.
+        // The words hold the codes of elements 0, 2, 1, 3 and 4, 6, 5, 7, one per byte. Non-overlapping fields are
+        // combined by addition; their constants are subtracted at the end.
         const u32 a = code[1] * 256 + code[0], b = code[3] * 256 + code[2];
         const u32 even = __byte_perm(a, b, 0x5410), odd = __byte_perm(a, b, 0x7632);
         const u32 signs_a = __byte_perm(x.word[0], x.word[1], 0x7351), signs_b = __byte_perm(x.word[2], x.word[3], 0x7351);
@@ -75,7 +76,8 @@ struct E2m1 {
         return odd * 16 + even + ((signs_even >> 4 & 0x08080808) | (signs_odd & 0x80808080)) - 0x32F032F0;
     }
 
-    /// Codes of x · inverse for F32, nearest-even. kExceeds: products above 6 may occur, and saturate.
+    /// Codes of x · inverse for F32 values, rounded to nearest even. kExceeds: products above 6 may
+    /// occur, and saturate.
     template <bool kExceeds, class Inverse>
     __device__ __forceinline__ static Eight encode(const F32::Eight& x, const Inverse& inverse) {
         float v[8];
@@ -88,8 +90,8 @@ struct E2m1 {
         return choose(kMagnitudes, magnitudes<kExceeds>(v), signs);
     }
 
-    /// Codes of magnitudes by the method of `encode_within`. Half of each of its three bounds is added to 1.5 · 2^22,
-    /// whose last place is worth 0.5.
+    /// Codes of magnitudes by the method of `encode_within`. Each of the method's three bounds is halved and added to
+    /// 1.5 · 2^22, whose last place is worth 0.5.
     template <bool kExceeds>
     __device__ __forceinline__ static Eight magnitudes(const float (&v)[8]) {
         constexpr float kFar = 0x1.8p22f;
@@ -102,20 +104,21 @@ struct E2m1 {
             code[i] = min(min(halves, ones), twos);
             if constexpr (kExceeds) code[i] = min(code[i], kFarBits + 7);
         }
-        // Bytes of elements 0, 2, 4, 6 and 1, 3, 5, 7. Non-overlapping fields are combined by addition; their constants
-        // are subtracted at the end.
+        // The words hold the codes of elements 0, 2, 4, 6 and 1, 3, 5, 7, one per byte. Non-overlapping fields are
+        // combined by addition; their constants are subtracted at the end.
         const u32 even = (code[6] * 256 + code[4]) * 65536 + (code[2] * 256 + code[0]);
         const u32 odd = (code[7] * 256 + code[5]) * 65536 + (code[3] * 256 + code[1]);
         return odd * 16 + even - kFarBits * 0x11111111u;
     }
 
-    /// Eight codes from words that hold the sign in bit 31 and the code from bit 22 up; the bits below are ignored.
+    /// Packs eight codes from words that hold the sign in bit 31 and the code from bit 22 up; lower bits are
+    /// ignored.
     __device__ __forceinline__ static Eight pack(const u32 (&of)[8]) {
-        u32 two[4];  // elements i and i + 4: of each half-word, bit 15 and bits 6 to 8
+        u32 two[4];  // elements i and i + 4: bit 15 and bits 6 to 8 of each half-word
 #pragma unroll
         for (int i = 0; i < 4; ++i) two[i] = __byte_perm(of[i], of[i + 4], 0x7632);
-        const u32 even = choose(0x81C081C0, two[1], two[0] >> 4);  // of each half-word, codes 0 and 1
-        const u32 odd = choose(0x81C081C0, two[3], two[2] >> 4);   // and 2 and 3
+        const u32 even = choose(0x81C081C0, two[1], two[0] >> 4);  // codes 0 and 1 of each half-word
+        const u32 odd = choose(0x81C081C0, two[3], two[2] >> 4);   // codes 2 and 3 of each half-word
         const u32 magnitudes = choose(0xFF00FF00, odd << 6, even >> 2), signs = choose(0xFF00FF00, odd, even >> 8);
         return choose(kMagnitudes, magnitudes, signs);
     }
@@ -126,9 +129,10 @@ struct E2m1 {
         return __uint_as_float(__float_as_uint(magnitude) | (code & 8) << 28);
     }
 
-    /// Eight codes times their block's scale, which is BF16 in both halves of a word: exact.
+    /// Eight codes times their block's scale, which is BF16 in both halves of a word. The products
+    /// are exact.
     __device__ __forceinline__ static Bf16::Eight widen(Eight codes, u32 scale) {
-        constexpr u32 kToNumber = 0x7E807E80, kMinusZero = 0x80008000;  // 2^126; -0, which keeps the sign of a zero
+        constexpr u32 kToNumber = 0x7E807E80, kMinusZero = 0x80008000;  // 2^126; and -0, which keeps the sign of a zero
         Bf16::Eight numbers;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -139,11 +143,12 @@ struct E2m1 {
         return numbers;
     }
 
-    /// Packs each half-word to a nibble: its sign, bit 15, and its code, bits 9 to 11 (the bits between are 0). With
-    /// kExceeds the code is bits 9 to 12, and 8 becomes 7. The words hold elements (0, 2), (4, 6), (1, 3), (5, 7).
+    /// Packs each half-word to a nibble: the sign from bit 15 and the code from bits 9 to 11 (the bits between are
+    /// 0). With kExceeds the code is in bits 9 to 12, and the code 8 becomes 7. The words hold elements (0, 2), (4,
+    /// 6), (1, 3), (5, 7).
     template <bool kExceeds>
     __device__ __forceinline__ static u32 pack_halves(const u32 (&half)[4]) {
-        u32 even = __byte_perm(half[0], half[1], 0x7531);  // S000mmm?, elements 0, 2, 4, 6
+        u32 even = __byte_perm(half[0], half[1], 0x7531);  // each half-word is S000mmm?; elements 0, 2, 4, 6
         u32 odd = __byte_perm(half[2], half[3], 0x7531);
         if constexpr (kExceeds) {
             even -= even >> 3 & 0x02020202;

@@ -1,5 +1,5 @@
-// FP8 elements: E4M3 (largest 448, NaN, no infinity) and E5M2; blocks of 128, one code per byte. The twins of
-// crates/formats/src/element.rs.
+// FP8 elements: E4M3 (largest 448, NaN, no infinity) and E5M2; blocks of 128, one code per byte. These
+// elements are twins of those in crates/formats/src/element.rs.
 #pragma once
 #include "formats/bf16.cuh"
 #include "ptx/packed.cuh"
@@ -20,7 +20,8 @@ struct Fp8 {
     /// Whether any of the codes is not zero.
     __device__ __forceinline__ static bool any(Eight codes) { return (codes.x | codes.y) & 0x7F7F7F7F; }
 
-    /// Codes of x * inverse, nearest-even, saturating. `inverse`: common, or one per value.
+    /// Codes of x * inverse, rounded to nearest even, saturating. `inverse` is one factor for all
+    /// values, or one per value.
     template <class In, class Inverse>
     __device__ __forceinline__ static Eight encode_from(const typename In::Eight& x, const Inverse& inverse) {
         u16 two[4];
@@ -39,13 +40,13 @@ struct Fp8 {
         return encode_from<F32>(x, inverse);
     }
 
-    /// Eight codes from words that hold the sign in bit 31 and the code from bit 23 - kMantissaBits up; the bits below are
-    /// ignored.
+    /// Packs eight codes from words that hold the sign in bit 31 and the code from bit 23 - kMantissaBits up; lower bits
+    /// are ignored.
     __device__ __forceinline__ static Eight pack(const u32 (&of)[8]) { return {pack_four(of), pack_four(of + 4)}; }
 
 private:
     __device__ __forceinline__ static u32 pack_four(const u32* of) {
-        constexpr int kShift = 7 - Element::kMantissaBits;  // where the code starts in a half-word
+        constexpr int kShift = 7 - Element::kMantissaBits;  // the code's lowest bit in a half-word
         const u32 even = __byte_perm(of[0], of[2], 0x7632), odd = __byte_perm(of[1], of[3], 0x7632);
         const u32 magnitudes = (even >> kShift & 0x00FF00FF) | (odd << (8 - kShift) & 0xFF00FF00);
         const u32 signs = (even >> 8 & 0x00FF00FF) | (odd & 0xFF00FF00);
@@ -57,9 +58,9 @@ struct E4m3 : Fp8<E4m3> {
     static constexpr int kMantissaBits = 3;
     static constexpr int kEmax = 8;
     static constexpr int kBias = 7;
-    static constexpr float kToCode = 0x1p-120f;  // brings the smallest normal number to that of F32
+    static constexpr float kToCode = 0x1p-120f;  // maps the smallest normal number of the element to that of F32
     static constexpr float kMax = 448.0f;
-    static constexpr float kLargestToZero = 9.765625e-04f;  // 2^-10, a tie, to even
+    static constexpr float kLargestToZero = 9.765625e-04f;  // 2^-10, a tie, which rounds to even
 
     __device__ __forceinline__ static u16 pair(float low, float high) { return ptx::e4m3x2_from_f32(low, high); }
 
@@ -76,12 +77,12 @@ struct E5m2 : Fp8<E5m2> {
     static constexpr int kBias = 15;
     static constexpr float kToCode = 0x1p-112f;
     static constexpr float kMax = 57344.0f;
-    static constexpr float kLargestToZero = 7.62939453125e-06f;  // 2^-17, a tie, to even
+    static constexpr float kLargestToZero = 7.62939453125e-06f;  // 2^-17, a tie, which rounds to even
 
     __device__ __forceinline__ static u16 pair(float low, float high) { return ptx::e5m2x2_from_f32(low, high); }
 };
 
-/// The same element in MXFP8's blocks.
+/// E4M3 in blocks of 32, as in MXFP8.
 struct E4m3By32 : E4m3 {
     static constexpr int kBlock = 32;
 };

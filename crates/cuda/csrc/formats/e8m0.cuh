@@ -1,4 +1,5 @@
-// Scales of blocks: an E8M0 byte (2^(byte - 127), 0xFF is NaN) or an F32. The twin of crates/formats/src/e8m0.rs.
+// Scales of blocks: an E8M0 byte (2^(byte - 127), 0xFF is NaN) or an F32. This file is the twin of
+// crates/formats/src/e8m0.rs.
 #pragma once
 #include "ptx/packed.cuh"
 #include "ptx/types.cuh"
@@ -7,7 +8,7 @@ namespace nib {
 
 /// The rules that derive a scale from the largest magnitude, numbered as in the launch code.
 constexpr int kRuleAmax = 0;   // F32, max(amax / max, 2^-126)
-constexpr int kRuleFloor = 1;  // this rule and the following: E8M0
+constexpr int kRuleFloor = 1;  // kRuleFloor and the rules below have E8M0 scales
 constexpr int kRuleRceil = 2;
 constexpr int kRuleCeil = 3;
 constexpr int kRuleEven = 4;
@@ -16,13 +17,13 @@ constexpr u32 kInfinityBits = 0x7F800000;
 constexpr u32 kNanBits = 0x7FC00000;
 constexpr u8 kScaleNan = 0xFF;
 
-/// 2^(byte - 127); NaN for 0xFF.
+/// The value of an E8M0 byte: 2^(byte - 127), or NaN for 0xFF.
 __device__ __forceinline__ float e8m0_decode(u32 byte) {
     const u32 bits = byte == 0 ? 0x00400000 : byte << 23;
     return __uint_as_float(byte == kScaleNan ? kNanBits : bits);
 }
 
-/// The same as BF16, in both halves of a word.
+/// The value of an E8M0 byte as BF16, in both halves of a word.
 __device__ __forceinline__ u32 e8m0_bf16x2(u32 byte) {
     const u32 bits = byte == 0 ? 0x0040 : byte << 7;
     return (byte == kScaleNan ? kNanBits >> 16 : bits) * 0x10001;
@@ -46,10 +47,11 @@ struct ScaleType<kRuleAmax> {
     using Stored = float;
 };
 
-/// Whether values may exceed the element's largest under a rule; they saturate then.
+/// Whether scaled values may exceed the largest element under a scale rule; values above the
+/// largest element saturate.
 __host__ __device__ constexpr bool rule_exceeds(int rule) { return rule == kRuleFloor || rule == kRuleEven; }
 
-/// amax / kMax with IEEE rounding where the quotient is normal: the remainder of a first guess is exact, and corrects the guess.
+/// amax / kMax with IEEE rounding where the quotient is normal. The remainder of a first guess is exact, and corrects the guess.
 template <class E>
 __device__ __forceinline__ float over_max(float amax) {
     constexpr float kReciprocal = 1.0f / E::kMax;
@@ -57,8 +59,9 @@ __device__ __forceinline__ float over_max(float amax) {
     return __fmaf_rn(__fmaf_rn(-E::kMax, guess, amax), kReciprocal, guess);
 }
 
-/// 1 / x with IEEE rounding for x from 2^-126 to 2^125. One Newton step rounds correctly, except where 1 / x is just
-/// above the midpoint of two floats: that happens if the mantissa of x is all ones.
+/// 1 / x with IEEE rounding for x from 2^-126 to 2^125. One Newton step rounds 1 / x correctly, except where 1 / x
+/// is just above the midpoint of two floats. 1 / x is just above such a midpoint only if the mantissa of x is all
+/// ones.
 __device__ __forceinline__ float reciprocal(float x) {
     const float approx = ptx::reciprocal_approx(x);
     const float nearest = __fmaf_rn(__fmaf_rn(-x, approx, 1.0f), approx, approx);
@@ -67,7 +70,7 @@ __device__ __forceinline__ float reciprocal(float x) {
 }
 
 /// A rule for power-of-two scales: `up` is added to the bits of the largest magnitude, and the carry into the exponent
-/// rounds the scale according to the rule. From the bits `nan_from` on the scale is NaN.
+/// rounds the scale according to the rule. If the bits are `nan_from` or more, the scale is NaN.
 struct PowerRule {
     u32 up;
     u32 nan_from;
@@ -82,17 +85,18 @@ struct PowerRule {
     }
 };
 
-/// The power-of-two scale of a block of E whose largest magnitude has these F32 bits.
+/// The power-of-two scale of a block of elements E, from the F32 bits of the block's largest
+/// magnitude.
 template <class E>
 __device__ __forceinline__ BlockScale<u8> power_scale(u32 amax_bits, PowerRule rule) {
     const bool nan = amax_bits >= rule.nan_from;
-    // The exponent is at most 255, so only the lower end needs a clamp, and 254 - byte is the exponent of a normal
+    // The exponent is at most 255, so only a lower clamp is needed, and 254 - byte is the exponent of a normal
     // number.
     const u32 byte = max(int((amax_bits + rule.up) >> 23) - E::kEmax, 0);
     return {u8(nan ? kScaleNan : byte), __uint_as_float(nan ? kNanBits : (254 - byte) << 23)};
 }
 
-/// The F32 scale of such a block.
+/// The F32 scale of a block, from the F32 bits of the block's largest magnitude.
 template <class E>
 __device__ __forceinline__ BlockScale<float> amax_scale(u32 amax_bits) {
     const bool nan = amax_bits >= kInfinityBits;
@@ -105,7 +109,7 @@ __device__ __forceinline__ BlockScale<float> amax_scale(u32 amax_bits) {
 template <bool kF32>
 using ScaleOf = typename ScaleType<kF32 ? kRuleAmax : kRuleRceil>::Stored;
 
-/// The F32 scale, or a power-of-two scale by a rule that is known only at run time.
+/// The F32 scale, or a power-of-two scale by a rule known only at run time.
 template <class E, bool kF32>
 __device__ __forceinline__ BlockScale<ScaleOf<kF32>> scale_of(u32 amax_bits, PowerRule rule) {
     if constexpr (kF32) {
@@ -115,7 +119,7 @@ __device__ __forceinline__ BlockScale<ScaleOf<kF32>> scale_of(u32 amax_bits, Pow
     }
 }
 
-/// The scale by a rule that is known at compile time.
+/// The scale by a rule known at compile time.
 template <class E, int kRule>
 __device__ __forceinline__ BlockScale<typename ScaleType<kRule>::Stored> block_scale(u32 amax_bits) {
     if constexpr (kRule == kRuleAmax) {

@@ -1,4 +1,4 @@
-// MXFP6 with either element: four codes in three bytes.
+// MXFP6 with E2M3 or E3M2 elements: four codes in three bytes.
 #pragma once
 #include "formats/block_format.cuh"
 

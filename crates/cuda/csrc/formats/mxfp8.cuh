@@ -1,4 +1,4 @@
-// MXFP8 with either element.
+// MXFP8 with E4M3 or E5M2 elements.
 #pragma once
 #include "formats/block_format.cuh"
 

@@ -1,4 +1,4 @@
-// MXINT8: sixty-fourths in two's complement.
+// MXINT8: multiples of 1/64 in two's complement.
 #pragma once
 #include "formats/block_format.cuh"
 

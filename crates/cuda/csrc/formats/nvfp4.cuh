@@ -1,12 +1,12 @@
-// NVFP4: E2M1 in blocks of 16 with an E4M3 scale, with or without an F32 scale of the tensor, or with a power-of-two scale per 128 values.
-// The twin of crates/formats/src/nvfp4.rs.
+// NVFP4: E2M1 in blocks of 16 with an E4M3 scale. There may also be an F32 scale per tensor, or a power-of-two scale per 128 values. This
+// file is the twin of crates/formats/src/nvfp4.rs.
 #pragma once
 #include "formats/block_format.cuh"
 #include "formats/pair_code.cuh"
 
 namespace nib {
 
-/// Common base of NVFP4 with and without a scale of the tensor.
+/// Common base of NVFP4 with and without a scale per tensor.
 struct Nvfp4Codes : OneFactor<SixteenE2m1> {
     static constexpr int kBlock = 16, kPart = 16, kScaleBytes = 1;
     static constexpr bool kTiles = true, kCandidates = true;
@@ -17,7 +17,8 @@ struct Nvfp4Codes : OneFactor<SixteenE2m1> {
         return (record & 0x7F) == kNan ? __uint_as_float(kNanBits) : E4m3::decode(record);
     }
 
-    /// The error of sixteen values under a scale, in a unit that `six` fixes for both candidates. Integer sums have no order.
+    /// The rounding error of sixteen values under a scale, in a unit that `six` makes the same for both candidate scales.
+    /// Rounding errors are integers, so their sum does not depend on the order.
     __device__ __forceinline__ static u32 lost(const float (&x)[16], const Scaled& scale, const Scaled& six, TensorInverse tensor, bool squared) {
         const float of_code = E4m3::decode(scale.record);
         const u32 exponent = __float_as_uint(fmaxf(E4m3::decode(six.record), 0x1p-9f)) >> 23;
@@ -33,23 +34,25 @@ struct Nvfp4Codes : OneFactor<SixteenE2m1> {
         return sum;
     }
 
-    /// The element nearest to a magnitude, ties to the even code: the last place of `far` is worth the step between codes.
+    /// The E2M1 value nearest to a magnitude, ties to the even code: the last place of `far` is worth the step between
+    /// codes.
     __device__ __forceinline__ static float nearest_code(float x) {
         const float far = x < 2.0f ? 0x1p22f : x < 4.0f ? 0x1p23f : 0x1p24f;
         return __fsub_rn(__fadd_rn(fminf(x, 6.0f), far), far);
     }
 
-    /// A scale byte is rounded, so a quotient may exceed the largest code: kWithin never holds.
+    /// A scale byte is rounded, so a quotient may exceed the largest code. So kWithin is never
+    /// true.
     template <int kRound, bool kWithin, int kFactors, class Decide>
     __device__ __forceinline__ static bool encode(const float (&x)[16], const float (&factor)[kFactors], u32 (&words)[2], const Decide& decision) {
         return OneFactor<SixteenE2m1>::encode<kRound, false>(x, factor, words, decision);
     }
 };
 
-/// With a scale of the tensor.
+/// NVFP4 with an F32 scale per tensor.
 struct Nvfp4 : Nvfp4Codes {
     static constexpr bool kTensor = true, kCorrection = true;
-    // Multiplier of the largest magnitude: the product is 6, or a little more.
+    // Multiplier of the largest magnitude: the product is 6, or slightly more.
     static constexpr float kSixth = 1.0f / 6.0f, kClippedSixth = 0.93f * 17.0f / 16.0f / 6.0f;
 
     template <bool kFour = false>
@@ -58,13 +61,14 @@ struct Nvfp4 : Nvfp4Codes {
         const float wanted = __fmul_rn(__uint_as_float(amax), __fmul_rn(tensor.inverse, kFour ? 0.25f : sixth));
         const u32 byte = ptx::e4m3x2_from_f32(wanted, 0.0f) & 0xFF;
         if (byte == kNan) return Scaled::nan(byte);
-        // Under a scale of zero all values but zeros get the largest code, which decodes to zero.
+        // Under a scale of zero all non-zero values get the largest code, which decodes to zero.
         const float value = __fmul_rn(E4m3::decode(byte), tensor.unit);
         if (value >= 0x1p-126f && value <= 0x1p125f) return {byte, reciprocal(value)};
         return {byte, fminf(__frcp_rn(value), 0x1.fffffep127f)};
     }
 
-    /// The scale times Σ v² / Σ v · code(v), which makes up for rounding; rounded up iff sixteen random bits `r` are below the fraction.
+    /// The scale times Σ v² / Σ v · code(v), which compensates rounding errors. The result is rounded up iff the sixteen random bits
+    /// `r` are below its fraction.
     __device__ __forceinline__ static u32 corrected(const float (&x)[16], const Scaled& scale, u32 r) {
         if (scale.record == 0) return 0;
         float square[16], product[16];
@@ -84,16 +88,17 @@ struct Nvfp4 : Nvfp4Codes {
         }
         const float factor = product[0] > 0.0f ? __fdiv_rn(square[0], product[0]) : 1.0f;
         const float wanted = fminf(__fmul_rn(E4m3::decode(scale.record), factor), E4m3::kMax);
-        // As Stochastic of formats/rounding.cuh: the complement carries into the code iff r is less.
+        // As in Stochastic of formats/rounding.cuh, the complement of `r` carries into the code iff
+        // `r` is less than the fraction.
         return (__float_as_uint(__fmul_rz(wanted, E4m3::kToCode)) + ((~r & 0xFFFF) << (7 - E4m3::kMantissaBits))) >> (23 - E4m3::kMantissaBits);
     }
 };
 
-/// Without a scale of the tensor.
+/// NVFP4 without a scale per tensor.
 struct Nvfp4Block : Nvfp4Codes {
-    /// amax / 6, correctly rounded. The product with the F32 number nearest to 1/6 is the quotient or an adjacent
-    /// number, and the exact remainder decides (Markstein, 1990). Where a magnitude is so small that the remainder is
-    /// rounded, the scale byte is zero either way.
+    /// amax / 6, correctly rounded. The product with the F32 number nearest to 1/6 is the rounded quotient or an
+    /// adjacent number; the exact remainder decides which (Markstein, 1990). If a magnitude is so small that the
+    /// remainder is rounded, the scale byte is zero either way.
     __device__ __forceinline__ static float sixth(float amax) {
         constexpr float kSixth = 1.0f / 6.0f;
         const float near = __fmul_rn(amax, kSixth);
@@ -116,24 +121,26 @@ struct Nvfp4Block : Nvfp4Codes {
     }
 
     /// The scale bytes of two blocks, from BF16 magnitudes in the halves of a word; infinity gives the largest scale.
-    /// Multiplying by 1/6 gives the same bytes as dividing by 6: a sixth of a BF16 number is a tie between two scales
-    /// or far from one, and a product that should be a tie is exact.
+    /// Multiplying by 1/6 gives the same bytes as dividing by 6. A sixth of a BF16 number is a tie between two scales
+    /// or far from a tie, and a product that should be a tie is exact.
     __device__ __forceinline__ static u32 bytes_of(u32 amax) {
         constexpr float kSixth = 1.0f / 6.0f;
         return ptx::e4m3x2_from_f32(__fmul_rn(__uint_as_float(amax << 16), kSixth), __fmul_rn(__uint_as_float(amax & 0xFFFF0000), kSixth));
     }
 
-    /// How magnitudes under a scale byte become the codes of x · inverse, which is an F32 product in the specification.
+    /// The parameters that convert BF16 magnitudes under a scale byte to the codes of x · inverse, which is an F32
+    /// product in the specification.
     ///
     /// F16 has too few bits for x / scale, but enough to tell on which side of a threshold between codes the quotient
     /// lies. Thresholds and scales have mantissas of three bits. So a BF16 number x and a threshold times the scale are
-    /// either equal or differ by at least 2^-8 of their size, and F16 keeps such a difference. Where they are equal, x
-    /// · inverse in F32 is exactly the threshold, with one exception: under a scale of 15/8 times a power of two it is
-    /// the next number above the thresholds 0.75, 1.25 and so on, all but 0.25. F16 arithmetic gives the same if the
-    /// factor is larger by 2^-11 under that scale, and under 11/8 too; 0.25 is a subnormal number there.
+    /// either equal or differ by at least 2^-8 of their size, and F16 keeps such a difference. Where x and a threshold
+    /// times the scale are equal, x · inverse in F32 is exactly the threshold, with one exception: under a scale of
+    /// 15/8 times a power of two, x · inverse is the next number above each of the thresholds 0.75, 1.25 and so on, but
+    /// not above 0.25. F16 arithmetic gives the same results if the factor is larger by 2^-11 under the scale 15/8, and
+    /// under 11/8 too. The threshold 0.25 is a subnormal F16 number in this method.
     ///
-    /// Under a scale of zero the inverse is the largest F32 number, a little less than 2^128, and all normal numbers
-    /// get the largest code. A subnormal number with the BF16 bits b is a little less than b / 32 after the
+    /// Under a scale of zero the inverse is the largest F32 number, slightly less than 2^128, and all normal numbers
+    /// get the largest code. A subnormal number with the BF16 bits b becomes slightly less than b / 32 after the
     /// multiplication, so ties go down.
     __device__ __forceinline__ static PairCode pair_code(u32 byte) {
         if (byte == 0) return {0x47FF, 192};
@@ -144,12 +151,14 @@ struct Nvfp4Block : Nvfp4Codes {
     }
 };
 
-/// Double blocks: 128 values share a power of two, under which each sixteen values are scaled as under a tensor's scale.
+/// NVFP4 in blocks of 128 values that share a power of two. Every 16 values have an E4M3 scale relative to the power of
+/// two.
 struct Nvfp4In128 : Nvfp4Codes {
     static constexpr int kBlock = 128, kScaleBytes = 8, kPartBits = 7;
     static constexpr bool kTiles = false, kCandidates = false;
 
-    /// The power of two, no less than amax / (6 · 448): the carry into the exponent rounds up.
+    /// The smallest power of two that is at least amax / (6 · 448): the carry into the exponent
+    /// rounds up.
     __device__ __forceinline__ static Scaled scale(u32 amax, ScaleArg, TensorInverse) {
         constexpr u32 kUp = 0x007FFFFF - 0x00280000;  // 6 · 448 is 1.3125 · 2^11
         if (amax >= kInfinityBits) return Scaled::nan(kScaleNan);
@@ -157,9 +166,10 @@ struct Nvfp4In128 : Nvfp4Codes {
         return {byte, __uint_as_float((254 - byte) << 23)};
     }
 
-    /// The scale of part `part`, at its position in a record.
+    /// The scale of part `part`, at the part's position in a record.
     __device__ __forceinline__ static u64 refine(float inverse, const u32 (&amax)[1], int part, float (&factor)[1]) {
-        // A power of two. For a block of zeros the result is not used, and for a block with a NaN the record has no further bits.
+        // `inverse` is a power of two, and so is `unit`. For a block of zeros the result is not used, and for a block with a NaN
+        // the record has no further bits.
         const float unit = __uint_as_float(0x7F000000 - __float_as_uint(inverse));
         const Scaled scale = Nvfp4::scale(amax[0], {}, {inverse, unit});
         factor[0] = scale.inverse;

@@ -1,4 +1,4 @@
-// A few adjacent plain values as stored in memory: one load and one store of 2 to 16 bytes.
+// A few adjacent BF16 or F32 values as stored in memory; each load or store moves 2 to 16 bytes.
 #pragma once
 #include "formats/bf16.cuh"
 #include "ptx/global.cuh"
@@ -30,7 +30,7 @@ struct Few {
         }
     }
 
-    /// The same by an ordinary load, for memory that this kernel also writes or that it may read only after
+    /// Loads values by an ordinary load, for memory that this kernel also writes, or may read only after
     /// `ptx::grid_wait`.
     __device__ __forceinline__ static Few load_written(const void* from) {
         if constexpr (kBytes == 16) {
@@ -57,7 +57,7 @@ struct Few {
             *static_cast<u16*>(to) = u16(word[0]);
     }
 
-    /// Value i, exactly.
+    /// Value i as F32, exactly.
     __device__ __forceinline__ float value(int i) const {
         if constexpr (T::kBytes == 4) return __uint_as_float(word[i]);
         return __uint_as_float(i % 2 ? word[i / 2] & 0xFFFF0000 : word[i / 2] << 16);
@@ -70,7 +70,7 @@ struct Few {
         for (int i = 0; i < kWords; ++i) word[i] ^= T::kBytes == 4 ? sign : sign | sign >> 16;
     }
 
-    /// Rounded to nearest even.
+    /// Rounds the values to nearest even.
     __device__ __forceinline__ static Few from_f32(const float (&x)[kCount]) {
         Few few;
         if constexpr (T::kBytes == 4) {
@@ -95,7 +95,7 @@ __device__ __forceinline__ Few<T, kCount> add_few(const Few<T, kCount>& a, const
     return Few<T, kCount>::from_f32(sum);
 }
 
-/// Eight values as stored in memory, rounded to nearest even.
+/// Eight values rounded to nearest even, as they are stored in memory.
 template <typename T>
 __device__ __forceinline__ typename T::Eight rounded_eight(const float (&x)[8]) {
     typename T::Eight eight;
@@ -109,7 +109,7 @@ __device__ __forceinline__ typename T::Eight rounded_eight(const float (&x)[8]) 
     return eight;
 }
 
-/// a + b of eight adjacent values, not yet rounded.
+/// a + b of eight adjacent values, not yet rounded to the type of `a`.
 template <typename T>
 __device__ __forceinline__ void add_eight(float (&sum)[8], const typename T::Eight& a, const typename T::Eight& b) {
 #pragma unroll
@@ -117,7 +117,7 @@ __device__ __forceinline__ void add_eight(float (&sum)[8], const typename T::Eig
 }
 
 /// Stores the first `left` of eight adjacent values, rounded to nearest even. kAligned: `to` is 16-byte aligned, and
-/// all eight values are left or none.
+/// `left` covers all eight values or none.
 template <typename T, bool kAligned>
 __device__ __forceinline__ void store_eight(u8* to, const float (&x)[8], int left) {
     if constexpr (!kAligned) {

@@ -1,26 +1,27 @@
-// How a value between two codes is rounded: the twins of `Rounding` and `Element::encode_rounded` in crates/formats, bit
-// for bit. A kernel takes the policy as a template argument (`RoundingArg::policy` in src/launch/args.rs has its name)
-// and a `RoundingArg` by value:
+// How a value between two codes is rounded. The structs are bit-exact twins of `Rounding` and `Element::encode_rounded` in
+// crates/formats. A kernel takes the policy as a template argument (`RoundingArg::policy` in src/launch/args.rs names it) and a
+// `RoundingArg` by value:
 //
 //   template <class In, class E, int kRule, bool kAligned, class Round> __global__ void kernel(..., RoundingArg rounding) {
 //       const Round round(rounding);
-//       const u64 e = u64(row_id) * cols + col;                              // of the first of eight columns
-//       const auto bits = round.template bits<kAligned>(e, i);               // of the eight 8·i columns further; i is best a constant
-//       auto codes = round.template encode<E, kRule, In>(x, inverse, bits);  // x: In::Eight
-//       if (scale.is_nan()) codes = E::zeros();                              // as after E::encode
+//       const u64 e = u64(row_id) * cols + col;                              // index of the first of eight columns
+//       const auto bits = round.template bits<kAligned>(e, i);               // bits of the eight columns that are 8·i further; i is best a constant
+//       auto codes = round.template encode<E, kRule, In>(x, inverse, bits);  // x is an In::Eight
+//       if (scale.is_nan()) codes = E::zeros();                              // the same is needed after E::encode
 //
-// * e = row_id · cols + col for either axis, so a thread generates random bits once for eight adjacent columns of a row, for
-//   rows and for columns. `inverse` is one float (blocks along the row, or a 2-D block), or an array of eight, one per column:
-//   for blocks down the columns the thread encodes row after row as well, so that only one row's bits are live, and transposes
-//   the codes (`turn_8x8`). Where both rows and columns are written, they share the random bits.
+// * e = row_id · cols + col whether blocks lie along rows or down columns. So a thread generates random bits once for eight adjacent
+//   columns of a row, for row blocks and column blocks. `inverse` is one float (blocks along the row, or a 2-D block), or an array of
+//   eight floats, one per column.
+//   For blocks down the columns too, the thread encodes row after row, so that only one row's random bits are live, and then
+//   transposes the codes (`turn_8x8`). Where both row blocks and column blocks are written, they share the random bits.
 // * bits<kAligned>: cols is a multiple of 8. NearestEven and NearestAway need no random bits; `Bits` is then empty.
-// * Whether a block has a non-zero code: `Round::reaches<E>(largest |x| · inverse)` if Round::kDraws is false; otherwise only
-//   the codes tell: E::any(codes) over the threads of the block.
+// * Whether a block has a non-zero code: `Round::reaches<E>(largest |x| · inverse)` if Round::kDraws is false. If Round::kDraws is true,
+//   only the codes tell: E::any(codes) over the threads of the block.
 // * x · inverse is the F32 product of the specification. Under a NaN scale the codes are undefined.
 //
-// The method: a product is scaled by a power of two so that the smallest normal numbers of element and F32 coincide,
-// and rounded towards zero. Then its upper bits are the code, and the bits below are the fraction of a step, for
-// subnormal codes too. Rounding is one integer addition: of the complement of the random bits, or of half a step.
+// A product is scaled by a power of two so that the smallest normal numbers of the element and of F32 coincide, and then rounded
+// towards zero. Then the product's upper bits are the code, and the lower bits are the fraction of a step, for subnormal codes too.
+// One integer addition rounds the product: it adds the complement of the random bits, or half a step.
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/e2m1.cuh"
@@ -31,18 +32,20 @@
 
 namespace nib {
 
-/// The parameters of a rounding besides its mode; `RoundingArg` in src/launch/args.rs.
+/// The parameters of a rounding besides its mode; the launch code builds them in `RoundingArg` in
+/// src/launch/args.rs.
 struct RoundingArg {
     Stream stream;
-    u32 delta_q16;       // of dither
-    const u32* step_at;  // null: the stream's own step
-    u64 first;           // first element number, a whole number of rows
+    u32 delta_q16;       // the half width of dither, times 2^16
+    const u32* step_at;  // the step of the random bits; null: the stream's own step
+    u64 first;           // number of the first element; a multiple of the row length
 
-    /// The step of the random bits: read once, at the kernel's start.
+    /// The step of the random bits. A kernel reads the step once, at its start.
     __device__ __forceinline__ u32 step() const { return step_at == nullptr ? stream.step : __ldg(step_at); }
 };
 
-/// x · inverse, saturated where the rule allows it to exceed the largest element, as rounded F32 scales do too.
+/// x · inverse, saturated if the scale rule allows products above the largest element. Rounded F32 scales also
+/// allow products above the largest element.
 template <class E, int kRule>
 __device__ __forceinline__ float scaled(float x, float inverse) {
     const float y = __fmul_rn(x, inverse);
@@ -50,14 +53,15 @@ __device__ __forceinline__ float scaled(float x, float inverse) {
     return ptx::clamp_magnitude(y, E::kMax);
 }
 
-/// The bits of a scaled value with its code from bit 23 - kMantissaBits up, and its sign.
+/// The bits of a scaled value: the code from bit 23 - kMantissaBits up, the fraction below, and the
+/// sign.
 template <class E>
 __device__ __forceinline__ u32 code_and_fraction(float y) {
     return __float_as_uint(__fmul_rz(y, E::kToCode));
 }
 
-/// If `wanted`, which is rare, multiplies the values of a block by `factor`, a power of two, and saturates them.
-/// Resulting zeros keep their sign.
+/// If `wanted` (which is rare), multiplies the values of a block by `factor`, a power of two, and saturates
+/// them. Resulting zeros keep their sign.
 template <class E, int kCount>
 __device__ __forceinline__ void clamp_block(F32::Eight (&x)[kCount], float factor, bool wanted) {
     if (!wanted) return;
@@ -90,7 +94,7 @@ struct NearestEven {
         return E::template encode<rule_exceeds(kRule)>(x, inverse);
     }
 
-    /// `encode` in two steps, see Stochastic.
+    /// `encode` in two steps, as in Stochastic.
     struct Draws {
         __device__ __forceinline__ Bits bits(u32) const { return {}; }
     };
@@ -113,7 +117,7 @@ struct NearestEven {
     }
 };
 
-/// To the nearest code, ties away from zero.
+/// Rounding to the nearest code, ties away from zero.
 struct NearestAway {
     static constexpr bool kDraws = false;
     struct Bits {};
@@ -142,7 +146,8 @@ struct NearestAway {
     }
 };
 
-/// Stochastic rounding: up in magnitude iff sixteen random bits are less than the fraction's first sixteen.
+/// Stochastic rounding: a magnitude is rounded up iff its sixteen random bits are less than the first
+/// sixteen bits of the fraction.
 struct Stochastic {
     static constexpr bool kDraws = true;
     using Bits = RandomBits;
@@ -163,7 +168,7 @@ struct Stochastic {
         u32 of[8];
 #pragma unroll
         for (int i = 0; i < 8; i += 2) {
-            // Fraction + (2^16 - 1 - r) carries into the code iff r < fraction.
+            // The sum of fraction and 2^16 - 1 - r carries into the code iff r < fraction.
             const u32 even = ~bits.word[i / 2] & 0xFFFF, odd = ~bits.word[i / 2] & 0xFFFF0000;
             const u32 low = code_and_fraction<E>(scaled<E, kRule>(In::value(x, i), inverse_of(inverse, i)));
             const u32 high = code_and_fraction<E>(scaled<E, kRule>(In::value(x, i + 1), inverse_of(inverse, i + 1)));
@@ -174,19 +179,20 @@ struct Stochastic {
     }
 
     /// `encode` in two steps, for power-of-two scales. `prepare` takes a whole block, whose largest magnitude is
-    /// `largest`. It may change the values, and returns the factor for the second step. `encode_prepared` takes its
-    /// random bits from `draws(e)`: they are complements, see Stream.
+    /// `largest`. `prepare` may change the values, and returns the factor for the second step. `encode_prepared`
+    /// takes its random bits from `draws(e)`: these bits are already complemented, see Stream.
     __device__ __forceinline__ Stream::Complements draws(u64 e) const { return stream.complements(first + e); }
     template <class E, class Eight, int kCount>
     __device__ __forceinline__ static float prepare(Eight (&x)[kCount], float largest, float factor) {
-        // A factor below 2^-23 could underflow when multiplied by kToCode: such a block is scaled beforehand.
+        // A factor below 2^-23 could underflow when multiplied by kToCode, so such a block is scaled
+        // beforehand.
         const bool apart = __fmul_rn(largest, factor) > E::kMax || factor < 0x1p-23f;
         clamp_block<E>(x, factor, apart);
         return apart ? E::kToCode : __fmul_rn(factor, E::kToCode);
     }
     template <class E, class In>
     __device__ __forceinline__ typename E::Eight encode_prepared(const typename In::Eight& x, float factor, const Bits& bits) const {
-        constexpr u32 kOne = 1u << (7 - E::kMantissaBits);  // the lowest of the sixteen bits that decide
+        constexpr u32 kOne = 1u << (7 - E::kMantissaBits);  // the lowest of the sixteen bits that decide the rounding
         u32 of[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
@@ -197,10 +203,11 @@ struct Stochastic {
     }
 };
 
-/// Nearest-even of x + d, d uniform in (-delta, delta) code steps.
+/// Rounds x + d to nearest even, where d is uniform in (-delta, delta) code steps.
 ///
-/// Up iff fraction + d exceeds one half. The fraction's upper bits decide that unless they are equal to those of one half less
-/// d: about once in a million values. Then all eight values are encoded again with 32 bits of the fraction and a sticky bit.
+/// A magnitude is rounded up iff fraction + d exceeds one half. The fraction's upper bits decide the rounding unless they
+/// equal the upper bits of 1/2 - d, which happens about once in a million values. Then all eight values are encoded again
+/// with 32 bits of the fraction and a sticky bit.
 struct Dither {
     static constexpr bool kDraws = true;
     using Bits = RandomBits;
@@ -224,7 +231,8 @@ struct Dither {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const float y = scaled<E, kRule>(In::value(x, i), inverse_of(inverse, i));
-            // Carries iff the fraction is larger; all ones below the code if it is equal.
+            // The sum carries into the code iff the fraction is larger; if the fraction is equal,
+            // all bits below the code are ones.
             of[i] = code_and_fraction<E>(y) + (kFraction - (half_less_d(bits.of(i)) >> (32 - kFractionBits)));
             undecided = max(undecided, of[i] | ~kFraction);
         }
@@ -239,14 +247,14 @@ struct Dither {
     }
 
 private:
-    /// 1/2 - d in units of 2^-32: from 2^15 to 2^32 - 2^15.
+    /// 1/2 - d in units of 2^-32; the result is between 2^15 and 2^32 - 2^15.
     __device__ __forceinline__ u32 half_less_d(u32 r) const { return 0x80000000u + 65535u * delta_q16 - 2 * delta_q16 * r; }
 
-    /// The code of a magnitude up to the largest element: rounded up if its fraction exceeds `half_less_d`, ties to the
-    /// even code.
+    /// The code of a magnitude that is at most the largest element. The magnitude is rounded up if its fraction exceeds
+    /// `half_less_d`; ties go to the even code.
     template <class E>
     __device__ __noinline__ static u32 exact_code(float magnitude, u32 half_less_d) {
-        constexpr u32 kMinExponent = 128 - E::kBias;  // of the smallest normal element
+        constexpr u32 kMinExponent = 128 - E::kBias;  // exponent of the smallest normal element
         const u32 bits = __float_as_uint(magnitude);
         const u32 exponent = max(bits >> 23, 1u);
         const u32 significand = bits - (exponent << 23) + (1u << 23);

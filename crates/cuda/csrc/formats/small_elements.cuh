@@ -1,12 +1,12 @@
-// Elements of blocks, sixteen adjacent values of a line at a time: the interface of an element for quantize_units and
-// dequantize_units. The twins of crates/formats/src/element.rs. Each struct has its constants and
-//   nearest_even   sixteen x · factor to codes, packed as they are stored; returns whether any code is not zero
-//   decode         sixteen packed codes to their values
+// Elements of blocks, sixteen adjacent values of a row or column at a time: the element interface of quantize_units and
+// dequantize_units. The structs are twins of crates/formats/src/element.rs. Each struct has its constants and
+//   nearest_even   encodes sixteen products x · factor, packed as they are stored; returns whether any code is non-zero
+//   decode         decodes sixteen packed codes
 // `spec_code` below implements every rounding mode for one value, as in crates/formats/src/element.rs.
 //
 // Hopper has instructions for E4M3 and E5M2. A narrower element with as many mantissa bits has the same codes, once its
-// values are scaled so that the smallest normal numbers coincide: E2M3 is the lower part of E4M3; E3M2 and quarters
-// (S1P2) are the lower part of E5M2. This also holds for subnormal codes.
+// values are scaled so that the smallest normal numbers coincide. E2M3 is the lower part of E4M3; E3M2 and S1P2
+// (multiples of 1/4) are the lower part of E5M2. The codes correspond for subnormal values too.
 #pragma once
 #include "formats/e2m1.cuh"
 #include "formats/e4m3.cuh"
@@ -20,10 +20,10 @@ constexpr int kNearestEven = 0;
 constexpr int kNearestAway = 1;
 constexpr int kStochastic = 2;
 constexpr int kDither = 3;
-/// As a template argument: any of the modes above, known only at run time.
+/// As a template argument: the rounding mode is known only at run time.
 constexpr int kAnyRounding = 4;
 
-/// How one value is rounded, where that is known only at run time.
+/// How one value is rounded, if the mode is known only at run time.
 struct Decision {
     int policy;
     u32 delta_q16;
@@ -69,7 +69,7 @@ __host__ __device__ inline u32 spec_code(float y, const Decision& by) {
 /// The bits of `a` under the mask, and the bits of `b` elsewhere.
 __host__ __device__ constexpr u32 choose_bits(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
 
-/// Packs sixteen codes, one byte each, as they are stored.
+/// Packs sixteen codes, given one per byte, into their stored form.
 template <int kBits>
 __device__ __forceinline__ void pack_sixteen(const u32 (&bytes)[4], u32 (&words)[kBits / 2]) {
     if constexpr (kBits == 8) {
@@ -78,12 +78,12 @@ __device__ __forceinline__ void pack_sixteen(const u32 (&bytes)[4], u32 (&words)
     } else if constexpr (kBits == 4) {
         u32 half[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) half[i] = bytes[i] | bytes[i] >> 4;  // in bytes 0 and 2
+        for (int i = 0; i < 4; ++i) half[i] = bytes[i] | bytes[i] >> 4;  // two codes each, in bytes 0 and 2
         words[0] = __byte_perm(half[0], half[1], 0x6420);
         words[1] = __byte_perm(half[2], half[3], 0x6420);
     } else {
         static_assert(kBits == 6, "codes have 4, 6 or 8 bits");
-        u32 part[4];  // 24 bits each, by multiplications: the pipe of the shifts is the busy one
+        u32 part[4];  // 24 bits each; multiplied, not shifted, because the pipe of the shifts is the busy one
 #pragma unroll
         for (int i = 0; i < 4; ++i) part[i] = __dp4a(bytes[i], 0x40010000u, 0u) * 4096 + __dp4a(bytes[i], 0x00004001u, 0u);
         words[0] = part[0] | part[1] << 24;
@@ -115,7 +115,7 @@ __device__ __forceinline__ void unpack_sixteen(const u32 (&words)[kBits / 2], u3
     }
 }
 
-/// The factor that maps an element's smallest normal number to that of F32.
+/// The factor that maps the element's smallest normal number to that of F32.
 template <class E>
 __host__ __device__ constexpr float to_code() {
     float to_code = 0x1p-126f;
@@ -123,9 +123,9 @@ __host__ __device__ constexpr float to_code() {
     return to_code;
 }
 
-/// Sixteen x · factor to codes, rounded up in magnitude iff sixteen random bits are less than the first sixteen bits of
-/// the fraction: the method of rounding.cuh. There are kFactors factors, each for 16 / kFactors adjacent values.
-/// `rounded_up(i, one, bits)` adds to `bits` the complement of value i's random bits, times `one`.
+/// Encodes sixteen products x · factor, rounded up in magnitude iff sixteen random bits are less than the first sixteen
+/// bits of the fraction. rounding.cuh explains the method. There are kFactors factors, each for 16 / kFactors adjacent
+/// values. `rounded_up(i, one, bits)` adds to `bits` the complement of value i's random bits, times `one`.
 template <class E, int kFactors, class RoundedUp>
 __device__ __forceinline__ bool stochastic_codes(const float (&x)[16], const float (&factor)[kFactors], u32 (&words)[E::kBits / 2],
                                                  const RoundedUp& rounded_up) {
@@ -141,7 +141,7 @@ __device__ __forceinline__ bool stochastic_codes(const float (&x)[16], const flo
         }
         bytes[i] = (code[3] * 256 + code[2]) * 65536 + (code[1] * 256 + code[0]);
         any |= bytes[i];
-        // Each value's sign bit, moved to its position in the code.
+        // Each value's sign bit moves to its position in the code.
         const u32 low = __byte_perm(__float_as_uint(x[4 * i]), __float_as_uint(x[4 * i + 1]), 0x0073);
         const u32 high = __byte_perm(__float_as_uint(x[4 * i + 2]), __float_as_uint(x[4 * i + 3]), 0x0073);
         const u32 signs = __byte_perm(low, high, 0x5410) & 0x80808080;
@@ -151,7 +151,7 @@ __device__ __forceinline__ bool stochastic_codes(const float (&x)[16], const flo
     return any != 0;
 }
 
-/// Values of four FP8 codes, through F16, which contains both formats.
+/// The values of four FP8 codes. The conversion goes through F16, which contains both FP8 formats.
 template <bool kE5m2>
 __device__ __forceinline__ void decode_bytes(u32 four, float* value) {
     const u32 low = kE5m2 ? __byte_perm(four, 0, 0x1404) : ptx::f16x2_from_e4m3x2(ptx::low_u16(four));
@@ -163,7 +163,7 @@ __device__ __forceinline__ void decode_bytes(u32 four, float* value) {
     value[3] = b.y;
 }
 
-/// An element that is E4M3 (or E5M2 with kE5m2), or the lower part of it with values `unit()` times as large.
+/// An element that is E4M3 (E5M2 with kE5m2), or the lower part of E4M3 with values `unit()` times as large.
 template <int kBits_, int kBias_, int kEmax_, u32 kMaxBits_, u32 kMaxCode_, bool kE5m2>
 struct PartOfFp8 {
     static constexpr int kBits = kBits_, kMantissaBits = kE5m2 ? 2 : 3, kBias = kBias_, kEmax = kEmax_;
@@ -171,15 +171,15 @@ struct PartOfFp8 {
     static constexpr bool kTwosComplement = false;
     static constexpr u32 kMagnitude = 0x01010101u * ((1u << (kBits - 1)) - 1);
 
-    /// Two to the difference of the exponents' biases.
+    /// Two to the power of the difference of the exponent biases.
     __host__ __device__ static constexpr float unit() {
         float unit = 1.0f;
         for (int i = kBias; i < (kE5m2 ? 15 : 7); ++i) unit *= 2.0f;
         return unit;
     }
 
-    /// kWithin: no product exceeds the largest element. For six-bit elements the factor is a power of two, so dividing
-    /// it by unit() is exact.
+    /// kWithin: no product exceeds the largest element. For six-bit elements the factor is a power of two, so a
+    /// division by unit() is exact.
     template <bool kWithin>
     __device__ __forceinline__ static bool nearest_even(const float (&x)[16], float factor, u32 (&words)[kBits / 2]) {
         if constexpr (kBits != 8) factor = __fmul_rn(factor, 1.0f / unit());
@@ -190,7 +190,7 @@ struct PartOfFp8 {
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 v[j] = __fmul_rn(x[4 * i + j], factor);
-                // For E4M3 and E5M2 themselves the conversion saturates.
+                // The conversion to E4M3 or E5M2 itself saturates.
                 if constexpr (kBits != 8 && !kWithin) v[j] = ptx::clamp_magnitude(v[j], kMax / unit());
             }
             const u16 low = kE5m2 ? ptx::e5m2x2_from_f32(v[0], v[1]) : ptx::e4m3x2_from_f32(v[0], v[1]);
@@ -228,7 +228,7 @@ using WholeE5m2 = PartOfFp8<8, 15, 15, 0x47600000, 0x7B, true>;
 using E2m3 = PartOfFp8<6, 1, 2, 0x40F00000, 0x1F, false>;
 using E3m2 = PartOfFp8<6, 3, 4, 0x41E00000, 0x1F, true>;
 
-/// E2M1 under any scale, power of two or not.
+/// E2M1 under any scale, whether a power of two or not.
 struct SixteenE2m1 {
     static constexpr float kMax = 6.0f;
     static constexpr int kBits = 4, kMantissaBits = 1, kBias = 1, kEmax = 2;
@@ -248,7 +248,8 @@ struct SixteenE2m1 {
     }
 
     __device__ __forceinline__ static void decode(const u32 (&words)[2], float (&value)[16]) {
-        // The upper bytes of F16 for 0, 0.5, 1, 1.5 and for 2, 3, 4, 6. A code without its sign selects one of them.
+        // The upper bytes of F16 numbers: kSmall holds 0, 0.5, 1, 1.5, and kLarge holds 2, 3, 4, 6. A code without
+        // its sign selects one byte of kSmall or kLarge.
         constexpr u32 kSmall = 0x3E3C3800, kLarge = 0x46444240;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -260,7 +261,7 @@ struct SixteenE2m1 {
     }
 };
 
-/// Sixty-fourths in two's complement.
+/// Multiples of 1/64 in two's complement.
 struct Int8 {
     static constexpr int kBits = 8, kMantissaBits = 6, kBias = 1, kEmax = 0;
     static constexpr u32 kMaxBits = 0x3FFE0000, kMaxCode = 0x7F;
@@ -298,24 +299,26 @@ struct Int8 {
     }
 };
 
-/// Sign and quarters, to 1.75.
+/// A sign and a magnitude in multiples of 1/4, at most 1.75.
 struct S1p2 {
     static constexpr float kMax = 1.75f;
     static constexpr int kBits = 4, kMantissaBits = 2, kBias = 1, kEmax = 0;
     static constexpr u32 kMaxBits = 0x3FE00000, kMaxCode = 7;
     static constexpr bool kTwosComplement = false;
 
-    /// Codes of sixteen x · factor, one factor per four values, rounded from the exact product: ties away from zero, or to even.
+    /// Codes of sixteen products x · factor, with one factor per four values. The exact product is rounded, with ties away from
+    /// zero or to even.
     template <bool kAway>
     __device__ __forceinline__ static bool nearest(const float (&x)[16], const float (&factor)[4], u32 (&words)[2]) {
-        constexpr u32 kFar = 0x4B000000;  // of 2^23, whose last place is worth one
+        constexpr u32 kFar = 0x4B000000;  // the bits of 2^23, whose last place is worth one
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             u32 code[8];
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
                 const float quarters = __fmul_rn(factor[2 * i + j / 4], 4.0f), v = fabsf(x[8 * i + j]);
-                // The exact sum is rounded once. The truncations (kAway) do not cross a whole number.
+                // The exact sum is rounded once. The truncated additions (kAway) do not cross a whole
+                // number.
                 const float whole = kAway ? __fadd_rz(fminf(__fmaf_rz(v, quarters, 0.5f), 7.0f), 0x1p23f)
                                           : fminf(__fmaf_rn(v, quarters, 0x1p23f), 0x1p23f + 7.0f);
                 code[j] = __float_as_uint(whole);
@@ -323,7 +326,7 @@ struct S1p2 {
             // Non-overlapping fields are combined by addition; their constants are subtracted at the end.
             const u32 even = (code[6] * 256 + code[4]) * 65536 + (code[2] * 256 + code[0]);
             const u32 odd = (code[7] * 256 + code[5]) * 65536 + (code[3] * 256 + code[1]);
-            u32 top[4];  // bytes of elements j and j + 4
+            u32 top[4];  // the codes of elements j and j + 4, one per byte
 #pragma unroll
             for (int j = 0; j < 4; ++j) top[j] = __byte_perm(__float_as_uint(x[8 * i + j]), __float_as_uint(x[8 * i + j + 4]), 0x0073);
             const u32 signs = choose_bits(0x80808080, __byte_perm(top[1], top[3], 0x5140), __byte_perm(top[0], top[2], 0x5140) >> 4);
@@ -332,7 +335,8 @@ struct S1p2 {
         return (words[0] | words[1]) & 0x77777777;
     }
 
-    /// Codes of eight adjacent values, two BF16 values per word. `factor` holds four times the factors, as BF16 in both halves.
+    /// Codes of eight adjacent values, two BF16 values per word. `factor` holds four times the factors: BF16 numbers, one in
+    /// each half of a word.
     template <int kRound>
     __device__ __forceinline__ static u32 eight(const u32 (&x)[4], const u32 (&factor)[4]) {
         const u32 code[4] = {whole<kRound>(x[0], factor[0]), whole<kRound>(x[1], factor[1]), whole<kRound>(x[2], factor[2]),
@@ -340,8 +344,8 @@ struct S1p2 {
         return pack_row(x, code);
     }
 
-    /// Codes of four rows of two columns, one column in each half of a word. `factor` holds four times the columns'
-    /// factors.
+    /// Codes of four rows of two columns; each half of a word holds one column. `factor` holds four times the
+    /// columns' factors.
     template <int kRound>
     __device__ __forceinline__ static u32 four_rows(const u32 (&x)[4], u32 factor) {
         const u32 code[4] = {whole<kRound>(x[0], factor), whole<kRound>(x[1], factor), whole<kRound>(x[2], factor),
@@ -362,11 +366,11 @@ struct S1p2 {
 
 private:
     /// Magnitudes times factor of two BF16 values, rounded to integers up to 7. Adding 128 rounds the exact product
-    /// once, ties to even. For ties away from zero, adding the odd number 129 rounds the product a second time: its
-    /// ties go the other way, so the larger of both results is rounded away from zero.
+    /// once, ties to even. For ties away from zero, adding the odd number 129 rounds the product a second time. The
+    /// ties of this second rounding go the other way, so the larger of both results is rounded away from zero.
     template <int kRound>
     __device__ __forceinline__ static u32 whole(u32 x, u32 factor) {
-        constexpr u32 kFar = 0x43004300;  // of 128, whose last place is worth one
+        constexpr u32 kFar = 0x43004300;  // the bits of 128, whose last place is worth one
         const u32 magnitude = ptx::magnitudes_bf16x2(x);
         u32 code = ptx::fma_bf16x2(magnitude, factor, kFar);
         if constexpr (kRound == kNearestAway) code = ptx::add_max_s16x2(ptx::fma_bf16x2(magnitude, factor, kFar + 0x00010001), 0xFFFFFFFF, code);

@@ -6,12 +6,13 @@
 
 namespace nib {
 
-/// e^x for x <= 0 (any x below -104 gives 0). A NaN gives an arbitrary number.
+/// e^x for x <= 0 (any x below -104 gives 0). For a NaN, the result is an arbitrary number.
 ///
-/// The Rust function scales by 2^n in two exact steps and rounds once at the end. Here n + 64 goes straight into the
-/// exponent, and only the multiplication by 2^-64 rounds: the same bits, in fewer instructions.
+/// The Rust function scales by 2^n in two exact steps and rounds once at the end. Here n + 64 is added directly to
+/// the exponent, and only the multiplication by 2^-64 rounds. The result has the same bits as that of the Rust
+/// function, in fewer instructions.
 __device__ __forceinline__ float exp_of_negative(float x) {
-    constexpr float kRoundToInteger = 12582912.0f;  // 1.5 * 2^23; the shift by 23 below drops it
+    constexpr float kRoundToInteger = 12582912.0f;  // 1.5 * 2^23; the left shift by 23 below drops its bits
     const float clamped = fmaxf(x, -104.0f);
     const float shifted = __fmaf_rn(clamped, 1.44269504f, kRoundToInteger + 64.0f);
     const float n = __fsub_rn(shifted, kRoundToInteger + 64.0f);
@@ -27,8 +28,8 @@ __device__ __forceinline__ float exp_of_negative(float x) {
 }
 
 /// a / b with IEEE rounding, for 1 <= b <= 2 and 0 <= a <= 1 where a is 1 or b = 1 + a rounded. One Newton step gives the
-/// nearest reciprocal, and then one correction of the quotient is enough (Markstein); nothing can under- or overflow, as b
-/// is 1 where a is small.
+/// nearest reciprocal, so one correction of the quotient is enough (Markstein). No step can underflow or overflow, because
+/// b is 1 if a is small.
 __device__ __forceinline__ float divide_by_one_to_two(float a, float b) {
     const float approx = ptx::reciprocal_approx(b);
     const float reciprocal = __fmaf_rn(__fmaf_rn(-b, approx, 1.0f), approx, approx);
@@ -36,7 +37,7 @@ __device__ __forceinline__ float divide_by_one_to_two(float a, float b) {
     return __fmaf_rn(__fmaf_rn(-b, quotient, a), reciprocal, quotient);
 }
 
-/// 1 / (1 + e^-x). A NaN gives an arbitrary number.
+/// 1 / (1 + e^-x). For a NaN, the result is an arbitrary number.
 __device__ __forceinline__ float sigmoid(float x) {
     const float z = exp_of_negative(-fabsf(x));
     return divide_by_one_to_two(x < 0.0f ? z : 1.0f, __fadd_rn(1.0f, z));

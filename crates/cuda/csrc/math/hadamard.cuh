@@ -1,16 +1,17 @@
-// The random Hadamard transform before a quantization, with the bits of crates/formats/src/hadamard.rs: signs, F32 butterflies with
-// strides 1, 2, 4 ..., one multiplication by 1 / sqrt(len). `HadamardArg` is a kernel parameter (src/launch/args.rs).
+// The random Hadamard transform that precedes a quantization, bit-identical to crates/formats/src/hadamard.rs: signs, F32
+// butterflies with strides 1, 2, 4 ..., and one multiplication by 1 / sqrt(len). `HadamardArg` is a kernel parameter
+// (src/launch/args.rs).
 //
 // Kernels that also quantize hold 64 values per lane (pieces/convert/hadamard_unit.cuh) and use `flip`, `butterflies` and
-// `scale_exactly`. Signs depend only on the position along the transform, so a thread that keeps its columns generates its signs
-// once.
+// `scale_exactly`. Signs depend only on the position along the transform, so a thread whose columns stay the same generates its
+// signs once.
 //
-// Kernels that only transform (kernels/convert/hadamard.cuh) hold fewer values per lane and exchange more: `hadamard_across`.
+// Kernels that only transform (kernels/convert/hadamard.cuh) hold fewer values per lane and exchange more between lanes:
+// `hadamard_across`.
 //
 // Down the columns, signs depend on the row's position in its group; the signs of eight rows are one byte (`signs_of_eight_rows`).
-// Such a transform may make padding rows non-zero, up to the end of their transform block. Their codes are then counted like
-// others, and use the random bits of row id 0 (or of the row's index if there are no groups).
-// no groups).
+// A transform down the columns may make padding rows non-zero, up to the end of their transform block. The codes of such rows are
+// counted like others, and use the random bits of row id 0 (or of the row's index if there are no groups).
 #pragma once
 #include "formats/bf16.cuh"
 #include "math/philox.cuh"
@@ -18,13 +19,13 @@
 
 namespace nib {
 
-constexpr int kHadamardTile = 128;  // rows and columns
+constexpr int kHadamardTile = 128;  // tile height and width
 
 /// The position of row `row` in its group. `start` has the first row of each of `num_groups` groups, then the end of
 /// the last group (null: all rows are one group).
 __device__ __forceinline__ u32 position_in_group(const int* __restrict__ start, int num_groups, int row) {
     if (start == nullptr) return row;
-    int low = 0, high = num_groups;  // the last start that is not above `row` is in [low, high]
+    int low = 0, high = num_groups;  // invariant: the last start that is not above `row` is in [low, high]
     while (low < high) {
         const int middle = (low + high + 1) / 2;
         if (__ldg(start + middle) <= row) low = middle;
@@ -34,17 +35,17 @@ __device__ __forceinline__ u32 position_in_group(const int* __restrict__ start, 
 }
 
 struct HadamardArg {
-    Stream stream;  // of the signs
-    u32 len;        // of a transform block: 16, 32, 64 or 128
+    Stream stream;  // stream of the random signs
+    u32 len;        // length of a transform block: 16, 32, 64 or 128
     float factor;
-    const u32* step_at;  // null: the stream's own step
+    const u32* step_at;  // the step of the random signs; null: the stream's own step
 
     /// Block `q` of random bits, at the current step.
     __device__ __forceinline__ uint4 block(u64 q) const {
         return stream.at(step_at == nullptr ? stream.step : __ldg(step_at)).block(q);
     }
 
-    /// Bit i: whether position k + i, k a multiple of 8, is negated.
+    /// Bit i says whether position k + i is negated; k is a multiple of 8.
     __device__ __forceinline__ u32 signs_of_eight(u64 k) const {
         const uint4 bits = block(k / 8);
         const u32 words[4] = {bits.x, bits.y, bits.z, bits.w};
@@ -61,8 +62,8 @@ struct HadamardArg {
         return {bits.x & kSigns, bits.y & kSigns, bits.z & kSigns, bits.w & kSigns};
     }
 
-    /// The same for eight rows from `row` on, down the columns: two rows per word. Zeros in a transform block without a
-    /// valid row.
+    /// Sign bits of eight rows from `row` on, for a transform down the columns: two rows per word. The sign bits are
+    /// zeros in a transform block without a valid row.
     template <int kLen>
     __device__ __forceinline__ uint4 sign_bits_of_eight_rows(int row, int rows, const int* __restrict__ row_id,
                                                              const int* __restrict__ start, int num_groups) const {
@@ -70,9 +71,9 @@ struct HadamardArg {
         return sign_bits_of_eight(position_in_group(start, num_groups, row));
     }
 
-    /// The signs of eight rows from `row` on, down the columns, one bit each. Zeros in a transform block without a
-    /// valid row (by row_id and `rows`), so that its zeros stay +0. A group's rows come before its padding, so the
-    /// block's first row decides.
+    /// The signs of eight rows from `row` on, for a transform down the columns, one bit each. The signs are zeros
+    /// in a transform block without a valid row (by row_id and `rows`), so that the block's zeros stay +0. A
+    /// group's rows precede its padding, so it is enough to test the block's first row.
     __device__ __forceinline__ u8 signs_of_eight_rows(int row, int rows, const int* __restrict__ row_id,
                                                       const int* __restrict__ start, int num_groups) const {
         return block_counts(row, len, rows, row_id) ? u8(signs_of_eight(position_in_group(start, num_groups, row))) : 0;
@@ -86,7 +87,7 @@ private:
     }
 };
 
-/// Eight values as F32.
+/// Converts eight values to F32.
 template <class In>
 __device__ __forceinline__ F32::Eight widen(const typename In::Eight& x) {
     F32::Eight wide;
@@ -100,7 +101,7 @@ template <int kCount>
 __device__ __forceinline__ void butterflies(float (&x)[kCount], u32 len) {
 #pragma unroll
     for (int stride = 1; stride < kCount; stride *= 2) {
-        if (stride >= 16 && stride >= len) break;  // no length is below 16
+        if (stride >= 16 && stride >= len) break;  // every length is at least 16
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
             if (i & stride) continue;
@@ -111,9 +112,10 @@ __device__ __forceinline__ void butterflies(float (&x)[kCount], u32 len) {
     }
 }
 
-/// The last step, the multiplication by `factor`, for values that came from BF16. If the factor is a power of two
-/// (lengths 16 and 64), returns it for the caller to multiply by, together with another power of two. That is exact:
-/// the values are multiples of 2^-133. For other lengths, multiplies here and returns 1.
+/// The last step of the transform, the multiplication by `factor`, for values that came from BF16. If the factor is
+/// a power of two (lengths 16 and 64), this function returns it, and the caller multiplies by it together with
+/// another power of two. The caller's multiplication is exact because the values are multiples of 2^-133. For other
+/// lengths, this function multiplies and returns 1.
 template <int kLen, int kCount>
 __device__ __forceinline__ float scale_exactly(float (&x)[kCount], float factor) {
     if constexpr (kLen == 16 || kLen == 64) {
@@ -135,20 +137,20 @@ __device__ __forceinline__ void flip(F32::Eight& x, const uint4& signs) {
         x.number[i] = __uint_as_float(__float_as_uint(x.number[i]) ^ (i % 2 ? words[i / 2] & 0x80000000 : words[i / 2] << 16));
 }
 
-/// Transforms blocks of `len` values; the caller has flipped their signs, and multiplies by the factor. A lane holds kCount values, the
-/// lane `distance` further the next kCount. All lanes of the warp call this.
+/// Transforms blocks of `len` values. The caller has flipped the signs of the values, and multiplies the result by the factor. A lane
+/// holds kCount values; the lane `distance` further holds the next kCount values. All lanes of the warp call this function.
 template <int kCount>
 __device__ __forceinline__ void hadamard_across(float (&x)[kCount], u32 lane, u32 distance, u32 len) {
     butterflies(x, len);
     for (u32 held = kCount; held < len; held *= 2, distance *= 2) {
-        // The upper lane's result is its partner's value minus its own.
+        // The upper lane's result is its partner's value minus its own value.
         const float own = lane & distance ? -1.0f : 1.0f;
 #pragma unroll
         for (int i = 0; i < kCount; ++i) x[i] = __fmaf_rn(x[i], own, __shfl_xor_sync(kAllLanes, x[i], distance));
     }
 }
 
-/// The same, multiplied by the factor.
+/// Transforms blocks of `len` values, and multiplies the result by the factor.
 template <int kCount>
 __device__ __forceinline__ void hadamard_across(float (&x)[kCount], u32 lane, u32 distance, const HadamardArg& arg) {
     hadamard_across(x, lane, distance, arg.len);

@@ -1,17 +1,17 @@
-// A row is summed in 256 partial sums, called lanes as on the CPU (not a warp's lanes). The lanes are added by halving:
-// lane l with lane l + 128, then with lane l + 64, and so on down to 1.
+// A row is summed in 256 partial sums, called lanes as on the CPU (not a warp's lanes). The 256 partial sums are added
+// by halving: l with l + 128, then with l + 64, and so on down to 1.
 #pragma once
 #include "ptx/types.cuh"
 
 namespace nib {
 
-/// Adds 8 * kThreads lanes; the remaining lanes are zeros. Of kThreads adjacent threads, thread `index` has lanes 8 * index to 8 *
-/// index + 7. Every thread gets the sum. The whole warp calls this.
+/// Adds the 256 partial sums of a row, of which the first 8 * kThreads may be non-zero. Thread `index` of kThreads adjacent
+/// threads has the partial sums 8 * index to 8 * index + 7. Every thread gets the sum. The whole warp calls this function.
 template <int kThreads>
 __device__ __forceinline__ float close_lanes(const float (&lane)[8], u32 index) {
     static_assert(kThreads == 8 || kThreads == 16 || kThreads == 32);
     constexpr u32 kAll = 0xFFFFFFFF;
-    // Each of the first three exchanges halves the number of lanes that a thread holds.
+    // Each of the first three exchanges halves the number of partial sums that a thread holds.
     float four[4], two[2];
     bool upper = index & kThreads / 2;
 #pragma unroll
@@ -25,11 +25,13 @@ __device__ __forceinline__ float close_lanes(const float (&lane)[8], u32 index) 
     float sum = (upper ? two[1] : two[0]) + __shfl_xor_sync(kAll, upper ? two[0] : two[1], kThreads / 8);
 #pragma unroll
     for (int distance = kThreads / 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(kAll, sum, distance);
-    // Eight lanes are left. The three top bits of `index` are the index of the lane that a thread holds.
+    // Eight partial sums are left. The top three bits of `index` say which of the eight partial
+    // sums a thread holds.
     sum += __shfl_xor_sync(kAll, sum, kThreads / 2);
     sum += __shfl_xor_sync(kAll, sum, kThreads / 4);
     sum += __shfl_xor_sync(kAll, sum, kThreads / 8);
-    // With fewer than 32 threads the remaining lanes are +0; adding them turns a sum of -0 into +0.
+    // With fewer than 32 threads, all other partial sums are +0; adding them turns a sum of -0 into
+    // +0.
     return kThreads == 32 ? sum : __fadd_rn(sum, 0.0f);
 }
 

@@ -1,10 +1,11 @@
-// The natural logarithm with the bits of crates/formats/src/math.rs: the same constants and order.
+// The natural logarithm, bit-identical to crates/formats/src/math.rs: the same constants and the
+// same order of operations.
 #pragma once
 #include "ptx/types.cuh"
 
 namespace nib {
 
-/// ln x for a positive normal x; infinity and NaN are returned as they are.
+/// ln x for a positive normal x; infinity and NaN are returned unchanged.
 __device__ __forceinline__ float log_of_normal(float x) {
     constexpr int kSqrtHalfBits = 0x3F3504F3;
     // x = m * 2^k with m in [sqrt(1/2), sqrt(2))
@@ -22,7 +23,7 @@ __device__ __forceinline__ float log_of_normal(float x) {
     const float half_square = __fmul_rn(__fmul_rn(0.5f, f), f);
     const float small = __fmaf_rn(s, __fadd_rn(half_square, series), __fmul_rn(k, -2.121944400e-4f));
     const float value = __fmaf_rn(k, 0.693359375f, __fsub_rn(f, __fsub_rn(half_square, small)));
-    return x < __int_as_float(0x7F800000) ? value : x;  // infinity and NaN as they are
+    return x < __int_as_float(0x7F800000) ? value : x;  // infinity and NaN are returned unchanged
 }
 
 }  // namespace nib

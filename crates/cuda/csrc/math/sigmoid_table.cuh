@@ -1,5 +1,5 @@
-// The sigmoid of BF16 values from a table in shared memory. The table has the bits of math/exp.cuh's sigmoid; a look-up
-// takes a fifth of its instructions.
+// The sigmoid of BF16 values from a table in shared memory. The table entries are bit-identical to the sigmoid of
+// math/exp.cuh; a look-up takes a fifth of its instructions.
 #pragma once
 #include "math/exp.cuh"
 #include "ptx/packed.cuh"
@@ -7,19 +7,20 @@
 
 namespace nib {
 
-/// Indexed by the bits of a BF16 value. Beyond the ends of the table, sigmoid is constant.
+/// The table is indexed by the bits of a BF16 value. Beyond the ends of the table, sigmoid is
+/// constant.
 struct SigmoidTable {
-    static constexpr u32 kLow = 0x3300;   // 2^-25: 0.5 from there down, of either sign
-    static constexpr u32 kHigh = 0x42D0;  // 104: 1 from there up, and 0 of negative numbers
+    static constexpr u32 kLow = 0x3300;   // 2^-25: sigmoid is 0.5 for smaller magnitudes of either sign
+    static constexpr u32 kHigh = 0x42D0;  // 104: sigmoid is 1 from there on, and 0 for negative numbers
     static constexpr int kEntries = kHigh - kLow + 1;
 
     static constexpr int kRoom = 0x4000;
 
     alignas(16) float positive[0x4000 / 4];
-    u8 room[kRoom];            // for others
-    float negative[kEntries];  // 0x8000 bytes after `positive`: so a number's sign bit is the offset
+    u8 room[kRoom];            // spare memory for other uses
+    float negative[kEntries];  // 0x8000 bytes after `positive`, so that a value's sign bit is the offset
 
-    /// All threads of the CTA call this; a barrier must follow.
+    /// All threads of the CTA call this function; a barrier must follow.
     __device__ __forceinline__ void fill() {
         for (int i = threadIdx.x; i < kEntries; i += blockDim.x) {
             const float z = exp_of_negative(-__uint_as_float((kLow + i) << 16));
@@ -29,11 +30,11 @@ struct SigmoidTable {
         }
     }
 
-    /// The argument of `two`: the table's address in both halves of a word. The table must start in the first 16 KiB of
-    /// shared memory.
+    /// The argument `base` of `two`: the table's address in both halves of a word. The table must start in the first 16
+    /// KiB of shared memory.
     __device__ __forceinline__ u32 base() const { return shared_address(this) * 0x10001; }
 
-    /// The sigmoids of both values of a word, the lower one first.
+    /// The sigmoids of both values of a word, that of the low half first.
     __device__ __forceinline__ static void two(u32 base, u32 numbers, float (&s)[2]) {
         constexpr u32 kNegativeLow = 0x10000 - kLow, kLast = kEntries - 1;
         const u32 i = ptx::add_clamp_s16x2(numbers & 0x7FFF7FFF, kNegativeLow << 16 | kNegativeLow, kLast << 16 | kLast);

@@ -4,7 +4,8 @@
 
 namespace nib::ptx {
 
-/// Adds 1, after all earlier reads and writes of this thread are done, including TMA copies that it has waited for.
+/// Adds 1 after all earlier reads and writes of this thread are complete, including TMA copies that the thread has
+/// waited for.
 __device__ __forceinline__ void count_up(u32* counter) {
     asm volatile(
         "fence.proxy.async;\n"
@@ -13,7 +14,8 @@ __device__ __forceinline__ void count_up(u32* counter) {
         : "memory");
 }
 
-/// Waits until the counter is at least `count`. Earlier work of threads that counted is then visible to this thread and its copies.
+/// Waits until the counter is at least `count`. Earlier work of the threads that incremented the counter is then visible to this
+/// thread and its copies.
 __device__ __forceinline__ void wait_for_count(const u32* counter, u32 count) {
     u32 now;
     do {

@@ -1,11 +1,11 @@
-// mbarrier: the transaction barrier in shared memory that TMA copies complete on.
+// mbarrier: the transaction barrier in shared memory that signals the completion of TMA copies.
 #pragma once
 #include "ptx/types.cuh"
 
 namespace nib::ptx {
 
-/// One barrier object. `parity` below is the phase's low bit: a fresh barrier is in phase 0, so waiting for parity 1 passes
-/// at once; so a producer's first round through the ring does not block.
+/// One mbarrier object in shared memory. The parameter `parity` is the low bit of a phase. A new barrier is in phase 0, so
+/// a wait for parity 1 returns at once; thus a producer's first pass through the ring does not block.
 struct alignas(8) Barrier {
     u64 state;
 };
@@ -19,20 +19,20 @@ __device__ __forceinline__ void barrier_init_fence() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-/// One arrival, and `bytes` more bytes that TMA must deliver before the phase ends.
+/// Arrives once, and adds `bytes` to the bytes that TMA must deliver before the phase ends.
 __device__ __forceinline__ void barrier_arrive_expect(Barrier& barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)), "r"(bytes)
                  : "memory");
 }
 
-/// One arrival here.
+/// Arrives once at a barrier of this CTA.
 __device__ __forceinline__ void barrier_arrive(Barrier& barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
 }
 
-/// One arrival at the same barrier of another CTA of the cluster (or of this one). Deliberately without
-/// `.release.cluster`, which would add a GPU-wide fence to each arrival. The arrival means "I have read what TMA
-/// delivered", and a completed read of shared memory needs no release.
+/// Arrives once at the same barrier of another CTA of the cluster (or of this CTA). The instruction deliberately
+/// lacks `.release.cluster`, which would add a GPU-wide fence to each arrival. The arrival means "I have read
+/// what TMA delivered", and a completed read of shared memory needs no release.
 __device__ __forceinline__ void barrier_arrive_at(Barrier& barrier, u32 cta_rank) {
     asm volatile(
         "{\n"
@@ -44,7 +44,7 @@ __device__ __forceinline__ void barrier_arrive_at(Barrier& barrier, u32 cta_rank
         : "memory");
 }
 
-/// Whether the phase of this parity has ended; does not wait.
+/// Whether the phase with this parity has ended; does not wait.
 __device__ __forceinline__ bool barrier_passed(Barrier& barrier, u32 parity) {
     u32 passed;
     asm volatile(
@@ -59,8 +59,8 @@ __device__ __forceinline__ bool barrier_passed(Barrier& barrier, u32 parity) {
     return passed != 0;
 }
 
-/// Waits until the phase of this parity has ended. try_wait suspends the thread in hardware, so the loop rarely
-/// repeats.
+/// Waits until the phase with this parity has ended. try_wait suspends the thread in hardware, so the loop
+/// rarely repeats.
 __device__ __forceinline__ void barrier_wait(Barrier& barrier, u32 parity) {
     asm volatile(
         "{\n"

@@ -4,14 +4,15 @@
 
 namespace nib::ptx {
 
-/// The larger of both unsigned 16-bit halves.
+/// The maximum in each of both unsigned 16-bit halves.
 __device__ __forceinline__ u32 max_u16x2(u32 a, u32 b) {
     u32 larger;
     asm("max.u16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
     return larger;
 }
 
-/// max(min(a + b, limit), 0) of both signed 16-bit halves, whose sums must not overflow; one instruction.
+/// max(min(a + b, limit), 0) in each of both signed 16-bit halves, whose sums must not overflow; one
+/// instruction.
 __device__ __forceinline__ u32 add_clamp_s16x2(u32 a, u32 b, u32 limit) {
     u32 clamped;
     asm("{\n"
@@ -24,7 +25,8 @@ __device__ __forceinline__ u32 add_clamp_s16x2(u32 a, u32 b, u32 limit) {
     return clamped;
 }
 
-/// min(a + b, c) of both signed 16-bit halves, whose sums must not overflow; one instruction.
+/// min(a + b, c) in each of both signed 16-bit halves, whose sums must not overflow; one
+/// instruction.
 __device__ __forceinline__ u32 add_min_s16x2(u32 a, u32 b, u32 c) {
     u32 smaller;
     asm("{\n"
@@ -37,7 +39,8 @@ __device__ __forceinline__ u32 add_min_s16x2(u32 a, u32 b, u32 c) {
     return smaller;
 }
 
-/// max(a + b, c) of both signed 16-bit halves, whose sums must not overflow; one instruction.
+/// max(a + b, c) in each of both signed 16-bit halves, whose sums must not overflow; one
+/// instruction.
 __device__ __forceinline__ u32 add_max_s16x2(u32 a, u32 b, u32 c) {
     u32 larger;
     asm("{\n"
@@ -57,14 +60,14 @@ __device__ __forceinline__ u32 fma_bf16x2(u32 a, u32 b, u32 c) {
     return sum;
 }
 
-/// The same of F16 pairs.
+/// a · b + c of two F16 pairs, rounded once, to nearest even; subnormals are kept.
 __device__ __forceinline__ u32 fma_f16x2(u32 a, u32 b, u32 c) {
     u32 sum;
     asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
     return sum;
 }
 
-/// The larger of |a| and |b|; NaN if either is.
+/// The larger of |a| and |b|; NaN if either is NaN.
 __device__ __forceinline__ float max_magnitude(float a, float b) {
     float larger;
     asm("{\n"
@@ -78,22 +81,23 @@ __device__ __forceinline__ float max_magnitude(float a, float b) {
     return larger;
 }
 
-/// The same for each half of two BF16 pairs. The sign bits of the result are undefined.
+/// The larger magnitude in each half of two BF16 pairs; NaN if either is NaN. The sign bits of the
+/// result are undefined.
 __device__ __forceinline__ u32 max_magnitude_bf16x2(u32 a, u32 b) {
     u32 larger;
     asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
     return larger;
 }
 
-/// Both magnitudes of a BF16 pair. The hardware adds zero, so this does not use the integer-logic pipe. A NaN stays a
-/// NaN.
+/// The magnitudes of both values of a BF16 pair. The instruction adds zero to |x|, so it does not use the
+/// integer-logic pipe. A NaN stays a NaN.
 __device__ __forceinline__ u32 magnitudes_bf16x2(u32 pair) {
     u32 magnitudes;
     asm("abs.bf16x2 %0, %1;" : "=r"(magnitudes) : "r"(pair));
     return magnitudes;
 }
 
-/// The smaller of both unsigned 16-bit halves.
+/// The minimum in each of both unsigned 16-bit halves.
 __device__ __forceinline__ u32 min_u16x2(u32 a, u32 b) {
     u32 smaller;
     asm("min.u16x2 %0, %1, %2;" : "=r"(smaller) : "r"(a), "r"(b));
@@ -122,56 +126,59 @@ __device__ __forceinline__ u32 halves_mul_add(u32 a, u32 b, u32 c) {
     return sum;
 }
 
-/// x with its magnitude clamped to `limit`, a positive number; the sign stays.
+/// Clamps the magnitude of x to `limit`, a positive number, and keeps the sign.
 __device__ __forceinline__ float clamp_magnitude(float x, float limit) {
     float clamped;
     asm("min.xorsign.abs.f32 %0, %1, %2;" : "=f"(clamped) : "f"(x), "f"(limit));
     return clamped;
 }
 
-/// The same for both numbers of a BF16 pair.
+/// Clamps both values of a BF16 pair.
 __device__ __forceinline__ u32 clamp_magnitude_bf16x2(u32 x, u32 limit) {
     u32 clamped;
     asm("min.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(clamped) : "r"(x), "r"(limit));
     return clamped;
 }
 
-/// Two F32 to F16, nearest-even; `low` goes to the lower half.
+/// Converts two F32 values to F16, rounded to nearest even; `low` goes to the lower half.
 __device__ __forceinline__ u32 f16x2_from_f32(float low, float high) {
     u32 packed;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
     return packed;
 }
 
-/// a * b of two F16 pairs, nearest-even, subnormals kept.
+/// a * b of two F16 pairs, rounded to nearest even; subnormals are kept.
 __device__ __forceinline__ u32 mul_f16x2(u32 a, u32 b) {
     u32 product;
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
     return product;
 }
 
-/// Two F32 to E4M3, nearest-even, saturating at 448; NaN gives 0x7F. `low` goes to the lower byte.
+/// Converts two F32 values to E4M3, rounded to nearest even, saturating at 448; NaN gives 0x7F.
+/// `low` goes to the lower byte.
 __device__ __forceinline__ u16 e4m3x2_from_f32(float low, float high) {
     u16 packed;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
     return packed;
 }
 
-/// Two F32 to E5M2, nearest-even, saturating at 57344; NaN gives 0x7F. `low` goes to the lower byte.
+/// Converts two F32 values to E5M2, rounded to nearest even, saturating at 57344; NaN gives 0x7F.
+/// `low` goes to the lower byte.
 __device__ __forceinline__ u16 e5m2x2_from_f32(float low, float high) {
     u16 packed;
     asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
     return packed;
 }
 
-/// Two E4M3 to F16, exactly.
+/// Converts two E4M3 codes to F16, exactly.
 __device__ __forceinline__ u32 f16x2_from_e4m3x2(u16 pair) {
     u32 wide;
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(wide) : "h"(pair));
     return wide;
 }
 
-/// The lower two, or with kHigh the upper two, of four E4M3 codes to F16, exactly; one instruction.
+/// Converts the lower two (with kHigh the upper two) of four E4M3 codes to F16, exactly; one
+/// instruction.
 template <bool kHigh>
 __device__ __forceinline__ u32 f16x2_from_e4m3x4(u32 four) {
     u32 wide;
@@ -195,7 +202,8 @@ __device__ __forceinline__ u32 f16x2_from_e4m3x4(u32 four) {
     return wide;
 }
 
-/// Four F16 to E4M3, nearest-even, saturating; NaN gives 0x7F. Two instructions.
+/// Converts four F16 values to E4M3, rounded to nearest even, saturating; NaN gives 0x7F. The
+/// conversion takes two instructions.
 __device__ __forceinline__ u32 e4m3x4_from_f16x2(u32 lower, u32 upper) {
     u32 four;
     asm("{\n"
@@ -209,7 +217,8 @@ __device__ __forceinline__ u32 e4m3x4_from_f16x2(u32 lower, u32 upper) {
     return four;
 }
 
-/// sum + |a - b| of F16 pairs, each rounded to nearest even, subnormals kept.
+/// sum + |a - b| of F16 pairs; the difference and the sum are each rounded to nearest even, and
+/// subnormals are kept.
 __device__ __forceinline__ u32 add_distance_f16x2(u32 sum, u32 a, u32 b) {
     u32 out;
     asm("{\n"
@@ -223,7 +232,7 @@ __device__ __forceinline__ u32 add_distance_f16x2(u32 sum, u32 a, u32 b) {
     return out;
 }
 
-/// Two F16 to F32, exactly; the lower half first.
+/// Converts two F16 values to F32, exactly; the lower half comes first.
 __device__ __forceinline__ float2 f32x2_from_f16x2(u32 pair) {
     float2 two;
     asm("{\n"
@@ -254,14 +263,14 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
     return larger;
 }
 
-/// 2^x to within two units in the last place; a NaN stays NaN, subnormal results are 0.
+/// 2^x to within two units in the last place; a NaN stays NaN, and subnormal results become 0.
 __device__ __forceinline__ float exp2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
-/// 1 / x to within one unit in the last place, for normal x and 1 / x.
+/// 1 / x to within one unit in the last place, if x and 1 / x are normal.
 __device__ __forceinline__ float reciprocal_approx(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -1,12 +1,13 @@
-// Accesses to shared memory by address, where the compiler's order of accesses through pointers is not wanted.
+// Accesses to shared memory by address, for code that must not depend on the compiler's order of accesses
+// through pointers.
 #pragma once
 #include "ptx/types.cuh"
 
 namespace nib::ptx {
 
-/// Two F32 of a table that nobody writes any more, 8-byte aligned. The compiler may move this read across stores and
-/// barriers, unlike a read through a pointer. So `address` must be computed from something that was read after the
-/// barrier that ended the writing.
+/// Reads two F32 values of a table that is no longer written, 8-byte aligned. The compiler may move this read across
+/// stores and barriers, unlike a read through a pointer. So `address` must be computed from something that was read
+/// after the barrier that ended the writing.
 __device__ __forceinline__ float2 table_f32x2(u32 address) {
     float2 v;
     asm("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address));

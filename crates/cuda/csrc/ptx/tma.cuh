@@ -1,5 +1,5 @@
 // TMA, the Tensor Memory Accelerator: two-dimensional tiles. Coordinates are (fastest dimension, slowest dimension) in
-// elements; loads fill positions outside the tensor with zeros (and count their bytes), stores skip them.
+// elements. Loads fill positions outside the tensor with zeros (and count their bytes); stores skip such positions.
 #pragma once
 #include "ptx/mbarrier.cuh"
 #include "ptx/types.cuh"
@@ -10,7 +10,7 @@ __device__ __forceinline__ void tensor_map_prefetch(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-/// Loads one tile to this CTA's shared memory; completes on `barrier`.
+/// Loads one tile to this CTA's shared memory; `barrier` signals completion.
 __device__ __forceinline__ void tma_load(void* tile, const TensorMap& map, Barrier& barrier, int x, int y) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
@@ -19,7 +19,7 @@ __device__ __forceinline__ void tma_load(void* tile, const TensorMap& map, Barri
         : "memory");
 }
 
-/// The same for data that nobody will read again: the L2 evicts it first.
+/// Loads one tile that will not be read again: the L2 evicts it first.
 __device__ __forceinline__ void tma_load_once(void* tile, const TensorMap& map, Barrier& barrier, int x, int y) {
     asm volatile(
         "{\n"
@@ -32,7 +32,7 @@ __device__ __forceinline__ void tma_load_once(void* tile, const TensorMap& map, 
         : "memory");
 }
 
-/// The same for a stack of matrices (a three-dimensional map): one tile of matrix `matrix`.
+/// Loads one tile of matrix `matrix` of a stack of matrices (a three-dimensional map).
 __device__ __forceinline__ void tma_load(void* tile, const TensorMap& map, Barrier& barrier, int x, int y, int matrix) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(
@@ -42,14 +42,15 @@ __device__ __forceinline__ void tma_load(void* tile, const TensorMap& map, Barri
 }
 
 /// Copies `bytes` contiguous bytes, a multiple of 16, without a tensor map; both addresses are 16-byte aligned.
-/// Completes on `barrier`.
+/// `barrier` signals completion.
 __device__ __forceinline__ void bulk_load(void* to, const void* from, u32 bytes, Barrier& barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
                  "l"(from), "r"(bytes), "r"(shared_address(&barrier))
                  : "memory");
 }
 
-/// Loads one tile to the same place in every CTA of `cta_mask`, completing on the barrier at the same place of each.
+/// Loads one tile to the same address in every CTA of `cta_mask`; the barrier at the same address in each CTA
+/// signals completion.
 __device__ __forceinline__ void tma_load_multicast(void* tile, const TensorMap& map, Barrier& barrier, int x, int y,
                                                    u16 cta_mask) {
     asm volatile(
@@ -67,14 +68,16 @@ __device__ __forceinline__ void tma_store(const TensorMap& map, const void* tile
                  : "memory");
 }
 
-/// Adds the tile to memory: one addition per element, rounded to nearest even, done in the L2. Needs the same fence.
+/// Adds the tile to memory in the L2: one addition per element, rounded to nearest even. Ordinary stores to the tile
+/// must have been fenced with `fence_shared_to_async`.
 __device__ __forceinline__ void tma_add(const TensorMap& map, const void* tile, int x, int y, int matrix) {
     asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
                  "r"(shared_address(tile)), "r"(x), "r"(y), "r"(matrix)
                  : "memory");
 }
 
-/// Stores `bytes` contiguous bytes from shared memory, without a tensor map. Needs the same fence.
+/// Stores `bytes` contiguous bytes from shared memory, without a tensor map. Ordinary stores to
+/// these bytes must have been fenced with `fence_shared_to_async`.
 __device__ __forceinline__ void bulk_store(void* to, const void* from, u32 bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)),
                  "r"(bytes)
@@ -89,7 +92,7 @@ __device__ __forceinline__ void tma_store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-/// Waits until all of this thread's committed stores are done.
+/// Waits until all of this thread's committed stores are complete.
 __device__ __forceinline__ void tma_store_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 /// Orders this thread's ordinary writes to shared memory before later reads by TMA or the tensor cores.

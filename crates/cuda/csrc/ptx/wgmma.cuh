@@ -1,36 +1,37 @@
-// wgmma: the warpgroup's matrix product, operands in shared memory, F32 accumulators in registers.
+// wgmma: the warpgroup's matrix product, with operands in shared memory and F32 accumulators in registers.
 //
-// Accumulators of m64nN: warp w of the warpgroup holds rows 16w..16w+15. Lane l holds, for each 8 columns j,
-// d[4j], d[4j+1] at row l/4, columns 8j + 2(l%4) + {0, 1}, and d[4j+2], d[4j+3] at row l/4 + 8.
+// For the accumulators of m64nN, warp w of the warpgroup holds rows 16w..16w+15. For each group j of 8
+// columns, lane l holds d[4j] and d[4j+1] at row l/4, columns 8j + 2(l%4) + {0, 1}, and d[4j+2] and d[4j+3]
+// at row l/4 + 8.
 #pragma once
 #include "ptx/types.cuh"
 #include "ptx/wgmma_lists.cuh"
 
 namespace nib::ptx {
 
-/// Mask of an address within its CTA. In a cluster the bits above hold the CTA's rank, where a descriptor has other
-/// fields.
+/// Mask that keeps an address within its CTA. In a cluster, higher address bits hold the CTA's rank, but a
+/// descriptor has other fields there.
 constexpr u32 kWithinCta = (1 << 18) - 1;
 
-/// Low half of the descriptor of a K-major operand whose rows are 128 bytes, as TMA writes them with the 128-byte
-/// swizzle: atoms of 8 rows, 1024 bytes apart (the stride field). The leading-dimension field is not read for this
-/// layout. The tile starts at a multiple of 1024 bytes. Shared memory ends below 2^18, so adding bytes / 16 never
-/// carries out of the address field.
+/// The low half of the descriptor of a K-major operand whose rows are 128 bytes, as TMA writes them with the
+/// 128-byte swizzle. Eight rows form an atom, and atoms are 1024 bytes apart (the stride field). The hardware does
+/// not read the leading-dimension field for this layout. The tile starts at a multiple of 1024 bytes. Shared
+/// memory ends below 2^18, so adding bytes / 16 never carries out of the address field.
 __device__ __forceinline__ u32 wgmma_descriptor_low(u32 tile_address) {
     constexpr u32 kLeading = 1 << 16;
     return kLeading | (tile_address & kWithinCta) >> 4;
 }
 
-/// The whole descriptor: its high half is the same for every tile.
+/// The whole descriptor; its high half is the same for every tile.
 __device__ __forceinline__ u64 wgmma_descriptor(u32 low) {
     constexpr u64 kSwizzle128 = u64(1) << 62;
     constexpr u64 kAtomStride = u64(1024 >> 4) << 32;
     return kSwizzle128 | kAtomStride | u64(low);
 }
 
-/// Low half of the descriptor of an MN-major BF16 operand, whose contraction runs down the rows. TMA writes it in boxes
-/// of 64 elements (128 bytes) by as many rows as the stage is deep. Eight rows are an atom; the next 64 elements are
-/// `box_bytes` further.
+/// The low half of the descriptor of an MN-major BF16 operand, whose contraction goes down the rows. TMA writes this
+/// operand in boxes of 64 elements (128 bytes) by as many rows as the stage is deep. Eight rows form an atom; the next
+/// 64 elements are `box_bytes` further.
 __device__ __forceinline__ u32 wgmma_descriptor_low_transposed(u32 tile_address, u32 box_bytes) {
     return (box_bytes >> 4) << 16 | (tile_address & kWithinCta) >> 4;
 }
@@ -40,8 +41,8 @@ __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.a
 
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-/// Keeps the compiler from moving uses of the accumulators across this point: the compiler believes that a wgmma has
-/// finished once it is issued.
+/// Keeps the compiler from moving uses of the accumulators across this point. Without this function the compiler
+/// assumes that a wgmma has finished once it is issued.
 template <int kCount>
 __device__ __forceinline__ void wgmma_pin(float (&d)[kCount]) {
 #pragma unroll
@@ -57,7 +58,7 @@ __device__ __forceinline__ void wgmma_wait_until() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-/// An FP8 element.
+/// The type of an FP8 element.
 enum class Fp8 { kE4m3, kE5m2 };
 
 #define NIB_WGMMA_FP8(elements)                                    \
@@ -72,7 +73,7 @@ enum class Fp8 { kE4m3, kE5m2 };
         : NIB_REGISTERS_64                                         \
         : "l"(a), "l"(b), "r"(int(accumulate)))
 
-/// d = A·Bᵀ (+ d if `accumulate`), with these elements, 64 x 128 x 32.
+/// d = A·Bᵀ (+ d if `accumulate`) for FP8 elements of these types, 64 x 128 x 32.
 template <Fp8 kA, Fp8 kB>
 __device__ __forceinline__ void wgmma_m64n128k32_fp8(float (&d)[64], u64 a, u64 b, bool accumulate) {
     if constexpr (kA == Fp8::kE4m3 && kB == Fp8::kE4m3)

@@ -1,16 +1,16 @@
-//! Ranks on GPUs, one GPU each: collectives by NCCL's point-to-point messages.
+//! Ranks on GPUs, one GPU per rank: collectives by NCCL's point-to-point messages.
 //!
-//! * Only point-to-point messages of NCCL are used; all messages of a collective form one group. This crate sums over ranks itself, in
-//!   the tree order that all backends share, unless a run asks for NCCL's sums ([`Sums`]). So results do not depend on how NCCL splits a
-//!   collective.
-//! * NCCL's sums over the replicas of experts need a communicator of their own (`ncclCommSplit`): NCCL sums over all ranks of a
+//! * Only point-to-point messages of NCCL are used, and all messages of a collective form one group. This crate itself sums over ranks,
+//!   in the tree order that all backends share, unless a run requests NCCL's sums ([`Sums`]). So results do not depend on how NCCL
+//!   divides a collective.
+//! * NCCL's sums over the replicas of experts need a separate communicator (`ncclCommSplit`), because NCCL sums over all ranks of a
 //!   communicator, while messages go from any rank to any other.
-//! * A rank's communicators, along all axes, share one queue: a stream and one NCCL communicator of all ranks. So messages are in flight
-//!   in the same order on every rank. Events order the queue after the device's work and the device's work after the queue; the host
-//!   waits for neither.
-//! * Hosts meet, agree and fail through [`Peers`]. Before NCCL starts, they exchange the first rank's id, the versions of NCCL and the
-//!   UUIDs of the GPUs.
-//! * A thread that waits for the device may wait for messages of ranks that are gone. So a second thread watches: it aborts the NCCL
+//! * A rank's communicators, along all axes, share one queue: a stream and one NCCL communicator of all ranks. So every rank sends its
+//!   messages in the same order. Events order the queue after the device's work, and the device's work after the queue; the host waits
+//!   for neither.
+//! * Hosts synchronize, exchange values and report failures through [`Peers`]. Before NCCL starts, hosts exchange the first rank's id,
+//!   the versions of NCCL and the UUIDs of the GPUs.
+//! * A thread that waits for the device may be waiting for messages of ranks that have exited. So a second thread aborts the NCCL
 //!   communicator if a rank has failed, or if messages take longer than the deadline (`NIBBLE_EXCHANGE_DEADLINE`).
 //! * A rank's messages to itself are copies on the device's own stream.
 
@@ -32,10 +32,11 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// The version of the NCCL that is used, or why there is none. The first call looks for NCCL and loads it.
+/// The version of NCCL that is used, or why NCCL cannot be used. The first call searches for NCCL and
+/// loads it.
 ///
 /// # Errors
-/// A sentence that says what is missing.
+/// The error is a sentence that says what is missing.
 pub fn nccl_version() -> std::result::Result<Version, String> {
     Nccl::found().map(|nccl| nccl.version)
 }
@@ -43,21 +44,23 @@ pub fn nccl_version() -> std::result::Result<Version, String> {
 /// How gradients are summed over ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Sums {
-    /// By this crate, in the tree order of every backend: the CPU's bits, whatever the links.
+    /// By this crate, in the tree order of every backend. Results have the CPU's bits, whatever the
+    /// links between GPUs.
     #[default]
     Tree,
-    /// By NCCL, in an order that depends on its version, the GPUs and their links: bits are not reproducible.
+    /// By NCCL, in an order that depends on its version, the GPUs and the links between them. Bits are not
+    /// reproducible.
     Nccl,
 }
 
-/// A rank's communicator among ranks that have a GPU each.
+/// A rank's communicator among ranks on GPUs, with one GPU per rank.
 pub struct NcclComm {
     queue: Arc<Queue>,
-    /// The ranks that NCCL sums over; `None` if it does not sum.
+    /// The ranks over which NCCL sums; `None` if NCCL does not sum.
     sums: Option<Over>,
-    /// These ranks' numbers among all ranks.
+    /// The numbers of the communicator's ranks among all ranks.
     members: Vec<usize>,
-    /// This rank's number within `members`.
+    /// This rank's index in `members`.
     rank: usize,
     peers: Arc<dyn Peers>,
 }
@@ -69,12 +72,12 @@ impl Debug for NcclComm {
 }
 
 impl NcclComm {
-    /// A rank's communicators along the axes of a mesh; `peers` connects the hosts of its ranks. Waits for all of them. Messages that take
-    /// longer than `deadline` fail the run, and the rank stops.
+    /// Creates a rank's communicators along the axes of a mesh; `peers` connects the hosts of its ranks. The call waits for all ranks of
+    /// the mesh. Messages that take longer than `deadline` fail the run, and the rank stops.
     ///
     /// # Errors
-    /// [`Error::Device`] where there is no NCCL to use; [`Error::Comm`] where two ranks have the same GPU or different versions of NCCL, and where
-    /// a rank fails.
+    /// [`Error::Device`] if NCCL cannot be used; [`Error::Comm`] if two ranks have the same GPU or different versions of NCCL, or if a rank
+    /// fails.
     pub fn mesh<P: Peers + Clone + 'static>(
         cuda: &Cuda,
         shape: MeshShape,
@@ -101,11 +104,11 @@ impl NcclComm {
         })
     }
 
-    /// Leaves the mesh, along all axes. Each rank calls this when its work is done. A rank whose work has failed does not call it: dropping
-    /// the communicator then aborts messages in flight and waits for nobody.
+    /// Leaves the mesh along all axes. Each rank calls this function when its work is done. A rank whose work has failed does not call
+    /// `leave`. Dropping the communicator then aborts messages in flight, without waiting.
     ///
     /// # Errors
-    /// [`Error::Comm`] where another rank fails meanwhile.
+    /// [`Error::Comm`] if another rank fails in the meantime.
     pub fn leave(&self) -> Result<()> {
         self.queue.leave()
     }
@@ -114,7 +117,8 @@ impl NcclComm {
         Error::Comm { call, rank: self.rank, why }
     }
 
-    /// Runs a collective. An error fails the whole run, so that no other rank waits for this one.
+    /// Runs the function `work` of a collective. An error fails the whole run, so that no other
+    /// rank waits for this rank.
     fn collective<T>(&self, b: &Cuda, call: &'static str, work: impl FnOnce() -> Result<T>) -> Result<T> {
         let is_same = b.device().is_same(self.queue.device());
         let of_another = || {
@@ -125,7 +129,8 @@ impl NcclComm {
         done.inspect_err(|error| self.peers.abort(&error.to_string()))
     }
 
-    /// One message to or from each of these ranks: consecutive parts of a buffer, with `bytes(rank)` bytes each.
+    /// One message to or from each of these ranks. The messages are consecutive parts of a buffer, with
+    /// `bytes(rank)` bytes each.
     fn in_order(&self, of: &Buffer<u8>, bytes: impl Fn(usize) -> usize) -> Vec<Message> {
         let mut address = of.address();
         let message = |(rank, peer): (usize, &usize)| {
@@ -136,12 +141,12 @@ impl NcclComm {
         self.members.iter().enumerate().map(message).collect()
     }
 
-    /// A message with the same bytes for each of these ranks.
+    /// One message with the same bytes to each of these ranks.
     fn to_all(&self, address: u64, bytes: usize) -> Vec<Message> {
         self.members.iter().map(|peer| Message { peer: *peer, address, bytes }).collect()
     }
 
-    /// The values of all ranks, concatenated.
+    /// Concatenates the values of all ranks.
     fn gathered<T: Plain>(&self, b: &Cuda, call: &'static str, values: &Buf<T>) -> Result<Buf<T>> {
         self.collective(b, call, || {
             let bytes = values.get().bytes();
@@ -151,17 +156,18 @@ impl NcclComm {
             let into = self.in_order(&all.in_place().reinterpreted()?, |_| bytes);
             let sent = self.to_all(values.get().address(), bytes);
             // SAFETY: `sent` lies within `values`, and `into` is one part of `all` for each rank; both buffers live until the messages are
-            // joined, here, and `all` is new.
+            // joined in this function, and `all` is new.
             unsafe { self.queue.send(call, &sent, &into) }?.join()?;
             Ok(all)
         })
     }
 }
 
-/// Sums in flight. Fields are dropped in order: the messages are joined before their memory is freed.
+/// Sums that are in flight. Fields are dropped in order, so the messages are joined before their
+/// memory is freed.
 struct SumsUnderWay {
     sent: Sent,
-    /// What arrives for each sum: this rank's part of every rank's values; empty where NCCL sums.
+    /// Received values of each sum: this rank's part of every rank's values; empty if NCCL sums.
     came: Vec<Buf<f32>>,
     sums: Vec<TreeSum<Cuda>>,
 }
@@ -189,7 +195,8 @@ impl SumsUnderWay {
     }
 }
 
-/// Bytes in flight. Fields are dropped in order: the messages are joined before their memory is freed.
+/// Bytes that are in flight. Fields are dropped in order, so the messages are joined before their
+/// memory is freed.
 struct BytesUnderWay {
     sent: Sent,
     from: Buf<u8>,
@@ -249,8 +256,8 @@ impl Comm<Cuda> for NcclComm {
             }
             let received = self.in_order(into.make_mut()?, |rank| recv_rows[rank] * row_bytes);
             let sent = self.in_order(send.get(), |rank| send_rows[rank] * row_bytes);
-            // SAFETY: all rows are within their buffers, checked above, and what is written has no other handle. The transfer owns both, and joins
-            // the messages before it gives either back.
+            // SAFETY: all rows are within their buffers (checked above), and the received buffer has no other handle. The transfer owns
+            // both buffers, and joins the messages before it returns either.
             unsafe { self.queue.send(CALL, &sent, &received) }
         })?;
         let rows = BytesUnderWay { sent, from: send, into };
@@ -286,8 +293,8 @@ impl Comm<Cuda> for NcclComm {
                     };
                     of_ranks.extend(parts.iter().enumerate().map(sum));
                 }
-                // SAFETY: all parts are within their buffers, checked above, and what is written has no other handle. The transfer owns them all, and
-                // joins the sums before it gives any back.
+                // SAFETY: all parts are within their buffers (checked above), and the buffers written to have no other handle. The transfer
+                // owns all buffers, and joins the sums before it returns any of them.
                 return Ok((unsafe { self.queue.reduce(CALL, over, &of_ranks) }?, came));
             }
             let (mut sent, mut received) = (Vec::new(), Vec::new());
@@ -301,8 +308,8 @@ impl Comm<Cuda> for NcclComm {
                 }
                 came.push(of_ranks);
             }
-            // SAFETY: all parts are within their buffers, checked above; those received are new. The transfer owns them all, and joins the messages
-            // before it gives any back.
+            // SAFETY: all parts are within their buffers (checked above), and the buffers for received parts are new. The transfer owns all
+            // buffers, and joins the messages before it returns any of them.
             Ok((unsafe { self.queue.send(CALL, &sent, &received) }?, came))
         })?;
         let sums = SumsUnderWay { sent, came, sums };
@@ -341,8 +348,9 @@ impl Comm<Cuda> for NcclComm {
             let received = self.members.iter().zip(parts);
             let received: Vec<_> =
                 received.flat_map(|(peer, part)| part.iter().map(|range| message(*peer, range))).collect();
-            // SAFETY: all ranges are within their buffers, checked above, and what is written has no other handle. The transfer owns both, and joins the
-            // messages before it gives either back. Ranges of two ranks do not overlap, as a place has one owner.
+            // SAFETY: all ranges are within their buffers (checked above), and the received buffer has no other handle. The transfer owns
+            // both buffers, and joins the messages before it returns either. Ranges of two ranks do not overlap, because each place has one
+            // owner.
             unsafe { self.queue.send(CALL, &sent, &received) }
         })?;
         let parts = BytesUnderWay { sent, from: mine, into };
@@ -357,7 +365,7 @@ impl Comm<Cuda> for NcclComm {
         self.gathered(b, "all_gather_f64", values)
     }
 
-    /// Among the hosts: the devices may still have work in flight.
+    /// This barrier synchronizes the hosts; the devices may still have work in flight.
     fn barrier(&self) -> Result<()> {
         self.peers.gather(&[]).map(drop)
     }
@@ -370,7 +378,8 @@ impl Comm<Cuda> for NcclComm {
         self.peers.check()
     }
 
-    /// Includes the messages' own transfer time: the device cannot tell it from waiting.
+    /// The time that ranks wait includes the transfer time of the messages, because the device
+    /// cannot distinguish it from waiting.
     fn waited(&self) -> Duration {
         self.peers.waited() + self.queue.busy()
     }

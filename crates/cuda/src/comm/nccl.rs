@@ -1,7 +1,7 @@
 //! Bindings to the functions of NCCL that this crate calls. The library is loaded on first use.
 //!
-//! Functions are looked up here and not by `cudarc`, which only knows the name `libnccl.so`: development packages have that name, and
-//! installed runtime packages have `libnccl.so.2`.
+//! Functions are looked up here and not by `cudarc`, because `cudarc` only knows the name `libnccl.so`. Development packages install
+//! that name, but runtime packages install `libnccl.so.2`.
 
 use libloading::Library;
 use nibble_core::{Error, Result};
@@ -15,12 +15,12 @@ pub(super) struct Opaque {
     _private: [u8; 0],
 }
 
-/// `ncclComm_t`.
+/// The type `ncclComm_t`.
 pub(super) type Handle = *mut Opaque;
-/// `cudaStream_t`, which is a `CUstream`.
+/// The type `cudaStream_t`, which is a `CUstream`.
 type Stream = *mut c_void;
 
-/// `ncclUniqueId`, by which the ranks of a communicator find each other.
+/// The type `ncclUniqueId`, by which the ranks of a communicator find each other.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(super) struct UniqueId(pub [u8; UniqueId::BYTES]);
@@ -29,33 +29,34 @@ impl UniqueId {
     pub const BYTES: usize = 128;
 }
 
-/// `ncclUint8`.
+/// The value of `ncclUint8`.
 const BYTES_TYPE: c_int = 1;
 
-/// `ncclFloat32`, and `ncclSum`.
+/// The values of `ncclFloat32` and `ncclSum`.
 const SUM_OF_F32: (c_int, c_int) = (7, 0);
 
-/// The oldest version that is accepted: every call made here exists in it, and older versions were not tested.
+/// The oldest version of NCCL that is accepted. NCCL 2.18 has every function that is called here; older
+/// versions were not tested.
 const OLDEST: Version = Version { major: 2, minor: 18, patch: 0 };
 
-/// The library's version.
+/// A version of NCCL.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Version {
-    /// 2.
+    /// The first number of the version, such as 2.
     pub major: u32,
-    /// 28, say.
+    /// The second number of the version, such as 28.
     pub minor: u32,
-    /// The last part.
+    /// The last number of the version.
     pub patch: u32,
 }
 
 impl Version {
-    /// The version that the library writes as `code`: 22809 for 2.28.9.
+    /// The version that NCCL encodes as `code`: 22809 is 2.28.9.
     fn of_code(code: u32) -> Self {
         Self { major: code / 10_000, minor: code / 100 % 100, patch: code % 100 }
     }
 
-    /// The library's number for this version.
+    /// The number by which NCCL encodes this version.
     pub fn code(self) -> u32 {
         10_000 * self.major + 100 * self.minor + self.patch
     }
@@ -67,9 +68,9 @@ impl fmt::Display for Version {
     }
 }
 
-/// The library's functions. It stays loaded for the life of the process.
+/// The functions of NCCL. The library stays loaded for the life of the process.
 pub(super) struct Nccl {
-    /// Its version.
+    /// The version of the loaded library.
     pub version: Version,
     error_text: unsafe extern "C" fn(c_int) -> *const c_char,
     last_error: unsafe extern "C" fn(Handle) -> *const c_char,
@@ -92,7 +93,8 @@ impl fmt::Debug for Nccl {
     }
 }
 
-/// One message of a group: bytes in device memory, and the rank that they go to or come from.
+/// One message of a group: bytes in device memory, and the rank to which they are sent or from
+/// which they are received.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Message {
     pub peer: usize,
@@ -104,15 +106,15 @@ pub(super) struct Message {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Sum {
     pub from: u64,
-    /// Read only by the rank that receives the sum.
+    /// Address of the result; only the rank that receives the sum reads this field.
     pub to: u64,
     pub values: usize,
-    /// The receiving rank, by its number in the communicator.
+    /// The number of the receiving rank in the communicator.
     pub rank: usize,
 }
 
 impl Nccl {
-    /// The library, or why there is none to use.
+    /// The loaded library, or why it cannot be used.
     pub fn found() -> std::result::Result<&'static Self, String> {
         static NCCL: OnceLock<std::result::Result<Nccl, String>> = OnceLock::new();
         NCCL.get_or_init(Self::load).as_ref().map_err(Clone::clone)
@@ -122,7 +124,7 @@ impl Nccl {
         let named = crate::env::nccl();
         let mut tried = String::new();
         let mut open = |place: &std::ffi::OsStr| {
-            // SAFETY: loading NCCL runs its initialisers, which are made for that.
+            // SAFETY: loading NCCL runs its initialisers, which are safe to run.
             unsafe { Library::new(place) }.inspect_err(|why| tried = why.to_string()).ok()
         };
         let library = match &named {
@@ -150,7 +152,7 @@ impl Nccl {
         }
         let version: unsafe extern "C" fn(*mut c_int) -> c_int = call(library, "ncclGetVersion")?;
         let mut code = 0;
-        // SAFETY: writes one int.
+        // SAFETY: the call writes one int.
         unsafe { version(&mut code) };
         let version = Version::of_code(code.max(0) as u32);
         if version < OLDEST {
@@ -173,14 +175,14 @@ impl Nccl {
         })
     }
 
-    /// Turns a return code into a result.
+    /// Converts a return code of NCCL to a result.
     fn answer(&self, call: &str, handle: Handle, code: c_int) -> Result<()> {
         match code {
             0 => Ok(()),
             _ => {
-                // SAFETY: takes any code; gives a string that lives for ever.
+                // SAFETY: the function accepts any code and returns a string that is never freed.
                 let mut why = text(unsafe { (self.error_text)(code) });
-                // SAFETY: a handle that is alive, or null, which stands for none; the string lives until the next call of this thread.
+                // SAFETY: the handle is alive or null (no communicator); the string lives until this thread's next call.
                 let more = text(unsafe { (self.last_error)(handle) });
                 if !more.is_empty() {
                     why += &format!(": {more}");
@@ -192,26 +194,27 @@ impl Nccl {
 
     pub fn unique_id(&self) -> Result<UniqueId> {
         let mut id = UniqueId([0; UniqueId::BYTES]);
-        // SAFETY: writes the id.
+        // SAFETY: the call writes the id.
         let code = unsafe { (self.unique_id)(&mut id) };
         self.answer("ncclGetUniqueId", std::ptr::null_mut(), code).map(|_| id)
     }
 
-    /// A communicator on the device whose context is current. Waits for all ranks, without a time limit.
+    /// Creates a communicator on the device whose context is current. The call waits for all ranks,
+    /// without a time limit.
     pub fn begin(&self, id: UniqueId, rank: usize, world: usize) -> Result<Handle> {
         let mut handle = std::ptr::null_mut();
-        // SAFETY: writes the handle.
+        // SAFETY: the call writes the handle.
         let code = unsafe { (self.init)(&mut handle, world as c_int, id, rank as c_int) };
         self.answer("ncclCommInitRank", handle, code).map(|()| handle)
     }
 
-    /// The asynchronous error of a communicator, if there is one.
+    /// Returns the asynchronous error of a communicator, if there is one.
     ///
     /// # Safety
-    /// The handle is alive.
+    /// The handle must be alive.
     pub unsafe fn check(&self, handle: Handle) -> Result<()> {
         let mut state = 0;
-        // SAFETY: as the caller says; writes one code.
+        // SAFETY: the caller guarantees the handle; the call writes one code.
         let code = unsafe { (self.async_error)(handle, &mut state) };
         self.answer("ncclCommGetAsyncError", handle, code)?;
         self.answer("messages", handle, state)
@@ -220,8 +223,8 @@ impl Nccl {
     /// Issues messages on a stream, as one group.
     ///
     /// # Safety
-    /// The handle is alive and its device's context current. All memory is of that device, alive, and used by nobody else until the stream
-    /// has passed the messages.
+    /// The handle must be alive, and its device's context current. All memory must be on that device and alive, and must not be used by
+    /// other work until the stream has passed the messages.
     pub unsafe fn exchange(
         &self,
         handle: Handle,
@@ -230,13 +233,13 @@ impl Nccl {
     ) -> Result<()> {
         self.grouped(handle, |first| {
             for Message { peer, address, bytes } in sent {
-                // SAFETY: as the caller says.
+                // SAFETY: the caller guarantees the handle and the memory.
                 let code =
                     unsafe { (self.send)(*address as _, *bytes, BYTES_TYPE, *peer as c_int, handle, stream) };
                 first(self.answer("ncclSend", handle, code));
             }
             for Message { peer, address, bytes } in received {
-                // SAFETY: as the caller says.
+                // SAFETY: the caller guarantees the handle and the memory.
                 let code = unsafe {
                     (self.receive)(*address as _, *bytes, BYTES_TYPE, *peer as c_int, handle, stream)
                 };
@@ -248,12 +251,12 @@ impl Nccl {
     /// Issues sums on a stream, as one group. Every rank of the communicator issues the same sums.
     ///
     /// # Safety
-    /// As [`Nccl::exchange`].
+    /// The conditions are those of [`Nccl::exchange`].
     pub unsafe fn reduce(&self, handle: Handle, stream: Stream, sums: &[Sum]) -> Result<()> {
         let (of, by) = SUM_OF_F32;
         self.grouped(handle, |first| {
             for Sum { from, to, values, rank } in sums.iter().filter(|sum| sum.values > 0) {
-                // SAFETY: as the caller says.
+                // SAFETY: the caller guarantees the handle and the memory.
                 let code = unsafe {
                     (self.reduce)(*from as _, *to as _, *values, of, by, *rank as c_int, handle, stream)
                 };
@@ -262,35 +265,37 @@ impl Nccl {
         })
     }
 
-    /// Makes calls as one group and returns the first error. The group is always ended, also after a failed call.
+    /// Makes calls as one group and returns the first error. The group is always ended, even after a failed call.
     fn grouped(&self, handle: Handle, calls: impl FnOnce(&mut dyn FnMut(Result<()>))) -> Result<()> {
-        // SAFETY: takes nothing.
+        // SAFETY: the call has no arguments.
         self.answer("ncclGroupStart", handle, unsafe { (self.group_start)() })?;
         let mut first = Ok(());
         calls(&mut |done| first = std::mem::replace(&mut first, Ok(())).and(done));
-        // SAFETY: takes nothing; a group was begun.
+        // SAFETY: the call has no arguments; a group was started.
         let ended = self.answer("ncclGroupEnd", handle, unsafe { (self.group_end)() });
         first.and(ended)
     }
 
-    /// The communicator of the ranks that give the same `group`, in the order of `rank`. Waits for all ranks.
+    /// Creates the communicator of the ranks that pass the same `group`, in the order of `rank`. The call
+    /// waits for all ranks.
     ///
     /// # Safety
-    /// The handle is alive and its device's context current.
+    /// The handle must be alive, and its device's context current.
     pub unsafe fn split(&self, handle: Handle, group: usize, rank: usize) -> Result<Handle> {
         let mut part = std::ptr::null_mut();
-        // SAFETY: as the caller says; writes the handle. Without settings of its own it has those of the communicator that it is a part of.
+        // SAFETY: the caller guarantees the handle; the call writes the new handle. Without its own settings the new communicator takes
+        // those of its parent.
         let code =
             unsafe { (self.split)(handle, group as c_int, rank as c_int, &mut part, std::ptr::null_mut()) };
         self.answer("ncclCommSplit", handle, code).map(|()| part)
     }
 
-    /// Aborts a communicator and everything that it has in flight; the device goes on.
+    /// Aborts a communicator and all of its operations in flight; the device continues.
     ///
     /// # Safety
-    /// The handle is alive, and not used after this.
+    /// The handle must be alive, and must not be used afterwards.
     pub unsafe fn abort(&self, handle: Handle) {
-        // SAFETY: as the caller says. An error has nobody to go to.
+        // SAFETY: the caller guarantees the handle. An error here cannot be reported.
         unsafe { (self.abort)(handle) };
     }
 }
@@ -299,7 +304,7 @@ fn text(text: *const c_char) -> String {
     if text.is_null() {
         return String::new();
     }
-    // SAFETY: the library's texts end with a zero.
+    // SAFETY: NCCL's strings end with a zero byte.
     unsafe { CStr::from_ptr(text) }.to_string_lossy().trim().to_owned()
 }
 

@@ -1,4 +1,4 @@
-//! The queue on which a rank's messages travel: a stream of its own, NCCL's communicator of all ranks, and a watcher thread.
+//! The queue of a rank's messages: a separate stream, NCCL's communicator of all ranks, and a watcher thread.
 
 use crate::Device;
 use crate::comm::Sums;
@@ -14,10 +14,10 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// How often the watcher looks whether another rank has failed.
+/// How often the watcher checks whether another rank has failed.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
-/// A rank's queue of messages. All communicators of a rank share one queue, so messages are in flight in the same order on every rank.
+/// A rank's queue of messages. All communicators of a rank share one queue, so every rank sends its messages in the same order.
 pub(super) struct Queue {
     inner: Arc<Inner>,
     watcher: Option<JoinHandle<()>>,
@@ -27,7 +27,7 @@ struct Inner {
     nccl: &'static Nccl,
     device: Device,
     stream: sys::CUstream,
-    /// The communicators; `None` once they were aborted.
+    /// The communicators; `None` after they were aborted.
     handles: Mutex<Option<Handles>>,
     peers: Arc<dyn Peers>,
     under_way: Mutex<VecDeque<UnderWay>>,
@@ -38,16 +38,16 @@ struct Inner {
     over: Condvar,
 }
 
-// SAFETY: the stream is a driver's handle, used with the context current.
+// SAFETY: the stream is a driver handle that is used with the context current.
 unsafe impl Send for Inner {}
-// SAFETY: as above; what is mutable is behind a mutex or atomic.
+// SAFETY: the stream is a driver handle, and mutable state is behind a mutex or atomic.
 unsafe impl Sync for Inner {}
 
-/// The ranks that NCCL sums over.
+/// The ranks over which NCCL sums.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Over {
     All,
-    /// Those with the same experts.
+    /// The ranks with the same experts.
     Replicas,
 }
 
@@ -55,25 +55,27 @@ pub(super) enum Over {
 #[derive(Clone, Copy)]
 struct Handles {
     all: Handle,
-    /// The ranks with the same experts; `None` unless NCCL sums over them and they are not all ranks.
+    /// The ranks with the same experts; `None` if NCCL does not sum over these ranks, or if they are
+    /// all ranks.
     replicas: Option<Handle>,
 }
 
-// SAFETY: the library's communicators may be used from any thread, by one at a time: they are behind a mutex.
+// SAFETY: NCCL's communicators may be used from any thread, but only by one thread at a time; a mutex ensures
+// this.
 unsafe impl Send for Handles {}
 
 impl Handles {
     /// # Safety
-    /// They are alive, and not used after this.
+    /// The communicators must be alive, and must not be used afterwards.
     unsafe fn abort(self, nccl: &Nccl) {
         for handle in self.replicas.into_iter().chain([self.all]) {
-            // SAFETY: as the caller says.
+            // SAFETY: the caller guarantees the handles.
             unsafe { nccl.abort(handle) };
         }
     }
 }
 
-/// Messages that the device has not passed yet.
+/// Messages that are still in flight on the device.
 struct UnderWay {
     call: &'static str,
     began: Event,
@@ -81,7 +83,8 @@ struct UnderWay {
     issued: Instant,
 }
 
-/// Messages on the queue. The device's own work runs concurrently until they are [joined](Sent::join).
+/// Messages that were issued on the queue. The device's own work runs concurrently until the messages
+/// are [joined](Sent::join).
 #[must_use = "what is written by others is there once it is joined"]
 pub(super) struct Sent {
     inner: Arc<Inner>,
@@ -95,7 +98,8 @@ impl fmt::Debug for Queue {
 }
 
 impl Queue {
-    /// Meets the other ranks of the mesh. Messages that take longer than `deadline` fail the run.
+    /// Connects to the other ranks of the mesh. Messages that take longer than `deadline` fail the
+    /// run.
     pub fn new(
         device: &Device,
         (peers, shape): (Arc<dyn Peers>, MeshShape),
@@ -121,7 +125,7 @@ impl Queue {
             is_over: Mutex::new(false),
             over: Condvar::new(),
         });
-        // From here on dropping it gives everything back.
+        // From here on, dropping `queue` releases all resources.
         let mut queue = Self { inner: inner.clone(), watcher: None };
         let started = std::thread::Builder::new().name("nccl".into()).spawn(move || inner.watch());
         queue.watcher = Some(started.map_err(Error::not_started)?);
@@ -138,23 +142,23 @@ impl Queue {
         Duration::from_nanos(self.inner.busy.load(Ordering::Relaxed))
     }
 
-    /// Ends the queue: waits until the messages of all ranks have arrived, as other ranks may read this rank's memory until then. A queue
-    /// that is dropped without this call ends at once and waits for nobody.
+    /// Ends the queue. The call waits until the messages of all ranks have arrived, because other ranks may read this rank's memory until
+    /// then. A queue that is dropped without this call ends at once, without waiting.
     pub fn leave(&self) -> Result<()> {
         let inner = &self.inner;
         inner.device.stream()?;
-        // SAFETY: the stream is there until the queue is dropped.
+        // SAFETY: the stream exists until the queue is dropped.
         named("cuStreamSynchronize", unsafe { result::stream::synchronize(inner.stream) })?;
         inner.peers.gather(&[])?;
         inner.abort();
         Ok(())
     }
 
-    /// Issues messages after everything issued on the device so far. A rank's messages to itself are copies on the device's own stream.
+    /// Issues messages after all work issued on the device so far. A rank's messages to itself are copies on the device's own stream.
     ///
     /// # Safety
-    /// All memory is of this device. Until the messages are joined, nobody writes what is sent or uses what is received, and the memory is
-    /// not freed. Nothing overlaps what is received.
+    /// All memory must be on this device. Until the messages are joined, memory that is sent must not be written, memory that is received
+    /// must not be used, and no such memory may be freed. Memory that is received must not overlap other memory of the messages.
     pub unsafe fn send(&self, call: &'static str, sent: &[Message], received: &[Message]) -> Result<Sent> {
         let inner = &self.inner;
         let me = inner.peers.rank();
@@ -166,37 +170,41 @@ impl Queue {
         let under_way = if sent.is_empty() && received.is_empty() {
             Sent { inner: inner.clone(), ended: None }
         } else {
-            // SAFETY: the handle is alive and the context current; the rest as the caller says.
+            // SAFETY: the handle is alive and the context is current; the caller guarantees the
+            // memory.
             inner.queued(call, |Handles { all, .. }| unsafe {
                 inner.nccl.exchange(all, inner.stream.cast(), (&sent, &received))
             })?
         };
-        // On the device's own stream, not on the queue: the device would often have to wait for the queue.
+        // The copy is issued on the device's own stream and not on the queue, because the device would
+        // often have to wait for the queue.
         let stream = inner.device.stream()?;
         for (from, to) in own_sent.into_iter().zip(own_received) {
-            // SAFETY: as the caller says.
+            // SAFETY: the caller guarantees both ranges.
             let copied = unsafe { result::memcpy_dtod_async(to.address, from.address, from.bytes, stream) };
             named("cuMemcpyDtoDAsync", copied)?;
         }
         Ok(under_way)
     }
 
-    /// Issues sums by NCCL, in its own order, after everything issued on the device so far.
+    /// Issues sums by NCCL, in NCCL's own order, after all work issued on the device so far.
     ///
     /// # Safety
-    /// As [`Queue::send`]. The queue was made for [`Sums::Nccl`].
+    /// The conditions are those of [`Queue::send`]. The queue must have been created for
+    /// [`Sums::Nccl`].
     pub unsafe fn reduce(&self, call: &'static str, over: Over, sums: &[Sum]) -> Result<Sent> {
         let inner = &self.inner;
         inner.queued(call, |Handles { all, replicas }| {
             let handle = replicas.filter(|_| over == Over::Replicas).unwrap_or(all);
-            // SAFETY: the handle is alive and the context current; the rest as the caller says.
+            // SAFETY: the handle is alive and the context is current; the caller guarantees the
+            // memory.
             unsafe { inner.nccl.reduce(handle, inner.stream.cast(), sums) }
         })
     }
 }
 
 impl Sent {
-    /// Orders everything issued on the device from here on after the messages.
+    /// Orders all later work of the device after the messages.
     pub fn join(mut self) -> Result<()> {
         self.joined()
     }
@@ -211,7 +219,8 @@ impl Sent {
 
 impl Drop for Sent {
     fn drop(&mut self) {
-        // Memory freed after this is reused only after the messages. An error here means that the device is lost.
+        // Memory that is freed after this call is reused only after the messages. An error here means that the
+        // device is lost.
         let _ = self.joined();
     }
 }
@@ -228,7 +237,7 @@ impl Drop for Queue {
         *lock(&inner.is_over) = true;
         inner.over.notify_all();
         if let Some(watcher) = self.watcher.take() {
-            // The watcher has no panic of its own to report.
+            // The watcher never panics, so there is nothing to report.
             let _ = watcher.join();
         }
     }
@@ -237,7 +246,8 @@ impl Drop for Queue {
 impl Drop for Inner {
     fn drop(&mut self) {
         if self.device.stream().is_ok() {
-            // SAFETY: created with the queue and destroyed once; what is on it goes on.
+            // SAFETY: the stream was created with the queue and is destroyed once; work that is
+            // already on it continues.
             let _ = unsafe { result::stream::destroy(self.stream) };
         }
     }
@@ -255,15 +265,16 @@ impl Inner {
         Error::Comm { call, rank: self.rank(), why: why.to_owned() }
     }
 
-    /// Aborts the communicators, if they are still there.
+    /// Aborts the communicators, if they still exist.
     fn abort(&self) {
         if let Some(handles) = lock(&self.handles).take() {
-            // SAFETY: taken out of their place: nobody uses them after this.
+            // SAFETY: the handles were taken out of the mutex, so nothing uses them afterwards.
             unsafe { handles.abort(self.nccl) };
         }
     }
 
-    /// Calls `work` with the communicators. If they were aborted, some rank has failed, which is the error.
+    /// Calls `work` with the communicators. If the communicators were aborted, then some rank has failed,
+    /// and that failure is the error.
     fn with_handles<T>(&self, call: &'static str, work: impl FnOnce(Handles) -> Result<T>) -> Result<T> {
         match &*lock(&self.handles) {
             Some(handles) => work(*handles),
@@ -274,7 +285,7 @@ impl Inner {
         }
     }
 
-    /// Issues messages on the queue, after everything issued on the device so far.
+    /// Issues messages on the queue, after all work issued on the device so far.
     fn queued(
         self: &Arc<Self>,
         call: &'static str,
@@ -298,7 +309,7 @@ impl Inner {
     }
 
     /// Runs until the queue is dropped: aborts the communicators if a rank fails, or if messages take too long. A thread that waits for the
-    /// device cannot do that, as it may be waiting for messages of ranks that are gone.
+    /// device cannot do this, because it may be waiting for messages of ranks that have exited.
     fn watch(&self) {
         let mut is_over = lock(&self.is_over);
         while !*is_over {
@@ -316,13 +327,14 @@ impl Inner {
         if self.peers.check().is_err() {
             return self.abort();
         }
-        // An error here means that the device is lost; whoever waits for the device learns it.
+        // An error here means that the device is lost; the thread that waits for the device reports
+        // it.
         if self.device.stream().is_err() {
             return;
         }
         let state = self.with_handles("nccl", |handles| {
             let mut all = handles.replicas.into_iter().chain([handles.all]);
-            // SAFETY: the handles are alive while their place is locked.
+            // SAFETY: the handles are alive while the mutex is locked.
             Ok(all.try_for_each(|handle| unsafe { self.nccl.check(handle) }))
         });
         if let Ok(Err(error)) = state {
@@ -351,12 +363,12 @@ fn late_messages(deadline: Duration) -> String {
     format!("messages have not arrived within {} s: a rank does not go on", deadline.as_secs())
 }
 
-/// A high-priority stream, whose kernels are scheduled before the CTAs of other streams that wait for a multiprocessor. Otherwise messages
-/// would only start after the products that should hide them. For the current context.
+/// Creates a high-priority stream, whose kernels are scheduled before waiting CTAs of other streams. Otherwise messages would start only
+/// after the GEMMs that are meant to hide them. The stream belongs to the current context.
 fn urgent_stream() -> Result<sys::CUstream> {
     let (mut least, mut greatest, mut stream) = (0, 0, std::ptr::null_mut());
     let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
-    // SAFETY: each call writes what it is given places for.
+    // SAFETY: each call writes only to the given places.
     unsafe {
         check("cuCtxGetStreamPriorityRange", sys::cuCtxGetStreamPriorityRange(&mut least, &mut greatest))?;
         check("cuStreamCreateWithPriority", sys::cuStreamCreateWithPriority(&mut stream, flags, greatest))?;
@@ -364,11 +376,11 @@ fn urgent_stream() -> Result<sys::CUstream> {
     Ok(stream)
 }
 
-/// The first meeting of all ranks in NCCL.
+/// The first connection of all ranks in NCCL.
 ///
-/// The communicator is a blocking one. For a non-blocking communicator NCCL starts a thread for each group of messages: a small message
-/// then took 113 µs instead of 24 µs (NCCL 2.28). A blocking call waits for another rank only until the two have connected. So a separate
-/// thread creates the communicator and connects all pairs. If a rank fails meanwhile, that thread is left behind.
+/// The communicator is blocking. For a non-blocking communicator NCCL starts a thread for each group of messages: a small message then
+/// took 113 µs instead of 24 µs (NCCL 2.28). A blocking call waits for another rank only until the two have connected. So a separate
+/// thread creates the communicator and connects all pairs of ranks. If a rank fails in the meantime, that thread is abandoned.
 struct Connecting {
     nccl: &'static Nccl,
     device: Device,
@@ -379,7 +391,7 @@ struct Connecting {
     sums: Sums,
 }
 
-// SAFETY: the stream is a driver's handle, used with the context current.
+// SAFETY: the stream is a driver handle that is used with the context current.
 unsafe impl Send for Connecting {}
 
 impl Connecting {
@@ -389,7 +401,7 @@ impl Connecting {
         let (tell, told) = mpsc::channel();
         let connect = move || {
             if let Err(mpsc::SendError(Ok(handles))) = tell.send(self.connect()) {
-                // SAFETY: nobody else has them.
+                // SAFETY: no other code has these handles.
                 unsafe { handles.abort(nccl) };
             }
         };
@@ -412,13 +424,14 @@ impl Connecting {
         }
     }
 
-    /// The communicators, after one byte has gone between each pair of ranks, and one sum over each communicator that NCCL sums over.
+    /// Creates the communicators, sends one byte between each pair of ranks, and runs one sum over each communicator over which NCCL
+    /// sums.
     fn connect(&self) -> Result<Handles> {
         self.device.stream()?;
         let all = self.nccl.begin(self.id, self.rank, self.shape.ranks())?;
         let mut handles = Handles { all, replicas: None };
         self.connect_all(&mut handles).inspect_err(|_| {
-            // SAFETY: nobody uses them after this.
+            // SAFETY: nothing uses these handles afterwards.
             unsafe { handles.abort(self.nccl) };
         })?;
         Ok(handles)
@@ -436,7 +449,8 @@ impl Connecting {
                 .collect()
         };
         let stream = self.stream.cast();
-        // SAFETY: the handles are alive and the context current; all bytes are of this buffer, which is alive until the stream has passed them.
+        // SAFETY: the handles are alive and the context is current; all bytes are in this buffer, which is alive until the stream has
+        // passed the messages.
         unsafe {
             self.nccl.exchange(handles.all, stream, (&of(0), &of(world)))?;
             if self.sums == Sums::Nccl {
@@ -454,7 +468,7 @@ impl Connecting {
     }
 }
 
-/// Tells the other ranks this rank's device, and returns the first rank's id.
+/// Sends this rank's device to the other ranks, and returns the id from the first rank.
 fn meet(device: &Device, peers: &dyn Peers, nccl: &Nccl) -> Result<UniqueId> {
     let call = "nccl";
     let own = |why: String| Error::Comm { call, rank: peers.rank(), why };

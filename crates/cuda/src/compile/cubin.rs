@@ -9,8 +9,8 @@ use std::fmt;
 pub struct Key([u8; 32]);
 
 impl Key {
-    /// The key of an instance: the digest of `expression`, every reached source (path and text), the options, and
-    /// NVRTC's version.
+    /// The key of an instance: the digest of `expression`, of every source that it includes (path and text), of
+    /// the options, and of NVRTC's version.
     pub fn of(expression: &str, reached: &BTreeMap<&str, &str>, options: &[&str], nvrtc: (u32, u32)) -> Self {
         let counts = format!("{} {} {} {}", reached.len(), options.len(), nvrtc.0, nvrtc.1);
         let mut parts = vec![counts.as_bytes(), expression.as_bytes()];
@@ -19,7 +19,8 @@ impl Key {
         Self::of_parts(&parts)
     }
 
-    /// The digest of a list of parts. Each comes with its length, so that different lists never give the same bytes.
+    /// The digest of a list of parts. Each part is preceded by its length, so that different lists never give the
+    /// same bytes.
     pub(crate) fn of_parts(parts: &[&[u8]]) -> Self {
         let mut digest = Sha256::new();
         for part in parts {
@@ -41,16 +42,16 @@ impl fmt::Display for Key {
 pub struct Resources {
     /// Registers per thread.
     pub registers: u32,
-    /// Spill stores: bytes stored to local memory for want of registers.
+    /// Spill stores: bytes stored to local memory because registers are lacking.
     pub spill_store_bytes: u32,
-    /// Spill loads: bytes read back.
+    /// Spill loads: bytes loaded back from local memory.
     pub spill_load_bytes: u32,
-    /// Static shared memory in bytes; dynamic shared memory is the launch's.
+    /// Static shared memory in bytes; the launch determines dynamic shared memory.
     pub static_shared_bytes: u32,
 }
 
 impl Resources {
-    /// From ptxas's verbose log.
+    /// Reads the resources from ptxas's verbose log.
     pub(crate) fn parse(log: &str) -> Self {
         let before = |what: &str| {
             let text = &log[..log.find(what)?];
@@ -65,13 +66,13 @@ impl Resources {
     }
 }
 
-/// A compiled instance.
+/// A compiled kernel instance.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Cubin {
     /// The machine code, an ELF image.
     pub image: Vec<u8>,
-    /// The kernel's mangled name in it.
+    /// The kernel's mangled name in the image.
     pub symbol: String,
-    /// The resources that it needs.
+    /// The resources that the kernel needs.
     pub resources: Resources,
 }

@@ -1,7 +1,8 @@
-//! Compiled kernels on disk, by content address.
+//! Compiled kernels on disk, indexed by content address.
 //!
-//! An entry is a file `KEY.cubin`. It is written under another name and then renamed, so that a reader sees a complete
-//! entry or none, also with concurrent writers. A digest of the body turns a truncated or damaged file into a miss.
+//! An entry is a file `KEY.cubin`. A file is written under another name and then renamed. So a reader sees a complete
+//! entry or none, even with concurrent writers. A digest of the content turns a truncated or damaged file into a cache
+//! miss.
 
 use crate::compile::cubin::{Cubin, Key, Resources};
 use nibble_core::visible;
@@ -11,7 +12,7 @@ use std::path::{Path, PathBuf};
 
 const MAGIC: &str = "nibble cubin 1";
 
-/// A folder of entries.
+/// A directory of cache entries.
 #[derive(Debug, Clone)]
 pub(crate) struct CubinCache {
     folder: PathBuf,
@@ -26,7 +27,8 @@ impl CubinCache {
         self.folder.join(format!("{key}.cubin"))
     }
 
-    /// The entry, or `None` where there is none or it is damaged; a damaged entry is removed.
+    /// Reads an entry; returns `None` if it does not exist or is damaged. A damaged entry is
+    /// removed.
     pub(crate) fn read(&self, key: &Key) -> Option<Cubin> {
         let path = self.path(key);
         let bytes = std::fs::read(&path).ok()?;
@@ -37,15 +39,15 @@ impl CubinCache {
         cubin
     }
 
-    /// Writes the entry. If the folder cannot be written, that is reported but is no error: it only costs a compilation
-    /// next time.
+    /// Writes an entry. If the directory cannot be written, a message is printed but no error is returned, because the
+    /// next run then only compiles again.
     pub(crate) fn write(&self, key: &Key, cubin: &Cubin) {
         if let Err(error) = self.try_write(key, cubin) {
             let why = format_args!(
                 "warning: compiled kernels are not kept in {}: {error}\n",
                 self.folder.display()
             );
-            // If standard error cannot be written, nobody is left to be told.
+            // If standard error cannot be written, there is no other way to report the failure.
             let _ = std::io::stderr().write_all(visible(why).as_bytes());
         }
     }
@@ -69,14 +71,15 @@ impl CubinCache {
         written
     }
 
-    /// Removes the entry, after the driver refused it.
+    /// Removes an entry that the driver has refused.
     pub(crate) fn evict(&self, key: &Key) {
         remove(&self.path(key));
     }
 }
 
 fn remove(path: &Path) {
-    // If the entry is already gone, nothing is left to do; if it stays, it is found damaged again and overwritten.
+    // If the entry is already gone, nothing remains to be done; if it cannot be removed, it will be found damaged
+    // again and overwritten.
     let _ = std::fs::remove_file(path);
 }
 

@@ -1,9 +1,10 @@
-//! From embedded CUDA C++ to cubins: sources and what each includes, NVRTC, the cache on disk.
+//! Compiles embedded CUDA C++ to cubins: the sources and their includes, NVRTC, and the cache on
+//! disk.
 
 mod cubin;
 mod cubin_cache;
 pub mod jit;
 pub mod source;
-// A module of the build script; it is tested here.
+// This module belongs to the build script; its tests run here.
 #[cfg(test)]
 mod unit_formats;

@@ -1,18 +1,20 @@
-//! The kernel sources in the binary, and the set of them that an instance includes.
+//! The kernel sources in the binary, and the set of sources that an instance includes.
 
 use nibble_core::{Error, Result};
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Path under `csrc/` and text of every file there and of the generated list of formats, sorted by path.
+/// Path under `csrc/` and text of every source file and of the generated list of formats, sorted by
+/// path.
 pub const EMBEDDED: &[(&str, &str)] = include!(concat!(env!("OUT_DIR"), "/embedded.rs"));
 
 /// The one source that the build script generates, from the declarations in the headers of formats. The table of formats in the binary
-/// comes from the same declarations, so `NIBBLE_CSRC` cannot replace this file.
+/// comes from the same declarations, so `NIBBLE_CSRC` must not replace this file.
 const GENERATED: &str = "formats/all.cuh";
 
-/// A set of sources: the embedded ones, a folder's (`NIBBLE_CSRC`), or a test's.
+/// A set of sources: the embedded sources, those of a directory (`NIBBLE_CSRC`), or those of a
+/// test.
 #[derive(Debug, Clone)]
 pub struct Sources {
     files: BTreeMap<String, Cow<'static, str>>,
@@ -24,7 +26,8 @@ impl Sources {
         Self::from_files(EMBEDDED.iter().map(|&(path, text)| (path.to_owned(), Cow::Borrowed(text))))
     }
 
-    /// The binary's sources; with `NIBBLE_CSRC` set, the texts of the same files in its folder.
+    /// The binary's sources; if `NIBBLE_CSRC` is set, the texts of the same files are read from its
+    /// directory.
     pub fn from_env() -> Result<Self> {
         crate::env::csrc().map_or_else(|| Ok(Self::embedded()), |folder| Self::from_folder(&folder))
     }
@@ -57,7 +60,7 @@ impl Sources {
         })
     }
 
-    /// `path` and everything it includes, directly or not, by path.
+    /// `path` and all sources that it includes, directly or indirectly, indexed by path.
     pub fn reached(&self, path: &str) -> Result<BTreeMap<&str, &str>> {
         let mut found = BTreeMap::new();
         let mut open = vec![path];
@@ -75,7 +78,8 @@ impl Sources {
     }
 }
 
-/// The quoted includes of a source. Angle brackets would name a toolkit header; there are none.
+/// The quoted includes of a source. Angle brackets would name a toolkit header; no source includes
+/// one.
 fn includes(text: &str) -> impl Iterator<Item = &str> {
     text.lines().filter_map(|line| {
         let rest = line.trim_start().strip_prefix("#include")?.trim_start().strip_prefix('"')?;
@@ -83,22 +87,24 @@ fn includes(text: &str) -> impl Iterator<Item = &str> {
     })
 }
 
-/// Where `text` declares the `__global__` function `kernel`: what comes before `__global__`, and what follows the name.
+/// Finds the declaration of the `__global__` function `kernel` in `text`: returns the text before `__global__`, and the
+/// text after the name.
 fn declaration<'t>(text: &'t str, kernel: &str) -> Option<(&'t str, &'t str)> {
     let function = kernel.rsplit("::").next().unwrap_or(kernel);
     text.match_indices(function).find_map(|(at, _)| {
         let (before, after) = (&text[..at], &text[at + function.len()..]);
         let whole_word = !before.ends_with(|c: char| c.is_alphanumeric() || c == '_');
         let global = before.rfind("__global__")?;
-        // Only the attributes and the return type lie between in a declaration; before a call, there is a function body.
+        // In a declaration only attributes and the return type lie between `__global__` and the name; before a call
+        // there is a function body.
         let declares = !before[global..].contains([';', '{']);
         (whole_word && declares && after.trim_start().starts_with('(')).then_some((&text[..global], after))
     })
 }
 
-/// The template parameters of `kernel` in `text`, in their order: `["kBlockM", "kStages"]` for
-/// `template <int kBlockM, int kStages> __global__ void … kernel(`. Empty for a plain function; `None` where the source has
-/// no such `__global__` function.
+/// The template parameters of `kernel` in `text`, in their order: `["kBlockM", "kStages"]` for `template <int kBlockM, int
+/// kStages> __global__ void … kernel(`. The list is empty for a plain function. The result is `None` if the source has no
+/// such `__global__` function.
 pub fn template_parameters<'t>(text: &'t str, kernel: &str) -> Option<Vec<&'t str>> {
     let (before, _) = declaration(text, kernel)?;
     let list = before.trim_end().strip_suffix('>').and_then(|list| {
@@ -109,7 +115,7 @@ pub fn template_parameters<'t>(text: &'t str, kernel: &str) -> Option<Vec<&'t st
     Some(parameters.split(',').filter_map(|one| one.split('=').next()?.split_whitespace().last()).collect())
 }
 
-/// How many arguments `kernel` takes; `None` where the source has no such `__global__` function.
+/// The number of arguments of `kernel`; `None` if the source has no such `__global__` function.
 pub fn num_arguments(text: &str, kernel: &str) -> Option<usize> {
     let (_, after) = declaration(text, kernel)?;
     let (mut depth, mut commas, mut empty) = (0, 0, true);

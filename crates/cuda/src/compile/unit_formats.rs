@@ -1,22 +1,22 @@
-//! The formats that the general kernels support, read from the headers that declare them (`NIB_UNIT_FORMAT`,
-//! csrc/formats/block_format.cuh). Part of the build script, which generates two texts: a header that includes all of these headers, and
-//! the rows of a table in Rust.
+//! The formats that the kernels for all formats support, read from the headers that declare them (`NIB_UNIT_FORMAT`,
+//! csrc/formats/block_format.cuh). This module is part of the build script, which generates two texts: a header that includes all of
+//! these headers, and the rows of a table in Rust.
 
 use std::fmt::Write;
 
-/// The generated header, by its path below `csrc/`.
+/// Path of the generated header below `csrc/`.
 pub const HEADER: &str = "formats/all.cuh";
 
 const MACRO: &str = "NIB_UNIT_FORMAT";
-/// The rounding modes that a kernel may have a separate path for.
+/// The rounding modes for which a kernel may have a separate instance.
 const ROUNDINGS: [&str; 3] = ["NearestEven", "NearestAway", "Stochastic"];
-/// Stands for every scale rule that no earlier row names.
+/// The name that stands for every scale rule that no earlier row names.
 const ANY_OTHER: &str = "AnyOther";
 
-/// One declaration.
+/// One declaration of a format.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Declared<'t> {
-    /// The header, below `csrc/`, and the line.
+    /// The header's path below `csrc/`; the next field is the line number.
     path: &'t str,
     line: usize,
     format: &'t str,
@@ -25,10 +25,11 @@ pub struct Declared<'t> {
     own: Vec<&'t str>,
 }
 
-/// The declarations in these sources (path below `csrc/`, text), in their order.
+/// The declarations in these sources (pairs of path below `csrc/` and text), in the order of the
+/// sources.
 ///
 /// # Errors
-/// What is wrong with a line, after its file and line number.
+/// The error names the file and line number, and then what is wrong with the line.
 pub fn declared<'t>(
     sources: impl IntoIterator<Item = (&'t str, &'t str)>,
 ) -> Result<Vec<Declared<'t>>, String> {
@@ -78,13 +79,13 @@ pub fn header(declared: &[Declared<'_>]) -> String {
     let mut paths: Vec<&str> = declared.iter().map(|one| one.path).collect();
     paths.dedup();
     for path in paths {
-        writeln!(text, "#include \"{path}\"").unwrap(); // to a String
+        writeln!(text, "#include \"{path}\"").unwrap(); // writing to a String cannot fail
     }
     text
 }
 
-/// The rows of the table, an array in Rust. Each row ends with the place of its declaration, so that a compiler error about an unknown name
-/// shows it.
+/// The rows of the table of formats, as a Rust array. Each row ends with the place of its declaration, so that a compiler error about an
+/// unknown name shows that place.
 pub fn rows(declared: &[Declared<'_>]) -> String {
     let mut text = String::from("[\n");
     for Declared { path, line, format, rule, device, own } in declared {
@@ -94,7 +95,7 @@ pub fn rows(declared: &[Declared<'_>]) -> String {
             "row(Format::{format}, {rule}, \"nib::{device}\", \"nib::Chosen<nib::{device}>\", &[{}])",
             own.join(", ")
         );
-        writeln!(text, "    {row}, // csrc/{path}:{line}").unwrap(); // to a String
+        writeln!(text, "    {row}, // csrc/{path}:{line}").unwrap(); // writing to a String cannot fail
     }
     text.push(']');
     text

@@ -1,4 +1,5 @@
-//! Arenas: memory for work that repeats. An arena is one range of addresses, with memory mapped as far as it is used.
+//! Arenas: memory for work that repeats with the same allocations. An arena is one range of addresses; memory is
+//! mapped only as far as the range is used.
 
 use crate::device::gpu::Gpu;
 use crate::device::kept::Kept;
@@ -9,11 +10,11 @@ use nibble_core::{Error, Heap, MemoryStats, Result};
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Memory is mapped in pieces of at least this many bytes, because each mapping is a slow call of the driver.
+/// Memory is mapped in pieces of at least this many bytes, because each mapping is a slow driver call.
 const SMALLEST_PIECE: usize = 64 << 20;
 
-/// See [`nibble_core::Backend::arena`]. Its memory is given back once the last handle, the last buffer in it, and every
-/// recording that may use it are gone.
+/// An arena of one device; [`nibble_core::Backend::arena`] explains arenas. An arena's memory is freed when its last
+/// handle, its last buffer, and every recording that may use it are gone.
 #[derive(Clone)]
 pub struct Arena {
     shared: Arc<Shared>,
@@ -22,7 +23,7 @@ pub struct Arena {
 struct Shared {
     name: &'static str,
     gpu: Arc<Gpu>,
-    /// How many recordings had finished when the arena was created: those cannot use it.
+    /// How many recordings had finished when the arena was created; those recordings cannot use it.
     born: u64,
     /// Mapped pieces are multiples of this size.
     piece: usize,
@@ -35,7 +36,7 @@ struct State {
 }
 
 impl Arena {
-    /// Reserves as many addresses as the device has memory, and maps none.
+    /// Reserves as many addresses as the device has memory, and maps no memory.
     pub(crate) fn new(gpu: &Arc<Gpu>, name: &'static str) -> Result<Self> {
         gpu.bind()?;
         let piece = SMALLEST_PIECE.next_multiple_of(granularity(gpu.info.ordinal)?.max(1));
@@ -45,14 +46,14 @@ impl Arena {
         Ok(Self { shared: Arc::new(Shared { name, gpu: gpu.clone(), born, piece, state }) })
     }
 
-    /// A block of `bytes` bytes, whose content is undefined. The context must be current.
+    /// Allocates a block of `bytes` bytes with undefined content. The context must be current.
     pub(crate) fn block(&self, bytes: usize) -> Result<ArenaBlock> {
         let block = ArenaBlock { address: self.alloc(bytes)?, bytes, arena: self.clone() };
         self.shared.gpu.count_live(bytes);
         Ok(block)
     }
 
-    /// The address of a block of `bytes` bytes. The context must be current.
+    /// Allocates `bytes` bytes and returns their address. The context must be current.
     fn alloc(&self, bytes: usize) -> Result<u64> {
         let mut guard = self.shared.lock();
         let state = &mut *guard;
@@ -60,7 +61,7 @@ impl Arena {
             Some(offset) => offset,
             None => {
                 self.map_for(state, bytes)?;
-                // The heap was just extended by at least this much.
+                // The heap was just extended by at least this many bytes.
                 state.heap.alloc(bytes).expect("a heap that was just extended")
             }
         };
@@ -88,7 +89,7 @@ impl Arena {
         Ok(())
     }
 
-    /// Frees a block. Later work in the stream may use it.
+    /// Frees a block. Later work in the stream may reuse the block.
     fn release(&self, address: u64, bytes: usize) {
         let mut state = self.shared.lock();
         let offset = (address - state.mapping.base) as usize;
@@ -116,7 +117,8 @@ impl Arena {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
-        // A poisoned lock still guards a consistent state: nothing panics between two changes that belong together.
+        // The lock may be poisoned, but its state is consistent, because no panic can occur between two changes
+        // that belong together.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -136,7 +138,8 @@ impl fmt::Debug for Arena {
     }
 }
 
-/// Bytes of an arena. Dropping the block frees them: later work in the stream may use them.
+/// A block of bytes in an arena. Dropping the block frees the bytes, which later work in the stream
+/// may reuse.
 #[derive(Debug)]
 pub(crate) struct ArenaBlock {
     pub address: u64,
@@ -151,16 +154,18 @@ impl Drop for ArenaBlock {
     }
 }
 
-/// Zeroed words of an arena from which counters are cut, each word once; and how many words have been handed out.
+/// Zeroed words of an arena, from which counters are allocated, each word once; and how many words have been
+/// handed out.
 pub(crate) type ZeroedWords = Option<(Arc<ArenaBlock>, usize)>;
 
-/// The arenas that the recording in progress takes memory from; `None` while nothing is recorded.
+/// The arenas from which the recording in progress allocates memory; `None` if no recording is in
+/// progress.
 #[derive(Default)]
 pub(crate) struct UsedArenas(Mutex<Option<Vec<Arena>>>);
 
 impl UsedArenas {
     fn lock(&self) -> MutexGuard<'_, Option<Vec<Arena>>> {
-        // A poisoned lock is still whole: the value is only replaced as a whole.
+        // The lock may be poisoned, but its value is always replaced as a whole.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -184,7 +189,7 @@ impl UsedArenas {
     }
 }
 
-/// The arena that a thread works within, and the zeroed words that its counters are cut from.
+/// The arena in which a thread allocates, and the zeroed words for its counters.
 #[derive(Clone)]
 pub(crate) struct Entered {
     pub arena: Arena,
@@ -192,8 +197,8 @@ pub(crate) struct Entered {
 }
 
 impl Entered {
-    /// Enters an arena. Its zeroed words are allocated by the first work that asks for them, so that a recording zeroes
-    /// its own.
+    /// Enters an arena. The arena's zeroed words are allocated by the first work that needs them, so that a
+    /// recording zeroes its own words.
     pub fn new(arena: Arena) -> Self {
         Self { arena, zeros: Arc::default() }
     }

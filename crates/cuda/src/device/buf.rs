@@ -1,31 +1,31 @@
-//! Buffers with copy-on-write: clones share their bytes until one is written to.
+//! Copy-on-write buffers: clones share their bytes until one of them is written to.
 
 use super::buffer::Buffer;
 use nibble_core::{Plain, Result};
 use std::fmt;
 
-/// A reference-counted device buffer; a clone shares the bytes.
+/// A reference-counted device buffer whose clones share the bytes.
 pub struct Buf<T: Plain> {
     buffer: Buffer<T>,
 }
 
 impl<T: Plain> Buf<T> {
-    /// Takes over a buffer.
+    /// Takes ownership of a buffer.
     pub fn new(buffer: Buffer<T>) -> Self {
         Self { buffer }
     }
 
-    /// The buffer, to read from.
+    /// The buffer, for reading.
     pub fn get(&self) -> &Buffer<T> {
         &self.buffer
     }
 
-    /// The buffer, to write in place: for its creator, or for a part that nobody else has a handle of.
+    /// The buffer, for writing in place: by its creator, or to a part that no other handle refers to.
     pub(crate) fn in_place(&mut self) -> &mut Buffer<T> {
         &mut self.buffer
     }
 
-    /// The buffer, to write to. If another handle shares the bytes, this handle first gets a copy of its own.
+    /// The buffer, for writing. If another handle shares the bytes, this handle first gets its own copy.
     pub fn make_mut(&mut self) -> Result<&mut Buffer<T>> {
         if !self.buffer.is_sole() {
             self.buffer.device().traffic().copy_on_write();

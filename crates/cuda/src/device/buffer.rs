@@ -1,4 +1,4 @@
-//! Typed allocations on the device, and where their bytes come from.
+//! Typed allocations on the device, and the sources of their memory.
 
 use crate::device::arena::{Arena, ArenaBlock};
 use crate::device::kept::Kept;
@@ -12,7 +12,8 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::{Arc, MutexGuard, PoisonError};
 
-/// A typed allocation. Dropping it frees the bytes in stream order: after everything issued so far.
+/// A typed allocation of device memory. Dropping a buffer frees its bytes in stream order, after
+/// all work issued so far.
 pub struct Buffer<T: Pod> {
     address: sys::CUdeviceptr,
     len: usize,
@@ -28,15 +29,15 @@ struct Storage {
     device: Device,
 }
 
-/// Where bytes come from.
+/// Where the bytes of a buffer were allocated.
 enum Home {
-    /// The pool; `born` recordings had finished when they were allocated.
+    /// Allocated from the pool when `born` recordings had finished.
     Pool { born: u64 },
-    /// An arena.
+    /// Allocated from an arena.
     Arena(#[expect(dead_code, reason = "kept, not read")] ArenaBlock),
-    /// Cut from zeroed words of the pool; `None` once they are given back.
+    /// Part of zeroed words of the pool; `None` once they are returned.
     PooledZeros(Option<Arc<PooledZeros>>),
-    /// Cut from zeroed words of an arena, which live as long as this handle.
+    /// Part of zeroed words of an arena, which live as long as this handle.
     ArenaZeros(#[expect(dead_code, reason = "kept, not read")] Arc<ArenaBlock>),
 }
 
@@ -78,7 +79,8 @@ fn pooled(device: &Device, bytes: usize, stream: sys::CUstream) -> Result<sys::C
             "what is allocated while work is recorded must lie in an arena: record within `Backend::within`";
         return Err(failed(call(), why));
     }
-    // NCCL reads what it sends in whole words of four bytes. The driver has no empty allocations, so those get one word.
+    // NCCL sends memory in whole words of four bytes. The driver does not allow empty allocations, so an empty buffer
+    // gets one word.
     let whole = bytes.max(1).saturating_add(3) / 4 * 4;
     // SAFETY: pool and stream live as long as the device.
     let address = unsafe { result::mem_pool::alloc_async(device.pool(), whole, stream) };
@@ -92,15 +94,15 @@ fn pooled(device: &Device, bytes: usize, stream: sys::CUstream) -> Result<sys::C
     })
 }
 
-/// Words zeroed at a time: enough for the conversions of a training step.
+/// The number of words zeroed at a time, enough for the conversions of a training step.
 const ZEROS: usize = 6 << 10;
 
 impl Device {
-    /// A buffer whose content is undefined: for outputs that a kernel writes in full. It lies in this thread's current
-    /// arena, or else in the pool.
+    /// Allocates a buffer with undefined content, for outputs that a kernel writes in full. The buffer lies in this
+    /// thread's current arena or, if there is none, in the pool.
     ///
     /// # Errors
-    /// [`Error::Device`] where there is no memory left, and outside an arena while work is recorded.
+    /// [`Error::Device`] if no memory is left, or outside an arena while work is being recorded.
     pub fn alloc<T: Pod>(&self, len: usize) -> Result<Buffer<T>> {
         let bytes = len
             .checked_mul(size_of::<T>())
@@ -109,8 +111,8 @@ impl Device {
         Ok(Buffer { address: storage.address, len, storage: Arc::new(storage), element: PhantomData })
     }
 
-    /// A few zeroed words, for the counters of a conversion. They are cut from a range that a single fill has zeroed;
-    /// in a recording, one fill per replay zeroes all of its counters.
+    /// Allocates a few zeroed words, for the counters of a conversion. The words are part of a range that a single
+    /// fill has zeroed; in a recording, one fill per replay zeroes all of its counters.
     pub(crate) fn counters(&self, len: usize) -> Result<Buffer<u64>> {
         if len > ZEROS {
             return self.filled(len, 0);
@@ -135,7 +137,7 @@ impl Device {
                 (first, Home::ArenaZeros(words))
             }
             // The pool's words were zeroed outside the recording. `filled` fails for pool memory while work is
-            // recorded.
+            // being recorded.
             None if self.recordings().is_under_way() => return self.filled(len, 0),
             None => {
                 let mut zeros = self.pooled_zeros();
@@ -164,13 +166,14 @@ impl Device {
         Ok(Buffer { address: first, len, storage: Arc::new(storage), element: PhantomData })
     }
 
-    /// Allocates bytes of an arena; notes the arena for a recording in progress. The context must be current.
+    /// Allocates bytes from an arena, and registers the arena for a recording in progress. The context must
+    /// be current.
     fn block(&self, arena: &Arena, bytes: usize) -> Result<ArenaBlock> {
         self.used_arenas().add(arena);
         arena.block(bytes)
     }
 
-    /// Returns zeroed words to the pool when their last handle is gone.
+    /// Returns zeroed words to the pool after their last handle is dropped.
     fn release_zeros(&self, words: Option<Arc<PooledZeros>>) {
         if let Some(PooledZeros { address, born }) = words.and_then(Arc::into_inner) {
             self.give_back(born, Kept::Pooled { address, counted: 0 });
@@ -181,14 +184,14 @@ impl Device {
         self.zeros().lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A buffer with every byte set to `byte`: 0, or a poison value.
+    /// Allocates a buffer and sets every byte to `byte`: 0, or a poison value.
     pub fn filled<T: Pod>(&self, len: usize, byte: u8) -> Result<Buffer<T>> {
         let mut buffer = self.alloc(len)?;
         buffer.fill(byte)?;
         Ok(buffer)
     }
 
-    /// A buffer with these values. The slice may be reused once this returns.
+    /// Allocates a buffer with these values. The slice may be reused when this function returns.
     pub fn upload<T: Pod>(&self, values: &[T]) -> Result<Buffer<T>> {
         let mut buffer = self.alloc(values.len())?;
         buffer.write(values)?;
@@ -197,17 +200,17 @@ impl Device {
 }
 
 impl<T: Pod> Buffer<T> {
-    /// Number of values.
+    /// The number of values.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are no values.
+    /// Whether the buffer has no values.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Size in bytes.
+    /// The size in bytes.
     pub fn bytes(&self) -> usize {
         self.len * size_of::<T>()
     }
@@ -222,31 +225,31 @@ impl<T: Pod> Buffer<T> {
         &self.address
     }
 
-    /// The device that holds it.
+    /// The device on which the buffer lies.
     pub fn device(&self) -> &Device {
         &self.storage.device
     }
 
-    /// Another handle of the same bytes.
+    /// Another handle of this buffer's bytes.
     pub(crate) fn shared(&self) -> Self {
         Self { storage: self.storage.clone(), ..*self }
     }
 
-    /// Another handle of some of the values: for an operation's part of an operand, or of a result that has no other
-    /// handle.
+    /// Another handle of some of the values, for an operation that uses a part of an operand, or of a result that
+    /// has no other handle.
     ///
     /// # Errors
-    /// [`Error::Shape`] for a range past the end.
+    /// [`Error::Shape`] if the range is past the end.
     pub(crate) fn part(&self, range: Range<usize>) -> Result<Self> {
         check_range("Buffer::part", self.len, range.clone())?;
         let address = self.address + (range.start * size_of::<T>()) as u64;
         Ok(Self { address, len: range.len(), storage: self.storage.clone(), element: PhantomData })
     }
 
-    /// Another handle of the same bytes, as values of another type.
+    /// Another handle of the same bytes, viewed as values of another type.
     ///
     /// # Errors
-    /// [`Error::Shape`] unless the bytes are a whole number of such values.
+    /// [`Error::Shape`] if the bytes are not a whole number of such values.
     pub(crate) fn reinterpreted<U: Pod>(&self) -> Result<Buffer<U>> {
         let (bytes, each) = (self.bytes(), size_of::<U>());
         if !bytes.is_multiple_of(each) {
@@ -256,33 +259,35 @@ impl<T: Pod> Buffer<T> {
         Ok(Buffer { address: self.address, len: bytes / each, storage, element: PhantomData })
     }
 
-    /// Whether no other handle has these bytes.
+    /// Whether no other handle shares these bytes.
     pub(crate) fn is_sole(&mut self) -> bool {
         Arc::get_mut(&mut self.storage).is_some()
     }
 
-    /// Sets every byte to `byte`, after everything issued so far.
+    /// Sets every byte to `byte`, after all work issued so far.
     pub fn fill(&mut self, byte: u8) -> Result<()> {
         let stream = self.device().stream()?;
-        // SAFETY: the range is the buffer's, and any bytes are a value of a `Pod`.
+        // SAFETY: the range is the buffer's, and any bytes are valid for a `Pod`.
         let set = unsafe { result::memset_d8_async(self.address, byte, self.bytes(), stream) };
         named("cuMemsetD8Async", set)
     }
 
-    /// Another buffer with the same values.
+    /// Copies the buffer to a new one.
     pub fn copied(&self) -> Result<Self> {
         let copy = self.device().alloc(self.len)?;
         let stream = self.device().stream()?;
-        // SAFETY: both ranges are whole buffers of one size, alive until the stream has passed the copy.
+        // SAFETY: both ranges are whole buffers of the same size, alive until the stream has passed the
+        // copy.
         let copied = unsafe { result::memcpy_dtod_async(copy.address, self.address, self.bytes(), stream) };
         named("cuMemcpyDtoDAsync", copied)?;
         Ok(copy)
     }
 
-    /// Copies `range` of another buffer of the same device to index `at`, after everything issued so far.
+    /// Copies `range` of another buffer of the same device to index `at`, after all work issued so far.
     ///
     /// # Errors
-    /// [`Error::Shape`] for a range past the end of either buffer, or a buffer of another device.
+    /// [`Error::Shape`] if a range is past the end of its buffer, or the buffers are on different
+    /// devices.
     pub(crate) fn copy_from(&mut self, at: usize, from: &Self, range: Range<usize>) -> Result<()> {
         let Range { start, end } = check_range("copy", from.len(), range)?;
         check_range("copy", self.len, at..at.saturating_add(end - start))?;
@@ -296,16 +301,17 @@ impl<T: Pod> Buffer<T> {
             return Ok(());
         }
         let (from, to) = (from.address + (start * each) as u64, self.address + (at * each) as u64);
-        // SAFETY: both ranges are within their buffers, which are freed behind the copy in the stream; the one written has no other
-        // handle, so they do not overlap.
+        // SAFETY: both ranges are within their buffers, which are freed after the copy in the stream. The destination has no other
+        // handle, so the ranges do not overlap.
         let copied = unsafe { result::memcpy_dtod_async(to, from, bytes, stream) };
         named("cuMemcpyDtoDAsync", copied)
     }
 
-    /// Copies strided lines of values from another buffer of the same device, after everything issued so far.
+    /// Copies strided rows of values from another buffer of the same device, after all work issued so far.
     ///
     /// # Errors
-    /// [`Error::Shape`] for lines past the end of either buffer, lines that overlap, or a buffer of another device.
+    /// [`Error::Shape`] if rows are past the end of their buffer or overlap, or the buffers are on different
+    /// devices.
     pub(crate) fn copy_lines_from(
         &mut self,
         into: Lines,
@@ -322,7 +328,7 @@ impl<T: Pod> Buffer<T> {
             return Ok(());
         }
         let (each, stream) = (size_of::<T>(), self.device().stream()?);
-        // A single line may have any stride; the driver requires a pitch that is no shorter than the line.
+        // A single row may have any stride, but the driver requires a pitch of at least the row's length.
         let pitch = |lie: Lines| lie.stride.max(len) * each;
         let copy = sys::CUDA_MEMCPY2D {
             srcXInBytes: 0,
@@ -342,15 +348,16 @@ impl<T: Pod> Buffer<T> {
             WidthInBytes: len * each,
             Height: lines,
         };
-        // SAFETY: all lines are within their buffers, which are freed behind the copy in the stream; the one written has no other handle,
-        // so they do not overlap.
+        // SAFETY: all rows are within their buffers, which are freed after the copy in the stream. The destination has no other handle,
+        // so the buffers do not overlap.
         check("cuMemcpy2DAsync", unsafe { sys::cuMemcpy2DAsync_v2(&copy, stream) })
     }
 
-    /// Overwrites the values, after everything issued so far. The slice may be reused once this returns.
+    /// Overwrites the values, after all work issued so far. The slice may be reused when this function
+    /// returns.
     ///
     /// # Errors
-    /// [`Error::Shape`] unless the lengths are equal.
+    /// [`Error::Shape`] if the lengths differ.
     pub fn write(&mut self, values: &[T]) -> Result<()> {
         if values.len() != self.len {
             let expected = format!("the buffer's {}", self.len);
@@ -359,15 +366,16 @@ impl<T: Pod> Buffer<T> {
         self.write_at(0, values)
     }
 
-    /// Overwrites the values from index `at` on, after everything issued so far. The slice may be reused once this returns.
+    /// Overwrites the values from index `at` on, after all work issued so far. The slice may be reused when this function
+    /// returns.
     ///
     /// # Errors
-    /// [`Error::Shape`] if they do not fit.
+    /// [`Error::Shape`] if the values do not fit.
     pub fn write_at(&mut self, at: usize, values: &[T]) -> Result<()> {
         check_range("write", self.len, at..at.saturating_add(values.len()))?;
         let stream = self.device().stream()?;
         let to = self.address + (at * size_of::<T>()) as u64;
-        // SAFETY: the range is the buffer's, which is freed behind the copy in the stream.
+        // SAFETY: the range is the buffer's, and the buffer is freed after the copy in the stream.
         self.device().with_staging("Buffer::write", |staging| unsafe {
             staging.upload(to, bytemuck::cast_slice(values), stream)
         })?;
@@ -375,11 +383,11 @@ impl<T: Pod> Buffer<T> {
         Ok(())
     }
 
-    /// Downloads the values, after everything issued so far.
+    /// Downloads the values, after all work issued so far.
     pub fn download(&self) -> Result<Vec<T>> {
         let mut values = vec![T::zeroed(); self.len];
         let stream = self.device().stream()?;
-        // SAFETY: as many bytes as the buffer has.
+        // SAFETY: `to` has as many bytes as the buffer.
         self.device().with_staging("Buffer::download", |staging| unsafe {
             staging.download(bytemuck::cast_slice_mut(&mut values), self.address, stream)
         })?;

@@ -1,11 +1,11 @@
 //! Asynchronous downloads, on a second stream.
 //!
-//! The first stream copies the range on the device and goes on. The second stream copies that copy to pinned memory and
-//! then frees it. So only the first stream uses the range itself: the range may be overwritten, freed or reused at
-//! once, also by replayed work.
+//! The first stream copies the range to another place on the device and continues. The second stream copies that copy
+//! to pinned memory, and then frees the copy. So only the first stream uses the range itself, and the range may be
+//! overwritten, freed or reused at once, even by replayed work.
 //!
-//! Ranges that are too large for a copy on the device are copied to the host directly (`copy_out`), while the first
-//! stream leaves them alone.
+//! Ranges that are too large for a copy on the device are copied to the host directly (`copy_out`); meanwhile the first
+//! stream must not use them.
 
 use crate::device::Device;
 use crate::device::buffer::Buffer;
@@ -20,19 +20,20 @@ use std::marker::PhantomData;
 use std::mem;
 use std::ops::Range;
 
-/// The smallest pinned block; larger blocks are powers of two.
+/// The size of the smallest pinned block; sizes of larger blocks are powers of two.
 const SMALLEST_LANDING: usize = 4 << 10;
 
 /// Pinned blocks of up to this many bytes are cached for later downloads.
 const LARGEST_KEPT: usize = 16 << 20;
 
-/// The size of the two pinned blocks that [`copy_out`] goes through if the destination is not pinned.
+/// The size of the two pinned blocks through which [`copy_out`] copies if the destination is not
+/// pinned.
 const PIECE: usize = 8 << 20;
 
 /// A download in flight.
 pub struct Pending<T: Pod> {
     device: Device,
-    /// The pinned memory that receives it; `None` if there are no values.
+    /// The pinned memory that receives the download; `None` if there are no values.
     landing: Option<Landing>,
     len: usize,
     element: PhantomData<T>,
@@ -51,14 +52,14 @@ impl<T: Pod> Drop for Pending<T> {
 }
 
 impl<T: Pod> Pending<T> {
-    /// Waits for this download alone and returns its values.
+    /// Waits for this download alone, and returns its values.
     pub(crate) fn finish(mut self) -> Result<Vec<T>> {
         let mut values = vec![T::zeroed(); self.len];
         if let Some(landing) = &mut self.landing {
             self.device.stream()?;
             landing.wait()?;
             let to: &mut [u8] = bytemuck::cast_slice_mut(&mut values);
-            // SAFETY: the block has at least as many bytes, and the copy to it is done.
+            // SAFETY: the block has at least as many bytes, and the copy to it is complete.
             unsafe { std::ptr::copy_nonoverlapping(landing.bytes.as_ptr(), to.as_mut_ptr(), to.len()) };
         }
         self.device.traffic().wait();
@@ -67,10 +68,11 @@ impl<T: Pod> Pending<T> {
 }
 
 impl<T: Pod> Buffer<T> {
-    /// Starts to copy values of this range to the host, as they are after everything issued so far.
+    /// Starts to copy values of this range to the host, as they are after all work issued so far.
     ///
     /// # Errors
-    /// [`nibble_core::Error::Shape`] if the buffer has no such range; [`nibble_core::Error::Device`] while work is recorded.
+    /// [`nibble_core::Error::Shape`] if the buffer has no such range; [`nibble_core::Error::Device`] while work is being
+    /// recorded.
     pub(crate) fn begin_download(&self, range: Range<usize>) -> Result<Pending<T>> {
         let Range { start, end } = check_range("begin_download", self.len(), range)?;
         let device = self.device();
@@ -82,7 +84,8 @@ impl<T: Pod> Buffer<T> {
         if bytes > 0 {
             let from = self.address() + (start * size_of::<T>()) as u64;
             let landing = device.landing(bytes)?;
-            // SAFETY: the range is the buffer's, which is freed behind the copy in the stream.
+            // SAFETY: the range is the buffer's, and the buffer is freed after the copy in the
+            // stream.
             unsafe { device.fetch(from, bytes, stream, &landing) }.inspect_err(|_| device.drain_copies())?;
             pending.landing = Some(landing);
         }
@@ -90,13 +93,14 @@ impl<T: Pod> Buffer<T> {
     }
 }
 
-/// Copies runs of values to the host, concatenated, on the second stream alone and without a copy on the device. Any
-/// thread may call this while the first stream goes on. The caller has waited for the work that wrote the values, and
-/// nothing may write them before this returns. The buffers are this device's.
+/// Copies runs of values to the host, concatenated. The function uses only the second stream and makes no copy on the
+/// device. Any thread may call this function while the first stream continues. The caller must have waited for the
+/// work that wrote the values, and the values must not be written before this function returns. The buffers must be
+/// on this device.
 ///
 /// # Errors
-/// [`nibble_core::Error::Shape`] if a buffer has no such values, or `to` does not have the total length of the runs;
-/// [`nibble_core::Error::Device`] while work is recorded, and from the driver.
+/// [`nibble_core::Error::Shape`] if a buffer has no such values, or the length of `to` is not the total length of the
+/// runs; [`nibble_core::Error::Device`] while work is being recorded, or if the driver fails.
 pub(crate) fn copy_out<T: Pod>(
     device: &Device,
     from: &[(&Buffer<T>, Range<usize>)],
@@ -113,8 +117,8 @@ pub(crate) fn copy_out<T: Pod>(
         bytes: range.len() * size,
     };
     let spans: Vec<Span> = from.iter().map(span).filter(|span| span.bytes > 0).collect();
-    // SAFETY: `check_runs` held every range to its buffer, and the sum of their lengths to that of `to`. `from` borrows the
-    // buffers, so they stay alive.
+    // SAFETY: `check_runs` checked every range against its buffer, and the sum of their lengths against that of `to`.
+    // `from` borrows the buffers, so they stay alive.
     unsafe { device.bring(&spans, to) }
 }
 
@@ -125,7 +129,7 @@ struct Span {
 }
 
 impl Device {
-    /// A free pinned block of at least `bytes` bytes. The context must be current.
+    /// Returns a free pinned block of at least `bytes` bytes. The context must be current.
     fn landing(&self, bytes: usize) -> Result<Landing> {
         let size = bytes.next_power_of_two().max(SMALLEST_LANDING);
         let mut landings = self.landings();
@@ -138,16 +142,16 @@ impl Device {
         }
     }
 
-    /// Takes a pinned block back for reuse. A copy to it may still be in flight.
+    /// Takes a pinned block back for reuse. A copy to the block may still be in flight.
     fn land(&self, landing: Option<Landing>) {
         let Some(landing) = landing else { return };
         if landing.size <= LARGEST_KEPT {
             return self.landings().push(landing);
         }
         match self.stream() {
-            // Dropping it waits for the copy and frees the block.
+            // Dropping `landing` waits for the copy and frees the block.
             Ok(_) => drop(landing),
-            // The context is lost, and the memory with it.
+            // The context is lost, and so is the memory.
             Err(_) => mem::forget(landing),
         }
     }
@@ -155,12 +159,14 @@ impl Device {
     /// Copies these spans to the host, concatenated, on the second stream. The context must be current.
     ///
     /// # Safety
-    /// The spans have as many bytes in total as `to`, and stay alive until this returns.
+    /// The spans must have as many bytes in total as `to`, and must stay alive until this function
+    /// returns.
     unsafe fn bring(&self, spans: &[Span], to: &mut [u8]) -> Result<()> {
         if Pinned::is_at(to.as_ptr()) {
-            // Only the block's event is used.
+            // Only the event of this block is used.
             let block = self.landing(SMALLEST_LANDING)?;
-            // SAFETY: by the caller's promise; `to` stays until the wait, or the one after a failure, is over.
+            // SAFETY: the caller guarantees the spans; `to` lives until the wait here, or the wait after a
+            // failure, is over.
             let brought = unsafe { self.fetch_spans(spans, to, &block) }.and_then(|()| block.wait());
             if brought.is_err() {
                 self.drain_copies();
@@ -174,7 +180,7 @@ impl Device {
         for span in spans {
             let (here, behind) = std::mem::take(&mut rest).split_at_mut(span.bytes);
             rest = behind;
-            // SAFETY: by the caller's promise.
+            // SAFETY: the caller guarantees the span.
             brought = unsafe { self.bring_through(&blocks, span.from, here) };
             if brought.is_err() {
                 self.drain_copies();
@@ -185,26 +191,28 @@ impl Device {
         brought
     }
 
-    /// Issues the copies of the spans to pinned memory, concatenated. The event `done` of `marked` passes when all of them have
-    /// arrived. After an error copies may be in flight.
+    /// Issues copies of the spans to pinned memory, concatenated. The event `done` of `marked` passes when all of them have
+    /// arrived. After an error, copies may still be in flight.
     ///
     /// # Safety
-    /// As for [`Device::bring`]; nobody touches `to` until the event has passed.
+    /// The conditions are those of [`Device::bring`]; in addition, `to` must not be used until the event has passed.
     unsafe fn fetch_spans(&self, spans: &[Span], to: &mut [u8], marked: &Landing) -> Result<()> {
         let mut rest = to;
         for span in spans {
             let (here, behind) = std::mem::take(&mut rest).split_at_mut(span.bytes);
             rest = behind;
-            // SAFETY: by the caller's promise.
+            // SAFETY: the caller guarantees the span and its destination.
             unsafe { self.fetch_bytes(span.from, span.bytes, here.as_mut_ptr())? };
         }
         self.mark(marked)
     }
 
-    /// Copies bytes to the host through two pinned blocks: one is emptied while the other is filled.
+    /// Copies bytes to the host through two pinned blocks: one block is emptied while the other is
+    /// filled.
     ///
     /// # Safety
-    /// As for [`Device::bring`]. After an error copies to the blocks may be in flight.
+    /// The conditions are those of [`Device::bring`]. After an error, copies to the blocks may still
+    /// be in flight.
     unsafe fn bring_through(&self, blocks: &[Landing; 2], from: u64, to: &mut [u8]) -> Result<()> {
         let (bytes, pieces) = (to.len(), to.len().div_ceil(PIECE));
         let range = |piece: usize| piece * PIECE..bytes.min((piece + 1) * PIECE);
@@ -212,61 +220,63 @@ impl Device {
             if next < pieces {
                 let Range { start, end } = range(next);
                 let block = &blocks[next % 2];
-                // SAFETY: within the range that the caller promises. The block is large enough, and its previous content was
-                // taken out in the previous iteration.
+                // SAFETY: the bytes are within the range that the caller guarantees. The block is large enough, and its
+                // previous content was taken out in the previous iteration.
                 unsafe { self.fetch_piece(from + start as u64, end - start, block.bytes.as_ptr(), block)? };
             }
             if let Some(last) = next.checked_sub(1) {
                 let (block, to) = (&blocks[last % 2], &mut to[range(last)]);
                 block.wait()?;
-                // SAFETY: the block has at least as many bytes, and the copy to it is done.
+                // SAFETY: the block has at least as many bytes, and the copy to it is complete.
                 unsafe { std::ptr::copy_nonoverlapping(block.bytes.as_ptr(), to.as_mut_ptr(), to.len()) };
             }
         }
         Ok(())
     }
 
-    /// Issues the copy of `bytes` bytes at `from` to pinned memory, on the second stream alone. The event `done` of `marked`
-    /// passes when they have arrived.
+    /// Issues a copy of `bytes` bytes at `from` to pinned memory, on the second stream alone. The event `done` of `marked`
+    /// passes when the bytes have arrived.
     ///
     /// # Safety
-    /// `bytes` bytes are readable at `from` and writable at `to`. Both stay alive, and nobody touches `to`, until the event
-    /// has passed.
+    /// `bytes` bytes must be readable at `from` and writable at `to`. Both ranges must stay alive, and `to` must not be
+    /// used, until the event has passed.
     unsafe fn fetch_piece(&self, from: u64, bytes: usize, to: *mut u8, marked: &Landing) -> Result<()> {
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller guarantees both ranges.
         unsafe { self.fetch_bytes(from, bytes, to)? };
         self.mark(marked)
     }
 
-    /// Issues the copy of `bytes` bytes at `from` to pinned memory, on the second stream alone.
+    /// Issues a copy of `bytes` bytes at `from` to pinned memory, on the second stream alone.
     ///
     /// # Safety
-    /// `bytes` bytes are readable at `from` and writable at `to`. Both stay alive, and nobody touches `to`, until the second
-    /// stream has finished the copy.
+    /// `bytes` bytes must be readable at `from` and writable at `to`. Both ranges must stay alive, and `to` must not be
+    /// used, until the second stream has finished the copy.
     unsafe fn fetch_bytes(&self, from: u64, bytes: usize, to: *mut u8) -> Result<()> {
-        // SAFETY: by the caller's promise; the stream is alive.
+        // SAFETY: the caller guarantees both ranges; the stream is alive.
         check("cuMemcpyDtoHAsync", unsafe {
             sys::cuMemcpyDtoHAsync_v2(to.cast(), from, bytes, self.copies())
         })
     }
 
-    /// Records the event `done` on the second stream: it passes after everything issued there so far.
+    /// Records the event `done` on the second stream; it passes after all work issued there so far.
     fn mark(&self, marked: &Landing) -> Result<()> {
-        // SAFETY: event and stream are alive and of one context.
+        // SAFETY: event and stream are alive and belong to one context.
         named("cuEventRecord", unsafe { result::event::record(marked.done, self.copies()) })
     }
 
-    /// After a failure: waits for copies that may still write to a block that is about to be freed.
+    /// Called after a failure: waits for copies that may still write to a block that is about to be
+    /// freed.
     fn drain_copies(&self) {
-        // SAFETY: the stream lives as long as the device. The first error is the one to report.
+        // SAFETY: the stream lives as long as the device. The first error is the one that is
+        // reported.
         let _ = unsafe { result::stream::synchronize(self.copies()) };
     }
 
-    /// Issues the copy of `bytes` bytes at `from` to the block.
+    /// Issues a copy of `bytes` bytes at `from` to the block.
     ///
     /// # Safety
-    /// `bytes` bytes are readable at `from`, and stay alive until `stream` has passed the work issued here. The block is
-    /// large enough, and lives until its event `done` has passed.
+    /// `bytes` bytes must be readable at `from`, and must stay alive until `stream` has passed the work issued here. The
+    /// block must be large enough, and must live until its event `done` has passed.
     unsafe fn fetch(&self, from: u64, bytes: usize, stream: sys::CUstream, to: &Landing) -> Result<()> {
         let copies = self.copies();
         // SAFETY: pool and stream live as long as the device.
@@ -277,8 +287,8 @@ impl Device {
         })?;
         self.count_live(bytes);
         let no_flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
-        // SAFETY: `copy` has as many bytes, and so have source and destination by the caller's promise; the events are the
-        // block's. The second stream begins when the first one has made the copy.
+        // SAFETY: `copy` has as many bytes; the caller guarantees that source and destination have as many; the events are
+        // the block's. The second stream starts when the first stream has made the copy.
         let issued = unsafe {
             named("cuMemcpyDtoDAsync", result::memcpy_dtod_async(copy, from, bytes, stream))
                 .and_then(|()| named("cuEventRecord", result::event::record(to.ready, stream)))
@@ -291,12 +301,12 @@ impl Device {
                 })
         };
         self.uncount_live(bytes);
-        // SAFETY: freed once: after the copy to the host, or, if that copy was not issued, after the copy on the device. The pool
-        // gives the memory to the other stream only when it is free there, too.
+        // SAFETY: the copy is freed once: after the copy to the host or, if that was not issued, after the copy on the device.
+        // The pool gives the memory to the other stream only when it is free there too.
         let freed = unsafe { result::free_async(copy, if issued.is_ok() { copies } else { stream }) };
         issued?;
         named("cuMemFreeAsync", freed)?;
-        // SAFETY: event and stream are alive and of one context.
+        // SAFETY: event and stream are alive and belong to one context.
         named("cuEventRecord", unsafe { result::event::record(to.done, copies) })
     }
 }

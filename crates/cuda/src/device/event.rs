@@ -1,4 +1,4 @@
-//! Events: points in a stream, for another stream to wait for, and to measure the time between two of them.
+//! Events: points in a stream, for which another stream can wait, and between which time can be measured.
 
 use crate::device::Device;
 use crate::driver::named;
@@ -11,29 +11,29 @@ pub struct Event {
     device: Device,
 }
 
-// SAFETY: a driver's handle, used with the context current.
+// SAFETY: the event is a driver handle that is used with the context current.
 unsafe impl Send for Event {}
-// SAFETY: as above; the driver allows calls from several threads.
+// SAFETY: the driver allows calls with this handle from several threads.
 unsafe impl Sync for Event {}
 
 impl Event {
-    /// An event that marks nothing yet.
+    /// An event that has not been recorded yet.
     pub(crate) fn new(device: &Device) -> Result<Self> {
         device.stream()?;
         let event = named("cuEventCreate", result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT))?;
         Ok(Self { event, device: device.clone() })
     }
 
-    /// Records the event after everything issued on `stream` so far.
+    /// Records the event after all work issued on `stream` so far.
     pub(crate) fn set(&self, stream: sys::CUstream) -> Result<()> {
-        // SAFETY: event and stream are alive and of one context.
+        // SAFETY: event and stream are alive and belong to one context.
         named("cuEventRecord", unsafe { result::event::record(self.event, stream) })
     }
 
-    /// Makes everything issued on `stream` from here on wait for the event.
+    /// Makes all later work on `stream` wait for the event.
     pub(crate) fn before(&self, stream: sys::CUstream) -> Result<()> {
         let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
-        // SAFETY: event and stream are alive and of one context.
+        // SAFETY: event and stream are alive and belong to one context.
         named("cuStreamWaitEvent", unsafe { result::stream::wait_event(stream, self.event, flags) })
     }
 
@@ -46,10 +46,11 @@ impl Event {
     /// Milliseconds from `earlier` to this event; waits until the device has passed it.
     ///
     /// # Errors
-    /// [`nibble_core::Error::Device`], also for an event that was never recorded.
+    /// [`nibble_core::Error::Device`], including for an event that was never recorded.
     pub fn elapsed_ms(&self, earlier: &Self) -> Result<f32> {
         self.device.stream()?;
-        // SAFETY: both events are alive; one that was never recorded is an error of the driver.
+        // SAFETY: both events are alive; an event that was never recorded is an error of the
+        // driver.
         unsafe {
             named("cuEventSynchronize", result::event::synchronize(self.event))?;
             named("cuEventElapsedTime", result::event::elapsed(earlier.event, self.event))
@@ -60,7 +61,8 @@ impl Event {
 impl Drop for Event {
     fn drop(&mut self) {
         if self.device.stream().is_ok() {
-            // SAFETY: created once, destroyed once; the driver allows it before the event has passed.
+            // SAFETY: the event was created once and is destroyed once; the driver allows this before
+            // the event has passed.
             let _ = unsafe { result::event::destroy(self.event) };
         }
     }

@@ -1,4 +1,5 @@
-//! An opened GPU without its kernels: context, streams, a memory pool in the order of the first stream, and memory statistics.
+//! An opened GPU without its kernels: context, streams, a memory pool that frees in the order of the first stream, and memory
+//! statistics.
 
 use crate::device::kept::{Kept, Recordings};
 use crate::driver::{failed, named};
@@ -8,7 +9,7 @@ use nibble_core::{MemoryStats, Result, Room};
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// An opened GPU. It is closed once the device, and every arena and buffer of it, are gone.
+/// An opened GPU. The GPU is closed when the device, and all of its arenas and buffers, are gone.
 pub(crate) struct Gpu {
     pub info: GpuInfo,
     device: sys::CUdevice,
@@ -18,24 +19,24 @@ pub(crate) struct Gpu {
     pub copies: sys::CUstream,
     pub pool: sys::CUmemoryPool,
     pub recordings: Recordings,
-    /// The size of the device's memory, and how much of it was in use by others at opening.
+    /// The size of the device's memory, and how much of it other processes used at opening.
     pub room: Option<Room>,
     live_bytes: AtomicUsize,
     peak_bytes: AtomicUsize,
 }
 
-// SAFETY: the driver's handles may be used from any thread once the context is current there, which every method here
-// sees to first; what is mutable on this side is behind a mutex or atomic.
+// SAFETY: the driver's handles may be used from any thread on which the context is current, and every method here
+// first makes it current. Mutable state is behind a mutex or atomic.
 unsafe impl Send for Gpu {}
-// SAFETY: as above.
+// SAFETY: handles are used with the context current, and mutable state is behind a mutex or atomic.
 unsafe impl Sync for Gpu {}
 
 impl Gpu {
-    /// Opens the GPU and makes its context current on this thread.
+    /// Opens the GPU, and makes its context current on this thread.
     pub fn open(info: GpuInfo) -> Result<Self> {
         let device = named("cuDeviceGet", result::device::get(info.ordinal as i32))?;
-        // SAFETY: `device` was given by the driver; the context is made current before anything is created in it, and
-        // all of it is given back in `drop`, in the opposite order.
+        // SAFETY: the driver returned `device`. The context is made current before any object is created in it, and
+        // `drop` releases all objects in reverse order.
         unsafe {
             let context = named("cuDevicePrimaryCtxRetain", result::primary_ctx::retain(device))?;
             let stream =
@@ -43,7 +44,7 @@ impl Gpu {
             let made = named("cuCtxSetCurrent", result::ctx::set_current(context))
                 .and_then(|()| Ok((stream()?, stream()?, create_pool(info.ordinal)?)));
             let (stream, copies, pool) = made.inspect_err(|_| {
-                // The first error is the one to report.
+                // The first error is the one that is reported.
                 let _ = result::primary_ctx::release(device);
             })?;
             let (live_bytes, peak_bytes) = (AtomicUsize::new(0), AtomicUsize::new(0));
@@ -64,7 +65,7 @@ impl Gpu {
         Ok(self.stream)
     }
 
-    /// Waits for everything issued on the first stream so far.
+    /// Waits for all work issued on the first stream so far.
     pub fn synchronize(&self) -> Result<()> {
         self.not_recording("Device::synchronize")?;
         // SAFETY: the stream lives as long as `self`.
@@ -89,7 +90,7 @@ impl Gpu {
         self.live_bytes.fetch_sub(bytes, Ordering::Relaxed);
     }
 
-    /// Fails while work is recorded.
+    /// Returns an error while work is being recorded.
     pub fn not_recording(&self, call: &str) -> Result<()> {
         match self.recordings.is_under_way() {
             true => Err(failed(call, "not while work is being recorded")),
@@ -97,27 +98,29 @@ impl Gpu {
         }
     }
 
-    /// Frees memory, once no recording that may use it is left.
+    /// Frees memory when no recording is left that may use it.
     pub fn give_back(&self, born: u64, kept: Kept) {
         if let Some(kept) = self.recordings.keep(born, kept) {
             self.free(kept);
         }
     }
 
-    /// Frees memory. Only while nothing is recorded: the stream would record the free.
+    /// Frees memory. `free` must be called only while no work is being recorded, because the stream
+    /// would record the free.
     pub fn free(&self, kept: Kept) {
-        // A failure means that the context is lost, and the memory with it.
+        // A failure means that the context is lost, and so is the memory.
         let Ok(stream) = self.stream() else { return };
         match kept {
             Kept::Pooled { address, counted } => {
                 self.uncount_live(counted);
-                // SAFETY: allocated from this device's pool and freed once, after everything issued that may use it.
+                // SAFETY: the memory was allocated from this device's pool and is freed once, after all issued work
+                // that may use it.
                 let _ = unsafe { result::free_async(address, stream) };
             }
             Kept::Mapping(mapping) => {
                 if self.synchronize().is_ok() {
-                    // SAFETY: the context is current; the stream has passed everything, and no handle is left. What a download
-                    // still brings to the host is a copy.
+                    // SAFETY: the context is current, the stream has passed all work, and no handle is left. Downloads that
+                    // are still in flight read a copy.
                     unsafe { mapping.unmap() };
                 }
             }
@@ -127,8 +130,8 @@ impl Gpu {
 
 impl Drop for Gpu {
     fn drop(&mut self) {
-        // SAFETY: the last handle is gone, and with it every buffer, event and kernel; the streams are drained first. An
-        // error here has nobody to go to: the process is shutting down or the device is lost.
+        // SAFETY: the last handle is gone, and so is every buffer, event and kernel; the streams are drained first. An
+        // error here cannot be reported: the process is exiting or the device is lost.
         unsafe {
             let _ = result::ctx::set_current(self.context);
             let _ = result::stream::synchronize(self.stream);
@@ -147,7 +150,7 @@ impl fmt::Debug for Gpu {
     }
 }
 
-/// A memory pool of this backend that holds on to freed memory: every training step allocates the same sizes.
+/// Creates a memory pool that keeps freed memory, because every training step allocates the same sizes.
 fn create_pool(ordinal: usize) -> Result<sys::CUmemoryPool> {
     let props = sys::CUmemPoolProps {
         allocType: sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
@@ -162,7 +165,7 @@ fn create_pool(ordinal: usize) -> Result<sys::CUmemoryPool> {
         reserved: [0; 54],
     };
     let mut keep = u64::MAX;
-    // SAFETY: the properties are complete; the attribute is 64 bits and is read during the call.
+    // SAFETY: the properties are complete; the attribute has 64 bits and is read during the call.
     unsafe {
         let pool = named("cuMemPoolCreate", result::mem_pool::create(&props))?;
         let set = result::mem_pool::set_attribute(
@@ -177,10 +180,10 @@ fn create_pool(ordinal: usize) -> Result<sys::CUmemoryPool> {
     }
 }
 
-/// The memory of the device whose context is current. The driver reports how much is in use, not by whom; at this time
-/// this process holds nothing but its context.
+/// The memory of the device whose context is current. The driver reports how much memory is in use, but not by which
+/// process. At this time this process uses only its context.
 fn room() -> Option<Room> {
-    /// Upper bound of the memory of a context.
+    /// An upper bound of the memory of a CUDA context.
     const CONTEXT: usize = 1 << 30;
     let (free, total_bytes) = result::mem_get_info().ok()?;
     Some(Room { total_bytes, others_bytes: total_bytes.saturating_sub(free).saturating_sub(CONTEXT) })

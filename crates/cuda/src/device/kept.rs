@@ -7,7 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Memory without a handle that a recording may still use.
 pub(crate) enum Kept {
-    /// Memory of the pool; `counted` bytes of it are counted as live.
+    /// Memory of the pool, of which `counted` bytes are counted as live.
     Pooled { address: u64, counted: usize },
     /// An arena's mapping.
     Mapping(Mapping),
@@ -21,14 +21,14 @@ pub(crate) struct Recordings {
 
 #[derive(Default)]
 struct State {
-    /// How many recordings were ever started; they are numbered from 1.
+    /// How many recordings were ever started; recordings are numbered from 1.
     begun: u64,
-    /// Numbers of the recordings that still exist, including one in progress.
+    /// Numbers of the recordings that still exist, including a recording in progress.
     alive: Vec<u64>,
     /// Whether the last recording is in progress.
     under_way: bool,
-    /// Retained memory, each with a range of recordings that may use it: numbers above the first, up to and including
-    /// the second.
+    /// Retained memory, each with the range of recordings that may use it: the numbers above the first, up to and
+    /// including the second.
     kept: Vec<((u64, u64), Kept)>,
 }
 
@@ -41,11 +41,13 @@ impl State {
 
 impl Recordings {
     fn lock(&self) -> MutexGuard<'_, State> {
-        // A poisoned lock still guards a consistent state: nothing panics between two changes that belong together.
+        // The lock may be poisoned, but its state is consistent, because no panic can occur between two changes
+        // that belong together.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// How many recordings have finished. None of them can use memory that is allocated now.
+    /// The number of recordings that have finished. Finished recordings cannot use memory that is
+    /// allocated now.
     pub fn finished(&self) -> u64 {
         let state = self.lock();
         state.begun - u64::from(state.under_way)
@@ -56,7 +58,7 @@ impl Recordings {
     }
 
     /// Retains memory that was allocated when `born` recordings had finished, if a later recording may use it.
-    /// Otherwise returns the memory for the caller to free.
+    /// If no later recording may use the memory, it is returned for the caller to free.
     pub fn keep(&self, born: u64, kept: Kept) -> Option<Kept> {
         let mut state = self.lock();
         let life = (born, state.begun);
@@ -67,7 +69,7 @@ impl Recordings {
         Some(kept)
     }
 
-    /// Starts a recording and returns its number; fails if another is in progress.
+    /// Starts a recording and returns its number; fails if another recording is in progress.
     pub fn begin(&self) -> Result<u64> {
         let mut state = self.lock();
         if state.under_way {
@@ -85,7 +87,7 @@ impl Recordings {
         self.lock().under_way = false;
     }
 
-    /// Removes a dropped recording. Returns the memory that no recording may use any more, for the caller to free.
+    /// Removes a dropped recording. Returns the memory that no recording can use any more, for the caller to free.
     pub fn gone(&self, id: u64) -> Vec<Kept> {
         let mut state = self.lock();
         state.alive.retain(|alive| *alive != id);

@@ -9,13 +9,13 @@ use std::ptr::NonNull;
 pub(crate) struct Landing {
     pub bytes: NonNull<u8>,
     pub size: usize,
-    /// The first stream passes it when the copy on the device is done.
+    /// The event that passes on the first stream when the copy on the device is complete.
     pub ready: sys::CUevent,
-    /// The second stream passes it when the data has arrived here.
+    /// The event that passes on the second stream when the data has arrived here.
     pub done: sys::CUevent,
 }
 
-// SAFETY: host memory and drivers' handles, used by one owner at a time with the context current.
+// SAFETY: host memory and driver handles, used by one owner at a time with the context current.
 unsafe impl Send for Landing {}
 
 impl Landing {
@@ -25,29 +25,30 @@ impl Landing {
             || named("cuEventCreate", result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING));
         let ready = event()?;
         let done = event().inspect_err(|_| {
-            // SAFETY: made above. The first error is the one to report.
+            // SAFETY: the event was created above. The first error is the one that is reported.
             let _ = unsafe { result::event::destroy(ready) };
         })?;
-        // SAFETY: no arguments to get wrong; freed in `drop`.
+        // SAFETY: any arguments are valid; the memory is freed in `drop`.
         let bytes = named("cuMemHostAlloc", unsafe { result::malloc_host(size, 0) }).inspect_err(|_| {
-            // SAFETY: made above. The first error is the one to report.
+            // SAFETY: these objects were created above. The first error is the one that is
+            // reported.
             unsafe {
                 let _ = result::event::destroy(ready);
                 let _ = result::event::destroy(done);
             }
         })?;
-        // The driver does not give null with success.
+        // The driver does not return null together with success.
         let bytes = NonNull::new(bytes.cast()).expect("pinned memory has an address");
         Ok(Self { bytes, size, ready, done })
     }
 
-    /// Whether its last copy has arrived.
+    /// Whether the last copy to this memory has arrived.
     pub fn is_free(&self) -> bool {
         // SAFETY: the event is alive.
         unsafe { result::event::query(self.done) }.is_ok()
     }
 
-    /// Waits until its last copy has arrived; returns at once if there was none.
+    /// Waits until the last copy to this memory has arrived; returns at once if there was none.
     pub fn wait(&self) -> Result<()> {
         // SAFETY: the event is alive.
         named("cuEventSynchronize", unsafe { result::event::synchronize(self.done) })
@@ -56,8 +57,8 @@ impl Landing {
 
 impl Drop for Landing {
     fn drop(&mut self) {
-        // SAFETY: made in `new` and given back once, when nothing copies to it any more. With the context current: by the device
-        // as it ends, or by `Device::land`. An error has nobody to go to.
+        // SAFETY: these objects were created in `new` and are released once, when no copy writes to the memory any more. The
+        // context is current: `drop` is called when the device closes, or by `Device::land`. An error here cannot be reported.
         unsafe {
             let _ = result::event::synchronize(self.done);
             let _ = result::event::destroy(self.ready);

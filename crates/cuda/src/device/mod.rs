@@ -1,9 +1,9 @@
-//! An opened GPU: loaded kernels, events, arenas, copies.
+//! An opened GPU: its loaded kernels, events, arenas and copies.
 //!
 //! All work is issued on the device's first stream, so that a buffer freed after a launch is reused only by later work.
-//! The second stream only copies to the host ([`download`]). These calls wait: [`Device::synchronize`],
+//! The second stream only copies data to the host ([`download`]). These calls wait: [`Device::synchronize`],
 //! [`Buffer::download`](crate::Buffer::download), the end of an asynchronous download, [`Event::elapsed_ms`], and an
-//! upload while megabytes of earlier uploads are still in flight.
+//! upload if megabytes of earlier uploads are still in flight.
 
 pub mod arena;
 pub mod buf;
@@ -35,7 +35,7 @@ use std::ffi::CString;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-/// A handle; clones share the device.
+/// A handle of an opened GPU; clones share the device.
 #[derive(Clone)]
 pub struct Device {
     inner: Arc<Inner>,
@@ -44,24 +44,25 @@ pub struct Device {
 struct Inner {
     gpu: Arc<Gpu>,
     jit: Arc<Jit>,
-    /// Loaded kernels by instance, not by content: finding the content's key takes longer than a launch, and sources do
-    /// not change while a device is open.
+    /// Loaded kernels by instance and not by content key, because computing the key takes longer than a launch, and
+    /// sources do not change while a device is open.
     modules: Mutex<HashMap<KernelSpec, Arc<Module>>>,
-    /// Zeroed words that counters are cut from.
+    /// Zeroed words of the pool, from which counters are allocated.
     zeros: Mutex<Option<(Arc<PooledZeros>, usize)>>,
-    /// Allocated by the first copy.
+    /// Pinned memory for copies; the first copy allocates it.
     staging: Mutex<Option<Staging>>,
     /// Pinned memory of asynchronous downloads.
     landings: Mutex<Vec<Landing>>,
-    /// The arena that a thread works within, if any.
+    /// The arena in which a thread allocates, if any.
     scope: Scope<Entered>,
-    /// Arenas that the recording in progress takes memory from.
+    /// The arenas from which the recording in progress allocates.
     used_arenas: UsedArenas,
     traffic: TrafficCounter,
     launches: Mutex<Option<Launches>>,
 }
 
-/// Zeroed words of the pool. They hold no handle of the device, because the device holds them.
+/// Zeroed words of the pool. `PooledZeros` contains no handle of the device, because the device
+/// contains it.
 pub(crate) struct PooledZeros {
     pub address: sys::CUdeviceptr,
     /// How many recordings had finished when the words were allocated.
@@ -77,26 +78,26 @@ pub struct Launched {
     pub kernel: &'static str,
 }
 
-/// The launches noted so far, and the operation that further launches belong to.
+/// The launches noted so far, and the operation under which further launches are noted.
 #[derive(Default)]
 pub(crate) struct Launches {
     op: Option<&'static str>,
     pub(crate) all: Vec<Launched>,
 }
 
-/// A loaded instance; unloaded with the device.
+/// A loaded kernel instance, which is unloaded with the device.
 pub(crate) struct Module {
     module: sys::CUmodule,
     pub(crate) function: sys::CUfunction,
     /// Size of each parameter in bytes, as the cubin declares it.
     pub(crate) param_bytes: Vec<usize>,
-    /// How many clusters the device holds at once, for the first launch shape that was queried.
+    /// How many clusters the device runs at once, for the first launch shape that was queried.
     pub(crate) max_clusters: OnceLock<((u32, u32, usize), u32)>,
 }
 
-// SAFETY: handles, used with the context current.
+// SAFETY: these are driver handles that are used with the context current.
 unsafe impl Send for Module {}
-// SAFETY: as above.
+// SAFETY: these are driver handles that are used with the context current.
 unsafe impl Sync for Module {}
 
 impl fmt::Debug for Device {
@@ -106,12 +107,12 @@ impl fmt::Debug for Device {
 }
 
 impl Device {
-    /// Opens a GPU; the environment variables set up its kernels ([`Jit::from_env`]).
+    /// Opens a GPU; the environment variables configure its kernels ([`Jit::from_env`]).
     pub fn open(ordinal: usize) -> Result<Self> {
         Self::with_jit(ordinal, Jit::from_env()?)
     }
 
-    /// Opens a GPU with this compiler. An error names what is missing: the driver, the GPU, or compute capability 9.0.
+    /// Opens a GPU with this compiler. An error says what is missing: the driver, the GPU, or compute capability 9.0.
     pub fn with_jit(ordinal: usize, jit: impl Into<Arc<Jit>>) -> Result<Self> {
         let found = crate::probe();
         found.driver.as_ref().map_err(|why| failed("Device::open", why))?;
@@ -141,8 +142,8 @@ impl Device {
         Ok(Self { inner: Arc::new(inner) })
     }
 
-    /// Opens the same GPU again, with streams and a memory pool of its own; both share compiled kernels. The context is the process's, so
-    /// an error that corrupts it affects both.
+    /// Opens the same GPU again, with separate streams and a separate memory pool; both share compiled kernels. The context belongs to
+    /// the process, so an error that corrupts the context affects both.
     pub fn reopened(&self) -> Result<Self> {
         Self::with_jit(self.info().ordinal, self.inner.jit.clone())
     }
@@ -152,7 +153,7 @@ impl Device {
         &self.inner.gpu.info
     }
 
-    /// Whether both handles are of the same opened device.
+    /// Whether both handles refer to the same opened device.
     pub fn is_same(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.inner, &other.inner)
     }
@@ -162,7 +163,7 @@ impl Device {
         self.inner.gpu.memory()
     }
 
-    /// The size of the device's memory, and how much of it was in use by others at opening.
+    /// The size of the device's memory, and how much of it other processes used at opening.
     pub fn room(&self) -> Option<Room> {
         self.inner.gpu.room
     }
@@ -172,21 +173,21 @@ impl Device {
         self.inner.gpu.stream()
     }
 
-    /// Waits for everything issued so far, and reports its errors. Does not wait for copies to the host that are in
-    /// flight.
+    /// Waits for all work issued so far, and reports its errors. The call does not wait for copies to the host that
+    /// are in flight.
     ///
     /// # Errors
-    /// [`Error::Device`], also while work is recorded.
+    /// [`Error::Device`], also while work is being recorded.
     pub fn synchronize(&self) -> Result<()> {
         self.inner.gpu.synchronize()
     }
 
-    /// The stream of copies to the host.
+    /// The stream for copies to the host.
     pub(crate) fn copies(&self) -> sys::CUstream {
         self.inner.gpu.copies
     }
 
-    /// The opened GPU, which arenas hold on to.
+    /// The opened GPU, which arenas keep alive.
     pub(crate) fn gpu(&self) -> &Arc<Gpu> {
         &self.inner.gpu
     }
@@ -203,7 +204,7 @@ impl Device {
         self.inner.landings.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The arena that a thread works within, if any.
+    /// The arena in which a thread allocates, if any.
     pub(crate) fn scope(&self) -> &Scope<Entered> {
         &self.inner.scope
     }
@@ -212,12 +213,12 @@ impl Device {
         &self.inner.gpu.recordings
     }
 
-    /// Arenas that the recording in progress takes memory from.
+    /// The arenas from which the recording in progress allocates.
     pub(crate) fn used_arenas(&self) -> &UsedArenas {
         &self.inner.used_arenas
     }
 
-    /// The launches noted so far; `None` unless somebody asked for them.
+    /// The launches noted so far; `None` if launches are not being noted.
     pub(crate) fn launches(&self) -> MutexGuard<'_, Option<Launches>> {
         self.inner.launches.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -229,7 +230,8 @@ impl Device {
         }
     }
 
-    /// Runs an operation. Launches meanwhile are noted under its name; nested operations count as the outer one.
+    /// Runs an operation. Meanwhile launches are noted under the operation's name; nested operations count
+    /// as the outer operation.
     pub(crate) fn for_op<R>(&self, op: &'static str, run: impl FnOnce() -> R) -> R {
         let outermost = match &mut *self.launches() {
             Some(launches) if launches.op.is_none() => launches.op.replace(op).is_none(),
@@ -255,18 +257,19 @@ impl Device {
         self.inner.gpu.uncount_live(bytes);
     }
 
-    /// Fails while work is recorded.
+    /// Returns an error while work is being recorded.
     pub(crate) fn not_recording(&self, call: &str) -> Result<()> {
         self.inner.gpu.not_recording(call)
     }
 
-    /// Frees memory once no recording that may use it is left. The memory was allocated when `born` recordings had
+    /// Frees memory when no recording is left that may use it. The memory was allocated when `born` recordings had
     /// finished.
     pub(crate) fn give_back(&self, born: u64, kept: Kept) {
         self.inner.gpu.give_back(born, kept);
     }
 
-    /// Runs a copy through pinned memory. Refused while work is recorded: a recording cannot hold such a copy.
+    /// Runs a copy through pinned memory. Returns an error while work is being recorded, because a recording
+    /// cannot contain such a copy.
     pub(crate) fn with_staging<R>(
         &self,
         call: &str,
@@ -277,18 +280,19 @@ impl Device {
         if staging.is_none() {
             *staging = Some(Staging::new()?);
         }
-        // Allocated above if it was missing.
+        // The staging memory was allocated above if it was missing.
         copy(staging.as_mut().expect("staging memory"))
     }
 
-    /// An event recorded in the stream now.
+    /// Records an event in the stream now.
     pub fn event(&self) -> Result<Event> {
         let event = Event::new(self)?;
         event.set(self.stream()?)?;
         Ok(event)
     }
 
-    /// The instance, compiled and loaded on first use. A cubin that the driver refuses is rebuilt once.
+    /// Returns the instance, which is compiled and loaded on first use. A cubin that the driver refuses
+    /// is compiled again once.
     pub(crate) fn module(&self, spec: &KernelSpec) -> Result<Arc<Module>> {
         self.inner.gpu.bind()?;
         let mut modules = self.inner.modules.lock().unwrap_or_else(PoisonError::into_inner);
@@ -312,10 +316,10 @@ impl Device {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        // An error here has nobody to go to: the process is shutting down or the device is lost.
+        // An error here cannot be reported: the process is exiting or the device is lost.
         let Ok(stream) = self.gpu.stream() else { return };
-        // SAFETY: the last handle is gone, and with it every buffer, event and kernel; the streams are drained first. The GPU itself
-        // comes after, or with the last arena.
+        // SAFETY: the last handle is gone, and so is every buffer, event and kernel; the streams are drained first. The GPU itself
+        // is closed afterwards, or with the last arena.
         unsafe {
             let _ = result::stream::synchronize(stream);
             let _ = result::stream::synchronize(self.gpu.copies);
@@ -336,27 +340,28 @@ impl Module {
     fn load(cubin: &Cubin, num_arguments: usize) -> Result<Self> {
         let symbol =
             CString::new(cubin.symbol.as_str()).map_err(|error| failed("cuModuleGetFunction", error))?;
-        // SAFETY: the image is a whole ELF file, which carries its own length; damage is kept out by the cache's digest.
+        // SAFETY: the image is a whole ELF file, which contains its own length; the cache's digest excludes damaged
+        // files.
         let module =
             named("cuModuleLoadData", unsafe { result::module::load_data(cubin.image.as_ptr().cast()) })?;
         // SAFETY: `module` was just loaded.
         let function = named("cuModuleGetFunction", unsafe { result::module::get_function(module, symbol) });
         let function = function.and_then(|function| Ok((function, param_bytes(function, num_arguments)?)));
         let (function, param_bytes) = function.inspect_err(|_| {
-            // SAFETY: loaded above and used by nobody.
+            // SAFETY: the module was loaded above and is not used.
             let _ = unsafe { result::module::unload(module) };
         })?;
         Ok(Self { module, function, param_bytes, max_clusters: OnceLock::new() })
     }
 }
 
-/// The sizes of a kernel's parameters. The caller gives their number: drivers before 13.1 do not report it, and memory
-/// checkers report an index past the last parameter as an error.
+/// The sizes of a kernel's parameters in bytes. The caller passes the number of parameters, because drivers before
+/// 13.1 do not report it, and memory checkers report an index past the last parameter as an error.
 fn param_bytes(function: sys::CUfunction, num_arguments: usize) -> Result<Vec<usize>> {
     (0..num_arguments)
         .map(|index| {
             let (mut offset, mut bytes) = (0, 0);
-            // SAFETY: a live function; any index is allowed; writes two sizes.
+            // SAFETY: the function is alive, any index is allowed, and the call writes two sizes.
             let code = unsafe { sys::cuFuncGetParamInfo(function, index, &mut offset, &mut bytes) };
             check("cuFuncGetParamInfo", code).map(|()| bytes)
         })

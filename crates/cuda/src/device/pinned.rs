@@ -1,4 +1,5 @@
-//! Pinned host memory that a caller owns: the copy engine writes it directly, at the speed of the bus.
+//! Pinned host memory that a caller owns. The copy engine writes to pinned memory directly, at the
+//! full bandwidth of the bus.
 
 use crate::device::Device;
 use crate::driver::named;
@@ -14,31 +15,31 @@ pub struct Pinned {
     device: Device,
 }
 
-// SAFETY: memory of the host, with one owner; the driver takes it back from any thread.
+// SAFETY: this is host memory with one owner, and the driver frees it from any thread.
 unsafe impl Send for Pinned {}
-// SAFETY: shared, it is only read.
+// SAFETY: a shared reference only reads the values.
 unsafe impl Sync for Pinned {}
 
 impl Pinned {
-    /// `len` zeros.
+    /// Allocates `len` zeros.
     pub(crate) fn new(device: &Device, len: usize) -> Result<Self> {
         device.stream()?;
-        // The driver gives no memory of no bytes.
+        // The driver does not allocate zero bytes.
         let bytes = len.max(1).saturating_mul(size_of::<f32>());
-        // SAFETY: no arguments to get wrong; freed in `drop`.
+        // SAFETY: any arguments are valid; the memory is freed in `drop`.
         let values = named("cuMemHostAlloc", unsafe { result::malloc_host(bytes, 0) })?;
-        // The driver does not give null with success.
+        // The driver does not return null together with success.
         let values = NonNull::new(values.cast::<f32>()).expect("pinned memory has an address");
-        // SAFETY: room for `len` values was just allocated, and nobody else has its address.
+        // SAFETY: memory for `len` values was just allocated, and no other code has its address.
         unsafe { values.write_bytes(0, len) };
         Ok(Self { values, len, device: device.clone() })
     }
 
-    /// Whether the copy engine reaches this address directly, because it is pinned.
+    /// Whether the copy engine can access this address directly, because it is pinned.
     pub(crate) fn is_at(address: *const u8) -> bool {
         let mut kind = 0_u32;
         let attribute = sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE;
-        // SAFETY: the attribute is a `u32`; the driver refuses an address that it does not know, and reads nothing there.
+        // SAFETY: the attribute is a `u32`; the driver refuses an address that it does not know, and does not access it.
         let code = unsafe { sys::cuPointerGetAttribute((&raw mut kind).cast(), attribute, address as u64) };
         code == sys::CUresult::CUDA_SUCCESS && kind == sys::CUmemorytype::CU_MEMORYTYPE_HOST as u32
     }
@@ -46,23 +47,24 @@ impl Pinned {
 
 impl AsRef<[f32]> for Pinned {
     fn as_ref(&self) -> &[f32] {
-        // SAFETY: `len` values, written in `new`, alive as long as `self`.
+        // SAFETY: there are `len` values, written in `new` and alive as long as `self`.
         unsafe { std::slice::from_raw_parts(self.values.as_ptr(), self.len) }
     }
 }
 
 impl AsMut<[f32]> for Pinned {
     fn as_mut(&mut self) -> &mut [f32] {
-        // SAFETY: as above, and `self` is the only way to them.
+        // SAFETY: there are `len` values, and they are accessible only through `self`.
         unsafe { std::slice::from_raw_parts_mut(self.values.as_ptr(), self.len) }
     }
 }
 
 impl Drop for Pinned {
     fn drop(&mut self) {
-        // Where the context is lost, so is its memory.
+        // If the context is lost, so is its memory.
         if self.device.stream().is_ok() {
-            // SAFETY: made in `new` and given back once; copies to it were waited for. An error has nobody to go to.
+            // SAFETY: the memory was allocated in `new` and is freed once, after all copies to it are complete. An
+            // error here cannot be reported.
             let _ = unsafe { result::free_host(self.values.as_ptr().cast()) };
         }
     }

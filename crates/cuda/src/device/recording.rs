@@ -1,8 +1,9 @@
-//! Recordings (CUDA graphs): work captured once and launched again as a whole. A training step's hundreds of launches become one.
+//! Recordings (CUDA graphs): work that is captured once and launched again as a whole. A recording replaces the hundreds of launches
+//! of a training step by one launch.
 //!
-//! A recording holds only addresses. So memory at an address that it may hold must not be reused while it lives. Pool memory and whole
-//! arenas that existed during the recording and were dropped since are retained until the recording is gone. A recording cannot hold
-//! addresses of memory that was freed before it, or allocated after it.
+//! A recording contains only addresses. So memory at an address that a recording may contain must not be reused while the recording
+//! lives. Pool memory and whole arenas that existed during the recording, but were dropped since, are retained until the recording is
+//! gone. A recording cannot contain addresses of memory that was freed before it or allocated after it.
 
 use crate::device::arena::{Arena, Entered};
 use crate::device::{Device, Launched};
@@ -11,17 +12,18 @@ use cudarc::driver::{result, sys};
 use nibble_core::Result;
 use std::fmt;
 
-/// Recorded work.
+/// Recorded work, which can be replayed.
 pub struct Recording {
     exec: sys::CUgraphExec,
-    /// The arenas that the work allocates from.
+    /// The arenas from which the work allocates.
     arenas: Vec<Arena>,
-    /// Its kernels in order, if launches were noted during the recording.
+    /// The kernels of the recording in order, if launches were noted while it was made.
     launched: Vec<Launched>,
     alive: Alive,
 }
 
-// SAFETY: the driver's handle may be used from any thread once the context is current there, which every method sees to.
+// SAFETY: the driver handle may be used from any thread on which the context is current, and every method makes it
+// current.
 unsafe impl Send for Recording {}
 
 impl fmt::Debug for Recording {
@@ -31,11 +33,11 @@ impl fmt::Debug for Recording {
 }
 
 impl Device {
-    /// Records the work that `work` issues to this device, without executing it: no value on the device changes. The
-    /// kernels that it needs are compiled and loaded. `work` must issue from this thread alone and wait for nothing: no
-    /// uploads, no downloads. It must allocate in an arena ([`nibble_core::Backend::within`], around the recording or
-    /// inside it), which the recording keeps alive. A device has one stream: work that other threads issue to it
-    /// meanwhile is recorded too, or refused.
+    /// Records the work that the function `work` issues to this device, without executing it: no value on the device changes. The
+    /// kernels that the work needs are compiled and loaded. `work` must issue its work from this thread alone, and must not wait: no
+    /// uploads, no downloads. `work` must allocate in an arena ([`nibble_core::Backend::within`], around the recording or inside it),
+    /// and the recording keeps that arena alive. A device has one stream, so work that other threads issue to it in the meantime is
+    /// also recorded, or refused.
     ///
     /// # Errors
     /// The error of `work`; [`nibble_core::Error::Device`] for a call that cannot be recorded, or if another recording is in progress.
@@ -60,11 +62,11 @@ impl Device {
         Ok(Recording { exec: named("cuGraphInstantiate", exec)?, arenas, launched, alive })
     }
 
-    /// Launches recorded work on the stream, on the same addresses as recorded. If a recorded buffer was dropped since,
-    /// its address in the arena may hold another buffer, which is overwritten.
+    /// Launches recorded work on the stream, at the same addresses as recorded. If a recorded buffer has been dropped,
+    /// its address in the arena may belong to another buffer, which is then overwritten.
     ///
     /// # Errors
-    /// [`nibble_core::Error::Device`] for a recording of another device, and while work is recorded.
+    /// [`nibble_core::Error::Device`] for a recording of another device, or while work is being recorded.
     pub fn replay(&self, recording: &Recording) -> Result<()> {
         if !recording.alive.device.is_same(self) {
             let why = format!("recorded on {:?}, another device than {self:?}", recording.alive.device);
@@ -72,8 +74,8 @@ impl Device {
         }
         self.not_recording("Device::replay")?;
         let stream = self.stream()?;
-        // SAFETY: the graph is alive. Every address it knows is still mapped: memory from before it is kept, its arenas are held.
-        // The stream orders it with everything else.
+        // SAFETY: the graph is alive. Every address in the graph is still mapped, because older memory is retained and the
+        // recording keeps its arenas alive. The stream orders the graph with all other work.
         named("cuGraphLaunch", unsafe { result::graph::launch(recording.exec, stream) })?;
         if let Some(launches) = &mut *self.launches() {
             launches.all.extend(&recording.launched);
@@ -85,14 +87,14 @@ impl Device {
 impl Drop for Recording {
     fn drop(&mut self) {
         if self.alive.device.stream().is_ok() {
-            // SAFETY: instantiated by `record` and destroyed once; the driver lets a launch under way finish first. An error here
-            // has nobody to go to.
+            // SAFETY: the graph was instantiated by `record` and is destroyed once; the driver first completes a launch in
+            // progress. An error here cannot be reported.
             let _ = unsafe { result::graph::exec_destroy(self.exec) };
         }
     }
 }
 
-/// A recording's entry in its device's list, for as long as it lives.
+/// A recording's entry in its device's list; it exists as long as the recording lives.
 struct Alive {
     id: u64,
     device: Device,
@@ -108,33 +110,35 @@ impl Alive {
 
 impl Drop for Alive {
     fn drop(&mut self) {
-        // If nothing was captured, this ends the recording.
+        // If the capture failed, this ends the recording.
         for kept in self.device.recordings().gone(self.id) {
             self.device.gpu().free(kept);
         }
     }
 }
 
-/// The stream while it captures. Capture ends on every way out, so that the device does not stay in it.
+/// The stream during a capture. Every exit path ends the capture, so that the device does not remain in
+/// capture mode.
 struct Capture<'a> {
     device: &'a Device,
     stream: sys::CUstream,
 }
 
-/// Ends the recording, and returns the arenas that it allocated from.
+/// Ends the recording, and returns the arenas from which it allocated.
 fn ended(device: &Device) -> Vec<Arena> {
-    // The list is taken first: as soon as the recording has ended, another thread may start one with a list of its own.
+    // The list is taken first, because as soon as the recording has ended, another thread may start a recording with
+    // its own list.
     let arenas = device.used_arenas().end();
     device.recordings().end();
     arenas
 }
 
-/// A graph, destroyed when dropped.
+/// A CUDA graph, which is destroyed when dropped.
 struct Graph(sys::CUgraph);
 
 impl<'a> Capture<'a> {
     fn begin(device: &'a Device, stream: sys::CUstream) -> Result<Self> {
-        // Relaxed: kernels are loaded and memory is mapped during the capture.
+        // The mode is relaxed because kernels are loaded and memory is mapped during the capture.
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: the stream lives as long as the device.
         match named("cuStreamBeginCapture", unsafe { result::stream::begin_capture(stream, mode) }) {
@@ -146,18 +150,19 @@ impl<'a> Capture<'a> {
         }
     }
 
-    /// The captured graph, and the arenas that it allocates from.
+    /// The captured graph, and the arenas from which it allocates.
     fn end(self) -> Result<(Graph, Vec<Arena>)> {
         let graph = self.stop();
         let arenas = ended(self.device);
-        // The capture has ended: `drop` would end it again.
+        // The capture has ended, and `drop` would end it again.
         std::mem::forget(self);
         Ok((graph?, arenas))
     }
 
     fn stop(&self) -> Result<Graph> {
         let mut graph = std::ptr::null_mut();
-        // SAFETY: the capture begun in `begin`; ends it also where it was spoiled, and writes null then.
+        // SAFETY: ends the capture that `begin` started. If the capture was invalidated, the call ends
+        // it too and writes null.
         let ended = unsafe { sys::cuStreamEndCapture(self.stream, &mut graph) };
         let graph = Graph(graph);
         check("cuStreamEndCapture", ended)?;
@@ -170,7 +175,7 @@ impl<'a> Capture<'a> {
 
 impl Drop for Capture<'_> {
     fn drop(&mut self) {
-        // The error that led here is the one to report.
+        // The error that led here is the one that is reported.
         drop(self.stop());
         drop(ended(self.device));
     }
@@ -179,7 +184,8 @@ impl Drop for Capture<'_> {
 impl Drop for Graph {
     fn drop(&mut self) {
         if !self.0.is_null() {
-            // SAFETY: a graph of a capture that has ended, destroyed once; what was instantiated from it is a copy.
+            // SAFETY: the graph's capture has ended, and the graph is destroyed once; an instantiated graph is a
+            // copy.
             let _ = unsafe { result::graph::destroy(self.0) };
         }
     }

@@ -1,6 +1,6 @@
-//! Pinned host memory that copies go through: the copy engine reads and writes it directly, at the speed of the bus. It has two
-//! halves: one is filled or emptied while the other is copied. Small copies share a half, so an upload waits only if megabytes of
-//! earlier uploads have not arrived.
+//! Pinned host memory through which copies go. The copy engine reads and writes pinned memory directly, at the full bandwidth
+//! of the bus. The memory has two halves: one half is filled or emptied while the other is copied. Small copies share a half,
+//! so an upload waits only if megabytes of earlier uploads have not arrived.
 
 use crate::driver::{check, named};
 use cudarc::driver::{result, sys};
@@ -13,34 +13,35 @@ const HALF_BYTES: usize = 4 << 20;
 /// The alignment of copies in a half.
 const ALIGN: usize = 256;
 
-/// Two halves of pinned memory, used in turn. Every call needs the context to be current.
+/// Two halves of pinned memory, used in turn. The context must be current in every call.
 pub(crate) struct Staging {
     halves: [Half; 2],
-    /// The half in use, and how many bytes of it are used.
+    /// The index of the half in use, and how many bytes of it are used.
     current: usize,
     used: usize,
 }
 
 struct Half {
     bytes: NonNull<u8>,
-    /// The stream passes it when all copies from or to this half are done that were issued before the event was recorded.
+    /// The event that passes when all copies from or to this half are complete that were issued before the event was
+    /// recorded.
     done: sys::CUevent,
 }
 
-// SAFETY: host memory and a driver's handle, used by one thread at a time behind the device's mutex.
+// SAFETY: host memory and a driver handle, used by one thread at a time behind the device's mutex.
 unsafe impl Send for Staging {}
 
 impl Half {
     fn new() -> Result<Self> {
-        // SAFETY: no arguments to get wrong; the memory is freed in `drop`, after its last copy.
+        // SAFETY: any arguments are valid; the memory is freed in `drop`, after its last copy.
         unsafe {
             let bytes = named("cuMemHostAlloc", result::malloc_host(HALF_BYTES, 0))?;
             let done = result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING);
             let done = named("cuEventCreate", done).inspect_err(|_| {
-                // The first error is the one to report.
+                // The first error is the one that is reported.
                 let _ = result::free_host(bytes);
             })?;
-            // The driver does not give null with success.
+            // The driver does not return null together with success.
             let bytes = NonNull::new(bytes.cast()).expect("pinned memory has an address");
             Ok(Self { bytes, done })
         }
@@ -53,14 +54,15 @@ impl Half {
     }
 
     fn mark(&self, stream: sys::CUstream) -> Result<()> {
-        // SAFETY: event and stream are alive and of one context.
+        // SAFETY: event and stream are alive and belong to one context.
         named("cuEventRecord", unsafe { result::event::record(self.done, stream) })
     }
 }
 
 impl Drop for Half {
     fn drop(&mut self) {
-        // SAFETY: made in `new` and given back once; the device has drained its stream. An error has nobody to go to.
+        // SAFETY: these objects were created in `new` and are released once; the device has drained its stream. An
+        // error here cannot be reported.
         unsafe {
             let _ = result::event::synchronize(self.done);
             let _ = result::event::destroy(self.done);
@@ -75,7 +77,7 @@ impl Staging {
         Ok(Self { halves: [Half::new()?, Half::new()?], current: 0, used: 0 })
     }
 
-    /// Switches to the other half, once its copies are done.
+    /// Switches to the other half when the copies of that half are complete.
     fn switch(&mut self, stream: sys::CUstream) -> Result<()> {
         self.halves[self.current].mark(stream)?;
         self.current = 1 - self.current;
@@ -83,9 +85,10 @@ impl Staging {
         self.halves[self.current].wait()
     }
 
-    /// Issues the copy of `from` to the device; `from` may be reused when this returns.
+    /// Issues a copy of `from` to the device; `from` may be reused when this function returns.
     ///
-    /// `to` has as many bytes as `from`, and stays alive until the stream has passed the copy.
+    /// `to` must have as many bytes as `from`, and must stay alive until the stream has passed the
+    /// copy.
     pub(crate) unsafe fn upload(
         &mut self,
         mut to: u64,
@@ -97,7 +100,7 @@ impl Staging {
                 self.switch(stream)?;
             }
             let (part, rest) = from.split_at(from.len().min(HALF_BYTES - self.used));
-            // SAFETY: `part` fits what is left of the half, which no copy is using; the device range is the caller's promise.
+            // SAFETY: `part` fits into the rest of the half, which no copy is using; the caller guarantees the device range.
             unsafe {
                 let place = self.halves[self.current].bytes.as_ptr().add(self.used);
                 std::ptr::copy_nonoverlapping(part.as_ptr(), place, part.len());
@@ -111,19 +114,19 @@ impl Staging {
         Ok(())
     }
 
-    /// Copies from the device to the host; waits for everything issued before, and for the copy.
+    /// Copies from the device to the host; waits for all earlier work and for the copy.
     ///
     /// # Safety
-    /// `from` has as many bytes as `to`.
+    /// `from` must have as many bytes as `to`.
     pub(crate) unsafe fn download(&mut self, to: &mut [u8], from: u64, stream: sys::CUstream) -> Result<()> {
-        // While one half receives data, the other half, which has received its data, is emptied.
+        // While one half receives data, the other half, whose data has arrived, is emptied.
         let mut arriving: Option<(usize, &mut [u8])> = None;
         for (i, part) in to.chunks_mut(HALF_BYTES).enumerate() {
             self.switch(stream)?;
             self.used = HALF_BYTES;
             let half = &self.halves[self.current];
             let address = from + (i * HALF_BYTES) as u64;
-            // SAFETY: the half holds as many bytes and is not in use; the device range is the caller's promise.
+            // SAFETY: the half has as many bytes and is not in use; the caller guarantees the device range.
             let code =
                 unsafe { sys::cuMemcpyDtoHAsync_v2(half.bytes.as_ptr().cast(), address, part.len(), stream) };
             check("cuMemcpyDtoHAsync", code)?;
@@ -139,7 +142,7 @@ impl Staging {
     fn empty(&self, which: usize, to: &mut [u8]) -> Result<()> {
         let half = &self.halves[which];
         half.wait()?;
-        // SAFETY: the half holds at least as many bytes, and the copy into it is done.
+        // SAFETY: the half has at least as many bytes, and the copy to it is complete.
         unsafe { std::ptr::copy_nonoverlapping(half.bytes.as_ptr(), to.as_mut_ptr(), to.len()) };
         Ok(())
     }

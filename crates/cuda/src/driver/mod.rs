@@ -1,4 +1,4 @@
-//! Turns the driver's return codes into this workspace's errors.
+//! Converts the driver's return codes to this workspace's errors.
 
 pub(crate) mod symbols;
 
@@ -12,11 +12,11 @@ pub(crate) fn failed(call: impl Into<String>, why: impl ToString) -> Error {
     Error::Device { call: call.into(), why: why.to_string() }
 }
 
-/// The name and the explanation the driver gives for one of its codes.
+/// The driver's name and explanation for one of its codes.
 pub(crate) fn describe(code: CUresult) -> String {
     let mut text = std::ptr::null();
-    // SAFETY: both calls take any code and write a pointer to a static string, or leave null for an unknown code; `code`
-    // exists only where the driver library was loaded.
+    // SAFETY: both calls accept any code and write a pointer to a static string, or leave null for an unknown code. A
+    // `code` exists only if the driver library was loaded.
     unsafe {
         if sys::cuGetErrorString(code, &mut text) != CUresult::CUDA_SUCCESS || text.is_null() {
             return format!("{code:?}");
@@ -30,7 +30,7 @@ pub(crate) fn check(call: &str, code: CUresult) -> Result<()> {
     if code == CUresult::CUDA_SUCCESS { Ok(()) } else { Err(failed(call, describe(code))) }
 }
 
-/// Names the call in a `cudarc` result.
+/// Adds the name of the call to a `cudarc` result.
 pub(crate) fn named<T>(call: &str, result: Result<T, DriverError>) -> Result<T> {
     result.map_err(|error| failed(call, describe(error.0)))
 }

@@ -1,5 +1,6 @@
-//! The functions of NVIDIA's libraries that this crate calls. `cudarc` looks a function up on its first call, and panics if the library
-//! lacks it. So a library is used only after [`missing`] has looked up all of its functions; a test compares the lists with the calls.
+//! The functions of NVIDIA's libraries that this crate calls. `cudarc` looks up a function on its first call, and panics if the library
+//! lacks it. So a library is used only after [`missing`] has looked up all of its functions; a test compares these lists with the calls
+//! in the sources.
 
 use libloading::Library;
 
@@ -107,9 +108,9 @@ pub(crate) const CUBLASLT: &[Call] = &[
 /// Checks that a library has all of these functions.
 ///
 /// # Errors
-/// A sentence with the names of missing functions.
+/// The error is a sentence with the names of missing functions.
 pub(crate) fn missing(name: &str, library: &Library, calls: &[Call]) -> Result<(), String> {
-    // SAFETY: the address is looked up, and never used.
+    // SAFETY: the address is looked up but never used.
     let is_there = |symbol: &str| unsafe { library.get::<*const ()>(symbol.as_bytes()) }.is_ok();
     let lacks: Vec<_> = calls.iter().map(|(_, symbol)| *symbol).filter(|symbol| !is_there(symbol)).collect();
     let (first, more) = match lacks[..] {
@@ -126,7 +127,7 @@ mod tests {
     use std::collections::BTreeSet;
     use std::path::Path;
 
-    /// The sources of this crate.
+    /// Collects the sources of this crate.
     fn sources(folder: &Path, all: &mut Vec<String>) {
         for entry in folder.read_dir().unwrap() {
             let path = entry.unwrap().path();
@@ -138,7 +139,7 @@ mod tests {
         }
     }
 
-    /// Calls such as `result::event::create` and `sys::cuInit` in a text.
+    /// Finds calls such as `result::event::create` and `sys::cuInit` in a text.
     fn calls(text: &str) -> impl Iterator<Item = &str> {
         let path = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == ':';
         let words = text.split(move |c: char| !path(c));

@@ -1,4 +1,4 @@
-//! Structs that kernels take by value, with the device's layout.
+//! Structs that kernels take by value, with the same layout as on the device.
 
 use super::plain_args;
 use crate::Cuda;
@@ -8,7 +8,8 @@ use nibble_formats::{Codec, Rounding, Stream, hadamard};
 
 plain_args!(Divider, StreamArg, RoundingArg, HadamardArg, DecodeArg);
 
-/// The device's `Divider` (csrc/math/reduce.cuh): n / d for n below 2^31 by a multiplication.
+/// Mirrors the device struct `Divider` (csrc/math/reduce.cuh): n / d for n below 2^31 by a
+/// multiplication.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Divider {
@@ -17,7 +18,8 @@ pub struct Divider {
 }
 
 impl Divider {
-    /// Divides by `d`. A `d` of 0 counts as 1. From 2^31 on the quotient is 0, since no `n` reaches that.
+    /// Divides by `d`. A `d` of 0 is treated as 1. For `d` from 2^31 on the quotient is always 0, because
+    /// `n` is smaller.
     pub fn by(d: u32) -> Self {
         let d = d.clamp(1, 1 << 31);
         let shift = d.next_power_of_two().trailing_zeros();
@@ -25,7 +27,8 @@ impl Divider {
     }
 }
 
-/// The device's `Stream` (csrc/math/philox.cuh). The keys of all rounds are computed here, once for each launch.
+/// Mirrors the device struct `Stream` (csrc/math/philox.cuh). The keys of all rounds are computed here,
+/// once per launch.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StreamArg {
@@ -36,10 +39,10 @@ pub struct StreamArg {
 }
 
 impl StreamArg {
-    /// For kernels that need no random bits.
+    /// A placeholder for kernels that need no random bits.
     pub(crate) const NONE: Self = Self { keys: [[0; 2]; 10], purpose: 0, site: 0, step: 0 };
 
-    /// The same random bits as `stream`.
+    /// A stream with the same random bits as `stream`.
     pub fn new(stream: &Stream) -> Self {
         let mut keys = [[stream.seed as u32, (stream.seed >> 32) as u32]; 10];
         for round in 1..keys.len() {
@@ -50,20 +53,21 @@ impl StreamArg {
     }
 }
 
-/// The device's `RoundingArg` (csrc/formats/rounding.cuh): the parameters of a rounding. Its mode is a template
-/// argument.
+/// Mirrors the device struct `RoundingArg` (csrc/formats/rounding.cuh): the parameters of a rounding. The
+/// rounding mode itself is a template argument.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RoundingArg {
     stream: StreamArg,
     delta_q16: u32,
-    /// Device address of the step; 0: the step is in the stream.
+    /// Device address of the step; 0 if the step is in the stream.
     step_at: u64,
     first: u64,
 }
 
 impl RoundingArg {
-    /// Only codecs that use random bits read `random`; an operation's checks reject such a codec without a stream.
+    /// `random` is read only for codecs that use random bits; an operation's checks reject such a codec without a
+    /// stream.
     pub fn new(codec: Codec, random: Option<Random<'_, Cuda>>) -> Self {
         let unused = Stream::new(0, nibble_formats::Purpose::Rounding, 0, 0);
         let Random { stream, step, first } = random.unwrap_or(unused.into());
@@ -76,7 +80,8 @@ impl RoundingArg {
         Self { stream: StreamArg::new(&stream), delta_q16, step_at, first }
     }
 
-    /// The policy's name on the device, for [`TemplateArg::Type`](crate::compile::jit::TemplateArg::Type).
+    /// The name of the rounding policy on the device, for
+    /// [`TemplateArg::Type`](crate::compile::jit::TemplateArg::Type).
     pub fn policy(rounding: Rounding) -> &'static str {
         match rounding {
             Rounding::NearestEven => "nib::NearestEven",
@@ -87,23 +92,23 @@ impl RoundingArg {
     }
 }
 
-/// The device's `HadamardArg` (csrc/math/hadamard.cuh).
+/// Mirrors the device struct `HadamardArg` (csrc/math/hadamard.cuh).
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct HadamardArg {
     stream: StreamArg,
     len: u32,
     factor: f32,
-    /// Device address of the step; 0: the step is in the stream.
+    /// Device address of the step; 0 if the step is in the stream.
     step_at: u64,
 }
 
 impl HadamardArg {
-    /// No transform.
+    /// Stands for no transform.
     pub(crate) const NONE: Self = Self { stream: StreamArg::NONE, len: 0, factor: 1.0, step_at: 0 };
 
     /// # Errors
-    /// [`nibble_core::Error::Format`] for an unsupported transform length.
+    /// [`nibble_core::Error::Format`] if the transform length is not supported.
     pub fn new(transform: &Hadamard<'_, Cuda>) -> Result<Self> {
         let factor = hadamard::inv_sqrt_len(transform.len)?;
         let step_at = transform.step.map_or(0, |step| step.get().address());
@@ -111,8 +116,8 @@ impl HadamardArg {
     }
 }
 
-/// The device's `DecodeArg` (csrc/kernels/convert/dequantize.cuh): the format of the codes, and the line of scales for
-/// each line of codes.
+/// Mirrors the device struct `DecodeArg` (csrc/kernels/convert/dequantize.cuh): the format of the codes, and the row
+/// of scales for each row of codes.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct DecodeArg {
@@ -170,7 +175,7 @@ mod tests {
         let scaling = Scaling { correction: Correction::MsEden, ..Scaling::default() };
         let corrected = RoundingArg::new(codec(Rounding::NearestEven).with(scaling).unwrap(), None);
         assert_eq!(corrected.stream.purpose, (Purpose::Scale as u32) << 16);
-        // The compiler lays the device's struct out without padding between the fields.
+        // The C++ compiler lays out the device's struct without padding between the fields.
         let offsets = [
             offset_of!(RoundingArg, delta_q16),
             offset_of!(RoundingArg, step_at),

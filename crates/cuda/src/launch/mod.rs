@@ -1,4 +1,4 @@
-//! Typed launches: the arguments are checked against the sizes that the cubin declares, before the driver reads them.
+//! Typed launches: the arguments are checked against the sizes that the cubin declares before the driver reads them.
 
 mod args;
 pub mod tensor_map;
@@ -19,20 +19,20 @@ use std::sync::Arc;
 
 const OP: &str = "launch";
 
-/// A value that a kernel takes by value.
+/// An argument that a kernel takes by value.
 ///
 /// # Safety
 /// `bytes` must be readable at `pointer` for as long as `self` is borrowed.
 pub unsafe trait KernelArg {
     /// The value's address on the host.
     fn pointer(&self) -> *const c_void;
-    /// Its size.
+    /// The value's size in bytes.
     fn bytes(&self) -> usize;
 }
 
 macro_rules! plain_args {
     ($($t:ty),*) => {$(
-        // SAFETY: the value itself.
+        // SAFETY: the pointer and the size are those of the value itself.
         unsafe impl $crate::launch::KernelArg for $t {
             fn pointer(&self) -> *const std::ffi::c_void {
                 std::ptr::from_ref(self).cast()
@@ -47,7 +47,7 @@ pub(crate) use plain_args;
 plain_args!(i32, u32, u64, f32, f64, TensorMap);
 
 /// An absent buffer is passed as a null pointer.
-// SAFETY: the address field lives in the buffer, the null in static memory.
+// SAFETY: the address field lives in the buffer, and the null pointer in static memory.
 unsafe impl<T: Pod> KernelArg for Option<&Buffer<T>> {
     fn pointer(&self) -> *const c_void {
         static NULL: u64 = 0;
@@ -72,13 +72,13 @@ unsafe impl<T: Pod> KernelArg for Buffer<T> {
 /// The shape of a launch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Launch {
-    /// CTAs of the grid; a multiple of `cluster`.
+    /// Number of CTAs in the grid; a multiple of `cluster`.
     pub ctas: u32,
-    /// Threads of a CTA.
+    /// Number of threads per CTA.
     pub threads: u32,
-    /// CTAs of a cluster; 1 for none.
+    /// Number of CTAs per cluster; 1 if there are no clusters.
     pub cluster: u32,
-    /// Dynamic shared memory of a CTA, in bytes.
+    /// Dynamic shared memory per CTA, in bytes.
     pub shared_bytes: usize,
 }
 
@@ -107,12 +107,12 @@ impl Launch {
     }
 }
 
-/// When a kernel starts.
+/// When a kernel may start.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Start {
-    /// When the preceding kernels are done.
+    /// After the preceding kernels are complete.
     InOrder,
-    /// As soon as the CTAs of the preceding kernel leave resources.
+    /// As soon as the CTAs of the preceding kernel leave resources free.
     Early,
 }
 
@@ -124,10 +124,10 @@ pub struct Kernel {
 }
 
 impl Device {
-    /// The kernel, compiled and loaded if this is its first use.
+    /// Returns a kernel, which is compiled and loaded on its first use.
     ///
     /// # Errors
-    /// [`Error::Jit`] where it does not compile or load.
+    /// [`Error::Jit`] if the kernel does not compile or load.
     pub fn kernel(&self, spec: &KernelSpec) -> Result<Kernel> {
         Ok(Kernel { spec: spec.clone(), module: self.module(spec)?, device: self.clone() })
     }
@@ -137,25 +137,27 @@ impl Kernel {
     /// Issues the kernel on the device's stream.
     ///
     /// # Safety
-    /// The kernel must stay within the buffers it is given. They live until the stream has passed the kernel (dropping them
-    /// later is enough), and no other stream may be writing them.
+    /// The kernel must not access memory outside the buffers that it is given. The kernel's buffers must live until the
+    /// stream has passed the kernel (dropping them later in stream order is enough), and no other stream may write to them
+    /// meanwhile.
     pub unsafe fn launch(&self, launch: Launch, args: &[&dyn KernelArg]) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees the conditions.
         unsafe { self.issue(launch, Start::InOrder, args) }
     }
 
-    /// As [`Kernel::launch`], but the kernel may start while the preceding kernel still runs, which hides its launch
+    /// Issues the kernel like [`Kernel::launch`], but the kernel may start while the preceding kernel still runs, which hides its launch
     /// latency (programmatic dependent launch).
     ///
     /// # Safety
-    /// As for [`Kernel::launch`]; and every thread of the kernel calls `ptx::grid_wait` before it reads or writes memory that earlier kernels read or write.
+    /// The conditions are those of [`Kernel::launch`]. In addition, every thread of the kernel must call `ptx::grid_wait` before it reads
+    /// or writes memory that earlier kernels read or write.
     pub unsafe fn launch_early(&self, launch: Launch, args: &[&dyn KernelArg]) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees the conditions.
         unsafe { self.issue(launch, Start::Early, args) }
     }
 
     /// # Safety
-    /// As for `launch` or `launch_early`, by `start`.
+    /// The conditions are those of `launch` or of `launch_early`, depending on `start`.
     unsafe fn issue(&self, launch: Launch, start: Start, args: &[&dyn KernelArg]) -> Result<()> {
         launch.check(self.device.info().shared_bytes_per_cta)?;
         let sizes: Vec<_> = args.iter().map(|arg| arg.bytes()).collect();
@@ -165,8 +167,8 @@ impl Kernel {
             return Err(Error::shape(OP, "args", got, expected));
         }
         let mut pointers: Vec<*mut c_void> = args.iter().map(|arg| arg.pointer().cast_mut()).collect();
-        // SAFETY: as many pointers as the kernel has parameters, each to a value of its size; the driver copies them during
-        // the call. What the kernel does is the caller's promise.
+        // SAFETY: there are as many pointers as the kernel has parameters, each to a value of the parameter's size; the
+        // driver copies the values during the call. The caller guarantees what the kernel accesses.
         let code = self.configured(launch, start, |config| unsafe {
             sys::cuLaunchKernelEx(config, self.module.function, pointers.as_mut_ptr(), std::ptr::null_mut())
         })?;
@@ -174,8 +176,8 @@ impl Kernel {
         self.checked("cuLaunchKernelEx", launch, code)
     }
 
-    /// How many clusters of this shape the device holds at once. That may be fewer than multiprocessors / CTAs: a
-    /// cluster lies within one group of multiprocessors (GPC), and some groups are smaller than others.
+    /// How many clusters of this shape the device can run at once. The number may be less than SMs / CTAs per
+    /// cluster, because a cluster lies within one group of SMs (GPC), and some groups are smaller than others.
     pub fn max_clusters(&self, launch: Launch) -> Result<u32> {
         launch.check(self.device.info().shared_bytes_per_cta)?;
         if let Some(&(_, clusters)) =
@@ -185,19 +187,22 @@ impl Kernel {
         }
         let mut clusters = 0;
         let code = self.configured(launch, Start::InOrder, |config| {
-            // The query is about the whole device. It names no stream, since the stream may be capturing.
+            // The query concerns the whole device. No stream is passed, because the stream may be
+            // capturing.
             let config = sys::CUlaunchConfig { hStream: std::ptr::null_mut(), ..*config };
-            // SAFETY: writes one int; launches nothing.
+            // SAFETY: the call writes one int and launches nothing.
             unsafe { sys::cuOccupancyMaxActiveClusters(&mut clusters, self.module.function, &config) }
         })?;
         self.checked("cuOccupancyMaxActiveClusters", launch, code)?;
         let clusters = clusters.max(1) as u32;
-        // An instance is launched with one shape. For any further shape, the driver is asked each time.
+        // An instance is usually launched with one shape. For other shapes the driver is queried each
+        // time.
         let _ = self.module.max_clusters.set((launch.cta_shape(), clusters));
         Ok(clusters)
     }
 
-    /// Names a failed call. The text is formatted only on failure, because formatting costs as much as the launch.
+    /// Adds a name to the error of a failed call. The text is formatted only on failure, because formatting costs
+    /// as much as the launch.
     fn checked(&self, call: &str, launch: Launch, code: sys::CUresult) -> Result<()> {
         match code {
             sys::CUresult::CUDA_SUCCESS => Ok(()),
@@ -205,7 +210,7 @@ impl Kernel {
         }
     }
 
-    /// Calls `call` with the driver's form of a launch.
+    /// Calls `call` with the launch in the form that the driver takes.
     fn configured(
         &self,
         launch: Launch,
@@ -215,7 +220,7 @@ impl Kernel {
         let stream = self.device.stream()?;
         let shared = i32::try_from(launch.shared_bytes)
             .map_err(|_| Error::shape(OP, "shared_bytes", launch.shared_bytes, "below 2^31"))?;
-        // SAFETY: the function lives in `module`; the value is below the device's limit.
+        // SAFETY: the function belongs to `module`, and the value is below the device's limit.
         named("cuFuncSetAttribute(dynamic shared memory)", unsafe {
             result::function::set_function_attribute(
                 self.module.function,

@@ -1,7 +1,7 @@
 //! Descriptors for the Tensor Memory Accelerator (TMA): two-dimensional tiles of one matrix or of a stack of matrices.
 //!
-//! The rules of `cuTensorMapEncodeTiled` are checked here first, by argument: the driver reports every violation with
-//! the same code. Source of the rules: CUDA Driver API, "Tensor Map Object Managment".
+//! The rules of `cuTensorMapEncodeTiled` are checked here first, argument by argument, because the driver reports
+//! every violation with the same code. The rules are taken from CUDA Driver API, "Tensor Map Object Managment".
 
 use crate::driver;
 use cudarc::driver::sys;
@@ -13,11 +13,11 @@ const OP: &str = "tensor map";
 /// The element type of the tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Element {
-    /// Bytes: FP8 and FP4 codes, E8M0 scales.
+    /// Bytes, which hold FP8 codes, FP4 codes or E8M0 scales.
     U8,
-    /// BF16.
+    /// BF16 numbers.
     Bf16,
-    /// F32.
+    /// F32 numbers.
     F32,
 }
 
@@ -32,21 +32,21 @@ impl Element {
     }
 }
 
-/// How 16-byte chunks are permuted within a tile's rows in shared memory, against bank conflicts.
+/// How 16-byte chunks are permuted within a tile's rows in shared memory, to avoid bank conflicts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Swizzle {
-    /// Not at all.
+    /// Chunks are not permuted.
     None,
-    /// Within 32-byte rows.
+    /// Chunks are permuted within 32-byte rows.
     Bytes32,
-    /// Within 64-byte rows: address bits 4-5 XOR bits 7-8.
+    /// Chunks are permuted within 64-byte rows: address bits 4-5 XOR bits 7-8.
     Bytes64,
-    /// Within 128-byte rows: address bits 4-6 XOR bits 7-9.
+    /// Chunks are permuted within 128-byte rows: address bits 4-6 XOR bits 7-9.
     Bytes128,
 }
 
 impl Swizzle {
-    /// The longest tile row that the mode allows, in bytes.
+    /// The longest tile row that the swizzle allows, in bytes.
     const fn span_bytes(self) -> usize {
         match self {
             Self::None => usize::MAX,
@@ -60,35 +60,35 @@ impl Swizzle {
 /// How much the L2 reads from memory on a miss.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fetch {
-    /// Only 128 bytes: their neighbours might be evicted before they are needed.
+    /// Only 128 bytes, because neighbouring bytes might be evicted before they are needed.
     Bytes128,
-    /// 256 bytes.
+    /// 256 bytes per miss.
     Bytes256,
 }
 
 /// A row-major matrix in device memory and the tile that one copy moves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tiles {
-    /// Element type.
+    /// The element type of the matrix.
     pub element: Element,
     /// Device address of the first element.
     pub address: u64,
-    /// Rows of the matrix.
+    /// Number of rows of the matrix.
     pub rows: usize,
-    /// Elements per row.
+    /// Number of elements per row.
     pub cols: usize,
-    /// Bytes from one row to the next.
+    /// Distance in bytes from one row to the next.
     pub row_stride_bytes: usize,
-    /// Rows of a tile.
+    /// Number of rows of a tile.
     pub tile_rows: usize,
-    /// Columns of a tile.
+    /// Number of columns of a tile.
     pub tile_cols: usize,
-    /// The tile's arrangement in shared memory.
+    /// How the tile is swizzled in shared memory.
     pub swizzle: Swizzle,
 }
 
 impl Tiles {
-    /// Checks the driver's rules, by argument.
+    /// Checks the driver's rules, argument by argument.
     pub fn check(&self) -> Result<()> {
         let row_bytes = self.cols.saturating_mul(self.element.bytes());
         let tile_row_bytes = self.tile_cols.saturating_mul(self.element.bytes());
@@ -129,12 +129,12 @@ impl Tiles {
         )
     }
 
-    /// The descriptor. Needs the driver library, but no device.
+    /// Encodes the descriptor. Encoding needs the driver library, but no device.
     pub fn encode(&self) -> Result<TensorMap> {
         self.encode_fetching(Fetch::Bytes256)
     }
 
-    /// As [`Tiles::encode`], with this L2 fetch size.
+    /// Encodes the descriptor like [`Tiles::encode`], with this L2 fetch size.
     pub fn encode_fetching(&self, fetch: Fetch) -> Result<TensorMap> {
         self.check()?;
         let extents = ([self.cols as u64, self.rows as u64], [self.row_stride_bytes as u64]);
@@ -142,8 +142,8 @@ impl Tiles {
         encode(self.element, self.address, extents, tile, self.swizzle, fetch)
     }
 
-    /// The descriptor of a stack of `matrices` such matrices, contiguous. The third coordinate is the matrix; a tile is
-    /// clipped at the end of its matrix.
+    /// Encodes the descriptor of a contiguous stack of `matrices` such matrices. The third coordinate is the index of
+    /// the matrix; a tile is clipped at the end of its matrix.
     pub fn encode_stack(&self, matrices: usize) -> Result<TensorMap> {
         self.check()?;
         let matrix_bytes = self.rows.saturating_mul(self.row_stride_bytes);
@@ -158,20 +158,21 @@ impl Tiles {
     }
 }
 
-/// A matrix of one-byte codes: `lines` lines of `stride` bytes. A tile is 128 lines of 128 bytes; in shared memory its
-/// lines are in the order 0, 8, ..., 120, 1, 9, ..., with the 128-byte swizzle (the device's `TurnedTile`).
+/// A matrix of one-byte codes: `lines` rows of `stride` bytes. A tile has 128 rows of 128 bytes. In shared memory the
+/// tile's rows are in the order 0, 8, ..., 120, 1, 9, ..., with the 128-byte swizzle (the device's `TurnedTile`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TurnedTiles {
     /// Device address of the first code.
     pub address: u64,
-    /// Lines of the matrix, a multiple of 8.
+    /// Number of rows of the matrix, a multiple of 8.
     pub lines: usize,
-    /// Bytes of a line, a multiple of 16.
+    /// Bytes per row, a multiple of 16.
     pub stride: usize,
 }
 
 impl TurnedTiles {
-    /// As [`Tiles::encode`]. Coordinates are the byte within a line, the line's number divided by 8, and 0.
+    /// Encodes the descriptor like [`Tiles::encode`]. Coordinates are the byte within a row, the row number
+    /// divided by 8, and 0.
     pub fn encode(&self) -> Result<TensorMap> {
         let eights = Tiles {
             element: Element::U8,
@@ -202,7 +203,8 @@ impl TurnedTiles {
     }
 }
 
-/// Passes checked arguments to the driver, fastest dimension first; strides start at the second dimension.
+/// Passes checked arguments to the driver, fastest dimension first; strides begin with the second
+/// dimension.
 fn encode<const RANK: usize, const STRIDES: usize>(
     element: Element,
     address: u64,
@@ -231,8 +233,8 @@ fn encode<const RANK: usize, const STRIDES: usize>(
         Fetch::Bytes256 => sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
     };
     let mut map = TensorMap(sys::CUtensorMap { opaque: [0; 16] });
-    // SAFETY: the map is aligned by its type, and the arrays have as many entries as the rank says (strides: one less).
-    // The address is stored, not dereferenced.
+    // SAFETY: the map is aligned by its type, and the arrays have as many entries as the rank (strides have one less).
+    // The address is stored but not dereferenced.
     let code = unsafe {
         sys::cuTensorMapEncodeTiled(
             &mut map.0,
@@ -255,7 +257,8 @@ fn encode<const RANK: usize, const STRIDES: usize>(
     Ok(map)
 }
 
-/// An encoded descriptor, passed to kernels by value. It holds only the address: the memory must outlive the launch.
+/// An encoded descriptor, passed to kernels by value. A descriptor contains only the address of the memory, so the
+/// memory must outlive the launch.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct TensorMap(pub(crate) sys::CUtensorMap);
 

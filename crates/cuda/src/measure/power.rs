@@ -1,5 +1,5 @@
-//! A GPU's power draw and clocks while work runs, by NVIDIA's management library (NVML): they show whether power limits
-//! a rate.
+//! A GPU's power draw and clocks while work runs, read through NVIDIA's management library (NVML). Power and clocks
+//! show whether power limits performance.
 
 use nvml_wrapper::Nvml;
 use nvml_wrapper::enum_wrappers::device::Clock;
@@ -7,39 +7,40 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// The sampling period.
+/// The period between two samples.
 const PERIOD: Duration = Duration::from_millis(50);
 
-/// Readings during the work.
+/// Readings of power and clocks during the work.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Draw {
-    /// Watts of the whole board: the mean of the last second or so.
+    /// Power of the whole board in watts, averaged over about the last second.
     pub watts: f32,
-    /// Clock of the multiprocessors: the median of the readings.
+    /// Clock of the SMs: the median of the readings.
     pub sm_mhz: u32,
 }
 
-/// NVML, and the GPU that it measures.
+/// NVML, and the GPU that is measured.
 pub struct Meter {
     nvml: Nvml,
     uuid: String,
 }
 
 impl Meter {
-    /// `None` where the library is missing or does not know this GPU.
+    /// Opens NVML; returns `None` if the library is missing or does not know this GPU.
     pub fn open(uuid: &str) -> Option<Self> {
         let meter = Self { nvml: Nvml::init().ok()?, uuid: uuid.to_owned() };
         meter.look().map(|_| meter)
     }
 
-    /// One reading, now.
+    /// Takes one reading now.
     pub fn look(&self) -> Option<Draw> {
         let device = self.nvml.device_by_uuid(self.uuid.as_str()).ok()?;
         let sm_mhz = device.clock_info(Clock::SM).ok()?;
         Some(Draw { watts: device.power_usage().ok()? as f32 / 1e3, sm_mhz })
     }
 
-    /// Runs the work, which should take a second, and samples meanwhile; `None` if no thread can be started.
+    /// Runs the work, which should take at least a second, and samples meanwhile; the readings are `None` if
+    /// no thread can be started.
     pub fn during<R>(&self, work: impl FnOnce() -> R) -> (R, Option<Draw>) {
         let done = AtomicBool::new(false);
         std::thread::scope(|scope| {
@@ -47,7 +48,7 @@ impl Meter {
                 let mut seen = Vec::new();
                 loop {
                     std::thread::sleep(PERIOD);
-                    // A reading that ends after the work is dropped.
+                    // A reading that ends after the work has finished is discarded.
                     if done.load(Ordering::Relaxed) {
                         break seen;
                     }
@@ -68,7 +69,7 @@ impl fmt::Debug for Meter {
     }
 }
 
-/// Stops the sampling, also if the work panics.
+/// Stops the sampling, even if the work panics.
 struct Finish<'a>(&'a AtomicBool);
 
 impl Drop for Finish<'_> {
@@ -77,7 +78,7 @@ impl Drop for Finish<'_> {
     }
 }
 
-/// The last power reading, because the library reports means over the preceding time; and the median clock, because it
+/// The last power reading, because NVML reports the mean over the preceding time; and the median clock, because NVML
 /// reports current clocks.
 fn summary(seen: Vec<Draw>) -> Option<Draw> {
     let watts = seen.last()?.watts;

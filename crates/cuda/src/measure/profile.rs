@@ -1,4 +1,4 @@
-//! Where a layer's time goes on the device: events around every operation.
+//! The time that each operation takes on the device, measured by events around every operation.
 
 use crate::Cuda;
 use crate::backend::Marks;
@@ -7,23 +7,24 @@ use crate::driver::failed;
 use nibble_core::Result;
 use std::sync::PoisonError;
 
-/// An operation and its milliseconds on the device.
+/// An operation and the milliseconds that it took on the device.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct OpTime {
     /// The operation's name, as in [`nibble_core::ops`].
     pub op: &'static str,
-    /// From the end of all work issued before it to its own end.
+    /// Time from the end of all work issued before the operation to the operation's own end.
     pub ms: f32,
 }
 
 impl Cuda {
     /// Runs `work`, waits for it, and returns the time of each of its operations on the device, in order. The times are
-    /// those of a busy device only if the device lags behind the host throughout: issue something long first.
+    /// those of a busy device only if the device lags behind the host throughout; to ensure this, issue long work
+    /// first.
     ///
     /// # Errors
     /// The error of `work`; [`nibble_core::Error::Device`] from the events.
     pub fn profiled<R>(&self, work: impl FnOnce() -> Result<R>) -> Result<(R, Vec<OpTime>)> {
-        // Restored also where `work` panics.
+        // The outer list is restored even if `work` panics.
         struct Outer<'a>(&'a Marks, Option<Vec<(&'static str, Event, Event)>>);
         impl Outer<'_> {
             fn swap(&mut self) {
@@ -44,11 +45,11 @@ impl Cuda {
         Ok((result?, times.collect::<Result<_>>()?))
     }
 
-    /// Runs `work` and returns the kernels that ran for it, in order: those that it launched, and those of its own recordings, once per
-    /// replay.
+    /// Runs `work` and returns the kernels that ran for it, in order: the kernels that it launched, and those of its recordings, once
+    /// per replay.
     ///
     /// # Errors
-    /// The error of `work`; [`nibble_core::Error::Device`] inside another such call.
+    /// The error of `work`; [`nibble_core::Error::Device`] inside another call of this function.
     pub fn logged<R>(&self, work: impl FnOnce() -> Result<R>) -> Result<(R, Vec<Launched>)> {
         let device = self.device();
         if device.launches().is_some() {
@@ -60,7 +61,7 @@ impl Cuda {
         Ok((result?, launches.all))
     }
 
-    /// Runs an operation, between two events if times are wanted.
+    /// Runs an operation, between two events if times are being recorded.
     pub(crate) fn timed<R>(&self, op: &'static str, run: impl FnOnce() -> Result<R>) -> Result<R> {
         let marks = || self.marks().lock().unwrap_or_else(PoisonError::into_inner);
         let run = || self.device().for_op(op, run);

@@ -1,7 +1,7 @@
-//! A timeline of the device: kernels, fills and copies with their first and last nanosecond, as CUPTI reports them.
+//! A timeline of the device: kernels, memsets and copies with their start and end in nanoseconds, as CUPTI reports them.
 //!
-//! Events around an operation ([`Cuda::profiled`]) cannot look inside a replayed recording; CUPTI can. `libcupti` comes with any
-//! CUDA toolkit and as a Python wheel, and is loaded on first use.
+//! Events around an operation ([`Cuda::profiled`]) cannot measure the parts of a replayed recording, but CUPTI can. `libcupti`
+//! comes with any CUDA toolkit and as a Python wheel; it is loaded on first use.
 
 use crate::Cuda;
 use crate::device::Launched;
@@ -10,40 +10,41 @@ use nibble_core::{Error, Result};
 use std::ffi::{CStr, c_char, c_void};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-/// One activity of the device.
+/// One activity of the device, such as a kernel or a copy.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Span {
-    /// The operation that launched it, and the kernel's name; for a fill or a copy, both are its kind.
+    /// The operation that launched the activity, and the kernel's name. For a memset or a copy, both
+    /// are its kind.
     pub what: Launched,
-    /// When it began, in nanoseconds of the device's clock.
+    /// When the activity started, in nanoseconds of the device's clock.
     pub start_ns: u64,
-    /// When it was done.
+    /// When the activity ended, in nanoseconds of the device's clock.
     pub end_ns: u64,
 }
 
-/// A CUPTI record, from which [`spans`] makes a span.
+/// A CUPTI record, from which [`spans`] makes a [`Span`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Seen {
     kind: u32,
     start_ns: u64,
     end_ns: u64,
-    /// The device, by the driver's number.
+    /// The driver's number for the device.
     device: u32,
     whose: Whose,
 }
 
-/// The origin of a kernel.
+/// The origin of an activity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Whose {
-    /// This crate.
+    /// A kernel of this crate.
     Ours,
-    /// NCCL: messages between ranks.
+    /// A kernel of NCCL, for messages between ranks.
     Nccl,
-    /// The driver, for a fill or a copy; also for records that are not kernels.
+    /// The driver, for a memset or a copy; also used for records that are not kernels.
     Driver,
 }
 
-/// The operation name of spans in which messages travel between ranks.
+/// The operation name of spans that are NCCL messages between ranks.
 pub const EXCHANGE: &str = "exchange";
 
 const KIND_COPY: u32 = 1;
@@ -57,7 +58,8 @@ const BUFFER_BYTES: usize = 8 << 20;
 /// Alignment of records in a buffer.
 const BUFFER_ALIGN: usize = 8;
 
-/// The beginning of a kernel record, the same since CUDA 11 (`CUpti_ActivityKernel5` to `13`).
+/// The first fields of a kernel record, which have been the same since CUDA 11
+/// (`CUpti_ActivityKernel5` to `13`).
 #[repr(C)]
 struct KernelRecord {
     kind: u32,
@@ -71,7 +73,8 @@ struct KernelRecord {
     name: *const c_char,
 }
 
-/// The beginning of copy and fill records (`CUpti_ActivityMemcpy4` to `6`, `CUpti_ActivityMemset3` and `4`).
+/// The first fields of copy and memset records (`CUpti_ActivityMemcpy4` to `6`, `CUpti_ActivityMemset3` and
+/// `4`).
 #[repr(C)]
 struct TransferRecord {
     kind: u32,
@@ -85,7 +88,7 @@ struct TransferRecord {
 type Requested = unsafe extern "C" fn(*mut *mut u8, *mut usize, *mut usize);
 type Completed = unsafe extern "C" fn(*mut c_void, u32, *mut u8, usize, usize);
 
-/// The library's calls.
+/// The functions of CUPTI.
 struct Cupti {
     enable: unsafe extern "C" fn(u32) -> i32,
     disable: unsafe extern "C" fn(u32) -> i32,
@@ -95,7 +98,7 @@ struct Cupti {
 }
 
 static CUPTI: OnceLock<std::result::Result<Cupti, String>> = OnceLock::new();
-/// The records in the buffers that CUPTI has given back.
+/// The records in the buffers that CUPTI has returned.
 static SEEN: Mutex<Vec<Seen>> = Mutex::new(Vec::new());
 
 impl Cupti {
@@ -111,7 +114,7 @@ impl Cupti {
             ["libcupti.so.13", "libcupti.so", "/usr/local/cuda/extras/CUPTI/lib64/libcupti.so"]
                 .map(String::from),
         );
-        // SAFETY: loading CUPTI runs its initialisers, which are made for that.
+        // SAFETY: loading CUPTI runs its initialisers, which are safe to run.
         let library = places.iter().find_map(|place| unsafe { Library::new(place) }.ok());
         let library = library.ok_or(
             "libcupti.so cannot be loaded; install it (its Python wheel will do) or point NIBBLE_CUPTI at it",
@@ -143,22 +146,22 @@ impl Cupti {
             return Ok(());
         }
         let mut text = std::ptr::null();
-        // SAFETY: writes a pointer to a string that lives for ever, or leaves it null.
+        // SAFETY: the call writes a pointer to a string that is never freed, or leaves it null.
         unsafe { (self.text)(code, &mut text) };
-        // SAFETY: as above.
+        // SAFETY: the string is never freed.
         let text = (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned());
         Err(format!("{call}: {}", text.unwrap_or_else(|| code.to_string())))
     }
 }
 
 fn layout() -> std::alloc::Layout {
-    // The constants are a valid layout.
+    // The constants form a valid layout.
     std::alloc::Layout::from_size_align(BUFFER_BYTES, BUFFER_ALIGN).expect("a buffer's layout")
 }
 
-/// CUPTI calls this to get memory for its records.
+/// CUPTI calls this function to get memory for its records.
 unsafe extern "C" fn requested(buffer: *mut *mut u8, size: *mut usize, most: *mut usize) {
-    // SAFETY: CUPTI gives three places to write to; the layout has a size.
+    // SAFETY: CUPTI passes three places to write to; the layout has a non-zero size.
     unsafe {
         *buffer = std::alloc::alloc(layout());
         *size = if (*buffer).is_null() { 0 } else { BUFFER_BYTES };
@@ -166,17 +169,17 @@ unsafe extern "C" fn requested(buffer: *mut *mut u8, size: *mut usize, most: *mu
     }
 }
 
-/// CUPTI calls this to return memory; the first `valid` bytes hold records.
+/// CUPTI calls this function to return memory; the first `valid` bytes hold records.
 unsafe extern "C" fn completed(_: *mut c_void, _: u32, buffer: *mut u8, _: usize, valid: usize) {
     if buffer.is_null() {
         return;
     }
-    // Buffers come back only after the library was loaded.
+    // Buffers are returned only after the library was loaded.
     if let Some(Ok(cupti)) = CUPTI.get() {
         let mut seen = SEEN.lock().unwrap_or_else(PoisonError::into_inner);
         let mut record = std::ptr::null_mut();
-        // SAFETY: the buffer is one that `requested` gave, and its first `valid` bytes hold records. A record begins with its
-        // kind. Only three kinds are enabled, and a record of each begins as its struct above does.
+        // SAFETY: the buffer was allocated by `requested`, and its first `valid` bytes hold records. A record starts with its
+        // kind. Only three kinds are enabled, and a record of each kind starts with the fields of its struct above.
         unsafe {
             while valid > 0 && (cupti.next)(buffer, valid, &mut record) != OUT_OF_RECORDS && !record.is_null()
             {
@@ -196,11 +199,11 @@ unsafe extern "C" fn completed(_: *mut c_void, _: u32, buffer: *mut u8, _: usize
             }
         }
     }
-    // SAFETY: allocated by `requested` with this layout, and given back once.
+    // SAFETY: `requested` allocated the buffer with this layout, and it is freed once.
     unsafe { std::alloc::dealloc(buffer, layout()) };
 }
 
-/// The origin by a kernel's mangled name: all of this crate's kernels are in one namespace.
+/// The origin of a kernel, from its mangled name: all of this crate's kernels are in one namespace.
 fn whose(name: &[u8]) -> Whose {
     match name {
         [b'_', b'Z', b'N', b'3', b'n', b'i', b'b', ..] => Whose::Ours,
@@ -210,12 +213,12 @@ fn whose(name: &[u8]) -> Whose {
 }
 
 impl Cuda {
-    /// Runs `work`, waits for it, and returns what this device did for it, in order of time. Only one thread of a process may call this at
-    /// a time. `launched` names the kernels in order, as returned by [`Cuda::logged`] for the same work.
+    /// Runs `work`, waits for it, and returns this device's activities for it, ordered by time. Only one thread of a process may call this
+    /// function at a time. `launched` has the names of the kernels in order, as [`Cuda::logged`] returns them for the same work.
     ///
     /// # Errors
-    /// The error of `work`; [`Error::Device`] where CUPTI cannot be loaded or another profiler uses it, and where the kernels that ran
-    /// differ from `launched`.
+    /// The error of `work`; [`Error::Device`] if CUPTI cannot be loaded, if another profiler uses it, or if the kernels that ran differ
+    /// from `launched`.
     pub fn traced<R>(
         &self,
         launched: &[Launched],
@@ -226,27 +229,27 @@ impl Cuda {
             cupti.check(call, code).map_err(|why| Error::Device { call: "tracing by CUPTI".into(), why })
         };
         self.device().synchronize()?;
-        // SAFETY: plain calls of the library, which knows these kinds.
+        // SAFETY: the library knows these kinds, and the call has no other arguments.
         KINDS.iter().try_for_each(|kind| named("cuptiActivityEnable", unsafe { (cupti.enable)(*kind) }))?;
         SEEN.lock().unwrap_or_else(PoisonError::into_inner).clear();
         let result = work().and_then(|result| self.device().synchronize().map(|()| result));
-        // SAFETY: as above; the buffers come back during this call.
+        // SAFETY: the call has no pointers; the buffers are returned during this call.
         let flushed = named("cuptiActivityFlushAll", unsafe { (cupti.flush)(FLUSH_FORCED) });
         for kind in KINDS {
-            // SAFETY: as above.
+            // SAFETY: the library knows these kinds, and the call has no other arguments.
             named("cuptiActivityDisable", unsafe { (cupti.disable)(kind) })?;
         }
         let result = result?;
         flushed?;
         let mut seen = std::mem::take(&mut *SEEN.lock().unwrap_or_else(PoisonError::into_inner));
-        // Other ranks of this process have their own devices.
+        // Other ranks of this process use other devices.
         let device = self.device().info().ordinal as u32;
         seen.retain(|seen| seen.device == device);
         Ok((result, spans(seen, launched)?))
     }
 }
 
-/// Names the recorded activities.
+/// Converts the recorded activities to spans with names.
 fn spans(mut seen: Vec<Seen>, launched: &[Launched]) -> Result<Vec<Span>> {
     seen.sort_by_key(|seen| (seen.start_ns, seen.end_ns));
     let kernels = seen.iter().filter(|seen| seen.whose == Whose::Ours).count();
@@ -262,7 +265,7 @@ fn spans(mut seen: Vec<Seen>, launched: &[Launched]) -> Result<Vec<Span>> {
     let mut names = launched.iter();
     let span = |seen: Seen| {
         let what = match seen.kind {
-            // The counts were compared above.
+            // The numbers of kernels were compared above.
             KIND_KERNEL if seen.whose == Whose::Ours => {
                 *names.next().unwrap_or(&Launched { op: "kernel", kernel: "kernel" })
             }

@@ -1,9 +1,9 @@
-//! Timing on the device, by two protocols. *Burst* is the median of single calls, with the L2 flushed before each.
-//! *Sustained* is the time of back-to-back calls on a chip that has reached its power limit. Also measures the rates of
-//! this device's memory, which limit every kernel that only moves bytes.
+//! Timing on the device, by two protocols. *Burst* is the median time of single calls, with the L2 flushed before each
+//! call. *Sustained* is the time of back-to-back calls on a GPU that has reached its power limit. This module also
+//! measures the device's memory bandwidth, which limits every kernel that only moves bytes.
 //!
-//! A call's allocations come from a warm pool in stream order: the driver hands out an address and puts nothing on the
-//! stream, so a burst's window holds only kernels and memsets.
+//! A call's allocations come from a warm pool in stream order: the driver returns an address and issues nothing to the
+//! stream, so the time of a burst contains only kernels and memsets.
 
 use crate::compile::jit::KernelSpec;
 use crate::launch::{Kernel, Launch};
@@ -14,12 +14,12 @@ use nibble_core::Result;
 use std::time::{Duration, Instant};
 
 const FLUSH_BYTES: usize = 512 << 20;
-/// Lower bound of the time of a flush: 512 MiB, at a higher rate than any Hopper's memory has.
+/// A lower bound of the time of a flush: 512 MiB at a higher bandwidth than that of any Hopper GPU.
 const FLUSH_TIME: Duration = Duration::from_micros(100);
-/// The most flushes before a call: enough to hide milliseconds of host time.
+/// The most flushes before a call, enough to hide milliseconds of host time.
 const MAX_FLUSHES: u32 = 32;
 const BURST_CALLS: usize = 25;
-/// Bytes copied, and filled, to measure the memory: far more than the L2 holds.
+/// Bytes that are copied and filled to measure memory bandwidth: far more than the L2 holds.
 const RATE_BYTES: usize = 1 << 30;
 const WARM_UP_MS: f32 = 500.0;
 const WINDOW_MS: f32 = 350.0;
@@ -33,27 +33,27 @@ pub fn flush_spec() -> KernelSpec {
 /// Milliseconds per call.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sustained {
-    /// Median of the windows.
+    /// Median over the timed windows.
     pub median_ms: f32,
-    /// Fastest window.
+    /// Time per call in the fastest window.
     pub min_ms: f32,
-    /// Slowest window.
+    /// Time per call in the slowest window.
     pub max_ms: f32,
-    /// Power and clocks meanwhile; `None` if NVML cannot be read.
+    /// Power and clocks during the measurement; `None` if NVML cannot be read.
     pub draw: Option<Draw>,
 }
 
-/// Peak rates of this device's memory, in bytes per second.
+/// Peak memory bandwidths of this device, in bytes per second.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Rates {
-    /// A device-to-device copy; bytes read and written both count.
+    /// Bandwidth of a device-to-device copy, counting bytes read and bytes written.
     pub copy: f64,
-    /// A memset.
+    /// Bandwidth of a memset.
     pub fill: f64,
 }
 
 impl Rates {
-    /// The least time in microseconds to read and write these numbers of bytes.
+    /// The least time in microseconds in which this many bytes can be read and written.
     pub fn floor_us(&self, read_bytes: u64, written_bytes: u64) -> f64 {
         let moved = (read_bytes + written_bytes) as f64 / self.copy;
         1e6 * moved.max(written_bytes as f64 / self.fill)
@@ -85,14 +85,16 @@ impl Stopwatch {
         let launch =
             Launch { ctas: self.device.info().num_sms * 2, threads: 1024, cluster: 1, shared_bytes: 0 };
         let words = (self.data.bytes() / 16) as u64;
-        // SAFETY: the kernel reads `words` units of 16 bytes, which the buffer has, and writes one word to `sink`.
+        // SAFETY: the kernel reads `words` units of 16 bytes, which is the size of the buffer, and writes one word
+        // to `sink`.
         unsafe { self.flush.launch(launch, &[&self.data, &words, &self.sink]) }
     }
 
-    /// Median milliseconds of single calls, the L2 flushed before each. The flush also hides launch latency: it is repeated
-    /// for as long as the host takes to issue a call, so a call of many launches is timed as the device runs them.
+    /// The median time of single calls in milliseconds, with the L2 flushed before each call. The flush also hides launch
+    /// latency: it is repeated for as long as the host takes to issue a call. So a call with many launches is timed as the
+    /// device runs them.
     pub fn burst_ms(&self, mut call: impl FnMut() -> Result<()>) -> Result<f32> {
-        // Two calls: the first compiles kernels and grows the pool.
+        // The call is made twice first, because the first call compiles kernels and grows the pool.
         call()?;
         self.device.synchronize()?;
         let begun = Instant::now();
@@ -112,7 +114,7 @@ impl Stopwatch {
         Ok(median(times))
     }
 
-    /// Measures this device's memory, by the driver's own copy and memset of 1 GiB.
+    /// Measures this device's memory bandwidth by the driver's own copy and memset of 1 GiB.
     pub fn rates(&self) -> Result<Rates> {
         let data = self.device.filled::<u8>(RATE_BYTES, 0xA5)?;
         let copy_ms = self.burst_ms(|| data.copied().map(drop))?;
@@ -121,7 +123,7 @@ impl Stopwatch {
         Ok(Rates { copy: rate(2 * RATE_BYTES, copy_ms), fill: rate(RATE_BYTES, fill_ms) })
     }
 
-    /// Half a second of warm-up, then three windows of 0.35 s, back to back.
+    /// Measures half a second of warm-up and then three windows of 0.35 s, without pauses.
     pub fn sustained(&self, mut call: impl FnMut() -> Result<()>) -> Result<Sustained> {
         let mut window = |calls: usize| -> Result<f32> {
             let start = self.device.event()?;
@@ -146,7 +148,7 @@ impl Stopwatch {
     }
 }
 
-/// The median. Lists must not be empty.
+/// The median of the times. The list must not be empty.
 fn median(mut times: Vec<f32>) -> f32 {
     times.sort_by(f32::total_cmp);
     times[times.len() / 2]

@@ -1,4 +1,4 @@
-//! Checks of the buffers that operations borrow: their lengths must follow from their shapes, and they must be on the
+//! Checks of the buffers that operations borrow: their lengths must match their shapes, and they must be on the
 //! operation's device.
 
 use crate::Cuda;
@@ -6,8 +6,8 @@ use crate::backend::Buf;
 use crate::{Buffer, Device};
 use nibble_core::{BlockScaled, Data, Error, Groups, Operand, Plain, Result, Tensor};
 
-/// Checks the buffers of an operation before a kernel gets them: their lengths and their device. The fields of a tensor
-/// are public, so a shape may claim more than its buffer has. Errors name the argument.
+/// Checks the lengths and the device of an operation's buffers before they are passed to a kernel. The check is needed
+/// because the fields of a tensor are public, so a shape may exceed its buffer. Errors name the argument.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct BufferCheck<'d> {
     op: &'static str,
@@ -23,7 +23,7 @@ impl<'d> BufferCheck<'d> {
         Self { op, device }
     }
 
-    /// A buffer of any length.
+    /// Checks the device of a buffer of any length.
     pub fn buffer<'a, T: Plain>(&self, argument: &'static str, buf: &'a Buf<T>) -> Result<&'a Buffer<T>> {
         let (buffer, device) = (buf.get(), self.device);
         if !buffer.device().is_same(device) {
@@ -33,7 +33,7 @@ impl<'d> BufferCheck<'d> {
         Ok(buffer)
     }
 
-    /// A buffer of `len` values.
+    /// Checks a buffer of `len` values.
     pub fn values<'a, T: Plain>(
         &self,
         argument: &'static str,
@@ -43,7 +43,7 @@ impl<'d> BufferCheck<'d> {
         self.part(argument, "values", buf, len)
     }
 
-    /// A buffer of `len` values that is one part (such as codes) of an argument.
+    /// Checks a buffer of `len` values that is one part (such as the codes) of an argument.
     fn part<'a, T: Plain>(
         &self,
         argument: &'static str,
@@ -59,7 +59,7 @@ impl<'d> BufferCheck<'d> {
         Ok(buffer)
     }
 
-    /// A matrix: rows · columns values.
+    /// Checks a matrix, which must have rows · columns values.
     pub fn tensor(&self, argument: &'static str, x: &Tensor<Cuda>) -> Result<()> {
         let len = x.rows.saturating_mul(x.cols);
         match &x.data {
@@ -68,7 +68,7 @@ impl<'d> BufferCheck<'d> {
         }
     }
 
-    /// A block-scaled matrix: its codes and scales.
+    /// Checks the codes and scales of a block-scaled matrix.
     pub fn blocks(&self, argument: &'static str, x: &BlockScaled<Cuda>) -> Result<()> {
         x.check_has_codes(self.op)?;
         let [codes, scales] = x.expected_bytes();
@@ -84,7 +84,7 @@ impl<'d> BufferCheck<'d> {
         }
     }
 
-    /// A plain or block-scaled operand.
+    /// Checks a plain or block-scaled operand.
     pub fn operand(&self, argument: &'static str, x: &Operand<Cuda>) -> Result<()> {
         match x {
             Operand::Plain(x) => self.tensor(argument, x),
@@ -92,7 +92,7 @@ impl<'d> BufferCheck<'d> {
         }
     }
 
-    /// Groups, if any.
+    /// Checks the groups, if there are any.
     pub fn groups(&self, groups: Option<&Groups<Cuda>>) -> Result<()> {
         let Some(groups) = groups else { return Ok(()) };
         self.values("groups.start", &groups.start, groups.num_groups.saturating_add(1))?;
@@ -100,7 +100,7 @@ impl<'d> BufferCheck<'d> {
         self.values("groups.row_id", &groups.row_id, groups.capacity).map(drop)
     }
 
-    /// One weight per row, if there are weights.
+    /// Checks that there is one weight per row, if there are weights.
     pub fn weight(&self, weight: Option<&Buf<f32>>, rows: usize) -> Result<()> {
         weight.map_or(Ok(()), |weight| self.values("weight", weight, rows).map(drop))
     }

@@ -1,23 +1,24 @@
-//! How an operation lists its kernels, for the check that compiles all of them.
+//! How an operation lists its kernels, for the test that compiles all of them.
 
 use crate::compile::jit::KernelSpec;
 
 /// A kernel instance that an operation may launch.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Instance {
-    /// The instance for NVRTC.
+    /// The instance, as NVRTC compiles it.
     pub spec: KernelSpec,
-    /// Dynamic shared memory of its launch, in bytes.
+    /// Dynamic shared memory of the instance's launch, in bytes.
     pub shared_bytes: usize,
 }
 
-/// Dynamic shared memory that a launch computes from the problem's sizes, and the device's expression for the same number.
+/// A size of dynamic shared memory that the host computes from the problem's sizes, and the C++ expression for the same
+/// size.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SharedSize {
-    /// The kernel's source.
+    /// Path of the kernel's source.
     pub source: &'static str,
-    /// A constant expression of the device.
+    /// A constant expression in CUDA C++.
     pub expression: String,
-    /// Bytes that the launch asks for.
+    /// The number of bytes that the launch requests.
     pub bytes: usize,
 }

@@ -1,13 +1,13 @@
-//! The ops: a folder for related ops, a file for one or a few. Each op has three steps.
+//! The operations: one folder for related operations, one file for one or a few operations. Each operation has three steps.
 //!
 //! | step | where | what |
 //! |---|---|---|
-//! | description | the op's file | its arguments as plain numbers, checked |
-//! | configuration | the same | instance, grid, shared memory: pure functions of the description, tested without a GPU |
-//! | launch | `launch/` | the number and size of the arguments are compared with what the cubin declares |
+//! | description | the operation's file | the arguments of the operation as plain numbers, checked |
+//! | configuration | the operation's file | instance, grid and shared memory: pure functions of the description, tested without a GPU |
+//! | launch | `launch/` | the number and sizes of the arguments are compared with those that the cubin declares |
 //!
-//! `instances()` lists the template instances of every folder; `tests/resources.txt` pins their registers and shared memory. Kernels lie
-//! in `csrc/kernels/FOLDER/NAME.cuh`, built from pieces in `csrc/pieces/FOLDER/`; inline PTX lies in `csrc/ptx/` alone.
+//! `instances()` lists the template instances of every folder; `tests/resources.txt` records their registers and shared memory. Kernels
+//! are in `csrc/kernels/FOLDER/NAME.cuh`, built from shared headers in `csrc/pieces/FOLDER/`; inline PTX is in `csrc/ptx/` alone.
 
 pub(crate) mod attention;
 mod buffer_check;
@@ -26,12 +26,13 @@ pub use convert::has_own_kernels;
 pub use instance::{Instance, SharedSize};
 pub use nibble_choice::attention::HEADS as ATTENTION_DIMS;
 
-// Each operation is the function of its name here.
+// Each operation is the function with the operation's name here.
 pub(crate) use {
     attention::*, convert::*, norm::*, plain::*, products::*, routing::*, step::*, swiglu::*, vocabulary::*,
 };
 
-/// The shared-memory sizes for small, typical and the largest problems: the compile check compares them all.
+/// The shared-memory sizes for small, typical and the largest problems; a test compares all of them with the
+/// device's expressions.
 pub fn shared_sizes() -> Vec<SharedSize> {
     [
         norm::rms_norm::shared_sizes(),
@@ -44,7 +45,7 @@ pub fn shared_sizes() -> Vec<SharedSize> {
     .concat()
 }
 
-/// Every instance that operations launch, by folder: the compile check compiles them all.
+/// Every instance that operations launch, by folder; a test compiles all of them.
 pub fn instances() -> Vec<Instance> {
     [
         products::instances(),

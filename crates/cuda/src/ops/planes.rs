@@ -16,12 +16,12 @@ pub(super) fn type_name(dtype: DType) -> &'static str {
     }
 }
 
-/// Elements in the 16 bytes that a thread loads or stores at once.
+/// The number of elements in the 16 bytes that a thread loads or stores at once.
 pub(super) fn numbers_per_load(dtype: DType) -> usize {
     16 / dtype.size_bytes()
 }
 
-/// The device's number of a scale rule (`csrc/formats/e8m0.cuh`).
+/// The number of a scale rule on the device (`csrc/formats/e8m0.cuh`).
 pub(super) fn rule_arg(rule: ScaleRule) -> TemplateArg {
     TemplateArg::Int(match rule {
         ScaleRule::Amax => 0,
@@ -29,12 +29,13 @@ pub(super) fn rule_arg(rule: ScaleRule) -> TemplateArg {
         ScaleRule::Rceil => 2,
         ScaleRule::Ceil => 3,
         ScaleRule::Even => 4,
-        // Rules of the general kernels, which have no such template argument.
+        // The rules TensorAmax and Cann belong to the kernels for all formats, which have no such
+        // template argument.
         ScaleRule::TensorAmax | ScaleRule::Cann => -1,
     })
 }
 
-/// Scales from one strip to the next: one scale per column, padded to 16 bytes.
+/// The distance of scales from one strip to the next: one scale per column, padded to 16 bytes.
 pub(super) fn column_stride(kind: ScaleKind, cols: usize) -> usize {
     mn_major_stride(cols, kind.bytes())
 }
@@ -44,13 +45,13 @@ pub(super) fn plane_args(x: &BlockScaled<Cuda>) -> [&dyn KernelArg; 2] {
     [x.codes.get(), x.scales.get()]
 }
 
-/// The same; null pointers for `None`.
+/// A tensor's codes and scales as kernel arguments; null pointers for `None`.
 pub(super) fn planes_or_nulls(x: Option<&BlockScaled<Cuda>>) -> [&dyn KernelArg; 2] {
     const NONE: Option<&Buffer<u8>> = None;
     x.map_or([&NONE, &NONE], plane_args)
 }
 
-/// A plain matrix as a kernel argument, and whether it is BF16.
+/// A plain matrix as a kernel argument, and whether its type is BF16.
 pub(super) fn plain_arg(x: &Tensor<Cuda>) -> (&dyn KernelArg, i32) {
     match &x.data {
         Data::F32(x) => (x.get(), 0),

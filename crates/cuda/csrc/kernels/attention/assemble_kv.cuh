@@ -1,17 +1,19 @@
-// Keys and values of multi-head latent attention, and back.
+// Assembly of the keys and values of multi-head latent attention, and its backward pass.
 //
-// All widths are in units of kCount numbers: kCount is 16 bytes of T (Bf16 or F32) where all are multiples of that, else 1. Of a head `key_units`
-// are its own part of the key, `value_units` its value; `half_units` are half of the key that all heads share, whose pairs turn. table
-// [positions, 2 * half] F32, half = half_units * kCount: cosines, then sines, from the first position on. A thread copies a unit in up to
-// kAssembleHeads heads: g, g + head_groups, ..., head_groups = ceil(heads / kAssembleHeads). Tasks and warps are fewer than 2^31. 256 threads.
+// All widths are in units of kCount numbers. A unit is 16 bytes of T (Bf16 or F32) if all widths are multiples of 16 bytes; otherwise
+// kCount is 1. A head has `key_units` of its own key and `value_units` of its value. The other part of the key is shared by all heads:
+// `half_units` are half of it, and its pairs are rotated (RoPE). table [positions, 2 * half] F32, half = half_units * kCount: cosines, then
+// sines, from the first position on. A thread copies a unit in up to kAssembleHeads heads: g, g + head_groups, ..., head_groups =
+// ceil(heads / kAssembleHeads). There are fewer than 2^31 tasks, and fewer than 2^31 warps. 256 threads.
 //
-// assemble_kv<T, kCount>: up [rows, heads * (key + value)], shared [rows, 2 * half] -> k [rows, heads * (key + 2 * half)], v [rows, heads * value].
-//   Beside the threads that copy there are those that turn a unit of each half of the shared key and write it to as many heads.
+// assemble_kv<T, kCount>: up [rows, heads * (key + value)], shared [rows, 2 * half] -> k [rows, heads * (key + 2 * half)], v [rows, heads *
+//   value]. Some threads copy a head's own units. All other threads rotate a unit of each half of the shared key and write both units to up
+//   to kAssembleHeads heads.
 //   tasks = rows * head_groups * (key_units + value_units + half_units); grid ceil(tasks / 256).
-// assemble_kv_backward<T, kCount>: dk, dv -> dup, dshared. The first sum_ctas CTAs sum over heads: a warp has four units of each half of a row,
-//   eight lanes for each, which begin at zero and add heads j, j + 8, ...; by_chunks divides by chunks = ceil(half_units / 4). Their sums are
-//   added across lanes 4, 2 and 1 apart, turned back and rounded once. The other CTAs copy: tasks = rows * head_groups * (key_units + value_units).
-//   Grid sum_ctas + ceil(tasks / 256).
+// assemble_kv_backward<T, kCount>: dk, dv -> dup, dshared. The first sum_ctas CTAs sum over heads: a warp has four units of each half of a
+//   row, with eight lanes per unit. A lane starts at zero and adds heads j, j + 8, ...; by_chunks divides by chunks = ceil(half_units / 4).
+//   The lanes' sums are added across lanes 4, 2 and 1 apart, rotated back and rounded once. CTAs after the first sum_ctas copy the heads'
+//   own units: tasks = rows * head_groups * (key_units + value_units). The grid is sum_ctas + ceil(tasks / 256).
 #pragma once
 #include "pieces/norm/turn.cuh"
 
@@ -19,18 +21,19 @@ namespace nib {
 
 constexpr int kAssembleThreads = 256;
 constexpr int kAssembleHeads = 4;
-constexpr u32 kHeadSums = 8;   // partial sums over heads
-constexpr u32 kSumWarpUnits = 4;   // units of a warp
-constexpr int kSumInFlight = 4;  // heads of a lane whose loads are in flight
+constexpr u32 kHeadSums = 8;   // partial sums over heads, each in one lane
+constexpr u32 kSumWarpUnits = 4;   // units that a warp sums
+constexpr int kSumInFlight = 4;  // heads per lane whose loads are in flight
 
-/// The sizes of a call, as both kernels take them. `units`: those of a head that tasks count.
+/// The sizes of a call to assemble_kv or assemble_kv_backward. `units`: the units per head that are
+/// counted in tasks.
 struct AssembleSizes {
     u32 rows, tasks, units, head_groups, heads;
     u32 key_units, value_units, half_units;
     Divider by_units, by_groups;
 };
 
-/// What a thread does: a unit of a head, in the heads of a group of a row.
+/// The work of a thread: unit `unit` of row `row`, in the heads of group `group`.
 struct AssembleTask {
     u32 unit, row, group;
 
@@ -41,14 +44,15 @@ struct AssembleTask {
         group = above - row * s.head_groups;
     }
 
-    /// Which head number i is, and whether there is one.
+    /// Sets `head` to the group's i-th head, and returns whether that head exists.
     __device__ __forceinline__ bool head(const AssembleSizes& s, int i, u32& head) const {
         head = group + i * s.head_groups;
         return head < s.heads;
     }
 };
 
-/// Copies a unit that is a head's own between `up`, where its key lies before its value, and k and v.
+/// Copies one of a head's own units between `up`, where the head's key lies before its value, and k
+/// or v.
 template <typename X, bool kBack>
 __device__ __forceinline__ void copy_own(const AssembleTask& task, const AssembleSizes& s, const u8* from_up, const u8* from_k, const u8* from_v,
                                          u8* to_up, u8* to_k, u8* to_v) {
@@ -119,7 +123,7 @@ __global__ void __launch_bounds__(kAssembleThreads)
     }
     const u32 warp = blockIdx.x * (kAssembleThreads / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
     const u32 row = by_chunks.divide(warp), pair = (warp - row * chunks) * kSumWarpUnits + lane / kHeadSums;
-    // All lanes of a warp have one row.
+    // All lanes of a warp have the same row.
     if (row >= s.rows) return;
     const bool present = pair < s.half_units;
     const u64 each = s.key_units + 2 * s.half_units;

@@ -1,28 +1,28 @@
-// Causal attention with grouped query heads on the ordinary cores: any sequence length, heads of up to kDim elements, F32 or BF16.
+// Causal attention with grouped query heads on the CUDA cores: any sequence length, heads of up to kDim elements, F32 or BF16.
 //
-// attention<T, kDim, kWindowed, kSinks>: q [t, heads · head_dim], k [t, kv_heads · head_dim], v [t, kv_heads · value_dim], out
-//   [t, heads · value_dim], of type T; lse [t, heads], natural logarithms. kDim: no less than head_dim and value_dim. kWindowed: query i of a
-//   sequence sees the keys from first_key[i] on, which never decreases; tiles of keys before that of the CTA's first query are skipped.
-//   kSinks: F32 `sinks` [heads], terms of each query's sum.
-//   256 threads; grid ceil(seq_len / 64) · heads · sequences, those with the most keys first; dynamic shared memory
-//   (2 · kDim + 64) · 68 · 4 bytes. A CTA has 64 queries of a head and goes over their keys 64 at a time, in order, with an online
-//   softmax (Milakov and Gimelshein). Everything is F32; P is not rounded.
+// attention<T, kDim, kWindowed, kSinks>: q [t, heads · head_dim], k [t, kv_heads · head_dim], v [t, kv_heads · value_dim], out [t, heads ·
+//   value_dim], of type T; lse [t, heads], natural logarithms. kDim: at least head_dim and value_dim. kWindowed: query i of a sequence sees
+//   the keys from first_key[i] on, and first_key never decreases; tiles of keys before the first key of the CTA's first query are skipped.
+//   kSinks: F32 `sinks` [heads], attention sinks that are added to each query's softmax sum.
+//   256 threads; grid ceil(seq_len / 64) · heads · sequences, CTAs with the most keys first; dynamic shared memory (2 · kDim + 64) · 68 · 4
+//   bytes. A CTA has 64 queries of a head. A CTA loops over the keys of its queries 64 at a time, in order, with an online softmax (Milakov
+//   and Gimelshein). All arithmetic is F32; the softmax weights P are not rounded.
 #pragma once
 #include "math/log.cuh"
 #include "pieces/attention/attention_tile.cuh"
 
 namespace nib {
 
-constexpr int kQueries = 64;  // queries of a CTA, and keys of a tile
+constexpr int kQueries = 64;  // queries per CTA, and keys per tile
 
 template <int kDim>
 struct AttentionShared {
     float q[kDim * stride_of<kQueries>()];
-    float kv[kDim * stride_of<kQueries>()];  // keys, then their values
+    float kv[kDim * stride_of<kQueries>()];  // a tile of keys, then the tile's values
     float weights[kQueries * stride_of<kQueries>()];
 };
 
-/// Where the query sees the key, windows aside.
+/// Whether the query sees the key under the causal mask; windows are not considered.
 __device__ __forceinline__ bool sees(int query, int key) { return key <= query; }
 
 template <class T, int kDim, bool kWindowed, bool kSinks>
@@ -71,7 +71,8 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
 #pragma unroll
             for (int lanes = 1; lanes < 16; lanes *= 2)
                 highest = ptx::max_or_nan(highest, __shfl_xor_sync(kAllLanes, highest, lanes));
-            // -infinity where the window begins after this tile: no key so far, and all weights are 0.
+            // `highest` is -infinity if the window begins after this tile: no key has been seen so
+            // far, and all weights are 0.
             const float base = kWindowed && highest == -infinity() ? 0.0f : highest;
             float seen = 0.0f;
 #pragma unroll

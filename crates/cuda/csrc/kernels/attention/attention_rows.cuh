@@ -1,11 +1,13 @@
-// Two numbers of each query that the backward pass of attention needs beside q and dout.
+// Two numbers per query that the backward pass of attention needs besides q and dout.
 //
-// attention_rows<T, kLanes, kEach, kSinks>: out and dout [t, heads · value_dim] of type T, lse [t, heads]. Writes two planes [sequences][heads][padded]
-//   of F32: lse · factor, +infinity past the sequence (so that P is 0 there), and delta = Σ out · dout, 0 past the sequence.
-//   kSinks: of F32 `sinks` [heads] as well what each row adds to their gradient, -exp(sink - lse) · delta: F32 `dsinks` [t, heads].
+// attention_rows<T, kLanes, kEach, kSinks>: out and dout [t, heads · value_dim] of type T, lse [t, heads]. Writes two F32 buffers
+//   [sequences][heads][padded]: lse · factor, which is +infinity past the sequence's end (so that P is 0 there), and delta = Σ out · dout,
+//   which is 0 past the sequence's end.
+//   kSinks: from F32 `sinks` [heads], also writes each row's contribution to the gradient of the sinks, -exp(sink - lse) · delta: F32
+//   `dsinks` [t, heads].
 //   256 threads; grid ceil(sequences · padded · heads · kLanes / 256). kLanes lanes read a head's row, kEach elements at a time:
-//   32 and 1 take any value_dim; the others need value_dim = kLanes · kEach and rows that are 16-byte aligned. Each lane sums in a chain,
-//   and a tree adds the lanes.
+//   kLanes = 32 with kEach = 1 takes any value_dim; the other pairs need value_dim = kLanes · kEach and rows that are 16-byte aligned. Each
+//   lane sums its elements in order, and a tree adds the lanes' sums.
 #pragma once
 #include "pieces/attention/attention_tile.cuh"
 

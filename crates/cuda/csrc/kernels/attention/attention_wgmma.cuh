@@ -2,14 +2,15 @@
 // values of 128.
 //
 // attention_wgmma<kDim, kValueDim, kGroups, kWindowed, kSinks>: q and k as tensor maps of [sequences][seq_len][heads · kDim], v and out of
-//   [sequences][seq_len][heads · kValueDim], in boxes of 64 columns by 64 rows (q), kKeys (k, v), 16 (out), swizzle 128; lse [t, heads],
-//   natural logarithms. kWindowed: query i of a sequence sees the keys from first_key[i] on, which never decreases; tiles of keys before that
-//   of the first query of a tile are neither loaded nor multiplied. kSinks: F32 `sinks` [heads], terms of each query's sum. `ticket`: zero.
-//   128 · (kGroups + 1) threads, any number of CTAs up to one a multiprocessor; dynamic shared memory sizeof(Shared) + 1008.
-// One warp loads; each of kGroups warpgroups has 64 queries. The tensor cores compute the scores of the next tile of keys while the softmax of
-// the current tile runs. Warpgroups take turns in issuing products, so that the products of one run during the exponentials of another. P is
-// rounded to BF16. Sums are F32, over the keys from the last to the first. The maximum that the exponentials are relative to changes only where
-// a new one makes P exceed 2^8.
+//   [sequences][seq_len][heads · kValueDim], in boxes of 64 columns by 64 rows (q), kKeys rows (k, v) or 16 rows (out), with the 128-byte
+//   swizzle; lse [t, heads], natural logarithms. kWindowed: query i of a sequence sees the keys from first_key[i] on, and first_key never
+//   decreases; tiles of keys before the first key of a query tile's first query are neither loaded nor multiplied. kSinks: F32 `sinks`
+//   [heads], attention sinks that are added to each query's softmax sum. `ticket`: a counter that is initially zero. 128 · (kGroups + 1)
+//   threads, any number of CTAs up to one per SM; dynamic shared memory sizeof(Shared) + 1008.
+// One warp loads tiles; each of kGroups warpgroups has 64 queries. The tensor cores compute the scores of the next tile of keys while the
+// softmax of the current tile runs. Warpgroups take turns in issuing WGMMAs, so that the WGMMAs of one warpgroup run during the
+// exponentials of another. P is rounded to BF16. Sums are F32, over the keys from the last to the first. The running maximum, which is
+// subtracted in the exponentials, changes only if P would otherwise exceed 2^8.
 //
 // Measured on an H200, sustained: 550 to 599 TFLOP/s at heads of 128 and 4096 tokens, 627 to 668 at 16384, 433 to 454 at heads of 64.
 #pragma once
@@ -19,16 +20,16 @@
 
 namespace nib {
 
-constexpr int kKeys = 128;       // of a tile
+constexpr int kKeys = 128;       // keys per tile
 constexpr int kKeyStages = 2;
-constexpr float kSlack = 8.0f;   // P may reach 2 to this power
+constexpr float kSlack = 8.0f;   // P may reach 2^kSlack
 
 template <int kDim, int kValueDim, int kGroups>
 struct ForwardShared {
     static constexpr int kRows = kGroups * kGroupRows;
-    // Where keys are longer than values, shared memory has room for one box of a warp's results only.
+    // If keys are longer than values, shared memory fits only one output box per warp.
     static constexpr int kBoxesOut = kDim > kValueDim ? 1 : kValueDim / kBoxCols;
-    // And for one tile of queries.
+    // If keys are longer than values, shared memory fits only one tile of queries.
     static constexpr int kQueryStages = kDim > kValueDim ? 1 : 2;
     u8 q[kQueryStages][kRows * kDim * 2];
     u8 k[kKeyStages][kKeys * kDim * 2];
@@ -39,13 +40,13 @@ struct ForwardShared {
     RingBarriers<kKeyStages> k_ring, v_ring;
 };
 
-/// How many tiles of keys a tile of queries sees.
+/// How many tiles of keys a tile of queries sees under the causal mask.
 template <int kRows>
 __device__ __forceinline__ int key_tiles(const AttentionSizes& sizes, int tile) {
     return ceil_div(min((tile + 1) * kRows, sizes.seq_len), kKeys);
 }
 
-/// Loads queries, and fills the rings of keys and values: one thread.
+/// Loads queries, and fills the rings of keys and values. One thread runs this function.
 template <int kDim, int kValueDim, int kGroups, bool kWindowed>
 __device__ __forceinline__ void feed(ForwardShared<kDim, kValueDim, kGroups>& shared, const TensorMap& map_q, const TensorMap& map_k,
                                      const TensorMap& map_v, const AttentionSizes& sizes, const int* first_key, u32* ticket, int section) {
@@ -53,8 +54,9 @@ __device__ __forceinline__ void feed(ForwardShared<kDim, kValueDim, kGroups>& sh
     const int tiles = ceil_div(sizes.seq_len, kRows), all = tiles * sizes.heads * sizes.sequences, group = sizes.heads / sizes.kv_heads;
     Place<ForwardShared<kDim, kValueDim, kGroups>::kQueryStages> q_at;
     Place<kKeyStages> at;
-    // CTAs take tiles of queries in the order of their tickets, each when it has loaded the one before: how many keys a tile sees follows from
-    // windows, so that no fixed shares would be even. (In the kernel of dq, whose queries have one place, fixed ones are faster.)
+    // Each CTA takes its next tile of queries by an atomic ticket when it has loaded the previous tile. How many keys a tile sees depends
+    // on windows, so a fixed assignment would not be balanced. (The kernel of dq has a single stage for queries; a fixed assignment is
+    // faster there.)
     while (true) {
         const int number = atomicAdd(ticket, 1);
         ptx::Barrier& q_full = shared.q_ring.full[q_at.stage];
@@ -88,13 +90,15 @@ __device__ __forceinline__ void feed(ForwardShared<kDim, kValueDim, kGroups>& sh
     }
 }
 
-/// The online softmax of a thread's two rows: rows l/4 and l/4 + 8 of its warp's.
+/// The online softmax of a thread's two rows: rows l/4 and l/4 + 8 of its warp's rows, where l is
+/// the lane.
 struct SoftmaxRows {
-    float max[2];    // the score that exponentials are relative to
-    float total[2];  // sum of the weights of this thread's columns
+    float max[2];    // the score that is subtracted in the exponentials
+    float total[2];  // sum of the weights in this thread's columns
 
-    /// Turns scores into weights. Returns whether a maximum of the warp has changed: then the caller multiplies its
-    /// sums by `less` (kFirst: there are none yet, and `less` is not set). `factor`: log2(e) times the scale.
+    /// Replaces scores by softmax weights. Returns whether a maximum of the warp has changed. If a maximum has
+    /// changed, the caller multiplies its sums by `less` (kFirst: there are no sums yet, and `less` is not set).
+    /// `factor` is log2(e) times the scale of scores.
     template <bool kFirst, int kCount>
     __device__ __forceinline__ bool update(float (&s)[kCount], float factor, float (&less)[2]) {
         float highest[2];
@@ -116,7 +120,7 @@ struct SoftmaxRows {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 if constexpr (kFirst) {
-                    // -infinity where all keys of this tile are later than the query.
+                    // `highest` is -infinity if all keys of this tile are later than the query.
                     max[r] = highest[r];
                     total[r] = 0.0f;
                 } else {
@@ -141,7 +145,8 @@ struct SoftmaxRows {
     }
 };
 
-/// One warpgroup's queries. `warp` counts within the warpgroups that multiply.
+/// Computes attention for the queries of one warpgroup. `warp` is the index among the warps of the
+/// multiplying warpgroups.
 template <int kDim, int kValueDim, int kGroups, bool kWindowed, bool kSinks>
 __device__ __forceinline__ void attend(ForwardShared<kDim, kValueDim, kGroups>& shared, const TensorMap& map_out, float* lse,
                                        const AttentionSizes& sizes, const int* first_key, const float* sinks, int warp) {
@@ -153,7 +158,7 @@ __device__ __forceinline__ void attend(ForwardShared<kDim, kValueDim, kGroups>& 
     const u32 q_ring = ptx::wgmma_descriptor_low(shared_address(shared.q[0] + group * kGroupRows * kDim * 2));
     const u32 k = ptx::wgmma_descriptor_low(shared_address(shared.k[0]));
     const u32 v = descriptor_down<kKeys>(shared.v[0]);
-    // Each warpgroup waits at its own named barrier until the one before it in turn has issued its products.
+    // Each warpgroup waits at its own named barrier until the previous warpgroup has issued its WGMMAs.
     const u32 turn = 1 + group, next_turn = 1 + (group + 1) % kGroups;
     const auto release = [&](ptx::Barrier& empty) {
         if (lane == 0) ptx::barrier_arrive(empty);
@@ -177,7 +182,8 @@ __device__ __forceinline__ void attend(ForwardShared<kDim, kValueDim, kGroups>& 
             if (key + kKeys > work.tile * kRows + group * kGroupRows) mask_later(s, row - key - 2 * (lane % 4));
         };
         const int edge = kWindowed ? tile.edge[group] : 0;
-        // Behind the last scores the queries of the next tile but one, or of the next, may come.
+        // After the last scores of a tile the producer may reuse the tile's stage for later
+        // queries.
         const auto release_queries = [&] {
             __syncwarp();
             release(shared.q_ring.empty[q_at.stage]);
@@ -254,7 +260,7 @@ __device__ __forceinline__ void attend(ForwardShared<kDim, kValueDim, kGroups>& 
             total += __shfl_xor_sync(0xFFFFFFFF, total, 2);
             float max = softmax.max[r];
             if constexpr (kSinks) {
-                // Scores so far were not scaled; sinks are not to be.
+                // `max` is the maximum of unscaled scores; sinks are not scaled.
                 max *= sizes.scale;
                 const float less = add_sink(__ldg(sinks + work.head), max, total);
                 inverse[r] = less * __frcp_rn(total);

@@ -1,22 +1,25 @@
 // The backward pass of causal attention on the tensor cores, in two kernels: BF16, any sequence length, heads of 64 or 128 elements, or of
-// 192 with values of 128. Each makes P and dS by itself, so that neither needs memory in between; `attention_wgmma_backward_once` makes them once.
+// 192 with values of 128. Each kernel computes P and dS itself, so that no intermediate buffer is needed; `attention_wgmma_backward_once`
+// computes P and dS only once.
 //
-// Both kernels: q, k and their gradients as tensor maps of [sequences][seq_len][heads · kDim], v, dout and dv of kValueDim, in boxes of 64
-//   columns, swizzle 128; lse and delta as `attention_rows` writes them, with factor log2(e). P = 2^(q·k · log2(e) · scale - lse) and dS =
-//   P · (dout·v - delta) are rounded to BF16. Sums are F32. No CTA adds to sums of another.
-// kWindowed: query i of a sequence sees the keys from first_key[i] on, and key j is seen by the queries before end_query[j]. Neither decreases, so
-//   that tiles before the first key of a CTA's first query, and those after the last query of its last key, are neither loaded nor
-//   multiplied.
-// attention_wgmma_backward_kv<kDim, kValueDim, kWindowed>: dv and dk, by `key_grads`. 384 threads; grid ceil(seq_len / 128) · kv_heads ·
-//   sequences, most queries first.
-// attention_wgmma_backward_q<kDim, kValueDim, kWindowed>: dq = scale · dS · k. A CTA has 128 queries of a head, 64 a warpgroup, and goes over
-//   their keys from the last to the first, `grad_keys` at a time. Boxes of 64 rows of q and dout, `grad_keys` of k and v, 16 of dq. 384
-//   threads; any number of CTAs up to one a multiprocessor.
-// Dynamic shared memory: sizeof of their struct + 1008. One warp loads. S of the next tile is on the tensor cores before the sums of this
-// one are done.
+// Both kernels: q, k and their gradients as tensor maps of [sequences][seq_len][heads · kDim]; v, dout and dv as tensor maps of
+//   [sequences][seq_len][heads · kValueDim]; boxes of 64 columns, with the 128-byte swizzle; lse and delta as `attention_rows` writes them,
+//   with factor log2(e). P = 2^(q·k · log2(e) · scale - lse) and dS = P · (dout·v - delta) are rounded to BF16. Sums are F32. No CTA adds
+//   to the sums of another CTA.
+// kWindowed: query i of a sequence sees the keys from first_key[i] on, and the queries before end_query[j] see key j. Neither array
+//   decreases. So tiles before the first key of a CTA's first query, and tiles after the last query of a CTA's last key, are neither loaded
+//   nor multiplied.
+// attention_wgmma_backward_kv<kDim, kValueDim, kWindowed>: dv and dk, computed by `key_grads`. 384 threads; grid ceil(seq_len / 128) ·
+//   kv_heads · sequences, CTAs with the most queries first.
+// attention_wgmma_backward_q<kDim, kValueDim, kWindowed>: dq = scale · dS · k. A CTA has 128 queries of a head, 64 per warpgroup, and loops
+//   over their keys from the last to the first, `grad_keys` keys at a time. Boxes have 64 rows for q and dout, `grad_keys` rows for k and
+//   v, and 16 rows for dq. 384 threads; any number of CTAs up to one per SM.
+// Dynamic shared memory: the size of the kernel's shared struct + 1008 bytes. One warp loads tiles. The tensor cores start S of the next
+// tile before the sums of the current tile are complete.
 //
-// Measured on an H200, sustained: dk and dv 626 to 648 TFLOP/s at heads of 128 (four products counted), 544 at 64; dq 582 to 637 and
-// 510 (three). A dense BF16 product of cuBLASLt sustains 651 there. On an H100 at 192 / 128: dk and dv 603, dq 640.
+// Measured on an H200, sustained: dk and dv 626 to 648 TFLOP/s at heads of 128, counting four GEMMs, and 544 at heads of 64; dq 582 to 637
+// and 510, counting three GEMMs. A dense BF16 GEMM of cuBLASLt sustains 651 TFLOP/s on the same GPU. On an H100 with heads of 192 and
+// values of 128, dk and dv reach 603 TFLOP/s, and dq reaches 640.
 #pragma once
 #include "pieces/attention/key_grads.cuh"
 
@@ -50,7 +53,8 @@ __global__ void __launch_bounds__(kGradThreads, 1)
     }
 }
 
-/// Keys of a tile in the kernel of dq, where queries stay: heads of 192 leave registers and shared memory for fewer.
+/// Keys per tile in the kernel of dq, where queries stay in shared memory: heads of 192 leave registers and shared
+/// memory for fewer keys.
 template <int kDim>
 __host__ __device__ constexpr int grad_keys() {
     return kDim > 128 ? 64 : 128;
@@ -70,11 +74,11 @@ struct BackwardQShared {
     ptx::Barrier q_full, q_empty;
     RingBarriers<kStages> k_ring, v_ring;
 
-    /// The last tile of keys that a tile of queries sees.
+    /// The last tile of keys that a tile of queries sees under the causal mask.
     static __device__ __forceinline__ int last(int tile) { return ((tile + 1) * kGradRows - 1) / kKeys; }
 };
 
-/// Fills the rings of keys and values: one thread.
+/// Fills the rings of keys and values. One thread runs this function.
 template <int kDim, int kValueDim, bool kWindowed>
 __device__ __forceinline__ void feed_keys(BackwardQShared<kDim, kValueDim>& shared, const TensorMap& map_q, const TensorMap& map_k,
                                           const TensorMap& map_v, const TensorMap& map_dout, const AttentionSizes& sizes,
@@ -112,7 +116,7 @@ __device__ __forceinline__ void feed_keys(BackwardQShared<kDim, kValueDim>& shar
     }
 }
 
-/// One warpgroup's queries.
+/// Computes dq of one warpgroup's queries.
 template <int kDim, int kValueDim, bool kWindowed>
 __device__ __forceinline__ void query_grads(BackwardQShared<kDim, kValueDim>& shared, const TensorMap& map_dq, const float* lse,
                                             const float* delta, const AttentionSizes& sizes, const int* first_key, int section, int warp) {
@@ -154,8 +158,8 @@ __device__ __forceinline__ void query_grads(BackwardQShared<kDim, kValueDim>& sh
         int n = Shared::last(work.tile);
         if constexpr (kKeys < kGradRows) {
             for (; n * kKeys >= first + kGroupRows; --n) {
-                // Skipped tiles are released only once they are there: a warp must not arrive twice in one phase of
-                // `empty`.
+                // Skipped tiles too are released only after their data has arrived, because a warp must not arrive
+                // twice in one phase of `empty`.
                 ptx::barrier_wait(shared.k_ring.full[at.stage], at.parity);
                 ptx::barrier_wait(shared.v_ring.full[at.stage], at.parity);
                 release(shared.k_ring.empty[at.stage]);

@@ -1,41 +1,46 @@
-// The backward pass of causal attention on the tensor cores in one kernel, which makes P and dS once: BF16, any sequence length, heads of 128
-// elements, or of 192 with values of 128, each with its own keys and values.
+// The backward pass of causal attention on the tensor cores in one kernel, which computes P and dS only once: BF16, any sequence length,
+// heads of 128 elements, or of 192 with values of 128. Every query head needs its own keys and values.
 //
-// attention_wgmma_backward_once<kDim, kValueDim, kWindowed>: dk and dv by `key_grads`, which stores dS as score_grads.cuh says; dq = scale · dS ·
-//   k is then a product of what was stored. q, k and their gradients as tensor maps of [sequences][seq_len][heads · kDim], v, dout and dv of
-//   kValueDim, in boxes of 64 columns, swizzle 128, of 64 rows, and of 16 for the gradients; lse, delta and windows as
-//   `attention_wgmma_backward_kv` takes them. `score_grads`: plan.slots times a head's dS; heads take the slots in turn. `counters`: zeros.
-//   384 threads; grid (ceil(seq_len / 128) + ceil(ceil(seq_len / 256) / 2)) · heads · sequences, of which any number may run at once; dynamic
+// attention_wgmma_backward_once<kDim, kValueDim, kWindowed>: `key_grads` computes dk and dv, and stores dS in the layout of
+//   score_grads.cuh; dq = scale · dS · k is then a product of the stored dS. q, k and their gradients as tensor maps of
+//   [sequences][seq_len][heads · kDim]; v, dout and dv as tensor maps of [sequences][seq_len][heads · kValueDim]; boxes of 64 columns by 64
+//   rows (16 rows for gradients), with the 128-byte swizzle; lse, delta and windows as `attention_wgmma_backward_kv` takes them.
+//   `score_grads`: plan.slots buffers of one head's dS each; heads use these slots in turn. `counters`: initially zeros. 384 threads; grid
+//   (ceil(seq_len / 128) + ceil(ceil(seq_len / 256) / 2)) · heads · sequences; any number of these CTAs may be resident at once; dynamic
 //   shared memory sizeof(OnceShared) + 1008.
-// A CTA has 128 keys of a head, or two blocks of 256 queries. Before it multiplies dS of a slot, all of the head's keys have counted up the
-// slot's `kv_done`; before it stores dS there, the queries of the head before have counted up `q_done`. CTAs take their work in the order in which
-// they begin (`ticket`), and that of a head's queries comes `ahead` heads after that of its keys: so they wait for CTAs that have begun, and hardly
-// ever. Keys fill the tensor cores and queries the memory: side by side they are faster than one after the other. Sums are F32, each of one CTA
-// in one order.
+// The work of a CTA is 128 keys of a head, or two blocks of 256 queries of a head. A CTA with queries multiplies a slot's dS only after all
+// of the head's keys have incremented the slot's `kv_done`. A CTA with keys stores dS in a slot only after the queries of the slot's
+// previous head have incremented `q_done`. CTAs take their work in the order in which they start (`ticket`); the work on a head's queries
+// comes `ahead` heads after the work on its keys. So CTAs wait only for CTAs that have started, and rarely wait at all. Work on keys is
+// limited by the tensor cores, and work on queries by memory bandwidth, so running both concurrently is faster than one after the other.
+// Sums are F32; each sum is computed by one CTA in a fixed order.
 //
-// Measured on an H100 in turns with the two kernels, random numbers: 12.8 ms against 16.2 (192 / 128, 4 sequences of 4096 tokens, 128 heads),
-// 1.66 against 2.09 (16 heads), 5.9 against 8.8 (2 of 8192, 32 heads), 2.38 against 2.64 (16 of 1024, 64 heads); 2.74 against 3.30 (128, 4 of
-// 4096, 32 heads), 0.51 against 0.60 (16 of 1024, 16 heads). Heads of 64: 1.94 against 1.97, and slower for 1024 tokens. Heads that share keys
-// would need dS of a whole group in a slot: no faster for 2048 tokens.
+// Measured on an H100, alternating with the two kernels, random numbers, heads of 192 with values of 128: 12.8 ms against 16.2 (4 sequences
+// of 4096 tokens, 128 heads), 1.66 against 2.09 (the same with 16 heads), 5.9 against 8.8 (2 of 8192, 32 heads), 2.38 against 2.64 (16 of
+// 1024, 64 heads). Heads of 128: 2.74 ms against 3.30 (4 of 4096, 32 heads), 0.51 against 0.60 (16 of 1024, 16 heads). For heads of 64 this
+// kernel takes 1.94 ms against 1.97 ms, and it is slower than the two kernels at 1024 tokens. Heads that share keys would need the dS of a
+// whole group in a slot, which is no faster for 2048 tokens.
 #pragma once
 #include "pieces/attention/key_grads.cuh"
 #include "ptx/count.cuh"
 
 namespace nib {
 
-/// How far dk and dv are ahead of dq, and how many heads' dS there is room for: at least as many.
+/// By how many heads dk and dv run ahead of dq, and for how many heads `score_grads` can hold dS;
+/// `slots` is at least `ahead`.
 struct OncePlan {
     int ahead;
     int slots;
 };
 
-/// What a CTA does: item `item` of the keys of head `head`, counted over all sequences, or of its queries.
+/// The work of a CTA: item `item` of the keys or of the queries of head `head`; heads are counted over all
+/// sequences.
 struct OnceTask {
     bool keys;
     int head, item;
 
-    /// Of each head there are `key_items` and `query_items`. First come the keys of the first `ahead` heads; then a head's queries and the keys of
-    /// the head that is so far ahead; last the queries that are left.
+    /// Each head has `key_items` and `query_items` items. The order is: the keys of the first `ahead` heads; then, head by head, a head's
+    /// queries and the keys of the head that is `ahead` heads further; finally the remaining queries.
     __device__ __forceinline__ void set(int ticket, int key_items, int query_items, int heads, int ahead) {
         const int first = ahead * key_items, each = key_items + query_items;
         keys = ticket < first;
@@ -56,7 +61,8 @@ struct OnceTask {
     }
 };
 
-/// Counters: of CTAs that have begun, and of each slot how often warps were done with keys, and with queries, of a head there.
+/// `ticket` counts the CTAs that have started; each slot counts how often warps have finished the keys, and the queries, of a
+/// head in that slot.
 struct OnceCounters {
     struct Slot {
         u32 kv_done, q_done;
@@ -72,7 +78,7 @@ struct OnceShared {
         QueryGradsShared<kDim> queries;
     };
     OnceTask task;
-    OnceCounters::Slot* done;  // of the task's head
+    OnceCounters::Slot* done;  // counters of the slot that the task's head uses
 };
 
 template <int kDim, int kValueDim, bool kWindowed>
@@ -102,7 +108,7 @@ __global__ void __launch_bounds__(kGradThreads, 1)
             ptx::barrier_init_fence();
             begin_keys<kWindowed>(shared.keys, map_k, map_v, sizes, end_query, {sequence, head, task.item});
             shared.keys.work.score_grads = slot;
-            const int earlier = task.head / plan.slots;  // heads that had the slot
+            const int earlier = task.head / plan.slots;  // heads that used the slot before
             ptx::wait_for_count(&shared.done->q_done, earlier * query_items * kWarps);
         } else {
             shared.queries.ring.init(kWarps);

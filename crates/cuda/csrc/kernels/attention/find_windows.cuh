@@ -1,9 +1,11 @@
-// The windows of documents that lie one after the other in sequences: which keys each query sees, and by which queries each key is seen.
+// The attention windows of documents that are packed one after another into sequences: the keys that each query sees, and the queries
+// that see each key.
 //
-// find_windows: document [t], which never decreases within a sequence of seq_len. Writes first_key and end_query [t], in positions of the
-//   sequence: a query sees the keys of its own document up to its own, of those the last `window`, and those of its chunk of `chunk`
-//   tokens, counted from the document's first. window and chunk: 1 to seq_len.
-//   256 threads, one a token; grid ceil(t / 256); t below 2^31. A document's ends are found by bisection.
+// find_windows: document [t], the document number of each token, which never decreases within a sequence of seq_len tokens. Writes
+//   first_key and end_query [t], in positions of the sequence. A query sees keys of its own document, up to its own position. Of the
+//   keys up to its position a query sees only the last `window`, and only those in its chunk of `chunk` tokens, counted from the
+//   document's first token. window and chunk: 1 to seq_len.
+//   256 threads, one token per thread; grid ceil(t / 256); t below 2^31. Bisection finds a document's ends.
 #pragma once
 #include "ptx/types.cuh"
 

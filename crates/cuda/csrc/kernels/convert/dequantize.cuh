@@ -1,17 +1,17 @@
-// Blocks of kBlock with scales -> BF16 or F32 [rows][cols]: f32(code · scale), rounded again for BF16. Four-bit codes are E2M1, eight-bit
-// codes are E4M3 or, if `scales.is_e5m2`, E5M2, whose NaNs and infinities are preserved; a NaN scale makes its block NaN. kAligned: every
-// row and line is 16-byte aligned in codes and out (four bits: 8 and 16 bytes).
+// Block-scaled codes -> BF16 or F32 [rows][cols], in blocks of kBlock values: f32(code · scale), then rounded for BF16. Four-bit codes are
+// E2M1. Eight-bit codes are E4M3 or, if `scales.is_e5m2`, E5M2, whose NaNs and infinities are preserved. A NaN scale makes all values of
+// its block NaN. kAligned: every row of codes and of out is 16-byte aligned (with four-bit codes, 8 and 16 bytes).
 //
 // dequantize_rows<kBits, kBlock, Out, kAligned>: codes [rows][cols], one scale per block of a row, or per 2-D block.
-//   256 threads; a warp takes a segment of 1024 columns at a time; segments = ceil(cols / 1024), and `by_segments` divides by it. Any grid,
-//   best ceil(rows · segments / 8) but at most 128 CTAs per SM. Rows with cols a multiple of the block may be passed as one row, if they
-//   are less than 2^30 values.
+//   256 threads; a warp takes a segment of 1024 columns at a time; segments = ceil(cols / 1024), and `by_segments` divides by it. Any grid
+//   works; best is ceil(rows · segments / 8), but at most 128 CTAs per SM. If cols is a multiple of the block, all rows may be passed as
+//   one row of less than 2^30 values.
 // dequantize_cols<kBits, kBlock, Out, kAligned>: codes [cols][rows], one scale per block of a column.
 //   256 threads; grid ceil(cols / 128) · ceil(rows / 128); `band` as in TilePlace.
 //
 // Measured on an H200 (share of the larger of (read + written) / 4288 GB/s and written / fill rate; 32768 x 7168, and 4096 x 7168):
-//   rows: MXFP4 to BF16 93 % (82 %), to F32 101 % (95 %); E4M3 to BF16 94 % (83 %), to F32 93 % (88 %); MXFP8 to BF16 95 %.
-//   columns: MXFP4 to BF16 85 % (75 %), to F32 96 % (89 %); E4M3 to BF16 90 % (84 %), to F32 92 % (88 %).
+//   row blocks: MXFP4 to BF16 reaches 93 % (82 %), to F32 101 % (95 %); E4M3 to BF16 94 % (83 %), to F32 93 % (88 %); MXFP8 to BF16 95 %.
+//   column blocks: MXFP4 to BF16 reaches 85 % (75 %), to F32 96 % (89 %); E4M3 to BF16 90 % (84 %), to F32 92 % (88 %).
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/e2m1.cuh"
@@ -25,14 +25,16 @@
 
 namespace nib {
 
-/// The scale buffer, and the format of the codes; `DecodeArg` of the launch.
+/// The scale buffer and the code format; the launch code builds it as `DecodeArg`.
 struct DecodeArg {
-    u32 is_f32;  // else E8M0 bytes
+    u32 is_f32;  // whether scales are F32; otherwise E8M0 bytes
     u32 is_e5m2;
-    // Blocks down the columns: scales from one line to the next, and from one block of a line to the next.
+    // Blocks down the columns: line_stride is the distance of scales from one column to the next;
+    // block_stride is the distance from one block of a column to the next.
     u32 line_stride;
     u32 block_stride;
-    // 2-D blocks: lines that share a scale (1 for blocks of rows), lines of one matrix, and how many scales it has down them.
+    // 2-D blocks: the number of rows that share a scale (1 for row blocks), the number of rows of one matrix, and the number
+    // of scales down a matrix.
     u32 tile_lines;
     u32 matrix_lines;
     u32 matrix_tiles;
@@ -41,7 +43,7 @@ struct DecodeArg {
         return is_f32 ? __ldg(static_cast<const float*>(scales) + i) : e8m0_decode(__ldg(static_cast<const u8*>(scales) + i));
     }
 
-    /// The line of scales for this line of codes.
+    /// The row of scales that applies to this row of codes.
     __device__ __forceinline__ u32 scale_line(u32 line) const {
         if (tile_lines == 1) return line;
         const u32 matrix = line / matrix_lines;
@@ -51,14 +53,15 @@ struct DecodeArg {
 
 /// Eight E2M1 codes as E5M2 codes of the same values, which are the upper bytes of F16.
 __device__ __forceinline__ uint2 e5m2_from_e2m1(u32 eight) {
-    // The codes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6. A code without its sign picks one.
+    // kSmall holds the codes of 0, 0.5, 1 and 1.5, and kLarge those of 2, 3, 4 and 6. A code
+    // without its sign selects one byte of kSmall or kLarge.
     constexpr u32 kSmall = 0x3E3C3800, kLarge = 0x46444240;
     const u32 magnitudes = eight & 0x77777777, even_signs = eight << 4;
     const u32 low = __byte_perm(kSmall, kLarge, magnitudes), high = __byte_perm(kSmall, kLarge, magnitudes >> 16);
     return {low | (__byte_perm(even_signs, eight, 0x5140) & 0x80808080), high | (__byte_perm(even_signs, eight, 0x7362) & 0x80808080)};
 }
 
-/// Values of four FP8 codes, through F16, which contains both formats.
+/// The values of four FP8 codes. The conversion goes through F16, which contains both FP8 formats.
 __device__ __forceinline__ void decode_four(u32 four, bool is_e5m2, float (&value)[4]) {
     const u32 low = is_e5m2 ? __byte_perm(four, 0, 0x1404) : ptx::f16x2_from_e4m3x2(ptx::low_u16(four));
     const u32 high = is_e5m2 ? __byte_perm(four, 0, 0x3424) : ptx::f16x2_from_e4m3x2(ptx::high_u16(four));
@@ -69,7 +72,7 @@ __device__ __forceinline__ void decode_four(u32 four, bool is_e5m2, float (&valu
     value[3] = b.y;
 }
 
-/// Stores sixteen bytes of values, of which `left` exist.
+/// Stores sixteen bytes of values, of which the first `left` values exist.
 template <class Out, bool kAligned>
 __device__ __forceinline__ void store_numbers(u8* to, int left, const float (&x)[16 / Out::kBytes]) {
     constexpr int kNumbers = 16 / Out::kBytes;
@@ -86,7 +89,7 @@ template <int kBits, int kBlock, class Out, bool kAligned>
 __global__ void __launch_bounds__(256)
     dequantize_rows(const u8* __restrict__ codes, const void* __restrict__ scales, u8* __restrict__ out, DecodeArg arg, int rows,
                     int cols, Divider by_segments, u32 segments) {
-    constexpr int kNumbers = 16 / Out::kBytes;  // of a lane, in one store
+    constexpr int kNumbers = 16 / Out::kBytes;  // values that a lane writes in one store
     constexpr int kChunkCols = kNumbers * 32, kChunks = 1024 / kChunkCols;
     constexpr int kCodeBytes = kNumbers * kBits / 8;
     const bool is_e5m2 = kBits == 4 || arg.is_e5m2;
@@ -99,7 +102,7 @@ __global__ void __launch_bounds__(256)
         const int col = segment * 1024 + lane * kNumbers;
         const u8* from = codes + row * line_bytes + u64(col) * kBits / 8;
         const u64 first_scale = u64(arg.scale_line(row)) * blocks;
-        u32 four[kChunks][kNumbers / 4];  // codes; of four bits, eight in the first
+        u32 four[kChunks][kNumbers / 4];  // codes; with four-bit codes, the first word holds eight codes
         float scale[kChunks];
 #pragma unroll
         for (int i = 0; i < kChunks; ++i) {
@@ -145,11 +148,11 @@ __global__ void __launch_bounds__(256)
     }
 }
 
-/// Sixteen codes of a line, of which `left` exist, one byte each; four-bit codes as E5M2.
+/// Loads sixteen codes, of which `left` exist, as one byte each; four-bit codes become E5M2.
 template <int kBits, bool kAligned>
 __device__ __forceinline__ uint4 load_codes(const u8* from, int left) {
     if constexpr (kBits == 4) {
-        // Lines are whole blocks of 32.
+        // With four-bit codes, row lengths are multiples of 32 values.
         const uint2 packed = left > 0 ? ptx::load_8(from) : uint2{0, 0};
         const uint2 low = e5m2_from_e2m1(packed.x), high = e5m2_from_e2m1(packed.y);
         return {low.x, low.y, high.x, high.y};
@@ -177,7 +180,7 @@ __global__ void __launch_bounds__(256, !kAligned ? 3 : kBits == 4 ? 5 : 4)
     const u64 line_bytes = u64(rows) * kBits / 8;
     const int blocks = ceil_div(rows, kBlock);
 
-    // All loads come before the first store. Sixteen codes of a column at a time.
+    // All loads come before the first store. Each load takes sixteen codes of a column.
     constexpr int kScales = ceil_div(kTile * kBlocks, 256);
     float fetched[kScales];
 #pragma unroll
@@ -198,7 +201,7 @@ __global__ void __launch_bounds__(256, !kAligned ? 3 : kBits == 4 ? 5 : 4)
     for (int pass = 0; pass < 4; ++pass) {
         const int col = pass * 32 + line;
         const uint4 v = sixteen[pass];
-        // The halves of a pair of octets are exchanged in the upper half of the tile.
+        // In the upper half of the tile, the two halves of a pair of octets are exchanged.
         *reinterpret_cast<uint4*>(tile.bytes + col * kTile + (chunk_16 ^ (col / 8 % 8)) * 16) = pass < 2 ? v : uint4{v.z, v.w, v.x, v.y};
     }
 #pragma unroll
@@ -208,8 +211,8 @@ __global__ void __launch_bounds__(256, !kAligned ? 3 : kBits == 4 ? 5 : 4)
     }
     __syncthreads();
 
-    // Each thread transposes eight rows of eight columns in registers. For F32 these are two groups of four columns, so
-    // that adjacent threads store adjacent bytes.
+    // Each thread transposes eight rows of eight columns in registers. For F32 the eight columns of a thread are two
+    // groups of four, so that adjacent threads store adjacent bytes.
     const int lane = threadIdx.x % 32, octet = threadIdx.x / 32 * 2 + lane / 16, chunk = lane % 16;
     const auto first = [&](int half) { return Out::kBytes == 2 ? chunk * 8 + half * 4 : half * (kTile / 2) + chunk * 4; };
     u32 row[2][8];

@@ -1,22 +1,23 @@
-// Blocks of any format with their scales -> BF16 or F32 [rows][cols]: f32(code · scales), times the tensor's scale of its row, rounded
-// again, if `tensor_scale` is given; for BF16 rounded once more.
+// Codes of any block format with their scales -> BF16 or F32 [rows][cols]: f32(code · scales). If `tensor_scale` is given, the value is
+// multiplied by the tensor scale of its row and rounded again. BF16 values are then rounded once more.
 //
 // dequantize_units<F, Out, kDown>: 256 threads; sizeof(DecodedShared<F, Out, kAcross>) dynamic shared memory, kAcross = kDown ? 2 : 16.
-//   Along the rows, or 2-D blocks: codes [rows][cols]; grid ceil(rows / 16) * ceil(cols / 1024).
+//   Blocks along the rows, and 2-D blocks: codes [rows][cols]; grid ceil(rows / 16) * ceil(cols / 1024).
 //   kDown: codes [cols][rows]; grid ceil(rows / 128) * ceil(cols / 128).
 #pragma once
 #include "pieces/convert/unit_decoder.cuh"
 
 namespace nib {
 
-/// `DecodedArg` of the launch.
+/// The launch code builds this struct as `DecodedArg`.
 struct DecodedArg {
     const u8* codes;
     u8* out;
     RecordPlane records;
-    const float* tensor_scale;  // of each row, or null
+    const float* tensor_scale;  // tensor scale of each row, or null
     int rows, cols;
-    // 2-D blocks: lines that share a record (1 for blocks of lines), lines of one matrix, and how many records it has down them.
+    // 2-D blocks: the number of rows that share a record (1 for row blocks), the number of rows of one matrix, and the number of
+    // records down a matrix.
     int tile_lines, matrix_lines, matrix_tiles;
     u32 codes_aligned, out_aligned, pad;
 

@@ -1,4 +1,5 @@
-// The random Hadamard transform of a matrix, to F32: for quantization kernels that do not transform as they read.
+// The random Hadamard transform of a matrix, with F32 output, for quantization kernels that do not apply the
+// transform themselves.
 //
 // out[out_rows][cols] = the transform of x [rows][cols]. row_id as in quantize.cuh: padding rows read as zero.
 //
@@ -22,7 +23,7 @@ __global__ void __launch_bounds__(256)
     const int col = segment * 256 + threadIdx.x % 32 * 8;
     const bool present = col < cols && (row_id == nullptr || __ldg(row_id + row) >= 0);
     const u64 first = u64(row) * cols + col;
-    // cols is a multiple of 16, so eight columns exist or none.
+    // cols is a multiple of 16, so either all eight columns exist or none.
     auto plain = In::template load<true>(x + first * In::kBytes, present ? 8 : 0);
     if (present) flip(plain, hadamard.sign_bits_of_eight(col));
     F32::Eight wide = widen<In>(plain);

@@ -1,16 +1,17 @@
-// MXFP4 rows -> E4M3 columns on the codes alone; all scales are E8M0 bytes. The twin of crates/formats/src/lift.rs.
+// Converts MXFP4 rows to E4M3 columns by operations on the codes alone; all scales are E8M0 bytes. The CPU twin is
+// crates/formats/src/lift.rs.
 //
-// row_id[rows] (null: all rows are valid): negative ids mark padding, whose output is zero. counts[3] (null: not wanted) += source blocks
-// with a non-zero code, source blocks with a code whose value changed, blocks with a NaN.
+// row_id[rows] (null: all rows are valid): negative ids mark padding, whose output is zero. counts[3] (null: not counted) increases by the
+// number of source blocks with a non-zero code, of source blocks with a code whose value changed, and of blocks with a NaN.
 //
 // lift_cols<kWhole, kPanels>: codes [rows][cols / 2], scales [rows][cols / 32] -> codes [cols][capacity], scales
 //   [capacity / 128][scale_stride]; capacity % 128 == 0, cols % 32 == 0; kWhole: cols % 128 == 0.
 //   128 · kPanels threads; one CTA for each kPanels · 128 columns of each `depth` strips of 128 rows, depth at most kMostDepth.
 //   sizeof(TurnShared<64, 4, kPanels>) dynamic shared memory. Buffers are 16-byte aligned; scale_stride, at least cols, is a multiple of 2.
 //
-// Measured on an H200 (share of (read + written) / 4249 GB/s): 32768 x 7168 85 %; 24576 x 5120 83 %; 32768 x 2048 79 %; 24576 x 2048
-//   75 %; 4096 x 7168 64 %; one to four points more without an allocation in the window.
-//   A copy from and to the same places without scales: 91, 90, 87, 84 and 70 %. ncu: the L2 88 % busy.
+// Measured on an H200 (share of (read + written) / 4249 GB/s): 32768 x 7168 85 %; 24576 x 5120 83 %; 32768 x 2048 79 %; 24576 x 2048 75 %;
+//   4096 x 7168 64 %. All shares are one to four points higher without an allocation in the timed window.
+//   A kernel that copies between the same addresses without scales reaches 91, 90, 87, 84 and 70 %. ncu reports that the L2 is 88 % busy.
 #pragma once
 #include "pieces/convert/rows_to_cols.cuh"
 
@@ -42,7 +43,7 @@ __global__ void __launch_bounds__(kTile * kPanels, 8 / kPanels)
     fetcher.fetch();
 #pragma unroll
     for (int i = 0; i < kMostDepth; ++i) {
-        // Padding gets scale 0, which does not raise the largest.
+        // Padding gets scale 0, so it does not raise the largest scale.
         if (!fetcher.is_valid(i, scale_row)) four[i] = 0;
 #pragma unroll
         for (int b = 0; b < 4; ++b) shared.scale[i][scale_panel * 4 + b][scale_row] = u8(four[i] >> (8 * b));
@@ -56,7 +57,7 @@ __global__ void __launch_bounds__(kTile * kPanels, 8 / kPanels)
     const uint2 bytes = me.scales(scale);
     const int target = lift_target(me.largest_above_nan(bytes));
     me.store_scale(out_scales, target, strips, first_col, cols, scale_stride);
-    u32 rises[2] = {0, 0}, rise[4];  // a byte for each row: octaves above the lowest scale that gives normal numbers, times 8
+    u32 rises[2] = {0, 0}, rise[4];  // one byte per row: 8 times the number of powers of two above the lowest scale that gives normal numbers
     bool rare = false;
 #pragma unroll
     for (int r = 0; r < 8; ++r) {
@@ -101,15 +102,15 @@ __global__ void __launch_bounds__(kTile * kPanels, 8 / kPanels)
             }
         }
     }
-    u32 any = 0;  // a bit for each row
+    u32 any = 0;  // one bit per row
 #pragma unroll
     for (int k = 0; k < 4; ++k) any |= (((seen[k] & 0x7F7F7F7F) + 0x7F7F7F7F) & 0x80808080) >> (7 - k);
-    // Two lanes share a block.
+    // Each block is shared by two lanes.
     any |= __shfl_xor_sync(kAllLanes, any, 1);
     if (!me.odd && present) tally.non_zero += __popc(any);
     if (__any_sync(kAllLanes, rare)) {
-        // Rows with a NaN, or whose scale is far below the largest, are recomputed through the table. Zeros are right
-        // already.
+        // Rows with a NaN, or with a scale far below the largest, are recomputed through the lookup table. Blocks of
+        // zeros are already correct.
         u32 inexact = 0;
 #pragma unroll 1
         for (int j = 0; j < kGroupRows; ++j) {

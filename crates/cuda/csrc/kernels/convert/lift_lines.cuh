@@ -1,13 +1,14 @@
-// Blocks along lines with power-of-two scales, of an element that E4M3 contains -> E4M3 with one power-of-two scale per 128 values, or per
-// 128 x 128; nearest-even where E4M3 cannot represent the value. The twin of crates/formats/src/lift.rs. For products: rows, and the lines
-// that column codes are stored in. lift_rows.cuh also counts, and skips padding.
+// Blocks with power-of-two scales -> E4M3 with one power-of-two scale per 128 values, or per 128 x 128 values. The source element must be
+// contained in E4M3; values that E4M3 cannot represent under the new scale are rounded to nearest even. The CPU twin is
+// crates/formats/src/lift.rs. GEMMs use this kernel for rows, and for column blocks, which are stored transposed. lift_rows.cuh also counts
+// blocks, and skips padding.
 //
 // lift_lines<F, kWhole, kSquares>: codes [matrices * n][code_bytes(len)] -> out [matrices * n][len]; from, to: the scale records,
-//   contiguous either along a line or across lines. kSquares: 128 lines of a matrix share a scale in `to`, which has ceil(n / 128) lines
-//   per matrix of ceil(len / 128) scales. kWhole: len % 16 == 0, and buffers are 16-byte aligned.
-//   256 threads; grid matrices * ceil(n / 32) * ceil(len / 512). A CTA takes 32 lines of 512 values, so that the bytes of a sector of
-//   scales are read together in either layout. A thread takes 16 adjacent values of a line, then the 16 values 128 further, and so on. With
-//   kSquares each CTA reads the scales of all 128 lines, which four CTAs share.
+//   contiguous either along a row or across rows. kSquares: 128 rows of a matrix share a scale in `to`, which has ceil(n / 128) rows per
+//   matrix of ceil(len / 128) scales. kWhole: len % 16 == 0, and buffers are 16-byte aligned.
+//   256 threads; grid matrices * ceil(n / 32) * ceil(len / 512). A CTA takes 32 rows of 512 values, so that all scale bytes of a memory
+//   sector are read together in either layout. A thread takes 16 adjacent values of a row, then the 16 values that follow 128 values later,
+//   and so on. With kSquares each CTA reads the scales of all 128 rows of a 2-D block; four CTAs read the same scales.
 #pragma once
 #include "pieces/convert/lift.cuh"
 #include "pieces/convert/units.cuh"
@@ -18,7 +19,8 @@ namespace nib {
 
 constexpr int kLiftedLines = 32, kLiftedCols = 512, kLifted = 128, kLiftedTargets = kLiftedCols / kLifted;
 
-/// Octaves by which a lifted scale is below the largest source scale: the largest value still fits.
+/// log2 of the largest source scale over the lifted scale; under the lifted scale the largest value
+/// still fits.
 template <class E>
 __host__ __device__ constexpr int lift_headroom() {
     int octaves = 0;
@@ -26,19 +28,20 @@ __host__ __device__ constexpr int lift_headroom() {
     return octaves;
 }
 
-/// One above the largest of four scales; 0 if there is none. A NaN is never the largest.
+/// One plus the largest of four scales; 0 if all four are NaN. NaN scales are ignored.
 __device__ __forceinline__ u32 above_largest(u32 four) {
     const u32 two = ptx::max_u16x2(above_nan_x2(four), above_nan_x2(four >> 8));
     return max(two & 0xFFFF, two >> 16);
 }
 
-/// The scale that values are lifted to. `above_largest`: one above the largest of their scales.
+/// The scale to which values are lifted. `above_largest` is one plus the largest of the source
+/// scales.
 template <class E>
 __device__ __forceinline__ int lifted_scale(u32 above_largest) {
     return max(int(above_largest) - 1 - lift_headroom<E>(), 0);
 }
 
-/// Four records of a line from `block` on, NaNs past the end.
+/// Four records of a row from `block` on; records past the row's end are NaN.
 __device__ __forceinline__ u32 four_records(const RecordPlane& from, int line, int block, int blocks) {
     u32 four = 0xFFFFFFFF;
 #pragma unroll
@@ -47,14 +50,15 @@ __device__ __forceinline__ u32 four_records(const RecordPlane& from, int line, i
     return four;
 }
 
-/// Sixteen codes under the scale `source` as E4M3 under `target`.
+/// Converts sixteen codes under the scale `source` to E4M3 under the scale `target`.
 template <class E>
 __device__ __forceinline__ uint4 lift_sixteen(const u32 (&words)[E::kBits / 2], u32 source, int target) {
     if constexpr (E::kBits == 4) {
         return BlockLift(source, target).sixteen(words[0], words[1]);
     } else {
         if (source == kScaleNan) return {0x7F7F7F7F, 0x7F7F7F7F, 0x7F7F7F7F, 0x7F7F7F7F};
-        // At kLiftFar every value has underflowed, so larger distances make no difference.
+        // At the distance kLiftFar every value has underflowed, so larger distances make no
+        // difference.
         const float factor = __uint_as_float(u32(127 + max(int(source) - target, -kLiftFar)) << 23);
         float value[16];
         E::decode(words, value);
@@ -104,7 +108,7 @@ __global__ void __launch_bounds__(256) lift_lines(const u8* __restrict__ codes, 
                 if (at + i < line_bytes) words[t][i / 4] |= u32(__ldg(in + i)) << (i % 4 * 8);
         }
     }
-    // Adjacent threads take adjacent bytes.
+    // Adjacent threads read adjacent bytes.
     const bool by_line = from.block_stride == 1;
 #pragma unroll
     for (int i = threadIdx.x; i < kLiftedLines * kRecords; i += 256) {
@@ -116,7 +120,7 @@ __global__ void __launch_bounds__(256) lift_lines(const u8* __restrict__ codes, 
     __syncthreads();
 
     if constexpr (kSquares) {
-        // A thread has half a line's records: those of two 2-D blocks.
+        // A thread has the records of half a row of the tile, which belong to two 2-D blocks.
         const int l = matrix * n + in_matrix / kLifted * kLifted + int(threadIdx.x / 2), half = threadIdx.x % 2;
 #pragma unroll
         for (int t = 0; t < kLiftedTargets; ++t) {

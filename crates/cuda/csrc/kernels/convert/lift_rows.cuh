@@ -1,16 +1,17 @@
-// MXFP4 rows -> E4M3 rows on the codes alone; all scales are E8M0 bytes. The twin of crates/formats/src/lift.rs.
+// Converts MXFP4 rows to E4M3 rows by operations on the codes alone; all scales are E8M0 bytes. The CPU twin is crates/formats/src/lift.rs.
 //
-// row_id[rows] (null: all rows are valid): negative ids mark padding, which is neither read nor written. counts[3] (null: not wanted) +=
-// source blocks with a non-zero code, source blocks with a code whose value changed, blocks with a NaN.
+// row_id[rows] (null: all rows are valid): negative ids mark padding, which is neither read nor written. counts[3] (null: not counted)
+// increases by the number of source blocks with a non-zero code, of source blocks with a code whose value changed, and of blocks with a
+// NaN.
 //
 // lift_rows<kWhole, kChunks>: codes [rows][cols / 2] -> [rows][cols], scales [rows][cols / 32] -> [rows][ceil(cols / 128)]; cols % 32 == 0;
-//   kWhole: cols % 128 == 0. 128 threads; a warp takes a segment of kChunks · 512 columns at a time, and prefetches its next segment; the
-//   grid is that of row_tasks.cuh. If all rows are valid and cols % 128 == 0, the launch may pass all of x, if that is less than 2^30
-//   values, as one row. Buffers are 16-byte aligned.
+//   kWhole: cols % 128 == 0. 128 threads; a warp takes a segment of kChunks · 512 columns at a time, and prefetches its next segment;
+//   row_tasks.cuh defines the grid. If all rows are valid and cols % 128 == 0, the launch may pass x as one row, provided that x has less
+//   than 2^30 values. Buffers are 16-byte aligned.
 //
 // Measured on an H200 (share of the larger of (read + written) / 4252 GB/s and written / fill rate): 32768 x 7168 92 %, 24576 x 2048 80 %,
-// 4096 x 7168 71 %. A kernel that only copies eight bytes to sixteen: 94, - and 80 %. Prefetching the next segment gains where there
-// is padding; one segment per warp is best where there is none.
+// 4096 x 7168 71 %. A kernel that only copies eight bytes to sixteen reaches 94 % for the first shape and 80 % for the last. Prefetching
+// the next segment is faster if there is padding; otherwise one segment per warp is fastest.
 #pragma once
 #include "math/reduce.cuh"
 #include "pieces/convert/lift.cuh"
@@ -37,12 +38,12 @@ __global__ void __launch_bounds__(kLiftThreads, kChunks == 8 ? 6 : 8)
 
     struct Segment {
         uint2 codes[kChunks];
-        u32 scales;  // in the first lanes: the four scales of 128 columns
+        u32 scales;  // in the first lanes: the four source scales of 128 columns
     };
     struct Place {
-        u64 at;      // element of the lane's first column
-        int left;    // columns from there on
-        int block;   // of 128 columns
+        u64 at;      // index of the element in the lane's first column
+        int left;    // columns from the lane's first column to the row's end
+        int block;   // index of the block of 128 columns
         u32 row;
         bool mine;   // whether that block exists and this lane has its scales
     };
@@ -72,7 +73,7 @@ __global__ void __launch_bounds__(kLiftThreads, kChunks == 8 ? 6 : 8)
             ptx::store_16(out + to.at + chunk * kLiftChunkCols,
                           {lift_four<false>(in.x, magnitudes, signs), lift_four<true>(in.x, magnitudes, signs),
                            lift_four<false>(in.y, magnitudes, signs), lift_four<true>(in.y, magnitudes, signs)});
-        // Two lanes share a block: the lower bit of each pair is counted.
+        // Each block is shared by two lanes, so only the lower bit of each pair is counted.
         const u32 non_zero = __ballot_sync(kAllLanes, ((in.x | in.y) & E2m1::kMagnitudes) != 0);
         tally.non_zero += __popc((non_zero | non_zero >> 1) & 0x55555555);
     };
@@ -83,7 +84,7 @@ __global__ void __launch_bounds__(kLiftThreads, kChunks == 8 ? 6 : 8)
     for (; left != 0; left &= left - 1) {
         const Segment next = fetch(left & (left - 1));
         const Place to = place(left);
-        const int here = to.mine ? sources - 4 * to.block : 0;  // source blocks, four at most
+        const int here = to.mine ? sources - 4 * to.block : 0;  // number of source blocks, at most four
         const u32 even = above_nan_x2(now.scales), odd = above_nan_x2(now.scales >> 8);
         const u32 two = ptx::max_u16x2(even, odd);
         const int target = lift_target(max(two & 0xFFFF, two >> 16));
@@ -107,7 +108,8 @@ __global__ void __launch_bounds__(kLiftThreads, kChunks == 8 ? 6 : 8)
                 store(to, i, now.codes[i], {kLiftLow + (rise & 0xFFFFFF00), kLiftHigh + rise}, 0x80808080);
             }
         } else {
-            // Rare path through the table: the code is short and reads the codes again.
+            // The rare path uses the lookup table; it reads the codes again, which keeps the code
+            // short.
 #pragma unroll 1
             for (int i = 0; i < kChunks; ++i) {
                 uint2 in = {0, 0};
@@ -121,7 +123,7 @@ __global__ void __launch_bounds__(kLiftThreads, kChunks == 8 ? 6 : 8)
         }
         now = next;
     }
-    // Ballots counted each block in all 32 lanes.
+    // Because of the ballots, all 32 lanes have counted every block.
     tally.flush(counts, total, 32);
 }
 

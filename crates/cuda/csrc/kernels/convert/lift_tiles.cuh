@@ -1,17 +1,19 @@
-// MXFP4 rows -> E4M3 in 2-D blocks of 128 x 128, as they are and transposed: both forms of a weight, on the codes alone; all scales are
-// E8M0 bytes. The twin of crates/formats/src/lift.rs.
+// Converts MXFP4 rows to E4M3 in 2-D blocks of 128 x 128, both as they are and transposed, by operations on the codes alone. A weight
+// needs both forms. All scales are E8M0 bytes. The CPU twin is crates/formats/src/lift.rs.
 //
-// counts[3] (null: not wanted) += source blocks with a non-zero code, source blocks with a code whose value changed, blocks with a NaN.
+// counts[3] (null: not counted) increases by the number of source blocks with a non-zero code, of source blocks with a code whose value
+// changed, and of blocks with a NaN.
 //
 // lift_tiles<kWhole>: codes [stack][rows][cols / 2], scales [stack][rows][cols / 32] -> out [stack][rows][cols], out_scales
 //   [stack][ceil(rows / 128)][ceil(cols / 128)], turned [stack][cols][rows], turned_scales [stack][ceil(cols / 128)][ceil(rows / 128)];
 //   cols % 32 == 0; kWhole: cols % 128 == 0, rows % 16 == 0.
-//   512 threads; a CTA takes 256 x 256: two 2-D blocks side by side, then the two below, which it prefetches. Grid stack *
+//   512 threads; a CTA takes 256 x 256 values: two adjacent 2-D blocks, then the two blocks below, which it prefetches. Grid stack *
 //   ceil(cols / 256) * ceil(rows / 256); sizeof(LiftTilesShared) dynamic shared memory. Buffers are 16-byte aligned.
 //
-// Measured as in lift_cols.cuh: 32768 x 7168 87 %, 16384 x 7168 84 %, 24576 x 2048 80 %, 4096 x 7168 73 %. Lines of 256 bytes both
-// ways: one block across is 9 % slower, one block down 4 %, and sweeping whole panels rather than bands of four strips 7 %. Three CTAs
-// per SM spill. ncu: the L2 81 % busy, the memory 70 %.
+// Measured as in lift_cols.cuh: 32768 x 7168 87 %, 16384 x 7168 84 %, 24576 x 2048 80 %, 4096 x 7168 73 %. Both outputs are written in
+// runs of 256 bytes. A CTA that takes one block across instead of two is 9 % slower, one block down is 4 % slower, and sweeping whole
+// panels instead of bands of four strips is 7 % slower. With three CTAs per SM, registers spill. ncu reports that the L2 is 81 % busy
+// and memory 70 %.
 #pragma once
 #include "math/reduce.cuh"
 #include "pieces/convert/column_tile.cuh"
@@ -23,19 +25,20 @@ namespace nib {
 
 constexpr int kLiftTilesThreads = 512;
 constexpr int kLiftTilesWarps = kLiftTilesThreads / 32;
-constexpr int kLiftTilesDepth = 2;  // strips of a CTA
-constexpr int kLiftTilesBand = 4;   // strips
+constexpr int kLiftTilesDepth = 2;  // strips of 128 rows per CTA
+constexpr int kLiftTilesBand = 4;   // strips of CTAs per band
 
 struct alignas(16) LiftTilesShared {
     ColumnTile tile[kLiftTilesDepth][2];
-    u32 largest[2][2][kLiftTilesWarps];  // of each warp's rows of either 2-D block, in this strip and the next
+    u32 largest[2][2][kLiftTilesWarps];  // the largest scale in each warp's rows of either 2-D block, in this strip and the next
     u32 total[3];
 };
 
-/// Adds four bytes of two words independently.
+/// Adds the four bytes of two words, without carries between bytes.
 __device__ __forceinline__ u32 add_bytes(u32 a, u32 b) { return ((a & ~kEachSign) + (b & ~kEachSign)) ^ ((a ^ b) & kEachSign); }
 
-/// The largest word of each of two 2-D blocks, in all lanes. This lane's `word` belongs to `square`.
+/// The largest word of each of two 2-D blocks, in all lanes. `square` is the index of the 2-D block
+/// to which this lane's `word` belongs.
 __device__ __forceinline__ uint2 largest_of_squares(u32 word, int square) {
     return {__reduce_max_sync(kAllLanes, square == 0 ? word : 0), __reduce_max_sync(kAllLanes, square == 1 ? word : 0)};
 }
@@ -55,7 +58,7 @@ __global__ void __launch_bounds__(kLiftTilesThreads, 2)
     const TilePlace place(blockIdx.x - int(matrix) * (pairs * steps), pairs, steps, kLiftTilesBand / kDepth);
     const int first_strip = place.strip * kDepth, strips = min(kDepth, down - first_strip), first_panel = place.panel * 2;
     const int first_row = first_strip * kTile + warp * 8, my_col = (first_panel + square) * kTile + lane % 16 * 8;
-    const u64 first = (matrix * rows + first_row) * cols + my_col;  // element of the stack
+    const u64 first = (matrix * rows + first_row) * cols + my_col;  // index in the whole stack
     int rows_left = my_col < cols ? rows - first_row : 0;
     // Lanes 0 to 15 load the scales: each loads the four scales of one row of one 2-D block.
     const int owned_square = lane / 8, owned_panel = first_panel + owned_square, owned_row = first_row + lane % 8;
@@ -99,9 +102,10 @@ __global__ void __launch_bounds__(kLiftTilesThreads, 2)
         if (lane < 2) shared.largest[i % 2][lane][warp] = lane == 0 ? of_warp.x : of_warp.y;
         __syncthreads();
         const uint2 largest = largest_of_squares(shared.largest[i % 2][square][lane % kLiftTilesWarps], square);
-        const int target = lift_target(owned_square == 0 ? largest.x : largest.y);  // of the square whose scales this lane has
-        // A byte for each scale. `above`: octaves above the lowest scale that gives normal numbers. `nan`: bit 7 marks
-        // a NaN. `rare`: bit 7 marks a NaN, or a scale that does not give normal numbers.
+        const int target = lift_target(owned_square == 0 ? largest.x : largest.y);  // target scale of the 2-D block whose scales this lane loaded
+        // The words below hold one byte per scale. `above`: how many powers of two the scale is above the lowest
+        // scale that gives normal numbers. `nan`: bit 7 marks a NaN. `rare`: bit 7 marks a NaN, or a scale that
+        // does not give normal numbers.
         const u32 above = add_bytes(four, (kLiftFar - kLiftNormal - u32(target) & 0xFF) * kEachByte);
         const u32 nan = (four & ~kEachSign) + kEachByte & four & exists;
         const u32 rare = (((above & ~kEachSign) + (0x80 - (kLiftNan - kLiftNormal)) * kEachByte | above) & exists) | nan;
@@ -113,7 +117,7 @@ __global__ void __launch_bounds__(kLiftTilesThreads, 2)
         // Selectors that copy a byte to all four bytes, and to all but the lowest one, since the code of 0 stays 0.
         const u32 to_high = block * 0x1111, to_low = to_high & 0xFFF0 | 4;
         u32 by_four[2][8];
-        u32 non_zero = 0;  // a bit for each row
+        u32 non_zero = 0;  // one bit per row
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             const u32 rise = __shfl_sync(kAllLanes, rises, square * 8 + j);
@@ -124,13 +128,14 @@ __global__ void __launch_bounds__(kLiftTilesThreads, 2)
             ptx::store_8_if(rows_here > (kWhole ? 0 : j), to, {by_four[0][j], by_four[1][j]});
             to += cols;
         }
-        // Four lanes share a block.
+        // Each block is shared by four lanes.
         non_zero |= __shfl_xor_sync(kAllLanes, non_zero, 1);
         non_zero |= __shfl_xor_sync(kAllLanes, non_zero, 2);
         if (lane % 4 == 0) tally.non_zero += __popc(non_zero);
         turn_8x8(by_four, mine);
         if (__any_sync(kAllLanes, rare != 0)) {
-            // Rows with a NaN, or whose scale is far below the largest, are recomputed through the table.
+            // Rows with a NaN, or with a scale far below the largest, are recomputed through the lookup
+            // table.
             u64 at = first + u64(i) * kTile * cols;
 #pragma unroll 1
             for (int j = 0; j < 8; ++j, at += cols) {
@@ -156,8 +161,8 @@ __global__ void __launch_bounds__(kLiftTilesThreads, 2)
     }
     __syncthreads();
 
-    // Stores the transposed codes: a line over all strips per column, 16 bytes per thread where lines are 16-byte
-    // aligned, otherwise one byte.
+    // Stores the transposed codes: for each column one run over all strips, 16 bytes per thread if the runs are
+    // 16-byte aligned, otherwise one byte per thread.
     constexpr int kStore = kWhole ? 16 : 1, kChunks = kDepth * kTile / kStore, kLines = kLiftTilesThreads / kChunks;
     const int row = threadIdx.x % kChunks * kStore, first_line = threadIdx.x / kChunks;
     const int lines = first_strip * kTile + row < rows ? cols - first_panel * kTile : 0;

@@ -1,8 +1,8 @@
-// Compares quantized values with the originals: counts of exact values, of values that became zero, of values beyond the largest code, and
-// of all values, added to `counts`. Codes are decoded as by dequantize_units.
+// Compares quantized values with the originals. Adds to `counts` the numbers of exact values, of values that became zero, of values beyond
+// the largest code, and of all values. Codes are decoded as by dequantize_units.
 //
 // measure_quantization<F, X, kDown>: 256 threads; sizeof(UnitCodes<F>) dynamic shared memory, kAcross = kDown ? 2 : 16.
-//   Along the rows, or 2-D blocks: codes [rows][cols]; grid ceil(rows / 16) * ceil(cols / 1024).
+//   Blocks along the rows, and 2-D blocks: codes [rows][cols]; grid ceil(rows / 16) * ceil(cols / 1024).
 //   kDown: codes [cols][rows]; grid ceil(rows / 128) * ceil(cols / 128).
 // Plain values are loaded one by one: a run measures only in a few steps.
 #pragma once
@@ -11,17 +11,18 @@
 
 namespace nib {
 
-/// `MeasuredArg` of the launch.
+/// The launch code builds this struct as `MeasuredArg`.
 struct MeasuredArg {
     const u8* codes;
     const u8* x;
     u64* counts;
-    const int* row_id;  // of each row of x, negative for padding; or null
+    const int* row_id;  // id of each row of x, negative for padding; or null
     RecordPlane records;
-    const float* tensor_scale;  // of each row, or null
+    const float* tensor_scale;  // tensor scale of each row, or null
     int rows, cols;
-    int x_rows;  // at most `rows`
-    // 2-D blocks: lines that share a record (1 for blocks of lines), lines of one matrix, and how many records it has down them.
+    int x_rows;  // rows of x, at most `rows`
+    // 2-D blocks: the number of rows that share a record (1 for row blocks), the number of rows of one matrix, and the number of
+    // records down a matrix.
     int tile_lines, matrix_lines, matrix_tiles;
     u32 codes_aligned, pad;
 

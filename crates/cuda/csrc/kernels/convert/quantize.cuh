@@ -1,26 +1,27 @@
-// BF16 or F32 -> blocks with scales along the rows.
+// BF16 or F32 -> blocks along the rows, with one scale per block.
 //
 // quantize_rows<In, E, kF32Scales, Round>: x, codes [rows][cols], scales [rows][ceil(cols / E::kBlock)]; cols is a multiple of 8.
 //   row_id[rows] (null: all rows are valid): negative ids mark padding, which reads as zero and is not counted; other ids number the row
-//   for random bits. counts[3] (null: not wanted) += blocks with a non-zero code, 0, blocks with a NaN or infinity. 128 threads; a warp
-//   takes a segment of 256 · row_chunks columns at a time; the grid is that of row_tasks.cuh, best with 16 chunks per warp; no dynamic
-//   shared memory. If cols is a multiple of the block, the launch may pass all of x, if that is less than 2^30 values, as one row without a
-//   row_id; `folded` then has the ids, unless all rows are valid. That pays where a row would fill its segments only in part.
+//   for random bits. counts[3] (null: not counted) increases by the number of blocks with a non-zero code, by 0, and by the number of
+//   blocks with a NaN or infinity. 128 threads; a warp takes a segment of 256 · row_chunks columns at a time. row_tasks.cuh defines the
+//   grid; 16 chunks per warp are fastest. No dynamic shared memory. If cols is a multiple of the block, the launch may pass x as one row
+//   without a row_id, provided that x has less than 2^30 values; `folded` then holds the ids, unless all rows are valid. Passing x as one
+//   row is faster if a real row would fill its segments only partly.
 //
-// quantize_rows_lifted<In, Round>: as MXFP4, but it writes the codes and scales that lift_lines makes of them: E4M3 [rows][cols], scales
-//   [rows][ceil(cols / 128)]. With one row in all, cols is a multiple of 128. counts are those of MXFP4.
+// quantize_rows_lifted<In, Round>: quantizes to MXFP4, but writes the codes and scales that lift_lines would compute from MXFP4: E4M3
+//   [rows][cols], scales [rows][ceil(cols / 128)]. If x is passed as one row, cols is a multiple of 128. counts are those of MXFP4.
 //
-// Measured on an H200 (share of the larger of (read + written) / 4252 GB/s and written / fill rate; 32768 x 7168, 24576 x 2048 and
-// 4096 x 7168): BF16 -> MXFP4 101, 86 and 78 %, E4M3 102, 93 and 84 %; rounded stochastically, MXFP4 78, 67 and 60 %. A kernel that only
-// reads and writes as many bytes as E4M3 reaches 92 % of the last value: launch, first loads and last stores take the rest. Without the
-// counts one point more. CTAs of 256 threads, 4 chunks per warp, or prefetched segments are slower, with padding by 20 points.
+// Measured on an H200 (share of the larger of (read + written) / 4252 GB/s and written / fill rate; 32768 x 7168, 24576 x 2048 and 4096 x
+// 7168): BF16 -> MXFP4 101, 86 and 78 %, E4M3 102, 93 and 84 %; stochastically rounded MXFP4 78, 67 and 60 %. A kernel that only reads and
+// writes as many bytes as E4M3 at 4096 x 7168 reaches 92 %: launch, first loads and last stores take the rest. Without counts the shares
+// are one point higher. CTAs of 256 threads, 4 chunks per warp and prefetched segments are slower, by 20 points if there is padding.
 #pragma once
 #include "pieces/convert/lift.cuh"
 #include "pieces/convert/row_quantizer.cuh"
 
 namespace nib {
 
-/// The buffers of codes and of scales.
+/// The output buffers of codes and scales.
 template <class E, class Stored, int kChunks>
 struct RowPlanes {
     using Layout = RowLayout<E, kChunks>;
@@ -28,7 +29,7 @@ struct RowPlanes {
     u8* const codes;
     Stored* const scales;
     const int cols;
-    const int blocks;  // of a row
+    const int blocks;  // blocks per row
     const bool is_aligned;
     u8* to;
     Stored* scales_to;
@@ -51,7 +52,7 @@ struct RowPlanes {
     __device__ __forceinline__ void end(const Stored (&of)[Layout::kHeld]) { Layout::store_scales(scales_to, segment, blocks, of); }
 };
 
-/// The outputs of lifted MXFP4. Four adjacent lanes have the blocks that share a scale.
+/// The outputs of lifted MXFP4. Four adjacent lanes have the four MXFP4 blocks that share a scale.
 template <int kChunks>
 struct LiftedRowPlanes {
     using Layout = RowLayout<E2m1, kChunks>;
@@ -81,12 +82,13 @@ struct LiftedRowPlanes {
         largest = max(largest, __shfl_xor_sync(kAllLanes, largest, 1));
         largest = max(largest, __shfl_xor_sync(kAllLanes, largest, 2));
         target[h] = lift_target(largest);
-        // Lanes in pairs store first the one's block, then the other's, so that whole sectors are written at a time.
+        // Each pair of lanes stores first one lane's block, then the other's, so that each store writes whole
+        // sectors.
         const bool second = threadIdx.x & 1;
         const u32 entry = lift_index(scale, target[h]), other = __shfl_xor_sync(kAllLanes, entry, 1);
         const u32 a = __shfl_xor_sync(kAllLanes, second ? of_block[0] : of_block[2], 1);
         const u32 b = __shfl_xor_sync(kAllLanes, second ? of_block[1] : of_block[3], 1);
-        const int first = second ? c - E2m1::kBlock : c;  // the column of the pair's first block
+        const int first = second ? c - E2m1::kBlock : c;  // first column of the pair's first block
         u8* const at = to + first + (second ? 16 : 0);
         const BlockLift of_first(second ? other : entry), of_second(second ? entry : other);
         if (left > first) ptx::store_16(at, second ? of_first.sixteen(a, b) : of_first.sixteen(of_block[0], of_block[1]));

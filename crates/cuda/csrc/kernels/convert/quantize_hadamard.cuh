@@ -1,20 +1,20 @@
-// BF16 -> a random Hadamard transform down the columns -> blocks with scales down the columns, stored transposed.
+// BF16 -> random Hadamard transform down the columns -> blocks down the columns, stored transposed.
 //
 // quantize_hadamard_cols<E, kLen, Round>: x [rows][cols], cols a multiple of 8; col_codes, col_scales, capacity, row_id and counts as in
-//   quantize_cols.cuh, without its row outputs; col_scales [capacity / E::kBlock][scale_stride], E8M0, scale_stride at least cols. The
-//   transform, of length kLen, starts at the start of each of num_groups groups (start null: at row 0); groups start at multiples of kLen,
-//   and capacity is a multiple of kLen. Rows missing from a group's last transform block read as +0; after the transform they are ordinary
-//   values. A CTA takes 128 x 128 values (where two codes share a byte, two such squares, one below the other), then further ones in a
-//   loop; by_height divides by the number of these that are vertically adjacent.
-//   256 threads; any grid, best two CTAs per SM; sizeof(QuantizeHadamardShared<E, Round>) dynamic shared memory.
+//   quantize_cols.cuh, without row outputs; col_scales [capacity / E::kBlock][scale_stride], E8M0, scale_stride at least cols. The
+//   transform, of length kLen, restarts at the start of each of num_groups groups (start null: at row 0); groups start at multiples of
+//   kLen, and capacity is a multiple of kLen. Rows missing from a group's last transform block read as +0; after the transform they are
+//   ordinary values. A CTA takes tiles of 128 x 128 values (256 x 128 if two codes share a byte) in a loop; by_height divides by the number
+//   of tiles that are vertically adjacent.
+//   256 threads; any grid works, and two CTAs per SM are best; sizeof(QuantizeHadamardShared<E, Round>) dynamic shared memory.
 //
-// quantize_hadamard_cols_lifted<kLen, Round>: as MXFP4, but it writes the codes and scales that lift_lines makes of them: E4M3, col_scales
-//   [ceil(capacity / 128)][scale_stride]. counts are those of MXFP4. by_height is of single squares.
+// quantize_hadamard_cols_lifted<kLen, Round>: quantizes to MXFP4, but writes the codes and scales that lift_lines would compute from MXFP4:
+//   E4M3, col_scales [ceil(capacity / 128)][scale_stride]. counts are those of MXFP4. by_height counts tiles of 128 x 128.
 //
-// A thread has a unit, half a column of a square, which `ldmatrix` loads transposed. Random bits are generated for eight adjacent values of
-// a row, and reach the threads that need them in the same way.
+// A thread has a unit, which is half a column of a 128 x 128 tile; `ldmatrix` loads it transposed. Random bits are generated for eight
+// adjacent values of a row, and `ldmatrix` distributes them to the threads, as it distributes the values.
 //
-// Measured as quantize_hadamard_rows: MXFP4 65 % (52 %), E4M3 90 % (71 %).
+// Measured as in quantize_hadamard_rows: MXFP4 65 % (52 %), E4M3 90 % (71 %).
 #pragma once
 #include "math/reduce.cuh"
 #include "pieces/convert/column_codes.cuh"
@@ -24,15 +24,15 @@
 
 namespace nib {
 
-/// 128 rows of 256 bytes. The 16-byte chunks of a row are swizzled by the row's number, so that the rows that
-/// `ldmatrix` reads for a matrix are in different banks.
+/// The tile has 128 rows of 256 bytes. The 16-byte chunks of a row are swizzled by the row's number, so that
+/// the eight rows that `ldmatrix` reads for a matrix are in different banks.
 struct UnitsTile {
     uint4 chunks[kTile][kTile / 8];
 
     __device__ __forceinline__ uint4& at(int row, int chunk) { return chunks[row][chunk ^ (row % 2 * 2 + row / kUnit * 4)]; }
 
-    /// Loads this lane's unit, two rows a word: half lane % 2 of column lane % 4 / 2 * 8 + lane / 4 of the warp's 16
-    /// columns.
+    /// Loads this lane's unit, two rows per word: half lane % 2 of column lane % 4 / 2 * 8 + lane / 4 of the warp's
+    /// 16 columns.
     __device__ __forceinline__ void load(u32 (&pairs)[kUnit / 2]) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         const u32 first = shared_address(&at(lane % 4 / 2 * kUnit + lane / 8 * 2 + lane % 2, warp * 2 + lane % 8 / 4));
@@ -46,7 +46,8 @@ struct UnitsTile {
     }
 };
 
-/// Lines of 128 bytes of codes, one for each column. The 16-byte chunks of a line are swizzled by the column's number.
+/// The tile has one row of 128 bytes of codes for each column of x. The 16-byte chunks of a row are swizzled by the
+/// column's number.
 struct LineTile {
     u8 bytes[kTile * kTile];
 
@@ -60,12 +61,13 @@ template <class E, class Round>
 struct alignas(16) QuantizeHadamardShared {
     UnitsTile input;
     LineTile tile;
-    u32 signs[kTile / 2];  // of two rows each, as they lie in a word
+    u32 signs[kTile / 2];  // signs of two rows each, at the positions of the values in a word
     u32 total[3];
     alignas(16) u8 random[Round::kDraws ? sizeof(UnitsTile) : 16];
 };
 
-/// Lifts the codes of a unit and returns the scale; the neighbouring lane has the other half of the 128 values that share it.
+/// Lifts the codes of a unit and returns the scale; the neighbouring lane has the other half of the 128 values that share
+/// this scale.
 template <class Round>
 __device__ __forceinline__ int lift_unit(const UnitCodes<E2m1, Round>& unit, u32 (&lifted)[kUnit / 4]) {
     constexpr int kBlocks = UnitCodes<E2m1, Round>::kBlocks;
@@ -123,7 +125,7 @@ __device__ __forceinline__ void quantize_transformed(const u8* __restrict__ x, u
     int panel = by_height.divide(blockIdx.x), first_strip = (blockIdx.x - panel * height) * kPerByte;
     fetch(first_strip, panel);
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        // With two codes per byte, two strips, one below the other, fill the lines of a tile.
+        // If two codes share a byte, two strips, one below the other, fill the rows of a tile.
         const int end_strip = min(first_strip + kPerByte, down), first_col = panel * kTile;
         const int next = tile + gridDim.x, next_panel = by_height.divide(next), next_strip = (next - next_panel * height) * kPerByte;
         for (int strip = first_strip; strip < end_strip; ++strip) {
@@ -151,7 +153,7 @@ __device__ __forceinline__ void quantize_transformed(const u8* __restrict__ x, u
                 for (int j = 0; j < 8; ++j) v[i * 8 + j] = Bf16::value(plain, j);
             }
             __syncthreads();
-            // All threads have read the fetched square: the next one may overwrite it.
+            // All threads have read the fetched tile, so the next tile may overwrite it.
             const bool more = strip + 1 < end_strip;
             if (more || next < tiles) fetch(more ? strip + 1 : next_strip, more ? panel : next_panel);
             u32 drawn[kUnit / 2];

@@ -1,15 +1,16 @@
-// BF16 -> a random Hadamard transform along the rows -> blocks with scales along the rows.
+// BF16 -> random Hadamard transform along the rows -> blocks along the rows.
 //
 // quantize_hadamard_rows<E, kLen, Round>: x, codes [rows][cols], scales [rows][cols / E::kBlock], E8M0; cols is a multiple of 128, kLen a
 //   transform's length. row_id and counts as in quantize.cuh. x is read through `map`, as rows of one unit of 64 values, in tiles of 32
 //   with the 128-byte swizzle. A lane takes a unit at a time; a row has units = cols / 64, at most kMostUnits, and `by_units` divides by
-//   it; rows * units is below 2^31. 512 threads, sizeof(UnitsShared<E>) dynamic shared memory; any grid, best one CTA per SM.
+//   it; rows * units is below 2^31. 512 threads, sizeof(UnitsShared<E>) dynamic shared memory; any grid works, and one CTA per SM is best.
 //
-// A lane holds a whole unit in registers. So only butterflies of stride 64 and blocks of 128 need the neighbouring lane. The warps of a CTA
-// take further units dynamically. With equal shares only few warps would run at the end, because the oldest warps are issued first.
+// Each lane holds a whole unit in registers. So only butterflies of stride 64 and blocks of 128 values need data from the neighbouring
+// lane. The warps of a CTA take further units dynamically. With equal shares only a few warps would run at the end, because the SM issues
+// the oldest warps first.
 //
-// Measured as in quantize.cuh, of length 64, 32768 x 7168 and 4096 x 7168: MXFP4 79 % (58 %); E4M3, before its last change, 97 % (73 %). 20
-// instructions per value.
+// Measured as in quantize.cuh, with length 64, at 32768 x 7168 (4096 x 7168): MXFP4 79 % (58 %); E4M3, before its last change, 97 % (73 %).
+// The kernel needs 20 instructions per value.
 #pragma once
 #include "math/reduce.cuh"
 #include "pieces/convert/hadamard_unit.cuh"
@@ -22,7 +23,7 @@ constexpr int kUnitWarps = kUnitThreads / 32;
 constexpr int kMostUnits = 768;
 constexpr int kUnitChunks = kUnit / 8;
 
-/// Lines of 128 bytes, one unit each, in TMA's 128-byte swizzle, so that reads of eight adjacent lines have no bank
+/// Rows of 128 bytes, one unit each, in TMA's 128-byte swizzle, so that reads of eight adjacent rows have no bank
 /// conflicts.
 template <int kLines>
 struct alignas(1024) UnitLines {
@@ -30,8 +31,8 @@ struct alignas(1024) UnitLines {
 
     __device__ __forceinline__ uint4& at(int line, int i) { return chunks[line][i ^ (line % kUnitChunks)]; }
 
-    /// The same as `at` in two steps: the address of a line's chunk 0, and chunk i from there. One XOR costs less than
-    /// an index.
+    /// `at` in two steps: `line` returns the address of a row's chunk 0, and the second step finds chunk i from there.
+    /// The second step is one XOR, which costs less than an index.
     __device__ __forceinline__ u32 line(int line) const { return shared_address(&chunks[line][line % kUnitChunks]); }
     __device__ __forceinline__ static uint4 chunk(u32 line, int i) { return *static_cast<const uint4*>(at_shared_address(line ^ i * 16)); }
 };
@@ -39,18 +40,18 @@ struct alignas(1024) UnitLines {
 template <class E>
 struct UnitsShared {
     UnitLines<32> input[kUnitWarps];
-    UnitLines<kMostUnits> signs;  // of a row
+    UnitLines<kMostUnits> signs;  // signs of a row
     uint4 codes[kUnitWarps][32][kUnit * E::kCodeBits / 128];
     ptx::Barrier loaded[kUnitWarps];
     u32 taken;
     u32 total[3];
 };
 
-/// A lane's unit, and whether any of the warp's lanes has one.
+/// The unit of a lane, and whether any of the warp's lanes has a unit.
 struct Unit {
-    u32 task;    // of the warp
-    u32 of_row;  // its number among the units of the row
-    int id;      // of the row; negative if the unit is padding or does not exist
+    u32 task;    // first task of the warp
+    u32 of_row;  // the unit's number in its row
+    int id;      // id of the unit's row; negative if the unit is padding or does not exist
     bool any;
 };
 
@@ -101,7 +102,7 @@ __global__ void __launch_bounds__(kUnitThreads, 1)
             if (lane == 0) number = atomicAdd(&shared.taken, 1u);
             next = fetch(__shfl_sync(kAllLanes, number, 0));
         };
-        // The codes of a warp's units are contiguous: one bulk store.
+        // The codes of a warp's units are contiguous, so one bulk store writes them.
         const auto store = [&](const Codes& out) {
             if (lane == 0) ptx::tma_store_wait_read<0>();
             __syncwarp();
@@ -144,7 +145,7 @@ __global__ void __launch_bounds__(kUnitThreads, 1)
         const auto draws = round.draws(u64(u32(unit.id)) * cols + unit.of_row * kUnit);
         const auto bits_of = [&](int i) { return draws.bits(i); };
         out.template encode<kLen>(v, hadamard.factor, rule, round, bits_of);
-        // Flipping signs has made padding -0, whose codes must be +0.
+        // Flipping signs has turned padding zeros into -0, but their codes must be +0.
         if (unit.id < 0) out = Codes::zeros();
         tally.non_zero += out.non_zero;
         tally.non_finite += out.non_finite;

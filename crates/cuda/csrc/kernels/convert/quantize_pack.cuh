@@ -1,17 +1,17 @@
-// BF16 -> blocks along the rows, each row written straight to its all-to-all records.
+// BF16 -> blocks along the rows; each row is written directly to its all-to-all records.
 //
-// quantize_pack<In, E, kF32Scales, Round>: x [rows][cols] as in quantize.cuh, with its codes, scales and counts. place [rows][top_k]: the
-//   records that a row goes into; none where the place is negative or not below `messages`. A record has `row_bytes` bytes, a multiple of
-//   16: codes, scales, zeros. Records that no place names are not written.
-//   128 threads; the grid is that of row_tasks.cuh, best with 16 chunks per warp; no dynamic shared memory.
+// quantize_pack<In, E, kF32Scales, Round>: x [rows][cols] as in quantize.cuh, and likewise its codes, scales and counts. place
+//   [rows][top_k]: the records into which a row is written; a negative place, or one not below `messages`, names no record. A record has
+//   `row_bytes` bytes, a multiple of 16: codes, scales, zeros. Records that no place names are left unwritten.
+//   128 threads; row_tasks.cuh defines the grid; 16 chunks per warp are fastest. No dynamic shared memory.
 //
-// Reads x once and writes each record once: 595 MB for 32768 x 7168 BF16 rows that go to one rank each, as MXFP4.
+// The kernel reads x once and writes each record once: 595 MB for 32768 x 7168 BF16 rows as MXFP4, if each row goes to one rank.
 #pragma once
 #include "pieces/convert/row_quantizer.cuh"
 
 namespace nib {
 
-/// The all-to-all records, and the records that each row goes into.
+/// The all-to-all records, and the records into which each row is written.
 struct MessagesArg {
     u8* bytes;
     const int* place;
@@ -29,7 +29,7 @@ struct RowMessages {
     const RowSource& of;
     typename E::Eight held[Layout::kHeld][Layout::kTogether];
     u32 row, segment;
-    int place;  // that of the row's slot of this lane's number
+    int place;  // place of the row's slot with this lane's number
     int col;
 
     __device__ __forceinline__ RowMessages(const MessagesArg& to, const RowSource& of) : to(to), of(of) {}

@@ -1,4 +1,4 @@
-// BF16 or F32 -> FP8 in 2-D blocks of 128 x 128 with one scale each, as they are and transposed: both forms of a weight.
+// BF16 or F32 -> FP8 in 2-D blocks of 128 x 128 with one scale each, both as they are and transposed. A weight needs both forms.
 //
 // quantize_tiles<In, E, kF32Scales, Round>: x, row_codes [stack][rows][cols], row_scales [stack][ceil(rows / 128)][ceil(cols / 128)];
 //   col_codes [stack][cols][rows], col_scales [stack][ceil(cols / 128)][ceil(rows / 128)]. cols is a multiple of 8, rows of 16.
@@ -21,7 +21,7 @@ template <class In>
 struct alignas(16) SquareShared {
     u8 input[kTile][kTile * In::kBytes];
     ColumnTile tile;
-    u32 largest[8];  // of each warp's rows
+    u32 largest[8];  // the largest magnitude in each warp's rows
     u32 total[3];
 };
 
@@ -37,11 +37,12 @@ __global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : 4)
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int octet = warp * 2 + lane / 16, chunk = lane % 16;
     const int across = ceil_div(cols, kTile), down = ceil_div(rows, kTile);
-    // Down the panel first, because the transposed lines are the short ones.
+    // The tiles are ordered down the panel first, because the rows of the transposed output are the
+    // short ones.
     const int strip = blockIdx.x % down, panel = blockIdx.x / down % across;
     const u64 matrix = blockIdx.x / down / across;
     const int first_row = strip * kTile, my_row = first_row + octet * 8, first_col = panel * kTile, my_col = first_col + chunk * 8;
-    const u64 first = matrix * rows * cols;  // element of the stack, in either plane
+    const u64 first = matrix * rows * cols;  // index in the whole stack, of either output
     u8* const mine = shared.input[octet * 8] + chunk * 8 * In::kBytes;
     Tally tally;
 

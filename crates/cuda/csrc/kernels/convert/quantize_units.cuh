@@ -1,40 +1,46 @@
-// BF16 or F32 -> blocks of any format, along the rows, down the columns, both from one read, or 2-D blocks; every rule and rounding mode.
+// BF16 or F32 -> blocks of any format, along the rows, down the columns, in both forms from one read, or in 2-D blocks; every scale rule
+// and rounding mode.
 //
 // quantize_units<F, In, kRound, kAcross>: x [stack * rows][cols]. F: declared in formats/. kRound: kNearestEven, kNearestAway or
 //   kStochastic if F has its own code for that mode; kAnyRounding rounds by `policy`. kStochastic needs cols to be a multiple of 8, since
-//   random bits are generated for eight values. kAcross: 2 for every form, or 16 for rows alone, whose tiles are then 16 x 1024.
+//   random bits are generated for eight values. kAcross: 2 supports every form; 16 supports rows alone, with tiles of 16 x 1024.
 //   256 threads; grid stack * ceil(lines / (256 / kAcross)) * ceil(cols / (64 * kAcross)), lines = capacity where columns are written, else
 //   rows. CTAs are ordered in bands that are `band` tiles high. sizeof(QuantizeUnitsShared<F, In, kAcross>) dynamic shared memory.
 //
-//   form kFormRows: row_codes [stack * rows][cols] and records of ceil(cols / kBlock) blocks per row.
-//   form kFormCols: col_codes [stack * cols][capacity] and records of ceil(capacity / kBlock) blocks, zeros from `rows` on.
-//   form kFormRows + kFormCols: both.
-//   form kFormTiles: row_codes as in kFormRows, col_codes [stack * cols][rows], one record for kBlock x kBlock; capacity = rows.
+//   form kFormRows: writes row_codes [stack * rows][cols] and the records of ceil(cols / kBlock) blocks per row.
+//   form kFormCols: writes col_codes [stack * cols][capacity] and the records of ceil(capacity / kBlock) blocks; codes from `rows` on are
+//   zeros.
+//   form kFormRows + kFormCols: writes both.
+//   form kFormTiles: writes row_codes as in kFormRows, col_codes [stack * cols][rows], and one record per kBlock x kBlock values; capacity
+//   = rows.
 //   row_id (null: all rows are valid): row r is valid if row_id[r & id_mask] is not negative; invalid rows read as zero, have the least
 //   record, and are not counted in `counts`. row_id also numbers the row for random bits; without row_id the number is the row's index.
-//   With `transform` (In is F32, form kFormCols, one matrix): x [transform.rows][cols] is BF16 if of_bf16, else F32. Its Hadamard transform
-//   down the columns is encoded; it has `rows` rows, and id_mask maps a row to the first row of its transform block.
-//   Formats with one scale per line take `row_amax` and `col_amax`, bits of the largest magnitude of each line, and write to `row_any` and
-//   `col_any` whether a line has a non-zero code. Columns have these per span of rows (`span_of_row`; one span if null), and one record per
-//   `column_record` rows: 128, which group starts are multiples of, or all rows. Formats with one scale per tensor take `tensor`, indexed
-//   by the span of a row: `span_of_row`, or its matrix if null.
-//   Chosen<F> takes `scaling`. 2-D blocks sum the losses of both candidate scales in shared memory, in integers.
-//   With `found` (a tensor's delayed scale only): the bits of the largest magnitude of each of `found_spans` spans, initially zeros; NaN
-//   where a value is not finite. found_counts[0] += the finite values that exceed `unit` of their span.
+//   With `transform` (In is F32, form kFormCols, one matrix): x [transform.rows][cols] is BF16 if of_bf16, else F32. The kernel encodes the
+//   Hadamard transform of x down the columns. The transform has `rows` rows, and id_mask maps a row to the first row of its transform
+//   block.
+//   Formats with one scale per row or column take `row_amax` and `col_amax`, the bits of the largest magnitude of each row or column. For
+//   formats with one scale per row or column the kernel writes to `row_any` and `col_any` whether a row or column has a non-zero code.
+//   Column magnitudes and flags are per span of rows (`span_of_row`; one span if null). There is one record per `column_record` rows: 128
+//   rows, to which group starts are aligned, or all rows. Formats with one scale per tensor take `tensor`, indexed by the row's span:
+//   `span_of_row`, or the row's matrix if null.
+//   Chosen<F> takes its options from `scaling`. For 2-D blocks, integer sums in shared memory accumulate the errors of both candidate
+//   scales.
+//   `found` (only with a tensor's delayed scale) receives the bits of the largest magnitude of each of `found_spans` spans, initially
+//   zeros; NaN if a value is not finite. found_counts[0] increases by the number of finite values that exceed their span's `unit`.
 //
-//   Records of one byte are stored several at a time where they are contiguous:
-//   row_words: the rows' records, if a line has a multiple of 64 / kBlock records; or words that transpose_scales moves there, contiguous
-//     for adjacent lines, if cols is a multiple of 128.
-//   col_words: the columns' records where the records of a line are contiguous, if a line has a multiple of four.
-//   cols_in_pairs: the columns' records where those of adjacent columns are contiguous (line_stride 1), if cols and block_stride are even.
+//   Records of one byte are stored several at a time if they are contiguous:
+//   row_words: the rows' records, if a row has a multiple of 64 / kBlock records; or words that transpose_scales moves to their final
+//     place, contiguous for adjacent rows, if cols is a multiple of 128.
+//   col_words: the columns' records if the records of a column are contiguous and their number is a multiple of four.
+//   cols_in_pairs: the columns' records if those of adjacent columns are contiguous (line_stride 1), and cols and block_stride are even.
 //
-// quantize_units_decoded<F, In, kRound, kAcross>: the same without kFormTiles, both forms at once only if kDecodesBoth, with row-major BF16
-//   values instead of codes: row_codes [stack * rows][cols], col_codes [capacity][cols]. They are the result of dequantize_units without a
-//   tensor's scale. Records are written all the same; rows_aligned and cols_aligned refer to the values.
-//   sizeof(DecodedUnitsShared<F, In, kRound, kAcross>) dynamic shared memory.
+// quantize_units_decoded<F, In, kRound, kAcross>: writes row-major BF16 values instead of codes: row_codes [stack * rows][cols], col_codes
+//   [capacity][cols]. The kernel does not support kFormTiles, and supports both forms at once only if kDecodesBoth. The values are those
+//   that dequantize_units would compute without a tensor scale. Records are still written; rows_aligned and cols_aligned refer to the
+//   values. The kernel needs sizeof(DecodedUnitsShared<F, In, kRound, kAcross>) dynamic shared memory.
 //
-// A thread encodes 64 values of a row, then 32 rows of two columns. Asynchronous copies bring the tile to shared memory; threads read it
-// there and leave the codes there. So memory is read and written in lines of at least 128 bytes.
+// A thread encodes 64 values of a row, then 32 rows of two columns. Asynchronous copies bring the tile to shared memory; threads read the
+// values there, and write codes there. So global memory is read and written in runs of at least 128 bytes.
 #pragma once
 #include "pieces/convert/table_encoder.cuh"
 #include "pieces/convert/unit_decoder.cuh"
@@ -42,7 +48,7 @@
 
 namespace nib {
 
-/// Copies a tile to shared memory, with zeros past the matrix's edges and in invalid rows.
+/// Copies a tile to shared memory, with zeros beyond the matrix's edges and in invalid rows.
 template <class In, int kAcross>
 __device__ __forceinline__ void fetch_tile(UnitValues<In, kAcross>& values, const UnitsArg& arg, int matrix, int first_row, int first_col) {
     using Values = UnitValues<In, kAcross>;
@@ -52,7 +58,7 @@ __device__ __forceinline__ void fetch_tile(UnitValues<In, kAcross>& values, cons
     const u64 step = u64(Values::kRowsAtOnce) * arg.cols * In::kBytes;
     const u8* from = arg.x + ((u64(matrix) * arg.rows + row) * arg.cols + col) * In::kBytes;
     if (arg.x_aligned) {
-        // Nothing is read where nothing is copied, so such an address may lie outside the matrix.
+        // A copy of zero bytes reads nothing, so its address may lie outside the matrix.
         const int rows = col < arg.cols ? arg.rows : 0, left = rows - row;
         if (arg.row_id == nullptr) {
 #pragma unroll
@@ -80,7 +86,7 @@ __device__ __forceinline__ void fetch_tile(UnitValues<In, kAcross>& values, cons
     }
 }
 
-/// The transform of this thread's columns of a tile.
+/// Transforms this thread's columns of a tile.
 __device__ __forceinline__ void transform_tile(HeldColumns& columns, const UnitsArg& arg, int first_row, int first_col) {
     if (arg.of_bf16) transform_columns<Bf16>(arg.x, arg.row_id, arg.cols, arg.transform, first_row, first_col, columns.number);
     else transform_columns<F32>(arg.x, arg.row_id, arg.cols, arg.transform, first_row, first_col, columns.number);
@@ -116,17 +122,17 @@ struct CtaPlace {
     }
 };
 
-/// CTAs per SM: as many as the registers allow.
+/// The number of CTAs per SM, which registers limit.
 template <class F, class In, int kRound>
 constexpr int kUnitCtas = In::kBytes == 4 || (F::kPart < 16 && !kSideBySide<F, In, kRound>) ? 2 : F::kLine || kRound >= kStochastic ? 3 : 4;
 
-/// Whether TableEncoder encodes.
+/// Whether TableEncoder encodes the values.
 template <class F, class In, int kRound>
 constexpr bool kByTable = In::kBytes == 2 && F::template has_table<kRound>();
 
-/// Whether a thread encodes the transform of its columns from registers, so that shared.values is never written: a transform never comes
-/// with `found`, which would read it. Loops of kAnyRounding index the values, and the random bits of a format with scales for parts leave
-/// no registers.
+/// Whether a thread encodes the transform of its columns from registers, so that shared.values is never written. Not writing
+/// shared.values is safe, because `found`, which would read it, is never used with a transform. kAnyRounding is excluded because its
+/// loops index the values. Stochastic rounding of a format with part scales is excluded because its random bits leave no registers.
 template <class F, int kRound>
 constexpr bool kHoldsTransform = kRound != kAnyRounding && !(F::kPart < 16 && kRound == kStochastic);
 
@@ -139,8 +145,8 @@ struct EncoderOf<F, In, kRound, kAcross, true> {
     using Type = TableEncoder<F, In, kAcross>;
 };
 
-/// Decodes the codes of a tile's rows, or of its columns, and stores the values. Barriers come before and after: the encoded values are
-/// overwritten.
+/// Decodes the codes of a tile's rows, or of its columns, and stores the values. Barriers come before and after, because the encoded
+/// values are overwritten.
 template <class F, class In, int kAcross, bool kDown>
 __device__ __forceinline__ void decode_tile(QuantizeUnitsShared<F, In, kAcross>& shared, UnitCodes<F>& codes, const UnitsArg& arg, int matrix, int first_row,
                                             int first_col) {
@@ -176,7 +182,7 @@ __device__ __forceinline__ void quantize_tile(const UnitsArg& arg, const Roundin
     const u32 row_bytes = code_bytes(kBits, arg.cols), col_bytes = code_bytes(kBits, arg.capacity);
     Tally tally;
     constexpr bool kTabled = kByTable<F, In, kRound>;
-    __shared__ PairCode table[kTabled ? 128 : 1];  // indexed by scale byte
+    __shared__ PairCode table[kTabled ? 128 : 1];  // indexed by the scale byte
     if constexpr (kTabled) {
         if (threadIdx.x < 128) table[threadIdx.x] = F::pair_code(threadIdx.x);
     }
@@ -247,7 +253,7 @@ __device__ __forceinline__ void quantize_tile(const UnitsArg& arg, const Roundin
         if constexpr (kAcross == 2) {
             if (arg.form != kFormRows) {
                 constexpr bool kBoth = kDecodesBoth<In, kRound, kAcross>;
-                // The values are needed until the columns are encoded, so the rows' codes are placed elsewhere until then.
+                // The values are needed until the columns are encoded, so the rows' codes are stored elsewhere until then.
                 if constexpr (kBoth) {
                     if (arg.form != kFormCols) {
                         shared.keep_codes_of_rows();

@@ -1,7 +1,8 @@
-// Copies lines of bytes into longer or shorter lines.
+// Copies rows of bytes into longer or shorter rows.
 //
-// recut_lines: [lines][from_bytes] -> [lines][to_bytes], `total` bytes in all; zeros past a line's end. `last` masks the valid bits of the
-//   last byte of a source line; the other bits become zeros. 256 threads; any grid, best ceil(total / 256) up to a few CTAs per SM.
+// recut_lines: [lines][from_bytes] -> [lines][to_bytes], `total` output bytes in all; bytes past a source row's end are zeros. `last`
+//   masks the valid bits of the last byte of a source row; the other bits become zeros. 256 threads; any grid works, and ceil(total /
+//   256), but at most a few CTAs per SM, is best.
 #pragma once
 #include "ptx/types.cuh"
 

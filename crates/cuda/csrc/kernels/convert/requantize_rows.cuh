@@ -1,17 +1,18 @@
-// E4M3 rows -> MXFP4 rows: the same bits as quantizing the decoded values, f32(code · scale).
+// E4M3 rows -> MXFP4 rows, bit-identical to quantizing the decoded values f32(code · scale).
 //
-// row_id[rows] (null: all rows are valid): negative ids mark padding, which becomes zeros. counts[3] (null: not wanted) += source blocks
-// with a non-zero code, source blocks with a value that changed, blocks with a NaN or infinity.
+// row_id[rows] (null: all rows are valid): negative ids mark padding, which becomes zeros. counts[3] (null: not counted) increases by the
+// number of source blocks with a non-zero code, of source blocks with a value that changed, and of blocks with a NaN or infinity.
 //
 // requantize_rows<Scale, kRule>: codes [rows][cols], scales [rows][ceil(cols / 128)], E8M0 bytes (Scale = u8) or F32 (float) -> codes
 //   [rows][cols / 2], scales [rows][cols / 32], E8M0; cols % 32 == 0. kRule: as in formats/e8m0.cuh, not the F32 rule.
-//   256 threads; a warp takes a segment of 2048 columns at a time; segments = ceil(cols / 2048), and `by_segments` divides by it. Any grid,
-//   best ceil(rows · segments / 8) but at most 16 CTAs per SM. If all rows are valid and cols % 128 == 0, the launch may pass all of x, if
-//   that is less than 2^30 values, as one row. Buffers are 16-byte aligned.
+//   256 threads; a warp takes a segment of 2048 columns at a time; segments = ceil(cols / 2048), and `by_segments` divides by it. Any grid
+//   works; best is ceil(rows · segments / 8), but at most 16 CTAs per SM. If all rows are valid and cols % 128 == 0, the launch may pass x
+//   as one row, provided that x has less than 2^30 values. Buffers are 16-byte aligned.
 //
-// A lane has a whole block of the target.
+// Each lane has a whole target block.
 //
-// Measured as in quantize.cuh, under E8M0 scales: 32768 x 7168 84 %, 4096 x 7168 59 %: integer units, 71 % of the time.
+// Measured as in quantize.cuh, with E8M0 scales: 32768 x 7168 84 %, 4096 x 7168 59 %. The integer units limit the speed: they are busy 71
+// % of the time.
 #pragma once
 #include "formats/e2m1.cuh"
 #include "formats/e4m3.cuh"
@@ -52,7 +53,7 @@ struct Magnitudes32 {
     }
 };
 
-/// Eight packed four-bit codes, from their magnitudes and the signs of the eight E4M3 codes in `low` and `high`.
+/// Packs eight four-bit codes from their magnitudes and the signs of the eight E4M3 codes in `low` and `high`.
 __device__ __forceinline__ u32 with_signs(u32 magnitudes, u32 low, u32 high) {
     const u32 even = __byte_perm(low, high, 0x6420), odd = __byte_perm(low, high, 0x7531);
     return magnitudes | (even >> 4 & 0x08080808) | (odd & 0x80808080);
@@ -60,16 +61,16 @@ __device__ __forceinline__ u32 with_signs(u32 magnitudes, u32 low, u32 high) {
 
 /// Encodes magnitudes times 2^octaves, with octaves from -8 to 11; the largest result is below 8.
 struct ByOctaves {
-    u32 factor;       // a pair of 2^octaves
-    u32 fine_factor;  // of 2^(octaves - 14): then E2M1's smallest normal number is F16's
+    u32 factor;       // 2^octaves as F16, twice
+    u32 fine_factor;  // 2^(octaves - 14) as F16, twice: this factor maps E2M1's smallest normal number to F16's
 
     __device__ __forceinline__ explicit ByOctaves(int octaves) {
         factor = u32(octaves + 15) * 0x04000400;
         fine_factor = (octaves >= 0 ? u32(octaves + 1) << 10 : 0x400u >> -octaves) * 0x00010001;
     }
 
-    /// Eight codes without signs, nearest-even. kExceeds: values above 6 may occur, and saturate. The method is that of
-    /// E2m1::encode_within; 1536 is an F16 number whose last place is worth 1.
+    /// Eight codes without signs, rounded to nearest even. kExceeds: values above 6 may occur, and saturate. The method
+    /// is that of E2m1::encode_within; 1536 is an F16 number whose last place is worth 1.
     template <bool kExceeds>
     __device__ __forceinline__ u32 encode(const u32* pair) const {
         constexpr u32 kFar = 0x66006600;
@@ -86,8 +87,8 @@ struct ByOctaves {
         return __byte_perm(a, b, 0x7632) * 16 + __byte_perm(a, b, 0x5410) - (kFar + 0x66666660);
     }
 
-    /// A quick test of the first eight values, for values up to 6: true if any is not representable in E2M1. False
-    /// decides nothing.
+    /// A quick test of the first eight values, for values up to 6: returns true if any of them is not
+    /// representable in E2M1. If the result is false, the other values have yet to be tested.
     __device__ __forceinline__ bool few_lose(const u32 (&pair)[16]) const {
         u32 lost = 0;
 #pragma unroll
@@ -100,14 +101,14 @@ struct ByOctaves {
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
             const u32 value = ptx::mul_f16x2(magnitudes.pair[i], fine_factor);
-            // Or the value became zero in F16.
+            // A value that became zero in F16 is also not representable.
             lost |= (value & 0x01FF01FF) | (ptx::min_u16x2(magnitudes.pair[i], 0x00010001) ^ ptx::min_u16x2(value, 0x00010001));
         }
         return lost != 0;
     }
 };
 
-/// Encodes the values f32(magnitude · scale) under a scale of the target, in F32.
+/// Encodes the values f32(magnitude · scale) under a target scale, in F32.
 struct ByScales {
     float scale, inverse;
 
@@ -125,7 +126,7 @@ struct ByScales {
         for (int i = 0; i < 8; ++i) lost |= __float_as_uint(__fmul_rn(value(pair, i), inverse)) & kBelow;
         return lost != 0;
     }
-    /// Not inlined, so that its registers do not add to the kernel's.
+    /// This function is not inlined, so that its registers do not add to the kernel's registers.
     __device__ __noinline__ static bool loses(uint4 a, uint4 b, float scale, float inverse) {
         const u32 words[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
         const Magnitudes32 magnitudes(words);
@@ -140,7 +141,7 @@ struct ByScales {
     __device__ __forceinline__ bool loses(uint4 a, uint4 b, const Magnitudes32&) const { return loses(a, b, scale, inverse); }
 
 private:
-    static constexpr u32 kBelow = 0x3FFFFF;  // E2M1 has one bit of a mantissa, down to 1/2
+    static constexpr u32 kBelow = 0x3FFFFF;  // E2M1 has one mantissa bit, down to 1/2
 
     __device__ __forceinline__ float value(const u32* pair, int i) const {
         const float2 two = ptx::f32x2_from_f16x2(pair[i / 2]);
@@ -149,7 +150,7 @@ private:
 };
 
 __device__ __forceinline__ ByOctaves conversion(u8 scale, const BlockScale<u8>& to) {
-    // In a block of zeros or with a NaN the octaves do not matter.
+    // In a block of zeros or with a NaN the value of `octaves` does not matter.
     return ByOctaves(max(min(int(scale) - int(to.stored), 11), -8));
 }
 __device__ __forceinline__ ByScales conversion(float scale, const BlockScale<u8>& to) { return {scale, to.inverse}; }
@@ -206,7 +207,7 @@ __global__ void __launch_bounds__(kRequantizeThreads, sizeof(Scale) == 1 ? 4 : 3
 #pragma unroll
             for (int j = 0; j < 4; ++j)
                 encoded[j] = with_signs(by.template encode<kExceeds>(magnitudes.pair + 4 * j), words[2 * j], words[2 * j + 1]);
-            // In most blocks the first values decide already.
+            // In most blocks the first eight values are already decisive.
             bool changed = by.few_lose(magnitudes.pair) || (kExceeds && __fmul_rn(amax, to.inverse) > E2m1::kMax);
             if (!changed) changed = by.loses(in[i][0], in[i][1], magnitudes);
             if (to.is_nan()) {
@@ -222,7 +223,7 @@ __global__ void __launch_bounds__(kRequantizeThreads, sizeof(Scale) == 1 ? 4 : 3
                 out_scales[u64(row) * targets + col / E2m1::kBlock] = to.stored;
             }
         }
-        // Four lanes have a block of the source.
+        // Each source block is shared by four lanes.
         seen |= __shfl_xor_sync(kAllLanes, seen, 1);
         seen |= __shfl_xor_sync(kAllLanes, seen, 2);
         if (lane % 4 == 0) {

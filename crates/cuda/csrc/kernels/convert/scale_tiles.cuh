@@ -1,11 +1,11 @@
-// Scales of ragged groups, one byte each, between a dense matrix and tiles of 128 x 4 per group.
+// Moves one-byte scales of ragged groups between a dense matrix and tiles of 128 x 4 scales per group.
 //
-// tile_scales<kCutRows, kToTiles>: dense [rows][cols], tiles as in nibble_core::ops::CutScales. starts [num_groups + 1], each divided by
-//   `per_scale`; a start out of range or order is clamped to the nearest valid one. One tile per warp, eight per CTA; grid
-//   ceil(num_tiles / 8), where `num_tiles` is the capacity in tiles. Tiles outside all groups become zeros; in the other direction, scales
-//   outside all groups are not written.
+// tile_scales<kCutRows, kToTiles>: dense [rows][cols]; tiles in the layout of nibble_core::ops::CutScales. starts [num_groups + 1], each
+//   divided by `per_scale`; a start that is out of range or out of order is clamped to the nearest valid start. Each warp has one tile,
+//   each CTA eight; grid ceil(num_tiles / 8), where `num_tiles` is the capacity in tiles. With kToTiles, tiles outside all groups become
+//   zeros; without kToTiles, scales outside all groups are not written.
 //
-// A lane has 16 bytes of a tile: four columns of four rows that are 32 apart.
+// Each lane has 16 bytes of a tile: four columns of four rows that are 32 rows apart.
 #pragma once
 #include "ptx/thread.cuh"
 #include "ptx/types.cuh"
@@ -15,20 +15,21 @@ namespace nib {
 constexpr int kScaleTileThreads = 256;
 constexpr u32 kScaleTileRows = 128, kScaleTileCols = 4;
 
-/// A group. Fields count scales along the side that is cut.
+/// A group of the ragged tensor. Fields count scales along the side that is cut into groups.
 struct ScaleGroup {
     u32 first, len;
-    u32 tiles_before;  // of the groups before it, along that side
+    u32 tiles_before;  // tiles of the preceding groups, along that side
     bool is_one;
 };
 
-/// The group that tile `at` along the cut side belongs to. The whole warp calls this; it examines 32 groups per iteration.
+/// The group to which tile `at` belongs, counted along the side that is cut into groups. The whole warp calls
+/// this function, which examines 32 groups per iteration.
 template <u32 kTile>
 __device__ __forceinline__ ScaleGroup group_of_tile(u32 at, const int* __restrict__ starts, u32 num_groups, u32 cut, u32 per_scale) {
     constexpr u32 kAll = 0xFFFFFFFF;
     const u32 lane = ptx::lane_idx();
     const auto start_of = [&](u32 group) { return min(u32(max(__ldg(starts + group), 0)) / per_scale, cut); };
-    u32 before = 0, reached = 0;  // tiles of the turns before, and the largest start so far
+    u32 before = 0, reached = 0;  // tiles of the groups that were examined before, and the largest start so far
 #pragma unroll 1
     for (u32 base = 0; base < num_groups; base += 32) {
         const u32 group = base + lane;

@@ -1,24 +1,25 @@
-// For formats with one scale per line or per tensor: the passes before their values are encoded, and after. Maxima of bits do not depend on
-// the order of atomics, so results are deterministic.
+// For formats with one scale per row or column, or per tensor: the passes before and after the values are encoded. Maxima of bits do not
+// depend on the order of atomics, so results are deterministic.
 //
-// Valid rows are as in quantize_units.cuh. Maxima are bits of F32 magnitudes, NaN above infinity above finite values; initially zeros.
+// Valid rows are as in quantize_units.cuh. Maxima are bits of F32 magnitudes, initially zeros; NaN sorts above infinity, and infinity above
+// finite values.
 //
 // row_maxima<In>: x [rows][cols], one maximum per row (`by_span` 0), or per span (1: of finite values; 2: all ones if a value is not
-//   finite): span_of_row[row], or row / matrix_rows if null.
-//   256 threads; grid ceil(rows / 32). With `earlier`: only rows of those of its spans that have no expected magnitude yet.
+//   finite). The span of a row is span_of_row[row], or row / matrix_rows if span_of_row is null.
+//   256 threads; grid ceil(rows / 32). With `earlier`, only rows whose span has no expected magnitude yet are measured.
 // column_maxima<In>: x [stack * rows][cols] -> [spans][lines], lines = stack * cols: one maximum per column and span_of_row[row], or one
-//   per column if null. 256 threads; grid stack * ceil(rows / 256) * ceil(cols / 256).
-// hadamard_maxima<In>: the maxima of spans, as above, of the Hadamard transform down the columns of x [transform.rows][cols], which has
-//   `rows` rows; one span if span_of_row is null. 256 threads; grid ceil(cols / 128) * ceil(rows / 128).
-// spans_of_rows: the group of each row, of num_groups groups whose first rows and end are in `start`; num_groups for rows outside all
-//   groups. 256 threads; grid ceil(rows / 256).
-// tensor_scales: for each of `spans` spans the factor for its values, the factor's reciprocal, and the stored scale; for NVFP4 (kNvfp4), or
-//   FP8. `largest` is the target of the largest magnitude times `headroom`. kPower: NVFP4's scale is rounded up to a power of two. With
-//   `earlier`: the scale follows from the expected magnitude of the span, where that is known. The expected magnitude (infinity where
-//   unknown) then replaces the reciprocal. counts[1] += the values of those spans: cols in each of len[span] rows, or of matrix_rows if
-//   null. 256 threads; grid ceil(spans / 256).
-// spread_scales: out[row] = scale[span_of_row[row]], or of row / matrix_rows if null; NaN where `found` says that a value of the span is
-//   not finite. 256 threads; grid ceil(rows / 256).
+//   per column if span_of_row is null. 256 threads; grid stack * ceil(rows / 256) * ceil(cols / 256).
+// hadamard_maxima<In>: the maxima of spans (as row_maxima computes them) of the Hadamard transform down the columns of x
+//   [transform.rows][cols], which has `rows` rows; one span if span_of_row is null. 256 threads; grid ceil(cols / 128) * ceil(rows / 128).
+// spans_of_rows: the group of each row. There are num_groups groups, whose first rows and end are in `start`; rows outside all groups get
+//   num_groups. 256 threads; grid ceil(rows / 256).
+// tensor_scales: for each of `spans` spans, the factor for its values, the factor's reciprocal, and the stored scale, for NVFP4 (kNvfp4) or
+//   FP8. `largest` is the value to which the largest magnitude times `headroom` is mapped. kPower: NVFP4's scale is rounded up to a power
+//   of two. With `earlier`, the scale is computed from the expected magnitude of the span, if that is known, and the expected
+//   magnitude (infinity if unknown) replaces the reciprocal. counts[1] increases by the number of values of spans whose expected magnitude
+//   is known: cols in each of len[span] rows, or of matrix_rows if null. 256 threads; grid ceil(spans / 256).
+// spread_scales: out[row] = scale[span_of_row[row]], or scale[row / matrix_rows] if span_of_row is null; NaN if `found` says that a value
+//   of the span is not finite. 256 threads; grid ceil(rows / 256).
 // count_lines: counts[0] += the number of non-zero bytes among `lines` bytes. 256 threads; grid ceil(lines / 256).
 #pragma once
 #include "formats/bf16.cuh"
@@ -28,8 +29,8 @@
 
 namespace nib {
 
-/// Input from earlier steps for delayed scales; `EarlierArg` of the launch: for each of `spans` spans the expected
-/// magnitude, `stride` apart; 0 where unknown.
+/// Delayed scales' input from earlier steps; the launch code builds it as `EarlierArg`. For each of `spans`
+/// spans EarlierArg holds the expected magnitude (0 if unknown), `stride` apart.
 struct EarlierArg {
     const float* expected;
     u64 stride;
@@ -42,14 +43,14 @@ struct EarlierArg {
     __device__ __forceinline__ bool wants(int span) const { return expected == nullptr || (has(span) && of(span) == 0.0f); }
 };
 
-/// The bits of a magnitude for a maximum. A value that is not finite counts as it is (by_span 0), as 0 (1), or as all
-/// ones (2).
+/// The bits of a magnitude that enter a maximum. A non-finite value enters as it is (by_span 0), as 0 (by_span 1), or
+/// as all ones (by_span 2).
 __device__ __forceinline__ u32 magnitude_by(int by_span, float x) {
     const u32 bits = __float_as_uint(x) & 0x7FFFFFFF;
     return bits < kInfinityBits || by_span == 0 ? bits : by_span == 1 ? 0 : 0xFFFFFFFF;
 }
 
-/// Eight adjacent values of a row, zeros in invalid rows and past the row's end.
+/// Loads eight adjacent values of a row; values of invalid rows and past the row's end are zeros.
 template <class In>
 __device__ __forceinline__ typename In::Eight load_counted(const u8* x, u64 row, int col, int cols, bool counted) {
     const u8* const at = x + (row * cols + col) * In::kBytes;
@@ -61,7 +62,7 @@ template <class In>
 __global__ void __launch_bounds__(256)
     row_maxima(const u8* __restrict__ x, u32* maxima, const int* __restrict__ row_id, int id_mask, const int* __restrict__ span_of_row,
                int matrix_rows, int by_span, int rows, int cols, const EarlierArg earlier) {
-    constexpr int kRows = 4;  // of a warp
+    constexpr int kRows = 4;  // rows per warp
     const int first = (blockIdx.x * 8 + threadIdx.x / 32) * kRows, lane = threadIdx.x % 32;
     u32 largest[kRows];
     int span[kRows];
@@ -96,7 +97,7 @@ __global__ void __launch_bounds__(256)
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-        // Adjacent rows of one span are combined first: one atomic for all of them.
+        // Adjacent rows of one span are combined first, so that one atomic serves all of them.
         if (r + 1 < kRows && span[r + 1] == span[r]) largest[r + 1] = max(largest[r + 1], largest[r]);
         else raise(maxima + span[r], largest[r]);
     }
@@ -106,7 +107,7 @@ template <class In>
 __global__ void __launch_bounds__(256, In::kBytes == 2 ? 3 : 2)
     hadamard_maxima(const u8* __restrict__ x, u32* maxima, const int* __restrict__ row_id, const int* __restrict__ span_of_row, int by_span, int rows,
                     int cols, const TransformArg transform) {
-    constexpr int kRows = TransformPlace::kRows, kTogether = 16;  // a span has whole transform blocks
+    constexpr int kRows = TransformPlace::kRows, kTogether = 16;  // spans consist of whole transform blocks
     const TransformPlace at;
     const int across = ceil_div(cols, kHadamardTile), first_row = blockIdx.x / across * kHadamardTile;
     u32 largest[kRows / kTogether] = {};
@@ -117,9 +118,10 @@ __global__ void __launch_bounds__(256, In::kBytes == 2 ? 3 : 2)
             float most = fabsf(of[0]);
 #pragma unroll
             for (int j = 1; j < kTogether; ++j) most = ptx::max_magnitude(most, of[j]);
-            // The factor preserves the order of magnitudes, so only the largest is multiplied.
+            // Multiplication by the factor preserves the order of magnitudes, so only the largest
+            // is multiplied.
             u32 bits = magnitude_by(by_span, __fmul_rn(most, transform.hadamard.factor));
-            if (__float_as_uint(most) >= kInfinityBits) {  // rare: others may count
+            if (__float_as_uint(most) >= kInfinityBits) {  // rare; in this case smaller values may decide the maximum
                 bits = 0;
 #pragma unroll
                 for (int j = 0; j < kTogether; ++j) bits = max(bits, magnitude_by(by_span, __fmul_rn(of[j], transform.hadamard.factor)));
@@ -141,7 +143,7 @@ template <class In>
 __global__ void __launch_bounds__(256)
     column_maxima(const u8* __restrict__ x, u32* maxima, const int* __restrict__ row_id, int id_mask, const int* __restrict__ span_of_row,
                   int lines, int rows, int cols) {
-    constexpr int kRows = 32, kTogether = 4;  // rows of a warp, and those it loads at a time
+    constexpr int kRows = 32, kTogether = 4;  // rows of a warp, and rows that it loads at a time
     const int across = ceil_div(cols, 256), down = ceil_div(rows, 8 * kRows), lane = threadIdx.x % 32;
     const int col = blockIdx.x % across * 256 + lane * 8, first = (blockIdx.x / across % down * 8 + threadIdx.x / 32) * kRows;
     const u64 matrix = blockIdx.x / across / down;
@@ -180,7 +182,7 @@ __global__ void __launch_bounds__(256) spans_of_rows(const int* __restrict__ sta
         out[row] = num_groups;
         return;
     }
-    int low = 0, high = num_groups - 1;  // the last start that is not above the row
+    int low = 0, high = num_groups - 1;  // bisection for the last start that is not above the row
     while (low < high) {
         const int middle = (low + high + 1) / 2;
         if (__ldg(start + middle) <= row) low = middle;

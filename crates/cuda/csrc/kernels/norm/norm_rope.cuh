@@ -1,12 +1,12 @@
-// RMS norm of each head, rounded, then its rotation (halves convention), rounded; and both backward.
+// RMS norm of each head, rounded, then the head's rotation (RoPE, halves convention), rounded; and the backward pass of both.
 //
-// x, y, dy, dx [rows, 8 * kThreads] of type T (Bf16 or F32), one head per row: head h of token t is row t * heads + h. weight
-// [8 * kThreads], inv_rms [rows] F32; table [positions, 8 * kThreads] F32 from the first position on: cosines of half as many angles,
-// then sines. kThreads adjacent threads share a row, eight columns each. The columns that a thread's columns are rotated with belong to
-// another of these threads. 128 threads.
-// norm_rope<T, kThreads>: a thread takes parts of four consecutive rows, so that heads of one token share their angles. Grid
+// x, y, dy, dx [rows, 8 * kThreads] of type T (Bf16 or F32), one head per row: head h of token t is row t * heads + h. weight [8 *
+// kThreads], inv_rms [rows] F32; table [positions, 8 * kThreads] F32, from the first position on: 4 * kThreads cosines, then as many
+// sines. kThreads adjacent threads share a row, eight columns each. The columns with which a thread's columns are rotated belong to
+// another of the row's threads. 128 threads.
+// norm_rope<T, kThreads>: a thread has its eight columns of four consecutive rows, so that heads of one token share their angles. Grid
 //   ceil(rows / (4 * 128 / kThreads)).
-// norm_rope_backward<T, kThreads>: as `rms_backward_short`, of the gradients rotated back and rounded.
+// norm_rope_backward<T, kThreads>: computes what `rms_backward_short` computes, for gradients that are first rotated back and rounded.
 #pragma once
 #include "pieces/norm/gradient_rows.cuh"
 #include "pieces/norm/norm_rows.cuh"
@@ -16,24 +16,26 @@ namespace nib {
 
 constexpr int kHeadRows = 4;  // rows that a thread has in flight
 
-/// The rotation of rows that are heads, by kThreads adjacent threads; this thread is number `index`. sign: 1, or -1 to rotate back.
+/// The rotation of rows that are heads, by kThreads adjacent threads; this thread has the number `index`. sign: 1, or -1 to rotate
+/// back.
 template <typename T, int kThreads>
 struct HeadTurn {
     static constexpr u32 kHalf = 4 * kThreads;
 
-    const float* angles;  // those of this thread's columns
+    const float* angles;  // angles of this thread's columns
     u32 heads;
     Divider by_heads;
     Positions positions;
     float sign;
-    u32 held = 0xFFFFFFFF;  // the position whose angles are here
+    u32 held = 0xFFFFFFFF;  // the position whose angles are loaded
     float cos[8] = {}, sin[8] = {};
 
-    // y0 = x0 cos - x1 sin, y1 = x1 cos + x0 sin: either is mine * cos + other * sin, if sin has the right sign.
+    // y0 = x0 cos - x1 sin, y1 = x1 cos + x0 sin. Both have the form mine * cos + other * sin, if sin has the
+    // right sign.
     __device__ __forceinline__ HeadTurn(const float* table, u32 index, u32 heads, Divider by_heads, const Positions& positions, float sign)
         : angles(table + 8 * index % kHalf), heads(heads), by_heads(by_heads), positions(positions), sign(index < kThreads / 2 ? -sign : sign) {}
 
-    /// Loads the angles of a row's token, unless they are loaded already.
+    /// Loads the angles of a row's token, unless they are already loaded.
     __device__ __forceinline__ void begin(u32 row, bool present) {
         if (!present) return;
         const u32 position = positions.of(by_heads.divide(row));
@@ -48,7 +50,7 @@ struct HeadTurn {
         }
     }
 
-    /// Rotates `mine`; the caller rounds. The whole warp calls this.
+    /// Rotates `mine`; the caller rounds the result. The whole warp calls this function.
     __device__ __forceinline__ void turn(float (&y)[8], const typename T::Eight& mine) const {
         typename T::Eight other;
         if constexpr (T::kBytes == 4) {

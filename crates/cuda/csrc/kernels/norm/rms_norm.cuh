@@ -1,11 +1,11 @@
-// y = x / sqrt(mean(x^2) + eps) * weight along each row, rounded once; and 1 / sqrt(mean(x^2) + eps) of each row.
-// kPlus: x is replaced by x + plus, rounded, which is also written, as `sum`.
+// y = x / sqrt(mean(x^2) + eps) * weight along each row, rounded once. The kernels also write 1 / sqrt(mean(x^2) + eps) of each row.
+// kPlus: x is first replaced by x + plus, rounded, and this sum is also written, as `sum`.
 //
-// x, plus, y, sum [rows, d] of type T (Bf16 or F32), weight [d] F32, inv_rms [rows] F32; plus and sum null without kPlus.
-// rms_norm<T, kThreads, kBlocks, kRows, kPlus>: rows in registers; d a multiple of 8. kThreads adjacent threads share a row; each has eight
-//   columns of every 256, and kBlocks times 256 columns hold the row. If kThreads < 32, kBlocks is 1 and d <= 8 * kThreads. A thread has
-//   parts of kRows rows. 128 threads; grid ceil(rows / (kRows * 128 / kThreads)).
-// rms_norm_long<T, kAligned, kPlus>: any d; a row is read twice. kAligned: d is a multiple of 8.
+// x, plus, y, sum [rows, d] of type T (Bf16 or F32), weight [d] F32, inv_rms [rows] F32; plus and sum are null without kPlus.
+// rms_norm<T, kThreads, kBlocks, kRows, kPlus>: holds rows in registers; d is a multiple of 8. kThreads adjacent threads share a row; each
+//   has eight columns of every 256 columns, and kBlocks * 256 columns cover the row. If kThreads < 32, kBlocks is 1 and d <= 8 * kThreads.
+//   A thread has its columns of kRows rows. 128 threads; grid ceil(rows / (kRows * 128 / kThreads)).
+// rms_norm_long<T, kAligned, kPlus>: for any d; reads each row twice. kAligned: d is a multiple of 8.
 //   128 threads, one warp per row; grid ceil(rows / 4).
 #pragma once
 #include "pieces/norm/norm_rows.cuh"
@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kNormThreads)
             value[r][b] = T::template load<true>(x + (u64(row) * d + at) * T::kBytes, row < rows && at < d ? 8 : 0);
         }
     if constexpr (kPlus) {
-        // Few loads at a time: x takes most of the registers.
+        // Only a few loads are in flight at a time, because x takes most of the registers.
         constexpr int kAll = kRows * kBlocks, kBatch = kAll % 8 == 0 ? 8 : 4;
         static_assert(kAll % kBatch == 0);
 #pragma unroll
@@ -78,8 +78,8 @@ __global__ void __launch_bounds__(kNormThreads)
     const u32 index = threadIdx.x % 32, row = blockIdx.x * (kNormThreads / 32) + threadIdx.x / 32;
     if (row >= rows) return;
     const u64 begin = u64(row) * d * T::kBytes;
-    // The sum is computed in both passes. The second pass cannot read the stored sum: loads use the read-only path,
-    // which must not read memory that this kernel writes.
+    // The sum x + plus is computed in both passes. The second pass cannot read the stored sum: loads use the
+    // read-only path, which must not read memory that this kernel writes.
     const auto value_at = [&](u32 at, bool stores) {
         const u64 from = begin + u64(at) * T::kBytes;
         const int left = int(d - at);

@@ -1,16 +1,16 @@
-// a + b in F32, rounded once; then optionally + a third term, rounded again.
+// a + b in F32, rounded once; optionally a third term is then added, and the sum is rounded again.
 //
-// add<T, kPlus>: out[i] = a[i] + b[i]; kPlus: that is rounded, and plus[i] added. T is Bf16 or F32; buffers are 16-byte aligned.
-//   256 threads; grid ceil(len / (4 · 256 · values in 16 bytes)); any len.
+// add<T, kPlus>: out[i] = a[i] + b[i]; kPlus: this sum is rounded, and plus[i] is added. T is Bf16 or F32; buffers are 16-byte
+//   aligned. 256 threads; grid ceil(len / (4 · 256 · values in 16 bytes)); any len.
 #pragma once
 #include "formats/plain.cuh"
 
 namespace nib {
 
 constexpr int kAddThreads = 256;
-constexpr int kAddUnits = 4;  // units of a thread, whose loads are all in flight
+constexpr int kAddUnits = 4;  // units per thread, whose loads are all in flight
 
-/// kCount adjacent values of all terms, `at` bytes from their beginnings.
+/// kCount adjacent values of all terms, `at` bytes from the starts of their buffers.
 template <typename T, int kCount, bool kPlus>
 struct Terms {
     using X = Few<T, kCount>;

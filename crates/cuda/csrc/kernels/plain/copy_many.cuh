@@ -1,25 +1,25 @@
-// Copies many runs of strided lines of bytes in one launch, where each copy is too short to fill the device.
+// Copies many runs of strided rows of bytes in one launch, for copies that are each too short to fill the device.
 //
-// copy_many: run i copies `lines` lines of `len` units from `from` to `to`; a unit is 2^log bytes, which divides every address and
+// copy_many: run i copies `lines` rows of `len` units from `from` to `to`; a unit is 2^log bytes, which divides every address and
 //   distance. Strides are in units. Runs do not overlap. A CTA takes 1024 units of one run.
-//   256 threads; grid: the CTAs of all runs; the table is a parameter.
+//   256 threads; the grid has the CTAs of all runs; the table of runs is a kernel parameter.
 #pragma once
 #include "ptx/types.cuh"
 
 namespace nib {
 
 constexpr int kCopyThreads = 256;
-constexpr u32 kCopyUnits = 4;  // per thread, in flight at once
+constexpr u32 kCopyUnits = 4;  // units per thread, in flight at once
 constexpr int kMostCopies = 64;
 
-/// A run, and its first CTA.
+/// A run of rows, and its first CTA.
 struct CopyRun {
     const u8* from;
     u8* to;
     u32 from_stride;
     u32 to_stride;
     u32 len;
-    u32 units;  // of all lines
+    u32 units;  // units in all rows of the run
     u32 log;
     u32 first_cta;
 };

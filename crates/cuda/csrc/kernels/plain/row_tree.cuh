@@ -1,11 +1,12 @@
 // Sums rows of F32 as a tree over neighbours, ((0+1)+(2+3))...; a node without a right neighbour moves up unchanged.
 //
-// close_level<kCount>: x [shards * rows, cols], rows in groups of kGroupRows, the last group of a shard may be shorter: out
-//   [shards * groups, cols], or, if there is one group per shard, added to out [shards, cols]. kCount: 4 if cols is a multiple of 4, else
-//   1.
+// close_level<kCount>: x [shards * rows, cols], in groups of kGroupRows rows; the last group of a shard may be shorter. The sums go to out
+//   [shards * groups, cols] or, if there is one group per shard, are added to out [shards, cols]. kCount: 4 if cols is a multiple of 4,
+//   else 1.
 //   256 threads; grid shards * groups * ceil(cols / (32 * kCount)); may be launched early.
 //
-// A group has a power of two of rows, so the tree over the groups' sums continues the tree over rows. Each launch computes one such level.
+// The number of rows in a group is a power of two, so the tree over the groups' sums continues the tree over rows. Each launch computes
+// one level of groups.
 #pragma once
 #include "pieces/plain/row_sums.cuh"
 

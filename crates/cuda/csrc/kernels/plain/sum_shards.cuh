@@ -8,13 +8,13 @@
 namespace nib {
 
 constexpr int kShardThreads = 256;
-constexpr int kShardCount = 4;  // neighbours that a thread reads at once
+constexpr int kShardCount = 4;  // adjacent values that a thread reads at once
 
 /// Groups of adjacent values per thread: enough that at least four loads are in flight.
 template <int kShards>
 constexpr int kShardGroups = kShards < 4 ? 4 / kShards : 1;
 
-/// The tree over kShards matrices that are `stride` bytes apart.
+/// The tree sum over kShards matrices that are `stride` bytes apart.
 template <typename From, int kCount, int kShards>
 __device__ __forceinline__ void shard_tree(const u8* x, u64 stride, float (&sum)[kCount]) {
     if constexpr (kShards == 1) {
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kShardThreads) sum_shards(const u8* __restrict
             if (begin(g) < len) Few<To, kShardCount>::from_f32(sum[g]).store(out + begin(g) * To::kBytes);
         return;
     }
-    // Shards after the first are not aligned for longer loads.
+    // Shards after the first may be misaligned for longer loads.
 #pragma unroll 1
     for (int g = 0; g < kGroups; ++g)
         for (u64 i = begin(g); i < begin(g) + kShardCount && i < len; ++i) {

@@ -1,14 +1,14 @@
-// F32 numbers as sums of three BF16 parts, for products of F32 on the tensor cores. Each part is the remainder after the preceding parts,
-// rounded to nearest even. The three parts are exact from 2^-110 on; below that, the last parts are subnormal or lost. An infinity in one
-// factor makes the result NaN, because it is multiplied by zero parts of the other factor.
+// F32 numbers as sums of three BF16 parts, for F32 GEMMs on the tensor cores. Each part is the remainder after the preceding parts, rounded
+// to nearest even. The sum of the three parts is exact for magnitudes from 2^-110 on; below that, the last parts are subnormal or lost. An
+// infinity in one operand makes the result NaN, because it is multiplied by zero parts of the other operand.
 //
 // split_parts: out[row][i · cols + col] = part (pattern >> 2i & 3) of in[row][col], for i below count. The first part of a NaN or infinity
 //   is the value itself.
-// sum_parts: out[row][col] = the sum over runs r, in order, of the kParts (1 or 3) of in[row][r][part][col], the last part first; or out
-//   plus that. In F32, rounded once to Out. cols a multiple of 4; 256 threads, 4 columns per thread; grid ceil(units / 256), units = rows ·
-//   cols / 4 below 2^31; units_per_row = cols / 4.
-// cut_groups: each group's rows in `runs` runs of a multiple of kRunRows, the last runs shorter or empty. start_out [groups · runs + 1],
-//   len_out [groups · runs]. 256 threads; grid ceil((groups · runs + 1) / 256).
+// sum_parts: out[row][col] = the sum, over runs r in order, of the kParts (1 or 3) values in[row][r][part][col], the last part first; or
+//   this sum is added to out. The sum is in F32, rounded once to Out. cols a multiple of 4; 256 threads, 4 columns per thread; grid
+//   ceil(units / 256), units = rows · cols / 4 below 2^31; units_per_row = cols / 4.
+// cut_groups: divides each group's rows into `runs` runs of a multiple of kRunRows; the last runs may be shorter or empty. start_out
+//   [groups · runs + 1], len_out [groups · runs]. 256 threads; grid ceil((groups · runs + 1) / 256).
 #pragma once
 #include "formats/plain.cuh"
 #include "math/reduce.cuh"
@@ -17,8 +17,8 @@ namespace nib {
 
 constexpr int kPartsThreads = 256;
 
-/// Rounds the remainders of four numbers to BF16, subtracts the results from them, and returns the results. Numbers
-/// that would round to infinity are truncated instead.
+/// Rounds four numbers to BF16, subtracts the results from them, and returns the results. Numbers that would round
+/// to infinity are truncated instead.
 __device__ __forceinline__ uint2 take_part(float (&left)[4]) {
     u32 part[4];
 #pragma unroll
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kPartsThreads)
     Y::from_f32(sum).store(to);
 }
 
-constexpr int kRunRows = 128;  // a multiple of every block of scales, and of the depth of a stage
+constexpr int kRunRows = 128;  // a multiple of every scale block, and of the depth of a stage
 
 __global__ void __launch_bounds__(kPartsThreads)
     cut_groups(const int* __restrict__ start, const int* __restrict__ len, int* __restrict__ start_out, int* __restrict__ len_out,

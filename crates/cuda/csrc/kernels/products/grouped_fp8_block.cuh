@@ -1,24 +1,25 @@
-// D = A·Bᵀ over groups, FP8 operands with block scales: the expert layer's products in all three passes.
+// D = A·Bᵀ over groups, with FP8 operands and block scales: the expert layer's GEMMs in fprop, dgrad and wgrad.
 //
-// kRagged::kRows (forward, data gradient): rows start[g] .. start[g] + len[g] of A and D belong to group g, whose matrix is rows g·n
-//   .. (g+1)·n of B. Starts are multiples of 128. Rows of D outside all groups are written as zeros.
-// kRagged::kContraction (weight gradient): D is a stack of matrices [m][n], one per group; A [m][k] and B [n][k] are multiplied over
-//   columns start[g] .. start[g] + len[g], rounded up to 128: codes past len are zeros. An empty group gives zeros.
+// kRagged::kRows (fprop, dgrad): rows start[g] .. start[g] + len[g] of A and D belong to group g, whose matrix is rows g·n .. (g+1)·n of
+//   B. Starts are multiples of 128. Rows of D outside all groups are written as zeros.
+// kRagged::kContraction (wgrad): D is a stack of matrices [m][n], one per group; A [m][k] and B [n][k] are multiplied over columns
+//   start[g] .. start[g] + len[g], rounded up to 128: codes past len are zeros. An empty group gives zeros.
 //
-// A  codes [rows][k], k contiguous, k % 16 == 0; 1x128 scales. kA, kB: the elements, E4M3 or E5M2.
+// A  codes [rows][k], k contiguous, k % 16 == 0; 1x128 scales. kA, kB: the elements of A and B, E4M3 or E5M2.
 // B  codes [rows][k];                            128x128, 32x128 or 1x128 scales (kScalesB).
-//    A scale is an F32 or an E8M0 byte. The scale of a row and a block of the contraction is at row * row_stride + block * block_stride.
+//    A scale is F32 or an E8M0 byte. The scale of a row and a block along the contraction is at row * row_stride + block * block_stride.
 // D  BF16 or F32, overwritten or, with kAdds, accumulated to; kTransposed: [n][m] instead. Its rows are multiples of 16 bytes.
 //
-// Arithmetic: the tensor cores multiply 128 elements of K, then total = fma(scale_a * scale_b, partial, total) in F32 on the
-// CUDA cores: Hopper's FP8 accumulators keep too few bits for a longer sum. The order is fixed: the same bits in every run.
+// Arithmetic: the tensor cores multiply 128 elements of K; then total = fma(scale_a * scale_b, partial, total) in F32 on the CUDA cores,
+// because Hopper's FP8 accumulators keep too few bits for a longer sum. The order of the sums is fixed, so every run gives the same
+// bits.
 //
 // Grid: persistent, one CTA per SM; the kCluster CTAs of a cluster take adjacent columns and share the rows of A.
-// CTA: three warpgroups. In the first, one warp moves tiles with TMA into a ring of stages, and two or three fetch the scales.
-// The other two warpgroups multiply in waves of 64 rows: one takes the waves from rows 0 and 128 on, the other the waves from
-// rows 64 and 192 on. So both share a tile with few rows, and rows past a group's end cost nothing. Finished sums are stored,
-// part by part, while the tensor cores work on the next product, whose accumulators are other registers.
-// Shared memory: SharedLayout of fp8_block.cuh; the launch asks for 1024 bytes more, to align it.
+// CTA: three warpgroups. In the first warpgroup, one warp moves tiles with TMA into a ring of stages, and two or three warps fetch the
+// scales. The other two warpgroups multiply in waves of 64 rows: one takes the waves that start at rows 0 and 128, the other the waves
+// that start at rows 64 and 192. So both warpgroups share a tile with few rows, and rows past a group's end cost nothing. Finished sums are
+// stored, part by part, while the tensor cores work on the next product, which accumulates in other registers.
+// Shared memory is laid out by SharedLayout of fp8_block.cuh; the launch requests 1024 bytes more, for alignment.
 #pragma once
 #include "pieces/products/fp8_block.cuh"
 
@@ -32,7 +33,7 @@ __global__ void __launch_bounds__(384, 1)
                       const __grid_constant__ Scales scales_b, const __grid_constant__ Groups groups, Out* d) {
     using Shared = SharedLayout<kStages, kOutBuffers, kBoxes, kScalesB, Out>;
     extern __shared__ u8 raw[];
-    // Dynamic shared memory starts 16-byte aligned only.
+    // Dynamic shared memory is only 16-byte aligned.
     Shared& shared = *reinterpret_cast<Shared*>(raw + (1024 - (shared_address(raw) & 1023)) % 1024);
     const int warp = same_in_all(threadIdx.x / 32);
     begin<kStages, kCluster, 1 + scale_warps(kScalesB)>(shared, map_a, map_b, map_d, [&] {
@@ -51,7 +52,8 @@ __global__ void __launch_bounds__(384, 1)
         consume<kA, kB, kRagged, kStages, kCluster, kOutBuffers, kBoxes, kScalesB, kAdds, kTransposed, Out>(shared, map_d, warp - 4);
         if constexpr (kRagged == Ragged::kRows) clear_tail(d, groups);
     }
-    // A peer may still arrive at this CTA's barriers or multicast into its ring: no CTA exits before all are done.
+    // A peer may still arrive at this CTA's barriers or multicast into its ring, so no CTA exits before all CTAs
+    // of the cluster are done.
     if constexpr (kCluster != 1) ptx::cluster_sync();
 }
 

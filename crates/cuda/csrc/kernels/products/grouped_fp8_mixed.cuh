@@ -1,20 +1,20 @@
-// The forward product of grouped_fp8_block.cuh for many short groups: the same operands, arithmetic and results (E4M3,
-// kRagged::kRows, 128x128 scales of B), with another order of tiles and another use of the ring.
+// The fprop GEMM of grouped_fp8_block.cuh for many short groups. The operands, arithmetic and results are the same
+// (E4M3, kRagged::kRows, 128x128 scales of B), but the order of tiles and the use of the ring differ.
 //
-// Tiles of short groups stream B from memory; tiles of long groups keep the tensor cores busy. Both kinds are
-// interleaved (grouped_mixed_schedule.cuh), so that memory and tensor cores work all the time. If a tile has rows for
-// one wave only, a stage holds two blocks of the contraction, so that twice the bytes are in flight. B of a short group
-// is read once, so the L2 evicts it first.
+// Tiles of short groups stream B from memory; tiles of long groups keep the tensor cores busy. Both kinds of tiles are
+// interleaved (grouped_mixed_schedule.cuh), so that memory and tensor cores are always busy. If a tile has rows for one
+// wave only, a stage holds two blocks of the contraction, so that twice as many bytes are in flight. B of a short group
+// is read only once, so its loads make the L2 evict it first.
 //
-// Grid, CTA and shared memory: as there, except that one warp finds the tiles for the other warps, and A is loaded in
-// waves of 64 rows.
+// Grid, CTA and shared memory are as in grouped_fp8_block.cuh, except that one warp finds the tiles for the other
+// warps, and A is loaded in waves of 64 rows.
 #pragma once
 #include "pieces/products/fp8_block.cuh"
 #include "pieces/products/grouped_mixed_schedule.cuh"
 
 namespace nib {
 
-/// Readers of the queue: the warp that fills the ring with codes, and two warps for scales.
+/// Readers of the tile queue: the warp that fills the ring with codes, and two warps for scales.
 constexpr int kMixedReaders = 1 + scale_warps(ScalesOfB::kTile);
 
 template <int kStages, int kOutBuffers, int kBoxes, class Out>
@@ -24,8 +24,8 @@ struct MixedLayout : SharedLayout<kStages, kOutBuffers, kBoxes, ScalesOfB::kTile
     TileQueue<kMixedReaders> queue;
 };
 
-/// Fills the ring with codes. The CTAs of the cluster take turns loading the waves of A's rows, or the blocks of a
-/// pair. One warp calls this.
+/// Fills the ring with codes. The CTAs of the cluster take turns at loading the waves of A's rows, or the two
+/// blocks of a pair. One warp calls this function.
 template <int kStages, int kCluster, class Shared>
 __device__ __forceinline__ void produce_mixed(Shared& shared, const TensorMap& map_a, const TensorMap& map_b) {
     constexpr u32 kWaveBytes = kWaveRows * kBlockK, kBytesB = kBlockN * kBlockK;
@@ -72,9 +72,10 @@ __device__ __forceinline__ void produce_mixed(Shared& shared, const TensorMap& m
     } while (tile.len_k >= 0);
 }
 
-/// The scale warps: fetch scales for four stages at a time and put them into the ring. `thread` counts within these
-/// warps. A thread has four rows and four blocks of a tile. A paired tile has eight blocks in four stages, and rows for
-/// 16 threads: the first 16 threads have the first four blocks, the next 16 the other four.
+/// Runs in the scale warps: fetches scales for four stages at a time and puts them into the ring. `thread` is the index
+/// within the scale warps. A thread loads the scales of four rows and four blocks of a tile. A paired tile has eight
+/// blocks in four stages, and rows for 16 threads: the first 16 threads load the first four blocks, the next 16 threads
+/// the other four.
 template <typename FourRows<4>::Layout kLayout, int kStages, class Shared>
 __device__ __forceinline__ void fetch_mixed(Shared& shared, const Scales& scales_a, const Scales& scales_b, const Groups& groups,
                                             int thread) {
@@ -102,10 +103,10 @@ __device__ __forceinline__ void fetch_mixed(Shared& shared, const Scales& scales
         const int row_b = (tile.row_b - tile.col_d) / groups.n * rows_b + min(tile.col_d / kBlockN, rows_b - 1);
         const bool paired = Shared::is_paired(tile);
         const int row = paired ? thread * 4 % kWaveRows : thread * 4;
-        // Offset of this thread's four blocks within eight.
+        // Offset of this thread's four blocks within the eight blocks.
         const int later = paired ? thread / 16 % 2 * kAhead : 0;
         const bool busy = !paired || thread < 32;
-        u32 of_b = 0;  // B's scales of 32 blocks, one a lane
+        u32 of_b = 0;  // B's scales of 32 blocks, one per lane
         for (int from = 0; from < blocks; from += paired ? 2 * kAhead : kAhead) {
             if (from % 32 == 0) of_b = scales_b.load(row_b, min(from + lane, last));
             if (busy) mine.load(tile.row_a + row, min(from + later, last / kAhead * kAhead), from, last);
@@ -117,7 +118,8 @@ __device__ __forceinline__ void fetch_mixed(Shared& shared, const Scales& scales
 #pragma unroll
             for (int ahead = 0; ahead < kAhead; ++ahead) {
                 if (paired) {
-                    // The stage's blocks are two of this thread's four, or two of another thread's.
+                    // The stage's blocks are two of this thread's four blocks, or two of another
+                    // thread's.
                     if (from + 2 * ahead >= blocks) break;
                     const int first = ahead % 2 * 2;
                     const float4 one = scaled(first, from + later + first), two = scaled(first + 1, from + later + first + 1);
@@ -138,7 +140,7 @@ __device__ __forceinline__ void fetch_mixed(Shared& shared, const Scales& scales
     }
 }
 
-/// The same for any layout of A's scales.
+/// Finds the layout of A's scales at run time and calls the instance for that layout.
 template <int kStages, class Shared>
 __device__ __forceinline__ void fetch_mixed(Shared& shared, const Scales& scales_a, const Scales& scales_b, const Groups& groups,
                                             int thread) {
@@ -160,7 +162,7 @@ __global__ void __launch_bounds__(384, 1)
                       const __grid_constant__ Scales scales_b, const __grid_constant__ Groups groups, Out* d) {
     using Shared = MixedLayout<kStages, kOutBuffers, kBoxes, Out>;
     extern __shared__ u8 raw[];
-    // Dynamic shared memory starts 16-byte aligned only.
+    // Dynamic shared memory is only 16-byte aligned.
     Shared& shared = *reinterpret_cast<Shared*>(raw + (1024 - (shared_address(raw) & 1023)) % 1024);
     const int warp = same_in_all(threadIdx.x / 32);
     begin<kStages, kCluster, kMixedReaders>(shared, map_a, map_b, map_d, [&] { shared.queue.begin(); });
@@ -179,7 +181,8 @@ __global__ void __launch_bounds__(384, 1)
         consume<kE4m3, kE4m3, Ragged::kRows, kStages, kCluster, kOutBuffers, kBoxes, ScalesOfB::kTile, Adds::kNone, false, Out>(shared, map_d, warp - 4);
         clear_tail(d, groups);
     }
-    // A peer may still arrive at this CTA's barriers or multicast into its ring: no CTA exits before all are done.
+    // A peer may still arrive at this CTA's barriers or multicast into its ring, so no CTA exits before all CTAs
+    // of the cluster are done.
     if constexpr (kCluster != 1) ptx::cluster_sync();
 }
 

@@ -1,17 +1,17 @@
-// D, in BF16 or F32, from F32 sums of products: multiplied by the operands' tensor scales.
+// Multiplies F32 sums of products by the operands' tensor scales, and writes D in BF16 or F32.
 //
-// scale_sums<Out>: sums, d [rows][cols]; d = sums · (a_scale · b_scale), or that added to d, one addition, rounded once.
-//   contraction 0: a_scale[row]; b_scale[column], with groups b_scale[group * cols + column]; rows outside all groups are zeros.
+// scale_sums<Out>: sums, d [rows][cols]; d = sums · (a_scale · b_scale), or d + sums · (a_scale · b_scale), rounded once.
+//   contraction 0: a_scale[row]; b_scale[column], or with groups b_scale[group * cols + column]; rows outside all groups become zeros.
 //   contraction 1: d is `groups` matrices; both scales are those of the first row of the matrix's group, of `capacity` rows.
-//   a_scale, b_scale: null where an operand has none. start, len (null: all rows are one group): groups of the rows. 256 threads; grid
-//   ceil(rows * segments / 8), where `by_segments` divides by segments = ceil(cols / 512).
+//   a_scale, b_scale: null if the operand has no tensor scale. start, len: the groups of rows (null: all rows are one group). 256
+//   threads; grid ceil(rows * segments / 8), where `by_segments` divides by segments = ceil(cols / 512).
 #pragma once
 #include "formats/plain.cuh"
 #include "math/reduce.cuh"
 
 namespace nib {
 
-/// `ScaledSums` of the launch.
+/// The launch code builds this struct as `ScaledSums`.
 struct ScaledSums {
     const float* sums;
     u8* d;
@@ -23,29 +23,30 @@ struct ScaledSums {
     int contraction, accumulate;
 };
 
-constexpr int kSegment = 512;  // columns of a warp
+constexpr int kSegment = 512;  // columns per warp
 
-/// The scale of a row; 1 if an operand has none.
+/// The scale of a row; 1 if the operand has no tensor scale.
 __device__ __forceinline__ float scale_of(const float* scales, u64 row) { return scales == nullptr ? 1.0f : __ldg(scales + row); }
 
-/// The scales of a row: a common factor for its sums, and b's scale per column if columns have their own scales.
+/// The scales of a row: a common factor for its sums, and b's scale of each column if columns have their own
+/// scales.
 struct RowScale {
     float of_row;
-    const float* of_cols;  // null: 1 each
+    const float* of_cols;  // null: each scale is 1
     bool counted;
 
     __device__ __forceinline__ static RowScale of(const ScaledSums& arg, int row) {
         if (arg.contraction) {
             const int group = row / (arg.rows / arg.groups);
             const int first = arg.start == nullptr ? 0 : min(max(__ldg(arg.start + group), 0), arg.capacity - 1);
-            // An empty group has no row, and so no scale.
+            // An empty group has no row, and therefore no scale.
             const bool counted = arg.len == nullptr || __ldg(arg.len + group) > 0;
             return {__fmul_rn(scale_of(arg.a_scale, first), scale_of(arg.b_scale, first)), nullptr, counted};
         }
         int low = 0;
         bool counted = true;
         if (arg.start != nullptr) {
-            for (int high = arg.groups - 1; low < high;) {  // the last start that is not above the row
+            for (int high = arg.groups - 1; low < high;) {  // bisection for the last start that is not above the row
                 const int middle = (low + high + 1) / 2;
                 if (__ldg(arg.start + middle) <= row) low = middle;
                 else high = middle - 1;
@@ -57,7 +58,7 @@ struct RowScale {
     }
 };
 
-/// kCount adjacent values of a row.
+/// Scales kCount adjacent values of a row.
 template <class Out, int kCount>
 __device__ __forceinline__ void scale_few(const ScaledSums& arg, const RowScale& scale, u64 i, int col) {
     float value[kCount] = {};

@@ -1,5 +1,5 @@
-// Groups extended to whole blocks: out[g] = len[g] rounded up to `align`, but not past the next group. 256 threads; grid
-// ceil(groups / 256).
+// Extends groups to whole blocks: out[g] = len[g] rounded up to `align`, but not past the start of the next group. 256
+// threads; grid ceil(groups / 256).
 #pragma once
 #include "ptx/types.cuh"
 

@@ -1,13 +1,14 @@
 // Sums the rows of a token's slots to one row.
 //
-// combine_slots<T, kCount, kUnits>: out[t] = the sum over slots s of rows[index[t · top_k + s]], in F32, in the order of the slots, rounded
-//   once; an index outside the num_rows rows (at least one) adds zeros. Without an index: row t · top_k + s. With `plus`, plus[t] is added
-//   to the rounded sum, and the result rounded again. T is Bf16 or F32. A unit has kCount columns: 16 bytes if a row is a multiple of that,
-//   else 1. A thread has kUnits units: 1, or 4 with fewer than 4 slots, since threads with a single load each are too short-lived.
+// combine_slots<T, kCount, kUnits>: out[t] = the sum over slots s of rows[index[t · top_k + s]], in F32, in slot order, rounded once; an
+//   index outside the num_rows rows (at least one) adds zeros. Without an index, slot s of token t is row t · top_k + s. With `plus`,
+//   plus[t] is added to the rounded sum, and the result is rounded again. T is Bf16 or F32. A unit has kCount columns: 16 bytes if a row is
+//   a multiple of 16 bytes, else one column. A thread has kUnits units: 1, or 4 with fewer than 4 slots, since threads with a single load
+//   each are too short-lived.
 //   256 threads; grid ceil(units / (256 · kUnits)), units = tokens · cols / kCount below 2^31; units_per_row = cols / kCount.
 //
-// Measured on an H200, BF16, 32768 x 7168: top 1 of 8 99 % of the floor (one unit per thread: 73 %), top 4 of 32 102 %, top 8 of 256 100 %;
-// 32768 x 2048 98, 95, 90 %; 4096 x 7168 91, 84, 76 %.
+// Measured on an H200 in BF16, as shares of the bandwidth limit: 32768 x 7168 with top 1 of 8 99 % (one unit per thread: 73 %), top 4 of 32
+// 102 %, top 8 of 256 100 %; 32768 x 2048 98, 95, 90 %; 4096 x 7168 91, 84, 76 %.
 #pragma once
 #include "formats/plain.cuh"
 #include "math/reduce.cuh"
@@ -20,18 +21,18 @@ constexpr int kCombineThreads = 256;
 template <typename T, int kCount>
 struct Slots {
     const u8* column;  // the first row, at the unit's columns
-    u64 slot;          // the next
+    u64 slot;          // index of the next slot
     float sum[kCount];
 };
 
-/// Common to all slots.
+/// Parameters that all slots share.
 struct SlotRows {
     const int* index;
     u32 num_rows;
     u64 row_bytes;
 };
 
-/// Adds the rows of each unit's next kSlots slots: all loads first, then the sums in order.
+/// Adds the rows of each unit's next kSlots slots: first all loads, then the sums in order.
 template <int kSlots, typename T, int kCount, int kUnits>
 __device__ __forceinline__ void add_slots(const SlotRows& rows, Slots<T, kCount> (&to)[kUnits]) {
     Few<T, kCount> x[kUnits][kSlots];
@@ -67,12 +68,12 @@ __global__ void __launch_bounds__(kCombineThreads, 1)
     Slots<T, kCount> slots[kUnits];
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
-        const u32 at = min(unit(u), units - 1);  // those past the end are not stored
+        const u32 at = min(unit(u), units - 1);  // units past the end are computed but not stored
         const u32 token = by_units_per_row.divide(at);
         slots[u].column = rows + (at - token * units_per_row) * Few<T, kCount>::kBytes;
         slots[u].slot = u64(token) * top_k;
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) slots[u].sum[i] = -0.0f;  // -0 + x is x, whatever x is
+        for (int i = 0; i < kCount; ++i) slots[u].sum[i] = -0.0f;  // -0 + x is x for every x
     }
     if constexpr (kUnits == 1) {
         for (; top_k >= 8; top_k -= 8) add_slots<8>(from, slots);

@@ -1,17 +1,18 @@
-// Sums the rows of a token's slots up a binary tree over leaves, rounding at each node.
+// Sums the rows of a token's slots in a binary tree over leaves, rounding at each node.
 //
-// combine_tree<T, kCount>: out[t] = the root's sum of rows[index[t · top_k + s]], each at leaf[t · top_k + s]. A node lo..hi is split at lo
-//   + (hi - lo) / 2. If both children have rows: left + right in F32, rounded to T; a single row moves up unchanged. Rows of one leaf are
-//   added in the order of the slots, and each sum is rounded. A slot is valid if its row is below num_rows and its leaf below `leaves`
-//   (below 2^31); zeros if there is no valid slot. With `plus`, plus[t] is added to that, and the sum rounded again. T is Bf16 or F32. A
-//   unit has kCount columns: 16 bytes if a row is a multiple of that, else 1.
+// combine_tree<T, kCount>: out[t] = the root's sum of rows[index[t · top_k + s]]; each of these rows is at leaf[t · top_k + s]. A node
+//   lo..hi is split at lo + (hi - lo) / 2. If both children have rows, the node's sum is left + right in F32, rounded to T; a single child
+//   moves up unchanged.
+//   Rows of one leaf are added in slot order, and each sum is rounded. A slot is valid if its row is below num_rows and its leaf below
+//   `leaves` (below 2^31); out[t] is zero if no slot is valid. With `plus`, plus[t] is added to the root's sum, and the result is rounded
+//   again. T is Bf16 or F32. A unit has kCount columns: 16 bytes if a row is a multiple of 16 bytes, else one column.
 //   256 threads, one warp for kTreeChunk units of a token; grid ceil(items / 8), items = tokens · chunks below 2^31, chunks =
 //   ceil(units_per_row / kTreeChunk); top_k at most 32; dynamic shared memory: combine_tree_shared_bytes.
 //
-// A warp sorts its token's slots by leaf, one slot per lane, and finds the row after which each sum is due. Then its lanes go through the
-// rows in that order, each with its own units: all loads first, with as many bytes in flight for few rows as for many. Partial sums that
-// wait for their right side are in shared memory, one column per thread, where indices may be dynamic; since sums are rounded, they are as
-// small as rows.
+// A warp sorts its token's slots by leaf, one slot per lane, and finds for each sum the row after which the sum is complete. Then each lane
+// sums its own units over the rows in that order. All loads come first, with as many bytes in flight for few rows as for many. Partial sums
+// that wait for their right side are in shared memory, one column per thread, because indices there may be dynamic. Since sums are rounded,
+// they are as small as rows.
 #pragma once
 #include "formats/plain.cuh"
 #include "math/reduce.cuh"
@@ -20,7 +21,7 @@ namespace nib {
 
 constexpr int kTreeThreads = 256;
 constexpr int kTreeWarps = kTreeThreads / 32;
-/// Units per lane, and per warp.
+/// Units per lane; below, units per warp.
 constexpr int kTreeUnits = 4;
 constexpr int kTreeChunk = 32 * kTreeUnits;
 
@@ -48,12 +49,12 @@ struct TreeSlot {
 
 /// The rows of a token by leaf, spread over the lanes of a warp.
 struct TreeOrder {
-    int count;   // of all lanes
-    u32 row;     // of lane i: the i-th
-    int closes;  // of lane i: the row after which what ends with row i and what begins with row i + 1 are summed; -1 for none
+    int count;   // rows in all lanes together
+    u32 row;     // lane i: the i-th row
+    int closes;  // lane i: the row after which the sum that ends with row i and the sum that starts with row i + 1 are added; -1 for none
 };
 
-/// The depth of the node that has leaf a on its left and leaf b on its right.
+/// The depth of the tree node with leaf a on its left side and leaf b on its right side.
 __device__ __forceinline__ int split_depth(u32 a, u32 b, u32 leaves) {
     u32 lo = 0;
     int depth = 0;
@@ -70,7 +71,7 @@ __device__ __forceinline__ int split_depth(u32 a, u32 b, u32 leaves) {
     }
 }
 
-/// Every lane of the warp calls this; `sorted` is shared memory of the warp.
+/// Every lane of the warp calls this function; `sorted` is shared memory of the warp.
 __device__ __forceinline__ TreeOrder order_slots(const int* index, const int* leaf_of, int top_k, u32 num_rows, u32 leaves,
                                                  TreeSlot (&sorted)[32]) {
     const int lane = ptx::lane_idx();
@@ -80,7 +81,7 @@ __device__ __forceinline__ TreeOrder order_slots(const int* index, const int* le
         leaf = u32(__ldg(leaf_of + lane));
     }
     const bool counts = row < num_rows && leaf < leaves;
-    leaf = counts ? leaf : ~0u;  // behind all others
+    leaf = counts ? leaf : ~0u;  // invalid slots sort last
     TreeOrder order;
     order.count = __popc(__ballot_sync(kAllLanes, counts));
     int place = 0;
@@ -93,11 +94,12 @@ __device__ __forceinline__ TreeOrder order_slots(const int* index, const int* le
     const TreeSlot mine = lane < order.count ? sorted[lane] : TreeSlot{0, 0};
     order.row = mine.row;
     const u32 next = __shfl_down_sync(kAllLanes, mine.leaf, 1);
-    // The node that a row shares with the next row. If both are at one leaf: deeper than any node.
+    // Depth of the node at which a row meets the next row. If both rows are at one leaf, this depth
+    // is larger than that of any node.
     const bool has_next = lane + 1 < order.count;
     int depth = -1;
     if (has_next) depth = mine.leaf == next ? 32 : split_depth(mine.leaf, next, leaves);
-    // The node's right side ends where the next node is no deeper.
+    // The node's right side ends before the next node of the same or a smaller depth.
     order.closes = -1;
     for (int i = 1; i < order.count; ++i) {
         const int other = __shfl_sync(kAllLanes, depth, i);
@@ -106,16 +108,16 @@ __device__ __forceinline__ TreeOrder order_slots(const int* index, const int* le
     return order;
 }
 
-/// Common to all units.
+/// Parameters that all units share.
 struct TreeRows {
     const u8* rows;
-    const u8* plus;  // of the token, or null
-    u8* out;         // of the token
+    const u8* plus;  // row of `plus` for the token, or null
+    u8* out;         // output row of the token
     u64 row_bytes;
     u32 units_per_row;
 };
 
-/// Stores a unit to shared memory, by one access.
+/// Stores a unit to shared memory in one access.
 template <typename T, int kCount>
 __device__ __forceinline__ void keep(u8* to, const Few<T, kCount>& x) {
     if constexpr (Few<T, kCount>::kBytes == 16)
@@ -126,7 +128,8 @@ __device__ __forceinline__ void keep(u8* to, const Few<T, kCount>& x) {
         *reinterpret_cast<u16*>(to) = u16(x.word[0]);
 }
 
-/// Sums kUnits units per lane, from the warp's unit `first_unit` on, for a token with at most kRows rows; kRows = 8: any number.
+/// Sums kUnits units per lane, from the warp's unit `first_unit` on, for a token with at most kRows rows; kRows = 8 stands for
+/// any number of rows.
 template <int kUnits, int kRows, typename T, int kCount>
 __device__ __forceinline__ void sum_units(const TreeRows& from, const TreeOrder& order, u32 first_unit, u8* stack) {
     using Unit = Few<T, kCount>;
@@ -135,7 +138,7 @@ __device__ __forceinline__ void sum_units(const TreeRows& from, const TreeOrder&
     Unit x[kUnits][kRows], sum[kUnits] = {};
     u32 at[kUnits];
 #pragma unroll
-    for (int u = 0; u < kUnits; ++u) at[u] = min(unit + 32 * u, from.units_per_row - 1) * Unit::kBytes;  // those past the end are not stored
+    for (int u = 0; u < kUnits; ++u) at[u] = min(unit + 32 * u, from.units_per_row - 1) * Unit::kBytes;  // units past the end are not stored
     u8* top = stack;
     for (int base = 0; base < order.count; base += kRows) {
 #pragma unroll
@@ -189,7 +192,7 @@ __global__ void __launch_bounds__(kTreeThreads, 4)
     extern __shared__ __align__(16) u8 stack[];
     __shared__ TreeSlot sorted[kTreeWarps][32];
     const u32 warp = threadIdx.x / 32, item = blockIdx.x * kTreeWarps + warp;
-    if (item >= items) return;  // whole warps, which share nothing
+    if (item >= items) return;  // whole warps return, and warps share nothing
     const u32 token = by_chunks.divide(item);
     const u64 slot = u64(token) * top_k, row_bytes = u64(units_per_row) * Few<T, kCount>::kBytes;
     const TreeOrder order = order_slots(index + slot, leaf + slot, top_k, num_rows, leaves, sorted[warp]);
@@ -207,7 +210,8 @@ __global__ void __launch_bounds__(kTreeThreads, 4)
     }
 }
 
-/// find_slots: found[row_slot[r]] = r if row_slot[r] is below `slots`; other entries stay. 256 threads; grid ceil(rows / 256).
+/// find_slots: found[row_slot[r]] = r if row_slot[r] is below `slots`; other entries of `found` are unchanged. 256 threads;
+/// grid ceil(rows / 256).
 __global__ void __launch_bounds__(kTreeThreads)
     find_slots(const int* __restrict__ row_slot, int* __restrict__ found, u32 rows, u32 slots) {
     const u32 row = blockIdx.x * kTreeThreads + threadIdx.x;

@@ -1,14 +1,16 @@
-// Copies rows to other places: permute and pad, unpermute, pack and unpack all-to-all records. Nothing is decoded.
+// Copies rows to other places without decoding them: permute with padding, unpermute, and packing or unpacking of all-to-all records.
 //
-// copy_rows<kUnits, kEach>: row i of each plane's `out` is row source[i] of its `in` (source null: row i), or all `pad` if `in` has no such
-//   row. 2^lanes_log2 lanes take kEach rows, and load a row's codes and scales in one batch. Rows are processed in index order (row null)
-//   or in the order of slots: row[s], for s below num_slots, is the row of slot s, and the other rows are padding. Slots of one source row
-//   are adjacent, so that the row is read from memory once, and once by the same lanes. In index order it would have left the cache before
-//   it is needed again.
-//   128 threads; grid ceil(rows · lanes / (128 · kEach)); num_slots <= rows; lanes_log2 up to 7, best so that a lane has up to kUnits units
-//   of 16 bytes. kUnits: 6 for short rows, of which more must be in flight, else 8. kEach: 4 if a source row has as many slots, else 1.
+// copy_rows<kUnits, kEach>: row i of each buffer's `out` is row source[i] of its `in` (source null: row i), or all `pad` if `in` has no
+//   such row. 2^lanes_log2 lanes process kEach rows, and load a row's codes and scales in one batch. Rows are processed in index order (row
+//   null) or in slot order: row[s], for s below num_slots, is the row of slot s, and all other rows are padding. In slot order, slots of
+//   one source row are adjacent, so that the row is read from memory once, by the same lanes. In index order a source row would have left
+//   the cache before its next use.
+//   128 threads; grid ceil(rows · lanes / (128 · kEach)); num_slots <= rows; lanes_log2 is at most 7, best such that a lane has up to
+//   kUnits units of 16 bytes. kUnits: 6 for short rows, of which more must be in flight, else 8. kEach: 4 if a source row has that many
+//   slots, else 1.
 //
-// Measured on an H200, shares of the floor in BF16, E4M3 and MXFP4 (an empty launch takes 3.4 us of each time). Permute, top 1 of 32:
+// Measured on an H200, as shares of the bandwidth limit, in BF16, E4M3 and MXFP4 (each time includes 3.4 us for a launch). Permute, top 1
+// of 32:
 // 32768 x 7168 94, 94, 91 %, 32768 x 2048 92, 88, 81 %. Unpermute 32768 x 7168 in BF16: 96 %. Permute 32768 x 2048, top 8 of 128, BF16 and
 // MXFP4: 86, 80 %; 32768 x 1024, top 8 of 64: 85, 73 %.
 #pragma once
@@ -19,18 +21,20 @@ namespace nib {
 
 constexpr int kCopyThreads = 128;
 
-/// One plane: the codes or the scales of all rows. `unit`, 16, 4 or 1, divides all of its addresses, strides and bytes.
+/// One buffer: the codes or the scales of all rows. `unit` is 16, 4 or 1, and divides all addresses, strides and byte
+/// counts of the buffer.
 struct RowPlane {
     const u8* in;
     u8* out;
     u64 in_stride;
     u64 out_stride;
-    u32 bytes;  // of a row; 0: there is no such plane
-    u32 pad;    // repeated
+    u32 bytes;  // bytes per row; 0: the buffer does not exist
+    u32 pad;    // a word that is repeated
     u32 unit;
 };
 
-/// Copies row `from` of `in` to row `to` of `out`. If the row is not `present`: nothing is copied, or padding is written.
+/// Copies row `from` of `in` to row `to` of `out`. If the row is not `present`, either nothing is copied or padding is
+/// written.
 struct RowMove {
     u64 from;
     u64 to;
@@ -61,7 +65,7 @@ struct WideRows {
     }
 };
 
-/// Copies several rows. A row with the same source as the row before is not read again.
+/// Copies several rows. A row with the same source as the previous row is not read again.
 template <int kUnits, int kEach>
 __device__ __forceinline__ void copy_wide(const WideRows& rows, const RowMove (&moves)[kEach], RowLanes at) {
     const u32 units = rows.units();
@@ -95,12 +99,12 @@ __device__ __forceinline__ void pad_wide(const WideRows& rows, u64 to, RowLanes 
     }
 }
 
-/// One plane in units of type T: copies a row, or writes padding.
+/// Copies one buffer's row in units of type T, or writes padding.
 template <typename T>
 __device__ __forceinline__ void copy_narrow(const RowPlane& plane, RowMove move, RowLanes at) {
     const T* const in = reinterpret_cast<const T*>(plane.in + move.from * plane.in_stride);
     T* const out = reinterpret_cast<T*>(plane.out + move.to * plane.out_stride);
-    constexpr u32 kOfPad = 4 / sizeof(T);  // a pad is a word, which units of it make up
+    constexpr u32 kOfPad = 4 / sizeof(T);  // units of T per word of padding
     for (u32 unit = at.lane; unit < plane.bytes / sizeof(T); unit += at.lanes)
         out[unit] = move.present ? __ldg(in + unit) : T(plane.pad >> (unit % kOfPad * 8 * sizeof(T)));
 }
@@ -120,7 +124,7 @@ __global__ void __launch_bounds__(kCopyThreads, kUnits == 6 && kEach == 1 ? 8 : 
     const WideRows wide = {codes, scales};
     const RowLanes at = {threadIdx.x & ((1u << lanes_log2) - 1), 1u << lanes_log2};
     const auto source_of = [&](u32 i) { return i >= rows ? kNone : source == nullptr ? i : u32(__ldg(source + i)); };
-    const u32 first = (blockIdx.x * (kCopyThreads >> lanes_log2) + (threadIdx.x >> lanes_log2)) * kEach;  // of slots, and of rows
+    const u32 first = (blockIdx.x * (kCopyThreads >> lanes_log2) + (threadIdx.x >> lanes_log2)) * kEach;  // first slot and first row
     RowMove moves[kEach];
     u32 to[kEach], pads = 0;
 #pragma unroll

@@ -1,4 +1,4 @@
-// gather_scalars: out[i] = values[index[i]], or 0 where index[i] is negative or past the end.
+// gather_scalars: out[i] = values[index[i]], or 0 if index[i] is negative or past the end.
 //   256 threads; grid ceil(len / 256).
 #pragma once
 #include "ptx/types.cuh"

@@ -1,9 +1,9 @@
-// Parts of experts' rows: the part of each slot's row, and groups that join several groups.
+// Subdivides experts' rows into parts: finds the part of each slot's row, and joins several groups into one.
 //
 // assign_parts: out[s] = expert[s] * parts + (token_id[s / top_k] / part_tokens) mod parts; -1 if the expert is negative.
 //   256 threads; grid ceil(slots / 256), slots below 2^31.
-// join_groups: joins `parts` consecutive groups to one, from the first group's start to the last group's end. `start` has one more, last
-//   entry, which is copied. 256 threads; grid ceil((groups + 1) / 256), groups = the number of results.
+// join_groups: joins `parts` consecutive groups into one group, from the first group's start to the last group's end. `start` has an
+//   additional last entry, which is copied. 256 threads; grid ceil((groups + 1) / 256), groups = the number of joined groups.
 #pragma once
 #include "math/reduce.cuh"
 #include "ptx/types.cuh"

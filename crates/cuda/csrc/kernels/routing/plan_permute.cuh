@@ -1,17 +1,18 @@
-// Sorts slots by expert, stably, and pads each expert's group to a multiple of `align`.
+// Sorts slots by expert, stably, and pads each expert's group to a multiple of `align` rows.
 //
-// A slot is occupied if its expert is 0 .. groups - 1. Slots are cut into chunks of passes * 2048, one CTA each.
-// plan_count<kThreads>: counts[chunk][columns] = the chunk's slots of each group; columns = groups rounded up to 8, at most 32768 slots per
-//   chunk.
-// plan_place<kThreads>: from all counts, the groups' start [groups + 1] and len [groups]; for each row (of `capacity`) the slot, its token
-//   and its global number token_id * top_k + slot, -1 for padding; for each occupied slot (of `num_slots`) its row; found = {rows needed,
-//   slots occupied}. If these exceed the capacity or num_slots, all groups are empty and all rows padding.
-//   kThreads = kPlanThreads threads; grid chunks; plan_place, which may be launched early, at least 1: further CTAs help with the padding.
-//   Dynamic shared memory: plan_count 4 * columns bytes; plan_place 8208 + 16 * columns +
-//   max(8 * count_rows * columns, 8192 + 32 * columns). columns at most 4096, slots below 2^31 - 2^16.
+// A slot is occupied if its expert is 0 .. groups - 1. Slots are divided into chunks of passes * 2048, one CTA each.
+// plan_count<kThreads>: counts[chunk][columns] = the number of the chunk's slots in each group; columns = groups rounded up to 8, at most
+//   32768 slots per chunk.
+// plan_place<kThreads>: computes from all counts the groups' start [groups + 1] and len [groups]. For each row (of `capacity`) the kernel
+//   writes the slot, the slot's token and its global number token_id * top_k + slot, or -1 for padding; for each occupied slot (of
+//   `num_slots`) its row; and found = {rows needed, slots occupied}. If these two numbers exceed the capacity or num_slots, all groups are
+//   empty and all rows are padding.
+//   kThreads = kPlanThreads threads; grid chunks. plan_place may be launched early and needs at least one CTA; further CTAs help with the
+//   padding. Dynamic shared memory: plan_count 4 * columns bytes; plan_place 8208 + 16 * columns + max(8 * count_rows * columns, 8192 + 32
+//   * columns). columns at most 4096, slots below 2^31 - 2^16.
 //
-// Measured on an H200, 32768 slots: both launches 16 us for 8 to 256 groups, of which an empty launch takes 3.3. The rest is a chain of
-// latencies, and the first instruction fetch (3 us less if the code has just run).
+// Measured on an H200, 32768 slots: both launches take 16 us for 8 to 256 groups, of which an empty launch takes 3.3 us. The rest of the
+// time is a chain of latencies, and the first instruction fetch (3 us less if the code has recently run).
 #pragma once
 #include "math/reduce.cuh"
 #include "ptx/thread.cuh"
@@ -21,7 +22,7 @@ namespace nib {
 
 constexpr int kPlanThreads = 512;
 constexpr int kPlanWarps = kPlanThreads / 32;
-constexpr int kPlanRounds = 4;  // slots a thread and pass
+constexpr int kPlanRounds = 4;  // slots per thread and pass
 constexpr int kPassSlots = kPlanThreads * kPlanRounds;
 constexpr u32 kFullWarp = 0xFFFFFFFF;
 
@@ -34,7 +35,7 @@ struct PlanSizes {
     int align;
     int capacity;
     int num_slots;
-    int count_rows;  // chunks whose counts a CTA reads at once
+    int count_rows;  // number of chunks whose counts a CTA reads at once
 };
 
 /// The slot's group, or -1.
@@ -66,7 +67,8 @@ __global__ void __launch_bounds__(kThreads)
     for (int g = threadIdx.x; g < sizes.columns; g += kThreads) counts[u64(blockIdx.x) * sizes.columns + g] = u16(count[g]);
 }
 
-/// values[i] becomes the sum of the values before it; returns the total. One warp calls this.
+/// Exclusive prefix sum: values[i] becomes the sum of the values before it. Returns the total. One
+/// warp calls this function.
 __device__ __forceinline__ int exclusive_scan(int* values, int count) {
     const int lane = threadIdx.x % 32, each = ceil_div(count, 32);
     const int begin = min(lane * each, count), end = min(begin + each, count);
@@ -90,8 +92,8 @@ __device__ __forceinline__ int exclusive_scan(int* values, int count) {
     return all;
 }
 
-/// Sums the counts of each group over the chunks before this CTA's (`before`) and over all chunks (`all`). `partial` is
-/// scratch for count_rows rows of both.
+/// Sums the counts of each group over the chunks before this CTA's chunk (`before`) and over all chunks (`all`).
+/// `partial` is scratch memory for count_rows rows of both.
 __device__ __forceinline__ void sum_counts(const u16* __restrict__ counts, const PlanSizes& sizes, int* partial, int* before, int* all) {
     const int units = sizes.columns / 8;
 #pragma unroll 1
@@ -150,7 +152,8 @@ struct PlanRows {
     }
 };
 
-/// This CTA's share of the padding: of every gridDim.x-th group, and of the rows after the last group.
+/// This CTA's share of the padding: that of every gridDim.x-th group, and of the rows after the last
+/// group.
 __device__ __forceinline__ void fill_padding(const PlanRows& rows, const int* start, const int* len, int end, const PlanSizes& sizes) {
 #pragma unroll 1
     for (int g = blockIdx.x; g < sizes.groups; g += gridDim.x) {
@@ -163,8 +166,8 @@ __device__ __forceinline__ void fill_padding(const PlanRows& rows, const int* st
         rows.set(row, -1, -1, -1);
 }
 
-/// Dynamic shared memory of plan_place: four numbers per column and one per token of a pass; and, in turn, the counts of several
-/// chunks, and the sorted slots of a pass with each warp's counts.
+/// Dynamic shared memory of plan_place: four numbers per column and one per token of a pass. One region of shared memory is
+/// used first for the counts of several chunks, then for the sorted slots of a pass and each warp's counts.
 __device__ constexpr u64 plan_place_shared_bytes(u64 columns, u64 count_rows) {
     const u64 sorted = sizeof(u32) * kPassSlots + sizeof(u16) * kPlanWarps * columns, counted = 2 * count_rows * columns * sizeof(int);
     return sizeof(int) * (4 * columns + kPassSlots + 4) + (sorted > counted ? sorted : counted);
@@ -178,16 +181,16 @@ __global__ void __launch_bounds__(kThreads)
     static_assert(kThreads == kPlanThreads);
     extern __shared__ int4 shared[];
     const int columns = sizes.columns;
-    int* const next = reinterpret_cast<int*>(shared);  // [columns]: the chunk's next row of each group
-    int* const len = next + columns;                   // [columns]
-    int* const start = len + columns;                  // [columns]
+    int* const next = reinterpret_cast<int*>(shared);  // [columns]: the next row of the chunk in each group
+    int* const len = next + columns;                   // [columns]: length of each group
+    int* const start = len + columns;                  // [columns]: first row of each group
     int* const local = start + columns;                // [columns]: where the group begins in `sorted`
     int* const ids = local + columns;                  // [kPassSlots + 1]: global numbers of the pass's tokens
-    int* const partial = ids + kPassSlots + 4;         // [2 * count_rows][columns], before the two that follow
+    int* const partial = ids + kPassSlots + 4;         // [2 * count_rows][columns]; shares memory with `sorted` and `warp_count`
     u32* const sorted = reinterpret_cast<u32*>(partial);                  // [kPassSlots]: group << 16 | slot in the pass
-    u16* const warp_count = reinterpret_cast<u16*>(sorted + kPassSlots);  // [kPlanWarps][columns]
+    u16* const warp_count = reinterpret_cast<u16*>(sorted + kPassSlots);  // [kPlanWarps][columns]: slots of each warp in each group
     __shared__ int warp_occupied[kPlanWarps + 1];
-    __shared__ int totals[4];  // rows needed, slots occupied, those of earlier chunks, and of this pass
+    __shared__ int totals[4];  // rows needed, slots occupied, slots of earlier chunks, slots of this pass
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
     int group[kPlanRounds];
@@ -241,7 +244,8 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll 1
         for (int i = threadIdx.x; i < kPlanWarps * columns / 2; i += kThreads) reinterpret_cast<u32*>(warp_count)[i] = 0;
         __syncthreads();
-        // A warp takes 128 adjacent slots, 32 per round: rank counts the slots of the same group before each slot in the warp.
+        // A warp takes 128 adjacent slots, 32 per round. `rank` counts the slots of the same group before each slot in the
+        // warp.
         u16* const mine = warp_count + warp * columns;
         int rank[kPlanRounds], place[kPlanRounds], before = 0;
         u32 same[kPlanRounds];
@@ -298,7 +302,7 @@ __global__ void __launch_bounds__(kThreads)
             slot_row[warp_occupied[warp] + place[round]] = next[g] + within;
         }
         __syncthreads();
-        // In sorted order, so that adjacent threads write adjacent rows.
+        // Slots are written in sorted order, so that adjacent threads write adjacent rows.
         const int all = totals[3], first_token = by_top_k.divide(u32(min(first, sizes.slots)));
         for (int i = threadIdx.x; i < all; i += kThreads) {
             const int g = int(sorted[i] >> 16), slot = first + int(sorted[i] & 0xFFFF);

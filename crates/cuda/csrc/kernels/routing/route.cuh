@@ -1,29 +1,30 @@
 // The router: scores of the experts, the choice of the best experts, and the losses of each shard; and the backward pass.
 // crates/core/src/ops/routing/route.rs defines the order of sums.
 //
-// kLanes adjacent lanes share a token, each with kPerLane of its experts in quads: experts <= kLanes * kPerLane. CTAs take chunks of 64
-// tokens; a shard of tokens_per_shard tokens has `chunks` of them.
+// kLanes adjacent lanes share a token, and each lane has kPerLane of the token's experts in quads: experts <= kLanes * kPerLane. Each CTA
+// has a chunk of 64 tokens; a shard of tokens_per_shard tokens has `chunks` chunks.
 //
 // route_tokens<kLanes, kPerLane, kAnyRule>: logits, kept [tokens][experts]; bias [experts] or null; expert, weight [tokens][top_k];
-//   log_sum_exp [tokens]; per chunk the sums of its probabilities [experts] and of the squares of log_sum_exp, and how many slots chose
-//   each expert [experts]. Without kAnyRule the experts with the largest softmax are chosen, without bias, groups, sigmoids and turns.
-//   `kept` is written for a softmax only. `tiny` is added to sums of sigmoids that are divisors.
-//   min(256, 64 * kLanes) threads; grid shards * chunks; dynamic shared memory: 4 bytes for each of 64 rows of kLanes * kPerLane + 16, 64,
-//   experts, and threads / kLanes rows of top_k + groups numbers.
-// route_documents: starts [tokens], expert [tokens][top_k] -> slots and lengths of RouteDocuments, initially zeros.
+//   log_sum_exp [tokens]. For each chunk the kernel writes the sums of the probabilities [experts] and of the squares of log_sum_exp, and
+//   how many slots chose each expert [experts]. Without kAnyRule the experts with the largest softmax are chosen, without bias, groups or
+//   sigmoids. `kept` is written for a softmax only. `tiny` is added to those sums of sigmoids that are divisors.
+//   min(256, 64 * kLanes) threads; grid shards * chunks. Dynamic shared memory has 4 bytes for each of these numbers: 64 rows of kLanes *
+//   kPerLane + 16, 64, experts, and threads / kLanes rows of top_k + groups.
+// route_documents: starts [tokens], expert [tokens][top_k] -> slots and lengths of RouteDocuments, which are initially zeros.
 //   256 threads; grid ceil(tokens * (top_k + 1) / 256).
-// route_document_losses<kLanes, kPerLane>: from `kept` and these, per chunk the sum of its tokens' parts of documents' load-balancing
-//   losses [shards * chunks]. Threads and grid as route_tokens.
-// route_losses<kThreads>: from those, load [shards][experts] and losses [shards][2]; `products` is scratch [shards][experts]. If
-//   document_sums is not null, it gives the load-balancing loss.
-//   1024 threads; clusters of ceil(experts / 64) CTAs, one per shard; may be launched early.
-// route_backward<kLanes, kPerLane, Load, kSigmoid>: dlogits from the gradients of the weights, of the load-balancing loss (`balance` for
-//   each slot of the load) and of the z-loss (z). `kept` has probabilities, or with kSigmoid logits. Load: int, double, or RouteDocuments
-//   for the loads of documents; then `load` is null. Threads and grid as route_tokens; dynamic shared memory: 4 bytes for 65 rows of kLanes
-//   * kPerLane and 3 * 64 of top_k numbers.
+// route_document_losses<kLanes, kPerLane>: computes from `kept` and RouteDocuments, for each chunk, its tokens' contributions to documents'
+//   load-balancing losses [shards * chunks]. Threads and grid are those of route_tokens.
+// route_losses<kThreads>: computes from the chunks' sums load [shards][experts] and losses [shards][2]; `products` is scratch
+//   [shards][experts]. If document_sums is not null, the load-balancing loss is computed from it.
+//   1024 threads; one cluster of ceil(experts / 64) CTAs per shard; may be launched early.
+// route_backward<kLanes, kPerLane, Load, kSigmoid>: computes dlogits from the gradients of the weights, of the load-balancing loss
+//   (`balance` for each slot of the load) and of the z-loss (z). `kept` holds probabilities, or logits with kSigmoid. Load: int, double, or
+//   RouteDocuments for the loads of documents, in which case `load` is null. Threads and grid are those of route_tokens; dynamic shared
+//   memory: 4 bytes for each number in 65 rows of
+//   kLanes * kPerLane and 3 * 64 rows of top_k.
 //
-// Measured on an H200, 32768 tokens, 4 shards, top 8, softmax: of 128 experts route_tokens 42 % of the floor (bound by instructions: 65 %
-// of issue slots while it runs), with route_losses 32 %, route_backward 60 %; of 256 experts 43, 37 and 68 %.
+// Measured on an H200 with 32768 tokens, 4 shards, top 8, softmax, as shares of the bandwidth limit. 128 experts: route_tokens 42 % (bound
+// by instructions: 65 % of issue slots while it runs), with route_losses 32 %, route_backward 60 %. 256 experts: 43, 37 and 68 %.
 #pragma once
 #include "math/divide.cuh"
 #include "math/exp.cuh"
@@ -57,7 +58,7 @@ __device__ __forceinline__ float softmax(float (&p)[kPerLane]) {
         lane = i < Token::kUsed * 4 ? p[i] : __fadd_rn(lane, p[i]);
     }
     float sum = Token::close(lanes);
-    // `exp_of_negative` turns a NaN into a number, so the sum is set to NaN here.
+    // `exp_of_negative` maps a NaN to a number, so the sum is set to NaN here.
     if (!(fabsf(max) < __uint_as_float(0x7F800000))) sum = __uint_as_float(0x7FC00000);
     const Quotient quotient(sum);
     if (__any_sync(kWarp, Quotient::is_tiny(smallest))) {
@@ -70,7 +71,7 @@ __device__ __forceinline__ float softmax(float (&p)[kPerLane]) {
     return __fadd_rn(max, log_of_normal(sum));
 }
 
-/// Replaces logits by sigmoids; by NaNs if log sum exp is NaN.
+/// Replaces logits by sigmoids, or by NaNs if log sum exp is NaN.
 template <int kPerLane>
 __device__ __forceinline__ void sigmoids(float (&x)[kPerLane], float log_sum) {
 #pragma unroll
@@ -101,7 +102,7 @@ __device__ __forceinline__ void write_slots(const float* row, const int* slots, 
 #pragma unroll 1
         for (int first = 0; first < top_k; first += kTurn) {
             const float prob = is_token && lane < kTurn && first + lane < top_k ? row[slots[first + lane]] : 0.0f;
-            // Past the last slot, zeros are added.
+            // Zeros are added for indices past the last slot.
 #pragma unroll
             for (int i = 0; i < kTurn; ++i) divisor = __fadd_rn(divisor, __shfl_sync(kWarp, prob, i, kLanes));
         }
@@ -116,7 +117,7 @@ __device__ __forceinline__ void write_slots(const float* row, const int* slots, 
     }
 }
 
-/// Reduces the sixteen lanes of a sum over tokens, one lane in each of sixteen adjacent threads.
+/// Reduces the sixteen partial sums of a sum over tokens, one in each of sixteen adjacent threads.
 template <class T>
 __device__ __forceinline__ T close_token_lanes(T sum) {
 #pragma unroll
@@ -124,7 +125,8 @@ __device__ __forceinline__ T close_token_lanes(T sum) {
     return sum;
 }
 
-/// The sum of a column of the chunk's rows: one thread adds the even lanes, the next thread the odd lanes.
+/// The sum of a column of the chunk's rows: one thread adds the even partial sums, and the next thread
+/// adds the odd partial sums.
 template <int kStride>
 __device__ __forceinline__ float sum_column(const float* rows, int column) {
     const int odd = threadIdx.x % 2;
@@ -138,7 +140,8 @@ __device__ __forceinline__ float sum_column(const float* rows, int column) {
     return __fadd_rn(lanes[0], __shfl_xor_sync(kWarp, lanes[0], 1));
 }
 
-/// Dynamic shared memory of route_tokens: rows of logits plus one number each, a count per expert, slots and groups in progress.
+/// Dynamic shared memory of route_tokens: rows of logits plus one number per row, a count per expert, and the slots and groups
+/// in progress.
 template <int kLanes, int kPerLane>
 __device__ constexpr u64 route_tokens_shared_bytes(u64 experts, u64 top_k, u64 groups) {
     using Token = TokenLanes<kLanes, kPerLane>;
@@ -151,7 +154,7 @@ __device__ constexpr u64 route_backward_shared_bytes(u64 top_k) {
     return 4 * ((kRouteChunk + 1) * TokenLanes<kLanes, kPerLane>::kExperts + 3 * kRouteChunk * top_k);
 }
 
-/// CTAs per SM that the registers must suffice for.
+/// CTAs per SM for which the registers must suffice.
 template <int kPerLane, bool kWide>
 constexpr int kRouteCtas = kPerLane > 16 ? 1 : kWide ? 2 : 4;
 
@@ -164,13 +167,13 @@ __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kRoute
     using Token = TokenLanes<kLanes, kPerLane>;
     constexpr int kThreads = Token::kThreads, kGroups = Token::kGroups;
     extern __shared__ float4 shared[];
-    constexpr int kStride = Token::kExperts + 16;                   // neighbouring rows half the banks apart
+    constexpr int kStride = Token::kExperts + 16;                   // adjacent rows start half of the banks apart
     float* const rows = reinterpret_cast<float*>(shared);           // [64][kStride]: logits, then probabilities
-    float* const logs = rows + kRouteChunk * kStride;               // [64]
-    int* const count = reinterpret_cast<int*>(logs + kRouteChunk);  // [experts]
+    float* const logs = rows + kRouteChunk * kStride;               // [64]: log sum exp of each token
+    int* const count = reinterpret_cast<int*>(logs + kRouteChunk);  // [experts]: slots that chose the expert
     const int group = threadIdx.x / kLanes;
-    int* const slots = count + experts + group * top_k;  // of [tokens at once][top_k]
-    u32* const group_scores = reinterpret_cast<u32*>(count + experts + kGroups * top_k) + group * groups;  // of [tokens at once][groups]
+    int* const slots = count + experts + group * top_k;  // [tokens at once][top_k]: slots of this thread's token
+    u32* const group_scores = reinterpret_cast<u32*>(count + experts + kGroups * top_k) + group * groups;  // [tokens at once][groups]
     const int shard = blockIdx.x / chunks, first = (blockIdx.x - shard * chunks) * kRouteChunk;
     const int tokens = min(kRouteChunk, tokens_per_shard - first);
     const u64 first_token = u64(shard) * tokens_per_shard + first;
@@ -190,7 +193,7 @@ __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kRoute
         const bool is_token = at < tokens;
         const u64 token = first_token + at;
         float* const row = rows + at * kStride;
-        // A thread reads back what it copied itself.
+        // Each thread reads back only what it copied itself.
         ptx::copies_wait_but<1>();
         float p[kPerLane];
         read_row<Token>(row, p);
@@ -205,7 +208,7 @@ __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kRoute
             if (!has_sigmoids) store_row<Token>(kept + token * experts, p, experts);
         } else {
 #pragma unroll
-            for (int i = 0; i < kPerLane; ++i) p[i] = 0.0f;  // for the sums
+            for (int i = 0; i < kPerLane; ++i) p[i] = 0.0f;  // zeros, which are then summed
         }
         if constexpr (!kAnyRule) write_row<Token>(row, p);
         if (threadIdx.x % kLanes == 0) {
@@ -227,7 +230,7 @@ __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kRoute
                 __syncwarp();
                 const auto rank = [&](int i) -> u32 {
                     const bool is_expert = Token::first_of(i / 4) + i % 4 < experts;
-                    return is_expert ? (p[i] >= 0.0f ? __float_as_uint(p[i]) + 2 : 1) : 0;  // a NaN is above nothing
+                    return is_expert ? (p[i] >= 0.0f ? __float_as_uint(p[i]) + 2 : 1) : 0;  // a NaN is not above any other score
                 };
                 choose_any<kLanes, kPerLane>(rank, top_k, slots);
             }
@@ -240,7 +243,7 @@ __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kRoute
             const float sum = sigmoid_sum<kLanes, kPerLane>(p, tiny);
 #pragma unroll
             for (int i = 0; i < kPerLane; ++i) p[i] = __fdiv_rn(p[i], sum);
-            write_row<Token>(row, p);  // for the sums
+            write_row<Token>(row, p);  // written for the sums over tokens
         }
     }
     __syncthreads();
@@ -262,23 +265,24 @@ __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kRoute
     }
 }
 
-/// For shards that are sequences of documents: for each token the token of its shard at which its document begins; and, in the rows of
-/// those tokens, how many slots of the document chose each expert [tokens][experts_padded], and how many tokens the document has [tokens].
+/// For shards that are sequences of documents: for each token, the token of its shard at which its document begins. In the rows of the
+/// documents' first tokens RouteDocuments also holds how many slots of the document chose each expert [tokens][experts_padded], and how
+/// many tokens the document has [tokens].
 struct RouteDocuments {
     const int* starts;
     const int* slots;
     const int* lengths;
 
-    /// Rows of `slots` are 16-byte aligned.
+    /// Length of a row of `slots`, rounded up so that rows are 16-byte aligned.
     __device__ __forceinline__ static u64 padded(int experts) { return ceil_div(experts, 4) * 4; }
 
-    /// The row of a token's document.
+    /// The row that belongs to a token's document.
     __device__ __forceinline__ static u64 row(const int* starts, u64 shard, int tokens_per_shard, int at) {
         const u64 first = shard * tokens_per_shard;
         return first + min(max(__ldg(starts + first + at), 0), at);
     }
 
-    /// A row of slots, for this thread's experts; zeros past the last expert.
+    /// Reads a row of `slots` for this thread's experts; zeros past the last expert.
     template <class Token>
     __device__ __forceinline__ void read(u64 row, int experts, int (&x)[4 * Token::kQuads]) const {
 #pragma unroll
@@ -315,7 +319,7 @@ __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads)
     const int shard = blockIdx.x / chunks, first = (blockIdx.x - shard * chunks) * kRouteChunk;
 #pragma unroll 1
     for (int at = group; at < kRouteChunk; at += Token::kGroups) {
-        // Where the shard ends within a warp, the remaining lanes repeat the last token's work.
+        // If the shard ends within a warp, the remaining lanes repeat the last token's work.
         const bool is_token = first + at < tokens_per_shard;
         const int in_shard = min(first + at, tokens_per_shard - 1);
         const u64 token = u64(shard) * tokens_per_shard + in_shard;
@@ -350,7 +354,7 @@ __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads)
     if (threadIdx.x == 0) sums[blockIdx.x] = sum;
 }
 
-/// The sum over a shard's chunks, in each thread of a warp.
+/// The sum over a shard's chunks; every thread of a warp gets it.
 __device__ __forceinline__ double sum_chunks(const float* sums, int chunks) {
     double sum = 0.0;
     for (int chunk = threadIdx.x % kTokenLanes; chunk < chunks; chunk += kTokenLanes) sum = __dadd_rn(sum, double(__ldg(sums + chunk)));
@@ -393,7 +397,7 @@ __global__ void __launch_bounds__(kThreads)
         load[u64(shard) * experts + j] = slots[column];
         products[u64(shard) * experts + j] = __dmul_rn(double(slots[column]), lanes[0]);
     }
-    // A shard without tokens has no loss, rather than 0 / 0.
+    // A shard without tokens has a loss of 0, not 0 / 0.
     const bool is_first = block == 0, is_squares = threadIdx.x / 32 == 1, is_documents = threadIdx.x / 32 == 2 && document_sums != nullptr;
     if (is_first && is_squares) {
         const double squares = sum_chunks(square_sums + u64(shard) * chunks, chunks);
@@ -407,7 +411,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     ptx::cluster_sync();  // makes the products visible to the first CTA
     if (!is_first || threadIdx.x >= 32 || document_sums != nullptr) return;
-    // Sixteen threads have one quad of lanes each.
+    // Sixteen threads have one quad of partial sums each.
     double quad[4] = {};
 #pragma unroll 1
     for (int base = 4 * (threadIdx.x % kSumQuads); base < experts; base += 4 * kSumQuads)
@@ -420,13 +424,14 @@ __global__ void __launch_bounds__(kThreads)
     if (threadIdx.x == 0) losses[2 * shard] = __double2float_rn(__ddiv_rn(__dmul_rn(double(experts), balance), per_slot));
 }
 
-/// Common to a token's slots: w = f * p / sum of p, so that dp = (f * dw - sum of dw * w) / sum of p.
+/// Values common to a token's slots: w = f * p / sum of p, so dp = (f * dw - sum of dw * w) / sum of
+/// p.
 struct SlotSums {
     float inner;
     float divisor;
 };
 
-/// Computed from a token's slots and its row of scores, all in shared memory.
+/// Computes the sums from a token's slots and its row of scores, all in shared memory.
 template <int kLanes>
 __device__ __forceinline__ SlotSums sum_slots(const float* row, const u32* expert, const float* weight, const float* dweight, int experts,
                                               int top_k) {
@@ -439,7 +444,7 @@ __device__ __forceinline__ SlotSums sum_slots(const float* row, const u32* exper
         const u32 e = is_slot ? expert[first + lane] : kWarp;
         const float product = is_slot ? __fmul_rn(dweight[first + lane], weight[first + lane]) : 0.0f;
         const float prob = e < u32(experts) ? row[e] : 0.0f;
-        // Past the last slot, zeros are added.
+        // Zeros are added for indices past the last slot.
 #pragma unroll
         for (int i = 0; i < kTurn; ++i) {
             sums.inner = __fadd_rn(sums.inner, __shfl_sync(kWarp, product, i, kLanes));
@@ -449,7 +454,8 @@ __device__ __forceinline__ SlotSums sum_slots(const float* row, const u32* exper
     return sums;
 }
 
-/// Gradients of a row of logits from the gradients d of the chosen probabilities and the load-balancing loss's gradients `all`.
+/// Gradients of a row of logits, from the gradients d of the chosen probabilities and the gradients `all` of the load-balancing
+/// loss.
 template <int kLanes, int kPerLane>
 __device__ __forceinline__ void through_softmax(float (&d)[kPerLane], const float (&p)[kPerLane], const float (&all)[kPerLane], float shift) {
     using Token = TokenLanes<kLanes, kPerLane>;
@@ -465,7 +471,8 @@ __device__ __forceinline__ void through_softmax(float (&d)[kPerLane], const floa
     for (int i = 0; i < kPerLane; ++i) d[i] = __fmul_rn(p[i], __fadd_rn(__fsub_rn(d[i], dot), shift));
 }
 
-/// The same for sigmoids; the loss takes each sigmoid's share of their sum. Past the last expert logits are -infinity.
+/// Gradients of a row of logits through sigmoids. The loss uses each sigmoid's share of the sum of sigmoids. Logits
+/// past the last expert are -infinity.
 template <int kLanes, int kPerLane>
 __device__ __forceinline__ void through_sigmoids(float (&d)[kPerLane], const float (&logits)[kPerLane], const float (&all)[kPerLane],
                                                  float log_sum, float z, float shift, float tiny) {
@@ -490,7 +497,8 @@ __device__ __forceinline__ void through_sigmoids(float (&d)[kPerLane], const flo
     }
 }
 
-/// Loads are counts per shard, or, with a stride of 0, sums for all shards, or counts per document.
+/// Loads are counts per shard, or sums over all shards (with a stride of 0), or counts per
+/// document.
 template <int kLanes, int kPerLane, class Load, bool kSigmoid>
 __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kRouteCtas<kPerLane, kSigmoid>)
     route_backward(const float* __restrict__ kept, const int* __restrict__ expert, const float* __restrict__ weight,
@@ -501,9 +509,9 @@ __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kRoute
     constexpr bool kOfDocuments = sizeof(Load) == sizeof(RouteDocuments);
     constexpr int kThreads = Token::kThreads, kGroups = Token::kGroups, kStride = Token::kExperts;
     extern __shared__ float4 shared[];
-    float* const rows = reinterpret_cast<float*>(shared);  // [64][kStride]: what was kept, then the chosen experts' gradients
-    float* const balances = rows + kRouteChunk * kStride;  // [kStride]: the load-balancing loss's part
-    float* const weights = balances + kStride;             // [64][top_k], and so the two that follow
+    float* const rows = reinterpret_cast<float*>(shared);  // [64][kStride]: the rows of `kept`, then the chosen experts' gradients
+    float* const balances = rows + kRouteChunk * kStride;  // [kStride]: the load-balancing loss's contribution
+    float* const weights = balances + kStride;             // [64][top_k]; the next two arrays have the same size
     float* const dweights = weights + kRouteChunk * top_k;
     u32* const chosen = reinterpret_cast<u32*>(dweights + kRouteChunk * top_k);
     const int group = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
@@ -531,7 +539,7 @@ __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kRoute
     __syncthreads();
 #pragma unroll 1
     for (int at = group; at - group < tokens; at += kGroups) {
-        // Where the tokens end within a warp, the remaining lanes repeat the last token's work, on rows of their own.
+        // If the tokens end within a warp, the remaining lanes repeat the last token's work, on rows of their own.
         const bool is_token = at < tokens;
         const u64 token = first_token + min(at, tokens - 1);
         const int slots = min(at, tokens - 1) * top_k;
@@ -583,7 +591,7 @@ __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kRoute
         write_row<Token>(row, d);
         send_row<kLanes>(dlogits + token * experts, row, experts, is_token);
     }
-    ptx::tma_store_wait_read<0>();  // TMA must have read the rows before the CTA gives its shared memory back
+    ptx::tma_store_wait_read<0>();  // TMA must have read the rows before the CTA exits and frees its shared memory
 }
 
 }  // namespace nib

@@ -1,14 +1,15 @@
-// Assigns slots to ranks, and packs the records that describe to a rank the tokens it receives. Experts are divided evenly and in order: an
+// Assigns slots to ranks, and packs the records that tell a rank about the tokens it receives. Experts are divided evenly and in order: an
 // expert's rank is expert / experts_each.
 //
-// assign_ranks: rank[s] = the rank of expert[s], -1 if the expert is not below `experts`; first[s] the same, but -1 if an earlier slot of
-//   the token has that rank. Adds each rank's tokens to counts[2 * rank] and its slots to counts[2 * rank + 1], summed within a CTA first.
-//   256 threads; any grid, best one thread per slot up to a few CTAs per SM. Dynamic shared memory: 8 bytes per rank.
-// pack_slots: record i has 1 + 2 * top_k words for the token of slot[i], as the rank of expert[slot[i]] needs them: the token_id + 1; for
-//   each slot of the token its expert, numbered from 1 for the rank's first expert, or 0 if the expert is on another rank; and the bits of
-//   each slot's weight. If slot[i] is not below `slots`: zeros.
-// unpack_slots: splits records into token_id, expert, both numbered from 0 again, and weight.
-//   256 threads; grid ceil(words / 256), words = those of all records, below 2^31.
+// assign_ranks: rank[s] = the rank of expert[s], or -1 if the expert is not below `experts`; first[s] is the same, but -1 if an earlier
+//   slot of the token has that rank. assign_ranks also adds each rank's token count to counts[2 * rank] and its slot count to counts[2 *
+//   rank + 1], after sums within each CTA. 256 threads; any grid works; best is one thread per slot, but at most a few CTAs per SM. Dynamic
+//   shared memory: 8 bytes per rank.
+// pack_slots: record i has 1 + 2 * top_k words. A record describes the token of slot[i] to the rank of expert[slot[i]]: token_id + 1; for
+//   each slot of the token, its expert, numbered from 1 for the rank's first expert, or 0 if the expert is on another rank; and the bits of
+//   each slot's weight. If slot[i] is not below `slots`, the record is zeros.
+// unpack_slots: splits records into token_id and expert, both numbered from 0 again, and weight.
+//   256 threads; grid ceil(words / 256), where `words`, the number of words in all records, is below 2^31.
 #pragma once
 #include "math/reduce.cuh"
 #include "ptx/types.cuh"

@@ -1,10 +1,10 @@
-// One AdamW step in place, every operation rounded: with g = grad * grad_scale,
-//   m = beta1 m + rest1 g; v = beta2 v + rest2 g^2; w = (w - decay w) - lr (m bias1) / (sqrt(v bias2) + eps), decay = lr * weight_decay.
+// One AdamW step in place; every operation is rounded. With g = grad * grad_scale: m = beta1 m + rest1 g; v = beta2 v + rest2 g^2; w = (w -
+//   decay w) - lr (m bias1) / (sqrt(v bias2) + eps), decay = lr * weight_decay.
 //
-// adamw<G, M>: for each tensor of the list w [len] F32, grad [len] of type G, m and v [len] of type M (Bf16 or F32; rounded to nearest even
-//   when written, used unrounded). control: the step's scalars (`Control` of nibble-core); if its STOP is set nothing changes. Tensor i has
-//   CTAs first_cta[i] up to the next tensor's, ceil(len / 2048) of them.
-//   256 threads; grid: the CTAs of all tensors; any len but 0; buffers are 16-byte aligned.
+// adamw<G, M>: for each tensor of the list w [len] F32, grad [len] of type G, m and v [len] of type M (Bf16 or F32). m and v are rounded to
+//   nearest even when written, but used unrounded. control: the step's scalars (`Control` of nibble-core); if STOP is set, nothing changes.
+//   Tensor i has ceil(len / 2048) CTAs, from first_cta[i] to the next tensor's first CTA.
+//   256 threads; the grid has the CTAs of all tensors; any len but 0; buffers are 16-byte aligned.
 #pragma once
 #include "formats/plain.cuh"
 #include "pieces/step/control.cuh"
@@ -13,17 +13,17 @@
 namespace nib {
 
 constexpr int kAdamThreads = 256;
-constexpr int kAdamUnits = 2;  // units of a thread, whose loads are all in flight
-constexpr int kAdamCount = 4;  // numbers a unit: 16 bytes of F32
+constexpr int kAdamUnits = 2;  // units per thread, whose loads are all in flight
+constexpr int kAdamCount = 4;  // values per unit: 16 bytes of F32
 
-/// Constants of all steps.
+/// Constants that are the same in all steps.
 struct AdamArg {
     float beta1, rest1;
     float beta2, rest2;
     float eps;
 };
 
-/// One tensor.
+/// The buffers of one tensor.
 struct AdamTensor {
     u8* w;
     const u8* grad;
@@ -34,13 +34,13 @@ struct AdamTensor {
     u32 first_cta;
 };
 
-/// As many tensors as the arguments of a launch hold.
+/// As many tensors as fit in the arguments of a launch.
 struct AdamTensors {
     AdamTensor tensor[kListedTensors];
     u64 count;
 };
 
-/// A step's scalars.
+/// The scalars of a step.
 struct AdamStep {
     float lr, bias1, bias2, grad_scale, decay;
 };
@@ -76,7 +76,7 @@ struct AdamUnit {
 template <typename G, typename M>
 __global__ void __launch_bounds__(kAdamThreads)
     adamw(const __grid_constant__ AdamTensors tensors, const float* __restrict__ control, const __grid_constant__ AdamArg arg) {
-    // `Control`: LR, BIAS1, BIAS2, GRAD_SCALE, STOP.
+    // Reads LR, BIAS1, BIAS2, GRAD_SCALE and STOP of `Control`.
     if (__ldg(control + kStop) != 0.0f) return;
     const u32 number = tensor_of_cta(tensors);
     const auto& [w, grad, m, v, len, weight_decay, first_cta] = tensors.tensor[number];

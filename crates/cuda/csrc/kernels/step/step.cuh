@@ -1,15 +1,16 @@
-// A step's scalars, its micro-batches, the collection of counters, and the end of the step. crates/core/src/ops/step/mod.rs describes every
+// Kernels that start a step and its micro-batches, collect counters, and end the step. crates/core/src/ops/step/mod.rs describes every
 // value.
 //
-// begin_step: control[0 .. 4] from the slot's first words, table[told .. told + 3] from the following words; zeros the clock's
-//   micro-batches and the rest of `table`. 256 threads; grid max(1, ceil(cells / 256)).
-// begin_micro_batch: ids, targets and, if `apart` is 1, starts of the slot's next micro-batch, and the rows' ids; then increments the
-//   clock. 1024 threads; one cluster of 8 CTAs, so that the clock changes only after all CTAs have read it.
-// push_amax: CTA s pushes table[s], the magnitude of span s, into the span's history. 128 threads; grid spans.
-// balance_bias: moves each of `experts` biases against its load, summed over `ranks` tables of `cells`; `tables` points to the first load.
-//   256 threads; grid 1.
+// begin_step: control[0 .. 4] are copied from the slot's first words, and table[told .. told + 3] from the following words; the clock's
+//   micro-batches and the rest of `table` become zeros. 256 threads; grid max(1, ceil(cells / 256)).
+// begin_micro_batch: copies ids, targets and, if `apart` is 1, starts of the slot's next micro-batch, and writes the rows' ids; then
+//   increments the clock. 1024 threads; one cluster of 8 CTAs, so that the clock changes only after all CTAs have read it.
+// push_amax: CTA s appends table[s], the magnitude of span s, to the span's history. 128 threads; grid spans.
+// balance_bias: moves each of `experts` biases against the expert's load, summed over `ranks` tables of `cells` cells; `tables` points to
+//   the first load. 256 threads; grid 1.
 // collect: CTA e adds entry e of the launch to the table. No two entries of a launch share a cell. 128 threads; grid entries.
-// end_step: norm, verdict, report. `sums` is scratch for ceil(ordered / 4096) numbers. 1024 threads; grid 1.
+// end_step: computes the gradient norm, the decision whether the step counts, and the report. `sums` is scratch for ceil(ordered / 4096)
+// numbers. 1024 threads; grid 1.
 #pragma once
 #include "math/chunk_sum.cuh"
 #include "pieces/step/control.cuh"
@@ -18,9 +19,10 @@
 
 namespace nib {
 
-// Indices in `Clock`.
+// Indices into `Clock`.
 enum { kStep = 0, kMicro = 1 };
-// Index among a slot's scalars, and their number.
+// Index of the first of the words that the host passes to the table, among a slot's scalars, and
+// the number of such words.
 enum { kTold = kFromHost, kToldWords = 3 };
 
 constexpr int kBeginThreads = 256;
@@ -30,7 +32,7 @@ __global__ void __launch_bounds__(kBeginThreads)
                u64 told) {
     const u64 i = u64(blockIdx.x) * kBeginThreads + threadIdx.x;
     const int* const from = inputs + clock[kStep] % 2 * slot;
-    // Below `told` the difference wraps around.
+    // For i below `told` the unsigned difference wraps around.
     if (i < cells) table[i] = i - told < kToldWords ? double(from[kTold + (i - told)]) : 0.0;
     if (i < kFromHost) control[i] = __int_as_float(from[i]);
     if (i == 0) clock[kMicro] = 0;
@@ -40,8 +42,8 @@ constexpr int kMicroThreads = 1024;
 constexpr int kMicroCtas = 8;
 
 struct MicroBatch {
-    u64 slot;     // words of a slot
-    u64 scalars;  // words before its first id
+    u64 slot;     // words per slot
+    u64 scalars;  // words of a slot before its first id
     u32 tokens;
     u32 micro_batches;
     u32 rank;
@@ -67,21 +69,21 @@ __global__ void __launch_bounds__(kMicroThreads)
 }
 
 constexpr int kCollectThreads = 128;
-constexpr int kCollectEntries = 100;  // 4 kB of parameters
+constexpr int kCollectEntries = 100;  // 100 entries make 4 kB of kernel parameters
 
 enum Collected { kU64, kI32, kF32, kF64, kOccupancy, kLargest };
 
-/// Values and their cells: value i goes to cell at + i % cells * stride.
+/// Values and the cells to which they are added: value i goes to cell at + i % cells * stride.
 struct CollectEntry {
     const void* source;
-    int kind;  // a Collected
+    int kind;  // a value of Collected
     u32 values;
     u32 at;
     u32 cells;
     u32 stride;
-    u32 capacity;  // of an occupancy: the rows there are,
-    u32 slots;     // the slots the plan was told of,
-    u32 found;     // and how many numbers the plan found
+    u32 capacity;  // for an occupancy: the rows that exist,
+    u32 slots;     // the slots that the plan was given,
+    u32 found;     // and how many numbers `source` holds
 };
 
 struct CollectEntries {
@@ -114,7 +116,7 @@ __global__ void __launch_bounds__(kCollectThreads) collect(double* table, const 
         double* const to = table + entry.at + u64(cell) * entry.stride;
         double sum = *to;
         if (entry.kind == kLargest) {
-            // The comparison also takes a NaN, and then keeps it.
+            // The comparison is also true for a NaN, which then stays in the maximum.
             for (u32 i = cell; i < entry.values; i += entry.cells) {
                 const double value = value_of(entry, i);
                 if (!(value <= sum) && sum == sum) sum = value;
@@ -132,11 +134,11 @@ constexpr int kEndThreads = 1024;
 constexpr int kReportHead = 4;
 
 struct StepEnd {
-    u64 squares;  // lengths
+    u64 squares;  // length of the array `squares`
     u64 ordered;
-    u64 cells;  // of one rank's table
+    u64 cells;  // cells per rank's table
     u64 ranks;
-    u64 alarms, alarms_end;  // cells of a table
+    u64 alarms, alarms_end;  // alarm cells of a table
     u64 finite, finite_end;
     double clip_norm;
 };
@@ -182,13 +184,15 @@ __global__ void __launch_bounds__(kEndThreads)
 
 constexpr int kPushThreads = 128;
 
-/// A span's record, in F32: the expected magnitude, the next position to write, and the history.
+/// A span's history record, in F32: the expected magnitude, the next position to write, and the
+/// history.
 enum { kExpected = 0, kNext = 1, kHistory = 2 };
 
 /// The longest history and the largest margin.
 enum : u32 { kLongest = 1u << 16, kWidest = 16 };
 
-/// Start of a span's record, length of its history, whether the most recent magnitude decides, and the margin.
+/// Start of a span's record, length of its history, whether only the most recent magnitude counts, and the
+/// margin.
 struct SpanWords {
     u32 first;
     u32 history;
@@ -228,7 +232,7 @@ __global__ void __launch_bounds__(kPushThreads)
 
 constexpr int kBalanceThreads = 256;
 
-/// Loads are integers: their sums are exact in any order.
+/// Loads are integers, so their sums are exact in any order.
 __device__ __forceinline__ double load_of_ranks(const double* __restrict__ tables, u64 cells, int ranks, int expert) {
     double load = 0.0;
     for (int rank = 0; rank < ranks; ++rank) load = __dadd_rn(load, tables[rank * cells + expert]);

@@ -1,12 +1,14 @@
-// Sums of squares of equal parts of a matrix, in F64 and in the CPU's order (math/chunk_sum.cuh): 16 lanes per chunk of 4096 values, added
-// over lanes 8, 4, 2 and 1 apart; then the chunks' sums as a tree over neighbours.
+// Sums of squares of equal parts of a matrix, in F64 and in the CPU's order (math/chunk_sum.cuh). A chunk of 4096 values has 16 partial
+// sums, which are added 8, 4, 2 and 1 apart; then a tree over neighbours adds the chunks' sums.
 //
-// sum_squares<T>: for each tensor of the list, parts of len values of type T (Bf16 or F32) with ceil(len / 4096) chunks each, sums
-//   [all_chunks] F64, from chunk first_chunk of the first part on: x begins there. Eight threads per chunk, two lanes each. Tensor i has
-//   CTAs first_cta[i] up to the next tensor's, ceil(all_chunks / 32) of them. 256 threads; grid: the CTAs of all tensors.
-// close_squares<kThreads>: kThreads is kSquaresThreads; reduces each tensor's sums [parts * count], kSquaresGroup neighbours to one: out
-//   [parts * groups] F64; or, if there is one group per part, its sum rounded to F32: into[at + part] (out is null then).
-//   256 threads; grid: parts * groups of all tensors; may be launched early. No sum is -0, so positions past the last sum can count as +0.
+// sum_squares<T>: for each tensor of the list, parts of len values of type T (Bf16 or F32) with ceil(len / 4096) chunks each; sums
+//   [all_chunks] F64. x begins at chunk first_chunk of the first part. Eight threads share a chunk; each has two of the chunk's partial
+//   sums. Tensor i has ceil(all_chunks / 32) CTAs, from first_cta[i] to the next tensor's first CTA. 256 threads; the grid has the CTAs of
+//   all tensors.
+// close_squares<kThreads>: kThreads is kSquaresThreads. The kernel adds kSquaresGroup adjacent sums of each tensor's sums [parts * count]
+//   to one: out [parts * groups] F64. If there is one group per part, the sum is rounded to F32 and stored in into[at + part], and out is
+//   null. 256 threads; the grid has parts * groups CTAs of all tensors; may be launched early. No sum is -0, so positions past the last
+//   sum may be read as +0.
 #pragma once
 #include "formats/plain.cuh"
 #include "pieces/step/tensor_list.cuh"
@@ -20,10 +22,11 @@ constexpr int kSquaresLanes = 16;
 constexpr int kSquaresEach = 8;                                       // sums that a thread adds
 constexpr int kSquaresGroup = kSquaresThreads * kSquaresEach;
 
-/// lane + x * x, the product exact.
+/// lane + x * x; the product is exact.
 __device__ __forceinline__ double add_square(double lane, float x) { return __fma_rn(double(x), double(x), lane); }
 
-/// Adds the squares of `rounds` times 16 values to two lanes; kCount = 2: by loads of two values.
+/// Adds the squares of `rounds` * 16 values to two partial sums; with kCount = 2, each load reads
+/// two values.
 template <typename T, int kCount>
 __device__ __forceinline__ void add_rounds(const u8* from, u32 rounds, double (&lane)[2]) {
     using X = Few<T, kCount>;
@@ -47,12 +50,12 @@ __device__ __forceinline__ void add_rounds(const u8* from, u32 rounds, double (&
         for (int k = 0; k < 2; ++k) lane[k] = add_square(lane[k], T::number(from + (round * kSquaresLanes + k) * T::kBytes));
 }
 
-/// Chunks of one tensor.
+/// The chunks of one tensor.
 struct SquaresTensor {
     const u8* x;
     double* sums;
-    u64 len;  // of a part
-    u32 chunks;  // of a part
+    u64 len;  // values per part
+    u32 chunks;  // chunks per part
     u32 all_chunks;
     u32 first_cta;
     u32 first_chunk;
@@ -74,7 +77,7 @@ __global__ void __launch_bounds__(kSquaresThreads) sum_squares(const __grid_cons
         const u32 count = left < kSquaresChunk ? u32(left) : kSquaresChunk;
         const u32 rounds = count / kSquaresLanes, rest = count % kSquaresLanes;
         const u8* const from = x + (part * len + within - u64(first_chunk) * kSquaresChunk + 2 * index) * T::kBytes;
-        // Parts need not be aligned for loads of two values.
+        // Parts may be misaligned for loads of two values.
         if (u64(from) % (2 * T::kBytes) == 0)
             add_rounds<T, 2>(from, rounds, lane);
         else
@@ -90,12 +93,12 @@ __global__ void __launch_bounds__(kSquaresThreads) sum_squares(const __grid_cons
     if (index == 0 && number < all_chunks) sums[number] = lane[0] + lane[1];
 }
 
-/// The tree over eight neighbours.
+/// The tree sum of eight neighbours.
 __device__ __forceinline__ double close_eight_sums(const double (&x)[8]) {
     return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
 }
 
-/// Sums of one tensor.
+/// The sums of one tensor.
 struct SumsTensor {
     const double* sums;
     double* out;

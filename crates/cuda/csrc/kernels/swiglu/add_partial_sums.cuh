@@ -1,4 +1,5 @@
-// Sums of parts: sums[rows] = 0 + parts[0] + parts[1] + ..., parts [num_parts][rows], in order. 256 threads, one thread per row.
+// Adds partial sums: sums[rows] = 0 + parts[0] + parts[1] + ..., parts [num_parts][rows], in order. 256 threads, one thread per
+// row.
 #pragma once
 #include "ptx/types.cuh"
 

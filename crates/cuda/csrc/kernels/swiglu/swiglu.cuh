@@ -1,14 +1,15 @@
-// a = silu(g) · u · w from h = [g | u], quantized or in BF16, and h quantized for the backward pass, from one read of h.
+// SwiGLU: a = silu(g) · u · w from h = [g | u], quantized or in BF16. From the same read of h, h can also be quantized for the backward
+// pass.
 //
 // swiglu_rows<kRule, kSaveH>: h BF16 [rows][2f]; weight [rows] (null: 1); a E4M3 codes [rows][f], scales [rows][ceil(f / 128)], or for
 //   kRulePlain BF16 [rows][f] without scales and counts; kSaveH: h4 codes [rows][f], scales [rows][2f / 32], MXFP4 by the rule rceil.
 //   row_id and counts (of a's blocks) as in kernels/convert/quantize.cuh; padding gives zeros. f % 32 == 0; buffers are 16-byte aligned.
 //   640 threads; a warp takes a segment of 512 columns of a at a time; segments = ceil(f / 512), and `by_segments` divides by it. Any
-//   grid, best one CTA per SM, or as many as give all warps equally many segments; no dynamic shared memory.
+//   grid works; best is one CTA per SM, or as many CTAs as give all warps equally many segments. No dynamic shared memory.
 //
 // Measured on an H200 (share of the larger of (read + written) / 4247 GB/s and written / fill rate; 32768 x 7168, and x 2048): BF16 99 %
-// (97 %), E4M3 100 % (96 %), with h4 96 % (88 %); in 256 uneven groups 98, 97 and 88 %. With h4 the integer pipe is the limit: two codes
-// of h, the index of a sigmoid, the maxima.
+// (97 %), E4M3 100 % (96 %), with h4 96 % (88 %); in 256 uneven groups 98, 97 and 88 %. With h4 the integer pipe is the limit, because
+// it computes both codes of h, the index of a sigmoid, and the maxima.
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/e2m1.cuh"
@@ -24,16 +25,16 @@ namespace nib {
 
 constexpr int kSwigluThreads = 640;
 constexpr int kSwigluChunks = 2;
-constexpr int kRulePlain = -1;  // a in BF16, without scales
+constexpr int kRulePlain = -1;  // a is BF16, without scales
 
 /// A warp's task: up to kSwigluChunks · 256 columns of a row.
 struct SwigluTask {
     u32 row, segment;
     bool counted;
     float weight;
-    Bf16::Eight in[2 * kSwigluChunks];  // gate and up of each chunk
+    Bf16::Eight in[2 * kSwigluChunks];  // gate and up values of each chunk
 
-    /// Starts the loads; none for a row with a negative id.
+    /// Starts the loads; a row with a negative id is not loaded.
     __device__ __forceinline__ void load(const u8* h, const float* weights, int id, u32 task, int f, Divider by_segments, u32 segments) {
         row = by_segments.divide(task);
         segment = task - row * segments;
@@ -47,16 +48,17 @@ struct SwigluTask {
             in[2 * i] = Bf16::load<true>(from + i * kChunkCols * Bf16::kBytes, left);
             in[2 * i + 1] = Bf16::load<true>(up + i * kChunkCols * Bf16::kBytes, left);
         }
-        // Padding gives +0, so its weight must not be negative.
+        // The output of padding must be +0, so its weight must not be negative.
         weight = counted && weights != nullptr ? __ldg(weights + row) : 1.0f;
     }
 };
 
-/// Scales of two MXFP4 blocks by the rule rceil, from the largest magnitudes of BF16 values; one block in each half of each word.
+/// Scales of two MXFP4 blocks by the rule rceil, from the largest magnitudes of BF16 values; each half of a word belongs to one
+/// block.
 struct Mxfp4Scales {
-    u32 bytes;    // as stored
-    u32 factors;  // what the numbers are multiplied by, as BF16
-    u32 nan;      // bit 15 or 31: there is a NaN or infinity
+    u32 bytes;    // scales as stored
+    u32 factors;  // factors by which values are multiplied, as BF16
+    u32 nan;      // bit 15 or 31 is set if the block has a NaN or infinity
 
     __device__ __forceinline__ explicit Mxfp4Scales(u32 amax) {
         // The carry of the mantissa into the exponent implements the rule, as in block_scale.
@@ -76,16 +78,16 @@ __global__ void __launch_bounds__(kSwigluThreads, 1)
     constexpr int kChunks = kSwigluChunks, kWarps = kSwigluThreads / 32;
     constexpr int kLanes = A::kBlock / 8;
     constexpr int kCols = kChunks * kChunkCols;
-    constexpr int kBytes = kRule == kRulePlain ? Bf16::kBytes : 1;  // of an element of a
+    constexpr int kBytes = kRule == kRulePlain ? Bf16::kBytes : 1;  // bytes per element of a
     __shared__ SigmoidTable sigmoids;
     __shared__ u32 total[3];
     const int lane = threadIdx.x % 32;
-    const u32 a_blocks = ceil_div(f, A::kBlock), h_blocks = u32(f) / E2m1::kBlock;  // of h's: those of one half
+    const u32 a_blocks = ceil_div(f, A::kBlock), h_blocks = u32(f) / E2m1::kBlock;  // blocks in one half of a row of h
     const u32 tasks = u32(rows) * segments, stride = gridDim.x * kWarps;
     u32 task = blockIdx.x * kWarps + threadIdx.x / 32;
     SwigluTask one, other;
-    // The row id of a task. It is read one task ahead of the row itself: a load that waited for the id would stall the
-    // warp.
+    // The row id of a task. The row id is read one task ahead of the row itself, because a load that waited for the
+    // id would stall the warp.
     const auto id_of = [&](u32 at) {
         if (at >= tasks) return -1;
         return row_id == nullptr ? 0 : __ldg(row_id + by_segments.divide(at));
@@ -105,13 +107,13 @@ __global__ void __launch_bounds__(kSwigluThreads, 1)
         u8* const a_to = a_codes + (u64(now.row) * u32(f) + u32(col)) * kBytes;
         u8* const h_to = kSaveH ? h_codes + u64(now.row) * u32(f) + u32(col) / 2 : nullptr;
         typename ScaleType<kRule>::Stored a_stored[kChunks];
-        u32 h_stored[kChunks];  // of gate and up
+        u32 h_stored[kChunks];  // codes of gate and up
 #pragma unroll
         for (int i = 0; i < kChunks; ++i) {
             const Bf16::Eight &gate = now.in[2 * i], &up = now.in[2 * i + 1];
             const int left = f - col - i * kChunkCols;
             u8* const a_at = a_to + i * kChunkCols * kBytes;
-            if (!now.counted) {  // zeros without the work; h's codes of padding are not written
+            if (!now.counted) {  // zeros are written without computing; codes of h for padding are not written
                 if constexpr (kRule == kRulePlain) {
                     if (left > 0) ptx::store_16(a_at, {0, 0, 0, 0});
                 } else {
@@ -163,7 +165,7 @@ __global__ void __launch_bounds__(kSwigluThreads, 1)
                 store_codes<E2m1, true>(h_to + u32(f) / 2 + i * (kChunkCols / 2), left, up_codes);
             }
         }
-        // The lanes of a block store the scales of its chunks, one scale each.
+        // The lanes of a block store the scales of its chunks, one scale per lane.
         if constexpr (kRule != kRulePlain) {
             const int mine = lane % kLanes;
             const u32 a_block = now.segment * (kCols / A::kBlock) + mine * (kChunkCols / A::kBlock) + lane / kLanes;
@@ -176,8 +178,8 @@ __global__ void __launch_bounds__(kSwigluThreads, 1)
                 h_scales[(u64(now.row) * 2 + half) * h_blocks + h_block] = u8(pick(h_stored, chunk) >> half * 16);
         }
     };
-    // The next task is loaded while this task is processed. `one` and `other` alternate, so that no registers are
-    // copied.
+    // The next task is loaded while this task is processed. The tasks `one` and `other` alternate, so that no
+    // registers are copied.
     while (task < tasks) {
         load_next(other);
         work(one);

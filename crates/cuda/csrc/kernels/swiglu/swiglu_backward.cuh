@@ -1,24 +1,24 @@
-// The backward pass of kernels/swiglu/swiglu.cuh with all results that the next products need, from one read: dh = [dg | du] in E4M3 along
-// its rows and down its columns; a, recomputed, in E4M3 down its columns; and the gate weight's gradient.
+// The backward pass of kernels/swiglu/swiglu.cuh, with all results that the next GEMMs need, from one read. The results are dh = [dg | du]
+// in E4M3 along its rows and down its columns; the recomputed a in E4M3 down its columns; and the gate weight's gradient.
 //
 // swiglu_backward<H, kRule>: h [rows][2f] in the format of H, da BF16 [rows][f], weight[rows] (null: 1) -> dh codes [rows][2f], scales
 //   [rows][2f / 128]; dh columns [2f][capacity], scales [capacity / 128][2f]; a columns [f][capacity], scales [capacity / 128][f], zeros
-//   from `rows` to `capacity`; parts [f / 128][rows], the gate weight's gradient in parts of 128 columns; counts of dh's row blocks and of
-//   a's blocks. f % 128 == 0, capacity % 128 == 0; row_id as in kernels/convert/quantize.cuh; padding gives zeros; buffers are 16-byte
-//   aligned. 512 threads, any grid, best one CTA per SM; `by_across` divides by f / 128; sizeof(BackwardShared<H>) dynamic shared memory:
-//   231424 and 232448. kernels/swiglu/add_partial_sums.cuh adds the parts.
+//   from `rows` to `capacity`; parts [f / 128][rows], the gate weight's gradient summed over 128 columns each; counts of dh's row blocks
+//   and of a's blocks. f % 128 == 0, capacity % 128 == 0; row_id as in kernels/convert/quantize.cuh; padding gives zeros; buffers are
+//   16-byte aligned. 512 threads; any grid works, and one CTA per SM is best; `by_across` divides by f / 128; sizeof(BackwardShared<H>)
+//   dynamic shared memory: 231424 or 232448 bytes. kernels/swiglu/add_partial_sums.cuh adds `parts`.
 //
-// The launch makes tensor maps with boxes of 32 rows. SavedH: of the MXFP4 codes [rows][f], 64 bytes wide, with the 64-byte swizzle (scales
-// [rows][2f / 32] are loaded without a map). PlainH: of BF16 [rows][2f], 128 values wide, not swizzled. Of da: likewise. The maps of the
-// column outputs take a TurnedTile.
+// The launch makes tensor maps with boxes of 32 rows. With SavedH, the map of h covers the MXFP4 codes [rows][f], 64 bytes wide, with the
+// 64-byte swizzle (scales [rows][2f / 32] are loaded without a map). With PlainH, the map of h covers BF16 [rows][2f], 128 values wide, not
+// swizzled. The map of da is also 128 values wide and not swizzled. A box of the maps of the column outputs is a TurnedTile.
 //
-// A tile of 128 x 128 stays in registers from its values to its codes, except a, most of which is parked in shared memory. Meanwhile the
-// next tile is loaded, and the columns of the previous tile are stored. The factors of columns have a split barrier, as in
+// A tile of 128 x 128 stays in registers until it is encoded, except a, most of which is parked in shared memory. Meanwhile the next tile
+// is loaded, and the columns of the previous tile are stored. The factors of columns use a split barrier, as in
 // kernels/swiglu/swiglu_cols.cuh.
 //
-// Measured on an H200, as there, from MXFP4: 76 % (72 %), in 32 uneven groups 70 %, in 256 64 %; adding the parts takes 3 us more. An
-// element takes 42 instructions and 12 passes of shared memory's pipe. Half of the time goes to computing values, whose look-ups wait for
-// that pipe.
+// Measured on an H200 as in kernels/swiglu/swiglu.cuh, from MXFP4: 76 % (72 %), in 32 uneven groups 70 %, in 256 groups 64 %; adding
+// `parts` takes 3 us more. An element takes 42 instructions and 12 passes through the shared-memory pipe. Half of the time goes to
+// computing values, whose table look-ups wait for that pipe.
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/e2m1.cuh"
@@ -37,18 +37,18 @@ namespace nib {
 
 constexpr int kMatrices = 3;  // dg, du, a
 
-/// h in MXFP4.
+/// h is in MXFP4.
 struct SavedH {
     static constexpr int kStages = 2;
     static constexpr int kTiles = kMatrices;
     /// How many groups of four of a thread's values of a are parked in shared memory, which saves registers; the first
-    /// kInDa replace da.
+    /// kInDa groups overwrite da.
     static constexpr int kSpares = 7, kInDa = 4;
 
-    /// Table entries by a code and the scale byte of its block.
+    /// Table entries, indexed by a code and the scale byte of its block.
     struct alignas(128) Table {
         GateTerms gate[256][16];
-        uint4 up[256];  // of the eight magnitudes, as BF16, the low bytes and the high ones
+        uint4 up[256];  // low and high bytes of the eight magnitudes, as BF16
 
         __device__ __forceinline__ void fill() {
             for (int i = threadIdx.x; i < 256 * 16; i += kStripThreads) {
@@ -67,16 +67,16 @@ struct SavedH {
         }
     };
 
-    /// A tile.
+    /// The inputs of one tile.
     struct alignas(512) Stage {
-        u8 codes[2][kTile][kTile / 2];  // gate, up; in the swizzle of 64 bytes
-        u32 scales[2][kTile];           // four a row
+        u8 codes[2][kTile][kTile / 2];  // gate, up; in the 64-byte swizzle
+        u32 scales[2][kTile];           // four scales per row
     };
-    static constexpr u32 kBoxBytes = kBoxRows * kTile / 2;  // of gate or of up
+    static constexpr u32 kBoxBytes = kBoxRows * kTile / 2;  // bytes of a box of gate or of up
 
-    __device__ __forceinline__ static u8* room(Table&) { return nullptr; }  // not asked for
+    __device__ __forceinline__ static u8* room(Table&) { return nullptr; }  // never called: `own` holds all tiles
 
-    /// Starts to fetch a box, of gate or up; `row` is its row in the tile.
+    /// Starts to fetch a box of gate or of up; `row` is the box's first row in the tile.
     __device__ __forceinline__ static void fetch(Stage& stage, ptx::Barrier& there, const TensorMap& h, int half, int row, int first_row,
                                                  int col, int f) {
         ptx::tma_load(stage.codes[half][row], h, there, (half * f + col) / 2, first_row + row);
@@ -93,8 +93,8 @@ struct SavedH {
     /// Eight columns of a row.
     struct Row {
         u32 gate;       // codes
-        u32 gate_line;  // address of the line of their scale
-        u32 up[4];      // BF16
+        u32 gate_line;  // address of the table line for the codes' scale
+        u32 up[4];      // BF16 values
 
         __device__ __forceinline__ void load(const Stage& stage, const Table& table, int in_tile, int col) {
             const int swizzled = col / 2 ^ in_tile / 2 % 4 * 16;
@@ -117,7 +117,7 @@ struct SavedH {
             }
         }
 
-        /// Zeros, for a padding row.
+        /// Sets the values to zeros, for a padding row.
         __device__ __forceinline__ void clear(const Table& table) {
             gate = up[0] = up[1] = up[2] = up[3] = 0;
             gate_line = shared_address(table.gate[0]);
@@ -128,8 +128,8 @@ struct SavedH {
 #pragma unroll
             for (int k = 0; k < 2; ++k) {
                 const int shift = 8 * i + 4 * k;
-                // The code, shifted to bits 3 to 6, is the byte offset of its entry. A line is aligned to its length,
-                // so OR adds the offset.
+                // The code, shifted to bits 3 to 6, is the byte offset of its table entry. A table line is aligned to
+                // its length, so OR adds the offset.
                 const u32 eighths = shift < 3 ? gate << (3 - shift) : gate >> (shift - 3);
                 const float2 terms = ptx::table_f32x2((eighths & 0x78) | gate_line);
                 of[k] = {terms.x, terms.y};
@@ -140,11 +140,11 @@ struct SavedH {
     };
 };
 
-/// h in BF16.
+/// h is in BF16.
 struct PlainH {
     using Table = SigmoidTable;
     static constexpr int kStages = 1;
-    static constexpr int kTiles = kMatrices - 1;  // the table has room for one
+    static constexpr int kTiles = kMatrices - 1;  // one more tile lies in the spare memory of the table
     static constexpr int kSpares = 4, kInDa = 0;
 
     __device__ __forceinline__ static u8* room(Table& table) { return table.room; }
@@ -185,7 +185,7 @@ struct PlainH {
     };
 };
 
-/// The inputs of a tile; zeros past the last row.
+/// The inputs of a tile; rows past the last row are zeros.
 template <class H>
 struct alignas(512) BackwardStage {
     typename H::Stage h;
@@ -193,33 +193,33 @@ struct alignas(512) BackwardStage {
     float weight[kTile];
 };
 
-/// Exchanged between the two warps that share a row.
+/// Values exchanged between the two warps that share a row.
 struct RowHalves {
-    float largest[2][2 * kTile];  // of dg and du
+    float largest[2][2 * kTile];  // largest magnitudes of dg and du
     float sum[2][kTile];
 };
 
 template <class H>
 struct alignas(1024) BackwardShared {
-    typename H::Table table;  // first, as SigmoidTable wants
+    typename H::Table table;  // the first member, because SigmoidTable requires a low address
     TurnedTile own[H::kTiles];
     BackwardStage<H> stage[H::kStages];
     float4 spare[H::kSpares - H::kInDa][kStripThreads];
     ColumnMaxima<kMatrices> maxima;
     ColumnInverses inverse[kMatrices];
     RowHalves halves;
-    int row_id[2 * H::kStages][kTile];  // of tiles under way, and the next one
+    int row_id[2 * H::kStages][kTile];  // row ids of the tiles in progress, and of the next tile
     ptx::Barrier there[H::kStages];  // TMA delivered the tile
-    ptx::Barrier inverses_there;  // every thread arrives: racecheck misreads one arrival for a warp, and this is not slower
-    u32 col_nan;                     // whether a block of the columns is NaN
+    ptx::Barrier inverses_there;  // every thread arrives, because racecheck misreads one arrival per warp, and this is not slower
+    u32 col_nan;                     // whether a column block is NaN
     u32 total[3];
 
     __device__ __forceinline__ TurnedTile& tile(int m) {
         return m < H::kTiles ? own[m] : *reinterpret_cast<TurnedTile*>(H::room(table));
     }
 
-    /// The shared-memory place of four of a thread's values of a, for `i` below kSpares: the first four of row i % 4,
-    /// from i = 4 on the last four.
+    /// The shared-memory place of four of a thread's values of a, for `i` below kSpares: the first four values of row
+    /// i % 4 for i < 4, and the last four from i = 4 on.
     __device__ __forceinline__ float4& kept(BackwardStage<H>& of, const StripThread& me, int i) {
         if (i < H::kInDa) return *reinterpret_cast<float4*>(of.da[me.row + i] + me.col * Bf16::kBytes);
         return spare[i - H::kInDa][threadIdx.x];
@@ -251,8 +251,8 @@ __global__ void __launch_bounds__(kStripThreads, 1)
         const u64 row = tile_at(n).row() + in_tile;
         ptx::copy_4_async(&shared.row_id[n % kIdTiles][in_tile], row_id + row, row < u64(rows));
     };
-    // Starts to fetch tile `n`, whose row ids have arrived, and the row ids of the next tile. Null row ids and weights
-    // are not fetched.
+    // Starts to fetch tile `n`, whose row ids have arrived, and the row ids of the next tile. Row ids and weights that
+    // are null are not fetched.
     const auto fetch = [&](u32 n) {
         if (!is_tile(n)) return;
         const StripTile at = tile_at(n);
@@ -270,7 +270,7 @@ __global__ void __launch_bounds__(kStripThreads, 1)
             }
         }
         H::fetch_scales(stage.h, h_scales, u64(row), col, left, f);
-        const u32 in_tile = threadIdx.x - 2 * kTile;  // by warps that have no scales to fetch
+        const u32 in_tile = threadIdx.x - 2 * kTile;  // done by warps that have no scales to fetch
         if (in_tile < kTile && weight != nullptr) ptx::copy_4_async(stage.weight + in_tile, weight + row + in_tile, int(in_tile) < left);
         fetch_ids(n + 1);
     };
@@ -305,7 +305,7 @@ __global__ void __launch_bounds__(kStripThreads, 1)
 
         StripValues value[kMatrices];
         float row_largest[2 * kThreadRows], terms[kThreadRows], a_largest[kThreadCols];
-        // All rows are read before anything is computed, and before a takes the place of da.
+        // All rows are read before anything is computed, and before a overwrites da.
         typename H::Row source[kThreadRows];
         Bf16::Eight incoming[kThreadRows];
         float w[kThreadRows];
@@ -316,14 +316,14 @@ __global__ void __launch_bounds__(kStripThreads, 1)
             w[r] = stage.weight[me.row + r];
         }
         const int4 id = *reinterpret_cast<const int4*>(shared.row_id[n % kIdTiles] + me.row);
-        if (__any_sync(kAllLanes, (id.x | id.y | id.z | id.w) < 0)) {  // boxes of padding alone were not loaded
+        if (__any_sync(kAllLanes, (id.x | id.y | id.z | id.w) < 0)) {  // boxes that contain only padding were not loaded
             const int ids[kThreadRows] = {id.x, id.y, id.z, id.w};
 #pragma unroll
             for (int r = 0; r < kThreadRows; ++r) {
                 if (ids[r] >= 0) continue;
                 source[r].clear(shared.table);
                 incoming[r] = Bf16::zeros();
-                w[r] = 1.0f;  // not negative: padding is +0
+                w[r] = 1.0f;  // not negative, so that padding gives +0
             }
         }
 #pragma unroll
@@ -368,15 +368,15 @@ __global__ void __launch_bounds__(kStripThreads, 1)
         }
         const auto larger = [](float a, float b) { return ptx::max_magnitude(a, b); };
         const auto sum = [](float a, float b) { return __fadd_rn(a, b); };
-        join_lanes<1, 1>(row_largest, ptx::lane_idx_anew(), larger);  // now of row lane % 8 / 2: dg's in even lanes, du's in odd ones
+        join_lanes<1, 1>(row_largest, ptx::lane_idx_anew(), larger);  // now the maximum of row lane % 8 / 2: dg's in even lanes, du's in odd lanes
         shared.halves.largest[me.half][me.in_rows()] = row_largest[0];
-        join_lanes<1, 1>(terms, ptx::lane_idx_anew(), sum);  // now of row lane % 4
+        join_lanes<1, 1>(terms, ptx::lane_idx_anew(), sum);  // now the sum of row lane % 4
         terms[0] = __fadd_rn(terms[0], __shfl_xor_sync(kAllLanes, terms[0], 4));
         if (lane % 8 < kThreadRows) shared.halves.sum[me.half][me.row + lane % 8] = terms[0];
         if (H::kStages == 1) ptx::copies_wait();
         __syncthreads();
 
-        if (H::kStages == 1) fetch(n + 1);  // nobody reads the tile any more
+        if (H::kStages == 1) fetch(n + 1);  // no thread reads the tile any more
         const float row_amax = ptx::max_magnitude(row_largest[0], shared.halves.largest[1 - me.half][me.in_rows()]);
         const auto row_scale = block_scale<E, kRule>(__float_as_uint(row_amax));
         if (me.half == 0) {
@@ -401,12 +401,12 @@ __global__ void __launch_bounds__(kStripThreads, 1)
                 of_a.non_finite += col_scale.is_nan();
             }
         }
-        if (threadIdx.x == 0) ptx::tma_store_wait_read<0>();  // the columns of the last tile
+        if (threadIdx.x == 0) ptx::tma_store_wait_read<0>();  // the columns of the last tile have been read
         __syncwarp();
         ptx::barrier_arrive(shared.inverses_there);
-        // Meanwhile the rows are encoded and stored.
+        // While the columns are stored, the rows are encoded and stored.
         u8* const row_codes = dh_codes + u64(u32(my_row)) * (2 * f) + (first_col + me.col);
-        const int lines = min(rows - my_row, kThreadRows) * 2;  // of dg and du, one after the other
+        const int lines = min(rows - my_row, kThreadRows) * 2;  // rows of dg and of du, alternating
         store_lines<2 * kThreadRows>(
             row_codes, f, lines, __any_sync(kAllLanes, row_scale.is_nan()), [&](int i) { return value[i % 2][i / 2]; },
             [&](int i) { return __shfl_sync(kAllLanes, row_scale.inverse, (lane & 24) | i); });
@@ -425,7 +425,7 @@ __global__ void __launch_bounds__(kStripThreads, 1)
 #pragma unroll 1
             for (int m = 0; m < kMatrices; ++m) shared.tile(m).clear_nan(shared.inverse[m]);
         }
-        ptx::fence_shared_to_async();  // TMA reads the columns, and writes where a was kept
+        ptx::fence_shared_to_async();  // TMA reads the columns, and then overwrites the memory in which a was parked
         ptx::copies_wait();
         __syncthreads();
         if (threadIdx.x == 0) {

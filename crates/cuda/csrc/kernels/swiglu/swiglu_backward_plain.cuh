@@ -3,9 +3,9 @@
 // h [rows][2f] = [g | u], da [rows][f], weight[rows] (null: 1) -> dh [rows][2f] = [dg | du], a [rows][f] as in the forward pass (null: not
 // written), dweight[rows]; row_id as in kernels/convert/quantize.cuh; padding gives zeros. Matrices are 16-byte aligned. 256 threads, one
 // warp per row.
-// swiglu_backward_plain<AnyChunk>: flags say which matrices are BF16, the others are F32; any grid.
+// swiglu_backward_plain<AnyChunk>: flags say which matrices are BF16; the others are F32. Any grid.
 // <Bf16Chunk>: h and da are BF16 and f % 8 == 0. <SavedChunk>: h is MXFP4, codes [rows][f] bytes and h_scales [rows][2f / 32], da is BF16,
-//   and f % 32 == 0. Any grid, best four CTAs per SM; sizeof(SigmoidTable) dynamic shared memory.
+//   and f % 32 == 0. Any grid works, and four CTAs per SM are best; sizeof(SigmoidTable) dynamic shared memory.
 #pragma once
 #include "formats/e2m1.cuh"
 #include "formats/e8m0.cuh"
@@ -18,7 +18,7 @@ namespace nib {
 
 constexpr int kPlainRowThreads = 256;
 
-/// The inputs, and whether they are BF16.
+/// The inputs, and flags that say whether they are BF16.
 struct PlainSource {
     const u8 *h, *h_scales, *da;
     int h_bf16, da_bf16;
@@ -27,7 +27,7 @@ struct PlainSource {
 
 /// A warp's next 256 columns.
 struct AnyChunk {
-    static constexpr bool kTable = false;  // whether sigmoids are looked up
+    static constexpr bool kTable = false;  // whether sigmoids are looked up in a table
     using Eight = F32::Eight;
     Eight gate, up, da;
 
@@ -85,9 +85,10 @@ struct Bf16Chunk : TableChunk {
     __device__ __forceinline__ const Eight& ups() const { return up; }
 };
 
-/// h as saved. It is widened only where it is used, which saves registers.
+/// h as the forward pass saved it, in MXFP4. Codes are decoded only where values are used, which
+/// saves registers.
 struct SavedChunk : TableChunk {
-    u32 gate, up;  // codes
+    u32 gate, up;  // codes of gate and up
     u32 gate_scale, up_scale;
     Eight da;
 
@@ -111,7 +112,7 @@ __global__ void __launch_bounds__(kPlainRowThreads, Chunk::kTable ? 4 : 2)
                           float* __restrict__ dweight, const int* __restrict__ row_id, int rows, int f) {
     constexpr int kCols = 2 * kPart;
     extern __shared__ __align__(128) u8 raw[];
-    SigmoidTable& sigmoids = *reinterpret_cast<SigmoidTable*>(raw);  // none without kTable
+    SigmoidTable& sigmoids = *reinterpret_cast<SigmoidTable*>(raw);  // not used without kTable
     u32 table = 0;
     if constexpr (Chunk::kTable) {
         sigmoids.fill();

@@ -1,16 +1,17 @@
-// a = silu(g) · u · w from h = [g | u] in E4M3 along its rows and down its columns, from one read of h.
+// SwiGLU: a = silu(g) · u · w from h = [g | u], in E4M3 along its rows and down its columns, from one read of h.
 //
-// swiglu_rows_cols<kRule>: h BF16 [rows][2f], as a map of boxes of 32 rows of 128 columns, not swizzled; weight [rows] (null: 1); codes
-//   [rows][f], scales [rows][ceil(f / 128)]; column codes [f][capacity], as a map of tiles in the layout of TurnedTile, scales
-//   [capacity / 128][scale_stride], zeros from `rows` to `capacity`; counts of the row blocks. f % 8 == 0, capacity % 128 == 0; row_id
-//   as in kernels/convert/quantize.cuh; padding gives zeros; buffers are 16-byte aligned.
-//   512 threads, any grid, best two CTAs per SM; `by_across` divides by ceil(f / 128); sizeof(RowsColsShared) dynamic shared memory:
-//   115712. The next tile is loaded while a tile is encoded.
+// swiglu_rows_cols<kRule>: h BF16 [rows][2f], through a tensor map with boxes of 32 rows of 128 columns, not swizzled; weight [rows]
+//   (null: 1); codes [rows][f], scales [rows][ceil(f / 128)]; column codes [f][capacity], through a tensor map of tiles in the layout
+//   of TurnedTile, scales [capacity / 128][scale_stride], zeros from `rows` to `capacity`; counts of the row blocks. f % 8 == 0,
+//   capacity % 128 == 0; row_id as in kernels/convert/quantize.cuh; padding gives zeros; buffers are 16-byte aligned.
+//   512 threads; any grid works, and two CTAs per SM are best; `by_across` divides by ceil(f / 128); sizeof(RowsColsShared) dynamic
+//   shared memory:
+//   115712 bytes. While a tile is encoded, the next tile is loaded.
 //
-// Three barriers per tile hold all threads. The factors of the columns have a split barrier, `inverses_there`: threads arrive at it
+// Three barriers per tile make all threads wait. The factors of the columns use a split barrier, `inverses_there`: threads arrive at it
 // before they store their rows, and wait for it afterwards.
 //
-// Measured on an H200, as in kernels/swiglu/swiglu.cuh, power-of-two scales: 89 % (86 %), in 32 uneven groups 85 %, in 256 71 %.
+// Measured on an H200, as in kernels/swiglu/swiglu.cuh, power-of-two scales: 89 % (86 %), in 32 uneven groups 85 %, in 256 groups 71 %.
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/e4m3.cuh"
@@ -24,28 +25,29 @@
 
 namespace nib {
 
-/// A transposed tile of codes, and the maxima that its scales come from. They are never in use at the same time, so
-/// they share memory.
+/// A transposed tile of codes, and the maxima from which its scales are computed. The codes and the maxima are
+/// never in use at the same time, so they share memory.
 union RowsColsTurn {
     struct {
         ColumnMaxima<1> maxima;
-        float row_largest[2][kTile];  // of either half of a row
+        float row_largest[2][kTile];  // maxima of the two halves of each row
     } before;
     TurnedTile tile;
 };
 
 struct alignas(128) RowsColsShared {
-    SigmoidTable sigmoids;                              // first, as it wants; in its room a RowsColsTurn
+    SigmoidTable sigmoids;                              // first, because it needs a low address; its spare memory holds a RowsColsTurn
     alignas(128) u8 h[2][kTile][kTile * Bf16::kBytes];  // gate, up
     ColumnInverses inverses;
-    int row_id[kTile];   // of the tile after the one that is being loaded
+    int row_id[kTile];   // row ids of the tile after the one that is being loaded
     ptx::Barrier there;           // TMA delivered the tile
-    ptx::Barrier inverses_there;  // every thread arrives: racecheck misreads one arrival for a warp, and this is not slower
-    u32 col_nan;                  // whether a block of the columns is NaN
+    ptx::Barrier inverses_there;  // every thread arrives, because racecheck misreads one arrival per warp, and this is not slower
+    u32 col_nan;                  // whether a column block is NaN
     u32 total[3];
 };
 
-/// Starts to fetch the tile at (row, col), except boxes of padding only. The first warp calls this.
+/// Starts to fetch the tile at (row, col), except boxes that contain only padding. The first warp
+/// calls this function.
 __device__ __forceinline__ void fetch_boxes(RowsColsShared& shared, const TensorMap& h, int row, int col, int f) {
     const u32 wanted = boxes_wanted(shared.row_id);
     const int box = threadIdx.x % 4, half = threadIdx.x / 4;
@@ -69,7 +71,7 @@ __global__ void __launch_bounds__(kStripThreads, 2)
     const u32 across = ceil_div(f, kTile), down = u32(capacity) / kTile, tiles = across * down;
     Tally tally;
     float weights[kThreadRows];
-    u32 counted = 0;  // a bit for each of this thread's rows, if it has columns
+    u32 counted = 0;  // one bit for each of this thread's rows; 0 if the thread has no columns
     const auto fetch_ids = [&](u32 index) {
         if (row_id == nullptr || index >= tiles || threadIdx.x >= kTile) return;
         const u64 row = StripTile(index, by_across, across).row() + threadIdx.x;
@@ -86,7 +88,7 @@ __global__ void __launch_bounds__(kStripThreads, 2)
             const int row = int(at.row()) + me.row + r;
             const bool counts_here = row < rows && at.col() + me.col < f && shared.row_id[me.row + r] >= 0;
             counted |= u32(counts_here) << r;
-            // Padding gives +0, so its weight must not be negative.
+            // The output of padding must be +0, so its weight must not be negative.
             weights[r] = counts_here && weight != nullptr ? __ldg(weight + row) : 1.0f;
         }
     };
@@ -122,7 +124,7 @@ __global__ void __launch_bounds__(kStripThreads, 2)
             gate[r] = Bf16::load_shared(shared.h[0][me.row + r] + me.col * Bf16::kBytes);
             up[r] = Bf16::load_shared(shared.h[1][me.row + r] + me.col * Bf16::kBytes);
         }
-        if (__any_sync(kAllLanes, counted != (1 << kThreadRows) - 1)) {  // boxes of padding alone were not loaded
+        if (__any_sync(kAllLanes, counted != (1 << kThreadRows) - 1)) {  // boxes that contain only padding were not loaded
 #pragma unroll
             for (int r = 0; r < kThreadRows; ++r)
                 if (!(counted >> r & 1)) gate[r] = up[r] = Bf16::zeros();
@@ -147,14 +149,14 @@ __global__ void __launch_bounds__(kStripThreads, 2)
         for (int c = 0; c < kThreadCols; ++c) largest[c] = largest_magnitude<4>({value[0][c], value[1][c], value[2][c], value[3][c]});
         turn.before.maxima.write(me, largest);
         const auto larger = [](float a, float b) { return ptx::max_magnitude(a, b); };
-        join_lanes<1, 1>(row_largest, ptx::lane_idx_anew(), larger);  // now of row lane % 4
+        join_lanes<1, 1>(row_largest, ptx::lane_idx_anew(), larger);  // now the maximum of row lane % 4
         row_largest[0] = larger(row_largest[0], __shfl_xor_sync(kAllLanes, row_largest[0], 4));
         const int in_tile = me.row + me.lane % kThreadRows;
         if (me.lane % 8 < kThreadRows) turn.before.row_largest[me.half][in_tile] = row_largest[0];
         ptx::copies_wait();
         __syncthreads();
 
-        fetch(index + gridDim.x);  // nobody reads the tile any more
+        fetch(index + gridDim.x);  // no thread reads the tile any more
         const float row_amax = larger(row_largest[0], turn.before.row_largest[1 - me.half][in_tile]);
         const auto row_scale = block_scale<E, kRule>(__float_as_uint(row_amax));
         if (me.half == 0 && me.lane % 8 < kThreadRows) {
@@ -163,7 +165,7 @@ __global__ void __launch_bounds__(kStripThreads, 2)
             tally.non_zero += __fmul_rn(row_amax, row_scale.inverse) > E::kLargestToZero;
             tally.non_finite += row_scale.is_nan();
         }
-        const u32 place = threadIdx.x - (kStripThreads - kTile);  // by other warps than the one that fetches
+        const u32 place = threadIdx.x - (kStripThreads - kTile);  // done by warps other than the warp that fetches
         if (place < kTile) {
             const int in_panel = ColumnMaxima<1>::column_at(place), col = first_col + in_panel;
             const auto col_scale = block_scale<E, kRule>(__float_as_uint(turn.before.maxima.at(0, place)));
@@ -173,12 +175,13 @@ __global__ void __launch_bounds__(kStripThreads, 2)
         }
         __syncwarp();
         ptx::barrier_arrive(shared.inverses_there);
-        // Meanwhile the rows are encoded and stored.
+        // While the barrier fills, the rows are encoded and stored.
         store_lines<kThreadRows>(
             row_codes + u64(u32(my_row)) * f + my_col, f, my_col < f ? rows - my_row : 0, __any_sync(kAllLanes, row_scale.is_nan()),
             [&](int r) { return value[r]; },
             [&](int r) { return __shfl_sync(kAllLanes, row_scale.inverse, (me.lane & 24) | r); });
-        // From here on the factors are complete, and nobody reads the maxima, whose memory the codes take.
+        // From here on the factors are complete, and no thread reads the maxima, whose memory the codes
+        // overwrite.
         ptx::barrier_wait(shared.inverses_there, parity ^ 1);
         __syncwarp();
         fetch_ids(index + 2 * gridDim.x);

@@ -1,9 +1,9 @@
-// SwiGLU from a plain matrix to a plain one, F32 or BF16 each (flags say which), of any width. Forms without a quantizing kernel go through
-// here in F32, and are quantized afterwards.
+// SwiGLU from a plain matrix to a plain matrix of any width; flags say whether each is F32 or BF16. For formats without a fused kernel,
+// this kernel writes F32, which is quantized afterwards.
 //
 // h [rows][2f] = [g | u], weight[rows] (null: 1) -> a [rows][f] = silu(g)·u·w; row_id as in kernels/convert/quantize.cuh; padding gives
 // zeros. Matrices are 16-byte aligned. A thread takes eight columns at a time; chunks = ceil(f / 8), and `by_chunks` divides by it. 256
-// threads; any grid, best ceil(rows · chunks / 256).
+// threads; any grid works; best is ceil(rows · chunks / 256).
 #pragma once
 #include "formats/f32_or_bf16.cuh"
 #include "math/exp.cuh"

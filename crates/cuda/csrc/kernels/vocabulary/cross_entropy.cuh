@@ -1,12 +1,13 @@
 // Cross-entropy of rows of logits, and its gradient. crates/core/src/ops/vocabulary/cross_entropy.rs defines the order of sums.
 //
-// cross_entropy<kLanes, kWide, kGroups>: for each row of logits [rows][vocab] the loss; dlogits [rows][vocab], BF16 or F32, unless it is
-//   null; bad_ids counts targets at or past the vocabulary. Element i belongs to lane i % 1024 of the row's sum. A cluster of 1024 / kLanes
-//   CTAs takes a row. Each CTA has kLanes adjacent lanes, and holds their elements in shared memory from the first read to the last write,
-//   so that logits are read once. A thread has kWide adjacent lanes (2: vocab is even) and every kGroups-th of their elements; with several
-//   groups, the first group sums the lanes. kLanes / kWide * kGroups threads; grid rows * 1024 / kLanes in clusters of 1024 / kLanes;
-//   dynamic shared memory: EntropyRoom, and 4 bytes for each of ceil(vocab / 1024) * kLanes logits.
-// shard_nats: nats[shard] = the sum of its losses; `sums` is scratch for shards * ceil(each / 4096). 512 threads; grid shards.
+// cross_entropy<kLanes, kWide, kGroups>: for each row of logits [rows][vocab] the loss; dlogits [rows][vocab], BF16 or F32, unless dlogits
+//   is null; bad_ids counts targets at or past the vocabulary's end. Element i is added to partial sum i % 1024 of the row (a lane). Each
+//   row has a cluster of 1024 / kLanes CTAs. Each CTA has kLanes adjacent lanes, and holds their elements in shared memory from the first
+//   read to the last write, so that logits are read once. A thread has kWide adjacent lanes (2: vocab is even) and every kGroups-th of
+//   their elements; with several groups, the first group sums the lanes. kLanes / kWide * kGroups threads; grid rows * 1024 / kLanes, in
+//   clusters of 1024 / kLanes; dynamic shared memory: EntropyRoom, and 4 bytes for each of ceil(vocab / 1024) * kLanes logits.
+// shard_nats: nats[shard] = the sum of the shard's losses; `sums` is scratch for shards * ceil(each / 4096) numbers. 512 threads; grid
+// shards.
 #pragma once
 #include "formats/plain.cuh"
 #include "math/chunk_sum.cuh"
@@ -21,13 +22,14 @@
 
 namespace nib {
 
-constexpr int kSumOver = 1024;  // lanes of a row's sum
+constexpr int kSumOver = 1024;  // partial sums (lanes) per row
 constexpr u32 kOneWarp = 0xFFFFFFFF;
 
-/// Exchanged between the CTAs and warps of a row. It precedes the logits in shared memory.
+/// Values exchanged between the CTAs and warps of a row. EntropyRoom precedes the logits in shared
+/// memory.
 struct alignas(16) EntropyRoom {
-    float lanes[kSumOver];  // sums
-    float maxima[128];      // of each warp of each CTA
+    float lanes[kSumOver];  // partial sums
+    float maxima[128];      // maximum of each warp of each CTA
     float sum;
 };
 
@@ -39,7 +41,7 @@ __device__ constexpr u64 cross_entropy_shared_bytes(u64 vocab) {
 
 __device__ __forceinline__ float infinity() { return __uint_as_float(0x7F800000); }
 
-/// Adds numbers kHalf apart, then kHalf / 2 apart, and so on, to x[0].
+/// Adds numbers that are kHalf apart, then kHalf / 2 apart, and so on; the sum is in x[0].
 template <int kHalf>
 __device__ __forceinline__ void close_halves(float (&x)[32]) {
 #pragma unroll
@@ -47,7 +49,7 @@ __device__ __forceinline__ void close_halves(float (&x)[32]) {
     if constexpr (kHalf > 1) close_halves<kHalf / 2>(x);
 }
 
-/// Reduces 1024 lanes by halving. One warp calls this.
+/// Reduces 1024 partial sums by halving. One warp calls this function.
 __device__ __forceinline__ float close_lanes(const float (&lanes)[kSumOver]) {
     float sum[32];
 #pragma unroll
@@ -59,11 +61,11 @@ __device__ __forceinline__ float close_lanes(const float (&lanes)[kSumOver]) {
     return all;
 }
 
-/// A CTA's part of a row: the positions of its threads' elements.
+/// A CTA's part of a row: the positions of the elements of its threads.
 template <int kLanes, int kWide, int kGroups>
 struct EntropyPart {
     static constexpr int kCluster = kSumOver / kLanes;
-    static constexpr int kOwners = kLanes / kWide;  // threads of a group
+    static constexpr int kOwners = kLanes / kWide;  // threads per group
     static constexpr int kThreads = kOwners * kGroups;
     static constexpr int kWarps = kThreads / 32;
     static_assert(kCluster * kWarps <= 128);
@@ -71,8 +73,8 @@ struct EntropyPart {
 
     float* held;   // [rounds][kLanes]: the logits, then their exponentials
     int vocab;
-    int full;      // rounds of 1024 elements
-    int rounds;    // and one for what is left
+    int full;      // number of full rounds of 1024 elements
+    int rounds;    // number of rounds, including a partial last round
     int rank, group, lane;
 
     __device__ __forceinline__ EntropyPart(float* held, int vocab)
@@ -83,7 +85,8 @@ struct EntropyPart {
     __device__ __forceinline__ int element(int round) const { return round * kSumOver + rank * kLanes + lane; }
     __device__ __forceinline__ float* place(int round) const { return held + round * kLanes + lane; }
 
-    /// Loads the logits; past the row's end they are -infinity. Returns the thread's largest logit, or a NaN.
+    /// Loads the logits; positions past the row's end are -infinity. Returns the thread's largest logit, or a
+    /// NaN if any logit is NaN.
     __device__ __forceinline__ float load(const float* __restrict__ row) const {
         constexpr int kBatch = 8;
         float max = -infinity();
@@ -111,7 +114,8 @@ struct EntropyPart {
         return max;
     }
 
-    /// The row's largest logit, or a NaN, from each thread's largest. Ends with a barrier.
+    /// The row's largest logit, or a NaN, from the largest logit of each thread. The function ends
+    /// with a barrier.
     __device__ __forceinline__ float largest(EntropyRoom& room, float max) const {
 #pragma unroll
         for (int half = 16; half > 0; half /= 2) max = ptx::max_or_nan(max, __shfl_xor_sync(kOneWarp, max, half));
@@ -134,7 +138,8 @@ struct EntropyPart {
         return max;
     }
 
-    /// Replaces the logits by exponentials and sums them. `smallest`: see Quotient. Ends with a barrier.
+    /// Replaces the logits by exponentials and sums them. The comment of Quotient explains
+    /// `smallest`. The function ends with a barrier.
     __device__ __forceinline__ float exponentials(EntropyRoom& room, float max, u32& smallest) const {
         float sum[kWide] = {};
 #pragma unroll 4
@@ -174,7 +179,7 @@ struct EntropyPart {
             ptx::cluster_sync();
         if (threadIdx.x < 32) {
             const float all = close_lanes(room.lanes);
-            // `exp_of_negative` turns a NaN into a number, so the sum is set to NaN here.
+            // `exp_of_negative` maps a NaN to a number, so the sum is set to NaN here.
             if (threadIdx.x == 0) room.sum = fabsf(max) < infinity() ? all : __uint_as_float(0x7FC00000);
         }
         __syncthreads();
@@ -203,7 +208,7 @@ struct EntropyPart {
         }
     }
 
-    /// The gradient of a row with this target.
+    /// The gradient of a row whose target is `target`.
     template <class Out>
     __device__ __forceinline__ void gradient(u8* row, int target, float sum, float scale, u32 smallest) const {
         if (__any_sync(kOneWarp, Quotient::is_tiny(smallest))) {
@@ -212,7 +217,7 @@ struct EntropyPart {
             const Quotient quotient(sum);
             write<Out>(row, [&](float e) { return __fmul_rn(scale, quotient.of(e)); });
         }
-        // The target's gradient is written again, by the thread that wrote its element above.
+        // The target's gradient is overwritten by the thread that wrote this element above.
         const int round = target / kSumOver, at = target % kSumOver - rank * kLanes - lane;
         if (u32(at) < u32(kWide) && round % kGroups == group) {
             const float share = __fdiv_rn(place(round)[at], sum);

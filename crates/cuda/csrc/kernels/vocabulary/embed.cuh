@@ -1,21 +1,22 @@
-// Rows of an embedding by id, and the gradient of the embedding.
+// Embedding rows by id, and the gradient of the embedding.
 //
-// embed<T, kCount>: x[i] = table[ids[i]], rounded to T (Bf16 or F32); table [vocab, d] F32; an id out of range gives zeros and is counted.
+// embed<T, kCount>: x[i] = table[ids[i]], rounded to T (Bf16 or F32); table [vocab, d] F32. An id out of range gives zeros and is counted.
 //   units = ceil(d / kCount), at least 1; kCount: 4 if d is a multiple of 4, else 1.
 //   256 threads; grid ceil(rows * units / 1024), rows * units below 2^31.
 //
-// kThreads is kEmbedThreads; it is a parameter so that these kernels are templates, which are compiled only where they are launched. The
-// backward pass sorts the tokens by key = shard * vocab + id, stably, one digit per pass: embed_digits extracts the digits, `plan_permute`
-// sorts. A run of tokens with one key is cut into chunks of 64.
-// embed_digits<kThreads>: digit[i] = key(order[i]) >> shift & mask; without an order, in token order, which is written to order_out.
+// kThreads is always kEmbedThreads. kThreads is a template parameter so that these kernels are compiled only where they are launched. The
+// backward pass sorts the tokens by key = shard * vocab + id, stably, one digit per pass: embed_digits extracts the digits, and
+// `plan_permute` sorts. A run of tokens with the same key is divided into chunks of 64 tokens.
+// embed_digits<kThreads>: digit[i] = key(order[i]) >> shift & mask. If order is null, tokens are in their own order, which is written to
+// order_out.
 //   256 threads; grid ceil(tokens / 256).
-// embed_chunks<kThreads>: from the sorted order the chunks, and the runs of several chunks, in any order: their numbers are counts[0] and
-//   [1] (initially zeros). 256 threads; grid ceil(tokens / 256). `chunks` [tokens], `runs` [tokens / 64].
-// embed_sums<T, kCount>: each chunk's rows of dy [tokens, d] are summed in order; the sum is added to the row of grad [shards * vocab, d]
-//   F32 if the run has no other chunk, otherwise it is a row of partial [ceil(tokens / 32), d] F32.
-//   256 threads; any grid; blocks = ceil(d / (256 * kCount)).
-// embed_close<kCount>: the sums of each run's chunks by the tree over neighbours, added to grad.
-//   256 threads; any grid; blocks = ceil(d / (32 * kCount)).
+// embed_chunks<kThreads>: finds in the sorted order the chunks, and the runs of several chunks, in any order; counts[0] and counts[1]
+//   (initially zeros) count them. 256 threads; grid ceil(tokens / 256). `chunks` [tokens], `runs` [tokens / 64].
+// embed_sums<T, kCount>: each chunk's rows of dy [tokens, d] are summed in order. The sum is added to the row of grad [shards * vocab, d]
+//   F32 if the run has no other chunk; otherwise it is stored as a row of partial [ceil(tokens / 32), d] F32.
+//   256 threads; any grid works; blocks = ceil(d / (256 * kCount)).
+// embed_close<kCount>: a tree over neighbours adds the sums of each run's chunks; the result is added to grad.
+//   256 threads; any grid works; blocks = ceil(d / (32 * kCount)).
 #pragma once
 #include "formats/plain.cuh"
 #include "math/reduce.cuh"
@@ -24,9 +25,9 @@
 namespace nib {
 
 constexpr int kEmbedThreads = 256;
-constexpr int kEmbedUnits = 4;  // units of a thread, whose loads are all in flight
+constexpr int kEmbedUnits = 4;  // units per thread, whose loads are all in flight
 constexpr u32 kEmbedChunk = 64;
-constexpr int kEmbedRows = 8;  // loads of rows of dy in flight
+constexpr int kEmbedRows = 8;  // rows of dy whose loads are in flight
 
 template <typename T, int kCount>
 __global__ void __launch_bounds__(kEmbedThreads)
@@ -60,11 +61,11 @@ __global__ void __launch_bounds__(kEmbedThreads)
     }
 }
 
-/// The sort keys of the tokens.
+/// Computes the sort keys of the tokens.
 struct EmbedKeys {
     u32 tokens;
     u32 vocab;
-    u32 none;  // past all keys: of ids outside the table
+    u32 none;  // key above all others, for ids outside the embedding
     Divider by_shard;
 
     __device__ __forceinline__ u32 of(const int* __restrict__ ids, u32 token) const {
@@ -93,7 +94,7 @@ struct EmbedSorted {
 
     __device__ __forceinline__ u32 key(u32 i) const { return keys.of(ids, u32(__ldg(order + i))); }
 
-    /// The first position from `low` on, before `high`, whose key is `key` or above; `high` if there is none.
+    /// The first position from `low` to `high` whose key is `key` or larger; `high` if no key is.
     __device__ __forceinline__ u32 find(u32 key, u32 low, u32 high) const {
 #pragma unroll 1
         while (low < high) {
@@ -112,10 +113,11 @@ struct alignas(16) EmbedTask {
     u32 key;
     u32 first;
     u32 len;
-    int place;  // row of `partial`, or -1: the run has no other chunk
+    int place;  // row of `partial`, or -1 if the run has no other chunk
 };
 
-/// Appends the values of those threads of a warp that have one to a list, with one atomic per warp.
+/// Appends to a list the values of those threads of a warp that have a value, with one atomic per
+/// warp.
 template <typename V>
 __device__ __forceinline__ void append(bool has, const V& value, V* list, u64* count) {
     const u32 all = __ballot_sync(0xFFFFFFFF, has), lane = threadIdx.x % 32;
@@ -142,7 +144,7 @@ __global__ void __launch_bounds__(kThreads)
             const u32 limit = tokens - i < kEmbedChunk ? tokens : i + kEmbedChunk;
             const bool more = limit < tokens && sorted.key(limit) == key;
             const u32 end = more ? limit : sorted.find(key + 1, i + 1, limit);
-            // A run of several chunks has at least 32 tokens per chunk, so these rows of `partial` belong to it alone.
+            // A run of several chunks has at least 32 tokens per chunk, so no other run has these rows of `partial`.
             const u32 place = (start + 31) / 32;
             const bool several = more || i > start;
             chunk = {key, i, end - i, several ? int(place + (i - start) / kEmbedChunk) : -1};
@@ -167,7 +169,7 @@ __global__ void __launch_bounds__(kEmbedThreads)
     for (u32 at = blockIdx.x; at < work; at += gridDim.x) {
         const u32 number = at / blocks, column = ((at - number * blocks) * kEmbedThreads + threadIdx.x) * kCount;
         if (column >= d) continue;
-        const uint4 task = ptx::load_16(chunks + number);  // key, first, len, place
+        const uint4 task = ptx::load_16(chunks + number);  // the fields key, first, len, place
         float sum[kCount] = {};
 #pragma unroll 1
         for (u32 base = 0; base < task.z; base += kEmbedRows) {
@@ -198,7 +200,7 @@ __global__ void __launch_bounds__(kTreeThreads)
     for (u32 at = blockIdx.x; at < work; at += gridDim.x) {
         const u32 number = at / blocks, column = ((at - number * blocks) * kTreeQuads + threadIdx.x % kTreeQuads) * kCount;
         const bool present = column < d;
-        const uint4 run = ptx::load_16(runs + number);  // key, first row of partial, rows
+        const uint4 run = ptx::load_16(runs + number);  // the fields key, first row of partial, rows
         float sum[kCount];
         close_rows<kCount>(partial + u64(run.y) * d + column, run.z, d, present, room, sum);
         if (threadIdx.x < kTreeQuads && present) add_to<kCount>(grad + u64(run.x) * d + column, sum);

@@ -1,10 +1,11 @@
-// Cross-entropy of long rows of logits for the head of a BF16 model: sums in this kernel's own order, and hardware exponentials. The kernel
-// with the CPU's bits is in cross_entropy.cuh.
+// Cross-entropy of long rows of logits for the head of a BF16 model. Sums have this kernel's own order, and exponentials are the
+// hardware's. cross_entropy.cuh has the kernel that gives the same bits as the CPU.
 //
-// head_rows<kCluster>: for each row of logits [rows][vocab] the loss; dlogits [rows][vocab] in BF16, unless it is null; bad_ids counts
-//   targets at or past the vocabulary. These, and negative targets, have no loss and no gradient. A cluster takes every (gridDim.x /
-//   kCluster)-th row, and each of its CTAs `part` adjacent elements; part and vocab are multiples of 8. While a row is processed, TMA loads
-//   the next row. 512 threads; grid a multiple of kCluster; dynamic shared memory: HeadRoom, and 2 * part * 4 bytes.
+// head_rows<kCluster>: for each row of logits [rows][vocab] the loss; dlogits [rows][vocab] in BF16, unless dlogits is null; bad_ids counts
+//   targets at or past the vocabulary's end. Targets at or past the vocabulary's end, and negative targets, give no loss and no gradient. A
+//   cluster processes every (gridDim.x / kCluster)-th row, and each of its CTAs has `part` adjacent elements; part and vocab are multiples
+//   of 8. While a row is processed, TMA loads the next row. 512 threads; grid a multiple of kCluster; dynamic shared memory: HeadRoom, and
+//   2 * part * 4 bytes.
 #pragma once
 #include "formats/plain.cuh"
 #include "math/log.cuh"
@@ -44,7 +45,7 @@ __device__ __forceinline__ float warp_sum(float x) {
     return x;
 }
 
-/// e^x by the hardware, to about two units in the last place.
+/// e^x by the hardware, accurate to about two units in the last place.
 __device__ __forceinline__ float fast_exp(float x) { return ptx::exp2_approx(__fmul_rn(x, 1.44269504f)); }
 
 /// One CTA's part of a cluster's rows.
@@ -54,7 +55,7 @@ struct HeadPart {
     int count;  // elements of this CTA
     int rank;
 
-    /// The largest logit of the part. All threads call this.
+    /// The largest logit of this CTA's part. All threads call this function.
     __device__ __forceinline__ float largest(const float4* z) const {
         float max = __uint_as_float(0xFF800000);
 #pragma unroll 4
@@ -66,11 +67,12 @@ struct HeadPart {
         if (threadIdx.x % 32 == 0) room.in_warp[0][threadIdx.x / 32] = max;
         __syncthreads();
         max = warp_max(room.in_warp[0][threadIdx.x % kRowWarps]);
-        // If all logits are -infinity, 0 replaces the maximum: the exponentials relative to 0 are right, and all 0.
+        // If all logits are -infinity, 0 replaces the maximum, so that all exponentials are 0 and not NaN.
         return max == __uint_as_float(0xFF800000) ? 0.0f : max;
     }
 
-    /// Replaces the part by its exponentials relative to `max`, and returns their sum. All threads call this.
+    /// Replaces the part's logits by exp(logit - max), and returns the sum of these exponentials. All threads
+    /// call this function.
     __device__ __forceinline__ float exponentials(float4* z, float max) const {
         float sum = 0.0f;
 #pragma unroll 4
@@ -86,7 +88,8 @@ struct HeadPart {
         return warp_sum(threadIdx.x % 32 < kRowWarps ? room.in_warp[1][threadIdx.x % 32] : 0.0f);
     }
 
-    /// Combines the parts' maxima and sums to the row's. `turn` counts the calls.
+    /// Combines the CTAs' maxima and sums to those of the row. `turn` counts the calls of this
+    /// function.
     __device__ __forceinline__ void meet(int turn, float& max, float& sum) const {
         if constexpr (kCluster > 1) {
             float* const maxima = room.maxima[turn % 2];
@@ -99,7 +102,7 @@ struct HeadPart {
             float all = __uint_as_float(0xFF800000), total = 0.0f;
 #pragma unroll
             for (int i = 0; i < kCluster; ++i) all = ptx::max_or_nan(all, maxima[i]);
-            // A part without elements has a sum of 0.
+            // A CTA without elements has a sum of 0.
 #pragma unroll
             for (int i = 0; i < kCluster; ++i)
                 if (sums[i] != 0.0f) total = __fadd_rn(total, __fmul_rn(sums[i], fast_exp(maxima[i] - all)));
@@ -116,7 +119,7 @@ struct HeadPart {
             const float d[4] = {v.x * factor, v.y * factor, v.z * factor, v.w * factor};
             Few<Bf16, 4>::from_f32(d).store(out + i * 4);
         }
-        // Rewritten by the same thread that has just written it.
+        // The target's element is overwritten by the same thread that wrote it above.
         if (u32(target) < u32(count) && target / 4 % kRowThreads == threadIdx.x) {
             const float d[1] = {__fsub_rn(reinterpret_cast<const float*>(e)[target] * factor, scale)};
             Few<Bf16, 1>::from_f32(d).store(out + target);

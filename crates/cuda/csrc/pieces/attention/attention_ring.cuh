@@ -1,8 +1,9 @@
-// Pieces of the attention kernels on the tensor cores: rings of tiles, the order of work, products of a warpgroup.
+// Building blocks of the attention kernels on the tensor cores: rings of tiles, the order of work, and the GEMMs of
+// a warpgroup.
 //
 // A tile of rows of a head lies in shared memory as TMA writes it: boxes of 64 elements (128 bytes) by all its rows,
-// contiguous, with the 128-byte swizzle. It serves as an operand both ways: K-major, with the contraction along the
-// head, or MN-major, with the contraction down the rows.
+// contiguous, with the 128-byte swizzle. Such a tile can be a K-major operand, with the contraction along the head,
+// or an MN-major operand, with the contraction down the rows.
 #pragma once
 #include "pieces/attention/attention_sizes.cuh"
 #include "ptx/mbarrier.cuh"
@@ -14,9 +15,9 @@
 
 namespace nib {
 
-constexpr int kBoxCols = 64;       // elements: 128 bytes
+constexpr int kBoxCols = 64;       // elements per box row: 128 bytes
 constexpr int kBoxRowBytes = 128;
-constexpr int kGroupRows = 64;     // of a warpgroup's product
+constexpr int kGroupRows = 64;     // rows of a warpgroup's WGMMA
 
 /// A position in a ring of tiles: the stage of the next tile, and the parity of its barrier's phase.
 template <int kStages>
@@ -29,13 +30,14 @@ struct Place {
     }
 };
 
-/// Barriers of a ring.
+/// The barriers of a ring of tiles.
 template <int kStages>
 struct RingBarriers {
     ptx::Barrier full[kStages];
     ptx::Barrier empty[kStages];
 
-    /// Initialises the barriers; one thread calls this. `readers` warps arrive at `empty` when they are done with a stage.
+    /// Initialises the barriers; one thread calls this function. `readers` warps arrive at `empty` when they no longer
+    /// need a stage.
     __device__ __forceinline__ void init(u32 readers) {
         for (int i = 0; i < kStages; ++i) {
             ptx::barrier_init(full[i], 1);
@@ -51,9 +53,9 @@ struct AttentionWork {
     int tile;
 };
 
-/// Item `at` of all work, where each head has `tiles` tiles. Heads come in sections of `section`, whose keys and values
-/// fit the L2. A section processes one tile of all its heads, then the next tile; with kLastFirst from the last tile to
-/// the first.
+/// Item `at` of all work, if each head has `tiles` tiles. Heads come in sections of `section`, whose keys and values
+/// fit the L2. A section processes one tile of all its heads, then the next tile; with kLastFirst it goes from the last
+/// tile to the first.
 template <bool kLastFirst>
 __device__ __forceinline__ AttentionWork work_at(int at, int tiles, int section, int heads, int sequences) {
     const int of_section = section * tiles;
@@ -63,13 +65,13 @@ __device__ __forceinline__ AttentionWork work_at(int at, int tiles, int section,
     return {unit / heads, unit % heads, kLastFirst ? tiles - 1 - tile : tile};
 }
 
-/// A tile of queries, 64 for each of kGroups warpgroups, as the loading warp passes it to the math warps: computing it takes divisions and
-/// loads, which they would have to wait for.
+/// A tile of queries, 64 for each of kGroups warpgroups, as the loading warp passes it to the math warps. The loading warp computes
+/// the tile's fields because that takes divisions and loads, for which the math warps would have to wait.
 template <int kGroups>
 struct QueryTile {
     AttentionWork work;
-    int first;          // tile of keys that it sees: that of its first query
-    int edge[kGroups];  // tiles that begin before this key are the edge of some row's window: that of the warpgroup's last row
+    int first;          // first tile of keys that the queries see: the tile of its first query's first key
+    int edge[kGroups];  // tiles of keys that begin before this key need a window mask for some row of the warpgroup
 
     /// Sets item `number` of all work, with `tiles` tiles per head and tiles of `keys` keys.
     template <bool kWindowed>
@@ -83,19 +85,19 @@ struct QueryTile {
             edge[i] = first_key_of<kWindowed>(first_key, sizes, at.sequence, min(row + (i + 1) * kGroupRows, sizes.seq_len) - 1);
     }
 
-    /// Marks the end of the work: the CTA then exits.
+    /// Marks the end of the work, so that the CTA exits.
     __device__ __forceinline__ void set_none() { work.tile = -1; }
     __device__ __forceinline__ bool is_none() const { return work.tile < 0; }
 };
 
-/// The number of the CTA's work in round `round`. Every other round goes backwards over the CTAs, so that no CTA has
-/// the longest work of every round.
+/// The number of the CTA's work in round `round`. Every other round assigns work to the CTAs in reverse order, so
+/// that no CTA has the longest work of every round.
 __device__ __forceinline__ int work_number(int round) {
     const int cta = round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     return round * int(gridDim.x) + cta;
 }
 
-/// Loads a tile of `kRows` rows of a head, in boxes; one thread calls this.
+/// Loads a tile of `kRows` rows of a head in boxes; one thread calls this function.
 template <int kDim, int kRows>
 __device__ __forceinline__ void load_tile(u8* tile, const TensorMap& map, ptx::Barrier& barrier, int head, int row, int sequence) {
 #pragma unroll
@@ -103,8 +105,8 @@ __device__ __forceinline__ void load_tile(u8* tile, const TensorMap& map, ptx::B
         ptx::tma_load(tile + box * kRows * kBoxRowBytes, map, barrier, head * kDim + box * kBoxCols, row, sequence);
 }
 
-/// d = A·Bᵀ over the kDim elements of a head: 64 rows of a tile of kRowsA rows by a tile of kRowsB rows, both K-major.
-/// `a` and `b` are low halves of descriptors.
+/// d = A·Bᵀ over the kDim elements of a head: 64 rows of a tile of kRowsA rows times a tile of kRowsB rows, both
+/// K-major. `a` and `b` are low halves of descriptors.
 template <int kDim, int kRowsA, int kRowsB, int kCount>
 __device__ __forceinline__ void multiply_along(float (&d)[kCount], u32 a, u32 b) {
 #pragma unroll
@@ -119,7 +121,8 @@ __device__ __forceinline__ void multiply_along(float (&d)[kCount], u32 a, u32 b)
     }
 }
 
-/// d += W·B: weights in registers by a tile of kRowsB rows, MN-major: the contraction goes down its rows.
+/// d += W·B: weights W in registers times a tile of kRowsB rows, which is MN-major, so the contraction
+/// goes down its rows.
 template <int kRowsB, int kCount>
 __device__ __forceinline__ void multiply_down(float (&d)[kCount], const u32 (&w)[kRowsB / 4], u32 b) {
 #pragma unroll
@@ -128,7 +131,7 @@ __device__ __forceinline__ void multiply_down(float (&d)[kCount], const u32 (&w)
                                     ptx::wgmma_descriptor(b + step * (16 * kBoxRowBytes / 16)));
 }
 
-/// d += A·B, both with kRowsB rows and MN-major.
+/// d += A·B, where both tiles have kRowsB rows and are MN-major.
 template <int kRowsB, int kCount>
 __device__ __forceinline__ void multiply_down(float (&d)[kCount], u32 a, u32 b) {
 #pragma unroll
@@ -144,14 +147,15 @@ __device__ __forceinline__ u32 descriptor_down(const void* tile) {
     return ptx::wgmma_descriptor_low_transposed(shared_address(tile), kRows * kBoxRowBytes);
 }
 
-/// Accumulators to BF16, as the A operand of the next product.
+/// Converts accumulators to BF16, as the A operand of the next WGMMA.
 template <int kCount>
 __device__ __forceinline__ void to_weights(u32 (&w)[kCount / 2], const float (&x)[kCount]) {
 #pragma unroll
     for (int i = 0; i < kCount / 2; ++i) w[i] = ptx::pack_bf16(x[2 * i], x[2 * i + 1]);
 }
 
-/// Sets the scores of keys later than the query to -infinity. `ahead`: this thread's first row minus its first column.
+/// Sets the scores of keys later than the query to -infinity. `ahead` is this thread's first row minus its first
+/// column.
 template <int kCount>
 __device__ __forceinline__ void mask_later(float (&s)[kCount], int ahead) {
 #pragma unroll
@@ -164,8 +168,8 @@ __device__ __forceinline__ void mask_later(float (&s)[kCount], int ahead) {
     }
 }
 
-/// Sets the scores of keys before a row's window to -infinity. `low`, `high`: the first key that this thread's first row sees, and its
-/// second row, minus this thread's first column.
+/// Sets the scores of keys before a row's window to -infinity. `low` and `high` are the first keys that this thread's first and second
+/// rows see, minus this thread's first column.
 template <int kCount>
 __device__ __forceinline__ void mask_before(float (&s)[kCount], int low, int high) {
 #pragma unroll
@@ -184,8 +188,9 @@ __device__ __forceinline__ void staged_rows_read() {
     __syncwarp();
 }
 
-/// Stores a warp's 16 rows of sums to rows `row` and on: row l/4 times `low`, row l/4 + 8 times `high`. They are staged
-/// as boxes of 16 rows, kBoxes at a time. TMA may still read the last boxes when this returns.
+/// Stores a warp's 16 rows of sums to rows `row` and on: row l/4 times `low`, row l/4 + 8 times `high`. The rows are
+/// staged as boxes of 16 rows, kBoxes boxes at a time. When this function returns, TMA may still be reading the last
+/// boxes.
 template <int kDim, int kBoxes = kDim / kBoxCols>
 __device__ __forceinline__ void store_warp_rows(u8* staged, const TensorMap& map, const float (&sum)[kDim / 2], float low, float high,
                                                 int head, int row, int sequence) {

@@ -1,4 +1,4 @@
-// The sizes of an attention call, for all of its kernels.
+// The sizes of an attention call, shared by all attention kernels.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -7,8 +7,8 @@ namespace nib {
 constexpr float kLog2E = 1.44269504f;
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7F800000); }
 
-/// The sizes of a call. Elements per row: q `heads · head_dim`, k `kv_heads · head_dim`, v `kv_heads · value_dim`, out `heads ·
-/// value_dim`.
+/// The sizes of an attention call. Elements per row are: q `heads · head_dim`, k `kv_heads · head_dim`, v `kv_heads ·
+/// value_dim`, out `heads · value_dim`.
 struct AttentionSizes {
     int sequences;
     int seq_len;
@@ -16,9 +16,10 @@ struct AttentionSizes {
     int kv_heads;
     int head_dim;
     int value_dim;
-    /// seq_len rounded up to whole tiles: the length of a head's `lse` and `delta` in the backward pass.
+    /// seq_len rounded up to whole tiles; in the backward pass, the length of a head's `lse` and
+    /// `delta`.
     int padded;
-    /// Factor of the scores.
+    /// The factor by which scores are multiplied.
     float scale;
 };
 
@@ -27,7 +28,8 @@ __device__ __forceinline__ u64 element_of(const AttentionSizes& sizes, int heads
     return (u64(u32(sequence * sizes.seq_len + row)) * heads + head) * dim;
 }
 
-/// The first key that a query sees, no later than its own; 0 without windows, and for a query past the sequence.
+/// The first key that a query sees, at most the query's own position. The result is 0 without windows, and for
+/// a query past the sequence.
 template <bool kWindowed>
 __device__ __forceinline__ int first_key_of(const int* first_key, const AttentionSizes& sizes, int sequence, int query) {
     if constexpr (kWindowed) {
@@ -36,7 +38,8 @@ __device__ __forceinline__ int first_key_of(const int* first_key, const Attentio
     return 0;
 }
 
-/// One past the last query that sees a key, later than its own; seq_len without windows, and for a key past the sequence.
+/// One past the last query that sees a key; the result is above the key's own position. The result is seq_len without
+/// windows, and for a key past the sequence.
 template <bool kWindowed>
 __device__ __forceinline__ int end_query_of(const int* end_query, const AttentionSizes& sizes, int sequence, int key) {
     if constexpr (kWindowed) {

@@ -1,4 +1,5 @@
-// Pieces of the attention kernels on the CUDA cores: tiles of rows in shared memory, and their two products.
+// Building blocks of the attention kernels on the CUDA cores: tiles of rows in shared memory, and the two GEMMs on
+// them.
 //
 // A tile holds kRows rows of up to kDim elements as F32, transposed: element d of row r is at [d · stride_of<kRows>() +
 // r]. 256 threads form a grid of 16 × 16. A thread has kRows/16 own rows from kRows/16 · (thread / 16) on, kRows/16
@@ -14,14 +15,15 @@ namespace nib {
 
 constexpr int kAttentionThreads = 256;
 
-/// Floats from one element of a tile's rows to the next. With 4 floats of padding, 16-byte reads along rows have no
-/// bank conflicts.
+/// Distance in floats from one element to the next of a tile's rows. With 4 floats of padding, 16-byte reads along
+/// rows have no bank conflicts.
 template <int kRows>
 __host__ __device__ constexpr int stride_of() {
     return kRows + 4;
 }
 
-/// Fills a tile with rows of `dim` elements from `first` on, times `factor`; zeros past the sequence and past the head.
+/// Fills a tile with rows of `dim` elements from `first` on, multiplied by `factor`. Elements past the sequence and
+/// past the head are zeros.
 template <class T, int kDim, int kRows>
 __device__ __forceinline__ void load_rows(float* tile, const u8* from, const AttentionSizes& sizes, int heads, int dim, int sequence,
                                           int head, int first, float factor) {
@@ -68,7 +70,7 @@ __device__ __forceinline__ void multiply_rows(float (&dot)[kRows / 16][kRows / 1
     }
 }
 
-/// Writes weights of own rows i by other rows j as [other][own], for `add_weighted`.
+/// Writes the weights of own rows i and other rows j as [other][own], for `add_weighted`.
 template <int kRows>
 __device__ __forceinline__ void write_weights(float* weights, const float (&w)[kRows / 16][kRows / 16]) {
     constexpr int kOwn = kRows / 16;
@@ -79,7 +81,7 @@ __device__ __forceinline__ void write_weights(float* weights, const float (&w)[k
         for (int i = 0; i < kOwn; ++i) to[j * stride_of<kRows>() + i] = w[i][j];
 }
 
-/// sum[i][c] += Σ over other rows of weight · row's element in column c.
+/// sum[i][c] += Σ over other rows of weight · the row's element in column c.
 template <int kDim, int kRows>
 __device__ __forceinline__ void add_weighted(float (&sum)[kRows / 16][kDim / 16], const float* weights, const float* tile) {
     constexpr int kOwn = kRows / 16;
@@ -102,7 +104,8 @@ __device__ __forceinline__ void add_weighted(float (&sum)[kRows / 16][kDim / 16]
     }
 }
 
-/// Writes own rows of `dim` sums, times `factor[i]`, to a tensor's rows from `first` on.
+/// Writes the sums of own rows, `dim` per row, multiplied by `factor[i]`, to a tensor's rows from
+/// `first` on.
 template <class T, int kDim, int kRows>
 __device__ __forceinline__ void store_rows(u8* to, const float (&sum)[kRows / 16][kDim / 16], const float (&factor)[kRows / 16],
                                            const AttentionSizes& sizes, int heads, int dim, int sequence, int head, int first) {

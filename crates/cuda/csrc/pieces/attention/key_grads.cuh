@@ -1,10 +1,10 @@
-// The gradients of keys and values on the tensor cores: a CTA's work for 128 keys of a head. With kStores, for tiles of 64 queries, it also
-// stores dS, so that dq need not recompute it.
+// The gradients of keys and values on the tensor cores: a CTA's work for 128 keys of a head. With kStores, for tiles of 64 queries, the CTA
+// also stores dS, so that dq need not recompute it.
 //
 // P = 2^(q·k · log2(e) · scale - lse) and dS = P · (dout·v - delta) are rounded to BF16; dv = Pᵀ · dout, dk = scale · dSᵀ · q. Sums are
-// F32. A CTA has 128 keys of a head of k, 64 per warpgroup, and loops over the group's heads in order, and over each head's queries from
-// the first query that sees the keys on, `query_rows` at a time. Boxes have `query_rows` rows of q and dout, 64 rows of k and v, 16 rows of
-// outputs.
+// F32. A CTA has 128 keys of a head of k, 64 per warpgroup. It loops over the query heads of the group in order, and over each head's
+// queries, `query_rows` at a time, from the first query that sees the keys on. Boxes have `query_rows` rows of q and dout, 64 rows of k and
+// v, 16 rows of outputs.
 #pragma once
 #include "pieces/attention/attention_ring.cuh"
 #include "pieces/attention/score_grads.cuh"
@@ -12,16 +12,18 @@
 namespace nib {
 
 constexpr int kGradGroups = 2;
-constexpr int kGradRows = kGradGroups * kGroupRows;  // of a CTA: keys, or queries
+constexpr int kGradRows = kGradGroups * kGroupRows;  // keys, or queries, per CTA
 constexpr int kGradThreads = 128 * (kGradGroups + 1);
 
-/// Queries per tile in the kernel of dk and dv, where keys are stationary: heads of 64 leave registers for more.
+/// Queries per tile in the kernel of dk and dv, where keys are stationary: heads of 64 leave registers for more
+/// queries.
 template <int kDim>
 __host__ __device__ constexpr int query_rows() {
     return kDim > 64 ? 64 : 128;
 }
 
-/// Replaces scores by P. The accumulators' rows are keys and their columns queries, so `lse` is indexed by column.
+/// Replaces scores by P. The accumulators' rows are keys and their columns are queries, so `lse` is indexed by
+/// column.
 template <int kCount>
 __device__ __forceinline__ void probabilities_down(float (&s)[kCount], float factor, const float* lse) {
     const float* const own = lse + 2 * (ptx::lane_idx() % 4);
@@ -35,8 +37,9 @@ __device__ __forceinline__ void probabilities_down(float (&s)[kCount], float fac
     }
 }
 
-/// The same, with P rounded to BF16 in `w`. The next 8 bits of each value go to `rest`, four values per register. Both together give P to
-/// 2^-16, except if P is exactly between two BF16 numbers, one value in 2^17: then the error may be BF16's.
+/// Replaces scores by P, rounded to BF16 in `w`. The next 8 bits of each value are stored in `rest`, four values per register. `w` and
+/// `rest` together give P to 2^-16, except if P is exactly between two BF16 numbers, which happens for one value in 2^17: then the error
+/// may be that of BF16.
 template <int kCount>
 __device__ __forceinline__ void probabilities_down(u32 (&w)[kCount / 2], u32 (&rest)[kCount / 4], const float (&s)[kCount], float factor,
                                                    const float* lse) {
@@ -52,7 +55,8 @@ __device__ __forceinline__ void probabilities_down(u32 (&w)[kCount / 2], u32 (&r
     }
 }
 
-/// dS = P · (dP - delta), rounded to BF16. Rows are keys and columns queries, as in `probabilities_down`.
+/// dS = P · (dP - delta), rounded to BF16. Rows are keys and columns are queries, as in
+/// `probabilities_down`.
 template <int kCount>
 __device__ __forceinline__ void score_grads_down(u32 (&w)[kCount / 2], const float (&p)[kCount], const float (&dp)[kCount],
                                                  const float* delta) {
@@ -65,7 +69,7 @@ __device__ __forceinline__ void score_grads_down(u32 (&w)[kCount / 2], const flo
     }
 }
 
-/// The same with P in two parts: `p`, and the `rest` from `probabilities_down`.
+/// dS from P in two parts: `p`, and the `rest` from `probabilities_down`.
 template <int kCount>
 __device__ __forceinline__ void score_grads_down(u32 (&w)[kCount / 2], const u32 (&p)[kCount / 2], const u32 (&rest)[kCount / 4],
                                                  const float (&dp)[kCount], const float* delta) {
@@ -82,26 +86,26 @@ __device__ __forceinline__ void score_grads_down(u32 (&w)[kCount / 2], const u32
     }
 }
 
-/// When the product for dv of a tile is issued.
+/// When the WGMMA for dv of a tile is issued.
 enum class GradOrder {
-    /// Together with dk's. Tiles of 128 queries leave no registers for another order; for heads of 64, another order
-    /// with tiles of 64 is not faster.
+    /// The WGMMA for dv is issued together with that for dk. Tiles of 128 queries leave no registers for another
+    /// order. For heads of 64, another order with tiles of 64 queries is not faster.
     ValuesLast,
-    /// After dP's product, so that it runs while dS is computed.
+    /// The WGMMA for dv is issued after that for dP, so that it runs while dS is computed.
     ValuesBetween,
-    /// Before dP's product. The accumulators of heads of 192 leave no registers for S and dP at once, so a warpgroup computes P and dS
-    /// while none of its own products runs. The two warpgroups take turns in issuing products: the products of one run while the other
-    /// computes.
+    /// The WGMMA for dv is issued before that for dP. The accumulators of heads of 192 leave no registers for S and dP at once, so a
+    /// warpgroup computes P and dS while none of its own WGMMAs runs. The two warpgroups take turns in issuing WGMMAs: those of one
+    /// warpgroup run while the other computes.
     ValuesBeforeScoreGrads,
 };
 
 /// The keys of a CTA, and the queries that see them.
 struct KeyWork {
     int sequence, kv_head;
-    int first_head, heads;  // of queries
-    int row;                // its first key
-    int first_tile, tiles;  // of queries: the first, and one past the last
-    u8* score_grads;        // of the head, where dS is stored
+    int first_head, heads;  // query heads
+    int row;                // first key
+    int first_tile, tiles;  // tiles of queries: the first, and one past the last
+    u8* score_grads;        // where dS of the head is stored
 
     template <bool kWindowed>
     __device__ __forceinline__ void set(const AttentionSizes& sizes, const int* end_query, const AttentionWork& work, int query_rows) {
@@ -116,11 +120,12 @@ struct KeyWork {
 template <int kDim, int kValueDim, bool kStores>
 struct KeyGradsShared {
     static constexpr int kStages = 3;
-    static constexpr int kRows = query_rows<kDim>();  // queries of a tile
+    static constexpr int kRows = query_rows<kDim>();  // queries per tile
     static constexpr GradOrder kOrder = kDim > 128  ? GradOrder::ValuesBeforeScoreGrads
                                         : kDim > 64 ? GradOrder::ValuesBetween
                                                     : GradOrder::ValuesLast;
-    // Each warpgroup's own keys and values; at the end their gradients, staged for the store.
+    // Each warpgroup's own keys and values; at the end, their gradients are staged here for the
+    // store.
     u8 k[kGradGroups][kGroupRows * kDim * 2];
     u8 v[kGradGroups][kGroupRows * kValueDim * 2];
     u8 q[kStages][kRows * kDim * 2];
@@ -133,7 +138,7 @@ struct KeyGradsShared {
     ptx::Barrier kv_full;
     ptx::Barrier q_full[kStages], dout_full[kStages], empty[kStages];
 
-    /// Initialises the barriers; one thread calls this.
+    /// Initialises the barriers; one thread calls this function.
     __device__ __forceinline__ void init() {
         ptx::barrier_init(kv_full, 1);
         for (int i = 0; i < kStages; ++i) {
@@ -144,7 +149,8 @@ struct KeyGradsShared {
     }
 };
 
-/// Loads keys and values, and meanwhile finds the queries that see them; one thread calls this.
+/// Loads keys and values, and meanwhile finds the queries that see them; one thread calls this
+/// function.
 template <bool kWindowed, int kDim, int kValueDim, bool kStores>
 __device__ __forceinline__ void begin_keys(KeyGradsShared<kDim, kValueDim, kStores>& shared, const TensorMap& map_k, const TensorMap& map_v,
                                            const AttentionSizes& sizes, const int* end_query, const AttentionWork& work) {
@@ -157,7 +163,7 @@ __device__ __forceinline__ void begin_keys(KeyGradsShared<kDim, kValueDim, kStor
     shared.work.template set<kWindowed>(sizes, end_query, work, shared.kRows);
 }
 
-/// Fills the ring of queries; one thread calls this.
+/// Fills the ring of queries; one thread calls this function.
 template <int kDim, int kValueDim, bool kStores>
 __device__ __forceinline__ void feed_queries(KeyGradsShared<kDim, kValueDim, kStores>& shared, const TensorMap& map_q, const TensorMap& map_dout,
                                              const float* lse, const float* delta, const AttentionSizes& sizes) {
@@ -167,7 +173,8 @@ __device__ __forceinline__ void feed_queries(KeyGradsShared<kDim, kValueDim, kSt
     Place<Shared::kStages> at;
     for (int head = work.first_head; head < work.first_head + work.heads; ++head) {
         const u64 rows = u64(u32(work.sequence * sizes.heads + head)) * sizes.padded;
-        // Unrolled, the loop for long heads would need more registers than the loading warp has.
+        // The loop for long heads is not unrolled, because it would need more registers than the
+        // loading warp has.
 #pragma unroll(kDim > 128 ? 1 : 4)
         for (int tile = work.first_tile; tile < work.tiles; ++tile) {
             const int row = tile * Shared::kRows;
@@ -184,8 +191,8 @@ __device__ __forceinline__ void feed_queries(KeyGradsShared<kDim, kValueDim, kSt
     }
 }
 
-/// Sets the scores of queries earlier than the key to -infinity. `ahead`: this thread's first column minus its first
-/// row.
+/// Sets the scores of queries earlier than the key to -infinity. `ahead` is this thread's first column minus its
+/// first row.
 template <int kCount>
 __device__ __forceinline__ void mask_earlier(float (&s)[kCount], int ahead) {
 #pragma unroll
@@ -198,8 +205,8 @@ __device__ __forceinline__ void mask_earlier(float (&s)[kCount], int ahead) {
     }
 }
 
-/// Sets the scores of queries past the window of a key to -infinity. `low`, `high`: one past the last query that sees this thread's first
-/// row, and its second row, minus this thread's first column.
+/// Sets the scores of queries past a key's window to -infinity. `low` and `high` are one past the last queries that see this thread's
+/// first and second rows, minus this thread's first column.
 template <int kCount>
 __device__ __forceinline__ void mask_from(float (&s)[kCount], int low, int high) {
 #pragma unroll
@@ -212,7 +219,8 @@ __device__ __forceinline__ void mask_from(float (&s)[kCount], int low, int high)
     }
 }
 
-/// Computes one warpgroup's keys. `warp` counts within the math warpgroups.
+/// Computes the gradients of one warpgroup's keys and values. `warp` is the index among the warps
+/// of the math warpgroups.
 template <bool kWindowed, int kDim, int kValueDim, bool kStores>
 __device__ __forceinline__ void key_grads(KeyGradsShared<kDim, kValueDim, kStores>& shared, const TensorMap& map_dk, const TensorMap& map_dv,
                                           const AttentionSizes& sizes, const int* end_query, int warp) {
@@ -237,12 +245,13 @@ __device__ __forceinline__ void key_grads(KeyGradsShared<kDim, kValueDim, kStore
 #pragma unroll
     for (int i = 0; i < kValueDim / 2; ++i) dv[i] = 0.0f;
     Place<Shared::kStages> at;
-    // The work stays in shared memory and is read where it is needed: few registers are left. A warpgroup skips the
-    // tiles of queries that are earlier than all of its keys.
+    // `work` stays in shared memory and is read where it is needed, because few registers are left. A warpgroup
+    // skips the tiles of queries that are earlier than all of its keys.
     const KeyWork& work = shared.work;
     const int key = work.row + group * kGroupRows, tiles = work.tiles;
     const int first = min(key / kRows, tiles);
-    // A warpgroup has one turn for a head's first scores, and two per tile, also for skipped tiles: both have as many.
+    // A warpgroup has one turn for a head's first scores and two turns per tile, also for skipped tiles, so that both
+    // warpgroups have equally many turns.
     constexpr bool kTurns = kOrder == GradOrder::ValuesBeforeScoreGrads;
     const auto begin_turn = [&] {
         if constexpr (kTurns) ptx::named_barrier_wait<256>(3 + group);
@@ -250,8 +259,8 @@ __device__ __forceinline__ void key_grads(KeyGradsShared<kDim, kValueDim, kStore
     const auto end_turn = [&] {
         if constexpr (kTurns) ptx::named_barrier_arrive<256>(4 - group);
     };
-    // Purpose of `here` and `anew`: long heads leave no registers in which the compiler could keep the descriptor of every step, and the
-    // limits of masks.
+    // `here` and `anew` are needed because long heads leave no registers in which the compiler could keep the descriptor of every step
+    // and the limits of masks.
     const auto begin_scores = [&] {
         ptx::barrier_wait(shared.q_full[at.stage], at.parity);
         ptx::wgmma_fence();
@@ -272,7 +281,7 @@ __device__ __forceinline__ void key_grads(KeyGradsShared<kDim, kValueDim, kStore
         if constexpr (kStores)
             store_score_grads(shared.score_grads[warp], ds, work.score_grads + score_tile(work.row / kGroupRows + group, tile));
     };
-    // Tiles that end after this query are the edge of some key's window: that of the warpgroup's first key.
+    // Tiles of queries that end after this query need a window mask for some key of the warpgroup.
     const int edge = end_query_of<kWindowed>(end_query, sizes, work.sequence, key);
     const auto mask = [&](int tile) {
         if (tile == first) {
@@ -291,7 +300,8 @@ __device__ __forceinline__ void key_grads(KeyGradsShared<kDim, kValueDim, kStore
     for (int head = 0; head < work.heads; ++head) {
 #pragma unroll 1
         for (int tile = work.first_tile; tile < first; ++tile) {
-            // A skipped tile is released only after it has arrived: a warp must not arrive twice in one phase of `empty`.
+            // A skipped tile is released only after its data has arrived, because a warp must not arrive twice in one
+            // phase of `empty`.
             ptx::barrier_wait(shared.q_full[at.stage], at.parity);
             release(at.stage);
             at.advance();
@@ -365,7 +375,8 @@ __device__ __forceinline__ void key_grads(KeyGradsShared<kDim, kValueDim, kStore
     if (group == 0) begin_turn();
     ptx::wgmma_pin(dv);
     ptx::wgmma_pin(dk);
-    // From here on no warp of the warpgroup multiplies by its keys and values: the results are staged in their place.
+    // From here on no warp of the warpgroup reads its keys and values any more, so the results are staged in their
+    // memory.
     ptx::named_barrier_wait<128>(1 + group);
     const int row = work.row + warp * 16;
     store_warp_rows<kValueDim>(shared.v[group] + warp % 4 * 16 * kValueDim * 2, map_dv, dv, 1.0f, 1.0f, work.kv_head, row, work.sequence);

@@ -1,9 +1,9 @@
-// dS of attention in memory, written by the gradients of keys and values, and dq = scale · dS · k computed from it.
+// dS of attention in memory, and dq = scale · dS · k computed from it. The kernel for the gradients of keys and values writes dS.
 //
-// dS of a head is stored in tiles of 64 keys by 64 queries, BF16: a key's 64 queries are contiguous and swizzled as TMA writes rows of 128
-// bytes, so that a tile in shared memory is an MN-major operand. Four tiles of one tile of keys make a block, of 256 queries. Blocks are
-// ordered by queries, then by keys, up to the last key that the block's last query sees. Elements beyond the causal mask, the windows or
-// the sequence are not written; they are read, but not used.
+// dS of a head is stored in BF16 in tiles of 64 keys by 64 queries. A key's 64 queries are contiguous and swizzled as TMA writes rows of
+// 128 bytes, so that a tile in shared memory is an MN-major operand. Four tiles of the same 64 keys form a block of 256 queries. Blocks
+// are ordered by queries, then by keys, up to the last key that the block's last query sees. Elements beyond the causal mask, the windows
+// or the sequence are not written; kernels read them but do not use them.
 #pragma once
 #include "pieces/attention/attention_ring.cuh"
 
@@ -13,19 +13,21 @@ constexpr int kBlockTiles = 4;
 constexpr int kBlockRows = kBlockTiles * kGroupRows;
 constexpr int kScoreTileBytes = kGroupRows * kBoxRowBytes;
 
-/// Bytes of a head's dS.
+/// The size of a head's dS in bytes.
 __host__ __device__ __forceinline__ u64 score_grad_bytes(int seq_len) {
     const u64 blocks = ceil_div(seq_len, kBlockRows);
     return blocks * (blocks + 1) / 2 * (kBlockTiles * kBlockTiles * kScoreTileBytes);
 }
 
-/// The start of a tile. The keys are no later than the last query of the tile's block.
+/// The position at which a tile starts. The keys are no later than the last query of the tile's
+/// block.
 __device__ __forceinline__ u64 score_tile(int key_tile, int query_tile) {
     const u32 block = query_tile / kBlockTiles;
     return u64((block * (block + 1) / 2 * kBlockTiles + key_tile) * kBlockTiles + query_tile % kBlockTiles) * kScoreTileBytes;
 }
 
-/// Stores a warp's 16 rows of a tile of dS. TMA may still read the staged data when this returns.
+/// Stores a warp's 16 rows of a tile of dS. When this function returns, TMA may still be reading
+/// the staged data.
 __device__ __forceinline__ void store_score_grads(u8* staged, const u32 (&ds)[kGroupRows / 4], u8* tile) {
     constexpr int kBytes = 16 * kBoxRowBytes;
     const u32 lane = ptx::lane_idx_anew();
@@ -41,14 +43,15 @@ __device__ __forceinline__ void store_score_grads(u8* staged, const u32 (&ds)[kG
     }
 }
 
-/// The queries of a CTA: two blocks of a head, chosen so that all CTAs process equally many keys.
+/// The queries of a CTA: two blocks of a head, chosen so that all CTAs process the same number of
+/// keys.
 struct QueryWork {
     int sequence, head;
-    int blocks[2];          // the second is negative where there is none
-    const u8* score_grads;  // of the head
+    int blocks[2];          // the second is negative if the CTA has only one block
+    const u8* score_grads;  // dS of the head
 };
 
-/// Warpgroups of `query_grads_of`. Each has two tiles of a block.
+/// The number of warpgroups of `query_grads_of`. Each warpgroup has two tiles of a block.
 constexpr int kBlockGroups = kBlockTiles / 2;
 
 template <int kDim>
@@ -61,7 +64,7 @@ struct QueryGradsShared {
     RingBarriers<kStages> ring;
 };
 
-/// Tiles of keys, from the first to the last.
+/// A range of key tiles, from the first to the last.
 struct KeyRange {
     int first, last;
 
@@ -73,7 +76,7 @@ struct KeyRange {
     }
 };
 
-/// Fills the ring of keys and dS, from the last keys to the first; one thread calls this.
+/// Fills the ring of keys and dS, from the last keys to the first; one thread calls this function.
 template <bool kWindowed, int kDim>
 __device__ __forceinline__ void feed_score_grads(QueryGradsShared<kDim>& shared, const TensorMap& map_k, const AttentionSizes& sizes,
                                                  const int* first_key) {
@@ -95,7 +98,8 @@ __device__ __forceinline__ void feed_score_grads(QueryGradsShared<kDim>& shared,
     }
 }
 
-/// Computes dq of a warpgroup's queries: tiles 2 · group and 2 · group + 1 of each block. `warp` counts within the math warpgroups.
+/// Computes dq of a warpgroup's queries: tiles 2 · group and 2 · group + 1 of each block. `warp` is the index among the warps of
+/// the math warpgroups.
 template <bool kWindowed, int kDim>
 __device__ __forceinline__ void query_grads_of(QueryGradsShared<kDim>& shared, const TensorMap& map_dq, const AttentionSizes& sizes,
                                                const int* first_key, int warp) {
@@ -109,7 +113,8 @@ __device__ __forceinline__ void query_grads_of(QueryGradsShared<kDim>& shared, c
     float low[kDim / 2], high[kDim / 2];
     Place<QueryGradsShared<kDim>::kStages> at;
     const auto skip = [&] {
-        // A skipped tile is released only after it has arrived: a warp must not arrive twice in one phase of `empty`.
+        // A skipped tile is released only after its data has arrived, because a warp must not arrive twice in one
+        // phase of `empty`.
         ptx::barrier_wait(shared.ring.full[at.stage], at.parity);
         release(at.stage);
         at.advance();

@@ -1,5 +1,5 @@
-// Common to the kernels that quantize down the columns: they fetch 128 x 128 values, find the scales, transpose the
-// codes and store them.
+// Shared code of the kernels that quantize down the columns: they fetch 128 x 128 values, compute the scales,
+// transpose the codes and store them.
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/e2m1.cuh"
@@ -15,21 +15,21 @@ namespace nib {
 
 template <class In, class E, bool kF32Scales>
 struct alignas(16) ColumnShared {
-    static constexpr int kBlocks = kTile / E::kBlock;  // along a side of a square
+    static constexpr int kBlocks = kTile / E::kBlock;  // blocks along a side of the tile
     u8 input[kTile][kTile * In::kBytes];
     ColumnTile tile;
     ScaleOf<kF32Scales> row_scales[kBlocks][kTile];
-    float inverse[kBlocks][kTile];   // of columns, see inverse_place
-    u32 maxima[8][In::kWords * 16];  // of each column over each warp's rows
+    float inverse[kBlocks][kTile];   // factors of columns, in the order of inverse_place
+    u32 maxima[8][In::kWords * 16];  // maximum of each column over each warp's rows
     u32 total[3];
 };
 
-/// The index of column `col`'s inverse. The first four of a thread's eight columns are contiguous with the first four
-/// of the adjacent threads, and the other four with their other four.
+/// The index at which column `col`'s inverse is stored. The inverses of the first four of a thread's eight columns
+/// are contiguous with those of the adjacent threads' first four; so are the inverses of the other four.
 __device__ __forceinline__ int inverse_place(int col) { return col % 8 / 4 * 64 + col / 8 * 4 + col % 4; }
 
-/// A bit for each of this lane's kRows rows: whether the row is valid. A warp has 2 · kRows rows from `first` on; lanes
-/// 0 to 15 have the first half.
+/// One bit for each of this lane's kRows rows, which says whether the row is valid. A warp has 2 · kRows rows from
+/// `first` on; lanes 0 to 15 have the first half of them.
 template <int kRows>
 __device__ __forceinline__ u32 rows_of_lane(const int* __restrict__ row_id, int first, int rows) {
     const int lane = threadIdx.x % 32, row = first + lane % (2 * kRows);
@@ -37,8 +37,9 @@ __device__ __forceinline__ u32 rows_of_lane(const int* __restrict__ row_id, int 
     return __ballot_sync(kAllLanes, counts) >> (lane & 16 ? kRows : 0);
 }
 
-/// Starts asynchronous copies of kRows rows of eight columns to this thread's own place in shared memory. They need no
-/// registers, so all are in flight at once. Rows whose bit in `counted` is 0 become zeros and are not read.
+/// Starts asynchronous copies of kRows rows of eight columns to this thread's own place in shared memory. The copies
+/// need no registers, so all of them are in flight at once. Rows whose bit in `counted` is 0 become zeros and are not
+/// read.
 template <class In, int kRows>
 __device__ __forceinline__ void fetch_rows(u8* mine, const u8* from, u64 row_bytes, u32 counted) {
 #pragma unroll
@@ -66,9 +67,9 @@ __device__ __forceinline__ typename In::Magnitudes columns_of_warp(const typenam
     return largest;
 }
 
-/// The scales of eight rows over a panel of 128 columns (kHeld = 1), or over each 32 columns of it (kHeld = 2). kHeld =
-/// 1: of sixteen lanes, lanes 2r and 2r + 1 have the scale of row r. kHeld = 2: of four lanes, lane r has the scales of
-/// rows 2r and 2r + 1.
+/// The scales of eight rows over a panel of 128 columns (kHeld = 1), or over each 32 columns of the panel (kHeld = 2).
+/// kHeld = 1: among sixteen lanes, lanes 2r and 2r + 1 have the scale of row r. kHeld = 2: among four lanes, lane r has
+/// the scales of rows 2r and 2r + 1.
 template <class In, class E, bool kF32Scales>
 struct RowScales {
     static constexpr int kHeld = E::kBlock == kTile ? 1 : 2;
@@ -82,14 +83,14 @@ struct RowScales {
         for (int i = 0; i < kHeld; ++i) scale[i] = scale_of<E, kF32Scales>(amax[i], rule);
     }
 
-    /// The inverse of row j of the eight.
+    /// The inverse of row j of the eight rows.
     __device__ __forceinline__ float inverse_of(int j, int lane) const {
         if constexpr (kHeld == 1) return __shfl_sync(kAllLanes, scale[0].inverse, (lane & 16) | j * 2);
         return __shfl_sync(kAllLanes, scale[j % kHeld].inverse, (lane & 28) | j / 2);
     }
 
-    /// Writes the scales to those of the square, from row `first_row` on, and counts their blocks. `present`: whether
-    /// this thread's columns exist.
+    /// Writes the scales to those of the 128 x 128 tile, from row `first_row` on, and counts their blocks. `present`
+    /// says whether this thread's columns exist.
     template <class Round>
     __device__ __forceinline__ void put(ScaleOf<kF32Scales> (*of_square)[kTile], int first_row, bool present, int lane, Tally& tally) const {
         if (kHeld == 1 && lane % 2 != 0) return;
@@ -104,8 +105,8 @@ struct RowScales {
     }
 };
 
-/// Transposes codes of eight rows of eight columns and stores them at `place` of a tile. With two codes per byte, the
-/// four bytes of a column fill half a slot.
+/// Transposes codes of eight rows of eight columns and stores them at `place` of a tile. If two codes share a byte,
+/// the four bytes of a column fill half a slot.
 __device__ __forceinline__ void turn_codes(u32 (&codes)[8], u8* place) {
     // Swaps half-words across the diagonal, then bytes, then nibbles.
 #pragma unroll
@@ -137,7 +138,7 @@ __device__ __forceinline__ void turn_codes(const uint2 (&codes)[8], u8* place) {
     turn_8x8(of, place);
 }
 
-/// Zeros the codes of column i of eight.
+/// Zeros the codes of column i of the eight columns.
 __device__ __forceinline__ void clear_column(u32 (&codes)[8], int i) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) codes[j] &= ~(0xFu << (4 * i));
@@ -150,11 +151,11 @@ __device__ __forceinline__ void clear_column(uint2 (&codes)[8], int i) {
     }
 }
 
-/// Stores the first `left` bytes, a multiple of 16, of each of the `lines` existing lines of a transposed tile. Line 0
-/// goes to `to`. With kTally, counts the blocks of E that have a non-zero code.
+/// Stores the first `left` bytes, a multiple of 16, of each of the `lines` existing columns of a transposed tile. The
+/// first column is stored at `to`. With kTally, counts the blocks of E that have a non-zero code.
 template <class E, bool kTally, int kThreads, class Tile>
 __device__ __forceinline__ void store_turned(const Tile& tile, u8* to, u64 line_bytes, int lines, int left, Tally& tally) {
-    constexpr int kLines = kThreads / 8;  // at a time
+    constexpr int kLines = kThreads / 8;  // columns stored at a time
     const int chunk = threadIdx.x % 8, lane = threadIdx.x % 32, first_line = threadIdx.x / 8;
     if (chunk * 16 >= left) lines = 0;
     to += first_line * line_bytes + chunk * 16;
@@ -167,7 +168,8 @@ __device__ __forceinline__ void store_turned(const Tile& tile, u8* to, u64 line_
         if constexpr (kTally) {
             const bool any = present && ((v.x | v.y | v.z | v.w) & (E::kCodeBits == 4 ? 0x77777777 : 0x7F7F7F7F)) != 0;
             const u32 lanes = __ballot_sync(kAllLanes, any);
-            // With four-bit codes, a chunk is a block of 32; with eight-bit codes, a line is a block of 128.
+            // With four-bit codes, a 16-byte chunk is a block of 32; with eight-bit codes, 128 bytes are a
+            // block of 128.
             if constexpr (E::kCodeBits == 4) {
                 tally.non_zero += any;
             } else {

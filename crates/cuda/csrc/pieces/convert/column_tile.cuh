@@ -1,36 +1,37 @@
-// A tile of 128 x 128 one-byte codes, transposed in shared memory: eight rows of a column are written at a time,
-// sixteen are read.
+// A tile of 128 x 128 one-byte codes, transposed in shared memory. Writes store eight rows of a column at a time;
+// reads load sixteen rows.
 //
 // Column c occupies 128 bytes, 16 slots of 8 bytes. Octet o (rows 8o .. 8o + 7) of a column is in slot 2·((o / 2) ^ (c
-// / 8 % 8)) + (o % 2 ^ c / 64). A half-warp writes without bank conflicts if its 16 lanes differ in c / 8; so do eight
-// lanes that read the column's eight 16-byte chunks.
+// / 8 % 8)) + (o % 2 ^ c / 64). If the 16 lanes of a half-warp differ in c / 8, they write without bank conflicts.
+// Eight lanes that read a column's eight 16-byte chunks have no bank conflicts either.
 #pragma once
 #include "ptx/global.cuh"
 #include "ptx/types.cuh"
 
 namespace nib {
 
-constexpr int kTile = 128;  // rows and columns; the FP8 block
+constexpr int kTile = 128;  // rows and columns of a tile; also the size of an FP8 block
 
 struct ColumnTile {
     u8 bytes[kTile * kTile];
 
-    /// Address of rows 8·octet to 8·octet + 7 of column `col`, a multiple of 8. Each of the next seven columns is kTile
-    /// bytes further.
+    /// Address of rows 8·octet to 8·octet + 7 of column `col`, which is a multiple of 8. The address of each of the
+    /// next seven columns is kTile bytes higher.
     __device__ __forceinline__ u8* place(int col, int octet) {
         const int chunk = octet / 2 ^ (col / 8 % 8);
         const int half = (octet ^ col / 64) & 1;
         return bytes + col * kTile + chunk * 16 + half * 8;
     }
 
-    /// Rows 16i to 16i + 15 of column `col`.
+    /// Loads rows 16i to 16i + 15 of column `col`.
     __device__ __forceinline__ uint4 chunk(int col, int i) const {
         const uint4 v = *reinterpret_cast<const uint4*>(bytes + col * kTile + (i ^ (col / 8 % 8)) * 16);
         return col < kTile / 2 ? v : uint4{v.z, v.w, v.x, v.y};
     }
 
-    /// Stores the whole tile, a line of `stride` bytes per column: columns 0 to 63 from `low` on, the others from
-    /// `high` on, `low_left` and `high_left` of them. All `kThreads` threads call this, after a barrier.
+    /// Stores the whole tile, `stride` bytes apart for adjacent columns: columns 0 to 63 from `low` on, and the
+    /// others from `high` on. `low_left` and `high_left` are the numbers of columns that exist. All `kThreads`
+    /// threads call this function, after a barrier.
     template <int kThreads>
     __device__ __forceinline__ void store(u8* low, int low_left, u8* high, int high_left, u64 stride) const {
         const int chunk = threadIdx.x % 8, first = threadIdx.x / 8;
@@ -38,8 +39,8 @@ struct ColumnTile {
         high += first * stride + chunk * 16;
 #pragma unroll
         for (int line = 0; line < kTile / 2; line += kThreads / 8) {
-            // The half of the tile that a column is in determines the order of its octets: `v` is for the first half,
-            // `w` for the second.
+            // The order of octets depends on the half of the tile that a column is in: `v` is for the first half, `w`
+            // for the second.
             const u8* from = bytes + (line + first) * kTile + (chunk ^ ((line + first) / 8 % 8)) * 16;
             const uint4 v = *reinterpret_cast<const uint4*>(from);
             const uint4 w = *reinterpret_cast<const uint4*>(from + kTile / 2 * kTile);
@@ -48,8 +49,8 @@ struct ColumnTile {
         }
     }
 
-    /// Stores the whole tile to `codes`, lines of `stride` bytes; column 0 goes to line `first_col`, row 0 to its byte `first_row`.
-    /// Lines from `cols` on do not exist.
+    /// Stores the whole tile to `codes`, whose columns are `stride` bytes apart; column 0 goes to column `first_col`, and row 0 to
+    /// that column's byte `first_row`. Columns from `cols` on do not exist.
     template <int kThreads>
     __device__ __forceinline__ void store(u8* codes, int first_col, int cols, u64 stride, int first_row) const {
         u8* const low = codes + first_col * stride + first_row;
@@ -57,12 +58,12 @@ struct ColumnTile {
     }
 };
 
-/// The tile of this CTA. Tiles are ordered in bands of `band` strips of 128 rows, and within a band panel by panel. So
-/// CTAs that run concurrently write adjacent bytes: 128 · band of a line. For a single band, the launch passes the
-/// number of strips.
+/// The tile that this CTA processes. Tiles are ordered in bands of `band` strips of 128 rows, and within a band panel
+/// by panel. So CTAs that run concurrently write 128 · band adjacent bytes of each output row. For a single band, the
+/// launch passes the number of strips.
 struct TilePlace {
-    int strip, panel;  // of 128 rows, of 128 columns
-    int across, down;  // how many of each there are
+    int strip, panel;  // strip of 128 rows, and panel of 128 columns
+    int across, down;  // number of panels, and number of strips
 
     __device__ __forceinline__ TilePlace(int cols, int capacity, int band)
         : TilePlace(blockIdx.x, ceil_div(cols, kTile), capacity / kTile, band) {}
@@ -88,7 +89,7 @@ __device__ __forceinline__ void turn_4x4(const u32 (&row)[4], u32 (&col)[4]) {
 }
 
 /// Transposes codes of eight rows of eight columns and writes them to `place` of a ColumnTile. four_cols[0] has the
-/// first four columns of each row, four_cols[1] the others.
+/// first four columns of each row, and four_cols[1] the other four.
 __device__ __forceinline__ void turn_8x8(const u32 (&four_cols)[2][8], u8* place) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

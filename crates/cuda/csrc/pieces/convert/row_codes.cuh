@@ -1,4 +1,5 @@
-// Common to the kernels that quantize along the rows: the assignment of codes to lanes, and their stores.
+// Shared code of the kernels that quantize along the rows: the assignment of codes to lanes, and their
+// stores.
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/e2m1.cuh"
@@ -13,11 +14,11 @@ namespace nib {
 constexpr int kRowThreads = 128;
 constexpr int kChunkCols = 256;
 
-/// Eights of columns that a lane takes at a time: as many as the registers allow.
+/// How many groups of eight columns a lane processes at a time; registers are the limit.
 template <class In, class Round>
 constexpr int row_chunks = In::kBytes == 2 && !Round::kDraws ? 8 : 4;
 
-/// Stores the codes of eight columns, but none from the `left`-th on.
+/// Stores the codes of eight columns, except those from the `left`-th on.
 template <class E, bool kAligned>
 __device__ __forceinline__ void store_codes(u8* to, int left, typename E::Eight codes) {
     if constexpr (E::kCodeBits == 4) {
@@ -32,8 +33,8 @@ __device__ __forceinline__ void store_codes(u8* to, int left, typename E::Eight 
     }
 }
 
-/// Stores 16 bytes of codes: a lane's adjacent eights, all of one block, but none from the `left`-th column on.
-/// is_aligned: rows start at multiples of 16 bytes.
+/// Stores 16 bytes of codes, all of one block: a lane's adjacent groups of eight columns, except columns from
+/// the `left`-th on. is_aligned: rows start at multiples of 16 bytes.
 __device__ __forceinline__ void store_together(u8* to, int left, bool is_aligned, const uint2 (&codes)[2]) {
     if (is_aligned) {
         if (left > 0) ptx::store_16(to, {codes[0].x, codes[0].y, codes[1].x, codes[1].y});
@@ -46,8 +47,8 @@ __device__ __forceinline__ void store_together(u8* to, int left, bool, const u32
     if (left > 0) ptx::store_16(to, {codes[0], codes[1], codes[2], codes[3]});
 }
 
-/// The F32 bits of the largest magnitude of 32 values, with fewer instructions than In::block_maxima: for kernels bound
-/// by instructions.
+/// The F32 bits of the largest magnitude of 32 values. The function takes fewer instructions than In::block_maxima, for
+/// kernels that are bound by instructions.
 __device__ __forceinline__ u32 largest_bits(const Bf16::Eight (&x)[4]) {
     u32 two = 0;
 #pragma unroll
@@ -58,7 +59,7 @@ __device__ __forceinline__ u32 largest_bits(const Bf16::Eight (&x)[4]) {
     return max(two << 16 & 0x7FFFFFFF, two & 0x7FFF0000);
 }
 
-/// of[i] for an index known only at run time, without indexing registers.
+/// Returns of[i] for an index known only at run time, without indexing registers.
 template <class Stored, int kCount>
 __device__ __forceinline__ Stored pick(const Stored (&of)[kCount], int i) {
     Stored picked = of[0];
@@ -67,17 +68,17 @@ __device__ __forceinline__ Stored pick(const Stored (&of)[kCount], int i) {
     return picked;
 }
 
-/// How a warp divides a segment of a row. A lane takes `kTogether` adjacent eights of columns at a time, whose codes
-/// are 16 bytes. In MXFP4 that is a whole block, so lanes need not exchange their maxima.
+/// How a warp divides a segment of a row. A lane processes `kTogether` adjacent groups of eight columns at a time,
+/// whose codes are 16 bytes. In MXFP4, 16 bytes of codes are a whole block, so lanes need not exchange their maxima.
 template <class E, int kChunks>
 struct RowLayout {
     static constexpr int kTogether = 16 / E::kCodeBits;
-    static constexpr int kHeld = kChunks / kTogether;             // blocks that a lane has a part of
+    static constexpr int kHeld = kChunks / kTogether;             // blocks of which a lane has a part
     static constexpr int kLanes = E::kBlock / (8 * kTogether);    // lanes that share a block
-    static constexpr int kStride = kChunkCols * kTogether;        // columns from one of a lane's blocks to its next
+    static constexpr int kStride = kChunkCols * kTogether;        // columns from one of a lane's blocks to its next block
     static constexpr int kSegmentCols = kChunks * kChunkCols;
 
-    /// Columns from the lane's first one to its chunk i.
+    /// Columns from the lane's first column to its chunk i.
     __device__ __forceinline__ static constexpr int col_of(int i) { return i / kTogether * kStride + i % kTogether * 8; }
 
     /// Stores the scales of a segment of a row that has `blocks` blocks. Each of the lanes that share blocks stores the

@@ -1,4 +1,4 @@
-// Quantization along the rows, for any destination of the codes: common to quantize_rows and quantize_pack.
+// Quantization along the rows for any destination of the codes; shared by quantize_rows and quantize_pack.
 #pragma once
 #include "pieces/convert/row_codes.cuh"
 
@@ -8,14 +8,15 @@ namespace nib {
 template <class In, class Round>
 constexpr int kRowCtas = row_chunks<In, Round> == 8 ? 6 : 8;
 
-/// Rows that are passed as one row, some of which may be padding: the `row_id` of each; null if not passed so, or all are valid.
+/// Several rows that are passed as one row, some of which may be padding. `row_id` has the id of each row; it is null if rows
+/// are not passed so, or if all rows are valid.
 struct FoldedRows {
     const int* row_id;
     Divider by_cols;
-    u32 cols;  // of each
+    u32 cols;  // columns of each row
 };
 
-/// The matrix, and the segments of a warp.
+/// The source matrix, and the segments that a warp processes.
 struct RowSource {
     const u8* __restrict__ x;
     const int* __restrict__ row_id;
@@ -27,9 +28,9 @@ struct RowSource {
     FoldedRows folded;
 };
 
-/// Quantizes the segments of a warp in sequence. `sink` receives each segment: `begin(row, segment, col)` its start, and this lane's first
-/// column; `put(h, codes, scale)` the codes of the lane's h-th block; `end(scales)` the scales of all its blocks. `total` is shared memory
-/// that nothing else uses.
+/// Quantizes the segments of a warp in sequence. `sink` receives each segment through three calls: `begin(row, segment, col)` passes its
+/// start and this lane's first column; `put(h, codes, scale)` passes the codes of the lane's h-th block; `end(scales)` passes the scales
+/// of all its blocks. `total` is shared memory that no other code uses.
 template <class In, class E, bool kF32Scales, class Round, class Sink>
 __device__ __forceinline__ void quantize_segments(const RowSource& of, u64* counts, u32 (&total)[3], PowerRule rule, const Round& round, Sink& sink) {
     constexpr int kChunks = row_chunks<In, Round>;
@@ -63,7 +64,7 @@ __device__ __forceinline__ void quantize_segments(const RowSource& of, u64* coun
 #pragma unroll
         for (int i = 0; i < kChunks; ++i)
             in[i] = In::template load<true>(of.x + (first + Layout::col_of(i)) * In::kBytes, left - Layout::col_of(i));
-        u64 element[kHeld];  // of the lane's first number of each block, for random bits
+        u64 element[kHeld];  // index of the lane's first value of each block, for random bits
 #pragma unroll
         for (int h = 0; h < kHeld; ++h) element[h] = u64(u32(id)) * of.cols + col + h * Layout::kStride;
         if (of.folded.row_id != nullptr) {
@@ -77,7 +78,7 @@ __device__ __forceinline__ void quantize_segments(const RowSource& of, u64* coun
                 for (int i = 0; i < kTogether; ++i) in[h * kTogether + i] = {};
             }
         }
-        // Generated while the loads are in flight.
+        // Random bits are generated while the loads are in flight.
         typename Round::Bits bits[kChunks];
         if constexpr (Round::kDraws) {
 #pragma unroll

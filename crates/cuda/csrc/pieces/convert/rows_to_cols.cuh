@@ -1,14 +1,14 @@
-// Common to the kernels that transpose rows of codes into columns: how they divide the work, fetch codes and store
-// scales.
+// Shared code of the kernels that transpose rows of codes into columns: how they divide the work, fetch codes and
+// store scales.
 //
-// A CTA takes kPanels · 128 columns of two strips of 128 rows, and fetches all of their codes at once. A warp
+// A CTA processes kPanels · 128 columns of two strips of 128 rows, and fetches all of their codes at once. A warp
 // transposes 32 columns, with 16 lanes per strip. A lane transposes 16 rows of eight columns, and then of eight other
-// columns. So a warp stores 256 bytes of each of two columns at a time; 128 bytes of each of four columns were slower
-// by 1 to 2 %.
+// columns. So a warp stores 256 bytes of each of two columns at a time; storing 128 bytes of each of four columns was
+// 1 to 2 % slower.
 //
-// A column has one scale byte per strip, the same for all columns of a source block. Scales are stored strip by strip,
-// [capacity / 128][stride]: in column order, a store of that one byte would cost as much as a store of a whole line of
-// codes.
+// A column has one scale byte per strip, which is the same for all columns of a source block. Scales are stored strip
+// by strip, [capacity / 128][stride]. In column order, storing this one byte would cost as much as storing 128 codes
+// of a column.
 #pragma once
 #include "formats/e8m0.cuh"
 #include "math/reduce.cuh"
@@ -23,7 +23,7 @@ constexpr int kGroupRows = 16;
 constexpr int kGroups = kTile / kGroupRows;
 constexpr int kMostDepth = 2;
 
-/// The strips of a CTA.
+/// The strips that a CTA processes.
 struct Strips {
     int panel, first, count;
 
@@ -40,21 +40,23 @@ struct Strips {
 /// A lane's part of a warp's rows and columns.
 struct TurnLane {
     int lane = threadIdx.x % 32;
-    int strip = lane / 16, group = lane / 2;  // among the groups of 16 rows of both strips
+    int strip = lane / 16, group = lane / 2;  // index among the groups of 16 rows of both strips
     bool odd = lane % 2 == 1;
 
-    /// The lane's first column. It has eight columns from there on, and eight more from kSecond columns further on.
+    /// The first column of the lane. A lane has eight columns from its first column on, and eight more from kSecond
+    /// columns further on.
     static constexpr int kSecond = 16;
     __device__ __forceinline__ int col() const { return threadIdx.x / 32 * 32 + lane % 2 * 8; }
 
-    /// The first of its 16 rows, within its strip.
+    /// The first of the lane's 16 rows, within its strip.
     __device__ __forceinline__ int row() const { return group % kGroups * kGroupRows; }
 
-    /// The scales of eight rows of a strip. A lane processes those of half of the 16 rows that it and its neighbour
-    /// transpose.
+    /// Loads the scales of eight rows of a strip. A lane processes the scales of half of the 16 rows that it and
+    /// its neighbour transpose.
     __device__ __forceinline__ uint2 scales(const u8* of_strip) const { return *reinterpret_cast<const uint2*>(of_strip + lane % 16 * 8); }
 
-    /// The largest `above_nan` of a strip's scales; each of its lanes contributes eight scales.
+    /// The largest `above_nan` of a strip's scales; each of the strip's lanes contributes eight
+    /// scales.
     __device__ __forceinline__ u32 largest_above_nan(uint2 bytes) const {
         u32 largest = 0;
 #pragma unroll
@@ -78,8 +80,8 @@ struct TurnLane {
         }
     }
 
-    /// Combines this lane's results for eight rows' scales with its neighbour's for the other eight: all 16 rows in
-    /// order.
+    /// Combines this lane's results for the scales of eight rows with its neighbour's for the other eight rows:
+    /// `all` has all 16 rows in order.
     template <int kCount>
     __device__ __forceinline__ void exchange(const u32 (&mine)[kCount], u32 (&all)[2 * kCount]) const {
 #pragma unroll
@@ -91,7 +93,8 @@ struct TurnLane {
     }
 };
 
-/// kTileRowBytes: bytes of the codes of 128 columns of a row. kBlocks: scales of these columns.
+/// kTileRowBytes is the number of code bytes of a row of 128 columns. kBlocks is the number of
+/// scales of these columns.
 template <int kTileRowBytes, int kBlocks, int kPanels>
 struct TurnShared {
     static constexpr int kRowBytes = kTileRowBytes * kPanels;
@@ -108,7 +111,7 @@ struct TurnShared {
 template <bool kWhole, int kTileRowBytes, int kBlocks, int kPanels>
 struct Fetcher {
     using Shared = TurnShared<kTileRowBytes, kBlocks, kPanels>;
-    static constexpr int kChunks = Shared::kRowBytes / 16;  // of a row
+    static constexpr int kChunks = Shared::kRowBytes / 16;  // 16-byte chunks per row
     static constexpr int kPasses = kChunks / kPanels;
     static constexpr int kPassRows = kTile / kPasses;
     static constexpr int kChunkCols = 16 * kTile / kTileRowBytes;
@@ -118,7 +121,7 @@ struct Fetcher {
     const int* row_id;
     int rows, cols, first_col;
 
-    /// Publishes to all threads which rows are valid; a barrier must follow.
+    /// Tells all threads which rows are valid; a barrier must follow.
     __device__ __forceinline__ void publish() const {
         if (threadIdx.x >= kTile) return;
 #pragma unroll
@@ -131,7 +134,8 @@ struct Fetcher {
     }
     __device__ __forceinline__ bool is_valid(int i, int row) const { return shared.valid[i][row / 32] >> (row % 32) & 1; }
 
-    /// Starts the copies. Invalid rows become zeros; a strip that does not exist is skipped.
+    /// Starts the asynchronous copies. Invalid rows become zeros; a strip that does not exist is
+    /// skipped.
     __device__ __forceinline__ void fetch() const {
 #pragma unroll
         for (int i = 0; i < kMostDepth; ++i)

@@ -1,6 +1,6 @@
 // Values of a tile as threads of quantize_units read them from shared memory: sixteen adjacent values of a row
-// (`Sixteen`), or sixteen rows of two adjacent columns (`TwoColumns`). BF16 values stay packed in pairs as long as that
-// is less work: a word is two adjacent values of a row in `Sixteen`, and one row of both columns in `TwoColumns`.
+// (`Sixteen`), or sixteen rows of two adjacent columns (`TwoColumns`). BF16 values stay packed in pairs as long as this
+// takes less work. A word is two adjacent values of a row in `Sixteen`, and one row of both columns in `TwoColumns`.
 #pragma once
 #include "formats/bf16.cuh"
 #include "ptx/packed.cuh"
@@ -23,7 +23,7 @@ __device__ __forceinline__ u32 largest_of_pairs(const u32 (&words)[kWords], int 
     return largest;
 }
 
-/// The magnitude of either half, as bits of F32.
+/// The magnitude in the low or the high half, as F32 bits.
 __device__ __forceinline__ u32 low_magnitude(u32 pair) { return pair << 16 & 0x7FFFFFFF; }
 __device__ __forceinline__ u32 high_magnitude(u32 pair) { return pair & 0x7FFF0000; }
 
@@ -44,7 +44,7 @@ struct Sixteen<F32> {
     }
     __device__ __forceinline__ float value(int i) const { return number[i]; }
 
-    /// The bits of the largest magnitude of kCount of them.
+    /// The F32 bits of the largest magnitude of kCount of the values.
     template <int kCount>
     __device__ __forceinline__ u32 largest(int first) const {
         float largest = number[first];
@@ -67,7 +67,7 @@ struct Sixteen<Bf16> {
     }
     __device__ __forceinline__ float value(int i) const { return __uint_as_float(i % 2 ? pair[i / 2] & 0xFFFF0000 : pair[i / 2] << 16); }
 
-    /// Clamps all sixteen to the limit.
+    /// Clamps all sixteen values to the limit.
     __device__ __forceinline__ void clamp(u32 limits) { clamp_pairs(pair, limits); }
 
     /// The largest magnitude of kPairs pairs, separately for each half.
@@ -140,7 +140,7 @@ template <class Rows>
 struct SharedColumns {
     const Rows from;
 
-    /// Sixteen rows from row `first`, a multiple of 16, on.
+    /// Loads sixteen rows from row `first` on, a multiple of 16.
     template <class Two>
     __device__ __forceinline__ void load(int first, Two (&row)[16]) const {
         load_rows(from, first, row);
@@ -149,7 +149,7 @@ struct SharedColumns {
 struct HeldColumns {
     float number[2][32];
 
-    /// The same. `first` is known at compile time.
+    /// Loads sixteen rows of two columns. `first` is known at compile time.
     __device__ __forceinline__ void load(int first, float2 (&row)[16]) const {
 #pragma unroll
         for (int i = 0; i < 16; ++i) row[i] = {number[0][first + i], number[1][first + i]};

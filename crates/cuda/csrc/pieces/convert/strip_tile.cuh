@@ -1,6 +1,6 @@
 // A tile of 128 x 128 values in the registers of 512 threads, from its values to its E4M3 codes along the rows and down
 // the columns. A thread holds four rows of eight columns, a warp 16 rows of 64 columns. So two warps share a row, and
-// exchange the results of their halves through shared memory.
+// exchange the results of their half rows through shared memory.
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/e4m3.cuh"
@@ -17,8 +17,8 @@ constexpr int kStripThreads = kTile * kTile / (kThreadRows * kThreadCols);
 constexpr int kWarpRows = 16, kWarpCols = kTile / 2;
 using StripValues = float[kThreadRows][kThreadCols];
 
-/// The position of tile `index`. Tiles are ordered strip by strip (of 128 rows), so that the scales of a row are
-/// written at about the same time.
+/// The position of tile `index`. Tiles are ordered strip by strip (a strip has 128 rows), so that the scales of
+/// a row are written at about the same time.
 struct StripTile {
     u32 strip, panel;
 
@@ -29,12 +29,12 @@ struct StripTile {
     __device__ __forceinline__ int col() const { return int(panel) * kTile; }
 };
 
-/// Rows of a TMA box. A box of padding only is not loaded.
+/// Rows of a TMA box. A box that contains only padding is not loaded.
 constexpr int kBoxRows = 32;
 
-/// Bit i: whether any row of box i of the tile is valid. The whole warp calls this.
+/// Bit i says whether any row of box i of the tile is valid. The whole warp calls this function.
 __device__ __forceinline__ u32 boxes_wanted(const int (&row_id)[kTile]) {
-    const int lane = threadIdx.x % 32, in_box = lane % 8 * 4;  // a lane looks at four rows
+    const int lane = threadIdx.x % 32, in_box = lane % 8 * 4;  // each lane tests four rows
     const int4 id = *reinterpret_cast<const int4*>(row_id + lane / 8 * kBoxRows + in_box);
     const u32 counted = __ballot_sync(kAllLanes, (id.x & id.y & id.z & id.w) >= 0);
     const u32 some = counted | counted >> 1, more = some | some >> 2, any = more | more >> 4;
@@ -43,8 +43,8 @@ __device__ __forceinline__ u32 boxes_wanted(const int (&row_id)[kTile]) {
 
 /// A thread's position within a tile.
 struct StripThread {
-    int lane, half;  // in the warp; of the tile's columns
-    int row, col;    // its first ones
+    int lane, half;  // lane in the warp; half of the tile's columns
+    int row, col;    // the thread's first row and first column
 
     __device__ __forceinline__ StripThread()
         : lane(threadIdx.x % 32),
@@ -57,7 +57,7 @@ struct StripThread {
     __device__ __forceinline__ int in_rows() const { return threadIdx.x / 64 * 32 + lane; }
 };
 
-/// The largest |x|; NaN if any value is NaN.
+/// The largest |x|; a NaN if any value is NaN.
 template <int kCount>
 __device__ __forceinline__ float largest_magnitude(const float (&x)[kCount]) {
     float largest = fabsf(x[0]);
@@ -67,8 +67,8 @@ __device__ __forceinline__ float largest_magnitude(const float (&x)[kCount]) {
 }
 
 /// Reduces kCount values per lane over the lanes that are kFirst, 2 · kFirst, ... apart. Each exchange halves the
-/// number of values that a lane holds, until kLeft are left. Of n = kCount / kLeft such lanes, the j-th gets the values
-/// j, j + n, ...
+/// number of values that a lane holds, until kLeft values are left. Of n = kCount / kLeft such lanes, the j-th gets the
+/// values j, j + n, ...
 template <int kFirst, int kLeft, int kCount, int kNow = kCount, class Join>
 __device__ __forceinline__ void join_lanes(float (&v)[kCount], int lane, Join join) {
     if constexpr (kNow > kLeft) {
@@ -82,14 +82,14 @@ __device__ __forceinline__ void join_lanes(float (&v)[kCount], int lane, Join jo
     }
 }
 
-/// The largest magnitudes of the columns of kMatrices tiles, one per 16 rows (those of a warp).
+/// The largest magnitudes of the columns of kMatrices tiles, one per 16 rows (the rows of a warp).
 template <int kMatrices>
 struct ColumnMaxima {
     static constexpr int kCount = kMatrices * kThreadCols;
     float line[kTile / kWarpRows][2][kCount][8];
 
-    /// Takes the largest of this thread's four rows, for the eight columns of each matrix; reduces over the rows of the
-    /// warp and writes the results.
+    /// Takes the largest magnitudes of this thread's four rows, for the eight columns of each matrix; reduces them over
+    /// the rows of the warp and writes the results.
     __device__ __forceinline__ void write(const StripThread& me, float (&largest)[kCount]) {
         join_lanes<8, kCount / 4>(largest, ptx::lane_idx_anew(), [](float a, float b) { return ptx::max_magnitude(a, b); });
         float* const to = &line[me.row / kWarpRows][me.half][me.lane / 8][me.lane % 8];
@@ -97,8 +97,8 @@ struct ColumnMaxima {
         for (int i = 0; i < kCount / 4; ++i) to[i * 32] = largest[i];
     }
 
-    /// The largest of a column over all rows. `place` counts the columns of a half in the order 0, 8, 16, ..., 1, 9,
-    /// ...: see `column_at`.
+    /// The largest magnitude of a column over all rows. `place` counts the columns of a half in the order 0, 8, 16,
+    /// ..., 1, 9, ..., as `column_at` says.
     __device__ __forceinline__ float at(int matrix, int place) const {
         const float* const from = &line[0][place / kWarpCols][matrix * kThreadCols][0] + place % kWarpCols;
         float largest[kTile / kWarpRows];
@@ -107,28 +107,29 @@ struct ColumnMaxima {
         return largest_magnitude(largest);
     }
 
-    /// The column at `place`.
+    /// The column at position `place` of that order.
     __device__ __forceinline__ static int column_at(int place) { return place / kWarpCols * kWarpCols + place % 8 * 8 + place / 8 % 8; }
 };
 
-/// The factor for the values of each column. A thread reads the factors of its first four columns, and then those of
-/// the other four.
+/// The factor by which the values of each column are multiplied. A thread reads the factors of its first four
+/// columns, and then those of the other four.
 struct ColumnInverses {
-    float4 four[2][2][8];  // by half of the tile, half of a thread's columns, and thread
+    float4 four[2][2][8];  // indexed by half of the tile, half of a thread's columns, and thread
 
     __device__ __forceinline__ float& at(int col) {
         return reinterpret_cast<float*>(&four[col / kWarpCols][col / 4 % 2][col / 8 % 8])[col % 4];
     }
 };
 
-/// Codes of four adjacent values in a row. Codes of a NaN block are not zeroed here.
+/// The codes of four adjacent values of a row. The codes of a NaN block are not zeroed here.
 __device__ __forceinline__ u32 codes_of_four(const float* v, float inverse) {
     return ptx::pack_u16(E4m3::pair(__fmul_rn(v[0], inverse), __fmul_rn(v[1], inverse)),
                          E4m3::pair(__fmul_rn(v[2], inverse), __fmul_rn(v[3], inverse)));
 }
 
-/// Encodes and stores kLines lines of eight columns; a line with a NaN factor becomes zeros. Whole warps call
-/// `inverse_of(i)`. All codes are computed before the first is stored, because a store occupies its registers for long.
+/// Encodes and stores eight columns of each of kLines rows; a row with a NaN factor becomes zeros. Whole warps call
+/// `inverse_of(i)`. All codes are computed before the first is stored, because a store occupies its registers for a
+/// long time.
 template <int kLines, class LineOf, class InverseOf>
 __device__ __forceinline__ void store_lines(u8* to, u32 stride, int lines, bool some_nan, LineOf line_of, InverseOf inverse_of) {
     uint2 codes[kLines];
@@ -153,15 +154,15 @@ __device__ __forceinline__ void store_lines(u8* to, u32 stride, int lines, bool 
     }
 }
 
-/// A transposed tile of codes in the layout that TMA stores with the 128-byte swizzle. Each column is a line of 128
-/// bytes, its rows. Lines are in the order of columns 0, 8, 16, ..., 1, 9, ... So when a warp writes, its eight lanes
-/// of a row differ in the 16-byte chunk, and its four groups of rows in the word of a chunk: there are no bank
-/// conflicts.
+/// A transposed tile of codes in the layout that TMA stores with the 128-byte swizzle. Each column of values is a row
+/// of 128 bytes of this tile. The tile's rows are in the order of columns 0, 8, 16, ..., 1, 9, ... So when a warp
+/// writes, the eight lanes that share rows differ in the 16-byte chunk, and the warp's four groups of rows differ in
+/// the word of a chunk. There are no bank conflicts.
 struct alignas(1024) TurnedTile {
-    static constexpr int kNext = kTile / 8 * kTile;  // bytes from a column's line to the next one's
+    static constexpr int kNext = kTile / 8 * kTile;  // distance in bytes from a column to the next column
     u8 bytes[kTile * kTile];
 
-    /// The place for four rows of eight columns, kNext bytes from one column to the next.
+    /// The place of four rows of eight columns; adjacent columns are kNext bytes apart.
     __device__ __forceinline__ u8* place(int col, int row) {
         return bytes + col / 8 * kTile + (row / 16 ^ col / 8 % 8) * 16 + row % 16;
     }
@@ -182,7 +183,7 @@ struct alignas(1024) TurnedTile {
         }
     }
 
-    /// Zeroes the columns of NaN blocks, which are rare. A barrier comes before.
+    /// Zeros the columns of NaN blocks, which are rare. A barrier must come before this call.
     __device__ __forceinline__ void clear_nan(ColumnInverses& inverses) {
 #pragma unroll 1
         for (int i = threadIdx.x; i < kTile * (kTile / 4); i += kStripThreads) {

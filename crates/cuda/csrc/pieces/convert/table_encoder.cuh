@@ -1,8 +1,8 @@
-// The encoder of quantize_units for blocks of sixteen E2M1 values with a scale byte. BF16 values become codes two at a
-// time, by the scale byte's entry of a table in shared memory. A thread has the same values as in unit_encoder.cuh.
+// The encoder of quantize_units for blocks of sixteen E2M1 values with a scale byte. BF16 values are converted to codes
+// two at a time, with the entry for their scale byte in a shared-memory table. A thread has the same values as in
+// unit_encoder.cuh.
 //
-// Padding reads as zeros, and zeros get the scale byte 0 and zero codes by themselves: padding needs no case of its own
-// here.
+// Padding reads as zeros, and zeros get the scale byte 0 and zero codes, so padding needs no special case here.
 #pragma once
 #include "formats/rounding.cuh"
 #include "pieces/convert/sixteen.cuh"
@@ -23,13 +23,13 @@ struct TableEncoder : UnitRecords<F, In, kAcross> {
                                             const PairCode* table)
         : Records{arg, shared, tally}, table(table) {}
 
-    /// Unit `u` of the tile, four blocks of a row.
+    /// Encodes unit `u` of the tile, which is four blocks of a row.
     __device__ __forceinline__ void encode_row(int matrix, int row, int col, int u) const {
         u8* const to = shared.codes.unit(u);
         Sixteen<In> x[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) x[i] = Sixteen<In>::load(shared.values, u, i);
-        u32 amax[2];  // of two blocks each
+        u32 amax[2];  // largest magnitudes of two blocks each
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const u32 a = x[2 * i].template largest_pair<8>(0), b = x[2 * i + 1].template largest_pair<8>(0);
@@ -65,7 +65,7 @@ struct TableEncoder : UnitRecords<F, In, kAcross> {
         this->store_row_records(matrix, row, col, u, found);
     }
 
-    /// This thread's rows of two columns of the tile, two blocks of each.
+    /// Encodes this thread's rows of two columns of the tile, two blocks per column.
     __device__ __forceinline__ void encode_columns(int matrix, int first_row, int first_col) const {
         const typename Records::TwoColumnsPlace at(first_row, first_col);
         u8* const to = this->codes_of(at);
@@ -114,10 +114,10 @@ private:
     /// The largest magnitudes of two 2-D blocks, as BF16 values.
     __device__ __forceinline__ u32 square_pair(int a, int b) const { return __byte_perm(shared.square_max[a], shared.square_max[b], 0x7632); }
 
-    /// Marks those of four blocks that have an infinity or a NaN, which is rare. `low` and `high` hold the blocks'
-    /// largest magnitudes.
+    /// Marks those of four blocks that have an infinity or a NaN, which are rare. `low` and `high` hold the
+    /// blocks' largest magnitudes.
     __device__ __forceinline__ static void mark_infinite(u32 low, u32 high, Found& found) {
-        constexpr u32 kSigns = 0x80008000, kToSign = 0x00800080;  // added to infinity or NaN, this sets the sign bit
+        constexpr u32 kSigns = 0x80008000, kToSign = 0x00800080;  // added to an infinity or a NaN, this constant sets the sign bit
         if (((low + kToSign | high + kToSign) & kSigns) == 0) return;
 #pragma unroll 1
         for (int i = 0; i < 4; ++i) {

@@ -7,19 +7,19 @@
 
 namespace nib {
 
-/// `TransformArg` of the launch. Transform blocks begin at the start of each of num_groups groups (start null: at row
-/// 0), which is a multiple of the block's length.
+/// The launch code builds this struct as `TransformArg`. Transform blocks begin at the start of each of
+/// num_groups groups, which is a multiple of the block's length (start null: at row 0).
 struct TransformArg {
     const int* start;
     int num_groups;
-    int rows;  // of the matrix that is transformed
+    int rows;  // rows of the matrix that is transformed
     HadamardArg hadamard;
 
     __device__ __forceinline__ bool is_wanted() const { return hadamard.len != 0; }
 };
 
-/// Two adjacent values of a row; zeros past its end, and in an invalid row. kPairs: rows have an even number of
-/// columns.
+/// Loads two adjacent values of a row; values past the row's end and in an invalid row are zeros. kPairs: rows
+/// have an even number of columns.
 template <class In, bool kPairs>
 __device__ __forceinline__ Few<In, 2> load_pair(const u8* from, int left, bool counted) {
     Few<In, 2> two = {};
@@ -33,15 +33,15 @@ __device__ __forceinline__ Few<In, 2> load_pair(const u8* from, int left, bool c
     return two;
 }
 
-/// This thread's rows and columns of a tile.
+/// The rows and columns of a tile that this thread has.
 struct TransformPlace {
     static constexpr int kRows = 32, kCols = 2;
     int quarter = threadIdx.x % 32 / 8, row = quarter * kRows, col = threadIdx.x / 32 * 16 + threadIdx.x % 8 * kCols;
 };
 
-/// Transforms this thread's values of the tile of x [arg.rows][cols] that begins at row `first_row` and column `first_col`, without the
-/// factor. row_id as in quantize_units.cuh. A transform block without a valid row becomes zeros. All 256 threads of the CTA call this.
-/// `take(c, number)` receives the results for the thread's column c.
+/// Transforms this thread's values of the tile of x [arg.rows][cols] that begins at row `first_row` and column `first_col`, without
+/// multiplying by the factor. row_id is as in quantize_units.cuh. A transform block without a valid row becomes zeros. All 256 threads
+/// of the CTA call this function. `take(c, number)` receives the results for the thread's column c.
 template <class In, class Take>
 __device__ __forceinline__ void transform_columns(const u8* __restrict__ x, const int* __restrict__ row_id, int cols, const TransformArg& arg,
                                                   int first_row, int first_col, const Take& take) {
@@ -85,7 +85,7 @@ __device__ __forceinline__ void transform_columns(const u8* __restrict__ x, cons
     }
 }
 
-/// The same with the factor, for all columns.
+/// Transforms all columns of this thread, and multiplies the results by the factor.
 template <class In>
 __device__ __forceinline__ void transform_columns(const u8* __restrict__ x, const int* __restrict__ row_id, int cols, const TransformArg& arg,
                                                   int first_row, int first_col, float (&number)[TransformPlace::kCols][TransformPlace::kRows]) {

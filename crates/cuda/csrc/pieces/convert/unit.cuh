@@ -1,4 +1,4 @@
-// A unit: 64 adjacent values of a line, which one lane converts.
+// A unit is 64 adjacent values of a row or column, which one lane converts.
 #pragma once
 
 namespace nib {

@@ -1,16 +1,16 @@
-// From codes to plain values: common to dequantize_units and the kernels that quantize to decoded values.
+// Decodes codes to plain values, for dequantize_units and the kernels that quantize and decode again.
 #pragma once
 #include "formats/plain.cuh"
 #include "pieces/convert/units.cuh"
 
 namespace nib {
 
-/// The position of a thread's unit of codes in a tile with kAcross units per line. kDown: lines are columns; a warp has sixteen of them,
-/// and a lane the upper or the lower half of one column.
+/// The position of a thread's unit of codes in a tile with kAcross units per row or column. kDown: codes are stored by column; a warp
+/// has sixteen columns, and a lane the upper or the lower half of one column.
 template <int kAcross, bool kDown>
 struct DecodedPlace {
-    int u;            // the unit
-    int line, place;  // of its first value, within the tile
+    int u;            // index of the unit in the tile
+    int line, place;  // position of the unit's first value in the tile
 
     __device__ __forceinline__ DecodedPlace() {
         const int lane = threadIdx.x % 32, in_tile = threadIdx.x / 32 * 16 + lane % 16, half = lane / 16;
@@ -20,11 +20,12 @@ struct DecodedPlace {
     }
 };
 
-/// Values per record, at most a unit.
+/// Values per record; at most the values of a unit.
 template <class F>
 constexpr int kRecorded = F::kBlock < kUnit ? F::kBlock : kUnit;
 
-/// The record of the unit at position `place` of its line; in a block of two units, the parts of this unit come first.
+/// The record of the unit at position `place` of its row or column. If a block has two units, the parts of this unit
+/// come first.
 template <class F>
 __device__ __forceinline__ Record<F> record_of_unit(Record<F> record, int place) {
     if constexpr (kPartsHaveScales<F>) {

@@ -1,8 +1,8 @@
 // The encoder of quantize_units: it converts a thread's values of a tile to codes in shared memory and to records.
 //
-// Along the rows a thread has one unit. Down the columns it has 32 rows of two adjacent columns, which it reads
-// together. Each quarter of a warp has another 32 rows of the same columns, so blocks of 64 and of 128 rows only need
-// exchanges within a warp.
+// Along the rows a thread has one unit. Down the columns a thread has 32 rows of two adjacent columns, which it
+// reads together. Each quarter of a warp has another 32 rows of the same columns, so blocks of 64 and of 128 rows
+// only need exchanges within a warp.
 #pragma once
 #include "formats/rounding.cuh"
 #include "math/philox.cuh"
@@ -11,10 +11,10 @@
 
 namespace nib {
 
-/// Random bits of the values of a unit, one value at a time.
+/// The random bits of a unit's values, one value at a time.
 struct UnitBits {
     Stream stream;
-    u64 q;  // of the block of eight numbers that was drawn last
+    u64 q;  // index of the most recently generated block of eight numbers
     uint4 drawn;
 
     __device__ __forceinline__ explicit UnitBits(const RoundingArg& arg) : stream(arg.stream.at(arg.step())), q(~0ull), drawn{0, 0, 0, 0} {}
@@ -29,7 +29,8 @@ struct UnitBits {
     }
 };
 
-/// Whether a format encodes the blocks of two lines side by side, two BF16 values at a time.
+/// Whether a format encodes the blocks of two adjacent rows or columns together, two BF16 values at
+/// a time.
 template <class F, class In, int kRound>
 constexpr bool kSideBySide = F::kPart < 16 && In::kBytes == 2 && F::template has_pairs<kRound>();
 
@@ -38,14 +39,14 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
     using Records = UnitRecords<F, In, kAcross>;
     using Records::arg, Records::shared, Records::tally, Records::kBits, Records::is_square, Records::square_of;
     using typename Records::Found;
-    static constexpr int kWords = kBits / 2;                             // of sixteen codes
-    static constexpr int kFactors = F::kPart < 16 ? 16 / F::kPart : 1;   // of sixteen values
+    static constexpr int kWords = kBits / 2;                             // words of sixteen codes
+    static constexpr int kFactors = F::kPart < 16 ? 16 / F::kPart : 1;   // factors of sixteen values
     static constexpr bool kAny = kRound == kAnyRounding, kPairs = kSideBySide<F, In, kRound>;
-    static constexpr bool kNotes = F::kTensor && F::kScaleBytes == 0;    // the only scale is the tensor's
-    static constexpr bool kDraws = kRound == kStochastic;                // rows are then a multiple of eight numbers
+    static constexpr bool kNotes = F::kTensor && F::kScaleBytes == 0;    // the tensor scale is the only scale
+    static constexpr bool kDraws = kRound == kStochastic;                // rows then have a multiple of eight values
     static constexpr bool kWithin = In::kBytes == 2 && !kAny, kLimits = kWithin && !kDraws && F::kLimits;
-    // Whether padding needs a case of its own. It reads as zeros, whose codes are zeros. If a block's only record is
-    // one byte, or HiFloat4's in pairs, zeros get the least record by themselves.
+    // Whether padding needs a special case. Padding reads as zeros, whose codes are zeros. If a block's only record
+    // is one byte, or that of HiFloat4 encoded in pairs, zeros already get the least record.
     static constexpr bool kPads = F::kTensor || F::kLine || !(F::kScaleBytes == 1 || kPairs);
     static constexpr int kHeld = kAny ? kWords : 2 * kWords;             // words that are stored at a time
 
@@ -55,9 +56,9 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
                                            const PairCode*)
         : Records{arg, shared, tally}, rounding(rounding) {}
 
-    /// Unit `u` of the tile, 64 values of a row.
+    /// Encodes unit `u` of the tile, which is 64 values of a row.
     __device__ __forceinline__ void encode_row(int matrix, int row, int col, int u) const {
-        constexpr int kStep = F::kBlock < kUnit ? F::kBlock : kUnit, kSteps = kUnit / kStep;  // values under one record
+        constexpr int kStep = F::kBlock < kUnit ? F::kBlock : kUnit, kSteps = kUnit / kStep;  // values per record
         const bool exists = row < arg.rows && col < arg.cols, is_padding = kPads && !arg.counts_row(row);
         const u64 line = u64(matrix) * arg.rows + row;
         u8* const to = shared.codes.unit(u);
@@ -96,7 +97,8 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
                 }
 #pragma unroll(kAny ? 1 : kStep / 16)
                 for (int i = 0; i < kStep / 16; ++i) {
-                    // If the loop is not unrolled (kAny) they are loaded again, since registers cannot be indexed.
+                    // If the loop is not unrolled (kAny), values are loaded again, because registers cannot be
+                    // indexed.
                     Sixteen<In> mine = kAny ? Sixteen<In>::load(shared.values, u, first / 16 + i) : x[i];
                     if constexpr (kLimits) mine.clamp(limit_pair(F::limit(scale), F::limit(scale)));
                     u32 amax[kFactors];
@@ -139,7 +141,8 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
         }
     }
 
-    /// Adds the losses of this thread's values of a row, under both candidate scales of their 2-D blocks.
+    /// Adds the rounding errors of this thread's values of a row, under both candidate scales of their
+    /// 2-D blocks.
     __device__ __forceinline__ void compare_squares(int matrix, int row) const {
         TensorInverse tensor{1.0f, 1.0f};
         if constexpr (F::kTensor) tensor = arg.tensor_of(matrix, row);
@@ -158,24 +161,24 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
         }
     }
 
-    /// This thread's rows of two columns of the tile, which are in shared memory.
+    /// Encodes this thread's rows of two columns of the tile, which are in shared memory.
     __device__ __forceinline__ void encode_columns(int matrix, int first_row, int first_col) const {
         const TransformPlace mine;
         encode_columns(matrix, first_row, first_col, SharedColumns{shared.values.rows_from(mine.row, mine.col)});
     }
 
-    /// The same for columns held by `from`.
+    /// Encodes this thread's rows of two columns, which `from` holds.
     template <class Columns>
     __device__ __forceinline__ void encode_columns(int matrix, int first_row, int first_col, const Columns& from) const {
         constexpr int kStep = F::kBlock < 32 ? F::kBlock : 32, kSteps = 32 / kStep;
         const typename Records::TwoColumnsPlace at(first_row, first_col);
         const int quarter = at.quarter, in_tile = at.in_tile, row = at.row, col = at.col;
-        // The first row of this thread's block, if blocks have more rows than a thread.
+        // The first row of this thread's block, if a block has more rows than a thread.
         const int block_row = F::kBlock <= 32 ? row : first_row + quarter * 32 / (F::kBlock == 64 ? 64 : 128) * 64;
         const u64 line = u64(matrix) * arg.cols + col;
         u8* const to = this->codes_of(at);
         UnitBits bits(rounding);
-        Found found;  // that of the second column is from bit and byte 2 on
+        Found found;  // results of the second column start at bit and byte 2
         u32 words[2][kHeld];
 #pragma unroll(kAny ? 1 : kSteps)
         for (int step = 0; step < kSteps; ++step) {
@@ -245,12 +248,12 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
                             amax[1][j] = of[1];
                         }
                     }
-                    // Which sixteen values of their block these are.
+                    // The index of these sixteen values within their block, in units of sixteen.
                     const int which = F::kBlock == 64 ? quarter % 2 * 2 + i : i;
                     const int sixteenth = first / 16 + i, held = kAny ? 0 : sixteenth % 2 * kWords;
                     float v[16];
                     int c = 0;
-                    u32 drawn[16];  // of the two columns of each row
+                    u32 drawn[16];  // random bits for the two columns of each row
                     if constexpr (kDraws) draw_rows(bits.stream, matrix, row + first + i * 16, col, drawn);
                     const auto decide = [&](int j, u32 one = 0, u32 code = 0) {
                         if constexpr (kDraws) return ptx::halves_mul_add(drawn[j], c == 0 ? one : one << 8, code);
@@ -283,11 +286,11 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
                 found.add(2 * c + step, scale[c].record, any[c], nan[c]);
             }
             if constexpr (F::kBlock > 32) {
-                // One of the lanes that share a block settles each column.
+                // One of the lanes that share a block writes the record of each column.
 #pragma unroll
                 for (int i = 0; i < (F::kLine ? 2 : 1); ++i) {
                     const int c = F::kLine ? i : F::kBlock == 64 ? quarter % 2 : quarter, mine = c % 2;
-                    // A short line ends before the rows of some lanes begin.
+                    // A short column ends before the rows of some lanes begin.
                     const int place = F::kLine ? row : position;
                     if (c < 2 && col + c < arg.cols && place < arg.capacity)
                         this->settle({line + c, place, square_of(quarter * 32 + first, in_tile + c), col + c}, true,
@@ -305,9 +308,9 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
     }
 
 private:
-    /// For delayed scales: records the largest magnitude of 64 values in the maximum of their span, and counts the
-    /// finite values that exceed the expected magnitude. `amax` is the largest of the values, or of their whole block;
-    /// `value(i, j)` is value j of sixteen i. The whole warp calls this.
+    /// For delayed scales: includes the largest magnitude of 64 values in the maximum of their span, and counts the
+    /// finite values that exceed the expected magnitude. `amax` is the largest magnitude of the values, or of their
+    /// whole block; `value(i, j)` is value j of sixteen i. The whole warp calls this function.
     template <class Value>
     __device__ __forceinline__ void note(int matrix, int row, bool counts, u32 amax, const Value& value) const {
         int span = counts ? arg.span_of(row, matrix) : -1;
@@ -316,7 +319,8 @@ private:
         const float expected = span < 0 ? 0.0f : arg.tensor_of(matrix, row).unit;
         u32 larger = 0;
         if (span >= 0 && !(__uint_as_float(amax) <= expected)) {
-            // Rare. The values are read again, since registers cannot be indexed.
+            // Values above the expected magnitude are rare. The values are read again, because
+            // registers cannot be indexed.
 #pragma unroll 1
             for (int i = 0; i < 64; ++i) {
                 const u32 magnitude = __float_as_uint(value(i / 16, i % 16)) & 0x7FFFFFFF;
@@ -334,16 +338,16 @@ private:
         if (bits != 0) raise(arg.found + span, bits);
     }
 
-    /// Two F32 values that are BF16 numbers, in one word.
+    /// Packs two F32 values that are BF16 numbers into one word.
     __device__ __forceinline__ static u32 limit_pair(float low, float high) {
         return __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
     }
 
-    /// The least record, which padding has.
+    /// The least record, which is that of padding.
     __device__ __forceinline__ static Scaled least() { return {F::kScaleBytes == 4 && F::kPart >= 16 ? 0x00800000u : 0u, 1.0f}; }
 
-    /// The scale of a block from the bits of its largest magnitude, or from those of the 2-D block or line that it
-    /// shares a scale with.
+    /// The scale of a block, from the bits of its largest magnitude or of the largest magnitude in the 2-D block,
+    /// row or column with which it shares a scale.
     __device__ __forceinline__ Scaled scale_of(u32 largest, const u32* of_lines, u64 maximum, int square, TensorInverse tensor, bool is_padding) const {
         if constexpr (F::kTiles && kAcross == 2) {
             if (is_square()) largest = shared.square_max[square];
@@ -362,7 +366,8 @@ private:
         else return F::scale(largest, arg.rule, tensor);
     }
 
-    /// For a block of sixteen values, or its 2-D block: the scale that maps to 4 if it loses less than the scale that maps to 6.
+    /// For a block of sixteen values, or its 2-D block: returns the scale that maps the largest magnitude to 4 if that scale has
+    /// smaller rounding errors than the scale that maps it to 6.
     template <class Value>
     __device__ __forceinline__ Scaled better_of(const Scaled& six, u32 largest, int square, TensorInverse tensor, bool is_padding,
                                                 const Value& value) const {
@@ -383,7 +388,8 @@ private:
         return of_four < of_six ? four : six;
     }
 
-    /// Corrects the record of a block of sixteen values, whose first is at (row, col), after they are rounded.
+    /// Corrects the record of a block of sixteen values after they are rounded; the first value is at (row,
+    /// col).
     template <class Value>
     __device__ __forceinline__ void correct(Scaled& scale, UnitBits& bits, int matrix, int row, int col, bool is_padding, const Value& value) const {
         if (arg.scaling.corrects == 0 || is_padding || scale.is_nan()) return;
@@ -402,7 +408,8 @@ private:
     }
 
     /// Complements of the random bits of sixteen rows of this thread's two columns. Random bits are generated for eight
-    /// columns, which four lanes share: each lane generates them for every fourth row, and they exchange.
+    /// columns, which four lanes share. Each lane generates the random bits for every fourth row, and the lanes
+    /// exchange these bits.
     __device__ __forceinline__ void draw_rows(const Stream& stream, int matrix, int row, int col, u32 (&drawn)[16]) const {
         const int mine = threadIdx.x % 4;
 #pragma unroll
@@ -421,9 +428,9 @@ private:
         }
     }
 
-    /// Encodes sixteen values, the `which`-th sixteen of their block, to `words`; returns whether any code is not zero. `amax`: the
-    /// largest magnitudes of their parts; the record's bits for these parts are added to `of_parts`. Under a NaN scale the codes are
-    /// undefined; `clear` makes them zeros.
+    /// Encodes sixteen values, the `which`-th sixteen of their block, to `words`; returns whether any code is non-zero. `amax` has
+    /// the largest magnitudes of the values' parts; the record's bits for these parts are added to `of_parts`. Under a NaN scale the
+    /// codes are undefined; `clear` makes them zeros.
     template <class Decide>
     __device__ __forceinline__ bool encode_sixteen(const float (&v)[16], const u32 (&amax)[kFactors], const Scaled& scale, Record<F>& of_parts, int which,
                                                    u32* words, const Decide& decide) const {
@@ -445,9 +452,9 @@ private:
         return any;
     }
 
-    /// Encodes a block of 64 as two halves side by side: the low halves of words belong to its first 32 values.
+    /// Encodes the two halves of a block of 64 together: the low halves of words belong to its first 32 values.
     __device__ __forceinline__ Scaled row_in_pairs(const Sixteen<In> (&x)[4], u8* to, bool& any) const {
-        u32 amax[8], factor[8];  // of parts i and i + 8
+        u32 amax[8], factor[8];  // values of parts i and i + 8
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const u32 a = x[i / 4].template largest_pair<2>(i % 4 * 2), b = x[2 + i / 4].template largest_pair<2>(i % 4 * 2);
@@ -477,8 +484,8 @@ private:
         return scale;
     }
 
-    /// Encodes half a block of 64 of two columns side by side. This lane and the lane with the other halves compute the
-    /// scale of one column each.
+    /// Encodes half a block of 64 of each of two columns together. This lane and the lane with the other half blocks
+    /// each compute the scale of one column.
     __device__ __forceinline__ void columns_in_pairs(const TwoColumns<In> (&x)[2], u8* to, Scaled (&scale)[2], bool (&any)[2]) const {
         u32 amax[8], factor[8];
 #pragma unroll
@@ -492,7 +499,7 @@ private:
         scale[1] = second ? mine : other;
         const u32 inverse = __byte_perm(__float_as_uint(scale[0].inverse), __float_as_uint(scale[1].inverse), 0x7632);
         const u32 octaves = F::refine_pairs(inverse, amax, factor);
-        // Codes of two columns in the halves of a word, four rows of each.
+        // Each word has codes of four rows of two columns, one column in each half.
         u32 rows[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
@@ -511,7 +518,7 @@ private:
             this->store_words(to + c * Records::kNextColumn, words);
             any[c] = (seen & 0x77777777) != 0;
             u32 of_half = is_nan ? 0 : F::octaves_of_half(c == 0 ? octaves : octaves >> 16, second);
-            // `any` travels in bit 0, which octaves do not use.
+            // Bit 0 carries `any`, because octaves do not use that bit.
             static_assert(F::kBlock == 64);
             of_half |= __shfl_xor_sync(kAllLanes, of_half | u32(any[c]), 8);
             any[c] |= of_half & 1;
@@ -526,8 +533,8 @@ private:
         return largest;
     }
 
-    /// Called when the codes of sixteen `i` of a line are complete: stores 32 codes after every second sixteen (kAny:
-    /// 16 codes after each).
+    /// Called when the codes of sixteen `i` of a row or column are complete: stores 32 codes after every second
+    /// sixteen (kAny: 16 codes after every sixteen).
     __device__ __forceinline__ static void put(u8* to, int i, const u32 (&words)[kHeld]) {
         if constexpr (kAny) Records::store_words(to + i * (2 * kBits), words);
         else if (i % 2 == 1) Records::store_words(to + i / 2 * (4 * kBits), words);

@@ -1,4 +1,5 @@
-// The results of quantize_units for a tile: codes in shared memory, unit by unit; records in memory; and counts.
+// The results of quantize_units for a tile: codes in shared memory, unit by unit; records in global memory; and
+// counts.
 #pragma once
 #include "pieces/convert/units_arg.cuh"
 
@@ -12,8 +13,8 @@ struct UnitRecords {
     QuantizeUnitsShared<F, In, kAcross>& shared;
     Tally& tally;
 
-    /// Results for up to four blocks: the bytes of their records, one bit for a non-zero code in a block, and one bit
-    /// for a NaN.
+    /// Results for up to four blocks: the bytes of their records, one bit per block for a non-zero code, and one bit
+    /// per block for a NaN.
     struct Found {
         u32 bytes = 0, any = 0, nan = 0;
 
@@ -29,21 +30,22 @@ struct UnitRecords {
         }
     };
 
-    /// A thread's part of a tile: two adjacent columns, and 32 rows, which follow from its quarter of the warp.
+    /// A thread's part of a tile: two adjacent columns, and the 32 rows of its quarter of the warp.
     struct TwoColumnsPlace {
         int quarter, in_tile, first_row, row, col;
 
         __device__ __forceinline__ TwoColumnsPlace(int first_row, int first_col, const TransformPlace& mine = {})
             : quarter(mine.quarter), in_tile(mine.col), first_row(first_row), row(first_row + mine.row), col(first_col + in_tile) {}
     };
-    /// The place of the codes of the first column; those of the second column are kNextColumn bytes further.
+    /// The address of the codes of the first column; those of the second column are kNextColumn bytes
+    /// further.
     __device__ __forceinline__ u8* codes_of(const TwoColumnsPlace& at) const {
         return shared.codes.unit(at.in_tile * 2 + at.quarter / 2) + at.quarter % 2 * (32 * kBits / 8);
     }
 
     __device__ __forceinline__ bool is_square() const { return F::kTiles && kAcross == 2 && arg.form == kFormTiles; }
 
-    /// The 2-D block that a value of the tile belongs to.
+    /// The 2-D block to which a value of the tile belongs.
     __device__ __forceinline__ static int square_of(int row, int col) { return row / F::kBlock * 8 + col / F::kBlock & 63; }
 
     /// Stores the records of the blocks of a row's unit, and counts them.
@@ -65,7 +67,8 @@ struct UnitRecords {
         }
     }
 
-    /// The same for both columns of a thread; the second column starts at bit and byte 2.
+    /// Stores the records of both columns of a thread, and counts them; the second column starts at
+    /// bit and byte 2.
     __device__ __forceinline__ void store_column_records(int matrix, const TwoColumnsPlace& at, const Found& found) const {
         constexpr int kSteps = 32 / F::kBlock;
         const u64 line = u64(matrix) * arg.cols + at.col;
@@ -82,8 +85,8 @@ struct UnitRecords {
             if (arg.form == kFormCols) found.count(tally);
             return;
         }
-        // Weights of MX formats have the record bytes of their transposed codes line by line. They are stored as words
-        // where all columns of the warp exist.
+        // For weights in MX formats, the record bytes of the transposed codes are stored row by row. Record bytes
+        // are stored as words if all columns of the warp exist.
         if constexpr (kSteps == 1) {
             if (arg.col_words.words != nullptr && at.first_row + 128 <= arg.capacity && at.col - at.in_tile % 16 + 16 <= arg.cols) {
                 store_column_words(line, at, found.bytes);
@@ -100,7 +103,7 @@ struct UnitRecords {
         }
     }
 
-    /// Zeros the codes of those of the blocks (or parts of blocks) of kCount values whose bit is set.
+    /// Zeros the codes of those blocks (or parts of blocks) of kCount values whose bit is set.
     template <int kCount>
     __device__ __forceinline__ static void clear(u8* to, u32 blocks) {
         constexpr int kBytes = kCount * kBits / 8;
@@ -111,7 +114,8 @@ struct UnitRecords {
         }
     }
 
-    /// Stores codes by the widest store that fits: they are aligned to the bytes that they fill, except six-bit codes.
+    /// Stores codes by the widest store that fits: codes are aligned to the bytes that they fill, except six-bit
+    /// codes.
     template <int kCount>
     __device__ __forceinline__ static void store_words(u8* to, const u32 (&words)[kCount]) {
 #pragma unroll
@@ -125,10 +129,10 @@ struct UnitRecords {
     struct Place {
         u64 line;
         int position, square;
-        int across;  // the row's or column's own number within its matrix
+        int across;  // the index of the row or column within its matrix
     };
 
-    /// Writes a block's record and counts it, once.
+    /// Writes a block's record and counts the block, once.
     __device__ __forceinline__ void settle(const Place& place, bool down, Record<F> record, bool any, bool is_nan) const {
         const RecordPlane& records = down ? arg.col_records : arg.row_records;
         const bool has_counts = !down || arg.form == kFormCols;
@@ -137,7 +141,7 @@ struct UnitRecords {
             if (any) (down ? arg.col_any : arg.row_any)[arg.maximum_of(down, place.line, place.position)] = 1;
             if (place.position % each != 0) return;
             records.template store<F::kScaleBytes>(place.line, place.position / each, record);
-            // A line, or its part within a group, counts once.
+            // A row or column, or its part within a group, counts only once.
             const bool first = place.position == 0 || !down || arg.span_of(place.position, 0) != arg.span_of(place.position - 1, 0);
             tally.non_finite += has_counts && is_nan && first;
             return;
@@ -158,8 +162,8 @@ struct UnitRecords {
     }
 
 private:
-    /// Stores the four record bytes of a column as a word. Four lanes have one byte of each of two columns; after two
-    /// exchanges, one lane stores the first column and another the second.
+    /// Stores the four record bytes of a column as a word. Each of four lanes has one byte of each of two columns;
+    /// after two exchanges, one lane stores the first column and another the second.
     __device__ __forceinline__ void store_column_words(u64 line, const TwoColumnsPlace& place, u32 bytes) const {
         const u32 other = __shfl_xor_sync(kAllLanes, bytes, 8);
         const u32 half = place.quarter % 2 == 0 ? __byte_perm(bytes, other, 0x0040) : __byte_perm(other, bytes, 0x0062);

@@ -1,13 +1,14 @@
-// Units: 64 adjacent values of a line, one thread of 256 for each. Common to quantize_units and dequantize_units.
+// A unit is 64 adjacent values of a row or column; each of 256 threads has one unit. quantize_units and
+// dequantize_units share this code.
 //
-// A tile is 16384 values: 16 rows of 1024, or 128 rows of 128. In shared memory plain values are stored unit by unit
+// A tile has 16384 values: 16 rows of 1024, or 128 rows of 128. In shared memory plain values are stored unit by unit
 // along the rows. The 16-byte vectors of a unit are swizzled (`key`), so that threads that read the same vector of
-// their units hit different banks. In tiles of 128 rows, each 32 rows have another swizzle on top, so that the same
-// holds for sixteen columns and the same columns 32 rows below. A swizzle needs no padding, so vectors that are
-// adjacent in memory fill whole 128-byte lines of shared memory; with padded units the L2 moved a third more sectors.
-// Codes are stored unit by unit of the lines that are written, rows or columns.
+// their units hit different banks. In tiles of 128 rows, each 32 rows have an additional swizzle, so that sixteen
+// columns and the same columns 32 rows below also hit different banks. A swizzle needs no padding, so vectors that
+// are adjacent in global memory fill whole 128-byte rows of shared memory. With padded units the L2 moved a third
+// more sectors. Codes are stored unit by unit, along the rows or the columns that are written.
 #pragma once
-#include "formats/all.cuh"  // generated: every header that declares a format
+#include "formats/all.cuh"  // generated file: includes every header that declares a format
 #include "formats/bf16.cuh"
 #include "math/reduce.cuh"
 #include "pieces/convert/column_tile.cuh"
@@ -18,14 +19,14 @@
 namespace nib {
 
 constexpr int kUnitThreads = 256;
-constexpr int kColumnRecord = 128;  // rows of a column that have a record, of formats with a scale for a line
+constexpr int kColumnRecord = 128;  // rows of a column per record, in formats with one scale per row or column
 
 /// Plain values of a tile with kAcross units per row.
 template <class T, int kAcross>
 struct UnitValues {
     static constexpr int kUnitBytes = kUnit * T::kBytes;
     static constexpr int kRows = kUnitThreads / kAcross, kCols = kAcross * kUnit;
-    static constexpr int kVectors = kUnitBytes / 16;  // of a unit
+    static constexpr int kVectors = kUnitBytes / 16;  // 16-byte vectors per unit
 
     u8 bytes[kUnitThreads * kUnitBytes];
 
@@ -35,9 +36,9 @@ struct UnitValues {
     /// The swizzle of unit `u`: the byte offset of its vectors is XORed with it.
     __device__ __forceinline__ static int key(int u) { return ((u ^ u / 64 * T::kBytes) & 7) * 16; }
 
-    /// Vector `i` of a unit.
+    /// Address of vector `i` of a unit.
     __device__ __forceinline__ u8* vector(int u, int i) { return bytes + u * kUnitBytes + (i * 16 ^ key(u)); }
-    /// The place of a thread's vector in pass `i`.
+    /// The address of a thread's vector in pass `i`.
     __device__ __forceinline__ u8* moved(int i) {
         // A pass has a multiple of eight units, so only the part of the key that comes from u / 64 depends on the pass.
         constexpr int kUnits = kUnitThreads / kVectors;
@@ -45,16 +46,16 @@ struct UnitValues {
         const int u = threadIdx.x / kVectors, first = u * kUnitBytes + (threadIdx.x % kVectors * 16 ^ u % 8 * 16);
         return bytes + (first ^ (i * kUnits / 64 * T::kBytes & 7) * 16) + i * kUnits * kUnitBytes;
     }
-    /// Value `col` of row `row` of the tile.
+    /// Address of value `col` of row `row` of the tile.
     __device__ __forceinline__ u8* value(int row, int col) {
         const int u = row * kAcross + col / kUnit, byte = col % kUnit * T::kBytes;
         return bytes + u * kUnitBytes + (byte ^ key(u));
     }
 
-    /// The place of value `col` of a row and of the rows below it, within 32 rows from a multiple of 32 on. The swizzle
+    /// The addresses of value `col` in the rows of a group of 32 rows that starts at a multiple of 32. The swizzle
     /// repeats after four rows.
     struct Rows {
-        static constexpr int kNext = 4 * kAcross * kUnitBytes;  // from a row to the fourth one below it
+        static constexpr int kNext = 4 * kAcross * kUnitBytes;  // distance from a row to the fourth row below it
         u8* at[4];
     };
     __device__ __forceinline__ Rows rows_from(int row, int col) {
@@ -67,21 +68,21 @@ struct UnitValues {
     }
 };
 
-/// The bytes of `codes` codes, rounded up to whole bytes.
+/// The number of bytes of `codes` codes, rounded up.
 __device__ __forceinline__ u32 code_bytes(int bits, int codes) { return u32(codes) / 8 * bits + (codes % 8 * bits + 7) / 8; }
 
-/// Codes of a tile.
+/// The codes of a tile.
 template <class F>
 struct UnitCodes {
-    static constexpr int kBytes = kUnit * F::Element::kBits / 8;  // of a unit
+    static constexpr int kBytes = kUnit * F::Element::kBits / 8;  // bytes per unit
     static constexpr int kVectors = kBytes / 16;
     static constexpr int kStride = kBytes == 48 ? 48 : kBytes + 16;
     u8 bytes[kUnitThreads * kStride];
 
     __device__ __forceinline__ u8* unit(int u) { return bytes + u * kStride; }
 
-    /// The 16-byte vectors that a thread moves, if kAcross units are a line: the same vector of a line in each pass,
-    /// kLines lines further each time.
+    /// The 16-byte vectors that a thread moves, if kAcross units are a row: the same vector of a row in each pass,
+    /// kLines rows further in each pass.
     template <int kAcross>
     struct Moved {
         static constexpr int kPerLine = kAcross * kVectors;
@@ -95,12 +96,12 @@ struct UnitCodes {
             byte = place / kVectors * kBytes + place % kVectors * 16;
             offset = (line * kAcross + place / kVectors) * kStride + place % kVectors * 16;
         }
-        /// Bytes from one pass to the next in `bytes`.
+        /// Distance in `bytes` from one pass to the next.
         static constexpr int kStep = kLines * kAcross * kStride;
     };
 
-    /// Stores units, kAcross of them per line, to lines of `line_bytes` bytes. The first byte goes to `to`; there are
-    /// `lines` lines and `bytes_left` bytes of each. is_aligned: lines are multiples of 16 bytes.
+    /// Stores units, kAcross of them per row, to rows of `line_bytes` bytes. The first byte goes to `to`; there are
+    /// `lines` rows and `bytes_left` bytes in each. is_aligned: row lengths are multiples of 16 bytes.
     template <int kAcross>
     __device__ __forceinline__ void store(u8* to, u32 line_bytes, int lines, int bytes_left, bool is_aligned) {
         using M = Moved<kAcross>;
@@ -108,8 +109,8 @@ struct UnitCodes {
         if ((M::kPerLine * M::kLines < kUnitThreads && mine.line >= M::kLines) || mine.byte >= bytes_left) return;
         u8* at = to + u64(u32(mine.line)) * line_bytes + mine.byte;
         if (is_aligned && lines >= kUnitThreads / kAcross) {
-            // Nearly always all lines exist. With a branch in each pass, the compiler would compute each address from
-            // scratch.
+            // In nearly every call all rows exist. With a branch in each pass, the compiler would compute each
+            // address from scratch.
             const u8* const from = bytes + mine.offset;
 #pragma unroll
             for (int i = 0; i < M::kPasses; ++i) {
@@ -131,7 +132,7 @@ struct UnitCodes {
         }
     }
 
-    /// Loads units, with zeros where there are no codes; the parameters are those of `store`.
+    /// Loads units, with zeros where no codes exist; the parameters are those of `store`.
     template <int kAcross>
     __device__ __forceinline__ void load(const u8* from, u32 line_bytes, int lines, int bytes_left, bool is_aligned) {
         using M = Moved<kAcross>;
@@ -157,7 +158,8 @@ struct UnitCodes {
     }
 };
 
-/// The records of rows or of columns. The lines of a stack's matrices are contiguous.
+/// The records of rows or of columns. The rows or columns of a stack's matrices are numbered
+/// consecutively.
 struct RecordPlane {
     u8* records;
     u64 line_stride;
@@ -178,7 +180,7 @@ struct RecordPlane {
         if constexpr (kBytes == 8) return __ldg(reinterpret_cast<const u64*>(records) + at);
         return 0;
     }
-    /// The same for a record that this CTA has written.
+    /// Loads a record that this CTA has written.
     template <int kBytes>
     __device__ __forceinline__ typename RecordBits<kBytes>::Type load_written(u64 line, u64 block) const {
         const u64 at = line * line_stride + block * block_stride;

@@ -10,15 +10,15 @@ constexpr int kFormRows = 1;
 constexpr int kFormCols = 2;
 constexpr int kFormTiles = 4;
 
-/// Records of one byte, four adjacent records of a line per word.
+/// Records of one byte, with four adjacent records of a row or column per word.
 struct RecordWords {
-    u8* words;              // null where they are stored one at a time, to a RecordPlane
-    u64 line_stride, next;  // bytes from a line to the next one, and from a word of a line to its next
+    u8* words;              // null if records are stored one at a time, to a RecordPlane
+    u64 line_stride, next;  // bytes from a row or column to the next, and from a word to the next word of the same row or column
 
     __device__ __forceinline__ u8* at(u64 line, int word) const { return words + line * line_stride + u32(word) * next; }
 };
 
-/// `UnitsArg` of the launch.
+/// The launch code builds this struct as `UnitsArg`.
 struct UnitsArg {
     const u8* x;
     u8* row_codes;
@@ -38,28 +38,28 @@ struct UnitsArg {
     int rows, cols, capacity;
     int form, policy, band, id_mask;
     u32 x_aligned, rows_aligned, cols_aligned;
-    u32 cols_in_pairs;         // whether record bytes of neighbouring columns lie side by side, those of an even one and the next on two bytes
+    u32 cols_in_pairs;         // whether record bytes of adjacent columns are adjacent in memory, an even column and the next in two bytes
     int found_spans;
-    u32 column_record;         // rows of a column that a record stands for, of formats with a scale for a line
-    int across, down, stack;   // tiles of a matrix, beside and below each other; matrices
-    // Divisors for a CTA's number: tiles of a matrix, of a band, of one column of a band, of one column of the last,
-    // shorter band.
+    u32 column_record;         // rows of a column per record, in formats with one scale per row or column
+    int across, down, stack;   // tiles across and down a matrix; number of matrices
+    // Divisors for a CTA's index: tiles of a matrix, of a band, of one column of a band, and of one column of the
+    // last, shorter band.
     Divider by_matrix, by_band, by_height, by_last;
     ScaleArg rule;
-    u32 of_bf16;             // whether x is BF16, where there is a transform
-    TransformArg transform;  // down the columns, as they are read
-    ScalingArg scaling;      // of Chosen formats
+    u32 of_bf16;             // whether x is BF16, if there is a transform
+    TransformArg transform;  // transform down the columns, applied to values as they are read
+    ScalingArg scaling;      // options of Chosen formats
 
     __device__ __forceinline__ bool counts_row(int row) const { return row < rows && (row_id == nullptr || __ldg(row_id + (row & id_mask)) >= 0); }
-    /// The index of a row for random bits.
+    /// The index that numbers a row for random bits.
     __device__ __forceinline__ u64 number_of(int matrix, int row) const {
         return row_id == nullptr || row >= rows ? u64(matrix) * rows + row : u64(max(__ldg(row_id + row), 0));
     }
-    /// The span of a row: its group's, or `otherwise` without groups.
+    /// The span of a row: the span of its group, or `otherwise` if there are no groups.
     __device__ __forceinline__ int span_of(int row, int otherwise) const {
         return span_of_row == nullptr ? otherwise : __ldg(span_of_row + min(row, rows - 1));
     }
-    /// The index of the maximum of a line that applies to its row `row`.
+    /// The index of the maximum that applies at position `row` of the row or column `line`.
     __device__ __forceinline__ u64 maximum_of(bool down, u64 line, int row) const {
         return down ? u64(span_of(row, 0)) * (u64(stack) * cols) + line : line;
     }
@@ -70,7 +70,7 @@ struct UnitsArg {
     }
 };
 
-/// The losses of 2-D blocks under both candidate scales.
+/// The rounding errors of 2-D blocks under both candidate scales.
 template <bool kCandidates>
 struct SquareLosses {};
 template <>
@@ -88,16 +88,18 @@ template <class F, class In, int kAcross>
 struct alignas(16) QuantizeUnitsShared : SquareLosses<kChooses<F>> {
     UnitValues<In, kAcross> values;
     UnitCodes<F> codes;
-    u32 square_max[64];  // of the squares of a tile, row after row
+    u32 square_max[64];  // maxima of the 2-D blocks of a tile, row after row
     u32 square_any[64];
     u32 total[3];
 };
 
-/// Whether an instance that decodes writes rows and columns from one read. For BF16 without random bits two launches take less time.
+/// Whether an instance that decodes writes rows and columns from one read. For BF16 without random bits, two launches take less time
+/// than one.
 template <class In, int kRound, int kAcross>
 constexpr bool kDecodesBoth = kAcross == 2 && (In::kBytes == 4 || kRound == kStochastic);
 
-/// The same where codes are decoded at once: if both rows and columns are written, with the codes of rows until the columns are encoded.
+/// Shared memory of kernels that decode at once; if both rows and columns are written, it also holds the codes of rows until the columns
+/// are encoded.
 template <class F, class In, int kRound, int kAcross, bool kBoth = kDecodesBoth<In, kRound, kAcross>>
 struct DecodedUnitsShared : QuantizeUnitsShared<F, In, kAcross> {};
 template <class F, class In, int kRound, int kAcross>

@@ -1,4 +1,5 @@
-// Common to the kernels of a norm's gradient: chunks of rows, and the body for short rows, with a few threads each.
+// Shared code of the kernels of a norm's gradient: chunks of rows, and the body for short rows, each of which has a
+// few threads.
 #pragma once
 #include "formats/plain.cuh"
 #include "math/lanes.cuh"
@@ -23,7 +24,7 @@ __device__ __forceinline__ void add_plus(float (&dx)[8], const typename T::Eight
     add_eight<T>(dx, rounded_eight<T>(dx), plus);
 }
 
-/// A chunk of the rows of a shard.
+/// A chunk of up to 64 rows of a shard.
 struct NormChunk {
     u64 first;
     u32 rows;
@@ -36,15 +37,16 @@ struct NormChunk {
     }
 };
 
-/// Gradients that are used as they are read.
+/// Gradients that are used unchanged.
 template <typename T>
 struct ReadGradient {
     __device__ __forceinline__ void begin(u32, bool) {}
     __device__ __forceinline__ typename T::Eight of(const typename T::Eight& dy) const { return dy; }
 };
 
-/// The body of `rms_backward_short`. For each row it calls `gradient.begin(row, present)` and then `gradient.of(..)`
-/// with the row's gradient as read. The whole warp makes these calls, whether or not its rows exist.
+/// The body of `rms_backward_short`. For each row the function calls `gradient.begin(row, present)`, and then
+/// `gradient.of(..)` with the row's gradient as it was read. The whole warp makes these calls, even if some of its
+/// rows do not exist.
 template <typename T, int kThreads, bool kPlus, typename Gradient>
 __device__ __forceinline__ void backward_short(const u8* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ inv_rms,
                                                const u8* __restrict__ dy, const u8* __restrict__ plus, u8* __restrict__ dx,
@@ -53,7 +55,7 @@ __device__ __forceinline__ void backward_short(const u8* __restrict__ x, const f
     const u32 index = threadIdx.x % kThreads, column = 8 * index;
     const u32 number = blockIdx.x * (kShortThreads / kThreads) + threadIdx.x / kThreads;
     const NormChunk chunk(number, chunks, rows_per_shard);
-    // Threads without a chunk stay for the exchanges of their warp.
+    // Threads without a chunk continue, because their warp exchanges values.
     const u32 rows = number < all_chunks ? chunk.rows : 0;
     const bool here = column < d;
     const F32::Eight w = F32::load<true>(weight + column, here ? 8 : 0);

@@ -1,4 +1,4 @@
-// Common to the kernels that normalise rows.
+// Shared code of the kernels that normalise rows.
 #pragma once
 #include "formats/plain.cuh"
 #include "math/lanes.cuh"

@@ -5,8 +5,8 @@
 
 namespace nib {
 
-/// Positions of the rows of sequences of seq_len rows: r mod seq_len, minus the row of its sequence at which the row's document begins. If
-/// `starts` is null a sequence is one document.
+/// Positions of the rows of sequences of seq_len rows: r mod seq_len, minus the index in its sequence of the first row of the row's
+/// document. If `starts` is null, each sequence is one document.
 struct Positions {
     const int* starts;  // [rows]; clamped to 0 .. r mod seq_len
     u32 seq_len;
@@ -19,7 +19,7 @@ struct Positions {
     }
 };
 
-/// kCount values of a table.
+/// Loads kCount values of a table.
 template <int kCount>
 __device__ __forceinline__ void load_angles(const float* from, float (&to)[kCount]) {
     constexpr int kEach = kCount < 4 ? kCount : 4;
@@ -36,7 +36,7 @@ template <int kCount>
 struct Angles {
     float cos[kCount], sin[kCount];
 
-    /// A pair's sine is `sines` elements after its cosine. sign: 1, or -1 to rotate back.
+    /// The sine of a pair is `sines` elements after its cosine. sign: 1, or -1 to rotate back.
     __device__ __forceinline__ void load(const float* cosines, u32 sines, float sign) {
         load_angles<kCount>(cosines, cos);
         load_angles<kCount>(cosines + sines, sin);

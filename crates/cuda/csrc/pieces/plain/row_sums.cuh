@@ -1,4 +1,4 @@
-// Rows of F32 summed by the tree over neighbours within a CTA.
+// Sums rows of F32 by a tree over neighbours within a CTA.
 #pragma once
 #include "formats/plain.cuh"
 #include "ptx/thread.cuh"
@@ -6,11 +6,11 @@
 namespace nib {
 
 constexpr int kTreeThreads = 256;
-constexpr int kTreeQuads = 32;                         // threads side by side
-constexpr int kTreeSlots = kTreeThreads / kTreeQuads;  // threads below each other
-constexpr int kTreeEach = 8;                           // rows a thread sums, with all loads in flight
-constexpr int kTreeRows = kTreeSlots * kTreeEach;      // rows at a time
-constexpr int kTreeLevels = 20;                        // 2^26 rows at most
+constexpr int kTreeQuads = 32;                         // threads across adjacent columns
+constexpr int kTreeSlots = kTreeThreads / kTreeQuads;  // threads down the rows
+constexpr int kTreeEach = 8;                           // rows that a thread sums with all loads in flight
+constexpr int kTreeRows = kTreeSlots * kTreeEach;      // rows that the CTA sums at a time
+constexpr int kTreeLevels = 20;                        // enough for 2^26 rows
 constexpr int kGroupRows = 256;
 
 /// Shared memory of `close_rows`.
@@ -20,8 +20,8 @@ struct TreeRoom {
     float stack[kTreeLevels][kTreeQuads * kCount];
 };
 
-/// Reduces up to eight neighbours as a tree, to x[0]. x[i] is the sum of `each` rows from row first + i · each on; sums
-/// that begin at row `rows` or later do not exist.
+/// Adds up to eight neighbours by a tree; the result is in x[0]. x[i] is the sum of `each` rows from row first + i ·
+/// each on; sums that begin at row `rows` or later do not exist.
 template <int kCount>
 __device__ __forceinline__ void close_eight(float (&x)[8][kCount], u32 first, u32 each, u32 rows) {
 #pragma unroll
@@ -33,9 +33,9 @@ __device__ __forceinline__ void close_eight(float (&x)[8][kCount], u32 first, u3
                 for (int k = 0; k < kCount; ++k) x[i][k] += x[i + step][k];
 }
 
-/// The sum of `rows` rows (at least one) from `x` on. A thread has kCount columns: the 32 threads of a slot have
-/// adjacent columns, the eight slots have different rows. Every thread of the CTA calls this; the threads of the first
-/// warp get the sums. `present`: whether the thread's columns exist.
+/// The sum of `rows` rows (at least one) from `x` on. A thread has kCount columns. The 32 threads of a slot have
+/// adjacent columns, and the eight slots have different rows. Every thread of the CTA calls this function; the threads
+/// of the first warp get the sums. `present` says whether the thread's columns exist.
 template <int kCount>
 __device__ __forceinline__ void close_rows(const float* x, u32 rows, u64 cols, bool present, TreeRoom<kCount>& room, float (&sum)[kCount]) {
     using Row = Few<F32, kCount>;
@@ -64,7 +64,8 @@ __device__ __forceinline__ void close_rows(const float* x, u32 rows, u64 cols, b
 #pragma unroll
                 for (int k = 0; k < kCount; ++k) node[i][k] = room.part[i][at + k];
             close_eight(node, group * kTreeRows, kTreeEach, rows);
-            // Like the carries of a binary counter: a sum waits at its level until its right neighbour is complete.
+            // The sums are combined like the carries of a binary counter: a sum waits at its level until its
+            // right neighbour is complete.
             int level = 0;
             for (u32 carry = group; carry & 1; carry >>= 1, ++level)
 #pragma unroll

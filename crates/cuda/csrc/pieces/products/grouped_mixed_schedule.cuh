@@ -1,28 +1,29 @@
-// The order of tiles where many groups are short, of up to 128 rows. A short group reads its matrix of B for few rows,
-// so its tiles are bound by memory; the tiles of long groups are bound by the tensor cores. A cluster takes every n-th
-// tile of either kind and interleaves the two kinds evenly, with a phase offset between clusters, so that memory and
-// tensor cores are both busy all the time.
+// The order of tiles if many groups are short, with up to 128 rows. For a short group its matrix of B is read for few
+// rows, so its tiles are bound by memory; the tiles of long groups are bound by the tensor cores. A cluster processes
+// every n-th tile of either kind and interleaves the two kinds evenly. A phase offset between clusters keeps memory
+// and tensor cores busy at all times.
 //
-// One warp finds the tiles and passes them to the other warps through a small ring. It runs ahead, so that only this
-// warp waits for the lists of groups in global memory.
+// One warp finds the tiles and passes them to the other warps through a small ring. The warp that finds the tiles
+// runs ahead, so that no other warp waits for the lists of groups in global memory.
 #pragma once
 #include "pieces/products/grouped_store.cuh"
 
 namespace nib {
 
-/// A tile, and whether its group has a single row of tiles: then no other tile reads the same rows of B.
+/// A tile, and whether its group has only one row of tiles, so that no other tile reads the same rows of
+/// B.
 struct MixedTile : Tile {
     int alone;
 };
 
-/// The queue of tiles for the warps that fill the ring.
+/// The queue of tiles, for the warps that fill the ring.
 template <int kReaders>
 struct TileQueue {
     static constexpr int kAhead = 4;
     MixedTile tile[kAhead];
     ptx::Barrier told[kAhead], read[kAhead];
 
-    /// Initialises the barriers; one thread calls this, before anything else.
+    /// Initialises the barriers; one thread calls this function before all other code.
     __device__ __forceinline__ void begin() {
         for (int i = 0; i < kAhead; ++i) {
             ptx::barrier_init(told[i], 1);
@@ -50,7 +51,8 @@ struct TileQueue {
         Ring<kAhead> ring_;
     };
 
-    /// Puts every tile of a schedule into the queue, and then an end mark. One warp calls this.
+    /// Puts every tile of a schedule into the queue, and then an end mark. One warp calls this
+    /// function.
     template <class Schedule>
     __device__ __forceinline__ void tell(Schedule&& schedule) {
         Ring<kAhead> ring;
@@ -74,17 +76,18 @@ template <bool kLong>
 class Walk {
   public:
     struct Place {
-        int group, within, tiles_m;  // the tile's group, its place among the group's, and the group's rows of tiles
+        int group, within, tiles_m;  // the tile's group, the tile's index in the group, and the number of rows of tiles in the group
         Groups::Span rows;
     };
 
-    /// Rows of tiles of a group with `padded` rows; 0 if the group is of the other kind.
+    /// The number of rows of tiles in a group with `padded` rows; 0 if the group is of the other
+    /// kind.
     static __device__ __forceinline__ int tiles_m(int padded) {
         const bool is_long = padded > kBlockM / 2;
         return is_long != kLong ? 0 : kLong ? ceil_div(padded, kBlockM) : int(padded > 0);
     }
 
-    /// The position of tile number `tile`. Numbers must increase from call to call.
+    /// The position of tile number `tile` of a kind. Tile numbers must increase from call to call.
     __device__ __forceinline__ Place find(const Groups& groups, int columns, int tile) {
         for (int end = __shfl_sync(kAll, end_, 31); tile >= end && base_ < groups.count; end = __shfl_sync(kAll, end_, 31))
             load(groups, columns, base_ + 32, end);
@@ -107,7 +110,7 @@ class Walk {
     }
 
     int base_ = -32;  // group of lane 0
-    int end_ = 0;     // tiles up to and with this lane's group
+    int end_ = 0;     // number of tiles up to and including this lane's group
     Groups::Span rows_ = {};
 };
 
@@ -130,14 +133,16 @@ class MixedSchedule {
         }
         const int cluster = blockIdx.x / kCluster;
         next_long_ = cluster;
-        // Short tiles are dealt from the last cluster on: a cluster with one more long tile gets one fewer short tile.
+        // Short tiles are assigned from the last cluster on, so that a cluster with one more long tile gets one fewer
+        // short tile.
         next_short_ = clusters_ - 1 - cluster;
         longs_ = share(tiles_long, next_long_);
         left_ = tiles_ = longs_ + share(tiles_short, next_short_);
         phase_ = int((long long)tiles_ * cluster / clusters_);
     }
 
-    /// The next tile of this CTA; false if there are no more. All lanes of the warp call this together.
+    /// Finds the next tile of this CTA; returns false if there are no more tiles. All lanes of the warp
+    /// call this function together.
     __device__ __forceinline__ bool take(MixedTile& tile) {
         if (left_ == 0) return false;
         --left_;
@@ -157,7 +162,7 @@ class MixedSchedule {
   private:
     static constexpr int kAtOnce = 4;
 
-    /// The number of this cluster's tiles of a kind; the first of them is `first`.
+    /// The number of this cluster's tiles of a kind; the first of these tiles is `first`.
     __device__ __forceinline__ int share(int tiles_m_of_lane, int first) const {
         const int tiles = int(__reduce_add_sync(0xFFFFFFFF, u32(tiles_m_of_lane))) * columns_;
         return ceil_div(max(tiles - first, 0), clusters_);
@@ -165,7 +170,7 @@ class MixedSchedule {
 
     template <class Place>
     __device__ __forceinline__ void place(MixedTile& tile, const Place& at) const {
-        // The same bands as those of the other schedule.
+        // The bands are those of the other schedule (grouped_schedule.cuh).
         const int band = at.within / (groups_.band * columns_), within = at.within - band * groups_.band * columns_;
         const int band_rows = min(groups_.band, at.tiles_m - band * groups_.band);
         const int row = (band * groups_.band + within % band_rows) * kBlockM;
@@ -180,11 +185,11 @@ class MixedSchedule {
     }
 
     const Groups& groups_;
-    int columns_;  // of clusters, in one group's D
+    int columns_;  // columns of clusters in one group's D
     int clusters_, rank_;
     int next_long_, next_short_;  // this cluster's next tile of either kind
-    int tiles_, longs_, left_;    // of this cluster: all, the long ones, those to come
-    int phase_;                   // counts up by longs_ modulo tiles_; a long tile comes when it wraps
+    int tiles_, longs_, left_;    // this cluster's tiles: all tiles, long tiles, and tiles still to come
+    int phase_;                   // increases by longs_ modulo tiles_; whenever the sum wraps, a long tile follows
     Walk<true> long_;
     Walk<false> short_;
 };

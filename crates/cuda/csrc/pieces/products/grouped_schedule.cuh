@@ -1,7 +1,7 @@
-// Products over groups whose sizes only the device knows: the layout of groups and scales, and the order of output tiles.
+// GEMMs over groups whose sizes only the device knows: the layout of groups and scales, and the order of output tiles.
 //
-// Every warp that needs the order computes it itself: 32 groups at a time, a prefix sum over the warp's lanes, and a vote that
-// finds a tile's group. Clusters take every gridDim.x / kCluster-th tile.
+// Every warp that needs the order computes it itself, for 32 groups at a time: a prefix sum over the warp's lanes, and a vote
+// that finds a tile's group. A cluster processes every gridDim.x / kCluster-th tile.
 #pragma once
 #include "formats/e8m0.cuh"
 #include "math/reduce.cuh"
@@ -10,14 +10,14 @@
 
 namespace nib {
 
-/// The meaning of a group's rows: rows of A and D (forward and data gradient), or the contraction (weight gradient).
+/// The meaning of a group's rows: rows of A and D (fprop and dgrad), or the contraction (wgrad).
 enum class Ragged { kRows, kContraction };
 
 /// Scales in memory: the scale of (row, block) is at row * row_stride + block * block_stride.
 struct Scales {
     const void* values;
     u32 row_stride, block_stride;  // 32 bits are enough: there are fewer than 2^32 scales
-    int is_f32;                    // else E8M0 bytes
+    int is_f32;                    // whether scales are F32; otherwise E8M0 bytes
 
     __device__ __forceinline__ u32 load(u32 row, u32 block) const {
         const u32 at = row * row_stride + block * block_stride;
@@ -28,16 +28,16 @@ struct Scales {
     }
 };
 
-/// An output tile, for all warps that process it. Rows and columns count elements.
+/// An output tile, for all warps that process it. Rows and columns are counted in elements.
 struct alignas(16) Tile {
-    int row_a;   // first row of A, and of D's matrix
+    int row_a;   // first row of A, and first row of D's matrix
     int row_b;   // first row of B
-    int k;       // where the contraction begins
-    int len_k;   // and its length; 0: nothing to add up; -1: there are no more tiles
-    int matrix;  // of D
-    int col_d;   // its first column
+    int k;       // first index of the contraction
+    int len_k;   // length of the contraction; 0: nothing to add; -1: there are no more tiles
+    int matrix;  // index of D's matrix
+    int col_d;   // first column of D
     int kept;    // rows that are computed
-    int stored;  // rows that are written; those past `kept` as zeros
+    int stored;  // rows that are written; rows past `kept` are written as zeros
 };
 
 /// Lane 0's value in every lane. The compiler then knows that the value is uniform, and keeps values derived from it
@@ -49,15 +49,16 @@ __device__ __forceinline__ Tile uniform(const Tile& tile) {
             same_in_all(tile.matrix), same_in_all(tile.col_d), same_in_all(tile.kept), same_in_all(tile.stored)};
 }
 
-/// The groups' lists, and the product's sizes. `start` null: one group of all rows.
+/// The lists of groups, and the sizes of the GEMM. If `start` is null, there is one group that has
+/// all rows.
 struct Groups {
     const int* start;
     const int* len;
     int count;
-    int m, n, k;  // rows of A (all groups together, or of one gradient), rows of B of one group, contraction
-    int band;     // tile rows in a band of the raster
+    int m, n, k;  // rows of A (of all groups together, or of one gradient), rows of B of one group, contraction
+    int band;     // rows of tiles per band
 
-    /// A group's rows: the first, the number with padding, the number of valid rows.
+    /// The rows of a group: the first row, the number with padding, and the number of valid rows.
     struct Span {
         int first, padded, len;
     };
@@ -69,8 +70,8 @@ struct Groups {
         return {first, padded, min(max(len[group], 0), padded)};
     }
 
-    /// The same if groups are rows of A; no rows for a group that does not exist. Branch-free, so that the loads of
-    /// several groups are in flight together.
+    /// The rows of a group if groups are rows of A; no rows for a group that does not exist. The function has no
+    /// branches, so that the loads of several groups are in flight together.
     __device__ __forceinline__ Span span_or_none(int group) const {
         const Span found = span(min(group, count - 1), m);
         return group < count ? found : Span{};
@@ -89,7 +90,8 @@ class Schedule {
         if constexpr (kRagged == Ragged::kRows) load(0, 0, false);
     }
 
-    /// The next tile of this CTA; false if there are no more. All lanes of a warp call this together.
+    /// Finds the next tile of this CTA; returns false if there are no more tiles. All lanes of a warp
+    /// call this function together.
     __device__ __forceinline__ bool take(Tile& tile) {
         int group, within, tiles_m, first, len, padded;
         if constexpr (kRagged == Ragged::kRows) {
@@ -118,8 +120,8 @@ class Schedule {
             len = rows.len;
             padded = groups_.m;
         }
-        // Tiles are ordered in bands of tile rows, and within a band column by column. So the clusters that run
-        // concurrently cover a nearly square patch of D, and share its operands in the L2.
+        // Tiles are ordered in bands of rows of tiles, and within a band column by column. So the clusters that
+        // run concurrently cover a nearly square patch of D, and share its operands in the L2.
         const int band = within / (groups_.band * columns_);
         within -= band * groups_.band * columns_;
         const int band_rows = min(groups_.band, tiles_m - band * groups_.band);
@@ -150,9 +152,9 @@ class Schedule {
     static constexpr int kBlockN = 128;
     static constexpr u32 kAll = 0xFFFFFFFF;
 
-    /// Loads one group per lane, from group `base` on; `before` tiles come before theirs. `shorter`: counts the partial
-    /// last tiles of groups instead of the full ones. All partial tiles come after all full tiles, so that the last
-    /// work of the launch is small.
+    /// Loads one group per lane, from group `base` on; `before` is the number of tiles before these groups. `shorter`:
+    /// counts the partial last tiles of groups instead of the full tiles. All partial tiles come after all full tiles,
+    /// so that the launch ends with small work.
     __device__ __forceinline__ void load(int base, int before, bool shorter) {
         const int group = base + int(ptx::lane_idx());
         base_ = base;
@@ -171,12 +173,12 @@ class Schedule {
     }
 
     const Groups& groups_;
-    int columns_;  // of clusters, in one group's D
+    int columns_;  // columns of clusters in one group's D
     int next_, step_, rank_;
     int base_;            // group of lane 0
-    bool short_ = false;  // walking the groups' last, short tiles
+    bool short_ = false;  // whether the partial last tiles are being counted
     int start_, len_, padded_;
-    int end_;  // tiles up to and with this lane's group
+    int end_;  // number of tiles up to and including this lane's group
 };
 
 }  // namespace nib

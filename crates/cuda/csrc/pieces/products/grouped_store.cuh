@@ -1,5 +1,5 @@
-// Common to the grouped products on tensor cores: the shape of a tile and of its pieces, the ring of stages and the
-// warp that fills it, and the epilogue, which moves totals from registers to D.
+// Shared code of the grouped GEMMs on tensor cores: the shape of a tile and its parts, the ring of stages and the
+// warp that fills it, and the epilogue, which moves sums from registers to D.
 #pragma once
 #include "pieces/products/grouped_schedule.cuh"
 #include "ptx/global.cuh"
@@ -12,12 +12,12 @@ namespace nib {
 
 constexpr int kBlockM = 256;
 constexpr int kBlockN = 128;
-constexpr int kStageBytes = 128;  // of a row in a stage: one swizzled row
+constexpr int kStageBytes = 128;  // bytes of a row in a stage: one swizzled row
 constexpr int kWaveRows = 64;
 constexpr int kMathWarps = 8;
 constexpr int kOutRows = 16;  // rows that a warp stores at once
 
-/// Position in the ring of stages; `parity` flips with each round.
+/// Position in the ring of stages; `parity` flips each time the ring wraps.
 template <int kStages>
 struct Ring {
     u32 stage = 0;
@@ -30,8 +30,8 @@ struct Ring {
     }
 };
 
-/// Called first, by all threads of the cluster: prefetches the maps, initialises the ring's barriers, and then calls
-/// `init`. A stage is full after kDeliveries arrivals.
+/// Called first, by all threads of the cluster. Prefetches the tensor maps, initialises the ring's barriers, and
+/// then calls `init`. A stage is full after kDeliveries arrivals.
 template <int kStages, int kCluster, int kDeliveries, class Shared, class Init>
 __device__ __forceinline__ void begin(Shared& shared, const TensorMap& map_a, const TensorMap& map_b,
                                       const TensorMap& map_d, const Init& init) {
@@ -52,10 +52,10 @@ __device__ __forceinline__ void begin(Shared& shared, const TensorMap& map_a, co
         ptx::cluster_sync();
 }
 
-/// Fills the ring, and writes each tile to the `tile` of its first stage. One warp calls this. Each CTA of the cluster
-/// loads a slice of A's rows for all CTAs, and its own columns of B. `load(stage, full, tile, k, slices)` issues the
-/// copies for kDepth elements of the contraction from `k` on. Only the first `slices` slices of A are loaded: later
-/// slices have no valid row.
+/// Fills the ring, and writes each tile to the `tile` of its first stage. One warp calls this function. Each CTA of
+/// the cluster loads a slice of A's rows for all CTAs, and its own columns of B. `load(stage, full, tile, k, slices)`
+/// issues the copies for kDepth elements of the contraction from `k` on. Only the first `slices` slices of A are
+/// loaded, because later slices have no valid row.
 template <Ragged kRagged, int kStages, int kCluster, int kDepth, class Shared, class Load>
 __device__ __forceinline__ void produce(Shared& shared, const Groups& groups, const Load& load) {
     constexpr u32 kBytesA = kBlockM * kStageBytes, kBytesB = kBlockN * kStageBytes;
@@ -98,32 +98,34 @@ __device__ __forceinline__ void load_shared_by_cluster(u8* to, const TensorMap& 
         ptx::tma_load_multicast(to, map, full, x, y, (1 << kCluster) - 1);
 }
 
-/// A warp's 16 rows of a wave, to be stored: their place in a matrix of D, or, with kTransposed, in its transpose.
+/// A warp's 16 rows of a wave that are to be stored: their place in a matrix of D or, with kTransposed, in its
+/// transpose.
 struct Rows {
     int row, col, matrix;
-    int kept, stored;  // of the 16
+    int kept, stored;  // number of the 16 rows
 };
 
-/// How totals reach D: they overwrite it, or are added to it, by the L2 or by the warp that holds them. The L2 adds
-/// only F32, at a quarter of the memory's rate, but the warp continues meanwhile. A warp that adds waits for the old
-/// values.
+/// How sums reach D: they overwrite it, or they are added to it by the L2 or by the warp that holds them. The L2
+/// adds only F32, at a quarter of the memory bandwidth, but the warp continues meanwhile. A warp that adds must wait
+/// for the old values.
 enum class Adds { kNone, kInL2, kInWarp };
 
-/// A box: 16 rows of kBoxCols columns, staged as rows of 64 bytes in the store map's 64-byte swizzle, which XORs
-/// address bits 4-5 with bits 7-8. A lane has kBoxTotals of its values.
+/// A box is 16 rows of kBoxCols columns, staged as rows of 64 bytes in the store map's 64-byte swizzle, which
+/// XORs address bits 4-5 with bits 7-8. A lane has kBoxTotals values of a box.
 constexpr int kBoxStaged = 1024;
 template <class Out>
 constexpr int kBoxCols = kBoxStaged / kOutRows / int(sizeof(Out));
 template <class Out>
 constexpr int kBoxTotals = kBoxCols<Out> / 2;
 
-/// Stages a box rounded to BF16. kAdd: adds the old values, which are staged there.
+/// Stages a box rounded to BF16. kAdd: adds the old values, which are in the staging buffer.
 template <bool kAdd, bool kTransposed>
 __device__ __forceinline__ void stage(u16* staged, const float* total, const Rows& to) {
     static_assert(!kTransposed);
     const u32 lane = ptx::lane_idx();
     const u32 keep[2] = {int(lane / 4) < to.kept ? ~0u : 0u, int(lane / 4 + 8) < to.kept ? ~0u : 0u};
-    // stmatrix: lane 8t+i gives the address of row i of tile t. Tiles go down (rows 0 and 8), then right (8 columns).
+    // In stmatrix, lane 8t+i gives the address of row i of tile t. Tiles are ordered down (rows 0 and 8), then right
+    // (8 columns).
     const u32 tile_row = lane % 16;
     const u32 tile_right = lane / 16;
     const u32 base = shared_address(staged) + tile_row * 64;
@@ -142,12 +144,12 @@ __device__ __forceinline__ void stage(u16* staged, const float* total, const Row
     }
 }
 
-/// Stages a box as F32. kAdd: as above.
+/// Stages a box as F32. kAdd: adds the old values, which are in the staging buffer.
 template <bool kAdd, bool kTransposed>
 __device__ __forceinline__ void stage(float* staged, const float* total, const Rows& to) {
     const u32 lane = ptx::lane_idx(), row = lane / 4, right = lane % 4;
     char* const bytes = reinterpret_cast<char*>(staged);
-    // Columns 8 (i / 2) + 2 right + {0, 1} of row `row` + 8 (i % 2).
+    // Address of columns 8 (i / 2) + 2 right + {0, 1} of row `row` + 8 (i % 2).
     const auto at = [&](int i) {
         const u32 at = kTransposed ? (right * 128 + (row / 4 ^ right) * 16 + row % 4 * 4) ^ (i % 2 * 32)
                                    : (row * 64 + (right / 2 ^ (row / 2 & 3)) * 16 + right % 2 * 8) ^ (i / 2 * 32);
@@ -179,18 +181,19 @@ __device__ __forceinline__ void stage(float* staged, const float* total, const R
     }
 }
 
-/// A warp's staging buffers for D. A wave's totals go through them part by part; a part is kBoxes boxes. If the warp
-/// adds, TMA loads the old values kAhead parts ahead, into the buffer from which the sum is stored.
+/// A warp's staging buffers for D. A wave's sums go through these buffers part by part; a part is kBoxes boxes. If
+/// the warp adds to D, TMA loads the old values kAhead parts ahead, into the buffer from which the sum will be
+/// stored.
 template <Adds kAdds, bool kTransposed, class Out, int kOutBuffers, int kBoxes>
 class Stores {
   public:
     static constexpr bool kLoads = kAdds == Adds::kInWarp;
     using Staged = Out[kBoxes][kBoxStaged / sizeof(Out)];
-    /// Parts per wave, and per tile, one wave after the other.
+    /// Parts per wave, and per tile. The waves of a tile are stored one after the other.
     static constexpr int kParts = kBlockN / kBoxCols<Out> / kBoxes, kAll = 2 * kParts;
-    /// A row past any matrix's end.
+    /// A row past the end of any matrix.
     static constexpr int kNowhere = 0x7FFFFC00;
-    /// Up to kLeaving parts may be being stored while old values of kAhead other parts are loaded.
+    /// Up to kLeaving parts may be stored while old values of kAhead other parts are loaded.
     static constexpr int kLeaving = kOutBuffers / 2, kAhead = kOutBuffers - kLeaving;
     /// Ensures that each part of a tile always uses the same buffer.
     static_assert(!kLoads || kAll % kOutBuffers == 0);
@@ -199,7 +202,8 @@ class Stores {
     __device__ __forceinline__ Stores(Staged (&staged)[kOutBuffers], ptx::Barrier (&loaded)[kOutBuffers], const TensorMap& map_d)
         : staged_(staged), loaded_(loaded), map_d_(map_d), leader_(ptx::lane_idx() == 0) {}
 
-    /// Called first. The first `parts` parts that count as stored belong to no tile: their old values count as loaded.
+    /// Must be called first. The first `parts` parts that are counted as stored belong to no tile, so their old values
+    /// count as loaded.
     __device__ __forceinline__ void begin(int parts) {
         if constexpr (kLoads) {
 #pragma unroll
@@ -208,8 +212,8 @@ class Stores {
         }
     }
 
-    /// Stores a part, or adds it to D, and clears its totals. All 16 rows are stored or none; TMA skips those past the
-    /// matrix's end.
+    /// Stores a part, or adds it to D, and sets its sums to zero. Either all 16 rows are stored or none; TMA skips
+    /// rows past the matrix's end.
     __device__ __forceinline__ void store(float* totals, const Rows& to, int part) {
         const int at = kLoads ? part % kOutBuffers : buffer_;
         if constexpr (kLoads) {
@@ -238,7 +242,7 @@ class Stores {
         for (int i = 0; i < kBoxes * kBoxTotals<Out>; ++i) total[i] = 0.0f;
     }
 
-    /// Starts to load a part's old values, once at most kPending earlier stores still read their buffers.
+    /// Starts to load a part's old values when at most kPending earlier stores still read their buffers.
     template <int kPending>
     __device__ __forceinline__ void load(const Rows& to, int part) {
         if constexpr (kLoads) {
@@ -253,13 +257,14 @@ class Stores {
     }
 
   private:
-    /// A part's buffer and barrier. `here` keeps the compiler from computing the addresses earlier.
+    /// The buffer and the barrier of a part. `here` keeps the compiler from computing the addresses
+    /// earlier.
     __device__ __forceinline__ Staged& staged_here(int at) const { return (staged_ + (kLoads ? ptx::here(0) : 0))[at]; }
     __device__ __forceinline__ ptx::Barrier& loaded_here(int at) const { return (loaded_ + ptx::here(0))[at]; }
 
     template <class Copy>
     static __device__ __forceinline__ void each_box(const Rows& to, int part, const Copy& copy) {
-        // Rows that are not stored are sent past the end of D, where TMA skips them.
+        // Rows that are not to be stored get a position past the end of D, where TMA skips them.
         const int row = to.stored > 0 ? to.row : kNowhere;
 #pragma unroll
         for (int box = 0; box < kBoxes; ++box) {
@@ -276,7 +281,8 @@ class Stores {
     u32 turn_ = 0;
 };
 
-/// Stores a box of which only some rows are stored, directly from registers, and clears its totals.
+/// Stores a box of which only some rows are stored, directly from registers, and sets its sums to
+/// zero.
 template <class Out>
 __device__ __forceinline__ void store_few(Out* d, int n, float* totals, const Rows& to, int box) {
     const int lane = int(ptx::lane_idx());
@@ -298,7 +304,8 @@ __device__ __forceinline__ void store_few(Out* d, int n, float* totals, const Ro
     }
 }
 
-/// Zeros the rows of D after the last group's, 16 bytes at a time. All math warps of the launch call this.
+/// Zeros the rows of D after the last group's rows, 16 bytes at a time. All math warps of the launch call
+/// this function.
 template <class Out>
 __device__ __forceinline__ void clear_tail(Out* d, const Groups& groups) {
     const int thread = blockIdx.x * (kMathWarps * 32) + threadIdx.x - 128, threads = gridDim.x * (kMathWarps * 32);

@@ -1,13 +1,14 @@
-// The choice of a token's experts: by sorting probabilities, or one by one with any scores.
+// Selection of a token's experts: by sorting probabilities, or one by one from any scores.
 #pragma once
 #include "math/sort.cuh"
 #include "pieces/routing/token_lanes.cuh"
 
 namespace nib {
 
-constexpr int kSorted = 8;  // the most experts that the fast choice finds
+constexpr int kSorted = 8;  // the most experts that the fast selection finds
 
-/// Orders numbers as integers: a larger number has a larger rank, a NaN 1, and nothing 0. Choice scores are never -0.
+/// Maps numbers to integers in the same order: a larger number has a larger rank, a NaN has rank 1, and an absent
+/// expert has rank 0. Choice scores are never -0.
 __device__ __forceinline__ u32 rank_of(float x) {
     const u32 bits = __float_as_uint(x);
     return x == x ? bits ^ (u32(int(bits) >> 31) | 0x80000000) : 1;
@@ -17,14 +18,15 @@ __device__ __forceinline__ float number_of(u32 rank) {
     return __uint_as_float(rank == 1 ? 0x7FC00000 : bits);
 }
 
-/// Keeps a token's ranks [experts] in the `top` best groups, and zeros the others. `scores` is scratch for the groups' ranks [groups].
+/// Keeps a token's ranks [experts] in the `top` best groups, and sets the others to zero. `scores` is scratch for the groups' ranks
+/// [groups].
 template <int kLanes>
 __device__ __forceinline__ void keep_best_groups(u32* ranks, u32* scores, int experts, int groups, int top, int two_largest) {
     const int lane = threadIdx.x % kLanes, each = experts / groups;
 #pragma unroll 1
     for (int group = lane; group < groups; group += kLanes) {
         u32 first = 0, second = 0;
-        int at = lane % each;  // lanes begin at other experts, so at other banks
+        int at = lane % each;  // lanes start at different experts, and therefore at different banks
 #pragma unroll 1
         for (int i = 0; i < each; ++i) {
             const u32 rank = ranks[group * each + at];
@@ -51,7 +53,7 @@ __device__ __forceinline__ void keep_best_groups(u32* ranks, u32* scores, int ex
 /// Writes the experts of the top_k <= 8 largest probabilities, largest first, to `slots`.
 ///
 /// Probabilities are sorted as integers whose last bits are replaced by the expert's index. Returns false if the
-/// replaced bits would have decided, or top_k is above 8.
+/// replaced bits would have been decisive, or if top_k is above 8.
 template <int kLanes, int kPerLane>
 __device__ __forceinline__ bool choose(const float (&p)[kPerLane], int top_k, int* slots) {
     using Token = TokenLanes<kLanes, kPerLane>;
@@ -63,7 +65,7 @@ __device__ __forceinline__ bool choose(const float (&p)[kPerLane], int top_k, in
 #pragma unroll
         for (int i = 0; i < kSorted; ++i) {
             const u32 index = Token::first_of((block + i) / 4) + i % 4;
-            key[i] = (__float_as_uint(p[block + i]) << 2 & ~kIndex) | (kIndex - index);  // p <= 1 leaves two bits
+            key[i] = (__float_as_uint(p[block + i]) << 2 & ~kIndex) | (kIndex - index);  // p <= 1 leaves the top two bits unused
         }
         sort_descending(key);
         if (block == 0)
@@ -82,8 +84,8 @@ __device__ __forceinline__ bool choose(const float (&p)[kPerLane], int top_k, in
         for (int i = 0; i < kSorted; ++i) other[i] = __shfl_xor_sync(kWarp, best[i], lane);
         keep_largest(best, other);
     }
-    // Whether two neighbours in the order differ only in the index: two chosen experts, or the last chosen one and the
-    // next.
+    // Whether two adjacent values in the order differ only in the index: two chosen experts, or the last chosen expert
+    // and the next.
     bool is_alike = false;
     u32 last = best[0];
 #pragma unroll
@@ -92,14 +94,14 @@ __device__ __forceinline__ bool choose(const float (&p)[kPerLane], int top_k, in
         is_alike = is_alike || (best[i - 1] ^ best[i]) <= kIndex;
         last = best[i];
     }
-    u32 below = kWarp;  // how far the next smaller one of this lane is below the last chosen one
+    u32 below = kWarp;  // difference between the last chosen value and the next smaller value of this lane
 #pragma unroll
     for (int i = 0; i < kSorted; ++i) {
         const u32 distance = last - 1 - mine[i];
         below = distance < below ? distance : below;
     }
     is_alike = is_alike || below < (last & kIndex);
-    // If all eight experts that a lane kept were chosen, its other experts are unknown.
+    // If all eight experts that a lane kept were chosen, its next expert is unknown.
     if (kPerLane > kSorted) is_alike = is_alike || mine[kSorted - 1] >= last;
     constexpr int kTurn = kLanes < kSorted ? kLanes : kSorted;
 #pragma unroll
@@ -113,8 +115,8 @@ __device__ __forceinline__ bool choose(const float (&p)[kPerLane], int top_k, in
     return !is_alike && top_k <= kSorted;
 }
 
-/// The same for any top_k: the experts of the largest ranks, the lower index among equals. `rank_at(i)` is the rank of this lane's expert
-/// i, 0 if it cannot be chosen. Finds the experts one by one.
+/// Selects the experts of the largest ranks for any top_k; among equal ranks, the lower index comes first. `rank_at(i)` is the rank of
+/// this lane's expert i, or 0 if the expert cannot be chosen. The experts are found one by one.
 template <int kLanes, int kPerLane, class Rank>
 __device__ __forceinline__ void choose_any(const Rank& rank_at, int top_k, int* slots) {
     using Token = TokenLanes<kLanes, kPerLane>;
@@ -136,12 +138,13 @@ __device__ __forceinline__ void choose_any(const Rank& rank_at, int top_k, int* 
     }
 }
 
-/// Chooses by softmax or sigmoids p, with a bias and groups. Leaves p in the token's row.
+/// Chooses experts by softmax or sigmoid scores p, with a bias and groups. Leaves p in the token's
+/// row in shared memory.
 template <int kLanes, int kPerLane>
 __device__ __forceinline__ void choose_by_rule(const float (&p)[kPerLane], float* row, const float* __restrict__ bias, u32* group_scores,
                                                int experts, int top_k, int groups, int top_groups, int two_largest, int* slots) {
     using Token = TokenLanes<kLanes, kPerLane>;
-    float ranks[kPerLane];  // as bits
+    float ranks[kPerLane];  // ranks, as bits
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
         const int j = Token::first_of(i / 4) + i % 4;

@@ -1,13 +1,14 @@
-// Many tensors in one launch: they are a list among its arguments, and each tensor has its own CTAs.
+// Many tensors in one launch: the arguments contain a list of tensors, and each tensor has its own
+// CTAs.
 #pragma once
 #include "ptx/types.cuh"
 
 namespace nib {
 
-constexpr int kListedTensors = 72;  // the arguments of a launch have 4 KiB
+constexpr int kListedTensors = 72;  // limited by the 4 KiB of a launch's arguments
 
-/// The tensor of this CTA: the last one whose first CTA is not after this CTA. The list has `count` tensors, in the
-/// order of their CTAs.
+/// The tensor of this CTA: the last tensor whose first CTA is not after this CTA. The list has `count`
+/// tensors, ordered by their first CTAs.
 template <typename List>
 __device__ __forceinline__ u32 tensor_of_cta(const List& list) {
     u32 low = 0, high = u32(list.count);

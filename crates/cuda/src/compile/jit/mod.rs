@@ -1,8 +1,9 @@
-//! Compiles kernel instances to cubins, with NVRTC.
+//! Compiles kernel instances to cubins with NVRTC.
 //!
-//! An instance is a [`KernelSpec`]: a source, a kernel, and its template arguments by name. Its [`Key`] is the SHA-256
-//! of every source it reaches, the options, NVRTC's version and the instance itself. So an entry of the cache on disk
-//! is never stale, and no timestamps are compared. If several threads need the same instance, one of them compiles it.
+//! An instance is a [`KernelSpec`]: a source, a kernel, and its template arguments by name. The [`Key`] of an instance
+//! is the SHA-256 of every source that it includes, the options, NVRTC's version and the instance itself. So an entry
+//! of the cache on disk is never stale, and no timestamps are compared. If several threads need the same instance, one
+//! of them compiles it.
 
 pub use crate::compile::cubin::{Cubin, Key, Resources};
 use crate::compile::cubin_cache::CubinCache;
@@ -16,15 +17,16 @@ use std::fmt;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-/// The options that every kernel is compiled with. `--fmad=false`: the sources write a fused multiply-add where one is
-/// meant.
+/// The compiler options for every kernel. `--fmad=false` is set because the sources write a fused multiply-add
+/// explicitly if one is intended.
 pub const OPTIONS: &[&str] =
     &["--gpu-architecture=sm_90a", "--std=c++20", "--fmad=false", "--ptxas-options=--verbose"];
 
-/// The digest of `text` compiled by this version of NVRTC with `source` included: of the text, every reached source and the options.
+/// The digest of `text` compiled by this version of NVRTC with `source` included. The digest covers the text, every included source
+/// and the options.
 ///
 /// # Errors
-/// [`Error::Jit`] for a source that does not exist.
+/// [`Error::Jit`] if a source does not exist.
 pub fn digest(sources: &Sources, source: &str, text: &str, nvrtc: (u32, u32)) -> Result<Key> {
     Ok(Key::of(text, &sources.reached(source)?, OPTIONS, nvrtc))
 }
@@ -55,7 +57,7 @@ impl fmt::Display for TemplateArg {
 pub struct KernelSpec {
     /// The source, by its path under `csrc/`.
     pub source: &'static str,
-    /// The kernel with its namespace.
+    /// The kernel's name, including its namespace.
     pub name: &'static str,
     /// Template arguments by their names in the source, in any order.
     pub args: Vec<(&'static str, TemplateArg)>,
@@ -98,20 +100,21 @@ impl fmt::Display for KernelSpec {
     }
 }
 
-/// The compiler library, loaded.
+/// The loaded compiler library NVRTC.
 #[derive(Debug, Clone, Copy)]
 pub struct Nvrtc {
-    /// Its version: (13, 0), for example.
+    /// NVRTC's version, such as (13, 0).
     pub version: (u32, u32),
 }
 
 impl Nvrtc {
-    /// Loads the library, from `NIBBLE_NVRTC` if that is set. A missing library is an error, never a panic.
+    /// Loads NVRTC, from the path `NIBBLE_NVRTC` if that is set. A missing library is an error, never a
+    /// panic.
     pub fn load() -> Result<Self> {
         Self::found().map_err(|why| Error::Device { call: "loading NVRTC".into(), why })
     }
 
-    /// The same, with only the reason as the error.
+    /// Loads NVRTC like [`Nvrtc::load`]; the error is only the reason.
     pub(crate) fn found() -> Result<Self, String> {
         static LOADED: OnceLock<Result<Nvrtc, String>> = OnceLock::new();
         LOADED.get_or_init(Self::load_now).clone()
@@ -121,21 +124,21 @@ impl Nvrtc {
         if let Some(path) = crate::env::nvrtc() {
             preload(path)?;
         }
-        // SAFETY: loading NVRTC runs its initialisers, which are made for that.
+        // SAFETY: loading NVRTC runs its initialisers, which are safe to run.
         if !unsafe { sys::is_culib_present() } {
             return Err("libnvrtc.so cannot be loaded; install the CUDA runtime compiler (its Python wheel will do) or \
                         point NIBBLE_NVRTC at it"
                 .into());
         }
-        // SAFETY: as above; the library was just found.
+        // SAFETY: the library was just found, so loading it is safe.
         symbols::missing("libnvrtc.so", unsafe { sys::culib() }, symbols::NVRTC)?;
         let (mut major, mut minor) = (0, 0);
-        // SAFETY: writes two ints.
+        // SAFETY: the call writes two ints.
         unsafe { sys::nvrtcVersion(&mut major, &mut minor) }.result().map_err(|error| error.to_string())?;
         Ok(Self { version: (major as u32, minor as u32) })
     }
 
-    /// Compiles one instance; also returns ptxas's log, with all warnings.
+    /// Compiles one instance; also returns ptxas's log, including all warnings.
     pub fn compile(&self, spec: &KernelSpec, sources: &Sources) -> Result<(Cubin, String)> {
         let expression = spec.expression(sources)?;
         let reached = sources.reached(spec.source)?;
@@ -144,8 +147,8 @@ impl Nvrtc {
     }
 }
 
-/// Loads NVRTC from a path, so that a later search by name finds it loaded. The library of built-in functions in the
-/// same folder is loaded first, because NVRTC looks for it by name.
+/// Loads NVRTC from a path, so that a later search by name finds the loaded library. The library of built-in
+/// functions in the same directory is loaded first, because NVRTC searches for it by name.
 #[cfg(unix)]
 fn preload(path: PathBuf) -> Result<(), String> {
     use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
@@ -162,7 +165,7 @@ fn preload(path: PathBuf) -> Result<(), String> {
     }
     for name in names {
         let file = folder.join(name);
-        // SAFETY: loading NVIDIA's compiler runs its initialisers, which are made for that.
+        // SAFETY: loading NVRTC runs its initialisers, which are safe to run.
         let library = unsafe { Library::open(Some(&file), RTLD_NOW | RTLD_GLOBAL) }
             .map_err(|error| format!("NIBBLE_NVRTC: {}: {error}", file.display()))?;
         // The library stays loaded for the life of the process.
@@ -180,12 +183,13 @@ fn c_string(text: &str) -> Result<CString, String> {
     CString::new(text).map_err(|_| "a zero byte in a kernel source".to_owned())
 }
 
-/// A program, destroyed when dropped.
+/// An NVRTC program, which is destroyed when dropped.
 struct Program(sys::nvrtcProgram);
 
 impl Drop for Program {
     fn drop(&mut self) {
-        // SAFETY: the program was created and is destroyed once. A failure to destroy leaks it, which is all one can do.
+        // SAFETY: the program was created once and is destroyed once. If the program cannot be destroyed, it
+        // leaks, because nothing else can be done.
         let _ = unsafe { result::destroy_program(self.0) };
     }
 }
@@ -204,7 +208,8 @@ fn compile_program(
     let (path_ptrs, text_ptrs, option_ptrs) = (pointers(&paths), pointers(&texts), pointers(&options));
 
     let mut raw = std::ptr::null_mut();
-    // SAFETY: every pointer is to a live, zero-terminated string, and the counts are the arrays' lengths.
+    // SAFETY: every pointer points to a live, zero-terminated string, and the counts are the lengths of
+    // the arrays.
     unsafe {
         sys::nvrtcCreateProgram(
             &mut raw,
@@ -219,13 +224,13 @@ fn compile_program(
     .map_err(|error| error.to_string())?;
     let program = Program(raw);
 
-    // SAFETY: the program lives until the end of this function, as do the strings and the array of options.
+    // SAFETY: the program, the strings and the array of options live until the end of this function.
     let compiled = unsafe {
         sys::nvrtcAddNameExpression(program.0, expression.as_ptr()).result().and_then(|()| {
             sys::nvrtcCompileProgram(program.0, option_ptrs.len() as i32, option_ptrs.as_ptr()).result()
         })
     };
-    // SAFETY: the size is asked for first, and the buffer has that size.
+    // SAFETY: the size is queried first, and the buffer has that size.
     let log = unsafe {
         read(|size| sys::nvrtcGetProgramLogSize(program.0, size), |to| sys::nvrtcGetProgramLog(program.0, to))
     }
@@ -236,21 +241,21 @@ fn compile_program(
     }
 
     let mut lowered = std::ptr::null();
-    // SAFETY: the expression is the one added above; the name it gives lives as long as the program and is copied at once.
+    // SAFETY: the expression is the one added above; the returned name lives as long as the program and is copied at once.
     let symbol = unsafe {
         sys::nvrtcGetLoweredName(program.0, expression.as_ptr(), &mut lowered)
             .result()
             .map_err(|e| e.to_string())?;
         CStr::from_ptr(lowered).to_string_lossy().into_owned()
     };
-    // SAFETY: as for the log.
+    // SAFETY: the size is queried first, and the buffer has that size.
     let image = unsafe {
         read(|size| sys::nvrtcGetCUBINSize(program.0, size), |to| sys::nvrtcGetCUBIN(program.0, to))
     }?;
     Ok((Cubin { image, symbol, resources: Resources::parse(&log) }, log))
 }
 
-/// Reads bytes as NVRTC returns them: the size, then the content.
+/// Reads bytes as NVRTC returns them: first the size, then the content.
 ///
 /// # Safety
 /// `content` must write no more bytes than `size` returns.
@@ -265,11 +270,11 @@ unsafe fn read(
     Ok(bytes)
 }
 
-/// A slot of [`Jit`]. It stays locked while its instance is compiled, so that other threads wait instead of compiling
-/// too.
+/// The slot of one instance in [`Jit`]. A slot stays locked while its instance is compiled, so that other threads
+/// wait instead of compiling the same instance.
 type Slot = Arc<Mutex<Option<Arc<Cubin>>>>;
 
-/// Compiled instances: in memory, on disk, or freshly compiled.
+/// Provides compiled instances: from memory, from disk, or freshly compiled.
 #[derive(Debug)]
 pub struct Jit {
     nvrtc: Nvrtc,
@@ -279,17 +284,17 @@ pub struct Jit {
 }
 
 impl Jit {
-    /// Sources, compiler and cache as the environment variables say.
+    /// Takes the sources, the compiler and the cache from the environment variables.
     pub fn from_env() -> Result<Self> {
         Ok(Self::new(Nvrtc::load()?, Sources::from_env()?, crate::env::cubin_cache()))
     }
 
-    /// With the given sources, compiler and cache; `None` keeps instances in memory only.
+    /// Uses the given sources, compiler and cache; `None` keeps instances in memory only.
     pub fn new(nvrtc: Nvrtc, sources: Sources, cache: Option<PathBuf>) -> Self {
         Self { nvrtc, sources, disk: cache.map(CubinCache::new), slots: Mutex::default() }
     }
 
-    /// How many arguments the kernel takes.
+    /// The number of arguments of the kernel.
     pub fn num_arguments(&self, spec: &KernelSpec) -> Result<usize> {
         num_arguments(self.sources.text(spec.source)?, spec.name).ok_or_else(|| Error::Jit {
             kernel: spec.to_string(),
@@ -297,16 +302,16 @@ impl Jit {
         })
     }
 
-    /// The instance's content address.
+    /// The content address of the instance.
     pub fn key(&self, spec: &KernelSpec) -> Result<Key> {
         digest(&self.sources, spec.source, &spec.expression(&self.sources)?, self.nvrtc.version)
     }
 
-    /// The compiled instance: from memory, else from disk, else compiled now.
+    /// The compiled instance: from memory if possible, otherwise from disk, otherwise compiled now.
     pub fn cubin(&self, spec: &KernelSpec) -> Result<Arc<Cubin>> {
         let key = self.key(spec)?;
         let slot = self.slot(key);
-        // A panic while compiling leaves the slot empty, which is a valid state.
+        // A panic during compilation leaves the slot empty, which is a valid state.
         let mut slot = slot.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(cubin) = slot.as_ref() {
             return Ok(cubin.clone());
@@ -318,7 +323,8 @@ impl Jit {
         Ok(slot.insert(Arc::new(cubin)).clone())
     }
 
-    /// Compiles an instance again and replaces the cached one: for a cubin that the driver refused.
+    /// Compiles an instance again and replaces the cached cubin, for example because the driver
+    /// refused it.
     pub fn rebuild(&self, spec: &KernelSpec) -> Result<Arc<Cubin>> {
         let key = self.key(spec)?;
         let slot = self.slot(key);

@@ -76,7 +76,7 @@ fn resources_are_read_from_the_log() {
     assert_eq!(Resources::parse(log), expected);
 }
 
-/// The compiler. Where `NIBBLE_NVRTC` is set, it must load.
+/// Loads the compiler. If `NIBBLE_NVRTC` is set, loading must succeed.
 fn nvrtc() -> Option<Nvrtc> {
     match Nvrtc::load() {
         Ok(nvrtc) => Some(nvrtc),
@@ -102,7 +102,7 @@ fn compiles_once_keeps_on_disk_and_replaces_a_refused_entry() {
     assert!(all.iter().all(|cubin| Arc::ptr_eq(cubin, &all[0])), "eight threads, one compilation");
     assert!(all[0].image.starts_with(b"\x7FELF") && all[0].symbol.contains('k'));
 
-    // A file of the right key and a wrong image stands for a cubin the driver refuses.
+    // A file with the right key and a wrong image stands for a cubin that the driver refuses.
     let key = first.key(&spec).unwrap();
     let disk = CubinCache::new(folder.path().to_owned());
     let planted = Cubin { image: vec![1], ..(*all[0]).clone() };
@@ -122,7 +122,7 @@ fn a_source_that_does_not_compile_says_why() {
     assert!(error.contains("undeclared") && error.contains('k'), "{error}");
 }
 
-/// An instance and its sources; the kernel writes one number.
+/// An instance and its sources; the kernel writes a single number.
 fn one_number() -> (Sources, KernelSpec) {
     let text = "__global__ void k(float* out) { *out = 7.0f; }";
     (sources([("a", text), ("b", "")]), spec(&[]))
@@ -141,7 +141,8 @@ fn many_processes_keep_one_folder() {
         command.spawn().unwrap()
     };
     let processes = [process(), process()];
-    // Each with its own slots, so that all of them compile; one rewrites the entry repeatedly while others read it.
+    // Each thread has its own slots, so that all of them compile; one thread rewrites the entry repeatedly while
+    // others read it.
     let images: Vec<_> = std::thread::scope(|scope| {
         let build = || jit().cubin(&spec).unwrap().image.clone();
         let replace = || (0..4).map(|_| jit().rebuild(&spec).unwrap().image.clone()).next_back().unwrap();
@@ -170,7 +171,8 @@ fn one_process_of_many() {
     }
 }
 
-/// On a GPU. Without one: a printed skip, or a failure under `NIBBLE_REQUIRE_GPU=1`.
+/// This test needs a GPU. Without a GPU the test prints that it was skipped, or fails if
+/// `NIBBLE_REQUIRE_GPU=1`.
 #[test]
 fn a_cubin_that_the_driver_refuses_is_built_again() {
     let Some(gpu) = crate::probe().usable().next().map(|gpu| gpu.ordinal) else {
@@ -181,7 +183,8 @@ fn a_cubin_that_the_driver_refuses_is_built_again() {
     let (sources, spec) = one_number();
     let jit = || Jit::new(Nvrtc::load().unwrap(), sources.clone(), Some(folder.path().to_owned()));
     let good = jit().cubin(&spec).unwrap();
-    // Entries with correct digests: one for a machine that is no GPU (an ELF header's `e_machine`), and one without the kernel.
+    // Both entries have correct digests: one is for a machine that is not a GPU (an ELF header's `e_machine`), and one lacks
+    // the kernel.
     let mut foreign = (*good).clone();
     foreign.image[18..20].fill(0);
     let nameless = Cubin { symbol: "absent".into(), ..(*good).clone() };
@@ -191,7 +194,7 @@ fn a_cubin_that_the_driver_refuses_is_built_again() {
         let device = crate::Device::with_jit(gpu, jit()).unwrap();
         let out = device.filled::<f32>(1, 0).unwrap();
         let launch = crate::launch::Launch { ctas: 1, threads: 1, cluster: 1, shared_bytes: 0 };
-        // SAFETY: the kernel writes the one number, which lives until it is read.
+        // SAFETY: the kernel writes a single number to a buffer that lives until it is read.
         unsafe { device.kernel(&spec).unwrap().launch(launch, &[&out]) }.unwrap();
         assert_eq!(out.download().unwrap(), [7.0], "the kernel runs");
         assert_eq!(disk.read(&key).unwrap(), *good, "and its entry is replaced");

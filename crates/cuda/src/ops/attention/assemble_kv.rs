@@ -1,4 +1,5 @@
-//! `assemble_kv` and `assemble_kv_backward` on a GPU (`csrc/kernels/attention/assemble_kv.cuh`).
+//! Runs `assemble_kv` and `assemble_kv_backward` on a GPU
+//! (`csrc/kernels/attention/assemble_kv.cuh`).
 
 use crate::Cuda;
 use crate::compile::jit::{KernelSpec, TemplateArg};
@@ -16,7 +17,7 @@ const HEADS: usize = 4;
 /// Units per half of the shared key that a warp sums.
 const SUM_UNITS: usize = 4;
 
-/// The device's `AssembleSizes`.
+/// Mirrors the device struct `AssembleSizes`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct AssembleSizes {
@@ -34,7 +35,7 @@ pub(crate) struct AssembleSizes {
 
 plain_args!(AssembleSizes);
 
-/// The sizes of a call.
+/// The sizes of a call to `assemble_kv` or its backward pass.
 #[derive(Debug, Clone, Copy)]
 struct Shape {
     dtype: DType,
@@ -47,19 +48,19 @@ struct Shape {
 }
 
 impl Shape {
-    /// Elements per unit: 16 bytes where all widths are multiples of that, otherwise one element.
+    /// Elements per unit: 16 bytes if all widths are multiples of 16 bytes, otherwise one element.
     fn count(&self) -> usize {
         let whole = numbers_per_load(self.dtype);
         let widths = [self.key_dim, self.value_dim, self.turned / 2];
         if widths.iter().all(|width| width.is_multiple_of(whole)) { whole } else { 1 }
     }
 
-    /// Warps per row that sum.
+    /// Warps per row for the sums over heads.
     fn chunks(&self) -> usize {
         (self.turned / 2 / self.count()).div_ceil(SUM_UNITS)
     }
 
-    /// `turns`: whether some threads rotate the shared key while others copy.
+    /// `turns` says whether some threads rotate the shared key while others copy.
     fn sizes(&self, op: &'static str, turns: bool) -> Result<AssembleSizes> {
         let count = self.count();
         let [key_units, value_units, half_units] =
@@ -101,7 +102,7 @@ fn spec(name: &'static str, dtype: DType, count: usize) -> KernelSpec {
 const FORWARD: &str = "nib::assemble_kv";
 const BACKWARD: &str = "nib::assemble_kv_backward";
 
-/// See [`AssembleKv`].
+/// Runs [`AssembleKv`] on the GPU.
 pub(crate) fn assemble_kv(cuda: &Cuda, op: AssembleKv<'_, Cuda>) -> Result<AssembledKv<Cuda>> {
     const OP: &str = "assemble_kv";
     op.check()?;
@@ -128,14 +129,13 @@ pub(crate) fn assemble_kv(cuda: &Cuda, op: AssembleKv<'_, Cuda>) -> Result<Assem
     let (table, positions) =
         (angles(OP, op.table, op.positions)?, PositionsArg::new(&buffers, op.positions, op.up.rows)?);
     let [up, shared, k, v] = [op.up, op.shared, &out.k, &out.v].map(|x| plain_arg(x).0);
-    // SAFETY: `check` held up to whole heads, shared to as many rows and the table's columns, all of the instance's type, and `seq_len`
-    // positions from the first one on to the table; `BufferCheck` held them to their shapes and this device, the starts to one a row; the results
-    // have theirs from the same sizes.
+    // SAFETY: `check` and `BufferCheck` checked up, shared, the table and the starts against the sizes, this device and the instance's
+    // type, and that the table has all `seq_len` positions from the first one on; the results are allocated from the same sizes.
     unsafe { kernel.launch(launch, &[up, shared, &table, k, v, &sizes, &positions]) }?;
     Ok(out)
 }
 
-/// See [`AssembleKvBackward`].
+/// Runs [`AssembleKvBackward`] on the GPU.
 pub(crate) fn assemble_kv_backward(
     cuda: &Cuda,
     op: AssembleKvBackward<'_, Cuda>,
@@ -169,8 +169,8 @@ pub(crate) fn assemble_kv_backward(
     let [dk, dv, dup, dshared] = [op.dk, op.dv, &out.dup, &out.dshared].map(|x| plain_arg(x).0);
     let args: [&dyn crate::launch::KernelArg; 10] =
         [dk, dv, &table, dup, dshared, &sizes, &positions, &sum_ctas, &chunks, &Divider::by(chunks)];
-    // SAFETY: `check` held dk and dv to whole heads of the instance's type and as many rows, and `seq_len` positions from the first one on to the
-    // table; `BufferCheck` held them to their shapes and this device, the starts to one a row; the results have theirs from the same sizes.
+    // SAFETY: `check` and `BufferCheck` checked dk, dv, the table and the starts against the sizes, this device and the instance's type,
+    // and that the table has all `seq_len` positions from the first one on; the results are allocated from the same sizes.
     unsafe { kernel.launch(launch, &args) }?;
     Ok(out)
 }

@@ -1,5 +1,5 @@
-//! `attention_decode` on a GPU (`csrc/kernels/attention/attention_decode.cuh`): one CTA per query head, on the CUDA
-//! cores.
+//! Runs `attention_decode` on a GPU (`csrc/kernels/attention/attention_decode.cuh`): one CTA per query head, on the
+//! CUDA cores.
 
 use super::sinks_of;
 use crate::Cuda;
@@ -16,10 +16,11 @@ const OP: &str = "attention_decode";
 const THREADS: u32 = 256;
 // Each element of a head has its own thread.
 const _: () = assert!(HEAD_LIMIT <= THREADS as usize);
-/// The most keys. Each key has a weight of 4 bytes in shared memory: 192 KiB, in addition to the kernel's own 4 KiB.
+/// The largest number of keys. Each key has a weight of 4 bytes in shared memory: 192 KiB in total, in addition to
+/// the kernel's own 4 KiB.
 const MOST_KEYS: usize = 48 << 10;
 
-/// See [`AttentionDecode`].
+/// Runs [`AttentionDecode`] on the GPU.
 pub(crate) fn attention_decode(cuda: &Cuda, op: AttentionDecode<'_, Cuda>) -> Result<Tensor<Cuda>> {
     op.check()?;
     let buffers = BufferCheck::by(OP, cuda);
@@ -46,8 +47,8 @@ pub(crate) fn attention_decode(cuda: &Cuda, op: AttentionDecode<'_, Cuda>) -> Re
     let [q, k, v, to] = [q, k, v, &out].map(|x| plain_arg(x).0);
     let args: [&dyn KernelArg; 11] =
         [q, k, v, to, &keys, &group, &kv_heads, &key_dim, &value_dim, &scale, &sinks];
-    // SAFETY: `check` and `BufferCheck` held q to whole heads, k and v to at least `len` rows of their heads, all of the instance's type, and sinks to a
-    // number of each; out was made of as many heads of values and is not yet shared.
+    // SAFETY: `check` and `BufferCheck` checked that q has whole heads, k and v at least `len` rows of their heads, all of the instance's
+    // type, and that there is one sink per head; out is allocated with as many value heads and is not shared yet.
     unsafe { kernel.launch(launch, &args) }?;
     Ok(out)
 }

@@ -16,25 +16,27 @@ use nibble_core::{DType, Data, Result, Tensor};
 const GROUP_ROWS: usize = 64;
 /// Keys per tile of the forward pass.
 const KEYS: usize = 128;
-/// Rows of a stored box.
+/// Rows per box of a store.
 const ROWS_OUT: usize = 16;
-/// Columns of a box.
+/// Columns per box.
 const BOX_COLS: usize = 64;
-/// Math warpgroups of the backward pass, and the threads of its kernels.
+/// Math warpgroups in the backward pass; the next constant is the number of threads of its kernels.
 const GRAD_GROUPS: usize = 2;
 const GRAD_THREADS: u32 = 128 * (GRAD_GROUPS as u32 + 1);
-/// Queries of a block of dS.
+/// Queries per block of dS.
 const BLOCK_ROWS: usize = 256;
-/// Stages of the key ring in the forward pass, and of the query ring in the backward pass.
+/// Number of stages in the key ring of the forward pass, and in the query ring of the backward
+/// pass.
 const KEY_STAGES: usize = 2;
 const QUERY_STAGES: usize = 3;
 /// Bytes for barriers and small fields, and for alignment to 1024 bytes.
 const REST: usize = 224 + 1024;
-/// Budgets in L2, in bytes: keys and values for the heads of a section; queries and dout for its groups.
+/// Bytes of L2 for the keys and values of a section's heads; the next constant is for the queries and
+/// dout of a section's groups.
 const KEYS_HELD: usize = 24 << 20;
 const QUERIES_HELD: usize = 64 << 20;
 
-/// The kernels' common parameters.
+/// Parameters that the kernels share.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Wgmma {
     sizes: Sizes,
@@ -42,8 +44,8 @@ pub(super) struct Wgmma {
 }
 
 impl Wgmma {
-    /// The kernels' parameters if they support heads of these sizes. Tensors are aligned to 16 bytes, as all backends allocate them: a
-    /// descriptor of another address is an error.
+    /// The parameters for heads of the given sizes, or `None` if the kernels do not support such heads. Tensors must be aligned
+    /// to 16 bytes, as all backends allocate them, because a descriptor of another address is an error.
     pub fn choose(sizes: &Sizes, dtype: DType, num_sms: u32) -> Option<Self> {
         let takes = AttentionPath::of(dtype, sizes.dims()) == AttentionPath::TensorCores && sizes.heads() > 0;
         takes.then_some(Self { sizes: *sizes, num_sms: num_sms as usize })
@@ -54,15 +56,16 @@ impl Wgmma {
         Dims { head, value }
     }
 
-    /// Query heads per section: as many as have their keys and values in the L2, but at least one group.
+    /// Query heads per section: as many heads as have their keys and values in the L2, but at least one
+    /// group.
     fn heads_held(&self) -> i32 {
         let sizes = &self.sizes;
         let kv_heads = (KEYS_HELD / row_bytes(sizes.seq_len(), self.dims().both())).max(1);
         (kv_heads * sizes.group()).min(sizes.heads() * sizes.sequences()) as i32
     }
 
-    /// Groups per section: as many as have their queries and dout in the L2, but at least a quarter of all groups,
-    /// since a small last section would keep only few multiprocessors busy.
+    /// Groups per section: as many groups as have their queries and dout in the L2, but at least a quarter of all
+    /// groups, because a small last section would keep only few SMs busy.
     fn groups_held(&self) -> i32 {
         let sizes = &self.sizes;
         let (all, group_bytes) = (
@@ -72,7 +75,7 @@ impl Wgmma {
         (QUERIES_HELD / group_bytes).max(all.div_ceil(4)).min(all) as i32
     }
 
-    /// One persistent CTA per multiprocessor, but no more than there are tiles of `rows` queries.
+    /// One persistent CTA per SM, but at most one per tile of `rows` queries.
     fn persistent(&self, rows: usize, threads: usize, shared_bytes: usize) -> Launch {
         let tiles = self.sizes.tiles(rows, self.sizes.heads());
         Launch { ctas: tiles.min(self.num_sms) as u32, threads: threads as u32, cluster: 1, shared_bytes }
@@ -96,7 +99,8 @@ impl Wgmma {
         let kernel = device.kernel(&dims.forward_spec(windows.is_some(), sinks.is_some()))?;
         let args: [&dyn KernelArg; 10] =
             [&q, &k, &v, &out, lse, &self.sizes, &section, &first_key, &ticket, &sinks];
-        // SAFETY: the maps hold the copies to their tensors, which the caller checked to have the sizes, as lse, windows and sinks have.
+        // SAFETY: the tensor maps limit copies to their tensors; the caller checked that the tensors, lse, windows and sinks have these
+        // sizes.
         unsafe { kernel.launch(launch, &args) }
     }
 
@@ -118,7 +122,7 @@ impl Wgmma {
         self.backward_q(device, op, (rows, windows), grads)
     }
 
-    /// Computes all three in one kernel, with dS in memory as `stored` says.
+    /// Computes dq, dk and dv in one kernel, with dS in memory in the layout of `stored`.
     fn backward_once(
         &self,
         device: &Device,
@@ -164,9 +168,9 @@ impl Wgmma {
             &counters,
             &plan,
         ];
-        // SAFETY: the maps hold the copies to their tensors, which the caller checked to have the sizes; rows are as long as the padded
-        // sequences of all heads; `stored` is of these sizes, and so are the slots and their counters. A dropped buffer lives until the stream has
-        // passed the kernel.
+        // SAFETY: the tensor maps limit copies to their tensors, whose sizes the caller checked; rows are as long as the padded sequences
+        // of all heads; `stored`, the slots and their counters have these sizes. A dropped buffer is freed only after the stream has passed
+        // the kernel.
         unsafe { kernel.launch(launch, &args) }
     }
 
@@ -192,7 +196,7 @@ impl Wgmma {
         let kernel = device.kernel(&dims.backward_spec(Part::Kv, windows.is_some()))?;
         let args: [&dyn KernelArg; 11] =
             [&q, &k, &v, &dout, &dk, &dv, &rows.lse, &rows.delta, &self.sizes, &section, &end_query];
-        // SAFETY: the maps hold the copies to their tensors, which the caller checked to have the sizes; rows are as long as the padded
+        // SAFETY: the tensor maps limit copies to their tensors, whose sizes the caller checked; rows are as long as the padded
         // sequences of all heads.
         unsafe { kernel.launch(launch, &args) }
     }
@@ -215,11 +219,12 @@ impl Wgmma {
         let kernel = device.kernel(&dims.backward_spec(Part::Q, windows.is_some()))?;
         let args: [&dyn KernelArg; 10] =
             [&q, &k, &v, &dout, &dq, &rows.lse, &rows.delta, &self.sizes, &section, &first_key];
-        // SAFETY: as for `backward_kv`.
+        // SAFETY: the tensor maps limit copies to their tensors, whose sizes the caller checked;
+        // rows are as long as the padded sequences of all heads.
         unsafe { kernel.launch(launch, &args) }
     }
 
-    /// A map with boxes of `tile_rows` rows; a box ends where its sequence does.
+    /// A tensor map with boxes of `tile_rows` rows; a box is clipped at the end of its sequence.
     fn map(&self, x: &Tensor<Cuda>, tile_rows: usize) -> Result<TensorMap> {
         let address = match &x.data {
             Data::Bf16(x) => x.get().address(),
@@ -239,7 +244,7 @@ impl Wgmma {
     }
 }
 
-/// The device's `OncePlan`.
+/// Mirrors the device struct `OncePlan`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct OncePlan {
@@ -249,46 +254,47 @@ struct OncePlan {
 
 plain_args!(OncePlan);
 
-/// Bytes of `rows` rows of BF16.
+/// The number of bytes in `rows` rows of BF16.
 const fn row_bytes(rows: usize, dim: usize) -> usize {
     rows * dim * size_of::<bf16>()
 }
 
-/// A kernel of the backward pass.
+/// Which kernel of the backward pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Part {
     Q,
     Kv,
-    /// Both.
+    /// The kernel that computes dq, dk and dv.
     Once,
 }
 
 /// Head sizes, one of [`HEADS`], and the tile sizes that follow from them, as in the kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Dims {
-    /// Elements of a query or key head.
+    /// Number of elements of a query or key head.
     head: usize,
-    /// Elements of a value head.
+    /// Number of elements of a value head.
     value: usize,
 }
 
 impl Dims {
-    /// Elements of a key and its value, or of a query and its dout.
+    /// Number of elements of a key and its value together, or of a query and its dout.
     const fn both(self) -> usize {
         self.head + self.value
     }
 
-    /// Whether heads are so long that their accumulators leave less space for the rest.
+    /// Whether heads are so long that their accumulators leave less space for the other values.
     const fn long(self) -> bool {
         self.head > 128
     }
 
-    /// Math warpgroups in the forward pass: short heads leave registers for three.
+    /// Math warpgroups in the forward pass: short heads leave registers for three warpgroups.
     const fn forward_groups(self) -> usize {
         if self.head > 64 { 2 } else { 3 }
     }
 
-    /// Queries per tile in the kernel of dk and dv, where keys are stationary: short heads leave registers for more.
+    /// Queries per tile in the kernel of dk and dv, where keys are stationary: short heads leave registers for more
+    /// queries.
     const fn query_rows(self) -> usize {
         if self.head > 64 { 64 } else { 128 }
     }
@@ -298,7 +304,7 @@ impl Dims {
         if self.long() { 64 } else { 128 }
     }
 
-    /// Columns of a row of `dim` that are staged at a time for a store.
+    /// Columns of a row of `dim` elements that are staged at a time for a store.
     const fn cols_out(self, dim: usize) -> usize {
         if self.long() { BOX_COLS } else { dim }
     }
@@ -311,7 +317,8 @@ impl Dims {
             + REST
     }
 
-    /// Shared memory of dk and dv: k and v; stages of q and dout, with lse and delta of their rows; and 16 bytes instead of dS.
+    /// Shared memory of the kernel for dk and dv: k and v; stages of q and dout, with lse and delta of their rows; and 16 bytes
+    /// instead of dS.
     const fn backward_kv_shared(self) -> usize {
         self.key_grads_shared() + 16
     }
@@ -321,8 +328,8 @@ impl Dims {
         row_bytes(keys + queries, self.both()) + 2 * queries * size_of::<f32>() + REST
     }
 
-    /// Shared memory of the one-kernel backward pass, the larger of two layouts: dk and dv with dS staged for its store; dq with stages of
-    /// keys and dS.
+    /// Shared memory of the one-kernel backward pass, which is the larger of two layouts: dk and dv with dS staged for its store; dq with
+    /// stages of keys and dS.
     const fn backward_once_shared(self) -> usize {
         let (rows, stages) = (GRAD_GROUPS * GROUP_ROWS, if self.long() { 3 } else { 4 });
         let keys = self.key_grads_shared() + row_bytes(rows, GROUP_ROWS);
@@ -331,7 +338,7 @@ impl Dims {
         if keys > queries { keys } else { queries }
     }
 
-    /// Shared memory of dq: q and dout, stages of k and v, and dq.
+    /// Shared memory of the kernel for dq: q and dout, stages of k and v, and dq.
     const fn backward_q_shared(self) -> usize {
         let (queries, stages) = (GRAD_GROUPS * GROUP_ROWS, if self.long() { 3 } else { 2 });
         row_bytes(queries + stages * self.grad_keys(), self.both())
@@ -339,7 +346,7 @@ impl Dims {
             + REST
     }
 
-    /// The template arguments that every kernel has.
+    /// The template arguments that all of these kernels have.
     fn args(self) -> Vec<(&'static str, TemplateArg)> {
         let of = |dim: usize| TemplateArg::Int(dim as i64);
         vec![("kDim", of(self.head)), ("kValueDim", of(self.value))]
@@ -393,7 +400,7 @@ mod tests {
     fn sections_are_whole_groups_that_the_l2_holds() {
         let of = |sizes| Wgmma { sizes, num_sms: 132 };
         let long = of(Sizes::of(8, 4096, [16, 4], (128, 128), 0.1));
-        // 2 MiB of keys and values per head, 8 MiB of queries and dout per group.
+        // A head has 2 MiB of keys and values, and a group has 8 MiB of queries and dout.
         assert_eq!((long.heads_held(), long.groups_held()), (12 * 4, 8));
         let short = of(Sizes::of(1, 200, [8, 1], (64, 64), 0.1));
         assert_eq!((short.heads_held(), short.groups_held()), (8, 1));
@@ -401,7 +408,7 @@ mod tests {
         assert_eq!((longest.heads_held(), longest.groups_held()), (4, 1));
         let many = of(Sizes::of(32, 4096, [16, 4], (128, 128), 0.1));
         assert_eq!((many.heads_held(), many.groups_held()), (48, 32));
-        // 2.5 MiB of keys and values per head, 10 MiB of queries and dout per group.
+        // A head has 2.5 MiB of keys and values, and a group has 10 MiB of queries and dout.
         let unequal = of(Sizes::of(8, 4096, [16, 4], (192, 128), 0.1));
         assert_eq!((unequal.heads_held(), unequal.groups_held()), (9 * 4, 8));
         assert_eq!(long.persistent(128, 384, 0).ctas, 132);

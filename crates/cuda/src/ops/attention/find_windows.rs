@@ -1,4 +1,4 @@
-//! `find_windows` on a GPU (`csrc/kernels/attention/find_windows.cuh`): one thread per token.
+//! Runs `find_windows` on a GPU (`csrc/kernels/attention/find_windows.cuh`): one thread per token.
 
 use crate::Cuda;
 use crate::compile::jit::KernelSpec;
@@ -10,7 +10,7 @@ use nibble_core::ops::{FindWindows, Windows};
 
 const THREADS: u32 = 256;
 
-/// See [`FindWindows`].
+/// Runs [`FindWindows`] on the GPU.
 pub(crate) fn find_windows(cuda: &Cuda, op: FindWindows<'_, Cuda>) -> Result<Windows<Cuda>> {
     op.check()?;
     let document = BufferCheck::by("find_windows", cuda).buffer("document", op.document)?;
@@ -19,13 +19,14 @@ pub(crate) fn find_windows(cuda: &Cuda, op: FindWindows<'_, Cuda>) -> Result<Win
         return Ok(windows);
     }
     let [window, chunk] = op.limits();
-    // `check` held the tokens below 2^31, and so a sequence.
+    // `check` ensured that the number of tokens is below 2^31, so a sequence's length is too.
     let [tokens, seq_len, window, chunk] = [document.len(), op.seq_len, window, chunk].map(|n| n as u32);
     let launch = Launch { ctas: tokens.div_ceil(THREADS), threads: THREADS, cluster: 1, shared_bytes: 0 };
     let Windows { first_key, end_query } = &windows;
     let (first_key, end_query) = (first_key.get(), end_query.get());
     let kernel = cuda.device().kernel(&spec())?;
-    // SAFETY: all three have `tokens` values, whole sequences of them, on this device; the results are not yet shared.
+    // SAFETY: all three buffers have `tokens` values, which are whole sequences, on this device; the results are not
+    // shared yet.
     unsafe { kernel.launch(launch, &[document, first_key, end_query, &tokens, &seq_len, &window, &chunk]) }?;
     Ok(windows)
 }

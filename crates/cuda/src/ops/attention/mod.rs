@@ -1,8 +1,8 @@
-//! `attention` and `attention_backward` on a GPU: BF16 heads of 64, of 128, and of 192 with values of 128 on the tensor cores
-//! (`attention_wgmma.rs`); all other heads here, on the CUDA cores (`csrc/kernels/attention/attention.cuh`, `attention_backward.cuh`).
+//! Runs `attention` and `attention_backward` on a GPU. BF16 heads of 64, of 128, and of 192 with values of 128 use the tensor cores
+//! (`attention_wgmma.rs`); all other heads use the CUDA cores (`csrc/kernels/attention/attention.cuh`, `attention_backward.cuh`).
 //!
-//! No CTA adds to the sums of another CTA. So, unless dS is stored (`StoredScoreGrads`), the backward pass computes P and dS twice: once
-//! for dq and once for dk and dv.
+//! No CTA adds to the sums of another CTA. So the backward pass computes P and dS twice, once for dq and once for dk and dv, unless dS
+//! is stored (`StoredScoreGrads`).
 
 pub(crate) mod assemble_kv;
 pub(crate) mod attention_decode;
@@ -34,7 +34,7 @@ const DIMS: [usize; 4] = [32, 64, 128, HEAD_LIMIT];
 
 const LOG2_E: f32 = std::f32::consts::LOG2_E;
 
-/// The device's `AttentionSizes` (csrc/pieces/attention/attention_sizes.cuh).
+/// Mirrors the device struct `AttentionSizes` (csrc/pieces/attention/attention_sizes.cuh).
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Sizes {
@@ -51,7 +51,7 @@ pub(super) struct Sizes {
 plain_args!(Sizes);
 
 impl Sizes {
-    /// The sizes of checked operands; `None` if there is nothing to do.
+    /// The sizes of checked operands; `None` if there is no work.
     fn new(
         op: &'static str,
         q: &Tensor<Cuda>,
@@ -75,7 +75,8 @@ impl Sizes {
         Ok(Some(Self::of(sequences, seq_len, heads, (head_dim, value_dim), scale)))
     }
 
-    /// Counts are of query heads, then of heads of keys and values; head sizes are of keys, then of values.
+    /// Counts are first of query heads, then of key and value heads; head sizes are first of keys, then of
+    /// values.
     pub fn of(
         sequences: usize,
         seq_len: usize,
@@ -95,49 +96,49 @@ impl Sizes {
         }
     }
 
-    /// Tiles of `rows` queries or keys, over all sequences and `heads` heads.
+    /// The number of tiles of `rows` queries or keys, over all sequences and `heads` heads.
     pub fn tiles(&self, rows: usize, heads: usize) -> usize {
         self.seq_len().div_ceil(rows) * heads * self.sequences()
     }
 
-    /// Number of sequences.
+    /// The number of sequences.
     pub fn sequences(&self) -> usize {
         self.sequences as usize
     }
 
-    /// Tokens per sequence.
+    /// The number of tokens per sequence.
     pub fn seq_len(&self) -> usize {
         self.seq_len as usize
     }
 
-    /// Query heads.
+    /// The number of query heads.
     pub fn heads(&self) -> usize {
         self.heads as usize
     }
 
-    /// Heads of keys and values.
+    /// The number of key and value heads.
     pub fn kv_heads(&self) -> usize {
         self.kv_heads as usize
     }
 
-    /// Query heads per head of keys and values.
+    /// The number of query heads per key and value head.
     pub fn group(&self) -> usize {
         self.heads() / self.kv_heads()
     }
 
-    /// Elements of a query or key head, and of a value head.
+    /// The number of elements of a query or key head, and of a value head.
     pub fn dims(&self) -> (usize, usize) {
         (self.head_dim as usize, self.value_dim as usize)
     }
 
-    /// The smallest instance that fits the heads.
+    /// The smallest instance that fits the head sizes.
     fn dim(&self) -> usize {
         let largest = self.head_dim.max(self.value_dim) as usize;
         DIMS.into_iter().find(|&dim| dim >= largest).unwrap_or(DIMS[DIMS.len() - 1])
     }
 }
 
-/// See [`Attention`].
+/// Runs [`Attention`] on the GPU.
 pub(crate) fn attention(cuda: &Cuda, op: Attention<'_, Cuda>) -> Result<AttentionOut<Cuda>> {
     op.check()?;
     let buffers = BufferCheck::by(FORWARD, cuda);
@@ -164,14 +165,14 @@ pub(crate) fn attention(cuda: &Cuda, op: Attention<'_, Cuda>) -> Result<Attentio
         let [q, k, v, to] = [op.q, op.k, op.v, out].map(|x| plain_arg(x).0);
         let kernel = device.kernel(&forward_spec(op.q.dtype(), dim, windows.is_some(), sinks.is_some()))?;
         let first_key = windows.map(|lists| lists.first_key);
-        // SAFETY: `check` and `BufferCheck` held q, k and v to the sizes and to the instance's type, windows to the tokens, and sinks to the heads; out
-        // and lse were made so and are not yet shared.
+        // SAFETY: `check` and `BufferCheck` checked q, k, v, windows and sinks against the sizes and the instance's type; out and lse are
+        // allocated from these sizes and are not shared yet.
         unsafe { kernel.launch(launch, &[q, k, v, to, lse.get(), &sizes, &first_key, &sinks]) }?;
     }
     Ok(result)
 }
 
-/// The numbers of sinks, on the operation's device.
+/// The sinks, checked to be on the operation's device.
 pub(super) fn sinks_of<'a>(
     buffers: &BufferCheck<'_>,
     sinks: Option<&'a Tensor<Cuda>>,
@@ -181,7 +182,7 @@ pub(super) fn sinks_of<'a>(
     Ok(Some(sinks.f32(FORWARD, "sinks")?.get()))
 }
 
-/// The lists of [`Windows`], on the operation's device.
+/// The lists of [`Windows`], checked to be on the operation's device.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Lists<'a> {
     pub first_key: &'a Buffer<i32>,
@@ -189,7 +190,7 @@ pub(super) struct Lists<'a> {
 }
 
 impl<'a> Lists<'a> {
-    /// The lists, from checked operands.
+    /// Takes the lists from checked operands.
     fn new(buffers: &BufferCheck<'_>, windows: Option<&'a Windows<Cuda>>) -> Result<Option<Self>> {
         let Some(Windows { first_key, end_query }) = windows else { return Ok(None) };
         Ok(Some(Self {
@@ -216,7 +217,7 @@ fn forward_shared(dim: usize) -> usize {
     (2 * dim + QUERIES) * (QUERIES + 4) * size_of::<f32>()
 }
 
-/// See [`AttentionBackward`].
+/// Runs [`AttentionBackward`] on the GPU.
 pub(crate) fn attention_backward(
     cuda: &Cuda,
     op: AttentionBackward<'_, Cuda>,
@@ -248,7 +249,7 @@ pub(crate) fn attention_backward(
     Ok(grads)
 }
 
-/// The cores that compute the gradients.
+/// The kind of cores that compute the gradients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Cores {
     Ordinary,
@@ -256,7 +257,7 @@ enum Cores {
 }
 
 impl Cores {
-    /// The factor for `lse`: 1 with base-e exponentials, log2(e) with base-2 ones.
+    /// The factor for `lse`: 1 for base-e exponentials, log2(e) for base-2 exponentials.
     fn lse_factor(self) -> f32 {
         match self {
             Self::Ordinary => 1.0,
@@ -264,7 +265,7 @@ impl Cores {
         }
     }
 
-    /// Lanes per row and elements per lane of `attention_rows`.
+    /// Lanes per row, and elements per lane, of the kernel `attention_rows`.
     fn lanes(self, dtype: DType, value_dim: usize) -> (usize, usize) {
         let fits = |&&(of, lanes, each): &&(DType, usize, usize)| {
             of == dtype && lanes * each == value_dim && each > 1
@@ -274,16 +275,17 @@ impl Cores {
     }
 }
 
-/// Two values for each query of each head, `[sequences][heads][padded]`.
+/// Two values per query and head, `[sequences][heads][padded]`.
 pub(super) struct QueryRows {
-    /// The log-sum-exp, times a factor; +infinity past the end of the sequence.
+    /// The log-sum-exp multiplied by a factor; +infinity past the end of the sequence.
     pub lse: Buffer<f32>,
-    /// out · dout.
+    /// The dot product out · dout.
     pub delta: Buffer<f32>,
 }
 
 impl QueryRows {
-    /// Computes them for the kernels on these cores; with sinks, also the share of each row in the gradient of the sinks.
+    /// Computes lse and delta for the kernels on the given cores; with sinks, also each row's contribution to the
+    /// gradient of the sinks.
     fn of(
         device: &Device,
         op: &AttentionBackward<'_, Cuda>,
@@ -306,15 +308,15 @@ impl QueryRows {
         let kernel = device.kernel(&rows_spec(op.q.dtype(), (lanes, each), sinks.is_some()))?;
         let args: [&dyn KernelArg; 9] =
             [out, dout, op.lse.get(), &rows.lse, &rows.delta, &factor, sizes, &sinks, &dsinks];
-        // SAFETY: `check` and `BufferCheck` held out, dout, lse and sinks to the sizes and to the instance's type; the planes were made of `len`, and
-        // dsinks of a number for each row and head.
+        // SAFETY: `check` and `BufferCheck` checked out, dout, lse and sinks against the sizes and the instance's type; both buffers are
+        // allocated with `len` values, and dsinks with one value per row and head.
         unsafe { kernel.launch(launch, &args) }?;
         Ok(rows)
     }
 }
 
-/// Type, lanes that read a head's row, and elements that each lane reads at once. The first entry of a type takes any
-/// head, the others only heads of lanes · elements.
+/// The type, the lanes that read a head's row, and the elements that each lane reads at once. The first entry of a
+/// type supports any head; the other entries support only heads of lanes · elements.
 const ROW_LANES: [(DType, usize, usize); 4] =
     [(DType::F32, 32, 1), (DType::Bf16, 32, 1), (DType::Bf16, 8, 8), (DType::Bf16, 16, 8)];
 
@@ -331,7 +333,8 @@ fn rows_spec(dtype: DType, (lanes, each): (usize, usize), sinks: bool) -> Kernel
     }
 }
 
-/// Rows of the backward kernels' tiles: four tiles of heads of 256 elements must fit in shared memory.
+/// Rows per tile of the backward kernels: four tiles of heads of 256 elements must fit in shared
+/// memory.
 const fn tile_rows(dim: usize) -> usize {
     if dim > 128 { 32 } else { 64 }
 }
@@ -357,17 +360,18 @@ fn backward_on_ordinary_cores(
     let [first_key, end_query] = [windows.map(|lists| lists.first_key), windows.map(|lists| lists.end_query)];
     if sizes.heads > 0 {
         let kernel = device.kernel(&backward_spec(BackwardPart::Q, dtype, dim, windowed))?;
-        // SAFETY: `check` and `BufferCheck` held all operands to the sizes and to the instance's type; dq was made like q and is not yet shared.
+        // SAFETY: `check` and `BufferCheck` checked all operands against the sizes and the instance's type; dq is allocated like q and is
+        // not shared yet.
         unsafe { kernel.launch(launch(sizes.heads()), &[q, k, v, dout, lse, delta, dq, sizes, &first_key]) }?;
     }
     let kernel = device.kernel(&backward_spec(BackwardPart::Kv, dtype, dim, windowed))?;
-    // SAFETY: likewise; dk and dv were made like k and v.
+    // SAFETY: `check` and `BufferCheck` checked all operands; dk and dv are allocated like k and v.
     unsafe {
         kernel.launch(launch(sizes.kv_heads()), &[q, k, v, dout, lse, delta, dk, dv, sizes, &end_query])
     }
 }
 
-/// A kernel of the backward pass.
+/// Which kernel of the backward pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum BackwardPart {
     Q,

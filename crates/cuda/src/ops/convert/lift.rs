@@ -1,5 +1,5 @@
-//! Lifts blocks along rows or columns to FP8 along the same lines or in 2-D blocks, for products (`csrc/kernels/convert/lift_lines.cuh`):
-//! see [`Format::lift`].
+//! Lifts blocks along rows or columns to FP8 along the same direction or in 2-D blocks, for GEMMs
+//! (`csrc/kernels/convert/lift_lines.cuh`); [`Format::lift`] defines the result.
 
 use super::units::{RecordPlane, UnitFormat};
 use crate::backend::Buf;
@@ -16,7 +16,7 @@ const OP: &str = "lift";
 const THREADS: u32 = 256;
 /// Values per thread and step.
 const UNIT: usize = 16;
-/// Lines per CTA, and values of each line.
+/// Rows per CTA, and values of each row.
 const TILE: (usize, usize) = (32, 512);
 
 plain_args!(RecordPlane);
@@ -57,8 +57,8 @@ fn records(x: &BlockScaled<Cuda>) -> Result<RecordPlane> {
     Ok(RecordPlane { records: x.scales.get().address(), line_stride, block_stride })
 }
 
-/// Lifts `x` to buffers of `codes` and `scales` bytes, with scales in `layout`. `axis`: that of x, or `Tile` for 2-D blocks of the rows of
-/// `matrices` matrices.
+/// Lifts `x` to buffers with `codes` and `scales` bytes, with scales in `layout`. `axis` is that of x, or `Tile` for 2-D blocks of the
+/// rows of `matrices` matrices.
 pub(crate) fn lift(
     device: &Device,
     x: &BlockScaled<Cuda>,
@@ -97,11 +97,12 @@ pub(crate) fn lift(
     let (from, to) = (records(x)?, records(&made)?);
     let kernel = device.kernel(&spec(unit, len.is_multiple_of(UNIT), squares))?;
     let launch = Launch { ctas: ctas as u32, threads: THREADS, cluster: 1, shared_bytes: 0 };
-    // At most the number of lines, which an i32 holds.
+    // `n` is at most the number of rows, which fits an i32.
     let n = n as i32;
     let args: [&dyn KernelArg; 6] = [x.codes.get(), &from, made.codes.get(), &to, &n, &len_of_line];
-    // SAFETY: `BufferCheck` held the planes of x to its shape, and those of `made` were held to theirs here; the kernel stays within lines of
-    // this length and the records of their blocks, and takes whole words only where every line begins on one. A device's buffers start on 16 bytes.
+    // SAFETY: `BufferCheck` checked the buffers of x against its shape, and those of `made` were checked here. The kernel stays within rows
+    // of this length and the records of their blocks, and uses whole words only if every row starts on a word. A device's buffers are
+    // aligned to 16 bytes.
     unsafe { kernel.launch(launch, &args) }?;
     Ok(made)
 }
@@ -110,7 +111,7 @@ pub(crate) fn lift(
 mod tests {
     use super::*;
 
-    /// Each format that products lift has an instance, under every rule.
+    /// Each format that GEMMs lift has an instance under every rule.
     #[test]
     fn every_lifted_format_is_built() {
         let built: Vec<_> = instances().into_iter().map(|instance| instance.spec).collect();

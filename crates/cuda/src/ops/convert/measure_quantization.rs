@@ -1,4 +1,5 @@
-//! `measure_quantization` on a GPU, by a general kernel (`csrc/kernels/convert/measure_quantization.cuh`).
+//! Runs `measure_quantization` on a GPU, by a kernel for all formats
+//! (`csrc/kernels/convert/measure_quantization.cuh`).
 
 use super::units::{LONG, RecordPlane, SQUARE, UnitFormat, tiles};
 use crate::Cuda;
@@ -15,7 +16,7 @@ use nibble_core::{BlockScaled, DType, Error, Result};
 const OP: &str = "measure_quantization";
 const THREADS: u32 = 256;
 
-/// The device's `MeasuredArg`.
+/// Mirrors the device struct `MeasuredArg`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct MeasuredArg {
@@ -57,7 +58,7 @@ pub(crate) fn instances() -> Vec<Instance> {
     formats.flat_map(of).collect()
 }
 
-/// See [`MeasureQuantization`].
+/// Runs [`MeasureQuantization`] on the GPU.
 pub(crate) fn measure_quantization(cuda: &Cuda, op: MeasureQuantization<'_, Cuda>) -> Result<Buf<u64>> {
     let check = BufferCheck::by(OP, cuda);
     check.tensor("x", op.x)?;
@@ -102,13 +103,13 @@ pub(crate) fn measure_quantization(cuda: &Cuda, op: MeasureQuantization<'_, Cuda
         pad: 0,
     };
     let launch = Launch { ctas, threads: THREADS, cluster: 1, shared_bytes };
-    // SAFETY: `check` held x, groups and the planes to the lengths of the shape, of which x has no more rows than the planes; the kernel
-    // reads within both, and adds to the four counts.
+    // SAFETY: `check` checked the lengths of x, groups and the buffers against the shape, and x has no more rows than the buffers; the
+    // kernel reads within both and adds to the four counts.
     unsafe { cuda.device().kernel(&spec)?.launch(launch, &[&arg]) }?;
     Ok(counts)
 }
 
-/// The struct that decodes a tensor: both conventions of HiFloat4 decode the same way.
+/// The struct that decodes a tensor; both conventions of HiFloat4 decode in the same way.
 fn unit_of(q: &BlockScaled<Cuda>) -> Result<UnitFormat> {
     let rule = if q.rule == ScaleRule::Cann { ScaleRule::Amax } else { q.rule };
     let is_read = q.scale_layout == ScaleLayout::RowMajor

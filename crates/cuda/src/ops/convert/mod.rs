@@ -1,4 +1,5 @@
-//! Conversions of number formats: plain to blocks, blocks to plain, blocks to blocks.
+//! Conversions of number formats: plain to block formats, block formats to plain, and between block
+//! formats.
 
 pub(crate) mod dequantize;
 pub(crate) mod lift;

@@ -1,4 +1,4 @@
-//! `tile_scales` and `untile_scales` on a GPU (`csrc/kernels/convert/scale_tiles.cuh`).
+//! Runs `tile_scales` and `untile_scales` on a GPU (`csrc/kernels/convert/scale_tiles.cuh`).
 
 use crate::backend::Buf;
 use crate::compile::jit::{KernelSpec, TemplateArg};
@@ -11,23 +11,23 @@ use nibble_core::ops::{CutScales, CutSide, TileScales, UntileScales};
 use nibble_core::{Error, Result};
 
 const THREADS: u32 = 256;
-/// One tile per warp.
+/// Tiles per CTA; each warp has one tile.
 const TILES_A_CTA: usize = 8;
-/// Bytes of a tile.
+/// Number of bytes of a tile.
 const TILE_BYTES: usize = TILE_ROWS * TILE_COLS;
 
-/// See [`TileScales`].
+/// Runs [`TileScales`] on the GPU.
 pub(crate) fn tile_scales(cuda: &Cuda, op: TileScales<'_, Cuda>) -> Result<Buf<u8>> {
     op.check()?;
     let buffers = BufferCheck::by("tile_scales", cuda);
     let (scales, starts) = (buffers.buffer("scales", op.scales)?, buffers.buffer("starts", op.starts)?);
-    // The buffer may end with less than a tile after the last whole one.
+    // The buffer may end with less than a tile after the last whole tile.
     let out = op.result(cuda)?;
     launch(cuda, "tile_scales", true, &op.matrix, [scales, out.get()], starts)?;
     Ok(out)
 }
 
-/// See [`UntileScales`].
+/// Runs [`UntileScales`] on the GPU.
 pub(crate) fn untile_scales(cuda: &Cuda, op: UntileScales<'_, Cuda>) -> Result<Buf<u8>> {
     op.check()?;
     let buffers = BufferCheck::by("untile_scales", cuda);
@@ -59,14 +59,15 @@ fn launch(
         cluster: 1,
         shared_bytes: 0,
     };
-    // `check` held `per_scale` below 2^31 if the matrix has scales; if it has none, only zeros are divided.
+    // `check` ensured that `per_scale` is below 2^31 if the matrix has scales; if it has none, only zeros
+    // are divided.
     let per_scale = matrix.per_scale.min(1 << 31);
     let [num_groups, rows, cols, per_scale, num_tiles] =
         [starts.len() - 1, matrix.rows, matrix.cols, per_scale, num_tiles].map(|n| n as u32);
     let kernel = cuda.device().kernel(&spec(matrix.side, to_tiles))?;
-    // SAFETY: all are on this device (`BufferCheck`), `dense` of rows · cols bytes, `tiles` of `num_tiles` whole tiles, `starts` of one more than
-    // `num_groups`. The kernel holds groups within the matrix, so that their tiles are no more than `CutScales::tiled_len` counts. What it only
-    // reads of the two is of the operation's, what it writes is new.
+    // SAFETY: all buffers are on this device (`BufferCheck`). `dense` has rows · cols bytes, `tiles` has `num_tiles` whole tiles, and
+    // `starts` has `num_groups` + 1 values. The kernel clamps groups to the matrix, so they have no more tiles than `CutScales::tiled_len`
+    // counts. Of `dense` and `tiles`, the one that is read belongs to the operation, and the one that is written is new.
     unsafe {
         kernel.launch(launch, &[dense, tiles, starts, &num_groups, &rows, &cols, &per_scale, &num_tiles])
     }

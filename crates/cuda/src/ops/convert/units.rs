@@ -1,13 +1,15 @@
-//! The formats that the general kernels support (`csrc/kernels/convert/{quantize,dequantize}_units.cuh`), as declared in their headers.
+//! The formats that the kernels for all formats support (`csrc/kernels/convert/{quantize,dequantize}_units.cuh`), as their headers
+//! declare them.
 
 use nibble_choice::quantize::has_fast_kernels;
 use nibble_core::DType;
 use nibble_core::formats::{Format, Headroom, Rounding, ScaleRule, Scaling};
 
-/// Values per unit, and units per tile.
+/// Values per unit; the next constant is the number of units per tile.
 pub(super) const VALUES_PER_UNIT: usize = 64;
 const UNITS: usize = 256;
-/// Units per tile row: for rows alone, and where columns are written or read.
+/// Units per tile row, if only rows are used; the next constant applies if columns are written or
+/// read.
 pub(super) const LONG: usize = 16;
 pub(super) const SQUARE: usize = 2;
 
@@ -16,11 +18,12 @@ pub(super) const SQUARE: usize = 2;
 pub(super) struct UnitFormat {
     pub format: Format,
     pub rule: Option<ScaleRule>,
-    /// The device's struct (`csrc/formats/`).
+    /// The name of the struct on the device (`csrc/formats/`).
     pub device: &'static str,
-    /// The same struct with non-default scales.
+    /// The name of the struct for non-default scales.
     chosen: &'static str,
-    /// Rounding modes with a separate code path; empty where other kernels handle the common cases.
+    /// Rounding modes that have their own instances; empty if other kernels handle the common
+    /// cases.
     pub own: &'static [Rounding],
 }
 
@@ -34,28 +37,29 @@ const fn row(
     UnitFormat { format, rule, device, chosen, own }
 }
 
-/// Every block format: each `NIB_UNIT_FORMAT` in `csrc/formats/`, by file and line. The build script generates them
-/// (`compile/unit_formats.rs`).
+/// Every block format: each `NIB_UNIT_FORMAT` in `csrc/formats/`, in the order of file and line. The build script
+/// generates this list (`compile/unit_formats.rs`).
 const FORMATS: &[UnitFormat] = &include!(concat!(env!("OUT_DIR"), "/unit_formats.rs"));
 
-/// Whether a format has quantization kernels of its own, as plain formats do; all others use the general kernels.
+/// Whether a format has its own quantization kernels, as plain formats do; all others use the kernels for all
+/// formats.
 pub fn has_own_kernels(format: Format) -> bool {
     !format.is_block() || has_fast_kernels(format)
 }
 
 impl UnitFormat {
-    /// The row for a format under a rule; `None` for plain formats.
+    /// The row for a format under a scale rule; `None` for plain formats.
     pub fn of(format: Format, rule: ScaleRule) -> Option<Self> {
         let fits = |row: &&Self| row.format == format && row.rule.is_none_or(|only| only == rule);
         FORMATS.iter().find(fits).copied()
     }
 
-    /// Every row.
+    /// Every row of the table.
     pub fn all() -> impl Iterator<Item = Self> {
         FORMATS.iter().copied()
     }
 
-    /// The struct with non-default scales, if one of its rules supports them.
+    /// The struct for non-default scales, if one of its rules supports them.
     pub fn chosen(&self) -> Option<&'static str> {
         let scaling = Scaling { headroom: Headroom::MOST, ..Scaling::default() };
         let mut rules =
@@ -63,42 +67,44 @@ impl UnitFormat {
         rules.any(|rule| scaling.check(self.format, *rule).is_ok()).then_some(self.chosen)
     }
 
-    /// `UnitCodes` of the kernels.
+    /// The size of `UnitCodes` in the kernels.
     pub fn code_bytes(&self) -> usize {
         let of_unit = VALUES_PER_UNIT * self.format.spec().code_bits as usize / 8;
         UNITS * if of_unit == 48 { 48 } else { of_unit + 16 }
     }
 
-    /// `QuantizeUnitsShared` of the kernel; with non-default scales, 2-D blocks may have candidate scales.
+    /// The size of `QuantizeUnitsShared` in the kernel; with non-default scales, 2-D blocks may have
+    /// candidate scales.
     pub fn quantize_shared_bytes(&self, input: DType, is_chosen: bool) -> usize {
         let losses = if is_chosen && self.format.spec().has_candidates { 2 * 64 } else { 0 };
         let squares_and_total = (losses + 64 + 64 + 3) * size_of::<u32>();
         (value_bytes(input) + self.code_bytes() + squares_and_total).next_multiple_of(16)
     }
 
-    /// `DecodedUnitsShared` of the kernel; it includes the codes of rows where `both` rows and columns may be written.
+    /// The size of `DecodedUnitsShared` in the kernel; it includes the codes of rows if `both` rows and columns may be
+    /// written.
     pub fn decoded_shared_bytes(&self, input: DType, both: bool) -> usize {
         let codes_of_rows = if both { self.code_bytes() } else { 0 };
         self.quantize_shared_bytes(input, false) + codes_of_rows
     }
 
-    /// `DecodedShared` of the kernel.
+    /// The size of `DecodedShared` in the kernel.
     pub fn dequantize_shared_bytes(&self, out: DType) -> usize {
         value_bytes(out) + self.code_bytes()
     }
 }
 
-/// `UnitValues` of the kernels.
+/// The size of `UnitValues` in the kernels.
 fn value_bytes(dtype: DType) -> usize {
     UNITS * VALUES_PER_UNIT * dtype.size_bytes()
 }
 
-/// Tiles of a matrix `[rows, cols]`.
+/// The number of tiles of a matrix `[rows, cols]`.
 pub(super) fn tiles(rows: usize, cols: usize, across: usize) -> usize {
     rows.div_ceil(UNITS / across) * cols.div_ceil(VALUES_PER_UNIT * across)
 }
 
-/// The device's `RecordPlane`.
+/// Mirrors the device struct `RecordPlane`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct RecordPlane {
@@ -129,7 +135,8 @@ mod tests {
         assert!(UnitFormat::all().all(|row| reached.contains(&row)));
     }
 
-    /// The kind of a record decides which struct reads it: all rules of a row make the same kind.
+    /// The kind of a record determines which struct reads it, so all rules of a row must give the
+    /// same kind.
     #[test]
     fn rules_of_one_row_make_one_kind_of_scales() {
         for row in UnitFormat::all() {

@@ -1,4 +1,4 @@
-//! RMS norm, rotary position embedding, and both in one pass.
+//! RMS norm, rotary position embedding, and a fused kernel for both.
 
 pub(crate) mod norm_rope;
 pub(crate) mod positions;

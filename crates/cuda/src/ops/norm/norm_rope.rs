@@ -1,5 +1,5 @@
-//! `norm_rope`, `norm_rope_backward` on a GPU (`csrc/kernels/norm/norm_rope.cuh`): heads of 64, 128 and 256 in one pass; other heads
-//! by the two operations in sequence.
+//! Runs `norm_rope` and `norm_rope_backward` on a GPU (`csrc/kernels/norm/norm_rope.cuh`). Heads of 64, 128 and 256 are
+//! processed in one pass; for other heads the two operations run in sequence.
 
 use super::positions::{PositionsArg, angles};
 use super::rms_norm::{
@@ -18,7 +18,7 @@ use nibble_core::{DType, Result, Tensor};
 
 /// Columns per thread.
 const THREAD_COLS: usize = 8;
-/// Heads per thread; it has a part of each.
+/// Heads per thread; a thread has a part of each of these heads.
 const ROWS: usize = 4;
 
 /// The instance for heads with a given number of columns.
@@ -63,12 +63,12 @@ impl NormRopeConfig {
     }
 }
 
-/// The same matrix with each head as a row.
+/// The matrix viewed with each head as a row.
 fn head_rows(x: &Tensor<Cuda>, head_dim: usize) -> Result<Tensor<Cuda>> {
     x.reshape(x.rows * (x.cols / head_dim), head_dim)
 }
 
-/// See [`NormRope`].
+/// Runs [`NormRope`] on the GPU.
 pub(crate) fn norm_rope(cuda: &Cuda, op: NormRope<'_, Cuda>) -> Result<RmsNormOut<Cuda>> {
     const OP: &str = "norm_rope";
     op.check()?;
@@ -81,7 +81,7 @@ pub(crate) fn norm_rope(cuda: &Cuda, op: NormRope<'_, Cuda>) -> Result<RmsNormOu
     let Some(config) = NormRopeConfig::choose(dtype, head_dim) else {
         check_size(OP, op.heads(), head_dim)?;
         let out = op.result(cuda)?;
-        // The norm writes its own y; the operation's y is the rotation's result.
+        // The norm writes its own y; the operation's y is the result of the rotation.
         let heads = head_rows(x, head_dim)?;
         let normed = RmsNormOut { y: heads.unwritten_like(cuda)?, ..out.clone() };
         write_norm(cuda, &RmsNorm::new(&heads, weight, eps), &normed)?;
@@ -111,14 +111,14 @@ pub(crate) fn norm_rope(cuda: &Cuda, op: NormRope<'_, Cuda>) -> Result<RmsNormOu
             &places,
         ];
         let kernel = cuda.device().kernel(&config.forward())?;
-        // SAFETY: `BufferCheck` held x, which y is as large as, to `rows` heads, weight to one, and the starts to one a token; inv_rms has a
-        // value a head; `check` held `seq_len` positions from the first one on to the table.
+        // SAFETY: `BufferCheck` checked that x has `rows` heads, the weight one head, and the starts one value per token; y is as large as
+        // x, and inv_rms has one value per head. `check` ensured that the table has `seq_len` positions from the first one on.
         unsafe { kernel.launch(config.forward_launch(rows), &args) }?;
     }
     Ok(out)
 }
 
-/// See [`NormRopeBackward`].
+/// Runs [`NormRopeBackward`] on the GPU.
 pub(crate) fn norm_rope_backward(cuda: &Cuda, op: NormRopeBackward<'_, Cuda>) -> Result<Tensor<Cuda>> {
     const OP: &str = "norm_rope_backward";
     op.check()?;
@@ -164,8 +164,9 @@ pub(crate) fn norm_rope_backward(cuda: &Cuda, op: NormRopeBackward<'_, Cuda>) ->
             &places,
         ];
         let kernel = cuda.device().kernel(&config.backward())?;
-        // SAFETY: `BufferCheck` and `check` held x and dy, which dx is as large as, to `rows` heads, weight to one, inv_rms to a value a head,
-        // the starts to one a token, and `seq_len` positions from the first one on to the table; `sums` has a row for each chunk.
+        // SAFETY: `BufferCheck` and `check` checked that x and dy have `rows` heads, the weight one head, inv_rms one value per head, the
+        // starts one value per token, and the table `seq_len` positions from the first one on; dx is as large as x, and `sums` has one row
+        // per chunk.
         unsafe { kernel.launch(config.backward_launch(*all as usize), &args) }
     })?;
     Ok(dx)

@@ -1,4 +1,4 @@
-//! Positions of rows, as rotary kernels take them.
+//! Positions of rows, as kernels with rotary embeddings take them.
 
 use crate::Cuda;
 use crate::launch::{Divider, plain_args};
@@ -6,7 +6,7 @@ use crate::ops::buffer_check::BufferCheck;
 use nibble_core::ops::Positions;
 use nibble_core::{Result, Tensor};
 
-/// The device's `Positions` (`csrc/pieces/norm/turn.cuh`).
+/// Mirrors the device struct `Positions` (`csrc/pieces/norm/turn.cuh`).
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct PositionsArg {
@@ -18,7 +18,7 @@ pub(crate) struct PositionsArg {
 plain_args!(PositionsArg);
 
 impl PositionsArg {
-    /// From checked positions of fewer than 2^31 rows.
+    /// The argument for checked positions of fewer than 2^31 rows.
     pub(in crate::ops) fn new(
         buffers: &BufferCheck<'_>,
         positions: &Positions<Cuda>,
@@ -31,7 +31,7 @@ impl PositionsArg {
     }
 }
 
-/// The address of the first position's angles in the table of a checked operation.
+/// The address of the first position's angles in the table; the operation is already checked.
 pub(crate) fn angles(op: &'static str, table: &Tensor<Cuda>, positions: &Positions<Cuda>) -> Result<u64> {
     let before = positions.first * table.cols * size_of::<f32>();
     Ok(table.f32(op, "table")?.get().address() + before as u64)

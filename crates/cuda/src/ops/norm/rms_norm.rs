@@ -1,6 +1,6 @@
-//! `rms_norm`, `rms_norm_backward` on a GPU (`csrc/kernels/norm/{rms_norm,rms_norm_backward}.cuh`). The forward pass
-//! holds rows in registers, the backward pass holds chunks of rows in shared memory, and both read them once. Rows of
-//! unsupported widths are read twice.
+//! Runs `rms_norm` and `rms_norm_backward` on a GPU (`csrc/kernels/norm/{rms_norm,rms_norm_backward}.cuh`). The
+//! forward pass holds rows in registers, and the backward pass holds chunks of rows in shared memory, so both read
+//! rows once. Rows of unsupported widths are read twice.
 
 use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{KernelArg, Launch};
@@ -15,17 +15,17 @@ use nibble_core::{DType, Data, Error, Result, Tensor};
 
 pub(crate) const THREADS: usize = 128;
 const BACKWARD_SOURCE: &str = "kernels/norm/rms_norm_backward.cuh";
-/// Batches of rows in shared memory.
+/// Number of batches of rows in shared memory.
 const WIDE_STAGES: usize = 3;
-/// Columns per block: eight for each thread of a warp.
+/// Columns per block: eight columns for each thread of a warp.
 const BLOCK: usize = 256;
 pub(crate) const TYPES: [DType; 2] = [DType::F32, DType::Bf16];
 
-/// The widths that have instances, in blocks.
+/// The widths for which there are instances, in blocks.
 const BLOCKS: [usize; 8] = [2, 4, 8, 12, 16, 20, 28, 32];
 /// The most blocks of the kernel whose threads hold two columns of each block.
 const MOST_WIDE_BLOCKS: usize = 8;
-/// Threads that may share a short row, with eight columns each.
+/// The numbers of threads that may share a short row, with eight columns per thread.
 const SHORT: [usize; 3] = [8, 16, 32];
 
 pub(crate) fn int(value: usize) -> TemplateArg {
@@ -45,9 +45,10 @@ pub(crate) fn check_size(op: &'static str, rows: usize, d: usize) -> Result<()> 
 /// How [`RmsNorm`] is launched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Forward {
-    /// `threads` threads hold a row in registers, in `blocks` blocks; each thread holds parts of `rows` rows.
+    /// `threads` threads hold a row in registers, in `blocks` blocks; each thread has its columns of `rows`
+    /// rows.
     InRegisters { threads: usize, blocks: usize, rows: usize },
-    /// Rows of any width.
+    /// A kernel for rows of any width.
     Long { aligned: bool },
 }
 
@@ -58,7 +59,8 @@ impl Forward {
             .unwrap_or(Self::Long { aligned: d.is_multiple_of(8) })
     }
 
-    /// From the narrowest to the widest. A thread holds parts of several short rows, so that enough loads are in flight.
+    /// The instances, from the narrowest to the widest. A thread has parts of several short rows, so that enough loads
+    /// are in flight.
     fn in_registers(dtype: DType) -> impl Iterator<Item = Self> {
         let most = 32 * DType::Bf16.size_bytes() / dtype.size_bytes();
         let wide = BLOCKS.into_iter().filter(move |&blocks| blocks <= most);
@@ -77,7 +79,7 @@ impl Forward {
         }
     }
 
-    /// `plus`: the kernel first adds `plus` to x, and writes the sum.
+    /// `plus` means that the kernel first adds `plus` to x, and writes the sum.
     fn spec(&self, dtype: DType, plus: bool) -> KernelSpec {
         let source = "kernels/norm/rms_norm.cuh";
         let t = ("T", TemplateArg::Type(type_name(dtype)));
@@ -115,7 +117,7 @@ pub(crate) fn plain_launch(ctas: usize, threads: usize) -> Launch {
     Launch { ctas: ctas as u32, threads: threads as u32, cluster: 1, shared_bytes: 0 }
 }
 
-/// See [`RmsNorm`].
+/// Runs [`RmsNorm`] on the GPU.
 pub(crate) fn rms_norm(cuda: &Cuda, op: RmsNorm<'_, Cuda>) -> Result<RmsNormOut<Cuda>> {
     const OP: &str = "rms_norm";
     op.check()?;
@@ -140,8 +142,8 @@ pub(super) fn write_norm(cuda: &Cuda, op: &RmsNorm<'_, Cuda>, out: &RmsNormOut<C
         let weight = op.weight.f32("rms_norm", "weight")?.get();
         let args: [&dyn KernelArg; 9] =
             [x, plus, weight, y, sum, out.inv_rms.get(), &(rows as u32), &(d as u32), &op.eps];
-        // SAFETY: `BufferCheck` and `check` held x and plus to `[rows, d]` and weight to d values; y and sum are as large as x, inv_rms has
-        // a value a row; the instance is one that holds d, and that adds if there is something to add.
+        // SAFETY: `BufferCheck` and `check` checked that x and plus are `[rows, d]` and that weight has d values; y and sum are as large as
+        // x, and inv_rms has one value per row. The instance supports d, and adds `plus` if `plus` is given.
         unsafe { kernel.launch(config.launch(rows), &args) }?;
     }
     Ok(())
@@ -154,9 +156,9 @@ enum Backward {
     Short { threads: usize },
     /// A CTA processes a chunk of rows of up to `blocks` blocks, and reads `rows` rows at a time.
     Wide { blocks: usize, rows: usize },
-    /// The same, with 256 threads per row.
+    /// A CTA processes a chunk of rows as in `Wide`, with 256 threads per row.
     Long { blocks: usize, rows: usize },
-    /// One kernel for dx and one for dweight.
+    /// Two kernels, one for dx and one for dweight.
     Apart { aligned: bool },
 }
 
@@ -168,9 +170,9 @@ impl Backward {
 
     fn fused(dtype: DType) -> impl Iterator<Item = Self> {
         let of_blocks = move |blocks| match blocks {
-            // A batch is about 16 KiB of BF16, so that four CTAs fit a multiprocessor.
+            // A batch is about 16 KiB of BF16, so that four CTAs fit on an SM.
             0..=MOST_WIDE_BLOCKS => Self::Wide { blocks, rows: (16 / blocks).clamp(1, 4) },
-            // One CTA fits, with three batches of the longest rows.
+            // One CTA fits on an SM, with three batches of the longest rows.
             _ => Self::Long { blocks, rows: size_of::<f32>() / dtype.size_bytes() },
         };
         SHORT.into_iter().map(|threads| Self::Short { threads }).chain(BLOCKS.map(of_blocks))
@@ -185,7 +187,7 @@ impl Backward {
         d.is_multiple_of(8) && d <= most
     }
 
-    /// One kernel, or two. `plus`: the kernel adds `plus` to dx.
+    /// The specs of one kernel or of two. `plus` means that the kernel adds `plus` to dx.
     fn specs(&self, dtype: DType, plus: bool) -> Vec<KernelSpec> {
         let t = ("T", TemplateArg::Type(type_name(dtype)));
         let plus = ("kPlus", TemplateArg::Bool(plus));
@@ -218,7 +220,7 @@ impl Backward {
         }
     }
 
-    /// Dynamic shared memory, for rows of x and dy.
+    /// Dynamic shared memory in bytes, for rows of x and dy.
     fn shared_bytes(&self, dtype: DType, d: usize) -> usize {
         match *self {
             Self::Wide { rows, .. } | Self::Long { rows, .. } => {
@@ -229,7 +231,7 @@ impl Backward {
     }
 }
 
-/// See [`RmsNormBackward`].
+/// Runs [`RmsNormBackward`] on the GPU.
 pub(crate) fn rms_norm_backward(cuda: &Cuda, op: RmsNormBackward<'_, Cuda>) -> Result<Tensor<Cuda>> {
     op.check()?;
     let dx = op.result(cuda)?;
@@ -288,28 +290,28 @@ pub(super) fn write_dx(cuda: &Cuda, op: RmsNormBackward<'_, Cuda>, dx: &Tensor<C
             }
         };
         for (spec, (launch, args)) in config.specs(dtype, op.plus.is_some()).iter().zip(launches) {
-            // SAFETY: `BufferCheck` and `check` held x, dy and plus to `[rows, d]`, weight to d values and inv_rms to a value a row; dx is as
-            // large as x, `sums` has a row of d for each chunk; the instance is one that holds d, and that adds if there is
-            // something to add.
+            // SAFETY: `BufferCheck` and `check` checked that x, dy and plus are `[rows, d]`, that weight has d values and inv_rms one value
+            // per row; dx is as large as x, and `sums` has a row of d values per chunk. The instance supports d, and adds `plus` if `plus`
+            // is given.
             unsafe { cuda.device().kernel(spec)?.launch(launch, &args) }?;
         }
         Ok(())
     })
 }
 
-/// Kernel output for dweight: sums over chunks of rows.
+/// What the kernel writes for dweight: sums over chunks of rows.
 pub(crate) struct Chunks {
-    /// `[all, d]`, one row per chunk.
+    /// The sums `[all, d]`, one row per chunk.
     pub sums: Buffer<f32>,
-    /// Chunks of all shards.
+    /// The number of chunks of all shards.
     pub all: u32,
     pub rows_per_shard: u32,
-    /// Chunks per shard.
+    /// The number of chunks per shard.
     pub per_shard: u32,
 }
 
-/// Calls `write`, which sums every chunk of rows, and adds these sums to dweight, shard by shard. Rows and columns are
-/// below 2^30. If there are no rows, `write` is not called.
+/// Calls `write`, which sums every chunk of rows, and then adds these sums to dweight, shard by shard. The numbers of
+/// rows and of columns must be below 2^30. If there are no rows, `write` is not called.
 pub(crate) fn add_column_sums(
     device: &Device,
     op: &'static str,
@@ -329,7 +331,7 @@ pub(crate) fn add_column_sums(
     }
     let rows_per_shard = rows / shards;
     let per_shard = chunks_of_shard::<Cuda>(rows, shards);
-    let all = shards * per_shard; // at most the number of rows
+    let all = shards * per_shard; // `all` is at most the number of rows
     let sums = device.alloc::<f32>(all * d)?;
     let [all, rows_per_shard, chunks] = [all, rows_per_shard, per_shard].map(|n| n as u32);
     let chunks = Chunks { sums, all, rows_per_shard, per_shard: chunks };
@@ -338,7 +340,7 @@ pub(crate) fn add_column_sums(
     stack.add_to(device, op, dweight.make_mut()?)
 }
 
-/// Every kernel instance of this module, with the most shared memory that any launch asks for.
+/// Every kernel instance of this module, with the most shared memory that any launch requests.
 pub(crate) fn instances() -> Vec<Instance> {
     let of = |(dtype, plus)| {
         let long = [true, false].map(|aligned| Forward::Long { aligned });
@@ -356,7 +358,7 @@ pub(crate) fn instances() -> Vec<Instance> {
         });
         forward.chain(backward)
     };
-    // dweight is summed by one instance, for any alignment and with or without `plus`.
+    // One instance sums dweight, for any alignment and with or without `plus`.
     let mut all: Vec<Instance> = Vec::new();
     for instance in TYPES.into_iter().flat_map(|dtype| [false, true].map(|plus| (dtype, plus))).flat_map(of) {
         if !all.contains(&instance) {
@@ -366,7 +368,8 @@ pub(crate) fn instances() -> Vec<Instance> {
     all
 }
 
-/// The shared-memory sizes of every instance that keeps rows there, for its longest rows.
+/// The shared-memory sizes of every instance that holds rows in shared memory, for its longest
+/// rows.
 pub(crate) fn shared_sizes() -> Vec<SharedSize> {
     let of = |dtype| {
         Backward::fused(dtype).filter_map(move |config| {

@@ -1,4 +1,4 @@
-//! `rope` on a GPU (`csrc/kernels/norm/rope.cuh`).
+//! Runs `rope` on a GPU (`csrc/kernels/norm/rope.cuh`).
 
 use super::positions::{PositionsArg, angles};
 use crate::Cuda;
@@ -19,19 +19,20 @@ const HEADS: usize = 4;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct RopeConfig {
     dtype: DType,
-    /// Pairs per head that a thread rotates, or copies.
+    /// Pairs per head that a thread rotates, or elements that it copies.
     count: usize,
-    /// Threads per head.
+    /// Number of threads per head.
     units: usize,
-    /// Threads per head that copy.
+    /// Number of threads per head that copy elements.
     kept_units: usize,
-    /// Threads for a row and unit, each with up to [`HEADS`] heads.
+    /// Number of threads per row and unit; each has up to [`HEADS`] heads.
     head_groups: usize,
     tasks: u32,
 }
 
 impl RopeConfig {
-    /// For heads with `kept` copied and `turned` rotated elements. Loads are 16 bytes where half of each count is a multiple of that.
+    /// The configuration for heads with `kept` copied and `turned` rotated elements. Loads have 16 bytes if half of each count is a
+    /// multiple of 16 bytes.
     fn choose(dtype: DType, (rows, heads): (usize, usize), (kept, turned): (usize, usize)) -> Result<Self> {
         let whole = numbers_per_load(dtype);
         let is_whole = [kept / 2, turned / 2].iter().all(|half| half.is_multiple_of(whole));
@@ -58,7 +59,7 @@ impl RopeConfig {
     }
 }
 
-/// See [`Rope`].
+/// Runs [`Rope`] on the GPU.
 pub(crate) fn rope(cuda: &Cuda, op: Rope<'_, Cuda>) -> Result<Tensor<Cuda>> {
     op.check()?;
     let buffers = BufferCheck::by(OP, cuda);
@@ -85,8 +86,8 @@ pub(super) fn write_turned(cuda: &Cuda, op: &Rope<'_, Cuda>, y: &Tensor<Cuda>) -
     let sign: f32 = if op.inverse { -1.0 } else { 1.0 };
     let (table, kernel) = (angles(OP, op.table, op.positions)?, cuda.device().kernel(&config.spec())?);
     let [x, y] = [op.x, y].map(|x| plain_arg(x).0);
-    // SAFETY: `BufferCheck` held x to rows · heads · head_dim values, as many as y has, and the starts to one a row; `check` held `seq_len`
-    // positions from the first one on to the table, and the rows to whole sequences, so that seq_len is no more than rows.
+    // SAFETY: `BufferCheck` checked that x has rows · heads · head_dim values, as many as y, and the starts one value per row. `check`
+    // ensured that the table has `seq_len` positions from the first one on, and that rows are whole sequences, so seq_len is at most rows.
     unsafe {
         kernel.launch(
             launch,

@@ -1,4 +1,4 @@
-//! `add_bias`, `add_bias_backward` on a GPU (`csrc/kernels/plain/bias.cuh`).
+//! Runs `add_bias` and `add_bias_backward` on a GPU (`csrc/kernels/plain/bias.cuh`).
 
 use crate::Cuda;
 use crate::compile::jit::{KernelSpec, TemplateArg};
@@ -15,7 +15,8 @@ const ADD_THREADS: usize = 256;
 const ADD_ROWS: usize = 4;
 const SUM_THREADS: usize = 128;
 
-/// Adjacent columns per thread, for rows of d elements: 16 bytes where rows are multiples of that, otherwise one element.
+/// Adjacent columns per thread, for rows of d elements: 16 bytes if rows are multiples of 16 bytes, otherwise one
+/// element.
 fn count(dtype: DType, d: usize) -> usize {
     let whole = numbers_per_load(dtype);
     if d.is_multiple_of(whole) { whole } else { 1 }
@@ -40,7 +41,7 @@ fn launch(op: &'static str, (units, rows): (usize, usize), threads: usize) -> Re
     }
 }
 
-/// See [`AddBias`].
+/// Runs [`AddBias`] on the GPU.
 pub(crate) fn add_bias(cuda: &Cuda, op: AddBias<'_, Cuda>) -> Result<()> {
     const OP: &str = "add_bias";
     op.check()?;
@@ -60,12 +61,12 @@ pub(crate) fn add_bias(cuda: &Cuda, op: AddBias<'_, Cuda>) -> Result<()> {
         Data::Bf16(x) => x.make_mut()?,
     };
     let bias = op.bias.f32(OP, "bias")?.get();
-    // SAFETY: `BufferCheck` and `check` held x to `[rows, d]` and bias to d values; the instance is of x's type, and has a count that
-    // divides d.
+    // SAFETY: `BufferCheck` and `check` checked that x is `[rows, d]` and that bias has d values; the instance has x's type, and its
+    // column count divides d.
     unsafe { kernel.launch(launch, &[x, bias, &(rows as u32), &(d as u32)]) }
 }
 
-/// See [`AddBiasBackward`].
+/// Runs [`AddBiasBackward`] on the GPU.
 pub(crate) fn add_bias_backward(cuda: &Cuda, op: AddBiasBackward<'_, Cuda>) -> Result<()> {
     const OP: &str = "add_bias_backward";
     op.check()?;
@@ -81,8 +82,8 @@ pub(crate) fn add_bias_backward(cuda: &Cuda, op: AddBiasBackward<'_, Cuda>) -> R
         let kernel = cuda.device().kernel(&spec(SUM, dtype, count))?;
         let args: [&dyn KernelArg; 6] =
             [plain_arg(op.dy).0, sums, rows_per_shard, per_shard, all, &(d as u32)];
-        // SAFETY: `BufferCheck` held dy to `[rows, d]`; `sums` has a row of d for each chunk; the instance is of dy's type, and has a
-        // count that divides d.
+        // SAFETY: `BufferCheck` checked that dy is `[rows, d]`; `sums` has a row of d values per chunk; the instance has dy's type,
+        // and its column count divides d.
         unsafe { kernel.launch(launch, &args) }
     })
 }

@@ -1,4 +1,5 @@
-//! Many copies of strided lines of bytes in one launch (`csrc/kernels/plain/copy_many.cuh`): see [`nibble_core::Backend::copy_many`].
+//! Many copies of strided rows of bytes in one launch (`csrc/kernels/plain/copy_many.cuh`); [`nibble_core::Backend::copy_many`]
+//! describes them.
 
 use crate::compile::jit::KernelSpec;
 use crate::device::buf::Buf;
@@ -11,10 +12,10 @@ const OP: &str = "copy_many";
 const THREADS: u32 = 256;
 /// Units per CTA.
 const UNITS: u32 = 4 * THREADS;
-/// Runs per launch: the table is a kernel parameter, and parameters are limited to 4 KB.
+/// Runs per launch. The table of runs is a kernel parameter, and parameters are limited to 4 KB.
 const MOST: usize = 64;
 
-/// The device's `CopyRun`.
+/// Mirrors the device struct `CopyRun`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Run {
@@ -28,7 +29,7 @@ struct Run {
     first_cta: u32,
 }
 
-/// The device's `CopyTable`.
+/// Mirrors the device struct `CopyTable`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Table([Run; MOST]);
@@ -39,11 +40,12 @@ fn spec() -> KernelSpec {
 }
 
 impl Run {
-    /// For lines within their buffers, which start at these addresses; in the largest unit that divides all addresses and sizes. `None`
-    /// where a number is too large for the kernel.
+    /// The run of a copy between two buffers that start at the addresses `from` and `to`; its rows must lie within the buffers.
+    /// The unit of the run is the largest that divides all addresses and sizes. Returns `None` if a number is too large for the
+    /// kernel.
     fn of(copy: &LineCopy, from: u64, to: u64) -> Option<Self> {
         let LineCopy { from: (_, of), to: (_, into), lines, len } = *copy;
-        // A single line may have any stride.
+        // A single row may have any stride.
         let stride = |lie: Lines| if lines == 1 { len } else { lie.stride };
         let (from, to) = (from + of.first as u64, to + into.first as u64);
         let all = from | to | (stride(of) | stride(into) | len) as u64;
@@ -66,7 +68,7 @@ impl Run {
     }
 }
 
-/// Makes these copies; a copy that is too large for the kernel is made separately.
+/// Makes these copies; a copy that is too large for the kernel is made by a separate call.
 pub(crate) fn copy_many(
     device: &Device,
     from: &[Buf<u8>],
@@ -107,8 +109,8 @@ fn launch(device: &Device, runs: &mut [Run]) -> Result<()> {
     }
     let launch = Launch { ctas, threads: THREADS, cluster: 1, shared_bytes: 0 };
     let args: [&dyn KernelArg; 2] = [&table, &(runs.len() as u32)];
-    // SAFETY: every run lies within its buffers, of this device (checked above), which are freed behind the kernel in the stream; what is written has no
-    // other handle. There are `runs.len()` of them, one at least, and a CTA for each 1024 units of each.
+    // SAFETY: every run lies within its buffers, which are on this device (checked above) and are freed after the kernel in the stream; the
+    // destination has no other handle. There are `runs.len()` runs, at least one, and one CTA per 1024 units of each run.
     unsafe { device.kernel(&spec())?.launch(launch, &args) }
 }
 
@@ -131,7 +133,7 @@ mod tests {
             (wide.log, wide.from, wide.from_stride, wide.to_stride, wide.len, wide.units),
             (4, 4128, 4, 3, 1, 3)
         );
-        // The stride of a single line does not matter.
+        // The stride of a single row does not matter.
         assert_eq!(run(copy(lie(0, 7), lie(16, 3), 1, 32)).log, 4);
         assert_eq!(run(copy(lie(0, 7), lie(16, 3), 2, 3)).log, 0);
         assert_eq!(run(copy(lie(4, 8), lie(0, 8), 2, 6)).log, 1);

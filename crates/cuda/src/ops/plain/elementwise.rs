@@ -1,4 +1,5 @@
-//! `cast`, `add`, `sum_shards`, `transpose` on a GPU (`csrc/kernels/plain/{cast,add,sum_shards,transpose}.cuh`).
+//! Runs `cast`, `add`, `sum_shards` and `transpose` on a GPU
+//! (`csrc/kernels/plain/{cast,add,sum_shards,transpose}.cuh`).
 
 use crate::Cuda;
 use crate::compile::jit::{KernelSpec, TemplateArg};
@@ -18,7 +19,7 @@ const ADD_UNITS_PER_CTA: usize = 1024;
 /// Units of 16 bytes per side of a transposed tile.
 const TILE_UNITS: usize = 16;
 
-/// See [`Cast`]. A cast to the same type shares the buffer.
+/// Runs [`Cast`] on the GPU. A cast to the same type shares the buffer.
 pub(crate) fn cast(cuda: &Cuda, op: Cast<'_, Cuda>) -> Result<Tensor<Cuda>> {
     BufferCheck::by("cast", cuda).tensor("x", op.x)?;
     let out = op.result(cuda)?;
@@ -30,7 +31,7 @@ pub(crate) fn cast(cuda: &Cuda, op: Cast<'_, Cuda>) -> Result<Tensor<Cuda>> {
     Ok(out)
 }
 
-/// Writes x as another type. Both have the same length and device.
+/// Writes the values of x as another type. Both buffers must have the same length and device.
 pub(crate) fn cast_values<T: Plain, U: Plain>(x: &Buffer<T>, out: &Buffer<U>, to: DType) -> Result<()> {
     if x.is_empty() {
         return Ok(());
@@ -39,7 +40,8 @@ pub(crate) fn cast_values<T: Plain, U: Plain>(x: &Buffer<T>, out: &Buffer<U>, to
         .map_err(|_| Error::shape("cast", "x.len()", x.len(), "below 2^44"))?;
     let launch = Launch { ctas, threads: THREADS, cluster: 1, shared_bytes: 0 };
     let kernel = x.device().kernel(&cast_spec(to))?;
-    // SAFETY: both buffers have `x.len()` values of the types of the instance; `BufferCheck` held x to this device.
+    // SAFETY: both buffers have `x.len()` values of the instance's types; `BufferCheck` checked that x is on this
+    // device.
     unsafe { kernel.launch(launch, &[x, out, &(x.len() as u64)]) }
 }
 
@@ -55,7 +57,7 @@ fn cast_spec(to: DType) -> KernelSpec {
     }
 }
 
-/// See [`Add`].
+/// Runs [`Add`] on the GPU.
 pub(crate) fn add(cuda: &Cuda, op: Add<'_, Cuda>) -> Result<Tensor<Cuda>> {
     op.check()?;
     let buffers = BufferCheck::by("add", cuda);
@@ -72,8 +74,8 @@ pub(crate) fn add(cuda: &Cuda, op: Add<'_, Cuda>) -> Result<Tensor<Cuda>> {
     let launch = Launch { ctas, threads: THREADS, cluster: 1, shared_bytes: 0 };
     let kernel = cuda.device().kernel(&add_spec(dtype, op.plus.is_some()))?;
     let [a, b, sum] = [op.a, op.b, &out].map(|x| plain_arg(x).0);
-    // SAFETY: all buffers have `len` values of the instance's type (`check`, `BufferCheck`), on this device; the instance reads a third
-    // term if there is one.
+    // SAFETY: all buffers have `len` values of the instance's type (`check`, `BufferCheck`) and are on this device; the instance reads
+    // a third term only if there is one.
     unsafe { kernel.launch(launch, &[a, b, plain_or_null(op.plus), sum, &(len as u64)]) }?;
     Ok(out)
 }
@@ -86,14 +88,15 @@ fn add_spec(dtype: DType, plus: bool) -> KernelSpec {
     }
 }
 
-/// The shard counts that have instances. All of a thread's loads are in flight at once.
+/// The shard counts for which there are instances. All of a thread's loads are in flight at once.
 const SHARDS: [usize; 5] = [1, 2, 4, 8, 16];
-/// Elements per CTA of a sum. With fewer shards a CTA takes more elements, so that enough loads are in flight.
+/// Elements per CTA of a sum over shards. With fewer shards a CTA processes more elements, so that enough
+/// loads are in flight.
 fn sums_per_cta(shards: usize) -> usize {
     1024 * (4 / shards).max(1)
 }
 
-/// See [`SumShards`].
+/// Runs [`SumShards`] on the GPU.
 pub(crate) fn sum_shards(cuda: &Cuda, op: SumShards<'_, Cuda>) -> Result<()> {
     const OP: &str = "sum_shards";
     op.check()?;
@@ -129,8 +132,8 @@ fn sum_values<T: Plain, U: Plain>(
         .map_err(|_| Error::shape("sum_shards", "into.len()", into.len(), "below 2^42"))?;
     let launch = Launch { ctas, threads: THREADS, cluster: 1, shared_bytes: 0 };
     let kernel = device.kernel(spec)?;
-    // SAFETY: x has, for each of `stack` matrices, the instance's number of shards of `len` values each (`check`, `BufferCheck`), both of its
-    // types, on this device.
+    // SAFETY: for each of `stack` matrices, x has the instance's number of shards with `len` values each (`check`, `BufferCheck`); both
+    // buffers have the instance's types and are on this device.
     unsafe { kernel.launch(launch, &[x, &*into, &(len as u64), &(ctas_each as u32)]) }
 }
 
@@ -150,7 +153,7 @@ fn sum_spec(from: DType, to: DType, shards: usize) -> KernelSpec {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct TransposeConfig {
     dtype: DType,
-    /// Rows and columns of each matrix.
+    /// Number of rows of each matrix; the next field is the number of columns.
     n: usize,
     k: usize,
     stack: usize,
@@ -198,13 +201,13 @@ impl TransposeConfig {
         let (by_tiles_n, by_tiles_k) = (Divider::by(tiles_n), Divider::by(tiles_k));
         let kernel = cuda.device().kernel(&self.spec())?;
         let [x, out] = [x, out].map(|x| plain_arg(x).0);
-        // SAFETY: `BufferCheck` held x to stack · n · k values of the instance's type, `out` is as long, and no CTA
-        // leaves its tile of one matrix.
+        // SAFETY: `BufferCheck` checked that x has stack · n · k values of the instance's type, `out` is as long,
+        // and no CTA leaves its tile of one matrix.
         unsafe { kernel.launch(launch, &[x, out, &n, &k, &tiles_n, &tiles_k, &by_tiles_k, &by_tiles_n]) }
     }
 }
 
-/// See [`Transpose`].
+/// Runs [`Transpose`] on the GPU.
 pub(crate) fn transpose(cuda: &Cuda, op: Transpose<'_, Cuda>) -> Result<Tensor<Cuda>> {
     op.check()?;
     BufferCheck::by("transpose", cuda).tensor("x", op.x)?;

@@ -1,4 +1,5 @@
-//! Plain matrices: cast, add, biases, transpose, sums of shards and of rows; copies of many lines.
+//! Operations on plain matrices: casts, additions, biases, transposes, sums of shards and of rows,
+//! and copies of many rows.
 
 pub(crate) mod bias;
 pub(crate) mod copy_many;

@@ -1,4 +1,4 @@
-//! Sums of rows as a tree over neighbours (`csrc/kernels/plain/row_tree.cuh`): reduces the sums of chunks of rows to
+//! Sums of rows by a tree over neighbours (`csrc/kernels/plain/row_tree.cuh`): adds the sums of chunks of rows to
 //! one row.
 
 use crate::compile::jit::{KernelSpec, TemplateArg};
@@ -7,20 +7,20 @@ use crate::ops::Instance;
 use crate::{Buffer, Device};
 use nibble_core::{Error, Result};
 
-/// Threads per CTA, and how many of them have adjacent columns.
+/// Threads per CTA; the next constant is the number of threads with adjacent columns.
 pub(crate) const THREADS: u32 = 256;
 const QUADS: usize = 32;
-/// A launch reduces this many rows to one.
+/// The number of rows that a launch reduces to one row.
 const GROUP: usize = 256;
 /// Columns that a thread may sum at once.
 pub(crate) const COUNTS: [usize; 2] = [4, 1];
 
-/// Columns per thread: 16 bytes where rows are multiples of that, otherwise one column.
+/// Columns per thread: 16 bytes if rows are multiples of 16 bytes, otherwise one column.
 pub(crate) fn count_of(cols: usize) -> usize {
     if cols.is_multiple_of(4) { 4 } else { 1 }
 }
 
-/// CTAs that cover the columns.
+/// The number of CTAs that cover the columns.
 pub(crate) fn blocks_of(cols: usize) -> usize {
     cols.div_ceil(QUADS * count_of(cols))
 }
@@ -35,17 +35,17 @@ fn spec(count: usize) -> KernelSpec {
 
 /// A stack of F32 matrices, each of which is reduced to one row.
 pub(crate) struct Stack {
-    /// `[shards · rows, cols]`.
+    /// The rows `[shards · rows, cols]`.
     pub sums: Buffer<f32>,
     pub shards: usize,
-    /// At least one.
+    /// Number of rows per shard, at least one.
     pub rows: usize,
-    /// At least one.
+    /// Number of columns, at least one.
     pub cols: usize,
 }
 
 impl Stack {
-    /// Adds the tree over each shard's rows to its row of `into` `[shards, cols]`.
+    /// Adds the tree sum of each shard's rows to the shard's row of `into` `[shards, cols]`.
     pub fn add_to(self, device: &Device, op: &'static str, into: &mut Buffer<f32>) -> Result<()> {
         let Self { mut sums, shards, mut rows, cols } = self;
         let (kernel, blocks) = (device.kernel(&spec(count_of(cols)))?, blocks_of(cols));
@@ -61,8 +61,8 @@ impl Stack {
             let next = if last { None } else { Some(device.alloc::<f32>(shards * groups * cols)?) };
             let out = next.as_ref().unwrap_or(into);
             let [rows_arg, cols_arg, groups_arg, blocks] = [rows, cols, groups, blocks].map(|n| n as u32);
-            // SAFETY: `sums` has shards · rows rows, `out` shards · groups, of `cols` values each; groups is 1 for `into`, which
-            // has a row a shard. The kernel waits for those before it.
+            // SAFETY: `sums` has shards · rows rows and `out` has shards · groups rows, of `cols` values each; groups is 1 for
+            // `into`, which has one row per shard. The kernel waits for earlier kernels.
             unsafe {
                 let args: [&dyn KernelArg; 7] =
                     [&sums, out, &rows_arg, &cols_arg, &groups_arg, &blocks, &i32::from(last)];

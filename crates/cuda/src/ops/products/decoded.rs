@@ -1,5 +1,5 @@
-//! Helpers for products of decoded blocks: groups rounded up to whole blocks (`csrc/kernels/products/whole_groups.cuh`), and tensor scales
-//! applied to F32 sums where the tensor-core kernel does not apply them before it writes D (`csrc/kernels/products/scale_sums.cuh`).
+//! Helpers for GEMMs of decoded blocks: groups are rounded up to whole blocks (`csrc/kernels/products/whole_groups.cuh`). Tensor scales
+//! are applied to F32 sums if the tensor-core kernel does not apply them before it writes D (`csrc/kernels/products/scale_sums.cuh`).
 
 use super::operands::Target;
 use crate::backend::Buf;
@@ -15,8 +15,8 @@ const THREADS: usize = 256;
 /// Columns per warp of `scale_sums`.
 const SEGMENT: usize = 512;
 
-/// Groups for a contraction over blocks, each extended to the end of its last block. The extension holds zeros or, under a Hadamard
-/// transform, which spreads a group over whole blocks, a part of the group.
+/// Groups for a contraction over blocks; each group is extended to the end of its last block. The extension holds zeros. Under a
+/// Hadamard transform, which spreads a group over whole blocks, the extension holds a part of the group.
 pub(super) fn whole_groups(device: &Device, groups: &Groups<Cuda>) -> Result<Groups<Cuda>> {
     let len = device.alloc::<i32>(groups.num_groups)?;
     let ctas = groups.num_groups.div_ceil(THREADS) as u32;
@@ -24,13 +24,14 @@ pub(super) fn whole_groups(device: &Device, groups: &Groups<Cuda>) -> Result<Gro
     let (count, align) = (groups.num_groups as i32, groups.align.max(1) as i32);
     let args: [&dyn KernelArg; 5] = [groups.start.get(), groups.len.get(), &len, &count, &align];
     if groups.num_groups != 0 {
-        // SAFETY: a start more than there are groups, and a length for each (`Groups`), old and new.
+        // SAFETY: both the old and the new groups have one start more than there are groups, and one
+        // length per group (`Groups`).
         unsafe { device.kernel(&groups_spec())?.launch(launch, &args) }?;
     }
     Ok(Groups { len: Buf::new(len), ..groups.clone() })
 }
 
-/// The device's `ScaledSums`.
+/// Mirrors the device struct `ScaledSums`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct ScaledSums {
@@ -49,7 +50,7 @@ struct ScaledSums {
 }
 plain_args!(ScaledSums);
 
-/// Multiplies F32 sums by the scales of the tensors, and writes them to D or adds them to it.
+/// Multiplies F32 sums by the tensor scales, and writes the results to D or adds them to D.
 pub(super) fn scale_sums(
     product: &ProductArgs<'_, Cuda>,
     sums: &Buffer<f32>,
@@ -96,7 +97,8 @@ pub(super) fn scale_sums(
     let ctas = (rows * segments as usize).div_ceil(THREADS / 32).max(1) as u32;
     let launch = Launch { ctas, threads: THREADS as u32, cluster: 1, shared_bytes: 0 };
     let kernel = sums.device().kernel(&sums_spec(d.dtype))?;
-    // SAFETY: sums and d have rows · n values, the scales one for each row that is looked up, and d is borrowed mutably.
+    // SAFETY: sums and d have rows · n values, there is one scale for each row that is looked up, and d is borrowed
+    // mutably.
     unsafe { kernel.launch(launch, &[&arg, &Divider::by(segments), &segments]) }
 }
 

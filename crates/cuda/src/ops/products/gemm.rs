@@ -1,4 +1,4 @@
-//! See [`nibble_core::ops::Gemm`], [`GroupedGemm`] and [`GroupedWgrad`]: launches any product by its path.
+//! Launches any GEMM by its path: [`nibble_core::ops::Gemm`], [`GroupedGemm`] and [`GroupedWgrad`].
 
 use super::operands::{GroupBuffers, Matrix, Target};
 use super::tensor_cores::TensorCoreLaunch;
@@ -16,7 +16,7 @@ use std::borrow::Cow;
 
 pub(crate) fn gemm(cuda: &Cuda, op: Gemm<'_, Cuda>) -> Result<Tensor<Cuda>> {
     let (product, mut d) = (op.product()?, op.result(cuda)?);
-    // An empty contraction leaves the zeros that are already there.
+    // For an empty contraction the zeros that are already in D stay.
     if product.dims.k != 0 {
         multiply(cuda, &product, &mut d)?;
     }
@@ -35,7 +35,8 @@ pub(crate) fn grouped_wgrad(cuda: &Cuda, op: GroupedWgrad<'_, Cuda>) -> Result<(
     multiply(cuda, &product, grad)
 }
 
-/// A product into D, which has no other handle. An empty product is zeros, as are rows outside all groups.
+/// Computes a GEMM into D, which has no other handle. The result of an empty GEMM is zeros, and so are
+/// rows outside all groups.
 pub(crate) fn multiply(cuda: &Cuda, product: &ProductArgs<'_, Cuda>, d: &mut Tensor<Cuda>) -> Result<()> {
     let desc = product.desc(d.dtype());
     if d.rows * d.cols == 0 {
@@ -51,8 +52,8 @@ pub(crate) fn multiply(cuda: &Cuda, product: &ProductArgs<'_, Cuda>, d: &mut Ten
     run(cuda, product, &path, Target::of(d, desc.accumulate))
 }
 
-/// Runs the path chosen for this product: converts its operands and multiplies. Rows outside all groups are not written, unless the path
-/// writes every row: then they are zeros. Sizes are positive and checked.
+/// Runs the path chosen for this GEMM: converts its operands and multiplies them. Rows outside all groups are not written, unless the
+/// path writes every row; then they are zeros. Sizes are positive and already checked.
 fn run(cuda: &Cuda, product: &ProductArgs<'_, Cuda>, path: &ProductPath, d: Target<'_>) -> Result<()> {
     let of = |x, becomes| side(d.device, product.op, x, becomes);
     let (a, b) = (of(product.a, path.sides[0])?, of(product.b, path.sides[1])?);
@@ -90,7 +91,7 @@ fn run_on(
     }
 }
 
-/// An operand, converted for the product.
+/// An operand, converted for the GEMM.
 fn side<'a>(
     device: &Device,
     op: &'static str,
@@ -121,7 +122,7 @@ fn widened(device: &Device, x: &Tensor<Cuda>) -> Result<Tensor<Cuda>> {
     Tensor::new(Data::F32(Buf::new(wide)), x.rows, x.cols)
 }
 
-/// An operand that was quantized to the form that products take, relabelled as that form; `None` for other operands.
+/// An operand that was quantized to the form that GEMMs take, relabelled as that form; `None` for other operands.
 fn as_taken(x: &Operand<Cuda>) -> Result<Option<Operand<Cuda>>> {
     let Operand::Block(q) = x else { return Ok(None) };
     Ok(match q.taken {

@@ -1,4 +1,4 @@
-//! Matrix products, dense and grouped: `nibble-choice` chooses the path of each product, and this module launches it.
+//! Dense and grouped GEMMs: `nibble-choice` chooses the path of each GEMM, and this module launches it.
 
 pub(crate) mod decoded;
 pub(crate) mod gemm;

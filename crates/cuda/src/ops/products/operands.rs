@@ -1,4 +1,4 @@
-//! Common to the product kernels: how operands, scales and groups are passed, and the types of D.
+//! Shared code of the GEMM kernels: how operands, scales and groups are passed, and the types of D.
 
 use crate::{Buffer, Cuda, Device};
 use half::bf16;
@@ -8,12 +8,12 @@ use nibble_core::ops::{Ragged, Stored};
 use nibble_core::{BlockScaled, DType, Data, Error, Groups, Operand, Plain, Result, Tensor};
 use std::fmt;
 
-/// The storage of an operand's values.
+/// How an operand's values are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Values {
-    /// Plain values.
+    /// Plain values of this type.
     Plain(DType),
-    /// One-byte codes of an element.
+    /// One-byte codes of this element.
     Codes(Element),
 }
 
@@ -26,14 +26,14 @@ impl fmt::Display for Values {
     }
 }
 
-/// An operand as the product kernels read it: its values and their scales.
+/// An operand as the GEMM kernels read it: its values and their scales.
 #[derive(Debug, Clone, Copy)]
 pub struct Matrix<'a> {
     pub(super) values: Values,
     pub(super) address: u64,
     pub(super) len: usize,
     pub(super) device: &'a Device,
-    /// The scales of its blocks.
+    /// The scales of the operand's blocks.
     pub(super) scales: Option<StridedScales<'a>>,
     /// The tensor scale of each row of the matrix.
     pub(super) tensor_scale: Option<&'a Buffer<f32>>,
@@ -45,28 +45,28 @@ impl<'a> Matrix<'a> {
         Self { values, address, len, device, scales: None, tensor_scale: None }
     }
 
-    /// F32 values `[rows][k]`; with [`Ragged::Contraction`], `[k][rows]`.
+    /// An operand of F32 values `[rows][k]`; with [`Ragged::Contraction`], `[k][rows]`.
     pub fn f32(values: &'a Buffer<f32>) -> Self {
         Self::new(Values::Plain(DType::F32), values)
     }
 
-    /// BF16 values; shape as in [`Matrix::f32`].
+    /// An operand of BF16 values, with the shape of [`Matrix::f32`].
     pub fn bf16(values: &'a Buffer<bf16>) -> Self {
         Self::new(Values::Plain(DType::Bf16), values)
     }
 
-    /// FP8 codes `[rows][k]` and their scales.
+    /// An operand of FP8 codes `[rows][k]` and their scales.
     pub fn codes(element: Element, codes: &'a Buffer<u8>, scales: StridedScales<'a>) -> Self {
         Self { scales: Some(scales), ..Self::new(Values::Codes(element), codes) }
     }
 
-    /// Adds the scale of its tensor, one per row of the matrix, if there is one.
+    /// Adds the operand's tensor scales, one per row of the matrix, if there are any.
     #[must_use]
     pub fn times(self, tensor_scale: Option<&'a Buffer<f32>>) -> Self {
         Self { tensor_scale, ..self }
     }
 
-    /// From an operand that was converted for the product.
+    /// Takes an operand that was converted for the GEMM.
     pub(super) fn of(op: &'static str, x: &'a Operand<Cuda>) -> Result<Self> {
         match x {
             Operand::Plain(Tensor { data: Data::F32(values), .. }) => Ok(Self::f32(values.get())),
@@ -83,8 +83,8 @@ impl<'a> Matrix<'a> {
 /// The layout of a quantized operand's scales.
 fn scales<'a>(op: &'static str, q: &'a BlockScaled<Cuda>) -> Result<StridedScales<'a>> {
     if let Some(of_rows) = &q.tensor_scale {
-        // One scale per row of the matrix. Row codes share it within a row. Column codes share it within a block, because a block
-        // ends where its group does.
+        // There is one scale per row of the matrix. Row codes share a scale within a row. Column codes share a scale within a
+        // block, because a block ends where its group ends.
         let values = ScaleValues::f32(of_rows.get());
         return Ok(match q.axis {
             BlockAxis::Col => StridedScales { values, row_stride: 0, block_stride: q.format.spec().block },
@@ -109,7 +109,7 @@ fn scales<'a>(op: &'static str, q: &'a BlockScaled<Cuda>) -> Result<StridedScale
     }
 }
 
-/// The device's name of [`Ragged`].
+/// The name of [`Ragged`] on the device.
 pub(super) const fn ragged_name(ragged: Ragged) -> &'static str {
     match ragged {
         Ragged::Rows => "nib::Ragged::kRows",
@@ -117,7 +117,7 @@ pub(super) const fn ragged_name(ragged: Ragged) -> &'static str {
     }
 }
 
-/// The values of a matrix of scales: F32, or powers of two (E8M0).
+/// The values of a matrix of scales, which are F32 or powers of two (E8M0).
 #[derive(Debug, Clone, Copy)]
 pub struct ScaleValues<'a> {
     address: u64,
@@ -137,7 +137,7 @@ impl<'a> ScaleValues<'a> {
         Self { address: values.address(), len: values.len(), device: values.device(), is_f32: false }
     }
 
-    /// A buffer of scales of this kind, F32 or E8M0.
+    /// A buffer of scales of this kind, which is F32 or E8M0.
     pub(super) fn of(kind: ScaleKind, plane: &'a Buffer<u8>) -> Self {
         let is_f32 = kind == ScaleKind::F32;
         Self { len: plane.len() / kind.bytes().max(1), is_f32, ..Self::e8m0(plane) }
@@ -149,19 +149,20 @@ impl<'a> ScaleValues<'a> {
     }
 }
 
-/// A matrix of scales: the scale of (row, block of the contraction) is at `row · row_stride + block · block_stride`.
+/// A matrix of scales: the scale of a row and a block along the contraction is at `row · row_stride + block ·
+/// block_stride`.
 #[derive(Debug, Clone, Copy)]
 pub struct StridedScales<'a> {
-    /// The scale buffer.
+    /// The buffer of scales.
     pub values: ScaleValues<'a>,
-    /// Scales from one row to the next.
+    /// Number of scales from one row to the next.
     pub row_stride: usize,
-    /// Scales from one block of the contraction to the next.
+    /// Number of scales from one block along the contraction to the next.
     pub block_stride: usize,
 }
 
 impl<'a> StridedScales<'a> {
-    /// `[rows][blocks]`, dense.
+    /// Dense scales `[rows][blocks]`.
     pub const fn row_major(values: ScaleValues<'a>, blocks: usize) -> Self {
         Self { values, row_stride: blocks, block_stride: 1 }
     }
@@ -174,7 +175,7 @@ impl<'a> StridedScales<'a> {
         self.values.device
     }
 
-    /// Checks that it holds the scales of these rows and blocks.
+    /// Checks that the buffer contains the scales of these rows and blocks.
     pub(crate) fn check(
         &self,
         op: &'static str,
@@ -203,7 +204,7 @@ impl<'a> StridedScales<'a> {
     }
 }
 
-/// The device's `Scales`.
+/// Mirrors the device struct `Scales`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(crate) struct ScalesArg {
@@ -215,11 +216,11 @@ pub(crate) struct ScalesArg {
 }
 
 impl ScalesArg {
-    /// For a plain operand, which has no scales.
+    /// Stands for a plain operand, which has no scales.
     pub(crate) const NONE: Self = Self { values: 0, row_stride: 0, block_stride: 0, is_f32: 0, pad: 0 };
 }
 
-/// The device's `Groups`.
+/// Mirrors the device struct `Groups`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(crate) struct GroupsArg {
@@ -234,7 +235,7 @@ pub(crate) struct GroupsArg {
 }
 
 impl GroupsArg {
-    /// The sizes were checked to fit.
+    /// The sizes were already checked to fit.
     pub(crate) fn new(
         groups: Option<GroupBuffers<'_>>,
         count: usize,
@@ -256,7 +257,8 @@ impl GroupsArg {
 
 crate::launch::plain_args!(ScalesArg, GroupsArg);
 
-/// D on the device, borrowed mutably: overwritten, or added to, one F32 addition an element, which a BF16 D rounds once.
+/// D on the device, borrowed mutably. D is overwritten, or added to with one F32 addition per element, which a BF16 D
+/// rounds once.
 #[derive(Debug)]
 pub struct Target<'a> {
     pub(super) dtype: DType,
@@ -272,17 +274,17 @@ impl<'a> Target<'a> {
         Self { dtype, address: values.address(), len: values.len(), device: values.device(), accumulate }
     }
 
-    /// F32 values.
+    /// A D of F32 values.
     pub fn f32(values: &'a mut Buffer<f32>, accumulate: bool) -> Self {
         Self::new(DType::F32, values, accumulate)
     }
 
-    /// BF16 values.
+    /// A D of BF16 values.
     pub fn bf16(values: &'a mut Buffer<bf16>, accumulate: bool) -> Self {
         Self::new(DType::Bf16, values, accumulate)
     }
 
-    /// A tensor that has no other handle, or the caller's part of a tensor.
+    /// A tensor that has no other handle, or a caller's part of a tensor, as D.
     pub(crate) fn of(d: &'a mut Tensor<Cuda>, accumulate: bool) -> Self {
         match &mut d.data {
             Data::F32(values) => Self::f32(values.in_place(), accumulate),
@@ -291,23 +293,24 @@ impl<'a> Target<'a> {
     }
 }
 
-/// The groups' starts and lengths, on the device.
+/// The starts and lengths of groups, on the device.
 #[derive(Debug, Clone, Copy)]
 pub struct GroupBuffers<'a> {
-    /// First row of each group, and the end of the last group's padding: multiples of 128.
+    /// The first row of each group, and the end of the last group's padding; all are multiples of
+    /// 128.
     pub start: &'a Buffer<i32>,
-    /// Rows of each group.
+    /// The number of rows of each group.
     pub len: &'a Buffer<i32>,
 }
 
 impl<'a> GroupBuffers<'a> {
-    /// The lists of these groups.
+    /// The starts and lengths of these groups.
     pub(super) fn of(groups: &'a Groups<Cuda>) -> Self {
         Self { start: groups.start.get(), len: groups.len.get() }
     }
 }
 
-/// An error that names the argument, unless both are on one device.
+/// Returns an error that names the argument unless both buffers are on one device.
 pub(crate) fn same_device(
     op: &'static str,
     argument: &'static str,

@@ -1,4 +1,4 @@
-//! D = A·Bᵀ of any two operands on the CUDA cores (`csrc/kernels/products/product_simt.cuh`): F32 products, and sizes
+//! D = A·Bᵀ of any two operands on the CUDA cores (`csrc/kernels/products/product_simt.cuh`): F32 GEMMs, and sizes
 //! that the tensor-core kernels do not support.
 
 use super::operands::{GroupBuffers, GroupsArg, Matrix, ScalesArg, Target, Values, ragged_name, same_device};
@@ -13,13 +13,14 @@ use nibble_core::{DType, Error, Operand, Result};
 const OP: &str = "product_simt";
 const TILE: usize = 64;
 const THREADS: u32 = 256;
-/// The promotion interval for sums of plain operands.
+/// The number of elements per partial sum of plain operands.
 const PLAIN_BLOCK: usize = 128;
-/// Contractions of formats with one scale per line are rounded up to a multiple of this.
+/// Contractions of formats with one scale per row or column are rounded up to a multiple of this
+/// number.
 const LONGEST_BLOCK: usize = 128;
 
 impl Values {
-    /// The device's `Stored`.
+    /// The value of `Stored` on the device.
     fn stored(self) -> i32 {
         match self {
             Self::Plain(DType::F32) => 0,
@@ -51,11 +52,11 @@ struct Side<'a> {
     matrix: Matrix<'a>,
     row_stride: usize,
     k_stride: usize,
-    /// Rows per scale.
+    /// The number of rows that share a scale.
     tile_rows: usize,
 }
 
-/// The device's `Side`.
+/// Mirrors the device struct `Side`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct SideArg {
@@ -69,7 +70,7 @@ struct SideArg {
 plain_args!(SideArg);
 
 impl<'a> Side<'a> {
-    /// Plain operands of a weight gradient are read down their columns; quantized operands are stored that way.
+    /// For wgrad, plain operands are read down their columns; quantized operands are already stored that way.
     fn of(product: &ProductArgs<'a, Cuda>, x: &'a Operand<Cuda>) -> Result<Self> {
         let (matrix, down) = (Matrix::of(product.op, x)?, product.ragged == Ragged::Contraction);
         let (row_stride, k_stride, tile_rows) = match x {
@@ -111,13 +112,13 @@ impl<'a> Side<'a> {
     }
 }
 
-/// Runs the product; rows outside all groups are not written.
+/// Runs the GEMM; rows outside all groups are not written.
 pub(super) fn run(product: &ProductArgs<'_, Cuda>, d: Target<'_>) -> Result<()> {
     let record_len = |x: &Operand<Cuda>| match x {
         Operand::Plain(_) => None,
         Operand::Block(q) => Some(q.format.record_len(q.axis)),
     };
-    // A scale for a whole line also covers a longer contraction.
+    // A scale for a whole row or column also applies to a longer contraction.
     let longest = product.dims.k.next_multiple_of(LONGEST_BLOCK);
     let records = [product.a, product.b].into_iter().filter_map(record_len);
     OrdinaryLaunch {
@@ -133,19 +134,19 @@ pub(super) fn run(product: &ProductArgs<'_, Cuda>, d: Target<'_>) -> Result<()> 
     .run()
 }
 
-/// A product; sizes as for [`TensorCoreProduct`](nibble_choice::products::TensorCoreProduct).
+/// A GEMM, with sizes as in [`TensorCoreProduct`](nibble_choice::products::TensorCoreProduct).
 #[derive(Debug)]
 struct OrdinaryLaunch<'a> {
     ragged: Ragged,
-    /// `None`: one group of all rows.
+    /// The groups; `None` for one group of all rows.
     groups: Option<GroupBuffers<'a>>,
     num_groups: usize,
     dims: ProductDims,
     a: Side<'a>,
     b: Side<'a>,
-    /// Contraction elements per scale.
+    /// The number of contraction elements per scale.
     block: usize,
-    /// Rows outside all groups are not written.
+    /// D; rows outside all groups are not written.
     d: Target<'a>,
 }
 
@@ -198,7 +199,7 @@ impl OrdinaryLaunch<'_> {
         Ok(device)
     }
 
-    /// Tiles of columns, tiles of rows, groups.
+    /// The grid: tiles of columns, tiles of rows, and groups.
     fn grid(&self) -> [u32; 3] {
         let ProductDims { m, n, .. } = self.dims;
         let columns = n.div_ceil(TILE) as u32;
@@ -211,7 +212,7 @@ impl OrdinaryLaunch<'_> {
         }
     }
 
-    /// Checks the sizes and launches.
+    /// Checks the sizes and launches the kernel.
     fn run(self) -> Result<()> {
         let device = self.check()?;
         let kernel = device.kernel(&spec(self.a.matrix.values.element(), self.ragged))?;
@@ -224,8 +225,8 @@ impl OrdinaryLaunch<'_> {
         let d = &self.d.address;
         let launch = Launch { ctas: grid.iter().product(), threads: THREADS, cluster: 1, shared_bytes: 0 };
         let [tiles_n, tiles_m, _] = grid.map(|extent| extent as i32);
-        // SAFETY: `check` held the operands' extents to the sizes; rows of groups lie below `m`, and columns of groups below
-        // `k`, by C2. `d` is borrowed mutably, and the device has one stream.
+        // SAFETY: `check` compared the operands' extents with the sizes; by C2, rows of groups lie below `m`, and columns of
+        // groups below `k`. `d` is borrowed mutably, and the device has one stream.
         unsafe {
             kernel.launch(launch, &[&a, &b, &groups, d, &block, &is_f32, &accumulate, &tiles_n, &tiles_m])
         }

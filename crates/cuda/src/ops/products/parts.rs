@@ -1,9 +1,9 @@
-//! Products that sum several F32 results of the tensor cores (`csrc/kernels/products/bf16_parts.cuh`). One case is split-K: contractions
-//! cut into runs of rows, where D alone has too few tiles for the GPU. The other is F32 operands: an F32 number is exactly the sum of three
-//! BF16 numbers, whose products are exact, so that only the order of the sums differs.
+//! GEMMs that sum several F32 results of the tensor cores (`csrc/kernels/products/bf16_parts.cuh`). One case is split-K: contractions are
+//! divided into runs of rows if D alone has too few tiles for the GPU. The other case is F32 operands. An F32 number is exactly the sum of
+//! three BF16 numbers, whose products are exact, so only the order of the sums differs.
 //!
-//! The number of runs depends only on D's size and on the rows of a group (`nibble_choice::products`). So the bits are the same for any
-//! number of groups, and thus of ranks.
+//! The number of runs depends only on D's size and on the number of rows of a group (`nibble_choice::products`). So the bits are the same
+//! for any number of groups, and thus for any number of ranks.
 
 use super::operands::{GroupBuffers, Matrix, Target};
 use super::tensor_cores::TensorCoreLaunch;
@@ -19,10 +19,11 @@ use nibble_core::{DType, Data, Error, Operand, Result, Tensor};
 
 const OP: &str = "product_parts";
 const THREADS: u32 = 256;
-/// Each part once.
+/// An order in which each BF16 part occurs once.
 const EACH: [u32; PARTS] = [0, 1, 2];
 
-/// A contraction in `each` runs of each group's rows: computes a D for each run, then their sum.
+/// Computes a contraction in `each` runs of each group's rows: a D for each run, and then their
+/// sum.
 pub(super) fn in_runs(
     cuda: &Cuda,
     product: &ProductArgs<'_, Cuda>,
@@ -37,7 +38,8 @@ pub(super) fn in_runs(
     sum(&all, d, (product.dims.m * product.dims.n, 1, each))
 }
 
-/// Splits, multiplies, sums. `d` has the product's size.
+/// Splits the operands, multiplies the parts, and sums the results. `d` has the size of the GEMM's
+/// result.
 pub(super) fn run(cuda: &Cuda, parts: Parts, product: &ProductArgs<'_, Cuda>, d: Target<'_>) -> Result<()> {
     let (asked, [m, n, k]) = (parts.product, [product.dims.m, product.dims.n, product.dims.k]);
     let (Operand::Plain(a), Operand::Plain(b)) = (product.a, product.b) else {
@@ -85,7 +87,7 @@ fn len(x: &Tensor<Cuda>) -> usize {
     }
 }
 
-/// The BF16 parts of each row of `cols` F32 numbers, side by side, in this order.
+/// The BF16 parts of each row of `cols` F32 values, side by side, in the order `order`.
 fn split(op: &'static str, x: &Tensor<Cuda>, (order, cols): ([u32; PARTS], usize)) -> Result<Buffer<bf16>> {
     let Data::F32(values) = &x.data else {
         return Err(Error::shape(op, "operands and out", x.dtype(), "F32, as chosen for"));
@@ -96,19 +98,20 @@ fn split(op: &'static str, x: &Tensor<Cuda>, (order, cols): ([u32; PARTS], usize
     let pattern = order.iter().rev().fold(0u32, |pattern, part| pattern << 2 | part);
     let (by, count) = (Divider::by(units_per_row), order.len() as u32);
     let args: [&dyn KernelArg; 7] = [values, &out, &units, &units_per_row, &by, &pattern, &count];
-    // SAFETY: `out` has `count` numbers for each of `values`, which has `units` times four.
+    // SAFETY: `out` has `count` values for each value of `values`, which has four times `units`
+    // values.
     unsafe { values.device().kernel(&spec("nib::split_parts", Vec::new()))?.launch(launch, &args) }?;
     Ok(out)
 }
 
-/// The runs' starts and lengths, on the device.
+/// The starts and lengths of runs, on the device.
 struct Runs {
     start: Buffer<i32>,
     len: Buffer<i32>,
 }
 
 impl Runs {
-    /// `each` runs per group of a product; `None` where each group is one run.
+    /// Divides each group of a GEMM into `each` runs; `None` if each group is one run.
     fn of(product: &ProductArgs<'_, Cuda>, each: usize) -> Result<Option<Self>> {
         let Some(groups) = product.groups.filter(|_| each > 1) else { return Ok(None) };
         let device = groups.start.get().device();
@@ -118,18 +121,19 @@ impl Runs {
         let launch = Launch { ctas, threads: THREADS, cluster: 1, shared_bytes: 0 };
         let (count, runs) = (groups.num_groups as u32, each as u32);
         let args: [&dyn KernelArg; 6] = [groups.start.get(), groups.len.get(), &start, &len, &count, &runs];
-        // SAFETY: the groups' start and length are of `count`, the results of `runs` times as many.
+        // SAFETY: the groups have `count` starts and lengths, and the results have `runs` times as
+        // many.
         unsafe { device.kernel(&spec("nib::cut_groups", Vec::new()))?.launch(launch, &args) }?;
         Ok(Some(Self { start, len }))
     }
 
-    /// The runs as groups of the product.
+    /// The runs, as groups of the GEMM.
     fn groups(&self) -> GroupBuffers<'_> {
         GroupBuffers { start: &self.start, len: &self.len }
     }
 }
 
-/// A matrix as the kernels of this file divide it.
+/// A matrix, divided as the kernels of this file process it.
 struct Units {
     launch: Launch,
     units: u32,
@@ -137,7 +141,7 @@ struct Units {
 }
 
 impl Units {
-    /// `cols` divides `len`, and is a multiple of [`SUMMED_UNIT`].
+    /// `cols` must divide `len`, and must be a multiple of [`SUMMED_UNIT`].
     fn of(len: usize, cols: usize) -> Result<Self> {
         let units = u32::try_from(len / SUMMED_UNIT).ok().filter(|&units| units <= i32::MAX as u32);
         let units = units.ok_or_else(|| Error::shape(OP, "values", len, "below 2^33"))?;
@@ -146,7 +150,8 @@ impl Units {
     }
 }
 
-/// Sums each row of `cols` over runs and their parts, and writes the sums to D or adds them to it.
+/// Sums each row of `cols` values over runs and their parts, and writes the sums to D or adds them
+/// to D.
 fn sum(all: &Buffer<f32>, d: Target<'_>, (cols, parts, runs): (usize, usize, usize)) -> Result<()> {
     if all.len() != parts * runs * d.len {
         return Err(Error::shape(OP, "d", d.len, all.len() / (parts * runs)));
@@ -155,7 +160,8 @@ fn sum(all: &Buffer<f32>, d: Target<'_>, (cols, parts, runs): (usize, usize, usi
     let (by, runs, accumulate) = (Divider::by(units_per_row), runs as u32, i32::from(d.accumulate));
     let kernel = d.device.kernel(&sum_spec(d.dtype, parts))?;
     let args: [&dyn KernelArg; 7] = [all, &d.address, &units, &units_per_row, &by, &runs, &accumulate];
-    // SAFETY: `all` has `parts` · `runs` rows for each of D, which has `units` times four numbers and is borrowed mutably.
+    // SAFETY: `all` has `parts` · `runs` rows for each row of D, which has four times `units` values and is borrowed
+    // mutably.
     unsafe { kernel.launch(launch, &args) }
 }
 

@@ -1,5 +1,6 @@
 //! D = A·Bᵀ over groups whose sizes only the device knows, on the tensor cores: FP8 operands with block scales
-//! (`csrc/kernels/products/grouped_fp8_block.cuh`), and BF16 (`csrc/kernels/products/grouped_bf16.cuh`). One group is the dense product.
+//! (`csrc/kernels/products/grouped_fp8_block.cuh`), and BF16 operands (`csrc/kernels/products/grouped_bf16.cuh`). A dense GEMM has one
+//! group.
 
 pub use super::operands::{GroupBuffers, Matrix, ScaleValues, StridedScales, Target};
 use super::operands::{GroupsArg, Values, ragged_name, same_device};
@@ -18,14 +19,14 @@ use nibble_core::{DType, Error, Result};
 use std::sync::PoisonError;
 
 const OP: &str = "tensor_core_product";
-/// Columns and rows of a box of a BF16 stage where the contraction runs down the rows.
+/// Columns and rows of a box of a BF16 stage, if the contraction goes down the rows.
 const BOX: usize = 64;
 /// Rows that a warpgroup multiplies at once.
 const WAVE_ROWS: usize = 64;
 const THREADS: u32 = 384;
 
 impl Matrix<'_> {
-    /// Checks A (0) or B (1) against the product.
+    /// Checks A (side 0) or B (side 1) against the GEMM.
     fn check(&self, side: usize, product: &TensorCoreProduct, on: &Device) -> Result<()> {
         let argument = ["a", "b"][side];
         let len = [product.a(), product.b()][side];
@@ -55,7 +56,7 @@ impl Matrix<'_> {
         same_device(OP, argument, self.device, on)
     }
 
-    /// TMA tiles of `tile_rows` rows, as a stage holds them.
+    /// A tensor map with tiles of `tile_rows` rows, as a stage holds them.
     fn map(
         &self,
         product: &TensorCoreProduct,
@@ -67,7 +68,7 @@ impl Matrix<'_> {
             Values::Codes(_) => tensor_map::Element::U8,
             Values::Plain(dtype) => plain_element(dtype),
         };
-        // If the contraction runs down the rows, a stage consists of boxes.
+        // If the contraction goes down the rows, a stage consists of several boxes.
         let (rows, cols, tile_rows) = match (self.values, product.ragged) {
             (Values::Plain(_), Ragged::Contraction) => (product.k, rows, BOX),
             _ => (rows, product.k, tile_rows),
@@ -93,18 +94,18 @@ const fn plain_element(dtype: DType) -> tensor_map::Element {
     }
 }
 
-/// A product with its operands, all on one device.
+/// A GEMM with its operands, all on one device.
 #[derive(Debug)]
 pub struct TensorCoreLaunch<'a> {
-    /// The requested product.
+    /// The requested GEMM.
     pub product: TensorCoreProduct,
     /// The groups; `None` for one group of all rows.
     pub groups: Option<GroupBuffers<'a>>,
-    /// `[m][k]`.
+    /// Operand A, `[m][k]`.
     pub a: Matrix<'a>,
-    /// `[groups · n][k]`, or `[n][k]` with [`Ragged::Contraction`].
+    /// Operand B, `[groups · n][k]`, or `[n][k]` with [`Ragged::Contraction`].
     pub b: Matrix<'a>,
-    /// `[m][n]`, or `[groups · m][n]` with [`Ragged::Contraction`].
+    /// The result D, `[m][n]`, or `[groups · m][n]` with [`Ragged::Contraction`].
     pub d: Target<'a>,
 }
 
@@ -145,13 +146,13 @@ impl TensorCoreLaunch<'_> {
         Ok(device)
     }
 
-    /// Runs with the instance that [`TensorCoreConfig::choose`] picks.
+    /// Runs the instance that [`TensorCoreConfig::choose`] selects.
     pub fn run(self) -> Result<()> {
         let config = TensorCoreConfig::choose(&self.product);
         self.run_with(config)
     }
 
-    /// Runs with the settings of `trial`.
+    /// Runs the GEMM with the settings of `trial`.
     pub(super) fn run_under(self, trial: &ProductTrial) -> Result<()> {
         if let Some(asked) = &trial.asked {
             asked.lock().unwrap_or_else(PoisonError::into_inner).push(self.product);
@@ -162,7 +163,7 @@ impl TensorCoreLaunch<'_> {
         }
     }
 
-    /// Runs with this instance.
+    /// Runs the given instance.
     pub fn run_with(self, config: TensorCoreConfig) -> Result<()> {
         let device = self.check()?;
         config.check()?;
@@ -182,18 +183,20 @@ impl TensorCoreLaunch<'_> {
             args.extend([&a.tensor_scale as &dyn KernelArg, &b.tensor_scale]);
         }
         args.extend([&groups as &dyn KernelArg, &d.address]);
-        // SAFETY: `check` held every length to the sizes, and the descriptors carry the same ones: TMA neither reads nor writes
-        // past them. Scales are read at rows and blocks that `StridedScales::check` covered, those of tensors at rows that are multiplied. The kernel keeps the groups' rows
-        // within `m` (or `k`), whatever their lists hold. `d` is borrowed mutably, and the device has one stream.
+        // SAFETY: `check` compared every length with the sizes, and the tensor maps have the same sizes, so TMA neither reads nor writes
+        // past them. Block scales are read at rows and blocks that `StridedScales::check` covers, and tensor scales at rows that are
+        // multiplied. The kernel clamps the groups' rows to `m` (or `k`), whatever their lists contain. `d` is borrowed mutably, and the
+        // device has one stream.
         unsafe { kernel.launch(launch, &args) }
     }
 }
 
-/// TMA boxes of D as a warp stores them.
+/// A tensor map of D, with boxes as a warp stores them.
 fn store_map(product: &TensorCoreProduct, d: &Target<'_>) -> Result<TensorMap> {
     let [matrices, rows, cols] = product.shape_d();
     let element = plain_element(d.dtype);
-    // For a transposed product, 64 bytes of a row are 16 rows of the product, and a box has as many of its columns.
+    // For a transposed GEMM, a box has 16 rows of D, which are columns of the GEMM; each row has 64 bytes,
+    // which are 16 rows of the GEMM.
     Tiles {
         element,
         address: d.address,
@@ -207,7 +210,7 @@ fn store_map(product: &TensorCoreProduct, d: &Target<'_>) -> Result<TensorMap> {
     .encode_stack(matrices)
 }
 
-/// Rows of A per copy.
+/// The number of rows of A per copy.
 const fn rows_a(config: &TensorCoreConfig) -> usize {
     match config.order {
         Order::FullFirst => BLOCK_M / config.cluster,
@@ -215,7 +218,7 @@ const fn rows_a(config: &TensorCoreConfig) -> usize {
     }
 }
 
-/// The L2 fetch size for operands: for `Order::Mixed`, 256 bytes are 5 % slower.
+/// The L2 fetch size for operands; for `Order::Mixed`, 256 bytes are 5 % slower.
 const fn fetch(config: &TensorCoreConfig) -> Fetch {
     match config.order {
         Order::FullFirst => Fetch::Bytes256,
@@ -223,7 +226,7 @@ const fn fetch(config: &TensorCoreConfig) -> Fetch {
     }
 }
 
-/// One CTA per multiprocessor, as far as clusters can be placed: only the device knows the number of tiles.
+/// One CTA per SM, as far as clusters can be placed, because only the device knows the number of tiles.
 fn launch(config: &TensorCoreConfig, product: &TensorCoreProduct, clusters: usize) -> Launch {
     Launch {
         ctas: (clusters.max(1) * config.cluster) as u32,
@@ -269,12 +272,12 @@ fn spec(config: &TensorCoreConfig, product: &TensorCoreProduct) -> KernelSpec {
     KernelSpec { source, name, args }
 }
 
-/// The device's name of an FP8 element.
+/// The name of an FP8 element on the device.
 fn element_name(element: Element) -> &'static str {
     if element == Element::E5M2 { "nib::ptx::Fp8::kE5m2" } else { "nib::ptx::Fp8::kE4m3" }
 }
 
-/// The device's name of [`ScalesB`].
+/// The name of [`ScalesB`] on the device.
 const fn scales_name(scales: ScalesB) -> &'static str {
     match scales {
         ScalesB::Tile => "nib::ScalesOfB::kTile",
@@ -297,13 +300,14 @@ pub(crate) fn instances() -> Vec<Instance> {
         for accumulate in [false, true] {
             cases.push((Ragged::Contraction, kind, DType::Bf16, accumulate, false));
             cases.push((Ragged::Contraction, kind, DType::F32, accumulate, false));
-            // If each row of B has its own scale, so has each row of A.
+            // If each row of B has its own scale, each row of A has its own scale too.
             if !own.contains(&kind) {
                 cases.push((Ragged::Contraction, kind, DType::F32, accumulate, true));
             }
         }
     }
-    // Pairs with E5M2: B's scales by 2-D blocks, for weights, and F32 scales per row, which work for all other cases.
+    // Pairs with E5M2 have two instances: B's scales by 2-D blocks, for weights; and F32 scales per row, which work
+    // for all other cases.
     for pair in [[Element::E5M2, Element::E4M3], [Element::E4M3, Element::E5M2], [Element::E5M2; 2]] {
         let [tiles, rows] = [ScalesB::Tile, ScalesB::Floats].map(|scales| OperandKind::Fp8(pair, scales));
         for out in [DType::Bf16, DType::F32] {

@@ -1,7 +1,7 @@
-//! `combine_tree`, `find_slots` on a GPU (`csrc/kernels/routing/combine_tree.cuh`).
+//! Runs `combine_tree` and `find_slots` on a GPU (`csrc/kernels/routing/combine_tree.cuh`).
 //!
-//! Indices and leaves come from a plan on the device, which the host does not wait for. Whatever their values, kernels only read rows
-//! that exist.
+//! Indices and leaves come from a plan on the device, for which the host does not wait. Whatever the values of indices and leaves,
+//! kernels only read rows that exist.
 
 use crate::Cuda;
 use crate::backend::Buf;
@@ -16,27 +16,27 @@ use nibble_core::{DType, Error, Result, Tensor};
 
 const SOURCE: &str = "kernels/routing/combine_tree.cuh";
 const THREADS: usize = 256;
-/// Units of a row per warp.
+/// Number of units of a row per warp.
 const CHUNK: usize = 128;
 
 /// How [`CombineTree`] is launched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Config {
     dtype: DType,
-    /// Columns per unit.
+    /// Number of columns per unit.
     count: usize,
-    /// Units per row.
+    /// Number of units per row.
     units_per_row: usize,
-    /// Warps per token.
+    /// Number of warps per token.
     chunks: usize,
-    /// Total warps.
+    /// Total number of warps.
     items: usize,
-    /// Partial sums per thread in shared memory.
+    /// Number of partial sums per thread in shared memory.
     entries: usize,
 }
 
 impl Config {
-    /// 16 bytes per unit where rows are multiples of that, otherwise one column.
+    /// A unit is 16 bytes if rows are multiples of 16 bytes, otherwise one column.
     fn choose(dtype: DType, tokens: usize, cols: usize, tree: (usize, usize)) -> Result<Self> {
         const OP: &str = "combine_tree";
         let (top_k, leaves) = tree;
@@ -80,7 +80,8 @@ impl Config {
         if self.items == 0 {
             return Ok(());
         }
-        // No index exceeds 2^31, so further rows cannot be reached. `choose` and `check` held the other sizes below that.
+        // No index exceeds 2^31, so further rows cannot be reached. `choose` and `check` ensured that the other sizes are
+        // below 2^31.
         let num_rows = op.rows.rows.min(1 << 31) as u32;
         let [items, units_per_row, chunks, leaves] =
             [self.items, self.units_per_row, self.chunks, op.leaves].map(|n| n as u32);
@@ -102,22 +103,22 @@ impl Config {
             &by_chunks,
             &top_k,
         ];
-        // SAFETY: `BufferCheck` held `rows` to at least `num_rows` rows; `plus` is as large as `out`, and `index` and `leaf` have `top_k`
-        // values for each of its rows, by `check`. The kernel reads no other row, writes the units of its items, and keeps no more than
-        // `entries` sums a thread.
+        // SAFETY: `BufferCheck` ensured that `rows` has at least `num_rows` rows. `plus` is as large as `out`, and `check` ensured that
+        // `index` and `leaf` have `top_k` values for each row of `out`. The kernel reads no other row, writes only the units of its
+        // items, and stores at most `entries` sums per thread.
         unsafe { kernel.launch(self.launch(), &args) }
     }
 }
 
-/// The most partial sums that a thread holds at a time: the device's `tree_entries`. Pending sums belong to nodes of strictly increasing
-/// depth, or to a leaf. With four rows or fewer, a thread sums two units at a time.
+/// The most partial sums that a thread holds at a time, as computed by the device's `tree_entries`. Pending sums belong to nodes of
+/// strictly increasing depth, or to a leaf. With four rows or fewer, a thread sums two units at a time.
 fn tree_entries(top_k: usize, leaves: usize) -> usize {
     let height = leaves.max(1).next_power_of_two().ilog2() as usize;
     let waiting = (top_k - 1).min(height + 1);
     if top_k <= 2 { 0 } else { waiting.max(2 * waiting.min(3)) }
 }
 
-/// See [`CombineTree`].
+/// Runs [`CombineTree`] on the GPU.
 pub(crate) fn combine_tree(cuda: &Cuda, op: CombineTree<'_, Cuda>) -> Result<Tensor<Cuda>> {
     op.check()?;
     let buffers = BufferCheck::by("combine_tree", cuda);
@@ -135,7 +136,7 @@ fn find_spec() -> KernelSpec {
     KernelSpec { source: SOURCE, name: "nib::find_slots", args: Vec::new() }
 }
 
-/// See [`FindSlots`].
+/// Runs [`FindSlots`] on the GPU.
 pub(crate) fn find_slots(cuda: &Cuda, op: FindSlots<'_, Cuda>) -> Result<Buf<i32>> {
     op.check()?;
     let row_slot = BufferCheck::by("find_slots", cuda).buffer("row_slot", op.row_slot)?;
@@ -143,14 +144,15 @@ pub(crate) fn find_slots(cuda: &Cuda, op: FindSlots<'_, Cuda>) -> Result<Buf<i32
     if op.slots == 0 {
         return Ok(out);
     }
-    // Fills with −1, byte by byte.
+    // Fills every byte with 0xFF, so that every value is −1.
     out.in_place().fill(0xFF)?;
     if !row_slot.is_empty() {
-        // `check` held both below 2^31.
+        // `check` ensured that both are below 2^31.
         let [rows, slots] = [row_slot.len(), op.slots].map(|n| n as u32);
         let ctas = rows.div_ceil(THREADS as u32);
         let launch = Launch { ctas, threads: THREADS as u32, cluster: 1, shared_bytes: 0 };
-        // SAFETY: both on this device (`BufferCheck`); `row_slot` has `rows` values and `out` `slots`, below which the kernel writes.
+        // SAFETY: both buffers are on this device (`BufferCheck`); `row_slot` has `rows` values and `out` has `slots` values, and the
+        // kernel writes only below `slots`.
         unsafe { cuda.device().kernel(&find_spec())?.launch(launch, &[row_slot, out.get(), &rows, &slots]) }?;
     }
     Ok(out)
@@ -170,7 +172,7 @@ fn configs(entries: usize) -> impl Iterator<Item = Config> {
     })
 }
 
-/// Every kernel instance of this module, with the most shared memory that any launch asks for.
+/// Every kernel instance of this module, with the most shared memory that any launch requests.
 pub(crate) fn instances() -> Vec<Instance> {
     let instance =
         |config: Config| Instance { spec: config.spec(), shared_bytes: config.launch().shared_bytes };
@@ -178,7 +180,7 @@ pub(crate) fn instances() -> Vec<Instance> {
     trees.chain([Instance { spec: find_spec(), shared_bytes: 0 }]).collect()
 }
 
-/// The shared-memory sizes of the pending sums.
+/// The shared-memory sizes for the pending sums.
 pub(crate) fn shared_sizes() -> Vec<SharedSize> {
     let slots = [1, 2, 3, 4, 5, 8, 9, MOST_TREE_SLOTS];
     let leaves = [1, 2, 3, 12, 64, 256, i32::MAX as usize];

@@ -1,5 +1,5 @@
-//! Copies rows of bytes, with their scales, to other places (`csrc/kernels/routing/copy_rows.cuh`): shared by permute,
-//! pack and unpack.
+//! Copies rows of bytes, with their scales, to other places (`csrc/kernels/routing/copy_rows.cuh`); permute, pack and
+//! unpack share this code.
 
 use crate::Cuda;
 use crate::compile::jit::{KernelSpec, TemplateArg};
@@ -11,7 +11,7 @@ use nibble_core::{Data, Error, Operand, Result, RowKind};
 use std::ffi::c_void;
 
 const THREADS: usize = 128;
-/// Rows with fewer units are short: more rows must be in flight at once.
+/// Rows with fewer units than this are short, so more rows must be in flight at once.
 const SHORT_ROW_UNITS: usize = 200;
 /// Slots per group of lanes, if a source row has at least as many slots on average.
 const SLOTS_EACH: usize = 4;
@@ -25,7 +25,7 @@ pub(crate) struct Span {
 }
 
 impl Span {
-    /// Rows of `stride` bytes, back to back.
+    /// Contiguous rows of `stride` bytes.
     pub(crate) fn of<T: Pod>(buffer: &Buffer<T>, stride: usize) -> Self {
         Self { address: buffer.address(), len: buffer.bytes(), stride }
     }
@@ -35,7 +35,7 @@ impl Span {
         Self { address: self.address + offset as u64, len: self.len.saturating_sub(offset), ..self }
     }
 
-    /// Whether `rows` rows of `bytes` lie within the buffer.
+    /// Whether `rows` rows of `bytes` bytes lie within the buffer.
     fn holds(&self, rows: usize, bytes: usize) -> bool {
         let last = rows.checked_sub(1).map(|last| last.checked_mul(self.stride));
         match last {
@@ -50,18 +50,18 @@ impl Span {
 /// One buffer of codes or scales to copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Plane {
-    /// The source.
+    /// The source of the copy.
     pub from: Span,
-    /// The destination.
+    /// The destination of the copy.
     pub to: Span,
-    /// Bytes of a row.
+    /// Number of bytes per row.
     pub bytes: usize,
     /// The word that fills rows without a source.
     pub pad: u32,
 }
 
 impl Plane {
-    /// The widest unit, 16, 4 or 1 bytes, that divides addresses, strides and rows.
+    /// The widest unit (16, 4 or 1 bytes) that divides addresses, strides and row lengths.
     fn unit(&self) -> u32 {
         let bits = self.from.address
             | self.to.address
@@ -90,7 +90,7 @@ impl Plane {
     }
 }
 
-/// The device's `RowPlane`.
+/// Mirrors the device struct `RowPlane`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct RowPlane {
@@ -104,7 +104,8 @@ struct RowPlane {
     unused: u32,
 }
 
-// SAFETY: the value itself; `unused` fills it up to its alignment, so that every byte is initialised.
+// SAFETY: the pointer and the size are those of the value itself; the field `unused` fills it up to
+// its alignment, so that every byte is initialised.
 unsafe impl KernelArg for RowPlane {
     fn pointer(&self) -> *const c_void {
         std::ptr::from_ref(self).cast()
@@ -122,25 +123,25 @@ pub(crate) enum Order<'a> {
     /// Row i comes from row `index[i]`.
     Gather(&'a Buffer<i32>),
     /// Row i comes from row `source_row[i]`. `slot_row` lists the rows that have a source, grouped by source row, so
-    /// that each source row is read once for all of its result rows. In the order of the result, it would have left the
-    /// cache between them.
+    /// that each source row is read once for all of its result rows. In the order of the result rows, a source row
+    /// would have left the cache before its next use.
     Spread { source_row: &'a Buffer<i32>, slot_row: &'a Buffer<i32> },
 }
 
-/// Rows to copy: see [`Order`].
+/// A copy of rows in a given [`Order`].
 #[derive(Debug)]
 pub(crate) struct CopyRows<'a> {
     /// The operation's name, for errors.
     pub op: &'static str,
-    /// The first part of a row.
+    /// The codes, which are the first part of a row.
     pub codes: Plane,
     /// The scales, if rows have any.
     pub scales: Option<Plane>,
-    /// The source row of each row.
+    /// The source row of each result row.
     pub order: Order<'a>,
-    /// Rows to write.
+    /// The number of rows to write.
     pub rows: usize,
-    /// Rows of the source.
+    /// The number of source rows.
     pub rows_in: usize,
 }
 
@@ -175,16 +176,17 @@ impl CopyRows<'_> {
         Ok(())
     }
 
-    /// Units per row, codes and scales together.
+    /// The number of units per row, codes and scales together.
     fn units(&self) -> usize {
         let units = |plane: &Plane| plane.bytes / plane.unit() as usize;
         units(&self.codes) + self.scales.as_ref().map_or(0, units)
     }
 
-    /// Checks and launches.
+    /// Checks the sizes and launches the kernel.
     ///
     /// # Safety
-    /// Nobody else uses the buffers of the written spans now; all spans are of live buffers of this device.
+    /// Nothing else may use the buffers of the written spans meanwhile, and all spans must be of live
+    /// buffers of this device.
     pub(crate) unsafe fn run(self, device: &Device) -> Result<()> {
         self.check()?;
         if self.rows == 0 {
@@ -207,8 +209,9 @@ impl CopyRows<'_> {
         let [rows, rows_in, num_slots] =
             [self.rows, self.rows_in, row.map_or(0, Buffer::len)].map(|n| n as u32);
         let kernel = device.kernel(&config.spec())?;
-        // SAFETY: `check` held the planes to the rows and the lists to their lengths; the kernel reads rows below `rows_in` and
-        // writes rows below `rows` only, whatever the lists hold. The rest is the caller's promise.
+        // SAFETY: `check` compared the buffers with the rows, and the lists with their lengths. The kernel reads only rows
+        // below `rows_in` and writes only rows below `rows`, whatever the lists contain. The caller guarantees the other
+        // conditions.
         unsafe {
             kernel.launch(
                 launch,
@@ -221,23 +224,23 @@ impl CopyRows<'_> {
 /// How a copy is launched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct CopyConfig {
-    /// Units that a lane loads at once.
+    /// Number of units that a lane loads at once.
     units: usize,
     /// log2 of the lanes per row.
     lanes_log2: u32,
-    /// Slots per group of lanes, processed in sequence.
+    /// Slots per group of lanes, which the group processes in sequence.
     each: usize,
     ctas: usize,
 }
 
-/// Slots per group of lanes. Slots of one source row are adjacent, so lanes that process several slots read the source
-/// row once.
+/// The number of slots per group of lanes. Slots of one source row are adjacent, so lanes that process several slots
+/// read the source row once.
 fn slots_each(slots: usize, sources: usize) -> usize {
     if slots >= SLOTS_EACH * sources { SLOTS_EACH } else { 1 }
 }
 
 impl CopyConfig {
-    /// Enough lanes to hold a row in one pass (8 to 64), and enough CTAs for all rows.
+    /// Enough lanes to hold a row in one pass (8 to 64 lanes), and enough CTAs for all rows.
     fn choose(rows: usize, row_units: usize, each: usize) -> Self {
         let units = if row_units < SHORT_ROW_UNITS { 6 } else { 8 };
         let lanes_log2 = row_units.div_ceil(units).next_power_of_two().ilog2().clamp(3, 6);
@@ -260,7 +263,7 @@ pub(crate) fn instances() -> Vec<Instance> {
     specs.map(|spec| Instance { spec, shared_bytes: 0 }).collect()
 }
 
-/// The memory of rows: in separate buffers, or contiguous in all-to-all records.
+/// Where rows lie in memory: in separate buffers, or contiguous in all-to-all records.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct RowSpans {
     codes: Span,
@@ -270,7 +273,7 @@ pub(crate) struct RowSpans {
 }
 
 impl RowSpans {
-    /// The buffers of an operand.
+    /// The spans of an operand's buffers.
     pub(crate) fn of(rows: &Operand<Cuda>) -> Self {
         let kind = rows.row_kind();
         let (codes, scales, tensor_scale) = match rows {
@@ -287,7 +290,7 @@ impl RowSpans {
         Self { codes, scales, tensor_scale, rows: rows.rows() }
     }
 
-    /// `rows` contiguous all-to-all records.
+    /// The spans of `rows` contiguous all-to-all records.
     pub(crate) fn in_messages(bytes: &Buffer<u8>, kind: RowKind, rows: usize) -> Self {
         let codes = Span::of(bytes, kind.row_bytes());
         let scales = codes.skipping(kind.code_bytes());
@@ -303,9 +306,9 @@ impl RowSpans {
 /// The content of a row without a source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum PadRows {
-    /// All zeros, as in unused all-to-all records.
+    /// All bytes are zeros, as in unused all-to-all records.
     Zeros,
-    /// Plain values, codes and scale bytes are 0; F32 scales are the smallest normal number; the tensor's scale is 1.
+    /// Plain values, codes and scale bytes are 0; F32 scales are the smallest normal number; the tensor scale is 1.
     Rows,
 }
 
@@ -322,7 +325,8 @@ impl Reorder<'_> {
     /// Codes and scales are copied in one launch, tensor scales in another.
     ///
     /// # Safety
-    /// Nobody else uses the buffers of `to`; all buffers are live and of this device.
+    /// Nothing else may use the buffers of `to` meanwhile; all buffers must be live and on this
+    /// device.
     pub(crate) unsafe fn run(&self, from: RowSpans, to: RowSpans) -> Result<()> {
         let (kind, is_zero) = (self.kind, self.pads == PadRows::Zeros);
         let plane = |(from, to): (Span, Span), bytes, pad| Plane {
@@ -333,7 +337,7 @@ impl Reorder<'_> {
         };
         let copy = |codes, scales| {
             let (op, order, rows, rows_in) = (self.op, self.order, to.rows, from.rows);
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller guarantees the conditions.
             unsafe { CopyRows { op, codes, scales, order, rows, rows_in }.run(self.device) }
         };
         let scales = from.scales.zip(to.scales);
@@ -399,7 +403,8 @@ mod tests {
 
     #[test]
     fn lanes_follow_the_length_of_a_row() {
-        // MXFP4, E4M3 with F32 scales, and BF16, each with 2048, 5120 and 7168 columns.
+        // The rows are MXFP4, E4M3 with F32 scales, and BF16, each with 2048, 5120 and 7168
+        // columns.
         let chosen = [68, 170, 238, 132, 330, 462, 256, 640, 896].map(|row_units| {
             let config = CopyConfig::choose(32768, row_units, 1);
             assert_eq!(config.ctas << (7 - config.lanes_log2), 32768);

@@ -1,4 +1,5 @@
-//! Expert routing: which expert takes which rows, and how rows move within a rank and between ranks.
+//! Expert routing: which expert processes which rows, and how rows move within a rank and between
+//! ranks.
 
 pub(crate) mod combine_tree;
 pub(crate) mod copy_rows;

@@ -1,4 +1,4 @@
-//! `assign_parts`, `join_groups` on a GPU (`csrc/kernels/routing/parts.cuh`).
+//! Runs `assign_parts` and `join_groups` on a GPU (`csrc/kernels/routing/parts.cuh`).
 
 use crate::Cuda;
 use crate::backend::Buf;
@@ -19,7 +19,7 @@ fn launch(threads: u32) -> Launch {
     Launch { ctas: threads.div_ceil(THREADS), threads: THREADS, cluster: 1, shared_bytes: 0 }
 }
 
-/// See [`AssignParts`].
+/// Runs [`AssignParts`] on the GPU.
 pub(crate) fn assign_parts(cuda: &Cuda, op: AssignParts<'_, Cuda>) -> Result<Buf<i32>> {
     op.check()?;
     let buffers = BufferCheck::by("assign_parts", cuda);
@@ -27,19 +27,20 @@ pub(crate) fn assign_parts(cuda: &Cuda, op: AssignParts<'_, Cuda>) -> Result<Buf
     let token_id = buffers.values("token_id", op.token_id, expert.len() / op.top_k)?;
     let out = op.result(cuda)?;
     if !expert.is_empty() {
-        // `check` held all of them below 2^31.
+        // `check` ensured that all of these numbers are below 2^31.
         let [slots, top_k, parts, part_tokens] =
             [expert.len(), op.top_k, op.parts, op.part_tokens].map(|n| n as u32);
         let [by_top_k, by_parts, by_part_tokens] = [top_k, parts, part_tokens].map(Divider::by);
         let args: [&dyn KernelArg; 8] =
             [expert, token_id, out.get(), &slots, &by_top_k, &parts, &by_parts, &by_part_tokens];
-        // SAFETY: all on this device (`BufferCheck`); `expert` and `out` have `slots` values, `token_id` one for each `top_k` of them.
+        // SAFETY: all buffers are on this device (`BufferCheck`); `expert` and `out` have `slots` values, and `token_id` has one value
+        // per `top_k` slots.
         unsafe { cuda.device().kernel(&spec("nib::assign_parts"))?.launch(launch(slots), &args) }?;
     }
     Ok(out)
 }
 
-/// See [`JoinGroups`].
+/// Runs [`JoinGroups`] on the GPU.
 pub(crate) fn join_groups(cuda: &Cuda, op: JoinGroups<'_, Cuda>) -> Result<Groups<Cuda>> {
     op.check()?;
     let num_groups = op.groups.num_groups;
@@ -49,7 +50,8 @@ pub(crate) fn join_groups(cuda: &Cuda, op: JoinGroups<'_, Cuda>) -> Result<Group
     let out = op.result(cuda)?;
     let [groups, parts] = [out.num_groups, op.parts].map(|n| n as u32);
     let args: [&dyn KernelArg; 6] = [start, len, out.start.get(), out.len.get(), &groups, &parts];
-    // SAFETY: all on this device (`BufferCheck`); there are `parts` groups for each of `groups` (`check`), and a start more than groups.
+    // SAFETY: all buffers are on this device (`BufferCheck`); there are `parts` groups for each of the `groups` results (`check`), and
+    // one start more than there are groups.
     unsafe { cuda.device().kernel(&spec("nib::join_groups"))?.launch(launch(groups + 1), &args) }?;
     Ok(out)
 }

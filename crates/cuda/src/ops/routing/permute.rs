@@ -1,7 +1,8 @@
-//! `permute`, `unpermute`, `gather_scalars`, `combine_slots` on a GPU (`csrc/kernels/routing/{copy_rows,gather_scalars,combine}.cuh`).
+//! Runs `permute`, `unpermute`, `gather_scalars` and `combine_slots` on a GPU
+//! (`csrc/kernels/routing/{copy_rows,gather_scalars,combine}.cuh`).
 //!
-//! Indices come from a plan on the device, which the host does not wait for. Whatever their values, kernels only read
-//! rows that exist, and write padding rows for the others.
+//! Indices come from a plan on the device, for which the host does not wait. Whatever the values of indices, kernels only read rows
+//! that exist, and write padding rows for all other indices.
 
 use super::copy_rows::{Order, PadRows, Reorder, RowSpans};
 use crate::Cuda;
@@ -16,10 +17,10 @@ use nibble_core::{DType, Error, Operand, PermuteMap, Result, Tensor};
 
 /// Threads per CTA of `gather_scalars` and `combine_slots`.
 const THREADS: u32 = 256;
-/// Units per thread when fewer than 4 slots are combined.
+/// Units per thread if fewer than 4 slots are combined.
 const FEW_SLOTS_UNITS: usize = 4;
 
-/// See [`Permute`].
+/// Runs [`Permute`] on the GPU.
 pub(crate) fn permute(cuda: &Cuda, op: Permute<'_, Cuda>) -> Result<Operand<Cuda>> {
     const OP: &str = "permute";
     op.check()?;
@@ -31,7 +32,8 @@ pub(crate) fn permute(cuda: &Cuda, op: Permute<'_, Cuda>) -> Result<Operand<Cuda
     Ok(out)
 }
 
-/// The order by expert, of `rows` source rows: if there are more slots than source rows, each source row is read once for all of its slots.
+/// The order of rows by expert, for `rows` source rows. If there are more slots than source rows, each source row is read once for all of
+/// its slots.
 pub(super) fn expert_order<'a>(
     buffers: &BufferCheck<'_>,
     map: &'a PermuteMap<Cuda>,
@@ -57,11 +59,12 @@ fn reorder(
         x.check_rows_travel(op, "rows")?;
     }
     let copy = Reorder { op, device: cuda.device(), kind: rows.row_kind(), order, pads: PadRows::Rows };
-    // SAFETY: `to` is a new result, which its owner keeps; the rest is borrowed, and held to this device (`BufferCheck`).
+    // SAFETY: `to` is a new result, which its owner keeps alive; the other buffers are borrowed and on this device
+    // (`BufferCheck`).
     unsafe { copy.run(RowSpans::of(rows), RowSpans::of(to)) }
 }
 
-/// See [`Unpermute`].
+/// Runs [`Unpermute`] on the GPU.
 pub(crate) fn unpermute(cuda: &Cuda, op: Unpermute<'_, Cuda>) -> Result<Operand<Cuda>> {
     const OP: &str = "unpermute";
     op.check()?;
@@ -73,7 +76,7 @@ pub(crate) fn unpermute(cuda: &Cuda, op: Unpermute<'_, Cuda>) -> Result<Operand<
     Ok(out)
 }
 
-/// CTAs for `threads` threads.
+/// The number of CTAs for `threads` threads.
 fn ctas(op: &'static str, threads: usize) -> Result<u32> {
     if threads > i32::MAX as usize {
         return Err(Error::shape(op, "units of work", threads, "below 2^31"));
@@ -81,7 +84,7 @@ fn ctas(op: &'static str, threads: usize) -> Result<u32> {
     Ok((threads as u32).div_ceil(THREADS))
 }
 
-/// See [`GatherScalars`].
+/// Runs [`GatherScalars`] on the GPU.
 pub(crate) fn gather_scalars(cuda: &Cuda, op: GatherScalars<'_, Cuda>) -> Result<Buf<f32>> {
     const OP: &str = "gather_scalars";
     let buffers = BufferCheck::by(OP, cuda);
@@ -94,7 +97,8 @@ pub(crate) fn gather_scalars(cuda: &Cuda, op: GatherScalars<'_, Cuda>) -> Result
     // No index exceeds 2^31, so values past that length cannot be reached.
     let (len, num_values) = (index.len() as u32, values.len().min(1 << 31) as u32);
     let kernel = cuda.device().kernel(&gather_spec())?;
-    // SAFETY: `index` and `out` have `len` values, all on this device (`BufferCheck`); the kernel reads `values` below `num_values` only.
+    // SAFETY: `index` and `out` have `len` values, and all buffers are on this device (`BufferCheck`); the kernel reads `values` only
+    // below `num_values`.
     unsafe { kernel.launch(launch, &[values, index, out.get(), &len, &num_values]) }?;
     Ok(out)
 }
@@ -107,18 +111,18 @@ fn gather_spec() -> KernelSpec {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Combine {
     dtype: DType,
-    /// Columns per unit.
+    /// Number of columns per unit.
     count: usize,
-    /// Units per thread.
+    /// Number of units per thread.
     units_a_thread: usize,
-    /// Units per row.
+    /// Number of units per row.
     units_per_row: usize,
-    /// Total units.
+    /// Total number of units.
     units: usize,
 }
 
 impl Combine {
-    /// 16 bytes per unit where rows are multiples of that, otherwise one column.
+    /// A unit is 16 bytes if rows are multiples of 16 bytes, otherwise one column.
     fn choose(dtype: DType, tokens: usize, cols: usize, top_k: usize) -> Result<Self> {
         const OP: &str = "combine_slots";
         let wide = numbers_per_load(dtype);
@@ -158,7 +162,7 @@ impl Combine {
         if self.units == 0 {
             return Ok(());
         }
-        // The kernel reads row 0 for a slot without a row, so there must be one.
+        // The kernel reads row 0 for a slot without a row, so there must be at least one row.
         let nothing = match op.rows.rows {
             0 => Some(Tensor::zeros(cuda, op.rows.dtype(), 1, op.rows.cols)?),
             _ => None,
@@ -179,8 +183,8 @@ impl Combine {
         let (plus, out) = (plain_or_null(op.plus), plain_arg(out).0);
         let by_units_per_row = Divider::by(units_per_row);
         let index = op.index.map(Buf::get);
-        // SAFETY: `BufferCheck` held `rows` to `num_rows` rows, `plus` is as large as `out`, and `index` as long as its slots, by `tokens`; the
-        // kernel reads no other row and writes `units` times `count`.
+        // SAFETY: `BufferCheck` ensured that `rows` has `num_rows` rows. `plus` is as large as `out`, and `tokens` ensured that `index` has
+        // one value per slot. The kernel reads no other row and writes `units` · `count` values.
         unsafe {
             let args: [&dyn KernelArg; 9] =
                 [rows, &index, &num_rows, plus, out, &units, &units_per_row, &by_units_per_row, &top_k];
@@ -189,7 +193,7 @@ impl Combine {
     }
 }
 
-/// See [`CombineSlots`].
+/// Runs [`CombineSlots`] on the GPU.
 pub(crate) fn combine_slots(cuda: &Cuda, op: CombineSlots<'_, Cuda>) -> Result<Tensor<Cuda>> {
     op.check()?;
     let buffers = BufferCheck::by("combine_slots", cuda);

@@ -1,5 +1,5 @@
-//! `plan_permute` on a GPU: a counting sort in two launches. The first counts the slots of each group in each chunk,
-//! the second computes the destinations.
+//! Runs `plan_permute` on a GPU: a counting sort in two launches. The first counts the slots of each group in each
+//! chunk, the second computes the destinations.
 
 use crate::Cuda;
 use crate::backend::Buf;
@@ -16,28 +16,29 @@ const SOURCE: &str = "kernels/routing/plan_permute.cuh";
 const OP: &str = "plan_permute";
 const THREADS: usize = 512;
 const MOST_GROUPS: usize = 4096;
-/// The fewest CTAs of `plan_place`, so that a few CTAs do not delay the padding.
+/// The fewest CTAs of `plan_place`, so that padding is not written by too few CTAs.
 const PLACE_CTAS: i32 = 64;
 
-/// `PlanSizes` of the kernel.
+/// Mirrors the device struct `PlanSizes`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Sizes {
     slots: i32,
     groups: i32,
-    /// Counts per chunk: one per group, rounded up for 16-byte loads.
+    /// Counts per chunk: one count per group, rounded up for 16-byte loads.
     columns: i32,
-    /// A chunk has `passes` times [`PLAN_PASS`] slots.
+    /// A chunk has `passes` · [`PLAN_PASS`] slots.
     passes: i32,
     chunks: i32,
     align: i32,
     capacity: i32,
     num_slots: i32,
-    /// Chunks whose counts a CTA reads at once.
+    /// Number of chunks whose counts a CTA reads at once.
     count_rows: i32,
 }
 
-// SAFETY: the value itself, plain integers in C's layout.
+// SAFETY: the pointer and the size are those of the value itself, which consists of plain integers
+// in C's layout.
 unsafe impl KernelArg for Sizes {
     fn pointer(&self) -> *const c_void {
         std::ptr::from_ref(self).cast()
@@ -90,13 +91,14 @@ impl Sizes {
         })
     }
 
-    /// `plan_count`: shared memory for one count per column.
+    /// The launch of `plan_count`, with shared memory for one count per column.
     fn count(&self) -> Launch {
         self.launch(self.chunks, 4 * self.columns as usize)
     }
 
-    /// `plan_place`: shared memory for four numbers per column and one number per token. The rest is used twice: for
-    /// the counts of several chunks, then for the sorted slots of a pass with each warp's counts.
+    /// The launch of `plan_place`, with shared memory for four numbers per column and one number per token. Another
+    /// region is used twice: for the counts of several chunks, then for the sorted slots of a pass with each warp's
+    /// counts.
     fn place(&self) -> Launch {
         let (columns, count_rows) = (self.columns as usize, self.count_rows as usize);
         let sorted = 4 * PLAN_PASS + THREADS / 32 * 2 * columns;
@@ -114,7 +116,8 @@ fn spec(name: &'static str) -> KernelSpec {
     KernelSpec { source: SOURCE, name, args }
 }
 
-/// See [`PlanPermute`]. A slot with an expert out of range counts as unoccupied; the order of tokens is the caller's.
+/// Runs [`PlanPermute`] on the GPU. A slot whose expert is out of range counts as unoccupied; the caller determines
+/// the order of tokens.
 pub(crate) fn plan_permute(cuda: &Cuda, op: PlanPermute<'_, Cuda>) -> Result<PermuteMap<Cuda>> {
     op.check()?;
     let buffers = BufferCheck::by(OP, cuda);
@@ -135,16 +138,17 @@ pub(crate) fn plan_permute(cuda: &Cuda, op: PlanPermute<'_, Cuda>) -> Result<Per
     let [source_row, row_slot, slot_row, found] =
         [&out.source_row, &out.row_slot, &out.slot_row, &out.occupancy.found].map(Buf::get);
     if sizes.chunks > 0 {
-        // SAFETY: `expert`, on this device (`BufferCheck`), has sizes.slots values, `counts` sizes.columns of each
-        // chunk; a CTA a chunk.
+        // SAFETY: `expert` is on this device (`BufferCheck`) and has sizes.slots values, `counts` has
+        // sizes.columns values per chunk, and there is one CTA per chunk.
         unsafe {
             device.kernel(&spec("nib::plan_count"))?.launch(sizes.count(), &[expert, &counts, &sizes])?
         };
     }
     let (top_k, by_top_k) = (op.top_k as i32, Divider::by(op.top_k as u32));
-    // SAFETY: as above; token_id has a value every top_k slots (`PlanPermute::check`). Rows are written only where all fit the
-    // capacity, for which row_id, source_row and row_slot are made, and all occupied slots num_slots, for which slot_row is. Before
-    // the kernel waits it reads only `expert` and `token_id`, which plan_count came after; without slots it reads neither.
+    // SAFETY: `expert` and `counts` have these sizes; token_id has one value per top_k slots (`PlanPermute::check`). Rows are
+    // written only if all rows fit the capacity, for which row_id, source_row and row_slot are allocated, and all occupied slots
+    // fit num_slots, for which slot_row is allocated. Before the kernel plan_place waits, it reads only `expert` and `token_id`,
+    // which were complete before plan_count; without slots it reads neither.
     unsafe {
         device.kernel(&spec("nib::plan_place"))?.launch_early(
             sizes.place(),
@@ -157,7 +161,7 @@ pub(crate) fn plan_permute(cuda: &Cuda, op: PlanPermute<'_, Cuda>) -> Result<Per
     Ok(out)
 }
 
-/// Every kernel instance of this module, with the most shared memory that any launch asks for.
+/// Every kernel instance of this module, with the most shared memory that any launch requests.
 pub(crate) fn instances() -> Vec<Instance> {
     let columns = MOST_GROUPS as i32;
     let most = Sizes { columns, count_rows: 1, ..Sizes::default() };

@@ -1,4 +1,5 @@
-//! `route`, `route_backward` on a GPU: a few lanes share each token; then one cluster per shard computes the shard's losses.
+//! Runs `route` and `route_backward` on a GPU: a few lanes share each token; then one cluster per shard computes the shard's
+//! losses.
 
 use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{KernelArg, Launch, plain_args};
@@ -11,30 +12,31 @@ use nibble_core::ops::{ExpertGroups, GroupScore, Route, RouteBackward, RouteRule
 use nibble_core::{Error, Result, Tensor};
 
 const SOURCE: &str = "kernels/routing/route.cuh";
-/// Threads per CTA of the loss kernel, and the experts that a CTA sums.
+/// Threads per CTA of the loss kernel; the next constant is the number of experts that a CTA sums.
 const LOSS_THREADS: usize = 1024;
 const LOSS_EXPERTS: usize = 64;
 
-/// The sizes of a routing.
+/// The sizes of a routing call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct RouteDesc {
     tokens_per_shard: usize,
     shards: usize,
     experts: usize,
     top_k: usize,
-    /// 0 without expert groups.
+    /// The number of expert groups; 0 if there are none.
     groups: usize,
 }
 
 impl RouteDesc {
-    /// For `tokens` tokens over all shards.
+    /// The sizes for `tokens` tokens over all shards.
     fn new((tokens, experts): (usize, usize), shards: usize, rule: &RouteRule) -> Self {
         let groups = rule.groups.map_or(0, |groups| groups.count);
         Self { tokens_per_shard: tokens / shards, shards, experts, top_k: rule.top_k, groups }
     }
 
-    /// Checks the limits of the kernels: indices of tokens and slots are `i32` on the device, and the chunks of both
-    /// passes must fit shared memory, so that a routing that runs forward also has a backward pass.
+    /// Checks the limits of the kernels: indices of tokens and slots are `i32` on the device, and the chunks of the
+    /// forward and backward passes must fit in shared memory. So every routing that runs forward also has a backward
+    /// pass.
     fn check(self, op: &'static str, config: &RouteConfig, shared_bytes: usize) -> Result<Self> {
         let Self { tokens_per_shard, shards, experts, top_k, .. } = self;
         let tokens = tokens_per_shard * shards;
@@ -60,7 +62,7 @@ impl RouteDesc {
     }
 }
 
-/// Lanes that share a token, and the most experts per lane.
+/// The number of lanes that share a token, and the most experts per lane.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct RouteConfig {
     lanes: usize,
@@ -68,8 +70,8 @@ struct RouteConfig {
 }
 
 impl RouteConfig {
-    /// In order of preference: fewer lanes need fewer instructions per token. Sixteen probabilities still fit a lane's
-    /// registers.
+    /// The configurations are in order of preference, because fewer lanes need fewer instructions per token. Sixteen
+    /// probabilities still fit a lane's registers.
     const ALL: [RouteConfig; 5] = [
         RouteConfig { lanes: 2, per_lane: 8 },
         RouteConfig { lanes: 4, per_lane: 16 },
@@ -93,7 +95,7 @@ impl RouteConfig {
         KernelSpec { source: SOURCE, name, args }
     }
 
-    /// The forward kernel: for any rule, or the fast one for the largest softmax.
+    /// The forward kernel: the instance for any rule, or the fast instance for the largest softmax.
     fn tokens_spec(&self, any_rule: bool) -> KernelSpec {
         let mut spec = self.spec("nib::route_tokens");
         spec.args.push(("kAnyRule", TemplateArg::Bool(any_rule)));
@@ -118,29 +120,30 @@ impl RouteConfig {
         Launch { ctas: ctas as u32, threads, cluster: 1, shared_bytes: 4 * words }
     }
 
-    /// Shared memory for the chunk's probabilities, in rows offset by half the banks; one count per expert; and slots
-    /// and groups of the tokens in progress.
+    /// Shared memory for the chunk's probabilities, in rows that start half of the banks apart; for one count per
+    /// expert; and for the slots and groups of the tokens in progress.
     fn tokens(&self, desc: &RouteDesc) -> Launch {
         let row = self.lanes * self.per_lane + 16 + 1;
         let at_once = self.threads() / self.lanes * (desc.top_k + desc.groups);
         self.launch(desc, Route::<Cuda>::CHUNK * row + desc.experts + at_once)
     }
 
-    /// Shared memory for the chunk's probabilities, one row of sums over all tokens, and three numbers per slot.
+    /// Shared memory for the chunk's probabilities, for one row of sums over all tokens, and for three numbers
+    /// per slot.
     fn backward(&self, desc: &RouteDesc) -> Launch {
         let (chunk, row) = (Route::<Cuda>::CHUNK, self.lanes * self.per_lane);
         self.launch(desc, (chunk + 1) * row + 3 * chunk * desc.top_k)
     }
 }
 
-/// The loads that the backward pass uses.
+/// Which loads the backward pass uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Loads {
-    /// One loss per shard.
+    /// One load-balancing loss per shard.
     Shards,
-    /// One loss over all shards, and the other losses.
+    /// One load-balancing loss over all shards, and the other losses.
     Batch,
-    /// One loss per document.
+    /// One load-balancing loss per document.
     Documents,
 }
 
@@ -164,7 +167,7 @@ impl Loads {
     }
 }
 
-/// The device's `RouteDocuments`; null pointers without documents.
+/// Mirrors the device struct `RouteDocuments`; null pointers without documents.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 struct DocumentsArg {
@@ -182,7 +185,7 @@ struct Documents<'a> {
 }
 
 impl<'a> Documents<'a> {
-    /// Counts slots per expert and document, over all of the routing.
+    /// Counts the slots per expert and document, over all tokens of the call.
     fn of(device: &Device, desc: &RouteDesc, starts: &'a Buffer<i32>, expert: &Buffer<i32>) -> Result<Self> {
         let tokens = desc.tokens_per_shard * desc.shards;
         let (slots, lengths) = (device.filled(desc.sums().document_slots(), 0)?, device.filled(tokens, 0)?);
@@ -195,8 +198,8 @@ impl<'a> Documents<'a> {
                 [desc.experts, desc.top_k, desc.tokens_per_shard].map(|n| n as i32);
             let args: [&dyn KernelArg; 8] =
                 [starts, expert, &slots, &lengths, &(tasks as u32), &experts, &top_k, &per_shard];
-            // SAFETY: the caller held starts to a value a token, and expert to `top_k`; slots and lengths were made of the tokens, and the kernel
-            // takes starts within their shard and compares experts with their number.
+            // SAFETY: the caller checked that starts has one value per token and expert has `top_k` per token; slots and lengths are
+            // allocated for these tokens. The kernel clamps starts to their shard and compares experts with the number of experts.
             unsafe { device.kernel(&documents_spec())?.launch(launch, &args) }?;
         }
         Ok(Self { starts, slots, lengths })
@@ -207,7 +210,7 @@ impl<'a> Documents<'a> {
         DocumentsArg { starts, slots, lengths }
     }
 
-    /// For each chunk of tokens, the sum of the tokens' parts of their documents' losses.
+    /// For each chunk of tokens, the sum of the tokens' contributions to their documents' losses.
     fn losses(
         &self,
         device: &Device,
@@ -227,7 +230,8 @@ impl<'a> Documents<'a> {
             let args: [&dyn KernelArg; 9] =
                 [kept, log_sum_exp, &documents, &sums, &experts, &per_shard, &chunks, &is_sigmoid, &tiny];
             let kernel = device.kernel(&config.spec("nib::route_document_losses"))?;
-            // SAFETY: `kept` and log_sum_exp are of the tokens of `desc`, as the documents are; the sums are of its chunks, one a CTA.
+            // SAFETY: `kept`, log_sum_exp and the documents are of the tokens of `desc`; there is one sum per chunk, and one CTA per
+            // chunk.
             unsafe { kernel.launch(config.launch(desc, 0), &args) }?;
         }
         Ok(sums)
@@ -266,7 +270,8 @@ impl Chunks {
         })
     }
 
-    /// Computes loads and losses of the shards; `documents`: per chunk, the sums of parts of documents' losses.
+    /// Computes the loads and losses of the shards; `documents` has, per chunk, the sum of contributions to
+    /// documents' losses.
     fn close(
         &self,
         device: &Device,
@@ -291,13 +296,13 @@ impl Chunks {
             &tokens,
             &chunks,
         ];
-        // SAFETY: the sums are of shards · chunks chunks; load and products are shards · experts values, losses two a shard; the
-        // clusters are those of the shards. The kernel waits before it reads or writes.
+        // SAFETY: the sums have shards · chunks chunks; load and products have shards · experts values, losses has two values
+        // per shard, and there is one cluster per shard. The kernel waits for earlier kernels before it reads or writes.
         unsafe { device.kernel(&losses_spec())?.launch_early(losses_launch(desc), &args) }
     }
 }
 
-/// See [`Route`].
+/// Runs [`Route`] on the GPU.
 pub(crate) fn route(cuda: &Cuda, op: Route<'_, Cuda>) -> Result<Routing<Cuda>> {
     const OP: &str = "route";
     op.check()?;
@@ -330,9 +335,9 @@ pub(crate) fn route(cuda: &Cuda, op: Route<'_, Cuda>) -> Result<Routing<Cuda>> {
                 [count as i32, top as i32, i32::from(score == GroupScore::Top2)]
             }
         };
-        // SAFETY: `BufferCheck` held logits to tokens · experts values, as many as `kept` has, and the bias to `experts`; expert and weight
-        // were made for tokens · top_k, log_sum_exp for `tokens`, the sums for every chunk, as the kernel indexes them; each
-        // CTA takes a chunk. Where `kept` is the logits themselves, of sigmoids, the kernel does not write it.
+        // SAFETY: `BufferCheck` ensured that logits has tokens · experts values, as many as `kept`, and the bias `experts` values. Expert
+        // and weight are allocated for tokens · top_k values, log_sum_exp for `tokens` values, and the sums for every chunk, as the kernel
+        // indexes them; each CTA has one chunk. If `kept` is the logits themselves, as for sigmoids, the kernel does not write it.
         unsafe {
             kernel.launch(
                 config.tokens(&desc),
@@ -390,7 +395,8 @@ fn hold(cuda: &Cuda, op: &RouteBackward<'_, Cuda>) -> Result<()> {
     buffers.values("dweight", op.dweight, slots).map(drop)
 }
 
-/// See [`RouteBackward`]. The kernel ignores an expert past the last one; [`Route`] never produces such an index.
+/// Runs [`RouteBackward`] on the GPU. The kernel ignores an expert past the last one; [`Route`] never produces
+/// such an index.
 pub(crate) fn route_backward(cuda: &Cuda, op: RouteBackward<'_, Cuda>) -> Result<Tensor<Cuda>> {
     const OP: &str = "route_backward";
     op.check()?;
@@ -419,9 +425,9 @@ pub(crate) fn route_backward(cuda: &Cuda, op: RouteBackward<'_, Cuda>) -> Result
             None => (routing.load.get(), experts),
         };
         let kernel = device.kernel(&config.backward_spec(loads, op.rule.scores))?;
-        // SAFETY: `hold` held `kept` to tokens · experts values, as many as dlogits has; expert, weight and dweight to
-        // tokens · top_k; log_sum_exp to `tokens`; load to shards · experts, batch_load to `experts` F64, documents are of the
-        // tokens; experts are compared with their number.
+        // SAFETY: `hold` ensured that `kept` has tokens · experts values, as many as dlogits; expert, weight and dweight
+        // tokens · top_k; log_sum_exp `tokens`; load shards · experts; batch_load `experts` F64 values; and that documents are
+        // of these tokens. The kernel compares experts with their number.
         unsafe {
             kernel.launch(
                 config.backward(&desc),
@@ -474,7 +480,8 @@ pub(crate) fn instances() -> Vec<Instance> {
     RouteConfig::ALL.iter().flat_map(of).chain([losses, documents]).collect()
 }
 
-/// The shared-memory sizes of every instance, for few and for all of its experts, with and without expert groups.
+/// The shared-memory sizes of every instance, for few experts and for the most experts, with and without expert
+/// groups.
 pub(crate) fn shared_sizes() -> Vec<SharedSize> {
     let of = |config: RouteConfig| {
         let RouteConfig { lanes, per_lane } = config;

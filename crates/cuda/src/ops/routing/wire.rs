@@ -1,5 +1,5 @@
-//! `pack_rows`, `unpack_rows`, `unpack_permute` on a GPU (`csrc/kernels/routing/copy_rows.cuh`): a record is codes ‖ scales ‖ the tensor's
-//! scale ‖ zeros to a multiple of 16.
+//! Runs `pack_rows`, `unpack_rows` and `unpack_permute` on a GPU (`csrc/kernels/routing/copy_rows.cuh`). A record is codes ‖ scales ‖
+//! the tensor scale ‖ zeros up to a multiple of 16 bytes.
 
 use super::copy_rows::{Order, PadRows, Reorder, RowSpans};
 use super::permute::expert_order;
@@ -10,7 +10,7 @@ use crate::ops::buffer_check::BufferCheck;
 use nibble_core::ops::{PackRows, UnpackPermute, UnpackRows};
 use nibble_core::{Operand, Result, RowKind};
 
-/// See [`PackRows`].
+/// Runs [`PackRows`] on the GPU.
 pub(crate) fn pack_rows(cuda: &Cuda, op: PackRows<'_, Cuda>) -> Result<Buf<u8>> {
     const OP: &str = "pack_rows";
     op.check()?;
@@ -20,12 +20,13 @@ pub(crate) fn pack_rows(cuda: &Cuda, op: PackRows<'_, Cuda>) -> Result<Buf<u8>> 
     let (order, rows) = (Order::Gather(index), index.len());
     let (out, kind) = (op.result(cuda)?, op.rows.row_kind());
     let copy = Reorder { op: OP, device: cuda.device(), kind, order, pads: PadRows::Zeros };
-    // SAFETY: `out` is new and kept here; the rest is borrowed by `op`, on this device (`BufferCheck`).
+    // SAFETY: `out` is new and stays alive here; `op` borrows the other buffers, which are on this
+    // device (`BufferCheck`).
     unsafe { copy.run(RowSpans::of(op.rows), RowSpans::in_messages(out.get(), kind, rows)) }?;
     Ok(out)
 }
 
-/// See [`UnpackRows`].
+/// Runs [`UnpackRows`] on the GPU.
 pub(crate) fn unpack_rows(cuda: &Cuda, op: UnpackRows<'_, Cuda>) -> Result<Operand<Cuda>> {
     const OP: &str = "unpack_rows";
     op.check()?;
@@ -35,7 +36,7 @@ pub(crate) fn unpack_rows(cuda: &Cuda, op: UnpackRows<'_, Cuda>) -> Result<Opera
     Ok(out)
 }
 
-/// See [`UnpackPermute`].
+/// Runs [`UnpackPermute`] on the GPU.
 pub(crate) fn unpack_permute(cuda: &Cuda, op: UnpackPermute<'_, Cuda>) -> Result<Operand<Cuda>> {
     const OP: &str = "unpack_permute";
     op.check()?;
@@ -57,6 +58,6 @@ fn unpack(
     to: &Operand<Cuda>,
 ) -> Result<()> {
     let copy = Reorder { op, device: cuda.device(), kind, order, pads: PadRows::Rows };
-    // SAFETY: `to` is a new result, which its owner keeps; the messages are borrowed, and held to this device (`BufferCheck`).
+    // SAFETY: `to` is a new result, which its owner keeps alive; the messages are borrowed and on this device (`BufferCheck`).
     unsafe { copy.run(RowSpans::in_messages(bytes, kind, messages), RowSpans::of(to)) }
 }

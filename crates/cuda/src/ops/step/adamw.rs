@@ -1,4 +1,4 @@
-//! `adamw` on a GPU (`csrc/kernels/step/adamw.cuh`).
+//! Runs `adamw` on a GPU (`csrc/kernels/step/adamw.cuh`).
 
 use super::tensor_list::{Listed, each_list};
 use crate::Cuda;
@@ -15,11 +15,11 @@ const THREADS: u32 = 256;
 /// Elements per CTA.
 const PER_CTA: usize = 2048;
 const TYPES: [DType; 2] = [DType::F32, DType::Bf16];
-// The kernel hard-codes these indices of the control values.
+// The kernel has these indices of the control values as constants.
 const _: () = assert!(Control::LR == 0 && Control::BIAS1 == 1 && Control::BIAS2 == 2);
 const _: () = assert!(Control::LOSS_SCALE == 3 && Control::GRAD_SCALE == 4 && Control::STOP == 5);
 
-/// `AdamArg` of the kernel.
+/// Mirrors the device struct `AdamArg`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Arg {
@@ -31,7 +31,7 @@ struct Arg {
 }
 plain_args!(Arg);
 
-/// `AdamTensor` of the kernel.
+/// Mirrors the device struct `AdamTensor`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 struct TensorArg {
@@ -44,7 +44,7 @@ struct TensorArg {
     first_cta: u32,
 }
 
-// SAFETY: five words of 8 bytes and two of 4.
+// SAFETY: the type has five words of 8 bytes and two of 4 bytes, without padding.
 unsafe impl Listed for TensorArg {
     fn begin_at(&mut self, cta: u32) {
         self.first_cta = cta;
@@ -59,7 +59,7 @@ fn spec(grad: DType, moment: DType) -> KernelSpec {
     }
 }
 
-/// See [`AdamW`]. One launch for every 72 tensors of the same types.
+/// Runs [`AdamW`] on the GPU. There is one launch for every 72 tensors of the same types.
 pub(crate) fn adamw(cuda: &Cuda, op: AdamW<'_, Cuda>) -> Result<()> {
     op.check()?;
     let buffers = BufferCheck::by(OP, cuda);
@@ -83,20 +83,21 @@ pub(crate) fn adamw(cuda: &Cuda, op: AdamW<'_, Cuda>) -> Result<()> {
         each_list(OP, tensors, |list, ctas| {
             let launch = Launch { ctas, threads: THREADS, cluster: 1, shared_bytes: 0 };
             let kernel = cuda.device().kernel(&spec(grad, moment))?;
-            // SAFETY: `BufferCheck` and `check` held all four buffers of each tensor to one shape, and their types are the instance's; those
-            // that are written are each the only handle of their bytes; control has its `Control::LEN` values.
+            // SAFETY: `BufferCheck` and `check` ensured that all four buffers of each tensor have one shape, and their types are the
+            // instance's; each written buffer is the only handle of its bytes; control has its `Control::LEN` values.
             unsafe { kernel.launch(launch, &[list, control, &arg]) }
         })?;
     }
     Ok(())
 }
 
-/// Types of gradients and moments, in launch order.
+/// Pairs of gradient type and moment type, in launch order.
 fn pairs() -> impl Iterator<Item = (DType, DType)> {
     TYPES.into_iter().flat_map(|grad| TYPES.map(|moment| (grad, moment)))
 }
 
-/// A tensor's addresses. If another handle shares the bytes of a written buffer, the buffer is copied first.
+/// The addresses of a tensor's buffers. If another handle shares the bytes of a buffer that is written, the
+/// buffer is copied first.
 fn tensor_arg(tensor: AdamWTensor<'_, Cuda>) -> Result<TensorArg> {
     let AdamWTensor { param, grad, exp_avg, exp_avg_sq, weight_decay } = tensor;
     let len = (param.rows * param.cols) as u64;

@@ -1,4 +1,4 @@
-//! `init_normal` on a GPU (`csrc/kernels/step/init_normal.cuh`).
+//! Runs `init_normal` on a GPU (`csrc/kernels/step/init_normal.cuh`).
 
 use crate::Cuda;
 use crate::compile::jit::KernelSpec;
@@ -10,7 +10,7 @@ use nibble_core::{Result, Tensor};
 
 const THREADS: u32 = 256;
 
-/// See [`InitNormal`].
+/// Runs [`InitNormal`] on the GPU.
 pub(crate) fn init_normal(cuda: &Cuda, op: InitNormal) -> Result<Tensor<Cuda>> {
     op.check()?;
     let len = op.rows * op.cols;
@@ -25,7 +25,7 @@ pub(crate) fn init_normal(cuda: &Cuda, op: InitNormal) -> Result<Tensor<Cuda>> {
     Ok(out)
 }
 
-/// One thread for every four elements, which share a block of random bits; but no more CTAs than run at once.
+/// One thread per four elements, which share a block of random bits; but at most as many CTAs as run at once.
 fn launch(first: u64, len: u64, num_sms: u32) -> Launch {
     let quads = (first % 4 + len).div_ceil(4);
     let ctas = quads.div_ceil(u64::from(THREADS)).min(u64::from(32 * num_sms));

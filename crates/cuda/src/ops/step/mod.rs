@@ -1,4 +1,5 @@
-//! `begin_step`, `begin_micro_batch`, `collect`, `end_step`, `push_amax`, `balance_bias` on a GPU (`csrc/kernels/step/step.cuh`).
+//! Runs `begin_step`, `begin_micro_batch`, `collect`, `end_step`, `push_amax` and `balance_bias` on a GPU
+//! (`csrc/kernels/step/step.cuh`).
 
 pub(crate) mod adamw;
 pub(crate) mod init_normal;
@@ -24,10 +25,10 @@ use nibble_core::{Error, Plain, Result};
 
 const BEGIN_THREADS: u32 = 256;
 const MICRO_THREADS: u32 = 1024;
-/// CTAs of the cluster of `begin_micro_batch`.
+/// Number of CTAs in the cluster of `begin_micro_batch`.
 const MICRO_CTAS: u32 = 8;
 const COLLECT_THREADS: u32 = 128;
-/// Entries per launch: as many as fit its parameters.
+/// Entries per launch, limited by the size of its parameters.
 const COLLECT_ENTRIES: usize = 100;
 const END_THREADS: u32 = 1024;
 const PUSH_THREADS: u32 = 128;
@@ -37,7 +38,7 @@ fn spec(name: &'static str) -> KernelSpec {
     KernelSpec { source: "kernels/step/step.cuh", name, args: Vec::new() }
 }
 
-/// See [`BeginStep`].
+/// Runs [`BeginStep`] on the GPU.
 pub(crate) fn begin_step(cuda: &Cuda, op: BeginStep<'_, Cuda>) -> Result<()> {
     const OP: &str = "begin_step";
     op.check()?;
@@ -52,11 +53,12 @@ pub(crate) fn begin_step(cuda: &Cuda, op: BeginStep<'_, Cuda>) -> Result<()> {
     let launch = Launch { ctas, threads: BEGIN_THREADS, cluster: 1, shared_bytes: 0 };
     let (slot, cells, told) = (op.layout.slot_len() as u64, table.len() as u64, op.told as u64);
     let kernel = cuda.device().kernel(&spec("nib::begin_step"))?;
-    // SAFETY: `check` held the inputs to two slots, clock and control to their lengths; the table has `cells` values.
+    // SAFETY: `check` ensured that the inputs have two slots, and that clock and control have their lengths; the
+    // table has `cells` values.
     unsafe { kernel.launch(launch, &[inputs, &*clock, &*control, &*table, &slot, &cells, &told]) }
 }
 
-/// The device's `MicroBatch`.
+/// Mirrors the device struct `MicroBatch`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 struct MicroBatchArg {
@@ -69,7 +71,7 @@ struct MicroBatchArg {
     apart: u32,
 }
 
-/// See [`BeginMicroBatch`].
+/// Runs [`BeginMicroBatch`] on the GPU.
 pub(crate) fn begin_micro_batch(cuda: &Cuda, op: BeginMicroBatch<'_, Cuda>) -> Result<()> {
     const OP: &str = "begin_micro_batch";
     op.check()?;
@@ -102,13 +104,12 @@ pub(crate) fn begin_micro_batch(cuda: &Cuda, op: BeginMicroBatch<'_, Cuda>) -> R
     let (starts, row_id) = (op.starts.make_mut()?, op.row_id.make_mut()?);
     let launch = Launch { ctas: MICRO_CTAS, threads: MICRO_THREADS, cluster: MICRO_CTAS, shared_bytes: 0 };
     let kernel = cuda.device().kernel(&spec("nib::begin_micro_batch"))?;
-    // SAFETY: `check` held the inputs to two slots, the clock to its length and the others to `tokens` values, starts to none
-    // where it does not write them; the kernel reads no
-    // micro-batch past the layout's.
+    // SAFETY: `check` ensured that the inputs have two slots, the clock its length and the others `tokens` values (starts has
+    // none if the kernel does not write it); the kernel reads no micro-batch past those of the layout.
     unsafe { kernel.launch(launch, &[inputs, &*clock, &*ids, &*targets, &*starts, &*row_id, &batch]) }
 }
 
-/// The device's `CollectEntry`.
+/// Mirrors the device struct `CollectEntry`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct EntryArg {
@@ -127,7 +128,7 @@ impl EntryArg {
     const NONE: Self =
         Self { source: 0, kind: 0, values: 0, at: 0, cells: 0, stride: 0, capacity: 0, slots: 0, found: 0 };
 
-    /// `entry` lies within its table.
+    /// `entry` must lie within its table.
     fn new(buffers: &BufferCheck<'_>, entry: &Entry<'_, Cuda>) -> Result<Self> {
         fn plane<T: Plain>(
             buffers: &BufferCheck<'_>,
@@ -146,12 +147,12 @@ impl EntryArg {
         };
         let [capacity, slots, found] =
             occupancy.map_or([0; 3], |x| [x.capacity, x.num_slots, x.found.get().len()]);
-        // A stride of 0 means a single cell, which takes all values in order.
+        // A stride of 0 means a single cell, to which all values are added in order.
         let cells = if entry.stride == 0 { entry.cells.min(1) } else { entry.cells };
         let words = [entry.source.len(), entry.at, cells, entry.stride, capacity, slots, found];
         let mut small = [0u32; 7];
         for (small, word) in small.iter_mut().zip(words) {
-            // The kernel adds two of them in 32 bits.
+            // The limit is below 2^31 because the kernel adds two such numbers in 32 bits.
             let fits = u32::try_from(word).ok().filter(|word| *word <= i32::MAX as u32);
             *small = fits.ok_or_else(|| Error::shape("collect", "entry", word, "sizes below 2^31"))?;
         }
@@ -165,7 +166,7 @@ impl EntryArg {
     }
 }
 
-/// The device's `CollectEntries`.
+/// Mirrors the device struct `CollectEntries`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct EntriesArg {
@@ -173,8 +174,8 @@ struct EntriesArg {
 }
 plain_args!(MicroBatchArg, EntriesArg, StepEndArg);
 
-/// The number of the launch that each entry goes into. Entries of one launch share no cell, and an entry goes into a
-/// later launch than all earlier entries that share a cell with it.
+/// The index of the launch to which each entry is assigned. Entries of one launch share no cell, and an entry is
+/// assigned to a later launch than all earlier entries that share a cell with it.
 fn turns(entries: &[EntryArg], cells: usize) -> Vec<usize> {
     let mut next = vec![0usize; cells];
     let turn_of = |entry: &EntryArg| {
@@ -185,7 +186,8 @@ fn turns(entries: &[EntryArg], cells: usize) -> Vec<usize> {
     entries.iter().map(turn_of).collect()
 }
 
-/// See [`Collect`]. One launch for every [`COLLECT_ENTRIES`] entries, and one for each repetition of a cell.
+/// Runs [`Collect`] on the GPU. There is one launch for every [`COLLECT_ENTRIES`] entries, and another
+/// launch for each repetition of a cell.
 pub(crate) fn collect(cuda: &Cuda, op: Collect<'_, Cuda>) -> Result<()> {
     const OP: &str = "collect";
     op.check()?;
@@ -208,15 +210,15 @@ pub(crate) fn collect(cuda: &Cuda, op: Collect<'_, Cuda>) -> Result<()> {
             arg.entry[..some.len()].copy_from_slice(some);
             let launch =
                 Launch { ctas: some.len() as u32, threads: COLLECT_THREADS, cluster: 1, shared_bytes: 0 };
-            // SAFETY: every source has as many values as its entry says, on this device; `check` held the cells to the table, and
-            // no two entries of a launch have one in common.
+            // SAFETY: every source has as many values as its entry says and is on this device; `check` ensured that the cells are
+            // in the table, and no two entries of a launch share a cell.
             unsafe { kernel.launch(launch, &[&*table, &arg]) }?;
         }
     }
     Ok(())
 }
 
-/// See [`PushAmax`]. A span whose words are out of range is skipped.
+/// Runs [`PushAmax`] on the GPU. A span whose state is out of range is skipped.
 pub(crate) fn push_amax(cuda: &Cuda, op: PushAmax<'_, Cuda>) -> Result<()> {
     const OP: &str = "push_amax";
     op.check()?;
@@ -234,8 +236,8 @@ pub(crate) fn push_amax(cuda: &Cuda, op: PushAmax<'_, Cuda>) -> Result<()> {
     let ctas = ctas.ok_or_else(|| Error::shape(OP, "spans", spans, "below 2^31"))?;
     let launch = Launch { ctas, threads: PUSH_THREADS, cluster: 1, shared_bytes: 0 };
     let len = records.len() as u64;
-    // SAFETY: `check` held the table to a cell for each span from `at` on, and the control to its length; the kernel reads and writes
-    // no record past the `len` values.
+    // SAFETY: `check` ensured that the table has a cell for each span from `at` on, and that the control has its length; the kernel
+    // accesses no record past the `len` values.
     unsafe {
         cuda.device()
             .kernel(&spec("nib::push_amax"))?
@@ -243,7 +245,7 @@ pub(crate) fn push_amax(cuda: &Cuda, op: PushAmax<'_, Cuda>) -> Result<()> {
     }
 }
 
-/// See [`BalanceBias`].
+/// Runs [`BalanceBias`] on the GPU.
 pub(crate) fn balance_bias(cuda: &Cuda, op: BalanceBias<'_, Cuda>) -> Result<()> {
     const OP: &str = "balance_bias";
     op.check()?;
@@ -256,7 +258,8 @@ pub(crate) fn balance_bias(cuda: &Cuda, op: BalanceBias<'_, Cuda>) -> Result<()>
     let [ranks, experts] = [("ranks", op.ranks), ("bias.len()", bias.len())]
         .map(|(argument, n)| i32::try_from(n).map_err(|_| Error::shape(OP, argument, n, "below 2^31")));
     let launch = Launch { ctas: 1, threads: BALANCE_THREADS, cluster: 1, shared_bytes: 0 };
-    // SAFETY: `check` held each of `ranks` tables of `cells` to a load for each bias from `at` on, and the control to its length.
+    // SAFETY: `check` ensured that each of the `ranks` tables of `cells` cells has a load for each bias from `at` on, and that
+    // the control has its length.
     unsafe {
         cuda.device()
             .kernel(&spec("nib::balance_bias"))?
@@ -264,7 +267,7 @@ pub(crate) fn balance_bias(cuda: &Cuda, op: BalanceBias<'_, Cuda>) -> Result<()>
     }
 }
 
-/// The device's `StepEnd`.
+/// Mirrors the device struct `StepEnd`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 struct StepEndArg {
@@ -277,7 +280,7 @@ struct StepEndArg {
     clip_norm: f64,
 }
 
-/// See [`EndStep`]. An index in `order` outside `squares` makes the norm NaN.
+/// Runs [`EndStep`] on the GPU. An index in `order` that is outside `squares` makes the norm NaN.
 pub(crate) fn end_step(cuda: &Cuda, op: EndStep<'_, Cuda>) -> Result<()> {
     const OP: &str = "end_step";
     op.check()?;
@@ -302,8 +305,9 @@ pub(crate) fn end_step(cuda: &Cuda, op: EndStep<'_, Cuda>) -> Result<()> {
     let (clock, control, reports) = (op.clock.make_mut()?, op.control.make_mut()?, op.reports.make_mut()?);
     let launch = Launch { ctas: 1, threads: END_THREADS, cluster: 1, shared_bytes: 0 };
     let kernel = cuda.device().kernel(&spec("nib::end_step"))?;
-    // SAFETY: the lengths are those of the buffers; `check` held the ranges to a table, the reports to two of all tables, clock and
-    // control to theirs. Places of the order are compared with the number of squares.
+    // SAFETY: the lengths are those of the buffers; `check` ensured that the ranges are within a table, that the reports have two
+    // copies of all tables, and that clock and control have their lengths. The kernel compares the indices in `order` with the
+    // number of squares.
     unsafe { kernel.launch(launch, &[squares, order, tables, &sums, &*clock, &*control, &*reports, &end]) }
 }
 

@@ -1,5 +1,5 @@
-//! `sum_squares` and `close_squares` on a GPU (`csrc/kernels/step/sum_squares.cuh`): the sums of chunks, and the tree over them; each
-//! launch reduces 2048 neighbours to one sum.
+//! Runs `sum_squares` and `close_squares` on a GPU (`csrc/kernels/step/sum_squares.cuh`): the sums of chunks, and the tree over
+//! these sums. Each launch adds 2048 adjacent sums to one sum.
 
 use super::tensor_list::{Listed, each_list};
 use crate::compile::jit::{KernelSpec, TemplateArg};
@@ -36,7 +36,7 @@ fn launch(ctas: u32) -> Launch {
     Launch { ctas, threads: THREADS, cluster: 1, shared_bytes: 0 }
 }
 
-/// `SquaresTensor` of the kernel: chunks of one tensor.
+/// Mirrors the device struct `SquaresTensor`, which describes the chunks of one tensor.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 struct ChunksArg {
@@ -49,14 +49,14 @@ struct ChunksArg {
     first_chunk: u32,
 }
 
-// SAFETY: three words of 8 bytes and four of 4.
+// SAFETY: the type has three words of 8 bytes and four of 4 bytes, without padding.
 unsafe impl Listed for ChunksArg {
     fn begin_at(&mut self, cta: u32) {
         self.first_cta = cta;
     }
 }
 
-/// `SumsTensor` of the kernel: sums of one tensor.
+/// Mirrors the device struct `SumsTensor`, which describes the sums of one tensor.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 struct SumsArg {
@@ -68,14 +68,14 @@ struct SumsArg {
     first_cta: u32,
 }
 
-// SAFETY: two words of 8 bytes and four of 4.
+// SAFETY: the type has two words of 8 bytes and four of 4 bytes, without padding.
 unsafe impl Listed for SumsArg {
     fn begin_at(&mut self, cta: u32) {
         self.first_cta = cta;
     }
 }
 
-/// See [`SumSquares`]. One launch for every 72 tensors of a type.
+/// Runs [`SumSquares`] on the GPU. There is one launch for every 72 tensors of a type.
 pub(crate) fn sum_squares(cuda: &Cuda, op: SumSquares<'_, Cuda>) -> Result<()> {
     const OP: &str = "sum_squares";
     op.check()?;
@@ -109,15 +109,16 @@ pub(crate) fn sum_squares(cuda: &Cuda, op: SumSquares<'_, Cuda>) -> Result<()> {
         });
         each_list(OP, &args.collect::<Vec<_>>(), |list, ctas| {
             let kernel = cuda.device().kernel(&chunks_spec(dtype))?;
-            // SAFETY: `BufferCheck` held each x to its values, of the instance's type; `check` each end of x to that of a chunk, and all
-            // chunks' places to `into`, none twice.
+            // SAFETY: `BufferCheck` ensured that each x has its values, of the instance's type. `check` ensured that each end of x is
+            // the end of a chunk, and that the places of all chunks are within `into`, none of them used twice.
             unsafe { kernel.launch(launch(ctas), &[list]) }
         })?;
     }
     Ok(())
 }
 
-/// See [`CloseSquares`]. One launch for every 72 tensors and level of their trees.
+/// Runs [`CloseSquares`] on the GPU. There is one launch for every 72 tensors and each level of
+/// their trees.
 pub(crate) fn close_squares(cuda: &Cuda, op: CloseSquares<'_, Cuda>) -> Result<()> {
     const OP: &str = "close_squares";
     op.check()?;
@@ -157,8 +158,8 @@ pub(crate) fn close_squares(cuda: &Cuda, op: CloseSquares<'_, Cuda>) -> Result<(
         });
         each_list(OP, &args.collect::<Vec<_>>(), |list, ctas| {
             let kernel = device.kernel(&close_spec())?;
-            // SAFETY: each tensor has `count` sums a part, and `groups` places a part in `next`, or, without one, a place for each part in
-            // `into` from `at` on, which no other has (`check`). The kernel waits for those before it.
+            // SAFETY: each tensor has `count` sums per part, and `groups` places per part in `next`. Without `next` a tensor has one
+            // place per part in `into` from `at` on, which no other tensor has (`check`). The kernel waits for earlier kernels.
             unsafe { kernel.launch_early(launch(ctas), &[list, &*into]) }
         })?;
         (open, level) = (later, Some(next));

@@ -1,23 +1,25 @@
-//! Many tensors in one launch (`csrc/pieces/step/tensor_list.cuh`): they are a list among its arguments, and each
-//! tensor has its own CTAs.
+//! Many tensors in one launch (`csrc/pieces/step/tensor_list.cuh`): the arguments contain a list of tensors, and
+//! each tensor has its own CTAs.
 
 use crate::launch::KernelArg;
 use nibble_core::{Error, Result};
 use std::ffi::c_void;
 
-/// The most tensors per launch: as many as fit its arguments. The kernels' `kListedTensors`.
+/// The most tensors per launch, limited by the size of its arguments. The kernels call this number
+/// `kListedTensors`.
 const LISTED: usize = 72;
 
-/// A kernel's argument for one tensor: plain words without padding, so that every byte is initialised.
+/// A kernel's argument for one tensor, which consists of plain words without padding, so that every
+/// byte is initialised.
 ///
 /// # Safety
-/// The type is `repr(C)` and has no padding.
+/// The type must be `repr(C)` and have no padding.
 pub(super) unsafe trait Listed: Copy {
-    /// Sets the index of its first CTA in the launch.
+    /// Sets the index of the tensor's first CTA in the launch.
     fn begin_at(&mut self, cta: u32);
 }
 
-/// The device's list of such tensors.
+/// The device's list of tensors.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub(super) struct List<T> {
@@ -25,7 +27,8 @@ pub(super) struct List<T> {
     count: u64,
 }
 
-// SAFETY: the value itself, of tensors without padding (`Listed`), whose size is a multiple of the count's alignment (`LISTED` is even).
+// SAFETY: the pointer and the size are those of the value itself. The list's tensors have no padding (`Listed`), and their total
+// size is a multiple of the count's alignment (`LISTED` is even).
 unsafe impl<T: Listed> KernelArg for List<T> {
     fn pointer(&self) -> *const c_void {
         std::ptr::from_ref(self).cast()
@@ -36,7 +39,7 @@ unsafe impl<T: Listed> KernelArg for List<T> {
 }
 
 /// Calls `launch` for every [`LISTED`] tensors. Each tensor comes with its number of CTAs, which is not 0; `launch`
-/// gets the list and the total number of CTAs.
+/// receives the list and the total number of CTAs.
 pub(super) fn each_list<T: Listed>(
     op: &'static str,
     tensors: &[(T, usize)],
@@ -69,7 +72,7 @@ mod tests {
         first: u32,
     }
 
-    // SAFETY: two words.
+    // SAFETY: the type has two words, without padding.
     unsafe impl Listed for Number {
         fn begin_at(&mut self, cta: u32) {
             self.first = cta;

@@ -1,6 +1,6 @@
-//! `swiglu` on a GPU: one kernel from BF16 to E4M3 rows or BF16 (`csrc/kernels/swiglu/swiglu.cuh`), one kernel to rows and columns
-//! (`csrc/kernels/swiglu/swiglu_cols.cuh`). All other forms go through a plain matrix (`csrc/kernels/swiglu/swiglu_plain.cuh`), which
-//! [`Quantize`](nibble_core::ops::Quantize) converts.
+//! Runs `swiglu` on a GPU: one kernel from BF16 to E4M3 rows or BF16 (`csrc/kernels/swiglu/swiglu.cuh`), and one kernel from BF16 to
+//! E4M3 rows and columns (`csrc/kernels/swiglu/swiglu_cols.cuh`). For all other formats a kernel writes a plain matrix
+//! (`csrc/kernels/swiglu/swiglu_plain.cuh`), which [`Quantize`](nibble_core::ops::Quantize) converts.
 
 pub(crate) mod swiglu_backward;
 
@@ -22,7 +22,7 @@ use nibble_core::{BlockScaled, DType, Data, Error, Groups, Operand, Result, Tens
 
 const OP: &str = "swiglu";
 
-/// See [`Swiglu`].
+/// Runs [`Swiglu`] on the GPU.
 pub(crate) fn swiglu(cuda: &Cuda, op: Swiglu<'_, Cuda>) -> Result<SwigluOut<Cuda>> {
     op.check()?;
     let buffers = BufferCheck::by(OP, cuda);
@@ -51,17 +51,17 @@ pub(crate) fn launch_swiglu(
     }
 }
 
-/// The row-quantized or plain result.
+/// The result that is plain or quantized along rows.
 pub(super) fn rows_of<'a>(op: &'static str, made: &'a Emitted<Cuda>) -> Result<&'a Operand<Cuda>> {
     made.rows.as_ref().ok_or_else(|| Error::shape(op, "rows", "not made", "a row plane"))
 }
 
-/// The column-quantized result.
+/// The result that is quantized down columns.
 pub(super) fn cols_of<'a>(op: &'static str, made: &'a Emitted<Cuda>) -> Result<&'a BlockScaled<Cuda>> {
     made.cols.as_ref().ok_or_else(|| Error::shape(op, "cols", "not made", "a column plane"))?.block(op)
 }
 
-/// The counters; `None` (null) where nothing is counted.
+/// The counters; `None` (null) if nothing is counted.
 pub(super) fn counts_of(made: &Emitted<Cuda>) -> Option<&Buffer<u64>> {
     made.counts.as_ref().map(|counts| counts.0.get())
 }
@@ -78,7 +78,7 @@ pub(super) fn instances() -> Vec<Instance> {
     all.chain(swiglu_backward::instances()).collect()
 }
 
-/// The rows' ids; `None` (null) where all rows are valid.
+/// The row ids; `None` (null) if all rows are valid.
 pub(super) fn row_ids(groups: Option<&Groups<Cuda>>) -> Option<&Buffer<i32>> {
     groups.map(|groups| groups.row_id.get())
 }
@@ -103,8 +103,8 @@ fn plain(device: &Device, op: &Swiglu<'_, Cuda>, a: &Tensor<Cuda>) -> Result<()>
     let (weight, row_id) = (op.weight.map(Buf::get), row_ids(op.groups));
     let (by_chunks, chunks) = (Divider::by(chunks as u32), chunks as u32);
     let kernel = device.kernel(&plain_spec())?;
-    // SAFETY: `BufferCheck` held h to `[rows, 2f]` and weights and groups to `rows`, and `a` was made `[rows, f]` and is not yet shared;
-    // the flags say the types.
+    // SAFETY: `BufferCheck` ensured that h is `[rows, 2f]` and that weights and groups have `rows` rows; `a` is allocated as `[rows, f]`
+    // and is not shared yet. The flags state the types.
     unsafe {
         kernel.launch(
             launch,
@@ -113,9 +113,9 @@ fn plain(device: &Device, op: &Swiglu<'_, Cuda>, a: &Tensor<Cuda>) -> Result<()>
     }
 }
 
-/// Threads per CTA of `swiglu_rows`, with one CTA per multiprocessor.
+/// Threads per CTA of `swiglu_rows`, with one CTA per SM.
 const ROWS_THREADS: u32 = 640;
-/// Columns that a warp takes at a time.
+/// Columns that a warp processes at a time.
 const ROWS_COLS: usize = 512;
 
 /// Without a rule, a is BF16.
@@ -131,11 +131,11 @@ fn rows_spec(rule: Option<ScaleRule>, save_h: bool) -> KernelSpec {
 /// A launch of `swiglu_rows`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct RowsLaunch {
-    /// `None`: BF16.
+    /// The format of a; `None` for BF16.
     codec: Option<Codec>,
     save_h: Option<Codec>,
     ctas: u32,
-    /// Segments per row.
+    /// Number of segments per row.
     segments: u32,
 }
 
@@ -143,7 +143,7 @@ impl RowsLaunch {
     fn new(op: &Swiglu<'_, Cuda>, (codec, save_h): (Option<Codec>, Option<Codec>), num_sms: u32) -> Self {
         let (rows, f) = (op.h.rows, op.h.cols / 2);
         let segments = f.div_ceil(ROWS_COLS);
-        // No more CTAs than are needed for `rounds` segments per warp.
+        // At most as many CTAs as are needed for `rounds` segments per warp.
         let (tasks, warps) = (rows * segments, ROWS_THREADS as usize / 32);
         let rounds = tasks.div_ceil(warps * num_sms.max(1) as usize);
         let ctas = tasks.div_ceil(warps * rounds) as u32;
@@ -179,24 +179,25 @@ impl RowsLaunch {
             &by_segments,
             &self.segments,
         ];
-        // SAFETY: `BufferCheck` held h, BF16 with f a multiple of 32, to `[rows, 2f]`, and weights and groups to `rows`; the caller made what is
-        // written for these sizes and rules, and has not yet shared it.
+        // SAFETY: `BufferCheck` ensured that h, which is BF16 with f a multiple of 32, is `[rows, 2f]`, and that weights and groups have
+        // `rows` rows. The caller allocated the outputs for these sizes and rules, and has not shared them yet.
         unsafe { kernel.launch(launch, &args) }
     }
 }
 
 const ROWS_COLS_THREADS: u32 = 512;
-/// CTAs per multiprocessor.
+/// CTAs of `swiglu_rows_cols` per SM.
 const ROWS_COLS_PER_SM: usize = 2;
-/// Rows per TMA copy; a box that is all padding is skipped.
+/// Rows per TMA copy; a box that contains only padding is skipped.
 pub(super) const BOX_ROWS: usize = 32;
-/// Dynamic shared memory in bytes, `RowsColsShared` of the kernel: the sigmoid table, a tile of h, the factors of 128 columns, the ids
-/// of 128 rows, barriers, a flag and counts.
+/// Dynamic shared memory in bytes, the size of the kernel's `RowsColsShared`: the sigmoid table, a tile of h, the factors of 128
+/// columns, the ids of 128 rows, barriers, a flag and counts.
 const ROWS_COLS_SHARED: usize =
     (SIGMOIDS.next_multiple_of(128) + 2 * TILE * TILE * 2 + 2 * TILE * 4 + 2 * 8 + 4 * 4)
         .next_multiple_of(128);
 
-/// Bytes of `SigmoidTable` in the kernels: two lines of 4049 sigmoids; the second starts 32 KiB after the first.
+/// The size in bytes of the kernels' `SigmoidTable`: two arrays of 4049 sigmoids, of which the second starts 32
+/// KiB after the first.
 pub(super) const SIGMOIDS: usize = 0x8000 + (4049 * 4usize).next_multiple_of(16);
 
 /// A tensor map of a BF16 matrix, with boxes 128 columns wide.
@@ -232,7 +233,7 @@ fn rows_cols_spec(rule: ScaleRule) -> KernelSpec {
 struct RowsColsLaunch {
     codec: Codec,
     ctas: u32,
-    /// Rows of the column output.
+    /// Number of rows of the column output.
     capacity: usize,
 }
 
@@ -272,8 +273,8 @@ impl RowsColsLaunch {
             &(column_stride(self.codec.scale_kind(), f) as u32),
             &Divider::by(f.div_ceil(TILE) as u32),
         ];
-        // SAFETY: the map is that of h, which `BufferCheck` held to `[rows, 2f]`, BF16 with f a multiple of 8, as it held weights and groups to
-        // `rows`; the planes were made for these sizes and rules and are not yet shared.
+        // SAFETY: the map is that of h. `BufferCheck` ensured that h is `[rows, 2f]`, BF16 with f a multiple of 8, and that weights and
+        // groups have `rows` rows; the buffers are allocated for these sizes and rules and are not shared yet.
         unsafe { kernel.launch(launch, &args) }
     }
 }

@@ -1,5 +1,5 @@
-//! `swiglu_backward` on a GPU: one kernel from BF16 or MXFP4 to all E4M3 forms that the next products need
-//! (`csrc/kernels/swiglu/swiglu_backward.cuh`). All other forms go through plain F32 matrices
+//! Runs `swiglu_backward` on a GPU: one kernel from BF16 or MXFP4 to all E4M3 forms that the next GEMMs need
+//! (`csrc/kernels/swiglu/swiglu_backward.cuh`). For all other formats a kernel writes plain F32 matrices
 //! (`csrc/kernels/swiglu/swiglu_backward_plain.cuh`), which [`Quantize`](nibble_core::ops::Quantize) converts.
 
 use super::{BOX_ROWS, SIGMOIDS, bf16_tiles, cols_of, counts_of, row_ids, rows_of, turned_tiles};
@@ -19,7 +19,7 @@ use nibble_core::{BlockScaled, DType, Error, Operand, Result};
 
 const OP: &str = "swiglu_backward";
 
-/// See [`SwigluBackward`].
+/// Runs [`SwigluBackward`] on the GPU.
 pub(crate) fn swiglu_backward(cuda: &Cuda, op: SwigluBackward<'_, Cuda>) -> Result<SwigluGrads<Cuda>> {
     op.check()?;
     let buffers = BufferCheck::by(OP, cuda);
@@ -69,16 +69,16 @@ pub(crate) fn instances() -> Vec<Instance> {
     [&fused(HSource::Saved)[..], &fused(HSource::Plain), &plain, &parts].concat()
 }
 
-// Each tile holds one part of the gate weight's gradient.
+// Each tile gives one partial sum of the gate weight's gradient per row.
 const _: () = assert!(TILE == SwigluBackward::<Cuda>::PART);
 const FUSED_THREADS: u32 = 512;
 const SOURCE: &str = "kernels/swiglu/swiglu_backward.cuh";
 
-/// Dynamic shared memory in bytes: `BackwardShared` of the kernel.
+/// Dynamic shared memory in bytes: the size of the kernel's `BackwardShared`.
 const fn fused_shared_bytes(source: HSource) -> usize {
     let (table, tiles, stages, h, spares) = match source {
         HSource::Saved => (256 * 16 * 8 + 256 * 16, 3, 2, 2 * TILE * (TILE / 2 + 4), 3),
-        // One tile of codes fits between the two lines of sigmoids.
+        // One tile of codes fits between the two arrays of sigmoids.
         HSource::Plain => (SIGMOIDS, 2, 1, 2 * TILE * TILE * 2, 4),
     };
     let stage = h + TILE * TILE * 2 + TILE * 4;
@@ -106,13 +106,13 @@ fn parts_spec() -> KernelSpec {
     KernelSpec { source: "kernels/swiglu/add_partial_sums.cuh", name: "nib::add_partial_sums", args: vec![] }
 }
 
-/// A launch of the fused kernel, which writes everything.
+/// A launch of the fused kernel, which writes all outputs.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Fused {
     source: HSource,
     codec: Codec,
     ctas: u32,
-    /// Rows of the column outputs.
+    /// Number of rows of the column outputs.
     capacity: usize,
 }
 
@@ -174,8 +174,9 @@ impl Fused {
             &(self.capacity as i32),
             &Divider::by((f / TILE) as u32),
         ];
-        // SAFETY: `BufferCheck` held h to `[rows, 2f]`, da to `[rows, f]`, and weights and groups to `rows`; the path their types and that
-        // f is whole tiles. The planes were made for these sizes and rules and are not yet shared.
+        // SAFETY: `BufferCheck` ensured that h is `[rows, 2f]` and da `[rows, f]`, and that weights and groups have `rows` rows; the path
+        // determines their types, and that f is a multiple of the tile. The buffers are allocated for these sizes and rules and are not
+        // shared yet.
         unsafe { kernel.launch(launch, &args) }
     }
 }
@@ -198,7 +199,7 @@ fn code_tiles(h: &BlockScaled<Cuda>) -> Result<TensorMap> {
 
 const PARTS_THREADS: usize = 256;
 
-/// Sums the parts `[parts][rows]` to the gate weights' gradients.
+/// Adds the partial sums `[parts][rows]` to give the gate weights' gradients.
 fn add_partial_sums(
     device: &Device,
     parts: &Buffer<f32>,
@@ -209,23 +210,23 @@ fn add_partial_sums(
     let ctas = rows.div_ceil(PARTS_THREADS) as u32;
     let launch = Launch { ctas, threads: PARTS_THREADS as u32, cluster: 1, shared_bytes: 0 };
     let kernel = device.kernel(&parts_spec())?;
-    // SAFETY: the parts are `num_parts · rows`, the sums `rows`.
+    // SAFETY: there are `num_parts · rows` partial sums, and `rows` sums.
     unsafe { kernel.launch(launch, &[parts, dweight, &(rows as i32), &(num_parts as i32)]) }
 }
 
 const PLAIN_THREADS: usize = 256;
 
-/// CTAs per multiprocessor, if sigmoids are looked up in a table.
+/// CTAs per SM, if sigmoids are looked up in a table.
 const PLAIN_PER_SM: usize = 4;
 
 /// The inputs that the plain kernel reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Chunk {
-    /// F32 or BF16.
+    /// Both inputs are F32 or BF16.
     Any,
-    /// BF16.
+    /// Both inputs are BF16.
     Bf16,
-    /// h in MXFP4, da in BF16.
+    /// h is MXFP4, and da is BF16.
     Saved,
 }
 
@@ -242,7 +243,7 @@ fn plain_spec(chunk: Chunk) -> KernelSpec {
     }
 }
 
-/// Dynamic shared memory in bytes.
+/// The size of dynamic shared memory in bytes.
 const fn plain_shared_bytes(chunk: Chunk) -> usize {
     match chunk {
         Chunk::Any => 0,
@@ -250,7 +251,7 @@ const fn plain_shared_bytes(chunk: Chunk) -> usize {
     }
 }
 
-/// Any form: writes plain dh, and `a` if it is wanted.
+/// Supports any format: writes dh as a plain matrix, and `a` too if it is requested.
 fn plain(
     device: &Device,
     op: &SwigluBackward<'_, Cuda>,
@@ -285,10 +286,10 @@ fn plain(
     let args: [&dyn KernelArg; 14] =
         [h, h_scales, &h_bf16, da, &da_bf16, &weight, dh, &dh_bf16, a, &a_bf16, dweight, &row_id, &rows, &f];
     let kernel = device.kernel(&plain_spec(chunk))?;
-    // SAFETY: `BufferCheck` held h, unless it has just been decoded, to `[rows, 2f]`, da to `[rows, f]`, and weights and groups to `rows`;
-    // the flags say the types, and the instance is for them and f. Blocks that were not decoded are MXFP4 rows with f in whole blocks, and da
-    // is BF16 then: `SwigluBackwardPath` says so.
-    // What is written was made for these sizes and is not yet shared.
+    // SAFETY: `BufferCheck` ensured that h is `[rows, 2f]` (unless it has just been decoded) and da `[rows, f]`, and that weights and
+    // groups have `rows` rows. The flags state the types, and the instance supports these types and f. If blocks were not decoded, they are
+    // MXFP4 rows with f in whole blocks, and da is BF16; `SwigluBackwardPath` ensures this.
+    // The outputs are allocated for these sizes and are not shared yet.
     unsafe { kernel.launch(launch, &args) }
 }
 

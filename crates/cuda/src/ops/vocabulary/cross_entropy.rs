@@ -1,4 +1,5 @@
-//! `cross_entropy` on a GPU (`csrc/kernels/vocabulary/cross_entropy.cuh`): one cluster per row, then one CTA per shard.
+//! Runs `cross_entropy` on a GPU (`csrc/kernels/vocabulary/cross_entropy.cuh`): one cluster per row, then one CTA per
+//! shard.
 
 use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::Launch;
@@ -11,16 +12,16 @@ use nibble_core::ops::{Control, CrossEntropy, CrossEntropyOut};
 use nibble_core::{Error, Result, Tensor};
 
 const SOURCE: &str = "kernels/vocabulary/cross_entropy.cuh";
-/// Lanes (partial sums) per row.
+/// The number of partial sums (lanes) per row.
 const LANES: usize = 1024;
-/// The device's `EntropyRoom`.
+/// The size of the device's `EntropyRoom`.
 const ROOM_BYTES: usize = 4 * LANES + 4 * 128 + 16;
-/// The most bytes of logits per CTA: a multiprocessor then holds three CTAs.
+/// The most bytes of logits per CTA, chosen so that an SM holds three CTAs.
 const PART_BYTES: usize = 70 << 10;
-/// Threads that sum a shard's losses.
+/// The number of threads that sum a shard's losses.
 const NATS_THREADS: u32 = 512;
 
-/// See [`CrossEntropy`].
+/// Runs [`CrossEntropy`] on the GPU.
 pub(crate) fn cross_entropy(cuda: &Cuda, op: CrossEntropy<'_, Cuda>) -> Result<CrossEntropyOut<Cuda>> {
     const OP: &str = "cross_entropy";
     op.check()?;
@@ -36,19 +37,19 @@ pub(crate) fn cross_entropy(cuda: &Cuda, op: CrossEntropy<'_, Cuda>) -> Result<C
     Ok(out)
 }
 
-/// How a row is divided, depending on the vocabulary.
+/// How a row is divided, which depends on the vocabulary.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct EntropyConfig {
-    /// Lanes per CTA; all CTAs of a row together have 1024.
+    /// Number of lanes per CTA; all CTAs of a row together have 1024 lanes.
     lanes: usize,
-    /// Adjacent lanes per thread.
+    /// Number of adjacent lanes per thread.
     wide: usize,
-    /// Threads that share the same lanes.
+    /// Number of threads that share the same lanes.
     groups: usize,
 }
 
 impl EntropyConfig {
-    /// As few CTAs per row as possible, so that three of them fit a multiprocessor; eight for the longest rows.
+    /// As few CTAs per row as possible such that three CTAs fit on an SM; eight CTAs for the longest rows.
     fn choose(vocab: usize) -> Self {
         let fits = |lanes: &usize| Self::part_bytes(*lanes, vocab) <= PART_BYTES;
         let lanes = [LANES, LANES / 2, LANES / 4].into_iter().find(fits).unwrap_or(LANES / 8);
@@ -72,7 +73,7 @@ impl EntropyConfig {
     }
 
     /// # Errors
-    /// If there are too many rows to count, or rows are too long for shared memory.
+    /// An error if there are too many rows to count, or if rows are too long for shared memory.
     fn launch(&self, op: &'static str, rows: usize, vocab: usize, shared_bytes: usize) -> Result<Launch> {
         let (cluster, needed) = (LANES / self.lanes, self.shared_bytes(vocab));
         if needed > shared_bytes {
@@ -94,14 +95,14 @@ pub(crate) struct TargetRows<'a> {
     pub vocab: usize,
     /// The target of each row.
     pub targets: &'a Buffer<i32>,
-    /// The buffer with the gradient's factor, if there is one.
+    /// The buffer that contains the gradient's factor, if there is one.
     pub control: Option<&'a Buffer<f32>>,
-    /// Counts targets at or past the vocabulary.
+    /// The counter of targets at or past the vocabulary's end.
     pub bad_ids: &'a Buffer<u64>,
 }
 
 impl TargetRows<'_> {
-    /// The address of the gradient's factor, if there is a gradient.
+    /// The address of the gradient's factor, or 0 if there is no gradient.
     pub fn control_address(&self, dlogits: Option<&Tensor<Cuda>>) -> Result<u64> {
         match (self.control, dlogits) {
             (Some(control), _) if control.len() == Control::LEN => Ok(control.address()),
@@ -140,15 +141,16 @@ impl TargetRows<'_> {
         let vocab = vocab as i32;
         let kernel = device.kernel(&config.spec())?;
         let control = self.control_address(dlogits)?;
-        // SAFETY: logits and dlogits, if any, have rows · vocab values and loss one a row; the caller held them to this device and
-        // has dlogits to itself. A cluster stays within its row; targets are compared with the vocabulary.
+        // SAFETY: logits and dlogits (if given) have rows · vocab values, and loss has one value per row. The caller checked that
+        // logits, dlogits and loss are on this device and that dlogits has no other handle. A cluster stays within its row, and
+        // targets are compared with the vocabulary.
         unsafe {
             kernel.launch(launch, &[logits, targets, loss, &address, bad_ids, &vocab, &control, &is_bf16])
         }
     }
 }
 
-/// Sums the losses of each shard in F64. The number of shards divides the number of losses.
+/// Sums the losses of each shard in F64. The number of shards must divide the number of losses.
 pub(crate) fn sum_losses(loss: &Buffer<f32>, nats: &Buffer<f64>) -> Result<()> {
     let (device, shards) = (loss.device(), nats.len());
     if shards == 0 {
@@ -161,7 +163,8 @@ pub(crate) fn sum_losses(loss: &Buffer<f32>, nats: &Buffer<f64>) -> Result<()> {
         .map_err(|_| Error::shape("cross_entropy", "shards", shards, "below 2^31"))? as u32;
     let launch = Launch { ctas, threads: NATS_THREADS, cluster: 1, shared_bytes: 0 };
     let kernel = device.kernel(&nats_spec())?;
-    // SAFETY: a CTA sums `each` of the shards · each losses in `chunks` of the sums, and writes one of the nats.
+    // SAFETY: a CTA sums `each` of the shards · each losses, uses `chunks` of the sums, and writes one value of
+    // nats.
     unsafe { kernel.launch(launch, &[loss, &sums, nats, &(each as u64), &(chunks as u64)]) }
 }
 
@@ -169,7 +172,8 @@ fn nats_spec() -> KernelSpec {
     KernelSpec { source: SOURCE, name: "nib::shard_nats", args: Vec::new() }
 }
 
-/// The longest rows of even and odd length that each instance is chosen for; for the last instance, a large vocabulary.
+/// The longest rows of even and odd length for which each instance is chosen; for the last instance, a large
+/// vocabulary.
 const VOCABULARIES: [usize; 7] = [17_407, 17_408, 35_839, 35_840, 71_679, 71_680, 262_144];
 
 /// Every kernel instance of this module.
@@ -186,7 +190,7 @@ pub(crate) fn instances() -> Vec<Instance> {
     instances
 }
 
-/// The shared-memory sizes of every instance, for the longest rows that it is chosen for.
+/// The shared-memory sizes of every instance, for the longest rows for which it is chosen.
 pub(crate) fn shared_sizes() -> Vec<SharedSize> {
     let of = |vocab| {
         let config = EntropyConfig::choose(vocab);

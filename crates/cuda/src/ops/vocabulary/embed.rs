@@ -1,6 +1,6 @@
-//! `embed`, `embed_backward` on a GPU (`csrc/kernels/vocabulary/embed.cuh`). The backward pass sorts the tokens by shard and id, with one
-//! [`PlanPermute`](nibble_core::ops::PlanPermute) per digit; sums chunks of tokens with the same id; and adds the sums of ids that have
-//! several chunks.
+//! Runs `embed` and `embed_backward` on a GPU (`csrc/kernels/vocabulary/embed.cuh`). The backward pass sorts the tokens by shard and id,
+//! with one [`PlanPermute`](nibble_core::ops::PlanPermute) per digit; sums chunks of tokens with the same id; and adds the sums of ids
+//! that have several chunks.
 
 use crate::backend::Buf;
 use crate::compile::jit::{KernelSpec, TemplateArg};
@@ -15,9 +15,9 @@ use nibble_core::ops::{Embed, EmbedBackward, EmbedOut};
 use nibble_core::{DType, Data, Error, Plain, Result};
 
 const THREADS: usize = 256;
-/// Units (of a row's elements) per CTA of a look-up.
+/// Units (of a row's elements) per CTA of a lookup.
 const UNITS_PER_CTA: usize = 1024;
-/// CTAs per multiprocessor that sum chunks; each processes chunks in a loop.
+/// CTAs per SM that sum chunks; each CTA processes chunks in a loop.
 const SUM_CTAS: usize = 8;
 const TYPES: [DType; 2] = [DType::F32, DType::Bf16];
 
@@ -31,7 +31,7 @@ fn spec(name: &'static str, dtype: Option<DType>, count: usize) -> KernelSpec {
     }
 }
 
-/// A sorting kernel.
+/// The spec of a kernel that takes part in the sort.
 fn sort_spec(name: &'static str) -> KernelSpec {
     let args = vec![("kThreads", TemplateArg::Int(THREADS as i64))];
     KernelSpec { source: "kernels/vocabulary/embed.cuh", name, args }
@@ -41,7 +41,7 @@ fn launch(ctas: usize) -> Launch {
     Launch { ctas: ctas as u32, threads: THREADS as u32, cluster: 1, shared_bytes: 0 }
 }
 
-/// See [`Embed`].
+/// Runs [`Embed`] on the GPU.
 pub(crate) fn embed(cuda: &Cuda, op: Embed<'_, Cuda>) -> Result<EmbedOut<Cuda>> {
     const OP: &str = "embed";
     op.check()?;
@@ -65,7 +65,7 @@ fn look_up(
         return Ok(());
     }
     let count = row_tree::count_of(d);
-    // The id is checked even if rows have no columns.
+    // Each id is checked even if rows have no columns.
     let units = d.div_ceil(count).max(1);
     let tasks = ids.len().saturating_mul(units);
     if tasks.max(vocab).max(d) >= (1 << 31) - UNITS_PER_CTA {
@@ -76,7 +76,8 @@ fn look_up(
     let by_units = Divider::by(units);
     let kernel = device.kernel(&spec("nib::embed", Some(op.dtype), count))?;
     let (x, bad_ids) = (plain_arg(&out.x).0, out.bad_ids.get());
-    // SAFETY: `BufferCheck` held the table to `[vocab, d]`, with which ids are compared; x has a row for each id.
+    // SAFETY: `BufferCheck` ensured that the embedding is `[vocab, d]`, and the kernel compares ids with vocab; x
+    // has one row per id.
     unsafe {
         kernel.launch(
             launch(tasks.div_ceil(UNITS_PER_CTA)),
@@ -85,13 +86,13 @@ fn look_up(
     }
 }
 
-/// `EmbedKeys` of the kernels: the sort keys of tokens.
+/// Mirrors the device struct `EmbedKeys`, which computes the sort keys of tokens.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Keys {
     tokens: u32,
     vocab: u32,
-    /// A key past all others.
+    /// A key above all others.
     none: u32,
     by_shard: Divider,
 }
@@ -108,7 +109,7 @@ impl Keys {
         Ok(Self { tokens: tokens as u32, vocab: vocab as u32, none: keys as u32, by_shard })
     }
 
-    /// The tokens sorted by key; tokens with the same key stay in their order.
+    /// Sorts the tokens by key; tokens with the same key stay in order.
     fn sort(&self, cuda: &Cuda, ids: &Buffer<i32>) -> Result<Buf<i32>> {
         let (device, tokens) = (cuda.device(), self.tokens as usize);
         let kernel = device.kernel(&sort_spec("nib::embed_digits"))?;
@@ -116,13 +117,14 @@ impl Keys {
             let (mask, sorted) = (values.next_power_of_two() as u32 - 1, order.map(Buf::get));
             let (digit, as_they_are) = (digit.get(), as_they_are.get());
             let launch = launch(tokens.div_ceil(THREADS));
-            // SAFETY: ids, digit and the orders have a value a token; an order holds each token once.
+            // SAFETY: ids, digit and the orders have one value per token; an order contains each
+            // token once.
             unsafe { kernel.launch(launch, &[ids, &sorted, digit, as_they_are, self, &shift, &mask]) }
         })
     }
 }
 
-/// See [`EmbedBackward`].
+/// Runs [`EmbedBackward`] on the GPU.
 pub(crate) fn embed_backward(cuda: &Cuda, op: EmbedBackward<'_, Cuda>) -> Result<()> {
     const OP: &str = "embed_backward";
     op.check()?;
@@ -156,7 +158,7 @@ struct Tasks<'a> {
     order: &'a Buffer<i32>,
     chunks: Buffer<i32>,
     runs: Buffer<i32>,
-    /// The number of chunks and of runs.
+    /// The numbers of chunks and of runs.
     counts: Buffer<u64>,
 }
 
@@ -173,8 +175,8 @@ impl<'a> Tasks<'a> {
         let [chunks, runs] = [tokens, sizes.most_runs].map(|tasks| device.alloc::<i32>(TASK_WORDS * tasks));
         let (chunks, runs) = (chunks?, runs?);
         let kernel = device.kernel(&sort_spec("nib::embed_chunks"))?;
-        // SAFETY: ids and order have a value a token; no token begins more than one chunk, and runs of several chunks are no more than
-        // `most_runs`.
+        // SAFETY: ids and order have one value per token; no token starts more than one chunk, and there are at most `most_runs` runs
+        // of several chunks.
         unsafe {
             kernel.launch(launch(tokens.div_ceil(THREADS)), &[ids, order, &chunks, &runs, &counts, keys])?;
         }
@@ -201,8 +203,9 @@ impl<'a> Tasks<'a> {
         let sums = device.kernel(&spec("nib::embed_sums", Some(dtype), count))?;
         let close = device.kernel(&spec("nib::embed_close", None, count))?;
         let [d_arg, blocks_arg, close_arg] = [d, blocks, close_blocks].map(|n| n as u32);
-        // SAFETY: `check` and `BufferCheck` held dy to a row a token and grad to a row a key, of d values each; the tasks were made of the same
-        // tokens and keys; the rows of `partial` that they name are below a 32nd of the tokens, rounded up.
+        // SAFETY: `check` and `BufferCheck` ensured that dy has one row per token and grad one row per key, of d values each. The tasks
+        // were computed from the same tokens and keys, and the rows of `partial` that they name are below 1/32 of the number of tokens,
+        // rounded up.
         unsafe {
             sums.launch(
                 launch(ctas.min(self.tokens * blocks)),

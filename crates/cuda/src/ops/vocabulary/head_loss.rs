@@ -1,5 +1,5 @@
-//! `head_loss` on a GPU: its own two kernels (`csrc/kernels/vocabulary/head_loss.cuh`). `nibble-choice` defines the sequence of
-//! operations for each chunk of tokens.
+//! Runs `head_loss` on a GPU: the two kernels that belong to it alone (`csrc/kernels/vocabulary/head_loss.cuh`).
+//! `nibble-choice` defines the sequence of operations for each chunk of tokens.
 
 use super::cross_entropy::TargetRows;
 use crate::Cuda;
@@ -17,7 +17,7 @@ const THREADS: u32 = 256;
 /// Gradient elements that a CTA rounds.
 const ROUNDED_PER_CTA: usize = 1024;
 
-/// See [`HeadLoss`].
+/// Runs [`HeadLoss`] on the GPU.
 pub(crate) fn head_loss(cuda: &Cuda, op: HeadLoss<'_, Cuda>) -> Result<HeadLossOut<Cuda>> {
     op.check()?;
     let buffers = BufferCheck::by(OP, cuda);
@@ -36,7 +36,8 @@ pub(crate) fn head_loss(cuda: &Cuda, op: HeadLoss<'_, Cuda>) -> Result<HeadLossO
     sequence::head_loss(cuda, op)
 }
 
-/// The rows' cross-entropy: with the CPU's bits for F32 tokens, by the fast kernel for BF16 tokens.
+/// Cross-entropy of rows: bit-identical to the CPU for F32 tokens, by the fast kernel for BF16
+/// tokens.
 pub(crate) fn target_rows(
     rows: &sequence::TargetRows<'_, Cuda>,
     logits: &Tensor<Cuda>,
@@ -62,11 +63,12 @@ pub(crate) fn list_groups(cuda: &Cuda, groups: &Groups<Cuda>, each: usize, apart
     let launch =
         Launch { ctas: (count as u32 + 1).div_ceil(THREADS), threads: THREADS, cluster: 1, shared_bytes: 0 };
     let kernel = cuda.device().kernel(&spec("nib::equal_groups"))?;
-    // SAFETY: as many starts and lengths as the kernel is told; the tokens, and so every start, are below 2^31.
+    // SAFETY: there are as many starts and lengths as the number that is passed to the kernel; the number of
+    // tokens, and so every start, is below 2^31.
     unsafe { kernel.launch(launch, &[groups.start.get(), groups.len.get(), &num_groups, &rows, &far]) }
 }
 
-/// Rounds a shard's sum to its place in a BF16 gradient, or adds it there.
+/// Rounds a shard's sum to BF16, and writes it to the shard's place in a gradient or adds it there.
 pub(crate) fn round_sum(sum: &Tensor<Cuda>, dw: &Tensor<Cuda>, accumulate: bool) -> Result<()> {
     let (Data::F32(sum), Data::Bf16(dw)) = (&sum.data, &dw.data) else {
         return Err(Error::shape(OP, "dw", "F32", "BF16, as its sum lies apart"));
@@ -83,7 +85,8 @@ pub(crate) fn round_sum(sum: &Tensor<Cuda>, dw: &Tensor<Cuda>, accumulate: bool)
         .map_err(|_| Error::shape(OP, "dw", len, "below 2^42 values a shard"))?;
     let launch = Launch { ctas, threads: THREADS, cluster: 1, shared_bytes: 0 };
     let kernel = dw.device().kernel(&spec("nib::round_gradient"))?;
-    // SAFETY: both have `len` values, on this device; dw is the caller's own, borrowed mutably.
+    // SAFETY: both buffers have `len` values and are on this device; dw belongs to the caller and
+    // is borrowed mutably.
     unsafe { kernel.launch(launch, &[sum, dw, &(len as u64), &i32::from(accumulate)]) }
 }
 
@@ -91,7 +94,7 @@ fn spec(name: &'static str) -> KernelSpec {
     KernelSpec { source: SOURCE, name, args: Vec::new() }
 }
 
-/// Every kernel instance of this module, without those of products and cross-entropy.
+/// Every kernel instance of this module, except those of GEMMs and cross-entropy.
 pub(crate) fn instances() -> Vec<Instance> {
     let of = |name| Instance { spec: spec(name), shared_bytes: 0 };
     vec![of("nib::equal_groups"), of("nib::round_gradient")]

@@ -1,5 +1,5 @@
-//! Cross-entropy of long rows for the head of a BF16 model (`csrc/kernels/vocabulary/head_rows.cuh`). It guarantees a
-//! relative error, not the CPU's bits.
+//! Cross-entropy of long rows for the head of a BF16 model (`csrc/kernels/vocabulary/head_rows.cuh`). The kernel
+//! guarantees a relative error, but not the CPU's bits.
 
 use super::cross_entropy::TargetRows;
 use crate::compile::jit::{KernelSpec, TemplateArg};
@@ -11,27 +11,28 @@ use nibble_core::ops::HeadLoss;
 use nibble_core::{DType, Result, Tensor};
 
 const THREADS: u32 = 512;
-/// The device's `HeadRoom`.
+/// The size of the device's `HeadRoom`.
 const ROOM_BYTES: usize = 272;
 const SOURCE: &str = "kernels/vocabulary/head_rows.cuh";
 /// A CTA's part of a row is a multiple of this many elements.
 const PART_MULTIPLE: usize = 8;
 /// The numbers of CTAs that may share a row.
 const CLUSTERS: [usize; 4] = [1, 2, 4, 8];
-/// Shorter rows leave most threads of a CTA idle, and must have the CPU's bits.
+/// Shorter rows leave most threads of a CTA idle, and they must give the CPU's bits.
 const SHORTEST: usize = HeadLoss::<Cuda>::OWN_ORDER_FROM;
 
 /// How a row is divided.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct HeadRowsConfig {
-    /// CTAs that share a row.
+    /// Number of CTAs that share a row.
     cluster: usize,
-    /// Elements per CTA.
+    /// Number of elements per CTA.
     part: usize,
 }
 
 impl HeadRowsConfig {
-    /// The fewest CTAs per row that can hold two rows at once; `None` for a vocabulary that this kernel does not support.
+    /// The smallest number of CTAs per row that can hold two rows at once; `None` for a vocabulary that this kernel does
+    /// not support.
     fn choose(vocab: usize, shared_bytes: usize) -> Option<Self> {
         if vocab < SHORTEST || !vocab.is_multiple_of(PART_MULTIPLE) || vocab > i32::MAX as usize {
             return None;
@@ -50,7 +51,8 @@ impl HeadRowsConfig {
     }
 }
 
-/// As [`TargetRows::run`], for BF16 tokens: with a BF16 gradient, or without one.
+/// Does the same as [`TargetRows::run`] for BF16 tokens, with a BF16 gradient or without a
+/// gradient.
 pub(crate) fn run(
     rows: &TargetRows<'_>,
     logits: &Buffer<f32>,
@@ -79,8 +81,9 @@ pub(crate) fn run(
             let control = rows.control_address(dlogits)?;
             let args: [&dyn KernelArg; 9] =
                 [logits, rows.targets, loss, &address, rows.bad_ids, &count, &vocab, &part, &control];
-            // SAFETY: logits and dlogits, if any, have count · vocab values and loss one a row; the caller held them to this device and
-            // has dlogits to itself. Rows begin at multiples of 32 bytes; targets are compared with the vocabulary.
+            // SAFETY: logits and dlogits (if given) have count · vocab values, and loss has one value per row. The caller checked that
+            // logits, dlogits and loss are on this device and that dlogits has no other handle. Rows start at multiples of 32 bytes,
+            // and targets are compared with the vocabulary.
             unsafe { kernel.launch(launch, &args) }
         }
     }
@@ -96,7 +99,7 @@ pub(crate) fn instances() -> Vec<Instance> {
     CLUSTERS.map(|cluster| Instance { spec: spec(cluster), shared_bytes: 0 }).to_vec()
 }
 
-/// The shared-memory sizes for a short row, and for a long one.
+/// The shared-memory sizes for a short row and for a long row.
 pub(crate) fn shared_sizes() -> Vec<SharedSize> {
     let of = |part| {
         let config = HeadRowsConfig { cluster: 1, part };

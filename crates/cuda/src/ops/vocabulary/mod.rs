@@ -1,4 +1,4 @@
-//! Operations over the vocabulary: embedding, output head, loss.
+//! Operations over the vocabulary: embedding, LM head and loss.
 
 pub(crate) mod cross_entropy;
 pub(crate) mod embed;

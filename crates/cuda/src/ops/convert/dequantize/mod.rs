@@ -1,5 +1,5 @@
-//! `dequantize` on a GPU: E2M1 and FP8 with one scale per block (`csrc/kernels/convert/dequantize.cuh`), and all other formats by the
-//! general kernel.
+//! Runs `dequantize` on a GPU: E2M1 and FP8 with one scale per block have a separate kernel
+//! (`csrc/kernels/convert/dequantize.cuh`); all other formats use the kernel for all formats.
 
 mod units;
 
@@ -17,16 +17,16 @@ use nibble_formats::{BlockAxis, Element, Format, ScaleKind, ScaleLayout};
 use units::OP;
 
 const THREADS: u32 = 256;
-/// Columns that a warp takes at a time where blocks run along the rows.
+/// Columns that a warp processes at a time if blocks run along the rows.
 const SEGMENT: usize = 1024;
-/// Rows and columns of a tile where blocks run down the columns.
+/// Rows and columns of a tile if blocks run down the columns.
 const TILE: usize = 128;
 /// Vertically adjacent tiles that are processed before the next column of tiles.
 const BAND: i32 = 4;
 /// The most elements that may be passed as one row.
 const ONE_ROW: usize = 1 << 30;
 
-/// See [`Dequantize`].
+/// Runs [`Dequantize`] on the GPU.
 pub(crate) fn dequantize(cuda: &Cuda, op: Dequantize<'_, Cuda>) -> Result<Tensor<Cuda>> {
     op.check()?;
     let out = op.result(cuda)?;
@@ -34,7 +34,7 @@ pub(crate) fn dequantize(cuda: &Cuda, op: Dequantize<'_, Cuda>) -> Result<Tensor
     Ok(out)
 }
 
-/// The values of codes times the scales of their blocks in BF16, without the tensor's scale.
+/// The values in BF16: codes times the scales of their blocks, without the tensor scale.
 pub(crate) fn bare(device: &Device, x: &BlockScaled<Cuda>) -> Result<Tensor<Cuda>> {
     let op = Dequantize { x, dtype: DType::Bf16 };
     op.check()?;
@@ -44,7 +44,7 @@ pub(crate) fn bare(device: &Device, x: &BlockScaled<Cuda>) -> Result<Tensor<Cuda
     Ok(out)
 }
 
-/// The full values in F32.
+/// The complete values in F32, including the tensor scale.
 pub(crate) fn whole(device: &Device, x: &BlockScaled<Cuda>) -> Result<Tensor<Cuda>> {
     Dequantize { x, dtype: DType::F32 }.check()?;
     let out = Tensor::new(Data::F32(Buf::new(device.alloc(x.rows * x.cols)?)), x.rows, x.cols)?;
@@ -95,14 +95,15 @@ impl DequantizeDesc {
         Ok(desc)
     }
 
-    /// Whether rows or columns of sub-byte codes end inside a block: only the general kernel supports that.
+    /// Whether rows or columns of sub-byte codes end inside a block, which only the kernel for all formats
+    /// supports.
     fn ends_short(&self) -> bool {
         let (spec, len) =
             (self.format.spec(), if self.axis == BlockAxis::Col { self.rows } else { self.cols });
         spec.code_bits < 8 && !len.is_multiple_of(spec.block)
     }
 
-    /// The configuration of the fast kernel; `None` where there is nothing to do.
+    /// The configuration of the fast kernel; `None` if there is no work.
     fn config(&self, num_sms: u32) -> Result<Option<DequantizeConfig>> {
         let Self { format, axis, rows, cols, dtype, .. } = *self;
         let (bits, block) = (format.spec().code_bits as usize, format.spec().block);
@@ -152,10 +153,10 @@ impl DequantizeDesc {
     }
 }
 
-/// The compiled instance of a launch.
+/// The template instance of a launch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct DequantizeVariant {
-    /// Blocks run down the columns.
+    /// Whether blocks run down the columns.
     down: bool,
     bits: usize,
     block: usize,
@@ -182,10 +183,11 @@ impl DequantizeVariant {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct DequantizeConfig {
     kind: DequantizeVariant,
-    /// The shape for the kernel: blocks along rows, none of them short, are passed as one long row.
+    /// The shape that the kernel gets: if blocks run along rows and none is short, all rows are
+    /// passed as one long row.
     rows: usize,
     cols: usize,
-    /// Segments of a row; 0 where blocks run down the columns.
+    /// Segments per row; 0 if blocks run down the columns.
     segments: u32,
     ctas: u32,
 }
@@ -228,8 +230,8 @@ fn launch<T: Plain>(
         &[&rows, &cols, &by_segments, &config.segments]
     };
     let args = [&[codes as &dyn KernelArg, scales, out, &arg], shape].concat();
-    // SAFETY: `BufferCheck` held codes and scales to the lengths of the shape, and `out` was made for it; the kernel stays
-    // within the shape. Pieces of 16 bytes are taken only where every row and line consists of them.
+    // SAFETY: `BufferCheck` checked codes and scales against the shape, and `out` is allocated for it; the kernel stays
+    // within the shape. The kernel accesses 16 bytes at a time only if every row is a multiple of 16 bytes.
     unsafe { kernel.launch(launch, &args) }
 }
 

@@ -1,4 +1,5 @@
-//! Dequantizes any format with the general kernel (`csrc/kernels/convert/dequantize_units.cuh`).
+//! Dequantizes any format with the kernel for all formats
+//! (`csrc/kernels/convert/dequantize_units.cuh`).
 
 use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Launch, plain_args};
@@ -14,7 +15,7 @@ pub(super) const OP: &str = "dequantize";
 
 const THREADS: u32 = 256;
 
-/// The device's `DecodedArg`.
+/// Mirrors the device struct `DecodedArg`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct DecodedArg {
@@ -48,12 +49,13 @@ fn instance(format: UnitFormat, out: DType, down: bool) -> Instance {
     Instance { spec, shared_bytes: format.dequantize_shared_bytes(out) }
 }
 
-/// The struct that decodes a format under a rule: both conventions of HiFloat4 decode the same way.
+/// The struct that decodes a format under a scale rule; both conventions of HiFloat4 decode in the
+/// same way.
 fn decoder(format: Format, rule: ScaleRule) -> Option<UnitFormat> {
     UnitFormat::of(format, if rule == ScaleRule::Cann { ScaleRule::Amax } else { rule })
 }
 
-/// Whether the general kernel decodes this format.
+/// Whether the kernel for all formats decodes this format.
 ///
 /// # Errors
 /// [`Error::Unsupported`] for a format without any kernel.
@@ -62,7 +64,8 @@ pub(super) fn takes(format: Format, rule: ScaleRule) -> Result<bool> {
     Ok(!has_kernel(format))
 }
 
-/// Whether the fast kernel decodes it: E2M1 or FP8 codes with one scale per block, of a block size that has an instance.
+/// Whether the fast kernel decodes the format: E2M1 or FP8 codes with one scale per block, and a block size that has an
+/// instance.
 fn has_kernel(format: Format) -> bool {
     let spec = format.spec();
     let is_one = |&rule: &ScaleRule| matches!((spec.scales)(rule), ScaleKind::E8M0 | ScaleKind::F32);
@@ -74,8 +77,8 @@ fn has_kernel(format: Format) -> bool {
         }
 }
 
-/// Every kernel instance of this module. Packed formats of the fast kernel are included: they come here where rows or columns end inside a
-/// block.
+/// Every kernel instance of this module. Packed formats of the fast kernel are included, because this kernel decodes them if rows or
+/// columns end inside a block.
 pub(super) fn instances() -> Vec<Instance> {
     let packed = |unit: &UnitFormat| unit.format.spec().code_bits < 8;
     let ours = UnitFormat::all()
@@ -94,7 +97,7 @@ pub(super) fn is_built(format: Format, rule: ScaleRule, out: DType, down: bool) 
     decoder(format, rule).is_some_and(|unit| instances().contains(&instance(unit, out, down)))
 }
 
-/// Decodes to `out`, which has as many values; `bare` leaves the tensor's scale out.
+/// Decodes to `out`, which has as many values; `bare` omits the tensor scale.
 pub(super) fn launch<T: Plain>(
     device: &Device,
     x: &BlockScaled<Cuda>,
@@ -137,7 +140,7 @@ pub(super) fn launch<T: Plain>(
         pad: 0,
     };
     let launch = Launch { ctas, threads: THREADS, cluster: 1, shared_bytes };
-    // SAFETY: `BufferCheck` held codes, scales and those of the tensor to the lengths of the shape, and `out` has as many values; the
-    // kernel stays within the shape, and takes pieces of 16 bytes only where lines consist of them.
+    // SAFETY: `BufferCheck` checked codes, scales and tensor scales against the shape, and `out` has as many values. The kernel stays
+    // within the shape, and accesses 16 bytes at a time only if rows are multiples of 16 bytes.
     unsafe { device.kernel(&spec)?.launch(launch, &[&arg]) }
 }

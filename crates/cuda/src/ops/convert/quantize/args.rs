@@ -1,4 +1,4 @@
-//! Arguments of the `quantize` kernels, on the host's side.
+//! Host-side arguments of the `quantize` kernels.
 
 use super::config::{OP, QuantizeDesc, QuantizePath, RowScales, transpose_ctas, transpose_spec};
 use crate::launch::{Divider, HadamardArg, KernelArg, Launch, plain_args};
@@ -18,11 +18,11 @@ pub(super) struct MatrixArgs<'a> {
     pub(super) num_groups: i32,
     /// A row is valid if the id at `row & id_mask` is not negative.
     pub(super) id_mask: i32,
-    /// Applied by the kernels as they read the matrix.
+    /// The transform that the kernels apply as they read the matrix.
     pub(super) transform: Option<Transform>,
 }
 
-/// The device's `TransformArg` (csrc/pieces/convert/transformed_columns.cuh).
+/// Mirrors the device struct `TransformArg` (csrc/pieces/convert/transformed_columns.cuh).
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct TransformArg {
@@ -34,7 +34,7 @@ pub(super) struct TransformArg {
 plain_args!(TransformArg);
 
 impl TransformArg {
-    /// No transform.
+    /// Stands for no transform.
     pub(super) const NONE: Self = Self { start: 0, num_groups: 0, rows: 0, hadamard: HadamardArg::NONE };
 
     pub(super) fn new(
@@ -69,7 +69,7 @@ impl<'a> MatrixArgs<'a> {
     }
 }
 
-/// The device's `FoldedRows` (csrc/pieces/convert/row_quantizer.cuh).
+/// Mirrors the device struct `FoldedRows` (csrc/pieces/convert/row_quantizer.cuh).
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct FoldedRows {
@@ -81,7 +81,8 @@ pub(super) struct FoldedRows {
 plain_args!(FoldedRows);
 
 impl FoldedRows {
-    /// Rows of `cols` columns. Without ids the rows are not folded, or all of them are valid.
+    /// Describes rows of `cols` columns. Without ids, the rows are not folded into one row, or all
+    /// of them are valid.
     pub(super) fn of(row_id: Option<&Buffer<i32>>, cols: usize) -> Self {
         let row_id = row_id.map_or(0, Buffer::address);
         Self { row_id, by_cols: Divider::by(cols as u32), cols: cols as u32, pad: 0 }
@@ -93,7 +94,7 @@ pub(super) struct Planned<'a> {
     pub(super) rows: Option<&'a BlockScaled<Cuda>>,
     pub(super) cols: Option<&'a BlockScaled<Cuda>>,
     pub(super) counts: &'a Buffer<u64>,
-    /// Magnitudes found under delayed scales (those of earlier steps).
+    /// The magnitudes that were found, under delayed scales (computed in earlier steps).
     pub(super) found: Option<&'a Found<Cuda>>,
 }
 
@@ -107,20 +108,21 @@ impl<'a> Planned<'a> {
     }
 }
 
-/// Row scales in the order in which a kernel writes them: those of adjacent rows are contiguous.
+/// Row scales in the order in which a kernel writes them, in which the scales of adjacent rows are
+/// contiguous.
 pub(super) struct ByBlock {
     pub(super) plane: RowScales,
     pub(super) scales: Buffer<u8>,
 }
 
 impl ByBlock {
-    /// A buffer, if the path writes scales in this order.
+    /// Allocates a buffer if the path writes row scales block by block.
     pub(super) fn new(device: &Device, path: &QuantizePath) -> Result<Option<Self>> {
         let new = |plane: RowScales| Ok(Self { plane, scales: device.alloc(plane.total_bytes())? });
         path.row_scales().map(new).transpose()
     }
 
-    /// Transposes them into the final order.
+    /// Transposes the scales into their final order.
     pub(super) fn transpose(
         &self,
         device: &Device,
@@ -131,8 +133,8 @@ impl ByBlock {
         let [lines, blocks, stride] = [lines, blocks, stride].map(|value| value as i32);
         let launch =
             Launch { ctas: transpose_ctas(&self.plane) as u32, threads: 256, cluster: 1, shared_bytes: 0 };
-        // SAFETY: both planes have the lengths that follow from the same sizes, and nobody else writes them; the ctas cover them. The
-        // kernel waits before its first load.
+        // SAFETY: both buffers have the lengths that follow from the same sizes, nothing else writes them, and the CTAs cover them.
+        // The kernel waits for earlier kernels before its first load.
         unsafe {
             device
                 .kernel(&transpose_spec(kind))?

@@ -45,7 +45,7 @@ pub(super) fn instances() -> impl Iterator<Item = KernelSpec> {
     maxima.chain(tensor).chain(others)
 }
 
-/// The device's `EarlierArg`.
+/// Mirrors the device struct `EarlierArg`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct EarlierArg {
@@ -57,7 +57,7 @@ pub(super) struct EarlierArg {
 plain_args!(EarlierArg);
 
 impl EarlierArg {
-    /// `check` held the records to the number of spans.
+    /// `check` ensured that there are as many records as spans.
     pub fn of(op: &Quantize<'_, Cuda>) -> Self {
         let Some(Delayed { records, first, stride }) = op.delayed else {
             return Self { expected: 0, stride: 0, spans: 0, pad: 0 };
@@ -70,13 +70,13 @@ impl EarlierArg {
 /// Measurements of a matrix, taken before its values are encoded.
 #[derive(Default)]
 pub(super) struct Measured {
-    /// Per line: bits of its largest magnitude, and whether it gets a non-zero code.
+    /// For each row or column: bits of its largest magnitude, and whether it gets a non-zero code.
     pub rows: Option<(Buffer<u32>, Buffer<u8>)>,
     pub cols: Option<(Buffer<u32>, Buffer<u8>)>,
-    /// Per tensor: the inverse scale.
+    /// For each tensor: the inverse scale.
     pub inverses: Option<Buffer<f32>>,
     pub span_of_row: Option<Buffer<i32>>,
-    /// Per tensor: the scale, as stored.
+    /// For each tensor: the scale, as stored.
     scales: Option<Buffer<f32>>,
 }
 
@@ -87,11 +87,11 @@ pub(super) struct Measure<'a> {
     pub source: &'a MatrixArgs<'a>,
     pub earlier: EarlierArg,
     pub len: Option<&'a Buffer<i32>>,
-    /// Largest magnitudes of the matrices, used instead of measured ones.
+    /// Largest magnitudes of the matrices, used instead of measured magnitudes.
     pub amax: Option<&'a Buf<f32>>,
 }
 
-/// See [`MeasureAmax`].
+/// Runs [`MeasureAmax`] on the GPU.
 pub(crate) fn measure_amax(cuda: &Cuda, op: MeasureAmax<'_, Cuda>) -> Result<Buf<f32>> {
     op.check()?;
     BufferCheck::by("measure_amax", cuda).tensor("x", op.x)?;
@@ -102,7 +102,7 @@ pub(crate) fn measure_amax(cuda: &Cuda, op: MeasureAmax<'_, Cuda>) -> Result<Buf
         config::check(&desc)?;
         let (device, desc, source) = (cuda.device(), &desc, &MatrixArgs::of(&op));
         let measure = Measure { device, desc, source, earlier: EarlierArg::of(&op), len: None, amax: None };
-        // The bits of magnitudes sort like the magnitudes.
+        // The bits of magnitudes sort like the magnitudes themselves.
         measure.span_maxima(&out.get().reinterpreted()?, None)?;
     }
     Ok(out)
@@ -118,7 +118,7 @@ fn grid(threads: usize) -> Launch {
 }
 
 impl Measure<'_> {
-    /// The largest magnitude of each row, or of each span: for `by_span` see the kernel.
+    /// The largest magnitude of each row, or of each span; the kernel's comment explains `by_span`.
     fn row_maxima(&self, out: &Buffer<u32>, spans: Option<&Buffer<i32>>, by_span: i32) -> Result<()> {
         let Self { device, desc, source, .. } = *self;
         let (rows, cols) = (desc.stack * desc.rows, desc.cols);
@@ -128,7 +128,8 @@ impl Measure<'_> {
             let (rows, cols) = (rows as i32, cols as i32);
             let args: [&dyn KernelArg; 8] =
                 [source.x, out, &source.row_id, &spans, &by_span, &rows, &cols, arg];
-            // SAFETY: as below; of x there are the transform's rows. Scales of earlier steps come with no transform.
+            // SAFETY: the lengths were checked as for the launch below; x has the rows of the transform. Scales from
+            // earlier steps are never used with a transform.
             return unsafe { device.kernel(&transformed_maxima_spec(*input))?.launch(launch, &args) };
         }
         let launch = Launch { ctas: rows.div_ceil(32) as u32, threads: THREADS, cluster: 1, shared_bytes: 0 };
@@ -136,12 +137,12 @@ impl Measure<'_> {
         let (id_mask, earlier) = (&source.id_mask, &self.earlier);
         let args: [&dyn KernelArg; 10] =
             [source.x, out, &source.row_id, id_mask, &spans, &matrix_rows, &by_span, &rows, &cols, earlier];
-        // SAFETY: x has rows · cols numbers and row_id and spans a number a row (`BufferCheck`); out has one for each row or span, and
-        // `check` held the records to the spans.
+        // SAFETY: x has rows · cols values, and row_id and spans have one value per row (`BufferCheck`); out has one value per row or
+        // span, and `check` ensured that there are as many records as spans.
         unsafe { device.kernel(&maxima_spec(false, desc.input))?.launch(launch, &args) }
     }
 
-    /// The largest magnitude of each span; its scale follows from that.
+    /// The largest magnitude of each span, from which the span's scale is computed.
     fn span_maxima(&self, out: &Buffer<u32>, spans: Option<&Buffer<i32>>) -> Result<()> {
         // If blocks have no scale record that could be marked, a non-finite value marks the whole tensor.
         let marks_all = self.desc.codec.scale_kind().levels().is_empty();
@@ -157,11 +158,12 @@ impl Measure<'_> {
         let lines = (desc.stack * desc.cols) as i32;
         let args: [&dyn KernelArg; 8] =
             [source.x, out, &source.row_id, &source.id_mask, &spans, &lines, &rows, &cols];
-        // SAFETY: as above; out has one number for each column of the stack, and of each span.
+        // SAFETY: `BufferCheck` checked x, row_id and spans; out has one value for each column of
+        // the stack and each span.
         unsafe { device.kernel(&maxima_spec(true, desc.input))?.launch(launch, &args) }
     }
 
-    /// The scales of lines; columns have one scale per span of rows.
+    /// The scales of rows or columns; a column has one scale per span of rows.
     pub fn lines(&self) -> Result<Measured> {
         let Self { device, desc, source, .. } = *self;
         let span_of_row = if desc.planes == Planes::Rows { None } else { self.spans()? };
@@ -182,14 +184,15 @@ impl Measure<'_> {
         Ok(Measured { span_of_row, ..measured })
     }
 
-    /// The span of each row, if there are groups: the number of its group, or the number of groups for a row outside all groups.
+    /// The span of each row, if there are groups: the number of the row's group, or the number of groups for a row outside all
+    /// groups.
     fn spans(&self) -> Result<Option<Buffer<i32>>> {
         let Self { device, desc, source, .. } = *self;
         let Some(start) = source.start else { return Ok(None) };
         let spans = device.alloc::<i32>(desc.rows)?;
         let kernel = device.kernel(&whole_spec("nib::spans_of_rows", vec![]))?;
         let args: [&dyn KernelArg; 4] = [start, &source.num_groups, &spans, &(desc.rows as i32)];
-        // SAFETY: `start` has a number more than there are groups (`BufferCheck`), and the spans are as many as the rows.
+        // SAFETY: `start` has one value more than there are groups (`BufferCheck`), and there are as many spans as rows.
         unsafe { kernel.launch(grid(desc.rows), &args) }?;
         Ok(Some(spans))
     }
@@ -225,8 +228,8 @@ impl Measure<'_> {
             &cols,
             &counts,
         ];
-        // SAFETY: maxima and scales are `count`, and the inverses two for each; groups have a length each (`BufferCheck`), and where there
-        // are records there are two counts.
+        // SAFETY: there are `count` maxima and scales, and two inverses for each; there is one length per group (`BufferCheck`), and there
+        // are two counts if there are records.
         unsafe { device.kernel(&tensor_spec(format, outer))?.launch(grid(count), &args) }?;
         let (inverses, scales) = (Some(inverses), Some(scales));
         Ok(Measured { inverses, span_of_row, scales, ..Measured::default() })
@@ -244,20 +247,21 @@ impl Measure<'_> {
             let (span_of_row, matrix_rows) = (measured.span_of_row.as_ref(), matrix_rows.max(1) as i32);
             let args: [&dyn KernelArg; 7] =
                 [scales, &span_of_row, &matrix_rows, of_rows.get(), &(rows as i32), &found, &found_spans];
-            // SAFETY: each row's span is one of those that have a scale: a matrix of the stack, or what `spans_of_rows` wrote for it; what
-            // was found has `found_spans` values.
+            // SAFETY: the span of each row has a scale, because it is a matrix of the stack or was written by `spans_of_rows`; `found` has
+            // `found_spans` values.
             unsafe { kernel.launch(grid(rows), &args) }
         };
         spread(out.rows, desc.rows)?;
         spread(out.cols, if desc.planes == Planes::Tiles { desc.cols } else { desc.capacity })
     }
 
-    /// Adds the lines with a non-zero code to the counts.
+    /// Adds the number of rows or columns with a non-zero code to the counts.
     pub fn count_lines(&self, measured: &Measured, counts: &Buffer<u64>) -> Result<()> {
         let Some((_, any)) = measured.rows.as_ref().or(measured.cols.as_ref()) else { return Ok(()) };
         let kernel = self.device.kernel(&whole_spec("nib::count_lines", vec![]))?;
         let args: [&dyn KernelArg; 3] = [any, &(any.len() as i32), counts];
-        // SAFETY: as many flags as are said, and three counts.
+        // SAFETY: there are as many flags as the number that is passed to the kernel, and three
+        // counts.
         unsafe { kernel.launch(grid(any.len()), &args) }
     }
 }

@@ -1,4 +1,4 @@
-//! `quantize` and `measure_amax` on a GPU (`csrc/kernels/convert/quantize*.cuh`).
+//! Runs `quantize` and `measure_amax` on a GPU (`csrc/kernels/convert/quantize*.cuh`).
 
 mod args;
 mod config;
@@ -29,7 +29,7 @@ pub(crate) fn instances() -> Vec<Instance> {
     [config::instances(), units::instances()].concat()
 }
 
-/// The device's `PowerRule` (csrc/formats/e8m0.cuh).
+/// Mirrors the device struct `PowerRule` (csrc/formats/e8m0.cuh).
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct PowerRule {
@@ -37,7 +37,7 @@ struct PowerRule {
     nan_from: u32,
 }
 
-// SAFETY: the value itself.
+// SAFETY: the pointer and the size are those of the value itself.
 unsafe impl KernelArg for PowerRule {
     fn pointer(&self) -> *const c_void {
         std::ptr::from_ref(self).cast()
@@ -48,7 +48,7 @@ unsafe impl KernelArg for PowerRule {
 }
 
 impl PowerRule {
-    /// For a rule that makes E8M0 scales; other rules ignore these values.
+    /// The parameters for a rule that gives E8M0 scales; other rules ignore these values.
     fn of(rule: ScaleRule, element: Element) -> Self {
         const INFINITY: u32 = 0x7F80_0000;
         const MANTISSA: u32 = 0x7F_FFFF;
@@ -64,12 +64,13 @@ impl PowerRule {
     }
 }
 
-/// See [`Quantize`].
+/// Runs [`Quantize`] on the GPU.
 pub(crate) fn quantize(cuda: &Cuda, op: Quantize<'_, Cuda>) -> Result<Emitted<Cuda>> {
     quantize_counting(cuda, op, None)
 }
 
-/// As [`quantize`]; adds its counts to `counts`, if given. They are on this device.
+/// Quantizes like [`quantize`], and adds the counts to `counts` if given. The counts must be on
+/// this device.
 pub(crate) fn quantize_counting(
     cuda: &Cuda,
     op: Quantize<'_, Cuda>,
@@ -102,8 +103,8 @@ pub(crate) fn quantize_counting(
         TransformMade::First => {
             let transformed = transform_first(device, &source, &path, &arg)?;
             let address = transformed.address();
-            // The transform has turned padding into ordinary numbers wherever a transform block has a valid row. The general kernel
-            // handles that; for the other kernels zeros are ordinary numbers too.
+            // The transform has turned padding into ordinary values wherever a transform block has a valid row. The kernel for all
+            // formats handles padding that became ordinary values; for all other kernels zeros are ordinary values too.
             let row_id = source.row_id.filter(|_| path.kernels.is_none());
             let source = MatrixArgs { x: &transformed, address, row_id, id_mask, ..source };
             launch(device, &op, &path, &source, &out)?;
@@ -132,7 +133,7 @@ fn check_buffers(cuda: &Cuda, op: &Quantize<'_, Cuda>) -> Result<()> {
     }
 }
 
-/// The transform of a matrix as F32, for kernels that do not transform as they read.
+/// Writes the transform of a matrix as F32, for kernels that do not apply the transform themselves.
 fn transform_first(
     device: &Device,
     source: &MatrixArgs<'_>,
@@ -147,7 +148,8 @@ fn transform_first(
     let kernel = device.kernel(&spec)?;
     let MatrixArgs { x, row_id, .. } = *source;
     let (rows, cols, out_rows) = ((desc.stack * desc.rows) as i32, desc.cols as i32, out_rows as i32);
-    // SAFETY: `BufferCheck` held x and the groups to the sizes passed, and `out` is new and has out_rows · cols numbers.
+    // SAFETY: `BufferCheck` checked x and the groups against the sizes passed, and `out` is new and has out_rows · cols
+    // values.
     unsafe {
         if desc.planes == Planes::Rows {
             let segments = desc.cols.div_ceil(TRANSFORM_COLS) as u32;
@@ -160,7 +162,8 @@ fn transform_first(
     Ok(out)
 }
 
-/// x as `quantize_hadamard_rows` reads it: column units stacked vertically, one warp's units at a time.
+/// A tensor map of x as `quantize_hadamard_rows` reads it: column units stacked vertically, one warp's
+/// units at a time.
 fn unit_map(x: &Tensor<Cuda>, desc: &QuantizeDesc) -> Result<TensorMap> {
     let Data::Bf16(x) = &x.data else { unreachable!("the kernel's variants are of BF16") };
     Tiles {
@@ -198,8 +201,8 @@ fn launch(
     let planes: [&dyn KernelArg; 5] = [x, row_codes, row_scales, col_codes, col_scales];
     let (rows, cols, capacity) = (desc.rows as i32, desc.cols as i32, desc.capacity as i32);
     let launch = |args: &[&[&dyn KernelArg]]| {
-        // SAFETY: planes have the lengths that follow from the sizes passed, `BufferCheck` held x and the groups to them, and the
-        // planes and counts are new, so that nobody else writes or reads them.
+        // SAFETY: the buffers have the lengths that follow from the sizes passed, `BufferCheck` checked x and the groups against
+        // these sizes, and the buffers and counts are new, so nothing else accesses them.
         unsafe { kernel.launch(config.launch, &args.concat()) }
     };
     let sizes: [&dyn KernelArg; 5] = [counts, &row_id, &rows, &cols, &capacity];

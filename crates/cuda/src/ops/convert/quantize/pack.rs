@@ -1,4 +1,4 @@
-//! `quantize_pack` on a GPU (`csrc/kernels/convert/quantize_pack.cuh`).
+//! Runs `quantize_pack` on a GPU (`csrc/kernels/convert/quantize_pack.cuh`).
 
 use super::args::MatrixArgs;
 use super::config::{self, QuantizeConfig, QuantizeDesc, QuantizeKernel, QuantizePath};
@@ -12,7 +12,7 @@ use nibble_core::{Error, Result};
 
 const OP: &str = "quantize_pack";
 
-/// The device's `MessagesArg`.
+/// Mirrors the device struct `MessagesArg`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct MessagesArg {
@@ -25,7 +25,7 @@ struct MessagesArg {
 }
 plain_args!(MessagesArg);
 
-/// See [`QuantizePack`].
+/// Runs [`QuantizePack`] on the GPU.
 pub(crate) fn quantize_pack(cuda: &Cuda, op: QuantizePack<'_, Cuda>) -> Result<PackedRows<Cuda>> {
     op.check()?;
     let path = QuantizePath::of_op(&op.quantize);
@@ -77,8 +77,9 @@ fn in_one_pass(
     let rounding = RoundingArg::new(codec, op.quantize.random);
     let MatrixArgs { x, row_id, .. } = MatrixArgs::of(&op.quantize);
     let kernel = device.kernel(&launched.spec)?;
-    // SAFETY: `check` held `place` to its slots, `check_buffers` x and the groups to the sizes passed; the kernel writes messages below `messages`
-    // only, whatever the places hold, and `made` is new: it has room for them, and nobody else writes or reads it.
+    // SAFETY: `check` checked `place` against its slots, and `check_buffers` checked x and the groups against the sizes passed. The kernel
+    // writes only messages below `messages`, whatever `place` contains. `made` is new and has capacity for these messages, and nothing else
+    // accesses it.
     unsafe {
         kernel.launch(
             launched.launch,

@@ -1,4 +1,5 @@
-//! Quantizes to any format with the general kernel (`csrc/kernels/convert/quantize_units.cuh`).
+//! Quantizes to any format with the kernel for all formats
+//! (`csrc/kernels/convert/quantize_units.cuh`).
 
 use super::args::{ByBlock, MatrixArgs, Planned, TransformArg};
 use super::config::{OP, QuantizeDesc, QuantizePath, input_type};
@@ -17,7 +18,7 @@ use nibble_core::ops::{Planes, Quantize, Taken};
 use nibble_core::{BlockScaled, DType, Error, Result};
 
 const THREADS: u32 = 256;
-/// Vertically adjacent tiles that are processed side by side.
+/// How many vertically adjacent tiles form a band.
 const BAND: usize = 4;
 
 /// The configuration of a launch.
@@ -31,22 +32,23 @@ pub(super) struct UnitsConfig {
 /// The order in which CTAs process tiles.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Sweep {
-    /// Tiles of a matrix in each direction.
+    /// The number of tiles across a matrix; the next field is the number down.
     pub across: usize,
     pub down: usize,
-    /// Vertically adjacent tiles that are processed side by side.
+    /// How many vertically adjacent tiles form a band.
     pub band: usize,
 }
 
 impl Sweep {
-    /// Column codes alone are contiguous in memory only if whole columns are swept, which pays for codes of more than half a byte.
+    /// If only column codes are written, they are contiguous in memory only if whole columns of tiles are swept, which is faster
+    /// for codes of more than half a byte.
     fn of(desc: &QuantizeDesc, down: usize, across: usize) -> Self {
         let is_long = desc.planes == Planes::Cols && desc.codec.format().spec().code_bits > 4;
         Self { across, down, band: if is_long { down } else { BAND.min(down) }.max(1) }
     }
 }
 
-/// The device's `ScaleArg` (csrc/formats/block_format.cuh).
+/// Mirrors the device struct `ScaleArg` (csrc/formats/block_format.cuh).
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct ScaleArg {
@@ -56,12 +58,13 @@ struct ScaleArg {
 }
 
 impl ScaleArg {
-    /// For a rule that makes powers of two; other rules ignore these values.
+    /// The parameters for a rule that gives powers of two; other rules ignore these values.
     fn of(rule: ScaleRule, element: Element) -> Self {
         const INFINITY: u32 = 0x7F80_0000;
         const MANTISSA: u32 = 0x7F_FFFF;
         let most = element.max().to_bits() & MANTISSA;
-        // Subnormal magnitudes have no leading bit: the least scale covers 2⁻¹²⁷ · max, in their units.
+        // Subnormal magnitudes have no leading bit, so the least scale covers 2⁻¹²⁷ · max, in units of
+        // the subnormal bits.
         let (up, up_least) = match rule {
             ScaleRule::Floor => (0, 0),
             ScaleRule::Ceil => (MANTISSA, MANTISSA - 0x40_0000),
@@ -74,7 +77,7 @@ impl ScaleArg {
     }
 }
 
-/// The device's `ScalingArg` (csrc/formats/block_format.cuh).
+/// Mirrors the device struct `ScalingArg` (csrc/formats/block_format.cuh).
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct ScalingArg {
@@ -101,7 +104,7 @@ impl ScalingArg {
     }
 }
 
-/// The device's `RecordWords`.
+/// Mirrors the device struct `RecordWords`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct RecordWords {
@@ -113,7 +116,8 @@ struct RecordWords {
 impl RecordWords {
     const NONE: Self = Self { words: 0, line_stride: 0, next: 0 };
 
-    /// For contiguous one-byte records, with a multiple of `together` per line; `NONE` for all others.
+    /// For contiguous one-byte records, whose number per row or column is a multiple of `together`;
+    /// `NONE` for all others.
     fn of(plane: Option<&BlockScaled<Cuda>>, together: usize) -> Self {
         let Some(plane) = plane else { return Self::NONE };
         let (_, blocks) = plane.shape_of_scales();
@@ -125,12 +129,13 @@ impl RecordWords {
     }
 }
 
-/// Whether a record is one byte for at most 32 values: the kernel stores several such records at a time.
+/// Whether a record is one byte for at most 32 values, in which case the kernel stores several records
+/// at a time.
 fn has_bytes(plane: &BlockScaled<Cuda>) -> bool {
     plane.scale_kind().bytes() == 1 && plane.format.spec().block <= 32
 }
 
-/// The device's `UnitsArg`.
+/// Mirrors the device struct `UnitsArg`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct UnitsArg {
@@ -179,7 +184,7 @@ struct UnitsArg {
 
 plain_args!(UnitsArg);
 
-/// The device's number of a rounding mode (csrc/formats/small_elements.cuh).
+/// The number of a rounding mode on the device (csrc/formats/small_elements.cuh).
 fn policy(rounding: Rounding) -> i64 {
     match rounding {
         Rounding::NearestEven => 0,
@@ -190,19 +195,20 @@ fn policy(rounding: Rounding) -> i64 {
 }
 const ANY_POLICY: i64 = 4;
 
-/// The instance for a format, its input type, a rounding mode (`None`: any) and the units per tile row.
+/// The instance for a format, its input type, a rounding mode (`None`: any mode) and the number of
+/// units per tile row.
 fn instance(format: UnitFormat, input: DType, rounding: Option<Rounding>, across: usize) -> Instance {
     let shared_bytes = format.quantize_shared_bytes(input, false);
     Instance { spec: spec(format.device, input, rounding, across), shared_bytes }
 }
 
-/// The same with non-default scales; `device` is [`UnitFormat::chosen`].
+/// The instance for non-default scales; `device` is [`UnitFormat::chosen`].
 fn chosen_instance(format: UnitFormat, device: &'static str, input: DType) -> Instance {
     let shared_bytes = format.quantize_shared_bytes(input, true);
     Instance { spec: spec(device, input, None, SQUARE), shared_bytes }
 }
 
-/// As [`instance`], but it writes BF16 values instead of codes.
+/// The instance that writes BF16 values instead of codes.
 fn decoded_instance(format: UnitFormat, input: DType, rounding: Rounding, across: usize) -> Instance {
     let spec = spec(format.device, input, Some(rounding), across);
     let spec = KernelSpec { name: "nib::quantize_units_decoded", ..spec };
@@ -210,13 +216,13 @@ fn decoded_instance(format: UnitFormat, input: DType, rounding: Rounding, across
     Instance { spec, shared_bytes: format.decoded_shared_bytes(input, both) }
 }
 
-/// `kDecodesBoth` of the kernel: it would hold the decoded BF16 values for rows and for columns in shared memory. Two launches, which read
-/// the values twice, take less time unless random bits dominate.
+/// The kernel's `kDecodesBoth`: such an instance holds the decoded BF16 values for rows and for columns in shared memory. Two launches,
+/// which read the values twice, take less time, unless generating random bits dominates.
 fn decodes_both(input: DType, rounding: Rounding) -> bool {
     input == DType::F32 || rounding.is_random()
 }
 
-/// Input types and units per tile row of the instances for a single rounding mode.
+/// Input types, and units per tile row, of the instances for a single rounding mode.
 const SHAPES: [(DType, usize); 3] = [(DType::Bf16, LONG), (DType::Bf16, SQUARE), (DType::F32, SQUARE)];
 
 fn spec(device: &'static str, input: DType, rounding: Option<Rounding>, across: usize) -> KernelSpec {
@@ -251,7 +257,7 @@ pub(super) fn instances() -> Vec<Instance> {
 }
 
 impl UnitsConfig {
-    /// The configuration for any path.
+    /// The configuration for any quantization path.
     pub fn of(path: &QuantizePath) -> Result<Self> {
         let desc = &path.last;
         let (format, rule, rounding) = (desc.codec.format(), desc.codec.rule(), desc.codec.rounding());
@@ -262,7 +268,8 @@ impl UnitsConfig {
         let has_own = unit.own.contains(&rounding) && (!rounding.is_random() || desc.cols.is_multiple_of(8));
         let is_default = desc.codec.scaling().is_default_in_blocks();
         let own = has_own.then_some(rounding).filter(|_| is_default);
-        // Rows of that length are read and written fastest, if the data fills most of them.
+        // Tiles with rows of `long_cols` values are read and written fastest, if the data fills
+        // most of them.
         let long_cols = LONG * VALUES_PER_UNIT;
         let is_filled = 4 * desc.cols >= 3 * desc.cols.next_multiple_of(long_cols);
         let long = desc.planes == Planes::Rows && desc.input == DType::Bf16 && own.is_some() && is_filled;
@@ -296,7 +303,7 @@ fn records(plane: Option<&BlockScaled<Cuda>>) -> RecordPlane {
     }
 }
 
-/// The paths, one per launch.
+/// The paths of a quantization, one per launch.
 pub(super) fn passes(path: &QuantizePath) -> Vec<QuantizePath> {
     let QuantizeDesc { planes, input, codec, .. } = path.last;
     let is_apart = path.taken == Taken::Decoded && !decodes_both(input, codec.rounding());
@@ -308,7 +315,7 @@ pub(super) fn passes(path: &QuantizePath) -> Vec<QuantizePath> {
     }
 }
 
-/// Quantizes values without a transform in memory.
+/// Quantizes values, without first writing a transform to memory.
 pub(super) fn launch(
     device: &Device,
     op: &Quantize<'_, Cuda>,
@@ -326,7 +333,8 @@ pub(super) fn launch(
         (false, false) => Measured::default(),
     };
     for (pass, path) in passes(path).iter().enumerate() {
-        // If both rows and columns are written, blocks of the rows are counted, and delayed magnitudes are found once.
+        // If both rows and columns are written, the blocks of the rows are counted, and magnitudes for delayed scales
+        // are found only once.
         let counts = if pass == 0 { out.counts.address() } else { 0 };
         let out = Planned {
             rows: out.rows.filter(|_| path.last.planes != Planes::Cols),
@@ -340,7 +348,8 @@ pub(super) fn launch(
     measure.count_lines(&measured, out.counts)
 }
 
-/// Encodes the outputs of one launch, from values that have been measured. `counts`: an address, or 0.
+/// Encodes the outputs of one launch, from values that have already been measured. `counts` is an
+/// address, or 0.
 fn encode(
     device: &Device,
     op: &Quantize<'_, Cuda>,
@@ -404,7 +413,7 @@ fn encode(
         cols_aligned: whole(desc.capacity),
         cols_in_pairs: out.cols.is_some_and(in_pairs).into(),
         found_spans: out.found.map_or(0, |found| found.amax.get().len() as i32),
-        // A weight's transposed buffer has one scale for each of its rows.
+        // The transposed buffer of a weight has one scale for each of its rows.
         column_record: if desc.planes == Planes::Tiles { desc.capacity } else { format.column_step() } as u32,
         across: sweep.across as i32,
         down: sweep.down as i32,
@@ -419,8 +428,9 @@ fn encode(
         scaling: ScalingArg::of(codec.scaling()),
     };
     let rounding = RoundingArg::new(codec, op.random);
-    // SAFETY: planes have the lengths that follow from the sizes passed, `BufferCheck` held x and the groups to them, what was measured has
-    // a number for each line or span, words have four bytes for four blocks of each line, and planes, words and counts are new, so that nobody else writes or reads them.
+    // SAFETY: buffers have the lengths that follow from the sizes passed, and `BufferCheck` checked x and the groups against these sizes.
+    // What was measured has one value per row, column or span; a word has four bytes for four blocks. Buffers, words and counts are new, so
+    // nothing else accesses them.
     unsafe { device.kernel(&config.spec)?.launch(config.launch, &[&arg, &rounding]) }?;
     if let (Some(words), Some(rows)) = (&by_word, out.rows) {
         // A word of scales is transposed like an F32 scale.
@@ -436,7 +446,7 @@ mod tests {
     use nibble_core::formats::Format;
     use std::mem::offset_of;
 
-    /// The layout of the device's struct.
+    /// Checks that the layout of the argument is that of the device's struct.
     #[test]
     fn the_argument_lies_as_the_device_has_it() {
         let offsets = [
@@ -453,7 +463,8 @@ mod tests {
         assert_eq!((offsets, size_of::<UnitsArg>()), ([24, 120, 176, 200, 240, 252, 296, 312, 440], 464));
     }
 
-    /// The scale of every subnormal magnitude and of normal magnitudes around a power of two, against the specification.
+    /// Checks the scale of every subnormal magnitude, and of normal magnitudes around a power of two, against the
+    /// specification.
     #[test]
     fn what_is_added_to_a_magnitude_makes_the_scale_of_its_rule() {
         for element in Format::ALL.into_iter().filter_map(|format| format.spec().element) {
@@ -477,8 +488,8 @@ mod tests {
         }
     }
 
-    /// `Nvfp4Block::pair_code` and `PairCode` of the device (csrc/formats), for every scale byte and every BF16 magnitude, against the code
-    /// of the product with the scale's inverse in F32.
+    /// Checks `Nvfp4Block::pair_code` and `PairCode` of the device (csrc/formats), for every scale byte and every BF16 magnitude, against
+    /// the code of the product with the scale's inverse in F32.
     #[test]
     fn quotients_in_f16_have_the_codes_of_products_in_f32() {
         let whole = |x: f64| x.round_ties_even() as u8;

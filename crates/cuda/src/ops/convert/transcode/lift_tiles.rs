@@ -13,17 +13,18 @@ const TILE: usize = 128;
 const THREADS: u32 = 512;
 /// Tiles per CTA in each direction.
 const SIDE: usize = 2;
-/// Bytes per store of the transposed matrices' rows, where their length is a multiple of it.
+/// Bytes per store of the transposed matrices' rows, if their length is a multiple of this number.
 const STORE: usize = 16;
 
-/// `whole`: no tile is partial in width, and rows of the transposed matrices are aligned to 16 bytes.
+/// `whole` means that no tile is partial in width, and that rows of the transposed matrices are
+/// aligned to 16 bytes.
 fn instance(whole: bool) -> Instance {
     let spec = KernelSpec {
         source: "kernels/convert/lift_tiles.cuh",
         name: "nib::lift_tiles",
         args: vec![("kWhole", TemplateArg::Bool(whole))],
     };
-    // `LiftTilesShared`.
+    // The number of words in `LiftTilesShared`.
     let words = 2 * SIDE * THREADS as usize / 32 + 3;
     Instance {
         spec,
@@ -36,7 +37,7 @@ pub(super) fn instances() -> Vec<Instance> {
     [true, false].map(instance).to_vec()
 }
 
-/// Converts stacked weights, as they are and transposed; operands are checked.
+/// Converts stacked weights, both as they are and transposed; the operands are already checked.
 pub(super) fn run(cuda: &Cuda, op: Transcode<'_, Cuda>) -> Result<Transcoded<Cuda>> {
     let (x, device, made) = (op.x, cuda.device(), op.result(cuda)?);
     let (n, k, stack) = (x.rows / x.stack, x.cols, x.stack);
@@ -48,8 +49,8 @@ pub(super) fn run(cuda: &Cuda, op: Transcode<'_, Cuda>) -> Result<Transcoded<Cud
         let planes = [Some(x), Some(&made.out), made.transposed.as_ref()].map(planes_or_nulls).concat();
         let args: [&[&dyn KernelArg]; 2] = [&planes, &[made.counts.0.get(), &rows, &cols]];
         let launch = Launch { ctas, threads: THREADS, cluster: 1, shared_bytes };
-        // SAFETY: the planes of x, whose scales are E8M0, were held to its sizes, `Transcode::result` made the others, and the kernel does not
-        // go past the sizes passed; the ctas are those of `stack` matrices.
+        // SAFETY: the buffers of x, whose scales are E8M0, were checked against its sizes, and `Transcode::result` allocated the others.
+        // The kernel does not go past the sizes passed, and the CTAs are those of `stack` matrices.
         unsafe { device.kernel(&spec)?.launch(launch, &args.concat()) }?;
     }
     Ok(made)

@@ -5,9 +5,9 @@ use nibble_core::{Error, Result};
 /// The operation's name, for errors.
 pub(super) const OP: &str = "transcode";
 
-/// Kernels index with 32-bit signed integers.
+/// Returns an error unless `n` is below 2^31, because kernels use 32-bit signed indices.
 pub(super) fn below_2_31(argument: &'static str, n: usize) -> Result<i32> {
-    // Offsets that a kernel adds stay below 2^31 too.
+    // The limit leaves space for the offsets that a kernel adds.
     i32::try_from(n)
         .ok()
         .filter(|&n| n < i32::MAX - 4096)

@@ -1,4 +1,5 @@
-//! `transcode` on a GPU: `csrc/kernels/convert/{lift_rows,lift_cols,lift_tiles,shift_cols,requantize_rows,recut_lines}.cuh`.
+//! Runs `transcode` on a GPU:
+//! `csrc/kernels/convert/{lift_rows,lift_cols,lift_tiles,shift_cols,requantize_rows,recut_lines}.cuh`.
 
 mod lift_tiles;
 mod limits;
@@ -18,42 +19,45 @@ use nibble_core::{BlockScaled, Error, Result};
 use nibble_formats::{BlockAxis, Format, ScaleKind, ScaleRule};
 
 const THREADS: u32 = 256;
-/// Rows of a strip, columns of a panel, and values of an FP8 block.
+/// Rows per strip, columns per panel, and values per FP8 block.
 const TILE: usize = 128;
-/// Columns per chunk of `lift_rows`, and the chunks per warp and step: more chunks are faster for long rows.
+/// Columns per chunk of `lift_rows`; the next constant has the numbers of chunks per warp and step, because
+/// more chunks are faster for long rows.
 const LIFT_CHUNK_COLS: usize = 512;
 const LIFT_CHUNKS: [usize; 2] = [4, 8];
-/// Threads of `lift_rows`, and segments per warp: where there may be padding, which is skipped, and where there is none.
+/// Threads per CTA of `lift_rows`; the next constant has the segments per warp, if there may be padding (which is
+/// skipped) and if there is none.
 const LIFT_THREADS: u32 = 128;
 const LIFT_ROUNDS: [u32; 2] = [2, 1];
 /// Columns per warp and step of `requantize_rows`.
 const REQUANTIZE_COLS: usize = 2048;
-/// The most CTAs of it per multiprocessor: more rows per warp are cheaper than more warps.
+/// The most CTAs of `requantize_rows` per SM: more rows per warp are cheaper than more warps.
 const REQUANTIZE_CTAS_PER_SM: u32 = 16;
-/// Panels of 128 columns that a CTA of a column kernel takes side by side: 128-byte lines of the source.
+/// Adjacent panels of 128 columns that a CTA of a column kernel processes, so that it reads 128 bytes of
+/// each source row.
 const LIFT_PANELS: usize = 2;
 const SHIFT_PANELS: usize = 1;
-/// The most strips of 128 rows per CTA of a column kernel.
+/// The most strips of 128 rows that a CTA of a column kernel processes.
 const MOST_DEPTH: usize = 2;
 
 /// The kernel of a conversion, with its template arguments.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Conversion {
-    /// MXFP4 rows to E4M3 rows; `whole`: no block of 128 columns is partial.
+    /// MXFP4 rows to E4M3 rows; `whole` means that no block of 128 columns is partial.
     LiftRows { whole: bool, chunks: usize },
-    /// MXFP4 rows to E4M3 columns; `whole`: likewise.
+    /// MXFP4 rows to E4M3 columns; `whole` means that no block of 128 columns is partial.
     LiftCols { whole: bool },
-    /// E4M3 rows to E4M3 columns; `whole`: rows are aligned to 16 bytes.
+    /// E4M3 rows to E4M3 columns; `whole` means that rows are aligned to 16 bytes.
     ShiftCols { whole: bool },
     /// E4M3 rows to MXFP4 rows.
     RequantizeRows { source: ScaleKind, rule: ScaleRule },
 }
 
 impl Conversion {
-    /// The rules of MXFP4's scales.
+    /// The scale rules that MXFP4 supports.
     const RULES: [ScaleRule; 4] = [ScaleRule::Floor, ScaleRule::Rceil, ScaleRule::Ceil, ScaleRule::Even];
 
-    /// The kernel for this operation on a tensor of `cols` columns; not for 2-D blocks.
+    /// The kernel for this operation on a tensor of `cols` columns, except for 2-D blocks.
     fn choose(
         from: Format,
         to: Format,
@@ -106,7 +110,7 @@ impl Conversion {
         KernelSpec { source, name, args }
     }
 
-    /// Dynamic shared memory in bytes: `TurnShared` and `ShiftShared` of the kernels.
+    /// Dynamic shared memory in bytes: the size of `TurnShared` or `ShiftShared` of the kernels.
     const fn shared_bytes(self) -> usize {
         match self {
             Self::LiftRows { .. } | Self::RequantizeRows { .. } => 0,
@@ -118,7 +122,8 @@ impl Conversion {
     }
 }
 
-/// `TurnShared`, for rows of 128 columns with `row_bytes` bytes of codes and `blocks` scales.
+/// The size of `TurnShared`, for rows of 128 columns with `row_bytes` bytes of codes and `blocks`
+/// scales.
 const fn turn_shared_bytes(row_bytes: usize, blocks: usize, panels: usize) -> usize {
     let codes = MOST_DEPTH * 8 * (16 * row_bytes * panels + 16);
     let scales = MOST_DEPTH * blocks * panels * (TILE + 8);
@@ -137,7 +142,7 @@ struct ColPlan {
 }
 
 impl ColPlan {
-    /// For CTAs of `panels` panels.
+    /// The plan for CTAs of `panels` panels.
     fn new(rows: usize, cols: usize, panels: usize) -> Result<Self> {
         let strips = rows.div_ceil(TILE);
         let depth = strips.min(MOST_DEPTH);
@@ -166,7 +171,7 @@ struct RowPlan {
 }
 
 impl RowPlan {
-    /// The shape of rows that may be treated as one long row, since nothing distinguishes them: (1, all columns), if that fits.
+    /// The shape of rows that may be passed as one long row because nothing distinguishes them: (1, all columns), if that fits.
     fn joined(rows: usize, cols: usize) -> (usize, usize) {
         if rows * cols < 1 << 30 { (1, rows * cols) } else { (rows, cols) }
     }
@@ -191,13 +196,13 @@ impl RowPlan {
         Self { rounds, threads: LIFT_THREADS, ctas: tasks.div_ceil(LIFT_THREADS / 32 * rounds), ..self }
     }
 
-    /// Limits the CTAs; their warps then loop over further segments.
+    /// Limits the number of CTAs; each warp then loops over several segments.
     fn at_most(self, ctas: u32) -> Self {
         Self { ctas: self.ctas.min(ctas), ..self }
     }
 }
 
-/// See [`Transcode`].
+/// Runs [`Transcode`] on the GPU.
 pub(crate) fn transcode(cuda: &Cuda, op: Transcode<'_, Cuda>) -> Result<Transcoded<Cuda>> {
     op.check()?;
     let (x, buffers) = (op.x, BufferCheck::by(OP, cuda));
@@ -276,9 +281,9 @@ fn launch(
     let mut args: Vec<&dyn KernelArg> =
         vec![codes, scales, out_codes, out_scales, counts, &row_id, &rows, &cols, &by_segments, &segments];
     args.extend(is_lift.then_some(&rounds as &dyn KernelArg));
-    // SAFETY: `BufferCheck` held the planes of x, and `Transcode::result` made those of the output, for the sizes passed here, past
-    // which the kernel does not go, and the instance is that of these scales; rows passed as one lie one after the other;
-    // row_id has a number for each row.
+    // SAFETY: `BufferCheck` checked the buffers of x, and `Transcode::result` allocated those of the output, for the sizes passed
+    // here; the kernel does not go past these sizes. The instance is that of these scales, rows that are passed as one row are
+    // contiguous, and row_id has one value per row.
     unsafe { kernel.launch(shape, &args) }
 }
 
@@ -297,7 +302,8 @@ fn launch_cols(
     let ColPlan { rows, cols, capacity, depth, ctas, threads } = plan;
     let scale_stride = column_stride(out.scale_kind(), x.cols) as i32;
     let shape = Launch { ctas, threads, cluster: 1, shared_bytes: conversion.shared_bytes() };
-    // SAFETY: as in `launch`; the output's scales lie a strip together, `scale_stride` apart.
+    // SAFETY: the conditions are those of `launch`; the output's scales are stored strip by strip,
+    // `scale_stride` apart.
     unsafe {
         kernel.launch(
             shape,

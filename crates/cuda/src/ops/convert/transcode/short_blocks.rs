@@ -1,5 +1,5 @@
-//! Conversions from or to MXFP4 whose rows end inside a block. The kernels need whole blocks: rows are padded with zeros, and the results
-//! are truncated (`csrc/kernels/convert/recut_lines.cuh`).
+//! Conversions from or to MXFP4 whose rows end inside a block. The kernels need whole blocks, so rows are padded with zeros and the
+//! results are truncated (`csrc/kernels/convert/recut_lines.cuh`).
 
 use crate::Buffer;
 use crate::compile::jit::KernelSpec;
@@ -11,7 +11,7 @@ use nibble_core::Result;
 const THREADS: usize = 256;
 const MOST_CTAS: usize = 4096;
 
-/// Copies lines into longer or shorter lines.
+/// Copies rows of bytes into longer or shorter rows.
 pub(crate) fn recut(lines: &Lines, from: &Buffer<u8>, to: &Buffer<u8>) -> Result<()> {
     let (device, total) = (from.device(), to.len());
     if total == 0 {
@@ -21,7 +21,8 @@ pub(crate) fn recut(lines: &Lines, from: &Buffer<u8>, to: &Buffer<u8>) -> Result
     let launch = Launch { ctas, threads: THREADS as u32, cluster: 1, shared_bytes: 0 };
     let [from_bytes, to_bytes, total] = [lines.from, lines.to, total].map(|n| n as u64);
     let kernel = device.kernel(&spec())?;
-    // SAFETY: `from` holds the lines of a plane whose length was checked, or that was made for them; `to` is new and holds as many.
+    // SAFETY: `from` holds the rows of a buffer whose length was checked, or that was allocated for these rows; `to` is new and
+    // holds as many rows.
     unsafe { kernel.launch(launch, &[from, to, &from_bytes, &to_bytes, &lines.last, &total]) }
 }
 

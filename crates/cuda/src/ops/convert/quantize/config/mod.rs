@@ -11,9 +11,9 @@ use nibble_core::{DType, Error, Result};
 
 /// The operation's name, for errors.
 pub(super) const OP: &str = "quantize";
-/// Strips of 128 rows that are processed side by side where both row and column codes are written.
+/// Number of strips of 128 rows in a band, if both row and column codes are written.
 const BAND_STRIPS: usize = 4;
-/// Blocks and lines per CTA of `transpose_scales`.
+/// Blocks and rows per CTA of `transpose_scales`.
 const TRANSPOSED: (usize, usize) = (32, 128);
 const ROW_THREADS: u32 = 128;
 /// Columns per chunk of `quantize_rows`, and the total chunks per warp.
@@ -22,21 +22,21 @@ const WARP_CHUNKS: usize = 16;
 /// Columns per warp of `hadamard_rows`.
 pub(super) const TRANSFORM_COLS: usize = 256;
 const UNIT_THREADS: u32 = 512;
-/// CTAs of `quantize_hadamard_cols` per multiprocessor.
+/// CTAs of `quantize_hadamard_cols` per SM.
 const HADAMARD_CTAS_PER_SM: usize = 2;
 /// A matrix with fewer elements than this may be treated as one row.
 const ONE_ROW_BELOW: usize = 1 << 30;
 
-/// The kernel.
+/// The kernel of a quantization.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum QuantizeKernel {
     /// Blocks along the rows, which are divided into segments; a warp takes one segment per round.
     Rows { segments: usize, rounds: usize },
-    /// Blocks down the columns, optionally also along the rows; bands of `band` CTAs side by side.
+    /// Blocks down the columns, optionally also along the rows, in bands that are `band` CTAs high.
     Cols { band: usize },
-    /// Blocks along the rows after a transform.
+    /// Blocks along the rows, after a Hadamard transform.
     HadamardRows,
-    /// Blocks down the columns after a transform.
+    /// Blocks down the columns, after a Hadamard transform.
     HadamardCols,
     /// 2-D blocks of 128 × 128.
     Tiles,
@@ -63,7 +63,7 @@ fn usual_spec(of: &FastKernels, source: &'static str, name: &'static str) -> Ker
     }
 }
 
-/// The device's struct: an element in blocks.
+/// The device's struct for an element in blocks.
 fn device_element(of: &FastKernels) -> TemplateArg {
     match of.format {
         Format::Mxfp8E4m3 => TemplateArg::Type("nib::E4m3By32"),
@@ -89,7 +89,7 @@ fn rows_spec(of: &FastKernels, lifted: bool) -> KernelSpec {
     }
 }
 
-/// A kernel with a transform: BF16 input, E8M0 scales.
+/// The spec of a kernel with a Hadamard transform, which has BF16 input and E8M0 scales.
 fn hadamard_spec(of: &FastKernels, source: &'static str, name: &'static str, len: usize) -> KernelSpec {
     let args = vec![("E", element_type(of.element)), ("kLen", TemplateArg::Int(len as i64)), round(of)];
     KernelSpec { source, name, args }
@@ -124,7 +124,7 @@ fn tiles_spec(of: &FastKernels) -> KernelSpec {
     usual_spec(of, "kernels/convert/quantize_tiles.cuh", "nib::quantize_tiles")
 }
 
-/// Dynamic shared memory for rows: `UnitsShared` of the kernel with a transform.
+/// Dynamic shared memory for rows: the size of `UnitsShared` of the kernel with a transform.
 fn row_shared_bytes(of: &FastKernels) -> usize {
     if of.hadamard.is_none() {
         return 0;
@@ -136,14 +136,15 @@ fn row_shared_bytes(of: &FastKernels) -> usize {
     (lines + codes + rest).next_multiple_of(1024)
 }
 
-/// Dynamic shared memory for columns: `ColumnShared` or `QuantizeHadamardShared` of the kernels.
+/// Dynamic shared memory for columns: the size of `ColumnShared` or `QuantizeHadamardShared` of the
+/// kernels.
 fn column_shared_bytes(of: &FastKernels) -> usize {
     let blocks = TILE / of.format.spec().block;
     let input = TILE * TILE * of.input.size_bytes();
     let turned = TILE * TILE;
     let total = 3 * size_of::<u32>();
     let bytes = if of.hadamard.is_some() {
-        // As many bytes again for random bits.
+        // Random bits need as many bytes again.
         let random = if of.rounding.is_random() { input } else { 16 };
         let signs = TILE / 2 * size_of::<u32>();
         (input + turned + signs + total).next_multiple_of(16) + random
@@ -156,17 +157,18 @@ fn column_shared_bytes(of: &FastKernels) -> usize {
     bytes.next_multiple_of(16)
 }
 
-/// Dynamic shared memory of `quantize_tiles`: `SquareShared` of the kernel.
+/// Dynamic shared memory of `quantize_tiles`: the size of `SquareShared` of the kernel.
 fn square_shared_bytes(of: &FastKernels) -> usize {
     (TILE * TILE * (of.input.size_bytes() + 1) + (8 + 3) * size_of::<u32>()).next_multiple_of(16)
 }
 
-/// `row_chunks` of the kernel: the chunks a warp takes at a time.
+/// The kernel's `row_chunks`: the number of chunks that a warp processes at a time.
 fn row_chunks(input: DType, rounding: Rounding) -> usize {
     if input == DType::Bf16 && !rounding.is_random() { 8 } else { 4 }
 }
 
-/// Segments per row, rounds, and CTAs for the rows of a matrix; a warp takes `chunks` chunks at a time.
+/// Segments per row, rounds, and CTAs for the rows of a matrix, if a warp processes `chunks` chunks at
+/// a time.
 fn row_launch(chunks: usize, (rows, cols): (usize, usize)) -> (usize, usize, usize) {
     let segments = cols.div_ceil(chunks * CHUNK_COLS);
     let rounds = WARP_CHUNKS / chunks;
@@ -185,12 +187,12 @@ fn element_type(element: Element) -> TemplateArg {
         Element::E2M1 => "nib::E2m1",
         Element::E4M3 => "nib::E4m3",
         Element::E5M2 => "nib::E5m2",
-        // No variant has another transform.
+        // No instance has another transform length.
         _ => "nib::Unknown",
     })
 }
 
-/// Ctas of `transpose_scales`.
+/// The number of CTAs of `transpose_scales`.
 pub(super) fn transpose_ctas(scales: &RowScales) -> usize {
     scales.blocks.div_ceil(TRANSPOSED.0) * scales.lines.div_ceil(TRANSPOSED.1)
 }
@@ -202,13 +204,13 @@ pub(super) fn transpose_spec(kind: ScaleKind) -> KernelSpec {
     KernelSpec { source: "kernels/convert/quantize_cols.cuh", name: "nib::transpose_scales", args }
 }
 
-/// The Hadamard transform of a matrix to F32.
+/// The kernel that writes the Hadamard transform of a matrix as F32.
 fn transform_spec(input: DType, down: bool) -> KernelSpec {
     let name = if down { "nib::hadamard_cols" } else { "nib::hadamard_rows" };
     KernelSpec { source: "kernels/convert/hadamard.cuh", name, args: vec![("In", input_type(input))] }
 }
 
-/// Limits of the kernels beyond the operation's own check.
+/// Checks limits of the kernels beyond those that the operation itself checks.
 pub(super) fn check(desc: &QuantizeDesc) -> Result<()> {
     if desc.planes == Planes::Tiles && desc.ragged {
         return Err(Error::shape(OP, "groups", "given", "none: square tiles are for weights"));
@@ -229,12 +231,12 @@ pub(super) fn check(desc: &QuantizeDesc) -> Result<()> {
     Ok(())
 }
 
-/// The shape for `quantize_rows`: one long row where that avoids partial segments. If rows may be padding, only where more than an eighth
-/// of a row's segments would be empty, because each block then looks up its row.
+/// The shape for `quantize_rows`: one long row if that avoids partial segments. If rows may be padding, one long row is used only if more
+/// than an eighth of a row's segments would be empty, because each block must then look up its row.
 pub(super) fn row_shape(path: &QuantizePath) -> (usize, usize) {
     let QuantizeDesc { input, codec, rows, cols, ragged, .. } = path.last;
     let len = rows * cols;
-    // No block, and no group of blocks lifted to one scale, crosses from one row to the next.
+    // No block, and no group of blocks lifted to one scale, may extend from one row to the next.
     let block = if path.taken == Taken::Lifted { TILE } else { codec.format().spec().block };
     let whole = cols.is_multiple_of(block);
     let pays = !ragged || {
@@ -245,7 +247,7 @@ pub(super) fn row_shape(path: &QuantizePath) -> (usize, usize) {
     if pays && whole && len < ONE_ROW_BELOW { (1, len) } else { (rows, cols) }
 }
 
-/// Rows whose codes fill a 128-byte line of a column: half-byte codes need two strips.
+/// The number of rows whose codes fill 128 bytes of a column: half-byte codes need two strips.
 fn line_rows(path: &QuantizePath) -> usize {
     if path.taken == Taken::Lifted {
         return TILE;
@@ -253,22 +255,22 @@ fn line_rows(path: &QuantizePath) -> usize {
     TILE * 8 / path.last.codec.format().spec().code_bits as usize
 }
 
-/// How many such lines a column has.
+/// The number of runs of 128 bytes in a column of codes.
 pub(super) fn lines_height(path: &QuantizePath) -> usize {
     path.last.capacity.div_ceil(line_rows(path))
 }
 
-/// Column units, over all rows.
+/// The number of column units over all rows.
 pub(super) fn units(desc: &QuantizeDesc) -> usize {
     desc.rows * (desc.cols / UNIT_COLS)
 }
 
-/// 2-D blocks of 128 × 128, over all matrices.
+/// The number of 2-D blocks of 128 × 128 over all matrices.
 fn squares(desc: &QuantizeDesc) -> usize {
     desc.stack * desc.capacity.max(desc.rows).div_ceil(TILE) * desc.cols.div_ceil(TILE)
 }
 
-/// The kernel that writes a transformed matrix to memory, and its CTAs.
+/// The kernel that writes a transformed matrix to memory, and its number of CTAs.
 pub(super) fn transform(desc: &QuantizeDesc) -> (KernelSpec, usize) {
     let spec = transform_spec(desc.input, desc.planes == Planes::Cols);
     if desc.planes == Planes::Rows {
@@ -278,7 +280,8 @@ pub(super) fn transform(desc: &QuantizeDesc) -> (KernelSpec, usize) {
     }
 }
 
-/// The configuration of a fast kernel; `None` where the general kernel is used (`UnitsConfig`).
+/// The configuration of a fast kernel; `None` if the kernel for all formats is used
+/// (`UnitsConfig`).
 pub(super) fn config(path: &QuantizePath, num_sms: usize) -> Option<QuantizeConfig> {
     let config = |kernel, spec, ctas: usize, threads, shared_bytes| {
         let launch = Launch { ctas: ctas as u32, threads, cluster: 1, shared_bytes };
@@ -317,10 +320,11 @@ pub(super) fn config(path: &QuantizePath, num_sms: usize) -> Option<QuantizeConf
     })
 }
 
-/// The same for rows that are packed into all-to-all records; `None` where a separate kernel packs them.
+/// The configuration for rows that are packed into all-to-all records; `None` if a separate kernel packs
+/// them.
 pub(super) fn pack_config(path: &QuantizePath) -> Option<QuantizeConfig> {
     let (kernels, desc) = (path.kernels.filter(|_| path.packs())?, &path.last);
-    // Each row has its own records, so the matrix is not treated as one row.
+    // Each row has its own records, so the matrix is not passed as one row.
     let chunks = row_chunks(desc.input, desc.codec.rounding());
     let (segments, rounds, ctas) = row_launch(chunks, (desc.rows, desc.cols));
     let launch = Launch { ctas: ctas as u32, threads: ROW_THREADS, cluster: 1, shared_bytes: 0 };
@@ -336,7 +340,7 @@ pub fn instances() -> Vec<Instance> {
         if kernels.packs() {
             all.push(Instance { spec: pack_spec(&kernels), shared_bytes: 0 });
         }
-        // A transform is for rows or for columns, not for both.
+        // A transform is applied to rows or to columns, not to both.
         let forms = [false, true].into_iter().filter(|rows| !(*rows && kernels.hadamard.is_some()));
         all.extend(forms.map(|rows| Instance {
             spec: cols_spec(&kernels, rows, false),

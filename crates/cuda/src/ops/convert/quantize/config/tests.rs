@@ -26,7 +26,7 @@ fn desc(format: Format, planes: Planes, rows: usize, cols: usize) -> QuantizeDes
     }
 }
 
-/// `None`: the general kernel.
+/// `None` stands for the kernel for all formats.
 fn path(desc: QuantizeDesc) -> Option<QuantizeKernel> {
     config(&QuantizePath::of(desc), 132).map(|config| config.kernel)
 }
@@ -125,7 +125,7 @@ fn rows_go_straight_into_messages_where_a_fast_kernel_makes_them() {
         pack_config(&QuantizePath::of(desc)).map(|config| (config.kernel, config.launch.ctas))
     };
     let rows = |segments, rounds, ctas| Some((QuantizeKernel::Rows { segments, rounds }, ctas));
-    // Never as one row: each row has its own records.
+    // The matrix is never passed as one row, because each row has its own records.
     assert_eq!(of(desc(Format::Mxfp4, Planes::Rows, 10, 96)), rows(1, 2, 2));
     assert_eq!(of(desc(Format::E4m3, Planes::Rows, 32768, 7168)), rows(4, 2, 32768 * 4 / 8));
     let mxfp4 = desc(Format::Mxfp4, Planes::Rows, 10, 128);
@@ -160,7 +160,7 @@ fn sizes_beyond_32_bits_are_named() {
     check(&desc(Format::E4m3, Planes::Both, 32768, 7168)).unwrap();
 }
 
-/// Where maxima are measured before encoding, and for kernels of a single format, the transform is written to memory first.
+/// The transform is written to memory first if maxima are measured before encoding, and for kernels of a single format.
 #[test]
 fn the_general_kernel_transforms_columns_as_it_reads_them() {
     let reads = |format, planes| {
