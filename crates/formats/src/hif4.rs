@@ -6,7 +6,7 @@
 //! threshold. Values are multiplied by the BF16 reciprocal of the scale, which is up to 0.2 % off. Thresholds that avoid saturation use the
 //! F32 reciprocal instead. Two conventions exist. Under the rule `amax`, a block of zeros has the smallest scale, blocks too large for E6M2
 //! saturate, and elements are rounded from the exact product. Under `cann`, Ascend's rule, blocks that E6M2 cannot scale (including zeros)
-//! get a NaN scale. The product is rounded to BF16 before it is rounded to an element.
+//! get a NaN scale, and the product is rounded to BF16 before it is rounded to an element.
 
 use crate::block::{BlockCodec, BlockParams, BlockScale};
 use crate::e8m0::ScaleRule;
