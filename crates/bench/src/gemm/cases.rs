@@ -165,7 +165,7 @@ impl ProductCase {
     }
 }
 
-/// Products under one heading.
+/// A section of the table: GEMMs with a common heading.
 pub struct Section {
     pub title: &'static str,
     pub products: Vec<ProductCase>,
