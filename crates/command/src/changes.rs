@@ -1,8 +1,8 @@
-//! Overrides of a configuration from the command line.
+//! Options on the command line that override keys of a configuration.
 
 use nibble_train::config::DeviceChoice;
 
-/// `--set`, and the two keys with their own options.
+/// `--set`, and the options for two keys.
 #[derive(Debug, clap::Args)]
 pub struct Changes {
     /// Sets a configuration key; repeatable.
@@ -16,7 +16,7 @@ pub struct Changes {
 }
 
 impl Changes {
-    /// All of them as overrides; keys with their own options come last.
+    /// All of these options as overrides; options for single keys come last.
     pub fn overrides(self) -> Vec<String> {
         let mut overrides = self.overrides;
         overrides.extend(self.recipe.map(|name| format!("recipe={name}")));
@@ -24,7 +24,7 @@ impl Changes {
     }
 }
 
-/// `--device`, short for `--set run.device=...`.
+/// The option `--device`, which is short for `--set run.device=...`.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct DeviceArg {
     /// Device: auto (a Hopper GPU for each rank if enough are usable, else the CPU), cpu, cuda, or cuda:N.
@@ -33,14 +33,14 @@ pub struct DeviceArg {
 }
 
 impl DeviceArg {
-    /// Appends this override to `overrides`.
+    /// Appends the override of this option to `overrides`.
     pub fn after(&self, mut overrides: Vec<String>) -> Vec<String> {
         overrides.extend(self.device.map(|device| format!("run.device={device}")));
         overrides
     }
 }
 
-/// The value of a key by the last override that sets it.
+/// The value that the last override of a key sets.
 pub fn set_to<'o>(overrides: &'o [String], key: &str) -> Option<&'o str> {
     let value =
         |set: &'o String| set.split_once('=').filter(|(name, _)| name.trim() == key).map(|(_, value)| value);
