@@ -1,4 +1,4 @@
-//! A signal ends every command but `train` at once, after its unfinished files are removed.
+//! A signal ends every command except `train` at once, after the command's unfinished files are removed.
 
 /// From now on, SIGINT, SIGTERM and SIGHUP first remove this process's unfinished files, and then have their default effect.
 ///
@@ -23,7 +23,7 @@ pub fn leave_nothing_unfinished() -> std::io::Result<()> {
     std::thread::Builder::new().name("ending".into()).spawn(wait).map(drop)
 }
 
-/// Does nothing: this system has no such signals.
+/// This system has no such signals, so the function does nothing.
 #[cfg(not(unix))]
 pub fn leave_nothing_unfinished() -> std::io::Result<()> {
     Ok(())
