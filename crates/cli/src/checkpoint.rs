@@ -157,8 +157,8 @@ pub fn open(path: &Path) -> Result<Checkpoint> {
     }
 }
 
-/// The configuration of a checkpoint changed by `overrides`: for one rank, and on this machine's device unless `overrides` name
-/// another.
+/// The configuration of a checkpoint, changed by `overrides`. It is for one rank, and for this machine's device unless `overrides` name another
+/// device.
 fn config(checkpoint: &Checkpoint, overrides: &[String]) -> Result<Config> {
     let one_rank = ["run.device=auto", "run.ranks=1", "run.dp=1"].map(String::from);
     let overrides = [&one_rank[..], overrides, &one_rank[1..]].concat();

@@ -128,7 +128,7 @@ mod tests {
         assert_eq!([percent(1.0, 3.0), percent(0.0, 3.0)], ["    33.33", "        -"]);
     }
 
-    /// Lines are at most as wide as those of the published tables.
+    /// Lines of the published tables are at most 100 columns wide, like those of other tables.
     #[test]
     fn lines_are_at_most_a_hundred_columns() {
         assert!(PUBLISHED.iter().all(|line| line.len() <= 100), "{PUBLISHED:#?}");

@@ -20,7 +20,7 @@ impl Catalog for Names {
         let config = Config::load(name, set).map_err(why)?;
         let data = Dataset::of(&config).map_err(why)?;
         let steps = config.train.steps;
-        // Keys that a cell sets do not determine bits through the configuration, so they are reset here.
+        // Each cell sets the seed, the recipe and the run section, so their values in the configuration do not determine bits.
         let mut neutral = config;
         (neutral.seed, neutral.recipe, neutral.run) = (0, String::new(), Default::default());
         let text = neutral.resolved_toml().map_err(why)?;
