@@ -1,6 +1,6 @@
 //! `nibble bench`: measures training steps against the processor's peak, and each operation's vectorised code against its scalar
-//! specification. It measures the GPU's conversions, GEMMs, attention and expert layers against the rates of its memory and tensor cores.
-//! It also measures the bytes and the time of the all-to-all between ranks.
+//! specification. The command measures the GPU's conversions, GEMMs, attention and expert layers against the rates of its memory and tensor
+//! cores. The command also measures the bytes and the time of the all-to-all between ranks.
 
 mod attention;
 mod exchange;

@@ -1,5 +1,5 @@
-//! `nibble` trains, evaluates and samples MoE and dense language models whose activations are stored in MXFP4. It also quantizes files, and
-//! describes the machine and the recipes. Each subcommand has its own file; this file only dispatches.
+//! `nibble` trains, evaluates and samples MoE and dense language models whose activations are stored in MXFP4. `nibble` also quantizes
+//! files, and describes the machine and the recipes. Each subcommand has its own file; this file only dispatches.
 
 mod caching;
 mod checkpoint;

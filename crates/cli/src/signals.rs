@@ -60,8 +60,8 @@ mod unix {
     use std::thread::Builder;
     use std::time::Duration;
 
-    /// The time of the first signal, in nanoseconds since boot; 0 if there was none. It is a single atomic number, because several threads
-    /// may handle signals at the same time.
+    /// The time of the first signal, in nanoseconds since boot; 0 if there was none. The time is a single atomic number, because several
+    /// threads may handle signals at the same time.
     static FIRST_AT: AtomicU64 = AtomicU64::new(0);
     /// Number of signals received from the parent process, and from other processes.
     static CAME: [AtomicUsize; 2] = [const { AtomicUsize::new(0) }; 2];

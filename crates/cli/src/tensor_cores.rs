@@ -1,4 +1,4 @@
-//! Finds GEMMs of a run that a GPU would compute without tensor cores, many times slower. They are reported before the run starts.
+//! Finds GEMMs of a run that a GPU would compute without tensor cores, many times slower. Such GEMMs are reported before the run starts.
 
 use nibble_core::Recipe;
 use nibble_train::config::Config;

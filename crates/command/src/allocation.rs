@@ -119,7 +119,7 @@ fn write_aside(text: &[u8]) {
 
 #[cfg(unix)]
 fn exit() -> ! {
-    // SAFETY: the call ends the process. It skips exit handlers, because they may allocate or wait for this thread.
+    // SAFETY: the call ends the process. Exit handlers are skipped, because they may allocate or wait for this thread.
     unsafe { libc::_exit(1) }
 }
 

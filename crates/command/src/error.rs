@@ -1,7 +1,7 @@
 //! The errors of commands: each has a message and an exit code.
 //!
-//! The exit code is 0 for success, 1 if the run failed, and 2 if the request cannot be carried out as given. It is 130, 143 or 129 if
-//! SIGINT, SIGTERM or SIGHUP stopped the run. Library crates do not use exit codes.
+//! The exit code is 0 for success, 1 if the run failed, and 2 if the request cannot be carried out as given. The exit code is 130, 143 or
+//! 129 if SIGINT, SIGTERM or SIGHUP stopped the run. Library crates do not use exit codes.
 
 use crate::allocation;
 use std::fmt;
@@ -19,7 +19,7 @@ pub enum Error {
     Usage(String),
     /// The run failed: exit code 1.
     Failed(String),
-    /// The error is a consequence of another rank's failure: exit code 1. It is not reported if the cause is known.
+    /// The error is a consequence of another rank's failure: exit code 1. This error is not reported if the cause is known.
     Echo(String),
     /// A signal stopped the run, which has already reported it: exit code 128 + signal.
     Stopped(usize),

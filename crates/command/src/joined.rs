@@ -46,7 +46,7 @@ pub struct RendezvousArg {
 }
 
 impl RendezvousArg {
-    /// Determines whether this process is one rank of several. It must be called before any other function of this module.
+    /// Determines whether this process is one rank of several. This method must be called before any other function of this module.
     ///
     /// # Errors
     /// [`Error::Usage`] for inconsistent environment variables, and for ranks without a secret.
@@ -255,7 +255,7 @@ pub const RUN: &str = "run";
 /// The process id of the parent.
 static PARENT: OnceLock<u32> = OnceLock::new();
 
-/// Whether the original parent process still exists. If it has ended, another process has become the parent.
+/// Whether the original parent process still exists. If the original parent has ended, another process has become the parent.
 fn launcher_is_there() -> bool {
     let parent = parent();
     *PARENT.get_or_init(|| parent) == parent
@@ -307,7 +307,7 @@ fn common_divisor(a: usize, b: usize) -> usize {
     if b == 0 { a } else { common_divisor(b, a % b) }
 }
 
-/// Ends this process at once. It skips exit handlers, because they may wait for other threads.
+/// Ends this process at once. Exit handlers are skipped, because they may wait for other threads.
 fn exit_now(code: u8) -> ! {
     #[cfg(unix)]
     // SAFETY: the call ends the process.

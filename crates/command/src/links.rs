@@ -13,7 +13,7 @@ use std::fmt;
 use std::ops::Range;
 use std::time::Instant;
 
-/// Parameters that determine the duration of the measurement. It uses two buffers, each of the size of one message.
+/// Parameters that determine the duration of the measurement. The measurement uses two buffers, each of the size of one message.
 #[derive(Debug, Clone, Copy)]
 struct Effort {
     /// Size in bytes of a message whose rate is measured.
@@ -109,8 +109,8 @@ pub struct Links {
     latencies: Vec<f64>,
 }
 
-/// Measures all links between the ranks. All ranks must call it together; every rank gets the same result. It uses 128 MiB on a GPU for two
-/// messages; on a CPU, it uses 2 MiB per rank and the communicator's copies.
+/// Measures all links between the ranks. All ranks must call it together; every rank gets the same result. The measurement needs 128 MiB on
+/// a GPU for two messages; on a CPU, it needs 2 MiB per rank and the communicator's copies.
 ///
 /// # Errors
 /// The errors of the device and of other ranks.

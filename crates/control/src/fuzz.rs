@@ -1,4 +1,4 @@
-//! The protocol without sockets, for tests. It accepts arbitrary bytes as any message, on either side and in any state, and it builds
+//! The protocol without sockets, for tests. The functions pass arbitrary bytes as any message, to either side and in any state, and build
 //! handshakes from given values.
 
 use crate::client::find::{accept, entry, hello};

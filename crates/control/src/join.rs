@@ -20,7 +20,7 @@ pub struct Join {
     pub hub_is_rank_0: bool,
 }
 
-/// Maximum length of a configuration, in bytes. It keeps the handshake below 64 KiB.
+/// Maximum length of a configuration, in bytes. This limit keeps the handshake below 64 KiB.
 const CONFIG: usize = 56 << 10;
 /// Maximum length of a version and of a host name, in bytes.
 const NAME: usize = 1 << 10;

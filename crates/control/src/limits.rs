@@ -31,8 +31,8 @@ impl Limits {
         self.deadline / 2
     }
 
-    /// Time from a launcher's notice of a failure until it kills the remaining ranks. It is the deadline, less the silence that counts as a
-    /// failure, less a heartbeat until the launcher hears of the failure, less a margin for the processes to end.
+    /// Time from a launcher's notice of a failure until it kills the remaining ranks. This time is the deadline, less the silence that
+    /// counts as a failure, less a heartbeat until the launcher hears of the failure, less a margin for the processes to end.
     pub fn ending(&self) -> Duration {
         self.deadline * 5 / 16
     }

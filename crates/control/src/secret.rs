@@ -3,7 +3,7 @@ use hmac::{Hmac, Mac};
 use sha2::Sha256;
 use std::fmt;
 
-/// The secret that a run's processes share. It is never sent, and `Debug` does not show it.
+/// The secret that a run's processes share. The secret is never sent, and `Debug` does not show it.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Secret(Vec<u8>);
 

@@ -127,8 +127,8 @@ impl Cpu {
         self.inner.path
     }
 
-    /// A buffer that an operation will overwrite entirely. Its contents are unspecified. In debug builds every byte is 0xFF (NaN), which
-    /// exposes elements that an operation did not write.
+    /// A buffer that an operation will overwrite entirely. The buffer's contents are unspecified. In debug builds every byte is 0xFF (NaN),
+    /// which exposes elements that an operation did not write.
     pub(crate) fn scratch<T: Plain>(&self, len: usize) -> Buf<T> {
         let mut buf = Buf::new(len, &self.inner.memory);
         if cfg!(debug_assertions) {

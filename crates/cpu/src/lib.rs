@@ -1,4 +1,4 @@
-//! The CPU backend. It is the specification of every op, and is fast enough to train small models.
+//! The CPU backend. This backend is the specification of every op, and is fast enough to train small models.
 //!
 //! Each op has a scalar version that reads like its definition, and a vectorised, threaded version with the same bits. Where both versions
 //! would be the same loop, as in most elementwise ops, `per_isa!` compiles one body for each instruction set. `tests/conformance.rs`

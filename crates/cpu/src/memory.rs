@@ -28,7 +28,7 @@ struct Free {
     bytes: usize,
 }
 
-/// A failed allocation, as a panic payload. It unwinds from any place in an operation to [`or_out_of_room`].
+/// A failed allocation, as a panic payload. The panic unwinds from any place in an operation to [`or_out_of_room`].
 struct OutOfRoom {
     place: String,
     bytes: usize,
@@ -136,7 +136,7 @@ impl Memory {
     }
 }
 
-/// Memory for repeated work, such as that of every step. It is freed together with the last handle and the last buffer.
+/// Memory for repeated work, such as that of every step. The memory is freed together with the last handle and the last buffer.
 #[derive(Clone)]
 pub struct Arena {
     shared: Arc<Shared>,

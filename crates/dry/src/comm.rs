@@ -107,7 +107,7 @@ impl Comm<Dry> for DryComm {
         }))
     }
 
-    /// Both buffers stay in memory until the transfer is awaited.
+    /// The send and receive buffers stay in memory until the transfer is awaited.
     fn begin_all_gather_parts(
         &self,
         b: &Dry,

@@ -1,7 +1,7 @@
-//! A backend that computes nothing. Its buffers have a type, a length and an offset in an arena, but no bytes. Its ops return the same
-//! results as the real ops, through the same function (`result()`), and allocate the same temporaries. For GPUs, `nibble-choice` determines
-//! the temporaries and their order for both `nibble-cuda` and this crate. Any code that is generic over the backend runs on this backend,
-//! in the time that the bookkeeping takes.
+//! A backend that computes nothing. The buffers of this backend have a type, a length and an offset in an arena, but no bytes. The ops of
+//! this backend return the same results as the real ops, through the same function (`result()`), and allocate the same temporaries. For
+//! GPUs, `nibble-choice` determines the temporaries and their order for both `nibble-cuda` and this crate. Any code that is generic over
+//! the backend runs on this backend, in the time that the bookkeeping takes.
 //!
 //! [`Backend::arena_memory`](nibble_core::Backend::arena_memory) returns the memory that the work needs, including gaps from fragmentation,
 //! because offsets are computed by the real allocators' code ([`nibble_core::Heap`], [`nibble_core::Segments`]).

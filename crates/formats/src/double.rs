@@ -1,6 +1,6 @@
-//! Logarithm, exponential, powers, sine and cosine in F64, from only IEEE +, ·, / and shifts of exponents. They compute tables on the host,
-//! whose bits must not depend on the system's library. The relative error is about 1e-15: after rounding to F32, about one value in a
-//! hundred million differs from the correctly rounded one.
+//! Logarithm, exponential, powers, sine and cosine in F64, from only IEEE +, ·, / and shifts of exponents. The host uses these functions to
+//! compute tables whose bits must not depend on the system's library. The relative error is about 1e-15: after rounding to F32, about one
+//! value in a hundred million differs from the correctly rounded one.
 
 use std::f64::consts::{LN_2, LOG2_E, PI};
 

@@ -146,8 +146,8 @@ impl Element {
         self.facts().max_code
     }
 
-    /// The code of a NaN. E4M3 and E5M2 have a NaN (0x7F, whatever the sign). Other elements have none and return 0, because a block with a
-    /// NaN has a NaN scale.
+    /// The code of a NaN. E4M3 and E5M2 have a NaN (0x7F, whatever the sign). Other elements have no NaN and return 0, because a block with
+    /// a NaN has a NaN scale.
     #[inline]
     pub const fn nan_code(self) -> u8 {
         self.facts().nan_code

@@ -79,8 +79,8 @@ impl Format {
         self.spec().name
     }
 
-    /// Whether the tensor scale may use delayed scaling ([`DelayedScaling`](crate::DelayedScaling)). It may if the format has a tensor
-    /// scale and no block scales.
+    /// Whether the tensor scale may use delayed scaling ([`DelayedScaling`](crate::DelayedScaling)): true if the format has a tensor scale
+    /// and no block scales.
     pub fn may_be_delayed(self) -> bool {
         let whole = |rule: &ScaleRule| {
             let kind = self.scale_kind(*rule);

@@ -2,8 +2,8 @@
 //!
 //! Four MX blocks of a row, or 128 rows of one block of 32 columns, share one E4M3 scale. This shared scale is smaller than the largest of
 //! the source scales. The ratio is the largest power of two that keeps the element's largest number within 448: 2⁶ for E2M1 (6 · 2⁶ = 384).
-//! A code is exact while its block's scale is at most 2^[`Lift::octaves`] times smaller than the largest source scale. Beyond that, it is
-//! rounded to the nearest E4M3 subnormal, ties to even, and for still smaller scales to a signed zero.
+//! A code is exact while its block's scale is at most 2^[`Lift::octaves`] times smaller than the largest source scale. With smaller source
+//! scales, the code is rounded to the nearest E4M3 subnormal, ties to even, and finally to a signed zero.
 //!
 //! | element | headroom (powers of two) | exact within (powers of two) |
 //! |---|---|---|
@@ -106,8 +106,8 @@ impl Format {
     /// The format and rule of a lift's result: E4M3 in blocks of [`LIFTED_BLOCK`] with power-of-two scales.
     pub const LIFTED: (Format, ScaleRule) = (Format::E4m3, ScaleRule::Rceil);
 
-    /// The lift to E4M3 with one power of two per [`LIFTED_BLOCK`] values; `None` if no lift exists. It requires blocks along rows or
-    /// columns, shorter than [`LIFTED_BLOCK`], whose length divides it; power-of-two scales only; and an element that E4M3 can represent.
+    /// The lift to E4M3 with one power of two per [`LIFTED_BLOCK`] values; `None` if no lift exists. A lift requires blocks along rows or
+    /// columns whose length is below [`LIFTED_BLOCK`] and divides it, only power-of-two scales, and an element that E4M3 can represent.
     pub fn lift(self, rule: ScaleRule, axis: BlockAxis) -> Option<Lift> {
         let spec = self.spec();
         let shorter = spec.block < LIFTED_BLOCK && LIFTED_BLOCK.is_multiple_of(spec.block);

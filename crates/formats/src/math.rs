@@ -1,9 +1,9 @@
 //! Elementary functions whose bits are the same on every machine.
 //!
 //! The functions use only IEEE additions, multiplications, divisions, square roots, explicit fused multiply-adds and integer operations, in
-//! a fixed order. They have no branches (special cases are selected at the end), so that a vectorised loop over them gives the same bits in
-//! each lane. The tests measure errors against double precision: `exp` and `log` are within 1 ulp, `rsqrt` within 1.5 ulp, `sigmoid` within
-//! 2.1 ulp, and `silu` within 3 ulp.
+//! a fixed order. The functions have no branches (special cases are selected at the end), so that a vectorised loop over them gives the
+//! same bits in each lane. The tests measure errors against double precision: `exp` and `log` are within 1 ulp, `rsqrt` within 1.5 ulp,
+//! `sigmoid` within 2.1 ulp, and `silu` within 3 ulp.
 
 use std::f32::consts::LOG2_E;
 

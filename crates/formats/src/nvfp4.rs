@@ -219,8 +219,8 @@ fn sum_of_halves(mut x: [f32; 16]) -> f32 {
     x[0]
 }
 
-/// The E2M1 number nearest to a magnitude, with ties to the even code. It equals the decoded [`Element::encode`], computed without
-/// branches.
+/// The E2M1 number nearest to a magnitude, with ties to the even code. The result equals that of decoding [`Element::encode`], but is
+/// computed without branches.
 #[inline]
 fn nearest_code(x: f32) -> f32 {
     // The unit in the last place of this number is the step between codes.

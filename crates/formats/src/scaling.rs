@@ -27,7 +27,7 @@ pub struct Scaling {
 }
 
 /// A factor from 1 to 2 in steps of 1/16. The largest magnitude of a block or tensor is multiplied by this factor when a scale is chosen.
-/// It is one F32 multiplication, which saturates at the largest number.
+/// The multiplication is in F32 and saturates at the largest number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Headroom(pub(crate) u8);
 

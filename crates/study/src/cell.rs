@@ -13,7 +13,7 @@ pub enum Kind {
         /// Number of the repetition, from 1.
         repeat: u64,
     },
-    /// A run whose final weights are the initial weights of branches. It trains with the configuration's schedule and stops early.
+    /// A run whose final weights are the initial weights of branches. The trunk trains with the configuration's schedule and stops early.
     Trunk,
     /// A run that starts with the weights of a trunk.
     Branch {
@@ -92,7 +92,7 @@ impl Cell {
         }
     }
 
-    /// The id without its hash. If it differs between two cells of a study, the cells differ in more than the text of a recipe or configuration.
+    /// The id without its hash. If this part differs between two cells of a study, the cells differ in more than the text of a recipe or configuration.
     #[must_use]
     pub fn slug(&self) -> &str {
         slug_of(&self.id)

@@ -87,8 +87,8 @@ pub fn last_tenth(losses: &[(u64, f64)]) -> Option<f64> {
     mean.is_finite().then_some(mean)
 }
 
-/// The step at which a run diverged, or `None` if it did not diverge. It is the first step with a loss that is not finite. Otherwise, a run diverged if the mean loss of its last
-/// tenth is above `untrained`; the step is then the first after which all losses were above `untrained`. `untrained` is the loss of an untrained model, ln(vocabulary).
+/// The step at which a run diverged, or `None` if it did not diverge. If a loss is not finite, the result is the first such step. Otherwise, a run diverged if the mean loss of its
+/// last tenth is above `untrained`; the step is then the first after which all losses were above `untrained`. `untrained` is the loss of an untrained model, ln(vocabulary).
 ///
 /// The rule is defined before a study starts, so that the excluded runs do not depend on the result.
 #[must_use]

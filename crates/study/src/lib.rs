@@ -1,4 +1,4 @@
-//! The library of `nibble study`: it compares recipes by training loss, over seeds and configurations. It does not train; its caller runs the cells.
+//! The library of `nibble study`: it compares recipes by training loss, over seeds and configurations. The library does not train; its caller runs the cells.
 //!
 //! | | |
 //! |---|---|

@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 pub enum Outcome {
     /// The run trained all of its steps.
     Done,
-    /// The run diverged, by the rule of [`diverged_at`](crate::diverged_at) or because its gradients were not finite. Its losses are not compared.
+    /// The run diverged, by the rule of [`diverged_at`](crate::diverged_at) or because its gradients were not finite. The run's losses are not compared.
     Diverged {
         /// The step at which the run diverged.
         step: u64,

@@ -106,7 +106,7 @@ impl Rows {
         self.by_cell.values()
     }
 
-    /// Rows that do not belong to the study in its present form, in the order of their files. They are not used.
+    /// Rows that do not belong to the study in its present form, in the order of their files. Such rows are not used.
     #[must_use]
     pub fn stale(&self) -> &[Stale] {
         &self.stale
@@ -150,7 +150,7 @@ pub fn read_row(file: &Path) -> Result<Row> {
     }
 }
 
-/// Writes a row, [`Row::rounded`], to `dir/rows/ID.json` atomically: first to a temporary file, which is then renamed. It replaces an existing row of the same cell.
+/// Writes a row, [`Row::rounded`], to `dir/rows/ID.json` atomically: first to a temporary file, which is then renamed. The new row replaces an existing row of the same cell.
 ///
 /// # Errors
 /// [`Error::Row`] for a row that could not be read back; [`Error::Io`] for file errors.

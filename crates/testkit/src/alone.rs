@@ -3,8 +3,8 @@
 
 use std::process::Command;
 
-/// Environment variable with the test that the child process runs. Its name is not that of a Nibble variable, because a command started by
-/// the test would report it as unknown.
+/// Environment variable with the test that the child process runs. The name has no Nibble prefix, because a command started by the test
+/// would report an unknown Nibble variable.
 const ALONE: &str = "TEST_ALONE";
 
 /// Runs `test` in its own process: starts this test binary again with only the test `name` of the module `module_path!()`.

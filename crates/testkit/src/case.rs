@@ -263,8 +263,8 @@ fn compare(agreement: Agreement, got: &Values, want: &Values) -> std::result::Re
 }
 
 /// The relative L2 error of values with a relative error `e` after they are rounded to BF16. Two values that differ by e round to different
-/// sides with probability e / u, where u is the unit in the last place, up to 2⁻⁷ of the value. They are then u apart, so the mean square
-/// is e · u. The bound is twice the root of the mean square, to allow for chance.
+/// sides with probability e / u, where u is the unit in the last place, up to 2⁻⁷ of the value. Two such values are then u apart, so the
+/// mean square of the error is e · u. The bound is twice the root of the mean square, to allow for chance.
 pub fn after_rounding_to_bf16(e: f64) -> f64 {
     e + 2.0 * (e / 128.0).sqrt()
 }
@@ -293,7 +293,8 @@ mod tests {
             compare(Agreement::RelL2(1.0), &bytes(1), &bytes(2)).is_err(),
             "codes have no relative error"
         );
-        // One of a thousand BF16 values is off by one unit. That is far above 1e-6, but it is what an error of 1e-6 becomes after rounding.
+        // One of a thousand BF16 values is off by one unit. This error is far above 1e-6, but an error of 1e-6 before rounding becomes this
+        // large.
         let mut other = vec![bf16::from_f32(1.0); 10_000];
         let ones = Values::Bf16(other.clone());
         other[77] = bf16::from_f32(1.0078125);

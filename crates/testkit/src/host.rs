@@ -102,7 +102,7 @@ impl HostBlock {
     }
 
     /// Random codes with random scales, all of which conversions must handle. Scale bytes of a row or column are near one exponent and
-    /// differ by up to 24. One in 31 is 0x00, and one in 37 is 0xFF (whose codes are 0, as all quantizers write).
+    /// differ by up to 24. One scale byte in 31 is 0x00, and one in 37 is 0xFF (with codes of 0, as all quantizers write).
     ///
     /// # Panics
     /// If blocks are 2-D.

@@ -119,7 +119,7 @@ impl<A: Backend, B: Backend> Pair<A, B> {
         takes
     }
 
-    /// A pair that makes no comparisons. It tries each case with the defects of the backend under test, one at a time.
+    /// A pair that makes no comparisons. The pair tries each case with the defects of the backend under test, one at a time.
     pub(crate) fn tried(a: A, b: B, trial: Arc<CaseTrial>) -> Self {
         Self { trial: Some(trial), ..Self::new(a, b) }
     }

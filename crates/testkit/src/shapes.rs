@@ -29,7 +29,7 @@ impl MoeShape {
     pub const QWEN3_30B: MoeShape = MoeShape { name: "qwen3-30b", d: 2048, f: 768, experts: 128, top_k: 8 };
     /// Llama 4 Scout.
     pub const SCOUT: MoeShape = MoeShape { name: "llama4-scout", d: 5120, f: 8192, experts: 16, top_k: 1 };
-    /// A layer of many small experts, for which grouped GEMM figures are published. It belongs to no particular model.
+    /// A layer of many small experts, for which grouped GEMM figures are published. The layer belongs to no particular model.
     pub const EXPERTS_128: MoeShape =
         MoeShape { name: "128-experts", d: 4096, f: 1024, experts: 128, top_k: 8 };
 
@@ -46,8 +46,8 @@ impl MoeShape {
     }
 }
 
-/// Widths of real models and of their experts' GEMMs, for tests with few rows. They give several segments, strips and tiles of a kernel
-/// side by side.
+/// Widths of real models and of their experts' GEMMs, for tests with few rows. These widths give several segments, strips and tiles of a
+/// kernel side by side.
 pub const WIDTHS: [usize; 4] = [7168, 5120, 4096, 2048];
 
 /// How rows are distributed over groups.
@@ -81,7 +81,7 @@ impl Spread {
         Spread::AllEmpty,
     ];
 
-    /// Number of rows of each group. They sum to `rows`, except for [`Spread::OneRowEach`] and [`Spread::AllEmpty`].
+    /// Number of rows of each group. The lengths sum to `rows`, except for [`Spread::OneRowEach`] and [`Spread::AllEmpty`].
     pub fn lengths(self, groups: usize, rows: usize) -> Vec<usize> {
         let weights: Vec<f64> = (0..groups)
             .map(|g| match self {

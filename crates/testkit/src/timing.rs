@@ -10,7 +10,7 @@ pub struct Paired {
     pub a_us: f64,
     /// Median time of B, in microseconds.
     pub b_us: f64,
-    /// Median over rounds of (time of A / time of B). If it is above 1, B is faster.
+    /// Median over rounds of (time of A / time of B). If the ratio is above 1, B is faster.
     pub ratio: f64,
     /// Half the interquartile range of these ratios, relative to their median.
     pub spread: f64,

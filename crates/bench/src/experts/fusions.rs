@@ -1,5 +1,5 @@
-//! The time that each fused conversion of the MXFP4 recipe's expert layer saves. It compares the fused kernel with the equivalent sequence
-//! of separate kernels, at the first shape's sizes.
+//! The time that each fused conversion of the MXFP4 recipe's expert layer saves. The benchmark compares the fused kernel with the
+//! equivalent sequence of separate kernels, at the first shape's sizes.
 
 use super::super::gpu::Bench;
 use super::super::kernels::cases::kernels;

@@ -187,7 +187,7 @@ pub fn chosen<B: Backend>(b: &B, expert: &[i32], weight: &[f32]) -> Result<Routi
     })
 }
 
-/// Sorted BF16 rows in the format in which the recipe would dispatch them. They are quantized here, because there is no dispatch.
+/// Sorted BF16 rows in the format in which the recipe would dispatch them. The rows are quantized here, because there is no dispatch.
 fn arrived<B: Kernels>(
     cx: &Cx<'_, B>,
     (tensor, to): (&'static str, &Precision),

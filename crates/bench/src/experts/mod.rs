@@ -1,5 +1,5 @@
-//! `nibble bench experts`: the expert layer, forward and backward, with each recipe. It measures the time by operation, the saved
-//! activations, the benefit of each fused conversion, and the sizes from which a recipe is faster than BF16.
+//! `nibble bench experts`: the expert layer, forward and backward, with each recipe. The benchmark measures the time by operation, the
+//! saved activations, the benefit of each fused conversion, and the sizes from which a recipe is faster than BF16.
 
 mod break_even;
 mod fusions;

@@ -14,7 +14,7 @@ const ALIGN: usize = 128;
 /// A GEMM on prepared operands.
 pub type Call<B> = Box<dyn FnMut(&B) -> Result<()>>;
 
-/// Prepares random operands. It does not prepare cuBLASLt's GEMMs, which do not use the backend.
+/// Prepares random operands. The function does not prepare cuBLASLt's GEMMs, which do not use the backend.
 pub fn prepare<B: Kernels>(b: &B, product: &ProductCase) -> Result<Call<B>> {
     let groups = groups(b, &product.load.lengths(product.rows))?;
     if product.pass.is_wgrad() {

@@ -1,7 +1,7 @@
 //! `nibble bench kernels`: how close the GPU's conversions come to the speed of its memory.
 //!
 //! The project's timing rules apply: single calls, the L2 flushed before each call, medians, and random data. The floor of a kernel is
-//! max((bytes read + written) / copy rate, bytes written / fill rate). Both rates are measured in the same run.
+//! max((bytes read + written) / copy rate, bytes written / fill rate). The copy rate and the fill rate are measured in the same run.
 
 pub mod cases;
 mod conversion;

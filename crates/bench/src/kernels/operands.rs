@@ -60,7 +60,7 @@ pub fn normal<B: Kernels>(b: &B, rows: usize, cols: usize, seed: u64) -> Result<
 
 /// Number of different row factors.
 const FACTORS: usize = 16;
-/// Number of values per factor. It is odd, so that rows start with different values.
+/// Number of values per factor. The number is odd, so that rows start with different values.
 const NORMALS: usize = 65_521;
 
 /// The same normal numbers multiplied by each of [`FACTORS`] log-normal factors.

@@ -133,7 +133,7 @@ impl Recorded {
 /// The first bytes of every report.
 const GENERATOR: &str = "<!DOCTYPE html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><meta name=\"generator\" content=\"nibble report\">";
 
-/// The first bytes of every report of this run. They identify the run.
+/// The first bytes of every report of this run. These bytes identify the run.
 fn beginning(run: &Recorded) -> String {
     let whose = maud::html! { meta name="run" content=(run.place.display()); };
     format!("{GENERATOR}{}", whose.into_string())

@@ -13,8 +13,8 @@ const MAKE: &str = "export NIBBLE_SECRET=$(head -c 32 /dev/urandom | base64)";
 /// The command that creates a secret in a file, for messages.
 const MAKE_FILE: &str = "(umask 077; head -c 32 /dev/urandom | base64 > secret)";
 
-/// The secret that authenticates the processes of a run, if it was given. It is the variable `NIBBLE_SECRET`, or otherwise the trimmed
-/// content of the file that `NIBBLE_SECRET_FILE` names. `read_file` reads that file; programs pass [`read_secret`].
+/// The secret that authenticates the processes of a run, if it was given. The secret is the variable `NIBBLE_SECRET`, or otherwise the
+/// trimmed content of the file that `NIBBLE_SECRET_FILE` names. `read_file` reads that file; programs pass [`read_secret`].
 ///
 /// # Errors
 /// [`Error::Usage`] for a secret of less than 16 bytes, and the error of `read_file`.

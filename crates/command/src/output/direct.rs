@@ -1,4 +1,4 @@
-//! Outputs that are not regular files. They are written in place, without a rename.
+//! Outputs that are not regular files. Such outputs are written in place, without a rename.
 
 use std::fs::File;
 use std::path::Path;

@@ -40,7 +40,8 @@ pub struct Outputs {
 #[must_use = "an output that is not written was asked for"]
 pub struct Output {
     path: PathBuf,
-    /// The open file, if the output is not a regular file. It stays open, because a close would signal the end of the data to its reader.
+    /// The open file, if the output is not a regular file. The file stays open, because a close would signal the end of the data to its
+    /// reader.
     direct: Option<File>,
 }
 

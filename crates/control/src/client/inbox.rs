@@ -1,4 +1,4 @@
-//! The state of a rank, changed by the hub's messages. It has neither sockets nor a clock.
+//! The state of a rank, changed by the hub's messages. This state machine has neither sockets nor a clock.
 
 use super::Ears;
 use crate::failure::{Failure, Status};

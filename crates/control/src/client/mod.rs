@@ -20,8 +20,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use tokio::sync::Notify;
 
-/// Callbacks of a client. They run on the client's thread, which also reads and sends heartbeats. So callbacks must not block, and must not
-/// call [`Client::fail`] or [`Client::leave`].
+/// Callbacks of a client. The callbacks run on the client's thread, which also reads and sends heartbeats. So callbacks must not block, and
+/// must not call [`Client::fail`] or [`Client::leave`].
 pub trait Ears: Send + Sync {
     /// Called for rows from another rank. Rows of one rank arrive in the order in which that rank sent them.
     fn rows(&self, from: usize, rows: Rows);

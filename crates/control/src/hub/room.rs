@@ -1,5 +1,5 @@
-//! The hub's state of its ranks, and its reactions to messages. It has neither sockets nor a clock: the caller passes the time to each
-//! method.
+//! The hub's state of its ranks, and its reactions to messages. This state machine has neither sockets nor a clock: the caller passes the
+//! time to each method.
 
 use super::admission::{absent, refusal};
 use crate::failure::{Failure, Status};
@@ -54,7 +54,7 @@ struct Suspect {
     rank: usize,
     failure: Failure,
     until: Instant,
-    /// A later failure of another rank. It is a consequence, unless the suspect turns out to have left without an error.
+    /// A later failure of another rank. The later failure is a consequence, unless the suspect turns out to have left without an error.
     echo: Option<Failure>,
 }
 

@@ -1,8 +1,8 @@
 //! Collectives through host memory. Ranks are threads of one process, or separate processes.
 //!
 //! A `World` stores each rank's data for a collective (its post), from which the other ranks of the communicator read. Ranks that are
-//! threads share one world. A rank that is a process has its own world, and a [`Link`] sends its posts to the other worlds. Both cases
-//! compute a collective with the same code and get the same bits.
+//! threads share one world. A rank that is a process has its own world, and a [`Link`] sends its posts to the other worlds. Threads and
+//! processes compute a collective with the same code and get the same bits.
 //!
 //! If a rank fails, panics or leaves, pending and later calls of all other ranks fail, along every axis, so that no rank waits forever.
 

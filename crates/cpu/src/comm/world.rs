@@ -44,7 +44,7 @@ pub(super) struct State {
     circles: Vec<Circle>,
     /// Whether each rank has left, that is, whether its communicators were dropped. Earlier posts of such a rank stay valid.
     left: Vec<bool>,
-    /// The first failure of any rank, with the rank's number. It is never cleared.
+    /// The first failure of any rank, with the rank's number. The failure is never cleared.
     failure: Option<String>,
 }
 

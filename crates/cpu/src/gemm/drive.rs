@@ -1,6 +1,6 @@
 //! Splits GEMMs into tasks, and tasks into tiles.
 //!
-//! A task owns a rectangle of one GEMM's output over the whole contraction. It packs its own panels of B, then packs A's rows block by
+//! A task owns a rectangle of one GEMM's output over the whole contraction. A task packs its own panels of B, then packs A's rows block by
 //! block and writes its rectangle. Tasks share nothing. So no task waits for another, and no bit depends on which thread runs which task.
 
 use super::operand::{OperandView, Output, OutputData};
@@ -50,7 +50,7 @@ pub struct Scratch {
 #[repr(C, align(64))]
 struct Line([u32; 16]);
 
-/// An array of 32-bit words, aligned to cache lines. It grows and never shrinks.
+/// An array of 32-bit words, aligned to cache lines. The array grows and never shrinks.
 #[derive(Debug, Default)]
 struct Buffer(Vec<Line>);
 

@@ -6,8 +6,8 @@
 //! one scale block at a time if there are scales.
 //!
 //! For speed, operands are packed into panels (`pack`) that fit the register tiles (`tile`), and a GEMM is split into tasks that rayon
-//! balances (`drive`). The contraction is never split between threads. It is processed in chunks so that operands stay in the caches; each
-//! chunk resumes from the F32 partial sums of the previous chunk.
+//! balances (`drive`). The contraction is never split between threads. The contraction is processed in chunks so that operands stay in the
+//! caches; each chunk resumes from the F32 partial sums of the previous chunk.
 
 mod decode;
 mod drive;

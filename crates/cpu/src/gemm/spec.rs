@@ -10,7 +10,7 @@ pub fn dot_f32(a: &[f32], b: &[f32]) -> f32 {
     a.iter().zip(b).fold(0.0, |acc, (&x, &y)| x.mul_add(y, acc))
 }
 
-/// The BF16 dot product, as `vdpbf16ps` computes it. It starts at zero; for each pair (2j, 2j + 1), an fma adds the product of the odd
+/// The BF16 dot product, as `vdpbf16ps` computes it. The sum starts at zero; for each pair (2j, 2j + 1), an fma adds the product of the odd
 /// elements, then another fma adds the product of the even elements. Subnormal inputs count as zeros of their sign. A result that is tiny
 /// after rounding to 24 bits with an unbounded exponent becomes a zero of its sign. An odd last element is paired with zero.
 pub fn dot_bf16(a: &[bf16], b: &[bf16]) -> f32 {

@@ -161,8 +161,8 @@ impl Dot<F512> for HardwareDot {
 }
 
 /// # Safety
-/// The machine has the instructions. `tile`'s panels and scales are readable. Its results are writable for `R` rows and `C` vectors, and
-/// initialised unless `tile.first`.
+/// The machine has the instructions. `tile`'s panels and scales are readable. The results of `tile` are writable for `R` rows and `C`
+/// vectors, and initialised unless `tile.first`.
 #[inline(always)]
 unsafe fn run<V: Lanes, D: Dot<V>, const R: usize, const C: usize>(tile: &Tile) {
     // SAFETY: the caller guarantees exactly these ranges; the offsets stay within R rows, C vectors and `units` units.

@@ -95,7 +95,7 @@ pub struct Comparison {
     pub counts: Counts,
     /// Comparison of the training loss, the mean over the last tenth of the steps. The verdict on the recipe is that of this measure.
     pub training: Measure,
-    /// Comparison of the held-out loss at the last step at which both runs of a pair were evaluated. Its p-values are corrected separately.
+    /// Comparison of the held-out loss at the last step at which both runs of a pair were evaluated. The p-values of the held-out loss are corrected separately.
     pub held_out: Measure,
     /// The difference of training losses, converted to steps of the baseline.
     pub lag: Lag,

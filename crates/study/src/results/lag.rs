@@ -19,7 +19,7 @@ pub enum Lag {
 
 /// The mean difference of the last tenths, divided by the slope of the baseline's mean curve at the end.
 ///
-/// The slope is the difference between the means of the last tenth of the steps and of the tenth before, divided by the distance between the middles of the two tenths. So it is
+/// The slope is the difference between the means of the last tenth of the steps and of the tenth before, divided by the distance between the middles of the two tenths. So this is
 /// the slope of a smoothed curve at the start of the last tenth. If the learning rate has decayed to zero, the loss hardly falls, and a small difference corresponds to many steps.
 pub(super) fn lag(pairs: &[(u64, &Row, &Row)]) -> Lag {
     let of = |&(_, a, b): &(u64, &Row, &Row)| {

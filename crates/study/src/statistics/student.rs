@@ -39,8 +39,8 @@ pub fn two_sided_quantile(alpha: f64, freedom: usize) -> f64 {
     }
 }
 
-/// I_x(ν/2, 1/2), the regularised incomplete beta function. It is computed by its continued fraction (Abramowitz and Stegun, 26.5.8) with Lentz's method. `rest` is 1 − x, passed
-/// separately because the subtraction would round.
+/// I_x(ν/2, 1/2), the regularised incomplete beta function. The function is computed by its continued fraction (Abramowitz and Stegun, 26.5.8) with Lentz's method. `rest` is 1 −
+/// x, passed separately because the subtraction would round.
 fn incomplete_beta(freedom: usize, x: f64, rest: f64) -> f64 {
     if x <= 0.0 {
         return 0.0;

@@ -1,5 +1,5 @@
-//! One operation in progress. Its arguments are sealed (replaced by non-owning handles); it runs now or is recorded; it is logged, and a
-//! fault may be injected.
+//! One operation in progress. The operation's arguments are sealed (replaced by non-owning handles), the operation runs now or is recorded,
+//! and it is logged. A fault may be injected.
 
 use super::buf::Buf;
 use super::cell::{Elements, Output};
@@ -28,7 +28,7 @@ pub(super) struct Call<'a, B: Backend> {
 }
 
 impl<B: Backend> Recorder<B> {
-    /// Starts an operation with these arguments. Their `Debug` output has everything except the contents of buffers.
+    /// Starts an operation with these arguments. The arguments' `Debug` output has everything except the contents of buffers.
     pub(super) fn call(&self, name: &'static str, arguments: &impl fmt::Debug) -> Call<'_, B> {
         let told = self.is_watched() || self.shared.is_recording();
         let arguments = if told { format!("{arguments:?}") } else { String::new() };
@@ -55,7 +55,7 @@ impl<B: Backend> Recorder<B> {
         Ok(())
     }
 
-    /// The ids of the buffers that an operation will read, if a log is kept. They are read in advance, because a write may change a
+    /// The ids of the buffers that an operation will read, if a log is kept. The ids are read in advance, because a write may change a
     /// buffer's id.
     fn inputs(&self, op: &Op<B>) -> Vec<u64> {
         if self.is_watched() { op.reads.iter().map(|cell| cell.id()).collect() } else { Vec::new() }

@@ -160,7 +160,7 @@ impl<B: Backend> Recorder<B> {
         self.shared.lock().log.as_mut().map(std::mem::take).unwrap_or_default()
     }
 
-    /// Injects one fault, whose point counts from now on. It replaces an earlier fault that was not injected yet.
+    /// Injects one fault, whose point counts from now on. The new fault replaces an earlier fault that was not injected yet.
     pub fn poison(&self, point: Point) {
         let mut state = self.shared.lock();
         (state.fault, state.struck) = (Some(Fault::new(point)), None);

@@ -179,7 +179,7 @@ impl Timing {
     }
 }
 
-/// The rate of the links between the GPUs of one host. It is known only for server GPUs with NVLink 4, and `None` for other GPUs.
+/// The rate of the links between the GPUs of one host. The rate is known only for server GPUs with NVLink 4, and is `None` for other GPUs.
 fn link<B: Device>(on: &On<'_, B>) -> Option<f64> {
     let is_near = on.b.kind() == DeviceKind::Gpu && on.mesh.all.host_ranks() == on.mesh.all.world();
     (is_near && on.b.least_link_rate().is_some()).then_some(NVLINK4)

@@ -1,8 +1,8 @@
 //! Attention computed one query at a time. This slow code defines the bits.
 //!
 //! Queries are scaled when they are read. A segment's queries and keys form tiles of 8. The sums of a query start at the tile of keys that
-//! contains the window start of the first query in its tile. They end with the query's own tile. In this range, a key to which the query
-//! does not attend has weight 0; no other masked key or query enters any sum.
+//! contains the window start of the first query in its tile. These sums end with the query's own tile. In this range, a key to which the
+//! query does not attend has weight 0; no other masked key or query enters any sum.
 
 use super::sight::{Segment, Sight};
 use super::tile::TILE;

@@ -161,7 +161,7 @@ pub(super) fn hide(rows: &mut [f32], stride: usize, hidden: &[usize; TILE], valu
 per_isa!(pub(super) fn score_grads = score_grads_body; (p: &mut [f32], ds: &mut [f32], stride: usize, first: usize, keys: Range<usize>, lse: &[f32; TILE], delta: &[f32; TILE]));
 
 /// Score gradients for the tile of queries that starts at `first`, over whole panels of `keys`: scores become P = exp(s − lse), and dP
-/// becomes dS = P · (dP − delta). Both are 0 for later keys.
+/// becomes dS = P · (dP − delta). P and dS are 0 for later keys.
 #[inline(always)]
 fn score_grads_body(
     p: &mut [f32],

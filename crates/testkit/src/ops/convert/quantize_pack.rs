@@ -76,8 +76,8 @@ impl<B: Kernels> Case<B> for Packing {
     }
 }
 
-/// The conformance test of [`QuantizePack`]. It covers all formats and rules; codes, scales and messages of any length; and more slots than
-/// a warp has lanes.
+/// The conformance test of [`QuantizePack`]. The test covers all formats and rules; codes, scales and messages of any length; and more
+/// slots than a warp has lanes.
 pub fn quantize_pack<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     let (spreads, cols) =
         ([None, Some(Spread::Zipf), None, Some(Spread::EmptyGroups)], [256, 136, 131, 96, 392]);

@@ -131,7 +131,7 @@ fn many_slots() -> Vec<Received> {
     [Spread::Zipf, Spread::OneTakesMost, Spread::EmptyGroups].into_iter().flat_map(of).collect()
 }
 
-/// The conformance test of [`PlanPermute`]. It includes the refusal of more rows than the capacity, and of a wrong number of slots.
+/// The conformance test of [`PlanPermute`]. The test includes the refusal of more rows than the capacity, and of a wrong number of slots.
 pub fn plan_permute<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for received in Received::all().into_iter().chain(many_slots()) {
         let rows = received.rows();

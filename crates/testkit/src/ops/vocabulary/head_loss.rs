@@ -42,8 +42,8 @@ const LARGEST_OF_X: (usize, usize) = (8, 3);
 const LARGEST_OF_W: (usize, usize) = (8, 5);
 
 impl Head {
-    /// The largest magnitude of a block, chosen so that the block's scale is a power of two with any rule. It is a power of two times the
-    /// element's largest number, here 7 or 6.
+    /// The largest magnitude of a block, chosen so that the block's scale is a power of two with any rule. This magnitude is a power of two
+    /// times the element's largest number, here 7 or 6.
     fn largest(&self) -> f32 {
         let element = self.codecs.fprop_x.and_then(|codec| codec.format().spec().element);
         let largest = element.map_or(7.0, |element| element.max());
@@ -197,7 +197,7 @@ impl<B: Kernels> Case<B> for Head {
     }
 }
 
-/// The conformance test of [`HeadLoss`]. It includes the refusal of odd chunks, and of shards that do not divide the tokens.
+/// The conformance test of [`HeadLoss`]. The test includes the refusal of odd chunks, and of shards that do not divide the tokens.
 pub fn head_loss<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     let inputs = if pair.strict { &Input::ALL[..] } else { &[Input::Normal, Input::Integers][..] };
     // A chunk has several shards, one shard, or a part of a shard; some shards have odd lengths.

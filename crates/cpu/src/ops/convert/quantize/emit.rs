@@ -1,4 +1,4 @@
-//! Vectorised, multi-threaded writing of quantized results, tile by tile. It gives the bits of `spec`.
+//! Vectorised, multi-threaded writing of quantized results, tile by tile. The results have the bits of `spec`.
 //!
 //! An op fills a tile of F32 values (read from a plain or quantized matrix, or computed) and passes the tile to a [`Sink`], which writes
 //! the requested codes and scales. Threads divide strips of rows; a strip never spans two groups.

@@ -1,4 +1,4 @@
-//! Encoding specialised for an element format and a block length. It gives the bits of `Codec::quantize_block`.
+//! Encoding specialised for an element format and a block length. The results have the bits of `Codec::quantize_block`.
 
 use super::round::{E2m1, E4m3, E5m2, Nearest, OneByOne, Round, Small, Threshold, with_rounding};
 use crate::simd::per_isa;

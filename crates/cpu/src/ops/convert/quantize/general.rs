@@ -1,4 +1,4 @@
-//! Vectorised quantization to any format, one row or column at a time. It gives the bits of `spec`.
+//! Vectorised quantization to any format, one row or column at a time. The results have the bits of `spec`.
 //!
 //! A line is a row, or a column that was transposed into a buffer together with its neighbours. The format's own code only computes a
 //! block's scale and scales the block's values. All formats share the code for the largest magnitude, the rounding and the packing. Threads

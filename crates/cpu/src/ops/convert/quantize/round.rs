@@ -1,4 +1,4 @@
-//! Branch-free encoding of a value, so that loops over values vectorise. It gives the codes of `Element::encode_rounded`.
+//! Branch-free encoding of a value, so that loops over values vectorise. The codes are those of `Element::encode_rounded`.
 //!
 //! A magnitude becomes a code by arithmetic on its bits. The exponent of a normal element is re-biased; a subnormal element is computed
 //! with an addition or a multiplication by a power of two; a select replaces every branch. The element's [`Facts`] are constants in
@@ -110,7 +110,7 @@ impl Small for E5m2 {
     const BLOCK: usize = 128;
 }
 
-/// A rounding mode. It encodes finite values, and values that overflowed to infinity.
+/// A rounding mode. The implementing type encodes finite values, and values that overflowed to infinity.
 pub(crate) trait Round: Copy {
     /// Whether the rounding reads sixteen bits per element from `bits`.
     const READS_BITS: bool;
@@ -158,7 +158,7 @@ impl Round for Threshold {
     }
 }
 
-/// Any rounding, element by element. It is used for dithering, which no recipe uses where speed matters.
+/// Any rounding, element by element. This type is used for dithering, which no recipe uses where speed matters.
 #[derive(Clone, Copy)]
 pub(super) struct OneByOne(pub Rounding);
 

@@ -1,4 +1,4 @@
-//! The specification of every op that writes quantized or plain results. It passes a matrix of F32 values block by block to
+//! The specification of every op that writes quantized or plain results. Each op passes a matrix of F32 values block by block to
 //! `Codec::quantize_block`.
 
 use super::delayed::Met;
@@ -211,8 +211,8 @@ impl Block {
     }
 }
 
-/// The blocks of a row or column of `len` values. They have the format's block length; if a whole column has one scale, the blocks are the
-/// row spans.
+/// The blocks of a row or column of `len` values. Blocks have the format's block length; if a whole column has one scale, the blocks are
+/// the row spans.
 pub(super) fn blocks(format: Format, axis: BlockAxis, spans: &Spans, len: usize) -> Vec<Block> {
     let (block, each) = (format.spec().block, format.record_len(axis).min(len.max(1)));
     if axis == BlockAxis::Col && block == WHOLE_LINE {

@@ -1,4 +1,4 @@
-//! Vectorised changes of scale by lookup table. They give the codes of `lift_code` and `shift_code`.
+//! Vectorised changes of scale by lookup table. The codes are those of `lift_code` and `shift_code`.
 
 use crate::ops::convert::quantize::source::unpack;
 use crate::ops::convert::quantize::spec::Tally;

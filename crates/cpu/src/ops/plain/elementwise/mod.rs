@@ -1,7 +1,7 @@
 //! The CPU code of [`nibble_core::ops::Cast`], [`nibble_core::ops::InitNormal`], [`nibble_core::ops::Add`],
 //! [`nibble_core::ops::SumShards`], [`nibble_core::ops::SumSquares`] and [`nibble_core::ops::CloseSquares`].
 //!
-//! Each body is one branch-free loop. It is compiled for each instruction set, and is both specification and fast path.
+//! Each body is one branch-free loop. The body is compiled for each instruction set, and is both specification and fast path.
 
 use crate::gemm::Isa;
 use crate::simd::{LANES, Real, per_isa, rows_per_task, tree_sum};

@@ -65,9 +65,9 @@ fn operand(
     }
 }
 
-/// The numbers that a GEMM multiplies for operand `x` next to operand `beside`, row by row, from the table of [`Numbers`]. They are the
-/// decoded values, rounded to E4M3 with the largest scale of each [`LIFTED_BLOCK`], or to BF16 if the block scale is not a power of two. If
-/// `x` is the second operand, whose rows share scales in 2-D blocks, `second_of` is its number of matrices.
+/// The numbers that a GEMM multiplies for operand `x` next to operand `beside`, row by row, from the table of [`Numbers`]. These numbers
+/// are the decoded values, rounded to E4M3 with the largest scale of each [`LIFTED_BLOCK`], or to BF16 if the block scale is not a power of
+/// two. If `x` is the second operand, whose rows share scales in 2-D blocks, `second_of` is its number of matrices.
 fn multiplied(cpu: &Cpu, x: &Operand<Cpu>, beside: &Operand<Cpu>, second_of: Option<usize>) -> Vec<f64> {
     let (numbers, mut values) = (Numbers::of(Stored::of(x), Stored::of(beside)), decoded(cpu, x));
     let Operand::Block(q) = x else { return values };

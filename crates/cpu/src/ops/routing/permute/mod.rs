@@ -10,7 +10,8 @@ use nibble_core::ops::{CombineSlots, GatherScalars, Permute, PlanPermute, Unperm
 use nibble_core::{BlockScaled, Data, Error, Operand, PermuteMap, Plain, Result, Tensor, round_up};
 use nibble_formats::{Scale, ScaleKind, ScalePlaneMut};
 
-/// A counting sort. It is single-threaded, because the operation's contract fixes the order and the sort reads only a few bytes per slot.
+/// A counting sort. The sort is single-threaded, because the operation's contract fixes the order and because the sort reads only a few
+/// bytes per slot.
 pub(crate) fn plan_permute(cpu: &Cpu, op: PlanPermute<'_, Cpu>) -> Result<PermuteMap<Cpu>> {
     let (expert, token_id) = (op.expert.as_slice(), op.token_id.as_slice());
     let counts = count_slots(&op)?;

@@ -1,7 +1,7 @@
 //! The CPU code of [`nibble_core::ops::Route`] and [`nibble_core::ops::RouteBackward`], which also document the order of sums.
 //!
-//! A row of logits with a NaN or +∞ (or only −∞) has NaN probabilities and chooses the first experts. Its shard's losses become NaN, so
-//! that training detects the problem.
+//! A row of logits with a NaN or +∞ (or only −∞) has NaN probabilities and chooses the first experts. The losses of the row's shard become
+//! NaN, so that training detects the problem.
 
 mod choice;
 

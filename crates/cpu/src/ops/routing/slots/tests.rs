@@ -14,7 +14,7 @@ const CASES: [(usize, usize, usize, usize); 8] = [
     (9000, 4, 5, 3),
 ];
 
-/// Expert ids. One of nine belongs to no rank, because it is negative or past the last expert.
+/// Expert ids. About one id of nine belongs to no rank, because the id is negative or past the last expert.
 fn experts((tokens, top_k, each, world): (usize, usize, usize, usize)) -> Vec<i32> {
     let all = (each * world) as i32;
     let valid = below(1, each * world, tokens * top_k);

@@ -168,8 +168,8 @@ struct ById {
 }
 
 impl ById {
-    /// Sorts the tokens by id and leaves out tokens whose id is outside the embedding. It is a counting sort if there are at most as many
-    /// ids as tokens, otherwise a comparison sort. Both keep the order of tokens.
+    /// Sorts the tokens by id and leaves out tokens whose id is outside the embedding. The sort is a counting sort if there are at most as
+    /// many ids as tokens, otherwise a comparison sort. Both kinds of sort keep the order of tokens.
     fn new(ids: &[i32], vocab: usize) -> Self {
         if vocab <= ids.len() { Self::counted(ids, vocab) } else { Self::compared(ids, vocab) }
     }

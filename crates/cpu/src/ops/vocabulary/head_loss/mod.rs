@@ -234,8 +234,8 @@ struct WeightGradient<'a> {
     dw: &'a mut Data<Cpu>,
     accumulate: bool,
     sizes: Sizes,
-    /// F32 partial sums `[vocab, d]` of a shard that spans several chunks. They are needed if dw cannot hold them, because dw is
-    /// accumulated into or is BF16.
+    /// F32 partial sums `[vocab, d]` of a shard that spans several chunks. Partial sums need this separate buffer if dw cannot hold them,
+    /// because dw is accumulated into or is BF16.
     chain: Option<Buf<f32>>,
 }
 

@@ -10,7 +10,8 @@ use nibble_core::formats::Codec;
 use nibble_core::ops::{Delayed, Dequantize, Emitted, MeasureAmax, Planes, Quantize};
 use nibble_core::{Agreement, DType, Kernels, Result, Tensor};
 
-/// The first rows of each matrix of a stack, with the amax of all its rows. Their codes and scales must be those of the whole stack.
+/// The first rows of each matrix of a stack, with the amax of all its rows. The codes and scales of these rows must be those of the whole
+/// stack.
 #[derive(Debug)]
 struct Part {
     codec: Codec,

@@ -232,8 +232,8 @@ pub fn gemm<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
             pair.check(&DenseProduct { a, b, m: 5, n: 9, k, out: DType::F32, input: Input::Normal });
         }
     }
-    // The sizes fit tensor cores, and one contraction is odd. Some rows have much larger numbers than others; a lift rounds the blocks of
-    // the other rows.
+    // The sizes fit tensor cores, and one contraction is odd. Some rows have much larger values than others; a lift rounds the blocks with
+    // small values.
     for (turn, (a, b)) in every_pair(Row, Tile) {
         let cases = [(Input::Normal, 160), (Input::HeavyTailed, 320), (Input::Normal, 131)];
         for (input, k) in in_turn(pair.breadth(), (turn, [a, b]), cases) {
