@@ -217,7 +217,7 @@ fn one<B: Device>(
         tell!(on, "    {note}");
     }
     let recipe = trainer.recipe().clone();
-    // This frees the run's memory, in which the memory rate is measured next.
+    // Dropping the trainer frees the run's memory, in which the memory rate is measured next.
     drop(trainer);
     // With several ranks there are no floors, because a rank's work depends on the rows that it receives.
     let floors = match timeline {
@@ -247,7 +247,7 @@ fn traced<B: Device>(
     launched: &[Launched],
 ) -> Result<Option<Timeline>> {
     // When tracing starts, it stops every device of the process, so no device may be waiting for another device's messages then. The first
-    // traced step is slower, and the other ranks wait for it. So with several ranks, the second traced step is reported.
+    // traced step is slower, and the other ranks wait for it. So with several ranks, the report is that of the second traced step.
     let mut timeline = None;
     for _ in 0..on.mesh.all.world().min(2) {
         on.on_all_ranks(0.0)?;

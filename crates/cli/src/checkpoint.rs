@@ -157,7 +157,7 @@ pub fn open(path: &Path) -> Result<Checkpoint> {
     }
 }
 
-/// The configuration of a checkpoint, changed by `overrides`. The configuration is for one rank, and for this machine's device unless `overrides` name another
+/// The configuration of a checkpoint, changed by `overrides`, for one rank and for this machine's device unless `overrides` name another
 /// device.
 fn config(checkpoint: &Checkpoint, overrides: &[String]) -> Result<Config> {
     let one_rank = ["run.device=auto", "run.ranks=1", "run.dp=1"].map(String::from);

@@ -15,7 +15,7 @@ pub fn leave_nothing_unfinished() -> std::io::Result<()> {
     let wait = move || {
         if let Some(signal) = signals.forever().next() {
             nibble_train::files::remove_unfinished();
-            // This ends the process; if it fails, the exit code names the signal.
+            // The default handler ends the process; if that fails, the exit code names the signal.
             let _ = emulate_default_handler(signal);
             std::process::exit(128 + signal);
         }

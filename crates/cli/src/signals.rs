@@ -82,7 +82,7 @@ mod unix {
             };
             // SAFETY: `count` reads the clock, changes atomics and may end the process. All of this is async-signal-safe.
             unsafe { signal_hook_registry::register_sigaction(signal, handle)? };
-            // This handler is registered after the handler above, so that the woken thread sees the effects of that handler.
+            // The pipe is registered after the handler above, so that the woken thread sees the effects of the handler.
             low_level::pipe::register(signal, wake.try_clone()?)?;
         }
         let (teller, told) = channel();

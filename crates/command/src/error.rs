@@ -108,7 +108,7 @@ pub fn catch(command: impl FnOnce() -> Result<()>) -> Result<()> {
     panic::catch_unwind(AssertUnwindSafe(command)).unwrap_or_else(|_| Err(panicked()))
 }
 
-/// Whether this is the standard library's panic that occurs if a new thread gets no memory for its signal stack. This panic cannot unwind.
+/// Whether this is the standard library's panic that occurs if a new thread gets no memory for its signal stack. The panic cannot unwind.
 fn is_refused_thread(message: &str) -> bool {
     ["failed to allocate an alternative stack", "failed to set up alternative stack"]
         .iter()

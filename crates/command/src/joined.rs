@@ -143,7 +143,7 @@ impl Process {
                 }
             }
         }
-        // There is at least one port, or an error.
+        // If no port was free, `taken` has the error; otherwise the list has at least one port.
         let why = taken.map_or_else(String::new, |why| format!(": {why}"));
         let tried = ports.iter().map(u16::to_string).collect::<Vec<_>>().join(", ");
         Err(Error::usage(format!(
@@ -403,7 +403,7 @@ impl Link for Wire {
         });
     }
 
-    /// This does nothing, because the rank leaves the hub only after all of its work.
+    /// `leave` does nothing, because the rank leaves the hub only after all of its work.
     fn leave(&self) {}
 }
 

@@ -71,7 +71,7 @@ impl Error {
 /// The reason why an address is not the rank's hub.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
-    /// There was no connection, or it was closed before a greeting.
+    /// The connection failed, or was closed before a greeting.
     #[error("there is no answer: {0}")]
     NoAnswer(String),
     /// Another program listens at the address.

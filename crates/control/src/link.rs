@@ -27,7 +27,7 @@ pub struct Line {
 impl Line {
     /// A connection to an unauthenticated peer, limited to small frames.
     pub fn new(stream: TcpStream) -> Self {
-        // This makes small messages leave at once. A failure to set the option is harmless.
+        // The option `nodelay` makes small messages leave at once. A failure to set the option is harmless.
         let _ = stream.set_nodelay(true);
         let (read, write) = stream.into_split();
         let [incoming, outgoing] = [codec(SMALL_FRAME), codec(SMALL_FRAME)];

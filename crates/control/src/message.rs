@@ -169,7 +169,7 @@ impl Flow {
                 return Err(format!("{} bytes of rows are missing", self.left));
             }
             Piece::More if self.left == 0 => return Err("bytes that belong to no rows".to_owned()),
-            // This limits empty frames, of which a rank could otherwise send any number.
+            // The check refuses empty frames, of which a rank could otherwise send any number.
             _ if bytes == 0 && !matches!(piece, Piece::First { bytes: 0, .. }) => {
                 return Err("a piece without bytes".to_owned());
             }

@@ -10,7 +10,7 @@
 //!   interrupted, to stay in the caches or because the next tokens' logits are not computed yet; it then resumes from its F32 partial sum.
 //! * **Instruction sets.** A sum has 16 lanes: element i is added in lane i mod 16, and the lanes are reduced by the tree 8, 4, 2, 1
 //!   (`simd.rs`). Some ops document another order that more threads can follow: more lanes, or chunks of fixed size and a tree over the
-//!   chunks. These orders are in `sums.rs`.
+//!   chunks. The orders for more threads are in `sums.rs`.
 //! * **Multiply-adds** are fused only where the definition says so. The instruction `vdpbf16ps` defines the BF16 dot product; other paths
 //!   emulate the instruction, including its flushing of subnormals (`gemm/spec.rs`).
 //! * **Functions.** `exp`, `log`, `sigmoid` and `rsqrt` are those of `nibble_formats::math`, which uses IEEE operations alone. Numbers

@@ -102,7 +102,7 @@ pub const fn encode(rule: ScaleRule, element: Element, amax: f32) -> u8 {
     let bits = amax.to_bits() & 0x7FFF_FFFF;
     let bits = match rule {
         ScaleRule::Even => {
-            // This adds half a step of the element's mantissa; the carry may reach the exponent.
+            // Rounding adds half a step of the element's mantissa; the carry may reach the exponent.
             let rounded = bits + (1 << (22 - element.mantissa_bits()));
             if bits < 0x7F80_0000 { rounded } else { bits }
         }

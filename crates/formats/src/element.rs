@@ -290,7 +290,7 @@ impl Element {
     pub const fn decode(self, code: u8) -> f32 {
         let facts = self.facts();
         let m = facts.mantissa_bits;
-        // This is the step of subnormals, and of INT8, whose codes are all subnormal.
+        // `step` is the distance between subnormals, and between INT8 codes, which are all subnormal.
         let step = f32::from_bits(((128 - facts.bias - m as i32) as u32) << 23);
         if facts.twos_complement {
             return code as i8 as f32 * step;

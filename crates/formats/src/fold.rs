@@ -1,7 +1,7 @@
 //! Exact folding: whether the codes of a block, multiplied by the block's scales, are BF16 numbers.
 //!
-//! The products are BF16 numbers if no product has more than eight significant bits. This is computed from the `FormatSpec`, so that a new
-//! format needs no entry here.
+//! The products are BF16 numbers if no product has more than eight significant bits. The answer is computed from the `FormatSpec`, so that
+//! a new format needs no entry here.
 
 use crate::e8m0::ScaleRule;
 use crate::format::Format;

@@ -39,7 +39,7 @@ impl Lift {
     /// elements.
     pub const fn of(element: Element) -> Option<Lift> {
         let most = Element::E4M3;
-        // This excludes elements with a NaN, and integers in two's complement.
+        // `numbers` is false for elements with a NaN, and for integers in two's complement.
         let numbers = element.nan_code() == 0 && !element.is_twos_complement();
         let (largest, least) = (element.max(), element.decode(1));
         if !numbers || element.mantissa_bits() > most.mantissa_bits() || largest > most.max() {

@@ -4,14 +4,14 @@
 //! the largest block's scale is the largest E4M3 number. A block's scale is amax · (S · f32(1/6)). Without a tensor scale, a block has
 //! torchao's scale, amax / 6. Either scale is rounded to E4M3 and may be subnormal or zero. Every operation is rounded to F32.
 //!
-//! Decoding multiplies by A/2688. Below A = 2688 · 2^-128, S is the largest F32 number instead of 2688/A. Then A/2688 is not the inverse of
-//! S, and all values decode too small, as in TransformerEngine. Headroom multiplies A and the largest magnitude of each block by the same
-//! factor, so that even the tensor's largest block has its headroom.
+//! Decoding multiplies by A/2688. Below A = 2688 · 2^-128, S is the largest F32 number instead of 2688/A. In this case A/2688 is not the
+//! inverse of S, and all values decode too small, as in TransformerEngine. Headroom multiplies A and the largest magnitude of each block by
+//! the same factor, so that even the tensor's largest block has its headroom.
 //!
 //! With two candidates (Four Over Six, arXiv 2512.02010), a block has either this scale or amax · (S / 4), which maps its largest magnitude
 //! to 4. The second scale is rounded once, because a multiplication by 1/4 is exact. S is then 1536/A (1536 = 6 · 256). The candidates are
-//! compared under nearest-even rounding, even if the codes are rounded otherwise. So the choice depends only on the values, and does not
-//! bias stochastic rounding.
+//! compared under nearest-even rounding, even if the codes are rounded otherwise. So the choice of a candidate depends only on the values,
+//! and does not bias stochastic rounding.
 //!
 //! **Double blocks** (Chen et al., "TetraJet-v2", arXiv 2510.27527) have a scale per 128 values instead of a tensor scale: A / 2688 for the
 //! largest magnitude A of these values. In the paper, this scale is an F32 number. Nibble rounds it up to a power of two, as

@@ -82,7 +82,7 @@ pub fn unpack_codes(bits: u32, packed: &[u8], codes: &mut [u8]) -> Result<()> {
 
 fn unpack_eights<const BITS: usize>(packed: &[u8], codes: &mut [u8]) {
     let eight = |packed: [u8; 8]| {
-        // These are the steps of `pack_eights` in reverse.
+        // Unpacking runs the steps of `pack_eights` in reverse.
         let part = |word: u64, count: u32, low: u64| {
             (word & low) | (word & low << (count * BITS as u32)) << (count * (8 - BITS as u32))
         };

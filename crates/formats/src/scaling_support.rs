@@ -8,9 +8,9 @@ use crate::scale::ScaleNumber;
 use crate::scaling::{Headroom, Scaling, Thresholds};
 
 impl Scaling {
-    /// The scaling that makes stochastic rounding and `dither:0.5` unbiased: the smallest headroom with which no code saturates. This holds
-    /// while a block's scale is a normal number of its kind. `None` for plain formats, for rules that a format does not have, and for
-    /// `cann`, which rounds products before codes.
+    /// The scaling that makes stochastic rounding and `dither:0.5` unbiased: the smallest headroom with which no code saturates. The result
+    /// is valid while a block's scale is a normal number of its kind. `None` for plain formats, for rules that a format does not have, and
+    /// for `cann`, which rounds products before codes.
     ///
     /// A scale rounded to nearest with m mantissa bits is too small by a factor of at most 1 + 2^-(m+1). HiFloat4's scale is first rounded
     /// to eight bits and computed with 1/7 in BF16. Together these give 1.125 · 512/511 · (1 + 2^-9), so 1.125 is too little headroom and

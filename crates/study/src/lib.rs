@@ -18,7 +18,7 @@
 //! d = 100 · (L_recipe / L_baseline − 1)    per cent
 //! ```
 //!
-//! This is the relative loss of equation 4 in *HiFloat4 Format for Language Model Pre-training on Ascend NPUs* (arXiv 2604.08826). Over seeds, d has a mean, a 95 % interval by
+//! d is the relative loss of equation 4 in *HiFloat4 Format for Language Model Pre-training on Ascend NPUs* (arXiv 2604.08826). Over seeds, d has a mean, a 95 % interval by
 //! Student's t, and a p-value by the paired t test ([`statistics::Paired`]). Holm's correction covers all comparisons planned within a configuration ([`statistics::holm`]). A
 //! recipe is called worse or better only if the corrected p-value is below 0.05. Otherwise the result is "not resolved", and [`Measure::detectable`] is the difference that these
 //! seeds would have detected.

@@ -17,7 +17,7 @@ pub enum Basis {
     Rows,
     /// An estimate from the caller.
     Estimate,
-    /// There is no estimate.
+    /// No estimate exists.
     Nothing,
 }
 

@@ -61,7 +61,7 @@ mod tests {
         });
         let said = failed.unwrap_err();
         match std::env::var_os(ALONE) {
-            // This is the child process.
+            // In the child process, the panic continues.
             Some(_) => std::panic::resume_unwind(said),
             None => {
                 let said = said.downcast_ref::<String>().unwrap();

@@ -212,14 +212,14 @@ pub fn assert_copies_lines<B: Backend>(b: &B) {
     let from = b.upload(&(0u8..12).collect::<Vec<_>>()).unwrap();
     let at = |first, stride| Lines { first, stride };
     let mut to = b.zeros(9).unwrap();
-    // This copies columns 1 and 2 of three rows of four columns, to columns 1 and 2 of three rows of three columns.
+    // The call copies columns 1 and 2 of three rows of four columns, to columns 1 and 2 of three rows of three columns.
     b.copy_lines((&from, at(1, 4)), (&mut to, at(1, 3)), (3, 2)).unwrap();
     assert_eq!(b.download(&to).unwrap(), [0, 1, 2, 0, 5, 6, 0, 9, 10]);
     // A copy of a single row ignores the stride; a copy of no rows ignores all arguments.
     b.copy_lines((&from, at(10, 0)), (&mut to, at(0, 0)), (1, 2)).unwrap();
     b.copy_lines((&from, at(99, 0)), (&mut to, at(99, 0)), (2, 0)).unwrap();
     assert_eq!(b.download(&to).unwrap(), [10, 11, 2, 0, 5, 6, 0, 9, 10]);
-    // This makes many copies at once, from and to several buffers, with every alignment.
+    // The next call makes many copies at once, from and to several buffers, with every alignment.
     let bytes =
         |seed: u8, len: usize| (0..len).map(|i| (i as u8).wrapping_mul(31) ^ seed).collect::<Vec<u8>>();
     let sources = [bytes(1, 5000), bytes(2, 40_000)].map(|bytes| b.upload(&bytes).unwrap());

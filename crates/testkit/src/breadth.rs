@@ -1,5 +1,6 @@
-//! How much of its test lists a test run covers. The same tests serve both breadths. The daily suite (`cargo test --workspace`) runs a part
-//! of each long list, and covers all pairs of values of several lists; `cargo xtask exhaustive` sets [`EXHAUSTIVE`] and covers everything.
+//! How much of its test lists a test run covers. The daily suite and the exhaustive suite consist of the same tests. The daily suite
+//! (`cargo test --workspace`) runs a part of each long list, and covers all pairs of values of several lists; `cargo xtask exhaustive` sets
+//! [`EXHAUSTIVE`] and covers everything.
 
 use std::ops::ControlFlow;
 
@@ -42,7 +43,7 @@ impl Breadth {
     /// Whether the `nth` case of a kind (from 0) is run. `Whole` runs every case. `Daily` runs the first four, then about one in `every`,
     /// distributed so that the choice does not align with a stride of the list.
     pub fn takes(self, nth: usize, every: usize) -> bool {
-        // This is Fibonacci hashing: the high half of a product with 2^64 divided by the golden ratio.
+        // The hash is Fibonacci hashing: the high half of a product with 2^64 divided by the golden ratio.
         let spread = (nth as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32;
         self == Self::Whole || nth < 4 || spread.is_multiple_of(every as u64)
     }
@@ -57,7 +58,7 @@ fn whole<const N: usize>(lengths: [usize; N]) -> Vec<[usize; N]> {
     let mut at = [0; N];
     loop {
         choices.push(at);
-        // This increments a number whose digits have these bases.
+        // The loop increments a number whose digits have the bases `lengths`.
         let carried = at.iter_mut().zip(lengths).rev().try_for_each(|(digit, length)| {
             *digit += 1;
             if *digit < length {
@@ -72,8 +73,8 @@ fn whole<const N: usize>(lengths: [usize; N]) -> Vec<[usize; N]> {
     }
 }
 
-/// Combinations in which any two values of two lists occur together. There are few more combinations than pairs of the two longest lists.
-/// The result is deterministic.
+/// Combinations in which any two values of two lists occur together. The number of combinations is little larger than the number of pairs
+/// of the two longest lists. The result is deterministic.
 ///
 /// The algorithm is greedy. A combination starts with the first missing pair. From each other list, it adds the value that completes the
 /// most missing pairs; among equal values, it adds the value used least.

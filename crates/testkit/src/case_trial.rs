@@ -61,7 +61,7 @@ impl CaseTrial {
         let owed = |result: &str| Case::<A>::owed(case, result);
         sound.require_agreement(owed, &want, &format!("{case:?}, without a defect"));
         if seen.iter().any(|seen| matches!(seen.spot, Spot::Inside(_))) {
-            // This is another correct way to compute the same results.
+            // Without internal quantizations, the operation computes the same results in another correct way.
             defects.arm(Spot::Inside("nothing"), Defect::NotQuantized);
             let by_parts = run(b, case, Pads::Zero);
             assert!(defects.disarm(), "{case:?}: ran as a whole");

@@ -65,7 +65,7 @@ pub enum Spread {
     OneRowEach,
     /// All rows are in the last group.
     AllEmptyButOne,
-    /// There are no rows.
+    /// No group has any rows.
     AllEmpty,
 }
 

@@ -2,9 +2,9 @@
 //!
 //! [`missed`] runs an operation's conformance test on a backend and, case by case, on the same backend with one defect. In each tensor that
 //! the operation reads or writes, a tile is transposed, a row or column is shifted, or a block is doubled; each internal quantization is
-//! skipped. For every form of a tensor in the test, at least one case must fail. This holds separately for the cases that require the same
-//! bits and for the cases of each relative error. If all cases require the same bits, they notice all of these defects without a trial
-//! ([`owes_an_error`]).
+//! skipped. For every form of a tensor in the test, at least one case must fail. At least one case must fail separately among the cases
+//! that require the same bits and among the cases of each relative error. If all cases require the same bits, they notice all of these
+//! defects without a trial ([`owes_an_error`]).
 
 use crate::case_trial::CaseTrial;
 use crate::pair::Pair;

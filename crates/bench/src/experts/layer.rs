@@ -88,7 +88,7 @@ pub struct Layer<'a, B: Kernels> {
 impl<'a, B: Kernels> Layer<'a, B> {
     /// A layer with random weights and their per-step copies. With `remake_x`, the backward pass recomputes the rows of a whole layer.
     pub fn new(b: &'a B, recipe: &'a Recipe, shape: LayerShape, remake_x: bool) -> Result<Self> {
-        // This is the default number of shards of a run.
+        // Four is the default number of shards of a run.
         let shards = Shards::new(b, 4, shape.tokens / 4, 0)?;
         let cx =
             Cx { training: true, seed: 3, ..Cx::inference(b, Mesh::new(&SoloComm), recipe, shards, 0.0) };

@@ -101,7 +101,7 @@ const ROWS: &[Row] = &[
     row(&["SwiGLU → E4M3 both"], TRITON, 0, [0.0, 204.2, 0.0, 0.0, 0.0]),
     row(&["SwiGLU backward → BF16"], TRITON, 0, [0.0, 166.7, 0.0, 0.0, 0.0]),
     row(&["SwiGLU backward → BF16"], COMPILE, 0, [0.0, 226.1, 0.0, 0.0, 0.0]),
-    // These times are without `a`, and for h in BF16.
+    // The times on this row are without `a`, and for h in BF16.
     row(BACKWARD, TRITON, 0, [0.0, 374.3, 0.0, 0.0, 0.0]),
     row(&["permute + pad BF16"], FP8_FLOW, 256, [352.1, 0.0, 0.0, 0.0, 0.0]),
     row(&["permute + pad BF16"], TRITON, 256, [226.8, 67.2, 111.1, 45.4, 128.0]),

@@ -79,7 +79,7 @@ impl Loss {
     /// Adds a matrix, given by its values before and after quantization.
     pub fn compare(&mut self, before: &[f32], after: &[f32], blocks: Blocks, expected: Expected) {
         let mut all = vec![OfBlock::default(); blocks.number(before.len() / blocks.cols)];
-        // This is computed in F64, because the product may exceed the largest F32.
+        // The product is computed in F64, because it may exceed the largest F32.
         let most = f64::from(expected.reach) * (17.0 / 16.0);
         for (i, (&x, &y)) in before.iter().zip(after).enumerate() {
             let block = &mut all[blocks.index(i)];

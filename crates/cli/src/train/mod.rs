@@ -122,7 +122,7 @@ enum DryRunOn {
 }
 
 pub fn run(args: Args) -> Result<()> {
-    // This comes first. A dry run writes nothing, so a signal may end it at any time.
+    // The signal handlers are installed first. A dry run writes nothing, so a signal may end it at any time.
     let signals = args.dry_run.is_none().then(Signals::wait_for_steps).transpose()?;
     let initial = args.initial()?;
     let overrides = [args.changes.overrides(), initial].concat();

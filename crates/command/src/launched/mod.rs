@@ -275,8 +275,8 @@ fn torchrun_meeting(vars: &Vars<'_>) -> Result<Meeting> {
     Ok(Meeting::First { host, ports })
 }
 
-/// Ports derived from a run's name, which are the same in all of its processes. There are several ports, because a process that is about to
-/// end may still use one of them.
+/// Ports derived from a run's name, which are the same in all of its processes. The list has several ports, because a process that is about
+/// to end may still use one of them.
 fn ports(run: &str, never: Option<u16>) -> Vec<u16> {
     // The range is below 32768, where Linux's ephemeral ports start.
     const FIRST: u16 = 20_000;

@@ -295,7 +295,7 @@ mod tests {
                 }
             };
             assert!(output.is_direct());
-            // These are more bytes than a pipe holds.
+            // The content is larger than a pipe's buffer.
             output.write(vec![7; 1 << 20]).unwrap();
             assert_eq!(reader.join().unwrap(), vec![7; 1 << 20]);
         });

@@ -49,7 +49,7 @@ pub async fn drive(search: Search, shared: &Shared, joined: Sender<Result<()>>) 
         };
         failure.inspect(|failure| ears.overdue(failure));
     };
-    // This runs until both have ended, or until the client tells the thread to stop.
+    // The work runs until reading and writing have ended, or until the client tells the thread to stop.
     let work = async {
         both(link, overdue).await;
     };

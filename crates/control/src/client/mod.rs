@@ -92,7 +92,7 @@ impl Client {
         let run = move || {
             let _ending = Ending(&inside);
             runtime.block_on(drive::drive(search, &inside, sender));
-            // This does not wait for a pending name lookup.
+            // The shutdown does not wait for a pending name lookup.
             runtime.shutdown_background();
         };
         let thread = std::thread::Builder::new().name(name).spawn(run).map_err(failed("a rank's thread"))?;

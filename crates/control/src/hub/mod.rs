@@ -86,8 +86,8 @@ impl Hub {
         self.address
     }
 
-    /// Reports that a rank's process has ended, and how, for example `it was killed by SIGKILL`. This fails the run, unless the rank has
-    /// left or has reported an error.
+    /// Reports that a rank's process has ended, and how, for example `it was killed by SIGKILL`. The end of a process fails the run, unless
+    /// the rank has left or has reported an error.
     pub fn ended(&self, rank: usize, how: &str) {
         self.shared.with(|room| room.ended(Instant::now(), rank, how));
     }

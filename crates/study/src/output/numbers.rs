@@ -68,6 +68,6 @@ fn quoted(field: &str) -> String {
 /// All fields of [`Results`] as JSON, followed by a line break.
 #[must_use]
 pub fn json(results: &Results) -> String {
-    // This cannot fail, because all keys of its maps are texts.
+    // Serialization cannot fail, because all keys of the maps are texts.
     serde_json::to_string_pretty(results).unwrap_or_default() + "\n"
 }

@@ -22,7 +22,7 @@ pub enum Verdict {
     Worse,
     /// The recipe's expected loss is lower than the baseline's, by the same criterion.
     Better,
-    /// The runs show neither. This is no proof of equality; see [`Measure::detectable`].
+    /// The runs show neither a higher nor a lower loss. An unresolved difference is no proof of equality; see [`Measure::detectable`].
     NotResolved,
     /// Fewer than two pairs of runs are finished.
     TooFewPairs,
@@ -44,7 +44,8 @@ impl Verdict {
 /// The comparison of one kind of loss.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Measure {
-    /// Seeds, in the study's order, each with the relative difference of the losses in per cent: 100 · (L_recipe / L_baseline − 1). This is the relative loss of equation 4 in
+    /// Seeds, in the study's order, each with the relative difference of the losses in per cent: 100 · (L_recipe / L_baseline − 1). The differences are relative losses of equation
+    /// 4 in
     /// *HiFloat4 Format for Language Model Pre-training on Ascend NPUs* (arXiv 2604.08826).
     pub differences: Vec<(u64, f64)>,
     /// Mean and spread of the differences, in per cent.

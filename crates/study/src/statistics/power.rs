@@ -7,8 +7,8 @@
 //! P(reject) = ∫ f_S(s) · [ Φ(d √n − t s) + Φ(−d √n − t s) ] ds,    t = t(1 − α/2, ν)
 //! ```
 //!
-//! This is the distribution function of the noncentral t, conditioned on the estimated standard deviation (Johnson, Kotz and Balakrishnan, *Continuous Univariate Distributions* 2,
-//! chapter 31).
+//! The integral is the distribution function of the noncentral t, conditioned on the estimated standard deviation (Johnson, Kotz and Balakrishnan, *Continuous Univariate
+//! Distributions* 2, chapter 31).
 
 use super::student::{ln_gamma_half, two_sided_quantile};
 
@@ -64,7 +64,7 @@ pub fn minimum_detectable(sd: f64, pairs: usize, alpha: f64, wanted: f64) -> Opt
             return None;
         }
     }
-    // This is the Illinois form of false position: an end of the interval that stays twice loses half of its weight.
+    // The search is the Illinois form of false position: an end of the interval that stays twice loses half of its weight.
     let mut was_low = None;
     for _ in 0..100 {
         let middle = high - above * (high - low) / (above - below);

@@ -64,7 +64,7 @@ impl<'a, B: Backend> Clock<'a, B> {
     /// The errors of the call, of the backend and of other ranks.
     pub fn time(&self, mut call: impl FnMut() -> Result<()>) -> Result<Times> {
         let arena = self.b.arena("exchange")?;
-        // This returns the seconds of a call.
+        // `window` returns the seconds per call.
         let mut window = |calls: usize| -> Result<f64> {
             self.settle()?;
             self.comm.barrier()?;

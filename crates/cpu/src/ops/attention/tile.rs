@@ -141,7 +141,8 @@ fn softmax_rows_body(
     softmax
 }
 
-/// Masks the scores after the query's own key. These are fewer than one panel, because rows end with the panel that contains the tile.
+/// Masks the scores after the query's own key. Fewer scores than one panel are masked, because rows end with the panel that contains the
+/// tile.
 #[inline(always)]
 fn mask(row: &mut [f32], query: usize, value: f32) {
     let Some(at) = row.len().checked_sub(LANES) else { return };

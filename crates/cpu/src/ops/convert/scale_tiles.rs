@@ -26,7 +26,7 @@ fn each_scale(
         }
     };
     let mut first = start_of(0)?;
-    // This counts the scales of the preceding groups along the divided dimension, with each group padded to whole tiles.
+    // `padded` counts the scales of the preceding groups along the divided dimension, with each group padded to whole tiles.
     let mut padded = 0;
     for group in 1..starts.len() {
         let end = start_of(group)?;

@@ -215,7 +215,7 @@ impl<B: Kernels> Case<B> for Backward {
         if let Some(dsinks) = &grads.dsinks {
             self.0.note(&mut out, b, "dsinks", dsinks)?;
         }
-        // With a single key, dP − delta is 0 up to rounding errors. These errors agree only if sums have the same order.
+        // With a single key, dP − delta is 0 up to rounding errors. Rounding errors agree only if sums have the same order.
         let one_key = seq_len == 1 || self.0.hiding.is_some_and(|hiding| hiding.window == Some(1));
         if !one_key || self.0.strict {
             self.0.note(&mut out, b, "dq", &grads.dq)?;

@@ -210,7 +210,7 @@ impl<B: Kernels> Case<B> for Ended {
             Wrong::Norm => squares[0] = f32::INFINITY,
             Wrong::LeftOut => *squares.last_mut().expect("at least one sum") = f32::NAN,
         }
-        // This is a permutation of all sums, in another order than they are stored.
+        // `order` is a permutation of all sums, different from the order in which they are stored.
         let mut order: Vec<i32> =
             (0..squares.len()).map(|i| ((i * 7919 + 5) % squares.len()) as i32).collect();
         if self.wrong == Wrong::LeftOut {

@@ -30,7 +30,7 @@ enum Values {
     /// Values of this kind, with a separate stream for each tensor.
     Of(Input),
     /// Quantization changes x, but the logits are sums of few bits, which are exact in any order on any tensor core. So everything before
-    /// the last GEMMs has the same bits on all backends. This check is stronger than any bound on quantized gradients.
+    /// the last GEMMs has the same bits on all backends. A check of equal bits is stronger than any bound on quantized gradients.
     ExactLogits,
 }
 
@@ -414,7 +414,7 @@ mod tests {
                 }
             }
             assert!(x.iter().any(|x| x % 2.0 != 0.0), "odd numbers of five bits are none of the elements'");
-            // This rounds to even numbers, or to multiples of four or more.
+            // `even` rounds to even numbers; larger codes are multiples of four or more.
             let even = |x: f32| (x / 2.0).round() * 2.0;
             for (x, w) in x.chunks(d).flat_map(|x| w.chunks(d).map(move |w| (x, w))) {
                 let mut sum = 0.0f32;

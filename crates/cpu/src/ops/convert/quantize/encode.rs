@@ -338,7 +338,7 @@ fn transpose_body(from: &[u8], rows: usize, width: usize, to: &mut Vec<u8>) {
         for col in (0..whole_cols).step_by(8) {
             let mut square = [0u64; 8];
             for (i, line) in square.iter_mut().enumerate() {
-                // This reads eight bytes of a full 8 × 8 block.
+                // The row has eight bytes, because the 8 × 8 block is full.
                 *line = u64::from_le_bytes(*from[(row + i) * width + col..].first_chunk().unwrap_or(&[0; 8]));
             }
             for (i, line) in turned(square).into_iter().enumerate() {

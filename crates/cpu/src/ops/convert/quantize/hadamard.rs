@@ -105,7 +105,7 @@ fn cols_vectorised(
 ) -> Result<Tensor<Cpu>> {
     let (isa, cols, from) = (cpu.isa(), x.cols, ValueSource::plain(x));
     let factor = hadamard::inv_sqrt_len(len)?;
-    // This is the position in the group and the number of valid rows of each transform block; `None` for padding.
+    // `places` has, for each transform block, its position in the group and its number of valid rows; `None` for padding.
     let mut places = vec![None; whole.rows / len];
     for (span, whole) in spans.spans.iter().zip(&whole.spans) {
         for k in (0..whole.len).step_by(len) {

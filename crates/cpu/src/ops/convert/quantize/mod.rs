@@ -91,7 +91,7 @@ fn encode(
     spans: &Spans,
 ) -> Result<Emitted<Cpu>> {
     let format = op.codec.format();
-    // These are weights in row blocks, for formats without 2-D blocks.
+    // Formats without 2-D blocks have weights in row blocks.
     let row_weights = op.planes == Planes::Tiles && !format.spec().tiles;
     let each = || Spans::stacked(op.stack, op.x.rows / op.stack.max(1));
     let delayed = op.delayed.map(|delayed| (delayed, op.spans()));

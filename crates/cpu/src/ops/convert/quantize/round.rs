@@ -135,7 +135,7 @@ impl Round for Nearest {
     }
 }
 
-/// Rounds up iff the sixteen bits are below the fraction of the step. This is stochastic rounding with random bits, and nearest rounding
+/// Rounds up iff the sixteen bits are below the fraction of the step. With random bits, the rounding is stochastic; it is nearest rounding
 /// with ties away from zero with [`HALF_AWAY`].
 #[derive(Clone, Copy)]
 pub(super) struct Threshold;
@@ -149,7 +149,7 @@ impl Round for Threshold {
     #[inline(always)]
     fn encode(self, e: &Facts, x: f32, bits: u16) -> u8 {
         let magnitude = x.to_bits() & 0x7FFF_FFFF;
-        // This is the code and the fraction in units of 2⁻¹⁶ of a step, truncated; the multiplication is exact.
+        // The result is the code and the fraction of a step in units of 2⁻¹⁶, truncated; the multiplication is exact.
         let normal = magnitude.wrapping_sub(e.rebias) >> (e.shift - 16);
         let below_normal = magnitude.min(e.min_normal);
         let subnormal = (f32::from_bits(below_normal) * e.to_q16) as i32 as u32;

@@ -155,8 +155,8 @@ fn tiles_decode_to_the_source_both_ways() {
     }
 }
 
-/// Tests all codes with all pairs of scale bytes. There is one row per source byte; its four blocks have the source byte and the largest
-/// byte of the 128 values. The result is decoded in f64 and compared with the definition.
+/// Tests all codes with all pairs of scale bytes. The test has one row per source byte; the row's four blocks have the source byte and the
+/// largest byte of the 128 values. The result is decoded in f64 and compared with the definition.
 #[test]
 fn every_code_under_every_pair_of_scales_lifts_to_the_nearest() {
     let spec = spec();

@@ -184,7 +184,8 @@ fn shards_are_summed_by_the_tree() {
         };
         assert_eq!(got, (0..stack).flat_map(alone).collect::<Vec<_>>(), "{stack} of {shards} shards");
     }
-    // There is one large term, and three terms that vanish if they are added to it one by one. Only the tree preserves two of them.
+    // The terms are one large number, and three small numbers that vanish if they are added to the large one by one. Only the tree
+    // preserves two of them.
     let cpu = Cpu::new(1).unwrap();
     let t = Tensor::from_f32(&cpu, &[16_777_216.0, 1.0, 1.0, 1.0], 4, 1).unwrap();
     for (dtype, want) in [(DType::F32, 16_777_218.0), (DType::Bf16, 16_777_216.0)] {
@@ -217,7 +218,7 @@ fn squares_are_summed_in_double_precision_part_by_part() {
             sums.as_slice()[1..].iter().map(|x| x.to_bits()).collect::<Vec<_>>()
         });
         for (part, &got) in got.iter().enumerate() {
-            // This computes the tree recursively from the top. The number of chunks in the left part is the largest power of two below the
+            // `sum` computes the tree recursively from the top. The number of chunks in the left part is the largest power of two below the
             // total.
             fn sum(x: &[f32]) -> f64 {
                 let chunks = x.len().div_ceil(4096);

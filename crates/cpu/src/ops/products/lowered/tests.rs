@@ -148,7 +148,7 @@ fn products_of_every_pair_are_those_of_what_is_multiplied() {
     }
 }
 
-/// The same test for ragged groups: rows times one matrix per group, and weight gradients contracted over rows.
+/// Tests the GEMMs of all pairs of formats for ragged groups: rows times one matrix per group, and weight gradients contracted over rows.
 #[test]
 fn grouped_products_of_every_pair_are_those_of_what_is_multiplied() {
     let (lens, n, k) = ([70, 0, 131], 6, 50);

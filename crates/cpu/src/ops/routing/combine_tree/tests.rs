@@ -222,8 +222,8 @@ fn each_sum_is_rounded_and_neighbours_meet_first() {
     assert_eq!(sum([2, 2, 2]), 256.0, "at one leaf in slot order");
 }
 
-/// If sums are computed first within each rank's leaves and then over ranks, the bits are those of the whole tree. This holds for every
-/// power of two of ranks that divides the number of leaves.
+/// If sums are computed first within each rank's leaves and then over ranks, the bits are those of the whole tree. The bits are equal for
+/// every power of two of ranks that divides the number of leaves.
 #[test]
 fn parts_of_a_tree_may_be_summed_elsewhere() {
     let cpu = Cpu::new(2).unwrap();

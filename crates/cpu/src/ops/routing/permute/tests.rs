@@ -138,7 +138,7 @@ fn what_a_plan_found_is_told_when_asked() {
     let map = case.plan_of(&cpu, &[0, 1, 0, 1, 0, -1], &[1, 2, 5], 8).unwrap();
     assert_eq!(map.occupancy.found.as_slice(), [8, 5]);
     map.occupancy.verify(&cpu).unwrap();
-    // This is the map of an asynchronous backend, which checks nothing before the end of a step.
+    // `told` returns the map of an asynchronous backend, which checks nothing before the end of a step.
     let told = |found: [i32; 2]| {
         let found = cpu.upload(&found).unwrap();
         Occupancy { found, ..map.occupancy.clone() }.verify(&cpu).unwrap_err().to_string()

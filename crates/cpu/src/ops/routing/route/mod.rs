@@ -263,8 +263,8 @@ fn shard_losses(
             load[e as usize] += 1; // chosen by `choose`, so the index is below `experts`
         }
         let (scores, log_sum_exp) = (&scores[shard * tokens * experts..], &log_sum_exp[shard * tokens..]);
-        // These are sums of the probabilities, or of the tokens' contributions to document losses; then follows the sum of squares of log Σ
-        // exp.
+        // The sums are those of the probabilities, or of the tokens' contributions to document losses, followed by the sum of squares of
+        // log Σ exp.
         let width = if documents.is_some() { 1 } else { experts };
         let sums = token_sum(tokens, width + 1, |lane, token| {
             let row = &scores[token * experts..][..experts];

@@ -182,7 +182,7 @@ fn every_rule_has_the_gradient_of_finite_differences() {
                     let dweight = &dweight.as_slice()[t * 3..][..3];
                     total += weights.iter().zip(dweight).map(|(w, d)| w * f64::from(*d)).sum::<f64>();
                     if one_loss {
-                        // This is experts · Σ (load / rows) · (sum of shares / rows).
+                        // The expected loss is experts · Σ (load / rows) · (sum of shares / rows).
                         let dot: f64 = shares.iter().zip(batch_load.as_slice()).map(|(s, n)| s * n).sum();
                         total += f64::from(aux_scale) * experts as f64 * dot / 144.0;
                     }

@@ -66,7 +66,7 @@ fn a_record_tells_a_rank_of_its_own_experts_and_of_all_weights() {
         let mut weight = normals(3, slots);
         // A NaN's payload must survive the transfer.
         weight.iter_mut().step_by(7).for_each(|w| *w = f32::from_bits(0xFFC0_1234));
-        // These are random slots, and three slots out of range.
+        // The slots are random, and three are out of range.
         let slot = [below(4, slots.max(1), 2 * slots), vec![-1, i32::MIN, slots as i32]].concat();
         let (records, back) = same_everywhere(|cpu| {
             let (slot, expert, weight) =

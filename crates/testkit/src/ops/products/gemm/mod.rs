@@ -210,7 +210,7 @@ impl<B: Kernels> Case<B> for DenseProduct {
 /// The conformance test of [`Gemm`].
 pub fn gemm<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     squares::gemm(pair);
-    // These are the shapes of a router with few experts: its logits, and the gradient of its input.
+    // The GEMMs are those of a router with few experts: its logits, and the gradient of its input.
     for (a, b) in plain_pairs() {
         for (m, n, k) in [(320, 8, 256), (320, 256, 8)] {
             for out in PLAIN {
@@ -272,7 +272,7 @@ impl<B: Kernels> Case<B> for Grouped {
 
     fn run(&self, b: &B, pads: Pads) -> Result<Outputs> {
         let Self { n, k, input, .. } = *self;
-        // This is one row more than needed even without alignment, so that there is padding.
+        // The capacity is one row more than needed even without alignment, so that there is padding.
         let mut ragged = RaggedRows::of(self.spread, GROUPS, self.rows, align([self.x, self.w]));
         ragged.pad_to(ragged.capacity + align([self.x, self.w]));
         let x = Matrix {
