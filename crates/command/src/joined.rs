@@ -143,7 +143,7 @@ impl Process {
                 }
             }
         }
-        // If no port was free, `taken` has the error; otherwise the list has at least one port.
+        // `taken` has an error, because the list has at least one port and none was free.
         let why = taken.map_or_else(String::new, |why| format!(": {why}"));
         let tried = ports.iter().map(u16::to_string).collect::<Vec<_>>().join(", ");
         Err(Error::usage(format!(

@@ -58,7 +58,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// Whether it is a usage error.
+    /// Whether the error is a usage error.
     pub fn is_user_error(&self) -> bool {
         match self {
             Self::Random(_) | Self::System { .. } => false,

@@ -6,8 +6,8 @@ pub struct Limits {
     /// Time within which every rank ends after a failure. A rank or hub that is silent for half of this time counts as failed; the other
     /// half is left for the processes to end.
     pub deadline: Duration,
-    /// Time within which all ranks must join, counted from the hub's start. Also the time within which a rank must find the hub, counted
-    /// from the rank's start.
+    /// Time within which all ranks must join, counted from the hub's start. A rank must also find the hub within this time, counted from
+    /// the rank's start.
     pub join: Duration,
 }
 

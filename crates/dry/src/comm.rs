@@ -92,7 +92,7 @@ impl Comm<Dry> for DryComm {
         }))
     }
 
-    /// Receive buffers stay in memory until they are added to the sums; send buffers stay in memory until then, too.
+    /// Receive buffers and send buffers stay in memory until the received data are added to the sums.
     fn begin_reduce_scatter_tree(&self, b: &Dry, sums: Vec<TreeSum<Dry>>) -> Result<Transfer<Dry>> {
         self.send(b, "reduce_scatter_tree", |rank| {
             let parts = sums.iter().filter_map(|sum| sum.parts.get(rank));

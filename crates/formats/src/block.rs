@@ -11,13 +11,13 @@ use crate::scaling::Scaling;
 pub struct BlockScale {
     /// The stored scale record.
     pub record: Scale,
-    /// Factor by which values are multiplied when they are encoded, before position-dependent factors; NaN if the block held a NaN or an
-    /// infinity.
+    /// Factor by which values are multiplied when they are encoded, before position-dependent factors; NaN if the block contained a NaN or
+    /// an infinity.
     pub inv: f32,
 }
 
 impl BlockScale {
-    /// Whether this scale marks a block that held a NaN or an infinity.
+    /// Whether this scale marks a block that contained a NaN or an infinity.
     #[inline]
     pub const fn is_nan(self) -> bool {
         self.inv.is_nan()

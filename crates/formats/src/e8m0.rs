@@ -112,8 +112,8 @@ pub const fn encode(rule: ScaleRule, element: Element, amax: f32) -> u8 {
     if exponent == 255 {
         return NAN;
     }
-    // Subnormal magnitudes have no leading bit. In their units, byte 0 covers magnitudes up to 2⁻¹²⁷ · max. Only for elements with emax 0
-    // is this below the largest subnormal.
+    // Subnormal magnitudes have no leading bit. In their units, byte 0 covers magnitudes up to 2⁻¹²⁷ · max. This limit is below the largest
+    // subnormal only for elements with emax 0.
     let (most, one) = match exponent {
         0 => ((0x80_0000 | element.max().to_bits() & 0x7F_FFFF) >> 1, 0x40_0000),
         _ => (element.max().to_bits() & 0x7F_FFFF, 0),

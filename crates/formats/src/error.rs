@@ -21,7 +21,7 @@ pub enum Error {
         format: &'static str,
         /// The rest of the combination.
         with: String,
-        /// What is possible.
+        /// Why the combination is invalid, or which combinations are valid.
         why: String,
     },
     /// An argument of the wrong length or shape.

@@ -12,8 +12,8 @@ pub enum Rounding {
     NearestAway,
     /// Rounds the magnitude up iff the sixteen random bits `r` satisfy `r < ⌊fraction · 2¹⁶⌋`.
     Stochastic,
-    /// Rounds x + d to nearest-even, with d uniform in (−δ, δ) code steps, computed from sixteen random bits: d = δ·(2r + 1 − 2¹⁶)/2¹⁶. δ =
-    /// 0 is nearest-even rounding; with δ = 1/2 the probability of rounding up is the fraction.
+    /// Rounds x + d to nearest-even, with d uniform in (−δ, δ) code steps, computed from sixteen random bits: d = δ·(2r + 1 − 2¹⁶)/2¹⁶. A δ
+    /// of 0 gives nearest-even rounding; with a δ of 1/2 the probability of rounding up is the fraction.
     Dither {
         /// δ in units of 2⁻¹⁶ code steps, at most 0x8000 (one half).
         delta_q16: u16,

@@ -205,7 +205,7 @@ impl ScaleKind {
         }
     }
 
-    /// The scale record of a block that held a NaN or an infinity: the first number is NaN, and the others are 0.
+    /// The scale record of a block that contained a NaN or an infinity: the first number is NaN, and the others are 0.
     pub const fn nan(self) -> Scale {
         match self.levels {
             [first, ..] => Scale(first.number.nan() as u64),
@@ -213,7 +213,7 @@ impl ScaleKind {
         }
     }
 
-    /// Whether a scale record marks a block that held a NaN or an infinity.
+    /// Whether a scale record marks a block that contained a NaN or an infinity.
     #[inline]
     pub fn is_nan(self, record: Scale) -> bool {
         self.levels

@@ -35,7 +35,7 @@ impl Scaling {
     /// Refuses a choice that has no effect for a format under a rule, or that is impossible; the error names the choice.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for such a choice.
+    /// [`Error::Unsupported`] for a choice that has no effect or is impossible.
     pub fn check(&self, format: Format, rule: ScaleRule) -> Result<()> {
         let (spec, kind) = (format.spec(), format.scale_kind(rule));
         let has_records = format.is_block() && !kind.levels().is_empty();

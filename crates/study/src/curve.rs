@@ -88,7 +88,7 @@ pub fn last_tenth(losses: &[(u64, f64)]) -> Option<f64> {
 }
 
 /// The step at which a run diverged, or `None` if it did not diverge. If a loss is not finite, the result is the first such step. Otherwise, a run diverged if the mean loss of its
-/// last tenth is above `untrained`; the step is then the first after which all losses were above `untrained`. `untrained` is the loss of an untrained model, ln(vocabulary).
+/// last tenth is above `untrained`; the step is then the first from which on all losses were above `untrained`. `untrained` is the loss of an untrained model, ln(vocabulary).
 ///
 /// The rule is defined before a study starts, so that the excluded runs do not depend on the result.
 #[must_use]

@@ -85,7 +85,7 @@ impl Queue {
     /// on its own host.
     ///
     /// # Errors
-    /// [`Error::Io`] if the folder cannot be made.
+    /// [`Error::Io`] if the folder cannot be created.
     pub fn open(dir: &Path, cells: Vec<Cell>, host: &str) -> Result<Self> {
         let folder = rows_dir(dir);
         fs::create_dir_all(&folder).map_err(Error::io(&folder))?;

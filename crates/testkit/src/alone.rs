@@ -1,5 +1,5 @@
-//! Runs a test in its own process if the test counts, breaks or sets something process-wide. Otherwise many tests share the process of a
-//! test binary.
+//! Runs a test in its own process if the test counts, breaks or sets something process-wide. Other tests of a test binary share one
+//! process.
 
 use std::process::Command;
 

@@ -158,7 +158,7 @@ pub fn compare_rel_l2(got: &[f32], want: &[f32], max: f64) -> Result<(), Mismatc
     Err(Mismatch::RelL2 { error, bound: max, worst, got, want })
 }
 
-/// Compares with the agreement that an operation declares.
+/// Compares two outputs with the tolerance that an operation declares.
 ///
 /// # Errors
 /// A [`Mismatch`] that describes the difference.

@@ -61,7 +61,8 @@ impl CaseTrial {
         let owed = |result: &str| Case::<A>::owed(case, result);
         sound.require_agreement(owed, &want, &format!("{case:?}, without a defect"));
         if seen.iter().any(|seen| matches!(seen.spot, Spot::Inside(_))) {
-            // Without internal quantizations, the operation computes the same results in another correct way.
+            // With a defect that skips no quantization, the operation runs by its parts, which is another correct way to compute the
+            // results.
             defects.arm(Spot::Inside("nothing"), Defect::NotQuantized);
             let by_parts = run(b, case, Pads::Zero);
             assert!(defects.disarm(), "{case:?}: ran as a whole");

@@ -30,7 +30,7 @@ const BASELINE: &str = "fp8-block";
 /// A conversion of the input or of the output's gradient.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Step {
-    /// Whether it converts the gradient.
+    /// Whether the conversion converts the output's gradient.
     gradient: bool,
     how: Conversion,
     /// Whether the conversion is before the dispatch, and so processes each token once, whatever the number of its experts.

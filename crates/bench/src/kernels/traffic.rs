@@ -175,8 +175,8 @@ pub fn swiglu(a: Extent, to: Option<(Block, Planes)>, save_h: Option<Block>) -> 
     traffic(h.plain(DType::Bf16) + WORD * a.valid, emitted + saved)
 }
 
-/// Traffic from h (plain or in row blocks), da and the gate weights to dh in row and column blocks and `a` in column blocks, or to plain dh
-/// and `a`, and to the gradients of the gate weights.
+/// Traffic of SwiGLU's backward pass. It reads h (plain or in row blocks), da and the gate weights. It writes dh in row and column blocks
+/// and `a` in column blocks, or plain dh and `a`, and the gradients of the gate weights.
 pub fn swiglu_backward(a: Extent, h: Option<Block>, to: Option<Block>) -> Traffic {
     let wide = a.wide(2 * a.cols);
     let h = h.map_or(wide.plain(DType::Bf16), |block| wide.row_blocks(block));

@@ -77,7 +77,8 @@ pub enum Meeting {
 ///
 /// # Errors
 /// [`Error::Usage`] for variables that are not numbers, that are inconsistent, or that are missing although others of the same launcher are
-/// set. Also for a missing address (from both launcher and user), an invalid address, and `--rendezvous` without a launcher.
+/// set. The same error is returned for a missing address (from both launcher and user), an invalid address, and `--rendezvous` without a
+/// launcher.
 pub fn launched(var: impl Fn(&str) -> Option<String>, rendezvous: Option<&str>) -> Result<Option<Launched>> {
     let vars = Vars(&var);
     let by_variable = || vars.get(env::RENDEZVOUS).map(|text| (env::RENDEZVOUS, text));

@@ -22,7 +22,7 @@ pub enum Mark {
     Page {
         /// The first bytes of the page.
         beginning: String,
-        /// What messages call such a page.
+        /// The name of such a page in messages.
         what: &'static str,
     },
 }

@@ -32,7 +32,7 @@ pub struct Hub {
 /// State shared by the hub's tasks and its owner.
 struct Shared {
     room: Mutex<Room>,
-    /// Signals a change of `room`.
+    /// Signals a change of the hub's state (`room`).
     changed: Condvar,
     /// Signals that the time of the next timeout has changed.
     due_changed: Notify,
@@ -133,7 +133,7 @@ impl Drop for Hub {
 }
 
 impl Shared {
-    /// Changes the room, and notifies waiting threads.
+    /// Changes the hub's state of its ranks, and notifies waiting threads.
     fn with<T>(&self, change: impl FnOnce(&mut Room) -> T) -> T {
         let mut room = locked(&self.room);
         let before = room.due();
@@ -148,7 +148,7 @@ impl Shared {
     }
 }
 
-/// Drives the room's timeouts.
+/// Runs the timeouts of [`Room`].
 async fn clock(shared: Arc<Shared>) {
     loop {
         let due = locked(&shared.room).due();

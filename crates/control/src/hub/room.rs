@@ -67,7 +67,7 @@ pub enum Loss {
 }
 
 impl Room {
-    /// A room of a run that no rank has joined yet.
+    /// The state of a run that no rank has joined yet.
     pub fn new(world: usize, limits: Limits, now: Instant) -> Self {
         Self {
             limits,

@@ -117,7 +117,7 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// Seeds: a list of distinct numbers, or a count, which stands for the numbers from 1.
+    /// Seeds, given either as a list of distinct numbers or as a count, which stands for the numbers from 1 to the count.
     pub fn seeds(&self, key: &str) -> Result<Vec<u64>> {
         const MOST: u64 = 1000;
         // TOML has no larger integers.

@@ -23,7 +23,7 @@ pub struct Buf<T: Plain, B: Backend> {
 struct Owner<B: Backend> {
     cell: Arc<Cell<B>>,
     shared: Arc<Shared<B>>,
-    /// Whether recorded work allocates the buffer. If so, every replay allocates it again.
+    /// Whether recorded work allocates the buffer. A recorded buffer is allocated again in every replay.
     recorded: bool,
 }
 

@@ -19,8 +19,8 @@ pub enum Point {
 pub struct Struck {
     /// Name of the operation.
     pub op: &'static str,
-    /// Whether the operation wrote something that can be NaN (an element of a tensor, a scale, or a value of an F32 or F64 buffer). If so,
-    /// its element 0 is now NaN.
+    /// Whether the operation wrote something that can be NaN (an element of a tensor, a scale, or a value of an F32 or F64 buffer). In that
+    /// case, element 0 of the written data is now NaN.
     pub spoiled: bool,
 }
 
@@ -49,7 +49,7 @@ impl Fault {
     }
 }
 
-/// Sets element 0 of the first output that can be NaN to NaN. Returns whether there is such an output.
+/// Sets element 0 of the first output that can be NaN to NaN. Returns whether any output can be NaN.
 pub(super) fn spoil<B: Backend>(b: &B, outputs: &[Output<B>]) -> Result<bool> {
     for Output { cell, element } in outputs {
         let spoiled = match element {

@@ -23,7 +23,7 @@ const MOST_VALUES: usize = 1 << 31;
 /// Rate of NVLink 4 between two GPUs, from the manufacturer, in bytes per second and direction.
 const NVLINK4: f64 = 450e9;
 
-/// What is timed, where ranks are asked for.
+/// The options of a timed exchange between ranks.
 #[derive(Debug, clap::Args)]
 pub struct TimedArgs {
     /// Times the all-to-all between N ranks. N is a power of two. Each rank has its own GPU, or a share of the CPU's threads.

@@ -169,7 +169,7 @@ pub enum Stage {
     Exchange,
     /// Unpacks messages into rows in expert order, or for combine into sums of each token's rows.
     Unpack,
-    /// All of these stages together, as in a layer.
+    /// Pack, exchange and unpack together, as in a layer.
     Whole,
     /// An all-to-all of the same number of bytes, divided equally among all ranks.
     Plain,

@@ -9,7 +9,7 @@ fn singles(values: &[f32]) -> ScalePlane<'_> {
     ScalePlane { kind: ScaleKind::F32, bytes: bytemuck::cast_slice(values) }
 }
 
-/// The SplitMix64 random generator.
+/// The SplitMix64 random number generator.
 struct Random(u64);
 
 impl Random {

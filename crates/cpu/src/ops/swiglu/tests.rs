@@ -193,7 +193,7 @@ fn what_cannot_be_done_is_an_error_that_names_the_argument() {
     assert!(e.contains("`random`"), "{e}");
 }
 
-/// As for [`Quantize`], each group must start where a scale record starts.
+/// In a fused operation, as in [`Quantize`], each group must start where a scale record starts.
 #[test]
 fn fused_columns_of_groups_are_held_to_their_blocks() {
     let cpu = Cpu::new(1).unwrap();

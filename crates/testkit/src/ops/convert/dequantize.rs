@@ -101,7 +101,7 @@ pub fn dequantize<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
             pair.check(&Decoding { codec, axis, rows, cols, stack, input, dtype });
         });
     }
-    // Only with power-of-two scales is every byte a valid scale record.
+    // If scales are powers of two, every byte is a valid scale record; otherwise some bytes are not.
     let powers = |f: &Format| f.is_block() && f.spec().rules.contains(&ScaleRule::Rceil);
     for format in Format::ALL.into_iter().filter(powers) {
         for axis in [BlockAxis::Row, BlockAxis::Col] {

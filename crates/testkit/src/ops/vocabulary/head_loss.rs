@@ -414,7 +414,7 @@ mod tests {
                 }
             }
             assert!(x.iter().any(|x| x % 2.0 != 0.0), "odd numbers of five bits are none of the elements'");
-            // `even` rounds to even numbers; larger codes are multiples of four or more.
+            // Every format rounds x to even numbers, or to multiples of four or more.
             let even = |x: f32| (x / 2.0).round() * 2.0;
             for (x, w) in x.chunks(d).flat_map(|x| w.chunks(d).map(move |w| (x, w))) {
                 let mut sum = 0.0f32;

@@ -33,7 +33,7 @@ fn tensor(cpu: &Cpu, dtype: DType, seed: u32, rows: usize, cols: usize) -> Tenso
     }
 }
 
-/// Compares with the definition, row by row and head by head; the rope operation rotates the shared key.
+/// Compares the result with the definition, row by row and head by head; the rope operation rotates the shared key.
 #[test]
 fn heads_are_their_own_elements_and_the_turned_shared_key() {
     for (sequences, seq_len, first_position, heads, key_dim, value_dim, turned) in SHAPES {

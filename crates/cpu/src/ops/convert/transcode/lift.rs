@@ -10,7 +10,7 @@ use std::sync::LazyLock;
 /// Difference of scale exponents beyond which every code becomes zero.
 const FAR: i32 = 32;
 
-/// The E4M3 codes of all E2M1 codes, for one source scale and one target scale.
+/// Lookup table from E2M1 codes with one source scale to E4M3 codes with one target scale.
 #[derive(Clone, Copy)]
 pub(super) struct Nibbles {
     /// E4M3 codes of the eight E2M1 magnitudes, one per byte.
@@ -122,7 +122,8 @@ per_isa! {
     (lifts: &[Nibbles; 40], from: (&[u8], &[u8]), to: (Targets<'_>, &mut [u8]), tally: &mut Tally)
 }
 
-/// E4M3 codes of all codes of any lifted element: one table for each source − target from −32 to the headroom, and one for a NaN source.
+/// Lookup tables from codes of any lifted element to E4M3 codes: one table for each source − target from −32 to the headroom, and one for a
+/// NaN source.
 pub(super) struct LiftTable {
     lift: Lift,
     bits: u32,
@@ -223,7 +224,7 @@ const CHANGED: u16 = 0x100;
 const NON_ZERO: u16 = 0x200;
 const IS_NAN: u16 = 0x400;
 
-/// The E4M3 codes of all E4M3 codes, with flags for the counts, for one source scale and one target scale.
+/// Lookup table from E4M3 codes with one source scale to E4M3 codes with one target scale, including flags for the counts.
 type Shift = [u16; 256];
 
 /// [`Shift`] for target − source = 0 … 32, followed by the entry for a NaN source.

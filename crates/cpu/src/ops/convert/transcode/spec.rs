@@ -29,7 +29,7 @@ fn is_nan_code(format: Format, code: u8) -> bool {
     format == Format::E4m3 && Element::E4M3.decode(code).is_nan()
 }
 
-/// E4M3 codes of block b of a row (the last block may be short) for a target scale. Also counts the block.
+/// E4M3 codes of block b of a row (the last block may be short) for a target scale. The function also counts the block.
 fn lift_block(
     lift: Lift,
     x: &BlockScaled<Cpu>,

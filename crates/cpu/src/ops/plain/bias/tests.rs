@@ -17,7 +17,7 @@ fn tensor(cpu: &Cpu, x: &[f32], (rows, cols): (usize, usize), dtype: DType) -> T
     }
 }
 
-/// Compares with the definition, element by element.
+/// Compares the result with the definition, element by element.
 #[test]
 fn each_row_has_the_bias_added_and_rounded_once() {
     for (rows, d, _) in SHAPES {

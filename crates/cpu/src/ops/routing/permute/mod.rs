@@ -69,7 +69,7 @@ pub(crate) fn plan_permute(cpu: &Cpu, op: PlanPermute<'_, Cpu>) -> Result<Permut
     Ok(map)
 }
 
-/// The number of slots of each expert. Also checks that all indices are in range and fit an i32.
+/// The number of slots of each expert. The function also checks that all indices are in range and fit an i32.
 fn count_slots(op: &PlanPermute<'_, Cpu>) -> Result<Vec<usize>> {
     const OP: &str = "plan_permute";
     for (argument, got) in [("capacity", op.capacity), ("expert.len()", op.expert.as_slice().len())] {
@@ -184,7 +184,7 @@ pub(in crate::ops) fn fill_padding(
     });
 }
 
-/// Whether a negative index is allowed; it marks padding.
+/// Whether a negative index, which marks padding, is allowed.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(in crate::ops) enum Pads {
     Allowed,

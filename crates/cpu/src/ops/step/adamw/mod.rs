@@ -1,8 +1,8 @@
 //! The CPU code of [`nibble_core::ops::AdamW`].
 //!
-//! This code computes the documented formula operation by operation: every product, sum, quotient and root is rounded (no fma), w ← (w −
-//! (lr · weight_decay) · w) − (lr · (m · bias1)) / (√(v · bias2) + eps). One body is both specification and vectorised code, for all types
-//! of gradients and moments.
+//! This code computes the documented formula operation by operation: every product, sum, quotient and root is rounded (no fma). The formula
+//! is w ← (w − (lr · weight_decay) · w) − (lr · (m · bias1)) / (√(v · bias2) + eps). One body is both specification and vectorised code,
+//! for all types of gradients and moments.
 
 use crate::Cpu;
 use crate::gemm::Isa;

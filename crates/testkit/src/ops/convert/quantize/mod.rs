@@ -375,7 +375,7 @@ fn transformed<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
                 dtype,
                 input,
             };
-            // The number of rows is smaller than a block if the format allows it.
+            // The matrix has fewer rows than a block if the format allows it.
             let rows = if codec.format().column_step() >= 128 { 3 * len + 5 } else { 384 };
             pair.check(&case(Planes::Rows, None, 37, 384));
             // The width is not a multiple of 16, so a strip's scales are padded where they are stored together.
