@@ -16,8 +16,8 @@ const BLOCKS: FormatSpec =
 const ROW: FormatSpec =
     FormatSpec { block: WHOLE_LINE, rules: &[Amax, Rceil], tiles: false, codec: &Line, ..BLOCKS };
 
-/// FP8 with one scale per tensor. Blocks store no scales; inexact blocks are counted in this unit, and groups start at multiples of the
-/// block length.
+/// FP8 with one scale per tensor. Blocks store no scales. They are only the unit of the block counters, and groups start at multiples of
+/// the block length.
 const TENSOR: FormatSpec =
     FormatSpec { rules: &[TensorAmax], scales: |_| ScaleKind::NONE.under_tensor(), codec: &Tensor, ..BLOCKS };
 

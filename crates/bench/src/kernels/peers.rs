@@ -74,7 +74,7 @@ const ROWS: &[Row] = &[
     row(LIFT_ROWS, MXFP4_HOPPER, 0, [358.0, 107.0, 196.0, 82.7, 50.8]),
     row(LIFT_ROWS, TRITON, 0, [169.0, 51.7, 92.9, 39.6, 24.9]),
     row(LIFT_ROWS, COMPILE, 0, [203.2, 65.2, 111.6, 52.2, 33.7]),
-    // The project has two kernels; this kernel keeps the signs of zeros.
+    // The project has two kernels; these times are those of the kernel that keeps signs.
     row(LIFT_COLS, MXFP4_HOPPER, 0, [396.0, 118.0, 216.0, 90.3, 54.6]),
     row(LIFT_COLS, MXFP4_HOPPER, 8, [406.0, 121.0, 223.0, 93.7, 59.1]),
     row(LIFT_COLS, MXFP4_HOPPER, 32, [423.0, 126.0, 234.0, 98.2, 69.9]),

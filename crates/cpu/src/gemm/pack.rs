@@ -68,7 +68,7 @@ fn portable_panel(from: &OperandView, panel: &PanelRows, k: Range<usize>, to: &m
     }
 }
 
-/// Packs several panels; panel `p` goes to `(p − first) · units` of `to`.
+/// Packs several panels; panel `p` is written at `(p.first − first) · units` of `to`.
 ///
 /// A panel of a transposed source uses only a part of each cache line, and cache lines at power-of-two distances evict each other.
 /// Therefore the panels of a transposed source alternate: each packs a few units in turn.

@@ -84,8 +84,7 @@ impl Tokens {
             of((70, 64, 1), (Softmax, None), (6, false, 1.0), Some(Input::Integers)),
             of((70, 64, 1), (Sigmoid, None), (6, true, 1.0), None),
             of((70, 64, 1), (Softmax, None), (6, true, 2.5), None),
-            // The expert counts are not multiples of four, the group sizes do not fit groups of four lanes, and the number of selected
-            // experts is the maximum.
+            // The expert counts or group sizes are not multiples of four, or the rule selects the largest possible number of experts.
             of((130, 15, 2), (Sigmoid, groups(5, 2, Top2)), (6, true, 0.5), Some(Input::Integers)),
             of((130, 9, 1), (Softmax, groups(3, 2, Top2)), (5, true, 1.0), Some(Input::Normal)),
             of((65, 300, 1), (Sigmoid, groups(100, 10, Max)), (10, false, 1.0), Some(Input::Subnormals)),
