@@ -1,10 +1,10 @@
 //! `nibble bench attention`: flops per second of the GPU's attention, forward and backward.
 //!
-//! By the project's rules of timing: sustained, back-to-back calls on a chip at its power limit, or, with `--quick`, single calls with the
-//! L2 flushed before each; random data. Flops count the unmasked half of the causal scores: along the head dimension of queries, one
-//! product forward and three backward; along that of values, one and two. Products that the backward pass computes twice count once.
-//! `--documents` compares packed documents with a single one per sequence; its flops count the tiles of 128 queries x 128 keys that hold a
-//! pair.
+//! The project's timing rules apply. Either calls run back to back on a GPU at its power limit (sustained), or, with `--quick`, single
+//! calls run with the L2 flushed before each. Data are random. Flops count the unmasked half of the causal scores. Forward, one product is
+//! along the head dim of queries and one along that of values; backward, three and two. Products that the backward pass computes twice
+//! count once. `--documents` compares packed documents with a single document per sequence; its flops count every tile of 128 queries × 128
+//! keys that contains an unmasked pair.
 
 use super::gpu::{Bench, COOL_DOWN, put_sustained, wanted};
 use nibble_command::error::Result;
@@ -40,7 +40,7 @@ pub struct Args {
     documents: Option<u32>,
 }
 
-/// A timed call.
+/// The sizes of a timed call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct AttentionShape {
     sequences: usize,
@@ -61,19 +61,19 @@ impl fmt::Display for AttentionShape {
 }
 
 impl AttentionShape {
-    /// Flops forward and backward, of the unmasked pairs.
+    /// Flops of the forward and the backward pass, over the unmasked pairs.
     fn flops(&self) -> [f64; 2] {
         self.flops_of((self.seq_len as f64).powi(2) / 2.0)
     }
 
-    /// Flops forward and backward of whole tiles, for documents of `document` tokens.
+    /// Flops of the forward and the backward pass over whole tiles, for documents of `document` tokens.
     fn flops_of_tiles(&self, document: usize) -> [f64; 2] {
         let tiles = self.seq_len.div_ceil(TILE);
         let visited = (0..tiles).map(|tile| tile + 1 - start(tile * TILE, document) / TILE).sum::<usize>();
         self.flops_of((visited * TILE * TILE) as f64)
     }
 
-    /// Flops for `pairs` pairs per head of a sequence.
+    /// Flops of the forward and the backward pass for `pairs` pairs per head of a sequence.
     fn flops_of(&self, pairs: f64) -> [f64; 2] {
         let pairs = (self.sequences * self.heads) as f64 * pairs;
         let (head, value) = (self.head_dim as f64, self.value_dim as f64);
@@ -89,16 +89,16 @@ impl AttentionShape {
     }
 }
 
-/// Queries, and keys, of a counted tile.
+/// Number of queries, and of keys, in a counted tile.
 const TILE: usize = 128;
 
-/// Start of a token's document.
+/// The first token of a token's document.
 fn start(token: usize, document: usize) -> usize {
     token / document * document
 }
 
-/// Heads of 128 as in the configurations of whole models, of 64, and of 192 with values of 128 as in DeepSeek-V3. With `packed`, one shape
-/// per path of the backward pass.
+/// Shapes with heads of 128 as in the configurations of whole models, with heads of 64, and with heads of 192 and values of 128 as in
+/// DeepSeek-V3. With `packed`, there is one shape per path of the backward pass.
 fn shapes(packed: bool) -> Vec<AttentionShape> {
     let of = |(sequences, seq_len, heads, kv_heads, head_dim, value_dim)| AttentionShape {
         sequences,
@@ -130,11 +130,11 @@ fn shapes(packed: bool) -> Vec<AttentionShape> {
     sizes.iter().copied().map(of).collect()
 }
 
-/// Times of a call.
+/// The times of a call.
 #[derive(Debug, Clone, Copy)]
 struct Time {
     ms: f64,
-    /// `None` under `--quick`.
+    /// The sustained time; `None` with `--quick`.
     sustained: Option<Sustained>,
 }
 
@@ -181,7 +181,7 @@ pub fn run(args: &Args) -> Result<Value> {
     Ok(json!({ "machine": header, "attention": measured }))
 }
 
-/// Measures documents of `document` tokens against one document per sequence.
+/// Compares documents of `document` tokens with one document per sequence.
 fn packed(
     bench: &Bench,
     shapes: &[AttentionShape],
@@ -225,7 +225,7 @@ fn packed(
     Ok(measured)
 }
 
-/// Times of forward and backward.
+/// Times of the forward and the backward pass.
 fn times(
     bench: &Bench,
     shape: &AttentionShape,
@@ -276,10 +276,10 @@ mod tests {
             head_dim,
             value_dim,
         };
-        // 2 · S² · heads · head_dim a sequence, and two and a half times that.
+        // A sequence takes 2 · S² · heads · head_dim flops forward, and two and a half times as many backward.
         let forward = f64::from(2 * 2 * 16 * 16 * 3 * 8);
         assert_eq!(shape(8, 8).flops(), [forward, 2.5 * forward]);
-        // Of five products backward three are along the wider heads.
+        // Three of the five backward products are along the wider heads.
         assert_eq!(shape(12, 8).flops(), [1.25 * forward, (3.0 * 12.0 + 16.0) / 16.0 * forward]);
     }
 
@@ -289,7 +289,8 @@ mod tests {
             AttentionShape { sequences: 1, seq_len: 1024, heads: 1, kv_heads: 1, head_dim: 1, value_dim: 1 };
         let tiles = |document| shape.flops_of_tiles(document)[0] / 4.0 / (128.0 * 128.0);
         assert_eq!([1024, 2000, 512, 128, 1].map(tiles), [36.0, 36.0, 20.0, 8.0, 8.0]);
-        // Tiles 0 to 2 begin within the document from 0 on; 3 and 4 in that from 300 on, which is in tile 2; the others in that from 600 on, in tile 4.
+        // Tiles 0 to 2 start within the document at token 0. Tiles 3 and 4 start within the document at token 300, which starts in tile 2.
+        // The other tiles start within the document at token 600, which starts in tile 4.
         assert_eq!(tiles(300), f64::from(1 + 2 + 3 + 2 + 3 + 2 + 3 + 4));
     }
 

@@ -1,9 +1,9 @@
-//! Helpers of measurements: parsed sizes, medians, and the width of tables.
+//! Helpers of measurements: parsing of sizes, medians, and the width of tables.
 
-/// Width of the GPU's tables.
+/// Width of the GPU tables, in characters.
 pub const WIDTH: usize = 140;
 
-/// Parses positive sizes separated by x or ×. `expected`: their names and an example.
+/// Parses positive sizes separated by x or ×. `expected` gives their names and an example, for the error.
 pub fn parse_sizes<const N: usize>(text: &str, expected: &str) -> std::result::Result<[usize; N], String> {
     let sizes: Option<Vec<usize>> =
         text.split(['x', '×']).map(|n| n.parse().ok().filter(|n| *n > 0)).collect();
@@ -11,7 +11,7 @@ pub fn parse_sizes<const N: usize>(text: &str, expected: &str) -> std::result::R
     sizes.ok_or_else(|| format!("`{text}` is not {expected} say"))
 }
 
-/// The median; for an even number of values the mean of the middle two, NaN for none.
+/// The median. The median is the mean of the middle two values for an even number of values, and NaN without values.
 pub fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     let middle = values.len() / 2;

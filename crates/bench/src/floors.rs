@@ -1,21 +1,21 @@
-//! Floors: the least time of each operation of a step on this device.
+//! Floors: the minimum time of each operation of a step on this device.
 
 use nibble_command::device::Peaks;
 use nibble_train::plan::{Call, Work};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
-/// All calls of an operation in a step.
+/// The floor of all calls of one operation in a step.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Floor {
-    /// Sum over calls of the least time: the larger of bytes / memory rate and flops / tensor-core rate.
+    /// Sum over calls of the minimum time: the larger of bytes / memory rate and flops / tensor-core rate.
     pub ms: f64,
     calls: usize,
     work: Work,
 }
 
 impl Floor {
-    /// Its components, as JSON.
+    /// The components of the floor, as JSON.
     pub fn figures(&self) -> Value {
         let Work { read, written, flops } = self.work;
         json!({
@@ -25,7 +25,7 @@ impl Floor {
     }
 }
 
-/// The floors of a step's operations, and the rates they are based on.
+/// The floors of a step's operations, and the rates from which they are computed.
 #[derive(Debug)]
 pub struct Floors {
     pub peaks: Peaks,
@@ -44,14 +44,14 @@ impl Floors {
         Self { peaks, by_op }
     }
 
-    /// `None` for what is not an operation, such as copies and fills.
+    /// The floor of an operation; `None` for work that is not an operation, such as copies and fills.
     pub fn get(&self, op: &str) -> Option<&Floor> {
         self.by_op.get(op)
     }
 }
 
-/// The least milliseconds of one call. F32 products count at the BF16 rate, as tensor cores compute them from BF16 parts, which
-/// is a lower bound.
+/// The minimum milliseconds of one call. F32 GEMMs count at the BF16 rate, which gives a lower bound, because tensor cores compute F32
+/// products from BF16 parts.
 fn ms(work: &Work, peaks: &Peaks) -> f64 {
     let Work { read, written, flops } = *work;
     let multiplying = (flops.f32 + flops.bf16) / peaks.bf16 + flops.fp8 / peaks.fp8;
@@ -75,11 +75,11 @@ pub mod tests {
         let bf16 = Flops { bf16: 4e12, ..Flops::default() };
         let mixed = Flops { f32: 1e12, bf16: 1e12, fp8: 2e12 };
         let calls = [
-            // Two milliseconds of memory, four of multiplying; then the other way round.
+            // The first call takes two milliseconds for memory and four for flops; in the second call, memory takes longer.
             call("gemm", 6_000_000_000, 2_000_000_000, bf16),
             call("gemm", 20_000_000_000, 0, bf16),
             call("head_loss", 0, 0, mixed),
-            // Writing alone is slower than copying.
+            // Pure writes are slower than copies.
             call("init_normal", 0, 3_000_000_000, Flops::default()),
         ];
         let floors = Floors::of(&calls, PEAKS);

@@ -1,4 +1,4 @@
-//! A measured GPU: its stopwatch and memory rates, and helpers of such measurements.
+//! A GPU under measurement, with its stopwatch and memory rates, and helpers for such measurements.
 
 use super::figures::median;
 use nibble_command::error::{Error, Result};
@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 /// Number of calls timed from the host.
 const ISSUED_CALLS: usize = 15;
 
-/// Pause between a sustained run and the next burst, so that each starts on a chip in the same state.
+/// Pause between a sustained run and the next burst, so that every burst starts on a GPU in the same state.
 pub const COOL_DOWN: Duration = Duration::from_millis(300);
 
 /// A GPU, its stopwatch and its memory rates.
@@ -31,12 +31,12 @@ impl Bench {
         Ok(Self { cuda, stopwatch, rates })
     }
 
-    /// Microseconds of a call.
+    /// Measures the microseconds of a call.
     pub fn us(&self, work: impl Fn(&Cuda) -> CoreResult<()>) -> CoreResult<f64> {
         Ok(1e3 * f64::from(self.stopwatch.burst_ms(|| work(&self.cuda))?))
     }
 
-    /// Microseconds of a call measured on the host, from issue to completion.
+    /// Measures the microseconds of a call on the host, from issue to completion.
     pub fn issued_us(&self, work: impl Fn(&Cuda) -> CoreResult<()>) -> CoreResult<f64> {
         let device = self.cuda.device();
         let mut times = Vec::new();
@@ -73,10 +73,10 @@ pub fn put_sustained(object: &mut Value, name: &str, s: &Sustained) {
     }
 }
 
-/// The items whose names contain one of `only`, ignoring case, or all.
+/// The items whose names contain an element of `only`, ignoring case; all items if `only` is empty.
 ///
 /// # Errors
-/// If no name matches; lists the names.
+/// If no name matches; the error lists the names.
 pub fn wanted<T>(mut all: Vec<T>, only: &[String], name: impl Fn(&T) -> String) -> Result<Vec<T>> {
     let parts: Vec<String> = only.iter().map(|part| part.to_lowercase()).collect();
     let names: Vec<String> = all.iter().map(&name).collect();

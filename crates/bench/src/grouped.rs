@@ -1,5 +1,4 @@
-//! `nibble bench grouped`: the three products of an expert layer, forward and backward, including all quantization, format against
-//! format.
+//! `nibble bench grouped`: the three GEMMs of an expert layer, forward and backward, including all quantization, in several formats.
 
 use super::experts::by_op;
 use super::figures::parse_sizes;
@@ -13,11 +12,11 @@ use nibble_cuda::measure::timing::Sustained;
 use nibble_formats::{Codec, Format, Rounding};
 use serde_json::{Value, json};
 
-/// Multiple of a group's rows.
+/// Number of which a group's rows are a multiple.
 const ALIGN: usize = 128;
-/// Passes that are profiled by operation.
+/// Number of passes that are profiled by operation.
 const PROFILES: usize = 5;
-/// torchao's published shape, of Llama 4's experts.
+/// The shape that torchao published, of Llama 4's experts.
 const SHAPE: ProductDims = ProductDims { m: 128_000, n: 8192, k: 5120 };
 
 /// Grouped GEMMs of experts in several formats, forward and backward, including quantization.
@@ -46,7 +45,7 @@ fn parse_shape(text: &str) -> Result<ProductDims, String> {
     Ok(ProductDims { m, n, k })
 }
 
-/// The inputs, all BF16.
+/// The inputs of the GEMMs, all in BF16.
 struct Given<B: Kernels> {
     x: Tensor<B>,
     w: Tensor<B>,
@@ -64,7 +63,7 @@ impl<B: Kernels> Given<B> {
         })
     }
 
-    /// All three products, in BF16 or with operands in a format.
+    /// Runs all three GEMMs, in BF16 or with operands in a block format.
     fn step(&self, b: &B, codec: Option<Codec>) -> CoreResult<()> {
         let Self { x, w, dy, groups } = self;
         let stack = groups.num_groups;
@@ -90,7 +89,7 @@ impl<B: Kernels> Given<B> {
     }
 }
 
-/// One format at one shape and number of groups.
+/// The times of one format at one shape and number of groups.
 struct Times {
     sustained: Sustained,
     burst_ms: f64,
@@ -177,7 +176,7 @@ pub fn run(args: &Args) -> Result<Value> {
 
 fn line(shape: ProductDims, groups: usize, name: &str, times: &Times, bf16_ms: Option<f32>) -> String {
     let ms = f64::from(times.sustained.median_ms);
-    // Three products.
+    // A step has three GEMMs.
     let flop = 6.0 * shape.m as f64 * shape.n as f64 * shape.k as f64;
     let ops: Vec<String> = times.ops.iter().map(|(op, ms)| format!("{op} {ms:.2}")).collect();
     let speed = bf16_ms.map_or("-".to_owned(), |bf16| format!("{:.2}", f64::from(bf16) / ms));

@@ -1,6 +1,6 @@
-//! `nibble bench`: measures training steps against the processor's peak, each operation's vectorised code against
-//! its scalar specification, and the GPU's conversions, products, attention and expert layers against the rates of its memory and tensor
-//! cores; also the bytes and the time of the all-to-all between ranks.
+//! `nibble bench`: measures training steps against the processor's peak, and each operation's vectorised code against its scalar
+//! specification. The command measures the GPU's conversions, GEMMs, attention and expert layers against the rates of its memory and tensor
+//! cores. The command also measures the bytes and the time of the all-to-all between ranks.
 
 mod attention;
 mod exchange;
@@ -69,7 +69,7 @@ enum What {
 }
 
 impl What {
-    /// The mark of the file of figures.
+    /// The mark by which a later run recognises the file of figures.
     fn mark(&self) -> Mark {
         Mark::Figures(match self {
             Self::Step(_) => "nibble bench step",
@@ -84,7 +84,7 @@ impl What {
         })
     }
 
-    /// The files that it reads.
+    /// The files that the benchmark reads.
     fn inputs(&self) -> Result<Vec<PathBuf>> {
         match self {
             Self::Step(args) | Self::All(args) => args.inputs(),

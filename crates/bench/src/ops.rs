@@ -1,4 +1,4 @@
-//! Each operation's vectorised code against its scalar specification, alternating on one thread.
+//! Compares each operation's vectorised code with its scalar specification, alternating on one thread.
 
 use super::figures::median;
 use nibble_command::error::Result;
@@ -21,10 +21,10 @@ struct Case {
     run: Box<Work>,
 }
 
-/// Rows of the elementwise cases, and tokens of the others.
+/// Number of rows of the elementwise cases, and of tokens of the other cases.
 const ROWS: usize = 1024;
 const COLS: usize = 512;
-/// Time budget of one case, for both codes together.
+/// Time budget of one case, for scalar and vectorised code together.
 const BUDGET: Duration = Duration::from_millis(400);
 
 pub fn run() -> Result<Value> {
@@ -44,7 +44,7 @@ pub fn run() -> Result<Value> {
     Ok(Value::Array(measured))
 }
 
-/// Alternates A and B after one warm-up round: medians of both, and of their ratio within a round.
+/// Alternates A and B after one warm-up round. Returns the medians of both, and of their ratio within a round.
 fn in_turns(a: impl Fn() -> CoreResult<()>, b: impl Fn() -> CoreResult<()>) -> CoreResult<(f64, f64, f64)> {
     let time = |f: &dyn Fn() -> CoreResult<()>| -> CoreResult<f64> {
         let start = Instant::now();
@@ -61,7 +61,7 @@ fn in_turns(a: impl Fn() -> CoreResult<()>, b: impl Fn() -> CoreResult<()>) -> C
     Ok((of(|t| t.0), of(|t| t.1), of(|t| t.0 / t.1)))
 }
 
-/// Normal numbers, the same every time.
+/// Normal numbers, which are the same in every call.
 fn normal(b: &Cpu, dtype: DType, rows: usize, cols: usize) -> CoreResult<Tensor<Cpu>> {
     let stream = Stream::new(1, Purpose::Init, 2, 0);
     let x = InitNormal { stream, first: 0, rows, cols, std: 1.0 }.run(b)?;
@@ -138,12 +138,12 @@ fn conversions(b: &Cpu) -> CoreResult<Vec<Case>> {
     Ok(cases)
 }
 
-/// Formats without specialised code.
+/// Cases of the formats without specialised code.
 fn general_conversions(b: &Cpu) -> CoreResult<Vec<Case>> {
     let x = normal(b, DType::Bf16, ROWS, COLS)?;
     let mut cases = Vec::new();
     for format in Format::ALL.into_iter().filter(|format| !nibble_cpu::has_own_code(*format)) {
-        // Only block formats have a rule.
+        // Only block formats have a scale rule.
         let Some(rule) = format.spec().default_rule() else { continue };
         let codec = Codec::new(format, rule, format.rounding(rule))?;
         for (planes, what) in [(Planes::Rows, "rows"), (Planes::Cols, "columns")] {
@@ -280,7 +280,8 @@ fn model(b: &Cpu) -> CoreResult<Vec<Case>> {
     let grad = normal(b, DType::F32, ROWS, COLS)?;
     let state = [grad.clone(), grad.clone(), Tensor::zeros(b, DType::F32, ROWS, COLS)?];
     let control = b.upload(&[1e-3, 10.0, 20.0, 1.0, 0.0])?;
-    // Master, gradient and moments are read, three of them written; the time includes the clones that preserve them.
+    // The master weight, the gradient and the moments are read, and three of them are written. The time includes the clones that preserve
+    // them.
     cases.push(case("adamw, copies of its state included", 7 * grad.bytes(), move |b| {
         let [mut param, mut exp_avg, mut exp_avg_sq] = state.clone();
         let op = AdamW {
@@ -303,7 +304,7 @@ fn model(b: &Cpu) -> CoreResult<Vec<Case>> {
     Ok(cases)
 }
 
-/// Full rows, and rows as short as the default model's width and heads.
+/// Cases of long rows, and of rows as short as the default model's width and heads.
 fn norms(b: &Cpu) -> CoreResult<Vec<Case>> {
     let mut cases = Vec::new();
     for (forward, backward, rows, d) in [
@@ -326,7 +327,7 @@ fn norms(b: &Cpu) -> CoreResult<Vec<Case>> {
     Ok(cases)
 }
 
-/// Operations that depend on the vocabulary: the default model's, bytes, a tokenizer's.
+/// Cases of operations that depend on the vocabulary: the default model's, bytes, and a tokenizer's.
 fn vocabulary(b: &Cpu) -> CoreResult<Vec<Case>> {
     let mut cases = Vec::new();
     for (loss, embed, vocab, rows, d) in [
@@ -335,7 +336,7 @@ fn vocabulary(b: &Cpu) -> CoreResult<Vec<Case>> {
         ("cross-entropy, 32768 symbols", "embed backward, 32768 symbols · 64", 32768, 64, 64),
     ] {
         let logits = normal(b, DType::F32, rows, vocab)?;
-        // Every other token comes from all symbols, the rest from the first seven.
+        // Every other token comes from all symbols, and the others come from the first seven symbols.
         let token = |i: usize| (if i.is_multiple_of(2) { i * 7919 % vocab } else { i % 7 }) as i32;
         let ids = b.upload(&(0..rows).map(token).collect::<Vec<_>>())?;
         let targets = ids.clone();

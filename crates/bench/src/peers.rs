@@ -1,23 +1,24 @@
-//! The projects that ours is compared with, and the sources of their figures. The figures are constants: no other project's code runs here.
+//! The projects with which Nibble is compared, and the sources of their figures. The figures are constants: no other project's code runs
+//! here.
 
 /// Machine and dates of all these figures.
 pub const MEASURED: &str = "an NVIDIA H200 (700 W, driver 580.159, CUDA 13.0) on 2026-11-21 and 22";
 
-/// A project.
+/// A project with which Nibble is compared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Who {
-    /// Its name in the table.
+    /// The project's name in tables.
     pub name: &'static str,
-    /// Repository and commit, or release, and what it does.
+    /// Repository and commit, or release, and what was measured.
     pub source: &'static str,
-    /// Whether it is a project's released kernel, rather than compiler output or a quickly written one.
+    /// Whether the kernel is a project's released kernel, and not compiler output or a quickly written kernel.
     pub published: bool,
-    /// The script under `benchmarks/peers` that measures it, and what the script leaves out.
+    /// The script under `benchmarks/peers` that measures the project, and what the script leaves out.
     pub script: Option<(&'static str, &'static str)>,
 }
 
 impl Who {
-    /// Its lines of the table's footer.
+    /// The project's lines in the footer of a table.
     pub fn lines(&self) -> String {
         let again = match self.script {
             None => "no script here".to_owned(),
@@ -29,7 +30,7 @@ impl Who {
     }
 }
 
-/// Whether there is such a script.
+/// Asserts that the project's script exists.
 #[cfg(test)]
 pub fn assert_is_where_it_says(who: &Who) {
     if let Some((script, _)) = who.script {

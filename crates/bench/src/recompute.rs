@@ -1,4 +1,4 @@
-//! The memory that each scope of recomputation saves, and its time.
+//! Measures the memory that each scope of recomputation saves, and the time that it costs.
 
 use super::figures::median;
 use super::ranks::{slowest, tell};
@@ -11,14 +11,14 @@ use nibble_train::trainer::Trainer;
 use serde_json::{Value, json};
 use std::time::Instant;
 
-/// Measures steps of one configuration with the default scopes, with none, with each scope alone, and with all.
+/// Measures steps of one configuration with the default scopes, without scopes, with each scope alone, and with all scopes.
 pub fn run<B: Device>(on: &On<'_, B>, config: &Config, steps: usize) -> Result<Value> {
     let names = |scopes: &[Scope]| scopes.iter().map(|scope| scope.name()).collect::<Vec<_>>().join(", ");
     let mut choices = vec![
         (format!("default ({})", names(&Scope::DEFAULT)), Scope::DEFAULT.to_vec()),
         ("nothing".to_owned(), Vec::new()),
     ];
-    // Only scopes that the model has.
+    // Only scopes that exist in the model are measured.
     let has = |scope: &Scope| *scope != Scope::MlaUp || config.model.kv_rank > 0;
     let scopes: Vec<Scope> = Scope::ALL.into_iter().filter(has).collect();
     choices.extend(scopes.iter().map(|scope| (scope.name().to_owned(), vec![*scope])));
@@ -46,14 +46,14 @@ pub fn run<B: Device>(on: &On<'_, B>, config: &Config, steps: usize) -> Result<V
 
 /// Cost of a step.
 struct Cost {
-    /// Bytes of saved activations, by the ledger.
+    /// Bytes of saved activations, according to the ledger.
     kept_bytes: usize,
-    /// Peak bytes of the activations' arena.
+    /// Peak bytes of the arena of activations.
     peak_bytes: usize,
     step_seconds: f64,
 }
 
-/// Measures steps, after two warm-up steps.
+/// Measures steps after two warm-up steps.
 fn measure<B: Device>(on: &On<'_, B>, config: &Config, steps: usize) -> Result<Cost> {
     let mut trainer = Trainer::new(on.b, on.mesh, config)?;
     for _ in 0..2 {

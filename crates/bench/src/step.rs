@@ -1,4 +1,4 @@
-//! Training steps against their floor, and where their time goes.
+//! Compares training steps with their floor, and shows which operations take their time.
 
 use super::floors::Floors;
 use super::ranks::{slowest, tell};
@@ -75,7 +75,7 @@ const CONFIG: &str = "tiny";
 const STEPS: usize = 8;
 
 impl Args {
-    /// The files that it reads.
+    /// The files that the benchmark reads.
     pub(crate) fn inputs(&self) -> Result<Vec<PathBuf>> {
         let config = Config::load(&self.config, &self.device.after(self.overrides.clone()))?;
         let recipes = self.recipes.iter().filter(|name| name.ends_with(".toml")).map(PathBuf::from);
@@ -114,7 +114,7 @@ pub fn run(args: &Args) -> Result<Value> {
     device::run(&config.run, &Steps { args, configs, flops: step_flops(&config) })
 }
 
-/// Steps of a configuration under some recipes.
+/// Steps of a configuration with several recipes.
 struct Steps<'a> {
     args: &'a Args,
     /// One configuration per recipe.
@@ -151,14 +151,14 @@ impl Work for Steps<'_> {
     }
 }
 
-/// Peak rates of all ranks together for F32 and BF16 products, in flops per second.
+/// Peak rates of all ranks together for F32 and BF16 GEMMs, in flops per second.
 fn rates<B: Device>(on: &On<'_, B>) -> Result<Option<[f64; 2]>> {
     let Some([f32, bf16]) = on.b.rates() else { return Ok(None) };
     let all = |rate| Ok::<_, Error>(on.on_all_ranks(rate)?.iter().sum());
     Ok(Some([all(f32)?, all(bf16)?]))
 }
 
-/// Measures one recipe: prints its line and its profile.
+/// Measures one recipe, and prints its line and its profile.
 fn one<B: Device>(
     on: &On<'_, B>,
     config: &Config,
@@ -168,7 +168,7 @@ fn one<B: Device>(
 ) -> Result<Value> {
     let b = on.b;
     let mut trainer = Trainer::new(b, on.mesh, config)?;
-    // The first step is recorded, if the backend can.
+    // The first step is recorded, if the backend can record.
     let (first, launched) = b.logged(|| Ok(trainer.train_step()))?;
     first?;
     trainer.train_step()?;
@@ -208,7 +208,7 @@ fn one<B: Device>(
     let memory = memory(on, &mut trainer)?;
     let traced_at = trainer.step();
     let timeline = traced(on, &mut trainer, &launched)?;
-    // All ranks do the same steps.
+    // All ranks must run the same steps.
     let (ops, profiled) = match on.on_all_ranks(f64::from(u8::from(timeline.is_some())))?[0] == 0.0 {
         true => profile(on, &mut trainer)?,
         false => (Vec::new(), 0.0),
@@ -217,9 +217,9 @@ fn one<B: Device>(
         tell!(on, "    {note}");
     }
     let recipe = trainer.recipe().clone();
-    // Frees the run's memory, in which the memory rate is measured.
+    // Dropping the trainer frees the run's memory, in which the memory rate is measured next.
     drop(trainer);
-    // With several ranks there are no floors, as a rank's work depends on the rows it receives.
+    // With several ranks there are no floors, because a rank's work depends on the rows that it receives.
     let floors = match timeline {
         Some(_) if on.mesh.all.world() == 1 => floors(b, config, &recipe, traced_at),
         _ => None,
@@ -246,8 +246,8 @@ fn traced<B: Device>(
     trainer: &mut Trainer<'_, B>,
     launched: &[Launched],
 ) -> Result<Option<Timeline>> {
-    // Tracing stops every device of the process when it begins, so no device may be waiting for another's messages then. The first traced
-    // step is slower, and the other ranks wait for it; so with several ranks, the second traced step is reported.
+    // When tracing starts, it stops every device of the process, so no device may be waiting for another device's messages then. The first
+    // traced step is slower, and the other ranks wait for it. So with several ranks, the report is that of the second traced step.
     let mut timeline = None;
     for _ in 0..on.mesh.all.world().min(2) {
         on.on_all_ranks(0.0)?;
@@ -267,7 +267,7 @@ fn traced<B: Device>(
             Ok(None) => {}
             Err(why) => tell!(on, "    no timeline: {why}"),
         }
-        // Even if tracing failed, the other ranks wait for this rank's part of the step.
+        // Even if tracing failed, this rank must run its part of the step, because the other ranks wait for it.
         match done {
             Some(done) => drop(done?),
             None if on.mesh.all.world() > 1 => {
@@ -309,7 +309,7 @@ fn tell_traffic<B: Device>(on: &On<'_, B>, traffic: Traffic, each: impl Fn(u64) 
     );
 }
 
-/// Takes steps, each issued before the previous step's record has been read; returns the total seconds.
+/// Runs steps, each issued before the previous step's record has been read. Returns the total seconds.
 fn pass<B: Device>(trainer: &mut Trainer<'_, B>, steps: usize) -> Result<f64> {
     let start = Instant::now();
     for _ in 0..steps {
@@ -322,7 +322,8 @@ fn pass<B: Device>(trainer: &mut Trainer<'_, B>, steps: usize) -> Result<f64> {
     Ok(start.elapsed().as_secs_f64())
 }
 
-/// Profiles a step issued operation by operation (a graph replay has no times by operation); also returns its seconds.
+/// Profiles a step that is issued operation by operation, because a graph replay has no times by operation. Also returns the seconds of the
+/// step.
 fn profile<B: Device>(on: &On<'_, B>, trainer: &mut Trainer<'_, B>) -> Result<(Vec<Value>, f64)> {
     let start = Instant::now();
     let (done, profile) = on.b.profiled(|| Ok(trainer.eager_step()))?;
@@ -349,8 +350,8 @@ fn profile<B: Device>(on: &On<'_, B>, trainer: &mut Trainer<'_, B>) -> Result<(V
     Ok((ops, total))
 }
 
-/// Prints memory use: bytes per parameter, over all ranks, and a step's temporaries against the saved activations by the
-/// ledger.
+/// Prints memory use: bytes per parameter over all ranks, and a step's temporaries compared with the saved activations that the ledger
+/// lists.
 fn memory<B: Device>(on: &On<'_, B>, trainer: &mut Trainer<'_, B>) -> Result<Value> {
     let RunMemory { weights, gradients, moments, activations } = trainer.memory();
     let parameters = trainer.parameters() as f64;
@@ -382,7 +383,7 @@ fn memory<B: Device>(on: &On<'_, B>, trainer: &mut Trainer<'_, B>) -> Result<Val
     }))
 }
 
-/// Flops of all products of a step.
+/// Flops of all GEMMs of a step.
 fn step_flops(config: &Config) -> f64 {
     config.flops_per_token() * config.tokens_per_step() as f64
 }

@@ -1,4 +1,4 @@
-//! A device's timeline of a step, by operation, with the gaps between.
+//! A device's timeline of a step, by operation, including the gaps between operations.
 
 use super::floors::Floors;
 use nibble_command::device::Peaks;
@@ -10,21 +10,21 @@ use std::ops::Range;
 
 /// Sums of a step's spans.
 pub struct Timeline {
-    /// Nanoseconds from the first span's beginning to the last one's end.
+    /// Nanoseconds from the start of the first span to the end of the last span.
     total_ns: u64,
-    /// Nanoseconds in which nothing ran.
+    /// Nanoseconds in which no operation ran.
     idle_ns: u64,
     /// Messages between ranks: their nanoseconds, the exposed part during which nothing else ran, and the number of kernels.
     exchange: (u64, u64, usize),
-    /// Operation, kernel, nanoseconds, launches; longest first.
+    /// Operation, kernel, nanoseconds and number of launches; longest first.
     kernels: Vec<(&'static str, &'static str, u64, usize)>,
-    /// The spans, in order of time.
+    /// The spans in chronological order.
     spans: Vec<Span>,
 }
 
 impl Timeline {
-    /// Sums spans, given in order of time. If two overlap, the later one counts from the end of the earlier. Messages between ranks overlap
-    /// with everything else and are summed separately.
+    /// Sums spans, which must be in chronological order. If two spans overlap, the later span counts only from the end of the earlier span.
+    /// Messages between ranks overlap with all other spans and are summed separately.
     pub fn of(spans: &[Span]) -> Self {
         let (messages, work): (Vec<&Span>, Vec<&Span>) =
             spans.iter().partition(|span| span.what.op == EXCHANGE);
@@ -60,7 +60,7 @@ impl Timeline {
         }
     }
 
-    /// The spans, relative to the start of the first.
+    /// The spans as JSON, with times relative to the start of the first span.
     pub fn spans(&self) -> Value {
         let begin = self.spans.first().map_or(0, |span| span.start_ns);
         let us = |ns: u64| ns as f64 / 1e3;
@@ -71,7 +71,7 @@ impl Timeline {
         self.spans.iter().map(figures).collect()
     }
 
-    /// Operations by time: nanoseconds and number of kernels.
+    /// Operations ordered by time, with nanoseconds and number of kernels.
     fn ops(&self) -> Vec<(&'static str, u64, usize)> {
         let mut sums: BTreeMap<&str, (u64, usize)> = BTreeMap::new();
         for &(op, _, ns, n) in &self.kernels {
@@ -83,8 +83,7 @@ impl Timeline {
         ops
     }
 
-    /// Prints the operations that take at least 1 % of a step, with their floors if known; returns all figures as
-    /// JSON.
+    /// Prints the operations that take at least 1 % of a step, with their floors if these are known. Returns all figures as JSON.
     pub fn tell(&self, floors: Option<&Floors>) -> Value {
         let share = |ns: u64| 100.0 * ns as f64 / self.total_ns.max(1) as f64;
         if floors.is_some() {
@@ -147,12 +146,12 @@ fn ms(ns: u64) -> f64 {
     ns as f64 / 1e6
 }
 
-/// Floor over time, in per cent: 100 = as fast as possible.
+/// Floor divided by time, in per cent; 100 means as fast as possible.
 fn reached(floor_ms: f64, ns: u64) -> f64 {
     100.0 * floor_ms / ms(ns.max(1))
 }
 
-/// Prints the sum of the floors and the rates they are based on; adds them to `figures`.
+/// Prints the sum of the floors and the rates from which they are computed, and adds these to `figures`.
 fn tell_floors(floors: &Floors, ops: &[(&'static str, u64, usize)], total_ns: u64, figures: &mut Value) {
     let of_op = |&(op, ns, n): &(&'static str, u64, usize)| {
         let mut figures = json!({ "op": op, "ms": ms(ns), "kernels": n });
@@ -193,7 +192,7 @@ mod tests {
         assert_eq!((timeline.total_ns, timeline.idle_ns), (210, 40));
         assert_eq!(timeline.ops(), [("a", 110, 2), ("b", 60, 1)]);
         assert_eq!(Timeline::of(&[]).total_ns, 0);
-        // Of the messages' 90 ns, 20 are beside work, and the last 30 behind all of it.
+        // Of the messages' 90 ns, 20 ns run beside other work, and the last 30 ns run after all of it.
         let timeline = Timeline::of(&[
             span("a", 100, 200),
             span(EXCHANGE, 190, 250),
@@ -211,7 +210,7 @@ mod tests {
         use crate::floors::tests::{PEAKS, call};
         let span = |op, start_ns, end_ns| Span { what: Launched { op, kernel: "k" }, start_ns, end_ns };
         let timeline = Timeline::of(&[span("add", 0, 4_000_000), span("copy", 4_000_000, 5_000_000)]);
-        // Two milliseconds at 4 TB/s, in four.
+        // The call moves bytes for two milliseconds at 4 TB/s, and takes four milliseconds.
         let floors = Floors::of(&[call("add", 6_000_000_000, 2_000_000_000, Default::default())], PEAKS);
         let figures = timeline.tell(Some(&floors));
         let add = &figures["ops"][0];

@@ -1,4 +1,4 @@
-//! Shows the progress of building token caches, and what each source contributes to a run.
+//! Shows the progress of building token caches, and the share of each source in a run.
 
 use indicatif::{ProgressBar, ProgressStyle};
 use nibble_command::console::thousands;
@@ -10,18 +10,18 @@ use std::io::IsTerminal;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// A progress bar on a terminal; elsewhere only notes that another process is waited for, or that a cache was damaged.
+/// A progress bar on a terminal. Elsewhere, only notes that this process waits for another process, or that a cache was damaged.
 pub struct ReadingBar {
     bar: Option<ProgressBar>,
     what: String,
-    /// Number of the signal received; 0 = none yet.
+    /// Number of the received signal; 0 if there was none.
     stop: Option<&'static AtomicUsize>,
-    /// Whether the wait for another process has been reported.
+    /// Whether the wait for another process has already been reported.
     has_told: bool,
 }
 
 impl ReadingBar {
-    /// A bar titled `what`; reading stops once `stop` holds a signal.
+    /// A bar titled `what`; reading stops after `stop` holds a signal.
     pub fn new(what: String, stop: Option<&'static AtomicUsize>) -> Self {
         Self { bar: None, what, stop, has_told: false }
     }
@@ -40,7 +40,7 @@ impl Watch for ReadingBar {
         let bar = self.bar.get_or_insert_with(|| {
             let style =
                 ProgressStyle::with_template("{bar:20} {bytes}/{total_bytes} [{elapsed}<{eta}] {wide_msg}");
-            // The template is a constant; the default bar serves should it ever be wrong.
+            // The template is a constant; if it were invalid, the default bar would be used.
             ProgressBar::new(of)
                 .with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
                 .with_message(self.what.clone())
@@ -69,19 +69,19 @@ impl Drop for ReadingBar {
     }
 }
 
-/// Builds the token caches that a configuration's data need; a signal stops it.
+/// Builds the token caches that a configuration's data need; a signal stops the work.
 ///
 /// # Errors
-/// For data that cannot be read.
+/// If data cannot be read.
 pub fn make(config: &Config, stop: Option<&'static AtomicUsize>) -> Result<Vec<Given>> {
     let what = format!("reading {}", config.data.described());
     Ok(Dataset::prepare(config, &mut ReadingBar::new(what, stop))?)
 }
 
-/// [`make`] for a run; also prints what each source contributes, where that is more than its name.
+/// Calls [`make`] for a run. Also prints the share of each source, if there is more to print than the source's name.
 ///
 /// # Errors
-/// As [`make`].
+/// The errors of [`make`].
 pub fn prepare(config: &Config, stop: Option<&'static AtomicUsize>) -> Result<()> {
     let given = make(config, stop)?;
     if joined::is_first() {

@@ -25,7 +25,7 @@ impl Trained {
     /// Opens a folder with a model, a checkpoint's directory, or the newest whole checkpoint of a run's directory.
     ///
     /// # Errors
-    /// If there is none.
+    /// If the path has no model.
     pub fn open(path: &Path) -> Result<Self> {
         match is_folder(path) {
             true => Ok(Self::Folder(Box::new(Pretrained::open(path)?))),
@@ -41,15 +41,15 @@ impl Trained {
         }
     }
 
-    /// Overrides under which text is encoded with a folder's own tokenizer; empty for a checkpoint.
+    /// Overrides with which text is encoded by a folder's own tokenizer; empty for a checkpoint.
     ///
     /// # Errors
-    /// If the folder has no tokenizer that can be read.
+    /// If the folder has no readable tokenizer.
     pub fn tokens(&self) -> Result<Vec<String>> {
         let Self::Folder(folder) = self else { return Ok(Vec::new()) };
         match folder.tokenizer()? {
             Some(own) if is_symbols(&own) => Ok(Vec::new()),
-            // Any text's.
+            // This tokenizer encodes any text.
             Some(_) => Ok(vec!["data.source=prompt".into()]),
             None => {
                 let why = format!(
@@ -61,8 +61,8 @@ impl Trained {
         }
     }
 
-    /// The configuration of the checkpoint, or one that starts from the folder, changed by `overrides`: for one rank, and on this machine's
-    /// device unless `overrides` name another.
+    /// The configuration of the checkpoint, or a configuration that starts from the folder, changed by `overrides`. It is for one rank, and
+    /// for this machine's device unless `overrides` name another device.
     pub fn config(&self, overrides: &[String]) -> Result<Config> {
         match self {
             Self::Checkpoint(checkpoint) => config(checkpoint, overrides),
@@ -70,7 +70,7 @@ impl Trained {
         }
     }
 
-    /// The token placed before texts that the model is scored on.
+    /// The token that precedes texts on which the model is scored.
     pub fn beginning(&self, config: &Config) -> Result<Beginning> {
         Ok(match self {
             Self::Checkpoint(_) => Beginning::of_run(config)?,
@@ -102,12 +102,12 @@ impl Trained {
     }
 }
 
-/// Whether this is the tokenizer of the built-in language, which needs no data source.
+/// Whether the tokenizer is that of the built-in language, which needs no data source.
 fn is_symbols(tokenizer: &SharedTokenizer) -> bool {
     tokenizer.to_json() == Symbols.to_json()
 }
 
-/// A configuration that starts from a folder's model. Without a data source, only a model of the built-in language is accepted.
+/// A configuration that starts from a folder's model. Without a data source, the model must be one of the built-in language.
 fn of_folder(folder: &Pretrained, overrides: &[String]) -> Result<Config> {
     folder.notes.iter().for_each(|note| warn!("warning: {note}"));
     let usual = Config::default().data.seq_len;
@@ -136,7 +136,7 @@ fn of_folder(folder: &Pretrained, overrides: &[String]) -> Result<Config> {
 /// with a warning.
 ///
 /// # Errors
-/// If there is none.
+/// If the path has no complete checkpoint.
 pub fn open(path: &Path) -> Result<Checkpoint> {
     if !path.exists() {
         return Err(Error::usage(format!("{}: no such run or checkpoint", path.display())));
@@ -157,8 +157,8 @@ pub fn open(path: &Path) -> Result<Checkpoint> {
     }
 }
 
-/// The configuration of a checkpoint changed by `overrides`: for one rank, and on this machine's device unless `overrides` name
-/// another.
+/// The configuration of a checkpoint, changed by `overrides`, for one rank and for this machine's device unless `overrides` name another
+/// device.
 fn config(checkpoint: &Checkpoint, overrides: &[String]) -> Result<Config> {
     let one_rank = ["run.device=auto", "run.ranks=1", "run.dp=1"].map(String::from);
     let overrides = [&one_rank[..], overrides, &one_rank[1..]].concat();
@@ -179,7 +179,7 @@ fn config(checkpoint: &Checkpoint, overrides: &[String]) -> Result<Config> {
     }
 }
 
-/// The kind of a source's tokens, in words.
+/// A name for the kind of a source's tokens.
 fn kind(source: &str) -> &'static str {
     match source {
         SYNTHETIC => "the built-in language",
@@ -188,7 +188,7 @@ fn kind(source: &str) -> &'static str {
     }
 }
 
-/// The recipe that `overrides` name, or else the recipe stored with the run.
+/// The recipe that `overrides` name; otherwise the recipe stored with the run.
 fn recipe(checkpoint: &Checkpoint, config: &Config, overrides: &[String]) -> Result<Recipe> {
     let names_one = |o: &String| o.split('=').next().is_some_and(|key| key.trim() == "recipe");
     match overrides.iter().any(names_one) {

@@ -38,7 +38,7 @@ pub struct Args {
     overrides: Vec<String>,
 }
 
-/// Most files listed one by one.
+/// Maximum number of files that are listed individually.
 const MOST_FILES: usize = 12;
 
 pub fn run(args: Args) -> Result<()> {
@@ -66,7 +66,7 @@ pub fn run(args: Args) -> Result<()> {
     }
 }
 
-/// Says what was found.
+/// Prints the properties of the data.
 fn told(config: &Config, survey: &Survey, tokens: bool) -> Result<()> {
     for file in survey.files.iter().take(MOST_FILES) {
         say!("{}: {}, {}", file.path.display(), file.kind, bytes(file.bytes));
@@ -122,10 +122,10 @@ fn told(config: &Config, survey: &Survey, tokens: bool) -> Result<()> {
     Ok(())
 }
 
-/// Most tokens listed per document.
+/// Maximum number of tokens listed per document.
 const LISTED: usize = 40;
 
-/// One line per token: its id and, if the tokenizer is known, its vocabulary entry.
+/// One line per token: the token's id and, if the tokenizer is known, its vocabulary entry.
 fn listed(ids: &[i32], tokenizer: Option<&dyn Tokenizer>) -> Vec<String> {
     let line = |id: &i32| match tokenizer.and_then(|tokenizer| tokenizer.token(*id)) {
         Some(piece) => format!("{id:>8}  {piece:?}"),
@@ -134,7 +134,7 @@ fn listed(ids: &[i32], tokenizer: Option<&dyn Tokenizer>) -> Vec<String> {
     ids.iter().take(LISTED).map(line).collect()
 }
 
-/// Most characters shown per document.
+/// Maximum number of characters printed per document.
 const SHOWN: usize = 200;
 
 fn shortened(text: &str) -> String {
@@ -147,7 +147,7 @@ fn shortened(text: &str) -> String {
 /// Width of the longest bar in columns.
 const BAR: u64 = 40;
 
-/// Prints the number of documents by length, in powers of two.
+/// Prints a histogram of document lengths, in powers of two.
 fn histogram(survey: &Survey, unit: &str) {
     let most = survey.lengths.iter().copied().max().unwrap_or(0).max(1);
     if survey.documents < 2 {

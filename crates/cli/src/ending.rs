@@ -1,4 +1,4 @@
-//! A signal ends every command but `train` at once, after its unfinished files are removed.
+//! A signal ends every command except `train` at once, after the command's unfinished files are removed.
 
 /// From now on, SIGINT, SIGTERM and SIGHUP first remove this process's unfinished files, and then have their default effect.
 ///
@@ -15,7 +15,7 @@ pub fn leave_nothing_unfinished() -> std::io::Result<()> {
     let wait = move || {
         if let Some(signal) = signals.forever().next() {
             nibble_train::files::remove_unfinished();
-            // This ends the process; if it fails, the exit code names the signal.
+            // The default handler ends the process; if that fails, the exit code names the signal.
             let _ = emulate_default_handler(signal);
             std::process::exit(128 + signal);
         }
@@ -23,7 +23,7 @@ pub fn leave_nothing_unfinished() -> std::io::Result<()> {
     std::thread::Builder::new().name("ending".into()).spawn(wait).map(drop)
 }
 
-/// Does nothing: this system has no such signals.
+/// This system has no such signals, so the function does nothing.
 #[cfg(not(unix))]
 pub fn leave_nothing_unfinished() -> std::io::Result<()> {
     Ok(())

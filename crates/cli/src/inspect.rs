@@ -47,7 +47,7 @@ pub fn run(args: Args) -> Result<()> {
     let config = Config::load(&args.config, &args.changes.overrides())?;
     let mut outputs = Outputs::new(args.force, config.files(&args.config));
     let out = outputs.named(&args.out, &TENSORS)?;
-    // A device or a pipe has no folder for the sizes.
+    // A device or a pipe has no folder in which the file with the sizes could be written.
     let beside = (!out.is_direct()).then(|| outputs.named(&args.out.with_extension("json"), &SIZES));
     let beside = beside
         .transpose()
@@ -67,10 +67,10 @@ pub fn run(args: Args) -> Result<()> {
     Ok(())
 }
 
-/// The result of inspecting a step.
+/// The data of an inspected step.
 struct Seen {
     tensors: Inspection,
-    /// The model's sizes, a JSON object.
+    /// The model's sizes as a JSON object.
     model: String,
 }
 

@@ -1,5 +1,5 @@
-//! `nibble`: trains, evaluates and samples MoE and dense language models whose activations are stored in MXFP4, quantizes files, and
-//! inspects the machine and the recipes. One file per subcommand; this one only dispatches.
+//! `nibble` trains, evaluates and samples MoE and dense language models whose activations are stored in MXFP4. `nibble` also quantizes
+//! files, and describes the machine and the recipes. Each subcommand has its own file; this file only dispatches.
 
 mod caching;
 mod checkpoint;
@@ -35,8 +35,8 @@ use std::process::ExitCode;
 #[global_allocator]
 static ALLOCATOR: allocation::Telling = allocation::Telling;
 
-/// Stack of the thread that runs the command: the usual limit of the main thread's stack. The main thread's stack grows on demand, and
-/// the process is killed where it cannot; this one is allocated at the start, or refused with an error.
+/// Stack size of the thread that runs the command: the usual limit of the main thread's stack. The main thread's stack grows on demand, and
+/// the system kills the process if it cannot grow. The stack of this thread is allocated at the start, or refused with an error.
 const STACK_BYTES: usize = 8 << 20;
 
 /// Trains language models with 4-bit stored activations and 8-bit matrix products
@@ -71,10 +71,10 @@ enum Command {
     Environment,
 }
 
-/// Clap's template without empty lines between its parts. The help fits a screen of 24 lines; a test counts them.
+/// Clap's template without empty lines between its parts. The help fits a screen of 24 lines, which a test checks.
 const HELP: &str = "{about-with-newline}{usage-heading} {usage}; a first run of ten seconds: nibble train\nCommands:\n{subcommands}\nOptions:\n{options}";
 
-/// The environment variables and the exit codes.
+/// The help text on environment variables and exit codes.
 fn surroundings() -> String {
     format!(
         "Environment variables:\n{}\n\
@@ -87,19 +87,20 @@ fn surroundings() -> String {
 fn main() -> ExitCode {
     error::keep_panics();
     allocation::tell_aborts();
-    // SAFETY: with SIGXFSZ ignored, a write beyond the file size limit fails and is reported, instead of killing the process silently.
+    // SAFETY: the call ignores SIGXFSZ. A write beyond the file size limit then fails and is reported, instead of silently killing the
+    // process.
     #[cfg(unix)]
     unsafe {
         libc::signal(libc::SIGXFSZ, libc::SIG_IGN)
     };
     for (name, value) in nibble_cuda::env::OF_NCCL {
         if std::env::var_os(name).is_none() {
-            // SAFETY: there is only one thread yet, so nobody reads the environment meanwhile.
+            // SAFETY: there is only one thread at this point, so no other thread reads the environment.
             unsafe { std::env::set_var(name, value) };
         }
     }
     match std::thread::Builder::new().name("nibble".into()).stack_size(STACK_BYTES).spawn(command) {
-        // A panic outside of a command is a defect, too.
+        // A panic outside of a command is also a bug.
         Ok(thread) => thread.join().unwrap_or_else(|_| ended(Err(error::panicked()))),
         Err(why) => ended(Err(nibble_core::Error::not_started(why).into())),
     }
@@ -124,7 +125,7 @@ fn command() -> ExitCode {
     ended(error::catch(|| run(cli).and_then(|()| console::require_said())))
 }
 
-/// Prints an error, and returns the exit code.
+/// Prints an error and returns the exit code.
 fn ended(done: Result<()>) -> ExitCode {
     let Err(error) = done else { return ExitCode::SUCCESS };
     error.tell();
@@ -132,7 +133,7 @@ fn ended(done: Result<()>) -> ExitCode {
 }
 
 fn run(cli: Cli) -> Result<()> {
-    // The commands that list the variables accept any bytes in them.
+    // The commands that list the variables accept any bytes in the variables' values.
     if !matches!(cli.command, Command::Environment | Command::Doctor(_)) {
         env::require_text()?;
     }

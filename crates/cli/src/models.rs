@@ -32,7 +32,7 @@ pub fn run(args: Args) -> Result<()> {
     }
 }
 
-/// What is printed of a model, independent of the device.
+/// The printed properties of a model that do not depend on the device.
 struct Told {
     family: &'static str,
     parameters: String,
@@ -50,7 +50,7 @@ fn told(config: &Config) -> Result<Told> {
     })
 }
 
-/// The list.
+/// Prints the list of models.
 fn all() -> Result<()> {
     let [small, .., large] = &GPUS;
     say!("published models, and the recipe with which one GPU trains each in full:");
@@ -78,13 +78,13 @@ fn all() -> Result<()> {
     Ok(())
 }
 
-/// A row of the list, at most 100 columns wide.
+/// Formats a row of the list, at most 100 columns wide.
 fn row([name, family, parameters, active, small, large]: [String; 6]) -> String {
     let row = format!("{name:<16}  {family:<11}  {parameters:>15}  {active:>14}  {small:<16}  {large}");
     row.trim_end().to_owned()
 }
 
-/// The cell of a model and a GPU. Recomputation beyond the configuration's becomes a numbered note below the list.
+/// The cell of a model and a GPU. If the model needs more recomputation than its configuration has, a numbered note appears below the list.
 fn cell(fit: &Fit, gpu: &Gpu, own: &[Scope], noted: &mut Vec<Vec<Scope>>) -> String {
     let times = |bytes: usize| format!("{:.2} x", bytes as f64 / gpu.bytes as f64);
     match fit {
@@ -102,7 +102,7 @@ fn cell(fit: &Fit, gpu: &Gpu, own: &[Scope], noted: &mut Vec<Vec<Scope>>) -> Str
     }
 }
 
-/// One model, under every recipe and with every recomputation.
+/// Prints one model with every recipe and every level of recomputation.
 fn one(name: &str) -> Result<()> {
     const KEY: &str = "train.recompute";
     let config = Config::load(name, &[])?;
@@ -119,7 +119,7 @@ fn one(name: &str) -> Result<()> {
     };
     line(KEY, RECIPES.map(String::from).to_vec());
     for (trials, list) in trials.chunks(RECIPES.len()).zip(lists.iter().step_by(RECIPES.len())) {
-        // Some recipes do not support the batch.
+        // Some recipes do not support this batch.
         let size = |trial: &Trial| trial.bytes(&config).map_or("-".into(), |size| bytes(size as u64));
         line(list, trials.iter().map(size).collect());
     }

@@ -8,7 +8,7 @@ use std::path::Path;
 /// Parses the command line.
 ///
 /// # Errors
-/// A mistake in it, or a request for help or version.
+/// An error for an invalid command line, or a request for help or version.
 pub fn parse<C: Parser>() -> Result<C, Error> {
     let words: Vec<String> = std::env::args_os().map(|word| word.to_string_lossy().into_owned()).collect();
     if let Some(why) = separated(&words) {
@@ -20,14 +20,14 @@ pub fn parse<C: Parser>() -> Result<C, Error> {
     })
 }
 
-/// `--dry-run gpu`, where `gpu` would be taken for the configuration.
+/// Detects `--dry-run gpu`, in which `gpu` would be parsed as the configuration.
 fn separated(words: &[String]) -> Option<String> {
     let value = words.windows(2).find_map(|pair| (pair[0] == "--dry-run").then_some(&pair[1]))?;
     let is_meant = ["gpu", "device"].contains(&value.as_str()) && !Path::new(value).exists();
     is_meant.then(|| format!("--dry-run {value}: write --dry-run={value}"))
 }
 
-/// Commands of other tools, with what to use instead.
+/// Commands of other tools, with the replacements in Nibble.
 const COMMANDS: &[(&str, &[&str])] = &[
     (
         "Hugging Face models are read directly (nibble train CONFIG --from FOLDER); nibble export RUN FOLDER writes such a folder, and \
@@ -67,7 +67,7 @@ const COMMANDS: &[(&str, &[&str])] = &[
     ),
 ];
 
-/// What to write instead of an unknown command, or of an unknown option of a command that takes `--set`.
+/// The replacement for an unknown command, or for an unknown option of a command that takes `--set`.
 fn instead(error: &Error, words: &[String], all: &Command) -> Option<String> {
     if let (ErrorKind::InvalidSubcommand, Some(ContextValue::String(command))) =
         (error.kind(), error.get(ContextKind::InvalidSubcommand))
@@ -88,7 +88,7 @@ fn instead(error: &Error, words: &[String], all: &Command) -> Option<String> {
     Some(format!("unexpected argument '{option}': {advice}"))
 }
 
-/// The value of an option, after `=` or as the next word.
+/// The value of an option, either after `=` or as the next word.
 fn value_of<'w>(option: &str, words: &'w [String]) -> Option<&'w str> {
     let at = words.iter().position(|word| word.split('=').next() == Some(option))?;
     match words[at].split_once('=') {
@@ -102,7 +102,7 @@ mod tests {
     use super::*;
     use std::collections::BTreeSet;
 
-    /// A name stands once and is no command; what it is told of are commands.
+    /// Each name occurs once and is not a command of Nibble; the suggested replacements are commands.
     #[test]
     fn commands_of_elsewhere_are_told_commands() {
         let all = <crate::Cli as clap::CommandFactory>::command();

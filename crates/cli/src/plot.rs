@@ -1,4 +1,4 @@
-//! `nibble plot`: draws the losses of runs from their metrics.
+//! `nibble plot`: draws the losses of runs from the runs' metrics.
 
 use crate::run_files::{self, RunFiles};
 use nibble_command::error::{Error, Result};
@@ -48,7 +48,7 @@ pub fn run(args: Args) -> Result<()> {
     Ok(())
 }
 
-/// The losses of the run in a directory.
+/// The loss curve of the run in a directory.
 fn curve(dir: &Path, alone: bool) -> Result<LossCurve> {
     let run = RunFiles::read(dir)?;
     let title = if alone { heading(dir, &run.recipe_name) } else { dir.display().to_string() };

@@ -1,4 +1,4 @@
-//! The processes that have worked on a run, when, and on what machine: one line per process in the run's directory.
+//! The processes that have worked on a run, with start time and machine: one line per process in a file in the run's directory.
 
 use nibble_train::files::{MOST_TEXT, read_text};
 use nibble_train::trainer::PROCESSES_FILE;
@@ -7,23 +7,23 @@ use std::io::Write;
 use std::path::Path;
 use std::time::SystemTime;
 
-/// One process.
+/// A process that has worked on a run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Process {
-    /// Seconds since 1970 when it began.
+    /// Start time of the process, in seconds since 1970.
     pub began: u64,
-    /// Steps done at that time.
+    /// Number of steps that the run had done when the process started.
     pub step: u64,
-    /// Its device.
+    /// The device that the process used.
     pub device: String,
     /// The host's processor.
     pub processor: String,
-    /// The version of the program.
+    /// The version of Nibble.
     pub version: String,
 }
 
 impl Process {
-    /// This process, starting now.
+    /// A record of this process, which starts now.
     pub fn now(step: u64, device: &str) -> Self {
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let version = env!("CARGO_PKG_VERSION").to_owned();
@@ -31,10 +31,10 @@ impl Process {
         Self { began: now.as_secs(), step, device, processor, version }
     }
 
-    /// Appends its line to the file of the run in this directory.
+    /// Appends the process's line to the file of the run in this directory.
     ///
     /// # Errors
-    /// From the system.
+    /// The error of the system.
     pub fn note(&self, dir: &Path) -> std::io::Result<()> {
         let Self { began, step, device, processor, version } = self;
         let line = json!({ "began": began, "step": step, "device": device, "processor": processor, "version": version });
@@ -42,7 +42,8 @@ impl Process {
         file.write_all(format!("{line}\n").as_bytes())
     }
 
-    /// The processes of the run in this directory, in order. Unreadable lines are skipped, and an older run has no file.
+    /// The processes of the run in this directory, in order. Unreadable lines are skipped. The list is empty for older runs, which have no
+    /// such file.
     pub fn of_run(dir: &Path) -> Vec<Self> {
         let text = read_text(&dir.join(PROCESSES_FILE), MOST_TEXT).unwrap_or_default();
         let text_of = |line: &Value, key: &str| Some(line[key].as_str()?.to_owned());
@@ -60,10 +61,10 @@ impl Process {
     }
 }
 
-/// Seconds since 1970 as `2026-11-23 22:20 UTC`.
+/// Formats seconds since 1970 as `2026-11-23 22:20 UTC`.
 pub fn date(seconds: u64) -> String {
     let (days, minutes) = (seconds / 86_400, seconds / 60 % 1440);
-    // Days and months are counted from the first of March, so that a leap day is the last of its year (Hinnant, 2013).
+    // Days and months are counted from the first of March, so that a leap day is the last day of its year (Hinnant, 2013).
     let days = days + 719_468;
     let (era, day) = (days / 146_097, days % 146_097);
     let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;

@@ -18,24 +18,24 @@ pub struct RunFiles {
     pub dir: PathBuf,
     pub config: Config,
     pub recipe_name: String,
-    /// The recipe that the run began with, or why it is unknown.
+    /// The recipe with which the run started, or the reason why it is unknown.
     pub recipe: std::result::Result<Recipe, String>,
     /// The metrics of steps and of evaluations.
     pub metrics: Vec<Metrics>,
-    /// Faults in the files, one sentence each.
+    /// Problems in the files, one sentence each.
     pub faults: Vec<String>,
 }
 
-/// The files in a run's directory that are read.
+/// The files in a run's directory that a report or plot reads.
 pub fn paths(dir: &Path) -> [PathBuf; 6] {
     [CONFIG_FILE, RECIPE_FILE, METRICS_FILE, LAYERS_FILE, MEMORY_FILE, RANKS_FILE].map(|name| dir.join(name))
 }
 
 impl RunFiles {
-    /// Reads the run in a directory. Faults in its files are also warnings on standard error.
+    /// Reads the run in a directory. Problems in its files are also printed as warnings on standard error.
     ///
     /// # Errors
-    /// If there is no run, or it has done no step.
+    /// If the directory has no run, or the run has done no step.
     pub fn read(dir: &Path) -> Result<Self> {
         let path = dir.join(METRICS_FILE);
         if !path.exists() {
@@ -46,7 +46,7 @@ impl RunFiles {
         }
         let (config, other_config) = stored_config(dir, &[])?;
         let recipe = recipe(dir, &config).map(|recipe| recipe.in_run(config.run_size()));
-        // If the recipe cannot be read, the configuration's name for it is used.
+        // If the recipe cannot be read, its name in the configuration is used.
         let recipe_name =
             recipe.as_ref().map_or_else(|_| config.recipe.clone(), |recipe| recipe.name.clone());
         let file = read_metrics(&path)?;
@@ -56,10 +56,10 @@ impl RunFiles {
         Ok(Self { dir: dir.to_owned(), config, recipe_name, recipe, metrics, faults })
     }
 
-    /// The run's losses, titled `title`.
+    /// The run's loss curves, titled `title`.
     ///
     /// # Errors
-    /// If there is no loss yet.
+    /// If the run has no loss yet.
     pub fn curve(&self, title: &str) -> Result<LossCurve> {
         let is_synthetic = self.config.is_synthetic();
         let entropy = if is_synthetic { Dataset::of(&self.config)?.entropy() } else { None };
@@ -73,7 +73,7 @@ impl RunFiles {
     }
 }
 
-/// The recipe stored with the run; for an older run, the recipe that its configuration names.
+/// The recipe stored with the run; for an older run, the recipe that the run's configuration names.
 fn recipe(dir: &Path, config: &Config) -> std::result::Result<Recipe, String> {
     let path = dir.join(RECIPE_FILE);
     match files::read_text(&path, files::MOST_TEXT) {

@@ -1,17 +1,17 @@
 //! Ctrl-C, SIGTERM and SIGHUP end a run after its step.
 //!
-//! A second signal within 3 s is the same request: a signal sent to the process and to its group arrives twice, and a launcher forwards
-//! signals that have already arrived. A later signal, or a third one, ends the process at once; its unfinished files are removed. A
-//! signal that the process was started to ignore (`nohup`) stays ignored.
+//! A second signal within 3 s is the same request. A signal that is sent to the process and to its group arrives twice, and a launcher
+//! forwards signals that have already arrived. A later signal, or a third signal, ends the process at once; its unfinished files are
+//! removed. If the process was started with a signal ignored (`nohup`), the signal stays ignored.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// The first signal received; 0 = none yet.
+/// The first signal received; 0 if there was none.
 static RECEIVED: AtomicUsize = AtomicUsize::new(0);
 
 /// Handlers that defer signals to the end of a step.
 pub struct Signals {
-    /// Closed once the first signal has been reported.
+    /// Disconnects after the first signal has been reported.
     #[cfg(unix)]
     told: std::sync::mpsc::Receiver<()>,
 }
@@ -29,16 +29,17 @@ impl Signals {
         })
     }
 
-    /// Holds the number of the first signal; 0 = none yet.
+    /// The number of the first signal; 0 if there was none.
     pub fn received(&self) -> &'static AtomicUsize {
         &RECEIVED
     }
 
-    /// Waits until a received signal has been reported. If another rank's signal ended the run, there is none here.
+    /// Waits until a received signal has been reported. If another rank received the signal that ended the run, this process has none to
+    /// report.
     pub fn wait_until_told(self) {
         #[cfg(unix)]
         if RECEIVED.load(Ordering::SeqCst) != 0 {
-            // Nothing is sent: the sender is dropped once the line is written.
+            // No message is sent: the sender is dropped after the line is written.
             let _ = self.told.recv();
         }
     }
@@ -59,29 +60,29 @@ mod unix {
     use std::thread::Builder;
     use std::time::Duration;
 
-    /// When the first signal arrived, in nanoseconds since boot; 0 = none yet. One atomic number, as several threads may handle signals at
-    /// once.
+    /// The time of the first signal, in nanoseconds since boot; 0 if there was none. The time is a single atomic number, because several
+    /// threads may handle signals at the same time.
     static FIRST_AT: AtomicU64 = AtomicU64::new(0);
-    /// Number of signals received from the parent process, and from others.
+    /// Number of signals received from the parent process, and from other processes.
     static CAME: [AtomicUsize; 2] = [const { AtomicUsize::new(0) }; 2];
     /// Number of signals that count as requests.
     static REQUESTS: AtomicUsize = AtomicUsize::new(0);
-    /// The signal that ends the process at once; 0 = none yet.
+    /// The signal that ends the process at once; 0 if there was none.
     static LAST: AtomicUsize = AtomicUsize::new(0);
 
-    /// Registers the handlers. The returned receiver disconnects once the first signal has been reported.
+    /// Registers the handlers. The returned receiver disconnects after the first signal has been reported.
     pub(super) fn register(window: Duration) -> Result<Receiver<()>, Error> {
         let (mut woken, wake) = UnixStream::pair()?;
         let launcher = std::os::unix::process::parent_id();
         for signal in [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|signal| !is_ignored(*signal)) {
             let window = window.as_nanos() as u64;
             let handle = move |about: &libc::siginfo_t| {
-                // SAFETY: the system fills in the sender's process number, or zero if there is no sender.
+                // SAFETY: the system fills in the sender's process id, or zero if there is no sender.
                 count(signal, unsafe { about.si_pid() } as u32 == launcher, window);
             };
-            // SAFETY: `count` reads the clock, changes atomics and may end the process, all of which are async-signal-safe.
+            // SAFETY: `count` reads the clock, changes atomics and may end the process. All of this is async-signal-safe.
             unsafe { signal_hook_registry::register_sigaction(signal, handle)? };
-            // After the handler above, so the woken thread sees its effects.
+            // The pipe is registered after the handler above, so that the woken thread sees the effects of the handler.
             low_level::pipe::register(signal, wake.try_clone()?)?;
         }
         let (teller, told) = channel();
@@ -95,7 +96,7 @@ mod unix {
                         low_level::exit(128 + last as i32)
                     }
                 }
-                // If another thread is still handling the first signal, it will wake this one again.
+                // If another thread is still handling the first signal, that thread will wake this thread again.
                 if RECEIVED.load(Ordering::SeqCst) != 0 {
                     teller.take().into_iter().for_each(tell);
                 }
@@ -104,9 +105,9 @@ mod unix {
         thread.map(|_| told).map_err(|why| Error::other(nibble_core::Error::not_started(why)))
     }
 
-    /// The handler. The first signal requests an end after the step; another one within the window is the same request; one after the
-    /// window, or a third one, requests an immediate end. The launcher forwards each signal that went to all processes once more: within
-    /// the window, forwarded signals are no new requests.
+    /// The handler. The first signal requests an end after the current step. Another signal within the window is the same request. A signal
+    /// after the window, or a third signal, requests an immediate end. The launcher forwards each signal that went to all processes once
+    /// more, so forwarded signals within the window are not new requests.
     fn count(signal: i32, is_of_launcher: bool, window: u64) {
         let now = now();
         let first_at = FIRST_AT.compare_exchange(0, now, Ordering::SeqCst, Ordering::SeqCst).err();
@@ -119,13 +120,13 @@ mod unix {
             // Signal numbers are small and positive.
             0 => RECEIVED.store(signal as usize, Ordering::SeqCst),
             1 if is_within => {}
-            // Requested again: the thread that removes unfinished files is stuck.
+            // If the request is repeated, the thread that removes unfinished files is stuck.
             _ if LAST.swap(signal as usize, Ordering::SeqCst) != 0 => low_level::exit(128 + signal),
             _ => {}
         }
     }
 
-    /// Reports the first signal from a thread of its own, at once: a handler must not print, and printing may wait for a reader.
+    /// Reports the first signal at once from a separate thread, because a handler must not print, and printing may wait for a reader.
     fn tell(teller: Sender<()>) {
         let line = move || {
             let name = nibble_command::error::signal_name(RECEIVED.load(Ordering::SeqCst));
@@ -135,22 +136,22 @@ mod unix {
             }
             drop(teller);
         };
-        // Without a thread the line is not printed, but the signal still counts.
+        // Without a thread, the line is not printed, but the signal still takes effect.
         let _ = Builder::new().name("signal line".into()).spawn(line);
     }
 
     /// Nanoseconds of the monotonic clock.
     fn now() -> u64 {
         let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-        // SAFETY: the system fills in what it is given; every Unix has this clock.
+        // SAFETY: the system fills in `time`; every Unix has this clock.
         unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut time) };
         time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
     }
 
-    /// Whether the process was started with a signal ignored: by `nohup`, or by `&` in a script.
+    /// Whether the process was started with a signal ignored, by `nohup` or by `&` in a script.
     pub fn is_ignored(signal: i32) -> bool {
         let mut action = std::mem::MaybeUninit::<libc::sigaction>::zeroed();
-        // SAFETY: a null pointer changes no action; zeros are a valid `sigaction`, and the system overwrites all of it.
+        // SAFETY: a null pointer changes no action. Zeros are a valid `sigaction`, and the system overwrites all of it.
         unsafe {
             let asked = libc::sigaction(signal, std::ptr::null(), action.as_mut_ptr());
             asked == 0 && action.assume_init().sa_sigaction == libc::SIG_IGN

@@ -1,10 +1,10 @@
-//! Products of a run that a GPU computes off its tensor cores, many times slower; reported before the run begins.
+//! Finds GEMMs of a run that a GPU would compute without tensor cores, many times slower. Such GEMMs are reported before the run starts.
 
 use nibble_core::Recipe;
 use nibble_train::config::Config;
 use nibble_train::plan::{OffTensorCores, off_tensor_cores};
 
-/// The products off the tensor cores, and why; empty if there are none.
+/// Descriptions of the GEMMs that miss the tensor cores, with the reasons; empty if there are none.
 pub fn missed(config: &Config, recipe: &Recipe) -> Vec<String> {
     match off_tensor_cores(config, recipe) {
         Ok(found) => found.iter().map(in_words).collect(),
@@ -27,7 +27,7 @@ mod tests {
         missed(&Config::load("s", &changes).unwrap(), recipe)
     }
 
-    /// Recipes that are shipped, and formats that no kernel reads, in all products.
+    /// Tests all built-in recipes, and recipes with formats that no kernel reads directly in all GEMMs.
     #[test]
     fn usual_sizes_are_all_on_the_tensor_cores() {
         for recipe in Recipe::all_names().filter(|name| *name != "f32") {
@@ -38,7 +38,7 @@ mod tests {
         }
     }
 
-    /// A recipe of one format in all products of linear layers and experts.
+    /// A recipe with one format in all GEMMs of linear layers and experts.
     fn everywhere(format: &str) -> Result<Recipe, Error> {
         let keys = ["fprop.x", "fprop.w", "dgrad.dy", "wgrad.dy", "wgrad.x"];
         let keys: String = keys.map(|key| format!("{key} = {{ format = \"{format}\" }}\n")).concat();
@@ -76,7 +76,7 @@ mod tests {
             told("bf16", &["model.head_dim=192", "model.value_head_dim=64"])
                 .contains("heads of 192 with values of 64")
         );
-        // All of a recipe in F32.
+        // All GEMMs of a recipe are F32.
         let all =
             off_tensor_cores(&Config::load("s", &[]).unwrap(), &Recipe::builtin("f32").unwrap()).unwrap();
         assert!((all.iter().map(|found| found.share).sum::<f64>() - 1.0).abs() < 0.2, "{all:?}");

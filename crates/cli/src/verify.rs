@@ -1,8 +1,8 @@
 //! `nibble verify`: checks every operation of this binary against its specification on this machine.
 //!
-//! With a Hopper GPU: the CUDA backend against the CPU, which is its specification. With `--cpu`: the CPU's vectorised
-//! and threaded code against its scalar specification on one thread. The cases are the conformance suite's: sizes of real
-//! models, uneven and empty groups, poisoned padding, values that are hard on number formats.
+//! With a Hopper GPU, it compares the CUDA backend with the CPU backend, which is the specification. With `--cpu`, it compares the CPU's
+//! vectorised, threaded code with the scalar specification on one thread. The cases are those of the conformance suite: sizes of real
+//! models, uneven and empty groups, poisoned padding, and values that are difficult for number formats.
 
 use nibble_command::env::Env;
 use nibble_command::error::{Error, Result};
@@ -56,7 +56,7 @@ pub struct Args {
 
 const MARK: Mark = Mark::Figures("nibble verify");
 
-/// CPU threads per job if `--jobs` is 0, and the most jobs.
+/// CPU threads per job if `--jobs` is 0; it also limits the number of jobs.
 const THREADS_A_JOB: usize = 2;
 const MOST_JOBS: usize = 16;
 
@@ -97,7 +97,7 @@ fn chosen<A, B>(tests: &[Test<A, B>], only: &[String]) -> Result<Vec<Test<A, B>>
     Ok(tests.iter().copied().filter(|(op, _)| wanted(op)).collect())
 }
 
-/// Runs the tests one after the other; the cases of each test run concurrently, on one pair per job. `pair` makes a pair of n threads.
+/// Runs the tests one after the other. The cases of each test run concurrently, on one pair per job. `pair` creates a pair with n threads.
 fn verify<A: Kernels, B: Kernels>(
     args: &Args,
     (threads, jobs): (usize, usize),
@@ -106,7 +106,7 @@ fn verify<A: Kernels, B: Kernels>(
     json: Option<Output>,
 ) -> Result<()> {
     let pairs = (0..jobs).map(|_| pair((threads / jobs).max(1))).collect::<Result<Vec<_>>>()?;
-    // Random elements are converted one matrix at a time, each on all threads.
+    // Random elements are converted one matrix at a time, and each matrix uses all threads.
     let pair = pair(threads)?;
     let cases = || pairs.iter().chain([&pair]).map(Pair::cases).sum::<usize>();
     say!("{}, against {}; jobs: {jobs}", pair.b.name(), pair.a.name());
@@ -147,17 +147,18 @@ fn verify<A: Kernels, B: Kernels>(
     if failed == 0 { Ok(()) } else { Err(Error::Failed(format!("{failed} of {count} operations differ"))) }
 }
 
-/// Runs one test on all pairs concurrently, each case on one pair. A pair whose case fails leaves the remaining cases to the other pairs.
-/// Returns the reports in the order in which they arrived, without duplicates: a device that fails under one pair fails under all.
+/// Runs one test on all pairs concurrently; each case runs on one pair. If a case fails, its pair leaves the remaining cases to the other
+/// pairs. Returns the reports in the order in which they arrived, without duplicates, because a device that fails in one pair fails in all
+/// pairs.
 ///
 /// # Errors
-/// If the system starts no thread.
+/// If the system cannot start a thread.
 fn at_once<A: Kernels, B: Kernels>(pairs: &[Pair<A, B>], test: fn(&Pair<A, B>)) -> Result<Option<String>> {
     let cases = Cases::default();
     let reports = Mutex::new(Vec::new());
     let run = &|pair: &Pair<A, B>| {
         let report = report_of(|| test(&pair.sharing(&cases)));
-        // Nothing panics under the lock.
+        // No code panics while it holds the lock.
         let mut reports = reports.lock().unwrap_or_else(PoisonError::into_inner);
         let is_new = report.as_ref().is_some_and(|report| !reports.contains(report));
         reports.extend(report.filter(|_| is_new));

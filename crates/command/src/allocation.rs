@@ -1,8 +1,8 @@
-//! Out-of-memory handling: an error that says what needed the memory, never a bare abort.
+//! Out-of-memory handling: the process ends with an error that says what needed the memory, instead of a bare abort.
 //!
-//! If a tensor's buffer gets no memory, its op returns an error that names the arena and the sizes that need the most. Any other
-//! refused allocation ends the process with an error: the current phase and the number of bytes. The program's
-//! allocator does that here, unless the caller is within `may_be_refused` of [`nibble_core::allocation`].
+//! If a tensor's buffer gets no memory, its op returns an error that names the arena and the largest sizes. Any other refused allocation
+//! ends the process with an error that states the current phase and the number of bytes. The allocator in this module does that, unless the
+//! caller is within `may_be_refused` of [`nibble_core::allocation`].
 
 use nibble_core::allocation::{takes_refusals, with_phase};
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -15,25 +15,25 @@ use std::sync::atomic::{AtomicBool, Ordering};
 #[derive(Debug)]
 pub struct Telling;
 
-// SAFETY: every method passes its arguments on to the system's allocator, and returns its result or does not return.
+// SAFETY: every method passes its arguments to the system's allocator, and returns its result or does not return.
 unsafe impl GlobalAlloc for Telling {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        // SAFETY: as the caller says.
+        // SAFETY: the caller guarantees the allocator's requirements.
         given(unsafe { System.alloc(layout) }, layout.size())
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        // SAFETY: as the caller says.
+        // SAFETY: the caller guarantees the allocator's requirements.
         given(unsafe { System.alloc_zeroed(layout) }, layout.size())
     }
 
     unsafe fn realloc(&self, memory: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        // SAFETY: as the caller says.
+        // SAFETY: the caller guarantees the allocator's requirements.
         given(unsafe { System.realloc(memory, layout, size) }, size)
     }
 
     unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
-        // SAFETY: as the caller says.
+        // SAFETY: the caller guarantees the allocator's requirements.
         unsafe { System.dealloc(memory, layout) }
     }
 }
@@ -51,18 +51,18 @@ fn refused(bytes: usize) -> ! {
     end(|to, phase| write!(to, "out of memory: {phase}: the system refused this process {bytes} bytes"))
 }
 
-/// Ends the process after a refusal from which it cannot recover. Allocates nothing, and removes unfinished files.
+/// Ends the process after an error from which it cannot recover. This function allocates nothing, and removes unfinished files.
 pub(crate) fn end(why: impl FnOnce(&mut &mut [u8], &str) -> std::io::Result<()>) -> ! {
     static ENDS: AtomicBool = AtomicBool::new(false);
     thread_local! {
         static ENDS_HERE: Cell<bool> = const { Cell::new(false) };
     }
     if ENDS_HERE.replace(true) {
-        // Removing a file with a long name allocates.
+        // The removal of a file with a long name allocates.
         exit();
     }
     if ENDS.swap(true, Ordering::Relaxed) {
-        // Another thread is about to end the process.
+        // Another thread is already ending the process.
         loop {
             std::thread::yield_now();
         }
@@ -81,8 +81,7 @@ pub(crate) fn end(why: impl FnOnce(&mut &mut [u8], &str) -> std::io::Result<()>)
     exit()
 }
 
-/// From now on, an abort also ends the process with an error and exit code 1: libc aborts when it finds no memory for a thread's
-/// data.
+/// Makes an abort end the process with an error and exit code 1 from now on, because libc aborts if it finds no memory for a thread's data.
 pub fn tell_aborts() {
     #[cfg(unix)]
     {
@@ -92,7 +91,7 @@ pub fn tell_aborts() {
             })
         }
         let handler: extern "C" fn(libc::c_int) = aborted;
-        // SAFETY: the handler allocates nothing, waits for nothing, and does not return.
+        // SAFETY: the handler does not allocate, wait or return.
         unsafe { libc::signal(libc::SIGABRT, handler as libc::sighandler_t) };
     }
 }
@@ -109,7 +108,7 @@ pub(crate) fn leave_aborts() {
 
 #[cfg(unix)]
 fn write_aside(text: &[u8]) {
-    // SAFETY: reads `text.len()` bytes of a slice. (The standard library's handle may be locked by this very thread.)
+    // SAFETY: the call reads `text.len()` bytes of a slice. (The standard library's handle may be locked by this very thread.)
     unsafe { libc::write(libc::STDERR_FILENO, text.as_ptr().cast(), text.len()) };
 }
 
@@ -120,7 +119,7 @@ fn write_aside(text: &[u8]) {
 
 #[cfg(unix)]
 fn exit() -> ! {
-    // SAFETY: ends the process. Exit handlers are skipped, as they may allocate or wait for this thread.
+    // SAFETY: the call ends the process. Exit handlers are skipped, because they may allocate or wait for this thread.
     unsafe { libc::_exit(1) }
 }
 

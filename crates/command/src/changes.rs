@@ -1,8 +1,8 @@
-//! Overrides of a configuration from the command line.
+//! Options on the command line that override keys of a configuration.
 
 use nibble_train::config::DeviceChoice;
 
-/// The options `--set`, `--recipe` and `--device`, which override a configuration.
+/// `--set`, and the options for two keys.
 #[derive(Debug, clap::Args)]
 pub struct Changes {
     /// Sets a configuration key. This option may be repeated.
@@ -17,7 +17,7 @@ pub struct Changes {
 }
 
 impl Changes {
-    /// All of them as overrides; keys with their own options come last.
+    /// All of these options as overrides; options for single keys come last.
     pub fn overrides(self) -> Vec<String> {
         let mut overrides = self.overrides;
         overrides.extend(self.recipe.map(|name| format!("recipe={name}")));
@@ -25,7 +25,7 @@ impl Changes {
     }
 }
 
-/// `--device`, short for `--set run.device=...`.
+/// The option `--device`, which is short for `--set run.device=...`.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct DeviceArg {
     /// Device: cpu, cuda, cuda:N, or auto (one Hopper GPU per rank if enough GPUs are usable, otherwise
@@ -35,14 +35,14 @@ pub struct DeviceArg {
 }
 
 impl DeviceArg {
-    /// Appends this override to `overrides`.
+    /// Appends the override of this option to `overrides`.
     pub fn after(&self, mut overrides: Vec<String>) -> Vec<String> {
         overrides.extend(self.device.map(|device| format!("run.device={device}")));
         overrides
     }
 }
 
-/// The value of a key by the last override that sets it.
+/// The value that the last override of a key sets.
 pub fn set_to<'o>(overrides: &'o [String], key: &str) -> Option<&'o str> {
     let value =
         |set: &'o String| set.split_once('=').filter(|(name, _)| name.trim() == key).map(|(_, value)| value);

@@ -1,12 +1,11 @@
-//! Printed lines and number formatting. Lines go through `say!` and `warn!`, which never panic, and escape control
-//! characters.
+//! Printed lines and number formatting. Code prints lines with `say!` and `warn!`, which never panic, and which escape control characters.
 
 use crate::error::{Error, Result};
 use nibble_core::{readable, visible};
 use std::io::{ErrorKind, Write};
 use std::sync::OnceLock;
 
-/// The first error of writing a line.
+/// The first error that occurred when a line was written.
 static LOST: OnceLock<std::io::Error> = OnceLock::new();
 
 /// Prints a line to standard output, as [`line()`] does.
@@ -21,14 +20,15 @@ macro_rules! warn {
     ($($arg:tt)*) => { $crate::console::aside(format_args!($($arg)*)) };
 }
 
-/// Prints a line with control characters escaped. If writing fails, the command continues, and
-/// [`require_said`] reports the error at its end.
+/// Prints a line with control characters escaped. If the write fails, the command continues, and [`require_said`] reports the error when
+/// the command ends.
 pub fn line(text: std::fmt::Arguments<'_>) {
     let text = visible(format_args!("{text}\n"));
     keep(std::io::stdout().write_all(text.as_bytes()));
 }
 
-/// Prints a line to standard error likewise; very long names, which may come from files, are cut. Write errors are ignored.
+/// Prints a line to standard error with control characters escaped. Very long names, which may come from files, are cut. Write errors are
+/// ignored.
 pub fn aside(text: std::fmt::Arguments<'_>) {
     let text = visible(format_args!("{}\n", readable(&text.to_string())));
     let _ = std::io::stderr().write_all(text.as_bytes());
@@ -41,10 +41,10 @@ pub fn keep(written: std::io::Result<()>) {
     }
 }
 
-/// Checks that every line was written. A closed pipe (`nibble recipe | head -1`) is no error.
+/// Checks that every line was written. A closed pipe (`nibble recipe | head -1`) is not an error.
 ///
 /// # Errors
-/// From the system, for example on a full disk.
+/// The error of the system, for example on a full disk.
 pub fn require_said() -> Result<()> {
     match LOST.get() {
         Some(error) if error.kind() != ErrorKind::BrokenPipe => {
@@ -54,7 +54,8 @@ pub fn require_said() -> Result<()> {
     }
 }
 
-/// Escapes a stream of text bytes for a terminal: a character is shown once it is complete, and control characters are escaped.
+/// Escapes a stream of text bytes for a terminal: a character is printed after all of its bytes have arrived, and control characters are
+/// escaped.
 #[derive(Debug, Default)]
 pub struct Shown {
     /// The first bytes of an incomplete character.
@@ -62,7 +63,7 @@ pub struct Shown {
 }
 
 impl Shown {
-    /// Adds bytes; returns the text completed by them. A byte that belongs to no character is shown as `\x9b`.
+    /// Adds bytes, and returns the text that they complete. A byte that belongs to no character is printed as `\x9b`.
     pub fn next(&mut self, bytes: &[u8]) -> String {
         self.begun.extend_from_slice(bytes);
         let all = std::mem::take(&mut self.begun);
@@ -85,7 +86,7 @@ impl Shown {
     }
 }
 
-/// 1234567 → `1,234,567`.
+/// Formats 1234567 as `1,234,567`.
 pub fn thousands(n: u64) -> String {
     let digits = n.to_string();
     let mut out = String::with_capacity(digits.len() + digits.len() / 3);
@@ -98,7 +99,7 @@ pub fn thousands(n: u64) -> String {
     out
 }
 
-/// 3 670 016 → `3.5 MiB`.
+/// Formats 3 670 016 as `3.5 MiB`.
 pub fn bytes(n: u64) -> String {
     let units = ["B", "KiB", "MiB", "GiB", "TiB"];
     let power = (0..units.len() - 1).take_while(|p| n >> (10 * (p + 1)) > 0).count();
@@ -108,7 +109,7 @@ pub fn bytes(n: u64) -> String {
     format!("{:.1} {}", n as f64 / (1u64 << (10 * power)) as f64, units[power])
 }
 
-/// Nats as bits.
+/// Converts nats to bits.
 pub fn bits(nats: f64) -> f64 {
     nats / std::f64::consts::LN_2
 }

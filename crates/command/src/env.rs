@@ -1,5 +1,5 @@
-//! The environment variables of the command and of the CPU, and a list of all. Those of the GPU are read only in
-//! [`nibble_cuda::env`].
+//! The environment variables of the command and of the CPU backend, and a list of all variables. Only [`nibble_cuda::env`] reads the
+//! variables of the GPU backend.
 
 use crate::error::{Error, Result};
 use nibble_core::Result as CoreResult;
@@ -9,19 +9,19 @@ use nibble_train::config::MOST_THREADS;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// Prefix of all variables.
+/// Prefix of all environment variables.
 const PREFIX: &str = "NIBBLE_";
 const THREADS: &str = "NIBBLE_THREADS";
 const ISA: &str = "NIBBLE_ISA";
-/// Rank of a process that `nibble launch` started.
+/// The rank of a process that `nibble launch` started.
 pub const RANK: &str = "NIBBLE_RANK";
-/// Number of processes that it started, on all hosts.
+/// Number of processes that `nibble launch` started on all hosts.
 pub const WORLD_SIZE: &str = "NIBBLE_WORLD_SIZE";
-/// Rank among the processes of the host.
+/// The process's rank among the processes of its host.
 pub const LOCAL_RANK: &str = "NIBBLE_LOCAL_RANK";
 /// Number of processes on the host.
 pub const LOCAL_WORLD_SIZE: &str = "NIBBLE_LOCAL_WORLD_SIZE";
-/// HOST:PORT where ranks meet.
+/// The address HOST:PORT where ranks connect.
 pub const RENDEZVOUS: &str = "NIBBLE_RENDEZVOUS";
 /// The secret that authenticates ranks.
 pub const SECRET: &str = "NIBBLE_SECRET";
@@ -33,14 +33,14 @@ pub const DEADLINE: &str = "NIBBLE_DEADLINE";
 pub const JOIN_DEADLINE: &str = "NIBBLE_JOIN_DEADLINE";
 /// Seconds within which rows from other GPUs must arrive.
 pub const EXCHANGE_DEADLINE: &str = "NIBBLE_EXCHANGE_DEADLINE";
-/// The folder of `nibble launch` for its ranks' status and errors.
+/// The folder in which `nibble launch` stores its ranks' status and errors.
 pub const LAUNCH_DIR: &str = "NIBBLE_LAUNCH_DIR";
 /// Faults to inject, in test builds.
 pub const FAULT: &str = "NIBBLE_FAULT";
 #[cfg(debug_assertions)]
 const SIGNAL_WINDOW: &str = "NIBBLE_SIGNAL_WINDOW";
 
-/// Name and meaning of each of these.
+/// Name and meaning of each of these variables.
 const VARIABLES: &[(&str, &str)] = &[
     (THREADS, "worker threads if the configuration has run.threads = 0; 0 or unset: one per core"),
     (ISA, "instruction set: portable, avx2, avx512, avx512bf16, or scalar (the specification)"),
@@ -73,7 +73,7 @@ const VARIABLES: &[(&str, &str)] = &[
     (SIGNAL_WINDOW, "test builds only: seconds within which a second signal counts as the first one's echo"),
 ];
 
-/// The names of the instruction sets, and the scalar specification.
+/// The names of the instruction sets, and of the scalar specification.
 const CODE: [(&str, Isa, CodePath); 5] = [
     ("portable", Isa::Portable, CodePath::Simd),
     ("avx2", Isa::Avx2, CodePath::Simd),
@@ -94,7 +94,7 @@ impl Env {
     /// Reads the variables.
     ///
     /// # Errors
-    /// An invalid value, or an instruction set that this machine lacks.
+    /// An error for an invalid value, or for an instruction set that this machine lacks.
     pub fn read() -> Result<Self> {
         let threads = match std::env::var(THREADS) {
             Err(_) => 0,
@@ -110,13 +110,13 @@ impl Env {
         Ok(Self { threads, isa, path })
     }
 
-    /// Worker threads over all ranks: `configured`, or if that is 0 the environment's.
+    /// Number of worker threads over all ranks: `configured`, or the environment's number if `configured` is 0.
     pub fn threads(&self, configured: usize) -> usize {
         let cores = || std::thread::available_parallelism().map_or(1, usize::from);
         [configured, self.threads].into_iter().find(|n| *n > 0).unwrap_or_else(cores)
     }
 
-    /// A CPU backend of `threads` threads.
+    /// A CPU backend with `threads` threads.
     pub fn cpu(&self, threads: usize) -> CoreResult<Cpu> {
         Cpu::with(threads, self.isa, self.path)
     }
@@ -134,35 +134,35 @@ fn code_by_name(name: &str) -> Result<(Isa, CodePath)> {
     Ok((isa, path))
 }
 
-/// The values of the instruction set's variable that work on this machine.
+/// The values of the instruction set's variable that are valid on this machine.
 pub fn supported() -> Vec<&'static str> {
     CODE.into_iter().filter(|(_, isa, _)| isa.is_supported()).map(|(name, ..)| name).collect()
 }
 
-/// Name and meaning of every variable, the GPU's too.
+/// Name and meaning of all variables, including those of the GPU backend.
 pub fn all() -> impl Iterator<Item = (&'static str, &'static str)> {
     VARIABLES.iter().copied().chain(nibble_cuda::env::HELP.iter().copied())
 }
 
-/// A variable of this process; `None` if it is not set. [`require_text`] has refused values that are not Unicode.
+/// The value of an environment variable; `None` if it is not set. [`require_text`] has already refused values that are not Unicode.
 #[must_use]
 pub fn var(name: &str) -> Option<String> {
     std::env::var(name).ok()
 }
 
-/// Refuses the first of Nibble's text variables that is not UTF-8.
+/// Refuses Nibble's text variables that are not UTF-8; the error names the first of them.
 ///
 /// # Errors
-/// [`Error::Usage`] naming it.
+/// [`Error::Usage`] that names the variable.
 pub fn require_text() -> Result<()> {
     let own = VARIABLES.iter().map(|(name, _)| *name).filter(|name| !IN_ANY_BYTES.contains(name));
     require_text_of(own)
 }
 
-/// Refuses the first of these variables that is not UTF-8.
+/// Refuses variables among `names` that are not UTF-8; the error names the first of them.
 ///
 /// # Errors
-/// [`Error::Usage`] naming it.
+/// [`Error::Usage`] that names the variable.
 pub(crate) fn require_text_of(names: impl IntoIterator<Item = &'static str>) -> Result<()> {
     let is_no_text = |name: &&str| matches!(std::env::var(name), Err(std::env::VarError::NotUnicode(_)));
     match names.into_iter().find(is_no_text) {
@@ -187,7 +187,7 @@ pub(crate) fn path(name: &str) -> Option<PathBuf> {
     std::env::var_os(name).map(PathBuf::from)
 }
 
-/// A variable's value for printing; for a secret, only that it is set.
+/// A variable's value for printing. For a secret, the text only says that it is set.
 #[must_use]
 pub fn shown(name: &str) -> String {
     match std::env::var_os(name) {
@@ -201,7 +201,7 @@ pub fn shown(name: &str) -> String {
 /// debug assertions have no faults.
 ///
 /// # Errors
-/// An unknown fault.
+/// An error for an unknown fault.
 #[cfg(debug_assertions)]
 pub fn arm_faults(rank: usize) -> Result<()> {
     use nibble_train::fault;
@@ -214,7 +214,8 @@ pub fn arm_faults(rank: usize) -> Result<()> {
     Ok(())
 }
 
-/// Time after a signal within which a second one is the same request, sent to the process and to its group.
+/// Time after a signal within which a second signal counts as the same request, because a request may be sent both to the process and to
+/// its group.
 #[must_use]
 pub fn signal_window() -> Duration {
     const WINDOW: Duration = Duration::from_secs(3);
@@ -225,12 +226,12 @@ pub fn signal_window() -> Duration {
     WINDOW
 }
 
-/// One line a variable.
+/// The help text, with one line per variable.
 pub fn help() -> String {
     all().map(|(name, meaning)| format!("  {name:<23} {meaning}\n")).collect()
 }
 
-/// A warning for each variable that is set, has Nibble's prefix, and is unknown.
+/// A warning for each variable that is set and has Nibble's prefix, but is unknown.
 pub fn unknown() -> Vec<String> {
     let names = std::env::vars_os().map(|(name, _)| name.to_string_lossy().into_owned());
     let known = |n: &String| all().any(|(known, _)| known == n);

@@ -1,7 +1,7 @@
-//! Errors of commands: a message, and an exit code.
+//! The errors of commands: each has a message and an exit code.
 //!
-//! Exit codes: 0 done, 1 the run failed, 2 the request cannot be carried out as given; 130, 143 and 129 a run stopped by SIGINT, SIGTERM
-//! or SIGHUP. Libraries know no exit codes.
+//! The exit code is 0 for success, 1 if the run failed, and 2 if the request cannot be carried out as given. The exit code is 130, 143 or
+//! 129 if SIGINT, SIGTERM or SIGHUP stopped the run. Library crates do not use exit codes.
 
 use crate::allocation;
 use std::fmt;
@@ -9,36 +9,36 @@ use std::io::Write;
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::{Mutex, PoisonError};
 
-/// Result of a command.
+/// The result of a command.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why a command did not succeed.
+/// The reason why a command did not succeed.
 #[derive(Debug)]
 pub enum Error {
     /// The request cannot be carried out as given: exit code 2.
     Usage(String),
     /// The run failed: exit code 1.
     Failed(String),
-    /// A consequence of another rank's failure: exit code 1; not reported if the cause is known.
+    /// The error is a consequence of another rank's failure: exit code 1. This error is not reported if the cause is known.
     Echo(String),
-    /// A signal stopped the run, which has reported it: exit code 128 + signal.
+    /// A signal stopped the run, which has already reported it: exit code 128 + signal.
     Stopped(usize),
-    /// Another process reports the error: this exit code.
+    /// Another process reports the error; this process only ends with this exit code.
     Told(u8),
 }
 
 impl Error {
-    /// The user's mistake.
+    /// An error that the user can correct.
     pub fn usage(message: impl fmt::Display) -> Self {
         Self::Usage(message.to_string())
     }
 
-    /// A failure to read or write `path`.
+    /// An error of reading or writing `path`.
     pub fn io(path: &std::path::Path) -> impl FnOnce(std::io::Error) -> Self + '_ {
         move |source| nibble_train::Error::Io { path: path.to_owned(), source }.into()
     }
 
-    /// Exit code of the process.
+    /// The exit code of the process.
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Usage(_) => 2,
@@ -85,10 +85,10 @@ impl From<nibble_core::Error> for Error {
     }
 }
 
-/// The first panic of the process: message and place.
+/// Message and source position of the first panic in the process.
 static PANIC: Mutex<Option<String>> = Mutex::new(None);
 
-/// From now on, stores the first panic's message instead of printing it.
+/// Makes panics store the first panic's message from now on, instead of printing it.
 pub fn keep_panics() {
     panic::set_hook(Box::new(|info| {
         let payload = info.payload();
@@ -103,12 +103,12 @@ pub fn keep_panics() {
     }));
 }
 
-/// Runs a command. A panic, which only a defect of Nibble can cause, becomes an error.
+/// Runs a command. A panic, which only a bug of Nibble can cause, becomes an error.
 pub fn catch(command: impl FnOnce() -> Result<()>) -> Result<()> {
     panic::catch_unwind(AssertUnwindSafe(command)).unwrap_or_else(|_| Err(panicked()))
 }
 
-/// Whether this is the standard library's panic of a new thread without memory for its signal stack, which cannot unwind.
+/// Whether this is the standard library's panic that occurs if a new thread gets no memory for its signal stack. The panic cannot unwind.
 fn is_refused_thread(message: &str) -> bool {
     ["failed to allocate an alternative stack", "failed to set up alternative stack"]
         .iter()

@@ -1,12 +1,12 @@
-//! The GPU of a command that needs one.
+//! Opens the GPU for a command that needs a GPU.
 
 use crate::error::{Error, Result};
 use nibble_cuda::{Cuda, probe};
 
-/// Opens the first GPU that supports the kernels, if they can be compiled.
+/// Opens the first GPU that supports the kernels, after checking that kernels can be compiled.
 ///
 /// # Errors
-/// A usage error that says what was found, if there is no such GPU; `otherwise` says what to do without one.
+/// A usage error if there is no such GPU; it says what was found. `otherwise` says what to do without a GPU.
 pub fn open(otherwise: &str) -> Result<Cuda> {
     match probe().usable().next().filter(|_| probe().nvrtc.is_ok()) {
         Some(gpu) => Ok(Cuda::new(gpu.ordinal)?),

@@ -1,10 +1,10 @@
-//! Ranks as processes: a rank joins the others, computes with them, and ends with them.
+//! Ranks as processes: a rank connects to the other ranks, computes with them, and ends with them.
 //!
-//! All ranks are clients of one hub, which runs in the process of `nibble launch`, or under another launcher in rank 0's process. One
-//! process prints the run's error: the launcher, or else rank 0, or rank 1 if the hub was lost with rank 0.
+//! All ranks are clients of one hub. The hub runs in the process of `nibble launch`, or with another launcher in rank 0's process. One
+//! process prints the run's error: the launcher; otherwise rank 0; or rank 1 if the hub was lost together with rank 0.
 //!
-//! Under `nibble launch` each rank keeps a small file with its step and phase up to date. The file survives a SIGKILL, so the message
-//! says where the kill struck, and not where the rank was at its last heartbeat.
+//! With `nibble launch`, each rank keeps its step and phase up to date in a small file. The file survives a SIGKILL, so the error message
+//! states where the rank was when it was killed, instead of at its last heartbeat.
 
 use crate::changes;
 use crate::env;
@@ -24,19 +24,19 @@ use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 /// A process that is one rank of several.
 #[derive(Debug)]
 pub struct Process {
-    /// Its launcher and rank.
+    /// The launcher and rank of the process.
     pub launched: Launched,
     secret: Secret,
     limits: Limits,
 }
 
-/// This process as a rank, once that is known.
+/// This process as a rank; set by [`begin`](RendezvousArg::begin).
 static THIS: OnceLock<Option<Process>> = OnceLock::new();
 
-/// This rank's connection to the hub, while it has one.
+/// This rank's connection to the hub, while the connection exists.
 static CLIENT: RwLock<Option<Client>> = RwLock::new(None);
 
-/// The option for the address at which the ranks of a run connect.
+/// The option that sets where the ranks of a run connect.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct RendezvousArg {
     /// Address HOST:PORT on rank 0's host to which the processes of a run connect. This option is needed with mpirun, which sets no such
@@ -46,10 +46,10 @@ pub struct RendezvousArg {
 }
 
 impl RendezvousArg {
-    /// Determines whether this process is one rank of several. Must be called before anything else.
+    /// Determines whether this process is one rank of several. This method must be called before any other function of this module.
     ///
     /// # Errors
-    /// [`Error::Usage`] for environment variables that do not fit together, and for ranks without a secret.
+    /// [`Error::Usage`] for inconsistent environment variables, and for ranks without a secret.
     pub fn begin(&self) -> Result<Option<&'static Process>> {
         launcher_is_there();
         env::require_text_of(launched::variables())?;
@@ -61,21 +61,21 @@ impl RendezvousArg {
     }
 }
 
-/// This process as a rank of several; `None` if it is alone, or before [`begin`](RendezvousArg::begin).
+/// This process as a rank of several; `None` if it is the only one, or before [`begin`](RendezvousArg::begin).
 pub fn this() -> Option<&'static Process> {
     THIS.get().and_then(Option::as_ref)
 }
 
-/// Whether this process prints for all ranks: it is alone, or rank 0.
+/// Whether this process prints for all ranks, because it is the only one or is rank 0.
 pub fn is_first() -> bool {
     rank() == 0
 }
 
-/// This process's rank; 0 if it is alone.
+/// This process's rank; 0 if it is the only process.
 pub fn rank() -> usize {
     match THIS.get() {
         Some(process) => process.as_ref().map_or(0, |process| process.launched.rank),
-        // Invalid variables are reported by `begin`.
+        // `begin` reports invalid variables.
         None => launched::rank(env::var),
     }
 }
@@ -85,7 +85,7 @@ impl Process {
         let text = launched::secret(env::var, launched::read_secret)?;
         let mut text = text.ok_or_else(|| launched::missing_secret(&launched))?;
         if let Meeting::First { ports, .. } = &launched.meeting {
-            // The ports follow from the run, so another run with the same secret gets a different derived secret.
+            // The ports are derived from the run, so another run with the same secret gets a different derived secret.
             text += &format!(" {ports:?}");
         }
         let secret = Secret::from_text(&text);
@@ -108,14 +108,14 @@ impl Process {
         }
     }
 
-    /// Divides a run that had another number of ranks among these. The number of replicas becomes its greatest common divisor with the
-    /// ranks, so whatever it divided before, it still divides.
+    /// Divides a run that had another number of ranks among these ranks. The new number of replicas is the greatest common divisor of the
+    /// old number and the number of ranks, so that it divides everything that the old number divided.
     pub fn divide(&self, run: &mut RunConfig) {
         run.ranks = self.launched.world;
         run.dp = common_divisor(run.dp, run.ranks);
     }
 
-    /// Starts the hub if this process hosts it; also returns the addresses at which the hub may be.
+    /// Starts the hub if this process hosts it. Also returns the addresses at which the hub may listen.
     fn meet(&self) -> Result<(Option<Hub>, Vec<String>)> {
         let (host, ports) = match &self.launched.meeting {
             Meeting::At(address) => return Ok((None, vec![address.clone()])),
@@ -143,7 +143,7 @@ impl Process {
                 }
             }
         }
-        // There is a port, or an error.
+        // `taken` has an error, because the list has at least one port and none was free.
         let why = taken.map_or_else(String::new, |why| format!(": {why}"));
         let tried = ports.iter().map(u16::to_string).collect::<Vec<_>>().join(", ");
         Err(Error::usage(format!(
@@ -152,11 +152,11 @@ impl Process {
         )))
     }
 
-    /// Runs `body` as this rank. `agreed`: lines of TOML that must be equal on all ranks before they begin; other
-    /// agreements are checked where they are needed.
+    /// Runs `body` as this rank. `agreed` holds lines of TOML that must be equal on all ranks before they start; other settings are
+    /// compared where they are needed.
     ///
     /// # Errors
-    /// The error that ends the run, from any rank; [`Error::Told`] if another process prints it.
+    /// The error that ends the run, from any rank; [`Error::Told`] if another process prints the error.
     pub fn run<T>(
         &'static self,
         run: &RunConfig,
@@ -192,7 +192,7 @@ impl Process {
         };
         drop(axes);
         if let Some(hub) = hub {
-            // The other ranks still need the hub, to leave or to hear why the run ends. This rank has the same outcome.
+            // The other ranks still need the hub, either to leave or to learn why the run ends. The outcome for this rank is already known.
             let _ = hub.wait();
         }
         done
@@ -211,7 +211,7 @@ impl Process {
         let is_heard = client.fail(&error.to_string(), matches!(error, Error::Usage(_)));
         match client.failure() {
             Some(failure) => Err(match (self.told(&failure, is_heard), error) {
-                // Its own error has its own exit code.
+                // An error of this rank determines this rank's exit code.
                 (Error::Told(_), Error::Usage(_)) => Error::Told(2),
                 (Error::Failed(told), Error::Usage(_)) => Error::Usage(told),
                 (told, _) => told,
@@ -220,14 +220,14 @@ impl Process {
         }
     }
 
-    /// This process's error for the run's failure: printed here, or by another process.
+    /// This process's error for the run's failure, which is printed here or by another process.
     fn told(&self, failure: &Failure, hub_is_there: bool) -> Error {
         let speaker = match (self.launched.launcher, hub_is_there) {
             (Launcher::Nibble, true) => None,
-            // This rank has lost its connection and reports that to the launcher itself.
+            // This rank has lost its connection, and reports the loss to the launcher itself.
             (Launcher::Nibble, false) if launcher_is_there() => Some(self.launched.rank),
             (Launcher::Nibble, false) | (_, true) => Some(0),
-            // The hub was in the first rank's process.
+            // The hub was in rank 0's process, so rank 1 prints.
             (_, false) => Some(1),
         };
         let is_user_error = failure.is_user_error;
@@ -239,23 +239,23 @@ impl Process {
     }
 }
 
-/// The file in the launcher's folder with a rank's last error.
+/// Name of the file in the launcher's folder for a rank's last error.
 pub fn word_of(rank: usize) -> String {
     format!("rank-{rank}")
 }
 
-/// The file in the launcher's folder with a rank's status.
+/// Name of the file in the launcher's folder for a rank's status.
 pub fn status_of(rank: usize) -> String {
     format!("status-{rank}")
 }
 
-/// The file in the launcher's folder in which rank 0 leaves the run's folder.
+/// Name of the file in the launcher's folder in which rank 0 writes the path of the run's folder.
 pub const RUN: &str = "run";
 
-/// The parent process.
+/// The process id of the parent.
 static PARENT: OnceLock<u32> = OnceLock::new();
 
-/// Whether the original parent still exists; otherwise another process has become the parent.
+/// Whether the original parent process still exists. If the original parent has ended, another process has become the parent.
 fn launcher_is_there() -> bool {
     let parent = parent();
     *PARENT.get_or_init(|| parent) == parent
@@ -271,7 +271,7 @@ fn parent() -> u32 {
     0
 }
 
-/// Writes a text to this file in the folder of `nibble launch`, if that started this process and still exists.
+/// Writes a text to this file in the folder of `nibble launch`, if `nibble launch` started this process and still exists.
 fn leave(file: &str, text: &str) -> bool {
     if !launcher_is_there() {
         return false;
@@ -280,13 +280,13 @@ fn leave(file: &str, text: &str) -> bool {
     dir.is_some_and(|dir| std::fs::write(dir.join(file), text).is_ok())
 }
 
-/// Leaves this rank's error for `nibble launch` to print. False if there is no launcher to print it.
+/// Writes this rank's error to a file, which `nibble launch` prints. False if there is no launcher to print it.
 fn leave_word(text: &str) -> bool {
     leave(&word_of(rank()), text)
 }
 
 impl Error {
-    /// Reports the error, unless that is done: on standard error, or to the launcher, which prints the errors of all ranks.
+    /// Reports the error, unless it has been reported: on standard error, or to the launcher, which prints the errors of all ranks.
     pub fn tell(&self) {
         if !matches!(self, Self::Stopped(_) | Self::Told(_)) && !leave_word(&self.to_string()) {
             warn!("error: {self}");
@@ -294,7 +294,7 @@ impl Error {
     }
 }
 
-/// Tells `nibble launch` the run's folder, so a restart resumes that run.
+/// Tells `nibble launch` the run's folder, so that a restart resumes that run.
 pub fn leave_run(dir: &str) {
     leave(RUN, dir);
 }
@@ -307,10 +307,10 @@ fn common_divisor(a: usize, b: usize) -> usize {
     if b == 0 { a } else { common_divisor(b, a % b) }
 }
 
-/// Ends this process at once, without exit handlers, which may wait for other threads.
+/// Ends this process at once. Exit handlers are skipped, because they may wait for other threads.
 fn exit_now(code: u8) -> ! {
     #[cfg(unix)]
-    // SAFETY: ends the process.
+    // SAFETY: the call ends the process.
     unsafe {
         libc::_exit(code.into())
     }
@@ -318,7 +318,7 @@ fn exit_now(code: u8) -> ! {
     std::process::exit(code.into())
 }
 
-/// The status of this process.
+/// The current step and phase of this process.
 fn status() -> Status {
     let phase = allocation::with_phase(|text, part| if part.is_empty() { text } else { part }.to_owned());
     Status { step: allocation::step(), phase }
@@ -327,7 +327,7 @@ fn status() -> Status {
 /// The name of this host.
 pub fn host() -> String {
     let mut name = [0u8; 256];
-    // SAFETY: the system writes at most the given number of bytes, and the last byte stays the terminating zero.
+    // SAFETY: the system writes at most the given number of bytes, and the last byte remains the terminating zero.
     #[cfg(unix)]
     unsafe {
         libc::gethostname(name.as_mut_ptr().cast(), name.len() - 1)
@@ -339,7 +339,7 @@ pub fn host() -> String {
 /// The status file of this process, which `nibble launch` can read even after a kill.
 static STATUS: OnceLock<File> = OnceLock::new();
 
-/// From now on, this process keeps its status file up to date.
+/// Starts to keep this process's status file up to date.
 fn leave_status() {
     let dir = env::path(env::LAUNCH_DIR);
     let file = dir.and_then(|dir| File::create(dir.join(status_of(rank()))).ok());
@@ -349,7 +349,7 @@ fn leave_status() {
     }
 }
 
-/// Overwrites the status file by one write of a fixed length, so it is never torn.
+/// Overwrites the status file in one write of a fixed length, so that a reader never sees a partial status.
 fn write_status() {
     const BYTES: usize = 320;
     let Status { step, phase } = status();
@@ -362,7 +362,7 @@ fn write_status() {
     }
 }
 
-/// The last status of a rank, by its status file.
+/// Parses the last status of a rank from the text of its status file.
 pub fn left_status(text: &str) -> Option<Status> {
     let (step, phase) = text.split_once('\n')?;
     Some(Status { step: step.parse().ok(), phase: phase.trim_end().to_owned() })
@@ -381,7 +381,7 @@ fn disconnect() {
     with_client(Client::disconnect);
 }
 
-/// The link over which this rank sends rows to others, through the hub.
+/// The link through which this rank sends rows to other ranks, through the hub.
 #[derive(Debug)]
 struct Wire;
 
@@ -397,17 +397,17 @@ impl Link for Wire {
     }
 
     fn fail(&self, why: &str) {
-        // Whether it is a usage error is known only where the rank ends, by its exit code.
+        // Whether the error is a usage error is known only when the rank ends, from its exit code.
         with_client(|client| {
             client.fail(why, false);
         });
     }
 
-    /// Nothing to do: the rank leaves the hub after its work, when there is nothing more to send.
+    /// `leave` does nothing, because the rank leaves the hub only after all of its work.
     fn leave(&self) {}
 }
 
-/// Receives what the hub tells this rank.
+/// Receives the hub's messages for this rank.
 struct Hearing {
     arrivals: Arrivals,
     process: &'static Process,
@@ -433,7 +433,7 @@ impl Ears for Hearing {
         self.arrivals.failed(&failure.to_string());
     }
 
-    /// This rank is stuck: its current work takes longer than the others may wait.
+    /// Called if this rank is stuck: its current work takes longer than the time that the other ranks wait.
     fn overdue(&self, failure: &Failure) {
         let error = self.process.told(failure, true);
         error.tell();
@@ -480,7 +480,7 @@ mod tests {
             (0..4).filter(told).collect()
         };
         assert_eq!(speakers(Launcher::Nibble, true), [0; 0]);
-        // Each has lost its own connection.
+        // Each rank has lost its own connection.
         assert_eq!(speakers(Launcher::Nibble, false), [0, 1, 2, 3]);
         assert_eq!(speakers(Launcher::Torchrun, true), [0]);
         assert_eq!(speakers(Launcher::Slurm, false), [1]);

@@ -1,4 +1,4 @@
-//! Runs a layer of each kind under a recipe, and records its conversions.
+//! Runs a layer of each kind with a recipe, and records its conversions.
 
 use crate::env::Env;
 use crate::error::Result;
@@ -9,23 +9,24 @@ use nibble_train::config::ModelConfig;
 use nibble_train::one_layer::OneLayer;
 use nibble_train::spec::ModelSpec;
 
-/// An expert layer, a dense one and the head.
+/// An expert layer, a dense layer and the head.
 pub fn each_kind() -> impl Iterator<Item = Layer> {
     [LayerKind::Expert, LayerKind::Linear, LayerKind::Head].into_iter().filter_map(of_kind)
 }
 
-/// The first layer of this kind in a model with experts and an untied head; for dense layers, the first that shares its input with no other
-/// layer.
+/// The first layer of this kind in a model with experts and an untied head. For dense layers, it is the first layer that does not share its
+/// input with another layer.
 pub fn of_kind(kind: LayerKind) -> Option<Layer> {
     let model = ModelSpec::new(&ModelConfig { tie_embeddings: false, ..ModelConfig::default() });
     let alone = model.blocks().next().and_then(|block| block.attn.out().layer());
     alone.into_iter().chain(model.recipe_layers()).find(|layer| layer.kind == kind)
 }
 
-/// Every change of representation in one layer, forward and backward, as recorded by a backend at a point of a run (step / steps).
+/// All changes of representation in one layer, forward and backward, as recorded by a backend. `progress` is a point of a run (step /
+/// steps).
 ///
 /// # Errors
-/// If the environment's settings for the CPU are invalid; from the layer.
+/// If the environment's settings for the CPU are invalid; also the errors of the layer.
 pub fn changes(recipe: &Recipe, layer: &Layer, progress: f64) -> Result<Vec<Change>> {
     let env = Env::read()?;
     let recorder = Recorder::eager(env.cpu(env.threads(0))?);

@@ -1,18 +1,18 @@
-//! What the commands of `nibble` share.
+//! Code that several commands of `nibble` share.
 //!
-//! | module | what |
+//! | module | contents |
 //! | --- | --- |
-//! | [`device`] | a command's device: chosen by the configuration and by what is available; opened only here |
-//! | [`ranks`] | ranks as threads |
-//! | [`launched`] | which launcher started this process, as which rank, and where the ranks meet |
-//! | [`joined`] | ranks as processes: how they find each other, and end together |
+//! | [`device`] | a command's device, chosen from the configuration and the available devices; opened only in this module |
+//! | [`ranks`] | ranks that are threads |
+//! | [`launched`] | which launcher started this process, the process's rank, and where the ranks connect |
+//! | [`joined`] | ranks that are processes: how they connect, and end together |
 //! | [`links`] | bandwidth and latency between ranks, and which links are slow |
 //! | [`gpu`] | the GPU of a command that needs one |
 //! | [`changes`] | options that change a configuration |
-//! | [`layers`] | a layer of each kind under a recipe, and its recorded conversions |
+//! | [`layers`] | a layer of each kind with a recipe, and its recorded conversions |
 //! | [`env`](mod@env) | the environment variables of the command and of the CPU |
 //! | [`allocation`] | out-of-memory errors |
-//! | [`output`] | output files, and what they may replace |
+//! | [`output`] | output files, and which files they may replace |
 //! | [`console`] | printed lines |
 //! | [`error`] | errors and exit codes |
 

@@ -1,9 +1,9 @@
-//! Bandwidth and latency between all pairs of ranks, and which links are slow: `nibble doctor --links`, and `--check-links` before a run.
-//! Messages go through `Comm`, on any backend.
+//! Measures bandwidth and latency between all pairs of ranks, and finds slow links, for `nibble doctor --links` and for `--check-links`
+//! before a run. Messages go through `Comm`, on any backend.
 //!
-//! Ranks are paired in rounds, each with at most one partner, so no rank carries two messages at once. In a round first one rank of a pair
-//! sends and then the other; the rate of each direction is measured at the receiver. All pairs of a round send at the same time, so links
-//! share resources such as a network card, as they do in a run.
+//! Ranks are paired in rounds. In a round, each rank has at most one partner, so no rank transfers two messages at once. In each pair,
+//! first one rank sends and then the other; the receiver measures the rate of each direction. All pairs of a round send at the same time,
+//! so that links share resources such as a network card, as they do in a run.
 
 use crate::device::{Device, On};
 use crate::error::Result;
@@ -13,16 +13,16 @@ use std::fmt;
 use std::ops::Range;
 use std::time::Instant;
 
-/// Sizes of the measurement, which decide its duration. Memory: two buffers of one message.
+/// Parameters that determine the duration of the measurement. The measurement uses two buffers, each of the size of one message.
 #[derive(Debug, Clone, Copy)]
 struct Effort {
-    /// Bytes of a message whose rate is measured.
+    /// Size in bytes of a message whose rate is measured.
     bytes: usize,
-    /// Messages of a window, back to back.
+    /// Number of back-to-back messages in a window.
     messages: usize,
-    /// Number of windows. The fastest counts, since disturbances only slow a window down.
+    /// Number of windows. The fastest window counts, because disturbances only make a window slower.
     windows: usize,
-    /// Round trips of small messages, averaged to the latency.
+    /// Number of round trips of small messages, whose average gives the latency.
     pings: usize,
 }
 
@@ -30,32 +30,32 @@ impl Effort {
     fn on(kind: DeviceKind) -> Self {
         let (bytes, messages) = match kind {
             DeviceKind::Gpu => (64 << 20, 8),
-            // Rows of CPU ranks are copied, and may all go through one socket.
+            // The rows of CPU ranks are copied, possibly all through one socket.
             DeviceKind::Host => (1 << 20, 4),
         };
         Self { bytes, messages, windows: 3, pings: 50 }
     }
 }
 
-/// Bytes of a small message.
+/// Size in bytes of a small message.
 const SMALL: usize = 16;
-/// Bytes for the names of a rank's host and device.
+/// Number of bytes for the names of a rank's host and device.
 const WORD_BYTES: usize = 256;
-/// A link is slow if its rate is below this share of the median of its kind.
+/// A link is slow if its rate is below this fraction of the median rate of its kind.
 const SLOW: f64 = 0.5;
-/// Most slow links that are listed.
+/// Maximum number of slow links that are listed.
 const MOST_TOLD: usize = 8;
 
-/// A rank's end of its links.
+/// A rank as an end point of links.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct End {
-    /// The name of its host.
+    /// The name of the rank's host.
     pub host: String,
-    /// Its device, by a name unique on the host.
+    /// The name of the rank's device, which is unique on the host.
     pub device: String,
 }
 
-/// Classes of links, each compared among its own.
+/// Kinds of links. A link is compared with links of the same kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// Both ends are on one host.
@@ -73,12 +73,12 @@ impl fmt::Display for Kind {
     }
 }
 
-/// What a slow link was compared with, in bytes per second.
+/// The rate with which a slow link was compared, in bytes per second.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Against {
-    /// The median of all links of its kind; the link has less than half of it.
+    /// The median of all links of this kind; the slow link has less than half of the median.
     Median(Kind, f64),
-    /// The least rate of its two devices if they are connected as designed.
+    /// The minimum rate of the two devices if they are connected as designed.
     Least(f64),
 }
 
@@ -89,37 +89,37 @@ pub struct Slow {
     pub from: usize,
     /// The rank that receives.
     pub to: usize,
-    /// Bytes a second.
+    /// Rate of the link, in bytes per second.
     pub rate: f64,
-    /// Why it counts as slow.
+    /// The reason why the link counts as slow.
     pub against: Against,
 }
 
 /// The measured links between ranks.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Links {
-    /// Kind of the ranks' devices.
+    /// The kind of the ranks' devices.
     kind: DeviceKind,
     ends: Vec<End>,
-    /// Least bytes per second between each rank's device and others of its host; 0 if unknown.
+    /// Minimum bytes per second between each rank's device and other devices of its host; 0 if unknown.
     least: Vec<f64>,
-    /// Bytes a second, `[from, to]`.
+    /// Rates in bytes per second, `[from, to]`.
     rates: Vec<f64>,
-    /// Seconds, `[rank, other rank]`.
+    /// Latencies in seconds, `[rank, other rank]`.
     latencies: Vec<f64>,
 }
 
-/// Measures all links between the ranks. Collective; every rank gets the same result. Memory: on a GPU 128 MiB for two messages, on a
-/// host 2 MiB per rank and the communicator's copies.
+/// Measures all links between the ranks. All ranks must call it together; every rank gets the same result. The measurement needs 128 MiB on
+/// a GPU for two messages; on a CPU, it needs 2 MiB per rank and the communicator's copies.
 ///
 /// # Errors
-/// From the device and the other ranks.
+/// The errors of the device and of other ranks.
 pub fn measure<B: Device>(b: &B, comm: &dyn Comm<B>) -> CoreResult<Links> {
     let (me, ranks) = (comm.rank(), comm.world());
     let ends = introduced(b, comm)?;
     let effort = Effort::on(b.kind());
     let mut line = Line::new(b, comm, effort.bytes)?;
-    // Per other rank: seconds of a message from it, and the latency.
+    // For each other rank: seconds of a message from that rank, and the latency.
     let mut own = vec![[0.0; 2]; ranks];
     for round in rounds(ranks) {
         let partner = partner(round, me, ranks);
@@ -143,7 +143,7 @@ pub fn measure<B: Device>(b: &B, comm: &dyn Comm<B>) -> CoreResult<Links> {
             (0..effort.pings).flat_map(|_| turns).try_for_each(|(to, from)| line.message(SMALL, to, from))
         })?;
         if let Some(partner) = partner {
-            // The lower rank receives in the second turn.
+            // The lower rank of the pair receives second.
             own[partner] = [took[usize::from(is_lower)], there_and_back / (2 * effort.pings) as f64];
         }
     }
@@ -163,10 +163,11 @@ pub fn measure<B: Device>(b: &B, comm: &dyn Comm<B>) -> CoreResult<Links> {
     })
 }
 
-/// Measures the links of a run's ranks. Collective; rank 0 prints a line per kind of link, and a warning for each slow link.
+/// Measures the links of a run's ranks. All ranks must call it together; rank 0 prints a line per kind of link, and a warning for each slow
+/// link.
 ///
 /// # Errors
-/// From the device and the other ranks.
+/// The errors of the device and of other ranks.
 pub fn check<B: Device>(on: &On<'_, B>) -> Result<()> {
     let ranks = on.mesh.all.world();
     if ranks < 2 {
@@ -181,22 +182,22 @@ pub fn check<B: Device>(on: &On<'_, B>) -> Result<()> {
     Ok(())
 }
 
-/// The rounds, in which each rank is paired with every other rank once.
+/// The indices of the rounds, in which each rank is paired with every other rank once.
 fn rounds(ranks: usize) -> Range<usize> {
     // If the number of ranks is a power of two, round 0 pairs no ranks.
     usize::from(ranks.is_power_of_two())..ranks
 }
 
-/// The partner of a rank in a round; `None` if it would be the rank itself.
+/// The partner of a rank in a round; `None` if the partner would be the rank itself.
 ///
-/// With a power of two of ranks, in equal blocks on their hosts, a round pairs ranks either only within hosts or only between hosts, so
-/// links of one kind share resources equally.
+/// If the number of ranks is a power of two and hosts have equal blocks of ranks, a round pairs ranks either only within hosts or only
+/// between hosts. So links of one kind share resources equally.
 fn partner(round: usize, rank: usize, ranks: usize) -> Option<usize> {
     let other = if ranks.is_power_of_two() { rank ^ round } else { (round + ranks - rank) % ranks };
     Some(other).filter(|other| *other != rank)
 }
 
-/// Gathers the hosts and devices of all ranks, in order.
+/// Gathers the hosts and devices of all ranks, in rank order.
 fn introduced<B: Device>(b: &B, comm: &dyn Comm<B>) -> CoreResult<Vec<End>> {
     let mut word = format!("{}\n{}", joined::host(), b.which()).into_bytes();
     word.resize(WORD_BYTES, 0);
@@ -213,14 +214,14 @@ fn introduced<B: Device>(b: &B, comm: &dyn Comm<B>) -> CoreResult<Vec<End>> {
     Ok(all.chunks(WORD_BYTES).map(end).collect())
 }
 
-/// A rank's end of the link being measured.
+/// A rank's end of the link that is being measured.
 struct Line<'a, B: Device> {
     b: &'a B,
     comm: &'a dyn Comm<B>,
     sent: B::Buf<u8>,
     /// The received message; while a message is in flight, another buffer takes its place.
     came: B::Buf<u8>,
-    /// Read to wait for the device.
+    /// A value that is read in order to wait for the device.
     one: B::Buf<u8>,
 }
 
@@ -229,7 +230,7 @@ impl<'a, B: Device> Line<'a, B> {
         Ok(Self { b, comm, sent: b.zeros(bytes)?, came: b.zeros(bytes)?, one: b.zeros(1)? })
     }
 
-    /// Sends a message to a rank, or receives one. Collective: a rank that does neither still takes part.
+    /// Sends a message to a rank, or receives a message from a rank. All ranks must call it together, even a rank that does neither.
     fn message(&mut self, bytes: usize, to: Option<usize>, from: Option<usize>) -> CoreResult<()> {
         let rows = |of| (0..self.comm.world()).map(|rank| usize::from(Some(rank) == of)).collect::<Vec<_>>();
         let (sent, came) = (self.sent.clone(), std::mem::replace(&mut self.came, self.one.clone()));
@@ -238,15 +239,15 @@ impl<'a, B: Device> Line<'a, B> {
         Ok(())
     }
 
-    /// Waits for all issued work.
+    /// Waits until all issued work is done.
     fn settle(&self) -> CoreResult<()> {
         self.b.download(&self.one)?;
         self.comm.check()
     }
 
-    /// Seconds of `work`, started by all ranks together.
+    /// Seconds that `work` takes, if all ranks start it together.
     fn timed(&mut self, work: impl FnOnce(&mut Self) -> CoreResult<()>) -> CoreResult<f64> {
-        /// The clock may not have advanced.
+        /// Minimum time in seconds, because the clock may not have advanced.
         const LEAST: f64 = 1e-9;
         self.settle()?;
         self.comm.barrier()?;
@@ -258,17 +259,18 @@ impl<'a, B: Device> Line<'a, B> {
 }
 
 impl Links {
-    /// The ranks' ends.
+    /// The end points of all ranks.
     pub fn ends(&self) -> &[End] {
         &self.ends
     }
 
-    /// Bytes per second from one rank to another; 0 to itself.
+    /// Bytes per second from one rank to another; 0 from a rank to itself.
     pub fn rate(&self, from: usize, to: usize) -> f64 {
         self.rates[from * self.ends.len() + to]
     }
 
-    /// Seconds of a 16-byte message between two ranks, each issued once the previous one has arrived; 0 to itself.
+    /// Latency in seconds of a 16-byte message between two ranks, each issued after the previous message has arrived; 0 from a rank to
+    /// itself.
     pub fn latency(&self, rank: usize, other: usize) -> f64 {
         self.latencies[rank * self.ends.len() + other]
     }
@@ -284,9 +286,9 @@ impl Links {
         all.filter(|(from, to)| from != to && self.kind(*from, *to) == kind).collect()
     }
 
-    /// The slow links, slowest first: links with less than half the median of their kind, if there are at least two pairs of that kind, and
-    /// links within a host below the least rate of their devices. Ranks on CPUs have no slow links: their rows are copied by the host, and
-    /// no pair has its own link.
+    /// The slow links, slowest first. A link is slow if it has less than half the median rate of its kind and there are at least two pairs
+    /// of that kind. A link within a host is also slow if it is below the minimum rate of its devices. Ranks on CPUs have no slow links,
+    /// because the host copies their rows and no pair has a separate link.
     pub fn slow(&self) -> Vec<Slow> {
         let mut slow = Vec::new();
         if self.kind == DeviceKind::Host {
@@ -294,7 +296,7 @@ impl Links {
         }
         for kind in [Kind::Within, Kind::Between] {
             let links = self.of(kind);
-            // A pair has two links, one per direction.
+            // A pair of ranks has two links, one per direction.
             let median = (links.len() > 2).then(|| self.median(&links));
             slow.extend(links.into_iter().filter_map(|(from, to)| {
                 let rate = self.rate(from, to);
@@ -311,7 +313,7 @@ impl Links {
         slow
     }
 
-    /// The median rate of these links, at least one.
+    /// The median rate of these links; there must be at least one.
     fn median(&self, links: &[(usize, usize)]) -> f64 {
         let mut rates: Vec<f64> = links.iter().map(|(from, to)| self.rate(*from, *to)).collect();
         rates.sort_by(f64::total_cmp);
@@ -319,7 +321,7 @@ impl Links {
         (rates[(len - 1) / 2] + rates[len / 2]) / 2.0
     }
 
-    /// One printable line per kind of link.
+    /// Printable lines, one per kind of link.
     pub fn summary(&self) -> Vec<String> {
         let of = |kind| {
             let links = self.of(kind);
@@ -340,7 +342,7 @@ impl Links {
         [Kind::Within, Kind::Between].into_iter().filter_map(of).collect()
     }
 
-    /// One printable line per slow link, slowest first, and one for the number of further slow links.
+    /// Printable lines, one per slow link, slowest first, and one line with the number of further slow links.
     pub fn warnings(&self) -> Vec<String> {
         let slow = self.slow();
         let mut lines: Vec<String> = slow.iter().take(MOST_TOLD).map(|slow| self.told(slow)).collect();
@@ -364,7 +366,7 @@ impl Links {
         format!("the link from {} to {} carries {:.1} GB/s, {why}", end(from), end(to), rate / GIGA)
     }
 
-    /// Two printable tables, from the row's rank to the column's rank.
+    /// Two printable tables; rows are sending ranks, and columns are receiving ranks.
     pub fn tables(&self) -> Vec<String> {
         let rates = self.table(&|from, to| self.rate(from, to) / GIGA);
         let latencies = self.table(&|rank, other| self.latency(rank, other) * MICRO);
@@ -391,7 +393,7 @@ impl Links {
 }
 
 const GIGA: f64 = 1e9;
-/// Microseconds of a second.
+/// Number of microseconds in a second.
 const MICRO: f64 = 1e6;
 
 #[cfg(test)]
@@ -419,7 +421,7 @@ mod tests {
         }
     }
 
-    /// Two hosts of four: a round is within them, or between them.
+    /// With two hosts of four ranks, a round pairs ranks only within hosts or only between hosts.
     #[test]
     fn a_round_of_a_power_of_two_is_of_one_kind() {
         for round in rounds(8) {
@@ -429,7 +431,7 @@ mod tests {
         }
     }
 
-    /// Ranks on these hosts, all links of a host with 300 GB/s and those between hosts with 40.
+    /// Ranks on these hosts. Links within a host have 300 GB/s, and links between hosts have 40 GB/s.
     fn links(hosts: &[&str], least: f64) -> Links {
         let ranks = hosts.len();
         let end = |(rank, host): (usize, &&str)| End {
@@ -493,7 +495,7 @@ mod tests {
         let [slow] = slowed(100e9).slow()[..] else { panic!("one direction of the pair is slow") };
         assert_eq!((slow.from, slow.to, slow.against), (0, 1, Against::Least(100e9)));
         assert!(slowed(100e9).warnings()[0].contains("50.0 GB/s, less than 100 GB/s: this is not NVLink"));
-        // Hosts are joined by what there is.
+        // Links between hosts have no designed minimum rate.
         assert!(links(&["a", "b"], 100e9).slow().is_empty());
     }
 

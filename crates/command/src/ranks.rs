@@ -1,19 +1,19 @@
-//! Ranks as threads, which all end together.
+//! Ranks as threads, all of which end together.
 
 use crate::error::{Error, Result, panicked};
 use nibble_core::{Axes, Error as CoreError, Peers};
 use nibble_cpu::HostComm;
 use nibble_train::config::RunConfig;
 
-/// Runs `body` on every rank, with the rank's number and communicators, and returns the result of rank 0.
+/// Runs `body` on every rank, passing the rank's number and communicators, and returns the result of rank 0.
 ///
 /// # Errors
-/// The original error of the rank that failed; errors of other ranks that only echo it are dropped.
+/// The original error of the failed rank; errors of other ranks that only follow from it are dropped.
 pub fn on_ranks<T: Send>(
     run: &RunConfig,
     body: impl Fn(usize, &Axes<HostComm>) -> Result<T> + Sync,
 ) -> Result<T> {
-    // The communicators are moved into the thread: a panic drops them, which aborts the other ranks.
+    // The communicators are moved into the thread, so that a panic drops them, which aborts the other ranks.
     let rank = |axes: Axes<HostComm>| {
         let done = body(Peers::rank(&axes.all), &axes);
         if let Err(error) = &done {
@@ -33,7 +33,7 @@ pub fn on_ranks<T: Send>(
     first_cause(results)
 }
 
-/// The result of rank 0, or the error that caused the others.
+/// The result of rank 0, or the error that caused the other errors.
 fn first_cause<T>(results: Vec<Result<T>>) -> Result<T> {
     let mut first = None;
     let mut error = None;

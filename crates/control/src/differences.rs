@@ -3,12 +3,12 @@
 use crate::failure::cut;
 use std::collections::BTreeMap;
 
-/// Most differences that are named; further ones are counted.
+/// Maximum number of differences that a message names; further differences are only counted.
 const NAMED: usize = 8;
-/// Longest value shown, in bytes.
+/// Maximum length of a displayed value, in bytes.
 const VALUE: usize = 80;
 
-/// `train.lr: 0.1 here, 0.2 on rank 0`, for each differing key. `None` if the texts are equal.
+/// Lists each differing key as `train.lr: 0.1 here, 0.2 on rank 0`. `None` if the texts are equal.
 pub fn differences(here: &str, there: &str, whose: &str) -> Option<String> {
     if here == there {
         return None;
@@ -30,14 +30,14 @@ pub fn differences(here: &str, there: &str, whose: &str) -> Option<String> {
         .collect();
     let others = differing.len().saturating_sub(NAMED);
     Some(match (differing.is_empty(), others) {
-        // They differ in comments, in the order of keys or in white space.
+        // The texts differ only in comments, order of keys or white space.
         (true, _) => "the same keys and values, written differently".to_owned(),
         (false, 0) => differing.join("; "),
         (false, _) => format!("{}; and {others} more", differing[..NAMED].join("; ")),
     })
 }
 
-/// The values of a TOML text by table and key. A line without a key continues the value before it.
+/// The values of a TOML text by table and key. A line without a key continues the previous value.
 fn keys(text: &str) -> BTreeMap<String, String> {
     let (mut values, mut table, mut last) =
         (BTreeMap::<String, String>::new(), String::new(), None::<String>);
@@ -67,7 +67,7 @@ fn keys(text: &str) -> BTreeMap<String, String> {
     values
 }
 
-/// Whether the last value is an unfinished list, by its brackets.
+/// Whether the last value is an incomplete list, judging by its brackets.
 fn continues(last: &Option<String>, values: &BTreeMap<String, String>) -> bool {
     let value = last.as_ref().and_then(|key| values.get(key));
     value.is_some_and(|value| {

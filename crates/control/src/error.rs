@@ -3,45 +3,45 @@ use crate::limits::seconds;
 use std::fmt::Write;
 use std::time::Duration;
 
-/// A result of this crate.
+/// The result type of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why a hub did not start, or a rank did not join.
+/// The reason why a hub did not start, or a rank did not join.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A text too short for a secret.
+    /// The text is too short for a secret.
     #[error(
         "a secret of {bytes} bytes is too short, expected at least {least} bytes; `openssl rand -hex 32` makes one"
     )]
     ShortSecret {
-        /// Its length, without the white space around it.
+        /// Length of the text, without surrounding white space.
         bytes: usize,
-        /// The shortest length.
+        /// The minimum length.
         least: usize,
     },
-    /// The system gave no random bytes.
+    /// The system returned no random bytes.
     #[error("the system gives no random bytes: {0}")]
     Random(getrandom::Error),
     /// A text of [`Join`](crate::Join) is too long for a handshake.
     #[error("the {what} has {bytes} bytes, expected at most {most}")]
     TooLong {
-        /// Which text.
+        /// Name of the text.
         what: &'static str,
-        /// Its length.
+        /// Length of the text in bytes.
         bytes: usize,
-        /// The largest length.
+        /// The maximum length.
         most: usize,
     },
-    /// A run without ranks.
+    /// The run has no ranks.
     #[error("a run of 0 ranks, expected at least 1")]
     NoRanks,
-    /// A socket or a thread could not be made.
+    /// A socket or a thread could not be created.
     #[error("{what}: {source}")]
     System {
-        /// What was being done.
+        /// The operation that failed.
         what: &'static str,
-        /// What the system said.
+        /// The error from the system.
         source: std::io::Error,
     },
     /// No hub of this run was found.
@@ -49,7 +49,7 @@ pub enum Error {
     Unmet {
         /// Time waited; `None` if the only address gave a final answer.
         waited: Option<Duration>,
-        /// The addresses, and the result of the last try of each.
+        /// The addresses, each with the result of its last try.
         tries: Vec<(String, Refusal)>,
     },
     /// The run failed before all ranks had joined, or this rank was refused.
@@ -58,7 +58,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// Whether it is a usage error.
+    /// Whether the error is a usage error.
     pub fn is_user_error(&self) -> bool {
         match self {
             Self::Random(_) | Self::System { .. } => false,
@@ -68,32 +68,32 @@ impl Error {
     }
 }
 
-/// Why an address is not the rank's hub.
+/// The reason why an address is not the rank's hub.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
-    /// No connection, or one that was closed before a greeting.
+    /// The connection failed, or was closed before a greeting.
     #[error("there is no answer: {0}")]
     NoAnswer(String),
-    /// Another program listens.
+    /// Another program listens at the address.
     #[error("another program answers, not a Nibble hub")]
     NoHub,
-    /// A hub with another secret.
+    /// The hub has another secret.
     #[error("the hub has another secret: give all ranks of a run the same one")]
     OtherSecret,
-    /// A hub of another version of this protocol.
+    /// The hub has another version of this protocol.
     #[error(
         "the hub speaks version {hub} of the protocol, this rank version {rank}: start all with the same program"
     )]
     OtherProtocol {
-        /// The hub's.
+        /// The hub's protocol version.
         hub: u16,
-        /// This rank's.
+        /// This rank's protocol version.
         rank: u16,
     },
 }
 
 impl Refusal {
-    /// Whether a later try at the same address would meet the same.
+    /// Whether a later try at the same address would have the same result.
     pub(crate) fn is_final(&self) -> bool {
         matches!(self, Self::OtherSecret | Self::OtherProtocol { .. })
     }
@@ -108,7 +108,7 @@ fn unmet(waited: Option<Duration>, tries: &[(String, Refusal)]) -> String {
     if tries.is_empty() {
         text += ": no address was given";
     }
-    // Most of several ports are unused, so those that answered come first.
+    // Most of several ports are unused, so the addresses that answered come first.
     let (silent, answers): (Vec<_>, Vec<_>) =
         tries.iter().partition(|(_, refusal)| matches!(refusal, Refusal::NoAnswer(_)));
     for (i, (address, refusal)) in answers.iter().chain(silent.first()).enumerate() {

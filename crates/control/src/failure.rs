@@ -4,30 +4,30 @@ use std::fmt;
 /// Status of a rank.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Status {
-    /// The step under way, once there is one.
+    /// The current step, if one has started.
     pub step: Option<u64>,
     /// The current phase, such as `forward exchange`; empty if unknown.
     pub phase: String,
 }
 
-/// Why a run has failed. Its `Display` is the message with which every rank ends.
+/// The reason why a run has failed. Its `Display` is the message with which every rank ends.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Failure {
-    /// The rank that failed, if it was a rank.
+    /// The rank that failed, if a rank caused the failure.
     pub rank: Option<usize>,
     /// The host of that rank; empty if unknown.
     pub host: String,
     /// The rank's last known status.
     pub status: Status,
-    /// What happened: `its connection was lost`.
+    /// What happened, for example `its connection was lost`.
     pub cause: String,
-    /// Whether it is a usage error, so a restart is of no use.
+    /// Whether the failure is a usage error, so that a restart would not help.
     pub is_user_error: bool,
 }
 
-/// Longest cause in a message, in bytes.
+/// Maximum length of a cause in a message, in bytes.
 pub(crate) const CAUSE: usize = 16 << 10;
-/// Longest name of a host, a phase or a call in a message, in bytes.
+/// Maximum length of the name of a host, a phase or a call in a message, in bytes.
 pub(crate) const NAME: usize = 1 << 10;
 
 impl Status {
@@ -47,10 +47,10 @@ impl Failure {
     }
 }
 
-/// Cuts a text to `bytes` bytes, and appends a mark that it was longer.
+/// Cuts a text to `bytes` bytes, and appends a mark to show that it was longer.
 pub(crate) fn cut(text: &mut String, bytes: usize) {
     if text.len() > bytes {
-        // A text begins with a whole character.
+        // Index 0 is always a character boundary.
         text.truncate((0..=bytes).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0));
         text.push('…');
     }

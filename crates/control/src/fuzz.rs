@@ -1,4 +1,5 @@
-//! The protocol without sockets, for tests: arbitrary bytes as any message, on either side, in any state; and handmade handshakes.
+//! The protocol without sockets, for tests. The functions pass arbitrary bytes as any message, to either side and in any state, and build
+//! handshakes from given values.
 
 use crate::client::find::{accept, entry, hello};
 use crate::client::inbox::{Inbox, Tell};
@@ -10,7 +11,7 @@ use bytes::Bytes;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// A rank's answer to a hub's greeting; `None` if that is invalid.
+/// A rank's answer to a hub's greeting; `None` if the greeting is invalid.
 pub fn rank_enters(first: &[u8], secret: &Secret, join: &Join) -> Option<Vec<u8>> {
     let entry = entry(&hello(Bytes::copy_from_slice(first)).ok()?, secret, join).ok()?;
     Some(encoded(&entry))
@@ -27,7 +28,7 @@ pub fn hub_answers(nonce: [u8; 32], secret: &Secret, entry: &[u8]) -> Option<(Ve
     Some((encoded(&answer), join.is_some()))
 }
 
-/// The hub's message once all ranks have joined.
+/// The hub's message after all ranks have joined.
 pub fn hub_says_all_here(host_0: &str) -> Vec<u8> {
     encoded(&Down::AllHere { host_0: host_0.to_owned() })
 }
@@ -37,7 +38,7 @@ pub fn hub_is_alive(status_0: Status) -> Vec<u8> {
     encoded(&Down::Alive(status_0))
 }
 
-/// The failure in a hub's message, if it has one.
+/// The failure in a hub's message, if the message has one.
 pub fn failure_in(message: &[u8]) -> Option<Failure> {
     match crate::message::decode_whole(Bytes::copy_from_slice(message)) {
         Ok(Down::Failed(failure)) => Some(failure),
@@ -45,7 +46,7 @@ pub fn failure_in(message: &[u8]) -> Option<Failure> {
     }
 }
 
-/// A rank's message by its variant number, with `bytes` bytes announced.
+/// A rank's message of the given variant number; rows announce `bytes` bytes.
 pub fn rank_says(which: u8, number: usize, text: &str, bytes: u64) -> Vec<u8> {
     let status = Status { step: Some(number as u64), phase: text.to_owned() };
     encoded(&match which % 5 {
@@ -57,7 +58,7 @@ pub fn rank_says(which: u8, number: usize, text: &str, bytes: u64) -> Vec<u8> {
     })
 }
 
-/// A hub's message by its variant number, with `bytes` bytes announced.
+/// A hub's message of the given variant number; rows announce `bytes` bytes.
 pub fn hub_says(which: u8, number: usize, text: &str, bytes: u64) -> Vec<u8> {
     let status = Status { step: Some(number as u64), phase: text.to_owned() };
     encoded(&match which % 7 {
@@ -96,7 +97,7 @@ pub fn handshake(bytes: &[u8], secret: &Secret, join: &Join) {
     }
 }
 
-/// A hub without sockets, whose ranks are scripted.
+/// A hub without sockets, whose ranks are simulated.
 pub struct HubSide {
     room: Room,
     queues: Vec<Arc<Queue<Down>>>,
@@ -113,39 +114,39 @@ impl HubSide {
         hub
     }
 
-    /// A rank joins. Returns the failure if it is refused.
+    /// Lets a rank join. Returns the failure if the hub refuses the rank.
     pub fn enter(&mut self, join: Join) -> Option<Failure> {
         self.queues.push(Arc::new(Queue::new()));
         let queue = self.queues.last().map(Arc::clone)?;
         self.room.enter(self.now, join, queue).err()
     }
 
-    /// The rank sends a frame.
+    /// Handles a frame from a rank.
     pub fn hear(&mut self, rank: usize, frame: &[u8]) {
         self.room.hear(self.now, rank, Bytes::copy_from_slice(frame));
     }
 
-    /// The connection of the rank ends.
+    /// Handles the end of a rank's connection.
     pub fn lost(&mut self, rank: usize) {
         self.room.lost(self.now, rank, crate::hub::Loss::Closed);
     }
 
-    /// The process of the rank has ended.
+    /// Handles the end of a rank's process.
     pub fn ended(&mut self, rank: usize, how: &str) {
         self.room.ended(self.now, rank, how);
     }
 
-    /// The hub's host fails the run.
+    /// Fails the run on behalf of the hub's host.
     pub fn fail(&mut self, failure: Failure) {
         self.room.fail(self.now, failure);
     }
 
-    /// `sixteenths` sixteenths of a deadline pass.
+    /// Advances the time by `sixteenths` sixteenths of a deadline.
     pub fn pass(&mut self, sixteenths: u32) {
         self.pass_time(self.limits.deadline / 16 * sixteenths);
     }
 
-    /// Time passes.
+    /// Advances the time.
     pub fn pass_time(&mut self, time: Duration) {
         self.now += time;
         while self.room.due().is_some_and(|due| due <= self.now) {
@@ -153,7 +154,7 @@ impl HubSide {
         }
     }
 
-    /// Why the run has failed.
+    /// The reason why the run has failed, if it has.
     pub fn failure(&self) -> Option<&Failure> {
         self.room.failure()
     }
@@ -163,7 +164,7 @@ impl HubSide {
         self.room.open_until().is_some()
     }
 
-    /// Takes the frames queued for the `number`-th rank to join, in the order in which they are written.
+    /// Takes the frames queued for the `number`-th rank that joined, in the order in which they are written.
     pub fn told(&self, number: usize) -> Vec<Vec<u8>> {
         let next = || {
             let frame = self.queues.get(number)?.take()??;
@@ -173,7 +174,7 @@ impl HubSide {
     }
 }
 
-/// A rank without sockets, whose hub is scripted.
+/// A rank without sockets, whose hub is simulated.
 pub struct RankSide(Inbox);
 
 impl RankSide {
@@ -182,10 +183,10 @@ impl RankSide {
         Self(Inbox::new(world, hub_is_rank_0, ears))
     }
 
-    /// The hub sends a frame.
+    /// Handles a frame from the hub.
     ///
     /// # Errors
-    /// If the frame is not a valid message; the rank then gives up on the hub.
+    /// If the frame is not a valid message; the rank then considers the hub lost.
     pub fn hear(&mut self, frame: &[u8]) -> Result<(), String> {
         let tell = self.0.hear(Bytes::copy_from_slice(frame));
         let ears = self.0.ears();
@@ -199,13 +200,13 @@ impl RankSide {
         Ok(())
     }
 
-    /// Why the run has failed.
+    /// The reason why the run has failed, if it has.
     pub fn failure(&self) -> Option<&Failure> {
         self.0.failure()
     }
 }
 
-/// A rank of `world`, with the same settings for all ranks.
+/// A rank of `world` ranks, with the same settings on all ranks.
 pub fn rank_of(rank: usize, world: usize) -> Join {
     Join {
         version: "nibble 1".into(),
@@ -218,7 +219,7 @@ pub fn rank_of(rank: usize, world: usize) -> Join {
     }
 }
 
-/// Some rows.
+/// Example rows for tests.
 pub fn rows(number: u64, bytes: Vec<u8>) -> Rows {
     Rows { circle: 0, number, call: "all_gather".into(), bytes }
 }

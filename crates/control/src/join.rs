@@ -1,32 +1,32 @@
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-/// What a rank declares when it joins.
+/// The settings that a rank declares when it joins.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Join {
-    /// The program and its version: the same on every rank.
+    /// The program and its version, which must be the same on all ranks.
     pub version: String,
-    /// The configuration of the run as TOML: the same on every rank. At most 56 KiB.
+    /// The configuration of the run as TOML, which must be the same on all ranks. At most 56 KiB.
     pub config: String,
-    /// The rank, from 0.
+    /// The rank number, from 0.
     pub rank: usize,
-    /// Number of ranks that it expects.
+    /// Number of ranks that this rank expects.
     pub world: usize,
-    /// The host's name.
+    /// Name of the rank's host.
     pub host: String,
-    /// The process number on its host.
+    /// The process id on the rank's host.
     pub pid: u32,
-    /// Whether the hub is in rank 0's process, so that losing the hub means that rank 0 has failed.
+    /// Whether the hub is in rank 0's process, so that a loss of the hub means that rank 0 has failed.
     pub hub_is_rank_0: bool,
 }
 
-/// Longest configuration, in bytes: keeps the handshake below 64 KiB.
+/// Maximum length of a configuration, in bytes. This limit keeps the handshake below 64 KiB.
 const CONFIG: usize = 56 << 10;
-/// The longest version and the longest name of a host, in bytes.
+/// Maximum length of a version and of a host name, in bytes.
 const NAME: usize = 1 << 10;
 
 impl Join {
-    /// Checks that it fits into a handshake.
+    /// Checks that the settings fit into a handshake.
     pub(crate) fn check(&self) -> Result<()> {
         let texts = [
             ("configuration", &self.config, CONFIG),

@@ -1,5 +1,5 @@
-//! The control plane of a run whose ranks are processes, on one host or on several. One [`Hub`] listens; every rank is a [`Client`] of
-//! it.
+//! The control plane of a run whose ranks are processes, on one host or on several. One [`Hub`] listens; every rank has a [`Client`] that
+//! is connected to the hub.
 //!
 //! ```text
 //! nibble launch ─── hub                 torchrun, srun, mpirun
@@ -8,18 +8,18 @@
 //!   └─ waits for each process, and ends those that do not end
 //! ```
 //!
-//! The hub knows bytes and ranks, and neither tensors nor training.
+//! The hub handles only bytes and ranks; it has no notion of tensors or training.
 //!
-//! * **Admission.** Rank and hub prove to each other that they know the run's [`Secret`]; neither sends it. The hub refuses another
-//!   version, mesh or number of ranks by name.
-//! * **Failure.** Heartbeats go both ways. The first [`Failure`] is the run's: a rank's own error, a lost connection, half a deadline of
-//!   silence, or a process that the launcher sees end. The hub tells all ranks, pending collectives return it, and the ranks end. A rank
-//!   that has not ended after the other half of the deadline ends itself by force.
-//! * **Rows** of bytes travel from rank to rank through the hub, in order. Ranks on CPUs exchange tensors this way, which suits tests and
+//! * **Admission.** Rank and hub prove to each other that they know the run's [`Secret`]; neither sends it. The hub refuses a rank with
+//!   another version, configuration or number of ranks, and names the difference.
+//! * **Failure.** Hub and ranks send each other heartbeats. The run's failure is the first [`Failure`]: a rank's own error, a lost
+//!   connection, half a deadline of silence, or a process whose end the launcher reports. The hub tells all ranks; pending collectives
+//!   return the failure, and the ranks end. A rank that has not ended after the other half of the deadline ends itself by force.
+//! * **Rows** of bytes are sent from rank to rank through the hub, in order. Ranks on CPUs exchange tensors this way, which suits tests and
 //!   small machines.
 //! * **Restart.** A restarted run has a new hub and a new secret.
 //!
-//! A connection is authenticated when it begins, but not encrypted: anyone who can change packets between two hosts can change a run.
+//! A connection is authenticated when it starts, but it is not encrypted: anyone who can change packets between two hosts can change a run.
 
 mod client;
 mod differences;
@@ -46,7 +46,7 @@ pub use secret::Secret;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Locks a mutex. A poisoned lock is used anyway, as the run's failure must still be reported.
+/// Locks a mutex. A poisoned lock is used anyway, because the run's failure must still be reported.
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

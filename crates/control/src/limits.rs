@@ -1,17 +1,18 @@
 use std::time::Duration;
 
-/// Timeouts. Each is clamped to at least 10 ms and at most a year.
+/// Timeouts. Each timeout is clamped to at least 10 ms and at most a year.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Time within which every rank ends after a failure. A rank or hub that is silent for half of it has failed; the other half is for
-    /// ending.
+    /// Time within which every rank ends after a failure. A rank or hub that is silent for half of this time counts as failed; the other
+    /// half is left for the processes to end.
     pub deadline: Duration,
-    /// Time within which all ranks must join, from the hub's start, and within which a rank must find the hub, from its own start.
+    /// Time within which all ranks must join, counted from the hub's start. A rank must also find the hub within this time, counted from
+    /// the rank's start.
     pub join: Duration,
 }
 
 impl Default for Limits {
-    /// 30 s and 300 s.
+    /// The defaults: a deadline of 30 s, and 300 s for joining.
     fn default() -> Self {
         Self { deadline: Duration::from_secs(30), join: Duration::from_secs(300) }
     }
@@ -25,28 +26,28 @@ impl Limits {
         Self { deadline: bounded(self.deadline), join: bounded(self.join) }
     }
 
-    /// Silence after which the other side counts as dead.
+    /// Time of silence after which the other side counts as failed.
     pub(crate) fn silence(&self) -> Duration {
         self.deadline / 2
     }
 
-    /// Time after a launcher hears of a failure until it kills the remaining ranks: the deadline less the silence that counts as a failure,
-    /// less a heartbeat until the launcher hears of it, less a margin for the processes to end.
+    /// Time from a launcher's notice of a failure until it kills the remaining ranks. This time is the deadline, less the silence that
+    /// counts as a failure, less a heartbeat until the launcher hears of the failure, less a margin for the processes to end.
     pub fn ending(&self) -> Duration {
         self.deadline * 5 / 16
     }
 
-    /// Longest interval between heartbeats.
+    /// Maximum interval between heartbeats.
     pub(crate) fn beat(&self) -> Duration {
         self.deadline / 8
     }
 
-    /// Time after a lost connection until the cause is fixed, in which a better reason may arrive.
+    /// Time after a lost connection in which a more precise reason may arrive, before the lost connection becomes the cause.
     pub(crate) fn grace(&self) -> Duration {
         self.deadline / 16
     }
 
-    /// Time for a stranger to authenticate.
+    /// Time within which a new connection must authenticate.
     pub(crate) fn handshake(&self) -> Duration {
         self.silence().min(Duration::from_secs(10))
     }
@@ -61,7 +62,7 @@ pub(crate) fn seconds(time: Duration) -> String {
 mod tests {
     use super::*;
 
-    /// A rank that stops has been ended by force within the deadline, however late the launcher hears of it.
+    /// A rank that stops responding is ended by force within the deadline, however late the launcher hears of the failure.
     #[test]
     fn silence_the_beat_and_the_ending_are_within_the_deadline() {
         for seconds in [2, 30, 86400] {

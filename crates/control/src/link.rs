@@ -1,4 +1,4 @@
-//! The two directions of an authenticated connection, for hub and client alike.
+//! The two directions of an authenticated connection, for both hub and client.
 
 use crate::message::{FRAME, SMALL_FRAME, codec, encode};
 use crate::queue::Queue;
@@ -13,9 +13,9 @@ use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::time::{Instant, timeout_at};
 use tokio_util::codec::{FramedRead, FramedWrite, LengthDelimitedCodec};
 
-/// Incoming frames.
+/// A stream of incoming frames.
 pub type Incoming = FramedRead<OwnedReadHalf, LengthDelimitedCodec>;
-/// Outgoing frames.
+/// A sink of outgoing frames.
 pub type Outgoing = FramedWrite<OwnedWriteHalf, LengthDelimitedCodec>;
 
 /// A bidirectional connection.
@@ -25,16 +25,16 @@ pub struct Line {
 }
 
 impl Line {
-    /// A connection to an unauthenticated peer, with small frames.
+    /// A connection to an unauthenticated peer, limited to small frames.
     pub fn new(stream: TcpStream) -> Self {
-        // Sends small messages at once. Failure to set this is harmless.
+        // The option `nodelay` makes small messages leave at once. A failure to set the option is harmless.
         let _ = stream.set_nodelay(true);
         let (read, write) = stream.into_split();
         let [incoming, outgoing] = [codec(SMALL_FRAME), codec(SMALL_FRAME)];
         Self { incoming: FramedRead::new(read, incoming), outgoing: FramedWrite::new(write, outgoing) }
     }
 
-    /// Allows frames of rows, once the peer is authenticated.
+    /// Allows large frames of rows, after the peer has authenticated.
     pub fn trust(mut self) -> Self {
         self.incoming.decoder_mut().set_max_frame_length(FRAME);
         self.outgoing.encoder_mut().set_max_frame_length(FRAME);
@@ -47,12 +47,12 @@ impl Line {
     }
 }
 
-/// Why there is no next frame.
+/// The reason why there is no next frame.
 #[derive(Debug)]
 pub enum Lost {
-    /// The connection ended, cleanly or not.
+    /// The connection ended, with or without an error.
     Closed,
-    /// Nothing arrived in time.
+    /// No frame arrived in time.
     Silent,
     /// A frame is too long, so nothing after it can be read.
     Unreadable(String),

@@ -1,4 +1,4 @@
-//! Messages: one per frame, followed by the bytes of rows, if any.
+//! The messages of the protocol: one message per frame, followed by the bytes of rows, if any.
 
 use crate::failure::{Failure, NAME, Status, cut};
 use crate::secret::{Nonce, Proof};
@@ -11,11 +11,11 @@ use tokio_util::codec::LengthDelimitedCodec;
 pub const MAGIC: [u8; 8] = *b"nibble\0c";
 /// Version of the protocol; raise it when a message changes.
 pub const PROTOCOL: u16 = 1;
-/// Longest frame before authentication, in bytes.
+/// Maximum length of a frame before authentication, in bytes.
 pub const SMALL_FRAME: usize = 64 << 10;
-/// Longest frame, in bytes: rows and their message.
+/// Maximum length of a frame of rows with its message, in bytes.
 pub const FRAME: usize = PIECE + SMALL_FRAME;
-/// Most bytes of rows in one frame, so that other messages do not wait long.
+/// Maximum number of bytes of rows in one frame, so that other messages do not wait long.
 pub const PIECE: usize = 1 << 20;
 
 /// The hub's first message.
@@ -26,7 +26,7 @@ pub struct Hello {
     pub nonce: Nonce,
 }
 
-/// The client's answer. `join` is a [`Join`](crate::Join), as the proof covers it.
+/// The client's answer to [`Hello`]. `join` is an encoded [`Join`](crate::Join), because the proof covers its bytes.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 pub struct Entry {
     pub nonce: Nonce,
@@ -34,7 +34,7 @@ pub struct Entry {
     pub join: Vec<u8>,
 }
 
-/// The hub's answer to that.
+/// The hub's answer to an [`Entry`].
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 pub enum Answer {
     /// The client has authenticated; `proof` authenticates the hub.
@@ -52,7 +52,7 @@ pub enum Up {
     Rows { to: usize, piece: Piece },
     /// The rank has failed.
     Failed { status: Status, cause: String, is_user_error: bool },
-    /// The rank's work is done.
+    /// The rank's work is done, and it leaves the run.
     Leave,
 }
 
@@ -69,29 +69,29 @@ pub enum Down {
     Left(usize),
     /// The run has failed.
     Failed(Failure),
-    /// Confirms the rank's own leave.
+    /// Confirms that the rank has left.
     Goodbye,
 }
 
-/// The kind of the bytes after a message.
+/// The kind of bytes that follow a message.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 pub enum Piece {
-    /// The first piece of rows of `bytes` bytes in all.
+    /// The first piece of rows, which have `bytes` bytes in total.
     First { circle: u32, number: u64, call: String, bytes: u64 },
-    /// A following piece.
+    /// A later piece of the same rows.
     More,
 }
 
-/// The bytes that a rank sends to one other rank in the `number`-th collective of a circle of ranks.
+/// The bytes that a rank sends to another rank in the `number`-th collective of a circle (a group of ranks).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rows {
-    /// Which circle of ranks.
+    /// Index of the circle (the group of ranks).
     pub circle: u32,
-    /// Number of the collective in that circle.
+    /// Number of the collective in the circle.
     pub number: u64,
-    /// The collective's name, for messages; cut at 1 KiB.
+    /// The collective's name, for error messages; cut at 1 KiB.
     pub call: String,
-    /// The data.
+    /// The sent bytes.
     pub bytes: Vec<u8>,
 }
 
@@ -108,7 +108,7 @@ impl<M> From<M> for Frame<M> {
     }
 }
 
-/// Codec of length-prefixed frames of at most `most` bytes.
+/// A codec of length-prefixed frames of at most `most` bytes.
 pub fn codec(most: usize) -> LengthDelimitedCodec {
     LengthDelimitedCodec::builder().max_frame_length(most).new_codec()
 }
@@ -122,7 +122,7 @@ pub fn encode<M: Serialize>(message: &M, body: &[u8]) -> std::io::Result<Bytes> 
     Ok(bytes.freeze())
 }
 
-/// Decodes a frame into its message and the bytes after it; the error says what is wrong.
+/// Decodes a frame into its message and the bytes after it; the error describes what is invalid.
 pub fn decode<M: DeserializeOwned>(mut frame: Bytes) -> Result<Frame<M>, String> {
     let (message, rest) = postcard::take_from_bytes(&frame).map_err(|error| error.to_string())?;
     let body = rest.len();
@@ -130,7 +130,7 @@ pub fn decode<M: DeserializeOwned>(mut frame: Bytes) -> Result<Frame<M>, String>
     Ok(Frame { message, body: frame })
 }
 
-/// Decodes a frame of only a message.
+/// Decodes a frame that has only a message.
 pub fn decode_whole<M: DeserializeOwned>(frame: Bytes) -> Result<M, String> {
     let frame = decode(frame)?;
     match frame.body.len() {
@@ -139,7 +139,7 @@ pub fn decode_whole<M: DeserializeOwned>(frame: Bytes) -> Result<M, String> {
     }
 }
 
-/// Rows as frames, in order.
+/// Splits rows into frames, in order.
 pub fn pieces(rows: Rows) -> impl Iterator<Item = Frame<Piece>> {
     let Rows { circle, number, mut call, bytes } = rows;
     cut(&mut call, NAME);
@@ -154,14 +154,14 @@ pub fn pieces(rows: Rows) -> impl Iterator<Item = Frame<Piece>> {
     })
 }
 
-/// Bytes of rows that are still to arrive. The hub uses it to check a sender, and [`Assembly`] to reassemble rows.
+/// Counts the bytes of rows that are still to arrive. The hub uses this to check a sender, and [`Assembly`] uses it to reassemble rows.
 #[derive(Debug, Default)]
 pub struct Flow {
     left: u64,
 }
 
 impl Flow {
-    /// Accepts a piece of `bytes` bytes; the error says why it does not fit the pieces before.
+    /// Accepts a piece of `bytes` bytes; the error says why the piece does not fit the earlier pieces.
     pub fn take(&mut self, piece: &Piece, bytes: usize) -> Result<(), String> {
         let bytes = bytes as u64;
         let left = match piece {
@@ -169,7 +169,7 @@ impl Flow {
                 return Err(format!("{} bytes of rows are missing", self.left));
             }
             Piece::More if self.left == 0 => return Err("bytes that belong to no rows".to_owned()),
-            // Otherwise a rank could send any number of empty frames.
+            // The check refuses empty frames, of which a rank could otherwise send any number.
             _ if bytes == 0 && !matches!(piece, Piece::First { bytes: 0, .. }) => {
                 return Err("a piece without bytes".to_owned());
             }
@@ -195,11 +195,11 @@ pub struct Assembly {
 }
 
 impl Assembly {
-    /// Adds a piece; returns the rows once they are complete. The error says why a piece does not fit.
+    /// Adds a piece, and returns the rows after the last piece. The error says why a piece does not fit.
     pub fn take(&mut self, piece: Piece, body: &[u8]) -> Result<Option<Rows>, String> {
         self.flow.take(&piece, body.len())?;
         if let Piece::First { circle, number, call, bytes } = piece {
-            // No memory is allocated merely because a sender has announced bytes.
+            // The buffer starts small, because a sender may announce more bytes than it sends.
             let room = usize::try_from(bytes).unwrap_or(usize::MAX).min(PIECE);
             self.rows = Some(Rows { circle, number, call, bytes: Vec::with_capacity(room) });
         }
@@ -244,7 +244,7 @@ mod tests {
     fn pieces_that_do_not_fit_are_found() {
         let taken = |pieces: &[(u64, usize)]| {
             let mut flow = Flow::default();
-            // 0 is for a piece that follows, n for a first one of n - 1 bytes.
+            // 0 stands for a later piece, and n for a first piece of n - 1 bytes.
             pieces
                 .iter()
                 .try_for_each(|(n, body)| flow.take(&n.checked_sub(1).map_or(Piece::More, first), *body))

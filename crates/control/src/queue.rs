@@ -4,11 +4,11 @@ use std::collections::VecDeque;
 use std::sync::Mutex;
 use tokio::sync::Notify;
 
-/// The outgoing queue of a connection. Any thread may add to it without blocking. It is unbounded, so no rank waits for another that
-/// does not read.
+/// The outgoing queue of a connection. Any thread may add frames without blocking. The queue is unbounded, so that no rank waits for
+/// another rank that does not read.
 pub struct Queue<M> {
     waiting: Mutex<Waiting<M>>,
-    /// Wakes the one reading task.
+    /// Wakes the single reading task.
     ready: Notify,
 }
 
@@ -40,7 +40,7 @@ impl<M> Queue<M> {
         self.change(|waiting| waiting.urgent.push_back(message.into()));
     }
 
-    /// Replaces all ordinary frames by a last message, and closes the queue.
+    /// Replaces all ordinary frames with a last message, and closes the queue.
     pub fn finish(&self, message: M) {
         self.change(|waiting| {
             waiting.ordered.clear();
@@ -49,7 +49,7 @@ impl<M> Queue<M> {
         });
     }
 
-    /// Replaces all ordinary frames by a message.
+    /// Replaces all ordinary frames with a message.
     pub fn interrupt(&self, message: M) {
         self.change(|waiting| {
             waiting.ordered.clear();
@@ -57,7 +57,7 @@ impl<M> Queue<M> {
         });
     }
 
-    /// Waits for the next frame; `None` once the queue is closed and empty. Cancel-safe.
+    /// Waits for the next frame; `None` after the queue is closed and empty. Cancel-safe.
     pub async fn next(&self) -> Option<Frame<M>> {
         loop {
             if let Some(next) = self.take() {
@@ -67,7 +67,7 @@ impl<M> Queue<M> {
         }
     }
 
-    /// The next frame, or `Some(None)` if the queue is closed and empty; `None` if there is no frame yet.
+    /// The next frame. The result is `Some(None)` if the queue is closed and empty, and `None` if there is no frame yet.
     pub fn take(&self) -> Option<Option<Frame<M>>> {
         let mut waiting = locked(&self.waiting);
         let next = waiting.urgent.pop_front().or_else(|| waiting.ordered.pop_front());

@@ -3,19 +3,19 @@ use hmac::{Hmac, Mac};
 use sha2::Sha256;
 use std::fmt;
 
-/// The shared secret of a run's processes. It is never sent, and `Debug` does not show it.
+/// The secret that a run's processes share. The secret is never sent, and `Debug` does not show it.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Secret(Vec<u8>);
 
-/// Shortest secret text, in bytes.
+/// Minimum length of a secret text, in bytes.
 const LEAST: usize = 16;
 
-/// Random bytes, used once.
+/// Random bytes that are used once.
 pub(crate) type Nonce = [u8; 32];
 /// A proof of knowledge of the secret.
 pub(crate) type Proof = [u8; 32];
 
-/// The proving side: a proof of one side is not valid for the other.
+/// The side that proves: a proof of one side is not valid for the other side.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Side {
     Client,
@@ -32,10 +32,10 @@ impl Secret {
         Ok(Self(text.into_bytes()))
     }
 
-    /// A secret from a file or an environment variable; surrounding white space is ignored.
+    /// A secret from the text of a file or an environment variable; surrounding white space is ignored.
     ///
     /// # Errors
-    /// If it has fewer than 16 bytes.
+    /// If the text has fewer than 16 bytes.
     pub fn from_text(text: &str) -> Result<Self> {
         let text = text.trim();
         match text.len() < LEAST {
@@ -44,7 +44,7 @@ impl Secret {
         }
     }
 
-    /// Text that [`Secret::from_text`] reads back, for a child's environment or a private file.
+    /// The secret as text that [`Secret::from_text`] reads back, for a child's environment or a private file.
     pub fn to_text(&self) -> String {
         String::from_utf8_lossy(&self.0).into_owned()
     }
@@ -54,7 +54,7 @@ impl Secret {
         self.mac(side, hub, client, said).finalize().into_bytes().into()
     }
 
-    /// Whether a proof is valid. Compares in constant time.
+    /// Whether a proof is valid. The comparison takes constant time.
     pub(crate) fn proves(&self, side: Side, hub: &Nonce, client: &Nonce, said: &[u8], proof: &Proof) -> bool {
         self.mac(side, hub, client, said).verify_slice(proof).is_ok()
     }

@@ -13,12 +13,12 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// The code that runs an operation.
+/// Which implementation of an operation runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CodePath {
     /// The scalar specification.
     Scalar,
-    /// The vectorised code, with the same bits.
+    /// The vectorised code, which gives the same bits.
     Simd,
 }
 
@@ -36,10 +36,10 @@ struct Inner {
     path: CodePath,
 }
 
-/// Number of calls of an operation, and their time.
+/// Statistics of an operation: the number of its calls, and their time.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct OpTime {
-    /// Calls.
+    /// Number of calls.
     pub calls: u64,
     /// Total time, as measured by the caller.
     pub time: Duration,
@@ -52,7 +52,7 @@ impl fmt::Debug for Cpu {
 }
 
 impl Cpu {
-    /// The fastest code of this machine, on `threads` threads (0: one per core).
+    /// A backend with the fastest code path of this machine, on `threads` threads (0: one per core).
     ///
     /// # Errors
     /// [`Error::Device`] if the threads cannot be started.
@@ -60,15 +60,15 @@ impl Cpu {
         Self::with(threads, Isa::best(), CodePath::Simd)
     }
 
-    /// The scalar specification of every operation.
+    /// A backend that runs the scalar specification of every operation.
     ///
     /// # Errors
-    /// As [`Cpu::new`].
+    /// The errors of [`Cpu::new`].
     pub fn scalar(threads: usize) -> Result<Self> {
         Self::with(threads, Isa::Portable, CodePath::Scalar)
     }
 
-    /// A chosen instruction set and code path.
+    /// A backend with this instruction set and code path.
     ///
     /// # Errors
     /// [`Error::Device`] if this machine lacks the instruction set or the threads cannot be started.
@@ -88,8 +88,8 @@ impl Cpu {
         Ok(Self { inner: Arc::new(Inner { pool, memory, profile, isa, path }) })
     }
 
-    /// Time of each operation since the backend was created or since the last call, longest first. Profiling costs a
-    /// fraction of a microsecond per call, so it is always on.
+    /// Time of each operation since the backend was created or since the last call, longest first. Profiling is always on, because it costs
+    /// only a fraction of a microsecond per call.
     pub fn take_profile(&self) -> Vec<(&'static str, OpTime)> {
         let mut profile = self.inner.profile.lock().unwrap_or_else(PoisonError::into_inner);
         let mut times: Vec<_> = std::mem::take(&mut *profile).into_iter().collect();
@@ -100,7 +100,7 @@ impl Cpu {
     /// Runs an operation and adds its time to the profile.
     ///
     /// # Errors
-    /// The operation's error; [`Error::OutOfMemory`].
+    /// The operation's error, or [`Error::OutOfMemory`].
     pub(crate) fn timed<R>(&self, op: &'static str, run: impl FnOnce() -> Result<R>) -> Result<R> {
         let started = Instant::now();
         let result = or_out_of_room(run);
@@ -127,8 +127,8 @@ impl Cpu {
         self.inner.path
     }
 
-    /// A buffer that an operation will overwrite entirely. Its contents are unspecified; in debug builds every byte is
-    /// 0xFF (NaN), which exposes elements left unwritten.
+    /// A buffer that an operation will overwrite entirely. The buffer's contents are unspecified. In debug builds every byte is 0xFF (NaN),
+    /// which exposes elements that an operation did not write.
     pub(crate) fn scratch<T: Plain>(&self, len: usize) -> Buf<T> {
         let mut buf = Buf::new(len, &self.inner.memory);
         if cfg!(debug_assertions) {
@@ -137,8 +137,8 @@ impl Cpu {
         buf
     }
 
-    /// A buffer with values that an operation computed. Unlike [`Backend::upload`], it is not a copy from the host to the device and
-    /// is not counted as one.
+    /// A buffer with values that an operation computed. Unlike [`Backend::upload`], this call is not a copy from the host to the device,
+    /// and is not counted as one.
     pub(crate) fn computed<T: Plain>(&self, values: &[T]) -> Buf<T> {
         let mut buf = Buf::new(values.len(), &self.inner.memory);
         buf.as_mut_slice().copy_from_slice(values);
@@ -146,7 +146,7 @@ impl Cpu {
     }
 }
 
-/// A typed, reference-counted buffer. A clone shares the bytes; writing through a shared handle copies them first.
+/// A typed, reference-counted buffer. Clones share the bytes; a write through a shared handle first copies them.
 pub struct Buf<T: Plain> {
     storage: Arc<Storage>,
     len: usize,
@@ -168,7 +168,7 @@ impl Drop for Storage {
 impl<T: Plain> Buf<T> {
     /// A buffer of unspecified contents.
     fn new(len: usize, memory: &Arc<Memory>) -> Self {
-        // A length that overflows the byte count is out of memory.
+        // A length whose byte count overflows counts as out of memory.
         let bytes = len.checked_mul(size_of::<T>()).filter(|bytes| *bytes <= isize::MAX as usize);
         let bytes = bytes.unwrap_or_else(|| out_of_room("the host's memory", usize::MAX));
         let storage = Storage { words: memory.take(bytes.div_ceil(8), bytes), bytes, memory: memory.clone() };
@@ -180,7 +180,7 @@ impl<T: Plain> Buf<T> {
         &bytemuck::cast_slice(self.storage.words.as_slice())[..self.len]
     }
 
-    /// The values, for writing; copied first if another handle shares them.
+    /// The values, for writing; they are copied first if another handle shares them.
     pub fn as_mut_slice(&mut self) -> &mut [T] {
         if Arc::get_mut(&mut self.storage).is_none() {
             let memory = &self.storage.memory;
@@ -192,7 +192,7 @@ impl<T: Plain> Buf<T> {
         let len = self.len;
         match Arc::get_mut(&mut self.storage) {
             Some(storage) => &mut bytemuck::cast_slice_mut(storage.words.as_mut_slice())[..len],
-            // Made unique just above; `&mut self` prevents cloning in between.
+            // The buffer was made unique above, and `&mut self` prevents a clone in between.
             None => unreachable!("a buffer just made unique is shared"),
         }
     }

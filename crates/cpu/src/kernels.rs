@@ -1,4 +1,4 @@
-//! The operations: each calls the function of its name in `ops`.
+//! The implementation of `Kernels`: each operation calls the function of the same name in `ops`.
 
 use crate::{Cpu, ops};
 use nibble_core::ops::*;

@@ -1,20 +1,20 @@
-//! The CPU backend. It is the specification of every op, and fast enough to train small models.
+//! The CPU backend. This backend is the specification of every op, and is fast enough to train small models.
 //!
-//! Each op has a scalar version that reads as its definition, and a vectorised, threaded one with the same bits. Where both would be the
-//! same loop, as in most elementwise ops, one body serves: `per_isa!` compiles it for each instruction set. `tests/conformance.rs`
+//! Each op has a scalar version that reads like its definition, and a vectorised, threaded version with the same bits. Where both versions
+//! would be the same loop, as in most elementwise ops, `per_isa!` compiles one body for each instruction set. `tests/conformance.rs`
 //! compares every op on every path with the scalar specification, bit for bit.
 //!
-//! Floating-point addition is not associative, so the bits are the same only because every order is fixed:
+//! Floating-point addition is not associative, so the bits are the same only because every order of summation is fixed:
 //!
-//! * **Threads** divide rows, heads or blocks, never a sum. A product's contraction is one chain in ascending order. A chain that is
-//!   interrupted, to stay in the caches or because the next tokens' logits are not computed yet, continues from the F32 that it left.
-//! * **Instruction sets.** A sum has 16 lanes, element i in lane i mod 16, closed by the tree 8, 4, 2, 1 (`simd.rs`). Where an op
-//!   documents another order, one that more threads can follow, it is in `sums.rs`: more lanes, or chunks of fixed size and a tree over
-//!   them.
-//! * **Multiply-adds** are fused where the definition says so and nowhere else. The BF16 dot is defined as the instruction `vdpbf16ps`
-//!   computes it; other paths emulate that, its flushing of subnormals included (`gemm/spec.rs`).
-//! * **Functions.** `exp`, `log`, `sigmoid` and `rsqrt` are those of `nibble_formats::math`, from IEEE operations alone. Numbers computed
-//!   on the host, such as RoPE's, use `nibble_formats::double`, and not the system's library.
+//! * **Threads** divide rows, heads or blocks, never a sum. The contraction of a GEMM is one chain in ascending order. A chain may be
+//!   interrupted, to stay in the caches or because the next tokens' logits are not computed yet; it then resumes from its F32 partial sum.
+//! * **Instruction sets.** A sum has 16 lanes: element i is added in lane i mod 16, and the lanes are reduced by the tree 8, 4, 2, 1
+//!   (`simd.rs`). Some ops document another order that more threads can follow: more lanes, or chunks of fixed size and a tree over the
+//!   chunks. The orders for more threads are in `sums.rs`.
+//! * **Multiply-adds** are fused only where the definition says so. The instruction `vdpbf16ps` defines the BF16 dot product; other paths
+//!   emulate the instruction, including its flushing of subnormals (`gemm/spec.rs`).
+//! * **Functions.** `exp`, `log`, `sigmoid` and `rsqrt` are those of `nibble_formats::math`, which uses IEEE operations alone. Numbers
+//!   computed on the host, such as RoPE's angles, use `nibble_formats::double` instead of the system's library.
 
 mod backend;
 mod comm;

@@ -1,4 +1,4 @@
-//! Buffer memory: a pool by size class, or an arena.
+//! Buffer memory: a pool of allocations by size class, or an arena.
 
 use nibble_core::allocation::may_be_refused;
 use nibble_core::{Error, HEAP_ALIGN, MemoryStats, Result, Scope, Segments, TrafficCounter};
@@ -8,15 +8,15 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Counts live bytes, and reuses freed allocations for tensors of about the same size. Training requests the same
-/// sizes every step, and fresh pages from the system cost more than the arithmetic on them.
+/// Counts live bytes, and reuses freed allocations for tensors of about the same size. Training requests the same sizes in every step, and
+/// fresh pages from the system cost more than the arithmetic on them.
 #[derive(Default)]
 pub(crate) struct Memory {
     live: AtomicUsize,
     peak: AtomicUsize,
-    /// Copies between the host and this device, whose memory is the host's.
+    /// Counts copies between host and device, although this device's memory is the host's.
     pub traffic: TrafficCounter,
-    /// The arena of current allocations, if a caller works within one.
+    /// The arena for current allocations, if the caller works within an arena.
     pub scope: Scope<Arena>,
     free: Mutex<Free>,
 }
@@ -28,7 +28,7 @@ struct Free {
     bytes: usize,
 }
 
-/// A failed allocation, as a panic payload: unwinds from any place in an operation to [`or_out_of_room`].
+/// A failed allocation, as a panic payload. The panic unwinds from any place in an operation to [`or_out_of_room`].
 struct OutOfRoom {
     place: String,
     bytes: usize,
@@ -40,10 +40,10 @@ pub(crate) fn out_of_room(place: &str, bytes: usize) -> ! {
     std::panic::resume_unwind(Box::new(OutOfRoom { place: place.to_owned(), bytes }))
 }
 
-/// Runs `work`, and returns an error if the system had no memory for one of its buffers. What `work` was changing is then invalid.
+/// Runs `work`, and returns an error if the system had no memory for a buffer. The data that `work` was changing is then invalid.
 ///
 /// # Errors
-/// What `work` returns; [`Error::OutOfMemory`].
+/// The error of `work`, or [`Error::OutOfMemory`].
 pub(crate) fn or_out_of_room<R>(work: impl FnOnce() -> Result<R>) -> Result<R> {
     let unwound = match std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)) {
         Ok(done) => return done,
@@ -58,7 +58,7 @@ pub(crate) fn or_out_of_room<R>(work: impl FnOnce() -> Result<R>) -> Result<R> {
     }
 }
 
-/// Rounds words up to one of eight sizes per power of two: ragged tensors have a new length every step.
+/// Rounds a word count up to one of eight sizes per power of two, because ragged tensors have a new length in every step.
 fn size_class(words: usize) -> usize {
     let step = 1 << words.max(1).ilog2().saturating_sub(3);
     words.next_multiple_of(step)
@@ -66,9 +66,9 @@ fn size_class(words: usize) -> usize {
 
 /// The memory of one buffer.
 pub(crate) enum Words {
-    /// Pooled, as long as its size class.
+    /// A pooled allocation with the length of its size class.
     Pool(Vec<u64>),
-    /// In an arena.
+    /// A block of an arena.
     Arena(Block),
 }
 
@@ -116,8 +116,8 @@ impl Memory {
         }
     }
 
-    /// Frees memory that was taken with this many bytes. The pool retains its own allocations, unless more bytes would then be idle
-    /// than were ever in use at once.
+    /// Frees memory that was allocated with this many bytes. The pool keeps its allocations for reuse, unless idle bytes would then exceed
+    /// the peak of live bytes.
     pub fn give(&self, words: Words, bytes: usize) {
         self.live.fetch_sub(bytes, Ordering::Relaxed);
         // An arena's block is freed when it is dropped.
@@ -136,7 +136,7 @@ impl Memory {
     }
 }
 
-/// Memory shared by repeated work, such as every step's. Freed with its last handle and last buffer.
+/// Memory for repeated work, such as that of every step. The memory is freed together with the last handle and the last buffer.
 #[derive(Clone)]
 pub struct Arena {
     shared: Arc<Shared>,
@@ -147,7 +147,7 @@ struct Shared {
     state: Mutex<State>,
 }
 
-/// Untouched parts of a segment take address space but no memory.
+/// The segments of an arena. Untouched parts of a segment take address space but no memory.
 #[derive(Default)]
 struct State {
     places: Segments,
@@ -158,13 +158,13 @@ struct State {
 }
 
 struct Segment {
-    /// Owned; zeroed when allocated, so every byte is initialised.
+    /// Owned memory; it is zeroed when allocated, so every byte is initialised.
     memory: *mut [u64],
     /// The first word aligned to [`HEAP_ALIGN`].
     base: NonNull<u64>,
 }
 
-// SAFETY: the segment owns its memory. Blocks are disjoint and own their ranges.
+// SAFETY: the segment owns its memory. Blocks are disjoint, and each owns its range.
 unsafe impl Send for Segment {}
 
 impl Segment {
@@ -173,9 +173,9 @@ impl Segment {
         let words = may_be_refused(|| bytemuck::try_zeroed_slice_box((bytes + HEAP_ALIGN) / 8)).ok()?;
         let memory: *mut [u64] = Box::into_raw(words);
         let first = memory.cast::<u64>();
-        // Words are 8-byte aligned: fewer than `HEAP_ALIGN` bytes are skipped, and `HEAP_ALIGN` were added.
+        // Words are 8-byte aligned, so fewer than `HEAP_ALIGN` bytes are skipped, and `HEAP_ALIGN` bytes were added.
         let skip = (first as usize).next_multiple_of(HEAP_ALIGN) - first as usize;
-        // SAFETY: within the allocation, which is not null.
+        // SAFETY: the pointer is within the allocation, which is not null.
         let base = unsafe { NonNull::new_unchecked(first.byte_add(skip)) };
         Some(Self { memory, base })
     }
@@ -183,7 +183,8 @@ impl Segment {
 
 impl Drop for Segment {
     fn drop(&mut self) {
-        // SAFETY: made by `Box::into_raw` in `new` and dropped once; every block holds the arena, so none is left.
+        // SAFETY: the pointer comes from `Box::into_raw` in `new` and is dropped once. Every block keeps the arena alive, so no block is
+        // left.
         drop(unsafe { Box::from_raw(self.memory) });
     }
 }
@@ -196,7 +197,7 @@ impl Arena {
     /// `words` words of unspecified contents, counted as `bytes` live bytes (at most the size of the words).
     fn take(&self, words: usize, bytes: usize) -> Block {
         let mut state = self.shared.lock();
-        // A buffer never has more bytes than there are addresses.
+        // A buffer never has more bytes than the address space.
         let place = state.places.alloc(8 * words).expect("fewer bytes than addresses");
         let (segment, offset) = place;
         if segment == state.segments.len() {
@@ -209,7 +210,7 @@ impl Arena {
         }
         state.live += bytes;
         state.peak = state.peak.max(state.live);
-        // SAFETY: the heap gave offset and size within its capacity, which the segment has from `base` on.
+        // SAFETY: the heap returned an offset and a size within its capacity, and the segment has this capacity from `base` on.
         let first = unsafe { state.segments[segment].base.byte_add(offset) };
         drop(state);
         Block { first, words, bytes, place, arena: self.clone() }
@@ -224,7 +225,7 @@ impl Arena {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
-        // No panic can occur between changes that belong together.
+        // A poisoned lock is safe to use, because no code panics in the middle of an update.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -245,20 +246,20 @@ pub(crate) struct Block {
     arena: Arena,
 }
 
-// SAFETY: a block owns its words as a box would.
+// SAFETY: a block owns its words as a `Box` would.
 unsafe impl Send for Block {}
-// SAFETY: as above; a shared block is only read.
+// SAFETY: a shared block is only read.
 unsafe impl Sync for Block {}
 
 impl Block {
     fn as_slice(&self) -> &[u64] {
-        // SAFETY: `words` initialised words from `first` on, in a segment that `arena` keeps alive and in place; the heap gave this
-        // range to this block alone, and `&self` prevents writes.
+        // SAFETY: `first` points to `words` initialised words in a segment that `arena` keeps alive and in place. The heap gave this range
+        // to this block alone, and `&self` prevents writes.
         unsafe { std::slice::from_raw_parts(self.first.as_ptr(), self.words) }
     }
 
     fn as_mut_slice(&mut self) -> &mut [u64] {
-        // SAFETY: as above; `&mut self` makes this the only reference.
+        // SAFETY: the block owns these words, and `&mut self` makes this the only reference.
         unsafe { std::slice::from_raw_parts_mut(self.first.as_ptr(), self.words) }
     }
 }
@@ -292,7 +293,7 @@ mod tests {
         }
     }
 
-    /// Requests beyond the address space: in the pool, in an arena, and in the middle of an operation.
+    /// Tests requests beyond the address space: in the pool, in an arena, and in the middle of an operation.
     #[test]
     fn memory_that_is_not_there_is_an_error_and_the_backend_goes_on() {
         let cpu = Cpu::new(2).unwrap();
@@ -324,7 +325,7 @@ mod tests {
         }
     }
 
-    /// Allocates a mixture of buffers, drops half of them on the way, writes all, and returns their addresses.
+    /// Allocates several buffers of different sizes, drops half of them in between, writes all, and returns their addresses.
     fn mixture(cpu: &Cpu) -> Result<Vec<u64>> {
         let mut ids = Vec::new();
         let mut kept = Vec::new();
@@ -360,7 +361,7 @@ mod tests {
         let cpu = Cpu::new(2).unwrap();
         let arena = cpu.arena("test").unwrap();
         let first = cpu.within(&arena, || mixture(&cpu)).unwrap();
-        // The arena has grown meanwhile.
+        // The arena has grown since its creation.
         assert!(arena.shared.lock().segments.len() > 1);
         assert_eq!(cpu.within(&arena, || mixture(&cpu)).unwrap(), first);
         assert!(first.iter().all(|id| id.is_multiple_of(HEAP_ALIGN as u64)));
@@ -386,7 +387,7 @@ mod tests {
             .unwrap();
         assert_eq!((cpu.arena_memory(&arena).live_bytes, cpu.memory().live_bytes), (108, 208));
         assert_eq!(cpu.arena_memory(&arena).total_bytes, Some(512));
-        // Writing to a shared buffer copies it in the writer's current scope: the pool.
+        // A write to a shared buffer allocates the copy in the writer's current scope, which is the pool.
         let mut again = copy.clone();
         again.as_mut_slice()[1] = 4;
         assert_eq!((cpu.arena_memory(&arena).live_bytes, cpu.memory().live_bytes), (108, 308));

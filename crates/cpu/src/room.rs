@@ -1,4 +1,4 @@
-//! The host memory that this process may use, as reported by Linux: the machine's memory, and the limits of the process's control groups.
+//! The host memory that this process may use, as reported by Linux: the machine's memory and the limits of the process's control groups.
 //! Memory that the system would reclaim, mainly cached files, counts as free.
 
 use nibble_core::Room;
@@ -14,7 +14,7 @@ pub(crate) fn of_this_process() -> Option<Room> {
     below(Path::new("/"))
 }
 
-/// The same for system files below `root`.
+/// The memory available to this process, read from the system files below `root`.
 fn below(root: &Path) -> Option<Room> {
     let meminfo = root.join("proc/meminfo");
     let (total_bytes, available) = (kib(&meminfo, "MemTotal:")?, kib(&meminfo, "MemAvailable:")?);
@@ -22,17 +22,17 @@ fn below(root: &Path) -> Option<Room> {
     let others_bytes = total_bytes.saturating_sub(available).saturating_sub(own);
     let machine = Room { total_bytes, others_bytes };
     let limits = groups(root).into_iter().filter_map(|group| group.room(own));
-    // A group without a limit reports one beyond the machine's memory.
+    // A group without a limit reports a limit beyond the machine's memory.
     let limits = limits.filter(|room| room.total_bytes < total_bytes);
     std::iter::once(machine).chain(limits).min_by_key(Room::bytes)
 }
 
-/// A control group with a limit on memory.
+/// A control group that limits memory.
 struct Group {
     dir: PathBuf,
-    /// The names of its limit and usage files.
+    /// The names of the group's limit file and usage file.
     names: [&'static str; 2],
-    /// Keys of reclaimable memory in `memory.stat`: cached files, and in version 2 also reclaimable kernel memory.
+    /// Keys of reclaimable memory in `memory.stat`: cached files, and with cgroup version 2 also reclaimable kernel memory.
     droppable: &'static [&'static str],
 }
 
@@ -58,11 +58,11 @@ impl Group {
     }
 }
 
-/// The control groups of this process, each with its ancestors up to the root.
+/// The control groups of this process, each with all of its ancestors.
 fn groups(root: &Path) -> Vec<Group> {
     let text = std::fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
     let mut groups = Vec::new();
-    // `0::/path` in version 2, `4:memory:/path` in version 1.
+    // A line is `0::/path` in version 2, and `4:memory:/path` in version 1.
     for line in text.lines() {
         let mut parts = line.splitn(3, ':').skip(1);
         let (Some(controllers), Some(path)) = (parts.next(), parts.next()) else { continue };
@@ -77,7 +77,7 @@ fn groups(root: &Path) -> Vec<Group> {
     groups
 }
 
-/// Bytes in a line `KEY  123 kB`.
+/// The bytes of a line `KEY  123 kB`.
 fn kib(path: &Path, key: &str) -> Option<usize> {
     let text = std::fs::read_to_string(path).ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix(key))?;
@@ -90,7 +90,7 @@ mod tests {
 
     const GIB: usize = 1 << 30;
 
-    /// A machine with 64 GiB, 40 GiB of them available, and a process that uses 4 GiB; plus these files.
+    /// The result for a machine with 64 GiB, of which 40 GiB are available, a process that uses 4 GiB, and these additional files.
     fn machine(files: &[(&str, &str)]) -> Option<Room> {
         let root = tempfile::tempdir().unwrap();
         let common = [
@@ -119,7 +119,7 @@ mod tests {
     #[test]
     fn the_tightest_control_group_counts() {
         let ten = "10737418240\n";
-        // Version 2: a limit of 32 GiB for a slice, none for the service in it.
+        // Version 2: a slice has a limit of 32 GiB, and the service in it has no limit.
         let slice = [
             ("proc/self/cgroup", "0::/user.slice/run.service\n"),
             ("sys/fs/cgroup/user.slice/run.service/memory.max", "max\n"),
@@ -131,9 +131,9 @@ mod tests {
                 "anon 5\ninactive_file 2147483648\nactive_file 1073741824\nslab_reclaimable 536870912\nslab 1073741824\n",
             ),
         ];
-        // 10 GiB in use: 3 GiB of cached files, 0.5 GiB of reclaimable kernel memory, and 4 GiB of this process.
+        // 10 GiB are in use: 3 GiB of cached files, 0.5 GiB of reclaimable kernel memory, 4 GiB of this process, and the memory of others.
         assert_eq!(machine(&slice), Some(Room { total_bytes: 32 * GIB, others_bytes: 5 * GIB / 2 }));
-        // Version 1, where a group without a limit reports a very large one.
+        // Version 1: a group without a limit reports a very large limit.
         let dir = "sys/fs/cgroup/memory/job";
         let (limit, usage, stat) = (
             format!("{dir}/memory.limit_in_bytes"),

@@ -1,15 +1,16 @@
-//! How one body of safe, branch-free Rust becomes one function per instruction set.
+//! Compiles one body of safe, branch-free Rust to one function per instruction set.
 //!
-//! Elementwise code needs no intrinsics: compiled with the right target features, the compiler vectorises it. Every lane does the same
-//! IEEE operations in the same order, so the bits are those of the scalar build. Sums over a row use 16 lanes in a fixed order.
+//! Elementwise code needs no intrinsics, because the compiler vectorises it if it is compiled with the right target features. Every lane
+//! does the same IEEE operations in the same order, so the bits are those of the scalar build. Sums over a row use 16 lanes in a fixed
+//! order.
 
 use crate::{Buf, Cpu};
 use half::bf16;
 use nibble_core::{DType, Data, Error, Plain, Result, Tensor};
 use nibble_formats::math::exp;
 
-/// Defines `fn name(isa: Isa, args)`: the `#[inline(always)]` function `body` compiled for each instruction set, picked
-/// at run time.
+/// Defines `fn name(isa: Isa, args)`: it calls the `#[inline(always)]` function `body`, compiled for each instruction set and selected at
+/// run time.
 ///
 /// ```text
 /// per_isa!(fn add_rows = add_rows_body; (a: &[f32], b: &[f32], out: &mut [f32]));
@@ -32,10 +33,10 @@ macro_rules! per_isa {
                     $body($($arg),*)
                 }
                 match isa {
-                    // SAFETY: an `Isa` above `Portable` is only ever put into a `Cpu` after `is_supported` said that
-                    // this machine has these features.
+                    // SAFETY: an `Isa` above `Portable` is stored in a `Cpu` only after `is_supported` confirmed that this machine has
+                    // these features.
                     $crate::gemm::Isa::Avx512 | $crate::gemm::Isa::Avx512Bf16 => return unsafe { avx512($($arg),*) },
-                    // SAFETY: as above.
+                    // SAFETY: `is_supported` confirmed that this machine has these features.
                     $crate::gemm::Isa::Avx2 => return unsafe { avx2($($arg),*) },
                     $crate::gemm::Isa::Portable => {}
                 }
@@ -47,17 +48,17 @@ macro_rules! per_isa {
 }
 pub(crate) use per_isa;
 
-/// A plain element type that arithmetic in F32 reads and writes.
+/// A plain element type that F32 arithmetic reads and writes.
 pub(crate) trait Real: Plain {
-    /// Its name among the tensors' types.
+    /// The tensor type with these elements.
     const DTYPE: DType;
-    /// The value, exactly.
+    /// The value as F32, which is exact.
     fn widen(self) -> f32;
-    /// Rounds once, to nearest, ties to even; branch-free, so that loops over it vectorise.
+    /// Rounds once, to nearest, ties to even. The code is branch-free, so that loops over it vectorise.
     fn round(x: f32) -> Self;
     /// The buffer of a tensor, if it has this type.
     fn buf(data: &Data<Cpu>) -> Option<&Buf<Self>>;
-    /// As [`buf`](Self::buf), for writing.
+    /// The writable buffer of a tensor, if it has this type.
     fn buf_mut(data: &mut Data<Cpu>) -> Option<&mut Buf<Self>>;
     /// Wraps a buffer as a tensor's elements.
     fn data(buf: Buf<Self>) -> Data<Cpu>;
@@ -65,7 +66,7 @@ pub(crate) trait Real: Plain {
     /// The elements of a tensor of this type.
     ///
     /// # Errors
-    /// [`Error::Shape`] naming `argument` if the tensor has another type.
+    /// [`Error::Shape`] that names `argument`, if the tensor has another type.
     fn slice<'a>(op: &'static str, argument: &'static str, t: &'a Tensor<Cpu>) -> Result<&'a [Self]> {
         match Self::buf(&t.data) {
             Some(buf) => Ok(buf.as_slice()),
@@ -73,10 +74,10 @@ pub(crate) trait Real: Plain {
         }
     }
 
-    /// The elements of a result, for writing.
+    /// The elements of a result tensor, for writing.
     ///
     /// # Errors
-    /// [`Error::Shape`] naming the operation if the tensor has another type.
+    /// [`Error::Shape`] that names the operation, if the tensor has another type.
     fn slice_mut<'a>(op: &'static str, t: &'a mut Tensor<Cpu>) -> Result<&'a mut [Self]> {
         let dtype = t.dtype();
         match Self::buf_mut(&mut t.data) {
@@ -143,16 +144,16 @@ impl Real for bf16 {
     }
 }
 
-/// Lanes of a reduction: element i of a row goes to lane i mod 16.
+/// Number of lanes of a reduction: element i of a row is added to lane i mod 16.
 pub(crate) const LANES: usize = 16;
 
-/// Closes 16 lanes by the tree 8, 4, 2, 1.
+/// Reduces 16 lanes with the tree 8, 4, 2, 1.
 #[inline(always)]
 pub(crate) fn tree_sum<T: Copy + std::ops::Add<Output = T>>(lanes: [T; LANES]) -> T {
     tree(lanes, |a, b| a + b)
 }
 
-/// One level at a time, in arrays of the level's size, which the compiler puts in registers.
+/// Reduces the lanes one level at a time, in arrays of the level's size, which the compiler keeps in registers.
 #[inline(always)]
 fn tree<T: Copy>(lanes: [T; LANES], join: impl Fn(T, T) -> T) -> T {
     let eight: [T; 8] = std::array::from_fn(|i| join(lanes[i], lanes[i + 8]));
@@ -161,7 +162,7 @@ fn tree<T: Copy>(lanes: [T; LANES], join: impl Fn(T, T) -> T) -> T {
     join(two[0], two[1])
 }
 
-/// Σ `a[i]·b[i]` over the 16 lanes, each in order by fma, closed by the tree.
+/// Σ `a[i]·b[i]` over the 16 lanes: each lane adds its products in order by fma, and the tree reduces the lanes.
 #[inline(always)]
 pub(crate) fn lane_dot(a: &[impl Real], b: &[impl Real]) -> f32 {
     let ((a, a_tail), (b, b_tail)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());
@@ -177,8 +178,8 @@ pub(crate) fn lane_dot(a: &[impl Real], b: &[impl Real]) -> f32 {
     tree_sum(lanes)
 }
 
-/// Replaces each x by exp(x − max). Returns the largest x, and the sum of the exponentials over 16 lanes (in order,
-/// then the tree). The maximum ignores NaNs; a NaN returns through its exponential.
+/// Replaces each x by exp(x − max). Returns the largest x, and the sum of the exponentials over 16 lanes (in order, then the tree). The
+/// maximum ignores NaNs; the exponential of a NaN is NaN and so is the sum.
 #[inline(always)]
 pub(crate) fn softmax_terms(x: &mut [f32]) -> (f32, f32) {
     let max = lane_max(x);
@@ -186,7 +187,7 @@ pub(crate) fn softmax_terms(x: &mut [f32]) -> (f32, f32) {
     (max, lane_sum(x))
 }
 
-/// The largest x, ignoring NaNs; −∞ for no values.
+/// The largest x, ignoring NaNs; −∞ if there are no values.
 #[inline(always)]
 pub(crate) fn lane_max(x: &[f32]) -> f32 {
     let larger = |x: f32, max: f32| if x > max { x } else { max };
@@ -217,7 +218,7 @@ pub(crate) fn exp_less(x: &mut [f32], max: f32) {
     }
 }
 
-/// Σ x over 16 lanes, each in order, closed by the tree.
+/// Σ x over 16 lanes: each lane adds its values in order, and the tree reduces the lanes.
 #[inline(always)]
 pub(crate) fn lane_sum(x: &[f32]) -> f32 {
     let (full, tail) = x.as_chunks::<LANES>();
@@ -233,8 +234,8 @@ pub(crate) fn lane_sum(x: &[f32]) -> f32 {
     tree_sum(lanes)
 }
 
-/// `to`\[i\] = f(a\[i\], b\[i\]) rounded once, 16 at a time: the compiler's own, longer unrolling would leave rows of 16 or 32 elements
-/// to its scalar remainder loop.
+/// Sets `to`\[i\] = f(a\[i\], b\[i\]), rounded once, 16 elements at a time. With the compiler's own, longer unrolling, rows of 16 or 32
+/// elements would run in its scalar remainder loop.
 #[inline(always)]
 pub(crate) fn map_lanes<A: Real, B: Real, T: Real>(
     a: &[A],
@@ -245,7 +246,7 @@ pub(crate) fn map_lanes<A: Real, B: Real, T: Real>(
     let ((a, a_tail), (b, b_tail)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());
     let (to, to_tail) = to.as_chunks_mut::<LANES>();
     for ((a, b), to) in a.iter().zip(b).zip(to) {
-        // The lanes are complete before the store: as far as the compiler knows, `to` might overlap a.
+        // The lanes are complete before the store, because the compiler cannot exclude that `to` overlaps a.
         let mut lanes = [0.0f32; LANES];
         for i in 0..LANES {
             lanes[i] = f(a[i].widen(), b[i].widen());
@@ -261,10 +262,10 @@ pub(crate) fn map_lanes<A: Real, B: Real, T: Real>(
     }
 }
 
-/// Elements below which waking another thread costs more than it saves.
+/// Number of elements below which waking another thread costs more than it saves.
 const WORTH_A_THREAD: usize = 16_384;
 
-/// Rows of `cols` elements per task: a few tasks per thread, or one task if the rows are few.
+/// Number of rows of `cols` elements per task: a few tasks per thread, or one task if there are few rows.
 pub(crate) fn rows_per_task(cpu: &Cpu, rows: usize, cols: usize) -> usize {
     let threads = cpu.pool().current_num_threads();
     if threads == 1 || rows * cols < WORTH_A_THREAD {

@@ -1,16 +1,16 @@
-//! Sums in orders that a GPU's threads can follow too: many lanes closed by a halving tree, and chunks of fixed size
-//! closed by the balanced tree over neighbours.
+//! Sums in orders that a GPU's threads can also compute efficiently: many lanes reduced by a halving tree, and chunks of fixed size reduced
+//! by a balanced tree over neighbours.
 //!
-//! The 16 lanes of [`crate::simd`] are one vector. The lanes here are many vectors: a warp or CTA gets one lane for each
-//! element that its threads hold, and a CPU many independent chains.
+//! The 16 lanes of [`crate::simd`] are one vector. The sums in this module have many vectors of lanes: a warp or CTA has one lane for each
+//! element that its threads hold, and a CPU has many independent chains.
 
 use crate::simd::{LANES, per_isa, tree_sum};
 
 /// One vector of lanes.
 pub(crate) type Vector = [f32; LANES];
 
-/// Closes lanes by the halving tree (lane l with lane l + half, …, 1). `lanes` holds only the lanes in use: whole vectors, at
-/// least one. Unused lanes count as zeros and are skipped, so no lane may be −0 unless the caller accounts for it.
+/// Reduces lanes with the halving tree (lane l with lane l + half, …, 1). `lanes` holds only the lanes in use: whole vectors, at least one.
+/// Unused lanes count as zeros and are skipped, so no lane may be −0 unless the caller accounts for it.
 #[inline(always)]
 fn halving_sum(lanes: &mut [f32]) -> f32 {
     let mut used = lanes.len();
@@ -27,7 +27,7 @@ fn halving_sum(lanes: &mut [f32]) -> f32 {
     close_256(&last)
 }
 
-/// The halving tree over 256 lanes, one vector at a time, as one expression without a loop over vectors.
+/// The halving tree over 256 lanes, in one expression without a loop over vectors.
 #[inline(always)]
 fn close_256(l: &[Vector; 16]) -> f32 {
     let mut lanes = [0.0; LANES];
@@ -41,7 +41,7 @@ fn close_256(l: &[Vector; 16]) -> f32 {
     tree_sum(lanes)
 }
 
-/// The halving tree over 64 lanes; the levels 32 and 16 are one expression.
+/// The halving tree over 64 lanes, with the levels 32 and 16 in one expression.
 #[inline(always)]
 fn close_64([a, b, c, d]: &[Vector; 4]) -> f32 {
     let mut lanes = [0.0; LANES];
@@ -54,14 +54,14 @@ fn close_64([a, b, c, d]: &[Vector; 4]) -> f32 {
 /// The lanes of [`wide_sum`].
 pub(crate) type WideLanes = [f32; 1024];
 
-/// Σ x over 1024 lanes: element i goes to lane i mod 1024, each lane is summed in order, and the halving tree 512, …, 1 closes them.
-/// No x may be −0: lanes past the row's end count as zeros and are skipped.
+/// Σ x over 1024 lanes. Element i is added to lane i mod 1024; each lane is summed in order, and the halving tree 512, …, 1 reduces the
+/// lanes. No x may be −0, because lanes past the row's end count as zeros and are skipped.
 #[inline(always)]
 pub(crate) fn wide_sum(x: &[f32], lanes: &mut WideLanes) -> f32 {
     if let (Ok(x), []) = (<&[Vector; 4]>::try_from(x.as_chunks().0), x.as_chunks::<LANES>().1) {
         return close_64(x);
     }
-    // The first tree level, or the first two rounds of lanes, is read straight from the row.
+    // The first tree level, or the first two rounds of lanes, reads directly from the row.
     let half = (x.len().next_multiple_of(LANES).next_power_of_two() / 2).clamp(LANES, lanes.len());
     let (a, rest) = x.split_at(half.min(x.len()));
     let (b, rest) = rest.split_at(half.min(rest.len()));
@@ -79,22 +79,22 @@ pub(crate) fn wide_sum(x: &[f32], lanes: &mut WideLanes) -> f32 {
     if used == 0 { 0.0 } else { halving_sum(&mut lanes[..used]) }
 }
 
-/// The products of a row that [`lanes_dot`] sums. A trait instead of closures: a closure would not be compiled for the caller's
-/// instruction set.
+/// The products of a row that [`lanes_dot`] sums. This is a trait and not a closure, because a closure would not be compiled for the
+/// caller's instruction set.
 pub(crate) trait Terms {
-    /// Elements of the row.
+    /// Number of elements of the row.
     fn len(&self) -> usize;
     /// Adds the products of elements 16·v … 16·v + 15 to these lanes, by fma.
     fn add(&self, v: usize, lanes: &mut Vector);
-    /// Adds the products past the last whole vector.
+    /// Adds the products after the last whole vector.
     fn add_tail(&self, lanes: &mut Vector);
 }
 
-/// Σ of products over 256 lanes: element i goes to lane i mod 256, each lane is an in-order fma chain from 0, and the halving
-/// tree 128, …, 1 closes the lanes. D is the row length if its lanes fit the registers (16, 32, 64 or 128), else 0.
+/// Σ of products over 256 lanes. Element i is added to lane i mod 256; each lane is an in-order fma chain from 0, and the halving tree 128,
+/// …, 1 reduces the lanes. D is the row length if the row's lanes fit the registers (16, 32, 64 or 128), otherwise 0.
 ///
-/// Lanes past the row's end are zeros, which short rows skip. The final `+ 0.0` stands for them: if all used lanes are −0
-/// (products may underflow to −0) and there is an unused lane, the sum is +0.
+/// Lanes past the row's end are zeros, which short rows skip. The final `+ 0.0` stands for these lanes: if all used lanes are −0 (products
+/// may underflow to −0) and there is an unused lane, the sum is +0.
 #[inline(always)]
 pub(crate) fn lanes_dot<const D: usize>(terms: &impl Terms) -> f32 {
     let mut sums = [0.0; LANES];
@@ -119,8 +119,8 @@ pub(crate) fn lanes_dot<const D: usize>(terms: &impl Terms) -> f32 {
     tree_sum(sums) + 0.0
 }
 
-/// The lanes of a row of 16·V elements, in registers. The outer loop runs once: the compiler would split straight-line code into
-/// single lanes.
+/// The lanes of a row of 16·V elements, in registers. The code has an outer loop that runs once, because the compiler would split
+/// straight-line code into single lanes.
 #[inline(always)]
 fn rounds_of<const V: usize>(terms: &impl Terms) -> [Vector; V] {
     let mut lanes = [[0.0; LANES]; V];
@@ -139,7 +139,7 @@ fn long_dot(terms: &impl Terms) -> f32 {
     let rounds = vectors / lanes.len();
     let done = rounds * lanes.len();
     if rounds > 0 {
-        // One vector of lanes at a time stays in a register; the vectors are independent chains.
+        // One vector of lanes at a time stays in a register; the vectors are independent chains of additions.
         for (v, lanes) in lanes.iter_mut().enumerate() {
             let mut sums = [0.0; LANES];
             for round in 0..rounds {
@@ -161,8 +161,8 @@ fn long_dot(terms: &impl Terms) -> f32 {
     close_256(&lanes)
 }
 
-/// Closes rows of `width` sums by the tree over neighbours ((0+1)+(2+3))…; an odd last row passes up unchanged.
-/// The first row becomes the total.
+/// Reduces rows of `width` sums with the tree over neighbours ((0+1)+(2+3))…; an odd last row moves up a level unchanged. The first row
+/// becomes the total.
 #[inline(always)]
 pub(crate) fn close_neighbours(rows: &mut [f32], width: usize) {
     let count = rows.len() / width;
@@ -176,16 +176,16 @@ pub(crate) fn close_neighbours(rows: &mut [f32], width: usize) {
     }
 }
 
-/// Elements of a chunk of [`sum_f64`].
+/// Number of elements per chunk of [`sum_f64`].
 const CHUNK: usize = nibble_core::ops::CrossEntropy::<crate::Cpu>::CHUNK;
 
-/// Σ x in F64: each chunk of 4096 elements is summed over 16 lanes in element order, closed by the tree 8, 4, 2, 1; the tree over
-/// neighbours then sums the chunks.
+/// Σ x in F64. Each chunk of 4096 elements is summed over 16 lanes in element order, and the tree 8, 4, 2, 1 reduces the lanes. The tree
+/// over neighbours then sums the chunks.
 pub(crate) fn sum_f64(isa: crate::gemm::Isa, x: &[f32]) -> f64 {
     chunk_tree(x.chunks(CHUNK).map(|chunk| chunk_sum(isa, chunk)).collect())
 }
 
-/// Closes the sums of chunks by the tree over neighbours ((0+1)+(2+3))…; an odd last sum passes up unchanged. 0 for no chunks.
+/// Sums chunks with the tree over neighbours ((0+1)+(2+3))…; an odd last sum moves up a level unchanged. The sum of no chunks is 0.
 pub(crate) fn chunk_tree(mut level: Vec<f64>) -> f64 {
     while level.len() > 1 {
         level =
@@ -219,7 +219,7 @@ mod tests {
         (0..len as u64).map(|i| stream.normal_at(i)).collect()
     }
 
-    /// The halving tree over all lanes, used or not, one addition at a time.
+    /// The halving tree over all lanes, including unused ones, one addition at a time.
     fn closed(mut lanes: Vec<f32>) -> f32 {
         while lanes.len() > 1 {
             let half = lanes.len() / 2;
@@ -242,7 +242,7 @@ mod tests {
         }
     }
 
-    /// The definition, with all 256 lanes.
+    /// The definition of the sum, with all 256 lanes.
     fn dot_of(a: &[f32], b: &[f32]) -> f32 {
         let mut lanes = vec![0.0f32; 256];
         a.iter().zip(b).enumerate().for_each(|(i, (a, b))| lanes[i % 256] = a.mul_add(*b, lanes[i % 256]));
@@ -286,7 +286,7 @@ mod tests {
         ] {
             let (a, b) = (normals(len), normals(2 * len)[len..].to_vec());
             assert_eq!(dot(&a, &b).to_bits(), dot_of(&a, &b).to_bits(), "{len}");
-            // Products that underflow to −0 in every used lane.
+            // In this case, the products in all used lanes underflow to −0.
             let (a, b) = (vec![-1e-30; len], vec![1e-30; len]);
             assert_eq!(dot(&a, &b).to_bits(), dot_of(&a, &b).to_bits(), "{len} of −0");
         }

@@ -1,4 +1,4 @@
-//! Memory and order: what [`Backend`] asks.
+//! Memory and ordering: the simulated device's implementation of [`Backend`].
 
 use crate::Dry;
 use crate::memory::{Arena, Buf, InPlace};
@@ -17,7 +17,7 @@ impl fmt::Debug for Dry {
 }
 
 impl Dry {
-    /// Peak bytes outside arenas.
+    /// Peak bytes that were allocated outside arenas.
     pub fn pooled_peak(&self) -> usize {
         self.inner.memory.pooled_peak()
     }

@@ -7,30 +7,30 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::PoisonError;
 
-/// One rank of a simulated mesh. Traffic is that of a balanced router: all ranks receive the same number of tokens and slots. Memory is
-/// that of the full capacity of an all-to-all, whatever arrives.
+/// One rank of a simulated mesh. Traffic is that of a balanced router: all ranks receive the same number of tokens and slots. Buffers have
+/// the full capacity of an all-to-all, independent of the rows received.
 #[derive(Debug, Clone, Copy)]
 pub struct DryComm {
-    /// This rank.
+    /// The index of this rank.
     pub rank: usize,
     /// Number of ranks.
     pub world: usize,
-    /// Tokens of this rank.
+    /// Number of tokens on this rank.
     pub tokens: usize,
-    /// Slots per token.
+    /// Number of slots (top-k experts) per token.
     pub top_k: usize,
 }
 
 impl Dry {
-    /// Bytes sent to other ranks since this device was created, by collective. Each rank sends directly to the receiver; a ring sends the
-    /// same total.
+    /// Bytes sent to other ranks since this device was created, by collective. The numbers are for direct sends to each receiver; a ring
+    /// sends the same total.
     pub fn sent(&self) -> BTreeMap<&'static str, u64> {
         self.inner.sent.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
 
 impl DryComm {
-    /// Records what is sent to the other ranks: `bytes` for each of them.
+    /// Records a send of `bytes` to each of the other ranks.
     fn send(&self, b: &Dry, call: &'static str, bytes: impl Fn(usize) -> usize) {
         let others = (0..self.world).filter(|rank| *rank != self.rank);
         let all: usize = others.map(bytes).sum();
@@ -53,7 +53,7 @@ impl Comm<Dry> for DryComm {
         self.world
     }
 
-    /// Counts of tokens and slots for each rank, for the all-to-all.
+    /// Counts of tokens and slots for each rank, as the all-to-all would exchange them.
     fn counts(&self, b: &Dry, send: &Buf<i32>) -> Result<Buf<i32>> {
         let (world, slots) = (self.world, self.tokens * self.top_k);
         self.send(b, "counts", |_| send.len() * size_of::<i32>());
@@ -63,7 +63,7 @@ impl Comm<Dry> for DryComm {
         let mut table = Vec::with_capacity(world * send.len());
         for from in 0..world {
             for to in 0..world {
-                // The remainder goes to the ranks after the sender, so that all receive the same.
+                // The remainder goes to the ranks after the sender, so that all ranks receive the same number of slots.
                 let left = usize::from((to + world - from) % world < slots % world);
                 let slots = slots / world + left;
                 table.extend([slots.min(self.tokens), slots].map(|n| n as i32));
@@ -74,7 +74,7 @@ impl Comm<Dry> for DryComm {
         Ok(counts)
     }
 
-    /// What is sent stays in memory until the transfer is awaited.
+    /// The send buffers stay in memory until the transfer is awaited.
     fn begin_all_to_all_v(
         &self,
         b: &Dry,
@@ -92,7 +92,7 @@ impl Comm<Dry> for DryComm {
         }))
     }
 
-    /// What is received stays in memory until it is added, and what is sent until then.
+    /// Receive buffers and send buffers stay in memory until the received data are added to the sums.
     fn begin_reduce_scatter_tree(&self, b: &Dry, sums: Vec<TreeSum<Dry>>) -> Result<Transfer<Dry>> {
         self.send(b, "reduce_scatter_tree", |rank| {
             let parts = sums.iter().filter_map(|sum| sum.parts.get(rank));
@@ -107,7 +107,7 @@ impl Comm<Dry> for DryComm {
         }))
     }
 
-    /// Both buffers stay in memory until the transfer is awaited.
+    /// The send and receive buffers stay in memory until the transfer is awaited.
     fn begin_all_gather_parts(
         &self,
         b: &Dry,

@@ -1,4 +1,4 @@
-//! The kernels of `nibble-choice`'s sequences, by shape alone.
+//! The kernel sequences that `nibble-choice` determines, by shape alone.
 
 use crate::memory::{Buf, InPlace};
 use crate::{Dry, Multiplied, Slow, ops};

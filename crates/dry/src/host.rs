@@ -1,4 +1,4 @@
-//! Temporary memory of operations on a host.
+//! Temporary memory of operations on a CPU.
 
 use crate::memory::InPlace;
 use crate::{Dry, ops};
@@ -15,14 +15,14 @@ impl Dry {
         }
     }
 
-    /// The quantized operand, if it is lifted next to the other one.
+    /// The quantized operand `x`, if a GEMM with the other operand lifts it.
     fn taken_lifted<'x>(x: &'x Operand<Self>, other: &Operand<Self>) -> Option<&'x BlockScaled<Self>> {
         let (Operand::Block(q), stored) = (x, Stored::of(x)) else { return None };
         let numbers = Numbers::of(stored, Stored::of(other));
         (numbers.takes(stored) == Taken::Lifted).then_some(q)
     }
 
-    /// The first operand lifted, if a product with the second lifts it. The lift has counters, too.
+    /// The first operand after a lift, if a GEMM with the second operand lifts it. The lift also has counters.
     fn lifted_first(&self, a: &Operand<Self>, b: &Operand<Self>) -> Result<Option<BlockScaled<Self>>> {
         let Some(q) = Self::taken_lifted(a, b) else { return Ok(None) };
         let out = BlockScaled::unwritten(self, Format::LIFTED, q.axis, (q.rows, q.cols, q.stack))?;
@@ -30,7 +30,7 @@ impl Dry {
         Ok(Some(out))
     }
 
-    /// The second operand lifted, for `matrices` matrices: its rows to 2-D blocks, without counters.
+    /// The second operand after a lift, for `matrices` matrices: row blocks are lifted to 2-D blocks, without counters.
     fn lifted_second(
         &self,
         b: &Operand<Self>,
@@ -55,7 +55,7 @@ impl Dry {
         Ok(())
     }
 
-    /// Holds logits and their gradients from the first chunk to the last, and quantizes copies.
+    /// Keeps logits and their gradients in memory from the first chunk to the last, and quantizes copies of them.
     pub(crate) fn head_loss_on_host(&self, mut op: HeadLoss<'_, Self>) -> Result<HeadLossOut<Self>> {
         let (out, longest) = (op.result(self)?, op.longest_chunk());
         let ((tokens, d), vocab, dtype) = (op.x.shape(), op.w.rows(), op.x.dtype());
@@ -66,14 +66,14 @@ impl Dry {
         if let Some(grad) = &mut op.grad {
             grad.dw.make_own(self)?;
             let dlogits = Tensor::unwritten(self, dtype, longest, vocab)?;
-            // A shard in several chunks has a sum of its own, unless the sum is the gradient itself.
+            // A shard that spans several chunks has a separate sum, unless the sum is the gradient itself.
             let is_cut = longest < tokens / op.shards.max(1);
             let apart = is_cut && (grad.accumulate || grad.dw.dtype() == DType::Bf16);
             let chain = apart.then(|| Tensor::unwritten(self, DType::F32, vocab, d)).transpose()?;
             beside = Some((dlogits, chain));
         }
         let of_w = HeadProducts { w: op.w, wt: op.grad.as_ref().map(|grad| grad.wt), codecs: op.codecs };
-        // A chunk reuses the memory of the previous chunk of the same length; what the first chunk lifts of a weight stays.
+        // A chunk reuses the memory of the previous chunk of the same length. The lifted weights of the first chunk stay in memory.
         chunks.dedup();
         let mut of_weights = Vec::new();
         for rows in chunks {
@@ -82,7 +82,7 @@ impl Dry {
         Ok(out)
     }
 
-    /// The quantized tensors of a chunk, and what its products lift.
+    /// The quantized tensors of a chunk, and the lifted operands of its GEMMs.
     fn head_chunk_on_host(
         &self,
         of: &HeadProducts<'_>,
@@ -98,7 +98,7 @@ impl Dry {
         let mut dense = |planes: &HeadPlanes, w: &Operand<Self>| -> Result<()> {
             let Some(a) = &planes.rows else { return Ok(()) };
             let _a = self.lifted_first(a, w)?;
-            // Another chunk has lifted it already.
+            // An earlier chunk has already lifted the weight.
             if first {
                 of_weights.extend(self.lifted_second(w, a, 1)?);
             }
@@ -116,7 +116,7 @@ impl Dry {
         Ok(())
     }
 
-    /// A matrix in rows and in columns, as far as they are wanted; plain next to a quantized operand, it is a copy.
+    /// A matrix in row blocks and in column blocks, as far as GEMMs need them. A plain matrix next to a quantized operand is copied.
     fn head_planes(
         &self,
         (rows, cols, dtype): (usize, usize, DType),
@@ -148,14 +148,14 @@ impl Dry {
     }
 }
 
-/// Arguments of a head's products besides x and the logits' gradients.
+/// Operands of the head's GEMMs besides x and the gradients of the logits.
 struct HeadProducts<'a> {
     w: &'a Operand<Dry>,
     wt: Option<&'a Operand<Dry>>,
     codecs: HeadCodecs,
 }
 
-/// A matrix of a chunk in the forms that products take.
+/// A matrix of a chunk in the layouts that GEMMs read.
 struct HeadPlanes {
     rows: Option<Operand<Dry>>,
     cols: Option<Operand<Dry>>,

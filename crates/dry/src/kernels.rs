@@ -1,4 +1,4 @@
-//! The operations: each records its work, if it is collected, and allocates its results.
+//! The operations: each records its work if records are collected, and allocates its results.
 
 use crate::{Call, Dry, op_work, ops};
 use nibble_core::ops::*;

@@ -1,15 +1,16 @@
-//! A backend that computes nothing. Its buffers have a type, a length and an offset in an arena, but no bytes. Its ops return what the real
-//! ops return, by the same function (`result()`), and allocate the same temporaries: for GPUs, `nibble-choice` determines these and their
-//! order for both `nibble-cuda` and this crate. Any code that is generic over the backend runs on this one, in the time that counting
-//! takes.
+//! A backend that computes nothing. The buffers of this backend have a type, a length and an offset in an arena, but no bytes. The ops of
+//! this backend return the same results as the real ops, through the same function (`result()`), and allocate the same temporaries. For
+//! GPUs, `nibble-choice` determines the temporaries and their order for both `nibble-cuda` and this crate. Any code that is generic over
+//! the backend runs on this backend, in the time that the bookkeeping takes.
 //!
-//! [`Backend::arena_memory`](nibble_core::Backend::arena_memory) returns the memory that the work needs, holes included: offsets come from
-//! the same arithmetic ([`nibble_core::Heap`], [`nibble_core::Segments`]).
+//! [`Backend::arena_memory`](nibble_core::Backend::arena_memory) returns the memory that the work needs, including gaps from fragmentation,
+//! because offsets are computed by the real allocators' code ([`nibble_core::Heap`], [`nibble_core::Segments`]).
 //!
-//! Downloads return zeros, so code that branches on computed values needs help. The all-to-all reads row counts; [`DryComm`] supplies them,
-//! and records the bytes sent to other ranks ([`Dry::sent`]).
+//! Downloads return zeros, so code that branches on computed values needs special support. The all-to-all reads row counts; [`DryComm`]
+//! supplies these counts and records the bytes sent to other ranks ([`Dry::sent`]).
 //!
-//! [`Dry::counted`] returns what each op of some work must move and multiply ([`Work`]): a lower bound of its time.
+//! [`Dry::counted`] returns the bytes that each op must move and the flops that it must compute ([`Work`]), which give a lower bound of its
+//! time.
 
 mod backend;
 mod comm;
@@ -35,7 +36,7 @@ use noted::Noted;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
-/// A simulated device, as large as needed.
+/// A simulated device with unlimited memory.
 #[derive(Clone)]
 pub struct Dry {
     inner: Arc<Inner>,
@@ -45,13 +46,13 @@ struct Inner {
     kind: DeviceKind,
     memory: Arc<Memory>,
     scope: Scope<Arena>,
-    /// On a GPU: the zeroed words that counters are cut from.
+    /// On a GPU: the zeroed words from which counters are allocated.
     counters: Mutex<Option<Counters>>,
-    /// The operations issued, while they are collected.
+    /// The operations issued, while calls are collected.
     calls: Noted<Call>,
-    /// What runs on a GPU's CUDA cores, while it is collected.
+    /// The products and attention that run on a GPU's CUDA cores, while these are collected.
     slow: Noted<Slow>,
-    /// The products that a GPU is asked for, while they are collected.
+    /// The GEMMs issued on a GPU, while these are collected.
     products: Noted<Multiplied>,
     /// Bytes sent to other ranks, by collective.
     sent: Mutex<BTreeMap<&'static str, u64>>,
@@ -59,15 +60,15 @@ struct Inner {
 }
 
 impl Dry {
-    /// Limit of live bytes: a pebibyte, which no device has. It stops sizes that are mistakes.
+    /// Limit of live bytes: one pebibyte, which no device has. The limit catches sizes that are mistakes.
     pub const MOST_BYTES: usize = 1 << 50;
 
-    /// A device of this kind, of unknown memory.
+    /// A device of this kind whose memory size is unknown.
     pub fn new(kind: DeviceKind) -> Self {
         Self::telling(kind, None)
     }
 
-    /// A device of this kind that reports this much memory. Allocations are not limited by it.
+    /// A device of this kind that reports this much memory. The reported size does not limit allocations.
     pub fn with_room(kind: DeviceKind, room: Room) -> Self {
         Self::telling(kind, Some(room))
     }
@@ -80,17 +81,17 @@ impl Dry {
         Self { inner: Arc::new(inner) }
     }
 
-    /// Allocates temporaries, in this order; the caller frees them.
+    /// Allocates these temporaries in order; the caller frees them.
     pub(crate) fn hold(&self, temporaries: impl IntoIterator<Item = Temporary>) -> Result<Vec<Buf<u8>>> {
         temporaries.into_iter().map(|temporary| self.buf(temporary.bytes)).collect()
     }
 
-    /// Allocates temporaries of a GPU, and frees them.
+    /// Allocates the temporaries of a GPU operation, and frees them.
     pub(crate) fn while_on_gpu(&self, temporaries: impl IntoIterator<Item = Temporary>) -> Result<()> {
         if self.is_gpu() { self.hold(temporaries).map(drop) } else { Ok(()) }
     }
 
-    /// Whether it simulates a GPU.
+    /// Whether this device simulates a GPU.
     pub(crate) fn is_gpu(&self) -> bool {
         self.inner.kind == DeviceKind::Gpu
     }

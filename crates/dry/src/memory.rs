@@ -1,4 +1,4 @@
-//! Buffers without bytes, and their offsets.
+//! Buffers without bytes, and the offsets of these buffers.
 
 use crate::Dry;
 use nibble_core::{Data, DeviceKind, Error, Heap, MemoryStats, Plain, Result, Segments, Tensor};
@@ -7,18 +7,18 @@ use std::marker::PhantomData;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Granularity of the memory that backs a GPU's arena, in bytes.
+/// Granularity, in bytes, of the physical memory that is mapped into a GPU's arena.
 const PIECE: usize = 64 << 20;
 
-/// Words that a GPU zeroes at once: counters are cut from these.
+/// Number of words that a GPU zeroes at once, and from which counters are allocated.
 const COUNTERS: usize = 6 << 10;
 
-/// Live bytes of the whole device, and the identities given out.
+/// Live bytes of the whole device, and the buffer identities assigned so far.
 #[derive(Debug, Default)]
 pub(crate) struct Memory {
     live: AtomicUsize,
     peak: AtomicUsize,
-    /// Live bytes outside every arena.
+    /// Live bytes outside all arenas.
     pooled: AtomicUsize,
     pooled_peak: AtomicUsize,
     ids: AtomicU64,
@@ -64,13 +64,13 @@ impl Memory {
         self.overflowed.load(Ordering::Relaxed)
     }
 
-    /// Peak bytes outside arenas.
+    /// Peak bytes that were allocated outside arenas.
     pub fn pooled_peak(&self) -> usize {
         self.pooled_peak.load(Ordering::Relaxed)
     }
 }
 
-/// Offsets of an arena, without memory.
+/// The offsets of an arena that has no memory.
 #[derive(Clone)]
 pub struct Arena {
     shared: Arc<Shared>,
@@ -87,11 +87,11 @@ struct State {
     peak: usize,
 }
 
-/// The layout of the real arenas.
+/// The layout of an arena, as in the real backends.
 enum Places {
-    /// One range of addresses.
+    /// One address range, as on a GPU.
     Range(Heap),
-    /// Segments of host memory.
+    /// Segments of CPU memory.
     Segments(Segments),
 }
 
@@ -104,7 +104,7 @@ impl Arena {
         Self { shared: Arc::new(Shared { name, state: Mutex::new(State { places, live: 0, peak: 0 }) }) }
     }
 
-    /// None beyond the address space.
+    /// Allocates `bytes`; `None` if they exceed the address space.
     fn take(&self, bytes: usize) -> Option<(usize, usize)> {
         let mut state = self.shared.lock();
         let place = match &mut state.places {
@@ -137,7 +137,7 @@ impl Arena {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
-        // No code panics between two changes that belong together.
+        // A poisoned lock is safe to use, because no code panics in the middle of an update.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -148,20 +148,20 @@ impl fmt::Debug for Arena {
     }
 }
 
-/// State that the handles to one buffer share.
+/// State that all handles to one buffer share.
 pub(crate) struct Storage {
     id: u64,
     bytes: usize,
     home: Home,
     memory: Arc<Memory>,
-    /// Values that a communicator or a plan of rows has set.
+    /// Values that were set by a communicator or by a plan of rows.
     values: Option<Vec<u8>>,
 }
 
 enum Home {
     Pool,
     Arena(Arena, (usize, usize)),
-    /// Cut from the words of another storage.
+    /// A part of another storage's words.
     Within(#[expect(dead_code, reason = "kept, not read")] Arc<Storage>),
 }
 
@@ -178,7 +178,7 @@ impl Drop for Storage {
     }
 }
 
-/// A buffer by its type and length. A clone shares it; a write through a shared handle first allocates a copy.
+/// A buffer with a type and a length. A clone shares the storage; a write through a shared handle first allocates a copy.
 pub struct Buf<T: Plain> {
     storage: Arc<Storage>,
     len: usize,
@@ -194,17 +194,17 @@ impl<T: Plain> Buf<T> {
         self.storage.id
     }
 
-    /// The values of a download: zeros, unless they are known.
+    /// The values of a download: zeros, unless values were set.
     pub(crate) fn values(&self) -> Vec<T> {
         self.known().unwrap_or_else(|| vec![bytemuck::Zeroable::zeroed(); self.len])
     }
 
-    /// Values that a communicator or a plan of rows has set.
+    /// Values that were set by a communicator or by a plan of rows.
     pub(crate) fn known(&self) -> Option<Vec<T>> {
         self.storage.values.as_deref().map(bytemuck::pod_collect_to_vec)
     }
 
-    /// The first `len` values.
+    /// A buffer of the first `len` values.
     pub(crate) fn part(&self, len: usize) -> Self {
         Self { len, ..self.clone() }
     }
@@ -216,9 +216,9 @@ impl<T: Plain> Buf<T> {
         }
     }
 
-    /// The same bytes as values of another type.
+    /// The same bytes, reinterpreted as values of another type.
     pub(crate) fn reinterpreted<U: Plain>(&self) -> Result<Buf<U>> {
-        // Their number was checked at allocation.
+        // The byte count was checked at allocation.
         let (bytes, each) = (self.len * size_of::<T>(), size_of::<U>());
         if !bytes.is_multiple_of(each) {
             return Err(Error::shape("reinterpret", "bytes", bytes, format!("a multiple of {each}")));
@@ -239,7 +239,7 @@ impl<T: Plain> fmt::Debug for Buf<T> {
     }
 }
 
-/// Words that counters are cut from, and the number in use.
+/// Words from which counters are allocated, and the number of words in use.
 pub(crate) struct Counters {
     words: Arc<Storage>,
     used: usize,
@@ -267,7 +267,7 @@ impl Dry {
         Ok(Buf { storage, len, element: PhantomData })
     }
 
-    /// A few words of a GPU's zeros.
+    /// Allocates a few counters from a GPU's zeroed words.
     pub(crate) fn cut_counters(&self, len: usize) -> Result<Buf<u64>> {
         let mut counters = self.inner.counters.lock().unwrap_or_else(PoisonError::into_inner);
         let Counters { words, used } = match counters.take().filter(|left| left.used + len <= COUNTERS) {
@@ -281,7 +281,7 @@ impl Dry {
         Ok(Buf { storage, len, element: PhantomData })
     }
 
-    /// Work within an arena has counters of its own.
+    /// Discards the current counter words, because work within an arena has separate counters.
     pub(crate) fn forget_counters(&self) {
         let left = self.inner.counters.lock().unwrap_or_else(PoisonError::into_inner).take();
         drop(left);
@@ -290,7 +290,7 @@ impl Dry {
 
 /// Tensors and buffers that are written in place.
 pub(crate) trait InPlace {
-    /// Copies, if another handle shares the bytes.
+    /// Allocates a copy if another handle shares the bytes.
     fn make_own(&mut self, dry: &Dry) -> Result<()>;
 }
 

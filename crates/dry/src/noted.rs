@@ -1,8 +1,8 @@
-//! Records of some work, while they are collected.
+//! Records of some work, while records are collected.
 
 use std::sync::{Mutex, PoisonError};
 
-/// A list that exists while it is collected.
+/// A list of records; it exists only during a collection.
 #[derive(Debug)]
 pub(crate) struct Noted<T>(Mutex<Option<Vec<T>>>);
 
@@ -13,7 +13,7 @@ impl<T> Default for Noted<T> {
 }
 
 impl<T> Noted<T> {
-    /// Runs `work` and returns the records, in order. Nested calls: the outer one gets no records of the inner one.
+    /// Runs `work` and returns its records, in order. If calls are nested, the outer call does not get the records of the inner call.
     pub fn collect<R, E>(&self, work: impl FnOnce() -> Result<R, E>) -> Result<(R, Vec<T>), E> {
         let outer = self.replace(Some(Vec::new()));
         let done = work();

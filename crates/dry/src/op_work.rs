@@ -1,7 +1,8 @@
-//! What each operation must do: what it reads, by whole operands or by rows; what it writes in place; what it multiplies. Results count as
-//! written; of ragged rows only those that belong to a group.
+//! The minimum work of each operation: the operands or rows that it reads, the buffers that it writes in place, and the products that it
+//! computes. Results count as written. Only those rows of a ragged tensor that belong to a group count.
 //!
-//! An operation on whole operands without products needs no function here. Any other has a function of its name.
+//! An operation that reads whole operands and computes no products needs no function here. Any other operation has a function of the same
+//! name.
 
 use crate::Dry;
 use crate::memory::Buf;
@@ -10,10 +11,10 @@ use nibble_core::formats::{Codec, Format};
 use nibble_core::ops::*;
 use nibble_core::{DType, Tensor, for_each_op};
 
-/// What an operation must do, without its results.
+/// The work of an operation, without the writes of its results.
 pub struct Counted {
     pub work: Work,
-    /// Number of rows of its results that count; none: all.
+    /// Number of rows of the results that count; `None` means all rows.
     pub rows: Option<usize>,
 }
 
@@ -29,7 +30,8 @@ impl From<Work> for Counted {
     }
 }
 
-/// Default: every operand is read, and everything in place is written, as a whole and once. A function of the same name outside hides it.
+/// The default: every operand is read once as a whole, and every buffer written in place is written once as a whole. A function of the same
+/// name outside this module hides the default.
 mod whole_operands {
     use super::*;
 
@@ -41,7 +43,7 @@ mod whole_operands {
         (@one $name:ident($args:ty) {
             $(reads $($r:ident),+;)? $(may_read $($m:ident),+;)? $(writes $($w:ident),+;)? $(plain $($p:ident),+;)?
         }) => {
-            #[allow(dead_code, unused_variables)] // hidden by another; an operation that reads nothing
+            #[allow(dead_code, unused_variables)] // unused if hidden by a function outside, or if an operation reads nothing
             pub fn $name(op: &$args) -> Counted {
                 Work::reads(&[$($(op.$r,)+)? $($(&op.$m,)+)?]).writes(None, &[$($(&*op.$w),+)?]).into()
             }
@@ -68,7 +70,7 @@ pub fn permute(op: &Permute<'_, Dry>) -> Counted {
     Counted { work: Work::reads_rows(rows, &[op.rows, &op.map.source_row]), rows }
 }
 
-/// Each record once, or once per row if there are fewer rows.
+/// Each record is read once, or once per row if there are fewer rows than records.
 pub fn unpack_permute(op: &UnpackPermute<'_, Dry>) -> Counted {
     let (rows, record) = (op.map.num_slots, op.kind.row_bytes());
     let work = Work::reads_rows(Some(rows * record), &[op.bytes]);
@@ -79,7 +81,7 @@ pub fn unpermute(op: &Unpermute<'_, Dry>) -> Counted {
     Work::reads_rows(Some(op.map.num_slots), &[op.rows, &op.map.slot_row]).into()
 }
 
-/// To or from ragged rows: the shorter list determines their number.
+/// The values are copied to or from ragged rows; the shorter list determines their number.
 pub fn gather_scalars(op: &GatherScalars<'_, Dry>) -> Counted {
     let read = Some(op.values.len().min(op.index.len()));
     Counted { work: Work::reads_rows(read, &[op.values, op.index]), rows: Some(op.values.len()) }
@@ -89,7 +91,7 @@ pub fn combine_slots(op: &CombineSlots<'_, Dry>) -> Counted {
     Work::reads(&[&op.index, &op.plus]).and_reads(op.index.map(Buf::len), &[op.rows]).into()
 }
 
-/// If there are fewer rows than slots, each row counts as one slot's.
+/// If there are fewer rows than slots, each row counts for one slot.
 pub fn combine_tree(op: &CombineTree<'_, Dry>) -> Counted {
     let rows = op.index.len().min(op.rows.rows);
     Work::reads(&[op.index, op.leaf, &op.plus]).and_reads(Some(rows), &[op.rows]).into()
@@ -99,7 +101,7 @@ pub fn pack_rows(op: &PackRows<'_, Dry>) -> Counted {
     Work::reads_rows(Some(op.index.len()), &[op.rows, op.index]).into()
 }
 
-/// Each row once, whatever the number of its records.
+/// Each row is read once, even if it is sent in several records.
 pub fn quantize_pack(op: &QuantizePack<'_, Dry>) -> Counted {
     quantize(&op.quantize).work.and_reads(None, &[op.place]).into()
 }
@@ -141,7 +143,7 @@ pub fn grouped_wgrad(op: &GroupedWgrad<'_, Dry>) -> Counted {
         .into()
 }
 
-/// A row of the table per token, but no row twice.
+/// Each token reads one row of the embedding; no row counts twice.
 pub fn embed(op: &Embed<'_, Dry>) -> Counted {
     Work::reads(&[op.ids]).and_reads(Some(op.ids.len()), &[op.table]).into()
 }
@@ -190,7 +192,7 @@ pub fn assemble_kv_backward(op: &AssembleKvBackward<'_, Dry>) -> Counted {
     Work::reads(&[op.dk, op.dv, op.positions]).and_reads(Some(op.positions.seq_len), &[op.table]).into()
 }
 
-/// As if each query saw all keys of its sequence up to its own: the effect of windows is not known here.
+/// The work if each query attends to all keys of its sequence up to its own position. The effect of windows is unknown here.
 pub fn attention(op: &Attention<'_, Dry>) -> Counted {
     let pairs = causal_pairs(op.q.rows, op.seq_len);
     let flops = attends(op.q, (op.head_dim, op.value_dim), [pairs; 2]);
@@ -198,28 +200,29 @@ pub fn attention(op: &Attention<'_, Dry>) -> Counted {
 }
 
 pub fn attention_decode(op: &AttentionDecode<'_, Dry>) -> Counted {
-    // All fields by name: of a cache it reads some rows, so that the table does not say what it reads.
+    // The pattern lists all fields by name. The default does not apply, because this operation reads only some rows of a cache.
     let AttentionDecode { q, k, v, head_dim, value_dim, scale: _, len, sinks } = op;
     let flops = attends(q, (*head_dim, *value_dim), [*len as f64; 2]);
     Work { flops, ..Work::reads(&[q, sinks]).and_reads(Some(*len), &[k, v]) }.into()
 }
 
-/// Five products where the forward pass has two, as scores are recomputed: scores, dq and dk of size head_dim, dP and dv of value_dim.
+/// The backward pass has five products and the forward pass two, because the scores are recomputed: scores, dq and dk have size head_dim;
+/// dP and dv have size value_dim.
 pub fn attention_backward(op: &AttentionBackward<'_, Dry>) -> Counted {
     let pairs = causal_pairs(op.q.rows, op.seq_len);
     let flops = attends(op.q, (op.head_dim, op.value_dim), [3.0 * pairs, 2.0 * pairs]);
     whole_operands::attention_backward(op).with_flops(flops)
 }
 
-/// Two flops per multiply-add, of BF16 or F32. `keys` and `values` are the pairs of a query and a key in products along heads of q and k,
-/// and along heads of v.
+/// Two flops per multiply-add, in BF16 or F32. `keys` is the number of (query, key) pairs in products with heads of q and k; `values` is
+/// that number for heads of v.
 fn attends(q: &Tensor<Dry>, (head_dim, value_dim): (usize, usize), [keys, values]: [f64; 2]) -> Flops {
     let heads = (q.cols / head_dim.max(1)) as f64;
     let type_of = plain(q.dtype());
     Flops::of((type_of, type_of), 2.0 * heads * (keys * head_dim as f64 + values * value_dim as f64))
 }
 
-/// Half of each sequence's square: what a causal mask leaves.
+/// The (query, key) pairs that a causal mask leaves: half of each sequence's square.
 fn causal_pairs(tokens: usize, seq_len: usize) -> f64 {
     tokens as f64 * seq_len as f64 / 2.0
 }
@@ -231,7 +234,7 @@ fn plain(dtype: DType) -> Format {
     }
 }
 
-/// The head's operands and its products; the logits are never stored.
+/// The work reads the head's operands and computes its GEMMs; logits are never stored.
 pub fn head_loss(op: &HeadLoss<'_, Dry>) -> Counted {
     let ((tokens, d), vocab) = (op.x.shape(), op.w.rows());
     let sizes = [tokens, vocab, d];
@@ -254,7 +257,7 @@ pub fn begin_step(op: &BeginStep<'_, Dry>) -> Counted {
     Work::reads_rows(read, &[op.inputs]).writes(written, &[control]).writes(None, &[&*op.table]).into()
 }
 
-/// Ids, targets and document starts are copied; row numbers are computed.
+/// The operation copies ids, targets and document starts, and computes row numbers.
 pub fn begin_micro_batch(op: &BeginMicroBatch<'_, Dry>) -> Counted {
     let [ids, targets, starts, row_id]: [&Buf<i32>; 4] = [op.ids, op.targets, op.starts, op.row_id];
     Work::reads(&[ids, targets, starts]).writes(None, &[ids, targets, starts, row_id]).into()
@@ -279,7 +282,7 @@ pub fn close_squares(op: &CloseSquares<'_, Dry>) -> Counted {
     Work::reads(&[]).and_reads(chunks, &[op.sums]).writes(of(|tensor| tensor.parts), &[&*op.into]).into()
 }
 
-/// One of the two slots of the ring of reports.
+/// The operation writes one of the two entries of the ring buffer of reports.
 pub fn end_step(op: &EndStep<'_, Dry>) -> Counted {
     let report = Some(op.reports.len() / 2);
     Work::reads(&[op.squares, op.order, op.tables]).writes(report, &[&*op.reports]).into()

@@ -1,5 +1,5 @@
-//! Results and temporaries of operations. The results are the operations' own ([`nibble_core::ops`]); the temporaries of a GPU are those
-//! that `nibble-choice` lists, those of a host are in `host.rs`.
+//! Results and temporaries of operations. Results come from the operations' own functions ([`nibble_core::ops`]). `nibble-choice` lists a
+//! GPU's temporaries; `host.rs` lists those of a CPU.
 
 use crate::memory::InPlace;
 use crate::{Dry, Slow};
@@ -12,8 +12,8 @@ use nibble_choice::{GpuKernels, Temporary, head_loss, squares, swiglu, transcode
 use nibble_core::ops::*;
 use nibble_core::{Backend, Groups, Operand, PermuteMap, Result, Tensor, for_each_op};
 
-/// Operations without temporaries: they allocate their result, or a copy if another handle shares what they write. Any other operation, and
-/// any whose fields are not a plain list, is a function of its name below, which hides the default.
+/// Operations without temporaries: they allocate their result, or a copy if another handle shares a buffer that they write. Any other
+/// operation, and any operation whose fields are not a plain list, has a function of its name below, which hides this default.
 mod defaults {
     use super::*;
 
@@ -26,7 +26,7 @@ mod defaults {
         (@ $name:ident($args:ty) -> () {
             $(reads $($r:ident),+;)? $(may_read $($m:ident),+;)? writes $($w:ident),+; $(plain $($p:ident),+;)?
         } $($rest:tt)*) => {
-            #[allow(dead_code)] // hidden by another
+            #[allow(dead_code)] // unused if hidden by a function below
             pub fn $name(dry: &Dry, op: $args) -> Result<()> {
                 $(op.$w.make_own(dry)?;)+
                 Ok(())
@@ -36,7 +36,7 @@ mod defaults {
         (@ $name:ident($args:ty) -> $out:ty {
             $(reads $($r:ident),+;)? $(may_read $($m:ident),+;)? $(plain $($p:ident),+;)?
         } $($rest:tt)*) => {
-            #[allow(dead_code)] // hidden by another
+            #[allow(dead_code)] // unused if hidden by a function below
             pub fn $name<B: Backend>(b: &B, op: $args) -> Result<$out> {
                 op.result(b)
             }
@@ -66,7 +66,7 @@ pub fn quantize_pack(dry: &Dry, op: QuantizePack<'_, Dry>) -> Result<PackedRows<
     Ok(PackedRows { bytes, counts, found: made.found })
 }
 
-/// Temporaries of a quantization.
+/// Allocates the temporaries of a quantization.
 pub fn while_quantizing(dry: &Dry, op: &Quantize<'_, Dry>) -> Result<()> {
     let temporaries = match dry.is_gpu() {
         true => QuantizePath::of_op(op).temporaries(),
@@ -75,7 +75,7 @@ pub fn while_quantizing(dry: &Dry, op: &Quantize<'_, Dry>) -> Result<()> {
     dry.hold(temporaries).map(drop)
 }
 
-/// A transform is a separate pass.
+/// Temporaries of a quantization; a Hadamard transform is a separate pass.
 fn quantize_temporaries(op: &Quantize<'_, Dry>) -> Vec<Temporary> {
     let (rows, cols) = op.x.shape();
     let transformed = |transform: Hadamard<'_, Dry>| {
@@ -120,7 +120,7 @@ pub fn route_backward(dry: &Dry, op: RouteBackward<'_, Dry>) -> Result<Tensor<Dr
 
 pub fn plan_permute(dry: &Dry, op: PlanPermute<'_, Dry>) -> Result<PermuteMap<Dry>> {
     let mut out = op.result(dry)?;
-    // Equal lengths: only their sum is known.
+    // The lengths are assumed to be equal, because only their sum is known.
     let lengths = |g| op.num_slots / op.num_groups + usize::from(g < op.num_slots % op.num_groups);
     let lengths: Vec<i32> = (0..op.num_groups).map(|g| lengths(g) as i32).collect();
     out.groups.len.tell(&lengths);
@@ -167,7 +167,7 @@ pub fn add_bias_backward(dry: &Dry, op: AddBiasBackward<'_, Dry>) -> Result<()> 
     dry.while_on_gpu([norm::column_sums_temporary::<Dry>(op.dy.shape(), op.dbias.rows)])
 }
 
-/// A host has no fused pass.
+/// The code path of norm and rope; a CPU has no fused pass.
 fn norm_rope_path(dry: &Dry, head_dim: usize) -> NormRopePath {
     if dry.is_gpu() { NormRopePath::of(head_dim) } else { NormRopePath::Apart }
 }
@@ -187,7 +187,8 @@ pub fn norm_rope_backward(dry: &Dry, op: NormRopeBackward<'_, Dry>) -> Result<Te
     Ok(dx)
 }
 
-/// Records attention that the tensor cores do not take, with this many products of each query with the keys before it.
+/// Records attention that does not run on tensor cores. `products` is the number of products of each query with the keys up to its
+/// position.
 fn note_attention(
     dry: &Dry,
     op: &'static str,

@@ -1,46 +1,46 @@
-//! The products of some work, and which of them run slowly on a GPU.
+//! The GEMMs of some work, and the GEMMs and attention that run slowly on a GPU.
 
 use crate::Dry;
 use nibble_core::ops::ProductDesc;
 
-/// A product, as a GPU chooses its path.
+/// A GEMM, with the description from which a GPU chooses its path.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Multiplied {
-    /// The operation.
+    /// Name of the operation.
     pub op: &'static str,
-    /// Its description.
+    /// The description of the GEMM.
     pub desc: ProductDesc,
 }
 
-/// A product or attention that the tensor cores do not take.
+/// A GEMM or attention that does not run on tensor cores.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Slow {
-    /// The operation.
+    /// Name of the operation.
     pub op: &'static str,
-    /// Why.
+    /// Why the tensor cores cannot run it.
     pub why: String,
-    /// Two per multiply-add.
+    /// Flops, two per multiply-add.
     pub flops: f64,
 }
 
 impl Dry {
-    /// Runs `work` and returns the products that it asked a GPU for, in order.
+    /// Runs `work` and returns the GEMMs that it issued on a GPU, in order.
     ///
     /// # Errors
-    /// What `work` returns. Nested calls: the outer one gets no products of the inner one.
+    /// The error of `work`. If calls are nested, the outer call does not get the GEMMs of the inner call.
     pub fn products<R, E>(&self, work: impl FnOnce() -> Result<R, E>) -> Result<(R, Vec<Multiplied>), E> {
         self.inner.products.collect(work)
     }
 
-    /// Number of products so far, while they are collected.
+    /// Number of GEMMs so far, while GEMMs are collected.
     pub fn products_so_far(&self) -> usize {
         self.inner.products.len()
     }
 
-    /// Runs `work` and returns what a GPU would run on its CUDA cores, in order.
+    /// Runs `work` and returns the GEMMs and attention that a GPU would run on CUDA cores, in order.
     ///
     /// # Errors
-    /// What `work` returns. Nested calls: the outer one gets nothing of the inner one.
+    /// The error of `work`. If calls are nested, the outer call does not get the results of the inner call.
     pub fn slow<R, E>(&self, work: impl FnOnce() -> Result<R, E>) -> Result<(R, Vec<Slow>), E> {
         self.inner.slow.collect(work)
     }

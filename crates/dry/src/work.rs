@@ -1,4 +1,4 @@
-//! What operations must move and multiply: the bytes of their operands, by shape alone.
+//! The bytes that operations must move and the flops that they must compute, derived from shapes alone.
 
 use crate::Dry;
 use crate::memory::Buf;
@@ -7,46 +7,48 @@ use nibble_core::ops::*;
 use nibble_core::{BlockScaled, Groups, Operand, PermuteMap, Plain, Result, Tensor, for_each_result};
 use std::ops::{Add, AddAssign};
 
-/// An operation that was issued.
+/// An issued operation.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Call {
-    /// Its name, such as `gemm`: the method of `Kernels`. An operation inside another counts as the outer one.
+    /// The operation's name, such as `gemm`: the method of `Kernels`. An operation that another operation calls counts as part of the
+    /// caller.
     pub op: &'static str,
-    /// What it must do.
+    /// The minimum work of the operation.
     pub work: Work,
 }
 
-/// The least that an operation must do on any backend: every operand read once, every result written once, and its products.
+/// The minimum work of an operation on any backend: every operand is read once, every result is written once, and every product is
+/// computed.
 ///
-/// Scales count with their codes, and so do index lists with an entry per row. Group starts and the counts of a conversion are too few to
-/// count. A gradient that is added to is read and written.
+/// Scales count together with their codes; index lists with an entry per row also count. Group starts and conversion counters are too small
+/// to count. A gradient that is accumulated in place is both read and written.
 ///
-/// Of ragged rows, only those that belong to a group count: tokens · `top_k` of a router. Padding does not count, even if an operation
-/// promises zeros there. A matrix with blocks down the columns counts with the same share of its bytes. An expert's weights count whether
-/// or not a row reached the expert.
+/// Only those rows of a ragged tensor that belong to a group count: tokens · `top_k` behind a router. Padding does not count, even if an
+/// operation guarantees zeros there. A matrix with column blocks counts with the same fraction of its bytes. An expert's weights always
+/// count, even if no row was routed to the expert.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Work {
     /// Bytes read.
     pub read: u64,
     /// Bytes written.
     pub written: u64,
-    /// Two per multiply-add of products and attention; elementwise work is not counted.
+    /// Flops of GEMMs and attention, two per multiply-add; elementwise work is not counted.
     pub flops: Flops,
 }
 
-/// Flops, by the wider type of both operands.
+/// Flops, classified by the wider type of the two operands.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Flops {
-    /// F32, or BF16 next to F32.
+    /// Flops of F32 with F32 or BF16 operands.
     pub f32: f64,
-    /// BF16.
+    /// Flops of BF16 operands.
     pub bf16: f64,
-    /// Any block format: tensor cores without FP4 take MXFP4 as E4M3.
+    /// Flops of operands in block formats, including MXFP4, because tensor cores without FP4 multiply MXFP4 as E4M3.
     pub fp8: f64,
 }
 
 impl Flops {
-    /// `flops` in products of these two types.
+    /// `flops` of a GEMM with operands of these two types.
     pub(crate) fn of((a, b): (Format, Format), flops: f64) -> Self {
         let none = Self::default();
         match (a, b) {
@@ -56,7 +58,7 @@ impl Flops {
         }
     }
 
-    /// The sum over all types.
+    /// The sum of flops over all types.
     #[must_use]
     pub fn total(&self) -> f64 {
         self.f32 + self.bf16 + self.fp8
@@ -80,45 +82,45 @@ impl AddAssign for Work {
 }
 
 impl Work {
-    /// Reads these operands as a whole.
+    /// Work that reads all bytes of these operands.
     pub(crate) fn reads(operands: &[&dyn Bytes]) -> Self {
         Self::default().and_reads(None, operands)
     }
 
-    /// Reads `rows` rows of each operand.
+    /// Work that reads `rows` rows of each operand.
     pub(crate) fn reads_rows(rows: Option<usize>, operands: &[&dyn Bytes]) -> Self {
         Self::default().and_reads(rows, operands)
     }
 
-    /// Also reads `rows` rows of each operand; none: all.
+    /// Adds reads of `rows` rows of each operand; `None` means all rows.
     pub(crate) fn and_reads(mut self, rows: Option<usize>, operands: &[&dyn Bytes]) -> Self {
         self.read += operands.iter().map(|x| x.bytes_of(rows)).sum::<u64>();
         self
     }
 
-    /// Writes `rows` rows of each operand in place.
+    /// Adds in-place writes of `rows` rows of each operand.
     pub(crate) fn writes(mut self, rows: Option<usize>, operands: &[&dyn Bytes]) -> Self {
         self.written += operands.iter().map(|x| x.bytes_of(rows)).sum::<u64>();
         self
     }
 
-    /// Multiplies matrices of these types: 2 · m · n · k flops.
+    /// Adds a GEMM of matrices of these types: 2 · m · n · k flops.
     pub(crate) fn multiplies(mut self, types: (Format, Format), [m, n, k]: [usize; 3]) -> Self {
         self.flops = self.flops + Flops::of(types, 2.0 * m as f64 * n as f64 * k as f64);
         self
     }
 }
 
-/// Values stored in buffers.
+/// Tensors and buffers whose bytes count.
 pub(crate) trait Bytes {
-    /// Bytes of `rows` rows; none: all. More rows than there are count as all.
+    /// Bytes of `rows` rows; `None` means all rows. The count is limited to the rows that exist.
     fn bytes_of(&self, rows: Option<usize>) -> u64;
 }
 
-/// The share of `bytes` for `rows` of `all` rows.
+/// The bytes of `rows` of `all` rows, as a proportion of `bytes`.
 fn share(bytes: usize, rows: Option<usize>, all: usize) -> u64 {
     match rows {
-        // At most `bytes`.
+        // The result is at most `bytes`.
         Some(rows) if rows < all => (bytes as u128 * rows as u128 / all as u128) as u64,
         _ => bytes as u64,
     }
@@ -137,14 +139,14 @@ impl Bytes for Tensor<Dry> {
 }
 
 impl Bytes for BlockScaled<Dry> {
-    /// By format, without the padding of a layout.
+    /// Bytes by format, without the padding of a layout.
     fn bytes_of(&self, rows: Option<usize>) -> u64 {
         let Self { axis, rows: all, cols, stack, .. } = *self;
         let of = |format, kind: ScaleKind| Self::num_scales(format, axis, all, cols, stack) * kind.bytes();
         let scales = match self.taken {
             Taken::AsIs => of(self.format, self.scale_kind()),
             Taken::Lifted => of(Format::LIFTED.0, Format::LIFTED.0.scale_kind(Format::LIFTED.1)),
-            // No product reads the scales of decoded numbers.
+            // No GEMM reads the scales of decoded operands.
             Taken::Decoded => 0,
         };
         let tensor_scale = self.tensor_scale.as_ref().map_or(0, |s| size_of::<f32>() * s.len());
@@ -192,7 +194,7 @@ impl Bytes for () {
     }
 }
 
-/// A field of a result, by its kind in the list of results; counters are too few to count.
+/// Handles one field of a result, by its kind in the list of results; counters are too small to count.
 macro_rules! part {
     (counts, $x:expr, $rows:ident) => {
         0
@@ -208,7 +210,7 @@ macro_rules! part {
 macro_rules! results {
     ($($out:ident { $($name:ident: $kind:ident $(($of:ident))?),+ })+) => {
         $(impl Bytes for $out<Dry> {
-            #[allow(unused_variables)] // of counters alone
+            #[allow(unused_variables)] // unused if a result has only counters
             fn bytes_of(&self, rows: Option<usize>) -> u64 {
                 0 $(+ part!($kind $(($of))?, self.$name, rows))+
             }
@@ -224,7 +226,7 @@ impl Bytes for Positions<Dry> {
     }
 }
 
-/// Too few to count: see [`Work`].
+/// The bytes are too few to count: see [`Work`].
 impl Bytes for Groups<Dry> {
     fn bytes_of(&self, _: Option<usize>) -> u64 {
         0
@@ -248,10 +250,10 @@ pub(crate) fn rows_of(groups: &Groups<Dry>) -> Option<usize> {
 }
 
 impl Dry {
-    /// Runs `work` and returns the operations that it issued, in order, with what each must do.
+    /// Runs `work` and returns the operations that it issued, in order, with the minimum work of each.
     ///
     /// # Errors
-    /// What `work` returns. Nested calls: the outer one gets no operations of the inner one.
+    /// The error of `work`. If calls are nested, the outer call does not get the operations of the inner call.
     pub fn counted<R, E>(&self, work: impl FnOnce() -> Result<R, E>) -> Result<(R, Vec<Call>), E> {
         self.inner.calls.collect(work)
     }

@@ -1,4 +1,4 @@
-//! One quantization block: its scale, the parameters of its arithmetic, and the arithmetic of formats with one scale per block.
+//! One quantization block: its scale, the parameters of its arithmetic, and the codec of formats with one scale per block.
 
 use crate::e8m0::{self, ScaleRule};
 use crate::element::Element;
@@ -6,23 +6,24 @@ use crate::rounding::Rounding;
 use crate::scale::{Scale, ScaleKind};
 use crate::scaling::Scaling;
 
-/// The scale of a block as its values are encoded.
+/// The scale of a block while the block is encoded.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct BlockScale {
-    /// The stored record.
+    /// The stored scale record.
     pub record: Scale,
-    /// Factor of values when they are encoded, before factors by position; NaN if the block held a NaN or an infinity.
+    /// Factor by which values are multiplied when they are encoded, before position-dependent factors; NaN if the block contained a NaN or
+    /// an infinity.
     pub inv: f32,
 }
 
 impl BlockScale {
-    /// Whether it marks a block that held a NaN or an infinity.
+    /// Whether this scale marks a block that contained a NaN or an infinity.
     #[inline]
     pub const fn is_nan(self) -> bool {
         self.inv.is_nan()
     }
 
-    /// A power of two: values are multiplied by 2^(127 − byte).
+    /// A power-of-two scale: values are multiplied by 2^(127 − byte).
     #[inline]
     const fn power(byte: u8) -> BlockScale {
         BlockScale { record: Scale::byte(byte), inv: e8m0::inv(byte) }
@@ -35,27 +36,27 @@ impl BlockScale {
     }
 }
 
-/// Parameters of a block's arithmetic: facts of its format, and the choices of its codec.
+/// Parameters of a block's arithmetic: facts of the block's format, and the choices of its codec.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BlockParams {
-    /// The element of the codes.
+    /// The element format of the codes.
     pub element: Element,
     /// The scale rule.
     pub rule: ScaleRule,
     /// The rounding of the elements.
     pub rounding: Rounding,
-    /// The scales in a block's record.
+    /// The kind of scales in a block's scale record.
     pub kind: ScaleKind,
-    /// How scales are chosen within the rule.
+    /// How scales are chosen within the scale rule.
     pub scaling: Scaling,
     /// Values per block.
     pub block: usize,
-    /// Bits of the factors of the tensor scale, for encoding and for decoding.
+    /// Bits of two F32 factors, the tensor scale's multipliers for encoding and for decoding.
     pub(crate) tensor: [u32; 2],
 }
 
 impl BlockParams {
-    /// Factor of values by the tensor scale, when they are encoded.
+    /// The factor that replaces division by the tensor scale when values are encoded.
     #[inline]
     pub const fn tensor_inv(&self) -> f32 {
         f32::from_bits(self.tensor[0])
@@ -67,7 +68,7 @@ impl BlockParams {
         f32::from_bits(self.tensor[1])
     }
 
-    /// The scale, one power of two or one F32, of a block whose largest magnitude is `amax`; NaN if `amax` is NaN or infinite. Only for
+    /// The scale (one power of two or one F32) of a block whose largest magnitude is `amax`; NaN if `amax` is NaN or infinite. Only for
     /// formats with one such scale per block.
     #[inline]
     pub fn scale_of(&self, amax: f32) -> BlockScale {
@@ -82,38 +83,38 @@ impl BlockParams {
     }
 }
 
-/// The arithmetic of a format on one block. With the defaults, a value's code depends only on its block's scale. A format whose values have
-/// factors by position, or rules of their own, overrides them.
+/// The arithmetic of a format on one block. With the default methods, a value's code depends only on its block's scale. A format overrides
+/// them if its factors depend on a value's position, or if it has rules of its own.
 ///
-/// [`scaled`](Self::scaled) and [`multiplier`](Self::multiplier) define the arithmetic of one value. The methods for several values apply
-/// it to the first values of a block at once; they are overridden only for speed.
+/// [`scaled`](Self::scaled) and [`multiplier`](Self::multiplier) define the arithmetic of one value. Other methods process the first values
+/// of a block together; formats override these methods only for speed.
 pub trait BlockCodec: std::fmt::Debug + Sync {
-    /// The scale of a block of finite values, for the largest magnitude `amax`, which includes [`Headroom`](crate::Headroom).
+    /// The scale of a block of finite values with the largest magnitude `amax`. `amax` already includes [`Headroom`](crate::Headroom).
     fn scale(&self, params: &BlockParams, x: &[f32], amax: f32) -> BlockScale;
 
-    /// Value `i` of a block in units of its element: the number that is rounded to a code.
+    /// Value `i` of a block, divided by its scale: the number that is rounded to a code.
     fn scaled(&self, _params: &BlockParams, x: f32, _i: usize, scale: BlockScale) -> f32 {
         x * scale.inv
     }
 
-    /// Factor of the element of value `i` of a block when it is decoded, without the tensor scale.
+    /// Factor by which the decoded element of value `i` is multiplied, without the tensor scale.
     fn multiplier(&self, params: &BlockParams, i: usize, record: Scale) -> f32 {
         params.kind.multiplier(record, i, params.block)
     }
 
-    /// Whether [`multiplier`](Self::multiplier) is the product of the numbers of its levels: true unless it is overridden.
+    /// Whether [`multiplier`](Self::multiplier) is the product of one number per scale level: true unless a format overrides `multiplier`.
     fn decodes_by_levels(&self) -> bool {
         true
     }
 
-    /// [`scaled`](Self::scaled) of the first values of a block, in place.
+    /// Applies [`scaled`](Self::scaled) to the first values of a block, in place.
     fn scale_values(&self, params: &BlockParams, x: &mut [f32], scale: BlockScale) {
         for (i, x) in x.iter_mut().enumerate() {
             *x = self.scaled(params, *x, i, scale);
         }
     }
 
-    /// [`multiplier`](Self::multiplier) of the first values of a block.
+    /// Writes [`multiplier`](Self::multiplier) for the first values of a block.
     fn multipliers(&self, params: &BlockParams, record: Scale, out: &mut [f32]) {
         if self.decodes_by_levels() {
             return params.kind.multipliers(record, params.block, out);
@@ -123,24 +124,25 @@ pub trait BlockCodec: std::fmt::Debug + Sync {
         }
     }
 
-    /// The scale with the record for decoding a finite block's codes, if it is corrected ([`Correction`](crate::Correction)). `r`: sixteen
-    /// random bits of the block.
+    /// The scale with which a finite block's codes are decoded, after its [`Correction`](crate::Correction) if it has one. `r` holds
+    /// sixteen random bits of the block.
     fn corrected(&self, _params: &BlockParams, _x: &[f32], scale: BlockScale, _r: u16) -> BlockScale {
         scale
     }
 
-    /// Factors for encoding and for decoding the values of a tensor with the largest magnitude `amax` (which may include headroom).
+    /// Multipliers for encoding and for decoding a tensor whose largest magnitude is `amax` (which may include headroom).
     fn tensor_scale(&self, _params: &BlockParams, _amax: f32) -> [f32; 2] {
         [1.0, 1.0]
     }
 
-    /// What this magnitude is scaled to: the largest code times the largest block scale.
+    /// The magnitude to which a tensor's largest magnitude is scaled: the largest code times the largest block scale.
     fn tensor_most(&self, params: &BlockParams) -> f32 {
         params.element.max()
     }
 }
 
-/// One number per block, from its largest magnitude: a power of two or an F32 ([`BlockParams::scale_of`]).
+/// The codec of formats with one scale per block, computed from the largest magnitude: a power of two or an F32
+/// ([`BlockParams::scale_of`]).
 #[derive(Debug)]
 pub(crate) struct OneNumber;
 
@@ -150,10 +152,10 @@ impl BlockCodec for OneNumber {
     }
 }
 
-/// Largest magnitude of a block, 0 for an empty one; `None` if a value is NaN or infinite.
+/// Largest magnitude of a block; 0 if the block is empty, `None` if a value is NaN or infinite.
 #[inline]
 pub fn amax(x: &[f32]) -> Option<f32> {
-    // As integers, magnitudes order as their bits do, with infinity and the NaNs above all others.
+    // Magnitudes have the same order as their bits read as integers; infinity and NaNs are above all others.
     let bits = x.iter().map(|v| v.to_bits() & 0x7FFF_FFFF).fold(0, u32::max);
     (bits < 0x7F80_0000).then_some(f32::from_bits(bits))
 }

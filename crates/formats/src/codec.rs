@@ -1,5 +1,5 @@
-//! Blocks to codes and back. Scalar: the specification for every faster path. [`Codec::quantize_block`] handles one block, with the
-//! format's record and its `BlockCodec`.
+//! Quantization of blocks to codes, and decoding. This scalar code is the specification for every faster path. [`Codec::quantize_block`]
+//! handles one block, with the format's `FormatSpec` and `BlockCodec`.
 
 use crate::block::{BlockParams, BlockScale, amax};
 use crate::e8m0::ScaleRule;
@@ -11,8 +11,8 @@ use crate::rounding::Rounding;
 use crate::scale::{Scale, ScaleKind};
 use crate::scaling::{Correction, Scaling};
 
-/// How blocks of a format are quantized: format, scale rule and rounding, checked to be compatible; and the tensor scale if the format has
-/// one. It is 1 until [`Codec::for_tensor`] or [`Codec::under`] sets it.
+/// How blocks of a format are quantized: a format, a scale rule and a rounding that are compatible, and the tensor scale if the format has
+/// one. The tensor scale is 1 until [`Codec::for_tensor`] or [`Codec::under`] sets it.
 ///
 /// ```
 /// use nibble_formats::{Codec, Format, Rounding, Scale, ScaleRule};
@@ -36,7 +36,7 @@ impl Codec {
     /// A codec of a block format.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for a plain format or a rule that the format does not have; [`Error::Value`] for a dither above half a
+    /// [`Error::Unsupported`] for a plain format or a rule that the format does not have; [`Error::Value`] for a dither above half a code
     /// step.
     pub fn new(format: Format, rule: ScaleRule, rounding: Rounding) -> Result<Codec> {
         let spec = format.spec();
@@ -58,7 +58,8 @@ impl Codec {
     /// The same codec with this scaling.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for a choice that decides nothing here ([`Scaling::check`]), or a correction unless rounding is nearest-even.
+    /// [`Error::Unsupported`] for a choice without effect under this format and rule ([`Scaling::check`]), or for a correction without
+    /// nearest-even rounding.
     pub fn with(self, scaling: Scaling) -> Result<Codec> {
         scaling.check(self.format, self.params.rule)?;
         if scaling.correction != Correction::None && self.params.rounding != Rounding::NearestEven {
@@ -79,7 +80,7 @@ impl Codec {
         self.format
     }
 
-    /// The parameters of its blocks' arithmetic.
+    /// The parameters of the block arithmetic.
     pub const fn params(&self) -> &BlockParams {
         &self.params
     }
@@ -99,12 +100,12 @@ impl Codec {
         self.params.rounding
     }
 
-    /// Whether it needs random bits: to round either elements or corrected scales, never both.
+    /// Whether the codec needs random bits, either to round elements or to round corrected scales (never both).
     pub fn draws(&self) -> bool {
         self.params.rounding.is_random() || self.params.scaling.draws()
     }
 
-    /// The stream of a tensor's random bits, with the codec's purpose.
+    /// The stream of a tensor's random bits, with the purpose that this codec needs.
     pub fn drawn_from(&self, stream: Stream) -> Stream {
         match self.params.scaling.correction {
             Correction::None => stream,
@@ -112,18 +113,18 @@ impl Codec {
         }
     }
 
-    /// How scales are chosen within the rule.
+    /// How scales are chosen within the scale rule.
     pub const fn scaling(&self) -> Scaling {
         self.params.scaling
     }
 
-    /// The scales in a block's record.
+    /// The kind of scales in a block's scale record.
     pub const fn scale_kind(&self) -> ScaleKind {
         self.params.kind
     }
 
-    /// The same codec for a tensor whose largest magnitude is `amax`, before headroom; NaN marks the whole tensor. Unchanged if the format
-    /// has no tensor scale.
+    /// The same codec for a tensor whose largest magnitude is `amax`, before headroom. A NaN marks the whole tensor. The codec is unchanged
+    /// if the format has no tensor scale.
     pub fn for_tensor(self, amax: f32) -> Codec {
         if !self.params.kind.has_tensor_scale() {
             return self;
@@ -132,7 +133,7 @@ impl Codec {
         self.under_multipliers(self.format.spec().codec.tensor_scale(&self.params, amax))
     }
 
-    /// What the largest magnitude of a tensor, with headroom, is scaled to.
+    /// The number to which the largest magnitude of a tensor, with headroom, is scaled.
     pub fn tensor_most(&self) -> f32 {
         self.format.spec().codec.tensor_most(&self.params)
     }
@@ -147,13 +148,13 @@ impl Codec {
         Codec { params: BlockParams { tensor, ..self.params }, ..self }
     }
 
-    /// The same codec for a tensor that turned out to hold a NaN or an infinity: the stored scale is NaN.
+    /// The same codec for a tensor in which a NaN or an infinity was found: the stored tensor scale becomes NaN.
     pub fn marked(self) -> Codec {
         self.under_multipliers([self.tensor_inv(), f32::NAN])
     }
 
-    /// The largest finite magnitude of these values, for [`Codec::for_tensor`]. If blocks have no record to mark, a NaN or an infinity
-    /// makes it NaN.
+    /// The largest finite magnitude of these values, for [`Codec::for_tensor`]. If blocks have no scale that could be NaN, a NaN or an
+    /// infinity among the values makes the result NaN.
     pub fn tensor_amax(&self, x: impl Iterator<Item = f32>) -> f32 {
         let marks_all = self.params.kind.levels().is_empty();
         x.fold(0.0, |amax: f32, x| match x.is_finite() {
@@ -164,7 +165,7 @@ impl Codec {
         })
     }
 
-    /// Factor of values by the tensor scale, when they are encoded.
+    /// The factor that replaces division by the tensor scale when values are encoded.
     #[inline]
     pub const fn tensor_inv(&self) -> f32 {
         self.params.tensor_inv()
@@ -176,13 +177,13 @@ impl Codec {
         self.params.tensor_scale()
     }
 
-    /// As [`BlockParams::scale_of`], with headroom.
+    /// [`BlockParams::scale_of`] for `amax` with headroom.
     #[inline]
     pub fn scale_of(&self, amax: f32) -> BlockScale {
         self.params.scale_of(self.params.scaling.headroom.over(amax))
     }
 
-    /// The code of value `i` of a block. `r`: sixteen random bits, used only by stochastic roundings.
+    /// The code of value `i` of a block. `r` holds sixteen random bits, used only by stochastic roundings.
     #[inline]
     pub fn encode(&self, x: f32, i: usize, scale: BlockScale, r: u16) -> u8 {
         let scaled = self.format.spec().codec.scaled(&self.params, x, i, scale);
@@ -197,8 +198,8 @@ impl Codec {
         if self.params.kind.has_tensor_scale() { value * self.tensor_scale() } else { value }
     }
 
-    /// The scale of a block with the largest magnitude `amax`; `None` if a value is NaN or infinite, and then the block is marked. A block
-    /// longer than the shares of its scales is marked, too.
+    /// The scale of a block with the largest magnitude `amax`. `amax` is `None` if a value is NaN or infinite; the scale is then NaN. If
+    /// scales belong to sub-blocks, a block longer than the format's also gets a NaN scale.
     pub fn block_scale(&self, x: &[f32], amax: Option<f32>) -> BlockScale {
         let has_shares = self.params.kind.levels().len() > 1;
         match amax {
@@ -210,19 +211,19 @@ impl Codec {
         }
     }
 
-    /// The scale of a finite block with the record for decoding its codes, which [`Correction`] may change. `r`: sixteen random bits of the
-    /// block's first element.
+    /// The scale with which a finite block's codes are decoded; [`Correction`] may change it. `r` holds sixteen random bits of the block's
+    /// first element.
     pub fn corrected(&self, x: &[f32], scale: BlockScale, r: u16) -> BlockScale {
         self.format.spec().codec.corrected(&self.params, x, scale, r)
     }
 
-    /// Quantizes one block of any length: short blocks are extended by zeros, and tiles are passed as a whole. If the scales are for shares
-    /// of the block, the block cannot be longer than the format's: a longer block is marked.
+    /// Quantizes one block of any length. Short blocks are extended by zeros, and 2-D blocks are passed as a whole. If the format has
+    /// scales per sub-block, a block longer than the format's gets a NaN scale.
     ///
-    /// Writes one code per byte: `codes[i]` for `x[i]`. Codes past the end of `x` become 0; values past the end of `codes` count only for
-    /// the scale. `rand(i)` returns sixteen random bits for element `i`. It is called only by stochastic roundings, and for a corrected
-    /// scale only for the first element. A NaN or infinity anywhere makes the scale NaN and all codes 0. Returns the record and whether it
-    /// marks the block (some rules also mark a finite block that is out of range).
+    /// Writes one code per byte: `codes[i]` for `x[i]`. Codes past the end of `x` become 0; values past the end of `codes` affect only the
+    /// scale. `rand(i)` returns sixteen random bits for element `i`. Only stochastic roundings call `rand`; a corrected scale calls it for
+    /// the first element only. A NaN or infinity anywhere makes the scale NaN and all codes 0. Returns the scale record, and whether its
+    /// scale is NaN (some rules also give a finite block a NaN scale if it is out of range).
     pub fn quantize_block(
         &self,
         x: &[f32],
@@ -272,7 +273,7 @@ mod tests {
         }
     }
 
-    /// By hand: −4, −3.75 … 3.75 with scale 1 (amax 4 gives it under every rule).
+    /// Expected codes, computed by hand, of −4, −3.75 … 3.75 with scale 1 (every rule gives scale 1 for amax 4).
     #[test]
     fn a_block_of_quarters_by_hand() {
         let x: [f32; 32] = std::array::from_fn(|i| i as f32 * 0.25 - 4.0);
@@ -287,7 +288,7 @@ mod tests {
         }
     }
 
-    /// By hand: amax 7 saturates under `floor` (scale 1), not under `rceil` (scale 2).
+    /// By hand: amax 7 saturates under `floor` (scale 1), but not under `rceil` (scale 2).
     #[test]
     fn floor_saturates_where_rceil_doubles() {
         let x = [7.0, -7.0, 1.0, 0.5, -0.0];
@@ -299,8 +300,8 @@ mod tests {
         assert_eq!((scale, codes), (Scale::byte(128), [6, 14, 1, 0, 8]));
     }
 
-    /// By hand: amax 3 of an FP8 block. 3/448 as F32; 3 itself becomes the largest code. As a power of two, 2⁻⁷
-    /// (448 · 2⁻⁸ = 1.75 < 3 ≤ 3.5): 3 · 2⁷ = 384.
+    /// By hand, for an FP8 block with amax 3: the F32 scale is 3/448, and 3 becomes the largest code. The power-of-two scale is 2⁻⁷ (448 ·
+    /// 2⁻⁸ = 1.75 < 3 ≤ 3.5), and 3 becomes 3 · 2⁷ = 384.
     #[test]
     fn fp8_blocks_by_hand() {
         let x = [3.0, -1.5, 0.0, 1e-9];
@@ -334,7 +335,7 @@ mod tests {
             for &rule in format.spec().rules {
                 let (mut codes, codec) = ([9; 2], codec(format, rule).for_tensor(0.0));
                 let (scale, nonfinite) = codec.quantize_block(&[0.0, -0.0], |_| 0, &mut codes);
-                // Ascend's convention has no scale for it.
+                // Ascend's convention has no scale for a block of zeros.
                 assert_eq!(nonfinite, rule == ScaleRule::Cann, "{format} {rule}");
                 if nonfinite {
                     continue;
@@ -359,7 +360,7 @@ mod tests {
                         x[at] = bad;
                         let mut codes = [9; 32];
                         let codec = codec(format, rule);
-                        // The tensor scale marks it if blocks have no scales.
+                        // The tensor scale is NaN if blocks have no scales.
                         let codec = codec.for_tensor(codec.tensor_amax(x.iter().copied()));
                         let (scale, nonfinite) = codec.quantize_block(&x, |_| 0, &mut codes);
                         let marked = codec.scale_kind().is_nan(scale) || codec.tensor_scale().is_nan();
@@ -380,7 +381,7 @@ mod tests {
         assert_eq!((scale, nonfinite, codes), (Scale::byte(0xFF), true, [0]));
     }
 
-    /// Exponents of values for which scales have all of their bits, without a tensor scale.
+    /// Exponents of values whose scales have full precision, without a tensor scale.
     fn reach(format: Format, rule: ScaleRule) -> std::ops::Range<i32> {
         match format.scale_kind(rule).levels().first().map(|level| level.number) {
             Some(ScaleNumber::E4m3) => -4..8,
@@ -402,7 +403,7 @@ mod tests {
                     let x: [f32; 32] = std::array::from_fn(|i| (i as f32 - 15.5) * 0.37 * unit);
                     let codec = codec.for_tensor(codec.tensor_amax(x.into_iter()));
                     let (block, mut codes) = (format.spec().block.min(32), [0; 32]);
-                    // Half the step of the top binade relative to amax, for a scale up to 2× too coarse.
+                    // The bound is half a step of the top binade relative to amax, for a scale that may be up to 2× too coarse.
                     let bound = 16.0 * 0.37 * unit * 0.5f32.powi(codec.element().mantissa_bits() as i32);
                     for (x, codes) in x.chunks(block).zip(codes.chunks_mut(block)) {
                         let (scale, _) = codec.quantize_block(x, |_| 0, codes);
@@ -419,7 +420,7 @@ mod tests {
     #[test]
     fn stochastic_blocks_ask_for_bits_by_position() {
         let codec = Codec::new(Format::Mxfp4, ScaleRule::Rceil, Rounding::Stochastic).unwrap();
-        let x = [6.0, 2.25, 2.25, -2.25]; // a quarter of the way from 2 to 3
+        let x = [6.0, 2.25, 2.25, -2.25]; // 2.25 is a quarter of the way from 2 to 3
         let mut codes = [0; 4];
         let bits = [0, 0x3FFF, 0x4000, 0x3FFF];
         codec.quantize_block(&x, |i| bits[i], &mut codes);

@@ -1,15 +1,15 @@
 //! Delayed scaling: the scale of a tensor follows from the largest magnitudes of earlier steps, so that one pass quantizes the tensor and
 //! measures it for later steps.
 //!
-//! A history holds the magnitudes of the last steps. The next step expects the largest or the latest of these, times 2^margin. A step with
-//! only zeros, or with a value that is not finite, changes neither history nor scale. For the same magnitudes, the scale is that of
-//! TransformerEngine's multi-tensor kernel.
+//! A history holds the largest magnitudes of the last steps. The next step's expected magnitude is the maximum or the latest of these,
+//! times 2^margin. A step with only zeros, or with a value that is not finite, changes neither history nor scale. For the same magnitudes,
+//! the scale equals that of TransformerEngine's multi-tensor kernel.
 //!
-//! The first step differs. TransformerEngine begins with a scale of 1, which flushes small gradients to zero for the first steps. Here a
-//! tensor without a history is measured before it is quantized. Forward passes without a backward pass always measure: an evaluation
-//! depends on the weights alone.
+//! The first step differs from TransformerEngine's. TransformerEngine starts with a scale of 1, which flushes small gradients to zero in
+//! the first steps. Nibble measures a tensor without a history before quantization. Forward passes without a backward pass always measure,
+//! because an evaluation must depend on the weights alone.
 //!
-//! Only formats whose blocks have no scale of their own can be delayed ([`Format::may_be_delayed`](crate::Format::may_be_delayed)).
+//! Only formats without block scales can use delayed scaling ([`Format::may_be_delayed`](crate::Format::may_be_delayed)).
 
 use crate::error::{Error, Result, find_by_name};
 use std::fmt;
@@ -18,7 +18,7 @@ use std::str::FromStr;
 /// Which magnitude of a history determines the scale.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum AmaxOf {
-    /// The largest magnitude.
+    /// The largest magnitude of the history.
     #[default]
     Max,
     /// The magnitude of the previous step.
@@ -29,7 +29,7 @@ impl AmaxOf {
     /// Both choices.
     pub const ALL: [AmaxOf; 2] = [AmaxOf::Max, AmaxOf::MostRecent];
 
-    /// Its name in recipes.
+    /// The name in recipes.
     pub const fn name(self) -> &'static str {
         match self {
             AmaxOf::Max => "max",
@@ -54,8 +54,8 @@ impl FromStr for AmaxOf {
 
 /// How the scale of a step follows from earlier steps.
 ///
-/// A tensor's record is a list of F32: the expected magnitude (0 if unknown), the index in the history that is written next, and the
-/// history, a ring buffer.
+/// The state of a tensor is a list of F32 values: the expected magnitude (0 if unknown), the index of the history entry that is written
+/// next, and the history as a ring buffer.
 ///
 /// ```
 /// use nibble_formats::{AmaxOf, DelayedScaling};
@@ -74,7 +74,7 @@ pub struct DelayedScaling {
     pub history: u32,
     /// Which magnitude determines the scale.
     pub amax: AmaxOf,
-    /// Powers of two between the expected magnitude and the largest number.
+    /// Powers of two between the expected magnitude and the format's largest number.
     pub margin: u32,
 }
 
@@ -85,9 +85,9 @@ impl Default for DelayedScaling {
 }
 
 impl DelayedScaling {
-    /// The longest history.
+    /// The longest allowed history.
     pub const LONGEST: u32 = 1 << 16;
-    /// The largest margin.
+    /// The largest allowed margin.
     pub const WIDEST: u32 = 16;
     /// Index of the expected magnitude in a record.
     pub const EXPECTED: usize = 0;
@@ -96,10 +96,10 @@ impl DelayedScaling {
     /// Index of the history's first value.
     pub const HISTORY: usize = 2;
 
-    /// Checks these numbers.
+    /// Checks `history` and `margin`.
     ///
     /// # Errors
-    /// [`Error::Value`] for an empty or too long history, or too wide a margin.
+    /// [`Error::Value`] for an empty or too long history, or for too large a margin.
     pub fn new(history: u32, amax: AmaxOf, margin: u32) -> Result<Self> {
         let value =
             |argument, got: u32, expected| Err(Error::Value { argument, got: got.to_string(), expected });
@@ -112,7 +112,7 @@ impl DelayedScaling {
         Ok(Self { history, amax, margin })
     }
 
-    /// F32 values of a record.
+    /// Number of F32 values in a record.
     pub const fn record_len(&self) -> usize {
         Self::HISTORY + self.history as usize
     }
@@ -159,7 +159,7 @@ mod tests {
         amaxes.iter().map(one).collect()
     }
 
-    /// By hand, with a history of three.
+    /// Values computed by hand, with a history of three steps.
     #[test]
     fn the_largest_of_the_last_steps_is_expected_until_it_is_forgotten() {
         let amaxes = [5.0, 1.0, 2.0, 0.5, 0.25, 4.0, 0.125];
@@ -200,7 +200,7 @@ mod tests {
         assert_eq!(DelayedScaling::default().to_string(), "delayed, max of 1024 steps");
     }
 
-    /// Random walks of magnitudes and the factors that `make_delayed.py`, a transcript of TransformerEngine's update, computed for them.
+    /// The magnitudes are random walks. `make_delayed.py`, a transcription of TransformerEngine's update, computed the expected factors.
     #[test]
     fn multipliers_are_those_of_a_walk_made_elsewhere() {
         let text = include_str!("../tests/vectors/delayed.txt");
@@ -220,7 +220,7 @@ mod tests {
             let (scaling, codec, record) = walk.as_mut().unwrap();
             let [amax, scale] = [0, 1].map(|i| f32::from_bits(u32::from_str_radix(words[i], 16).unwrap()));
             scaling.push(record, amax);
-            // There, a scale is 1 until a magnitude is known.
+            // In TransformerEngine, a scale is 1 until a magnitude is known.
             let known = record[DelayedScaling::EXPECTED] > 0.0;
             let inv =
                 if known { codec.for_tensor(record[DelayedScaling::EXPECTED]).tensor_inv() } else { 1.0 };

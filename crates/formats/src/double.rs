@@ -1,6 +1,6 @@
-//! Logarithm, exponential, powers, sine and cosine in F64, from only IEEE +, ·, / and shifts of exponents: for tables computed on the host,
-//! whose bits must not depend on the system's library. Accurate to about 1e-15 relative: rounded to F32, about one value in a hundred
-//! million differs from the exact one.
+//! Logarithm, exponential, powers, sine and cosine in F64, from only IEEE +, ·, / and shifts of exponents. The host uses these functions to
+//! compute tables whose bits must not depend on the system's library. The relative error is about 1e-15: after rounding to F32, about one
+//! value in a hundred million differs from the correctly rounded one.
 
 use std::f64::consts::{LN_2, LOG2_E, PI};
 
@@ -14,7 +14,7 @@ pub fn ln(x: f64) -> f64 {
         exponent += 1;
     }
     let t = (m - 1.0) / (m + 1.0);
-    // |t| < 0.172: the term in t⁴¹ is below 1e-32.
+    // |t| < 0.172, so the term in t⁴¹ is below 1e-32.
     let series = (0..20).rev().fold(0.0, |sum, i| sum * t * t + 1.0 / f64::from(2 * i + 1));
     exponent as f64 * LN_2 + 2.0 * t * series
 }
@@ -22,7 +22,7 @@ pub fn ln(x: f64) -> f64 {
 /// eˣ for |x| < 700, by 2ᵏ·eʳ with |r| ≤ ln 2 / 2.
 pub fn exp(x: f64) -> f64 {
     let k = (x * LOG2_E).round();
-    // ln 2 in two parts, the first with so few bits that its multiples are exact.
+    // ln 2 is split into two parts. The first part has so few bits that its multiples are exact.
     let r = (x - k * 0.693_147_180_369_123_8) - k * 1.908_214_929_270_587_7e-10;
     let series = (1..=20).rev().fold(1.0, |sum, i| 1.0 + sum * r / f64::from(i));
     series * f64::from_bits(((k as i64 + 1023) as u64) << 52)
@@ -41,9 +41,9 @@ pub fn power(mut x: f64, mut n: u64) -> f64 {
     product
 }
 
-/// Sine and cosine of x radians, for |x| below some millions.
+/// Sine and cosine of x radians, for |x| below a few million.
 pub fn sin_cos(x: f64) -> (f64, f64) {
-    // 2π in two parts, the first with so few bits that its multiples are exact.
+    // 2π is split into two parts. The first part has so few bits that its multiples are exact.
     const HIGH: f64 = 6.283_185_243_606_567;
     const LOW: f64 = 6.357_301_909_411_278e-8;
     let turns = (x / (2.0 * PI)).round();

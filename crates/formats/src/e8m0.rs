@@ -1,12 +1,12 @@
 //! Power-of-two scales: one E8M0 byte `b` stands for 2^(b − 127).
 //!
-//! 0x00 is 2⁻¹²⁷ (a subnormal `f32`, not zero), 0xFE is 2¹²⁷, 0xFF is NaN. Everything here works on
-//! exponent bits; a library logarithm is wrong just above a power of two.
+//! 0x00 is 2⁻¹²⁷ (a subnormal `f32`, not zero), 0xFE is 2¹²⁷, and 0xFF is NaN. This module works on exponent bits, because a library
+//! logarithm is wrong immediately above a power of two.
 
 use crate::element::Element;
 use crate::error::{Error, Result, find_by_name};
 
-/// The byte of NaN.
+/// The NaN byte.
 pub const NAN: u8 = 0xFF;
 
 /// The value of a scale byte, 2^(b − 127); NaN for 0xFF.
@@ -32,30 +32,29 @@ pub const fn inv(b: u8) -> f32 {
 
 /// How a block's scale follows from its largest magnitude `amax`.
 ///
-/// With E the exponent field of `amax`, M its 23 mantissa bits, `max` and `emax` of the element:
+/// E is the exponent field of `amax`, and M its 23 mantissa bits; `max` and `emax` are those of the element:
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ScaleRule {
-    /// Maps amax to the largest element, as nearly as the format's scales allow; F32 scales of FP8 blocks are max(amax / max, 2⁻¹²⁶).
+    /// Maps amax to the largest element, as closely as the format's scales allow. F32 scales of FP8 blocks are max(amax / max, 2⁻¹²⁶).
     Amax,
     /// E8M0, b = E − emax (the OCP rule); elements may saturate.
     Floor,
-    /// E8M0, the smallest power of two with amax ≤ max · 2^(b − 127): b = E − emax + (M > mantissa
-    /// of max). Nothing saturates ("truncation-free"); the default for training.
+    /// E8M0, the smallest power of two with amax ≤ max · 2^(b − 127): b = E − emax + (M > mantissa of max). No element saturates
+    /// ("truncation-free"). This rule is the default for training.
     Rceil,
-    /// E8M0, b = E + (M ≠ 0) − emax; codes above 2^emax stay unused.
+    /// E8M0, b = E + (M ≠ 0) − emax; codes above 2^emax are never used.
     Ceil,
-    /// E8M0, amax rounded to the element's precision (ties up), then as `Floor`. An amax in the last half step below 2¹²⁸ rounds up to
-    /// 2¹²⁸, which gives NaN.
+    /// E8M0: amax is rounded to the element's precision (ties up), then `Floor` applies. An amax in the last half step below 2¹²⁸ rounds up
+    /// to 2¹²⁸, which gives NaN.
     Even,
-    /// One F32 tensor scale, from the tensor's largest magnitude. If blocks have scales of their own, these are relative to the tensor
-    /// scale.
+    /// One F32 tensor scale, from the tensor's largest magnitude. Block scales, if the format has them, are relative to the tensor scale.
     TensorAmax,
-    /// HiFloat4 as in Ascend's operators: blocks out of range of its scales, including blocks of zeros, are marked NaN.
+    /// HiFloat4 as in Ascend's operators: a block that E6M2 scales cannot represent, such as a block of zeros, gets a NaN scale.
     Cann,
 }
 
 impl ScaleRule {
-    /// Every rule.
+    /// All rules.
     pub const ALL: [ScaleRule; 7] = [
         ScaleRule::Amax,
         ScaleRule::Floor,
@@ -94,16 +93,16 @@ impl std::str::FromStr for ScaleRule {
     }
 }
 
-/// The scale byte of a block whose largest magnitude is `amax` (its sign is ignored), clamped to
-/// 0..=254; 0xFF for a NaN or infinite `amax`. Zero gives 0.
+/// The scale byte of a block whose largest magnitude is `amax` (the sign of `amax` is ignored), clamped to 0..=254; 0xFF if `amax` is NaN
+/// or infinite, 0 if it is zero.
 ///
-/// A rule with other scales gives the byte of [`ScaleRule::Rceil`], the power of two that replaces its scale.
+/// For rules whose scales are not E8M0, the result is the byte of [`ScaleRule::Rceil`].
 #[inline]
 pub const fn encode(rule: ScaleRule, element: Element, amax: f32) -> u8 {
     let bits = amax.to_bits() & 0x7FFF_FFFF;
     let bits = match rule {
         ScaleRule::Even => {
-            // Half a step of the element's mantissa; the carry may reach the exponent.
+            // Rounding adds half a step of the element's mantissa; the carry may reach the exponent.
             let rounded = bits + (1 << (22 - element.mantissa_bits()));
             if bits < 0x7F80_0000 { rounded } else { bits }
         }
@@ -113,8 +112,8 @@ pub const fn encode(rule: ScaleRule, element: Element, amax: f32) -> u8 {
     if exponent == 255 {
         return NAN;
     }
-    // Subnormal magnitudes have no leading bit. In their units, byte 0 reaches 2⁻¹²⁷ · max, which is below the largest subnormal only for
-    // elements with emax 0.
+    // Subnormal magnitudes have no leading bit. In their units, byte 0 covers magnitudes up to 2⁻¹²⁷ · max. This limit is below the largest
+    // subnormal only for elements with emax 0.
     let (most, one) = match exponent {
         0 => ((0x80_0000 | element.max().to_bits() & 0x7F_FFFF) >> 1, 0x40_0000),
         _ => (element.max().to_bits() & 0x7F_FFFF, 0),
@@ -124,7 +123,7 @@ pub const fn encode(rule: ScaleRule, element: Element, amax: f32) -> u8 {
         ScaleRule::Ceil => mantissa > one,
         ScaleRule::Rceil | ScaleRule::Amax | ScaleRule::TensorAmax | ScaleRule::Cann => mantissa > most,
     };
-    // Elements whose max is below 2 saturate in the last binade: there is no larger scale.
+    // Elements whose max is below 2 saturate in the last binade, because no larger scale exists.
     let b = exponent + up as i32 - element.emax();
     if b < 0 {
         0

@@ -1,13 +1,13 @@
 //! Element formats: small numbers without a scale of their own (E2M1, E2M3, E3M2, E4M3FN, E5M2, INT8, S1P2).
 //!
-//! All are floats with subnormals, so one description (mantissa bits, bias, largest code) drives one encoder. INT8 and S1P2 have equal
-//! steps throughout: they are floats with one exponent bit. Only INT8 is stored in two's complement; the others are sign and magnitude. A
-//! magnitude is first written as `floor_code + fraction` of a code step; each rounding only decides whether to step up. [`Element::encode`]
-//! gives the same result for nearest-even, directly on the bits, because it is the hot path.
+//! All are floats with subnormals, so one description (mantissa bits, bias, largest code) drives one encoder. INT8 and S1P2 have a constant
+//! step size: they are floats with one exponent bit. Only INT8 is stored in two's complement; the others are stored as sign and magnitude.
+//! A magnitude is first written as `floor_code + fraction` of a code step; each rounding only decides whether to step up.
+//! [`Element::encode`] computes nearest-even rounding directly on the bits, with the same result, because `encode` is on the hot path.
 
 use crate::rounding::Rounding;
 
-/// The small number of a code of 4, 6 or 8 bits.
+/// A small number format with codes of 4, 6 or 8 bits.
 ///
 /// | element | bits S/E/M, bias | largest | smallest | specials |
 /// |---|---|---|---|---|
@@ -38,43 +38,43 @@ pub(crate) struct ElementFacts {
     bias: i32,
     max_code: u8,
     nan_code: u8,
-    /// Whether the first code above `max_code` is infinity, instead of a NaN like the rest.
+    /// Whether the first code above `max_code` is infinity; otherwise it is NaN like the codes above it.
     has_infinity: bool,
     /// Whether negative codes are two's complement, instead of sign and magnitude.
     twos_complement: bool,
 }
 
 impl ElementFacts {
-    /// Sign, exponent and mantissa, with subnormals, and numbers up to the last code: no NaN, no infinity.
+    /// A format with sign, exponent, mantissa and subnormals, in which all codes are finite numbers.
     pub(crate) const fn float(name: &'static str, code_bits: u32, mantissa_bits: u32, bias: i32) -> Self {
         let max_code = (1u8 << (code_bits - 1)) - 1;
         let (nan_code, has_infinity, twos_complement) = (0, false, false);
         Self { name, code_bits, mantissa_bits, bias, max_code, nan_code, has_infinity, twos_complement }
     }
 
-    /// The same with a smaller largest number, and NaNs above it.
+    /// The same format with a smaller largest number, and NaNs above it.
     const fn ending_at(self, max_code: u8, nan_code: u8) -> Self {
         Self { max_code, nan_code, ..self }
     }
 
-    /// The same with an infinity right above its largest number.
+    /// The same format with an infinity in the code after its largest number.
     const fn with_infinity(self) -> Self {
         Self { has_infinity: true, ..self }
     }
 
-    /// The same in two's complement.
+    /// The same format in two's complement.
     const fn in_twos_complement(self) -> Self {
         Self { twos_complement: true, ..self }
     }
 }
 
-/// A magnitude as code + fraction of the step to the next code.
+/// A magnitude, as a code plus a fraction of the step to the next code.
 struct Split {
     /// The largest code whose value does not exceed the magnitude.
     floor_code: u32,
     /// Fraction of the step to the next code, in units of 2⁻³², truncated.
     fraction_q32: u32,
-    /// Whether something non-zero was truncated.
+    /// Whether truncation of `fraction_q32` dropped non-zero bits.
     sticky: bool,
 }
 
@@ -90,12 +90,12 @@ impl Element {
     /// FP8 E5M2: largest 57344, NaN and infinity.
     pub const E5M2: Element =
         Element::of(&ElementFacts::float("e5m2", 8, 2, 15).ending_at(0x7B, 0x7F).with_infinity());
-    /// Sixty-fourths from −127/64 to 127/64, in two's complement.
+    /// Multiples of 1/64 from −127/64 to 127/64, in two's complement.
     pub const INT8: Element = Element::of(&ElementFacts::float("int8", 8, 6, 1).in_twos_complement());
-    /// Sign and quarters, to 1.75 (E1M2).
+    /// Signed multiples of 1/4 up to 1.75 (E1M2).
     pub const S1P2: Element = Element::of(&ElementFacts::float("s1p2", 4, 2, 1));
 
-    /// An element of these facts; its name must be unique.
+    /// An element with these facts; the name in them must be unique.
     pub(crate) const fn of(facts: &'static ElementFacts) -> Element {
         Element(facts)
     }
@@ -110,7 +110,7 @@ impl Element {
         self.facts().name
     }
 
-    /// Explicit mantissa bits.
+    /// Number of explicit mantissa bits.
     #[inline]
     pub const fn mantissa_bits(self) -> u32 {
         self.facts().mantissa_bits
@@ -146,8 +146,8 @@ impl Element {
         self.facts().max_code
     }
 
-    /// The code of a NaN: E4M3 and E5M2 have a NaN (0x7F, whatever the sign); the others have none and give 0, because a block with a NaN
-    /// has a NaN scale.
+    /// The code of a NaN. E4M3 and E5M2 have a NaN (0x7F, whatever the sign). Other elements have no NaN and return 0, because a block with
+    /// a NaN has a NaN scale.
     #[inline]
     pub const fn nan_code(self) -> u8 {
         self.facts().nan_code
@@ -165,7 +165,7 @@ impl Element {
         self.facts().has_infinity
     }
 
-    /// Whether a code is zero, of either sign; bits above the code's are ignored.
+    /// Whether a code is zero, of either sign; bits above the code's width are ignored.
     #[inline]
     pub const fn is_zero(self, code: u8) -> bool {
         let magnitude = if self.facts().twos_complement { 0xFF } else { (1u8 << (self.code_bits() - 1)) - 1 };
@@ -183,8 +183,8 @@ impl Element {
         }
     }
 
-    /// The nearest code, ties to the even code. Magnitudes beyond [`max`](Self::max), and infinities, saturate; the sign of zero is kept; a
-    /// NaN gives [`nan_code`](Self::nan_code).
+    /// The nearest code; ties go to the even code. Infinities and magnitudes beyond [`max`](Self::max) saturate. Zero keeps its sign. A NaN
+    /// gives [`nan_code`](Self::nan_code).
     #[inline]
     pub const fn encode(self, x: f32) -> u8 {
         let magnitude = x.to_bits() & 0x7FFF_FFFF;
@@ -194,12 +194,12 @@ impl Element {
         let code = if magnitude >= self.max().to_bits() {
             self.max_code()
         } else if magnitude < self.min_normal_bits() {
-            // The unit in the last place of `shifter` is the element's subnormal step, so the
-            // addition itself rounds to nearest-even and leaves the code in the low bits.
+            // The unit in the last place of `shifter` is the element's subnormal step. So the addition itself rounds to nearest-even and
+            // leaves the code in the low bits.
             let shifter = self.subnormal_shifter();
             ((f32::from_bits(magnitude) + shifter).to_bits() - shifter.to_bits()) as u8
         } else {
-            // Re-bias, then round the mantissa away from below half, to even at half.
+            // Re-bias the exponent, then round the mantissa to nearest-even.
             let shift = 23 - self.mantissa_bits();
             let rebased = magnitude - (((127 - self.bias()) as u32) << 23);
             let odd = (rebased >> shift) & 1;
@@ -221,8 +221,9 @@ impl Element {
         f32::from_bits(((127 + exponent) as u32) << 23)
     }
 
-    /// Stochastic rounding with sixteen random bits: the magnitude is rounded up iff `r < ⌊fraction · 2¹⁶⌋`, where `fraction` is its
-    /// distance from the code below, in steps. Representable values never change; saturation, NaN and zero as in [`encode`](Self::encode).
+    /// Stochastic rounding with sixteen random bits: the magnitude is rounded up iff `r < ⌊fraction · 2¹⁶⌋`. `fraction` is the distance
+    /// from the next lower code, in steps. Representable values never change. Saturation, NaN and zero are handled as in
+    /// [`encode`](Self::encode).
     #[inline]
     pub fn encode_sr(self, x: f32, r: u16) -> u8 {
         self.encode_by(x, |s| u32::from(r) < s.fraction_q32 >> 16)
@@ -237,7 +238,7 @@ impl Element {
             Rounding::NearestAway => self.encode_by(x, |s| i64::from(s.fraction_q32) >= HALF),
             Rounding::Stochastic => self.encode_sr(x, r),
             Rounding::Dither { delta_q16 } => self.encode_by(x, |s| {
-                // d = δ·(2r + 1 − 2¹⁶)/2¹⁶ lies symmetrically in (−δ, δ); in units of 2⁻³².
+                // d = δ·(2r + 1 − 2¹⁶)/2¹⁶ lies symmetrically in (−δ, δ). The unit of `d_q32` is 2⁻³² code steps.
                 let d_q32 = i64::from(delta_q16) * (2 * i64::from(r) + 1 - 65536);
                 let t = i64::from(s.fraction_q32) + d_q32;
                 t > HALF || (t == HALF && (s.sticky || s.floor_code & 1 == 1))
@@ -245,7 +246,7 @@ impl Element {
         }
     }
 
-    /// Encodes by `up`, the decision for the split magnitude.
+    /// Encodes `x`; `up` decides from the split magnitude whether to round up.
     #[inline]
     fn encode_by(self, x: f32, up: impl FnOnce(&Split) -> bool) -> u8 {
         let magnitude = x.to_bits() & 0x7FFF_FFFF;
@@ -261,18 +262,18 @@ impl Element {
         self.signed(code, x)
     }
 
-    /// Splits the bits of a magnitude below the largest one.
+    /// Splits the bits of a magnitude that is below the element's largest number.
     #[inline]
     fn split(self, magnitude: u32) -> Split {
-        // magnitude = significand · 2^(exponent − 150), subnormal floats at exponent 1.
+        // magnitude = significand · 2^(exponent − 150); subnormal floats have exponent 1.
         let field = magnitude >> 23;
         let significand = u64::from(if field == 0 { magnitude } else { (magnitude & 0x7F_FFFF) | 0x80_0000 });
         let exponent = field.max(1) as i32;
         let min_exponent = 128 - self.bias(); // exponent field of the smallest normal element
         let base = (exponent - min_exponent).max(0);
-        // Steps are 2^(exponent − 127 − m) for normal elements, and the step of the smallest normal below it.
+        // Normal elements have steps of 2^(exponent − 127 − m). Below the smallest normal, the step is that of the smallest normal.
         let below = (min_exponent - exponent).max(0) as u32;
-        let shift = (23 - self.mantissa_bits() + below).min(60); // at 60 nothing but sticky is left
+        let shift = (23 - self.mantissa_bits() + below).min(60); // after a shift by 60, only `sticky` can be set
         let steps = (significand >> shift) as u32;
         let rest = significand & ((1 << shift) - 1);
         let (fraction_q32, sticky) = if shift <= 32 {
@@ -284,12 +285,12 @@ impl Element {
         Split { floor_code, fraction_q32, sticky }
     }
 
-    /// The value of a code; bits above the code's are ignored.
+    /// The value of a code; bits above the code's width are ignored.
     #[inline]
     pub const fn decode(self, code: u8) -> f32 {
         let facts = self.facts();
         let m = facts.mantissa_bits;
-        // The step of subnormals, and of integers, which are all subnormal.
+        // `step` is the distance between subnormals, and between INT8 codes, which are all subnormal.
         let step = f32::from_bits(((128 - facts.bias - m as i32) as u32) << 23);
         if facts.twos_complement {
             return code as i8 as f32 * step;

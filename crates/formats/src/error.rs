@@ -4,10 +4,10 @@
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A name without a variant; `expected` lists the known names.
+    /// A name that no variant has; `expected` lists the known names.
     #[error("unknown {what} `{got}`: expected one of {expected}")]
     UnknownName {
-        /// What the name is of, e.g. `format`.
+        /// What kind of thing the name should denote, e.g. `format`.
         what: &'static str,
         /// The name given.
         got: String,
@@ -21,7 +21,7 @@ pub enum Error {
         format: &'static str,
         /// The rest of the combination.
         with: String,
-        /// What is possible.
+        /// Why the combination is invalid, or which combinations are valid.
         why: String,
     },
     /// An argument of the wrong length or shape.
@@ -29,7 +29,7 @@ pub enum Error {
     Shape {
         /// Name of the argument.
         argument: &'static str,
-        /// Its length or extent.
+        /// Length or extent of the argument.
         got: usize,
         /// What was expected, in words or figures.
         expected: String,
@@ -39,14 +39,14 @@ pub enum Error {
     Value {
         /// Name of the argument.
         argument: &'static str,
-        /// What it was.
+        /// The given value, as text.
         got: String,
-        /// What was expected.
+        /// The expected range of values.
         expected: String,
     },
 }
 
-/// Result of this crate.
+/// The result type of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Finds the variant whose `Display` is `name`; the error lists the known names.

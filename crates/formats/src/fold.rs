@@ -1,21 +1,21 @@
 //! Exact folding: whether the codes of a block, multiplied by the block's scales, are BF16 numbers.
 //!
-//! They are if no product has more than eight significant bits. This is computed from the format's record, so that a new format needs no
-//! entry here.
+//! The products are BF16 numbers if no product has more than eight significant bits. The answer is computed from the `FormatSpec`, so that
+//! a new format needs no entry here.
 
 use crate::e8m0::ScaleRule;
 use crate::format::Format;
 use crate::scale::ScaleNumber;
 
 impl Format {
-    /// Whether every code times its block's scales is a BF16 number, within the range of BF16's exponents. Tensor scales are not included:
-    /// they multiply a product's sums. False for formats whose values are more than this product.
+    /// Whether the product of every code and its block's scales is a BF16 number, within the range of BF16's exponents. Tensor scales are
+    /// not included, because they multiply the output of a GEMM. False for formats whose decoded value is not this product.
     pub fn folds_into_bf16(self, rule: ScaleRule) -> bool {
         let Some(element) = self.spec().element.filter(|_| self.spec().codec.decodes_by_levels()) else {
             return false;
         };
         let of_scales: Vec<u32> = self.scale_kind(rule).levels().iter().map(|l| numbers(l.number)).collect();
-        // Significands are odd integers below 2^bits; the largest product has the most bits.
+        // Significands are odd integers below 2^bits; the product of the largest significands has the most bits.
         let codes = (0..=element.max_code()).map(|code| significand(element.decode(code)));
         let largest = codes.max().unwrap_or(0);
         let product =
@@ -24,7 +24,7 @@ impl Format {
     }
 }
 
-/// The largest significand of a kind of scales.
+/// The largest significand among scales of this number kind.
 fn numbers(number: ScaleNumber) -> u32 {
     let all = |last: u32| (0..=last).map(|bits| number.decode(bits)).filter(|v| v.is_finite() && *v > 0.0);
     match number {
@@ -34,7 +34,7 @@ fn numbers(number: ScaleNumber) -> u32 {
     }
 }
 
-/// The odd integer of a finite magnitude, which is this integer times a power of two; 0 for zero.
+/// The odd integer m of a finite magnitude m · 2^k; 0 for zero.
 fn significand(x: f32) -> u64 {
     let bits = x.to_bits() & 0x7FFF_FFFF;
     let (exponent, mantissa) = (bits >> 23, bits & 0x7F_FFFF);
@@ -49,11 +49,12 @@ mod tests {
 
     #[test]
     fn significands_by_hand() {
-        // An integer of seven bits; times a scale's three bits it would have too many.
+        // 127 has seven bits; multiplied by a scale of three bits, it would have more than eight.
         assert_eq!((significand(127.0 / 64.0), significand(0.0), significand(6.0)), (127, 0, 3));
     }
 
-    /// By brute force: formats that fold do so under every record that is tried, and formats that do not have a value that does not.
+    /// By brute force: a format that folds does so under every scale record tried. A format that does not fold has at least one value that
+    /// is not a BF16 number.
     #[test]
     fn a_bf16_holds_what_is_said_to_fold_and_nothing_else() {
         for format in Format::ALL.into_iter().filter(|format| format.is_block()) {

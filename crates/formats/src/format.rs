@@ -1,4 +1,4 @@
-//! The formats of tensors: the table of their records, and what follows from a record.
+//! The formats of tensors: the table of their `FormatSpec`s, and properties derived from a `FormatSpec`.
 
 use crate::e8m0::ScaleRule;
 use crate::error::{Error, find_by_name};
@@ -12,7 +12,7 @@ use crate::{fp8, hif4, mx, nvfp4};
 const F32: FormatSpec = FormatSpec { name: "f32", code_bits: 32, ..PLAIN };
 const BF16: FormatSpec = FormatSpec { name: "bf16", code_bits: 16, ..PLAIN };
 
-/// Generates the enum, the list of all formats and the record of each, from one table.
+/// Generates the `Format` enum, the list of all formats, and the `FormatSpec` of each, from one table.
 macro_rules! formats {
     ($($(#[$doc:meta])* $name:ident = $record:path,)*) => {
         /// The storage format of a tensor.
@@ -22,10 +22,10 @@ macro_rules! formats {
         }
 
         impl Format {
-            /// Every format; code that handles formats iterates over this.
+            /// All formats; code that handles formats iterates over this list.
             pub const ALL: [Format; [$(Format::$name),*].len()] = [$(Format::$name),*];
 
-            /// The format's record.
+            /// The facts about the format.
             #[inline]
             pub const fn spec(self) -> &'static FormatSpec {
                 match self {
@@ -37,17 +37,17 @@ macro_rules! formats {
 }
 
 formats! {
-    /// IEEE single, plain.
+    /// IEEE single precision, a plain format.
     F32 = F32,
-    /// BF16, plain.
+    /// BF16, a plain format.
     Bf16 = BF16,
-    /// FP8 E4M3 in blocks of 128 (1×128, or 128×128 tiles), scale F32 or a power of two.
+    /// FP8 E4M3 in blocks of 128 values (1×128, or 128×128 2-D blocks) with an F32 or power-of-two scale.
     E4m3 = fp8::E4M3,
-    /// FP8 E5M2 in blocks of 128 (1×128, or 128×128 tiles), scale F32 or a power of two.
+    /// FP8 E5M2 in blocks of 128 values (1×128, or 128×128 2-D blocks) with an F32 or power-of-two scale.
     E5m2 = fp8::E5M2,
-    /// FP8 E4M3 with one scale per row of the contraction.
+    /// FP8 E4M3 with one scale per row along the contraction.
     E4m3Row = fp8::E4M3_ROW,
-    /// FP8 E5M2 with one scale per row of the contraction.
+    /// FP8 E5M2 with one scale per row along the contraction.
     E5m2Row = fp8::E5M2_ROW,
     /// FP8 E4M3 with one scale per tensor.
     E4m3Tensor = fp8::E4M3_TENSOR,
@@ -63,24 +63,24 @@ formats! {
     Mxfp8E4m3 = mx::MXFP8_E4M3,
     /// OCP MXFP8 with E5M2.
     Mxfp8E5m2 = mx::MXFP8_E5M2,
-    /// OCP MXINT8: sixty-fourths in two's complement.
+    /// OCP MXINT8: multiples of 1/64 in two's complement.
     Mxint8 = mx::MXINT8,
     /// NVFP4: E2M1 in blocks of 16, or 16×16, with an E4M3 scale, with or without an F32 tensor scale.
     Nvfp4 = nvfp4::NVFP4,
     /// NVFP4 in double blocks: E2M1 in blocks of 16 with an E4M3 scale, and a power of two per 128 values.
     Nvfp4In128 = nvfp4::NVFP4_128,
-    /// HiFloat4: quarters in blocks of 64 with three levels of scales.
+    /// HiFloat4: multiples of 1/4 in blocks of 64 with three levels of scales.
     Hif4 = hif4::HIF4,
 }
 
 impl Format {
-    /// Name in recipes and on the command line.
+    /// The name in recipes and on the command line.
     pub const fn name(self) -> &'static str {
         self.spec().name
     }
 
-    /// Whether the tensor scale may be delayed ([`DelayedScaling`](crate::DelayedScaling)): if there is one, and blocks have no other
-    /// scales.
+    /// Whether the tensor scale may use delayed scaling ([`DelayedScaling`](crate::DelayedScaling)): true if the format has a tensor scale
+    /// and no block scales.
     pub fn may_be_delayed(self) -> bool {
         let whole = |rule: &ScaleRule| {
             let kind = self.scale_kind(*rule);
@@ -89,22 +89,23 @@ impl Format {
         self.spec().rules.first().is_some_and(whole)
     }
 
-    /// Whether the format has codes and block scales (as opposed to plain numbers).
+    /// Whether the format has codes and block scales; false for plain formats.
     pub const fn is_block(self) -> bool {
         self.spec().element.is_some()
     }
 
-    /// Bytes of the codes of one row of `cols` values, rounded up.
+    /// Bytes of the codes of one row of `cols` values, rounded up to a whole byte.
     pub const fn row_code_bytes(self, cols: usize) -> usize {
         packed_bytes(self.spec().code_bits, cols)
     }
 
-    /// Scales of one row of `cols` values, one also for a short last block; 0 for plain formats.
+    /// Number of scales of one row of `cols` values, including the scale of a short last block; 0 for plain formats.
     pub const fn scales_per_row(self, cols: usize) -> usize {
         if self.is_block() { cols.div_ceil(self.spec().block) } else { 0 }
     }
 
-    /// The rounding that the format is defined with under a rule. For HiFloat4, Ascend's convention rounds to even, the authors' does not.
+    /// The rounding that the format's definition prescribes under a rule. For HiFloat4, Ascend's convention rounds ties to even; the
+    /// authors' convention does not.
     pub fn rounding(self, rule: ScaleRule) -> Rounding {
         match rule {
             ScaleRule::Cann => Rounding::NearestEven,
@@ -112,13 +113,13 @@ impl Format {
         }
     }
 
-    /// The scales in a block's record, under a rule.
+    /// The kind of scales in a block's scale record, under a rule.
     pub fn scale_kind(self, rule: ScaleRule) -> ScaleKind {
         (self.spec().scales)(rule)
     }
 
-    /// Values along this axis per record of scales: a block. For columns of a format with one scale per row, 128: groups of rows start at
-    /// multiples of 128, and each group has a scale.
+    /// Values along this axis per scale record: the block length. For columns of a format with one scale per row, the result is 128,
+    /// because groups of rows start at multiples of 128 and each group has a scale.
     pub const fn record_len(self, axis: BlockAxis) -> usize {
         match axis {
             BlockAxis::Col if self.spec().block == WHOLE_LINE => 128,
@@ -126,7 +127,7 @@ impl Format {
         }
     }
 
-    /// Multiple to which the rows of columns are padded, and at which groups of rows start: the values of a record.
+    /// The multiple to which row counts are padded in column blocks, and at which groups of rows start: the values per scale record.
     pub const fn column_step(self) -> usize {
         self.record_len(BlockAxis::Col)
     }

@@ -1,5 +1,6 @@
-//! FP8 in blocks of 128, and with one scale per row or per tensor. The last two follow torchao (rows) and TransformerEngine's current
-//! scaling: values are multiplied by max/amax, and its reciprocal is stored. (Blocks of 128 store amax/max, which has other bits.)
+//! FP8 in blocks of 128 values, and with one scale per row or per tensor. Row scales follow torchao, and tensor scales follow
+//! TransformerEngine's current scaling: values are multiplied by max/amax, and the reciprocal of that factor is stored. (Blocks of 128
+//! store amax/max, which has different bits.)
 
 use crate::block::{BlockCodec, BlockParams, BlockScale};
 use crate::e8m0::ScaleRule::{self, Amax, Ceil, Even, Floor, Rceil, TensorAmax};
@@ -7,15 +8,16 @@ use crate::element::Element;
 use crate::scale::{Scale, ScaleKind};
 use crate::spec::{FormatSpec, PLAIN, WHOLE_LINE};
 
-/// In blocks.
+/// FP8 with one scale per block.
 const BLOCKS: FormatSpec =
     FormatSpec { code_bits: 8, block: 128, rules: &[Amax, Rceil, Floor, Ceil, Even], tiles: true, ..PLAIN };
 
-/// One scale per row.
+/// FP8 with one scale per row.
 const ROW: FormatSpec =
     FormatSpec { block: WHOLE_LINE, rules: &[Amax, Rceil], tiles: false, codec: &Line, ..BLOCKS };
 
-/// One scale per tensor. Blocks store nothing; they are the unit of counts, and groups start at multiples of them.
+/// FP8 with one scale per tensor. Blocks store no scales. They are only the unit of the block counters, and groups start at multiples of
+/// the block length.
 const TENSOR: FormatSpec =
     FormatSpec { rules: &[TensorAmax], scales: |_| ScaleKind::NONE.under_tensor(), codec: &Tensor, ..BLOCKS };
 
@@ -28,7 +30,7 @@ pub(crate) const E4M3_TENSOR: FormatSpec =
 pub(crate) const E5M2_TENSOR: FormatSpec =
     FormatSpec { name: "e5m2-tensor", element: Some(Element::E5M2), ..TENSOR };
 
-/// One scale per row of codes: a row of an operand along the contraction.
+/// The codec with one scale per row of codes: a row of an operand along the contraction.
 #[derive(Debug)]
 struct Line;
 
@@ -37,13 +39,13 @@ impl BlockCodec for Line {
         if params.rule != ScaleRule::Amax || amax.is_nan() {
             return params.scale_of(amax);
         }
-        // Divided in F64, as in torchao, with the floor that keeps rows of zeros finite.
+        // The division is in F64, as in torchao, with the lower bound that keeps the scale of a row of zeros finite.
         let inv = (f64::from(params.element.max()) / f64::from(amax.max(1e-12))) as f32;
         BlockScale { record: Scale::single(1.0 / inv), inv }
     }
 }
 
-/// One scale per tensor.
+/// The codec with one scale per tensor.
 #[derive(Debug)]
 struct Tensor;
 
@@ -56,7 +58,7 @@ impl BlockCodec for Tensor {
         if amax == 0.0 {
             return [1.0, 1.0];
         }
-        // f32::min would lose a NaN, which marks the tensor.
+        // `f32::min` would drop a NaN, which must make the tensor scale NaN.
         let inv = self.tensor_most(params) / amax;
         let inv = if inv == f32::INFINITY { f32::MAX } else { inv };
         [inv, 1.0 / inv]
@@ -67,7 +69,7 @@ impl BlockCodec for Tensor {
 mod tests {
     use crate::{Codec, Format, Rounding, Scale, ScaleRule};
 
-    /// amax 3: values are multiplied by f32(448/3), whose reciprocal is stored; it differs from f32(3/448).
+    /// For amax 3, values are multiplied by f32(448/3). The stored reciprocal of this factor differs from f32(3/448).
     #[test]
     fn the_reciprocal_of_the_multiplier_is_kept() {
         let x = [3.0, -1.5, 0.0, 1e-9];

@@ -1,12 +1,12 @@
-//! The Hadamard transform along blocks of a contraction, and its random signs.
+//! The Hadamard transform along blocks of a contraction dimension, and its random signs.
 //!
-//! y = x·H/√n with H in Sylvester order, H\[i\]\[j\] = (−1)^popcount(i & j). H/√n is orthogonal and its own inverse: applied to both
-//! operands of a product along the contraction, it does not change the product.
+//! y = x·H/√n with H in Sylvester order, H\[i\]\[j\] = (−1)^popcount(i & j). H/√n is orthogonal and its own inverse. If both operands of a
+//! GEMM are transformed along the contraction, the exact product does not change.
 
 use crate::error::{Error, Result};
 use crate::philox::Stream;
 
-/// Lengths of a transform block.
+/// Supported lengths of a transform block.
 pub const LENGTHS: [usize; 4] = [16, 32, 64, 128];
 
 /// f32(1/√n), the only factor of a normalised transform.
@@ -25,8 +25,7 @@ pub fn inv_sqrt_len(n: usize) -> Result<f32> {
     }
 }
 
-/// Transforms `x` in place, block by block of `n`: F32 butterflies with strides 1, 2, 4 …, then one
-/// multiplication by f32(1/√n).
+/// Transforms `x` in place, in blocks of `n` values: F32 butterflies with strides 1, 2, 4 …, then one multiplication by f32(1/√n).
 ///
 /// # Errors
 /// [`Error::Shape`] for an `n` that is not one of [`LENGTHS`], or an `x` that is not a whole number of blocks.
@@ -40,10 +39,10 @@ pub fn hadamard(x: &mut [f32], n: usize) -> Result<()> {
     Ok(())
 }
 
-/// The random Hadamard transform: multiplies `x` by `signs` (±1, as many as `x`), then [`hadamard`].
+/// The random Hadamard transform: multiplies `x` by `signs` (±1, one per value), then applies [`hadamard`].
 ///
 /// # Errors
-/// [`Error::Shape`] as [`hadamard`], or for `signs` of another length than `x`.
+/// [`Error::Shape`] in the cases of [`hadamard`], or if `signs` and `x` differ in length.
 pub fn rht(x: &mut [f32], signs: &[f32], n: usize) -> Result<()> {
     check_signs(x.len(), signs.len())?;
     inv_sqrt_len(n)?;
@@ -52,10 +51,10 @@ pub fn rht(x: &mut [f32], signs: &[f32], n: usize) -> Result<()> {
     hadamard(x, n)
 }
 
-/// Undoes [`rht`]: the transform, then the signs.
+/// Undoes [`rht`]: applies the transform, then the signs.
 ///
 /// # Errors
-/// As [`rht`].
+/// [`Error::Shape`] in the cases of [`rht`].
 pub fn inverse_rht(x: &mut [f32], signs: &[f32], n: usize) -> Result<()> {
     check_signs(x.len(), signs.len())?;
     hadamard(x, n)?;
@@ -63,9 +62,9 @@ pub fn inverse_rht(x: &mut [f32], signs: &[f32], n: usize) -> Result<()> {
     Ok(())
 }
 
-/// The sign of position `k` along the contraction, counted from the start of its group: −1 where the
-/// top bit of the stream's sixteen is set. The stream's purpose is `Sign`, its site the linear layer
-/// (so that both operands agree) and its step 0.
+/// The sign of position `k` along the contraction, counted from the start of its group. The sign is −1 if the top bit of the stream's
+/// sixteen bits for `k` is set. The stream's purpose is `Sign`, its site is the linear layer (so that both operands have the same signs),
+/// and its step is 0.
 #[inline]
 pub fn sign_at(stream: &Stream, k: u64) -> f32 {
     sign_of(stream.u16_at(k))
@@ -85,7 +84,7 @@ fn sign_of(bits: u16) -> f32 {
     if bits >> 15 == 1 { -1.0 } else { 1.0 }
 }
 
-/// The unnormalised transform of a power-of-two length.
+/// The unnormalised transform; the length must be a power of two.
 fn butterflies(x: &mut [f32]) {
     let mut stride = 1;
     while stride < x.len() {

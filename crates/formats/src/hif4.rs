@@ -1,11 +1,12 @@
-//! HiFloat4: quarters up to 1.75 (S1P2) in blocks of 64, with an E6M2 scale, an optional octave per eighth of the block, and another per
-//! sixteenth. A record is four bytes: the E6M2 byte, eight bits, sixteen bits; the first share has the lowest bit.
+//! HiFloat4: multiples of 1/4 up to 1.75 (S1P2) in blocks of 64 values. A block has an E6M2 scale, an optional factor of two per eighth of
+//! the block, and another optional factor of two per sixteenth. A scale record has four bytes: the E6M2 byte, eight bits, and sixteen bits;
+//! the first sub-block has the lowest bit.
 //!
-//! The scales follow from the largest magnitudes of the shares: from a threshold on, a share gets an octave. Values are multiplied by
-//! the BF16 reciprocal of the scale, which is up to 0.2 % off; with the thresholds that saturate nothing, by the F32 reciprocal. There are
-//! two conventions. Under the rule `amax`, a block of zeros has the smallest scale, larger blocks saturate, and elements are rounded from
-//! the exact product. Under `cann`, Ascend's rule, blocks that E6M2 cannot scale (zeros, too) are marked NaN, and the product is rounded
-//! to BF16 before the element is.
+//! The scales follow from the largest magnitudes of the sub-blocks: a sub-block gets a factor of two if its largest magnitude reaches a
+//! threshold. Values are multiplied by the BF16 reciprocal of the scale, which is up to 0.2 % off. Thresholds that avoid saturation use the
+//! F32 reciprocal instead. Two conventions exist. Under the rule `amax`, a block of zeros has the smallest scale, blocks too large for E6M2
+//! saturate, and elements are rounded from the exact product. Under `cann`, Ascend's rule, blocks that E6M2 cannot scale (including zeros)
+//! get a NaN scale, and the product is rounded to BF16 before it is rounded to an element.
 
 use crate::block::{BlockCodec, BlockParams, BlockScale};
 use crate::e8m0::ScaleRule;
@@ -31,7 +32,7 @@ pub(crate) const HIF4: FormatSpec = FormatSpec {
 #[derive(Debug)]
 struct Hif4;
 
-/// One seventh in BF16.
+/// 1/7 in BF16.
 const SEVENTH: f64 = 73.0 / 512.0;
 /// The smallest and the largest E6M2 number.
 const LEAST: f64 = 1.0 / (1u64 << 48) as f64;
@@ -41,7 +42,7 @@ impl BlockCodec for Hif4 {
     fn scale(&self, params: &BlockParams, x: &[f32], amax: f32) -> BlockScale {
         let wanted = if params.rule == ScaleRule::Cann {
             let wanted = to_bits(f64::from(bf16::from_f32(amax)) * SEVENTH, 8);
-            // From half a step above the largest number on, the byte would be NaN.
+            // From half a step above the largest E6M2 number on, the byte would be NaN.
             if !(LEAST..1.625 * 32768.0).contains(&wanted) {
                 return BlockScale { record: ScaleKind::HIF4.nan(), inv: f32::NAN };
             }
@@ -85,26 +86,26 @@ impl BlockCodec for Hif4 {
     }
 }
 
-/// The reciprocal of the octaves of value `i` beyond those of E6M2.
+/// The reciprocal of the powers of two by which value `i` is scaled in addition to the E6M2 scale.
 #[inline]
 fn shift(record: Scale, i: usize) -> f64 {
     let octaves = (record.0 >> (8 + i / 8) & 1) + (record.0 >> (16 + i / 4) & 1);
     1.0 / f64::from(1u32 << octaves)
 }
 
-/// x · inv · shift, exact except for the last bit ([`to_odd`]).
+/// x · inv · shift, exact except for the last bit, which [`to_odd`] sets.
 #[inline]
 fn by_product(x: f32, inv: f32, shift: f64) -> f32 {
     to_odd(f64::from(x) * f64::from(inv) * shift)
 }
 
-/// The same with the first product rounded to BF16, as in Ascend's operators.
+/// The same product, with x · inv rounded to BF16, as in Ascend's operators.
 #[inline]
 fn by_bf16(x: f32, inv: f32, shift: f64) -> f32 {
     (f64::from(bf16::from_f32(x * inv).to_f32()) * shift) as f32
 }
 
-/// The largest magnitude of every four values of a block, 0 where there are no values.
+/// The largest magnitude of every four values of a block; 0 for groups past the end of the block.
 fn quad_maxima(x: &[f32]) -> [f32; 16] {
     let mut extended = [0.0; 64];
     let whole = x.first_chunk().unwrap_or_else(|| {
@@ -115,7 +116,7 @@ fn quad_maxima(x: &[f32]) -> [f32; 16] {
     std::array::from_fn(|i| f32::from_bits(quads[i].iter().fold(0, |a, x| a.max(x.to_bits() & 0x7FFF_FFFF))))
 }
 
-/// A positive number rounded to `significant` bits, ties to even.
+/// A positive number rounded to `significant` bits; ties go to even.
 fn to_bits(x: f64, significant: u32) -> f64 {
     if x <= 0.0 || !x.is_finite() {
         return x;
@@ -132,12 +133,13 @@ fn e6m2_byte(x: f64) -> u32 {
     exponent << 2 | (bits >> 50 & 3) as u32
 }
 
-/// A number truncated to F32, with the last bit set if it was inexact (round to odd), so that rounding it again rounds the number itself.
+/// A number truncated to F32, with the last bit set if the truncation was inexact (round to odd). So a second rounding gives the same
+/// result as rounding the number itself.
 #[inline]
 fn to_odd(x: f64) -> f32 {
     let nearest = x as f32;
     let back = f64::from(nearest);
-    // Towards zero; the last bit marks a remainder.
+    // Truncate towards zero; the last bit marks an inexact result.
     let (beyond, inexact) = (back.abs() > x.abs(), back != x);
     f32::from_bits((nearest.to_bits() - u32::from(beyond)) | u32::from(inexact))
 }
@@ -146,7 +148,7 @@ fn to_odd(x: f64) -> f32 {
 mod tests {
     use crate::{Codec, Format, Rounding, Scale, ScaleRule};
 
-    /// The block of the format's description: its scales and codes were computed by hand.
+    /// The example block of the format's description, with scales and codes computed by hand.
     fn block() -> [f32; 64] {
         let mut x = [0.0; 64];
         x[..16].copy_from_slice(&[
@@ -185,7 +187,7 @@ mod tests {
         }
     }
 
-    /// An element just above and below a tie, by less than F32 can represent after the multiplication.
+    /// Elements slightly above and below a tie, closer to it than F32 can represent after the multiplication.
     #[test]
     fn elements_are_rounded_once() {
         let mut x = [0.0f32; 64];
@@ -193,7 +195,7 @@ mod tests {
         let codec = Codec::new(Format::Hif4, ScaleRule::Amax, Rounding::NearestAway).unwrap();
         let mut codes = [0; 64];
         let (scale, _) = codec.quantize_block(&x, |_| 0, &mut codes);
-        assert_eq!(scale.0 & 0xFF, 48 << 2); // 1: values of the second eighth are multiplied by one
+        assert_eq!(scale.0 & 0xFF, 48 << 2); // the scale is 1: values of the second eighth are multiplied by one
         for (value, code) in [(0.125f32, 1), (0.125f32.next_down(), 0), (0.125f32.next_up(), 1)] {
             x[8] = value;
             codec.quantize_block(&x, |_| 0, &mut codes);

@@ -1,4 +1,4 @@
-//! Directions of blocks, and layouts of their scales.
+//! Directions of blocks, and memory layouts of their scales.
 
 use crate::error::{Error, Result};
 
@@ -14,7 +14,7 @@ pub enum BlockAxis {
 }
 
 impl BlockAxis {
-    /// Every axis.
+    /// All axes.
     pub const ALL: [BlockAxis; 3] = [BlockAxis::Row, BlockAxis::Col, BlockAxis::Tile];
 
     /// Lower-case name, as recipes spell it.
@@ -46,10 +46,10 @@ pub const TILE_ROWS: usize = 128;
 /// Columns of a 128×4 tile of scales.
 pub const TILE_COLS: usize = 4;
 
-/// Order of a matrix of scales `[rows][cols]`, cols counting blocks.
+/// Memory order of a matrix of scales `[rows][cols]`, in which a column is a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum ScaleLayout {
-    /// `[rows][cols]`, dense; moves with rows.
+    /// `[rows][cols]`, dense; a row's scales are contiguous, so they are copied with the row.
     #[default]
     RowMajor,
     /// `[cols][rows]`, the stride between columns padded to 16 bytes.
@@ -59,7 +59,7 @@ pub enum ScaleLayout {
 }
 
 impl ScaleLayout {
-    /// Every layout.
+    /// All layouts.
     pub const ALL: [ScaleLayout; 3] = [ScaleLayout::RowMajor, ScaleLayout::MnMajor, ScaleLayout::Tiled128x4];
 
     /// Lower-case name.
@@ -71,7 +71,7 @@ impl ScaleLayout {
         }
     }
 
-    /// Number of scales stored, padding included; `scale_bytes` is the size of one.
+    /// Number of scales stored, padding included; `scale_bytes` is the size of one scale.
     pub const fn len(self, rows: usize, cols: usize, scale_bytes: usize) -> usize {
         match self {
             ScaleLayout::RowMajor => rows * cols,
@@ -80,7 +80,7 @@ impl ScaleLayout {
         }
     }
 
-    /// Position, in scales, of the scale of (`row`, `col`) in a matrix of `rows` × `cols`.
+    /// Position, counted in scales, of the scale of (`row`, `col`) in a matrix of `rows` × `cols`.
     #[inline]
     pub const fn offset(self, row: usize, col: usize, rows: usize, cols: usize, scale_bytes: usize) -> usize {
         match self {
@@ -135,13 +135,13 @@ impl std::str::FromStr for ScaleLayout {
     }
 }
 
-/// Scales between two columns of [`ScaleLayout::MnMajor`]: `rows` rounded up to 16 bytes.
+/// Distance, in scales, between two columns of [`ScaleLayout::MnMajor`]: `rows` scales, rounded up to 16 bytes.
 pub const fn mn_major_stride(rows: usize, scale_bytes: usize) -> usize {
     rows.next_multiple_of(if scale_bytes == 0 { 1 } else { 16usize.div_ceil(scale_bytes) })
 }
 
-/// Position of the scale (`row`, `col`) among 128×4 tiles of a matrix `cols` wide: within a tile
-/// (row % 32) · 16 + (row / 32) · 4 + col, tiles row-major.
+/// Position of the scale (`row`, `col`) in the 128×4 tiles of a matrix with `cols` columns. Within a tile, the position is (row % 32) · 16
+/// + (row / 32) · 4 + col; tiles are row-major.
 #[inline]
 pub const fn tiled_128x4_offset(row: usize, col: usize, cols: usize) -> usize {
     let tile = (row / TILE_ROWS) * cols.div_ceil(TILE_COLS) + col / TILE_COLS;
@@ -191,7 +191,7 @@ mod tests {
 
     #[test]
     fn tiles_lie_as_published() {
-        // Row 33 is the second of the second group of 32 rows; column 5 opens the second tile column.
+        // Row 33 is the second row of the second group of 32 rows; column 5 is in the second column of tiles.
         assert_eq!(tiled_128x4_offset(33, 5, 8), 512 + 16 + 4 + 1);
         assert_eq!(tiled_128x4_offset(128, 0, 8), 1024);
         assert_eq!(mn_major_stride(5, 1), 16);

@@ -1,21 +1,20 @@
-//! The numbers of Nibble, bit by bit: small floats, block scales, rounding, the lift that makes four-bit operands exact on eight-bit units,
+//! The number formats of Nibble, bit by bit: small floats, block scales, rounding, the lift of four-bit operands to eight-bit codes,
 //! counter-based random numbers, the Hadamard transform, and elementary functions whose bits do not depend on the machine.
 //!
-//! The crate has no threads, devices or files. Every function is scalar, and is the specification that faster versions elsewhere must match
-//! bit for bit.
+//! The crate has no threads, devices or files. Every function is scalar, and is the specification that faster versions in other crates must
+//! match bit for bit.
 //!
-//! A format is one record ([`FormatSpec`]) and one codec for a block ([`BlockCodec`]), in one file, and a row of the table in
-//! `format.rs`. All other code reads records and codecs and names no format: sizes of buffers, all-to-all records, quantization, decoding,
-//! the command line, tests.
+//! A format is one [`FormatSpec`] and one codec for a block ([`BlockCodec`]), in one file, and a row of the table in `format.rs`. All other
+//! code (buffer sizes, all-to-all records, quantization, decoding, the command line, tests) reads these and names no format.
 //!
-//! | part of a format | file | says |
+//! | part of a format | file | contents |
 //! |---|---|---|
 //! | facts | `spec.rs` | element, bits of a code, block length, scale rules, whether 2-D blocks may share a scale |
-//! | element | `element.rs` | the small number that a code stands for, under every rounding |
+//! | element | `element.rs` | the number that a code represents, and encoding under every rounding |
 //! | scales | `scale.rs` | [`ScaleKind`]: the hierarchy of scales that a block stores, and what its bytes mean |
 //! | scale choice | `scaling.rs` | [`Scaling`]: how scales are chosen within a rule |
 //! | arithmetic | `block.rs` | [`BlockCodec`]: a block's scale, the value that is rounded, and the multiplier of a code |
-//! | entry | `codec.rs` | [`Codec`]: what callers hold; format, rule and rounding, checked to be compatible |
+//! | entry | `codec.rs` | [`Codec`]: the type that callers use; format, rule and rounding, checked to be compatible |
 
 pub mod block;
 pub mod codec;

@@ -1,13 +1,13 @@
-//! Changes of the power-of-two scale under a code: short blocks of small elements onto E4M3, and E4M3 codes to a larger scale.
+//! Changes of a code's power-of-two scale: short blocks of small elements to E4M3, and E4M3 codes to a larger scale.
 //!
-//! Four MX blocks of a row, or 128 rows of one block of 32 columns, share one E4M3 scale. This scale is below the largest of their scales
-//! by as many octaves as the element's largest number can be raised within 448: 2⁶ for E2M1 (6 · 2⁶ = 384). A code is exact while its
-//! block's scale is no more than [`Lift::octaves`] below the largest. Beyond that, it is rounded to nearest even among the subnormals, and
-//! finally to a signed zero.
+//! Four MX blocks of a row, or 128 rows of one block of 32 columns, share one E4M3 scale. This shared scale is smaller than the largest of
+//! the source scales. The ratio is the largest power of two that keeps the element's largest number within 448: 2⁶ for E2M1 (6 · 2⁶ = 384).
+//! A code is exact while its block's scale is at most 2^[`Lift::octaves`] times smaller than the largest source scale. With smaller source
+//! scales, the code is rounded to the nearest E4M3 subnormal, ties to even, and finally to a signed zero.
 //!
-//! | element | headroom | exact within |
+//! | element | headroom (powers of two) | exact within (powers of two) |
 //! |---|---|---|
-//! | E2M1 | 6 octaves | 14 octaves |
+//! | E2M1 | 6 | 14 |
 //! | E2M3 | 5 | 11 |
 //! | E3M2 | 4 | 9 |
 
@@ -17,10 +17,10 @@ use crate::format::Format;
 use crate::layout::BlockAxis;
 use crate::scale::ScaleKind;
 
-/// Values that share the scale of a lifted block.
+/// Number of values that share the scale of a lifted block.
 pub const LIFTED_BLOCK: usize = 128;
 
-/// An element whose codes E4M3 can hold, with another power of two.
+/// The conversion of an element whose codes are E4M3 numbers times a power of two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Lift {
     element: Element,
@@ -29,17 +29,17 @@ pub struct Lift {
 }
 
 impl Lift {
-    /// For MXFP4's element.
+    /// The lift of MXFP4's element.
     pub const E2M1: Lift = match Lift::of(Element::E2M1) {
         Some(lift) => lift,
         None => panic!("E4M3 holds E2M1"),
     };
 
-    /// For an element all of whose codes are E4M3 numbers: at most four significant bits, and none above 448. None for other
+    /// The lift of an element whose codes are all E4M3 numbers: at most four significant bits, and none above 448. `None` for other
     /// elements.
     pub const fn of(element: Element) -> Option<Lift> {
         let most = Element::E4M3;
-        // Excludes elements with a NaN, and integers in two's complement.
+        // `numbers` is false for elements with a NaN, and for integers in two's complement.
         let numbers = element.nan_code() == 0 && !element.is_twos_complement();
         let (largest, least) = (element.max(), element.decode(1));
         if !numbers || element.mantissa_bits() > most.mantissa_bits() || largest > most.max() {
@@ -61,26 +61,26 @@ impl Lift {
         self.element
     }
 
-    /// Octaves from the largest source scale down to the lifted scale.
+    /// Base-2 logarithm of the ratio of the largest source scale to the lifted scale.
     pub const fn headroom_log2(self) -> u8 {
         self.headroom_log2
     }
 
-    /// Octaves below the largest source scale within which every code is exact.
+    /// Powers of two below the largest source scale within which every code is exact.
     pub const fn octaves(self) -> u8 {
         self.octaves
     }
 
-    /// The scale byte of a lifted block: the largest source byte other than 0xFF, minus the headroom, but at least 0 (0 also if there is no
-    /// such byte).
+    /// The scale byte of a lifted block: the largest source byte other than 0xFF, minus the headroom, but at least 0. The result is 0 if
+    /// all bytes are 0xFF or there are none.
     pub fn target(self, bytes: impl Iterator<Item = u8>) -> u8 {
         shift_target(bytes).saturating_sub(self.headroom_log2)
     }
 
-    /// A code with the scale byte `source` as an E4M3 code with the scale byte `target`, and whether its value changed.
+    /// Converts a code with the scale byte `source` to an E4M3 code with the scale byte `target`. Also returns whether the value changed.
     ///
-    /// Zeros keep their sign. A NaN source (0xFF) gives 0x7F, which counts as unchanged. Defined for all targets: a target further below
-    /// `source` than the headroom (which [`target`](Self::target) never returns) saturates.
+    /// Zeros keep their sign. A NaN source (0xFF) gives 0x7F, which counts as unchanged. All targets are allowed. A target further below
+    /// `source` than the headroom saturates; [`target`](Self::target) never returns such a target.
     #[inline]
     pub fn code(self, code: u8, source: u8, target: u8) -> (u8, bool) {
         if source == e8m0::NAN || target == e8m0::NAN {
@@ -89,8 +89,8 @@ impl Lift {
         rescale(self.element.decode(code), i32::from(source) - i32::from(target))
     }
 
-    /// [`code`](Self::code) of all six-bit codes at once (for four-bit codes the upper two bits are ignored). Bit `c` of the mask is set if
-    /// code `c` changes, so one look-up per code converts a block.
+    /// The results of [`code`](Self::code) for all six-bit codes (for four-bit codes the upper two bits are ignored). Bit `c` of the mask
+    /// is set if code `c` changes, so one look-up per code converts a block.
     pub fn table(self, source: u8, target: u8) -> ([u8; 64], u64) {
         let mut changed = 0;
         let table = std::array::from_fn(|c| {
@@ -103,11 +103,11 @@ impl Lift {
 }
 
 impl Format {
-    /// The target of a lift: E4M3 in blocks of [`LIFTED_BLOCK`] with power-of-two scales.
+    /// The format and rule of a lift's result: E4M3 in blocks of [`LIFTED_BLOCK`] with power-of-two scales.
     pub const LIFTED: (Format, ScaleRule) = (Format::E4m3, ScaleRule::Rceil);
 
-    /// The lift to E4M3 with one power of two per [`LIFTED_BLOCK`] values. It exists for shorter blocks along rows or columns whose length
-    /// divides [`LIFTED_BLOCK`], with only power-of-two scales, and an element that E4M3 can hold; otherwise none.
+    /// The lift to E4M3 with one power of two per [`LIFTED_BLOCK`] values; `None` if no lift exists. A lift requires blocks along rows or
+    /// columns whose length is below [`LIFTED_BLOCK`] and divides it, only power-of-two scales, and an element that E4M3 can represent.
     pub fn lift(self, rule: ScaleRule, axis: BlockAxis) -> Option<Lift> {
         let spec = self.spec();
         let shorter = spec.block < LIFTED_BLOCK && LIFTED_BLOCK.is_multiple_of(spec.block);
@@ -117,14 +117,13 @@ impl Format {
     }
 }
 
-/// The scale byte shared by E4M3 rows that become columns: the largest byte other than 0xFF, or 0 without
-/// one.
+/// The scale byte that E4M3 row blocks share after conversion to column blocks: the largest byte other than 0xFF, or 0 if there is none.
 pub fn shift_target(bytes: impl Iterator<Item = u8>) -> u8 {
     bytes.filter(|&b| b != e8m0::NAN).max().unwrap_or(0)
 }
 
-/// An E4M3 code whose scale grows by `octaves` powers of two: the exponent decreases, with rounding to nearest even among the subnormals,
-/// and finally to a signed zero. A NaN stays the same NaN. Also returns whether the value changed.
+/// Converts an E4M3 code to a scale that is 2^`octaves` times larger. The exponent decreases; the value is rounded to the nearest
+/// subnormal, ties to even, or to a signed zero. A NaN code is returned unchanged. Also returns whether the value changed.
 #[inline]
 pub fn shift_e4m3(code: u8, octaves: u32) -> (u8, bool) {
     let value = Element::E4M3.decode(code);
@@ -134,8 +133,8 @@ pub fn shift_e4m3(code: u8, octaves: u32) -> (u8, bool) {
     rescale(value, -(octaves.min(64) as i32))
 }
 
-/// [`shift_e4m3`] from the scale byte `source` to `target`; a NaN source (0xFF) gives 0x7F. A `target` below `source` raises the exponent
-/// instead, and saturates.
+/// [`shift_e4m3`] from the scale byte `source` to the scale byte `target`. A NaN source (0xFF) gives 0x7F. If `target` is below `source`,
+/// the exponent increases instead, and large values saturate.
 #[inline]
 pub fn shift_code(code: u8, source: u8, target: u8) -> (u8, bool) {
     let value = Element::E4M3.decode(code);
@@ -148,8 +147,8 @@ pub fn shift_code(code: u8, source: u8, target: u8) -> (u8, bool) {
     rescale(value, i32::from(source) - i32::from(target))
 }
 
-/// `value · 2^octaves` as E4M3. Beyond ±32 octaves the result is constant: every non-zero E2M1 or E4M3 value has saturated or
-/// vanished.
+/// `value · 2^octaves` as E4M3. The result is the same for all `octaves` beyond ±32, because every non-zero E2M1 or E4M3 value has then
+/// saturated or become zero.
 #[inline]
 fn rescale(value: f32, octaves: i32) -> (u8, bool) {
     let octaves = octaves.clamp(-32, 32);

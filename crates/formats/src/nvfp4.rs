@@ -1,22 +1,23 @@
 //! NVFP4: E2M1 in blocks of 16 with an E4M3 scale, with or without an F32 tensor scale.
 //!
 //! With a tensor scale, the scales are TransformerEngine's. For a tensor with the largest magnitude A, S = 2688/A (2688 = 6 · 448), so that
-//! the largest block's scale is the largest E4M3 number; a block's scale is amax · (S · f32(1/6)). Without a tensor scale, a block has
-//! torchao's scale, amax / 6. Both are rounded to E4M3, subnormals and zero included. Every operation is rounded to F32.
+//! the largest block's scale is the largest E4M3 number. A block's scale is amax · (S · f32(1/6)). Without a tensor scale, a block has
+//! torchao's scale, amax / 6. Either scale is rounded to E4M3 and may be subnormal or zero. Every operation is rounded to F32.
 //!
-//! Codes are decoded with A/2688. Below A = 2688 · 2^-128, S is the largest F32 number instead of 2688/A. Then A/2688 does not undo S, and
-//! all values are decoded too small, as in TransformerEngine. Headroom enlarges A by the same factor as the largest magnitude of a block,
-//! so that a scale has its headroom up to the largest block of the tensor.
+//! Decoding multiplies by A/2688. Below A = 2688 · 2^-128, S is the largest F32 number instead of 2688/A. In this case A/2688 is not the
+//! inverse of S, and all values decode too small, as in TransformerEngine. Headroom multiplies A and the largest magnitude of each block by
+//! the same factor, so that even the tensor's largest block has its headroom.
 //!
-//! With two candidates (Four Over Six, arXiv 2512.02010), a block has this scale or the one that maps its largest magnitude to 4,
-//! amax · (S / 4), which is rounded once because a quarter is exact. S is then 1536/A (1536 = 6 · 256). The candidates are compared with
-//! rounding to nearest even, whatever the rounding. So the choice is a function of the values, and stochastic rounding with the chosen
-//! scale is the same as without a choice.
+//! With two candidates (Four Over Six, arXiv 2512.02010), a block has either this scale or amax · (S / 4), which maps its largest magnitude
+//! to 4. The second scale is rounded once, because a multiplication by 1/4 is exact. S is then 1536/A (1536 = 6 · 256). The candidates are
+//! compared under nearest-even rounding, even if the codes are rounded otherwise. So the choice of a candidate depends only on the values,
+//! and does not bias stochastic rounding.
 //!
 //! **Double blocks** (Chen et al., "TetraJet-v2", arXiv 2510.27527) have a scale per 128 values instead of a tensor scale: A / 2688 for the
-//! largest magnitude A of these values. In the paper it is an F32 number. Here it is rounded up to a power of two, as by [`Outer::Power`]
-//! for a tensor, so that the decoded values are BF16 numbers. Blocks of 16 are scaled as with a tensor scale. A record is for 128 values:
-//! the power of two in its lowest byte, then seven bits per block of 16, in all as many as eight bytes of E4M3.
+//! largest magnitude A of these values. In the paper, this scale is an F32 number. Nibble rounds it up to a power of two, as
+//! [`Outer::Power`] does for a tensor, so that the decoded values are BF16 numbers. Blocks of 16 are scaled as with a tensor scale. A scale
+//! record covers 128 values: the power of two in the lowest byte, then seven bits per block of 16. The record has eight bytes, as many as
+//! eight E4M3 scales.
 
 use crate::block::{self, BlockCodec, BlockParams, BlockScale};
 use crate::e8m0::{self, ScaleRule, ScaleRule::Amax, ScaleRule::TensorAmax};
@@ -61,7 +62,7 @@ struct Nvfp4;
 impl BlockCodec for Nvfp4 {
     fn scale(&self, params: &BlockParams, x: &[f32], amax: f32) -> BlockScale {
         let tensor_inv = params.tensor_inv();
-        // A product with f32(1/6) may round up to a tie that the quotient is below.
+        // A product with f32(1/6) may round up to a tie while the quotient is below the tie.
         let wanted = match (params.kind.has_tensor_scale(), params.scaling.correction) {
             (true, Correction::None) => amax * (tensor_inv * (1.0 / 6.0)),
             (true, Correction::MsEden) => amax * (tensor_inv * (Correction::CLIP / 6.0)),
@@ -78,7 +79,7 @@ impl BlockCodec for Nvfp4 {
 
     fn corrected(&self, params: &BlockParams, x: &[f32], scale: BlockScale, r: u16) -> BlockScale {
         let of_code = Element::E4M3.decode(scale.record.0 as u8);
-        // With a scale of zero, all values decode to zero.
+        // If the scale is zero, all values decode to zero.
         if params.scaling.correction == Correction::None || of_code == 0.0 {
             return scale;
         }
@@ -106,7 +107,7 @@ impl BlockCodec for Nvfp4 {
     }
 
     fn tensor_most(&self, params: &BlockParams) -> f32 {
-        // The range above the scales of 6 is for the scales of 4, or for corrections.
+        // The range above the scales of candidate 6 is left for the scales of candidate 4, or for corrections.
         match (params.scaling.candidates, params.scaling.correction) {
             (_, Correction::MsEden) => 6.0 * 256.0 / Correction::CLIP,
             (Candidates::Six, Correction::None) => 6.0 * 448.0,
@@ -115,7 +116,7 @@ impl BlockCodec for Nvfp4 {
     }
 }
 
-/// Blocks of 16 with a power of two per 128 values.
+/// The codec of double blocks: blocks of 16 values, and a power of two per 128 values.
 #[derive(Debug)]
 struct DoubleBlocks;
 
@@ -123,7 +124,7 @@ impl DoubleBlocks {
     /// Values of an inner block.
     const INNER: usize = 16;
 
-    /// Factor of the values of inner block `i`, when they are encoded.
+    /// Factor by which the values of inner block `i` are multiplied when they are encoded.
     fn inverse(scale: BlockScale, i: usize) -> f32 {
         let byte = (scale.record.0 >> (8 + 7 * i)) as u8 & 0x7F;
         inverse_of(byte, scale.inv)
@@ -135,7 +136,7 @@ impl BlockCodec for DoubleBlocks {
         if amax == 0.0 {
             return BlockScale { record: ScaleKind::POWER_AND_E4M3.least(), inv: e8m0::inv(0) };
         }
-        // A normal number without mantissa bits.
+        // The power of two is a normal number without mantissa bits.
         let power = (power_above(amax / (6.0 * 448.0)).to_bits() >> 23) as u8;
         let inv = e8m0::inv(power);
         let mut record = u64::from(power);
@@ -159,25 +160,25 @@ impl BlockCodec for DoubleBlocks {
     }
 }
 
-/// The E4M3 number nearest to `wanted`.
+/// The scale for the E4M3 number nearest to `wanted`.
 fn nearest_scale(wanted: f32, tensor_inv: f32) -> BlockScale {
     let byte = Element::E4M3.encode(wanted);
     BlockScale { record: Scale::byte(byte), inv: inverse_of(byte, tensor_inv) }
 }
 
-/// Factor of values for an E4M3 scale.
+/// Factor by which values are multiplied for an E4M3 scale.
 fn inverse_of(byte: u8, tensor_inv: f32) -> f32 {
     let value = Element::E4M3.decode(byte) * (1.0 / tensor_inv);
-    // A scale of zero takes non-zero values to the largest code, which decodes to zero.
-    // `min` of NaN and a number would be the number.
+    // With a scale of zero, non-zero values get the largest code, which decodes to zero. The NaN check is explicit because `min` of NaN and
+    // a number returns the number.
     if value.is_nan() { value } else { (1.0 / value).min(f32::MAX) }
 }
 
-/// The error of a block's values with a scale, in units that the scale of 6 sets for both candidates: a sum of integers.
+/// The sum of errors of a block's values with a scale, as an integer. The unit is the same for both candidates.
 ///
-/// For a value x with the code c: r = (|x · S| − c · scale) · 2^−e, where 2^e is the power of two of the scale of 6, at least 2^−9. Its
-/// share is r² · 2^20, or |r| · 2^20, truncated to an integer of at most 2^24 − 1. Every operation is rounded to F32; c · scale and the
-/// powers are exact.
+/// For a value x with the code c: r = (|x · S| − c · scale) · 2^−e, where 2^e is the power of two of candidate 6's scale, at least 2^−9.
+/// The value adds r² · 2^20, or |r| · 2^20, truncated to an integer of at most 2^24 − 1. Every operation is rounded to F32; c · scale and
+/// the powers are exact.
 fn error(params: &BlockParams, x: &[f32], scale: BlockScale, six: Scale) -> u64 {
     const ONE: f32 = (1 << 20) as f32;
     const MOST: f32 = ((1 << 24) - 1) as f32;
@@ -193,8 +194,9 @@ fn error(params: &BlockParams, x: &[f32], scale: BlockScale, six: Scale) -> u64 
     x.iter().map(share).sum()
 }
 
-/// Σ v² / Σ v·c of the values v = x · inv and their codes c; 1 if all codes are zero. Every operation is rounded to F32. There are sixteen
-/// partial sums; the i-th adds the i-th of every sixteen values in order. They are reduced in pairs at distances 8, 4, 2 and 1.
+/// Σ v² / Σ v·c of the values v = x · inv and their codes c; 1 if all codes are zero. Every operation is rounded to F32. The sum has
+/// sixteen partial sums; the i-th adds the i-th of every sixteen values in order. The partial sums are added in pairs at distances 8, 4, 2
+/// and 1.
 fn eden_factor(x: &[f32], inv: f32) -> f32 {
     let (mut squares, mut products) = ([0.0f32; 16], [0.0f32; 16]);
     for sixteen in x.chunks(16) {
@@ -217,7 +219,8 @@ fn sum_of_halves(mut x: [f32; 16]) -> f32 {
     x[0]
 }
 
-/// The E2M1 number nearest to a magnitude, ties to the even code: the value of the code of [`Element::encode`], without branches.
+/// The E2M1 number nearest to a magnitude, with ties to the even code. The result equals that of decoding [`Element::encode`], but is
+/// computed without branches.
 #[inline]
 fn nearest_code(x: f32) -> f32 {
     // The unit in the last place of this number is the step between codes.
@@ -225,7 +228,7 @@ fn nearest_code(x: f32) -> f32 {
     (x.min(6.0) + far) - far
 }
 
-/// The least power of two that is at least a positive number, and normal.
+/// The smallest normal power of two that is not below a positive number.
 fn power_above(x: f32) -> f32 {
     f32::from_bits((x.to_bits() + 0x7F_FFFF) & 0xFF80_0000).max(f32::MIN_POSITIVE)
 }

@@ -1,17 +1,17 @@
-//! Codes of less than a byte, packed from the lowest bit on: two 4-bit codes per byte, the even one in the low nibble; four 6-bit codes in
-//! three bytes. Unused bits of the last byte are 0.
+//! Packing of codes of less than a byte, starting at the lowest bit: two 4-bit codes per byte, with the even-indexed code in the low
+//! nibble; four 6-bit codes per three bytes. Unused bits of the last byte are 0.
 
 use crate::error::{Error, Result};
 
-/// Bytes of `codes` codes of `bits` bits.
+/// Number of bytes for `codes` codes of `bits` bits each.
 pub const fn packed_bytes(bits: u32, codes: usize) -> usize {
     if bits.is_multiple_of(8) { codes * (bits / 8) as usize } else { (codes * bits as usize).div_ceil(8) }
 }
 
-/// Packs codes (one per byte; bits above `bits` are ignored).
+/// Packs codes that are given one per byte; the bits above the lowest `bits` are ignored.
 ///
 /// # Errors
-/// [`Error::Shape`] unless `packed` holds [`packed_bytes`], and `bits` are 1 to 8.
+/// [`Error::Shape`] unless `packed` has [`packed_bytes`] bytes, and `bits` is 1 to 8.
 pub fn pack_codes(bits: u32, codes: &[u8], packed: &mut [u8]) -> Result<()> {
     check(bits, codes.len(), packed.len())?;
     if bits == 8 {
@@ -30,10 +30,10 @@ pub fn pack_codes(bits: u32, codes: &[u8], packed: &mut [u8]) -> Result<()> {
     Ok(())
 }
 
-/// Packs eight codes into as many bytes as a code has bits.
+/// Packs eight codes into `BITS` bytes.
 fn pack_eights<const BITS: usize>(codes: &[u8], packed: &mut [u8]) {
     let word = |codes: &[u8; 8]| {
-        // Fold neighbours: single codes, then pairs, then fours.
+        // Merge neighbours: single codes into pairs, pairs into fours, fours into one word.
         let fold =
             |word: u64, lanes: u32, low: u64| (word & low) | (word & !low) >> (lanes * (8 - BITS as u32));
         let word = u64::from_le_bytes(*codes) & lanes(8, BITS as u32);
@@ -51,7 +51,7 @@ fn pack_eights<const BITS: usize>(codes: &[u8], packed: &mut [u8]) {
     }
 }
 
-/// Mask of the lowest `bits` bits of each lane of `lane` bits.
+/// A mask of the lowest `bits` bits of every lane; a lane has `lane` bits.
 const fn lanes(lane: u32, bits: u32) -> u64 {
     let (mut mask, mut at) = (0, 0);
     while at < 64 {
@@ -64,7 +64,7 @@ const fn lanes(lane: u32, bits: u32) -> u64 {
 /// Undoes [`pack_codes`].
 ///
 /// # Errors
-/// [`Error::Shape`] unless `packed` holds [`packed_bytes`].
+/// [`Error::Shape`] unless `packed` has [`packed_bytes`] bytes.
 pub fn unpack_codes(bits: u32, packed: &[u8], codes: &mut [u8]) -> Result<()> {
     check(bits, codes.len(), packed.len())?;
     match bits {
@@ -82,7 +82,7 @@ pub fn unpack_codes(bits: u32, packed: &[u8], codes: &mut [u8]) -> Result<()> {
 
 fn unpack_eights<const BITS: usize>(packed: &[u8], codes: &mut [u8]) {
     let eight = |packed: [u8; 8]| {
-        // As `pack_eights`, backwards.
+        // Unpacking runs the steps of `pack_eights` in reverse.
         let part = |word: u64, count: u32, low: u64| {
             (word & low) | (word & low << (count * BITS as u32)) << (count * (8 - BITS as u32))
         };

@@ -1,12 +1,12 @@
-//! Randomness as a function: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
+//! Counter-based randomness: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
 //!
 //! The key is the run's seed. The counter holds a purpose (rounding, signs, initialization, data, sampling, scales), a site (FNV-1a of the
-//! tensor's name), the step, and the index of the element in the *logical* tensor. The step may be on the device, so that recorded work
-//! gets new bits at each replay.
+//! tensor's name), the step, and the index of the element in the *logical* tensor. Kernels may read the step from device memory, so that a
+//! replayed graph gets new bits in each step.
 //!
-//! There is no generator state to save. The bits do not depend on threads, ranks, recomputation or resumes: an expert's initial weights
-//! and the random bits of its copies are the same on whichever rank it lives. The order of training windows is such a function too
-//! (`data/cursor.rs` of the crate `train`).
+//! There is no generator state to save. The bits do not depend on threads, ranks, recomputation or resumes. For example, an expert's
+//! initial weights and random bits are the same on every rank that may hold the expert. The order of training windows is also such a
+//! function (`data/cursor.rs` of the crate `train`).
 
 use crate::math;
 
@@ -26,7 +26,7 @@ pub const fn philox4x32_10(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
     [c0, c1, c2, c3]
 }
 
-/// FNV-1a, 32 bits, of a tensor's canonical name: its `site`.
+/// The 32-bit FNV-1a hash of a tensor's canonical name. The hash is the tensor's `site`.
 pub const fn fnv1a32(name: &str) -> u32 {
     let bytes = name.as_bytes();
     let mut hash = 0x811C_9DC5u32;
@@ -52,25 +52,25 @@ pub enum Purpose {
     Data = 3,
     /// Sampling of tokens in generation.
     Sample = 4,
-    /// Scales of blocks that are stochastically rounded, by the first element of the block.
+    /// Rounding of the scales of stochastically rounded blocks, indexed by the first element of the block.
     Scale = 5,
 }
 
 impl Purpose {
-    /// Every purpose.
+    /// All purposes.
     pub const ALL: [Purpose; 6] =
         [Purpose::Rounding, Purpose::Sign, Purpose::Init, Purpose::Data, Purpose::Sample, Purpose::Scale];
 }
 
-/// Random bits for one (seed, purpose, site, step), addressed by element.
+/// Random bits for one combination of seed, purpose, site and step, indexed by element.
 ///
-/// Element `e` of a tensor is `row_id · cols + col`, logical and global over ranks and micro-batches.
-/// The widths (`u16_at`, `u32_at`, …) read the same blocks; use one width for one stream.
+/// Element `e` of a tensor is `row_id · cols + col`, a logical index that is global over ranks and micro-batches. `u16_at`, `u32_at` and
+/// the other widths read the same Philox blocks; use only one width per stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Stream {
     /// Seed of the run: the Philox key, low word first.
     pub seed: u64,
-    /// Purpose.
+    /// Purpose of the random bits.
     pub purpose: Purpose,
     /// [`fnv1a32`] of the tensor's canonical name.
     pub site: u32,
@@ -79,28 +79,27 @@ pub struct Stream {
 }
 
 impl Stream {
-    /// A stream.
+    /// A stream with this seed, purpose, site and step.
     pub const fn new(seed: u64, purpose: Purpose, site: u32, step: u32) -> Stream {
         Stream { seed, purpose, site, step }
     }
 
-    /// The `q`-th block of 128 bits (`q` modulo 2⁴⁸): counter (q low, q high16 | purpose « 16, site,
-    /// step).
+    /// The `q`-th block of 128 bits (`q` modulo 2⁴⁸). The counter is (q low, q high16 | purpose « 16, site, step).
     #[inline]
     pub const fn block(&self, q: u64) -> [u32; 4] {
         let high = ((q >> 32) as u32 & 0xFFFF) | (self.purpose as u32) << 16;
         philox4x32_10([q as u32, high, self.site, self.step], [self.seed as u32, (self.seed >> 32) as u32])
     }
 
-    /// Sixteen bits of element `e`: block e / 8, low half of each word first.
+    /// Sixteen bits for element `e`: from block e / 8, with the low half of each word first.
     #[inline]
     pub const fn u16_at(&self, e: u64) -> u16 {
         half_word(&self.block(e / 8), (e % 8) as usize)
     }
 
-    /// Fills `out` with the sixteen bits of elements `start..`, one Philox block per eight elements.
+    /// Fills `out` with the sixteen bits of elements `start..`, and computes one Philox block per eight elements.
     pub fn fill_u16(&self, start: u64, out: &mut [u16]) {
-        let mut q = u64::MAX; // no element lies in this block: e / 8 < 2⁶¹
+        let mut q = u64::MAX; // no element is in this block, because e / 8 < 2⁶¹
         let mut words = [0; 4];
         for (e, out) in (start..).zip(out) {
             if e / 8 != q {
@@ -111,19 +110,19 @@ impl Stream {
         }
     }
 
-    /// Thirty-two bits of element `e`: word e % 4 of block e / 4.
+    /// Thirty-two bits for element `e`: word e % 4 of block e / 4.
     #[inline]
     pub const fn u32_at(&self, e: u64) -> u32 {
         self.block(e / 4)[(e % 4) as usize]
     }
 
-    /// Uniform in [0, 1), a multiple of 2⁻²⁴.
+    /// A uniform number in [0, 1), a multiple of 2⁻²⁴.
     #[inline]
     pub const fn f32_at(&self, e: u64) -> f32 {
         (self.u32_at(e) >> 8) as f32 * (1.0 / 16_777_216.0)
     }
 
-    /// Standard normal, see [`normal_from_bits`].
+    /// A standard normal number; see [`normal_from_bits`].
     #[inline]
     pub fn normal_at(&self, e: u64) -> f32 {
         normal_from_bits(self.u32_at(e))
@@ -135,11 +134,10 @@ const fn half_word(words: &[u32; 4], i: usize) -> u16 {
     (words[i / 2] >> (16 * (i % 2))) as u16
 }
 
-/// A standard normal from 32 uniform bits by the inverse of its distribution function: the top bit is
-/// the sign, the others a probability p = (bits + ½)/2³² in (0, ½), and the magnitude is −Φ⁻¹(p) by
-/// Acklam's rational approximations (relative error 1.2e-9) in double precision, rounded to single.
-/// Φ(result) is within 2e-6 of p, relatively, and |result| ≤ 6.34. Only IEEE +, ·, /, √ and
-/// [`math::log`], so the bits are the same everywhere.
+/// A standard normal number from 32 uniform bits, by the inverse of the distribution function. The top bit is the sign, and the other bits
+/// are a probability p = (bits + ½)/2³² in (0, ½). The magnitude is −Φ⁻¹(p), computed with Acklam's rational approximations (relative error
+/// 1.2e-9) in double precision and rounded to single. Φ(result) is within a relative error of 2e-6 of p, and |result| ≤ 6.34. The function
+/// uses only IEEE +, ·, /, √ and [`math::log`], so the bits are the same on every machine.
 pub fn normal_from_bits(bits: u32) -> f32 {
     const A: [f64; 6] = [
         -39.69683028665376,
@@ -179,7 +177,7 @@ pub fn normal_from_bits(bits: u32) -> f32 {
     if bits >> 31 == 1 { -lower } else { lower }
 }
 
-/// Polynomial with the highest coefficient first, one multiplication and one addition per term, unfused.
+/// Evaluates a polynomial, highest coefficient first, with one multiplication and one addition per term, unfused.
 #[inline]
 fn horner(coefficients: &[f64], x: f64) -> f64 {
     coefficients.iter().skip(1).fold(coefficients[0], |sum, c| sum * x + c)
@@ -258,7 +256,7 @@ mod tests {
         assert_ne!(STREAM.block(1 << 32), base);
     }
 
-    /// Φ(−x) for x ≥ 0: one half minus the series of the error function, whose terms are all positive.
+    /// Φ(−x) for x ≥ 0: one half minus the series of the error function, in which all terms are positive.
     fn lower_tail(x: f64) -> f64 {
         let (mut term, mut sum, mut k) = (x, x, 1.0);
         while term > sum * 1e-17 {
@@ -296,7 +294,7 @@ mod tests {
         let uniform: Vec<f64> = (0..n).map(|e| f64::from(STREAM.f32_at(e))).collect();
         assert!(uniform.iter().all(|u| (0.0..1.0).contains(u)));
         let mean = |v: &[f64], power: i32| v.iter().map(|x| x.powi(power)).sum::<f64>() / n as f64;
-        // Tolerances: four standard errors.
+        // The tolerances are four standard errors.
         assert!((mean(&uniform, 1) - 0.5).abs() < 4.0 * (1.0 / 12.0 / n as f64).sqrt());
         let normal: Vec<f64> = (0..n).map(|e| f64::from(STREAM.normal_at(e))).collect();
         for (power, want, variance) in [(1, 0.0, 1.0), (2, 1.0, 2.0), (3, 0.0, 15.0), (4, 3.0, 96.0)] {

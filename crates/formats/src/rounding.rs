@@ -10,10 +10,10 @@ pub enum Rounding {
     NearestEven,
     /// To the nearest code, ties away from zero.
     NearestAway,
-    /// Up in magnitude iff sixteen random bits `r < ⌊fraction · 2¹⁶⌋`.
+    /// Rounds the magnitude up iff the sixteen random bits `r` satisfy `r < ⌊fraction · 2¹⁶⌋`.
     Stochastic,
-    /// Round(x + d) to nearest-even, d uniform in (−δ, δ) code steps from sixteen random bits:
-    /// d = δ·(2r + 1 − 2¹⁶)/2¹⁶. δ = 0 is nearest-even; δ = 1/2 rounds up with probability = fraction.
+    /// Rounds x + d to nearest-even, with d uniform in (−δ, δ) code steps, computed from sixteen random bits: d = δ·(2r + 1 − 2¹⁶)/2¹⁶. A δ
+    /// of 0 gives nearest-even rounding; with a δ of 1/2 the probability of rounding up is the fraction.
     Dither {
         /// δ in units of 2⁻¹⁶ code steps, at most 0x8000 (one half).
         delta_q16: u16,
@@ -21,10 +21,10 @@ pub enum Rounding {
 }
 
 impl Rounding {
-    /// The roundings that have no parameter.
+    /// All roundings without a parameter.
     pub const PLAIN: [Rounding; 3] = [Rounding::NearestEven, Rounding::NearestAway, Rounding::Stochastic];
 
-    /// Dither of `delta` code steps.
+    /// A dither of `delta` code steps.
     ///
     /// # Errors
     /// [`Error::Value`] unless 0 ≤ `delta` ≤ 0.5.
@@ -35,12 +35,12 @@ impl Rounding {
         Ok(Rounding::Dither { delta_q16: (delta * 65536.0) as u16 })
     }
 
-    /// Whether it needs random bits.
+    /// Whether the rounding needs random bits.
     pub const fn is_random(self) -> bool {
         matches!(self, Rounding::Stochastic | Rounding::Dither { .. })
     }
 
-    /// Rejects a δ above one half, which would skip a neighbouring code.
+    /// Rejects a δ above one half, because such a dither could skip a neighbouring code.
     pub(crate) fn check(self) -> Result<()> {
         match self {
             Rounding::Dither { delta_q16 } if delta_q16 > 0x8000 => {
@@ -69,7 +69,7 @@ impl std::fmt::Display for Rounding {
 impl std::str::FromStr for Rounding {
     type Err = Error;
 
-    /// `nearest-even`, `nearest-away`, `stochastic`, or `dither:δ` with δ in code steps.
+    /// Parses `nearest-even`, `nearest-away`, `stochastic`, or `dither:δ` with δ in code steps.
     fn from_str(s: &str) -> Result<Self> {
         if let Some(delta) = s.strip_prefix("dither:") {
             return Rounding::dither(delta.parse().map_err(|_| delta_out_of_range(delta.to_owned()))?);

@@ -1,27 +1,26 @@
-//! Scales of a block: a record of one number, or of a hierarchy of numbers.
+//! Scales of a block: a scale record holds one number, or a hierarchy of numbers.
 //!
-//! A [`ScaleKind`] is a list of levels. Each level is some numbers of one kind ([`ScaleNumber`]) for equal shares of the block. In
-//! addition, the blocks of a tensor may share an F32 scale. A record is at most eight bytes. Buffers of scales are bytes everywhere; only
-//! [`ScaleKind`] knows their meaning: the bytes of a record, the factor of a value by its position, and the records of NaN and of padding.
-//! So a new hierarchy is only a new list of levels.
+//! A [`ScaleKind`] is a list of levels. Each level has a count of numbers of one kind ([`ScaleNumber`]), one number per equal part of the
+//! block. In addition, the blocks of a tensor may share an F32 scale. A scale record has at most eight bytes. Other code treats buffers of
+//! scales as bytes. Only [`ScaleKind`] knows their meaning: the bytes of a record, the factor of a value by its position, and the records
+//! of NaN and of padding. So a new hierarchy is only a new list of levels.
 //!
-//! The tensor scale is stored once per row (`BlockScaled::tensor_scale` in the crate `core`), so it moves with rows that are
-//! sent.
+//! The tensor scale is stored once per row (`BlockScaled::tensor_scale` in the crate `core`), so that it is sent together with rows.
 
 use crate::e8m0;
 use crate::element::Element;
 
-/// The record of one block, its bytes read as a little-endian number. A [`ScaleKind`] defines their meaning.
+/// The scale record of one block: its bytes, read as a little-endian number. A [`ScaleKind`] defines their meaning.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub struct Scale(pub u64);
 
 impl Scale {
-    /// A record of one byte.
+    /// A scale record of one byte.
     pub const fn byte(byte: u8) -> Scale {
         Scale(byte as u64)
     }
 
-    /// A record of one F32.
+    /// A scale record of one F32.
     pub const fn single(value: f32) -> Scale {
         Scale(value.to_bits() as u64)
     }
@@ -32,7 +31,7 @@ impl Scale {
 pub enum ScaleNumber {
     /// A power of two, 2^(byte − 127); 0xFF is NaN.
     E8m0,
-    /// F32.
+    /// An F32 number.
     F32,
     /// FP8 E4M3 without its sign; 0x7F is NaN.
     E4m3,
@@ -40,12 +39,12 @@ pub enum ScaleNumber {
     UnsignedE4m3,
     /// Six exponent bits (bias 48) and two mantissa bits, no zero, no subnormals; 0xFF is NaN.
     E6m2,
-    /// One bit: 1 or 2.
+    /// One bit, which stands for a factor of 1 or 2.
     Bit,
 }
 
 impl ScaleNumber {
-    /// Bits of one number.
+    /// Number of bits of one number.
     pub const fn bits(self) -> u32 {
         match self {
             ScaleNumber::F32 => 32,
@@ -55,7 +54,7 @@ impl ScaleNumber {
         }
     }
 
-    /// The value of a number.
+    /// The value that these bits represent.
     #[inline]
     pub const fn decode(self, bits: u32) -> f32 {
         match self {
@@ -67,7 +66,7 @@ impl ScaleNumber {
         }
     }
 
-    /// The bits of NaN; `Bit` has none.
+    /// The bits of NaN; `Bit` has no NaN.
     const fn nan(self) -> u32 {
         match self {
             ScaleNumber::F32 => f32::NAN.to_bits(),
@@ -77,7 +76,7 @@ impl ScaleNumber {
         }
     }
 
-    /// The bits of a block of zeros: the smallest number.
+    /// The scale bits of a block of zeros: the smallest number.
     const fn least(self) -> u32 {
         match self {
             ScaleNumber::F32 => f32::MIN_POSITIVE.to_bits(),
@@ -95,16 +94,17 @@ const fn e6m2(byte: u8) -> f32 {
     f32::from_bits(exponent << 23 | ((byte & 3) as u32) << 21)
 }
 
-/// One level of a hierarchy: `count` numbers per block, each for an equal share of its values.
+/// One level of a hierarchy: `count` numbers per block, each for an equal part of the block's values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ScaleLevel {
-    /// The kind of number.
+    /// The kind of the level's numbers.
     pub number: ScaleNumber,
-    /// Numbers in a block's record.
+    /// How many of these numbers a block's scale record holds.
     pub count: u32,
 }
 
-/// A hierarchy of scales: the levels of a block's record from its lowest bit on, and whether all blocks of a tensor also share one F32.
+/// A hierarchy of scales: the levels of a block's scale record, starting at its lowest bit, and whether all blocks of a tensor also share
+/// one F32.
 ///
 /// ```
 /// use nibble_formats::{Scale, ScaleKind};
@@ -124,25 +124,25 @@ const fn level(number: ScaleNumber, count: u32) -> ScaleLevel {
 }
 
 impl ScaleKind {
-    /// One power of two per block, a byte.
+    /// One power of two per block, in one byte.
     pub const E8M0: ScaleKind = ScaleKind::of(&[level(ScaleNumber::E8m0, 1)]);
     /// One F32 per block.
     pub const F32: ScaleKind = ScaleKind::of(&[level(ScaleNumber::F32, 1)]);
-    /// One E4M3 number per block, a byte.
+    /// One E4M3 number per block, in one byte.
     pub const E4M3: ScaleKind = ScaleKind::of(&[level(ScaleNumber::E4m3, 1)]);
-    /// One E6M2 number, one bit per eighth of the block, one bit per sixteenth: four bytes.
+    /// One E6M2 number per block, one bit per eighth of the block, and one bit per sixteenth: four bytes.
     pub const HIF4: ScaleKind = ScaleKind::of(&[
         level(ScaleNumber::E6m2, 1),
         level(ScaleNumber::Bit, 8),
         level(ScaleNumber::Bit, 16),
     ]);
-    /// One power of two, and a seven-bit number per eighth of the block: eight bytes.
+    /// One power of two per block, and a seven-bit number per eighth of the block: eight bytes.
     pub const POWER_AND_E4M3: ScaleKind =
         ScaleKind::of(&[level(ScaleNumber::E8m0, 1), level(ScaleNumber::UnsignedE4m3, 8)]);
     /// No scale per block.
     pub const NONE: ScaleKind = ScaleKind::of(&[]);
 
-    /// These levels, at most 64 bits in all.
+    /// A hierarchy of these levels, which have at most 64 bits together.
     pub const fn of(levels: &'static [ScaleLevel]) -> ScaleKind {
         let (mut bits, mut i) = (0, 0);
         while i < levels.len() {
@@ -153,7 +153,7 @@ impl ScaleKind {
         ScaleKind { levels, bytes: bits.div_ceil(8) as usize, tensor: false }
     }
 
-    /// The same with a tensor scale: an F32 that all blocks of a tensor share.
+    /// The same hierarchy with a tensor scale: an F32 that all blocks of a tensor share.
     pub const fn under_tensor(self) -> ScaleKind {
         ScaleKind { tensor: true, ..self }
     }
@@ -163,18 +163,19 @@ impl ScaleKind {
         self.tensor
     }
 
-    /// The levels, from the lowest bits on.
+    /// The levels of a scale record, starting at the lowest bits.
     pub const fn levels(self) -> &'static [ScaleLevel] {
         self.levels
     }
 
-    /// Bytes of a block's record.
+    /// Bytes of a block's scale record.
     #[inline]
     pub const fn bytes(self) -> usize {
         self.bytes
     }
 
-    /// Factor of the code of value `i` of a block of `block`, without the tensor scale: the product of its levels.
+    /// Factor by which the code of value `i` of a block of `block` values is multiplied, without the tensor scale: the product over all
+    /// levels.
     #[inline]
     pub fn multiplier(self, record: Scale, i: usize, block: usize) -> f32 {
         if let [ScaleLevel { number, count: 1 }] = self.levels {
@@ -190,7 +191,7 @@ impl ScaleKind {
         product
     }
 
-    /// [`multiplier`](Self::multiplier) of the first values of a block of `block`.
+    /// Writes [`multiplier`](Self::multiplier) for the first values of a block of `block` values.
     pub fn multipliers(self, record: Scale, block: usize, out: &mut [f32]) {
         out.fill(1.0);
         let mut first_bit = 0;
@@ -204,7 +205,7 @@ impl ScaleKind {
         }
     }
 
-    /// The record of a block that held a NaN or an infinity: its first number is NaN, the others are 0.
+    /// The scale record of a block that contained a NaN or an infinity: the first number is NaN, and the others are 0.
     pub const fn nan(self) -> Scale {
         match self.levels {
             [first, ..] => Scale(first.number.nan() as u64),
@@ -212,7 +213,7 @@ impl ScaleKind {
         }
     }
 
-    /// Whether a record marks a block that held a NaN or an infinity.
+    /// Whether a scale record marks a block that contained a NaN or an infinity.
     #[inline]
     pub fn is_nan(self, record: Scale) -> bool {
         self.levels
@@ -220,7 +221,7 @@ impl ScaleKind {
             .is_some_and(|first| first.number.decode(number_at(record, 0, first.number.bits())).is_nan())
     }
 
-    /// The record of padding: the smallest of every number.
+    /// The scale record of padding, in which every number is the smallest of its kind.
     pub const fn least(self) -> Scale {
         match self.levels {
             [first, ..] => Scale(first.number.least() as u64),
@@ -229,22 +230,22 @@ impl ScaleKind {
     }
 }
 
-/// A buffer of records, for reading.
+/// A read-only buffer of scale records.
 #[derive(Clone, Copy, Debug)]
 pub struct ScalePlane<'a> {
-    /// The kind of the records.
+    /// The kind of the scale records.
     pub kind: ScaleKind,
-    /// The records, one after the other.
+    /// The scale records, contiguous.
     pub bytes: &'a [u8],
 }
 
 impl<'a> ScalePlane<'a> {
-    /// Powers of two, one byte each.
+    /// A buffer of power-of-two scales, one byte each.
     pub const fn powers(bytes: &'a [u8]) -> Self {
         Self { kind: ScaleKind::E8M0, bytes }
     }
 
-    /// Number of records.
+    /// Number of scale records.
     pub const fn len(self) -> usize {
         match self.bytes.len().checked_div(self.kind.bytes) {
             Some(records) => records,
@@ -252,12 +253,12 @@ impl<'a> ScalePlane<'a> {
         }
     }
 
-    /// Whether there are no records.
+    /// Whether there are no scale records.
     pub const fn is_empty(self) -> bool {
         self.len() == 0
     }
 
-    /// Record `i`.
+    /// Scale record `i`.
     #[inline(always)]
     pub fn get(self, i: usize) -> Scale {
         match self.kind.bytes {
@@ -271,24 +272,24 @@ impl<'a> ScalePlane<'a> {
         }
     }
 
-    /// The factor of record `i`, for a kind with one number per block.
+    /// The factor of scale record `i`, for a kind with one number per block.
     #[inline(always)]
     pub fn value(self, i: usize) -> f32 {
         self.kind.multiplier(self.get(i), 0, 1)
     }
 }
 
-/// A buffer of records, for writing.
+/// A writable buffer of scale records.
 #[derive(Debug)]
 pub struct ScalePlaneMut<'a> {
-    /// The kind of the records.
+    /// The kind of the scale records.
     pub kind: ScaleKind,
-    /// The records, one after the other.
+    /// The scale records, contiguous.
     pub bytes: &'a mut [u8],
 }
 
 impl ScalePlaneMut<'_> {
-    /// Writes record `i`.
+    /// Writes scale record `i`.
     #[inline(always)]
     pub fn set(&mut self, i: usize, record: Scale) {
         let bytes = self.kind.bytes;
@@ -298,13 +299,13 @@ impl ScalePlaneMut<'_> {
         }
     }
 
-    /// Writes the same record to all.
+    /// Writes the same scale record to all blocks.
     pub fn fill(&mut self, record: Scale) {
         (0..self.bytes.len() / self.kind.bytes.max(1)).for_each(|i| self.set(i, record));
     }
 }
 
-/// The number of `bits` bits at bit `at` of a record.
+/// The number that starts at bit `at` of a scale record and has `bits` bits.
 #[inline]
 const fn number_at(record: Scale, at: u32, bits: u32) -> u32 {
     (record.0 >> at) as u32 & u32::MAX >> (32 - bits)
@@ -358,7 +359,7 @@ mod tests {
     #[test]
     fn each_eighth_of_a_block_has_seven_bits_under_a_power() {
         for share in 0..8 {
-            // 0x38 is one, 0x40 is two.
+            // 0x38 is 1, and 0x40 is 2.
             let ones =
                 (0..8).fold(0, |record, i| record | (if i == share { 0x40 } else { 0x38 }) << (8 + 7 * i));
             for i in 0..128 {

@@ -1,8 +1,8 @@
-//! Choices of a format's scales besides the rule. Each has its own key, for the formats that have the choice.
+//! Choices of a format's scales besides the scale rule. Each choice has its own recipe key, for the formats that have the choice.
 
 use crate::error::{Error, Result, find_by_name};
 
-/// How scales are chosen within a rule. The default gives the format's own bits.
+/// How scales are chosen within a scale rule. The default is the format's standard definition.
 ///
 /// ```
 /// use nibble_formats::{Codec, Format, Headroom, Rounding, ScaleRule, Scaling};
@@ -14,33 +14,33 @@ use crate::error::{Error, Result, find_by_name};
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub struct Scaling {
-    /// Factor of the largest magnitude, of a block or a tensor, before a scale is chosen from it.
+    /// Factor by which the largest magnitude of a block or tensor is multiplied before a scale is chosen.
     pub headroom: Headroom,
-    /// Magnitudes from which on shares of a block get another octave.
+    /// Magnitudes from which sub-blocks get another factor of two.
     pub thresholds: Thresholds,
-    /// The scales among which a block takes the best.
+    /// The candidate scales among which a block chooses the best.
     pub candidates: Candidates,
     /// Rounding of the tensor scale.
     pub outer: Outer,
-    /// Factor of a block's scale once its values are rounded.
+    /// Factor by which a block's scale is corrected after its values are rounded.
     pub correction: Correction,
 }
 
-/// A factor from 1 to 2 in sixteenths. It multiplies the largest magnitude of a block or tensor when a scale is chosen from it, in one F32
-/// multiplication that saturates at the largest number.
+/// A factor from 1 to 2 in steps of 1/16. The largest magnitude of a block or tensor is multiplied by this factor when a scale is chosen.
+/// The multiplication is in F32 and saturates at the largest number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Headroom(pub(crate) u8);
 
 impl Headroom {
-    /// None: the factor is 1.
+    /// No headroom: the factor is 1.
     pub const NONE: Headroom = Headroom(16);
-    /// The largest: the factor is 2.
+    /// The largest headroom: the factor is 2.
     pub const MOST: Headroom = Headroom(32);
 
     /// Headroom of this factor.
     ///
     /// # Errors
-    /// [`Error::Value`] unless it is one of 1, 1.0625, 1.125 .. 2.
+    /// [`Error::Value`] unless `factor` is one of 1, 1.0625, 1.125 .. 2.
     pub fn new(factor: f64) -> Result<Headroom> {
         let sixteenths = factor * 16.0;
         if (16.0..=32.0).contains(&sixteenths) && sixteenths.fract() == 0.0 {
@@ -50,7 +50,7 @@ impl Headroom {
         Err(Error::Value { argument: "headroom", got: factor.to_string(), expected })
     }
 
-    /// The least headroom with at least this factor, from 1 to 2.
+    /// The smallest headroom whose factor is at least `factor`, which is 1 to 2.
     pub(crate) const fn reaching(factor: f64) -> Headroom {
         let sixteenths = (factor * 16.0) as u8;
         Headroom(sixteenths + ((sixteenths as f64) < factor * 16.0) as u8)
@@ -61,7 +61,7 @@ impl Headroom {
         self.0 as f32 / 16.0
     }
 
-    /// A finite magnitude with headroom; other values stay as they are.
+    /// A finite magnitude times the factor; NaN and infinity stay unchanged.
     #[inline]
     pub fn over(self, amax: f32) -> f32 {
         if amax.is_finite() { (amax * self.factor()).clamp(-f32::MAX, f32::MAX) } else { amax }
@@ -93,7 +93,7 @@ macro_rules! named {
         }
 
         impl $enum {
-            /// Every variant, the default first.
+            /// All variants, the default first.
             pub const ALL: &'static [$enum] = &[$enum::$first, $($enum::$variant),*];
 
             /// The name, as recipes spell it.
@@ -123,19 +123,20 @@ macro_rules! named {
 
 named! {
     "thresholds",
-    /// Thresholds at which shares of a HiFloat4 block get an octave, as magnitudes in units of the block's first scale. An eighth gets one
-    /// from the first threshold on; a sixteenth from the first one on if its eighth has one, otherwise from the second on.
+    /// Thresholds at which sub-blocks of a HiFloat4 block get a factor of two, as magnitudes in units of the block's E6M2 scale. An eighth
+    /// of the block gets a factor at the first threshold. A sixteenth gets one at the first threshold if its eighth has a factor, otherwise
+    /// at the second threshold.
     Thresholds {
-        /// 4 and 2, as the format's authors define them: magnitudes just below 4 may saturate at 3.5.
+        /// 4 and 2, as the format's authors define them: magnitudes slightly below 4 may saturate at 3.5.
         FourTwo = "4,2",
-        /// 3.5 and 1.75, the largest code with one octave and with none: no share saturates. To avoid any other bias, values are then
-        /// multiplied by the F32 reciprocal of their scale, where the authors use BF16.
+        /// 3.5 and 1.75, the largest values with and without one factor of two: no sub-block saturates. To avoid any other bias, values are
+        /// then multiplied by the F32 reciprocal of their scale; the authors use BF16.
         OfLargestCode = "3.5,1.75",
     }
 }
 
 impl Thresholds {
-    /// Both numbers.
+    /// Both thresholds.
     #[inline]
     pub const fn bounds(self) -> [f64; 2] {
         match self {
@@ -153,14 +154,14 @@ impl Thresholds {
 
 named! {
     "candidates",
-    /// The scales that are tried for an NVFP4 block. Four Over Six (Cook et al., arXiv 2512.02010) maps the largest magnitude to 6 or to 4,
-    /// and keeps the scale with the smaller error.
+    /// The candidate scales of an NVFP4 block. Four Over Six (Cook et al., arXiv 2512.02010) maps the largest magnitude to 6 or to 4, and
+    /// keeps the scale with the smaller error.
     Candidates {
-        /// One: the largest magnitude becomes 6.
+        /// One candidate: the largest magnitude becomes 6.
         Six = "6",
-        /// The scale with the smaller sum of squared errors; 6 if they are equal.
+        /// The scale with the smaller sum of squared errors; if the sums are equal, the scale that maps to 6.
         FourOrSixMse = "4/6-mse",
-        /// The scale with the smaller sum of absolute errors; 6 if they are equal.
+        /// The scale with the smaller sum of absolute errors; if the sums are equal, the scale that maps to 6.
         FourOrSixMae = "4/6-mae",
     }
 }
@@ -169,49 +170,50 @@ named! {
     "outer",
     /// Rounding of the tensor scale, for formats whose blocks also have scales of their own.
     Outer {
-        /// To an F32.
+        /// Rounding to an F32.
         Tensor = "tensor",
-        /// Up to a power of two.
+        /// Rounding up to a power of two.
         Power = "power",
     }
 }
 
 named! {
     "correction",
-    /// Factor of an NVFP4 block's scale once its values are rounded.
+    /// The correction of an NVFP4 block's scale after its values are rounded.
     ///
     /// **MS-EDEN** (Panferov et al., "Quartet II", arXiv 2601.22813) applies to a tensor after a random Hadamard transform with new signs
-    /// each time. A block's scale is the E4M3 number nearest to [`CLIP`](Correction::CLIP) · amax / 6 over the tensor scale, so the largest
-    /// values saturate a little: this minimizes the error of normal values. The tensor scale is CLIP · amax / (6 · 256), which leaves range
-    /// above the largest block's scale. With the values v in units of their scale, and their nearest codes c, the block is corrected by
+    /// in each step. A block's scale is the E4M3 number nearest to [`CLIP`](Correction::CLIP) · amax / 6, divided by the tensor scale. So
+    /// the largest values saturate slightly, which minimizes the error of normally distributed values. The tensor scale is CLIP · amax / (6
+    /// · 256), which leaves range above the scale of the largest block. With the values v in units of their scale, and their nearest codes
+    /// c, the correction is
     ///
     /// ```text
     /// S = Σ v² / Σ v·c        S · scale is stochastically rounded to E4M3, so that its mean is S · scale
     /// ```
     ///
-    /// So ⟨v, S·c⟩ = ⟨v, v⟩ whatever the signs: along the tensor's own direction nothing is lost on average. The remaining error is
-    /// orthogonal to it, and has mean zero over rotations; Hadamard transforms with random signs approximate these. Sums are over the
-    /// block, as in the authors' fused kernels (`rht128_eden`); in their emulation they are over all blocks of a transform, which would mix
-    /// numbers in different units. In the kernels the tensor scale is computed from the corrected scales; here, as in the emulation, from
-    /// the values, which are encoded with scales that are already E4M3.
+    /// So ⟨v, S·c⟩ = ⟨v, v⟩ for all signs: the error has no mean component along v. The remaining error is orthogonal to v and has mean
+    /// zero over random rotations, which Hadamard transforms with random signs approximate. The sums are over the block, as in the authors'
+    /// fused kernels (`rht128_eden`). The authors' emulation sums over all blocks of a transform, which would mix numbers in different
+    /// units. The authors' kernels compute the tensor scale from the corrected scales. Nibble computes it from the values, as the emulation
+    /// does, and encodes the values with scales that are already E4M3.
     Correction {
         /// No correction.
         None = "none",
-        /// Makes the quantization of a tensor unbiased over new signs.
+        /// Makes the quantization of a tensor unbiased over random signs.
         MsEden = "ms-eden",
     }
 }
 
 impl Correction {
-    /// A block's scale relative to the one with which nothing saturates, before rounding: 0.93 · 17/16.
+    /// The ratio of a block's scale to the scale without saturation, before rounding: 0.93 · 17/16.
     pub const CLIP: f32 = 0.93 * 17.0 / 16.0;
 }
 
 impl Scaling {
-    /// The names of the choices in recipes.
+    /// The names of these choices in recipes.
     pub const KEYS: [&'static str; 5] = ["headroom", "thresholds", "candidates", "outer", "correction"];
 
-    /// The choices that differ from the defaults: names and values.
+    /// Names and values of the choices that differ from the defaults.
     pub fn chosen(&self) -> impl Iterator<Item = (&'static str, String)> {
         let values = |of: &Scaling| {
             let Scaling { headroom, thresholds, candidates, outer, correction } = of;
@@ -226,7 +228,7 @@ impl Scaling {
             .map(|(key, (is, _))| (key, is))
     }
 
-    /// The same in words: a correction is named by its value alone.
+    /// The choices that differ from the defaults, in words: a correction is named by its value alone.
     pub fn in_words(&self) -> impl Iterator<Item = String> {
         self.chosen().map(|(key, value)| if key == "correction" { value } else { format!("{key} {value}") })
     }
@@ -236,12 +238,12 @@ impl Scaling {
         self.correction != Correction::None
     }
 
-    /// Whether it is the default, which gives a format's own bits.
+    /// Whether every choice is the default, which gives the format's standard definition.
     pub fn is_default(&self) -> bool {
         *self == Scaling::default()
     }
 
-    /// Whether blocks choose their scales by default; the choice for the tensor scale may differ.
+    /// Whether the choices for block scales are the defaults; the choice for the tensor scale may differ.
     pub fn is_default_in_blocks(&self) -> bool {
         Scaling { outer: Outer::default(), ..*self }.is_default()
     }

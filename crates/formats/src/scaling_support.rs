@@ -1,4 +1,4 @@
-//! The scalings that a format has under a rule.
+//! The scaling choices that a format supports under a scale rule.
 
 use crate::e8m0::ScaleRule;
 use crate::element::Element;
@@ -8,18 +8,19 @@ use crate::scale::ScaleNumber;
 use crate::scaling::{Headroom, Scaling, Thresholds};
 
 impl Scaling {
-    /// The scaling that makes stochastic rounding, and `dither:0.5`, unbiased: the least headroom with which no code saturates, as long as
-    /// a block's scale is a normal number of its kind. None for plain formats, rules that a format does not have, and `cann`, which rounds
-    /// products before codes.
+    /// The scaling that makes stochastic rounding and `dither:0.5` unbiased: the smallest headroom with which no code saturates. The result
+    /// is valid while a block's scale is a normal number of its kind. `None` for plain formats, for rules that a format does not have, and
+    /// for `cann`, which rounds products before codes.
     ///
-    /// A scale that is rounded to nearest with m mantissa bits is too small by a factor of at most 1 + 2^-(m+1). HiFloat4's scale is first
-    /// rounded to eight bits, and computed with a BF16 seventh: together 1.125 · 512/511 · (1 + 2^-9), for which 1.125 is too little and
-    /// the next sixteenth is enough. Power-of-two rules follow from the largest element: `floor` leaves magnitudes below 2^(emax + 1),
-    /// `even` half a step less. If F32 operations precede the code, their last bits may exceed the largest code.
+    /// A scale rounded to nearest with m mantissa bits is too small by a factor of at most 1 + 2^-(m+1). HiFloat4's scale is first rounded
+    /// to eight bits and computed with 1/7 in BF16. Together these give 1.125 · 512/511 · (1 + 2^-9), so 1.125 is too little headroom and
+    /// the next sixteenth is enough. The headroom of power-of-two rules follows from the largest element: `floor` leaves magnitudes below
+    /// 2^(emax + 1), and `even` leaves half a step less. If F32 operations precede the encoding, their rounding errors may exceed the
+    /// largest code.
     pub fn unbiased(format: Format, rule: ScaleRule) -> Option<Scaling> {
         let spec = format.spec();
         let element = spec.element.filter(|_| spec.rules.contains(&rule) && rule != ScaleRule::Cann)?;
-        // Of a hierarchy, the finest number: the numbers above it are powers of two that are rounded up, or there are none.
+        // For a hierarchy, this is the finest number; the numbers above it, if any, are powers of two that are rounded up.
         let numbers = format.scale_kind(rule).levels().iter().map(|level| level.number);
         let headroom = match numbers.rev().find(|number| *number != ScaleNumber::Bit) {
             Some(ScaleNumber::E4m3 | ScaleNumber::UnsignedE4m3) => Headroom(17),
@@ -31,10 +32,10 @@ impl Scaling {
         Some(Scaling { headroom, thresholds, ..Scaling::default() })
     }
 
-    /// Refuses, by name, a choice that decides nothing for a format under a rule, or that is impossible.
+    /// Refuses a choice that has no effect for a format under a rule, or that is impossible; the error names the choice.
     ///
     /// # Errors
-    /// [`Error::Unsupported`].
+    /// [`Error::Unsupported`] for a choice that has no effect or is impossible.
     pub fn check(&self, format: Format, rule: ScaleRule) -> Result<()> {
         let (spec, kind) = (format.spec(), format.scale_kind(rule));
         let has_records = format.is_block() && !kind.levels().is_empty();
@@ -87,7 +88,7 @@ impl Scaling {
     }
 }
 
-/// The most that a power-of-two rule leaves of a block's largest magnitude, relative to the largest element; at least 1.
+/// The largest possible magnitude of a block, divided by its power-of-two scale and by the largest element; at least 1.
 fn reach(rule: ScaleRule, element: Element) -> f64 {
     let binade = f64::from(element.emax()).exp2();
     let below = match rule {
@@ -153,7 +154,7 @@ mod tests {
         }
     }
 
-    /// By hand: 8/6, 512/448, 8/7.5, 32/28 and 2/(127/64) for `floor`; 7/6, 496/448 and so on for `even`.
+    /// By hand: the ratios are 8/6, 512/448, 8/7.5, 32/28 and 2/(127/64) for `floor`; 7/6, 496/448 and so on for `even`.
     #[test]
     fn the_room_that_powers_of_two_want() {
         let sixteenths = |format, rule| Scaling::unbiased(format, rule).unwrap().headroom.0;

@@ -1,6 +1,6 @@
-//! The record of facts that makes a format. Every general path reads these facts: the CPU's (`cpu/src/ops/convert/quantize/general.rs`),
-//! the GPU's (`cuda/csrc/kernels/convert/quantize_units.cuh`), and the choice of the numbers that a product multiplies. So a new format
-//! needs no other code on the CPU, and on a GPU a header in `cuda/csrc/formats`. Formats that are trained most also have fast paths;
+//! The facts that define a format. Every general path reads these facts: the CPU's (`cpu/src/ops/convert/quantize/general.rs`), the GPU's
+//! (`cuda/csrc/kernels/convert/quantize_units.cuh`), and the choice of the number type that a GEMM multiplies. So a new format needs no
+//! other code on the CPU, and only a header in `cuda/csrc/formats` on a GPU. Formats that are often used for training also have fast paths;
 //! `nibble doctor` prints the path of each format.
 
 use crate::block::{BlockCodec, OneNumber};
@@ -9,19 +9,19 @@ use crate::element::Element;
 use crate::rounding::Rounding;
 use crate::scale::ScaleKind;
 
-/// The block length of formats with one scale per row or column.
+/// The block length that stands for one scale per whole row or column.
 pub const WHOLE_LINE: usize = usize::MAX;
 
-/// The facts about a format, which all other code reads, and its codec.
+/// The facts about a format, which all other code reads, and the format's codec.
 #[derive(Clone, Copy, Debug)]
 pub struct FormatSpec {
-    /// Name in recipes and on the command line.
+    /// The name in recipes and on the command line.
     pub name: &'static str,
     /// Element format of the codes; `None` for plain formats.
     pub element: Option<Element>,
     /// Bits of a value's code (or of the plain value).
     pub code_bits: u32,
-    /// Values along the contraction that share a record of scales; 1 for plain formats, [`WHOLE_LINE`] for all values of a row.
+    /// Number of values along the contraction that share a scale record; 1 for plain formats, [`WHOLE_LINE`] for all values of a row.
     pub block: usize,
     /// The valid scale rules, the default first; empty for plain formats.
     pub rules: &'static [ScaleRule],
@@ -29,13 +29,13 @@ pub struct FormatSpec {
     pub rounding: Rounding,
     /// Whether 2-D blocks, `block` × `block`, may share a scale.
     pub tiles: bool,
-    /// Whether shares of a block get octaves by [`Thresholds`](crate::Thresholds).
+    /// Whether sub-blocks get factors of two by [`Thresholds`](crate::Thresholds).
     pub has_thresholds: bool,
     /// Whether a block may choose among several scales ([`Candidates`](crate::Candidates)).
     pub has_candidates: bool,
-    /// Whether a block's scale may be corrected by the rounding error ([`Correction`](crate::Correction)).
+    /// Whether the rounding error may be used to correct a block's scale ([`Correction`](crate::Correction)).
     pub has_correction: bool,
-    /// The hierarchy of scales under one of the rules.
+    /// The hierarchy of scales under a scale rule.
     pub scales: fn(ScaleRule) -> ScaleKind,
     /// The arithmetic of a block.
     pub codec: &'static dyn BlockCodec,
@@ -53,7 +53,7 @@ impl FormatSpec {
     }
 }
 
-/// The record of plain formats, on which other records build.
+/// The facts of plain formats, from which other formats are derived.
 pub(crate) const PLAIN: FormatSpec = FormatSpec {
     name: "",
     element: None,

@@ -1,30 +1,30 @@
-//! What names mean: this crate knows no recipe and no configuration, and asks whoever uses it.
+//! The meaning of names. This crate knows no recipes and no configurations, and asks its caller for them.
 
-/// What a configuration is, with the settings of a study.
+/// A configuration together with the settings of a study.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Settled {
-    /// Everything of the configuration that decides the bits of a run, as text. Another text is another cell, whose rows are not used. The seed, the recipe, the run's name and
-    /// its folder do not belong here; a hash of the training data does.
+    /// Everything of the configuration that determines the bits of a run, as text. If the text changes, the cell changes, and rows of the old cell are not used. The text excludes
+    /// the seed, the recipe, the run's name and its folder; it includes a hash of the training data.
     pub text: String,
-    /// Optimizer steps of a run.
+    /// Number of optimizer steps of a run.
     pub steps: u64,
 }
 
-/// What names of recipes and configurations mean.
+/// Resolves names of recipes and configurations.
 pub trait Catalog {
-    /// The text of the recipe of this name, or in this file.
+    /// The text of the recipe with this name, or in this file.
     ///
     /// # Errors
-    /// Why there is none, or why it cannot be read.
+    /// The reason why the recipe does not exist or cannot be read.
     fn recipe(&self, name: &str) -> Result<String, String>;
 
-    /// The configuration of this name, or in this file, with these settings (`key=value`).
+    /// The configuration with this name, or in this file, changed by these settings (`key=value`).
     ///
     /// # Errors
-    /// Why there is none, or why it cannot be used with these settings.
+    /// The reason why the configuration does not exist, or cannot be used with these settings.
     fn config(&self, name: &str, set: &[String]) -> Result<Settled, String>;
 
-    /// The names of built-in recipes, of which errors suggest the nearest.
+    /// The names of built-in recipes; errors suggest the most similar name.
     fn recipe_names(&self) -> Vec<String>;
 
     /// The names of built-in configurations.

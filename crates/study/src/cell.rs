@@ -1,24 +1,24 @@
-//! A cell: one run of a study, and the name under which its row is kept.
+//! A cell: one run of a study, and the id under which its row is stored.
 
 use crate::study::{Branch, Config, Group, Schedule, Study, sha256};
 use std::path::Path;
 
-/// What a cell trains.
+/// What kind of run a cell is.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Kind {
-    /// A run from the beginning.
+    /// A run from initial weights.
     Run,
     /// A run whose last weights branches begin with. It trains under the configuration's schedule and stops early.
     Trunk,
-    /// A run that begins with the weights of a trunk.
+    /// A run that starts with the weights of a trunk.
     Branch {
-        /// The trunk's cell.
+        /// Id of the trunk's cell.
         trunk: String,
-        /// The steps that the trunk has trained.
+        /// Number of steps that the trunk has trained.
         trunk_steps: u64,
-        /// What the learning rate does.
+        /// The learning-rate schedule of the branch.
         schedule: Schedule,
-        /// Where the branch stands in [`Study::branches`].
+        /// Index of the branch in [`Study::branches`].
         index: usize,
     },
 }
@@ -26,8 +26,8 @@ pub enum Kind {
 /// One run of a study.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Cell {
-    /// A readable name and, after its last hyphen, twelve digits of the SHA-256 of everything that decides the run's bits: the texts of configuration and recipe, the
-    /// settings, the seed, and for a branch its trunk. It is the name of the row's file.
+    /// A readable name and, after its last hyphen, twelve digits of a SHA-256. The hash covers everything that determines the run's bits: the texts of configuration and recipe,
+    /// the settings, the seed, and for a branch its trunk. The id is the name of the row's file.
     pub id: String,
     /// Name of the configuration.
     pub config: String,
@@ -35,26 +35,26 @@ pub struct Cell {
     pub recipe: String,
     /// SHA-256 of the recipe's text.
     pub recipe_sha256: String,
-    /// The seed.
+    /// The seed of the run.
     pub seed: u64,
-    /// What it trains.
+    /// The kind of the run.
     pub kind: Kind,
     /// In the noise floor, which repetition of the baseline this is, from 1: its learning rate is perturbed by [`Cell::lr_factor`]. 0 elsewhere.
     pub repeat: u64,
     /// Optimizer steps that it trains itself, without its trunk's.
     pub steps: u64,
-    /// Settings of the study, `key=value`.
+    /// Settings of the study, as `key=value`.
     pub settings: Vec<String>,
 }
 
 impl Cell {
-    /// What `train.lr` is multiplied by: 1, and in repetition k of the noise floor 1 + k · 10⁻⁶. That changes no expectation that matters, and every bit that follows.
+    /// Factor of `train.lr`: 1, or 1 + k · 10⁻⁶ in repetition k of the noise floor. The perturbation changes no relevant expectation, but it changes every later bit.
     #[must_use]
     pub fn lr_factor(&self) -> f64 {
         1.0 + self.repeat as f64 * 1e-6
     }
 
-    /// With which cells it is compared; a trunk with none.
+    /// The group of cells with which the cell is compared; `None` for a trunk.
     #[must_use]
     pub fn group(&self) -> Option<Group> {
         match self.kind {
@@ -64,7 +64,7 @@ impl Cell {
         }
     }
 
-    /// The trunk's cell, which must be done before.
+    /// The trunk's cell, which must be finished before this cell starts.
     #[must_use]
     pub fn trunk(&self) -> Option<&str> {
         match &self.kind {
@@ -73,7 +73,7 @@ impl Cell {
         }
     }
 
-    /// What it trains, for people: `run`, `floor 1`, `trunk of 1000 steps`, `branch of ID, schedule kept`, `floor 1, branch of …`.
+    /// The kind as text for users: `run`, `floor 1`, `trunk of 1000 steps`, `branch of ID, schedule kept`.
     #[must_use]
     pub fn kind_name(&self) -> String {
         let of = match &self.kind {
@@ -90,7 +90,7 @@ impl Cell {
         }
     }
 
-    /// The id without its hash: cells of one study that differ in it differ in more than a text.
+    /// The id without its hash. If this part differs between two cells of a study, the cells differ in more than the text of a recipe or configuration.
     #[must_use]
     pub fn slug(&self) -> &str {
         slug_of(&self.id)
@@ -103,8 +103,8 @@ pub(crate) fn slug_of(id: &str) -> &str {
 }
 
 impl Study {
-    /// Every run of the study, in the order in which they are run: configuration by configuration, and within one seed by seed. A seed has its baseline first, then the other
-    /// recipes, the noise floor, and each trunk before its branches. So a study that stops anywhere has complete pairs of its first seeds.
+    /// All runs of the study, in the order in which they are run: by configuration, and within a configuration by seed. For each seed, the baseline comes first, then the other
+    /// recipes, the noise floor, and each trunk followed by its branches. So a study that stops at any point has complete pairs for its first seeds.
     #[must_use]
     pub fn cells(&self) -> Vec<Cell> {
         let mut cells: Vec<Cell> = Vec::new();
@@ -129,7 +129,7 @@ impl Study {
             let &Branch { steps: trunk_steps, schedule, .. } = branch;
             let trunk = self.cell(config, &branch.trunk, seed, (Kind::Trunk, 0), trunk_steps);
             let kind = Kind::Branch { trunk: trunk.id.clone(), trunk_steps, schedule, index };
-            // Branches of two schedules have one trunk.
+            // Branches with different schedules share one trunk.
             if cells.iter().all(|cell| cell.id != trunk.id) {
                 cells.push(trunk);
             }
@@ -189,7 +189,7 @@ impl Study {
     }
 }
 
-/// A name as it stands in an id: a file's stem, lower case, of at most 40 letters, digits, hyphens and underscores.
+/// A name as used in an id: a file's stem in lower case, with at most 40 letters, digits, hyphens and underscores.
 fn short(name: &str) -> String {
     let stem = name
         .strip_suffix(".toml")

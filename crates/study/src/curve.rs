@@ -1,12 +1,12 @@
-//! A loss curve in two hundred points, and what is read from it.
+//! A loss curve of at most two hundred points, and the values computed from loss curves.
 
 use serde::{Deserialize, Serialize};
 
-/// The most points of a curve that a row keeps.
+/// Maximum number of points of a curve in a row.
 pub const MOST_POINTS: usize = 200;
 
-/// Step and training loss, in the order of steps. Of a long run each point is the mean of neighbouring steps: half of the points describe the last tenth of the run, whose
-/// mean is what recipes are compared by.
+/// Step and training loss, in the order of steps. For a long run, each point is the mean over neighbouring steps. Half of the points cover the last tenth of the run, whose mean
+/// loss is the measure by which recipes are compared.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Curve {
@@ -14,7 +14,7 @@ pub struct Curve {
 }
 
 impl Curve {
-    /// Of these steps and losses, in the order of steps. Losses that are not finite are left out.
+    /// The curve of these steps and losses, which must be in the order of steps. Losses that are not finite are left out.
     #[must_use]
     pub fn of(losses: &[(u64, f64)]) -> Self {
         let losses: Vec<(u64, f64)> = losses.iter().copied().filter(|(_, loss)| loss.is_finite()).collect();
@@ -27,13 +27,13 @@ impl Curve {
         Self { points: thinned(before, half).chain(thinned(tail, half)).collect() }
     }
 
-    /// The points: step, or the mean of steps, and loss.
+    /// The points: a step (or the mean of several steps) and a loss.
     #[must_use]
     pub fn points(&self) -> &[(f32, f32)] {
         &self.points
     }
 
-    /// The loss at a step, on the straight line between the points beside it; `None` outside of the curve.
+    /// The loss at a step, by linear interpolation between neighbouring points; `None` outside of the curve.
     #[must_use]
     pub fn at(&self, step: f64) -> Option<f64> {
         let next = self.points.partition_point(|point| f64::from(point.0) < step);
@@ -47,7 +47,7 @@ impl Curve {
         Some(low + (high - low) * (step - left) / (right - left))
     }
 
-    /// Whether it is a curve that [`Curve::of`] makes: few points, steps in order, finite losses.
+    /// Checks that [`Curve::of`] could have made the curve: few points, steps in order, finite losses.
     pub(crate) fn check(&self) -> Result<(), String> {
         if self.points.len() > MOST_POINTS {
             return Err(format!("`curve` has {} points, expected at most {MOST_POINTS}", self.points.len()));
@@ -62,12 +62,12 @@ impl Curve {
     }
 }
 
-/// How many of so many steps are the last tenth: at least one.
+/// Number of steps in the last tenth of `steps`, at least one.
 fn tenth(steps: usize) -> usize {
     steps.div_ceil(10)
 }
 
-/// So many means of neighbours, or all points where there are fewer.
+/// At most `most` means of neighbouring losses, or all losses if there are fewer.
 fn thinned(losses: &[(u64, f64)], most: usize) -> impl Iterator<Item = (f32, f32)> {
     let number = most.min(losses.len());
     (0..number).map(move |i| {
@@ -79,7 +79,7 @@ fn thinned(losses: &[(u64, f64)], most: usize) -> impl Iterator<Item = (f32, f32
     })
 }
 
-/// The mean training loss of the last tenth of a run, summed in the order of steps; `None` without losses, or where one of them is not finite.
+/// The mean training loss of the last tenth of a run, summed in the order of steps. `None` if there are no losses, or if a loss of the last tenth is not finite.
 #[must_use]
 pub fn last_tenth(losses: &[(u64, f64)]) -> Option<f64> {
     let tail = &losses[losses.len() - tenth(losses.len()).min(losses.len())..];
@@ -87,10 +87,10 @@ pub fn last_tenth(losses: &[(u64, f64)]) -> Option<f64> {
     mean.is_finite().then_some(mean)
 }
 
-/// The step at which a run diverged, if it did: the first with a loss that is not finite; or, where the mean of the last tenth is above `untrained`, the first of the steps since
-/// which every loss was above it. `untrained` is the loss of a model that has learnt nothing, ln(vocabulary).
+/// The step at which a run diverged, or `None` if it did not diverge. If a loss is not finite, the result is the first such step. Otherwise, a run diverged if the mean loss of its
+/// last tenth is above `untrained`; the step is then the first from which on all losses were above `untrained`. `untrained` is the loss of an untrained model, ln(vocabulary).
 ///
-/// The rule is fixed before a study starts, so that what it excludes does not depend on the result.
+/// The rule is defined before a study starts, so that the excluded runs do not depend on the result.
 #[must_use]
 pub fn diverged_at(losses: &[(u64, f64)], untrained: f64) -> Option<u64> {
     if let Some((step, _)) = losses.iter().find(|(_, loss)| !loss.is_finite()) {
@@ -149,7 +149,7 @@ mod tests {
     fn divergence_is_found_by_one_rule() {
         assert_eq!(diverged_at(&falling(50), 5.0), None);
         assert_eq!(diverged_at(&[(1, 4.0), (2, f64::NAN), (3, 4.0)], 5.0), Some(2));
-        // It went up and came down again, and a spike in the last tenth does not suffice either.
+        // The loss rose and fell again, which is not divergence; a spike in the last tenth is not sufficient, either.
         assert_eq!(diverged_at(&[(1, 4.0), (2, 9.0), (3, 4.0)], 5.0), None);
         assert_eq!(diverged_at(&[(1, 4.0), (2, 9.0), (3, 4.5), (4, 6.0), (5, 7.0)], 5.0), Some(4));
         assert_eq!(diverged_at(&[], 5.0), None);

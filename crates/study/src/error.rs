@@ -1,32 +1,32 @@
-//! What can be wrong with a study, a row or a place on the disk.
+//! Errors of a study, a row, or a file access.
 
 use std::path::{Path, PathBuf};
 
-/// Result of this crate's functions.
+/// Result type of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why a study cannot be read, run or shown.
+/// The reason why a study cannot be read, run or displayed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A study file with an unknown key, a value of the wrong type, or values that do not fit each other.
+    /// A study file has an unknown key, a value of the wrong type, or values that are inconsistent.
     #[error("{}", study_message(file, key, why, suggestion.as_deref()))]
     Study {
         /// The study file.
         file: PathBuf,
-        /// The key, such as `branch[0].trunk.steps`; empty when the file is no TOML.
+        /// The key, such as `branch[0].trunk.steps`; empty if the file is not valid TOML.
         key: String,
-        /// What it was, and what was expected.
+        /// The value found, and the expected value.
         why: String,
-        /// The key or name that was probably meant.
+        /// The key or name that the user probably meant.
         suggestion: Option<String>,
     },
-    /// A row that is damaged, or that does not fit its name.
+    /// A row is damaged, or does not match its name.
     #[error("row {}: {why}", file.display())]
     Row {
-        /// The row's file, or its id where it has no file yet.
+        /// The row's file, or its id if it has no file yet.
         file: PathBuf,
-        /// What it was, and what was expected.
+        /// The value found, and the expected value.
         why: String,
     },
     /// The operating system refused to read or write a file.
@@ -34,15 +34,15 @@ pub enum Error {
     Io {
         /// The file or folder.
         path: PathBuf,
-        /// What the system said.
+        /// The error from the operating system.
         source: std::io::Error,
     },
-    /// A picture that could not be drawn.
+    /// A plot could not be drawn.
     #[error("drawing the curves of {what}: {why}")]
     Picture {
-        /// Whose curves.
+        /// What the plot should have shown.
         what: String,
-        /// What the plotting library said.
+        /// The error from the plotting library.
         why: String,
     },
 }
@@ -70,9 +70,9 @@ fn study_message(file: &Path, key: &str, why: &str, suggestion: Option<&str>) ->
     text
 }
 
-/// The known name most like `name`, if any is like it at all.
+/// The known name that is most similar to `name`, if any is similar.
 pub(crate) fn nearest<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> Option<String> {
-    // A name much longer than any known one is like none of them, and comparing it takes long.
+    // A name that is much longer than all known names is similar to none of them, and comparing it would take long.
     if name.len() > 200 {
         return None;
     }

@@ -1,37 +1,38 @@
-//! Which process runs a cell, and whether it still lives.
+//! The process that runs a cell, and whether the process is still alive.
 
 use serde::{Deserialize, Serialize};
 
-/// The process that has taken a cell.
+/// The process that has claimed a cell.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Holder {
-    /// Its number on its host.
+    /// The process id on its host.
     pub pid: u32,
-    /// Its host's name.
+    /// Name of the process's host.
     pub host: String,
-    /// When it started, in the kernel's ticks since the host started; another process that gets its number has another. Absent where the system does not say.
+    /// Start time of the process, in the kernel's ticks since the host started. The time distinguishes the process from a later process with the same id. `None` if the system does
+    /// not report it.
     pub started: Option<u64>,
 }
 
 impl Holder {
-    /// This process, on a host of this name.
+    /// This process; `host` is the name of its host.
     #[must_use]
     pub fn this(host: &str) -> Self {
         let pid = std::process::id();
         Self { pid, host: host.to_owned(), started: started(pid) }
     }
 
-    /// Whether it is known to have ended: it ran on this host, which has no such process any more. Of another host, or where the system does not tell its processes
-    /// (`/proc`), nothing is known.
+    /// Whether the process is known to have ended: it ran on this host, and no such process exists any more. For other hosts, or if the system does not list processes (`/proc`),
+    /// the result is false.
     #[must_use]
     pub fn is_dead(&self, host: &str) -> bool {
-        // This process itself shows whether the system tells.
+        // Whether the system lists processes is tested with this process itself.
         let told = started(std::process::id()).is_some();
         self.host == host && told && (started(self.pid).is_none() || started(self.pid) != self.started)
     }
 }
 
-/// Field 22 of `/proc/PID/stat`; the name of the program, in parentheses, may hold anything.
+/// Reads field 22 of `/proc/PID/stat`; the name of the program, in parentheses, may contain any characters.
 fn started(pid: u32) -> Option<u64> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     let after_name = stat.rsplit_once(')')?.1;

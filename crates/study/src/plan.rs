@@ -1,4 +1,4 @@
-//! What a study costs and what it can resolve, before it starts.
+//! The cost of a study and the differences that it can resolve, before it starts.
 
 use crate::cell::{Cell, Kind};
 use crate::results::{ALPHA, POWER, Results};
@@ -9,72 +9,72 @@ use crate::study::Study;
 use serde::Serialize;
 use std::fmt;
 
-/// From what the seconds of a cell are told.
+/// The source of the estimate of a cell's seconds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Basis {
-    /// Finished rows of the same configuration and recipe: the median of their seconds a step.
+    /// Finished rows of the same configuration and recipe: the median of their seconds per step.
     Rows,
-    /// The estimate of whoever asked.
+    /// An estimate from the caller.
     Estimate,
-    /// Nothing is known.
+    /// No estimate exists.
     Nothing,
 }
 
-/// Cells of one configuration, recipe and kind.
+/// The cost of the cells of one configuration, recipe and kind.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Cost {
     /// The configuration.
     pub config: String,
     /// The recipe.
     pub recipe: String,
-    /// `run`, `floor`, `trunk`, `branch`.
+    /// The kind: `run`, `floor`, `trunk` or `branch`.
     pub kind: String,
-    /// Steps of one cell.
+    /// Number of steps of one cell.
     pub steps: u64,
-    /// How many cells there are.
+    /// Number of cells.
     pub cells: usize,
-    /// How many have a row.
+    /// Number of cells that have a row.
     pub done: usize,
     /// Estimated seconds of one cell.
     pub seconds: Option<f64>,
-    /// From what.
+    /// The source of the estimate.
     pub from: Basis,
 }
 
-/// From where the standard deviation of paired differences is known.
+/// The standard deviation of paired differences, by its source.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case", tag = "is", content = "percent")]
 pub enum Spread {
-    /// Rows of this study: [`Results::pooled_sd`].
+    /// From rows of this study: [`Results::pooled_sd`].
     Rows(f64),
-    /// A pilot.
+    /// From a pilot study.
     Pilot(f64),
-    /// Nowhere.
+    /// The standard deviation is unknown.
     Unknown,
 }
 
-/// What a study costs and what it can resolve.
+/// The cost of a study and the differences that it can resolve.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Plan {
     /// The study's name.
     pub study: String,
-    /// Each kind of cell, in the order in which they are run first.
+    /// The cost of each kind of cell, in the order in which the kinds first run.
     pub costs: Vec<Cost>,
-    /// The standard deviation that is expected of paired differences.
+    /// The expected standard deviation of paired differences.
     pub spread: Spread,
-    /// Planned seeds.
+    /// Number of planned seeds.
     pub seeds: usize,
-    /// Comparisons within a configuration.
+    /// Number of comparisons within a configuration.
     pub family: usize,
-    /// Seeds, and the smallest true difference that so many resolve with probability [`POWER`]: per cent of the baseline's loss, or, where the spread is unknown, standard deviations of the
-    /// differences. The planned number of seeds is among them.
+    /// Numbers of seeds, each with the smallest true difference that it resolves with probability [`POWER`]. The unit is per cent of the baseline's loss or, if the spread is
+    /// unknown, standard deviations of the differences. The planned number of seeds is included.
     pub detectable: Vec<(usize, Option<f64>)>,
 }
 
 impl Plan {
-    /// Of this study and the rows that it has. `seconds_per_step` estimates a cell of which no row tells; `pilot` is the standard deviation of paired differences in per cent, from another
-    /// study's [`Results::pooled_sd`], and is used where the rows tell none.
+    /// The plan of this study, given the rows that exist. `seconds_per_step` estimates a cell for which no row gives an estimate. `pilot` is the standard deviation of paired
+    /// differences in per cent, from another study's [`Results::pooled_sd`]; it is used if the rows give none.
     ///
     /// Detectable differences are those of a two-sided paired t test at level [`ALPHA`] / comparisons, the strictest step of Holm's correction.
     #[must_use]
@@ -132,7 +132,7 @@ impl Plan {
         Self { study: study.name.clone(), costs, spread, seeds, family, detectable }
     }
 
-    /// Estimated seconds of all cells that have no row, one after the other; `None` if one of them is unknown.
+    /// Estimated seconds of all cells without a row, run one after the other; `None` if the estimate of any cell is unknown.
     #[must_use]
     pub fn seconds_left(&self) -> Option<f64> {
         let left = self.costs.iter().filter(|cost| cost.done < cost.cells);
@@ -149,7 +149,7 @@ fn kind(cell: &Cell) -> &'static str {
     }
 }
 
-/// The median of seconds a step over finished rows of the same configuration and recipe.
+/// The median of seconds per step over finished rows of the same configuration and recipe.
 fn measured(of: &Cell, cells: &[Cell], rows: &Rows) -> Option<f64> {
     let same = cells.iter().filter(|cell| cell.config == of.config && cell.recipe == of.recipe);
     let mut seconds: Vec<f64> = same
@@ -220,7 +220,7 @@ impl Plan {
     }
 }
 
-/// `40 s`, `12 min`, `3 h 20 min`.
+/// Formats a duration, for example `40 s`, `12 min` or `3 h 20 min`.
 fn duration(seconds: f64) -> String {
     let whole = seconds.round() as u64;
     match whole {

@@ -1,8 +1,8 @@
-//! Which cell is run next, where several processes share a folder: several GPUs of a host, or several hosts.
+//! Selects the next cell to run, if several processes share a folder: on several GPUs of a host, or on several hosts.
 //!
-//! A process takes a cell by creating `DIR/rows/ID.running` with its number and host, and gives it back by removing the file. The mark of a process that has died is
-//! removed by the next one of the same host. Marks are made and removed under a lock of the operating system on `DIR/rows/.queue`, so that two processes that find the same dead mark
-//! do not both take the cell.
+//! A process claims a cell by creating `DIR/rows/ID.running` with its process id and host, and releases the cell by removing this file. If a process has died, the next process on
+//! the same host removes its file. Files are created and removed under a lock of the operating system on `DIR/rows/.queue`, so that two processes that find the same stale file do
+//! not both claim the cell.
 
 use crate::cell::{Cell, Kind};
 use crate::error::{Error, Result};
@@ -13,7 +13,7 @@ use std::fs::{self, File};
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
-/// The cells of a study that still have no row.
+/// The cells of a study that do not have a row yet.
 #[derive(Debug, Clone)]
 pub struct Queue {
     dir: PathBuf,
@@ -21,10 +21,10 @@ pub struct Queue {
     host: String,
 }
 
-/// What there is to do.
+/// The next action of a process.
 #[derive(Debug)]
 pub enum Next {
-    /// This cell, which nobody else will take while the claim lives.
+    /// Run this cell; no other process can claim it while the [`Claim`] exists.
     Cell(Claim),
     /// Nothing now: the cells that are left are run by others, or are branches of a trunk that is.
     Wait {
@@ -35,23 +35,23 @@ pub enum Next {
     },
     /// Nothing any more. Branches whose trunk has diverged or failed cannot be run.
     Done {
-        /// Those branches.
+        /// The branches that cannot be run.
         blocked: Vec<Cell>,
     },
 }
 
-/// A cell that somebody runs.
+/// A cell that another process runs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Running {
     /// The cell's id.
     pub cell: String,
-    /// The mark; whoever knows that the process has died on another host may remove it.
+    /// The file that marks the cell as running. A user who knows that the process has died on another host may remove the file.
     pub file: PathBuf,
-    /// Who runs it; `None` where the mark is damaged.
+    /// The process that runs the cell; `None` if the file is damaged.
     pub holder: Option<Holder>,
 }
 
-/// A cell that this process has taken. Dropping it gives the cell back.
+/// A cell that this process has claimed. Dropping the claim releases the cell.
 #[derive(Debug)]
 pub struct Claim {
     cell: Box<Cell>,
@@ -60,16 +60,16 @@ pub struct Claim {
 }
 
 impl Claim {
-    /// The cell.
+    /// The claimed cell.
     #[must_use]
     pub fn cell(&self) -> &Cell {
         &self.cell
     }
 
-    /// Writes the cell's row and gives the cell back.
+    /// Writes the cell's row and releases the cell.
     ///
     /// # Errors
-    /// [`Error::Row`] for a row of another cell, else as [`write_row`]. The cell is given back without a row then.
+    /// [`Error::Row`] for a row of another cell, and the errors of [`write_row`]. On an error, the cell is released without a row.
     pub fn finish(self, row: &Row) -> Result<PathBuf> {
         if row.cell != self.cell.id {
             return Err(Error::row(&row.cell, format!("is given as that of {}", self.cell.id)));
@@ -80,26 +80,27 @@ impl Claim {
 
 impl Drop for Claim {
     fn drop(&mut self) {
-        // A mark that stays is that of a process that will have died.
+        // If the file remains, it belongs to a process that will have died.
         let _ = fs::remove_file(&self.mark);
     }
 }
 
 impl Queue {
-    /// Of these cells, in a study's folder `dir`, which is made if it is not there. `host` is this machine's name, by which processes know whose marks they can judge.
+    /// The queue of these cells in a study's folder `dir`, which is created if it does not exist. `host` is this machine's name; a process can only detect the death of processes
+    /// on its own host.
     ///
     /// # Errors
-    /// [`Error::Io`] if the folder cannot be made.
+    /// [`Error::Io`] if the folder cannot be created.
     pub fn open(dir: &Path, cells: Vec<Cell>, host: &str) -> Result<Self> {
         let folder = rows_dir(dir);
         fs::create_dir_all(&folder).map_err(Error::io(&folder))?;
         Ok(Self { dir: dir.to_owned(), cells, host: host.to_owned() })
     }
 
-    /// Takes the first cell that has no row, that nobody runs, and whose trunk is done.
+    /// Claims the first cell that has no row, that no process runs, and whose trunk is finished.
     ///
     /// # Errors
-    /// [`Error::Io`]; [`Error::Row`] for a damaged row of a trunk.
+    /// [`Error::Io`] for file errors; [`Error::Row`] for a damaged row of a trunk.
     pub fn next(&self) -> Result<Next> {
         let guard = self.guard()?;
         let (mut running, mut blocked, mut branches) = (Vec::new(), Vec::new(), 0);
@@ -117,7 +118,7 @@ impl Queue {
                 }
             }
             match self.take(cell, guard.is_some())? {
-                // Its row may have been written since we looked; the mark was removed after that.
+                // Another process may have written the row after the check above and before it released the cell.
                 Ok(_) if self.has_row(&cell.id) => {}
                 Ok(claim) => return Ok(Next::Cell(claim)),
                 Err(by) => running.push(by),
@@ -147,10 +148,10 @@ impl Queue {
         self.cells.iter().find(|cell| cell.id == id)
     }
 
-    /// Removes rows of runs that failed, so that they are run again, and returns their cells' ids. Diverged runs stay: they are results.
+    /// Removes rows of failed runs, so that these are run again, and returns their cells' ids. Rows of diverged runs stay, because they are results.
     ///
     /// # Errors
-    /// [`Error::Io`] and [`Error::Row`].
+    /// [`Error::Io`] for file errors, and [`Error::Row`] for damaged rows.
     pub fn forget_failed(&self) -> Result<Vec<String>> {
         let _guard = self.guard()?;
         let mut forgotten = Vec::new();
@@ -177,7 +178,8 @@ impl Queue {
         Ok(if row.outcome == Outcome::Done { Trunk::Done } else { Trunk::Lost })
     }
 
-    /// The lock under which marks change; `None` where the file system has none. Then a cell is still taken by one process only, but marks of dead ones stay.
+    /// The lock under which the running marks change; `None` if the file system has no locks. Without a lock, still only one process can claim a cell, but marks of dead processes
+    /// stay.
     fn guard(&self) -> Result<Option<File>> {
         let path = rows_dir(&self.dir).join(".queue");
         let file =
@@ -189,13 +191,13 @@ impl Queue {
         }
     }
 
-    /// Marks a cell as this process's, or says whose it is.
+    /// Marks a cell as running by this process, or returns the process that runs it.
     fn take(&self, cell: &Cell, guarded: bool) -> Result<Result<Claim, Running>> {
         let mark = rows_dir(&self.dir).join(format!("{}.running", cell.id));
         for _ in 0..2 {
             match File::options().write(true).create_new(true).open(&mark) {
                 Ok(mut file) => {
-                    // From here on the mark goes away with the claim.
+                    // From here on, dropping the claim removes the mark.
                     let claim =
                         Claim { cell: Box::new(cell.clone()), dir: self.dir.clone(), mark: mark.clone() };
                     let holder = Holder::this(&self.host);
@@ -208,11 +210,11 @@ impl Queue {
             }
             let holder = match fs::read(&mark) {
                 Ok(text) => serde_json::from_slice::<Holder>(&text).ok(),
-                // It was given back just now.
+                // Another process has released the cell in the meantime.
                 Err(error) if error.kind() == ErrorKind::NotFound => continue,
                 Err(error) => return Err(Error::io(&mark)(error)),
             };
-            // Under the lock nobody is writing, so an empty mark is that of a process that died while it wrote.
+            // No process writes marks while this process holds the lock. So an empty mark belongs to a process that died while writing it.
             let is_dead = holder.as_ref().is_none_or(|holder| holder.is_dead(&self.host));
             if !(guarded && is_dead) {
                 return Ok(Err(Running { cell: cell.id.clone(), file: mark, holder }));
@@ -223,7 +225,7 @@ impl Queue {
     }
 }
 
-/// What is known of a branch's trunk.
+/// The state of a branch's trunk.
 enum Trunk {
     Done,
     Missing,

@@ -1,48 +1,48 @@
-//! A row: what a run leaves for a study, a few kilobytes of JSON.
+//! A row: the stored result of a run, a few kilobytes of JSON.
 
 use crate::cell::Cell;
 use crate::curve::Curve;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// How a run ended.
+/// The outcome of a run.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "is")]
 pub enum Outcome {
-    /// It trained all of its steps.
+    /// The run trained all of its steps.
     Done,
-    /// It diverged, by the rule of [`diverged_at`](crate::diverged_at) or because its gradients were not finite. Its losses are not compared.
+    /// The run diverged, by the rule of [`diverged_at`](crate::diverged_at) or because its gradients were not finite. The run's losses are not compared.
     Diverged {
-        /// The step.
+        /// The step at which the run diverged.
         step: u64,
     },
-    /// It ended for a reason that says nothing about the recipe, such as too little memory.
+    /// The run ended for a reason unrelated to the recipe, such as too little memory.
     Failed {
         /// The reason.
         why: String,
     },
 }
 
-/// On what a run ran, and what of Nibble.
+/// The hardware on which a run ran, and the version of Nibble.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Provenance {
-    /// The machine: its processor, or a name.
+    /// The machine: the name of its processor, or another name.
     pub machine: String,
     /// The device, such as `NVIDIA H200`.
     pub device: String,
-    /// The commit of Nibble, with a mark if files were changed.
+    /// The commit of Nibble, with a mark if files were modified.
     pub commit: String,
-    /// Versions of what else decides bits or speed: driver, NVRTC, Nibble.
+    /// Versions of other software that affects bits or speed: driver, NVRTC, Nibble.
     pub versions: BTreeMap<String, String>,
 }
 
-/// What a run leaves.
+/// The stored result of a run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Row {
     /// Id of the cell.
     pub cell: String,
-    /// What the cell trains: [`Cell::kind_name`].
+    /// The kind of the cell: [`Cell::kind_name`].
     pub kind: String,
     /// Name of the configuration.
     pub config: String,
@@ -50,35 +50,35 @@ pub struct Row {
     pub recipe: String,
     /// SHA-256 of the recipe's text.
     pub recipe_sha256: String,
-    /// The seed.
+    /// The seed of the run.
     pub seed: u64,
     /// Settings of the study.
     pub settings: Vec<String>,
-    /// On what it ran.
+    /// The hardware and software of the run.
     pub provenance: Provenance,
-    /// How it ended.
+    /// How the run ended.
     pub outcome: Outcome,
-    /// Seconds of the run, evaluations included.
+    /// Seconds of the run, including evaluations.
     pub seconds: f64,
-    /// Tokens that it trained on.
+    /// Number of tokens on which the run trained.
     pub tokens: u64,
-    /// Tokens a second: the median over steps.
+    /// Tokens per second: the median over steps.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub tokens_per_second: Option<f64>,
-    /// Joules a token, where the device tells its power.
+    /// Joules per token, if the device reports its power.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub joules_per_token: Option<f64>,
-    /// Mean training loss of the last tenth of the steps, nats: [`last_tenth`](crate::last_tenth). A row that is done has it.
+    /// Mean training loss of the last tenth of the steps, in nats: [`last_tenth`](crate::last_tenth). Every finished row has this value.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub last_tenth: Option<f64>,
-    /// Steps and held-out losses, nats, in the order of steps.
+    /// Steps and held-out losses in nats, in the order of steps.
     pub held_out: Vec<(u64, f64)>,
-    /// Training losses.
+    /// The curve of training losses.
     pub curve: Curve,
 }
 
 impl Row {
-    /// A row of this cell that has no losses yet.
+    /// A row of this cell without losses.
     #[must_use]
     pub fn of(cell: &Cell, provenance: Provenance, outcome: Outcome) -> Self {
         Self {
@@ -101,8 +101,8 @@ impl Row {
         }
     }
 
-    /// The same with every measured number rounded to 15 significant digits: a JSON reader takes a number of so few digits for the nearest `f64`, and one of more perhaps for its
-    /// neighbour. So a row is read as it was written.
+    /// The same row with all measured numbers rounded to 15 significant digits. JSON readers convert a number with at most 15 digits to the nearest `f64`; with more digits, some
+    /// return a neighbouring number. So a row is read exactly as it was written.
     #[must_use]
     pub fn rounded(mut self) -> Self {
         let round = |value: f64| format!("{value:.14e}").parse().unwrap_or(value);
@@ -114,10 +114,10 @@ impl Row {
         self
     }
 
-    /// Whether it can be written, read again and compared.
+    /// Checks that the row can be written, read again and compared.
     ///
     /// # Errors
-    /// The key that is wrong, and how.
+    /// The key with a wrong value, and what is wrong.
     pub fn check(&self) -> Result<(), String> {
         let plain = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
         if self.cell.is_empty() || self.cell.starts_with('.') || !self.cell.chars().all(plain) {

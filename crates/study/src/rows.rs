@@ -1,4 +1,4 @@
-//! The folder of rows of a study: `DIR/rows/ID.json`, one file a run.
+//! The folder of a study's rows: `DIR/rows/ID.json`, one file per run.
 
 use crate::cell::{Cell, slug_of};
 use crate::error::{Error, Result};
@@ -9,15 +9,15 @@ use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// More bytes than a row has.
+/// Maximum number of bytes of a row's file; valid rows are smaller.
 const MOST_BYTES: u64 = 1 << 20;
 
-/// A row that is not of the study as it is now.
+/// A row that does not belong to the study in its present form.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Stale {
-    /// Its file.
+    /// The row's file.
     pub file: PathBuf,
-    /// Why it is not used.
+    /// The reason why the row is not used.
     pub why: String,
 }
 
@@ -29,10 +29,10 @@ pub struct Rows {
 }
 
 impl Rows {
-    /// Of these rows; those of no cell are stale. Their order does not matter.
+    /// Sorts these rows by cell; rows that belong to no cell are stale. The order of `rows` does not matter.
     ///
     /// # Errors
-    /// [`Error::Row`] for a row that is damaged, and where two are of one cell.
+    /// [`Error::Row`] for a damaged row, or if two rows belong to one cell.
     pub fn of(cells: &[Cell], rows: impl IntoIterator<Item = Row>) -> Result<Self> {
         let mut all = Self::default();
         for row in rows {
@@ -47,10 +47,10 @@ impl Rows {
         Ok(all)
     }
 
-    /// Reads `dir/rows`. A folder that is not there has no rows. Files that are being written, and marks of running cells, are passed over.
+    /// Reads `dir/rows`. If the folder does not exist, there are no rows. Files that are being written, and marks of running cells, are skipped.
     ///
     /// # Errors
-    /// [`Error::Io`] and [`Error::Row`] with the file.
+    /// [`Error::Io`] and [`Error::Row`], which name the file.
     pub fn read(dir: &Path, cells: &[Cell]) -> Result<Self> {
         let folder = rows_dir(dir);
         let mut all = Self::default();
@@ -101,19 +101,19 @@ impl Rows {
         self.by_cell.get(cell)
     }
 
-    /// All rows that are used, in the order of their ids.
+    /// All rows of the study's cells, in the order of their ids.
     pub fn iter(&self) -> impl Iterator<Item = &Row> {
         self.by_cell.values()
     }
 
-    /// Rows that are not of the study as it is now, in the order of their files. They are not used.
+    /// Rows that do not belong to the study in its present form, in the order of their files. Such rows are not used.
     #[must_use]
     pub fn stale(&self) -> &[Stale] {
         &self.stale
     }
 }
 
-/// The folder of the rows of a study that is kept in `dir`.
+/// The folder of the rows of a study that is stored in `dir`.
 #[must_use]
 pub fn rows_dir(dir: &Path) -> PathBuf {
     dir.join("rows")
@@ -125,7 +125,7 @@ pub fn row_file(dir: &Path, cell: &str) -> PathBuf {
     rows_dir(dir).join(format!("{cell}.json"))
 }
 
-/// The cell whose row this file is, if it is one.
+/// The id of the cell whose row this file is; `None` for other files.
 fn id_of(file: &Path) -> Option<&str> {
     let name = file.file_name()?.to_str()?;
     name.strip_suffix(".json").filter(|id| !id.starts_with('.'))
@@ -134,7 +134,7 @@ fn id_of(file: &Path) -> Option<&str> {
 /// Reads one row.
 ///
 /// # Errors
-/// [`Error::Io`] and [`Error::Row`] with the file.
+/// [`Error::Io`] and [`Error::Row`], which name the file.
 pub fn read_row(file: &Path) -> Result<Row> {
     let mut text = String::new();
     let opened = File::open(file).map_err(Error::io(file))?;
@@ -150,10 +150,10 @@ pub fn read_row(file: &Path) -> Result<Row> {
     }
 }
 
-/// Writes a row, [`Row::rounded`], to `dir/rows/ID.json`, whole or not at all: beside its place first, then renamed. It replaces a row of the same cell.
+/// Writes a row, [`Row::rounded`], to `dir/rows/ID.json` atomically: first to a temporary file, which is then renamed. The new row replaces an existing row of the same cell.
 ///
 /// # Errors
-/// [`Error::Row`] for a row that could not be read back; [`Error::Io`].
+/// [`Error::Row`] for a row that could not be read back; [`Error::Io`] for file errors.
 pub fn write_row(dir: &Path, row: &Row) -> Result<PathBuf> {
     static TURN: AtomicU64 = AtomicU64::new(0);
     let file = row_file(dir, &row.cell);
@@ -171,7 +171,7 @@ pub fn write_row(dir: &Path, row: &Row) -> Result<PathBuf> {
         fs::rename(&beside, &file)
     });
     if written.is_err() {
-        // The error is told; what is left of the file is passed over by readers.
+        // The error is reported; readers skip the remains of the file.
         let _ = fs::remove_file(&beside);
     }
     written.map_err(Error::io(&file))?;

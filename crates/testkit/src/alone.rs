@@ -1,11 +1,13 @@
-//! Runs a test in its own process, if it counts, breaks or sets something process-wide: a test binary runs many tests in one.
+//! Runs a test in its own process if the test counts, breaks or sets something process-wide. Other tests of a test binary share one
+//! process.
 
 use std::process::Command;
 
-/// The test that such a process runs. Not one of Nibble's own variables: a command started by the test would report it as unknown.
+/// Environment variable with the test that the child process runs. The name has no Nibble prefix, because a command started by the test
+/// would report an unknown Nibble variable.
 const ALONE: &str = "TEST_ALONE";
 
-/// Runs `test` in its own process: starts this test binary again for the one test `name` of the module `module_path!()`.
+/// Runs `test` in its own process: starts this test binary again with only the test `name` of the module `module_path!()`.
 ///
 /// ```text
 /// #[test]
@@ -15,10 +17,10 @@ const ALONE: &str = "TEST_ALONE";
 /// ```
 ///
 /// # Panics
-/// With the process's output, if the test fails there, or if no test has this name.
+/// With the output of the child process, if the test fails there or if no test has this name.
 #[track_caller]
 pub fn alone(module: &str, name: &str, test: impl FnOnce()) {
-    // A module path begins with the crate's name; a test's name does not.
+    // A module path starts with the crate's name; a test's name does not.
     let name = match module.split_once("::") {
         Some((_, module)) => format!("{module}::{name}"),
         None => name.to_owned(),
@@ -30,7 +32,7 @@ pub fn alone(module: &str, name: &str, test: impl FnOnce()) {
     let done = Command::new(binary).args(["--exact", &name, "--nocapture"]).env(ALONE, &name).output();
     let done = done.unwrap_or_else(|e| panic!("{name} in a process of its own: {e}"));
     let said = String::from_utf8_lossy(&done.stdout) + String::from_utf8_lossy(&done.stderr);
-    // Indented, so that a tool that sums up the result lines of a run does not count this process's.
+    // The output is indented, so that a tool that counts the result lines of a run does not count the child's lines.
     let told = || said.lines().map(|line| format!("    {line}\n")).collect::<String>();
     assert!(
         done.status.success() && said.contains("1 passed"),
@@ -59,7 +61,7 @@ mod tests {
         });
         let said = failed.unwrap_err();
         match std::env::var_os(ALONE) {
-            // In the child process.
+            // In the child process, the panic continues.
             Some(_) => std::panic::resume_unwind(said),
             None => {
                 let said = said.downcast_ref::<String>().unwrap();

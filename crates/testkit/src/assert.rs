@@ -1,5 +1,5 @@
-//! Comparisons of outputs: the same bits, a few units in the last place, or a relative L2 error. A failure names
-//! the output, the number of wrong values, and the first of them with its bits.
+//! Comparisons of outputs: equal bits, a few units in the last place, or a relative L2 error. The message of a failure has the output's
+//! name, the number of wrong values, and the first wrong value with its bits.
 
 use half::bf16;
 use nibble_core::{Agreement, Backend, LineCopy, Lines};
@@ -9,7 +9,7 @@ use std::fmt;
 pub trait Bits: Copy {
     /// Whether the bits are equal, or both are NaN.
     fn same(self, other: Self) -> bool;
-    /// The value and its bits.
+    /// Formats the value and its bits.
     fn show(self) -> String;
 }
 
@@ -41,17 +41,17 @@ macro_rules! float_bits {
 }
 float_bits!(f32: "{:#010x}", f64: "{:#018x}", bf16: "{:#06x}");
 
-/// Why two outputs do not agree.
+/// The reason why two outputs do not agree.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Mismatch {
-    /// They have different lengths.
+    /// The outputs have different lengths.
     Length {
         /// Length of the output under test.
         got: usize,
         /// Expected length.
         want: usize,
     },
-    /// Some values are wrong.
+    /// At least one value is wrong.
     Values {
         /// Number of wrong values.
         wrong: usize,
@@ -61,14 +61,14 @@ pub enum Mismatch {
         first: usize,
         /// The first wrong value and its bits.
         got: String,
-        /// The expected value.
+        /// The expected value at `first`.
         want: String,
-        /// The tolerance.
+        /// The tolerance, as text.
         bound: String,
     },
     /// The relative L2 error is too large.
     RelL2 {
-        /// ‖got − want‖ / ‖want‖.
+        /// The relative L2 error ‖got − want‖ / ‖want‖.
         error: f64,
         /// The tolerance.
         bound: f64,
@@ -76,7 +76,7 @@ pub enum Mismatch {
         worst: usize,
         /// The value at `worst`.
         got: String,
-        /// The expected value.
+        /// The expected value at `worst`.
         want: String,
     },
 }
@@ -117,15 +117,15 @@ fn compare<T: Bits>(
     })
 }
 
-/// Compares bits; NaN equals NaN.
+/// Compares bits; all NaNs are equal.
 ///
 /// # Errors
-/// What differs.
+/// A [`Mismatch`] that describes the difference.
 pub fn compare_bits<T: Bits>(got: &[T], want: &[T]) -> Result<(), Mismatch> {
     compare(got, want, "same bits", T::same)
 }
 
-/// ‖got − want‖ / ‖want‖ in F64 over the finite values; 0 if both are all zeros.
+/// Computes ‖got − want‖ / ‖want‖ in F64 over the finite values; 0 if both are all zeros.
 pub fn rel_l2(got: &[f32], want: &[f32]) -> f64 {
     let (mut error, mut norm) = (0.0, 0.0);
     for (&got, &want) in got.iter().zip(want).filter(|(g, w)| g.is_finite() && w.is_finite()) {
@@ -136,10 +136,10 @@ pub fn rel_l2(got: &[f32], want: &[f32]) -> f64 {
     if error == 0.0 { 0.0 } else { (error / norm).sqrt() }
 }
 
-/// Compares by relative L2 error. A NaN or infinity must be where one is expected.
+/// Compares by relative L2 error. NaNs and infinities must be at the expected positions.
 ///
 /// # Errors
-/// What differs.
+/// A [`Mismatch`] that describes the difference.
 pub fn compare_rel_l2(got: &[f32], want: &[f32], max: f64) -> Result<(), Mismatch> {
     compare(got, want, "finite where finite is expected", |a, b| {
         if a.is_finite() && b.is_finite() { true } else { a.same(b) }
@@ -152,16 +152,16 @@ pub fn compare_rel_l2(got: &[f32], want: &[f32], max: f64) -> Result<(), Mismatc
         let d = (f64::from(got[i]) - f64::from(want[i])).abs();
         if d.is_finite() { d } else { 0.0 }
     };
-    // Some error is above `max` ≥ 0, so there is at least one value.
+    // At least one error is above `max` ≥ 0, so there is at least one value.
     let worst = (0..got.len()).max_by(|&i, &j| distance(i).total_cmp(&distance(j))).unwrap_or(0);
     let (got, want) = (got[worst].show(), want[worst].show());
     Err(Mismatch::RelL2 { error, bound: max, worst, got, want })
 }
 
-/// Compares by the agreement that an operation declares.
+/// Compares two outputs with the tolerance that an operation declares.
 ///
 /// # Errors
-/// What differs.
+/// A [`Mismatch`] that describes the difference.
 pub fn compare_agreement(agreement: Agreement, got: &[f32], want: &[f32]) -> Result<(), Mismatch> {
     match agreement {
         Agreement::Bitwise => compare_bits(got, want),
@@ -176,10 +176,10 @@ fn require(what: &str, compared: Result<(), Mismatch>) {
     }
 }
 
-/// Asserts equal bits; NaN equals NaN.
+/// Asserts equal bits; all NaNs are equal.
 ///
 /// # Panics
-/// With a report, if they differ.
+/// With a report, if the bits differ.
 #[track_caller]
 pub fn assert_bits_equal<T: Bits>(what: &str, got: &[T], want: &[T]) {
     require(what, compare_bits(got, want));
@@ -188,7 +188,7 @@ pub fn assert_bits_equal<T: Bits>(what: &str, got: &[T], want: &[T]) {
 /// Asserts a relative L2 error of at most `max`.
 ///
 /// # Panics
-/// With a report, if it is larger.
+/// With a report, if the error is larger than `max`.
 #[track_caller]
 pub fn assert_rel_l2(what: &str, got: &[f32], want: &[f32], max: f64) {
     require(what, compare_rel_l2(got, want, max));
@@ -197,29 +197,29 @@ pub fn assert_rel_l2(what: &str, got: &[f32], want: &[f32], max: f64) {
 /// Asserts the agreement that an operation declares.
 ///
 /// # Panics
-/// With a report, if it does not hold.
+/// With a report, if the outputs do not agree.
 #[track_caller]
 pub fn assert_agreement(agreement: Agreement, what: &str, got: &[f32], want: &[f32]) {
     require(what, compare_agreement(agreement, got, want));
 }
 
-/// Asserts that a backend copies strided lines, and refuses lines out of range.
+/// Asserts that a backend copies strided rows, and refuses rows out of range.
 ///
 /// # Panics
-/// If it does not.
+/// If the backend does not.
 #[track_caller]
 pub fn assert_copies_lines<B: Backend>(b: &B) {
     let from = b.upload(&(0u8..12).collect::<Vec<_>>()).unwrap();
     let at = |first, stride| Lines { first, stride };
     let mut to = b.zeros(9).unwrap();
-    // Columns 1 and 2 of three rows of four columns, to columns 1 and 2 of three rows of three.
+    // The call copies columns 1 and 2 of three rows of four columns, to columns 1 and 2 of three rows of three columns.
     b.copy_lines((&from, at(1, 4)), (&mut to, at(1, 3)), (3, 2)).unwrap();
     assert_eq!(b.download(&to).unwrap(), [0, 1, 2, 0, 5, 6, 0, 9, 10]);
-    // A single line ignores the stride; no lines ignore everything.
+    // A copy of a single row ignores the stride; a copy of no rows ignores all arguments.
     b.copy_lines((&from, at(10, 0)), (&mut to, at(0, 0)), (1, 2)).unwrap();
     b.copy_lines((&from, at(99, 0)), (&mut to, at(99, 0)), (2, 0)).unwrap();
     assert_eq!(b.download(&to).unwrap(), [10, 11, 2, 0, 5, 6, 0, 9, 10]);
-    // Many copies at once, from and to several buffers, with every alignment.
+    // The next call makes many copies at once, from and to several buffers, with every alignment.
     let bytes =
         |seed: u8, len: usize| (0..len).map(|i| (i as u8).wrapping_mul(31) ^ seed).collect::<Vec<u8>>();
     let sources = [bytes(1, 5000), bytes(2, 40_000)].map(|bytes| b.upload(&bytes).unwrap());

@@ -1,17 +1,18 @@
-//! How much of its test lists a test run covers. The same tests serve both breadths: the daily suite (`cargo test --workspace`) takes part
-//! of a long list, and covers the pairs of several lists; `cargo xtask exhaustive` sets [`EXHAUSTIVE`] and covers everything.
+//! How much of its test lists a test run covers. The daily suite and the exhaustive suite consist of the same tests. The daily suite
+//! (`cargo test --workspace`) runs a part of each long list, and covers all pairs of values of several lists; `cargo xtask exhaustive` sets
+//! [`EXHAUSTIVE`] and covers everything.
 
 use std::ops::ControlFlow;
 
-/// The environment variable that selects [`Breadth::Whole`], with any value but `0`.
+/// The environment variable that selects [`Breadth::Whole`] if it has any value except `0`.
 pub const EXHAUSTIVE: &str = "NIBBLE_EXHAUSTIVE";
 
 /// How much of each list a run covers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Breadth {
-    /// A part, quick enough to run on every change.
+    /// A part of each list, small enough to run on every change.
     Daily,
-    /// Everything.
+    /// All elements of each list.
     Whole,
 }
 
@@ -22,7 +23,7 @@ impl Breadth {
         if whole { Self::Whole } else { Self::Daily }
     }
 
-    /// `whole` or `daily`, by breadth.
+    /// Returns `whole` or `daily`, depending on the breadth.
     pub fn either<T>(self, whole: T, daily: T) -> T {
         match self {
             Self::Whole => whole,
@@ -30,8 +31,8 @@ impl Breadth {
         }
     }
 
-    /// Combinations of one index per list, for lists of these lengths. Whole: all of them. Daily: enough that any two values of two lists
-    /// occur together ([`pairs`]).
+    /// Combinations of one index per list, for lists of these lengths. `Whole` gives all combinations. `Daily` gives enough combinations
+    /// that any two values of two lists occur together ([`pairs`]).
     pub fn cross<const N: usize>(self, lengths: [usize; N]) -> Vec<[usize; N]> {
         match self {
             Self::Whole => whole(lengths),
@@ -39,16 +40,16 @@ impl Breadth {
         }
     }
 
-    /// Whether the `nth` case of a kind (from 0) is run. Whole: always. Daily: the first four, then about one in `every`, spread so
-    /// that it does not align with a stride of the list.
+    /// Whether the `nth` case of a kind (from 0) is run. `Whole` runs every case. `Daily` runs the first four, then about one in `every`,
+    /// distributed so that the choice does not align with a stride of the list.
     pub fn takes(self, nth: usize, every: usize) -> bool {
-        // Fibonacci hashing: the high half of a product with 2^64 over the golden ratio.
+        // The hash is Fibonacci hashing: the high half of a product with 2^64 divided by the golden ratio.
         let spread = (nth as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32;
         self == Self::Whole || nth < 4 || spread.is_multiple_of(every as u64)
     }
 }
 
-/// Every combination; the last list's index changes fastest.
+/// All combinations; the last list's index changes fastest.
 fn whole<const N: usize>(lengths: [usize; N]) -> Vec<[usize; N]> {
     let mut choices = Vec::new();
     if lengths.contains(&0) {
@@ -57,7 +58,7 @@ fn whole<const N: usize>(lengths: [usize; N]) -> Vec<[usize; N]> {
     let mut at = [0; N];
     loop {
         choices.push(at);
-        // Increments a number with these bases as digits.
+        // The loop increments a number whose digits have the bases `lengths`.
         let carried = at.iter_mut().zip(lengths).rev().try_for_each(|(digit, length)| {
             *digit += 1;
             if *digit < length {
@@ -72,10 +73,11 @@ fn whole<const N: usize>(lengths: [usize; N]) -> Vec<[usize; N]> {
     }
 }
 
-/// Combinations in which any two values of two lists occur together: nearly as few as the two longest lists have pairs. Deterministic.
+/// Combinations in which any two values of two lists occur together. The number of combinations is little larger than the number of pairs
+/// of the two longest lists. The result is deterministic.
 ///
-/// Greedy: a combination begins with the first missing pair, and takes from each other list the value that completes the most missing
-/// pairs, or of equals the one used least.
+/// The algorithm is greedy. A combination starts with the first missing pair. From each other list, it adds the value that completes the
+/// most missing pairs; among equal values, it adds the value used least.
 pub fn pairs<const N: usize>(lengths: [usize; N]) -> Vec<[usize; N]> {
     if N < 2 || lengths.contains(&0) {
         return whole(lengths);
@@ -99,7 +101,7 @@ pub fn pairs<const N: usize>(lengths: [usize; N]) -> Vec<[usize; N]> {
                 choice[list] = best;
             }
         }
-        // Every list has a value, as none is empty.
+        // Every list has a value, because no list is empty.
         let choice = choice.map(Option::unwrap_or_default);
         for (list, value) in choice.into_iter().enumerate() {
             taken[list][value] += 1;
@@ -112,14 +114,14 @@ pub fn pairs<const N: usize>(lengths: [usize; N]) -> Vec<[usize; N]> {
     choices
 }
 
-/// Which pairs of values have occurred together.
+/// The pairs of values that have occurred together.
 struct Met {
-    /// Index of each list's first value among all values.
+    /// For each list, the index of its first value among the values of all lists.
     starts: Vec<usize>,
     lists: Vec<usize>,
     met: Vec<bool>,
     all: usize,
-    /// No pair before this one is missing.
+    /// Index of a pair before which no pair is missing.
     searched: usize,
 }
 

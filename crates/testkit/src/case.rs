@@ -1,4 +1,4 @@
-//! A case of a conformance test: its parameters, its run, and the comparison of its results on the host.
+//! A case of a conformance test: its parameters, its run, and the comparison of its results in host memory.
 
 use crate::assert::{Mismatch, compare_bits, compare_rel_l2};
 use crate::host::zero_pads;
@@ -12,20 +12,20 @@ use std::fmt::Debug;
 pub(crate) enum Pads {
     /// Zeros.
     Zero,
-    /// NaN bytes.
+    /// Bytes that are NaN in every type.
     Poison,
 }
 
-/// A case of one operation. The struct holds only parameters, so its `Debug` output identifies a failure; values are
-/// regenerated from streams.
+/// A case of one operation. The struct holds only parameters, so its `Debug` output identifies a failure. Values are regenerated from
+/// random streams.
 pub(crate) trait Case<B: Backend>: Debug {
-    /// Whether operands have padding that may hold anything.
+    /// Whether operands have padding that may hold any values.
     const RAGGED: bool = false;
 
     /// The agreement that backends must reach.
     fn agreement(&self) -> Agreement;
 
-    /// The agreement for one result, if results differ in it.
+    /// The agreement for one result, if the results of the operation have different agreements.
     fn owed(&self, _result: &str) -> Agreement {
         self.agreement()
     }
@@ -43,7 +43,7 @@ pub(crate) fn run<B: Backend, C: Case<B>>(b: &B, case: &C, pads: Pads) -> Output
     }
 }
 
-/// Results on the host, by name.
+/// Results in host memory, by name.
 #[derive(Debug, Default, PartialEq)]
 pub(crate) struct Outputs(Vec<(String, Values)>);
 
@@ -75,11 +75,11 @@ macro_rules! recorded {
 }
 recorded!(u8 => U8, u32 => U32, i32 => I32, u64 => U64, f32 => F32, f64 => F64, bf16 => Bf16);
 
-/// The rows of a result that are compared: all, or those that are not padding.
+/// The rows of a result that are compared: all rows, or those that are not padding.
 pub(crate) type ComparedRows<'a> = Option<&'a [bool]>;
 
 impl Outputs {
-    /// Records host values.
+    /// Records values of the host.
     pub(crate) fn values<T: Recorded>(&mut self, name: &str, values: Vec<T>) {
         self.0.push((name.to_owned(), T::values(values)));
     }
@@ -109,7 +109,7 @@ impl Outputs {
         }
     }
 
-    /// Records a quantized tensor: its shape, codes and scales, whatever the order of the scales. `rows` applies to row blocks.
+    /// Records a quantized tensor: its shape, codes and scales, independent of the layout of the scales. `rows` applies to row blocks.
     pub(crate) fn block<B: Backend>(
         &mut self,
         b: &B,
@@ -129,7 +129,7 @@ impl Outputs {
                 }
                 self.values(&name, words);
             }
-            // A wrong number of scales is recorded as it is, so that the comparison reports it.
+            // A wrong number of scales is recorded unchanged, so that the comparison reports it.
             Err(_) => self.values(&name, b.download(&x.scales)?),
         }
         match &x.tensor_scale {
@@ -146,7 +146,7 @@ impl Outputs {
         }
     }
 
-    /// Records the counts of a conversion.
+    /// Records the counters of a conversion.
     pub(crate) fn counts<B: Backend>(&mut self, b: &B, name: &str, counts: &Counts<B>) -> Result<()> {
         self.buf(b, &format!("{name}.counts"), &counts.0, None)
     }
@@ -170,8 +170,8 @@ impl Outputs {
         }
     }
 
-    /// Checks a promise that comparing backends cannot: the padding rows of a plain tensor, or of the codes of a tensor in row
-    /// blocks, are zero.
+    /// Checks a guarantee that a comparison of backends cannot check: the padding rows of a plain tensor, or of the codes of a tensor in
+    /// row blocks, are zero.
     pub(crate) fn require_zero_pads(&self, name: &str, is_valid: &[bool]) {
         let codes = format!("{name}.codes");
         let recorded = self.0.iter().find(|(n, _)| n == name || *n == codes);
@@ -215,7 +215,7 @@ pub(crate) fn in_place<B: Backend, R>(
 }
 
 impl Outputs {
-    /// Panics unless these results agree with another run's; `owed` gives the required agreement of each result.
+    /// Panics unless these results agree with those of another run; `owed` gives the required agreement of each result.
     #[track_caller]
     pub(crate) fn require_agreement(&self, owed: impl Fn(&str) -> Agreement, want: &Outputs, case: &str) {
         if let Err(mismatch) = self.compare(owed, want) {
@@ -223,7 +223,7 @@ impl Outputs {
         }
     }
 
-    /// Compares these results with another run's; the error describes the difference.
+    /// Compares these results with those of another run; the error describes the difference.
     pub(crate) fn compare(
         &self,
         owed: impl Fn(&str) -> Agreement,
@@ -262,9 +262,9 @@ fn compare(agreement: Agreement, got: &Values, want: &Values) -> std::result::Re
     }
 }
 
-/// The relative L2 error after rounding to BF16 of values with a relative error `e`. Two values that differ by e round to different
-/// sides with probability e / u (u is the unit in the last place, up to 2⁻⁷ of the value) and are then u apart, so
-/// the mean square is e · u. The bound is twice its root, to allow for chance.
+/// The relative L2 error of values with a relative error `e` after they are rounded to BF16. Two values that differ by e round to different
+/// sides with probability e / u, where u is the unit in the last place, up to 2⁻⁷ of the value. Two such values are then u apart, so the
+/// mean square of the error is e · u. The bound is twice the root of the mean square, to allow for chance.
 pub fn after_rounding_to_bf16(e: f64) -> f64 {
     e + 2.0 * (e / 128.0).sqrt()
 }
@@ -293,7 +293,8 @@ mod tests {
             compare(Agreement::RelL2(1.0), &bytes(1), &bytes(2)).is_err(),
             "codes have no relative error"
         );
-        // One in a thousand BF16 values is off by one unit: far above 1e-6, but what an error of 1e-6 becomes when rounded.
+        // One of a thousand BF16 values is off by one unit. This error is far above 1e-6, but an error of 1e-6 before rounding becomes this
+        // large.
         let mut other = vec![bf16::from_f32(1.0); 10_000];
         let ones = Values::Bf16(other.clone());
         other[77] = bf16::from_f32(1.0078125);

@@ -1,4 +1,4 @@
-//! Runs a case with each defect of the backend under test, instead of comparing backends.
+//! Runs a case once with each defect of the backend under test, instead of comparing backends.
 
 use crate::case::{Case, Pads, run};
 use crate::recorder::{Defect, Defects, Seen, Spot};
@@ -8,34 +8,34 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// What to do with a test's cases.
+/// The trial of a test's cases.
 #[derive(Debug, Default)]
 pub(crate) struct CaseTrial {
-    /// Defects of the backend under test. Without them nothing runs.
+    /// Defects of the backend under test. If there are none, no case runs.
     defects: Option<Arc<Defects>>,
-    /// Whether some case allows a relative error.
+    /// Whether at least one case allows a relative error.
     owes_an_error: AtomicBool,
-    /// For each defect: whether a case failed with it.
+    /// For each defect, whether at least one case failed with it.
     noticed: Mutex<BTreeMap<String, bool>>,
 }
 
 impl CaseTrial {
-    /// For these defects of the backend under test.
+    /// A trial with these defects of the backend under test.
     pub(crate) fn with(defects: Arc<Defects>) -> Self {
         Self { defects: Some(defects), ..Self::default() }
     }
 
-    /// Whether some case allows a relative error.
+    /// Whether at least one case allows a relative error.
     pub(crate) fn owes_an_error(&self) -> bool {
         self.owes_an_error.load(Ordering::Relaxed)
     }
 
-    /// For each defect: whether a case failed with it.
+    /// For each defect, whether at least one case failed with it.
     pub(crate) fn noticed(&self) -> MutexGuard<'_, BTreeMap<String, bool>> {
         self.noticed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Replaces a comparison: runs the case without defects, then with each defect not yet noticed.
+    /// Replaces a comparison: runs the case without defects, then with each defect that no case has noticed yet.
     #[track_caller]
     pub(crate) fn of_case<A: Backend, B: Backend, C: Case<A> + Case<B>>(&self, a: &A, b: &B, case: &C) {
         let Some(defects) = &self.defects else {
@@ -61,7 +61,8 @@ impl CaseTrial {
         let owed = |result: &str| Case::<A>::owed(case, result);
         sound.require_agreement(owed, &want, &format!("{case:?}, without a defect"));
         if seen.iter().any(|seen| matches!(seen.spot, Spot::Inside(_))) {
-            // Another correct way to compute the same passes.
+            // With a defect that skips no quantization, the operation runs by its parts, which is another correct way to compute the
+            // results.
             defects.arm(Spot::Inside("nothing"), Defect::NotQuantized);
             let by_parts = run(b, case, Pads::Zero);
             assert!(defects.disarm(), "{case:?}: ran as a whole");
@@ -74,7 +75,7 @@ impl CaseTrial {
             let differs = match result {
                 Ok(Ok(got)) => got.compare(owed, &want).is_err(),
                 Ok(Err(error)) => panic!("{case:?}\n  {name}: {error}"),
-                // A broken padding promise panics.
+                // The check of the padding guarantee panics.
                 Err(_) => true,
             };
             *noticed.entry(name).or_default() |= struck && differs;
@@ -82,7 +83,7 @@ impl CaseTrial {
     }
 }
 
-/// The possible defects of a tensor.
+/// The defects that a tensor can have.
 fn defects_of(&Seen { spot, lines, .. }: &Seen) -> impl Iterator<Item = Defect> {
     let all: &[Defect] = match spot {
         Spot::Inside(_) => &[Defect::NotQuantized],

@@ -1,9 +1,10 @@
-//! The conformance suite: compares every operation on two backends, at the agreement that the operation declares.
+//! The conformance suite: compares every operation on two backends, with the agreement that the operation declares.
 //!
-//! A [`Pair`] is the specification `a` and the backend under test `b`, or several such backends ([`Pair::and`]). Each function here runs
-//! one operation over shapes of real models, uneven and empty groups, and values that are hard on number formats. Ragged operands are run
-//! twice on `b`: the second run has NaN bytes in all padding that the contract does not promise to be zero, and no valid output may change
-//! by a bit. Operations that promise a relative error must still give the same bits on integers whose partial sums are exact.
+//! A [`Pair`] is the specification `a` and the backend under test `b`, or several such backends ([`Pair::and`]). Each function in this
+//! module runs one operation over shapes of real models, uneven and empty groups, and values that are difficult for number formats. Cases
+//! with ragged operands run twice on `b`. In the second run, NaN bytes fill all padding that the contract does not guarantee to be zero,
+//! and no bit of a valid output may change. Operations that declare a relative error must still give the same bits on integers whose
+//! partial sums are exact.
 //!
 //! ```text
 //! nibble_testkit::conformance!(avx2, Pair::strict(Cpu::scalar(1).unwrap(), Cpu::with(3, Isa::Avx2, CodePath::Simd).unwrap()));
@@ -16,8 +17,8 @@ use crate::pair::Pair;
 use crate::testdata::skip;
 use nibble_core::{Backend, Kernels, for_each_op};
 
-/// Runs one operation's conformance test on a pair. If the pair is `None` (this machine lacks the instruction set or device),
-/// prints that the test was skipped.
+/// Runs the conformance test of one operation on a pair. If the pair is `None` (this machine lacks the instruction set or device), prints
+/// that the test was skipped.
 #[track_caller]
 pub fn on<A: Backend, B: Backend>(pair: impl Into<Option<Pair<A, B>>>, name: &str, op: impl Fn(&Pair<A, B>)) {
     match pair.into() {
@@ -30,16 +31,16 @@ macro_rules! table {
     (() $($op:ident $arguments:tt -> $out:ty { $($fields:tt)* })*) => { vec![$((stringify!($op), $op as fn(&Pair<_, _>))),*] };
 }
 
-/// An operation's name and its conformance test, which panics with a report.
+/// An operation's name, and its conformance test, which panics with a report.
 pub type Test<A, B> = (&'static str, fn(&Pair<A, B>));
 
-/// Every operation with its test. An operation without a test does not compile.
+/// All operations with their tests. An operation without a test does not compile.
 pub fn every_op<A: Kernels, B: Kernels>() -> Vec<Test<A, B>> {
     for_each_op! { [table] () A }
 }
 
-/// Makes a module of this name with one `#[test]` per operation, on a [`Pair`] or an `Option` of one (`None`: skipped). Each test evaluates
-/// the expression again.
+/// Generates a module of this name with one `#[test]` per operation, on a [`Pair`] or an `Option` of a pair (`None` skips the test). Each
+/// test evaluates the expression again.
 #[macro_export]
 macro_rules! conformance {
     ($name:ident, $pair:expr) => {

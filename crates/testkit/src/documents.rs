@@ -4,25 +4,25 @@ use crate::input::stream;
 use nibble_core::ops::Positions;
 use nibble_core::{Backend, Result};
 
-/// The documents of sequences.
+/// Kinds of document boundaries in sequences.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Documents {
     /// One document per sequence.
     Whole,
     /// One document per token.
     Tokens,
-    /// Of random lengths, four tokens on average.
+    /// Documents of random lengths, four tokens on average.
     Random,
-    /// Starts that are out of range, or decrease.
+    /// Invalid starts, which are out of range or decrease.
     Wild,
 }
 
 impl Documents {
-    /// Every kind, and no documents.
+    /// All kinds, and `None` for no documents.
     pub const ALL: [Option<Self>; 5] =
         [None, Some(Self::Random), Some(Self::Tokens), Some(Self::Whole), Some(Self::Wild)];
 
-    /// For each token, the token of its sequence with which its document begins.
+    /// For each token, the position in its sequence at which its document starts.
     pub fn starts(self, sequences: usize, seq_len: usize) -> Vec<i32> {
         let (bits, mut start) = (stream("documents"), 0);
         let of = |token: usize| {
@@ -40,10 +40,10 @@ impl Documents {
         (0..sequences * seq_len).map(of).collect()
     }
 
-    /// Positions of rows in these documents, from `first` on.
+    /// Positions of rows in these documents, where `first` is the position of each sequence's first row.
     ///
     /// # Errors
-    /// The backend's error.
+    /// The error of the backend.
     pub fn positions<B: Backend>(
         of: Option<Self>,
         b: &B,

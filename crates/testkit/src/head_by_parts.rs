@@ -1,5 +1,5 @@
-//! The head loss computed by the separate operations on decoded values: operands are quantized and decoded again, and F32 products sum in
-//! their own order. Any one quantization may be skipped.
+//! The head loss computed by the separate operations on decoded values: operands are quantized and decoded again, and F32 GEMMs sum in
+//! their own order. Any single quantization may be skipped.
 
 use nibble_core::formats::Codec;
 use nibble_core::ops::{
@@ -8,7 +8,7 @@ use nibble_core::ops::{
 };
 use nibble_core::{DType, Groups, Kernels, Operand, Result, Tensor};
 
-/// [`HeadLoss`] without the quantization of this argument. An argument that quantizes nothing changes nothing.
+/// Computes [`HeadLoss`] without the quantization of this argument. If the argument has no quantization, the result does not change.
 pub(crate) fn head_by_parts<B: Kernels>(
     b: &B,
     op: HeadLoss<'_, B>,
@@ -60,7 +60,7 @@ impl<B: Kernels> Parts<'_, B> {
         Ok(Operand::Plain(values))
     }
 
-    /// The decoded values of the first rows only: column blocks are padded to whole blocks.
+    /// The decoded values of the first `rows` rows, because column blocks are padded to whole blocks.
     fn values_of(&self, x: &Operand<B>, rows: usize) -> Result<Operand<B>> {
         match self.values(x)? {
             Operand::Plain(x) if x.rows > rows => {
@@ -71,8 +71,8 @@ impl<B: Kernels> Parts<'_, B> {
         }
     }
 
-    /// The values that are multiplied along the rows, those multiplied down the columns, and the block counts.
-    #[allow(clippy::type_complexity)] // two operands, and counts where there are any
+    /// The values of row blocks, the values of column blocks, and the block counts.
+    #[allow(clippy::type_complexity)] // the type is two operands, and counts if something is quantized
     fn factors(
         &self,
         x: &Tensor<B>,

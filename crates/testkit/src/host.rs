@@ -1,5 +1,5 @@
-//! Quantized tensors computed on the host with the scalar codecs alone, so that operations that read them can be
-//! compared without relying on any backend's `quantize`.
+//! Quantized tensors computed on the host with the scalar codecs alone. So operations that read quantized tensors can be compared without
+//! any backend's `quantize`.
 
 use half::bf16;
 use nibble_core::formats::{
@@ -9,14 +9,14 @@ use nibble_core::formats::{
 use nibble_core::ops::Taken;
 use nibble_core::{Backend, BlockScaled, DType, Result, Tensor};
 
-/// A [`BlockScaled`] tensor on the host.
+/// A [`BlockScaled`] tensor in host memory.
 #[derive(Debug, Clone, PartialEq)]
 pub struct HostBlock {
     /// The format of the codes.
     pub format: Format,
-    /// The axis of blocks.
+    /// The axis of the blocks.
     pub axis: BlockAxis,
-    /// The rule that chose the scales.
+    /// The scale rule with which the scales were chosen.
     pub rule: ScaleRule,
     /// Rows of the logical matrix.
     pub rows: usize,
@@ -24,7 +24,7 @@ pub struct HostBlock {
     pub cols: usize,
     /// Number of stacked matrices.
     pub stack: usize,
-    /// Packed codes.
+    /// Packed codes of the tensor.
     pub codes: Vec<u8>,
     /// Scale records, row-major.
     pub scales: Vec<u8>,
@@ -33,7 +33,7 @@ pub struct HostBlock {
 }
 
 impl HostBlock {
-    /// Quantizes x `[rows, cols]`, one code at a time. `stack` matters for tiles only.
+    /// Quantizes x `[rows, cols]`, one code at a time. `stack` matters only for 2-D blocks.
     ///
     /// # Panics
     /// If the codec's rounding is random.
@@ -47,7 +47,7 @@ impl HostBlock {
     ) -> Self {
         assert_eq!(x.len(), rows * cols, "values of a {rows} × {cols} matrix");
         let (block, each) = (codec.format().spec().block, codec.format().record_len(axis));
-        // Blocks are `block` wide along the contiguous axis; tiles are equally high, other blocks one row high.
+        // Blocks are `block` wide along the contiguous axis. 2-D blocks have the same height; other blocks are one row high.
         let codec = match codec.scale_kind().has_tensor_scale() {
             true => codec.for_tensor(codec.tensor_amax(x.iter().copied())),
             false => codec,
@@ -101,11 +101,11 @@ impl HostBlock {
         }
     }
 
-    /// Random codes under random scales: conversions must handle them all. Scale bytes of a line lie around one exponent and spread
-    /// by up to 24 octaves; one in 31 is 0x00 and one in 37 is 0xFF (whose codes are 0, as every quantizer writes).
+    /// Random codes with random scales, all of which conversions must handle. Scale bytes of a row or column are near one exponent and
+    /// differ by up to 24. One scale byte in 31 is 0x00, and one in 37 is 0xFF (with codes of 0, as all quantizers write).
     ///
     /// # Panics
-    /// If blocks are tiles.
+    /// If blocks are 2-D.
     pub fn random(format: Format, axis: BlockAxis, rows: usize, cols: usize, stream: &Stream) -> Self {
         let (lines, width) = match axis {
             BlockAxis::Row => (rows, cols),
@@ -135,7 +135,7 @@ impl HostBlock {
         Self { format, axis, rule: ScaleRule::Rceil, rows, cols, stack: 1, codes, scales, tensor_scale: None }
     }
 
-    /// The same values under F32 scales, which are powers of two here.
+    /// The same values with F32 scales, which are powers of two here.
     pub fn with_f32_scales(mut self) -> Self {
         let powers = ScalePlane { kind: self.format.scale_kind(self.rule), bytes: &self.scales };
         if powers.kind == ScaleKind::E8M0 {
@@ -145,10 +145,10 @@ impl HostBlock {
         self
     }
 
-    /// Overwrites codes and scales of padding rows with NaN bytes (blocks along rows only).
+    /// Overwrites codes and scales of padding rows with NaN bytes (only for row blocks).
     ///
     /// # Panics
-    /// If blocks run along another axis.
+    /// If the tensor does not have row blocks.
     pub fn poison_pads(&mut self, is_valid: &[bool]) {
         assert_eq!(self.axis, BlockAxis::Row, "rows of a column plane are not contiguous");
         let poison = |valid: &bool| !valid;
@@ -162,7 +162,7 @@ impl HostBlock {
     /// Uploads the tensor.
     ///
     /// # Errors
-    /// The backend's error.
+    /// The error of the backend.
     pub fn upload<B: Backend>(&self, b: &B) -> Result<BlockScaled<B>> {
         Ok(BlockScaled {
             format: self.format,
@@ -181,7 +181,7 @@ impl HostBlock {
     }
 }
 
-/// Fills the lines (of equal length) whose flag `chosen` accepts.
+/// Writes `value` to the rows or columns (of equal length) whose flag `chosen` accepts.
 fn fill_lines<T: Copy>(values: &mut [T], flags: &[bool], chosen: impl Fn(&bool) -> bool, value: T) {
     let width = (values.len() / flags.len().max(1)).max(1);
     for (line, _) in values.chunks_mut(width).zip(flags).filter(|(_, flag)| chosen(flag)) {
@@ -189,7 +189,7 @@ fn fill_lines<T: Copy>(values: &mut [T], flags: &[bool], chosen: impl Fn(&bool) 
     }
 }
 
-/// Zeros the padding lines, which are not promised and so not compared.
+/// Writes zeros to the padding rows, whose values are not guaranteed and so not compared.
 pub(crate) fn zero_pads<T: Copy + Default>(values: &mut [T], is_valid: &[bool]) {
     fill_lines(values, is_valid, |valid| !valid, T::default());
 }
@@ -248,7 +248,7 @@ mod tests {
         assert_eq!(lengths(Format::Mxfp4, Col, 96, 5, 1), (240, 15));
     }
 
-    /// By hand: a 2 × 32 matrix of MXFP4; its second row is four times the first.
+    /// By hand: a 2 × 32 matrix in MXFP4, in which the second row is four times the first row.
     #[test]
     fn a_small_matrix_by_hand() {
         let codec = Codec::new(Format::Mxfp4, ScaleRule::Rceil, Rounding::NearestEven).unwrap();

@@ -1,38 +1,38 @@
-//! Reproducible values that are hard on number formats. Every value is a function of a stream and an index.
+//! Reproducible values that are difficult for number formats. Each value is a function of a stream and an index.
 
 use nibble_core::formats::philox::normal_from_bits;
 use nibble_core::formats::{Purpose, Stream, fnv1a32};
 
-/// A stream of test values, named after their purpose.
+/// A stream of test values; its name is their purpose.
 pub fn stream(name: &str) -> Stream {
     Stream::new(0x4E69_6262_6C65, Purpose::Data, fnv1a32(name), 0)
 }
 
-/// A kind of values.
+/// A kind of test values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Input {
-    /// Standard normal numbers.
+    /// Standard normal values.
     Normal,
     /// Cubes of normal numbers: most of them small, a few large.
     HeavyTailed,
-    /// Normal numbers; one in 97 is a thousand times larger.
+    /// Normal numbers, of which one in 97 is a thousand times larger.
     Outliers,
-    /// Zeros.
+    /// All zeros.
     Zeros,
-    /// Zeros of both signs; one value in three is another number.
+    /// Zeros of both signs, but every third value is another number.
     SignedZeros,
     /// Magnitudes below the smallest normal F32, and zeros.
     Subnormals,
-    /// Every exponent of F32, varying from block to block and within blocks.
+    /// All exponents of F32, which vary from block to block and within blocks.
     ExtremeExponents,
-    /// Normal numbers sprinkled with NaN and both infinities.
+    /// Normal numbers mixed with NaN and both infinities.
     NonFinite,
-    /// Integers of magnitude at most 4: exact in every format, and so are the partial sums of their products.
+    /// Integers of magnitude at most 4, which are exact in every format, as are the partial sums of their products.
     Integers,
 }
 
 impl Input {
-    /// Every kind.
+    /// All kinds of values.
     pub const ALL: [Input; 9] = [
         Input::Normal,
         Input::HeavyTailed,
@@ -56,7 +56,7 @@ impl Input {
 
     /// The first `len` values of a stream.
     pub fn values(self, stream: &Stream, len: usize) -> Vec<f32> {
-        // One block of random bits serves four elements.
+        // One Philox block of random bits serves four elements.
         let blocks = (0..len.div_ceil(4) as u64).flat_map(|q| stream.block(q));
         (0..len as u64).zip(blocks).map(|(i, bits)| self.of_bits(bits, stream, i)).collect()
     }
@@ -75,7 +75,7 @@ impl Input {
                 1 => -0.0,
                 _ => normal(),
             },
-            // The sign and a random part of the mantissa; one value in eight is zero.
+            // The value has a random sign and random mantissa bits; every eighth value is zero.
             Input::Subnormals if i % 8 == 5 => 0.0,
             Input::Subnormals => f32::from_bits(bits & 0x807F_FFFF & (u32::MAX >> (i % 20)) | bits & 1 << 31),
             Input::ExtremeExponents => {

@@ -6,13 +6,13 @@
 //! * [`input`]: reproducible values that are hard on number formats.
 //! * [`mod@assert`]: comparisons of outputs, bitwise or with a tolerance, with readable failures.
 //! * [`mod@conformance`]: compares every operation on two backends, one `#[test]` per operation.
-//! * [`mod@recorder`]: a backend that watches, records and replays another one, and injects faults.
+//! * [`mod@recorder`]: a backend that logs, records and replays the work of another backend, and injects faults.
 //! * [`mod@trial`]: checks that the conformance suite notices defects.
-//! * [`timing`]: paired timing.
+//! * [`timing`]: timing of two alternating pieces of code.
 //! * [`mod@testdata`]: golden vectors: where they are, and how to read them.
 //! * [`windows`]: which keys each query attends to, by brute force over all pairs.
 //!
-//! This crate is for tests: its functions panic with a report where a test has to fail.
+//! This crate is for tests: its functions panic with a report if a test fails.
 
 mod alone;
 pub mod assert;
@@ -40,7 +40,7 @@ pub use assert::{assert_agreement, assert_bits_equal, assert_copies_lines, asser
 pub use breadth::{Breadth, EXHAUSTIVE, pairs};
 pub use documents::Documents;
 pub use input::Input;
-#[doc(hidden)] // of `conformance!`
+#[doc(hidden)] // used by `conformance!`
 pub use nibble_core::for_each_op;
 pub use pair::{Cases, Pair};
 pub use random_elements::random_elements;

@@ -8,16 +8,17 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// In the daily suite, backends after the first run about one in this many cases: most are slow, and split rows like the first.
+/// In the daily suite, additional backends run about one in this many cases, because most of them are slow and split rows like the first
+/// backend.
 const SLOWER: usize = 5;
 
-/// The cases of one test, distributed among pairs that run the test concurrently: each case goes to the first free pair.
+/// The cases of one test, shared among pairs that run the test concurrently: the first free pair runs the next case.
 #[derive(Debug, Clone, Default)]
 pub struct Cases {
     next: Arc<AtomicUsize>,
 }
 
-/// A pair's share of [`Cases`]. A test creates the same cases in the same order on every pair, so an index identifies a case.
+/// One pair's view of shared [`Cases`]. A test creates the same cases in the same order on every pair, so an index identifies a case.
 #[derive(Debug)]
 struct Share {
     cases: Cases,
@@ -26,9 +27,9 @@ struct Share {
 }
 
 impl Share {
-    /// Whether the current case is this pair's.
+    /// Whether this pair runs the current case.
     fn takes(&self) -> bool {
-        // Nothing panics under the lock.
+        // No code panics while it holds the lock.
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let (seen, mine) = *state;
         let mine = mine.unwrap_or_else(|| self.cases.next.fetch_add(1, Ordering::Relaxed));
@@ -45,9 +46,9 @@ pub struct Pair<A, B> {
     pub a: A,
     /// The backend under test.
     pub b: B,
-    /// More backends under test: the specification runs once for all.
+    /// More backends under test; the specification runs once for all backends.
     more: Vec<B>,
-    /// Every operation must give the same bits, including products and attention (two code paths of one machine).
+    /// Whether all operations, including GEMMs and attention, must give the same bits (for two code paths of one machine).
     pub strict: bool,
     cases: Arc<AtomicUsize>,
     /// How much of its lists a test covers.
@@ -56,14 +57,14 @@ pub struct Pair<A, B> {
     one_of: usize,
     /// Number of cases seen, by kind.
     of_kind: Arc<Mutex<HashMap<&'static str, usize>>>,
-    /// This pair's share of the cases, if others run the test too.
+    /// This pair's share of the cases, if other pairs also run the test.
     share: Option<Arc<Share>>,
-    /// Replaces comparisons, if given.
+    /// The trial that replaces comparisons, if given.
     trial: Option<Arc<CaseTrial>>,
 }
 
 impl<A: Backend, B: Backend> Pair<A, B> {
-    /// Compares each operation at its own `AGREEMENT`.
+    /// A pair that compares each operation with the operation's own `AGREEMENT`.
     pub fn new(a: A, b: B) -> Self {
         Self {
             a,
@@ -79,12 +80,12 @@ impl<A: Backend, B: Backend> Pair<A, B> {
         }
     }
 
-    /// Requires the same bits everywhere.
+    /// A pair that requires the same bits in every operation.
     pub fn strict(a: A, b: B) -> Self {
         Self { strict: true, ..Self::new(a, b) }
     }
 
-    /// Adds a backend under test. In the daily suite it runs the first cases of each kind and about a fifth of the others.
+    /// Adds a backend under test. In the daily suite, the backend runs the first cases of each kind and about a fifth of the others.
     pub fn and(mut self, b: B) -> Self {
         self.more.push(b);
         self
@@ -95,7 +96,7 @@ impl<A: Backend, B: Backend> Pair<A, B> {
         Self { one_of: many, ..self }
     }
 
-    /// Covers whole lists or the daily part, whatever the environment says.
+    /// Covers whole lists or the daily part, independent of the environment variable.
     pub fn with_breadth(self, breadth: Breadth) -> Self {
         Self { breadth, ..self }
     }
@@ -105,20 +106,20 @@ impl<A: Backend, B: Backend> Pair<A, B> {
         self.breadth
     }
 
-    /// The pair for one run of a test, which takes its cases from `cases`.
+    /// A pair for one run of a test, which takes its cases from `cases`.
     pub fn sharing(&self, cases: &Cases) -> Self {
         let share = Share { cases: cases.clone(), state: Mutex::default() };
         Self { share: Some(Arc::new(share)), ..self.clone() }
     }
 
-    /// Whether the case is this pair's; counts it if so.
+    /// Whether this pair runs the next case; counts the case if it does.
     fn takes_case(&self) -> bool {
         let takes = self.share.as_ref().is_none_or(|share| share.takes());
         self.cases.fetch_add(usize::from(takes), Ordering::Relaxed);
         takes
     }
 
-    /// Instead of comparisons, tries each case with defects of the backend under test, one at a time.
+    /// A pair that makes no comparisons. The pair tries each case with the defects of the backend under test, one at a time.
     pub(crate) fn tried(a: A, b: B, trial: Arc<CaseTrial>) -> Self {
         Self { trial: Some(trial), ..Self::new(a, b) }
     }
@@ -141,7 +142,7 @@ impl<A: Backend, B: Backend> Pair<A, B> {
         self.cases.load(Ordering::Relaxed)
     }
 
-    /// Runs one case on the specification and the backends under test, and compares.
+    /// Runs one case on the specification and on the backends under test, and compares the results.
     ///
     /// # Panics
     /// With a report, if a backend refuses the case or the results do not agree.
@@ -166,7 +167,8 @@ impl<A: Backend, B: Backend> Pair<A, B> {
             let named = |what: &str| format!("{case:?}\n  {}, {what}", tested.name());
             b.require_agreement(owed, &a, &named(&format!("against {}", self.a.name())));
             if <C as Case<B>>::RAGGED {
-                // Not `a`: a specification with its own code is also tested as `b` of another pair.
+                // The padding of `a` is not poisoned here, because a specification with code of its own is also tested as `b` of another
+                // pair.
                 run(tested, case, Pads::Poison).require_agreement(
                     |_| Agreement::Bitwise,
                     &b,
@@ -176,10 +178,10 @@ impl<A: Backend, B: Backend> Pair<A, B> {
         }
     }
 
-    /// All backends must refuse the case with such an error.
+    /// Checks that all backends refuse the case with an error that `expected` accepts.
     ///
     /// # Panics
-    /// With a report, if one of them does not.
+    /// With a report, if a backend does not refuse it.
     #[track_caller]
     pub(crate) fn check_refused<C: Case<A> + Case<B>>(&self, case: &C, expected: impl Fn(&Error) -> bool) {
         if !self.takes_case() || self.trial.is_some() {
@@ -198,7 +200,7 @@ impl<A: Backend, B: Backend> Pair<A, B> {
 mod tests {
     use super::*;
 
-    /// Three pairs that take turns in any order; one of them stops within its second case.
+    /// Three pairs take cases in any order; one of them stops within its second case.
     #[test]
     fn each_case_is_one_pairs_and_one_that_stops_leaves_the_rest() {
         const CASES: usize = 20;

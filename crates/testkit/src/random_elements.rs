@@ -1,4 +1,5 @@
-//! Converts very many random elements on two backends, for what the selected cases of the conformance suite may miss.
+//! Converts a very large number of random elements on two backends, to find errors that the selected cases of the conformance suite may
+//! miss.
 
 use crate::case::{Case, Outputs, Pads};
 use crate::host::plain;
@@ -10,10 +11,10 @@ use nibble_core::{Agreement, DType, Error, Kernels, Result};
 use std::fmt;
 use std::sync::Arc;
 
-/// Rows and columns of the matrix converted at a time.
+/// Number of rows and columns of the matrix that is converted at a time.
 const SHAPE: (usize, usize) = (2048, 4096);
 
-/// One of the matrices. Reports print its number instead of its values.
+/// One of the random matrices. Reports print its number instead of its values.
 #[derive(Clone)]
 struct Matrix {
     number: u64,
@@ -26,7 +27,7 @@ impl fmt::Debug for Matrix {
     }
 }
 
-/// Quantizes a matrix by rows and by columns, and decodes both.
+/// Quantizes a matrix into row blocks and column blocks, and decodes both.
 #[derive(Debug)]
 struct There {
     codec: Codec,
@@ -56,11 +57,11 @@ impl<B: Kernels> Case<B> for There {
 }
 
 impl Matrix {
-    /// Exponents of the whole range, ties between codes, heavy tails, or NaN and infinities, by turns.
+    /// The values alternate between exponents of the whole range, ties between codes, heavy tails, and NaN and infinities.
     fn new(number: u64) -> Self {
         let stream = stream(&format!("random elements {number}"));
         let of = |input: Input| input.values(&stream, SHAPE.0 * SHAPE.1);
-        // Four bits of mantissa, of which formats have three or fewer: many values are halfway between two codes.
+        // Values have four mantissa bits and formats have at most three, so many values are halfway between two codes.
         let coarse = |x: f32| f32::from_bits(x.to_bits() & 0xFFF8_0000);
         let values = match number % 4 {
             0 => of(Input::ExtremeExponents),
@@ -72,11 +73,11 @@ impl Matrix {
     }
 }
 
-/// Quantizes at least this many random elements, F32 and BF16 by turns, along rows and down columns, in every block format, and decodes
-/// them, on both backends.
+/// Quantizes at least this many random elements, alternating between F32 and BF16, in row blocks and column blocks of every block format,
+/// and decodes them, on both backends.
 ///
 /// # Panics
-/// With a report, if the backends differ by a bit or one of them refuses.
+/// With a report, if the backends differ by a bit or if one of them refuses a conversion.
 pub fn random_elements<A: Kernels, B: Kernels>(pair: &Pair<A, B>, elements: u64) {
     let codecs: Vec<Codec> = Format::ALL
         .into_iter()

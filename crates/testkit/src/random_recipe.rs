@@ -1,4 +1,5 @@
-//! Random recipes with every format on any operand, in any combination. Most of them are inconsistent, and are refused when read.
+//! Random recipes with every format for any operand, in any combination. Most of these recipes are inconsistent, and the parser refuses
+//! them.
 
 use nibble_core::formats::hadamard::LENGTHS;
 use nibble_core::formats::{
@@ -21,18 +22,18 @@ pub struct Dice {
 }
 
 impl Dice {
-    /// The same seed gives the same choices.
+    /// Dice with this seed; the same seed gives the same choices.
     pub const fn new(seed: u64) -> Self {
         Self { stream: Stream::new(seed, Purpose::Data, 0, 0), drawn: 0 }
     }
 
-    /// A number below a bound.
+    /// A random number below a bound.
     pub fn below(&mut self, bound: usize) -> usize {
         self.drawn += 1;
         self.stream.u32_at(self.drawn) as usize % bound
     }
 
-    /// One of these choices.
+    /// A random element of `choices`.
     pub fn of<T: Copy>(&mut self, choices: &[T]) -> T {
         choices[self.below(choices.len())]
     }
@@ -42,7 +43,7 @@ impl Dice {
         self.below(bound) == 0
     }
 
-    /// A precision that may or may not be consistent with the others.
+    /// A random precision, which may be inconsistent with the others.
     fn precision(&mut self, site: Site, format: Format) -> String {
         let mut fields = vec![format!("format = \"{format}\"")];
         if format.is_block() {
@@ -67,7 +68,7 @@ impl Dice {
         format!("{{ {} }}", fields.join(", "))
     }
 
-    /// Scaling options of a format; some of them only one format accepts.
+    /// Random scaling options of a format, including options that only one format accepts.
     fn scale(&mut self, format: Format) -> Vec<String> {
         if format.may_be_delayed() && self.once_in(3) {
             return self.delayed();
@@ -75,7 +76,7 @@ impl Dice {
         let spec = format.spec();
         let rule = self.of(spec.rules);
         let mut fields = Vec::new();
-        // Whether or not the rule allows it.
+        // The option is added even if the rule does not allow it.
         if spec.has_candidates && self.once_in(3) {
             let all: Vec<&str> = Outer::ALL.iter().map(|outer| outer.name()).chain(["none"]).collect();
             fields.push(format!("outer = \"{}\"", self.of(&all)));
@@ -92,14 +93,14 @@ impl Dice {
         if self.once_in(if spec.has_candidates { 3 } else { 60 }) {
             fields.push(format!("candidates = \"{}\"", self.of(Candidates::ALL)));
         }
-        // Only transforms whose signs change with the step allow it.
+        // Only transforms whose signs change with the step allow this option.
         if self.once_in(if spec.has_correction { 6 } else { 60 }) {
             fields.push(format!("correction = \"{}\"", self.of(Correction::ALL)));
         }
         fields
     }
 
-    /// Delayed scaling.
+    /// Random keys of delayed scaling.
     fn delayed(&mut self) -> Vec<String> {
         let mut fields = vec!["scale = \"delayed\"".to_owned()];
         if self.once_in(3) {
@@ -120,7 +121,7 @@ impl Dice {
         self.of(&all)
     }
 
-    /// The value of a site of a layer kind.
+    /// A random value for a site of a layer kind.
     fn choice(&mut self, kind: LayerKind, site: Site) -> String {
         let unset = site.falls_back_on().map(Site::key).or((site == Site::SavedA).then_some("again"));
         let plain = [Format::F32, Format::Bf16];
@@ -137,7 +138,7 @@ impl Dice {
         if self.once_in(4) { "\"none\"".to_owned() } else { transform }
     }
 
-    /// Keys of a layer kind: one format for all products, then a few random changes.
+    /// Keys of a layer kind: one format for all GEMMs, followed by a few random changes.
     fn section(&mut self, kind: LayerKind) -> Keys {
         if self.once_in(5) {
             return self.converted(kind);
@@ -161,8 +162,9 @@ impl Dice {
         keys
     }
 
-    /// A site from which others derive, under any rule, and those sites in a format to which it converts, or unchanged. Independent random
-    /// keys would hit this once in thousands of recipes. Empty if the layer kind converts nothing.
+    /// A site from which other sites derive, with any rule, and those other sites, either unchanged or in a format to which the first site
+    /// can be converted. Independent random keys would give such a combination once in thousands of recipes. Empty if the layer kind has no
+    /// conversions.
     fn converted(&mut self, kind: LayerKind) -> Keys {
         let origins: Vec<Site> = kind.sites().filter(|site| !made_of(kind, *site).is_empty()).collect();
         let mut keys = Keys::new();
@@ -174,7 +176,7 @@ impl Dice {
         keys
     }
 
-    /// Adds a site of this format, and the sites that derive from it.
+    /// Adds a site in this format, and the sites that derive from it.
     fn convert(&mut self, kind: LayerKind, site: Site, now: (Format, ScaleRule), keys: &mut Keys) {
         keys.insert(site.key(), format!("{{ format = \"{}\", scale = \"{}\" }}", now.0, now.1));
         for made in made_of(kind, site) {
@@ -184,7 +186,7 @@ impl Dice {
             {
                 choices.push((to, converted_rule(now, (to, self.of(to.spec().rules)))));
             }
-            // Blocks with F32 scales cannot become columns.
+            // Row blocks with F32 scales cannot be converted to column blocks.
             choices.retain(|to| to.1 != ScaleRule::Amax || *to == now);
             match choices.is_empty() {
                 true => drop(keys.insert(made.key(), "{ format = \"bf16\" }".to_owned())),
@@ -196,7 +198,7 @@ impl Dice {
         }
     }
 
-    /// A recipe with some keys changed, or with one format in all products; and overrides for a model's layers.
+    /// A recipe with some keys changed, or with one format in all GEMMs, and with overrides for a model's layers.
     pub fn recipe(&mut self, layers: &[Layer]) -> String {
         let names: Vec<&str> = Recipe::all_names().collect();
         let mut text = "description = \"random\"\n".to_owned();
@@ -218,7 +220,7 @@ impl Dice {
         text
     }
 
-    /// An override for some of these layers, in a part of the run.
+    /// An override for some of these layers, for a part of the run.
     fn an_override(&mut self, layers: &[Layer], names: &[&str]) -> String {
         let layer = self.of(&layers.iter().collect::<Vec<_>>());
         let mut text = "[[override]]\n".to_owned();
@@ -268,7 +270,7 @@ impl Dice {
         text
     }
 
-    /// One format for all operands of all products. Both operands of wgrad may be transformed, in the syntax of older recipes.
+    /// One format for all operands of all GEMMs. Both operands of wgrad may be transformed, in the syntax of older recipes.
     fn products(&mut self, format: Format, kind: LayerKind) -> Keys {
         let is_transformed = format.is_block() && kind != LayerKind::Head && self.once_in(4);
         let rht = if is_transformed { ", rht = 64" } else { "" };
@@ -292,13 +294,13 @@ impl Dice {
     }
 }
 
-/// The sites of a layer kind that derive from this one, in the formats that it has.
+/// The sites of a layer kind that derive from this site, in the formats in which they exist.
 fn made_of(kind: LayerKind, site: Site) -> Vec<Site> {
     let section = Section::plain(DType::Bf16);
     kind.sites().filter(|made| section.origin(kind, *made).site() == Some(site)).collect()
 }
 
-/// Lines of a file: a header, then one line per key.
+/// The lines of a TOML table: a header, then one line per key.
 fn table(head: &str, before: &str, keys: Keys) -> String {
     let lines = keys.into_iter().map(|(key, value)| format!("{before}{key} = {value}\n"));
     let head = if head.is_empty() { String::new() } else { format!("{head}\n") };

@@ -1,5 +1,4 @@
-//! Sizes of real models, scaled down so that the scalar specification can run them, and uneven splits of rows among
-//! experts.
+//! Sizes of real models, scaled down so that the scalar specification can run them, and uneven distributions of rows over experts.
 
 use crate::input;
 use nibble_core::{Backend, Groups, Result, round_up};
@@ -15,7 +14,7 @@ pub struct MoeShape {
     pub f: usize,
     /// Number of experts.
     pub experts: usize,
-    /// Experts per token.
+    /// Number of selected experts per token.
     pub top_k: usize,
 }
 
@@ -30,16 +29,16 @@ impl MoeShape {
     pub const QWEN3_30B: MoeShape = MoeShape { name: "qwen3-30b", d: 2048, f: 768, experts: 128, top_k: 8 };
     /// Llama 4 Scout.
     pub const SCOUT: MoeShape = MoeShape { name: "llama4-scout", d: 5120, f: 8192, experts: 16, top_k: 1 };
-    /// Many small experts: the layer for which grouped GEMM figures are published, of no particular model.
+    /// A layer of many small experts, for which grouped GEMM figures are published. The layer belongs to no particular model.
     pub const EXPERTS_128: MoeShape =
         MoeShape { name: "128-experts", d: 4096, f: 1024, experts: 128, top_k: 8 };
 
     /// The shapes of real models.
     pub const ALL: [MoeShape; 4] = [Self::DEEPSEEK_V3, Self::DEEPSEEK_V2, Self::QWEN3_30B, Self::SCOUT];
 
-    /// Sizes divided by `divisor` and rounded up to MX blocks of 32; at most `max_experts` experts.
+    /// Sizes divided by `divisor` and rounded up to MX blocks of 32, with at most `max_experts` experts.
     ///
-    /// Divided by 16, the sizes of V2 (320 and 96) and Qwen3 (128 and 64) include ones that end within a 128-block.
+    /// Divided by 16, the sizes of V2 (320 and 96) and Qwen3 (128 and 64) include sizes that end within a block of 128.
     pub fn scaled(self, divisor: usize, max_experts: usize) -> Self {
         let shrink = |n: usize| round_up(n / divisor.max(1), 32);
         let experts = self.experts.min(max_experts);
@@ -47,31 +46,31 @@ impl MoeShape {
     }
 }
 
-/// Real sizes of models and of their experts' products, for a few rows each: several segments, strips and tiles of a
+/// Widths of real models and of their experts' GEMMs, for tests with few rows. These widths give several segments, strips and tiles of a
 /// kernel side by side.
 pub const WIDTHS: [usize; 4] = [7168, 5120, 4096, 2048];
 
-/// How rows are split among groups.
+/// How rows are distributed over groups.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Spread {
-    /// As evenly as possible.
+    /// Groups are as equal as possible.
     Balanced,
     /// Group g gets a share proportional to 1 / (g + 1).
     Zipf,
-    /// One group has all rows, except for one row in each other group.
+    /// One group has all rows, except for one row in every other group.
     OneTakesMost,
     /// Every second group, including the first, is empty.
     EmptyGroups,
     /// One row per group, regardless of the requested number.
     OneRowEach,
-    /// All rows in the last group.
+    /// All rows are in the last group.
     AllEmptyButOne,
-    /// No rows at all.
+    /// No group has any rows.
     AllEmpty,
 }
 
 impl Spread {
-    /// Every spread.
+    /// All spreads.
     pub const ALL: [Spread; 7] = [
         Spread::Balanced,
         Spread::Zipf,
@@ -82,7 +81,7 @@ impl Spread {
         Spread::AllEmpty,
     ];
 
-    /// Rows of each group. They sum to `rows`, except for [`Spread::OneRowEach`] and [`Spread::AllEmpty`].
+    /// Number of rows of each group. The lengths sum to `rows`, except for [`Spread::OneRowEach`] and [`Spread::AllEmpty`].
     pub fn lengths(self, groups: usize, rows: usize) -> Vec<usize> {
         let weights: Vec<f64> = (0..groups)
             .map(|g| match self {
@@ -103,7 +102,7 @@ impl Spread {
             }
             _ => {}
         }
-        // Shares are cut at the running total of the weights, so that no row is lost to rounding.
+        // Shares are computed from the running total of the weights, so that rounding loses no row.
         let total: f64 = weights.iter().sum();
         if total == 0.0 {
             return Spread::AllEmptyButOne.lengths(groups, rows);
@@ -122,24 +121,24 @@ impl Spread {
     }
 }
 
-/// Ragged rows on the host: the contents of a device's [`Groups`].
+/// Ragged rows in host memory: the contents of a device's [`Groups`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RaggedRows {
-    /// First row of each group, then the end of the last group's padding.
+    /// First row of each group, followed by the end of the last group's padding.
     pub start: Vec<i32>,
-    /// Valid rows of each group.
+    /// Number of valid rows of each group.
     pub len: Vec<i32>,
-    /// Token · k + slot of each row, −1 for padding.
+    /// The id (token · k + slot) of each row; −1 for padding.
     pub row_id: Vec<i32>,
-    /// Every start is a multiple of this.
+    /// The alignment: every start is a multiple of this number.
     pub align: usize,
     /// Number of rows in the buffers.
     pub capacity: usize,
 }
 
 impl RaggedRows {
-    /// Groups of these lengths, with the largest capacity that as many rows could need: there is padding within groups'
-    /// spans and past the last group.
+    /// Groups of these lengths, with the largest capacity that this number of rows could need. So there is padding between groups and after
+    /// the last group.
     pub fn new(lengths: &[usize], align: usize) -> Self {
         let rows: usize = lengths.iter().sum();
         let capacity = round_up(rows + lengths.len() * (align - 1), align);
@@ -148,7 +147,7 @@ impl RaggedRows {
         let mut end = 0;
         for (g, &len) in lengths.iter().enumerate() {
             for i in 0..len {
-                // Ascending within a group, different between groups, and not equal to the row's index.
+                // Ids ascend within a group, differ between groups, and do not equal the row's index.
                 row_id[end + i] = (i * lengths.len() + g) as i32 + 1000;
             }
             end += round_up(len, align);
@@ -162,7 +161,7 @@ impl RaggedRows {
         Self::new(&spread.lengths(groups, rows), align)
     }
 
-    /// Removes the padding past the last group.
+    /// Removes the padding after the last group.
     pub fn trim(&mut self) {
         self.capacity = self.start.last().map_or(0, |&end| end as usize);
         self.row_id.truncate(self.capacity);
@@ -174,12 +173,12 @@ impl RaggedRows {
         self.row_id.resize(self.capacity, -1);
     }
 
-    /// Number of groups.
+    /// Returns the number of groups.
     pub fn num_groups(&self) -> usize {
         self.len.len()
     }
 
-    /// For each row, whether it belongs to a group, that is, is not padding.
+    /// For each row, whether it belongs to a group (is not padding).
     pub fn is_valid(&self) -> Vec<bool> {
         let mut valid = vec![false; self.capacity];
         for (&start, &len) in self.start.iter().zip(&self.len) {
@@ -188,7 +187,7 @@ impl RaggedRows {
         valid
     }
 
-    /// Overwrites the padding rows of a matrix with `width` values per row.
+    /// Overwrites the padding rows of a matrix that has `width` values per row.
     pub fn fill_pads<T: Copy>(&self, values: &mut [T], width: usize, pad: T) {
         for (row, valid) in values.chunks_exact_mut(width.max(1)).zip(self.is_valid()) {
             if !valid {
@@ -200,7 +199,7 @@ impl RaggedRows {
     /// Uploads the groups.
     ///
     /// # Errors
-    /// The backend's error.
+    /// The error of the backend.
     pub fn upload<B: Backend>(&self, b: &B) -> Result<Groups<B>> {
         Ok(Groups {
             start: b.upload(&self.start)?,
@@ -214,12 +213,12 @@ impl RaggedRows {
     }
 }
 
-/// Experts of `tokens · top_k` slots, with slot counts by `spread`, in pseudo-random order; a token may
-/// have the same expert twice. The remaining slots are −1 (an expert of another rank).
+/// The experts of `tokens · top_k` slots, distributed by `spread`, in pseudo-random order; a token may have the same expert twice. The
+/// remaining slots are −1 (an expert of another rank).
 pub fn slots(spread: Spread, experts: usize, tokens: usize, top_k: usize) -> Vec<i32> {
     let total = tokens * top_k;
     let mut slots = Vec::with_capacity(total);
-    // About one in five slots belongs to another rank.
+    // About one of five slots belongs to another rank.
     for (e, len) in spread.lengths(experts, total - total / 5).into_iter().enumerate() {
         slots.extend(std::iter::repeat_n(e as i32, len));
     }

@@ -4,11 +4,11 @@ use half::bf16;
 use safetensors::{Dtype, SafeTensors};
 use std::path::{Path, PathBuf};
 
-/// The folder of real texts and of golden vectors of public implementations: `$NIBBLE_TESTDATA`, else `testdata/` at the root of the
-/// repository; `None` if it does not exist.
+/// The folder of real texts and of golden vectors from public implementations: `$NIBBLE_TESTDATA`, or `testdata/` at the root of the
+/// repository if the variable is not set. `None` if the folder does not exist.
 ///
 /// # Panics
-/// If the variable is set but names no folder: its tests were explicitly requested.
+/// If the variable is set but does not name a folder, because its tests were then explicitly requested.
 pub fn testdata() -> Option<PathBuf> {
     match std::env::var_os("NIBBLE_TESTDATA") {
         Some(path) => {
@@ -37,7 +37,7 @@ pub struct Vectors {
 
 impl Vectors {
     /// The golden vectors of this name, and the file's path: `vectors/NAME.safetensors` in [`testdata()`], produced by public
-    /// implementations. Without that folder, the repository's small ones, with a skip message.
+    /// implementations. Without that folder, the function opens the repository's small vectors and prints a skip message.
     ///
     /// # Panics
     /// If the folder lacks this file.
@@ -50,10 +50,10 @@ impl Vectors {
         (Self::read(&path), path)
     }
 
-    /// Any safetensors file.
+    /// Opens any safetensors file.
     ///
     /// # Panics
-    /// If it cannot be read or is not a safetensors file.
+    /// If the file cannot be read, or is not a safetensors file.
     pub fn read(path: &Path) -> Self {
         let name = path.display().to_string();
         let bytes = std::fs::read(path).unwrap_or_else(|e| panic!("{name}: {e}"));
@@ -98,7 +98,7 @@ impl Vectors {
     /// A tensor's shape.
     ///
     /// # Panics
-    /// If there is no tensor of this name; this holds for all functions below, which also panic if it has another type.
+    /// If no tensor has this name. The functions below also panic in this case, and if the tensor has another type.
     pub fn shape(&self, tensor: &str) -> Vec<usize> {
         self.with(tensor, |_, shape, _| shape.to_vec())
     }
@@ -109,17 +109,17 @@ impl Vectors {
         shape.try_into().unwrap_or_else(|s| panic!("{}: {tensor} is {s:?}, expected a matrix", self.name))
     }
 
-    /// Bytes of a tensor of unsigned or signed bytes.
+    /// The bytes of a tensor of unsigned or signed bytes.
     pub fn u8s(&self, tensor: &str) -> Vec<u8> {
         self.typed(tensor, &[Dtype::U8, Dtype::I8])
     }
 
-    /// BF16 values.
+    /// The values of a BF16 tensor.
     pub fn bf16s(&self, tensor: &str) -> Vec<bf16> {
         self.typed(tensor, &[Dtype::BF16])
     }
 
-    /// F32 values of a tensor of F32 or BF16 (widened).
+    /// The values of a tensor of F32 or BF16, as F32.
     pub fn f32s(&self, tensor: &str) -> Vec<f32> {
         match self.with(tensor, |dtype, _, _| dtype) {
             Dtype::BF16 => self.bf16s(tensor).into_iter().map(bf16::to_f32).collect(),

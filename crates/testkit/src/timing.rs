@@ -3,14 +3,14 @@
 use std::fmt;
 use std::time::Instant;
 
-/// Two pieces of code timed alternately.
+/// The times of two pieces of code that ran alternately.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Paired {
-    /// Median of A, microseconds.
+    /// Median time of A, in microseconds.
     pub a_us: f64,
-    /// Median of B, microseconds.
+    /// Median time of B, in microseconds.
     pub b_us: f64,
-    /// Median over rounds of (time of A / time of B) within a round: above 1, B is faster.
+    /// Median over rounds of (time of A / time of B). If the ratio is above 1, B is faster.
     pub ratio: f64,
     /// Half the interquartile range of these ratios, relative to their median.
     pub spread: f64,
@@ -23,7 +23,7 @@ impl fmt::Display for Paired {
     }
 }
 
-/// Runs A, B, A, B, … for this many rounds (at least one), after an uncounted warm-up round.
+/// Runs A, B, A, B, … for this many rounds (at least one), after a warm-up round that does not count.
 pub fn paired(rounds: usize, mut a: impl FnMut(), mut b: impl FnMut()) -> Paired {
     a();
     b();
@@ -38,7 +38,7 @@ fn time_us(f: &mut impl FnMut()) -> f64 {
 }
 
 fn summary(times: &[(f64, f64)]) -> Paired {
-    // A clock may not advance during a short call: the ratio is then 1.
+    // A clock may not advance during a short call; the ratio is then 1.
     let ratios = sorted(times.iter().map(|(a, b)| if *b > 0.0 { a / b } else { 1.0 }));
     let ratio = quantile(&ratios, 0.5);
     Paired {
@@ -55,7 +55,7 @@ fn sorted(values: impl Iterator<Item = f64>) -> Vec<f64> {
     values
 }
 
-/// Linear interpolation between neighbours.
+/// A quantile by linear interpolation between neighbours.
 fn quantile(sorted: &[f64], q: f64) -> f64 {
     let at = q * (sorted.len() - 1) as f64;
     let (low, high) = (sorted[at.floor() as usize], sorted[at.ceil() as usize]);
@@ -68,7 +68,7 @@ mod tests {
 
     #[test]
     fn medians_ratios_and_their_spread() {
-        // The third round was disturbed: both are slow, and the ratio is unchanged.
+        // The third round was disturbed: both times are longer, and the ratio is unchanged.
         let p = summary(&[(10.0, 5.0), (12.0, 6.0), (100.0, 50.0), (11.0, 5.0), (10.0, 5.0)]);
         assert_eq!((p.a_us, p.b_us, p.ratio, p.spread), (11.0, 5.0, 2.0, 0.0));
         let p = summary(&[(1.0, 1.0), (2.0, 1.0), (3.0, 1.0)]);

@@ -1,9 +1,10 @@
-//! A trial of the conformance suite: it must notice a backend that computes something wrong.
+//! A trial of the conformance suite: the suite must notice a backend that computes something wrong.
 //!
-//! [`missed`] runs an operation's conformance test on a backend and, case by case, on the same backend with one defect: in each tensor that
-//! the operation reads or writes, a tile is transposed, a row or column is shifted or a block is doubled; each internal quantization is
-//! skipped. For every form of a tensor in the test, some case must fail, both among the cases that require the same bits and among those of
-//! each relative error. If all cases require the same bits, they notice all of this by themselves ([`owes_an_error`]).
+//! [`missed`] runs an operation's conformance test on a backend and, case by case, on the same backend with one defect. In each tensor that
+//! the operation reads or writes, a tile is transposed, a row or column is shifted, or a block is doubled; each internal quantization is
+//! skipped. For every form of a tensor in the test, at least one case must fail. At least one case must fail separately among the cases
+//! that require the same bits and among the cases of each relative error. If all cases require the same bits, they notice all of these
+//! defects without a trial ([`owes_an_error`]).
 
 use crate::case_trial::CaseTrial;
 use crate::pair::Pair;
@@ -11,26 +12,26 @@ use crate::recorder::Recorder;
 use nibble_core::Backend;
 use std::sync::Arc;
 
-/// Whether some case of an operation's conformance test allows a relative error.
+/// Whether at least one case of an operation's conformance test allows a relative error.
 pub fn owes_an_error<A: Backend, B: Backend>(test: fn(&Pair<A, B>), a: &A, b: &B) -> bool {
     let trial = Arc::new(CaseTrial::default());
     test(&Pair::tried(a.clone(), b.clone(), trial.clone()));
     trial.owes_an_error()
 }
 
-/// The defects tried in an operation's conformance test, and those that no case noticed.
+/// The number of defects tried in an operation's conformance test, and the defects that no case noticed.
 #[derive(Debug)]
 pub struct Verdict {
-    /// Number of defects tried.
+    /// How many defects were tried.
     pub tried: usize,
     /// Defects that were not noticed.
     pub missed: Vec<String>,
 }
 
-/// Tries the conformance test of `op` on a backend with each of its defects.
+/// Tries the conformance test of `op` on a backend with each of the backend's defects.
 ///
 /// # Panics
-/// If the test fails without a defect.
+/// If the test fails on the backend without a defect.
 pub fn missed<A: Backend, B: Backend>(
     op: &'static str,
     test: fn(&Pair<A, Recorder<B>>),

@@ -1,31 +1,32 @@
-//! The contents of [`Windows`], by brute force over all pairs of a query and a key.
+//! The contents of [`Windows`], computed by brute force over all pairs of a query and a key.
 
 use nibble_core::ops::Windows;
 use nibble_core::{Backend, Result};
 
-/// What hides keys from queries.
+/// The documents, windows and chunks that hide keys from queries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Hiding {
-    /// Lengths of documents, repeated in order through all sequences. A document ends with its sequence. Empty: one document per sequence.
+    /// Lengths of documents, repeated in order through all sequences. A document ends with its sequence. If the list is empty, each
+    /// sequence is one document.
     pub documents: &'static [usize],
-    /// As in [`FindWindows`](nibble_core::ops::FindWindows).
+    /// The sliding window, as in [`FindWindows`](nibble_core::ops::FindWindows).
     pub window: Option<usize>,
-    /// As in [`FindWindows`](nibble_core::ops::FindWindows).
+    /// The chunk length, as in [`FindWindows`](nibble_core::ops::FindWindows).
     pub chunk: Option<usize>,
 }
 
 impl Hiding {
-    /// Documents only.
+    /// Hiding by documents only.
     pub const fn documents(documents: &'static [usize]) -> Self {
         Self { documents, window: None, chunk: None }
     }
 
-    /// A sliding window only.
+    /// Hiding by a sliding window only.
     pub const fn window(window: usize) -> Self {
         Self { documents: &[], window: Some(window), chunk: None }
     }
 
-    /// The number of each token's document. The numbers are not consecutive.
+    /// The number of each token's document. These numbers are not consecutive.
     pub fn numbers(&self, sequences: usize, seq_len: usize) -> Vec<i32> {
         let (mut numbers, mut number, mut left) = (Vec::new(), -7i32, 0);
         let mut lengths = self.documents.iter().cycle();
@@ -40,7 +41,7 @@ impl Hiding {
         numbers
     }
 
-    /// `first_key` and `end_query` of each token.
+    /// The values `first_key` and `end_query` of each token.
     pub fn lists(&self, sequences: usize, seq_len: usize) -> [Vec<i32>; 2] {
         let (mut first_key, mut end_query) = (Vec::new(), Vec::new());
         for document in self.numbers(sequences, seq_len).chunks(seq_len) {
@@ -61,10 +62,10 @@ impl Hiding {
         [first_key, end_query]
     }
 
-    /// The lists, uploaded.
+    /// Uploads the lists of `first_key` and `end_query`.
     ///
     /// # Errors
-    /// The backend's error.
+    /// The error of the backend.
     pub fn upload<B: Backend>(&self, b: &B, sequences: usize, seq_len: usize) -> Result<Windows<B>> {
         let [first_key, end_query] = self.lists(sequences, seq_len);
         Ok(Windows { first_key: b.upload(&first_key)?, end_query: b.upload(&end_query)? })

@@ -19,15 +19,15 @@ use sums::{Errors, TOP_KS};
 use timed::TimedArgs;
 use traffic::Traffic;
 
-/// Columns of a token's row.
+/// Number of columns of a token's row.
 const COLS: usize = 7168;
-/// Experts of the layer.
+/// Number of experts of the layer.
 const EXPERTS: usize = 256;
-/// Experts per token.
+/// Number of selected experts per token.
 const TOP_K: usize = 8;
 /// Numbers of ranks that divide the experts.
 const RANKS: [usize; 3] = [2, 4, 8];
-/// Tokens of all ranks, whose experts are sampled.
+/// Number of tokens of all ranks, for which experts are sampled.
 const TOKENS: usize = 8192;
 
 /// The expert all-to-all: bytes per token, and rounding errors of combine; with --ranks, its time.
@@ -58,26 +58,26 @@ pub struct Args {
 }
 
 impl Args {
-    /// The files that it reads.
+    /// The files that the benchmark reads.
     pub(crate) fn inputs(&self) -> Vec<PathBuf> {
         let path = self.recipe.ends_with(".toml").then(|| PathBuf::from(&self.recipe));
         path.into_iter().collect()
     }
 }
 
-/// Row formats of each direction.
+/// Row formats for each direction of the exchange.
 #[derive(Debug, Clone, Copy)]
 struct Rows {
-    /// Dispatched rows, forward and backward.
+    /// Formats of dispatched rows in the forward and the backward pass.
     dispatch: [RowKind; 2],
-    /// Combined rows, forward and backward.
+    /// Formats of combined rows in the forward and the backward pass.
     combine: [RowKind; 2],
-    /// Combined rows of the tree, which only sums plain rows.
+    /// Format of combined rows for the tree, which sums only plain rows.
     tree: RowKind,
 }
 
 impl Rows {
-    /// The formats of a recipe, without its overrides.
+    /// The row formats of a recipe, without its overrides.
     fn of(recipe: &Recipe) -> Self {
         let section = recipe.of(LayerKind::Expert);
         let kind = |format, rule| RowKind { format, rule, cols: COLS };

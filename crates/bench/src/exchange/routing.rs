@@ -2,20 +2,20 @@
 
 use nibble_formats::{Purpose, Stream};
 
-/// Probabilities of experts.
+/// How the probabilities of experts are distributed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Routing {
-    /// Equal probabilities.
+    /// All experts have equal probabilities.
     Balanced,
     /// Expert e has weight 1 / (e + 1), so rank 0 has the busiest experts.
     Zipf,
 }
 
 impl Routing {
-    /// Every one.
+    /// All distributions.
     pub const ALL: [Self; 2] = [Self::Balanced, Self::Zipf];
 
-    /// Its name in tables and files.
+    /// The name in tables and files.
     pub fn name(self) -> &'static str {
         match self {
             Self::Balanced => "balanced",
@@ -30,7 +30,7 @@ impl Routing {
         }
     }
 
-    /// The experts of each (token, slot): `[tokens · top_k]`. No token has an expert twice.
+    /// The experts of each (token, slot): `[tokens · top_k]`. A token's experts are distinct.
     ///
     /// # Panics
     /// If there are fewer experts than `top_k`.
@@ -47,7 +47,7 @@ impl Routing {
                     at -= weight;
                     at < 0.0
                 };
-                // Rounding may leave a remainder beyond the last expert.
+                // Rounding may leave a remainder after the last expert.
                 let last = || left.iter().rposition(|weight| *weight > 0.0).unwrap_or(0);
                 let expert = left.iter().position(passed).unwrap_or_else(last);
                 left[expert] = 0.0;
@@ -72,7 +72,7 @@ mod tests {
                 sorted.dedup();
                 assert_eq!(sorted.len(), 4, "{experts:?}");
             }
-            // The first draw of each token is by weight alone.
+            // The first sample of each token depends on the weights alone.
             let all: f64 = (0..16).map(|expert| routing.weight(expert)).sum();
             for expert in 0..16 {
                 let times = drawn.iter().step_by(4).filter(|e| **e == expert as i32).count() as f64;

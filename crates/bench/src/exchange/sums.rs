@@ -1,4 +1,4 @@
-//! The errors of both ways to sum a token's rows.
+//! The errors of both methods of summing a token's rows.
 
 use super::routing::Routing;
 use super::{COLS, EXPERTS};
@@ -9,9 +9,9 @@ use nibble_cpu::Cpu;
 use nibble_formats::{Purpose, Stream};
 use serde_json::{Value, json};
 
-/// Rows per token.
+/// Numbers of rows per token that are measured.
 pub const TOP_KS: [usize; 3] = [2, 4, 8];
-/// Tokens whose rows are summed.
+/// Number of tokens whose rows are summed.
 const TOKENS: usize = 32;
 
 /// Relative L2 errors of BF16 sums, against F64 sums of the same rows.
@@ -23,7 +23,7 @@ pub struct Errors {
 }
 
 impl Errors {
-    /// Errors for rows of normal numbers with sampled experts.
+    /// Measures the errors for rows of normal numbers with sampled experts.
     pub fn of(b: &Cpu, top_k: usize) -> Result<Self> {
         let slots = TOKENS * top_k;
         let stream = Stream::new(1, Purpose::Init, top_k as u32, 0);
@@ -38,12 +38,12 @@ impl Errors {
         Ok(Self { top_k, slots: error(in_order)?, tree: error(up_a_tree)? })
     }
 
-    /// The tree's error over that of slots.
+    /// The error of the tree divided by the error of the sum over slots.
     pub fn ratio(&self) -> f64 {
         self.tree / self.slots
     }
 
-    /// For a program to read.
+    /// The errors as JSON.
     pub fn figures(&self) -> Value {
         json!({ "top_k": self.top_k, "slots": self.slots, "tree": self.tree, "tree_by_slots": self.ratio() })
     }
@@ -60,13 +60,13 @@ fn exact_sums(rows: &[f32], top_k: usize) -> Vec<f64> {
     sums
 }
 
-/// Norm of the difference over norm of the exact values.
+/// Norm of the difference divided by the norm of the exact values.
 fn relative(values: &[f32], exact: &[f64]) -> f64 {
     let wrong: f64 = values.iter().zip(exact).map(|(v, e)| (f64::from(*v) - e).powi(2)).sum();
     (wrong / exact.iter().map(|e| e * e).sum::<f64>()).sqrt()
 }
 
-/// Prints the table.
+/// Prints the errors as a table.
 pub fn table(all: &[Errors]) {
     say!("");
     say!("relative L2 error of sums of normal BF16 rows, against F64; {TOKENS} tokens of {COLS} columns");
@@ -86,11 +86,11 @@ mod tests {
         let cpu = Cpu::new(1).unwrap();
         let errors = TOP_KS.map(|top_k| Errors::of(&cpu, top_k).unwrap());
         for error in errors {
-            // One rounding to eight bits: at most half of 2^-8 of a value, and not far less than that.
+            // A single rounding to eight bits has an error of at most half of 2^-8 of a value, and usually not much less.
             assert!(error.slots < 2f64.powi(-9) && error.slots > 2f64.powi(-11), "{error:?}");
             assert!(error.slots <= error.tree && error.tree < 3.0 * error.slots, "{error:?}");
         }
-        // Two rows are added once, either way.
+        // Both methods add two rows with a single addition.
         assert_eq!(errors[0].slots, errors[0].tree);
         assert!(errors[1].ratio() > 1.0 && errors[2].ratio() > errors[1].ratio(), "{errors:?}");
     }

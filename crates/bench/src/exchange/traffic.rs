@@ -1,4 +1,4 @@
-//! Bytes per token by leg, for both ways to combine.
+//! Bytes per token for each leg of the exchange, for both methods of combine.
 
 use super::routing::Routing;
 use super::{EXPERTS, RANKS, Rows, TOKENS, TOP_K};
@@ -6,18 +6,18 @@ use nibble_command::say;
 use nibble_train::moe::{Combine, ExchangeBytes, SlotCounts};
 use serde_json::{Value, json};
 
-/// Traffic of a sampled routing on some ranks.
+/// Traffic of a sampled routing on a number of ranks.
 #[derive(Debug, Clone, Copy)]
 pub struct Traffic {
     routing: Routing,
     ranks: usize,
     /// All traffic.
     all: Sent,
-    /// Traffic without what ranks send to themselves.
+    /// All traffic except what ranks send to themselves.
     leaving: Sent,
 }
 
-/// Slots of all ranks, and bytes of both ways to combine.
+/// Number of slots of all ranks, and the bytes of both methods of combine.
 #[derive(Debug, Clone, Copy)]
 struct Sent {
     counts: SlotCounts,
@@ -32,7 +32,7 @@ impl Sent {
         Self { counts, slots, tree }
     }
 
-    /// Ratio slots : tree, of the combine legs and of all legs.
+    /// The ratio of slots to tree, for the combine legs and for all legs.
     fn ratios(&self) -> [f64; 2] {
         let of = |bytes: fn(&ExchangeBytes) -> usize| bytes(&self.slots) as f64 / bytes(&self.tree) as f64;
         [of(combined), of(ExchangeBytes::total)]
@@ -59,7 +59,7 @@ fn combined(bytes: &ExchangeBytes) -> usize {
     bytes.combine + bytes.combine_backward
 }
 
-/// Share of the combine legs in all bytes.
+/// The fraction of the combine legs in all bytes.
 fn share(bytes: &ExchangeBytes) -> f64 {
     combined(bytes) as f64 / bytes.total() as f64
 }
@@ -69,7 +69,7 @@ fn a_token(n: usize) -> f64 {
 }
 
 impl Traffic {
-    /// The traffic of every routing on every number of ranks.
+    /// The traffic of all routings on all numbers of ranks.
     pub fn each(rows: Rows) -> Vec<Self> {
         let of = |routing: Routing| {
             let experts = routing.draw(TOKENS, TOP_K, EXPERTS);
@@ -78,7 +78,7 @@ impl Traffic {
         Routing::ALL.into_iter().flat_map(of).collect()
     }
 
-    /// The traffic for the experts of each (token, slot); ranks have equal, contiguous shares of experts and tokens.
+    /// The traffic for these experts of each (token, slot); every rank has an equal, contiguous share of experts and tokens.
     fn of(routing: Routing, experts: &[i32], ranks: usize, rows: Rows) -> Self {
         let experts_each = EXPERTS / ranks;
         let mut leaving = SlotCounts { top_k: TOP_K, ..SlotCounts::default() };
@@ -91,7 +91,7 @@ impl Traffic {
         Self { routing, ranks, all: Sent::new(all, rows), leaving: Sent::new(leaving, rows) }
     }
 
-    /// Prints it.
+    /// Prints the traffic as a table.
     pub fn table(&self) {
         let Self { routing, ranks, all, leaving } = self;
         let on = a_token(all.counts.tokens);
@@ -116,7 +116,7 @@ impl Traffic {
         say!("{:<22}{shares}", "combine of total");
     }
 
-    /// For a program to read.
+    /// The traffic as JSON.
     pub fn figures(&self) -> Value {
         json!({
             "routing": self.routing.name(), "ranks": self.ranks,
@@ -134,8 +134,8 @@ mod tests {
         Traffic::each(Rows::of(&Recipe::builtin(recipe).unwrap()))
     }
 
-    /// Ranks that have one of a token's experts, which are drawn without replacement. A rank has none where
-    /// all of them are among the others' experts.
+    /// Expected number of ranks that have at least one of a token's experts. Experts are sampled without replacement. A rank has none if
+    /// all experts of the token are among the other ranks' experts.
     fn expected_ranks(ranks: usize) -> f64 {
         let others = EXPERTS - EXPERTS / ranks;
         let missed: f64 = (0..TOP_K).map(|i| (others - i) as f64 / (EXPERTS - i) as f64).product();
@@ -156,7 +156,7 @@ mod tests {
                 let of = |name: &str| figures[name].as_f64().unwrap();
                 let legs = figures.keys().filter(|name| !["total", "combine_share"].contains(&name.as_str()));
                 assert_eq!(legs.clone().count(), 6);
-                // Numbers of bytes by a power of two, whose sums are exact.
+                // The byte counts are divided by a power of two, so that their sums are exact.
                 assert_eq!(legs.map(|leg| of(leg)).sum::<f64>(), of("total"));
                 let both = of("combine, forward") + of("combine, backward");
                 assert_eq!(both / of("total"), of("combine_share"));
@@ -174,7 +174,7 @@ mod tests {
             let others = (ranks - 1) as f64 / ranks as f64;
             near(a_token(traffic.leaving.counts.tokens), want * others);
             near(a_token(traffic.leaving.counts.slots), TOP_K as f64 * others);
-            // Bytes of rows by hand: codes, then a scale for each 32 values, or for each 128.
+            // The bytes of rows are computed by hand: codes, then a scale per 32 values or per 128 values.
             let (fp4, e4m3, bf16) = (7168 / 2 + 224, 7168 + 56, 2 * 7168);
             let record = 4 + 8 * TOP_K;
             for sent in [traffic.all, traffic.leaving] {

@@ -1,4 +1,4 @@
-//! The sizes from which each recipe's experts are faster than BF16's.
+//! The sizes from which the experts of each recipe are faster than those of BF16.
 
 use super::super::gpu::Bench;
 use super::layer::{Layer, LayerShape};
@@ -10,7 +10,7 @@ use nibble_core::{Recipe, Result as CoreResult};
 use nibble_testkit::shapes::MoeShape;
 use serde_json::{Value, json};
 
-/// Hidden × intermediate: DeepSeek-V3, -V2, the 128-expert layer, Qwen3-30B.
+/// Hidden × intermediate sizes of DeepSeek-V3, DeepSeek-V2, the 128-expert layer and Qwen3-30B.
 const WIDTHS: [(usize, usize); 4] = [
     widths(MoeShape::DEEPSEEK_V3),
     widths(MoeShape::DEEPSEEK_V2),
@@ -66,7 +66,7 @@ fn faster_from(speeds: &[f64]) -> String {
     }
 }
 
-/// Milliseconds of bursts at each number of rows.
+/// Milliseconds of bursts of calls at each number of rows.
 fn times(bench: &Bench, recipe: &str, hidden: usize, inner: usize) -> CoreResult<Vec<f64>> {
     let recipe = Recipe::builtin(recipe)?;
     let at = |rows| {

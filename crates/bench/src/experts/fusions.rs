@@ -1,5 +1,5 @@
-//! What each fused conversion of the MXFP4 recipe's expert layer saves: the fused kernel against the equivalent sequence of
-//! separate kernels, at the first shape's sizes.
+//! The time that each fused conversion of the MXFP4 recipe's expert layer saves. The benchmark compares the fused kernel with the
+//! equivalent sequence of separate kernels, at the first shape's sizes.
 
 use super::super::gpu::Bench;
 use super::super::kernels::cases::kernels;
@@ -25,14 +25,14 @@ dgrad.dy = { format = "e4m3", scale = "rceil" }
 wgrad.dy = { format = "e4m3", scale = "rceil" }
 "#;
 
-/// The width of a part: that of the layer's input, or that inside the experts.
+/// The width of a part: the width of the layer's input, or the width inside the experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Width {
     Hidden,
     Inner,
 }
 
-/// A part: its benefit in words, its kernel's name in `bench kernels`, and its width.
+/// A part: its benefit in words, the name of its kernel in `bench kernels`, and its width.
 const PARTS: [(&str, &str, Width); 6] = [
     ("x's rows lifted, not quantized twice", "MXFP4 → E4M3 rows (lift)", Width::Hidden),
     ("x's columns lifted, not quantized twice", "MXFP4 → E4M3 columns (lift)", Width::Hidden),
@@ -82,14 +82,14 @@ fn late() -> CoreResult<Recipe> {
     Recipe::parse("mxfp4-hopper, BF16 dispatch", LATE)
 }
 
-/// Burst milliseconds of a whole layer.
+/// Milliseconds of a whole layer in bursts.
 fn layer_ms(bench: &Bench, shape: super::LayerShape, recipe: CoreResult<Recipe>) -> CoreResult<f64> {
     let recipe = recipe?;
     let mut layer = Layer::new(&bench.cuda, &recipe, shape, false)?;
     Ok(f64::from(bench.stopwatch.burst_ms(|| layer.step())?))
 }
 
-/// Microseconds fused and separate, and the separate kernels in words.
+/// Microseconds of the fused and of the separate kernels, and the separate kernels in words.
 fn times(bench: &Bench, name: &str, width: Width) -> CoreResult<(f64, f64, &'static str)> {
     let shape = SHAPES[0];
     let cols = if width == Width::Hidden { shape.hidden } else { shape.inner };

@@ -22,21 +22,21 @@ const EXPERTS: &str = "mlp.experts";
 pub struct LayerShape {
     pub name: &'static str,
     pub experts: usize,
-    /// Experts per token; 0 = the experts alone, on sorted rows.
+    /// Number of selected experts per token; 0 stands for the experts alone, on sorted rows.
     pub top_k: usize,
-    /// Tokens, or rows if there is no router.
+    /// Number of tokens, or of rows if there is no router.
     pub tokens: usize,
     pub hidden: usize,
     pub inner: usize,
 }
 
 impl LayerShape {
-    /// Rows of the experts' products.
+    /// Number of rows of the experts' GEMMs.
     pub fn rows(&self) -> usize {
         self.tokens * self.top_k.max(1)
     }
 
-    /// Flops of the products, forward and backward, without the router.
+    /// Flops of the GEMMs, forward and backward, without the router.
     pub fn flop(&self) -> f64 {
         18.0 * self.rows() as f64 * self.hidden as f64 * self.inner as f64
     }
@@ -57,13 +57,13 @@ impl LayerShape {
 /// Bytes that a forward pass saves for the backward pass.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Kept {
-    /// By the ledger: every saved buffer, including the caller's.
+    /// Bytes listed in the ledger: all saved buffers, including the caller's.
     pub listed: usize,
-    /// By the allocator: live bytes added by the forward pass, without its output.
+    /// Bytes counted by the allocator: live bytes that the forward pass adds, without its output.
     pub live: usize,
 }
 
-/// The experts alone, or a whole layer.
+/// The experts alone, or a whole MoE layer.
 enum Timed<B: Kernels> {
     Experts {
         experts: Box<Experts<B>>,
@@ -79,17 +79,16 @@ enum Timed<B: Kernels> {
     },
 }
 
-/// A layer under a recipe.
+/// A layer with a recipe.
 pub struct Layer<'a, B: Kernels> {
     cx: Cx<'a, B>,
     timed: Timed<B>,
 }
 
 impl<'a, B: Kernels> Layer<'a, B> {
-    /// A layer with random weights and their per-step copies. `remake_x`: a whole layer's rows are recomputed in the
-    /// backward pass.
+    /// A layer with random weights and their per-step copies. With `remake_x`, the backward pass recomputes the rows of a whole layer.
     pub fn new(b: &'a B, recipe: &'a Recipe, shape: LayerShape, remake_x: bool) -> Result<Self> {
-        // The default number of shards of a run.
+        // Four is the default number of shards of a run.
         let shards = Shards::new(b, 4, shape.tokens / 4, 0)?;
         let cx =
             Cx { training: true, seed: 3, ..Cx::inference(b, Mesh::new(&SoloComm), recipe, shards, 0.0) };
@@ -112,7 +111,7 @@ impl<'a, B: Kernels> Layer<'a, B> {
         Ok(Self { cx, timed })
     }
 
-    /// A forward and a backward pass, which overwrites the gradients.
+    /// Runs a forward and a backward pass, which overwrites the gradients.
     pub fn step(&mut self) -> Result<()> {
         self.cx.counted.borrow_mut().truncate(0);
         let cx = &self.cx;
@@ -163,10 +162,10 @@ impl<'a, B: Kernels> Layer<'a, B> {
     }
 }
 
-/// A routing of one expert per row: uneven groups, in order.
+/// A routing with one expert per row: uneven groups, in order.
 fn uneven<B: Backend>(b: &B, shape: LayerShape) -> Result<Routing<B>> {
     let load = match shape.tokens / shape.experts {
-        // Multiples of 128 would leave most experts without rows.
+        // With multiples of 128, most experts would get no rows.
         0..128 => Load::Odd(shape.experts),
         _ => Load::Uneven(shape.experts),
     };
@@ -176,7 +175,7 @@ fn uneven<B: Backend>(b: &B, shape: LayerShape) -> Result<Routing<B>> {
     chosen(b, &expert, &weight)
 }
 
-/// A routing of these experts and weights, one per slot, without the inputs of the router's losses.
+/// A routing with these experts and gate weights, one per slot, without the inputs of the router's losses.
 pub fn chosen<B: Backend>(b: &B, expert: &[i32], weight: &[f32]) -> Result<Routing<B>> {
     Ok(Routing {
         expert: b.upload(expert)?,
@@ -188,7 +187,7 @@ pub fn chosen<B: Backend>(b: &B, expert: &[i32], weight: &[f32]) -> Result<Routi
     })
 }
 
-/// Sorted BF16 rows in the format in which the recipe would dispatch them; quantized here, as nothing is dispatched.
+/// Sorted BF16 rows in the format in which the recipe would dispatch them. The rows are quantized here, because there is no dispatch.
 fn arrived<B: Kernels>(
     cx: &Cx<'_, B>,
     (tensor, to): (&'static str, &Precision),
@@ -245,7 +244,7 @@ mod tests {
                     shape.name
                 );
                 assert!(listed > 0 && live > 0, "{}: {listed}, {live}", recipe.name);
-                // The rows of an unquantized recipe are the caller's.
+                // The caller owns the rows of an unquantized recipe.
                 assert!(live <= listed, "{}, {}: {live} of {listed}", recipe.name, shape.name);
             }
         }

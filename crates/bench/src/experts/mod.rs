@@ -1,5 +1,5 @@
-//! `nibble bench experts`: the expert layer, forward and backward, under each recipe: time by operation, saved activations,
-//! the benefit of each fused conversion, and the sizes from which a recipe is faster than BF16.
+//! `nibble bench experts`: the expert layer, forward and backward, with each recipe. The benchmark measures the time by operation, the
+//! saved activations, the benefit of each fused conversion, and the sizes from which a recipe is faster than BF16.
 
 mod break_even;
 mod fusions;
@@ -20,9 +20,9 @@ use serde_json::{Value, json};
 
 /// The recipes; the first is the baseline.
 pub const RECIPES: [&str; 4] = ["bf16", "fp8-block", "fp8-flow", MXFP4];
-/// The recipe whose fusions are measured.
+/// The recipe whose fused conversions are measured.
 const MXFP4: &str = "mxfp4-hopper";
-/// The same recipe, with a whole layer's rows recomputed in the backward pass instead of saved.
+/// The MXFP4 recipe, with the rows of a whole layer recomputed in the backward pass instead of saved.
 const REMADE: &str = "mxfp4-remade";
 
 const V3: MoeShape = MoeShape::DEEPSEEK_V3;
@@ -65,25 +65,25 @@ pub const SHAPES: [LayerShape; 4] = [
     },
 ];
 
-/// Passes that are profiled by operation.
+/// Number of passes that are profiled by operation.
 const PROFILES: usize = 7;
 
-/// One layer under one recipe.
+/// One layer with one recipe.
 #[derive(Debug, Clone)]
 pub struct Measured {
     pub shape: LayerShape,
     pub recipe: &'static str,
-    /// The figures, or why there are none.
+    /// The figures, or the reason why there are none.
     pub figures: Result<Figures, String>,
 }
 
-/// Milliseconds and bytes.
+/// Times in milliseconds, and bytes.
 #[derive(Debug, Clone)]
 pub struct Figures {
     pub burst_ms: f64,
-    /// `None` under `--quick`.
+    /// The sustained time; `None` with `--quick`.
     pub sustained: Option<Sustained>,
-    /// Sustained time of the recorded graph.
+    /// Sustained time of the recorded CUDA graph.
     pub graph: Option<Sustained>,
     pub kept: Kept,
     /// Milliseconds by operation, summed over its calls.
@@ -91,7 +91,7 @@ pub struct Figures {
 }
 
 impl Figures {
-    /// The sustained time if there is one, otherwise the burst.
+    /// The sustained time if it was measured, otherwise the burst time.
     pub fn ms(&self) -> f64 {
         self.sustained.map_or(self.burst_ms, |s| f64::from(s.median_ms))
     }
@@ -144,7 +144,7 @@ pub fn run(&Args { quick, ref only }: &Args) -> Result<Value> {
     Ok(figures)
 }
 
-/// Every shape under every recipe.
+/// All pairs of a shape and a recipe.
 fn pairs() -> Vec<(LayerShape, &'static str)> {
     let of = |shape: LayerShape| {
         let remade = (shape.top_k > 0).then_some(REMADE);
@@ -165,11 +165,11 @@ fn measured(bench: &Bench, shape: LayerShape, recipe: &str, quick: bool) -> Core
     let sustained = if quick { None } else { Some(bench.stopwatch.sustained(|| layer.step())?) };
     let mut runs = Vec::new();
     for _ in 0..PROFILES {
-        // Issued ahead, so that the device lags behind the host.
+        // These steps are issued ahead, so that the device lags behind the host.
         layer.step()?;
         runs.push(bench.cuda.profiled(|| layer.step())?.1);
     }
-    // A pass that cannot be recorded is still timed without a graph.
+    // A pass that cannot be recorded is still timed, without a graph.
     let graph = match quick {
         true => None,
         false => as_graph(bench, &mut layer)
@@ -179,7 +179,7 @@ fn measured(bench: &Bench, shape: LayerShape, recipe: &str, quick: bool) -> Core
     Ok(Figures { burst_ms, sustained, graph, kept, ops: by_op(&runs) })
 }
 
-/// Both passes recorded as one graph, which shows the cost of issuing from the host.
+/// Times both passes recorded as one graph; the difference shows the cost of issuing from the host.
 fn as_graph(bench: &Bench, layer: &mut Layer<'_, Cuda>) -> CoreResult<Sustained> {
     let cuda = &bench.cuda;
     let arena = cuda.arena("expert layer")?;
@@ -187,7 +187,7 @@ fn as_graph(bench: &Bench, layer: &mut Layer<'_, Cuda>) -> CoreResult<Sustained>
     bench.stopwatch.sustained(|| cuda.replay(&recording))
 }
 
-/// Medians of each call's times, summed by operation, in the order of first calls.
+/// Medians of each call's times, summed by operation, in the order of the first calls.
 pub fn by_op(runs: &[Vec<OpTime>]) -> Vec<(&'static str, f64)> {
     let mut sums: Vec<(&'static str, f64)> = Vec::new();
     for (i, first) in runs.first().into_iter().flatten().enumerate() {

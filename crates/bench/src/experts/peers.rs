@@ -1,5 +1,5 @@
-//! Times of other projects' expert layers, forward and backward, measured on [`MEASURED`](crate::peers::MEASURED) by the
-//! same rules; the faster of two runs.
+//! Times of other projects' expert layers, forward and backward, measured on [`MEASURED`](crate::peers::MEASURED) with the same rules. Each
+//! time is that of the faster of two runs.
 
 use crate::peers::Who;
 
@@ -7,12 +7,12 @@ use crate::peers::Who;
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Peer {
     pub name: &'static str,
-    /// Its name in [`super::SHAPES`].
+    /// The layer's name in [`super::SHAPES`].
     pub shape: &'static str,
-    /// Milliseconds: the median of the sustained windows.
+    /// Median time of the sustained windows, in milliseconds.
     pub sustained_ms: Option<f64>,
     pub burst_ms: f64,
-    /// MiB that a forward pass adds, without its output.
+    /// Memory that a forward pass adds, in MiB, without its output.
     pub kept_mib: f64,
 }
 
@@ -31,7 +31,7 @@ const MANY: &str = "128 experts, sorted rows";
 const LAYER: &str = "128 experts, top-8";
 const QWEN: &str = "Qwen3-30B, top-8";
 
-/// The projects; layer names begin with the project's name.
+/// The projects; the name of a layer starts with its project's name.
 pub const WHO: [Who; 3] = [
     Who {
         name: "PyTorch",
@@ -48,7 +48,7 @@ pub const WHO: [Who; 3] = [
     Who { name: "SonicMoE", source: "sonic-moe 0.1.2.post1, autotuned", published: true, script: None },
 ];
 
-/// All measured layers.
+/// All measured layers of other projects.
 pub const PEERS: [Peer; 11] = [
     peer("PyTorch 2.11 BF16, grouped_mm, torch.compile", EXPERTS, Some(14.0), 13.61, 384.0),
     peer("torchao 0.18 FP8, a scale a row", EXPERTS, Some(11.7), 11.66, 384.0),

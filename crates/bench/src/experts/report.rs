@@ -1,4 +1,4 @@
-//! The tables, and the same figures as JSON.
+//! Tables of the expert layers, and the same figures as JSON.
 
 use super::layer::LayerShape;
 use super::peers::{PEERS, Peer, WHO};
@@ -10,10 +10,10 @@ use nibble_command::say;
 use serde_json::{Value, json};
 
 const MIB: f64 = (1 << 20) as f64;
-/// Width of a recipe's or a peer's name.
+/// Width of the column with a recipe's or another project's name.
 const NAME: usize = 46;
 
-/// Prints one shape's tables, at most 140 columns wide: totals with peers, and the time by operation.
+/// Prints one shape's tables, at most 140 columns wide: the totals with other projects', and the time by operation.
 pub fn table(shape: LayerShape, rows: &[Measured]) {
     let LayerShape { name, experts, tokens, hidden, inner, .. } = shape;
     say!("");
@@ -84,7 +84,7 @@ fn peer_line(shape: LayerShape, peer: &Peer) -> String {
     )
 }
 
-/// Milliseconds of each operation, one column per recipe.
+/// Lines with the milliseconds of each operation, one column per recipe.
 fn ops(rows: &[Measured]) -> Vec<String> {
     let timed: Vec<(&str, &Figures)> =
         rows.iter().filter_map(|row| Some((row.recipe, row.figures.as_ref().ok()?))).collect();
@@ -127,7 +127,7 @@ pub fn legend() {
     }
 }
 
-/// Figures of other projects.
+/// The figures of other projects.
 pub fn peers() -> Value {
     let peer = |p: &Peer| {
         json!({
@@ -137,7 +137,7 @@ pub fn peers() -> Value {
     PEERS.iter().map(peer).collect()
 }
 
-/// All figures, one object per layer and recipe.
+/// All figures as JSON, one object per layer and recipe.
 pub fn figures(all: &[Measured]) -> Value {
     all.iter().map(figure).collect()
 }

@@ -1,4 +1,4 @@
-//! A product's operands on the device, and the timed call.
+//! The operands of a GEMM on the device, and the timed call.
 
 use super::super::kernels::operands::{codec, normal};
 use super::super::kernels::traffic::Block;
@@ -11,10 +11,10 @@ use nibble_testkit::shapes::RaggedRows;
 /// Alignment of every group's start.
 const ALIGN: usize = 128;
 
-/// A product on prepared operands.
+/// A GEMM on prepared operands.
 pub type Call<B> = Box<dyn FnMut(&B) -> Result<()>>;
 
-/// Prepares random operands. Not for the library's products, which do not go through the backend.
+/// Prepares random operands. The function does not prepare cuBLASLt's GEMMs, which do not use the backend.
 pub fn prepare<B: Kernels>(b: &B, product: &ProductCase) -> Result<Call<B>> {
     let groups = groups(b, &product.load.lengths(product.rows))?;
     if product.pass.is_wgrad() {
@@ -45,7 +45,7 @@ pub fn prepare<B: Kernels>(b: &B, product: &ProductCase) -> Result<Call<B>> {
     Ok(Box::new(move |b| GroupedGemm { x: &x, w: &w, groups: &groups, out: DType::Bf16 }.run(b).map(drop)))
 }
 
-/// dW = dyᵀ·x of each group.
+/// Prepares dW = dyᵀ·x of each group.
 fn gradient<B: Kernels>(b: &B, product: &ProductCase, groups: Groups<B>) -> Result<Call<B>> {
     let accumulate = product.pass == Pass::WgradAdding;
     let mut grad = Tensor::zeros(b, DType::F32, groups.num_groups * product.n, product.k)?;
@@ -78,7 +78,7 @@ fn gradient<B: Kernels>(b: &B, product: &ProductCase, groups: Groups<B>) -> Resu
     }))
 }
 
-/// Groups with exactly the rows they need, as in systems that know the sizes on the host.
+/// Groups with exactly the rows that they need, as in systems in which the host knows the sizes.
 fn groups<B: Kernels>(b: &B, lengths: &[usize]) -> Result<Groups<B>> {
     let mut ragged = RaggedRows::new(lengths, ALIGN);
     ragged.capacity = ragged.start.last().map_or(0, |end| *end as usize);
@@ -115,7 +115,7 @@ fn lifted<B: Kernels>(
     Ok(Transcode { x, to, axis, rule, groups: Some(groups) }.run(b)?.out)
 }
 
-/// Lifts a stack of MXFP4 weights to tiles, and returns the orientation that a forward product takes.
+/// Lifts a stack of MXFP4 weights to 2-D blocks, and returns the orientation that fprop reads.
 fn tiles<B: Kernels>(b: &B, x: &BlockScaled<B>) -> Result<BlockScaled<B>> {
     let Block { format: to, rule } = Block::E4M3;
     Ok(Transcode { x, to, axis: BlockAxis::Tile, rule, groups: None }.run(b)?.out)

@@ -1,18 +1,18 @@
-//! The timed products: their layers, groups and formats.
+//! The timed GEMMs: their layers, groups and formats.
 
 use super::super::kernels::operands::uneven;
 use nibble_testkit::shapes::{MoeShape, Spread};
 
-/// Which product of a layer.
+/// The pass to which a GEMM belongs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Pass {
-    /// y = x·Wᵀ.
+    /// The fprop GEMM y = x·Wᵀ.
     Fprop,
-    /// dx = dy·W: the same kernel with the sizes exchanged.
+    /// The dgrad GEMM dx = dy·W, which uses the fprop kernel with n and k exchanged.
     Dgrad,
-    /// dW = dyᵀ·x, overwriting.
+    /// The wgrad GEMM dW = dyᵀ·x, which overwrites dW.
     Wgrad,
-    /// dW += dyᵀ·x.
+    /// The accumulating wgrad GEMM dW += dyᵀ·x.
     WgradAdding,
 }
 
@@ -26,34 +26,34 @@ impl Pass {
         }
     }
 
-    /// Whether the groups' rows are the contraction.
+    /// Whether the contraction is over the rows of the groups.
     pub fn is_wgrad(self) -> bool {
         matches!(self, Self::Wgrad | Self::WgradAdding)
     }
 }
 
-/// Formats of the operands.
+/// Formats of a GEMM's operands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Operands {
-    /// Both BF16.
+    /// Both operands are BF16.
     Bf16,
-    /// BF16, dense, by NVIDIA's library.
+    /// Both operands are BF16; NVIDIA's cuBLASLt computes a dense GEMM.
     Library,
-    /// E4M3 with one scale per tensor, dense, by NVIDIA's library.
+    /// Both operands are E4M3 with one scale per tensor; NVIDIA's cuBLASLt computes a dense GEMM.
     LibraryFp8,
-    /// E4M3 with power-of-two scales, as in the MXFP4 recipe: weights in 128 × 128 tiles; in the column blocks of a weight
-    /// gradient, each aligned run of 32 columns of x has identical scales.
+    /// E4M3 with power-of-two scales, as in the MXFP4 recipe. Weights have 128 × 128 blocks. In the column blocks of wgrad, each aligned
+    /// run of 32 columns of x has identical scales.
     Fp8,
-    /// E4M3 with F32 scales, quantized from BF16: weights in 128 × 128 tiles; in column blocks each column has its own scales.
+    /// E4M3 with F32 scales, quantized from BF16. Weights have 128 × 128 blocks; in column blocks, each column has separate scales.
     Fp8F32,
-    /// As [`Operands::Fp8`], with 1 × 128 blocks of the weights too.
+    /// The formats of [`Operands::Fp8`], but weights also have 1 × 128 blocks.
     Fp8Vector,
-    /// As [`Operands::Fp8`] from x in MXFP4; the time includes its lift, and for a weight gradient the conversion of dy from row to column
+    /// [`Operands::Fp8`] with x in MXFP4. The time includes the lift of x, and in wgrad the conversion of dy from row blocks to column
     /// blocks.
     Mxfp4,
-    /// As [`Operands::Fp8`] from weights in MXFP4, lifted to 128 × 128 tiles beforehand.
+    /// [`Operands::Fp8`] with weights in MXFP4, which were lifted to 128 × 128 blocks beforehand.
     Mxfp4Weights,
-    /// The same; the time includes the lift in both orientations.
+    /// [`Operands::Mxfp4Weights`], but the time includes the lift of the weights in both orientations.
     Mxfp4WeightsLift,
 }
 
@@ -72,33 +72,33 @@ impl Operands {
         }
     }
 
-    /// Whether NVIDIA's library computes it instead of the backend.
+    /// Whether NVIDIA's cuBLASLt computes the GEMM instead of the backend.
     pub fn is_library(self) -> bool {
         matches!(self, Self::Library | Self::LibraryFp8)
     }
 
-    /// Whether the product multiplies E4M3 codes.
+    /// Whether the GEMM multiplies E4M3 codes.
     pub fn is_fp8(self) -> bool {
         !matches!(self, Self::Bf16 | Self::Library)
     }
 }
 
-/// Distribution of the rows over groups.
+/// Distribution of the rows over the groups.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Load {
-    /// One group: the dense product.
+    /// All rows are in one group, as in a dense GEMM.
     Dense,
-    /// Multiples of 128 between 0.5 and 1.5 times the mean, as in the published figures.
+    /// Group sizes are multiples of 128 between 0.5 and 1.5 times the mean, as in the published figures.
     Uneven(usize),
-    /// The same range, without a common multiple.
+    /// Group sizes are in the same range as those of `Uneven`, but are not multiples of 128.
     Odd(usize),
-    /// Equal sizes.
+    /// All groups have equal sizes.
     Equal(usize),
     /// Group g has a share proportional to 1 / (g + 1).
     Zipf(usize),
     /// One group has all rows except one row in each other group.
     OneTakesAll(usize),
-    /// All rows in the last group.
+    /// All rows are in the last group.
     OneFull(usize),
 }
 
@@ -115,7 +115,7 @@ impl Load {
         }
     }
 
-    /// Rows of each group.
+    /// Number of rows of each group.
     pub fn lengths(self, rows: usize) -> Vec<usize> {
         match self {
             Self::Dense => vec![rows],
@@ -129,22 +129,22 @@ impl Load {
     }
 }
 
-/// A product of a layer.
+/// A GEMM of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProductCase {
     pub pass: Pass,
     pub operands: Operands,
     pub load: Load,
-    /// Rows of all groups together.
+    /// Number of rows of all groups together.
     pub rows: usize,
-    /// Columns of D; rows of a gradient.
+    /// Number of columns of the output; in wgrad, number of rows of the gradient.
     pub n: usize,
-    /// The contraction; columns of a gradient.
+    /// Length of the contraction; in wgrad, number of columns of the gradient.
     pub k: usize,
 }
 
 impl ProductCase {
-    /// The table's first columns.
+    /// The text of the table's first columns.
     pub fn columns(&self) -> [String; 5] {
         let (pass, size) = (self.pass.name().to_owned(), format!("{}x{}", self.n, self.k));
         [pass, size, self.rows.to_string(), self.load.name(), self.operands.name().to_owned()]
@@ -154,7 +154,7 @@ impl ProductCase {
         self.columns().join(" ")
     }
 
-    /// The sizes of the equivalent dense product; for a weight gradient, of one group of the mean size.
+    /// The sizes of the equivalent dense GEMM; in wgrad, of the GEMM of one group of the mean size.
     pub fn dense_sizes(&self) -> [usize; 3] {
         if self.pass.is_wgrad() {
             let groups = self.load.lengths(self.rows).len();
@@ -165,13 +165,13 @@ impl ProductCase {
     }
 }
 
-/// Products under one heading.
+/// A section of the table: GEMMs with a common heading.
 pub struct Section {
     pub title: &'static str,
     pub products: Vec<ProductCase>,
 }
 
-/// Rows of all groups together, unless a product's name says otherwise.
+/// Number of rows of all groups together, unless the name of a GEMM says otherwise.
 pub const ROWS: usize = 32768;
 /// DeepSeek-V3's gate and up projections, and its down projection.
 pub const UP: (usize, usize) = layers(MoeShape::DEEPSEEK_V3)[0];
@@ -182,12 +182,12 @@ pub const fn layers(shape: MoeShape) -> [(usize, usize); 2] {
     [(2 * shape.f, shape.d), (shape.d, shape.f)]
 }
 
-/// The sizes of the data gradient of a product.
+/// The sizes of the dgrad GEMM that belongs to an fprop GEMM.
 pub const fn across((n, k): (usize, usize)) -> (usize, usize) {
     (k, n)
 }
 
-/// One size in several formats; the library's first, for comparison with the others.
+/// GEMMs of one size in several formats. cuBLASLt's GEMM is the first, so that the others can be compared with it.
 fn each(
     pass: Pass,
     (n, k): (usize, usize),
@@ -198,7 +198,7 @@ fn each(
     operands.iter().map(|&operands| ProductCase { pass, operands, load, rows, n, k }).collect()
 }
 
-/// The dense products whose fastest is the reference rate of the tensor cores.
+/// The dense GEMMs of which the fastest defines the reference rate of the tensor cores.
 pub fn ceilings() -> Section {
     use Operands::{Bf16, Fp8, Library, LibraryFp8};
     let dense = |rows, size| each(Pass::Fprop, size, Load::Dense, rows, &[Library, Bf16, LibraryFp8, Fp8]);

@@ -1,9 +1,9 @@
-//! A product's floor: its flops and bytes, and the least time for both.
+//! The floor of a GEMM: its flops and bytes, and the minimum time for both.
 
 use super::cases::{Operands, Pass, ProductCase};
 use nibble_cuda::measure::timing::Rates;
 
-/// Bits per value, including its share of scales.
+/// Bits per value, including the value's part of a scale.
 const BF16: f64 = 16.0;
 const F32: f64 = 32.0;
 const E4M3: f64 = 8.0 + 8.0 / 128.0;
@@ -11,7 +11,7 @@ const E4M3_F32: f64 = 8.0 + 32.0 / 128.0;
 const E4M3_TILE: f64 = 8.0 + 8.0 / (128.0 * 128.0);
 const E4M3_TILE_F32: f64 = 8.0 + 32.0 / (128.0 * 128.0);
 const MXFP4: f64 = 4.0 + 8.0 / 32.0;
-/// Tile sizes of the kernels, in rows and in contractions.
+/// Tile sizes of the kernels: rows, and length of the contraction.
 const TILE_ROWS: usize = 64;
 const TILE_CONTRACTION: usize = 128;
 
@@ -19,14 +19,15 @@ const TILE_CONTRACTION: usize = 128;
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Work {
     pub flop: f64,
-    /// Flops with every group's rows rounded up to whole tiles.
+    /// Flops if every group's rows are rounded up to whole tiles.
     pub tiled_flop: f64,
     pub read: f64,
     pub written: f64,
 }
 
 impl Work {
-    /// Every operand once, without padding rows; weights of empty groups need not be read, nor their gradients updated.
+    /// The work of a GEMM. Every operand counts once, without padding rows. The weights of empty groups need not be read, and their
+    /// gradients need not be updated.
     pub fn of(product: &ProductCase) -> Self {
         let lengths = product.load.lengths(product.rows);
         let tile = if product.pass.is_wgrad() { TILE_CONTRACTION } else { TILE_ROWS };
@@ -54,12 +55,12 @@ impl Work {
         self.flop / (self.read + self.written)
     }
 
-    /// The least milliseconds, at `dense` flops per second.
+    /// The minimum milliseconds at `dense` flops per second.
     pub fn floor_ms(&self, dense: f64, rates: Rates) -> f64 {
         (self.flop / dense * 1e3).max(self.memory_ms(rates))
     }
 
-    /// The least milliseconds if whole tiles are multiplied.
+    /// The minimum milliseconds if whole tiles are multiplied.
     pub fn tiled_floor_ms(&self, dense: f64, rates: Rates) -> f64 {
         (self.tiled_flop / dense * 1e3).max(self.memory_ms(rates))
     }
@@ -68,13 +69,13 @@ impl Work {
         rates.floor_us(self.read as u64, self.written as u64) / 1e3
     }
 
-    /// TFLOP/s of a call of `ms` milliseconds.
+    /// The rate in TFLOP/s of a call that takes `ms` milliseconds.
     pub fn tflops(&self, ms: f64) -> f64 {
         self.flop / ms / 1e9
     }
 }
 
-/// Bits per value of x (and of dy in a weight gradient), and of a weight.
+/// Bits per value of x, of dy (in wgrad), and of a weight.
 fn bits(operands: Operands) -> (f64, f64, f64) {
     match operands {
         Operands::Bf16 | Operands::Library => (BF16, BF16, BF16),

@@ -1,9 +1,8 @@
-//! `nibble bench gemm`: how close the products come to the rates of this GPU's tensor cores and memory.
+//! `nibble bench gemm`: how close GEMMs come to the rates of this GPU's tensor cores and memory.
 //!
-//! By the project's rules of timing: sustained, back-to-back calls on a chip that has reached its power limit, and burst,
-//! single calls with the L2 flushed before each, after a rest; random data. A product's floor is the larger of
-//! flops / rate of the fastest dense product of its type and the time to move its bytes, all measured in the same
-//! run.
+//! The project's timing rules apply. Sustained calls run back to back on a GPU that has reached its power limit. Burst calls are single
+//! calls after a pause, with the L2 flushed before each. Data are random. The floor of a GEMM is the larger of two times: its flops / rate
+//! of the fastest dense GEMM of its type, and the time to move its bytes. All rates are measured in the same run.
 
 mod call;
 pub mod cases;
@@ -58,30 +57,30 @@ pub struct Args {
     tune: Option<PathBuf>,
 }
 
-/// A product and its times.
+/// A GEMM and its times.
 #[derive(Debug, Clone)]
 pub struct Measured {
     pub product: ProductCase,
-    /// The times, or why there are none.
+    /// The times, or the reason why there are none.
     pub times: Result<Times, String>,
 }
 
-/// Milliseconds.
+/// Times in milliseconds.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Times {
     pub burst_ms: f64,
-    /// `None` under `--quick`.
+    /// The sustained time; `None` with `--quick`.
     pub sustained: Option<Sustained>,
 }
 
 impl Times {
-    /// The sustained time if there is one, otherwise the burst.
+    /// The sustained time if it was measured, otherwise the burst time.
     pub fn ms(&self) -> f64 {
         self.sustained.map_or(self.burst_ms, |s| f64::from(s.median_ms))
     }
 }
 
-/// Flops per second of the fastest dense products.
+/// Flops per second of the fastest dense GEMMs.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Ceilings {
     pub fp8: f64,
@@ -98,7 +97,7 @@ impl Ceilings {
         Self { fp8: best(true), bf16: best(false) }
     }
 
-    /// The rate for a product's type.
+    /// The rate for the type of a GEMM.
     pub fn dense(&self, operands: Operands) -> f64 {
         if operands.is_fp8() { self.fp8 } else { self.bf16 }
     }
@@ -146,10 +145,10 @@ fn ceilings_title(quick: bool) -> String {
     format!("{} ({how})", ceilings().title)
 }
 
-/// The products selected by `only`, or all, in their sections.
+/// The GEMMs selected by `only`, or all GEMMs, in their sections.
 fn chosen(only: &[String]) -> Result<Vec<Section>> {
     let mut sections = sections();
-    // The dense ones are always measured; selecting only them adds nothing.
+    // Dense GEMMs are always measured, so a selection of only these adds nothing.
     let named = sections.iter().flat_map(|s| s.products.iter().copied());
     let all: Vec<ProductCase> = named.chain(ceilings().products).collect();
     let kept = wanted(all, only, ProductCase::name)?;
@@ -175,7 +174,7 @@ fn timed(bench: &Bench, product: &ProductCase, quick: bool) -> CoreResult<Times>
     Ok(Times { burst_ms, sustained })
 }
 
-/// NVIDIA's dense product of as many flops; for a weight gradient, one group's product repeated.
+/// NVIDIA's dense GEMM with the same number of flops; for wgrad, the GEMM of one group, repeated.
 fn library(cuda: &Cuda, product: &ProductCase) -> CoreResult<call::Call<Cuda>> {
     let [m, n, k] = product.dense_sizes();
     let groups = if product.pass.is_wgrad() { product.load.lengths(product.rows).len() } else { 1 };
@@ -185,7 +184,7 @@ fn library(cuda: &Cuda, product: &ProductCase) -> CoreResult<call::Call<Cuda>> {
     Ok(Box::new(move |_| (0..groups).try_for_each(|_| gemm.run(bf16_of(&a)?, bf16_of(&b)?, &mut d))))
 }
 
-/// The same in E4M3, forward, on the codes of our own products, since the data influence the power draw.
+/// NVIDIA's forward GEMM in E4M3, on the codes of Nibble's GEMMs, because the data influence the power draw.
 fn library_fp8(cuda: &Cuda, product: &ProductCase) -> CoreResult<call::Call<Cuda>> {
     let [m, n, k] = product.dense_sizes();
     let codes = |rows, seed| {

@@ -1,5 +1,5 @@
-//! Rates of other projects' products, measured on [`MEASURED`](crate::peers::MEASURED) by the same rules; the faster of two
-//! bursts. Their groups are uneven multiples of 128, too.
+//! Rates of other projects' GEMMs, measured on [`MEASURED`](crate::peers::MEASURED) with the same rules. Each rate is that of the faster of
+//! two bursts. The groups of these GEMMs are also uneven multiples of 128.
 
 use super::cases::{DOWN, Load, Operands, Pass, ProductCase, ROWS as M, UP, across, layers};
 use crate::peers::Who;
@@ -31,21 +31,21 @@ const TORCH: Who = Who {
 };
 const PRODUCTS: Option<(&str, &str)> = Some(("products.py", ""));
 
-/// A project's rates of one product.
+/// A project's rates for one GEMM.
 struct Row {
     who: Who,
     pass: Pass,
     is_fp8: bool,
-    /// 1: dense.
+    /// Number of groups; 1 stands for a dense GEMM.
     groups: usize,
     rows: usize,
     size: (usize, usize),
-    /// TFLOP/s; 0 = not measured.
+    /// Sustained rate in TFLOP/s; 0 means not measured.
     sustained: f64,
     burst: f64,
 }
 
-/// An FP8 row: project, product, sustained and burst rates.
+/// An FP8 row: project, GEMM, sustained rate and burst rate.
 const fn fp8(
     who: Who,
     pass: Pass,
@@ -73,7 +73,7 @@ const MANY: [(usize, usize); 2] = layers(MoeShape::EXPERTS_128);
 use Pass::{Dgrad, Fprop, Wgrad, WgradAdding};
 
 const MEASURED: &[Row] = &[
-    // Dense.
+    // Rates of dense GEMMs.
     fp8(TENSORWISE, Fprop, (1, 8192), (8192, 8192), [1265.0, 1465.0]),
     fp8(ROWWISE, Fprop, (1, 8192), (8192, 8192), [0.0, 1563.0]),
     fp8(TENSORWISE, Fprop, (1, M), UP, [1260.0, 1410.0]),
@@ -81,7 +81,7 @@ const MEASURED: &[Row] = &[
     fp8(ROWWISE, Fprop, (1, M), UP, [0.0, 1477.0]),
     bf16(Fprop, (1, 8192), (8192, 8192), [665.0, 794.0]),
     bf16(Fprop, (1, M), UP, [668.0, 743.0]),
-    // Forward and data gradients.
+    // Rates of fprop and dgrad GEMMs.
     fp8(DEEP_GEMM, Fprop, (8, M), UP, [1163.0, 1378.0]),
     fp8(ROWWISE, Fprop, (8, M), UP, [1106.0, 1223.0]),
     fp8(DEEP_GEMM, Fprop, (8, M), DOWN, [1108.0, 1115.0]),
@@ -92,7 +92,7 @@ const MEASURED: &[Row] = &[
     bf16(Fprop, (8, M), DOWN, [621.0, 687.0]),
     bf16(Dgrad, (8, M), across(UP), [631.0, 727.0]),
     bf16(Dgrad, (8, M), across(DOWN), [641.0, 769.0]),
-    // Weight gradients.
+    // Rates of wgrad GEMMs.
     fp8(DEEP_GEMM, WgradAdding, (8, M), UP, [805.0, 824.0]),
     fp8(ROWWISE, Wgrad, (8, M), UP, [1150.0, 1223.0]),
     fp8(DEEP_GEMM, WgradAdding, (8, M), DOWN, [780.0, 840.0]),
@@ -108,7 +108,7 @@ const MEASURED: &[Row] = &[
     bf16(Wgrad, (8, 8192), DOWN, [0.0, 654.0]),
     bf16(Wgrad, (8, 4096), UP, [0.0, 594.0]),
     bf16(Wgrad, (8, 4096), DOWN, [0.0, 549.0]),
-    // DeepSeek-V2's experts, Qwen3-30B's and Scout's.
+    // Rates for the experts of DeepSeek-V2, Qwen3-30B and Scout.
     fp8(DEEP_GEMM, Fprop, (8, M), V2[0], [0.0, 1268.0]),
     fp8(DEEP_GEMM, Fprop, (8, M), V2[1], [0.0, 1068.0]),
     fp8(DEEP_GEMM, Fprop, (8, M), QWEN[0], [0.0, 1104.0]),
@@ -125,7 +125,7 @@ const MEASURED: &[Row] = &[
     fp8(ROWWISE, Fprop, (8, M), SCOUT[1], [0.0, 1127.0]),
     bf16(Fprop, (8, M), SCOUT[0], [0.0, 665.0]),
     bf16(Fprop, (8, M), SCOUT[1], [0.0, 682.0]),
-    // Other numbers of groups.
+    // Rates for other numbers of groups.
     fp8(DEEP_GEMM, Fprop, (4, M), UP, [0.0, 1410.0]),
     fp8(DEEP_GEMM, Fprop, (4, M), DOWN, [0.0, 1171.0]),
     fp8(DEEP_GEMM, WgradAdding, (4, M), UP, [0.0, 866.0]),
@@ -148,14 +148,14 @@ pub struct Reached {
     pub burst: Option<f64>,
 }
 
-/// Other projects' rates of a product.
+/// Other projects' rates for a GEMM.
 pub fn of(product: &ProductCase) -> impl Iterator<Item = Reached> {
     let groups = match product.load {
         Load::Dense => Some(1),
         Load::Uneven(groups) => Some(groups),
         _ => None,
     };
-    // No other project's product takes MXFP4, and cuBLASLt is measured in the same run.
+    // No other project's GEMM reads MXFP4, and cuBLASLt is measured in the same run.
     let of_others = !product.operands.is_library()
         && !matches!(product.operands, Operands::Mxfp4 | Operands::Mxfp4WeightsLift);
     let groups = groups.filter(|_| of_others);
@@ -173,7 +173,7 @@ pub fn of(product: &ProductCase) -> impl Iterator<Item = Reached> {
     })
 }
 
-/// The best of them by sustained rate, or by burst if there is no sustained rate.
+/// The best of these projects by sustained rate, or by burst rate if there is no sustained rate.
 pub fn best(product: &ProductCase) -> Option<Reached> {
     let rate = |r: &Reached| (r.sustained.unwrap_or(0.0), r.burst.unwrap_or(0.0));
     of(product).max_by(|a, b| rate(a).partial_cmp(&rate(b)).unwrap_or(std::cmp::Ordering::Equal))

@@ -1,5 +1,5 @@
-//! The roofline as an SVG file: flops per byte against flops per second, under the rates of
-//! the memory and of the fastest dense products.
+//! The roofline as an SVG file: flops per byte against flops per second, with the rates of the memory and of the fastest dense GEMMs as
+//! roofs.
 
 use super::super::kernels::plot::name_series;
 use super::cases::Operands;
@@ -10,7 +10,7 @@ use nibble_command::output::{Mark, Output};
 use nibble_cuda::measure::timing::Rates;
 use plotters::prelude::*;
 
-/// The picture's mark.
+/// The mark by which a later run recognises the picture as its own output.
 pub const MARK: Mark = Mark::Picture("nibble bench gemm");
 
 const SIZE: (u32, u32) = (1100, 640);
@@ -18,7 +18,7 @@ const FP8: RGBColor = RGBColor(70, 120, 190);
 const BF16: RGBColor = RGBColor(230, 150, 40);
 const MXFP4: RGBColor = RGBColor(100, 50, 120);
 
-/// Draws every timed product: filled circles for ragged rows, rings for weight gradients.
+/// Draws all timed GEMMs: filled circles for ragged rows, and rings for wgrad.
 ///
 /// # Errors
 /// If there is nothing to draw, or the file cannot be written.
@@ -29,14 +29,14 @@ pub fn draw(gpu: &str, all: &[Measured], ceilings: Ceilings, rates: Rates, file:
     file.write(MARK.svg(&svg))
 }
 
-/// A product's coordinates: flops per byte, TFLOP/s.
+/// The coordinates of a GEMM: flops per byte, TFLOP/s.
 struct Point {
     at: (f64, f64),
     kind: usize,
     is_gradient: bool,
 }
 
-/// Name, color, and which operands.
+/// Name and color of each kind of operands.
 const KINDS: [(&str, RGBColor); 3] = [("FP8", FP8), ("MXFP4 with its lift", MXFP4), ("BF16", BF16)];
 
 fn kind(operands: Operands) -> usize {
@@ -56,7 +56,7 @@ fn points(all: &[Measured]) -> Vec<Point> {
     all.iter().filter_map(point).collect()
 }
 
-/// A roof: the memory's slope up to the ceiling, then the ceiling.
+/// A roof: the line of the memory rate up to the tensor cores' rate, then a horizontal line.
 fn roof(dense: f64, rates: Rates, (from, to): (f64, f64)) -> Vec<(f64, f64)> {
     let (slope, top) = (rates.copy / 1e12, dense / 1e12);
     let ridge = (top / slope).clamp(from, to);

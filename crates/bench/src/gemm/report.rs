@@ -1,4 +1,4 @@
-//! The table, and the same figures as JSON.
+//! The table of GEMMs, and the same figures as JSON.
 
 use super::super::gpu;
 use super::super::kernels::report::shortened;
@@ -11,17 +11,17 @@ use nibble_command::say;
 use nibble_cuda::measure::timing::Rates;
 use serde_json::{Value, json};
 
-/// Widths of a product's columns.
+/// Widths of the columns that describe a GEMM.
 const NAME: [usize; 5] = [8, 10, 6, 14, 15];
 
-/// Prints a section's heading; its lines, one per product, are at most 144 columns wide.
+/// Prints a section's heading. The lines below it, one per GEMM, are at most 144 columns wide.
 pub fn begin(title: &str) {
     say!("");
     say!("{title}");
     say!("{}", heading());
 }
 
-/// Prints a product's line; `all`: the products measured so far.
+/// Prints the line of a GEMM; `all` holds the GEMMs measured so far.
 pub fn row(row: &Measured, all: &[Measured], ceilings: Ceilings, rates: Rates) {
     match &row.times {
         Ok(times) => say!("{}", line(row, times, all, ceilings, rates)),
@@ -71,9 +71,9 @@ fn line(row: &Measured, times: &Times, all: &[Measured], ceilings: Ceilings, rat
     .to_owned()
 }
 
-/// Shares of the reachable rates.
+/// The fractions of the attainable rates that a GEMM reaches.
 struct Shares {
-    /// Share of the fastest dense product's rate.
+    /// Fraction of the fastest dense GEMM's rate.
     dense: f64,
     floor: f64,
     tiled: f64,
@@ -90,7 +90,7 @@ impl Shares {
     }
 }
 
-/// TFLOP/s of NVIDIA's library in this run, for a dense BF16 product of these sizes.
+/// Rate in TFLOP/s of NVIDIA's cuBLASLt in this run, for a dense BF16 GEMM of these sizes.
 fn library(row: &Measured, all: &[Measured]) -> Option<f64> {
     let sizes = row.product.dense_sizes();
     let same = |m: &&Measured| {
@@ -102,7 +102,8 @@ fn library(row: &Measured, all: &[Measured]) -> Option<f64> {
     Some(Work::of(&found.product).tflops(found.times.as_ref().ok()?.ms()))
 }
 
-/// The best published rate, our rate over it, and its project. Sustained is compared with sustained, or burst (`b`) with burst.
+/// The best published rate, Nibble's rate divided by it, and its project. Sustained rates are compared with sustained rates, and burst
+/// rates (`b`) with burst rates.
 fn published(row: &Measured, times: &Times, best: Option<Reached>) -> (String, String, &'static str) {
     let Some(best) = best else { return Default::default() };
     let work = Work::of(&row.product);
@@ -136,7 +137,7 @@ pub fn legend() {
     }
 }
 
-/// All figures, one object per product.
+/// All figures as JSON, one object per GEMM.
 pub fn figures(all: &[Measured], ceilings: Ceilings, rates: Rates) -> Value {
     all.iter().map(|row| figure(row, all, ceilings, rates)).collect()
 }
@@ -183,7 +184,7 @@ mod tests {
     const CEILINGS: Ceilings = Ceilings { fp8: 1.2e15, bf16: 0.7e15 };
     const RATES: Rates = Rates { copy: 4e12, fill: 3e12 };
 
-    /// As fast as the dense product.
+    /// A measured GEMM that is as fast as the dense GEMM.
     fn measured(product: ProductCase, quick: bool) -> Measured {
         let ms = (Work::of(&product).flop / CEILINGS.dense(product.operands) * 1e3) as f32;
         let draw = Some(Draw { watts: 698.4, sm_mhz: 1500 });
@@ -227,7 +228,7 @@ mod tests {
         };
         assert!(of("fprop    4096x7168   32768 8 uneven       FP8 ", "DeepGEMM").contains("1163  1.03"));
         assert!(of("wgrad    4096x7168   32768 8 uneven       FP8 ", "torch rowwise").contains("1150"));
-        // Bursts are 5/4 of the rate here.
+        // Burst rates are 5/4 of the sustained rates here.
         assert!(of("fprop    3072x5120", "DeepGEMM").contains("1268b 1.18"));
         assert!(of("dgrad    7168x4096   32768 8 uneven       BF16 ", "torch BF16").contains(" 700 "));
     }

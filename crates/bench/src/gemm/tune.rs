@@ -1,4 +1,4 @@
-//! Searches for kernel instances of products, or orders of their tiles, that are faster than the chosen ones.
+//! Searches for kernel instances or tile orders of GEMMs that are faster than the chosen ones.
 
 use super::super::gpu::{Bench, COOL_DOWN};
 use super::call::prepare;
@@ -15,10 +15,10 @@ use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError};
 
-/// Number of candidates, fastest in bursts, that are also timed at the chip's power limit.
+/// Number of candidates that are also timed at the GPU's power limit: those with the shortest bursts.
 const FINALISTS: usize = 3;
 
-/// Result of a product's trials.
+/// Result of the search for one GEMM.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Found {
     chosen: TensorCoreConfig,
@@ -27,11 +27,11 @@ struct Found {
     best_ms: f64,
 }
 
-/// The mark of the file of trials.
+/// The mark by which a later run recognises the file of trials.
 pub const TRIALS: Mark = Mark::Figures("nibble bench gemm --tune");
 
-/// Tries every candidate of every product, or, for a product that is already in the file, the candidate stored there; writes the file.
-/// `forced`: a file that cannot be used may be replaced.
+/// Tries every candidate for every GEMM. For a GEMM that is already in the file, it tries only the candidate stored there. Writes the
+/// results to the file. With `forced`, a file that cannot be used may be replaced.
 pub fn run(bench: &Bench, chosen: &[Section], quick: bool, file: Output, forced: bool) -> Result<Value> {
     let gpu = bench.cuda.device().info().name.clone();
     let mut known = match read(&file, &gpu) {
@@ -98,14 +98,14 @@ fn tried(
     Ok(found(&times))
 }
 
-/// The chosen candidate, which is the first, and the fastest others.
+/// The chosen candidate, which is the first, and the fastest other candidates.
 fn finalists(mut times: Vec<(usize, TensorCoreConfig, f32)>) -> Vec<(usize, TensorCoreConfig, f32)> {
     times.sort_by(|a, b| (a.0 != 0, a.2).partial_cmp(&(b.0 != 0, b.2)).unwrap_or(std::cmp::Ordering::Equal));
     times.truncate(1 + FINALISTS);
     times
 }
 
-/// Candidate 0 is the chosen one. The list must not be empty.
+/// Selects the result; candidate 0 is the chosen one. The list must not be empty.
 fn found(times: &[(usize, TensorCoreConfig, f32)]) -> Found {
     let chosen = times.iter().find(|(i, ..)| *i == 0).unwrap_or(&times[0]);
     let best = times.iter().fold(chosen, |best, one| if one.2 < best.2 { one } else { best });
@@ -121,7 +121,8 @@ fn value(config: &TensorCoreConfig) -> Value {
     })
 }
 
-/// The instances that a file has for this GPU; none if there is no file. Other files are refused, as their content would be lost.
+/// The instances that a file has for this GPU; empty if the file does not exist. Other files are refused, because their content would be
+/// lost.
 fn read(file: &Output, gpu: &str) -> Result<BTreeMap<String, TensorCoreConfig>> {
     let path = file.path();
     if file.is_direct() || std::fs::metadata(path).map_or(true, |there| there.len() == 0) {
@@ -161,7 +162,7 @@ fn parse(text: &str, gpu: &str) -> Result<BTreeMap<String, TensorCoreConfig>, St
     products.iter().map(config).collect()
 }
 
-/// The one of these that a file names.
+/// The element of `all` that the file names.
 fn named<T: std::fmt::Debug, const N: usize>(of: &Value, all: [T; N]) -> Option<T> {
     all.into_iter().find(|one| of.as_str() == Some(&format!("{one:?}")))
 }

@@ -7,14 +7,14 @@ use nibble_core::ops::*;
 use nibble_core::{DType, Kernels, Operand, Result};
 use nibble_formats::{BlockAxis, Rounding};
 
-/// Prepares a kernel's operands.
+/// A function that prepares a kernel's operands.
 type Build<B> = Box<dyn Fn(&Operands<B>) -> Result<Case<B>>>;
 
 /// A kernel on prepared operands.
 pub struct Case<B> {
-    /// Bytes that it must move.
+    /// Bytes that the kernel must move.
     pub traffic: Traffic,
-    /// The kernel.
+    /// The call of the kernel.
     pub run: Work<B>,
     /// The equivalent sequence of separate kernels, if there is one.
     pub separate: Option<Work<B>>,
@@ -23,21 +23,21 @@ pub struct Case<B> {
 /// A timed kernel.
 pub struct Kernel<B: Kernels> {
     pub name: &'static str,
-    /// The separate kernels it is compared with, in words; empty if there are none.
+    /// The separate kernels with which this kernel is compared, in words; empty if there are none.
     pub against: &'static str,
-    /// The rows it is timed on.
+    /// The kinds of rows on which the kernel is timed.
     pub rows: TimedRows,
     build: Build<B>,
 }
 
-/// Rows that a kernel is timed on.
+/// The kinds of rows on which a kernel is timed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TimedRows {
-    /// Only dense rows: the kernel knows no groups.
+    /// Only dense rows, because the kernel does not support groups.
     Dense,
-    /// Dense rows, and uneven groups.
+    /// Both dense rows and uneven groups.
     Any,
-    /// Only uneven groups: rows to or from experts.
+    /// Only uneven groups, because rows go to or come from experts.
     Sorted,
 }
 
@@ -58,7 +58,7 @@ impl<B: Kernels> Kernel<B> {
         Self { rows: TimedRows::Sorted, ..Self::new(name, "", build) }
     }
 
-    /// Whether it is timed on `groups` groups; 0 = dense rows.
+    /// Whether the kernel is timed with `groups` groups; 0 stands for dense rows.
     pub fn takes(&self, groups: usize) -> bool {
         match self.rows {
             TimedRows::Dense => groups == 0,
@@ -67,10 +67,10 @@ impl<B: Kernels> Kernel<B> {
         }
     }
 
-    /// Prepares its operands.
+    /// Prepares the kernel's operands.
     ///
     /// # Errors
-    /// If a kernel that makes an operand is missing.
+    /// If a kernel that computes an operand is missing.
     pub fn case(&self, operands: &Operands<B>) -> Result<Case<B>> {
         (self.build)(operands)
     }
@@ -86,7 +86,7 @@ impl<B: Kernels> Case<B> {
     }
 }
 
-/// Every kernel, in the order of the table.
+/// All kernels, in the order of the table.
 pub fn kernels<B: Kernels>() -> Vec<Kernel<B>> {
     let mut all = quantizations();
     all.extend(transcodings());
@@ -102,7 +102,7 @@ fn quantizations<B: Kernels>() -> Vec<Kernel<B>> {
     use Planes::{Both, Cols, Rows};
     let near = |to, planes| Quantization::new(to, planes, NEAREST);
     let drawn = |to, planes| Quantization::new(to, planes, RANDOM);
-    // Rounded as the format defines.
+    // The rounding is the one that the format defines.
     let own = |to: Block, planes| Quantization::new(to, planes, to.format.rounding(to.rule));
     let transformed = |how| Quantization { transformed: true, ..how };
     let lifted = |how| Quantization { only_for: Some(Numbers::Fp8), ..how };
@@ -156,7 +156,7 @@ fn quantizations<B: Kernels>() -> Vec<Kernel<B>> {
     ]
 }
 
-/// A quantization of BF16. Rows and columns from one read are compared with two separate quantizations.
+/// A quantization from BF16. If rows and columns come from one read, the comparison is with two separate quantizations.
 fn quantization<B: Kernels>(name: &'static str, how: Quantization) -> Kernel<B> {
     let against = if how.planes == Planes::Both { "rows, then columns" } else { "" };
     let alone = move |planes| Conversion::Quantize(Quantization { planes, ..how });
@@ -171,7 +171,7 @@ fn quantization<B: Kernels>(name: &'static str, how: Quantization) -> Kernel<B> 
     })
 }
 
-/// Both orientations of a weight's tiles, from its F32 master.
+/// Prepares a kernel that writes both orientations of a weight's 2-D blocks from the F32 master.
 fn tiles<B: Kernels>(o: &Operands<B>) -> Result<Case<B>> {
     let extent = o.extent;
     let (x, codec) = (uniform(&o.b, extent.valid, extent.cols)?, codec(Block::E4M3, NEAREST)?);
@@ -279,7 +279,7 @@ fn swiglu<B: Kernels>(
     }))
 }
 
-/// From h in MXFP4 with quantized outputs, or from h in BF16 with plain outputs.
+/// Prepares SwiGLU's backward pass, either with h in MXFP4 and quantized outputs, or with h in BF16 and plain outputs.
 fn swiglu_backward<B: Kernels>(o: &Operands<B>, quantized: bool) -> Result<Case<B>> {
     let (da, weight, groups) = (o.x()?, o.gate()?, o.groups.clone());
     let codec = codec(Block::E4M3, NEAREST)?;
@@ -424,7 +424,7 @@ mod tests {
     use super::*;
     use nibble_cpu::Cpu;
 
-    /// The CPU has every operation: so each case is a call that some backend takes.
+    /// The CPU supports every operation, so this shows that each case is a valid call.
     #[test]
     fn every_kernel_and_its_separate_sequence_run_on_the_cpu() {
         let cpu = Cpu::new(1).unwrap();

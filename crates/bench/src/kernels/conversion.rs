@@ -7,40 +7,40 @@ use nibble_core::ops::{Dequantize, Hadamard, Numbers, Planes, Quantize, Random, 
 use nibble_core::{DType, DeviceKind, Error, Kernels, Operand, Result};
 use nibble_formats::{BlockAxis, Purpose, Rounding, Stream};
 
-/// Runs something on a backend.
+/// A function that runs work on a backend.
 pub type Work<B> = Box<dyn Fn(&B) -> Result<()>>;
 
-/// A quantization.
+/// The parameters of a quantization.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Quantization {
     pub to: Block,
     pub planes: Planes,
     pub round: Rounding,
-    /// Whether a random Hadamard transform of the usual length is applied.
+    /// Whether a random Hadamard transform of the usual length is applied first.
     pub transformed: bool,
-    /// If set, the result is only for products of these numbers, and is stored as the numbers that they multiply.
+    /// If set, the result is only for GEMMs of these number types, and is stored as the numbers that they multiply.
     pub only_for: Option<Numbers>,
 }
 
 impl Quantization {
-    /// Without a transform, to codes.
+    /// A quantization to codes, without a transform.
     pub const fn new(to: Block, planes: Planes, round: Rounding) -> Self {
         Self { to, planes, round, transformed: false, only_for: None }
     }
 
-    /// The requested form.
+    /// The requested form of the result.
     fn taken(&self) -> Taken {
         let axis = if self.planes == Planes::Cols { BlockAxis::Col } else { BlockAxis::Row };
         let stored = Stored { format: self.to.format, rule: self.to.rule, axis };
         self.only_for.map_or(Taken::AsIs, |numbers| numbers.takes(stored))
     }
 
-    /// Bytes that it must move. The random bits of ragged rows depend on the row numbers, which are read too.
+    /// Bytes that the quantization must move. The random bits of ragged rows depend on the row ids, which are also read.
     pub fn traffic(&self, x: Extent, from: DType, is_ragged: bool) -> Traffic {
         traffic::quantize(x, from, self.to, (self.planes, self.taken()), self.round.is_random() && is_ragged)
     }
 
-    /// Refuses a result that a GPU did not make in the requested form. A CPU always makes codes.
+    /// Refuses a result that a GPU did not write in the requested form. A CPU always writes codes.
     fn check_form<B: Kernels>(&self, b: &B, made: &Operand<B>) -> Result<()> {
         match made {
             Operand::Block(q) if q.taken != self.taken() && b.kind() == DeviceKind::Gpu => {
@@ -65,7 +65,7 @@ impl Quantization {
     }
 }
 
-/// Source and target of a conversion.
+/// A conversion with its source and target format.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Conversion {
     /// Quantizes x.
@@ -77,7 +77,7 @@ pub enum Conversion {
 }
 
 impl Conversion {
-    /// The call on these operands, ragged if they are.
+    /// The call on these operands; it is ragged if the operands are.
     pub fn on<B: Kernels>(self, o: &Operands<B>) -> Result<Work<B>> {
         let groups = o.groups.clone();
         Ok(match self {

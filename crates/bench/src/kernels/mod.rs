@@ -1,7 +1,7 @@
 //! `nibble bench kernels`: how close the GPU's conversions come to the speed of its memory.
 //!
-//! By the project's rules of timing: single calls, the L2 flushed before each, medians; random data. A kernel's floor is
-//! max((bytes read + written) / copy rate, bytes written / fill rate), both rates measured in the same run.
+//! The project's timing rules apply: single calls, the L2 flushed before each call, medians, and random data. The floor of a kernel is
+//! max((bytes read + written) / copy rate, bytes written / fill rate). The copy rate and the fill rate are measured in the same run.
 
 pub mod cases;
 mod conversion;
@@ -50,7 +50,7 @@ pub struct Args {
     plot: Option<PathBuf>,
 }
 
-/// Tokens × width of the expert layers of DeepSeek-V3 and V2, of smaller layers, and of few tokens.
+/// Tokens × width of the expert layers of DeepSeek-V3 and V2, of smaller layers, and of a layer with few tokens.
 pub const SHAPES: [MatrixShape; 5] = [
     MatrixShape { rows: 32768, cols: MoeShape::DEEPSEEK_V3.d },
     MatrixShape { rows: 32768, cols: MoeShape::QWEN3_30B.d },
@@ -75,24 +75,24 @@ pub struct Measured {
     pub kernel: &'static str,
     pub against: &'static str,
     pub shape: MatrixShape,
-    /// 0: dense rows.
+    /// Number of groups; 0 stands for dense rows.
     pub groups: usize,
-    /// The times, or why there are none.
+    /// The times, or the reason why there are none.
     pub times: Result<Times, String>,
 }
 
-/// Microseconds.
+/// Times in microseconds.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Times {
     pub traffic: Traffic,
     pub us: f64,
     pub floor_us: f64,
-    /// Microseconds of the separate kernels.
+    /// Microseconds of the equivalent separate kernels.
     pub separate_us: Option<f64>,
 }
 
 impl Times {
-    /// Share of the floor, in per cent.
+    /// Floor divided by time, in per cent.
     pub fn share(&self) -> f64 {
         100.0 * self.floor_us / self.us
     }
@@ -135,7 +135,7 @@ pub fn run(args: &Args, outputs: &mut Outputs) -> Result<Value> {
     Ok(figures)
 }
 
-/// The kernels selected by `only`, or all.
+/// The kernels selected by `only`, or all kernels.
 fn chosen(only: &[String]) -> Result<Vec<Kernel<Cuda>>> {
     wanted(kernels(), only, |kernel| kernel.name.to_owned())
 }
@@ -158,7 +158,7 @@ fn header(bench: &Bench) -> Result<Value> {
     Ok(header)
 }
 
-/// Every kernel at one shape, dense and ragged.
+/// Measures all kernels at one shape, dense and ragged.
 fn at_shape(
     bench: &Bench,
     chosen: &[Kernel<Cuda>],

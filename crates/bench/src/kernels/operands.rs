@@ -1,5 +1,4 @@
-//! Operands of the timed kernels: random values, uneven groups and a routing, made once per shape and number of
-//! groups.
+//! Operands of the timed kernels: random values, uneven groups and a routing, created once per shape and number of groups.
 
 use super::traffic::{Block, Extent};
 use half::bf16;
@@ -11,7 +10,7 @@ use nibble_testkit::shapes::RaggedRows;
 use rayon::prelude::*;
 use std::cell::OnceCell;
 
-/// A matrix to convert: its rows, without padding, and its columns.
+/// The size of a matrix to convert: the number of rows, without padding, and of columns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MatrixShape {
     pub rows: usize,
@@ -21,13 +20,13 @@ pub struct MatrixShape {
 /// Alignment of every group's start.
 const ALIGN: usize = 128;
 
-/// A cheap hash, for random bits and arbitrary choices.
+/// A fast hash function, for random bits and arbitrary choices.
 fn random(index: u64) -> u64 {
     let stream = Stream::new(1, Purpose::Init, 7, 0);
     (u64::from(stream.u32_at(2 * index)) << 32) | u64::from(stream.u32_at(2 * index + 1))
 }
 
-/// `groups` uneven lengths between 0.5 and 1.5 times the mean, `rows` in all.
+/// `groups` uneven lengths between 0.5 and 1.5 times the mean, which sum to `rows`.
 pub fn uneven(groups: usize, rows: usize) -> Vec<usize> {
     let weights: Vec<f64> = (0..groups).map(|g| 0.5 + (random(g as u64) % 1001) as f64 / 1000.0).collect();
     let total: f64 = weights.iter().sum();
@@ -40,7 +39,7 @@ pub fn uneven(groups: usize, rows: usize) -> Vec<usize> {
     lengths.collect()
 }
 
-/// Normal numbers times a factor per row, which spreads the scales as the tokens of a model do.
+/// Normal numbers times a factor per row. The factors spread the scales as the tokens of a model do.
 pub fn normal<B: Kernels>(b: &B, rows: usize, cols: usize, seed: u64) -> Result<Tensor<B>> {
     let table = factors_and_normals(seed)?;
     let mut values = vec![bf16::ZERO; rows * cols];
@@ -59,12 +58,12 @@ pub fn normal<B: Kernels>(b: &B, rows: usize, cols: usize, seed: u64) -> Result<
     Tensor::from_bf16(b, &values, rows, cols)
 }
 
-/// Row factors to choose from.
+/// Number of different row factors.
 const FACTORS: usize = 16;
-/// Numbers under each; odd, so that rows do not begin alike.
+/// Number of values per factor. The number is odd, so that rows start with different values.
 const NORMALS: usize = 65_521;
 
-/// The same normal numbers under each of [`FACTORS`] log-normal factors.
+/// The same normal numbers multiplied by each of [`FACTORS`] log-normal factors.
 fn factors_and_normals(seed: u64) -> Result<Vec<Vec<bf16>>> {
     let cpu = Cpu::new(1)?;
     let stream = Stream::new(seed, Purpose::Init, 8, 0);
@@ -75,19 +74,19 @@ fn factors_and_normals(seed: u64) -> Result<Vec<Vec<bf16>>> {
     Ok(factors.into_iter().map(scaled).collect())
 }
 
-/// Slots per token for a number of experts: one for few experts, as on a rank of an expert-parallel run; eight if all
-/// experts are local.
+/// Slots per token for a number of experts: one slot for few experts, as on a rank of an expert-parallel run; eight slots if all experts
+/// are local.
 pub fn top_k(experts: usize) -> usize {
     (experts / 8).clamp(1, 8)
 }
 
-/// Rows sorted by expert.
+/// A routing of rows that are sorted by expert.
 #[derive(Debug, Clone)]
 pub struct Routed<B: Kernels> {
     pub tokens: usize,
     pub top_k: usize,
     pub experts: usize,
-    /// Expert of each slot.
+    /// The expert of each slot.
     pub expert: B::Buf<i32>,
     pub token_id: B::Buf<i32>,
     pub map: PermuteMap<B>,
@@ -100,7 +99,7 @@ impl<B: Kernels> Routed<B> {
         let tokens = rows / top_k;
         let mut chosen: Vec<i32> = Vec::with_capacity(tokens * top_k);
         for token in 0..tokens {
-            // The slots of a token get different experts: a random first one, then equal strides.
+            // The slots of a token get different experts: a random first expert, and further experts at equal strides.
             let draw = random(1 << 40 | token as u64) as usize;
             let stride = experts / top_k;
             chosen.extend((0..top_k).map(|slot| ((draw + slot * stride) % experts) as i32));
@@ -110,7 +109,7 @@ impl<B: Kernels> Routed<B> {
         for &expert in &chosen {
             load[expert as usize] += 1;
         }
-        // Exactly what these groups need, so that times are comparable to systems that know the sizes on the host.
+        // The capacity is exactly what these groups need, so that times are comparable to systems in which the host knows the sizes.
         let capacity = load.into_iter().map(|len| round_up(len, ALIGN)).sum();
         let (expert, token_id) = (b.upload(&chosen)?, b.upload(&ids)?);
         let plan = PlanPermute {
@@ -127,7 +126,7 @@ impl<B: Kernels> Routed<B> {
     }
 }
 
-/// Operands of one shape and number of groups, made lazily.
+/// Operands of one shape and number of groups, created on first use.
 #[derive(Debug)]
 pub struct Operands<B: Kernels> {
     pub b: B,
@@ -143,7 +142,7 @@ pub struct Operands<B: Kernels> {
 }
 
 impl<B: Kernels> Operands<B> {
-    /// Dense rows, or the same number of rows in uneven groups of these lengths.
+    /// Operands with dense rows, or with the same number of rows in uneven groups of these lengths.
     pub fn new(b: &B, shape: MatrixShape, lengths: Option<&[usize]>) -> Result<Self> {
         let ragged = lengths.map(|lengths| RaggedRows::new(lengths, ALIGN));
         let capacity = ragged.as_ref().map_or(shape.rows, |r| r.capacity);
@@ -159,23 +158,23 @@ impl<B: Kernels> Operands<B> {
         })
     }
 
-    /// BF16 `[capacity, cols]`.
+    /// x, a BF16 matrix `[capacity, cols]`.
     pub fn x(&self) -> Result<Tensor<B>> {
         kept(&self.x, || normal(&self.b, self.extent.capacity, self.extent.cols, 1))
     }
 
-    /// BF16 `[capacity, 2 · cols]`.
+    /// h, a BF16 matrix `[capacity, 2 · cols]`.
     pub fn h(&self) -> Result<Tensor<B>> {
         kept(&self.h, || normal(&self.b, self.extent.capacity, 2 * self.extent.cols, 2))
     }
 
-    /// x as row blocks.
+    /// x in row blocks.
     pub fn block(&self, block: Block) -> Result<BlockScaled<B>> {
         let cell = &self.blocks[usize::from(block != Block::MXFP4)];
         kept(cell, || row_blocks(&self.b, &self.x()?, block, self.groups.as_ref()))
     }
 
-    /// h as MXFP4 row blocks.
+    /// h in MXFP4 row blocks.
     pub fn saved_h(&self) -> Result<BlockScaled<B>> {
         kept(&self.saved_h, || row_blocks(&self.b, &self.h()?, Block::MXFP4, self.groups.as_ref()))
     }
@@ -186,14 +185,14 @@ impl<B: Kernels> Operands<B> {
         self.b.upload(&(0..self.extent.capacity).map(weight).collect::<Vec<_>>())
     }
 
-    /// The rows before they are sorted by expert, with as many experts as groups.
+    /// The routing of the rows before they are sorted by expert, with as many experts as groups.
     pub fn routed(&self) -> Result<Routed<B>> {
         let experts = self.groups.as_ref().map_or(1, |g| g.num_groups);
         kept(&self.routed, || Routed::new(&self.b, self.extent.valid, experts))
     }
 }
 
-/// The cached value, or a new one, which is cached unless making it fails.
+/// The cached value, or a new value, which is cached unless its creation fails.
 fn kept<T: Clone>(cell: &OnceCell<T>, make: impl FnOnce() -> Result<T>) -> Result<T> {
     match cell.get() {
         Some(value) => Ok(value.clone()),
@@ -201,7 +200,7 @@ fn kept<T: Clone>(cell: &OnceCell<T>, make: impl FnOnce() -> Result<T>) -> Resul
     }
 }
 
-/// Format, scale rule and rounding of a block format.
+/// The codec of a block format with its scale rule and a rounding.
 pub fn codec(block: Block, round: Rounding) -> Result<Codec> {
     Ok(Codec::new(block.format, block.rule, round)?)
 }
@@ -217,7 +216,7 @@ fn row_blocks<B: Kernels>(
     made.take_rows("bench")?.block("bench").cloned()
 }
 
-/// F32 between −1 and 1: weights, logits.
+/// F32 values between −1 and 1, for weights and logits.
 pub fn uniform<B: Kernels>(b: &B, rows: usize, cols: usize) -> Result<Tensor<B>> {
     const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
     let value = |i: u64| (i.wrapping_mul(GOLDEN) >> 40) as f32 / (1 << 23) as f32 - 1.0;

@@ -1,9 +1,9 @@
-//! Times of other projects' kernels for the same conversions, measured on [`MEASURED`](crate::peers::MEASURED) by the
-//! same rules: single calls, L2 flushed, medians of at least seven.
+//! Times of other projects' kernels for the same conversions, measured on [`MEASURED`](crate::peers::MEASURED) with the same rules: single
+//! calls, L2 flushed, medians of at least seven calls.
 //!
-//! Published kernels were run from their own sources with their own launch code; `torch.compile` is PyTorch 2.11's; Triton
-//! means untuned kernels in Triton 3.6, the least that one would write. For these two, each figure is the faster of two sets of
-//! kernels at that shape: an earlier set, and the output of `benchmarks/peers/conversions.py` on that GPU. The script times both
+//! Published kernels were run from their own sources with their own launch code. `torch.compile` is that of PyTorch 2.11. "Triton" stands
+//! for untuned kernels in Triton 3.6, the simplest that one would write. For `torch.compile` and Triton, each figure is the faster of two
+//! sets of kernels at that shape: an earlier set, and the output of `benchmarks/peers/conversions.py` on that GPU. The script times both
 //! wherever they are installed.
 
 use super::SHAPES;
@@ -28,7 +28,7 @@ const FP8_FLOW: Who = Who {
     published: true,
     script: None,
 };
-/// The script that times the next two projects, and what it leaves out.
+/// The script that times `torch.compile` and Triton, and what the script leaves out.
 const CONVERSIONS: Option<(&str, &str)> =
     Some(("conversions.py", ", but for MXFP4 → BF16, combine, permuted E4M3 and the other SwiGLUs"));
 const COMPILE: Who = Who {
@@ -44,9 +44,9 @@ const TRITON: Who =
 struct Row {
     kernels: &'static [&'static str],
     who: Who,
-    /// Number of groups; 0 = dense rows.
+    /// Number of groups; 0 stands for dense rows.
     groups: usize,
-    /// Microseconds at each of [`SHAPES`]; 0 = not measured.
+    /// Microseconds at each of [`SHAPES`]; 0 means not measured.
     us: [f64; SHAPES.len()],
 }
 
@@ -74,7 +74,7 @@ const ROWS: &[Row] = &[
     row(LIFT_ROWS, MXFP4_HOPPER, 0, [358.0, 107.0, 196.0, 82.7, 50.8]),
     row(LIFT_ROWS, TRITON, 0, [169.0, 51.7, 92.9, 39.6, 24.9]),
     row(LIFT_ROWS, COMPILE, 0, [203.2, 65.2, 111.6, 52.2, 33.7]),
-    // The project has two kernels; this is the one that keeps signs.
+    // The project has two kernels; these times are those of the kernel that keeps signs.
     row(LIFT_COLS, MXFP4_HOPPER, 0, [396.0, 118.0, 216.0, 90.3, 54.6]),
     row(LIFT_COLS, MXFP4_HOPPER, 8, [406.0, 121.0, 223.0, 93.7, 59.1]),
     row(LIFT_COLS, MXFP4_HOPPER, 32, [423.0, 126.0, 234.0, 98.2, 69.9]),
@@ -101,7 +101,7 @@ const ROWS: &[Row] = &[
     row(&["SwiGLU → E4M3 both"], TRITON, 0, [0.0, 204.2, 0.0, 0.0, 0.0]),
     row(&["SwiGLU backward → BF16"], TRITON, 0, [0.0, 166.7, 0.0, 0.0, 0.0]),
     row(&["SwiGLU backward → BF16"], COMPILE, 0, [0.0, 226.1, 0.0, 0.0, 0.0]),
-    // Without `a`, and from h in BF16.
+    // The times on this row are without `a`, and for h in BF16.
     row(BACKWARD, TRITON, 0, [0.0, 374.3, 0.0, 0.0, 0.0]),
     row(&["permute + pad BF16"], FP8_FLOW, 256, [352.1, 0.0, 0.0, 0.0, 0.0]),
     row(&["permute + pad BF16"], TRITON, 256, [226.8, 67.2, 111.1, 45.4, 128.0]),
@@ -111,7 +111,7 @@ const ROWS: &[Row] = &[
     row(&["combine BF16"], COMPILE, 256, [609.9, 0.0, 0.0, 0.0, 0.0]),
 ];
 
-/// Other projects' times of a kernel at a shape and number of groups (0 = dense).
+/// Other projects' times of a kernel at a shape and number of groups (0 for dense rows).
 pub fn of(kernel: &str, shape: MatrixShape, groups: usize) -> impl Iterator<Item = (Who, f64)> {
     let column = SHAPES.iter().position(|s| *s == shape);
     let named = move |row: &&Row| row.groups == groups && row.kernels.contains(&kernel);
@@ -119,7 +119,7 @@ pub fn of(kernel: &str, shape: MatrixShape, groups: usize) -> impl Iterator<Item
     ROWS.iter().filter(named).filter_map(measured)
 }
 
-/// The fastest of them, among all or only published kernels.
+/// The fastest of the other projects, among all kernels or only published kernels.
 pub fn fastest(kernel: &str, shape: MatrixShape, groups: usize, published: bool) -> Option<(Who, f64)> {
     of(kernel, shape, groups)
         .filter(|(who, _)| who.published || !published)

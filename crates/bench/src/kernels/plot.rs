@@ -1,4 +1,4 @@
-//! The shares of the floor as an SVG file.
+//! Draws each kernel's fraction of its floor as an SVG file.
 
 use super::operands::MatrixShape;
 use super::{Measured, peers};
@@ -7,20 +7,20 @@ use nibble_command::output::{Mark, Output};
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
-/// The picture's mark.
+/// The mark by which a later run recognises the picture as its own output.
 pub const MARK: Mark = Mark::Picture("nibble bench kernels");
 
 const WIDTH: u32 = 1200;
-/// Pixels per kernel, and above and below all kernels.
+/// Height in pixels per kernel, and above and below all kernels.
 const LINE: u32 = 22;
 const FRAME: u32 = 100;
 const DENSE: RGBColor = RGBColor(70, 120, 190);
 const RAGGED: [RGBColor; 3] = [RGBColor(230, 150, 40), RGBColor(190, 70, 60), RGBColor(100, 50, 120)];
 const GOAL: RGBColor = RGBColor(30, 130, 70);
-/// The goal, in per cent of the floor.
+/// The goal for floor divided by time, in per cent.
 const GOAL_SHARE: f64 = 90.0;
 
-/// Draws the largest shape: per kernel, a bar for dense rows and a dot for each number of groups.
+/// Draws the kernels at the largest shape: per kernel, a bar for dense rows and a dot for each number of groups.
 ///
 /// # Errors
 /// If there is nothing to draw, or the file cannot be written.
@@ -31,12 +31,12 @@ pub fn draw(gpu: &str, measured: &[Measured], file: Output) -> Result<()> {
     file.write(MARK.svg(&svg))
 }
 
-/// A kernel's shares, in per cent.
+/// A kernel's fractions of its floor, in per cent.
 struct Line<'a> {
     name: &'a str,
-    /// By number of groups.
+    /// The fractions by number of groups.
     shares: Vec<(usize, f64)>,
-    /// Share of the fastest published kernel, at the first number of groups.
+    /// The fraction of the fastest published kernel, at the first number of groups.
     published: Option<f64>,
 }
 

@@ -1,4 +1,4 @@
-//! One launch for all groups, against one launch per group.
+//! Compares one launch for all groups with one launch per group.
 
 use super::super::gpu::Bench;
 use super::conversion::{Conversion, Quantization, Work};
@@ -25,7 +25,7 @@ const TIMED: [(&str, Conversion); 3] = [
     ("MXFP4 → E4M3 columns (lift)", Conversion::Transcode(Block::MXFP4, Block::E4M3, BlockAxis::Col)),
 ];
 
-/// All groups in one call.
+/// A call that processes all groups.
 fn together<B: Kernels>(
     b: &B,
     shape: MatrixShape,

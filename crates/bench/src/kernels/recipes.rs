@@ -1,7 +1,7 @@
-//! The cost of quantization of one linear layer, forward and backward, under each recipe: the sum of its conversion
-//! kernels. The kernels are recorded from a layer that runs, so the table follows the code.
+//! The cost of quantization in one linear layer, forward and backward, for each recipe: the sum over its conversion kernels. The kernels
+//! are recorded from a layer that runs, so that the table follows the code.
 //!
-//! Weights are left out, as their copies are made once per step. SwiGLU's fused conversions are in the kernels' table.
+//! Weights are left out, because their copies are computed once per step. SwiGLU's fused conversions are in the table of kernels.
 
 use super::super::gpu::Bench;
 use super::conversion::{Conversion, Quantization};
@@ -19,10 +19,10 @@ use nibble_testkit::shapes::MoeShape;
 use serde_json::{Value, json};
 
 const ROWS: usize = 32768;
-/// Inputs of the gate and up projections of DeepSeek-V3's experts.
+/// Number of inputs of the gate and up projections of DeepSeek-V3's experts.
 const INPUTS: usize = MoeShape::DEEPSEEK_V3.d;
 const OUTPUTS: usize = 2 * MoeShape::DEEPSEEK_V3.f;
-/// Experts of the grouped layer.
+/// Number of experts of the grouped layer.
 const EXPERTS: usize = 8;
 /// The recipe whose cost is 1.
 const BASELINE: &str = "fp8-block";
@@ -30,14 +30,14 @@ const BASELINE: &str = "fp8-block";
 /// A conversion of the input or of the output's gradient.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Step {
-    /// Whether it converts the gradient.
+    /// Whether the conversion converts the output's gradient.
     gradient: bool,
     how: Conversion,
-    /// Whether it is before the dispatch, on each token once whatever the number of its experts.
+    /// Whether the conversion is before the dispatch, and so processes each token once, whatever the number of its experts.
     before_dispatch: bool,
 }
 
-/// A layer's conversions under a recipe, in order.
+/// The conversions of a layer with a recipe, in order.
 fn steps(changes: &[Change], section: &Section) -> Result<Vec<Step>> {
     let mut found = Vec::new();
     for (i, change) in changes.iter().enumerate() {
@@ -81,14 +81,14 @@ fn axis_of(planes: Planes) -> BlockAxis {
     if planes == Planes::Cols { BlockAxis::Col } else { BlockAxis::Row }
 }
 
-/// Microseconds of a layer's conversions.
+/// Microseconds of the conversions of one layer.
 #[derive(Debug, Clone, Copy)]
 struct Cost {
     us: f64,
     before_dispatch_us: f64,
 }
 
-/// A recipe's costs: of a dense layer and of an expert layer.
+/// The costs of a recipe for a dense layer and for an expert layer.
 struct Costs {
     recipe: &'static str,
     dense: Result<Cost>,

@@ -1,4 +1,4 @@
-//! The table, and the same figures as JSON.
+//! The table of kernels, and the same figures as JSON.
 
 use super::operands::MatrixShape;
 use super::{Measured, Times, peers};
@@ -7,8 +7,8 @@ use nibble_command::say;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
-/// Prints one shape's table, at most 140 columns wide, one kernel per line: its time on dense rows (or on the most groups, if it
-/// has no dense form), its share of the floor on ragged rows, and other projects' times.
+/// Prints one shape's table, at most 140 columns wide, with one kernel per line. A line has the kernel's time on dense rows (or on the most
+/// groups, if it has no dense form), its fraction of the floor on ragged rows, and other projects' times.
 pub fn table(shape: MatrixShape, groups: &[usize], names: &[&str], measured: &[Measured]) {
     say!("");
     say!("{} × {}", shape.rows, shape.cols);
@@ -31,7 +31,7 @@ pub fn table(shape: MatrixShape, groups: &[usize], names: &[&str], measured: &[M
     }
 }
 
-/// The first line of an error, cut to the width of the table; the JSON figures have all of it.
+/// The first line of an error, cut to the width of the table; the JSON figures have the whole error.
 pub fn shortened(why: &str) -> String {
     const MOST: usize = 130;
     let line = why.lines().next().unwrap_or_default();
@@ -53,7 +53,7 @@ fn heading(ragged: &[usize]) -> String {
     .to_owned()
 }
 
-/// The kernel's line, or why there is none.
+/// The kernel's line, or the reason why there is none.
 fn line<'a>(name: &str, measured: &[&'a Measured], ragged: &[usize]) -> Result<String, &'a str> {
     let main = measured.iter().find(|m| m.groups == 0).or(measured.last()).ok_or("no group was asked for")?;
     let times = main.times.as_ref().map_err(String::as_str)?;
@@ -70,7 +70,7 @@ fn line<'a>(name: &str, measured: &[&'a Measured], ragged: &[usize]) -> Result<S
     };
     let (published, mut best) = (other(true), other(false));
     if best == published {
-        // Not printed twice.
+        // The best time is not printed twice.
         best = Default::default();
     }
     let ((publ, publ_x, publ_who), (best, best_x, best_who)) = (published, best);
@@ -85,7 +85,7 @@ fn line<'a>(name: &str, measured: &[&'a Measured], ragged: &[usize]) -> Result<S
     Ok(line.trim_end().to_owned())
 }
 
-/// Another time, and its ratio to ours.
+/// Formats another time, and its ratio to Nibble's time.
 fn beside(us: Option<f64>, ours: &Times) -> (String, String) {
     match us {
         Some(us) => (format!("{us:.0}"), format!("{:.2}", us / ours.us)),
@@ -93,7 +93,7 @@ fn beside(us: Option<f64>, ours: &Times) -> (String, String) {
     }
 }
 
-/// Names the projects that ours are compared with.
+/// Names the projects with which Nibble is compared.
 pub fn peers() {
     say!("");
     say!(
@@ -112,7 +112,7 @@ fn routed_rows() -> String {
     [8, 32, 256].map(of).join(", ")
 }
 
-/// All figures, one object per measurement.
+/// All figures as JSON, one object per measurement.
 pub fn figures(measured: &[Measured]) -> Value {
     measured.iter().map(figure).collect()
 }

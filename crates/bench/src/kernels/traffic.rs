@@ -1,8 +1,8 @@
-//! The bytes that a conversion must move: every input once and every output once, including scales, row numbers and gate
-//! weights. Group starts and returned counts are negligible.
+//! The bytes that a conversion must move: every input once and every output once, including scales, row ids and gate weights. Group starts
+//! and returned counts are negligible.
 //!
-//! Padding of ragged inputs need not be read. Padding of outputs counts if the operation guarantees its content: zeros in
-//! column blocks, in the rows of `quantize` and `permute`, and in the outputs of SwiGLU.
+//! Padding of ragged inputs need not be read. Padding of outputs counts if the operation guarantees its content: zeros in column blocks, in
+//! the rows of `quantize` and `permute`, and in the outputs of SwiGLU.
 
 use nibble_core::ops::{Planes, Taken};
 use nibble_core::{BlockScaled, DType};
@@ -10,7 +10,7 @@ use nibble_cuda::Cuda;
 use nibble_formats::{BlockAxis, Format, ScaleRule};
 use std::ops::Add;
 
-/// Bytes read and written.
+/// Numbers of bytes read and written.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Traffic {
     pub read: u64,
@@ -25,7 +25,7 @@ impl Add for Traffic {
     }
 }
 
-/// Bytes of an index or a gate weight.
+/// Size of an index or a gate weight, in bytes.
 const WORD: usize = 4;
 
 /// A matrix of `capacity` rows, of which `valid` are not padding.
@@ -37,17 +37,17 @@ pub struct Extent {
 }
 
 impl Extent {
-    /// The same rows with another width.
+    /// The same rows with another number of columns.
     pub fn wide(self, cols: usize) -> Self {
         Self { cols, ..self }
     }
 
-    /// A plain matrix's rows without padding.
+    /// Bytes of a plain matrix's rows, without padding.
     fn plain(self, dtype: DType) -> usize {
         self.valid * self.cols * dtype.size_bytes()
     }
 
-    /// Row blocks without padding.
+    /// Bytes of row blocks, without padding.
     fn row_blocks(self, block: Block) -> usize {
         block.plane(BlockAxis::Row, self.valid, self.cols)
     }
@@ -59,7 +59,7 @@ impl Extent {
             Planes::Rows => plane(BlockAxis::Row),
             Planes::Cols => plane(BlockAxis::Col),
             Planes::Both => plane(BlockAxis::Row) + plane(BlockAxis::Col),
-            // Tiles, and their transpose.
+            // The 2-D blocks are written together with their transpose.
             Planes::Tiles => 2 * plane(BlockAxis::Tile),
         }
     }
@@ -74,19 +74,19 @@ pub struct Block {
 
 impl Block {
     pub const MXFP4: Self = Self { format: Format::Mxfp4, rule: ScaleRule::Rceil };
-    /// With F32 scales.
+    /// E4M3 with F32 scales.
     pub const E4M3_AMAX: Self = Self { format: Format::E4m3, rule: ScaleRule::Amax };
-    /// With one E8M0 byte a block.
+    /// E4M3 with one E8M0 byte per block.
     pub const E4M3: Self = Self { format: Format::E4m3, rule: ScaleRule::Rceil };
 
     pub const MXFP8: Self = Self { format: Format::Mxfp8E4m3, rule: ScaleRule::Rceil };
     pub const MXFP6: Self = Self { format: Format::Mxfp6E2m3, rule: ScaleRule::Rceil };
-    /// Without a tensor scale, for which values would be read twice.
+    /// NVFP4 without a tensor scale; with a tensor scale, values would be read twice.
     pub const NVFP4: Self = Self { format: Format::Nvfp4, rule: ScaleRule::Amax };
-    /// With a power of two per 128 values instead of a tensor scale.
+    /// NVFP4 with a power of two per 128 values instead of a tensor scale.
     pub const NVFP4_128: Self = Self { format: Format::Nvfp4In128, rule: ScaleRule::Amax };
     pub const HIF4: Self = Self { format: Format::Hif4, rule: ScaleRule::Amax };
-    /// The target of lifts.
+    /// The target format of lifts.
     const LIFTED: Self = Self { format: Format::LIFTED.0, rule: Format::LIFTED.1 };
 
     fn scale_bytes(self) -> usize {
@@ -98,7 +98,7 @@ impl Block {
         BlockScaled::<Cuda>::code_bytes(self.format, axis, rows, cols) + self.scale_bytes() * scales
     }
 
-    /// Bytes of blocks along one axis in the form that products take. Decoded numbers have no scales.
+    /// Bytes of blocks along one axis, in the form that GEMMs read. Decoded numbers have no scales.
     fn plane_as(self, taken: Taken, axis: BlockAxis, rows: usize, cols: usize) -> usize {
         match taken {
             Taken::AsIs => self.plane(axis, rows, cols),
@@ -107,7 +107,7 @@ impl Block {
         }
     }
 
-    /// One row's codes and scales.
+    /// Bytes of one row's codes and scales.
     pub fn row_bytes(self, cols: usize) -> usize {
         self.plane(BlockAxis::Row, 1, cols)
     }
@@ -117,7 +117,7 @@ fn traffic(read: usize, written: usize) -> Traffic {
     Traffic { read: read as u64, written: written as u64 }
 }
 
-/// Plain → block format in the form that products take. Stochastic rounding of ragged rows also reads each row's number.
+/// Traffic from plain to a block format, in the form that GEMMs read. Stochastic rounding of ragged rows also reads each row's id.
 pub fn quantize(
     x: Extent,
     from: DType,
@@ -129,12 +129,12 @@ pub fn quantize(
     traffic(x.plain(from) + ids, x.planes(to, planes, taken))
 }
 
-/// Block format → BF16.
+/// Traffic from a block format to BF16.
 pub fn dequantize(x: Extent, from: Block) -> Traffic {
     traffic(x.row_blocks(from), x.plain(DType::Bf16))
 }
 
-/// Block format → block format. Padding rows are unspecified; padding columns are zeros.
+/// Traffic from one block format to another. The padding in rows is unspecified; the padding in columns is zero.
 pub fn transcode(x: Extent, from: Block, to: Block, axis: BlockAxis) -> Traffic {
     let written = match axis {
         BlockAxis::Col => x.planes(to, Planes::Cols, Taken::AsIs),
@@ -144,27 +144,27 @@ pub fn transcode(x: Extent, from: Block, to: Block, axis: BlockAxis) -> Traffic 
     traffic(x.row_blocks(from), written)
 }
 
-/// Copies rows of `row_bytes` bytes to sorted, padded positions; `sources` of the received rows have at least one target.
+/// Traffic of copying rows of `row_bytes` bytes to sorted, padded positions; `sources` of the received rows have at least one target.
 pub fn permute(row_bytes: usize, sources: usize, capacity: usize) -> Traffic {
     traffic(sources * row_bytes + WORD * capacity, capacity * row_bytes)
 }
 
-/// The inverse, one row per slot.
+/// Traffic of the inverse of `permute`, with one row per slot.
 pub fn unpermute(row_bytes: usize, slots: usize) -> Traffic {
     traffic(slots * row_bytes + WORD * slots, slots * row_bytes)
 }
 
-/// Sums the `top_k` rows of each token.
+/// Traffic of summing the `top_k` rows of each token.
 pub fn combine(row_bytes: usize, tokens: usize, top_k: usize) -> Traffic {
     traffic(tokens * top_k * row_bytes, tokens * row_bytes)
 }
 
-/// The same along a tree; also reads the position and the leaf of each slot's row.
+/// Traffic of the same sum along a tree, which also reads the position and the leaf of each slot's row.
 pub fn combine_tree(row_bytes: usize, tokens: usize, top_k: usize) -> Traffic {
     traffic(tokens * top_k * (row_bytes + 2 * WORD), tokens * row_bytes)
 }
 
-/// h `[r, 2f]` and a gate weight a row → `a` `[r, f]` in these planes, and h itself as row blocks.
+/// Traffic from h `[r, 2f]` and a gate weight per row to `a` `[r, f]` in the requested blocks, and to row blocks of h itself.
 pub fn swiglu(a: Extent, to: Option<(Block, Planes)>, save_h: Option<Block>) -> Traffic {
     let h = a.wide(2 * a.cols);
     let emitted = match to {
@@ -175,8 +175,8 @@ pub fn swiglu(a: Extent, to: Option<(Block, Planes)>, save_h: Option<Block>) -> 
     traffic(h.plain(DType::Bf16) + WORD * a.valid, emitted + saved)
 }
 
-/// h plain or as row blocks, da and the gate weights → dh in both planes, `a` by columns, or both plain; and the gate
-/// weights' gradients.
+/// Traffic of SwiGLU's backward pass. It reads h (plain or in row blocks), da and the gate weights. It writes dh in row and column blocks
+/// and `a` in column blocks, or plain dh and `a`, and the gradients of the gate weights.
 pub fn swiglu_backward(a: Extent, h: Option<Block>, to: Option<Block>) -> Traffic {
     let wide = a.wide(2 * a.cols);
     let h = h.map_or(wide.plain(DType::Bf16), |block| wide.row_blocks(block));
@@ -189,18 +189,18 @@ pub fn swiglu_backward(a: Extent, h: Option<Block>, to: Option<Block>) -> Traffi
     traffic(h + a.plain(DType::Bf16) + WORD * a.valid, made + WORD * a.capacity)
 }
 
-/// Logits → experts and weights of each slot, probabilities.
+/// Traffic from logits to the experts and gate weights of each slot, and probabilities.
 pub fn route(tokens: usize, experts: usize, top_k: usize) -> Traffic {
     let logits = tokens * experts * DType::F32.size_bytes();
     traffic(logits, logits + 2 * WORD * tokens * top_k)
 }
 
-/// Each slot's expert and each token's number → the three maps and the row numbers.
+/// Traffic from each slot's expert and each token's id to the three maps and the row ids.
 pub fn plan_permute(tokens: usize, top_k: usize, slots: usize, capacity: usize) -> Traffic {
     traffic(WORD * tokens * (top_k + 1), WORD * (3 * capacity + slots))
 }
 
-/// Element by element, or transposed.
+/// Traffic of an elementwise operation, or of a transpose.
 pub fn elementwise(x: Extent, from: DType, to: DType) -> Traffic {
     traffic(x.plain(from), x.plain(to))
 }
@@ -244,7 +244,7 @@ mod tests {
 
     #[test]
     fn the_layer_of_the_targets_moves_what_was_computed_by_hand() {
-        // 32768 × 7168: 470 MB in, 117 + 7 MB out.
+        // For 32768 × 7168 values, 470 MB are read, and 117 + 7 MB are written.
         let x = Extent { valid: 32768, capacity: 32768, cols: 7168 };
         let t = quantize(x, DType::Bf16, Block::MXFP4, (Planes::Rows, AS_IS), false);
         assert_eq!((t.read, t.written), (469_762_048, 124_780_544));

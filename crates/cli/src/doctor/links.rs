@@ -9,12 +9,13 @@ use nibble_train::config::{DeviceChoice, RunConfig};
 /// Default number of ranks on the CPU.
 const CPU_RANKS: usize = 2;
 
-/// Measures all links between `ranks` ranks, one thread each, on GPUs or on the CPU. The default is all GPUs, or `CPU_RANKS`.
+/// Measures all links between `ranks` ranks, one thread per rank, on GPUs or on the CPU. The default is all GPUs, or `CPU_RANKS` on the
+/// CPU.
 pub fn run(device: DeviceChoice, ranks: Option<usize>) -> Result<()> {
     let (device, ranks) = match device {
         DeviceChoice::Cpu => (device, ranks.unwrap_or(CPU_RANKS)),
         DeviceChoice::Auto | DeviceChoice::Gpus => {
-            // Not `Auto`, which would fall back to the CPU where the GPUs cannot be connected, instead of saying why.
+            // The choice is not `Auto`, which would fall back to the CPU if the GPUs cannot be connected, instead of reporting the reason.
             (DeviceChoice::Gpus, ranks.unwrap_or_else(|| nibble_cuda::probe().usable().count()))
         }
         DeviceChoice::Cuda(_) => {

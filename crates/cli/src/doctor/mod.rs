@@ -114,7 +114,7 @@ fn tell_all() -> Result<()> {
         let spec = format.spec();
         let rules: Vec<_> = spec.rules.iter().map(|r| r.name()).collect();
         let block = if spec.block == WHOLE_LINE { "line".to_owned() } else { spec.block.to_string() };
-        // Formats without specialised code or kernels use the general ones.
+        // Formats without specialised code or kernels use the general code or kernels.
         let cpu = if nibble_cpu::has_own_code(format) { "its own" } else { "general" };
         let gpu = if nibble_cuda::ops::has_own_kernels(format) { "its own" } else { "general" };
         let (name, bits, rules) = (spec.name, spec.code_bits, rules.join(", "));
@@ -128,10 +128,10 @@ fn tell_all() -> Result<()> {
     Ok(())
 }
 
-/// Width of the longest product path in columns.
+/// Width of the longest GEMM path in columns.
 const PATH_WIDTH: usize = 65;
 
-/// How a GPU multiplies two operands of a format under its default scale rule.
+/// The way in which a GPU multiplies two operands of a format with the format's default scale rule.
 fn product_path(format: Format) -> String {
     let (m, n, k) = (1024, 1024, 1024);
     let rule = format.spec().default_rule().unwrap_or(ScaleRule::Amax);
@@ -148,13 +148,13 @@ fn product_path(format: Format) -> String {
     ProductPath::of(&product).to_string()
 }
 
-/// The size of this executable, if the system says where it is.
+/// The size of this executable, if the system reports the file's path.
 fn binary() -> String {
     let size = std::env::current_exe().and_then(|path| path.metadata());
     size.map_or(String::new(), |file| format!(", a binary of {}", bytes(file.len())))
 }
 
-/// Describes the folder of compiled kernels.
+/// Describes the folder of cached kernels.
 fn cubins(folder: Option<&Path>) -> String {
     let Some(folder) = folder else { return "kept in memory only".into() };
     let Ok(entries) = folder.read_dir() else {
@@ -168,14 +168,14 @@ fn cubins(folder: Option<&Path>) -> String {
     format!("{count}, {} in {}", bytes(total), folder.display())
 }
 
-/// The value of `key` in a file of `key : value` lines, as Linux has them.
+/// The value of `key` in a file of `key : value` lines, such as Linux's files in `/proc`.
 fn proc_value(path: &str, key: &str) -> Option<String> {
     let text = std::fs::read_to_string(path).ok()?;
     let mut lines = text.lines().filter_map(|line| line.split_once(':'));
     lines.find(|(name, _)| name.trim() == key).map(|(_, value)| value.trim().to_owned())
 }
 
-/// The host's processor, and how many threads the system gives this process.
+/// The host's processor, and the number of threads that the system gives this process.
 pub fn processor() -> String {
     let model = proc_value("/proc/cpuinfo", "model name").unwrap_or_else(|| std::env::consts::ARCH.into());
     let cores = std::thread::available_parallelism().map_or(1, usize::from);

@@ -15,7 +15,7 @@ use rayon::prelude::*;
 use std::path::Path;
 use std::time::Instant;
 
-/// Compiles every kernel into the cache that the environment names.
+/// Compiles all kernels into the cache that the environment names.
 pub fn warm() -> Result<()> {
     let folder = nibble_cuda::env::cubin_cache();
     let folder = folder.ok_or_else(|| Error::usage("NIBBLE_CUBIN_CACHE=off: there is no cache to fill"))?;
@@ -27,13 +27,13 @@ pub fn warm() -> Result<()> {
     Ok(())
 }
 
-/// Compiles every kernel on all threads of `cpu`.
+/// Compiles all kernels on all threads of `cpu`.
 fn compile_all(cpu: &Cpu, jit: &Jit) -> Result<()> {
     let all = ops::instances();
     Ok(cpu.pool().install(|| all.par_iter().try_for_each(|instance| jit.cubin(&instance.spec).map(drop)))?)
 }
 
-/// Times the start with an empty and with a warm cache.
+/// Measures the start-up time with an empty cache and with a warm cache.
 pub fn time() -> Result<()> {
     let nvrtc = Nvrtc::load().map_err(Error::usage)?;
     let folder = tempfile::tempdir()
@@ -43,7 +43,7 @@ pub fn time() -> Result<()> {
     let gpu = probe().usable().next().map(|gpu| gpu.ordinal);
     match gpu {
         Some(ordinal) => {
-            // The first open initializes the driver for this process; later ones do not repeat that.
+            // The first open initializes the driver for this process; later calls do not repeat the initialization.
             let (device, ms) = timed(|| Ok(Device::with_jit(ordinal, jit(folder.path())?)?))?;
             say!("{}: opened in {ms:.0} ms", device.info().name);
             let one = folder.path().join("one");
@@ -90,14 +90,14 @@ fn first_conversion(cuda: &Cuda) -> Result<()> {
     Ok(cuda.device().synchronize()?)
 }
 
-/// The result of `work` and its milliseconds.
+/// The result of `work`, and the milliseconds that it took.
 fn timed<R>(work: impl FnOnce() -> Result<R>) -> Result<(R, f64)> {
     let start = Instant::now();
     let made = work()?;
     Ok((made, start.elapsed().as_secs_f64() * 1e3))
 }
 
-/// `, 3.5 MiB`, of the files in a folder.
+/// Formats the total size of a folder's files, for example `, 3.5 MiB`.
 fn size_of(folder: &Path) -> String {
     let Ok(entries) = folder.read_dir() else { return String::new() };
     let total = entries.filter_map(|entry| Some(entry.ok()?.metadata().ok()?.len())).sum();

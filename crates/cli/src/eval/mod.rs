@@ -71,7 +71,7 @@ pub fn run(args: Args) -> Result<()> {
             let why = format!("--stride: got {stride}, expected 1 to {} (data.seq_len)", config.data.seq_len);
             return Err(Error::usage(why));
         }
-        // Missing files are reported before the first task is scored, and no output may replace an input.
+        // Missing files are reported before the first task is scored; this also ensures that no output replaces an input.
         let texts = args.texts.iter().map(|text| files_of(text)).collect::<nibble_train::Result<Vec<_>>>()?;
         let mut outputs = Outputs::new(args.force, [args.tasks.clone(), texts.concat()].concat());
         let samples = args.samples.map(|path| outputs.named(&path, &scoring::SAMPLES)).transpose()?;
@@ -90,7 +90,7 @@ pub fn run(args: Args) -> Result<()> {
     )
 }
 
-/// Keys, and tables of keys, that only affect training.
+/// Keys, and tables of keys, that affect only training.
 const OF_TRAINING: [&str; 13] = [
     "seed",
     "model.aux_loss_coef",
@@ -107,7 +107,7 @@ const OF_TRAINING: [&str; 13] = [
     "run.log_every",
 ];
 
-/// Keys of these tables that also affect evaluation, which uses the batches of training.
+/// Keys of these tables that also affect evaluation, because evaluation uses the same batches as training.
 const OF_BOTH: [&str; 4] = ["train.batch_size", "train.combine", "train.expert_shards", "train.shards"];
 
 /// Refuses overrides that have no effect on an evaluation.
@@ -165,7 +165,7 @@ impl Work for Evaluation<'_> {
     }
 }
 
-/// The warning for data that differ from the training data.
+/// The warning that the data differ from the training data.
 fn other_data(checkpoint: &Checkpoint, config: &Config) -> String {
     let source = &config.data.source;
     let trained = Config::from_text(&checkpoint.position().config, checkpoint.path(), &[]);
@@ -179,10 +179,10 @@ fn other_data(checkpoint: &Checkpoint, config: &Config) -> String {
     }
 }
 
-/// Printed instead of a loss if there are no targets.
+/// The text printed instead of a loss if there are no targets.
 pub const NO_TARGET: &str = "none, no token is a target";
 
-/// The line for the held-out loss, or for its absence.
+/// The line with the held-out loss, or with the reason why there is none.
 pub fn held_out_line(loss: Option<f64>, unit: &str) -> String {
     match loss {
         Some(loss) => format!("held-out loss: {loss:.4} nats a {unit}, {:.4} bits a {unit}", bits(loss)),
@@ -190,7 +190,7 @@ pub fn held_out_line(loss: Option<f64>, unit: &str) -> String {
     }
 }
 
-/// Places a loss between the entropy floor and the unigram loss.
+/// Compares a loss with the entropy floor and with the unigram loss.
 pub fn against(Entropy { rate, unigram }: Entropy, loss: f64) -> String {
     let share = (loss - rate) / (unigram - rate);
     format!(
@@ -200,7 +200,7 @@ pub fn against(Entropy { rate, unigram }: Entropy, loss: f64) -> String {
     )
 }
 
-/// Progress of a long evaluation, in at most ten lines.
+/// Prints the progress of a long evaluation, in at most ten lines.
 pub fn evaluating_line(done: usize, of: usize) {
     const LONG: usize = 100;
     if of >= LONG && (done * 10) / of != ((done - 1) * 10) / of {

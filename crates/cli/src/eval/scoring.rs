@@ -13,19 +13,19 @@ use nibble_train::data::LeftOut;
 use nibble_train::evaluation::{Perplexity, Task};
 use serde_json::{Map, Value, json};
 
-/// What a model is scored on.
+/// The tasks and texts on which a model is scored.
 pub(super) struct Scoring<'a> {
     pub trained: &'a Trained,
     pub config: &'a Config,
     pub recipe: &'a Recipe,
     pub tasks: Vec<Task>,
-    /// Files, folders and globs to compute the perplexity of.
+    /// Files, folders and globs whose perplexity is computed.
     pub texts: Vec<String>,
-    /// Tokens predicted per pass.
+    /// Number of tokens predicted per pass.
     pub stride: usize,
 }
 
-/// A file of log-likelihoods.
+/// The mark of files of log-likelihoods, by which a later run recognises its own output.
 pub(super) const SAMPLES: Mark = Mark::Figures("nibble eval");
 
 impl Work for Scoring<'_> {
@@ -66,7 +66,7 @@ fn warn_of_left_out(text: &str, left_out: &LeftOut) {
     }
 }
 
-/// The line for a text's perplexity. For a byte-level model, perplexity per token and per byte are the same.
+/// The line with a text's perplexity. For a byte-level model, perplexity per token and per byte are the same.
 fn perplexity_line(text: &str, found: &Perplexity, unit: &str) -> String {
     let of_tokens = (unit != "byte")
         .then(|| format!("{:.4} a token ({:.4} nats)", found.by_token(), found.nats / found.tokens as f64));
@@ -80,7 +80,7 @@ fn perplexity_line(text: &str, found: &Perplexity, unit: &str) -> String {
     )
 }
 
-/// The log-likelihoods of each question's choices.
+/// The log-likelihoods of the choices, by question.
 fn by_question(task: &Task, found: &[f64]) -> Value {
     let mut rest = found;
     let questions = task.questions.iter().map(|question| {

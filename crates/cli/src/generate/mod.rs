@@ -1,4 +1,4 @@
-//! `nibble generate`: samples text from a checkpoint, reproducibly for a seed.
+//! `nibble generate`: samples text from a checkpoint; the same seed gives the same text.
 
 mod output;
 mod prompts;
@@ -78,7 +78,7 @@ pub fn run(args: Args) -> Result<()> {
     let tokenizer = config.tokenizer()?.unwrap_or_else(|| Arc::new(Bytes));
     let framing = config.framing()?;
     let ids = args.prompts.ids(&prompts, &*tokenizer, framing)?;
-    // One position per token, rounded up to whole blocks of any recipe, at most the model's positions.
+    // The context has one position per token, rounded up to whole blocks of any recipe, and at most the model's positions.
     let longest = ids.iter().map(Vec::len).max().unwrap_or(0);
     let tokens = longest.saturating_add(args.tokens);
     let wanted = tokens.checked_next_multiple_of(128).unwrap_or(tokens).min(config.positions());
@@ -108,7 +108,7 @@ pub fn run(args: Args) -> Result<()> {
     device::run(&config.run, &work)
 }
 
-/// The tokens that end a text, and with `chats` those that end an answer.
+/// The tokens that end a text; with `chats`, also the tokens that end an answer.
 fn ends(trained: &Trained, tokenizer: &dyn Tokenizer, framing: Framing, chats: bool) -> Result<Vec<i32>> {
     let path = match trained {
         Trained::Checkpoint(checkpoint) => checkpoint.path(),
@@ -126,12 +126,12 @@ fn ends(trained: &Trained, tokenizer: &dyn Tokenizer, framing: Framing, chats: b
     Ok(ends)
 }
 
-/// Why a text ended.
+/// The reason why a text ended.
 #[derive(Debug, Clone, Copy)]
 enum Ended {
-    /// It has the requested number of tokens.
+    /// The text has the requested number of tokens.
     Length,
-    /// A `--stop` text follows.
+    /// The next text is a `--stop` text.
     Stop,
     /// An end token was sampled.
     Eos,
@@ -153,16 +153,16 @@ struct Generation<'a> {
     config: &'a Config,
     recipe: &'a Recipe,
     tokenizer: SharedTokenizer,
-    /// The prompts with their token ids.
+    /// The prompts and their token ids.
     prompts: Vec<(Prompt, Vec<i32>)>,
-    /// End tokens.
+    /// The end tokens.
     ends: Vec<i32>,
 }
 
 impl Work for Generation<'_> {
     type Out = ();
 
-    /// Prints only the texts to standard output; recipe and device go to standard error.
+    /// Prints only the texts to standard output; the names of recipe and device go to standard error.
     fn run<B: Device>(&self, on: &On<'_, B>) -> Result<()> {
         let mut trainer = self.trained.load(on, self.config, self.recipe)?;
         let Recipe { name, description, .. } = self.recipe;
@@ -177,7 +177,7 @@ impl Work for Generation<'_> {
 }
 
 impl Generation<'_> {
-    /// Prints the single prompt, and its text as it is generated.
+    /// Prints the single prompt, and its continuation as the tokens are generated.
     fn print_text<B: Kernels>(&self, decoding: &mut Decoding<'_, '_, B>, output: &mut Output) -> Result<()> {
         let told = self.args.prompts.told_first();
         if !told.is_empty() && !output.emit(told.as_bytes())? {
@@ -206,8 +206,8 @@ impl Generation<'_> {
         Ok(())
     }
 
-    /// Generates the continuation of these tokens and passes it to `emit` piece by piece until that returns false. Returns why the text
-    /// ended, if it did. The prompt's number selects its random numbers.
+    /// Generates the continuation of these tokens, and passes it to `emit` piece by piece until `emit` returns false. Returns the reason
+    /// why the text ended, if it ended. The prompt's number selects the random numbers.
     fn go_on<B: Kernels>(
         &self,
         decoding: &mut Decoding<'_, '_, B>,
@@ -258,7 +258,7 @@ impl Generation<'_> {
     ) -> Result<Option<i32>> {
         let window = &ids[ids.len().saturating_sub(self.config.data.seq_len)..];
         let mut logits = decoding.next_logits(window)?;
-        // The model may have more rows than the tokenizer has tokens.
+        // The model's vocabulary may be larger than the tokenizer's.
         logits.truncate(self.tokenizer.vocab_size());
         Ok(self.args.sampling.token(&logits, random).map(|id| id as i32))
     }

@@ -1,10 +1,10 @@
-//! Standard output of generated text.
+//! Writes generated text to standard output.
 
 use nibble_command::console::Shown;
 use nibble_command::error::{Error, Result};
 use std::io::{ErrorKind, IsTerminal, Write};
 
-/// Standard output. On a terminal, control characters are shown instead of obeyed; elsewhere bytes are written unchanged.
+/// Standard output. On a terminal, control characters are displayed as text and have no effect; elsewhere, bytes are written unchanged.
 pub struct Output {
     shown: Option<Shown>,
 }
@@ -14,7 +14,7 @@ impl Output {
         Self { shown: std::io::stdout().is_terminal().then(Shown::default) }
     }
 
-    /// Writes and flushes; false once the reader is gone. Takes bytes, since a character may span several tokens.
+    /// Writes and flushes; returns false if the reader is gone. The argument is bytes, because a character may span several tokens.
     pub fn emit(&mut self, bytes: &[u8]) -> Result<bool> {
         let shown = self.shown.as_mut().map(|shown| shown.next(bytes));
         let bytes = shown.as_deref().map_or(bytes, str::as_bytes);

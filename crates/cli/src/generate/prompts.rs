@@ -27,12 +27,12 @@ pub struct Prompts {
     system: Option<String>,
 }
 
-/// Most bytes of a file of prompts, which is held in memory.
+/// Maximum size of a file of prompts in bytes, because the whole file is read into memory.
 const MOST_BYTES: u64 = 1 << 30;
 
-/// A prompt.
+/// A prompt with its source.
 pub struct Prompt {
-    /// Its file and line.
+    /// The file and line of the prompt.
     place: Option<String>,
     content: Content,
 }
@@ -40,7 +40,7 @@ pub struct Prompt {
 /// The content of a prompt.
 enum Content {
     Text(String),
-    /// The messages as written, and as input of a chat template.
+    /// The messages as written in the file, and as input of a chat template.
     Conversation(Value, Conversation),
 }
 
@@ -48,7 +48,7 @@ impl Prompts {
     /// Reads all prompts, in order.
     ///
     /// # Errors
-    /// Names the file and the line that is not a prompt.
+    /// The error names the file and the invalid line.
     pub fn read(&self) -> Result<Vec<Prompt>> {
         let prompts = match &self.prompts {
             Some(file) => of_file(file)?,
@@ -72,12 +72,12 @@ impl Prompts {
         Ok(prompts)
     }
 
-    /// Whether any of the prompts is continued with an answer.
+    /// Whether an assistant's answer continues any of the prompts.
     pub fn has_chat(&self, prompts: &[Prompt]) -> bool {
         self.chat || prompts.iter().any(|prompt| matches!(prompt.content, Content::Conversation(..)))
     }
 
-    /// Whether prompts come from a file, so each is printed with its completion as JSON.
+    /// Whether prompts come from a file, so that each prompt is printed with its completion as JSON.
     pub fn are_of_a_file(&self) -> bool {
         self.prompts.is_some()
     }
@@ -87,11 +87,11 @@ impl Prompts {
         self.prompt.as_deref().filter(|_| !self.chat).unwrap_or_default()
     }
 
-    /// The token ids of each prompt. A conversation is rendered by the tokenizer's chat template; a plain text gets the same leading token
-    /// as documents of the data.
+    /// The token ids of each prompt. The tokenizer's chat template renders a conversation. A plain text gets the same leading token as
+    /// documents of the data.
     ///
     /// # Errors
-    /// If a text encodes to no tokens, a conversation renders to no text, or a chat template is needed and missing.
+    /// If a text encodes to no tokens, if a conversation renders to no text, or if a required chat template is missing.
     pub fn ids(
         &self,
         prompts: &[Prompt],
@@ -120,7 +120,7 @@ impl Prompts {
         prompts.iter().map(ids).collect()
     }
 
-    /// A user message, after the system message if there is one.
+    /// A conversation with a user message, after the system message if there is one.
     fn conversation_of(&self, text: &str) -> Result<Conversation> {
         let system = self.system.iter().map(|system| json!({"role": "system", "content": system}));
         let messages: Vec<Value> = system.chain([json!({"role": "user", "content": text})]).collect();
@@ -129,7 +129,7 @@ impl Prompts {
 }
 
 impl Prompt {
-    /// A line of JSON: the prompt, its completion, and why that ended.
+    /// A line of JSON with the prompt, its completion, and the reason why the completion ended.
     pub fn told_with(&self, completion: &[u8], ended: &str) -> String {
         let (key, said) = match &self.content {
             Content::Text(text) => ("prompt", json!(text)),
@@ -160,7 +160,7 @@ fn no_template(tokenizer: &dyn Tokenizer) -> Error {
     ))
 }
 
-/// Puts the prompt's place before an error.
+/// Adds the prompt's file and line in front of an error.
 fn at(place: Option<&str>, why: &str) -> String {
     place.map_or_else(|| why.to_owned(), |place| format!("{place}: {why}"))
 }
@@ -197,7 +197,7 @@ fn of_file(path: &Path) -> Result<Vec<Prompt>> {
     }
 }
 
-/// A line of a .txt file.
+/// Parses a line of a .txt file.
 fn plain_line(line: &str) -> Result<Content, String> {
     match line {
         "" => Err("is empty, expected a prompt".into()),
@@ -205,7 +205,7 @@ fn plain_line(line: &str) -> Result<Content, String> {
     }
 }
 
-/// The content of a line's JSON object, or what is wrong with it.
+/// The content of a line's JSON object; the error describes what is invalid.
 fn content(line: &str, row: &Map<String, Value>) -> Result<Content, String> {
     match (row.get("prompt"), row.get("messages")) {
         (Some(_), Some(_)) => Err("has both \"prompt\" and \"messages\", expected one of them".into()),

@@ -1,4 +1,4 @@
-//! Samples the next token from logits: temperature, top-k and top-p, in the order of `transformers`.
+//! Samples the next token from logits, with temperature, top-k and top-p in the order of `transformers`.
 
 use nibble_command::error::{Error, Result};
 use nibble_formats::math::exp;
@@ -18,15 +18,15 @@ pub struct Sampling {
     top_p: f64,
 }
 
-/// Tokens sorted first for top-p; the number doubles until they suffice. A vocabulary has hundreds of thousands, of which most texts need
-/// few.
+/// Number of tokens that are sorted first for top-p. The number is doubled until the sorted tokens suffice. A vocabulary has hundreds of
+/// thousands of tokens, but most texts need only a few.
 const SORTED_AT_FIRST: usize = 256;
 
 impl Sampling {
-    /// Refuses options by which no token can be sampled.
+    /// Refuses options with which no token can be sampled.
     ///
     /// # Errors
-    /// A usage error naming the option.
+    /// A usage error that names the option.
     pub fn check(&self) -> Result<()> {
         let Self { temperature, top_p, .. } = *self;
         if !(temperature.is_finite() && temperature >= 0.0) {
@@ -40,7 +40,7 @@ impl Sampling {
     }
 
     /// Samples a token from softmax(logits / temperature), restricted by top-k and top-p, with 32 random bits; `None` if a logit is not
-    /// finite. The exponential is Nibble's own and sums are F64 in the order of ids, so every machine samples the same token.
+    /// finite. Every machine samples the same token, because the exponential is Nibble's own and sums are in F64 in the order of ids.
     pub fn token(&self, logits: &[f32], random: u32) -> Option<usize> {
         if logits.iter().any(|l| !l.is_finite()) {
             return None;
@@ -58,7 +58,7 @@ impl Sampling {
             left -= weights[**id];
             left < 0.0
         });
-        // Rounding may leave a remainder: take the last token with a nonzero weight.
+        // Rounding may leave a remainder, in which case the last token with a nonzero weight is chosen.
         drawn.or_else(|| kept.iter().rfind(|id| weights[**id] > 0.0)).copied()
     }
 
@@ -81,12 +81,12 @@ impl Sampling {
     }
 }
 
-/// Likelier tokens first; ties go to the lower id.
+/// Orders likelier tokens first; ties go to the lower id.
 fn by_likelihood(logits: &[f32], a: usize, b: usize) -> Ordering {
     logits[b].total_cmp(&logits[a]).then(a.cmp(&b))
 }
 
-/// Moves the likeliest tokens to the front and returns how many of them reach the weight `enough`, including the one that crosses it.
+/// Moves the likeliest tokens to the front. Returns how many of them reach the weight `enough`, including the token that crosses it.
 fn likeliest_with(
     ids: &mut [usize],
     enough: f64,
@@ -122,7 +122,7 @@ mod tests {
 
     #[test]
     fn samples_follow_the_softmax() {
-        let logits = [0.0, 2f32.ln(), f32::MIN, 5f32.ln()]; // 1 : 2 : 0 : 5
+        let logits = [0.0, 2f32.ln(), f32::MIN, 5f32.ln()]; // weights 1 : 2 : 0 : 5
         let mut seen = [0u32; 4];
         let stream = Stream::new(3, Purpose::Sample, 0, 0);
         for i in 0..8000 {
@@ -162,7 +162,7 @@ mod tests {
         ALL.check().unwrap();
     }
 
-    /// Which tokens are kept, beside the warpers of `transformers`; `filters.py` makes the table.
+    /// Compares the kept tokens with those of the warpers of `transformers`; `filters.py` generates the expected table.
     #[test]
     fn transformers_keeps_the_same_tokens() {
         let table: serde_json::Value = serde_json::from_str(include_str!("filters.json")).unwrap();

@@ -1,23 +1,23 @@
-//! `--stop`: ends a text before a given one.
+//! `--stop`: ends a generated text before a given text.
 
-/// Ends a stream of bytes before the first stop text in it, however the bytes are split.
+/// Ends a stream of bytes before the first stop text in it, however the stream is split into pieces.
 ///
-/// The stop text that is complete first counts; among those that end at the same byte, the longest. Bytes that may begin a stop text are
-/// held back.
+/// The stop text that is complete first takes effect; of several that end at the same byte, the longest does. Bytes that may be the start
+/// of a stop text are held back.
 #[derive(Debug)]
 pub struct StopTexts<'a> {
     texts: &'a [String],
-    /// The longest suffix of the text so far that may begin a stop text.
+    /// The longest suffix of the text so far that may be the start of a stop text.
     held: Vec<u8>,
 }
 
 impl<'a> StopTexts<'a> {
-    /// At the start of a text. No stop text is empty.
+    /// Creates the state for the start of a text. No stop text may be empty.
     pub fn new(texts: &'a [String]) -> Self {
         Self { texts, held: Vec::new() }
     }
 
-    /// Adds bytes; returns those that are no longer held back, and whether the text ends there.
+    /// Adds bytes. Returns the bytes that are no longer held back, and whether the text ends after them.
     pub fn push(&mut self, bytes: &[u8]) -> (Vec<u8>, bool) {
         let mut certain = Vec::with_capacity(bytes.len());
         for byte in bytes {
@@ -36,7 +36,7 @@ impl<'a> StopTexts<'a> {
         (certain, false)
     }
 
-    /// The bytes still held back, for a text that ends for another reason.
+    /// Returns the bytes that are still held back, for a text that ended for another reason.
     pub fn finish(self) -> Vec<u8> {
         self.held
     }
@@ -46,7 +46,7 @@ impl<'a> StopTexts<'a> {
 mod tests {
     use super::*;
 
-    /// The text that comes out, and whether a stop text ended it.
+    /// The resulting text, and whether a stop text ended it.
     fn through(texts: &[&str], parts: &[&[u8]]) -> (String, bool) {
         let texts: Vec<String> = texts.iter().map(ToString::to_string).collect();
         let mut stop = StopTexts::new(&texts);

@@ -1,4 +1,4 @@
-//! The processes of a run's ranks: starts and watches them, and leaves none behind.
+//! The processes of a run's ranks: starts them, watches them, and leaves none running.
 
 use nibble_command::error::{Error, Result};
 use nibble_command::{env, joined, warn};
@@ -15,25 +15,25 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
-/// How the ranks ended.
+/// The outcome of a run's ranks.
 pub enum Ended {
-    /// All ended without an error.
+    /// All ranks ended without an error.
     Done,
-    /// Stopped by a signal, after a step or at once, with this exit code.
+    /// A signal stopped the ranks, after a step or at once; the value is the exit code.
     Stopped(u8),
-    /// One of them failed.
+    /// One of the ranks failed.
     Failed(Failure),
 }
 
-/// Incoming signals: SIGCHLD, and signals meant for the run.
+/// Incoming signals: SIGCHLD, and signals that ask the run to end.
 pub struct Signals {
     received: Receiver<i32>,
-    /// Whether a signal meant for the run was received.
+    /// Whether a signal that asks the run to end was received.
     have_asked: bool,
 }
 
 impl Signals {
-    /// Installs the handlers.
+    /// Installs the signal handlers.
     ///
     /// # Errors
     /// If the system refuses a handler or a thread.
@@ -51,7 +51,7 @@ impl Signals {
         Ok(Self { received, have_asked: false })
     }
 
-    /// Whether a signal has asked the run to end; a run that fails after that is not restarted.
+    /// Whether a signal has asked the run to end. A run that fails after such a signal is not restarted.
     pub fn have_asked(&mut self) -> bool {
         while let Ok(signal) = self.received.try_recv() {
             self.note(signal);
@@ -70,18 +70,18 @@ impl Signals {
     }
 }
 
-/// One rank's process.
+/// The process of one rank.
 struct Rank {
     child: Child,
     status: Option<ExitStatus>,
-    /// Threads that forward the output of ranks other than rank 0, which prints its own. Each returns the last error.
+    /// Threads that forward the output of ranks other than rank 0, which prints its own output. Each thread returns the last error line.
     listeners: Vec<JoinHandle<Option<String>>>,
 }
 
 /// The rank processes of one run.
 pub struct Children {
     ranks: Vec<Rank>,
-    /// `None` for a single rank.
+    /// The hub of the run; `None` for a single rank.
     hub: Option<Hub>,
     /// Folder of the ranks' status files and last errors.
     dir: TempDir,
@@ -89,10 +89,10 @@ pub struct Children {
 }
 
 impl Children {
-    /// Starts `world` ranks. `restart`: number of earlier starts.
+    /// Starts `world` ranks; `restart` is the number of earlier starts.
     ///
     /// # Errors
-    /// From the system; ranks already started are killed.
+    /// The error of the system; ranks that were already started are killed.
     pub fn start((world, restart): (usize, u32), command: &[String], limits: Limits) -> Result<Self> {
         let failed = |what: &str| {
             let what = what.to_owned();
@@ -111,7 +111,7 @@ impl Children {
         for rank in 0..world {
             let mut process = Command::new(&program);
             process.args(command).stdin(Stdio::null());
-            // Its own process group, so a terminal's signals reach it only once, through this process.
+            // The rank gets a separate process group, so that a terminal's signals reach it only once, through this process.
             process.process_group(0);
             for (name, value) in [
                 (env::RANK, rank),
@@ -128,7 +128,7 @@ impl Children {
             process.env(env::DEADLINE, limits.deadline.as_secs().to_string());
             process.env(env::JOIN_DEADLINE, limits.join.as_secs().to_string());
             if restart > 0 {
-                // The fault that a test injected has happened.
+                // The fault that a test injects has already happened before a restart.
                 process.env_remove(env::FAULT);
             }
             #[cfg(target_os = "linux")]
@@ -144,19 +144,19 @@ impl Children {
         Ok(children)
     }
 
-    /// Waits until all ranks have ended. Also returns the run's folder, if the run has begun.
+    /// Waits until all ranks have ended. Also returns the run's folder, if the run has started.
     ///
     /// # Errors
-    /// From the system.
+    /// The error of the system.
     pub fn watch(mut self, signals: &mut Signals) -> Result<(Ended, Option<PathBuf>)> {
-        // When the remaining ranks are killed.
+        // The time at which the remaining ranks are killed.
         let mut kill_at = None;
         while self.reap()? {
             let has_failed = self.hub.as_ref().is_some_and(|hub| hub.failure().is_some());
             if kill_at.is_none() && has_failed {
                 kill_at = Some(Instant::now() + self.limits.ending());
             }
-            // No signal reports a silent rank, so the hub is polled.
+            // No signal reports a silent rank, so this loop polls the hub.
             let wait =
                 kill_at.map_or(self.limits.deadline / 8, |at| at.saturating_duration_since(Instant::now()));
             match signals.next(wait) {
@@ -174,7 +174,7 @@ impl Children {
         Ok((self.ended(), run))
     }
 
-    /// Records ended ranks; returns whether any are left.
+    /// Records ranks that have ended; returns whether any ranks are left.
     fn reap(&mut self) -> Result<bool> {
         for (number, rank) in self.ranks.iter_mut().enumerate().filter(|(_, rank)| rank.status.is_none()) {
             let status = rank.child.try_wait();
@@ -191,12 +191,13 @@ impl Children {
     /// Sends a signal to all remaining ranks.
     fn send(&self, signal: i32) {
         for rank in self.ranks.iter().filter(|rank| rank.status.is_none()) {
-            // SAFETY: the process is an unreaped child of this one, so its number is not reused. A signal to an ended process does nothing.
+            // SAFETY: the process is a child of this process that was not waited for, so its id is not reused. A signal to an ended process
+            // does nothing.
             unsafe { libc::kill(rank.child.id() as libc::pid_t, signal) };
         }
     }
 
-    /// The joint outcome of all ranks.
+    /// The common outcome of all ranks.
     fn ended(&mut self) -> Ended {
         let codes: Vec<Option<i32>> =
             self.ranks.iter().map(|rank| rank.status.and_then(|status| status.code())).collect();
@@ -205,7 +206,7 @@ impl Children {
         let words: Vec<(usize, String)> =
             (0..codes.len()).filter_map(|rank| Some((rank, word(rank)?))).collect();
         let why = match (&words[..], failure) {
-            // An error that all ranks report is not attributed to one.
+            // If all ranks report the same error, the message does not name a rank.
             ([(_, first), rest @ ..], _)
                 if codes.len() == 1 || !rest.is_empty() && rest.iter().all(|(_, text)| text == first) =>
             {
@@ -217,24 +218,24 @@ impl Children {
             }
             ([], None) => {
                 let Some((rank, _)) = codes.iter().enumerate().find(|(_, code)| **code != Some(0)) else {
-                    // A rank may have exited with 0 without leaving the hub; the hub names it.
+                    // A rank may have exited with 0 without leaving the hub; the hub's error names this rank.
                     return match self.hub.take().map(Hub::wait) {
                         Some(Err(failure)) => Ended::Failed(failure),
                         _ => Ended::Done,
                     };
                 };
-                // A rank that did not exit with 0 has a status.
+                // A rank that did not exit with 0 has an exit status.
                 let cause = self.ranks[rank].status.map_or_else(String::new, how);
                 Failure { rank: Some(rank), cause, ..Failure::default() }
             }
         };
         let by = why.rank.and_then(|rank| self.ranks.get(rank)?.status).and_then(signal_of);
-        // Sent to one rank, or to all through this launcher: either way the sender wants the run to end.
+        // The signal was sent to one rank, or to all ranks through this launcher. In either case the sender wants the run to end.
         if let Some(signal) = by.filter(|signal| [SIGINT, SIGTERM, SIGHUP].contains(signal)) {
             // Signal numbers are below 65.
             return Ended::Stopped(128 + signal as u8);
         }
-        // If a rank died before it could report to the hub, the hub's last status of it may be outdated; the status file is newer.
+        // If a rank died before it could report to the hub, the hub's last status of the rank may be outdated; the status file is newer.
         let could_not = |rank: &usize| {
             let status = self.ranks.get(*rank).and_then(|rank| rank.status);
             status.is_some_and(|status| status.signal().is_some()) || words.iter().any(|(one, _)| one == rank)
@@ -248,12 +249,12 @@ impl Children {
     }
 }
 
-/// The system sends this process SIGTERM when this program ends, which no connection tells it.
+/// Makes the system send SIGTERM to the new process when this program ends, because no connection would tell it.
 #[cfg(target_os = "linux")]
 pub fn end_with_parent(process: &mut Command) {
     let parent = std::process::id();
     let ask = move || {
-        // SAFETY: `prctl` only sets the signal that this process gets when its parent ends.
+        // SAFETY: `prctl` only sets the signal that the process gets when its parent ends.
         if unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGTERM) } != 0 {
             return Err(std::io::Error::last_os_error());
         }
@@ -268,7 +269,7 @@ pub fn end_with_parent(process: &mut Command) {
 }
 
 impl Drop for Children {
-    /// Kills all remaining ranks, whatever the error.
+    /// Kills all remaining ranks and ignores errors.
     fn drop(&mut self) {
         self.send(libc::SIGKILL);
         for rank in self.ranks.iter_mut().filter(|rank| rank.status.is_none()) {
@@ -293,13 +294,13 @@ impl Rank {
         Ok(rank)
     }
 
-    /// The last error that the ended rank printed itself.
+    /// The last error line that the ended rank printed.
     fn last_error(&mut self) -> Option<String> {
         self.listeners.drain(..).filter_map(|listener| listener.join().ok().flatten()).next_back()
     }
 }
 
-/// Forwards the lines of a rank except errors; returns the last error.
+/// Forwards the output lines of a rank, except errors; returns the last error line.
 fn pass_on(rank: usize, from: impl std::io::Read) -> Option<String> {
     let mut error = None;
     for line in BufReader::new(from).split(b'\n').map_while(std::io::Result::ok) {
@@ -313,12 +314,12 @@ fn pass_on(rank: usize, from: impl std::io::Read) -> Option<String> {
     error
 }
 
-/// The signal that ended a process, whether by exit code 128 + signal or by the signal itself.
+/// The signal that ended a process, from exit code 128 + signal or from the signal itself.
 fn signal_of(status: ExitStatus) -> Option<i32> {
     status.signal().or_else(|| status.code()?.checked_sub(128))
 }
 
-/// How a process ended.
+/// Describes how a process ended.
 fn how(status: ExitStatus) -> String {
     match (status.code(), status.signal()) {
         (Some(code), _) => format!("it ended with exit code {code}"),

@@ -1,4 +1,4 @@
-//! `nibble launch`: starts the ranks of a run as processes of this host, watches and restarts them.
+//! `nibble launch`: starts the ranks of a run as processes of this host, watches them, and restarts failed runs.
 
 pub mod children;
 
@@ -76,11 +76,11 @@ pub fn run(args: Args) -> Result<()> {
         let from = if run.is_some() { "goes on from the newest whole checkpoint" } else { "begins" };
         warn!("{why}\nrestart {now} of {of}: the run {from}, on {ranks} ranks");
     }
-    // Not reached: the last restart returns its outcome above.
+    // This point is never reached, because the last restart returns its outcome above.
     Ok(())
 }
 
-/// Validates the ranks' arguments once for all ranks. Returns the help or version that they ask for, if any.
+/// Validates the ranks' arguments once for all ranks. Returns the help or version text that the arguments request, if any.
 fn require_training(command: &[String]) -> Result<Option<clap::Error>> {
     let words = ["nibble"].into_iter().chain(command.iter().map(String::as_str));
     match Cli::try_parse_from(words) {
@@ -94,7 +94,7 @@ fn require_training(command: &[String]) -> Result<Option<clap::Error>> {
     }
 }
 
-/// The command of a restart: resumes the run in this folder; without a begun run, the original command.
+/// The command of a restart, which resumes the run in this folder. If no run has started, it is the original command.
 fn again(command: Vec<String>, run: Option<&Path>) -> Vec<String> {
     match run {
         Some(dir) => {

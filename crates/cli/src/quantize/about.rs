@@ -5,10 +5,10 @@ use nibble_formats::{BlockAxis, Codec, Format, Rounding, ScaleRule};
 use safetensors::Dtype;
 use std::collections::BTreeMap;
 
-/// Prefix of the metadata keys of quantized tensors.
+/// Prefix of the metadata keys that describe quantized tensors.
 pub const PREFIX: &str = "nibble.";
 
-/// Names of a quantized tensor's buffers: codes, block scales, and scales of whole matrices.
+/// Names of a quantized tensor's buffers: codes, block scales, and one scale per matrix.
 pub fn planes(name: &str) -> [String; 3] {
     ["codes", "scales", "tensor_scale"].map(|plane| format!("{name}.{plane}"))
 }
@@ -18,7 +18,7 @@ pub fn described(metadata: &BTreeMap<String, String>) -> impl Iterator<Item = (&
     metadata.iter().filter_map(|(key, text)| Some((key.strip_prefix(PREFIX)?, text.as_str())))
 }
 
-/// Number, rows and columns of the matrices that a tensor of this shape holds.
+/// Number of matrices in a tensor of this shape, followed by their rows and columns; `None` for other shapes.
 pub fn matrices(shape: &[usize]) -> Option<[usize; 3]> {
     match *shape {
         [rows, cols] => Some([1, rows, cols]),
@@ -27,12 +27,12 @@ pub fn matrices(shape: &[usize]) -> Option<[usize; 3]> {
     }
 }
 
-/// One quantized tensor as the metadata describes it.
+/// The description of one quantized tensor in the metadata.
 pub struct About {
     pub format: Format,
     pub axis: BlockAxis,
     pub rule: ScaleRule,
-    /// Two dimensions, or three for a stack of matrices.
+    /// The shape: two dimensions, or three for a stack of matrices.
     pub shape: Vec<usize>,
     pub dtype: Dtype,
 }
@@ -58,7 +58,7 @@ impl About {
         let shape = sizes().ok_or_else(has_no_shape)?;
         let [stack, rows, cols] = matrices(&shape).ok_or_else(has_no_shape)?;
         Codec::new(format, rule, Rounding::NearestEven).map_err(unknown)?;
-        // Bounded far below overflow, even in bytes, against damaged files.
+        // The size is limited far below overflow, even in bytes, because the file may be damaged.
         let values = rows.checked_mul(cols).and_then(|n| n.checked_mul(stack));
         if values.is_none_or(|n| n == 0 || n > isize::MAX as usize / 16) {
             return Err(wrong("has a `shape` without values, or beyond any memory"));

@@ -11,7 +11,7 @@ use nibble_formats::{BlockAxis, ScaleLayout};
 use safetensors::{Dtype, SafeTensors};
 use std::collections::BTreeSet;
 
-/// Dequantizes the tensors that the metadata describe, and copies the others.
+/// Dequantizes the tensors that the metadata describe, and copies all other tensors.
 pub fn restore<'d, B: Kernels>(b: &B, file: &SafeTensors<'d>, out: &mut Converted<'d>) -> Result<usize> {
     let described: Vec<(String, String)> =
         described(&out.metadata).map(|(name, text)| (name.to_owned(), text.to_owned())).collect();
@@ -46,7 +46,7 @@ pub fn restore<'d, B: Kernels>(b: &B, file: &SafeTensors<'d>, out: &mut Converte
         }
         out.put(name.clone(), about.dtype, about.shape, data)?;
         out.metadata.remove(&format!("{PREFIX}{name}"));
-        // If a format has no such buffer, another tensor may have its name.
+        // If a format has no such buffer, another tensor may have the buffer's name.
         used.insert(codes);
         used.extend((kind.bytes() > 0).then_some(scales));
         used.extend(kind.has_tensor_scale().then_some(tensor_scale));
@@ -62,12 +62,12 @@ fn plane<'d>(file: &SafeTensors<'d>, name: &str) -> Result<&'d [u8]> {
     Ok(view.data())
 }
 
-/// The F32 values of a buffer. Not cast in place, since the file's bytes may be unaligned in memory.
+/// The F32 values of a buffer. The values are copied, because the file's bytes may be unaligned in memory.
 pub fn words(data: &[u8]) -> Vec<f32> {
     data.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
 }
 
-/// Decodes the code and scale buffers of a matrix to bytes of the original type.
+/// Decodes the code and scale buffers of a matrix to bytes of the tensor's original type.
 fn plain<B: Kernels>(
     b: &B,
     about: &About,
@@ -75,9 +75,9 @@ fn plain<B: Kernels>(
     scales: &[u8],
     tensor_scale: Option<f32>,
 ) -> nibble_core::Result<Vec<u8>> {
-    // The shape has two or three dimensions.
+    // The shape has two or three dimensions, so `matrices` returns sizes.
     let [_, matrix_rows, cols] = matrices(&about.shape).unwrap_or_default();
-    // Buffers of column blocks are padded to whole blocks: rows past the matrix are zeros.
+    // Buffers of column blocks are padded to whole blocks; rows after the end of the matrix are zeros.
     let rows = match about.axis {
         BlockAxis::Col => matrix_rows.next_multiple_of(about.format.column_step()),
         BlockAxis::Row | BlockAxis::Tile => matrix_rows,
@@ -104,7 +104,7 @@ fn plain<B: Kernels>(
     })
 }
 
-/// Decodes a matrix of `rows` rows to values of its original type.
+/// Decodes a matrix of `rows` rows to values of the tensor's original type.
 pub fn decode<B: Kernels>(
     b: &B,
     q: &BlockScaled<B>,

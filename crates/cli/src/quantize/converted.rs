@@ -1,4 +1,4 @@
-//! The output file.
+//! The output file of a conversion.
 
 use nibble_command::error::{Error, Result};
 use nibble_command::output::Output;
@@ -9,11 +9,11 @@ use std::borrow::Cow;
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
-/// The output file.
+/// The tensors and metadata of an output file.
 pub struct Converted<'d> {
     tensors: BTreeMap<String, Plane<'d>>,
     pub metadata: BTreeMap<String, String>,
-    /// Number of copied tensors, by reason.
+    /// Number of copied tensors, by the reason of copying.
     pub copied: BTreeMap<&'static str, usize>,
 }
 
@@ -24,7 +24,7 @@ struct Plane<'d> {
 }
 
 impl<'d> Converted<'d> {
-    /// Without tensors.
+    /// An output file without tensors.
     pub fn new(metadata: BTreeMap<String, String>) -> Self {
         Self { tensors: BTreeMap::new(), metadata, copied: BTreeMap::new() }
     }
@@ -51,7 +51,7 @@ impl<'d> Converted<'d> {
     /// Writes the file, and returns its size. The order of tensors and metadata depends only on their names and types.
     pub fn write(&self, output: Output) -> Result<u64> {
         let mut all: Vec<_> = self.tensors.iter().collect();
-        // Larger types first, as safetensors requires; the stable sort keeps the order of names.
+        // Larger types come first, as safetensors requires; the stable sort keeps the order of names.
         all.sort_by_key(|(_, plane)| Reverse(plane.dtype));
         let shapes = all.iter().map(|(name, plane)| (name.as_str(), plane.dtype, plane.shape.as_slice()));
         let header = header(&self.metadata, shapes).map_err(|e| Error::Failed(e.to_string()))?;

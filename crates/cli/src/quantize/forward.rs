@@ -17,7 +17,7 @@ use safetensors::{Dtype, SafeTensors};
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Quantizes the selected tensors, and copies the others.
+/// Quantizes the selected tensors, and copies all other tensors.
 pub fn quantize<'d, B: Kernels>(
     b: &B,
     (args, format): (&Args, Format),
@@ -56,7 +56,7 @@ pub fn quantize<'d, B: Kernels>(
     Ok(converted)
 }
 
-/// The tensors to copy unchanged, and why.
+/// The tensors that are copied unchanged, each with the reason.
 fn kept<'a>(
     only: &[String],
     file: &'a SafeTensors<'_>,
@@ -89,7 +89,8 @@ fn kept<'a>(
             None => rest.push(name),
         }
     }
-    // A copied tensor may have the name of another tensor's buffer; then the other is copied too, and so on.
+    // A copied tensor may have the name of another tensor's buffer. The other tensor must then be copied too, which may affect further
+    // tensors.
     loop {
         let (stay, go): (Vec<_>, Vec<_>) =
             rest.iter().partition(|name| planes(name).iter().any(|plane| kept.contains_key(plane.as_str())));
@@ -101,7 +102,7 @@ fn kept<'a>(
     }
 }
 
-/// Why a tensor is copied that could be quantized.
+/// The reason for copying a tensor that could be quantized.
 const TAKEN: &str = "whose planes' names are taken";
 
 /// Whether tensors of this type are quantized.
@@ -109,7 +110,7 @@ fn is_float(dtype: Dtype) -> bool {
     matches!(dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16)
 }
 
-/// Checks that each glob matches a tensor.
+/// Checks that each glob matches at least one tensor.
 fn require_matches(globs: &[String], file: &SafeTensors<'_>) -> Result<()> {
     let Some(none) = globs.iter().find(|only| !file.names().into_iter().any(|name| glob(only, name))) else {
         return Ok(());
@@ -132,7 +133,7 @@ fn quantize_all<B: Kernels>(
     let mut all = Vec::with_capacity(stack);
     for (i, values) in values.chunks_exact(rows * cols).enumerate() {
         let x = Tensor::from_f32(b, values, rows, cols)?;
-        // Each matrix of a stack has its own random bits.
+        // Each matrix of a stack has separate random bits.
         let site = if stack == 1 { fnv1a32(name) } else { fnv1a32(&format!("{name}.{i}")) };
         let random = codec.draws().then(|| Stream::new(args.seed, Purpose::Rounding, site, 0).into());
         let op = Quantize { random, ..Quantize::new(&x, codec, axis_planes(args.axis)) };
@@ -161,7 +162,7 @@ fn axis_planes(axis: BlockAxis) -> Planes {
 
 /// The exact values of a tensor; `None` for types that are not quantized.
 fn floats(dtype: Dtype, data: &[u8]) -> Option<Vec<f32>> {
-    // Not cast in place, since the file's bytes may be unaligned in memory.
+    // The values are copied, because the file's bytes may be unaligned in memory.
     let halves = || data.chunks_exact(2).map(|b| u16::from_le_bytes([b[0], b[1]]));
     match dtype {
         Dtype::F32 => Some(words(data)),
@@ -171,7 +172,7 @@ fn floats(dtype: Dtype, data: &[u8]) -> Option<Vec<f32>> {
     }
 }
 
-/// Rows of the code buffer and of the scale buffer.
+/// Number of rows of the code buffer and of the scale buffer.
 fn plane_rows(axis: BlockAxis, format: Format, rows: usize, cols: usize) -> (usize, usize) {
     match axis {
         BlockAxis::Row => (rows, rows),
@@ -230,7 +231,7 @@ fn store<B: Backend>(
     Ok(())
 }
 
-/// The scaling options that are not at their defaults.
+/// The scaling options that differ from their defaults.
 fn chosen(scaling: Scaling) -> impl Iterator<Item = (&'static str, String)> {
     let default = Scaling::default();
     let all = [

@@ -1,52 +1,52 @@
-//! The loss of quantization: rounding errors, and errors that rounding does not explain.
+//! Measures the loss of quantization: rounding errors, and errors that rounding does not explain.
 
 use nibble_command::say;
 use nibble_core::ops::{Dequantize, Planes, Quantize};
 use nibble_core::{Backend, BlockScaled, DType, Kernels, Tensor};
 use nibble_formats::{BlockAxis, Codec, ScaleRule};
 
-/// The difference between a tensor and its dequantized copy in the same type. Values that were not finite are left out.
+/// The difference between a tensor and its dequantized copy in the same type. Values that were not finite before quantization are left out.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Loss {
-    /// Values that are compared.
+    /// Number of compared values.
     values: u64,
     /// The largest magnitude.
     amax: f32,
-    /// The largest error of values that come back finite.
+    /// The largest error of values that are finite after dequantization.
     error: f32,
-    /// Values that come back infinite or NaN.
+    /// Number of values that are infinite or NaN after dequantization.
     not_finite: u64,
-    /// Values that come back smaller because they exceed the [reach](Expected::of) of the format's scales by more than a sixteenth, half a
-    /// step of its finest elements.
+    /// Number of values that became smaller because they exceed the [reach](Expected::of) of the format's scales by more than a sixteenth,
+    /// half a step of the format's finest elements.
     beyond: u64,
-    /// Nonzero values of blocks that come back as all zeros: no scale is small enough.
+    /// Number of nonzero values in blocks that became all zeros, because no scale is small enough.
     below: u64,
-    /// Nonzero values of blocks whose largest value comes back nonzero, but off by more than rounding: the smallest scale is too large for
-    /// them.
+    /// Number of nonzero values in blocks whose largest value is nonzero after dequantization, but has an error larger than rounding. The
+    /// smallest scale is too large for these blocks.
     off: u64,
-    /// Nonzero values rounded to 0 beside larger values of their block.
+    /// Number of nonzero values rounded to 0 because their block has larger values.
     rounded_away: u64,
-    /// Blocks with a NaN or an infinity.
+    /// Number of blocks with a NaN or an infinity.
     bad_blocks: u64,
-    /// Blocks of finite values that come back as NaN: the rule has no scale for them.
+    /// Number of blocks of finite values that became NaN, because the rule has no scale for them.
     refused_blocks: u64,
 }
 
-/// The errors to expect of a format under a scale rule.
+/// The expected errors of a format with a scale rule.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Expected {
     rule: ScaleRule,
-    /// The largest magnitude that any value comes back as.
+    /// The largest magnitude that a dequantized value can have.
     reach: f32,
-    /// Largest relative error of a block's largest value if its scale fits.
+    /// Largest relative error of a block's largest value if the block's scale is in range.
     most_off: f32,
 }
 
-/// Which values of a matrix share a scale.
+/// The division of a matrix into blocks whose values share a scale.
 #[derive(Debug, Clone, Copy)]
 pub struct Blocks {
     cols: usize,
-    /// Rows and columns of a block.
+    /// Number of rows and columns of a block.
     block_rows: usize,
     block_cols: usize,
 }
@@ -56,7 +56,7 @@ impl Blocks {
     pub fn of<B: Backend>(q: &BlockScaled<B>, rows: usize) -> Self {
         let (block, cols) = (q.format.spec().block, q.cols);
         let (block_rows, block_cols) = match q.axis {
-            // Only the whole matrix has a scale.
+            // The matrix as a whole has the only scale.
             _ if q.scale_kind().bytes() == 0 => (rows, cols),
             BlockAxis::Row => (1, block.min(cols)),
             BlockAxis::Col => (block.min(rows), 1),
@@ -76,10 +76,10 @@ impl Blocks {
 }
 
 impl Loss {
-    /// Adds a matrix: its values before and after quantization.
+    /// Adds a matrix, given by its values before and after quantization.
     pub fn compare(&mut self, before: &[f32], after: &[f32], blocks: Blocks, expected: Expected) {
         let mut all = vec![OfBlock::default(); blocks.number(before.len() / blocks.cols)];
-        // In F64, as the product may exceed the largest F32.
+        // The product is computed in F64, because it may exceed the largest F32.
         let most = f64::from(expected.reach) * (17.0 / 16.0);
         for (i, (&x, &y)) in before.iter().zip(after).enumerate() {
             let block = &mut all[blocks.index(i)];
@@ -117,12 +117,12 @@ impl Loss {
         }
     }
 
-    /// The largest error as a share of the largest magnitude.
+    /// The largest error divided by the largest magnitude.
     fn relative(&self) -> f32 {
         if self.amax > 0.0 { self.error / self.amax } else { 0.0 }
     }
 
-    /// The errors that rounding does not explain, one phrase each.
+    /// Descriptions of the errors that rounding does not explain, one phrase per kind.
     fn findings(&self, expected: Expected) -> Vec<String> {
         let reach = match expected.reach {
             reach if reach < 1e9 => reach.to_string(),
@@ -159,14 +159,14 @@ impl Loss {
 /// Statistics of one block.
 #[derive(Debug, Clone, Copy, Default)]
 struct OfBlock {
-    /// Whether a value was not finite, and whether a finite value comes back as NaN.
+    /// Whether the block had a value that was not finite, and whether a finite value became NaN.
     is_bad: bool,
     has_nan: bool,
-    /// Nonzero values, and those of them that come back as 0; whether any value comes back nonzero.
+    /// Number of nonzero values, number of these that became 0, and whether any value is nonzero after dequantization.
     not_zero: u64,
     zeroed: u64,
     has_other: bool,
-    /// The largest magnitude, and whether its error exceeds what is [expected](Expected).
+    /// The largest magnitude, and whether its error exceeds the [expected](Expected) error.
     largest: f32,
     largest_is_off: bool,
 }
@@ -183,7 +183,7 @@ impl Losses {
 
     /// Prints the errors that rounding does not explain, and the largest error.
     pub fn tell(mut self) {
-        // Sorted by name, so that the output does not depend on the order of tensors in the file.
+        // The losses are sorted by name, so that the output does not depend on the order of tensors in the file.
         self.0.sort_by(|a, b| a.0.cmp(&b.0));
         let found: Vec<_> = self
             .0
@@ -210,18 +210,18 @@ impl Losses {
     }
 }
 
-/// Most tensors that get a warning of their own.
+/// Maximum number of tensors that get a separate warning.
 const MOST_LINES: usize = 5;
 
 impl Expected {
-    /// The expectations of a codec. Tensor scales and F32 scales have unlimited reach; for others the largest finite number is quantized to
-    /// find it.
+    /// The expected errors of a codec. Tensor scales and F32 scales have unlimited reach. For other scales, the reach is found by
+    /// quantizing the largest finite number.
     ///
     /// # Errors
-    /// From the backend.
+    /// The backend's errors.
     pub fn of<B: Kernels>(b: &B, codec: Codec) -> nibble_core::Result<Expected> {
-        // A value from half the largest code on is off by a step of two at most, or half of that to nearest. Under `floor`, scaled
-        // values are below 4/3 of the largest code.
+        // A value of at least half the largest code is off by at most a step of two, or by half of that with rounding to nearest. With
+        // `floor`, scaled values are below 4/3 of the largest code.
         let most_off = if codec.rounding().is_random() { 0.5 } else { 0.25 };
         Ok(Expected { rule: codec.rule(), reach: reach(b, codec)?, most_off })
     }
@@ -232,7 +232,7 @@ fn reach<B: Kernels>(b: &B, codec: Codec) -> nibble_core::Result<f32> {
     if format.scale_kind(rule).has_tensor_scale() {
         return Ok(f32::MAX);
     }
-    // The rounding mode does not matter here, and the format's own needs no random bits.
+    // The rounding mode has no effect here, and the format's own rounding needs no random bits.
     let codec = Codec::new(format, rule, format.rounding(rule))?;
     let x = Tensor::from_f32(b, &[f32::MAX; WIDTH], 1, WIDTH)?;
     let rows = Quantize::new(&x, codec, Planes::Rows).run(b)?.take_rows("quantize")?;
@@ -241,7 +241,7 @@ fn reach<B: Kernels>(b: &B, codec: Codec) -> nibble_core::Result<f32> {
     Ok(if largest.is_finite() && largest > 0.0 { largest } else { f32::MAX })
 }
 
-/// Number of columns that every format accepts.
+/// A number of columns that every format accepts.
 const WIDTH: usize = 128;
 
 #[cfg(test)]

@@ -1,10 +1,10 @@
 //! `nibble quantize`: quantizes the matrices of a safetensors file to a block format, and dequantizes them.
 //!
 //! A matrix `NAME` `[rows, cols]`, or a stack `[stack, rows, cols]` such as the experts of a layer, becomes the buffers `NAME.codes` and
-//! `NAME.scales` in Nibble's layout, concatenated over the stack. Codes below 8 bits are packed from the lowest bit. A block's scales are
-//! one record of bytes, F32 scales are F32. Buffers of column blocks are transposed and zero-padded to whole blocks. If the blocks of a
-//! matrix share a scale, `NAME.tensor_scale` holds one F32 per matrix. The metadata key `nibble.NAME` is a JSON object of format, axis,
-//! scale rule, rounding, shape and type.
+//! `NAME.scales` in Nibble's layout, concatenated over the stack. Codes below 8 bits are packed, starting at the lowest bit. A block's
+//! scales are one record of bytes; F32 scales are stored as F32. Buffers of column blocks are transposed and zero-padded to whole blocks.
+//! If the blocks of a matrix share a tensor scale, `NAME.tensor_scale` holds one F32 per matrix. The metadata key `nibble.NAME` is a JSON
+//! object with format, axis, scale rule, rounding, shape and type.
 
 mod about;
 mod back;
@@ -130,13 +130,13 @@ fn headroom(text: &str) -> std::result::Result<Headroom, String> {
     Headroom::new(factor).map_err(|e| e.to_string())
 }
 
-/// Parses a block format; plain formats are refused.
+/// Parses the name of a block format; plain formats are refused.
 fn block_format() -> impl TypedValueParser<Value = Format> {
     let blocks = Format::ALL.map(Format::spec).into_iter().filter(|spec| spec.element.is_some());
     PossibleValuesParser::new(blocks.map(|spec| spec.name)).try_map(|name| name.parse())
 }
 
-/// The mark in an output's metadata.
+/// The mark in an output's metadata, by which a later run recognises its own output.
 const MARK: Mark = Mark::Tensors("nibble quantize");
 
 pub fn run(args: Args) -> Result<()> {
@@ -170,7 +170,7 @@ pub fn run(args: Args) -> Result<()> {
     Ok(())
 }
 
-/// Reads a whole file. A file larger than memory is an error and does not kill the process.
+/// Reads a whole file. If the file is larger than memory, the result is an error, and the process is not killed.
 fn read(path: &Path) -> Result<Vec<u8>> {
     let mut file = open_to_read(path).map_err(|e| match e.kind() {
         std::io::ErrorKind::InvalidInput => Error::usage(format!("{} {e}", path.display())),
@@ -184,7 +184,7 @@ fn read(path: &Path) -> Result<Vec<u8>> {
         let path = path.display();
         Error::Failed(format!("out of memory: reading {path}: the system refused this process {len} bytes"))
     })?;
-    // No more than that, in case the file grows meanwhile.
+    // The read is limited to this length, in case the file grows meanwhile.
     file.by_ref().take(len).read_to_end(&mut content).map_err(Error::io(path))?;
     Ok(content)
 }
@@ -206,7 +206,7 @@ impl<'d> Work for Conversion<'_, 'd> {
         let mut out = Converted::new(metadata);
         let mut losses = Losses::default();
         on.announce();
-        // clap requires a format or `--back`.
+        // clap guarantees that either a format or `--back` is given.
         let converted = match args.format {
             None => back::restore(on.b, file, &mut out)?,
             Some(format) => forward::quantize(on.b, (args, format), file, &mut out, &mut losses)?,

@@ -1,4 +1,4 @@
-//! `nibble recipe --cost`: the multiply-adds of a step by code width, and a recipe's work besides products.
+//! `nibble recipe --cost`: the multiply-adds of a step by code width, and a recipe's work outside GEMMs.
 
 use nibble_command::console::thousands;
 use nibble_command::error::Result;
@@ -11,7 +11,7 @@ use nibble_train::cost::{Cost, Engine, KindCost};
 /// Code widths that always have a column.
 const BITS: [u32; 5] = [4, 6, 8, 16, 32];
 
-/// The HiFloat4 study's figures of other recipes, for products of X `[M, K]`, W `[N, K]` and D `[M, N]`.
+/// The HiFloat4 study's published figures of other recipes, for GEMMs of X `[M, K]`, W `[N, K]` and D `[M, N]`.
 const PUBLISHED: [&str; 12] = [
     "published, HiFloat4 study, Table 1: additions beside products and quantization",
     "(X [M,K], W [N,K], D [M,N]; r: length of a transform; j: rank of a decomposition)",
@@ -27,10 +27,10 @@ const PUBLISHED: [&str; 12] = [
     "(of a step with attention; the last line is that of 64 experts a token, where the model has 8)",
 ];
 
-/// The row of all layers.
+/// Name of the table row that sums all layers.
 const ALL: &str = "all";
 
-/// Prints the cost of a training step under a recipe and, with `all`, the published figures of others.
+/// Prints the cost of a training step with a recipe. With `all`, also prints the published figures of other recipes.
 pub fn run(recipe: &str, config: &str, all: bool) -> Result<()> {
     let (name, config) = (config, Config::load(config, &[])?);
     let recipe = load_recipe(recipe)?.in_run(config.run_size());
@@ -51,7 +51,7 @@ pub fn run(recipe: &str, config: &str, all: bool) -> Result<()> {
     Ok(())
 }
 
-/// Prints the share of multiply-adds by code width, one row per kind of layer.
+/// Prints the fraction of multiply-adds by code width, one row per kind of layer.
 fn products(cost: &Cost) {
     let mut bits = BITS.to_vec();
     bits.extend(cost.kinds.iter().flat_map(|kind| &kind.products).map(|products| products.bits));
@@ -81,7 +81,7 @@ fn percent(part: f64, whole: f64) -> String {
     }
 }
 
-/// `FP8`, or `FP8 94.2 %, BF16 5.8 %`.
+/// Formats the engines of a layer, for example `FP8`, or `FP8 94.2 %, BF16 5.8 %`.
 fn engines(kinds: &[KindCost]) -> String {
     let through = |engine: Engine| kinds.iter().map(|kind| kind.through(engine)).sum::<f64>();
     let all: f64 = kinds.iter().map(KindCost::total).sum();
@@ -99,7 +99,7 @@ fn engines(kinds: &[KindCost]) -> String {
     }
 }
 
-/// Prints the work besides products, one row per technique of the recipe.
+/// Prints the work outside GEMMs, one row per technique of the recipe.
 fn techniques(cost: &Cost, recipe: &Recipe) {
     if cost.techniques.is_empty() {
         say!("{} does no work on tensors besides products", recipe.name);
@@ -113,7 +113,7 @@ fn techniques(cost: &Cost, recipe: &Recipe) {
     }
 }
 
-/// A count: exact while it is short, in powers of ten beyond.
+/// Formats a count: exact if it is short, otherwise in powers of ten.
 fn scientific(count: f64) -> String {
     if count < 1e9 { thousands(count.round() as u64) } else { format!("{count:.3e}") }
 }
@@ -128,7 +128,7 @@ mod tests {
         assert_eq!([percent(1.0, 3.0), percent(0.0, 3.0)], ["    33.33", "        -"]);
     }
 
-    /// Lines of the published tables fit the width that others have.
+    /// Lines of the published tables are at most 100 columns wide, like those of other tables.
     #[test]
     fn lines_are_at_most_a_hundred_columns() {
         assert!(PUBLISHED.iter().all(|line| line.len() <= 100), "{PUBLISHED:#?}");

@@ -11,7 +11,7 @@ use nibble_core::recipe::{Change, Layer, Passes};
 use nibble_train::checks::{idle_overrides, load_recipe};
 use nibble_train::config::Config;
 
-/// The configuration by which `--trace` finds products off the tensor cores and overrides without effect are noted.
+/// The configuration whose sizes are used to find GEMMs that miss the tensor cores (`--trace`), and overrides without effect.
 const SIZES: &str = "s";
 
 /// Lists the recipes, or explains one
@@ -108,7 +108,7 @@ pub fn run(args: Args) -> Result<()> {
     Ok(())
 }
 
-/// Notes for overrides without effect. Only a run refuses them, and not in built-in recipes.
+/// Notes on overrides without effect. Only a run refuses such overrides, and never those of built-in recipes.
 fn idle(config: &Config, recipe: &Recipe) -> Vec<String> {
     let in_a_run = format!("with the layers and the {} steps of `{SIZES}`", config.train.steps);
     idle_overrides(config, recipe).into_iter().map(|idle| format!("{idle} ({in_a_run})")).collect()
@@ -129,7 +129,7 @@ fn summarize(recipe: &Recipe, layer: &Layer) {
     }
 }
 
-/// Prints the changes of representation in one layer, for each part of a run in which they differ; returns whether there are any.
+/// Prints the changes of representation in one layer, for each part of a run in which they differ. Returns whether there are any changes.
 fn explain(recipe: &Recipe, layer: &Layer, trace: bool) -> Result<bool> {
     let plans = recipe.plans(layer);
     if trace {
@@ -162,7 +162,7 @@ fn explain(recipe: &Recipe, layer: &Layer, trace: bool) -> Result<bool> {
     Ok(true)
 }
 
-/// Runs a layer at a point of a run, and compares its conversions with its plan.
+/// Runs a layer at a point of a run, and compares the layer's conversions with its plan.
 fn assert_traced(recipe: &Recipe, layer: &Layer, progress: f64) -> Result<()> {
     let seen = layers::changes(recipe, layer, progress)?;
     match Change::difference(&seen, &recipe.plan(layer, progress, Passes::TRAINING).changes()) {
@@ -175,7 +175,8 @@ fn assert_traced(recipe: &Recipe, layer: &Layer, progress: f64) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// Of a recipe as it is built in: an override of no step, one that a later one hides, one that changes nothing, and two that decide something.
+    /// The recipe has five overrides: one that covers no step, one that a later override hides, one that changes nothing, and two that have
+    /// an effect.
     #[test]
     fn overrides_that_decide_nothing_are_noted() {
         let text = r#"

@@ -1,4 +1,4 @@
-//! `nibble recipe --trace`: the products of a layer, and the kernels that a GPU runs for them.
+//! `nibble recipe --trace`: the GEMMs of a layer, and the kernels that a GPU runs for them.
 
 use nibble_choice::products::{Becomes, Cores, OperandKind, ProductPath, ScalesB};
 use nibble_command::error::{Error, Result};
@@ -8,10 +8,10 @@ use nibble_core::ops::{Factor, Taken};
 use nibble_core::recipe::Layer;
 use nibble_train::one_layer::{LayerProduct, OneLayer};
 
-/// Prints the products of a layer, for each part of a run in which they differ.
+/// Prints the GEMMs of a layer, for each part of a run in which they differ.
 ///
 /// # Errors
-/// If a layer requests other products than its recipe implies.
+/// If a layer requests other GEMMs than its recipe implies.
 pub fn tell(recipe: &Recipe, layer: &Layer) -> Result<()> {
     let mut parts: Vec<((f64, f64), Vec<LayerProduct>)> = Vec::new();
     for (from, to) in recipe.stretches() {
@@ -25,14 +25,14 @@ pub fn tell(recipe: &Recipe, layer: &Layer) -> Result<()> {
         let part = if parts.len() > 1 { format!(", steps {from}..{to}") } else { String::new() };
         say!("products of {}, as requested of a GPU{part} (sums in F32):", layer.name);
         let mut lines: Vec<String> = seen.iter().map(line).collect();
-        // The products of an expert's two weights may be identical.
+        // The GEMMs of an expert's two weights may be identical.
         lines.dedup();
         lines.iter().for_each(|line| say!("  {line}"));
     }
     Ok(())
 }
 
-/// The products that a layer requests, checked against its recipe.
+/// The GEMMs that a layer requests, checked against its recipe.
 fn checked(recipe: &Recipe, layer: &Layer, progress: f64) -> Result<Vec<LayerProduct>> {
     let one = OneLayer { recipe, layer, progress };
     let seen = one.products()?;
@@ -42,15 +42,15 @@ fn checked(recipe: &Recipe, layer: &Layer, progress: f64) -> Result<Vec<LayerPro
     }
 }
 
-/// The line of a product: its name, op, operands and kernel.
+/// The line of a GEMM: its name, op, operands and kernel.
 fn line(LayerProduct { product, op, desc }: &LayerProduct) -> String {
     let path = ProductPath::of(desc);
     let [a, b] = [(desc.a, 0), (desc.b, 1)].map(|(x, side)| operand(x, side, &path));
     format!("{:<6} {op:<14} {a:<34} {b:<34} {}", product.name(), multiplied(&path))
 }
 
-/// An operand's stored format, and whether it is lifted or decoded before the product: "at once" as part of its quantization, or
-/// separately.
+/// An operand's stored format, and whether the operand is lifted or decoded before the GEMM. The lift or decoding is either part of the
+/// operand's quantization ("at once") or separate.
 fn operand(x: Factor, side: usize, path: &ProductPath) -> String {
     let becomes = match (x.taken, path.sides[side]) {
         (Taken::Lifted, _) => ", lifted at once",
@@ -62,7 +62,7 @@ fn operand(x: Factor, side: usize, path: &ProductPath) -> String {
     x.stored.to_string() + becomes
 }
 
-/// The multiplied types, their scales, and the kernel.
+/// The multiplied number types, their scales, and the kernel.
 fn multiplied(path: &ProductPath) -> String {
     let of = |kind: OperandKind| match kind {
         OperandKind::Bf16 => format!("bf16 x bf16; {}", kind.kernel()),

@@ -1,11 +1,11 @@
-//! The report's charts, as inline SVG.
+//! Draws the report's charts as inline SVG.
 
 use maud::{Markup, html};
 use nibble_train::metrics::{plot_attribute, thinned};
 use plotters::prelude::*;
 use plotters::series::LineSeries;
 
-/// Size of a chart in pixels; a browser scales it to its column.
+/// Size of a chart in pixels; a browser scales the chart to its column.
 const SIZE: (u32, u32) = (560, 280);
 const COLORS: [RGBColor; 6] = [
     RGBColor(20, 60, 140),
@@ -16,13 +16,13 @@ const COLORS: [RGBColor; 6] = [
     RGBColor(190, 50, 70),
 ];
 
-/// A line of a chart.
+/// A curve of a chart.
 pub struct Line<'a> {
     pub name: &'a str,
     pub points: &'a [(u64, f64)],
 }
 
-/// Draws lines over the steps of a run. With more than one line, a coloured list of names follows.
+/// Draws curves over the steps of a run. If there are several curves, a coloured list of their names follows.
 ///
 /// # Errors
 /// If there is no finite point.
@@ -43,7 +43,7 @@ pub fn lines(all: &[Line<'_>]) -> Result<Markup, String> {
     })
 }
 
-/// Embeds an SVG in the page (without its namespace), with the names, colours and points of its lines for `charts.js`.
+/// Embeds an SVG in the page (without its namespace), with the names, colours and points of its curves for `charts.js`.
 pub fn with_numbers<'a>(
     svg: &str,
     lines: impl Iterator<Item = (&'a str, String, &'a [(u64, f64)])>,
@@ -58,7 +58,7 @@ pub fn with_numbers<'a>(
     html! { div data-lines=(numbers) { (maud::PreEscaped(svg)) } }
 }
 
-/// The page's only script: shows the values under the pointer, and zooms.
+/// The page's only script, which displays the values under the pointer and zooms.
 pub const SCRIPT: &str = include_str!("charts.js");
 
 fn css(RGBColor(r, g, b): RGBColor) -> String {
@@ -79,7 +79,7 @@ fn draw(all: &[Line<'_>], svg: &mut String) -> Result<(), Box<dyn std::error::Er
     if low > high {
         return Err("there is no number to draw".into());
     }
-    // The axis starts at zero if that is near, or if the line is level.
+    // The axis starts at zero if zero is near the values, or if the curve is constant.
     let floor = if low >= 0.0 && (low < 0.6 * high || low == high) { 0.0 } else { low };
     let margin = if high > floor { 0.06 * (high - floor) } else { high.abs().max(1.0) };
     let bottom = if floor == 0.0 { 0.0 } else { floor - margin };
@@ -117,7 +117,7 @@ fn draw(all: &[Line<'_>], svg: &mut String) -> Result<(), Box<dyn std::error::Er
     Ok(())
 }
 
-/// `12.3k`, `0.0031`, `4.2e-7`: at most about six characters.
+/// Formats a number in at most about six characters: `12.3k`, `0.0031`, `4.2e-7`.
 pub fn short(x: f64) -> String {
     let units = [(1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")];
     let figures = |x: f64, digits: usize| {
@@ -140,7 +140,8 @@ pub fn short(x: f64) -> String {
     }
 }
 
-/// A heat map of each expert's rows over the mean of its layer: white = no rows, darkest = the fullest expert of all.
+/// A heat map of each expert's rows divided by the mean of its layer. White means no rows; the darkest colour is the fullest expert of all
+/// layers.
 pub fn load(layers: &[Vec<u64>]) -> Markup {
     const CELL: usize = 12;
     const LABEL: usize = 34;
@@ -177,13 +178,13 @@ pub fn load(layers: &[Vec<u64>]) -> Markup {
     }
 }
 
-/// From white to the darkest blue.
+/// A colour between white and the darkest blue.
 fn shade(share: f64) -> String {
     let mix = |dark: f64| (255.0 + (dark - 255.0) * share.clamp(0.0, 1.0)).round() as u8;
     format!("rgb({},{},{})", mix(15.0), mix(50.0), mix(120.0))
 }
 
-/// The chart, or why there is none.
+/// The chart, or the reason why there is none.
 pub fn drawn(all: &[Line<'_>]) -> Markup {
     lines(all).unwrap_or_else(|why| html! { p.fault { (why) } })
 }
@@ -194,7 +195,7 @@ pub fn middle(mut values: Vec<f64>) -> Option<f64> {
     values.get(values.len() / 2).copied()
 }
 
-/// A share in per cent, as text.
+/// Formats a fraction in per cent.
 pub fn percent(share: f64) -> String {
     if share > 0.0 && share < 1e-4 { "< 0.01 %".into() } else { format!("{:.2} %", 100.0 * share) }
 }

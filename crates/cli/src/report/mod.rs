@@ -1,4 +1,4 @@
-//! `nibble report`: a run's files as one HTML page that needs no network.
+//! `nibble report`: writes a run's data as one HTML page that needs no network.
 
 mod charts;
 mod page;
@@ -50,7 +50,7 @@ pub fn run(args: Args) -> Result<()> {
             outputs.named(out, &Mark::Page { beginning: beginning(&run), what: "report of this run" })?
         }
         None => {
-            // In the run's own folder any report may be replaced, since the folder may have been renamed.
+            // In the run's own folder, any report may be replaced, because the folder may have been renamed.
             let mark = Mark::Page { beginning: GENERATOR.to_owned(), what: "report" };
             outputs.named(&args.dir.join("report.html"), &mark)?
         }
@@ -68,9 +68,9 @@ struct Recorded {
     /// Canonical path of the run's directory.
     place: PathBuf,
     layers: Vec<LayerMetrics>,
-    /// Times of each rank, for a run with several.
+    /// Step times of each rank, for a run with several ranks.
     ranks: Vec<RankTimes>,
-    /// Saved activations by shape, or why they are unknown.
+    /// Saved activations by shape, or the reason why they are unknown.
     ledger: std::result::Result<Ledger, String>,
     /// Number of parameters, if known.
     parameters: Option<usize>,
@@ -78,7 +78,7 @@ struct Recorded {
     processes: Vec<Process>,
     /// The memory prediction printed at the start of the run.
     memory: std::result::Result<String, String>,
-    /// The watchdog's warnings.
+    /// The warnings of the training watchdog.
     findings: Vec<String>,
 }
 
@@ -102,7 +102,7 @@ impl Recorded {
         let path = dir.join(MEMORY_FILE);
         let memory =
             files::read_text(&path, files::MOST_TEXT).map_err(|e| format!("{}: {e}", path.display()));
-        // The saved activations are the same on both kinds of device.
+        // The saved activations are the same on a CPU and on a GPU.
         let predicted =
             |recipe| plan::predict(DeviceKind::Host, files.config.run.mesh(), &files.config, recipe);
         let predicted = match &files.recipe {
@@ -111,7 +111,7 @@ impl Recorded {
         };
         let parameters = predicted.as_ref().ok().map(|p| p.parameters);
         let ledger = predicted.map(|p| p.ledger);
-        // The watchdog needs nothing but the metrics. (In the run itself, each resume started a new watchdog.)
+        // The watchdog needs only the metrics. (In the run itself, each resume started a new watchdog.)
         let mut watchdog = Watchdog::default();
         let steps = files.metrics.iter().filter(|metrics| !metrics.is_evaluation());
         let findings = steps.flat_map(|metrics| watchdog.step(metrics)).collect();
@@ -133,7 +133,7 @@ impl Recorded {
 /// The first bytes of every report.
 const GENERATOR: &str = "<!DOCTYPE html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><meta name=\"generator\" content=\"nibble report\">";
 
-/// The first bytes of every report of this run, which identify it.
+/// The first bytes of every report of this run. These bytes identify the run.
 fn beginning(run: &Recorded) -> String {
     let whose = maud::html! { meta name="run" content=(run.place.display()); };
     format!("{GENERATOR}{}", whose.into_string())

@@ -1,4 +1,4 @@
-//! The page: sections of charts and tables. All text is escaped, styles are inline, and nothing is loaded.
+//! The page of a report: sections of charts and tables. All text is escaped, styles are inline, and no other file is loaded.
 
 use super::charts::{self, Line, drawn, middle, percent, with_numbers};
 use super::precision::{self, Group, ranges, without_number};
@@ -141,7 +141,7 @@ fn facts(run: &Recorded) -> Markup {
     }
 }
 
-/// `8.4 s`, `12 min 5 s`, `3 h 20 min`.
+/// Formats a duration: `8.4 s`, `12 min 5 s`, `3 h 20 min`.
 fn duration(seconds: f64) -> String {
     let whole = seconds.round() as u64;
     match whole {
@@ -179,7 +179,7 @@ fn warnings(run: &Recorded) -> Markup {
     }
 }
 
-/// The load of every expert in the last record, and in the middle of the run.
+/// Heat maps of the load of every expert, in the last record and in the middle of the run.
 fn expert_load(run: &Recorded) -> Markup {
     let Some(last) = run.layers.last() else { return absent("layers.jsonl has no line") };
     let mut shown = vec![last];
@@ -202,7 +202,7 @@ fn absent(why: &str) -> Markup {
     html! { p.fault { "Not known: " (why) } }
 }
 
-/// `model.layers.*.mlp.experts` with the layer numbers that the star stands for.
+/// A name such as `model.layers.*.mlp.experts`, with the layer numbers for which the star stands.
 fn named(group: &Group) -> Markup {
     html! { code { (group.name) } @if !group.numbers.is_empty() { " " span.layers { (ranges(&group.numbers)) } } }
 }
@@ -275,7 +275,7 @@ fn precisions(run: &Recorded) -> Markup {
     }
 }
 
-/// Block counts of the sites that differ only in their layer's number.
+/// Block counts of the sites whose names differ only in the layer number.
 struct SiteRow {
     site: String,
     conversion: String,
@@ -283,7 +283,7 @@ struct SiteRow {
     blocks: u64,
     inexact: Option<u64>,
     non_finite: u64,
-    /// The largest share of inexact blocks of a layer, and that layer.
+    /// The largest fraction of inexact blocks in a layer, and that layer.
     worst: Option<(f64, Option<usize>)>,
 }
 
@@ -356,7 +356,7 @@ fn numerics(run: &Recorded) -> Markup {
     }
 }
 
-/// Charts the share of inexact blocks over the run, for the sites where it is largest.
+/// Charts the fraction of inexact blocks over the run, for the sites where it is largest.
 fn over_time(run: &Recorded, rows: &[SiteRow]) -> Markup {
     const MOST: usize = 6;
     let mut sites: Vec<&SiteRow> = rows.iter().filter(|row| row.inexact.is_some()).collect();

@@ -1,4 +1,4 @@
-//! The format of each layer's tensors: as saved for the backward pass, and as operands of products.
+//! The formats of each layer's tensors: as saved for the backward pass, and as operands of GEMMs.
 
 use nibble_core::Recipe;
 use nibble_core::recipe::{Change, Layer, LayerKind, Site};
@@ -7,7 +7,7 @@ use nibble_train::config::Config;
 use nibble_train::ledger::Ledger;
 use nibble_train::spec::{self, ModelSpec, PartKind};
 
-/// Layers that differ only in their number: the name with `*` for the number, and the numbers.
+/// Layers whose names differ only in a number: the name with `*` for the number, and the numbers.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Group {
     pub name: String,
@@ -21,7 +21,7 @@ pub fn without_number(layer: &str) -> (String, Option<usize>) {
     (layer.split('.').map(part).collect::<Vec<_>>().join("."), number)
 }
 
-/// `0–3, 7`; empty for a layer without a number.
+/// Formats layer numbers as `0–3, 7`; empty for a layer without a number.
 pub fn ranges(numbers: &[usize]) -> String {
     let mut runs: Vec<(usize, usize)> = Vec::new();
     for &n in numbers {
@@ -37,7 +37,7 @@ pub fn ranges(numbers: &[usize]) -> String {
     runs.into_iter().map(text).collect::<Vec<_>>().join(", ")
 }
 
-/// A saved activation of the layers that save it in the same format.
+/// A saved activation, with the layers that save it in the same format.
 pub struct Kept {
     pub layers: Group,
     pub tensor: &'static str,
@@ -45,7 +45,7 @@ pub struct Kept {
     pub bytes: usize,
 }
 
-/// The saved activations in the order of a forward pass; each buffer once.
+/// The saved activations in the order of a forward pass; each buffer occurs once.
 pub fn kept(ledger: &Ledger) -> Vec<Kept> {
     let mut all: Vec<Kept> = Vec::new();
     for entry in ledger.unique() {
@@ -68,7 +68,7 @@ pub fn kept(ledger: &Ledger) -> Vec<Kept> {
     all
 }
 
-/// The precisions of layers that have the same ones.
+/// The precisions of a group of layers that have the same precisions.
 pub struct Decided {
     /// The layers.
     pub layers: Vec<Group>,
@@ -76,7 +76,7 @@ pub struct Decided {
     pub sites: Vec<(Site, Vec<String>)>,
 }
 
-/// The recipe's precisions of every linear layer, in each part of the run.
+/// The recipe's precisions for every linear layer, in each part of the run.
 pub fn decided(recipe: &Recipe, config: &Config) -> Vec<Decided> {
     let steps = config.train.steps;
     let parts = steps_of_change(recipe, steps);
@@ -99,7 +99,7 @@ pub fn decided(recipe: &Recipe, config: &Config) -> Vec<Decided> {
     all
 }
 
-/// The tensor of a site, in words.
+/// Describes the tensor of a site.
 pub fn meaning(site: Site) -> &'static str {
     match site {
         Site::FpropX => "input, in the forward product",
@@ -135,8 +135,8 @@ fn sites(recipe: &Recipe, layer: &Layer, starts: &[u64], steps: u64) -> Vec<(Sit
     layer.kind.sites().filter(of_layer).map(row).collect()
 }
 
-/// Every change of representation in the first feed-forward layer of each kind, with its description: experts, and the two projections of
-/// an MLP other than a shared expert. If the changes differ from a step on, another list follows.
+/// All changes of representation in the first feed-forward layer of each kind, with a description. The kinds are experts, and the two
+/// projections of an MLP that is not a shared expert. If the changes differ from a step on, another list follows.
 pub fn changes(recipe: &Recipe, config: &Config) -> Vec<(String, Vec<Change>)> {
     let parts: Vec<_> = ModelSpec::new(&config.model).parts().collect();
     let steps = config.train.steps;

@@ -1,23 +1,23 @@
-//! The step times of each rank, and which ranks the others wait for.
+//! The step times of each rank, and the ranks for which the other ranks wait.
 
 use super::charts::{Line, drawn, middle, percent, short};
 use maud::{Markup, html};
 use nibble_command::console::thousands;
 use nibble_train::metrics::RankTimes;
 
-/// Seconds that a rank was busy.
+/// Seconds in which a rank was busy.
 fn busy(line: &RankTimes, rank: usize) -> f64 {
     (line.seconds[rank] - line.waiting[rank]).max(0.0)
 }
 
-/// A rank over many steps.
+/// The times of a rank over many steps.
 struct Row {
     rank: usize,
-    /// Medians over the steps, seconds.
+    /// Medians over the steps, in seconds.
     seconds: f64,
     waiting: f64,
     busy: f64,
-    /// Share of waiting in all seconds.
+    /// Waiting time divided by all seconds.
     share: f64,
 }
 
@@ -42,7 +42,7 @@ impl Row {
 /// A table of ranks, and a chart of the slowest ranks' busy time over the steps; `None` without records.
 pub fn times(lines: &[RankTimes]) -> Option<Markup> {
     let ranks = lines.last()?.seconds.len();
-    // A run may resume on another number of ranks; rank numbers then mean other ranks.
+    // A run may be resumed on another number of ranks, after which a rank number means another rank.
     let same: Vec<&RankTimes> = lines.iter().filter(|line| line.seconds.len() == ranks).collect();
     let rows: Vec<Row> = (0..ranks).map(|rank| Row::new(&same, rank)).collect();
     let mut by_time: Vec<&Row> = rows.iter().collect();
@@ -101,7 +101,7 @@ mod tests {
 
     #[test]
     fn the_slowest_rank_is_the_one_that_is_busy_longest() {
-        // Rank 0 has the longest steps and waits in them.
+        // Rank 0 has the longest steps, and waits during part of them.
         let lines = [
             line(1, &[9.0, 9.0], &[8.0, 4.0]),
             line(2, &[2.0, 2.0], &[1.0, 0.25]),
@@ -114,7 +114,7 @@ mod tests {
             ),
             "{text}"
         );
-        // 10 of 13 seconds, and 4.5.
+        // The ranks waited for 10 of 13 seconds, and for 4.5 of 13 seconds.
         assert!(text.contains("76.92 %") && text.contains("34.62 %"), "{text}");
         assert_eq!(text.matches("slowest").count(), 2, "{text}");
         let even = times(&[line(1, &[1.0, 1.0], &[0.0, 0.0])]).unwrap().into_string();

@@ -1,19 +1,19 @@
-//! The series of a run's metrics over the steps.
+//! The time series of a run's metrics over the steps.
 
 use nibble_train::metrics::Metrics;
 use std::collections::BTreeMap;
 
-/// One number over the steps.
+/// One metric over the steps.
 pub struct Series {
-    /// Its name in the metrics file.
+    /// The series' name in the metrics file.
     pub name: String,
-    /// Its description.
+    /// The description of the series.
     pub title: String,
-    /// Pairs of steps done and value.
+    /// Pairs of the number of steps done and the value.
     pub points: Vec<(u64, f64)>,
 }
 
-/// Where in the report a series is drawn.
+/// The section of the report in which a series is drawn.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Chart {
     Loss,
@@ -25,7 +25,7 @@ pub enum Chart {
     Other,
 }
 
-/// The series that every run may have, in the order of the report.
+/// The series that any run may have, in the order of the report.
 const KNOWN: [(&str, Chart, &str); 20] = [
     ("loss_metrics/global_avg_loss", Chart::Loss, "Training loss, nats"),
     ("validation_metrics/loss", Chart::Loss, "Held-out loss, nats"),
@@ -65,7 +65,7 @@ const KNOWN: [(&str, Chart, &str); 20] = [
     ("n_tokens_seen", Chart::Other, "Tokens trained on"),
 ];
 
-/// Every series of these metrics with its section, the known ones first.
+/// All series of these metrics with their sections, the known series first.
 pub fn all(metrics: &[Metrics]) -> Vec<(Chart, Series)> {
     let mut points: BTreeMap<String, Vec<(u64, f64)>> = BTreeMap::new();
     for line in metrics {

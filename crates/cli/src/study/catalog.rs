@@ -1,4 +1,4 @@
-//! The meaning of a study's names: recipes and configurations as `nibble train` reads them.
+//! Resolves the names in a study: recipes and configurations, as `nibble train` reads them.
 
 use nibble_core::Recipe;
 use nibble_study::{Catalog, Settled};
@@ -6,12 +6,12 @@ use nibble_train::checks::load_recipe;
 use nibble_train::config::{Config, preset_names};
 use nibble_train::data::Dataset;
 
-/// Recipes and configurations by name or file.
+/// A catalog of recipes and configurations by name or file.
 pub struct Names;
 
 impl Catalog for Names {
     fn recipe(&self, name: &str) -> Result<String, String> {
-        // The recipe in full: a change in a recipe that it extends is a change of it.
+        // The text is the full recipe, so that a change in a recipe that it extends also changes the text.
         load_recipe(name).map(|recipe| recipe.to_toml()).map_err(|why| why.to_string())
     }
 
@@ -20,7 +20,7 @@ impl Catalog for Names {
         let config = Config::load(name, set).map_err(why)?;
         let data = Dataset::of(&config).map_err(why)?;
         let steps = config.train.steps;
-        // What a cell sets itself decides no bit by the configuration.
+        // Each cell sets the seed, the recipe and the run section, so their values in the configuration do not determine bits.
         let mut neutral = config;
         (neutral.seed, neutral.recipe, neutral.run) = (0, String::new(), Default::default());
         let text = neutral.resolved_toml().map_err(why)?;

@@ -1,5 +1,5 @@
-//! `nibble study`: trains recipes over seeds and compares their losses. Runs are processes of `nibble train`, each with a folder that is resumed where it was stopped; what a run
-//! leaves for the study is a row (`nibble_study::Row`), a few kilobytes that can be kept.
+//! `nibble study`: trains recipes over seeds and compares their losses. Runs are processes of `nibble train`. Each run has a folder, from
+//! which an interrupted run is resumed. A run's stored result is a row (`nibble_study::Row`), a few kilobytes that can be kept.
 
 mod catalog;
 mod runs;
@@ -72,7 +72,7 @@ pub fn run(args: Args) -> Result<()> {
     tables(&args, &study, &dir)
 }
 
-/// Runs cells until none is left or the time is over.
+/// Runs cells until none is left or the time limit is reached.
 fn work(args: &Args, study: &Study, dir: &Path) -> Result<()> {
     let queue = Queue::open(dir, study.cells(), &joined::host()).map_err(wrong)?;
     if args.retry {
@@ -141,7 +141,7 @@ fn told(cell: &Cell, row: &nibble_study::Row) -> String {
     format!("{}: {outcome}{loss}, {:.0} s", cell.id, row.seconds)
 }
 
-/// Writes the tables, and prints the Markdown one.
+/// Writes the tables, and prints the Markdown table.
 fn tables(args: &Args, study: &Study, dir: &Path) -> Result<()> {
     let rows = Rows::read(dir, &study.cells()).map_err(wrong)?;
     let results = Results::of(study, &rows);
@@ -162,12 +162,12 @@ fn tables(args: &Args, study: &Study, dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// A study's error is about what the user gave, or about a file.
+/// Converts a study's error: it is caused either by the user's input or by a file.
 fn wrong(error: nibble_study::Error) -> Error {
     Error::usage(error)
 }
 
-/// `90s`, `12m`, `2h`.
+/// Parses a duration such as `90s`, `12m` or `2h`.
 fn duration(text: &str) -> std::result::Result<Duration, String> {
     let (number, unit) = text.split_at(text.len() - text.chars().next_back().map_or(0, char::len_utf8));
     let seconds = match unit {

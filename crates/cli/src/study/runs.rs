@@ -1,4 +1,4 @@
-//! A study's run: a process of `nibble train` in a folder of its own, and the row that is read from what it leaves.
+//! Runs a cell of a study as a process of `nibble train` in a separate folder, and reads the cell's row from the files of the run.
 
 use super::settings;
 #[cfg(target_os = "linux")]
@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-/// Time between two looks at a run.
+/// Interval at which a run is polled.
 const POLL: Duration = Duration::from_millis(50);
 
 /// Time between two looks at what other processes of a study do.
@@ -33,18 +33,18 @@ pub fn pause() {
 pub struct Deadline(Option<Instant>);
 
 impl Deadline {
-    /// This long from now.
+    /// A deadline this long from now.
     pub fn after(time: Option<Duration>) -> Self {
         Self(time.and_then(|time| Instant::now().checked_add(time)))
     }
 
-    /// Whether it has passed.
+    /// Whether the deadline has passed.
     pub fn is_over(self) -> bool {
         self.0.is_some_and(|end| Instant::now() >= end)
     }
 }
 
-/// Runs cells.
+/// Runs the cells of a study.
 #[derive(Debug)]
 pub struct Runner<'a> {
     dir: &'a Path,
@@ -54,12 +54,12 @@ pub struct Runner<'a> {
 }
 
 impl<'a> Runner<'a> {
-    /// In the folder of a study, on this device. `commit` stands in the rows.
+    /// A runner in the folder of a study, on this device. `commit` is written to the rows.
     pub const fn new(dir: &'a Path, device: Option<&'a str>, commit: &'a str, deadline: Deadline) -> Self {
         Self { dir, device, commit, deadline }
     }
 
-    /// Trains a cell, from its last checkpoint if it was stopped before. `None` if it was stopped. A branch starts from the checkpoint `from`.
+    /// Trains a cell, from its last checkpoint if it was interrupted before. `None` if it was interrupted again.
     ///
     /// # Errors
     /// If no process can be started, or the folder cannot be written.
@@ -70,7 +70,7 @@ impl<'a> Runner<'a> {
         let has_begun = trainer::has_begun(&folder);
         let resumes = has_begun && has_checkpoints(&folder)?;
         if has_begun && !resumes {
-            // It was stopped before its first checkpoint. The folder is the study's own.
+            // The run was interrupted before its first checkpoint. The folder belongs to the study.
             std::fs::remove_dir_all(&folder)
                 .and_then(|()| std::fs::create_dir_all(&folder))
                 .map_err(Error::io(&folder))?;
@@ -126,7 +126,7 @@ impl<'a> Runner<'a> {
     /// Removes the checkpoints of a run whose row is written: the row has what the study needs, and weights take gigabytes.
     ///
     /// # Errors
-    /// If they cannot be removed.
+    /// If the checkpoints cannot be removed.
     pub fn drop_checkpoints(&self, cell: &str) -> Result<()> {
         let folder = self.dir.join("runs").join(cell).join("checkpoints");
         match std::fs::remove_dir_all(&folder) {
@@ -162,13 +162,13 @@ impl<'a> Runner<'a> {
         let file = std::fs::OpenOptions::new().create(true).append(true).open(log).map_err(Error::io(log))?;
         let copy = file.try_clone().map_err(Error::io(log))?;
         process.stdin(Stdio::null()).stdout(file).stderr(copy);
-        // A run without its study would train on in a folder that the next process of the study takes.
+        // Without this, the run would continue after the study has ended, in a folder that the next process of the study uses.
         #[cfg(target_os = "linux")]
         end_with_parent(&mut process);
         process.spawn().map_err(|why| Error::Failed(format!("{}: its process: {why}", cell.id)))
     }
 
-    /// Waits for a run, and stops it when the time is over.
+    /// Waits for a run, and interrupts it when the time is over.
     fn wait(&self, mut child: Child) -> Result<Option<ExitStatus>> {
         let failed = |why: std::io::Error| Error::Failed(format!("a run's process: {why}"));
         let mut stopped = false;
@@ -185,13 +185,13 @@ impl<'a> Runner<'a> {
     }
 }
 
-/// Whether a stopped run has checkpoints, complete or damaged: of damaged ones `nibble train --resume` says what is wrong.
+/// Whether an interrupted run has checkpoints, complete or damaged. For damaged checkpoints, `nibble train --resume` reports the problem.
 fn has_checkpoints(folder: &Path) -> Result<bool> {
     let latest = latest_valid(folder)?;
     Ok(latest.checkpoint.is_some() || !latest.rejected.is_empty())
 }
 
-/// Whether somebody ended a run with a signal: it says nothing about the run, which is resumed another time.
+/// Whether a signal ended a run. A signal says nothing about the run itself, which is resumed another time.
 #[cfg(unix)]
 fn was_stopped(status: ExitStatus) -> bool {
     use std::os::unix::process::ExitStatusExt;
@@ -200,7 +200,7 @@ fn was_stopped(status: ExitStatus) -> bool {
     signal.is_some_and(|signal| STOPS.contains(&signal))
 }
 
-/// Exit codes tell of signals on Unix alone.
+/// Exit codes identify signals only on Unix.
 #[cfg(not(unix))]
 fn was_stopped(_: ExitStatus) -> bool {
     false
@@ -210,11 +210,11 @@ fn was_stopped(_: ExitStatus) -> bool {
 #[cfg(unix)]
 fn interrupt(child: &Child) {
     let Ok(id) = i32::try_from(child.id()) else { return };
-    // SAFETY: a signal to a process that this one has started and not yet waited for.
+    // SAFETY: the signal goes to a process that this process has started and has not yet waited for.
     unsafe { libc::kill(id, libc::SIGINT) };
 }
 
-/// A run goes on to its end where there are no signals.
+/// On systems without signals, a run continues to its end.
 #[cfg(not(unix))]
 fn interrupt(_: &Child) {}
 
@@ -225,9 +225,9 @@ fn row(cell: &Cell, (folder, log): (&Path, &Path), status: ExitStatus, commit: &
     let losses: Vec<(u64, f64)> = metrics.iter().filter_map(|m| Some((m.step, m.loss?))).collect();
     let untrained = run.as_ref().map_or(f64::INFINITY, |run| (run.config.model.vocab_size as f64).ln());
     let text = std::fs::read_to_string(log).unwrap_or_default();
-    // The log also has what earlier processes of this run said.
+    // The log also has the lines of earlier processes of this run.
     let error = text.lines().rev().find(|line| line.starts_with("error: "));
-    // A run that a non-finite value ends says so; its recipe has diverged.
+    // A run that ends because of a non-finite value reports this; its recipe has diverged.
     let non_finite = error.is_some_and(|line| line.contains(" is not finite "));
     let outcome = match (status.success(), non_finite) {
         (true, _) => diverged_at(&losses, untrained).map_or(Outcome::Done, |step| Outcome::Diverged { step }),
@@ -253,13 +253,13 @@ fn row(cell: &Cell, (folder, log): (&Path, &Path), status: ExitStatus, commit: &
     Ok(row.rounded())
 }
 
-/// Held-out losses, the last of each step.
+/// The held-out losses; if a step has several, the last is used.
 fn held_out(metrics: &[Metrics]) -> Vec<(u64, f64)> {
     let losses: BTreeMap<u64, f64> = metrics.iter().filter_map(|m| Some((m.step, m.valid_loss?))).collect();
     losses.into_iter().collect()
 }
 
-/// Joules a token: the power of each step times its seconds. Not where a step has no power.
+/// Joules per token: the sum over steps of power times seconds. `None` if any step has no power value.
 fn joules(metrics: &[Metrics], tokens: u64) -> Option<f64> {
     let steps: Vec<_> = metrics.iter().filter(|m| m.seconds.is_some()).collect();
     let sum = steps.iter().map(|m| Some(m.watts? * m.seconds?)).sum::<Option<f64>>()?;
@@ -272,7 +272,7 @@ fn median(values: impl Iterator<Item = f64>) -> Option<f64> {
     values.get(values.len() / 2).copied()
 }
 
-/// The last process that worked on a run.
+/// The hardware and software of the last process that worked on a run.
 fn provenance(folder: &Path, commit: &str) -> Provenance {
     let process = Process::of_run(folder).pop();
     let version = process.as_ref().map_or_else(String::new, |process| process.version.clone());

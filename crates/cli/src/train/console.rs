@@ -1,4 +1,4 @@
-//! Reports a run's progress: a bar on a terminal, plain lines elsewhere, and everything in the run's log.
+//! Reports a run's progress: as a bar on a terminal, as plain lines elsewhere, and in full in the run's log.
 
 use super::introduction;
 use crate::eval::NO_TARGET;
@@ -22,16 +22,16 @@ use std::time::{Duration, Instant};
 
 /// The console of a run, and its log.
 pub struct Console {
-    /// The directory named by the configuration.
+    /// The run's directory, as the configuration names it.
     dir: String,
     device: String,
-    /// Opened when the run starts.
+    /// The log file, which is opened when the run starts.
     log: Option<File>,
     bar: Option<ProgressBar>,
     log_every: u64,
     steps: u64,
     entropy: Option<Entropy>,
-    /// Dense BF16 rate of all ranks' devices together, in flops per second, if known.
+    /// Dense BF16 rate of all ranks' devices together, in flops per second, if it is known.
     peak_flops: Option<f64>,
     power: Power,
     pace: Pace,
@@ -41,9 +41,9 @@ impl Console {
     pub fn new<B: Device>(config: &Config, on: &On<'_, B>) -> Self {
         let watched = std::io::stdout().is_terminal() && std::io::stderr().is_terminal();
         let bar = watched.then(|| {
-            // No wider than the terminal: a wrapped line would not be erased.
+            // The bar must not be wider than the terminal, because a wrapped line would not be erased.
             let style = ProgressStyle::with_template("{bar:20} {pos}/{len} [{elapsed}<{eta}] {wide_msg}");
-            // The template is a constant; the default bar serves should it ever be wrong.
+            // The template is a constant; if it were invalid, the default bar would be used.
             ProgressBar::new(config.train.steps)
                 .with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
         });
@@ -73,14 +73,14 @@ impl Console {
         self.log(text);
     }
 
-    /// Writes a line to the log only. Errors are ignored: a run does not fail for its log.
+    /// Writes a line to the log only. Errors are ignored, because a run must not fail because of its log.
     fn log(&mut self, text: &str) {
         if let Some(log) = &mut self.log {
             let _ = log.write_all(visible(format_args!("{text}\n")).as_bytes());
         }
     }
 
-    /// Opens the log and writes the memory table in the run's directory.
+    /// Opens the log and writes the memory table to a file in the run's directory.
     fn begin_log(&mut self, start: &Start<'_>) {
         let dir = Path::new(&start.config.run.dir);
         let log = dir.join(LOG_FILE);
@@ -178,13 +178,13 @@ impl Observer for Console {
     }
 }
 
-/// Whether an evaluation's progress is worth a line where there is no bar: for long evaluations, at each quarter except the last.
+/// Whether an evaluation's progress should be printed where there is no bar: for long evaluations, at each quarter except the last.
 fn is_worth_a_line(done: usize, of: usize) -> bool {
     const LONG: usize = 1000;
     of >= LONG && done < of && 4 * done / of != 4 * (done - 1) / of
 }
 
-/// Tokens and seconds of the steps since the last line.
+/// Number of tokens and seconds of the steps since the last line.
 #[derive(Default)]
 struct Pace {
     tokens: f64,
@@ -243,7 +243,7 @@ fn loss_of(metrics: &Metrics) -> Option<String> {
     metrics.loss.map(|loss| format!("loss: {loss:.4}")).or(nothing)
 }
 
-/// The metrics of a step under torchtitan's short names. Utilization and power are known for GPUs only.
+/// The metrics of a step with torchtitan's short names. Utilization and power are known only for GPUs.
 fn step_line(metrics: &Metrics) -> String {
     let figures = [
         loss_of(metrics),
@@ -262,7 +262,7 @@ fn step_line(metrics: &Metrics) -> String {
 mod tests {
     use super::*;
 
-    /// By hand: 100 tokens in 1 s, in 4 s and in 5 s are 30 a second; the last step alone has 20.
+    /// By hand: three steps of 100 tokens in 1 s, 4 s and 5 s give 30 tokens per second; the last step alone gives 20.
     #[test]
     fn rates_are_those_of_the_interval() {
         let step = |seconds: f64| {

@@ -1,4 +1,4 @@
-//! A run's introduction before its first step: a few lines for the console, everything for the log.
+//! The introduction of a run before its first step: a few lines for the console, and full details for the log.
 
 use crate::tensor_cores;
 use nibble_command::console::{bytes, thousands};
@@ -11,7 +11,7 @@ use nibble_train::trainer::{MEMORY_FILE, Start};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// The lines for the console: at most eight, together with the device's.
+/// The lines for the console: at most eight, together with the line for the device.
 pub fn short(start: &Start<'_>) -> Vec<String> {
     let prediction = start.prediction;
     let mut lines = what(start);
@@ -31,7 +31,7 @@ pub fn short(start: &Start<'_>) -> Vec<String> {
     lines
 }
 
-/// The lines for the log: every key, and the memory part by part and tensor by tensor.
+/// The lines for the log: all configuration keys, and the memory part by part and tensor by tensor.
 pub fn all(start: &Start<'_>) -> Vec<String> {
     let mut lines = vec!["config:".to_owned()];
     lines.extend(settings(start.config));
@@ -49,15 +49,15 @@ pub fn all(start: &Start<'_>) -> Vec<String> {
     lines
 }
 
-/// Predicted bytes of a device under balanced routing; `None` if the prediction assumes that anyway.
+/// Predicted bytes of a device with balanced routing; `None` if the prediction already assumes balanced routing.
 fn balanced(start: &Start<'_>) -> Option<u64> {
     let of = start.prediction;
-    // An error cannot occur here, as the same prediction has succeeded before.
+    // An error cannot occur here, because the same prediction has already succeeded.
     let balanced = plan::predict_balanced(of.kind, of.mesh, start.config, start.recipe).ok()??;
     Some(Prediction { host_ranks: of.host_ranks, ..balanced }.device_bytes() as u64)
 }
 
-/// Recipe, parameters, data.
+/// Lines on the recipe, the parameters and the data.
 fn what(start: &Start<'_>) -> Vec<String> {
     let mut lines = vec![
         format!("recipe: {}: {}", start.recipe.name, start.recipe.description),
@@ -77,7 +77,7 @@ fn what(start: &Start<'_>) -> Vec<String> {
     lines
 }
 
-/// One line for all products that would run off the tensor cores.
+/// One line for all GEMMs that would run without tensor cores.
 fn off_the_tensor_cores(start: &Start<'_>) -> Option<String> {
     let missed = match start.prediction.kind {
         DeviceKind::Gpu => tensor_cores::missed(start.config, start.recipe),
@@ -86,7 +86,7 @@ fn off_the_tensor_cores(start: &Start<'_>) -> Option<String> {
     (!missed.is_empty()).then(|| format!("off the tensor cores: {}", missed.join("; ")))
 }
 
-/// Whose memory it is, in words.
+/// Names the device to which the memory belongs.
 fn whose(kind: DeviceKind, ranks: usize) -> &'static str {
     match (kind, ranks) {
         (DeviceKind::Gpu, 2..) => "of each GPU",
@@ -111,7 +111,7 @@ pub fn memory(prediction: &Prediction) -> Vec<String> {
     lines
 }
 
-/// The traffic between ranks, and its collectives.
+/// The kinds of traffic between ranks, each with its collectives.
 const SENT: [(&str, &[&str]); 4] = [
     ("rows to experts and back", &["all_to_all_v", "counts"]),
     ("gradients", &["reduce_scatter_tree"]),
@@ -119,7 +119,7 @@ const SENT: [(&str, &[&str]); 4] = [
     ("losses and counts", &["all_gather", "all_gather_f64"]),
 ];
 
-/// The bytes that a rank sends to other ranks per step.
+/// Lines with the bytes that a rank sends to other ranks per step.
 pub fn sent(rank: usize, bytes_by_call: &BTreeMap<&'static str, u64>) -> Vec<String> {
     let of = |(what, calls): &(&str, &[&str])| {
         let sent = calls.iter().filter_map(|call| bytes_by_call.get(call)).sum();
@@ -150,10 +150,10 @@ pub fn gpus(prediction: &Prediction) -> String {
     }
 }
 
-/// Every key of the configuration, one table per line; long lines are broken.
+/// All keys of the configuration, one table per line; long lines are broken.
 fn settings(config: &Config) -> Vec<String> {
     const WIDTH: usize = 79;
-    // Every loaded configuration has a TOML form.
+    // Every loaded configuration has a TOML form, so this always succeeds.
     let Ok(toml::Value::Table(table)) = toml::Value::try_from(config) else { return Vec::new() };
     let (tables, top): (Vec<_>, Vec<_>) = table.iter().partition(|(_, value)| value.is_table());
     let sections =

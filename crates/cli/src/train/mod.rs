@@ -1,4 +1,4 @@
-//! `nibble train`: a run from its configuration to its checkpoint, metrics and picture.
+//! `nibble train`: runs training from a configuration to a checkpoint, metrics and a plot.
 
 mod console;
 mod introduction;
@@ -89,7 +89,7 @@ pub struct Args {
 }
 
 impl Args {
-    /// The initial weights, as an override.
+    /// The options for initial weights, as overrides.
     fn initial(&self) -> Result<Vec<String>> {
         let path = match (&self.from, &self.init_from) {
             (None, None) => return Ok(Vec::new()),
@@ -127,7 +127,7 @@ enum DryRunOn {
 }
 
 pub fn run(args: Args) -> Result<()> {
-    // Before anything else. A dry run writes nothing, so a signal may end it at any time.
+    // The signal handlers are installed first. A dry run writes nothing, so a signal may end it at any time.
     let signals = args.dry_run.is_none().then(Signals::wait_for_steps).transpose()?;
     let initial = args.initial()?;
     let overrides = [args.changes.overrides(), initial].concat();
@@ -161,7 +161,7 @@ pub fn run(args: Args) -> Result<()> {
         }
         config.run.dir = dir.to_string_lossy().into_owned();
     } else if named_by_user && joined::is_first() {
-        // Checked by rank 0 for all ranks, before a device is opened, and again when the directory is created.
+        // Rank 0 checks this for all ranks before a device is opened, and again when the directory is created.
         trainer::require_free(Path::new(&config.run.dir))?;
     }
     let stop = signals.as_ref().map(Signals::received);
@@ -199,7 +199,7 @@ impl Work for Training<'_> {
 
     fn run<B: Device>(&self, on: &On<'_, B>) -> Result<Outcome> {
         let Self { config, options, check_links } = *self;
-        // Printed first, as a GPU may have to compile kernels before anything else is printed.
+        // The device is printed first, because a GPU may have to compile kernels before anything else is printed.
         on.announce();
         if check_links {
             links::check(on)?;
@@ -240,7 +240,7 @@ impl Work for DryRun<'_> {
     }
 }
 
-/// Most kinds of ranks that are printed.
+/// Maximum number of kinds of ranks that are printed.
 const MOST_KINDS: usize = 8;
 
 /// Prints the predicted memory of a run on a device of this kind. Returns its recipe and the prediction.
@@ -259,7 +259,7 @@ fn introduce_dry_run(config: &Config, kind: DeviceKind) -> Result<(Recipe, Predi
             let of = plan::predict_rank(kind, mesh, ranks[0], config, &recipe)?;
             Ok((ranks, of.parts().iter().map(|(_, bytes)| bytes).sum()))
         };
-        // With many ranks nearly every rank is a kind of its own, differing by one tile.
+        // With many ranks, nearly every rank differs from the others by one tile and is a separate kind.
         let kinds = plan::kinds_of_ranks(mesh, config)?.into_iter().take(MOST_KINDS);
         let kinds = kinds.map(taken).collect::<Result<Vec<_>>>()?;
         let sent = plan::sent_in_a_step(kind, mesh, prediction.rank, config, &recipe)?;
@@ -269,11 +269,11 @@ fn introduce_dry_run(config: &Config, kind: DeviceKind) -> Result<(Recipe, Predi
     Ok((recipe, prediction))
 }
 
-/// [`load`] for ranks that are processes, whose number the launcher sets; a resumed run may have had another number of ranks.
+/// Calls [`load`] for ranks that are processes. The launcher sets the number of ranks; a resumed run may have had another number.
 fn load_for(process: &Process, (name, resume): (&str, bool), overrides: &[String]) -> Result<(Config, bool)> {
     let ranks = process.ranks(overrides)?;
     load(name, &[overrides, &[ranks]].concat(), resume).or_else(|error| {
-        // If the stored configuration is wrong by itself, the error for these ranks is reported.
+        // If the stored configuration is invalid by itself, the error with this number of ranks is reported.
         let stored = load(name, overrides, resume).ok().filter(|_| resume);
         let (mut config, named_by_user) = stored.ok_or(error)?;
         process.divide(&mut config.run);
@@ -282,7 +282,8 @@ fn load_for(process: &Process, (name, resume): (&str, bool), overrides: &[String
     })
 }
 
-/// The configuration of this name, path or run directory, and whether the user chose `run.dir`, instead of its following from the name.
+/// The configuration with this name, path or run directory. Also returns whether the user chose `run.dir`; otherwise the name determines
+/// it.
 fn load(name: &str, overrides: &[String], resume: bool) -> Result<(Config, bool)> {
     let path = Path::new(name);
     let is_dir_set = changes::set_to(overrides, "run.dir").is_some();
@@ -325,7 +326,7 @@ fn dir_of_run(path: &Path) -> Option<PathBuf> {
     }
     let is_stored = path.file_name().is_some_and(|name| name == CONFIG_FILE);
     let dir = path.parent().filter(|_| is_stored)?;
-    // A bare file name has a parent without a name.
+    // The parent of a bare file name has no name.
     let dir = if dir.file_name().is_some() {
         dir.to_owned()
     } else {

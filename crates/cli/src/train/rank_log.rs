@@ -1,4 +1,4 @@
-//! The log of a rank other than rank 0: its device, and how its run started.
+//! The log of a rank other than rank 0: the rank's device, and how its run started.
 
 use nibble_command::device::{Device, On};
 use nibble_core::visible;
@@ -12,7 +12,7 @@ use std::path::Path;
 pub struct RankLog {
     rank: usize,
     device: String,
-    /// Opened when the run starts.
+    /// The log file, which is opened when the run starts.
     log: Option<File>,
 }
 
@@ -21,7 +21,7 @@ impl RankLog {
         Self { rank: on.mesh.all.rank(), device: on.describe(), log: None }
     }
 
-    /// Errors are ignored: a run does not fail for its log.
+    /// Writes a line. Errors are ignored, because a run must not fail because of its log.
     fn say(&mut self, text: &str) {
         if let Some(log) = &mut self.log {
             let _ = log.write_all(visible(format_args!("{text}\n")).as_bytes());

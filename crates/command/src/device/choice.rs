@@ -1,4 +1,4 @@
-//! Chooses the device, with a reason.
+//! Chooses the device, and gives the reason for the choice.
 
 use crate::error::{Error, Result};
 use nibble_core::Result as CoreResult;
@@ -11,15 +11,15 @@ pub enum Choice<C> {
     Cpu,
     /// An open GPU, for a single rank.
     Cuda(C),
-    /// GPU numbers, one per rank of this host.
+    /// The numbers of GPUs, one per rank of this host.
     Gpus(Vec<usize>),
 }
 
-/// Chooses the device by configuration and probe, and explains the choice. `open` opens a GPU by its number. With several ranks, `met` is
-/// the number of ranks on this host; each needs a GPU, and `nccl` says whether NCCL is usable.
+/// Chooses the device from the configuration and the probe's result, and explains the choice. `open` opens a GPU by its number. With
+/// several ranks, `met` is the number of ranks on this host. Each of them needs a GPU, and `nccl` says whether NCCL is usable.
 ///
 /// # Errors
-/// A usage error where the configuration names a GPU that cannot be used; it says what was found.
+/// A usage error if the configuration names a GPU that cannot be used; the error says what was found.
 pub fn choose<C>(
     run: &RunConfig,
     met: Option<usize>,
@@ -53,7 +53,7 @@ pub fn choose<C>(
             Ok((Choice::Cuda(open(first)?), asked))
         }
         (DeviceChoice::Gpus, Some(ranks)) => {
-            // If the launcher shows each process only its own GPU, that is GPU 0 in every process.
+            // If the launcher shows each process only one GPU, this GPU has number 0 in every process.
             let only = || first_usable(found).ok().filter(|_| found.usable().count() == 1);
             let gpus = one_each(found, ranks).or_else(|why| only().map(|gpu| vec![gpu; ranks]).ok_or(why));
             let gpus = gpus.and_then(|gpus| nccl().map(|()| gpus)).map_err(refused)?;
@@ -143,7 +143,7 @@ mod tests {
         Probe { driver: Ok((13, 0)), nvrtc: Ok((13, 0)), cublaslt: Ok(()), gpus }
     }
 
-    /// The numbers of the GPUs for so many ranks of this host, none for the CPU; and why.
+    /// The numbers of the GPUs for this number of ranks of this host (empty for the CPU), and the reason for the choice.
     fn chosen(device: DeviceChoice, ranks: usize, found: &Probe) -> Result<(Vec<usize>, String)> {
         chosen_with(device, ranks, found, Ok(()))
     }
@@ -180,7 +180,7 @@ mod tests {
         let no_driver = Probe { driver: Err("libcuda.so cannot be loaded".into()), ..found(Vec::new()) };
         assert!(why(1, &no_driver).contains("libcuda.so"));
         assert!(why(1, &Probe { nvrtc: Err("no library".into()), ..two.clone() }).contains("no library"));
-        // One that is there and cannot be opened, because others have all of it, say.
+        // This GPU exists but cannot be opened, for example because other processes use all of its memory.
         let run = RunConfig::default();
         let busy = |_| Err::<(), _>(nibble_core::Error::Device { call: "open".into(), why: "busy".into() });
         let (choice, why) = choose(&run, None, &two, || Ok(()), busy).unwrap();
@@ -225,7 +225,7 @@ mod tests {
             let error = chosen_with(DeviceChoice::Gpus, ranks, &four, nccl).unwrap_err().to_string();
             assert!(error.contains("`run.device = cuda` cannot be used") && error.contains(part), "{error}");
         }
-        // Each process sees its own.
+        // Each process sees only its own GPU.
         let own = found(vec![hopper(0)]);
         assert_eq!(chosen(DeviceChoice::Gpus, 4, &own).unwrap().0, [0; 4]);
         assert!(chosen(DeviceChoice::Auto, 4, &own).unwrap().0.is_empty());

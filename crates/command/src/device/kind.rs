@@ -1,4 +1,4 @@
-//! The [`Device`] trait: what commands need of a backend besides training.
+//! The [`Device`] trait: the methods of a backend that commands need besides those for training.
 
 use nibble_core::{Backend, Kernels, Result};
 use nibble_cpu::Cpu;
@@ -10,10 +10,10 @@ use nibble_cuda::{Cuda, Launched};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// Calls of an operation and their time.
+/// Number of calls of an operation, and their time.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct OpTime {
-    /// Its name.
+    /// The operation's name.
     pub op: &'static str,
     /// Number of calls.
     pub calls: u64,
@@ -26,46 +26,46 @@ pub struct OpTime {
 pub struct Peaks {
     /// Measured memory rates.
     pub memory: Rates,
-    /// Dense BF16 flops per second, by the data sheet.
+    /// Dense BF16 flops per second, from the data sheet.
     pub bf16: f64,
-    /// Dense FP8 flops per second, by the data sheet.
+    /// Dense FP8 flops per second, from the data sheet.
     pub fp8: f64,
 }
 
-/// A backend as commands use it.
+/// A backend with the methods that commands need.
 pub trait Device: Kernels {
     /// A name of the device that is unique on its host.
     fn which(&self) -> String;
-    /// Least bytes per second of a message to the same kind of device on the same host, if they are connected as designed (NVLink); `None`
-    /// if unknown.
+    /// Minimum bytes per second of a message to a device of the same kind on the same host, if the devices are connected as designed (by
+    /// NVLink). `None` if unknown.
     fn least_link_rate(&self) -> Option<f64>;
-    /// The chip's dense BF16 rate in flops per second, by the data sheet; `None` for an unknown chip.
+    /// The GPU's dense BF16 rate in flops per second, from the data sheet; `None` for an unknown GPU or a CPU.
     fn peak_flops(&self) -> Option<f64>;
-    /// The peak rates of F32 and of BF16 products, in flops per second, that a step is compared with.
+    /// The peak rates of F32 and BF16 GEMMs, in flops per second, with which a step is compared.
     fn rates(&self) -> Option<[f64; 2]>;
-    /// Peak rates: memory measured in 2.5 GiB of it, arithmetic by the data sheet; `None` for an unknown chip.
+    /// Peak rates: memory rates measured on a 2.5 GiB buffer, arithmetic rates from the data sheet. `None` for an unknown device.
     ///
     /// # Errors
-    /// From the device, if that memory is not free.
+    /// The device's error, if 2.5 GiB are not free.
     fn peaks(&self) -> Result<Option<Peaks>>;
-    /// The device's power meter; `None` if there is none.
+    /// The device's power meter; `None` if the device has none.
     fn meter(&self) -> Option<Meter>;
     /// Runs `work`, which issues its operations one by one, and returns the time of each operation, longest first.
     ///
     /// # Errors
-    /// From `work`.
+    /// The error of `work`.
     fn profiled<R>(&self, work: impl FnOnce() -> Result<R>) -> Result<(R, Vec<OpTime>)>;
 
-    /// Runs `work` and returns the kernels launched, replayed ones once per replay; none on a CPU.
+    /// Runs `work` and returns the launched kernels; a replayed kernel counts once per replay. The list is empty on a CPU.
     ///
     /// # Errors
-    /// What `work` returns.
+    /// The error of `work`.
     fn logged<R>(&self, work: impl FnOnce() -> Result<R>) -> Result<(R, Vec<Launched>)>;
 
-    /// Runs `work`, which replays those launches, and returns a trace of the device; `None` if the device cannot be traced.
+    /// Runs `work`, which replays the given launches, and returns a trace of the device; `None` if the device cannot be traced.
     ///
     /// # Errors
-    /// From `work`; if CUPTI cannot be used.
+    /// The error of `work`, or an error if CUPTI cannot be used.
     fn traced<R>(
         &self,
         launched: &[Launched],
@@ -86,7 +86,7 @@ impl Device for Cpu {
         None
     }
 
-    /// Measured.
+    /// The rates are measured.
     fn rates(&self) -> Option<[f64; 2]> {
         Some([Dot::F32, Dot::Bf16].map(|dot| measure(self.pool(), dot, 15)))
     }
@@ -129,14 +129,14 @@ impl Device for Cuda {
         hopper_flops(&self.device().info().name)
     }
 
-    /// The tensor cores' BF16 rate for both: F32 products are computed from BF16 parts.
+    /// The tensor cores' BF16 rate for both, because F32 products are computed from BF16 parts.
     fn rates(&self) -> Option<[f64; 2]> {
         self.peak_flops().map(|rate| [rate; 2])
     }
 
     fn peaks(&self) -> Result<Option<Peaks>> {
         let Some(bf16) = self.peak_flops() else { return Ok(None) };
-        // A separate handle, so its pool's memory is returned when it is dropped.
+        // This is a separate handle, so that its pool's memory is returned when it is dropped.
         let apart = nibble_cuda::Device::open(self.device().info().ordinal)?;
         let memory = Stopwatch::new(&apart)?.rates()?;
         Ok(Some(Peaks { memory, bf16, fp8: FP8_OVER_BF16 * bf16 }))
@@ -173,20 +173,20 @@ impl Device for Cuda {
     }
 }
 
-/// Hopper's FP8 rate over its BF16 rate.
+/// The ratio of Hopper's FP8 rate to its BF16 rate.
 const FP8_OVER_BF16: f64 = 2.0;
 
-/// NVIDIA's data sheets: H100 SXM, H200 and GH200, without sparsity. Other boards of this family are clocked lower.
+/// Rates from NVIDIA's data sheets for H100 SXM, H200 and GH200, without sparsity. Other boards of this family have lower clock rates.
 fn hopper_flops(name: &str) -> Option<f64> {
     let known = ["H100", "H200"].iter().any(|chip| name.contains(chip));
     let slower = ["PCIe", "NVL"].iter().any(|board| name.contains(board));
     (known && !slower).then_some(989e12)
 }
 
-/// Bytes per second. NVLink reaches up to 450e9 per direction between GPUs of these boards, PCIe 64e9.
+/// Minimum rate of NVLink, in bytes per second. NVLink reaches up to 450e9 per direction between GPUs of these boards; PCIe reaches 64e9.
 const LEAST_OF_NVLINK: f64 = 100e9;
 
-/// Whether all GPUs of this kind in a host are connected by NVLink: those on SXM boards.
+/// Whether all GPUs of this kind in a host are connected by NVLink, as the GPUs on SXM boards are.
 fn has_nvlink(name: &str) -> bool {
     hopper_flops(name).is_some() && !name.contains("GH200")
 }

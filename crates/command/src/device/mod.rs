@@ -1,7 +1,7 @@
-//! A command's device: the only place where the device of `run.device` is chosen and opened.
+//! The device of a command. Only this module chooses and opens the device of `run.device`.
 //!
-//! A command's work is a [`Work`]: a struct with one method that is generic over the backend. One function chooses the device, opens it,
-//! starts the ranks, and gives each its backend.
+//! A command implements its work as a [`Work`]: a struct with one method that is generic over the backend. One function chooses the device,
+//! opens it, starts the ranks, and passes each rank its backend.
 
 mod choice;
 mod kind;
@@ -20,23 +20,23 @@ use nibble_cuda::NcclComm;
 use nibble_cuda::comm::Sums;
 use nibble_train::config::{Reductions, RunConfig};
 
-/// Work on a device, done by each rank.
+/// Work on a device, which every rank runs.
 pub trait Work: Sync {
-    /// Result of rank 0.
+    /// The result of rank 0.
     type Out: Send;
-    /// One rank's part.
+    /// Runs the work of one rank.
     ///
     /// # Errors
     /// Any error that ends the command.
     fn run<B: Device>(&self, on: &On<'_, B>) -> Result<Self::Out>;
 
-    /// Settings, besides the mesh, that rank processes must agree on before they begin: lines of TOML.
+    /// Settings, in addition to the mesh, that must be equal on all rank processes before they start, as lines of TOML.
     fn agreed(&self) -> String {
         String::new()
     }
 }
 
-/// A rank's backend, its mesh, and why this backend was chosen.
+/// A rank's backend, its mesh, and the reason why this backend was chosen.
 #[derive(Debug)]
 pub struct On<'a, B: Device> {
     /// The rank's backend.
@@ -47,7 +47,7 @@ pub struct On<'a, B: Device> {
 }
 
 impl<B: Device> On<'_, B> {
-    /// The device, and why it was chosen.
+    /// Describes the device, and why it was chosen.
     pub fn describe(&self) -> String {
         let mesh = self.mesh.shape();
         let ranks = match (mesh.ranks(), mesh.dp) {
@@ -63,16 +63,16 @@ impl<B: Device> On<'_, B> {
         self.mesh.all.rank() == 0
     }
 
-    /// Gathers a number from every rank, in order.
+    /// Gathers a number from every rank, in rank order.
     ///
     /// # Errors
-    /// From the device and the other ranks.
+    /// The errors of the device and of other ranks.
     pub fn on_all_ranks(&self, value: f64) -> Result<Vec<f64>> {
         let mine = self.b.upload(&[value])?;
         Ok(self.b.download(&self.mesh.all.all_gather_f64(self.b, &mine)?)?)
     }
 
-    /// Prints the device, once for all ranks.
+    /// Prints the device once for all ranks.
     pub fn announce(&self) {
         if self.is_first() {
             say!("device: {}", self.describe());
@@ -83,7 +83,7 @@ impl<B: Device> On<'_, B> {
 /// Runs the work on the device of this configuration, on all ranks, and returns the result of rank 0.
 ///
 /// # Errors
-/// A usage error that says what was found if the device is unavailable; errors of the work.
+/// A usage error if the device is unavailable, which says what was found; the errors of the work.
 pub fn run<W: Work>(run: &RunConfig, work: &W) -> Result<W::Out> {
     let env = Env::read()?;
     let process = joined::this();
@@ -115,7 +115,7 @@ pub fn run<W: Work>(run: &RunConfig, work: &W) -> Result<W::Out> {
         }
         _ => why,
     };
-    // `local` is the rank's number among those of this host.
+    // `local` is the rank's number among the ranks of this host.
     let body = |local: usize, axes: &Axes<HostComm>| match gpus.as_deref() {
         None => on_cpu(axes.mesh(), &why),
         Some(gpus) => {
@@ -137,7 +137,7 @@ pub fn run<W: Work>(run: &RunConfig, work: &W) -> Result<W::Out> {
     }
 }
 
-/// Describes the device of a run of one rank under `run.device = "auto"`. Opens nothing.
+/// Describes the device of a single-rank run with `run.device = "auto"`, without opening it.
 pub fn preview() -> String {
     let one = RunConfig::default();
     match choice::choose(&one, None, nibble_cuda::probe(), || Ok(()), Ok) {

@@ -1,8 +1,8 @@
-//! Which launcher started this process, as which rank, and where the ranks meet: from environment variables alone.
+//! Determines from environment variables which launcher started this process, the process's rank, and where the ranks connect.
 //!
-//! If one launcher runs inside another, the variables of both are set, and the inner launcher counts. The order is therefore
-//! `nibble launch`, torchrun, mpirun, torchrun's variables set by hand, srun: in a Slurm job, `mpirun` starts its helpers
-//! with `srun`, and torchrun is often a task of `srun`.
+//! If one launcher runs inside another, the variables of both are set, and the inner launcher counts. The order of precedence is therefore
+//! `nibble launch`, torchrun, mpirun, torchrun's variables set by hand, srun. In a Slurm job, `mpirun` starts its helper processes with
+//! `srun`, and torchrun is often a task of `srun`.
 
 mod settings;
 mod slurm;
@@ -17,30 +17,30 @@ use std::fmt;
 /// A process that was started as one rank of several.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Launched {
-    /// Its launcher.
+    /// The launcher of the process.
     pub launcher: Launcher,
-    /// Its rank, below `world`.
+    /// The process's rank, below `world`.
     pub rank: usize,
-    /// Number of processes, at least 2.
+    /// Number of processes in the run, at least 2.
     pub world: usize,
-    /// Its rank within its host, below `local_world`.
+    /// The process's rank within its host, below `local_world`.
     pub local_rank: usize,
-    /// Number of processes on its host.
+    /// Number of processes on the process's host.
     pub local_world: usize,
-    /// Where the processes meet.
+    /// Where the processes connect to each other.
     pub meeting: Meeting,
 }
 
-/// A launcher of processes.
+/// A launcher that starts the processes of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Launcher {
     /// `nibble launch`.
     Nibble,
-    /// PyTorch's torchrun, or its variables set by hand.
+    /// PyTorch's torchrun, or torchrun's variables set by hand.
     Torchrun,
     /// Slurm's srun.
     Slurm,
-    /// The mpirun of Open MPI, or MPICH's and Intel MPI's, whose process manager is Hydra.
+    /// The mpirun of Open MPI, or that of MPICH and Intel MPI, whose process manager is Hydra.
     Mpi,
 }
 
@@ -55,29 +55,30 @@ impl fmt::Display for Launcher {
     }
 }
 
-/// Where the processes meet.
+/// Where the processes of a run connect to each other.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Meeting {
-    /// HOST:PORT of the hub in the process of `nibble launch`.
+    /// HOST:PORT of the hub, which is in the process of `nibble launch`.
     At(String),
-    /// Rank 0's process hosts the hub at the first of these ports that is free; the others try all of them.
+    /// Rank 0's process hosts the hub at the first of these ports that is free; the other ranks try all ports.
     First {
-        /// Name or address of rank 0's host, as the others reach it; an IPv6 address without brackets.
+        /// Name or address of rank 0's host, as the other ranks reach it. An IPv6 address has no brackets.
         host: String,
-        /// The ports, at least one, in the order in which they are tried.
+        /// The ports in the order in which they are tried; at least one.
         ports: Vec<u16>,
     },
 }
 
-/// How this process was launched; `None` if it is alone: without a launcher, or the only process of one.
+/// How this process was launched; `None` if it has no launcher, or is the only process of its launcher.
 ///
-/// `var` reads an environment variable, [`env::var`] in a program; an empty one counts as unset. `rendezvous` is HOST:PORT of the
-/// option `--rendezvous`. It takes precedence over the variable `NIBBLE_RENDEZVOUS`, and both over a launcher's address, except
-/// that of `nibble launch`, whose hub exists already.
+/// `var` reads an environment variable; programs pass [`env::var`]. An empty variable counts as unset. `rendezvous` is HOST:PORT from the
+/// option `--rendezvous`. The option takes precedence over the variable `NIBBLE_RENDEZVOUS`, and both take precedence over a launcher's
+/// address. The exception is the address of `nibble launch`, because its hub exists already.
 ///
 /// # Errors
-/// [`Error::Usage`]: variables that are not numbers, are inconsistent, or are missing beside others of the same launcher; no address from
-/// either launcher or user; an invalid address; `--rendezvous` without a launcher.
+/// [`Error::Usage`] for variables that are not numbers, that are inconsistent, or that are missing although others of the same launcher are
+/// set. The same error is returned for a missing address (from both launcher and user), an invalid address, and `--rendezvous` without a
+/// launcher.
 pub fn launched(var: impl Fn(&str) -> Option<String>, rendezvous: Option<&str>) -> Result<Option<Launched>> {
     let vars = Vars(&var);
     let by_variable = || vars.get(env::RENDEZVOUS).map(|text| (env::RENDEZVOUS, text));
@@ -110,12 +111,12 @@ pub fn launched(var: impl Fn(&str) -> Option<String>, rendezvous: Option<&str>) 
     Ok(Some(Launched { launcher, rank, world, local_rank, local_world, meeting }))
 }
 
-/// This process's rank: 0 if it is alone, or if the variables are invalid, which [`launched`] reports.
+/// This process's rank. The rank is 0 if the process is the only one, or if the variables are invalid, which [`launched`] reports.
 pub fn rank(var: impl Fn(&str) -> Option<String>) -> usize {
     who(&Vars(&var), None).ok().flatten().map_or(0, |(_, ranks)| ranks.rank)
 }
 
-/// Rank and world of a process, overall and on its host.
+/// A process's rank and the number of processes, overall and on its host.
 struct Ranks {
     rank: usize,
     world: usize,
@@ -162,7 +163,7 @@ pub fn variables() -> impl Iterator<Item = &'static str> {
     numbers.chain([MASTER_ADDR, MASTER_PORT, RUN_ID, RESTARTS]).chain(slurm::variables())
 }
 
-/// The innermost launcher of this process; `given` is the host of a user-given address.
+/// The innermost launcher of this process; `given` is the host of an address from the user.
 fn who(vars: &Vars<'_>, given: Option<&str>) -> Result<Option<(Launcher, Ranks)>> {
     if let Some(one) = NIBBLE.all().into_iter().find(|name| vars.has(name)) {
         return Ok(Some((Launcher::Nibble, NIBBLE.read(vars, one)?)));
@@ -173,7 +174,7 @@ fn who(vars: &Vars<'_>, given: Option<&str>) -> Result<Option<(Launcher, Ranks)>
     if let Some(one) = OPEN_MPI.all().into_iter().find(|name| vars.has(name)) {
         return Ok(Some((Launcher::Mpi, OPEN_MPI.read(vars, one)?)));
     }
-    // srun --mpi=pmi2 also sets the first two, but counts the ranks of a host in its own variables.
+    // `srun --mpi=pmi2` also sets the first two variables, but counts the ranks of a host in its own variables.
     let is_hydra = vars.has(HYDRA.local_rank) || vars.has(HYDRA.local_world);
     if is_hydra && (vars.has(HYDRA.rank) || vars.has(HYDRA.world)) {
         return Ok(Some((Launcher::Mpi, HYDRA.read(vars, HYDRA.local_rank)?)));
@@ -182,7 +183,7 @@ fn who(vars: &Vars<'_>, given: Option<&str>) -> Result<Option<(Launcher, Ranks)>
     let (pair, meeting) = of_torchrun.split_at(2);
     let is_whole = pair.iter().all(|name| vars.has(name))
         && (given.is_some() || meeting.iter().all(|name| vars.has(name)));
-    // A shell may have inherited a world size of 1, which says nothing about processes that srun starts from it.
+    // A shell may have inherited a world size of 1, which does not apply to processes that srun starts from the shell.
     let is_alone = |name| vars.get(name).as_deref() == Some("1");
     if is_whole && !is_alone(TORCHRUN.world) {
         return Ok(Some((Launcher::Torchrun, by_hand(vars, given)?)));
@@ -190,7 +191,7 @@ fn who(vars: &Vars<'_>, given: Option<&str>) -> Result<Option<(Launcher, Ranks)>
     if let Some(ranks) = slurm::ranks(vars)? {
         return Ok(Some((Launcher::Slurm, ranks)));
     }
-    // A single one of these names may have another meaning.
+    // A single variable with one of these names may have another meaning.
     if pair.iter().any(|name| vars.has(name)) && of_torchrun.iter().filter(|name| vars.has(name)).count() > 1
     {
         return Ok(Some((Launcher::Torchrun, by_hand(vars, given)?)));
@@ -206,7 +207,7 @@ impl Names {
         [self.rank, self.world, self.local_rank, self.local_world]
     }
 
-    /// Reads all four variables; `present` is one that is set, for the error if another is missing.
+    /// Reads all four variables. `present` is a variable that is set; the error names it if another variable is missing.
     fn read(&self, vars: &Vars<'_>, present: &str) -> Result<Ranks> {
         let [rank, world, local_rank, local_world] =
             self.all().map(|name| number(name, &vars.required(name, present)?));
@@ -235,7 +236,8 @@ impl Names {
     }
 }
 
-/// Torchrun's variables, set by hand. If the local variables are missing, all processes are on one host if they meet at a loopback address.
+/// The ranks from torchrun's variables set by hand. If the local variables are missing and the processes connect at a loopback address, all
+/// processes are on one host.
 fn by_hand(vars: &Vars<'_>, given: Option<&str>) -> Result<Ranks> {
     let present = if vars.has(TORCHRUN.rank) { TORCHRUN.rank } else { TORCHRUN.world };
     let of = |name| number(name, &vars.required(name, present)?);
@@ -263,7 +265,7 @@ fn is_loopback(host: &str) -> bool {
 fn torchrun_meeting(vars: &Vars<'_>) -> Result<Meeting> {
     let host = host(MASTER_ADDR, &vars.required(MASTER_ADDR, TORCHRUN.rank)?)?;
     let port = port(MASTER_PORT, &vars.required(MASTER_PORT, TORCHRUN.rank)?)?;
-    // A port set by hand is free; under torchrun, torchrun itself may hold it.
+    // A port set by hand is free. With torchrun, torchrun itself may use the port.
     let ports = match vars.get(RUN_ID) {
         None => vec![port],
         Some(run) => {
@@ -274,12 +276,13 @@ fn torchrun_meeting(vars: &Vars<'_>) -> Result<Meeting> {
     Ok(Meeting::First { host, ports })
 }
 
-/// Ports derived from a run's name, the same in all of its processes. Several, as a process about to end may still hold one.
+/// Ports derived from a run's name, which are the same in all of its processes. The list has several ports, because a process that is about
+/// to end may still use one of them.
 fn ports(run: &str, never: Option<u16>) -> Vec<u16> {
-    // Below 32768, where Linux's ephemeral ports begin.
+    // The range is below 32768, where Linux's ephemeral ports start.
     const FIRST: u16 = 20_000;
     const RANGE: u16 = 12_000;
-    // A prime that does not divide the range, so all steps give different ports.
+    // The stride is a prime that does not divide the size of the range, so all steps give different ports.
     const STRIDE: u32 = 739;
     const CANDIDATES: usize = 16;
     let range = u32::from(RANGE);
@@ -299,7 +302,7 @@ fn no_address(is_one_host: bool) -> Error {
     ))
 }
 
-/// Splits `HOST:PORT` into a host, without brackets, and a port; `name` is its source, for errors.
+/// Splits `HOST:PORT` into a host, without brackets, and a port. `name` is the source of the text, for errors.
 fn address(name: &str, text: &str) -> Result<(String, u16)> {
     let wrong = || Error::usage(format!("{name}: got `{text}`, expected HOST:PORT, as in 10.0.0.1:29500"));
     let (at, number) = text.rsplit_once(':').ok_or_else(wrong)?;
@@ -325,18 +328,18 @@ fn port(name: &str, text: &str) -> Result<u16> {
 }
 
 fn number(name: &str, text: &str) -> Result<usize> {
-    // More than any number of ranks, and small enough that sums do not overflow.
+    // The limit is above any number of ranks, and small enough that sums do not overflow.
     let number = text.parse().ok().filter(|n: &u32| *n <= 1 << 20);
     number
         .map(|n| n as usize)
         .ok_or_else(|| Error::usage(format!("{name}: got `{text}`, expected a number from 0 to 1048576")))
 }
 
-/// A process's environment.
+/// The environment of a process.
 struct Vars<'a>(&'a dyn Fn(&str) -> Option<String>);
 
 impl Vars<'_> {
-    /// A variable that is set and not empty.
+    /// The value of a variable that is set and not empty.
     fn get(&self, name: &str) -> Option<String> {
         (self.0)(name).filter(|text| !text.is_empty())
     }
@@ -345,7 +348,7 @@ impl Vars<'_> {
         self.get(name).is_some()
     }
 
-    /// A variable that must be set, since `present` is.
+    /// A variable that must be set, because `present` is set.
     fn required(&self, name: &str, present: &str) -> Result<String> {
         let missing = || Error::usage(format!("{name} is not set, but {present} is; expected both"));
         self.get(name).ok_or_else(missing)

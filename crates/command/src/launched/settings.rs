@@ -1,4 +1,4 @@
-//! Settings of launched processes: the secret that authenticates them, and their deadlines.
+//! Settings of launched processes: the secret that authenticates them, and their timeouts.
 
 use super::{Launched, Vars};
 use crate::env;
@@ -6,18 +6,18 @@ use crate::error::{Error, Result};
 use std::path::Path;
 use std::time::Duration;
 
-/// The secret's least length in bytes.
+/// Minimum length of the secret in bytes.
 const SHORTEST: usize = 16;
-/// The command that makes a secret, for messages.
+/// The command that creates a secret, for messages.
 const MAKE: &str = "export NIBBLE_SECRET=$(head -c 32 /dev/urandom | base64)";
-/// The same as a file.
+/// The command that creates a secret in a file, for messages.
 const MAKE_FILE: &str = "(umask 077; head -c 32 /dev/urandom | base64 > secret)";
 
-/// The secret that authenticates the processes of a run, if one was given: the variable `NIBBLE_SECRET`, or else the trimmed content of the
-/// file that `NIBBLE_SECRET_FILE` names. `read_file` reads that file: [`read_secret`] in a program.
+/// The secret that authenticates the processes of a run, if it was given. The secret is the variable `NIBBLE_SECRET`, or otherwise the
+/// trimmed content of the file that `NIBBLE_SECRET_FILE` names. `read_file` reads that file; programs pass [`read_secret`].
 ///
 /// # Errors
-/// [`Error::Usage`] for a secret of less than 16 bytes, and what `read_file` returns.
+/// [`Error::Usage`] for a secret of less than 16 bytes, and the error of `read_file`.
 pub fn secret(
     var: impl Fn(&str) -> Option<String>,
     read_file: impl Fn(&Path) -> Result<String>,
@@ -29,7 +29,7 @@ pub fn secret(
         (None, None) => return Ok(None),
     };
     let secret = text.trim();
-    // Only its length may appear in a message.
+    // A message may reveal only the length of the secret.
     match secret.len() {
         SHORTEST.. => Ok(Some(secret.to_owned())),
         length => Err(Error::usage(format!(
@@ -38,10 +38,10 @@ pub fn secret(
     }
 }
 
-/// Reads a secret's file.
+/// Reads the file that contains a secret.
 ///
 /// # Errors
-/// [`Error::Usage`] if it cannot be read, is no file of text, or, on Unix, others than its owner can read or write it.
+/// [`Error::Usage`] if the file cannot be read or is not a text file, or if, on Unix, users other than its owner can read or write it.
 pub fn read_secret(path: &Path) -> Result<String> {
     let told = path.display();
     #[cfg(unix)]
@@ -75,11 +75,11 @@ pub fn missing_secret(launched: &Launched) -> Error {
     ))
 }
 
-/// The time within which all ranks end after a failure (30 s or `NIBBLE_DEADLINE`), and within which all must join at the start (300 s
-/// or `NIBBLE_JOIN_DEADLINE`).
+/// Two timeouts: the time within which all ranks end after a failure (30 s or `NIBBLE_DEADLINE`), and the time within which all ranks must
+/// join at the start (300 s or `NIBBLE_JOIN_DEADLINE`).
 ///
 /// # Errors
-/// [`Error::Usage`] for a variable that is no whole number of seconds from 2 to 86400.
+/// [`Error::Usage`] for a variable that is not an integer number of seconds from 2 to 86400.
 pub fn deadlines(var: impl Fn(&str) -> Option<String>) -> Result<(Duration, Duration)> {
     Ok((seconds(&var, env::DEADLINE, 30)?, seconds(&var, env::JOIN_DEADLINE, 300)?))
 }
@@ -87,7 +87,7 @@ pub fn deadlines(var: impl Fn(&str) -> Option<String>) -> Result<(Duration, Dura
 /// The time within which rows from other GPUs must arrive.
 ///
 /// # Errors
-/// As [`deadlines`].
+/// The errors of [`deadlines`].
 pub fn exchange_deadline(var: impl Fn(&str) -> Option<String>) -> Result<Duration> {
     seconds(&var, env::EXCHANGE_DEADLINE, 600)
 }

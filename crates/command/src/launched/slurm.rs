@@ -1,8 +1,8 @@
-//! The variables of srun.
+//! The environment variables of Slurm's srun.
 //!
 //! Slurm also sets `SLURM_PROCID=0` and `SLURM_NTASKS` in a batch script, which is one process whatever the number of tasks.
 //! `SLURM_STEP_ID` is set only in a step, and the shell of an interactive `salloc` is a step with a special number. The step's own counts
-//! take precedence, as `SLURM_NTASKS` may be that of the whole job.
+//! take precedence, because `SLURM_NTASKS` may be the number of tasks of the whole job.
 
 use super::{Meeting, Names, Ranks, Vars, host, number, ports};
 use crate::error::{Error, Result};
@@ -16,15 +16,15 @@ const WORLD: [&str; 2] = ["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"];
 const TASKS: [&str; 2] = ["SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"];
 const HOSTS: [&str; 2] = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"];
 
-/// All of them.
+/// All of srun's variables that Nibble reads.
 pub fn variables() -> impl Iterator<Item = &'static str> {
     [STEP, JOB, NODE, RANK, LOCAL_RANK].into_iter().chain([WORLD, TASKS, HOSTS].into_iter().flatten())
 }
 
-/// Step numbers from here on are special: a batch script, an interactive shell and the like (`SLURM_MAX_NORMAL_STEP_ID`).
+/// Step numbers from this number on are special, such as those of a batch script or an interactive shell (`SLURM_MAX_NORMAL_STEP_ID`).
 const SPECIAL_STEPS: u64 = 0xffff_fff0;
 
-/// Rank and world of this task; `None` if srun did not start it.
+/// This task's rank and the number of tasks; `None` if srun did not start this process.
 ///
 /// # Errors
 /// If variables are missing, invalid or inconsistent.
@@ -52,7 +52,7 @@ pub fn ranks(vars: &Vars<'_>) -> Result<Option<Ranks>> {
     names.check(Ranks { rank: of(RANK)?, world, local_rank: of(LOCAL_RANK)?, local_world }).map(Some)
 }
 
-/// The meeting point: the first node, which has task 0, at ports derived from the job and step numbers.
+/// Where the tasks connect: at the first node, which has task 0, at ports derived from the job and step numbers.
 ///
 /// # Errors
 /// If variables are missing or invalid.
@@ -73,7 +73,7 @@ fn first(vars: &Vars<'_>, names: [&'static str; 2]) -> Result<(&'static str, Str
     })
 }
 
-/// Number of tasks of a node, from a list such as `2(x3),1`: 2 on each of the first three nodes, 1 on the fourth.
+/// Number of tasks on a node, from a list such as `2(x3),1`: 2 tasks on each of the first three nodes, 1 task on the fourth.
 fn tasks_on(list: &str, node: usize) -> Option<usize> {
     let mut before = 0;
     for part in list.split(',') {

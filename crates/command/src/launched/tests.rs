@@ -1,8 +1,8 @@
-//! Environments as launchers have set them, and ones that went wrong.
+//! Environments that launchers have set, and invalid environments.
 
 use super::*;
 
-/// The variables of a recording.
+/// The environment variables of a recording.
 fn recorded(text: &str) -> Vec<(String, String)> {
     let (first, rest) = text.split_once('\n').unwrap();
     assert!(first.starts_with("# Recorded from "), "{first}");
@@ -30,7 +30,7 @@ fn at(vars: &[(String, String)], rendezvous: Option<&str>) -> Result<Option<Laun
     launched(|name| vars.iter().find(|(known, _)| known == name).map(|(_, value)| value.clone()), rendezvous)
 }
 
-/// Launcher, rank, world, local rank, local world.
+/// Launcher, followed by rank, world, local rank and local world.
 type Told = (Launcher, [usize; 4]);
 
 fn told(vars: &[(String, String)], rendezvous: Option<&str>) -> Option<Told> {
@@ -55,7 +55,7 @@ fn error(vars: &[(String, String)], rendezvous: Option<&str>) -> String {
 
 const ADDRESS: Option<&str> = Some("10.0.0.1:29500");
 
-/// What `nibble launch --ranks 4` sets for rank 3.
+/// The variables that `nibble launch --ranks 4` sets for rank 3.
 const BY_NIBBLE: [(&str, &str); 5] = [
     (env::RANK, "3"),
     (env::WORLD_SIZE, "4"),
@@ -80,7 +80,7 @@ fn launchers_tell_the_rank() {
         (recorded!("slurm-smaller-rank2"), Slurm, [2, 3, 0, 1]),
         (recorded!("slurm-cyclic-rank3"), Slurm, [3, 5, 1, 2]),
         (recorded!("slurm-pmi2-rank4"), Slurm, [4, 5, 0, 1]),
-        // srun started the helpers of these, with ranks of their own.
+        // srun started helper processes of these launchers, which have ranks of their own.
         (recorded!("slurm-openmpi-rank1"), Mpi, [1, 2, 1, 2]),
         (recorded!("slurm-mpich-rank1"), Mpi, [1, 5, 1, 2]),
     ];
@@ -138,7 +138,7 @@ fn all_ranks_of_torchrun_try_the_same_ports_and_not_its_own() {
         assert_eq!(distinct.len(), 16);
         assert!(ports.iter().all(|port| (20_000..32_000).contains(port)), "{ports:?}");
     }
-    // The port of the launcher is passed over, were it the first.
+    // The launcher's port is skipped, even if it is the first.
     let all = super::ports("a run", None);
     let without = super::ports("a run", Some(all[0]));
     assert_eq!((&without[..15], without.len()), (&all[1..], 16));
@@ -148,7 +148,7 @@ fn all_ranks_of_torchrun_try_the_same_ports_and_not_its_own() {
 fn srun_has_the_hub_on_the_first_host_of_the_step() {
     let (host, ports) = first(&recorded!("slurm-rank4"), None);
     assert_eq!((host.as_str(), ports.len()), ("n01", 16));
-    // Another step of the same job.
+    // This recording is from another step of the same job.
     let (host, other) = first(&recorded!("slurm-smaller-rank2"), None);
     assert!(host == "n01" && other != ports);
     let elsewhere = with(recorded!("slurm-smaller-rank2"), &[("SLURM_STEP_NODELIST", "n[02-03]")]);
@@ -166,7 +166,7 @@ fn a_given_address_comes_before_the_launchers() {
         assert_eq!(first(&vars, None), ("fe80::1".into(), vec![7000]));
         assert_eq!(first(&vars, ADDRESS), ("10.0.0.1".into(), vec![29500]));
     }
-    // Without a launcher the variable is left alone, and the option is a mistake.
+    // Without a launcher, the variable is ignored, and the option is an error.
     assert_eq!(told(&set(&[(env::RENDEZVOUS, "a:1")]), None), None);
     assert!(error(&recorded!("slurm-batch"), ADDRESS).starts_with("--rendezvous: no launcher"));
 }
@@ -184,14 +184,14 @@ fn the_variables_of_torchrun_may_be_set_by_hand() {
     let by_hand = set(&BY_HAND);
     assert_eq!(told(&by_hand, None), Some((Launcher::Torchrun, [1, 2, 1, 2])));
     assert_eq!(first(&by_hand, None), ("localhost".into(), vec![29500]), "nobody else has that port");
-    // On several hosts, which processes share one is not known.
+    // On several hosts, it is unknown which processes share a host.
     let hosts = with(by_hand.clone(), &[("MASTER_ADDR", "node1")]);
     assert_eq!(error(&hosts, None), "LOCAL_RANK is not set, but RANK is; expected both");
     let hosts = with(hosts, &[("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")]);
     assert_eq!(told(&hosts, None), Some((Launcher::Torchrun, [1, 2, 0, 1])));
-    // A task of srun may start processes so.
+    // A task of srun may start processes in this way.
     assert_eq!(told(&with(recorded!("slurm-rank4"), &BY_HAND), None).unwrap().0, Launcher::Torchrun);
-    // What a batch script often exports for its tasks, whatever they are.
+    // A batch script often exports these variables for its tasks, whatever the tasks are.
     let exported = [("MASTER_ADDR", "n01"), ("MASTER_PORT", "29500"), ("WORLD_SIZE", "5")];
     assert_eq!(told(&with(recorded!("slurm-rank4"), &exported), None).unwrap().0, Launcher::Slurm);
     assert_eq!(
@@ -292,10 +292,10 @@ fn a_variable_that_is_missing_beside_others_is_named() {
     ];
     for (vars, name, present) in of {
         let expected = format!("{name} is not set, but {present} is; expected both");
-        // Empty is as good as not set.
+        // An empty variable counts as not set.
         assert_eq!(error(&with(vars, &[(name, "")]), None), expected);
     }
-    // The process managers that set no number of a host's ranks.
+    // These process managers set no number of ranks per host.
     assert_eq!(told(&set(&[("PMI_RANK", "0"), ("PMI_SIZE", "1")]), None), None);
     let managed = set(&[("PMI_RANK", "1"), ("PMI_SIZE", "2")]);
     assert_eq!(error(&managed, None), "MPI_LOCALRANKID is not set, but PMI_RANK is; expected both");

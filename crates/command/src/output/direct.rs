@@ -1,18 +1,19 @@
-//! Outputs that are not regular files: written in place, without a rename.
+//! Outputs that are not regular files. Such outputs are written in place, without a rename.
 
 use std::fs::File;
 use std::path::Path;
 
-/// Whether a path belongs to the system. It is written in place whatever it leads to, such as a shell's file behind `/dev/stdout`.
+/// Whether a path belongs to the system. Such a path is written in place, whatever it refers to, such as a shell's file behind
+/// `/dev/stdout`.
 pub(super) fn is_device_path(path: &Path) -> bool {
     let in_memory = path.starts_with("/dev/shm");
     cfg!(unix) && (path.starts_with("/dev") || path.starts_with("/proc")) && !in_memory
 }
 
-/// Opens an existing path for writing. Never waits for a reader.
+/// Opens an existing path for writing. This function never waits for a reader.
 ///
 /// # Errors
-/// Why it cannot be written to, and what to do.
+/// The reason why the path cannot be written to, and what the user can do.
 #[cfg(unix)]
 pub(super) fn open(path: &Path) -> Result<File, String> {
     use std::os::fd::{AsFd, OwnedFd};
@@ -20,7 +21,7 @@ pub(super) fn open(path: &Path) -> Result<File, String> {
     let own = |stream: std::os::fd::BorrowedFd<'_>| stream.try_clone_to_owned().map(File::from);
     let kind = std::fs::metadata(path).map(|there| there.file_type());
     let opened = if path == Path::new("/dev/stdout") {
-        // Standard output is open already; if it is a socket, it could not be opened by this name.
+        // Standard output is already open, and a socket could not be opened by this name.
         own(std::io::stdout().as_fd())
     } else if path == Path::new("/dev/stderr") {
         own(std::io::stderr().as_fd())
@@ -42,11 +43,11 @@ pub(super) fn open(path: &Path) -> Result<File, String> {
     File::options().append(true).open(path).map_err(|error| format!("cannot be written: {error}"))
 }
 
-/// Makes the file's writes block for a slow reader.
+/// Makes writes to the file block while a reader is slow.
 #[cfg(unix)]
 fn waiting(file: File) -> std::io::Result<File> {
     use std::os::fd::AsRawFd;
-    // SAFETY: the descriptor is the file's, which is open, and both commands take and return plain numbers.
+    // SAFETY: the descriptor belongs to the open file, and both commands take and return plain numbers.
     let done = unsafe {
         let flags = libc::fcntl(file.as_raw_fd(), libc::F_GETFL);
         if flags < 0 {

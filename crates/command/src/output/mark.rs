@@ -16,24 +16,24 @@ pub enum Mark {
     Picture(&'static str),
     /// A JSON object that names the command under [`GENERATOR`](Mark::GENERATOR).
     Figures(&'static str),
-    /// A safetensors file whose metadata name the command under the same key.
+    /// A safetensors file whose metadata name the command under the key [`GENERATOR`](Mark::GENERATOR).
     Tensors(&'static str),
-    /// A page with this beginning.
+    /// A page that starts with given bytes.
     Page {
-        /// The first bytes.
+        /// The first bytes of the page.
         beginning: String,
         /// The name of such a page in messages.
         what: &'static str,
     },
 }
 
-/// The key of a JSON object that names its writer.
+/// The part of a JSON object that names its writer.
 #[derive(Deserialize)]
 struct Generated {
     generator: String,
 }
 
-/// The metadata key of a safetensors header.
+/// The part of a safetensors header that holds the metadata.
 #[derive(Deserialize)]
 struct Header {
     #[serde(rename = "__metadata__")]
@@ -41,10 +41,10 @@ struct Header {
 }
 
 impl Mark {
-    /// The key of objects and of metadata.
+    /// The key that names the writer, in JSON objects and in metadata.
     pub const GENERATOR: &'static str = "generator";
 
-    /// The JSON text of an object, with the mark.
+    /// The JSON text of an object, to which the mark is added.
     pub fn json(&self, mut object: Value) -> String {
         if let (Self::Figures(by), Value::Object(keys)) = (self, &mut object) {
             keys.insert(Self::GENERATOR.to_owned(), Value::from(*by));
@@ -52,7 +52,7 @@ impl Mark {
         format!("{object:#}\n")
     }
 
-    /// The picture with the mark.
+    /// The picture with the mark added.
     pub fn svg(&self, picture: &str) -> String {
         picture.replacen("<svg", &self.beginning(), 1)
     }

@@ -1,10 +1,10 @@
-//! Output files of commands: which paths they may take, and how they are written.
+//! Output files of commands: which paths a command may write, and how files are written.
 //!
-//! No output replaces a file by accident. All outputs of a command are [checked](Outputs::named) and opened before its work begins.
-//! [`Outputs`] knows the command's inputs and the files of runs, which are never replaced. A file that the command itself has written
-//! has a mark (`mark.rs`) and may be replaced; replacing anything else needs `--force`.
+//! No output replaces a file by accident. All outputs of a command are [checked](Outputs::named) and opened before its work starts.
+//! [`Outputs`] knows the command's inputs and the files of runs, which are never replaced. A file that the command itself has written has a
+//! mark (`mark.rs`) and may be replaced. Replacing any other file requires `--force`.
 //!
-//! Outputs are written at the end of the work: regular files atomically; devices, pipes and sockets in place.
+//! Outputs are written after the work: regular files atomically, and devices, pipes and sockets in place.
 
 mod direct;
 mod mark;
@@ -18,7 +18,7 @@ use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-/// `--force`.
+/// The option `--force`.
 #[derive(Debug, Clone, Copy, Default, clap::Args)]
 pub struct Force {
     /// Replaces existing output files, even if another program wrote them. Input files and the files of a run are never replaced.
@@ -26,12 +26,12 @@ pub struct Force {
     pub force: bool,
 }
 
-/// The outputs of a command, checked against its inputs.
+/// The outputs of a command, which are checked against its inputs.
 #[derive(Debug)]
 pub struct Outputs {
     force: bool,
     inputs: Vec<PathBuf>,
-    /// Resolved paths that are taken.
+    /// Resolved paths that inputs or other outputs use.
     taken: Vec<PathBuf>,
 }
 
@@ -40,12 +40,13 @@ pub struct Outputs {
 #[must_use = "an output that is not written was asked for"]
 pub struct Output {
     path: PathBuf,
-    /// If it is not a regular file: already open, as closing it in between would signal the end to its reader.
+    /// The open file, if the output is not a regular file. The file stays open, because a close would signal the end of the data to its
+    /// reader.
     direct: Option<File>,
 }
 
 impl Outputs {
-    /// The outputs of a command that reads these files. Inputs that do not exist cannot collide with an output.
+    /// The outputs of a command that reads `inputs`. Inputs that do not exist cannot collide with an output.
     pub fn new(force: Force, inputs: impl IntoIterator<Item = PathBuf>) -> Self {
         Self { force: force.force, inputs: inputs.into_iter().collect(), taken: Vec::new() }
     }
@@ -55,11 +56,11 @@ impl Outputs {
         self.force
     }
 
-    /// Checks a path for an output with this mark.
+    /// Checks a path for an output that has this mark.
     ///
     /// # Errors
-    /// A usage error if the path is an input, another output or a file of a run; if it is a file without the mark and there is no
-    /// `--force`; if it cannot be written.
+    /// A usage error if the path is an input, another output or a file of a run; if the file exists without the mark and `--force` is not
+    /// given; or if the path cannot be written.
     pub fn named(&mut self, path: &Path, mark: &Mark) -> Result<Output> {
         let place = resolved(path);
         if is_of_a_run(&place) {
@@ -70,7 +71,7 @@ impl Outputs {
         self.checked(path, place, &known, &format!("is there already and is no {mark}"))
     }
 
-    /// Checks the path of a file that a run writes and this command rewrites.
+    /// Checks the path of a file that a run wrote and that this command rewrites.
     ///
     /// # Errors
     /// A usage error if the path is an input or another output, or cannot be written.
@@ -78,7 +79,7 @@ impl Outputs {
         self.checked(path, resolved(path), &|| Ok(true), "")
     }
 
-    /// `known`: whether an existing file may be replaced; `foreign`: its description otherwise.
+    /// Checks a path. `known` says whether an existing file may be replaced, and `foreign` describes a file that may not.
     fn checked(
         &mut self,
         path: &Path,
@@ -121,7 +122,7 @@ impl Output {
         &self.path
     }
 
-    /// Whether it is a device, a pipe or a socket.
+    /// Whether the output is a device, a pipe or a socket.
     pub fn is_direct(&self) -> bool {
         self.direct.is_some()
     }
@@ -129,7 +130,7 @@ impl Output {
     /// Writes the whole content.
     ///
     /// # Errors
-    /// From the system; an existing file is then unchanged.
+    /// The error of the system; an existing file is then unchanged.
     pub fn write(self, content: impl AsRef<[u8]>) -> Result<()> {
         self.write_with(|to| to.write_all(content.as_ref()))
     }
@@ -137,7 +138,7 @@ impl Output {
     /// Writes the content that `fill` produces, piece by piece.
     ///
     /// # Errors
-    /// As [`Output::write`], and what `fill` returns.
+    /// The errors of [`Output::write`], and the error of `fill`.
     pub fn write_with(self, fill: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<()> {
         let Self { path, direct } = self;
         let written = match direct {
@@ -151,7 +152,7 @@ impl Output {
     }
 }
 
-/// Writes the content of `fill` through a buffer, and flushes it.
+/// Writes the content that `fill` produces through a buffer, and flushes the buffer.
 fn buffered<W: Write>(to: W, fill: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> io::Result<W> {
     let mut to = BufWriter::with_capacity(1 << 16, to);
     fill(&mut to)?;
@@ -159,7 +160,7 @@ fn buffered<W: Write>(to: W, fill: impl FnOnce(&mut dyn Write) -> io::Result<()>
 }
 
 fn refused(path: &Path, why: &str) -> Error {
-    // A message reads `x.json is there already` and `x.json: two outputs`.
+    // Messages have the form `x.json is there already` or `x.json: two outputs`.
     let separator = if ["is ", "lies "].iter().any(|verb| why.starts_with(verb)) { "" } else { ":" };
     Error::usage(format!("{}{separator} {why}", path.display()))
 }
@@ -173,7 +174,7 @@ fn make_parents(path: &Path) -> io::Result<()> {
     make_folder(parent(path))
 }
 
-/// The path without symlinks; for a missing file, its resolved directory and its name.
+/// The path without symlinks. For a missing file, the result is its resolved directory and its name.
 fn resolved(path: &Path) -> PathBuf {
     fs::canonicalize(path).unwrap_or_else(|_| named_place(path))
 }
@@ -203,7 +204,7 @@ fn is_empty(path: &Path) -> io::Result<bool> {
     Ok(fs::metadata(path)?.len() == 0)
 }
 
-/// Creates and removes a temporary file there, or where its missing directory will be created.
+/// Checks that a file can be written: creates and removes a temporary file in its directory, or where a missing directory will be created.
 fn require_writable(path: &Path) -> io::Result<()> {
     let name = path.file_name().ok_or(io::Error::from(io::ErrorKind::InvalidInput))?;
     let there = parent(path).ancestors().find(|dir| dir.exists()).unwrap_or(Path::new("."));
@@ -286,7 +287,7 @@ mod tests {
         assert!(error.contains("nobody reads"), "{error}");
         std::thread::scope(|scope| {
             let reader = scope.spawn(|| fs::read(&pipe).unwrap());
-            // The reader opens the pipe whenever it comes to that.
+            // The reader thread opens the pipe at an unknown time.
             let output = loop {
                 match outputs(false, &[]).named(&pipe, &FIGURES) {
                     Ok(output) => break output,
@@ -294,14 +295,14 @@ mod tests {
                 }
             };
             assert!(output.is_direct());
-            // More than a pipe holds.
+            // The content is larger than a pipe's buffer.
             output.write(vec![7; 1 << 20]).unwrap();
             assert_eq!(reader.join().unwrap(), vec![7; 1 << 20]);
         });
         assert!(fs::metadata(&pipe).unwrap().file_type().is_fifo());
         outputs(false, &[]).named(Path::new("/dev/null"), &FIGURES).unwrap().write("x").unwrap();
         assert!(fs::metadata("/dev/null").unwrap().file_type().is_char_device());
-        // A file is one however its path begins.
+        // A regular file counts as a file even if its path starts with `/dev/`.
         let around = Path::new("/dev/..").join(dir.path().strip_prefix("/").unwrap()).join("a");
         outputs(false, &[]).named(&around, &FIGURES).unwrap().write("x").unwrap();
         assert_eq!(fs::read(dir.path().join("a")).unwrap(), b"x");

@@ -1,4 +1,4 @@
-//! A client's thread.
+//! The thread of a client, which finds and serves the connection to the hub.
 
 use super::Shared;
 use super::find::find;
@@ -15,7 +15,7 @@ use std::pin::pin;
 use std::sync::mpsc::Sender;
 use tokio::time::{Instant, sleep};
 
-/// What a client needs to find its hub.
+/// The parameters with which a client finds its hub.
 pub struct Search {
     pub addresses: Vec<String>,
     pub secret: Secret,
@@ -23,7 +23,7 @@ pub struct Search {
     pub limits: Limits,
 }
 
-/// Finds the hub, reports to `joined` once all ranks have joined, and stays until the client is dropped or has left.
+/// Finds the hub, reports to `joined` after all ranks have joined, and runs until the client is dropped or has left.
 pub async fn drive(search: Search, shared: &Shared, joined: Sender<Result<()>>) {
     let (line, address) = match find(&search.addresses, &search.secret, &search.join, search.limits).await {
         Ok(found) => found,
@@ -31,13 +31,13 @@ pub async fn drive(search: Search, shared: &Shared, joined: Sender<Result<()>>) 
         Err(error) => return drop(joined.send(Err(error))),
     };
     let link = async {
-        // The future that loses the race is dropped, and with it the connection.
+        // The future that finishes second is dropped, and its connection is closed.
         let cause = {
             let stay = pin!(stay(line, &address, search.limits, shared, &joined));
             select(stay, pin!(cut(shared, &address))).await.factor_first().0
         };
         shared.hear(|inbox| inbox.lose(cause));
-        // The hub admitted this rank, and was lost before all ranks had joined.
+        // The hub admitted this rank, but the hub was lost before all ranks had joined.
         report(shared, &joined);
     };
     let overdue = async {
@@ -49,7 +49,7 @@ pub async fn drive(search: Search, shared: &Shared, joined: Sender<Result<()>>) 
         };
         failure.inspect(|failure| ears.overdue(failure));
     };
-    // Runs until both have ended, or until the client tells the thread to stop.
+    // The work runs until reading and writing have ended, or until the client tells the thread to stop.
     let work = async {
         both(link, overdue).await;
     };
@@ -61,7 +61,7 @@ async fn cut(shared: &Shared, address: &str) -> String {
     format!("the connection to the hub at {address} was lost")
 }
 
-/// Serves the connection until it ends; returns why.
+/// Serves the connection until it ends, and returns the reason.
 async fn stay(
     line: Line,
     address: &str,
@@ -74,7 +74,7 @@ async fn stay(
     let write = pin!(write_all(outgoing, &shared.queue, limits.beat(), alive));
     let lost = match select(pin!(read_all(incoming, limits, shared, joined)), write).await {
         Either::Left((lost, _)) => lost,
-        // If writing fails, the hub's last messages are still read.
+        // Even if writing fails, the hub's last messages are still read.
         Either::Right((_, read)) => read.await,
     };
     match lost {
@@ -111,13 +111,13 @@ async fn read_all(
     }
 }
 
-/// Reports the outcome to the caller of `join`, once there is one.
+/// Reports the outcome to the caller of `join`, if there is an outcome.
 fn report(shared: &Shared, joined: &Sender<Result<()>>) {
     let result = match locked(&shared.inbox).stage() {
         Stage::Gathering => return,
         Stage::Failed { failure, .. } => Err(Error::Failed(failure.clone())),
         Stage::Running | Stage::Left => Ok(()),
     };
-    // The send fails if the caller was told before and no longer listens.
+    // The send fails if the caller already got an outcome and no longer listens.
     let _ = joined.send(result);
 }

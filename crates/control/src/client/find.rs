@@ -1,4 +1,4 @@
-//! A rank looks for its hub, and both prove to each other that they know the secret.
+//! A rank finds its hub; rank and hub prove to each other that they know the secret.
 
 use crate::error::{Error, Refusal, Result};
 use crate::join::Join;
@@ -12,11 +12,11 @@ use std::time::Duration;
 use tokio::net::TcpStream;
 use tokio::time::{Instant, sleep, timeout};
 
-/// Pause between the first two tries; it doubles after each try, up to the longest.
+/// Pause between the first two tries; it doubles after each try, up to a maximum.
 const PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
-/// Connects to the hub of this run; also returns its address.
+/// Connects to the hub of this run, and also returns the hub's address.
 pub async fn find(
     addresses: &[String],
     secret: &Secret,
@@ -78,7 +78,7 @@ async fn frame(line: &mut Line) -> std::result::Result<Bytes, Refusal> {
     }
 }
 
-/// A hub's first message.
+/// Decodes a hub's first message.
 pub fn hello(frame: Bytes) -> std::result::Result<Hello, Refusal> {
     let hello: Hello = decode_whole(frame).map_err(|_| Refusal::NoHub)?;
     match (hello.magic == MAGIC, hello.protocol) {
@@ -88,7 +88,7 @@ pub fn hello(frame: Bytes) -> std::result::Result<Hello, Refusal> {
     }
 }
 
-/// A rank's answer to the hub's greeting.
+/// The rank's answer to the hub's greeting.
 pub fn entry(hello: &Hello, secret: &Secret, join: &Join) -> Result<Entry> {
     let nonce = nonce()?;
     let join =

@@ -1,4 +1,4 @@
-//! A rank's state by the hub's messages. Has neither sockets nor a clock.
+//! The state of a rank, changed by the hub's messages. This state machine has neither sockets nor a clock.
 
 use super::Ears;
 use crate::failure::{Failure, Status};
@@ -11,16 +11,16 @@ use std::sync::Arc;
 pub struct Inbox {
     world: usize,
     hub_is_rank_0: bool,
-    /// Host and status of rank 0, as last told by the hub.
+    /// Host and status of rank 0, as last reported by the hub.
     host_0: String,
     status_0: Status,
     stage: Stage,
-    /// Rows being received, by sending rank.
+    /// Incomplete rows, by sending rank.
     rows: HashMap<usize, Assembly>,
     ears: Arc<dyn Ears>,
 }
 
-/// Stage of the run, as this rank knows it.
+/// Stage of the run, from the point of view of this rank.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Stage {
     /// Ranks are joining.
@@ -34,7 +34,7 @@ pub enum Stage {
 }
 
 impl Inbox {
-    /// For a rank that the hub has admitted.
+    /// The state of a rank that the hub has just admitted.
     pub fn new(world: usize, hub_is_rank_0: bool, ears: Arc<dyn Ears>) -> Self {
         let (host_0, status_0, rows) = (String::new(), Status::default(), HashMap::new());
         Self { world, hub_is_rank_0, host_0, status_0, stage: Stage::Gathering, rows, ears }
@@ -53,7 +53,7 @@ impl Inbox {
         }
     }
 
-    /// Handles a message. Returns what to tell the ears, which happens without the lock, or what is wrong with the message.
+    /// Handles a message. Returns the notification for the callbacks, which run without the lock. The error describes an invalid message.
     pub fn hear(&mut self, frame: Bytes) -> Result<Option<Tell>, String> {
         if matches!(self.stage, Stage::Left | Stage::Failed { .. }) {
             return Ok(None);
@@ -78,7 +78,7 @@ impl Inbox {
         Ok(None)
     }
 
-    /// The run fails, unless it has failed before or this rank has left.
+    /// Marks the run as failed, unless it has already failed or this rank has left.
     pub fn fail(&mut self, failure: Failure, is_from_hub: bool) -> Option<Tell> {
         if matches!(self.stage, Stage::Left | Stage::Failed { .. }) {
             return None;
@@ -86,11 +86,11 @@ impl Inbox {
         let was_running = self.stage == Stage::Running;
         self.rows.clear();
         self.stage = Stage::Failed { failure: failure.clone(), is_from_hub };
-        // Otherwise `join` returns the failure.
+        // If the run was not running yet, `join` returns the failure.
         was_running.then_some(Tell::Failed(failure))
     }
 
-    /// The hub is lost.
+    /// Handles the loss of the hub.
     pub fn lose(&mut self, cause: String) -> Option<Tell> {
         let mut failure = Failure { cause, ..Failure::default() };
         if self.hub_is_rank_0 {
@@ -101,13 +101,13 @@ impl Inbox {
         self.fail(failure, false)
     }
 
-    /// The ears.
+    /// The callbacks of the client.
     pub fn ears(&self) -> Arc<dyn Ears> {
         Arc::clone(&self.ears)
     }
 }
 
-/// A notification for the ears.
+/// A notification for the client's callbacks ([`Ears`]).
 pub enum Tell {
     Rows(usize, crate::message::Rows),
     Left(usize),
@@ -115,7 +115,7 @@ pub enum Tell {
 }
 
 impl Tell {
-    /// Notifies the ears.
+    /// Calls the callback.
     pub fn to(self, ears: &dyn Ears) {
         match self {
             Self::Rows(from, rows) => ears.rows(from, rows),

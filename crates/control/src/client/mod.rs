@@ -20,20 +20,20 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use tokio::sync::Notify;
 
-/// Callbacks of a client. They run on the client's own thread, which also reads and sends heartbeats, so none of them may block or call
-/// [`Client::fail`] or [`Client::leave`].
+/// Callbacks of a client. The callbacks run on the client's thread, which also reads and sends heartbeats. So callbacks must not block, and
+/// must not call [`Client::fail`] or [`Client::leave`].
 pub trait Ears: Send + Sync {
-    /// Rows from another rank. Rows of one rank arrive in the order in which it sent them.
+    /// Called for rows from another rank. Rows of one rank arrive in the order in which that rank sent them.
     fn rows(&self, from: usize, rows: Rows);
-    /// Another rank has left without an error; all that it sent has been delivered.
+    /// Called when another rank has left without an error; all its rows have been delivered.
     fn left(&self, rank: usize);
-    /// The run has failed. Called once; nothing is delivered afterwards.
+    /// Called once, when the run has failed; no other rows are delivered afterwards.
     fn failed(&self, failure: &Failure);
-    /// Half a deadline has passed since the failure, and the client still exists: the owner must end the process by force.
+    /// Called if the client still exists half a deadline after the failure: the owner must then end the process by force.
     fn overdue(&self, failure: &Failure);
 }
 
-/// A rank's membership in a run. To the other ranks, a client that is dropped before it has left has failed.
+/// A rank's membership in a run. If a client is dropped before it has left, the other ranks consider its rank failed.
 pub struct Client {
     shared: Arc<Shared>,
     limits: Limits,
@@ -47,7 +47,7 @@ struct Shared {
     changed: Condvar,
     queue: Queue<Up>,
     status: Mutex<Box<dyn Fn() -> Status + Send>>,
-    /// The status sent last.
+    /// The status that was sent last.
     said: Mutex<Status>,
     failed: Notify,
     stop: Notify,
@@ -55,14 +55,14 @@ struct Shared {
 }
 
 impl Client {
-    /// Finds the run's hub, and returns once all ranks have joined and the hub has found their settings equal.
+    /// Finds the run's hub, and returns after all ranks have joined and the hub has confirmed that their settings are equal.
     ///
-    /// The addresses, each `HOST:PORT`, are tried in order, again and again until `limits.join` has passed. An address where nothing
-    /// listens, or where another run's hub answers, is skipped. `status` returns the rank's status; it must not block.
+    /// The addresses, each `HOST:PORT`, are tried in order and repeatedly until `limits.join` has passed. An address is skipped if nothing
+    /// listens there, or if another run's hub answers. `status` returns the rank's status; it must not block.
     ///
     /// # Errors
-    /// If no hub with this secret is found; if the hub refuses this rank or another; if the run fails before all ranks have joined. With a
-    /// single address, a hub with another secret is an error at once.
+    /// If no hub with this secret is found; if the hub refuses this rank or another rank; or if the run fails before all ranks have joined.
+    /// With a single address, a hub with another secret is an immediate error.
     pub fn join(
         addresses: &[String],
         secret: &Secret,
@@ -92,7 +92,7 @@ impl Client {
         let run = move || {
             let _ending = Ending(&inside);
             runtime.block_on(drive::drive(search, &inside, sender));
-            // Does not wait for a pending name lookup.
+            // The shutdown does not wait for a pending name lookup.
             runtime.shutdown_background();
         };
         let thread = std::thread::Builder::new().name(name).spawn(run).map_err(failed("a rank's thread"))?;
@@ -102,7 +102,8 @@ impl Client {
         Ok(client)
     }
 
-    /// Queues rows for another rank without blocking. They travel in the order of these calls; once the run has failed, they are dropped.
+    /// Queues rows for another rank without blocking. Rows are sent in the order of these calls; after the run has failed, they are
+    /// dropped.
     pub fn send(&self, to: usize, rows: Rows) {
         if self.failure().is_some() {
             return;
@@ -111,14 +112,14 @@ impl Client {
         if *locked(&self.shared.said) != status {
             self.shared.queue.push_urgent(Up::Alive(self.shared.say(status)));
         }
-        // The frames of one call stay together, even if several threads send.
+        // The frames of one call stay contiguous, even if several threads send.
         let frames = pieces(rows)
             .map(|Frame { message, body }| Frame { message: Up::Rows { to, piece: message }, body });
         self.shared.queue.extend(frames);
     }
 
-    /// Tells the hub that this rank has failed, and waits at most a quarter of a deadline until the hub has told all ranks. The first
-    /// failure is the run's: [`Client::failure`] says whether it is this one. Returns whether the hub has confirmed a failure.
+    /// Tells the hub that this rank has failed, and waits at most a quarter of a deadline until the hub has told all ranks. The run's
+    /// failure is the first one; [`Client::failure`] returns it. Returns whether the hub has confirmed a failure.
     pub fn fail(&self, cause: &str, is_user_error: bool) -> bool {
         let mut cause = cause.to_owned();
         crate::failure::cut(&mut cause, crate::failure::CAUSE);
@@ -133,10 +134,10 @@ impl Client {
         locked(&self.shared.inbox).failure().cloned()
     }
 
-    /// Leaves the run: sends all that is queued, and waits until the hub has confirmed.
+    /// Leaves the run: sends all queued frames, and waits until the hub has confirmed.
     ///
     /// # Errors
-    /// The run's failure, if it fails first.
+    /// The run's failure, if the run fails first.
     pub fn leave(self) -> Result<(), Failure> {
         self.shared.queue.push(Up::Leave);
         match self.wait(None) {
@@ -145,12 +146,12 @@ impl Client {
         }
     }
 
-    /// Cuts the connection, as a broken network does; for fault tests.
+    /// Cuts the connection, as a network failure would; for fault tests.
     pub fn disconnect(&self) {
         self.shared.cut.notify_one();
     }
 
-    /// Waits until the run is over for this rank, at most `most`.
+    /// Waits until the run is over for this rank, for at most `most`.
     fn wait(&self, most: Option<Duration>) -> Stage {
         let until = most.map(|most| Instant::now() + most);
         let mut inbox = locked(&self.shared.inbox);
@@ -168,13 +169,13 @@ impl Client {
     }
 }
 
-/// Guard of a client's thread: if it panics, as in an ear or the status, the hub counts as lost, so nobody waits for it.
+/// Guard of a client's thread. If the thread panics, for example in a callback, the hub counts as lost, so that no thread waits for it.
 struct Ending<'a>(&'a Shared);
 
 impl Drop for Ending<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            // The ears are not told, as they may have panicked.
+            // The callbacks are not called, because they may have panicked.
             let _ = locked(&self.0.inbox).lose("the thread of its connection to the hub has panicked".into());
             self.0.changed.notify_all();
         }
@@ -184,7 +185,7 @@ impl Drop for Ending<'_> {
 impl Drop for Client {
     fn drop(&mut self) {
         self.shared.stop.notify_one();
-        // An ear may drop the last client; the thread must not join itself. A panicked thread has reported that.
+        // A callback may drop the last client, and a thread must not join itself. A panicked thread has already reported its panic.
         if let Some(thread) =
             self.thread.take().filter(|thread| thread.thread().id() != std::thread::current().id())
         {
@@ -194,7 +195,7 @@ impl Drop for Client {
 }
 
 impl Shared {
-    /// Changes the inbox, and notifies the ears and waiting threads.
+    /// Changes the inbox, and notifies the callbacks and waiting threads.
     fn hear(&self, change: impl FnOnce(&mut Inbox) -> Option<Tell>) {
         let mut inbox = locked(&self.inbox);
         let before = inbox.failure().is_some();
@@ -210,7 +211,7 @@ impl Shared {
         self.changed.notify_all();
     }
 
-    /// The rank's status, to be sent.
+    /// The rank's current status, for a heartbeat.
     fn status(&self) -> Status {
         let status = (locked(&self.status))();
         self.say(status)

@@ -1,13 +1,13 @@
-//! Admission: which ranks belong to the run, and why others are refused.
+//! Admission: which ranks belong to the run, and why other processes are refused.
 
 use crate::differences::differences;
 use crate::join::Join;
 
-/// Most ranks that are named; further ones are counted.
+/// Maximum number of ranks that a message names; further ranks are only counted.
 const NAMED: usize = 16;
 
-/// Why a process that knows the secret is not a rank of this run; `None` if it is one. `members` has an entry per rank, `None` until it
-/// joins. The new rank's settings are compared with those of the lowest rank that has joined.
+/// The reason why a process that knows the secret is not a rank of this run; `None` if it is a rank. `members` has an entry per rank, which
+/// is `None` until the rank joins. The new rank's settings are compared with those of the lowest-numbered rank that has joined.
 pub fn refusal(members: &[Option<&Join>], join: &Join) -> Option<String> {
     let world = members.len();
     let other = members.iter().copied().flatten().next();
@@ -37,7 +37,7 @@ pub fn refusal(members: &[Option<&Join>], join: &Join) -> Option<String> {
     Some(format!("its configuration differs: {found}"))
 }
 
-/// `ranks 2 and 3 of 4 have not joined`.
+/// Formats the missing ranks as `ranks 2 and 3 of 4 have not joined`.
 pub fn absent(members: &[Option<&Join>]) -> String {
     let absent: Vec<String> = members
         .iter()

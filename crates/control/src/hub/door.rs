@@ -1,4 +1,4 @@
-//! Accepts connections: a stranger proves that it is a rank of this run, or is rejected.
+//! Accepts connections: an unauthenticated process proves that it is a rank of this run, or is rejected.
 
 use super::{Shared, link};
 use crate::join::Join;
@@ -13,9 +13,9 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 use tokio::time::{sleep, timeout};
 
-/// Most strangers at a time; further ones are rejected at once, and a rank among them retries.
+/// Maximum number of unauthenticated connections at a time. Further connections are rejected at once; a rank among them retries.
 const STRANGERS: usize = 64;
-/// Pause before the next accept if the system has no more sockets.
+/// Pause before the next `accept` if the system has no more sockets.
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// Accepts connections forever.
@@ -38,7 +38,7 @@ pub async fn keep(listener: TcpListener, shared: Arc<Shared>) {
     }
 }
 
-/// The handshake. `None` for a stranger.
+/// Performs the handshake. `None` if the other side does not authenticate.
 async fn meet(stream: TcpStream, secret: &Secret) -> Option<(Line, Join)> {
     let nonce = nonce().ok()?;
     let mut line = Line::new(stream);
@@ -49,7 +49,7 @@ async fn meet(stream: TcpStream, secret: &Secret) -> Option<(Line, Join)> {
     Some((line.trust(), join?))
 }
 
-/// The answer to an entry, and the admitted rank's settings, if any. `None` if the frame is not an entry.
+/// The answer to an entry, and the settings of the rank if it is admitted. `None` if the frame is not an entry.
 pub fn judge(secret: &Secret, hub: &[u8; 32], frame: Bytes) -> Option<(Answer, Option<Join>)> {
     let entry: Entry = decode_whole(frame).ok()?;
     if !secret.proves(Side::Client, hub, &entry.nonce, &entry.join, &entry.proof) {

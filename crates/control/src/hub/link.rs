@@ -15,7 +15,7 @@ use std::time::Instant;
 use tokio::io::{copy, sink};
 use tokio::time::timeout_at;
 
-/// Serves the connection until the rank is gone, or until a deadline after it was told of a failure.
+/// Serves the connection until the rank is gone, or until a deadline after the rank was told of a failure.
 pub async fn serve(line: Line, join: Join, shared: Arc<Shared>) {
     let Line { incoming, outgoing } = line;
     let queue = Arc::new(Queue::new());
@@ -30,7 +30,7 @@ pub async fn serve(line: Line, join: Join, shared: Arc<Shared>) {
     }
 }
 
-/// Guard of a connection, however it ends.
+/// Guard that handles the end of a connection, whatever the cause.
 struct Ending<'a> {
     rank: Option<usize>,
     shared: &'a Shared,
@@ -45,7 +45,7 @@ impl Drop for Ending<'_> {
     }
 }
 
-/// Reads until the rank is gone. For a refused rank, which has no number here, only the end matters.
+/// Reads until the rank is gone. A refused rank has no rank number here, and only the end of its connection matters.
 async fn read_all(mut incoming: Incoming, rank: Option<usize>, shared: &Shared) {
     let mut heard = Instant::now();
     let read_until = |heard| locked(&shared.room).read_until(heard);
@@ -56,19 +56,19 @@ async fn read_all(mut incoming: Incoming, rank: Option<usize>, shared: &Shared) 
                 rank.inspect(|rank| shared.with(|room| room.hear(heard, *rank, frame)));
                 continue;
             }
-            // A failure since then has extended the time, in which the rank is told.
+            // A failure since the last read has extended the time limit, so that the rank can be told.
             Err(Lost::Silent) if read_until(heard) > Instant::now() => continue,
             Err(lost) => lost,
         };
         rank.inspect(|rank| shared.with(|room| room.lost(Instant::now(), *rank, loss(&lost, shared))));
         match lost {
-            // A silent rank is told of its failure, in case it recovers.
+            // A silent rank is told of the failure, in case it recovers.
             Lost::Silent if read_until(heard) > Instant::now() => {}
             Lost::Closed | Lost::Silent => return,
             Lost::Unreadable(_) => {
                 let mut sink = sink();
                 let rest = copy(incoming.get_mut(), &mut sink);
-                // Whether this ends or times out: the rank has been told.
+                // The rank has been told, so a timeout is treated like the end of the connection.
                 return drop(timeout_at(read_until(heard).into(), rest).await);
             }
         }

@@ -22,7 +22,7 @@ use std::time::Instant;
 use tokio::sync::Notify;
 use tokio::time::sleep_until;
 
-/// The hub of a run, on its own thread. Dropping it cuts all connections, so every rank that has not left fails.
+/// The hub of a run, on a separate thread. Dropping it cuts all connections, so every rank that has not left fails.
 pub struct Hub {
     shared: Arc<Shared>,
     address: SocketAddr,
@@ -32,9 +32,9 @@ pub struct Hub {
 /// State shared by the hub's tasks and its owner.
 struct Shared {
     room: Mutex<Room>,
-    /// Signals a change of the room.
+    /// Signals a change of the hub's state (`room`).
     changed: Condvar,
-    /// Signals that the next timeout has changed.
+    /// Signals that the time of the next timeout has changed.
     due_changed: Notify,
     stop: Notify,
     secret: Secret,
@@ -45,7 +45,7 @@ impl Hub {
     /// Starts the hub of a run of `world` ranks on a listener.
     ///
     /// # Errors
-    /// If `world` is 0; if the system refuses the thread or the listener.
+    /// If `world` is 0, or if the system refuses the thread or the listener.
     pub fn start(listener: TcpListener, secret: Secret, world: usize, limits: Limits) -> Result<Self> {
         if world == 0 {
             return Err(Error::NoRanks);
@@ -72,7 +72,7 @@ impl Hub {
         let run = move || {
             runtime.block_on(async {
                 tokio::spawn(clock(Arc::clone(&inside)));
-                // Connections are accepted until the end, so late ranks are told why the run has failed.
+                // Connections are accepted until the end, so that late ranks learn why the run has failed.
                 select(pin!(door::keep(listener, Arc::clone(&inside))), pin!(inside.stop.notified())).await;
             });
         };
@@ -81,13 +81,13 @@ impl Hub {
         Ok(Self { shared, address, thread })
     }
 
-    /// The address it listens on.
+    /// The address on which the hub listens.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Reports that a rank's process has ended, and how: `it was killed by SIGKILL`. That fails the run, unless the rank has left or has
-    /// reported its own error.
+    /// Reports that a rank's process has ended, and how, for example `it was killed by SIGKILL`. The end of a process fails the run, unless
+    /// the rank has left or has reported an error.
     pub fn ended(&self, rank: usize, how: &str) {
         self.shared.with(|room| room.ended(Instant::now(), rank, how));
     }
@@ -97,12 +97,12 @@ impl Hub {
         self.shared.with(|room| room.fail(Instant::now(), failure));
     }
 
-    /// Why the run has failed, if it has.
+    /// The reason why the run has failed, if it has.
     pub fn failure(&self) -> Option<Failure> {
         locked(&self.shared.room).failure().cloned()
     }
 
-    /// Waits until all ranks have left. After a failure, waits until all connections are closed, at most a deadline.
+    /// Waits until all ranks have left. After a failure, waits until all connections are closed, but at most a deadline.
     ///
     /// # Errors
     /// The failure of the run.
@@ -126,14 +126,14 @@ impl Drop for Hub {
     fn drop(&mut self) {
         self.shared.stop.notify_one();
         if let Some(thread) = self.thread.take() {
-            // A panicked thread has reported that.
+            // A panicked thread has already reported its panic.
             let _ = thread.join();
         }
     }
 }
 
 impl Shared {
-    /// Changes the room, and notifies waiting threads.
+    /// Changes the hub's state of its ranks, and notifies waiting threads.
     fn with<T>(&self, change: impl FnOnce(&mut Room) -> T) -> T {
         let mut room = locked(&self.room);
         let before = room.due();
@@ -148,7 +148,7 @@ impl Shared {
     }
 }
 
-/// Drives the room's timeouts.
+/// Runs the timeouts of [`Room`].
 async fn clock(shared: Arc<Shared>) {
     loop {
         let due = locked(&shared.room).due();

@@ -1,4 +1,5 @@
-//! The hub's state of its ranks, and its reactions to messages. Has neither sockets nor a clock: each call passes the time.
+//! The hub's state of its ranks, and its reactions to messages. This state machine has neither sockets nor a clock: the caller passes the
+//! time to each method.
 
 use super::admission::{absent, refusal};
 use crate::failure::{Failure, Status};
@@ -11,31 +12,31 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// The ranks of a run, as the hub sees them.
+/// The ranks of a run, from the point of view of the hub.
 pub struct Room {
     limits: Limits,
     opened: Instant,
     seats: Vec<Seat>,
-    /// All ranks have joined.
+    /// Whether all ranks have joined.
     is_running: bool,
-    /// When the last rank left, once all have.
+    /// The time at which the last rank left; `None` until all ranks have left.
     left: Option<Instant>,
     suspect: Option<Suspect>,
     failure: Option<(Failure, Instant)>,
-    /// Open connections, of ranks and of refused processes.
+    /// Number of open connections of ranks and of refused processes.
     links: usize,
 }
 
-/// One rank.
+/// The state of one rank.
 #[derive(Default)]
 struct Seat {
-    /// The rank's settings and outgoing queue, once it has joined.
+    /// The rank's settings and outgoing queue; `None` until it joins.
     member: Option<(Join, Arc<Queue<Down>>)>,
     status: Status,
     presence: Presence,
-    /// How its process ended.
+    /// How the rank's process ended.
     ended: Option<String>,
-    /// Rows that it is sending, by receiving rank.
+    /// State of the rows that this rank is sending, by receiving rank.
     flows: HashMap<usize, Flow>,
 }
 
@@ -48,25 +49,25 @@ enum Presence {
     Left,
 }
 
-/// A rank that has most likely failed. For a short time, a better reason may still arrive.
+/// A rank that has most likely failed. For a short time, a more precise reason may still arrive.
 struct Suspect {
     rank: usize,
     failure: Failure,
     until: Instant,
-    /// Another rank's failure since: a consequence, unless it turns out that the suspect has left without an error.
+    /// A later failure of another rank. The later failure is a consequence, unless the suspect turns out to have left without an error.
     echo: Option<Failure>,
 }
 
 /// How a rank's connection was lost.
 pub enum Loss {
-    /// It ended.
+    /// The connection was closed.
     Closed,
-    /// Anything else.
+    /// Any other cause.
     Other(String),
 }
 
 impl Room {
-    /// A room that no rank has joined yet.
+    /// The state of a run that no rank has joined yet.
     pub fn new(world: usize, limits: Limits, now: Instant) -> Self {
         Self {
             limits,
@@ -80,22 +81,22 @@ impl Room {
         }
     }
 
-    /// Why the run has failed.
+    /// The reason why the run has failed, if it has.
     pub fn failure(&self) -> Option<&Failure> {
         self.failure.as_ref().map(|(failure, _)| failure)
     }
 
-    /// The ranks that have joined; one entry per rank.
+    /// The settings of the ranks that have joined; one entry per rank.
     fn members(&self) -> Vec<Option<&Join>> {
         self.seats.iter().map(|seat| seat.member.as_ref().map(|(join, _)| join)).collect()
     }
 
-    /// Status of rank 0.
+    /// The last status of rank 0.
     pub fn status_of_0(&self) -> Status {
         self.seats.first().map(|seat| seat.status.clone()).unwrap_or_default()
     }
 
-    /// When the next call of [`Room::tick`] changes something.
+    /// The time at which the next call of [`Room::tick`] will change something.
     pub fn due(&self) -> Option<Instant> {
         if self.failure.is_some() {
             return None;
@@ -104,7 +105,7 @@ impl Room {
         join.into_iter().chain(self.suspect.as_ref().map(|suspect| suspect.until)).min()
     }
 
-    /// Until when to read a connection that was last heard at `heard`.
+    /// The time until which a connection is read, if its last frame arrived at `heard`.
     pub fn read_until(&self, heard: Instant) -> Instant {
         match &self.failure {
             Some((_, at)) => *at + self.limits.deadline,
@@ -112,13 +113,13 @@ impl Room {
         }
     }
 
-    /// Until when the owner keeps the hub open; `None` while the run continues.
+    /// The time until which the owner keeps the hub open; `None` while the run continues.
     pub fn open_until(&self) -> Option<Instant> {
         let at = self.failure.as_ref().map(|(_, at)| *at).or(self.left)?;
         Some(if self.links == 0 { at } else { at + self.limits.deadline })
     }
 
-    /// An authenticated process joins. Returns its rank, or why it is refused.
+    /// Admits an authenticated process. Returns its rank, or the reason why it is refused.
     pub fn enter(&mut self, now: Instant, join: Join, queue: Arc<Queue<Down>>) -> Result<usize, Failure> {
         self.links += 1;
         if let Some(failure) = self.failure() {
@@ -133,7 +134,7 @@ impl Room {
             let host = join.host;
             let failure =
                 Failure { rank: Some(rank), host, cause, is_user_error: true, ..Failure::default() }.cut();
-            // After the join deadline, a rank started twice does not fail a healthy run.
+            // After the join deadline, a second process for the same rank does not fail a healthy run.
             if now < self.opened + self.limits.join {
                 self.fail(now, failure.clone());
             }
@@ -210,7 +211,7 @@ impl Room {
         }
     }
 
-    /// The connection of a rank was lost.
+    /// Handles the loss of a rank's connection.
     pub fn lost(&mut self, now: Instant, rank: usize, loss: Loss) {
         let Some(seat) = self.seats.get_mut(rank).filter(|seat| seat.presence == Presence::Here) else {
             return;
@@ -227,19 +228,19 @@ impl Room {
         let failure = self.failure_of(rank, cause);
         self.blame(now, rank, failure, until);
         if self.failure.is_some() {
-            // The rank may recover, so it is told, like the others.
+            // The rank may recover, so it is told of the failure, like the other ranks.
             self.tell(rank);
         }
     }
 
-    /// The process of a rank has ended.
+    /// Handles the end of a rank's process.
     pub fn ended(&mut self, now: Instant, rank: usize, how: &str) {
         let Some(seat) = self.seats.get_mut(rank) else { return };
         let (cause, until) = match seat.presence {
             Presence::Left => return,
             Presence::Absent => (format!("{how}, before it had joined"), now),
             Presence::Lost => (how.to_owned(), now),
-            // Its last message may still be in flight.
+            // The rank's last message may still be in transit.
             Presence::Here => (how.to_owned(), now + self.limits.grace()),
         };
         seat.ended = Some(how.to_owned());
@@ -258,12 +259,12 @@ impl Room {
         }
     }
 
-    /// An admitted connection is closed.
+    /// Records that an admitted connection was closed.
     pub fn gone(&mut self) {
         self.links = self.links.saturating_sub(1);
     }
 
-    /// Fails the run, unless it has failed before. All ranks are told ahead of their queued messages.
+    /// Fails the run, unless it has already failed. The message to each rank goes ahead of the rank's queued messages.
     pub fn fail(&mut self, now: Instant, failure: Failure) {
         if self.failure.is_some() || self.left.is_some() {
             return;
@@ -274,7 +275,7 @@ impl Room {
         self.suspect = None;
     }
 
-    /// Makes a rank the suspect until a time. Only the first suspect counts.
+    /// Makes a rank the suspect until a given time. Only the first suspect counts.
     fn blame(&mut self, now: Instant, rank: usize, failure: Failure, until: Instant) {
         if self.failure.is_some() {
             return;

@@ -1,10 +1,10 @@
-//! Collectives through host memory, between ranks that are threads of one process, or processes.
+//! Collectives through host memory. Ranks are threads of one process, or separate processes.
 //!
-//! A `World` holds each rank's posts to a collective, from which the other ranks of the communicator read. Ranks that are threads share one
-//! world. A rank that is a process has its own world; a [`Link`] sends its posts to the other worlds. Both cases compute a collective
-//! with the same code and get the same bits.
+//! A `World` stores each rank's data for a collective (its post), from which the other ranks of the communicator read. Ranks that are
+//! threads share one world. A rank that is a process has its own world, and a [`Link`] sends its posts to the other worlds. Threads and
+//! processes compute a collective with the same code and get the same bits.
 //!
-//! A rank that fails, panics or leaves fails the pending and later calls of all other ranks, along every axis, so none waits forever.
+//! If a rank fails, panics or leaves, pending and later calls of all other ranks fail, along every axis, so that no rank waits forever.
 
 mod world;
 
@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use world::{Post, Seat, Ticket};
 
-/// A circle, that is ranks that call collectives together, as one of them sees it.
+/// A circle (a group of ranks that call collectives together), from the point of view of one member.
 #[derive(Debug, Clone, Copy)]
 struct CircleShape {
     /// Index of the circle.
@@ -29,16 +29,17 @@ struct CircleShape {
 
 /// A rank's communicator through host memory, with ranks that are threads of this process or, by a [`Link`], ranks of other processes.
 ///
-/// No rank waits forever. A rank that calls [`Comm::abort`], is dropped while its thread panics, or gets an error from a collective
-/// fails the pending and later calls of all ranks, along every axis of a mesh; so does a call that needs a rank dropped before. For
-/// this, a rank's thread must own its communicators and transfers: those that outlive the thread cannot report its end.
+/// No rank waits forever. Pending and later calls of all ranks fail, along every axis of a mesh, if a rank calls [`Comm::abort`], is
+/// dropped while its thread panics, or gets an error from a collective. Calls also fail on all ranks if a call needs a rank that was
+/// dropped earlier. For this, a rank's thread must own its communicators and transfers, because an object that outlives the thread cannot
+/// report the thread's end.
 #[derive(Debug, Clone)]
 pub struct HostComm {
     circle: CircleShape,
     seat: Arc<Seat>,
 }
 
-/// The circles of a mesh: all ranks; the ranks of each replica; the ranks with the same experts.
+/// The circles of a mesh: all ranks; the ranks of each replica; and the ranks with the same experts.
 fn circles(shape: MeshShape) -> Vec<Vec<usize>> {
     let all = (0..shape.ranks()).collect();
     let replicas = (0..shape.dp).map(|d| shape.replica(d));
@@ -46,7 +47,7 @@ fn circles(shape: MeshShape) -> Vec<Vec<usize>> {
     [all].into_iter().chain(replicas).chain(same_experts).collect()
 }
 
-/// A rank's communicators, one for each of its circles.
+/// A rank's communicators, one per circle of which the rank is a member.
 fn axes(shape: MeshShape, seat: &Arc<Seat>) -> Axes<HostComm> {
     let MeshShape { dp, ep } = shape;
     let (d, e) = shape.place(seat.rank);
@@ -68,7 +69,8 @@ impl HostComm {
         Seat::all(circles(shape), shape.ranks()).map(|seat| axes(shape, &seat)).collect()
     }
 
-    /// This process's rank of a mesh of one rank per process, `host_ranks` of them on this host, and the receiver of the others' posts.
+    /// The communicators of this process's rank in a mesh with one rank per process, of which `host_ranks` run on this host, and the
+    /// receiver of the other ranks' posts.
     pub fn of_process(
         shape: MeshShape,
         rank: usize,
@@ -83,7 +85,7 @@ impl HostComm {
         self.seat.error(call, why)
     }
 
-    /// Runs a collective. An error fails the world, so that no other rank waits for this one.
+    /// Runs a collective. An error fails the whole world, so that no other rank waits for this rank.
     fn collective<T>(&self, body: impl FnOnce() -> Result<T>) -> Result<T> {
         body().inspect_err(|e| match e {
             Error::Comm { call, why, .. } => self.fail(&format!("{call}: {why}")),
@@ -91,12 +93,12 @@ impl HostComm {
         })
     }
 
-    /// Posts this rank's parts of a collective, without blocking.
+    /// Posts this rank's data for a collective, without blocking.
     fn post(&self, call: &'static str, parts: Vec<Vec<u8>>) -> Result<Ticket> {
         Ticket::new(&self.seat, self.circle, call, parts)
     }
 
-    /// Posts this rank's parts and returns the posts of all ranks, in rank order, once all have arrived.
+    /// Posts this rank's data and returns the posts of all ranks, in rank order, after all have arrived.
     fn exchange(&self, call: &'static str, parts: Vec<Vec<u8>>) -> Result<Vec<Arc<Post>>> {
         self.post(call, parts)?.read()
     }
@@ -105,7 +107,7 @@ impl HostComm {
         self.seat.fail(why);
     }
 
-    /// This rank's part; there must be one per rank.
+    /// The element of `parts` for this rank; `parts` must have one element per rank.
     fn part<'p, P>(&self, call: &'static str, parts: &'p [P]) -> Result<&'p P> {
         match parts.get(self.circle.rank) {
             Some(mine) if parts.len() == self.circle.size => Ok(mine),
@@ -113,7 +115,7 @@ impl HostComm {
         }
     }
 
-    /// The bytes for each rank, the sums' parts one after the other.
+    /// The bytes for each rank: that rank's parts of all sums, concatenated.
     fn cut<B: Backend>(&self, call: &'static str, b: &B, sums: &[TreeSum<B>]) -> Result<Vec<Vec<u8>>> {
         let mut cut = vec![Vec::new(); self.circle.size];
         for TreeSum { values, parts, into } in sums {
@@ -130,7 +132,7 @@ impl HostComm {
         Ok(cut)
     }
 
-    /// Sums what all ranks have sent to this rank into buffers of the expected lengths.
+    /// Adds the data that all ranks sent to this rank into buffers of the expected lengths.
     fn sum<B: Backend>(&self, b: &B, ticket: Ticket, into: &mut [B::Buf<f32>]) -> Result<()> {
         let call = ticket.call;
         let posts = ticket.read()?;
@@ -151,13 +153,13 @@ impl HostComm {
         Ok(())
     }
 
-    /// The rows that all ranks have sent to this rank, `recv_rows` from each.
+    /// The rows that all ranks sent to this rank; `recv_rows` is the number of rows from each.
     fn rows(&self, ticket: Ticket, row_bytes: usize, recv_rows: &[usize]) -> Result<Vec<u8>> {
         let call = ticket.call;
         let posts = ticket.read()?;
         let parts = || posts.iter().map(|post| post.part(self.circle.rank));
         for (from, (part, rows)) in parts().zip(recv_rows).enumerate() {
-            // The capacity for these bytes was checked before.
+            // The capacity for these bytes was checked earlier.
             if rows * row_bytes != part.len() {
                 let came = part.len();
                 let why =
@@ -168,7 +170,7 @@ impl HostComm {
         Ok(parts().collect::<Vec<_>>().concat())
     }
 
-    /// Writes what every rank has sent to the ranges of its part.
+    /// Writes the data of every rank to the ranges of that rank's part.
     fn lay<B: Backend>(
         &self,
         b: &B,
@@ -194,7 +196,7 @@ impl HostComm {
         Ok(())
     }
 
-    /// The values of all ranks, equally many from each, in rank order.
+    /// The values of all ranks, in rank order; every rank has the same number of values.
     fn gather_values<B: Backend, T: Plain>(
         &self,
         call: &'static str,
@@ -304,7 +306,7 @@ impl<B: Backend> Comm<B> for HostComm {
         })?;
         let (comm, recv_rows) = (self.clone(), recv_rows.to_vec());
         Ok(Transfer::new(move |b: &B| {
-            // The send buffer lives until here, as a device would read it up to now.
+            // The send buffer lives until here, because a device would read it up to this point.
             let _send = send;
             comm.collective(|| b.write(&mut into, 0, &comm.rows(ticket, row_bytes, &recv_rows)?))
                 .map(|()| into)
@@ -316,7 +318,7 @@ impl<B: Backend> Comm<B> for HostComm {
         let ticket = self.collective(|| self.post(CALL, self.cut(CALL, b, &sums)?))?;
         let comm = self.clone();
         Ok(Transfer::new(move |b| {
-            // The values live until here, as a device would read them up to now.
+            // The values live until here, because a device would read them up to this point.
             let mut into: Vec<_> = sums.into_iter().map(|sum| sum.into).collect();
             comm.collective(|| comm.sum(b, ticket, &mut into)).map(|()| into)
         }))
@@ -341,7 +343,7 @@ impl<B: Backend> Comm<B> for HostComm {
         })?;
         let (comm, parts) = (self.clone(), parts.to_vec());
         Ok(Transfer::new(move |b| {
-            // The buffer lives until here, as a device would read it up to now.
+            // The buffer lives until here, because a device would read it up to this point.
             drop(mine);
             comm.collective(|| comm.lay(b, ticket, &parts, &mut into)).map(|()| into)
         }))
@@ -376,7 +378,7 @@ impl<B: Backend> Comm<B> for HostComm {
     }
 }
 
-/// Splits off each rank's rows, from the beginning of `bytes`; `None` if there are too few bytes.
+/// Splits each rank's rows off the beginning of `bytes`; `None` if `bytes` is too short.
 fn split_rows(bytes: &[u8], row_bytes: usize, rows: &[usize]) -> Option<Vec<Vec<u8>>> {
     let mut rest = bytes;
     let mut parts = Vec::with_capacity(rows.len());
@@ -388,7 +390,7 @@ fn split_rows(bytes: &[u8], row_bytes: usize, rows: &[usize]) -> Option<Vec<Vec<
     Some(parts)
 }
 
-/// The total bytes of these ranges.
+/// The total number of bytes in these ranges.
 fn bytes_of(part: &[Range<usize>]) -> usize {
     part.iter().map(ExactSizeIterator::len).sum()
 }
@@ -412,7 +414,7 @@ mod tests {
     use super::*;
     use crate::Cpu;
 
-    /// The number of collectives whose posts some rank may still read.
+    /// The number of collectives whose posts a rank may still read.
     fn kept(comm: &HostComm) -> usize {
         comm.seat
             .world()
@@ -424,7 +426,7 @@ mod tests {
             .count()
     }
 
-    /// All ranks are on one thread: no call here waits for a rank that has not posted.
+    /// All ranks are on one thread, so no call in this test may wait for a rank that has not posted.
     #[test]
     fn a_collective_stays_until_every_rank_is_done_with_it() {
         let cpu = Cpu::new(1).unwrap();
@@ -447,7 +449,7 @@ mod tests {
             "what a rank gave stays when it drops its own"
         );
         assert!(comms[0].seat.world().lock().circle(0).rounds.is_empty());
-        // One transfer is dropped before the other rank has called.
+        // One rank drops its transfer before the other rank has called.
         drop(begin(&comms[0]));
         drop(begin(&comms[1]));
         assert!(comms[0].seat.world().lock().circle(0).rounds.is_empty());
@@ -463,7 +465,8 @@ mod tests {
         fn leave(&self) {}
     }
 
-    /// A process's rank drops a transfer, started after one that it still waits for, before the other process's rank has called either.
+    /// A process's rank drops a transfer while an earlier transfer is pending, before the other process's rank has called either
+    /// collective.
     #[test]
     fn what_comes_for_a_dropped_transfer_is_left() {
         let cpu = Cpu::new(1).unwrap();

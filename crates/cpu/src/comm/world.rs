@@ -1,7 +1,7 @@
-//! The state of collectives: the posts of every rank to each collective, and which ranks have failed or left.
+//! The state of collectives: every rank's post (its data) for each collective, and which ranks have failed or left.
 //!
-//! Ranks that are threads share one world. A rank that is a process has its own world: a [`Link`] sends its posts to the worlds of the
-//! other processes, and [`Arrivals`] receives theirs.
+//! Ranks that are threads share one world. A rank that is a process has its own world: a [`Link`] sends the rank's posts to the worlds of
+//! the other processes, and [`Arrivals`] receives the posts of other processes.
 
 use super::CircleShape;
 use nibble_core::{Error, Result};
@@ -12,18 +12,18 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Sends the posts of this process's rank to the ranks of other processes. A first failure must reach every rank before any later message
-/// of a rank that knows of it: otherwise that message would be taken for the cause.
+/// Sends the posts of this process's rank to the ranks of other processes. The first failure must reach every rank before any later message
+/// of a rank that knows of it. Otherwise a rank would report that later message as the cause.
 pub trait Link: Debug + Send + Sync {
-    /// Sends a rank (numbered in the world) this rank's bytes for collective number `number` of a circle of ranks. Does not block.
+    /// Sends the bytes for world rank `to` in collective number `number` of a circle (a group of ranks). The call does not block.
     fn send(&self, to: usize, circle: usize, number: usize, call: &str, bytes: &[u8]);
     /// Tells all ranks that this rank has failed.
     fn fail(&self, why: &str);
-    /// Tells all ranks that this rank posts nothing more.
+    /// Tells all ranks that this rank will not post again.
     fn leave(&self);
 }
 
-/// All posts so far, as one process sees them.
+/// All posts so far, from the point of view of one process.
 pub(super) struct World {
     state: Mutex<State>,
     changed: Condvar,
@@ -42,9 +42,9 @@ impl Debug for World {
 pub(super) struct State {
     /// The groups of ranks that call collectives together.
     circles: Vec<Circle>,
-    /// Whether each rank has left: its communicators are gone. Its earlier posts still count.
+    /// Whether each rank has left, that is, whether its communicators were dropped. Earlier posts of such a rank stay valid.
     left: Vec<bool>,
-    /// The first failure of any rank, naming the rank. Permanent.
+    /// The first failure of any rank, with the rank's number. The failure is never cleared.
     failure: Option<String>,
 }
 
@@ -53,11 +53,11 @@ pub(super) struct State {
 pub(super) struct Circle {
     /// World ranks of the members, in the circle's order.
     members: Vec<usize>,
-    /// Number of members that read in this process: all, or its only rank.
+    /// Number of members that read in this process: all members if ranks are threads, otherwise one.
     readers: usize,
-    /// Collectives that some rank has yet to read, in order.
+    /// Collectives that at least one rank has not read yet, in order.
     pub rounds: VecDeque<Round>,
-    /// Number of collectives before `rounds`.
+    /// Number of completed collectives that were removed before `rounds`.
     gone: usize,
     /// Number of collectives that each rank of this process has called.
     called: Vec<usize>,
@@ -68,25 +68,25 @@ pub(super) struct Circle {
 pub(super) struct Round {
     /// Each rank's post; `None` until the rank calls.
     pub posts: Vec<Option<Arc<Post>>>,
-    /// Number of ranks that are done with it. Each of them has posted.
+    /// Number of ranks that have finished this collective. Each of them has posted.
     done: usize,
 }
 
 impl Circle {
     /// Adds a rank's post to its collective.
     fn put(&mut self, rank: usize, number: usize, post: Arc<Post>) {
-        // Every local reader is done with this collective, and needs no post.
+        // Every local reader has finished this collective, so the post is not needed.
         let Some(round) = number.checked_sub(self.gone) else { return };
         while self.rounds.len() <= round {
             self.rounds.push_back(Round { posts: vec![None; self.members.len()], done: 0 });
         }
-        // A round that every local reader is done with, but an earlier round is not, has no posts left.
+        // A round that all local readers have finished has no posts, even while an earlier round is unfinished.
         if let Some(place) = self.rounds[round].posts.get_mut(rank) {
             *place = Some(post);
         }
     }
 
-    /// A rank is done with a collective. A round is removed when every reader is done with it and with all rounds before it.
+    /// Marks a collective as finished by one rank. A round is removed when every reader has finished it and all earlier rounds.
     fn done(&mut self, number: usize) {
         let readers = self.readers;
         let round = &mut self.rounds[number - self.gone];
@@ -101,11 +101,12 @@ impl Circle {
     }
 }
 
-/// One rank's contribution to a collective.
+/// One rank's contribution to a collective (its post).
 #[derive(Debug)]
 pub(super) struct Post {
     call: Cow<'static, str>,
-    /// Bytes for each rank. One entry if all ranks get the same, or if another process posted: it sends only this rank's bytes.
+    /// Bytes for each rank. There is only one entry if all ranks get the same bytes, or if the post came from another process, which sends
+    /// only this rank's bytes.
     parts: Vec<Vec<u8>>,
 }
 
@@ -122,7 +123,7 @@ impl World {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Records the world's first failure; later ones are ignored.
+    /// Records the world's first failure; later failures are ignored.
     fn failed(&self, why: impl FnOnce() -> String) {
         self.lock().failure.get_or_insert_with(why);
         self.changed.notify_all();
@@ -142,7 +143,7 @@ impl State {
     }
 }
 
-/// A rank's place in a world, held by its communicators and transfers.
+/// A rank's place in a world, shared by the rank's communicators and transfers.
 #[derive(Debug)]
 pub(super) struct Seat {
     /// The rank's number in the world.
@@ -157,14 +158,14 @@ impl Seat {
         Arc::new(Self { rank, world: world.clone(), waited: AtomicU64::new(0) })
     }
 
-    /// The seats of all ranks in a new shared world with these circles.
+    /// The places (`Seat`s) of all ranks in a new shared world with these circles.
     pub fn all(circles: Vec<Vec<usize>>, size: usize) -> impl Iterator<Item = Arc<Self>> {
         let readers = |members: &Vec<usize>| members.len();
         let world = world(circles, readers, (size, size), None);
         (0..size).map(move |rank| Seat::new(&world, rank))
     }
 
-    /// The seat of this process's only rank, and the receiver of the other ranks' posts.
+    /// The place (`Seat`) of this process's only rank, and the receiver of the other ranks' posts.
     pub fn linked(
         circles: Vec<Vec<usize>>,
         (rank, size): (usize, usize),
@@ -238,7 +239,7 @@ fn world(
     Arc::new(World { state: Mutex::new(state), changed: Condvar::new(), link, host_ranks })
 }
 
-/// Receives the posts of ranks in other processes. No message is an error here: those for circles without this rank are ignored.
+/// Receives the posts of ranks in other processes. No message causes an error here; messages for circles without this rank are ignored.
 #[derive(Debug)]
 pub struct Arrivals {
     world: Arc<World>,
@@ -247,7 +248,8 @@ pub struct Arrivals {
 impl Arrivals {
     /// Bytes that world rank `from` sent to this process's rank, for collective number `number` of a circle.
     pub fn rows(&self, from: usize, circle: usize, number: usize, call: String, bytes: Vec<u8>) {
-        /// Limit on how many collectives a rank can be ahead of another. No rank reaches it; it bounds memory.
+        /// Limit on the number of collectives by which one rank can be ahead of another. Valid runs never reach the limit, which bounds
+        /// memory.
         const MOST_AHEAD: usize = 1 << 16;
         let mut state = self.world.lock();
         let Some(circle) = state.circles.get_mut(circle) else { return };
@@ -259,18 +261,19 @@ impl Arrivals {
         self.world.changed.notify_all();
     }
 
-    /// A rank posts nothing more; its earlier posts have arrived.
+    /// Records that a rank will not post again; its earlier posts have arrived.
     pub fn left(&self, rank: usize) {
         self.world.left(rank);
     }
 
-    /// The run has failed: pending and later calls return this error.
+    /// Records that the run has failed: pending and later calls return this error.
     pub fn failed(&self, why: &str) {
         self.world.failed(|| why.to_owned());
     }
 }
 
-/// A collective that a rank has called. Dropping it marks the rank as done with the collective, whether or not it has read the posts.
+/// A collective that a rank has called. Dropping the ticket marks the rank as finished with the collective, even if it has not read the
+/// posts.
 #[derive(Debug)]
 pub(super) struct Ticket {
     seat: Arc<Seat>,
@@ -280,7 +283,7 @@ pub(super) struct Ticket {
 }
 
 impl Ticket {
-    /// Posts a rank's parts of its next collective, without blocking.
+    /// Posts a rank's data for its next collective, without blocking.
     pub fn new(
         seat: &Arc<Seat>,
         circle: CircleShape,
@@ -313,9 +316,9 @@ impl Ticket {
         let mut began = None;
         let all: Vec<Arc<Post>> = loop {
             let Circle { members, rounds, gone, .. } = state.circle(circle.index);
-            // A round is kept until this rank is done with it.
+            // A round stays in memory until this rank has finished it.
             let posts = &rounds[number - gone].posts;
-            // All posts are here: a rank that has failed since does not invalidate its post. The next call reports the failure.
+            // All posts have arrived. If a rank has failed since then, its post stays valid; the next call reports the failure.
             if let Some(all) = posts.iter().cloned().collect() {
                 break all;
             }

@@ -1,8 +1,7 @@
-//! Splits products into tasks and tasks into tiles.
+//! Splits GEMMs into tasks, and tasks into tiles.
 //!
-//! A task owns a rectangle of one product's output over its whole contraction. It packs its own panels of B, then A's rows
-//! block by block, and writes its rectangle. Tasks share nothing, so none waits for another, and no bit depends on which
-//! thread runs which task.
+//! A task owns a rectangle of one GEMM's output over the whole contraction. A task packs its own panels of B, then packs A's rows block by
+//! block and writes its rectangle. Tasks share nothing. So no task waits for another, and no bit depends on which thread runs which task.
 
 use super::operand::{OperandView, Output, OutputData};
 use super::pack::{self, PanelRows, SLACK};
@@ -13,7 +12,7 @@ use rayon::prelude::*;
 use std::cell::RefCell;
 use std::ops::Range;
 
-/// One of a call's products: `out[i][j]` = `A[i]·B[j]` over `k`.
+/// One GEMM of a call: `out[i][j]` = `A[i]·B[j]` over `k`.
 pub(super) struct Problem<'a> {
     pub a: OperandView<'a>,
     pub b: OperandView<'a>,
@@ -24,8 +23,8 @@ pub(super) struct Problem<'a> {
     pub out: usize,
 }
 
-/// All of a call's products. Outputs are disjoint; outputs and operands are within their slices; all
-/// pairs of operands have the same dot and block; the machine has `isa`.
+/// All GEMMs of a call. Outputs are disjoint; outputs and operands are within their slices; all operand pairs use the same dot product and
+/// scale block; the machine supports `isa`.
 pub(super) struct Job<'a> {
     pub isa: Isa,
     pub dot: DotKind,
@@ -33,14 +32,14 @@ pub(super) struct Job<'a> {
     pub problems: Vec<Problem<'a>>,
 }
 
-/// Reusable buffers of the engine for products on the caller's thread.
+/// Reusable buffers of the engine for GEMMs on the caller's thread.
 #[derive(Debug, Default)]
 pub struct Scratch {
     a: Buffer,
     b: Buffer,
     a_scales: Buffer,
     b_scales: Buffer,
-    /// Tiles whose chains are unfinished, or that cannot be written to the output directly.
+    /// Tiles whose sums are unfinished, or that cannot be written to the output directly.
     tiles: Buffer,
     a_lowest: Vec<u8>,
     b_lowest: Vec<u8>,
@@ -51,7 +50,7 @@ pub struct Scratch {
 #[repr(C, align(64))]
 struct Line([u32; 16]);
 
-/// 32-bit words on cache-line boundaries; grows, never shrinks.
+/// An array of 32-bit words, aligned to cache lines. The array grows and never shrinks.
 #[derive(Debug, Default)]
 struct Buffer(Vec<Line>);
 
@@ -68,7 +67,7 @@ impl Buffer {
         bytemuck::cast_slice_mut(self.words(len))
     }
 
-    /// The beginning of the words requested so far.
+    /// Pointer to the first of the words requested so far.
     fn start<T>(&self) -> *const T {
         self.0.as_ptr().cast()
     }
@@ -78,19 +77,19 @@ thread_local! {
     static SCRATCH: RefCell<Scratch> = RefCell::default();
 }
 
-/// Multiply-adds below which a call is not worth waking other threads for.
+/// Number of multiply-adds below which a call does not wake other threads.
 const SERIAL_WORK: usize = 1 << 20;
-/// Multiply-adds below which a task is not cut further.
+/// Number of multiply-adds below which a task is not split further.
 const MIN_TASK_WORK: usize = 1 << 20;
-/// Units of the contraction whose panels are in the caches together.
+/// Number of 32-bit units of the contraction whose panels fit the caches together.
 const CHUNK_UNITS: usize = 1024;
-/// Words of B that a task packs at most (1 MiB), unless one panel is larger.
+/// Maximum number of words of B that a task packs (1 MiB), unless one panel is larger.
 const MAX_B_WORDS: usize = 1 << 18;
 /// Words of A packed at a time: about a quarter of an L2 cache.
 const MAX_A_WORDS: usize = 48 << 10;
-/// Minimum rows of a task, if there are as many, so that packing B pays off.
+/// Minimum rows of a task, so that packing B pays off; fewer only if the output has fewer rows.
 const MIN_TASK_ROWS: usize = 240;
-/// Minimum columns of a task, if there are as many.
+/// Minimum columns of a task; fewer only if the output has fewer columns.
 const MIN_TASK_COLUMNS: usize = 64;
 
 /// A rectangle of a problem's output.
@@ -100,7 +99,7 @@ struct Task {
     columns: Range<usize>,
 }
 
-/// Runs a job on the current rayon pool.
+/// Runs a job on the current rayon thread pool.
 pub(super) fn parallel(job: &Job, out: Output) {
     let work = job.work();
     let threads = if work < SERIAL_WORK { 1 } else { rayon::current_num_threads() };
@@ -126,7 +125,7 @@ pub(super) fn serial(job: &Job, out: Output, scratch: &mut Scratch) {
     }
 }
 
-/// The output, of which each task writes its own rectangle.
+/// The output of a job; each task writes a separate rectangle.
 struct Target {
     base: *mut u8,
     is_f32: bool,
@@ -147,13 +146,13 @@ impl Target {
         Self { base, is_f32, stride: out.stride, accumulate: out.accumulate, resume: out.resume }
     }
 
-    /// Prefetches the cache lines of a tile before its sums are computed, for the stores.
+    /// Prefetches the cache lines of an output tile before its sums are computed, to speed up the stores.
     fn prefetch(&self, at: usize, rows: usize, columns: usize) {
         let size = if self.is_f32 { size_of::<f32>() } else { size_of::<bf16>() };
         for i in 0..rows {
             for byte in (0..columns * size).step_by(64) {
                 let line = self.base.wrapping_add((at + i * self.stride) * size + byte);
-                // SAFETY: a prefetch of any address is harmless; every x86-64 has it.
+                // SAFETY: a prefetch of any address is harmless, and every x86-64 processor has the instruction.
                 #[cfg(target_arch = "x86_64")]
                 unsafe {
                     std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_ET0 }>(line.cast());
@@ -164,11 +163,11 @@ impl Target {
         }
     }
 
-    /// Copies the sums of a tile to a separate buffer; zeros where the tile extends past the output.
+    /// Copies the output's sums of a tile to a separate buffer; elements past the output's edge are zero.
     ///
     /// # Safety
-    /// The output is F32; rows of `columns` elements from `at` on belong to this task alone. `tile` holds `height` rows of
-    /// `width`, at least as many as are copied.
+    /// The output is F32. Only this task accesses the rows of `columns` elements from `at` on. `tile` has `height` rows of `width`
+    /// elements, at least as many as are copied.
     unsafe fn load(
         &self,
         at: usize,
@@ -176,7 +175,7 @@ impl Target {
         tile: *mut f32,
         (height, width): (usize, usize),
     ) {
-        // SAFETY: as the caller promises; the buffer is not the output.
+        // SAFETY: the caller guarantees the ranges, and the buffer is not the output.
         unsafe {
             std::slice::from_raw_parts_mut(tile, height * width).fill(0.0);
             for i in 0..rows {
@@ -187,12 +186,12 @@ impl Target {
     }
 
     /// # Safety
-    /// Rows of `columns` elements from `at` on belong to this task alone; `tile` has as many, `tile_stride` apart.
+    /// Only this task accesses the rows of `columns` elements from `at` on. `tile` has rows of as many elements, `tile_stride` apart.
     #[inline(always)]
     unsafe fn finish(&self, at: usize, rows: usize, columns: usize, tile: *const f32, tile_stride: usize) {
         for i in 0..rows {
             let at = at + i * self.stride;
-            // SAFETY: as the caller promises, and the type is the slice's own.
+            // SAFETY: the caller guarantees the ranges, and the pointer's type is the slice's own type.
             unsafe {
                 let from = std::slice::from_raw_parts(tile.add(i * tile_stride), columns);
                 if !self.is_f32 {
@@ -217,7 +216,7 @@ impl Target {
     /// [`Self::finish`] compiled for AVX-512.
     ///
     /// # Safety
-    /// As there; the machine has AVX-512 F, BW, DQ and VL.
+    /// The requirements of [`Self::finish`]; the machine has AVX-512 F, BW, DQ and VL.
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
     unsafe fn finish_avx512(
@@ -228,7 +227,7 @@ impl Target {
         tile: *const f32,
         tile_stride: usize,
     ) {
-        // SAFETY: passed on.
+        // SAFETY: the caller guarantees the requirements of `finish`.
         unsafe { self.finish(at, rows, columns, tile, tile_stride) }
     }
 }
@@ -236,10 +235,10 @@ impl Target {
 /// A task's kernels and block sizes.
 struct Extent {
     kernels: Kernels,
-    /// Units of the whole contraction and of one chunk of it.
+    /// Number of units of the whole contraction, and of one chunk.
     units: usize,
     chunk_units: usize,
-    /// Units of a scale block (without scales, the whole contraction), and the number of blocks.
+    /// Number of units per scale block (without scales, of the whole contraction), and the number of blocks.
     block_units: usize,
     num_blocks: usize,
     /// Rows of A packed at a time.
@@ -247,7 +246,7 @@ struct Extent {
 }
 
 impl Job<'_> {
-    /// Multiply-adds of all problems.
+    /// Number of multiply-adds of all GEMMs.
     fn work(&self) -> usize {
         let work = |p: &Problem| p.m.saturating_mul(p.n).saturating_mul(p.k);
         self.problems.iter().map(work).fold(0, usize::saturating_add)
@@ -270,7 +269,7 @@ impl Job<'_> {
         Extent { kernels, units, chunk_units, block_units, num_blocks, block_rows }
     }
 
-    /// Splits the problems into tasks of about equal work for `threads`.
+    /// Splits the GEMMs into tasks of about equal work for `threads` threads.
     fn tasks(&self, threads: usize) -> Vec<Task> {
         let target = if threads == 1 { usize::MAX } else { (self.work() / (4 * threads)).max(MIN_TASK_WORK) };
         let mut tasks = Vec::new();
@@ -349,8 +348,8 @@ impl Job<'_> {
         }
     }
 
-    /// Packs a chunk of a block of A's rows. The lowest exponents are those of the contraction so far:
-    /// a resumed sum inherits the smallest quantum of all its terms.
+    /// Packs a chunk of a block of A's rows. The lowest exponents cover all chunks so far, because a resumed sum inherits the smallest
+    /// quantum of all its terms.
     fn pack_a(&self, p: &Problem, chunk: &Chunk, kernels: &Kernels, scratch: &mut Scratch) {
         let per_unit = if self.dot == DotKind::F32 { 1 } else { 2 };
         let k = chunk.first_unit * per_unit..((chunk.first_unit + chunk.units) * per_unit).min(p.k);
@@ -368,7 +367,7 @@ impl Job<'_> {
         }
     }
 
-    /// All tiles of a chunk.
+    /// Computes all tiles of a chunk.
     fn multiply(
         &self,
         p: &Problem,
@@ -396,8 +395,8 @@ impl Job<'_> {
                 if chunk.is_last {
                     target.prefetch(at, ap.rows, bp.rows);
                 }
-                // SAFETY: `pack_a` and `pack_b` put the panels here, followed by their scales; a tile's buffer holds the largest tile;
-                // resumed sums are those of an F32 output; a direct tile is within this task's rectangle of the output. The machine has the
+                // SAFETY: `pack_a` and `pack_b` put the panels here, followed by their scales. A tile's buffer holds the largest tile.
+                // Resumed sums come from an F32 output. A direct tile is within this task's rectangle of the output. The machine has the
                 // kernel's instructions, and the widths are those of its kernels.
                 unsafe {
                     let (out, stride) = if direct {
@@ -441,7 +440,7 @@ impl Job<'_> {
     }
 
     /// # Safety
-    /// As [`Target::finish`].
+    /// The requirements of [`Target::finish`].
     unsafe fn finish(
         &self,
         to: &Target,
@@ -451,7 +450,7 @@ impl Job<'_> {
         tile: *const f32,
         stride: usize,
     ) {
-        // SAFETY: passed on; the machine has `self.isa`.
+        // SAFETY: the caller guarantees the requirements; the machine has `self.isa`.
         unsafe {
             #[cfg(target_arch = "x86_64")]
             if matches!(self.isa, Isa::Avx512 | Isa::Avx512Bf16) {
@@ -462,22 +461,22 @@ impl Job<'_> {
     }
 }
 
-/// Whether chains that continue from these sums can pass through a tiny number.
+/// Whether sums that continue from these values can pass through a tiny number.
 ///
 /// # Safety
 /// `rows` of `columns` sums, `stride` apart, are readable and initialised.
 unsafe fn sums_may_be_tiny(sums: *const f32, (rows, columns): (usize, usize), stride: usize) -> bool {
     (0..rows).any(|i| {
-        // SAFETY: as the caller promises.
+        // SAFETY: the caller guarantees that these rows are readable.
         let row = unsafe { std::slice::from_raw_parts(sums.add(i * stride), columns) };
         row.iter().fold(false, |tiny, &sum| tiny | pack::resumed_sum_may_be_tiny(sum))
     })
 }
 
-/// Runs a tile, one scale block at a time; `rows` and `columns` are the widths of its panels and of their scales.
+/// Runs a tile, one scale block at a time; `rows` and `columns` are the widths of the panels and of the panels' scales.
 ///
 /// # Safety
-/// As for the kernels of `x`; the scales cover all blocks of the tile's units.
+/// The requirements of the kernels in `x`; the scales cover all blocks of the tile's units.
 unsafe fn blocks(
     x: &Extent,
     run: RunTile,
@@ -489,7 +488,7 @@ unsafe fn blocks(
     while left > 0 {
         tile.units = left.min(x.block_units);
         tile.scales = Some((sa, sb));
-        // SAFETY: the caller promises the panels and scales of every block, one after the other.
+        // SAFETY: the caller guarantees contiguous panels and scales for all blocks.
         unsafe {
             run(&tile, rows, columns / x.kernels.lanes);
             tile.a = tile.a.add(tile.units * rows);
@@ -509,7 +508,7 @@ fn lowest_exponent(kernels: &Kernels, from: &OperandView, panel: &mut [u32]) -> 
     }
 }
 
-/// A part of the contraction for a block of A's rows.
+/// A range of the contraction, for a block of A's rows.
 struct Chunk {
     rows: Range<usize>,
     first_unit: usize,
@@ -525,7 +524,7 @@ fn even_cuts(total: usize, most: usize, align: usize) -> impl Iterator<Item = Ra
     (0..total).step_by(length).map(move |first| first..(first + length).min(total))
 }
 
-/// The panels of a range of A's rows.
+/// Splits a range of A's rows into panels.
 fn row_panels(kernels: &Kernels, rows: Range<usize>) -> impl Iterator<Item = PanelRows> + Clone {
     let (tall, kernels) = (kernels.max_rows(), *kernels);
     rows.clone().step_by(tall).map(move |first| {
@@ -534,7 +533,7 @@ fn row_panels(kernels: &Kernels, rows: Range<usize>) -> impl Iterator<Item = Pan
     })
 }
 
-/// The panels of a range of D's columns.
+/// Splits a range of D's columns into panels.
 fn column_panels(kernels: &Kernels, columns: Range<usize>) -> impl Iterator<Item = PanelRows> + Clone {
     let kernels = *kernels;
     columns.clone().step_by(Kernels::MAX_VECTORS * kernels.lanes).map(move |first| {

@@ -1,9 +1,9 @@
 use std::fmt;
 
-/// An invalid argument of a product.
+/// An invalid argument of a GEMM.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GemmError {
-    /// The argument's name at the entry point.
+    /// The argument's name in the public function.
     pub argument: &'static str,
     /// The value passed.
     pub got: String,

@@ -1,15 +1,15 @@
 use super::GemmError;
 
-/// The instruction set of a product. All give the same bits and differ only in speed.
+/// The instruction set of a GEMM. All instruction sets give the same bits and differ only in speed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Isa {
-    /// Plain Rust, vectorised by the compiler where the target has a fused multiply-add.
+    /// Plain Rust, which the compiler vectorises where the target has a fused multiply-add.
     Portable,
-    /// x86-64 with AVX2 and FMA: 8 lanes; the BF16 dot is emulated with two FMAs per pair.
+    /// x86-64 with AVX2 and FMA: 8 lanes; two FMAs per pair emulate the BF16 dot product.
     Avx2,
-    /// x86-64 with AVX-512 F, BW, DQ and VL: 16 lanes; the BF16 dot is emulated with two FMAs per pair.
+    /// x86-64 with AVX-512 F, BW, DQ and VL: 16 lanes; two FMAs per pair emulate the BF16 dot product.
     Avx512,
-    /// AVX-512 with `vdpbf16ps`, which defines the BF16 dot.
+    /// AVX-512 with `vdpbf16ps`, the instruction that defines the BF16 dot product.
     Avx512Bf16,
 }
 
@@ -23,7 +23,7 @@ impl Isa {
         Self::ALL.into_iter().rev().find(|isa| isa.is_supported()).unwrap_or(Isa::Portable)
     }
 
-    /// Whether this machine supports it.
+    /// Whether this machine supports the instruction set.
     pub fn is_supported(self) -> bool {
         #[cfg(target_arch = "x86_64")]
         {

@@ -1,13 +1,13 @@
-//! The matrix product of the CPU: D = A·Bᵀ on plain slices, A `[m, k]`, B `[n, k]`, with the three dots of
-//! [`spec`]. All instruction sets and thread counts give the same bits.
+//! The GEMM of the CPU: D = A·Bᵀ on plain slices, A `[m, k]`, B `[n, k]`, with the three dot products of [`spec`]. All instruction sets and
+//! thread counts give the same bits.
 //!
-//! Operands are strided views ([`OperandView`]) of F32, BF16, or FP8 and FP4 codes with scales. F32 and BF16 may be
-//! transposed, which gives A·B and Aᵀ·B. The operands determine the dot: F32 with F32, else the BF16
-//! dot, block by block if there are scales.
+//! Operands are strided views ([`OperandView`]) of F32, BF16, or FP8 and FP4 codes with scales. F32 and BF16 operands may be transposed,
+//! which gives A·B and Aᵀ·B. The operand types determine the dot product: F32 with F32 uses the F32 dot. All other pairs use the BF16 dot,
+//! one scale block at a time if there are scales.
 //!
-//! Speed: operands are packed into panels (`pack`) that fit the register tiles (`tile`); a product is split
-//! into tasks that rayon balances (`drive`). The contraction is never split between threads. A chain that is
-//! interrupted so that operands stay in the caches resumes from its F32 partial sum.
+//! For speed, operands are packed into panels (`pack`) that fit the register tiles (`tile`), and a GEMM is split into tasks that rayon
+//! balances (`drive`). The contraction is never split between threads. The contraction is processed in chunks so that operands stay in the
+//! caches; each chunk resumes from the F32 partial sums of the previous chunk.
 
 mod decode;
 mod drive;
@@ -38,7 +38,7 @@ pub struct Group {
     pub len: usize,
 }
 
-/// The products on one instruction set. Parallel entry points use the rayon pool in which they are called.
+/// The GEMMs on one instruction set. Parallel entry points use the rayon pool in which they are called.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Engine {
     isa: Isa,
@@ -51,10 +51,10 @@ impl Default for Engine {
 }
 
 impl Engine {
-    /// The engine on a chosen instruction set.
+    /// The engine for this instruction set.
     ///
     /// # Errors
-    /// If the machine does not support it.
+    /// If the machine does not support the instruction set.
     pub fn with_isa(isa: Isa) -> Result<Self, GemmError> {
         Ok(Self { isa: isa.checked()? })
     }
@@ -64,7 +64,7 @@ impl Engine {
         self.isa
     }
 
-    /// D = A·Bᵀ.
+    /// Computes D = A·Bᵀ on the current rayon pool.
     ///
     /// # Errors
     /// If an operand or the output is too short for the sizes, or the operands cannot be multiplied with each other.
@@ -79,10 +79,10 @@ impl Engine {
         Ok(())
     }
 
-    /// D = A·Bᵀ on the calling thread alone, for use within a parallel region.
+    /// Computes D = A·Bᵀ on the calling thread, for use inside a parallel region.
     ///
     /// # Errors
-    /// As [`Engine::gemm`].
+    /// The errors of [`Engine::gemm`].
     pub fn gemm_serial(
         &self,
         dims: ProductDims,
@@ -106,11 +106,12 @@ impl Engine {
         self.job(vec![Problem { a: *a, b: *b, m, n, k, out: out.offset }], out)
     }
 
-    /// For each group g: rows `start .. start + len` of D = the same rows of A times B\[g\]ᵀ. Rows outside all groups are
-    /// unchanged. This is fprop, and dgrad with the weights read transposed.
+    /// The grouped GEMM of fprop, and of dgrad with transposed weights. For each group g, rows `start .. start + len` of D are the same
+    /// rows of A times B\[g\]ᵀ. Rows outside all groups are unchanged.
     ///
     /// # Errors
-    /// As [`Engine::gemm`]; if the number of B is not the number of groups; if groups overlap or are not in ascending order.
+    /// The errors of [`Engine::gemm`]; also if the number of B matrices is not the number of groups, or if groups overlap or are not in
+    /// ascending order.
     pub fn grouped(
         &self,
         groups: &[Group],
@@ -139,13 +140,13 @@ impl Engine {
         Ok(())
     }
 
-    /// For each group g: D\[g\] `[m, n]` = the sum over rows r of the group of A(r)ᵀ·B(r): the contraction runs over
-    /// the group's rows. D\[g\] begins `m · stride` after D\[g − 1\]. An empty group's D is zero, or unchanged when
-    /// accumulating. This is wgrad: plain operands are `[rows, m]` and `[rows, n]` and are read transposed; block-scaled
-    /// ones are stored transposed, codes `[m][capacity]`, with every `start` a multiple of the block.
+    /// The grouped GEMM of wgrad. For each group g, D\[g\] `[m, n]` is the sum of A(r)ᵀ·B(r) over the rows r of the group. D\[g\] starts `m
+    /// · stride` elements after D\[g − 1\]. The D of an empty group is zero, or unchanged when accumulating. Plain operands are `[rows, m]`
+    /// and `[rows, n]`, and are read transposed. Block-scaled operands are stored transposed, with codes `[m][capacity]`, and every `start`
+    /// is a multiple of the block.
     ///
     /// # Errors
-    /// As [`Engine::gemm`]; if a group starts within a block.
+    /// The errors of [`Engine::gemm`]; also if a group starts within a block.
     pub fn ragged(
         &self,
         groups: &[Group],
@@ -172,7 +173,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Checks a call's problems against their slices.
+    /// Checks that the operands and outputs of a call are within their slices.
     fn job<'a>(&self, problems: Vec<Problem<'a>>, out: &Output) -> Result<Job<'a>, GemmError> {
         let (mut dot, mut block) = (DotKind::F32, None);
         for (i, p) in problems.iter().enumerate() {
@@ -206,7 +207,7 @@ impl Engine {
 }
 
 impl Group {
-    /// The end of this group, which may not begin before row `free`.
+    /// The end of this group; the group must not start before row `free`.
     fn after(&self, free: usize) -> Result<usize, GemmError> {
         let end = self.start.checked_add(self.len).filter(|_| self.start >= free);
         end.ok_or_else(|| {

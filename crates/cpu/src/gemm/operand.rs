@@ -5,15 +5,15 @@ use nibble_formats::ScalePlane;
 /// The elements of an operand.
 #[derive(Debug, Clone, Copy)]
 pub enum Data<'a> {
-    /// F32; multiplies only F32.
+    /// F32; can be multiplied only with F32.
     F32(&'a [f32]),
-    /// BF16; multiplies everything but F32.
+    /// BF16; can be multiplied with all types except F32.
     Bf16(&'a [bf16]),
-    /// FP8 E4M3 codes, one a byte (0x7F and 0xFF are NaN).
+    /// FP8 E4M3 codes, one per byte (0x7F and 0xFF are NaN).
     E4m3(&'a [u8]),
-    /// FP8 E5M2 codes, one a byte.
+    /// FP8 E5M2 codes, one per byte.
     E5m2(&'a [u8]),
-    /// FP4 E2M1 codes, two a byte, the even element in the low nibble.
+    /// FP4 E2M1 codes, two per byte, with the even-indexed element in the low nibble.
     E2m1(&'a [u8]),
 }
 
@@ -43,13 +43,13 @@ impl Data<'_> {
 pub struct OperandScales<'a> {
     /// The scales, one number per block.
     pub values: ScalePlane<'a>,
-    /// Elements of the contraction per scale: even, typically 128 or 32.
+    /// Elements of the contraction per scale; an even number, typically 128 or 32.
     pub block: usize,
     /// Rows per scale: 1, or 128 for 2-D blocks.
     pub rows_per_scale: usize,
     /// Index of the scale of element (0, 0).
     pub offset: usize,
-    /// Scales from one row of scales to the next.
+    /// Distance, in scales, from one row of scales to the next.
     pub stride: usize,
 }
 
@@ -64,7 +64,7 @@ impl<'a> OperandScales<'a> {
         Self { values, block, rows_per_scale: block, offset: 0, stride }
     }
 
-    /// The same scales, with element (0, 0) under the scale at `offset`.
+    /// The same scales, with the scale of element (0, 0) at index `offset`.
     pub fn at(self, offset: usize) -> Self {
         Self { offset, ..self }
     }
@@ -80,35 +80,35 @@ impl<'a> OperandScales<'a> {
     }
 }
 
-/// One operand of D = A·Bᵀ: a strided view of a matrix [rows, K] whose rows are those of A, or of B (the columns
-/// of D). The product determines the number of rows and K.
+/// One operand of D = A·Bᵀ: a strided view of a matrix [rows, K], whose rows are those of A or of B (the columns of D). The GEMM call
+/// determines the number of rows and K.
 #[derive(Debug, Clone, Copy)]
 pub struct OperandView<'a> {
     /// The elements.
     pub data: Data<'a>,
     /// Index of element (row 0, k 0), in elements.
     pub offset: usize,
-    /// Elements from one row to the next, or from one k to the next if `transposed`.
+    /// Distance, in elements, from one row to the next, or from one k to the next if `transposed`.
     pub stride: usize,
-    /// Whether the source is [K, rows] (F32 and BF16 only).
+    /// Whether the source has the shape [K, rows] (only for F32 and BF16).
     pub transposed: bool,
     /// The scales of a block-scaled operand.
     pub scales: Option<OperandScales<'a>>,
 }
 
 impl<'a> OperandView<'a> {
-    /// A source [rows, K] with `stride` elements from row to row: the contraction is contiguous.
+    /// A view of a source [rows, K] with `stride` elements from row to row: the contraction is contiguous.
     pub fn rows(data: Data<'a>, stride: usize) -> Self {
         Self { data, offset: 0, stride, transposed: false, scales: None }
     }
 
-    /// A source [K, rows] with `stride` elements from one k to the next: the contraction runs down the rows of
-    /// the source. A·B reads B this way, and Aᵀ·B reads both operands this way.
+    /// A view of a source [K, rows] with `stride` elements from one k to the next: the contraction runs along the columns of the source.
+    /// A·B reads B this way, and Aᵀ·B reads both operands this way.
     pub fn transposed(data: Data<'a>, stride: usize) -> Self {
         Self { data, offset: 0, stride, transposed: true, scales: None }
     }
 
-    /// The same view with element (0, 0) at `offset`.
+    /// The same view, with element (0, 0) at index `offset`.
     pub fn at(self, offset: usize) -> Self {
         Self { offset, ..self }
     }
@@ -118,7 +118,7 @@ impl<'a> OperandView<'a> {
         Self { scales: Some(scales), ..self }
     }
 
-    /// The view from row `row` on.
+    /// The view that starts at row `row`.
     ///
     /// # Errors
     /// If `row` is not a multiple of the rows per scale, or out of range.
@@ -135,7 +135,7 @@ impl<'a> OperandView<'a> {
         Ok(self)
     }
 
-    /// The view from element `k` of the contraction on.
+    /// The view that starts at element `k` of the contraction.
     ///
     /// # Errors
     /// If `k` is not a multiple of the scale block, or out of range.
@@ -201,12 +201,12 @@ impl<'a> OperandView<'a> {
     }
 }
 
-/// End of the last of `outer` runs of `inner` elements, `stride` apart.
+/// End index of the last of `outer` runs of `inner` elements, whose starts are `stride` apart.
 pub(super) fn extent(offset: usize, outer: usize, stride: usize, inner: usize) -> Option<usize> {
     (outer - 1).checked_mul(stride)?.checked_add(inner)?.checked_add(offset)
 }
 
-/// The index `steps` strides after `offset`.
+/// The index that is `steps` strides after `offset`.
 pub(super) fn shifted(
     name: &'static str,
     offset: usize,
@@ -219,53 +219,53 @@ pub(super) fn shifted(
     })
 }
 
-/// The destination of a product.
+/// The destination of a GEMM.
 #[derive(Debug)]
 pub enum OutputData<'a> {
-    /// F32.
+    /// F32 results.
     F32(&'a mut [f32]),
-    /// BF16: the F32 result rounded to nearest, ties to even.
+    /// BF16 results: the F32 sums rounded to nearest, ties to even.
     Bf16(&'a mut [bf16]),
 }
 
-/// A strided matrix to be written.
+/// A strided output matrix.
 #[derive(Debug)]
 pub struct Output<'a> {
     /// The elements.
     pub data: OutputData<'a>,
     /// Index of element (0, 0).
     pub offset: usize,
-    /// Elements from one row to the next.
+    /// Distance, in elements, from one row to the next.
     pub stride: usize,
-    /// Add the product to the existing values, with one F32 addition per element, instead of overwriting them.
+    /// Whether to add the GEMM's result to the existing values, with one F32 addition per element, instead of overwriting them.
     pub accumulate: bool,
-    /// Continue the chains from the F32 values in the output instead of starting at zero: a contraction in consecutive parts has
-    /// the bits of the whole one (BF16: all parts but the last must have even length).
+    /// Whether sums start from the F32 values in the output instead of zero. A contraction that is computed in consecutive parts then has
+    /// the same bits as one GEMM (for BF16, all parts but the last must have even length).
     pub resume: bool,
 }
 
 impl<'a> Output<'a> {
-    /// An F32 matrix to overwrite.
+    /// An F32 matrix to be overwritten.
     pub fn f32(data: &'a mut [f32], stride: usize) -> Self {
         Self { data: OutputData::F32(data), offset: 0, stride, accumulate: false, resume: false }
     }
 
-    /// A BF16 matrix to overwrite.
+    /// A BF16 matrix to be overwritten.
     pub fn bf16(data: &'a mut [bf16], stride: usize) -> Self {
         Self { data: OutputData::Bf16(data), offset: 0, stride, accumulate: false, resume: false }
     }
 
-    /// The same matrix with element (0, 0) at `offset`.
+    /// The same matrix, with element (0, 0) at index `offset`.
     pub fn at(self, offset: usize) -> Self {
         Self { offset, ..self }
     }
 
-    /// The same matrix, to accumulate into.
+    /// The same matrix, with `accumulate` set.
     pub fn accumulate(self) -> Self {
         Self { accumulate: true, ..self }
     }
 
-    /// The same matrix, to resume its chains.
+    /// The same matrix, with `resume` set.
     pub fn resume(self) -> Self {
         Self { resume: true, ..self }
     }
@@ -279,14 +279,14 @@ impl<'a> Output<'a> {
     }
 }
 
-/// The dot that a pair of operands uses.
+/// The kind of dot product that a pair of operands uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum DotKind {
     F32,
     Bf16,
 }
 
-/// The dot for a pair of operands and the block of their scales, if they have any.
+/// The dot product for a pair of operands, and the block length of their scales if they have scales.
 pub(super) fn pair(a: &OperandView, b: &OperandView) -> Result<(DotKind, Option<usize>), GemmError> {
     let dot = match (a.data, b.data) {
         (Data::F32(_), Data::F32(_)) => DotKind::F32,

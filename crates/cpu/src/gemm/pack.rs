@@ -1,4 +1,4 @@
-//! Packing: stretches of an operand's rows into panels `[units][width]` of 32-bit units, codes decoded to BF16.
+//! Packing: copies parts of an operand's rows into panels `[units][width]` of 32-bit units, with codes decoded to BF16.
 
 #[cfg(target_arch = "x86_64")]
 use super::Isa;
@@ -7,10 +7,10 @@ use super::{DotKind, decode};
 use half::bf16;
 use std::ops::Range;
 
-/// Units past its end that packing a panel may overwrite (by whole-vector stores).
+/// Number of units past a panel's end that packing may overwrite, because it stores whole vectors.
 pub(super) const SLACK: usize = 16;
 
-/// Length of `k` elements in units.
+/// Number of 32-bit units for `k` elements.
 pub(super) fn units(dot: DotKind, k: usize) -> usize {
     match dot {
         DotKind::F32 => k,
@@ -18,8 +18,8 @@ pub(super) fn units(dot: DotKind, k: usize) -> usize {
     }
 }
 
-/// The rows of an operand in one panel of `width`: `rows`, at least one. The rest of the panel may hold anything: the results of
-/// those lanes are ignored.
+/// The operand rows in one panel of `width` columns: `rows`, at least one. The remaining columns may hold any values, because the results
+/// of those lanes are ignored.
 #[derive(Clone)]
 pub(super) struct PanelRows {
     pub first: usize,
@@ -27,14 +27,13 @@ pub(super) struct PanelRows {
     pub width: usize,
 }
 
-/// Packs elements `k` of a panel's rows (whole units, except at the end of the contraction) into the beginning of
-/// `to`, which is longer than the panel by [`SLACK`]. Up to `SLACK` units past the panel are overwritten, unless the
-/// source is transposed.
+/// Packs elements `k` of a panel's rows into the beginning of `to`. The elements form whole units, except at the end of the contraction.
+/// `to` is longer than the panel by [`SLACK`] units; up to `SLACK` units past the panel are overwritten, unless the source is transposed.
 fn panel(isa: super::Isa, from: &OperandView, panel: &PanelRows, k: Range<usize>, to: &mut [u32]) {
     #[cfg(target_arch = "x86_64")]
     if matches!(isa, Isa::Avx512 | Isa::Avx512Bf16) {
-        // SAFETY: the entry points checked that the machine has the instruction set and that all of the operand's
-        // elements lie within its slice; `to` has the length that the documentation asks for (checked inside).
+        // SAFETY: the entry points checked that the machine has the instruction set and that all elements of the operand lie within its
+        // slice. `avx512::panel` checks that `to` has the documented length.
         unsafe { avx512::panel(from, panel, k, to) };
         return;
     }
@@ -69,10 +68,10 @@ fn portable_panel(from: &OperandView, panel: &PanelRows, k: Range<usize>, to: &m
     }
 }
 
-/// Packs the panels from `first` on; each goes to `(panel.first − first) · units` of `to`.
+/// Packs several panels; panel `p` is written at `(p.first − first) · units` of `to`.
 ///
-/// A panel of a transposed source uses only part of each cache line, and lines a power of two apart evict each
-/// other: there, all panels take a few units in turn.
+/// A panel of a transposed source uses only a part of each cache line, and cache lines at power-of-two distances evict each other.
+/// Therefore the panels of a transposed source alternate: each packs a few units in turn.
 pub(super) fn panels<P: Iterator<Item = PanelRows> + Clone>(
     isa: super::Isa,
     from: &OperandView,
@@ -109,11 +108,11 @@ pub(super) fn may_be_tiny(data: &Data) -> bool {
     matches!(data, Data::Bf16(_))
 }
 
-/// Lowest exponent field of any decoded code: E5M2's 2⁻¹⁶.
+/// Lowest exponent field of any decoded code, that of E5M2's 2⁻¹⁶.
 pub(super) const LOWEST_OF_CODES: u8 = 127 - 16;
 
-/// Flushes the subnormals of a panel of BF16 pairs and returns the lowest exponent field of its nonzero elements (255
-/// if there is none).
+/// Flushes the subnormals of a panel of BF16 pairs and returns the lowest exponent field of the panel's nonzero elements (255 if all are
+/// zero).
 pub(super) fn flush_subnormals(panel: &mut [u32]) -> u8 {
     let mut lowest = 0x7F80;
     for unit in panel {
@@ -125,20 +124,20 @@ pub(super) fn flush_subnormals(panel: &mut [u32]) -> u8 {
     (lowest >> 7) as u8
 }
 
-/// Whether the chain of BF16 products can pass through a tiny number, given the lowest exponent fields of the nonzero
-/// elements of both operands. An operand with lowest field e is a multiple of 2^(e−127−7). So every product, and every rounded
-/// sum, is a multiple of q = 2^(ea + eb − 268); if q ≥ 2⁻¹²⁶, none but zero is below 2⁻¹²⁶.
+/// Whether a sum of BF16 products can pass through a tiny number, given the lowest exponent fields of the nonzero elements of both
+/// operands. Every element of an operand with lowest field e is a multiple of 2^(e−127−7). So every product, and every rounded sum, is a
+/// multiple of q = 2^(ea + eb − 268). If q ≥ 2⁻¹²⁶, no nonzero sum is below 2⁻¹²⁶.
 pub(super) fn sums_may_be_tiny(a_lowest: u8, b_lowest: u8) -> bool {
     u32::from(a_lowest) + u32::from(b_lowest) < 268 - 126
 }
 
-/// The same for a chain that continues from this sum. A sum with exponent field e is a multiple of 2^(e−127−23), and so is every
-/// sum of it with multiples of 2⁻¹²⁶.
+/// Whether a chain that resumes from this sum can pass through a tiny number. A sum with exponent field e is a multiple of 2^(e−127−23),
+/// and so is every sum of it with multiples of 2⁻¹²⁶.
 pub(super) fn resumed_sum_may_be_tiny(sum: f32) -> bool {
     (1..(150 - 126) << 23).contains(&(sum.to_bits() & 0x7FFF_FFFF))
 }
 
-/// F32 to BF16, nearest-even; NaN stays NaN.
+/// Rounds F32 to BF16, nearest-even; NaN stays NaN.
 #[inline(always)]
 pub(super) fn round_to_bf16(x: f32) -> bf16 {
     let bits = x.to_bits();

@@ -1,12 +1,12 @@
-//! Packing sixteen rows by sixteen units at a time.
+//! Packing of sixteen rows by sixteen units at a time with AVX-512.
 
 use super::super::operand::{Data, OperandView};
 use super::{PanelRows, SLACK, decode};
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-/// The array of `body` for the constants `i` = 0 … 15, unrolled by hand: with any loop, even one that only fills an array,
-/// the registers would be in memory.
+/// An array of `body` for the constants `i` = 0 … 15, unrolled by hand. With any loop, even one that only fills an array, the compiler
+/// would spill the registers to memory.
 macro_rules! sixteen {
     ($i:ident => $body:expr) => { sixteen!(@ $i $body, 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15) };
     (@ $i:ident $body:expr, $($literal:literal)+) => {
@@ -17,23 +17,23 @@ macro_rules! sixteen {
     };
 }
 
-/// A source with a contiguous contraction, read sixteen units at a time.
+/// A reader of a source with a contiguous contraction, sixteen units at a time.
 trait RowReader {
-    /// Elements of one unit.
+    /// Number of elements in one unit.
     const PER_UNIT: usize;
-    /// The sixteen units from element `at` on.
+    /// Reads the sixteen units that start at element `at`.
     ///
     /// # Safety
-    /// The machine has AVX-512 F, BW and VL; the elements exist.
+    /// The machine has AVX-512 F, BW and VL, and the elements exist.
     unsafe fn read(&self, at: usize) -> __m512i;
-    /// The units of the last `left` elements (fewer than sixteen units) from element `at` on, zero-extended.
+    /// Reads the last `left` elements (fewer than sixteen units) from element `at` on, and zero-extends them.
     ///
     /// # Safety
-    /// As [`RowReader::read`].
+    /// The requirements of [`RowReader::read`].
     unsafe fn read_last(&self, at: usize, left: usize) -> __m512i;
 }
 
-/// `bits` low bits set, all 32 from 32 on.
+/// A mask with the lowest `bits` bits set; all 32 bits if `bits` is at least 32.
 fn low_bits(bits: usize) -> u32 {
     if bits >= 32 { u32::MAX } else { (1 << bits) - 1 }
 }
@@ -54,12 +54,12 @@ impl RowReader for F32Rows {
     const PER_UNIT: usize = 1;
     #[inline(always)]
     unsafe fn read(&self, at: usize) -> __m512i {
-        // SAFETY: the caller promises the elements.
+        // SAFETY: the caller guarantees that the elements exist.
         unsafe { _mm512_loadu_epi32(self.0.add(at).cast()) }
     }
     #[inline(always)]
     unsafe fn read_last(&self, at: usize, left: usize) -> __m512i {
-        // SAFETY: masked lanes are not touched; the others exist.
+        // SAFETY: masked lanes are not accessed; the others exist.
         unsafe { _mm512_maskz_loadu_epi32(low_bits(left) as u16, self.0.add(at).cast()) }
     }
 }
@@ -68,12 +68,12 @@ impl RowReader for Bf16Rows {
     const PER_UNIT: usize = 2;
     #[inline(always)]
     unsafe fn read(&self, at: usize) -> __m512i {
-        // SAFETY: the caller promises the elements.
+        // SAFETY: the caller guarantees that the elements exist.
         unsafe { _mm512_loadu_epi16(self.0.add(at).cast()) }
     }
     #[inline(always)]
     unsafe fn read_last(&self, at: usize, left: usize) -> __m512i {
-        // SAFETY: masked lanes are not touched; the others exist.
+        // SAFETY: masked lanes are not accessed; the others exist.
         unsafe { _mm512_maskz_loadu_epi16(low_bits(left), self.0.add(at).cast()) }
     }
 }
@@ -82,7 +82,7 @@ impl RowReader for Fp8Rows {
     const PER_UNIT: usize = 2;
     #[inline(always)]
     unsafe fn read(&self, at: usize) -> __m512i {
-        // SAFETY: the caller promises the elements.
+        // SAFETY: the caller guarantees that the elements exist.
         unsafe { self.decode(_mm256_loadu_epi8(self.codes.add(at).cast())) }
     }
     #[inline(always)]
@@ -95,10 +95,10 @@ impl RowReader for Fp8Rows {
 impl Fp8Rows {
     #[inline(always)]
     unsafe fn decode(&self, codes: __m256i) -> __m512i {
-        // SAFETY: registers only; the readers' caller promises the instructions.
+        // SAFETY: the block uses only registers, and the reader's caller guarantees the instructions.
         unsafe {
             let codes = _mm512_cvtepi8_epi16(codes);
-            // Bits 0 … 5 choose among 64 words, bit 6 between the halves of the table; bit 15 is the sign.
+            // Bits 0 … 5 choose among 64 words, and bit 6 chooses a half of the table; bit 15 is the sign.
             let low = _mm512_permutex2var_epi16(self.table[0], codes, self.table[1]);
             let high = _mm512_permutex2var_epi16(self.table[2], codes, self.table[3]);
             let upper_half = _mm512_test_epi16_mask(codes, _mm512_set1_epi16(0x40));
@@ -112,12 +112,13 @@ impl RowReader for Fp4Rows {
     const PER_UNIT: usize = 2;
     #[inline(always)]
     unsafe fn read(&self, at: usize) -> __m512i {
-        // SAFETY: the caller promises the elements; `at` is even, so their bytes begin at at / 2.
+        // SAFETY: the caller guarantees that the elements exist. `at` is even, so their bytes start at at / 2.
         unsafe { self.decode(_mm_loadu_epi8(self.codes.add(at / 2).cast()), u32::MAX) }
     }
     #[inline(always)]
     unsafe fn read_last(&self, at: usize, left: usize) -> __m512i {
-        // SAFETY: as above; masked lanes are not touched. An odd last code shares its byte with another, masked later.
+        // SAFETY: masked lanes are not accessed, and the others exist. An odd last code shares its byte with another code, which is masked
+        // later.
         unsafe {
             let mask = low_bits(left.div_ceil(2)) as u16;
             self.decode(_mm_maskz_loadu_epi8(mask, self.codes.add(at / 2).cast()), low_bits(left))
@@ -128,7 +129,7 @@ impl RowReader for Fp4Rows {
 impl Fp4Rows {
     #[inline(always)]
     unsafe fn decode(&self, bytes: __m128i, live: u32) -> __m512i {
-        // SAFETY: registers only; the readers' caller promises the instructions.
+        // SAFETY: the block uses only registers, and the reader's caller guarantees the instructions.
         unsafe {
             let bytes = _mm512_cvtepu8_epi32(bytes);
             let nibbles = _mm512_or_si512(bytes, _mm512_slli_epi32::<12>(bytes));
@@ -138,10 +139,10 @@ impl Fp4Rows {
     }
 }
 
-/// See [`super::panel`].
+/// Packs a panel with AVX-512; see [`super::panel`].
 ///
 /// # Safety
-/// The machine has AVX-512 F, BW, DQ and VL; the elements asked for lie within the operand's slice.
+/// The machine has AVX-512 F, BW, DQ and VL; the elements `k` of the panel's rows lie within the operand's slice.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 pub(super) unsafe fn panel(from: &OperandView, panel: &PanelRows, k: Range<usize>, to: &mut [u32]) {
     let per_unit = if let Data::F32(_) = from.data { 1 } else { 2 };
@@ -149,7 +150,7 @@ pub(super) unsafe fn panel(from: &OperandView, panel: &PanelRows, k: Range<usize
         to.len() >= k.len().div_ceil(per_unit) * panel.width + SLACK,
         "the panel's buffer lacks its slack"
     );
-    // SAFETY: the caller promises the instructions and the elements; the length of `to` was just checked.
+    // SAFETY: the caller guarantees the instructions and the elements; the length of `to` was checked above.
     unsafe {
         match (from.data, from.transposed) {
             (Data::F32(x), false) => rows(&F32Rows(x.as_ptr()), from, panel, k, to),
@@ -169,16 +170,16 @@ pub(super) unsafe fn panel(from: &OperandView, panel: &PanelRows, k: Range<usize
 #[target_feature(enable = "avx512f,avx512bw")]
 fn fp8_rows(codes: &[u8], table: &[u16; 128]) -> Fp8Rows {
     let words = table.as_ptr();
-    // SAFETY: 4 × 32 words are the whole table.
+    // SAFETY: four registers of 32 words cover exactly the table.
     let table = unsafe { [0, 32, 64, 96].map(|i| _mm512_loadu_si512(words.add(i).cast())) };
     Fp8Rows { codes: codes.as_ptr(), table }
 }
 
-/// Transposes blocks of 16 rows × 16 units. A panel narrower than 16 is stored in whole vectors, each of which
-/// overwrites the excess of the previous one.
+/// Packs by transposing blocks of 16 rows × 16 units. A panel narrower than 16 is stored in whole vectors; each store overwrites the excess
+/// of the previous store.
 ///
 /// # Safety
-/// As [`panel`], and `to` has its slack.
+/// The requirements of [`panel`]; `to` is longer than the panel by `SLACK` units.
 #[inline(always)]
 unsafe fn rows<R: RowReader>(
     from: &R,
@@ -189,14 +190,14 @@ unsafe fn rows<R: RowReader>(
 ) {
     let units = k.len().div_ceil(R::PER_UNIT);
     for first_lane in (0..panel.width).step_by(16) {
-        // Lanes past the last row repeat it; their results are ignored.
+        // Lanes past the last row repeat the last row; their results are ignored.
         let row_at =
             |i: usize| view.offset + (panel.first + (first_lane + i).min(panel.rows - 1)) * view.stride;
         for unit in (0..units).step_by(16) {
             let k0 = k.start + unit * R::PER_UNIT;
             let left = k.end - k0;
-            // SAFETY: the panel's rows and the elements below k.end exist; the stores end at most SLACK past the
-            // panel, as the last store of this group of lanes begins within it.
+            // SAFETY: the panel's rows and the elements below k.end exist. The stores end at most SLACK units past the panel, because the
+            // last store of this group of lanes starts within the panel.
             unsafe {
                 let block = if left >= 16 * R::PER_UNIT {
                     sixteen!(I => from.read(row_at(I) + k0))
@@ -218,10 +219,10 @@ unsafe fn rows<R: RowReader>(
     }
 }
 
-/// 16 × 16 words, rows to columns.
+/// Transposes a 16 × 16 matrix of words.
 #[inline(always)]
 unsafe fn transpose(r: [__m512i; 16]) -> [__m512i; 16] {
-    // SAFETY: register shuffles only; the caller has AVX-512 F.
+    // SAFETY: the block only shuffles registers, and the caller has AVX-512 F.
     unsafe {
         let s = sixteen!(I => match I % 2 {
             0 => _mm512_unpacklo_epi32(r[I], r[I | 1]),
@@ -234,8 +235,8 @@ unsafe fn transpose(r: [__m512i; 16]) -> [__m512i; 16] {
                 _ => _mm512_unpackhi_epi64(s[PAIR], s[PAIR + 2]),
             }
         });
-        // t[4i + c] holds, in its quarter q, rows 4i .. 4i + 4 of column 4q + c. Gather the quarters: first those of
-        // even or odd q of the upper and of the lower eight rows, then all.
+        // t[4i + c] holds, in its quarter q, rows 4i .. 4i + 4 of column 4q + c. The quarters are gathered in two steps: first the even or
+        // odd quarters of the upper and lower eight rows, then all quarters.
         sixteen!(I => {
             const Q: usize = I / 4;
             const C: usize = I % 4;
@@ -252,7 +253,7 @@ unsafe fn transpose(r: [__m512i; 16]) -> [__m512i; 16] {
 }
 
 /// # Safety
-/// As [`rows`].
+/// The requirements of [`rows`].
 #[inline(always)]
 unsafe fn f32_columns(
     from: *const f32,
@@ -266,7 +267,7 @@ unsafe fn f32_columns(
         let stored = low_bits(panel.width - lane) as u16;
         for (unit, k) in k.clone().enumerate() {
             let at = view.offset + k * view.stride + panel.first + lane;
-            // SAFETY: masked lanes are not touched; the others exist, in the source and in the panel.
+            // SAFETY: masked lanes are not accessed; the others exist, in the source and in the panel.
             unsafe {
                 let x = _mm512_maskz_loadu_epi32(live, from.wrapping_add(at).cast());
                 _mm512_mask_storeu_epi32(to.as_mut_ptr().add(unit * panel.width + lane).cast(), stored, x);
@@ -276,7 +277,7 @@ unsafe fn f32_columns(
 }
 
 /// # Safety
-/// As [`rows`].
+/// The requirements of [`rows`].
 #[inline(always)]
 unsafe fn bf16_columns(
     from: *const u16,
@@ -291,7 +292,7 @@ unsafe fn bf16_columns(
         for (unit, k0) in k.clone().step_by(2).enumerate() {
             let odd_live = if k0 + 1 < k.end { live } else { 0 };
             let at = view.offset + k0 * view.stride + panel.first + lane;
-            // SAFETY: masked lanes are not touched; the others exist, in the source and in the panel.
+            // SAFETY: masked lanes are not accessed; the others exist, in the source and in the panel.
             unsafe {
                 let even = _mm256_maskz_loadu_epi16(live, from.wrapping_add(at).cast());
                 let odd = _mm256_maskz_loadu_epi16(odd_live, from.wrapping_add(at + view.stride).cast());

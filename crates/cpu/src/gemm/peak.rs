@@ -1,20 +1,20 @@
-//! The multiply-add peak of the processor: the upper bound of every product's speed.
+//! The peak multiply-add rate of the processor: the upper bound of every GEMM's speed.
 
 use super::Isa;
 use std::time::Instant;
 
-/// The dot products that matrix products use.
+/// The kinds of dot product that GEMMs use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Dot {
     /// F32 fused multiply-adds.
     F32,
-    /// Pairs of BF16, if the machine has an instruction for them. FP8 and FP4 codes use this dot too.
+    /// Products of BF16 pairs, with a dedicated instruction if the machine has one. FP8 and FP4 codes also use this dot product.
     Bf16,
 }
 
 /// The best of `runs` measurements on all threads of a pool, in flops per second.
 pub fn measure(pool: &rayon::ThreadPool, dot: Dot, runs: usize) -> f64 {
-    // Takes more than a millisecond: the time to wake the threads is negligible.
+    // The loop takes more than a millisecond, so that the time to wake the threads is negligible.
     const ROUNDS: usize = 400_000;
     let once = || {
         let start = Instant::now();
@@ -25,7 +25,7 @@ pub fn measure(pool: &rayon::ThreadPool, dot: Dot, runs: usize) -> f64 {
     (0..runs).map(|_| once()).fold(0.0, f64::max)
 }
 
-/// Flops of one round of twelve instructions.
+/// Number of flops of one round of twelve instructions.
 fn flops_per_round(dot: Dot) -> f64 {
     match (Isa::best(), dot) {
         (Isa::Avx512Bf16, Dot::Bf16) => 12.0 * 64.0,
@@ -38,11 +38,11 @@ fn flops_per_round(dot: Dot) -> f64 {
 fn chains(rounds: usize, dot: Dot) {
     #[cfg(target_arch = "x86_64")]
     match (Isa::best(), dot) {
-        // SAFETY: the machine has what `Isa::best` says.
+        // SAFETY: `Isa::best` checked that the machine has the instructions.
         (Isa::Avx512Bf16, Dot::Bf16) => return unsafe { x86::dots(rounds) },
-        // SAFETY: as above.
+        // SAFETY: `Isa::best` checked that the machine has the instructions.
         (Isa::Avx512Bf16 | Isa::Avx512, _) => return unsafe { x86::fmas_512(rounds) },
-        // SAFETY: as above.
+        // SAFETY: `Isa::best` checked that the machine has the instructions.
         (Isa::Avx2, _) => return unsafe { x86::fmas_256(rounds) },
         (Isa::Portable, _) => {}
     }
@@ -59,13 +59,13 @@ fn chains(rounds: usize, dot: Dot) {
 mod x86 {
     use std::arch::asm;
 
-    /// One instruction on twelve independent accumulators, as assembly: the compiler would optimise intrinsics away.
+    /// One instruction on twelve independent accumulators, in assembly, because the compiler would optimise intrinsics away.
     macro_rules! chains {
         ($name:ident, $instruction:literal, $register:literal, [$($i:literal)+]) => {
             /// # Safety
             /// The machine has the instruction.
             pub unsafe fn $name(rounds: usize) {
-                // SAFETY: touches nothing but the registers that it declares.
+                // SAFETY: the assembly touches only the registers that it declares.
                 unsafe {
                     asm!(
                         "vpxor xmm12, xmm12, xmm12",

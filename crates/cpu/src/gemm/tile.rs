@@ -1,55 +1,53 @@
-//! The register-tile kernels: a few rows of A times a few vectors of B, over one part of the contraction.
+//! The register-tile kernels. A kernel multiplies a few rows of A by a few vectors of B, over one part of the contraction.
 //!
-//! A *unit* is 32 bits of the contraction: one F32, or two neighbouring BF16. Packed panels are `[units][width]`,
-//! so a kernel reads both operands sequentially. The accumulators of a tile are independent chains, one per output
-//! element: the tile shape changes no bit.
+//! A *unit* is 32 bits of the contraction: one F32, or two neighbouring BF16 numbers. Packed panels are `[units][width]`, so a kernel reads
+//! both operands sequentially. Each accumulator of a tile is an independent sum for one output element, so the tile shape changes no bit.
 
 #[cfg(target_arch = "x86_64")]
 use super::lanes::{F256, F512};
 use super::lanes::{Lanes, Portable};
 use super::{DotKind, Isa};
 
-/// Widest register tile of any kernel, in elements of F32.
+/// Size of the largest register tile of any kernel, in F32 elements.
 pub(super) const MAX_TILE: usize = 12 * 32;
 
-/// One call of a kernel.
+/// The arguments of one kernel call.
 pub(super) struct Tile {
     /// Panel of A, `[units][rows]`.
     pub a: *const u32,
     /// Panel of B, `[units][vectors · lanes]`.
     pub b: *const u32,
-    /// Units of this part of the contraction.
+    /// Number of units of this part of the contraction.
     pub units: usize,
     /// The tile's results, row-major.
     pub out: *mut f32,
-    /// Elements from one row of `out` to the next.
+    /// Distance, in elements, from one row of `out` to the next.
     pub stride: usize,
-    /// Whether the chains begin here; otherwise they continue from the values in `out`.
+    /// Whether the sums start at zero; otherwise they continue from the values in `out`.
     pub first: bool,
-    /// For a block-scaled product: the scales of the rows of A and of the columns of B for one block. The tile then covers one
-    /// block, whose dots begin at zero and are added, scaled, to `out`.
+    /// For a block-scaled GEMM: the scales of A's rows and of B's columns for one block. The tile then covers one block; its dot products
+    /// start at zero and are scaled and added to `out`.
     pub scales: Option<(*const f32, *const f32)>,
 }
 
-/// Runs a kernel of `rows` × `vectors`.
+/// Runs the kernel for a tile of `rows` × `vectors`.
 pub(super) type RunTile = unsafe fn(tile: &Tile, rows: usize, vectors: usize);
 
-/// The kernels of one dot on one instruction set.
+/// The kernels of one dot product on one instruction set.
 #[derive(Clone, Copy)]
 pub(super) struct Kernels {
-    /// F32 lanes of a vector.
+    /// Number of F32 lanes in a vector.
     pub lanes: usize,
-    /// Row counts for which there is a kernel, ascending.
+    /// Row counts for which a kernel exists, in ascending order.
     pub rows: &'static [usize],
-    /// For any input, except that an emulated BF16 dot needs inputs without subnormals whose partial sums cannot
-    /// be tiny.
+    /// The kernel for any input. Exception: an emulated BF16 dot product needs inputs without subnormals whose partial sums cannot be tiny.
     pub run: RunTile,
-    /// For emulated BF16 dots whose partial sums may be tiny.
+    /// The kernel for emulated BF16 dot products whose partial sums may be tiny.
     pub run_flushing: Option<RunTile>,
 }
 
 impl Kernels {
-    /// The most vectors a kernel holds side by side.
+    /// Maximum number of vectors that a kernel processes side by side.
     pub const MAX_VECTORS: usize = 2;
 
     pub fn of(isa: Isa, dot: DotKind) -> Self {
@@ -81,18 +79,18 @@ impl Kernels {
         Self { lanes, rows, run, run_flushing: Some(flushing) }
     }
 
-    /// Rows of the tallest kernel.
+    /// Number of rows of the tallest kernel.
     pub fn max_rows(&self) -> usize {
-        // `rows` is one of the two tables below, neither of them empty.
+        // `rows` is one of the two tables below, which are not empty.
         self.rows[self.rows.len() - 1]
     }
 
-    /// Rows of the kernel for `left` remaining rows: the smallest that covers them, else the tallest.
+    /// Number of rows of the kernel for `left` remaining rows: the smallest kernel that covers them, otherwise the tallest kernel.
     pub fn rows_for(&self, left: usize) -> usize {
         self.rows.iter().copied().find(|&rows| rows >= left).unwrap_or(self.max_rows())
     }
 
-    /// Vectors of the kernel for `left` remaining columns.
+    /// Number of vectors of the kernel for `left` remaining columns.
     pub fn vectors_for(&self, left: usize) -> usize {
         left.div_ceil(self.lanes).clamp(1, Self::MAX_VECTORS)
     }
@@ -102,8 +100,8 @@ const SHORT: &[usize] = &[1, 2, 4];
 #[cfg(target_arch = "x86_64")]
 const TALL: &[usize] = &[1, 2, 4, 6, 8, 10, 12];
 
-/// `body` for `i` = 0, 1, … below the constant `n`, at most 12, unrolled by hand: indices must be literals for the
-/// accumulators to be in registers. (If the compiler leaves a loop, the whole array is in memory.)
+/// Runs `body` for `i` = 0, 1, … below the constant `n`, at most 12, unrolled by hand. Indices must be literals so that the accumulators
+/// stay in registers; a loop would put the whole array in memory.
 macro_rules! unrolled {
     ($i:ident < $n:ident => $body:expr) => { unrolled!(@ $i $n $body, 0 1 2 3 4 5 6 7 8 9 10 11) };
     ($i:ident < $n:ident of 2 => $body:expr) => { unrolled!(@ $i $n $body, 0 1) };
@@ -118,7 +116,7 @@ macro_rules! unrolled {
 /// How an accumulator adds one unit of the contraction.
 trait Dot<V: Lanes> {
     /// # Safety
-    /// The machine has the vector's instructions, and the dot's.
+    /// The machine has the instructions of the vector and of the dot product.
     unsafe fn step(sum: V, a: V, b: V) -> V;
 }
 
@@ -129,7 +127,7 @@ struct FlushingDot;
 impl<V: Lanes> Dot<V> for F32Dot {
     #[inline(always)]
     unsafe fn step(sum: V, a: V, b: V) -> V {
-        // SAFETY: the caller promises the instructions.
+        // SAFETY: the caller guarantees the instructions.
         unsafe { a.fma(b, sum) }
     }
 }
@@ -137,7 +135,7 @@ impl<V: Lanes> Dot<V> for F32Dot {
 impl<V: Lanes> Dot<V> for EmulatedDot {
     #[inline(always)]
     unsafe fn step(sum: V, a: V, b: V) -> V {
-        // SAFETY: the caller promises the instructions.
+        // SAFETY: the caller guarantees the instructions.
         unsafe { a.even().fma(b.even(), a.odd().fma(b.odd(), sum)) }
     }
 }
@@ -145,7 +143,7 @@ impl<V: Lanes> Dot<V> for EmulatedDot {
 impl<V: Lanes> Dot<V> for FlushingDot {
     #[inline(always)]
     unsafe fn step(sum: V, a: V, b: V) -> V {
-        // SAFETY: the caller promises the instructions.
+        // SAFETY: the caller guarantees the instructions.
         unsafe { a.even().fma_ftz(b.even(), a.odd().fma_ftz(b.odd(), sum)) }
     }
 }
@@ -157,17 +155,17 @@ struct HardwareDot;
 impl Dot<F512> for HardwareDot {
     #[inline(always)]
     unsafe fn step(sum: F512, a: F512, b: F512) -> F512 {
-        // SAFETY: the caller promises the instructions.
+        // SAFETY: the caller guarantees the instructions.
         unsafe { F512::dot_bf16(sum, a, b) }
     }
 }
 
 /// # Safety
-/// The machine has the instructions; `tile`'s panels and scales are readable and its results writable over
-/// `R` rows and `C` vectors, and initialised unless `tile.first`.
+/// The machine has the instructions. `tile`'s panels and scales are readable. The results of `tile` are writable for `R` rows and `C`
+/// vectors, and initialised unless `tile.first`.
 #[inline(always)]
 unsafe fn run<V: Lanes, D: Dot<V>, const R: usize, const C: usize>(tile: &Tile) {
-    // SAFETY: exactly what the caller promises; the offsets stay within R rows, C vectors and `units` units.
+    // SAFETY: the caller guarantees exactly these ranges; the offsets stay within R rows, C vectors and `units` units.
     unsafe {
         let mut acc = [[V::zero(); C]; R];
         if tile.scales.is_none() && !tile.first {
@@ -202,14 +200,14 @@ unsafe fn run<V: Lanes, D: Dot<V>, const R: usize, const C: usize>(tile: &Tile) 
     }
 }
 
-/// Defines a [`RunTile`]: all tile shapes of one dot on one instruction set.
+/// Defines a [`RunTile`]: all tile shapes of one dot product on one instruction set.
 macro_rules! kernels {
     ($name:ident, $lanes:ty, $dot:ty, [$($rows:literal)+] $(, $feature:literal)?) => {
         /// # Safety
-        /// As [`run`]; `rows` is one of the shapes listed here and `vectors` 1 or 2.
+        /// The requirements of [`run`]; `rows` is one of the shapes listed here, and `vectors` is 1 or 2.
         $(#[target_feature(enable = $feature)])?
         pub(super) unsafe fn $name(tile: &Tile, rows: usize, vectors: usize) {
-            // SAFETY: passed on.
+            // SAFETY: the caller guarantees the requirements of `run`.
             unsafe {
                 match (rows, vectors) {
                     $(

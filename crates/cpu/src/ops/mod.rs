@@ -1,4 +1,5 @@
-//! One file per operation or few related ones, named mostly as in `nibble_core::ops`. Each operation is the function of its name.
+//! One file per operation or per few related operations; most files have the names used in `nibble_core::ops`. The function of an operation
+//! has the operation's name.
 
 pub mod attention;
 pub mod convert;

@@ -1,25 +1,25 @@
-//! The mean of several runs' curves, and how far the runs are from it.
+//! The mean curve of several runs, and the spread of the runs around it.
 
 use crate::row::{Outcome, Row};
 use crate::rows::Rows;
 use crate::statistics::sd;
 use crate::study::{Group, Study};
 
-/// Step, mean over seeds, and standard deviation: 0 of one seed.
+/// Points of a band: step, mean over seeds, and standard deviation (0 for one seed).
 pub(super) type Band = Vec<(f64, f64, f64)>;
 
-/// A recipe's curves.
+/// The curves of one recipe.
 pub(super) struct Bands {
     pub recipe: String,
-    /// How many seeds there are.
+    /// Number of seeds.
     pub seeds: usize,
-    /// Training loss, nats.
+    /// Training loss, in nats.
     pub losses: Band,
-    /// Relative difference from the baseline's loss, of pairs, per cent. Empty of the baseline.
+    /// Relative difference from the baseline's loss over pairs, in per cent. Empty for the baseline.
     pub differences: Band,
 }
 
-/// The curves of the recipes of a group that have a finished run, in the study's order.
+/// The curves of all recipes of a group that have a finished run, in the study's order.
 pub(super) fn bands(study: &Study, config: &str, group: Group, rows: &Rows) -> Vec<Bands> {
     let cells = study.cells();
     let done = |recipe: &str, seed: u64| {
@@ -47,10 +47,10 @@ pub(super) fn bands(study: &Study, config: &str, group: Group, rows: &Rows) -> V
     study.recipes_of(group).iter().map(of).filter(|bands| !bands.losses.is_empty()).collect()
 }
 
-/// So many points of a band: the noise of single steps would hide what a picture is for.
+/// Number of points of a band. With more points, the noise of single steps would dominate the plot.
 const POINTS: u32 = 80;
 
-/// At the middles of equal parts of the steps of the first run; where it has fewer points, at those.
+/// Computes a band at the middles of equal parts of the first run's steps, or at the first run's points if there are fewer.
 fn band<T>(of: &[T], value: impl Fn(&T, f64, f64) -> Option<f64>, row: impl Fn(&T) -> &Row) -> Band {
     let points = of.first().map_or(&[][..], |first| row(first).curve.points());
     let (Some(first), Some(last)) = (points.first(), points.last()) else { return Vec::new() };
@@ -69,7 +69,7 @@ fn band<T>(of: &[T], value: impl Fn(&T, f64, f64) -> Option<f64>, row: impl Fn(&
     parts.into_iter().filter_map(at).collect()
 }
 
-/// The mean of a run's points around a step; of a part that has none, the loss on the line between those beside it.
+/// The mean of a run's points around a step. If no point is near the step, the loss is interpolated between neighbouring points.
 fn around(row: &Row, middle: f64, width: f64) -> Option<f64> {
     let (from, to) = (middle - width / 2.0, middle + width / 2.0);
     let points = row.curve.points().iter().filter(|point| (from..to).contains(&f64::from(point.0)));

@@ -1,9 +1,9 @@
-//! The results as Markdown.
+//! Writes the results as Markdown.
 
 use super::words::{self, COLUMNS};
 use crate::results::{CellState, ConfigResults, GroupResults, Results};
 
-/// The tables of a study: for each configuration the comparisons and every run, those included that are missing, diverged or failed.
+/// The tables of a study: for each configuration, the comparisons and all runs, including runs that are missing, diverged or failed.
 #[must_use]
 pub fn markdown(results: &Results) -> String {
     let mut text = format!("# {}\n\n", escaped(&results.study));
@@ -76,7 +76,7 @@ fn add_row(text: &mut String, cells: impl Iterator<Item = String>) {
     *text += &format!("| {} |\n", cells.join(" | "));
 }
 
-/// Names and reasons are others' text: no line breaks and no new columns.
+/// Escapes names and reasons, which come from other sources, so that they cannot add line breaks or columns.
 fn escaped(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ").replace('|', "\\|").replace('<', "&lt;")
 }

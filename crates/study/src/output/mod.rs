@@ -1,4 +1,4 @@
-//! What a study shows: a Markdown table, its numbers as CSV and JSON, and one HTML page. The same study and the same rows give the same bytes.
+//! Outputs of a study: Markdown tables, CSV and JSON for programs, and an HTML page. The same study and the same rows give the same bytes.
 
 mod curves;
 mod markdown;

@@ -1,4 +1,4 @@
-//! The numbers of the results, for programs.
+//! The results as numbers for programs.
 
 use crate::results::{Comparison, Lag, Measure, Results};
 
@@ -6,8 +6,8 @@ use crate::results::{Comparison, Lag, Measure, Results};
 const COLUMNS: &str = "config,group,recipe,measure,planned,pairs,diverged,baseline_diverged,failed,not_run,mean_percent,sd_percent,low_percent,high_percent,p,p_holm,verdict,detectable_percent,\
                        steps_behind,speed_ratio,energy_ratio";
 
-/// One line for each configuration, group, recipe and measure (`training`, `held_out`). An absent number is an empty field; `steps_behind` is negative for a recipe that is ahead, and
-/// `more than the run` where that is so.
+/// One line for each configuration, group, recipe and measure (`training`, `held_out`). A missing number is an empty field. `steps_behind` is negative for a recipe that is ahead,
+/// and `more than the run` if the difference exceeds the run.
 #[must_use]
 pub fn csv(results: &Results) -> String {
     let mut text = format!("{COLUMNS}\n");
@@ -57,7 +57,7 @@ fn fields(one: &Comparison, measure: &Measure, name: &str) -> Vec<String> {
     fields
 }
 
-/// A field as RFC 4180 has it.
+/// A field in the quoting of RFC 4180.
 fn quoted(field: &str) -> String {
     match field.contains([',', '"', '\n', '\r']) {
         true => format!("\"{}\"", field.replace('"', "\"\"")),
@@ -65,9 +65,9 @@ fn quoted(field: &str) -> String {
     }
 }
 
-/// Everything that [`Results`] holds, as JSON with a line break at its end.
+/// All fields of [`Results`] as JSON, followed by a line break.
 #[must_use]
 pub fn json(results: &Results) -> String {
-    // Its maps have texts as keys, so that it has a JSON form.
+    // Serialization cannot fail, because all keys of the maps are texts.
     serde_json::to_string_pretty(results).unwrap_or_default() + "\n"
 }

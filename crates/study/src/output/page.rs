@@ -1,4 +1,4 @@
-//! The results as one HTML page that loads nothing.
+//! The results as one HTML page that loads no other files.
 
 use super::curves::{Bands, bands};
 use super::svg::{Line, Zero, color, svg};
@@ -10,7 +10,7 @@ use crate::study::Study;
 use maud::{DOCTYPE, Markup, PreEscaped, html};
 use plotters::style::RGBColor;
 
-/// The page of a study: for each configuration the comparisons, the curves with bands of one standard deviation over seeds, and every run.
+/// The page of a study: for each configuration, the comparisons, the curves with bands of one standard deviation over seeds, and all runs.
 ///
 /// # Errors
 /// [`Error::Picture`] if the plotting library fails.
@@ -148,7 +148,7 @@ fn runs(title: &str, cells: &[CellState], seeds: &[u64]) -> Markup {
     }
 }
 
-/// A sentence in which backticks mark code.
+/// Renders a sentence in which backticks mark code.
 fn code_marked(text: &str) -> Markup {
     html! {
         @for (i, part) in text.split('`').enumerate() { @if i % 2 == 1 { code { (part) } } @else { (part) } }

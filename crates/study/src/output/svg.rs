@@ -1,14 +1,14 @@
-//! Bands as SVG.
+//! Draws bands as SVG.
 
 use super::curves::Band;
 use plotters::coord::Shift;
 use plotters::prelude::*;
 use plotters::series::LineSeries;
 
-/// Pixels of a picture.
+/// Size of a plot in pixels.
 const SIZE: (u32, u32) = (620, 380);
 
-/// The colours of recipes, in turn: those of Okabe and Ito (*Color Universal Design*, 2008), which the colour-blind tell apart. The baseline is black.
+/// The colours of recipes, in order: those of Okabe and Ito (*Color Universal Design*, 2008), which colour-blind readers can distinguish. The baseline is black.
 const COLORS: [RGBColor; 8] = [
     RGBColor(0, 0, 0),
     RGBColor(0, 114, 178),
@@ -20,32 +20,32 @@ const COLORS: [RGBColor; 8] = [
     RGBColor(120, 120, 120),
 ];
 
-/// The colour of a recipe, by its place in the study.
+/// The colour of a recipe, by its index in the study.
 pub(super) fn color(place: usize) -> RGBColor {
     COLORS[place % COLORS.len()]
 }
 
-/// A line with its band.
+/// A curve with its band.
 pub(super) struct Line<'a> {
-    /// The recipe's place in the study.
+    /// The recipe's index in the study.
     pub place: usize,
     pub band: &'a Band,
 }
 
-/// What the vertical axis holds beside the lines.
+/// Whether the plot has a line at zero.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Zero {
-    /// A line at zero.
+    /// The plot has a line at zero.
     Drawn,
-    /// Nothing.
+    /// The plot has no line at zero.
     Absent,
 }
 
-/// Mean ± standard deviation of every line, below `title`. Lines may begin within the first fifth of the steps, where a loss falls fast: an axis that held its first values would have
-/// little room for the others.
+/// Plots mean ± standard deviation of every curve, below `title`. Curves may leave the plot in the first fifth of the steps, where the loss falls fast, because an axis that
+/// included the first values would leave little space for the others.
 ///
 /// # Errors
-/// What the plotting library says, or that there is nothing to draw.
+/// The error from the plotting library, or an error if there is nothing to draw.
 pub(super) fn svg(title: &str, axis: &str, zero: Zero, lines: &[Line<'_>]) -> Result<String, String> {
     let mut text = String::new();
     draw(title, axis, zero, lines, SVGBackend::with_string(&mut text, SIZE).into_drawing_area())?;
@@ -107,7 +107,7 @@ fn draw(
     area.present().map_err(text)
 }
 
-/// The lowest and highest value of the bands from this step on, with a margin.
+/// The lowest and highest value of the bands, starting at step `from`, with a margin.
 fn values(lines: &[Line<'_>], zero: Zero, from: f64) -> (f64, f64) {
     let shown = lines.iter().flat_map(|line| line.band).filter(|point| point.0 >= from);
     let begin = if zero == Zero::Drawn { (0.0, 0.0) } else { (f64::INFINITY, f64::NEG_INFINITY) };

@@ -1,4 +1,4 @@
-//! How numbers and conclusions are written, in the table and on the page alike.
+//! Formats numbers and conclusions, for both the tables and the page.
 
 use crate::results::{CellState, Comparison, ConfigResults, Lag, Measure, NoiseFloor, POWER, Results, State};
 
@@ -16,7 +16,7 @@ pub(super) const COLUMNS: [&str; 10] = [
     "J/token",
 ];
 
-/// How the columns are to be read.
+/// Explanations of the columns.
 pub(super) fn legend(results: &Results) -> Vec<String> {
     let baseline = &results.baseline;
     vec![
@@ -39,7 +39,7 @@ pub(super) fn legend(results: &Results) -> Vec<String> {
     ]
 }
 
-/// The cells of a row of the table of comparisons, after the recipe's name.
+/// The cells of one row of the table of comparisons, after the recipe's name.
 pub(super) fn columns(one: &Comparison) -> [String; 9] {
     [
         pairs(one),
@@ -54,7 +54,7 @@ pub(super) fn columns(one: &Comparison) -> [String; 9] {
     ]
 }
 
-/// `3 of 4; 1 diverged`.
+/// Formats the number of pairs, for example `3 of 4; 1 diverged`.
 fn pairs(one: &Comparison) -> String {
     let counts = one.counts;
     let mut text = format!("{} of {}", counts.pairs, counts.planned);
@@ -71,7 +71,7 @@ fn pairs(one: &Comparison) -> String {
     text
 }
 
-/// `+0.47 % ± 0.05 %, sd 0.02 %`.
+/// Formats a difference, for example `+0.47 % ± 0.05 %, sd 0.02 %`.
 fn difference(measure: &Measure) -> String {
     let Some(paired) = measure.paired else { return dash() };
     let mean = percent(paired.mean);
@@ -81,7 +81,7 @@ fn difference(measure: &Measure) -> String {
     }
 }
 
-/// With the sign that it rounds to.
+/// A percentage with the sign of its rounded value.
 pub(super) fn percent(value: f64) -> String {
     let text = format!("{value:+.2} %");
     if text == "-0.00 %" { "+0.00 %".into() } else { text.replace('-', "−") }
@@ -115,7 +115,7 @@ pub(super) fn dash() -> String {
     "–".into()
 }
 
-/// What a cell of the table of runs says: the training loss, or why there is none.
+/// The text of a cell in the table of runs: the training loss, or the reason why there is none.
 pub(super) fn state(state: &State) -> String {
     match state {
         State::NotRun => "not run".into(),
@@ -127,7 +127,7 @@ pub(super) fn state(state: &State) -> String {
     }
 }
 
-/// What the noise floor says of a configuration.
+/// A sentence about the noise floor of a configuration.
 pub(super) fn floor(floor: &NoiseFloor, results: &Results) -> String {
     format!(
         "Noise floor: {} of `{}`, some with a learning rate that differs by parts in a million, have a standard deviation of {:.2} % around the mean of their seed. So over {} the mean \
@@ -140,7 +140,7 @@ pub(super) fn floor(floor: &NoiseFloor, results: &Results) -> String {
     )
 }
 
-/// What stands under the name of a configuration.
+/// The text below the name of a configuration.
 pub(super) fn about(config: &ConfigResults, results: &Results) -> String {
     let mut text = format!(
         "{}; {} in the correction.",
@@ -163,12 +163,12 @@ pub(super) fn about(config: &ConfigResults, results: &Results) -> String {
     text
 }
 
-/// `1 seed`, `3 seeds`.
+/// Formats a count, for example `1 seed` or `3 seeds`.
 pub(super) fn count(number: usize, what: &str) -> String {
     if number == 1 { format!("1 {what}") } else { format!("{number} {what}s") }
 }
 
-/// The rows of the table of runs: a name, and for every seed its index among [`GroupResults::cells`](crate::GroupResults).
+/// The rows of the table of runs: a name, and for each seed the index among [`GroupResults::cells`](crate::GroupResults).
 pub(super) fn by_seed<'a>(
     cells: &'a [CellState],
     seeds: &[u64],

@@ -1,4 +1,4 @@
-//! A recipe beside the baseline, seed by seed.
+//! Compares a recipe with the baseline, seed by seed.
 
 use super::GroupResults;
 use super::lag::{self, Lag};
@@ -9,27 +9,27 @@ use crate::statistics::{Paired, holm, minimum_detectable};
 use crate::study::{Group, Study};
 use serde::Serialize;
 
-/// The chance of calling any recipe of a configuration different that is not: the level of the tests, before Holm's correction divides it.
+/// The level of the tests before Holm's correction: the probability of calling at least one recipe of a configuration different although none is.
 pub const ALPHA: f64 = 0.05;
-/// The power for which detectable differences are told.
+/// The power for which detectable differences are reported.
 pub const POWER: f64 = 0.8;
 
-/// What the seeds say of a recipe.
+/// The conclusion about a recipe.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Verdict {
-    /// Its expected loss is higher than the baseline's: the corrected p-value is below [`ALPHA`].
+    /// The recipe's expected loss is higher than the baseline's: the corrected p-value is below [`ALPHA`].
     Worse,
-    /// Its expected loss is lower.
+    /// The recipe's expected loss is lower than the baseline's, by the same criterion.
     Better,
-    /// Neither is shown. That is no proof of equality: see [`Measure::detectable`].
+    /// The runs show neither a higher nor a lower loss. An unresolved difference is no proof of equality; see [`Measure::detectable`].
     NotResolved,
-    /// Fewer than two pairs of runs are done.
+    /// Fewer than two pairs of runs are finished.
     TooFewPairs,
 }
 
 impl Verdict {
-    /// As tables say it.
+    /// The text in tables.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -41,73 +41,74 @@ impl Verdict {
     }
 }
 
-/// One kind of loss, compared.
+/// The comparison of one kind of loss.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Measure {
-    /// Seed, and relative difference of the losses in per cent: 100 · (L_recipe / L_baseline − 1), the relative loss of equation 4 in *HiFloat4 Format for Language Model Pre-training on
-    /// Ascend NPUs* (arXiv 2604.08826). In the study's order of seeds.
+    /// Seeds, in the study's order, each with the relative difference of the losses in per cent: 100 · (L_recipe / L_baseline − 1). The differences are relative losses of equation
+    /// 4 in
+    /// *HiFloat4 Format for Language Model Pre-training on Ascend NPUs* (arXiv 2604.08826).
     pub differences: Vec<(u64, f64)>,
-    /// Their mean and spread, per cent.
+    /// Mean and spread of the differences, in per cent.
     pub paired: Option<Paired>,
     /// The p-value after Holm's correction over the comparisons of the configuration.
     pub p_holm: Option<f64>,
-    /// What follows.
+    /// The conclusion from the corrected p-value.
     pub verdict: Verdict,
-    /// The smallest true difference, per cent, that the planned number of seeds resolves with probability [`POWER`], if the standard deviation is the one that was found. At level [`ALPHA`] /
-    /// family: the strictest step of Holm's correction.
+    /// The smallest true difference, in per cent, that the planned number of seeds resolves with probability [`POWER`], assuming the measured standard deviation. The level is
+    /// [`ALPHA`] / family, the strictest step of Holm's correction.
     pub detectable: Option<f64>,
 }
 
-/// The spread of pairs over all recipes of a configuration: of few seeds it is known much better than that of one recipe.
+/// The spread of pairs over all recipes of a configuration. With few seeds, this estimate is much more precise than that of one recipe.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Pooled {
-    /// Standard deviation of the paired differences of training losses, per cent.
+    /// Standard deviation of the paired differences of training losses, in per cent.
     pub sd: f64,
-    /// Degrees of freedom. Recipes share their baseline's runs, so that these are fewer in truth.
+    /// Degrees of freedom. The true number is smaller, because recipes share their baseline's runs.
     pub freedom: usize,
-    /// As [`Measure::detectable`], with this standard deviation.
+    /// [`Measure::detectable`], computed with this standard deviation.
     pub detectable: Option<f64>,
 }
 
-/// How many of the planned pairs there are, and what became of the others.
+/// Number of finished pairs, and the reasons why other planned pairs are missing.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct Counts {
-    /// Seeds of the study.
+    /// Number of seeds of the study.
     pub planned: usize,
-    /// Pairs of which both runs are done.
+    /// Number of pairs in which both runs are finished.
     pub pairs: usize,
-    /// Seeds whose run of this recipe diverged.
+    /// Number of seeds for which the run of this recipe diverged.
     pub diverged: usize,
-    /// Other seeds whose run of the baseline diverged.
+    /// Number of other seeds for which the baseline's run diverged.
     pub baseline_diverged: usize,
-    /// Other seeds of which a run failed.
+    /// Number of other seeds for which a run failed.
     pub failed: usize,
-    /// The remaining seeds: a run of the pair is missing.
+    /// Number of remaining seeds, for which a run of the pair is missing.
     pub not_run: usize,
 }
 
-/// A recipe beside the baseline.
+/// The comparison of a recipe with the baseline.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Comparison {
     /// The recipe.
     pub recipe: String,
-    /// Which pairs there are.
+    /// The numbers of finished and missing pairs.
     pub counts: Counts,
-    /// Training loss, the mean of the last tenth of the steps. The verdict on the recipe is this measure's.
+    /// Comparison of the training loss, the mean over the last tenth of the steps. The verdict on the recipe is that of this measure.
     pub training: Measure,
-    /// Held-out loss, at the last step at which both runs of a pair were evaluated. Its correction is its own.
+    /// Comparison of the held-out loss at the last step at which both runs of a pair were evaluated. The p-values of the held-out loss are corrected separately.
     pub held_out: Measure,
-    /// The difference of training losses in steps of the baseline.
+    /// The difference of training losses, converted to steps of the baseline.
     pub lag: Lag,
-    /// Tokens a second over the baseline's: the mean ratio of pairs that ran on one kind of device.
+    /// Tokens per second relative to the baseline: the mean ratio over pairs that ran on the same kind of device.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub speed: Option<f64>,
-    /// Joules a token over the baseline's: the mean ratio of the same pairs.
+    /// Joules per token relative to the baseline: the mean ratio over the same pairs.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub energy: Option<f64>,
 }
 
-/// The recipes of a group beside its baseline, before correction. `cells` are the group's of one configuration.
+/// Compares the recipes of a group with the baseline, before Holm's correction. `cells` are the group's cells in one configuration.
 pub(super) fn comparisons(study: &Study, group: Group, cells: &[&Cell], rows: &Rows) -> Vec<Comparison> {
     let others = study.recipes_of(group).iter().filter(|recipe| **recipe != study.baseline);
     others.map(|recipe| compare(study, recipe, cells, rows)).collect()
@@ -151,7 +152,7 @@ fn compare(study: &Study, recipe: &str, cells: &[&Cell], rows: &Rows) -> Compari
     }
 }
 
-/// The held-out losses of both at the last step at which both have one.
+/// The held-out losses of both rows at the last step at which both have a held-out loss.
 fn held_out(a: &Row, b: &Row) -> Option<(f64, f64)> {
     let same = |step: u64| b.held_out.iter().find(|(other, _)| *other == step);
     a.held_out.iter().rev().find_map(|(step, loss)| same(*step).map(|(_, other)| (*loss, *other)))
@@ -169,7 +170,7 @@ impl Measure {
         Self { differences, paired, p_holm: None, verdict: Verdict::TooFewPairs, detectable: None }
     }
 
-    /// `unit` is what can be detected where the standard deviation is 1.
+    /// Sets the conclusion; `unit` is the detectable difference for a standard deviation of 1.
     fn conclude(&mut self, p_holm: Option<f64>, unit: Option<f64>) {
         self.p_holm = p_holm;
         self.verdict = match (self.paired, p_holm) {
@@ -183,12 +184,12 @@ impl Measure {
     }
 }
 
-/// The smallest true difference that so many seeds resolve with probability [`POWER`] where the standard deviation of pairs is 1, at level [`ALPHA`] / family.
+/// The smallest true difference that this number of seeds resolves with probability [`POWER`], for a standard deviation of pairs of 1, at level [`ALPHA`] / family.
 pub(super) fn detectable_of_unit(seeds: usize, family: usize) -> Option<f64> {
     minimum_detectable(1.0, seeds, ALPHA / family.max(1) as f64, POWER)
 }
 
-/// The standard deviation of paired differences of training losses, per cent, pooled over those comparisons that have two pairs or more: √(Σ (nᵢ − 1) sdᵢ² / Σ (nᵢ − 1)).
+/// The standard deviation of paired differences of training losses, in per cent, pooled over all comparisons with at least two pairs: √(Σ (nᵢ − 1) sdᵢ² / Σ (nᵢ − 1)).
 pub(super) fn pooled<'a>(all: impl Iterator<Item = &'a Comparison>) -> Option<Pooled> {
     let (mut squares, mut freedom) = (0.0, 0);
     for paired in all.filter_map(|one| one.training.paired) {
@@ -200,8 +201,8 @@ pub(super) fn pooled<'a>(all: impl Iterator<Item = &'a Comparison>) -> Option<Po
     (freedom > 0).then(|| Pooled { sd: (squares / freedom as f64).sqrt(), freedom, detectable: None })
 }
 
-/// Corrects the p-values of a configuration for so many planned comparisons, training and held-out losses each by themselves, and draws the conclusions. `unit` is what can be detected where
-/// the standard deviation is 1.
+/// Corrects the p-values of a configuration for `family` planned comparisons, separately for training and held-out losses, and sets the conclusions. `unit` is the detectable
+/// difference for a standard deviation of 1.
 pub(super) fn correct(groups: &mut [GroupResults], family: usize, unit: Option<f64>) {
     let measures: [fn(&mut Comparison) -> &mut Measure; 2] =
         [|one| &mut one.training, |one| &mut one.held_out];

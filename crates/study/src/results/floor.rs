@@ -1,4 +1,4 @@
-//! The noise floor: runs of the baseline that differ by a perturbation of the learning rate alone.
+//! The noise floor: the spread of baseline runs that differ only by a perturbation of the learning rate.
 
 use super::compare::ALPHA;
 use crate::cell::Cell;
@@ -8,20 +8,20 @@ use crate::statistics::two_sided_quantile;
 use crate::study::Study;
 use serde::Serialize;
 
-/// What chaos alone does to the training loss of the last tenth.
+/// The effect of chaos alone on the mean training loss of the last tenth.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct NoiseFloor {
-    /// How many runs of the baseline, perturbed or not, it is measured with.
+    /// Number of runs of the baseline, perturbed or not, from which the floor is computed.
     pub runs: usize,
-    /// Degrees of freedom: runs less seeds.
+    /// Degrees of freedom: number of runs minus number of seeds.
     pub freedom: usize,
-    /// Standard deviation of one run around the mean of its seed, per cent of that mean, pooled over seeds.
+    /// Standard deviation of a run around the mean of its seed, in per cent of that mean, pooled over seeds.
     pub sd: f64,
-    /// The 95 % bound of the mean difference between two recipes over the planned seeds if they differ by chaos alone, per cent: t(0.975, freedom) · √2 · sd / √seeds.
+    /// The 95 % bound of the mean difference over the planned seeds between two recipes that differ by chaos alone, in per cent: t(0.975, freedom) · √2 · sd / √seeds.
     pub bound: f64,
 }
 
-/// `cells` are the runs of one configuration. `None` where no seed has two finished runs of the baseline.
+/// The noise floor of the runs `cells` of one configuration. `None` if no seed has two finished runs of the baseline.
 pub(super) fn noise_floor(study: &Study, cells: &[&Cell], rows: &Rows) -> Option<NoiseFloor> {
     let (mut runs, mut freedom, mut squares) = (0, 0, 0.0);
     for &seed in &study.seeds {

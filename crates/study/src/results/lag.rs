@@ -1,26 +1,26 @@
-//! A difference of losses, told in steps.
+//! Converts a difference of losses to a number of steps.
 
 use crate::row::Row;
 use serde::Serialize;
 
-/// How many steps of the baseline a difference of losses is worth.
+/// The number of baseline steps that corresponds to a difference of losses.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case", tag = "is", content = "steps")]
 pub enum Lag {
-    /// The recipe is behind: the baseline had its loss so many steps before the end.
+    /// The recipe is behind: the baseline reached the recipe's loss this many steps before the end.
     Behind(f64),
-    /// The recipe is ahead: the baseline would have its loss so many steps after the end, if it went on as at the end.
+    /// The recipe is ahead: the baseline would reach the recipe's loss this many steps after the end, if its loss continued to fall as at the end.
     Ahead(f64),
-    /// More steps than the run has, or the baseline's loss does not fall at the end.
+    /// The difference exceeds the steps of the run, or the baseline's loss does not fall at the end.
     MoreThanTheRun,
-    /// There are no curves, or they are too short.
+    /// There are no curves, or the curves are too short.
     Unknown,
 }
 
-/// The mean difference of the last tenths over the slope of the baseline's mean curve at the end.
+/// The mean difference of the last tenths, divided by the slope of the baseline's mean curve at the end.
 ///
-/// The slope is that between the mean of the last tenth of the steps and the mean of the tenth before, over the tenth between their middles: a smoothed curve, whose slope is told where
-/// the last tenth begins. Where the learning rate has decayed to zero the loss hardly falls, and few nats are many steps.
+/// The slope is the difference between the means of the last tenth of the steps and of the tenth before, divided by the distance between the middles of the two tenths. So this is
+/// the slope of a smoothed curve at the start of the last tenth. If the learning rate has decayed to zero, the loss hardly falls, and a small difference corresponds to many steps.
 pub(super) fn lag(pairs: &[(u64, &Row, &Row)]) -> Lag {
     let of = |&(_, a, b): &(u64, &Row, &Row)| {
         let (slope, steps) = end_slope(b)?;
@@ -32,7 +32,7 @@ pub(super) fn lag(pairs: &[(u64, &Row, &Row)]) -> Lag {
     }
     let n = all.len() as f64;
     let difference = all.iter().map(|one| one.0).sum::<f64>() / n;
-    // The slope of the mean curve is the mean of slopes.
+    // The slope of the mean curve equals the mean of the slopes.
     let slope = all.iter().map(|one| one.1).sum::<f64>() / n;
     let longest = all.iter().map(|one| one.2).fold(0.0, f64::max);
     let steps = difference.abs() / -slope;
@@ -44,7 +44,7 @@ pub(super) fn lag(pairs: &[(u64, &Row, &Row)]) -> Lag {
     }
 }
 
-/// Nats a step at the end of a row's curve, and the steps that it spans. `None` where a tenth has no point.
+/// The slope in nats per step at the end of a row's curve, and the number of steps that the curve spans. `None` if a tenth has no point.
 fn end_slope(row: &Row) -> Option<(f64, f64)> {
     let points = row.curve.points();
     let (first, last) = (f64::from(points.first()?.0), f64::from(points.last()?.0));

@@ -1,6 +1,6 @@
-//! From rows to comparisons: for each configuration and recipe, how far its loss is from the baseline's, and how sure that is.
+//! Computes comparisons from rows: for each configuration and recipe, the difference between its loss and the baseline's, and the confidence in it.
 //!
-//! Everything here is a function of the study and of the set of its rows: sums follow the order of seeds in the study, so the order in which rows were written or read changes no bit.
+//! All results are functions of the study and of the set of its rows. Sums follow the order of seeds in the study, so the order in which rows were written or read changes no bit.
 
 mod compare;
 mod floor;
@@ -17,50 +17,50 @@ pub use compare::{ALPHA, Comparison, Counts, Measure, POWER, Pooled, Verdict};
 pub use floor::NoiseFloor;
 pub use lag::Lag;
 
-/// What became of a cell.
+/// The state of a cell.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case", tag = "is")]
 pub enum State {
-    /// It has no row.
+    /// The cell has no row.
     NotRun,
-    /// It has no row and will have none: its trunk did not end well.
+    /// The cell has no row and cannot get one, because its trunk diverged or failed.
     TrunkLost,
-    /// It trained all of its steps.
+    /// The run trained all of its steps.
     Done {
-        /// Mean training loss of the last tenth, nats.
+        /// Mean training loss of the last tenth, in nats.
         last_tenth: f64,
-        /// The last held-out loss, nats.
+        /// The last held-out loss, in nats.
         held_out: Option<f64>,
     },
-    /// It diverged.
+    /// The run diverged.
     Diverged {
-        /// The step.
+        /// The step at which the run diverged.
         step: u64,
     },
-    /// It failed.
+    /// The run failed.
     Failed {
-        /// Why.
+        /// The reason of the failure.
         why: String,
     },
 }
 
-/// A cell of the study and what became of it.
+/// A cell of the study and its state.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct CellState {
     /// The cell's id.
     pub cell: String,
-    /// What it trains.
+    /// The kind of the cell, as text.
     pub kind: String,
-    /// Its recipe.
+    /// The cell's recipe.
     pub recipe: String,
-    /// Which repetition of the noise floor it is, from 1.
+    /// Number of the repetition of the noise floor, from 1; `None` for other cells.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub repeat: Option<u64>,
-    /// Its seed.
+    /// The cell's seed.
     pub seed: u64,
-    /// What became of it.
+    /// The cell's state.
     pub state: State,
-    /// Seconds that it took.
+    /// Seconds that the run took.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub seconds: Option<f64>,
     /// Joules per token, where the device reports its power.
@@ -68,37 +68,37 @@ pub struct CellState {
     pub joules_per_token: Option<f64>,
 }
 
-/// Recipes that are compared with one another.
+/// The results of a group: recipes that are compared with each other.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct GroupResults {
-    /// Which they are.
+    /// The group.
     #[serde(skip)]
     pub group: Group,
-    /// [`Study::group_name`].
+    /// The group's name: [`Study::group_name`].
     pub name: String,
-    /// Each recipe but the baseline, in the study's order.
+    /// The comparison of each recipe except the baseline, in the study's order.
     pub comparisons: Vec<Comparison>,
-    /// What chaos alone does, of a study that measures it.
+    /// The noise floor, if the study measures it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub floor: Option<NoiseFloor>,
-    /// Every cell of the group, in the study's order.
+    /// All cells of the group, in the study's order.
     pub cells: Vec<CellState>,
 }
 
-/// A configuration.
+/// The results for one configuration.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct ConfigResults {
-    /// Its name.
+    /// The configuration's name.
     pub config: String,
-    /// Optimizer steps of a run.
+    /// Number of optimizer steps of a run.
     pub steps: u64,
-    /// How many comparisons Holm's correction counts.
+    /// Number of comparisons that Holm's correction counts.
     pub family: usize,
     /// The spread of pairs over all recipes.
     pub pooled: Option<Pooled>,
-    /// Runs, and branches.
+    /// The results for runs and for branches.
     pub groups: Vec<GroupResults>,
-    /// The trunks of branches.
+    /// The states of the trunks of branches.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub trunks: Vec<CellState>,
 }
@@ -108,24 +108,24 @@ pub struct ConfigResults {
 pub struct Results {
     /// The study's name.
     pub study: String,
-    /// The baseline.
+    /// The baseline recipe.
     pub baseline: String,
     /// The planned seeds.
     pub seeds: Vec<u64>,
-    /// Settings of every run.
+    /// Settings of all runs.
     pub set: Vec<String>,
-    /// How many cells the study has, and how many of them have a row.
+    /// Number of cells of the study.
     pub cells: usize,
-    /// How many of them have a row.
+    /// Number of cells that have a row.
     pub rows: usize,
-    /// Each configuration, in the study's order.
+    /// The results for each configuration, in the study's order.
     pub configs: Vec<ConfigResults>,
-    /// On what the rows ran; and what a reader must know: several commits or devices, stale rows.
+    /// Where the rows ran, and warnings for the reader: several commits or devices, stale rows.
     pub notes: Vec<String>,
 }
 
 impl Results {
-    /// Compares what there is.
+    /// Compares all existing rows.
     #[must_use]
     pub fn of(study: &Study, rows: &Rows) -> Self {
         let cells = study.cells();
@@ -141,8 +141,8 @@ impl Results {
         }
     }
 
-    /// The standard deviation of paired differences of training losses, per cent of the baseline's loss, pooled over all configurations and recipes with two pairs or more. `None`
-    /// where there is none. What a pilot is for: see [`Plan::of`](crate::Plan::of).
+    /// The standard deviation of paired differences of training losses, in per cent of the baseline's loss, pooled over all configurations and recipes with at least two pairs.
+    /// `None` if there are no such pairs. A pilot study measures this number; see [`Plan::of`](crate::Plan::of).
     #[must_use]
     pub fn pooled_sd(&self) -> Option<f64> {
         let groups = self.configs.iter().flat_map(|config| &config.groups);
@@ -189,7 +189,7 @@ fn cell_state(cell: &Cell, rows: &Rows) -> CellState {
         None if trunk_lost() => State::TrunkLost,
         None => State::NotRun,
         Some((Outcome::Done, row)) => State::Done {
-            // A row that is done and has none is refused when it is read.
+            // A finished row without this value is refused when it is read.
             last_tenth: row.last_tenth.unwrap_or(f64::NAN),
             held_out: row.held_out.last().map(|(_, loss)| *loss),
         },
@@ -208,7 +208,7 @@ fn cell_state(cell: &Cell, rows: &Rows) -> CellState {
     }
 }
 
-/// On what the rows ran, and what a reader must know of them.
+/// Where the rows ran, and warnings for the reader.
 fn notes(rows: &Rows) -> Vec<String> {
     let mut notes = Vec::new();
     let mut list = |what: &str, several: &str, of: &dyn Fn(&Row) -> Vec<String>| {
@@ -234,7 +234,7 @@ fn notes(rows: &Rows) -> Vec<String> {
         row.provenance.versions.iter().map(|(name, version)| format!("{name} {version}")).collect()
     });
     for stale in rows.stale() {
-        // The folder may be another one when the page is written again.
+        // Only the file's name is used, because the folder may have moved when the page is written again.
         let file =
             stale.file.file_name().map_or_else(String::new, |name| name.to_string_lossy().into_owned());
         notes.push(format!("Not used: row {file}: {}.", stale.why));

@@ -1,10 +1,10 @@
-//! Holm's correction: several recipes are compared with one baseline, and each comparison is a chance to be wrong.
+//! Holm's correction for multiple comparisons: several recipes are compared with one baseline, and each comparison may give a false positive.
 
 /// Adjusted p-values by Holm's step-down procedure (S. Holm, *A simple sequentially rejective multiple test procedure*, Scandinavian Journal of Statistics 6,
 /// 1979): the k-th smallest of `family` p-values is multiplied by `family − k + 1`, each is at least the one before it, and none exceeds 1.
 ///
-/// `family` is how many comparisons were planned. Comparisons without a p-value yet count as the largest, so that a result does not weaken when they arrive.
-/// A family smaller than the number of p-values is taken as that number. The result is in the order of `p`.
+/// `family` is the number of planned comparisons. A comparison without a p-value counts as the largest p-value, so that a result does not become weaker when the missing p-value
+/// arrives. A `family` smaller than the number of p-values is increased to that number. The result is in the order of `p`.
 #[must_use]
 pub fn holm(p: &[Option<f64>], family: usize) -> Vec<Option<f64>> {
     let mut order: Vec<usize> = (0..p.len()).filter(|&i| p[i].is_some()).collect();
@@ -24,7 +24,7 @@ pub fn holm(p: &[Option<f64>], family: usize) -> Vec<Option<f64>> {
 mod tests {
     use super::*;
 
-    /// R: `p.adjust(c(0.01, 0.04, 0.03, 0.005), "holm")` is 0.03 0.06 0.06 0.02. The example is that of Wikipedia's "Holm–Bonferroni method".
+    /// In R, `p.adjust(c(0.01, 0.04, 0.03, 0.005), "holm")` is 0.03 0.06 0.06 0.02. The example is from Wikipedia's "Holm–Bonferroni method".
     #[test]
     fn a_worked_example() {
         let adjusted = holm(&[0.01, 0.04, 0.03, 0.005].map(Some), 4);

@@ -1,27 +1,27 @@
-//! The paired t test: runs of one seed share data and initial weights, so their difference says more than their values.
+//! The paired t test. Runs with the same seed share data and initial weights, so their difference is more precise than their values.
 
 use super::student::{two_sided_p, two_sided_quantile};
 use serde::{Deserialize, Serialize};
 
-/// Mean and spread of paired differences, and what follows of their expectation. In the unit of the differences.
+/// Mean and spread of paired differences, and inferences about their expectation. All values have the unit of the differences.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Paired {
-    /// How many pairs there are.
+    /// Number of pairs.
     pub pairs: usize,
-    /// Mean of the differences, summed in the order in which they were given.
+    /// Mean of the differences, summed in the given order.
     pub mean: f64,
-    /// Standard deviation of the differences, with `pairs − 1` in the denominator. Absent of one pair.
+    /// Standard deviation of the differences, with `pairs − 1` in the denominator. `None` for one pair.
     pub sd: Option<f64>,
-    /// Half the width of the 95 % interval, t(0.975, pairs − 1) · sd / √pairs. Absent of one pair.
+    /// Half the width of the 95 % interval, t(0.975, pairs − 1) · sd / √pairs. `None` for one pair.
     pub half_width: Option<f64>,
-    /// Two-sided p-value of the hypothesis that the expected difference is 0. Absent of one pair.
+    /// Two-sided p-value of the hypothesis that the expected difference is 0. `None` for one pair.
     pub p: Option<f64>,
 }
 
 impl Paired {
-    /// Of these differences, one a pair; `None` where there are none.
+    /// Computes the test from these differences, one per pair; `None` if there are none.
     ///
-    /// Where all differences are equal, p is 1 if they are 0 and else 0.
+    /// If all differences are equal, p is 1 if they are 0, and otherwise 0.
     #[must_use]
     pub fn of(differences: &[f64]) -> Option<Self> {
         let pairs = differences.len();
@@ -51,7 +51,7 @@ impl Paired {
     }
 }
 
-/// Standard deviation with one less than the number of values in the denominator; `None` of fewer than two values. Sums follow the order of the values.
+/// Standard deviation, with the number of values minus one in the denominator; `None` for fewer than two values. Sums follow the order of the values.
 #[must_use]
 pub fn sd(values: &[f64]) -> Option<f64> {
     let n = values.len() as f64;
@@ -64,8 +64,8 @@ pub fn sd(values: &[f64]) -> Option<f64> {
 mod tests {
     use super::*;
 
-    /// Student's own example (*Biometrika* 6, 1908): additional hours of sleep of ten patients. R's `t.test(extra ~ group, data = sleep, paired = TRUE)`
-    /// prints t = 4.0621, df = 9, p = 0.002833, interval 0.7001142 to 2.4598858.
+    /// Student's own example (*Biometrika* 6, 1908): additional hours of sleep of ten patients. In R, `t.test(extra ~ group, data = sleep, paired = TRUE)` prints t = 4.0621, df =
+    /// 9, p = 0.002833, interval 0.7001142 to 2.4598858.
     #[test]
     fn the_sleep_of_students_patients() {
         let differences = [1.2, 2.4, 1.3, 1.3, 0.0, 1.0, 1.8, 0.8, 4.6, 1.4];

@@ -1,19 +1,19 @@
-//! What a number of seeds can resolve.
+//! The differences that a number of seeds can resolve.
 //!
-//! The power of a two-sided paired t test is exact here, up to the error of a numerical integral (below 1e-6): with S = √(χ²_ν / ν), ν = n − 1, and an effect of d standard
-//! deviations,
+//! The power of a two-sided paired t test is exact here, up to the error of a numerical integral (below 1e-6). With S = √(χ²_ν / ν), ν = n − 1, and an effect of d standard
+//! deviations, it is
 //!
 //! ```text
 //! P(reject) = ∫ f_S(s) · [ Φ(d √n − t s) + Φ(−d √n − t s) ] ds,    t = t(1 − α/2, ν)
 //! ```
 //!
-//! which is the distribution function of the noncentral t, conditioned on the estimated standard deviation (Johnson, Kotz and Balakrishnan, *Continuous
-//! Univariate Distributions* 2, chapter 31).
+//! The integral is the distribution function of the noncentral t, conditioned on the estimated standard deviation (Johnson, Kotz and Balakrishnan, *Continuous Univariate
+//! Distributions* 2, chapter 31).
 
 use super::student::{ln_gamma_half, two_sided_quantile};
 
-/// The probability that a two-sided paired t test at level `alpha` rejects, for an expected difference of `effect` standard deviations of the differences
-/// and so many pairs. 0 of fewer than two pairs.
+/// The probability that a two-sided paired t test at level `alpha` with this number of pairs rejects, if the expected difference is `effect` standard deviations of the
+/// differences. 0 for fewer than two pairs.
 #[must_use]
 pub fn power(effect: f64, pairs: usize, alpha: f64) -> f64 {
     if pairs < 2 {
@@ -27,7 +27,7 @@ fn power_beyond(effect: f64, pairs: usize, t: f64) -> f64 {
     let shift = effect * (pairs as f64).sqrt();
     let ln_front = 2f64.ln() + nu / 2.0 * (nu / 2.0).ln() - ln_gamma_half(pairs - 1);
     let at = |s: f64| {
-        // 0 to the power 0 is 1: of two pairs the density is that of half a normal distribution.
+        // 0 to the power 0 is 1: for two pairs, the density is that of half a normal distribution.
         let ln_power = if nu == 1.0 { 0.0 } else { (nu - 1.0) * s.ln() };
         let density = (ln_front + ln_power - nu * s * s / 2.0).exp();
         density * (normal(shift - t * s) + normal(-shift - t * s))
@@ -35,14 +35,14 @@ fn power_beyond(effect: f64, pairs: usize, t: f64) -> f64 {
     // S has a mean near 1 and a standard deviation near 1 / √(2 ν).
     let reach = 9.0 / (2.0 * nu).sqrt();
     let (low, high) = ((1.0 - reach).max(0.0), 1.0 + reach);
-    // The bracket changes from 2 Φ(..) to 0 within a few 1/t around this s, which is narrow where t is large.
+    // The bracket changes from 2 Φ(..) to 0 within a few 1/t around this s, and this range is narrow if t is large.
     let (step, around) = (shift.abs() / t, 9.0 / t);
     let cuts = [low, step - around, step, step + around, high].map(|cut| cut.clamp(low, high));
     cuts.windows(2).map(|ends| simpson(at, ends[0], ends[1])).sum::<f64>().clamp(0.0, 1.0)
 }
 
-/// The smallest expected difference that a two-sided paired t test at level `alpha` finds with probability `power`, in the unit of `sd`, the standard
-/// deviation of the differences. `None` of fewer than two pairs, or where an argument is out of range.
+/// The smallest expected difference that a two-sided paired t test at level `alpha` detects with probability `power`, in the unit of `sd`, the standard deviation of the
+/// differences. `None` for fewer than two pairs, or if an argument is out of range.
 #[must_use]
 pub fn minimum_detectable(sd: f64, pairs: usize, alpha: f64, wanted: f64) -> Option<f64> {
     let in_range = |value: f64| value > 0.0 && value < 1.0;
@@ -64,7 +64,7 @@ pub fn minimum_detectable(sd: f64, pairs: usize, alpha: f64, wanted: f64) -> Opt
             return None;
         }
     }
-    // The Illinois form of false position: an end that stays twice loses half of its weight.
+    // The search is the Illinois form of false position: an end of the interval that stays twice loses half of its weight.
     let mut was_low = None;
     for _ in 0..100 {
         let middle = high - above * (high - low) / (above - below);
@@ -84,7 +84,8 @@ pub fn minimum_detectable(sd: f64, pairs: usize, alpha: f64, wanted: f64) -> Opt
     Some(sd * high)
 }
 
-/// The fewest pairs with which an expected difference of `effect` is found with probability `power`; `None` above `most`. `effect` and `sd` have one unit.
+/// The smallest number of pairs with which an expected difference of `effect` is detected with probability `power`; `None` if it is above `most`. `effect` and `sd` have the same
+/// unit.
 #[must_use]
 pub fn pairs_for(effect: f64, sd: f64, alpha: f64, wanted: f64, most: usize) -> Option<usize> {
     let effect = effect.abs() / sd;
@@ -113,7 +114,7 @@ fn normal(x: f64) -> f64 {
     }
 }
 
-/// Simpson's rule over 200 intervals.
+/// Simpson's rule with 200 intervals.
 fn simpson(f: impl Fn(f64) -> f64, low: f64, high: f64) -> f64 {
     const INTERVALS: u32 = 200;
     if high <= low {
@@ -132,8 +133,8 @@ fn simpson(f: impl Fn(f64) -> f64, low: f64, high: f64) -> f64 {
 mod tests {
     use super::*;
 
-    /// The example of the G*Power 3.1 manual for matched pairs (dz = 0.421637, 50 pairs, power 0.832114), and R's
-    /// `pwr.t.test(d = 0.5, power = 0.8, type = "paired")`, whose n is 33.36713.
+    /// The values are those of the G*Power 3.1 manual for matched pairs (dz = 0.421637, 50 pairs, power 0.832114), and of R's `pwr.t.test(d = 0.5, power = 0.8, type = "paired")`,
+    /// which gives n = 33.36713.
     #[test]
     fn power_is_that_of_published_examples() {
         let found = power(0.421_637, 50, 0.05);

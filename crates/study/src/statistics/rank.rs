@@ -1,23 +1,22 @@
-//! Spearman's rank correlation: whether two columns order things alike.
+//! Spearman's rank correlation, which measures whether two columns have the same order.
 
 use serde::{Deserialize, Serialize};
 
-/// A rank correlation and how well it is known.
+/// A rank correlation and its confidence interval.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct RankCorrelation {
     /// Number of pairs.
     pub pairs: usize,
     /// Spearman's ρ, from −1 to 1.
     pub rho: f64,
-    /// The 95 % interval. Absent of fewer than four pairs.
+    /// The 95 % interval. `None` for fewer than four pairs.
     pub interval: Option<(f64, f64)>,
 }
 
-/// Spearman's rank correlation of two columns of one length: Pearson's correlation of their ranks, where equal values share the mean of their ranks.
+/// Spearman's rank correlation of two columns of the same length: Pearson's correlation of their ranks, in which equal values share the mean of their ranks.
 ///
-/// The interval is Fisher's, tanh(artanh ρ ± 1.96 s), with the standard error s = √((1 + ρ²/2) / (n − 3)) of Bonett and Wright (*Sample size requirements for
-/// estimating Pearson, Kendall and Spearman correlations*, Psychometrika 65, 2000). `None` of columns that differ in length, have fewer than two values, hold a NaN, or
-/// are constant.
+/// The interval is Fisher's, tanh(artanh ρ ± 1.96 s), with the standard error s = √((1 + ρ²/2) / (n − 3)) of Bonett and Wright (*Sample size requirements for estimating Pearson,
+/// Kendall and Spearman correlations*, Psychometrika 65, 2000). `None` if the columns differ in length, have fewer than two values, contain a NaN, or are constant.
 #[must_use]
 pub fn spearman(a: &[f64], b: &[f64]) -> Option<RankCorrelation> {
     const Z: f64 = 1.959_963_984_540_054;
@@ -59,7 +58,7 @@ fn ranks(values: &[f64]) -> Vec<f64> {
 mod tests {
     use super::*;
 
-    /// Wikipedia's example ("Spearman's rank correlation coefficient"): IQ and hours of television; ρ = −29/165.
+    /// The example is Wikipedia's ("Spearman's rank correlation coefficient"): IQ and hours of television; ρ = −29/165.
     #[test]
     fn a_worked_example() {
         let iq = [106.0, 100.0, 86.0, 101.0, 99.0, 103.0, 97.0, 113.0, 112.0, 110.0];

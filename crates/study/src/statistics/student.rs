@@ -1,9 +1,9 @@
 //! Student's t distribution, by the incomplete beta function.
 
-/// Two-sided p-value of a t statistic: the chance that |T| is at least |t| with so many degrees of freedom.
+/// Two-sided p-value of a t statistic: the probability that |T| is at least |t| with `freedom` degrees of freedom.
 ///
-/// P(|T| ≥ |t|) = I_x(ν/2, 1/2) with x = ν / (ν + t²) (Abramowitz and Stegun, *Handbook of Mathematical Functions*, 26.7.1 and 26.5.27). NaN
-/// where `freedom` is 0 or `t` is NaN.
+/// P(|T| ≥ |t|) = I_x(ν/2, 1/2) with x = ν / (ν + t²) (Abramowitz and Stegun, *Handbook of Mathematical Functions*, 26.7.1 and 26.5.27). The result is NaN if `freedom` is 0 or `t`
+/// is NaN.
 #[must_use]
 pub fn two_sided_p(t: f64, freedom: usize) -> f64 {
     if freedom == 0 || t.is_nan() {
@@ -17,9 +17,9 @@ pub fn two_sided_p(t: f64, freedom: usize) -> f64 {
     incomplete_beta(freedom, nu / (nu + square), square / (nu + square)).clamp(0.0, 1.0)
 }
 
-/// The t value that |T| exceeds with probability `alpha`: the half width of a `1 − alpha` interval, in standard errors.
+/// The value that |T| exceeds with probability `alpha`: the half width of a `1 − alpha` interval, in standard errors.
 ///
-/// Found by bisection of [`two_sided_p`], to the last bit. NaN where `freedom` is 0 or `alpha` is not within 0 and 1.
+/// The value is computed by bisection of [`two_sided_p`], to the last bit. The result is NaN if `freedom` is 0 or `alpha` is not between 0 and 1.
 #[must_use]
 pub fn two_sided_quantile(alpha: f64, freedom: usize) -> f64 {
     if freedom == 0 || !(alpha > 0.0 && alpha < 1.0) {
@@ -39,8 +39,8 @@ pub fn two_sided_quantile(alpha: f64, freedom: usize) -> f64 {
     }
 }
 
-/// I_x(ν/2, 1/2), the regularised incomplete beta function, by its continued fraction (Abramowitz and Stegun, 26.5.8), evaluated by Lentz's method. `rest` is
-/// 1 − x, which the difference would round.
+/// I_x(ν/2, 1/2), the regularised incomplete beta function. The function is computed by its continued fraction (Abramowitz and Stegun, 26.5.8) with Lentz's method. `rest` is 1 −
+/// x, passed separately because the subtraction would round.
 fn incomplete_beta(freedom: usize, x: f64, rest: f64) -> f64 {
     if x <= 0.0 {
         return 0.0;
@@ -51,7 +51,7 @@ fn incomplete_beta(freedom: usize, x: f64, rest: f64) -> f64 {
     let (a, b) = (freedom as f64 / 2.0, 0.5);
     let ln_beta = ln_gamma_half(freedom) + ln_gamma_half(1) - ln_gamma_half(freedom + 1);
     let front = (a * x.ln() + b * rest.ln() - ln_beta).exp();
-    // The fraction converges fast below the mean of the distribution; above it, I_x(a, b) = 1 − I_{1−x}(b, a).
+    // The fraction converges fast below the mean of the distribution. Above the mean, I_x(a, b) = 1 − I_{1−x}(b, a) is used.
     if x < (a + 1.0) / (a + b + 2.0) {
         front * continued_fraction(a, b, x) / a
     } else {
@@ -83,7 +83,7 @@ fn continued_fraction(a: f64, b: f64, x: f64) -> f64 {
     fraction
 }
 
-/// ln Γ(n/2), `n` at least 1: from Γ(1/2) = √π or Γ(1) = 1 by Γ(z + 1) = z Γ(z); by Stirling's series from 200 on.
+/// ln Γ(n/2) for `n` ≥ 1. Below 200, it starts from Γ(1/2) = √π or Γ(1) = 1 and applies Γ(z + 1) = z Γ(z); from 200 on, it uses Stirling's series.
 pub(super) fn ln_gamma_half(n: usize) -> f64 {
     if n >= 200 {
         let z = n as f64 / 2.0;
@@ -99,11 +99,11 @@ pub(super) fn ln_gamma_half(n: usize) -> f64 {
 mod tests {
     use super::*;
 
-    /// Percentage points of published tables: Fisher and Yates; NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.6.7.2.
+    /// The percentage points are from published tables: Fisher and Yates; NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.6.7.2.
     #[test]
     fn quantiles_are_those_of_published_tables() {
         let table = [
-            // degrees of freedom, then two-sided 0.10, 0.05, 0.02, 0.01, 0.002
+            // Columns: degrees of freedom, then two-sided 0.10, 0.05, 0.02, 0.01, 0.002.
             (1, [6.314, 12.706, 31.821, 63.657, 318.309]),
             (2, [2.920, 4.303, 6.965, 9.925, 22.327]),
             (3, [2.353, 3.182, 4.541, 5.841, 10.215]),
@@ -122,11 +122,11 @@ mod tests {
                 assert!((t - expected).abs() <= 0.000_51, "{freedom} {alpha}: {t}, expected {expected}");
             }
         }
-        // The normal distribution, of which this is the limit.
+        // The limit is the normal distribution.
         assert!((two_sided_quantile(0.05, 10_000_000) - 1.959_964).abs() < 1e-5);
     }
 
-    /// Of one and two degrees of freedom there are closed forms.
+    /// For one and two degrees of freedom, closed forms exist.
     #[test]
     fn probabilities_are_those_of_closed_forms() {
         for t in [0.0f64, 1e-6, 0.1, 0.5, 1.0, 2.0, 5.0, 12.7, 1e3, 1e8] {

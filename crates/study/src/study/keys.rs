@@ -1,19 +1,19 @@
-//! A table of a study file, read key by key: every error names the file and the whole key.
+//! Reads a table of a study file key by key; every error names the file and the full key.
 
 use crate::error::{Error, Result, nearest};
 use std::path::Path;
 use toml::{Table, Value};
 
-/// A table of the file and where it stands.
+/// A table of the file, with its position.
 pub(super) struct Keys<'a> {
     file: &'a Path,
-    /// What stands before a key: empty, or `branch[0].`.
+    /// The prefix of the table's keys: empty, or for example `branch[0].`.
     before: String,
     table: &'a Table,
 }
 
 impl<'a> Keys<'a> {
-    /// Of this table, which has these keys and no other.
+    /// The keys of this table; keys that are not in `known` are an error.
     pub fn of(file: &'a Path, before: String, table: &'a Table, known: &[&str]) -> Result<Self> {
         let keys = Self { file, before, table };
         match table.keys().find(|key| !known.contains(&key.as_str())) {
@@ -37,7 +37,7 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// The same, where one of these names was probably meant.
+    /// An error about a key of this table, which suggests one of these names.
     pub fn unknown<'n>(
         &self,
         key: &str,
@@ -66,7 +66,7 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// A whole number from `least` to `most`; `None` where the key is absent.
+    /// An integer from `least` to `most`; `None` if the key is absent.
     pub fn number(&self, key: &str, least: u64, most: u64) -> Result<Option<u64>> {
         let Some(value) = self.table.get(key) else { return Ok(None) };
         self.whole(key, value, least, most).map(Some)
@@ -82,7 +82,7 @@ impl<'a> Keys<'a> {
         })
     }
 
-    /// A list of texts, none twice; `None` where the key is absent.
+    /// A list of distinct texts; `None` if the key is absent.
     pub fn texts(&self, key: &str) -> Result<Option<Vec<String>>> {
         let Some(value) = self.table.get(key) else { return Ok(None) };
         let list = value.as_array();
@@ -107,7 +107,7 @@ impl<'a> Keys<'a> {
         Ok(Some(texts))
     }
 
-    /// The same list, which is there and not empty.
+    /// A list of distinct texts, which must be present and not empty.
     pub fn names(&self, key: &str) -> Result<Vec<String>> {
         let names = self.texts(key)?.ok_or_else(|| self.missing(key))?;
         if names.is_empty() {
@@ -117,10 +117,10 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// Seeds: a list of different numbers, or how many, counted from 1.
+    /// Seeds, given either as a list of distinct numbers or as a count, which stands for the numbers from 1 to the count.
     pub fn seeds(&self, key: &str) -> Result<Vec<u64>> {
         const MOST: u64 = 1000;
-        // TOML has no larger number.
+        // TOML has no larger integers.
         const LARGEST: u64 = i64::MAX as u64;
         let value = self.table.get(key).ok_or_else(|| self.missing(key))?;
         let Some(list) = value.as_array() else {
@@ -140,7 +140,7 @@ impl<'a> Keys<'a> {
         Ok(seeds)
     }
 
-    /// A table, whose keys are these.
+    /// A table that may have these keys.
     pub fn table(&self, key: &str, known: &[&str]) -> Result<Keys<'a>> {
         match self.table.get(key).ok_or_else(|| self.missing(key))? {
             Value::Table(table) => Keys::of(self.file, format!("{}{key}.", self.before), table, known),
@@ -148,7 +148,7 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// A list of tables, whose keys are these; empty where the key is absent.
+    /// A list of tables that may have these keys; empty if the key is absent.
     pub fn tables(&self, key: &str, known: &[&str]) -> Result<Vec<Keys<'a>>> {
         let Some(value) = self.table.get(key) else { return Ok(Vec::new()) };
         let list =

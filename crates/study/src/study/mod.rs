@@ -1,4 +1,4 @@
-//! A study: which recipes are compared with which baseline, over which configurations and seeds.
+//! A study: the recipes and the baseline that it compares, and the configurations and seeds of its runs.
 
 mod keys;
 #[cfg(test)]
@@ -16,34 +16,34 @@ const KEYS: [&str; 8] = ["name", "baseline", "recipes", "configs", "seeds", "set
 /// A recipe of a study.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Recipe {
-    /// Its name, or its file, as the study has it.
+    /// Name of the recipe, or its file, as written in the study.
     pub name: String,
-    /// SHA-256 of its text, hexadecimal.
+    /// SHA-256 of the recipe's text, in hexadecimal.
     pub sha256: String,
 }
 
 /// A configuration of a study.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
-    /// Its name, or its file, as the study has it.
+    /// Name of the configuration, or its file, as written in the study.
     pub name: String,
-    /// SHA-256 of [`Settled::text`](crate::Settled::text), hexadecimal.
+    /// SHA-256 of [`Settled::text`](crate::Settled::text), in hexadecimal.
     pub sha256: String,
-    /// Optimizer steps of a run.
+    /// Number of optimizer steps of a run.
     pub steps: u64,
 }
 
-/// What the learning rate of a branch does.
+/// The learning-rate schedule of a branch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Schedule {
-    /// The trunk's schedule goes on: trunk and branch together train the configuration's steps.
+    /// The trunk's schedule continues: trunk and branch together train the configuration's steps.
     Kept,
-    /// A new schedule begins, warm-up included: the branch trains the configuration's steps.
+    /// A new schedule starts, including warm-up: the branch trains the configuration's steps.
     New,
 }
 
 impl Schedule {
-    /// Its name in a study file.
+    /// The name in a study file.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -53,23 +53,23 @@ impl Schedule {
     }
 }
 
-/// Runs that begin with the weights of one shared run, the trunk. The trunk trains under the configuration's schedule and stops after `steps`.
+/// Runs that start with the weights of one shared run, the trunk. The trunk trains with the configuration's schedule and stops after `steps`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Branch {
     /// The recipe of the trunk.
     pub trunk: String,
-    /// Optimizer steps of the trunk.
+    /// Number of optimizer steps of the trunk.
     pub steps: u64,
     /// The recipes of the branches, the baseline first.
     pub recipes: Vec<String>,
-    /// What their learning rate does.
+    /// The learning-rate schedule of the branches.
     pub schedule: Schedule,
 }
 
-/// Cells that are compared with one another.
+/// A group of cells that are compared with each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Group {
-    /// Runs that train from the beginning.
+    /// Runs that train from initial weights.
     Runs,
     /// The branches of [`Study::branches`] at this index.
     Branch(usize),
@@ -78,40 +78,41 @@ pub enum Group {
 /// A study, read from its file and checked.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Study {
-    /// Its name, which heads its tables.
+    /// The study's name, which is the heading of its tables.
     pub name: String,
     /// The recipe with which all others are compared.
     pub baseline: String,
-    /// The recipes of runs from the beginning, the baseline first. Empty in a study of branches only.
+    /// The recipes of runs from initial weights, the baseline first. Empty if the study has only branches.
     pub recipes: Vec<String>,
-    /// What every recipe that the study names is, each once.
+    /// All recipes that the study names, each once.
     pub known: Vec<Recipe>,
     /// The configurations.
     pub configs: Vec<Config>,
     /// The seeds, in the order in which they are run.
     pub seeds: Vec<u64>,
-    /// Settings of every run, `key=value`.
+    /// Settings of all runs, as `key=value`.
     pub set: Vec<String>,
-    /// Perturbed runs of the baseline for each seed and group, which show what chaos alone does.
+    /// Number of perturbed runs of the baseline for each seed, which show the effect of chaos alone.
     pub floor: u64,
-    /// Runs that begin with a shared trunk.
+    /// The runs that start from a shared trunk.
     pub branches: Vec<Branch>,
 }
 
 impl Study {
-    /// Reads a study file. `catalog` says what names mean.
+    /// Reads a study file. `catalog` resolves the names in it.
     ///
     /// # Errors
-    /// [`Error::Io`] for a file that cannot be read; else as [`Study::parse`].
+    /// [`Error::Io`] if the file cannot be read; the errors of [`Study::parse`].
     pub fn load(file: &Path, catalog: &dyn Catalog) -> Result<Self> {
         let text = std::fs::read_to_string(file).map_err(Error::io(file))?;
         Self::parse(&text, file, catalog)
     }
 
-    /// Reads a study from its text. `file` is what errors name.
+    /// Reads a study from its text. Errors name `file`.
     ///
     /// # Errors
-    /// [`Error::Study`] with the key: unknown keys, names that `catalog` does not know, names or recipes that are listed twice, empty lists, a baseline that is not among the recipes.
+    /// [`Error::Study`] with the key, for unknown keys, names that `catalog` does not know, names or recipes that are listed twice, empty lists, or a baseline that is not among
+    /// the recipes.
     pub fn parse(text: &str, file: &Path, catalog: &dyn Catalog) -> Result<Self> {
         let table: toml::Table = text.parse().map_err(|error: toml::de::Error| Error::Study {
             file: file.to_owned(),
@@ -147,14 +148,14 @@ impl Study {
         Ok(Self { name, baseline, recipes, known: known.recipes, configs, seeds, set, floor, branches })
     }
 
-    /// What is compared: the runs, if there are any, then each of [`Study::branches`].
+    /// The groups that are compared: the runs, if there are any, then each of [`Study::branches`].
     #[must_use]
     pub fn groups(&self) -> Vec<Group> {
         let runs = (!self.recipes.is_empty()).then_some(Group::Runs);
         runs.into_iter().chain((0..self.branches.len()).map(Group::Branch)).collect()
     }
 
-    /// The recipes of a group, the baseline first; empty for a branch that the study does not have.
+    /// The recipes of a group, the baseline first; empty for a branch that does not exist in the study.
     #[must_use]
     pub fn recipes_of(&self, group: Group) -> &[String] {
         match group {
@@ -163,7 +164,7 @@ impl Study {
         }
     }
 
-    /// How a table names a group: `runs`, or `branches of bf16 at step 1000, schedule kept`.
+    /// The name of a group in tables: `runs`, or for example `branches of bf16 at step 1000, schedule kept`.
     #[must_use]
     pub fn group_name(&self, group: Group) -> String {
         match group {
@@ -175,7 +176,7 @@ impl Study {
         }
     }
 
-    /// How many comparisons with the baseline the study plans within a configuration: the family of Holm's correction.
+    /// Number of comparisons with the baseline that the study plans within a configuration: the family of Holm's correction.
     #[must_use]
     pub fn comparisons(&self) -> usize {
         self.groups().into_iter().map(|group| self.recipes_of(group).len().saturating_sub(1)).sum()
@@ -188,7 +189,7 @@ impl Study {
     }
 }
 
-/// The recipes that were looked up.
+/// The recipes that were already looked up.
 struct Known<'a> {
     catalog: &'a dyn Catalog,
     recipes: Vec<Recipe>,
@@ -215,7 +216,7 @@ impl Known<'_> {
     }
 }
 
-/// Settings of every run; the study decides recipe and seed.
+/// Settings of all runs; they must not set the recipe or the seed, which the study determines.
 fn settings(keys: &Keys<'_>) -> Result<Vec<String>> {
     let set = keys.texts("set")?.unwrap_or_default();
     let mut seen: Vec<&str> = Vec::new();
@@ -255,7 +256,7 @@ fn configs(keys: &Keys<'_>, set: &[String], catalog: &dyn Catalog) -> Result<Vec
     Ok(configs)
 }
 
-/// The recipes with the baseline at the head: a study that stops has the pairs that it can have.
+/// Moves the baseline to the front of the recipes, so that an interrupted study has as many pairs as possible.
 fn baseline_first(
     keys: &Keys<'_>,
     key: &str,
@@ -288,7 +289,7 @@ fn branch(keys: &Keys<'_>, baseline: &str, configs: &[Config], known: &mut Known
             return Err(keys.unknown("schedule", why, other, ["kept", "new"]));
         }
     };
-    // The trunk trains under the configuration's schedule, which ends with its steps.
+    // The trunk trains with the configuration's schedule, which ends with the configuration's steps.
     if let Some(config) = configs.iter().find(|config| steps >= config.steps) {
         let why = format!("is {steps}, expected fewer than the {} steps of {}", config.steps, config.name);
         return Err(trunk_keys.wrong("steps", why));
@@ -296,7 +297,7 @@ fn branch(keys: &Keys<'_>, baseline: &str, configs: &[Config], known: &mut Known
     Ok(Branch { trunk, steps, recipes, schedule })
 }
 
-/// SHA-256, hexadecimal.
+/// SHA-256 in hexadecimal.
 pub(crate) fn sha256(bytes: &[u8]) -> String {
     Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
 }

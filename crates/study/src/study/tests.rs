@@ -1,7 +1,7 @@
 use super::*;
 use crate::catalog::Settled;
 
-/// Recipes and configurations by name, whose texts are these.
+/// A catalog in which recipes and configurations have these texts.
 pub struct Names {
     pub recipes: Vec<(&'static str, &'static str)>,
     pub steps: u64,
@@ -100,11 +100,11 @@ fn cells_fill_one_seed_after_the_other() {
     assert_eq!(ids.len(), cells.len());
 }
 
-/// What decides a run's bits changes its id and those of the runs that begin with it, and no other.
+/// A change to anything that determines a run's bits must change the id of the run and of the runs that start from it, and no other id.
 #[test]
 fn ids_follow_what_decides_the_bits() {
     let before = parse(GOOD).unwrap().cells();
-    // What was published stays: rows of released versions are found again.
+    // Published ids must not change, so that rows of released versions are found again.
     assert_eq!(before[0].id, "tiny.bf16.s4-a04477205fd6");
     let renamed =
         parse(&GOOD.replace("tiny-formats", "other").replace("[4, 2]", "[4, 2, 9]")).unwrap().cells();

@@ -1,4 +1,5 @@
-//! Conformance tests, each named after its operation. Files are named as in `nibble_core::ops`: one per operation or few related ones.
+//! Conformance tests, each named after its operation. Files have the names used in `nibble_core::ops`: one per operation or per few related
+//! operations.
 
 mod attention;
 mod convert;
@@ -16,5 +17,5 @@ pub use {
 
 use nibble_core::DType;
 
-/// Both plain types.
+/// The two plain types.
 const PLAIN: [DType; 2] = [DType::F32, DType::Bf16];

@@ -1,4 +1,4 @@
-//! Memory and ordering: everything that is not an operation.
+//! Memory and ordering: all methods of a backend that are not operations.
 
 use super::call::{Taken, open};
 use super::cell::device;
@@ -185,7 +185,7 @@ impl<B: Backend> Backend for Recorder<B> {
     }
 }
 
-/// Ends a recording that failed, also after a panic.
+/// Ends a recording that failed, also if the recorded work panicked.
 struct UnderWay<'a, B: Backend>(&'a Shared<B>);
 
 impl<B: Backend> Drop for UnderWay<'_, B> {

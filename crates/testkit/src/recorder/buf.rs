@@ -8,9 +8,9 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::sync::Arc;
 
-/// A typed handle to a cell. A clone shares the bytes; writing through a shared handle copies first.
+/// A typed handle to a cell. Clones share the bytes; a write through a shared handle copies first.
 ///
-/// Recorded work holds cells but no owners, so it does not count as sharing them.
+/// Recorded work refers to cells without owning them, so recorded work does not count as sharing a cell.
 pub struct Buf<T: Plain, B: Backend> {
     owner: Option<Arc<Owner<B>>>,
     pub(super) cell: Arc<Cell<B>>,
@@ -18,19 +18,19 @@ pub struct Buf<T: Plain, B: Backend> {
     element: PhantomData<fn() -> T>,
 }
 
-/// Shared by the handles to a cell. The last handle frees the buffer.
+/// The owner that all handles to a cell share. The last handle frees the buffer.
 #[derive(Debug)]
 struct Owner<B: Backend> {
     cell: Arc<Cell<B>>,
     shared: Arc<Shared<B>>,
-    /// Whether recorded work allocates the buffer, again in every replay.
+    /// Whether recorded work allocates the buffer. A recorded buffer is allocated again in every replay.
     recorded: bool,
 }
 
 impl<B: Backend> Drop for Owner<B> {
     fn drop(&mut self) {
-        // As on a device: a buffer that recorded work allocates and drops is free from here on in every replay; any other buffer is free
-        // at once, even if recorded work still refers to it.
+        // As on a device, a buffer that recorded work allocates and drops is free from this point on in every replay. Any other buffer is
+        // free at once, even if recorded work still refers to it.
         if self.recorded {
             let mut state = self.shared.lock();
             if let Some(recording) = &mut state.recording {
@@ -42,7 +42,7 @@ impl<B: Backend> Drop for Owner<B> {
 }
 
 impl<T: Plain, B: Backend> Buf<T, B> {
-    /// A new cell with this inner buffer.
+    /// A handle to a new cell with this inner buffer.
     pub(super) fn new(recorder: &Recorder<B>, inner: &B::Buf<T>) -> Result<Self> {
         let cell = Cell::new(recorder.inner.reinterpret(inner)?);
         let (shared, recorded) = (recorder.shared.clone(), recorder.shared.is_recording());
@@ -65,12 +65,12 @@ impl<T: Plain, B: Backend> Buf<T, B> {
         self.owner.as_ref().is_none_or(|owner| Arc::strong_count(owner) > 1)
     }
 
-    /// The inner buffer, still shared with the cell.
+    /// The inner buffer, which the cell continues to share.
     pub(super) fn inner(&self, b: &B) -> Result<B::Buf<T>> {
         b.reinterpret(&self.cell.get()?)
     }
 
-    /// The inner buffer, taken out of the cell, so that it is unshared.
+    /// Takes the inner buffer out of the cell, so that it is not shared.
     pub(super) fn take(&self, b: &B) -> Result<B::Buf<T>> {
         b.reinterpret(&self.cell.take()?)
     }
@@ -89,7 +89,7 @@ impl<T: Plain, B: Backend> Buf<T, B> {
         self.len
     }
 
-    /// The same cell as values of another type. The inner backend determines `len`.
+    /// A handle to the same cell with another element type. The inner backend determines `len`.
     pub(super) fn with_type<U: Plain>(&self, len: usize) -> Buf<U, B> {
         Buf { owner: self.owner.clone(), cell: self.cell.clone(), len, element: PhantomData }
     }
@@ -101,7 +101,7 @@ impl<T: Plain, B: Backend> Clone for Buf<T, B> {
     }
 }
 
-/// Prints type and length, which are the same in every run: the log compares arguments by this text.
+/// Prints type and length, which are the same in every run, because the log compares arguments by this text.
 impl<T: Plain, B: Backend> fmt::Debug for Buf<T, B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} × {}", self.len, std::any::type_name::<T>())

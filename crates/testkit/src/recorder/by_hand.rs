@@ -1,4 +1,4 @@
-//! The operations whose fields are no plain list: lists of tensors, and structs of tensors and values.
+//! The operations whose fields are not a plain list: they have lists of tensors, or structs of tensors and values.
 
 use super::Recorder;
 use super::buf::Buf;
@@ -35,24 +35,24 @@ pub(super) fn quantize_pack<B: Kernels>(
     })
 }
 
-/// The arguments of a [`Quantize`], sealed.
+/// The arguments of a [`Quantize`] with buffers replaced by non-owning handles (sealed).
 struct SealedQuantize<B: Kernels> {
     x: Tensor<Recorder<B>>,
     codec: Codec,
     planes: Planes,
     groups: Option<Groups<Recorder<B>>>,
     stack: usize,
-    /// The stream of random bits, and the number of its first element.
+    /// The stream of random bits, and the index of the tensor's first element in it.
     stream: Option<(Stream, u64)>,
     step: Option<Buf<u32, B>>,
-    /// The transform's length and sign stream.
+    /// The length of the transform, and the stream of its signs.
     hadamard: Option<(usize, Stream)>,
-    /// The step of the signs.
+    /// The training step from which the signs are computed.
     signs_step: Option<Buf<u32, B>>,
     records: Option<Buf<f32, B>>,
-    /// First record.
+    /// Index of the first record.
     first: usize,
-    /// Stride of records.
+    /// Distance between records.
     stride: usize,
     amax: Option<Buf<f32, B>>,
     only_for: Option<Numbers>,
@@ -80,7 +80,7 @@ impl<B: Kernels> SealedQuantize<B> {
         })
     }
 
-    /// Runs an operation of the inner backend on the opened arguments.
+    /// Runs an operation of the inner backend on the arguments' inner buffers.
     fn run<R>(&self, b: &B, operation: impl FnOnce(Quantize<'_, B>) -> Result<R>) -> Result<R> {
         let &Self { codec, planes, stack, hadamard, first, stride, stream, only_for, .. } = self;
         let x = open(b, &self.x)?;
@@ -195,7 +195,7 @@ pub(super) fn collect<B: Kernels>(recorder: &Recorder<B>, op: Collect<'_, Record
     })
 }
 
-/// The arguments by which the head loss quantizes internally, with the resulting forms.
+/// The arguments that the head loss quantizes internally, each with the resulting form.
 fn head_arguments(codecs: &HeadCodecs) -> Vec<(&'static str, Form)> {
     let form = |(argument, codec, columns): (_, Option<Codec>, bool)| {
         let axis = if columns { BlockAxis::Col } else { BlockAxis::Row };
@@ -204,7 +204,7 @@ fn head_arguments(codecs: &HeadCodecs) -> Vec<(&'static str, Form)> {
     codecs.arguments().into_iter().filter_map(form).collect()
 }
 
-/// The forms of what the head loss quantizes internally.
+/// The forms of the tensors that the head loss quantizes internally.
 fn head_forms(codecs: &HeadCodecs) -> Vec<(&'static str, Form)> {
     let HeadCodecs { fprop_x, dgrad_dy, wgrad_dy, wgrad_x } = *codecs;
     let mut forms = Vec::new();

@@ -1,4 +1,5 @@
-//! One operation in progress: its arguments are sealed, it runs now or is recorded, and is logged and poisoned.
+//! One operation in progress. The operation's arguments are sealed (replaced by non-owning handles), the operation runs now or is recorded,
+//! and it is logged. A fault may be injected.
 
 use super::buf::Buf;
 use super::cell::{Elements, Output};
@@ -11,23 +12,23 @@ use nibble_core::{Backend, Data, Plain, Result, Tensor};
 use std::fmt;
 use std::ops::{Deref, DerefMut};
 
-/// Whether an operation changes what it writes in place.
+/// Whether an operation changes the buffers that it writes in place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Run {
-    /// It changes it.
+    /// The operation changes its in-place buffers.
     Real,
-    /// It works on temporary copies: only the shapes of its results are needed.
+    /// The operation works on temporary copies, because only the shapes of its results are needed.
     Dry,
 }
 
-/// An operation whose arguments are being sealed.
+/// An operation whose arguments are being sealed (replaced by non-owning handles).
 pub(super) struct Call<'a, B: Backend> {
     recorder: &'a Recorder<B>,
     op: Op<B>,
 }
 
 impl<B: Backend> Recorder<B> {
-    /// An operation with these arguments, whose `Debug` output has everything except the contents of buffers.
+    /// Starts an operation with these arguments. The arguments' `Debug` output has everything except the contents of buffers.
     pub(super) fn call(&self, name: &'static str, arguments: &impl fmt::Debug) -> Call<'_, B> {
         let told = self.is_watched() || self.shared.is_recording();
         let arguments = if told { format!("{arguments:?}") } else { String::new() };
@@ -54,12 +55,13 @@ impl<B: Backend> Recorder<B> {
         Ok(())
     }
 
-    /// The ids of what an operation is about to read, if watched: writing may change a buffer's id.
+    /// The ids of the buffers that an operation will read, if a log is kept. The ids are read in advance, because a write may change a
+    /// buffer's id.
     fn inputs(&self, op: &Op<B>) -> Vec<u64> {
         if self.is_watched() { op.reads.iter().map(|cell| cell.id()).collect() } else { Vec::new() }
     }
 
-    /// Logs an operation, and makes a requested fault.
+    /// Logs an operation, and injects the requested fault.
     fn executed(&self, op: &Op<B>, inputs: Vec<u64>) -> Result<()> {
         if !op.computes {
             return Ok(());
@@ -89,8 +91,8 @@ impl<B: Backend> Recorder<B> {
         Ok(())
     }
 
-    /// New handles for the inner backend's results.
-    #[allow(clippy::type_complexity)] // what `Wrap` holds at the end, and what it was for
+    /// Creates handles for the results of the inner backend.
+    #[allow(clippy::type_complexity)] // the type is the final state of `Wrap`, and the wrapped result
     fn wrap<R: Returned<B>>(&self, inner: &R::Inner) -> Result<(R, Vec<Output<B>>, Vec<(usize, Elements)>)> {
         let mut wrap = Wrap { recorder: self, made: Vec::new(), tensors: Vec::new() };
         let wrapped = R::wrapped(inner, &mut wrap)?;
@@ -99,28 +101,28 @@ impl<B: Backend> Recorder<B> {
 }
 
 impl<B: Backend> Call<'_, B> {
-    /// Marks it as only allocating or sharing.
+    /// Marks the operation as one that only allocates or shares buffers.
     pub fn silent(mut self) -> Self {
         self.op.computes = false;
         self
     }
 
-    /// Seals an argument to be read.
+    /// Seals an argument that the operation reads.
     pub fn reads<X: Over<A = Recorder<B>, On<Recorder<B>> = X>>(&mut self, x: &X) -> Result<X> {
         x.mapped(&mut Seal { cells: &mut self.op.reads, tensors: &mut self.op.tensors[0] })
     }
 
-    /// Declares forms of tensors that it computes internally and does not return.
+    /// Declares the forms of tensors that the operation computes internally and does not return.
     pub fn makes_inside(&mut self, forms: impl IntoIterator<Item = (&'static str, Form)>) {
         self.op.inside.extend(forms);
     }
 
-    /// Declares the arguments by which it quantizes internally; returns the one that it must ignore.
+    /// Declares the arguments that the operation quantizes internally. Returns the argument whose quantization it must skip.
     pub fn not_quantized(&self, inside: &[(&'static str, Form)]) -> Option<&'static str> {
         self.recorder.shared.defects.not_quantized(self.op.name, inside)
     }
 
-    /// Seals an argument to be written in place, copied first if another handle shares it.
+    /// Seals an argument that the operation writes in place; the buffer is copied first if another handle shares it.
     pub fn writes<W: Written<B>>(&mut self, x: &mut W) -> Result<W> {
         x.make_own(self.recorder)?;
         let output = x.output();
@@ -167,7 +169,7 @@ impl<B: Backend> Call<'_, B> {
     }
 }
 
-/// The contents of a sealed argument's cells.
+/// The inner buffers of a sealed argument.
 pub(super) fn open<B: Backend, X: Over<A = Recorder<B>>>(b: &B, x: &X) -> Result<X::On<B>> {
     x.mapped(&mut Open(b))
 }
@@ -177,10 +179,10 @@ pub(super) trait Written<B: Backend>: Sized {
     type Inner;
     fn make_own(&mut self, recorder: &Recorder<B>) -> Result<()>;
     fn output(&self) -> Output<B>;
-    /// Elements of a tensor, if it is one.
+    /// The elements of a tensor, if the argument is a tensor.
     fn elements(&self) -> Option<Elements>;
     fn unowned(&self) -> Self;
-    /// Taken out of the cell, or a copy of its contents.
+    /// Takes the inner buffer out of the cell, or copies it.
     fn take(&self, b: &B, run: Run) -> Result<Self::Inner>;
     fn put(&self, b: &B, inner: &Self::Inner) -> Result<()>;
 }
@@ -190,7 +192,7 @@ impl<T: Plain, B: Backend> Written<B> for Buf<T, B> {
 
     fn make_own(&mut self, recorder: &Recorder<B>) -> Result<()> {
         if self.is_shared() {
-            // The inner backend copies the bytes on the next write.
+            // The inner backend copies the bytes at the next write.
             let mut call = recorder.call("share", self).silent();
             let from = call.reads(&*self)?;
             *self = call.issue(move |b, _| open(b, &from))?;
@@ -268,7 +270,7 @@ impl<B: Backend> Written<B> for Tensor<Recorder<B>> {
     }
 }
 
-/// An in-place argument, out of its cell while the operation runs; put back when this is dropped, also after errors.
+/// An in-place argument that is out of its cell while the operation runs. Dropping this value puts it back, also after errors.
 pub(super) struct Taken<'a, B: Backend, W: Written<B>> {
     of: &'a W,
     inner: W::Inner,
@@ -298,7 +300,7 @@ impl<B: Backend, W: Written<B>> DerefMut for Taken<'_, B, W> {
 impl<B: Backend, W: Written<B>> Drop for Taken<'_, B, W> {
     fn drop(&mut self) {
         if self.run == Run::Real {
-            // If this fails, the cell stays empty, and the next operation that needs it gets an error.
+            // If this fails, the cell stays empty, and the next operation that reads the cell gets an error.
             let _ = self.of.put(self.b, &self.inner);
         }
     }

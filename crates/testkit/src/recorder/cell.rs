@@ -1,4 +1,4 @@
-//! Cells, which hold the inner backend's buffers.
+//! Cells, each of which holds a buffer of the inner backend.
 
 use half::bf16;
 use nibble_core::formats::ScaleKind;
@@ -7,7 +7,7 @@ use nibble_core::{Backend, Error, Plain, Result};
 use std::any::TypeId;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The bytes of one buffer; `None` once freed, and while an operation writes them.
+/// The bytes of one buffer; `None` after the buffer is freed, and while an operation writes it.
 #[derive(Debug)]
 pub(super) struct Cell<B: Backend> {
     bytes: Mutex<Option<B::Buf<u8>>>,
@@ -20,7 +20,7 @@ pub(super) struct Output<B: Backend> {
     pub element: Element,
 }
 
-/// The contents of a buffer, as far as a fault needs to know.
+/// The element type of a buffer, as far as a fault needs it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Element {
     F32,
@@ -28,17 +28,17 @@ pub(super) enum Element {
     Bf16,
     /// Records of scales.
     Scales(ScaleKind),
-    /// Codes, counts, indices.
+    /// Codes, counts and indices, which cannot be NaN.
     Other,
 }
 
-/// The buffers of a tensor: its elements, followed by its scales if there are any.
+/// The buffers of a tensor: its elements, followed by its scales if it has scales.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Elements {
     pub form: Form,
-    /// Number of lines of elements: rows, or stored columns.
+    /// Number of stored rows (or stored columns) of elements.
     pub lines: usize,
-    /// Kind of block scales, and whether a tensor scale follows them.
+    /// The kind of block scales, and whether a tensor scale follows the block scales.
     pub scales: Option<ScaleKind>,
 }
 
@@ -69,7 +69,7 @@ impl<B: Backend> Cell<B> {
         self.lock().clone().ok_or_else(freed)
     }
 
-    /// The inner handle itself, unshared; must be put back.
+    /// Takes the inner handle out of the cell, unshared; the caller must put it back.
     pub fn take(&self) -> Result<B::Buf<u8>> {
         self.lock().take().ok_or_else(freed)
     }
@@ -98,7 +98,7 @@ fn freed() -> nibble_core::Error {
     device("an operation", "a buffer that it needs was freed before")
 }
 
-/// A device error.
+/// An error of the device.
 pub(super) fn device(call: impl Into<String>, why: impl Into<String>) -> Error {
     Error::Device { call: call.into(), why: why.into() }
 }

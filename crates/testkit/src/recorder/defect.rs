@@ -1,4 +1,4 @@
-//! Defects: an operation that always computes something wrong. The conformance suite must notice them.
+//! Defects: an operation with a defect always computes something wrong. The conformance suite must notice this.
 
 use super::Recorder;
 use super::cell::{Cell, Elements};
@@ -14,31 +14,31 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// A defect of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Defect {
-    /// The values of one block are doubled: by its scale, or directly if there is no scale.
+    /// The values of one block are doubled, through the block's scale or directly if there is no scale.
     DoubledBlock,
     /// A square tile is transposed.
     TransposedTile,
-    /// One row (or stored column) is shifted by an element.
+    /// One row (or stored column) is shifted by one element.
     ShiftedLine,
-    /// The tensor is not quantized before it is multiplied.
+    /// The quantization of the tensor before a GEMM is skipped.
     NotQuantized,
 }
 
 impl Defect {
-    /// The defects of a tensor that is read or written.
+    /// The defects that apply to a tensor that is read or written.
     pub const OF_TENSORS: [Defect; 3] = [Defect::DoubledBlock, Defect::TransposedTile, Defect::ShiftedLine];
 }
 
 /// A tensor of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Spot {
-    /// Index among the tensors that it only reads.
+    /// Index among the tensors that the operation only reads.
     Read(usize),
-    /// Index among the tensors that it returns.
+    /// Index among the tensors that the operation returns.
     Made(usize),
-    /// Index among the tensors that it writes in place.
+    /// Index among the tensors that the operation writes in place.
     Written(usize),
-    /// A tensor that it quantizes internally, by the argument with its codec.
+    /// A tensor that the operation quantizes internally, named by the argument with its codec.
     Inside(&'static str),
 }
 
@@ -53,24 +53,24 @@ impl fmt::Display for Spot {
     }
 }
 
-/// A tensor that an operation had.
+/// A tensor that an operation read, wrote or quantized internally.
 #[derive(Debug, Clone, Copy)]
 pub struct Seen {
-    /// Which tensor it is.
+    /// The position of the tensor among the operation's tensors.
     pub spot: Spot,
-    /// Its form.
+    /// The form of the tensor.
     pub form: Form,
-    /// Number of rows (or stored columns): a single one has no tile. 0 for internal tensors.
+    /// Number of rows (or stored columns); a tensor with a single row has no square tile. 0 for internal tensors.
     pub lines: usize,
 }
 
-/// The defects of one operation of a recorder: the tensors that could have one, and the armed defect.
+/// The defects of one operation of a recorder: the tensors that could have a defect, and the armed defect.
 #[derive(Debug, Default)]
 pub struct Defects(Mutex<State>);
 
 #[derive(Debug, Default)]
 struct State {
-    /// The operation; `None` before [`Defects::watch`].
+    /// The operation's name; `None` before [`Defects::watch`].
     op: Option<&'static str>,
     seen: Vec<Seen>,
     armed: Option<(Spot, Defect)>,
@@ -83,7 +83,7 @@ impl Defects {
         *self.lock() = State { op: Some(op), ..State::default() };
     }
 
-    /// The tensors recorded since then or since the last call.
+    /// The tensors recorded since [`Defects::watch`] or since the last call.
     pub fn take_seen(&self) -> Vec<Seen> {
         std::mem::take(&mut self.lock().seen)
     }
@@ -94,14 +94,14 @@ impl Defects {
         (state.armed, state.struck) = (Some((spot, defect)), false);
     }
 
-    /// Removes the defect. Returns whether it changed anything.
+    /// Removes the defect. Returns whether the defect changed anything.
     pub fn disarm(&self) -> bool {
         let mut state = self.lock();
         (state.armed, state.seen) = (None, Vec::new());
         state.struck
     }
 
-    /// Records the tensors that an operation quantizes internally; returns the argument that it must ignore.
+    /// Records the tensors that an operation quantizes internally. Returns the argument whose quantization it must skip.
     pub(super) fn not_quantized(&self, op: &str, inside: &[(&'static str, Form)]) -> Option<&'static str> {
         let mut state = self.lock();
         if state.op != Some(op) {
@@ -142,7 +142,7 @@ impl<B: Backend> Recorder<B> {
         self.shared.defects.clone()
     }
 
-    /// Before an operation: spoils what it reads, if armed.
+    /// Applies an armed defect to the tensors that an operation will read.
     pub(super) fn spoil_read(&self, op: &Op<B>) -> Result<Option<Replaced<B>>> {
         let tensors =
             || op.tensors[0].iter().enumerate().map(|(i, (_, elements))| (Spot::Read(i), *elements));
@@ -155,7 +155,7 @@ impl<B: Backend> Recorder<B> {
         }
     }
 
-    /// After an operation: spoils its results, if armed.
+    /// Applies an armed defect to the results of an operation.
     pub(super) fn spoil_results(&self, op: &Op<B>) -> Result<()> {
         let made = op.tensors[1].iter().enumerate().map(|(i, (_, elements))| (Spot::Made(i), *elements));
         let written =
@@ -170,7 +170,7 @@ impl<B: Backend> Recorder<B> {
         self.spoil(&cells, elements, defect).map(drop)
     }
 
-    /// Spoils a tensor whose buffers are the first of these cells.
+    /// Applies a defect to a tensor whose buffers are the first of these cells.
     fn spoil(&self, cells: &[Arc<Cell<B>>], of: &Elements, defect: Defect) -> Result<Option<Replaced<B>>> {
         let behind = match (defect, of.scales) {
             (Defect::DoubledBlock, Some(kind)) if kind.bytes() > 0 => 1,
@@ -196,7 +196,7 @@ impl<B: Backend> Recorder<B> {
     }
 }
 
-/// Doubles one scale record: the first one possible, from the middle on.
+/// Doubles one scale record: the first one that can be doubled, starting from the middle.
 fn double_record(kind: ScaleKind, bytes: &mut [u8]) -> bool {
     let plane = ScalePlane { kind, bytes };
     let doubled = from_middle(plane.len()).find_map(|i| Some((i, doubled(kind, plane.get(i))?)));
@@ -206,7 +206,7 @@ fn double_record(kind: ScaleKind, bytes: &mut [u8]) -> bool {
     doubled.is_some()
 }
 
-/// A record with twice the first number; `None` if there is no such record, and for padding.
+/// A scale record whose first number is doubled; `None` if no such record exists, and for padding.
 fn doubled(kind: ScaleKind, record: Scale) -> Option<Scale> {
     let number = kind.levels().first()?.number;
     let step = match number {
@@ -218,12 +218,12 @@ fn doubled(kind: ScaleKind, record: Scale) -> Option<Scale> {
     };
     let first = |record| kind.multiplier(record, 0, 64);
     let is_twice = |twice: &Scale| first(*twice) == 2.0 * first(record);
-    // The next exponent, or twice the bits of a subnormal number.
+    // The candidates are the next exponent, and twice the bits of a subnormal number.
     let doubled = [step, record.0].into_iter().filter_map(|more| record.0.checked_add(more)).map(Scale);
     doubled.filter(|_| record != kind.least() && first(record) > 0.0).find(is_twice)
 }
 
-/// Doubles all of them: the tensor scale, which is stored for each row.
+/// Doubles all values, because the tensor scale is stored once per row.
 fn double_singles(bytes: &mut [u8]) -> bool {
     for single in bytes.as_chunks_mut::<4>().0 {
         *single = (2.0 * f32::from_le_bytes(*single)).to_le_bytes();
@@ -231,12 +231,12 @@ fn double_singles(bytes: &mut [u8]) -> bool {
     !bytes.is_empty()
 }
 
-/// 0 to `len`, starting from the middle.
+/// The indices 0 to `len`, starting from the middle.
 fn from_middle(len: usize) -> impl Iterator<Item = usize> {
     (0..len).map(move |i| (len / 2 + i) % len)
 }
 
-/// Makes the first effective change, from the middle line on.
+/// Applies the defect to the first row (or stored column) where it has an effect, starting from the middle.
 fn spoil_lines(bytes: &mut [u8], of: &Elements, defect: Defect) -> bool {
     let bits = of.form.format.spec().code_bits;
     let Some(line_bytes) = bytes.len().checked_div(of.lines).filter(|bytes| *bytes > 0) else { return false };
@@ -255,7 +255,7 @@ fn spoil_lines(bytes: &mut [u8], of: &Elements, defect: Defect) -> bool {
     found
 }
 
-/// The elements of a line, as bits.
+/// The elements of a row (or stored column), as bits.
 fn codes(bits: u32, line: &[u8]) -> Vec<u32> {
     match bits {
         32 => line.as_chunks().0.iter().map(|bytes| u32::from_le_bytes(*bytes)).collect(),
@@ -282,7 +282,7 @@ fn write_codes(bits: u32, codes: &[u32], line: &mut [u8]) {
     }
 }
 
-/// Doubles the floating-point numbers of a block of 32 in the middle of a line.
+/// Doubles the floating-point numbers of a block of 32 elements in the middle of a row.
 fn double_values(bits: u32, line: &mut [u32]) {
     const BLOCK: usize = 32;
     let (first_exponent_bit, magnitude) = if bits == 32 { (23, u32::MAX >> 1) } else { (7, 0x7FFF) };
@@ -292,7 +292,7 @@ fn double_values(bits: u32, line: &mut [u32]) {
     }
 }
 
-/// Transposes a square tile (at most 16 × 16) at line `top`, near the middle column, if it lies within the lines.
+/// Transposes a square tile (at most 16 × 16) at row `top`, near the middle column, if the tile lies within the rows.
 fn transpose_tile(lines: &mut [Vec<u32>], top: usize) {
     const SIDE: usize = 16;
     let width = lines.first().map_or(0, Vec::len);

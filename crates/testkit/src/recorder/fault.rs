@@ -1,26 +1,26 @@
-//! Faults: one element of one result becomes NaN.
+//! Faults: a fault sets one element of one result to NaN.
 
 use super::cell::{Cell, Element, Output};
 use half::bf16;
 use nibble_core::{Backend, Plain, Result};
 
-/// The operation to strike, counted from 0 since [`Recorder::poison`](super::Recorder::poison). Allocations and transfers
-/// between host and device do not count.
+/// The operation that a fault hits, counted from 0 since [`Recorder::poison`](super::Recorder::poison). Allocations and transfers between
+/// host and device do not count.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Point {
-    /// After this many other operations.
+    /// The fault hits the operation after this many other operations.
     Op(usize),
-    /// After this many other operations of this name.
+    /// The fault hits the operation of this name after this many others of the same name.
     Named(&'static str, usize),
 }
 
-/// What a fault hit.
+/// The operation that a fault hit, and the effect.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Struck {
-    /// The operation.
+    /// Name of the operation.
     pub op: &'static str,
-    /// Whether the operation wrote something that can be NaN (an element of a tensor, a scale, or a value of an F32 or F64 buffer).
-    /// Its element 0 is then NaN.
+    /// Whether the operation wrote something that can be NaN (an element of a tensor, a scale, or a value of an F32 or F64 buffer). In that
+    /// case, element 0 of the written data is now NaN.
     pub spoiled: bool,
 }
 
@@ -28,7 +28,7 @@ pub struct Struck {
 #[derive(Debug)]
 pub(super) struct Fault {
     point: Point,
-    /// Operations counted so far.
+    /// Number of operations counted so far.
     passed: usize,
 }
 
@@ -37,7 +37,7 @@ impl Fault {
         Self { point, passed: 0 }
     }
 
-    /// Whether the fault strikes after this operation, the next one executed.
+    /// Whether the fault hits this operation, the next to be executed.
     pub fn strikes(&mut self, op: &'static str) -> bool {
         let after = match self.point {
             Point::Op(after) => after,
@@ -49,7 +49,7 @@ impl Fault {
     }
 }
 
-/// Makes element 0 of the first output that can be NaN a NaN. Returns whether there is such an output.
+/// Sets element 0 of the first output that can be NaN to NaN. Returns whether any output can be NaN.
 pub(super) fn spoil<B: Backend>(b: &B, outputs: &[Output<B>]) -> Result<bool> {
     for Output { cell, element } in outputs {
         let spoiled = match element {

@@ -1,12 +1,12 @@
-//! Delegates every operation, with its arguments sealed as [`for_each_op!`] declares each field.
+//! Delegates every operation to the inner backend, after sealing its arguments as [`for_each_op!`] declares each field.
 
 use super::call::{Run, Taken, open};
 use super::{Recorder, by_hand};
 use nibble_core::ops::*;
 use nibble_core::{Groups, Kernels, Operand, PermuteMap, Result, Tensor, for_each_op};
 
-/// Issues an operation: seals its arguments, and runs the inner backend's operation on their cells' contents.
-/// All fields are named, so a new field does not compile until it is listed.
+/// Issues an operation: seals its arguments, and runs the inner backend's operation on the contents of their cells.
+/// The macro lists all fields by name, so a new field does not compile until it is added.
 macro_rules! issue {
     ($recorder:expr, $given:ident, $name:ident, $op:ident, {}) => { by_hand::$name($recorder, $given) };
     (

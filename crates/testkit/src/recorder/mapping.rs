@@ -1,5 +1,4 @@
-//! Structures of buffers, mapped from one backend to another buffer by buffer. The parts of results are declared by
-//! [`for_each_result!`].
+//! Maps structures of buffers from one backend to another, buffer by buffer. [`for_each_result!`] declares the fields of results.
 
 use super::Recorder;
 use super::buf::Buf;
@@ -14,10 +13,10 @@ use nibble_core::{
 };
 use std::sync::Arc;
 
-/// The mapping of each buffer.
+/// Defines how each buffer is mapped.
 pub(super) trait Mapping<A: Backend, C: Backend> {
     fn buf<T: Plain>(&mut self, buf: &A::Buf<T>) -> Result<C::Buf<T>>;
-    /// Announces that the next buffer holds these elements of a tensor.
+    /// Announces that the next buffer holds elements of a tensor.
     fn elements(&mut self, _elements: Elements) {}
     /// Maps a buffer of scale records.
     fn scales(&mut self, _kind: ScaleKind, buf: &A::Buf<u8>) -> Result<C::Buf<u8>> {
@@ -30,9 +29,9 @@ pub(super) trait Over: Sized {
     type A: Backend;
     /// The same structure with buffers of another backend.
     type On<C: Backend>;
-    /// Maps it to the other backend.
+    /// Maps the structure to the other backend.
     fn mapped<C: Backend>(&self, m: &mut impl Mapping<Self::A, C>) -> Result<Self::On<C>>;
-    /// Maps it from the other backend.
+    /// Maps the structure from the other backend.
     fn mapped_from<C: Backend>(on: &Self::On<C>, m: &mut impl Mapping<C, Self::A>) -> Result<Self>;
 }
 
@@ -58,7 +57,7 @@ impl<X: Over> Over for Option<X> {
     }
 }
 
-/// Implements `Over` for a structure: how its parts are mapped.
+/// Implements `Over` for a structure, given how its fields are mapped.
 macro_rules! over {
     ($name:ident, |$x:ident, $m:ident| $body:expr) => {
         impl<A: Backend> Over for $name<A> {
@@ -134,7 +133,7 @@ over!(Positions, |x, m| Positions {
     starts: x.starts.as_ref().map(|starts| m.buf(starts)).transpose()?,
 });
 
-/// A part of a result, by its kind in the list of results.
+/// Maps a field of a result, by its kind in the list of results.
 macro_rules! result_part {
     (part, $x:ident, $m:ident, $name:ident) => {
         $x.$name.mapped($m)?
@@ -166,9 +165,9 @@ for_each_result! { [results] }
 pub(super) trait Returned<B: Backend>: Sized {
     /// The result of the inner backend's operation.
     type Inner;
-    /// The recorder's handles for it.
+    /// The recorder's handles for the inner result.
     fn wrapped(inner: &Self::Inner, m: &mut impl Mapping<B, Recorder<B>>) -> Result<Self>;
-    /// The result of an operation that returns nothing: no dry run is needed.
+    /// The result of an operation that returns nothing; such an operation needs no dry run.
     fn nothing() -> Option<Self>;
 }
 
@@ -182,7 +181,7 @@ impl<B: Backend, X: Over<A = Recorder<B>>> Returned<B> for X {
     }
 }
 
-/// Everything was written in place.
+/// The result of an operation that writes everything in place.
 impl<B: Backend> Returned<B> for () {
     type Inner = ();
     fn wrapped((): &(), _: &mut impl Mapping<B, Recorder<B>>) -> Result<()> {
@@ -193,8 +192,8 @@ impl<B: Backend> Returned<B> for () {
     }
 }
 
-/// Maps to non-owning handles and lists their cells: recorded work holds these as arguments. Also lists which cells hold
-/// elements of tensors, by index.
+/// Maps buffers to non-owning handles and lists their cells; recorded work holds these handles as arguments. Also lists, by index, which
+/// cells hold elements of tensors.
 pub(super) struct Seal<'a, B: Backend> {
     pub cells: &'a mut Vec<Arc<Cell<B>>>,
     pub tensors: &'a mut Vec<(usize, Elements)>,
@@ -211,7 +210,7 @@ impl<B: Backend> Mapping<Recorder<B>, Recorder<B>> for Seal<'_, B> {
     }
 }
 
-/// Maps to the cells' contents.
+/// Maps handles to the contents of their cells.
 pub(super) struct Open<'a, B: Backend>(pub &'a B);
 
 impl<B: Backend> Mapping<Recorder<B>, B> for Open<'_, B> {
@@ -224,7 +223,7 @@ impl<B: Backend> Mapping<Recorder<B>, B> for Open<'_, B> {
 pub(super) struct Wrap<'a, B: Backend> {
     pub recorder: &'a Recorder<B>,
     pub made: Vec<Output<B>>,
-    /// Which of `made` hold elements of tensors, by index.
+    /// The entries of `made` that hold elements of tensors, by index.
     pub tensors: Vec<(usize, Elements)>,
 }
 

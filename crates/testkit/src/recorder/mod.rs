@@ -1,16 +1,15 @@
-//! A backend around another one: it logs the work issued, records and replays it, and injects faults.
+//! A backend that wraps another backend: it logs the issued work, records and replays it, and injects faults.
 //!
-//! * **Watch**: [`Recorder::watch`] starts a log of every operation and transfer: its name, the buffers it reads and writes, and
-//!   every argument that is not a buffer. Two steps that issue the same work have equal logs.
-//! * **Record and replay**: [`Backend::record`] runs work once without changing any value; [`Backend::replay`]
-//!   executes it. A handle stands for a *cell* that holds a buffer of the inner backend. While recording, an operation with
-//!   results runs on copies, only to get the shapes of its results; a closure is recorded that runs it on the cells'
-//!   contents in a replay. Uploads, writes and downloads, which a GPU cannot record, are errors. A buffer that the recorded work
-//!   drops is freed at the same point of every replay, so replays get the same addresses as the work
-//!   itself.
-//! * **Faults**: [`Recorder::poison`] makes one element of one operation's result NaN, when issued or in a replay.
-//! * **Defects**: [`Recorder::defects`] make every call of an operation compute something wrong: a tile of an operand transposed, a
-//!   block's scale doubled, a quantization skipped.
+//! * **Watch**: [`Recorder::watch`] starts a log of every operation and transfer: its name, the buffers that it reads and writes, and every
+//!   argument that is not a buffer. If two steps issue the same work, their logs are equal.
+//! * **Record and replay**: [`Backend::record`] runs work once without changing any value; [`Backend::replay`] executes it. A handle stands
+//!   for a *cell* that holds a buffer of the inner backend. While recording, an operation with results runs on copies, only to determine
+//!   the shapes of its results; the recorder stores a closure that runs the operation on the cells' contents in a replay. Uploads, writes
+//!   and downloads, which a GPU cannot record, are errors. A buffer that the recorded work drops is freed at the same point of every
+//!   replay, so replays get the same addresses as the work itself.
+//! * **Faults**: [`Recorder::poison`] sets one element of one operation's result to NaN, when the operation is issued or in a replay.
+//! * **Defects**: [`Recorder::defects`] can make every call of an operation compute something wrong: a tile of an operand is transposed, a
+//!   block's scale is doubled, or a quantization is skipped.
 //!
 //! ```text
 //! let recorder = Recorder::new(Cpu::new(2)?);
@@ -45,25 +44,25 @@ use recording::Entry;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The backend `B`, watched and recorded. Clones share the recorder.
+/// The backend `B` with a log and recordings. Clones share one recorder.
 #[derive(Clone)]
 pub struct Recorder<B: Backend> {
     inner: B,
     shared: Arc<Shared<B>>,
 }
 
-/// What happens to an operation that is issued outside of [`Backend::record`].
+/// How the recorder treats an operation that is issued outside of [`Backend::record`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Mode {
-    /// It runs; the recorder reports that it cannot record.
+    /// The operation runs at once; the recorder reports that it cannot record.
     Eager,
-    /// It runs.
+    /// The operation runs at once; the recorder can record.
     Recording,
-    /// It is recorded by itself and replayed.
+    /// The operation is recorded separately and replayed.
     EachReplayed,
 }
 
-/// Shared by the clones of a recorder and its buffers.
+/// State that the clones of a recorder and its buffers share.
 #[derive(Debug)]
 struct Shared<B: Backend> {
     mode: Mode,
@@ -73,7 +72,7 @@ struct Shared<B: Backend> {
 
 #[derive(Debug)]
 struct State<B: Backend> {
-    /// The work being recorded.
+    /// The work that is being recorded.
     recording: Option<Vec<Entry<B>>>,
     /// The operations logged since the last [`Recorder::watch`].
     log: Option<Vec<Event>>,
@@ -84,38 +83,38 @@ struct State<B: Backend> {
     recordings: Recordings,
 }
 
-/// Numbers of recordings.
+/// Counts of recordings.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Recordings {
-    /// Created so far.
+    /// Number of recordings created so far.
     pub made: usize,
-    /// Alive now.
+    /// Number of recordings alive now.
     pub alive: usize,
-    /// The most that were alive at once.
+    /// The largest number of recordings alive at once.
     pub most: usize,
 }
 
 /// An executed operation or transfer.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Event {
-    /// The operation's name, such as `gemm`; for moving or clearing bytes, the method of [`Backend`].
+    /// The operation's name, such as `gemm`; for transfers and clears, the name of the [`Backend`] method.
     pub op: &'static str,
-    /// Every argument except the contents of buffers: shapes, flags, streams of random numbers.
+    /// All arguments except the contents of buffers: shapes, flags, streams of random numbers.
     pub arguments: String,
     /// [`Backend::buffer_id`] of the buffers read, including those written in place.
     pub inputs: Vec<u64>,
-    /// Ids of the buffers written: results, then in-place arguments.
+    /// Ids of the buffers written: first the results, then the in-place arguments.
     pub outputs: Vec<u64>,
-    /// The inputs that are elements of tensors and only read, with their forms.
+    /// The inputs that are elements of tensors and are only read, with their forms.
     pub tensors_read: Vec<(u64, Form)>,
-    /// The same for the results.
+    /// The results that are elements of tensors, with their forms.
     pub tensors_made: Vec<(u64, Form)>,
-    /// Forms of internal tensors, which are not returned, with the tensor's name.
+    /// Names and forms of internal tensors, which the operation does not return.
     pub made_inside: Vec<(&'static str, Form)>,
 }
 
 impl Event {
-    /// Whether it is a copy between host and device, or waits for one.
+    /// Whether the event is a copy between host and device, or waits for such a copy.
     pub fn is_transfer(&self) -> bool {
         let transfers = ["upload", "write", "download", "begin_download", "finish_download", "copy_out"];
         transfers.contains(&self.op)
@@ -128,13 +127,13 @@ impl<B: Backend> Recorder<B> {
         Self::with(inner, Mode::Recording)
     }
 
-    /// A recorder that reports that it cannot record, so everything runs when issued.
+    /// A recorder that reports that it cannot record, so all work runs when it is issued.
     pub fn eager(inner: B) -> Self {
         Self::with(inner, Mode::Eager)
     }
 
-    /// A recorder that records each operation by itself and replays it. Tests of single operations use it to compare
-    /// recorded operations with immediate ones.
+    /// A recorder that records each operation separately and replays it. Tests of single operations use it to compare recorded operations
+    /// with immediate ones.
     pub fn replaying(inner: B) -> Self {
         Self::with(inner, Mode::EachReplayed)
     }
@@ -146,7 +145,7 @@ impl<B: Backend> Recorder<B> {
         Self { inner, shared: Arc::new(Shared { mode, defects: Arc::default(), state: Mutex::new(state) }) }
     }
 
-    /// The backend that does the work.
+    /// The backend that this recorder wraps.
     pub fn inner(&self) -> &B {
         &self.inner
     }
@@ -156,18 +155,18 @@ impl<B: Backend> Recorder<B> {
         self.shared.lock().log = Some(Vec::new());
     }
 
-    /// The operations executed since [`Recorder::watch`] or the last call; empty if not watched.
+    /// The operations executed since [`Recorder::watch`] or since the last call; empty if no log was started.
     pub fn take_log(&self) -> Vec<Event> {
         self.shared.lock().log.as_mut().map(std::mem::take).unwrap_or_default()
     }
 
-    /// Injects one fault, counted from now on; replaces an earlier fault that was not yet injected.
+    /// Injects one fault, whose point counts from now on. The new fault replaces an earlier fault that was not injected yet.
     pub fn poison(&self, point: Point) {
         let mut state = self.shared.lock();
         (state.fault, state.struck) = (Some(Fault::new(point)), None);
     }
 
-    /// The operation that the fault hit, if it has been executed.
+    /// The operation that the fault hit, if that operation was executed.
     pub fn struck(&self) -> Option<Struck> {
         self.shared.lock().struck.clone()
     }
@@ -177,12 +176,12 @@ impl<B: Backend> Recorder<B> {
         self.shared.lock().refuses_replay = true;
     }
 
-    /// Numbers of recordings.
+    /// Counts of this recorder's recordings.
     pub fn recordings(&self) -> Recordings {
         self.shared.lock().recordings
     }
 
-    /// Logs an execution, if watched.
+    /// Logs an event, if a log was started.
     fn note(&self, event: impl FnOnce() -> Event) {
         if self.is_watched() {
             let event = event();
@@ -196,7 +195,7 @@ impl<B: Backend> Recorder<B> {
         self.shared.lock().log.is_some()
     }
 
-    /// An error while recording: a GPU cannot record what the host waits for or provides.
+    /// An error if a recording is in progress, because a GPU cannot record work that waits for the host or gets data from it.
     fn refuse_while_recording(&self, call: &'static str) -> nibble_core::Result<()> {
         match self.shared.is_recording() {
             true => Err(device(call, "not while work is recorded: its values would be those of that moment")),
@@ -206,8 +205,8 @@ impl<B: Backend> Recorder<B> {
 }
 
 impl<B: Backend> Shared<B> {
-    /// Every change is a single assignment or push, so the state is valid after a panic too. No handle may be dropped
-    /// while it is locked: dropping a buffer's last handle locks it again.
+    /// Every change is a single assignment or push, so the state is valid even after a panic. No handle may be dropped while the state is
+    /// locked, because dropping a buffer's last handle locks it again.
     fn lock(&self) -> MutexGuard<'_, State<B>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

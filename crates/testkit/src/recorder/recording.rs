@@ -1,4 +1,4 @@
-//! Recorded work: operations and dropped buffers, in order.
+//! Recorded work: operations, and the dropping of buffers, in order.
 
 use super::cell::{Cell, Elements, Output};
 use super::{Recordings, Shared};
@@ -7,7 +7,7 @@ use nibble_core::{Backend, Result};
 use std::fmt;
 use std::sync::Arc;
 
-/// Work to be replayed.
+/// Work that can be replayed.
 pub struct Recording<B: Backend> {
     pub(super) entries: Vec<Entry<B>>,
     shared: Arc<Shared<B>>,
@@ -34,13 +34,13 @@ impl<B: Backend> fmt::Debug for Recording<B> {
     }
 }
 
-/// Runs an operation on the contents of its cells, and puts the results into their cells.
+/// Runs an operation on the contents of its cells, and stores the results in their cells.
 type Replay<B> = Box<dyn Fn(&B) -> Result<()> + Send>;
 
 /// One step of a replay.
 pub(super) enum Entry<B: Backend> {
     Op(Box<Op<B>>, Replay<B>),
-    /// The last handle of a buffer that recorded work allocated is dropped here.
+    /// At this point, the last handle of a buffer that recorded work allocated is dropped.
     Free(Arc<Cell<B>>),
 }
 
@@ -57,18 +57,18 @@ impl<B: Backend> fmt::Debug for Entry<B> {
 #[derive(Debug)]
 pub(super) struct Op<B: Backend> {
     pub(super) name: &'static str,
-    /// Empty unless someone watches or records.
+    /// The arguments as text; empty unless a log is kept or work is recorded.
     pub(super) arguments: String,
-    /// Cells of everything that it reads, in-place arguments included.
+    /// Cells of all buffers that the operation reads, including in-place arguments.
     pub(super) reads: Vec<Arc<Cell<B>>>,
-    /// Buffers that it writes in place.
+    /// Buffers that the operation writes in place.
     pub(super) writes: Vec<Output<B>>,
-    /// Buffers that it returns.
+    /// Buffers that the operation returns.
     pub(super) made: Vec<Output<B>>,
-    /// Which of the buffers read, returned and written in place are elements of tensors, by index.
+    /// The buffers read, returned and written in place that are elements of tensors, by index.
     pub(super) tensors: [Vec<(usize, Elements)>; 3],
-    /// Forms of internal tensors, with the tensor's name.
+    /// Names and forms of internal tensors.
     pub(super) inside: Vec<(&'static str, Form)>,
-    /// Whether it computes something; allocations and shares are neither logged nor poisoned.
+    /// Whether the operation computes something. Allocations and shares are not logged, and faults do not hit them.
     pub(super) computes: bool,
 }

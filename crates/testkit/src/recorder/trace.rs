@@ -1,13 +1,13 @@
-//! Every change of a tensor's representation that a backend saw, by tensor name. The caller names a layer's input and its
-//! output's gradient; what operations compute from a tensor keeps its name.
+//! Records each change of a tensor's representation that a backend executed, by tensor name. The caller names a layer's input and the
+//! gradient of the layer's output. A tensor that an operation derives from another tensor keeps that tensor's name.
 
 use super::{Event, Recorder};
 use nibble_core::Backend;
 use nibble_core::recipe::{Change, Form, Pass};
 use std::collections::HashMap;
 
-/// Runs a layer on a recorder and returns its changes of representation. `work` reports where a pass begins, and name and
-/// [`Backend::buffer_id`] of the tensor with which it begins.
+/// Runs a layer on a recorder and returns its changes of representation. `work` reports the start of each pass, and the name and
+/// [`Backend::buffer_id`] of the pass's input tensor.
 ///
 /// # Errors
 /// The error of `work`.
@@ -28,7 +28,7 @@ pub fn traced<B: Backend, E>(
 
 struct Trace {
     pass: Pass,
-    /// Names of tensors by the buffer of their elements.
+    /// Names of tensors, indexed by the buffer of their elements.
     names: HashMap<u64, &'static str>,
     changes: Vec<Change>,
 }
@@ -40,7 +40,7 @@ impl Trace {
 
     fn see_one(&mut self, event: &Event) {
         let first = event.tensors_read.first().map(|(id, form)| (self.names.get(id).copied(), *form));
-        // A new buffer may reuse a freed buffer's id.
+        // A new buffer may reuse the id of a freed buffer.
         self.names.retain(|id, _| !event.outputs.contains(id));
         let Some((name, from)) = first else { return };
         let made = &event.tensors_made;
@@ -53,17 +53,17 @@ impl Trace {
                 let tensor = if self.pass == Pass::Forward { "y" } else { "dx" };
                 self.made("unpermute+combine", tensor, from, made);
             }
-            // An expert's second product computes y; the gradient of its first product's output gives dx.
+            // An expert's second GEMM computes y; the gradient of its first GEMM's output gives dx.
             ("grouped_gemm", Some("a")) => self.named("y", made),
             ("grouped_gemm", Some("dh")) => self.named("dx", made),
             ("swiglu", _) => {
-                // One or both layouts of a, then h, which has rows only.
+                // The results are one or both layouts of a, followed by h, which has only row blocks.
                 let of_a = 1 + usize::from(made.get(1).is_some_and(|(_, form)| form.cols));
                 self.fused(["swiglu", "swiglu+quantize"], "a", from, &made[..of_a]);
                 self.fused(["swiglu", "swiglu+quantize"], "h", from, &made[of_a..]);
             }
             ("swiglu_backward", _) => {
-                // Both layouts of dh or one plain tensor, then a.
+                // The results are both layouts of dh or one plain tensor, followed by a.
                 let of_dh = if made[0].1.rows { 2 } else { 1 };
                 let ops = ["swiglu_backward", "swiglu_backward+quantize"];
                 self.fused(ops, "dh", from, &made[..of_dh]);
@@ -82,7 +82,7 @@ impl Trace {
         self.names.extend(made.iter().map(|(id, _)| (*id, tensor)));
     }
 
-    /// Records that an operation converted a tensor, to one layout or two.
+    /// Records that an operation converted a tensor to one or two layouts.
     fn made(&mut self, op: &'static str, tensor: &'static str, from: Form, made: &[(u64, Form)]) {
         let Some((_, first)) = made.first() else { return };
         let (rows, cols) = (made.iter().any(|(_, f)| f.rows), made.iter().any(|(_, f)| f.cols));
@@ -91,7 +91,7 @@ impl Trace {
         self.changes.push(Change { pass: self.pass, op, tensor, from, to });
     }
 
-    /// As `made`, for an operation that computes the tensor and may write it quantized. Plain from plain is no change.
+    /// Like `made`, for an operation that computes the tensor and may write it quantized. A plain result of a plain tensor is not a change.
     fn fused(&mut self, ops: [&'static str; 2], tensor: &'static str, from: Form, made: &[(u64, Form)]) {
         let Some((id, to)) = made.first() else { return };
         match (from.format.is_block(), to.format.is_block()) {

@@ -1,4 +1,4 @@
-//! Times of collective work: many calls back to back, started by all ranks at once, timed on the slowest rank.
+//! Times of collective work: all ranks start many back-to-back calls together, and the slowest rank's time counts.
 
 use crate::figures::median;
 use nibble_core::{Backend, Comm, Result};
@@ -7,38 +7,38 @@ use std::time::Instant;
 
 /// Number of timed windows.
 pub const WINDOWS: usize = 5;
-/// Most calls per window.
+/// Maximum number of calls per window.
 const MOST_CALLS: f64 = 20_000.0;
 
 /// Microseconds per call on the slowest rank.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Times {
-    /// Median of the windows.
+    /// Median time of the windows.
     pub median_us: f64,
-    /// Fastest window.
+    /// Time of the fastest window.
     pub min_us: f64,
-    /// Slowest window.
+    /// Time of the slowest window.
     pub max_us: f64,
 }
 
 impl Times {
-    /// Summary of the windows' times.
+    /// Summarises the times of the windows.
     fn of(windows: Vec<f64>) -> Self {
         let of = |pick: fn(f64, f64) -> f64| windows.iter().copied().reduce(pick).unwrap_or(f64::NAN);
         Self { min_us: of(f64::min), max_us: of(f64::max), median_us: median(windows) }
     }
 
-    /// For a program to read.
+    /// The times as JSON.
     pub fn figures(&self) -> Value {
         json!({ "median": self.median_us, "min": self.min_us, "max": self.max_us })
     }
 }
 
-/// A rank's clock, used by all ranks together.
+/// A rank's stopwatch; all ranks use their stopwatches together.
 pub struct Clock<'a, B: Backend> {
     b: &'a B,
     comm: &'a dyn Comm<B>,
-    /// Seconds of a window.
+    /// Length of a window in seconds.
     window: f64,
     /// A value that is downloaded to wait for the device.
     marker: B::Buf<f32>,
@@ -48,7 +48,7 @@ impl<'a, B: Backend> Clock<'a, B> {
     /// A clock with windows of `window` seconds.
     ///
     /// # Errors
-    /// From the backend.
+    /// The backend's errors.
     pub fn new(b: &'a B, comm: &'a dyn Comm<B>, window: f64) -> Result<Self> {
         Ok(Self { b, comm, window, marker: b.zeros(1)? })
     }
@@ -58,13 +58,13 @@ impl<'a, B: Backend> Clock<'a, B> {
         self.b.download(&self.marker).map(drop)
     }
 
-    /// Times a call; all ranks make the same number of calls. Its memory comes from an arena, as in a step.
+    /// Times a call; all ranks make the same number of calls. The call's memory comes from an arena, as in a training step.
     ///
     /// # Errors
-    /// From the call; from the backend and other ranks.
+    /// The errors of the call, of the backend and of other ranks.
     pub fn time(&self, mut call: impl FnMut() -> Result<()>) -> Result<Times> {
         let arena = self.b.arena("exchange")?;
-        // Seconds of a call.
+        // `window` returns the seconds per call.
         let mut window = |calls: usize| -> Result<f64> {
             self.settle()?;
             self.comm.barrier()?;
@@ -75,7 +75,7 @@ impl<'a, B: Backend> Clock<'a, B> {
             let all = self.b.download(&self.comm.all_gather_f64(self.b, &mine)?)?;
             Ok(all.into_iter().fold(0.0, f64::max))
         };
-        // All ranks see the same seconds, and so make the same number of calls.
+        // All ranks see the same number of seconds, so they make the same number of calls.
         let calls = |seconds: f64| (self.window / seconds).ceil().clamp(1.0, MOST_CALLS) as usize;
         // The first call compiles kernels, grows the arena and connects ranks.
         window(1)?;
@@ -103,7 +103,7 @@ mod tests {
         let rank = |comm: HostComm| {
             let (cpu, mut calls) = (Cpu::new(1).unwrap(), 0);
             let comm: &dyn Comm<Cpu> = &comm;
-            // The second rank takes longer.
+            // The call takes longer on the second rank.
             let spins = if comm.rank() == 0 { 1 } else { 1000u64 };
             let call = || {
                 calls += 1;

@@ -16,14 +16,14 @@ use planned::{Planned, Size, Splits, Stage, Stages, Trip};
 use report::Measured;
 use serde_json::{Value, json};
 
-/// What the columns of a row are a multiple of: blocks of every format.
+/// The number of which row widths are multiples: the block length of every format divides it.
 const COL_STEP: usize = 128;
-/// The most values of a rank's rows.
+/// Maximum number of values in a rank's rows.
 const MOST_VALUES: usize = 1 << 31;
-/// NVLink 4 between two GPUs, by its maker, bytes a second in one direction.
+/// Rate of NVLink 4 between two GPUs, from the manufacturer, in bytes per second and direction.
 const NVLINK4: f64 = 450e9;
 
-/// Options of the timed all-to-all, which needs `--ranks`.
+/// The options of a timed exchange between ranks.
 #[derive(Debug, clap::Args)]
 pub struct TimedArgs {
     /// Measures the time of the all-to-all between N ranks; N must be a power of two. Each rank has its own GPU, or a share
@@ -47,7 +47,7 @@ pub struct TimedArgs {
     window_ms: f64,
 }
 
-/// Milliseconds, some and not too many.
+/// Parses a positive, bounded number of milliseconds.
 fn milliseconds(text: &str) -> Result<f64, String> {
     const MOST: f64 = 60_000.0;
     let ms = text.parse::<f64>().ok().filter(|ms| *ms > 0.0 && *ms <= MOST);
@@ -55,10 +55,10 @@ fn milliseconds(text: &str) -> Result<f64, String> {
 }
 
 impl TimedArgs {
-    /// The figures, where ranks are asked for.
+    /// Measures and returns the figures; `None` without `--ranks`.
     ///
     /// # Errors
-    /// A usage error for what cannot be timed; from the device and between ranks.
+    /// A usage error for sizes that cannot be timed; errors of the device and of other ranks.
     pub fn run(&self) -> Result<Option<Value>> {
         let Some(ranks) = self.ranks else { return Ok(None) };
         let work = Timing {
@@ -77,7 +77,7 @@ impl TimedArgs {
         device::run(&run, &work).map(Some)
     }
 
-    /// Every size, in the order of tables.
+    /// All sizes, in the order of the tables.
     fn sizes(&self, ranks: usize) -> Result<Vec<Size>> {
         if ranks < 2 || !ranks.is_power_of_two() {
             let why = format!("--ranks: is {ranks}, expected a power of two, from 2 on");
@@ -85,7 +85,7 @@ impl TimedArgs {
         }
         let mut sizes = Vec::new();
         for &rows in &self.rows {
-            // Half of a share is a whole number of rows.
+            // The division must give whole numbers of rows, even for half a share.
             if rows == 0 || ranks.checked_mul(2).is_none_or(|step| !rows.is_multiple_of(step)) {
                 let why = format!("--rows: {rows} is not a positive multiple of twice the {ranks} ranks");
                 return Err(Error::usage(why));
@@ -110,22 +110,22 @@ impl TimedArgs {
     }
 }
 
-/// The sizes and formats that ranks exchange.
+/// The sizes and formats of the measurement.
 struct Timing {
     sizes: Vec<Size>,
     trips: Vec<Trip>,
-    /// Of the context, whose precisions are not asked for.
+    /// The recipe of the context, whose precisions are not used.
     recipe: Recipe,
-    /// Seconds.
+    /// Length of a timing window in seconds.
     window: f64,
 }
 
-/// What a device cannot do better than; none of what is not known.
+/// Limits of a device's speed; `None` for limits that are unknown.
 #[derive(Debug, Clone, Copy)]
 struct Limits {
-    /// Bytes a second of a rank's link in one direction, by its maker.
+    /// Rate of a rank's link, from the manufacturer, in bytes per second and direction.
     link: Option<f64>,
-    /// Of a rank's memory, measured.
+    /// Measured rates of a rank's memory.
     memory: Option<Rates>,
 }
 
@@ -163,7 +163,7 @@ impl Work for Timing {
 }
 
 impl Timing {
-    /// Every format's times at one size.
+    /// Measures the times of all formats at one size.
     fn measure<B: Device>(&self, on: &On<'_, B>, size: Size, limits: Limits) -> Result<Vec<Measured>> {
         let planned = Planned::new(on.b, on.mesh, &self.recipe, size)?;
         let clock = Clock::new(on.b, on.mesh.ep, self.window)?;
@@ -180,7 +180,7 @@ impl Timing {
     }
 }
 
-/// The rate of the links between GPUs of one host, of those that have NVLink 4 as a board for servers; none of others.
+/// The rate of the links between the GPUs of one host. The rate is known only for server GPUs with NVLink 4, and is `None` for other GPUs.
 fn link<B: Device>(on: &On<'_, B>) -> Option<f64> {
     let is_near = on.b.kind() == DeviceKind::Gpu && on.mesh.all.host_ranks() == on.mesh.all.world();
     (is_near && on.b.least_link_rate().is_some()).then_some(NVLINK4)

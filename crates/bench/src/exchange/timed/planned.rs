@@ -1,4 +1,4 @@
-//! An exchange of one size: its plan, and each of its stages as a separate call.
+//! An exchange of one size: its plan, and each stage as a separate call.
 
 use crate::experts::chosen;
 use nibble_core::ops::{Cast, CombineSlots, InitNormal, PackRows, UnpackPermute};
@@ -10,9 +10,9 @@ use nibble_train::cx::Cx;
 use nibble_train::moe::{Exchange, ExchangePlan, Outgoing, Wire};
 use nibble_train::shards::Shards;
 
-/// Experts per rank.
+/// Number of experts per rank.
 pub const EXPERTS_EACH: usize = 8;
-/// Multiple to which an expert's rows are padded, as for products of blocks.
+/// Multiple to which an expert's rows are padded, as GEMMs with block formats require.
 const ALIGN: usize = 128;
 /// The tensor name passed to conversions.
 const PLACE: TensorName<'static> = TensorName { layer: "bench", tensor: "x", linear: "bench" };
@@ -27,7 +27,7 @@ pub enum Splits {
 }
 
 impl Splits {
-    /// Its name in tables and files.
+    /// The name in tables and files.
     pub fn name(self) -> &'static str {
         match self {
             Self::Equal => "equal",
@@ -45,12 +45,12 @@ pub struct Size {
     pub cols: usize,
     /// Distribution of the rows.
     pub splits: Splits,
-    /// Ranks.
+    /// Number of ranks.
     pub ranks: usize,
 }
 
 impl Size {
-    /// Rows sent to each rank: the same for every sender.
+    /// Number of rows sent to each rank; it is the same for every sender.
     pub fn rows_to(&self) -> Vec<usize> {
         let Self { rows, ranks, .. } = *self;
         let share = rows / ranks;
@@ -65,18 +65,18 @@ impl Size {
         }
     }
 
-    /// Rows that a rank sends to others, and receives from others.
+    /// Number of rows that a rank sends to other ranks, and receives from other ranks.
     pub fn leaving_and_arriving(&self, rank: usize) -> [usize; 2] {
         let own = self.rows_to()[rank];
         [self.rows - own, (self.ranks - 1) * own]
     }
 
-    /// Most rows over one rank's link in one direction.
+    /// Number of rows over the busiest link in its busier direction.
     pub fn busiest(&self) -> usize {
         (0..self.ranks).flat_map(|rank| self.leaving_and_arriving(rank)).max().unwrap_or(0)
     }
 
-    /// Most rows that one rank receives, from itself too.
+    /// Maximum number of rows that a rank receives, including rows from itself.
     pub fn fullest(&self) -> usize {
         self.ranks * self.rows_to().into_iter().max().unwrap_or(0)
     }
@@ -97,19 +97,19 @@ impl Size {
     }
 }
 
-/// Direction of rows.
+/// Direction in which rows are sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Way {
     /// Tokens to experts, in the forward pass.
     Dispatch,
-    /// Gradients of the experts' outputs to experts, in the backward pass.
+    /// Gradients of the experts' outputs, sent to the experts in the backward pass.
     DispatchBackward,
-    /// Expert outputs back to tokens, one row per slot.
+    /// Expert outputs, sent back to the tokens' ranks, one row per slot.
     Combine,
 }
 
 impl Way {
-    /// Its name in tables and files.
+    /// The name in tables and files.
     pub fn name(self) -> &'static str {
         match self {
             Self::Dispatch => "dispatch, forward",
@@ -130,7 +130,7 @@ pub struct Trip {
 }
 
 impl Trip {
-    /// All of them, BF16 forward first.
+    /// All trips, BF16 forward first.
     ///
     /// # Errors
     /// If a built-in recipe is missing.
@@ -169,17 +169,17 @@ pub enum Stage {
     Exchange,
     /// Unpacks messages into rows in expert order, or for combine into sums of each token's rows.
     Unpack,
-    /// All of these, as in a layer.
+    /// Pack, exchange and unpack together, as in a layer.
     Whole,
-    /// An all-to-all of as many bytes, divided equally among all ranks.
+    /// An all-to-all of the same number of bytes, divided equally among all ranks.
     Plain,
 }
 
 impl Stage {
-    /// Every one, in the order of tables.
+    /// All stages, in the order of the tables.
     pub const ALL: [Self; 5] = [Self::Pack, Self::Exchange, Self::Unpack, Self::Whole, Self::Plain];
 
-    /// Its name in tables and files.
+    /// The name in tables and files.
     pub fn name(self) -> &'static str {
         match self {
             Self::Pack => "quantize+pack",
@@ -199,10 +199,10 @@ pub struct Planned<'a, B: Kernels> {
 }
 
 impl<'a, B: Kernels> Planned<'a, B> {
-    /// Plans with exactly the capacity that the fullest rank needs. Collective.
+    /// Plans an exchange with exactly the capacity that the fullest rank needs. All ranks must call it together.
     ///
     /// # Errors
-    /// From the backend and other ranks.
+    /// The errors of the backend and of other ranks.
     pub fn new(b: &'a B, mesh: Mesh<'a, B>, recipe: &'a Recipe, size: Size) -> Result<Self> {
         let rank = mesh.ep.rank();
         let shards = Shards::new(b, 1, size.rows, rank)?;
@@ -216,7 +216,7 @@ impl<'a, B: Kernels> Planned<'a, B> {
     /// The input rows of a rank: normal numbers.
     ///
     /// # Errors
-    /// From the backend.
+    /// The backend's errors.
     pub fn tokens(b: &B, size: Size, rank: usize) -> Result<Tensor<B>> {
         let stream = Stream::new(3, Purpose::Init, rank as u32, 0);
         let x = InitNormal { stream, first: 0, rows: size.rows, cols: size.cols, std: 1.0 }.run(b)?;
@@ -237,23 +237,23 @@ fn exchange<'c, 'a, B: Kernels>(cx: &'c Cx<'a, B>, size: Size) -> Exchange<'c, '
 pub struct Stages<'p, 'a, B: Kernels> {
     planned: &'p Planned<'a, B>,
     trip: &'p Trip,
-    /// Tokens, or for combine the experts' outputs.
+    /// The tokens; for combine, the experts' outputs.
     given: Tensor<B>,
     packed: B::Buf<u8>,
     arrived: B::Buf<u8>,
 }
 
 impl<'p, 'a, B: Kernels> Stages<'p, 'a, B> {
-    /// Runs the trip once to produce each stage's input. Collective.
+    /// Runs the trip once to produce the input of each stage. All ranks must call it together.
     ///
     /// # Errors
-    /// From the backend and other ranks.
+    /// The errors of the backend and of other ranks.
     pub fn new(planned: &'p Planned<'a, B>, trip: &'p Trip) -> Result<Self> {
         let Planned { cx, plan, size } = planned;
         let tokens = Planned::tokens(cx.b, *size, cx.mesh.ep.rank())?;
         let given = match trip.way {
             Way::Dispatch | Way::DispatchBackward => tokens,
-            // Experts are the identity.
+            // Each expert's output is its input.
             Way::Combine => {
                 let arrived = exchange(cx, *size).dispatch(plan, &Operand::Plain(tokens))?;
                 arrived.plain("bench exchange")?.clone()
@@ -266,10 +266,10 @@ impl<'p, 'a, B: Kernels> Stages<'p, 'a, B> {
         Ok(stages)
     }
 
-    /// Runs a stage once. Collective.
+    /// Runs a stage once. All ranks must call it together.
     ///
     /// # Errors
-    /// From the backend and other ranks.
+    /// The errors of the backend and of other ranks.
     pub fn run(&self, stage: Stage) -> Result<()> {
         match stage {
             Stage::Pack => self.pack().map(drop),
@@ -320,7 +320,7 @@ impl<'p, 'a, B: Kernels> Stages<'p, 'a, B> {
         rows.begin_exchange(b, self.planned.cx.mesh.ep, (leg, row_bytes), self.packed.clone(), into)?.wait(b)
     }
 
-    /// The received rows in expert order, or as sums.
+    /// The received rows in expert order, or the sums of each token's rows.
     pub fn unpack(&self) -> Result<Operand<B>> {
         let (b, kind, plan) = (self.b(), self.kind(), &self.planned.plan);
         match self.trip.way {
@@ -337,7 +337,7 @@ impl<'p, 'a, B: Kernels> Stages<'p, 'a, B> {
         }
     }
 
-    /// The whole trip, as in a layer.
+    /// Runs the whole trip, as in a layer.
     pub fn whole(&self) -> Result<Operand<B>> {
         let Planned { cx, plan, size } = self.planned;
         let exchange = exchange(cx, *size);
@@ -357,7 +357,7 @@ impl<'p, 'a, B: Kernels> Stages<'p, 'a, B> {
         let (b, size) = (self.b(), self.planned.size);
         let bytes = size.rows / size.ranks * self.kind().row_bytes();
         let each = vec![bytes; size.ranks];
-        // Buffers of their own: under skewed splits, a rank's messages may be smaller.
+        // The buffers are separate, because a rank's messages may be smaller with skewed splits.
         let (sent, into) = (b.alloc(bytes * size.ranks)?, b.alloc(bytes * size.ranks)?);
         self.planned.cx.mesh.ep.begin_all_to_all_v(b, sent, 1, &each, &each, into)?.wait(b)
     }
@@ -368,7 +368,7 @@ impl<'p, 'a, B: Kernels> Stages<'p, 'a, B> {
         let (row, given) = (self.kind().row_bytes(), size.cols * DType::Bf16.size_bytes());
         let (sent, arrived, sorted) = (size.rows, size.fullest(), plan.map.groups.capacity);
         let [read, written] = match self.trip.way {
-            // Sorted rows include the padding of groups.
+            // The number of sorted rows includes the padding of groups.
             Way::Dispatch | Way::DispatchBackward => [sent * given + arrived * row, (sent + sorted) * row],
             Way::Combine => [(arrived + sent) * row; 2],
         };

@@ -1,4 +1,4 @@
-//! Tables of timed exchanges, and their figures as JSON.
+//! Tables of timed exchanges, and the same figures as JSON.
 
 use super::Limits;
 use super::clock::Times;
@@ -17,17 +17,17 @@ pub struct Measured {
     /// Whether rows are quantized in this direction.
     is_converted: bool,
     row_bytes: usize,
-    /// Most bytes over one rank's link in one direction.
+    /// Number of bytes over the busiest link in its busier direction.
     link_bytes: usize,
     times: Vec<(Stage, Times)>,
-    /// Least microseconds of those bytes, at the link's rate.
+    /// Minimum microseconds for those bytes at the link's rate.
     link_floor_us: Option<f64>,
-    /// Least microseconds of the other stages' reads and writes, at the memory's rate.
+    /// Minimum microseconds for the other stages' reads and writes at the memory's rate.
     memory_floor_us: Option<f64>,
 }
 
 impl Measured {
-    /// Combines these times; `moved`: bytes that memory reads and writes.
+    /// Combines these times; `moved` is the number of bytes that memory reads and writes.
     pub fn new(
         size: Size,
         trip: &Trip,
@@ -49,7 +49,7 @@ impl Measured {
         }
     }
 
-    /// Microseconds of a stage.
+    /// Microseconds of a stage, if it was timed.
     fn us(&self, stage: Stage) -> Option<f64> {
         self.times.iter().find(|(of, _)| *of == stage).map(|(_, times)| times.median_us)
     }
@@ -64,13 +64,13 @@ impl Measured {
         self.us(Stage::Exchange).map(|us| self.link_bytes as f64 / us / 1e3)
     }
 
-    /// Time of the exchange over that of the equally divided exchange.
+    /// Time of the exchange divided by the time of the equally divided exchange.
     fn by_plain(&self) -> Option<f64> {
         Some(self.us(Stage::Exchange)? / self.us(Stage::Plain)?)
     }
 }
 
-/// Microseconds of the BF16 all-to-all alone, forward.
+/// Microseconds of the forward all-to-all alone, with BF16 rows.
 fn bf16_alone(all: &[Measured]) -> Option<f64> {
     all.iter()
         .find(|one| one.way == Way::Dispatch && one.format == "bf16")
@@ -83,7 +83,7 @@ pub fn title(size: &Size) -> String {
     format!("{rows} rows of {cols} columns on each of {ranks} ranks, {} splits", splits.name())
 }
 
-/// Prints a header for the devices, once, and returns the transport of rows.
+/// Prints a header that describes the devices, once, and returns the transport of rows.
 pub fn header<B: Device>(on: &On<'_, B>, limits: Limits) -> &'static str {
     let way = match (on.b.kind(), limits.link) {
         (DeviceKind::Host, _) => {
@@ -102,7 +102,7 @@ pub fn header<B: Device>(on: &On<'_, B>, limits: Limits) -> &'static str {
     way
 }
 
-/// Numeric columns and their widths.
+/// The numeric columns and their widths.
 const COLUMNS: [(&str, usize); 10] = [
     ("link bytes", 12),
     ("quantize+pack", 13),
@@ -115,7 +115,7 @@ const COLUMNS: [(&str, usize); 10] = [
     ("link", 8),
     ("memory", 8),
 ];
-/// Columns of the table in published form.
+/// The columns of the table in the form of published tables.
 const PUBLISHED: [(&str, usize); 7] =
     [("tokens", 7), ("hidden", 7), ("ranks", 6), ("total", 10), ("quantize", 10), ("comm", 10), ("GB/s", 8)];
 
@@ -190,7 +190,7 @@ pub fn legend(limits: Limits) {
     }
 }
 
-/// For a program to read.
+/// The times as JSON.
 pub fn figures(size: Size, all: &[Measured]) -> Value {
     let Size { rows, cols, splits, ranks } = size;
     let bf16 = bf16_alone(all);
@@ -200,7 +200,7 @@ pub fn figures(size: Size, all: &[Measured]) -> Value {
             .iter()
             .map(|(stage, times)| (stage.name().to_owned(), json!(times.figures())))
             .collect();
-        // Combine reverses the directions of dispatch.
+        // In combine, the directions of dispatch are reversed.
         let per_rank = |which: usize| -> Vec<usize> {
             let which = if one.way == Way::Combine { 1 - which } else { which };
             (0..ranks).map(|rank| size.leaving_and_arriving(rank)[which] * one.row_bytes).collect()

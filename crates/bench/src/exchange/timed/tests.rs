@@ -1,4 +1,4 @@
-//! Bytes and rows of exchanges among threads. Times are not looked at.
+//! Tests of the bytes and rows of exchanges among threads. Times are not tested.
 
 use super::planned::{EXPERTS_EACH, Way};
 use super::*;
@@ -10,7 +10,7 @@ use std::sync::Mutex;
 
 type CoreResult<T> = nibble_core::Result<T>;
 
-/// A communicator that writes down how many bytes go to each rank.
+/// A communicator that records the number of bytes to each rank.
 #[derive(Debug)]
 struct Counting {
     comm: HostComm,
@@ -80,7 +80,7 @@ impl Comm<Cpu> for Counting {
     }
 }
 
-/// Does so on every rank of a size, on both splits and two numbers of ranks.
+/// Runs `work` on every rank of a size, for both splits and two numbers of ranks.
 fn on_ranks(work: impl Fn(Size, &Cpu, &Counting) + Sync) {
     for (ranks, splits) in [(2, Splits::Equal), (2, Splits::Skewed), (4, Splits::Skewed)] {
         let size = Size { rows: 48, cols: 256, splits, ranks };
@@ -96,7 +96,7 @@ fn on_ranks(work: impl Fn(Size, &Cpu, &Counting) + Sync) {
     }
 }
 
-/// Does so for every trip of a size.
+/// Runs `work` for every trip of a size.
 fn each_trip(
     size: Size,
     b: &Cpu,
@@ -121,7 +121,7 @@ fn values(b: &Cpu, rows: &Operand<Cpu>) -> Vec<f32> {
     }
 }
 
-/// What a rank's rows are worth in the format in which they travel.
+/// The values of a rank's rows after conversion to the format in which they are sent.
 fn as_sent(b: &Cpu, trip: &Trip, x: Tensor<Cpu>) -> Vec<f32> {
     let rows = match trip.to.format.is_block() {
         false => Operand::Plain(x),
@@ -140,7 +140,7 @@ fn splits_are_of_all_rows() {
     assert_eq!(of(4096, 2, Splits::Skewed).rows_to(), [3072, 1024]);
     assert_eq!(of(48, 4, Splits::Skewed).rows_to(), [18, 10, 10, 10]);
     assert_eq!(of(32, 4, Splits::Skewed).rows_to(), [12, 7, 7, 6]);
-    // From three others come 18 rows each; 48 − 18 leave.
+    // Each of three other ranks sends 18 rows; 48 − 18 rows leave.
     let size = of(48, 4, Splits::Skewed);
     assert_eq!(size.leaving_and_arriving(0), [30, 54]);
     assert_eq!(size.leaving_and_arriving(1), [38, 30]);
@@ -151,7 +151,7 @@ fn splits_are_of_all_rows() {
 fn as_many_bytes_go_as_are_counted() {
     on_ranks(|size, b, comm| {
         each_trip(size, b, comm, |_, trip, stages| {
-            // By hand: codes, and a scale of one byte for 32 values, or of four for 128.
+            // The bytes are computed by hand: codes, and a scale of one byte per 32 values or of four bytes per 128 values.
             let row = match trip.format {
                 "bf16" => 2 * 256,
                 "e4m3" => 256 + 2 * 4 + 8,

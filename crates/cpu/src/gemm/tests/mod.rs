@@ -4,12 +4,12 @@ use super::*;
 use half::bf16;
 use nibble_formats::{Element, ScaleKind, ScalePlane, e8m0};
 
-/// F32 scales.
+/// A buffer of F32 scales.
 fn singles(values: &[f32]) -> ScalePlane<'_> {
     ScalePlane { kind: ScaleKind::F32, bytes: bytemuck::cast_slice(values) }
 }
 
-/// SplitMix64.
+/// The SplitMix64 random number generator.
 struct Random(u64);
 
 impl Random {
@@ -22,25 +22,25 @@ impl Random {
     fn below(&mut self, n: u64) -> u64 {
         (self.next() >> 33) % n
     }
-    /// Roughly normal, with variance one.
+    /// A roughly normally distributed number with variance one.
     fn value(&mut self) -> f32 {
         (0..12).map(|_| (self.next() >> 40) as f32 / 16_777_216.0).sum::<f32>() - 6.0
     }
 }
 
-/// Values of a matrix.
+/// Distributions of a matrix's values.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Fill {
     Normal,
-    /// Small integers: every sum is exact.
+    /// Small integers, for which every sum is exact.
     Integer,
-    /// Magnitudes around 2⁻⁶³, so that products are around 2⁻¹²⁶; with zeros and subnormals.
+    /// Magnitudes around 2⁻⁶³, so that products are around 2⁻¹²⁶; zeros and subnormals also occur.
     Tiny,
-    /// 2⁻⁶³ times 2⁻⁷⁵ or 2⁻⁷⁶: sums half a step or a quarter step below the smallest normal number.
+    /// 2⁻⁶³ times 2⁻⁷⁵ or 2⁻⁷⁶, which gives sums half a step or a quarter step below the smallest normal number.
     Edge,
-    /// The largest magnitudes for which a sum can still be tiny, by cancellation.
+    /// The largest magnitudes for which cancellation can still give a tiny sum.
     Borderline,
-    /// Arbitrary bits.
+    /// Random bits.
     Bits,
 }
 
@@ -87,8 +87,8 @@ fn assert_same(got: &[f32], want: &[f32], what: impl std::fmt::Debug) {
     }
 }
 
-/// A matrix [rows, k] in two forms: as the engine reads it (row-major or transposed, with margins of NaN) and as the
-/// specification does.
+/// A matrix [rows, k] in two forms: one that the engine reads (row-major or transposed, with margins of NaN), and one that the
+/// specification reads.
 struct Matrix<T> {
     stored: Vec<T>,
     offset: usize,
@@ -121,7 +121,7 @@ fn product<T>(a: &[Vec<T>], b: &[Vec<T>], dot: impl Fn(&[T], &[T]) -> f32) -> Ve
     a.iter().flat_map(|x| b.iter().map(|y| dot(x, y)).collect::<Vec<_>>()).collect()
 }
 
-/// (m, n, k) with remainders in every dimension, and without.
+/// Sizes (m, n, k), some with remainders in each dimension and some without.
 const SHAPES: [(usize, usize, usize); 15] = [
     (1, 1, 1),
     (1, 33, 7),
@@ -193,8 +193,8 @@ fn bf16_products_equal_the_specification() {
     }
 }
 
-/// 2⁻¹³⁰ enters a sum early, and is all that remains when large numbers cancel thousands of elements
-/// later: whether sums can be tiny depends on all earlier terms.
+/// 2⁻¹³⁰ enters a sum early, and is all that remains when large numbers cancel thousands of elements later. So whether a sum can be tiny
+/// depends on all earlier terms.
 #[test]
 fn tiny_remainders_are_flushed_however_late_they_show() {
     let (m, n, k) = (3, 20, 4100);
@@ -215,7 +215,7 @@ fn tiny_remainders_are_flushed_however_late_they_show() {
 #[target_feature(enable = "avx512f,avx512bf16")]
 unsafe fn vdpbf16ps(acc: [f32; 16], a: [u32; 16], b: [u32; 16]) -> [f32; 16] {
     use std::arch::x86_64::*;
-    // SAFETY: all of these are 64 bytes, and every bit pattern is valid.
+    // SAFETY: all of these types have 64 bytes, and every bit pattern is valid.
     unsafe {
         let words = |x| std::mem::transmute::<[u32; 16], __m512bh>(x);
         let acc = std::mem::transmute::<[f32; 16], __m512>(acc);
@@ -223,8 +223,8 @@ unsafe fn vdpbf16ps(acc: [f32; 16], a: [u32; 16], b: [u32; 16]) -> [f32; 16] {
     }
 }
 
-/// The instruction against its definition, near every edge: cancellation to the last bits, sums that round
-/// up to the smallest normal number, subnormals, infinities.
+/// Compares the instruction with its definition near every edge case: cancellation to the last bits, sums that round up to the smallest
+/// normal number, subnormals, and infinities.
 #[cfg(target_arch = "x86_64")]
 #[test]
 fn vdpbf16ps_is_the_bf16_dot() {
@@ -247,7 +247,7 @@ fn vdpbf16ps_is_the_bf16_dot() {
         };
         (r.next() & 0x807F) as u16 | (exponent << 7) as u16
     };
-    // An earlier pair sets the accumulator: (x, y)·(1, 1) can be any sum of two BF16.
+    // An earlier pair sets the accumulator: (x, y)·(1, 1) can be any sum of two BF16 numbers.
     for round in 0..40_000u64 {
         let (mut first, mut a, mut b) = ([0u32; 16], [0u32; 16], [0u32; 16]);
         for lane in 0..16 {
@@ -274,7 +274,7 @@ fn vdpbf16ps_is_the_bf16_dot() {
     }
 }
 
-/// Operands of a block-scaled product: codes and scales, in both forms.
+/// Operands of a block-scaled GEMM: codes and scales, in the engine's and in the specification's form.
 struct Scaled {
     codes: Matrix<u8>,
     scales_f32: Vec<f32>,
@@ -291,7 +291,7 @@ impl Scaled {
         let special = kind == Kind::Special;
         let codes = Matrix::new(rows, k, false, 0x7F, || match kind {
             Kind::Special => r.next() as u8,
-            // Magnitudes up to 2^7 of E4M3, 2^8 of E5M2: finite in both.
+            // Magnitudes up to 2^7 of E4M3 and 2^8 of E5M2, which are finite in both.
             _ => (r.next() as u8) & 0xF7 & 0xBF | (r.below(2) as u8) << 3,
         });
         let byte = |r: &mut Random| if special && r.below(9) == 0 { 0xFF } else { 117 + r.below(20) as u8 };
@@ -313,7 +313,7 @@ impl Scaled {
         self.codes.view(data).scaled(scales)
     }
 
-    /// A decoded row and its scales.
+    /// The decoded values of a row, and the row's scales.
     fn row(&self, row: usize, e8m0: bool, element: Element) -> (Vec<bf16>, Vec<f32>) {
         let codes = self.codes.rows[row].iter().map(|&c| bf16::from_f32(element.decode(c))).collect();
         let first = row / self.rows_per_scale * self.stride;

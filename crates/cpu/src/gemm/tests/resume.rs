@@ -1,8 +1,8 @@
-//! A contraction in parts, each resuming the previous one's chains.
+//! Tests of a contraction in several parts, in which each part resumes the sums of the previous part.
 
 use super::*;
 
-/// The product over `0..cuts[0]`, `cuts[0]..cuts[1]`, … of the contraction, part by part into the same output.
+/// The GEMM over `0..cuts[0]`, `cuts[0]..cuts[1]`, … of the contraction, part by part into the same output.
 fn in_parts(isa: Isa, cuts: &[usize], (m, n): (usize, usize), a: &OperandView, b: &OperandView) -> Vec<f32> {
     let (offset, stride) = (3, n + 5);
     let mut out = vec![-7.0; offset + m * stride];
@@ -19,13 +19,13 @@ fn in_parts(isa: Isa, cuts: &[usize], (m, n): (usize, usize), a: &OperandView, b
     out[offset..].chunks(stride).flat_map(|row| row[..n].to_vec()).collect()
 }
 
-/// Even parts with an odd last one; parts longer than a packed chunk; an empty part.
+/// Cuts with even parts and an odd last part, parts longer than a packed chunk, and an empty part.
 const CUTS: [&[usize]; 6] = [&[7], &[2, 4, 9], &[64, 128, 200], &[128, 128, 131], &[2, 2500], &[2100, 2103]];
 
 #[test]
 fn a_resumed_contraction_is_the_whole_one() {
     let mut r = Random(77);
-    // Whole tiles, and remainders in both dimensions.
+    // The shapes have whole tiles, and remainders in both dimensions.
     for (m, n) in [(24, 64), (1, 1), (30, 50), (13, 33)] {
         for fill in FILLS {
             for cuts in CUTS.into_iter().filter(|cuts| cuts.len() < 3 || m * n < 1000 || fill == Fill::Tiny) {
@@ -49,8 +49,8 @@ fn a_resumed_contraction_is_the_whole_one() {
     }
 }
 
-/// The first part leaves 2⁻¹¹¹ · (1 + 2⁻⁶ + 2⁻²⁰) (the second element of a pair is added first). The second part subtracts
-/// 2⁻¹¹¹ · (1 + 2⁻⁶): by its own operands none of its sums could be tiny, but the remainder is 2⁻¹³¹, which is flushed.
+/// The first part leaves 2⁻¹¹¹ · (1 + 2⁻⁶ + 2⁻²⁰) (the second element of a pair is added first). The second part subtracts 2⁻¹¹¹ · (1 +
+/// 2⁻⁶). The second part's operands alone could not give a tiny sum, but the remainder is 2⁻¹³¹, which is flushed.
 #[test]
 fn a_small_sum_of_an_earlier_part_is_flushed_as_in_the_whole() {
     let value = |x: f32, log2: f32| bf16::from_f32(x * log2.exp2());

@@ -1,4 +1,5 @@
-//! One query against cached keys and values: the sums of `spec`, in the same order. Keys outside the query's window enter no sum.
+//! Attention of one query to cached keys and values, with the sums of `spec` in the same order. Keys outside the query's window enter no
+//! sum.
 
 use super::{Heads, close, sinks_of};
 use crate::Cpu;
@@ -7,7 +8,7 @@ use nibble_core::ops::AttentionDecode;
 use nibble_core::{Result, Tensor};
 use rayon::prelude::*;
 
-/// Keys whose scores are computed side by side, each as its own fma chain.
+/// Number of keys whose scores are computed side by side, each as a separate fma chain.
 const KEYS: usize = 8;
 
 pub(super) fn decode<T: Real>(cpu: &Cpu, op: &AttentionDecode<'_, Cpu>) -> Result<Tensor<Cpu>> {
@@ -30,14 +31,14 @@ pub(super) fn decode<T: Real>(cpu: &Cpu, op: &AttentionDecode<'_, Cpu>) -> Resul
     Ok(out)
 }
 
-/// Rows of one head, `stride` apart.
+/// The rows of one head, `stride` elements apart.
 #[derive(Clone, Copy)]
 struct StridedRows<'a, T> {
     x: &'a [T],
     stride: usize,
 }
 
-/// `query` is already scaled.
+/// Attention of one head; `query` is already scaled.
 fn one_head<T: Real>(
     query: &[f32],
     k: StridedRows<'_, T>,

@@ -1,4 +1,4 @@
-//! Attention over register tiles, with the bits of `spec`. A task is one segment and one key/value head (or one query head).
+//! Attention over register tiles, with the bits of `spec`. A task is one segment (see `sight`) and one key/value head or query head.
 
 use super::sight::{Segment, Sight};
 use super::tile::{
@@ -12,10 +12,10 @@ use crate::simd::{LANES, Real};
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// Queries per block of the backward pass: their P and dS stay in the L1 cache while dK and dV accumulate them.
+/// Queries per block of the backward pass. P and dS of a block stay in the L1 cache while dK and dV accumulate them.
 const BLOCK: usize = 2 * TILE;
 
-/// Multiply-adds below which waking another thread costs more than it saves.
+/// Number of multiply-adds below which waking another thread costs more than it saves.
 const WORTH_A_THREAD: usize = 200_000;
 
 /// Query heads of one segment that share a key/value head.
@@ -32,7 +32,7 @@ pub(super) fn forward<T: Real>(
     input: &ForwardInput<'_, T>,
     output: &ForwardOutput<'_, T>,
 ) {
-    // Heads of a group share the packed K and V, so they form one task unless that leaves threads idle.
+    // Heads of a group share the packed K and V, so a group is one task unless that leaves threads idle.
     let alone = sizes.sequences * sizes.kv_heads < 2 * cpu.pool().current_num_threads();
     let run = |space: &mut Space<'_>, unit: &Unit| space.forward(unit, input, output);
     for_units(cpu, sizes, sight, if alone { 1 } else { sizes.group() }, run);
@@ -45,7 +45,7 @@ pub(super) fn backward<T: Real>(
     input: &BackwardInput<'_, T>,
     output: &BackwardOutput<'_, T>,
 ) {
-    // dK and dV are sums over the group, so a group is one task.
+    // dK and dV are sums over a group's query heads, so a group is one task.
     for_units(cpu, sizes, sight, sizes.group(), |space, unit| space.backward(unit, input, output));
 }
 
@@ -78,18 +78,18 @@ fn for_units(
     }
 }
 
-/// A task's scratch. A head's rows are zero-padded to whole panels of 16 columns, segments to whole panels of 16 keys.
+/// Scratch memory of a task. A head's rows are zero-padded to whole panels of 16 columns, and segments to whole panels of 16 keys.
 struct Space<'a> {
     sizes: &'a Heads,
     sight: &'a Sight,
     isa: Isa,
-    /// head_dim, padded.
+    /// head_dim, padded to whole panels.
     width: usize,
-    /// value_dim, padded.
+    /// value_dim, padded to whole panels.
     value_width: usize,
-    /// The segment's length, padded.
+    /// The segment's length, padded to whole panels.
     keys: usize,
-    /// Elements from one row of scores to the next: an odd number of cache lines, so that rows do not collide in the cache.
+    /// Distance, in elements, from one row of scores to the next: an odd number of cache lines, so that rows do not collide in the cache.
     stride: usize,
     k: Vec<f32>,
     v: Vec<f32>,
@@ -164,7 +164,7 @@ impl<'a> Space<'a> {
                     .run(self.isa, &mut self.tile);
                 for (row, (i, x)) in rows.zip(self.tile.chunks_exact(value_width)).enumerate() {
                     let token = base + i;
-                    // SAFETY: no other unit has this segment and query head.
+                    // SAFETY: no other task has this segment and query head.
                     let (out, lse) = unsafe { (output.out.row(token, head), output.lse.row(token, head)) };
                     store_row(self.isa, x, softmax.inv_sum[row], out);
                     lse[0] = softmax.lse[row];
@@ -212,7 +212,7 @@ impl<'a> Space<'a> {
         }
         for j in 0..len {
             let token = base + j;
-            // SAFETY: no other unit has this segment and key/value head.
+            // SAFETY: no other task has this segment and key/value head.
             let (dk, dv) =
                 unsafe { (output.dk.row(token, unit.kv_head), output.dv.row(token, unit.kv_head)) };
             store_row(self.isa, &self.dk[j * width..][..width], 1.0, dk);
@@ -220,7 +220,7 @@ impl<'a> Space<'a> {
         }
     }
 
-    /// P, dS and dq of the tile of queries from `first` on; `at` is the tile's first row in its block.
+    /// P, dS and dq for the tile of queries that starts at `first`; `at` is the tile's first row in its block.
     fn query_grads<T: Real>(
         &mut self,
         unit: &Unit,
@@ -243,7 +243,7 @@ impl<'a> Space<'a> {
         for (i, token) in tokens.enumerate() {
             lse[i] = input.lse[token * sizes.heads + head];
             if let (Some(sinks), Some(dsinks)) = (input.sinks, &output.dsinks) {
-                // SAFETY: no other unit has this segment and query head.
+                // SAFETY: no other task has this segment and query head.
                 let to = unsafe { dsinks.row(token, head) };
                 to[0] = sink_grad(sinks[head], lse[i], delta[i]);
             }
@@ -268,7 +268,7 @@ impl<'a> Space<'a> {
         over_keys(ds_tile, stride, &self.k, width, start..rows.end).run(self.isa, &mut self.tile);
         (self.p, self.ds) = (p, ds);
         for (i, x) in rows.zip(self.tile.chunks_exact(width)) {
-            // SAFETY: no other unit has this segment and query head.
+            // SAFETY: no other task has this segment and query head.
             let dq = unsafe { output.dq.row(base + i, head) };
             store_row(self.isa, x, sizes.scale, dq);
         }
@@ -278,8 +278,8 @@ impl<'a> Space<'a> {
     fn add_key_grads(&mut self, segment: Segment, queries: Range<usize>) {
         let tiles = queries.clone().step_by(TILE);
         for key in (self.sight.tile_start(segment, queries.start)..queries.end).step_by(TILE) {
-            // Windows never begin earlier for later queries, so the product ends before the first tile of queries whose window begins past
-            // the key.
+            // The start of the window never decreases from one query to the next. So the product ends before the first tile of queries
+            // whose window starts after the key.
             let hidden = tiles.clone().find(|&tile| self.sight.tile_start(segment, tile) > key);
             let (from, end) = (key.max(queries.start), hidden.unwrap_or(queries.end));
             let at = from - queries.start;
@@ -303,7 +303,7 @@ impl<'a> Space<'a> {
         }
     }
 
-    /// Packs K and V of a unit: both as F32 rows, and K also as panels.
+    /// Packs K and V of a task: both as F32 rows, and K also as panels.
     fn lay_out_keys<T: Real>(&mut self, unit: &Unit, k: &[T], v: &[T]) {
         let (sizes, width) = (self.sizes, self.width);
         let Segment { first, len, .. } = unit.segment;
@@ -320,7 +320,7 @@ impl<'a> Space<'a> {
         transpose_panels(self.isa, &self.k, width, sizes.head_dim, &mut self.k_panels);
     }
 
-    /// A tile of rows of `dim` elements (`width` apart) times transposed keys or values, in whole panels.
+    /// Multiplies a tile of rows of `dim` elements (`width` apart) by transposed keys or values, in whole panels.
     fn against<'p>(
         &self,
         (rows, width): (&'p [f32], usize),
@@ -341,12 +341,12 @@ impl<'a> Space<'a> {
     }
 }
 
-/// End of the keys for which the tile of queries from `first` on has scores: whole panels.
+/// End of the keys for which the tile of queries that starts at `first` has scores, in whole panels.
 fn keys_of(first: usize) -> usize {
     (first + TILE).next_multiple_of(LANES)
 }
 
-/// A tile of weights times these rows of `b`.
+/// Multiplies a tile of weights by these rows of `b`.
 fn over_keys<'p>(
     weights: &'p [f32],
     stride: usize,

@@ -1,6 +1,6 @@
-//! See [`nibble_core::ops::Attention`] and [`nibble_core::ops::AttentionBackward`].
+//! The CPU code of [`nibble_core::ops::Attention`] and [`nibble_core::ops::AttentionBackward`].
 //!
-//! `spec` is the definition. `fast` gives the same bits over register tiles (`tile`), in tasks of one segment (`sight`) and head.
+//! `spec` is the definition. `fast` gives the same bits with register tiles (`tile`); one task handles one head of one segment (`sight`).
 
 pub mod assemble_kv;
 pub mod windows;
@@ -25,7 +25,7 @@ use sight::Sight;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-/// softmax(q·kᵀ·scale, masked)·v, and the log-sum-exp of the scores.
+/// Computes softmax(q·kᵀ·scale, masked)·v, and the log-sum-exp of the scores.
 pub(crate) fn attention(cpu: &Cpu, op: Attention<'_, Cpu>) -> Result<AttentionOut<Cpu>> {
     match op.q.dtype() {
         DType::F32 => forward::<f32>(cpu, &op),
@@ -33,7 +33,7 @@ pub(crate) fn attention(cpu: &Cpu, op: Attention<'_, Cpu>) -> Result<AttentionOu
     }
 }
 
-/// [`attention`] of one query against cached keys and values.
+/// Computes [`attention`] of one query with cached keys and values.
 pub(crate) fn attention_decode(cpu: &Cpu, op: AttentionDecode<'_, Cpu>) -> Result<Tensor<Cpu>> {
     match op.q.dtype() {
         DType::F32 => decode::decode::<f32>(cpu, &op),
@@ -41,7 +41,7 @@ pub(crate) fn attention_decode(cpu: &Cpu, op: AttentionDecode<'_, Cpu>) -> Resul
     }
 }
 
-/// dq, dk and dv.
+/// Computes the gradients dq, dk and dv.
 pub(crate) fn attention_backward(cpu: &Cpu, op: AttentionBackward<'_, Cpu>) -> Result<AttentionGrads<Cpu>> {
     match op.q.dtype() {
         DType::F32 => backward::<f32>(cpu, &op),
@@ -49,18 +49,18 @@ pub(crate) fn attention_backward(cpu: &Cpu, op: AttentionBackward<'_, Cpu>) -> R
     }
 }
 
-/// The sizes of a call.
+/// The sizes and the scale of an attention call.
 #[derive(Clone, Copy)]
 struct Heads {
     sequences: usize,
     seq_len: usize,
     heads: usize,
     kv_heads: usize,
-    /// Of queries and keys.
+    /// Head size of queries and keys.
     head_dim: usize,
-    /// Of values.
+    /// Head size of values.
     value_dim: usize,
-    /// Of scores.
+    /// Factor of the scores.
     scale: f32,
 }
 
@@ -76,12 +76,12 @@ impl Heads {
         Self { sequences: q.rows / seq_len, seq_len, heads, kv_heads, head_dim, value_dim, scale }
     }
 
-    /// The key/value head of a query head.
+    /// The key/value head that a query head uses.
     fn kv_head(&self, head: usize) -> usize {
         head / self.group()
     }
 
-    /// Query heads of one key/value head.
+    /// Number of query heads per key/value head.
     fn group(&self) -> usize {
         self.heads / self.kv_heads
     }
@@ -91,14 +91,14 @@ impl Heads {
     }
 }
 
-/// The slice from the first to the last element of some tokens of one head, in a tensor of `num_heads` heads of `dim`; its rows are
-/// `num_heads · dim` apart.
+/// The slice from the first to the last element of some tokens of one head. The tensor has `num_heads` heads of `dim` elements, so the rows
+/// of the slice are `num_heads · dim` apart.
 fn cells<T>(x: &[T], (num_heads, dim): (usize, usize), head: usize, tokens: Range<usize>) -> &[T] {
     let at = |token: usize| (token * num_heads + head) * dim;
     if tokens.is_empty() { &[] } else { &x[at(tokens.start)..at(tokens.end - 1) + dim] }
 }
 
-/// The tensors that a forward task reads, whole.
+/// The complete tensors that forward tasks read.
 struct ForwardInput<'a, T> {
     q: &'a [T],
     k: &'a [T],
@@ -106,13 +106,13 @@ struct ForwardInput<'a, T> {
     sinks: Option<&'a [f32]>,
 }
 
-/// The tensors that a forward task writes.
+/// The tensors that forward tasks write.
 struct ForwardOutput<'a, T> {
     out: Cells<'a, T>,
     lse: Cells<'a, f32>,
 }
 
-/// The tensors that a backward task reads, whole.
+/// The complete tensors that backward tasks read.
 struct BackwardInput<'a, T> {
     q: &'a [T],
     k: &'a [T],
@@ -123,7 +123,7 @@ struct BackwardInput<'a, T> {
     sinks: Option<&'a [f32]>,
 }
 
-/// The tensors that a backward task writes.
+/// The tensors that backward tasks write.
 struct BackwardOutput<'a, T> {
     dq: Cells<'a, T>,
     dk: Cells<'a, T>,
@@ -131,7 +131,7 @@ struct BackwardOutput<'a, T> {
     dsinks: Option<Cells<'a, f32>>,
 }
 
-/// A matrix `[tokens, heads · len]` whose cells (one token of one head) are written by several tasks.
+/// A matrix `[tokens, heads · len]` whose cells (one token of one head) several tasks write.
 struct Cells<'a, T> {
     first: *mut T,
     tokens: usize,
@@ -140,7 +140,7 @@ struct Cells<'a, T> {
     borrow: PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: a `Cells` stands for a `&mut [T]`; who calls `row` promises that no two threads have the same cell.
+// SAFETY: a `Cells` stands for a `&mut [T]`; callers of `row` guarantee that no two threads access the same cell.
 unsafe impl<T: Send> Sync for Cells<'_, T> {}
 
 impl<'a, T> Cells<'a, T> {
@@ -149,15 +149,15 @@ impl<'a, T> Cells<'a, T> {
         Self { first: x.as_mut_ptr(), tokens, heads, len, borrow: PhantomData }
     }
 
-    /// The cell of a token and a head.
+    /// The cell of one token and one head.
     ///
     /// # Safety
-    /// Nobody else holds this cell.
-    #[allow(clippy::mut_from_ref)] // the point of the type: disjoint cells through one shared handle
+    /// No other reference to this cell exists.
+    #[allow(clippy::mut_from_ref)] // the purpose of this type is disjoint cells through one shared handle
     unsafe fn row(&self, token: usize, head: usize) -> &mut [T] {
         assert!(token < self.tokens && head < self.heads, "cell ({token}, {head}) is outside the matrix");
-        // SAFETY: the cell lies within the slice `new` borrowed for 'a, by the assertion; the caller promises that it
-        // is not aliased.
+        // SAFETY: the assertion ensures that the cell lies within the slice that `new` borrowed for 'a; the caller guarantees that it is
+        // not aliased.
         unsafe {
             std::slice::from_raw_parts_mut(self.first.add((token * self.heads + head) * self.len), self.len)
         }
@@ -168,13 +168,13 @@ fn sinks_of<'a>(op: &'static str, sinks: Option<&'a Tensor<Cpu>>) -> Result<Opti
     sinks.map(|sinks| f32::slice(op, "sinks", sinks)).transpose()
 }
 
-/// For a query's largest score and its sum of exp(score − max): the factor that normalises the weights (with the head's sink, if any),
-/// and the logarithm of the sum of all exponentials.
+/// Finishes a query's softmax from its largest score and its sum of exp(score − max). Returns the factor that normalises the weights (with
+/// the head's sink, if any), and the logarithm of the sum of all exponentials.
 #[inline(always)]
 fn close(max: f32, sum: f32, sink: Option<f32>) -> (f32, f32) {
     match sink {
         None => (1.0 / sum, max + log(sum)),
-        // The exponentials are relative to the larger of sink and max, so none overflows.
+        // The exponentials are relative to the larger of sink and max, so that none overflows.
         Some(sink) if sink > max => {
             let less = exp(max - sink);
             let sum = sum.mul_add(less, 1.0);

@@ -6,21 +6,21 @@ use crate::Cpu;
 use nibble_core::ops::Windows;
 use std::ops::Range;
 
-/// Consecutive tokens of a sequence that attend only among themselves: no later query looks back before the segment's first token. A
+/// Consecutive tokens of a sequence that attend only to each other: no later query attends to a key before the segment's first token. A
 /// sequence without windows is one segment. A document is one segment, so its bits are those of the document alone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Segment {
-    /// The first token, counted over all sequences.
+    /// Index of the first token, counted over all sequences.
     pub first: usize,
     pub len: usize,
-    /// Whether each query attends to all keys up to its own.
+    /// Whether each query attends to all keys of the segment up to its own position.
     pub is_whole: bool,
 }
 
 /// All segments, and the first key of each query.
 pub(super) struct Sight {
     pub segments: Vec<Segment>,
-    /// The first key of each query, counted within its segment. Empty without windows.
+    /// The first key of each query, counted within the segment. Empty without windows.
     first_key: Vec<usize>,
 }
 
@@ -38,7 +38,8 @@ impl Sight {
         sight
     }
 
-    /// Adds the sequence whose first token is `first`. First keys that are out of range or decrease are clamped to the nearest valid value.
+    /// Adds the segments of the sequence whose first token is `first`. First keys that are out of range or decrease are clamped to the
+    /// nearest valid value.
     fn cut(&mut self, first: usize, first_key: &[i32]) {
         let (mut low, mut begin) = (0, 0);
         for (i, &key) in first_key.iter().enumerate() {
@@ -55,17 +56,17 @@ impl Sight {
         }
     }
 
-    /// The first key of a segment's query; both are counted within the segment.
+    /// The first key of a query; query and key are counted within the segment.
     pub fn first_key(&self, segment: Segment, query: usize) -> usize {
         self.first_key.get(segment.first + query).copied().unwrap_or(0)
     }
 
-    /// The first key in the sums of a tile of queries. Queries that do not attend to a key give it weight 0.
+    /// The first key in the sums of a tile of queries. A key to which a query does not attend has weight 0.
     pub fn tile_start(&self, segment: Segment, query: usize) -> usize {
         self.first_key(segment, query / TILE * TILE) / TILE * TILE
     }
 
-    /// For each query, the number of keys from `from` on that its window hides.
+    /// For each query, the number of keys, starting at `from`, that are before its window.
     pub fn hidden(&self, segment: Segment, queries: Range<usize>, from: usize) -> [usize; TILE] {
         let mut hidden = [0; TILE];
         for (hidden, query) in hidden.iter_mut().zip(queries) {

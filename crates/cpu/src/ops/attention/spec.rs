@@ -1,8 +1,8 @@
-//! Attention one query at a time: the definition of the bits. Slow.
+//! Attention computed one query at a time. This slow code defines the bits.
 //!
-//! Queries are scaled when read. A segment's queries and keys form tiles of 8. The sums of a query run over the keys from the tile of keys
-//! in which the window of its tile's first query begins, to the end of the query's own tile. A key in this range that the query does not
-//! attend to has weight 0; no other masked key or query enters any sum.
+//! Queries are scaled when they are read. A segment's queries and keys form tiles of 8. The sums of a query start at the tile of keys that
+//! contains the window start of the first query in its tile. These sums end with the query's own tile. In this range, a key to which the
+//! query does not attend has weight 0; no other masked key or query enters any sum.
 
 use super::sight::{Segment, Sight};
 use super::tile::TILE;
@@ -10,7 +10,7 @@ use super::{BackwardInput, BackwardOutput, ForwardInput, ForwardOutput, Heads, c
 use crate::simd::{Real, lane_dot, softmax_terms};
 use nibble_formats::math::exp;
 
-/// One head's rows of a segment.
+/// The rows of one head in a segment.
 struct View<'a, T> {
     x: &'a [T],
     stride: usize,
@@ -18,7 +18,7 @@ struct View<'a, T> {
 }
 
 impl<'a, T: Real> View<'a, T> {
-    /// The view into a tensor of `num_heads` heads of `dim`.
+    /// A view into a tensor of `num_heads` heads of `dim` elements.
     fn new(x: &'a [T], (num_heads, dim): (usize, usize), segment: Segment, head: usize) -> Self {
         let x = cells(x, (num_heads, dim), head, segment.first..segment.first + segment.len);
         Self { x, stride: num_heads * dim, dim }
@@ -33,19 +33,19 @@ impl<'a, T: Real> View<'a, T> {
     }
 }
 
-/// Σ a·b as one fma chain.
+/// Computes Σ a·b as one fma chain.
 fn chain(a: &[f32], b: &[impl Real]) -> f32 {
     a.iter().zip(b).fold(0.0, |sum, (a, b)| a.mul_add(b.widen(), sum))
 }
 
-/// Adds weight · x to the sums.
+/// Adds weight · x to `sums`.
 fn add_row(sums: &mut [f32], weight: f32, x: &[impl Real]) {
     for (sum, x) in sums.iter_mut().zip(x) {
         *sum = weight.mul_add(x.widen(), *sum);
     }
 }
 
-/// End of the tile of query `i`, in keys.
+/// The index of the key after the tile of query `i`.
 fn tile_end(segment: Segment, i: usize) -> usize {
     ((i / TILE + 1) * TILE).min(segment.len)
 }

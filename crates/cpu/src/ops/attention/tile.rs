@@ -1,7 +1,7 @@
-//! The products of attention: eight rows of A at a time, the columns of B in panels of 16.
+//! The matrix products of attention. A product multiplies eight rows of A at a time by panels of 16 columns of B.
 //!
-//! The general product of `gemm` packs both operands at each call. Here K and V are packed once per sequence, the
-//! probabilities are used where the softmax left them, and everything above the diagonal is skipped.
+//! The general GEMM in `gemm` packs both operands in each call. Here K and V are packed once per sequence, the softmax's output is used in
+//! place, and everything above the diagonal is skipped.
 
 use super::close;
 use crate::gemm::Isa;
@@ -12,15 +12,15 @@ use std::ops::Range;
 /// Queries (or keys) per tile. A product may include all keys (queries) of the tile on the diagonal.
 pub(super) const TILE: usize = 8;
 
-/// Strides of an operand: element (row, k) of A is at `row·row + k·step`, element (k, panel·16 + c) of B at
-/// `k·step + panel·panel + c`.
+/// Strides of an operand A. Element (row, k) of A is at `row·row + k·step`; element (k, panel·16 + c) of B is at `k·step + panel·panel +
+/// c`.
 #[derive(Clone, Copy)]
 pub(super) struct RowStrides {
     pub row: usize,
     pub step: usize,
 }
 
-/// See [`RowStrides`].
+/// Strides of an operand B; see [`RowStrides`].
 #[derive(Clone, Copy)]
 pub(super) struct PanelStrides {
     pub step: usize,
@@ -33,13 +33,13 @@ pub(super) struct TileProduct<'a> {
     pub a_at: RowStrides,
     pub b: &'a [f32],
     pub b_at: PanelStrides,
-    /// Length of the contraction.
+    /// Length of the contraction dimension.
     pub k: usize,
-    /// Panels of 16 columns.
+    /// Number of panels of 16 columns.
     pub panels: usize,
-    /// Elements from one row of the result to the next.
+    /// Distance, in elements, from one row of the result to the next.
     pub out_row: usize,
-    /// Whether the chains continue from the values in the result instead of zero.
+    /// Whether sums continue from the values in the result instead of starting at zero.
     pub onward: bool,
 }
 
@@ -55,7 +55,7 @@ impl TileProduct<'_> {
         );
         let last = (self.k - 1) * self.b_at.step + (self.panels - 1) * self.b_at.panel;
         assert!(self.b.len() >= last + LANES, "B ends within the tile");
-        // AVX2 has 16 registers of 8 lanes: with half panels, eight accumulators fit.
+        // AVX2 has 16 registers of 8 lanes, so eight accumulators fit if panels are processed by halves.
         match isa {
             Isa::Avx2 => half_panels(isa, self, out),
             _ => whole_panels(isa, self, out),
@@ -86,7 +86,7 @@ fn tile_body<const WIDTH: usize>(product: &TileProduct<'_>, panel: usize, column
         }
     }
     for k in 0..k {
-        // SAFETY: `run` asserted that B holds the last panel of the last k; `WIDTH` divides `LANES`.
+        // SAFETY: `run` asserted that B holds the last panel of the last k, and `WIDTH` divides `LANES`.
         let b = unsafe { b.get_unchecked(b_first + k * b_at.step..).get_unchecked(..WIDTH) };
         for (row, acc) in acc.iter_mut().enumerate() {
             // SAFETY: `run` asserted that A holds the last row of the last k.
@@ -101,7 +101,7 @@ fn tile_body<const WIDTH: usize>(product: &TileProduct<'_>, panel: usize, column
     }
 }
 
-/// Softmax statistics of a tile of rows: the factors that normalise the weights (the sink's included), and log Σ exp(score).
+/// Softmax statistics of a tile of rows: the factors that normalise the weights (including the sink), and log Σ exp(score).
 #[derive(Default)]
 pub(super) struct Softmax {
     pub inv_sum: [f32; TILE],
@@ -110,8 +110,8 @@ pub(super) struct Softmax {
 
 per_isa!(pub(super) fn softmax_rows = softmax_rows_body; (scores: &mut [f32], stride: usize, first: usize, keys: usize, sink: Option<f32>) -> Softmax);
 
-/// For the tile of queries from `first` on: scores of later keys become weight 0, the others exp(s − max). `keys` is
-/// the number of scores in a row, masked ones included. `sink` is the head's sink score.
+/// Softmax for the tile of queries that starts at `first`: scores of later keys become weight 0, and the others become exp(s − max). `keys`
+/// is the number of scores in a row, including masked scores. `sink` is the head's sink score.
 #[inline(always)]
 fn softmax_rows_body(
     scores: &mut [f32],
@@ -121,10 +121,10 @@ fn softmax_rows_body(
     sink: Option<f32>,
 ) -> Softmax {
     let (mut max, mut sum) = ([0.0f32; TILE], [0.0f32; TILE]);
-    // Stage by stage over all rows, so that the rows' latencies overlap.
+    // Each stage runs over all rows, so that the rows' latencies overlap.
     for (row, max) in max.iter_mut().enumerate() {
         let scores = &mut scores[row * stride..][..keys];
-        // exp(−∞) is +0: it changes neither the sum nor a product.
+        // exp(−∞) is +0, which changes neither the sum nor a product.
         mask(scores, first + row, f32::NEG_INFINITY);
         *max = lane_max(scores);
     }
@@ -141,7 +141,8 @@ fn softmax_rows_body(
     softmax
 }
 
-/// Sets the scores after the query's own key: fewer than one panel, since rows end with the panel of the tile.
+/// Masks the scores after the query's own key. Fewer scores than one panel are masked, because rows end with the panel that contains the
+/// tile.
 #[inline(always)]
 fn mask(row: &mut [f32], query: usize, value: f32) {
     let Some(at) = row.len().checked_sub(LANES) else { return };
@@ -151,7 +152,7 @@ fn mask(row: &mut [f32], query: usize, value: f32) {
     }
 }
 
-/// Sets the scores before the windows of a tile's queries: the first `hidden` of each row.
+/// Masks the scores before the windows of a tile's queries: the first `hidden` scores of each row.
 pub(super) fn hide(rows: &mut [f32], stride: usize, hidden: &[usize; TILE], value: f32) {
     for (row, &hidden) in hidden.iter().enumerate() {
         rows[row * stride..][..hidden].fill(value);
@@ -160,8 +161,8 @@ pub(super) fn hide(rows: &mut [f32], stride: usize, hidden: &[usize; TILE], valu
 
 per_isa!(pub(super) fn score_grads = score_grads_body; (p: &mut [f32], ds: &mut [f32], stride: usize, first: usize, keys: Range<usize>, lse: &[f32; TILE], delta: &[f32; TILE]));
 
-/// For the tile of queries from `first` on and whole panels of `keys`: scores become P = exp(s − lse), and dP becomes dS = P · (dP −
-/// delta). Both are 0 for later keys.
+/// Score gradients for the tile of queries that starts at `first`, over whole panels of `keys`: scores become P = exp(s − lse), and dP
+/// becomes dS = P · (dP − delta). P and dS are 0 for later keys.
 #[inline(always)]
 fn score_grads_body(
     p: &mut [f32],
@@ -187,7 +188,7 @@ fn score_grads_body(
 
 per_isa!(pub(super) fn widen_rows<T: Real> = widen_rows_body; (from: &[T], from_row: usize, cols: usize, factor: f32, to: &mut [f32], to_row: usize));
 
-/// `to` = `from` · `factor`, for all rows of `to`; rows past the end of `from`, and columns past `cols`, become 0.
+/// Sets `to` = `from` · `factor`, for all rows of `to`. Rows past the end of `from`, and columns past `cols`, become 0.
 #[inline(always)]
 fn widen_rows_body<T: Real>(
     from: &[T],
@@ -207,7 +208,7 @@ fn widen_rows_body<T: Real>(
 
 per_isa!(pub(super) fn transpose_panels = transpose_panels_body; (rows: &[f32], row: usize, cols: usize, panels: &mut [f32]));
 
-/// Packs rows of `cols` elements, `row` apart, into panels `[rows / 16][cols][16]`.
+/// Packs rows of `cols` elements, `row` elements apart, into panels `[rows / 16][cols][16]`.
 #[inline(always)]
 fn transpose_panels_body(rows: &[f32], row: usize, cols: usize, panels: &mut [f32]) {
     for (rows, panel) in rows.chunks_exact(LANES * row).zip(panels.chunks_exact_mut(LANES * cols)) {
@@ -221,7 +222,7 @@ fn transpose_panels_body(rows: &[f32], row: usize, cols: usize, panels: &mut [f3
 
 per_isa!(pub(super) fn row_dots<T: Real> = row_dots_body; (a: &[T], b: &[T], row: usize, cols: usize, dots: &mut [f32]));
 
-/// The dot products of rows of `cols` elements, `row` apart.
+/// Dot products of corresponding rows of `a` and `b`. A row has `cols` elements; rows are `row` elements apart.
 #[inline(always)]
 fn row_dots_body<T: Real>(a: &[T], b: &[T], row: usize, cols: usize, dots: &mut [f32]) {
     for (i, dot) in dots.iter_mut().enumerate() {
@@ -231,7 +232,7 @@ fn row_dots_body<T: Real>(a: &[T], b: &[T], row: usize, cols: usize, dots: &mut 
 
 per_isa!(pub(super) fn store_row<T: Real> = store_row_body; (x: &[f32], factor: f32, to: &mut [T]));
 
-/// `to` = x · factor, rounded once; x may be longer.
+/// Sets `to` = x · factor, with one rounding; x may be longer than `to`.
 #[inline(always)]
 fn store_row_body<T: Real>(x: &[f32], factor: f32, to: &mut [T]) {
     let x = &x[..to.len()];

@@ -1,10 +1,10 @@
-//! See [`nibble_core::ops::FindWindows`].
+//! The CPU code of [`nibble_core::ops::FindWindows`].
 
 use crate::Cpu;
 use nibble_core::Result;
 use nibble_core::ops::{FindWindows, Windows};
 
-/// Single-threaded: it touches a few bytes per token, once for all layers.
+/// This function is single-threaded, because it reads a few bytes per token, once for all layers.
 pub(crate) fn find_windows(cpu: &Cpu, op: FindWindows<'_, Cpu>) -> Result<Windows<Cpu>> {
     op.check()?;
     let [window, chunk] = op.limits();
@@ -18,7 +18,7 @@ pub(crate) fn find_windows(cpu: &Cpu, op: FindWindows<'_, Cpu>) -> Result<Window
             let end = begin + run.len();
             for token in begin..end {
                 let chunk_begin = token - (token - begin) % chunk;
-                // Positions within a sequence: `check` made sure that they are below 2^31.
+                // Positions within a sequence fit, because `check` ensured that they are below 2^31.
                 first_key[token] = chunk_begin.max((token + 1).saturating_sub(window)) as i32;
                 end_query[token] = end.min(token + window).min(chunk_begin + chunk) as i32;
             }

@@ -1,4 +1,4 @@
-//! See [`MeasureQuantization`]. Few steps measure, so the definition is fast enough; threads divide rows.
+//! The CPU code of [`MeasureQuantization`]. The scalar definition is fast enough, because few steps measure; threads divide rows.
 
 use crate::ops::convert::quantize::decodable;
 use crate::ops::convert::quantize::planes::get_code;
@@ -9,7 +9,7 @@ use nibble_core::{Error, Result};
 use nibble_formats::BlockAxis;
 use rayon::prelude::*;
 
-/// See [`MeasureQuantization`].
+/// Measures the quantization error; see [`MeasureQuantization`].
 pub(crate) fn measure_quantization(cpu: &Cpu, op: MeasureQuantization<'_, Cpu>) -> Result<Buf<u64>> {
     const OP: &str = "measure_quantization";
     type Op<'a> = MeasureQuantization<'a, Cpu>;
@@ -53,12 +53,12 @@ mod tests {
     use nibble_core::{Backend, Tensor};
     use nibble_formats::{Codec, Format, Rounding, ScaleRule};
 
-    /// MXFP4 under a scale of 1 by the floor rule: magnitudes from 0.5 to 6.
+    /// Values computed by hand, for MXFP4 with a scale of 1 by the floor rule: magnitudes from 0.5 to 6.
     #[test]
     fn kept_lost_and_cut_off_values_by_hand() {
         let cpu = Cpu::new(1).unwrap();
         let mut x = vec![0.0f32; 32];
-        // Six exact values (besides zeros), two that underflow, one that rounds, and a 7 that saturates.
+        // There are six exact values (besides zeros), two values that underflow, one value that is rounded, and a 7 that saturates.
         x[..10].copy_from_slice(&[4.0, -6.0, 0.5, -1.5, 3.0, 2.0, 0.1, -0.2, 2.4, 7.0]);
         let codec = Codec::new(Format::Mxfp4, ScaleRule::Floor, Rounding::NearestEven).unwrap();
         let x = Tensor::from_f32(&cpu, &x, 1, 32).unwrap();

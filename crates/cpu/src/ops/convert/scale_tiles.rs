@@ -1,11 +1,11 @@
-//! [`nibble_core::ops::TileScales`] and [`nibble_core::ops::UntileScales`].
+//! The CPU code of [`nibble_core::ops::TileScales`] and [`nibble_core::ops::UntileScales`].
 
 use crate::{Buf, Cpu};
 use nibble_core::formats::tiled_128x4_offset;
 use nibble_core::ops::{CutScales, CutSide, TileScales, UntileScales};
 use nibble_core::{Error, Result};
 
-/// Calls `tell` for every scale of every group with its index in the dense matrix and its index in the tiled layout.
+/// Calls `tell` for every scale of every group, with the scale's index in the dense matrix and its index in the tiled layout.
 fn each_scale(
     op: &'static str,
     matrix: &CutScales,
@@ -26,7 +26,7 @@ fn each_scale(
         }
     };
     let mut first = start_of(0)?;
-    // Scales of the preceding groups along the cut side, each group padded to whole tiles.
+    // `padded` counts the scales of the preceding groups along the divided dimension, with each group padded to whole tiles.
     let mut padded = 0;
     for group in 1..starts.len() {
         let end = start_of(group)?;
@@ -50,7 +50,7 @@ fn each_scale(
     Ok(())
 }
 
-/// See [`TileScales`].
+/// Converts scales to the tiled layout; see [`TileScales`].
 pub(crate) fn tile_scales(cpu: &Cpu, op: TileScales<'_, Cpu>) -> Result<Buf<u8>> {
     op.check()?;
     let (scales, starts) = (op.scales.as_slice(), op.starts.as_slice());
@@ -60,7 +60,7 @@ pub(crate) fn tile_scales(cpu: &Cpu, op: TileScales<'_, Cpu>) -> Result<Buf<u8>>
     Ok(out)
 }
 
-/// See [`UntileScales`].
+/// Converts scales from the tiled layout; see [`UntileScales`].
 pub(crate) fn untile_scales(cpu: &Cpu, op: UntileScales<'_, Cpu>) -> Result<Buf<u8>> {
     op.check()?;
     let (tiles, starts) = (op.tiles.as_slice(), op.starts.as_slice());

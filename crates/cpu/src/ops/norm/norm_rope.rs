@@ -1,4 +1,4 @@
-//! See [`nibble_core::ops::NormRope`]: both operations in turn.
+//! The CPU code of [`nibble_core::ops::NormRope`]: it runs the norm and the rotation one after the other.
 
 use crate::Cpu;
 use crate::ops::norm::rms_norm::{write_dx, write_norm};
@@ -6,12 +6,12 @@ use crate::ops::norm::rope::write_turned;
 use nibble_core::ops::{NormRope, NormRopeBackward, RmsNorm, RmsNormBackward, RmsNormOut, Rope};
 use nibble_core::{Result, Tensor};
 
-/// Reshapes to one head per row.
+/// Reshapes a tensor to one head per row.
 fn heads(x: &Tensor<Cpu>, head_dim: usize) -> Result<Tensor<Cpu>> {
     x.reshape(x.rows * (x.cols / head_dim), head_dim)
 }
 
-/// Each head's norm, rounded, then its rotation.
+/// Normalises each head, rounds, then rotates it.
 pub(crate) fn norm_rope(cpu: &Cpu, op: NormRope<'_, Cpu>) -> Result<RmsNormOut<Cpu>> {
     let mut out = op.result(cpu)?;
     let NormRope { x, weight, eps, table, positions } = op;
@@ -24,7 +24,7 @@ pub(crate) fn norm_rope(cpu: &Cpu, op: NormRope<'_, Cpu>) -> Result<RmsNormOut<C
     Ok(out)
 }
 
-/// The inverse rotation, rounded, then the norm's backward pass.
+/// Applies the inverse rotation, rounds, then runs the norm's backward pass.
 pub(crate) fn norm_rope_backward(cpu: &Cpu, op: NormRopeBackward<'_, Cpu>) -> Result<Tensor<Cpu>> {
     let mut dx = op.result(cpu)?;
     let NormRopeBackward { x, weight, inv_rms, dy, table, positions, dweight } = op;

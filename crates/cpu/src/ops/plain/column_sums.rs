@@ -1,5 +1,5 @@
-//! Column sums of a tensor, for the gradients of vectors: rows in chunks of 64, each summed in order, then the tree over neighbours over
-//! the chunks; the total is added once to the existing value ([`nibble_core::ops::RmsNormBackward`]).
+//! Column sums of a tensor, for the gradients of vectors. Rows form chunks of 64, and each chunk is summed in order; a tree over neighbours
+//! then sums the chunks. The total is added once to the existing value ([`nibble_core::ops::RmsNormBackward`]).
 
 use crate::Cpu;
 use crate::simd::LANES;
@@ -7,25 +7,25 @@ use crate::sums::close_neighbours;
 use nibble_core::ops::RmsNormBackward;
 use rayon::prelude::*;
 
-/// Rows of a chunk.
+/// Number of rows in a chunk.
 const CHUNK: usize = RmsNormBackward::<Cpu>::CHUNK;
 
-/// Columns per task.
+/// Number of columns per task.
 const COLUMNS: usize = 64;
 
 /// The terms that each row adds to the column sums.
 pub(in crate::ops) trait ColumnTerms {
-    /// Rows.
+    /// Number of rows.
     fn rows(&self) -> usize;
 
-    /// Adds the row's terms of the columns from `first` on.
+    /// Adds the row's terms to the sums of the columns that start at `first`.
     fn add<const N: usize>(&self, row: usize, first: usize, sums: &mut [f32; N]);
 }
 
-/// Adds the sums of the columns from `first` on. Inlined into each instruction set's function.
+/// Adds the sums of the columns that start at `first`. This function is inlined into each instruction set's function.
 #[inline(always)]
 pub(in crate::ops) fn add_columns(terms: &impl ColumnTerms, first: usize, into: &mut [f32]) {
-    // One row of sums per chunk.
+    // The scratch memory has one row of sums per chunk.
     let mut room = Vec::with_capacity(terms.rows().div_ceil(CHUNK) * COLUMNS);
     let (wide, rest) = into.as_chunks_mut::<COLUMNS>();
     let mut column = first;
@@ -64,7 +64,7 @@ fn add_some<const N: usize>(
     into.iter_mut().zip(room).for_each(|(into, sums)| *into += *sums);
 }
 
-/// Calls `body(shard, first column, sums)` for all columns of `[shards, d]`; multi-threaded if `divide`.
+/// Calls `body(shard, first column, sums)` for all columns of `[shards, d]`; multi-threaded if `divide` is set.
 pub(in crate::ops) fn for_columns(
     cpu: &Cpu,
     divide: bool,
@@ -86,7 +86,7 @@ pub(in crate::ops) fn for_columns(
 
 #[cfg(test)]
 pub(in crate::ops) mod tests {
-    /// The definition of the tree over neighbours: an odd last value passes up unchanged. 0 for no values.
+    /// The definition of the tree over neighbours. An odd last value moves up a level unchanged. The sum of no values is 0.
     pub fn tree(mut level: Vec<f32>) -> f32 {
         while level.len() > 1 {
             let pairs = level.chunks_exact(2);

@@ -1,14 +1,14 @@
-//! See [`nibble_core::ops::Transpose`].
+//! The CPU code of [`nibble_core::ops::Transpose`].
 
 use crate::{Buf, Cpu};
 use nibble_core::ops::Transpose;
 use nibble_core::{Data, Error, Plain, Result, Tensor};
 use rayon::prelude::*;
 
-/// Rows and columns of the block that is transposed while it is in the cache.
+/// Number of rows and columns of the block that is transposed while it is in the cache.
 const SQUARE: usize = 32;
 
-/// One body is both specification and fast path: it only moves elements.
+/// Transposes a stack of matrices. One body is both specification and fast path, because it only moves elements.
 pub(crate) fn transpose(cpu: &Cpu, op: Transpose<'_, Cpu>) -> Result<Tensor<Cpu>> {
     let (n, k) = (op.x.rows / op.stack.max(1), op.x.cols);
     let mut out = op.result(cpu)?;
@@ -25,7 +25,7 @@ fn turn<T: Plain>(cpu: &Cpu, x: &Buf<T>, out: &mut Buf<T>, n: usize, k: usize) {
         return;
     }
     let x = x.as_slice();
-    // A strip is up to SQUARE rows of one transposed matrix.
+    // A strip has up to `SQUARE` rows of one transposed matrix.
     let turn_strip = |matrix: usize, strip: usize, out: &mut [T]| {
         let source = &x[matrix * n * k..][..n * k];
         let first = strip * SQUARE;

@@ -1,4 +1,4 @@
-//! See [`nibble_core::ops::Gemm`]: the products, by the engine of [`crate::gemm`].
+//! The CPU code of [`nibble_core::ops::Gemm`] and the grouped GEMMs, on the engine of [`crate::gemm`].
 
 use crate::Cpu;
 use crate::gemm::{Engine, GemmError, Group, Output};
@@ -19,7 +19,7 @@ pub(crate) fn gemm(cpu: &Cpu, op: Gemm<'_, Cpu>) -> Result<Tensor<Cpu>> {
 pub(crate) fn grouped_gemm(cpu: &Cpu, op: GroupedGemm<'_, Cpu>) -> Result<Tensor<Cpu>> {
     const OP: &str = "grouped_gemm";
     let (dims, mut d) = (op.check()?, op.result(cpu)?);
-    // Rows outside all groups are zero.
+    // Rows of the output outside all groups are zero.
     match &mut d.data {
         Data::F32(d) => d.as_mut_slice().fill(0.0),
         Data::Bf16(d) => d.as_mut_slice().fill(bf16::ZERO),
@@ -36,7 +36,7 @@ pub(crate) fn grouped_wgrad(cpu: &Cpu, op: GroupedWgrad<'_, Cpu>) -> Result<()> 
     const OP: &str = "grouped_wgrad";
     let dims = op.check()?;
     let mut groups = host_groups(op.groups);
-    // Plain rows past a group's end may hold anything, so only quantized groups are extended.
+    // Plain rows after a group's end may hold any values, so only quantized groups are extended.
     if matches!((op.dy, op.x), (Operand::Block(_), Operand::Block(_))) {
         to_whole_blocks(&mut groups, op.groups);
     }
@@ -51,7 +51,7 @@ pub(crate) fn grouped_wgrad(cpu: &Cpu, op: GroupedWgrad<'_, Cpu>) -> Result<()> 
     cpu.pool().install(|| engine.ragged(&groups, dims.m, dims.n, &dy, &x, out)).map_err(|e| refused(OP, e))
 }
 
-/// Runs a product into a tensor.
+/// Runs a GEMM that writes to a tensor.
 fn product(
     cpu: &Cpu,
     op: &'static str,
@@ -66,7 +66,8 @@ fn product(
     cpu.pool().install(|| run(engine, output)).map_err(|e| refused(op, e))
 }
 
-/// The scalar specification is the engine on portable code: the dots of [`crate::gemm::spec`], tile by tile.
+/// The engine of the backend. The scalar specification is the engine on portable code, which computes the dot products of
+/// [`crate::gemm::spec`] tile by tile.
 pub(in crate::ops) fn engine(cpu: &Cpu, op: &'static str) -> Result<Engine> {
     Engine::with_isa(cpu.isa()).map_err(|e| refused(op, e))
 }
@@ -80,8 +81,8 @@ fn host_groups(groups: &Groups<Cpu>) -> Vec<Group> {
     start.iter().zip(len).map(|(s, n)| Group { start: *s as usize, len: *n as usize }).collect()
 }
 
-/// Extends groups of columns to a whole block, as far as the next group allows. The added rows are zeros, or belong to the group if a
-/// Hadamard transform has spread it over whole blocks.
+/// Extends groups of columns to whole blocks, as far as the next group allows. The added rows are zeros; after a Hadamard transform, which
+/// spreads a group over whole blocks, they belong to the group.
 fn to_whole_blocks(host: &mut [Group], groups: &Groups<Cpu>) {
     let next = groups.start.as_slice().iter().skip(1);
     for (group, next) in host.iter_mut().zip(next) {
@@ -99,7 +100,7 @@ mod tests {
     use nibble_core::formats::{Codec, Format, Rounding, ScaleRule};
     use nibble_core::ops::{Hadamard, Planes, Quantize};
 
-    /// A transform spreads a group over whole blocks, and the product includes them all: (H dy)ᵀ (H x) is dyᵀ x for any group length.
+    /// A transform spreads a group over whole blocks, and the GEMM includes all of their rows: (H dy)ᵀ (H x) is dyᵀ x for any group length.
     #[test]
     fn weight_gradients_under_a_transform_take_whole_blocks() {
         const COLS: usize = 8;

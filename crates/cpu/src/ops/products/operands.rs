@@ -1,4 +1,4 @@
-//! Operands of products as the engine's slice views.
+//! Converts operands of GEMMs to slice views for the engine.
 
 use crate::ops::convert::quantize::planes::scales_of;
 use crate::{Cpu, gemm};
@@ -6,7 +6,7 @@ use nibble_core::formats::{BlockAxis, Element, ScaleKind};
 use nibble_core::ops::Stored;
 use nibble_core::{BlockScaled, Data, Error, Operand, Result, Tensor};
 
-/// The element type, if the engine reads codes of this kind.
+/// The element format, if the engine reads codes of this kind.
 pub(in crate::ops) fn gemm_element(x: Stored) -> Option<Element> {
     let one_number = [ScaleKind::E8M0, ScaleKind::F32].contains(&x.format.scale_kind(x.rule));
     let blocks = x.format.record_len(x.axis).is_multiple_of(2);
@@ -31,7 +31,7 @@ fn codes<'a>(op: &'static str, q: &'a BlockScaled<Cpu>) -> Result<gemm::Data<'a>
     }
 }
 
-/// An operand whose contraction runs along its rows, from row `first` on: an activation, or one matrix of a stack.
+/// A view of an operand whose contraction runs along its rows, starting at row `first`: an activation, or one matrix of a stack.
 pub(in crate::ops) fn view<'a>(
     op: &'static str,
     x: &'a Operand<Cpu>,
@@ -56,7 +56,7 @@ pub(in crate::ops) fn view<'a>(
     Ok(gemm::OperandView::rows(codes(op, q)?, q.cols).at(first * q.cols).scaled(scales))
 }
 
-/// An operand whose contraction runs down its rows: plain and read transposed, or stored by columns.
+/// A view of an operand whose contraction runs along its columns: plain and read transposed, or stored in column blocks.
 pub(in crate::ops) fn down_rows<'a>(op: &'static str, x: &'a Operand<Cpu>) -> Result<gemm::OperandView<'a>> {
     let q = match x {
         Operand::Plain(x) => return Ok(gemm::OperandView::transposed(plain(x), x.cols)),

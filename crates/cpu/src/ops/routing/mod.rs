@@ -1,4 +1,4 @@
-//! Routing: the choice of experts, permutations of rows, and the packing of all-to-all rows and slot records.
+//! Routing: the selection of experts, permutations of rows, and the packing of rows and slot records for all-to-alls.
 
 pub mod combine_tree;
 pub mod parts;

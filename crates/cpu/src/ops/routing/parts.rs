@@ -1,4 +1,4 @@
-//! See [`nibble_core::ops::AssignParts`] and [`nibble_core::ops::JoinGroups`].
+//! The CPU code of [`nibble_core::ops::AssignParts`] and [`nibble_core::ops::JoinGroups`].
 
 use crate::ops::plain::elementwise::for_rows;
 use crate::{Buf, Cpu};
@@ -25,7 +25,7 @@ pub(crate) fn assign_parts(cpu: &Cpu, op: AssignParts<'_, Cpu>) -> Result<Buf<i3
     Ok(out)
 }
 
-/// The start of each joined group is the start of its first part.
+/// Joins consecutive groups; a joined group starts where its first part starts.
 pub(crate) fn join_groups(cpu: &Cpu, op: JoinGroups<'_, Cpu>) -> Result<Groups<Cpu>> {
     let (start, len) = (op.groups.start.as_slice(), op.groups.len.as_slice());
     let mut out = op.result(cpu)?;

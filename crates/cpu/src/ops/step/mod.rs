@@ -1,5 +1,5 @@
-//! See [`nibble_core::ops::BeginStep`], [`nibble_core::ops::BeginMicroBatch`], [`nibble_core::ops::Collect`] and
-//! [`nibble_core::ops::EndStep`]. Each handles a few values, so one plain body is both specification and code.
+//! The CPU code of [`nibble_core::ops::BeginStep`], [`nibble_core::ops::BeginMicroBatch`], [`nibble_core::ops::Collect`] and
+//! [`nibble_core::ops::EndStep`]. Each handles only a few values, so one plain body is both specification and fast path.
 
 pub mod adamw;
 
@@ -14,13 +14,14 @@ use nibble_core::ops::{
 use nibble_core::{Error, Occupancy, Result};
 use nibble_formats::{AmaxOf, DelayedScaling};
 
-/// The input slot of the clock's step.
+/// The input slot of the step that the clock counts.
 fn slot<'a>(inputs: &'a [i32], layout: &InputLayout, clock: &[u32]) -> &'a [i32] {
     let len = layout.slot_len();
     &inputs[clock[Clock::STEP] as usize % 2 * len..][..len]
 }
 
-/// Loads the slot's scalars, zeroes the table except for the values that this rank reports to the others, and resets the micro-batch.
+/// Loads the slot's scalars, zeroes the table except for the values that this rank reports to other ranks, and resets the micro-batch
+/// counter.
 pub(crate) fn begin_step(_: &Cpu, op: BeginStep<'_, Cpu>) -> Result<()> {
     let clock = op.clock.as_mut_slice();
     clock[Clock::MICRO] = 0;
@@ -57,7 +58,7 @@ pub(crate) fn begin_micro_batch(_: &Cpu, op: BeginMicroBatch<'_, Cpu>) -> Result
     Ok(())
 }
 
-/// Writes every value to its cell.
+/// Writes each collected value to its table cell.
 pub(crate) fn collect(_: &Cpu, op: Collect<'_, Cpu>) -> Result<()> {
     let table = op.table.as_mut_slice();
     for entry in op.entries {
@@ -82,7 +83,7 @@ pub(crate) fn collect(_: &Cpu, op: Collect<'_, Cpu>) -> Result<()> {
     Ok(())
 }
 
-/// See [`EntrySource::Occupancy`].
+/// The values of [`EntrySource::Occupancy`].
 fn misplaced(x: &Occupancy<Cpu>) -> [f64; OCCUPANCY_VALUES] {
     let found = x.found.as_slice();
     let [needed, occupied] = [0, 1].map(|i| found.get(i).map_or(0, |n| i64::from(*n)));
@@ -91,7 +92,7 @@ fn misplaced(x: &Occupancy<Cpu>) -> [f64; OCCUPANCY_VALUES] {
     [needed, capacity, (occupied - x.num_slots as i64).abs() as f64]
 }
 
-/// Writes the step's magnitudes to the records of their spans.
+/// Writes the step's largest magnitudes to the delayed-scaling records of their spans.
 pub(crate) fn push_amax(_: &Cpu, op: PushAmax<'_, Cpu>) -> Result<()> {
     if op.control.as_slice()[Control::STOP] != 0.0 {
         return Ok(());
@@ -110,7 +111,7 @@ pub(crate) fn push_amax(_: &Cpu, op: PushAmax<'_, Cpu>) -> Result<()> {
     Ok(())
 }
 
-/// Updates a router's biases from the loads.
+/// Updates a router's biases from the experts' loads.
 pub(crate) fn balance_bias(_: &Cpu, op: BalanceBias<'_, Cpu>) -> Result<()> {
     if op.control.as_slice()[Control::STOP] != 0.0 {
         return Ok(());
@@ -131,7 +132,7 @@ pub(crate) fn balance_bias(_: &Cpu, op: BalanceBias<'_, Cpu>) -> Result<()> {
     Ok(())
 }
 
-/// Gradient norm, decision on the step, report.
+/// Computes the gradient norm, decides whether the step counts, and writes the report.
 pub(crate) fn end_step(cpu: &Cpu, op: EndStep<'_, Cpu>) -> Result<()> {
     const OP: &str = "end_step";
     let squares = op.squares.as_slice();

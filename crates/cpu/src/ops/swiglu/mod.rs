@@ -1,4 +1,4 @@
-//! See `nibble_core::ops::{Swiglu, SwigluBackward}`.
+//! The CPU code of `nibble_core::ops::{Swiglu, SwigluBackward}`.
 
 mod simd;
 mod spec;
@@ -12,7 +12,7 @@ use nibble_core::ops::{Emit, Planes, Swiglu, SwigluBackward, SwigluGrads, Swiglu
 use nibble_core::{Error, Operand, Result};
 use nibble_formats::BlockAxis;
 
-/// See [`Swiglu`].
+/// Computes SwiGLU; see [`Swiglu`].
 pub(crate) fn swiglu(cpu: &Cpu, op: Swiglu<'_, Cpu>) -> Result<SwigluOut<Cpu>> {
     const OP: &str = "swiglu";
     let saved = op.save_h.map(|codec| Emit::block(codec, Planes::Rows));
@@ -25,7 +25,7 @@ pub(crate) fn swiglu(cpu: &Cpu, op: Swiglu<'_, Cpu>) -> Result<SwigluOut<Cpu>> {
     }
 }
 
-/// See [`SwigluBackward`].
+/// Computes the gradients of SwiGLU; see [`SwigluBackward`].
 pub(crate) fn swiglu_backward(cpu: &Cpu, op: SwigluBackward<'_, Cpu>) -> Result<SwigluGrads<Cpu>> {
     const OP: &str = "swiglu_backward";
     if let Operand::Block(h) = op.h {
@@ -43,10 +43,10 @@ pub(crate) fn swiglu_backward(cpu: &Cpu, op: SwigluBackward<'_, Cpu>) -> Result<
     }
 }
 
-/// Columns per partial sum of the gate weight's gradient.
+/// Number of columns per partial sum of the gate weight's gradient.
 const PART: usize = SwigluBackward::<Cpu>::PART;
 
-/// A partial sum of `x · y`: pairs first, then the tree over neighbours.
+/// A partial sum of `x · y`: pairs are added first, then the tree over neighbours.
 #[inline(always)]
 fn part_dot(x: &[f32; PART], y: &[f32; PART]) -> f32 {
     let pairs: [f32; PART / 2] =
@@ -55,7 +55,7 @@ fn part_dot(x: &[f32; PART], y: &[f32; PART]) -> f32 {
     (sums[0] + sums[1]) + (sums[2] + sums[3])
 }
 
-/// Sums of neighbours.
+/// Adds neighbouring pairs.
 #[inline(always)]
 fn halved<const N: usize, const HALF: usize>(x: [f32; N]) -> [f32; HALF] {
     std::array::from_fn(|i| x[2 * i] + x[2 * i + 1])

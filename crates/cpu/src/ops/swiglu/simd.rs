@@ -1,4 +1,4 @@
-//! Multi-threaded by strips of rows; the compiler vectorises within a row.
+//! SwiGLU with threads over strips of rows; the compiler vectorises the work within a row.
 
 use super::spec::{taken_block, uncounted};
 use super::{PART, part_dot};
@@ -111,19 +111,19 @@ fn backward_row_body(
 }
 
 per_isa! {
-    // One row of a panel; the sum continues from panel to panel.
+    // Processes one row of a panel; the sum continues from panel to panel.
     fn backward_row = backward_row_body;
     (from: [&[f32]; 3], weight: f32, to: [&mut [f32]; 3], dweight: &mut f32)
 }
 
-/// Scratch of [`backward`], reused.
+/// Reusable scratch memory of [`backward`].
 struct Work {
     gate: Vec<f32>,
     up: Vec<f32>,
     da: Vec<f32>,
-    /// `[rows][2 · panel]`: dg, then du.
+    /// dg, followed by du: `[rows][2 · panel]`.
     dh: Vec<f32>,
-    /// `[rows][panel]`.
+    /// Values of a: `[rows][panel]`.
     a: Vec<f32>,
     dweight: Vec<f32>,
     memory: SinkWork,
@@ -140,7 +140,7 @@ pub(super) fn backward(cpu: &Cpu, op: &SwigluBackward<'_, Cpu>, spans: &Spans) -
     let sink_dh = Sink::new(spans, 2 * f, (op.dh, dh), None);
     let sink_a = op.a.zip(a).map(|a| Sink::new(spans, f, a, None));
     let shared_dweight = Shared::of(&mut dweight);
-    // Panels are whole blocks in both halves of dh, or all columns if a block spans both halves.
+    // A panel is a whole number of blocks in both halves of dh, or all columns if a block spans both halves.
     let panel = if f.is_multiple_of(TILE_COLS) { TILE_COLS } else { f };
     let height = strip_rows(has_cols(op.dh) || op.a.is_some_and(has_cols), 3 * panel);
     let scratch = || Work {
@@ -179,7 +179,7 @@ pub(super) fn backward(cpu: &Cpu, op: &SwigluBackward<'_, Cpu>, spans: &Spans) -
             }
         }
         let plane_rows = strip.out_rows.min(spans.rows - strip.row.min(spans.rows));
-        // SAFETY: strips have rows of their own; `dweight` is not touched before they are done.
+        // SAFETY: strips have disjoint rows, and `dweight` is not accessed before all strips are done.
         let out = unsafe { shared_dweight.slice_mut(strip.row.min(spans.rows), plane_rows) };
         out.fill(0.0);
         for (out, &sum) in out.iter_mut().zip(&work.dweight).take(strip.rows) {

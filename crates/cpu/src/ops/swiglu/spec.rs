@@ -1,4 +1,4 @@
-//! The specification: element by element into F32 matrices, which are then quantized like any other.
+//! The specification: results are computed element by element in F32 matrices, which are then quantized like any other matrix.
 
 use super::{PART, part_dot};
 use crate::ops::convert::quantize::spans::Spans;
@@ -36,12 +36,12 @@ pub(super) fn forward(
     Ok(SwigluOut { a: emit(cpu, &a, (op.a, made.a), spans, None)?, h })
 }
 
-/// A result in row blocks being written, without counts.
+/// A result in row blocks while it is written, without counts.
 pub(super) fn uncounted(plane: BlockScaled<Cpu>) -> Emitted<Cpu> {
     Emitted { rows: Some(Operand::Block(plane)), cols: None, counts: None, found: None }
 }
 
-/// The result in row blocks.
+/// Takes the quantized row blocks out of a result.
 pub(super) fn taken_block(made: Emitted<Cpu>) -> Result<Option<BlockScaled<Cpu>>> {
     Ok(Some(made.take_rows("swiglu")?.block("swiglu")?.clone()))
 }

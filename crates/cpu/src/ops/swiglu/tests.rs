@@ -18,7 +18,7 @@ fn mxfp4() -> Codec {
     codec(Format::Mxfp4, ScaleRule::Rceil)
 }
 
-/// Every form that a result may have.
+/// All formats that a result may have.
 fn emits() -> Vec<Emit> {
     let mut all = vec![Emit::Plain(DType::F32), Emit::Plain(DType::Bf16)];
     for codec in [e4m3(), codec(Format::E4m3, ScaleRule::Amax), mxfp4()] {
@@ -33,7 +33,7 @@ fn weights(cpu: &Cpu, rows: usize) -> Buf<f32> {
     cpu.upload(&values).unwrap()
 }
 
-/// Weights with NaN in the padding.
+/// The gate weights with NaN in the padding.
 fn poisoned_weights(cpu: &Cpu, weights: &Buf<f32>, groups: &Groups<Cpu>) -> Buf<f32> {
     let valid = valid_rows(groups).into_iter();
     let values: Vec<f32> =
@@ -87,7 +87,7 @@ fn ragged_backward_is_that_of_the_specification_whatever_the_padding_holds() {
     let groups = groups(&spec, &[0, 1, 128, 130, 0, 37], 128, 0);
     for f in [16, 80, 128, 256] {
         for (i, dh) in emits().into_iter().enumerate() {
-            // For one case, `a` is not requested.
+            // One case does not request `a`.
             let a = (i != 1).then(|| emits()[(i * 4 + f / 16) % emits().len()]);
             let plain = tensor(&spec, i % 2 == 0, groups.capacity, 2 * f, 5, false);
             let da = tensor(&spec, i % 3 == 0, groups.capacity, f, 6, false);
@@ -136,7 +136,7 @@ fn dense_shapes_agree_too() {
     }
 }
 
-/// silu(g)·u·w and its derivatives by central differences, all in f64.
+/// Computes silu(g)·u·w and its derivatives by central differences, all in f64.
 #[test]
 fn values_and_gradients_are_those_of_the_formula_in_f64() {
     let a_of = |gate: f64, up: f64, weight: f64| gate / (1.0 + (-gate).exp()) * up * weight;
@@ -193,7 +193,7 @@ fn what_cannot_be_done_is_an_error_that_names_the_argument() {
     assert!(e.contains("`random`"), "{e}");
 }
 
-/// As in [`Quantize`]: each group must start where a scale record starts.
+/// In a fused operation, as in [`Quantize`], each group must start where a scale record starts.
 #[test]
 fn fused_columns_of_groups_are_held_to_their_blocks() {
     let cpu = Cpu::new(1).unwrap();

@@ -38,7 +38,7 @@ impl Keys {
     }
 }
 
-/// The forward pass.
+/// A case of the forward pass.
 #[derive(Debug)]
 struct Forward(Keys);
 
@@ -60,7 +60,7 @@ impl<B: Kernels> Case<B> for Forward {
     }
 }
 
-/// The backward pass.
+/// A case of the backward pass.
 #[derive(Debug)]
 struct Backward(Keys);
 
@@ -82,7 +82,7 @@ impl<B: Kernels> Case<B> for Backward {
     }
 }
 
-/// Sizes for which all 16-byte loads are whole, or some are not; and odd sizes.
+/// Sizes for which all 16-byte loads are whole, sizes for which some are not, and odd sizes.
 fn cases() -> impl Iterator<Item = Keys> {
     let sizes = [
         (1, 1, 0, 1, (1, 1, 2)),
@@ -113,12 +113,12 @@ fn cases() -> impl Iterator<Item = Keys> {
     })
 }
 
-/// Conformance of [`AssembleKv`].
+/// The conformance test of [`AssembleKv`].
 pub fn assemble_kv<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     cases().for_each(|keys| pair.check(&Forward(keys)));
 }
 
-/// Conformance of [`AssembleKvBackward`].
+/// The conformance test of [`AssembleKvBackward`].
 pub fn assemble_kv_backward<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     cases().for_each(|keys| pair.check(&Backward(keys)));
 }

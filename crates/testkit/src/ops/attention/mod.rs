@@ -15,12 +15,12 @@ use nibble_core::ops::{
 };
 use nibble_core::{Agreement, DType, Kernels, Result, Tensor};
 
-/// Values of the sink scores.
+/// Magnitudes of the sink scores.
 #[derive(Debug, Clone, Copy)]
 enum Sinks {
-    /// Of the size of the scores.
+    /// Sinks about as large as the scores.
     Usual,
-    /// By turns negligible, nearly the whole sum, and one term of it.
+    /// Alternating sinks: negligible, nearly the whole sum, and comparable to one term of it.
     Extreme,
 }
 
@@ -35,8 +35,9 @@ struct Heads {
     scale: f32,
     hiding: Option<Hiding>,
     sinks: Option<Sinks>,
-    /// Keys and values of every other document are 1e4, and its own tokens' results are not compared. (Larger ones give scores whose
-    /// rounding error overflows an exponential: the document's sums would not be finite, and only finite values may lie outside a window.)
+    /// Whether keys and values of every other document are 1e4; the results of those documents are not compared. (With larger values, the
+    /// rounding error of the scores would overflow an exponential. The documents' sums would not be finite, and only finite values are
+    /// allowed outside a window.)
     poisoned: bool,
     dtype: DType,
     input: Input,
@@ -44,7 +45,8 @@ struct Heads {
 }
 
 impl Heads {
-    /// With the default scale and nothing hidden. Sizes: sequences, tokens per sequence, heads, key/value heads, head dim, value dim.
+    /// A case with the default scale and without windows. Sizes: sequences, tokens per sequence, heads, key/value heads, head dim, value
+    /// dim.
     fn of(
         (sequences, seq_len, heads, kv_heads, head_dim, value_dim): (
             usize,
@@ -80,7 +82,7 @@ impl Heads {
         (self.head_dim, self.value_dim)
     }
 
-    /// Rows of `heads` heads of `dim` elements.
+    /// A tensor with rows of `heads` heads of `dim` elements.
     fn tensor<B: Kernels>(&self, b: &B, name: &str, heads: usize, dim: usize) -> Result<Tensor<B>> {
         let (rows, cols) = (self.sequences * self.seq_len, heads * dim);
         plain(b, self.dtype, &self.input.values(&stream(name), rows * cols), rows, cols)
@@ -94,7 +96,7 @@ impl Heads {
         ])
     }
 
-    /// Keys or values.
+    /// A tensor of keys or values.
     fn keys<B: Kernels>(&self, b: &B, name: &str, dim: usize) -> Result<Tensor<B>> {
         let (rows, cols) = (self.sequences * self.seq_len, self.kv_heads * dim);
         let mut values = self.input.values(&stream(name), rows * cols);
@@ -106,7 +108,7 @@ impl Heads {
         plain(b, self.dtype, &values, rows, cols)
     }
 
-    /// Whether each token is outside the poisoned documents.
+    /// For each token, whether it is outside the poisoned documents.
     fn compared_rows(&self) -> Vec<bool> {
         let numbers =
             self.hiding.map_or_else(Vec::new, |hiding| hiding.numbers(self.sequences, self.seq_len));
@@ -127,7 +129,7 @@ impl Heads {
         self.hiding.map(|hiding| hiding.upload(b, self.sequences, self.seq_len)).transpose()
     }
 
-    /// `[1, heads]`.
+    /// The sink scores `[1, heads]`.
     fn sinks<B: Kernels>(&self, b: &B) -> Result<Option<Tensor<B>>> {
         let Some(sinks) = self.sinks else { return Ok(None) };
         let values = match sinks {
@@ -145,7 +147,7 @@ impl Heads {
         let values = x.to_f32_vec(b)?;
         let rows = values.chunks_exact(x.cols).zip(self.compared_rows()).filter(|(_, compared)| *compared);
         let rows: Vec<f32> = rows.flat_map(|(row, _)| row).copied().collect();
-        // Cast to its own type: the tolerance includes that rounding.
+        // The rows are cast to the tensor's own type, because the tolerance includes that rounding.
         out.tensor(b, name, &plain(b, x.dtype(), &rows, rows.len() / x.cols, x.cols)?)
     }
 
@@ -186,8 +188,8 @@ impl<B: Kernels> Case<B> for Backward {
         attention_agreement(self.0.dtype)
     }
 
-    /// `dsinks` is F32 and linear in `out`, which each side has rounded to its type. Products of `out` cancel in a row's sum, so its error may be
-    /// somewhat larger than that of `out`.
+    /// `dsinks` is F32 and linear in `out`, which each backend has rounded to its type. Products of `out` cancel in a row's sum, so the
+    /// error of `dsinks` may be slightly larger than that of `out`.
     fn owed(&self, result: &str) -> Agreement {
         match (result, Case::<B>::agreement(self)) {
             ("dsinks", Agreement::RelL2(max)) if self.0.dtype == DType::Bf16 => {
@@ -213,7 +215,7 @@ impl<B: Kernels> Case<B> for Backward {
         if let Some(dsinks) = &grads.dsinks {
             self.0.note(&mut out, b, "dsinks", dsinks)?;
         }
-        // With a single key, dP − delta is 0 up to rounding errors, which agree only if sums have the same order.
+        // With a single key, dP − delta is 0 up to rounding errors. Rounding errors agree only if sums have the same order.
         let one_key = seq_len == 1 || self.0.hiding.is_some_and(|hiding| hiding.window == Some(1));
         if !one_key || self.0.strict {
             self.0.note(&mut out, b, "dq", &grads.dq)?;
@@ -223,8 +225,8 @@ impl<B: Kernels> Case<B> for Backward {
     }
 }
 
-/// One query or many, one head or groups of them, value dims equal to the head dim or not; lengths around a CPU's vector width and around
-/// a GPU's tiles, which has separate kernels for heads of 64, of 128, and of 192 with values of 128.
+/// Cases with one or many queries, with one head or groups of heads, and with value dims equal or unequal to the head dim. Lengths are
+/// around a CPU's vector width and a GPU's tiles. A GPU has separate kernels for heads of 64, of 128, and of 192 with values of 128.
 fn cases(strict: bool) -> Vec<Heads> {
     let mut cases = Vec::new();
     let shapes = [
@@ -249,7 +251,7 @@ fn cases(strict: bool) -> Vec<Heads> {
         (1, 385, 3, 1, 192, 128),
         (2, 512, 2, 1, 192, 128),
     ];
-    // Non-default scales. Larger ones than the default would spread the scores and loosen the agreement of backends.
+    // These scales are not the default. Scales larger than the default would spread the scores and loosen the agreement of backends.
     let scaled = [
         (2, 33, 4, 2, 16, 16, 0.15),
         (1, 70, 2, 1, 64, 64, 0.06),
@@ -262,7 +264,7 @@ fn cases(strict: bool) -> Vec<Heads> {
             let dims = (sequences, seq_len, heads, kv_heads, head_dim, value_dim);
             let heads = Heads { scale, ..Heads::of(dims, dtype, strict) };
             cases.push(heads);
-            // Scores of several hundred: the softmax is nearly one-hot, and the rest is rounding error.
+            // With scores of several hundred, the softmax is nearly one-hot, and the rest is rounding error.
             let hard = [Input::Zeros, Input::HeavyTailed, Input::NonFinite, Input::ExtremeExponents];
             let hard = hard.into_iter().filter(|_| strict && seq_len < 200);
             cases.extend(hard.map(|input| Heads { input, ..heads }));
@@ -274,7 +276,7 @@ fn cases(strict: bool) -> Vec<Heads> {
 /// Document lengths around tiles of 64 and of 128.
 const DOCUMENTS: [usize; 7] = [1, 63, 64, 65, 127, 129, 200];
 
-/// Documents, sliding windows and chunks; sequences of whole tiles and of other lengths; heads as in [`cases`].
+/// Cases with documents, sliding windows and chunks; sequences of whole tiles and of other lengths; heads as in [`cases`].
 fn windowed_cases(strict: bool) -> Vec<Heads> {
     let (uneven, window) = (Hiding::documents(&DOCUMENTS), Hiding::window);
     let chunk = |chunk| Hiding { documents: &[], window: None, chunk: Some(chunk) };
@@ -309,11 +311,11 @@ fn windowed_cases(strict: bool) -> Vec<Heads> {
         for (dtype, poisoned) in PLAIN.into_iter().flat_map(|dtype| [(dtype, false), (dtype, true)]) {
             let dims = (sequences, seq_len, heads, kv_heads, head_dim, value_dim);
             let heads = Heads { hiding: Some(hiding), poisoned, ..Heads::of(dims, dtype, strict) };
-            // Two code paths of one machine must give the same bits everywhere, which short sequences show.
+            // Two code paths of one machine must give the same bits everywhere; short sequences suffice to test this.
             if !poisoned || has_others && !(strict && seq_len >= 200) {
                 cases.push(heads);
             }
-            // Between two code paths of one machine, masked keys must not change a bit either.
+            // Masked keys must not change a bit between two code paths of one machine, either.
             let hard = [Input::HeavyTailed, Input::NonFinite];
             let hard = hard.into_iter().filter(|_| strict && !poisoned && seq_len < 200);
             cases.extend(hard.map(|input| Heads { input, ..heads }));
@@ -322,7 +324,7 @@ fn windowed_cases(strict: bool) -> Vec<Heads> {
     cases
 }
 
-/// With sinks: whole-tile and other lengths, each kind of head that a GPU has kernels for, and windows.
+/// Cases with sinks: whole-tile and other lengths, each kind of head for which a GPU has kernels, and windows.
 fn sink_cases(strict: bool) -> Vec<Heads> {
     let documents = Some(Hiding::documents(&DOCUMENTS));
     let window = |window| Some(Hiding::window(window));
@@ -358,17 +360,17 @@ fn sink_cases(strict: bool) -> Vec<Heads> {
     cases
 }
 
-/// All cases.
+/// All cases of attention.
 fn every_case(strict: bool) -> impl Iterator<Item = Heads> {
     [cases(strict), windowed_cases(strict), sink_cases(strict)].into_iter().flatten()
 }
 
-/// Conformance of [`Attention`].
+/// The conformance test of [`Attention`].
 pub fn attention<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     every_case(pair.strict).for_each(|heads| pair.check(&Forward(heads)));
 }
 
-/// One query against the first rows of a cache.
+/// A case of one query and the first rows of a cache.
 #[derive(Debug)]
 struct Decode {
     heads: Heads,
@@ -393,7 +395,7 @@ impl<B: Kernels> Case<B> for Decode {
     }
 }
 
-/// Conformance of [`AttentionDecode`].
+/// The conformance test of [`AttentionDecode`].
 pub fn attention_decode<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     // A KV cache has no windows.
     let cases = every_case(pair.strict).filter(|heads| heads.hiding.is_none());
@@ -406,7 +408,7 @@ pub fn attention_decode<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     }
 }
 
-/// Conformance of [`AttentionBackward`].
+/// The conformance test of [`AttentionBackward`].
 pub fn attention_backward<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     every_case(pair.strict).for_each(|heads| pair.check(&Backward(heads)));
 }

@@ -27,7 +27,7 @@ impl<B: Kernels> Case<B> for Finding {
     }
 }
 
-/// Conformance of [`FindWindows`].
+/// The conformance test of [`FindWindows`].
 pub fn find_windows<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for (sequences, seq_len) in [(0, 5), (1, 1), (3, 7), (2, 256), (3, 1000)] {
         for documents in [&[][..], &[1], &[3, 1, 4, 70], &[129, 64, 500, 1]] {

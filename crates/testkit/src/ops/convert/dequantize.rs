@@ -34,7 +34,7 @@ impl<B: Kernels> Case<B> for Decoding {
     }
 }
 
-/// All code bytes under all scale bytes.
+/// A case of all code bytes with all scale bytes.
 #[derive(Debug)]
 struct DecodingAny {
     format: Format,
@@ -56,7 +56,7 @@ impl<B: Kernels> Case<B> for DecodingAny {
     }
 }
 
-/// Conformance of [`Dequantize`].
+/// The conformance test of [`Dequantize`].
 pub fn dequantize<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for (codec, (planes, rows, cols, stack), (i, input)) in codecs_on_shapes(pair.breadth()) {
         let axis = match planes {
@@ -67,7 +67,8 @@ pub fn dequantize<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
         };
         pair.check(&Decoding { codec, axis, rows, cols, stack, input, dtype: PLAIN[i % 2] });
     }
-    // Several tiles in both dimensions, rows longer than a kernel processes at once, and sizes that are no multiple of either.
+    // The sizes have several tiles in both dimensions, rows longer than a kernel processes at once, and lengths that are multiples of
+    // neither.
     let large = [
         (Format::E4m3, BlockAxis::Row, 5, 2500, 1),
         (Format::E4m3, BlockAxis::Row, 5, 2504, 1),
@@ -100,7 +101,7 @@ pub fn dequantize<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
             pair.check(&Decoding { codec, axis, rows, cols, stack, input, dtype });
         });
     }
-    // Every byte is a valid scale record only for power-of-two scales.
+    // If scales are powers of two, every byte is a valid scale record; otherwise some bytes are not.
     let powers = |f: &Format| f.is_block() && f.spec().rules.contains(&ScaleRule::Rceil);
     for format in Format::ALL.into_iter().filter(powers) {
         for axis in [BlockAxis::Row, BlockAxis::Col] {

@@ -12,7 +12,7 @@ use nibble_core::{Agreement, DType, Groups, Kernels, Result};
 
 const NAME: &str = "measure_quantization";
 
-/// Rounded to the type of the plain tensor.
+/// Rounds values to the type of the plain tensor.
 fn rounded(x: Vec<f32>, dtype: DType) -> Vec<f32> {
     match dtype {
         DType::F32 => x,
@@ -56,7 +56,7 @@ impl<B: Kernels> Case<B> for Dense {
     }
 }
 
-/// All codes under all scales, compared with unrelated values; the values have fewer rows than the codes.
+/// A case of all codes with all scales, compared with unrelated values; the values have fewer rows than the codes.
 #[derive(Debug)]
 struct Unrelated {
     format: Format,
@@ -78,7 +78,7 @@ impl<B: Kernels> Case<B> for Unrelated {
     }
 }
 
-/// Padding rows do not count, whatever they hold.
+/// A case in which padding rows must not count, whatever they hold.
 #[derive(Debug)]
 struct Ragged {
     codec: Codec,
@@ -104,7 +104,7 @@ impl<B: Kernels> Case<B> for Ragged {
     }
 }
 
-/// Conformance of [`MeasureQuantization`].
+/// The conformance test of [`MeasureQuantization`].
 pub fn measure_quantization<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for (turn, codec) in codecs().enumerate() {
         for (i, (planes, rows, cols, stack)) in SHAPES.into_iter().enumerate() {
@@ -114,7 +114,7 @@ pub fn measure_quantization<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
                 Planes::Tiles if codec.format().spec().tiles => BlockAxis::Tile,
                 Planes::Tiles | Planes::Both => continue,
             };
-            // Over the cases, each shape and each format gets every input.
+            // Together, the cases combine each shape and each format with every kind of input.
             let (input, dtype) = (Input::ALL[(turn + i) % Input::ALL.len()], PLAIN[(turn + i) % 2]);
             pair.check(&Dense { codec, axis, rows, cols, stack, dtype, input });
         }
@@ -122,7 +122,7 @@ pub fn measure_quantization<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for (turn, format) in Format::ALL.into_iter().filter(|format| format.is_block()).enumerate() {
         let codec = codec(format, format.spec().rules[0], Rounding::NearestEven);
         for (i, axis) in [BlockAxis::Row, BlockAxis::Col].into_iter().enumerate() {
-            // Several tiles of a GPU's kernel in both dimensions, and sizes that are multiples of neither.
+            // The shapes have several tiles of a GPU's kernel in both dimensions, and sizes that are multiples of neither.
             let (rows, cols, input) = ([37, 260][i], [2100, 264][i], Input::Outliers);
             pair.check(&Dense { codec, axis, rows, cols, stack: 1, dtype: PLAIN[i], input });
             let spread = Spread::ALL[(turn + i) % Spread::ALL.len()];

@@ -1,4 +1,4 @@
-//! Conversions: quantize, dequantize, transcode and their counts, and tiled layouts of scales.
+//! Conversions: quantize, dequantize and transcode with their counters, and tiled layouts of scales.
 
 pub(super) mod dequantize;
 pub(super) mod measure_quantization;

@@ -10,7 +10,7 @@ use nibble_core::formats::{Codec, Format, Rounding, ScaleRule};
 use nibble_core::ops::{PackRows, Planes, Quantize, QuantizePack};
 use nibble_core::{Agreement, DType, Kernels, Result};
 
-/// Rows to be sent; dense without a spread.
+/// A case of rows to be sent; rows are dense if there is no spread.
 #[derive(Debug)]
 struct Packing {
     codec: Codec,
@@ -23,8 +23,8 @@ struct Packing {
 }
 
 impl Packing {
-    /// The row of each message and the message of each (row, slot), unordered. Some slots and every seventh row have no message, and some
-    /// messages have no row.
+    /// The row of each message, and the message of each (row, slot), in random order. Some slots and every seventh row have no message, and
+    /// some messages have no row.
     fn lists(&self, rows: usize) -> (Vec<i32>, Vec<i32>) {
         let stream = stream("quantize_pack");
         let mut named: Vec<usize> = (0..rows * self.top_k).collect();
@@ -76,7 +76,8 @@ impl<B: Kernels> Case<B> for Packing {
     }
 }
 
-/// Conformance of [`QuantizePack`]: every format and rule; codes, scales and messages of any length; more slots than warp lanes.
+/// The conformance test of [`QuantizePack`]. The test covers all formats and rules; codes, scales and messages of any length; and more
+/// slots than a warp has lanes.
 pub fn quantize_pack<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     let (spreads, cols) =
         ([None, Some(Spread::Zipf), None, Some(Spread::EmptyGroups)], [256, 136, 131, 96, 392]);
@@ -98,7 +99,7 @@ pub fn quantize_pack<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
         for rounding in [Rounding::NearestEven, Rounding::Stochastic] {
             let codec = codec(format, rule, rounding);
             for (i, cols) in WIDTHS.into_iter().chain([128, 32, 8, 1032]).enumerate() {
-                // Groups are padded to multiples of 128 rows; wide rows are dense.
+                // Groups are padded to multiples of 128 rows, so wide rows are dense.
                 let (spread, top_k) = (spreads[i.saturating_sub(WIDTHS.len())], [2, 40, 3, 1][i % 4]);
                 let (dtype, input) = (DType::Bf16, Input::ALL[i % Input::ALL.len()]);
                 pair.check(&Packing { codec, spread, rows: 17, cols, top_k, dtype, input });

@@ -9,12 +9,13 @@ use nibble_core::{Agreement, Kernels, Result};
 struct Cut {
     matrix: CutScales,
     num_groups: usize,
-    /// Scales before the first group and after the last.
+    /// Number of scales before the first group and after the last group.
     margins: [usize; 2],
 }
 
 impl Cut {
-    /// From nothing to more groups than a warp processes in one pass; sides that end inside a tile; no, one or all scales in a group.
+    /// Cases from no groups to more groups than a warp processes in one pass, with sides that end inside a tile, and with no, one or all
+    /// scales in a group.
     fn all() -> Vec<Cut> {
         let sizes = [
             (0, 0, 1),
@@ -38,7 +39,7 @@ impl Cut {
         sizes.into_iter().flat_map(of).collect()
     }
 
-    /// Where groups begin; every third group is empty.
+    /// Start indices of the groups; every third group is empty.
     fn starts(&self) -> Vec<i32> {
         let [cut, _] = self.matrix.sides();
         let [before, after] = self.margins;
@@ -51,7 +52,7 @@ impl Cut {
         cuts.iter().map(|at| ((at + before) * self.matrix.per_scale) as i32).collect()
     }
 
-    /// Nonzero bytes, so that padding is recognisable.
+    /// Nonzero bytes, which differ from padding.
     fn bytes(len: usize) -> Vec<u8> {
         let stream = stream("scales");
         (0..len as u64).map(|i| (stream.u32_at(i) % 255) as u8 + 1).collect()
@@ -76,7 +77,7 @@ impl<B: Kernels> Case<B> for Tiling {
     }
 }
 
-/// Conformance of [`TileScales`].
+/// The conformance test of [`TileScales`].
 pub fn tile_scales<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     Cut::all().into_iter().for_each(|cut| pair.check(&Tiling(cut)));
 }
@@ -100,7 +101,7 @@ impl<B: Kernels> Case<B> for Untiling {
     }
 }
 
-/// Conformance of [`UntileScales`].
+/// The conformance test of [`UntileScales`].
 pub fn untile_scales<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     Cut::all().into_iter().for_each(|cut| pair.check(&Untiling(cut)));
 }

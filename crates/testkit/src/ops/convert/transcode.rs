@@ -11,9 +11,9 @@ use nibble_core::{Agreement, Kernels, Result};
 /// The origin of the source's codes and scales.
 #[derive(Debug, Clone, Copy)]
 enum CodeOrigin {
-    /// Values of this kind, quantized by this rule.
+    /// Values of this kind, quantized with this rule.
     Values(Input, ScaleRule),
-    /// Random codes under random scales; the scales of a row are up to 24 octaves apart.
+    /// Random codes with random scales; the scales of a row differ by up to 24 powers of two.
     Any,
 }
 
@@ -89,7 +89,7 @@ impl<B: Kernels> Case<B> for Ragged {
         let (x, groups) = (x.upload(b)?, rows.upload(b)?);
         let made = Transcode { x: &x, to, axis, rule, groups: Some(&groups) }.run(b)?;
         let mut out = Outputs::default();
-        // Column codes are zero past each group's length; nothing is promised for padding rows.
+        // Column codes are zero after the end of each group; the values of padding rows are not guaranteed.
         let compared = (axis == BlockAxis::Row).then_some(&is_valid[..]);
         out.block(b, "out", &made.out, compared)?;
         out.counts(b, "out", &made.counts)?;
@@ -97,7 +97,7 @@ impl<B: Kernels> Case<B> for Ragged {
     }
 }
 
-/// Stacked weights to 2-D blocks.
+/// A case of stacked weights that are converted to 2-D blocks.
 #[derive(Debug)]
 struct Tiles {
     source: CodeOrigin,
@@ -127,7 +127,7 @@ impl<B: Kernels> Case<B> for Tiles {
     }
 }
 
-/// Matrices of whole tiles, and with partial tiles of every kind; scaled-down expert weights of models.
+/// Tests matrices of whole tiles and with all kinds of partial tiles, and scaled-down expert weights of models.
 fn tiles<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     let of = |input| [ScaleRule::Rceil, ScaleRule::Floor].map(|rule| CodeOrigin::Values(input, rule));
     let sources = Input::ALL.into_iter().flat_map(of).chain([CodeOrigin::Any]);
@@ -147,7 +147,7 @@ fn tiles<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     }
 }
 
-/// Conformance of [`Transcode`]: every conversion, exact and inexact, dense and ragged.
+/// The conformance test of [`Transcode`] with all conversions, exact and inexact, dense and ragged.
 pub fn transcode<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     use BlockAxis::{Col, Row};
     use Format::{E4m3, Mxfp4};
@@ -175,7 +175,7 @@ pub fn transcode<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
                 pair.check(&Ragged { conversion, source: CodeOrigin::Any, spread, cols });
             }
         }
-        // A short last block: the only one, after whole blocks of the source, or with an odd number of codes.
+        // The last block is short: it is the only block, follows whole source blocks, or has an odd number of codes.
         for (rows, cols) in [(1, 1), (5, 31), (17, 130), (300, 1000), (129, 2049)] {
             pair.check(&Dense { conversion, source: CodeOrigin::Any, rows, cols });
         }

@@ -8,8 +8,8 @@ use crate::pair::Pair;
 use nibble_core::ops::{NormRope, NormRopeBackward, Positions, RmsNormOut};
 use nibble_core::{Agreement, DType, Kernels, Result, Tensor};
 
-/// Sequences, sequence length, heads, head dim, first position, shards. Head dims with and without GPU kernels; tokens
-/// whose heads end within a thread's share; more rows than a chunk of dweight's sum.
+/// Sequences, sequence length, heads, head dim, first position, shards. There are head dims with and without GPU kernels, tokens whose
+/// heads end within a thread's share, and more rows than a chunk of dweight's sum.
 const SIZES: [(usize, usize, usize, usize, usize, usize); 11] = [
     (1, 1, 1, 2, 0, 1),
     (2, 5, 3, 6, 3, 2),
@@ -106,7 +106,7 @@ impl<B: Kernels> Case<B> for Forward {
     }
 }
 
-/// Conformance of [`NormRope`].
+/// The conformance test of [`NormRope`].
 pub fn norm_rope<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     Heads::all().for_each(|heads| pair.check(&Forward(heads)));
 }
@@ -137,7 +137,7 @@ impl<B: Kernels> Case<B> for Backward {
     }
 }
 
-/// Conformance of [`NormRopeBackward`].
+/// The conformance test of [`NormRopeBackward`].
 pub fn norm_rope_backward<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     Heads::all().for_each(|heads| pair.check(&Backward(heads)));
 }

@@ -6,10 +6,10 @@ use crate::pair::Pair;
 use nibble_core::ops::{RmsNorm, RmsNormBackward, RmsNormOut};
 use nibble_core::{Agreement, DType, Kernels, Result, Tensor};
 
-/// Rows, columns and shards.
+/// Numbers of rows, columns and shards.
 const SIZES: [(usize, usize, usize); 7] =
     [(1, 1, 1), (4, 15, 2), (12, 33, 4), (64, 128, 4), (64, 448, 2), (8, 320, 1), (450, 48, 2)];
-/// Widths of models and of heads, and more chunks of rows than a GPU sums at once.
+/// Widths of models and of heads; some cases have more chunks of rows than a GPU sums at once.
 const WIDE: [(usize, usize, usize); 8] = [
     (130, 2048, 2),
     (3, 7168, 1),
@@ -28,7 +28,7 @@ struct RmsNormRows {
     shards: usize,
     dtype: DType,
     input: Input,
-    /// Whether a tensor is added: before the norm, or after its backward pass.
+    /// Whether a tensor is added, either before the norm or after its backward pass.
     plus: bool,
 }
 
@@ -83,7 +83,7 @@ impl<B: Kernels> Case<B> for Forward {
     }
 }
 
-/// Conformance of [`RmsNorm`].
+/// The conformance test of [`RmsNorm`].
 pub fn rms_norm<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     RmsNormRows::all().for_each(|rows| pair.check(&Forward(rows)));
 }
@@ -114,7 +114,7 @@ impl<B: Kernels> Case<B> for Backward {
     }
 }
 
-/// Conformance of [`RmsNormBackward`].
+/// The conformance test of [`RmsNormBackward`].
 pub fn rms_norm_backward<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     RmsNormRows::all().for_each(|rows| pair.check(&Backward(rows)));
 }

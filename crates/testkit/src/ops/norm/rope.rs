@@ -12,9 +12,9 @@ struct Heads {
     sequences: usize,
     seq_len: usize,
     heads: usize,
-    /// Elements of a head before the rotated part.
+    /// Number of elements of a head before the rotated part.
     kept: usize,
-    /// Rotated elements of a head.
+    /// Number of rotated elements of a head.
     turned: usize,
     first_position: usize,
     documents: Option<Documents>,
@@ -23,7 +23,7 @@ struct Heads {
     input: Input,
 }
 
-/// Cosines, then sines, of the standard RoPE angles.
+/// Cosines, followed by sines, of the standard RoPE angles.
 pub(in crate::ops) fn table(positions: usize, head_dim: usize) -> Vec<f32> {
     let half = head_dim / 2;
     let angle = |p: usize, i: usize| p as f64 * 10_000f64.powf(-(i as f64) / half as f64);
@@ -54,7 +54,7 @@ impl<B: Kernels> Case<B> for Heads {
     }
 }
 
-/// Conformance of [`Rope`].
+/// The conformance test of [`Rope`].
 pub fn rope<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     let sizes = [
         (1, 1, 1, (0, 2), 0),

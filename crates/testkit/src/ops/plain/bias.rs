@@ -20,7 +20,7 @@ impl Rows {
         plain(b, self.dtype, &self.input.values(&stream(name), self.rows * self.cols), self.rows, self.cols)
     }
 
-    /// Some rows are not whole 16-byte loads; some cases have more chunks of rows than a GPU sums at once.
+    /// All cases. Some rows are not whole 16-byte loads; some cases have more chunks of rows than a GPU sums at once.
     fn all() -> impl Iterator<Item = Self> {
         const SIZES: [(usize, usize, usize); 9] = [
             (1, 1, 1),
@@ -81,12 +81,12 @@ impl<B: Kernels> Case<B> for Backward {
     }
 }
 
-/// Conformance of [`AddBias`].
+/// The conformance test of [`AddBias`].
 pub fn add_bias<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     Rows::all().for_each(|rows| pair.check(&Forward(rows)));
 }
 
-/// Conformance of [`AddBiasBackward`].
+/// The conformance test of [`AddBiasBackward`].
 pub fn add_bias_backward<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     Rows::all().for_each(|rows| pair.check(&Backward(rows)));
 }

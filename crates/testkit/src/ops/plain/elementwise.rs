@@ -24,9 +24,9 @@ impl Matrix {
         plain(b, self.dtype, &self.input.values(&stream(name), self.rows * self.cols), self.rows, self.cols)
     }
 
-    /// Every kind of values in every type, at sizes around vectors and above the threading threshold.
+    /// Matrices of every kind of values in every type, at sizes around vectors and above the threading threshold.
     fn all() -> impl Iterator<Item = Matrix> {
-        // The last sizes end a few numbers past a CTA's whole share.
+        // The last sizes end a few numbers after a CTA's whole share.
         let sizes = [(1, 1), (3, 37), (65, 33), (320, 448), (97, 33), (201, 33)];
         PLAIN.into_iter().flat_map(move |dtype| {
             Input::ALL.into_iter().flat_map(move |input| {
@@ -55,7 +55,7 @@ impl<B: Kernels> Case<B> for Casting {
     }
 }
 
-/// Conformance of [`Cast`].
+/// The conformance test of [`Cast`].
 pub fn cast<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for matrix in Matrix::all() {
         PLAIN.into_iter().for_each(|dtype| pair.check(&Casting(matrix, dtype)));
@@ -65,7 +65,7 @@ pub fn cast<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
 #[derive(Debug)]
 struct Adding {
     a: Matrix,
-    /// Values of the second addend, and of the third if there is one.
+    /// Kind of values of the second addend, and of the third if there is a third.
     b: Input,
     plus: Option<Input>,
 }
@@ -83,7 +83,7 @@ impl<B: Kernels> Case<B> for Adding {
     }
 }
 
-/// Conformance of [`Add`].
+/// The conformance test of [`Add`].
 pub fn add<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for matrix in Matrix::all() {
         for (b, plus) in [
@@ -110,7 +110,7 @@ impl<B: Kernels> Case<B> for Transposing {
     }
 }
 
-/// Conformance of [`Transpose`].
+/// The conformance test of [`Transpose`].
 pub fn transpose<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for dtype in PLAIN {
         let small = [(1, 1, 1), (1, 33, 65), (3, 7, 100), (4, 128, 96), (2, 320, 96)];
@@ -143,9 +143,9 @@ impl<B: Kernels> Case<B> for Initial {
     }
 }
 
-/// Conformance of [`InitNormal`].
+/// The conformance test of [`InitNormal`].
 pub fn init_normal<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
-    // An odd first element starts within a block of random bits; a late one carries into the counter's high word.
+    // An odd first element starts within a Philox block; a very large first element carries into the counter's high word.
     for first in [0, 1, 7, 12_345, (1 << 34) - 3] {
         pair.check(&Initial { seed: 0xFEDC_BA98_7654_3210, first, rows: 5, cols: 33, std: 0.02 });
     }
@@ -175,7 +175,7 @@ impl<B: Kernels> Case<B> for Shards {
     }
 }
 
-/// Conformance of [`SumShards`].
+/// The conformance test of [`SumShards`].
 pub fn sum_shards<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for input in Input::ALL {
         for (stack, shards, rows, cols) in [
@@ -203,7 +203,7 @@ pub fn sum_shards<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
 
 #[derive(Debug)]
 struct Squares {
-    /// Tensors, with the parts of the whole that they end and the chunks of the first part that they lack.
+    /// Each tensor, the number of parts that end with it, and the number of chunks that its first part lacks.
     tensors: Vec<(Matrix, usize, usize)>,
     at: usize,
 }
@@ -217,7 +217,7 @@ impl<B: Kernels> Case<B> for Squares {
         let xs = self.tensors.iter().map(|(x, ..)| x.upload(b, "sum_squares"));
         let xs = xs.collect::<Result<Vec<_>>>()?;
         let mut end = self.at;
-        // One slot between the tensors' sums is not written.
+        // One slot between the sums of two tensors is not written.
         let tensors = xs.iter().zip(&self.tensors).map(|(x, &(_, parts, lacks))| {
             let skip = lacks * SQUARES_CHUNK;
             let tensor = Squared { x, part: (x.rows * x.cols + skip) / parts, skip, at: end };
@@ -225,7 +225,7 @@ impl<B: Kernels> Case<B> for Squares {
             tensor
         });
         let tensors: Vec<_> = tensors.collect();
-        // Slots around the sums must stay unchanged.
+        // The slots before and after the sums must not change.
         let mut into = b.upload(&vec![-1.0f64; end + 1])?;
         SumSquares { tensors, into: &mut into }.run(b)?;
         let mut out = Outputs::default();
@@ -234,7 +234,7 @@ impl<B: Kernels> Case<B> for Squares {
     }
 }
 
-/// Conformance of [`SumSquares`].
+/// The conformance test of [`SumSquares`].
 pub fn sum_squares<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     const SIZES: [(usize, usize, usize); 6] =
         [(1, 1, 1), (1, 5, 7), (3, 11, 15), (8, 12, 448), (1, 320, 448), (2, 33, 4099)];
@@ -247,7 +247,7 @@ pub fn sum_squares<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
             }
         }
     }
-    // With a large tensor; no tensors; more tensors than a launch takes; tensors that begin within a part.
+    // The cases have a large tensor, no tensors, more tensors than one launch processes, and tensors that start within a part.
     let large = |dtype| matrix((1, 2051, 4096), dtype, Input::Integers);
     let small = |i: usize| matrix(SIZES[i % 5], PLAIN[i % 2], Input::Normal);
     let cut =
@@ -260,7 +260,7 @@ pub fn sum_squares<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     }
 }
 
-/// Sums of chunks by `(parts, chunks)`.
+/// A case of sums of chunks, as a list of `(parts, chunks)`.
 #[derive(Debug)]
 struct Closed(Vec<(usize, usize)>);
 
@@ -273,7 +273,7 @@ impl<B: Kernels> Case<B> for Closed {
         let (mut first, mut at) = (1, 2);
         let place = |&(parts, chunks): &(usize, usize)| {
             let tensor = ChunkSums { first, parts, chunks, at };
-            // The slots between are not used.
+            // The slots between two tensors are not used.
             (first, at) = (first + parts * chunks + 1, at + parts + 1);
             tensor
         };
@@ -288,12 +288,12 @@ impl<B: Kernels> Case<B> for Closed {
     }
 }
 
-/// Conformance of [`CloseSquares`].
+/// The conformance test of [`CloseSquares`].
 pub fn close_squares<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for size in [(1, 0), (1, 1), (3, 2), (5, 33), (2, 2047), (1, 2048), (3, 2051), (1, 70_001)] {
         pair.check(&Closed(vec![size]));
     }
-    // Trees of one level and of two together; no tensors; more tensors than a launch takes.
+    // The cases have trees of one level and of two levels, no tensors, and more tensors than one launch processes.
     pair.check(&Closed(vec![(2, 7), (1, 5000), (1, 0), (4, 2049), (3, 1)]));
     pair.check(&Closed(Vec::new()));
     pair.check(&Closed((0..203).map(|i| (1 + i % 3, i % 40)).collect()));

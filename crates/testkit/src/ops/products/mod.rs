@@ -1,4 +1,4 @@
-//! Matrix products: dense, grouped by expert, and the weight gradients of groups.
+//! GEMMs: dense, grouped by expert, and the weight gradients of groups.
 
 pub(super) mod gemm;
 

@@ -6,7 +6,7 @@ use crate::pair::Pair;
 use nibble_core::ops::{CombineTree, FindSlots};
 use nibble_core::{Agreement, DType, Kernels, Result};
 
-/// Tokens whose slots have rows in another order, or no row.
+/// A case of tokens whose slots have rows in another order, or no row.
 #[derive(Debug, Clone, Copy)]
 struct Summing {
     tokens: usize,
@@ -15,20 +15,20 @@ struct Summing {
     cols: usize,
     dtype: DType,
     input: Input,
-    /// Slots without a row or without a leaf, of eight on average.
+    /// Average number of slots out of eight that have no row or no leaf.
     missing: u32,
-    /// Whether a tensor is added.
+    /// Whether a tensor is added to the sums.
     plus: bool,
 }
 
 impl Summing {
-    /// Row and leaf of each slot. With many leaves, few tokens have two slots at one leaf.
+    /// The row and the leaf of each slot. With many leaves, few tokens have two slots at one leaf.
     fn slots(&self) -> (Vec<i32>, Vec<i32>) {
         let (stream, slots) = (stream("combine_tree"), self.tokens * self.top_k);
         let rows = slots as i32;
         let slot = |i: usize| {
             let [leaf, how, kind] = [0, 1, 2].map(|word| stream.u32_at((3 * i + word) as u64));
-            // Rows in descending order.
+            // The rows are in descending order.
             let (row, leaf) = (rows - 1 - i as i32, (leaf as usize % self.leaves) as i32);
             match (how % 8 < self.missing, kind % 4) {
                 (false, _) => (row, leaf),
@@ -62,7 +62,7 @@ impl<B: Kernels> Case<B> for Summing {
     }
 }
 
-/// Conformance of [`CombineTree`].
+/// The conformance test of [`CombineTree`].
 pub fn combine_tree<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     let case = Summing {
         tokens: 17,
@@ -81,7 +81,7 @@ pub fn combine_tree<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
             }
         }
     }
-    // Every number of rows that a token can have, in trees of every height.
+    // The cases have every number of rows that a token can have, in trees of every height.
     for top_k in (1..=9).chain([16, 17, 32]) {
         for (i, leaves) in [1, 2, 3, 5, 8, 12, 31, 64, 256, (1 << 31) - 1].into_iter().enumerate() {
             let (dtype, missing, plus) = (PLAIN[i % 2], [0, 4, 7, 8][(i + top_k) % 4], (i + top_k) % 3 == 0);
@@ -105,11 +105,11 @@ impl<B: Kernels> Case<B> for Finding {
     }
 
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
-        // Each slot once, some of them past the end, with padding between.
+        // Each slot occurs once; some slots are out of range, and there is padding in between.
         let (stream, step) = (stream("find_slots"), 2 * self.rows.max(self.slots) + 1);
         let slot = |i: usize| match stream.u32_at(i as u64) % 4 {
             0 => -1 - i as i32,
-            // An odd number of steps: no slot occurs twice.
+            // The number of steps is odd, so no slot occurs twice.
             _ => (i * 2 % step) as i32,
         };
         let row_slot = b.upload(&(0..self.rows).map(slot).collect::<Vec<_>>())?;
@@ -119,7 +119,7 @@ impl<B: Kernels> Case<B> for Finding {
     }
 }
 
-/// Conformance of [`FindSlots`].
+/// The conformance test of [`FindSlots`].
 pub fn find_slots<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for (rows, slots) in [(0, 0), (0, 5), (7, 0), (1, 1), (100, 64), (300, 512), (5000, 70_000)] {
         pair.check(&Finding { rows, slots });

@@ -4,7 +4,7 @@ use crate::pair::Pair;
 use nibble_core::ops::{AssignParts, JoinGroups};
 use nibble_core::{Agreement, Groups, Kernels, Result};
 
-/// Tokens of a rank with their slots, and how they are split into parts.
+/// A case of a rank's tokens with their slots, and the way in which they are split into parts.
 #[derive(Debug, Clone, Copy)]
 struct Divided {
     tokens: usize,
@@ -43,7 +43,7 @@ impl<B: Kernels> Case<B> for Divided {
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
         let Self { tokens, top_k, experts, parts, part_tokens } = *self;
         let stream = stream("parts");
-        // An expert of this rank, or none; tokens from any place in a step, some of them of other ranks.
+        // Each slot has an expert of this rank or none; tokens come from any position in a step, and some belong to other ranks.
         let expert = |i| (stream.u32_at(i) % (experts as u32 + 2)) as i32 - 2;
         let expert: Vec<i32> = (0..(tokens * top_k) as u64).map(|i| expert(i).max(-1)).collect();
         let mut token = 977;
@@ -60,12 +60,12 @@ impl<B: Kernels> Case<B> for Divided {
     }
 }
 
-/// Conformance of [`AssignParts`].
+/// The conformance test of [`AssignParts`].
 pub fn assign_parts<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     Divided::all().iter().for_each(|case| pair.check(case));
 }
 
-/// `groups` groups of random lengths, joined `parts` at a time.
+/// A case of `groups` groups of random lengths, of which every `parts` are joined.
 #[derive(Debug)]
 struct Joining {
     groups: usize,
@@ -81,7 +81,7 @@ impl<B: Kernels> Case<B> for Joining {
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
         let Self { groups, parts, align } = *self;
         let stream = stream("joined");
-        // A third of the groups are empty.
+        // One third of the groups are empty.
         let len = |i| (stream.u32_at(i) % 300) as i32 - 100;
         let len: Vec<i32> = (0..groups as u64).map(|i| len(i).max(0)).collect();
         let mut start = vec![0];
@@ -107,7 +107,7 @@ impl<B: Kernels> Case<B> for Joining {
     }
 }
 
-/// Conformance of [`JoinGroups`].
+/// The conformance test of [`JoinGroups`].
 pub fn join_groups<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for (groups, parts, align) in [(1, 1, 1), (6, 3, 1), (8, 8, 128), (64, 2, 128), (2048, 4, 32)] {
         pair.check(&Joining { groups, parts, align });

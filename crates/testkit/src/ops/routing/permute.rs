@@ -11,7 +11,7 @@ use nibble_core::ops::{
 };
 use nibble_core::{Agreement, DType, Error, Kernels, Operand, PermuteMap, Result, RowKind};
 
-/// Received tokens and the experts of their slots.
+/// A case of received tokens and the experts of their slots.
 #[derive(Debug, Clone, Copy)]
 struct Received {
     tokens: usize,
@@ -22,7 +22,7 @@ struct Received {
 }
 
 impl Received {
-    /// The routings of real models with few local experts, under every spread.
+    /// The routings of real models with few local experts, with every spread.
     fn all() -> Vec<Received> {
         let mut all = Vec::new();
         for spread in Spread::ALL {
@@ -42,7 +42,7 @@ impl Received {
         slots
     }
 
-    /// The rows that the plan must produce, as far as lengths are concerned.
+    /// The rows that the plan must produce; only the lengths are meaningful.
     fn rows(&self) -> RaggedRows {
         let slots = self.slots();
         let count = |e: usize| slots.iter().filter(|&&s| s == e as i32).count();
@@ -73,7 +73,7 @@ impl Received {
     }
 }
 
-/// A plan with this row capacity and this slot capacity.
+/// A case that plans with this row capacity and this slot capacity.
 #[derive(Debug)]
 struct Planning(Received, usize, usize);
 
@@ -106,7 +106,7 @@ impl<B: Kernels> Case<B> for Planning {
     }
 }
 
-/// The announced number of slots is one too small.
+/// A case in which the given number of slots is one too small.
 #[derive(Debug)]
 struct Miscounted(Received);
 
@@ -122,7 +122,7 @@ impl<B: Kernels> Case<B> for Miscounted {
     }
 }
 
-/// Plans without rows are cheap enough for many slots and experts.
+/// Cases with many slots and experts, which are affordable because the plans move no rows.
 fn many_slots() -> Vec<Received> {
     let sizes = [(1200, 8, 70, 128), (3000, 1, 256, 1), (700, 6, 3, 4), (70_000, 8, 128, 128)];
     let of = |spread| {
@@ -131,20 +131,20 @@ fn many_slots() -> Vec<Received> {
     [Spread::Zipf, Spread::OneTakesMost, Spread::EmptyGroups].into_iter().flat_map(of).collect()
 }
 
-/// Conformance of [`PlanPermute`], and the refusal of more rows than the capacity and of a wrong number of slots.
+/// The conformance test of [`PlanPermute`]. The test includes the refusal of more rows than the capacity, and of a wrong number of slots.
 pub fn plan_permute<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for received in Received::all().into_iter().chain(many_slots()) {
         let rows = received.rows();
         let slots = received.occupied();
         pair.check(&Planning(received, rows.capacity, slots));
-        // Fewer slots than the capacity.
+        // There are fewer slots than the capacity.
         pair.check(&Planning(received, rows.capacity, received.slots().len().min(rows.capacity)));
-        // Exactly enough capacity, and one step too little.
+        // The capacity is exactly sufficient, or one step too small.
         let needed = *rows.start.last().unwrap_or(&0) as usize;
         pair.check(&Planning(received, needed, slots));
         if needed > 0 {
             let short = Planning(received, needed - received.align, slots);
-            // Reported at once if the slots alone are too many, otherwise including their padding.
+            // The error comes at once if the slots alone exceed the capacity; otherwise the needed capacity includes their padding.
             let says = [needed, rows.len.iter().sum::<i32>() as usize];
             pair.check_refused(
                 &short,
@@ -212,7 +212,7 @@ impl<B: Kernels> Case<B> for Permuting {
     }
 }
 
-/// Conformance of [`Permute`]. The padding is promised, so it is compared.
+/// The conformance test of [`Permute`]. The values of padding are guaranteed, so padding is compared.
 pub fn permute<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for received in Received::all() {
         for (i, kind) in KINDS.into_iter().enumerate() {
@@ -244,7 +244,7 @@ impl<B: Kernels> Case<B> for Unpermuting {
     }
 }
 
-/// Conformance of [`Unpermute`].
+/// The conformance test of [`Unpermute`].
 pub fn unpermute<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for received in Received::all() {
         for (i, kind) in KINDS.into_iter().enumerate() {
@@ -275,7 +275,7 @@ impl<B: Kernels> Case<B> for Gathering {
     }
 }
 
-/// Conformance of [`GatherScalars`].
+/// The conformance test of [`GatherScalars`].
 pub fn gather_scalars<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     Received::all().into_iter().for_each(|received| pair.check(&Gathering(received)));
 }
@@ -304,7 +304,7 @@ impl<B: Kernels> Case<B> for Combining {
     }
 }
 
-/// Slots whose rows are where a plan put them, and slots of other ranks' experts, which have no row.
+/// A case of slots whose rows are at the positions of a plan, and of slots of other ranks' experts, which have no row.
 #[derive(Debug)]
 struct Fetching(Received, DType, usize);
 
@@ -338,7 +338,7 @@ impl<B: Kernels> Case<B> for Fetching {
     }
 }
 
-/// Conformance of [`CombineSlots`].
+/// The conformance test of [`CombineSlots`].
 pub fn combine_slots<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for input in Input::ALL {
         for dtype in PLAIN {
@@ -354,7 +354,7 @@ pub fn combine_slots<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     }
 }
 
-/// Rows that are packed on one side and unpacked on the other.
+/// A case of rows that are packed by one rank and unpacked by another.
 #[derive(Debug)]
 struct Wire {
     kind: RowContent,
@@ -364,7 +364,7 @@ struct Wire {
 }
 
 impl Wire {
-    /// Random rows, and some out of range.
+    /// Indices of random rows, some of them out of range.
     fn index(&self) -> Vec<i32> {
         let of = |bits: u32| if bits % 8 == 1 { -1 } else { ((bits >> 3) as usize % self.rows) as i32 };
         (0..self.sent as u64).map(|i| of(stream("wire").u32_at(i))).collect()
@@ -399,7 +399,7 @@ impl<B: Kernels> Case<B> for Packing {
     }
 }
 
-/// Conformance of [`PackRows`].
+/// The conformance test of [`PackRows`].
 pub fn pack_rows<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     Wire::all().into_iter().for_each(|wire| pair.check(&Packing(wire)));
 }
@@ -420,12 +420,12 @@ impl<B: Kernels> Case<B> for Unpacking {
     }
 }
 
-/// Conformance of [`UnpackRows`].
+/// The conformance test of [`UnpackRows`].
 pub fn unpack_rows<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     Wire::all().into_iter().for_each(|wire| pair.check(&Unpacking(wire)));
 }
 
-/// Messages of all received tokens, in order.
+/// A case with messages of all received tokens, in order.
 #[derive(Debug)]
 struct UnpackPermuting(Received, RowContent, usize);
 
@@ -448,7 +448,8 @@ impl<B: Kernels> Case<B> for UnpackPermuting {
     }
 }
 
-/// Conformance of [`UnpackPermute`]. The padding is promised, so it is compared. Codes and scales of 512 columns are multiples of 16 bytes.
+/// The conformance test of [`UnpackPermute`]. The values of padding are guaranteed, so padding is compared. Codes and scales of 512 columns
+/// are multiples of 16 bytes.
 pub fn unpack_permute<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for received in Received::all() {
         for (i, kind) in KINDS.into_iter().enumerate() {

@@ -11,7 +11,7 @@ struct Tokens {
     tokens: usize,
     experts: usize,
     rule: RouteRule,
-    /// Values of the selection bias, if there is one.
+    /// Kind of values of the selection bias, if there is a bias.
     bias: Option<Input>,
     shards: usize,
     documents: Option<Documents>,
@@ -50,7 +50,7 @@ impl Tokens {
                 let MoeShape { experts, top_k, .. } = shape;
                 all.push(softmax(96, experts, (top_k, normalize), shards));
             }
-            // Several chunks of tokens per shard, the last one short.
+            // Each shard has several chunks of tokens, of which the last is short.
             all.push(softmax(2 * 1100, 40, (4, true), 2));
             all.push(softmax(70, 300, (10, true), 1));
             all.push(softmax(0, 8, (2, true), 2));
@@ -58,7 +58,7 @@ impl Tokens {
             all.push(softmax(1, 1, (1, false), 1));
             all.extend(Self::of_other_rules(input));
         }
-        // Each shape with each kind of documents; the inputs rotate.
+        // Each shape occurs with each kind of documents; the inputs rotate.
         let plain = all.len() / Input::ALL.len();
         let packed = all.iter().enumerate().map(|(i, tokens)| {
             let documents = Documents::ALL[1 + (i + i / plain) % (Documents::ALL.len() - 1)];
@@ -69,7 +69,7 @@ impl Tokens {
         all
     }
 
-    /// Each part of a rule separately, and the routers of DeepSeek-V2 and -V3; expert counts for every instance of a GPU's kernel.
+    /// Cases of each part of a rule separately, the routers of DeepSeek-V2 and -V3, and expert counts for every instance of a GPU's kernel.
     fn of_other_rules(input: Input) -> Vec<Tokens> {
         use GroupScore::{Max, Top2};
         use Scores::{Sigmoid, Softmax};
@@ -84,23 +84,24 @@ impl Tokens {
             of((70, 64, 1), (Softmax, None), (6, false, 1.0), Some(Input::Integers)),
             of((70, 64, 1), (Sigmoid, None), (6, true, 1.0), None),
             of((70, 64, 1), (Softmax, None), (6, true, 2.5), None),
-            // Expert counts that are no multiple of four, groups that no quad fits, and the most experts that may be chosen.
+            // The expert counts or group sizes are not multiples of four, or the rule selects the largest possible number of experts.
             of((130, 15, 2), (Sigmoid, groups(5, 2, Top2)), (6, true, 0.5), Some(Input::Integers)),
             of((130, 9, 1), (Softmax, groups(3, 2, Top2)), (5, true, 1.0), Some(Input::Normal)),
             of((65, 300, 1), (Sigmoid, groups(100, 10, Max)), (10, false, 1.0), Some(Input::Subnormals)),
-            // As many groups as experts, and a single group.
+            // There are as many groups as experts, or a single group.
             of((64, 16, 1), (Sigmoid, groups(16, 4, Max)), (3, true, 1.0), Some(Input::Zeros)),
             of((64, 128, 1), (Softmax, groups(1, 1, Top2)), (8, true, 1.0), None),
             of((0, 256, 2), (Sigmoid, groups(8, 4, Top2)), (8, true, 2.5), Some(Input::Normal)),
         ];
-        // Experts by turns: with softmax and sigmoid, shards of several chunks, expert counts that the slots do not divide.
+        // Experts are assigned in turn, with softmax and sigmoid, shards of several chunks, and expert counts that are not divisible by the
+        // slots.
         let turns = [
             of((2 * 130, 128, 2), (Softmax, None), (8, true, 1.0), None),
             of((3 * 70, 15, 3), (Softmax, None), (4, false, 2.0), None),
             of((96, 256, 1), (Sigmoid, groups(8, 4, Top2)), (8, true, 2.5), Some(Input::Normal)),
         ];
         all.extend(turns.map(|t| Tokens { rule: RouteRule { in_turn: true, ..t.rule }, ..t }));
-        // All kinds of bias values.
+        // These cases have all kinds of bias values.
         let rule = (Sigmoid, groups(8, 4, Top2));
         all.extend(Input::ALL.map(|bias| of((64, 32, 1), rule, (6, true, 1.0), Some(bias))));
         all
@@ -128,7 +129,7 @@ impl<B: Kernels> Case<B> for Forward {
     }
 }
 
-/// Conformance of [`Route`].
+/// The conformance test of [`Route`].
 pub fn route<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     Tokens::all().into_iter().for_each(|tokens| pair.check(&Forward(tokens)));
 }
@@ -136,7 +137,7 @@ pub fn route<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
 #[derive(Debug)]
 struct Backward {
     tokens: Tokens,
-    /// A single loss over these rows and as many others.
+    /// Whether the loss covers these rows together with as many other rows.
     one_loss: bool,
 }
 
@@ -149,7 +150,7 @@ impl<B: Kernels> Case<B> for Backward {
         let Tokens { tokens, experts, rule, shards, .. } = self.tokens;
         let logits = self.tokens.logits(b)?;
         let routing = self.tokens.forward(b, &logits)?;
-        // Loads beyond the range of an `i32`.
+        // The loads are beyond the range of an `i32`.
         let load: Vec<f64> = (0..experts).map(|e| ((e * 37) % 101 * 30_000_001) as f64).collect();
         let load = b.upload(&load)?;
         let documents = self.tokens.starts(b)?.filter(|_| !self.one_loss);
@@ -172,9 +173,9 @@ impl<B: Kernels> Case<B> for Backward {
     }
 }
 
-/// Conformance of [`RouteBackward`].
+/// The conformance test of [`RouteBackward`].
 pub fn route_backward<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
-    // Logits with a NaN have no routing to differentiate.
+    // Logits with a NaN are left out, because they have no routing to differentiate.
     let finite = Tokens::all().into_iter().filter(|t| t.input != Input::NonFinite);
     for tokens in finite {
         [false, true].into_iter().for_each(|one_loss| pair.check(&Backward { tokens, one_loss }));

@@ -4,7 +4,7 @@ use crate::pair::Pair;
 use nibble_core::ops::{AssignRanks, PackSlots, UnpackSlots, record_words};
 use nibble_core::{Agreement, Kernels, Result};
 
-/// Tokens of a rank, and the division of experts among ranks.
+/// A case of a rank's tokens, and the division of experts among ranks.
 #[derive(Debug, Clone, Copy)]
 struct Sent {
     tokens: usize,
@@ -14,7 +14,7 @@ struct Sent {
 }
 
 impl Sent {
-    /// From no tokens to more than all multiprocessors process at once, on one rank to many.
+    /// Cases from no tokens to more than all multiprocessors process at once, on one or more ranks.
     fn all() -> Vec<Sent> {
         let sizes = [
             (0, 2, 4, 2),
@@ -47,7 +47,7 @@ impl Sent {
         (0..self.slots() as u64).map(|i| of(stream.u32_at(i))).collect()
     }
 
-    /// Random slots, some of them twice, some out of range.
+    /// Random slots, some of which occur twice or are out of range.
     fn chosen(&self) -> Vec<i32> {
         let stream = stream("chosen");
         let of = |bits: u32| match bits % 50 {
@@ -79,7 +79,7 @@ impl<B: Kernels> Case<B> for Assigning {
     }
 }
 
-/// Conformance of [`AssignRanks`].
+/// The conformance test of [`AssignRanks`].
 pub fn assign_ranks<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     Sent::all().into_iter().for_each(|sent| pair.check(&Assigning(sent)));
 }
@@ -112,12 +112,12 @@ impl<B: Kernels> Case<B> for Packing {
     }
 }
 
-/// Conformance of [`PackSlots`].
+/// The conformance test of [`PackSlots`].
 pub fn pack_slots<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     Sent::all().into_iter().for_each(|sent| pair.check(&Packing(sent)));
 }
 
-/// Arbitrary words.
+/// A case of unpacking arbitrary words.
 #[derive(Debug)]
 struct Unpacking {
     records: usize,
@@ -141,7 +141,7 @@ impl<B: Kernels> Case<B> for Unpacking {
     }
 }
 
-/// Conformance of [`UnpackSlots`].
+/// The conformance test of [`UnpackSlots`].
 pub fn unpack_slots<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for (records, top_k) in [(0, 3), (1, 1), (77, 2), (300, 8), (50_000, 6)] {
         pair.check(&Unpacking { records, top_k });

@@ -46,7 +46,7 @@ impl Parameter {
     }
 }
 
-/// A step's scalars: the gradient scale and the stop flag vary.
+/// The scalars of a step; the gradient scale and the stop flag vary.
 fn control(grad_scale: f32, stop: bool) -> [f32; Control::LEN] {
     let mut control = [0.0; Control::LEN];
     control[Control::LR] = 3e-4;
@@ -66,7 +66,7 @@ impl<B: Kernels> Case<B> for Step {
         let states = self.parameters.iter().map(|parameter| parameter.state(b));
         let mut states = states.collect::<Result<Vec<_>>>()?;
         let control = b.upload(&control(self.grad_scale, self.stop))?;
-        // Other handles retain the old values: the operation copies before it writes.
+        // Other handles keep the old values, so the operation must copy before it writes.
         let before: Vec<Tensor<B>> = states.iter().map(|state| state.param.clone()).collect();
         let old = before.iter().map(|param| param.to_f32_vec(b)).collect::<Result<Vec<_>>>()?;
         let tensors = states.iter_mut().zip(&self.parameters).map(|(state, parameter)| {
@@ -91,7 +91,7 @@ impl<B: Kernels> Case<B> for Step {
     }
 }
 
-/// Conformance of [`AdamW`].
+/// The conformance test of [`AdamW`].
 pub fn adamw<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     let types = || PLAIN.into_iter().flat_map(|grad| PLAIN.map(|moment| (grad, moment)));
     for (i, grad) in Input::ALL.into_iter().enumerate() {
@@ -106,7 +106,7 @@ pub fn adamw<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
         let parameter = Parameter { rows: 7, cols: 19, grad, grad_dtype, moment_dtype, weight_decay: 0.0 };
         pair.check(&Step { parameters: vec![parameter], grad_scale: 1.0, stop: false });
     }
-    // Different types, sizes and decays together, more of them than a launch takes; empty tensors; no tensors.
+    // The cases have different types, sizes and decays together, more tensors than one launch processes, empty tensors, and no tensors.
     let all: Vec<_> = types().collect();
     let several = (0..230).map(|i| {
         let (grad_dtype, moment_dtype) = all[i % 4];

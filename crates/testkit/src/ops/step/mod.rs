@@ -12,7 +12,7 @@ use nibble_core::ops::{
 };
 use nibble_core::{Agreement, Backend, Kernels, Occupancy, Result};
 
-/// The input ring; each word encodes its own index.
+/// The ring buffer of inputs; each word encodes its own index.
 fn ring<B: Backend>(b: &B, layout: InputLayout) -> Result<B::Buf<i32>> {
     let words: Vec<i32> = (0..2 * layout.slot_len()).map(|i| (1.0 + i as f32).to_bits() as i32).collect();
     b.upload(&words)
@@ -45,7 +45,7 @@ impl<B: Kernels> Case<B> for Begun {
     }
 }
 
-/// Conformance of [`BeginStep`].
+/// The conformance test of [`BeginStep`].
 pub fn begin_step<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for (step, told) in [(0, 0), (1, 254), (2, 256), (u32::MAX, 297)] {
         pair.check(&Begun { layout: InputLayout { tokens: 33, micro_batches: 2, apart: false }, step, told });
@@ -91,7 +91,7 @@ impl<B: Kernels> Case<B> for MicroBegun {
     }
 }
 
-/// Conformance of [`BeginMicroBatch`].
+/// The conformance test of [`BeginMicroBatch`].
 pub fn begin_micro_batch<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for tokens in [1, 33, 1024] {
         for (clock, rank, ranks) in [([0, 0], 0, 1), ([3, 1], 0, 1), ([5, 2], 3, 4)] {
@@ -119,7 +119,7 @@ impl<B: Kernels> Case<B> for Collected {
         let load = b.upload(&(0..24).collect::<Vec<i32>>())?;
         let losses = b.upload(&Input::HeavyTailed.values(&stream("collect"), 6))?;
         let sums = b.upload(&[0.1f64, -3.5])?;
-        // Some are below the present value, some above; a NaN persists.
+        // Some values are below the present value, and some are above; a NaN persists.
         let amaxes = [b.upload(&[0.5f32, 9.25, f32::NAN])?, b.upload(&[1e3f32, 0.0, 4.0])?];
         let found = b.upload(&self.found)?;
         let occupancy = Occupancy { found, num_slots: 40, capacity: self.capacity };
@@ -143,7 +143,7 @@ impl<B: Kernels> Case<B> for Collected {
     }
 }
 
-/// Conformance of [`Collect`].
+/// The conformance test of [`Collect`].
 pub fn collect<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for (capacity, found) in [(64, [64, 40]), (64, [65, 40]), (128, [60, 39])] {
         pair.check(&Collected { capacity, found });
@@ -152,7 +152,7 @@ pub fn collect<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     pair.check_refused(&TooFar, outside);
 }
 
-/// An entry beyond the table.
+/// A case with an entry beyond the end of the table.
 #[derive(Debug)]
 struct TooFar;
 
@@ -210,7 +210,7 @@ impl<B: Kernels> Case<B> for Ended {
             Wrong::Norm => squares[0] = f32::INFINITY,
             Wrong::LeftOut => *squares.last_mut().expect("at least one sum") = f32::NAN,
         }
-        // Every sum once, in another order than stored.
+        // `order` is a permutation of all sums, different from the order in which they are stored.
         let mut order: Vec<i32> =
             (0..squares.len()).map(|i| ((i * 7919 + 5) % squares.len()) as i32).collect();
         if self.wrong == Wrong::LeftOut {
@@ -243,7 +243,7 @@ impl<B: Kernels> Case<B> for Ended {
     }
 }
 
-/// Conformance of [`EndStep`].
+/// The conformance test of [`EndStep`].
 pub fn end_step<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     use Wrong::*;
     for wrong in [Nothing, Alarm, NanAlarm, Loss, Norm, LeftOut, Earlier] {
@@ -267,7 +267,7 @@ impl<B: Kernels> Case<B> for Pushed {
     }
 
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
-        // Two tensors in sequence; the second has a short history of its own.
+        // There are two tensors in sequence; the second tensor has a separate, short history.
         let first = AmaxRecords { scaling: self.scaling, first: 3, spans: self.spans };
         let short = DelayedScaling { history: 2, amax: AmaxOf::Max, margin: 1 };
         let second = AmaxRecords { scaling: short, first: 3 + first.len(), spans: 2 };
@@ -291,7 +291,7 @@ impl<B: Kernels> Case<B> for Pushed {
     }
 }
 
-/// Conformance of [`PushAmax`].
+/// The conformance test of [`PushAmax`].
 pub fn push_amax<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for (history, amax, margin) in
         [(1, AmaxOf::Max, 0), (7, AmaxOf::Max, 3), (1024, AmaxOf::Max, 0), (5, AmaxOf::MostRecent, 16)]
@@ -325,7 +325,7 @@ impl<B: Kernels> Case<B> for Balanced {
         let mut bias = b.upload(&input.values(&stream("balance_bias"), experts))?;
         let control = b.upload(&[0.0, 0.0, 0.0, 0.0, 0.0, f32::from(u8::from(stop))])?;
         for step in 0..steps {
-            // First loads of which some equal the mean, then large ones.
+            // In the first steps, some loads equal the mean; later, loads are large.
             let load = |rank: usize, e: usize| match step {
                 0 => [5.0, 5.0, 5.0, 4.0, 6.0][e % 5],
                 _ => ((rank * 977 + e * 37 + step) % 101 * 30_000_001) as f64,
@@ -344,7 +344,7 @@ impl<B: Kernels> Case<B> for Balanced {
     }
 }
 
-/// Conformance of [`BalanceBias`].
+/// The conformance test of [`BalanceBias`].
 pub fn balance_bias<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for (experts, ranks, steps) in [(5, 1, 2), (1, 2, 1), (256, 8, 4), (300, 3, 3)] {
         for input in [Input::Zeros, Input::Normal, Input::SignedZeros, Input::Subnormals] {
@@ -355,7 +355,7 @@ pub fn balance_bias<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     pair.check_refused(&LoadsTooFar, |e| e.to_string().contains("4 loads before the last of 8 cells"));
 }
 
-/// The last load is in another rank's table.
+/// A case in which the last load is in another rank's table.
 #[derive(Debug)]
 struct LoadsTooFar;
 
@@ -372,7 +372,7 @@ impl<B: Kernels> Case<B> for LoadsTooFar {
     }
 }
 
-/// Spans that no backend may touch, between two that it must update.
+/// A case of spans that no backend may access, between two spans that it must update.
 #[derive(Debug)]
 struct WordsOutOfRange;
 
@@ -405,7 +405,7 @@ impl<B: Kernels> Case<B> for WordsOutOfRange {
     }
 }
 
-/// Cells whose indices overflow.
+/// A case in which the indices of cells overflow.
 #[derive(Debug)]
 struct CellsTooFar;
 

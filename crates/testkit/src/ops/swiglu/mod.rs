@@ -11,10 +11,10 @@ use nibble_core::{Agreement, Backend, DType, Groups, Kernels, Operand, Result};
 /// The rows of a case, and their division into groups.
 #[derive(Debug, Clone, Copy)]
 struct SwigluRows {
-    /// `None`: dense rows.
+    /// The spread of rows over groups; `None` for dense rows.
     spread: Option<Spread>,
     rows: usize,
-    /// Columns of `a`; h has twice as many.
+    /// Number of columns of `a`; h has twice as many.
     f: usize,
     dtype: DType,
     input: Input,
@@ -22,7 +22,7 @@ struct SwigluRows {
 }
 
 impl SwigluRows {
-    /// Dense rows are one group without padding.
+    /// The rows and groups of the case; dense rows are one group without padding.
     fn ragged(&self) -> RaggedRows {
         match self.spread {
             Some(spread) => RaggedRows::of(spread, 4, self.rows, 128),
@@ -77,14 +77,14 @@ impl<B: Kernels> Case<B> for Forward {
             out.require_zero_pads("a.rows", &self.rows.ragged().is_valid());
         }
         if let Some(saved) = &made.h {
-            // `a` is zero in the padding; nothing is promised for h's padding.
+            // `a` is zero in the padding; the values of h's padding are not guaranteed.
             out.block(b, "h", saved, Some(&self.rows.ragged().is_valid()))?;
         }
         Ok(out)
     }
 }
 
-/// 1/16 of the expert widths of real models.
+/// Widths of 1/16 of the expert widths of real models.
 fn widths() -> [usize; 4] {
     MoeShape::ALL.map(|s| s.scaled(16, 8).f)
 }
@@ -93,7 +93,7 @@ fn block(format: Format, rule: ScaleRule, planes: Planes) -> Emit {
     Emit::block(codec(format, rule, Rounding::NearestEven), planes)
 }
 
-/// Every spread of rows with several kinds of values, and every kind on dense rows.
+/// All spreads of rows with several kinds of values, and all kinds of values on dense rows.
 fn all_rows() -> Vec<SwigluRows> {
     let mut all = Vec::new();
     let dtypes = crate::ops::PLAIN;
@@ -114,7 +114,7 @@ fn all_rows() -> Vec<SwigluRows> {
             all.push(SwigluRows { spread: Some(spread), rows: 200, f, dtype, input, weighted: i % 3 > 0 });
         }
     }
-    // Whole tiles in BF16, for kernels that write all results at once, and a width that no block divides.
+    // There are whole tiles in BF16, for kernels that write all results at once, and a width that no block length divides.
     for (i, input) in Input::ALL.into_iter().enumerate() {
         let spread = [None, Some(Spread::Zipf)][i % 2];
         all.push(SwigluRows { spread, rows: 140, f: 384, dtype: DType::Bf16, input, weighted: i % 3 > 0 });
@@ -129,13 +129,13 @@ fn all_rows() -> Vec<SwigluRows> {
             });
         }
     }
-    // Real widths, in tiles of a few rows.
+    // The widths are those of real models, with tiles of few rows.
     let (dtype, input, weighted) = (DType::Bf16, Input::HeavyTailed, true);
     all.extend(WIDTHS.map(|f| SwigluRows { spread: None, rows: 5, f, dtype, input, weighted }));
     all
 }
 
-/// Conformance of [`Swiglu`].
+/// The conformance test of [`Swiglu`].
 pub fn swiglu<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     let emits = [
         Emit::Plain(DType::F32),
@@ -158,7 +158,7 @@ pub fn swiglu<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
 #[derive(Debug)]
 struct Backward {
     rows: SwigluRows,
-    /// h is saved as MXFP4 rows instead of plain.
+    /// Whether h is saved in MXFP4 row blocks instead of a plain tensor.
     saved: bool,
     dh: Emit,
     a: Option<Emit>,
@@ -212,7 +212,7 @@ impl<B: Kernels> Case<B> for Backward {
     }
 }
 
-/// Conformance of [`SwigluBackward`].
+/// The conformance test of [`SwigluBackward`].
 pub fn swiglu_backward<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     let emits = [
         (Emit::Plain(DType::F32), Emit::Plain(DType::F32)),
@@ -229,7 +229,7 @@ pub fn swiglu_backward<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     ];
     for (i, rows) in all_rows().into_iter().enumerate() {
         for (j, (dh, a)) in emits.into_iter().enumerate() {
-            // Plain or saved by turns; both for widths where each has its own kernel.
+            // The cases alternate between plain and saved h; widths for which each has its own kernel run both.
             let by_turns = (i + j) % 2 == 0;
             let forms = match rows.f {
                 384 | 2048.. => vec![false, true],

@@ -28,7 +28,7 @@ impl<B: Kernels> Case<B> for CrossEntropyRows {
             t if t > self.max_target => self.max_target as i32 - t as i32,
             t => t as i32,
         };
-        // The first row has the largest target, so that a target out of range certainly occurs.
+        // The first row has the largest target, so that a target out of range always occurs.
         let targets: Vec<i32> =
             (0..self.rows).map(|r| if r == 0 { self.max_target as i32 } else { target(r) }).collect();
         let targets = b.upload(&targets)?;
@@ -46,11 +46,11 @@ impl<B: Kernels> Case<B> for CrossEntropyRows {
     }
 }
 
-/// Conformance of [`CrossEntropy`], also with targets outside the vocabulary, and the refusal of shards that do not
-/// divide the tokens.
+/// The conformance test of [`CrossEntropy`]. The test includes targets outside the vocabulary, and the refusal of shards that do not divide
+/// the tokens.
 pub fn cross_entropy<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for (i, input) in Input::ALL.into_iter().enumerate() {
-        // Sizes around the lanes of a vector and of a sum; two shards of more than one chunk each.
+        // The sizes are around the lanes of a vector and of a sum; there are also two shards of several chunks each.
         for (rows, vocab, shards) in
             [(1, 1, 1), (5, 33, 1), (70, 257, 2), (96, 1000, 4), (8, 1024, 1), (6, 5003, 2), (8400, 3, 2)]
         {
@@ -59,7 +59,7 @@ pub fn cross_entropy<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
                 pair.check(&CrossEntropyRows { rows, vocab, input, shards, grad, max_target });
             }
         }
-        // Vocabularies of models: several multiprocessors of a GPU share a row, of even or odd length.
+        // For these vocabularies of models, several multiprocessors of a GPU share a row of even or odd length.
         for (j, vocab) in [17_409, 20_480, 32_768, 40_001, 50_257, 151_936].into_iter().enumerate() {
             let grad = Some([DType::F32, DType::Bf16][(i + j) % 2]);
             pair.check(&CrossEntropyRows { rows: 3, vocab, input, shards: 1, grad, max_target: vocab });

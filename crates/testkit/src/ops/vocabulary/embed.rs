@@ -21,7 +21,7 @@ struct Tokens {
 impl Tokens {
     fn ids<B: Kernels>(&self, b: &B) -> Result<B::Buf<i32>> {
         let bits = stream("ids");
-        // Zipf-like: the product of two uniforms repeats small ids often. The first id is the largest.
+        // The distribution is similar to Zipf's: the product of two uniform numbers repeats small ids often. The first id is the largest.
         let id = |t: u64| (bits.f32_at(2 * t) * bits.f32_at(2 * t + 1) * (self.max_id + 1) as f32) as i32;
         let ids: Vec<i32> =
             (0..self.tokens as u64).map(|t| if t == 0 { self.max_id } else { id(t) }).collect();
@@ -45,7 +45,7 @@ impl Tokens {
         })
     }
 
-    /// A single id with many chunks; vocabularies with many more ids than tokens, whose sort needs several digits.
+    /// Cases with a single id in many chunks, and with vocabularies of many more ids than tokens, whose sort needs several digits.
     fn large() -> impl Iterator<Item = Tokens> {
         let sizes = [
             (4500, 1, 40, 1),
@@ -67,7 +67,7 @@ impl Tokens {
         })
     }
 
-    /// Ids past the vocabulary, and negative ids.
+    /// Cases with ids past the vocabulary, and with negative ids.
     fn outside() -> [Self; 2] {
         let good = Tokens {
             tokens: 40,
@@ -101,7 +101,7 @@ impl<B: Kernels> Case<B> for Forward {
     }
 }
 
-/// Conformance of [`Embed`], also with ids outside the vocabulary.
+/// The conformance test of [`Embed`], including ids outside the vocabulary.
 pub fn embed<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     Tokens::all()
         .chain(Tokens::large())
@@ -131,7 +131,7 @@ impl<B: Kernels> Case<B> for Backward {
     }
 }
 
-/// Conformance of [`EmbedBackward`], also with ids outside the vocabulary.
+/// The conformance test of [`EmbedBackward`], including ids outside the vocabulary.
 pub fn embed_backward<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     Tokens::all()
         .chain(Tokens::large())

@@ -17,40 +17,41 @@ struct Head {
     chunk: usize,
     dtype: DType,
     codecs: HeadCodecs,
-    /// Type of the weight's gradient and whether it is accumulated; `None` for the loss alone.
+    /// Type of the weight's gradient, and whether the gradient is accumulated; `None` if only the loss is computed.
     grad: Option<(DType, bool)>,
     values: Values,
-    /// Codecs of the weight, as it stands and transposed, if they differ from those of the other operand.
+    /// Codecs of the weight and of its transpose, if they differ from those of the other operand.
     weights: Option<[Option<Codec>; 2]>,
 }
 
-/// Values of x and the weight.
+/// How the values of x and of the weight are chosen.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Values {
-    /// This kind of values, each tensor from a stream of its own.
+    /// Values of this kind, with a separate stream for each tensor.
     Of(Input),
-    /// Quantizing x changes it, but the logits are sums of few bits, exact in any order on any tensor core. So everything before
-    /// the last products has the same bits on all backends, a stronger check than any bound on quantized gradients.
+    /// Quantization changes x, but the logits are sums of few bits, which are exact in any order on any tensor core. So everything before
+    /// the last GEMMs has the same bits on all backends. A check of equal bits is stronger than any bound on quantized gradients.
     ExactLogits,
 }
 
 use Values::{ExactLogits, Of};
 
-/// Columns `(every, first)` of x with the largest magnitude of their row and block.
+/// Columns of x, as `(every, first)`, that have the largest magnitude of their row and block.
 const LARGEST_OF_X: (usize, usize) = (8, 3);
-/// The same for the weight.
+/// Columns of the weight, as `(every, first)`, that have the largest magnitude of their row and block.
 const LARGEST_OF_W: (usize, usize) = (8, 5);
 
 impl Head {
-    /// The largest magnitude of a block for which its scale is a power of two under any rule: a power of two times the
-    /// element's largest number, here 7 or 6.
+    /// The largest magnitude of a block, chosen so that the block's scale is a power of two with any rule. This magnitude is a power of two
+    /// times the element's largest number, here 7 or 6.
     fn largest(&self) -> f32 {
         let element = self.codecs.fprop_x.and_then(|codec| codec.format().spec().element);
         let largest = element.map_or(7.0, |element| element.max());
         largest * 2.0f32.powi(2 - largest.log2().floor() as i32)
     }
 
-    /// `[t, d]`. For exact logits: integers from 17 up to 28 or 24, which take five bits, one more than any element here has.
+    /// x `[t, d]`. For exact logits, x holds integers from 17 up to 28 or 24, which take five bits, one bit more than any element format
+    /// has here.
     fn x(&self) -> Vec<f32> {
         let (bits, len) = (stream("head.x"), self.tokens * self.d);
         match self.values {
@@ -61,7 +62,8 @@ impl Head {
         }
     }
 
-    /// `[v, d]`. For exact logits: 0, 1, 2 and a few 7s or 6s, times a power of two for which the logits spread by 1 to 3.
+    /// The weight `[v, d]`. For exact logits, it holds 0, 1, 2 and a few 7s or 6s, times a power of two for which the logits spread by 1 to
+    /// 3.
     fn w(&self) -> Vec<f32> {
         let (bits, len) = (stream("head.w"), self.vocab * self.d);
         match self.values {
@@ -95,7 +97,7 @@ impl Head {
         self.weights.unwrap_or([self.codecs.fprop_x, self.codecs.dgrad_dy])
     }
 
-    /// The required agreement of the gradient product for `result`.
+    /// The required agreement of the gradient GEMM for `result`.
     fn of_gradient<B: Kernels>(&self, result: &str) -> Agreement {
         let (codecs, [_, wt]) = (self.codecs, self.weight_codecs());
         let (axis, operands) = match result {
@@ -106,7 +108,7 @@ impl Head {
         HeadLoss::<B>::gradient_agreement(dlogits, beside)
     }
 
-    /// Some are negative, one is past the vocabulary.
+    /// Target ids: some are negative, and one is past the vocabulary.
     fn targets(&self) -> Vec<i32> {
         let bits = stream("head.targets");
         let target = |t: usize| match t {
@@ -117,7 +119,7 @@ impl Head {
     }
 }
 
-/// Values of random signs in rows of `d`: columns `(every, first)` have this magnitude, the others one computed from 31 random bits.
+/// Values of random signs in rows of `d`. Columns `(every, first)` have this magnitude; the other values are computed from 31 random bits.
 fn integers(
     bits: &Stream,
     (len, d): (usize, usize),
@@ -184,7 +186,7 @@ impl<B: Kernels> Case<B> for Head {
         if let Some(Counts(counts)) = &made.dlogits_counts {
             match self.values {
                 ExactLogits => out.buf(b, "dlogits_counts", counts, None)?,
-                // The number of nonzero codes depends on the last bits of the logits; the number of non-finite blocks does not.
+                // The number of nonzero codes depends on the last bits of the logits, but the number of non-finite blocks does not.
                 Of(_) => {
                     let non_finite = b.download(counts)?[Counts::<B>::NON_FINITE];
                     out.values("non-finite blocks of dlogits", vec![non_finite]);
@@ -195,10 +197,10 @@ impl<B: Kernels> Case<B> for Head {
     }
 }
 
-/// Conformance of [`HeadLoss`], and the refusal of odd chunks and of shards that do not divide the tokens.
+/// The conformance test of [`HeadLoss`]. The test includes the refusal of odd chunks, and of shards that do not divide the tokens.
 pub fn head_loss<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     let inputs = if pair.strict { &Input::ALL[..] } else { &[Input::Normal, Input::Integers][..] };
-    // Several shards per chunk, one shard, parts of one; odd shards.
+    // A chunk has several shards, one shard, or a part of a shard; some shards have odd lengths.
     let sizes = [
         (1, 8, 5, 1, 2),
         (64, 32, 64, 4, 32),
@@ -227,7 +229,8 @@ pub fn head_loss<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
             }
         }
     }
-    // For tensor cores: shards cut into chunks that are not multiples of a tile, several shards per chunk, a large vocabulary.
+    // These cases are for tensor cores: shards split into chunks that are not multiples of a tile, several shards per chunk, and a large
+    // vocabulary.
     let all = [(DType::F32, false), (DType::F32, true), (DType::Bf16, false), (DType::Bf16, true)];
     for (tokens, d, vocab, shards, chunk) in
         [(200, 64, 512, 1, 48), (256, 64, 520, 4, 128), (24, 16, 32_768, 1, 8)]
@@ -237,7 +240,7 @@ pub fn head_loss<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
             pair.check(&Head { tokens, d, vocab, shards, chunk, dtype, codecs, grad, values, weights: None });
         }
     }
-    // Rows that one, two or eight multiprocessors hold, and more rows than such groups. A CPU has no such cases.
+    // One, two or eight multiprocessors of a GPU hold a row, and there are more rows than such groups. A CPU needs no such cases.
     let rows = if pair.strict { &[][..] } else { &[(600, 4096), (300, 32_776), (80, 151_936)][..] };
     for &(tokens, vocab) in rows {
         for grad in [None, Some((DType::Bf16, false))] {
@@ -282,13 +285,14 @@ pub fn head_loss<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     }
 }
 
-/// E4M3 for all operands.
+/// Codecs with E4M3 for all operands.
 fn all_of(rule: ScaleRule) -> HeadCodecs {
     let codec = Some(codec(Format::E4m3, rule, Rounding::NearestEven));
     HeadCodecs { fprop_x: codec, dgrad_dy: codec, wgrad_dy: codec, wgrad_x: codec }
 }
 
-/// Formats whose codes are decoded before the product: for all operands, or by rows only if a column would have one scale.
+/// Codecs of formats whose codes are decoded before the GEMM: for all operands, or only for row blocks if a column would have a single
+/// scale.
 fn lowered() -> Vec<HeadCodecs> {
     let all = |format, rule| {
         let codec = Some(codec(format, rule, Rounding::NearestEven));
@@ -305,7 +309,7 @@ fn lowered() -> Vec<HeadCodecs> {
     ]
 }
 
-/// Products of two formats, including the weight's: all multiplied as FP8; as BF16 or F32 with a plain operand; each product differently.
+/// GEMMs of two formats, including the weight's: all multiplied as FP8; as BF16 or F32 with a plain operand; and each GEMM differently.
 fn two_formats() -> [(HeadCodecs, [Option<Codec>; 2]); 3] {
     use Format::{E4m3, Mxfp4, Mxfp6E2m3, Mxfp8E4m3, Mxfp8E5m2};
     let of = |format| Some(codec(format, ScaleRule::Rceil, Rounding::NearestEven));
@@ -317,8 +321,8 @@ fn two_formats() -> [(HeadCodecs, [Option<Codec>; 2]); 3] {
     ]
 }
 
-/// FP8 operands in all products or in some; shards that are split, several per chunk, and ending inside a block; widths and
-/// vocabularies that end inside a block, or that tensor cores cannot take. F32 tokens too, whose gradients are not rounded.
+/// Tests FP8 operands in all GEMMs or in some. Shards are split, several per chunk, or end inside a block. Widths and vocabularies end
+/// inside a block, or do not fit tensor cores. Tokens are also F32, whose gradients are not rounded.
 fn quantized<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     let (powers, floats) = (all_of(ScaleRule::Rceil), all_of(ScaleRule::Amax));
     let mixed = HeadCodecs { wgrad_dy: powers.wgrad_dy, wgrad_x: powers.wgrad_x, ..floats };
@@ -346,7 +350,7 @@ fn quantized<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
             pair.check(&Head { tokens, d, vocab, shards, chunk, dtype, codecs, grad, values, weights: None });
         }
     }
-    // Logits of the size that a model has.
+    // These logits are as large as those of a model.
     for grad in grads {
         let (tokens, d, vocab, shards, chunk) = (256, 128, 1024, 1, 128);
         let (dtype, codecs, values) = (DType::Bf16, powers, Of(Input::Normal));
@@ -380,8 +384,8 @@ mod tests {
     use super::*;
     use nibble_core::formats::ScalePlane;
 
-    /// Scales of x and of the weight are powers of two, every format changes x, and every partial sum of a logit fits the 13 bits that
-    /// an FP8 tensor core accumulates.
+    /// Checks that the scales of x and of the weight are powers of two, that every format changes x, and that every partial sum of a logit
+    /// fits the 13 bits that an FP8 tensor core accumulates.
     #[test]
     fn exact_logits_are_exact() {
         let codecs = [all_of(ScaleRule::Rceil), all_of(ScaleRule::Amax)].into_iter().chain(lowered());
@@ -410,7 +414,7 @@ mod tests {
                 }
             }
             assert!(x.iter().any(|x| x % 2.0 != 0.0), "odd numbers of five bits are none of the elements'");
-            // Rounds to even numbers, or to multiples of four or more.
+            // Every format rounds x to even numbers, or to multiples of four or more.
             let even = |x: f32| (x / 2.0).round() * 2.0;
             for (x, w) in x.chunks(d).flat_map(|x| w.chunks(d).map(move |w| (x, w))) {
                 let mut sum = 0.0f32;

@@ -1,4 +1,4 @@
-//! Operations over the vocabulary: embedding, cross-entropy, the head with its loss.
+//! Operations over the vocabulary: the embedding, the cross-entropy, and the head with its loss.
 
 pub(super) mod cross_entropy;
 pub(super) mod embed;

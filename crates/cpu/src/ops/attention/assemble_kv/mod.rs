@@ -1,5 +1,5 @@
-//! See [`nibble_core::ops::AssembleKv`]. One body is both specification and vectorised code: copies, sums and rotations, every operation
-//! rounded (no fma).
+//! The CPU code of [`nibble_core::ops::AssembleKv`]. One body is both specification and vectorised code: copies, sums and rotations, in
+//! which every operation is rounded (no fma).
 
 use crate::Cpu;
 use crate::ops::norm::rope::{Places, turn};
@@ -32,14 +32,14 @@ impl Sizes<'_> {
         self.heads * self.value_dim
     }
 
-    /// Cosines and sines of a row.
+    /// Cosines and sines of a row's position.
     #[inline(always)]
     fn angles<'t>(&self, table: &'t [f32], row: usize) -> (&'t [f32], &'t [f32]) {
         table[self.places.position(row) * self.turned..][..self.turned].split_at(self.turned / 2)
     }
 }
 
-/// Keys, each with the rotated shared key appended, and values.
+/// Returns keys, each with the rotated shared key appended, and values.
 pub(crate) fn assemble_kv(cpu: &Cpu, op: AssembleKv<'_, Cpu>) -> Result<AssembledKv<Cpu>> {
     match op.up.dtype() {
         DType::F32 => assemble::<f32>(cpu, &op),
@@ -171,7 +171,7 @@ fn backward_rows_body<T: Real>(
                 *sum += dk.widen();
             }
         }
-        // Halves the number of partial sums until the first is the total.
+        // Each pass halves the number of partial sums, until the first is the total.
         let mut parts = PARTS / 2;
         while parts > 0 {
             let (low, high) = sums.split_at_mut(parts * turned);

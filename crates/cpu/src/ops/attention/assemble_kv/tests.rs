@@ -4,7 +4,7 @@ use nibble_core::Tensor;
 use nibble_core::ops::{Positions, Rope};
 use nibble_testkit::Documents;
 
-/// (sequences, seq_len, first_position, heads, key_dim, value_dim, turned)
+/// Shapes as (sequences, seq_len, first_position, heads, key_dim, value_dim, turned), where `turned` is the width of the rotated key.
 const SHAPES: [(usize, usize, usize, usize, usize, usize, usize); 6] = [
     (1, 1, 0, 1, 1, 1, 2),
     (2, 3, 4, 3, 16, 12, 8),
@@ -33,7 +33,7 @@ fn tensor(cpu: &Cpu, dtype: DType, seed: u32, rows: usize, cols: usize) -> Tenso
     }
 }
 
-/// The definition, row by row and head by head; the shared key is rotated by the rope operation.
+/// Compares the result with the definition, row by row and head by head; the rope operation rotates the shared key.
 #[test]
 fn heads_are_their_own_elements_and_the_turned_shared_key() {
     for (sequences, seq_len, first_position, heads, key_dim, value_dim, turned) in SHAPES {
@@ -77,7 +77,7 @@ fn heads_are_their_own_elements_and_the_turned_shared_key() {
     }
 }
 
-/// Exact copies for the heads' own elements; sums over heads in F64 for the shared key.
+/// Gradients of a head's own elements must be exact copies; the shared key's gradient is compared with an F64 sum over heads.
 #[test]
 fn gradients_of_heads_are_copied_and_those_of_the_shared_key_summed_and_turned_back() {
     for (sequences, seq_len, _, heads, key_dim, value_dim, turned) in SHAPES {
@@ -134,7 +134,7 @@ fn gradients_of_heads_are_copied_and_those_of_the_shared_key_summed_and_turned_b
     }
 }
 
-/// The order of the sum that the operation documents.
+/// Checks the order of summation that the operation documents.
 #[test]
 fn eight_partial_sums_over_heads_become_one_by_halves() {
     let cpu = Cpu::scalar(1).unwrap();

@@ -1,24 +1,24 @@
-//! The tolerance between backends allows a kernel to round P and dS to BF16, and nothing worse.
+//! The tolerance between backends allows a kernel to round P and dS to BF16, and no larger error.
 //!
-//! This crate's attention is compared with an emulated kernel, written as the formula: BF16 inputs, sums in F32,
-//! P and dS rounded to BF16 before their products. With one more defect, the emulation must exceed the tolerance.
+//! The tests compare this crate's attention with an emulated kernel, written as the formula: BF16 inputs, F32 sums, and P and dS rounded to
+//! BF16 before their products. With one additional defect, the emulation must exceed the tolerance.
 
 use super::*;
 use nibble_core::Agreement;
 use nibble_core::ops::attention_agreement;
 use nibble_testkit::conformance::after_rounding_to_bf16;
 
-/// The kernel's defect.
+/// The emulated kernel's defect.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Defect {
     None,
-    /// Each query also attends to the key after its own.
+    /// Each query also attends to the next key after its own.
     OneKeyMore,
-    /// No query but the first attends to its own key.
+    /// No query except the first attends to its own key.
     OneKeyLess,
-    /// Scores 1 % too large.
+    /// Scores are 1 % too large.
     Scale,
-    /// dS without the scale's last percent.
+    /// The softmax scale in dS is 1 % too small.
     GradientScale,
 }
 
@@ -26,7 +26,7 @@ fn to_bf16(x: f32) -> f32 {
     bf16::from_f32(x).to_f32()
 }
 
-/// out, dq, dk and dv of one sequence with one query head and one key/value head, `[seq, dim]`.
+/// Computes out, dq, dk and dv of one sequence with one query head and one key/value head, `[seq, dim]`.
 fn emulated(
     [q, k, v, dout]: [&[f32]; 4],
     seq: usize,
@@ -69,14 +69,14 @@ fn emulated(
     [out, dq, dk, dv].map(|x| x.into_iter().map(to_bf16).collect())
 }
 
-/// ‖got − want‖ / ‖want‖.
+/// The relative error ‖got − want‖ / ‖want‖.
 fn relative(got: &[f32], want: &[f32]) -> f64 {
     let square = |x: f32| f64::from(x) * f64::from(x);
     let error: f64 = got.iter().zip(want).map(|(got, want)| square(got - want)).sum();
     (error / want.iter().map(|want| square(*want)).sum::<f64>()).sqrt()
 }
 
-/// This crate's out, dq, dk and dv.
+/// Computes out, dq, dk and dv with this crate.
 fn ours([q, k, v, dout]: [&[f32]; 4], seq: usize, dim: usize) -> [Vec<f32>; 4] {
     let cpu = Cpu::new(1).unwrap();
     let tensor = |x: &[f32]| {
@@ -91,7 +91,7 @@ fn ours([q, k, v, dout]: [&[f32]; 4], seq: usize, dim: usize) -> [Vec<f32>; 4] {
     [&out, &dq, &dk, &dv].map(|x| x.to_f32_vec(&cpu).unwrap())
 }
 
-/// q, k, v and dout in BF16, by the spread of the scores and the tail weight of v and dout.
+/// BF16 values of q, k, v and dout. `spread` sets the spread of the scores, and `power` the tail weight of v and dout.
 fn inputs(seq: usize, dim: usize, spread: f32, power: i32) -> [Vec<f32>; 4] {
     let of = |site: u32, by: f32, power: i32| {
         normals(site, seq * dim).into_iter().map(|x| to_bf16(by * x.powi(power))).collect()
@@ -112,15 +112,15 @@ const SHAPES: [(usize, usize); 6] = [(17, 16), (33, 20), (65, 32), (130, 64), (6
 fn rounding_p_and_ds_to_bf16_is_within_the_bound() {
     let mut worst: f64 = 0.0;
     for (seq, dim) in SHAPES {
-        // Flat, ordinary and peaked scores; ordinary and heavy-tailed values.
+        // The cases have flat, ordinary and peaked scores, and ordinary and heavy-tailed values.
         for (spread, power) in [(0.1, 1), (1.0, 1), (1.0, 3), (4.0, 1), (4.0, 3)] {
             let x = inputs(seq, dim, spread, power);
             let x = x.each_ref().map(|x| &x[..]);
             let (want, got) = (ours(x, seq, dim), emulated(x, seq, dim, to_bf16, Defect::None));
             for ((name, got), want) in ["out", "dq", "dk", "dv"].into_iter().zip(got).zip(want) {
                 let error = relative(&got, &want);
-                // If one key has nearly all of P, dS is a small difference of large numbers, one of them computed from the
-                // rounded output: the tolerance does not cover it.
+                // If one key has nearly all of P, dS is a small difference of large numbers. One of these numbers is computed from the
+                // rounded output, so the tolerance does not cover dS.
                 let peaked = spread > 1.0 && ["dq", "dk"].contains(&name);
                 let bound = if peaked { 4.0 * bound() } else { bound() };
                 worst = worst.max(if peaked { 0.0 } else { error });
@@ -141,11 +141,11 @@ fn a_defect_is_outside_of_the_bound() {
         let x = x.each_ref().map(|x| &x[..]);
         let want = ours(x, seq, dim);
         for defect in [Defect::OneKeyMore, Defect::OneKeyLess, Defect::Scale, Defect::GradientScale] {
-            // With and without rounding of P and dS: the defect alone must exceed the tolerance.
+            // P and dS are rounded, or not rounded: the defect alone must exceed the tolerance.
             for round in [to_bf16, |x| x] {
                 let got = emulated(x, seq, dim, round, defect);
                 let errors: Vec<f64> = got.iter().zip(&want).map(|(got, want)| relative(got, want)).collect();
-                // dS does not enter out and dv.
+                // dS does not affect out and dv.
                 let found = if defect == Defect::GradientScale { &errors[1..3] } else { &errors[..3] };
                 let bound = bound();
                 assert!(

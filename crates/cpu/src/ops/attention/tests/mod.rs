@@ -7,7 +7,7 @@ use nibble_core::Backend;
 use nibble_core::ops::{Windows, attention_scale};
 use nibble_testkit::Hiding;
 
-/// A problem in the host's memory.
+/// An attention problem in host memory.
 struct Case {
     sizes: Heads,
     q: Vec<f32>,
@@ -20,7 +20,7 @@ struct Case {
 }
 
 impl Case {
-    /// Normal values; q and k have standard deviation `spread`.
+    /// A problem with normally distributed values; q and k have standard deviation `spread`.
     fn new(
         sequences: usize,
         seq_len: usize,
@@ -33,7 +33,7 @@ impl Case {
         let sizes = Heads { sequences, seq_len, heads, kv_heads, head_dim, value_dim, scale };
         let wide = |site, n: usize, by: f32| -> Vec<f32> {
             let x = normals(site, sizes.tokens() * n);
-            // Values that BF16 holds exactly, so that both types share one reference.
+            // BF16 represents these values exactly, so that both types share one reference.
             x.iter().map(|x| bf16::from_f32(x * by).to_f32()).collect()
         };
         let (q, k) = (wide(1, heads * head_dim, spread), wide(2, kv_heads * head_dim, spread));
@@ -48,7 +48,8 @@ impl Case {
         }
     }
 
-    /// Relevant head ratios and lengths: one token, lengths around tiles and blocks, head sizes around panels, values of another size.
+    /// Cases with relevant head ratios and lengths: one token, lengths around tiles and blocks, head sizes around panels, and values of
+    /// another head size.
     fn all() -> Vec<Self> {
         let sizes = [
             (1, 1, 1, 1, (16, 16)),
@@ -66,7 +67,7 @@ impl Case {
         ];
         let mut cases: Vec<Self> =
             sizes.into_iter().map(|(s, l, h, g, dims)| Self::new(s, l, h, g, dims, 1.0)).collect();
-        // Softmax scales other than the default.
+        // These softmax scales differ from the default.
         cases[5].sizes.scale = 0.07;
         cases[9].sizes.scale = 0.3;
         let documents = Hiding::documents(&[5, 1, 17, 8, 30]);
@@ -79,7 +80,7 @@ impl Case {
         ] {
             cases.push(Self { hiding: Some(hiding), ..Self::new(s, l, h, g, dims, 1.0) });
         }
-        // Sinks of the size of the scores, far above them, and negligible.
+        // These sinks are about as large as the scores, far above them, or negligible.
         for (s, l, h, g, dims, hiding) in [
             (1, 1, 3, 1, (16, 16), None),
             (2, 19, 4, 2, (16, 16), None),
@@ -106,7 +107,7 @@ impl Case {
         }
     }
 
-    /// The sizes of heads, the scale and a sequence's tokens.
+    /// The head sizes, the softmax scale, and the number of tokens per sequence.
     fn numbers(&self) -> ((usize, usize), f32, usize) {
         let Heads { head_dim, value_dim, scale, seq_len, .. } = self.sizes;
         ((head_dim, value_dim), scale, seq_len)
@@ -143,7 +144,7 @@ impl Case {
     }
 }
 
-/// Softmax attention in f64, straight from the formula: (out, lse). `sinks` is empty or has one value per head.
+/// Softmax attention in f64, directly from the formula: (out, lse). `sinks` is empty or has one value per head.
 fn reference(case: &Case, q: &[f64], k: &[f64], v: &[f64], sinks: &[f64]) -> (Vec<f64>, Vec<f64>) {
     let sizes = &case.sizes;
     let first_key = case.hiding.map(|hiding| hiding.lists(sizes.sequences, sizes.seq_len)[0].clone());
@@ -218,7 +219,7 @@ fn backward_is_the_same_everywhere() {
     }
 }
 
-/// A sink of −∞ has no effect; a sink far above all scores leaves nothing of the values.
+/// A sink of −∞ has no effect; with a sink far above all scores, the output is zero.
 #[test]
 fn sinks_at_their_ends() {
     let cpu = Cpu::new(2).unwrap();
@@ -265,8 +266,8 @@ fn sinks_of_another_shape_or_type_are_named() {
     }
 }
 
-/// Each gradient, projected on a random direction, against central differences of the f64 reference; and element by
-/// element against differences along single coordinates.
+/// Compares backward gradients with central differences of the f64 reference: each gradient projected on a random direction, and single
+/// elements along their coordinates.
 #[test]
 fn backward_is_the_derivative_of_the_formula() {
     let cpu = Cpu::new(2).unwrap();

@@ -1,9 +1,9 @@
-//! Windows: each document has the bits that it has alone, hidden keys do not matter, and malformed lists do no harm.
+//! Tests of windows: a document has the same bits as when it is computed alone, hidden keys have no effect, and malformed lists do no harm.
 
 use super::*;
 use nibble_core::ops::FindWindows;
 
-/// The tokens `from`..`to` of a case of one sequence, as a case of their own.
+/// The tokens `from`..`to` of a case with one sequence, as a separate case.
 fn part(case: &Case, from: usize, to: usize) -> Case {
     let sizes = Heads { seq_len: to - from, ..case.sizes };
     let cut = |x: &Vec<f32>| {
@@ -15,7 +15,7 @@ fn part(case: &Case, from: usize, to: usize) -> Case {
     Case { sizes, q, k, v, dout, hiding, sinks: case.sinks.clone() }
 }
 
-/// The results' bits by token: out, lse, dq, dk, dv.
+/// The results' bits per token: out, lse, dq, dk, dv.
 fn results(case: &Case, cpu: &Cpu, dtype: DType) -> Vec<[Vec<u32>; 5]> {
     let (made, grads) = (case.forward(cpu, dtype), case.backward(cpu, dtype));
     let lse = made.lse.as_slice().iter().map(|x| x.to_bits()).collect();
@@ -35,7 +35,7 @@ fn a_document_has_the_bits_that_it_has_alone() {
     let documents = Hiding::documents(&LENGTHS);
     for (window, chunk) in [(None, None), (Some(7), None), (None, Some(12)), (Some(20), Some(25))] {
         let hiding = Some(Hiding { window, chunk, ..documents });
-        // With sinks, too.
+        // The documents are also tested with sinks.
         let sinks = chunk.map(|_| normals(5, 4));
         let case = Case { hiding, sinks, ..Case::new(1, LENGTHS.iter().sum(), 4, 2, (16, 24), 1.0) };
         for dtype in [DType::F32, DType::Bf16] {
@@ -111,7 +111,7 @@ fn found_windows_are_those_of_all_pairs() {
     }
 }
 
-/// Malformed lists count as the nearest valid ones.
+/// Malformed lists are treated like the nearest valid lists.
 #[test]
 fn lists_that_make_no_sense_are_bounded() {
     let case = Case::new(2, 20, 2, 1, (8, 8), 1.0);

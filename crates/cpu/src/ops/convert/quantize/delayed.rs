@@ -1,10 +1,11 @@
-//! Delayed scaling: the scale of each span comes from earlier steps; the values' amax and saturation are recorded.
+//! Delayed scaling: the scale of each span (the rows of a group or matrix) comes from earlier steps. The values' amax and saturation are
+//! recorded for later steps.
 
 use crate::Cpu;
 use nibble_core::ops::{Delayed, Found};
 use nibble_formats::{Codec, DelayedScaling, amax};
 
-/// Delayed scaling of a matrix's spans: the records they are quantized with, and what their values turn out to be.
+/// Delayed scaling of a matrix's spans: the records from which the scales come, and the measurements of the values.
 pub(super) struct Met<'a> {
     delayed: Delayed<'a, Cpu>,
     amax: Vec<f32>,
@@ -12,12 +13,13 @@ pub(super) struct Met<'a> {
 }
 
 impl<'a> Met<'a> {
-    /// For this many spans with records.
+    /// Delayed scaling for this many spans with records.
     pub fn new(delayed: Delayed<'a, Cpu>, spans: usize) -> Self {
         Self { delayed, amax: vec![0.0; spans], counts: [0; 2] }
     }
 
-    /// The codec of a span. `values` may be a part of the span; `of_whole` is then the amax of the whole.
+    /// Measures `values` and returns the codec of the span. If `values` is only a part of the span, `of_whole` is the amax of the whole
+    /// span.
     pub fn meet(
         &mut self,
         codec: Codec,
@@ -39,7 +41,7 @@ impl<'a> Met<'a> {
         if self.amax[span].is_nan() { codec.marked() } else { codec }
     }
 
-    /// Writes what was found in all spans.
+    /// Writes the measurements of all spans.
     pub fn put_found(&self, found: &mut Found<Cpu>) {
         found.amax.as_mut_slice().copy_from_slice(&self.amax);
         found.counts.as_mut_slice().copy_from_slice(&self.counts);
@@ -109,7 +111,7 @@ mod tests {
         assert_eq!(made.found.counts.as_slice(), [0, 4]);
     }
 
-    /// The second group is empty; the third has an infinity in its second row.
+    /// The second group is empty; the second row of the third group has an infinity.
     #[test]
     fn every_group_has_its_own_and_what_is_not_finite_marks_one() {
         let values = [2.0, 1.0, 0.5, 0.25, f32::INFINITY, 3.0, 1.0, 1.0];
@@ -117,7 +119,7 @@ mod tests {
         let amax = made.found.amax.as_slice();
         assert_eq!(amax[..2], [2.0, 0.0]);
         assert!(amax[2].is_nan());
-        // Blocks without the infinity are encoded under the expected amax.
+        // Blocks without the infinity are encoded with the expected amax.
         assert_eq!(made.codes, [0x7E, 0x76, 0x76, 0x6E, 0, 0, 0x7E, 0x7E]);
         assert_eq!(made.scale[0], 1.0 / 224.0);
         assert!(made.scale[1..].iter().all(|scale| scale.is_nan()), "{:?}", made.scale);

@@ -1,4 +1,4 @@
-//! Decoding a quantized tensor.
+//! Decoding of a quantized tensor.
 
 use super::emit::{STRIP_ROWS, Sink, SinkWork, TILE_COLS, for_strips};
 use super::encode::Tile;
@@ -10,7 +10,7 @@ use nibble_core::ops::{Dequantize, Emit, Emitted};
 use nibble_core::{Backend, BlockScaled, Error, Result, Tensor};
 use nibble_formats::{BlockAxis, ScaleLayout};
 
-/// See [`Dequantize`].
+/// Decodes a tensor; see [`Dequantize`].
 pub(crate) fn dequantize(cpu: &Cpu, op: Dequantize<'_, Cpu>) -> Result<Tensor<Cpu>> {
     const OP: &str = "dequantize";
     let x = op.x;
@@ -50,10 +50,10 @@ pub(crate) fn dequantize(cpu: &Cpu, op: Dequantize<'_, Cpu>) -> Result<Tensor<Cp
     Ok(sink.finish(cpu)?.take_rows(OP)?.plain(OP)?.clone())
 }
 
-/// Checks that a tensor has scales to decode with, and that code and scale buffers have the lengths that its shape requires.
+/// Checks that a tensor's scales can be decoded, and that the code and scale buffers have the lengths that the tensor's shape requires.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for a plain format or scales in another order, [`Error::Shape`] for buffers of other lengths.
+/// [`Error::Unsupported`] for a plain format or another scale layout, [`Error::Shape`] for buffers of other lengths.
 pub(crate) fn decodable(op: &'static str, x: &BlockScaled<Cpu>) -> Result<()> {
     if !x.format.is_block() {
         return Err(Error::unsupported(op, x.format, "it has no block scales to decode by"));

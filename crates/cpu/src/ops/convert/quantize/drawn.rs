@@ -1,4 +1,4 @@
-//! The random bits of a tensor's stochastic rounding.
+//! The random bits for stochastic rounding of a tensor.
 
 use super::encode::fill_random;
 use crate::Cpu;
@@ -7,7 +7,7 @@ use nibble_core::ops::Random;
 use nibble_core::{Error, Result};
 use nibble_formats::{Codec, Stream};
 
-/// A stream at the current step, and the number of the tensor's first element in it.
+/// A random stream at the current step, and the index of the tensor's first element in the stream.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Drawn {
     pub stream: Stream,
@@ -15,13 +15,13 @@ pub(crate) struct Drawn {
 }
 
 impl Drawn {
-    /// With the stream that the codec derives.
+    /// The random bits from the stream that the codec derives from `random`'s stream.
     pub fn of(random: Random<'_, Cpu>, codec: Codec) -> Result<Self> {
         let drawn = Self::new(random)?;
         Ok(Self { stream: codec.drawn_from(drawn.stream), ..drawn })
     }
 
-    /// Reads the step.
+    /// Reads the step and creates the random bits.
     pub fn new(Random { stream, step, first }: Random<'_, Cpu>) -> Result<Self> {
         let Some(step) = step else { return Ok(Self { stream, first }) };
         match step.as_slice().first() {
@@ -30,12 +30,12 @@ impl Drawn {
         }
     }
 
-    /// Sixteen bits of an element.
+    /// Sixteen random bits for one element.
     pub fn u16_at(&self, element: u64) -> u16 {
         self.stream.u16_at(self.first + element)
     }
 
-    /// Sixteen bits for each of the elements from `element` on.
+    /// Writes sixteen random bits for each element, starting at `element`.
     pub fn fill(&self, isa: Isa, element: u64, bits: &mut [u16]) {
         fill_random(isa, self.stream, self.first + element, bits);
     }

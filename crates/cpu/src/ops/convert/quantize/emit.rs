@@ -1,7 +1,7 @@
-//! Vectorised, multi-threaded writing of results, tile by tile; gives the bits of `spec`.
+//! Vectorised, multi-threaded writing of quantized results, tile by tile. The results have the bits of `spec`.
 //!
-//! An op fills a tile of F32 values (read from a plain or quantized matrix, or computed) and hands it to a [`Sink`], which
-//! writes the requested codes and scales. Threads divide strips of rows; a strip never spans two groups.
+//! An op fills a tile of F32 values (read from a plain or quantized matrix, or computed) and passes the tile to a [`Sink`], which writes
+//! the requested codes and scales. Threads divide strips of rows; a strip never spans two groups.
 
 use super::drawn::Drawn;
 use super::encode::{Tile, Work, encode_cols, encode_row, encode_square, fast, transpose};
@@ -22,34 +22,34 @@ use nibble_formats::{Codec, Scale, ScaleKind, ScalePlaneMut};
 use rayon::prelude::*;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Rows of a strip if blocks run down the columns or are 2-D.
+/// Rows of a strip if the result has column blocks or 2-D blocks.
 pub(crate) const STRIP_ROWS: usize = 128;
 /// Columns of a tile: a multiple of every format's block.
 pub(crate) const TILE_COLS: usize = 128;
-/// Values of a strip if blocks run along the rows only: fits the L1 cache.
+/// Number of values of a strip if the result has only row blocks. Such a strip fits the L1 cache.
 const ROW_STRIP_VALUES: usize = 4096;
 
 /// Some rows of one span.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Strip {
     pub row: usize,
-    /// Valid rows; the rest of `out_rows` is padding.
+    /// Number of valid rows; the other rows of `out_rows` are padding.
     pub rows: usize,
     pub out_rows: usize,
 }
 
-/// Whether a result has blocks down the columns, so that strips must be whole blocks.
+/// Whether a result has column blocks, so that strips must consist of whole blocks.
 pub(crate) fn has_cols(emit: Emit) -> bool {
     matches!(emit, Emit::Block { planes: Planes::Cols | Planes::Both, .. })
 }
 
-/// Rows of a strip of a matrix with `cols` columns.
+/// Number of rows of a strip in a matrix with `cols` columns.
 pub(crate) fn strip_rows(whole_blocks: bool, cols: usize) -> usize {
     if whole_blocks { STRIP_ROWS } else { (ROW_STRIP_VALUES / cols.max(1)).clamp(1, STRIP_ROWS) }
 }
 
-/// Calls `body` for every strip of at most `height` rows; multi-threaded if there are enough values. Each thread has its own
-/// `scratch`.
+/// Calls `body` for every strip of at most `height` rows, multi-threaded if there are enough values. Each thread has separate `scratch`
+/// memory.
 pub(crate) fn for_strips<S>(
     cpu: &Cpu,
     spans: &Spans,
@@ -76,7 +76,7 @@ pub(crate) fn for_strips<S>(
     }
 }
 
-/// A quantized tensor being written.
+/// A quantized tensor while it is written.
 pub(crate) struct Target {
     tensor: BlockScaled<Cpu>,
     codes: Shared<u8>,
@@ -92,7 +92,7 @@ impl Target {
         Self { tensor, codes, scales, kind }
     }
 
-    /// The tensor, written.
+    /// The finished tensor.
     pub fn finish(self) -> BlockScaled<Cpu> {
         self.tensor
     }
@@ -105,50 +105,51 @@ impl Target {
         self.tensor.format.scales_per_row(values)
     }
 
-    /// Codes of `width` columns of a row from column `col` on; `col` is a multiple of the block.
+    /// The codes of `width` columns of a row, starting at column `col`; `col` is a multiple of the block.
     ///
     /// # Safety
-    /// No other thread writes them.
+    /// No other thread writes these codes.
     #[allow(clippy::mut_from_ref)]
     pub unsafe fn row_codes(&self, row: usize, col: usize, width: usize) -> &mut [u8] {
         let start = row * self.bytes(self.tensor.cols) + self.bytes(col);
-        // SAFETY: `self` owns the tensor and does not touch it before `finish`; the caller promises the rest.
+        // SAFETY: `self` owns the tensor and does not access it before `finish`; the caller guarantees that no other thread writes the
+        // range.
         unsafe { self.codes.slice_mut(start, self.bytes(width)) }
     }
 
-    /// Scales of the same columns.
+    /// The scales of `width` columns of a row, starting at column `col`.
     ///
     /// # Safety
-    /// As [`row_codes`](Self::row_codes).
+    /// The requirements of [`row_codes`](Self::row_codes).
     pub unsafe fn row_scales(&self, row: usize, col: usize, width: usize) -> ScalePlaneMut<'_> {
         let start = row * self.blocks(self.tensor.cols) + self.blocks(col);
-        // SAFETY: as above.
+        // SAFETY: the caller guarantees that no other thread writes these scales.
         unsafe { self.records(start, self.blocks(width)) }
     }
 
-    /// `len` records of scales from `start` on.
+    /// `len` scale records, starting at record `start`.
     ///
     /// # Safety
-    /// As [`row_codes`](Self::row_codes).
+    /// The requirements of [`row_codes`](Self::row_codes).
     unsafe fn records(&self, start: usize, len: usize) -> ScalePlaneMut<'_> {
         let bytes = self.kind.bytes();
-        // SAFETY: the caller's promise is the same.
+        // SAFETY: the caller guarantees that no other thread writes these scales.
         ScalePlaneMut { kind: self.kind, bytes: unsafe { self.scales.slice_mut(start * bytes, len * bytes) } }
     }
 
-    /// Zeros a row of padding.
+    /// Writes zeros to a row of padding.
     ///
     /// # Safety
-    /// As [`row_codes`](Self::row_codes).
+    /// The requirements of [`row_codes`](Self::row_codes).
     pub unsafe fn clear_row(&self, row: usize, col: usize, width: usize) {
-        // SAFETY: the caller's promise is the same.
+        // SAFETY: the caller guarantees that no other thread writes this row.
         unsafe {
             self.row_codes(row, col, width).fill(0);
             self.row_scales(row, col, width).fill(self.kind.least());
         }
     }
 
-    /// Writes codes `[width][bytes]` to the stored lines of columns `col`.., from row `row` on.
+    /// Writes codes `[width][bytes]` to the stored columns `col`.., starting at row `row`.
     ///
     /// # Safety
     /// No other thread writes these rows of these columns.
@@ -160,7 +161,7 @@ impl Target {
         let line_bytes = self.bytes(self.tensor.rows);
         for (i, codes) in codes.chunks_exact(bytes).enumerate() {
             let start = (col + i) * line_bytes + self.bytes(row);
-            // SAFETY: as the caller promises; `self` does not touch the tensor before `finish`.
+            // SAFETY: the caller guarantees exclusive access, and `self` does not access the tensor before `finish`.
             unsafe { self.codes.slice_mut(start, bytes) }.copy_from_slice(codes);
         }
     }
@@ -168,12 +169,12 @@ impl Target {
     /// Writes scales `[blocks][width]` of columns `col`..; the first block starts at row `row`.
     ///
     /// # Safety
-    /// As [`put_columns`](Self::put_columns).
+    /// The requirements of [`put_columns`](Self::put_columns).
     pub unsafe fn put_column_scales(&self, (row, col, width): (usize, usize, usize), scales: &[Scale]) {
         let (per_line, blocks) = (self.blocks(self.tensor.rows), scales.len() / width.max(1));
         for i in 0..width {
             let start = (col + i) * per_line + self.blocks(row);
-            // SAFETY: as above.
+            // SAFETY: the caller guarantees that no other thread writes these scales.
             let mut line = unsafe { self.records(start, blocks) };
             for b in 0..blocks {
                 line.set(b, scales[b * width + i]);
@@ -182,11 +183,11 @@ impl Target {
     }
 }
 
-/// A plain result being written.
+/// A plain result while it is written.
 enum Plain {
     F32(Tensor<Cpu>, Shared<f32>),
     Bf16(Tensor<Cpu>, Shared<bf16>),
-    /// F32 values that are quantized once all are written.
+    /// F32 values that are quantized after all of them are written.
     Staged(Vec<f32>, Shared<f32>),
 }
 
@@ -210,12 +211,13 @@ impl Plain {
         Self::Staged(values, shared)
     }
 
-    /// Writes `x` to the `len` elements from `start` on, zeros past its end.
+    /// Writes `x` to the `len` elements that start at `start`, and zeros after the end of `x`.
     ///
     /// # Safety
-    /// No other thread writes them.
+    /// No other thread writes these elements.
     unsafe fn put(&self, isa: Isa, start: usize, len: usize, x: &[f32]) {
-        // SAFETY: the enum owns the buffer and does not touch it otherwise; the caller promises the rest.
+        // SAFETY: the enum owns the buffer and does not otherwise access it; the caller guarantees that no other thread writes the
+        // elements.
         unsafe {
             match self {
                 Self::F32(_, out) | Self::Staged(_, out) => {
@@ -233,7 +235,7 @@ impl Plain {
     }
 }
 
-/// Scratch of [`Sink::write`], reused.
+/// Reusable scratch memory of [`Sink::write`].
 #[derive(Default)]
 pub(crate) struct SinkWork {
     work: Work,
@@ -241,14 +243,14 @@ pub(crate) struct SinkWork {
     bits: Vec<u16>,
 }
 
-/// A result being written in the requested form.
+/// A result in the requested form (plain or quantized) while it is written.
 pub(crate) struct Sink<'a> {
     cols: usize,
     spans: &'a Spans<'a>,
     codec: Option<Codec>,
     random: Option<Drawn>,
     plain: Option<Plain>,
-    /// Codec and destination of staged values.
+    /// Codec and destination of values that are quantized at the end.
     staged: Option<(Codec, Emitted<Cpu>)>,
     row_plane: Option<Target>,
     col_plane: Option<Target>,
@@ -257,7 +259,7 @@ pub(crate) struct Sink<'a> {
 }
 
 impl<'a> Sink<'a> {
-    /// For a result `[rows of spans, cols]` in buffers that the operation has allocated.
+    /// Creates a sink for a result `[rows of spans, cols]` in buffers that the operation has allocated.
     pub fn new(
         spans: &'a Spans<'a>,
         cols: usize,
@@ -277,7 +279,7 @@ impl<'a> Sink<'a> {
             tally: Default::default(),
         };
         match emit {
-            // The largest magnitude of a row, column or tensor is known only when all of it is written.
+            // The largest magnitude of a row, column or tensor is known only after all of it is written.
             Emit::Block { codec, .. } if fast(codec.format()).is_none() => {
                 (sink.plain, sink.staged) = (Some(Plain::staged(spans.rows * cols)), Some((codec, made)));
             }
@@ -299,8 +301,8 @@ impl<'a> Sink<'a> {
         sink
     }
 
-    /// Writes a strip's columns from `col` on; the tile holds the strip's valid rows. `col` is a multiple of the row block's
-    /// length, and each (strip, columns) is written once.
+    /// Writes a strip's columns, starting at `col`; the tile holds the strip's valid rows. `col` is a multiple of the row block's length,
+    /// and each combination of strip and columns is written once.
     pub fn write(&self, isa: Isa, memory: &mut SinkWork, strip: Strip, tile: Tile, col: usize) {
         debug_assert_eq!(tile.rows, strip.rows);
         let plane_rows = strip.out_rows.min(self.spans.rows - strip.row.min(self.spans.rows));
@@ -308,7 +310,7 @@ impl<'a> Sink<'a> {
             for i in 0..plane_rows {
                 let x = if i < tile.rows { tile.row(i) } else { &[] };
                 let start = (strip.row + i) * self.cols + col;
-                // SAFETY: strips have rows of their own, and each of their columns is written once.
+                // SAFETY: strips have disjoint rows, and each of their columns is written once.
                 unsafe { plain.put(isa, start, tile.width, x) };
             }
         }
@@ -319,7 +321,7 @@ impl<'a> Sink<'a> {
         if let Some(out) = &self.row_plane {
             for i in 0..plane_rows {
                 let row = strip.row + i;
-                // SAFETY: strips have rows of their own, and each of their columns is written once.
+                // SAFETY: strips have disjoint rows, and each of their columns is written once.
                 unsafe {
                     if i < tile.rows {
                         let bits = bits.get(i * tile.width..).unwrap_or(&[]);
@@ -337,7 +339,7 @@ impl<'a> Sink<'a> {
             encode_cols(isa, codec, tile, bits, strip.out_rows, work, &mut col_tally);
             transpose(isa, &work.codes, work.codes.len() / tile.width.max(1), tile.width, turned);
             let place = (strip.row, col, tile.width);
-            // SAFETY: strips have rows of their own, and each of their columns is written once.
+            // SAFETY: strips have disjoint rows, and each of their columns is written once.
             unsafe {
                 out.put_columns(place, turned);
                 out.put_column_scales(place, &work.scales);
@@ -349,7 +351,7 @@ impl<'a> Sink<'a> {
         add_tally(&self.tally, tally);
     }
 
-    /// The result, once every strip is written.
+    /// Returns the result after every strip is written.
     pub fn finish(self, cpu: &Cpu) -> Result<Emitted<Cpu>> {
         let plain = match self.plain {
             Some(Plain::Staged(values, _)) => {
@@ -376,7 +378,7 @@ impl<'a> Sink<'a> {
     }
 }
 
-/// Adds one tile's counts. Integer sums do not depend on the order.
+/// Adds one tile's counts to the sums. Integer sums do not depend on the order.
 pub(crate) fn add_tally(sum: &[AtomicU64; 3], tally: Tally) {
     for (sum, count) in sum.iter().zip(tally) {
         if count != 0 {
@@ -385,12 +387,12 @@ pub(crate) fn add_tally(sum: &[AtomicU64; 3], tally: Tally) {
     }
 }
 
-/// The counts of all tiles.
+/// The sums of the counts of all tiles.
 pub(crate) fn counted(sum: &[AtomicU64; 3]) -> Tally {
     sum.each_ref().map(|count| count.load(Ordering::Relaxed))
 }
 
-/// The bits `[rows][width]` that the codec's rounding reads for a tile at (row, col); empty for nearest-even.
+/// The random bits `[rows][width]` that the codec's rounding reads for a tile at (row, col); empty for nearest-even rounding.
 fn fill_bits(
     isa: Isa,
     bits: &mut Vec<u16>,
@@ -411,22 +413,22 @@ fn fill_bits(
     }
 }
 
-/// Stacked matrices in 2-D blocks being written, as they stand and transposed.
+/// Stacked matrices in 2-D blocks while they are written, both as they are and transposed.
 pub(crate) struct SquareTarget {
-    /// Rows and columns of one matrix.
+    /// Number of rows and columns of one matrix.
     shape: (usize, usize),
     upright: Target,
     turned: Target,
 }
 
 impl SquareTarget {
-    /// Opens both orders of matrices `[n, k]` for writing.
+    /// Opens both the original and the transposed order of matrices `[n, k]` for writing.
     pub fn new([upright, turned]: [BlockScaled<Cpu>; 2], shape: (usize, usize)) -> Self {
         Self { shape, upright: Target::new(upright), turned: Target::new(turned) }
     }
 
-    /// Writes the tile whose first element is (row of the stack, col): its codes `[rows][width]`, the transposed codes `[width][rows]`, and
-    /// its scale.
+    /// Writes the tile whose first element is (row of the stack, col): the codes `[rows][width]`, the transposed codes `[width][rows]`, and
+    /// the scale.
     ///
     /// # Safety
     /// No other thread writes this tile.
@@ -442,7 +444,7 @@ impl SquareTarget {
         let (matrix, first) = (row / n, row % n);
         let scale_at = (matrix * n.div_ceil(block) + first / block) * k.div_ceil(block) + col / block;
         let turned_scale_at = (matrix * k.div_ceil(block) + col / block) * n.div_ceil(block) + first / block;
-        // SAFETY: each tile has elements and a scale of its own in either plane; the caller promises the rest.
+        // SAFETY: tiles are disjoint in both buffers, and the caller guarantees that no other thread writes this tile.
         unsafe {
             for (i, codes) in codes.chunks_exact(width).enumerate() {
                 self.upright.codes.slice_mut((row + i) * k + col, width).copy_from_slice(codes);
@@ -456,15 +458,15 @@ impl SquareTarget {
         }
     }
 
-    /// The results once every tile is written: as the matrices stand, and transposed.
+    /// The results after every tile is written: the original matrices, and the transposed matrices.
     pub fn finish(self) -> [BlockScaled<Cpu>; 2] {
         [self.upright.finish(), self.turned.finish()]
     }
 }
 
-/// Quantizes matrices in 2-D blocks.
+/// A sink that quantizes matrices in 2-D blocks.
 pub(crate) struct SquareSink<'a> {
-    /// One span for each matrix.
+    /// The spans: one per matrix.
     spans: &'a Spans<'a>,
     codec: Codec,
     random: Option<Drawn>,
@@ -474,7 +476,7 @@ pub(crate) struct SquareSink<'a> {
 }
 
 impl<'a> SquareSink<'a> {
-    /// For matrices `[n, k]`, in buffers that the operation has allocated.
+    /// Creates a sink for matrices `[n, k]`, in buffers that the operation has allocated.
     pub fn new(
         made: Emitted<Cpu>,
         spans: &'a Spans<'a>,
@@ -503,7 +505,7 @@ impl<'a> SquareSink<'a> {
         add_tally(&self.tally, tally);
     }
 
-    /// The results, once every tile is written.
+    /// Returns the results after every tile is written.
     pub fn finish(self) -> Emitted<Cpu> {
         let [rows, cols] = self.planes.finish().map(|plane| Some(Operand::Block(plane)));
         let mut counts = self.counts;

@@ -1,14 +1,14 @@
-//! Encoding specialised for an element and a block length; gives the bits of `Codec::quantize_block`.
+//! Encoding specialised for an element format and a block length. The results have the bits of `Codec::quantize_block`.
 
 use super::round::{E2m1, E4m3, E5m2, Nearest, OneByOne, Round, Small, Threshold, with_rounding};
 use crate::simd::per_isa;
 use nibble_core::ops::Counts;
 use nibble_formats::{Codec, Format, Rounding, Scale, ScalePlaneMut, Stream};
 
-/// Blocks counted in the order of [`Counts`].
+/// Numbers of blocks, in the order of [`Counts`].
 pub(crate) type Tally = [u64; 3];
 
-/// The specialised formats: an element in blocks of one length, with one power-of-two or F32 scale per block.
+/// The formats with specialised code: an element in blocks of one length, with one power-of-two or F32 scale per block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Fast {
     E2m1,
@@ -16,7 +16,7 @@ pub(crate) enum Fast {
     E5m2,
 }
 
-/// The specialisation for a format; `None` where only the general code handles it.
+/// The specialisation for a format; `None` if only the general code handles the format.
 pub(crate) fn fast(format: Format) -> Option<Fast> {
     match format {
         Format::Mxfp4 => Some(Fast::E2m1),
@@ -43,7 +43,7 @@ pub(super) fn amax_bits(x: &[f32]) -> u32 {
     x.iter().fold(0, |amax, x| amax.max(x.to_bits() & 0x7FFF_FFFF))
 }
 
-/// Two codes per byte, the even one in the low nibble.
+/// Packs two codes per byte, with the even-indexed code in the low nibble.
 #[inline(always)]
 fn pack(codes: &[u8], packed: &mut [u8]) {
     for (byte, pair) in packed.iter_mut().zip(codes.as_chunks::<2>().0) {
@@ -52,7 +52,7 @@ fn pack(codes: &[u8], packed: &mut [u8]) {
     }
 }
 
-/// Codes of one block as an array, so that its loops have a constant length. A short block is zero-extended.
+/// Encodes one block. The codes are an array, so that loops over it have a constant length; a short block is zero-extended.
 #[inline(always)]
 fn encode_block<E: Small, R: Round, const B: usize>(
     round: R,
@@ -144,7 +144,7 @@ per_isa! {
     (codec: Codec, x: &[f32], bits: &[u16], codes: &mut [u8], scales: &mut ScalePlaneMut, tally: &mut Tally)
 }
 
-/// A tile of values `[rows][width]`, `stride` apart from row to row.
+/// A tile of values `[rows][width]`; rows are `stride` values apart.
 #[derive(Clone, Copy)]
 pub(crate) struct Tile<'a> {
     pub values: &'a [f32],
@@ -160,7 +160,7 @@ impl<'a> Tile<'a> {
     }
 }
 
-/// Codes of one row with one multiplier per column; cleared where `keep` is 0.
+/// Encodes one row with one multiplier per column; codes are 0 where `keep` is 0.
 #[inline(always)]
 fn encode_under<E: Small, R: Round>(
     round: R,
@@ -180,18 +180,18 @@ fn encode_under<E: Small, R: Round>(
     }
 }
 
-/// Scratch of [`encode_cols`] and `encode_square`, reused.
+/// Reusable scratch memory of [`encode_cols`] and `encode_square`.
 #[derive(Default)]
 pub(crate) struct Work {
     /// Largest magnitude of each column, as bits.
     amax: Vec<u32>,
     /// Multiplier of each column.
     inv: Vec<f32>,
-    /// 0xFF, or 0 under a NaN scale.
+    /// 0xFF for each column, or 0 if the column's scale is NaN.
     keep: Vec<u8>,
     /// Bitwise OR of the codes of a column's block.
     any: Vec<u8>,
-    /// Codes `[rows][width]`, one per byte; 4-bit column codes are then packed two rows per byte.
+    /// Codes `[rows][width]`, one per byte. Column codes of 4 bits are then packed two rows per byte.
     pub codes: Vec<u8>,
     /// Scales `[blocks][width]`.
     pub scales: Vec<Scale>,
@@ -279,8 +279,8 @@ fn encode_cols_body(
 }
 
 per_isa! {
-    // Quantizes a tile down its columns into `work`: scales `[blocks][width]` and codes `[out_rows][width]` (4-bit codes packed as
-    // `[out_rows / 2][width]`). Rows from `tile.rows` to `out_rows` count as zero. `bits` are `[rows][width]`.
+    // Quantizes a tile along its columns into `work`: scales `[blocks][width]` and codes `[out_rows][width]` (4-bit codes are packed as
+    // `[out_rows / 2][width]`). Rows from `tile.rows` to `out_rows` count as zero. `bits` has the shape `[rows][width]`.
     pub(crate) fn encode_cols = encode_cols_body;
     (codec: Codec, tile: Tile, bits: &[u16], out_rows: usize, work: &mut Work, tally: &mut Tally)
 }
@@ -324,7 +324,7 @@ fn encode_square_body(codec: Codec, tile: Tile, bits: &[u16], work: &mut Work, t
 }
 
 per_isa! {
-    // Quantizes a tile under one scale into `work`: the scale, and codes `[rows][width]`, one per byte.
+    // Quantizes a tile with a single scale into `work`: the scale, and codes `[rows][width]`, one per byte.
     pub(crate) fn encode_square = encode_square_body;
     (codec: Codec, tile: Tile, bits: &[u16], work: &mut Work, tally: &mut Tally)
 }
@@ -338,7 +338,7 @@ fn transpose_body(from: &[u8], rows: usize, width: usize, to: &mut Vec<u8>) {
         for col in (0..whole_cols).step_by(8) {
             let mut square = [0u64; 8];
             for (i, line) in square.iter_mut().enumerate() {
-                // Eight bytes of a full 8 × 8 block.
+                // The row has eight bytes, because the 8 × 8 block is full.
                 *line = u64::from_le_bytes(*from[(row + i) * width + col..].first_chunk().unwrap_or(&[0; 8]));
             }
             for (i, line) in turned(square).into_iter().enumerate() {
@@ -354,7 +354,7 @@ fn transpose_body(from: &[u8], rows: usize, width: usize, to: &mut Vec<u8>) {
     }
 }
 
-/// The transpose of 8 × 8 bytes: swaps off-diagonal quarters, then quarters of quarters, then bytes.
+/// Transposes 8 × 8 bytes: swaps the off-diagonal quarters, then the quarters of each quarter, then single bytes.
 #[inline(always)]
 fn turned(mut x: [u64; 8]) -> [u64; 8] {
     for (distance, mask) in [(4, 0xFFFF_FFFFu64), (2, 0x0000_FFFF_0000_FFFF), (1, 0x00FF_00FF_00FF_00FF)] {
@@ -369,7 +369,7 @@ fn turned(mut x: [u64; 8]) -> [u64; 8] {
 }
 
 per_isa! {
-    // Bytes `[rows][width]` → `[width][rows]`.
+    // Transposes bytes `[rows][width]` to `[width][rows]`.
     pub(crate) fn transpose = transpose_body;
     (from: &[u8], rows: usize, width: usize, to: &mut Vec<u8>)
 }
@@ -381,7 +381,7 @@ fn fill_random_body(stream: Stream, first: u64, bits: &mut [u16]) {
         stream.fill_u16(first, bits);
         return;
     }
-    // Whole Philox blocks, which are independent of each other.
+    // The loop computes whole Philox blocks, which are independent of each other.
     for (block, bits) in (first / 8..).zip(blocks) {
         for (pair, word) in bits.as_chunks_mut::<2>().0.iter_mut().zip(stream.block(block)) {
             *pair = [word as u16, (word >> 16) as u16];
@@ -390,6 +390,6 @@ fn fill_random_body(stream: Stream, first: u64, bits: &mut [u16]) {
 }
 
 per_isa! {
-    // Vectorised `Stream::fill_u16`.
+    // The vectorised version of `Stream::fill_u16`.
     pub(crate) fn fill_random = fill_random_body; (stream: Stream, first: u64, bits: &mut [u16])
 }

@@ -1,4 +1,4 @@
-//! Shared by the tests of the conversions: inputs, ragged groups with poisoned padding, every backend to compare, and bitwise comparisons.
+//! Helpers of the conversion tests: inputs, ragged groups with poisoned padding, all backends to compare, and bitwise comparisons.
 
 use super::planes::scales_of;
 use crate::gemm::Isa;
@@ -14,12 +14,12 @@ pub(crate) fn simd_backends() -> Vec<Cpu> {
     supported.enumerate().map(|(i, isa)| Cpu::with(1 + i % 3, isa, CodePath::Simd).unwrap()).collect()
 }
 
-/// The specification.
+/// The backend that runs the specification.
 pub(crate) fn spec() -> Cpu {
     Cpu::scalar(1).unwrap()
 }
 
-/// Every codec of every block format: all rules and roundings.
+/// All codecs of all block formats: every combination of rule and rounding.
 pub(crate) fn codecs() -> Vec<Codec> {
     let roundings = Rounding::PLAIN.into_iter().chain([Rounding::dither(0.3).unwrap()]);
     let mut all = Vec::new();
@@ -45,8 +45,8 @@ impl Words {
         (self.0 >> 32) as u32
     }
 
-    /// Mostly numbers around 1; also zeros of either sign, subnormals, huge and tiny numbers, and with `specials` an occasional
-    /// NaN or infinity.
+    /// A random number, usually around 1. Zeros of either sign, subnormals, huge and tiny numbers also occur, and with `specials` an
+    /// occasional NaN or infinity.
     pub fn value(&mut self, specials: bool) -> f32 {
         let word = self.next();
         let sign = if word & 1 == 1 { -1.0 } else { 1.0 };
@@ -55,7 +55,7 @@ impl Words {
             0..8 => 0.0 * sign,
             8..12 => f32::from_bits(self.next() & 0x7FFF_FFFF).clamp(0.0, 3e38) * sign,
             12..16 => unit * 1e-38 * sign,
-            16..24 => (unit * 16.0).floor() / 2.0 * sign, // ties
+            16..24 => (unit * 16.0).floor() / 2.0 * sign, // rounding ties
             24 if specials && self.next().is_multiple_of(16) => f32::NAN,
             25 if specials && self.next().is_multiple_of(16) => f32::INFINITY * sign,
             _ => unit * sign * 4.0,
@@ -63,7 +63,7 @@ impl Words {
     }
 }
 
-/// A tensor of [`Words::value`]s; about one in eight runs of 64 values is zero.
+/// A tensor of [`Words::value`]s, in which about one in eight runs of 64 values is zero.
 pub(crate) fn tensor(
     cpu: &Cpu,
     is_bf16: bool,
@@ -87,7 +87,7 @@ pub(crate) fn tensor(
     }
 }
 
-/// Groups of these lengths at multiples of `align`, with `spare` rows of capacity at the end; row ids are shuffled.
+/// Groups of these lengths that start at multiples of `align`, with `spare` rows of capacity at the end; row ids are shuffled.
 pub(crate) fn groups(cpu: &Cpu, lens: &[usize], align: usize, spare: usize) -> Groups<Cpu> {
     let mut start = vec![0i32];
     for len in lens {
@@ -112,7 +112,7 @@ pub(crate) fn groups(cpu: &Cpu, lens: &[usize], align: usize, spare: usize) -> G
     }
 }
 
-/// Whether each row is valid.
+/// For each row, whether it is valid.
 pub(crate) fn valid_rows(groups: &Groups<Cpu>) -> Vec<bool> {
     groups.row_id.as_slice().iter().map(|&id| id >= 0).collect()
 }
@@ -131,7 +131,7 @@ pub(crate) fn poisoned(x: &Tensor<Cpu>, groups: &Groups<Cpu>) -> Tensor<Cpu> {
     x
 }
 
-/// [`poisoned`] for a row-blocked tensor: every byte 0xFF.
+/// A copy of a row-blocked tensor in which all bytes of the padding are 0xFF.
 pub(crate) fn poisoned_codes(x: &BlockScaled<Cpu>, groups: &Groups<Cpu>) -> BlockScaled<Cpu> {
     let mut x = x.clone();
     let bytes = x.format.row_code_bytes(x.cols);
@@ -143,14 +143,14 @@ pub(crate) fn poisoned_codes(x: &BlockScaled<Cpu>, groups: &Groups<Cpu>) -> Bloc
     x
 }
 
-/// Bits of the scales, all NaNs made equal.
+/// Bits of the scales; all NaNs have the same bits.
 pub(crate) fn scale_bits(x: &BlockScaled<Cpu>) -> Vec<u64> {
     let num = BlockScaled::<Cpu>::num_scales(x.format, x.axis, x.rows, x.cols, x.stack);
     let (kind, scales) = (x.scale_kind(), scales_of(x));
     (0..num).map(|i| scales.get(i)).map(|s| if kind.is_nan(s) { kind.nan().0 } else { s.0 }).collect()
 }
 
-/// Bits of a plain tensor, all NaNs made equal.
+/// Bits of a plain tensor; all NaNs have the same bits.
 pub(crate) fn plain_bits(x: &Tensor<Cpu>) -> Vec<u32> {
     let canonical = |v: f32| if v.is_nan() { f32::NAN.to_bits() } else { v.to_bits() };
     match &x.data {

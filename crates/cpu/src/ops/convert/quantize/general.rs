@@ -1,7 +1,8 @@
-//! Vectorised quantization to any format, line by line; gives the bits of `spec`.
+//! Vectorised quantization to any format, one row or column at a time. The results have the bits of `spec`.
 //!
-//! A line is a row, or a column transposed into a buffer together with its neighbours. Only the scale of a block and the scaling of its
-//! values are the format's own code; the largest magnitude, the rounding and the packing are shared by all formats. Threads divide lines.
+//! A line is a row, or a column that was transposed into a buffer together with its neighbours. The format's own code only computes a
+//! block's scale and scales the block's values. All formats share the code for the largest magnitude, the rounding and the packing. Threads
+//! divide lines.
 
 use super::drawn::Drawn;
 use super::encode::{amax_bits, transpose};
@@ -19,32 +20,32 @@ use nibble_formats::{BlockAxis, BlockScale, Codec, Rounding, ScalePlaneMut, pack
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// Values below which waking another thread costs more than it saves.
+/// Number of values below which waking another thread costs more than it saves.
 pub(super) const WORTH_A_THREAD: usize = 16_384;
 
-/// Columns that are read, transposed and quantized together.
+/// Number of columns that are read, transposed and quantized together.
 const PANEL: usize = 32;
-/// Rows of a panel, unless a block is longer.
+/// Number of rows of a panel, unless a block is longer.
 const PANEL_ROWS: usize = 128;
 
-/// Whole blocks of a line.
+/// Consecutive whole blocks of a line (a row or column).
 struct Part<'a> {
-    /// The blocks; their values and records are counted from the line's beginning.
+    /// The blocks; their value and record indices are relative to the beginning of the line.
     blocks: &'a [Block],
-    /// One codec for the line, or one per value of this part.
+    /// One codec for the line, or one codec per value of this part.
     codecs: &'a [Codec],
-    /// Whether each value is padding; empty if none is.
+    /// For each value, whether it is padding; empty if no value is padding.
     padding: &'a [bool],
-    /// The values; zeros follow.
+    /// The values, followed by zeros.
     x: &'a mut [f32],
-    /// Sixteen bits per value, if the rounding or a corrected scale reads them.
+    /// Sixteen random bits per value, if the rounding or a corrected scale reads them.
     bits: &'a [u16],
-    /// Codes, one per byte.
+    /// The codes, one per byte.
     codes: &'a mut [u8],
     scales: ScalePlaneMut<'a>,
 }
 
-/// Codes and scale of one block, zero-extended, and the OR of the codes: zero if all codes are.
+/// Encodes one block, zero-extended. Returns its scale and the OR of its codes, which is zero if all codes are zero.
 #[inline(always)]
 fn block_as(
     round: impl Round,
@@ -58,7 +59,7 @@ fn block_as(
         codes.fill(0);
         return (scale, 0);
     }
-    // A corrected scale uses the first element's bits.
+    // A corrected scale uses the random bits of the first element.
     let scale = codec.corrected(x, scale, bits.first().copied().unwrap_or(0));
     codec.format().spec().codec.scale_values(codec.params(), x, scale);
     let any = encode_values(round, facts, x, bits, codes);
@@ -117,7 +118,7 @@ fn encode_line_body(part: &mut Part, tally: &mut Tally) {
 }
 
 per_isa! {
-    // Codes and scales of a part of a line.
+    // Encodes a part of a line: writes codes and scales.
     fn encode_line = encode_line_body; (part: &mut Part, tally: &mut Tally)
 }
 
@@ -128,7 +129,7 @@ fn encode_tile_body(codec: &Codec, x: &mut [f32], bits: &[u16], codes: &mut [u8]
 }
 
 per_isa! {
-    // Codes and scale of one tile.
+    // Encodes one 2-D block: writes codes and its scale.
     fn encode_tile = encode_tile_body;
     (codec: &Codec, x: &mut [f32], bits: &[u16], codes: &mut [u8]) -> (BlockScale, u8)
 }
@@ -144,21 +145,21 @@ fn turn_body<T: Copy>(from: &[T], width: usize, to: &mut [T]) {
 }
 
 per_isa! {
-    // `[rows][width]` → `[width][rows]`.
+    // Transposes `[rows][width]` to `[width][rows]`.
     fn turn<T: Copy> = turn_body; (from: &[T], width: usize, to: &mut [T])
 }
 
-/// A matrix to quantize, and how.
+/// A matrix to quantize, and the parameters of its quantization.
 pub(super) struct Job<'a> {
     x: ValueSource<'a>,
     cols: usize,
-    /// Sixteen bits per value `[rows, cols]`, if they are not those of the value's place.
+    /// Sixteen random bits per value `[rows, cols]`, if they are not the bits for the value's position.
     bits: Option<&'a [u16]>,
     casting: Casting<'a>,
 }
 
 impl<'a> Job<'a> {
-    /// Measures the values if the tensor has a scale of its own and its largest magnitude is not known.
+    /// Measures the values if the tensor has a tensor scale and its largest magnitude is unknown.
     pub fn new(
         cpu: &Cpu,
         (x, cols): (ValueSource<'a>, usize),
@@ -173,12 +174,12 @@ impl<'a> Job<'a> {
         Self { x, cols, bits: None, casting }
     }
 
-    /// Values of a row from column `col` on; zeros if the row is padding.
+    /// Loads the values of a row, starting at column `col`; writes zeros if the row is padding.
     fn load(&self, isa: Isa, padding: &[bool], (row, col): (usize, usize), out: &mut [f32]) {
         if padding[row] { out.fill(0.0) } else { self.x.load(isa, row, col, out) }
     }
 
-    /// The bits of a row's values from column `col` on.
+    /// Writes the random bits of a row's values, starting at column `col`.
     fn fill_bits(&self, isa: Isa, (row, col): (usize, usize), bits: &mut [u16]) {
         if let Some(stored) = self.bits {
             bits.copy_from_slice(&stored[row * self.cols + col..][..bits.len()]);
@@ -217,11 +218,11 @@ fn finite_amax_body(x: &[f32]) -> (f32, bool) {
 }
 
 per_isa! {
-    // The largest finite magnitude, and whether some value is not finite.
+    // The largest finite magnitude, and whether at least one value is not finite.
     fn finite_amax = finite_amax_body; (x: &[f32]) -> (f32, bool)
 }
 
-/// Writes a matrix in the requested orders.
+/// Writes a matrix in the requested row, column or 2-D blocks.
 pub(super) fn emit(cpu: &Cpu, job: &Job, mut made: Emitted<Cpu>) -> Emitted<Cpu> {
     let rows = plane(&mut made.rows).map(|out| rows(cpu, job, out));
     let cols = plane(&mut made.cols).map(|out| columns(cpu, job, out));
@@ -229,7 +230,7 @@ pub(super) fn emit(cpu: &Cpu, job: &Job, mut made: Emitted<Cpu>) -> Emitted<Cpu>
     made
 }
 
-/// Splits a tensor's lines into pieces of `lines` lines: their codes and scales.
+/// Splits the codes and scales of a tensor into pieces of `lines` lines (rows or columns) each.
 fn pieces(
     out: &mut BlockScaled<Cpu>,
     lines: usize,
@@ -252,7 +253,7 @@ fn pack(codec: &Codec, codes: &[u8], out: &mut [u8]) {
         .unwrap_or_else(|e| unreachable!("cut to that length: {e}"));
 }
 
-/// A thread's scratch, reused for each piece.
+/// Scratch memory of a thread, reused for each piece.
 #[derive(Default)]
 struct Memory {
     x: Vec<f32>,
@@ -262,7 +263,7 @@ struct Memory {
     codes: Vec<u8>,
 }
 
-/// Writes every piece, multi-threaded if there are enough values, and adds up their counts.
+/// Writes every piece, multi-threaded if there are enough values, and sums the counts.
 fn counted<P: Send>(
     cpu: &Cpu,
     job: &Job,
@@ -278,7 +279,7 @@ fn counted<P: Send>(
     cpu.pool().install(|| pieces.map_init(Memory::default, one).reduce(Tally::default, sum))
 }
 
-/// Writes blocks along the rows.
+/// Writes the row blocks.
 fn rows(cpu: &Cpu, job: &Job, out: &mut BlockScaled<Cpu>) -> Tally {
     let Job { cols, casting: Casting { codec, spans, .. }, .. } = job;
     let (isa, cols) = (cpu.isa(), *cols);
@@ -317,7 +318,7 @@ fn rows(cpu: &Cpu, job: &Job, out: &mut BlockScaled<Cpu>) -> Tally {
     counted(cpu, job, pieces(out, 1, bytes), one)
 }
 
-/// Writes blocks down the columns, stored transposed.
+/// Writes the column blocks, stored transposed.
 fn columns(cpu: &Cpu, job: &Job, out: &mut BlockScaled<Cpu>) -> Tally {
     let Job { cols, casting: Casting { codec, spans, .. }, .. } = job;
     let cols = *cols;
@@ -342,7 +343,7 @@ struct Panel<'a> {
     padding: &'a [bool],
     col: usize,
     width: usize,
-    /// Bytes of a line's codes and of its scales.
+    /// Number of bytes of a column's codes, and of its scales.
     bytes: (usize, usize),
 }
 
@@ -359,7 +360,7 @@ impl Panel<'_> {
         tally
     }
 
-    /// Writes whole blocks of the panel's rows.
+    /// Writes several whole blocks of rows of the panel.
     fn part(
         &self,
         isa: Isa,
@@ -374,7 +375,7 @@ impl Panel<'_> {
         let records = first.records().start..last.records().end;
         let Casting { codec, spans, .. } = &job.casting;
         let (format, kind) = (codec.format(), codec.scale_kind());
-        // Rows past the matrix count as zero.
+        // Rows past the end of the matrix count as zero.
         let height = rows.end.min(spans.rows).saturating_sub(rows.start);
         memory.x.resize(height * width, 0.0);
         memory.turned.resize(height * width, 0.0);
@@ -417,7 +418,7 @@ impl Panel<'_> {
     }
 }
 
-/// Writes 2-D blocks of `stack` matrices, as they stand and transposed.
+/// Writes 2-D blocks of `stack` matrices, both as they are and transposed.
 pub(super) fn tiles(cpu: &Cpu, job: &Job, stack: usize, mut made: Emitted<Cpu>) -> Result<Emitted<Cpu>> {
     let Job { cols: k, casting: Casting { codec, spans, .. }, .. } = job;
     let (n, k, isa) = (spans.rows / stack.max(1), *k, cpu.isa());
@@ -427,7 +428,7 @@ pub(super) fn tiles(cpu: &Cpu, job: &Job, stack: usize, mut made: Emitted<Cpu>) 
     job.casting.put_tensor_scale(upright, |row| job.casting.codec(row));
     job.casting.put_tensor_scale(turned, |row| job.casting.codec(row / k.max(1) * n));
     let (tiles_n, tiles_k) = (n.div_ceil(block), k.div_ceil(block));
-    // Codes, one per byte; a band is the rows of one row of tiles.
+    // The codes take one byte each; a band is one row of 2-D blocks.
     let mut codes = vec![0; stack * n * k];
     let mut bands = Vec::new();
     let mut rest = &mut codes[..];
@@ -491,13 +492,13 @@ pub(super) fn tiles(cpu: &Cpu, job: &Job, stack: usize, mut made: Emitted<Cpu>) 
     Ok(made)
 }
 
-/// Packs lines of `len` codes.
+/// Packs the codes of rows or columns, `len` codes each.
 fn pack_lines(cpu: &Cpu, codec: &Codec, codes: &[u8], len: usize, out: &mut BlockScaled<Cpu>) {
     let lines = out.codes.as_mut_slice().par_chunks_mut(codec.format().row_code_bytes(len));
     cpu.pool().install(|| lines.zip(codes.par_chunks(len)).for_each(|(out, codes)| pack(codec, codes, out)));
 }
 
-/// Writes `stack` matrices in blocks along their rows, as they stand and transposed. An element has the same random bits in both.
+/// Writes `stack` matrices in row blocks, both as they are and transposed. An element has the same random bits in both.
 pub(super) fn row_weights(
     cpu: &Cpu,
     (x, k): (ValueSource, usize),
@@ -526,7 +527,8 @@ pub(super) fn row_weights(
     Ok(made)
 }
 
-/// `stack` matrices [n, k] transposed. `load(row, col, out)` reads `out.len()` values of a row, counted in the stack, from `col` on.
+/// Transposes `stack` matrices [n, k]. `load(row, col, out)` reads `out.len()` values of a row from column `col` on; `row` counts from the
+/// start of the stack.
 fn turned<T: Copy + Default + Send>(
     cpu: &Cpu,
     (stack, n, k): (usize, usize, usize),

@@ -1,4 +1,4 @@
-//! The random Hadamard transform of a matrix before it is quantized: along the rows, or down the columns group by group.
+//! The random Hadamard transform of a matrix before quantization: along the rows, or along the columns of each group.
 
 use super::drawn::Drawn;
 use super::source::ValueSource;
@@ -11,8 +11,8 @@ use nibble_core::ops::{Hadamard, Planes, Random};
 use nibble_core::{Data, Result, Tensor};
 use nibble_formats::hadamard;
 
-/// `x` transformed, in F32, and the spans of its valid rows. Down the columns, a group then ends with its last transform
-/// block, and the matrix has as many rows as the column blocks.
+/// Returns the transform of `x` in F32, and the spans of its valid rows. After a transform along the columns, a group ends with its last
+/// transform block, and the matrix has as many rows as the column blocks.
 pub(super) fn transform<'a>(
     cpu: &Cpu,
     x: &Tensor<Cpu>,
@@ -44,7 +44,7 @@ fn rows_by_spec(cpu: &Cpu, x: &Tensor<Cpu>, spans: &Spans, sign: &[f32], len: us
     Tensor::new(Data::F32(cpu.computed(&values)), x.rows, x.cols)
 }
 
-/// The specification of the transform down columns, block by block.
+/// The specification of the transform along columns, block by block.
 fn cols_by_spec(
     cpu: &Cpu,
     x: &Tensor<Cpu>,
@@ -105,7 +105,7 @@ fn cols_vectorised(
 ) -> Result<Tensor<Cpu>> {
     let (isa, cols, from) = (cpu.isa(), x.cols, ValueSource::plain(x));
     let factor = hadamard::inv_sqrt_len(len)?;
-    // For each transform block: its position in the group and its number of valid rows; `None` for padding.
+    // `places` has, for each transform block, its position in the group and its number of valid rows; `None` for padding.
     let mut places = vec![None; whole.rows / len];
     for (span, whole) in spans.spans.iter().zip(&whole.spans) {
         for k in (0..whole.len).step_by(len) {
@@ -138,11 +138,12 @@ fn transform_row_body(x: &mut [f32], sign: &[f32], len: usize, factor: f32) {
 }
 
 per_isa! {
-    // Block by block of a row.
+    // Transforms a row block by block.
     fn transform_row = transform_row_body; (x: &mut [f32], sign: &[f32], len: usize, factor: f32)
 }
 
-/// One block of rows `[sign.len()][cols]`: signs, butterflies of whole rows with strides 1, 2, 4, …, then the factor.
+/// Transforms one block of rows `[sign.len()][cols]`: applies the signs, butterflies of whole rows with strides 1, 2, 4, …, then the
+/// factor.
 #[inline(always)]
 fn transform_down_body(x: &mut [f32], cols: usize, sign: &[f32], factor: f32) {
     for (row, sign) in x.chunks_exact_mut(cols).zip(sign) {
@@ -162,6 +163,6 @@ fn transform_down_body(x: &mut [f32], cols: usize, sign: &[f32], factor: f32) {
 }
 
 per_isa! {
-    // One block of rows.
+    // Transforms one block of rows along the columns.
     fn transform_down = transform_down_body; (x: &mut [f32], cols: usize, sign: &[f32], factor: f32)
 }

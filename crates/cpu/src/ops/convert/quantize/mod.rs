@@ -1,4 +1,4 @@
-//! See `nibble_core::ops::{Quantize, Dequantize}`; also the writing of quantized results, which all fused ops share.
+//! The CPU code of `nibble_core::ops::{Quantize, Dequantize}`, and the writing of quantized results, which all fused ops share.
 
 mod delayed;
 mod dequantize;
@@ -32,15 +32,15 @@ use source::ValueSource;
 use spans::Spans;
 use spec::{Casting, Known, Matrix};
 
-/// Whether a format has specialised code. The other formats use general code, which is vectorised too.
+/// Whether a format has specialised code. Other formats use the general code, which is also vectorised.
 pub fn has_own_code(format: Format) -> bool {
     !format.is_block() || encode::fast(format).is_some()
 }
 
-/// Columns of a tile if no blocks run down the columns.
+/// Number of columns of a tile if the result has no column blocks.
 const ROW_COLS: usize = 1024;
 
-/// See [`Quantize`].
+/// Quantizes a tensor; see [`Quantize`].
 pub(crate) fn quantize(cpu: &Cpu, op: Quantize<'_, Cpu>) -> Result<Emitted<Cpu>> {
     const OP: &str = "quantize";
     let random = op.random.map(|random| Drawn::of(random, op.codec)).transpose()?;
@@ -58,7 +58,7 @@ pub(crate) fn quantize(cpu: &Cpu, op: Quantize<'_, Cpu>) -> Result<Emitted<Cpu>>
     encode(cpu, &op, random, (emit, made), &spans(&op, block)?)
 }
 
-/// The valid rows: by group, or by matrix for row blocks of a stack.
+/// The spans of valid rows: one per group, or one per matrix for row blocks of a stack.
 fn spans<'a>(op: &Quantize<'a, Cpu>, block: usize) -> Result<Spans<'a>> {
     match op.planes {
         Planes::Rows if op.stack > 1 => Ok(Spans::stacked(op.stack, op.x.rows / op.stack)),
@@ -66,7 +66,7 @@ fn spans<'a>(op: &Quantize<'a, Cpu>, block: usize) -> Result<Spans<'a>> {
     }
 }
 
-/// See [`MeasureAmax`].
+/// Measures the largest magnitude; see [`MeasureAmax`].
 pub(crate) fn measure_amax(cpu: &Cpu, op: MeasureAmax<'_, Cpu>) -> Result<Buf<f32>> {
     let (mut out, cols, each) = (op.result(cpu)?, op.x.cols, op.x.rows / op.stack.max(1));
     let x = ValueSource::plain(op.x);
@@ -82,7 +82,7 @@ pub(crate) fn measure_amax(cpu: &Cpu, op: MeasureAmax<'_, Cpu>) -> Result<Buf<f3
     Ok(out)
 }
 
-/// Quantizes values without a transform.
+/// Quantizes values without a Hadamard transform.
 fn encode(
     cpu: &Cpu,
     op: &Quantize<'_, Cpu>,
@@ -91,12 +91,12 @@ fn encode(
     spans: &Spans,
 ) -> Result<Emitted<Cpu>> {
     let format = op.codec.format();
-    // Weights in blocks along the rows, for formats without 2-D blocks.
+    // Formats without 2-D blocks have weights in row blocks.
     let row_weights = op.planes == Planes::Tiles && !format.spec().tiles;
     let each = || Spans::stacked(op.stack, op.x.rows / op.stack.max(1));
     let delayed = op.delayed.map(|delayed| (delayed, op.spans()));
     let known = Known { delayed, amax: op.amax.map(|amax| amax.as_slice()) };
-    // Delayed scaling has only the specification's code, multi-threaded.
+    // Delayed scaling has only the specification's code, which is multi-threaded.
     if cpu.path() == CodePath::Scalar || op.delayed.is_some() {
         let x = Matrix::of(op.x, spans);
         return match op.planes {
@@ -122,7 +122,7 @@ fn encode(
     }
 }
 
-/// Row blocks, column blocks or both, vectorised.
+/// Writes row blocks, column blocks or both with vectorised code.
 fn strips(
     cpu: &Cpu,
     op: &Quantize<'_, Cpu>,
@@ -148,7 +148,7 @@ fn strips(
     sink.finish(cpu)
 }
 
-/// 2-D blocks of stacked matrices, vectorised.
+/// Writes 2-D blocks of stacked matrices with vectorised code.
 fn square_tiles(
     cpu: &Cpu,
     op: &Quantize<'_, Cpu>,
@@ -173,7 +173,7 @@ fn square_tiles(
     Ok(sink.finish())
 }
 
-/// Checks the forms of a fused op's results, which have no random stream, and returns [`column_block`].
+/// Checks the formats of a fused op's results, which have no random stream, and returns [`column_block`].
 pub(crate) fn check_emits(op: &'static str, emits: &[Emit], groups: Option<&Groups<Cpu>>) -> Result<usize> {
     for emit in emits {
         if let Emit::Block { codec, .. } = emit {
@@ -183,7 +183,8 @@ pub(crate) fn check_emits(op: &'static str, emits: &[Emit], groups: Option<&Grou
     column_block(op, emits, groups)
 }
 
-/// Rows of the longest column block written, 1 without columns: every group's start must be a multiple of it.
+/// Number of rows of the longest column block among the results; 1 without column blocks. Every group must start at a multiple of this
+/// number.
 fn column_block(op: &'static str, emits: &[Emit], groups: Option<&Groups<Cpu>>) -> Result<usize> {
     let mut longest = 1;
     for emit in emits {

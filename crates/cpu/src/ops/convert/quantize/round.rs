@@ -1,33 +1,33 @@
-//! Branch-free encoding of a value, so that loops over it vectorise; gives the codes of `Element::encode_rounded`.
+//! Branch-free encoding of a value, so that loops over values vectorise. The codes are those of `Element::encode_rounded`.
 //!
-//! A magnitude becomes a code by arithmetic on its bits: normal elements are re-biased, subnormal ones go through an addition or a
-//! multiplication by a power of two, and a select replaces every branch. The element's [`Facts`] are constants in specialised code;
-//! in code for every format they are variables, read once before the loop.
+//! A magnitude becomes a code by arithmetic on its bits. The exponent of a normal element is re-biased; a subnormal element is computed
+//! with an addition or a multiplication by a power of two; a select replaces every branch. The element's [`Facts`] are constants in
+//! specialised code. In the code for every format, they are variables that are read once before the loop.
 
 use nibble_formats::{Element, Rounding};
 
-/// The parameters of an element that encoding and decoding need.
+/// The parameters of an element format that encoding and decoding need.
 #[derive(Clone, Copy)]
 pub(crate) struct Facts {
     pub element: Element,
-    /// Mantissa bits of F32 beyond those of a code.
+    /// Number of mantissa bits that F32 has in addition to those of a code.
     pub shift: u32,
-    /// Difference of the exponent biases of F32 and of the code.
+    /// Difference between the exponent biases of F32 and of the code.
     rebias: u32,
     /// Bits of the smallest normal magnitude.
     min_normal: u32,
-    /// A power of two whose unit in the last place is the subnormal step.
+    /// A power of two whose unit in the last place is the element's subnormal step.
     shifter: f32,
-    /// Scales subnormal steps to units of 2⁻¹⁶.
+    /// Factor from subnormal steps to units of 2⁻¹⁶.
     to_q16: f32,
     pub max_code: u32,
     /// The code of a NaN.
     pub nan_code: u8,
     /// The sign bit; 0 in two's complement.
     sign: u32,
-    /// All bits set for two's complement, else 0.
+    /// All bits set for two's complement, otherwise 0.
     twos: u32,
-    /// The bits of a code that are 0 in every zero.
+    /// Mask of the bits that are 0 in every code of zero.
     pub magnitude: u8,
 }
 
@@ -56,7 +56,7 @@ impl Facts {
         }
     }
 
-    /// Saturates a magnitude's code and gives it the sign of x.
+    /// Saturates a magnitude's code and adds the sign of x.
     #[inline(always)]
     fn signed(&self, code: u32, x: f32) -> u8 {
         let (code, negative) = (code.min(self.max_code), (x.to_bits() as i32 >> 31) as u32);
@@ -64,8 +64,8 @@ impl Facts {
         ((code ^ flip).wrapping_sub(flip) | (negative & self.sign)) as u8
     }
 
-    /// The value of a code. Its magnitude becomes exponent and mantissa of an F32; an exact multiplication re-biases it and
-    /// normalises subnormal elements.
+    /// The value of a code. The code's magnitude bits become exponent and mantissa of an F32; an exact multiplication re-biases the
+    /// exponent and normalises subnormal elements.
     #[inline(always)]
     pub fn decode(&self, code: u8) -> f32 {
         let magnitude = u32::from(code & self.magnitude);
@@ -82,19 +82,19 @@ impl Facts {
     }
 }
 
-/// An element with specialised block code.
+/// An element format with specialised block code.
 pub(crate) trait Small {
     const ELEMENT: Element;
-    /// Values per block.
+    /// Number of values per block.
     const BLOCK: usize;
     const FACTS: Facts = Facts::of(Self::ELEMENT);
 }
 
-/// FP4.
+/// The FP4 element E2M1.
 pub(crate) struct E2m1;
-/// FP8 with three mantissa bits.
+/// The FP8 element with three mantissa bits.
 pub(crate) struct E4m3;
-/// FP8 with two mantissa bits.
+/// The FP8 element with two mantissa bits.
 pub(crate) struct E5m2;
 
 impl Small for E2m1 {
@@ -110,14 +110,14 @@ impl Small for E5m2 {
     const BLOCK: usize = 128;
 }
 
-/// A rounding mode: encodes a finite value, or one that overflowed to infinity.
+/// A rounding mode. The implementing type encodes finite values, and values that overflowed to infinity.
 pub(crate) trait Round: Copy {
-    /// Whether the rounding reads sixteen bits per element.
+    /// Whether the rounding reads sixteen bits per element from `bits`.
     const READS_BITS: bool;
     fn encode(self, facts: &Facts, x: f32, bits: u16) -> u8;
 }
 
-/// Nearest, ties to even.
+/// Rounding to nearest, ties to even.
 #[derive(Clone, Copy)]
 pub(super) struct Nearest;
 
@@ -135,12 +135,12 @@ impl Round for Nearest {
     }
 }
 
-/// Rounds up iff the sixteen bits lie below the fraction of the step: stochastic with random bits, nearest with ties away
-/// from zero with [`HALF_AWAY`].
+/// Rounds up iff the sixteen bits are below the fraction of the step. With random bits, the rounding is stochastic; it is nearest rounding
+/// with ties away from zero with [`HALF_AWAY`].
 #[derive(Clone, Copy)]
 pub(super) struct Threshold;
 
-/// Bits that round up from half a step on.
+/// The constant bits with which [`Threshold`] rounds up from half a step on.
 const HALF_AWAY: u16 = 0x7FFF;
 
 impl Round for Threshold {
@@ -149,7 +149,7 @@ impl Round for Threshold {
     #[inline(always)]
     fn encode(self, e: &Facts, x: f32, bits: u16) -> u8 {
         let magnitude = x.to_bits() & 0x7FFF_FFFF;
-        // Code and fraction in units of 2⁻¹⁶ of a step, truncated; the multiplication is exact.
+        // The result is the code and the fraction of a step in units of 2⁻¹⁶, truncated; the multiplication is exact.
         let normal = magnitude.wrapping_sub(e.rebias) >> (e.shift - 16);
         let below_normal = magnitude.min(e.min_normal);
         let subnormal = (f32::from_bits(below_normal) * e.to_q16) as i32 as u32;
@@ -158,7 +158,7 @@ impl Round for Threshold {
     }
 }
 
-/// Any rounding, element by element: for dithering, which no recipe uses where speed matters.
+/// Any rounding, element by element. This type is used for dithering, which no recipe uses where speed matters.
 #[derive(Clone, Copy)]
 pub(super) struct OneByOne(pub Rounding);
 
@@ -183,12 +183,12 @@ macro_rules! with_rounding {
 }
 pub(super) use with_rounding;
 
-/// The sixteen bits that a rounding needs for every element, unless they are random.
+/// The sixteen bits that a rounding uses for every element, if they are constant.
 pub(crate) fn fixed_bits(rounding: Rounding) -> Option<u16> {
     (rounding == Rounding::NearestAway).then_some(HALF_AWAY)
 }
 
-/// Whether the code here reads sixteen bits per element for a rounding.
+/// Whether the code in this module reads sixteen bits per element for a rounding.
 pub(crate) fn reads_bits(rounding: Rounding) -> bool {
     rounding != Rounding::NearestEven
 }
@@ -198,7 +198,7 @@ mod tests {
     use super::*;
     use nibble_formats::Format;
 
-    /// Each element once.
+    /// All element formats, each once.
     fn elements() -> Vec<Element> {
         let mut all: Vec<Element> = Vec::new();
         for element in Format::ALL.into_iter().filter_map(|format| format.spec().element) {
@@ -220,7 +220,7 @@ mod tests {
         }
     }
 
-    /// Every code's value, every tie, their neighbours, the midpoints between these, and the ends of the range.
+    /// The values of all codes, all ties, their neighbours, the midpoints between these, and the ends of the range.
     fn values(element: Element) -> Vec<f32> {
         let mut points: Vec<f32> = (0..=element.max_code()).map(|code| element.decode(code)).collect();
         points.extend(points.clone().windows(2).flat_map(|w| {

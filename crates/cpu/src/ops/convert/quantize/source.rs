@@ -1,4 +1,4 @@
-//! Reading rows of F32 values from a plain or quantized matrix, vectorised.
+//! Vectorised reads of F32 values from rows of a plain or quantized matrix.
 
 use super::encode::{Fast, fast};
 use super::planes::scales_of;
@@ -10,7 +10,7 @@ use half::bf16;
 use nibble_core::{BlockScaled, Data, Result, Tensor};
 use nibble_formats::{Codec, Format, Rounding, ScaleKind, ScalePlane, unpack_codes};
 
-/// Codes and scales of consecutive values; the first value starts a block.
+/// Codes and scales of consecutive values; the first value is the first of a block.
 #[derive(Clone, Copy)]
 pub(crate) struct Coded<'a> {
     pub fast: Fast,
@@ -20,7 +20,7 @@ pub(crate) struct Coded<'a> {
     pub first_scale: usize,
 }
 
-/// Two nibbles of each byte, the low nibble first.
+/// Unpacks two 4-bit codes per byte, the low nibble first.
 #[inline(always)]
 pub(crate) fn unpack(packed: &[u8], codes: &mut [u8]) {
     for (pair, byte) in codes.as_chunks_mut::<2>().0.iter_mut().zip(packed) {
@@ -58,7 +58,7 @@ fn decode_row_body(from: Coded, out: &mut [f32]) {
 }
 
 per_isa! {
-    // Values of a run of blocks.
+    // Decodes the values of consecutive blocks.
     pub(crate) fn decode_row = decode_row_body; (from: Coded, out: &mut [f32])
 }
 
@@ -73,35 +73,35 @@ per_isa! {
     fn widen = widen_body; (x: &[bf16], out: &mut [f32])
 }
 
-/// A matrix to read values from.
+/// A matrix from which values are read.
 #[derive(Clone, Copy)]
 pub(crate) enum ValueSource<'a> {
-    /// `[rows, cols]`.
+    /// F32 values `[rows, cols]`, and `cols`.
     F32(&'a [f32], usize),
-    /// `[rows, cols]`.
+    /// BF16 values `[rows, cols]`, and `cols`.
     Bf16(&'a [bf16], usize),
-    /// Blocks along stored lines: the rows of a `Row` or `Tile` tensor, the columns of a `Col` tensor.
+    /// A block-scaled tensor: the stored rows of a `Row` or `Tile` tensor, or the stored columns of a `Col` tensor.
     Lines(Lines<'a>),
 }
 
-/// Which scales the decoded values include.
+/// Selects the scales by which decoded values are multiplied.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Scales {
     /// Block scales and the tensor scale.
     All,
-    /// Block scales only.
+    /// Block scales without the tensor scale.
     OfBlocks,
-    /// Block scales that are not F32 numbers.
+    /// Block scales of kinds other than F32.
     Exact,
 }
 
-/// Stored lines of codes: rows, or columns of a `Col` tensor.
+/// Stored lines of codes: the rows of a tensor, or the columns of a `Col` tensor.
 #[derive(Clone, Copy)]
 pub(crate) struct Lines<'a> {
     fast: Option<Fast>,
-    /// Codec of the format and rule.
+    /// The codec of the tensor's format and rule.
     codec: Codec,
-    /// The tensor scale of each row, if there is one, and whether the lines are columns.
+    /// The tensor scale of each row, if the tensor has tensor scales, and whether the stored lines are columns.
     of_tensor: (Option<&'a [f32]>, bool),
     with: Scales,
     format: Format,
@@ -111,13 +111,13 @@ pub(crate) struct Lines<'a> {
     line_bytes: usize,
     block: usize,
     blocks: usize,
-    /// Lines that share a scale, and lines per matrix of the stack: (1, all) except for tiles.
+    /// Number of lines that share a scale, and lines per matrix of the stack: (1, all) unless blocks are 2-D.
     lines_per_scale: usize,
     lines_per_matrix: usize,
 }
 
 impl<'a> Lines<'a> {
-    /// The lines of a tensor as stored.
+    /// The rows or columns of a tensor as they are stored.
     ///
     /// # Errors
     /// If the format does not support the rule.
@@ -146,7 +146,7 @@ impl<'a> Lines<'a> {
         })
     }
 
-    /// Codes of `width` values of a line from `first` on; both are at whole bytes.
+    /// Codes of `width` values of a line, starting at value `first`; `first` and `width` must fall on whole bytes.
     pub fn codes(&self, line: usize, first: usize, width: usize) -> &'a [u8] {
         let start = line * self.line_bytes + self.format.row_code_bytes(first);
         &self.codes[start..][..self.format.row_code_bytes(width)]
@@ -163,7 +163,7 @@ impl<'a> Lines<'a> {
         (matrix * per_matrix + in_matrix / self.lines_per_scale) * self.blocks
     }
 
-    /// Values of a line from `first` on.
+    /// Loads the values of a line, starting at value `first`.
     pub fn load(&self, isa: Isa, line: usize, first: usize, out: &mut [f32]) {
         let Some(fast) = self.fast else {
             return decode_line(isa, self, (line, first), out);
@@ -179,7 +179,7 @@ impl<'a> Lines<'a> {
                 first_scale: first_scale + b,
             }
         };
-        // Decode a leading partial block separately, then whole blocks.
+        // A leading partial block is decoded separately; whole blocks follow.
         let aligned = first.next_multiple_of(self.block).min(end);
         let (head, rest) = out.split_at_mut(aligned - first);
         if !head.is_empty() {
@@ -196,7 +196,7 @@ impl<'a> Lines<'a> {
         }
     }
 
-    /// Multiplies elements of a line, from value `first` on, by their block scales.
+    /// Multiplies the elements of a line, starting at value `first`, by their block scales.
     #[inline(always)]
     fn multiply(&self, line: usize, first: usize, elements: &mut [f32]) {
         let (kind, end) = (self.codec.scale_kind(), first + elements.len());
@@ -229,7 +229,7 @@ impl<'a> Lines<'a> {
     }
 }
 
-/// Codes of any format decoded at a time: a multiple of eight, so that runs begin and end at whole bytes.
+/// Number of codes of any format decoded at a time: a multiple of eight, so that runs start and end at whole bytes.
 const RUN: usize = 256;
 
 #[inline(always)]
@@ -261,12 +261,12 @@ fn decode_line_body(lines: &Lines, (line, first): (usize, usize), out: &mut [f32
 }
 
 per_isa! {
-    // Values of a line in any format, from a position on.
+    // Decodes values of a line in any format, starting at a given position.
     fn decode_line = decode_line_body; (lines: &Lines, at: (usize, usize), out: &mut [f32])
 }
 
 impl<'a> ValueSource<'a> {
-    /// A plain tensor.
+    /// A source that reads a plain tensor.
     pub fn plain(x: &'a Tensor<Cpu>) -> Self {
         match &x.data {
             Data::F32(data) => Self::F32(data.as_slice(), x.cols),
@@ -274,7 +274,7 @@ impl<'a> ValueSource<'a> {
         }
     }
 
-    /// Values of a row (of a column, for `Col` tensors) from `col` on.
+    /// Loads the values of a row (of a column, for `Col` tensors), starting at `col`.
     pub fn load(&self, isa: Isa, row: usize, col: usize, out: &mut [f32]) {
         match self {
             Self::F32(x, cols) => out.copy_from_slice(&x[row * cols + col..][..out.len()]),

@@ -1,33 +1,33 @@
-//! The valid rows of a matrix: all, or the first `len` of each group.
+//! The valid rows of a matrix: all rows, or the first `len` rows of each group.
 
 use crate::Cpu;
 use nibble_core::{Error, Groups, Result};
 
-/// Consecutive rows: the first `len` are valid, the rest up to `end` are padding.
+/// Consecutive rows: the first `len` rows are valid, and the rest up to `end` are padding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Span {
     pub start: usize,
     pub len: usize,
     pub end: usize,
-    /// Index of the group or matrix; `None` for rows outside all groups.
+    /// Index of the span's group or matrix; `None` for rows outside all groups.
     pub number: Option<usize>,
 }
 
-/// The spans of a matrix, covering its rows without gaps.
+/// The spans of a matrix, which cover its rows without gaps.
 #[derive(Debug)]
 pub(crate) struct Spans<'a> {
-    /// In row order; the last ends at the row capacity.
+    /// The spans in row order; the last span ends at the row capacity.
     pub spans: Vec<Span>,
-    /// Rows of the plain matrix and of the codes in row blocks.
+    /// Number of rows of the plain matrix and of the codes in row blocks.
     pub rows: usize,
-    /// Rows of the codes in column blocks: `rows`, rounded up to whole blocks.
+    /// Number of rows of the codes in column blocks: `rows`, rounded up to whole blocks.
     pub capacity: usize,
     row_id: Option<&'a [i32]>,
 }
 
 impl<'a> Spans<'a> {
-    /// `rows` valid rows, or the rows of `groups`. A column block has `block` rows: without groups the capacity is rounded
-    /// up to `block`; with groups every start must be a multiple of `block` (1 if no columns are written).
+    /// The spans of `rows` valid rows, or of `groups`. A column block has `block` rows (1 if no columns are written). Without groups, the
+    /// capacity is rounded up to `block`; with groups, every start must be a multiple of `block`.
     ///
     /// # Errors
     /// [`Error::Shape`] for groups that overlap, exceed their capacity or start inside a block.
@@ -51,7 +51,7 @@ impl<'a> Spans<'a> {
         padding
     }
 
-    /// `stack` matrices of `rows_each` rows, one span each.
+    /// The spans of `stack` matrices of `rows_each` rows: one per matrix.
     pub fn stacked(stack: usize, rows_each: usize) -> Self {
         let rows = stack * rows_each;
         let span =
@@ -71,7 +71,7 @@ impl<'a> Spans<'a> {
         let mut spans =
             vec![Span { start: 0, len: 0, end: at(start[0]).unwrap_or(usize::MAX), number: None }];
         for (group, (bounds, &len)) in start.windows(2).zip(len).enumerate() {
-            // A value out of range becomes a span that the check below refuses.
+            // A value out of range gives a span that the check below refuses.
             let span = Span {
                 start: at(bounds[0]).unwrap_or(usize::MAX),
                 len: usize::try_from(len).unwrap_or(usize::MAX),
@@ -80,7 +80,7 @@ impl<'a> Spans<'a> {
             };
             spans.push(span);
         }
-        // Non-empty: the span before the first group is always there.
+        // The list is not empty, because the span before the first group is always present.
         let last = spans[spans.len() - 1].end;
         spans.push(Span { start: last, len: 0, end: rows, number: None });
         for s in &spans {
@@ -97,24 +97,24 @@ impl<'a> Spans<'a> {
         Ok(Self { spans, rows, capacity: rows, row_id: Some(row_id) })
     }
 
-    /// The same spans with every length rounded up to a multiple of `block` rows. `block` divides the alignment of the starts;
-    /// the plain matrix has `capacity` rows.
+    /// The same spans, with every length rounded up to a multiple of `block` rows. `block` divides the alignment of the starts. The plain
+    /// matrix has `capacity` rows.
     pub fn in_whole(&self, block: usize) -> Self {
         let whole = |s: &Span| Span { len: s.len.next_multiple_of(block).min(s.end - s.start), ..*s };
         let spans = self.spans.iter().map(whole).collect();
         Self { spans, rows: self.capacity, capacity: self.capacity, row_id: self.row_id }
     }
 
-    /// The row's number in the random stream: token · k + slot, or its position.
+    /// The row's index in the random stream: token · k + slot if rows have ids, otherwise its position.
     pub fn row_index(&self, row: usize) -> u64 {
         match self.row_id {
-            // Valid rows have an id; the number of padding does not matter.
+            // Valid rows have an id; the index of padding has no effect.
             Some(ids) => ids[row].max(0) as u64,
             None => row as u64,
         }
     }
 
-    /// Positions of the valid rows.
+    /// The indices of the valid rows.
     pub fn valid(&self) -> impl Iterator<Item = usize> {
         self.spans.iter().flat_map(|s| s.start..s.start + s.len)
     }

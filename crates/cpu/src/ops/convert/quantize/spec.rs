@@ -1,5 +1,5 @@
-//! The specification of every op that writes quantized or plain results: block by block through
-//! `Codec::quantize_block`, from a matrix of F32 values.
+//! The specification of every op that writes quantized or plain results. Each op passes a matrix of F32 values block by block to
+//! `Codec::quantize_block`.
 
 use super::delayed::Met;
 use super::drawn::Drawn;
@@ -24,7 +24,7 @@ pub(crate) struct Matrix {
 }
 
 impl Matrix {
-    /// The valid rows of `x`.
+    /// Copies the valid rows of `x`.
     pub fn of(x: &Tensor<Cpu>, spans: &Spans) -> Self {
         let mut values = vec![0.0; x.rows * x.cols];
         for row in spans.valid() {
@@ -45,37 +45,37 @@ pub(crate) fn value(x: &Tensor<Cpu>, i: usize) -> f32 {
     }
 }
 
-/// Everything but the values that determines a quantization.
+/// All parameters of a quantization except the values.
 pub(crate) struct Casting<'a> {
     pub codec: Codec,
-    /// With tensor scales: the codec of each row. Rows of one span (a group or a matrix) share a codec.
+    /// For formats with tensor scales: the codec of each row. Rows of one span (a group or a matrix) share a codec.
     pub of_rows: Vec<Codec>,
     /// State of delayed scaling, if scales come from earlier steps.
     met: Option<Met<'a>>,
     pub random: Option<Drawn>,
     pub spans: &'a Spans<'a>,
-    /// Rows per matrix, if the matrices are transposed: elements keep the random bits of their place before the transpose.
+    /// Rows per matrix, if the matrices are transposed: an element keeps the random bits of its position before the transpose.
     transposed: Option<usize>,
 }
 
-/// What is known about spans besides their values.
+/// What is known about spans in addition to their values.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Known<'a> {
-    /// Delayed-scaling records, and the number of spans that have one.
+    /// Delayed-scaling records, and the number of spans that have a record.
     pub delayed: Option<(Delayed<'a, Cpu>, usize)>,
-    /// The largest magnitude of each span.
+    /// The largest magnitude of each span, if known.
     pub amax: Option<&'a [f32]>,
 }
 
 impl Known<'_> {
-    /// The largest magnitude of a span.
+    /// The largest magnitude of a span, if known.
     pub fn amax(&self, span: &Span) -> Option<f32> {
         self.amax?.get(span.number?).copied()
     }
 }
 
 impl<'a> Casting<'a> {
-    /// Measures the values if the tensor has a scale of its own that is not known.
+    /// Measures the values if the format has a tensor scale that is unknown.
     pub fn new(
         codec: Codec,
         random: Option<Drawn>,
@@ -94,7 +94,7 @@ impl<'a> Casting<'a> {
         Self { met, ..casting }
     }
 
-    /// With the largest magnitude of a span's valid rows, as [`Codec::tensor_amax`] defines it.
+    /// Quantization parameters in which `amax` returns the largest magnitude of a span's valid rows, as [`Codec::tensor_amax`] defines it.
     pub fn measured(
         codec: Codec,
         random: Option<Drawn>,
@@ -104,7 +104,7 @@ impl<'a> Casting<'a> {
         Self::of_spans(codec, random, spans, |span, rows| codec.for_tensor(amax(span, rows)))
     }
 
-    /// With a codec for each span, from its valid rows, if the tensor has a scale of its own.
+    /// Quantization parameters with one codec per span, computed from its valid rows, if the format has a tensor scale.
     fn of_spans(
         codec: Codec,
         random: Option<Drawn>,
@@ -122,12 +122,12 @@ impl<'a> Casting<'a> {
         Self { codec, of_rows, met: None, random, spans, transposed: None }
     }
 
-    /// The codec of a row's values.
+    /// The codec for the values of a row.
     pub fn codec(&self, row: usize) -> Codec {
         self.of_rows.get(row).copied().unwrap_or(self.codec)
     }
 
-    /// Sixteen random bits of an element; 0 without a stream. Stochastic roundings are accepted only with a stream.
+    /// Sixteen random bits of an element; 0 without a random stream. Stochastic roundings are accepted only with a stream.
     fn bits(&self, row: usize, col: usize, cols: usize) -> u16 {
         let Some(drawn) = self.random else { return 0 };
         let element = match self.transposed {
@@ -137,7 +137,7 @@ impl<'a> Casting<'a> {
         drawn.u16_at(element)
     }
 
-    /// Writes what delayed scaling found in the values.
+    /// Writes the measurements of delayed scaling.
     fn put_found(&self, found: &mut Option<Found<Cpu>>) {
         if let (Some(met), Some(found)) = (&self.met, found) {
             met.put_found(found);
@@ -179,7 +179,7 @@ pub(crate) fn emit(
     }
 }
 
-/// Writes a matrix in blocks: by rows, by columns, or both.
+/// Writes a matrix in row blocks, in column blocks, or both.
 pub(crate) fn quantized(cpu: &Cpu, x: &Matrix, casting: &Casting, mut made: Emitted<Cpu>) -> Emitted<Cpu> {
     let rows = plane(&mut made.rows).map(|out| lines(cpu, x, casting, out));
     let cols = plane(&mut made.cols).map(|out| lines(cpu, x, casting, out));
@@ -199,7 +199,7 @@ pub(crate) fn plain(x: &Matrix, out: &mut Tensor<Cpu>) {
     }
 }
 
-/// Values of a line that share one scale, and the number of values per stored scale record.
+/// A range of values in a row or column that share one scale, and the number of values per stored scale record.
 pub(super) struct Block {
     pub values: Range<usize>,
     pub each: usize,
@@ -211,7 +211,8 @@ impl Block {
     }
 }
 
-/// The blocks of a line of `len` values. They have the format's length; if a whole column has one scale, they are the row spans.
+/// The blocks of a row or column of `len` values. Blocks have the format's block length; if a whole column has one scale, the blocks are
+/// the row spans.
 pub(super) fn blocks(format: Format, axis: BlockAxis, spans: &Spans, len: usize) -> Vec<Block> {
     let (block, each) = (format.spec().block, format.record_len(axis).min(len.max(1)));
     if axis == BlockAxis::Col && block == WHOLE_LINE {
@@ -220,7 +221,8 @@ pub(super) fn blocks(format: Format, axis: BlockAxis, spans: &Spans, len: usize)
     (0..len).step_by(each).map(|first| Block { values: first..len.min(first + each), each }).collect()
 }
 
-/// Writes blocks along the rows, or down the columns and stored transposed. Threads divide lines; a line's blocks run in order.
+/// Writes row blocks, or column blocks that are stored transposed. Threads divide the rows or columns; within one, blocks are processed in
+/// order.
 fn lines(cpu: &Cpu, x: &Matrix, casting: &Casting, out: &mut BlockScaled<Cpu>) -> Tally {
     let (Casting { codec, spans, .. }, axis) = (casting, out.axis);
     let down = axis == BlockAxis::Col;
@@ -241,7 +243,7 @@ fn lines(cpu: &Cpu, x: &Matrix, casting: &Casting, out: &mut BlockScaled<Cpu>) -
         })
         .collect();
     let one = |(line, (plane, mut scales)): (usize, (&mut [u8], ScalePlaneMut<'_>))| {
-        // Rows past the matrix count as zero: `quantize_block` extends a short block.
+        // Rows past the end of the matrix count as zero, because `quantize_block` extends a short block.
         let values: Vec<f32> = match axis {
             BlockAxis::Col => (0..spans.rows).map(|row| x.values[row * x.cols + line]).collect(),
             BlockAxis::Row | BlockAxis::Tile => x.values[line * x.cols..][..x.cols].to_vec(),
@@ -251,7 +253,7 @@ fn lines(cpu: &Cpu, x: &Matrix, casting: &Casting, out: &mut BlockScaled<Cpu>) -
         for block in &blocks {
             let place = |i| if down { (i, line) } else { (line, i) };
             let of = |record: usize| record * block.each..block.values.end.min((record + 1) * block.each);
-            // A transform leaves values in rows past a group's last one.
+            // A transform leaves nonzero values in rows after a group's last valid row.
             let is_padding = |i| padding[place(i).0] && values.get(i).is_none_or(|v| *v == 0.0);
             let least = |record: &usize| of(*record).all(is_padding);
             block.records().filter(least).for_each(|record| scales.set(record, kind.least()));
@@ -273,12 +275,12 @@ fn lines(cpu: &Cpu, x: &Matrix, casting: &Casting, out: &mut BlockScaled<Cpu>) -
     cpu.pool().install(|| lines.into_par_iter().enumerate().map(one).reduce(Tally::default, sum))
 }
 
-/// The sum of two tallies.
+/// The sum of two block counts.
 pub(super) fn sum(a: Tally, b: Tally) -> Tally {
     std::array::from_fn(|i| a[i] + b[i])
 }
 
-/// Writes 2-D blocks of `stack` matrices, as they stand and transposed.
+/// Writes 2-D blocks of `stack` matrices, both as they are and transposed.
 pub(crate) fn tiles(
     x: &Matrix,
     stack: usize,
@@ -318,7 +320,7 @@ pub(crate) fn tiles(
     Ok(made)
 }
 
-/// Writes `stack` matrices in blocks along their rows, as they stand and transposed.
+/// Writes `stack` matrices in row blocks, both as they are and transposed.
 pub(crate) fn row_weights(
     cpu: &Cpu,
     x: &Matrix,
@@ -341,7 +343,7 @@ pub(crate) fn row_weights(
     Ok(made)
 }
 
-/// Matrix, tile row and tile column of every tile of a stack.
+/// Matrix index, tile row and tile column of all tiles of a stack.
 pub(crate) fn tile_indices(
     stack: usize,
     tiles_n: usize,
@@ -366,13 +368,13 @@ impl<'a> Decoder<'a> {
         Ok(Self { x, scales: scales_of(x), codec, block: x.format.record_len(x.axis) })
     }
 
-    /// Element (row, col) of the logical matrix.
+    /// The value of element (row, col) of the logical matrix.
     pub fn value(&self, row: usize, col: usize) -> f32 {
         let (code, i, record) = self.at(row, col);
         self.of_row(row).decode(code, i, record)
     }
 
-    /// The value under the scales that `with` selects; [`beside`](Self::beside) gives the product of the others.
+    /// The value, multiplied only by the scales that `with` selects; [`beside`](Self::beside) gives the product of the others.
     pub fn number(&self, with: Scales, row: usize, col: usize) -> f32 {
         let (code, i, record) = self.at(row, col);
         match with {
@@ -382,7 +384,7 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// The product of the F32 scales that `with` leaves out: the block scale, if it is F32 and left out, times the tensor scale.
+    /// The product of the F32 scales that `with` does not select: the block scale, if it is F32 and not selected, times the tensor scale.
     pub fn beside(&self, with: Scales, row: usize, col: usize) -> f32 {
         let of_block = match with {
             Scales::Exact if self.x.scale_kind() == ScaleKind::F32 => {
@@ -394,12 +396,12 @@ impl<'a> Decoder<'a> {
         of_block * of_tensor
     }
 
-    /// The codec under a row's tensor scale.
+    /// The codec with a row's tensor scale.
     fn of_row(&self, row: usize) -> Codec {
         self.x.tensor_scale.as_ref().map_or(self.codec, |s| self.codec.under(s.as_slice()[row]))
     }
 
-    /// The code of an element, its index in its block, and the block's scale record.
+    /// The code of an element, the element's index in its block, and the block's scale record.
     fn at(&self, row: usize, col: usize) -> (u8, usize, Scale) {
         let (x, block) = (self.x, self.block);
         let (line, len, i, scale) = match x.axis {
@@ -419,7 +421,7 @@ impl<'a> Decoder<'a> {
 /// Decodes the valid rows of a quantized tensor.
 ///
 /// # Errors
-/// As [`Decoder::of`].
+/// The errors of [`Decoder::of`].
 pub(crate) fn decode(cpu: &Cpu, x: &BlockScaled<Cpu>, valid: impl Iterator<Item = usize>) -> Result<Matrix> {
     let (decoder, cols) = (Decoder::of(x)?, x.cols);
     let mut values = vec![0.0; x.rows * cols];

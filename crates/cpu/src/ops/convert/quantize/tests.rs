@@ -60,7 +60,7 @@ fn every_format_takes_any_shape() {
     }
 }
 
-/// Each code byte under each scale byte, in every format and along every axis; also arbitrary F32 and other scale records.
+/// Tests all code bytes with all scale bytes, in every format and along every axis. F32 scales and other scale records are random.
 #[test]
 fn every_code_under_every_scale_is_decoded_as_specified() {
     let (spec, backends, mut words) = (spec(), simd_backends(), Words(9));
@@ -99,14 +99,14 @@ fn every_code_under_every_scale_is_decoded_as_specified() {
     }
 }
 
-/// A weight with blocks along the rows: the bits that round an element depend on the element, not on its place in a buffer. If all scales
-/// are equal, the weight as it stands and its transpose hold the same codes, which differ from those of nearest rounding.
+/// A weight in row blocks: the random bits of an element depend on the element, not on its position in a buffer. If all scales are equal,
+/// the weight and its transpose have the same codes, which differ from those of nearest rounding.
 #[test]
 fn both_planes_of_a_weight_round_an_element_alike() {
     let cpu = spec();
     let (stack, n, k) = (2, 40, 72);
     let mut values: Vec<f32> = normals(3, stack * n * k).iter().map(|v| v.clamp(-5.0, 5.0)).collect();
-    // One element in every block, of the rows or of the columns, has the largest magnitude.
+    // One element in every row block and column block has the largest magnitude.
     for i in (0..stack * n * k).filter(|i| (i / k % n + i % k) % 8 == 0) {
         values[i] = 6.0;
     }
@@ -130,7 +130,7 @@ fn both_planes_of_a_weight_round_an_element_alike() {
     assert_ne!(codes(Rounding::NearestEven)[0], upright);
 }
 
-/// Group lengths: empty, one row, a whole block, longer.
+/// Group lengths: empty, one row, a whole block, and longer than a block.
 const LENS: [usize; 6] = [0, 1, 128, 130, 0, 37];
 
 #[test]
@@ -153,7 +153,7 @@ fn ragged_planes_are_those_of_the_specification_whatever_the_padding_holds() {
     }
 }
 
-/// Rows need no alignment if no blocks run down them; padding is zero.
+/// Without column blocks, the rows of a group need no alignment; padding is zero.
 #[test]
 fn ragged_rows_need_no_alignment_and_padding_is_zero() {
     for cpu in simd_backends().into_iter().chain([spec()]) {
@@ -176,7 +176,7 @@ fn ragged_rows_need_no_alignment_and_padding_is_zero() {
     }
 }
 
-/// Ascend's convention marks a block of zeros. Padding is not marked, and is not counted.
+/// Ascend's convention gives a block of zeros a NaN scale. Padding gets no NaN scale and is not counted.
 #[test]
 fn padding_is_not_quantized() {
     let cpu = spec();
@@ -192,14 +192,14 @@ fn padding_is_not_quantized() {
     for (row, record) in rows.scales.as_slice().chunks(4).enumerate() {
         assert_eq!(record == [0; 4], !valid[row], "row {row}");
     }
-    // The second group has 70 valid rows of 128: the first 64 fill a block, and six are in the next.
+    // The second group has 70 valid rows of 128: the first 64 fill a block, and the other six are in the next block.
     let of_block = |b: usize| &cols.scales.as_slice()[4 * b..][..4];
     for (b, rows) in valid.chunks(64).enumerate() {
         assert_eq!(of_block(b) == [0; 4], !rows.contains(&true), "block {b}");
     }
 }
 
-/// Column blocks are the row blocks of the transposed matrix, stored the same way.
+/// Column blocks are the row blocks of the transposed matrix, and are stored in the same way.
 #[test]
 fn columns_are_rows_of_the_transpose() {
     let cpu = Cpu::new(2).unwrap();
@@ -212,7 +212,7 @@ fn columns_are_rows_of_the_transpose() {
         let down = quantize(&cpu, op(&x, codec, Planes::Cols, None)).unwrap();
         let along = quantize(&cpu, op(&turned, codec, Planes::Rows, None)).unwrap();
         assert_eq!(block(&down.cols).codes.as_slice(), block(&along.rows).codes.as_slice(), "{codec:?}");
-        // A column with a single scale stores it once per 128 rows.
+        // A column with a single scale stores this scale once per 128 rows.
         let (of_cols, of_rows) = (scale_bits(block(&down.cols)), scale_bits(block(&along.rows)));
         let each = of_cols.len() / of_rows.len().max(1);
         let repeated: Vec<u64> = of_rows.into_iter().flat_map(|s| std::iter::repeat_n(s, each)).collect();
@@ -229,7 +229,7 @@ fn tiles_of_a_stack_are_those_of_the_specification() {
             let x = tensor(&spec, false, stack * n, k, 21, true);
             let with_stack = || Quantize { stack, ..op(&x, codec, Planes::Tiles, None) };
             let expected = quantize(&spec, with_stack()).unwrap();
-            // Each plane decodes to the transpose of the other.
+            // Each of the two tensors decodes to the transpose of the other.
             let decode = |x| dequantize(&spec, Dequantize { x, dtype: DType::F32 }).unwrap();
             let (upright, turned) = (decode(block(&expected.rows)), decode(block(&expected.cols)));
             let (upright, turned) = (plain_bits(&upright), plain_bits(&turned));
@@ -245,11 +245,11 @@ fn tiles_of_a_stack_are_those_of_the_specification() {
     }
 }
 
-/// Error of every element against f64: at most half a step of its code for nearest rounding.
+/// Compares the error of every element with f64: nearest rounding is off by at most half a code step.
 #[test]
 fn decoded_values_are_as_near_as_the_format_allows() {
     for cpu in simd_backends() {
-        // Only formats with one scale per block; the others have tests of their own scale definitions.
+        // Only formats with one scale per block are tested; other tests cover the scale definitions of the other formats.
         let one_number = |c: &Codec| [ScaleKind::E8M0, ScaleKind::F32].contains(&c.scale_kind());
         for codec in codecs().into_iter().filter(|c| c.rounding() == Rounding::NearestEven && one_number(c)) {
             let x = tensor(&cpu, true, 64, 128, 3, false);
@@ -266,7 +266,7 @@ fn decoded_values_are_as_near_as_the_format_allows() {
                 let exponent = scaled.log2().floor().max(f64::from(1 - element.bias()));
                 let half_step = (exponent - f64::from(element.mantissa_bits()) - 1.0).exp2();
                 let error = (f64::from(y) / f64::from(scale)).abs() - scaled;
-                // Besides the half step: the reciprocal of an F32 scale and the product round once each.
+                // In addition to the half step, the reciprocal of an F32 scale and the product are each rounded once.
                 assert!(
                     error.abs() <= half_step + scaled * 2.5e-7,
                     "{codec:?} {x:e} → {y:e} under {scale:e}"
@@ -278,7 +278,7 @@ fn decoded_values_are_as_near_as_the_format_allows() {
 
 const E4M3: fn() -> Codec = || Codec::new(Format::E4m3, ScaleRule::Rceil, Rounding::Stochastic).unwrap();
 
-/// Each transform block of each group goes through `rht`, and the result is quantized as is.
+/// The test applies `rht` to each transform block of each group, and quantizes the result without a transform.
 #[test]
 fn a_transform_is_that_of_each_group_from_its_start() {
     for (cpu, len) in simd_backends().into_iter().chain([spec()]).flat_map(|c| [(c.clone(), 16), (c, 128)]) {
@@ -287,7 +287,7 @@ fn a_transform_is_that_of_each_group_from_its_start() {
         let transform = Hadamard { len, ..Hadamard::new(3, 5) };
         let asked = Quantize { hadamard: Some(transform), ..op(&x, E4M3(), Planes::Cols, Some(&groups)) };
         let got = quantize(&cpu, asked).unwrap();
-        // The same by hand: lengths rounded up to whole transform blocks, and id 0 for rows that were padding.
+        // The test computes the same result by hand: lengths rounded up to whole transform blocks, and id 0 for rows that were padding.
         let (mut whole, mut values) = (groups.clone(), x.to_f32_vec(&cpu).unwrap());
         for (g, valid) in LENS.iter().enumerate() {
             let start = groups.start.as_slice()[g] as usize;
@@ -348,7 +348,7 @@ fn what_cannot_be_done_is_an_error_that_names_the_argument() {
     bad.start.as_mut_slice()[1] = 31;
     let e = quantize(&cpu, op(&x, nearest, Planes::Cols, Some(&bad))).unwrap_err().to_string();
     assert!(e.contains("groups.start"), "{e}");
-    // If the tensor scale were lost, values would decode under a scale of 1.
+    // Without the tensor scale, values would decode with a scale of 1.
     let nvfp4 = Codec::new(Format::Nvfp4, ScaleRule::TensorAmax, Rounding::NearestEven).unwrap();
     let rows = quantize(&cpu, Quantize::new(&x, nvfp4, Planes::Rows)).unwrap().rows;
     let mut lost = block(&rows).clone();

@@ -1,4 +1,4 @@
-//! Changes of scale by lookup table, vectorised; they give the codes of `lift_code` and `shift_code`.
+//! Vectorised changes of scale by lookup table. The codes are those of `lift_code` and `shift_code`.
 
 use crate::ops::convert::quantize::source::unpack;
 use crate::ops::convert::quantize::spec::Tally;
@@ -7,24 +7,24 @@ use nibble_core::ops::Counts;
 use nibble_formats::{LIFTED_BLOCK, Lift, e8m0, packed_bytes, shift_code, unpack_codes};
 use std::sync::LazyLock;
 
-/// Octaves beyond which every code becomes zero.
+/// Difference of scale exponents beyond which every code becomes zero.
 const FAR: i32 = 32;
 
-/// E4M3 codes of all E2M1 codes under one pair of scales.
+/// Lookup table from E2M1 codes with one source scale to E4M3 codes with one target scale.
 #[derive(Clone, Copy)]
 pub(super) struct Nibbles {
-    /// Codes of the eight magnitudes, one per byte.
+    /// E4M3 codes of the eight E2M1 magnitudes, one per byte.
     magnitudes: u64,
-    /// The sign bit, or 0 for a NaN block, all of whose codes are 0x7F.
+    /// The sign bit, or 0 for a NaN block, whose codes are all 0x7F.
     sign: u8,
-    /// Bit c is set if code c changes its value.
+    /// Bit c is set if the conversion changes the value of code c.
     changed: u16,
 }
 
-/// [`Nibbles`] for source − target = −32 … 6, then for a NaN source.
+/// [`Nibbles`] for source − target = −32 … 6, followed by the entry for a NaN source.
 static LIFTS: LazyLock<[Nibbles; 40]> = LazyLock::new(|| {
     std::array::from_fn(|i| {
-        // Any pair with this difference gives the table; 0xFF is NaN.
+        // Any source and target with this difference give the same table; 0xFF is NaN.
         let source = if i == 39 { e8m0::NAN } else { 64 + i as u8 };
         let (table, changed) = Lift::E2M1.table(source, 64 + FAR as u8);
         let magnitudes: [u8; 8] = std::array::from_fn(|c| table[c]);
@@ -33,16 +33,16 @@ static LIFTS: LazyLock<[Nibbles; 40]> = LazyLock::new(|| {
     })
 });
 
-/// The target scales of blocks of [`LIFTED_BLOCK`]: computed from the source blocks, or given.
+/// The target scales of blocks of [`LIFTED_BLOCK`] values: computed from the source blocks, or given.
 pub(super) enum Targets<'a> {
-    /// Computed for each block by itself, and written here.
+    /// Each block's target scale is computed from its sources, and written here.
     Found(&'a mut [u8]),
-    /// Given.
+    /// The caller gives the target scales.
     Given(&'a [u8]),
 }
 
 impl Targets<'_> {
-    /// The target of block `i`, whose sources have these scales.
+    /// The target scale of block `i`, whose source blocks have these scales.
     #[inline(always)]
     fn of(&mut self, i: usize, lift: Lift, scales: &[u8]) -> u8 {
         match self {
@@ -55,19 +55,19 @@ impl Targets<'_> {
     }
 }
 
-/// The tables, computed once.
+/// The lookup tables, which are computed once.
 pub(super) fn lifts() -> &'static [Nibbles; 40] {
     &LIFTS
 }
 
-/// The table of a source scale and a target at most 6 octaves below it.
+/// The lookup table of a source scale and a target that is at most 6 powers of two below it.
 #[inline(always)]
 fn lift(lifts: &[Nibbles; 40], source: u8, target: u8) -> &Nibbles {
     let octaves = (i32::from(source) - i32::from(target)).clamp(-FAR, 6);
     &lifts[if source == e8m0::NAN { 39 } else { (octaves + FAR) as usize }]
 }
 
-/// Lifts a block of 32 codes (`out.len()` codes if short).
+/// Lifts a block of 32 codes, or of `out.len()` codes if the block is short.
 #[inline(always)]
 fn lift_block_body(by: &Nibbles, packed: &[u8], out: &mut [u8], tally: &mut Tally) {
     if let (Some(packed), Some(out)) = (packed.first_chunk::<16>(), out.first_chunk_mut::<32>()) {
@@ -122,13 +122,14 @@ per_isa! {
     (lifts: &[Nibbles; 40], from: (&[u8], &[u8]), to: (Targets<'_>, &mut [u8]), tally: &mut Tally)
 }
 
-/// E4M3 codes of the codes of any lifted element: one table for each source − target from −32 to the headroom, and one for a NaN source.
+/// Lookup tables from codes of any lifted element to E4M3 codes: one table for each source − target from −32 to the headroom, and one for a
+/// NaN source.
 pub(super) struct LiftTable {
     lift: Lift,
     bits: u32,
-    /// Values per source block.
+    /// Number of values per source block.
     block: usize,
-    /// The codes, and a mask of those whose value changes.
+    /// The E4M3 codes, and a mask of the codes whose values change.
     entries: Vec<([u8; 64], u64)>,
 }
 
@@ -140,7 +141,7 @@ impl LiftTable {
         Self { lift, bits: lift.element().code_bits(), block, entries }
     }
 
-    /// The entry of a source scale and a target.
+    /// The table entry of a source scale and a target scale.
     #[inline(always)]
     fn entry(&self, source: u8, target: u8) -> &([u8; 64], u64) {
         let octaves = (i32::from(source) - i32::from(target)).max(-FAR) + FAR;
@@ -170,7 +171,7 @@ fn lift_row_by_table_body(
                 *out = table[usize::from(code & 63)];
                 seen |= 1 << (code & 63);
             }
-            // Except both zeros.
+            // The codes of +0 and −0 do not count as nonzero.
             let zeros = 1 | 1 << (1u64 << (by.bits - 1));
             tally[Counts::<crate::Cpu>::NON_ZERO] += u64::from(seen & !zeros != 0);
             tally[Counts::<crate::Cpu>::INEXACT] += u64::from(seen & changed != 0);
@@ -180,12 +181,12 @@ fn lift_row_by_table_body(
 }
 
 per_isa! {
-    // As `lift_row`, for blocks of any lifted format.
+    // The same as `lift_row`, for blocks of any lifted format.
     pub(super) fn lift_row_by_table = lift_row_by_table_body;
     (by: &LiftTable, from: (&[u8], &[u8]), to: (Targets<'_>, &mut [u8]), tally: &mut Tally)
 }
 
-/// A strip's rows of one block of columns: row i has its scale and codes at `i · stride` of the respective buffer.
+/// One block of columns of a strip: row i has its scale and codes at `i · stride` of the respective buffer.
 #[derive(Clone, Copy)]
 pub(super) struct Column<'a> {
     pub scales: &'a [u8],
@@ -193,7 +194,7 @@ pub(super) struct Column<'a> {
     pub codes: &'a [u8],
     pub code_stride: usize,
     pub rows: usize,
-    /// Columns, at most a block.
+    /// Number of columns, at most a block.
     pub width: usize,
 }
 
@@ -213,7 +214,7 @@ fn lift_column_body(
 }
 
 per_isa! {
-    // Lifts one block of columns of a strip to one target scale; row i goes to `i · stride` of the output.
+    // Lifts one block of columns of a strip to one target scale; the codes of row i are written at `i · stride` of the output.
     pub(super) fn lift_column = lift_column_body;
     (lifts: &[Nibbles; 40], from: Column, target: u8, to: (&mut [u8], usize), tally: &mut Tally)
 }
@@ -223,10 +224,10 @@ const CHANGED: u16 = 0x100;
 const NON_ZERO: u16 = 0x200;
 const IS_NAN: u16 = 0x400;
 
-/// E4M3 codes, with flags for the counts, of all E4M3 codes under one pair of scales.
+/// Lookup table from E4M3 codes with one source scale to E4M3 codes with one target scale, including flags for the counts.
 type Shift = [u16; 256];
 
-/// [`Shift`] for target − source = 0 … 32, then for a NaN source.
+/// [`Shift`] for target − source = 0 … 32, followed by the entry for a NaN source.
 static SHIFTS: LazyLock<Vec<Shift>> = LazyLock::new(|| {
     (0..=FAR as u8 + 1)
         .map(|octaves| {
@@ -244,7 +245,7 @@ static SHIFTS: LazyLock<Vec<Shift>> = LazyLock::new(|| {
         .collect()
 });
 
-/// Codes of one E4M3 block under a target scale that is not below its own.
+/// Converts the codes of one E4M3 block to a target scale that is not below the block's scale.
 pub(super) fn shift_block(source: u8, target: u8, codes: &[u8], out: &mut [u8], tally: &mut Tally) {
     let octaves = match source {
         e8m0::NAN => FAR as usize + 1,

@@ -1,4 +1,4 @@
-//! See `nibble_core::ops::Transcode`.
+//! The CPU code of `nibble_core::ops::Transcode`.
 
 mod lift;
 mod simd;
@@ -12,7 +12,7 @@ use nibble_core::ops::{Counts, Transcode, Transcoded};
 use nibble_core::{BlockScaled, Error, Result};
 use nibble_formats::{BlockAxis, Codec, Format, Lift, Rounding};
 
-/// See [`Transcode`].
+/// Converts between block formats; see [`Transcode`].
 pub(crate) fn transcode(cpu: &Cpu, op: Transcode<'_, Cpu>) -> Result<Transcoded<Cpu>> {
     let mut made = op.result(cpu)?;
     if op.axis == BlockAxis::Tile {
@@ -23,7 +23,7 @@ pub(crate) fn transcode(cpu: &Cpu, op: Transcode<'_, Cpu>) -> Result<Transcoded<
         BlockAxis::Row | BlockAxis::Tile => 1,
     };
     let spans = Spans::new("transcode", op.x.rows, op.groups, block)?;
-    // Only MXFP4 gets newly chosen scales.
+    // Only a conversion to MXFP4 chooses new scales.
     let codec = if op.to == Format::Mxfp4 {
         Some(Codec::new(Format::Mxfp4, op.rule, Rounding::NearestEven)?)
     } else {
@@ -46,7 +46,7 @@ pub(crate) fn transcode(cpu: &Cpu, op: Transcode<'_, Cpu>) -> Result<Transcoded<
     Ok(made)
 }
 
-/// A weight in 2-D blocks, as it stands and transposed.
+/// Lifts a weight to 2-D blocks, both as it is and transposed.
 fn lift_tiles(cpu: &Cpu, x: &BlockScaled<Cpu>, mut made: Transcoded<Cpu>) -> Result<Transcoded<Cpu>> {
     if cpu.path() == CodePath::Simd {
         return simd::lift_tiles(cpu, x, made);
@@ -57,13 +57,13 @@ fn lift_tiles(cpu: &Cpu, x: &BlockScaled<Cpu>, mut made: Transcoded<Cpu>) -> Res
     Ok(made)
 }
 
-/// Row blocks, or column blocks as stored, lifted to [`Format::LIFTED`] along the same axis; see [`Format::lift`].
+/// Lifts row blocks, or stored column blocks, to [`Format::LIFTED`] along the same axis; see [`Format::lift`].
 ///
 /// # Errors
-/// [`Error::Unsupported`] if the format is not lifted.
+/// [`Error::Unsupported`] if the format has no lift.
 pub(in crate::ops) fn lift(cpu: &Cpu, x: &BlockScaled<Cpu>) -> Result<BlockScaled<Cpu>> {
     let (rows, cols) = if x.axis == BlockAxis::Col { (x.cols, x.rows) } else { (x.rows, x.cols) };
-    // Columns are stored like rows.
+    // The columns of column blocks are stored like rows.
     let lines = BlockScaled { axis: BlockAxis::Row, rows, cols, stack: 1, ..x.clone() };
     let out = BlockScaled::unwritten(cpu, Format::LIFTED, BlockAxis::Row, (rows, cols, 1))?;
     let (spans, counts) = (Spans::new("transcode", rows, None, 1)?, Counts::zeros(cpu)?);
@@ -75,10 +75,10 @@ pub(in crate::ops) fn lift(cpu: &Cpu, x: &BlockScaled<Cpu>) -> Result<BlockScale
     Ok(BlockScaled { axis: x.axis, rows: x.rows, cols: x.cols, stack: x.stack, ..made.out })
 }
 
-/// Row blocks of `matrices` stacked matrices lifted to [`Format::LIFTED`] in 2-D blocks: see [`nibble_core::ops::Stored::lifted_as`].
+/// Lifts row blocks of `matrices` stacked matrices to [`Format::LIFTED`] in 2-D blocks; see [`nibble_core::ops::Stored::lifted_as`].
 ///
 /// # Errors
-/// As [`lift()`].
+/// The errors of [`lift()`].
 pub(in crate::ops) fn lift_squares(
     cpu: &Cpu,
     x: &BlockScaled<Cpu>,

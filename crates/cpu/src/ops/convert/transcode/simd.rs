@@ -1,4 +1,4 @@
-//! The conversions, vectorised and multi-threaded, by strips of rows.
+//! The conversions, vectorised and multi-threaded by strips of rows.
 
 use super::lift::{Column, LiftTable, Targets, lift_column, lift_row, lift_row_by_table, lifts, shift_block};
 use super::lift_of;
@@ -17,7 +17,7 @@ use nibble_formats::{Codec, Format, LIFTED_BLOCK, Lift, Scale, ScalePlane, shift
 use rayon::prelude::*;
 use std::sync::atomic::AtomicU64;
 
-/// A row-blocked source with E8M0 scales.
+/// A source in row blocks with E8M0 scales.
 struct PowerScaledRows<'a> {
     format: Format,
     codes: &'a [u8],
@@ -31,19 +31,19 @@ impl<'a> PowerScaledRows<'a> {
         Ok(Self { format: x.format, codes: x.codes.as_slice(), scales, cols: x.cols })
     }
 
-    /// Codes of `width` columns from `col` on; `col` starts a block.
+    /// Codes of `width` columns, starting at `col`; `col` starts a block.
     fn codes(&self, row: usize, col: usize, width: usize) -> &'a [u8] {
         let start = row * self.format.row_code_bytes(self.cols) + self.format.row_code_bytes(col);
         &self.codes[start..][..self.format.row_code_bytes(width)]
     }
 
-    /// The scales of these columns.
+    /// The scales of `width` columns, starting at `col`.
     fn scales(&self, row: usize, col: usize, width: usize) -> &'a [u8] {
         let start = row * self.format.scales_per_row(self.cols) + self.format.scales_per_row(col);
         &self.scales[start..][..self.format.scales_per_row(width)]
     }
 
-    /// The block of columns from `col` on (short at the end of a row) in a strip's valid rows.
+    /// The block of columns that starts at `col`, in a strip's valid rows; it is short at the end of a row.
     fn column(&self, strip: Strip, col: usize) -> Column<'a> {
         let code_stride = self.format.row_code_bytes(self.cols);
         let scale_stride = self.format.scales_per_row(self.cols);
@@ -59,11 +59,11 @@ impl<'a> PowerScaledRows<'a> {
     }
 }
 
-/// The lift of rows to E4M3.
+/// The lift of row blocks to E4M3.
 struct RowLift {
     isa: Isa,
     lift: Lift,
-    /// `None` for MXFP4, which has specialised tables.
+    /// The lookup table; `None` for MXFP4, which has specialised tables.
     table: Option<LiftTable>,
 }
 
@@ -74,7 +74,7 @@ impl RowLift {
         Ok(Self { isa: cpu.isa(), lift, table })
     }
 
-    /// Lifts scales and codes of one row.
+    /// Lifts the scales and codes of one row.
     fn row(&self, from: (&[u8], &[u8]), to: (Targets<'_>, &mut [u8]), tally: &mut Tally) {
         match &self.table {
             None => lift_row(self.isa, lifts(), from, to, tally),
@@ -83,7 +83,7 @@ impl RowLift {
     }
 }
 
-/// Rows of a lifted format → E4M3 rows.
+/// Converts row blocks of a lifted format to E4M3 row blocks.
 pub(super) fn lift_rows(
     cpu: &Cpu,
     x: &BlockScaled<Cpu>,
@@ -102,10 +102,10 @@ pub(super) fn lift_rows(
             let mut tally = Tally::default();
             for row in strip.row..strip.row + strip.rows {
                 let from = (rows.scales(row, 0, x.cols), rows.codes(row, 0, x.cols));
-                // SAFETY: strips have rows of their own.
+                // SAFETY: strips have disjoint rows.
                 let (codes, scales) =
                     unsafe { (out.row_codes(row, 0, x.cols), out.row_scales(row, 0, x.cols)) };
-                // Lifted scales are bytes: the rule is the source's.
+                // Lifted scales have one byte each, because the rule is the source's rule.
                 by.row(from, (Targets::Found(scales.bytes), codes), &mut tally);
             }
             clear_padding(&out, strip, x.cols);
@@ -115,7 +115,7 @@ pub(super) fn lift_rows(
     Ok(written(out.finish(), None, (made.counts, &sum)))
 }
 
-/// Rows of a lifted format → E4M3 in 2-D blocks of each of `out`'s matrices, without counts.
+/// Converts row blocks of a lifted format to E4M3 in 2-D blocks of each of `out`'s matrices, without counts.
 pub(super) fn lift_squares(cpu: &Cpu, x: &BlockScaled<Cpu>, out: &mut BlockScaled<Cpu>) -> Result<()> {
     let (rows, by) = (PowerScaledRows::of(x)?, RowLift::of(cpu, x)?);
     let (n, k) = ((x.rows / out.stack.max(1)).max(1), x.cols);
@@ -140,7 +140,7 @@ pub(super) fn lift_squares(cpu: &Cpu, x: &BlockScaled<Cpu>, out: &mut BlockScale
     Ok(())
 }
 
-/// The result with its counts.
+/// The result, together with its counts.
 fn written(
     out: BlockScaled<Cpu>,
     transposed: Option<BlockScaled<Cpu>>,
@@ -150,15 +150,15 @@ fn written(
     Transcoded { out, transposed, counts }
 }
 
-/// Zeros a strip's padding.
+/// Writes zeros to a strip's padding.
 fn clear_padding(out: &Target, strip: Strip, cols: usize) {
     for row in strip.row + strip.rows..strip.row + strip.out_rows {
-        // SAFETY: strips have rows of their own, and padding is written here only.
+        // SAFETY: strips have disjoint rows, and padding is written only here.
         unsafe { out.clear_row(row, 0, cols) };
     }
 }
 
-/// Scratch of [`to_cols`], reused.
+/// Reusable scratch memory of [`to_cols`].
 #[derive(Default)]
 struct Turn {
     codes: Vec<u8>,
@@ -166,7 +166,7 @@ struct Turn {
     scales: Vec<Scale>,
 }
 
-/// MXFP4 or E4M3 rows → E4M3 columns.
+/// Converts MXFP4 or E4M3 row blocks to E4M3 column blocks.
 pub(super) fn to_cols(
     cpu: &Cpu,
     x: &BlockScaled<Cpu>,
@@ -205,7 +205,7 @@ pub(super) fn to_cols(
             }
             transpose(isa, codes, strip.out_rows, width, turned);
             let place = (strip.row, col, width);
-            // SAFETY: strips have rows of their own, and each of their columns is written once.
+            // SAFETY: strips have disjoint rows, and each of their columns is written once.
             unsafe {
                 out.put_columns(place, turned);
                 out.put_column_scales(place, scales);
@@ -216,7 +216,7 @@ pub(super) fn to_cols(
     Ok(written(out.finish(), None, (made.counts, &sum)))
 }
 
-/// MXFP4 rows → E4M3 tiles.
+/// Converts MXFP4 row blocks to E4M3 2-D blocks.
 pub(super) fn lift_tiles(cpu: &Cpu, x: &BlockScaled<Cpu>, made: Transcoded<Cpu>) -> Result<Transcoded<Cpu>> {
     let (n, k) = (x.rows / x.stack.max(1), x.cols);
     let (isa, lifts, rows) = (cpu.isa(), lifts(), PowerScaledRows::of(x)?);
@@ -247,7 +247,7 @@ pub(super) fn lift_tiles(cpu: &Cpu, x: &BlockScaled<Cpu>, made: Transcoded<Cpu>)
     Ok(written(out, Some(transposed), (made.counts, &sum)))
 }
 
-/// E4M3 rows → MXFP4 rows.
+/// Converts E4M3 row blocks to MXFP4 row blocks.
 pub(super) fn requantize_rows(
     cpu: &Cpu,
     x: &BlockScaled<Cpu>,
@@ -274,7 +274,7 @@ pub(super) fn requantize_rows(
                     let (mut values, mut again) = ([0.0; TILE_COLS], [0.0; TILE_COLS]);
                     let (values, again) = (&mut values[..width], &mut again[..width]);
                     lines.load(isa, row, col, values);
-                    // SAFETY: strips have rows of their own, and each of their columns is written once.
+                    // SAFETY: strips have disjoint rows, and each of their columns is written once.
                     let (codes, mut scales) =
                         unsafe { (out.row_codes(row, col, width), out.row_scales(row, col, width)) };
                     let mut blocks = Tally::default();
@@ -284,7 +284,7 @@ pub(super) fn requantize_rows(
                     decode_row(isa, coded, again);
                     let source = lines.codes(row, col, width);
                     let non_zero = source.iter().any(|code| code & 0x7F != 0);
-                    // A NaN in `again` means a block marked non-finite, which is counted as such.
+                    // A NaN in `again` means that the block has a NaN scale, which is counted as such.
                     let inexact = values.iter().zip(&*again).any(|(x, y)| x != y && !y.is_nan());
                     tally[Counts::<Cpu>::NON_ZERO] += u64::from(non_zero);
                     tally[Counts::<Cpu>::INEXACT] += u64::from(inexact);

@@ -1,4 +1,4 @@
-//! The specification: code by code through the formats' own functions.
+//! The specification of the conversions, which calls the formats' own functions for each code.
 
 use super::lift_of;
 use crate::Cpu;
@@ -15,7 +15,7 @@ fn scale_byte(x: &BlockScaled<Cpu>, row: usize, block: usize) -> u8 {
     scales_of(x).get(row * per_row + block).0 as u8
 }
 
-/// Counts one source block: whether any of its codes is nonzero, whether one changed, whether the block is NaN.
+/// Counts one source block: whether any of its codes is nonzero, whether any changed, and whether the block is NaN.
 fn count(tally: &mut Tally, format: Format, codes: impl Iterator<Item = u8>, inexact: bool, nan: bool) {
     let element = format.spec().element.unwrap_or(Element::E4M3);
     let non_zero = codes.filter(|&code| !element.is_zero(code)).count();
@@ -24,12 +24,12 @@ fn count(tally: &mut Tally, format: Format, codes: impl Iterator<Item = u8>, ine
     tally[Counts::<Cpu>::NON_FINITE] += u64::from(nan);
 }
 
-/// Whether a code makes its source block NaN by itself.
+/// Whether a code alone makes its source block NaN.
 fn is_nan_code(format: Format, code: u8) -> bool {
     format == Format::E4m3 && Element::E4M3.decode(code).is_nan()
 }
 
-/// E4M3 codes of block b of a row (the last may be short) under a target scale; counts the block.
+/// E4M3 codes of block b of a row (the last block may be short) for a target scale. The function also counts the block.
 fn lift_block(
     lift: Lift,
     x: &BlockScaled<Cpu>,
@@ -45,7 +45,8 @@ fn lift_block(
     lifted.into_iter().map(|l| l.0).collect()
 }
 
-/// Rows of a lifted format → E4M3 rows. Each 128 values get one scale: their largest, lowered by the element's headroom.
+/// Converts row blocks of a lifted format to E4M3 row blocks. Each 128 values share one scale: their largest source scale, divided by the
+/// element's headroom.
 pub(super) fn lift_rows(x: &BlockScaled<Cpu>, spans: &Spans, out: &mut BlockScaled<Cpu>) -> Result<Tally> {
     let (mut tally, lift) = (Tally::default(), lift_of(x)?);
     let mut valid = vec![false; x.rows];
@@ -72,8 +73,8 @@ pub(super) fn lift_rows(x: &BlockScaled<Cpu>, spans: &Spans, out: &mut BlockScal
     Ok(tally)
 }
 
-/// Rows of a lifted format → E4M3 in 2-D blocks, as they stand and, if `transposed` is given, transposed. Each 128 × 128 block has one
-/// scale: its largest source scale, lowered by the element's headroom.
+/// Converts row blocks of a lifted format to E4M3 in 2-D blocks, and also transposed if `transposed` is given. Each 128 × 128 block has one
+/// scale: its largest source scale, divided by the element's headroom.
 pub(super) fn lift_tiles(
     lift: Lift,
     x: &BlockScaled<Cpu>,
@@ -107,7 +108,7 @@ pub(super) fn lift_tiles(
     tally
 }
 
-/// MXFP4 or E4M3 rows → E4M3 columns: 128 rows of one block of columns share a scale.
+/// Converts MXFP4 or E4M3 row blocks to E4M3 column blocks, in which 128 rows of one block of columns share a scale.
 pub(super) fn to_cols(x: &BlockScaled<Cpu>, spans: &Spans, out: &mut BlockScaled<Cpu>) -> Tally {
     let mut tally = Tally::default();
     let (from, to) = (x.format.spec().block, out.format.spec().block);
@@ -144,7 +145,7 @@ pub(super) fn to_cols(x: &BlockScaled<Cpu>, spans: &Spans, out: &mut BlockScaled
     tally
 }
 
-/// E4M3 rows → MXFP4 rows: the decoded values, quantized again. Counts blocks of the source.
+/// Converts E4M3 row blocks to MXFP4 row blocks by quantizing the decoded values. Counts blocks of the source.
 pub(super) fn requantize_rows(
     x: &BlockScaled<Cpu>,
     codec: Codec,

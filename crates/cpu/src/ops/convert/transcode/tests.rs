@@ -16,7 +16,7 @@ fn op<'a>(
     Transcode { x, to, axis, rule: ScaleRule::Rceil, groups }
 }
 
-/// Random codes under random scales near `centre`, at most `spread` bytes away; with `specials`, a few NaN blocks.
+/// Random codes with random scale bytes that differ from `centre` by at most `spread`; with `specials`, a few blocks are NaN.
 fn random_rows(
     cpu: &Cpu,
     format: Format,
@@ -26,7 +26,7 @@ fn random_rows(
 ) -> BlockScaled<Cpu> {
     let mut words = Words(u64::from(centre * 1000 + spread) + rows as u64);
     let mut codes: Vec<u8> = (0..rows * format.row_code_bytes(cols)).map(|_| words.next() as u8).collect();
-    // Some blocks of zeros of either sign.
+    // Some blocks contain only zeros of either sign.
     for run in codes.chunks_mut(16) {
         if words.next().is_multiple_of(6) {
             run.fill(if format == Format::Mxfp4 { 0x80 } else { 0 });
@@ -45,10 +45,10 @@ fn random_rows(
     RowKind { format, rule: ScaleRule::Rceil, cols }.block_rows(rows, codes, scales, None)
 }
 
-/// (centre, spread) of the scale bytes that the code paths are compared on.
+/// (centre, spread) of the scale bytes for which the code paths are compared.
 const SCALES: [(u32, u32); 4] = [(127, 3), (100, 30), (2, 8), (250, 12)];
 
-/// (source, target, axis) of every conversion.
+/// Source format, target format and axis of every conversion.
 const CONVERSIONS: [(Format, Format, BlockAxis); 4] = [
     (Format::Mxfp4, Format::E4m3, BlockAxis::Row),
     (Format::Mxfp4, Format::E4m3, BlockAxis::Col),
@@ -93,7 +93,7 @@ fn ragged_conversions_do_not_see_the_padding() {
                 assert_same_block(&got.out, &expected.out, &what);
                 assert_eq!(tally(&got.counts), tally(&expected.counts), "{what}");
             }
-            // Padding of the result is zero.
+            // The padding of the result must be zero.
             let decoded = dequantize(&spec, Dequantize { x: &expected.out, dtype: DType::F32 }).unwrap();
             let bits = plain_bits(&decoded);
             for (row, valid) in valid_rows(&groups).into_iter().enumerate() {
@@ -103,7 +103,7 @@ fn ragged_conversions_do_not_see_the_padding() {
     }
 }
 
-/// Stacked matrices whose sizes are not multiples of the tile in either dimension.
+/// Tests stacked matrices whose sizes are not multiples of the tile in either dimension.
 #[test]
 fn tiles_are_those_of_the_specification() {
     let (spec, backends) = (spec(), simd_backends());
@@ -129,14 +129,14 @@ fn tiles_are_those_of_the_specification() {
     op(&BlockScaled { stack: 3, ..x }, Format::E4m3, BlockAxis::Tile, None).run(&spec).expect_err("128 / 3");
 }
 
-/// Each tile has a scale of its own; both orders decode to the source matrices.
+/// Each tile has a separate scale; both orders decode to the source matrices.
 #[test]
 fn tiles_decode_to_the_source_both_ways() {
     let (stack, n, k) = (2, 200, 160);
     for cpu in simd_backends().into_iter().chain([spec()]) {
         let mut x =
             BlockScaled { stack, ..random_rows(&cpu, Format::Mxfp4, (stack * n, k), (127, 7), false) };
-        // Scales far apart from tile to tile.
+        // Scales differ widely from tile to tile.
         for (i, byte) in x.scales.as_mut_slice().iter_mut().enumerate() {
             let (row, col) = (i / (k / 32), i % (k / 32) * 32);
             let tile = row / n * 4 + row % n / 128 * 2 + col / 128;
@@ -155,8 +155,8 @@ fn tiles_decode_to_the_source_both_ways() {
     }
 }
 
-/// All codes under all pairs of scale bytes: one row per source byte, whose four blocks have the source byte and the largest byte of the
-/// 128 values. Decoded in f64 and compared with the definition.
+/// Tests all codes with all pairs of scale bytes. The test has one row per source byte; the row's four blocks have the source byte and the
+/// largest byte of the 128 values. The result is decoded in f64 and compared with the definition.
 #[test]
 fn every_code_under_every_pair_of_scales_lifts_to_the_nearest() {
     let spec = spec();
@@ -192,7 +192,8 @@ fn every_code_under_every_pair_of_scales_lifts_to_the_nearest() {
                 let got = f64::from(Element::E4M3.decode(lifted));
                 changed |= got != exact;
                 assert_eq!(got.is_sign_negative(), code >= 8, "signs stay, of zeros too");
-                // Exact within 14 octaves of the largest; beyond, the nearest: an error of at most half the step 2⁻⁹.
+                // The code is exact within 14 powers of two of the largest scale. Beyond that, it is the nearest code, with an error of at
+                // most half the step 2⁻⁹.
                 let near = if i32::from(source) >= target - 8 { 0.0 } else { 2f64.powi(-10) };
                 assert!((got - exact).abs() <= near, "{code} × {source} under {target}: {got} for {exact}");
             }
@@ -202,7 +203,7 @@ fn every_code_under_every_pair_of_scales_lifts_to_the_nearest() {
     }
 }
 
-/// Column scales within 14 octaves: the columns decode to exactly the source.
+/// If column scales are within 14 powers of two, the columns decode to exactly the source.
 #[test]
 fn exact_lifts_decode_to_the_source() {
     for cpu in simd_backends() {
@@ -219,7 +220,7 @@ fn exact_lifts_decode_to_the_source() {
     }
 }
 
-/// A block out of its neighbours' range changes and is counted; zero blocks are not counted as blocks.
+/// A block whose scale is out of its neighbours' range changes and is counted; blocks of zeros are not counted.
 #[test]
 fn inexact_blocks_are_counted() {
     for cpu in simd_backends().into_iter().chain([spec()]) {
@@ -227,7 +228,7 @@ fn inexact_blocks_are_counted() {
         put_codes(&mut x.codes, x.format, (0, 128), 0, &[[1; 32], [1; 32], [8; 32], [2; 32]].concat());
         x.scales = cpu.upload(&[127u8 - 15, 127, 0, 0xFF]).unwrap();
         for axis in [BlockAxis::Row, BlockAxis::Col, BlockAxis::Tile] {
-            // Down the columns, each block of columns has its own scale, so nothing changes.
+            // With column blocks, each block of columns has a separate scale, so nothing changes.
             let inexact = u64::from(axis != BlockAxis::Col);
             let got = transcode(&cpu, op(&x, Format::E4m3, axis, None)).unwrap();
             assert_eq!(tally(&got.counts), [3, inexact, 1], "{axis} on {cpu:?}");
@@ -235,7 +236,7 @@ fn inexact_blocks_are_counted() {
     }
 }
 
-/// E4M3 → MXFP4 gives the bits of quantizing the decoded values, also with F32 scales.
+/// A conversion from E4M3 to MXFP4 gives the bits of quantizing the decoded values, with F32 scales too.
 #[test]
 fn requantized_rows_are_those_of_the_decoded_values() {
     for cpu in simd_backends().into_iter().chain([spec()]) {
@@ -283,7 +284,7 @@ fn dequantize_is_that_of_the_specification() {
     }
 }
 
-/// Every code of every element under scales at the ends of their range.
+/// Tests all codes of all elements with scales at the ends of their range.
 #[test]
 fn every_code_decodes() {
     for cpu in simd_backends() {

@@ -1,6 +1,6 @@
-//! See [`nibble_core::ops::RmsNorm`].
+//! The CPU code of [`nibble_core::ops::RmsNorm`].
 //!
-//! One body is both specification and vectorised code; its sums are those of `crate::sums`.
+//! One body is both specification and vectorised code; it uses the sums of `crate::sums`.
 
 use crate::Cpu;
 use crate::ops::plain::column_sums::{ColumnTerms, add_columns, for_columns};
@@ -13,7 +13,7 @@ use nibble_core::{DType, Data, Error, Result, Tensor};
 use nibble_formats::math::rsqrt;
 use rayon::prelude::*;
 
-/// y = x · inv_rms · weight, and inv_rms; both of x + plus if `plus` is given.
+/// Computes y = x · inv_rms · weight, and inv_rms; if `plus` is given, both for x + plus.
 pub(crate) fn rms_norm(cpu: &Cpu, op: RmsNorm<'_, Cpu>) -> Result<RmsNormOut<Cpu>> {
     let mut out = op.result(cpu)?;
     if let (Some(plus), Some(sum)) = (op.plus, &mut out.sum) {
@@ -25,7 +25,7 @@ pub(crate) fn rms_norm(cpu: &Cpu, op: RmsNorm<'_, Cpu>) -> Result<RmsNormOut<Cpu
     Ok(out)
 }
 
-/// The norm of x alone.
+/// Writes the norm of x, without `plus`.
 pub(in crate::ops) fn write_norm(
     cpu: &Cpu,
     op: &RmsNorm<'_, Cpu>,
@@ -38,7 +38,7 @@ pub(in crate::ops) fn write_norm(
     }
 }
 
-/// dx (with `plus` added if given); accumulates into dweight: each shard's sum begins at zero and is added once.
+/// Computes dx (with `plus` added if given) and accumulates into dweight. Each shard's sum starts at zero and is added once.
 pub(crate) fn rms_norm_backward(cpu: &Cpu, op: RmsNormBackward<'_, Cpu>) -> Result<Tensor<Cpu>> {
     let (mut dx, plus) = (op.result(cpu)?, op.plus);
     write_dx(cpu, op, &mut dx)?;
@@ -46,7 +46,7 @@ pub(crate) fn rms_norm_backward(cpu: &Cpu, op: RmsNormBackward<'_, Cpu>) -> Resu
     Ok(dx)
 }
 
-/// Writes dx without `plus`; accumulates into dweight.
+/// Writes dx without `plus`, and accumulates into dweight.
 pub(in crate::ops) fn write_dx(cpu: &Cpu, op: RmsNormBackward<'_, Cpu>, dx: &mut Tensor<Cpu>) -> Result<()> {
     match op.x.dtype() {
         DType::F32 => backward::<f32>(cpu, op, dx),
@@ -81,7 +81,7 @@ fn forward<T: Real>(
 
 per_isa!(fn forward_rows<T: Real> = forward_rows_body; (x: &[T], weight: &[f32], eps: f32, y: &mut [T], inv_rms: &mut [f32]));
 
-/// Row lengths of heads and small models have specialised bodies, whose lanes stay in registers.
+/// The row lengths of heads and small models have specialised bodies, in which the lanes stay in registers.
 #[inline(always)]
 fn forward_rows_body<T: Real>(x: &[T], weight: &[f32], eps: f32, y: &mut [T], inv_rms: &mut [f32]) {
     match weight.len() {
@@ -186,7 +186,7 @@ fn backward_rows_of<T: Real, const D: usize>(
     }
 }
 
-/// The squares of a row's elements.
+/// Terms of a sum: the squares of a row's elements.
 struct Squares<'a, T>(&'a [T]);
 
 impl<T: Real> Terms for Squares<'_, T> {
@@ -209,7 +209,7 @@ impl<T: Real> Terms for Squares<'_, T> {
     }
 }
 
-/// dy·w · x̂ of a row.
+/// Terms of a sum: dy·w · x̂ of a row.
 struct Products<'a, T> {
     x: &'a [T],
     dy: &'a [T],
@@ -240,7 +240,7 @@ impl<T: Real> Terms for Products<'_, T> {
     }
 }
 
-/// dy · x̂.
+/// Terms of the weight gradient: dy · x̂.
 struct WeightTerms<'a, T> {
     x: &'a [T],
     inv_rms: &'a [f32],
@@ -265,13 +265,13 @@ impl<T: Real> ColumnTerms for WeightTerms<'_, T> {
 
 per_isa!(fn add_dweight<T: Real> = add_dweight_body; (x: &[T], inv_rms: &[f32], dy: &[T], d: usize, first: usize, sums: &mut [f32]));
 
-/// Adds Σ over rows of dy · x̂ to the columns from `first` on.
+/// Adds Σ over rows of dy · x̂ to the columns that start at `first`.
 #[inline(always)]
 fn add_dweight_body<T: Real>(x: &[T], inv_rms: &[f32], dy: &[T], d: usize, first: usize, sums: &mut [f32]) {
     add_columns(&WeightTerms { x, inv_rms, dy, d }, first, sums);
 }
 
-/// The same slice with a length that the compiler does not know. If it knew that the loop runs once or twice, it would split
+/// The same slice with a length that the compiler does not know. If the compiler knew that the loop runs once or twice, it would split
 /// vectors into single lanes.
 #[inline(always)]
 fn unknown_length(x: &[f32]) -> &[f32] {

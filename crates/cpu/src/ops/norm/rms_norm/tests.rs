@@ -3,7 +3,7 @@ use crate::ops::plain::column_sums::tests::tree;
 use crate::ops::plain::elementwise::tests::{bits, normals, same_everywhere};
 use nibble_core::Backend;
 
-/// Rows, columns and shards; the sizes lie around the lanes and the blocks of columns.
+/// Numbers of rows, columns and shards, with sizes around the lanes and the blocks of columns.
 const SHAPES: [(usize, usize, usize); 9] = [
     (0, 5, 1),
     (1, 1, 1),
@@ -29,12 +29,12 @@ fn tensor(cpu: &Cpu, x: &[f32], rows: usize, dtype: DType) -> Tensor<Cpu> {
     }
 }
 
-/// Numbers that BF16 holds exactly, so that both types share one reference.
+/// Numbers that BF16 represents exactly, so that both types share one reference.
 fn short(site: u32, len: usize) -> Vec<f32> {
     normals(site, len).into_iter().map(|x| bf16::from_f32(x).to_f32()).collect()
 }
 
-/// y in f64.
+/// Computes y in f64.
 fn reference(x: &[f64], weight: &[f64]) -> Vec<f64> {
     let d = weight.len();
     let row = |x: &[f64]| {
@@ -82,7 +82,7 @@ fn forward_is_the_formula_and_the_same_everywhere() {
     }
 }
 
-/// dx and dweight for tensors of one type.
+/// Computes dx and dweight for tensors of one type.
 fn backward_on(
     cpu: &Cpu,
     [x, weight, dy]: [&[f32]; 3],
@@ -193,7 +193,7 @@ fn dweight_is_summed_in_chunks_of_64_rows() {
     }
 }
 
-/// The sum of a row, with all 256 lanes.
+/// The sum of a row over all 256 lanes, by definition.
 fn lanes_sum(terms: impl Iterator<Item = (f32, f32)>) -> f32 {
     let mut lanes = [0.0f32; 256];
     terms.enumerate().for_each(|(i, (a, b))| lanes[i % 256] = a.mul_add(b, lanes[i % 256]));

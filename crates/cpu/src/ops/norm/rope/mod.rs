@@ -1,7 +1,7 @@
-//! See [`nibble_core::ops::Rope`].
+//! The CPU code of [`nibble_core::ops::Rope`].
 //!
-//! With x₀ and x₁ the halves of a head's rotated part: y₀ = x₀·cos − x₁·sin, y₁ = x₁·cos + x₀·sin, every product rounded (no fma).
-//! One body is both specification and vectorised code.
+//! x₀ and x₁ are the halves of a head's rotated part: y₀ = x₀·cos − x₁·sin, y₁ = x₁·cos + x₀·sin, in which every product is rounded (no
+//! fma). One body is both specification and vectorised code.
 
 use crate::Cpu;
 use crate::simd::{Real, per_isa, rows_per_task};
@@ -10,14 +10,14 @@ use nibble_core::ops::{Positions, Rope};
 use nibble_core::{DType, Result, Tensor};
 use rayon::prelude::*;
 
-/// x with each head's pairs rotated by its row's angles, or rotated back.
+/// Rotates each head's pairs in x by the angles of their row, or rotates them back.
 pub(crate) fn rope(cpu: &Cpu, op: Rope<'_, Cpu>) -> Result<Tensor<Cpu>> {
     let mut y = op.result(cpu)?;
     write_turned(cpu, &op, &mut y)?;
     Ok(y)
 }
 
-/// As [`rope()`], into an existing tensor like x.
+/// Writes the result of [`rope()`] to an existing tensor of the same type and shape as x.
 pub(in crate::ops) fn write_turned(cpu: &Cpu, op: &Rope<'_, Cpu>, y: &mut Tensor<Cpu>) -> Result<()> {
     match op.x.dtype() {
         DType::F32 => rotate::<f32>(cpu, op, y),
@@ -60,7 +60,7 @@ impl<'a> Places<'a> {
         Self { seq_len, first, starts: starts.as_ref().map(|starts| starts.as_slice()) }
     }
 
-    /// The position of a row.
+    /// The position of a row in its sequence.
     #[inline(always)]
     pub fn position(&self, row: usize) -> usize {
         let at = row % self.seq_len;
@@ -83,7 +83,7 @@ per_isa!(fn rotate_rows<T: Real> = rotate_rows_body; (rotation: Rotation<'_>, ta
 
 #[inline(always)]
 fn rotate_rows_body<T: Real>(rotation: Rotation<'_>, table: &[f32], first_row: usize, x: &[T], y: &mut [T]) {
-    // With a half known at compile time, loops are whole vectors without a remainder: 2.5 times as fast at 16.
+    // If half the rotated size is known at compile time, loops are whole vectors without a remainder: 2.5 times as fast at 16.
     match rotation.turned / 2 {
         8 => rotate_halves::<T, 8>(rotation, table, first_row, x, y),
         16 => rotate_halves::<T, 16>(rotation, table, first_row, x, y),
@@ -93,7 +93,7 @@ fn rotate_rows_body<T: Real>(rotation: Rotation<'_>, table: &[f32], first_row: u
     }
 }
 
-/// `HALF` is half the rotated elements of a head, or 0 for any number (`turned / 2`).
+/// `HALF` is half the number of rotated elements of a head, or 0 for any number (`turned / 2`).
 #[inline(always)]
 fn rotate_halves<T: Real, const HALF: usize>(
     rotation: Rotation<'_>,
@@ -118,7 +118,7 @@ fn rotate_halves<T: Real, const HALF: usize>(
     }
 }
 
-/// y = x with its pairs rotated by these angles times the sign, each element rounded.
+/// Sets y to x with its pairs rotated by these angles times the sign; each element is rounded.
 #[inline(always)]
 pub(in crate::ops) fn turn<T: Real, U: Real>(x: &[T], (cos, sin): (&[f32], &[f32]), sign: f32, y: &mut [U]) {
     let half = cos.len();

@@ -3,7 +3,7 @@ use crate::ops::plain::elementwise::tests::{bits, normals, same_everywhere};
 use nibble_core::Backend;
 use nibble_testkit::Documents;
 
-/// Cosines, then sines, of position · 10000^(−2i/head_dim).
+/// Cosines, followed by sines, of position · 10000^(−2i/head_dim).
 fn table(positions: usize, head_dim: usize) -> Vec<f32> {
     let angle = |p: usize, i: usize| p as f64 * 10_000f64.powf(-2.0 * i as f64 / head_dim as f64);
     let half = head_dim / 2;
@@ -11,7 +11,7 @@ fn table(positions: usize, head_dim: usize) -> Vec<f32> {
     (0..positions).flat_map(row).map(|x| x as f32).collect()
 }
 
-/// (sequences, seq_len, first_position, heads, head_dim)
+/// Shapes as (sequences, seq_len, first_position, heads, head_dim).
 const SHAPES: [(usize, usize, usize, usize, usize); 8] = [
     (1, 1, 0, 1, 2),
     (2, 3, 4, 1, 16),
@@ -97,7 +97,7 @@ fn what_does_not_turn_is_copied_and_the_rest_turns_as_a_head_of_its_own() {
     }
 }
 
-/// Each row rotates like the row at its position in a sequence of a single document.
+/// Each row is rotated like the row at the same position in a sequence of a single document.
 #[test]
 fn positions_begin_anew_with_each_document() {
     let (sequences, seq_len, first, heads, head_dim) = (3, 17, 2, 2, 16);

@@ -1,4 +1,4 @@
-//! See [`nibble_core::ops::AddBias`].
+//! The CPU code of [`nibble_core::ops::AddBias`].
 
 use crate::Cpu;
 use crate::ops::plain::column_sums::{ColumnTerms, add_columns, for_columns};
@@ -19,7 +19,7 @@ fn add_to_rows_body<T: Real>(bias: &[f32], x: &mut [T]) {
     }
 }
 
-/// Adds the bias to each row of x in place, rounded once.
+/// Adds the bias to each row of x in place, with one rounding.
 pub(crate) fn add_bias(cpu: &Cpu, op: AddBias<'_, Cpu>) -> Result<()> {
     let bias = op.bias.f32("add_bias", "bias")?.as_slice();
     match &mut op.x.data {
@@ -29,7 +29,7 @@ pub(crate) fn add_bias(cpu: &Cpu, op: AddBias<'_, Cpu>) -> Result<()> {
     Ok(())
 }
 
-/// The terms are dy itself.
+/// Terms of the column sums: dy itself.
 struct Gradients<'a, T> {
     dy: &'a [T],
     d: usize,
@@ -56,7 +56,7 @@ fn add_dbias_body<T: Real>(dy: &[T], d: usize, first: usize, sums: &mut [f32]) {
     add_columns(&Gradients { dy, d }, first, sums);
 }
 
-/// Each shard's sum begins at zero and is added once.
+/// Accumulates the bias gradient. Each shard's sum starts at zero and is added once.
 pub(crate) fn add_bias_backward(cpu: &Cpu, op: AddBiasBackward<'_, Cpu>) -> Result<()> {
     match op.dy.dtype() {
         DType::F32 => backward::<f32>(cpu, op),

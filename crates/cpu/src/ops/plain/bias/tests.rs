@@ -3,7 +3,7 @@ use crate::ops::plain::column_sums::tests::tree;
 use crate::ops::plain::elementwise::tests::{bits, normals, same_everywhere};
 use nibble_core::Tensor;
 
-/// Rows, columns and shards; the sizes lie around the vectors, the blocks of columns and the chunks of rows.
+/// Numbers of rows, columns and shards, with sizes around the vectors, the blocks of columns and the chunks of rows.
 const SHAPES: [(usize, usize, usize); 7] =
     [(0, 5, 1), (1, 1, 1), (4, 17, 4), (130, 64, 2), (65, 81, 1), (900, 40, 2), (2000, 200, 4)];
 
@@ -17,7 +17,7 @@ fn tensor(cpu: &Cpu, x: &[f32], (rows, cols): (usize, usize), dtype: DType) -> T
     }
 }
 
-/// The definition, element by element.
+/// Compares the result with the definition, element by element.
 #[test]
 fn each_row_has_the_bias_added_and_rounded_once() {
     for (rows, d, _) in SHAPES {
@@ -38,7 +38,7 @@ fn each_row_has_the_bias_added_and_rounded_once() {
     }
 }
 
-/// The definition, column by column.
+/// The definition of the gradient of one column.
 fn column_sum(dy: &[f32], d: usize, column: usize) -> f32 {
     let column: Vec<f32> = dy.iter().skip(column).step_by(d).copied().collect();
     tree(column.chunks(64).map(|chunk| chunk.iter().fold(0.0, |a, b| a + b)).collect())

@@ -1,7 +1,7 @@
-//! See [`nibble_core::ops::Cast`], [`nibble_core::ops::InitNormal`], [`nibble_core::ops::Add`],
+//! The CPU code of [`nibble_core::ops::Cast`], [`nibble_core::ops::InitNormal`], [`nibble_core::ops::Add`],
 //! [`nibble_core::ops::SumShards`], [`nibble_core::ops::SumSquares`] and [`nibble_core::ops::CloseSquares`].
 //!
-//! Each body is one branch-free loop; compiled for each instruction set, it is both specification and fast path.
+//! Each body is one branch-free loop. The body is compiled for each instruction set, and is both specification and fast path.
 
 use crate::gemm::Isa;
 use crate::simd::{LANES, Real, per_isa, rows_per_task, tree_sum};
@@ -15,7 +15,7 @@ use nibble_core::ops::{
 use nibble_core::{Data, Error, Plain, Result, Tensor};
 use rayon::prelude::*;
 
-/// Runs `body` on every share, multi-threaded unless there is only one.
+/// Runs `body` on every share of the work, multi-threaded unless there is only one share.
 pub(in crate::ops) fn run_shares<S: Send>(cpu: &Cpu, shares: Vec<S>, body: impl Fn(S) + Send + Sync) {
     if shares.len() <= 1 {
         shares.into_iter().for_each(body);
@@ -24,7 +24,7 @@ pub(in crate::ops) fn run_shares<S: Send>(cpu: &Cpu, shares: Vec<S>, body: impl 
     }
 }
 
-/// Divides the rows of `out` among the threads: `body(first row, those rows)`.
+/// Divides the rows of `out` among the threads and calls `body(first row, those rows)`.
 pub(in crate::ops) fn for_rows<T: Plain>(
     cpu: &Cpu,
     out: &mut [T],
@@ -56,7 +56,7 @@ fn widen_body(x: &[bf16], out: &mut [f32]) {
 }
 per_isa!(fn widen_bf16 = widen_body; (x: &[bf16], out: &mut [f32]));
 
-/// Plain → plain. A cast to the same type shares the buffer.
+/// Casts between plain types. A cast to the same type shares the buffer.
 pub(crate) fn cast(cpu: &Cpu, op: Cast<'_, Cpu>) -> Result<Tensor<Cpu>> {
     let mut out = op.result(cpu)?;
     match (&op.x.data, &mut out.data) {
@@ -71,7 +71,7 @@ fn map<T: Plain, U: Plain>(cpu: &Cpu, x: &[T], out: &mut [U], body: fn(Isa, &[T]
     for_rows(cpu, out, 1, |first, out| body(cpu.isa(), &x[first..][..out.len()], out));
 }
 
-/// Element i is std · normal(first + i), one product in F32.
+/// Initialises element i with std · normal(first + i), one product in F32.
 pub(crate) fn init_normal(cpu: &Cpu, op: InitNormal) -> Result<Tensor<Cpu>> {
     op.check()?;
     let mut out = op.result(cpu)?;
@@ -89,9 +89,9 @@ pub(crate) fn init_normal(cpu: &Cpu, op: InitNormal) -> Result<Tensor<Cpu>> {
     Ok(out)
 }
 
-/// One block of Philox serves four elements.
+/// Fills `out` with normal numbers; one Philox block serves four elements.
 fn fill_normal(op: &InitNormal, first: u64, out: &mut [f32]) {
-    let mut q = u64::MAX; // no element lies in this block: e / 4 < 2⁶²
+    let mut q = u64::MAX; // no element is in this block, because e / 4 < 2⁶²
     let mut words = [0; 4];
     for (e, out) in (first..).zip(out) {
         if e / 4 != q {
@@ -120,7 +120,7 @@ fn add_to_body<T: Real>(x: &[T], sum: &mut [T]) {
 per_isa!(pub(in crate::ops) fn add_to_f32 = add_to_body::<f32>; (x: &[f32], sum: &mut [f32]));
 per_isa!(pub(in crate::ops) fn add_to_bf16 = add_to_body::<bf16>; (x: &[bf16], sum: &mut [bf16]));
 
-/// Adds a tensor, if given, to another of its type and shape, each element rounded.
+/// Adds a tensor, if given, to another tensor of its type and shape, and rounds each element.
 pub(in crate::ops) fn add_to(cpu: &Cpu, x: Option<&Tensor<Cpu>>, sum: &mut Tensor<Cpu>) -> Result<()> {
     let Some(x) = x else { return Ok(()) };
     match (&x.data, &mut sum.data) {
@@ -139,7 +139,7 @@ fn accumulate_body(x: &[f32], sum: &mut [f32]) {
 }
 per_isa!(fn accumulate = accumulate_body; (x: &[f32], sum: &mut [f32]));
 
-/// a + b in F32, rounded once; then plus is added likewise, if given.
+/// Computes a + b in F32, rounded once. If `plus` is given, it is added in the same way.
 pub(crate) fn add(cpu: &Cpu, op: Add<'_, Cpu>) -> Result<Tensor<Cpu>> {
     let mut out = op.result(cpu)?;
     write_sum(cpu, (op.a, op.b), &mut out)?;
@@ -168,10 +168,10 @@ fn sum_of<T: Real>(cpu: &Cpu, of: [&Buf<T>; 2], out: &mut Buf<T>, body: fn(Isa, 
     });
 }
 
-/// Elements whose tree is summed while they are in the L1 cache.
+/// Number of elements whose shards are summed while they are in the L1 cache.
 const TREE_CHUNK: usize = 1024;
 
-/// ((0+1)+(2+3))…, element by element, rounded once.
+/// Sums shards as ((0+1)+(2+3))…, element by element, and rounds once.
 pub(crate) fn sum_shards(cpu: &Cpu, op: SumShards<'_, Cpu>) -> Result<()> {
     let len = op.into.rows * op.into.cols / op.stack;
     let shards = Shards { isa: cpu.isa(), x: &op.x.data, count: op.shards, len };
@@ -191,7 +191,7 @@ pub(crate) fn sum_shards(cpu: &Cpu, op: SumShards<'_, Cpu>) -> Result<()> {
     Ok(())
 }
 
-/// The shards of a stack of matrices, each of `len` elements; a matrix's shards are consecutive.
+/// The shards of a stack of matrices, `len` elements per shard; the shards of a matrix are consecutive.
 struct Shards<'a> {
     isa: Isa,
     x: &'a Data<Cpu>,
@@ -200,8 +200,8 @@ struct Shards<'a> {
 }
 
 impl Shards<'_> {
-    /// Splits sums into pieces that lie in one matrix and fit a temporary. `first` is the index of the first sum among those of all
-    /// matrices. `body` gets the index at which a piece's elements begin in the first shard.
+    /// Splits the sums into pieces that are in one matrix and fit a temporary. `first` is the index of the first sum among those of all
+    /// matrices. `body` gets the index of a piece's first element in the first shard.
     fn for_pieces<T>(&self, first: usize, mut out: &mut [T], body: impl Fn(usize, &mut [T])) {
         let mut next = first;
         while let (false, Some(i)) = (out.is_empty(), next.checked_rem(self.len)) {
@@ -212,7 +212,7 @@ impl Shards<'_> {
         }
     }
 
-    /// The tree over these shards (at least one), for the elements that begin at `at` in the first shard.
+    /// The tree sum over these shards (at least one), for the elements that start at `at` in the first shard.
     fn sum(&self, at: usize, shards: std::ops::Range<usize>, out: &mut [f32]) {
         if shards.len() <= 1 {
             let range = shards.start * self.len + at..shards.start * self.len + at + out.len();
@@ -247,7 +247,7 @@ fn sum_squares_body<T: Real>(x: &[T]) -> f64 {
 per_isa!(fn squares_f32 = sum_squares_body::<f32>; (x: &[f32]) -> f64);
 per_isa!(fn squares_bf16 = sum_squares_body::<bf16>; (x: &[bf16]) -> f64);
 
-/// Σ x² of each chunk; threads divide the chunks, never a sum.
+/// Computes Σ x² of each chunk; threads divide the chunks, never a sum.
 pub(crate) fn sum_squares(cpu: &Cpu, op: SumSquares<'_, Cpu>) -> Result<()> {
     op.check()?;
     let into = op.into.as_mut_slice();
@@ -280,7 +280,7 @@ fn chunk_squares<T: Real>(
     });
 }
 
-/// The tree over each part's chunks.
+/// Computes the tree sum over the chunks of each part.
 pub(crate) fn close_squares(_: &Cpu, op: CloseSquares<'_, Cpu>) -> Result<()> {
     op.check()?;
     let (sums, into) = (op.sums.as_slice(), op.into.as_mut_slice());

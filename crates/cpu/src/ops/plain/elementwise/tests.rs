@@ -3,7 +3,7 @@ use crate::gemm::Isa;
 use nibble_core::{Backend, DType};
 use nibble_formats::{Purpose, Stream};
 
-/// The specification first, then every instruction set of this machine with one to three threads.
+/// Backends to compare: first the specification, then every instruction set of this machine with one to three threads.
 pub(in crate::ops) fn every_cpu() -> Vec<Cpu> {
     let mut all = vec![Cpu::scalar(1).unwrap(), Cpu::scalar(2).unwrap()];
     for isa in Isa::ALL.into_iter().filter(|isa| isa.is_supported()) {
@@ -18,7 +18,7 @@ pub(in crate::ops) fn normals(site: u32, len: usize) -> Vec<f32> {
     (0..len as u64).map(|e| stream.normal_at(e)).collect()
 }
 
-/// Uniform numbers below `n`.
+/// Uniform random integers below `n`.
 pub(in crate::ops) fn below(site: u32, n: usize, len: usize) -> Vec<i32> {
     let stream = Stream::new(8, Purpose::Data, site, 0);
     (0..len as u64).map(|e| (stream.u32_at(e) as usize % n) as i32).collect()
@@ -32,18 +32,18 @@ pub(in crate::ops) fn bits(t: &Tensor<Cpu>) -> Vec<u32> {
     }
 }
 
-/// Runs on every CPU and returns the result, which must be the same on all.
+/// Runs on all backends and returns the result, which must be the same on each.
 pub(in crate::ops) fn same_everywhere<R: PartialEq + std::fmt::Debug>(run: impl Fn(&Cpu) -> R) -> R {
     let mut all = every_cpu().into_iter();
     let want = run(&all.next().unwrap());
     for cpu in all {
-        // Not `assert_eq`: it would print whole tensors.
+        // `assert_eq` would print whole tensors.
         assert!(run(&cpu) == want, "{cpu:?} differs from the specification");
     }
     want
 }
 
-/// Lengths around the lanes, the chunks and a thread's share.
+/// Lengths around the number of lanes, the chunk size and a thread's share.
 const LENGTHS: [usize; 9] = [0, 1, 15, 16, 17, 1025, 16_383, 16_385, 70_001];
 
 fn tensor(cpu: &Cpu, x: &[f32], dtype: DType) -> Tensor<Cpu> {
@@ -96,7 +96,7 @@ fn initial_weights_do_not_depend_on_how_they_are_divided() {
     for (i, &got) in got.iter().enumerate() {
         assert_eq!(got, (stream.normal_at(5 + i as u64) * 0.02).to_bits(), "{i}");
     }
-    // A shard of the rows has the same values as in the whole.
+    // The elements of a shard of rows have the same values as in the whole tensor.
     let cpu = Cpu::new(2).unwrap();
     let part = InitNormal { stream, first: 5 + 173 * 100, rows: 50, cols: 173, std: 0.02 }.run_on(&cpu);
     assert_eq!(part, got[173 * 100..][..173 * 50]);
@@ -166,7 +166,7 @@ fn shards_are_summed_by_the_tree() {
             }
         }
     }
-    // Each matrix of a stack is summed by itself, also if a work item ends within a matrix.
+    // Each matrix of a stack is summed separately, even if a work item ends within a matrix.
     for (stack, shards, len) in [(3, 2, 1), (4, 4, 700), (2, 8, 1025)] {
         let x = normals(5, stack * shards * len);
         let got = same_everywhere(|cpu| {
@@ -184,7 +184,8 @@ fn shards_are_summed_by_the_tree() {
         };
         assert_eq!(got, (0..stack).flat_map(alone).collect::<Vec<_>>(), "{stack} of {shards} shards");
     }
-    // One large term and three that vanish if added to it one by one: only the tree preserves two of them.
+    // The terms are one large number, and three small numbers that vanish if they are added to the large one by one. Only the tree
+    // preserves two of them.
     let cpu = Cpu::new(1).unwrap();
     let t = Tensor::from_f32(&cpu, &[16_777_216.0, 1.0, 1.0, 1.0], 4, 1).unwrap();
     for (dtype, want) in [(DType::F32, 16_777_218.0), (DType::Bf16, 16_777_216.0)] {
@@ -201,7 +202,7 @@ fn squares_are_summed_in_double_precision_part_by_part() {
         let got = same_everywhere(|cpu| {
             let chunks = len.div_ceil(4096);
             let mut of_chunks = cpu.zeros::<f64>(2 + parts * chunks).unwrap();
-            // The same values in two tensors; the second begins within a part.
+            // The same values are split between two tensors; the second tensor starts within a part.
             let cut = parts * len / 2 / len.max(1) * len + (len / 2 / 4096) * 4096;
             let mut at = 2;
             for (skip, x) in [(0, &x[..cut]), (cut.checked_rem(len).unwrap_or(0), &x[cut..])] {
@@ -217,7 +218,8 @@ fn squares_are_summed_in_double_precision_part_by_part() {
             sums.as_slice()[1..].iter().map(|x| x.to_bits()).collect::<Vec<_>>()
         });
         for (part, &got) in got.iter().enumerate() {
-            // The tree, recursively from the top: the left part has the largest power of two of chunks below the total.
+            // `sum` computes the tree recursively from the top. The number of chunks in the left part is the largest power of two below the
+            // total.
             fn sum(x: &[f32]) -> f64 {
                 let chunks = x.len().div_ceil(4096);
                 if chunks > 1 {

@@ -1,6 +1,6 @@
-//! Prepares a product's operands for the engine. [`Numbers`] gives the numbers that a pair of operands multiplies. The engine reads codes
-//! directly if both operands have the same block length. Other quantized operands are lifted, or decoded to BF16 or F32 numbers whose F32
-//! scales are kept apart and multiply the sums.
+//! Prepares a GEMM's operands for the engine. [`Numbers`] defines which numbers a pair of operands multiplies. The engine reads codes
+//! directly if both operands have the same block length. Other quantized operands are lifted, or decoded to BF16 or F32 numbers. F32 scales
+//! of decoded operands stay separate, and the engine multiplies the sums by these scales.
 
 use crate::gemm;
 use crate::ops::convert::quantize::source::{Lines, Scales};
@@ -18,46 +18,46 @@ use std::borrow::Cow;
 
 /// An operand in the form that the engine reads.
 pub(in crate::ops) enum Side<'a> {
-    /// As stored, lifted, or widened. A plain operand gets scales of one if the other operand has scales.
+    /// An operand as stored, lifted, or widened. A plain operand gets scales of one if the other operand has scales.
     Operand(Cow<'a, Operand<Cpu>>, Option<Apart>),
-    /// Quantized, decoded to plain numbers.
+    /// A quantized operand that was decoded to plain numbers.
     Lowered(Lowered),
 }
 
-/// A quantized operand decoded to plain numbers, in the order of its codes.
+/// A quantized operand decoded to plain numbers, in the memory order of its codes.
 pub(in crate::ops) struct Lowered {
     values: Values,
-    /// Values per line; the contraction runs along lines.
+    /// Values per stored row or column (line); the contraction runs along lines.
     len: usize,
-    /// This operand's F32 scales, if either operand has any.
+    /// The F32 scales of this operand, if either operand has separate F32 scales.
     scales: Option<Apart>,
 }
 
-/// Numbers `[lines][len]`.
+/// The decoded numbers `[lines][len]`.
 enum Values {
     Bf16(Vec<bf16>),
     F32(Vec<f32>),
 }
 
-/// F32 scales `[lines][blocks]`, as bytes; with `stride` 0, `[blocks]` shared by all lines.
+/// Separate F32 scales `[lines][blocks]`, as bytes; with `stride` 0, the scales are `[blocks]` and all lines share them.
 pub(in crate::ops) struct Apart {
     bytes: Vec<u8>,
     block: usize,
     stride: usize,
 }
 
-/// How both operands of a product are read; the contraction runs along their stored lines.
+/// How both operands of a GEMM are read; the contraction runs along their stored rows or columns (lines).
 #[derive(Clone, Copy)]
 pub(in crate::ops) struct Way {
     numbers: Numbers,
-    /// Whether the engine reads the codes of both operands, once lifted.
+    /// Whether the engine reads the codes of both operands, after any lift.
     codes: bool,
-    /// With F32 scales apart from plain numbers: values per scale, and values per line.
+    /// If F32 scales are separate from plain numbers: values per scale, and values per line.
     apart: Option<[usize; 2]>,
 }
 
 impl Way {
-    /// For this pair of operands.
+    /// The way in which this pair of operands is read.
     pub fn of(a: &Operand<Cpu>, b: &Operand<Cpu>) -> Self {
         let numbers = Numbers::of(Stored::of(a), Stored::of(b));
         let operands = [(a, false), (b, true)].into_iter();
@@ -76,12 +76,12 @@ impl Way {
         Self { numbers, codes, apart }
     }
 
-    /// The first operand.
+    /// Prepares the first operand.
     pub fn first<'a>(self, cpu: &Cpu, x: &'a Operand<Cpu>) -> Result<Side<'a>> {
         self.side(cpu, x, lift)
     }
 
-    /// The second operand, a stack of `matrices` matrices.
+    /// Prepares the second operand, a stack of `matrices` matrices.
     pub fn second<'a>(self, cpu: &Cpu, x: &'a Operand<Cpu>, matrices: usize) -> Result<Side<'a>> {
         self.side(cpu, x, |cpu, q| match Stored::block(q).lifted_as(true).axis {
             BlockAxis::Tile => lift_squares(cpu, q, matrices),
@@ -116,7 +116,7 @@ impl Way {
         }
     }
 
-    /// The scales that are multiplied into the numbers before the product.
+    /// The scales by which the numbers are multiplied before the GEMM.
     fn scales(self) -> Scales {
         match self.numbers {
             Numbers::Fp8 => Scales::Exact,
@@ -125,7 +125,7 @@ impl Way {
         }
     }
 
-    /// Decodes to plain numbers.
+    /// Decodes a quantized operand to plain numbers.
     fn lower(self, cpu: &Cpu, q: &BlockScaled<Cpu>) -> Result<Lowered> {
         let (with, len, (lines, place)) = (self.scales(), line_len(q), lines(q));
         let values = match self.numbers {
@@ -147,7 +147,7 @@ impl Way {
     }
 }
 
-/// Both operands of a product; the second is a stack of `matrices` matrices.
+/// Prepares both operands of a GEMM; the second operand is a stack of `matrices` matrices.
 pub(in crate::ops) fn sides<'a>(
     cpu: &Cpu,
     a: &'a Operand<Cpu>,
@@ -157,11 +157,11 @@ pub(in crate::ops) fn sides<'a>(
     Ok((way.first(cpu, a)?, way.second(cpu, b, matrices)?))
 }
 
-/// The properties of a quantized operand, once lifted, that decide how it is read.
+/// The properties of a quantized operand, after any lift, that determine how it is read.
 #[derive(Clone, Copy)]
 struct Lined {
     stored: Stored,
-    /// Values per line.
+    /// Values per stored row or column (line).
     len: usize,
 }
 
@@ -181,7 +181,7 @@ impl Lined {
         self.stored.format.record_len(self.stored.axis)
     }
 
-    /// Whether the engine can read the codes directly (lines of whole bytes) and then multiplies these numbers.
+    /// Whether the engine can read the codes directly (lines are whole bytes) and then multiplies these numbers.
     fn has_codes(&self, numbers: Numbers) -> bool {
         let Stored { format, rule, .. } = self.stored;
         let are_whole = format.spec().code_bits == 8 || self.len.is_multiple_of(2);
@@ -189,16 +189,16 @@ impl Lined {
         gemm_element(self.stored).is_some() && are_whole && same
     }
 
-    /// Whether F32 scales are kept apart from its numbers.
+    /// Whether F32 scales stay separate from the operand's numbers.
     fn is_scaled(&self, numbers: Numbers) -> bool {
         self.kind().has_tensor_scale() || numbers == Numbers::Fp8 && self.kind() == ScaleKind::F32
     }
 
-    /// Values per such scale: even.
+    /// Number of values per separate scale; an even number.
     fn apart(&self, numbers: Numbers) -> usize {
         let line = self.len.next_multiple_of(2).max(2);
         let of_blocks = numbers == Numbers::Fp8 && self.kind() == ScaleKind::F32;
-        // Down the columns, each group of rows has its own scale.
+        // In column blocks, each group of rows has a separate scale.
         if of_blocks || self.stored.axis == BlockAxis::Col { self.block().min(line) } else { line }
     }
 }
@@ -207,13 +207,13 @@ fn line_len(q: &BlockScaled<Cpu>) -> usize {
     if q.axis == BlockAxis::Col { q.rows } else { q.cols }
 }
 
-/// The number of lines, and the (row, column) of a value from its line and position.
+/// The number of lines, and a function that converts a line and a position to (row, column).
 fn lines(q: &BlockScaled<Cpu>) -> (usize, impl Fn(usize, usize) -> (usize, usize) + Sync) {
     let down = q.axis == BlockAxis::Col;
     (if down { q.cols } else { q.rows }, move |line, k| if down { (k, line) } else { (line, k) })
 }
 
-/// All values, line by line: decoded, then converted by `keep`.
+/// All values in stored order: decoded, then converted by `keep`.
 fn values<T: Clone + Send>(
     cpu: &Cpu,
     q: &BlockScaled<Cpu>,
@@ -243,7 +243,7 @@ fn values<T: Clone + Send>(
 }
 
 impl Apart {
-    /// Adds the scales, from line `first` on, to an operand.
+    /// Adds the scales, starting at line `first`, to an operand view.
     fn beside<'a>(&'a self, x: gemm::OperandView<'a>, first: usize) -> gemm::OperandView<'a> {
         let plane = ScalePlane { kind: ScaleKind::F32, bytes: &self.bytes };
         x.scaled(gemm::OperandScales::rows(plane, self.block, self.stride).at(first * self.stride))
@@ -251,7 +251,7 @@ impl Apart {
 }
 
 impl Lowered {
-    /// From line `first` on.
+    /// A view that starts at line `first`.
     fn view(&self, first: usize) -> gemm::OperandView<'_> {
         let values = match &self.values {
             Values::Bf16(values) => gemm::Data::Bf16(values),
@@ -263,7 +263,7 @@ impl Lowered {
 }
 
 impl Side<'_> {
-    /// An operand whose contraction runs along its rows, from row `first` on.
+    /// A view of an operand whose contraction runs along its rows, starting at row `first`.
     pub fn view(&self, op: &'static str, first: usize) -> Result<gemm::OperandView<'_>> {
         match self {
             Self::Operand(x, ones) => {
@@ -274,7 +274,7 @@ impl Side<'_> {
         }
     }
 
-    /// An operand whose contraction runs down its rows.
+    /// A view of an operand whose contraction runs along its columns.
     pub fn down_rows(&self, op: &'static str) -> Result<gemm::OperandView<'_>> {
         match self {
             Self::Operand(x, ones) => {

@@ -4,7 +4,7 @@ use nibble_core::formats::{Codec, Element, Format, LIFTED_BLOCK, Rounding, Scale
 use nibble_core::ops::{Dequantize, Gemm, GroupedGemm, GroupedWgrad, Planes, Quantize};
 use nibble_core::{Groups, Tensor};
 
-/// Values over more octaves than a lift preserves: some of them are rounded.
+/// A matrix whose values span more powers of two than a lift preserves, so that some values are rounded.
 fn matrix(cpu: &Cpu, rows: usize, cols: usize, seed: usize) -> Tensor<Cpu> {
     let value = |i: usize| {
         let octave = (i / cols / 32 + i % cols / 32 + seed) * 7 % 24;
@@ -22,10 +22,10 @@ fn decoded(cpu: &Cpu, q: &Operand<Cpu>) -> Vec<f64> {
     values.unwrap().into_iter().map(f64::from).collect()
 }
 
-/// A format and a rule; the rule of plain formats is ignored.
+/// A format and a scale rule; the rule of plain formats is ignored.
 type Kind = (Format, ScaleRule);
 
-/// Every format with each of its rules.
+/// All formats with each of their rules.
 fn kinds() -> Vec<Kind> {
     let rules = |format: Format| match format.spec().rules {
         [] => vec![ScaleRule::Amax],
@@ -41,7 +41,7 @@ fn codec((format, rule): Kind) -> Codec {
     Codec::new(format, rule, Rounding::NearestEven).unwrap()
 }
 
-/// A matrix or a stack of matrices as an operand of this kind.
+/// Creates an operand of this kind from a matrix or a stack of matrices.
 fn operand(
     cpu: &Cpu,
     x: &Tensor<Cpu>,
@@ -65,9 +65,9 @@ fn operand(
     }
 }
 
-/// The numbers that a product multiplies for operand `x` with `beside`, row by row, by the table of [`Numbers`]: the decoded values,
-/// rounded to E4M3 under the largest scale of each [`LIFTED_BLOCK`], or to BF16 if the block scale is no power of two. `second_of`: the
-/// number of matrices if `x` is the second operand, whose rows share scales in 2-D blocks.
+/// The numbers that a GEMM multiplies for operand `x` next to operand `beside`, row by row, from the table of [`Numbers`]. These numbers
+/// are the decoded values, rounded to E4M3 with the largest scale of each [`LIFTED_BLOCK`], or to BF16 if the block scale is not a power of
+/// two. If `x` is the second operand, whose rows share scales in 2-D blocks, `second_of` is its number of matrices.
 fn multiplied(cpu: &Cpu, x: &Operand<Cpu>, beside: &Operand<Cpu>, second_of: Option<usize>) -> Vec<f64> {
     let (numbers, mut values) = (Numbers::of(Stored::of(x), Stored::of(beside)), decoded(cpu, x));
     let Operand::Block(q) = x else { return values };
@@ -118,12 +118,12 @@ fn backends() -> [Cpu; 2] {
     [Cpu::new(2).unwrap(), Cpu::scalar(1).unwrap()]
 }
 
-/// Every pair of formats and rules, weights included, gives the F64 product of the numbers in the table, with the same bits on every
+/// Every pair of formats and rules, including weights, gives the F64 product of the numbers in the table. The bits are the same on every
 /// instruction set and in the specification.
 #[test]
 fn products_of_every_pair_are_those_of_what_is_multiplied() {
     let (m, n) = (11, 7);
-    // Contraction lengths that end inside a block, one odd and one even.
+    // These contraction lengths, one odd and one even, end inside a block.
     for k in [147, 166] {
         let all = backends().map(|cpu| {
             let (a, b) = (matrix(&cpu, m, k, 1), matrix(&cpu, n, k, 2));
@@ -148,7 +148,7 @@ fn products_of_every_pair_are_those_of_what_is_multiplied() {
     }
 }
 
-/// The same for ragged groups: rows times one matrix per group, and weight gradients contracted over rows.
+/// Tests the GEMMs of all pairs of formats for ragged groups: rows times one matrix per group, and weight gradients contracted over rows.
 #[test]
 fn grouped_products_of_every_pair_are_those_of_what_is_multiplied() {
     let (lens, n, k) = ([70, 0, 131], 6, 50);
@@ -200,7 +200,8 @@ fn grouped_products_of_every_pair_are_those_of_what_is_multiplied() {
     assert!(all[0] == all[1], "the specification has other bits");
 }
 
-/// Weights larger than one 2-D block, with rows of very different sizes: values far below the block's largest scale are rounded, or lost.
+/// Tests weights larger than one 2-D block, with rows of very different magnitudes. Values far below the block's largest scale are rounded
+/// or become zero.
 #[test]
 fn second_operands_are_lifted_in_squares_of_their_matrices() {
     let (m, n, k, stack) = (5, 150, 300, 2);
@@ -232,7 +233,7 @@ fn second_operands_are_lifted_in_squares_of_their_matrices() {
     assert!(all[0].len() >= 3 && all[0] == all[1], "the specification has other bits");
 }
 
-/// The transposed copy of a weight holds the transpose of each matrix of the stack, up to the difference of two quantizations.
+/// The transposed copy of a weight holds the transpose of each matrix of the stack, up to the difference between two quantizations.
 #[test]
 fn weights_have_both_planes_in_every_format() {
     let cpu = Cpu::new(2).unwrap();

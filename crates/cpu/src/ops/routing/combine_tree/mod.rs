@@ -1,4 +1,4 @@
-//! See [`nibble_core::ops::CombineTree`] and [`nibble_core::ops::FindSlots`].
+//! The CPU code of [`nibble_core::ops::CombineTree`] and [`nibble_core::ops::FindSlots`].
 
 use crate::gemm::Isa;
 use crate::ops::plain::elementwise::{add_to, add_to_bf16, add_to_f32, for_rows};
@@ -7,10 +7,10 @@ use crate::{Buf, Cpu};
 use nibble_core::ops::{CombineTree, FindSlots};
 use nibble_core::{Data, Error, Result, Tensor};
 
-/// Columns summed at a time, in the L1 cache.
+/// Number of columns summed at a time, in the L1 cache.
 const CHUNK: usize = 256;
 
-/// Sums the slots up the tree, then adds `plus`.
+/// Sums the rows of a token's slots in tree order, then adds `plus`.
 pub(crate) fn combine_tree(cpu: &Cpu, op: CombineTree<'_, Cpu>) -> Result<Tensor<Cpu>> {
     op.check()?;
     let mut out = op.result(cpu)?;
@@ -45,7 +45,7 @@ fn combine<T: Real>(
                 let leaf = usize::try_from(leaf[slot]).ok().filter(|leaf| *leaf < op.leaves);
                 slots.extend(leaf.zip(row_of(index[slot])));
             }
-            // Stable: the slots of a leaf stay in order.
+            // The sort is stable, so that the slots of a leaf stay in order.
             slots.sort_by_key(|(leaf, _)| *leaf);
             for (at, out) in (0..).step_by(CHUNK).zip(out.chunks_mut(CHUNK)) {
                 let root = Node { lo: 0, hi: op.leaves, slots: &slots };
@@ -58,7 +58,7 @@ fn combine<T: Real>(
     });
 }
 
-/// A node of the tree and the rows below it, sorted by leaf; at least one row.
+/// A node of the tree and the rows below it, sorted by leaf; a node has at least one row.
 struct Node<'a, T> {
     lo: usize,
     hi: usize,
@@ -66,8 +66,8 @@ struct Node<'a, T> {
 }
 
 impl<T: Real> Node<'_, T> {
-    /// The sum of `out.len()` columns from `at` on. `add_to` adds one row to another, rounding each element. `scratch` holds one chunk less
-    /// than there are rows.
+    /// The sum of `out.len()` columns, starting at column `at`. `add_to` adds one row to another and rounds each element. `scratch` holds
+    /// one chunk fewer than there are rows.
     fn sum(&self, at: usize, out: &mut [T], scratch: &mut [T], add_to: &dyn Fn(&[T], &mut [T])) {
         let &Node { lo, hi, slots } = self;
         let (first, others) = slots.split_first().map_or((&[][..], slots), |((_, row), rest)| (*row, rest));
@@ -95,7 +95,7 @@ impl<T: Real> Node<'_, T> {
     }
 }
 
-/// Single-threaded: it touches a few bytes per row.
+/// This function is single-threaded, because it reads a few bytes per row.
 pub(crate) fn find_slots(cpu: &Cpu, op: FindSlots<'_, Cpu>) -> Result<Buf<i32>> {
     op.check()?;
     let mut out = op.result(cpu)?;

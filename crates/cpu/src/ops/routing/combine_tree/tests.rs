@@ -3,14 +3,14 @@ use crate::ops::plain::elementwise::tests::{below, bits, every_cpu, normals, sam
 use half::bf16;
 use nibble_core::{Backend, DType};
 
-/// Tokens whose slots are at random leaves; some slots are missing.
+/// Tokens whose slots are at random leaves of the tree; some slots are missing.
 #[derive(Debug, Clone, Copy)]
 struct Case {
     tokens: usize,
     top_k: usize,
     leaves: usize,
     cols: usize,
-    /// Slots without a row or without a leaf, of four on average.
+    /// Average number of slots out of four that have no row or no leaf.
     missing: i32,
     /// Whether a leaf may have several slots of a token.
     repeats: bool,
@@ -48,7 +48,7 @@ impl Case {
                 }
             }
         }
-        // Rows in another order than slots, as experts have them.
+        // Rows are in another order than slots, as experts produce them.
         let mut index: Vec<i32> = (0..self.slots() as i32).rev().collect();
         let [miss, how] = [1, 2].map(|i| below(site + i, 4, self.slots()));
         for i in (0..self.slots()).filter(|i| miss[*i] < self.missing) {
@@ -63,7 +63,7 @@ impl Case {
     }
 }
 
-/// The addends, by bits: each type has a rounding of its own, independent of the code under test.
+/// The type of the addends. Each type implements rounding on bits, independently of the code under test.
 trait Number: Copy {
     fn bits(self) -> u32;
     fn add(self, other: Self) -> Self;
@@ -90,7 +90,7 @@ impl Number for bf16 {
     }
 }
 
-/// The definition: an array of all leaves, halved until one is left.
+/// The definition: an array of all leaves is halved until one leaf is left.
 fn tree<T: Number>(leaves: &[Option<T>]) -> Option<T> {
     if let [leaf] = leaves {
         return *leaf;
@@ -102,9 +102,9 @@ fn tree<T: Number>(leaves: &[Option<T>]) -> Option<T> {
     }
 }
 
-/// The sum of one column of one token.
+/// The expected sum of one column of one token.
 fn want<T: Number>(rows: &[Option<T>], leaf: &[i32], leaves: usize) -> T {
-    // Larger trees than fit an array are summed without the subtrees that have no slot.
+    // Larger trees do not fit an array and are summed without the subtrees that have no slot.
     if leaves > 1000 {
         return sparse(&leaf.iter().copied().zip(rows.iter().copied()).collect::<Vec<_>>(), 0, leaves as i64)
             .unwrap_or(T::ZERO);
@@ -170,7 +170,7 @@ fn expected<T: Number>(case: &Case, x: &[T], plus: Option<&[T]>) -> Vec<u32> {
 fn rows_are_summed_up_the_tree_and_rounded_at_each_node() {
     for case in Case::all() {
         let mut x = normals(case.top_k as u32, case.slots() * case.cols);
-        // Zeros of both signs: −0 must stay −0 where nothing is added to it.
+        // The rows contain zeros of both signs: −0 must stay −0 if nothing is added to it.
         x.iter_mut().step_by(7).for_each(|x| *x = -0.0);
         let plus = normals(77, case.tokens * case.cols);
         let half = |x: &[f32]| x.iter().map(|&x| bf16::from_f32(x)).collect::<Vec<_>>();
@@ -190,7 +190,7 @@ fn rows_are_summed_up_the_tree_and_rounded_at_each_node() {
 
 #[test]
 fn a_row_alone_is_passed_on_as_it_is() {
-    // A NaN that no rounding would preserve, in the only row; and a token without rows.
+    // The only row has a NaN that no rounding would preserve, and one token has no rows.
     let nan = f32::from_bits(0xFFA1_2345);
     for cpu in every_cpu() {
         let rows = Tensor::from_f32(&cpu, &[nan, -0.0], 1, 2).unwrap();
@@ -222,8 +222,8 @@ fn each_sum_is_rounded_and_neighbours_meet_first() {
     assert_eq!(sum([2, 2, 2]), 256.0, "at one leaf in slot order");
 }
 
-/// Summed within each rank's leaves first and then over ranks: the bits of the whole tree, for every power of two of ranks that divides
-/// the leaves.
+/// If sums are computed first within each rank's leaves and then over ranks, the bits are those of the whole tree. The bits are equal for
+/// every power of two of ranks that divides the number of leaves.
 #[test]
 fn parts_of_a_tree_may_be_summed_elsewhere() {
     let cpu = Cpu::new(2).unwrap();
@@ -236,7 +236,7 @@ fn parts_of_a_tree_may_be_summed_elsewhere() {
             let one = bits(&run(&cpu, &case, &rows, Some(&plus)));
             for ranks in [1, 2, 4, 8, 16, 32].into_iter().filter(|ranks| leaves % ranks == 0) {
                 let (each, tokens) = (leaves / ranks, case.tokens);
-                // A row for each token and rank, rank by rank; the rows of tokens without a slot on the rank do not count.
+                // There is a row for each token and rank, in rank order. The rows of tokens without a slot on the rank do not count.
                 let (mut sums, mut is_there) = (Vec::new(), vec![false; tokens * ranks]);
                 for rank in 0..ranks {
                     let local = |(slot, leaf): (usize, &i32)| {

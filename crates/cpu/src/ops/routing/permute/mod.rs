@@ -1,4 +1,4 @@
-//! See [`nibble_core::ops::PlanPermute`], [`nibble_core::ops::Permute`], [`nibble_core::ops::Unpermute`],
+//! The CPU code of [`nibble_core::ops::PlanPermute`], [`nibble_core::ops::Permute`], [`nibble_core::ops::Unpermute`],
 //! [`nibble_core::ops::GatherScalars`] and [`nibble_core::ops::CombineSlots`].
 
 use crate::gemm::Isa;
@@ -10,12 +10,13 @@ use nibble_core::ops::{CombineSlots, GatherScalars, Permute, PlanPermute, Unperm
 use nibble_core::{BlockScaled, Data, Error, Operand, PermuteMap, Plain, Result, Tensor, round_up};
 use nibble_formats::{Scale, ScaleKind, ScalePlaneMut};
 
-/// A counting sort, single-threaded: its order is the contract, and it touches a few bytes per slot.
+/// A counting sort. The sort is single-threaded, because the operation's contract fixes the order and because the sort reads only a few
+/// bytes per slot.
 pub(crate) fn plan_permute(cpu: &Cpu, op: PlanPermute<'_, Cpu>) -> Result<PermuteMap<Cpu>> {
     let (expert, token_id) = (op.expert.as_slice(), op.token_id.as_slice());
     let counts = count_slots(&op)?;
     let occupied: usize = counts.iter().sum();
-    // Fewer occupied slots are no error: the occupancy reports them.
+    // Fewer occupied slots are not an error, because the occupancy reports their number.
     if occupied > op.num_slots {
         return Err(Error::shape(
             "plan_permute",
@@ -46,7 +47,7 @@ pub(crate) fn plan_permute(cpu: &Cpu, op: PlanPermute<'_, Cpu>) -> Result<Permut
     let mut next = start.clone();
     for (token, experts) in expert.chunks_exact(op.top_k).enumerate() {
         for (slot, &expert) in experts.iter().enumerate() {
-            // `count_slots` checked that every expert and row id is in range and that the slots fit the capacity.
+            // `count_slots` checked that all expert and row ids are in range and that the slots fit the capacity.
             let Ok(expert) = usize::try_from(expert) else { continue };
             let row = next[expert];
             next[expert] += 1;
@@ -68,7 +69,7 @@ pub(crate) fn plan_permute(cpu: &Cpu, op: PlanPermute<'_, Cpu>) -> Result<Permut
     Ok(map)
 }
 
-/// The number of slots of each expert. Checks that every index is in range and fits an i32.
+/// The number of slots of each expert. The function also checks that all indices are in range and fit an i32.
 fn count_slots(op: &PlanPermute<'_, Cpu>) -> Result<Vec<usize>> {
     const OP: &str = "plan_permute";
     for (argument, got) in [("capacity", op.capacity), ("expert.len()", op.expert.as_slice().len())] {
@@ -106,7 +107,7 @@ fn count_slots(op: &PlanPermute<'_, Cpu>) -> Result<Vec<usize>> {
     Ok(counts)
 }
 
-/// Codes and scales move; nothing is decoded.
+/// Copies rows in permuted order. Codes and scales are copied as they are; nothing is decoded.
 pub(crate) fn permute(cpu: &Cpu, op: Permute<'_, Cpu>) -> Result<Operand<Cpu>> {
     const OP: &str = "permute";
     let index = source_rows(OP, op.map, op.rows.rows())?;
@@ -115,7 +116,7 @@ pub(crate) fn permute(cpu: &Cpu, op: Permute<'_, Cpu>) -> Result<Operand<Cpu>> {
     Ok(out)
 }
 
-/// The checked source of each row of the permutation, among `rows` source rows.
+/// The source row of each row of the permutation; every source is checked against `rows`, the number of source rows.
 pub(in crate::ops) fn source_rows<'a>(
     op: &'static str,
     map: &'a PermuteMap<Cpu>,
@@ -130,7 +131,7 @@ pub(in crate::ops) fn source_rows<'a>(
     Ok(index)
 }
 
-/// `out[i] = rows[index[i]]`, padding where the index is negative. Indices were checked.
+/// Sets `out[i] = rows[index[i]]`, or padding where the index is negative. The caller has checked the indices.
 fn gather(
     op: &'static str,
     cpu: &Cpu,
@@ -156,14 +157,15 @@ fn gather(
     Ok(())
 }
 
-/// Scale records move unchanged; padding rows get the smallest scale.
+/// Copies scale records unchanged; padding rows get the smallest scale.
 fn gather_scales(cpu: &Cpu, (x, index): (&BlockScaled<Cpu>, &[i32]), out: &mut BlockScaled<Cpu>) {
     let (kind, width) = (x.scale_kind(), x.format.scales_per_row(x.cols));
     gather_rows(cpu, (&x.scales, index), 0, &mut out.scales);
     fill_padding(cpu, (kind, width * kind.bytes()), index, &mut out.scales);
 }
 
-/// Sets the smallest scale in the rows (of `width` bytes) whose index is negative. Zero scales are there already.
+/// Writes the smallest scale to the rows (of `width` bytes) whose index is negative. If the smallest scale is zero bytes, the buffer
+/// already holds it.
 pub(in crate::ops) fn fill_padding(
     cpu: &Cpu,
     (kind, width): (ScaleKind, usize),
@@ -182,7 +184,7 @@ pub(in crate::ops) fn fill_padding(
     });
 }
 
-/// Whether a negative index is allowed, as padding.
+/// Whether a negative index, which marks padding, is allowed.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(in crate::ops) enum Pads {
     Allowed,
@@ -207,7 +209,7 @@ pub(in crate::ops) fn check_index(
     }
 }
 
-/// `out[i] = rows[index[i]]`, filled with `pad` where the index is negative. Indices were checked.
+/// Sets `out[i] = rows[index[i]]`, or `pad` where the index is negative. The caller has checked the indices.
 fn gather_rows<T: Plain>(cpu: &Cpu, (rows, index): (&Buf<T>, &[i32]), pad: T, out: &mut Buf<T>) {
     let (rows, out) = (rows.as_slice(), out.as_mut_slice());
     let width = out.len() / index.len().max(1);
@@ -231,7 +233,7 @@ pub(crate) fn unpermute(cpu: &Cpu, op: Unpermute<'_, Cpu>) -> Result<Operand<Cpu
     Ok(out)
 }
 
-/// Gathers scalars as rows of one element.
+/// Gathers scalars as if they were rows of one element.
 pub(crate) fn gather_scalars(cpu: &Cpu, op: GatherScalars<'_, Cpu>) -> Result<Buf<f32>> {
     let (values, index) = (op.values.as_slice(), op.index.as_slice());
     check_index("gather_scalars", "index", index, values.len(), Pads::Allowed)?;
@@ -240,7 +242,7 @@ pub(crate) fn gather_scalars(cpu: &Cpu, op: GatherScalars<'_, Cpu>) -> Result<Bu
     Ok(out)
 }
 
-/// Columns summed at a time, in registers and the L1 cache.
+/// Number of columns summed at a time, in registers and the L1 cache.
 const COMBINE_CHUNK: usize = 256;
 
 /// Adds a row to the sums of a token's slots; the first row initialises them.
@@ -253,7 +255,7 @@ fn add_row_body<T: Real>(row: &[T], first: bool, sums: &mut [f32]) {
 per_isa!(fn add_row_f32 = add_row_body::<f32>; (row: &[f32], first: bool, sums: &mut [f32]));
 per_isa!(fn add_row_bf16 = add_row_body::<bf16>; (row: &[bf16], first: bool, sums: &mut [f32]));
 
-/// Σ over slots, in slot order.
+/// Sums the rows of a token's slots in slot order.
 pub(crate) fn combine_slots(cpu: &Cpu, op: CombineSlots<'_, Cpu>) -> Result<Tensor<Cpu>> {
     op.check()?;
     let mut out = op.result(cpu)?;

@@ -24,7 +24,8 @@ pub(in crate::ops) const CASES: [Case; 7] = [
 ];
 
 impl Case {
-    /// Expert of every slot, and token ids. A quarter of the slots belong to other ranks; expert 0 is avoided if there are others.
+    /// The expert of every slot, and token ids. A quarter of the slots belong to other ranks; if there are several experts, expert 0 gets
+    /// no slot.
     fn batch(&self) -> (Vec<i32>, Vec<i32>) {
         let expert = below(1, 4 * self.groups, self.tokens * self.top_k)
             .into_iter()
@@ -73,7 +74,7 @@ fn the_order_is_expert_then_token_then_slot_and_groups_are_aligned() {
     for case in CASES {
         let (expert, token_id) = case.batch();
         let map = case.plan(&cpu);
-        // The contract, by sorting.
+        // The expected order, computed by sorting.
         let mut slots: Vec<(i32, i32, usize, usize)> = Vec::new();
         for (i, &e) in expert.iter().enumerate().filter(|(_, e)| **e >= 0) {
             slots.push((e, token_id[i / case.top_k], i % case.top_k, i / case.top_k));
@@ -99,7 +100,7 @@ fn the_order_is_expert_then_token_then_slot_and_groups_are_aligned() {
         assert_eq!(map.groups.row_id.as_slice(), row_id);
         assert_eq!(map.source_row.as_slice(), source);
         assert_eq!(map.row_slot.as_slice(), row_slot);
-        // slot_row lists the rows of the occupied slots in the order received.
+        // `slot_row` lists the rows of the occupied slots in the order in which the slots were received.
         let occupied = (0..expert.len()).filter(|&i| expert[i] >= 0);
         for (&row, slot) in map.slot_row.as_slice().iter().zip(occupied) {
             assert_eq!(row_slot[row as usize], slot as i32);
@@ -137,7 +138,7 @@ fn what_a_plan_found_is_told_when_asked() {
     let map = case.plan_of(&cpu, &[0, 1, 0, 1, 0, -1], &[1, 2, 5], 8).unwrap();
     assert_eq!(map.occupancy.found.as_slice(), [8, 5]);
     map.occupancy.verify(&cpu).unwrap();
-    // The map as an asynchronous backend leaves it, which checks nothing before the end of a step.
+    // `told` returns the map of an asynchronous backend, which checks nothing before the end of a step.
     let told = |found: [i32; 2]| {
         let found = cpu.upload(&found).unwrap();
         Occupancy { found, ..map.occupancy.clone() }.verify(&cpu).unwrap_err().to_string()
@@ -199,7 +200,7 @@ fn unpermute_undoes_permute_and_pads_are_zero() {
     }
 }
 
-/// A block-scaled tensor of arbitrary bytes: moving rows must not depend on their meaning.
+/// A block-scaled tensor with arbitrary bytes, because a copy of rows must not depend on their meaning.
 pub(in crate::ops) fn any_blocks(
     cpu: &Cpu,
     format: Format,
@@ -229,7 +230,7 @@ pub(in crate::ops) fn any_blocks(
     }
 }
 
-/// All scales as bytes, the tensor's last.
+/// All scales as bytes, with the tensor scales last.
 pub(in crate::ops) fn scale_bytes(x: &BlockScaled<Cpu>) -> Vec<u8> {
     let tensor_scale = x.tensor_scale.as_ref().map_or(&[][..], |s| s.as_slice());
     [x.scales.as_slice(), bytemuck::cast_slice(tensor_scale)].concat()
@@ -285,7 +286,7 @@ fn only_rows_with_row_major_scales_travel() {
     assert!(e.contains("tiled-128x4") && e.contains("row-major"), "{e}");
     let e = refused(BlockScaled { axis: BlockAxis::Col, ..good.clone() }).to_string();
     assert!(e.contains("blocks along col"), "{e}");
-    // A map planned for more rows than the operand has.
+    // The map was planned for more rows than the operand has.
     let few = Operand::Plain(Tensor::from_f32(&cpu, &[0.0; 10], 5, 2).unwrap());
     let e = permute(&cpu, Permute { rows: &few, map: &map }).unwrap_err().to_string();
     assert!(e.starts_with("permute: `map.source_row` is ") && e.contains("below 5"), "{e}");
@@ -331,12 +332,12 @@ fn slots_are_summed_in_order_in_single_precision_and_rounded_once() {
             assert_eq!(rounded[i], u32::from(bf16::from_f32(want).to_bits()));
         }
     }
-    // 256 + 1 + 1 is 258 in F32; rounding in between would leave 256.
+    // 256 + 1 + 1 is 258 in F32; rounding to BF16 after each addition would give 256.
     let cpu = &every_cpu()[0];
     let rows = Tensor::from_bf16(cpu, &[256.0, 1.0, 1.0].map(bf16::from_f32), 3, 1).unwrap();
     let sum = combine_slots(cpu, CombineSlots::new(&rows, 3)).unwrap();
     assert_eq!(sum.to_f32_vec(cpu).unwrap(), [258.0]);
-    // Slots in any order; −1 and 3 name no row.
+    // The slots are in any order; −1 and 3 are not rows.
     let index = cpu.upload(&[2, -1, 0, 3, 1, 1]).unwrap();
     let rows = Tensor::from_f32(cpu, &[1.0, 2.0, 4.0], 3, 1).unwrap();
     let sum =

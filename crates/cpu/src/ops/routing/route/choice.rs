@@ -2,12 +2,12 @@
 
 use nibble_core::ops::{ExpertGroups, GroupScore, RouteRule};
 
-/// Selects row by row; its vectors are reused.
+/// Selects experts row by row, with scratch vectors that are reused.
 #[derive(Debug)]
 pub(super) struct Choice<'a> {
     groups: Option<ExpertGroups>,
     bias: Option<&'a [f32]>,
-    /// Selection scores of the row's experts, if they differ from its scores.
+    /// Selection scores of the row's experts, if they differ from the router scores.
     biased: Vec<f32>,
     /// The best groups and their scores.
     group: Vec<i32>,
@@ -48,7 +48,7 @@ impl<'a> Choice<'a> {
     }
 }
 
-/// The score of a group with these selection scores.
+/// The score of a group whose experts have these selection scores.
 fn score_of(score: GroupScore, choice: &[f32]) -> f32 {
     let (mut index, mut two) = ([0; 2], [0.0; 2]);
     match score {
@@ -61,7 +61,7 @@ fn score_of(score: GroupScore, choice: &[f32]) -> f32 {
     }
 }
 
-/// The `index.len()` best scores (or all, if fewer), by insertion: largest first, ties in input order, NaNs last.
+/// The `index.len()` best scores (or all, if there are fewer) by insertion sort: largest first, ties in input order, NaNs last.
 fn best(scores: impl Iterator<Item = (usize, f32)>, index: &mut [i32], score: &mut [f32]) {
     let most = index.len();
     let ahead = |p: f32, w: f32| p > w || (w.is_nan() && !p.is_nan());

@@ -1,4 +1,5 @@
-//! Documents: a shard's load-balancing loss, and its gradient, are means over its documents, each routed alone.
+//! Tests of documents: a shard's load-balancing loss, and its gradient, are means over the shard's documents, each computed as if it were
+//! routed alone.
 
 use super::*;
 use crate::ops::plain::elementwise::tests::{bits, normals, same_everywhere};
@@ -9,7 +10,7 @@ const EXPERTS: usize = 12;
 const PER_SHARD: usize = 150;
 const SHARDS: usize = 2;
 
-/// The logits, and the gradients of the weights.
+/// The logits, and the gradients of the gate weights.
 struct Scene {
     cpu: Cpu,
     logits: Vec<f32>,
@@ -25,7 +26,7 @@ impl Scene {
         Self { cpu, logits, dweight, rule }
     }
 
-    /// Load, balance losses and gradients for a subset of the tokens.
+    /// Loads, load-balancing losses and gradients for a subset of the tokens.
     fn of(
         &self,
         tokens: std::ops::Range<usize>,

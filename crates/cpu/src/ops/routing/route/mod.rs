@@ -1,7 +1,7 @@
-//! See [`nibble_core::ops::Route`] and [`nibble_core::ops::RouteBackward`], which also document the order of sums.
+//! The CPU code of [`nibble_core::ops::Route`] and [`nibble_core::ops::RouteBackward`], which also document the order of sums.
 //!
-//! A row of logits with a NaN or +∞ (or of −∞ only) has NaN probabilities, chooses the first experts, and makes its shard's
-//! losses NaN, so training notices.
+//! A row of logits with a NaN or +∞ (or only −∞) has NaN probabilities and chooses the first experts. The losses of the row's shard become
+//! NaN, so that training detects the problem.
 
 mod choice;
 
@@ -14,10 +14,10 @@ use nibble_core::{Result, Tensor};
 use nibble_formats::math;
 use std::ops::{Add, AddAssign};
 
-/// Lanes of a sum over experts.
+/// Number of lanes of a sum over experts.
 const EXPERT_LANES: usize = 4 * LANES;
 
-/// A sum over experts: `add(lane, j)` adds expert j's term to its lane.
+/// A sum over experts: `add(lane, j)` adds the term of expert j to the expert's lane.
 #[inline(always)]
 fn expert_sum<T: Copy + Default + Add<Output = T>>(experts: usize, add: impl Fn(T, usize) -> T) -> T {
     let mut lanes = [T::default(); EXPERT_LANES];
@@ -34,7 +34,7 @@ fn expert_sum<T: Copy + Default + Add<Output = T>>(experts: usize, add: impl Fn(
     tree_sum(std::array::from_fn::<T, LANES, _>(four))
 }
 
-/// Softmax and log Σ exp of each row.
+/// Computes the softmax and log Σ exp of each row.
 #[inline(always)]
 fn softmax_body(logits: &[f32], experts: usize, probs: &mut [f32], log_sum_exp: &mut [f32]) {
     let rows = logits.chunks_exact(experts).zip(probs.chunks_exact_mut(experts));
@@ -51,7 +51,7 @@ fn softmax_body(logits: &[f32], experts: usize, probs: &mut [f32], log_sum_exp: 
 }
 per_isa!(fn softmax = softmax_body; (logits: &[f32], experts: usize, probs: &mut [f32], log_sum_exp: &mut [f32]));
 
-/// The sigmoid of each logit. A row whose log Σ exp is NaN becomes NaN: see [`Route`].
+/// Computes the sigmoid of each logit. A row whose log Σ exp is NaN becomes NaN; see [`Route`].
 #[inline(always)]
 fn sigmoids_body(logits: &[f32], experts: usize, log_sum_exp: &[f32], scores: &mut [f32]) {
     let rows = logits.chunks_exact(experts).zip(scores.chunks_exact_mut(experts));
@@ -64,13 +64,13 @@ fn sigmoids_body(logits: &[f32], experts: usize, log_sum_exp: &[f32], scores: &m
 }
 per_isa!(fn sigmoids = sigmoids_body; (logits: &[f32], experts: usize, log_sum_exp: &[f32], scores: &mut [f32]));
 
-/// The divisor that turns sigmoids into shares of their sum.
+/// The divisor that turns sigmoids into fractions of their sum.
 #[inline(always)]
 fn sigmoid_sum(scores: &[f32]) -> f32 {
     expert_sum(scores.len(), |lane: f32, j| lane + scores[j]) + RouteRule::TINY
 }
 
-/// Each sigmoid's share of its row's sum.
+/// Replaces each sigmoid by its fraction of the row's sum.
 #[inline(always)]
 fn shares_body(experts: usize, scores: &mut [f32]) {
     for row in scores.chunks_exact_mut(experts) {
@@ -87,7 +87,7 @@ fn slot_sum(values: impl Iterator<Item = f32>) -> f32 {
 
 /// The rows that one thread routes.
 struct Share<'a> {
-    /// Index of the first row, and rows per shard.
+    /// Index of the first row, followed by the number of rows per shard.
     first: usize,
     per_shard: usize,
     logits: &'a [f32],
@@ -97,7 +97,7 @@ struct Share<'a> {
     log_sum_exp: &'a mut [f32],
 }
 
-/// Scores and choice row by row, then the losses shard by shard.
+/// Computes scores and selects experts row by row, then computes the losses shard by shard.
 pub(crate) fn route(cpu: &Cpu, op: Route<'_, Cpu>) -> Result<Routing<Cpu>> {
     const OP: &str = "route";
     let (tokens, experts, top_k) = (op.logits.rows, op.logits.cols, op.rule.top_k);
@@ -142,7 +142,7 @@ pub(crate) fn route(cpu: &Cpu, op: Route<'_, Cpu>) -> Result<Routing<Cpu>> {
     Ok(out)
 }
 
-/// Chooses experts; the scores become what the load-balancing loss uses (shares of the row's sum).
+/// Selects experts. Scores become the values that the load-balancing loss uses (fractions of the row's sum).
 fn route_rows(cpu: &Cpu, rule: &RouteRule, bias: Option<&[f32]>, experts: usize, s: Share<'_>) {
     let Share { first, per_shard, logits, scores, expert, weight, log_sum_exp } = s;
     softmax(cpu.isa(), logits, experts, scores, log_sum_exp);
@@ -168,7 +168,7 @@ fn route_rows(cpu: &Cpu, rule: &RouteRule, bias: Option<&[f32]>, experts: usize,
     }
 }
 
-/// Turns chosen scores into weights, in place.
+/// Converts the selected scores to gate weights, in place.
 fn weigh(rule: &RouteRule, weight: &mut [f32]) {
     if rule.normalize {
         let sum = slot_sum(weight.iter().copied()) + rule.tiny();
@@ -177,7 +177,7 @@ fn weigh(rule: &RouteRule, weight: &mut [f32]) {
     weight.iter_mut().for_each(|w| *w *= rule.scale);
 }
 
-/// Closes sixteen lanes of `width` sums.
+/// Reduces sixteen lanes of `width` sums each to one.
 fn close_lanes<T: Copy + AddAssign>(lanes: &mut [T], width: usize) {
     for half in [8, 4, 2, 1] {
         let (low, high) = lanes.split_at_mut(half * width);
@@ -203,14 +203,14 @@ fn token_sum(tokens: usize, width: usize, add: impl Fn(&mut [f32], usize)) -> Ve
     all
 }
 
-/// Documents for the load-balancing loss. A document's data is in the row of its first token.
+/// The documents of a load-balancing loss. A document's data is in the row of its first token.
 struct DocumentSlots<'a> {
     starts: &'a [i32],
     per_shard: usize,
     experts: usize,
-    /// Slots of a document that chose each expert, one row per token.
+    /// For each document, the number of slots that chose each expert, in the row of its first token.
     slots: Vec<i32>,
-    /// Tokens of a document.
+    /// For each document, its number of tokens, in the row of its first token.
     tokens: Vec<i32>,
 }
 
@@ -226,13 +226,13 @@ impl<'a> DocumentSlots<'a> {
         all
     }
 
-    /// The row with the document of a token.
+    /// The row that holds the data of a token's document.
     fn row(&self, token: usize) -> usize {
         let at = token % self.per_shard;
         token - at + (self.starts[token].max(0) as usize).min(at)
     }
 
-    /// For a token's document: its slots per expert, and its number of tokens.
+    /// The slots per expert and the number of tokens of a token's document.
     fn document(&self, token: usize) -> (&[i32], i32) {
         let row = self.row(token);
         (&self.slots[row * self.experts..][..self.experts], self.tokens[row])
@@ -246,7 +246,7 @@ fn document_share_body(scores: &[f32], (slots, tokens): (&[i32], i32)) -> f32 {
 }
 per_isa!(fn document_share = document_share_body; (scores: &[f32], document: (&[i32], i32)) -> f32);
 
-/// For each shard: tokens·slots of each expert, and the two losses.
+/// For each shard: the number of slots of each expert, and the two losses.
 fn shard_losses(
     cpu: &Cpu,
     op: &Route<'_, Cpu>,
@@ -260,10 +260,11 @@ fn shard_losses(
     let body = |(shard, (load, losses)): (usize, (&mut [i32], &mut [f32]))| {
         load.fill(0);
         for &e in &expert[shard * slots..][..slots] {
-            load[e as usize] += 1; // chosen by `choose`: an index below `experts`
+            load[e as usize] += 1; // chosen by `choose`, so the index is below `experts`
         }
         let (scores, log_sum_exp) = (&scores[shard * tokens * experts..], &log_sum_exp[shard * tokens..]);
-        // Sums of the probabilities, or of the tokens' shares of document losses; then the sum of squares of log Σ exp.
+        // The sums are those of the probabilities, or of the tokens' contributions to document losses, followed by the sum of squares of
+        // log Σ exp.
         let width = if documents.is_some() { 1 } else { experts };
         let sums = token_sum(tokens, width + 1, |lane, token| {
             let row = &scores[token * experts..][..experts];
@@ -277,7 +278,7 @@ fn shard_losses(
             Some(_) => (sums[0], slots),
             None => (expert_sum(experts, |lane, j| lane + f64::from(load[j]) * sums[j]), slots * tokens),
         };
-        // A shard without tokens has no loss, rather than 0 / 0.
+        // A shard without tokens has the loss 0, not 0 / 0.
         losses[0] = (experts as f64 * balance / per_slot.max(1) as f64) as f32;
         losses[1] = (sums[width] / tokens.max(1) as f64) as f32;
     };
@@ -314,7 +315,7 @@ fn sigmoid_backward_body(row: SigmoidRow<'_>, out: &mut [f32]) {
     let sum = sigmoid_sum(scores);
     let mean = expert_sum(scores.len(), |lane: f32, j| balance[j].mul_add(scores[j], lane)) / sum;
     for ((d, logit), balance) in out.iter_mut().zip(logits).zip(balance) {
-        // 1 − sigmoid(x) = sigmoid(−x), exact also where the sigmoid is next to 1.
+        // 1 − sigmoid(x) = sigmoid(−x), which is accurate even if the sigmoid is close to 1.
         let slope = math::sigmoid(*logit) * math::sigmoid(-logit);
         *d = (*d + (balance - mean) / sum) * slope;
     }
@@ -328,7 +329,8 @@ fn sigmoid_backward_body(row: SigmoidRow<'_>, out: &mut [f32]) {
 }
 per_isa!(fn sigmoid_backward = sigmoid_backward_body; (row: SigmoidRow<'_>, out: &mut [f32]));
 
-/// The backward pass of the weights' normalisation, of the scores, and of both losses. The load is a count and has no gradient.
+/// The backward pass through the normalisation of gate weights, through the scores, and through both losses. The load is a count and has no
+/// gradient.
 pub(crate) fn route_backward(cpu: &Cpu, op: RouteBackward<'_, Cpu>) -> Result<Tensor<Cpu>> {
     const OP: &str = "route_backward";
     let (tokens, experts) = op.routing.kept.shape();
@@ -342,7 +344,7 @@ pub(crate) fn route_backward(cpu: &Cpu, op: RouteBackward<'_, Cpu>) -> Result<Te
     let documents = op
         .documents
         .map(|starts| DocumentSlots::of(starts.as_slice(), expert, (per_shard, experts, op.rule.top_k)));
-    // Of the documents' own, those of a row are made where it is.
+    // With documents, the factors depend on the row and are computed where the row is processed.
     let of_all: Vec<f32> = match (op.batch_load, &documents) {
         (Some(load), _) => load.as_slice().iter().map(|&n| part(n)).collect(),
         (None, Some(_)) => Vec::new(),
@@ -389,7 +391,7 @@ pub(crate) fn route_backward(cpu: &Cpu, op: RouteBackward<'_, Cpu>) -> Result<Te
     Ok(out)
 }
 
-/// The gradient of one token's scores through the gate weights of the chosen experts.
+/// The gradient of one token's scores through the gate weights of the selected experts.
 fn weights_backward(op: &RouteBackward<'_, Cpu>, token: usize, scores: &[f32], out: &mut [f32]) {
     let RouteRule { top_k, normalize, scale, .. } = op.rule;
     let slots = token * top_k..(token + 1) * top_k;

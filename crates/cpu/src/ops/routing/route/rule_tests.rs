@@ -1,5 +1,5 @@
-//! Sigmoid scores, selection biases, expert groups and scaled weights, against the formulas in double precision and against results of
-//! the `transformers` library.
+//! Tests of sigmoid scores, selection biases, expert groups and scaled gate weights. The tests compare with the formulas in double
+//! precision and with results of the `transformers` library.
 
 use super::*;
 use crate::Buf;
@@ -7,7 +7,7 @@ use crate::ops::plain::elementwise::tests::{bits, normals, same_everywhere};
 use nibble_core::Backend;
 use nibble_core::ops::{ExpertGroups, GroupScore};
 
-/// Every combination of scores, normalization, groups and bias; rules with groups also scale the weights.
+/// All combinations of scores, normalization, groups and bias; rules with groups also scale the gate weights.
 fn rules(top_k: usize) -> Vec<(RouteRule, bool)> {
     let group = |count, top, score| Some(ExpertGroups { count, top, score });
     let groups =
@@ -47,7 +47,7 @@ impl Scene {
     }
 }
 
-/// Scores of a row, and their shares of the row's sum, which the load-balancing loss uses.
+/// Scores of a row, and their fractions of the row's sum, which the load-balancing loss uses.
 fn scores_f64(rule: &RouteRule, row: &[f64]) -> (Vec<f64>, Vec<f64>) {
     let scores: Vec<f64> = match rule.scores {
         Scores::Softmax => {
@@ -61,7 +61,7 @@ fn scores_f64(rule: &RouteRule, row: &[f64]) -> (Vec<f64>, Vec<f64>) {
     (scores, shares)
 }
 
-/// The experts of a row, by sorting, and the margin by which they were chosen.
+/// The experts of a row, selected by sorting, and the margin of the selection.
 fn choose_f64(rule: &RouteRule, scores: &[f64], bias: Option<&[f32]>) -> (Vec<usize>, f64) {
     let choice: Vec<f64> =
         scores.iter().enumerate().map(|(e, s)| s + bias.map_or(0.0, |bias| f64::from(bias[e]))).collect();
@@ -98,7 +98,7 @@ fn weights_f64(rule: &RouteRule, scores: &[f64], chosen: &[i32]) -> Vec<f64> {
     chosen.iter().map(|s| f64::from(rule.scale) * s / divisor).collect()
 }
 
-/// Losses of a shard, for given loads.
+/// The losses of a shard for given loads.
 fn losses_f64(rule: &RouteRule, rows: &[Vec<f64>], load: &[i32]) -> [f64; 2] {
     let (tokens, experts) = (rows.len() as f64, load.len());
     let (mut balance, mut z) = (0.0, 0.0);
@@ -182,7 +182,7 @@ fn every_rule_has_the_gradient_of_finite_differences() {
                     let dweight = &dweight.as_slice()[t * 3..][..3];
                     total += weights.iter().zip(dweight).map(|(w, d)| w * f64::from(*d)).sum::<f64>();
                     if one_loss {
-                        // experts · Σ (load / rows) · (sum of shares / rows)
+                        // The expected loss is experts · Σ (load / rows) · (sum of shares / rows).
                         let dot: f64 = shares.iter().zip(batch_load.as_slice()).map(|(s, n)| s * n).sum();
                         total += f64::from(aux_scale) * experts as f64 * dot / 144.0;
                     }
@@ -250,10 +250,10 @@ fn equal_scores_choose_the_lower_group_and_the_lower_expert() {
     };
     let third = 1.0f32 / 3.0;
     assert_eq!(of([0.0; 8], [0.0; 8]), (vec![0, 1, 2], vec![third; 3]));
-    // The last two groups have the best biases; biases do not change the weights.
+    // The last two groups have the largest biases; biases do not change the gate weights.
     let bias = [0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.5, 0.5];
     assert_eq!(of([0.0; 8], bias), (vec![4, 6, 7], vec![third; 3]));
-    // A NaN is chosen after every number.
+    // A NaN is selected only after all numbers.
     let bias = [f32::NAN, 0.0, f32::NEG_INFINITY, f32::NEG_INFINITY, f32::NAN, f32::NAN, -1.0, -1.0];
     assert_eq!(of([0.0; 8], bias).0, [6, 7, 2]);
     // If all sigmoids are 0 the weights are 0, not 0 / 0.
@@ -265,7 +265,7 @@ fn equal_scores_choose_the_lower_group_and_the_lower_expert() {
     assert!(weight.iter().all(|w| w.is_nan()));
 }
 
-/// Slots of neighbouring tokens cover all experts evenly; the weights are the scores of the experts whose turn it was.
+/// With `in_turn`, the slots of neighbouring tokens cover all experts evenly, and the gate weights are the scores of the assigned experts.
 #[test]
 fn experts_that_take_turns_have_as_many_slots_each_and_the_weights_of_their_scores() {
     let (tokens, experts, top_k, shards) = (3 * 24, 12, 3, 3);
@@ -326,7 +326,7 @@ fn rules_that_no_router_can_follow_are_refused() {
     assert_eq!(op.run(&scene.cpu).unwrap_err().to_string(), "route: `bias.len()` is 7, expected 8");
 }
 
-/// Results of `transformers` 5.24 in F32 for these logits: the choice sorted by score, gradients by autograd.
+/// Results of `transformers` 5.24 in F32 for these logits: the selected experts sorted by score, and gradients by autograd.
 struct Vectors {
     rule: RouteRule,
     logits: [f32; 24],
@@ -342,7 +342,7 @@ fn vectors() -> [Vectors; 3] {
     let (top_k, group) = (3, |score| Some(ExpertGroups { count: 4, top: 2, score }));
     let softmax = RouteRule::softmax(top_k, false);
     [
-        // `DeepseekV2TopkRouter`, group_limited_greedy.
+        // `DeepseekV2TopkRouter` with `group_limited_greedy`.
         Vectors {
             rule: RouteRule { groups: group(GroupScore::Max), scale: 16.0, ..softmax },
             logits: [
@@ -359,7 +359,7 @@ fn vectors() -> [Vectors; 3] {
                 -0.0003705388, -0.013412713, 0.93147504, -0.00063521165, -0.008006094, -0.015724232, -1.0517476, 0.15842137,
             ],
         },
-        // The same, greedy.
+        // `DeepseekV2TopkRouter` with `greedy`.
         Vectors {
             rule: softmax,
             logits: [

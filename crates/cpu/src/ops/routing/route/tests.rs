@@ -3,12 +3,12 @@ use crate::Buf;
 use crate::ops::plain::elementwise::tests::{bits, normals, same_everywhere};
 use nibble_core::{Backend, DType};
 
-/// Top-k of the softmax over all experts.
+/// A `Route` that selects the top-k of the softmax over all experts.
 fn of(logits: &Tensor<Cpu>, (top_k, normalize): (usize, bool), shards: usize) -> Route<'_, Cpu> {
     Route { logits, bias: None, rule: RouteRule::softmax(top_k, normalize), shards, documents: None }
 }
 
-/// (tokens, experts, top_k, shards)
+/// Shapes as (tokens, experts, top_k, shards).
 const SHAPES: [(usize, usize, usize, usize); 10] = [
     (0, 4, 2, 2),
     (1, 1, 1, 1),
@@ -27,7 +27,7 @@ fn logits_of(cpu: &Cpu, tokens: usize, experts: usize) -> Tensor<Cpu> {
     Tensor::from_f32(cpu, &x, tokens, experts).unwrap()
 }
 
-/// All fields of a routing; floats as bits.
+/// All fields of a routing, with floats as bits.
 #[derive(Debug, PartialEq)]
 struct Contents {
     expert: Vec<i32>,
@@ -37,7 +37,7 @@ struct Contents {
     losses: Vec<u32>,
 }
 
-/// All NaNs become one pattern: NaN payloads are not specified.
+/// Returns the fields; all NaNs become one pattern, because NaN payloads are not specified.
 fn contents(r: &Routing<Cpu>) -> Contents {
     let one_nan = |b: u32| if f32::from_bits(b).is_nan() { f32::NAN.to_bits() } else { b };
     let of = |x: &Buf<f32>| x.as_slice().iter().map(|x| one_nan(x.to_bits())).collect();
@@ -97,7 +97,7 @@ fn routing_is_softmax_and_the_largest_with_losses_of_each_shard() {
                 let want = softmax_f64(row).0;
                 assert!(p.iter().zip(&want).all(|(&p, &want)| near(p, want, 1e-6)), "{p:?} {want:?}");
                 let mut order: Vec<usize> = (0..experts).collect();
-                order.sort_by(|&a, &b| p[b].total_cmp(&p[a])); // stable: the lower index first
+                order.sort_by(|&a, &b| p[b].total_cmp(&p[a])); // the sort is stable: the lower index is first
                 let kept: f64 = order[..top_k].iter().map(|&e| f64::from(p[e])).sum();
                 for (slot, &e) in order[..top_k].iter().enumerate() {
                     let at = t * top_k + slot;
@@ -129,7 +129,7 @@ fn equal_logits_choose_the_lower_index_and_balance_to_one() {
     assert_eq!(r.expert.as_slice(), [1, 3, 0, 1]);
     assert_eq!(r.weight.as_slice(), [0.5; 4]);
     assert_eq!(r.load.as_slice(), [0, 1, 0, 1, 1, 1, 0, 0]);
-    // e · Σ share · mean with equal probabilities is 1, whatever the load; z is (0.5 + ln 4)².
+    // With equal probabilities, e · Σ share · mean is 1, whatever the load; z is (0.5 + ln 4)².
     assert_eq!(r.losses.as_slice()[2], 1.0);
     assert!(near(r.losses.as_slice()[3], (0.5 + 4f64.ln()).powi(2), 1e-6));
 }
@@ -145,20 +145,20 @@ fn what_is_not_finite_is_seen_in_its_own_shard_and_routes_to_the_first_experts()
         });
         let nan = |bits: &[u32]| bits.iter().map(|&b| f32::from_bits(b).is_nan()).collect::<Vec<_>>();
         assert_eq!(got.expert[3..6], [0, 1, 2], "{bad}");
-        // NaN in the second token's weights and probabilities and in the first shard's losses, and nowhere else.
+        // Only the second token's weights and probabilities and the first shard's losses are NaN.
         let rows = |per_row: usize| (0..4 * per_row).map(|i| i / per_row == 1).collect::<Vec<_>>();
         assert_eq!(nan(&got.weight), rows(3), "{bad}");
         assert_eq!(nan(&got.probs), rows(20), "{bad}");
         assert_eq!(nan(&got.losses), [true, true, false, false], "{bad}");
     }
-    // An expert ruled out by −∞ has probability zero; that is finite.
+    // An expert excluded by −∞ has probability zero, which is finite.
     let cpu = Cpu::new(1).unwrap();
     let logits = &Tensor::from_f32(&cpu, &[f32::NEG_INFINITY, 1.0, f32::NEG_INFINITY, 1.0], 1, 4).unwrap();
     let r = route(&cpu, of(logits, (3, true), 1)).unwrap();
     assert_eq!((r.expert.as_slice(), r.weight.as_slice()), (&[1, 3, 0][..], &[0.5, 0.5, 0.0][..]));
 }
 
-/// The scalar whose gradient `route_backward` returns, in double precision; choice and load are fixed.
+/// The scalar whose gradient `route_backward` returns, in double precision; the selected experts and the load are constant.
 fn objective(rows: &[Vec<f64>], r: &Routing<Cpu>, args: &RouteBackward<'_, Cpu>) -> f64 {
     let (experts, k) = (r.kept.cols, args.rule.top_k);
     let mut total = 0.0;
@@ -177,7 +177,7 @@ fn objective(rows: &[Vec<f64>], r: &Routing<Cpu>, args: &RouteBackward<'_, Cpu>)
     total
 }
 
-/// The arguments with a balance loss for each shard by itself.
+/// The arguments, with a separate load-balancing loss for each shard.
 fn backward<'a>(
     routing: &'a Routing<Cpu>,
     (top_k, normalize, shards): (usize, bool, usize),
@@ -216,7 +216,7 @@ fn the_gradient_is_that_of_finite_differences() {
                     worst = worst.max((f64::from(got) - want).abs());
                     largest = largest.max(want.abs());
                 }
-                // A single expert's normalised weight is constant: without auxiliary losses the gradient is zero.
+                // The normalised weight of a single expert is constant, so without auxiliary losses the gradient is zero.
                 let constant = normalize && top_k == 1 && aux_scale == 0.0 && z_scale == 0.0;
                 assert_eq!(largest < 1e-8, constant, "{largest}");
                 assert!(

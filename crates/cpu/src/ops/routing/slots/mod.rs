@@ -1,11 +1,11 @@
-//! See [`nibble_core::ops::AssignRanks`], [`nibble_core::ops::PackSlots`] and [`nibble_core::ops::UnpackSlots`].
+//! The CPU code of [`nibble_core::ops::AssignRanks`], [`nibble_core::ops::PackSlots`] and [`nibble_core::ops::UnpackSlots`].
 
 use crate::ops::plain::elementwise::for_rows;
 use crate::{Buf, Cpu};
 use nibble_core::Result;
 use nibble_core::ops::{AssignRanks, PackSlots, ReceivedSlots, SlotRanks, UnpackSlots, record_words};
 
-/// Single-threaded: it touches a few bytes per slot.
+/// This function is single-threaded, because it reads a few bytes per slot.
 pub(crate) fn assign_ranks(cpu: &Cpu, op: AssignRanks<'_, Cpu>) -> Result<SlotRanks<Cpu>> {
     let mut out = op.result(cpu)?;
     let SlotRanks { rank, first, counts } = &mut out;
@@ -31,7 +31,7 @@ pub(crate) fn assign_ranks(cpu: &Cpu, op: AssignRanks<'_, Cpu>) -> Result<SlotRa
     Ok(out)
 }
 
-/// Records are independent of each other.
+/// Packs slot records, which are independent of each other.
 pub(crate) fn pack_slots(cpu: &Cpu, op: PackSlots<'_, Cpu>) -> Result<Buf<i32>> {
     let (words, k) = (record_words(op.top_k), op.top_k);
     let (slots, expert, weight) = (op.slot.as_slice(), op.expert.as_slice(), op.weight.as_slice());
@@ -59,7 +59,7 @@ pub(crate) fn pack_slots(cpu: &Cpu, op: PackSlots<'_, Cpu>) -> Result<Buf<i32>> 
     Ok(out)
 }
 
-/// Checks nothing.
+/// Unpacks slot records without checks.
 pub(crate) fn unpack_slots(cpu: &Cpu, op: UnpackSlots<'_, Cpu>) -> Result<ReceivedSlots<Cpu>> {
     let (words, k) = (record_words(op.top_k), op.top_k);
     let (mut out, records) = (op.result(cpu)?, op.records.as_slice());

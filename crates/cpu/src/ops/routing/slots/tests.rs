@@ -2,7 +2,7 @@ use super::*;
 use crate::ops::plain::elementwise::tests::{below, normals, same_everywhere};
 use nibble_core::Backend;
 
-/// Tokens, slots per token, experts per rank, ranks.
+/// Numbers of tokens, slots per token, experts per rank, and ranks.
 const CASES: [(usize, usize, usize, usize); 8] = [
     (0, 2, 4, 2),
     (1, 1, 1, 1),
@@ -14,7 +14,7 @@ const CASES: [(usize, usize, usize, usize); 8] = [
     (9000, 4, 5, 3),
 ];
 
-/// Expert ids; one in nine belongs to no rank: negative, or past the last expert.
+/// Expert ids. About one id of nine belongs to no rank, because the id is negative or past the last expert.
 fn experts((tokens, top_k, each, world): (usize, usize, usize, usize)) -> Vec<i32> {
     let all = (each * world) as i32;
     let valid = below(1, each * world, tokens * top_k);
@@ -25,7 +25,7 @@ fn experts((tokens, top_k, each, world): (usize, usize, usize, usize)) -> Vec<i3
         .collect()
 }
 
-/// The rank that has an expert in its range.
+/// The rank whose range of experts contains this expert.
 fn rank_of(expert: i32, each: usize, world: usize) -> Option<usize> {
     (0..world).find(|rank| ((rank * each) as i32..((rank + 1) * each) as i32).contains(&expert))
 }
@@ -66,7 +66,7 @@ fn a_record_tells_a_rank_of_its_own_experts_and_of_all_weights() {
         let mut weight = normals(3, slots);
         // A NaN's payload must survive the transfer.
         weight.iter_mut().step_by(7).for_each(|w| *w = f32::from_bits(0xFFC0_1234));
-        // Random slots, and three out of range.
+        // The slots are random, and three are out of range.
         let slot = [below(4, slots.max(1), 2 * slots), vec![-1, i32::MIN, slots as i32]].concat();
         let (records, back) = same_everywhere(|cpu| {
             let (slot, expert, weight) =
@@ -90,7 +90,7 @@ fn a_record_tells_a_rank_of_its_own_experts_and_of_all_weights() {
                 Some(from) => {
                     let token = from / top_k;
                     let of_token = token * top_k..(token + 1) * top_k;
-                    // The packer does not know the number of ranks: past the last rank, ranks of the same size continue.
+                    // The packer does not know the number of ranks, so it continues past the last rank with ranks of the same size.
                     let rank = |e: i32| (e >= 0).then(|| e as usize / each);
                     let local = |&e: &i32| match rank(expert[from]) {
                         Some(r) if rank(e) == Some(r) => e - (r * each) as i32 + 1,

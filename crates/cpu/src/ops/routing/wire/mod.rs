@@ -1,5 +1,5 @@
-//! See [`nibble_core::ops::PackRows`], [`nibble_core::ops::QuantizePack`],
-//! [`nibble_core::ops::UnpackRows`] and [`nibble_core::ops::UnpackPermute`].
+//! The CPU code of [`nibble_core::ops::PackRows`], [`nibble_core::ops::QuantizePack`], [`nibble_core::ops::UnpackRows`] and
+//! [`nibble_core::ops::UnpackPermute`].
 
 use crate::ops::convert::quantize::quantize;
 use crate::ops::plain::elementwise::for_rows;
@@ -9,7 +9,7 @@ use half::bf16;
 use nibble_core::ops::{Counts, PackRows, PackedRows, QuantizePack, UnpackPermute, UnpackRows};
 use nibble_core::{Data, Error, Operand, Plain, Result, RowKind};
 
-/// Copies bytes; a record is codes ‖ scales ‖ tensor scale ‖ zeros up to a multiple of 16.
+/// Packs rows by copying bytes. A record is codes ‖ scales ‖ tensor scale ‖ zeros up to a multiple of 16 bytes.
 pub(crate) fn pack_rows(cpu: &Cpu, op: PackRows<'_, Cpu>) -> Result<Buf<u8>> {
     const OP: &str = "pack_rows";
     op.check()?;
@@ -47,7 +47,7 @@ pub(crate) fn pack_rows(cpu: &Cpu, op: PackRows<'_, Cpu>) -> Result<Buf<u8>> {
     Ok(out)
 }
 
-/// Quantizes, then packs, once `index` and `place` are found consistent.
+/// Quantizes and packs rows, after checking that `index` and `place` are consistent.
 pub(crate) fn quantize_pack(cpu: &Cpu, op: QuantizePack<'_, Cpu>) -> Result<PackedRows<Cpu>> {
     const OP: &str = "quantize_pack";
     op.check()?;
@@ -73,7 +73,7 @@ pub(crate) fn quantize_pack(cpu: &Cpu, op: QuantizePack<'_, Cpu>) -> Result<Pack
     Ok(PackedRows { bytes, counts, found: made.found })
 }
 
-/// Copies bytes back; the padding is ignored.
+/// Unpacks rows by copying bytes; the padding is ignored.
 pub(crate) fn unpack_rows(cpu: &Cpu, op: UnpackRows<'_, Cpu>) -> Result<Operand<Cpu>> {
     op.check()?;
     let mut out = op.result(cpu)?;
@@ -81,7 +81,7 @@ pub(crate) fn unpack_rows(cpu: &Cpu, op: UnpackRows<'_, Cpu>) -> Result<Operand<
     Ok(out)
 }
 
-/// As [`unpack_rows`], with each record copied to all of its rows.
+/// Unpacks rows as [`unpack_rows`] does, and copies each record to all of its rows.
 pub(crate) fn unpack_permute(cpu: &Cpu, op: UnpackPermute<'_, Cpu>) -> Result<Operand<Cpu>> {
     op.check()?;
     let order = source_rows("unpack_permute", op.map, op.messages())?;
@@ -90,17 +90,17 @@ pub(crate) fn unpack_permute(cpu: &Cpu, op: UnpackPermute<'_, Cpu>) -> Result<Op
     Ok(out)
 }
 
-/// Packed rows, back to back.
+/// Packed rows, stored contiguously.
 struct Records<'a> {
     cpu: &'a Cpu,
     bytes: &'a [u8],
     kind: RowKind,
-    /// The record of each row, negative for padding; `None` if row i is record i.
+    /// The record index of each row, negative for padding; `None` if row i is record i.
     order: Option<&'a [i32]>,
 }
 
 impl Records<'_> {
-    /// Reads codes and scales of all rows. Indices were checked.
+    /// Reads codes and scales of all rows. The caller has checked the indices.
     fn read(&self, out: &mut Operand<Cpu>) {
         let (code_bytes, scale_bytes) = (self.kind.code_bytes(), self.kind.scale_bytes());
         match out {
@@ -133,7 +133,7 @@ impl Records<'_> {
                     out.fill(pad);
                     continue;
                 };
-                // Within a record scales need not be aligned: move them as bytes.
+                // Within a record, scales need not be aligned, so they are copied as bytes.
                 let from = &self.bytes[record * row_bytes + offset..][..width];
                 bytemuck::cast_slice_mut::<T, u8>(out).copy_from_slice(from);
             }

@@ -6,7 +6,7 @@ use nibble_core::ops::{Permute, Planes, Quantize};
 use nibble_core::{Backend, BlockScaled, Groups, Tensor};
 use nibble_formats::{BlockAxis, Codec, Format, Rounding, ScaleLayout, ScaleRule};
 
-/// Rows of a format: plain numbers, or arbitrary codes and scales.
+/// Rows in a format: plain numbers, or arbitrary codes and scales.
 fn rows_of(cpu: &Cpu, format: Format, rule: ScaleRule, rows: usize, cols: usize) -> Operand<Cpu> {
     let x = normals(1, rows * cols);
     match format {
@@ -28,7 +28,7 @@ fn contents(x: &Operand<Cpu>) -> (Format, usize, usize, Vec<u32>, Vec<u8>) {
     (x.format(), x.rows(), x.cols(), elements, scales)
 }
 
-/// Every format with each of its rules.
+/// All formats with each of their rules.
 fn every_kind() -> impl Iterator<Item = (Format, ScaleRule)> {
     Format::ALL.into_iter().flat_map(|format| {
         let rules = format.spec().rules;
@@ -108,7 +108,7 @@ fn a_record_is_codes_then_scales_then_zeros() {
     }
 }
 
-/// Six rows: the second is in no message, the third in three; two messages hold no row.
+/// Messages of six rows: the second row is in no message, and the third row is in three; two messages hold no row.
 const MESSAGES: [i32; 9] = [2, 0, -1, 5, 2, 3, -2, 4, 2];
 const PLACES: [i32; 18] = [-1, 1, -1, -1, -1, -1, 0, 4, 8, 5, -1, -1, -3, -1, 7, 3, -1, -1];
 
@@ -246,7 +246,7 @@ fn mistakes_are_errors() {
     let (bytes_of_none, map) = (cpu.zeros::<u8>(0).unwrap(), case.plan(&cpu));
     let kind = RowKind { format: Format::Mxfp4, rule: ScaleRule::Rceil, cols: 32 };
     let sort = |bytes: &Buf<u8>| unpack_permute(&cpu, UnpackPermute { bytes, kind, map: &map }).map(|_| ());
-    // A row of the plan without a message.
+    // A row of the plan has no message.
     let e = sort(&bytes_of_none).unwrap_err().to_string();
     assert!(e.starts_with("unpack_permute: `map.source_row` is 0 at 0"), "{e}");
     let short = cpu.zeros::<u8>(kind.row_bytes() + 16).unwrap();

@@ -1,8 +1,8 @@
-//! See [`nibble_core::ops::AdamW`].
+//! The CPU code of [`nibble_core::ops::AdamW`].
 //!
-//! The formula as documented there, operation by operation: every product, sum, quotient and root is rounded (no fma);
-//! w ← (w − (lr · weight_decay) · w) − (lr · (m · bias1)) / (√(v · bias2) + eps). One body is both specification and
-//! vectorised code, for either type of gradients and of moments.
+//! This code computes the documented formula operation by operation: every product, sum, quotient and root is rounded (no fma). The formula
+//! is w ← (w − (lr · weight_decay) · w) − (lr · (m · bias1)) / (√(v · bias2) + eps). One body is both specification and vectorised code,
+//! for all types of gradients and moments.
 
 use crate::Cpu;
 use crate::gemm::Isa;
@@ -73,7 +73,7 @@ fn update(cpu: &Cpu, step: Step, tensor: AdamWTensor<'_, Cpu>) -> Result<()> {
     Ok(())
 }
 
-/// The update for one type of gradients and one of moments.
+/// The update function for one type of gradients and one type of moments.
 type Update<G, M> = fn(Isa, Step, &[G], &mut [f32], &mut [M], &mut [M]);
 
 fn run<G: Real, M: Real>(

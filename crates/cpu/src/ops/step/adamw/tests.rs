@@ -9,7 +9,7 @@ const EPS: f32 = 1e-8;
 const GRAD_SCALE: f32 = 0.5;
 const BETAS: [f32; 2] = [0.9, 0.95];
 
-/// One step of a parameter and its moments.
+/// One optimizer step of a parameter and its moments.
 fn step<'a>(
     [param, exp_avg, exp_avg_sq]: [&'a mut Tensor<Cpu>; 3],
     grad: &'a Tensor<Cpu>,
@@ -19,7 +19,7 @@ fn step<'a>(
     AdamW { tensors, control, beta1: BETAS[0], beta2: BETAS[1], eps: EPS }
 }
 
-/// Parameter, first and second moment after `steps` steps; each step has its own gradients.
+/// The parameter and its first and second moment after `steps` steps; each step has different gradients.
 fn trained(cpu: &Cpu, len: usize, steps: u32) -> [Tensor<Cpu>; 3] {
     let zeros = || Tensor::zeros(cpu, DType::F32, 1, len).unwrap();
     let mut param = Tensor::from_f32(cpu, &normals(1, len), 1, len).unwrap();
@@ -86,7 +86,7 @@ fn a_moment_of_another_type_is_named() {
     assert_eq!(error, "adamw: `type of exp_avg_sq` is Bf16, expected F32");
 }
 
-/// BF16 moments are the F32 ones rounded after the step; the step's update uses the unrounded moments.
+/// BF16 moments are the F32 moments rounded after the step; the step's update uses the unrounded moments.
 #[test]
 fn moments_in_bf16_are_rounded_once_a_step() {
     let cpu = Cpu::new(1).unwrap();

@@ -1,6 +1,6 @@
-//! See [`nibble_core::ops::CrossEntropy`].
+//! The CPU code of [`nibble_core::ops::CrossEntropy`].
 //!
-//! One body is both specification and vectorised code: a loop over rows that sums with `crate::sums::wide_sum`.
+//! One body is both specification and vectorised code: a loop over rows that uses the sum `crate::sums::wide_sum`.
 
 use crate::Cpu;
 use crate::simd::{Real, exp_less, lane_max, per_isa, rows_per_task};
@@ -12,7 +12,7 @@ use rayon::prelude::*;
 
 const OP: &str = "cross_entropy";
 
-/// The loss of each row and shard, and dlogits if asked for.
+/// Computes the loss of each row and shard, and dlogits if requested.
 pub(crate) fn cross_entropy(cpu: &Cpu, op: CrossEntropy<'_, Cpu>) -> Result<CrossEntropyOut<Cpu>> {
     let rows = TargetRows::new(
         cpu,
@@ -33,7 +33,7 @@ pub(crate) fn cross_entropy(cpu: &Cpu, op: CrossEntropy<'_, Cpu>) -> Result<Cros
     Ok(out)
 }
 
-/// The losses of each shard, summed in F64.
+/// Sums the losses of each shard in F64.
 pub(in crate::ops) fn sum_losses(cpu: &Cpu, loss: &[f32], nats: &mut [f64]) {
     let each = loss.len() / nats.len().max(1);
     for (shard, nats) in nats.iter_mut().enumerate() {
@@ -41,7 +41,7 @@ pub(in crate::ops) fn sum_losses(cpu: &Cpu, loss: &[f32], nats: &mut [f64]) {
     }
 }
 
-/// Rows of a cross-entropy, with their targets.
+/// Rows of logits with their targets.
 pub(in crate::ops) struct TargetRows<'a> {
     cpu: &'a Cpu,
     targets: &'a [i32],
@@ -54,12 +54,12 @@ impl<'a> TargetRows<'a> {
         Self { cpu, targets, vocab, scale }
     }
 
-    /// Targets at or past the vocabulary.
+    /// Number of targets that are outside the vocabulary.
     pub fn bad_ids(&self) -> u64 {
         self.targets.iter().filter(|&&t| usize::try_from(t).is_ok_and(|t| t >= self.vocab)).count() as u64
     }
 
-    /// The loss of each row, and the gradient of its logits unless `grads` is empty.
+    /// Computes the loss of each row, and the gradient of the row's logits unless `grads` is empty.
     pub fn run<T: Real>(&self, logits: &[f32], losses: &mut [f32], mut grads: &mut [T]) {
         let Self { cpu, targets, vocab, scale } = *self;
         let (isa, rows, wanted) = (cpu.isa(), targets.len(), !grads.is_empty());
@@ -83,7 +83,7 @@ impl<'a> TargetRows<'a> {
     }
 }
 
-/// Scratch for one row.
+/// Scratch memory for one row.
 struct Room {
     /// The row's exponentials.
     e: Vec<f32>,
@@ -98,7 +98,7 @@ impl Room {
 
 per_isa!(fn loss_rows<T: Real> = loss_rows_body; (logits: &[f32], targets: &[i32], scale: f32, loss: &mut [f32], grad: &mut [T], room: &mut Room));
 
-/// `grad` may be empty.
+/// Computes the losses of rows, and their gradients unless `grad` is empty.
 #[inline(always)]
 fn loss_rows_body<T: Real>(
     logits: &[f32],
@@ -114,7 +114,7 @@ fn loss_rows_body<T: Real>(
         let elements = row * vocab..(row + 1) * vocab;
         let z = &logits[elements.clone()];
         let grad = if grad.is_empty() { &mut [] } else { &mut grad[elements] };
-        // A negative target becomes a huge index: ignored too.
+        // A negative target becomes a huge index, so it is ignored too.
         let target = target as usize;
         if target >= vocab {
             *loss = 0.0;

@@ -7,7 +7,7 @@ const SHAPES: [(usize, usize); 8] = [(0, 4), (1, 1), (3, 2), (5, 15), (4, 16), (
 
 const SCALE: f32 = 0.125;
 
-/// The loss scale of the gradients.
+/// A control buffer with the loss scale of the gradients.
 fn control(cpu: &Cpu) -> crate::Buf<f32> {
     cpu.upload(&Control::with_loss_scale(SCALE)).unwrap()
 }
@@ -122,7 +122,7 @@ fn large_logits_neither_overflow_nor_vanish() {
     assert!(on(&cpu, &[1.0, f32::NAN, 0.0], &[0], None).loss.as_slice()[0].is_nan());
 }
 
-/// The definition, with all 1024 lanes.
+/// The definition of the sums, with all 1024 lanes.
 fn lanes_of(z: &[f32], target: usize) -> (f32, Vec<f32>) {
     let max = z.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let e: Vec<f32> = z.iter().map(|z| nibble_formats::math::exp(z - max)).collect();

@@ -1,4 +1,4 @@
-//! See [`nibble_core::ops::Embed`] and [`nibble_core::ops::EmbedBackward`].
+//! The CPU code of [`nibble_core::ops::Embed`] and [`nibble_core::ops::EmbedBackward`].
 
 use crate::Cpu;
 use crate::gemm::Isa;
@@ -42,7 +42,7 @@ fn look_up<T: Real>(cpu: &Cpu, table: &[f32], ids: &[i32], out: &mut [T], round:
 
 per_isa!(fn add_tokens<T: Real> = add_tokens_body; (tokens: &[u32], dy: &[T], row: &mut [f32], room: &mut Vec<f32>));
 
-/// Columns summed at a time, in registers.
+/// Number of columns summed at a time, in registers.
 const COLUMNS: usize = 64;
 
 /// Adds the dy rows of one id's tokens to the id's row of the gradient.
@@ -74,7 +74,7 @@ fn add_columns<T: Real, const N: usize>(
     sums: &mut [f32; N],
     room: &mut Vec<f32>,
 ) {
-    // Most ids are rare: a single chunk needs no scratch.
+    // Most ids are rare, and a single chunk needs no scratch memory.
     if tokens.len() <= EmbedBackward::<Cpu>::CHUNK {
         let acc = chunk_sum::<T, N>(tokens, dy, d, first);
         for i in 0..N {
@@ -90,7 +90,7 @@ fn add_columns<T: Real, const N: usize>(
     sums.iter_mut().zip(room).for_each(|(sum, chunks)| *sum += *chunks);
 }
 
-/// Σ over a chunk's tokens, in order from 0.
+/// The sum over a chunk's tokens, in order, starting at 0.
 #[inline(always)]
 fn chunk_sum<T: Real, const N: usize>(tokens: &[u32], dy: &[T], d: usize, first: usize) -> [f32; N] {
     let mut acc = [0.0f32; N];
@@ -103,7 +103,7 @@ fn chunk_sum<T: Real, const N: usize>(tokens: &[u32], dy: &[T], d: usize, first:
     acc
 }
 
-/// Threads divide the rows of the embedding.
+/// Accumulates the embedding's gradient; threads divide the rows of the embedding.
 pub(crate) fn embed_backward(cpu: &Cpu, op: EmbedBackward<'_, Cpu>) -> Result<()> {
     const OP: &str = "embed_backward";
     if op.shards == 0 {
@@ -139,7 +139,7 @@ impl Tokens<'_> {
         }
         let sorted: Vec<ById> = self.ids.chunks(per_shard).map(|ids| ById::new(ids, self.vocab)).collect();
         let few = rows_per_task(cpu, self.ids.len(), d) >= self.ids.len();
-        // Several shares per thread, as some ids are more frequent than others.
+        // Each thread gets several shares, because some ids are more frequent than others.
         let threads = if few { 1 } else { 4 * cpu.pool().current_num_threads() };
         let rows = self.vocab.div_ceil(threads.div_ceil(self.shards));
         let mut shares = Vec::new();
@@ -160,16 +160,16 @@ impl Tokens<'_> {
     }
 }
 
-/// A shard's tokens sorted by id; tokens of one id keep their order.
+/// A shard's tokens sorted by id; tokens with the same id keep their order.
 struct ById {
     tokens: Vec<u32>,
-    /// Each id that occurs, and where its tokens begin; ascending.
+    /// Each id that occurs and the index of its first token, in ascending order of ids.
     runs: Vec<(usize, usize)>,
 }
 
 impl ById {
-    /// Leaves out tokens whose id is outside the embedding. A counting sort if there are at most as many ids as tokens, else a
-    /// comparison sort; both keep the order of tokens.
+    /// Sorts the tokens by id and leaves out tokens whose id is outside the embedding. The sort is a counting sort if there are at most as
+    /// many ids as tokens, otherwise a comparison sort. Both kinds of sort keep the order of tokens.
     fn new(ids: &[i32], vocab: usize) -> Self {
         if vocab <= ids.len() { Self::counted(ids, vocab) } else { Self::compared(ids, vocab) }
     }

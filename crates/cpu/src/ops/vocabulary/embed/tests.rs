@@ -42,7 +42,7 @@ fn both_sorts_by_id_are_the_same() {
     }
 }
 
-/// The definition of one element: its sum over the tokens of an id.
+/// The definition of one gradient element: a sum over the tokens of an id.
 fn column_sum(tokens: &[usize], dy: impl Fn(usize) -> f32) -> Option<f32> {
     let chunk = |tokens: &[usize]| tokens.iter().fold(0.0f32, |sum, t| sum + dy(*t));
     let mut level: Vec<f32> = tokens.chunks(64).map(chunk).collect();

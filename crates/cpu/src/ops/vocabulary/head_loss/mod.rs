@@ -1,7 +1,7 @@
-//! See [`nibble_core::ops::HeadLoss`].
+//! The CPU code of [`nibble_core::ops::HeadLoss`].
 //!
-//! It shares its code with the separate operations: the engine of [`crate::gemm`], whose chains continue from chunk to chunk; the
-//! rows of [`mod@crate::ops::vocabulary::cross_entropy`]; and [`mod@crate::ops::convert::quantize`].
+//! The operation shares its code with the separate operations: the engine of [`crate::gemm`], whose sums continue from chunk to chunk; the
+//! row code of [`mod@crate::ops::vocabulary::cross_entropy`]; and [`mod@crate::ops::convert::quantize`].
 
 use crate::gemm::{self, Engine, GemmError, Group, OperandView, Output};
 use crate::ops::convert::quantize::quantize;
@@ -20,7 +20,7 @@ use nibble_core::{self as core, DType, Data, Result, Tensor};
 
 const OP: &str = "head_loss";
 
-/// Losses of the shards, dx and dw.
+/// Computes the losses of the shards, dx and dw.
 pub(crate) fn head_loss(cpu: &Cpu, op: HeadLoss<'_, Cpu>) -> Result<HeadLossOut<Cpu>> {
     match op.x.dtype() {
         DType::F32 => run::<f32>(cpu, op),
@@ -28,7 +28,7 @@ pub(crate) fn head_loss(cpu: &Cpu, op: HeadLoss<'_, Cpu>) -> Result<HeadLossOut<
     }
 }
 
-/// An element type that the engine reads and writes.
+/// An element type that the GEMM engine reads and writes.
 trait Factor: Real {
     fn factor(x: &[Self]) -> gemm::Data<'_>;
     fn output(x: &mut [Self], stride: usize) -> Output<'_>;
@@ -52,7 +52,7 @@ impl Factor for bf16 {
     }
 }
 
-/// The sizes of a call.
+/// The sizes of a head-loss call.
 #[derive(Clone, Copy)]
 struct Sizes {
     vocab: usize,
@@ -112,10 +112,10 @@ fn run<T: Factor>(cpu: &Cpu, op: HeadLoss<'_, Cpu>) -> Result<HeadLossOut<Cpu>> 
     Ok(out)
 }
 
-/// Needed for gradients only.
+/// Buffers and operands for gradients; absent if only the loss is computed.
 struct Gradients<'a, T: Factor> {
     wt: Weight<'a>,
-    /// Of one chunk.
+    /// Gradients of the logits of one chunk.
     dlogits: Buf<T>,
     dw: WeightGradient<'a>,
 }
@@ -124,12 +124,12 @@ fn is_block(x: &core::Operand<Cpu>) -> bool {
     matches!(x, core::Operand::Block(_))
 }
 
-/// Prepares a tensor's operands of the products, chunk by chunk, and sums the block counts.
+/// Prepares a tensor's operands for the GEMMs, chunk by chunk, and sums the block counts.
 struct Quantizer<'a> {
     cpu: &'a Cpu,
-    /// Codecs by rows and by columns.
+    /// Codecs of the row blocks and of the column blocks.
     codecs: [Option<Codec>; 2],
-    /// Whether the other operand of each product is quantized.
+    /// For each GEMM, whether the other operand is quantized.
     beside: [bool; 2],
     counts: [u64; 3],
 }
@@ -139,7 +139,7 @@ impl<'a> Quantizer<'a> {
         Self { cpu, codecs, beside, counts: [0; 3] }
     }
 
-    /// The operands of one chunk, of rows of `cols` values.
+    /// The operands of one chunk, whose rows have `cols` values.
     fn factor<'x, T: Factor>(&mut self, values: &'x [T], cols: usize) -> Result<Chunk<'x>> {
         let mut made = Chunk { values: T::factor(values), cols, by_rows: None, by_cols: None };
         if self.codecs == [None, None] && self.beside == [false, false] {
@@ -176,8 +176,8 @@ impl<'a> Quantizer<'a> {
     }
 }
 
-/// Some rows of a matrix as operands: the plain values, and the operands by rows and by columns if these or their counterparts are
-/// quantized.
+/// Some rows of a matrix as operands: the plain values, and the operands in row blocks and in column blocks if they or their counterparts
+/// are quantized.
 struct Chunk<'a> {
     values: gemm::Data<'a>,
     cols: usize,
@@ -185,7 +185,7 @@ struct Chunk<'a> {
     by_cols: Option<core::Operand<Cpu>>,
 }
 
-/// A weight; its form for the products is computed once.
+/// A weight; its form for the GEMMs is computed once.
 struct Weight<'a> {
     operand: &'a core::Operand<Cpu>,
     side: Option<Side<'a>>,
@@ -197,7 +197,7 @@ impl<'a> Weight<'a> {
     }
 }
 
-/// out `[m, n]` = a `[m, k]` · b `[n, k]`ᵀ.
+/// Computes out `[m, n]` = a `[m, k]` · b `[n, k]`ᵀ.
 fn product<T: Factor>(
     cpu: &Cpu,
     (m, n, k): (usize, usize, usize),
@@ -219,7 +219,7 @@ fn product<T: Factor>(
     multiply(cpu, out, |engine, out| engine.gemm(dims, &a, &b, out))
 }
 
-/// Runs a product in the pool of its backend.
+/// Runs a GEMM in the thread pool of its backend.
 fn multiply(
     cpu: &Cpu,
     out: Output<'_>,
@@ -229,13 +229,13 @@ fn multiply(
     cpu.pool().install(|| run(engine, out)).map_err(|e| refused(OP, e))
 }
 
-/// Accumulates the weight's gradient, chunk by chunk.
+/// Accumulates the weight's gradient chunk by chunk.
 struct WeightGradient<'a> {
     dw: &'a mut Data<Cpu>,
     accumulate: bool,
     sizes: Sizes,
-    /// F32 partial sums of a shard that spans several chunks, if dw cannot hold them because it is accumulated into or is BF16.
-    /// `[vocab, d]`.
+    /// F32 partial sums `[vocab, d]` of a shard that spans several chunks. Partial sums need this separate buffer if dw cannot hold them,
+    /// because dw is accumulated into or is BF16.
     chain: Option<Buf<f32>>,
 }
 
@@ -253,7 +253,7 @@ impl<'a> WeightGradient<'a> {
         Self { dw: &mut dw.data, accumulate, sizes, chain }
     }
 
-    /// Adds the contribution of one chunk.
+    /// Adds the contribution of one chunk to the gradient.
     fn add_chunk(
         &mut self,
         cpu: &Cpu,

@@ -10,7 +10,7 @@ use nibble_core::{Backend, DType, Groups, Operand, Tensor};
 
 const SCALE: f32 = 0.02;
 
-/// The loss scale of the gradients.
+/// A control buffer with the loss scale of the gradients.
 fn control(cpu: &Cpu) -> crate::Buf<f32> {
     cpu.upload(&Control::with_loss_scale(SCALE)).unwrap()
 }
@@ -31,7 +31,7 @@ fn transposed(w: &[f32], rows: usize) -> Vec<f32> {
     (0..w.len()).map(|i| w[i % rows * cols + i / rows]).collect()
 }
 
-/// The sizes and options of a call.
+/// The sizes and options of a head-loss call.
 #[derive(Debug, Clone, Copy)]
 struct Call {
     tokens: usize,
@@ -43,7 +43,7 @@ struct Call {
     accumulate: bool,
 }
 
-/// Nats, bad ids, and the bits of dx and dw.
+/// The losses (nats), the number of bad ids, and the bits of dx and dw.
 type Results = (Vec<u64>, u64, Vec<u32>, Vec<u32>);
 
 fn results(nats: &[f64], bad: &[u64], dx: &Tensor<Cpu>, dw: &Tensor<Cpu>) -> Results {
@@ -62,7 +62,7 @@ impl Call {
         ]
     }
 
-    /// Some targets are negative, one is outside the vocabulary.
+    /// Target ids: some are negative, and one is outside the vocabulary.
     fn targets(&self) -> Vec<i32> {
         let mut targets = below(4, self.vocab, self.tokens);
         targets.iter_mut().step_by(7).for_each(|t| *t = -1);
@@ -81,7 +81,7 @@ impl Call {
         results(shard_nats.as_slice(), bad_ids.as_slice(), &dx.unwrap(), &dw)
     }
 
-    /// The result of the separate operations that the fused one replaces.
+    /// The result of the separate operations that the fused operation replaces.
     fn apart(&self, cpu: &Cpu) -> Results {
         let Self { tokens, shards, dtype, accumulate, .. } = *self;
         let [x, w, wt, mut dw] = self.operands(cpu);
@@ -116,7 +116,7 @@ fn it_is_the_operations_that_it_unites_whatever_the_chunk() {
                 let call = Call { tokens, d, vocab, shards, dtype, type_of_dw, accumulate };
                 let want = same_everywhere(|cpu| call.apart(cpu));
                 assert_eq!(want.1, 1);
-                // Chunk lengths: shorter than a shard and not dividing it, dividing it, one shard, two shards, everything.
+                // Chunk lengths: shorter than a shard and not dividing it, dividing it, one shard, two shards, and all tokens.
                 for chunk in [2, 12, tokens / shards / 2 * 2, 2 * tokens / shards, 512] {
                     let got = same_everywhere(|cpu| call.in_chunks(cpu, chunk));
                     assert!(got == want, "{call:?} in chunks of {chunk}");
@@ -191,11 +191,11 @@ fn add(sum: &mut [u64; 3], made: &Emitted<Cpu>) {
     sum.iter_mut().zip(counts.as_slice()).for_each(|(sum, count)| *sum += count);
 }
 
-/// Results, and the block counts of x and of dlogits.
+/// The results, and the block counts of x and of dlogits.
 type Quantized = (Results, [u64; 3], [u64; 3]);
 
 impl Call {
-    /// The weight in 2-D blocks, as it stands and transposed.
+    /// The weight in 2-D blocks, both as it is and transposed.
     fn tiles(&self, cpu: &Cpu, rule: ScaleRule) -> [Operand<Cpu>; 2] {
         let w = tensor(cpu, &normals(2, self.vocab * self.d), self.vocab, DType::F32);
         let tiles = Quantize::new(&w, e4m3(rule), Planes::Tiles).run(cpu).unwrap();
@@ -282,7 +282,7 @@ fn quantized_operands_are_those_of_all_tokens_whatever_the_chunk() {
         HeadCodecs { wgrad_dy: mx(Format::Mxfp6E2m3), wgrad_x: mx(Format::Mxfp4), ..all(Some(floats)) },
         HeadCodecs { dgrad_dy: None, wgrad_x: None, ..all(Some(powers)) },
     ];
-    // A vocabulary and a width that end inside a block, or are whole blocks; chunks of several shards or of part of one.
+    // The vocabulary and the width end inside a block, or are whole blocks; chunks have several shards or a part of one shard.
     for (tokens, d, vocab, shards) in [(512, 24, 136, 4), (256, 128, 128, 1), (300, 24, 72, 1)] {
         for (i, codecs) in choices.into_iter().enumerate() {
             let (type_of_dw, accumulate) =
@@ -290,7 +290,7 @@ fn quantized_operands_are_those_of_all_tokens_whatever_the_chunk() {
             let dtype = if [1, 7].contains(&i) { DType::F32 } else { DType::Bf16 };
             let step = |codec: Option<Codec>| codec.map_or(1, |codec| codec.format().column_step());
             if step(codecs.wgrad_dy) != step(codecs.wgrad_x) && tokens % 128 != 0 {
-                continue; // refused
+                continue; // the operation refuses this combination
             }
             let call = Call { tokens, d, vocab, shards, dtype, type_of_dw, accumulate };
             let apart = if shards == 1 {
@@ -328,7 +328,7 @@ fn what_cannot_be_honoured_is_refused() {
     };
     refused(call, all, true, 64, "`chunk`");
     refused(Call { tokens: 200, ..call }, all, true, 128, "`tokens of a shard`");
-    // Columns of two lengths, in one shard: they end at different rows.
+    // Column blocks of two lengths in one shard end at different rows.
     let of_two = HeadCodecs { wgrad_x: None, ..all };
     refused(Call { tokens: 200, shards: 1, ..call }, of_two, true, 128, "`tokens of a shard`");
     refused(call, HeadCodecs { dgrad_dy: random, ..all }, true, 128, "`codecs.dgrad_dy`");

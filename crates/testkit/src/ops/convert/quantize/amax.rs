@@ -1,4 +1,4 @@
-//! Amax that is measured separately and then given to quantization.
+//! Tests in which amax is measured separately and then passed to quantization.
 
 use super::codecs;
 use crate::case::{Case, Outputs, Pads};
@@ -10,12 +10,13 @@ use nibble_core::formats::Codec;
 use nibble_core::ops::{Delayed, Dequantize, Emitted, MeasureAmax, Planes, Quantize};
 use nibble_core::{Agreement, DType, Kernels, Result, Tensor};
 
-/// The first rows of each matrix of a stack, under the amax of all its rows: the same codes and scales as in the whole.
+/// The first rows of each matrix of a stack, with the amax of all its rows. The codes and scales of these rows must be those of the whole
+/// stack.
 #[derive(Debug)]
 struct Part {
     codec: Codec,
     rows: usize,
-    /// Rows of each matrix; whole tiles.
+    /// Number of rows of each matrix; a multiple of the tile.
     part: usize,
     cols: usize,
     stack: usize,
@@ -26,7 +27,7 @@ struct Part {
 }
 
 impl Part {
-    /// The first rows of each matrix.
+    /// Returns the first rows of each matrix.
     fn cut(&self, values: &[f32]) -> Vec<f32> {
         values
             .chunks(self.rows * self.cols)
@@ -44,7 +45,7 @@ impl<B: Kernels> Case<B> for Part {
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
         let Self { codec, rows, part, cols, stack, dtype, .. } = *self;
         let mut values = self.input.values(&stream("quantize.part"), stack * rows * cols);
-        // The largest value is in none of the first rows.
+        // The largest value is outside the first rows.
         values.iter_mut().skip(rows * cols - 1).step_by(rows * cols).for_each(|last| *last = 3e4);
         let whole = plain(b, dtype, &values, stack * rows, cols)?;
         let first = plain(b, dtype, &self.cut(&values), stack * part, cols)?;
@@ -83,7 +84,7 @@ impl<B: Kernels> Case<B> for Part {
     }
 }
 
-/// Rows of matrices whose amax is known, for every format with a tensor scale.
+/// Tests rows of matrices whose amax is known, for every format with a tensor scale.
 pub(super) fn parts<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for (i, codec) in codecs().filter(|codec| codec.scale_kind().has_tensor_scale()).enumerate() {
         for (j, input) in Input::ALL.into_iter().enumerate() {
@@ -123,7 +124,7 @@ impl<B: Kernels> Case<B> for Measuring {
     }
 }
 
-/// Conformance of [`MeasureAmax`].
+/// The conformance test of [`MeasureAmax`].
 pub fn measure_amax<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for codec in codecs().filter(|codec| codec.scale_kind().has_tensor_scale()) {
         for input in Input::ALL {

@@ -17,7 +17,7 @@ use nibble_core::formats::{Codec, Format, Purpose, Rounding, ScaleRule, Stream};
 use nibble_core::ops::{Delayed, Dequantize, Hadamard, Planes, Quantize, Random};
 use nibble_core::{Agreement, DType, Groups, Kernels, Result, Tensor};
 
-/// Kinds of values; the cases rotate through them.
+/// Kinds of values, through which the cases rotate.
 const INPUTS: [Input; 6] = [
     Input::Normal,
     Input::ExtremeExponents,
@@ -27,7 +27,7 @@ const INPUTS: [Input; 6] = [
     Input::SignedZeros,
 ];
 
-/// Every rule of every block format, rounded to nearest.
+/// All rules of all block formats, with rounding to nearest.
 pub(in crate::ops) fn codecs() -> impl Iterator<Item = Codec> {
     let all = |format: Format| format.spec().rules.iter().map(move |&rule| (format, rule));
     Format::ALL.into_iter().flat_map(all).map(|(format, rule)| codec(format, rule, Rounding::NearestEven))
@@ -37,7 +37,7 @@ pub(in crate::ops) fn codec(format: Format, rule: ScaleRule, rounding: Rounding)
     Codec::new(format, rule, rounding).unwrap_or_else(|e| panic!("{e}"))
 }
 
-/// A matrix with NaN in padding that may hold anything, else with zeros there.
+/// A matrix with NaN in padding that may hold any values, otherwise with zeros in the padding.
 pub(in crate::ops) fn ragged_values(
     input: Input,
     name: &str,
@@ -77,12 +77,12 @@ impl<B: Kernels> Case<B> for Dense {
     }
 }
 
-/// The step of the random bits comes from a device buffer, of which only the first value counts.
+/// A case in which the step of the random bits comes from a device buffer, of which only the first value counts.
 #[derive(Debug)]
 struct StepOnDevice {
     codec: Codec,
     planes: Planes,
-    /// The length of a transform whose signs also change with the step.
+    /// The length of a Hadamard transform whose signs also change with the step.
     hadamard: Option<usize>,
     step: u32,
 }
@@ -117,7 +117,7 @@ impl<B: Kernels> Case<B> for StepOnDevice {
     }
 }
 
-/// In a recorded training step, the step counter is on the device.
+/// Tests a step counter in device memory, which recorded training steps use.
 fn step_on_device<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for rounding in [Rounding::Stochastic, Rounding::Dither { delta_q16: 0x4000 }] {
         for format in [Format::Mxfp4, Format::E4m3] {
@@ -161,7 +161,7 @@ impl<B: Kernels> Case<B> for Ragged {
 
     fn run(&self, b: &B, pads: Pads) -> Result<Outputs> {
         let Self { codec, planes, cols, .. } = *self;
-        let align = if planes == Planes::Cols { 256 } else { 128 }; // strips of 128 rows that are padding throughout
+        let align = if planes == Planes::Cols { 256 } else { 128 }; // strips of 128 rows consist entirely of padding
         let rows = RaggedRows::of(self.spread, self.num_groups, self.rows, align);
         let x = ragged_values(self.input, "quantize", &rows, cols, pads);
         let x = plain(b, self.dtype, &x, rows.capacity, cols)?;
@@ -177,7 +177,7 @@ impl<B: Kernels> Case<B> for Ragged {
     }
 }
 
-/// A matrix and its groups: rows in five groups, or without a spread, dense rows.
+/// A matrix and its groups: rows in five groups, or dense rows if there is no spread.
 pub(in crate::ops) fn matrix<B: Kernels>(
     b: &B,
     spread: Option<Spread>,
@@ -194,7 +194,7 @@ pub(in crate::ops) fn matrix<B: Kernels>(
     Ok((plain(b, dtype, &x, rows.capacity, cols)?, Some(rows.upload(b)?)))
 }
 
-/// Delayed scaling, of ragged rows, or without a spread of dense rows or a stack.
+/// A case of delayed scaling for ragged rows, or for dense rows or a stack if there is no spread.
 #[derive(Debug)]
 struct OfEarlierSteps {
     codec: Codec,
@@ -221,7 +221,7 @@ impl<B: Kernels> Case<B> for OfEarlierSteps {
         let (x, groups) = matrix(b, self.spread, (self.rows, cols), self.dtype, self.input, pads)?;
         let random = codec.draws().then(|| stream("quantize.random").into());
         let op = Quantize { groups: groups.as_ref(), stack, random, ..Quantize::new(&x, codec, planes) };
-        // Records of five values from the third on; every third span has no known amax.
+        // Records have five values and start at the third value; every third span has no known amax.
         let (first, stride) = (3, 5);
         let mut records = vec![f32::NAN; first + op.spans() * stride];
         for span in 0..op.spans() {
@@ -236,7 +236,7 @@ impl<B: Kernels> Case<B> for OfEarlierSteps {
     }
 }
 
-/// Expected amax that is met, exceeded or unknown, for every layout.
+/// Tests an expected amax that is met, exceeded or unknown, for every layout.
 fn of_earlier_steps<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for (first, stride) in [(0, 2), (4, 0), (0, usize::MAX / 2 + 1), (usize::MAX, 0), (usize::MAX - 1, 1)] {
         pair.check_refused(&RecordsTooFar { first, stride }, |e| e.to_string().contains("3 spans"));
@@ -260,7 +260,7 @@ fn of_earlier_steps<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
                     input,
                     expected,
                 };
-                // Random bits do not depend on the expected amax.
+                // Random bits do not depend on the expected amax, so few cases need them.
                 if j > 0 && k != 2 {
                     continue;
                 }
@@ -280,7 +280,7 @@ fn of_earlier_steps<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     }
 }
 
-/// Records whose indices overflow.
+/// A case in which the indices of records overflow.
 #[derive(Debug)]
 struct RecordsTooFar {
     first: usize,
@@ -303,7 +303,7 @@ impl<B: Kernels> Case<B> for RecordsTooFar {
     }
 }
 
-/// Quantization after a transform; dense rows without a spread.
+/// A case of quantization after a Hadamard transform; rows are dense if there is no spread.
 #[derive(Debug)]
 struct Transformed {
     codec: Codec,
@@ -333,7 +333,7 @@ impl<B: Kernels> Case<B> for Transformed {
             .run(b)?;
         let mut out = Outputs::default();
         out.emitted(b, "out", &made)?;
-        // Whatever order a backend gave the column scales, it must read them in the same order.
+        // A backend may choose any layout of the column scales, but must read them in the same layout.
         if let Some(columns) = &made.cols {
             let x = columns.block("quantize")?;
             out.tensor(b, "decoded", &Dequantize { x, dtype: DType::F32 }.run(b)?)?;
@@ -342,7 +342,7 @@ impl<B: Kernels> Case<B> for Transformed {
     }
 }
 
-/// Every transform length, along the rows and down the columns, with groups that end inside a transform block.
+/// Tests all transform lengths, along the rows and along the columns, with groups that end inside a transform block.
 fn transformed<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     let codecs = [
         codec(Format::Mxfp4, ScaleRule::Rceil, Rounding::NearestEven),
@@ -375,10 +375,10 @@ fn transformed<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
                 dtype,
                 input,
             };
-            // Shorter than a block where the format allows it.
+            // The matrix has fewer rows than a block if the format allows it.
             let rows = if codec.format().column_step() >= 128 { 3 * len + 5 } else { 384 };
             pair.check(&case(Planes::Rows, None, 37, 384));
-            // No multiple of 16: the strip's scales are padded where they are stored together.
+            // The width is not a multiple of 16, so a strip's scales are padded where they are stored together.
             pair.check(&case(Planes::Cols, None, rows, 72));
             pair.check(&case(Planes::Rows, Some(Spread::Zipf), 70, 2 * len.max(32)));
             for spread in [Spread::Zipf, Spread::EmptyGroups, Spread::OneRowEach] {
@@ -388,8 +388,8 @@ fn transformed<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     }
 }
 
-/// Each layout: whole blocks of most formats, and rows and columns of even and odd lengths that end inside a block. Weights have 2-D
-/// blocks, or for formats without them blocks along their rows.
+/// Shapes for each layout: whole blocks of most formats, and rows and columns of even and odd lengths that end inside a block. Weights have
+/// 2-D blocks, or row blocks for formats without 2-D blocks.
 pub(in crate::ops) const SHAPES: [(Planes, usize, usize, usize); 10] = [
     (Planes::Rows, 37, 200, 1),
     (Planes::Cols, 37, 200, 1),
@@ -400,12 +400,12 @@ pub(in crate::ops) const SHAPES: [(Planes, usize, usize, usize); 10] = [
     (Planes::Tiles, 140, 70, 1),
     (Planes::Tiles, 3 * 20, 130, 3),
     (Planes::Tiles, 2 * 33, 47, 2),
-    // Columns are shorter than what a warp processes of one.
+    // These columns are shorter than the part of a column that a warp processes.
     (Planes::Tiles, 16, 64, 1),
 ];
 
-/// Every codec with nearest rounding on each of [`SHAPES`] with each kind of values and its index. The daily suite covers pairs of these
-/// choices, except for the formats with specialised code, which get all combinations.
+/// Combines every codec with nearest rounding, each of [`SHAPES`], and each kind of values with its index. The daily suite covers pairs of
+/// these choices, except for formats with specialised code, for which it covers all combinations.
 pub(in crate::ops) fn codecs_on_shapes(
     breadth: Breadth,
 ) -> impl Iterator<Item = (Codec, (Planes, usize, usize, usize), (usize, Input))> {
@@ -417,7 +417,7 @@ pub(in crate::ops) fn codecs_on_shapes(
     })
 }
 
-/// Every rounding of every format, with whole tiles and with groups that end inside a tile.
+/// Tests all roundings of all formats, with whole tiles and with groups that end inside a tile.
 fn general<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     let roundings = [
         Rounding::NearestEven,
@@ -426,7 +426,7 @@ fn general<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
         Rounding::Dither { delta_q16: 0x3000 },
     ];
     let codecs: Vec<Codec> = codecs().collect();
-    // Three shapes of dense rows, and two spreads.
+    // There are three shapes of dense rows and two spreads.
     for [i, j, shape] in pair.breadth().cross([codecs.len(), roundings.len(), 5]) {
         let (format, rule) = (codecs[i].format(), codecs[i].rule());
         let (codec, dtype) = (codec(format, rule, roundings[j]), PLAIN[(i + j) % 2]);
@@ -444,7 +444,7 @@ fn general<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     }
 }
 
-/// Widths of real models: a few rows, two uneven groups, 2-D blocks, a transform.
+/// Tests widths of real models: a few rows, two uneven groups, 2-D blocks, and a transform.
 fn wide<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     let codecs = [
         codec(Format::Mxfp4, ScaleRule::Rceil, Rounding::NearestEven),
@@ -474,13 +474,14 @@ fn wide<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
             let (planes, len, spread) = (Planes::Rows, 64, None);
             pair.check(&Transformed { codec, planes, len, spread, rows, cols, dtype, input });
         }
-        // A single row, and a group that ends within its second block.
+        // One group has a single row, and the other group ends within its second block.
         let (planes, spread) = ([Planes::Cols, Planes::Both][i % 2], Spread::OneTakesMost);
         pair.check(&Ragged { codec, planes, spread, num_groups: 2, rows: 150, cols, dtype, input });
     }
 }
 
-/// Conformance of [`Quantize`]: every format, rule, layout, kind of values, rounding and scaling option; ragged rows; parts; transforms.
+/// The conformance test of [`Quantize`]. The test covers all formats, rules, layouts, kinds of values, roundings and scaling options, and
+/// also ragged rows, parts of matrices, and transforms.
 pub fn quantize<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     taken::for_products(pair);
     of_earlier_steps(pair);
@@ -504,7 +505,7 @@ pub fn quantize<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
             let codec = codec(format, rule, rounding);
             for dtype in PLAIN {
                 let (planes, input) = (Planes::Both, Input::Normal);
-                // Large enough for several threads, with 1/16 of DeepSeek-V3's widths.
+                // The matrix is large enough for several threads, and has 1/16 of DeepSeek-V3's widths.
                 pair.check(&Dense { codec, planes, rows: 320, cols: 448, stack: 1, dtype, input });
             }
             for (i, spread) in Spread::ALL.into_iter().enumerate() {
@@ -524,7 +525,7 @@ pub fn quantize<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
             let spread = Spread::Zipf;
             for planes in [Planes::Rows, Planes::Cols] {
                 let (num_groups, input) = (5, Input::Normal);
-                // Rows that end inside a block; rows of whole blocks; rows as wide as a warp's segment.
+                // The rows end inside a block, or consist of whole blocks, or are as wide as a warp's segment.
                 for (cols, dtype) in
                     [(64, DType::Bf16), (256, DType::Bf16), (384, DType::F32), (2048, DType::Bf16)]
                 {

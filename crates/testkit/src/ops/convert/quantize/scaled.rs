@@ -1,4 +1,4 @@
-//! Scaling options within a rule: every option of a format, for every layout.
+//! Tests of scaling options within a rule: all options of each format, for every layout.
 
 use super::{Dense, INPUTS, Ragged, SHAPES, Transformed, codecs};
 use crate::ops::PLAIN;
@@ -8,7 +8,7 @@ use nibble_core::Kernels;
 use nibble_core::formats::{Candidates, Codec, Correction, Headroom, Outer, Rounding, Scaling, Thresholds};
 use nibble_core::ops::Planes;
 
-/// Each option by itself, and all combined.
+/// Scalings with each option alone, and with all options combined.
 fn scalings() -> Vec<Scaling> {
     let room = |factor| Headroom::new(factor).unwrap_or_else(|e| panic!("{e}"));
     let default = Scaling::default();
@@ -34,7 +34,7 @@ fn scalings() -> Vec<Scaling> {
     all
 }
 
-/// Every codec with a non-default scaling that its format accepts, with the format's own rounding; ordered by format and rule.
+/// All codecs with a non-default scaling that the format accepts, with the format's own rounding, ordered by format and rule.
 fn scaled() -> impl Iterator<Item = Codec> {
     let of = |codec: Codec| {
         let (format, rule) = (codec.format(), codec.rule());
@@ -55,7 +55,7 @@ fn rounded(codec: Codec, rounding: Rounding) -> Codec {
     rounded.unwrap_or_else(|e| panic!("{e}"))
 }
 
-/// Every layout of every option; kinds of values and roundings rotate.
+/// Tests every layout with every option; kinds of values and roundings rotate.
 pub(super) fn scaled_blocks<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     let roundings = [
         Rounding::Stochastic,
@@ -76,7 +76,7 @@ pub(super) fn scaled_blocks<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
             let (dtype, input) = (PLAIN[(i + j) % 2], INPUTS[(i + j) % INPUTS.len()]);
             pair.check(&Dense { codec, planes, rows, cols, stack, dtype, input });
         }
-        // Whole tiles of a GPU's kernel: 64 values of a row, 2-D blocks side by side, and several tiles below each other.
+        // The shapes have whole tiles of a GPU's kernel: 64 values of a row, adjacent 2-D blocks, and several rows of tiles.
         let (dtype, input) = (PLAIN[i % 2], INPUTS[i % INPUTS.len()]);
         for (planes, rows, cols, stack) in [(Planes::Both, 160, 192, 1), (Planes::Tiles, 2 * 144, 136, 2)]
             .into_iter()

@@ -1,4 +1,4 @@
-//! Random bits for the parts of a stack that is sharded among ranks.
+//! Tests of random bits for the parts of a stack that is sharded among ranks.
 
 use super::{codec, codecs};
 use crate::case::{Case, Outputs, Pads};
@@ -15,10 +15,10 @@ use nibble_core::{Agreement, DType, Kernels, Result};
 struct LastMatrices {
     codec: Codec,
     planes: Planes,
-    /// Rows per matrix.
+    /// Number of rows per matrix.
     rows: usize,
     cols: usize,
-    /// Number of matrices, out of three.
+    /// Number of matrices, out of three in the whole stack.
     last: usize,
     dtype: DType,
 }
@@ -56,7 +56,7 @@ impl<B: Kernels> Case<B> for LastMatrices {
     }
 }
 
-/// A first element that is in the middle of a row.
+/// A case whose first element is in the middle of a row.
 #[derive(Debug)]
 struct NoWholeRows;
 
@@ -74,7 +74,7 @@ impl<B: Kernels> Case<B> for NoWholeRows {
     }
 }
 
-/// Every layout of a stack, in blocks of every format: the random bits are those of the whole stack.
+/// Tests every layout of a stack in every block format: the random bits must be those of the whole stack.
 pub(super) fn parts_of_stacks<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     pair.check_refused(&NoWholeRows, |e| e.to_string().contains("random.first"));
     for (i, of) in codecs().enumerate() {

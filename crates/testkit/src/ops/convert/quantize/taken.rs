@@ -1,4 +1,5 @@
-//! Operands quantized for products only: a backend may write what products read instead of codes, equal to what they make of codes.
+//! Tests of operands that are quantized only for GEMMs. Instead of codes, a backend may write the numbers that GEMMs read, which must equal
+//! those computed from the codes.
 
 use super::{INPUTS, Spread, codec, codecs, matrix};
 use crate::case::{Case, Outputs, Pads};
@@ -52,7 +53,7 @@ impl<B: Kernels> Case<B> for ForProducts {
     }
 }
 
-/// What products with these numbers read of a quantized operand, and its tensor scale.
+/// The numbers that GEMMs of these types read from a quantized operand, and its tensor scale.
 fn taken<B: Kernels>(
     b: &B,
     out: &mut Outputs,
@@ -88,7 +89,7 @@ fn taken<B: Kernels>(
     }
 }
 
-/// Lifted codes, one at a time, by the definition of a lift.
+/// Lifts codes one at a time, as the definition of a lift says.
 fn lifted_codes<B: Kernels>(b: &B, out: &mut Outputs, name: &str, q: &BlockScaled<B>) -> Result<()> {
     let (lines, len) = if q.axis == BlockAxis::Col { (q.cols, q.rows) } else { (q.rows, q.cols) };
     let lift = q.format.lift(q.rule, q.axis).unwrap_or_else(|| panic!("{} is lifted", q.format));
@@ -122,10 +123,11 @@ fn put(out: &mut Outputs, name: &str, codes: Vec<u8>, scales: Vec<Scale>) {
     out.values(&format!("{name}.scales"), scales.into_iter().map(|scale| scale.0).collect::<Vec<_>>());
 }
 
-/// Every format that products do not read as codes, under every rule, for either kind of product; shapes and kinds of values rotate.
+/// Tests every format whose codes GEMMs do not read directly, with every rule and for both kinds of GEMM; shapes and kinds of values
+/// rotate.
 pub(super) fn for_products<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     let roundings = [Rounding::NearestEven, Rounding::Stochastic, Rounding::NearestAway];
-    // Whole tiles of a GPU's kernels, several of them side by side and below each other; rows that end inside a tile; groups.
+    // The shapes have whole tiles of a GPU's kernels in both dimensions, rows that end inside a tile, and groups.
     let shapes = [
         (None, 37, 1920),
         (Some(Spread::Zipf), 300, 256),
@@ -139,7 +141,7 @@ pub(super) fn for_products<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
             numbers.takes(Stored { format: *format, rule: *rule, axis: BlockAxis::Row }) != Taken::AsIs
         })
     });
-    // A format that is not lifted has no FP8 product.
+    // There is no FP8 GEMM for a format that is not lifted.
     let kinds = kinds.filter(|(numbers, format, rule)| {
         *numbers == Numbers::Bf16 || format.lift(*rule, BlockAxis::Row).is_some()
     });
@@ -163,7 +165,7 @@ pub(super) fn for_products<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
                     continue;
                 }
                 let (planes, dtype) = ([Planes::Cols, Planes::Rows][k % 2], PLAIN[(i + j + k / 2) % 2]);
-                // The last tile ends early, but not inside a transform block.
+                // The last tile is short, but does not end inside a transform block.
                 let shape = match planes {
                     Planes::Rows => ([None, Some(Spread::Zipf)][(j + k) % 2], 200, 384),
                     _ if j % 2 == 0 => (None, 256 + len, 200),

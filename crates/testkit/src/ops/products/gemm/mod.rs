@@ -26,7 +26,7 @@ use Format::{
 };
 use ScaleRule::{Amax, Rceil, TensorAmax};
 
-/// A matrix in an operand's format; `pads` marks the padding rows, of NaN bytes or zeros.
+/// A matrix in the format of an operand; `pads` marks the padding rows and says whether they hold NaN bytes or zeros.
 struct Matrix<'a> {
     name: &'a str,
     input: Input,
@@ -40,7 +40,7 @@ impl Matrix<'_> {
     fn upload<B: Kernels>(&self, b: &B, stored: CaseOperand) -> Result<Operand<B>> {
         let (rows, cols) = (self.rows, self.cols);
         let mut x = self.input.values(&stream(self.name), rows * cols);
-        // Column blocks are zero past a group's length by contract, so only row blocks can be poisoned.
+        // By contract, column blocks are zero after the end of each group, so only row blocks can be poisoned.
         let poisoned = self.ragged.filter(|(_, pads)| *pads == Pads::Poison).map(|(ragged, _)| ragged);
         if let Some((ragged, _)) = self.ragged {
             ragged.fill_pads(&mut x, cols, 0.0);
@@ -53,7 +53,7 @@ impl Matrix<'_> {
                 Ok(Operand::Plain(plain(b, dtype, &x, rows, cols)?))
             }
             CaseOperand::Block(format, rule, axis) => {
-                // Integers are exact only under power-of-two scales; F32 scales can be powers of two.
+                // Integers are exact only with power-of-two scales; F32 scales can be powers of two.
                 let powers = format.spec().rules.contains(&Rceil);
                 let exact = self.input == Input::Integers && rule == Amax && powers;
                 let codec = codec(format, if exact { Rceil } else { rule }, Rounding::NearestEven);
@@ -82,7 +82,7 @@ fn may_be_exact(stored: CaseOperand) -> bool {
 }
 
 impl CaseOperand {
-    /// The operand as products describe it.
+    /// The description of the operand that GEMMs use.
     fn factor(self) -> ops::Stored {
         match self {
             Self::Plain(dtype) => ops::Stored::plain(dtype),
@@ -90,7 +90,7 @@ impl CaseOperand {
         }
     }
 
-    /// A format under its default rule, with blocks along the rows, down the columns, or as a weight.
+    /// A format with its default rule, in row blocks, column blocks, or as a weight.
     fn usual(format: Format, axis: BlockAxis) -> Self {
         match format.spec().default_rule() {
             None if format == Format::F32 => Self::Plain(DType::F32),
@@ -101,7 +101,7 @@ impl CaseOperand {
     }
 }
 
-/// Every pair of formats with blocks along these axes, and a turn number: each format gets every turn with some other format.
+/// All pairs of formats with blocks along these axes, each with a turn number. Each format has every turn number with some other format.
 fn every_pair(a: BlockAxis, b: BlockAxis) -> Vec<(usize, (CaseOperand, CaseOperand))> {
     let with = |(i, of_a): (usize, Format)| {
         let stored =
@@ -111,8 +111,8 @@ fn every_pair(a: BlockAxis, b: BlockAxis) -> Vec<(usize, (CaseOperand, CaseOpera
     Format::ALL.into_iter().enumerate().flat_map(with).collect()
 }
 
-/// The cases of three that a pair of formats runs: all, or in the daily suite the one whose turn it is. Pairs with a plain operand always
-/// run all, as each of their kinds of tolerance applies to few pairs.
+/// Which of three cases a pair of formats runs. The exhaustive suite runs all; the daily suite runs the case that the turn number selects.
+/// Pairs with a plain operand always run all cases, because each of their tolerances applies to few pairs.
 fn in_turn<T>(
     breadth: Breadth,
     (turn, operands): (usize, [CaseOperand; 2]),
@@ -123,8 +123,8 @@ fn in_turn<T>(
     cases.into_iter().enumerate().filter(move |(at, _)| is_taken(*at)).map(|(_, case)| case)
 }
 
-/// The agreement of a product between backends: bitwise on integers whose sums are exact. For block formats it is that of the multiplied
-/// numbers, which are F32 if either operand is F32.
+/// The required agreement of a GEMM between backends: bitwise on integers whose sums are exact. For block formats, it is the agreement of
+/// the multiplied numbers, which are F32 if either operand is F32.
 fn owed(agreement: Agreement, operands: [CaseOperand; 2], out: DType, input: Input) -> Agreement {
     let [a, b] = operands.map(CaseOperand::factor);
     let numbers = Numbers::of(a, b);
@@ -137,7 +137,7 @@ fn owed(agreement: Agreement, operands: [CaseOperand; 2], out: DType, input: Inp
     }
 }
 
-/// The kinds of values for a pair: all if strict, else those that stay finite.
+/// The kinds of values for a pair: all kinds if strict, otherwise the kinds whose sums stay finite.
 fn inputs(strict: bool) -> &'static [Input] {
     if strict { &Input::ALL } else { &Input::TAME }
 }
@@ -153,13 +153,13 @@ struct DenseProduct {
     input: Input,
 }
 
-/// Plain operands, of one type and of two.
+/// Pairs of plain operands, of one type and of two types.
 fn plain_pairs() -> Vec<(CaseOperand, CaseOperand)> {
     let with = |a| PLAIN.map(|b| (CaseOperand::Plain(a), CaseOperand::Plain(b)));
     PLAIN.into_iter().flat_map(with).collect()
 }
 
-/// The combinations that recipes use, in fprop and dgrad.
+/// The pairs of formats that recipes use in fprop and dgrad.
 fn pairs() -> Vec<(CaseOperand, CaseOperand)> {
     let mut pairs = plain_pairs();
     for (a, b) in [
@@ -207,10 +207,10 @@ impl<B: Kernels> Case<B> for DenseProduct {
     }
 }
 
-/// Conformance of [`Gemm`].
+/// The conformance test of [`Gemm`].
 pub fn gemm<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     squares::gemm(pair);
-    // A router of few experts: its logits, and the gradient of its input.
+    // The GEMMs are those of a router with few experts: its logits, and the gradient of its input.
     for (a, b) in plain_pairs() {
         for (m, n, k) in [(320, 8, 256), (320, 256, 8)] {
             for out in PLAIN {
@@ -227,12 +227,13 @@ pub fn gemm<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
         pair.check(&DenseProduct { a, b, m, n, k, out: PLAIN[i % 2], input: inputs[input] });
     }
     for (a, b) in pairs {
-        // Contractions that end inside a block, one odd and one even.
+        // The contraction lengths, some odd and some even, end inside a block.
         for k in [33, 48, 104, 201] {
             pair.check(&DenseProduct { a, b, m: 5, n: 9, k, out: DType::F32, input: Input::Normal });
         }
     }
-    // Sizes for tensor cores, and an odd contraction; rows of much larger numbers among others, whose blocks a lift rounds.
+    // The sizes fit tensor cores, and one contraction is odd. Some rows have much larger values than others; a lift rounds the blocks with
+    // small values.
     for (turn, (a, b)) in every_pair(Row, Tile) {
         let cases = [(Input::Normal, 160), (Input::HeavyTailed, 320), (Input::Normal, 131)];
         for (input, k) in in_turn(pair.breadth(), (turn, [a, b]), cases) {
@@ -253,13 +254,13 @@ struct Grouped {
     input: Input,
 }
 
-/// Plain products need no alignment; block formats start groups at multiples of 128.
+/// Plain GEMMs need no alignment; with block formats, groups start at multiples of 128.
 fn align(operands: [CaseOperand; 2]) -> usize {
     if operands.iter().all(|x| matches!(x, CaseOperand::Plain(_))) { 1 } else { 128 }
 }
 
 const GROUPS: usize = 5;
-/// So many rows of balanced groups that rows in the middle of the capacity are no padding, and errors there show.
+/// Number of rows of balanced groups for which the middle of the capacity is not padding, so that errors there are detected.
 const MIDDLE_IN_A_GROUP: usize = 1000;
 
 impl<B: Kernels> Case<B> for Grouped {
@@ -271,7 +272,7 @@ impl<B: Kernels> Case<B> for Grouped {
 
     fn run(&self, b: &B, pads: Pads) -> Result<Outputs> {
         let Self { n, k, input, .. } = *self;
-        // One more than needed even without alignment, so that there is padding.
+        // The capacity is one row more than needed even without alignment, so that there is padding.
         let mut ragged = RaggedRows::of(self.spread, GROUPS, self.rows, align([self.x, self.w]));
         ragged.pad_to(ragged.capacity + align([self.x, self.w]));
         let x = Matrix {
@@ -291,14 +292,14 @@ impl<B: Kernels> Case<B> for Grouped {
     }
 }
 
-/// Conformance of [`GroupedGemm`].
+/// The conformance test of [`GroupedGemm`].
 pub fn grouped_gemm<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     squares::grouped_gemm(pair);
     let widths = MoeShape::ALL.map(|s| s.scaled(32, 8)).map(|s| (s.f, s.d));
     let pairs = pairs();
     for [i, j, integers] in pair.breadth().cross([pairs.len(), Spread::ALL.len(), 2]) {
         let ((x, w), spread, (f, d)) = (pairs[i], Spread::ALL[j], widths[(i + j) % 3]);
-        // The first and the second product of an expert, by turns.
+        // The cases alternate between the first and the second GEMM of an expert.
         let (n, k, out) = if j % 2 == 0 { (2 * f, d, DType::Bf16) } else { (d, f, DType::F32) };
         let input = [Input::Normal, Input::Integers][integers];
         pair.check(&Grouped { x, w, spread, rows: 100, n, k, out, input });
@@ -337,7 +338,7 @@ struct Wgrad {
     grad: DType,
     accumulate: bool,
     input: Input,
-    /// Shards: groups of known, equal length, without padding.
+    /// Whether the groups are shards: groups of known, equal length, without padding.
     shards: bool,
 }
 
@@ -379,7 +380,7 @@ impl<B: Kernels> Case<B> for Wgrad {
     }
 }
 
-/// Conformance of [`GroupedWgrad`].
+/// The conformance test of [`GroupedWgrad`].
 pub fn grouped_wgrad<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     let mut stored = plain_pairs();
     for (dy, x) in [
@@ -429,7 +430,7 @@ pub fn grouped_wgrad<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
                 });
             }
         }
-        // Shards so long, and a gradient so small, that a GPU contracts each shard in several row ranges.
+        // The shards are so long, and the gradient so small, that a GPU splits the contraction of each shard into several row ranges.
         let (spread, rows, shards) = (Spread::Balanced, GROUPS * 2176, true);
         for (input, grad) in
             [(Input::Normal, DType::Bf16), (Input::Normal, DType::F32), (Input::Integers, DType::F32)]

@@ -1,4 +1,5 @@
-//! Lifted weights: rows with a single 1 make the product the lifted weight itself, which is compared bitwise.
+//! Tests of lifted weights. If the rows of one operand contain a single 1, the GEMM's result is the lifted weight itself, which is compared
+//! bitwise.
 
 use crate::case::{Case, Outputs, Pads};
 use crate::host::HostBlock;
@@ -13,14 +14,14 @@ use nibble_core::{Agreement, DType, Kernels, Operand, Result};
 #[derive(Debug)]
 struct LiftedWeight {
     format: Format,
-    /// Matrices of `n` rows, one per group; with one matrix the product is dense.
+    /// Number of matrices of `n` rows, one per group; with one matrix, the GEMM is dense.
     matrices: usize,
     n: usize,
     k: usize,
 }
 
 impl LiftedWeight {
-    /// Rows of sizes up to forty octaves apart: within a 2-D block some are rounded and some become zeros.
+    /// Rows whose magnitudes differ by up to forty powers of two: within a 2-D block, some rows are rounded and some become zeros.
     fn weight<B: Kernels>(&self, b: &B) -> Result<Operand<B>> {
         let Self { format, matrices, n, k } = *self;
         let mut w = Input::Normal.values(&stream("squares.w"), matrices * n * k);
@@ -32,7 +33,7 @@ impl LiftedWeight {
         Ok(Operand::Block(HostBlock::quantize(codec, BlockAxis::Row, &w, matrices * n, k, 1).upload(b)?))
     }
 
-    /// Row i of a group is 1 at i and 0 elsewhere.
+    /// A matrix in which row i of a group is 1 at column i and 0 elsewhere.
     fn ones<B: Kernels>(&self, b: &B, starts: &[usize], rows: usize) -> Result<Operand<B>> {
         let mut x = vec![0.0; rows * self.k];
         for start in starts {
@@ -64,7 +65,7 @@ impl<B: Kernels> Case<B> for LiftedWeight {
     }
 }
 
-/// Every lifted format, with several 2-D blocks and parts of them, rows of whole vectors and of other lengths.
+/// Tests all lifted formats, with several 2-D blocks and parts of blocks, with rows of whole vectors and of other lengths.
 fn of_matrices<A: Kernels, B: Kernels>(pair: &Pair<A, B>, matrices: usize) {
     let is_lifted = |format: &Format| format.lift(ScaleRule::Rceil, BlockAxis::Row).is_some();
     let rceil = |format: &Format| format.spec().rules.contains(&ScaleRule::Rceil);
@@ -75,12 +76,12 @@ fn of_matrices<A: Kernels, B: Kernels>(pair: &Pair<A, B>, matrices: usize) {
     }
 }
 
-/// For [`Gemm`].
+/// Tests lifted weights of [`Gemm`].
 pub(super) fn gemm<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     of_matrices(pair, 1);
 }
 
-/// For [`GroupedGemm`].
+/// Tests lifted weights of [`GroupedGemm`].
 pub(super) fn grouped_gemm<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     of_matrices(pair, 3);
 }
