@@ -11,7 +11,7 @@ use nibble_study::fidelity::{Decomposition, Gradient, Redraws};
 use nibble_study::statistics::Paired;
 use nibble_train::config::Config;
 use nibble_train::trainer::ParamGradient;
-use serde::Serialize;
+use serde_json::{Value, json};
 use std::path::PathBuf;
 
 /// Compares recipes' gradients and losses at one checkpoint
@@ -19,11 +19,13 @@ use std::path::PathBuf;
 /// Trains nothing. For each recipe, prints the change of the held-out loss, and the error of the gradient of one training step: bias, and
 /// variance over redraws of stochastic rounding and of random signs.
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Squared errors are divided by the squared norm of the reference's gradient. The expected error of one gradient is bias + variance; of one redraw, \
+#[command(
+    after_help = "Squared errors are divided by the squared norm of the reference's gradient. The expected error of one gradient is bias + variance; of one redraw, \
     only the sum can be estimated. \"Noise\" is the variance of the reference's gradient from one batch to another, which every training step has anyway.\n\n\
     Examples:\n  \
     nibble fidelity runs/tiny --recipe mxfp4-hopper --recipe mxfp4\n  \
-    nibble fidelity runs/tiny --recipe nvfp4 --redraws 16 --out fidelity.json")]
+    nibble fidelity runs/tiny --recipe nvfp4 --redraws 16 --out fidelity.json"
+)]
 pub struct Args {
     /// Directory of a run (the newest whole checkpoint is used) or of one checkpoint.
     #[arg(value_name = "RUN")]
@@ -57,7 +59,10 @@ const FIGURES: Mark = Mark::Figures("nibble fidelity");
 pub fn run(args: Args) -> Result<()> {
     let trained = Trained::open(&args.path)?;
     let Some(checkpoint) = trained.checkpoint() else {
-        let why = format!("{}: is a model folder, expected a run or its checkpoint, which has training data", args.path.display());
+        let why = format!(
+            "{}: is a model folder, expected a run or its checkpoint, which has training data",
+            args.path.display()
+        );
         return Err(Error::usage(why));
     };
     let step = checkpoint.position().step;
@@ -78,30 +83,23 @@ pub fn run(args: Args) -> Result<()> {
     let mut outputs = Outputs::new(args.force, [args.path.clone()]);
     let out = args.out.as_ref().map(|path| outputs.named(path, &FIGURES)).transpose()?;
     crate::caching::make(&config, None)?;
-    let measuring = Measuring { trained: &trained, config: &config, reference: &reference, recipes: &recipes, args: &args, step };
+    let measuring = Measuring {
+        trained: &trained,
+        config: &config,
+        reference: &reference,
+        recipes: &recipes,
+        args: &args,
+        step,
+    };
     let found = device::run(&config.run, &measuring)?;
-    let (Some(out), Some(found)) = (out, found) else { return Ok(()) };
-    let json = serde_json::to_value(&found).map_err(|why| Error::Failed(why.to_string()))?;
-    out.write(FIGURES.json(json))
+    match (out, found) {
+        (Some(out), Some(found)) => out.write(FIGURES.json(found)),
+        _ => Ok(()),
+    }
 }
 
-/// All numbers of one call.
-#[derive(Debug, Serialize)]
-struct Found {
-    checkpoint: PathBuf,
-    step: u64,
-    device: String,
-    version: &'static str,
-    reference: String,
-    /// Held-out loss of the reference, nats.
-    held_out: f64,
-    batches: u64,
-    /// The reference's gradients over training batches, beside that of the first batch: its variance is the noise of a batch.
-    noise: Vec<Decomposition>,
-    recipes: Vec<OfRecipe>,
-}
-
-#[derive(Debug, Serialize)]
+/// The numbers of one recipe.
+#[derive(Debug)]
 struct OfRecipe {
     recipe: String,
     /// Relative change of the held-out loss in per cent, paired by sequence.
@@ -120,14 +118,16 @@ struct Measuring<'a> {
 }
 
 impl Work for Measuring<'_> {
-    type Out = Option<Found>;
+    /// All numbers, on the first rank.
+    type Out = Option<Value>;
 
-    fn run<B: Device>(&self, on: &On<'_, B>) -> Result<Option<Found>> {
+    fn run<B: Device>(&self, on: &On<'_, B>) -> Result<Option<Value>> {
         on.announce();
         let Self { trained, config, reference, recipes, args, step } = self;
         let mut trainer = trained.load(on, config, reference)?.with_data()?;
         let (held_out, targets) = trainer.held_out_sequences(args.held_out)?;
-        let mean = held_out.iter().map(|nats| f64::from(*nats)).sum::<f64>() / held_out.len().max(1) as f64;
+        let nats: f64 = held_out.iter().map(|nats| f64::from(*nats)).sum();
+        let (mean, loss) = (nats / held_out.len().max(1) as f64, nats / targets.max(1) as f64);
         let first = trainer.gradient(0, 0)?;
         let mut over_batches = Redraws::default();
         add(&mut over_batches, &first)?;
@@ -138,12 +138,20 @@ impl Work for Measuring<'_> {
         let whole = noise.last().map_or(f64::NAN, |all| all.variance / all.reference);
         if on.is_first() {
             say!(
-                "checkpoint at step {}; reference {}: held-out loss {:.4} nats, noise of a batch's gradient {whole:.4}",
+                "checkpoint at step {}; reference {}: held-out loss {loss:.4} nats, noise of a batch's gradient {whole:.4}",
                 thousands(*step),
-                reference.name,
-                mean * held_out.len() as f64 / targets.max(1) as f64
+                reference.name
             );
-            say!("{:26} {:>7} {:>20} {:>9} {:>9} {:>9} {:>9}", "recipe", "redraws", "held-out loss", "error", "bias", "variance", "/ noise");
+            say!(
+                "{:26} {:>7} {:>20} {:>9} {:>9} {:>9} {:>9}",
+                "recipe",
+                "redraws",
+                "held-out loss",
+                "error",
+                "bias",
+                "variance",
+                "/ noise"
+            );
         }
         let mut all = Vec::new();
         for recipe in *recipes {
@@ -156,23 +164,27 @@ impl Work for Measuring<'_> {
                 add(&mut redraws, &trainer.gradient(0, redraw)?)?;
             }
             let gradient = redraws.decompose(&by_name(&first)).map_err(other_tensor)?;
-            let found = OfRecipe { recipe: recipe.name.clone(), held_out: Paired::of(&differences), gradient };
+            let found =
+                OfRecipe { recipe: recipe.name.clone(), held_out: Paired::of(&differences), gradient };
             if on.is_first() {
                 say!("{}", found.line(whole));
             }
-            all.push(found);
+            all.push(
+                json!({ "recipe": found.recipe, "held_out": found.held_out, "gradient": found.gradient }),
+            );
         }
-        let found = Found {
-            checkpoint: args.path.clone(),
-            step: *step,
-            device: on.describe(),
-            version: env!("CARGO_PKG_VERSION"),
-            reference: reference.name.clone(),
-            held_out: mean * held_out.len() as f64 / targets.max(1) as f64,
-            batches: args.batches,
-            noise,
-            recipes: all,
-        };
+        // `noise` compares the reference's gradients over training batches with the gradient of the first batch.
+        let found = json!({
+            "checkpoint": args.path,
+            "step": step,
+            "device": on.describe(),
+            "version": env!("CARGO_PKG_VERSION"),
+            "reference": reference.name,
+            "held_out": loss,
+            "batches": args.batches,
+            "noise": noise,
+            "recipes": all,
+        });
         Ok(on.is_first().then_some(found))
     }
 }

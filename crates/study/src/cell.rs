@@ -166,7 +166,8 @@ impl Study {
         };
         if repeat > 0 {
             slug += &format!(".floor{repeat}");
-            bits = if kind == Kind::Run { format!("floor {repeat}") } else { format!("{bits} floor {repeat}") };
+            bits =
+                if kind == Kind::Run { format!("floor {repeat}") } else { format!("{bits} floor {repeat}") };
         }
         // The number changes with what a cell trains beside these texts, such as the perturbation of `lr_factor`.
         let mut text = format!("nibble study cell 1\n{}\n{recipe_sha256}\n{seed}\n{bits}\n", config.sha256);

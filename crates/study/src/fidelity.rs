@@ -71,7 +71,9 @@ impl Redraws {
                 let (own, rest) = std::mem::take(&mut tensors).split_at_mut(chunk);
                 let (own_values, rest_values) = values.split_at(chunk);
                 (tensors, values) = (rest, rest_values);
-                scope.spawn(move || own.iter_mut().zip(own_values).for_each(|(sums, values)| sums.add(values)));
+                scope.spawn(move || {
+                    own.iter_mut().zip(own_values).for_each(|(sums, values)| sums.add(values))
+                });
             }
         });
         self.count += 1;
@@ -90,7 +92,8 @@ impl Redraws {
         let mut all: Vec<Decomposition> =
             self.tensors.iter().zip(pairs).map(|(sums, values)| sums.decompose(values, self.count)).collect();
         let sum = |of: fn(&Decomposition) -> f64| all.iter().map(of).sum::<f64>();
-        let (reference, bias, variance) = (sum(|one| one.reference), sum(|one| one.bias), sum(|one| one.variance));
+        let (reference, bias, variance) =
+            (sum(|one| one.reference), sum(|one| one.bias), sum(|one| one.variance));
         all.push(Decomposition { tensor: "all".into(), reference, bias, variance, redraws: self.count });
         Ok(all)
     }
@@ -140,7 +143,8 @@ impl Sums {
 /// The values of each tensor, in the order of the sums.
 fn paired<'a>(tensors: &[Sums], gradients: &[Gradient<'a>]) -> Result<Vec<&'a [f32]>, String> {
     let found = |(i, sums): (usize, &Sums)| {
-        let here = gradients.get(i).filter(|(name, values)| *name == sums.name && values.len() == sums.sum.len());
+        let here =
+            gradients.get(i).filter(|(name, values)| *name == sums.name && values.len() == sums.sum.len());
         here.map(|(_, values)| *values).ok_or_else(|| sums.name.clone())
     };
     let found = tensors.iter().enumerate().map(found).collect::<Result<Vec<_>, _>>()?;
@@ -188,7 +192,8 @@ mod tests {
                 let drawn: Vec<f32> = reference.iter().map(|value| value + 0.1 + uniform()).collect();
                 all.add(&[("a", &drawn[..LEN / 2]), ("b", &drawn[LEN / 2..])]).unwrap();
             }
-            let [a, b, whole] = &all.decompose(&[("a", &reference[..LEN / 2]), ("b", &reference[LEN / 2..])]).unwrap()[..]
+            let [a, b, whole] =
+                &all.decompose(&[("a", &reference[..LEN / 2]), ("b", &reference[LEN / 2..])]).unwrap()[..]
             else {
                 panic!("three");
             };
@@ -211,7 +216,8 @@ mod tests {
         let same = all.decompose(&[("a", &[1.0, -2.5])]).unwrap();
         assert_eq!((same[0].bias, same[0].variance, same[0].reference), (0.0, 0.0, 7.25));
         assert_eq!(all.mean(), [("a".to_owned(), vec![1.0, -2.5])]);
-        for wrong in [&[("b", &[1.0, 2.0][..])][..], &[("a", &[1.0])], &[], &[("a", &[1.0, 2.0]), ("c", &[])]] {
+        for wrong in [&[("b", &[1.0, 2.0][..])][..], &[("a", &[1.0])], &[], &[("a", &[1.0, 2.0]), ("c", &[])]]
+        {
             assert!(all.add(wrong).is_err(), "{wrong:?}");
             assert!(all.decompose(wrong).is_err(), "{wrong:?}");
         }

@@ -45,7 +45,7 @@ pub struct Args {
     /// Measures only kernels whose name contains NAME, ignoring case. This option may be repeated.
     #[arg(long, value_name = "NAME")]
     only: Vec<String>,
-    /// Also draws each kernel's speed, as a share of the speed at the kernel's floor, into this SVG file.
+    /// Also writes an SVG chart of each kernel's speed, as a share of the fastest possible speed (bytes moved ÷ memory bandwidth).
     #[arg(long, value_name = "OUT")]
     plot: Option<PathBuf>,
 }

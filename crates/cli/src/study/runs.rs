@@ -7,7 +7,9 @@ use crate::processes::Process;
 use crate::run_files::RunFiles;
 use nibble_command::error::{Error, Result};
 use nibble_command::{say, warn};
-use nibble_study::{Cell, Curve, Kind, Outcome, Provenance, Queue, Row, Schedule, diverged_at, last_tenth, read_row, row_file};
+use nibble_study::{
+    Cell, Curve, Kind, Outcome, Provenance, Queue, Row, Schedule, diverged_at, last_tenth, read_row, row_file,
+};
 use nibble_train::checkpoint::latest_valid;
 use nibble_train::config::Config;
 use nibble_train::metrics::Metrics;
@@ -277,6 +279,7 @@ fn provenance(folder: &Path, commit: &str) -> Provenance {
     let process = Process::of_run(folder).pop();
     let version = process.as_ref().map_or_else(String::new, |process| process.version.clone());
     let (machine, device) = process.map(|process| (process.processor, process.device)).unwrap_or_default();
-    let versions = [("nibble".to_owned(), version)].into_iter().filter(|(_, version)| !version.is_empty()).collect();
+    let versions =
+        [("nibble".to_owned(), version)].into_iter().filter(|(_, version)| !version.is_empty()).collect();
     Provenance { machine, device, commit: commit.to_owned(), versions }
 }

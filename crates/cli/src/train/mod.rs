@@ -172,7 +172,8 @@ pub fn run(args: Args) -> Result<()> {
     }
     let until = args.until.unwrap_or(0);
     if until > config.train.steps {
-        let why = format!("--until: {until} is beyond the run's last step, train.steps = {}", config.train.steps);
+        let why =
+            format!("--until: {until} is beyond the run's last step, train.steps = {}", config.train.steps);
         return Err(Error::usage(why));
     }
     let options = Options { resume: args.resume, numbered: !named_by_user, digest: args.digest, until, stop };

@@ -55,7 +55,17 @@ pub const ALL: &[Command] = &[
     writes(
         "out.json",
         &[
-            "fidelity", "run", "--recipe", "mxfp4", "--redraws", "2", "--batches", "2", "--out", "out.json", "--device",
+            "fidelity",
+            "run",
+            "--recipe",
+            "mxfp4",
+            "--redraws",
+            "2",
+            "--batches",
+            "2",
+            "--out",
+            "out.json",
+            "--device",
             "cpu",
         ],
     ),

@@ -13,7 +13,11 @@ fn errors_of_gradients_are_those_of_the_recipe() {
     let place = Place::with_text();
     place.train(&["--recipe", "bf16", "--set", "run.dir=run"]).ok();
     let args = "fidelity run --device cpu --redraws 3 --batches 2 --recipe bf16 --recipe mxfp8 --recipe ablation-mxfp4 --recipe nvfp4 --out found.json";
-    place.nibble(&args.split(' ').collect::<Vec<_>>()).ok().contains("reference bf16").contains("ablation-mxfp4");
+    place
+        .nibble(&args.split(' ').collect::<Vec<_>>())
+        .ok()
+        .contains("reference bf16")
+        .contains("ablation-mxfp4");
     let found: Value = serde_json::from_slice(&read(place.path("found.json"))).unwrap();
     let number = |recipe: &str, key: &str| all(&found, recipe)[key].as_f64().unwrap();
     assert_eq!([number("bf16", "bias"), number("bf16", "variance")], [0.0; 2]);

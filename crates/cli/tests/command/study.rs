@@ -78,14 +78,20 @@ fn a_study_whose_runs_are_killed_has_the_rows_of_one_that_was_not() {
 fn branches_of_a_study_start_from_their_trunk() {
     let place = place();
     let runs = STUDY.replace("seeds = 2", "seeds = 1");
-    let branches = runs.replace("recipes = [\"bf16\", \"mxfp4-hopper\"]\n", "").replace("seeds = 1", "seeds = 1\nfloor = 1")
+    let branches = runs
+        .replace("recipes = [\"bf16\", \"mxfp4-hopper\"]\n", "")
+        .replace("seeds = 1", "seeds = 1\nfloor = 1")
         + "[[branch]]\ntrunk = { recipe = \"bf16\", steps = 3 }\nrecipes = [\"bf16\", \"mxfp4\"]\nschedule = \"kept\"\n\
            [[branch]]\ntrunk = { recipe = \"bf16\", steps = 3 }\nrecipes = [\"bf16\", \"mxfp4\"]\nschedule = \"new\"\n";
     std::fs::write(place.path("runs.toml"), runs).unwrap();
     std::fs::write(place.path("branches.toml"), branches).unwrap();
     place.nibble(&["study", "runs.toml", "--device", "cpu"]).ok();
     let study = ["study", "branches.toml", "--device", "cpu"];
-    place.nibble(&study).ok().contains("7 of 7 cells have been run").contains("branches of bf16 at step 3, schedule new");
+    place
+        .nibble(&study)
+        .ok()
+        .contains("7 of 7 cells have been run")
+        .contains("branches of bf16 at step 3, schedule new");
     let whole = rows(&place, "branches");
     let of = |rows: &BTreeMap<String, serde_json::Value>, part: &str| {
         rows.iter().find(|(name, _)| name.contains(part)).map(|(_, row)| row.clone()).unwrap()
@@ -95,7 +101,8 @@ fn branches_of_a_study_start_from_their_trunk() {
     assert_eq!(held_out(&branch), held_out(&of(&rows(&place, "runs"), ".bf16.s1-")));
     assert_eq!(branch["curve"].as_array().unwrap().len(), 3);
     assert_ne!(held_out(&of(&whole, ".bf16.s1.from.bf16.3.kept.floor1-")), held_out(&branch));
-    let left: Vec<_> = std::fs::read_dir(place.path("branches/runs")).unwrap().map(|run| run.unwrap().path()).collect();
+    let left: Vec<_> =
+        std::fs::read_dir(place.path("branches/runs")).unwrap().map(|run| run.unwrap().path()).collect();
     assert!(left.iter().all(|run| !run.join("checkpoints").exists()), "{left:?}");
     // The checkpoints are gone, and two rows are missing: the trunk is trained again for them.
     let gone = place.path("branches/rows");

@@ -163,9 +163,7 @@ fn of_config(study: &Study, config: &Config, cells: &[Cell], rows: &Rows) -> Con
                 group,
                 name: study.group_name(group),
                 comparisons: compare::comparisons(study, group, &cells, rows),
-                floor: (study.floor > 0)
-                    .then(|| floor::noise_floor(study, &cells, rows))
-                    .flatten(),
+                floor: (study.floor > 0).then(|| floor::noise_floor(study, &cells, rows)).flatten(),
                 cells: cells.iter().map(state).collect(),
             }
         })

@@ -35,7 +35,8 @@ pub struct Position {
     /// Name of the precision recipe.
     pub recipe: String,
     /// The full recipe as TOML. The run has its own copy, so later changes of the recipe's file do not affect the run.
-    #[serde(default)] // with a default, a file of an older layout is rejected because of its layout, not because of this field
+    #[serde(default)]
+    // with a default, a file of an older layout is rejected because of its layout, not because of this field
     pub recipe_toml: String,
     /// SHA-256 of the data, including the held-out part.
     pub data_sha256: String,

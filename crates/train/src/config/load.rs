@@ -11,8 +11,9 @@ use super::init::fill_model;
 use super::preset::{in_shell, preset, preset_names};
 use super::values::{in_short, insert, join, lookup, settings};
 use super::{
-    Balance, CheckpointConfig, Combine, Config, DataConfig, EvalConfig, GroupScore, InitState, MIXTURE, MixtureSource,
-    ModelConfig, OnError, Reductions, RopeScaling, RunConfig, SYNTHETIC, Scores, TrainConfig, foreign,
+    Balance, CheckpointConfig, Combine, Config, DataConfig, EvalConfig, GroupScore, InitState, MIXTURE,
+    MixtureSource, ModelConfig, OnError, Reductions, RopeScaling, RunConfig, SYNTHETIC, Scores, TrainConfig,
+    foreign,
 };
 use crate::error::{Error, Result};
 use crate::files;

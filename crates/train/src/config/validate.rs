@@ -5,8 +5,8 @@
 use super::require::{fail, not_negative, positive, require};
 use super::values::settings;
 use super::{
-    Balance, Combine, Config, DeviceChoice, InitState, MIXTURE, MixtureSource, ModelConfig, QkNorm, RANDOM, SYNTHETIC,
-    ScheduleKind,
+    Balance, Combine, Config, DeviceChoice, InitState, MIXTURE, MixtureSource, ModelConfig, QkNorm, RANDOM,
+    SYNTHETIC, ScheduleKind,
 };
 use crate::data::{BYTE_VOCAB, RECORD_TOKENS, SYNTHETIC_VOCAB};
 use crate::error::Result;

@@ -32,7 +32,8 @@ impl<B: Kernels> Trainer<'_, B> {
         let batches = self.rank.context.plan()?.step(self.rank.context.step + later)?;
         if batches.counted == 0 {
             let source = self.rank.context.config.data.described();
-            let why = format!("step {} has no target, and so no gradient", self.rank.context.step + later + 1);
+            let why =
+                format!("step {} has no target, and so no gradient", self.rank.context.step + later + 1);
             return Err(Error::data(Path::new(&source), why));
         }
         let RankState { context, model, buffers: Some(buffers), activations, .. } = &mut self.rank else {
@@ -69,7 +70,9 @@ impl<B: Kernels> Trainer<'_, B> {
     pub fn held_out_sequences(&mut self, batches: usize) -> Result<(Vec<f32>, u64)> {
         self.require_settled("held_out_sequences")?;
         let RankState { context, model, activations, .. } = &mut self.rank;
-        let sequences = context.b.within(activations, || Ok(context.held_out_sequences(model, batches, &mut |_, _| Ok(true))));
+        let sequences = context
+            .b
+            .within(activations, || Ok(context.held_out_sequences(model, batches, &mut |_, _| Ok(true))));
         // `go_on` never returned false, so there is a result.
         Ok(sequences??.unwrap_or_default())
     }

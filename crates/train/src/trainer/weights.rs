@@ -126,7 +126,9 @@ const INIT_STATE: &str = "train.init_state";
 fn require_position(config: &Config, position: &Position) -> Result<()> {
     let (step, steps) = (position.step, config.train.steps);
     if step >= steps {
-        let why = format!("is \"all\", and the checkpoint is at step {step}, but train.steps = {steps}: no step is left");
+        let why = format!(
+            "is \"all\", and the checkpoint is at step {step}, but train.steps = {steps}: no step is left"
+        );
         return Err(Error::config(INIT_STATE, why));
     }
     let (per_step, cursor) = (config.sequences_per_step(), position.cursor);
@@ -225,7 +227,9 @@ impl<B: Kernels> Trainer<'_, B> {
         let (b, mesh) = (self.rank.context.b, self.rank.context.mesh);
         match Initial::open(Path::new(&from))? {
             Initial::Folder(_) if takes_all => {
-                let why = format!("is \"all\", but {from} is a model folder, which has no optimizer state and no step");
+                let why = format!(
+                    "is \"all\", but {from} is a model folder, which has no optimizer state and no step"
+                );
                 Err(Error::config(INIT_STATE, why))
             }
             Initial::Checkpoint(checkpoint) if takes_all => {

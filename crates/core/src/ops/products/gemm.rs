@@ -108,7 +108,7 @@ impl ProductDesc {
     }
 }
 
-/// A product in the form in which all operations pass it to a backend.
+/// The arguments of a matrix product, as every operation passes them to a backend.
 #[derive(Debug)]
 pub struct ProductArgs<'a, B: Backend> {
     /// The operation's name, for errors.

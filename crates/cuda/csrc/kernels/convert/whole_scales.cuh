@@ -15,9 +15,10 @@
 //   num_groups. 256 threads; grid ceil(rows / 256).
 // tensor_scales: for each of `spans` spans, the factor for its values, the factor's reciprocal, and the stored scale, for NVFP4 (kNvfp4) or
 //   FP8. `largest` is the value to which the largest magnitude times `headroom` is mapped. kPower: NVFP4's scale is rounded up to a power
-//   of two. With `earlier`, the scale is computed from the expected magnitude of the span, if that is known, and the expected
-//   magnitude (infinity if unknown) replaces the reciprocal. counts[1] increases by the number of values of spans whose expected magnitude
-//   is known: cols in each of len[span] rows, or of matrix_rows if null. 256 threads; grid ceil(spans / 256).
+//   of two. With `earlier` (delayed scaling), the scale of a span follows from the magnitude that earlier steps predict for the
+//   span, if one is known. The kernel then writes this predicted magnitude (infinity if unknown) instead of the factor's reciprocal, and adds
+//   the number of values of such spans to counts[1]. A span has len[span] rows of `cols` values, or matrix_rows rows if `len` is null.
+//   256 threads; grid ceil(spans / 256).
 // spread_scales: out[row] = scale[span_of_row[row]], or scale[row / matrix_rows] if span_of_row is null; NaN if `found` says that a value
 //   of the span is not finite. 256 threads; grid ceil(rows / 256).
 // count_lines: counts[0] += the number of non-zero bytes among `lines` bytes. 256 threads; grid ceil(lines / 256).
