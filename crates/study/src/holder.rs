@@ -12,14 +12,23 @@ pub struct Holder {
     /// Start time of the process, in the kernel's ticks since the host started. The time distinguishes the process from a later process with the same id. `None` if the system does
     /// not report it.
     pub started: Option<u64>,
+    /// The device on which the cell runs, such as `cuda:1`. Empty if the process did not name one.
+    #[serde(default)]
+    pub device: String,
 }
 
 impl Holder {
-    /// This process; `host` is the name of its host.
+    /// This process, which runs a cell on `device`; `host` is the name of its host.
     #[must_use]
-    pub fn this(host: &str) -> Self {
+    pub fn this(host: &str, device: &str) -> Self {
         let pid = std::process::id();
-        Self { pid, host: host.to_owned(), started: started(pid) }
+        Self { pid, host: host.to_owned(), started: started(pid), device: device.to_owned() }
+    }
+
+    /// Whether both may use the same device. Only two numbered devices (`cuda:0`, `cuda:1`) are known to differ.
+    pub(crate) fn may_share_device(&self, other: &Self) -> bool {
+        let differ = self.device != other.device && self.device.contains(':') && other.device.contains(':');
+        self.host == other.host && !differ
     }
 
     /// Whether the process is known to have ended: it ran on this host, and no such process exists any more. For other hosts, or if the system does not list processes (`/proc`),

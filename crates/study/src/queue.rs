@@ -19,6 +19,7 @@ pub struct Queue {
     dir: PathBuf,
     cells: Vec<Cell>,
     host: String,
+    device: String,
 }
 
 /// The next action of a process.
@@ -94,7 +95,40 @@ impl Queue {
     pub fn open(dir: &Path, cells: Vec<Cell>, host: &str) -> Result<Self> {
         let folder = rows_dir(dir);
         fs::create_dir_all(&folder).map_err(Error::io(&folder))?;
-        Ok(Self { dir: dir.to_owned(), cells, host: host.to_owned() })
+        Ok(Self { dir: dir.to_owned(), cells, host: host.to_owned(), device: String::new() })
+    }
+
+    /// The same queue for a process that runs its cells on this device.
+    #[must_use]
+    pub fn on_device(self, device: &str) -> Self {
+        Self { device: device.to_owned(), ..self }
+    }
+
+    /// Whether another live process on this host runs a cell and may use the same device: then the speed and the energy of both runs are not
+    /// those of a run alone.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn shares_device(&self, own: &Claim) -> Result<bool> {
+        let me = Holder::this(&self.host, &self.device);
+        for cell in self.cells.iter().filter(|cell| cell.id != own.cell.id) {
+            let mark = self.mark(cell);
+            let other = match fs::read(&mark) {
+                Ok(text) => serde_json::from_slice::<Holder>(&text).ok(),
+                Err(error) if error.kind() == ErrorKind::NotFound => continue,
+                Err(error) => return Err(Error::io(&mark)(error)),
+            };
+            // A process that trains a trunk again has the marks of the trunk and of a branch.
+            let other = other.filter(|other| other.pid != me.pid && !other.is_dead(&self.host));
+            if other.is_some_and(|other| other.may_share_device(&me)) {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    fn mark(&self, cell: &Cell) -> PathBuf {
+        rows_dir(&self.dir).join(format!("{}.running", cell.id))
     }
 
     /// Claims the first cell that has no row, that no process runs, and whose trunk is finished.
@@ -193,14 +227,14 @@ impl Queue {
 
     /// Marks a cell as running by this process, or returns the process that runs it.
     fn take(&self, cell: &Cell, guarded: bool) -> Result<Result<Claim, Running>> {
-        let mark = rows_dir(&self.dir).join(format!("{}.running", cell.id));
+        let mark = self.mark(cell);
         for _ in 0..2 {
             match File::options().write(true).create_new(true).open(&mark) {
                 Ok(mut file) => {
                     // From here on, dropping the claim removes the mark.
                     let claim =
                         Claim { cell: Box::new(cell.clone()), dir: self.dir.clone(), mark: mark.clone() };
-                    let holder = Holder::this(&self.host);
+                    let holder = Holder::this(&self.host, &self.device);
                     let text = serde_json::to_vec(&holder).map_err(|error| Error::io(&mark)(error.into()))?;
                     file.write_all(&text).map_err(Error::io(&mark))?;
                     return Ok(Ok(claim));

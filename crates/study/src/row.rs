@@ -62,10 +62,10 @@ pub struct Row {
     pub seconds: f64,
     /// Number of tokens on which the run trained.
     pub tokens: u64,
-    /// Tokens per second: the median over steps.
+    /// Tokens per second: the median over steps. `None` if another run used the device at the same time.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub tokens_per_second: Option<f64>,
-    /// Joules per token, if the device reports its power.
+    /// Joules per token, if the device reports its power and no other run used the device at the same time.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub joules_per_token: Option<f64>,
     /// Mean training loss of the last tenth of the steps, in nats: [`last_tenth`](crate::last_tenth). Every finished row has this value.

@@ -27,7 +27,7 @@ fn a_cell_is_taken_once_and_given_back() {
     assert_eq!([&first.cell().id, &second.cell().id], [&cells[0].id, &cells[1].id]);
     let Next::Wait { running, branches: 0 } = two.next().unwrap() else { panic!("both are taken") };
     assert_eq!(running.len(), 2);
-    assert_eq!(running[0].holder, Some(Holder::this("here")));
+    assert_eq!(running[0].holder, Some(Holder::this("here", "")));
     drop(first);
     let again = take(&two);
     assert_eq!(again.cell().id, cells[0].id);
@@ -53,7 +53,7 @@ fn marks_of_dead_processes_are_removed_and_others_stay() {
         format!("{{\"pid\":{pid},\"host\":\"{host}\",\"started\":{started}}}")
     };
     mark(dir.path(), &cells[0], &holder(pid, "elsewhere", "5"));
-    mark(dir.path(), &cells[1], &serde_json::to_string(&Holder::this("here")).unwrap());
+    mark(dir.path(), &cells[1], &serde_json::to_string(&Holder::this("here", "")).unwrap());
     mark(dir.path(), &cells[2], &holder(pid, "here", "5"));
     // The number is taken again, by a process that started at another time.
     mark(dir.path(), &cells[3], &holder(me, "here", "1"));
@@ -116,6 +116,32 @@ fn branches_wait_for_their_trunk() {
         claim.finish(&row(cell, 2.0)).unwrap();
     }
     assert!(matches!(queue.next().unwrap(), Next::Done { blocked } if blocked == cells[4..]));
+}
+
+/// Speed and energy are measured by runs that have their device to themselves.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_queue_knows_who_else_uses_its_device() {
+    let dir = tempfile::tempdir().unwrap();
+    let cells = plain(&["other"], 1).cells();
+    let queue = Queue::open(dir.path(), cells.clone(), "here").unwrap().on_device("cuda:0");
+    let own = take(&queue);
+    assert!(!queue.shares_device(&own).unwrap());
+    let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+    let stat = fs::read_to_string(format!("/proc/{}/stat", child.id())).unwrap();
+    let started = stat.rsplit_once(')').unwrap().1.split_whitespace().nth(19).unwrap().to_owned();
+    let pid = child.id();
+    let told = |host: &str, device: &str| {
+        let text = serde_json::json!({ "pid": pid, "host": host, "started": started.parse::<u64>().unwrap(), "device": device });
+        mark(dir.path(), &cells[1], &text.to_string());
+        queue.shares_device(&own).unwrap()
+    };
+    assert!(told("here", "cuda:0") && told("here", "cuda") && told("here", ""));
+    assert!(!told("here", "cuda:1") && !told("elsewhere", "cuda:0"));
+    told("here", "cuda:0");
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(!queue.shares_device(&own).unwrap(), "that process has ended");
 }
 
 #[test]

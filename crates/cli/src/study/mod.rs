@@ -75,6 +75,7 @@ pub fn run(args: Args) -> Result<()> {
 /// Runs cells until none is left or the time limit is reached.
 fn work(args: &Args, study: &Study, dir: &Path) -> Result<()> {
     let queue = Queue::open(dir, study.cells(), &joined::host()).map_err(wrong)?;
+    let queue = queue.on_device(args.device.as_deref().unwrap_or_default());
     if args.retry {
         let again = queue.forget_failed().map_err(wrong)?;
         again.iter().for_each(|cell| say!("runs again: {cell}"));
@@ -116,7 +117,7 @@ fn run_cell(runner: &Runner<'_>, queue: &Queue, claim: Claim) -> Result<bool> {
             None => return Ok(false),
         },
     };
-    let Some(row) = runner.run(&cell, from.as_deref())? else { return Ok(false) };
+    let Some(row) = runner.run(queue, &claim, from.as_deref())? else { return Ok(false) };
     say!("{}", told(&cell, &row));
     claim.finish(&row).map_err(wrong)?;
     if row.outcome == nibble_study::Outcome::Done && queue.branches_left(&cell.id).next().is_none() {

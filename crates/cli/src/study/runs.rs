@@ -8,7 +8,8 @@ use crate::run_files::RunFiles;
 use nibble_command::error::{Error, Result};
 use nibble_command::{say, warn};
 use nibble_study::{
-    Cell, Curve, Kind, Outcome, Provenance, Queue, Row, Schedule, diverged_at, last_tenth, read_row, row_file,
+    Cell, Claim, Curve, Kind, Outcome, Provenance, Queue, Row, Schedule, diverged_at, last_tenth, read_row,
+    row_file,
 };
 use nibble_train::checkpoint::latest_valid;
 use nibble_train::config::Config;
@@ -65,7 +66,8 @@ impl<'a> Runner<'a> {
     ///
     /// # Errors
     /// If no process can be started, or the folder cannot be written.
-    pub fn run(&self, cell: &Cell, from: Option<&Path>) -> Result<Option<Row>> {
+    pub fn run(&self, queue: &Queue, claim: &Claim, from: Option<&Path>) -> Result<Option<Row>> {
+        let cell = claim.cell();
         let folder = self.folder(cell);
         std::fs::create_dir_all(&folder).map_err(Error::io(&folder))?;
         let log = folder.join("study.log");
@@ -78,12 +80,23 @@ impl<'a> Runner<'a> {
                 .map_err(Error::io(&folder))?;
         }
         say!("{}: {}", cell.id, if resumes { "resumes" } else { "starts" });
-        let status = self.wait(self.start(cell, (&folder, from), resumes, &log)?)?;
+        let (mut is_alone, mut looked) = (true, None);
+        let status = self.wait(self.start(cell, (&folder, from), resumes, &log)?, &mut || {
+            if is_alone && looked.is_none_or(|looked: Instant| looked.elapsed() >= PAUSE) {
+                looked = Some(Instant::now());
+                is_alone = !queue.shares_device(claim).map_err(super::wrong)?;
+            }
+            Ok(())
+        })?;
         let Some(status) = status else { return Ok(None) };
         if was_stopped(status) {
             return Ok(None);
         }
-        row(cell, (&folder, &log), status, self.commit).map(Some)
+        let mut row = row(cell, (&folder, &log), status, self.commit)?;
+        if !is_alone {
+            (row.tokens_per_second, row.joules_per_token) = (None, None);
+        }
+        Ok(Some(row))
     }
 
     /// The last checkpoint of a trunk that has a row. Where it is not at hand, for example because the row was written on another machine, the trunk is
@@ -98,12 +111,12 @@ impl<'a> Runner<'a> {
             if let Some(checkpoint) = latest.filter(|checkpoint| checkpoint.position().step == trunk.steps) {
                 return Ok(Some(checkpoint.path().to_owned()));
             }
-            let Some(_claim) = queue.claim(trunk).map_err(super::wrong)? else {
+            let Some(claim) = queue.claim(trunk).map_err(super::wrong)? else {
                 // Another process trains it.
                 pause();
                 continue;
             };
-            let Some(row) = self.run(trunk, None)? else { return Ok(None) };
+            let Some(row) = self.run(queue, &claim, None)? else { return Ok(None) };
             if row.outcome != Outcome::Done {
                 return Err(Error::Failed(format!("{}: trained again, it did not end well", trunk.id)));
             }
@@ -171,13 +184,14 @@ impl<'a> Runner<'a> {
     }
 
     /// Waits for a run, and interrupts it when the time is over.
-    fn wait(&self, mut child: Child) -> Result<Option<ExitStatus>> {
+    fn wait(&self, mut child: Child, look: &mut dyn FnMut() -> Result<()>) -> Result<Option<ExitStatus>> {
         let failed = |why: std::io::Error| Error::Failed(format!("a run's process: {why}"));
         let mut stopped = false;
         loop {
             if let Some(status) = child.try_wait().map_err(failed)? {
                 return Ok((!stopped || status.success()).then_some(status));
             }
+            look()?;
             if !stopped && self.deadline.is_over() {
                 interrupt(&child);
                 stopped = true;
