@@ -25,6 +25,7 @@ mod qk_norm;
 mod require;
 mod rope_scaling;
 mod routing;
+mod sliding;
 mod tokens;
 mod validate;
 mod values;
@@ -51,6 +52,7 @@ pub use preset::{folder_argument, in_shell, preset, preset_names, published_mode
 pub use qk_norm::QkNorm;
 pub use rope_scaling::{RopeScaling, RopeScalingKind};
 pub use routing::{GroupScore, Scores};
+pub use sliding::LayerAttention;
 pub use tokens::UNENDED;
 pub(crate) use tokens::{Opened, kept_beside};
 pub use validate::MOST_THREADS;

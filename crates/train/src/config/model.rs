@@ -1,7 +1,7 @@
 //! The table `[model]`: the shape of a decoder and its losses.
 
 use super::require::{fail, require};
-use super::{GroupScore, QkNorm, RopeScaling, Scores, is_default, is_one};
+use super::{GroupScore, LayerAttention, QkNorm, RopeScaling, Scores, is_default, is_one};
 use crate::error::Result;
 use nibble_core::ops::ExpertGroups;
 use serde::{Deserialize, Serialize};
@@ -36,6 +36,13 @@ pub struct ModelConfig {
     /// Whether each query head has an attention sink, a learnt logit in its softmax that has no value, as in GPT-OSS. Not with `kv_rank`.
     #[serde(skip_serializing_if = "is_default")]
     pub attention_sinks: bool,
+    /// Sliding window: the most keys that a query sees, its own included, as in Mistral; 0 = no limit.
+    #[serde(skip_serializing_if = "is_default")]
+    pub sliding_window: usize,
+    /// The layers with the sliding window, as a pattern that repeats over the layers: `["sliding", "full"]` for layers 0, 2, 4…, as in
+    /// GPT-OSS. Empty: all layers.
+    #[serde(skip_serializing_if = "is_default")]
+    pub sliding_window_layers: Vec<LayerAttention>,
     /// Width inside the MLP of a dense layer; 0 = no layer is dense.
     pub ffn: usize,
     /// Leading dense layers of a model with experts. Without experts all layers are dense, and this is 0.
@@ -126,6 +133,8 @@ impl Default for ModelConfig {
             qk_norm: QkNorm::Heads,
             qkv_bias: false,
             attention_sinks: false,
+            sliding_window: 0,
+            sliding_window_layers: Vec::new(),
             ffn: 0,
             dense_layers: 0,
             experts: 8,

@@ -80,7 +80,7 @@ impl<B: Kernels> Router<B> {
     /// Where documents begin, if each has its own load-balancing loss: in training, where each sequence has one.
     fn documents<'c>(&self, cx: &'c Cx<'_, B>) -> Option<&'c B::Buf<i32>> {
         let of_sequences = cx.training && self.balance == Balance::Sequence;
-        cx.documents.as_ref().filter(|_| of_sequences).map(|documents| &documents.starts)
+        cx.sight.starts.as_ref().filter(|_| of_sequences)
     }
 
     /// Its name in a recipe's overrides.

@@ -9,7 +9,7 @@
 //!    micro-batches use them. They are dropped before the optimizer changes the master. One copy is not prepared: the plain transpose of
 //!    quantized values (`dgrad.w` with `by = "requantize"`), which `Param::wt` decodes whenever a backward pass asks.
 //! 3. **Forward**, for each micro-batch. [`BeginMicroBatch`] brings its tokens and numbers its rows. Where documents are kept apart, the
-//!    index at which a token's document begins decides which keys a query sees ([`Documents`]), restarts positions, and separates
+//!    index at which a token's document begins decides which keys a query sees ([`Sight`]), restarts positions, and separates
 //!    documents' balance losses.
 //! 4. **Head and loss** are one op, which also computes the gradients (`layers/head.rs`). The loss is the mean over the targets of the step
 //!    that count, of all micro-batches and ranks. Prompts, and the ends of documents that are kept apart, have no target (`NO_TARGET`).
@@ -42,7 +42,7 @@ use crate::moe::Placed;
 use crate::optim::{self, OptimizerState};
 use crate::param::{GradientPlan, Param, reduce_gradients};
 use crate::record::{Counted, LayerSample, Layout, Told, Waiting};
-use crate::shards::{Documents, Shards, SpanCounts};
+use crate::shards::{Shards, Sight, SpanCounts};
 use crate::spec::ModelSpec;
 use nibble_core::allocation::{in_part, part};
 use nibble_core::ops::{
@@ -313,10 +313,7 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
         op.run(context.b)?;
 
         part("forward");
-        cx.documents = match input_layout.apart {
-            true => Some(Documents::find(context.b, starts, context.config.data.seq_len)?),
-            false => None,
-        };
+        cx.sight = context.sight_of(input_layout.apart.then_some(&*starts), cx.shards.tokens())?;
         let cx = &*cx;
         let look = |inside: Inside<'_, B>| look(cx, inside);
         let (out, saved) = model.forward_seen(
@@ -329,7 +326,7 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
         self.collect(Some((&out, &saved)))?;
         part("backward");
         self.model.backward(&self.cx, saved)?;
-        self.cx.documents = None;
+        self.cx.sight = Sight::default();
         self.collect(None)
     }
 
