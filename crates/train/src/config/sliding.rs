@@ -1,19 +1,8 @@
 //! Sliding-window attention: how many keys a query sees, and in which layers.
 
-use super::ModelConfig;
 use super::require::require;
+use super::{LayerAttention, ModelConfig};
 use crate::error::Result;
-use serde::{Deserialize, Serialize};
-
-/// What a layer's queries see of their document, as a configuration names it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum LayerAttention {
-    /// The last `model.sliding_window` keys, the query's own included.
-    Sliding,
-    /// All keys up to the query's own.
-    Full,
-}
 
 impl ModelConfig {
     /// The sliding window of a layer: query i sees key j ≤ i if i - j is less. `None` if queries see all keys up to their own.
@@ -71,7 +60,7 @@ impl ModelConfig {
 
 #[cfg(test)]
 mod tests {
-    use super::LayerAttention::{self, Full, Sliding};
+    use super::LayerAttention::{Full, Sliding};
     use super::*;
 
     fn model(layers: usize, sliding_window: usize, pattern: &[LayerAttention]) -> ModelConfig {

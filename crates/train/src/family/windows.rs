@@ -177,10 +177,10 @@ mod tests {
             [0, 1].map(|layer| model.window_of(layer))
         };
         let (yes, no) = (Some(24), None);
-        assert_eq!(windows(&Mistral, &[window.clone()]), [yes; 2]);
+        assert_eq!(windows(&Mistral, std::slice::from_ref(&window)), [yes; 2]);
         assert_eq!(windows(&Mistral, &[("sliding_window", Value::Null)]), [no; 2]);
         assert_eq!(windows(&Ministral, &[window.clone(), layers([full, slides])]), [no, yes]);
-        assert_eq!(windows(&Qwen2, &[window.clone()]), [no; 2], "use_sliding_window is false");
+        assert_eq!(windows(&Qwen2, std::slice::from_ref(&window)), [no; 2], "use_sliding_window is false");
         let first = |layers: usize| ("max_window_layers", json!(layers));
         for (layers, found) in [(0, [yes, yes]), (1, [no, yes]), (2, [no, no]), (28, [no, no])] {
             assert_eq!(windows(&Qwen2, &[named.clone(), window.clone(), first(layers)]), found);
