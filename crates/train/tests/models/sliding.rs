@@ -5,6 +5,7 @@ use crate::rig;
 
 use nibble_core::{DType, Recipe, Tensor};
 use nibble_cpu::Cpu;
+use nibble_testkit::Recorder;
 use nibble_train::config::{LayerAttention, ModelConfig, QkNorm, RopeScaling};
 use nibble_train::layers::{GroupedQuery, Layer, rope_table};
 use nibble_train::model::{Attention, Decoder};
@@ -155,6 +156,35 @@ fn a_token_reaches_as_far_as_the_windows_of_all_layers() {
             let differs = (changed - 1..=last).contains(&i);
             assert_eq!(before[i] != after[i], differs, "{set:?}: token {i} of one changed at {changed}");
         }
+    }
+}
+
+/// A step finds the windows of each kind of layer that it has, once for all layers; without documents and windows, none.
+#[test]
+fn windows_are_found_once_for_each_kind_of_layer() {
+    const BOTH: &str = "model.sliding_window_layers=[\"sliding\",\"full\"]";
+    const LAYERS: &str = "model.layers=4";
+    let apart = "data.document_mask=true";
+    for (set, expected) in [
+        (&[LAYERS][..], 0),
+        (&[LAYERS, apart], 1),
+        (&[LAYERS, "model.sliding_window=9"], 1),
+        (&[LAYERS, "model.sliding_window=9", BOTH], 1),
+        (&[LAYERS, "model.sliding_window=9", apart], 1),
+        (&[LAYERS, "model.sliding_window=9", BOTH, apart], 2),
+        // Windows of whole sequences hide nothing.
+        (&[LAYERS, "model.sliding_window=128", BOTH], 0),
+        (&[LAYERS, "model.sliding_window=128", apart], 1),
+    ] {
+        let b = Recorder::eager(Cpu::new(1).unwrap());
+        let model =
+            small("bf16", &set.iter().copied().filter(|change| *change != apart).collect::<Vec<_>>()).model;
+        let starts = vec![0; 256];
+        let starts = set.contains(&apart).then(|| nibble_core::Backend::upload(&b, &starts).unwrap());
+        b.watch();
+        Sight::find(&b, &model, starts.as_ref(), (256, 128)).unwrap();
+        let found = b.take_log().iter().filter(|event| event.op == "find_windows").count();
+        assert_eq!(found, expected, "{set:?}");
     }
 }
 
