@@ -44,6 +44,8 @@ MLA = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=4, kv_lora
            num_experts_per_tok=3, moe_intermediate_size=32, intermediate_size=96, first_k_dense_replace=1, rope_parameters=YARN)
 FAMILIES = {
     "llama": dict(model_type="llama", intermediate_size=96, head_dim=16, rope_parameters=LLAMA3),
+    "mistral": dict(model_type="mistral", intermediate_size=96, head_dim=16, sliding_window=24, rope_theta=1e4),
+    "ministral": dict(model_type="ministral", intermediate_size=96, head_dim=16, sliding_window=24, layer_types=["sliding_attention", "full_attention"], rope_theta=1e4),
     "qwen2": dict(model_type="qwen2", intermediate_size=96, tie_word_embeddings=True),
     "qwen3": dict(model_type="qwen3", intermediate_size=96, head_dim=16, tie_word_embeddings=True),
     "qwen3_moe": dict(model_type="qwen3_moe", moe_intermediate_size=32, intermediate_size=96, head_dim=16, norm_topk_prob=True, num_hidden_layers=3, mlp_only_layers=[0], **MOE),
@@ -91,15 +93,24 @@ def published(name, x):
     return [(f"{layer}.experts.{e}.{part}.weight", x[e]) for e in range(x.shape[0])]
 
 
-def batch_of(seen, number=""):
-    """what a model is given of a step, and the targets"""
+def batch_of(seen, config, number=""):
+    """what a model of this configuration is given of a step, and the targets"""
     batch = dict(input_ids=seen[f"ids{number}"].long())
     if f"starts{number}" in seen:
         starts = seen[f"starts{number}"].long()
         at = torch.arange(starts.shape[1], device=starts.device)
         same = (starts[:, :, None] == starts[:, None, :]) & (at[:, None] >= at)
-        mask = torch.zeros(same.shape, device=starts.device).masked_fill(~same, torch.finfo(torch.float32).min)
-        batch |= dict(position_ids=at - starts, attention_mask=mask[:, None])
+        window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+
+        def mask(seen):
+            return torch.zeros(seen.shape, device=starts.device).masked_fill(~seen, torch.finfo(torch.float32).min)[:, None]
+
+        slides = mask(same & (at[:, None] - at < window)) if window else None
+        if kinds:
+            masks = dict(full_attention=mask(same), sliding_attention=slides)
+        else:
+            masks = mask(same) if slides is None else slides
+        batch |= dict(position_ids=at - starts, attention_mask=masks)
     return batch, seen[f"targets{number}"].long().flatten()
 
 
@@ -110,7 +121,7 @@ def cross_entropy(logits, targets):
 
 def compare(model, seen, args):
     """the largest error of each kind as a share of its bound, and what it is of"""
-    batch, targets = batch_of(seen)
+    batch, targets = batch_of(seen, model.config)
     model.zero_grad()
     logits = model(**batch).logits.flatten(0, 1)
     loss = cross_entropy(logits.float(), targets)
@@ -261,13 +272,13 @@ def sensitive(args, model, seen):
     return not missed
 
 
-def steps_of(file, device):
+def steps_of(file, device, config):
     """the batch of each step that `nibble inspect --steps N` wrote"""
     seen = {name: x.to(device) for name, x in load_file(file).items() if name.split(".")[0] in ("ids", "targets", "starts")}
-    yield batch_of(seen)
+    yield batch_of(seen, config)
     number = 1
     while f"ids.{number}" in seen:
-        yield batch_of(seen, f".{number}")
+        yield batch_of(seen, config, f".{number}")
         number += 1
 
 
@@ -281,7 +292,7 @@ def train(args):
     groups = [dict(params=[x for x in model.parameters() if (x.ndim > 1) == decays], weight_decay=of["weight_decay"] * decays) for decays in (True, False)]
     optimizer = torch.optim.AdamW(groups, betas=(of["beta1"], of["beta2"]), eps=of["eps"])
     losses = []
-    for line, (batch, targets) in zip(run, steps_of(args.step, args.device), strict=True):
+    for line, (batch, targets) in zip(run, steps_of(args.step, args.device, model.config), strict=True):
         for group in optimizer.param_groups:
             group["lr"] = line["lr"]
         if (targets < 0).all():

@@ -85,7 +85,7 @@ impl AttentionShape {
         let starts: Vec<i32> =
             (0..self.sequences * self.seq_len).map(|i| start(i % self.seq_len, document) as i32).collect();
         let document = &cuda.upload(&starts)?;
-        FindWindows { document, seq_len: self.seq_len, window: None, chunk: None }.run(cuda)
+        FindWindows { document, seq_len: self.seq_len, window: None }.run(cuda)
     }
 }
 

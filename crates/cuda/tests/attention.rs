@@ -61,7 +61,7 @@ const HIDING: [Option<Hiding>; 5] = [
     Some(Hiding::documents(&[1, 63, 64, 65, 127, 129, 300, 17])),
     Some(Hiding::window(1)),
     Some(Hiding::window(100)),
-    Some(Hiding { documents: &[500, 40], window: Some(257), chunk: Some(330) }),
+    Some(Hiding { documents: &[500, 40], window: Some(257) }),
 ];
 
 #[test]
@@ -129,7 +129,7 @@ fn lists_that_make_no_sense_do_no_harm() {
         nibble_core::Backend::upload(&gpu, &list).unwrap()
     });
     let [first_key, end_query] = lists;
-    let windows = Some(&Windows { first_key, end_query });
+    let windows = Some(&Windows { first_key, end_query, most_keys: SEQ_LEN });
     for (dims, kv_heads) in ATTENTION_DIMS.into_iter().flat_map(|dims| [HEADS, 4].map(|heads| (dims, heads)))
     {
         let x = inputs(&gpu, kv_heads, dims);

@@ -192,24 +192,25 @@ pub fn assemble_kv_backward(op: &AssembleKvBackward<'_, Dry>) -> Counted {
     Work::reads(&[op.dk, op.dv, op.positions]).and_reads(Some(op.positions.seq_len), &[op.table]).into()
 }
 
-/// The work if each query attends to all keys of its sequence up to its own position. The effect of windows is unknown here.
+/// As if sequences were single documents: which keys documents hide is not known here.
 pub fn attention(op: &Attention<'_, Dry>) -> Counted {
-    let pairs = causal_pairs(op.q.rows, op.seq_len);
+    let pairs = causal_pairs(op.q.rows, op.seq_len, op.windows);
     let flops = attends(op.q, (op.head_dim, op.value_dim), [pairs; 2]);
     whole_operands::attention(op).with_flops(flops)
 }
 
 pub fn attention_decode(op: &AttentionDecode<'_, Dry>) -> Counted {
-    // The pattern lists all fields by name. The default does not apply, because this operation reads only some rows of a cache.
-    let AttentionDecode { q, k, v, head_dim, value_dim, scale: _, len, sinks } = op;
-    let flops = attends(q, (*head_dim, *value_dim), [*len as f64; 2]);
-    Work { flops, ..Work::reads(&[q, sinks]).and_reads(Some(*len), &[k, v]) }.into()
+    // All fields by name: of a cache it reads some rows, so that the table does not say what it reads.
+    let AttentionDecode { q, k, v, head_dim, value_dim, scale: _, first, len, sinks } = op;
+    let seen = len - first;
+    let flops = attends(q, (*head_dim, *value_dim), [seen as f64; 2]);
+    Work { flops, ..Work::reads(&[q, sinks]).and_reads(Some(seen), &[k, v]) }.into()
 }
 
 /// The backward pass has five products and the forward pass two, because the scores are recomputed: scores, dq and dk have size head_dim;
 /// dP and dv have size value_dim.
 pub fn attention_backward(op: &AttentionBackward<'_, Dry>) -> Counted {
-    let pairs = causal_pairs(op.q.rows, op.seq_len);
+    let pairs = causal_pairs(op.q.rows, op.seq_len, op.windows);
     let flops = attends(op.q, (op.head_dim, op.value_dim), [3.0 * pairs, 2.0 * pairs]);
     whole_operands::attention_backward(op).with_flops(flops)
 }
@@ -222,9 +223,9 @@ fn attends(q: &Tensor<Dry>, (head_dim, value_dim): (usize, usize), [keys, values
     Flops::of((type_of, type_of), 2.0 * heads * (keys * head_dim as f64 + values * value_dim as f64))
 }
 
-/// The (query, key) pairs that a causal mask leaves: half of each sequence's square.
-fn causal_pairs(tokens: usize, seq_len: usize) -> f64 {
-    tokens as f64 * seq_len as f64 / 2.0
+/// What a causal mask and a sliding window leave of each sequence's square.
+fn causal_pairs(tokens: usize, seq_len: usize, windows: Option<&Windows<Dry>>) -> f64 {
+    tokens as f64 * mean_keys(seq_len, windows.map_or(seq_len, |windows| windows.most_keys))
 }
 
 fn plain(dtype: DType) -> Format {

@@ -202,6 +202,9 @@ macro_rules! part {
     (counter, $x:expr, $rows:ident) => {
         0
     };
+    (plain, $x:expr, $rows:ident) => {
+        0
+    };
     ($kind:ident $(($of:ident))?, $x:expr, $rows:ident) => {
         $x.bytes_of($rows)
     };

@@ -11,19 +11,17 @@ pub struct Hiding {
     pub documents: &'static [usize],
     /// The sliding window, as in [`FindWindows`](nibble_core::ops::FindWindows).
     pub window: Option<usize>,
-    /// The chunk length, as in [`FindWindows`](nibble_core::ops::FindWindows).
-    pub chunk: Option<usize>,
 }
 
 impl Hiding {
     /// Hiding by documents only.
     pub const fn documents(documents: &'static [usize]) -> Self {
-        Self { documents, window: None, chunk: None }
+        Self { documents, window: None }
     }
 
     /// Hiding by a sliding window only.
     pub const fn window(window: usize) -> Self {
-        Self { documents: &[], window: Some(window), chunk: None }
+        Self { documents: &[], window: Some(window) }
     }
 
     /// The number of each token's document. These numbers are not consecutive.
@@ -45,13 +43,8 @@ impl Hiding {
     pub fn lists(&self, sequences: usize, seq_len: usize) -> [Vec<i32>; 2] {
         let (mut first_key, mut end_query) = (Vec::new(), Vec::new());
         for document in self.numbers(sequences, seq_len).chunks(seq_len) {
-            let begin = |number: &i32| document.iter().position(|x| x == number).unwrap_or(0);
-            let begin: Vec<usize> = document.iter().map(begin).collect();
             let sees = |i: usize, j: usize| {
-                j <= i
-                    && document[j] == document[i]
-                    && self.window.is_none_or(|most| i - j < most)
-                    && self.chunk.is_none_or(|most| (i - begin[i]) / most == (j - begin[j]) / most)
+                j <= i && document[j] == document[i] && self.window.is_none_or(|most| i - j < most)
             };
             // Each token attends to itself.
             let first = |i: usize| (0..=i).find(|&j| sees(i, j)).unwrap_or(i);
@@ -68,6 +61,7 @@ impl Hiding {
     /// The error of the backend.
     pub fn upload<B: Backend>(&self, b: &B, sequences: usize, seq_len: usize) -> Result<Windows<B>> {
         let [first_key, end_query] = self.lists(sequences, seq_len);
-        Ok(Windows { first_key: b.upload(&first_key)?, end_query: b.upload(&end_query)? })
+        let most_keys = self.window.unwrap_or(seq_len).min(seq_len);
+        Ok(Windows { first_key: b.upload(&first_key)?, end_query: b.upload(&end_query)?, most_keys })
     }
 }

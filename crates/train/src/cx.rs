@@ -6,10 +6,10 @@ use crate::layer_plans::LayerPlans;
 use crate::moe::Combine;
 use crate::param::Buckets;
 use crate::record::{Counted, LayerSample};
-use crate::shards::{Documents, Shards};
+use crate::shards::{Shards, Sight};
 use nibble_core::ops::{Positions, Windows};
 use nibble_core::recipe::{Layer, LayerPlan, Passes};
-use nibble_core::{DType, Groups, Kernels, Mesh, Recipe, Tensor};
+use nibble_core::{DType, Groups, Kernels, Mesh, Recipe, Result, Tensor};
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 
@@ -32,9 +32,9 @@ pub struct Cx<'a, B: Kernels> {
     pub training: bool,
     /// This rank's tokens, in shards.
     pub shards: Shards<B>,
-    /// The documents of this rank's tokens, with document masking.
-    pub documents: Option<Documents<B>>,
-    /// In training, the device's counter of steps and micro-batches: [`nibble_core::ops::Clock`].
+    /// Which of their keys each query sees, and their documents.
+    pub sight: Sight<B>,
+    /// In training, the device's count of steps and micro-batches: [`nibble_core::ops::Clock`].
     pub clock: Option<B::Buf<u32>>,
     /// How the output rows of a token's experts are summed.
     pub combine: Combine,
@@ -88,21 +88,21 @@ impl<'a, B: Kernels> Cx<'a, B> {
             micro_batches: 1,
             counted: RefCell::default(),
             buckets: RefCell::default(),
-            documents: None,
+            sight: Sight::default(),
             clock: None,
             delayed: None,
             measures: None,
         }
     }
 
-    /// The same context with these documents.
-    pub fn with_documents(self, documents: Option<Documents<B>>) -> Self {
-        Self { documents, ..self }
+    /// The same context in which queries see these keys.
+    pub fn with_sight(self, sight: Sight<B>) -> Self {
+        Self { sight, ..self }
     }
 
-    /// The keys that each query sees; `None` if each query sees its sequence up to its own position.
-    pub fn windows(&self) -> Option<&Windows<B>> {
-        self.documents.as_ref().map(|documents| &documents.windows)
+    /// Which keys each query sees in a layer with this sliding window: see [`Sight::windows`].
+    pub fn windows(&self, window: Option<usize>, seq_len: usize) -> Result<Option<&Windows<B>>> {
+        self.sight.windows(window, seq_len)
     }
 
     /// Notes the overflow of an exchange, as a factor; `None` if the exchange did not overflow. The results of a pass with an overflow are
@@ -121,8 +121,7 @@ impl<'a, B: Kernels> Cx<'a, B> {
 
     /// Positions of tokens in sequences of this length. With document masking, positions restart with each document.
     pub fn positions(&self, seq_len: usize, first: usize) -> Positions<B> {
-        let starts = self.documents.as_ref().map(|documents| documents.starts.clone());
-        Positions { seq_len, first, starts }
+        Positions { seq_len, first, starts: self.sight.starts.clone() }
     }
 
     /// The recipe of the run.

@@ -1,5 +1,5 @@
-//! The tokens that a rank holds of a micro-batch: their shards, the parts of experts' rows, the tokens' documents, and the spans of a
-//! tensor, which have one scale each.
+//! The tokens that a rank holds of a micro-batch: their shards, the parts of experts' rows, which keys they see, and the spans of tensors
+//! with a scale each.
 //!
 //! A micro-batch is cut into a fixed number of shards (`train.shards`, a power of two that the number of ranks divides). The order of every
 //! sum over tokens depends on these shards and not on the ranks. Every mesh therefore gives the same bits, unless `run.reductions = "nccl"`
@@ -29,9 +29,9 @@
 //! `train.shards`, `train.expert_shards` and `train.combine` are therefore fixed properties of a run: other values give other bits. A
 //! resumed run may change the last two settings, if the user explicitly asks for the change.
 
-use crate::config::Balance;
+use crate::config::{Balance, ModelConfig};
 use nibble_core::ops::{FindWindows, Windows};
-use nibble_core::{Groups, Kernels, MeshShape, Result};
+use nibble_core::{Error, Groups, Kernels, MeshShape, Result};
 
 /// The tokens that this rank holds of a micro-batch, in shards.
 #[derive(Debug, Clone)]
@@ -98,23 +98,64 @@ impl<B: Kernels> Shards<B> {
     }
 }
 
-/// Documents whose tokens attend only to their own document (`data.document_mask`).
+/// Which keys the queries of a batch see in a model's layers, in addition to the causal mask: documents that see only themselves
+/// (`data.document_mask`), and sliding windows.
 #[derive(Debug, Clone)]
-pub struct Documents<B: Kernels> {
-    /// For each token, the index within its sequence at which its document begins.
-    pub starts: B::Buf<i32>,
-    /// The keys that each query sees: the keys of its own document.
-    pub windows: Windows<B>,
+pub struct Sight<B: Kernels> {
+    /// If documents are kept apart: for each token, the index within its sequence at which its document begins.
+    pub starts: Option<B::Buf<i32>>,
+    /// In layers without a sliding window; `None` if documents are not kept apart, or no layer needs it.
+    full: Option<Windows<B>>,
+    /// In layers with a sliding window; `None` if no layer has one that hides a key.
+    sliding: Option<Windows<B>>,
 }
 
-impl<B: Kernels> Documents<B> {
-    /// Finds the documents with these first tokens, in sequences of `seq_len` tokens.
+/// Each query sees its sequence up to itself.
+impl<B: Kernels> Default for Sight<B> {
+    fn default() -> Self {
+        Self { starts: None, full: None, sliding: None }
+    }
+}
+
+impl<B: Kernels> Sight<B> {
+    /// What queries see in this model's layers, in a batch of `tokens` tokens, in sequences of `seq_len`. `starts`: as in the result.
+    /// Windows of each kind are found once, and only if there are layers of that kind.
     ///
     /// # Errors
-    /// Errors of the backend; an error if the tokens do not fill whole sequences.
-    pub fn find(b: &B, starts: &B::Buf<i32>, seq_len: usize) -> Result<Self> {
-        let windows = FindWindows { document: starts, seq_len, window: None, chunk: None }.run(b)?;
-        Ok(Self { starts: starts.clone(), windows })
+    /// From the backend; if the tokens are not whole sequences.
+    pub fn find(
+        b: &B,
+        model: &ModelConfig,
+        starts: Option<&B::Buf<i32>>,
+        (tokens, seq_len): (usize, usize),
+    ) -> Result<Self> {
+        // A window of a whole sequence hides nothing.
+        let window = Some(model.sliding_window).filter(|window| (1..seq_len).contains(window));
+        let has_full = window.is_none() || (0..model.layers).any(|layer| model.window_of(layer).is_none());
+        let find = |document, window| FindWindows { document, seq_len, window }.run(b);
+        let full = starts.filter(|_| has_full).map(|starts| find(starts, None)).transpose()?;
+        let sliding = match (window, starts) {
+            (None, _) => None,
+            (Some(_), Some(starts)) => Some(find(starts, window)?),
+            // Each sequence is one document.
+            (Some(_), None) => Some(find(&b.zeros(tokens)?, window)?),
+        };
+        Ok(Self { starts: starts.cloned(), full, sliding })
+    }
+
+    /// The windows of a layer with this sliding window, if it has one, in sequences of `seq_len` tokens; `None` if a query sees its
+    /// sequence up to itself.
+    ///
+    /// # Errors
+    /// If the layer has a window that hides keys, and none was found.
+    pub fn windows(&self, window: Option<usize>, seq_len: usize) -> Result<Option<&Windows<B>>> {
+        match (window, &self.sliding) {
+            (Some(window), Some(sliding)) if window < seq_len => Ok(Some(sliding)),
+            (Some(window), None) if window < seq_len => {
+                Err(Error::Defect { place: "attention", what: "sliding windows were not found" })
+            }
+            _ => Ok(self.full.as_ref()),
+        }
     }
 }
 

@@ -71,7 +71,7 @@ fn products(cost: &Cost) {
     row(ALL, &cost.kinds);
     let more = 100.0 * cost.attention / cost.total();
     say!("  a GPU computes them in {}", engines(&cost.kinds));
-    say!("  attention's scores and values, the causal half of them, are {more:.2} % more");
+    say!("  attention's scores and values, of the keys that queries see, are {more:.2} % more");
 }
 
 fn percent(part: f64, whole: f64) -> String {

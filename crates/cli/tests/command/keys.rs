@@ -45,6 +45,8 @@ fn cases() -> Vec<Case> {
     ];
     const LATENT: &[&str] =
         &["model.kv_rank=24", "model.rope_dim=8", "model.kv_heads=2", "model.qk_norm=false"];
+    const SLIDING: &[&str] =
+        &["model.layers=2", "model.sliding_window=9", "model.sliding_window_layers=[\"sliding\", \"full\"]"];
     const GROUPS: &[&str] = &["model.groups=2", "model.top_groups=1"];
     const OFTEN: &[&str] = &["checkpoint.every=1"];
     const ROWS: &[&str] = &["data.source=rows.jsonl", "data.cache_dir=caches"];
@@ -63,6 +65,8 @@ fn cases() -> Vec<Case> {
         ("model.qk_norm", &[], "false", Weights),
         ("model.qkv_bias", &[], "true", Weights),
         ("model.attention_sinks", &[], "true", Weights),
+        ("model.sliding_window", &[], "9", Weights),
+        ("model.sliding_window_layers", SLIDING, "[\"full\", \"sliding\"]", Weights),
         ("model.ffn", DENSE, "64", Weights),
         ("model.dense_layers", &["model.layers=3", "model.dense_layers=1", "model.ffn=32"], "2", Weights),
         ("model.experts", &[], "8", Weights),

@@ -108,12 +108,12 @@ macro_rules! for_each_op {
                 reads q, k, v; may_read windows, sinks; plain head_dim, value_dim, scale, seq_len;
             }
             attention_decode(AttentionDecode<'_, $B>) -> Tensor<$B> {
-                reads q, k, v; may_read sinks; plain head_dim, value_dim, scale, len;
+                reads q, k, v; may_read sinks; plain head_dim, value_dim, scale, first, len;
             }
             attention_backward(AttentionBackward<'_, $B>) -> AttentionGrads<$B> {
                 reads q, k, v, out, lse, dout; may_read windows, sinks; plain head_dim, value_dim, scale, seq_len;
             }
-            find_windows(FindWindows<'_, $B>) -> Windows<$B> { reads document; plain seq_len, window, chunk; }
+            find_windows(FindWindows<'_, $B>) -> Windows<$B> { reads document; plain seq_len, window; }
             cross_entropy(CrossEntropy<'_, $B>) -> CrossEntropyOut<$B> {
                 reads logits, targets, control; plain shards, grad;
             }
@@ -139,7 +139,8 @@ macro_rules! for_each_op {
 ///
 /// * `part`: a tensor, an operand or another struct, possibly optional;
 /// * `buffer`: a buffer; `per_row(NAME)`: a buffer with an F32 number per row of the part `NAME`;
-/// * `counts`: a struct of counters; `counter`: a buffer of a few counters.
+/// * `counts`: a struct of counters; `counter`: a buffer of a few counters;
+/// * `plain`: a number that the host knows.
 ///
 /// `for_each_result! { [callback] }` expands to `callback! { ROWS }`.
 #[macro_export]
@@ -163,7 +164,7 @@ macro_rules! for_each_result {
             AttentionGrads { dq: part, dk: part, dv: part, dsinks: part }
             AssembledKv { k: part, v: part }
             AssembledKvGrads { dup: part, dshared: part }
-            Windows { first_key: buffer, end_query: buffer }
+            Windows { first_key: buffer, end_query: buffer, most_keys: plain }
             CrossEntropyOut { loss: buffer, shard_nats: buffer, bad_ids: counter, dlogits: part }
             HeadLossOut { shard_nats: buffer, bad_ids: counter, dx: part, x_counts: counts, dlogits_counts: counts }
         }

@@ -147,6 +147,9 @@ macro_rules! result_part {
     (counter, $x:ident, $m:ident, $name:ident) => {
         $m.buf(&$x.$name)?
     };
+    (plain, $x:ident, $m:ident, $name:ident) => {
+        $x.$name
+    };
     (per_row($of:ident), $x:ident, $m:ident, $name:ident) => {{
         $m.elements(Elements { form: DType::F32.into(), lines: $x.$of.rows, scales: None });
         $m.buf(&$x.$name)?

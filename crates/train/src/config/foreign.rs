@@ -102,6 +102,14 @@ const NAMES: &[(Meaning, &str)] = &[
     (Key("model.aux_loss_coef"), "router_aux_loss_coef moe_aux_loss_coeff aux_loss_alpha load_balance_coeff"),
     (Key("model.qkv_bias"), "attention_bias use_qkv_bias add_qkv_bias qkv_proj_bias"),
     (Key("model.attention_sinks"), "attn_sinks use_sinks use_attention_sinks learnable_sink"),
+    (
+        Key("model.sliding_window"),
+        "window_size use_sliding_window attention_window local_attention_window sliding_window_size attn_window",
+    ),
+    (
+        Key("model.sliding_window_layers"),
+        "layer_types max_window_layers sliding_window_pattern window_attn_skip_freq global_attn_every_n_layers",
+    ),
     (Key("model.scores"), "scoring_func score_func moe_router_score_function"),
     (
         Key("model.router_bias"),

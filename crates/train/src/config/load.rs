@@ -11,9 +11,9 @@ use super::init::fill_model;
 use super::preset::{in_shell, preset, preset_names};
 use super::values::{in_short, insert, join, lookup, settings};
 use super::{
-    Balance, CheckpointConfig, Combine, Config, DataConfig, EvalConfig, GroupScore, InitState, MIXTURE,
-    MixtureSource, ModelConfig, OnError, Reductions, RopeScaling, RunConfig, SYNTHETIC, Scores, TrainConfig,
-    foreign,
+    Balance, CheckpointConfig, Combine, Config, DataConfig, EvalConfig, GroupScore, InitState,
+    LayerAttention, MIXTURE, MixtureSource, ModelConfig, OnError, Reductions, RopeScaling, RunConfig,
+    SYNTHETIC, Scores, TrainConfig, foreign,
 };
 use crate::error::{Error, Result};
 use crate::files;
@@ -200,6 +200,8 @@ impl Config {
             route_scale: 2.0,
             router_bias: true,
             scores: Scores::Sigmoid,
+            sliding_window: 4096,
+            sliding_window_layers: vec![LayerAttention::Sliding, LayerAttention::Full],
             top_groups: 1,
             ..ModelConfig::default()
         };

@@ -1,7 +1,7 @@
 //! The table `[model]`: the shape of a decoder and its losses.
 
 use super::require::{fail, require};
-use super::{GroupScore, QkNorm, RopeScaling, Scores, is_default, is_one};
+use super::{GroupScore, LayerAttention, QkNorm, RopeScaling, Scores, is_default, is_one};
 use crate::error::Result;
 use nibble_core::ops::ExpertGroups;
 use serde::{Deserialize, Serialize};
@@ -37,7 +37,14 @@ pub struct ModelConfig {
     /// `kv_rank`.
     #[serde(skip_serializing_if = "is_default")]
     pub attention_sinks: bool,
-    /// Width inside the MLP of a dense layer; 0 means that no layer is dense.
+    /// Sliding window: the most keys that a query sees, its own included, as in Mistral; 0 = no limit.
+    #[serde(skip_serializing_if = "is_default")]
+    pub sliding_window: usize,
+    /// The layers with the sliding window, as a pattern that repeats over the layers: `["sliding", "full"]` for layers 0, 2, 4…, as in
+    /// GPT-OSS. Empty: all layers.
+    #[serde(skip_serializing_if = "is_default")]
+    pub sliding_window_layers: Vec<LayerAttention>,
+    /// Width inside the MLP of a dense layer; 0 = no layer is dense.
     pub ffn: usize,
     /// Number of leading dense layers in a model with experts. In a model without experts all layers are dense, and this number is 0.
     pub dense_layers: usize,
@@ -130,6 +137,8 @@ impl Default for ModelConfig {
             qk_norm: QkNorm::Heads,
             qkv_bias: false,
             attention_sinks: false,
+            sliding_window: 0,
+            sliding_window_layers: Vec::new(),
             ffn: 0,
             dense_layers: 0,
             experts: 8,

@@ -20,12 +20,14 @@ const PRESETS: [(&str, &str); 9] = [
 const PUBLISHED: &str = include_str!("../../configs/models/published.toml");
 const TINY: &str = include_str!("../../configs/models/tiny.toml");
 
-/// The built-in models: name, table `[model]`, and the settings that precede the table.
-const MODELS: [(&str, &str, &str); 16] = [
+/// Models: name, table `[model]`, and the settings that come before it.
+const MODELS: [(&str, &str, &str); 18] = [
     ("qwen3-tiny", include_str!("../../configs/models/qwen3-tiny.toml"), TINY),
     ("qwen2.5-tiny", include_str!("../../configs/models/qwen2.5-tiny.toml"), TINY),
     ("qwen3-moe-tiny", include_str!("../../configs/models/qwen3-moe-tiny.toml"), TINY),
     ("llama-tiny", include_str!("../../configs/models/llama-tiny.toml"), TINY),
+    ("mistral-tiny", include_str!("../../configs/models/mistral-tiny.toml"), TINY),
+    ("ministral-tiny", include_str!("../../configs/models/ministral-tiny.toml"), TINY),
     ("olmoe-tiny", include_str!("../../configs/models/olmoe-tiny.toml"), TINY),
     ("deepseek-v2-lite-tiny", include_str!("../../configs/models/deepseek-v2-lite-tiny.toml"), TINY),
     ("deepseek-v2-tiny", include_str!("../../configs/models/deepseek-v2-tiny.toml"), TINY),

@@ -392,6 +392,7 @@ fn validate_sizes(m: &ModelConfig) -> Result<()> {
         ("model.q_rank", m.q_rank),
         ("model.rope_dim", m.rope_dim),
         ("model.max_positions", m.max_positions),
+        ("model.sliding_window", m.sliding_window),
         ("model.rope_scaling.original_positions", m.rope_scaling.original_positions),
     ] {
         // Row and column indices are 32-bit.
@@ -407,6 +408,7 @@ fn validate_sizes(m: &ModelConfig) -> Result<()> {
         format!("is {}, expected an even number: RoPE turns pairs", m.head_dim)
     })?;
     validate_latent(m)?;
+    m.validate_windows()?;
     positive("model.rope_theta", m.rope_theta)?;
     positive("model.norm_eps", m.norm_eps)?;
     m.rope_scaling.validate(m.rope_theta)

@@ -75,8 +75,7 @@ pub struct Cost {
     pub tokens: u64,
     /// Kinds of layers, in the order of a forward pass.
     pub kinds: Vec<KindCost>,
-    /// Number of multiply-adds of attention's scores and values, forward and backward, in the half of the score matrix that a causal mask
-    /// leaves.
+    /// Multiply-adds of attention's scores and values, forward and backward, of the part of the square that a causal mask and sliding windows leave.
     pub attention: f64,
     /// The count of a step for each technique that the recipe uses.
     pub techniques: BTreeMap<Technique, f64>,

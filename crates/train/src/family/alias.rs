@@ -1,7 +1,7 @@
 //! Models that compute like a family but have another name: their `config.json` has another `model_type` and other defaults, and their
 //! tensors have the same names. Such a model is written as a model of the family.
 
-use super::shared::{Windowed, check_window};
+use super::windows::{Windowed, read_windows};
 use super::{ConfigJson, Family, Llama, config_json};
 use crate::config::ModelConfig;
 use crate::error::Result;
@@ -19,41 +19,29 @@ pub struct Alias {
     absent: &'static [(&'static str, &'static str)],
     /// Default base of the RoPE frequencies.
     theta: f64,
-    /// Refuses models with features that the family does not support.
-    check: fn(&ConfigJson, &ModelConfig) -> Result<()>,
+    /// Reads what the family does not have, or refuses it.
+    read_rest: fn(&ConfigJson, &mut ModelConfig) -> Result<()>,
 }
 
 /// All aliases.
-pub const ALIASES: [Alias; 5] = [
-    Alias {
-        name: "mistral",
-        absent: &[("num_key_value_heads", "8"), ("sliding_window", "4096")],
-        check: |json, model| check_window(json, model, Windowed::Always),
-        ..LLAMA
-    },
-    Alias {
-        name: "ministral",
-        absent: &[("num_key_value_heads", "8"), ("sliding_window", "4096")],
-        check: |json, model| check_window(json, model, Windowed::Listed),
-        ..LLAMA
-    },
+pub const ALIASES: [Alias; 3] = [
     Alias {
         name: "smollm3",
         absent: &[("num_key_value_heads", "4"), ("tie_word_embeddings", "true")],
         theta: 2e6,
-        check: check_turned,
+        read_rest: read_turned,
         ..LLAMA
     },
     Alias {
         name: "internlm3",
         absent: &[("num_key_value_heads", "2"), ("head_dim", "128"), ("rms_norm_eps", "1e-5")],
-        check: |json, _| ["qkv_bias", "bias"].into_iter().try_for_each(|key| check_off(json, key)),
+        read_rest: |json, _| ["qkv_bias", "bias"].into_iter().try_for_each(|key| check_off(json, key)),
         ..LLAMA
     },
     Alias {
         name: "iquestcoder",
         absent: &[("num_key_value_heads", "8"), ("head_dim", "128"), ("rms_norm_eps", "1e-5")],
-        check: |json, _| {
+        read_rest: |json, _| {
             check_off(json, "use_sliding_window")?;
             json.get("clip_qkv").map_or(Ok(()), |_| Err(json.error("clip_qkv", "is set, and is not here")))
         },
@@ -61,8 +49,8 @@ pub const ALIASES: [Alias; 5] = [
     },
 ];
 
-/// The base of the aliases above: Llama without changes.
-const LLAMA: Alias = Alias { name: "llama", of: &Llama, absent: &[], theta: 1e4, check: |_, _| Ok(()) };
+/// The base of the aliases above: Llama without differences.
+const LLAMA: Alias = Alias { name: "llama", of: &Llama, absent: &[], theta: 1e4, read_rest: |_, _| Ok(()) };
 
 impl Alias {
     /// Reads the model of a `config.json`.
@@ -72,8 +60,8 @@ impl Alias {
     pub fn read(&self, json: &mut ConfigJson) -> Result<ModelConfig> {
         json.fill(self.absent);
         json.usual_theta = self.theta;
-        let model = config_json::read(self.of, json)?;
-        (self.check)(json, &model)?;
+        let mut model = config_json::read(self.of, json)?;
+        (self.read_rest)(json, &mut model)?;
         Ok(model)
     }
 }
@@ -86,9 +74,8 @@ fn check_off(json: &ConfigJson, key: &str) -> Result<()> {
     }
 }
 
-/// Checks that RoPE applies in all layers. This check also excludes sliding windows, because only layers without RoPE would have such a
-/// window.
-fn check_turned(json: &ConfigJson, model: &ModelConfig) -> Result<()> {
+/// Checks that RoPE applies in all layers, and reads sliding windows. Unless layers are listed, only those without RoPE slide.
+fn read_turned(json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
     const LAYERS: &str = "no_rope_layers";
     const INTERVAL: &str = "no_rope_layer_interval";
     const USUAL: usize = 4;
@@ -108,5 +95,5 @@ fn check_turned(json: &ConfigJson, model: &ModelConfig) -> Result<()> {
             return Err(json.error(LAYERS, why));
         }
     }
-    check_window(json, model, Windowed::Listed)
+    read_windows(json, model, Windowed::OnlyListed)
 }

@@ -26,6 +26,8 @@ mod deepseek_v2;
 mod deepseek_v3;
 mod latent;
 mod llama;
+mod ministral;
+mod mistral;
 mod names;
 mod nibble;
 mod olmoe;
@@ -33,11 +35,14 @@ mod qwen2;
 mod qwen3;
 mod qwen3_moe;
 mod shared;
+mod windows;
 
 pub use config_json::{ConfigJson, Field};
 pub use deepseek_v2::DeepseekV2;
 pub use deepseek_v3::DeepseekV3;
 pub use llama::Llama;
+pub use ministral::Ministral;
+pub use mistral::Mistral;
 pub use names::{Named, Rows, as_they_are};
 pub use nibble::Nibble;
 pub use olmoe::Olmoe;
@@ -53,9 +58,9 @@ use nibble_core::shortened;
 use serde_json::{Map, Value};
 use std::fmt;
 
-/// Every family. A model is written as the first family that supports the model. The last family supports every model.
-pub const FAMILIES: [&dyn Family; 8] =
-    [&Qwen3Moe, &Qwen3, &Llama, &Qwen2, &Olmoe, &DeepseekV2, &DeepseekV3, &Nibble];
+/// Every family; a model is written as the first one that supports it. The last one supports every model.
+pub const FAMILIES: [&dyn Family; 10] =
+    [&Qwen3Moe, &Qwen3, &Llama, &Mistral, &Ministral, &Qwen2, &Olmoe, &DeepseekV2, &DeepseekV3, &Nibble];
 
 /// The family as which a model is written: the first family whose `config.json` describes the model completely.
 #[must_use]
@@ -66,14 +71,19 @@ pub fn of(model: &ModelConfig) -> &'static dyn Family {
 /// Whether a family's `config.json` describes a model completely: reading the file gives the same model, except for positions and training
 /// losses.
 fn has(family: &dyn Family, model: &ModelConfig) -> bool {
-    let alike = |model: &ModelConfig| ModelConfig {
-        // `value_head_dim` may be 0 or `head_dim` for the same width.
-        value_head_dim: model.value_head_dim(),
-        max_positions: 0,
-        aux_loss_coef: 0.0,
-        balance: Balance::Shard,
-        z_loss_coef: 0.0,
-        ..model.clone()
+    let alike = |model: &ModelConfig| {
+        let mut model = ModelConfig {
+            // 0 and `head_dim` mean the same width.
+            value_head_dim: model.value_head_dim(),
+            max_positions: 0,
+            aux_loss_coef: 0.0,
+            balance: Balance::Shard,
+            z_loss_coef: 0.0,
+            ..model.clone()
+        };
+        // Several patterns mean the same layers.
+        model.set_windows(model.sliding_window, &model.layer_attentions());
+        model
     };
     let Value::Object(keys) = config_json(family, model, 1) else { return false };
     config_json::read(family, &mut ConfigJson::of(keys)).is_ok_and(|read| alike(&read) == alike(model))
@@ -242,7 +252,13 @@ mod tests {
             "model.rope_scaling.factor=8.0",
             "model.rope_scaling.original_positions=64",
         ];
-        let shapes: [(&str, Vec<&str>); 19] = [
+        const SLIDING: &str = "model.sliding_window=24";
+        let pattern = |kinds: &str| format!("model.sliding_window_layers=[{kinds}]");
+        let even = pattern("\"sliding\",\"full\"");
+        let (last, twice) =
+            (pattern("\"full\",\"sliding\""), pattern("\"sliding\",\"full\",\"sliding\",\"full\""));
+        let llama = [&DENSE[..], &["model.qk_norm=false"]].concat();
+        let shapes: [(&str, Vec<&str>); 30] = [
             ("deepseek_v2", lite.clone()),
             ("deepseek_v2", [&v2[..], &yarn].concat()),
             ("deepseek_v3", [&latent[..], &yarn, &v3].concat()),
@@ -262,6 +278,17 @@ mod tests {
             ("nibble", vec!["model.qk_norm=false"]),
             ("nibble", [&DENSE[..], &["model.attention_sinks=true"]].concat()),
             ("nibble", [&DENSE[..], &["model.value_head_dim=8"]].concat()),
+            ("mistral", [&llama[..], &[SLIDING]].concat()),
+            ("mistral", [&llama[..], &["model.sliding_window=4096"]].concat()),
+            ("ministral", [&llama[..], &[SLIDING, &even]].concat()),
+            ("ministral", [&llama[..], &[SLIDING, &twice, "model.layers=4"]].concat()),
+            ("qwen2", [&DENSE[..], &BIASES, &[SLIDING]].concat()),
+            ("qwen2", [&DENSE[..], &BIASES, &[SLIDING, &last]].concat()),
+            ("qwen3", [&DENSE[..], &[SLIDING, &even]].concat()),
+            ("qwen3_moe", vec![SLIDING]),
+            ("nibble", vec![SLIDING, &even]),
+            ("nibble", [&olmoe[..], &[SLIDING]].concat()),
+            ("nibble", [&latent[..], &yarn, &v3, &[SLIDING]].concat()),
         ];
         for (name, changes) in shapes {
             let model = model(&changes);
@@ -273,6 +300,8 @@ mod tests {
             let (again, read) = read(&mut json).unwrap();
             assert_eq!((again.name(), read.max_positions), (name, 77), "{changes:?}");
             assert!(has(family, &read), "{changes:?}");
+            assert_eq!(read.sliding_window, model.sliding_window, "{changes:?}");
+            assert_eq!(read.layer_attentions(), model.layer_attentions(), "{changes:?}");
             assert_eq!(
                 ModelSpec::new(&read).parameters(),
                 ModelSpec::new(&model).parameters(),
@@ -340,7 +369,7 @@ mod tests {
             "model.rope_scaling.original_positions=64",
         ];
         let olmoe = ["model.qk_norm=width", "model.norm_topk_prob=false", "model.kv_heads=4"];
-        let shapes: [(&dyn Family, Vec<&str>); 8] = [
+        let shapes: [(&dyn Family, Vec<&str>); 10] = [
             (&Qwen3Moe, vec!["model.layers=4", "model.dense_layers=2", "model.ffn=96"]),
             (&Qwen3, DENSE.to_vec()),
             (&Llama, [&DENSE[..], &llama3].concat()),
@@ -349,6 +378,8 @@ mod tests {
             (&DeepseekV2, [&latent[..], &["model.norm_topk_prob=false"]].concat()),
             (&DeepseekV3, [&latent[..], &v3].concat()),
             (&Nibble, vec![]),
+            (&Mistral, [&DENSE[..], &["model.qk_norm=false", "model.sliding_window=24"]].concat()),
+            (&Ministral, [&DENSE[..], &["model.qk_norm=false", "model.sliding_window=24"]].concat()),
         ];
         let keys = |(family, changes): (&dyn Family, Vec<&str>)| {
             let Value::Object(keys) = config_json(family, &model(&changes), 128) else { panic!() };

@@ -250,73 +250,7 @@ pub fn write_rope(model: &ModelConfig, keys: &mut Map<String, Value>) {
     keys.insert("rope_scaling".into(), table);
 }
 
-/// The layers with sliding-window attention.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Windowed {
-    /// The layers in `layer_types`; if this key is missing, the layers from `max_window_layers` on. No layers without `use_sliding_window`.
-    Named,
-    /// All layers, if `use_sliding_window` is set.
-    All,
-    /// All layers, regardless of `use_sliding_window`.
-    Always,
-    /// The layers in `layer_types`, or all layers if this key is missing. No layers if `use_sliding_window` is false.
-    Listed,
-}
-
-/// Checks that no window hides a key from a query, because the decoder has only full attention.
-///
-/// # Errors
-/// [`crate::Error::Config`] for a window shorter than the model's positions.
-pub fn check_window(json: &ConfigJson, model: &ModelConfig, of: Windowed) -> Result<()> {
-    const WINDOW: &str = "sliding_window";
-    const LAYERS: &str = "layer_types";
-    // The default of `max_window_layers` in the configuration classes.
-    const FULL: usize = 28;
-    let is_used = of == Windowed::Always || json.switch(USE_WINDOW)?.unwrap_or(of == Windowed::Listed);
-    let window = json.count(WINDOW)?.filter(|_| is_used);
-    let kinds = match json.get(LAYERS) {
-        None => None,
-        Some(Value::Array(kinds)) if kinds.len() == model.layers => Some(kinds),
-        Some(kinds) => {
-            let kinds = shortened(&kinds.to_string()).into_owned();
-            let why = format!("is {kinds}, expected a list of num_hidden_layers = {} kinds", model.layers);
-            return Err(json.error(LAYERS, why));
-        }
-    };
-    let slides = |kind: &Value| kind == "sliding_attention";
-    if let Some(kind) = kinds.into_iter().flatten().find(|kind| *kind != "full_attention" && !slides(kind)) {
-        let why = format!("has {}: the decoder has full attention alone", shortened(&kind.to_string()));
-        return Err(json.error(LAYERS, why));
-    }
-    let full = json.count("max_window_layers")?.unwrap_or(FULL);
-    let is_listed = kinds.is_some_and(|kinds| kinds.iter().any(slides));
-    let slides = match of {
-        Windowed::Named if kinds.is_none() => window.is_some() && full < model.layers,
-        Windowed::Listed if kinds.is_none() => window.is_some(),
-        Windowed::Named | Windowed::Listed => is_listed,
-        Windowed::All | Windowed::Always => is_listed || window.is_some(),
-    };
-    let positions = model.max_positions;
-    if !slides || window.is_some_and(|window| window >= positions) {
-        return Ok(());
-    }
-    let by = if of == Windowed::Always { String::new() } else { format!(", by {USE_WINDOW}") };
-    let window = window.map_or("no window".to_owned(), |window| format!("a window of {window}{by}"));
-    let why = format!(
-        "asks for {window}, of {positions} positions: the decoder has full attention alone, which a window of all positions is"
-    );
-    Err(json.error(if is_listed { LAYERS } else { WINDOW }, why))
-}
-
-/// The key that enables the window.
-const USE_WINDOW: &str = "use_sliding_window";
-
-/// Writes that the model has no window.
-pub fn write_window(keys: &mut Map<String, Value>) {
-    keys.insert(USE_WINDOW.into(), false.into());
-}
-
-/// Fields of a mixture of experts. The keys of widths are not included, because they differ between families.
+/// Fields of a mixture of experts; the keys of widths differ between families.
 pub const MIXTURE: [Field; 3] = [
     Field::size("num_experts", |m| &mut m.experts).also("num_local_experts"),
     Field::size("num_experts_per_tok", |m| &mut m.top_k),

@@ -1,5 +1,6 @@
-//! Causal attention with grouped query heads and RoPE, RMSNorm on each query and key head (Qwen3) or no norm (Llama), and sinks (GPT-OSS).
-//! Legend: t tokens, d model, h heads, g key/value heads, c head_dim, u value_dim (the size of a head of values, usually equal to c).
+//! Causal attention with grouped query heads and RoPE, RMSNorm on each query and key head (Qwen3) or none (Llama), sinks (GPT-OSS) and
+//! sliding windows (Mistral).
+//! t tokens, d model, h heads, g key/value heads, c head_dim, u value_dim: heads of values, mostly the same.
 
 use super::kv_cache::CachedHeads;
 use super::shared::SharedProjections;
@@ -123,8 +124,8 @@ impl<B: Kernels> GroupedQuery<B> {
 
     /// The number and sizes of the heads in a cache.
     fn cached_heads(&self) -> CachedHeads {
-        let GroupedQueryShape { kv_heads, head_dim, value_dim, .. } = self.shape;
-        CachedHeads { kv_heads, head_dim, value_dim, scale: attention_scale(head_dim) }
+        let GroupedQueryShape { kv_heads, head_dim, value_dim, window, .. } = self.shape;
+        CachedHeads { kv_heads, head_dim, value_dim, scale: attention_scale(head_dim), window }
     }
 
     /// Queries, keys and values of tokens from this position on, and the activations that their computation saves.
@@ -144,10 +145,10 @@ impl<B: Kernels> GroupedQuery<B> {
     /// The forward pass up to its last product. Returns the input of that product, and the saved activations.
     fn attended(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<(Operand<B>, GroupedQuerySaved<B>)> {
         let Projected { x, q, q_saved, k, k_saved, v } = self.projected(cx, &x_td, 0)?;
-        let GroupedQueryShape { head_dim, value_dim, .. } = self.shape;
+        let GroupedQueryShape { head_dim, value_dim, window, .. } = self.shape;
         let seq_len = self.positions().min(x_td.rows);
         let op = Attention::new([&q, &k, &v], (head_dim, value_dim), seq_len);
-        let op = Attention { windows: cx.windows(), sinks: self.plain_sinks()?, ..op };
+        let op = Attention { windows: cx.windows(window, seq_len)?, sinks: self.plain_sinks()?, ..op };
         let AttentionOut { out, lse } = op.run(cx.b)?;
         drop((q, k));
         let (o_input, o) = self.o.input(cx, &out)?;
@@ -159,7 +160,7 @@ impl<B: Kernels> GroupedQuery<B> {
     /// values to the cache. Several tokens at once are allowed only if the cache is empty.
     pub fn cached(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>, cache: &mut KvCache<B>) -> Result<Tensor<B>> {
         let Projected { q, k, v, .. } = self.projected(cx, x_td, cache.len())?;
-        let out = cache.attended(cx.b, [&q, &k, &v], self.plain_sinks()?)?;
+        let out = cache.attended(cx, [&q, &k, &v], self.plain_sinks()?)?;
         self.o.product(cx, &self.o.input(cx, &out)?.0)
     }
 
@@ -208,7 +209,7 @@ impl<B: Kernels> Layer<B> for GroupedQuery<B> {
         mut saved: GroupedQuerySaved<B>,
         dy_td: Tensor<B>,
     ) -> Result<Tensor<B>> {
-        let GroupedQueryShape { head_dim, value_dim, .. } = self.shape;
+        let GroupedQueryShape { head_dim, value_dim, window, .. } = self.shape;
         let seq_len = self.positions();
         let rotation = Rotation { table: &self.rope, positions: cx.positions(seq_len, 0) };
         let dout = self.o.backward(cx, saved.o, dy_td)?;
@@ -216,7 +217,8 @@ impl<B: Kernels> Layer<B> for GroupedQuery<B> {
         let k = self.k_heads.turned(cx, &mut saved.k, &rotation)?;
         let made = (&saved.out, &saved.lse);
         let op = AttentionBackward::new([&q, &k, &saved.v], made, &dout, (head_dim, value_dim), seq_len);
-        let op = AttentionBackward { windows: cx.windows(), sinks: self.plain_sinks()?, ..op };
+        let op =
+            AttentionBackward { windows: cx.windows(window, seq_len)?, sinks: self.plain_sinks()?, ..op };
         let grads = op.run(cx.b)?;
         if let (Some(sinks), Some(dy)) = (&mut self.sinks, &grads.dsinks) {
             sinks.add_gradient(cx, Writes::Adds, |dbias, _| AddBiasBackward { dy, dbias }.run(cx.b))?;

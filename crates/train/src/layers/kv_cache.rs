@@ -1,5 +1,6 @@
 //! Cache of keys and values of a sequence, for text that is generated token by token.
 
+use crate::cx::Cx;
 use nibble_core::ops::{Attention, AttentionDecode};
 use nibble_core::{DType, Data, Error, Kernels, Result, Tensor};
 use std::ops::Range;
@@ -27,6 +28,8 @@ pub(super) struct CachedHeads {
     pub value_dim: usize,
     /// The factor of the scores.
     pub scale: f32,
+    /// The most keys that a query sees, if its layer has a sliding window. The cache keeps all keys.
+    pub window: Option<usize>,
 }
 
 impl<B: Kernels> KvCache<B> {
@@ -50,22 +53,24 @@ impl<B: Kernels> KvCache<B> {
     /// Several tokens at once are allowed only if the cache is empty. `sinks` is F32 `[1, heads of queries]`.
     pub(super) fn attended(
         &mut self,
-        b: &B,
+        cx: &Cx<'_, B>,
         [q, k, v]: [&Tensor<B>; 3],
         sinks: Option<&Tensor<B>>,
     ) -> Result<Tensor<B>> {
-        let CachedHeads { head_dim, value_dim, scale, .. } = self.heads;
+        let CachedHeads { head_dim, value_dim, scale, window, .. } = self.heads;
         let (tokens, first) = (q.rows, self.len);
         for (from, to) in [(k, &mut self.k), (v, &mut self.v)] {
-            copy_rows(b, from, 0..tokens, to, first)?;
+            copy_rows(cx.b, from, 0..tokens, to, first)?;
         }
         self.len += tokens;
         if first == 0 {
             let op = Attention::new([q, k, v], (head_dim, value_dim), tokens);
-            return Ok(Attention { scale, sinks, ..op }.run(b)?.out);
+            let windows = cx.windows(window, tokens)?;
+            return Ok(Attention { scale, windows, sinks, ..op }.run(cx.b)?.out);
         }
+        let first = window.map_or(0, |window| self.len.saturating_sub(window));
         let op = AttentionDecode::new([q, &self.k, &self.v], (head_dim, value_dim), self.len);
-        AttentionDecode { scale, sinks, ..op }.run(b)
+        AttentionDecode { scale, first, sinks, ..op }.run(cx.b)
     }
 }
 

@@ -301,7 +301,8 @@ impl<B: Kernels> Latent<B> {
         drop(x_td);
         let QueriesKeysValues { q, k, v } = &heads;
         let op = Attention::new([q, k, v], (self.shape.head_dim(), self.shape.value_dim), seq_len);
-        let op = Attention { scale: self.scale, windows: cx.windows(), ..op };
+        let windows = cx.windows(self.shape.window, seq_len)?;
+        let op = Attention { scale: self.scale, windows, ..op };
         let AttentionOut { out, lse } = op.run(cx.b)?;
         let heads = HeadsKept::of(heads, shared, self.keep_heads, self.q_up.is_none());
         let (o_input, o) = self.o.input(cx, &out)?;
@@ -340,15 +341,16 @@ impl<B: Kernels> Latent<B> {
     /// values to the cache. Several tokens at once are allowed only if the cache is empty.
     pub fn cached(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>, cache: &mut KvCache<B>) -> Result<Tensor<B>> {
         let Projected { heads: QueriesKeysValues { q, k, v }, .. } = self.projected(cx, x_td, cache.len())?;
-        let out = cache.attended(cx.b, [&q, &k, &v], None)?;
+        let out = cache.attended(cx, [&q, &k, &v], None)?;
         self.o.product(cx, &self.o.input(cx, &out)?.0)
     }
 
     /// A cache of each head's keys and values: h·(n + r + u) values per token. A cache of the latent and the shared key would take only c +
     /// r values per token, but would have to be projected up again for every generated token.
     pub fn cache(&self, b: &B, activations: DType) -> Result<KvCache<B>> {
-        let LatentShape { heads: kv_heads, value_dim, .. } = self.shape;
-        let heads = CachedHeads { kv_heads, head_dim: self.shape.head_dim(), value_dim, scale: self.scale };
+        let LatentShape { heads: kv_heads, value_dim, window, .. } = self.shape;
+        let (head_dim, scale) = (self.shape.head_dim(), self.scale);
+        let heads = CachedHeads { kv_heads, head_dim, value_dim, scale, window };
         KvCache::new(b, activations, self.positions(), heads)
     }
 }
@@ -399,7 +401,8 @@ impl<B: Kernels> Layer<B> for Latent<B> {
             self.heads(cx, saved.heads, (&mut saved.q_up, &mut saved.kv_up))?;
         let made = (&saved.out, &saved.lse);
         let op = AttentionBackward::new([&q, &k, &v], made, &dout, dims, seq_len);
-        let grads = AttentionBackward { scale: self.scale, windows: cx.windows(), ..op }.run(cx.b)?;
+        let windows = cx.windows(self.shape.window, seq_len)?;
+        let grads = AttentionBackward { scale: self.scale, windows, ..op }.run(cx.b)?;
         drop((q, k, v, dout, saved.out, saved.lse));
         let rotation = self.rotation(cx, seq_len, 0);
         let mut dq = self.turned(cx, grads.dq, &rotation, true)?;

@@ -83,7 +83,7 @@ impl<B: Kernels> Router<B> {
     /// sequence has its own loss.
     fn documents<'c>(&self, cx: &'c Cx<'_, B>) -> Option<&'c B::Buf<i32>> {
         let of_sequences = cx.training && self.balance == Balance::Sequence;
-        cx.documents.as_ref().filter(|_| of_sequences).map(|documents| &documents.starts)
+        cx.sight.starts.as_ref().filter(|_| of_sequences)
     }
 
     /// The router's name in a recipe's overrides.

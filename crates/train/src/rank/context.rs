@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::evaluation::HeldOut;
 use crate::layer_plans::LayerPlans;
 use crate::model::Decoder;
-use crate::shards::{Documents, ExpertParts, Shards};
+use crate::shards::{ExpertParts, Shards, Sight};
 use nibble_core::{Error as CoreError, Kernels, Mesh};
 use std::ops::Range;
 use std::sync::Arc;
@@ -126,10 +126,11 @@ impl<B: Kernels> RankContext<'_, B> {
         self.capacity_factor = now;
     }
 
-    /// The context of inference over `tokens` tokens. No exchange can overflow in this context.
+    /// The context of a forward pass alone over one sequence of `tokens` tokens, in which no exchange can overflow.
     pub fn inference_cx(&self, tokens: usize) -> Result<Cx<'_, B>> {
         let shards = Shards::new(self.b, 1, tokens, self.mesh.all.rank())?;
-        Ok(Cx { capacity_factor: f64::INFINITY, ..self.cx(shards) })
+        let sight = Sight::find(self.b, &self.config.model, None, (tokens, tokens))?;
+        Ok(Cx { capacity_factor: f64::INFINITY, sight, ..self.cx(shards) })
     }
 
     /// The context of inference over these tokens.
@@ -144,10 +145,15 @@ impl<B: Kernels> RankContext<'_, B> {
         }
     }
 
-    /// The documents that begin at `starts`. `None` if `starts` is empty, because attention then does not separate documents.
-    pub fn documents(&self, starts: &[i32]) -> nibble_core::Result<Option<Documents<B>>> {
-        let find = || Documents::find(self.b, &self.b.upload(starts)?, self.config.data.seq_len);
-        (!starts.is_empty()).then(find).transpose()
+    /// Which keys the queries of `tokens` tokens see. `starts`: where each token's document begins; empty if documents are not kept apart.
+    pub fn sight(&self, starts: &[i32], tokens: usize) -> nibble_core::Result<Sight<B>> {
+        let starts = (!starts.is_empty()).then(|| self.b.upload(starts)).transpose()?;
+        self.sight_of(starts.as_ref(), tokens)
+    }
+
+    /// The same for `starts` on the device.
+    pub fn sight_of(&self, starts: Option<&B::Buf<i32>>, tokens: usize) -> nibble_core::Result<Sight<B>> {
+        Sight::find(self.b, &self.config.model, starts, (tokens, self.config.data.seq_len))
     }
 
     /// The loss of each sequence of a batch, in nats. Every rank holds the whole batch and evaluates its part.
@@ -192,7 +198,7 @@ impl<B: Kernels> RankContext<'_, B> {
         };
         let starts = padded_starts(&mine.starts, (self.config.data.seq_len, tokens));
         let shards = self.shards_of(ranks * tokens, self.mesh.all.rank())?;
-        let cx = self.cx(shards).with_documents(self.documents(&starts)?);
+        let cx = self.cx(shards).with_sight(self.sight(&starts, tokens)?);
         let ids = self.b.upload(&padded(&mine.inputs, 0))?;
         let targets = self.b.upload(&padded(&mine.targets, -1))?;
         let out = model.losses(&cx, &ids, &targets, each * runs)?;

@@ -129,8 +129,7 @@ impl<'a, B: Kernels> RankState<'a, B> {
                 ..context.cx(shards)
             };
             model.prepare(&cx)?;
-            let documents = context.documents(&batch.starts)?;
-            let cx = cx.with_documents(documents);
+            let cx = cx.with_sight(context.sight(&batch.starts, batch.inputs.len())?);
             let (ids, targets) = (cx.b.upload(&batch.inputs)?, cx.b.upload(&batch.targets)?);
             let control = cx.b.zeros(Control::LEN)?;
             // Counts of conversions are dropped here, because they exist until the end of the step but are not saved for the backward pass.

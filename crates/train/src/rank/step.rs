@@ -7,11 +7,11 @@
 //! 1. **Begin** ([`BeginStep`]). The device's clock selects the slot. The scalars of the slot are copied to the *control* buffer, and the
 //!    table of sums is set to zero.
 //! 2. **Prepare.** Each weight's copies are computed from its F32 master: quantized and quantized transposed, or cast and transposed. All
-//!    micro-batches use these copies, which are dropped before the optimizer changes the master. One copy is not prepared: the plain
-//!    transpose of quantized values (`dgrad.w` with `by = "requantize"`). `Param::wt` decodes this copy whenever a backward pass needs it.
-//! 3. **Forward**, for each micro-batch. [`BeginMicroBatch`] copies the micro-batch's tokens and numbers its rows. With document masking,
-//!    the index at which a token's document begins determines the keys that a query sees ([`Documents`]). The beginnings of documents also
-//!    restart positions, and separate the documents' balance losses.
+//!    micro-batches use them. They are dropped before the optimizer changes the master. One copy is not prepared: the plain transpose of
+//!    quantized values (`dgrad.w` with `by = "requantize"`), which `Param::wt` decodes whenever a backward pass asks.
+//! 3. **Forward**, for each micro-batch. [`BeginMicroBatch`] brings its tokens and numbers its rows. Where documents are kept apart, the
+//!    index at which a token's document begins decides which keys a query sees ([`Sight`]), restarts positions, and separates
+//!    documents' balance losses.
 //! 4. **Head and loss** are one op, which also computes the gradients (`layers/head.rs`). The loss is the mean over the targets of the step
 //!    that count, of all micro-batches and ranks. Prompts, and the last tokens of separated documents, have no target (`NO_TARGET`). Each
 //!    rank's loader counts the targets of all ranks on the host, and 1 divided by this number is a scalar of the step
@@ -44,7 +44,7 @@ use crate::moe::Placed;
 use crate::optim::{self, OptimizerState};
 use crate::param::{GradientPlan, Param, reduce_gradients};
 use crate::record::{Counted, LayerSample, Layout, Told, Waiting};
-use crate::shards::{Documents, Shards, SpanCounts};
+use crate::shards::{Shards, Sight, SpanCounts};
 use crate::spec::ModelSpec;
 use nibble_core::allocation::{in_part, part};
 use nibble_core::ops::{
@@ -318,10 +318,7 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
         op.run(context.b)?;
 
         part("forward");
-        cx.documents = match input_layout.apart {
-            true => Some(Documents::find(context.b, starts, context.config.data.seq_len)?),
-            false => None,
-        };
+        cx.sight = context.sight_of(input_layout.apart.then_some(&*starts), cx.shards.tokens())?;
         let cx = &*cx;
         let look = |inside: Inside<'_, B>| look(cx, inside);
         let (out, saved) = model.forward_seen(
@@ -334,7 +331,7 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
         self.collect(Some((&out, &saved)))?;
         part("backward");
         self.model.backward(&self.cx, saved)?;
-        self.cx.documents = None;
+        self.cx.sight = Sight::default();
         self.collect(None)
     }
 

@@ -2,6 +2,7 @@
 
 use super::{Group, LAYERS, ModelSpec, ParamSpec, Part, Run, Size};
 use crate::config::Config;
+use nibble_core::ops::mean_keys;
 use std::collections::HashMap;
 
 /// The parameters of a group.
@@ -102,21 +103,25 @@ impl ModelSpec {
         (self.runs.iter().map(of_run).sum::<usize>() + self.head.active_parameters()) as u64
     }
 
-    /// Number of multiply-adds of attention's scores and values for each pair of tokens.
-    fn pair_multiply_adds(&self) -> usize {
-        self.runs.iter().map(|run| run.layers.value * run.block.attn.pair_multiply_adds()).sum()
+    /// Multiply-adds of attention's scores and values for each token of sequences of `seq_len` tokens, on average.
+    fn attention_multiply_adds(&self, seq_len: usize) -> f64 {
+        let [full, sliding] = [seq_len, self.config.sliding_window].map(|most| mean_keys(seq_len, most));
+        let of_run = |run: &Run| {
+            let keys = (run.layers.value - run.sliding) as f64 * full + run.sliding as f64 * sliding;
+            run.block.attn.pair_multiply_adds() as f64 * keys
+        };
+        self.runs.iter().map(of_run).sum()
     }
 }
 
 impl Config {
-    /// Flops per token of all GEMMs, forward and backward: two flops per multiply-add, and three GEMMs (fprop, dgrad, wgrad) for each GEMM
-    /// of the model. Attention counts only the half of the score matrix that a causal mask leaves. Experts count their routed rows without
-    /// padding. Recomputation does not count.
+    /// Flops of a token's products, forward and backward: two per multiply-add, three products for each product of the model. Attention
+    /// counts the part of the square that a causal mask and a sliding window leave ([`mean_keys`]); experts count their routed rows without padding. Recomputation does not
+    /// count.
     #[must_use]
     pub fn flops_per_token(&self) -> f64 {
         let spec = ModelSpec::new(&self.model);
-        let attention = spec.pair_multiply_adds() as f64 * self.data.seq_len as f64 / 2.0;
-        6.0 * (spec.active_parameters() as f64 + attention)
+        6.0 * (spec.active_parameters() as f64 + spec.attention_multiply_adds(self.data.seq_len))
     }
 }
 
@@ -139,6 +144,25 @@ mod tests {
         let config = Config::load("tiny", &[&set[..], &["model.value_head_dim=8".into()]].concat()).unwrap();
         let fewer = 64 * 16 + 32 * 64 + 32 * 128 / 2;
         assert_eq!(config.flops_per_token(), (3 * 2 * (multiply_adds - fewer)) as f64);
+    }
+
+    /// Layers with a sliding window count the pairs of a query and a key that it leaves: all below the diagonal less those beyond it.
+    #[test]
+    fn flops_of_layers_with_a_sliding_window() {
+        let flops = |set: &[&str]| {
+            let set: Vec<String> = ["model.layers=5"].iter().chain(set).map(ToString::to_string).collect();
+            Config::load("tiny", &set).unwrap().flops_per_token()
+        };
+        // Sequences of 128 tokens, windows of 32: triangles of 128² / 2 and of 96² / 2 pairs. 4 heads of 16 + 16.
+        let hidden = 96.0 * 96.0 / 2.0 / 128.0 * 64.0 * 2.0;
+        let window = "model.sliding_window=32";
+        assert_eq!(flops(&[]) - flops(&[window]), 6.0 * 5.0 * hidden);
+        let three = flops(&[window, "model.sliding_window_layers=[\"sliding\", \"full\"]"]);
+        assert_eq!(flops(&[]) - three, 6.0 * 3.0 * hidden);
+        let dense = ["model.dense_layers=2", "model.ffn=96"];
+        let two = [&dense[..], &[window, "model.sliding_window_layers=[\"full\", \"sliding\"]"]].concat();
+        assert_eq!(flops(&dense) - flops(&two), 6.0 * 2.0 * hidden);
+        assert_eq!(flops(&["model.sliding_window=128"]), flops(&[]), "a window of all tokens hides nothing");
     }
 
     #[test]

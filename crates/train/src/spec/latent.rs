@@ -20,6 +20,8 @@ pub struct LatentShape {
     pub q_rank: usize,
     /// Width of the latent of keys and values.
     pub kv_rank: usize,
+    /// The most keys that a query sees; `None`: all keys of its document up to its own.
+    pub window: Option<usize>,
 }
 
 impl LatentShape {
@@ -89,7 +91,7 @@ impl LatentSpec {
             norm: Part::norm(&format!("{id}.{part}_a_layernorm"), rank, GROUP),
             up: linear(&format!("{part}_b_proj"), rows, &[rank], std),
         };
-        let LatentShape { d_model, heads, nope_dim, rope_dim, value_dim, q_rank, kv_rank } = shape;
+        let LatentShape { d_model, heads, nope_dim, rope_dim, value_dim, q_rank, kv_rank, .. } = shape;
         let (d_model, heads) = (Size::d_model(d_model), Size::new("model.heads", heads));
         let head_dim = Size::new("model.head_dim", shape.head_dim());
         let own = Size::new("model.head_dim - model.rope_dim + model.value_head_dim", nope_dim + value_dim);

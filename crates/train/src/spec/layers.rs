@@ -24,6 +24,8 @@ pub struct GroupedQueryShape {
     pub qkv_bias: bool,
     /// Whether each query head has an attention sink.
     pub sinks: bool,
+    /// The most keys that a query sees; `None`: all keys of its document up to its own.
+    pub window: Option<usize>,
 }
 
 /// Attention in which several heads of queries share keys and values.

@@ -64,7 +64,7 @@ pub struct ModelSpec {
     pub rope: Rope,
     /// The embedding, `[vocabulary, d]`.
     pub embed: Part,
-    /// Runs of decoder layers, in order. The layers of a run differ only in their number; no run is empty.
+    /// Runs of decoder layers that have the same parts, in order; no run is empty.
     pub runs: Vec<Run>,
     /// The norm before the head, `[d]`.
     pub norm: Part,
@@ -73,12 +73,14 @@ pub struct ModelSpec {
     config: ModelConfig,
 }
 
-/// Consecutive decoder layers that differ only in their number.
+/// Consecutive decoder layers that differ only in their number and in whether their attention has a sliding window.
 #[derive(Debug, Clone)]
 pub struct Run {
     /// Number of layers of the run.
     pub layers: Size,
-    /// The first layer of the run.
+    /// How many of them have a sliding window.
+    pub sliding: usize,
+    /// The first layer.
     pub block: BlockSpec,
 }
 
@@ -97,7 +99,14 @@ impl ModelSpec {
             (config.num_dense(), Size::new(key("model.layers - model.dense_layers"), config.num_routed())),
         ];
         let run = |(first, layers): (usize, Size)| {
-            (layers.value > 0).then(|| Run { layers, block: block(config, first) })
+            let slides = |layer: &usize| config.window_of(*layer).is_some();
+            // Without a window, layers are not gone over: there may be any number before a configuration is checked.
+            let all = if config.sliding_window > 0 { first..first + layers.value } else { 0..0 };
+            (layers.value > 0).then(|| Run {
+                layers,
+                sliding: all.filter(slides).count(),
+                block: block(config, first),
+            })
         };
         Self {
             rope: rope(config),
@@ -162,8 +171,9 @@ fn rope(config: &ModelConfig) -> Rope {
     Rope { dim, theta: config.rope_theta, scaling: config.rope_scaling }
 }
 
-/// The attention layer with this id.
-fn attention(config: &ModelConfig, id: &str, stds: [f32; 2]) -> AttentionSpec {
+/// The attention of the decoder layer of this number, with this id.
+fn attention(config: &ModelConfig, layer: usize, id: &str, stds: [f32; 2]) -> AttentionSpec {
+    let window = config.window_of(layer);
     let (d_model, heads, value_dim) = (config.d_model, config.heads, config.value_head_dim());
     if config.kv_rank > 0 {
         let shape = LatentShape {
@@ -174,6 +184,7 @@ fn attention(config: &ModelConfig, id: &str, stds: [f32; 2]) -> AttentionSpec {
             value_dim,
             q_rank: config.q_rank,
             kv_rank: config.kv_rank,
+            window,
         };
         return AttentionSpec::Latent(LatentSpec::new(id, shape, rope(config), stds));
     }
@@ -186,6 +197,7 @@ fn attention(config: &ModelConfig, id: &str, stds: [f32; 2]) -> AttentionSpec {
         qk_norm: config.qk_norm,
         qkv_bias: config.qkv_bias,
         sinks: config.attention_sinks,
+        window,
     };
     AttentionSpec::GroupedQuery(GroupedQuerySpec::new(id, shape, config.norm_eps as f32, stds))
 }
@@ -197,7 +209,7 @@ fn block(config: &ModelConfig, layer: usize) -> BlockSpec {
     let stds = [INIT_STD, INIT_STD / (2.0 * config.layers as f32).sqrt()];
     BlockSpec {
         attn_norm: norm("input_layernorm"),
-        attn: attention(config, &format!("{id}.self_attn"), stds),
+        attn: attention(config, layer, &format!("{id}.self_attn"), stds),
         mlp_norm: norm("post_attention_layernorm"),
         feed: feed(config, layer, &format!("{id}.mlp"), stds),
         eps: config.norm_eps as f32,

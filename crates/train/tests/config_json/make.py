@@ -71,23 +71,23 @@ def rope(config):
     return said
 
 
-def window(config, family):
-    """the keys that a query sees, if not all"""
-    sees = None
+def windows(config, family):
+    """for each layer the most keys that a query sees, or null"""
+    sees = [None] * config.num_hidden_layers
     if family in ("qwen2", "qwen3", "ministral", "smollm3") and "sliding_attention" in config.layer_types:
         if config.sliding_window is None:
             raise ValueError("layers slide over no window")
-        sees = config.sliding_window
-    elif family in ("qwen3_moe", "mistral"):
-        sees = config.sliding_window
-    return None if sees is None or sees >= config.max_position_embeddings else int(sees)
+        sees = [int(config.sliding_window) if kind == "sliding_attention" else None for kind in config.layer_types]
+    elif family in ("qwen3_moe", "mistral") and config.sliding_window is not None:
+        sees = [int(config.sliding_window)] * config.num_hidden_layers
+    return sees
 
 
 def model(family, keys):
     """what a model of these keys computes, by what the modules of `transformers` read of its configuration"""
     c = AutoConfig.for_model(family, **copy.deepcopy(keys))
     said = dict(vocab_size=c.vocab_size, d_model=c.hidden_size, layers=c.num_hidden_layers, heads=c.num_attention_heads, kv_heads=c.num_key_value_heads,
-                positions=c.max_position_embeddings, act=c.hidden_act, eps=float(c.rms_norm_eps), tied=bool(c.tie_word_embeddings), rope=rope(c), window=window(c, family),
+                positions=c.max_position_embeddings, act=c.hidden_act, eps=float(c.rms_norm_eps), tied=bool(c.tie_word_embeddings), rope=rope(c), windows=windows(c, family),
                 dropout=float(c.attention_dropout or 0.0))
     said["bias"] = False if family == "qwen2" else bool(getattr(c, "attention_bias", False))
     if family.startswith("deepseek"):
@@ -196,8 +196,9 @@ def more(family, base):
             yield {key: value}, []
     if family not in ("qwen2", "qwen3", "qwen3_moe", "mistral", "ministral", "smollm3"):
         return
-    for layers in (None, ["full_attention"] * base["num_hidden_layers"], ["sliding_attention", "full_attention"] * (base["num_hidden_layers"] // 2)):
-        for sees in (16, 255, 256, None):
+    for layers in (None, ["full_attention"] * base["num_hidden_layers"], ["sliding_attention", "full_attention"] * (base["num_hidden_layers"] // 2),
+                   ["full_attention"] + ["sliding_attention"] * (base["num_hidden_layers"] - 1)):
+        for sees in (0, 16, 255, 256, None):
             for full in (0, 1, 2):
                 said = {"use_sliding_window": True, "sliding_window": sees, "max_window_layers": full}
                 yield (said if layers is None else {**said, "layer_types": layers}), []

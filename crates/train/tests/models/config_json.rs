@@ -23,10 +23,11 @@ fn computes(family: &str, m: &ModelConfig) -> Value {
             (rope["mscale"], rope["mscale_all_dim"]) = (s.mscale.into(), s.mscale_all_dim.into());
         }
     }
+    let windows: Vec<Option<usize>> = (0..m.layers).map(|layer| m.window_of(layer)).collect();
     let mut is = json!({
         "vocab_size": m.vocab_size, "d_model": m.d_model, "layers": m.layers, "heads": m.heads, "kv_heads": m.kv_heads,
         "positions": m.max_positions, "act": "silu", "eps": m.norm_eps, "tied": m.tie_embeddings, "rope": rope,
-        "window": null, "dropout": 0.0, "bias": false,
+        "windows": windows, "dropout": 0.0, "bias": false,
     });
     let mut add = |key: &str, value: Value| is[key] = value;
     if m.kv_rank > 0 {

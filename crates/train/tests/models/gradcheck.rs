@@ -26,7 +26,7 @@ use nibble_train::model::{Block, Decoder, Feed, Inside};
 use nibble_train::moe::{Moe, MoeShape, Routed};
 use nibble_train::param::{Param, Placement};
 use nibble_train::recompute::Scope;
-use nibble_train::shards::Shards;
+use nibble_train::shards::{Shards, Sight};
 use nibble_train::spec::{
     Group, GroupedQueryShape, GroupedQuerySpec, LatentShape, LatentSpec, MlpSpec, MoeSpec, Part, Rope,
     RouterOptions, Size,
@@ -198,25 +198,43 @@ fn norm_layer() {
     check_layer("norm", norm, &cx, &x, 24);
 }
 
+/// The context with this sliding window.
+fn sliding<'a>(cx: Cx<'a, Cpu>, window: Option<usize>, seq_len: usize) -> Cx<'a, Cpu> {
+    let model = ModelConfig { sliding_window: window.unwrap_or(0), ..ModelConfig::default() };
+    let sight = Sight::find(cx.b, &model, None, (cx.shards.tokens(), seq_len)).unwrap();
+    cx.with_sight(sight)
+}
+
 #[test]
 fn attention_layer_with_grouped_query_heads() {
     let (cpu, recipe) = (cpu(), f32_recipe());
     let all = [
-        (4, 2, 8, QkNorm::Heads, false, false),
-        (4, 1, 8, QkNorm::Heads, false, false),
-        (2, 2, 8, QkNorm::Heads, true, true),
-        (4, 2, 8, QkNorm::None, false, false),
-        (4, 2, 4, QkNorm::Heads, false, true),
-        (2, 1, 12, QkNorm::None, true, false),
-        (4, 2, 8, QkNorm::Width, false, false),
-        (4, 1, 4, QkNorm::Width, true, false),
-        (4, 2, 8, QkNorm::None, false, true),
+        (4, 2, 8, QkNorm::Heads, false, false, None),
+        (4, 1, 8, QkNorm::Heads, false, false, None),
+        (2, 2, 8, QkNorm::Heads, true, true, None),
+        (4, 2, 8, QkNorm::None, false, false, None),
+        (4, 2, 4, QkNorm::Heads, false, true, None),
+        (2, 1, 12, QkNorm::None, true, false, None),
+        (4, 2, 8, QkNorm::Width, false, false, None),
+        (4, 1, 4, QkNorm::Width, true, false, None),
+        (4, 2, 8, QkNorm::None, false, true, None),
+        (4, 2, 8, QkNorm::Heads, false, false, Some(3)),
+        (4, 2, 8, QkNorm::None, false, true, Some(1)),
     ];
-    for (heads, kv_heads, value_dim, qk_norm, qkv_bias, sinks) in all {
+    for (heads, kv_heads, value_dim, qk_norm, qkv_bias, sinks, window) in all {
         let (d_model, head_dim, seq_len) = (16, 8, 7);
-        let cx = cx(&cpu, &recipe, 2, 2 * seq_len);
-        let shape =
-            GroupedQueryShape { d_model, heads, kv_heads, head_dim, value_dim, qk_norm, qkv_bias, sinks };
+        let cx = sliding(cx(&cpu, &recipe, 2, 2 * seq_len), window, seq_len);
+        let shape = GroupedQueryShape {
+            d_model,
+            heads,
+            kv_heads,
+            head_dim,
+            value_dim,
+            qk_norm,
+            qkv_bias,
+            sinks,
+            window,
+        };
         let spec = GroupedQuerySpec::new("attention", shape, 1e-5, [0.3; 2]);
         let rope =
             rope_table(&cpu, seq_len, Rope { dim: head_dim, theta: 100.0, scaling: RopeScaling::default() })
@@ -241,7 +259,7 @@ fn attention_layer_with_grouped_query_heads() {
         }
         let x = matrix(&cpu, "x", (4 * seq_len, d_model), DType::F32);
         let name = format!(
-            "attention {heads}/{kv_heads}, values of {value_dim}, norms: {qk_norm:?}, biases: {qkv_bias}, sinks: {sinks}"
+            "attention {heads}/{kv_heads}, values of {value_dim}, norms: {qk_norm:?}, biases: {qkv_bias}, sinks: {sinks}, window: {window:?}"
         );
         check_layer(&name, layer, &cx, &x, d_model);
     }
@@ -250,13 +268,16 @@ fn attention_layer_with_grouped_query_heads() {
 #[test]
 fn latent_attention_layer() {
     let (cpu, recipe) = (cpu(), f32_recipe());
-    for (q_rank, scopes) in
-        [(12, &[][..]), (0, &[]), (12, &[Scope::Norms, Scope::MlaUp]), (0, &[Scope::MlaUp])]
-    {
+    for (q_rank, window, scopes) in [
+        (12, None, &[][..]),
+        (0, Some(3), &[]),
+        (12, Some(2), &[Scope::Norms, Scope::MlaUp]),
+        (0, None, &[Scope::MlaUp]),
+    ] {
         let (d_model, seq_len) = (16, 7);
-        let cx = cx(&cpu, &recipe, 2, 2 * seq_len);
-        let shape =
-            LatentShape { d_model, heads: 3, nope_dim: 6, rope_dim: 4, value_dim: 5, q_rank, kv_rank: 10 };
+        let cx = sliding(cx(&cpu, &recipe, 2, 2 * seq_len), window, seq_len);
+        let (heads, nope_dim, rope_dim, value_dim, kv_rank) = (3, 6, 4, 5, 10);
+        let shape = LatentShape { d_model, heads, nope_dim, rope_dim, value_dim, q_rank, kv_rank, window };
         let rope = Rope { dim: 4, theta: 100.0, scaling: RopeScaling::default() };
         let spec = LatentSpec::new("attention", shape, rope, [0.3; 2]);
         let mut layer = Latent::new(&cx, &spec, rope_table(&cpu, seq_len, rope).unwrap()).unwrap();
@@ -264,7 +285,8 @@ fn latent_attention_layer() {
         uneven(&cpu, &mut layer.kv_up.norm);
         layer.q_up.iter_mut().for_each(|up| uneven(&cpu, &mut up.norm));
         let x = matrix(&cpu, "x", (4 * seq_len, d_model), DType::F32);
-        check_layer(&format!("latent attention, q_rank {q_rank}, {scopes:?}"), layer, &cx, &x, d_model);
+        let name = format!("latent attention, q_rank {q_rank}, window {window:?}, {scopes:?}");
+        check_layer(&name, layer, &cx, &x, d_model);
     }
 }
 

@@ -71,8 +71,9 @@ fn as_transformers_has_it(q_rank: usize, mscale: [f64; 2], told: &[Told]) {
     const D: usize = 32;
     let (cpu, recipe) = (Cpu::new(1).unwrap(), Recipe::builtin("f32").unwrap());
     let cx = cx(&cpu, &recipe, 2, SEQ_LEN);
+    let (heads, nope_dim, rope_dim, value_dim, kv_rank) = (2, 16, 8, 12, 24);
     let shape =
-        LatentShape { d_model: D, heads: 2, nope_dim: 16, rope_dim: 8, value_dim: 12, q_rank, kv_rank: 24 };
+        LatentShape { d_model: D, heads, nope_dim, rope_dim, value_dim, q_rank, kv_rank, window: None };
     let scaling = RopeScaling {
         kind: RopeScalingKind::Yarn,
         factor: 4.0,

@@ -8,4 +8,5 @@ mod gradcheck;
 mod latent;
 mod pretrained;
 mod router;
+mod sliding;
 mod spec;

@@ -7,6 +7,8 @@ use super::{FIRST_DENSE, LATENT, LATENT_STRAIGHT};
 pub fn choices() -> Vec<Vec<&'static str>> {
     // Of the sizes that latents are of: `tiny` has others.
     const OF_LATENTS: [&str; 2] = ["model.heads=2", "model.head_dim=32"];
+    // Even layers slide, odd ones see all.
+    const ALTERNATING: &str = "model.sliding_window_layers=[\"sliding\",\"full\"]";
     let of = |changes: &[&'static str]| changes.to_vec();
     vec![
         of(&[]),
@@ -15,11 +17,13 @@ pub fn choices() -> Vec<Vec<&'static str>> {
         of(&["model.qk_norm=false", "model.qkv_bias=true"]),
         of(&["model.qk_norm=width"]),
         of(&["model.attention_sinks=true"]),
+        of(&["model.sliding_window=3", "model.qk_norm=false"]),
+        of(&["model.layers=3", "model.sliding_window=5", ALTERNATING, "model.attention_sinks=true"]),
         [&["model.layers=3"], &FIRST_DENSE[..]].concat(),
         of(&["model.scores=sigmoid", "model.router_bias=true", "model.balance=sequence"]),
         of(&["model.groups=2", "model.top_groups=1"]),
         of(&["model.balance=batch"]),
         [&OF_LATENTS[..], &LATENT].concat(),
-        [&OF_LATENTS[..], &LATENT_STRAIGHT].concat(),
+        [&OF_LATENTS[..], &LATENT_STRAIGHT, &["model.sliding_window=4"]].concat(),
     ]
 }

@@ -6,7 +6,7 @@ use nibble_train::config::ModelConfig;
 use nibble_train::cx::Cx;
 use nibble_train::model::Decoder;
 use nibble_train::param::GradientPlan;
-use nibble_train::shards::{Documents, Shards};
+use nibble_train::shards::{Shards, Sight};
 
 /// Ids of a document: no other document has one of them, so that a row of the embedding's gradient is of one document alone.
 const IDS: usize = 6;
@@ -101,12 +101,11 @@ impl Packed {
         let (mesh, tokens) = (Mesh::new(&SoloComm), self.tokens());
         let mut model = Decoder::new(b, mesh, recipe, model, self.seq_len, 1).unwrap();
         let apart = self.documents().any(|document| document.len() != self.seq_len);
-        let documents =
-            apart.then(|| Documents::find(b, &b.upload(&self.starts()).unwrap(), self.seq_len).unwrap());
+        let starts = apart.then(|| b.upload(&self.starts()).unwrap());
+        let sight = Sight::find(b, &model.config, starts.as_ref(), (tokens, self.seq_len)).unwrap();
         let context = |training| {
             let shards = Shards::new(b, 1, tokens, 0).unwrap().with_sequences_of(self.seq_len);
-            Cx { training, seed: 3, ..Cx::inference(b, mesh, recipe, shards, 0.0) }
-                .with_documents(documents.clone())
+            Cx { training, seed: 3, ..Cx::inference(b, mesh, recipe, shards, 0.0) }.with_sight(sight.clone())
         };
         let (ids, targets) = (b.upload(ids).unwrap(), b.upload(&self.targets(ids)).unwrap());
         let cx = context(false);

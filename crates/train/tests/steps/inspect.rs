@@ -31,7 +31,9 @@ fn gradient_norm(seen: &Inspection) -> f64 {
 /// Redraws differ where a recipe rounds stochastically, and nowhere else.
 #[test]
 fn redraws_change_only_what_is_random() {
-    for (recipe, is_random) in [("nvfp4", true), ("ablation-mxfp4-rht", true), ("ablation-mxfp4", false), ("bf16", false)] {
+    for (recipe, is_random) in
+        [("nvfp4", true), ("ablation-mxfp4-rht", true), ("ablation-mxfp4", false), ("bf16", false)]
+    {
         let cpu = Cpu::new(1).unwrap();
         let config = small(recipe, &[]);
         let mut trainer = Trainer::new(&cpu, &SOLO, &config).unwrap();
@@ -64,7 +66,8 @@ fn logits_give_the_loss_and_gradients_the_norm_of_the_step() {
         // The same gradient without the tensors beside it; it changes no state, so that it can be computed again.
         let mut trainer = Trainer::new(&cpu, &SOLO, &config).unwrap();
         let alone = trainer.gradient(0, 0).unwrap();
-        let squares = alone.iter().flat_map(|param| &param.values).map(|&x| f64::from(x).powi(2)).sum::<f64>();
+        let squares =
+            alone.iter().flat_map(|param| &param.values).map(|&x| f64::from(x).powi(2)).sum::<f64>();
         assert!((squares.sqrt() / norm - 1.0).abs() < 1e-9, "{recipe}: {} against {norm}", squares.sqrt());
         assert_ne!(trainer.gradient(1, 0).unwrap(), alone, "{recipe}: another batch");
         assert_eq!(trainer.gradient(0, 0).unwrap(), alone, "{recipe}: again");

@@ -99,14 +99,14 @@ impl<'a, B: Backend> Attention<'a, B> {
     }
 }
 
-/// Attention of one new token: the row of [`Attention`] for the last of `len` tokens, over the keys and values of all `len` tokens. The
-/// result is `[1, heads · value_dim]`, of the type of q. Backends must agree as in [`Attention`] ([`attention_agreement`]). On one backend,
-/// the result agrees with that of [`Attention`] within the same bound; on a CPU the two have the same bits except for the sign of a zero.
+/// Attention of one new token: the row of [`Attention`] for the last of `len` tokens, over the keys and values of the tokens from `first` on.
+/// Returns `[1, heads · value_dim]`, type of q. Backends must agree as in [`Attention`] ([`attention_agreement`]). On one backend, the result
+/// agrees with that of [`Attention`] within the same bound; on a CPU the two have the same bits except for the sign of a zero.
 #[derive(Debug)]
 pub struct AttentionDecode<'a, B: Backend> {
     /// Shape `[1, heads · head_dim]`.
     pub q: &'a Tensor<B>,
-    /// Keys `[capacity, kv_heads · head_dim]`; rows from `len` on are not read.
+    /// `[capacity, kv_heads · head_dim]`: rows before `first` and from `len` on are not read.
     pub k: &'a Tensor<B>,
     /// Values `[capacity, kv_heads · value_dim]`; rows from `len` on are not read.
     pub v: &'a Tensor<B>,
@@ -116,29 +116,34 @@ pub struct AttentionDecode<'a, B: Backend> {
     pub value_dim: usize,
     /// Factor of the scores, finite and above 0: [`attention_scale`] unless a model has its own scale.
     pub scale: f32,
-    /// Number of tokens so far, including the token of q.
+    /// The first token whose key the query sees: 0 unless a sliding window hides keys.
+    pub first: usize,
+    /// Tokens so far, including the token of q.
     pub len: usize,
     /// The attention sinks, as in [`Attention`].
     pub sinks: Option<&'a Tensor<B>>,
 }
 
 impl<'a, B: Backend> AttentionDecode<'a, B> {
-    /// Attention with the usual scale ([`attention_scale`]) and without sinks.
+    /// Attention with the usual scale ([`attention_scale`]), in which no keys are hidden. `dims`: `head_dim` and `value_dim`.
     pub fn new([q, k, v]: Qkv<'a, B>, (head_dim, value_dim): (usize, usize), len: usize) -> Self {
-        Self { q, k, v, head_dim, value_dim, scale: attention_scale(head_dim), len, sinks: None }
+        Self { q, k, v, head_dim, value_dim, scale: attention_scale(head_dim), first: 0, len, sinks: None }
     }
 
     /// Checks shapes.
     pub fn check(&self) -> Result<()> {
         const OP: &str = "attention_decode";
-        let Self { q, k, v, head_dim, value_dim, scale, len, sinks } = self;
+        let Self { q, k, v, head_dim, value_dim, scale, first, len, sinks } = self;
         check_scale(OP, *scale)?;
         expect_eq(OP, "rows of q", q.rows, 1)?;
         let heads = check_heads(OP, q, k, v, (*head_dim, *value_dim))?;
         check_sinks(OP, *sinks, heads)?;
-        match (1..=k.rows).contains(len) {
+        if !(1..=k.rows).contains(len) {
+            return Err(Error::shape(OP, "len", len, format!("1 to the {} rows of k", k.rows)));
+        }
+        match first < len {
             true => Ok(()),
-            false => Err(Error::shape(OP, "len", len, format!("1 to the {} rows of k", k.rows))),
+            false => Err(Error::shape(OP, "first", first, format!("below len = {len}"))),
         }
     }
 

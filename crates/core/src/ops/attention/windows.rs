@@ -1,7 +1,7 @@
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, Error, Result};
 
-/// Which keys each query of [`Attention`](crate::ops::Attention) sees, in addition to the causal mask: documents, sliding windows, chunks.
+/// Which keys each query of [`Attention`](crate::ops::Attention) sees, in addition to the causal mask: documents and sliding windows.
 ///
 /// Both lists have one number per token of a batch of sequences; positions i and j count from the start of a sequence. Query i sees the
 /// keys `first_key[i]` ..= i; key j is seen by the queries j .. `end_query[j]`. The two lists must describe the same mask. Neither list
@@ -15,6 +15,17 @@ pub struct Windows<B: Backend> {
     pub first_key: B::Buf<i32>,
     /// One past the last query that sees each key. `[t]`
     pub end_query: B::Buf<i32>,
+    /// The most keys that a query sees, as far as the host knows: the length of a sliding window, otherwise of a sequence. No result
+    /// depends on it; backends count work by it.
+    pub most_keys: usize,
+}
+
+/// Keys that a query sees on average under a causal mask in sequences of `seq_len` tokens, at most `most_keys` for each query:
+/// w - w² / (2 · `seq_len`) with w = `most_keys`, and half of `seq_len` without a window. As is usual in counts of flops, a query and its
+/// own key are half a pair.
+pub fn mean_keys(seq_len: usize, most_keys: usize) -> f64 {
+    let (seq_len, most) = (seq_len.max(1) as f64, most_keys.min(seq_len) as f64);
+    most - most * most / (2.0 * seq_len)
 }
 
 impl<B: Backend> Windows<B> {
@@ -27,12 +38,9 @@ impl<B: Backend> Windows<B> {
 
 /// Computes the [`Windows`] of documents that are packed one after the other into sequences.
 ///
-/// A document is a run of tokens of one sequence with the same number. A query sees the keys of its own document up to its own position,
-/// with these limits:
-///
-/// * With `window`, a query sees only the last `window` of these keys, including its own key (sliding windows, as in Mistral 7B).
-/// * With `chunk`, a query sees only the keys of its own chunk. A document is cut into chunks of `chunk` tokens from its start on (chunked
-///   attention, as in Llama 4).
+/// A document is a run of tokens of one sequence with the same number. A query sees the keys of its own document up to its own position.
+/// With `window` it sees only the last `window` of these keys, its own included (sliding windows, as in Mistral 7B): query i sees key j if
+/// i - j < `window`.
 #[derive(Debug)]
 pub struct FindWindows<'a, B: Backend> {
     /// The document number of each token, which never decreases within a sequence. `[t]`
@@ -41,8 +49,6 @@ pub struct FindWindows<'a, B: Backend> {
     pub seq_len: usize,
     /// Maximum number of keys that a query sees, at least 1; `None` means no limit.
     pub window: Option<usize>,
-    /// Number of tokens of a chunk, at least 1; `None` means that documents are not cut.
-    pub chunk: Option<usize>,
 }
 
 impl<B: Backend> FindWindows<'_, B> {
@@ -60,22 +66,20 @@ impl<B: Backend> FindWindows<'_, B> {
             let expected = format!("a multiple of seq_len = {}", self.seq_len);
             return Err(Error::shape(OP, "document.len()", tokens, expected));
         }
-        for (name, most) in [("window", self.window), ("chunk", self.chunk)] {
-            if most == Some(0) {
-                return Err(Error::shape(OP, name, 0, "at least 1"));
-            }
+        match self.window {
+            Some(0) => Err(Error::shape(OP, "window", 0, "at least 1")),
+            _ => Ok(()),
         }
-        Ok(())
     }
 
-    /// `window` and `chunk` as numbers; the length of a sequence means no limit. Call `check` first.
-    pub fn limits(&self) -> [usize; 2] {
-        [self.window, self.chunk].map(|most| most.unwrap_or(self.seq_len).min(self.seq_len))
+    /// The most keys that a query sees; the length of a sequence without a limit. For checked arguments.
+    pub fn most_keys(&self) -> usize {
+        self.window.unwrap_or(self.seq_len).min(self.seq_len)
     }
 
     /// Allocates the result. Call `check` first.
     pub fn result(&self, b: &B) -> Result<Windows<B>> {
         let tokens = B::len(self.document);
-        Ok(Windows { first_key: b.alloc(tokens)?, end_query: b.alloc(tokens)? })
+        Ok(Windows { first_key: b.alloc(tokens)?, end_query: b.alloc(tokens)?, most_keys: self.most_keys() })
     }
 }

@@ -1,11 +1,9 @@
 // The attention windows of documents that are packed one after another into sequences: the keys that each query sees, and the queries
 // that see each key.
 //
-// find_windows: document [t], the document number of each token, which never decreases within a sequence of seq_len tokens. Writes
-//   first_key and end_query [t], in positions of the sequence. A query sees keys of its own document, up to its own position. Of the
-//   keys up to its position a query sees only the last `window`, and only those in its chunk of `chunk` tokens, counted from the
-//   document's first token. window and chunk: 1 to seq_len.
-//   256 threads, one token per thread; grid ceil(t / 256); t below 2^31. Bisection finds a document's ends.
+// find_windows: document [t], which never decreases within a sequence of seq_len. Writes first_key and end_query [t], in positions of the
+//   sequence: a query sees the keys of its own document up to its own, and of those the last `window`. window: 1 to seq_len.
+//   256 threads, one a token; grid ceil(t / 256); t below 2^31. A document's ends are found by bisection.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -13,7 +11,7 @@ namespace nib {
 
 __global__ void __launch_bounds__(256)
     find_windows(const int* __restrict__ document, int* __restrict__ first_key, int* __restrict__ end_query, u32 tokens, u32 seq_len,
-                 u32 window, u32 chunk) {
+                 u32 window) {
     const u32 token = blockIdx.x * 256 + threadIdx.x;
     if (token >= tokens) return;
     const u32 at = token % seq_len;
@@ -36,9 +34,8 @@ __global__ void __launch_bounds__(256)
         else
             high = middle;
     }
-    const u32 chunk_begin = at - (at - begin) % chunk;
-    first_key[token] = int(max(chunk_begin, at + 1 > window ? at + 1 - window : 0));
-    end_query[token] = int(min(end, min(at + window, chunk_begin + chunk)));
+    first_key[token] = int(max(begin, at + 1 > window ? at + 1 - window : 0));
+    end_query[token] = int(min(end, at + window));
 }
 
 }  // namespace nib

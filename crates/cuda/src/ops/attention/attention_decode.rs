@@ -7,7 +7,7 @@ use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{KernelArg, Launch};
 use crate::ops::Instance;
 use crate::ops::buffer_check::BufferCheck;
-use crate::ops::planes::{plain_arg, type_name};
+use crate::ops::planes::{plain_address, plain_arg, type_name};
 use nibble_choice::attention::{HEAD_LIMIT, check_heads};
 use nibble_core::ops::AttentionDecode;
 use nibble_core::{DType, Error, Result, Tensor};
@@ -28,10 +28,11 @@ pub(crate) fn attention_decode(cuda: &Cuda, op: AttentionDecode<'_, Cuda>) -> Re
         buffers.tensor(argument, x)?;
     }
     let sinks = sinks_of(&buffers, op.sinks)?;
-    let AttentionDecode { q, k, v, head_dim, value_dim, scale, len, .. } = op;
+    let AttentionDecode { q, k, v, head_dim, value_dim, scale, first, len, .. } = op;
     check_heads(OP, (head_dim, value_dim))?;
-    if len > MOST_KEYS {
-        return Err(Error::shape(OP, "len", len, format!("at most {MOST_KEYS} on a GPU")));
+    let seen = len - first;
+    if seen > MOST_KEYS {
+        return Err(Error::shape(OP, "keys", seen, format!("at most {MOST_KEYS} on a GPU")));
     }
     let device = cuda.device();
     let (heads, kv_heads) = (q.cols / head_dim, k.cols / head_dim);
@@ -40,15 +41,18 @@ pub(crate) fn attention_decode(cuda: &Cuda, op: AttentionDecode<'_, Cuda>) -> Re
         return Ok(out);
     }
     let launch =
-        Launch { ctas: heads as u32, threads: THREADS, cluster: 1, shared_bytes: len * size_of::<f32>() };
-    let [group, kv_heads, keys] = [heads / kv_heads, kv_heads, len].map(|n| n as u32);
+        Launch { ctas: heads as u32, threads: THREADS, cluster: 1, shared_bytes: seen * size_of::<f32>() };
+    let [group, kv_heads, keys] = [heads / kv_heads, kv_heads, seen].map(|n| n as u32);
     let (key_dim, value_dim) = (head_dim as u32, value_dim as u32);
     let kernel = device.kernel(&spec(q.dtype(), sinks.is_some()))?;
-    let [q, k, v, to] = [q, k, v, &out].map(|x| plain_arg(x).0);
+    // The kernel's first key is the first that the query sees.
+    let from_first = |x: &Tensor<Cuda>| plain_address(x) + (first * x.cols * x.dtype().size_bytes()) as u64;
+    let (k, v) = (from_first(k), from_first(v));
+    let [q, to] = [q, &out].map(|x| plain_arg(x).0);
     let args: [&dyn KernelArg; 11] =
-        [q, k, v, to, &keys, &group, &kv_heads, &key_dim, &value_dim, &scale, &sinks];
-    // SAFETY: `check` and `BufferCheck` checked that q has whole heads, k and v at least `len` rows of their heads, all of the instance's
-    // type, and that there is one sink per head; out is allocated with as many value heads and is not shared yet.
+        [q, &k, &v, to, &keys, &group, &kv_heads, &key_dim, &value_dim, &scale, &sinks];
+    // SAFETY: `check` and `BufferCheck` held q to whole heads, k and v to at least `len` rows of their heads, of which the kernel reads those from `first`
+    // on, all of the instance's type, and sinks to a number of each; out was made of as many heads of values and is not yet shared.
     unsafe { kernel.launch(launch, &args) }?;
     Ok(out)
 }

@@ -18,16 +18,14 @@ pub(crate) fn find_windows(cuda: &Cuda, op: FindWindows<'_, Cuda>) -> Result<Win
     if document.is_empty() {
         return Ok(windows);
     }
-    let [window, chunk] = op.limits();
-    // `check` ensured that the number of tokens is below 2^31, so a sequence's length is too.
-    let [tokens, seq_len, window, chunk] = [document.len(), op.seq_len, window, chunk].map(|n| n as u32);
+    // `check` held the tokens below 2^31, and so a sequence.
+    let [tokens, seq_len, window] = [document.len(), op.seq_len, op.most_keys()].map(|n| n as u32);
     let launch = Launch { ctas: tokens.div_ceil(THREADS), threads: THREADS, cluster: 1, shared_bytes: 0 };
-    let Windows { first_key, end_query } = &windows;
+    let Windows { first_key, end_query, .. } = &windows;
     let (first_key, end_query) = (first_key.get(), end_query.get());
     let kernel = cuda.device().kernel(&spec())?;
-    // SAFETY: all three buffers have `tokens` values, which are whole sequences, on this device; the results are not
-    // shared yet.
-    unsafe { kernel.launch(launch, &[document, first_key, end_query, &tokens, &seq_len, &window, &chunk]) }?;
+    // SAFETY: all three have `tokens` values, whole sequences of them, on this device; the results are not yet shared.
+    unsafe { kernel.launch(launch, &[document, first_key, end_query, &tokens, &seq_len, &window]) }?;
     Ok(windows)
 }
 

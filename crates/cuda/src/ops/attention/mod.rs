@@ -192,7 +192,7 @@ pub(super) struct Lists<'a> {
 impl<'a> Lists<'a> {
     /// Takes the lists from checked operands.
     fn new(buffers: &BufferCheck<'_>, windows: Option<&'a Windows<Cuda>>) -> Result<Option<Self>> {
-        let Some(Windows { first_key, end_query }) = windows else { return Ok(None) };
+        let Some(Windows { first_key, end_query, .. }) = windows else { return Ok(None) };
         Ok(Some(Self {
             first_key: buffers.buffer("windows.first_key", first_key)?,
             end_query: buffers.buffer("windows.end_query", end_query)?,

@@ -276,11 +276,10 @@ fn cases(strict: bool) -> Vec<Heads> {
 /// Document lengths around tiles of 64 and of 128.
 const DOCUMENTS: [usize; 7] = [1, 63, 64, 65, 127, 129, 200];
 
-/// Cases with documents, sliding windows and chunks; sequences of whole tiles and of other lengths; heads as in [`cases`].
+/// Documents and sliding windows; sequences of whole tiles and of other lengths; heads as in [`cases`].
 fn windowed_cases(strict: bool) -> Vec<Heads> {
     let (uneven, window) = (Hiding::documents(&DOCUMENTS), Hiding::window);
-    let chunk = |chunk| Hiding { documents: &[], window: None, chunk: Some(chunk) };
-    let all = Hiding { documents: &DOCUMENTS, window: Some(50), chunk: Some(70) };
+    let both = Hiding { documents: &DOCUMENTS, window: Some(50) };
     let (own, small) = (Hiding::documents(&[385]), Hiding::documents(&[1, 2, 7, 8, 9, 15, 17, 33, 5]));
     let shapes = [
         (2, 512, 2, 1, 64, 64, uneven, true),
@@ -300,11 +299,9 @@ fn windowed_cases(strict: bool) -> Vec<Heads> {
         (1, 520, 2, 1, 128, 128, window(128), false),
         (1, 400, 2, 1, 192, 128, window(128), false),
         (1, 200, 2, 1, 200, 200, window(90), false),
-        (1, 448, 2, 1, 64, 64, chunk(100), false),
-        (1, 384, 2, 1, 128, 128, chunk(128), false),
-        (1, 300, 3, 1, 64, 64, all, true),
-        (1, 449, 2, 1, 192, 128, all, false),
-        (2, 130, 2, 2, 16, 16, all, true),
+        (1, 300, 3, 1, 64, 64, both, true),
+        (1, 449, 2, 1, 192, 128, both, false),
+        (2, 130, 2, 2, 16, 16, both, true),
     ];
     let mut cases = Vec::new();
     for (sequences, seq_len, heads, kv_heads, head_dim, value_dim, hiding, has_others) in shapes {
@@ -370,7 +367,7 @@ pub fn attention<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     every_case(pair.strict).for_each(|heads| pair.check(&Forward(heads)));
 }
 
-/// A case of one query and the first rows of a cache.
+/// One query against rows of a cache: the last that its window shows, or all.
 #[derive(Debug)]
 struct Decode {
     heads: Heads,
@@ -388,7 +385,9 @@ impl<B: Kernels> Case<B> for Decode {
         let q = one.tensor(b, "attention.q", one.heads, one.head_dim)?;
         let op = AttentionDecode::new([&q, &k, &v], one.dims(), self.len);
         let sinks = one.sinks(b)?;
-        let made = AttentionDecode { scale: one.scale, sinks: sinks.as_ref(), ..op }.run(b)?;
+        let window = self.heads.hiding.and_then(|hiding| hiding.window);
+        let first = window.map_or(0, |window| self.len.saturating_sub(window));
+        let made = AttentionDecode { scale: one.scale, first, sinks: sinks.as_ref(), ..op }.run(b)?;
         let mut out = Outputs::default();
         out.tensor(b, "out", &made)?;
         Ok(out)
@@ -397,8 +396,9 @@ impl<B: Kernels> Case<B> for Decode {
 
 /// The conformance test of [`AttentionDecode`].
 pub fn attention_decode<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
-    // A KV cache has no windows.
-    let cases = every_case(pair.strict).filter(|heads| heads.hiding.is_none());
+    // A cache is of one document.
+    let is_one = |heads: &Heads| heads.hiding.is_none_or(|hiding| hiding.documents.is_empty());
+    let cases = every_case(pair.strict).filter(is_one);
     for heads in cases {
         let heads = Heads { sequences: 1, ..heads };
         let all = heads.seq_len;

@@ -30,8 +30,9 @@ impl Family for Nibble {
 
     fn read_rest(&self, json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
         let table = json.table(MODEL)?.ok_or_else(|| json.missing(MODEL))?;
-        // Serde would accept a list as the fields of a struct, in order.
-        if let Some((key, list)) = table.iter().find(|(_, value)| value.is_array()) {
+        // Serde would accept a list as the fields of a table, in order. One key is a list.
+        let is_list = |(key, value): &(&String, &Value)| value.is_array() && *key != "sliding_window_layers";
+        if let Some((key, list)) = table.iter().find(is_list) {
             return Err(json.error(
                 &format!("{MODEL}.{key}"),
                 format!("is {}, expected no list", shortened(&list.to_string())),

@@ -1,9 +1,8 @@
 //! Qwen2 and Qwen2.5 (`Qwen2ForCausalLM`): dense layers without QK norm. The QKV projections have biases, which `config.json` does not
 //! mention. Tensor names equal the parameters' ids.
 
-use super::shared::{
-    DECODER, DENSE, GROUPED_QUERY, Windowed, check_window, read_dense, write_rope, write_window,
-};
+use super::shared::{DECODER, DENSE, GROUPED_QUERY, read_dense, write_rope};
+use super::windows::{Windowed, read_windows, write_windows};
 use super::{ConfigJson, Family, Field};
 use crate::config::{ModelConfig, QkNorm};
 use crate::error::Result;
@@ -34,12 +33,12 @@ impl Family for Qwen2 {
         model.qkv_bias = true;
         // This key has no effect in this family.
         json.pass_over(&["attention_bias"]);
-        check_window(json, model, Windowed::Named)?;
+        read_windows(json, model, Windowed::Named)?;
         read_dense(json, model, QkNorm::None)
     }
 
     fn write_rest(&self, model: &ModelConfig, keys: &mut Map<String, Value>) {
-        write_window(keys);
+        write_windows(model, keys, Windowed::Named);
         write_rope(model, keys);
     }
 }

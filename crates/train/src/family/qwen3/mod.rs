@@ -1,8 +1,7 @@
 //! Qwen3 (`Qwen3ForCausalLM`): dense layers with a QK norm per head. Tensor names equal the parameters' ids.
 
-use super::shared::{
-    DECODER, DENSE, GROUPED_QUERY, NO_BIAS, Windowed, check_window, read_dense, write_rope, write_window,
-};
+use super::shared::{DECODER, DENSE, GROUPED_QUERY, NO_BIAS, read_dense, write_rope};
+use super::windows::{Windowed, read_windows, write_windows};
 use super::{ConfigJson, Family, Field};
 use crate::config::{ModelConfig, QkNorm};
 use crate::error::Result;
@@ -37,12 +36,12 @@ impl Family for Qwen3 {
                 "is null, expected a width: of this family not what the model's width leaves to each head",
             ));
         }
-        check_window(json, model, Windowed::Named)?;
+        read_windows(json, model, Windowed::Named)?;
         read_dense(json, model, QkNorm::Heads)
     }
 
     fn write_rest(&self, model: &ModelConfig, keys: &mut Map<String, Value>) {
-        write_window(keys);
+        write_windows(model, keys, Windowed::Named);
         write_rope(model, keys);
     }
 }

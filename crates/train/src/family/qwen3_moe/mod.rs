@@ -2,9 +2,10 @@
 //! Nibble, and separate tensors in Qwen3-MoE. Dense layers must be the first layers: `mlp_only_layers` may not list other layers.
 
 use super::shared::{
-    AUX, DECODER, GROUPED_QUERY, MIXTURE, NO_BIAS, Windowed, check_window, read_balance, read_heads,
-    read_rope, write_balance, write_rope, write_window,
+    AUX, DECODER, GROUPED_QUERY, MIXTURE, NO_BIAS, read_balance, read_heads, read_rope, write_balance,
+    write_rope,
 };
+use super::windows::{Windowed, read_windows, write_windows};
 use super::{ConfigJson, Family, Field};
 use crate::config::{ModelConfig, QkNorm};
 use crate::error::Result;
@@ -50,7 +51,7 @@ impl Family for Qwen3Moe {
 
     fn read_rest(&self, json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
         model.qk_norm = QkNorm::Heads;
-        check_window(json, model, Windowed::All)?;
+        read_windows(json, model, Windowed::All)?;
         if let Some(dense) = json.get(DENSE) {
             let numbers = dense.as_array().map(Vec::as_slice).unwrap_or_default();
             let is_first = |(i, layer): (usize, &Value)| layer.as_u64() == Some(i as u64);
@@ -76,7 +77,7 @@ impl Family for Qwen3Moe {
         if model.num_dense() > 0 {
             keys.insert(FFN.into(), model.ffn.into());
         }
-        write_window(keys);
+        write_windows(model, keys, Windowed::All);
         write_balance(model, keys);
         write_rope(model, keys);
     }

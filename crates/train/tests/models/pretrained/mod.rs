@@ -19,6 +19,7 @@ use std::path::{Path, PathBuf};
 
 /// What the small run is in each family.
 fn models() -> Vec<(&'static str, Config)> {
+    const ALTERNATING: &str = "model.sliding_window_layers=[\"sliding\",\"full\"]";
     let own = ["model.shared_ffn=0"];
     let with = |base: &[&'static str], more: &[&'static str]| [base, more].concat();
     let latent = [
@@ -41,6 +42,10 @@ fn models() -> Vec<(&'static str, Config)> {
         ("qwen3_moe", small("bf16", &own)),
         ("qwen3", dense("bf16", &["model.qk_norm=true", "model.tie_embeddings=false"])),
         ("llama", dense("bf16", &[])),
+        ("mistral", dense("bf16", &["model.sliding_window=9"])),
+        ("ministral", dense("bf16", &["model.sliding_window=9", ALTERNATING])),
+        ("qwen3_moe", small("bf16", &with(&own, &["model.sliding_window=9"]))),
+        ("qwen3", dense("bf16", &["model.qk_norm=true", "model.sliding_window=9", ALTERNATING])),
         ("qwen2", dense("bf16", &["model.qkv_bias=true"])),
         ("olmoe", small("bf16", &with(&own, &olmoe))),
         ("deepseek_v2", small("bf16", &with(&LATENT_STRAIGHT, &latent))),

@@ -75,8 +75,8 @@ impl Case {
             (3, 40, 4, 2, (16, 16), documents),
             (1, 65, 2, 1, (24, 16), Hiding::window(1)),
             (2, 50, 2, 2, (8, 24), Hiding::window(9)),
-            (1, 90, 4, 1, (16, 16), Hiding { chunk: Some(20), ..Hiding::window(100) }),
-            (2, 77, 2, 1, (32, 32), Hiding { window: Some(6), chunk: Some(11), ..documents }),
+            (1, 90, 4, 1, (16, 16), Hiding::window(100)),
+            (2, 77, 2, 1, (32, 32), Hiding { window: Some(6), ..documents }),
         ] {
             cases.push(Self { hiding: Some(hiding), ..Self::new(s, l, h, g, dims, 1.0) });
         }
@@ -395,10 +395,13 @@ fn sizes_that_do_not_fit_are_named() {
     assert_eq!(forward(&wrong, 5).unwrap_err(), "attention: `shape of v` is (4, 12), expected (4, 10)");
     assert_eq!(forward(&v, 0).unwrap_err(), "attention: `value_dim` is 0, expected at least 1");
     let one = Tensor::zeros(&cpu, DType::F32, 1, 24).unwrap();
-    let decode = |v| AttentionDecode::new([&one, &k, v], (6, 5), 3).check();
-    decode(&v).unwrap();
-    let error = decode(&wrong).unwrap_err().to_string();
-    assert_eq!(error, "attention_decode: `shape of v` is (4, 12), expected (4, 10)");
+    let decode = |v, first| {
+        let op = AttentionDecode { first, ..AttentionDecode::new([&one, &k, v], (6, 5), 3) };
+        op.check().map_err(|error| error.to_string())
+    };
+    assert_eq!(decode(&v, 2), Ok(()));
+    assert_eq!(decode(&wrong, 0).unwrap_err(), "attention_decode: `shape of v` is (4, 12), expected (4, 10)");
+    assert_eq!(decode(&v, 3).unwrap_err(), "attention_decode: `first` is 3, expected below len = 3");
     let (lse, out) = (cpu.zeros::<f32>(16).unwrap(), of(20));
     let backward = |out, dout| AttentionBackward::new([&q, &k, &v], (out, &lse), dout, (6, 5), 4).check();
     backward(&out, &out).unwrap();

@@ -33,10 +33,9 @@ fn results(case: &Case, cpu: &Cpu, dtype: DType) -> Vec<[Vec<u32>; 5]> {
 fn a_document_has_the_bits_that_it_has_alone() {
     const LENGTHS: [usize; 7] = [1, 9, 16, 40, 8, 3, 27];
     let documents = Hiding::documents(&LENGTHS);
-    for (window, chunk) in [(None, None), (Some(7), None), (None, Some(12)), (Some(20), Some(25))] {
-        let hiding = Some(Hiding { window, chunk, ..documents });
-        // The documents are also tested with sinks.
-        let sinks = chunk.map(|_| normals(5, 4));
+    for (window, sinks) in [(None, false), (Some(7), false), (None, true), (Some(20), true)] {
+        let hiding = Some(Hiding { window, ..documents });
+        let sinks = sinks.then(|| normals(5, 4));
         let case = Case { hiding, sinks, ..Case::new(1, LENGTHS.iter().sum(), 4, 2, (16, 24), 1.0) };
         for dtype in [DType::F32, DType::Bf16] {
             for cpu in [Cpu::new(2).unwrap(), Cpu::scalar(1).unwrap()] {
@@ -91,19 +90,19 @@ fn what_is_hidden_does_not_matter() {
 #[test]
 fn found_windows_are_those_of_all_pairs() {
     for cpu in [Cpu::new(2).unwrap(), Cpu::scalar(1).unwrap()] {
-        for (documents, window, chunk) in [
-            (&[][..], None, None),
-            (&[1], None, None),
-            (&[5, 1, 17, 100, 2], None, None),
-            (&[5, 1, 17, 100, 2], Some(1), None),
-            (&[5, 1, 17, 100, 2], Some(9), Some(7)),
-            (&[30, 3], None, Some(8)),
-            (&[], Some(usize::MAX), Some(33)),
+        for (documents, window) in [
+            (&[][..], None),
+            (&[1], None),
+            (&[5, 1, 17, 100, 2], None),
+            (&[5, 1, 17, 100, 2], Some(1)),
+            (&[5, 1, 17, 100, 2], Some(9)),
+            (&[30, 3], Some(8)),
+            (&[], Some(usize::MAX)),
         ] {
-            let hiding = Hiding { documents, window, chunk };
+            let hiding = Hiding { documents, window };
             for (sequences, seq_len) in [(1, 1), (3, 40), (2, 101)] {
                 let document = cpu.upload(&hiding.numbers(sequences, seq_len)).unwrap();
-                let found = FindWindows { document: &document, seq_len, window, chunk }.run(&cpu).unwrap();
+                let found = FindWindows { document: &document, seq_len, window }.run(&cpu).unwrap();
                 let found = [found.first_key.as_slice(), found.end_query.as_slice()];
                 assert_eq!(found, hiding.lists(sequences, seq_len).each_ref().map(|x| &x[..]), "{hiding:?}");
             }
@@ -128,7 +127,7 @@ fn lists_that_make_no_sense_are_bounded() {
         let [q, k, v] = [&case.q, &case.k, &case.v].map(|x| case.tensor(cpu, x, DType::F32));
         let lists = [first_key, &[i32::MAX; 40]].map(|x| cpu.upload(x).unwrap());
         let [first_key, end_query] = lists;
-        let windows = Some(&Windows { first_key, end_query });
+        let windows = Some(&Windows { first_key, end_query, most_keys: 20 });
         let op = Attention { windows, ..Attention::new([&q, &k, &v], (8, 8), 20) };
         bits(&op.run(cpu).unwrap().out)
     };
@@ -142,8 +141,8 @@ fn lists_of_another_length_are_named() {
     let cpu = Cpu::new(1).unwrap();
     let x = Tensor::zeros(&cpu, DType::F32, 4, 16).unwrap();
     let of = |first: usize, end: usize| {
-        let windows = Windows { first_key: cpu.zeros(first).unwrap(), end_query: cpu.zeros(end).unwrap() };
-        let windows = Some(&windows);
+        let [first_key, end_query] = [first, end].map(|len| cpu.zeros(len).unwrap());
+        let windows = Some(&Windows { first_key, end_query, most_keys: 4 });
         let op = Attention { windows, ..Attention::new([&x; 3], (16, 16), 4) };
         op.check().map_err(|error| error.to_string())
     };
@@ -151,8 +150,7 @@ fn lists_of_another_length_are_named() {
     assert_eq!(of(3, 4).unwrap_err(), "attention: `windows.first_key.len()` is 3, expected 4");
     assert_eq!(of(4, 8).unwrap_err(), "attention: `windows.end_query.len()` is 8, expected 4");
     let document = cpu.zeros::<i32>(6).unwrap();
-    let found =
-        |seq_len, window| FindWindows::<Cpu> { document: &document, seq_len, window, chunk: None }.check();
+    let found = |seq_len, window| FindWindows::<Cpu> { document: &document, seq_len, window }.check();
     found(3, Some(1)).unwrap();
     let error = found(4, None).unwrap_err().to_string();
     assert_eq!(error, "find_windows: `document.len()` is 6, expected a multiple of seq_len = 4");

@@ -1,0 +1,40 @@
+//! Ministral (`MinistralForCausalLM`): Llama with a sliding window in the layers that `layer_types` lists. Tensor names equal
+//! the parameters' ids.
+
+use super::windows::{Windowed, read_windows, write_windows};
+use super::{ConfigJson, Family, Field, Llama};
+use crate::config::ModelConfig;
+use crate::error::Result;
+use serde_json::{Map, Value};
+
+/// Ministral.
+#[derive(Debug, Clone, Copy)]
+pub struct Ministral;
+
+impl Family for Ministral {
+    fn name(&self) -> &'static str {
+        "ministral"
+    }
+
+    fn architecture(&self) -> &'static str {
+        "MinistralForCausalLM"
+    }
+
+    fn fields(&self) -> Vec<Field> {
+        Llama.fields()
+    }
+
+    fn absent(&self) -> &'static [(&'static str, &'static str)] {
+        &[("num_key_value_heads", "8"), ("sliding_window", "4096")]
+    }
+
+    fn read_rest(&self, json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
+        read_windows(json, model, Windowed::Listed)?;
+        Llama.read_rest(json, model)
+    }
+
+    fn write_rest(&self, model: &ModelConfig, keys: &mut Map<String, Value>) {
+        write_windows(model, keys, Windowed::Listed);
+        Llama.write_rest(model, keys);
+    }
+}
