@@ -35,16 +35,16 @@ impl LayerSample {
     }
 }
 
-/// Counts from a comparison of values with what they were quantized to ([`nibble_core::ops::MeasureQuantization`]).
+/// Counts from a comparison of values other than zero with what they were quantized to ([`nibble_core::ops::MeasureQuantization`]).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Measured {
     /// Values that did not change.
     pub exact: u64,
-    /// Values other than zero that became zero.
+    /// Values that became zero.
     pub underflowed: u64,
     /// Values beyond the largest code under their scale.
     pub saturated: u64,
-    /// All values. A tensor that is quantized by rows and by columns has twice as many.
+    /// All values other than zero. A tensor that is quantized by rows and by columns has twice as many.
     pub values: u64,
 }
 

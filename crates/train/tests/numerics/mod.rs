@@ -4,6 +4,7 @@ mod cost;
 mod delayed;
 mod formats_train;
 mod golden;
+mod lost;
 mod measured;
 mod planned;
 mod quantized_backward;
