@@ -9,7 +9,7 @@ use nibble_command::error::{Error, Result};
 use nibble_command::{layers, say};
 use nibble_core::Recipe;
 use nibble_core::recipe::{Change, Layer, Passes};
-use nibble_train::checks::{idle_overrides, load_recipe};
+use nibble_train::checks::{for_run, idle_overrides, load_recipe, notes};
 use nibble_train::config::Config;
 use nibble_train::metrics::{Lost, read_layers};
 use nibble_train::trainer::LAYERS_FILE;
@@ -17,6 +17,10 @@ use std::path::Path;
 
 /// The configuration by which `--trace` finds products off the tensor cores and overrides without effect are noted.
 const SIZES: &str = "s";
+
+/// What becomes of a transform that does not divide a layer's width.
+const SHORTENED: &str = "a transform that does not divide the numbers that fprop or dgrad of a layer contracts is shortened there, to the longest of \
+                         64, 32 and 16 that does; if none does, it is left out there; a run says so at its start";
 
 /// Lists the recipes, or explains one
 ///
@@ -83,7 +87,7 @@ pub fn run(args: Args) -> Result<()> {
     };
     let recipe = match &run {
         Some(run) => run.recipe.clone().map_err(Error::usage)?,
-        None => load_recipe(&name)?.in_run(sizes.run_size()),
+        None => for_run(&sizes, load_recipe(&name)?),
     };
     let is_short = !(args.all || args.trace);
     let text = if is_short { format!("{recipe:#}") } else { recipe.to_string() };
@@ -96,6 +100,9 @@ pub fn run(args: Args) -> Result<()> {
     }
     for note in idle((&sizes, of_sizes), &recipe) {
         say!("  note: {note}");
+    }
+    if recipe.transforms_widths() {
+        say!("  {SHORTENED}");
     }
     if is_short {
         layers::each_kind().for_each(|layer| summarize(&recipe, &layer));
@@ -114,6 +121,7 @@ pub fn run(args: Args) -> Result<()> {
         );
     }
     if args.trace {
+        notes(&sizes, &recipe).iter().for_each(|note| say!("with the model of `{of_sizes}`: {note}"));
         for missed in tensor_cores::missed(&sizes, &recipe) {
             say!("off the tensor cores of a GPU, with the sizes of `{of_sizes}`: {missed}");
         }

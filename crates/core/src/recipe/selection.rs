@@ -226,7 +226,8 @@ impl Override {
     }
 
     /// Its layers in words: `last:15%, of these self_attn`.
-    pub(super) fn whose(&self) -> String {
+    #[must_use]
+    pub fn whose(&self) -> String {
         let layers = self.layers.iter().map(Layers::to_string).collect::<Vec<_>>().join(", ");
         match self.kinds.is_empty() {
             true => layers,

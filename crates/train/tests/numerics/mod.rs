@@ -9,5 +9,6 @@ mod measured;
 mod planned;
 mod quantized_backward;
 mod recipe_keys;
+mod recipe_notes;
 mod recipe_plan;
 mod recipes;
