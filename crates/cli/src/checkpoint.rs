@@ -5,7 +5,7 @@ use nibble_command::error::{Error, Result};
 use nibble_command::warn;
 use nibble_core::Recipe;
 use nibble_train::checkpoint::{Checkpoint, latest_valid};
-use nibble_train::checks::checked_recipe;
+use nibble_train::checks::{checked_recipe, for_run};
 use nibble_train::config::{Config, RANDOM, SYNTHETIC};
 use nibble_train::evaluation::Beginning;
 use nibble_train::pretrained::{Pretrained, is_folder};
@@ -193,6 +193,6 @@ fn recipe(checkpoint: &Checkpoint, config: &Config, overrides: &[String]) -> Res
     let names_one = |o: &String| o.split('=').next().is_some_and(|key| key.trim() == "recipe");
     match overrides.iter().any(names_one) {
         true => Ok(checked_recipe(config)?),
-        false => Ok(checkpoint.position().resolved_recipe()?.in_run(config.run_size())),
+        false => Ok(for_run(config, checkpoint.position().resolved_recipe()?)),
     }
 }

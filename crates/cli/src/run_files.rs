@@ -3,7 +3,7 @@
 use nibble_command::error::{Error, Result};
 use nibble_command::warn;
 use nibble_core::Recipe;
-use nibble_train::checks::load_recipe;
+use nibble_train::checks::{for_run, load_recipe};
 use nibble_train::config::Config;
 use nibble_train::data::Dataset;
 use nibble_train::files;
@@ -45,8 +45,8 @@ impl RunFiles {
             )));
         }
         let (config, other_config) = stored_config(dir, &[])?;
-        let recipe = recipe(dir, &config).map(|recipe| recipe.in_run(config.run_size()));
-        // If the recipe cannot be read, its name in the configuration is used.
+        let recipe = recipe(dir, &config).map(|recipe| for_run(&config, recipe));
+        // If the recipe cannot be read, the configuration's name for it is used.
         let recipe_name =
             recipe.as_ref().map_or_else(|_| config.recipe.clone(), |recipe| recipe.name.clone());
         let file = read_metrics(&path)?;

@@ -7,7 +7,7 @@
 use crate::cx::Cx;
 use crate::record::{ChangeKind, CountSite, FoundCells};
 use crate::shards::Spans;
-use nibble_core::formats::{BlockAxis, Purpose, Stream, fnv1a32};
+use nibble_core::formats::{BlockAxis, Codec, Purpose, Stream, fnv1a32};
 use nibble_core::ops::{
     Cast, Counts, Delayed, Dequantize, Emit, Emitted, Found, Hadamard, MeasureQuantization, Numbers,
     PackedRows, Planes, Quantize, QuantizePack, Random, Transcode,
@@ -135,8 +135,9 @@ impl<B: Kernels> Cx<'_, B> {
         }
     }
 
-    /// Runs a kernel that writes a tensor in the form that the plan requires, keeps the kernel's counts, and converts the tensor to the
-    /// plan's two representations. `kernel` gets this form as its argument, and returns the tensor with its other results.
+    /// Runs a kernel that writes a tensor as the plan asks, keeps its counts, and converts the tensor to the plan's two representations.
+    /// `kernel` gets the form in which to write the tensor, and returns the tensor with whatever else it computes. A step that measures runs it
+    /// a second time, for the tensor before it is quantized.
     ///
     /// # Errors
     /// The errors of [`Precision::codec`], [`Cx::convert`] and `kernel`.
@@ -145,10 +146,16 @@ impl<B: Kernels> Cx<'_, B> {
         name: LayerName<'_>,
         conversion: &Conversion<Computed>,
         groups: Option<&Groups<B>>,
-        kernel: impl FnOnce(Emit) -> Result<(Emitted<B>, R)>,
+        kernel: impl Fn(Emit) -> Result<(Emitted<B>, R)>,
     ) -> Result<(Operand<B>, Operand<B>, R)> {
-        let (written, others) = kernel(self.emit(conversion)?)?;
+        let emit = self.emit(conversion)?;
+        let (written, others) = kernel(emit)?;
         self.keep_counts(name.layer, conversion.tensor.name, written.counts.as_ref());
+        if matches!(emit, Emit::Block { .. }) && self.measures_last() {
+            // What the kernel rounds exists nowhere else.
+            let computed = kernel(Emit::Plain(DType::F32))?.0.take_rows("measure_quantization")?;
+            self.measure(computed.plain("measure_quantization")?, [&written.rows, &written.cols], groups)?;
+        }
         let (first, second) = self.convert_computed(name, &written, conversion, groups)?;
         Ok((first, second, others))
     }
@@ -253,12 +260,17 @@ impl<B: Kernels> Cx<'_, B> {
         groups: Option<&Groups<B>>,
         (index, place, top_k): (&B::Buf<i32>, &B::Buf<i32>, usize),
     ) -> Result<(B::Buf<u8>, RowKind)> {
-        let (quantize, cells) = self.quantization(at, x, to, Planes::Rows, groups)?;
+        let quantization = || self.quantization(at, x, to, Planes::Rows, groups);
+        let (quantize, cells) = quantization()?;
         let op = QuantizePack { quantize, index, place, top_k };
         let kind = op.kind();
         let PackedRows { bytes, counts, found } = op.run(self.b)?;
         let made = Emitted { rows: None, cols: None, counts: Some(counts), found };
         self.keep_quantized(at.layer, at.tensor, &made, cells);
+        if self.measures_last() {
+            let again = quantization()?.0.run(self.b)?;
+            self.measure(x, [&again.rows, &None], groups)?;
+        }
         Ok((bytes, kind))
     }
 
@@ -285,8 +297,42 @@ impl<B: Kernels> Cx<'_, B> {
         Ok((Quantize { delayed, ..op }, scales.map(|scales| scales.cells)))
     }
 
-    /// Counts what the last kept quantization did to the values, for rows and for columns. Does nothing in a step that does not measure the
-    /// layer of this quantization.
+    /// Whether this step measures the layer of the counts that were kept last.
+    fn measures_last(&self) -> bool {
+        self.measures.is_some_and(|sample| self.counted.borrow().is_measured(sample))
+    }
+
+    /// In a step that measures their layer: counts what the last kept quantization did to values that an operation quantized on the way, by
+    /// these codecs along rows and along columns. `x` makes the values, or a part of them.
+    ///
+    /// # Errors
+    /// From the backend.
+    pub(crate) fn measure_again(
+        &self,
+        x: impl FnOnce() -> Result<Vec<Tensor<B>>>,
+        codecs: [Option<Codec>; 2],
+    ) -> Result<()> {
+        if codecs == [None; 2] || !self.measures_last() {
+            return Ok(());
+        }
+        let planes = codecs.into_iter().zip([Planes::Rows, Planes::Cols]);
+        let planes: Vec<_> = planes.filter_map(|(codec, planes)| Some((codec?, planes))).collect();
+        let mut counts = Vec::new();
+        for x in x()? {
+            for (codec, planes) in &planes {
+                let made = Quantize::new(&x, *codec, *planes).run(self.b)?;
+                let quantized = made.rows.as_ref().or(made.cols.as_ref());
+                let quantized =
+                    quantized.ok_or(Error::Defect { place: "measure", what: "nothing is made" })?;
+                let quantized = quantized.block("measure_quantization")?;
+                counts.push(MeasureQuantization { x: &x, quantized, groups: None }.run(self.b)?);
+            }
+        }
+        self.counted.borrow_mut().keep_measured(counts);
+        Ok(())
+    }
+
+    /// In a step that measures their layer: counts what the last kept quantization did to the values, for rows and for columns.
     ///
     /// # Errors
     /// The errors of the backend.
@@ -296,7 +342,7 @@ impl<B: Kernels> Cx<'_, B> {
         planes: [&Option<Operand<B>>; 2],
         groups: Option<&Groups<B>>,
     ) -> Result<()> {
-        if !self.measures.is_some_and(|sample| self.counted.borrow().is_measured(sample)) {
+        if !self.measures_last() {
             return Ok(());
         }
         let of = |plane: &Operand<B>| {

@@ -8,6 +8,7 @@ use crate::checkpoint::{
     BLOCK, Checkpoint, SCALE_SUFFIX, TensorAt, TensorSpec, Tensors, divided, header, little_endian, metadata,
     scale_shape,
 };
+use crate::checks::for_run;
 use crate::config::{Config, ModelConfig};
 use crate::error::{Error, Result};
 use crate::family::{self, Family, Named};
@@ -87,8 +88,8 @@ impl Original<'_> {
     fn recipe(&self) -> Result<Option<Recipe>> {
         match self {
             Self::Checkpoint(checkpoint) => {
-                let size = Config::of_checkpoint(checkpoint, &[])?.run_size();
-                Ok(Some(checkpoint.position().resolved_recipe()?.in_run(size)))
+                let config = Config::of_checkpoint(checkpoint, &[])?;
+                Ok(Some(for_run(&config, checkpoint.position().resolved_recipe()?)))
             }
             Self::Folder(_) => Ok(None),
         }

@@ -4,7 +4,7 @@ use nibble_command::console::thousands;
 use nibble_command::error::Result;
 use nibble_command::say;
 use nibble_core::Recipe;
-use nibble_train::checks::load_recipe;
+use nibble_train::checks::{for_run, load_recipe, notes};
 use nibble_train::config::Config;
 use nibble_train::cost::{Cost, Engine, KindCost};
 
@@ -33,8 +33,9 @@ const ALL: &str = "all";
 /// Prints the cost of a training step with a recipe. With `all`, also prints the published figures of other recipes.
 pub fn run(recipe: &str, config: &str, all: bool) -> Result<()> {
     let (name, config) = (config, Config::load(config, &[])?);
-    let recipe = load_recipe(recipe)?.in_run(config.run_size());
+    let recipe = for_run(&config, load_recipe(recipe)?);
     let cost = Cost::of(&config, &recipe)?;
+    notes(&config, &recipe).iter().for_each(|note| say!("{note}"));
     let (tokens, total) = (thousands(cost.tokens), scientific(cost.total()));
     say!(
         "a step of `{name}` under {}, the mean over {} steps: {tokens} tokens",

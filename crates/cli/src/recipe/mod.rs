@@ -3,16 +3,24 @@
 mod cost;
 mod products;
 
+use crate::run_files::RunFiles;
 use crate::tensor_cores;
 use nibble_command::error::{Error, Result};
 use nibble_command::{layers, say};
 use nibble_core::Recipe;
 use nibble_core::recipe::{Change, Layer, Passes};
-use nibble_train::checks::{idle_overrides, load_recipe};
+use nibble_train::checks::{for_run, idle_overrides, load_recipe, notes};
 use nibble_train::config::Config;
+use nibble_train::metrics::{Lost, read_layers};
+use nibble_train::trainer::LAYERS_FILE;
+use std::path::Path;
 
 /// The configuration whose sizes are used to find GEMMs that miss the tensor cores (`--trace`), and overrides without effect.
 const SIZES: &str = "s";
+
+/// What becomes of a transform that does not divide a layer's width.
+const SHORTENED: &str = "a transform that does not divide the numbers that fprop or dgrad of a layer contracts is shortened there, to the longest of \
+                         64, 32 and 16 that does; if none does, it is left out there; a run says so at its start";
 
 /// Lists the recipes, or explains one
 ///
@@ -25,9 +33,10 @@ const SIZES: &str = "s";
     nibble recipe mxfp4-hopper\n  \
     nibble recipe mxfp4-hopper --all\n  \
     nibble recipe my-recipe.toml --trace\n  \
+    nibble recipe runs/tiny --trace\n  \
     nibble recipe hif4 --cost llama-3-8b")]
 pub struct Args {
-    /// A built-in recipe or the path of a TOML file.
+    /// A built-in recipe, the path of a TOML file, or the directory of a run, whose recipe is explained.
     #[arg(value_name = "NAME_OR_FILE")]
     recipe: Option<String>,
     /// Lists the recipes for ablations of a format or of a technique, instead of the recipes for training.
@@ -37,8 +46,9 @@ pub struct Args {
     /// overrides. With --cost, also prints the figures that the HiFloat4 study published.
     #[arg(long, requires = "recipe")]
     all: bool,
-    /// Like --all, but runs the layers and prints the operations that ran. Also prints the operands, scales and kernels of the layers'
-    /// matrix products, and which of these products a GPU would not compute on tensor cores.
+    /// Like --all, but runs the layers and prints the operations that ran. Also prints the layers' matrix products with operands, scales
+    /// and kernels, and the products that a GPU would not compute on tensor cores. Of a run, names the sites whose values became zero or were
+    /// cut off, as far as the run measured them.
     #[arg(long, requires = "recipe")]
     trace: bool,
     /// Prints only the cost of a training step of CONFIG under the recipe: the share of multiply-adds per kind of layer and code width, and
@@ -70,8 +80,15 @@ pub fn run(args: Args) -> Result<()> {
     if let Some(config) = args.cost {
         return cost::run(&name, &config, args.all);
     }
-    let sizes = Config::load(SIZES, &[])?;
-    let recipe = load_recipe(&name)?.in_run(sizes.run_size());
+    let run = run_of(&name)?;
+    let (sizes, of_sizes) = match &run {
+        Some(run) => (run.config.clone(), name.as_str()),
+        None => (Config::load(SIZES, &[])?, SIZES),
+    };
+    let recipe = match &run {
+        Some(run) => run.recipe.clone().map_err(Error::usage)?,
+        None => for_run(&sizes, load_recipe(&name)?),
+    };
     let is_short = !(args.all || args.trace);
     let text = if is_short { format!("{recipe:#}") } else { recipe.to_string() };
     say!("{}", text.trim_end());
@@ -81,8 +98,11 @@ pub fn run(args: Args) -> Result<()> {
         n if is_short => say!("  {n} operands are made from already quantized tensors, which --all prints"),
         _ => {}
     }
-    for note in idle(&sizes, &recipe) {
+    for note in idle((&sizes, of_sizes), &recipe) {
         say!("  note: {note}");
+    }
+    if recipe.transforms_widths() {
+        say!("  {SHORTENED}");
     }
     if is_short {
         layers::each_kind().for_each(|layer| summarize(&recipe, &layer));
@@ -101,16 +121,45 @@ pub fn run(args: Args) -> Result<()> {
         );
     }
     if args.trace {
+        notes(&sizes, &recipe).iter().for_each(|note| say!("with the model of `{of_sizes}`: {note}"));
         for missed in tensor_cores::missed(&sizes, &recipe) {
-            say!("off the tensor cores of a GPU, with the sizes of `{SIZES}`: {missed}");
+            say!("off the tensor cores of a GPU, with the sizes of `{of_sizes}`: {missed}");
+        }
+        if let Some(run) = &run {
+            measured(run)?.iter().for_each(|line| say!("{line}"));
         }
     }
     Ok(())
 }
 
-/// Notes on overrides without effect. Only a run refuses such overrides, and never those of built-in recipes.
-fn idle(config: &Config, recipe: &Recipe) -> Vec<String> {
-    let in_a_run = format!("with the layers and the {} steps of `{SIZES}`", config.train.steps);
+/// The run in a directory of this name, unless a recipe has the name.
+fn run_of(name: &str) -> Result<Option<RunFiles>> {
+    let is_run = !Recipe::all_names().any(|known| known == name) && Path::new(name).is_dir();
+    is_run.then(|| RunFiles::read(Path::new(name))).transpose()
+}
+
+/// What the steps of a run that measured quantization say of values that became zero or were cut off.
+fn measured(run: &RunFiles) -> Result<Vec<String>> {
+    let layers = read_layers(&run.dir.join(LAYERS_FILE))?.metrics;
+    let steps: Vec<_> = layers.iter().filter(|layers| layers.is_measured()).collect();
+    let (Some(first), Some(last)) = (steps.first(), steps.last()) else {
+        return Ok(vec!["the run measured no quantization: set train.quantization_every".to_owned()]);
+    };
+    let lost = Lost::of_run(steps.iter().copied());
+    let what = if lost.is_empty() { "no site loses most of its values" } else { "values are lost:" };
+    let mut lines = vec![format!(
+        "{} steps of the run, {} to {}, were measured; {what}",
+        steps.len(),
+        first.step,
+        last.step
+    )];
+    lines.extend(lost.iter().map(|(step, lost)| format!("  step {step}: {lost}")));
+    Ok(lines)
+}
+
+/// Notes for overrides without effect. Only a run refuses them, and not in built-in recipes.
+fn idle((config, name): (&Config, &str), recipe: &Recipe) -> Vec<String> {
+    let in_a_run = format!("with the layers and the {} steps of `{name}`", config.train.steps);
     idle_overrides(config, recipe).into_iter().map(|idle| format!("{idle} ({in_a_run})")).collect()
 }
 
@@ -201,7 +250,7 @@ mod tests {
             set.recipe = "bf16"
         "#;
         let sizes = Config::load(SIZES, &[]).unwrap();
-        let notes = idle(&sizes, &Recipe::parse("shipped", text).unwrap());
+        let notes = idle((&sizes, SIZES), &Recipe::parse("shipped", text).unwrap());
         let expected = [
             ("`override[1]`", "0.99..1 has none of the 30 steps"),
             ("`override[2]`", "later overrides replace it"),
@@ -213,7 +262,7 @@ mod tests {
             assert!(note.starts_with(key) && note.contains(why) && note.contains("steps of `s`"), "{note}");
         }
         for name in Recipe::all_names() {
-            assert_eq!(idle(&sizes, &Recipe::builtin(name).unwrap()), [""; 0], "{name}");
+            assert_eq!(idle((&sizes, SIZES), &Recipe::builtin(name).unwrap()), [""; 0], "{name}");
         }
     }
 }

@@ -111,10 +111,16 @@ impl Recorded {
         };
         let parameters = predicted.as_ref().ok().map(|p| p.parameters);
         let ledger = predicted.map(|p| p.ledger);
-        // The watchdog needs only the metrics. (In the run itself, each resume started a new watchdog.)
+        // The watchdog needs nothing but the metrics and the counts. (In the run itself, each resume started a new watchdog.)
         let mut watchdog = Watchdog::default();
-        let steps = files.metrics.iter().filter(|metrics| !metrics.is_evaluation());
-        let findings = steps.flat_map(|metrics| watchdog.step(metrics)).collect();
+        let mut findings = Vec::new();
+        let mut counted = layers.metrics.iter().peekable();
+        for metrics in files.metrics.iter().filter(|metrics| !metrics.is_evaluation()) {
+            while let Some(layers) = counted.next_if(|layers| layers.step <= metrics.step) {
+                findings.extend(watchdog.layers(layers));
+            }
+            findings.extend(watchdog.step(metrics));
+        }
         let processes = Process::of_run(dir);
         Ok(Self {
             files,

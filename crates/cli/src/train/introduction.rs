@@ -3,7 +3,7 @@
 use crate::tensor_cores;
 use nibble_command::console::{bytes, thousands};
 use nibble_core::DeviceKind;
-use nibble_train::checks::measures_nothing;
+use nibble_train::checks::notes;
 use nibble_train::config::Config;
 use nibble_train::data::Entropy;
 use nibble_train::plan::{self, Prediction};
@@ -73,7 +73,7 @@ fn what(start: &Start<'_>) -> Vec<String> {
     });
     let forced = "train.force_load_balance assigns experts in turn, whatever routers say: for measuring speed, nothing useful is learnt";
     lines.extend(start.config.train.force_load_balance.then(|| forced.to_owned()));
-    lines.extend(measures_nothing(start.config, start.recipe));
+    lines.extend(notes(start.config, start.recipe));
     lines
 }
 

@@ -17,6 +17,7 @@ mod site;
 mod transform;
 mod unknown;
 mod validate;
+mod widths;
 mod write;
 
 pub use layer::Layer;
@@ -29,10 +30,12 @@ pub use precision::{By, Precision, Section, Setting};
 pub use selection::{Layers, RunSize, Share, Steps};
 pub use site::{From, LayerKind, Product, Site};
 pub use transform::{Signs, Transform};
+pub use widths::{Contracted, Shortened, Widths};
 
 use crate::{DType, Error, Result};
 use nibble_formats::Format;
 use shipped::{BUILTIN, FORMATS, STUDIES};
+use std::sync::Arc;
 
 /// A change of a recipe for some layers, in a part of the run.
 #[derive(Debug, Clone, PartialEq)]
@@ -90,6 +93,8 @@ pub struct Recipe {
     pub overrides: Vec<Override>,
     /// The sizes of the run that uses the recipe, if they are known.
     pub run: Option<RunSize>,
+    /// What the products of the model's layers contract, if the model is known ([`Recipe::with_widths`]).
+    pub widths: Option<Arc<Widths>>,
 }
 
 impl Recipe {
@@ -157,8 +162,14 @@ impl Recipe {
         }
     }
 
-    /// The section of one layer at one point of the run (`progress` = step / steps, from 0 to 1), with overrides.
+    /// The section of one layer at one point of the run (`progress` = step / steps, from 0 to 1), with overrides, and with the transforms that
+    /// the layer's widths allow.
     pub fn section(&self, kind: LayerKind, layer: &str, progress: f64) -> Section {
+        self.fitted(layer, self.written_section(kind, layer, progress))
+    }
+
+    /// [`Recipe::section`] as written, whatever the layer's widths.
+    fn written_section(&self, kind: LayerKind, layer: &str, progress: f64) -> Section {
         let now = |o: &&Override| o.is_for(kind, layer, self.run) && o.holds(progress, self.run);
         self.overrides.iter().filter(now).fold(*self.of(kind), |section, o| o.applied(kind, section))
     }
@@ -225,7 +236,7 @@ impl Recipe {
         plans
     }
 
-    /// Checks and returns every section of these layers over a run, with overrides applied.
+    /// Every section of these layers over a run as written, with overrides, each checked.
     ///
     /// # Errors
     /// [`Error::Recipe`] for an override that matches no layer, depends on a run whose sizes are unknown, or sets a site that none of its
@@ -236,7 +247,7 @@ impl Recipe {
         let mut sections = Vec::new();
         for Layer { kind, name, .. } in layers {
             for progress in &boundaries {
-                let section = self.section(*kind, name, *progress);
+                let section = self.written_section(*kind, name, *progress);
                 if !sections.contains(&section) {
                     validate::section(self, *kind, &section)?;
                     sections.push(section);

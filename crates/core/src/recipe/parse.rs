@@ -42,6 +42,7 @@ pub(super) fn parse(name: &str, text: &str) -> Result<Recipe> {
                 router: Section::plain(DType::F32),
                 overrides: Vec::new(),
                 run: None,
+                widths: None,
             }
         }
     };

@@ -3,7 +3,7 @@
 use super::site::{From, LayerKind, Product, Site};
 use super::transform::Transform;
 use crate::{DType, Result};
-use nibble_formats::{BlockAxis, Codec, DelayedScaling, Format, Rounding, ScaleRule, Scaling};
+use nibble_formats::{BlockAxis, Codec, Correction, DelayedScaling, Format, Rounding, ScaleRule, Scaling};
 use std::fmt;
 
 /// How a block-scaled tensor is converted to other blocks.
@@ -252,6 +252,20 @@ impl Section {
                 }
             }
             Setting::Transform(product, transform) => self.transforms[product as usize] = transform,
+        }
+    }
+
+    /// Shortens the transform of a product that contracts this many numbers ([`Transform::fitted`]). Without a transform, its operands have no
+    /// correction either.
+    pub(super) fn fit(&mut self, product: Product, contracted: usize) {
+        let Some(transform) = self.transform(product) else { return };
+        let fitted = transform.fitted(contracted);
+        self.transforms[product as usize] = fitted;
+        let operands = Site::ALL.into_iter().filter(|site| site.operand_of() == Some(product));
+        for site in operands.filter(|_| fitted.is_none()) {
+            if let Some(precision) = &mut self.sites[site as usize] {
+                precision.scaling.correction = Correction::None;
+            }
         }
     }
 

@@ -225,8 +225,9 @@ impl Override {
         self.steps.fractions(run).is_some_and(|(from, to)| (from..to).contains(&progress))
     }
 
-    /// The override's layers in words: `last:15%, of these self_attn`.
-    pub(super) fn whose(&self) -> String {
+    /// Its layers in words: `last:15%, of these self_attn`.
+    #[must_use]
+    pub fn whose(&self) -> String {
         let layers = self.layers.iter().map(Layers::to_string).collect::<Vec<_>>().join(", ");
         match self.kinds.is_empty() {
             true => layers,

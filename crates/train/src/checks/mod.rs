@@ -1,17 +1,19 @@
 //! Checks of a configuration and its recipe before a run starts.
 
+mod notes;
 mod overrides;
 mod recipe_file;
 mod sizes;
 
+pub use notes::{for_run, notes};
 pub use sizes::check_sizes;
 pub(crate) use sizes::listed;
 
 use crate::config::{Combine, Config, absent};
 use crate::error::Result;
-use crate::spec::{ModelSpec, ParamSpec, Part};
+use crate::spec::ModelSpec;
 use nibble_core::Recipe;
-use nibble_core::recipe::{LayerPlan, Passes, Product, ProductPlan, RunSize, Section};
+use nibble_core::recipe::{RunSize, Section};
 use std::path::Path;
 
 /// Loads a built-in recipe by name, or a recipe file by path.
@@ -43,14 +45,15 @@ fn path_of(recipe: &str) -> Option<&Path> {
 /// in this run.
 pub fn checked_recipe(config: &Config) -> Result<Recipe> {
     check_sizes(config)?;
-    let recipe = load_recipe(&config.recipe)?.in_run(config.run_size());
+    let recipe = for_run(config, load_recipe(&config.recipe)?);
     let Some(path) = path_of(&config.recipe) else {
         check_recipe(config, &recipe)?;
         return Ok(recipe);
     };
     check_recipe(config, &recipe)
         .and_then(|()| {
-            Ok(overrides::check(&recipe, &ModelSpec::new(&config.model).recipe_layers(), config.train.steps)?)
+            let layers = ModelSpec::new(&config.model).recipe_layers();
+            Ok(overrides::check(&recipe.clone().without_widths(), &layers, config.train.steps)?)
         })
         .map_err(|error| recipe_file::in_file(error, path))?;
     Ok(recipe)
@@ -61,7 +64,8 @@ pub fn checked_recipe(config: &Config) -> Result<Recipe> {
 /// of the user, whose model and number of steps may differ.
 #[must_use]
 pub fn idle_overrides(config: &Config, recipe: &Recipe) -> Vec<String> {
-    let recipe = recipe.clone().in_run(config.run_size());
+    // A model's widths may hide what an override decides in another model.
+    let recipe = recipe.clone().in_run(config.run_size()).without_widths();
     let layers = ModelSpec::new(&config.model).recipe_layers();
     overrides::idle(&recipe, &layers, config.train.steps).map(|(key, why)| format!("`{key}` {why}")).collect()
 }
@@ -69,12 +73,11 @@ pub fn idle_overrides(config: &Config, recipe: &Recipe) -> Vec<String> {
 /// Checks that a configuration and a recipe fit each other.
 ///
 /// # Errors
-/// An error for sizes that overflow, an override without matching layers, a batch that the recipe's blocks do not divide, a transform whose
-/// size does not divide a contracted dimension, or a `train.combine` that does not work with quantized rows.
+/// For uncountable sizes, an override without matching layers, a batch that the recipe's blocks do not divide, or a `train.combine` that
+/// quantized rows do not allow.
 pub fn check_recipe(config: &Config, recipe: &Recipe) -> Result<()> {
     check_sizes(config)?;
     check_blocks(config, recipe)?;
-    check_transforms(config, recipe)?;
     check_combine(config, recipe)
 }
 
@@ -93,43 +96,7 @@ pub fn measures_nothing(config: &Config, recipe: &Recipe) -> Option<String> {
     })
 }
 
-/// Checks that the size of each transform divides the contracted dimension of its GEMM. Wgrad contracts whole shards; `check_blocks` checks
-/// the size of shards.
-fn check_transforms(config: &Config, recipe: &Recipe) -> Result<()> {
-    let spec = ModelSpec::new(&config.model);
-    let takes = |part: &Part| {
-        let Some(layer) = part.layer() else { return Ok(()) };
-        let points = recipe.boundaries();
-        points
-            .into_iter()
-            .try_for_each(|point| part_takes(part, &recipe.plan(&layer, point, Passes::TRAINING), recipe))
-    };
-    spec.blocks().try_for_each(|block| block.parts().into_iter().try_for_each(takes))
-}
-
-/// Runs the check of [`check_transforms`] for one part of the model.
-fn part_takes(part: &Part, plan: &LayerPlan, recipe: &Recipe) -> Result<()> {
-    let matrices: Vec<&ParamSpec> = part.weights().iter().filter(|weight| !weight.is_vector()).collect();
-    for ProductPlan { product, weight, transform, .. } in &plan.products {
-        let (Some(transform), Some(weight)) = (transform, matrices.get(*weight)) else { continue };
-        let contracted = match product {
-            Product::Fprop => weight.cols.len(),
-            Product::Dgrad => weight.rows.len(),
-            Product::Wgrad => continue,
-        };
-        if !contracted.is_multiple_of(transform.len) {
-            let (len, product_name, id) = (transform.len, product.name(), &weight.id);
-            let why = format!(
-                "transforms {len} numbers at a time, and {product_name} of {id} contracts {contracted}"
-            );
-            let key = format!("{}.{}", plan.layer.kind.name(), product.rht_key());
-            return Err(nibble_core::Error::Recipe { recipe: recipe.name.clone(), key, why }.into());
-        }
-    }
-    Ok(())
-}
-
-/// Checks that `train.combine` works if the recipe quantizes the rows that experts return to other ranks.
+/// Checks that `train.combine` is possible if the recipe sends rows back quantized.
 fn check_combine(config: &Config, recipe: &Recipe) -> Result<()> {
     match (config.train.combine, recipe.quantized_combine()) {
         (Some(Combine::Tree), Some((site, format))) => {

@@ -15,9 +15,10 @@ use crate::param::{Gathering, Param, Wanted, Writes};
 
 use crate::spec::Part;
 use nibble_choice::head_loss;
-use nibble_core::ops::{Gemm, HeadLoss, HeadLossGrad, HeadLossOut};
+use nibble_core::formats::Codec;
+use nibble_core::ops::{CrossEntropy, Gemm, HeadLoss, HeadLossGrad, HeadLossOut, Planes, Quantize};
 use nibble_core::recipe::{Layer, LayerKind, LayerPlan};
-use nibble_core::{DType, Error, Kernels, Operand, Result, Tensor};
+use nibble_core::{DType, Data, Error, Kernels, Operand, Result, Tensor};
 use std::sync::Arc;
 
 /// The gradient of the head's input, which the forward pass computes.
@@ -123,7 +124,10 @@ impl<B: Kernels> Head<B> {
             HeadLoss { x, w: &w, codecs, targets, shards, chunk, grad }.run(cx.b)
         })?;
         cx.keep_counts(&self.id, "x", out.x_counts.as_ref());
+        cx.measure_again(|| Ok(vec![x.clone()]), [codecs.fprop_x, codecs.wgrad_x])?;
         cx.keep_counts(&self.id, "dlogits", out.dlogits_counts.as_ref());
+        let dlogits = || sample_dlogits(cx, input, (&w, codecs.fprop_x), control);
+        cx.measure_again(dlogits, [codecs.dgrad_dy, codecs.wgrad_dy])?;
         let dx = out.dx.take().ok_or(Error::Defect { place: "head_loss", what: "it gives no gradient" })?;
         Ok((out, HeadSaved { layer: self.id.clone(), dx }))
     }
@@ -134,4 +138,39 @@ impl<B: Kernels> Head<B> {
         let (x, _) = cx.convert(LayerName::new(&self.id), &Operand::Plain(x.clone()), &to, None)?;
         Gemm { a: &x, b: self.weight(table).w()?, out: DType::F32 }.run(cx.b)
     }
+}
+
+/// The gradients of the logits of the first tokens of each shard, which exist only inside the head's operation: made again by the operations
+/// that define it.
+fn sample_dlogits<B: Kernels>(
+    cx: &Cx<'_, B>,
+    input: &HeadInput<'_, B>,
+    (w, codec): (&Operand<B>, Option<Codec>),
+    control: &B::Buf<f32>,
+) -> Result<Vec<Tensor<B>>> {
+    /// Tokens of a shard: whole blocks of any format, and no more than the head takes at a time.
+    const TOKENS: usize = 256;
+    let HeadInput { x_td: x, targets, shards } = *input;
+    let each = x.rows / shards.max(1);
+    let of_shard = |shard: usize| -> Result<Tensor<B>> {
+        let (first, len) = (shard * each, each.min(TOKENS));
+        let rows = first * x.cols..(first + len) * x.cols;
+        let mut sample = Tensor::unwritten(cx.b, x.dtype(), len, x.cols)?;
+        match (&x.data, &mut sample.data) {
+            (Data::F32(x), Data::F32(sample)) => cx.b.copy(x, rows, sample, 0)?,
+            (Data::Bf16(x), Data::Bf16(sample)) => cx.b.copy(x, rows, sample, 0)?,
+            _ => return Err(Error::Defect { place: "head", what: "a sample has another type" }),
+        }
+        let mut of_sample = cx.b.alloc(len)?;
+        cx.b.copy(targets, first..first + len, &mut of_sample, 0)?;
+        let a = match codec {
+            Some(codec) => Quantize::new(&sample, codec, Planes::Rows).run(cx.b)?.take_rows("head")?,
+            None => Operand::Plain(sample),
+        };
+        let logits = Gemm { a: &a, b: w, out: DType::F32 }.run(cx.b)?;
+        let (targets, grad) = (&of_sample, Some(x.dtype()));
+        let made = CrossEntropy { logits: &logits, targets, control, shards: 1, grad }.run(cx.b)?;
+        made.dlogits.ok_or(Error::Defect { place: "cross_entropy", what: "it gives no gradient" })
+    };
+    (0..shards).map(of_shard).collect()
 }

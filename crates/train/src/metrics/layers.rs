@@ -37,7 +37,8 @@ pub struct SiteMetrics {
     /// Values under a delayed scale.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub delayed: Option<u64>,
-    /// Numbers of all values, of exact ones, of those that became zero, and of those beyond the largest code. Absent if not measured.
+    /// Numbers of values other than zero, of exact ones among them, of those that became zero, and of those beyond the largest code. Absent if
+    /// not measured, or if all values are zero.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub measured: Option<[u64; 4]>,
 }

@@ -3,6 +3,7 @@
 
 mod jsonl;
 mod layers;
+mod lost;
 mod plot;
 mod ranks;
 mod tensorboard;
@@ -17,6 +18,7 @@ use serde::{Deserialize, Serialize};
 
 pub use jsonl::{MetricsLog, StepFile, StepLine, StepLog, read_layers, read_metrics, read_rank_times};
 pub use layers::{LayerMetrics, SiteMetrics};
+pub use lost::{Loss, Lost};
 pub use plot::{
     LOSSES_BY, LossCurve, PICTURE, Shown, draw_losses, losses_svg, plot_attribute, svg_beginning, thinned,
 };

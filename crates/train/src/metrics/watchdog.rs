@@ -1,7 +1,8 @@
-//! Detects slow failures: collapsing experts, loss spikes, a rising fraction of inexact blocks, a rank that keeps the others waiting. The
-//! first rank checks every record. A finding is reported once when it begins, and again only after it was over.
+//! Detects slow failures: collapsing experts, loss spikes, a rising fraction of inexact blocks, quantization that zeroes or cuts off most of a
+//! tensor, a rank that keeps the others waiting. The first rank checks every record. A finding is reported once when it begins, and again only
+//! after it was over.
 
-use super::{Metrics, RankTimes};
+use super::{LayerMetrics, Lost, Metrics, RankTimes};
 
 /// Checks the metrics of every step.
 #[derive(Debug, Clone, Default)]
@@ -12,6 +13,10 @@ pub struct Watchdog {
     inexact: [Usual; 2],
     /// Which of [`Watchdog::step`]'s findings are active.
     is_on: [bool; 5],
+    /// Sites that lose most of their values, in the order in which they were found. Each is told once.
+    lost: Vec<Lost>,
+    /// Whether any step measured quantization.
+    has_measured: bool,
     /// For how many consecutive steps each rank has been slow.
     slow: Vec<u64>,
 }
@@ -43,6 +48,9 @@ impl Usual {
     }
 }
 
+/// What to do about experts without tokens if nothing else explains them.
+const ROUTERS: &str = "look at moe/load_max_over_mean, and raise model.aux_loss_coef or lower train.lr";
+
 impl Watchdog {
     /// Samples before anything is judged: means must settle, and a router starts unbalanced.
     const SETTLED: u64 = 50;
@@ -60,10 +68,20 @@ impl Watchdog {
         let step = metrics.step;
         if let Some(dead) = metrics.dead_expert_fraction {
             let settled = self.steps >= Self::SETTLED;
+            let advice = match (self.lost.first(), self.has_measured) {
+                (Some(lost), _) => {
+                    format!("the cause may be that the quantization of {} {}", lost.site(), lost.what())
+                }
+                (None, true) => ROUTERS.to_owned(),
+                (None, false) => {
+                    format!(
+                        "{ROUTERS}; under a recipe that quantizes gradients, train.quantization_every finds those that become zero"
+                    )
+                }
+            };
             let text = || {
                 format!(
-                    "step {step}: {:.0} % of the experts get no token (moe/dead_expert_fraction); look at moe/load_max_over_mean, \
-                     and raise model.aux_loss_coef or lower train.lr",
+                    "step {step}: {:.0} % of the experts get no token (moe/dead_expert_fraction); {advice}",
                     100.0 * dead
                 )
             };
@@ -113,6 +131,17 @@ impl Watchdog {
         begun
     }
 
+    /// Takes the counts of a step's sites, before the step's metrics, and returns one sentence for each site that loses most of its values
+    /// ([`Lost`]) and was not reported before.
+    pub fn layers(&mut self, layers: &LayerMetrics) -> Vec<String> {
+        self.has_measured |= layers.is_measured();
+        let mut found = Lost::of_step(layers);
+        found.retain(|new| self.lost.iter().all(|old| !old.is_same(new)));
+        let told = found.iter().map(|lost| format!("warning: step {}: {lost}", layers.step)).collect();
+        self.lost.extend(found);
+        told
+    }
+
     /// Takes the ranks' times of a step, and returns the findings that begin with it: a rank that was busy for at least 1.25 times the
     /// ranks' median in 50 consecutive steps. The finding ends with the first step in which it was not.
     pub fn ranks(&mut self, times: &RankTimes) -> Vec<String> {
@@ -151,6 +180,7 @@ impl Watchdog {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::metrics::SiteMetrics;
 
     /// Reports for these steps after 300 normal ones.
     fn told(then: &[Metrics]) -> Vec<String> {
@@ -202,6 +232,36 @@ mod tests {
         let all = told(&[lifted, shifted]);
         assert_eq!(all.len(), 2, "{all:?}");
         assert!(all[0].contains("lift") && all[1].contains("shift"), "{all:?}");
+    }
+
+    #[test]
+    fn a_site_that_loses_its_values_is_named_once_and_then_instead_of_the_router() {
+        let site = |zeros| SiteMetrics {
+            layer: "model.layers.0.self_attn.o_proj".into(),
+            tensor: "dy".into(),
+            measured: Some([100_000, 0, zeros, 0]),
+            ..SiteMetrics::default()
+        };
+        let all = |zeros: u64| -> Vec<String> {
+            let mut watchdog = Watchdog::default();
+            let mut of = |step| {
+                let mut told =
+                    watchdog.layers(&LayerMetrics { step, load: Vec::new(), sites: vec![site(zeros)] });
+                let dead = Some(0.6);
+                told.extend(watchdog.step(&Metrics {
+                    step,
+                    dead_expert_fraction: dead,
+                    ..Metrics::default()
+                }));
+                told
+            };
+            (1..=100).flat_map(&mut of).collect()
+        };
+        let [lost, collapse] = &all(99_999)[..] else { panic!("{:?}", all(99_999)) };
+        assert!(lost.starts_with("warning: step 1: ") && lost.contains("self_attn.o_proj.dy"), "{lost}");
+        assert!(collapse.contains("o_proj.dy") && !collapse.contains("aux_loss_coef"), "{collapse}");
+        let [collapse] = &all(30_000)[..] else { panic!("{:?}", all(30_000)) };
+        assert!(collapse.contains("aux_loss_coef") && !collapse.contains("quantization_every"), "{collapse}");
     }
 
     #[test]

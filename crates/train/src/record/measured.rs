@@ -37,16 +37,16 @@ impl LayerSample {
     }
 }
 
-/// Counts from a comparison of quantized values with the original values ([`nibble_core::ops::MeasureQuantization`]).
+/// Counts from a comparison of values other than zero with what they were quantized to ([`nibble_core::ops::MeasureQuantization`]).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Measured {
     /// Number of values that did not change.
     pub exact: u64,
-    /// Number of non-zero values that became zero.
+    /// Values that became zero.
     pub underflowed: u64,
     /// Number of values that are larger than the largest code under their scale.
     pub saturated: u64,
-    /// Number of all values. For a tensor that is quantized by rows and by columns, each value counts twice.
+    /// All values other than zero. A tensor that is quantized by rows and by columns has twice as many.
     pub values: u64,
 }
 

@@ -54,7 +54,7 @@ pub use start::run_dir::{
     require_free, stored_config,
 };
 
-use crate::checks::{check_recipe, checked_recipe};
+use crate::checks::{check_recipe, checked_recipe, for_run};
 use crate::config::Config;
 use crate::data::{Dataset, Loader};
 use crate::error::{Error, Result};
@@ -149,7 +149,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// # Errors
     /// The errors of [`Trainer::new`], except those of data.
     pub fn under(b: &'a B, mesh: impl Into<Mesh<'a, B>>, config: &Config, recipe: Recipe) -> Result<Self> {
-        let (mesh, recipe) = (mesh.into(), recipe.in_run(config.run_size()));
+        let (mesh, recipe) = (mesh.into(), for_run(config, recipe));
         phase(format_args!("making the model"));
         check_recipe(config, &recipe)?;
         plan::require_room_for_state(b, mesh.shape(), mesh.all.host_ranks(), config, &recipe)?;

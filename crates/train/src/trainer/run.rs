@@ -242,8 +242,10 @@ impl<'a, 'o, B: Kernels> Run<'a, 'o, B> {
         while trainer.unread() > unread {
             let settled = trainer.settle().map_err(|error| trainer.of_divergence(error, false));
             trainer.tell_notes(outputs.is_some(), *observer);
+            let mut lost = Vec::new();
             if let (Some(layers), Some(outputs)) = (trainer.take_layers(), outputs.as_mut()) {
                 outputs.write_layers(&layers)?;
+                lost = watchdog.layers(&layers);
             }
             let times = trainer.rank_times.take();
             let Some(mut metrics) = settled? else { break };
@@ -259,7 +261,7 @@ impl<'a, 'o, B: Kernels> Run<'a, 'o, B> {
                 observer.measure(&mut metrics);
                 outputs.write(&metrics)?;
                 observer.step(&metrics);
-                watchdog.step(&metrics).iter().for_each(|begun| observer.note(begun));
+                lost.iter().chain(&watchdog.step(&metrics)).for_each(|begun| observer.note(begun));
             }
             reach(Point::MetricsWritten)?;
         }

@@ -7,6 +7,7 @@ use nibble_core::recipe::{LayerKind, Passes, Precision, Setting, Site};
 use nibble_core::{Backend, Comm, Mesh, Recipe, Traffic};
 use nibble_cpu::{Cpu, HostComm};
 use nibble_testkit::{Breadth, Recorder};
+use nibble_train::checks::for_run;
 use nibble_train::config::Config;
 use nibble_train::metrics::Metrics;
 use nibble_train::model::Decoder;
@@ -181,7 +182,7 @@ fn the_ledger_is_what_the_allocator_holds() {
             };
             let what = format!("{recipe}, {world} ranks");
             let config = small(recipe, &[]);
-            let of = Recipe::builtin(recipe).unwrap().in_run(config.run_size());
+            let of = for_run(&config, Recipe::builtin(recipe).unwrap());
             let layers = ModelSpec::new(&config.model).recipe_layers();
             let experts = layers.iter().filter(|layer| layer.kind == LayerKind::Expert);
             let keeps_a = experts

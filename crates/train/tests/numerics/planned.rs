@@ -9,6 +9,7 @@ use nibble_core::recipe::{Cols, Kept, LayerKind, Passes, Rows};
 use nibble_core::{Backend, BlockScaled, DeviceKind, Mesh, Recipe};
 use nibble_dry::Dry;
 use nibble_testkit::Dice;
+use nibble_train::checks::for_run;
 use nibble_train::config::Config;
 use nibble_train::cx::Cx;
 use nibble_train::delayed::{DelayedRecords, DelayedSites};
@@ -156,7 +157,7 @@ fn steps_do_what_is_planned_under_every_shipped_recipe() {
     for name in rig::recipes() {
         let wide: Vec<&str> = rig::WIDE.into_iter().chain(rig::WIDE_EXPERTS).collect();
         for config in [rig::small(name, &wide), rig::dense(name, &[])] {
-            let recipe = Recipe::builtin(name).unwrap().in_run(config.run_size());
+            let recipe = for_run(&config, Recipe::builtin(name).unwrap());
             assert_done(&config, &recipe, DeviceKind::Host, name);
         }
     }

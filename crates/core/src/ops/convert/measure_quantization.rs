@@ -4,15 +4,16 @@ use crate::{Agreement, Backend, BlockScaled, Error, Groups, Result, Tensor};
 
 /// Counts how a quantization changed a tensor's values: exact, underflowed and saturated values.
 ///
-/// For each value x, whose code decodes to q in F32:
+/// For each value x other than zero, whose code decodes to q in F32:
 ///
 /// * [`EXACT`](Self::EXACT): q = x;
-/// * [`UNDERFLOWED`](Self::UNDERFLOWED): x is not zero, but q is zero;
-/// * [`SATURATED`](Self::SATURATED): the code has the element's largest magnitude, and |x| > |q|: x is out of range of its scale;
-/// * [`VALUES`](Self::VALUES): the number of all values.
+/// * [`UNDERFLOWED`](Self::UNDERFLOWED): q = 0;
+/// * [`SATURATED`](Self::SATURATED): the code has the element's largest magnitude, and |x| > |q| > 0: x is out of range of its scale;
+/// * [`VALUES`](Self::VALUES): all of them.
 ///
-/// A NaN does not count as exact, underflowed or saturated. The same holds for every value of a block that is marked NaN. The op counts
-/// neither padding rows of `groups` nor the rows that `Col` tensors have beyond `x`.
+/// A zero counts nowhere: it stays zero under every quantization, and would hide what becomes of the other values. A NaN counts neither as
+/// exact nor as underflowed nor as saturated. The same holds for every value of a block that is marked NaN. Padding rows of `groups` are
+/// not counted; neither are the rows that `Col` tensors have beyond `x`.
 #[derive(Debug)]
 pub struct MeasureQuantization<'a, B: Backend> {
     /// The input of the quantization, F32 or BF16, before any transform.
@@ -30,7 +31,7 @@ impl<B: Backend> MeasureQuantization<'_, B> {
     pub const UNDERFLOWED: usize = 1;
     /// Index of the number of values beyond the largest code.
     pub const SATURATED: usize = 2;
-    /// Index of the number of all values.
+    /// Index of the number of values other than zero.
     pub const VALUES: usize = 3;
     /// Number of counts.
     pub const COUNTS: usize = 4;

@@ -31,10 +31,13 @@ pub(crate) fn measure_quantization(cpu: &Cpu, op: MeasureQuantization<'_, Cpu>) 
         let mut found = [0; Op::COUNTS];
         for col in 0..x.cols {
             let (x, q) = (value(x, row * x.cols + col), decoded.values[row * x.cols + col]);
+            if x == 0.0 {
+                continue;
+            }
             let is_largest = element.decode(code(row, col)).abs() == element.max();
             found[Op::EXACT] += u64::from(q == x);
-            found[Op::UNDERFLOWED] += u64::from(x != 0.0 && q == 0.0 && !x.is_nan());
-            found[Op::SATURATED] += u64::from(is_largest && x.abs() > q.abs());
+            found[Op::UNDERFLOWED] += u64::from(q == 0.0 && !x.is_nan());
+            found[Op::SATURATED] += u64::from(is_largest && x.abs() > q.abs() && q != 0.0);
             found[Op::VALUES] += 1;
         }
         found
@@ -58,13 +61,13 @@ mod tests {
     fn kept_lost_and_cut_off_values_by_hand() {
         let cpu = Cpu::new(1).unwrap();
         let mut x = vec![0.0f32; 32];
-        // There are six exact values (besides zeros), two values that underflow, one value that is rounded, and a 7 that saturates.
+        // Six exact values, two that underflow, one that rounds, and a 7 that saturates. Zeros do not count.
         x[..10].copy_from_slice(&[4.0, -6.0, 0.5, -1.5, 3.0, 2.0, 0.1, -0.2, 2.4, 7.0]);
         let codec = Codec::new(Format::Mxfp4, ScaleRule::Floor, Rounding::NearestEven).unwrap();
         let x = Tensor::from_f32(&cpu, &x, 1, 32).unwrap();
         let made = Quantize::new(&x, codec, Planes::Rows).run(&cpu).unwrap().take_rows("test").unwrap();
         let quantized = made.block("test").unwrap();
         let counts = MeasureQuantization { x: &x, quantized, groups: None }.run(&cpu).unwrap();
-        assert_eq!(cpu.download(&counts).unwrap(), [6 + 22, 2, 1, 32]);
+        assert_eq!(cpu.download(&counts).unwrap(), [6, 2, 1, 10]);
     }
 }

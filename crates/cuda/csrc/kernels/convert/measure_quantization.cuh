@@ -1,5 +1,5 @@
-// Compares quantized values with the originals. Adds to `counts` the numbers of exact values, of values that became zero, of values beyond
-// the largest code, and of all values. Codes are decoded as by dequantize_units.
+// Compares quantized values with the originals: counts, over values other than zero, of exact values, of values that became zero, of
+// values beyond the largest code, and of all, added to `counts`. Codes are decoded as by dequantize_units.
 //
 // measure_quantization<F, X, kDown>: 256 threads; sizeof(UnitCodes<F>) dynamic shared memory, kAcross = kDown ? 2 : 16.
 //   Blocks along the rows, and 2-D blocks: codes [rows][cols]; grid ceil(rows / 16) * ceil(cols / 1024).
@@ -81,9 +81,10 @@ __global__ void __launch_bounds__(kUnitThreads, 2) measure_quantization(const Me
             if constexpr (F::kTensor)
                 if (arg.tensor_scale != nullptr) q = __fmul_rn(q, __ldg(arg.tensor_scale + row));
             const float x = Few<X, 1>::load(arg.x + (u64(row) * arg.cols + col) * X::kBytes).value(0);
+            if (x == 0.0f) continue;
             exact += q == x;
-            underflowed += x != 0.0f && q == 0.0f && x == x;
-            saturated += fabsf(element[i]) == F::Element::kMax && fabsf(x) > fabsf(q);
+            underflowed += q == 0.0f && x == x;
+            saturated += fabsf(element[i]) == F::Element::kMax && fabsf(x) > fabsf(q) && q != 0.0f;
             ++values;
         }
     }

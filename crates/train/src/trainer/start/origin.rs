@@ -3,7 +3,7 @@
 
 use super::run_dir::{METRICS_FILE, PICTURE_FILE, has_begun, stored_config};
 use crate::checkpoint::{Checkpoint, Store, latest_valid};
-use crate::checks::{checked_recipe, load_recipe};
+use crate::checks::{checked_recipe, for_run, load_recipe};
 use crate::config::{Combine, Config, TrainConfig, kept_beside};
 use crate::data::Dataset;
 use crate::error::{Error, Result};
@@ -57,7 +57,7 @@ impl Origin {
         };
         let earlier = Config::of_checkpoint(&checkpoint, &[])?;
         let mut config = config.going_on_from(&earlier);
-        let recipe = checkpoint.position().resolved_recipe()?.in_run(config.run_size());
+        let recipe = for_run(&config, checkpoint.position().resolved_recipe()?);
         config.keep_tokenizer(&earlier, kept_beside(&checkpoint));
         let data = Dataset::of(&config)?;
         require_same(&config, &earlier, &recipe, &data, &checkpoint)?;

@@ -11,7 +11,7 @@ use nibble_core::{Kernels, Recipe};
 use nibble_cpu::Cpu;
 use nibble_testkit::recorder::{Recorder, traced};
 use nibble_testkit::{Breadth, Dice};
-use nibble_train::checks::{check_recipe, idle_overrides};
+use nibble_train::checks::{check_recipe, for_run, idle_overrides};
 use nibble_train::config::Config;
 use nibble_train::one_layer::{LayerProduct, OneLayer};
 use nibble_train::spec::ModelSpec;
@@ -149,7 +149,7 @@ fn model_of_layers() -> (Config, Vec<Layer>) {
 
 /// A recipe that a run of a model follows, if that is one.
 pub(crate) fn followed(config: &Config, layers: &[Layer], text: &str) -> Option<Recipe> {
-    let recipe = Recipe::parse("random", text).ok()?.in_run(config.run_size());
+    let recipe = for_run(config, Recipe::parse("random", text).ok()?);
     recipe.sections(layers).ok()?;
     (check_recipe(config, &recipe).is_ok() && idle_overrides(config, &recipe).is_empty()).then_some(recipe)
 }
@@ -230,7 +230,7 @@ impl Drawn {
             if !Breadth::of_tests().either(true, daily) {
                 continue;
             }
-            let again = Recipe::parse("random", &recipe.to_toml()).unwrap().in_run(config.run_size());
+            let again = for_run(&config, Recipe::parse("random", &recipe.to_toml()).unwrap());
             assert!(same(&again, &recipe), "reads back as another: {text}");
             let changes = runs.assert_planned(&recipe, &layers, &text).into_iter();
             drawn.seen.extend(changes.map(|c| (c.op, c.tensor, c.is_move(), c.to)));

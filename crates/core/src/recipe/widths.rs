@@ -1,0 +1,140 @@
+//! Transforms in a model whose widths they do not divide.
+
+use super::{Layer, LayerKind, Product, Recipe, Section, Setting, Transform};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// How many numbers fprop, dgrad and wgrad of a layer's weights contract, in the order of [`Product::ALL`]: the greatest common divisor over
+/// the layer's weights. 0 stands for a number that every transform divides.
+pub type Contracted = [usize; Product::ALL.len()];
+
+/// What the products of a model's layers contract, by the name of the layer.
+pub type Widths = BTreeMap<String, Contracted>;
+
+/// A product of a layer in which a recipe's transform is shortened or left out.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Shortened {
+    /// The kind of the layer.
+    pub kind: LayerKind,
+    /// The layer's name.
+    pub layer: String,
+    /// The product.
+    pub product: Product,
+    /// How many numbers the product contracts, as in [`Contracted`].
+    pub contracted: usize,
+    /// The length of the recipe's transform.
+    pub from: usize,
+    /// The length of the layer's transform; `None` if it has none.
+    pub to: Option<usize>,
+}
+
+impl Recipe {
+    /// The recipe for a model with these widths. Where a transform does not divide what its product contracts, [`Recipe::section`] has the
+    /// longest shorter one that does ([`Transform::fitted`]). If there is none, the product has no transform, and its operands no
+    /// `correction`, which is unbiased only under one. [`Recipe::to_toml`] writes what was read, whatever the widths.
+    #[must_use]
+    pub fn with_widths(self, widths: Widths) -> Self {
+        Self { widths: Some(Arc::new(widths)), ..self }
+    }
+
+    /// The recipe for a model whose widths its transforms divide.
+    #[must_use]
+    pub fn without_widths(self) -> Self {
+        Self { widths: None, ..self }
+    }
+
+    /// Whether a layer's widths may matter: whether fprop or dgrad of any layer has a transform at any point of a run.
+    pub fn transforms_widths(&self) -> bool {
+        let of_base = LayerKind::ALL.into_iter().flat_map(|kind| self.of(kind).settings(kind));
+        let of_overrides = self.overrides.iter().flat_map(|o| o.set.iter().map(|(_, setting)| *setting));
+        let by_width =
+            |setting| matches!(setting, Setting::Transform(Product::Fprop | Product::Dgrad, Some(_)));
+        of_base.chain(of_overrides).any(by_width)
+    }
+
+    /// The transforms that these layers have not as the recipe says, at any point of a run; each once.
+    pub fn shortened(&self, layers: &[Layer]) -> Vec<Shortened> {
+        let mut all = Vec::new();
+        for Layer { kind, name, .. } in layers {
+            let Some(widths) = self.widths_of(name) else { continue };
+            for progress in self.boundaries() {
+                let written = self.written_section(*kind, name, progress);
+                for product in kind.transformed() {
+                    let contracted = widths[*product as usize];
+                    let Some(whole) = written.transform(*product) else { continue };
+                    let to = whole.fitted(contracted).map(|transform| transform.len);
+                    let (product, layer, from) = (*product, name.clone(), whole.len);
+                    let new = Shortened { kind: *kind, layer, product, contracted, from, to };
+                    if to != Some(from) && !all.contains(&new) {
+                        all.push(new);
+                    }
+                }
+            }
+        }
+        all
+    }
+
+    fn widths_of(&self, layer: &str) -> Option<&Contracted> {
+        self.widths.as_ref()?.get(layer)
+    }
+
+    /// A section as written, with the transforms that the layer's widths allow.
+    pub(super) fn fitted(&self, layer: &str, mut section: Section) -> Section {
+        if let Some(widths) = self.widths_of(layer) {
+            Product::ALL.into_iter().for_each(|product| section.fit(product, widths[product as usize]));
+        }
+        section
+    }
+}
+
+impl Transform {
+    /// The transform for a product that contracts this many numbers: this one if it divides them, otherwise the longest shorter one that
+    /// does, with the same signs' source; `None` if none does.
+    #[must_use]
+    pub fn fitted(self, contracted: usize) -> Option<Self> {
+        let lengths = nibble_formats::hadamard::LENGTHS.into_iter().rev();
+        let len = lengths.filter(|len| *len <= self.len).find(|len| contracted.is_multiple_of(*len))?;
+        Some(Self { len, ..self })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::recipe::{Signs, Site};
+    use nibble_formats::Correction;
+
+    #[test]
+    fn the_longest_transform_that_divides_a_width() {
+        let of = |len, contracted| {
+            Transform::new(len, Signs::Step).unwrap().fitted(contracted).map(|transform| transform.len)
+        };
+        let widths = [0, 384, 192, 96, 48, 40, 1].map(|contracted| of(128, contracted));
+        assert_eq!(widths, [Some(128), Some(128), Some(64), Some(32), Some(16), None, None]);
+        assert_eq!([64, 48].map(|contracted| of(32, contracted)), [Some(32), Some(16)]);
+    }
+
+    #[test]
+    fn a_section_has_what_its_layer_allows() {
+        let recipe = Recipe::builtin("nvfp4-quartet2").unwrap();
+        let widths = [("wide", 256), ("narrow", 192), ("odd", 40)];
+        let widths = widths.map(|(name, width)| (name.to_owned(), [width, width, 0])).into();
+        let fitted = recipe.clone().with_widths(widths);
+        let of = |name: &str| fitted.section(LayerKind::Linear, name, 0.0);
+        let whole = recipe.section(LayerKind::Linear, "wide", 0.0);
+        assert_eq!([of("wide"), of("unknown")], [whole; 2]);
+        let lengths = |name| Product::ALL.map(|product| of(name).transform(product).map(|of| of.len));
+        assert_eq!(lengths("narrow"), [None, Some(64), Some(128)]);
+        assert_eq!(lengths("odd"), [None, None, Some(128)]);
+        let correction = |name, site| of(name).at(site).scaling.correction;
+        let sites = [Site::DgradDy, Site::DgradW, Site::WgradDy].map(|site| correction("odd", site));
+        assert_eq!(sites, [Correction::None, Correction::None, Correction::MsEden]);
+        assert_eq!(correction("narrow", Site::DgradDy), Correction::MsEden);
+        let layers = ["wide", "narrow", "odd"].map(|name| Layer::new(LayerKind::Linear, name));
+        let told = fitted.shortened(&layers).into_iter().map(|s| (s.layer, s.product, s.from, s.to));
+        let expected = [("narrow", Some(64)), ("odd", None)];
+        let expected = expected.map(|(name, to)| (name.to_owned(), Product::Dgrad, 128, to));
+        assert_eq!(told.collect::<Vec<_>>(), expected);
+        assert_eq!(fitted.to_toml(), recipe.to_toml());
+    }
+}
