@@ -133,7 +133,15 @@ impl Recipe {
     /// [`Error::Recipe`] naming the key, for an unknown key, a bad value, a key that decides nothing, or a combination without
     /// kernels.
     pub fn parse(name: &str, text: &str) -> Result<Self> {
-        let recipe = parse::parse(name, text)?;
+        Self::parse_with(name, text, &Self::builtin)
+    }
+
+    /// Like [`Recipe::parse`], with `named` for the recipes that `extends` and `set.recipe` name, instead of [`Recipe::builtin`].
+    ///
+    /// # Errors
+    /// As [`Recipe::parse`]; a [`Error::Recipe`] of `named` is reported at the key that names the recipe.
+    pub fn parse_with(name: &str, text: &str, named: &dyn Fn(&str) -> Result<Self>) -> Result<Self> {
+        let recipe = parse::parse(name, text, named)?;
         validate::validate(&recipe)?;
         Ok(recipe)
     }

@@ -13,13 +13,16 @@ use toml::{Table, Value};
 /// The table of settings for both dense layers and experts.
 const ALL: &str = "all";
 
-/// The recipe being read, for error messages.
+/// The recipe being read.
 struct Reader<'a> {
+    /// Its name, for error messages.
     recipe: &'a str,
+    /// The recipes that it names.
+    named: &'a dyn Fn(&str) -> Result<Recipe>,
 }
 
-pub(super) fn parse(name: &str, text: &str) -> Result<Recipe> {
-    let reader = Reader { recipe: name };
+pub(super) fn parse(name: &str, text: &str, named: &dyn Fn(&str) -> Result<Recipe>) -> Result<Recipe> {
+    let reader = Reader { recipe: name, named };
     let table: Table = text.parse().map_err(|e: toml::de::Error| reader.error("(file)", e.to_string()))?;
     let activations = table.get("activations").map(|value| reader.activations(value)).transpose()?;
     let mut recipe = match table.get("extends") {
@@ -28,7 +31,7 @@ pub(super) fn parse(name: &str, text: &str) -> Result<Recipe> {
             if base == name {
                 return Err(reader.error("extends", "a recipe cannot extend itself".into()));
             }
-            Recipe::builtin(base).map_err(|e| reader.about("extends", e))?
+            named(base).map_err(|e| reader.about("extends", e))?
         }
         None => {
             let plain = Section::plain(activations.unwrap_or(DType::Bf16));
@@ -490,7 +493,7 @@ impl Reader<'_> {
         let mut set: Vec<(LayerKind, Setting)> = Vec::new();
         if let Some(name) = table.get("recipe") {
             let key = "override.set.recipe";
-            let other = Recipe::builtin(self.string(key, name)?).map_err(|e| self.about(key, e))?;
+            let other = (self.named)(self.string(key, name)?).map_err(|e| self.about(key, e))?;
             let of_kind =
                 |kind| other.of(kind).settings(kind).into_iter().map(move |setting| (kind, setting));
             let all = LayerKind::ALL.into_iter().flat_map(of_kind);

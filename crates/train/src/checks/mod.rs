@@ -1,7 +1,7 @@
 //! Checks of a run before it starts.
 
 mod overrides;
-mod recipe_file;
+pub(crate) mod recipe_file;
 mod sizes;
 
 pub use sizes::check_sizes;
@@ -12,7 +12,8 @@ use crate::error::Result;
 use crate::spec::{ModelSpec, ParamSpec, Part};
 use nibble_core::Recipe;
 use nibble_core::recipe::{LayerPlan, Passes, Product, ProductPlan, RunSize, Section};
-use std::path::Path;
+use recipe_file::path_of;
+use std::path::PathBuf;
 
 /// A built-in recipe by name, or a recipe file by path.
 ///
@@ -31,9 +32,10 @@ pub fn load_recipe(name_or_path: &str) -> Result<Recipe> {
     }
 }
 
-/// The file of a recipe, unless it is built in.
-fn path_of(recipe: &str) -> Option<&Path> {
-    recipe.ends_with(".toml").then(|| Path::new(recipe))
+/// The files that [`load_recipe`] reads: a recipe file, and the recipe files that it names. None for a built-in recipe.
+#[must_use]
+pub fn recipe_files(name_or_path: &str) -> Vec<PathBuf> {
+    recipe_file::files_of(name_or_path)
 }
 
 /// The recipe of a configuration, after checking that both fit each other.
