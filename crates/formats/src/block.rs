@@ -5,6 +5,7 @@ use crate::element::Element;
 use crate::rounding::Rounding;
 use crate::scale::{Scale, ScaleKind};
 use crate::scaling::Scaling;
+use crate::square::Square;
 
 /// The scale of a block as its values are encoded.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -90,6 +91,18 @@ impl BlockParams {
 pub trait BlockCodec: std::fmt::Debug + Sync {
     /// The scale of a block of finite values, for the largest magnitude `amax`, which includes [`Headroom`](crate::Headroom).
     fn scale(&self, params: &BlockParams, x: &[f32], amax: f32) -> BlockScale;
+
+    /// The scale of a line of a square ([`square`](crate::square)), whose largest magnitude is `amax`. Overridden by formats with scales of
+    /// shares of a block.
+    fn scale_in_square(
+        &self,
+        params: &BlockParams,
+        _square: Square<'_>,
+        _line: usize,
+        amax: f32,
+    ) -> BlockScale {
+        self.scale(params, &[], amax)
+    }
 
     /// Value `i` of a block in units of its element: the number that is rounded to a code.
     fn scaled(&self, _params: &BlockParams, x: f32, _i: usize, scale: BlockScale) -> f32 {

@@ -45,6 +45,8 @@ pub struct Override {
     pub optional: bool,
     /// Part of the run.
     pub steps: Steps,
+    /// Beginnings of the keys that it may set; none: all.
+    pub products: Option<Vec<String>>,
     /// The settings, by kind of layer.
     pub set: Vec<(LayerKind, Setting)>,
 }
@@ -52,8 +54,24 @@ pub struct Override {
 impl Override {
     /// A section of a kind of layer, with this change.
     fn applied(&self, kind: LayerKind, mut section: Section) -> Section {
+        if self.keeps_dgrad_w(kind) && section.written(Site::DgradW).is_none() {
+            section.set(Setting::Site(Site::DgradW, section.written(Site::FpropW).copied()));
+        }
         self.set.iter().filter(|(k, _)| *k == kind).for_each(|(_, setting)| section.set(*setting));
         section
+    }
+
+    /// Whether it changes fprop's weight and may not change dgrad's, which then stays as it is.
+    pub(crate) fn keeps_dgrad_w(&self, kind: LayerKind) -> bool {
+        let sets = |site: Site| {
+            let is_it = |(k, s): &(LayerKind, Setting)| {
+                *k == kind && matches!(s, Setting::Site(of, _) if *of == site)
+            };
+            self.set.iter().any(is_it)
+        };
+        let may =
+            |site: Site| self.products.as_ref().is_none_or(|all| all.iter().any(|p| p == site.product()));
+        kind.has(Site::DgradW) && sets(Site::FpropW) && !may(Site::DgradW)
     }
 
     /// Whether it takes all sites from another recipe, or all sites of some products.

@@ -18,6 +18,7 @@
 //   `col_any` whether a line has a non-zero code. Columns have these per span of rows (`span_of_row`; one span if null), and one record per
 //   `column_record` rows: 128, which group starts are multiples of, or all rows. Formats with one scale per tensor take `tensor`, indexed
 //   by the span of a row: `span_of_row`, or its matrix if null.
+//   Squared<F>: kFormRows + kFormCols with records under scales of squares of kBlock x kBlock. Rounds by `policy`.
 //   Chosen<F> takes `scaling`. 2-D blocks sum the losses of both candidate scales in shared memory, in integers.
 //   With `found` (a tensor's delayed scale only): the bits of the largest magnitude of each of `found_spans` spans, initially zeros; NaN
 //   where a value is not finite. found_counts[0] += the finite values that exceed `unit` of their span.
@@ -208,8 +209,13 @@ __device__ __forceinline__ void quantize_tile(const UnitsArg& arg, const Roundin
         fetch_tile<In, kAcross>(shared.values, arg, matrix, first_row, first_col);
     }
 
-    if constexpr (F::kTiles && kAcross == 2) {
-        if (is_square && threadIdx.x < 64) {
+    constexpr bool kMayBeSquare = (F::kTiles || F::kSquares) && kAcross == 2;
+    const bool has_squares = F::kSquares || is_square;
+    if constexpr (kMayBeSquare) {
+        if constexpr (kInSquares<F>) {
+            for (int i = threadIdx.x; i < 32 * 32; i += kUnitThreads) shared.quad_max[i] = 0;
+        }
+        if (has_squares && threadIdx.x < 64) {
             shared.square_max[threadIdx.x] = 0;
             shared.square_any[threadIdx.x] = 0;
             if constexpr (kChooses<F>) shared.square_lost[0][threadIdx.x] = shared.square_lost[1][threadIdx.x] = 0;
@@ -217,8 +223,17 @@ __device__ __forceinline__ void quantize_tile(const UnitsArg& arg, const Roundin
     }
     ptx::copies_wait();
     __syncthreads();
-    if constexpr (F::kTiles && kAcross == 2) {
-        if (is_square) {
+    if constexpr (kMayBeSquare) {
+        if constexpr (kInSquares<F>) {
+            const int row = threadIdx.x / 2, first_quad = threadIdx.x % 2 * (kUnit / 4);
+#pragma unroll 1
+            for (int i = 0; i < kUnit / 16; ++i) {
+                const Sixteen<In> x = Sixteen<In>::load(shared.values, threadIdx.x, i);
+#pragma unroll
+                for (int j = 0; j < 4; ++j) atomicMax(&shared.quad_max[row / 4 * 32 + first_quad + i * 4 + j], x.template largest<4>(j * 4));
+            }
+        }
+        if (has_squares) {
             constexpr int kSide = F::kBlock < kUnit ? F::kBlock : kUnit;
 #pragma unroll 1
             for (int first = 0; first < kUnit; first += kSide) {

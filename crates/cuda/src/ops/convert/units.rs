@@ -18,8 +18,10 @@ pub(super) struct UnitFormat {
     pub rule: Option<ScaleRule>,
     /// The device's struct (`csrc/formats/`).
     pub device: &'static str,
-    /// The same struct with non-default scales.
+    /// The same struct with non-default scales, with scales of squares, and with both.
     chosen: &'static str,
+    squared: &'static str,
+    chosen_squared: &'static str,
     /// Rounding modes with a separate code path; empty where other kernels handle the common cases.
     pub own: &'static [Rounding],
 }
@@ -27,11 +29,22 @@ pub(super) struct UnitFormat {
 const fn row(
     format: Format,
     rule: Option<ScaleRule>,
-    device: &'static str,
-    chosen: &'static str,
+    [device, chosen, squared, chosen_squared]: [&'static str; 4],
     own: &'static [Rounding],
 ) -> UnitFormat {
-    UnitFormat { format, rule, device, chosen, own }
+    UnitFormat { format, rule, device, chosen, squared, chosen_squared, own }
+}
+
+/// A struct of the device, and its variants.
+macro_rules! device {
+    ($name:ident) => {
+        [
+            concat!("nib::", stringify!($name)),
+            concat!("nib::Chosen<nib::", stringify!($name), ">"),
+            concat!("nib::Squared<nib::", stringify!($name), ">"),
+            concat!("nib::Squared<nib::Chosen<nib::", stringify!($name), ">>"),
+        ]
+    };
 }
 
 /// Every block format: each `NIB_UNIT_FORMAT` in `csrc/formats/`, by file and line. The build script generates them
@@ -63,6 +76,12 @@ impl UnitFormat {
         rules.any(|rule| scaling.check(self.format, *rule).is_ok()).then_some(self.chosen)
     }
 
+    /// The struct with scales of squares, if the format has them: with non-default scales too, where these are supported.
+    pub fn squared(&self) -> Option<&'static str> {
+        let has_squares = self.format.spec().squares;
+        has_squares.then(|| if self.chosen().is_some() { self.chosen_squared } else { self.squared })
+    }
+
     /// `UnitCodes` of the kernels.
     pub fn code_bytes(&self) -> usize {
         let of_unit = VALUES_PER_UNIT * self.format.spec().code_bits as usize / 8;
@@ -74,6 +93,16 @@ impl UnitFormat {
         let losses = if is_chosen && self.format.spec().has_candidates { 2 * 64 } else { 0 };
         let squares_and_total = (losses + 64 + 64 + 3) * size_of::<u32>();
         (value_bytes(input) + self.code_bytes() + squares_and_total).next_multiple_of(16)
+    }
+
+    /// The same with scales of squares; where parts have scales, with the maxima of 4 × 4 values of a tile of 128 × 128.
+    pub fn squared_shared_bytes(&self, input: DType) -> usize {
+        let has_parts = self
+            .rule
+            .or(self.format.spec().default_rule())
+            .is_some_and(|rule| self.format.scale_kind(rule).levels().len() > 1);
+        let quads = if has_parts { 32 * 32 * size_of::<u32>() } else { 0 };
+        self.quantize_shared_bytes(input, false) + quads
     }
 
     /// `DecodedUnitsShared` of the kernel; it includes the codes of rows where `both` rows and columns may be written.
