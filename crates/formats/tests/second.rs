@@ -36,6 +36,6 @@ fn error(rule: ScaleRule) -> f64 {
 #[test]
 fn columns_from_dequantized_rows_are_rounded_again_only_under_f32_scales() {
     let (f32_scales, powers) = (error(ScaleRule::Amax), error(ScaleRule::Rceil));
-    assert!((f32_scales - 0.0237).abs() < 0.001, "{f32_scales}");
+    assert!((f32_scales - 0.0256).abs() < 0.001, "{f32_scales}");
     assert!(powers < 1e-4, "{powers}");
 }
