@@ -42,6 +42,7 @@ pub mod scaling;
 mod scaling_support;
 pub mod spec;
 pub mod square;
+pub mod square_codec;
 
 pub use block::{BlockCodec, BlockParams, BlockScale, amax};
 pub use codec::Codec;
@@ -59,4 +60,5 @@ pub use rounding::Rounding;
 pub use scale::{Scale, ScaleKind, ScaleLevel, ScaleNumber, ScalePlane, ScalePlaneMut};
 pub use scaling::{BlockShape, Candidates, Correction, Headroom, Outer, Scaling, Thresholds};
 pub use spec::{FormatSpec, WHOLE_LINE};
-pub use square::{Square, SquareScales};
+pub use square::Square;
+pub use square_codec::SquareScales;
