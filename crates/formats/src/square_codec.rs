@@ -77,7 +77,7 @@ mod tests {
         let number = |i: usize| {
             let hash = (i as u32).wrapping_mul(2_654_435_761) ^ 0x9E37;
             let mantissa = 1.0 + (hash >> 9 & 0xFF) as f32 / 256.0;
-            let exponent = (hash >> 20 & 7) as i32 - if hash % 61 == 0 { -3 } else { 4 };
+            let exponent = (hash >> 20 & 7) as i32 - if hash.is_multiple_of(61) { -3 } else { 4 };
             mantissa * f32::powi(2.0, exponent) * if hash & 1 == 0 { 1.0 } else { -1.0 }
         };
         (0..len).map(number).collect()
@@ -95,12 +95,12 @@ mod tests {
                 let scales = codec.quantize_square((&x, width), |_| unreachable!(), &mut codes);
                 let other = codec.quantize_square((&turned, height), |_| unreachable!(), &mut of_turned);
                 assert_eq!((&scales.rows, &scales.cols), (&other.cols, &other.rows));
-                for i in 0..x.len() {
+                for (i, &code) in codes.iter().enumerate() {
                     let (row, col) = (i / width, i % width);
-                    let along = codec.decode(codes[i], col, scales.rows[row]);
-                    let down = codec.decode(codes[i], row, scales.cols[col]);
+                    let along = codec.decode(code, col, scales.rows[row]);
+                    let down = codec.decode(code, row, scales.cols[col]);
                     assert_eq!(along.to_bits(), down.to_bits(), "{:?} at {row}, {col}", codec.format());
-                    assert_eq!(codes[i], of_turned[col * height + row]);
+                    assert_eq!(code, of_turned[col * height + row]);
                 }
             }
         }
