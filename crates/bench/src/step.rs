@@ -10,6 +10,7 @@ use nibble_command::error::{Error, Result};
 use nibble_command::say;
 use nibble_core::{DType, MemoryStats, Recipe, Traffic};
 use nibble_cuda::Launched;
+use nibble_train::checks::recipe_files;
 use nibble_train::config::Config;
 use nibble_train::plan;
 use nibble_train::rank::RunMemory;
@@ -78,7 +79,7 @@ impl Args {
     /// The files that the benchmark reads.
     pub(crate) fn inputs(&self) -> Result<Vec<PathBuf>> {
         let config = Config::load(&self.config, &self.device.after(self.overrides.clone()))?;
-        let recipes = self.recipes.iter().filter(|name| name.ends_with(".toml")).map(PathBuf::from);
+        let recipes = self.recipes.iter().flat_map(|name| recipe_files(name));
         Ok(config.files(&self.config).into_iter().chain(recipes).collect())
     }
 }

@@ -5,6 +5,7 @@ use crate::element::Element;
 use crate::rounding::Rounding;
 use crate::scale::{Scale, ScaleKind};
 use crate::scaling::Scaling;
+use crate::square::Square;
 
 /// The scale of a block while the block is encoded.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -92,7 +93,19 @@ pub trait BlockCodec: std::fmt::Debug + Sync {
     /// The scale of a block of finite values with the largest magnitude `amax`. `amax` already includes [`Headroom`](crate::Headroom).
     fn scale(&self, params: &BlockParams, x: &[f32], amax: f32) -> BlockScale;
 
-    /// Value `i` of a block, divided by its scale: the number that is rounded to a code.
+    /// The scale of a line of a square ([`square`](crate::square)), whose largest magnitude is `amax`. Overridden by formats with scales of
+    /// shares of a block.
+    fn scale_in_square(
+        &self,
+        params: &BlockParams,
+        _square: Square<'_>,
+        _line: usize,
+        amax: f32,
+    ) -> BlockScale {
+        self.scale(params, &[], amax)
+    }
+
+    /// Value `i` of a block in units of its element: the number that is rounded to a code.
     fn scaled(&self, _params: &BlockParams, x: f32, _i: usize, scale: BlockScale) -> f32 {
         x * scale.inv
     }

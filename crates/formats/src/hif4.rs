@@ -14,6 +14,7 @@ use crate::element::Element;
 use crate::rounding::Rounding;
 use crate::scale::{Scale, ScaleKind, ScaleNumber};
 use crate::spec::{FormatSpec, PLAIN};
+use crate::square::Square;
 use half::bf16;
 
 pub(crate) const HIF4: FormatSpec = FormatSpec {
@@ -23,6 +24,7 @@ pub(crate) const HIF4: FormatSpec = FormatSpec {
     block: 64,
     rules: &[ScaleRule::Amax, ScaleRule::Cann],
     rounding: Rounding::NearestAway,
+    squares: true,
     has_thresholds: true,
     scales: |_| ScaleKind::HIF4,
     codec: &Hif4,
@@ -40,29 +42,23 @@ const MOST: f64 = 49152.0;
 
 impl BlockCodec for Hif4 {
     fn scale(&self, params: &BlockParams, x: &[f32], amax: f32) -> BlockScale {
-        let wanted = if params.rule == ScaleRule::Cann {
-            let wanted = to_bits(f64::from(bf16::from_f32(amax)) * SEVENTH, 8);
-            // From half a step above the largest E6M2 number on, the byte would be NaN.
-            if !(LEAST..1.625 * 32768.0).contains(&wanted) {
-                return BlockScale { record: ScaleKind::HIF4.nan(), inv: f32::NAN };
-            }
-            wanted
-        } else {
-            to_bits(f64::from(amax) * SEVENTH, 8).clamp(LEAST, MOST)
+        let quads = quad_maxima(x);
+        scale_of(params, amax, quads, std::array::from_fn(|share| quads[2 * share].max(quads[2 * share + 1])))
+    }
+
+    fn scale_in_square(
+        &self,
+        params: &BlockParams,
+        square: Square<'_>,
+        line: usize,
+        amax: f32,
+    ) -> BlockScale {
+        let shares = |side: usize, i: usize| {
+            let first = line / side * side;
+            square.largest(first..first + side, i * side..(i + 1) * side)
         };
-        let byte = e6m2_byte(to_bits(wanted, 3));
-        let inv = 1.0 / ScaleNumber::E6m2.decode(byte);
-        let inv = if params.scaling.thresholds.divides() { inv } else { bf16::from_f32(inv).to_f32() };
-        let quads = quad_maxima(x).map(|amax| f64::from(amax) * f64::from(inv)); // exact
-        let [high, low] = params.scaling.thresholds.bounds();
-        let mut record = u64::from(byte);
-        for (share, [a, b]) in quads.as_chunks::<2>().0.iter().enumerate() {
-            let doubled = a.max(*b) >= high;
-            let bound = if doubled { high } else { low };
-            let of_quads = u64::from(*a >= bound) | u64::from(*b >= bound) << 1;
-            record |= u64::from(doubled) << (8 + share) | of_quads << (16 + 2 * share);
-        }
-        BlockScale { record: Scale(record), inv }
+        let quads = std::array::from_fn(|quad| shares(4, quad));
+        scale_of(params, amax, quads, std::array::from_fn(|share| shares(8, share)))
     }
 
     fn scaled(&self, params: &BlockParams, x: f32, i: usize, scale: BlockScale) -> f32 {
@@ -86,7 +82,35 @@ impl BlockCodec for Hif4 {
     }
 }
 
-/// The reciprocal of the powers of two by which value `i` is scaled in addition to the E6M2 scale.
+/// The scale of a block whose largest magnitude is `amax`, from the largest magnitudes of the values that share the octaves of each sixteenth
+/// and of each eighth.
+fn scale_of(params: &BlockParams, amax: f32, sixteenths: [f32; 16], eighths: [f32; 8]) -> BlockScale {
+    let wanted = if params.rule == ScaleRule::Cann {
+        let wanted = to_bits(f64::from(bf16::from_f32(amax)) * SEVENTH, 8);
+        // From half a step above the largest number on, the byte would be NaN.
+        if !(LEAST..1.625 * 32768.0).contains(&wanted) {
+            return BlockScale { record: ScaleKind::HIF4.nan(), inv: f32::NAN };
+        }
+        wanted
+    } else {
+        to_bits(f64::from(amax) * SEVENTH, 8).clamp(LEAST, MOST)
+    };
+    let byte = e6m2_byte(to_bits(wanted, 3));
+    let inv = 1.0 / ScaleNumber::E6m2.decode(byte);
+    let inv = if params.scaling.thresholds.divides() { inv } else { bf16::from_f32(inv).to_f32() };
+    let exact = |amax: f32| f64::from(amax) * f64::from(inv);
+    let [high, low] = params.scaling.thresholds.bounds();
+    let mut record = u64::from(byte);
+    for (share, ([a, b], both)) in sixteenths.as_chunks::<2>().0.iter().zip(eighths).enumerate() {
+        let doubled = exact(both) >= high;
+        let bound = if doubled { high } else { low };
+        let of_quads = u64::from(exact(*a) >= bound) | u64::from(exact(*b) >= bound) << 1;
+        record |= u64::from(doubled) << (8 + share) | of_quads << (16 + 2 * share);
+    }
+    BlockScale { record: Scale(record), inv }
+}
+
+/// The reciprocal of the octaves of value `i` beyond those of E6M2.
 #[inline]
 fn shift(record: Scale, i: usize) -> f64 {
     let octaves = (record.0 >> (8 + i / 8) & 1) + (record.0 >> (16 + i / 4) & 1);

@@ -40,6 +40,8 @@ pub mod scale;
 pub mod scaling;
 mod scaling_support;
 pub mod spec;
+pub mod square;
+pub mod square_codec;
 
 pub use block::{BlockCodec, BlockParams, BlockScale, amax};
 pub use codec::Codec;
@@ -55,5 +57,7 @@ pub use packing::{pack_codes, packed_bytes, packed_code, unpack_codes};
 pub use philox::{Purpose, Stream, fnv1a32};
 pub use rounding::Rounding;
 pub use scale::{Scale, ScaleKind, ScaleLevel, ScaleNumber, ScalePlane, ScalePlaneMut};
-pub use scaling::{Candidates, Correction, Headroom, Outer, Scaling, Thresholds};
+pub use scaling::{BlockShape, Candidates, Correction, Headroom, Outer, Scaling, Thresholds};
 pub use spec::{FormatSpec, WHOLE_LINE};
+pub use square::Square;
+pub use square_codec::SquareScales;

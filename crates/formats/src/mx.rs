@@ -11,6 +11,7 @@ const fn mx(name: &'static str, element: Element) -> FormatSpec {
         code_bits: element.code_bits(),
         block: 32,
         rules: &[Rceil, Floor, Ceil, Even],
+        squares: true,
         ..PLAIN
     }
 }

@@ -24,6 +24,8 @@ pub struct Scaling {
     pub outer: Outer,
     /// Factor by which a block's scale is corrected after its values are rounded.
     pub correction: Correction,
+    /// The values of a weight that share scales.
+    pub block: BlockShape,
 }
 
 /// A factor from 1 to 2 in steps of 1/16. The largest magnitude of a block or tensor is multiplied by this factor when a scale is chosen.
@@ -204,20 +206,32 @@ named! {
     }
 }
 
+named! {
+    "block",
+    /// The values of a weight that share scales, in formats whose blocks are stored line by line.
+    BlockShape {
+        /// A line of a block's length.
+        Line = "line",
+        /// A square of that side, for the weight as it is and for the transposed weight alike ([`square`](crate::square)).
+        Square = "square",
+    }
+}
+
 impl Correction {
     /// The ratio of a block's scale to the scale without saturation, before rounding: 0.93 · 17/16.
     pub const CLIP: f32 = 0.93 * 17.0 / 16.0;
 }
 
 impl Scaling {
-    /// The names of these choices in recipes.
-    pub const KEYS: [&'static str; 5] = ["headroom", "thresholds", "candidates", "outer", "correction"];
+    /// The names of the choices in recipes.
+    pub const KEYS: [&'static str; 6] =
+        ["headroom", "thresholds", "candidates", "outer", "correction", "block"];
 
     /// Names and values of the choices that differ from the defaults.
     pub fn chosen(&self) -> impl Iterator<Item = (&'static str, String)> {
         let values = |of: &Scaling| {
-            let Scaling { headroom, thresholds, candidates, outer, correction } = of;
-            [headroom as &dyn std::fmt::Display, thresholds, candidates, outer, correction]
+            let Scaling { headroom, thresholds, candidates, outer, correction, block } = of;
+            [headroom as &dyn std::fmt::Display, thresholds, candidates, outer, correction, block]
                 .map(|v| v.to_string())
         };
         let both = values(self).into_iter().zip(values(&Scaling::default()));
@@ -228,9 +242,12 @@ impl Scaling {
             .map(|(key, (is, _))| (key, is))
     }
 
-    /// The choices that differ from the defaults, in words: a correction is named by its value alone.
+    /// The same in words: a correction and the shape of blocks are named by their values alone.
     pub fn in_words(&self) -> impl Iterator<Item = String> {
-        self.chosen().map(|(key, value)| if key == "correction" { value } else { format!("{key} {value}") })
+        self.chosen().map(|(key, value)| match key {
+            "correction" | "block" => value,
+            _ => format!("{key} {value}"),
+        })
     }
 
     /// Whether scales need random bits.
@@ -238,7 +255,12 @@ impl Scaling {
         self.correction != Correction::None
     }
 
-    /// Whether every choice is the default, which gives the format's standard definition.
+    /// Whether the lines of a square share scales.
+    pub fn is_square(&self) -> bool {
+        self.block == BlockShape::Square
+    }
+
+    /// Whether it is the default, which gives a format's own bits.
     pub fn is_default(&self) -> bool {
         *self == Scaling::default()
     }

@@ -72,6 +72,11 @@ impl Scaling {
                 "a corrected block has one scale",
             ),
             (
+                self.block != default.block && !spec.squares,
+                "block",
+                "its lines do not share scales in squares",
+            ),
+            (
                 self.outer != default.outer && !(has_records && kind.has_tensor_scale()),
                 "outer",
                 "its blocks have no scales under one of the tensor",

@@ -29,7 +29,10 @@ pub struct FormatSpec {
     pub rounding: Rounding,
     /// Whether 2-D blocks, `block` × `block`, may share a scale.
     pub tiles: bool,
-    /// Whether sub-blocks get factors of two by [`Thresholds`](crate::Thresholds).
+    /// Whether the lines of a square, `block` × `block`, may share scales by [`BlockShape`](crate::BlockShape), though each line stores its
+    /// own record ([`Codec::quantize_square`](crate::Codec::quantize_square)).
+    pub squares: bool,
+    /// Whether shares of a block get octaves by [`Thresholds`](crate::Thresholds).
     pub has_thresholds: bool,
     /// Whether a block may choose among several scales ([`Candidates`](crate::Candidates)).
     pub has_candidates: bool,
@@ -62,6 +65,7 @@ pub(crate) const PLAIN: FormatSpec = FormatSpec {
     rules: &[],
     rounding: Rounding::NearestEven,
     tiles: false,
+    squares: false,
     has_thresholds: false,
     has_candidates: false,
     has_correction: false,

@@ -5,4 +5,5 @@ mod golden;
 mod headroom;
 mod published_faults;
 mod scaling;
+mod second;
 mod unbiased;

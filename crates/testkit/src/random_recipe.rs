@@ -52,7 +52,7 @@ impl Dice {
                 let round = self.rounding();
                 fields.push(format!("round = \"{round}\""));
             }
-            if site.is_weight() && format.spec().tiles && self.once_in(3) {
+            if site.is_weight() && (format.spec().tiles || format.spec().squares) && self.once_in(3) {
                 let block = self.of(&["line", "square"]);
                 fields.push(format!("block = \"{block}\""));
             }

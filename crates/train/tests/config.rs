@@ -393,6 +393,7 @@ fn published_models_have_as_many_parameters_as_are_published() -> Outcome {
         ("qwen3-30b-a3b", "qwen3_moe", 30_532_122_624),
         ("llama-3.2-1b", "llama", 1_235_814_400),
         ("llama-3-8b", "llama", 8_030_261_248),
+        ("openpangu-1b", "qwen2", 1_155_872_256),
         ("deepseek-v2-lite", "deepseek_v2", 15_706_484_224),
         ("deepseek-v2", "deepseek_v2", 235_741_434_880),
         ("deepseek-v3", "deepseek_v3", 671_026_419_200u128),

@@ -12,7 +12,7 @@ use nibble_command::say;
 use nibble_core::recipe::{LayerKind, Site};
 use nibble_core::{DType, Recipe, RowKind};
 use nibble_formats::{Format, ScaleRule};
-use nibble_train::checks::load_recipe;
+use nibble_train::checks::{load_recipe, recipe_files};
 use serde_json::{Value, json};
 use std::path::PathBuf;
 use sums::{Errors, TOP_KS};
@@ -60,8 +60,7 @@ pub struct Args {
 impl Args {
     /// The files that the benchmark reads.
     pub(crate) fn inputs(&self) -> Vec<PathBuf> {
-        let path = self.recipe.ends_with(".toml").then(|| PathBuf::from(&self.recipe));
-        path.into_iter().collect()
+        recipe_files(&self.recipe)
     }
 }
 

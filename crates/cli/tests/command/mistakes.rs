@@ -347,7 +347,8 @@ fn weights_that_are_not_numbers_stop_the_run_and_are_named() {
 fn a_run_keeps_its_recipe_and_notices_a_text_that_changed_under_its_name() {
     let place = Place::with_text();
     let recipe = place.path("mine.toml");
-    std::fs::write(&recipe, "extends = \"mxfp4-hopper\"").unwrap();
+    std::fs::write(&recipe, "extends = \"base.toml\"").unwrap();
+    std::fs::write(place.path("base.toml"), "extends = \"mxfp4-hopper\"").unwrap();
     let run = ["--recipe", "mine.toml", "--set", "run.dir=run"];
     place.train(&run).ok();
     let model = "run/checkpoints/step-00000012/model.safetensors";
@@ -358,6 +359,7 @@ fn a_run_keeps_its_recipe_and_notices_a_text_that_changed_under_its_name() {
     std::fs::write(&recipe, "extends = \"bf16\"").unwrap();
     assert_eq!(place.nibble(&["eval", "run"]).ok().stdout, loss);
     std::fs::remove_file(&recipe).unwrap();
+    std::fs::remove_file(place.path("base.toml")).unwrap();
     assert_eq!(place.nibble(&["eval", "run"]).ok().stdout, loss);
     assert_eq!(place.nibble(&["generate", "run", "--tokens", "20"]).ok().stdout, text);
     assert_ne!(place.nibble(&["eval", "run", "--recipe", "bf16"]).ok().stdout, loss);
@@ -365,6 +367,10 @@ fn a_run_keeps_its_recipe_and_notices_a_text_that_changed_under_its_name() {
     std::fs::remove_dir_all(place.path("run/checkpoints/step-00000012")).unwrap();
     place.train(&[&run[..], &["--resume"]].concat()).ok().contains("continuing after step 8");
     assert!(read(place.path(model)) == want, "resumed under the recipe that it began with");
+    // Without checkpoints the run begins again, under the same recipe.
+    std::fs::remove_dir_all(place.path("run/checkpoints")).unwrap();
+    place.train(&[&run[..], &["--resume", "--set", "checkpoint.every=12"]].concat()).ok();
+    assert!(read(place.path(model)) == want, "begun again under the recipe that it began with");
     let mut text = std::fs::read(place.path("text.txt")).unwrap();
     text[100] ^= 1;
     std::fs::write(place.path("text.txt"), text).unwrap();

@@ -42,14 +42,14 @@ const CASES: &[Case] = &[
     reading(case("quantize", "OUT", "m.safetensors --format mxfp4", Does::Writes), &["m.safetensors"]),
     reading(
         case("inspect", "--out", "small.toml --recipe mine.toml", Does::Writes),
-        &["small.toml", "mine.toml", "text.txt"],
+        &["small.toml", "mine.toml", "base.toml", "text.txt"],
     ),
     case("verify", "--json", "--cpu --only cast", Does::Writes),
     case("bench", "--json", "", Does::Measures),
     reading(case("bench all", "--json", "small.toml", Does::Measures), &["small.toml", "text.txt"]),
     reading(
         case("bench step", "--json", "small.toml --recipe mine.toml --steps 1", Does::Writes),
-        &["small.toml", "mine.toml", "text.txt"],
+        &["small.toml", "mine.toml", "base.toml", "text.txt"],
     ),
     case("bench ops", "--json", "", Does::Measures),
     case("bench kernels", "--json", "", Does::AsksForGpu),
@@ -60,7 +60,10 @@ const CASES: &[Case] = &[
     case("bench attention", "--json", "", Does::AsksForGpu),
     case("bench experts", "--json", "", Does::AsksForGpu),
     case("bench grouped", "--json", "--format mxfp8-e4m3", Does::AsksForGpu),
-    reading(case("bench exchange", "--json", "--recipe mine.toml", Does::Writes), &["mine.toml"]),
+    reading(
+        case("bench exchange", "--json", "--recipe mine.toml", Does::Writes),
+        &["mine.toml", "base.toml"],
+    ),
 ];
 
 impl Case {
@@ -92,7 +95,8 @@ impl Case {
 fn place() -> Place {
     let place = Place::with_text();
     place.train(&["--set", "run.dir=run", "--set", "train.steps=2"]).ok();
-    std::fs::write(place.path("mine.toml"), "extends = \"bf16\"\n").unwrap();
+    std::fs::write(place.path("mine.toml"), "extends = \"base.toml\"\n").unwrap();
+    std::fs::write(place.path("base.toml"), "extends = \"bf16\"\n").unwrap();
     std::fs::copy(place.path("run/checkpoints/step-00000002/model.safetensors"), place.path("m.safetensors"))
         .unwrap();
     place

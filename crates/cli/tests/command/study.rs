@@ -16,7 +16,12 @@ set = ["train.steps=6", "checkpoint.every=2"]
 fn place() -> Place {
     let place = Place::with_text();
     std::fs::write(place.path("small.toml"), crate::SMALL).unwrap();
-    std::fs::write(place.path("small-study.toml"), STUDY).unwrap();
+    std::fs::write(place.path("small-study.toml"), STUDY.replace("mxfp4-hopper", "recipes/mine.toml"))
+        .unwrap();
+    // A recipe of a file that extends another.
+    std::fs::create_dir(place.path("recipes")).unwrap();
+    std::fs::write(place.path("recipes/mine.toml"), "extends = \"base.toml\"\n").unwrap();
+    std::fs::write(place.path("recipes/base.toml"), "extends = \"mxfp4-hopper\"\n").unwrap();
     place
 }
 
@@ -40,7 +45,7 @@ fn a_study_whose_runs_are_killed_has_the_rows_of_one_that_was_not() {
     let study = ["study", "small-study.toml", "--device", "cpu"];
     place.nibble(&[&study[..], &["--plan"]].concat()).ok().contains("4 runs, 0 done, 4 left");
     assert!(!place.path("small-study").exists(), "a plan writes nothing");
-    place.nibble(&study).ok().contains("4 of 4 cells have been run").contains("`mxfp4-hopper`");
+    place.nibble(&study).ok().contains("4 of 4 cells have been run").contains("`recipes/mine.toml`");
     let whole = rows(&place, "small-study");
     assert_eq!(whole.len(), 4);
     assert!(

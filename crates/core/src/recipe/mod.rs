@@ -49,6 +49,8 @@ pub struct Override {
     pub optional: bool,
     /// The part of the run.
     pub steps: Steps,
+    /// Beginnings of the keys that it may set; none: all.
+    pub products: Option<Vec<String>>,
     /// The settings, by kind of layer.
     pub set: Vec<(LayerKind, Setting)>,
 }
@@ -56,11 +58,27 @@ pub struct Override {
 impl Override {
     /// A section of this kind of layer, with this change applied.
     fn applied(&self, kind: LayerKind, mut section: Section) -> Section {
+        if self.keeps_dgrad_w(kind) && section.written(Site::DgradW).is_none() {
+            section.set(Setting::Site(Site::DgradW, section.written(Site::FpropW).copied()));
+        }
         self.set.iter().filter(|(k, _)| *k == kind).for_each(|(_, setting)| section.set(*setting));
         section
     }
 
-    /// Whether the override takes all sites, or all sites of some products, from another recipe.
+    /// Whether it changes fprop's weight and may not change dgrad's, which then stays as it is.
+    pub(crate) fn keeps_dgrad_w(&self, kind: LayerKind) -> bool {
+        let sets = |site: Site| {
+            let is_it = |(k, s): &(LayerKind, Setting)| {
+                *k == kind && matches!(s, Setting::Site(of, _) if *of == site)
+            };
+            self.set.iter().any(is_it)
+        };
+        let may =
+            |site: Site| self.products.as_ref().is_none_or(|all| all.iter().any(|p| p == site.product()));
+        kind.has(Site::DgradW) && sets(Site::FpropW) && !may(Site::DgradW)
+    }
+
+    /// Whether it takes all sites from another recipe, or all sites of some products.
     fn is_whole(&self) -> bool {
         let has = |kind, site| {
             self.set.iter().any(|(k, s)| *k == kind && matches!(s, Setting::Site(s, _) if *s == site))
@@ -138,7 +156,15 @@ impl Recipe {
     /// # Errors
     /// [`Error::Recipe`] that names the key, for an unknown key, a bad value, a key that decides nothing, or a combination without kernels.
     pub fn parse(name: &str, text: &str) -> Result<Self> {
-        let recipe = parse::parse(name, text)?;
+        Self::parse_with(name, text, &Self::builtin)
+    }
+
+    /// Like [`Recipe::parse`], with `named` for the recipes that `extends` and `set.recipe` name, instead of [`Recipe::builtin`].
+    ///
+    /// # Errors
+    /// As [`Recipe::parse`]; a [`Error::Recipe`] of `named` is reported at the key that names the recipe.
+    pub fn parse_with(name: &str, text: &str, named: &dyn Fn(&str) -> Result<Self>) -> Result<Self> {
+        let recipe = parse::parse(name, text, named)?;
         validate::validate(&recipe)?;
         Ok(recipe)
     }

@@ -7,19 +7,24 @@ use super::{
     Transform, scaling,
 };
 use crate::{DType, Error, Result};
-use nibble_formats::{AmaxOf, BlockAxis, DelayedScaling, Format, Rounding, ScaleRule, Scaling, hadamard};
+use nibble_formats::{
+    AmaxOf, BlockAxis, BlockShape, DelayedScaling, Format, Rounding, ScaleRule, Scaling, hadamard,
+};
 use toml::{Table, Value};
 
 /// The table of settings for both dense layers and experts.
 const ALL: &str = "all";
 
-/// The recipe being read, for error messages.
+/// The recipe being read.
 struct Reader<'a> {
+    /// Its name, for error messages.
     recipe: &'a str,
+    /// The recipes that it names.
+    named: &'a dyn Fn(&str) -> Result<Recipe>,
 }
 
-pub(super) fn parse(name: &str, text: &str) -> Result<Recipe> {
-    let reader = Reader { recipe: name };
+pub(super) fn parse(name: &str, text: &str, named: &dyn Fn(&str) -> Result<Recipe>) -> Result<Recipe> {
+    let reader = Reader { recipe: name, named };
     let table: Table = text.parse().map_err(|e: toml::de::Error| reader.error("(file)", e.to_string()))?;
     let activations = table.get("activations").map(|value| reader.activations(value)).transpose()?;
     let mut recipe = match table.get("extends") {
@@ -28,7 +33,7 @@ pub(super) fn parse(name: &str, text: &str) -> Result<Recipe> {
             if base == name {
                 return Err(reader.error("extends", "a recipe cannot extend itself".into()));
             }
-            Recipe::builtin(base).map_err(|e| reader.about("extends", e))?
+            named(base).map_err(|e| reader.about("extends", e))?
         }
         None => {
             let plain = Section::plain(activations.unwrap_or(DType::Bf16));
@@ -284,9 +289,8 @@ impl Reader<'_> {
             p.axis = site.axis();
         }
         for (field, value) in table {
-            let known = [
-                "format", "axis", "block", "scale", "history", "amax", "margin", "round", "rht", "by", "from",
-            ];
+            let known =
+                ["format", "axis", "scale", "history", "amax", "margin", "round", "rht", "by", "from"];
             let known = known.into_iter().chain(Scaling::KEYS);
             if !known.clone().any(|name| name == field) {
                 return Err(self.error(key, unknown("field", field, known)));
@@ -296,7 +300,7 @@ impl Reader<'_> {
             }
             match field.as_str() {
                 "axis" => p.axis = self.axis(key, site, value)?,
-                "block" => p.axis = self.block(key, site, format, value)?,
+                "block" => self.block(key, site, &mut p, value)?,
                 "scale" if value.as_str() == Some(DELAYED) => {
                     p.delayed = Some(self.delayed(key, format, table)?)
                 }
@@ -396,21 +400,26 @@ impl Reader<'_> {
         }
     }
 
-    /// Reads the blocks of a weight: 2-D if the format has 2-D blocks, or along rows.
-    fn block(&self, key: &str, site: Site, format: Format, value: &Value) -> Result<BlockAxis> {
+    /// Blocks of a weight: 2-D if the format has them, or along rows; in other formats, lines that share scales in squares or do not.
+    fn block(&self, key: &str, site: Site, p: &mut Precision, value: &Value) -> Result<()> {
         let text = self.string(key, value)?;
-        let axis = match text {
-            SQUARE => BlockAxis::Tile,
-            LINE => BlockAxis::Row,
+        let (axis, shape) = match text {
+            SQUARE => (BlockAxis::Tile, BlockShape::Square),
+            LINE => (BlockAxis::Row, BlockShape::Line),
             other => return Err(self.error(key, unknown("block", other, [SQUARE, LINE].into_iter()))),
         };
         if !site.is_weight() {
             return Err(self.error(key, "`block` has no effect: square blocks are for weights".into()));
         }
-        match format.spec().tiles {
-            true => Ok(axis),
-            false => Err(self.error(key, format!("`block` has no effect: {format} has no square blocks"))),
+        let (format, spec) = (p.format, p.format.spec());
+        match (spec.tiles, spec.squares) {
+            (true, _) => p.axis = axis,
+            (false, true) => p.scaling.block = shape,
+            (false, false) => {
+                return Err(self.error(key, format!("`block` has no effect: {format} has no square blocks")));
+            }
         }
+        Ok(())
     }
 
     fn overrides(&self, value: &Value) -> Result<Vec<Override>> {
@@ -432,9 +441,8 @@ impl Reader<'_> {
 
     fn one_override(&self, table: &Table) -> Result<Override> {
         let all = vec![Layers::Named("*".into())];
-        let mut o =
-            Override { layers: all, kinds: Vec::new(), optional: false, steps: Steps::ALL, set: Vec::new() };
-        let mut products = None;
+        let (steps, kinds) = (Steps::ALL, Vec::new());
+        let mut o = Override { layers: all, kinds, optional: false, steps, products: None, set: Vec::new() };
         for (key, value) in table {
             match key.as_str() {
                 "layers" => o.layers = self.layers(value)?,
@@ -443,7 +451,7 @@ impl Reader<'_> {
                     let why = || format!("expected true or false, got {value}");
                     o.optional = value.as_bool().ok_or_else(|| self.error("override.optional", why()))?;
                 }
-                "products" => products = Some(self.products(value)?),
+                "products" => o.products = Some(self.products(value)?),
                 "steps" => o.steps = self.steps(self.string("override.steps", value)?)?,
                 "set" => {}
                 other => {
@@ -455,7 +463,7 @@ impl Reader<'_> {
         let Some(set) = table.get("set") else {
             return Err(self.error("override", "has no effect without `set`".into()));
         };
-        o.set = self.set(self.table("override.set", set)?, products.as_deref())?;
+        o.set = self.set(self.table("override.set", set)?, o.products.as_deref())?;
         match o.set.is_empty() {
             true => Err(self.error("override.set", "has no effect: it is empty".into())),
             false => Ok(o),
@@ -492,9 +500,19 @@ impl Reader<'_> {
         let mut set: Vec<(LayerKind, Setting)> = Vec::new();
         if let Some(name) = table.get("recipe") {
             let key = "override.set.recipe";
-            let other = Recipe::builtin(self.string(key, name)?).map_err(|e| self.about(key, e))?;
-            let of_kind =
-                |kind| other.of(kind).settings(kind).into_iter().map(move |setting| (kind, setting));
+            let other = (self.named)(self.string(key, name)?).map_err(|e| self.about(key, e))?;
+            let alone = !is_meant(&Setting::Site(Site::FpropW, None));
+            let of_kind = |kind| {
+                let section = other.of(kind);
+                let settings = section.settings(kind).into_iter().map(move |setting| match setting {
+                    // Without fprop's keys, the other recipe's weight of dgrad does not follow this recipe's fprop.w.
+                    Setting::Site(Site::DgradW, None) if alone => {
+                        Setting::Site(Site::DgradW, section.written(Site::FpropW).copied())
+                    }
+                    other => other,
+                });
+                settings.map(move |setting| (kind, setting))
+            };
             let all = LayerKind::ALL.into_iter().flat_map(of_kind);
             set.extend(all.filter(|(_, setting)| is_meant(setting)));
         }

@@ -165,7 +165,12 @@ fn delayed(check: &Check<'_>) -> Result<()> {
     Ok(())
 }
 
-/// A Hadamard transform applies to both operands of its product, when they are quantized.
+/// Whether a weight has 2-D blocks, or lines that share scales in squares.
+fn has_squares(p: &Precision) -> bool {
+    p.axis == BlockAxis::Tile && (p.format.spec().tiles || p.scaling.is_square())
+}
+
+/// A Hadamard transform applies to both operands of its product, as they are quantized.
 fn transforms(check: &Check<'_>) -> Result<()> {
     for &product in check.kind.transformed() {
         if check.section.transform(product).is_none() {
@@ -178,7 +183,7 @@ fn transforms(check: &Check<'_>) -> Result<()> {
                 let why = "a transform needs both operands quantized";
                 return check.fail_key(key, format!("{} is {}: {why}", site.key(), p.format));
             }
-            if site.is_weight() && p.axis == BlockAxis::Tile && p.format.spec().tiles {
+            if site.is_weight() && has_squares(&p) {
                 let why = "a transform runs along rows or columns; write block = \"line\"";
                 return check.fail_key(key, format!("{} has square blocks: {why}", site.key()));
             }
@@ -227,7 +232,7 @@ fn conversion(check: &Check<'_>, site: Site) -> Result<()> {
         By::Requantize
             if p.same_bits(&origin)
                 && p.round == origin.round
-                && (site != Site::DgradW || p.axis == BlockAxis::Tile && p.format.spec().tiles) =>
+                && (site != Site::DgradW || has_squares(&p)) =>
         {
             return refuse(format!("`by` has no effect: the tensor has the same codes and scales as {made}"));
         }

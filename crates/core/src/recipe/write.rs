@@ -30,6 +30,9 @@ impl Recipe {
                 out += "optional = true\n";
             }
             let _ = writeln!(out, "steps = \"{}\"", o.steps);
+            if let Some(products) = &o.products {
+                let _ = writeln!(out, "products = {}", Value::from(products.clone()));
+            }
             for (kind, setting) in &o.set {
                 let _ = writeln!(out, "set.{}.{} = {}", kind.name(), setting.key(), in_toml(setting));
             }
@@ -136,6 +139,10 @@ impl fmt::Display for Recipe {
                         Setting::Transform(_, None) => NO_TRANSFORM.into(),
                     };
                     writeln!(f, "    {}.{:<13} {words}", kind.name(), setting.key())?;
+                }
+                if o.keeps_dgrad_w(kind) {
+                    let words = in_words(&changed, kind, Site::DgradW);
+                    writeln!(f, "    {}.{:<13} {words}, unchanged", kind.name(), Site::DgradW.key())?;
                 }
             }
         }

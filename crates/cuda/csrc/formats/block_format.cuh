@@ -9,6 +9,8 @@
 //   kLine        whether a whole row or column has one record instead of one record per block
 //   kTensor      whether all blocks of a tensor share a second scale
 //   kTiles       whether 2-D blocks (kBlock x kBlock) are supported
+//   kSquares     whether the lines of a square (kBlock x kBlock) share scales, and each line has a record: true only in Squared<..>
+//   refine_in_square  only where blocks have parts: `refine` with the largest magnitudes of the squares that share octaves
 //   scale        maps the bits of a block's largest magnitude to its record and the factor for its values
 //   refine       only if blocks have parts: the record's bits for some parts (doublings, or scales), and the factors for these parts
 //   multiplier   the factor for the codes of a part when they are decoded
@@ -128,11 +130,26 @@ struct Chosen : F {
     }
 };
 
+/// A format with scales of squares (crates/formats/src/square.rs). The rounding mode is known only at run time.
+template <class F>
+struct Squared : F {
+    static constexpr bool kSquares = true;
+
+    template <int kRound>
+    __host__ __device__ static constexpr bool has_pairs() {
+        return false;
+    }
+    template <int kRound>
+    __host__ __device__ static constexpr bool has_table() {
+        return false;
+    }
+};
+
 /// Common base of formats with one factor for all values of a block.
 template <class E>
 struct OneFactor {
     using Element = E;
-    static constexpr bool kLine = false, kTensor = false, kTiles = false, kLimits = false;
+    static constexpr bool kLine = false, kTensor = false, kTiles = false, kSquares = false, kLimits = false;
     static constexpr bool kChosen = false, kThresholds = false, kCandidates = false, kCorrection = false;
 
     template <int kRound>

@@ -11,7 +11,7 @@ template <bool kCann>
 struct Hif4 {
     using Element = S1p2;
     static constexpr int kBlock = 64, kPart = 4, kScaleBytes = 4;
-    static constexpr bool kLine = false, kTensor = false, kTiles = false, kLimits = false;
+    static constexpr bool kLine = false, kTensor = false, kTiles = false, kSquares = false, kLimits = false;
     static constexpr bool kChosen = false, kThresholds = true, kCandidates = false, kCorrection = false;
     static constexpr u32 kNan = 0xFF;
 
@@ -48,6 +48,23 @@ struct Hif4 {
             factor[i] = a >= bound ? __fmul_rn(all, 0.5f) : all;
             factor[i + 1] = b >= bound ? __fmul_rn(all, 0.5f) : all;
             octaves |= u32(doubled) << (8 + (first + i) / 2) | u32(a >= bound) << (16 + first + i) | u32(b >= bound) << (17 + first + i);
+        }
+        return octaves;
+    }
+
+    /// `refine` for four parts of a line of a square. `amax`: the largest magnitudes of their squares of 4 x 4; `eighth`: those of the two
+    /// squares of 8 x 8.
+    __device__ __forceinline__ static u32 refine_in_square(float inverse, const u32 (&amax)[4], const u32 (&eighth)[2], int first, float (&factor)[4],
+                                                           float high = 4.0f, float low = 2.0f) {
+        u32 octaves = 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            // Truncated products, as in `refine`.
+            const bool doubled = __fmul_rz(__uint_as_float(eighth[i / 2]), inverse) >= high;
+            const bool again = __fmul_rz(__uint_as_float(amax[i]), inverse) >= (doubled ? high : low);
+            const float all = doubled ? __fmul_rn(inverse, 0.5f) : inverse;
+            factor[i] = again ? __fmul_rn(all, 0.5f) : all;
+            octaves |= u32(doubled) << (8 + (first + i) / 2) | u32(again) << (16 + first + i);
         }
         return octaves;
     }

@@ -91,11 +91,8 @@ pub fn rows(declared: &[Declared<'_>]) -> String {
     for Declared { path, line, format, rule, device, own } in declared {
         let rule = rule.map_or_else(|| "None".to_owned(), |rule| format!("Some(ScaleRule::{rule})"));
         let own: Vec<String> = own.iter().map(|rounding| format!("Rounding::{rounding}")).collect();
-        let row = format!(
-            "row(Format::{format}, {rule}, \"nib::{device}\", \"nib::Chosen<nib::{device}>\", &[{}])",
-            own.join(", ")
-        );
-        writeln!(text, "    {row}, // csrc/{path}:{line}").unwrap(); // writing to a String cannot fail
+        let row = format!("row(Format::{format}, {rule}, device!({device}), &[{}])", own.join(", "));
+        writeln!(text, "    {row}, // csrc/{path}:{line}").unwrap(); // to a String
     }
     text.push(']');
     text
@@ -115,8 +112,8 @@ mod tests {
         assert!(includes.ends_with("#pragma once\n#include \"formats/a.cuh\"\n"), "{includes}");
         assert_eq!(
             rows(&all),
-            "[\n    row(Format::A, Some(ScaleRule::Amax), \"nib::ABlock\", \"nib::Chosen<nib::ABlock>\", &[Rounding::NearestEven, Rounding::Stochastic]), \
-             // csrc/formats/a.cuh:4\n    row(Format::A, None, \"nib::A\", \"nib::Chosen<nib::A>\", &[]), // csrc/formats/a.cuh:5\n]"
+            "[\n    row(Format::A, Some(ScaleRule::Amax), device!(ABlock), &[Rounding::NearestEven, Rounding::Stochastic]), \
+             // csrc/formats/a.cuh:4\n    row(Format::A, None, device!(A), &[]), // csrc/formats/a.cuh:5\n]"
         );
     }
 

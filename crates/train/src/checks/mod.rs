@@ -2,7 +2,7 @@
 
 mod notes;
 mod overrides;
-mod recipe_file;
+pub(crate) mod recipe_file;
 mod sizes;
 
 pub use notes::{for_run, notes};
@@ -14,7 +14,8 @@ use crate::error::Result;
 use crate::spec::ModelSpec;
 use nibble_core::Recipe;
 use nibble_core::recipe::{RunSize, Section};
-use std::path::Path;
+use recipe_file::path_of;
+use std::path::PathBuf;
 
 /// Loads a built-in recipe by name, or a recipe file by path.
 ///
@@ -33,9 +34,10 @@ pub fn load_recipe(name_or_path: &str) -> Result<Recipe> {
     }
 }
 
-/// The path of a recipe's file; `None` for a built-in recipe.
-fn path_of(recipe: &str) -> Option<&Path> {
-    recipe.ends_with(".toml").then(|| Path::new(recipe))
+/// The files that [`load_recipe`] reads: a recipe file, and the recipe files that it names. None for a built-in recipe.
+#[must_use]
+pub fn recipe_files(name_or_path: &str) -> Vec<PathBuf> {
+    recipe_file::files_of(name_or_path)
 }
 
 /// Loads the recipe of a configuration, and checks that recipe and configuration fit each other.

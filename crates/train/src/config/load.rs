@@ -15,6 +15,7 @@ use super::{
     LayerAttention, MIXTURE, MixtureSource, ModelConfig, OnError, Reductions, RopeScaling, RunConfig,
     SYNTHETIC, Scores, TrainConfig, foreign,
 };
+use crate::checks::recipe_file;
 use crate::error::{Error, Result};
 use crate::files;
 use crate::pretrained::is_folder;
@@ -150,15 +151,14 @@ impl Config {
         Ok(config)
     }
 
-    /// The files that a command reads after loading this configuration by name or path: the configuration file, the recipe, the data, the
-    /// tokenizer.
+    /// The files that a command reads after loading this configuration by name or path: its own, those of the recipe, the data, the tokenizer.
     pub fn files(&self, name_or_path: &str) -> Vec<PathBuf> {
         let own = preset(name_or_path).is_none().then_some(name_or_path);
-        let recipe = self.recipe.ends_with(".toml").then_some(self.recipe.as_str());
         let texts = if self.is_text() { self.data.sources() } else { Vec::new() };
         let texts = texts.into_iter().map(|one| PathBuf::from(one.source));
         let tokenizer = Some(self.data.tokenizer.as_str()).filter(|path| !path.is_empty());
-        [own, recipe, tokenizer].into_iter().flatten().map(PathBuf::from).chain(texts).collect()
+        let named = [own, tokenizer].into_iter().flatten().map(PathBuf::from);
+        named.chain(recipe_file::files_of(&self.recipe)).chain(texts).collect()
     }
 
     /// Every dotted key, in alphabetical order.

@@ -21,7 +21,7 @@ const PUBLISHED: &str = include_str!("../../configs/models/published.toml");
 const TINY: &str = include_str!("../../configs/models/tiny.toml");
 
 /// Models: name, table `[model]`, and the settings that come before it.
-const MODELS: [(&str, &str, &str); 18] = [
+const MODELS: [(&str, &str, &str); 19] = [
     ("qwen3-tiny", include_str!("../../configs/models/qwen3-tiny.toml"), TINY),
     ("qwen2.5-tiny", include_str!("../../configs/models/qwen2.5-tiny.toml"), TINY),
     ("qwen3-moe-tiny", include_str!("../../configs/models/qwen3-moe-tiny.toml"), TINY),
@@ -37,6 +37,7 @@ const MODELS: [(&str, &str, &str); 18] = [
     ("qwen3-30b-a3b", include_str!("../../configs/models/qwen3-30b-a3b.toml"), PUBLISHED),
     ("llama-3.2-1b", include_str!("../../configs/models/llama-3.2-1b.toml"), PUBLISHED),
     ("llama-3-8b", include_str!("../../configs/models/llama-3-8b.toml"), PUBLISHED),
+    ("openpangu-1b", include_str!("../../configs/models/openpangu-1b.toml"), PUBLISHED),
     ("deepseek-v2-lite", include_str!("../../configs/models/deepseek-v2-lite.toml"), PUBLISHED),
     ("deepseek-v2", include_str!("../../configs/models/deepseek-v2.toml"), PUBLISHED),
     ("deepseek-v3", include_str!("../../configs/models/deepseek-v3.toml"), PUBLISHED),

@@ -155,7 +155,7 @@ fn weights(sizes: &PartSizes, plan: &WeightPlan, add: &mut impl FnMut(Technique,
             // An F32 copy needs no work, because the master is F32.
             Some(DType::F32) => 0.0,
             Some(DType::Bf16) => 1.0,
-            None if plan.is_one && !w.format.spec().tiles => 2.0,
+            None if plan.is_one && !w.format.spec().tiles && !w.scaling.is_square() => 2.0,
             None => 1.0,
         };
         add(Technique::WeightQuantizations, planes * values);

@@ -295,7 +295,7 @@ impl<B: Kernels> Param<B> {
         if let Some(dtype) = to.dtype() {
             return cx.cast(x, dtype).map(Operand::Plain);
         }
-        let is_square = to.axis == BlockAxis::Tile && to.format.spec().tiles;
+        let is_square = to.axis == BlockAxis::Tile && (to.format.spec().tiles || to.scaling.is_square());
         let planes = if is_square { Planes::Tiles } else { Planes::Rows };
         let hadamard = to.rht.map(|transform| cx.hadamard(&transform, linear));
         let random = self.random(cx, name, to);

@@ -13,7 +13,7 @@ pub enum Planes {
     /// Row blocks and column blocks, from one read of the matrix.
     Both,
     /// The two tensors of a weight, one as it is and one transposed: in 2-D blocks if the format has them, otherwise in blocks along the
-    /// rows of each tensor.
+    /// rows of each tensor, which may be the lines of squares ([`nibble_formats::BlockShape`]).
     Tiles,
 }
 
@@ -347,6 +347,15 @@ impl<'a, B: Backend> Quantize<'a, B> {
         }
         check_group_rows(OP, self.groups, self.x.rows)?;
         check_random(OP, self.codec, self.random.is_some())?;
+        if self.codec.scaling().is_square() && self.planes != Planes::Tiles {
+            let got = format!("{:?}", self.planes);
+            return Err(Error::shape(
+                OP,
+                "planes (with block = square)",
+                got,
+                "Tiles: squares are of weights",
+            ));
+        }
         if self.codec.scaling().correction != Correction::None && self.planes == Planes::Tiles {
             let expected = "Rows, Cols or Both: a corrected scale is of a line's values";
             return Err(Error::shape(OP, "planes (with correction)", "Tiles", expected));

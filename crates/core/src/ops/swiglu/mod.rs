@@ -44,8 +44,12 @@ fn check_emit<B: Backend>(
     groups: Option<&Groups<B>>,
 ) -> Result<()> {
     if let Emit::Block { codec, planes, .. } = emit {
-        if *planes == Planes::Tiles {
-            return Err(Error::unsupported(op, codec.format(), format!("{argument} has no tiles")));
+        if *planes == Planes::Tiles || codec.scaling().is_square() {
+            return Err(Error::unsupported(
+                op,
+                codec.format(),
+                format!("{argument} has no tiles or squares"),
+            ));
         }
         if matches!(planes, Planes::Cols | Planes::Both) {
             crate::ops::convert::quantize::check_group_align(op, groups, codec.format())?;

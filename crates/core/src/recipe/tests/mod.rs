@@ -5,6 +5,7 @@ mod combine;
 mod scaling;
 mod selection;
 mod transforms;
+mod weights;
 
 #[test]
 fn every_shipped_recipe_reads_and_prints() {
@@ -199,7 +200,7 @@ fn a_key_that_decides_nothing_is_refused_and_told_why() {
         ),
         (
             "bf16",
-            "[head]\ndgrad.w = { format = \"mxfp4\", block = \"line\" }",
+            "[head]\ndgrad.w = { format = \"e4m3-row\", block = \"line\" }",
             ["head.dgrad.w", "no square blocks"],
         ),
         ("fp8-flow", &format!("[linear]\ndispatch.fwd = {e4m3}"), ["linear.dispatch.fwd", "only experts"]),

@@ -15,18 +15,16 @@
 //   = rows.
 //   row_id (null: all rows are valid): row r is valid if row_id[r & id_mask] is not negative; invalid rows read as zero, have the least
 //   record, and are not counted in `counts`. row_id also numbers the row for random bits; without row_id the number is the row's index.
-//   With `transform` (In is F32, form kFormCols, one matrix): x [transform.rows][cols] is BF16 if of_bf16, else F32. The kernel encodes the
-//   Hadamard transform of x down the columns. The transform has `rows` rows, and id_mask maps a row to the first row of its transform
-//   block.
-//   Formats with one scale per row or column take `row_amax` and `col_amax`, the bits of the largest magnitude of each row or column. For
-//   formats with one scale per row or column the kernel writes to `row_any` and `col_any` whether a row or column has a non-zero code.
-//   Column magnitudes and flags are per span of rows (`span_of_row`; one span if null). There is one record per `column_record` rows: 128
-//   rows, to which group starts are aligned, or all rows. Formats with one scale per tensor take `tensor`, indexed by the row's span:
-//   `span_of_row`, or the row's matrix if null.
-//   Chosen<F> takes its options from `scaling`. For 2-D blocks, integer sums in shared memory accumulate the errors of both candidate
-//   scales.
-//   `found` (only with a tensor's delayed scale) receives the bits of the largest magnitude of each of `found_spans` spans, initially
-//   zeros; NaN if a value is not finite. found_counts[0] increases by the number of finite values that exceed their span's `unit`.
+//   With `transform` (In is F32, form kFormCols, one matrix): x [transform.rows][cols] is BF16 if of_bf16, else F32. Its Hadamard transform
+//   down the columns is encoded; it has `rows` rows, and id_mask maps a row to the first row of its transform block.
+//   Formats with one scale per line take `row_amax` and `col_amax`, bits of the largest magnitude of each line, and write to `row_any` and
+//   `col_any` whether a line has a non-zero code. Columns have these per span of rows (`span_of_row`; one span if null), and one record per
+//   `column_record` rows: 128, which group starts are multiples of, or all rows. Formats with one scale per tensor take `tensor`, indexed
+//   by the span of a row: `span_of_row`, or its matrix if null.
+//   Squared<F>: kFormRows + kFormCols with records under scales of squares of kBlock x kBlock. Rounds by `policy`.
+//   Chosen<F> takes `scaling`. 2-D blocks sum the losses of both candidate scales in shared memory, in integers.
+//   With `found` (a tensor's delayed scale only): the bits of the largest magnitude of each of `found_spans` spans, initially zeros; NaN
+//   where a value is not finite. found_counts[0] += the finite values that exceed `unit` of their span.
 //
 //   Records of one byte are stored several at a time if they are contiguous:
 //   row_words: the rows' records, if a row has a multiple of 64 / kBlock records; or words that transpose_scales moves to their final
@@ -214,8 +212,13 @@ __device__ __forceinline__ void quantize_tile(const UnitsArg& arg, const Roundin
         fetch_tile<In, kAcross>(shared.values, arg, matrix, first_row, first_col);
     }
 
-    if constexpr (F::kTiles && kAcross == 2) {
-        if (is_square && threadIdx.x < 64) {
+    constexpr bool kMayBeSquare = (F::kTiles || F::kSquares) && kAcross == 2;
+    const bool has_squares = F::kSquares || is_square;
+    if constexpr (kMayBeSquare) {
+        if constexpr (kInSquares<F>) {
+            for (int i = threadIdx.x; i < 32 * 32; i += kUnitThreads) shared.quad_max[i] = 0;
+        }
+        if (has_squares && threadIdx.x < 64) {
             shared.square_max[threadIdx.x] = 0;
             shared.square_any[threadIdx.x] = 0;
             if constexpr (kChooses<F>) shared.square_lost[0][threadIdx.x] = shared.square_lost[1][threadIdx.x] = 0;
@@ -223,8 +226,17 @@ __device__ __forceinline__ void quantize_tile(const UnitsArg& arg, const Roundin
     }
     ptx::copies_wait();
     __syncthreads();
-    if constexpr (F::kTiles && kAcross == 2) {
-        if (is_square) {
+    if constexpr (kMayBeSquare) {
+        if constexpr (kInSquares<F>) {
+            const int row = threadIdx.x / 2, first_quad = threadIdx.x % 2 * (kUnit / 4);
+#pragma unroll 1
+            for (int i = 0; i < kUnit / 16; ++i) {
+                const Sixteen<In> x = Sixteen<In>::load(shared.values, threadIdx.x, i);
+#pragma unroll
+                for (int j = 0; j < 4; ++j) atomicMax(&shared.quad_max[row / 4 * 32 + first_quad + i * 4 + j], x.template largest<4>(j * 4));
+            }
+        }
+        if (has_squares) {
             constexpr int kSide = F::kBlock < kUnit ? F::kBlock : kUnit;
 #pragma unroll 1
             for (int first = 0; first < kUnit; first += kSide) {

@@ -101,8 +101,10 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
                     // indexed.
                     Sixteen<In> mine = kAny ? Sixteen<In>::load(shared.values, u, first / 16 + i) : x[i];
                     if constexpr (kLimits) mine.clamp(limit_pair(F::limit(scale), F::limit(scale)));
-                    u32 amax[kFactors];
-                    if constexpr (kHasParts<F>) {
+                    u32 amax[kFactors], eighth[2];
+                    if constexpr (kInSquares<F>) {
+                        octave_maxima<false>(u / kAcross, u % kAcross * kUnit + first + i * 16, amax, eighth);
+                    } else if constexpr (kHasParts<F>) {
 #pragma unroll
                         for (int j = 0; j < kFactors; ++j) amax[j] = mine.template largest<F::kPart>(j * F::kPart);
                     }
@@ -120,7 +122,7 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
                         else return decision(bits, matrix, row, position + i * 16 + j);
                     };
                     u32* const mine_words = words + (kAny ? 0 : (first / 16 + i) % 2 * kWords);
-                    any |= encode_sixteen(v, amax, scale, of_parts, i, mine_words, decide);
+                    any |= encode_sixteen(v, amax, eighth, scale, of_parts, i, mine_words, decide);
                     put(to, first / 16 + i, words);
                 }
                 if constexpr (F::kBlock == 128) any |= __shfl_xor_sync(kAllLanes, int(any), 1) != 0;
@@ -238,8 +240,12 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
                         mine = x[i];
                     }
                     if constexpr (kLimits) mine.clamp(limit_pair(F::limit(scale[0]), F::limit(scale[1])));
-                    u32 amax[2][kFactors];
-                    if constexpr (kHasParts<F>) {
+                    u32 amax[2][kFactors], eighth[2][2];
+                    if constexpr (kInSquares<F>) {
+                        const int in_row = quarter * 32 + first + i * 16;
+                        octave_maxima<true>(in_row, in_tile, amax[0], eighth[0]);
+                        octave_maxima<true>(in_row, in_tile + 1, amax[1], eighth[1]);
+                    } else if constexpr (kHasParts<F>) {
 #pragma unroll
                         for (int j = 0; j < kFactors; ++j) {
                             u32 of[2];
@@ -261,11 +267,11 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
                     };
 #pragma unroll
                     for (int j = 0; j < 16; ++j) v[j] = mine.template value<false>(j);
-                    any[0] |= encode_sixteen(v, amax[0], scale[0], of_parts[0], which, words[0] + held, decide);
+                    any[0] |= encode_sixteen(v, amax[0], eighth[0], scale[0], of_parts[0], which, words[0] + held, decide);
                     c = 1;
 #pragma unroll
                     for (int j = 0; j < 16; ++j) v[j] = mine.template value<true>(j);
-                    any[1] |= encode_sixteen(v, amax[1], scale[1], of_parts[1], which, words[1] + held, decide);
+                    any[1] |= encode_sixteen(v, amax[1], eighth[1], scale[1], of_parts[1], which, words[1] + held, decide);
                     put(to, sixteenth, words[0]);
                     put(to + Records::kNextColumn, sixteenth, words[1]);
                 }
@@ -352,6 +358,7 @@ private:
         if constexpr (F::kTiles && kAcross == 2) {
             if (is_square()) largest = shared.square_max[square];
         }
+        if constexpr (F::kSquares) largest = shared.square_max[square];
         if constexpr (F::kLine) largest = of_lines == nullptr ? 0 : __ldg(of_lines + maximum);
         if constexpr (F::kChosen) largest = arg.scaling.over(largest);
         Scaled scale = of_largest(largest, tensor);
@@ -399,6 +406,20 @@ private:
         scale.record = F::corrected(x, scale, bits.of(element(matrix, row, col)));
     }
 
+    /// The largest magnitudes of the squares whose octaves apply to sixteen values of a line from (row, col) of the tile on: of 4 x 4 values in
+    /// `amax`, of 8 x 8 values in `eighth`.
+    template <bool kDown>
+    __device__ __forceinline__ void octave_maxima(int row, int col, u32 (&amax)[kFactors], u32 (&eighth)[2]) const {
+        static_assert(kFactors == 4, "four values have an octave");
+#pragma unroll
+        for (int i = 0; i < 4; ++i) amax[i] = shared.quad_max[(row / 4 + (kDown ? i : 0)) * 32 + col / 4 + (kDown ? 0 : i)];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const u32* const quads = shared.quad_max + (row / 8 + (kDown ? i : 0)) * 64 + (col / 8 + (kDown ? 0 : i)) * 2;
+            eighth[i] = max(max(quads[0], quads[1]), max(quads[32], quads[33]));
+        }
+    }
+
     /// The index of an element for random bits.
     __device__ __forceinline__ u64 element(int matrix, int row, int col) const { return rounding.first + arg.number_of(matrix, row) * arg.cols + col; }
 
@@ -428,14 +449,19 @@ private:
         }
     }
 
-    /// Encodes sixteen values, the `which`-th sixteen of their block, to `words`; returns whether any code is non-zero. `amax` has
-    /// the largest magnitudes of the values' parts; the record's bits for these parts are added to `of_parts`. Under a NaN scale the
-    /// codes are undefined; `clear` makes them zeros.
+    /// Encodes sixteen values, the `which`-th sixteen of their block, to `words`; returns whether any code is not zero. `amax`: the
+    /// largest magnitudes of their parts, `eighth`: in squares, of pairs of parts; the record's bits for these parts are added to `of_parts`.
+    /// Under a NaN scale the codes are
+    /// undefined; `clear` makes them zeros.
     template <class Decide>
-    __device__ __forceinline__ bool encode_sixteen(const float (&v)[16], const u32 (&amax)[kFactors], const Scaled& scale, Record<F>& of_parts, int which,
-                                                   u32* words, const Decide& decide) const {
+    __device__ __forceinline__ bool encode_sixteen(const float (&v)[16], const u32 (&amax)[kFactors], const u32 (&eighth)[2], const Scaled& scale,
+                                                   Record<F>& of_parts, int which, u32* words, const Decide& decide) const {
         float factor[kFactors];
-        if constexpr (F::kChosen && F::kThresholds) {
+        if constexpr (kInSquares<F> && F::kChosen) {
+            of_parts |= F::refine_in_square(scale.inverse, amax, eighth, which * kFactors, factor, arg.scaling.high, arg.scaling.low);
+        } else if constexpr (kInSquares<F>) {
+            of_parts |= F::refine_in_square(scale.inverse, amax, eighth, which * kFactors, factor);
+        } else if constexpr (F::kChosen && F::kThresholds) {
             of_parts |= F::refine(scale.inverse, amax, which * kFactors, factor, arg.scaling.high, arg.scaling.low);
         } else if constexpr (kPartsHaveScales<F> && F::kChosen) {
             const u32 over[1] = {arg.scaling.over(amax[0])};

@@ -84,8 +84,20 @@ constexpr bool kChooses = F::kChosen && F::kCandidates;
 template <class F>
 constexpr bool kCorrects = F::kChosen && F::kCorrection;
 
+/// Whether parts of a block have scales, and those of squares.
+template <class F>
+constexpr bool kInSquares = F::kSquares && kHasParts<F>;
+
+/// The largest magnitudes of the squares of 4 x 4 values of a tile, row after row.
+template <bool kQuads>
+struct SquareQuads {};
+template <>
+struct SquareQuads<true> {
+    u32 quad_max[32 * 32];
+};
+
 template <class F, class In, int kAcross>
-struct alignas(16) QuantizeUnitsShared : SquareLosses<kChooses<F>> {
+struct alignas(16) QuantizeUnitsShared : SquareLosses<kChooses<F>>, SquareQuads<kInSquares<F>> {
     UnitValues<In, kAcross> values;
     UnitCodes<F> codes;
     u32 square_max[64];  // maxima of the 2-D blocks of a tile, row after row

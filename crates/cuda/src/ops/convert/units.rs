@@ -20,21 +20,33 @@ pub(super) struct UnitFormat {
     pub rule: Option<ScaleRule>,
     /// The name of the struct on the device (`csrc/formats/`).
     pub device: &'static str,
-    /// The name of the struct for non-default scales.
+    /// The same struct with non-default scales, with scales of squares, and with both.
     chosen: &'static str,
-    /// Rounding modes that have their own instances; empty if other kernels handle the common
-    /// cases.
+    squared: &'static str,
+    chosen_squared: &'static str,
+    /// Rounding modes with a separate code path; empty where other kernels handle the common cases.
     pub own: &'static [Rounding],
 }
 
 const fn row(
     format: Format,
     rule: Option<ScaleRule>,
-    device: &'static str,
-    chosen: &'static str,
+    [device, chosen, squared, chosen_squared]: [&'static str; 4],
     own: &'static [Rounding],
 ) -> UnitFormat {
-    UnitFormat { format, rule, device, chosen, own }
+    UnitFormat { format, rule, device, chosen, squared, chosen_squared, own }
+}
+
+/// A struct of the device, and its variants.
+macro_rules! device {
+    ($name:ident) => {
+        [
+            concat!("nib::", stringify!($name)),
+            concat!("nib::Chosen<nib::", stringify!($name), ">"),
+            concat!("nib::Squared<nib::", stringify!($name), ">"),
+            concat!("nib::Squared<nib::Chosen<nib::", stringify!($name), ">>"),
+        ]
+    };
 }
 
 /// Every block format: each `NIB_UNIT_FORMAT` in `csrc/formats/`, in the order of file and line. The build script
@@ -67,7 +79,13 @@ impl UnitFormat {
         rules.any(|rule| scaling.check(self.format, *rule).is_ok()).then_some(self.chosen)
     }
 
-    /// The size of `UnitCodes` in the kernels.
+    /// The struct with scales of squares, if the format has them: with non-default scales too, where these are supported.
+    pub fn squared(&self) -> Option<&'static str> {
+        let has_squares = self.format.spec().squares;
+        has_squares.then(|| if self.chosen().is_some() { self.chosen_squared } else { self.squared })
+    }
+
+    /// `UnitCodes` of the kernels.
     pub fn code_bytes(&self) -> usize {
         let of_unit = VALUES_PER_UNIT * self.format.spec().code_bits as usize / 8;
         UNITS * if of_unit == 48 { 48 } else { of_unit + 16 }
@@ -81,8 +99,17 @@ impl UnitFormat {
         (value_bytes(input) + self.code_bytes() + squares_and_total).next_multiple_of(16)
     }
 
-    /// The size of `DecodedUnitsShared` in the kernel; it includes the codes of rows if `both` rows and columns may be
-    /// written.
+    /// The same with scales of squares; where parts have scales, with the maxima of 4 × 4 values of a tile of 128 × 128.
+    pub fn squared_shared_bytes(&self, input: DType) -> usize {
+        let has_parts = self
+            .rule
+            .or(self.format.spec().default_rule())
+            .is_some_and(|rule| self.format.scale_kind(rule).levels().len() > 1);
+        let quads = if has_parts { 32 * 32 * size_of::<u32>() } else { 0 };
+        self.quantize_shared_bytes(input, false) + quads
+    }
+
+    /// `DecodedUnitsShared` of the kernel; it includes the codes of rows where `both` rows and columns may be written.
     pub fn decoded_shared_bytes(&self, input: DType, both: bool) -> usize {
         let codes_of_rows = if both { self.code_bytes() } else { 0 };
         self.quantize_shared_bytes(input, false) + codes_of_rows

@@ -1,10 +1,10 @@
 //! The start of a run: a new start, or a resumption from the newest complete checkpoint in the run's directory. The first rank finds the
 //! checkpoint, verifies the checksums, and sends the checkpoint's step to the other ranks.
 
-use super::run_dir::{METRICS_FILE, PICTURE_FILE, has_begun, stored_config};
+use super::run_dir::{METRICS_FILE, PICTURE_FILE, RECIPE_FILE, has_begun, stored_config};
 use crate::checkpoint::{Checkpoint, Store, latest_valid};
-use crate::checks::{checked_recipe, for_run, load_recipe};
-use crate::config::{Combine, Config, TrainConfig, kept_beside};
+use crate::checks::{check_recipe, checked_recipe, for_run, load_recipe};
+use crate::config::{Combine, Config, TrainConfig, kept_beside, read_text};
 use crate::data::Dataset;
 use crate::error::{Error, Result};
 use crate::metrics::{Metrics, read_metrics};
@@ -49,9 +49,13 @@ impl Origin {
         let Some(checkpoint) = checkpoint else {
             // The run has begun and has no checkpoint yet. Another rank that rewrites the file at the same time writes the same contents.
             let earlier = resume.then(|| stored_config(Path::new(&config.run.dir), &[])).transpose()?;
-            let asked = earlier.map_or_else(|| config.clone(), |(earlier, _)| config.going_on_from(&earlier));
+            let earlier = earlier.map(|(earlier, _)| earlier);
+            let asked =
+                earlier.as_ref().map_or_else(|| config.clone(), |earlier| config.going_on_from(earlier));
             asked.validate_on(b.kind())?;
-            let recipe = checked_recipe(&asked)?;
+            let kept =
+                earlier.filter(|earlier| earlier.recipe == asked.recipe).and_then(|_| kept_recipe(&asked));
+            let recipe = kept.map_or_else(|| checked_recipe(&asked), Ok)?;
             let config = if resume { asked } else { begun(b, comm, &asked, &recipe, observer) };
             return Ok(Self { store, checkpoint, recipe, config, data: None });
         };
@@ -138,7 +142,15 @@ fn begun<B: Kernels>(
     begun
 }
 
-/// Notes about the settings that a resumed run changes.
+/// The recipe that a run without checkpoints stored when it began, if it can still be read and fits the configuration.
+fn kept_recipe(config: &Config) -> Option<Recipe> {
+    let text = read_text(&Path::new(&config.run.dir).join(RECIPE_FILE)).ok()?;
+    let stem = Path::new(&config.recipe).file_stem()?.to_string_lossy();
+    let recipe = Recipe::parse(&stem, &text).ok()?.in_run(config.run_size());
+    check_recipe(config, &recipe).ok().map(|()| recipe)
+}
+
+/// Notes about changes of a resumed run.
 fn changes_to_tell(now: &TrainConfig, then: &TrainConfig) -> Vec<String> {
     let mut changes = Vec::new();
     if now.steps > then.steps {

@@ -16,7 +16,9 @@ use crate::gemm::Isa;
 use crate::simd::per_isa;
 use nibble_core::ops::{Counts, Emitted};
 use nibble_core::{BlockScaled, Result};
-use nibble_formats::{BlockAxis, BlockScale, Codec, Rounding, ScalePlaneMut, pack_codes};
+use nibble_formats::{
+    BlockAxis, BlockScale, Codec, Rounding, ScalePlaneMut, Square, SquareScales, pack_codes,
+};
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -132,6 +134,60 @@ per_isa! {
     // Encodes one 2-D block: writes codes and its scale.
     fn encode_tile = encode_tile_body;
     (codec: &Codec, x: &mut [f32], bits: &[u16], codes: &mut [u8]) -> (BlockScale, u8)
+}
+
+/// Codes of values under a scale that is known, and the OR of the codes.
+#[inline(always)]
+fn scaled_as(
+    round: impl Round,
+    (codec, scale): (&Codec, BlockScale),
+    (x, bits): (&mut [f32], &[u16]),
+    codes: &mut [u8],
+) -> u8 {
+    codec.format().spec().codec.scale_values(codec.params(), x, scale);
+    encode_values(round, &Facts::of(codec.element()), x, bits, codes)
+}
+
+#[inline(always)]
+fn encode_scaled_body(codec: &Codec, scale: BlockScale, x: &mut [f32], bits: &[u16], codes: &mut [u8]) -> u8 {
+    with_rounding!(codec.rounding(), scaled_as((codec, scale), (x, bits), codes))
+}
+
+per_isa! {
+    // Codes of a line under its scale, and the OR of the codes.
+    fn encode_scaled = encode_scaled_body;
+    (codec: &Codec, scale: BlockScale, x: &mut [f32], bits: &[u16], codes: &mut [u8]) -> u8
+}
+
+/// Codes and scales of a 2-D block of `width` columns: one scale, or one for each line of a square.
+fn encode_block(isa: Isa, codec: &Codec, memory: &mut Memory, width: usize) -> (SquareScales, Tally) {
+    let Memory { x, bits, codes, .. } = memory;
+    let magnitude = Facts::of(codec.element()).magnitude;
+    let mut tally = Tally::default();
+    let mut count = |any: u8, is_nan: bool| {
+        tally[Counts::<Cpu>::NON_ZERO] += u64::from(any & magnitude != 0);
+        tally[Counts::<Cpu>::NON_FINITE] += u64::from(is_nan);
+    };
+    if !codec.scaling().is_square() {
+        let (scale, any) = encode_tile(isa, codec, x, bits, codes);
+        count(any, scale.is_nan());
+        let (rows, cols, is_nan) = (vec![scale.record], vec![scale.record], scale.is_nan());
+        return (SquareScales { rows, cols, is_nan }, tally);
+    }
+    let square = Square::new(x, width);
+    let (of_rows, of_cols) = (codec.square_scales(square), codec.square_scales(square.turned()));
+    let is_nan = of_rows.first().is_some_and(|scale| scale.is_nan());
+    let lines = x.chunks_exact_mut(width).zip(codes.chunks_exact_mut(width)).zip(&of_rows).enumerate();
+    for (i, ((x, codes), scale)) in lines {
+        let bits = bits.get(i * width..(i + 1) * width).unwrap_or(&[]);
+        let any = if is_nan { 0 } else { encode_scaled(isa, codec, *scale, x, bits, codes) };
+        if is_nan {
+            codes.fill(0);
+        }
+        count(any, is_nan);
+    }
+    let records = |scales: Vec<BlockScale>| scales.into_iter().map(|scale| scale.record).collect();
+    (SquareScales { rows: records(of_rows), cols: records(of_cols), is_nan }, tally)
 }
 
 #[inline(always)]
@@ -418,12 +474,12 @@ impl Panel<'_> {
     }
 }
 
-/// Writes 2-D blocks of `stack` matrices, both as they are and transposed.
+/// Writes 2-D blocks of `stack` matrices, as they stand and transposed: with a scale of each block, or with scales of the lines of squares.
 pub(super) fn tiles(cpu: &Cpu, job: &Job, stack: usize, mut made: Emitted<Cpu>) -> Result<Emitted<Cpu>> {
     let Job { cols: k, casting: Casting { codec, spans, .. }, .. } = job;
     let (n, k, isa) = (spans.rows / stack.max(1), *k, cpu.isa());
     let format = codec.format();
-    let (block, kind) = (format.spec().block, codec.scale_kind());
+    let (block, kind, is_square) = (format.spec().block, codec.scale_kind(), codec.scaling().is_square());
     let [upright, turned] = both("quantize", &mut made)?;
     job.casting.put_tensor_scale(upright, |row| job.casting.codec(row));
     job.casting.put_tensor_scale(turned, |row| job.casting.codec(row / k.max(1) * n));
@@ -454,11 +510,9 @@ pub(super) fn tiles(cpu: &Cpu, job: &Job, stack: usize, mut made: Emitted<Cpu>) 
                 let bits = memory.bits.chunks_exact_mut(width).enumerate();
                 bits.for_each(|(i, bits)| job.fill_bits(isa, (row + i, col), bits));
             }
-            let (x, codec) = (&mut memory.x, job.casting.codec(row));
-            let (scale, any) = encode_tile(isa, &codec, x, &memory.bits, &mut memory.codes);
-            records.push(scale.record);
-            tally[Counts::<Cpu>::NON_ZERO] += u64::from(any & Facts::of(codec.element()).magnitude != 0);
-            tally[Counts::<Cpu>::NON_FINITE] += u64::from(scale.is_nan());
+            let (scales, of_block) = encode_block(isa, &job.casting.codec(row), memory, width);
+            records.push(scales);
+            tally = sum(tally, of_block);
             for (out, codes) in band.chunks_exact_mut(k).zip(memory.codes.chunks_exact(width)) {
                 out[col..col + width].copy_from_slice(codes);
             }
@@ -472,9 +526,17 @@ pub(super) fn tiles(cpu: &Cpu, job: &Job, stack: usize, mut made: Emitted<Cpu>) 
         [&mut *upright, &mut *turned].map(|out| ScalePlaneMut { kind, bytes: out.scales.as_mut_slice() });
     for (i, (records, of_band)) in of_bands.into_iter().enumerate() {
         let (matrix, tile_n) = (i / tiles_n, i % tiles_n);
-        for (tile_k, record) in records.into_iter().enumerate() {
-            planes[0].set(i * tiles_k + tile_k, record);
-            planes[1].set((matrix * tiles_k + tile_k) * tiles_n + tile_n, record);
+        for (tile_k, scales) in records.into_iter().enumerate() {
+            let lines = match is_square {
+                true => [matrix * n + tile_n * block, matrix * k + tile_k * block],
+                false => [i, matrix * tiles_k + tile_k],
+            };
+            for (line, record) in (lines[0]..).zip(scales.rows) {
+                planes[0].set(line * tiles_k + tile_k, record);
+            }
+            for (line, record) in (lines[1]..).zip(scales.cols) {
+                planes[1].set(line * tiles_n + tile_n, record);
+            }
         }
         tally = sum(tally, of_band);
     }

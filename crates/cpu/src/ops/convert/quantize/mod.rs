@@ -91,8 +91,9 @@ fn encode(
     spans: &Spans,
 ) -> Result<Emitted<Cpu>> {
     let format = op.codec.format();
-    // Formats without 2-D blocks have weights in row blocks.
-    let row_weights = op.planes == Planes::Tiles && !format.spec().tiles;
+    // Weights in blocks along the rows, for formats without 2-D blocks.
+    let is_square = op.codec.scaling().is_square();
+    let row_weights = op.planes == Planes::Tiles && !format.spec().tiles && !is_square;
     let each = || Spans::stacked(op.stack, op.x.rows / op.stack.max(1));
     let delayed = op.delayed.map(|delayed| (delayed, op.spans()));
     let known = Known { delayed, amax: op.amax.map(|amax| amax.as_slice()) };
@@ -113,9 +114,9 @@ fn encode(
         _ if row_weights => {
             general::row_weights(cpu, x, (op.x.rows, op.stack), (op.codec, random), known, made)
         }
-        (Some(_), Planes::Tiles) => square_tiles(cpu, op, random, made),
-        (Some(_), _) => strips(cpu, op, random, (emit, made), spans),
-        (None, Planes::Tiles) => {
+        (Some(_), Planes::Tiles) if !is_square => square_tiles(cpu, op, random, made),
+        (Some(_), Planes::Rows | Planes::Cols | Planes::Both) => strips(cpu, op, random, (emit, made), spans),
+        (_, Planes::Tiles) => {
             general::tiles(cpu, &Job::new(cpu, x, op.codec, random, &each(), known), op.stack, made)
         }
         (None, _) => Ok(general::emit(cpu, &Job::new(cpu, x, op.codec, random, spans, known), made)),

@@ -11,8 +11,8 @@ use crate::Cpu;
 use nibble_core::ops::{Counts, Delayed, Emit, Emitted, Found};
 use nibble_core::{BlockScaled, Data, Error, Operand, Result, Tensor};
 use nibble_formats::{
-    BlockAxis, Codec, Format, Rounding, Scale, ScaleKind, ScalePlane, ScalePlaneMut, WHOLE_LINE, bf16,
-    pack_codes,
+    BlockAxis, Codec, Format, Rounding, Scale, ScaleKind, ScalePlane, ScalePlaneMut, SquareScales,
+    WHOLE_LINE, bf16, pack_codes,
 };
 use rayon::prelude::*;
 use std::ops::Range;
@@ -280,7 +280,7 @@ pub(super) fn sum(a: Tally, b: Tally) -> Tally {
     std::array::from_fn(|i| a[i] + b[i])
 }
 
-/// Writes 2-D blocks of `stack` matrices, both as they are and transposed.
+/// Writes 2-D blocks of `stack` matrices, as they stand and transposed: with a scale of each block, or with scales of the lines of squares.
 pub(crate) fn tiles(
     x: &Matrix,
     stack: usize,
@@ -303,7 +303,14 @@ pub(crate) fn tiles(
             (0..height * width).map(place).map(|(row, col)| x.values[row * k + col]).collect();
         let mut codes = vec![0; tile.len()];
         let random = |i| casting.bits(place(i).0, place(i).1, k);
-        let (scale, nonfinite) = casting.codec(place(0).0).quantize_block(&tile, random, &mut codes);
+        let codec = casting.codec(place(0).0);
+        let is_square = codec.scaling().is_square();
+        let scales = if is_square {
+            codec.quantize_square((&tile, width), random, &mut codes)
+        } else {
+            let (scale, is_nan) = codec.quantize_block(&tile, random, &mut codes);
+            SquareScales { rows: vec![scale], cols: vec![scale], is_nan }
+        };
         for (i, line) in codes.chunks(width).enumerate() {
             put_codes(&mut rows.codes, format, (matrix * n + n0 + i, k), k0, line);
         }
@@ -311,9 +318,20 @@ pub(crate) fn tiles(
             let line: Vec<u8> = codes.iter().skip(i).step_by(width).copied().collect();
             put_codes(&mut cols.codes, format, (matrix * k + k0 + i, n), n0, &line);
         }
-        put_scale(rows, (matrix * tiles_n + tile_n) * tiles_k + tile_k, scale);
-        put_scale(cols, (matrix * tiles_k + tile_k) * tiles_n + tile_n, scale);
-        count(&mut tally, codec, &codes, nonfinite);
+        let lines = if is_square {
+            [matrix * n + n0, matrix * k + k0]
+        } else {
+            [matrix * tiles_n + tile_n, matrix * tiles_k + tile_k]
+        };
+        for (i, scale) in scales.rows.iter().enumerate() {
+            put_scale(rows, (lines[0] + i) * tiles_k + tile_k, *scale);
+        }
+        for (i, scale) in scales.cols.iter().enumerate() {
+            put_scale(cols, (lines[1] + i) * tiles_n + tile_n, *scale);
+        }
+        for codes in codes.chunks(if is_square { width } else { codes.len() }) {
+            count(&mut tally, codec, codes, scales.is_nan);
+        }
     }
     put_counts(&mut made.counts, tally);
     casting.put_found(&mut made.found);

@@ -208,7 +208,12 @@ fn chosen_instance(format: UnitFormat, device: &'static str, input: DType) -> In
     Instance { spec: spec(device, input, None, SQUARE), shared_bytes }
 }
 
-/// The instance that writes BF16 values instead of codes.
+/// The same with scales of squares; `device` is [`UnitFormat::squared`].
+fn squared_instance(format: UnitFormat, device: &'static str, input: DType) -> Instance {
+    Instance { spec: spec(device, input, None, SQUARE), shared_bytes: format.squared_shared_bytes(input) }
+}
+
+/// As [`instance`], but it writes BF16 values instead of codes.
 fn decoded_instance(format: UnitFormat, input: DType, rounding: Rounding, across: usize) -> Instance {
     let spec = spec(format.device, input, Some(rounding), across);
     let spec = KernelSpec { name: "nib::quantize_units_decoded", ..spec };
@@ -251,6 +256,9 @@ pub(super) fn instances() -> Vec<Instance> {
         if let Some(device) = format.chosen() {
             all.extend(inputs.map(|input| chosen_instance(format, device, input)));
         }
+        if let Some(device) = format.squared() {
+            all.extend(inputs.map(|input| squared_instance(format, device, input)));
+        }
     }
     all.extend(measure::instances().map(|spec| Instance { spec, shared_bytes: 0 }));
     all
@@ -274,10 +282,12 @@ impl UnitsConfig {
         let is_filled = 4 * desc.cols >= 3 * desc.cols.next_multiple_of(long_cols);
         let long = desc.planes == Planes::Rows && desc.input == DType::Bf16 && own.is_some() && is_filled;
         let across = if long { LONG } else { SQUARE };
-        let Instance { spec, shared_bytes } = match unit.chosen().filter(|_| !is_default) {
+        let squared = unit.squared().filter(|_| desc.codec.scaling().is_square());
+        let Instance { spec, shared_bytes } = match (squared, unit.chosen().filter(|_| !is_default)) {
+            (Some(device), _) => squared_instance(unit, device, desc.input),
             _ if path.taken == Taken::Decoded => decoded_instance(unit, desc.input, rounding, across),
-            Some(device) => chosen_instance(unit, device, desc.input),
-            None => instance(unit, desc.input, own, across),
+            (_, Some(device)) => chosen_instance(unit, device, desc.input),
+            (_, None) => instance(unit, desc.input, own, across),
         };
         let lines = if desc.planes == Planes::Rows { desc.rows } else { desc.capacity };
         let sweep = Sweep::of(desc, tiles(lines, 1, across), tiles(1, desc.cols, across));

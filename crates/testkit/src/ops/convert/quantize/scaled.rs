@@ -5,7 +5,9 @@ use crate::ops::PLAIN;
 use crate::pair::Pair;
 use crate::shapes::Spread;
 use nibble_core::Kernels;
-use nibble_core::formats::{Candidates, Codec, Correction, Headroom, Outer, Rounding, Scaling, Thresholds};
+use nibble_core::formats::{
+    BlockShape, Candidates, Codec, Correction, Headroom, Outer, Rounding, Scaling, Thresholds,
+};
 use nibble_core::ops::Planes;
 
 /// Scalings with each option alone, and with all options combined.
@@ -24,12 +26,14 @@ fn scalings() -> Vec<Scaling> {
                         candidates,
                         outer: *outer,
                         correction,
+                        block: BlockShape::Line,
                     };
                     all.extend(Outer::ALL.iter().map(with));
                 }
             }
         }
     }
+    all.extend(all.clone().into_iter().map(|scaling| Scaling { block: BlockShape::Square, ..scaling }));
     all.retain(|scaling| !scaling.is_default());
     all
 }
@@ -65,7 +69,11 @@ pub(super) fn scaled_blocks<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     ];
     for (i, nearest) in scaled().enumerate() {
         let corrects = nearest.scaling().correction != Correction::None;
-        let takes = |planes| !corrects || planes != Planes::Tiles;
+        let is_square = nearest.scaling().is_square();
+        let takes = |planes| match planes {
+            Planes::Tiles => !corrects,
+            _ => !is_square,
+        };
         for (j, (planes, rows, cols, stack)) in
             SHAPES.into_iter().enumerate().filter(|(_, shape)| takes(shape.0))
         {
@@ -84,6 +92,10 @@ pub(super) fn scaled_blocks<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
         {
             let codec = rounded(nearest, roundings[i % 4]);
             pair.check(&Dense { codec, planes, rows, cols, stack, dtype, input });
+        }
+        // Squares are of weights.
+        if is_square {
+            continue;
         }
         let codec = rounded(nearest, roundings[(i + 1) % 4]);
         for (k, (spread, planes)) in
