@@ -46,7 +46,7 @@ pub(super) fn columns(one: &Comparison) -> [String; 9] {
         difference(&one.training),
         one.training.p_holm.map_or_else(dash, p_value),
         verdict(one),
-        one.training.detectable.map_or_else(dash, |percent| format!("{percent:.2} %")),
+        one.training.detectable.map_or_else(dash, size),
         lag(one),
         difference(&one.held_out),
         one.speed.map_or_else(dash, |ratio| format!("{ratio:.2} ×")),
@@ -74,17 +74,31 @@ fn pairs(one: &Comparison) -> String {
 /// Formats a difference, for example `+0.47 % ± 0.05 %, sd 0.02 %`.
 fn difference(measure: &Measure) -> String {
     let Some(paired) = measure.paired else { return dash() };
-    let mean = percent(paired.mean);
     match (paired.half_width, paired.sd) {
-        (Some(half), Some(sd)) => format!("{mean} ± {half:.2} %, sd {sd:.2} %"),
-        _ => mean,
+        (Some(half), Some(sd)) => {
+            // An interval narrower than the usual digits needs more of them.
+            let digits = if sd < 0.05 { 3 } else { 2 };
+            format!("{} ± {half:.digits$} %, sd {sd:.digits$} %", signed(paired.mean, digits))
+        }
+        _ => signed(paired.mean, 2),
     }
 }
 
 /// A percentage with the sign of its rounded value.
-pub(super) fn percent(value: f64) -> String {
-    let text = format!("{value:+.2} %");
-    if text == "-0.00 %" { "+0.00 %".into() } else { text.replace('-', "−") }
+fn signed(value: f64, digits: usize) -> String {
+    let text = format!("{value:+.digits$} %");
+    let is_zero = text.chars().all(|c| !c.is_ascii_digit() || c == '0');
+    if is_zero { text.replace('-', "+") } else { text.replace('-', "−") }
+}
+
+/// A percentage without a sign, of two digits after the point, or of two significant digits if it is small.
+fn size(percent: f64) -> String {
+    if percent < 0.05 && percent > 0.0 {
+        let digits = (1.0 - percent.log10().floor()).clamp(2.0, 6.0) as usize;
+        format!("{percent:.digits$} %")
+    } else {
+        format!("{percent:.2} %")
+    }
 }
 
 fn verdict(one: &Comparison) -> String {
@@ -130,13 +144,13 @@ pub(super) fn state(state: &State) -> String {
 /// A sentence about the noise floor of a configuration.
 pub(super) fn floor(floor: &NoiseFloor, results: &Results) -> String {
     format!(
-        "Noise floor: {} of `{}`, some with a learning rate that differs by parts in a million, have a standard deviation of {:.2} % around the mean of their seed. So over {} the mean \
-         difference of two recipes stays within ± {:.2} % in 95 % of studies if nothing but chaos distinguishes them.",
+        "Noise floor: {} of `{}`, some with a learning rate that differs by parts in a million, have a standard deviation of {} around the mean of their seed. So over {} the mean \
+         difference of two recipes stays within ± {} in 95 % of studies if nothing but chaos distinguishes them.",
         count(floor.runs, "run"),
         results.baseline,
-        floor.sd,
+        size(floor.sd),
         count(results.seeds.len(), "seed"),
-        floor.bound
+        size(floor.bound)
     )
 }
 
@@ -149,14 +163,15 @@ pub(super) fn about(config: &ConfigResults, results: &Results) -> String {
     );
     if let Some(pooled) = config.pooled {
         text += &format!(
-            " Pooled over recipes, the differences of pairs have a standard deviation of {:.2} % ({} of freedom).",
-            pooled.sd,
+            " Pooled over recipes, the differences of pairs have a standard deviation of {} ({} of freedom).",
+            size(pooled.sd),
             count(pooled.freedom, "degree")
         );
         if let Some(detectable) = pooled.detectable {
             text += &format!(
-                " With it, {} resolve {detectable:.2} % or more with probability {POWER}.",
-                count(results.seeds.len(), "seed")
+                " With it, {} resolve {} or more with probability {POWER}.",
+                count(results.seeds.len(), "seed"),
+                size(detectable)
             );
         }
     }
