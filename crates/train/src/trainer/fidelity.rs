@@ -3,7 +3,6 @@
 use super::Trainer;
 use super::weights::gather;
 use crate::error::{Error, Result};
-use crate::evaluation::HeldOut;
 use crate::rank::{RankState, Step};
 use crate::record::Told;
 use nibble_core::{Error as CoreError, Kernels};
@@ -62,7 +61,7 @@ impl<B: Kernels> Trainer<'_, B> {
         Ok(named.map(|(name, values)| ParamGradient { name, values }).collect())
     }
 
-    /// Held-out nats of each of the first sequences, `batches` batches of [`HeldOut::BATCH`] from all over the data, or of all (0), and the
+    /// Held-out nats of each of the first sequences, `batches` batches of [`HeldOut::BATCH`](crate::evaluation::HeldOut::BATCH) from all over the data, or of all (0), and the
     /// number of their targets. Two recipes on the same weights can be compared sequence by sequence. The same on every rank.
     ///
     /// # Errors
