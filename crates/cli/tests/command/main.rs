@@ -138,6 +138,16 @@ impl Place {
         place
     }
 
+    /// Removes every checkpoint of a run; the run itself stays.
+    fn forget_checkpoints(&self, run: &str) {
+        for entry in self.path(run).join("checkpoints").read_dir().unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                std::fs::remove_dir_all(path).unwrap();
+            }
+        }
+    }
+
     fn path(&self, name: impl AsRef<Path>) -> PathBuf {
         self.dir.path().join(name)
     }

@@ -368,7 +368,7 @@ fn a_run_keeps_its_recipe_and_notices_a_text_that_changed_under_its_name() {
     place.train(&[&run[..], &["--resume"]].concat()).ok().contains("continuing after step 8");
     assert!(read(place.path(model)) == want, "resumed under the recipe that it began with");
     // Without checkpoints the run begins again, under the same recipe.
-    std::fs::remove_dir_all(place.path("run/checkpoints")).unwrap();
+    place.forget_checkpoints("run");
     place.train(&[&run[..], &["--resume", "--set", "checkpoint.every=12"]].concat()).ok();
     assert!(read(place.path(model)) == want, "begun again under the recipe that it began with");
     let mut text = std::fs::read(place.path("text.txt")).unwrap();

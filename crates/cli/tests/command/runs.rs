@@ -190,7 +190,7 @@ fn a_branch_of_a_run_continues_its_state() {
     assert_eq!(steps, (6..=12).collect::<Vec<_>>());
     // A branch that is stopped resumes from its own checkpoint, and from its trunk before it has one.
     branch("late", &["--until", "7"]).ok();
-    std::fs::remove_dir_all(place.path("late/checkpoints")).unwrap();
+    place.forget_checkpoints("late");
     assert_eq!(digest(place.nibble(&["train", "late", "--resume", "--digest"]).ok()), whole);
     branch("cut", &["--until", "7"]).ok();
     std::fs::remove_dir_all(place.path("trunk/checkpoints/step-00000005")).unwrap();
