@@ -72,7 +72,7 @@ enum Command {
 }
 
 /// Clap's template without empty lines between its parts. The help fits a screen of 24 lines, which a test checks.
-const HELP: &str = "{about-with-newline}{usage-heading} {usage}; a first run of ten seconds: nibble train\nCommands:\n{subcommands}\nOptions:\n{options}";
+const HELP: &str = "{about-with-newline}{usage-heading} {usage}; a first run of ten seconds: nibble train\nCommands:\n{subcommands}\n{options}";
 
 /// The help text on environment variables and exit codes.
 fn surroundings() -> String {

@@ -71,10 +71,9 @@ impl<'a> Runner<'a> {
         let folder = self.folder(cell);
         std::fs::create_dir_all(&folder).map_err(Error::io(&folder))?;
         let log = folder.join("study.log");
-        let has_begun = trainer::has_begun(&folder);
-        let resumes = has_begun && has_checkpoints(&folder)?;
-        if has_begun && !resumes {
-            // The run was interrupted before its first checkpoint. The folder belongs to the study.
+        let resumes = trainer::has_begun(&folder) && has_checkpoints(&folder)?;
+        if !resumes {
+            // The folder belongs to the study: it holds a run that was stopped before its first checkpoint, or a trunk whose checkpoint is gone.
             std::fs::remove_dir_all(&folder)
                 .and_then(|()| std::fs::create_dir_all(&folder))
                 .map_err(Error::io(&folder))?;
@@ -118,7 +117,8 @@ impl<'a> Runner<'a> {
             };
             let Some(row) = self.run(queue, &claim, None)? else { return Ok(None) };
             if row.outcome != Outcome::Done {
-                return Err(Error::Failed(format!("{}: trained again, it did not end well", trunk.id)));
+                let why = super::told(trunk, &row);
+                return Err(Error::Failed(format!("the trunk was trained again for its branches: {why}")));
             }
             let before = read_row(&row_file(self.dir, &trunk.id)).map_err(super::wrong)?;
             if before.curve != row.curve {

@@ -199,7 +199,7 @@ fn a_branch_of_a_run_continues_its_state() {
     trunk(&["--until", "13"]).failed(2);
     for (wrong, told) in [
         (&["--set", "train.steps=5"][..], "no step is left"),
-        (&["--set", "train.batch_size=2"], "use the same number"),
+        (&["--set", "train.batch_size=8"], "use the same number"),
     ] {
         std::fs::remove_dir_all(place.path("trunk")).ok();
         place.train(&["--until", "5", "--set", "run.dir=trunk"]).ok();

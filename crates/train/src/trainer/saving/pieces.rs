@@ -52,7 +52,7 @@ impl<B: Backend> Pool<B> {
         self.state().made * self.len * size_of::<f32>()
     }
 
-    /// Allocates one more piece. Returns false if the number of pieces has reached [`Pieces::limit`].
+    /// Allocates one more piece. Returns false if the number of pieces has reached the limit that `limit` returns.
     ///
     /// # Errors
     /// The backend's error if the host has no memory.
