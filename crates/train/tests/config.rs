@@ -265,7 +265,7 @@ fn impossible_values_name_both_numbers_and_where_they_stand() {
         ("[train]\nsteps = 5\n", "`train.warmup_steps`: is 20, more than train.steps = 5"),
         ("[data]\nseq_len = 100\n", "run.toml:2: `data.seq_len`: is 100, not a multiple of 32"),
         ("[data]\nvalid_fraction = 1.0\n", "run.toml:2: `data.valid_fraction`: is 1"),
-        ("[train]\nbatch_size = 400000000\n", "run.toml:2: `train.batch_size`: is 400000000: times"),
+        ("[train]\nbatch_size = 400000000\n", "run.toml:2: `train.batch_size`: is 400000000: multiplied by"),
     ] {
         let got = complaint(text, &[]);
         assert!(got.starts_with(message), "{got}\nexpected {message}");
