@@ -9,7 +9,7 @@ use nibble_core::ops::Stored;
 use nibble_core::recipe::{By, Layer, LayerKind, LayerPlan, Passes, Precision, Product, Site};
 use nibble_cpu::Cpu;
 use nibble_testkit::{Breadth, Dice};
-use nibble_train::checks::{check_recipe, checked_recipe, notes};
+use nibble_train::checks::{check_recipe, checked_recipe, for_run, notes};
 use nibble_train::config::Config;
 use nibble_train::one_layer::OneLayer;
 use nibble_train::spec::ModelSpec;
@@ -549,6 +549,15 @@ fn random_changes_of_random_recipes_decide() {
         }
         if check_recipe(&config, &changed).is_err() {
             refused += 1;
+            continue;
+        }
+        // Two lengths that no width is a multiple of are shortened to one.
+        let is_shortened = |recipe: &Recipe| {
+            let shortened = for_run(&config, recipe.clone()).shortened(&layers);
+            shortened.iter().any(|shortened| shortened.kind == kind)
+        };
+        if key.ends_with("rht") && (is_shortened(&base.recipe) || is_shortened(&changed)) {
+            same += 1;
             continue;
         }
         // A run that ends in its first step shows nothing.
