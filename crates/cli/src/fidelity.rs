@@ -46,7 +46,7 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 16)]
     held_out: usize,
     /// Writes all numbers, tensor by tensor, to this JSON file.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "OUT")]
     out: Option<PathBuf>,
     #[command(flatten)]
     force: Force,
@@ -80,7 +80,7 @@ pub fn run(args: Args) -> Result<()> {
     };
     let reference = recipe(&args.reference)?;
     let recipes = args.recipes.iter().map(recipe).collect::<Result<Vec<_>>>()?;
-    let mut outputs = Outputs::new(args.force, [args.path.clone()]);
+    let mut outputs = Outputs::new(args.force, config.files(&args.path.to_string_lossy()));
     let out = args.out.as_ref().map(|path| outputs.named(path, &FIGURES)).transpose()?;
     crate::caching::make(&config, None)?;
     let measuring = Measuring {

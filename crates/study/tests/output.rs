@@ -68,10 +68,10 @@ fn a_finished_study_says_what_is_resolved() {
     let text = markdown(&results);
     let line = |recipe: &str| text.lines().find(|line| line.starts_with(&format!("| `{recipe}`"))).unwrap();
     assert!(
-        line("worse").contains("| worse |") && line("worse").contains("| +1.00 % ± 0.03 %, sd 0.02 % |"),
+        line("worse").contains("| worse |") && line("worse").contains("| +1.000 % ± 0.029 %, sd 0.018 % |"),
         "{text}"
     );
-    assert!(line("better").contains("| better |") && line("better").contains("| −1.00 %"), "{text}");
+    assert!(line("better").contains("| better |") && line("better").contains("| −1.000 %"), "{text}");
     assert!(line("same").contains("| not resolved |") && line("same").contains("| 1.0000 |"), "{text}");
     let table = csv(&results);
     let widths: Vec<usize> = table.lines().map(|line| line.split(',').count()).collect();

@@ -44,6 +44,10 @@ const CASES: &[Case] = &[
         case("inspect", "--out", "small.toml --recipe mine.toml", Does::Writes),
         &["small.toml", "mine.toml", "base.toml", "text.txt"],
     ),
+    reading(
+        case("fidelity", "--out", "run --recipe bf16 --redraws 1 --batches 2 --held-out 1", Does::Writes),
+        &["run/metrics.jsonl", "run/config.toml", "text.txt"],
+    ),
     case("verify", "--json", "--cpu --only cast", Does::Writes),
     case("bench", "--json", "", Does::Measures),
     reading(case("bench all", "--json", "small.toml", Does::Measures), &["small.toml", "text.txt"]),
@@ -122,7 +126,10 @@ fn outputs_in_help(place: &Place, command: &str, found: &mut BTreeSet<String>) {
                 found.insert(format!("{command} {first}"));
             }
             "Commands:" | "What to measure:"
-                if line.starts_with("  ") && !line.starts_with("   ") && first != "help" =>
+                if line.starts_with("  ")
+                    && !line.starts_with("   ")
+                    && first != "help"
+                    && !first.starts_with('-') =>
             {
                 outputs_in_help(place, format!("{command} {first}").trim(), found);
             }
