@@ -18,6 +18,11 @@ pub fn check() -> Result<(), String> {
     for page in listed.lines().filter(|page| root().join(page).exists()) {
         let text = read(Path::new(page))?;
         wrong.extend(dead_links(page, &text, &|file| read(file).ok()));
+        wrong.extend(
+            uneven_rows(&text)
+                .into_iter()
+                .map(|row| format!("{page}: a row with more or fewer cells than its table: {row}")),
+        );
         if NAMES_FILES.contains(&page) {
             let missing = files(&text).into_iter().filter(|name| !is_there(name));
             wrong.extend(missing.map(|name| format!("{page}: there is no `{name}`")));
@@ -48,6 +53,23 @@ fn dead_links(page: &str, text: &str, read: &dyn Fn(&Path) -> Option<String>) ->
     };
     let within = prose(text).flat_map(links).filter(|link| !link.contains("://"));
     within.filter(is_dead).map(|link| format!("{page}: {link}")).collect()
+}
+
+/// Rows of tables that have another number of cells than the first row of their table. A bar in a code span or after a backslash separates no cells.
+fn uneven_rows(text: &str) -> Vec<&str> {
+    let cells = |row: &str| {
+        let outside: String = row.split('`').step_by(2).collect();
+        outside.replace("\\|", "").matches('|').count()
+    };
+    let (mut wrong, mut expected) = (Vec::new(), None);
+    for line in prose(text) {
+        if !line.starts_with('|') {
+            expected = None;
+        } else if cells(line) != *expected.get_or_insert_with(|| cells(line)) {
+            wrong.push(line);
+        }
+    }
+    wrong
 }
 
 /// The lines outside of fenced blocks.
@@ -122,6 +144,13 @@ mod tests {
         found.retain(|link| !link.ends_with("#here"));
         assert_eq!(found, ["x.md: README.md#no-such-heading", "x.md: nowhere.md"]);
         assert_eq!(headings("## Change a `GPU` kernel\n# What, then?"), ["change-a-gpu-kernel", "what-then"]);
+    }
+
+    #[test]
+    fn rows_have_the_cells_of_their_table() {
+        let table =
+            "| a | b |\n|---|---|\n| `x|y` | \\| |\n| 1 | 2 | | 3 | 4 |\n\n| one |\n```\n| 1 | 2 |\n```\n";
+        assert_eq!(uneven_rows(table), ["| 1 | 2 | | 3 | 4 |"]);
     }
 
     #[test]

@@ -93,8 +93,8 @@ pub trait BlockCodec: std::fmt::Debug + Sync {
     /// The scale of a block of finite values with the largest magnitude `amax`. `amax` already includes [`Headroom`](crate::Headroom).
     fn scale(&self, params: &BlockParams, x: &[f32], amax: f32) -> BlockScale;
 
-    /// The scale of a line of a square ([`square`](crate::square)), whose largest magnitude is `amax`. Overridden by formats with scales of
-    /// shares of a block.
+    /// The scale of one line of a 2-D block ([`square`](crate::square)) with the largest magnitude `amax`. Formats with several levels of
+    /// scales override this method.
     fn scale_in_square(
         &self,
         params: &BlockParams,

@@ -208,11 +208,11 @@ named! {
 
 named! {
     "block",
-    /// The values of a weight that share scales, in formats whose blocks are stored line by line.
+    /// The shape of a weight's blocks, in formats that store one scale record per row of a block.
     BlockShape {
-        /// A line of a block's length.
+        /// A part of a row, as long as the format's block.
         Line = "line",
-        /// A square of that side, for the weight as it is and for the transposed weight alike ([`square`](crate::square)).
+        /// A 2-D block with sides as long as the format's block. The weight and the transposed weight have the same codes ([`square`](crate::square)).
         Square = "square",
     }
 }

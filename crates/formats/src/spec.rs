@@ -29,8 +29,8 @@ pub struct FormatSpec {
     pub rounding: Rounding,
     /// Whether 2-D blocks, `block` × `block`, may share a scale.
     pub tiles: bool,
-    /// Whether the lines of a square, `block` × `block`, may share scales by [`BlockShape`](crate::BlockShape), though each line stores its
-    /// own record ([`Codec::quantize_square`](crate::Codec::quantize_square)).
+    /// Whether [`BlockShape::Square`](crate::BlockShape::Square) is supported: 2-D blocks, `block` × `block`, whose rows share scales and store
+    /// separate records ([`Codec::quantize_square`](crate::Codec::quantize_square)).
     pub squares: bool,
     /// Whether shares of a block get octaves by [`Thresholds`](crate::Thresholds).
     pub has_thresholds: bool,

@@ -1,28 +1,28 @@
-//! Square blocks of weights in formats whose blocks are stored line by line: all lines of a square, along its rows and down its columns, are
-//! quantized under scales of the whole square. Each line stores its own record, so a tensor looks like one in blocks along its rows, and
-//! the codes of a transposed weight are the transposed codes.
+//! 2-D blocks of weights in formats that store one scale record per row of a block. All rows and columns of a 2-D block are quantized with
+//! the scales of the 2-D block, so the codes of a transposed weight are the transposed codes. Each row still stores its own record, so the
+//! memory layout is that of blocks along rows.
 //!
-//! A scale of the whole block becomes one of the whole square, and a scale of a share of the block becomes one of a square of that side:
-//! under HiFloat4 an octave of 8 × 8 values, and a further octave of 4 × 4.
+//! In a format with several levels of scales, each level covers a square: under HiFloat4, the first-level scale covers 64 × 64 values, and
+//! the second and third levels cover 8 × 8 and 4 × 4 values.
 
 use std::ops::Range;
 
-/// The values of a square, row after row, or of the part of one that a weight ends in: at most the format's block in both directions.
+/// The values of a 2-D block, row after row. At the edge of a weight, a 2-D block may be smaller than the format's block.
 #[derive(Clone, Copy, Debug)]
 pub struct Square<'a> {
     x: &'a [f32],
     width: usize,
-    /// Whether lines run down the columns.
+    /// Whether the lines are the columns instead of the rows.
     is_turned: bool,
 }
 
 impl<'a> Square<'a> {
-    /// Rows of `width` values; their lines are the rows.
+    /// A 2-D block of rows of `width` values, whose lines are the rows.
     pub const fn new(x: &'a [f32], width: usize) -> Self {
         Self { x, width, is_turned: false }
     }
 
-    /// The same square, with its columns as lines.
+    /// The same 2-D block, with the columns as lines.
     #[must_use]
     pub const fn turned(self) -> Self {
         Self { is_turned: !self.is_turned, ..self }
@@ -33,12 +33,12 @@ impl<'a> Square<'a> {
         self.x
     }
 
-    /// How many lines there are.
+    /// The number of lines.
     pub fn lines(&self) -> usize {
         if self.is_turned { self.width } else { self.x.len() / self.width.max(1) }
     }
 
-    /// The largest magnitude of the values at these places of these lines, as far as they exist; 0 without values.
+    /// The largest magnitude among the values at `places` of `lines`. Places and lines outside the 2-D block are ignored; 0 if no value is left.
     pub fn largest(&self, lines: Range<usize>, places: Range<usize>) -> f32 {
         let (rows, cols) = if self.is_turned { (places, lines) } else { (lines, places) };
         let height = self.x.len() / self.width.max(1);

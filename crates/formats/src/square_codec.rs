@@ -1,23 +1,23 @@
-//! Quantization of squares ([`square`](crate::square)).
+//! Quantization of 2-D blocks whose rows store separate scale records ([`square`](crate::square)).
 
 use crate::block::{BlockScale, amax};
 use crate::codec::Codec;
 use crate::scale::Scale;
 use crate::square::Square;
 
-/// The scales of a quantized square.
+/// The scales of a quantized 2-D block.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SquareScales {
     /// The record of each row.
     pub rows: Vec<Scale>,
     /// The record of each column.
     pub cols: Vec<Scale>,
-    /// Whether they mark the square: a value is NaN or infinite, or the square is out of range.
+    /// Whether all records are NaN, because a value is NaN or infinite, or because the 2-D block is out of range.
     pub is_nan: bool,
 }
 
 impl Codec {
-    /// The scales of a square's lines. A NaN or an infinity anywhere marks every line.
+    /// The scale of each line of a 2-D block. If any value is NaN or infinite, all scales are NaN.
     pub fn square_scales(&self, square: Square<'_>) -> Vec<BlockScale> {
         let marked = BlockScale { record: self.scale_kind().nan(), inv: f32::NAN };
         let Some(amax) = amax(square.values()) else { return vec![marked; square.lines()] };
@@ -31,7 +31,7 @@ impl Codec {
         (0..lines).step_by(share).flat_map(|line| vec![of_share(line); share.min(lines - line)]).collect()
     }
 
-    /// Quantizes a square of `width` columns: one code per byte, at the places of the values. `rand(i)` returns sixteen random bits for
+    /// Quantizes a 2-D block of `width` columns, with one code per byte, in the order of the values. `rand(i)` returns sixteen random bits for
     /// value `i`, and is called only by stochastic roundings. The codes under a NaN scale are 0.
     pub fn quantize_square(
         &self,

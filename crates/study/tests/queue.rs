@@ -127,7 +127,7 @@ fn a_queue_knows_who_else_uses_its_device() {
     let queue = Queue::open(dir.path(), cells.clone(), "here").unwrap().on_device("cuda:0");
     let own = take(&queue);
     assert!(!queue.shares_device(&own).unwrap());
-    let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+    let mut child = std::process::Command::new("cat").stdin(std::process::Stdio::piped()).spawn().unwrap();
     let stat = fs::read_to_string(format!("/proc/{}/stat", child.id())).unwrap();
     let started = stat.rsplit_once(')').unwrap().1.split_whitespace().nth(19).unwrap().to_owned();
     let pid = child.id();
@@ -139,7 +139,8 @@ fn a_queue_knows_who_else_uses_its_device() {
     assert!(told("here", "cuda:0") && told("here", "cuda") && told("here", ""));
     assert!(!told("here", "cuda:1") && !told("elsewhere", "cuda:0"));
     told("here", "cuda:0");
-    child.kill().unwrap();
+    // `cat` ends when its input does.
+    drop(child.stdin.take());
     child.wait().unwrap();
     assert!(!queue.shares_device(&own).unwrap(), "that process has ended");
 }

@@ -400,7 +400,7 @@ impl Reader<'_> {
         }
     }
 
-    /// Blocks of a weight: 2-D if the format has them, or along rows; in other formats, lines that share scales in squares or do not.
+    /// The key `block` of a weight: 2-D blocks, or blocks along rows.
     fn block(&self, key: &str, site: Site, p: &mut Precision, value: &Value) -> Result<()> {
         let text = self.string(key, value)?;
         let (axis, shape) = match text {

@@ -165,7 +165,7 @@ fn delayed(check: &Check<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Whether a weight has 2-D blocks, or lines that share scales in squares.
+/// Whether a weight has 2-D blocks, with one scale record per block or per row of a block.
 fn has_squares(p: &Precision) -> bool {
     p.axis == BlockAxis::Tile && (p.format.spec().tiles || p.scaling.is_square())
 }

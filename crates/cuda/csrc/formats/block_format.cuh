@@ -9,8 +9,8 @@
 //   kLine        whether a whole row or column has one record instead of one record per block
 //   kTensor      whether all blocks of a tensor share a second scale
 //   kTiles       whether 2-D blocks (kBlock x kBlock) are supported
-//   kSquares     whether the lines of a square (kBlock x kBlock) share scales, and each line has a record: true only in Squared<..>
-//   refine_in_square  only where blocks have parts: `refine` with the largest magnitudes of the squares that share octaves
+//   kSquares     whether the lines of a 2-D block (kBlock x kBlock) share scales, and each line has a record: true only in Squared<..>
+//   refine_in_square  only where blocks have parts: `refine` with the largest magnitudes of the squares that share a scale
 //   scale        maps the bits of a block's largest magnitude to its record and the factor for its values
 //   refine       only if blocks have parts: the record's bits for some parts (doublings, or scales), and the factors for these parts
 //   multiplier   the factor for the codes of a part when they are decoded
@@ -115,11 +115,9 @@ struct ScalingArg {
     }
 };
 
-/// A format whose scales are chosen by ScalingArg. The rounding mode is known only at run time.
+/// A format whose rounding mode is known only at run time.
 template <class F>
-struct Chosen : F {
-    static constexpr bool kChosen = true;
-
+struct RoundedByArg : F {
     template <int kRound>
     __host__ __device__ static constexpr bool has_pairs() {
         return false;
@@ -130,19 +128,16 @@ struct Chosen : F {
     }
 };
 
-/// A format with scales of squares (crates/formats/src/square.rs). The rounding mode is known only at run time.
+/// A format whose scales are chosen by ScalingArg.
 template <class F>
-struct Squared : F {
-    static constexpr bool kSquares = true;
+struct Chosen : RoundedByArg<F> {
+    static constexpr bool kChosen = true;
+};
 
-    template <int kRound>
-    __host__ __device__ static constexpr bool has_pairs() {
-        return false;
-    }
-    template <int kRound>
-    __host__ __device__ static constexpr bool has_table() {
-        return false;
-    }
+/// A format in 2-D blocks of weights whose rows store separate scale records (crates/formats/src/square.rs).
+template <class F>
+struct Squared : RoundedByArg<F> {
+    static constexpr bool kSquares = true;
 };
 
 /// Common base of formats with one factor for all values of a block.

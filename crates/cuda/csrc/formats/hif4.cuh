@@ -52,8 +52,8 @@ struct Hif4 {
         return octaves;
     }
 
-    /// `refine` for four parts of a line of a square. `amax`: the largest magnitudes of their squares of 4 x 4; `eighth`: those of the two
-    /// squares of 8 x 8.
+    /// `refine` for four parts of a line of a 2-D block. `amax`: the largest magnitudes of the four 4 x 4 blocks; `eighth`: those of the two
+    /// 8 x 8 blocks.
     __device__ __forceinline__ static u32 refine_in_square(float inverse, const u32 (&amax)[4], const u32 (&eighth)[2], int first, float (&factor)[4],
                                                            float high = 4.0f, float low = 2.0f) {
         u32 octaves = 0;

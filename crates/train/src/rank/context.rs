@@ -75,13 +75,8 @@ impl<B: Kernels> RankContext<'_, B> {
         batches: usize,
         go_on: &mut dyn FnMut(usize, usize) -> Result<bool>,
     ) -> Result<Option<HeldOut>> {
-        let Some((nats, targets)) = self.held_out_sequences(model, batches, go_on)? else { return Ok(None) };
-        let found = HeldOut::of_sequences(&nats, targets);
-        if !found.nats.is_finite() {
-            let site = "held-out loss".into();
-            return Err(CoreError::NonFinite { site, layer: "-".into(), step: self.step }.into());
-        }
-        Ok(Some(found))
+        let found = self.held_out_sequences(model, batches, go_on)?;
+        Ok(found.map(|(nats, targets)| HeldOut::of_sequences(&nats, targets)))
     }
 
     /// The nats of each sequence behind [`RankContext::evaluate`], and the number of targets.
@@ -111,6 +106,10 @@ impl<B: Kernels> RankContext<'_, B> {
             targets += tail.counted() as u64;
         }
         model.release();
+        if !nats.iter().all(|nats| nats.is_finite()) {
+            let site = "held-out loss".into();
+            return Err(CoreError::NonFinite { site, layer: "-".into(), step: self.step }.into());
+        }
         Ok(Some((nats, targets)))
     }
 

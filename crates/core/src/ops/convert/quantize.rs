@@ -13,7 +13,7 @@ pub enum Planes {
     /// Row blocks and column blocks, from one read of the matrix.
     Both,
     /// The two tensors of a weight, one as it is and one transposed: in 2-D blocks if the format has them, otherwise in blocks along the
-    /// rows of each tensor, which may be the lines of squares ([`nibble_formats::BlockShape`]).
+    /// rows of each tensor, which may be the rows of 2-D blocks ([`nibble_formats::BlockShape`]).
     Tiles,
 }
 

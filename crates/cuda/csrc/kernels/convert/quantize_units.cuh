@@ -21,7 +21,7 @@
 //   `col_any` whether a line has a non-zero code. Columns have these per span of rows (`span_of_row`; one span if null), and one record per
 //   `column_record` rows: 128, which group starts are multiples of, or all rows. Formats with one scale per tensor take `tensor`, indexed
 //   by the span of a row: `span_of_row`, or its matrix if null.
-//   Squared<F>: kFormRows + kFormCols with records under scales of squares of kBlock x kBlock. Rounds by `policy`.
+//   Squared<F>: kFormRows + kFormCols with the scales of 2-D blocks of kBlock x kBlock values. Rounds by `policy`.
 //   Chosen<F> takes `scaling`. 2-D blocks sum the losses of both candidate scales in shared memory, in integers.
 //   With `found` (a tensor's delayed scale only): the bits of the largest magnitude of each of `found_spans` spans, initially zeros; NaN
 //   where a value is not finite. found_counts[0] += the finite values that exceed `unit` of their span.

@@ -406,8 +406,8 @@ private:
         scale.record = F::corrected(x, scale, bits.of(element(matrix, row, col)));
     }
 
-    /// The largest magnitudes of the squares whose octaves apply to sixteen values of a line from (row, col) of the tile on: of 4 x 4 values in
-    /// `amax`, of 8 x 8 values in `eighth`.
+    /// For sixteen values of a line, which start at (row, col) of the tile: the largest magnitudes of the 4 x 4 blocks (`amax`) and of the
+    /// 8 x 8 blocks (`eighth`) that contain these values. They decide the second- and third-level scales.
     template <bool kDown>
     __device__ __forceinline__ void octave_maxima(int row, int col, u32 (&amax)[kFactors], u32 (&eighth)[2]) const {
         static_assert(kFactors == 4, "four values have an octave");
@@ -450,7 +450,7 @@ private:
     }
 
     /// Encodes sixteen values, the `which`-th sixteen of their block, to `words`; returns whether any code is not zero. `amax`: the
-    /// largest magnitudes of their parts, `eighth`: in squares, of pairs of parts; the record's bits for these parts are added to `of_parts`.
+    /// largest magnitudes of their parts; `eighth`, for 2-D blocks only: of pairs of parts; the record's bits for these parts are added to `of_parts`.
     /// Under a NaN scale the codes are
     /// undefined; `clear` makes them zeros.
     template <class Decide>

@@ -84,11 +84,11 @@ constexpr bool kChooses = F::kChosen && F::kCandidates;
 template <class F>
 constexpr bool kCorrects = F::kChosen && F::kCorrection;
 
-/// Whether parts of a block have scales, and those of squares.
+/// Whether the format has 2-D blocks with several levels of scales.
 template <class F>
 constexpr bool kInSquares = F::kSquares && kHasParts<F>;
 
-/// The largest magnitudes of the squares of 4 x 4 values of a tile, row after row.
+/// The largest magnitude of each 4 x 4 block of a tile, row after row.
 template <bool kQuads>
 struct SquareQuads {};
 template <>

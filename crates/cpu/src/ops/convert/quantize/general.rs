@@ -159,7 +159,7 @@ per_isa! {
     (codec: &Codec, scale: BlockScale, x: &mut [f32], bits: &[u16], codes: &mut [u8]) -> u8
 }
 
-/// Codes and scales of a 2-D block of `width` columns: one scale, or one for each line of a square.
+/// Codes and scales of a 2-D block of `width` columns: one scale, or one scale per row and per column.
 fn encode_block(isa: Isa, codec: &Codec, memory: &mut Memory, width: usize) -> (SquareScales, Tally) {
     let Memory { x, bits, codes, .. } = memory;
     let magnitude = Facts::of(codec.element()).magnitude;
@@ -474,7 +474,7 @@ impl Panel<'_> {
     }
 }
 
-/// Writes 2-D blocks of `stack` matrices, as they stand and transposed: with a scale of each block, or with scales of the lines of squares.
+/// Writes 2-D blocks of `stack` matrices, as they are and transposed. Each 2-D block has one scale record, or one per row and per column.
 pub(super) fn tiles(cpu: &Cpu, job: &Job, stack: usize, mut made: Emitted<Cpu>) -> Result<Emitted<Cpu>> {
     let Job { cols: k, casting: Casting { codec, spans, .. }, .. } = job;
     let (n, k, isa) = (spans.rows / stack.max(1), *k, cpu.isa());

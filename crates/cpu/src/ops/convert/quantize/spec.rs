@@ -280,7 +280,7 @@ pub(super) fn sum(a: Tally, b: Tally) -> Tally {
     std::array::from_fn(|i| a[i] + b[i])
 }
 
-/// Writes 2-D blocks of `stack` matrices, as they stand and transposed: with a scale of each block, or with scales of the lines of squares.
+/// Writes 2-D blocks of `stack` matrices, as they are and transposed. Each 2-D block has one scale record, or one per row and per column.
 pub(crate) fn tiles(
     x: &Matrix,
     stack: usize,

@@ -208,7 +208,7 @@ fn chosen_instance(format: UnitFormat, device: &'static str, input: DType) -> In
     Instance { spec: spec(device, input, None, SQUARE), shared_bytes }
 }
 
-/// The same with scales of squares; `device` is [`UnitFormat::squared`].
+/// The instance for 2-D blocks of weights; `device` is [`UnitFormat::squared`].
 fn squared_instance(format: UnitFormat, device: &'static str, input: DType) -> Instance {
     Instance { spec: spec(device, input, None, SQUARE), shared_bytes: format.squared_shared_bytes(input) }
 }
