@@ -9,8 +9,8 @@ pub struct Holder {
     pub pid: u32,
     /// Name of the process's host.
     pub host: String,
-    /// Start time of the process, in the kernel's ticks since the host started. The time distinguishes the process from a later process with the same id. `None` if the system does
-    /// not report it.
+    /// Start time of the process, in the kernel's ticks since the host started. The time distinguishes the process from a later process
+    /// with the same id. `None` if the system does not report the time.
     pub started: Option<u64>,
     /// The device on which the cell runs, such as `cuda:1`. Empty if the process did not name one.
     #[serde(default)]

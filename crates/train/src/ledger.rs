@@ -24,7 +24,8 @@ pub struct Entry {
     pub buffer_id: u64,
 }
 
-/// All saved buffers. A buffer that several layers save is listed once per layer, but counted once.
+/// All saved buffers. A buffer that several layers save is listed once per layer, but its bytes are
+/// counted once.
 #[derive(Debug, Clone, Default)]
 pub struct Ledger {
     /// The entries in the order of the forward pass.

@@ -79,9 +79,9 @@ pub struct Counts {
     pub pairs: usize,
     /// Number of seeds for which the run of this recipe diverged.
     pub diverged: usize,
-    /// Number of other seeds for which the baseline's run diverged.
+    /// Number of seeds, among the remaining ones, for which the baseline's run diverged.
     pub baseline_diverged: usize,
-    /// Number of other seeds for which a run failed.
+    /// Number of seeds, among the remaining ones, for which a run failed.
     pub failed: usize,
     /// Number of remaining seeds, for which a run of the pair is missing.
     pub not_run: usize,

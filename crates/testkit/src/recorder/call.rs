@@ -107,7 +107,7 @@ impl<B: Backend> Call<'_, B> {
         self
     }
 
-    /// Seals an argument that the operation reads.
+    /// Registers an argument that the operation reads.
     pub fn reads<X: Over<A = Recorder<B>, On<Recorder<B>> = X>>(&mut self, x: &X) -> Result<X> {
         x.mapped(&mut Seal { cells: &mut self.op.reads, tensors: &mut self.op.tensors[0] })
     }
@@ -122,7 +122,7 @@ impl<B: Backend> Call<'_, B> {
         self.recorder.shared.defects.not_quantized(self.op.name, inside)
     }
 
-    /// Seals an argument that the operation writes in place; the buffer is copied first if another handle shares it.
+    /// Registers an argument that the operation writes in place. If another handle shares the buffer, the buffer is copied first.
     pub fn writes<W: Written<B>>(&mut self, x: &mut W) -> Result<W> {
         x.make_own(self.recorder)?;
         let output = x.output();

@@ -138,7 +138,7 @@ impl Corpus {
     /// Writes the training sequence at position `cursor` into sequence `index` of a batch.
     ///
     /// # Errors
-    /// [`Error::Data`] if a file has changed since it was opened, or cannot be read. All methods below return the same error.
+    /// [`Error::Data`] if a file has changed since it was opened, or cannot be read. The methods below return this error in the same case.
     pub fn train(&self, cursor: u64, batch: &mut Batch, index: usize) -> Result<()> {
         let (source, own) = self.mixture.of(cursor);
         let tokens = &self.sources[source];

@@ -57,7 +57,7 @@ impl TokenStream {
     /// The ids of a range of tokens.
     ///
     /// # Errors
-    /// [`Error::Data`](crate::Error::Data) if the file cannot be read. All methods below return the same error.
+    /// [`Error::Data`](crate::Error::Data) if the file cannot be read. The methods below return this error in the same case.
     pub fn ids(&self, tokens: Range<usize>) -> Result<Vec<i32>> {
         let bytes = self.ids.read(tokens.start * self.width..tokens.end * self.width)?;
         let id = |id: &[u8]| match *id {

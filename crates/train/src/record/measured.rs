@@ -42,11 +42,11 @@ impl LayerSample {
 pub struct Measured {
     /// Number of values that did not change.
     pub exact: u64,
-    /// Values that became zero.
+    /// Number of values that became zero.
     pub underflowed: u64,
     /// Number of values that are larger than the largest code under their scale.
     pub saturated: u64,
-    /// All values other than zero. A tensor that is quantized by rows and by columns has twice as many.
+    /// Number of values other than zero. A tensor that is quantized both by rows and by columns is counted twice.
     pub values: u64,
 }
 

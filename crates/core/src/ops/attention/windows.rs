@@ -15,14 +15,14 @@ pub struct Windows<B: Backend> {
     pub first_key: B::Buf<i32>,
     /// One past the last query that sees each key. `[t]`
     pub end_query: B::Buf<i32>,
-    /// The most keys that a query sees, as far as the host knows: the length of a sliding window, otherwise of a sequence. No result
-    /// depends on it; backends count work by it.
+    /// An upper bound, known to the host, of the number of keys to which a query attends: the length of a sliding window, otherwise
+    /// of a sequence. No result depends on this bound; backends use it to count work.
     pub most_keys: usize,
 }
 
-/// Keys that a query sees on average under a causal mask in sequences of `seq_len` tokens, at most `most_keys` for each query:
-/// w - w² / (2 · `seq_len`) with w = `most_keys`, and half of `seq_len` without a window. As is usual in counts of flops, a query and its
-/// own key are half a pair.
+/// The mean number of keys to which a query attends under a causal mask, in sequences of `seq_len` tokens and with at most `most_keys`
+/// keys per query. The result is w - w² / (2 · `seq_len`) with w = `most_keys`, and half of `seq_len` without a window. As is usual in
+/// counts of flops, a query and its own key count as half a pair.
 pub fn mean_keys(seq_len: usize, most_keys: usize) -> f64 {
     let (seq_len, most) = (seq_len.max(1) as f64, most_keys.min(seq_len) as f64);
     most - most * most / (2.0 * seq_len)
@@ -72,7 +72,8 @@ impl<B: Backend> FindWindows<'_, B> {
         }
     }
 
-    /// The most keys that a query sees; the length of a sequence without a limit. For checked arguments.
+    /// The largest number of keys to which a query attends: `window`, or the length of a sequence if there is no window. Call `check`
+    /// first.
     pub fn most_keys(&self) -> usize {
         self.window.unwrap_or(self.seq_len).min(self.seq_len)
     }

@@ -35,7 +35,7 @@ pub struct ExpertGroups {
 pub struct RouteRule {
     /// The score function.
     pub scores: Scores,
-    /// Experts per token.
+    /// Number of experts per token.
     pub top_k: usize,
     /// Whether to divide a token's gate weights by their sum. For sigmoids, the divisor is their sum + [`RouteRule::TINY`].
     pub normalize: bool,
@@ -52,7 +52,7 @@ impl RouteRule {
     /// A constant that is added to divisors that are sums of sigmoids, because such a sum may be 0.
     pub const TINY: f32 = 1e-20;
 
-    /// Softmax over all experts; the experts with the largest scores are chosen.
+    /// The rule that chooses the experts with the largest softmax probabilities over all experts.
     pub const fn softmax(top_k: usize, normalize: bool) -> Self {
         Self { scores: Scores::Softmax, top_k, normalize, groups: None, scale: 1.0, in_turn: false }
     }

@@ -12,7 +12,7 @@
 // exponentials of another. P is rounded to BF16. Sums are F32, over the keys from the last to the first. The running maximum, which is
 // subtracted in the exponentials, changes only if P would otherwise exceed 2^8.
 //
-// Measured on an H200, sustained: 550 to 599 TFLOP/s at heads of 128 and 4096 tokens, 627 to 668 at 16384, 433 to 454 at heads of 64.
+// Sustained TFLOP/s on an H200: 550 to 599 with heads of 128 at 4096 tokens, 627 to 668 at 16384 tokens; 433 to 454 with heads of 64.
 #pragma once
 #include "math/log.cuh"
 #include "pieces/attention/attention_ring.cuh"

@@ -11,9 +11,9 @@
 //   ceil(cols / 256) * ceil(rows / 256); sizeof(LiftTilesShared) dynamic shared memory. Buffers are 16-byte aligned.
 //
 // Measured as in lift_cols.cuh: 32768 x 7168 87 %, 16384 x 7168 84 %, 24576 x 2048 80 %, 4096 x 7168 73 %. Both outputs are written in
-// runs of 256 bytes. A CTA that takes one block across instead of two is 9 % slower, one block down is 4 % slower, and sweeping whole
-// panels instead of bands of four strips is 7 % slower. With three CTAs per SM, registers spill. ncu reports that the L2 is 81 % busy
-// and memory 70 %.
+// runs of 256 bytes. A CTA that takes one block across instead of two is 9 % slower, one block down instead of two is 4 % slower, and
+// sweeping whole panels instead of bands of four strips is 7 % slower. With three CTAs per SM, registers spill. ncu reports that the L2
+// is 81 % busy and memory 70 %.
 #pragma once
 #include "math/reduce.cuh"
 #include "pieces/convert/column_tile.cuh"

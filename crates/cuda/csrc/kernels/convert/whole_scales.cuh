@@ -4,8 +4,8 @@
 // Valid rows are as in quantize_units.cuh. Maxima are bits of F32 magnitudes, initially zeros; NaN sorts above infinity, and infinity above
 // finite values.
 //
-// row_maxima<In>: x [rows][cols], one maximum per row (`by_span` 0), or per span (1: of finite values; 2: all ones if a value is not
-//   finite). The span of a row is span_of_row[row], or row / matrix_rows if span_of_row is null.
+// row_maxima<In>: x [rows][cols], one maximum per row (`by_span` 0) or per span (`by_span` 1: of finite values; 2: all ones if a value
+//   is not finite). The span of a row is span_of_row[row], or row / matrix_rows if span_of_row is null.
 //   256 threads; grid ceil(rows / 32). With `earlier`, only rows whose span has no expected magnitude yet are measured.
 // column_maxima<In>: x [stack * rows][cols] -> [spans][lines], lines = stack * cols: one maximum per column and span_of_row[row], or one
 //   per column if span_of_row is null. 256 threads; grid stack * ceil(rows / 256) * ceil(cols / 256).
