@@ -190,7 +190,7 @@ impl<B: Backend, T> Debug for Transfer<B, T> {
 #[derive(Debug)]
 pub struct Mesh<'a, B: Backend> {
     /// The communicator of all ranks. Each rank has its own shards of a batch, so this communicator reduces losses, loads, reports and the
-    /// gradients of replicated weights. Checkpoints use it to gather values.
+    /// gradients of replicated weights. Checkpoints use this communicator to gather values.
     pub all: &'a dyn Comm<B>,
     /// The communicator of the ranks that shard a layer's experts, for dispatch and combine.
     pub ep: &'a dyn Comm<B>,

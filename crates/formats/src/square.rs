@@ -17,7 +17,7 @@ pub struct Square<'a> {
 }
 
 impl<'a> Square<'a> {
-    /// A 2-D block with rows of `width` values. Its lines are the rows.
+    /// A 2-D block with rows of `width` values. The lines of the block are its rows.
     pub const fn new(x: &'a [f32], width: usize) -> Self {
         Self { x, width, is_turned: false }
     }

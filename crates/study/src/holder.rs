@@ -31,8 +31,8 @@ impl Holder {
         self.host == other.host && !differ
     }
 
-    /// Whether the process is known to have ended: it ran on this host, and no such process exists any more. For other hosts, or if the system does not list processes (`/proc`),
-    /// the result is false.
+    /// Whether the process is known to have ended: the process ran on this host, and no such process exists any more. For other hosts, or
+    /// if the system does not list processes (`/proc`), the result is false.
     #[must_use]
     pub fn is_dead(&self, host: &str) -> bool {
         // Whether the system lists processes is tested with this process itself.

@@ -77,7 +77,7 @@ impl Ledger {
             .sum()
     }
 
-    /// A table of bytes by kind of layer (without its number), kind of tensor and format.
+    /// A table of bytes by layer (without the layer's number), kind of tensor, and format.
     pub fn table(&self) -> String {
         let mut sums: BTreeMap<(String, &str, String), (usize, usize)> = BTreeMap::new();
         for e in self.unique() {

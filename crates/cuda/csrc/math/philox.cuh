@@ -38,7 +38,7 @@ struct Stream {
         return stream;
     }
 
-    /// Values shared by blocks whose numbers differ only in the low word: half of the second round.
+    /// Half of the state after the second round. Blocks whose numbers differ only in the low word share it.
     struct High {
         u32 c2, c3;
     };

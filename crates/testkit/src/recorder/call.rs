@@ -117,7 +117,7 @@ impl<B: Backend> Call<'_, B> {
         self.op.inside.extend(forms);
     }
 
-    /// Declares the arguments that the operation quantizes internally. Returns the argument whose quantization it must skip.
+    /// Declares the arguments that the operation quantizes internally. Returns the argument whose quantization the operation must skip.
     pub fn not_quantized(&self, inside: &[(&'static str, Form)]) -> Option<&'static str> {
         self.recorder.shared.defects.not_quantized(self.op.name, inside)
     }

@@ -33,9 +33,9 @@ pub(super) struct Corpus {
 pub struct Given {
     /// The source, as in the configuration.
     pub source: String,
-    /// Number of documents, including held-out ones.
+    /// Number of documents, including held-out documents.
     pub documents: usize,
-    /// Number of tokens, including held-out ones.
+    /// Number of tokens, including held-out tokens.
     pub tokens: usize,
     /// Number of held-out tokens.
     pub held_out: usize,

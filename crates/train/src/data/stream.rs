@@ -149,8 +149,8 @@ impl TokenStream {
         Ok(false)
     }
 
-    /// Index of the first held-out token. In a single document, any token can be the first held-out token. With several documents, it is
-    /// the beginning of a document, so that at most this fraction of the tokens is held out.
+    /// Index of the first held-out token. In a single document, any token can be the first held-out token. With several documents, the
+    /// first held-out token is the beginning of a document, so that at most `valid_fraction` of the tokens is held out.
     pub fn split(&self, valid_fraction: f64) -> Result<usize> {
         let at = self.len() as f64 * (1.0 - valid_fraction);
         match self.documents() {

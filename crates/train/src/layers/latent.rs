@@ -108,8 +108,8 @@ pub struct Latent<B: Kernels> {
     pub kv: Linear<B>,
     /// The projection `[r, d]` to the key that all heads share.
     pub k_rope: Linear<B>,
-    /// The projection `[h·(n + u), c]` from the latent of keys and values. For each head, it has n rows for the key, then u rows for the
-    /// value.
+    /// The projection `[h·(n + u), c]` from the latent of keys and values. For each head, the projection has n rows for the key, then u
+    /// rows for the value.
     pub kv_up: LatentUp<B>,
     /// The output projection, `[d, h·u]`.
     pub o: Linear<B>,

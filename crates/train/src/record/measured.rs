@@ -37,7 +37,7 @@ impl LayerSample {
     }
 }
 
-/// Counts from a comparison of values other than zero with what they were quantized to ([`nibble_core::ops::MeasureQuantization`]).
+/// Counts from a comparison of values other than zero with their quantized values ([`nibble_core::ops::MeasureQuantization`]).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Measured {
     /// Number of values that did not change.

@@ -2,8 +2,8 @@ use crate::error::expect_eq;
 use crate::{Agreement, Backend, Error, Result};
 
 /// The rank of each (token, slot), for experts sharded over ranks evenly and in order: expert / `experts_each`.
-/// [`PlanPermute`](crate::ops::PlanPermute) sorts slots by rank as it does by expert. An expert out of range is not an error: the slot's
-/// rank is −1, and the slot is not counted.
+/// [`PlanPermute`](crate::ops::PlanPermute) sorts slots by rank in the same way as by expert. An expert out of range is not an error:
+/// the slot's rank is −1, and the slot is not counted.
 #[derive(Debug)]
 pub struct AssignRanks<'a, B: Backend> {
     /// Global expert of each (token, slot): `[t·k]`.

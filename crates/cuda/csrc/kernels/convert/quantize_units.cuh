@@ -21,7 +21,7 @@
 //   `col_any` whether there is a non-zero code. For columns, these exist per span of rows (`span_of_row`; null: one span), and one record
 //   per `column_record` rows: 128 (group starts are then multiples of 128) or all rows. Formats with one scale per tensor take `tensor`,
 //   indexed by a row's span (span_of_row null: by its matrix).
-//   Squared<F>: kFormRows + kFormCols with the scales of 2-D blocks of kBlock x kBlock values. Rounds by `policy`.
+//   Squared<F>: kFormRows + kFormCols with the scales of 2-D blocks of kBlock x kBlock values. Squared<F> rounds by `policy`.
 //   Chosen<F> takes `scaling`. 2-D blocks sum the losses of both candidate scales in shared memory, in integers.
 //   With `found` (a tensor's delayed scale only), writes the bits of the largest magnitude of each of `found_spans` spans, initially zeros;
 //   NaN if a value is not finite. found_counts[0] += the number of finite values that exceed their span's `unit`.

@@ -21,7 +21,7 @@ namespace nib {
 
 constexpr int kTreeThreads = 256;
 constexpr int kTreeWarps = kTreeThreads / 32;
-/// Units per lane; below, units per warp.
+/// Units per lane, and then units per warp.
 constexpr int kTreeUnits = 4;
 constexpr int kTreeChunk = 32 * kTreeUnits;
 

@@ -53,7 +53,7 @@ struct AttentionWork {
     int tile;
 };
 
-/// Item `at` of all work, if each head has `tiles` tiles. Heads come in sections of `section`, whose keys and values
+/// Work item number `at`, if each head has `tiles` tiles. Heads come in sections of `section`, whose keys and values
 /// fit the L2. A section processes one tile of all its heads, then the next tile; with kLastFirst it goes from the last
 /// tile to the first.
 template <bool kLastFirst>
