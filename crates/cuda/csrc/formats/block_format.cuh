@@ -22,7 +22,7 @@
 //   has_table    whether BF16 values are encoded two at a time, with a table entry per scale byte, as in Nvfp4Block,
 //                with the `bytes_of` and `pair_code` that table_encoder.cuh calls
 //   kChosen      whether scales are chosen by ScalingArg: true only in Chosen<..>. Only Chosen<..> uses the members below
-//   kThresholds  whether `refine` also takes the thresholds of doublings
+//   kThresholds  whether `refine` also takes the thresholds from which a part doubles its scale
 //   kCorrection  whether records of blocks of 16 may be `corrected` after rounding (Nvfp4); `scale` takes the largest value's multiplier
 //   kCandidates  whether blocks of 16 choose between two scales: scale<true> maps the largest magnitude to 4, not 6, and `lost` compares them,
 //                as in Nvfp4Codes

@@ -2,7 +2,7 @@
 
 use crate::config::Config;
 
-/// The layers that a measuring step measures: a part of the decoder layers, which changes from turn to turn, and all tensors outside
+/// The layers that a measuring step measures: some of the decoder layers, which differ from turn to turn, and all tensors outside
 /// decoder layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LayerSample {

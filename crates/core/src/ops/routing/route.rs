@@ -110,9 +110,9 @@ impl RouteRule {
 ///   sixteen results by the tree 8, 4, 2, 1. Sums are F32 (F64 for the load-balancing loss), with products by fma.
 /// * A sum over slots runs in slot order, in F32.
 /// * A sum over the tokens of a shard has chunks of [`Route::CHUNK`] tokens. Token i of a chunk is added to lane i mod 16 in F32, each lane
-///   in order, and the lanes are reduced by the tree 8, 4, 2, 1. The sums of chunks are added in the same way, in F64, and rounded to F32
-///   at the end of the loss. With documents, each token's share of the load-balancing loss is summed over experts in F32, and then over
-///   tokens in this order.
+///   in order, and the lanes are reduced by the tree 8, 4, 2, 1. The sums of chunks are added in the same way, in F64; the loss is rounded
+///   to F32 at the end. With documents, each token's share of the load-balancing loss is summed over experts in F32, and then over tokens
+///   in this order.
 #[derive(Debug)]
 pub struct Route<'a, B: Backend> {
     /// Shape `[t, e]`, F32.

@@ -40,7 +40,7 @@ struct ForwardShared {
     RingBarriers<kKeyStages> k_ring, v_ring;
 };
 
-/// How many tiles of keys a tile of queries sees under the causal mask.
+/// The number of tiles of keys to which a tile of queries attends under the causal mask.
 template <int kRows>
 __device__ __forceinline__ int key_tiles(const AttentionSizes& sizes, int tile) {
     return ceil_div(min((tile + 1) * kRows, sizes.seq_len), kKeys);

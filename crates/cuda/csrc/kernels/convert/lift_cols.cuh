@@ -1,8 +1,8 @@
 // Converts MXFP4 rows to E4M3 columns by operations on the codes alone; all scales are E8M0 bytes. The CPU twin is
 // crates/formats/src/lift.rs.
 //
-// row_id[rows] (null: all rows are valid): negative ids mark padding, whose output is zero. counts[3] (null: not counted) increases by the
-// number of source blocks with a non-zero code, of source blocks with a code whose value changed, and of blocks with a NaN.
+// row_id[rows] (null: all rows are valid): negative ids mark padding, whose output is zero. Three numbers are added to counts[3] (null: no
+// counts): source blocks with a non-zero code, source blocks with a code whose value changed, and blocks with a NaN.
 //
 // lift_cols<kWhole, kPanels>: codes [rows][cols / 2], scales [rows][cols / 32] -> codes [cols][capacity], scales
 //   [capacity / 128][scale_stride]; capacity % 128 == 0, cols % 32 == 0; kWhole: cols % 128 == 0.

@@ -1,7 +1,7 @@
 // Converts MXFP4 rows to E4M3 rows by operations on the codes alone; all scales are E8M0 bytes. The CPU twin is crates/formats/src/lift.rs.
 //
-// row_id[rows] (null: all rows are valid): negative ids mark padding, which is neither read nor written. counts[3] (null: not counted)
-// increases by the number of source blocks with a non-zero code, of source blocks with a code whose value changed, and of blocks with a
+// row_id[rows] (null: all rows are valid): negative ids mark padding, which is neither read nor written. Three numbers are added to
+// counts[3] (null: no counts): source blocks with a non-zero code, source blocks with a code whose value changed, and blocks with a
 // NaN.
 //
 // lift_rows<kWhole, kChunks>: codes [rows][cols / 2] -> [rows][cols], scales [rows][cols / 32] -> [rows][ceil(cols / 128)]; cols % 32 == 0;

@@ -2,11 +2,11 @@
 //
 // quantize_rows<In, E, kF32Scales, Round>: x, codes [rows][cols], scales [rows][ceil(cols / E::kBlock)]; cols is a multiple of 8.
 //   row_id[rows] (null: all rows are valid): negative ids mark padding, which reads as zero and is not counted; other ids number the row
-//   for random bits. counts[3] (null: not counted) increases by the number of blocks with a non-zero code, by 0, and by the number of
-//   blocks with a NaN or infinity. 128 threads; a warp takes a segment of 256 · row_chunks columns at a time. row_tasks.cuh defines the
-//   grid; 16 chunks per warp are fastest. No dynamic shared memory. If cols is a multiple of the block, the launch may pass x as one row
-//   without a row_id, provided that x has less than 2^30 values; `folded` then holds the ids, unless all rows are valid. Passing x as one
-//   row is faster if a real row would fill its segments only partly.
+//   for random bits. Three numbers are added to counts[3] (null: no counts): blocks with a non-zero code, 0, and blocks with a NaN or
+//   infinity. 128 threads; a warp takes a segment of 256 · row_chunks columns at a time. row_tasks.cuh defines the grid; 16 chunks per warp
+//   are fastest. No dynamic shared memory. If cols is a multiple of the block, the launch may pass x as one row without a row_id, provided
+//   that x has less than 2^30 values; `folded` then holds the ids, unless all rows are valid. Passing x as one row is faster if a real row
+//   would fill its segments only partly.
 //
 // quantize_rows_lifted<In, Round>: quantizes to MXFP4, but writes the codes and scales that lift_lines would compute from MXFP4: E4M3
 //   [rows][cols], scales [rows][ceil(cols / 128)]. If x is passed as one row, cols is a multiple of 128. counts are those of MXFP4.

@@ -29,7 +29,7 @@ struct RowMessages {
     const RowSource& of;
     typename E::Eight held[Layout::kHeld][Layout::kTogether];
     u32 row, segment;
-    int place;  // place of the row's slot with this lane's number
+    int place;  // in lane i: the place of the row's slot i
     int col;
 
     __device__ __forceinline__ RowMessages(const MessagesArg& to, const RowSource& of) : to(to), of(of) {}

@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : 4)
     const int strip = blockIdx.x % down, panel = blockIdx.x / down % across;
     const u64 matrix = blockIdx.x / down / across;
     const int first_row = strip * kTile, my_row = first_row + octet * 8, first_col = panel * kTile, my_col = first_col + chunk * 8;
-    const u64 first = matrix * rows * cols;  // index in the whole stack, of either output
+    const u64 first = matrix * rows * cols;  // index of the first element, in the whole stack and in either output
     u8* const mine = shared.input[octet * 8] + chunk * 8 * In::kBytes;
     Tally tally;
 

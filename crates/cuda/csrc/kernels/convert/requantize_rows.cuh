@@ -1,7 +1,7 @@
 // E4M3 rows -> MXFP4 rows, bit-identical to quantizing the decoded values f32(code · scale).
 //
-// row_id[rows] (null: all rows are valid): negative ids mark padding, which becomes zeros. counts[3] (null: not counted) increases by the
-// number of source blocks with a non-zero code, of source blocks with a value that changed, and of blocks with a NaN or infinity.
+// row_id[rows] (null: all rows are valid): negative ids mark padding, which becomes zeros. Three numbers are added to counts[3] (null: no
+// counts): source blocks with a non-zero code, source blocks with a value that changed, and blocks with a NaN or infinity.
 //
 // requantize_rows<Scale, kRule>: codes [rows][cols], scales [rows][ceil(cols / 128)], E8M0 bytes (Scale = u8) or F32 (float) -> codes
 //   [rows][cols / 2], scales [rows][cols / 32], E8M0; cols % 32 == 0. kRule: as in formats/e8m0.cuh, not the F32 rule.

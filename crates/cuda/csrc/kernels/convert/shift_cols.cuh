@@ -1,7 +1,7 @@
 // E4M3 rows -> E4M3 columns by operations on the codes alone; all scales are E8M0 bytes. The CPU twin is crates/formats/src/lift.rs.
 //
-// row_id[rows] (null: all rows are valid): negative ids mark padding, whose output is zero. counts[3] (null: not counted) increases by
-// the number of source blocks with a non-zero code, of source blocks with a code whose value changed, and of blocks with a NaN.
+// row_id[rows] (null: all rows are valid): negative ids mark padding, whose output is zero. Three numbers are added to counts[3] (null:
+// no counts): source blocks with a non-zero code, source blocks with a code whose value changed, and blocks with a NaN.
 //
 // shift_cols<kWhole, kPanels>: codes [rows][cols], scales [rows][ceil(cols / 128)] -> codes [cols][capacity], scales
 //   [capacity / 128][scale_stride]; capacity % 128 == 0; kWhole: cols % 16 == 0.

@@ -53,9 +53,9 @@ struct AttentionWork {
     int tile;
 };
 
-/// Work item number `at`, if each head has `tiles` tiles. Heads come in sections of `section`, whose keys and values
-/// fit the L2. A section processes one tile of all its heads, then the next tile; with kLastFirst it goes from the last
-/// tile to the first.
+/// Work item number `at`, if each head has `tiles` tiles. Heads are divided into sections of `section` heads, whose
+/// keys and values fit the L2. A section processes one tile of all its heads, then the next tile; with kLastFirst it
+/// goes from the last tile to the first.
 template <bool kLastFirst>
 __device__ __forceinline__ AttentionWork work_at(int at, int tiles, int section, int heads, int sequences) {
     const int of_section = section * tiles;

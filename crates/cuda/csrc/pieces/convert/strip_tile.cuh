@@ -43,7 +43,7 @@ __device__ __forceinline__ u32 boxes_wanted(const int (&row_id)[kTile]) {
 
 /// A thread's position within a tile.
 struct StripThread {
-    int lane, half;  // lane in the warp; half of the tile's columns
+    int lane, half;  // lane in the warp; which half of the tile's columns
     int row, col;    // the thread's first row and first column
 
     __device__ __forceinline__ StripThread()
