@@ -148,8 +148,8 @@ pub struct TreeSum<B: Backend> {
     pub into: B::Buf<f32>,
 }
 
-/// A collective in flight, which returns `T` (sums, by default). Until a transfer is awaited, it owns every buffer that it reads and
-/// writes, so that the lifetime of memory depends on when the rank waits, and not on the speed of another rank.
+/// A collective in flight, which returns `T` (sums, by default). Until a transfer is awaited, the transfer owns every buffer that it
+/// reads and writes. So the lifetime of memory depends on when the rank waits, and not on the speed of another rank.
 ///
 /// If a transfer is dropped without being awaited, the other ranks still get their data.
 #[must_use = "what is under way is waited for"]

@@ -144,10 +144,10 @@ pub struct Routing<B: Backend> {
     pub load: B::Buf<i32>,
     /// Two values per shard. The first is the load-balancing loss e · Σ_e (share of slots sent to e) · (mean probability of e), which is 1
     /// if experts are balanced. The second is the z-loss mean((log Σ exp logits)²). The shares of slots, load / (k · tokens), sum to 1
-    /// here; in the loss of `transformers`, which extends Switch Transformer's loss to several experts per token, the shares sum to k. With
-    /// sigmoid scores, the probability of an expert is its sigmoid divided by the token's sum of sigmoids, as in equation 19 of [arXiv
-    /// 2412.19437](https://arxiv.org/abs/2412.19437). With documents, the loss is e / (k · tokens) · Σ_t Σ_e p_te · n_e / l, where the
-    /// document of token t has l tokens, and n_e of the document's slots chose expert e.
+    /// here; in the loss of `transformers`, the shares sum to k, because that loss extends Switch Transformer's loss to several experts per
+    /// token. With sigmoid scores, the probability of an expert is its sigmoid divided by the token's sum of sigmoids, as in equation 19 of
+    /// [arXiv 2412.19437](https://arxiv.org/abs/2412.19437). With documents, the loss is e / (k · tokens) · Σ_t Σ_e p_te · n_e / l, where
+    /// the document of token t has l tokens, and n_e of the document's slots chose expert e.
     pub losses: B::Buf<f32>,
 }
 

@@ -2,7 +2,7 @@
 //
 // quantize_tiles<In, E, kF32Scales, Round>: x, row_codes [stack][rows][cols], row_scales [stack][ceil(rows / 128)][ceil(cols / 128)];
 //   col_codes [stack][cols][rows], col_scales [stack][ceil(cols / 128)][ceil(rows / 128)]. cols is a multiple of 8, rows of 16.
-//   counts as in quantize.cuh; e = row of the stack * cols + col for random bits.
+//   counts as in quantize.cuh; the index of random bits is e = row of the stack * cols + col.
 //   256 threads; grid stack * ceil(cols / 128) * ceil(rows / 128); sizeof(SquareShared<In>) dynamic shared memory.
 //
 // Measured as in quantize.cuh, 16384 x 7168: BF16 89 %, F32 95 %.

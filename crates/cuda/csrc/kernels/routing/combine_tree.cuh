@@ -47,7 +47,7 @@ struct TreeSlot {
     u32 leaf;
 };
 
-/// The rows of a token by leaf, spread over the lanes of a warp.
+/// The rows of a token, sorted by leaf and spread over the lanes of a warp.
 struct TreeOrder {
     int count;   // rows in all lanes together
     u32 row;     // lane i: the i-th row

@@ -29,7 +29,7 @@ struct RowPlane {
     u64 in_stride;
     u64 out_stride;
     u32 bytes;  // bytes per row; 0: the buffer does not exist
-    u32 pad;    // a word that is repeated
+    u32 pad;    // the word that fills padding
     u32 unit;
 };
 
