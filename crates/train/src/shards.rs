@@ -119,8 +119,8 @@ impl<B: Kernels> Default for Sight<B> {
 
 impl<B: Kernels> Sight<B> {
     /// Computes the keys to which queries attend in this model's layers, in a batch of `tokens` tokens in sequences of `seq_len`
-    /// tokens. `starts` becomes the field of the result. The windows of each kind of layer are computed once, and only if the model
-    /// has such layers.
+    /// tokens. `starts` becomes the field `starts` of the result. The windows of each kind of layer are computed once, and only if
+    /// the model has such layers.
     ///
     /// # Errors
     /// Errors of the backend; an error if the tokens are not whole sequences.

@@ -113,7 +113,8 @@ impl<B: Kernels> RankContext<'_, B> {
         Ok(Some((nats, targets)))
     }
 
-    /// Raises the capacity of exchanges, because a rank received `needed` times its share of slots. `again` names the work that is retried.
+    /// Raises the capacity of exchanges, because the slots sent to a rank were `needed` times the rank's share. `again` names the work that
+    /// is retried.
     pub fn make_room(&mut self, needed: f64, again: &str) {
         // The factor adds spare capacity, because the next routing may be even less balanced.
         const SPARE: f64 = 1.125;

@@ -1,9 +1,9 @@
 // BF16 -> random Hadamard transform along the rows -> blocks along the rows.
 //
 // quantize_hadamard_rows<E, kLen, Round>: x, codes [rows][cols], scales [rows][cols / E::kBlock], E8M0; cols is a multiple of 128, kLen a
-//   transform's length. row_id and counts as in quantize.cuh. A row of `map` is a unit of 64 values of x; tiles have 32 units and the
-//   128-byte swizzle. A lane takes a unit at a time; a row of x has units = cols / 64, at most kMostUnits, and `by_units` divides by
-//   `units`; rows * units is below 2^31. 512 threads, sizeof(UnitsShared<E>) dynamic shared memory; any grid works, and one CTA per SM is best.
+//   transform's length. row_id and counts as in quantize.cuh. `map` has a row per unit of 64 values; tiles have 32 rows, in the 128-byte
+//   swizzle. A lane takes a unit at a time; a row of x has units = cols / 64, at most kMostUnits, and `by_units` divides by `units`; rows *
+//   units is below 2^31. 512 threads, sizeof(UnitsShared<E>) dynamic shared memory; any grid works, and one CTA per SM is best.
 //
 // Each lane holds a whole unit in registers. So only butterflies of stride 64 and blocks of 128 values need data from the neighbouring
 // lane. The warps of a CTA take further units dynamically. With equal shares only a few warps would run at the end, because the SM issues
