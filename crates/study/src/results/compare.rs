@@ -44,9 +44,9 @@ impl Verdict {
 /// The comparison of one kind of loss.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Measure {
-    /// Seeds, in the study's order, each with the relative difference of the losses in per cent: 100 · (L_recipe / L_baseline − 1). The differences are relative losses of equation
-    /// 4 in
-    /// *HiFloat4 Format for Language Model Pre-training on Ascend NPUs* (arXiv 2604.08826).
+    /// Seeds, in the study's order, each with the relative difference of the losses in per cent: 100 · (L_recipe / L_baseline − 1). The
+    /// differences are the relative losses of equation 4 in *HiFloat4 Format for Language Model Pre-training on Ascend NPUs* (arXiv
+    /// 2604.08826).
     pub differences: Vec<(u64, f64)>,
     /// Mean and spread of the differences, in per cent.
     pub paired: Option<Paired>,

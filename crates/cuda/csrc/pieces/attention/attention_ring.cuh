@@ -1,9 +1,9 @@
 // Building blocks of the attention kernels on the tensor cores: rings of tiles, the order of work, and the GEMMs of
 // a warpgroup.
 //
-// A tile of rows of a head lies in shared memory as TMA writes it: boxes of 64 elements (128 bytes) by all its rows,
-// contiguous, with the 128-byte swizzle. Such a tile can be a K-major operand, with the contraction along the head,
-// or an MN-major operand, with the contraction down the rows.
+// A tile of rows of a head lies in shared memory as TMA writes it: contiguous boxes of 64 elements (128 bytes) by
+// all rows of the tile, with the 128-byte swizzle. Such a tile can be a K-major operand, with the contraction along
+// the head, or an MN-major operand, with the contraction down the rows.
 #pragma once
 #include "pieces/attention/attention_sizes.cuh"
 #include "ptx/mbarrier.cuh"
